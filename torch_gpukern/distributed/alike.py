@@ -6,6 +6,7 @@ differentiated by it again is the sum over ranks.
 import torch
 from torch import Tensor
 
+from ..ops.linear_cross_entropy_chunks import accumulator
 from . import transport
 from .ranks import ranks_of
 
@@ -27,8 +28,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: str) -> Tensor:
         ctx.group = group
-        wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-        return transport.sum_of_all(x.to(wide), ranks_of(group), x.dtype)
+        return transport.sum_of_all(x.to(accumulator(x)), ranks_of(group), x.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):

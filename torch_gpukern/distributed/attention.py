@@ -19,6 +19,7 @@ from torch import Tensor
 from .._library import are_deterministic, library, ops
 from ..ops import flash_attn, flash_attn_varlen
 from ..ops.attention import autocast
+from ..ops.fakes import stats_dtype
 from . import gathered, ring, transport, ulysses
 from .declare import declare
 from .local import Call, empty_results, sum_sinks
@@ -443,8 +444,7 @@ def _varlen_bwd(
 
 
 def _varlen_fwd_fake(q, k, v, *_):
-    lse = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((q.shape[0], q.shape[1], v.shape[2])), q.new_empty(q.shape[:2], dtype=lse)
+    return q.new_empty((q.shape[0], q.shape[1], v.shape[2])), q.new_empty(q.shape[:2], dtype=stats_dtype(q))
 
 
 def _varlen_bwd_fake(grad_out, grad_lse, q, k, v, out, lse, cu_seqlens, max_seqlen, alibi_slopes, sinks, *_):

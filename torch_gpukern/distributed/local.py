@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._library import are_deterministic, ops
+from ..ops.fakes import stats_dtype
 from . import transport
 from .ranks import Ranks
 
@@ -76,7 +77,7 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out = q.new_empty((batch, tokens, heads, v.shape[3])).transpose(1, 2)
     else:
         out = q.new_empty((batch, heads, tokens, v.shape[3]))
-    return out, q.new_empty((batch, heads, tokens), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return out, q.new_empty((batch, heads, tokens), dtype=stats_dtype(q))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -86,7 +87,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, dtype: t
 
 def forward_into(out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int) -> Tensor:
     """lse; out [B, Hq, Sq, Dv] may be some rows of a larger tensor."""
-    lse = q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    lse = q.new_empty(q.shape[:3], dtype=stats_dtype(q))
     ops.flash_attn_into(q, k, v, out, lse, diagonal=diagonal, **call.arguments())
     return lse
 
@@ -102,13 +103,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dsinks), the first three float32 (float64 with float64).
 
-    part: k and v are some of the keys that out and lse are of. dq is then these keys' share, and so is dsinks on the CPU (gpukern.h);
-    on a GPU there is none.
+    part: k and v are some of the keys that out and lse are of. dq is then these keys' share, and so is dsinks on the CPU
+    (gpukern_ranks.h); on a GPU there is none.
     """
-    arguments = call.arguments()
     grads = ops.flash_attn_bwd(
         grad_out, q, k, v, out, lse, grad_lse, diagonal=diagonal, deterministic=are_deterministic(),
-        grad_dtype=lse.dtype, is_part=part, **arguments,
+        grad_dtype=lse.dtype, is_part=part, **call.arguments(),
     )  # fmt: skip
     return *grads[:3], None if call.sinks is None else grads[3]
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """context_parallel_paged_attn: decoding over a cache whose keys are spread over ranks."""
 
-import torch
 from torch import Tensor
 
 from .._library import library, ops
 from ..ops import paged_attn
+from ..ops.fakes import stats_dtype
 from ..ops.paged_attn import _cast
 from . import transport
 from .declare import declare
@@ -126,8 +126,7 @@ def _fwd(
 
 
 def _fake(q, k_cache, v_cache, *_):
-    lse = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*q.shape[:2], v_cache.shape[3])), q.new_empty(q.shape[:2], dtype=lse)
+    return q.new_empty((*q.shape[:2], v_cache.shape[3])), q.new_empty(q.shape[:2], dtype=stats_dtype(q))
 
 
 declare("cp_paged_attn", _fwd, _fake, autocast=_cast)

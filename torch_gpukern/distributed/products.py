@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._library import library, ops
+from ..ops.linear_cross_entropy_chunks import accumulator
 from . import transport
 from .alike import alike
 from .declare import declare
@@ -80,13 +81,9 @@ def _agree_about_sum(ranks: Ranks, what: str, a: Tensor, b: Tensor) -> None:
     agree(ranks, what, a.device, describe)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b, not rounded: float32 (float64)."""
-    return ops.gemm(a, b, out_dtype=_wide(a.dtype))
+    return ops.gemm(a, b, out_dtype=accumulator(a))
 
 
 # ---- all_gather_gemm --------------------------------------------------------------------------------
@@ -209,12 +206,12 @@ def _gather_backward(ctx, grad_out, grad_gathered, grad_preact):
         if ctx.needs_input_grad[1]:
             grad_b = ops.gemm(gathered.t(), grad_out)
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = grad_out.sum(0, dtype=_wide(b.dtype)).to(b.dtype)
+            grad_bias = grad_out.sum(0, dtype=accumulator(b)).to(b.dtype)
     if ctx.needs_input_grad[0]:
         if grad_gathered is None and grad_out is not None:
             grad_a = ops.product_to_owners(grad_out, b.t(), ctx.rows, ctx.group)
         elif grad_gathered is not None:
-            share = grad_gathered.to(_wide(b.dtype))
+            share = grad_gathered.to(accumulator(b))
             if grad_out is not None:
                 share = share + _product(grad_out, b.t())
             grad_a = ops.rows_to_owners(share, b, ctx.rows, ctx.group)
@@ -304,7 +301,7 @@ def _scattered_product(a: Tensor, b: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
     if not _overlaps(cut.length, b.shape[1], a, ranks):
         return transport.sum_to_owners(_product(a, b), cut, ranks, a.dtype)
     # The others' rows first, each on its way while the next are computed; this rank's last.
-    moving = transport.ToOwners(cut, ranks, a.new_empty((0, b.shape[1]), dtype=_wide(a.dtype)))
+    moving = transport.ToOwners(cut, ranks, a.new_empty((0, b.shape[1]), dtype=accumulator(a)))
     ((first, last),) = cut.spans[ranks.rank]
     mine = a[first:last]
     if not moving.by_copies:
