@@ -25,7 +25,7 @@ def close(got, ours, theirs, exact, size):
     """|ours - exact| at most twice |theirs - exact|, by the largest error of the tensor. size: of the terms that it is a sum of."""
     scale = exact.abs().max().clamp(min=size)
     error, allowed = (ours.double() - exact).abs().max(), 2 * (theirs.double() - exact).abs().max()
-    slack = 1000 if ours.dtype == torch.float64 else 2  # there the judge rounds, too
+    slack = 64 if ours.dtype == torch.float64 else 2  # a plain loop: its sums are not blocked
     assert error <= allowed + slack * UNIT[ours.dtype] * scale, f"{got}: {error:.3g}, allowed {allowed:.3g}"
 
 
