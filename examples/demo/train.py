@@ -3,7 +3,7 @@
 on torch_gpukern, generates from it through the paged cache, and repeats steps and generation on
 PyTorch's built-ins.
 
-python examples/demo/train.py [--steps 500] [--backend gpukern|torch] [--device cpu|cuda] [--out build/demo]
+python examples/demo/train.py [--steps 700] [--backend gpukern|torch] [--device cpu|cuda] [--out build/demo]
 python examples/demo/train.py --compare-only [--compare-steps 200]
 
 Runs on a GPU where torch finds one of compute capability 8.0 or later and the library has kernels for it, with a larger
@@ -59,7 +59,7 @@ BUILT_INS = {
 }
 # What ours computes in: likewise the fastest, on a CPU by a gradient step of each.
 OURS = {"cpu": {"bfloat16": torch.bfloat16, "float32": torch.float32}, "cuda": {"bfloat16": torch.bfloat16}}
-STEPS = {"cpu": 500, "cuda": 2000}  # of training
+STEPS = {"cpu": 700, "cuda": 2000}  # of training
 COMPARED, COMPARED_ALONE = 24, 200  # steps; the smoothed curves need more than `curves.SMOOTH`
 # Sequences of a step with --compare-only: a GPU is fast enough at a quarter of what trains, and the curves say the same.
 BATCH_ALONE = {"cpu": 8, "cuda": 8}
@@ -199,8 +199,13 @@ def waiting(what: str, seconds: float):
     progress, over, began = Progress(seconds, "s", what), threading.Event(), time.perf_counter()
 
     def tick() -> None:
+        late = 0
         while not over.wait(0.5):
-            progress.show(min(time.perf_counter() - began, 0.99 * seconds))
+            elapsed = time.perf_counter() - began
+            progress.show(min(elapsed, 0.99 * seconds), f"{elapsed:.0f} s so far" if elapsed > seconds else "")
+            if elapsed > seconds + 30 * (late + 1) and progress.bar is None:
+                late = int((elapsed - seconds) / 30)
+                print(f"{what}: {elapsed:.0f} s so far, longer than an idle machine takes", flush=True)
 
     progress.show(0)
     thread = threading.Thread(target=tick, daemon=True)
