@@ -455,6 +455,12 @@ def test_explain_asks_for_what_models_run_in(monkeypatch):
         assert asked.pop() == dtype, (op, more)
 
 
+def test_the_readme_s_own_line_runs_on_every_build():
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    (line,) = re.findall(r"`explain (gemm [^`]*)`", text)
+    assert run("explain", *line.split())[0] == 0
+
+
 def test_unknown_arguments_end_in_the_usage_of_their_command(capsys):
     for line, usage, text in (
         ("explain flash_attn 2 32 4096 128", "explain flash_attn", "unknown argument 2; sizes go by name: --batch 2 --heads 32"),
