@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What every test shares: devices, shapes, seeds, the error rule, memory layouts and poison.
 
-The judge is `torch_gpukern.reference` on float64 copies of the inputs. How far a kernel may be from it is never a
+The judge is `torch_gpukern.reference` on float64 copies of the inputs, its sums exact (exact.py). How far a kernel may be from it is never a
 constant: it is what PyTorch's own op in the same dtype makes on the same inputs (`assert_close_as`).
 """
 
