@@ -1,5 +1,7 @@
-# Every command of this project. `make demo` and `make test` need nothing but a compiler and Python >= 3.10: they make
-# .venv/, install what they need there, build, and run; a second call rebuilds only what changed.
+# Every command of this project. `make demo` and `make test` need a C/C++ compiler, Python >= 3.10 with venv and its header Python.h
+# (Debian and Ubuntu: apt-get install python3-venv python3-dev), which torch.compile compiles with: without it the demo runs
+# uncompiled, and `make test` stops before the build. They make .venv/, install what they need there, build, and run; a second call
+# rebuilds only what changed.
 #
 #   make demo          train a small language model on the ops, generate from it, compare with PyTorch's built-ins
 #   make test          the C tests and a fixed-seed sample of the Python tests
@@ -56,7 +58,7 @@ endif
 endif
 endif
 ifneq ($(filter demo,$(MAKECMDGOALS)),)
-SAYS := the demo takes about 3 minutes on two cores
+SAYS := the demo takes 3 to 10 minutes on two cores
 else ifneq ($(filter test,$(MAKECMDGOALS)),)
 SAYS := the tests take about 8 minutes on two cores
 else ifneq ($(filter test-all,$(MAKECMDGOALS)),)
@@ -88,7 +90,7 @@ CONFIGURE := cmake -S . -DPython_EXECUTABLE=$(PY) -DGPUKERN_BUILD_TESTS=ON \
 	$(if $(GPUKERN_CUDA),-DGPUKERN_CUDA=$(GPUKERN_CUDA)) \
 	$(if $(GPUKERN_CUDA_ARCHS),"-DGPUKERN_CUDA_ARCHS=$(GPUKERN_CUDA_ARCHS)") $(CMAKE_ARGS)
 
-.PHONY: tools requirements build demo test test-all test-csrc test-python sanitize-cpu fuzz sanitize patterns hub bench results wheel docs docs-alone fmt lint clean
+.PHONY: header tools requirements build demo test test-all test-csrc test-python sanitize-cpu fuzz sanitize patterns hub bench results wheel docs docs-alone fmt lint clean
 .DEFAULT_GOAL := build
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
@@ -103,12 +105,13 @@ $(STAMPS)/tools: | $(PY)
 	@command -v ninja >/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check ninja
 	@mkdir -p $(STAMPS) && touch $@
 
+# Not quiet: torch is some hundred megabytes, and pip draws a bar for it.
 $(STAMPS)/requirements-demo: requirements-demo.txt | $(STAMPS)/tools
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-demo.txt
+	$(PY) -m pip install --disable-pip-version-check -r requirements-demo.txt
 	@touch $@
 
 $(INSTALLED): requirements-demo.txt requirements-test.txt requirements-test-nodeps.txt | $(STAMPS)/tools
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-test.txt
+	$(PY) -m pip install --disable-pip-version-check -r requirements-test.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-test-nodeps.txt
 	@touch $@
 
@@ -133,13 +136,19 @@ demo: build
 test-csrc: build
 	ctest --test-dir $(BUILD) --output-on-failure -j $(MAX_JOBS)
 
+# torch.compile, which the tests call, compiles C++ that includes Python.h.
+header: | $(PY)
+	@$(PY) -c 'import os, sys, sysconfig; h = os.path.join(sysconfig.get_paths()["include"], "Python.h"); os.path.exists(h) or sys.exit( \
+	f"gpukern: {h} is missing, which the tests of torch.compile need: apt-get install python{sys.version_info[0]}.{sys.version_info[1]}-dev " \
+	"(python3-devel on Fedora)")'
+
 # pytest comes last: its closing line says how the whole of it went.
-test: test-csrc test-python
+test: header test-csrc test-python
 
 test-python:
 	$(COMPILES) $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS)
 
-test-all: test-csrc
+test-all: header test-csrc
 	GPUKERN_TEST_ALL=1 $(COMPILES) $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # Under the sanitizers -O1 compiles three times as fast as -O3; -g1 has the lines that their traces name. By clang, so that

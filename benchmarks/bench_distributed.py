@@ -387,6 +387,10 @@ def main() -> None:
         "--trace", type=Path, help="beginning of the names of timelines, Chrome traces of training steps"
     )
     options = parser.parse_args()
+    if "RANK" not in os.environ:
+        raise SystemExit(
+            "bench_distributed: measures several ranks, which torchrun starts: torchrun --nproc-per-node 2 benchmarks/bench_distributed.py"
+        )
     os.environ["GPUKERN_DIST_CHECK"] = "0"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
     if CUDA:

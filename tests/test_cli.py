@@ -433,6 +433,53 @@ def test_what_bench_compares_is_one_result(op):
             assert far < 0.06, way
 
 
+def test_explain_asks_for_what_models_run_in(monkeypatch):
+    """On a GPU bfloat16 where the op takes it, on the CPU float32; --dtype says another."""
+    asked = []
+
+    def explain(op, x, *args, **how):
+        asked.append(str(x.dtype).removeprefix("torch."))
+        return {}
+
+    monkeypatch.setattr(explained, "explain", explain)
+    arch = "--arch", "sm_90"
+    for op, sizes, more, dtype in (
+        ("gemm", "444", arch, "bfloat16"),
+        ("gemm", "444", (), "float32"),
+        ("gemm", "444", (*arch, "--dtype", "float32"), "float32"),
+        ("flash_attn", "", arch, "bfloat16"),
+        ("softmax", "44", arch, "bfloat16"),
+        ("scaled_gemm", "444", arch, "float8_e4m3fn"),
+    ):
+        assert main(["explain", op, *sizes, *more, "--json"]) == 0
+        assert asked.pop() == dtype, (op, more)
+
+
+def test_the_readme_s_own_line_runs_on_every_build():
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    (line,) = re.findall(r"`explain (gemm [^`]*)`", text)
+    assert run("explain", *line.split())[0] == 0
+
+
+def test_unknown_arguments_end_in_the_usage_of_their_command(capsys):
+    for line, usage, text in (
+        ("explain flash_attn 2 32 4096 128", "explain flash_attn", "unknown argument 2; sizes go by name: --batch 2 --heads 32"),
+        ("explain gemm 4 4 4 --hedas 3", "explain gemm", "unknown argument --hedas"),
+        ("info --jsn", "info", "unknown argument --jsn"),
+        ("tune gemm --shapes 4x4x4 --dtypo x", "tune gemm", "unknown argument --dtypo"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(line.split())
+        said = capsys.readouterr().err
+        assert re.match(rf"usage: .* {usage} ", said) and text in said, said
+
+
+def test_a_closed_standard_output(monkeypatch):
+    """gpukern info >&-: Python's sys.stdout is None there."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["info"]) == 0
+
+
 def test_explain_for_an_arch_without_cuda_kernels_says_how(monkeypatch, capsys):
     monkeypatch.setattr(torch_gpukern, "_ops", SimpleNamespace(cuda_kernels=SimpleNamespace(default=lambda: "")))
     assert main(["explain", "gemm", "4", "4", "4", "--arch", "sm_90"]) == 1

@@ -14,6 +14,7 @@ import math
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -1251,6 +1252,19 @@ def test_the_table_of_scale_is_the_page_s(monkeypatch):
         seconds = seconds if float(seconds) < 100 else f"{float(seconds):.0f}"
         assert f"| {gpus} | {', '.join(form)} | {seconds} | {share} % | {rate} |" in page
     assert len(scale.measured()) >= 3 and "Assumed" in lines[4]
+
+
+def test_scripts_of_ranks_say_why_they_refuse():
+    """A benchmark without torchrun in a line; a training that cannot be shared out at the end of torchrun's summary."""
+    root = Path(__file__).resolve().parent.parent
+    bare = {name: x for name, x in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run([sys.executable, str(root / "benchmarks" / "bench_distributed.py")], env=bare, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("bench_distributed: measures several ranks, which torchrun starts")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(root / "examples" / "distributed" / "train.py"), "--pipeline", "3"]
+    done = subprocess.run([*torchrun, *script], env=bare, capture_output=True, text=True)
+    summary = done.stderr.rpartition("Root Cause")[2]
+    assert done.returncode and "ValueError: 2 ranks cannot be shared out over 3 of tensor, context and pipeline" in summary
 
 
 def test_a_timeline_counts_copies_between_gpus(monkeypatch):

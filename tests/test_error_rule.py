@@ -16,6 +16,7 @@ from conftest import (
     generator,
     ops,
     orders,
+    product,
     randn,
     reference,
     reordered,
@@ -71,7 +72,7 @@ def test_planted_error_in_gemm(dtype, shape):
         want = reference.gemm(*f64(x), out_dtype=torch.float64)
         return [(torch_gemm(*(t.to(narrow) for t in x), order=o), want) for o in orders(gen, k)]
 
-    out, ref = ops.gemm(a, b), a.double() @ b.double()
+    out, ref = ops.gemm(a, b), product(*f64((a, b)))
     assert_close_as(yards, out, ref)
     out[-1, -1] -= 1.0
     with pytest.raises(AssertionError, match="max error"):
@@ -105,7 +106,7 @@ def test_planted_error_of_twice_the_bound(dtype):
     """The smallest that it promises to find in a tensor of SAMPLE values: just above the stated bound."""
     gen = generator("twice", dtype)
     a, b = (randn(gen, 64, 64, dtype=dtype) for _ in range(2))
-    ref, narrow = a.double() @ b.double(), yard_dtype(dtype)
+    ref, narrow = product(*f64((a, b))), yard_dtype(dtype)
     yards = [torch_gemm(a.to(narrow), b.to(narrow))]
     ratio = torch.finfo(dtype).eps / torch.finfo(narrow).eps
     own = max((y.double() - ref).abs().max().item() for y in yards) * ratio

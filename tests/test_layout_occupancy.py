@@ -78,3 +78,11 @@ def test_the_driver_agrees_with_the_calculator(measured):
         pytest.skip(f"{library.name} is not built")
     _, *rows = measured.rows(library, "ladder_", None, 0)
     assert len(rows) == 22 and all(row[4] == row[5] for row in rows), rows
+
+
+def test_an_installed_package_names_no_file_that_it_has_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.modules["torch_gpukern.occupancy"], "TABLE", tmp_path / "docs" / "resources.csv")
+    assert cli.main(["occupancy"]) == 1
+    said = capsys.readouterr().err
+    assert str(tmp_path) not in said and "--from, or a kernel by --registers and --threads" in said
+    assert cli.main(["occupancy", "--from", str(tmp_path / "none.so")]) == 1 and "none.so does not exist" in capsys.readouterr().err

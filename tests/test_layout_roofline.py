@@ -137,3 +137,16 @@ def test_wrong_files(tmp_path, capsys):
     (tmp_path / "x.json").write_text("{}")
     assert cli.main(["roofline", str(tmp_path / "x.json")]) == 1
     assert "expected the keys" in capsys.readouterr().err
+
+
+def test_files_without_what_a_row_has_are_refused_by_name(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    whole = row()
+    for bench, said in (
+        ({"peaks": PEAKS, "rows": [{k: x for k, x in whole.items() if k != "us"}]}, "a row of gemm has no us"),
+        ({"peaks": PEAKS}, "gemm has no benchmark results; expected the keys peaks and rows"),
+        ([], "gemm has no benchmark results; expected the keys peaks and rows"),
+    ):
+        path.write_text(json.dumps({"device": "any", "benches": {"gemm": bench}}))
+        assert cli.main(["roofline", str(path)]) == 1
+        assert f"roofline: {path}: {said}" in capsys.readouterr().err

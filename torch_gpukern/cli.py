@@ -2,7 +2,7 @@
 """The command line: what is installed, what a call would run, how fast it is here.
 
 python -m torch_gpukern info | doctor | device   or gpukern info, here as below
-python -m torch_gpukern explain gemm 512 512 512 --dtype bfloat16 [--arch sm_90]
+python -m torch_gpukern explain gemm 512 512 512 [--arch sm_90] [--dtype bfloat16]
 python -m torch_gpukern bench flash_attn [--html page.html] | --list
 python -m torch_gpukern layout "(4,8):(8,1)" --svg out.svg
 python -m torch_gpukern tune gemm --shapes 4096x4096x4096 512x28672x4096:NT
@@ -179,9 +179,20 @@ def _check_tuned(args: argparse.Namespace, path: Path, device: torch.device) -> 
 # ---- arguments -----------------------------------------------------------------------------------
 
 
+class _Parser(argparse.ArgumentParser):
+    """Arguments that a command does not know end in its own usage, not in that of all commands."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        found, rest = super().parse_known_args(args, namespace)
+        if rest and not self.get_default("takes_rest"):
+            self.error(f"unknown argument {rest[0]}{self.get_default('instead') or ''}")
+        return found, rest
+
+
 def _parser() -> argparse.ArgumentParser:
     prog = "gpukern" if Path(sys.argv[0]).stem == "gpukern" else "python -m torch_gpukern"
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
+    parser = _Parser(prog=prog, description=__doc__.splitlines()[0])
+    parser.set_defaults(takes_rest=True)  # what is left of a command's arguments: `bench` hands them on
     parser.add_argument("--version", action="version", version=f"gpukern {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="versions, library, instruction sets, devices")
@@ -236,7 +247,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.rest = rest
     try:
         status = args.run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None where the shell closed it: gpukern info >&-
+            sys.stdout.flush()
         return status
     except BrokenPipeError:  # `| head` has read enough; what is left would fail once more as Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -31,7 +31,7 @@ _GROUPS = {"int4": 128, "uint4": 128, "int8": 128, "e4m3": 128, "mxfp4": 32, "nv
 
 @dataclass(frozen=True)
 class Call:
-    """sizes: positional options, each a number; dtypes: those of --dtype, the default first. add: further options. make: the
+    """sizes: positional options, each a number; dtypes: those of --dtype, the default on a CPU first. add: further options. make: the
     arguments of the op that all of them say, by position and by name. Explaining reads shapes and lengths, no other contents;
     a call that is measured has normal values, or codes of 1. tiles: what the four numbers of a tile are.
     """
@@ -361,7 +361,13 @@ CALLS = {
 # ---- the command ---------------------------------------------------------------------------------
 
 
+def _default_dtype(call: Call, gpu: bool) -> str:
+    """What models run in: on a GPU bfloat16, where the op takes it."""
+    return "bfloat16" if gpu and "bfloat16" in call.dtypes else next(iter(call.dtypes))
+
+
 def run(args: argparse.Namespace) -> int:
+    args.dtype = args.dtype or _default_dtype(CALLS[args.op], bool(args.arch) or not args.device.startswith("cpu"))
     if args.arch and (args.measure or args.device != "cpu"):
         raise ValueError("--arch speaks of a GPU that need not be there: it takes neither --device nor --measure")
     with _in_memory():
@@ -407,7 +413,11 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
         p.set_defaults(run=run)
         for name in call.sizes.split():
             p.add_argument(name, type=whole(0), metavar=name.upper())
-        p.add_argument("--dtype", choices=call.dtypes, default=next(iter(call.dtypes)), help="of a, q or x")
+        if not call.sizes:
+            p.set_defaults(instead="; sizes go by name: --batch 2 --heads 32 --seq-q 4096 --head-dim 128")
+        on_cpu, on_gpu = _default_dtype(call, False), _default_dtype(call, True)
+        default = on_cpu if on_cpu == on_gpu else f"{on_cpu}, on a GPU {on_gpu}"
+        p.add_argument("--dtype", choices=call.dtypes, help=f"of a, q or x; default: {default}")
         p.add_argument("--device", default="cpu")
         p.add_argument("--arch", choices=ARCHS, help="what a GPU of this architecture would run; needs none")
         p.add_argument("--measure", action="store_true", help="run the call, too, and say how long it takes")

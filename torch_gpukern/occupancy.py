@@ -177,6 +177,9 @@ def read_library(path: Path, default_arch: str) -> list[Kernel]:
     return sorted(kernels, key=lambda kernel: (kernel.name, kernel.arch))
 
 
+TABLE = Path(__file__).resolve().parent.parent / "docs" / "resources.csv"
+
+
 def add_arguments(commands: argparse._SubParsersAction) -> None:
     p = commands.add_parser("occupancy", help="blocks of each kernel that an SM holds, and what limits them")
     p.set_defaults(run=run)
@@ -193,8 +196,13 @@ def _kernels(args: argparse.Namespace) -> list[Kernel]:
         if args.threads is None or args.source or args.pattern:
             raise ValueError("--registers stands for a kernel; give --threads, and no file or name")
         return [Kernel("(given)", args.arch, args.registers, 0, args.threads)]
-    source = args.source or Path(__file__).resolve().parent.parent / "docs" / "resources.csv"
+    source = args.source or TABLE
     if not source.exists():
+        if args.source is None:
+            raise ValueError(
+                "the table of all kernels is docs/resources.csv of a checkout, which an installed package has not: name a library or "
+                "table with --from, or a kernel by --registers and --threads"
+            )
         raise ValueError(f"{source} does not exist; name a library or table with --from")
     found = read_csv(source) if source.suffix == ".csv" else read_library(source, args.arch)
     kernels = [kernel for kernel in found if args.pattern in kernel.name]

@@ -58,6 +58,9 @@ class Point:
     bound: str
 
 
+_KEYS = {"group", "label", "dtype", "us", "rate", "unit"}  # of every saved row
+
+
 def _of_shape(bench: str, row: dict) -> float | None:
     """FLOPs per byte by the row's label; None where the label does not say enough."""
     size = ELEM_BYTES[row["dtype"]]
@@ -114,9 +117,13 @@ def read_points(path: Path, benches: list[str] | None = None) -> tuple[str, dict
     for bench, run_ in saved["benches"].items():
         if benches and bench not in benches:
             continue
+        if not isinstance(run_, dict) or not isinstance(run_.get("peaks"), dict) or not isinstance(run_.get("rows"), list):
+            raise ValueError(f"{path}: {bench} has no benchmark results; expected the keys peaks and rows")
         mine = {name: peak for name, peak in run_["peaks"].items() if isinstance(peak, (int, float))}
         peaks.update({name: max(peaks.get(name, 0.0), peak) for name, peak in mine.items()})
         for row in run_["rows"]:
+            if lacking := _KEYS - row.keys():
+                raise ValueError(f"{path}: a row of {bench} has no {', '.join(sorted(lacking))}; expected rows of benchmarks/results/")
             point = point_of(bench, row, mine, latency_us)
             if point:
                 points.append(point)

@@ -53,20 +53,19 @@ class LayerOps(GpukernOps):
         return self.gemm(x, w) if layer is None else layer(x)
 
 
-def trained(corpus: Corpus, config: Config, steps: int, seconds: float) -> GPT:
-    """The rates follow the share of the steps that is over, or of the seconds, whichever is more."""
+def trained(corpus: Corpus, config: Config, steps: int) -> GPT:
+    """The rates follow the share of the steps that is over."""
     torch.manual_seed(0)
     model = GPT(config)
     step, feed = (
         learner(model, GpukernOps(), torch.bfloat16),
         batches(corpus.train, BATCH["cpu"], config.context, seed=1),
     )
-    progress, began, smooth, done = Progress(1.0, "of training"), time.perf_counter(), None, 0
-    while (share := max(done / steps, (time.perf_counter() - began) / seconds)) < 1:
-        bits = step(*next(feed), share).item() / math.log(2)
+    progress, smooth = Progress(steps, "steps", "training"), None
+    for done in range(steps):
+        bits = step(*next(feed), done / steps).item() / math.log(2)
         smooth = bits if smooth is None else 0.95 * smooth + 0.05 * bits
-        done += 1
-        progress.show(share, f"step {done}  {smooth:.3f} bits per byte")
+        progress.show(done + 1, f"{smooth:.3f} bits per byte")
     return model
 
 
@@ -167,7 +166,6 @@ def cache_rows(model: GPT, corpus: Corpus, text: Tensor):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400, help="of training, batches of 8 x 512 bytes")
-    parser.add_argument("--seconds", type=float, default=600.0, help="training takes no longer")
     parser.add_argument("--kib", type=int, default=64, help="held-out text that is scored")
     parser.add_argument("--qat-steps", type=int, default=40)
     parser.add_argument("--recipes", nargs="+", default=[r for r in RECIPES if not r.startswith("fp8-train")])
@@ -180,7 +178,7 @@ def main() -> None:
         model = GPT(Config(**held["config"]))
         model.load_state_dict(held["weights"])
     else:
-        model = trained(corpus, CONFIG["cpu"], args.steps, args.seconds)
+        model = trained(corpus, CONFIG["cpu"], args.steps)
         args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"config": vars(model.config), "weights": model.state_dict()}, args.checkpoint)
     text = corpus.held_out[: 1024 * args.kib + 1]

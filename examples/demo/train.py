@@ -3,15 +3,17 @@
 on torch_gpukern, generates from it through the paged cache, and repeats steps and generation on
 PyTorch's built-ins.
 
-python examples/demo/train.py [--seconds 100] [--backend gpukern|torch] [--device cpu|cuda] [--out build/demo]
+python examples/demo/train.py [--steps 700] [--backend gpukern|torch] [--device cpu|cuda] [--out build/demo]
 python examples/demo/train.py --compare-only [--compare-steps 200]
 
 Runs on a GPU where torch finds one of compute capability 8.0 or later and the library has kernels for it, with a larger
 model.
 
 Prints the held-out bits per byte against gzip -9 of the same bytes, step times, tokens per second
-and the differences in loss and logits; writes loss.png, checkpoint.pt, curves.csv and curves.png. At most
-three minutes on two cores.
+and the differences in loss and logits; writes loss.png, checkpoint.pt, curves.csv and curves.png. The number of steps is fixed, so
+that a slow or busy machine reaches the same result later; the first steps say how long it takes.
+
+torch.compile needs Python.h (python3-dev). Without it all runs uncompiled, and a line says so.
 
 With --compare-only it trains a fresh model on ours and on each of PyTorch's built-ins side by side, not compiled, and writes
 their loss curves alone: curves.csv and curves.png.
@@ -25,6 +27,8 @@ import copy
 import math
 import statistics
 import sys
+import sysconfig
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +59,8 @@ BUILT_INS = {
 }
 # What ours computes in: likewise the fastest, on a CPU by a gradient step of each.
 OURS = {"cpu": {"bfloat16": torch.bfloat16, "float32": torch.float32}, "cuda": {"bfloat16": torch.bfloat16}}
-COMPARED, COMPARED_ALONE = 16, 200  # steps
+STEPS = {"cpu": 700, "cuda": 2000}  # of training
+COMPARED, COMPARED_ALONE = 24, 200  # steps; the smoothed curves need more than `curves.SMOOTH`
 # Sequences of a step with --compare-only: a GPU is fast enough at a quarter of what trains, and the curves say the same.
 BATCH_ALONE = {"cpu": 8, "cuda": 8}
 GZIP_SHARE = 0.9  # the aim: bits per byte below this share of gzip's
@@ -158,21 +163,59 @@ class Optimizer:
 
 
 class Progress:
-    """One line that is rewritten on a terminal, and a line every tenth elsewhere: of seconds, or of other units."""
+    """A tqdm bar on a terminal; elsewhere, or without tqdm, a line every tenth. Both say how many seconds are left."""
 
-    def __init__(self, end: float, unit: str = "s") -> None:
-        self.end, self.unit, self.terminal, self.shown = end, unit, sys.stdout.isatty(), -1
+    def __init__(self, end: float, unit: str, what: str) -> None:
+        self.end, self.unit, self.what, self.tenth = end, unit, what, -1
+        self.began, self.bar = time.perf_counter(), None
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
 
-    def show(self, done: float, text: str) -> None:
-        share = min(done / self.end, 1.0)
-        tenth = int(10 * share)
-        if not self.terminal and tenth == self.shown:
+            if sys.stdout.isatty():
+                form = "{desc}: {percentage:3.0f}% |{bar}| {n:,.0f}/{total:,.0f} {unit} [{elapsed}<{remaining}{postfix}]"
+                self.bar = tqdm(total=end, desc=what, unit=unit, file=sys.stdout, bar_format=form, dynamic_ncols=True)
+
+    def show(self, done: float, text: str = "") -> None:
+        done = min(done, self.end)
+        if self.bar is not None:
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update(done - self.bar.n)
+            if done == self.end:
+                self.bar.close()
             return
-        self.shown = tenth
-        bar = ("#" * round(30 * share)).ljust(30, ".")
-        line = f"[{bar}] {done:4,.0f}/{self.end:,.0f} {self.unit}  {text}"
-        print(f"\r{line}\x1b[K" if self.terminal else line, end="", flush=True)
-        print("" if self.terminal and share < 1 else "\n", end="", flush=True)
+        tenth = int(10 * done / self.end)
+        if tenth == self.tenth:
+            return
+        self.tenth = tenth
+        elapsed = time.perf_counter() - self.began
+        left = f"{elapsed * (self.end - done) / done:.0f} s left" if done else "just begun"
+        bar = ("#" * round(30 * done / self.end)).ljust(30, ".")
+        print(f"{self.what}: [{bar}] {done:4,.0f}/{self.end:,.0f} {self.unit}  {left}  {text}".rstrip(), flush=True)
+
+
+@contextlib.contextmanager
+def waiting(what: str, seconds: float):
+    """What takes about so many seconds and cannot say how far it is: a bar over the time, which waits at its end."""
+    progress, over, began = Progress(seconds, "s", what), threading.Event(), time.perf_counter()
+
+    def tick() -> None:
+        late = 0
+        while not over.wait(0.5):
+            elapsed = time.perf_counter() - began
+            progress.show(min(elapsed, 0.99 * seconds), f"{elapsed:.0f} s so far" if elapsed > seconds else "")
+            if elapsed > seconds + 30 * (late + 1) and progress.bar is None:
+                late = int((elapsed - seconds) / 30)
+                print(f"{what}: {elapsed:.0f} s so far, longer than an idle machine takes", flush=True)
+
+    progress.show(0)
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        progress.show(seconds)
 
 
 def synchronize(model: GPT) -> None:
@@ -180,13 +223,19 @@ def synchronize(model: GPT) -> None:
         torch.cuda.synchronize()
 
 
+def missing_header() -> str | None:
+    """Where this Python's Python.h should be and is not. torch.compile builds its kernels with it, on a CPU and on a GPU."""
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return None if header.exists() else str(header)
+
+
 def compiled_loss(model: GPT, ops) -> Callable[[Tensor, Tensor], Tensor]:
-    """(tokens, targets) -> loss in nats, as one graph."""
+    """(tokens, targets) -> loss in nats, as one graph; uncompiled without Python.h."""
 
     def loss(tokens: Tensor, targets: Tensor) -> Tensor:
         return model.loss(tokens, targets, ops)
 
-    return torch.compile(loss, fullgraph=True)
+    return loss if missing_header() else torch.compile(loss, fullgraph=True)
 
 
 def gradient_step(
@@ -199,34 +248,35 @@ def gradient_step(
     return loss.detach()
 
 
-def compile_now(model: GPT, loss_fn, corpus: Corpus, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Compiles forward and backward with a step that changes nothing; returns the seconds."""
+def compile_now(
+    model: GPT, loss_fn, corpus: Corpus, dtype: torch.dtype = torch.bfloat16, what: str = "", expected: float = 60
+) -> float:
+    """Compiles forward and backward with a step that changes nothing; returns the seconds. expected: about how many, to show."""
     start = time.perf_counter()
     feed = batches(corpus.train, batch_of(model), model.config.context, seed=0)
-    gradient_step(loss_fn, *next(feed), device_of(model), dtype)
-    model.zero_grad()
-    synchronize(model)
+    with waiting(f"a first step on {what}" if missing_header() else f"compiling {what}", expected):
+        gradient_step(loss_fn, *next(feed), device_of(model), dtype)
+        model.zero_grad()
+        synchronize(model)
     return time.perf_counter() - start
 
 
 def train(
-    model: GPT, ops, loss_fn, corpus: Corpus, seconds: float, dtype: torch.dtype = torch.bfloat16
+    model: GPT, ops, loss_fn, corpus: Corpus, steps: int, dtype: torch.dtype = torch.bfloat16
 ) -> list[tuple[float, float]]:
-    """Trains until the clock says stop; returns (seconds, bits per byte) of every step."""
-    optimizer, progress, curve = Optimizer(model, ops, dtype), Progress(seconds), []
+    """Makes so many steps; returns (seconds, bits per byte) of each."""
+    optimizer, progress, curve = Optimizer(model, ops, dtype), Progress(steps, "steps", "training"), []
     batch, context, device = batch_of(model), model.config.context, device_of(model)
     feed = batches(corpus.train, batch, context, seed=1)
     start, smooth = time.perf_counter(), None
-    while (elapsed := time.perf_counter() - start) < seconds:
+    for step in range(steps):
         loss = gradient_step(loss_fn, *next(feed), device, dtype)
-        optimizer.step(elapsed / seconds)
+        optimizer.step(step / steps)
         bits = loss.item() / math.log(2)  # waits for a GPU: by now the optimizer's launches are under way, too
         smooth = bits if smooth is None else 0.95 * smooth + 0.05 * bits
         elapsed = time.perf_counter() - start
         curve.append((elapsed, bits))
-        speed = len(curve) * batch * context / elapsed
-        text = f"step {len(curve)}  {smooth:.3f} bits per byte  {speed:,.0f} bytes/s"
-        progress.show(elapsed, text)
+        progress.show(step + 1, f"{smooth:.3f} bits per byte  {len(curve) * batch * context / elapsed:,.0f} bytes/s")
     return curve
 
 
@@ -235,12 +285,12 @@ def held_out_bits(model: GPT, ops, corpus: Corpus, dtype: torch.dtype = torch.bf
     """Bits per byte over every held-out byte, each predicted from the bytes before it; the first
     byte of all counts 8."""
     context, device, nats, done = model.config.context, device_of(model), 0.0, 0
-    progress = Progress((len(corpus.held_out) - 1) / 1024, "KiB")
+    progress = Progress((len(corpus.held_out) - 1) / 1024, "KiB", "evaluating")
     for tokens, targets in windows(corpus.held_out, batch_of(model), context, overlap=context // 4):
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             nats += model.loss(tokens.to(device), targets.to(device), ops, reduction="sum").item()
         done += int((targets >= 0).sum())
-        progress.show(done / 1024, f"{nats / math.log(2) / max(done, 1):.3f} bits per byte of the held-out text")
+        progress.show(done / 1024, f"{nats / math.log(2) / max(done, 1):.3f} bits per byte")
     return (nats / math.log(2) + 8) / len(corpus.held_out)
 
 
@@ -307,21 +357,17 @@ def compare_generation(model: GPT, our_dtype: torch.dtype = torch.bfloat16) -> N
 
 
 def compare_training(
-    model: GPT, sides: dict, corpus: Corpus, steps: int, seconds: float = math.inf
+    model: GPT, sides: dict, corpus: Corpus, steps: int
 ) -> dict[str, list[float]]:
-    """The same steps from the same weights on both sides, in turn: at most `steps`, and after four of them no more than
-    the seconds allow. `sides` maps a name to (twin of the model, its `Ops`, its compiled loss, its dtype). Returns the
+    """The same steps from the same weights on both sides, in turn. `sides` maps a name to (twin of the model, its `Ops`, its compiled loss, its dtype). Returns the
     bits per byte of every step by side."""
     feed = batches(corpus.train, batch_of(model), model.config.context, seed=2)
     optimizers = {name: Optimizer(twin, ops, dtype) for name, (twin, ops, _, dtype) in sides.items()}
     gradient_ms: dict[str, list[float]] = {name: [] for name in sides}
     step_ms: dict[str, list[float]] = {name: [] for name in sides}
     losses: dict[str, list[float]] = {name: [] for name in sides}
-    began = time.perf_counter()
+    progress = Progress(steps, "steps", "beside the built-ins")
     for i in range(steps):
-        if i >= 4 and time.perf_counter() - began > seconds:
-            steps = i
-            break
         tokens, targets = next(feed)
         order = list(sides) if i % 2 else list(reversed(sides))
         for name in order:
@@ -333,6 +379,7 @@ def compare_training(
             optimizers[name].step(share=0.5)
             synchronize(model)
             step_ms[name].append(1e3 * (time.perf_counter() - start))
+        progress.show(i + 1)
     ours, theirs = sides
     bytes_per_step = batch_of(model) * model.config.context
     print(f"\ntraining: {steps} steps from the same weights on the same batches, medians")
@@ -410,17 +457,23 @@ def learner(model: GPT, ops, dtype: torch.dtype) -> Callable[[Tensor, Tensor, fl
     return step
 
 
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=100.0, help="how long to train")
+    default = ", ".join(f"{n} on {device}" for device, n in STEPS.items())
+    parser.add_argument("--steps", type=positive, help=f"steps of training; default: {default}")
     parser.add_argument("--backend", choices=tuple(OPS), default="gpukern", help="what trains")
     found = found_device()
     parser.add_argument("--device", choices=tuple(CONFIG), default=found, help=f"default here: {found}")
     parser.add_argument(
         "--compare-steps",
-        type=int,
-        help=f"steps of the comparison; default: {COMPARED}, or as many of them as a quarter of --seconds allows; "
-        f"{COMPARED_ALONE} with --compare-only",
+        type=positive,
+        help=f"steps of the comparison; default: {COMPARED}, or {COMPARED_ALONE} with --compare-only",
     )
     parser.add_argument(
         "--compare-only", action="store_true", help="loss curves beside the built-ins' and nothing else"
@@ -435,12 +488,10 @@ def main() -> None:
         compare_alone(args, began)
         return
 
-    minutes = math.ceil((1.3 * args.seconds + 45) / 60)
-    print(
-        f"takes about {minutes} min on two cores: {args.seconds:.0f} s of training, the rest compiles, generates and "
-        "compares with PyTorch's built-ins",
-        flush=True,
-    )
+    steps = args.steps or STEPS[args.device]
+    print(f"{steps} steps of training; before them and after them it compiles, evaluates, generates and compares", flush=True)
+    if header := missing_header():
+        print(f"{header} is missing (Debian, Ubuntu: apt-get install python3-dev), so nothing is compiled: steps take longer")
     corpus = load_corpus()
     print(
         f"text: Python {sys.version.split()[0]}'s standard library, {len(corpus.train):,} bytes to "
@@ -457,10 +508,9 @@ def main() -> None:
     if times:
         print(f"{ops.name} in {ours}, its fastest here (a gradient step of two sequences: {times})")
     loss_fn = compiled_loss(model, ops)
-    print(f"compiled on {ops.name} in {compile_now(model, loss_fn, corpus, our_dtype):.0f} s, training", flush=True)
-    curve = train(model, ops, loss_fn, corpus, args.seconds, our_dtype)
+    took = compile_now(model, loss_fn, corpus, our_dtype, ops.name)
+    curve = train(model, ops, loss_fn, corpus, steps, our_dtype)
 
-    print(f"evaluating on {len(corpus.held_out):,} held-out bytes", flush=True)
     bits, gzip_bits = held_out_bits(model, ops, corpus, our_dtype), corpus.gzip_bits_per_byte
     verdict = "held" if bits <= GZIP_SHARE * gzip_bits else "missed"
     print(
@@ -474,7 +524,7 @@ def main() -> None:
 
     compare_generation(model, our_dtype)
 
-    print("\ncompiling the built-ins, to train beside them", flush=True)
+    print(flush=True)
     sides = {}
     best, times = fastest_built_ins(model, corpus)
     dtype, backend = BUILT_INS[args.device][best]
@@ -485,9 +535,8 @@ def main() -> None:
             continue
         twin, twin_ops = copy.deepcopy(model), TorchOps(backend) if name == "torch" else OPS[name]()
         sides[name] = twin, twin_ops, compiled_loss(twin, twin_ops), dtype if name == "torch" else our_dtype
-        compile_now(twin, sides[name][2], corpus, sides[name][3])
-    bound = args.seconds / 4 if args.compare_steps is None else math.inf
-    losses = compare_training(model, sides, corpus, args.compare_steps or COMPARED, bound)
+        compile_now(twin, sides[name][2], corpus, sides[name][3], twin_ops.name, took)
+    losses = compare_training(model, sides, corpus, args.compare_steps or COMPARED)
     print(f"wrote {write_curves(losses, args.out)}")
     made = [args.out / name for name in ("loss.png", "curves.png") if (args.out / name).exists()]
     print(

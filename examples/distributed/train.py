@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 HERE = Path(__file__).resolve().parent
@@ -303,8 +304,17 @@ def losses_of(
     return losses, told
 
 
+@record  # torchrun's summary, the last that it prints, then says why a rank failed
 def main() -> None:
-    options = parse()
+    try:
+        run(parse())
+    except SystemExit as refused:  # which record leaves out
+        if "RANK" in os.environ and isinstance(refused.code, str):
+            raise ValueError(refused.code) from None
+        raise
+
+
+def run(options: argparse.Namespace) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")

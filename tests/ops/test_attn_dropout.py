@@ -15,6 +15,7 @@ from conftest import (
     modifiers,
     on_cpu,
     randn,
+    reference,
     same_bits,
     yard_dtype,
 )
@@ -22,7 +23,6 @@ from test_dropout import philox
 from torch.utils.checkpoint import checkpoint
 
 import torch_gpukern as gk
-from torch_gpukern import reference
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import generator, randn, run_python, same_bits
+from conftest import Exact, generator, randn, run_python, same_bits
 from torch.autograd import gradcheck, gradgradcheck
 
 import torch_gpukern as gk
@@ -71,12 +71,14 @@ def judge(shape, h, v, dtype, how, device, bias=True, needs=(True, True, True)):
         asked = [leaf for leaf, need in zip(leaves, (*needs[:2], needs[2] and bias), strict=True) if need]
         return [loss.detach(), *torch.autograd.grad(loss, asked, grad.to(loss))]
 
-    ours, theirs, exact = run(gk.linear_cross_entropy, dtype), run(statement, dtype), run(statement, torch.float64)
+    ours, theirs = run(gk.linear_cross_entropy, dtype), run(statement, dtype)
+    with Exact():
+        exact = run(statement, torch.float64)
     assert ours[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     for name, got, yard, ref in zip(("loss", "1", "2", "3"), ours, theirs, exact, strict=False):
         assert got.shape == ref.shape and (name == "loss" or got.dtype == dtype)
         error, allowed = (got.double() - ref).abs().max(), 2 * (yard.double() - ref).abs().max()
-        slack = {torch.float64: 100, torch.float32: 32}.get(dtype, 2)  # logits of size 20 err by more than their share
+        slack = {torch.float64: 32, torch.float32: 32}.get(dtype, 2)  # logits of size 20 err by more than their share
         assert error <= allowed + slack * UNIT[got.dtype] * ref.abs().max(), (name, error, allowed)
 
 

@@ -7,11 +7,10 @@ import math
 
 import pytest
 import torch
-from conftest import generator, randn
+from conftest import generator, randn, reference
 
 import torch_gpukern as gk
 from torch_gpukern import distributed as gd
-from torch_gpukern import reference
 
 ops = torch.ops.gpukern
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import generator, randn, run_python, same_bits
+from conftest import Exact, generator, randn, run_python, same_bits
 from torch.autograd import gradcheck
 
 import torch_gpukern as gk
@@ -25,7 +25,7 @@ def close(got, ours, theirs, exact, size):
     """|ours - exact| at most twice |theirs - exact|, by the largest error of the tensor. size: of the terms that it is a sum of."""
     scale = exact.abs().max().clamp(min=size)
     error, allowed = (ours.double() - exact).abs().max(), 2 * (theirs.double() - exact).abs().max()
-    slack = 1000 if ours.dtype == torch.float64 else 2  # there the judge rounds, too
+    slack = 64 if ours.dtype == torch.float64 else 2  # a plain loop: its sums are not blocked
     assert error <= allowed + slack * UNIT[ours.dtype] * scale, f"{got}: {error:.3g}, allowed {allowed:.3g}"
 
 
@@ -46,7 +46,8 @@ def judged(ours, theirs, inputs, size=1e-30):
 
     out, grad, given = run(ours)
     out_t, grad_t, _ = run(theirs)
-    out_e, grad_e, _ = run(theirs, torch.float64)
+    with Exact():
+        out_e, grad_e, _ = run(theirs, torch.float64)
     for i, (x, y, z) in enumerate(zip(out, out_t, out_e, strict=True)):
         close(f"result {i}", x, y, z, size)
     for i, (x, y, z) in enumerate(zip(grad, grad_t, grad_e, strict=True)):

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A reference for float64 work that is better than float64 sums, on every CPU and GPU.
+
+PyTorch's float64 product adds its terms in the order of the BLAS below it. On some CPUs that error is four times that of
+the kernel it would judge. Inside `Exact` every float64 product and sum is rounded once, so that no result depends on an
+order of additions, on MKL's code path or on the width of a vector:
+
+- a product splits its operands into slices of so few bits that the sums of their products are exact (Ozaki, Ogita, Oishi,
+  Rump, "Error-free transformations of matrix multiplication by using fast routines of matrix multiplication", 2012);
+- a sum keeps the rounding of every addition (Knuth's two-sum) in a tree.
+
+Both are as good as 63 bits or more, which a long double would be on x86 and would not be on other CPUs. Gradients of any order go
+through the same functions.
+"""
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+BITS = 53  # of a float64
+WANTED = 63  # bits of an operand, counted from the largest value of its row or column, that a product sees
+
+
+def two_sum(a, b):
+    """a + b rounded, and what the rounding lost."""
+    s = a + b
+    t = s - a
+    return s, (a - (s - t)) + (b - t)
+
+
+def _scaled(x, exponent):
+    """x 2^exponent, rounded where it is subnormal alone. Powers are made of bits: pow may miss them by a rounding."""
+    half = exponent // 2
+    for e in (half, exponent - half):
+        x = x * ((e.long() + 1023) << 52).view(torch.float64)
+    return x
+
+
+def _slices(x, dim, bits):
+    """Slices of x, largest first, and the exponents by which to scale their products: x = 2^exponent * sum(slices)."""
+    exponent = torch.frexp(x.abs().amax(dim, keepdim=True))[1]
+    rest, slices = _scaled(x, -exponent), []
+    for i in range(1, -(-WANTED // bits) + 1):
+        slices.append((rest * 2.0 ** (bits * i)).round() * 2.0 ** (-bits * i))
+        rest = rest - slices[-1]
+    return slices, exponent
+
+
+def _product(a, b):
+    """a @ b of float64 matrices, rounded once."""
+    if not a.shape[-1] or not a.numel() or not b.numel():
+        return a @ b
+    plain = a @ b  # has the infinities and NaN
+    bits = (BITS - math.ceil(math.log2(a.shape[-1])) - 1) // 2
+    x, up = _slices(torch.where(a.isfinite(), a, 0.0), -1, bits)
+    y, right = _slices(torch.where(b.isfinite(), b, 0.0), -2, bits)
+    total = lost = None
+    for order in reversed(range(len(x))):  # the small ones first
+        for i in range(order + 1):
+            part = x[i] @ y[order - i]
+            if total is None:
+                total, lost = part, torch.zeros_like(part)
+            else:
+                total, more = two_sum(total, part)
+                lost = lost + more
+    return torch.where(plain.isfinite(), _scaled(total + lost, up + right), plain)
+
+
+def _total(x, dim, keepdim=False):
+    """The sum over one dimension of float64 values, rounded once."""
+    if not x.shape[dim]:
+        return x.sum(dim, keepdim=keepdim)
+    high, low = x.movedim(dim, -1), None
+    while (n := high.shape[-1]) > 1:
+        if n % 2:
+            high = F.pad(high, (0, 1))
+            low = low if low is None else F.pad(low, (0, 1))
+        high, more = two_sum(*high.chunk(2, -1))
+        low = more if low is None else more + low.chunk(2, -1)[0] + low.chunk(2, -1)[1]
+    out = high if low is None else torch.where(high.isfinite(), high + low, high)
+    return out.movedim(-1, dim) if keepdim else out.squeeze(-1)
+
+
+class _Sum(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, dim):
+        return _total(x, dim, keepdim=True)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.shape = inputs[0].shape
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.expand(ctx.shape), None
+
+
+def total(x, dim=None, keepdim=False):
+    """x.sum(dim, keepdim)."""
+    dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    if not x.dim():
+        return x.clone()
+    dims = sorted(d % x.dim() for d in dims)
+    for d in dims:
+        x = _Sum.apply(x, d)
+    return x if keepdim else x.reshape([n for d, n in enumerate(x.shape) if d not in dims])
+
+
+def _as_shape(grad, shape):
+    """The gradient of what was broadcast from the shape."""
+    extra = grad.dim() - len(shape)
+    dims = [*range(extra), *(extra + d for d, n in enumerate(shape) if n == 1 and grad.shape[extra + d] != 1)]
+    return total(grad, dims, keepdim=True).reshape(shape) if dims else grad
+
+
+class _MatMul(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a, b):
+        return _product(a, b)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        da = _as_shape(product(grad, b.mT), a.shape) if ctx.needs_input_grad[0] else None
+        db = _as_shape(product(a.mT, grad), b.shape) if ctx.needs_input_grad[1] else None
+        return da, db
+
+
+def product(a, b):
+    """a @ b of float64 tensors."""
+    x, y = (a if a.dim() > 1 else a[None]), (b if b.dim() > 1 else b[:, None])
+    out = _MatMul.apply(x, y)
+    out = out if b.dim() > 1 else out.squeeze(-1)
+    return out if a.dim() > 1 else out.squeeze(-1 if b.dim() == 1 else -2)
+
+
+# ---- PyTorch's functions in these terms ------------------------------------------------------------------------------
+
+
+def _linear(x, weight, bias=None):
+    out = product(x, weight.mT)
+    return out if bias is None else out + bias
+
+
+def _addmm(c, a, b, *, beta=1, alpha=1):
+    return beta * c + alpha * product(a, b)
+
+
+def _mean(x, dim=None, keepdim=False):
+    out = total(x, dim, keepdim)
+    return out / (x.numel() // max(out.numel(), 1)) if out.numel() else out
+
+
+def _logsumexp(x, dim, keepdim=False):
+    peak = x.detach().amax(dim, keepdim=True)
+    peak = torch.where(peak.isfinite(), peak, 0.0)
+    out = peak + torch.log(total(torch.exp(x - peak), dim, keepdim=True))
+    return out if keepdim else out.squeeze(dim)
+
+
+def _softmax(x, dim):
+    e = torch.exp(x - x.detach().amax(dim, keepdim=True))
+    return e / total(e, dim, keepdim=True)
+
+
+def _log_softmax(x, dim):
+    x = x - x.detach().amax(dim, keepdim=True)
+    return x - torch.log(total(torch.exp(x), dim, keepdim=True))
+
+
+def _rms_norm(x, shape, weight=None, eps=None):
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    out = x * torch.rsqrt(_mean(x * x, -1, keepdim=True) + eps)
+    return out if weight is None else out * weight
+
+
+def _layer_norm(x, shape, weight=None, bias=None, eps=1e-5):
+    out = _rms_norm(x - _mean(x, -1, keepdim=True), shape, weight, eps)
+    return out if bias is None else out + bias
+
+
+def _cross_entropy(logits, target, weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0):
+    """Of logits [N, C] and class indices."""
+    log_p = _log_softmax(logits, -1)
+    kept = target != ignore_index
+    w = torch.ones_like(logits[0]) if weight is None else weight
+    share = w[target.clamp(0, len(w) - 1)].where(kept, 0.0)
+    at = log_p.gather(-1, target.clamp(0, len(w) - 1)[:, None])[:, 0]
+    loss = (-share * at).where(kept, 0.0)
+    if label_smoothing:
+        even = total(-log_p * w, -1).where(kept, 0.0) / len(w)
+        loss = (1 - label_smoothing) * loss + label_smoothing * even
+    return loss if reduction == "none" else total(loss) if reduction == "sum" else total(loss) / total(share)
+
+
+_INSTEAD = {
+    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__), product),
+    **dict.fromkeys((torch.Tensor.mm, torch.Tensor.bmm), product),
+    torch.Tensor.__rmatmul__: lambda b, a: product(a, b),
+    **dict.fromkeys((torch.addmm, torch.Tensor.addmm), _addmm),
+    F.linear: _linear,
+    **dict.fromkeys((torch.sum, torch.Tensor.sum), total),
+    **dict.fromkeys((torch.mean, torch.Tensor.mean), _mean),
+    **dict.fromkeys((torch.logsumexp, torch.Tensor.logsumexp), _logsumexp),
+    **dict.fromkeys((torch.softmax, torch.Tensor.softmax, F.softmax), _softmax),
+    **dict.fromkeys((torch.log_softmax, torch.Tensor.log_softmax, F.log_softmax), _log_softmax),
+    **dict.fromkeys((torch.rms_norm, F.rms_norm), _rms_norm),
+    F.layer_norm: _layer_norm,
+    F.cross_entropy: _cross_entropy,
+}
+_FILLED_IN = ("size_average", "reduce", "dtype", "_stacklevel")
+# Would add float64 values in an order of their own: a reference that calls one says so, rather than be inexact.
+_REFUSED = (torch.einsum, torch.baddbmm, F.scaled_dot_product_attention, torch.var, torch.Tensor.var)
+_REFUSED += (torch.cumsum, torch.Tensor.cumsum, torch.dot, torch.Tensor.dot, torch.mv, torch.Tensor.mv, F.nll_loss)
+
+
+class Exact(TorchFunctionMode):
+    """Inside, float64 products, sums and what is made of them are rounded once. Other dtypes are as ever."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func in _INSTEAD:
+                # what PyTorch fills in beside the arguments that are read here
+                given = {name: x for name, x in kwargs.items() if name not in _FILLED_IN or x not in (None, 3)}
+                return _INSTEAD[func](*args, **given)
+            if func in _REFUSED:
+                raise NotImplementedError(f"tests/exact.py has no {func.__name__}: write it there by product and total")
+        return func(*args, **kwargs)
+
+
+class Judge:
+    """A module of statements in PyTorch whose functions run inside `Exact`."""
+
+    def __init__(self, module):
+        self._module = module
+
+    def __getattr__(self, name):
+        found = getattr(self._module, name)
+        if not callable(found) or isinstance(found, type):
+            return found
+
+        @functools.wraps(found)
+        def judged(*args, **kwargs):
+            with Exact():
+                return found(*args, **kwargs)
+
+        return judged

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What `make test` shows first: that the tests are being collected, and tests that run before those that are skipped."""
+
+from types import SimpleNamespace
+
+import conftest
+import pytest
+
+
+def test_collecting_is_not_silent():
+    lines = []
+    reporter = SimpleNamespace(ensure_newline=lambda: None, write_line=lambda text, flush: lines.append(text))
+    config = SimpleNamespace(pluginmanager=SimpleNamespace(getplugin=lambda name: reporter))
+    conftest.pytest_xdist_setupnodes(config, [None, None])
+    node = SimpleNamespace(config=config, gateway=SimpleNamespace(id="gw1"))
+    conftest.pytest_xdist_node_collection_finished(node, ["a", "b", "c"])
+    assert lines[0].startswith("2 processes import PyTorch and collect the tests")
+    assert lines[1].startswith("gw1 has collected 3 tests in ")
+
+
+class Item:
+    def __init__(self, name, *marks):
+        self.name, self.marks = name, list(marks)
+
+    def get_closest_marker(self, name):
+        return next(self.iter_markers(name), None)
+
+    def iter_markers(self, name):
+        return iter([mark for mark in self.marks if mark.name == name])
+
+    def add_marker(self, mark):
+        self.marks.append(mark.mark)
+
+
+def test_tests_that_run_come_first(monkeypatch):
+    monkeypatch.setattr(conftest, "ALL", False)
+    monkeypatch.setattr(conftest.torch.version, "cuda", None)
+    gpu, slow = pytest.mark.gpu.mark, pytest.mark.slow.mark
+    items = [Item("a", gpu), Item("b"), Item("c", slow), Item("d"), Item("e", pytest.mark.skipif(False, reason="").mark)]
+    conftest.pytest_collection_modifyitems(None, items)
+    assert [item.name for item in items] == ["b", "d", "e", "a", "c"]
