@@ -476,12 +476,14 @@ def check_experts_over_ranks(ranks):
         x = randn(gen, sum(tokens), 8, dtype=dtype)
         weight_of = randn(gen, sum(tokens), each).abs()
         expert_of = torch.randint(1, total + 1, (sum(tokens), each), generator=gen, device="cpu").to(x.device)
-        expert_of[::4] = -1
-        # not 0; one past the last is none, and so is one below 0
+        # One past the last is no expert's, and so is one below 0. What such tokens hold reaches no result and no gradient.
+        for t, value in ((expert_of, -1), (x, float("nan")), (weight_of, float("nan"))):
+            t[::4] = value
         given = [t.requires_grad_() for t in (x, weight_of, *whole)]
         want = gk.nn.grouped_experts(x, expert_of, weight_of, up, down, up_bias=up_bias, down_bias=down_bias)
         ct = randn(gen, *want.shape, dtype=dtype)
         want_grads = torch.autograd.grad(want, given, ct)
+        assert all(t.isfinite().all() for t in (want, *want_grads))
         rows = lambda t, mine=mine, tokens=tokens: t.split(tokens)[mine]  # noqa: E731
         part = lambda t, mine=mine, own=own: t[mine * own : (mine + 1) * own]  # noqa: E731
         local = [rows(x), rows(weight_of), *map(part, whole)]
