@@ -473,6 +473,26 @@ def test_scales_that_were_made_in_inference_mode():
             found.scales(margin)
 
 
+@each_code
+def test_scales_of_what_was_not_observed_are_refused(on, code):
+    """A layer or head without a value but 0 has no scale; 2^-126 would saturate every key."""
+    k, zero_head = torch.ones(3, 2, 8), torch.ones(3, 2, 8)
+    zero_head[:, 1] = 0
+    for k1, v1, want in (
+        (None, None, "k of layer 1, all heads, had no value but 0"),
+        (k, torch.zeros(3, 2, 8), "v of layer 1, all heads, had no value but 0"),
+        (zero_head, k, r"k of layer 1, heads \[1\], had no value but 0"),
+        (k, k * math.inf, "v of layer 1, all heads, had a value that is infinite or NaN"),
+        (zero_head / zero_head, k, r"k of layer 1, heads \[1\], had a value that is infinite or NaN"),
+    ):
+        found = KVCacheScales(2, 2, code)
+        found.observe(k, k, 0)
+        if k1 is not None:
+            found.observe(k1, v1, 1)
+        with pytest.raises(ValueError, match=f"KVCacheScales.scales: {want}"):
+            found.scales()
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 def test_a_cache_is_pickled(dtype):
     cache = PagedKVCache(6, 4, 2, 8, dtype=dtype, k_scale=torch.full((2,), 0.5))

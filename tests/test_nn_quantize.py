@@ -414,6 +414,24 @@ def test_a_row_with_nan_is_shown():
         assert layer(x).isnan().any(0).tolist() == [True] + 7 * [False], recipe
 
 
+@pytest.mark.parametrize("recipe", ("int8-static", "fp8-static", "w4", "nvfp4", "mxfp4", "2:4", "qat-w4"))
+@pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf, 1e30, 0.0))
+def test_calibration_that_shows_nothing_is_refused_by_name(recipe, value):
+    """Zeros are refused where a scale comes from them; what is not finite wherever it is read."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64, bias=False))
+    model[1].register_forward_hook(lambda module, args, out: out.detach().clone().fill_(value))
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    run = lambda: gnn.quantize(model, recipe, say=None, calibration=[torch.ones(2, 64)])  # noqa: E731
+    if value == 0 and "static" not in recipe:
+        run()
+        return
+    what = "zeros alone" if value == 0 else "values that are infinite or NaN"
+    with pytest.raises(ValueError, match=f"recipe {recipe}: calibration gave 2 {what}"):
+        run()
+    assert all(type(m) is nn.Linear for m in model)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
 def test_calibration_of_a_layer_that_is_called_by_name():
     class Named(nn.Module):
         def __init__(self):
