@@ -267,6 +267,44 @@ def test_qat(recipe):
     assert type(layer) is nn.Linear and layer.weight.dtype is torch.float32
 
 
+@pytest.mark.parametrize("recipe", [r for r in gnn.RECIPES if r.startswith("qat-")])
+@pytest.mark.parametrize("what", ("row", "group", "tiny row", "all"))
+def test_qat_of_zeros_trains(recipe, what, device):
+    """A group of zeros has no scale of its own. It learns all the same, nothing becomes NaN, and what is deployed is what trained."""
+    gen = generator("qat of zeros", recipe, what)
+    layer = nn.Linear(200, 33).to(device)
+    with torch.no_grad():
+        part = {"row": layer.weight[3], "group": layer.weight[3, :128], "tiny row": layer.weight[3], "all": layer.weight}
+        part[what].fill_(1e-36 if what == "tiny row" else 0.0)
+    x, y = randn(gen, 16, 200).to(device), randn(gen, 16, 33).to(device)
+    done = gnn.quantize(layer, recipe, say=None)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(12):
+        losses.append((layer(x) - y).square()[:, 3].mean())
+        optimizer.zero_grad(), (layer(x) - y).square().mean().backward()
+        optimizer.step()
+    assert all(p.isfinite().all() for p in layer.parameters())
+    assert losses[-1] < 0.5 * losses[0]
+    trained = layer.fake_weight().detach()
+    done.finish()
+    assert_bits(trained, layer.decoded(torch.float32))
+
+
+@pytest.mark.parametrize("value", (1.0, -(2.0**-20), 2.0**60))
+@pytest.mark.parametrize("recipe", [r for r in gnn.RECIPES if r.startswith("qat-")])
+def test_qat_far_from_its_scale_has_finite_gradients(recipe, value):
+    """A weight that is many orders of size above its scale is clipped: no gradient of its own, the largest code times g for the scale."""
+    layer = nn.Linear(200, 2)
+    gnn.quantize(layer, recipe, say=None)
+    with torch.no_grad():
+        layer.log_step.fill_(-110.0)
+        layer.weight.fill_(value)
+    layer(torch.ones(3, 200)).sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+    assert (layer.weight.grad == 0).all()
+
+
 def test_learned_scale_has_its_gradient():
     """Esser et al.: g (r - v) where nothing is clipped, g r where something is, over sqrt(count * largest)."""
     layer = nn.Linear(8, 1, bias=False)
@@ -319,6 +357,25 @@ def test_delayed_scaling_of_a_layer_that_is_called_twice():
     once.backward()
     (layer(x).sum() + layer(2 * x).sum()).backward()
     assert x.grad.isfinite().all() and layer[0].history_grad.count_nonzero() == 6
+
+
+@pytest.mark.parametrize("recipe", ("w4", "w4-zero", "nvfp4", "mxfp4", "qat-w4"))
+def test_inductor_reaches_the_last_columns(recipe, device):
+    """K that is no multiple of a group: the decoded weight and the gradient that passes it have all columns."""
+    gen = generator("last columns", recipe)
+    layer = nn.Linear(200, 24).to(device)
+    gnn.quantize(layer, recipe, say=None)
+    x, grad = randn(gen, 7, 200).to(device).requires_grad_(), randn(gen, 7, 24).to(device)
+    wrt = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    decode = (lambda: layer.fake_weight()) if recipe == "qat-w4" else (lambda: layer.decoded(torch.float32))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: (layer(x), decode()), fullgraph=True)
+    out, decoded = compiled(x)
+    assert_bits(decoded.detach(), decode().detach())
+    got, want = (torch.autograd.grad(y, wrt, grad) for y in (out, layer(x)))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_compile_and_autocast():
