@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import assert_bits, generator, randn
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torch_gpukern
 from torch_gpukern import nn as gnn
@@ -217,6 +218,44 @@ def test_fp8_linear(scaling):
         assert not infinite.isfinite().all() and layer.history_x.isfinite().all()
     compiled = torch.compile(layer.eval(), fullgraph=True, backend="aot_eager")
     assert_bits(compiled(x.detach()), layer(x.detach()))
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_delayed_scaling_under_checkpointing(reentrant, device):
+    """The recomputation has the scales of the first pass: the same bits as without it, and each call fills one place."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(gnn.Fp8Linear(32, 48, scaling="delayed", history=3), nn.GELU(), gnn.Fp8Linear(48, 32, scaling="delayed"))
+    plain.to(device)
+    saving = copy.deepcopy(plain)
+    gen = generator("checkpointed")
+    for step in range(5):
+        xs = [(randn(gen, 9, 32) * 3.0 ** (-step - part)).to(device) for part in range(2)]  # two calls, then backward
+        grads = []
+        for model in (plain, saving):
+            given = [x.clone().requires_grad_() for x in xs]
+            run = lambda x, m=model: m(x) if m is plain else checkpoint(m, x, use_reentrant=reentrant)  # noqa: E731
+            loss = sum(run(run(x)).square().sum() for x in given)
+            grads.append(torch.autograd.grad(loss, given, retain_graph=True) if not reentrant else ())
+            model.zero_grad(), loss.backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(0.01 * p.grad)
+        for a, b in zip(*grads):
+            assert_bits(a, b)
+        for (name, a), b in zip(plain.named_parameters(), saving.parameters()):
+            assert_bits(a.grad, b.grad), name
+        for name, a in plain.named_buffers():
+            assert_bits(a, saving.get_buffer(name)), name
+
+
+def test_reset_parameters_of_a_delayed_layer():
+    """As of a new layer, which to_empty and reset_parameters make of one on the meta device."""
+    layer = gnn.Fp8Linear(8, 8, scaling="delayed")
+    for b in layer.buffers():
+        b.fill_(1e30)
+    layer.reset_parameters()
+    assert all((b == 0).all() for b in layer.buffers())
+    assert layer(torch.ones(2, 8)).isfinite().all()
 
 
 def test_fp8_training_learns_and_is_undone():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .calibration import Observed, calibrate
-from .fp8 import Fp8Linear
+from .fp8 import HISTORIES, Fp8Linear
 from .layers import Linear
 from .qat import WAYS, QatLinear, step_of
 from .quantized import QuantizedLinear
@@ -106,7 +106,7 @@ def _follow(weight: torch.nn.Parameter, like: torch.Tensor | None) -> None:
 
 def _strip(module: torch.nn.Module) -> None:
     """Takes away all that `_become`, `_scale_by` and `_begin` gave."""
-    for name in vars(module).get("names", ("history_x", "history_weight", "history_grad")):
+    for name in vars(module).get("names", HISTORIES):
         module._buffers.pop(name, None)
         module._non_persistent_buffers_set.discard(name)
     module._parameters.pop("log_step", None)
