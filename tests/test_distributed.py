@@ -463,6 +463,41 @@ def check_vocabulary_over_ranks(ranks):
         )
 
 
+def check_adamw_of_dtensors(ranks):
+    """Each rank steps its part of a parameter: the bits of one rank's AdamW; states are DTensors and load again."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from torch_gpukern.optim import AdamW
+
+    gen = generator("adamw dtensor")
+    some = torch.zeros((), device=randn(gen, 1).device)
+    mesh = DeviceMesh.from_group(ranks.all, some.device.type)
+    for dtype, master in ((torch.float32, False), (torch.bfloat16, True)):
+        whole = [randn(gen, *shape, dtype=dtype) for shape in ((8, 12), (6, 16), (5, 3), (3,))]
+        placed = [[Shard(0)], [Shard(1)], [Replicate()], [Shard(0)]]
+        parts = [distribute_tensor(w, mesh, at).requires_grad_() for w, at in zip(whole, placed, strict=True)]
+        plain = [w.clone().requires_grad_() for w in whole]
+        ours, one = (AdamW(ps, master_weights=master) for ps in (parts, plain))
+        for step in range(4):
+            for p, w, at in zip(parts, plain, placed, strict=True):
+                w.grad = randn(gen, *w.shape, dtype=dtype)
+                p.grad = distribute_tensor(w.grad, mesh, [Replicate()] if step == 1 else at)
+            torch.testing.assert_close(ours.clip_grad_norm_(1e3), one.clip_grad_norm_(1e3))
+            ours.step(), one.step()
+            if step == 1:
+                with torch.no_grad():
+                    parts[0].mul_(2), plain[0].mul_(2)
+            if step == 2:
+                again = AdamW(parts, master_weights=master)
+                again.load_state_dict(ours.state_dict())
+                ours = again
+        for p, w in zip(parts, plain, strict=True):
+            assert torch.equal(p.detach().full_tensor(), w.detach())
+            for name, x in ours.state[p].items():
+                assert name == "step" or torch.equal(x.full_tensor(), one.state[w][name]), name
+
+
 def check_experts_over_ranks(ranks):
     """grouped_experts of all experts: ranks with other numbers of tokens and with none, experts that nobody chose, and none such."""
     for seed, (group, each, dtype) in enumerate(itertools.product(ranks.groups, (1, 3), FLOATS[:2])):

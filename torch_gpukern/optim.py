@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from .ops.adamw import adamw_
 
@@ -37,6 +38,9 @@ class AdamW(torch.optim.AdamW):
             and small steps are not lost; m and v are float32. The seed is drawn from torch's generator once a step.
 
     Without either, m and v have the parameter's dtype, as torch's.
+
+    Parameters may be DTensors (FSDP2, tensor parallelism): each rank steps its own part. With stochastic_rounding parts that ranks
+    replicate stay alike only if the ranks' generators are.
 
     Parameters are float32, bfloat16, float16 or float64, dense in some order of their dimensions, on the CPU or CUDA.
     state_dict() and load_state_dict() exchange state with torch.optim.AdamW (``fused=True``, ``capturable=True``).
@@ -101,6 +105,7 @@ class AdamW(torch.optim.AdamW):
         if not grads:
             return torch.zeros(())
         norm = torch.nn.utils.get_total_norm(grads)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of the parts of all ranks
         self._clip = (max_norm / (norm.float() + 1e-6)).clamp(max=1.0)
         return norm
 
@@ -168,8 +173,8 @@ class AdamW(torch.optim.AdamW):
                 state["master"] = p.detach().float()
         elif "master" in state and self._stepped.get(p) != _written(p):
             # somebody may have written the parameter since the last step: where it is no more the master's rounding it counts
-            master = state["master"]
-            master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
+            master, w = _local(state["master"]), _local(p)
+            master.copy_(torch.where(master.to(w.dtype) == w, master, w.float()))
         return state
 
     def _lists_of(self, group: dict[str, Any]) -> Iterable[list[tuple[Tensor, Tensor, dict]]]:
@@ -183,6 +188,9 @@ class AdamW(torch.optim.AdamW):
                 raise ValueError(
                     "AdamW: gradients must be strided (dense) tensors; torch.optim.SparseAdam takes sparse ones"
                 )
+            if hasattr(grad, "to_local") and grad.placements != p.placements:
+                grad = grad.redistribute(p.device_mesh, p.placements)
+            state, w, grad = self._state_of(p, group["amsgrad"]), _local(p), _local(grad)
             wide = grad.dtype != p.dtype  # p.grad_dtype is another one
             if wide and p.itemsize == 2 and self.defaults["stochastic_rounding"]:
                 raise ValueError(
@@ -190,10 +198,9 @@ class AdamW(torch.optim.AdamW):
                     f"{str(grad.dtype)[6:]}; leave p.grad_dtype as it is, or use master_weights"
                 )
             dtype = torch.float32 if wide and p.itemsize == 2 else p.dtype
-            if grad.dtype != dtype or grad.stride() != p.stride():
-                grad = torch.empty_like(p, dtype=dtype).copy_(grad)
-            entry = p, grad, self._state_of(p, group["amsgrad"])
-            lists.setdefault((p.device, p.dtype, dtype), []).append(entry)
+            if grad.dtype != dtype or grad.stride() != w.stride():
+                grad = torch.empty_like(w, dtype=dtype).copy_(grad)
+            lists.setdefault((p.device, p.dtype, dtype), []).append((p, grad, state))
         return lists.values()
 
     def _update(self, group: dict[str, Any], lists: list, scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -204,7 +211,7 @@ class AdamW(torch.optim.AdamW):
             return None if x is None else x.to(device, torch.float32).reshape(())
 
         def of(name: str) -> list[Tensor]:
-            return [state[name] for state in states]
+            return [_local(state[name]) for state in states]
 
         found, steps = here(found_inf), of("step")
         one = 1 if found is None else (found == 0).float()
@@ -214,7 +221,7 @@ class AdamW(torch.optim.AdamW):
         given_lr = isinstance(lr, Tensor)
         maxima = of("max_exp_avg_sq") if group["amsgrad"] else []
         masters = of("master") if "master" in states[0] else []
-        written = [list(params), of("exp_avg"), of("exp_avg_sq"), maxima, masters]
+        written = [[_local(p) for p in params], of("exp_avg"), of("exp_avg_sq"), maxima, masters]
         given = written
         if grads[0].dtype != params[0].dtype:  # float32 beside 16 bits: the step is one of float32, rounded once
             given = [masters or _float(written[0]), *map(_float, written[1:4]), []]
@@ -244,6 +251,8 @@ class AdamW(torch.optim.AdamW):
             for to, made in zip(written[:4], given[:4], strict=True):
                 if to and to is not made:
                     torch._foreach_copy_(to, made)
+        if wholes := [p for p in params if hasattr(p, "to_local")]:
+            increment_version(wholes)  # adamw_ has written their local parts
         if masters:
             self._stepped.update((p, _written(p)) for p in params)
 
@@ -260,4 +269,9 @@ def _float(tensors: list[Tensor]) -> list[Tensor]:
 
 def _written(p: Tensor) -> tuple[int, int]:
     """Changes when somebody writes p, or gives it other memory; on the host. A write through ``p.data`` is not seen."""
-    return p._version, p.data_ptr()
+    return p._version, _local(p).data_ptr()
+
+
+def _local(x: Tensor) -> Tensor:
+    """This rank's part of a DTensor (FSDP2, tensor parallelism): AdamW treats each element alone. Another tensor is all there is."""
+    return x.to_local() if hasattr(x, "to_local") else x
