@@ -34,6 +34,7 @@ template <gk_norm_kind KIND> struct NormBwd {
     OptTensor weight, grad_sum;
     double eps, weight_offset;
     bool need_weight, need_bias;
+    bool wide_bias; // dbias is float32 beside rows of 16 bits, as the bias is
 
     GK_OP(norm_bwd, gk_norm_bwd_args, KIND == GK_RMS_NORM ? "rms_norm_bwd" : "layer_norm_bwd", 3)
     GK_TENSORS(grad_out, h, weight, grad_sum)
@@ -43,9 +44,13 @@ template <gk_norm_kind KIND> struct NormBwd {
         to.weight = weight.view_or_null(), to.grad_sum = grad_sum.view_or_null();
         to.eps = eps, to.weight_offset = weight_offset;
         // until place() only their dtype counts, and that they are wanted
-        const gk_tensor *like = weight ? &weight.view : &h.view;
-        if (need_weight) to.dweight = like;
-        if (need_bias) to.dbias = like;
+        static const gk_tensor float32 = [] {
+            gk_tensor form = {};
+            form.dtype = GK_F32;
+            return form;
+        }();
+        if (need_weight) to.dweight = weight ? &weight.view : &h.view;
+        if (need_bias) to.dbias = wide_bias ? &float32 : &h.view;
     }
     // (dx, dweight, dbias); what is not needed is empty
     static void place(C &to, Results &r) {

@@ -85,7 +85,7 @@
     ", float weight_offset=0.0)"
 #define NORM_BWD_ARGS                                                                                \
     "(Tensor grad_out, Tensor h, Tensor? weight, Tensor? grad_sum, float eps, float weight_offset, " \
-    "bool need_weight, bool need_bias)"
+    "bool need_weight, bool need_bias, bool wide_bias=False)"
 #define SOFTMAX_ARGS "(Tensor x, float scale=1.0, Tensor? lengths=None)"
 #define SOFTMAX_BWD_ARGS "(Tensor grad_out, Tensor out, float scale=1.0, Tensor? lengths=None)"
 #define ROPE_ARGS                                                                                         \

@@ -464,6 +464,41 @@ def check_vocabulary_over_ranks(ranks):
         )
 
 
+def check_adamw_of_dtensors(ranks):
+    """Each rank steps its part of a parameter: the bits of one rank's AdamW; states are DTensors and load again."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from torch_gpukern.optim import AdamW
+
+    gen = generator("adamw dtensor")
+    some = torch.zeros((), device=randn(gen, 1).device)
+    mesh = DeviceMesh.from_group(ranks.all, some.device.type)
+    for dtype, master in ((torch.float32, False), (torch.bfloat16, True)):
+        whole = [randn(gen, *shape, dtype=dtype) for shape in ((8, 12), (6, 16), (5, 3), (3,))]
+        placed = [[Shard(0)], [Shard(1)], [Replicate()], [Shard(0)]]
+        parts = [distribute_tensor(w, mesh, at).requires_grad_() for w, at in zip(whole, placed, strict=True)]
+        plain = [w.clone().requires_grad_() for w in whole]
+        ours, one = (AdamW(ps, master_weights=master) for ps in (parts, plain))
+        for step in range(4):
+            for p, w, at in zip(parts, plain, placed, strict=True):
+                w.grad = randn(gen, *w.shape, dtype=dtype)
+                p.grad = distribute_tensor(w.grad, mesh, [Replicate()] if step == 1 else at)
+            torch.testing.assert_close(ours.clip_grad_norm_(1e3), one.clip_grad_norm_(1e3))
+            ours.step(), one.step()
+            if step == 1:
+                with torch.no_grad():
+                    parts[0].mul_(2), plain[0].mul_(2)
+            if step == 2:
+                again = AdamW(parts, master_weights=master)
+                again.load_state_dict(ours.state_dict())
+                ours = again
+        for p, w in zip(parts, plain, strict=True):
+            assert torch.equal(p.detach().full_tensor(), w.detach())
+            for name, x in ours.state[p].items():
+                assert name == "step" or torch.equal(x.full_tensor(), one.state[w][name]), name
+
+
 def check_experts_over_ranks(ranks):
     """grouped_experts of all experts: ranks with other numbers of tokens and with none, experts that nobody chose, and none such."""
     for seed, (group, each, dtype) in enumerate(itertools.product(ranks.groups, (1, 3), FLOATS[:2])):
@@ -477,12 +512,14 @@ def check_experts_over_ranks(ranks):
         x = randn(gen, sum(tokens), 8, dtype=dtype)
         weight_of = randn(gen, sum(tokens), each).abs()
         expert_of = torch.randint(1, total + 1, (sum(tokens), each), generator=gen, device="cpu").to(x.device)
-        expert_of[::4] = -1
-        # not 0; one past the last is none, and so is one below 0
+        # One past the last is no expert's, and so is one below 0. What such tokens hold reaches no result and no gradient.
+        for t, value in ((expert_of, -1), (x, float("nan")), (weight_of, float("nan"))):
+            t[::4] = value
         given = [t.requires_grad_() for t in (x, weight_of, *whole)]
         want = gk.nn.grouped_experts(x, expert_of, weight_of, up, down, up_bias=up_bias, down_bias=down_bias)
         ct = randn(gen, *want.shape, dtype=dtype)
         want_grads = torch.autograd.grad(want, given, ct)
+        assert all(t.isfinite().all() for t in (want, *want_grads))
         rows = lambda t, mine=mine, tokens=tokens: t.split(tokens)[mine]  # noqa: E731
         part = lambda t, mine=mine, own=own: t[mine * own : (mine + 1) * own]  # noqa: E731
         local = [rows(x), rows(weight_of), *map(part, whole)]

@@ -254,6 +254,49 @@ def test_paged_kv_cache(on, code):
     assert same_codes(cache.k[:, old, :2], cache.k[:, new, :2])
 
 
+@each_code
+@pytest.mark.parametrize("counts", (1, 3))
+@pytest.mark.parametrize("how", ("fork", "fork cut", "truncate", "published", "several"))
+def test_append_into_a_shared_page_rounds_by_the_copied_scale(on, code, counts, how):
+    """The copy of a shared page brings its scale along, and the tokens behind the copied ones are rounded by that scale."""
+    scales = {"k_scale": torch.full((2, 8, 1), 0.25), "v_scale": torch.full((2, 8, 1), 0.25)}  # stale in all pages but one
+    cache = PagedKVCache(8, 4, 1, 2, layers=2, dtype=code, device=on, **scales)
+    for scale in (cache.k_scale, cache.v_scale):
+        scale[:, 0] = 1.0
+    a = cache.allocate()
+    first = 4 if how == "published" else 2
+    old, new = (torch.full((2, n, 1, 2), value) for n, value in ((first, 2.0), (counts, 3.0)))
+    cache.append([a], old, -old, first)
+    assert cache.pages(a) == [0]
+    growing = [a]
+    if how == "fork":
+        cache.fork(a)
+    elif how == "fork cut":
+        growing = [cache.fork(a, 1)]
+    elif how == "truncate":
+        cache.fork(a)
+        cache.truncate(a, 1)
+    elif how == "published":
+        cache.publish(a, list(range(4)))
+        cache.truncate(a, 1)
+    else:
+        growing = [cache.fork(a), a, cache.fork(a, 1)]
+    kept = [cache.length(f) for f in growing]
+    before = [x.clone() for x in (cache.k_scale, cache.v_scale)]
+    with pytest.raises(NotImplementedError):
+        some = torch.ones(2, len(growing) * counts, 1, 2)
+        cache.append(growing, some, some.clone().requires_grad_(), counts)
+    assert torch.equal(cache.k_scale, before[0]) and torch.equal(cache.v_scale, before[1])
+    cache.append(growing, *(x.repeat(1, len(growing), 1, 1) for x in (new, -new)), counts)
+    for f, n in zip(growing, kept):
+        at = min(n + counts, 4)
+        for pages, scale, sign in ((cache.k, cache.k_scale, 1), (cache.v, cache.v_scale, -1)):
+            page = cache.pages(f)[0]
+            got = pages[:, page].float() * scale[:, page].view(2, 1, 1, 1)
+            want = torch.tensor([2.0] * n + [3.0] * (at - n)).view(1, at, 1, 1).expand(2, at, 1, 2)
+            torch.testing.assert_close(got[:, :at], sign * want, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("code", (None, E4M3, I8))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("interleaved", (False, True))
@@ -428,6 +471,26 @@ def test_scales_that_were_made_in_inference_mode():
     for margin in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="KVCacheScales.scales: margin is"):
             found.scales(margin)
+
+
+@each_code
+def test_scales_of_what_was_not_observed_are_refused(on, code):
+    """A layer or head without a value but 0 has no scale; 2^-126 would saturate every key."""
+    k, zero_head = torch.ones(3, 2, 8), torch.ones(3, 2, 8)
+    zero_head[:, 1] = 0
+    for k1, v1, want in (
+        (None, None, "k of layer 1, all heads, had no value but 0"),
+        (k, torch.zeros(3, 2, 8), "v of layer 1, all heads, had no value but 0"),
+        (zero_head, k, r"k of layer 1, heads \[1\], had no value but 0"),
+        (k, k * math.inf, "v of layer 1, all heads, had a value that is infinite or NaN"),
+        (zero_head / zero_head, k, r"k of layer 1, heads \[1\], had a value that is infinite or NaN"),
+    ):
+        found = KVCacheScales(2, 2, code)
+        found.observe(k, k, 0)
+        if k1 is not None:
+            found.observe(k1, v1, 1)
+        with pytest.raises(ValueError, match=f"KVCacheScales.scales: {want}"):
+            found.scales()
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])

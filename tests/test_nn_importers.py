@@ -140,6 +140,9 @@ def test_compressed_tensors():
     assert layer.scheme == "fp8-static" and layer.input_scale == 0.01
     with pytest.raises(ValueError, match="from_compressed_tensors: input_scale must be one number"):
         gnn.from_compressed_tensors(w, torch.ones(2, 3), torch.tensor(1.0))
+    for bad in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="input_scale must be a finite number above 0, got"):
+            gnn.from_compressed_tensors(w, torch.tensor(0.5), torch.tensor(bad))
     with pytest.raises(
         ValueError,
         match="weight_scale must have shape \\[\\], \\[1\\], \\[200\\], \\[200, 1\\] or \\[2, 3\\], or as bytes \\[200, 10\\], got \\[3, 2\\]",

@@ -64,6 +64,32 @@ def test_experts_of_other_ranks_add_nothing():
     assert none.shape == (0, 8)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("index", (torch.int32, torch.int64), ids=str)
+@pytest.mark.parametrize("mark", (-1, -(2**31), 3, 2**31 - 1))
+def test_a_marked_token_may_hold_nan(mark, index, dtype, device):
+    """NaN in a token that no expert meets, or in its weight, leaves the result and the gradients of all others as they are."""
+    gen = generator("marked nan")
+    x, up, down = (randn(gen, *shape).to(device, dtype) for shape in ((6, 8), (3, 8, 12), (3, 6, 8)))
+    up_bias, down_bias = (randn(gen, *shape).to(device, dtype) for shape in ((3, 12), (3, 8)))
+    e = torch.tensor([[0, 1], [mark, mark], [2, 1], [1, mark], [mark, 0], [2, 2]], device=device).to(index)
+    p = torch.rand(6, 2, generator=gen).to(device)
+
+    def run(x, p):
+        given = [t.clone().requires_grad_() for t in (x, p, up, down, up_bias, down_bias)]
+        x, p, *experts, first, second = given
+        out = gnn.grouped_experts(x, e, p, *experts, up_bias=first, down_bias=second, after=lambda rows: rows * 2)
+        return out, *torch.autograd.grad(out.float().square().sum(), given)
+
+    want = run(x, p)
+    assert all(t.isfinite().all() for t in want)
+    bad_x, bad_p = x.clone(), p.clone()
+    bad_x[1] = float("nan")
+    bad_p[e == mark] = float("nan")
+    for name, got, ref in zip(("out", "x", "weight", "up", "down", "up_bias", "down_bias"), run(bad_x, bad_p), want):
+        assert torch.equal(got, ref), name
+
+
 def test_compile_without_a_break():
     moe = gnn.MoE(24, 16, 5, 2)
     compiled = torch.compile(moe, fullgraph=True, dynamic=True, backend="aot_eager")

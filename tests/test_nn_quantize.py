@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import assert_bits, generator, randn
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torch_gpukern
 from torch_gpukern import nn as gnn
@@ -219,6 +220,44 @@ def test_fp8_linear(scaling):
     assert_bits(compiled(x.detach()), layer(x.detach()))
 
 
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_delayed_scaling_under_checkpointing(reentrant, device):
+    """The recomputation has the scales of the first pass: the same bits as without it, and each call fills one place."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(gnn.Fp8Linear(32, 48, scaling="delayed", history=3), nn.GELU(), gnn.Fp8Linear(48, 32, scaling="delayed"))
+    plain.to(device)
+    saving = copy.deepcopy(plain)
+    gen = generator("checkpointed")
+    for step in range(5):
+        xs = [(randn(gen, 9, 32) * 3.0 ** (-step - part)).to(device) for part in range(2)]  # two calls, then backward
+        grads = []
+        for model in (plain, saving):
+            given = [x.clone().requires_grad_() for x in xs]
+            run = lambda x, m=model: m(x) if m is plain else checkpoint(m, x, use_reentrant=reentrant)  # noqa: E731
+            loss = sum(run(run(x)).square().sum() for x in given)
+            grads.append(torch.autograd.grad(loss, given, retain_graph=True) if not reentrant else ())
+            model.zero_grad(), loss.backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(0.01 * p.grad)
+        for a, b in zip(*grads):
+            assert_bits(a, b)
+        for (name, a), b in zip(plain.named_parameters(), saving.parameters()):
+            assert_bits(a.grad, b.grad), name
+        for name, a in plain.named_buffers():
+            assert_bits(a, saving.get_buffer(name)), name
+
+
+def test_reset_parameters_of_a_delayed_layer():
+    """As of a new layer, which to_empty and reset_parameters make of one on the meta device."""
+    layer = gnn.Fp8Linear(8, 8, scaling="delayed")
+    for b in layer.buffers():
+        b.fill_(1e30)
+    layer.reset_parameters()
+    assert all((b == 0).all() for b in layer.buffers())
+    assert layer(torch.ones(2, 8)).isfinite().all()
+
+
 def test_fp8_training_learns_and_is_undone():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
@@ -265,6 +304,44 @@ def test_qat(recipe):
     assert relative(layer(x.float()), trained) < 0.006
     done.restore()
     assert type(layer) is nn.Linear and layer.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("recipe", [r for r in gnn.RECIPES if r.startswith("qat-")])
+@pytest.mark.parametrize("what", ("row", "group", "tiny row", "all"))
+def test_qat_of_zeros_trains(recipe, what, device):
+    """A group of zeros has no scale of its own. It learns all the same, nothing becomes NaN, and what is deployed is what trained."""
+    gen = generator("qat of zeros", recipe, what)
+    layer = nn.Linear(200, 33).to(device)
+    with torch.no_grad():
+        part = {"row": layer.weight[3], "group": layer.weight[3, :128], "tiny row": layer.weight[3], "all": layer.weight}
+        part[what].fill_(1e-36 if what == "tiny row" else 0.0)
+    x, y = randn(gen, 16, 200).to(device), randn(gen, 16, 33).to(device)
+    done = gnn.quantize(layer, recipe, say=None)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(12):
+        losses.append((layer(x) - y).square()[:, 3].mean())
+        optimizer.zero_grad(), (layer(x) - y).square().mean().backward()
+        optimizer.step()
+    assert all(p.isfinite().all() for p in layer.parameters())
+    assert losses[-1] < 0.5 * losses[0]
+    trained = layer.fake_weight().detach()
+    done.finish()
+    assert_bits(trained, layer.decoded(torch.float32))
+
+
+@pytest.mark.parametrize("value", (1.0, -(2.0**-20), 2.0**60))
+@pytest.mark.parametrize("recipe", [r for r in gnn.RECIPES if r.startswith("qat-")])
+def test_qat_far_from_its_scale_has_finite_gradients(recipe, value):
+    """A weight that is many orders of size above its scale is clipped: no gradient of its own, the largest code times g for the scale."""
+    layer = nn.Linear(200, 2)
+    gnn.quantize(layer, recipe, say=None)
+    with torch.no_grad():
+        layer.log_step.fill_(-110.0)
+        layer.weight.fill_(value)
+    layer(torch.ones(3, 200)).sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+    assert (layer.weight.grad == 0).all()
 
 
 def test_learned_scale_has_its_gradient():
@@ -319,6 +396,25 @@ def test_delayed_scaling_of_a_layer_that_is_called_twice():
     once.backward()
     (layer(x).sum() + layer(2 * x).sum()).backward()
     assert x.grad.isfinite().all() and layer[0].history_grad.count_nonzero() == 6
+
+
+@pytest.mark.parametrize("recipe", ("w4", "w4-zero", "nvfp4", "mxfp4", "qat-w4"))
+def test_inductor_reaches_the_last_columns(recipe, device):
+    """K that is no multiple of a group: the decoded weight and the gradient that passes it have all columns."""
+    gen = generator("last columns", recipe)
+    layer = nn.Linear(200, 24).to(device)
+    gnn.quantize(layer, recipe, say=None)
+    x, grad = randn(gen, 7, 200).to(device).requires_grad_(), randn(gen, 7, 24).to(device)
+    wrt = [x, *(p for p in layer.parameters() if p.requires_grad)]
+    decode = (lambda: layer.fake_weight()) if recipe == "qat-w4" else (lambda: layer.decoded(torch.float32))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: (layer(x), decode()), fullgraph=True)
+    out, decoded = compiled(x)
+    torch.testing.assert_close(decoded.detach(), decode().detach(), rtol=1e-6, atol=0)  # Inductor's exp2 may be an ulp off
+    got, want = (torch.autograd.grad(y, wrt, grad) for y in (out, layer(x)))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_compile_and_autocast():
@@ -412,6 +508,24 @@ def test_a_row_with_nan_is_shown():
         x = torch.ones(2, 64)
         gnn.quantize(layer, recipe, say=None, calibration=[x] if "static" in recipe else None)
         assert layer(x).isnan().any(0).tolist() == [True] + 7 * [False], recipe
+
+
+@pytest.mark.parametrize("recipe", ("int8-static", "fp8-static", "w4", "nvfp4", "mxfp4", "2:4", "qat-w4"))
+@pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf, 1e30, 0.0))
+def test_calibration_that_shows_nothing_is_refused_by_name(recipe, value):
+    """Zeros are refused where a scale comes from them; what is not finite wherever it is read."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64, bias=False))
+    model[1].register_forward_hook(lambda module, args, out: out.detach().clone().fill_(value))
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    run = lambda: gnn.quantize(model, recipe, say=None, calibration=[torch.ones(2, 64)])  # noqa: E731
+    if value == 0 and "static" not in recipe:
+        run()
+        return
+    what = "zeros alone" if value == 0 else "values that are infinite or NaN"
+    with pytest.raises(ValueError, match=f"recipe {recipe}: calibration gave 2 {what}"):
+        run()
+    assert all(type(m) is nn.Linear for m in model)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def test_calibration_of_a_layer_that_is_called_by_name():

@@ -151,7 +151,7 @@ class PagedKVCache(Bookkeeping, KVPages):
         added = as_counts("append", counts, len(sequences))
         total = int(np.sum(np.broadcast_to(added, len(sequences))))
         self._check_rows("append", k, v, total)
-        with self._growth(self._sequences.rows("extend", sequences), added) as growth:
+        with self._growth(self._sequences.rows("extend", sequences), added) as growth, self._copied_scales(growth.copies):
             slots = self._tensor(growth.slots)
             for layer in range(self.k.shape[0]):  # into rows that no sequence has yet
                 self.write(k[layer], v[layer], slots, layer)

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from .ops.adamw import adamw_
 
 __all__ = ["AdamW"]
 
+_OPTIONS = ("master_weights", "stochastic_rounding")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
@@ -29,11 +31,16 @@ class AdamW(torch.optim.AdamW):
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as of torch.optim.AdamW. lr may be a tensor on the
             parameters' device, which a captured graph then reads; numbers are part of the graph.
         master_weights: keep a float32 copy of each 16-bit parameter, ``master`` in its state, which is what is optimised;
-            the parameter is its rounding. m and v are float32 too.
+            the parameter is its rounding. m and v are float32 too. A parameter that is written between steps (copy_, clamp_,
+            load_state_dict) is taken over by the next step where it is no more its master's rounding; a write through ``p.data`` is
+            not seen.
         stochastic_rounding: round bfloat16 parameters up or down at random, so that the expected value is the exact one
             and small steps are not lost; m and v are float32. The seed is drawn from torch's generator once a step.
 
     Without either, m and v have the parameter's dtype, as torch's.
+
+    Parameters may be DTensors (FSDP2, tensor parallelism): each rank steps its own part. With stochastic_rounding parts that ranks
+    replicate stay alike only if the ranks' generators are.
 
     Parameters are float32, bfloat16, float16 or float64, dense in some order of their dimensions, on the CPU or CUDA.
     state_dict() and load_state_dict() exchange state with torch.optim.AdamW (``fused=True``, ``capturable=True``).
@@ -64,12 +71,30 @@ class AdamW(torch.optim.AdamW):
         # of all groups; `defaults` is what copies and pickles keep
         self.defaults |= {"master_weights": master_weights, "stochastic_rounding": stochastic_rounding}
         self._clip: Tensor | None = None
+        self._stepped: dict[Tensor, tuple[int, int]] = {}  # of each parameter with a master, `_written` after the last step
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._clip = None
-        for name in ("master_weights", "stochastic_rounding"):
+        self._clip, self._stepped = None, {}
+        for name in _OPTIONS:
             self.defaults.setdefault(name, False)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. master_weights and stochastic_rounding are of all groups; a group has no value of its own.
+
+        Raises:
+            ValueError: the group names one of them.
+        """
+        for name in _OPTIONS:
+            if name in param_group:
+                raise ValueError(
+                    f"AdamW: {name} is of all groups, and a group gave {param_group[name]!r}; make an optimiser for each value"
+                )
+        kept = {name: self.defaults.pop(name) for name in _OPTIONS if name in self.defaults}
+        try:
+            super().add_param_group(param_group)
+        finally:
+            self.defaults |= kept
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Has the next step multiply gradients by min(1, max_norm / norm), on the device and without writing them.
@@ -80,6 +105,7 @@ class AdamW(torch.optim.AdamW):
         if not grads:
             return torch.zeros(())
         norm = torch.nn.utils.get_total_norm(grads)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of the parts of all ranks
         self._clip = (max_norm / (norm.float() + 1e-6)).clamp(max=1.0)
         return norm
 
@@ -99,9 +125,14 @@ class AdamW(torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Of torch.optim.AdamW's state, too. What is float32 beside a 16-bit parameter stays so."""
-        kept = {name: self.defaults[name] for name in ("master_weights", "stochastic_rounding")}
-        super().load_state_dict(state_dict)
+        kept, given = {name: self.defaults[name] for name in _OPTIONS}, []
+        hook = self.register_load_state_dict_pre_hook(lambda _, last: given.append(last))  # what all other hooks have left
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
         self.defaults |= kept
+        state_dict = given[0]
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         ours = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(saved, ours, strict=True):  # torch has cast to the parameter's dtype
@@ -118,16 +149,18 @@ class AdamW(torch.optim.AdamW):
         return p.itemsize == 2 and (self.defaults["master_weights"] or self.defaults["stochastic_rounding"])
 
     def _widen(self, p: Tensor, state: dict[str, Any]) -> None:
-        """Gives state that came from elsewhere the dtypes that this optimiser keeps."""
+        """Gives state that came from elsewhere the dtypes, the strides and the device that this optimiser keeps."""
         dtype = torch.float32 if self._wide(p) else p.dtype
+        # torch.optim.AdamW keeps steps on the CPU by default, older ones as numbers or as [1]
+        state["step"] = torch.as_tensor(state["step"]).to(p.device, torch.float32).reshape(())
         for name in _MOMENTS:
             if name in state:
-                state[name] = state[name].to(dtype)
+                state[name] = _laid_as(p, state[name].to(dtype))
         master = state.pop("master", None)
         if p.itemsize == 2 and self.defaults["master_weights"]:
             # one that torch's optimiser carried along is of 16 bits, and as old as its loading
             stale = master is None or master.dtype != torch.float32
-            state["master"] = p.detach().float() if stale else master
+            state["master"] = p.detach().float() if stale else _laid_as(p, master)
 
     def _state_of(self, p: Tensor, amsgrad: bool) -> dict[str, Any]:
         state = self.state[p]
@@ -138,6 +171,10 @@ class AdamW(torch.optim.AdamW):
                 state[name] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
             if p.itemsize == 2 and self.defaults["master_weights"]:
                 state["master"] = p.detach().float()
+        elif "master" in state and self._stepped.get(p) != _written(p):
+            # somebody may have written the parameter since the last step: where it is no more the master's rounding it counts
+            master, w = _local(state["master"]), _local(p)
+            master.copy_(torch.where(master.to(w.dtype) == w, master, w.float()))
         return state
 
     def _lists_of(self, group: dict[str, Any]) -> Iterable[list[tuple[Tensor, Tensor, dict]]]:
@@ -151,9 +188,19 @@ class AdamW(torch.optim.AdamW):
                 raise ValueError(
                     "AdamW: gradients must be strided (dense) tensors; torch.optim.SparseAdam takes sparse ones"
                 )
-            if grad.dtype != p.dtype or grad.stride() != p.stride():
-                grad = torch.empty_like(p).copy_(grad)
-            lists.setdefault((p.device, p.dtype), []).append((p, grad, self._state_of(p, group["amsgrad"])))
+            if hasattr(grad, "to_local") and grad.placements != p.placements:
+                grad = grad.redistribute(p.device_mesh, p.placements)
+            state, w, grad = self._state_of(p, group["amsgrad"]), _local(p), _local(grad)
+            wide = grad.dtype != p.dtype  # p.grad_dtype is another one
+            if wide and p.itemsize == 2 and self.defaults["stochastic_rounding"]:
+                raise ValueError(
+                    f"AdamW: stochastic_rounding takes gradients in the parameter's dtype {str(p.dtype)[6:]}, got "
+                    f"{str(grad.dtype)[6:]}; leave p.grad_dtype as it is, or use master_weights"
+                )
+            dtype = torch.float32 if wide and p.itemsize == 2 else p.dtype
+            if grad.dtype != dtype or grad.stride() != w.stride():
+                grad = torch.empty_like(w, dtype=dtype).copy_(grad)
+            lists.setdefault((p.device, p.dtype, dtype), []).append((p, grad, state))
         return lists.values()
 
     def _update(self, group: dict[str, Any], lists: list, scale: Tensor | None, found_inf: Tensor | None) -> None:
@@ -164,31 +211,67 @@ class AdamW(torch.optim.AdamW):
             return None if x is None else x.to(device, torch.float32).reshape(())
 
         def of(name: str) -> list[Tensor]:
-            return [state[name] for state in states]
+            return [_local(state[name]) for state in states]
 
         found, steps = here(found_inf), of("step")
-        torch._foreach_add_(steps, 1 if found is None else (found == 0).float())
+        one = 1 if found is None else (found == 0).float()
         seed = None
         if self.defaults["stochastic_rounding"] and params[0].dtype in (torch.bfloat16, torch.float16):
             seed = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
         given_lr = isinstance(lr, Tensor)
-        adamw_(
-            list(params),
-            list(grads),
-            of("exp_avg"),
-            of("exp_avg_sq"),
-            of("max_exp_avg_sq") if group["amsgrad"] else [],
-            of("master") if "master" in states[0] else [],
-            steps,
-            lr_tensor=here(lr) if given_lr else None,
-            grad_scale=here(scale),
-            clip=here(self._clip),
-            found_inf=found,
-            seed=seed,
-            lr=0.0 if given_lr else float(lr),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            maximize=group["maximize"],
-        )
+        maxima = of("max_exp_avg_sq") if group["amsgrad"] else []
+        masters = of("master") if "master" in states[0] else []
+        written = [[_local(p) for p in params], of("exp_avg"), of("exp_avg_sq"), maxima, masters]
+        given = written
+        if grads[0].dtype != params[0].dtype:  # float32 beside 16 bits: the step is one of float32, rounded once
+            given = [masters or _float(written[0]), *map(_float, written[1:4]), []]
+        torch._foreach_add_(steps, one)
+        try:
+            adamw_(
+                given[0],
+                list(grads),
+                *given[1:],
+                steps,
+                lr_tensor=here(lr) if given_lr else None,
+                grad_scale=here(scale),
+                clip=here(self._clip),
+                found_inf=found,
+                seed=seed,
+                lr=0.0 if given_lr else float(lr),
+                beta1=float(beta1),
+                beta2=float(beta2),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                maximize=group["maximize"],
+            )
+        except BaseException:
+            torch._foreach_sub_(steps, one)  # a step that raises does not count
+            raise
+        if given is not written:
+            for to, made in zip(written[:4], given[:4], strict=True):
+                if to and to is not made:
+                    torch._foreach_copy_(to, made)
+        if wholes := [p for p in params if hasattr(p, "to_local")]:
+            increment_version(wholes)  # adamw_ has written their local parts
+        if masters:
+            self._stepped.update((p, _written(p)) for p in params)
+
+
+def _laid_as(p: Tensor, x: Tensor) -> Tensor:
+    """x with p's strides."""
+    return x if x.stride() == p.stride() else torch.empty_like(p, dtype=x.dtype).copy_(x)
+
+
+def _float(tensors: list[Tensor]) -> list[Tensor]:
+    """In float32: copies of 16-bit tensors, themselves where they are float32."""
+    return [x.float() for x in tensors]
+
+
+def _written(p: Tensor) -> tuple[int, int]:
+    """Changes when somebody writes p, or gives it other memory; on the host. A write through ``p.data`` is not seen."""
+    return p._version, _local(p).data_ptr()
+
+
+def _local(x: Tensor) -> Tensor:
+    """This rank's part of a DTensor (FSDP2, tensor parallelism): AdamW treats each element alone. Another tensor is all there is."""
+    return x.to_local() if hasattr(x, "to_local") else x

@@ -42,7 +42,7 @@ static void adamw_tensor(void *arg, int64_t t, int64_t worker) {
     for (int64_t i = 0; i < gk_numel(w); ++i) { /* all lie alike */
         const double g = times * gk_load(a->grads[t].data, w->dtype, i);
         double x = a->masters ? gk_load(a->masters[t].data, GK_F32, i) : gk_load(w->data, w->dtype, i);
-        x -= lr * a->weight_decay * x;
+        x *= 1 - lr * a->weight_decay; /* not x -= lr decay x: an infinite x stays where lr is 0 */
         const double first = a->beta1 * gk_load(m->data, m->dtype, i) + (1 - a->beta1) * g;
         double second = a->beta2 * gk_load(v->data, v->dtype, i) + (1 - a->beta2) * g * g;
         gk_store(m->data, m->dtype, i, first), gk_store(v->data, v->dtype, i, second);

@@ -135,6 +135,23 @@ def test_seed_of_the_generator(device):
     assert torch.equal(gk.dropout(x, 0.5), first) and not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("p", (0, 0.0))
+def test_no_dropout_draws_no_seed(p, device):
+    """As F.dropout: the generator stays where it was, and vmap finds no random operation."""
+    x = torch.randn(4, 5, device=device)
+    calls = (
+        (lambda x: gk.dropout(x, p), x),
+        (lambda x: gk.dropout_add(x, 2 * x, p), 3 * x),
+        (lambda x: gk.bias_gelu_dropout(x, None, p), torch.nn.functional.gelu(x)),
+    )
+    for call, want in calls:
+        state = torch.get_rng_state(), device == "cuda" and torch.cuda.get_rng_state()
+        torch.testing.assert_close(call(x), want)
+        torch.testing.assert_close(torch.vmap(call)(x), want)
+        assert torch.equal(torch.get_rng_state(), state[0])
+        assert device != "cuda" or torch.equal(torch.cuda.get_rng_state(), state[1])
+
+
 def test_gradcheck(device):
     gen, seed = generator("dropout gradcheck"), seed_of(8, 9, device=device)
     x, r = (randn(gen, 3, 5, dtype=torch.float64, device=device).requires_grad_() for _ in range(2))

@@ -121,6 +121,23 @@ def test_norm_of_16_bits_with_float32_weights(name, device):
     assert [g.dtype for g in grads] == [torch.bfloat16, torch.float32, torch.float32]
 
 
+@pytest.mark.parametrize("weight", (None, "16 bits", "float32"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("name", ("rms_norm", "layer_norm"))
+def test_gradient_of_a_float32_bias_is_not_rounded_to_16_bits(name, dtype, weight, device):
+    """1 + 2^-12, which 16 bits do not hold: the sum of the gradient over two rows, whatever weight stands beside the bias."""
+    x = torch.randn(2, 24, device=device).to(dtype).requires_grad_()
+    bias = torch.zeros(24, device=device, requires_grad=True)
+    w = None if weight is None else torch.ones(24, device=device, dtype=dtype if weight == "16 bits" else torch.float32)
+    grad = torch.tensor([[1.0], [2.0**-12]], device=device).expand(2, 24).to(dtype)
+    for given in (w, None if w is None else w.requires_grad_()):
+        (got,) = torch.autograd.grad(getattr(gk, name)(x, given, bias=bias), bias, grad)
+        assert got.dtype is torch.float32 and (got == 1 + 2.0**-12).all()
+    half = bias.detach().to(dtype).requires_grad_()
+    (got,) = torch.autograd.grad(getattr(gk, name)(x, w, bias=half), half, grad)
+    assert got.dtype is dtype and (got == 1).all()
+
+
 def test_norm_of_a_large_mean(device):
     """Squares about the mean, not the mean of squares: no digits are lost to a mean of 1000."""
     gen = generator("mean")

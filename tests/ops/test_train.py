@@ -159,6 +159,128 @@ def test_state_dicts(master, device):
     assert copied.defaults["master_weights"] is master
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_a_parameter_that_was_written_counts(dtype, device):
+    """What is written between steps is taken over; elements that were not keep the master's digits."""
+    module = torch.nn.Module()
+    module.w = w = torch.nn.Parameter(torch.ones(6, dtype=dtype, device=device))
+    optimiser = AdamW([w], lr=0.01, weight_decay=0.0, master_weights=True)
+    for new in (5.0, 7.0):
+        w.grad = torch.ones_like(w)
+        optimiser.step()
+        kept = optimiser.state[w]["master"].clone()
+        with torch.no_grad():
+            w[:3].copy_(torch.full((3,), new))
+        optimiser.step()
+        master = optimiser.state[w]["master"]
+        want = torch.cat([torch.full((3,), new, device=device), kept[3:]]) - 0.01
+        torch.testing.assert_close(master, want, rtol=0, atol=2e-6)
+        assert torch.equal(w.detach(), master.to(dtype))
+    before = w.detach().clone()
+    module.load_state_dict({"w": torch.full_like(w, 3.0)})
+    optimiser.step()
+    assert (w.detach() != before).all() and ((w - 2.99).abs() < 0.01).all()
+
+
+def test_a_hook_may_change_what_is_loaded(device):
+    params = drawn("hooked", torch.bfloat16, device, ((4,), (4,)))
+    ours = AdamW(params, master_weights=True)
+    walk(params, ours, 2)
+    again = [p.detach().clone().requires_grad_() for p in reversed(params)]
+    loaded = AdamW(again, master_weights=True)
+
+    def swap(_, state):
+        state = dict(state)
+        state["state"] = {0: state["state"][1], 1: state["state"][0]}
+        return state
+
+    hook = loaded.register_load_state_dict_pre_hook(swap)
+    loaded.load_state_dict(ours.state_dict())
+    for p, q in zip(params, reversed(again)):
+        assert torch.equal(ours.state[p]["master"], loaded.state[q]["master"])
+        assert torch.equal(ours.state[p]["exp_avg"], loaded.state[q]["exp_avg"])
+    hook.remove()
+
+    def drop(_, state):
+        return {**state, "state": {0: state["state"][0]}}
+
+    loaded.register_load_state_dict_pre_hook(drop)
+    loaded.load_state_dict(ours.state_dict())
+    assert again[1] not in loaded.state
+    walk(again, loaded, 1)
+
+
+@pytest.mark.parametrize("master", (False, True))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_float32_gradients_of_16_bits(dtype, master, device):
+    """p.grad_dtype: a step in float32 of the gradient as it is, which neither rounds nor overflows."""
+    gen = generator("wide gradients")
+    w = randn(gen, 40, dtype=dtype, device=device).requires_grad_()
+    exact = w.detach().double().requires_grad_()
+    w.grad_dtype = torch.float32
+    optimiser, judge = AdamW([w], eps=1e-3, master_weights=master), torch.optim.AdamW([exact], eps=1e-3)
+    optimiser.grad_scale = torch.tensor(65536.0, device=device)
+    g = randn(gen, 40, device=device) * 4
+    w.grad, exact.grad = g * 65536, g.double()
+    optimiser.step(), judge.step()
+    got = optimiser.state[w]["master"] if master else w
+    unit = 1e-6 if master else torch.finfo(dtype).eps
+    torch.testing.assert_close(got.double(), exact.detach(), rtol=unit, atol=unit / 100)
+    want = judge.state[exact]["exp_avg"].to(optimiser.state[w]["exp_avg"].dtype)
+    torch.testing.assert_close(optimiser.state[w]["exp_avg"], want, rtol=unit, atol=0)
+    if dtype is torch.bfloat16:
+        with pytest.raises(ValueError, match="stochastic_rounding takes gradients in the parameter's dtype"):
+            AdamW([w], stochastic_rounding=True).step()
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16), ids=str)
+def test_an_infinite_weight_stays_where_nothing_moves(dtype, device):
+    w = torch.tensor([float("inf"), -float("inf"), 1.0] * 7, dtype=dtype, device=device)
+    p = w.clone().requires_grad_()
+    p.grad = torch.ones_like(p)
+    AdamW([p], lr=0.0).step()
+    assert torch.equal(p.detach(), w)
+
+
+def test_a_step_that_raises_does_not_count(device):
+    w = torch.ones(4, device=device, requires_grad=True)
+    optimiser = AdamW([w])
+    walk([w], optimiser, 2)
+    optimiser.param_groups[0]["eps"] = -1.0
+    with pytest.raises(ValueError, match="eps"):
+        optimiser.step()
+    assert optimiser.state[w]["step"].item() == 2
+
+
+@pytest.mark.parametrize("step", (lambda n: torch.tensor(n, dtype=torch.float64), torch.tensor, lambda n: torch.tensor([float(n)]), int))
+def test_states_as_torch_saves_them(step, device):
+    """Steps on the CPU, of other dtypes and shapes; moments of other strides."""
+    gen = generator("adamw states")
+    first = randn(gen, 4, 3, 2, 2, device=device).requires_grad_()
+    optimiser = torch.optim.AdamW([first])
+    walk([first], optimiser, 3)
+    state = copy.deepcopy(optimiser.state_dict())
+    state["state"][0]["step"] = step(3)
+    second = first.detach().clone().to(memory_format=torch.channels_last).requires_grad_()
+    ours = AdamW([second])
+    ours.load_state_dict(state)
+    walk([first], optimiser, 2, "more"), walk([second], ours, 2, "more")
+    torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-6)
+    assert ours.state[second]["step"].item() == 5
+
+
+def test_options_are_of_all_groups(device):
+    one, two = (torch.ones(3, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(2))
+    optimiser = AdamW([one], master_weights=True)
+    optimiser.add_param_group({"params": [two]})
+    assert optimiser.param_groups[0].keys() == optimiser.param_groups[1].keys()
+    walk([one, two], optimiser, 1)
+    assert "master" in optimiser.state[two]
+    for make in (lambda g: optimiser.add_param_group(g), lambda g: AdamW([g], master_weights=True)):
+        with pytest.raises(ValueError, match="master_weights is of all groups"):
+            make({"params": [two], "master_weights": False})
+
+
 def test_layouts_and_parameters_without_gradients(device):
     gen = generator("adamw layouts")
     conv = randn(gen, 4, 3, 2, 2, device=device).to(memory_format=torch.channels_last).requires_grad_()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..nn.moe import MoE, are_experts, check_tokens, grouped_experts, weighted_sum
+from ..nn.moe import MoE, check_tokens, grouped_experts, marked, weighted_sum
 from ..ops import swiglu
 from .ranks import Group, Ranks, agree, facts, of_name, process_group
 from .transport import exchange
@@ -85,6 +85,7 @@ def expert_parallel(
         return grouped_experts(x, expert_of, weight_of, up, down, gate, up_bias=up_bias, down_bias=down_bias)
     own, (tokens, each) = up.shape[0], expert_of.shape
 
+    expert_of, chosen = marked(expert_of, ranks.size * own)
     experts, order = torch.sort(expert_of.reshape(-1), stable=True)  # the rows for a rank stand side by side
     every = torch.arange(ranks.size * own, device=x.device, dtype=experts.dtype)
     ends = torch.searchsorted(experts, every, right=True)
@@ -102,7 +103,7 @@ def expert_parallel(
     rows = _Exchange.apply(rows, met, sent, ranks)
 
     rows = rows.new_zeros((tokens * each, rows.shape[1])).index_copy(0, order, rows)
-    return weighted_sum(rows, weight_of, are_experts(expert_of, ranks.size * own)).to(x.dtype)
+    return weighted_sum(rows, weight_of, chosen).to(x.dtype)
 
 
 def shard_experts(layer: MoE, group: Group = None) -> MoE:

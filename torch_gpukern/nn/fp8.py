@@ -23,6 +23,8 @@ __all__ = ["Fp8Linear"]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Scaling = Literal["current", "delayed"]
+HISTORIES = "history_x", "history_weight", "history_grad", "calls"  # buffers of delayed scaling
+CALLS = 256  # forwards of a layer that may wait for their backward under activation checkpointing
 
 
 def _product(x: Tensor, w: Tensor, bias: Tensor | None, scale_x, scale_w, grad_history: Tensor | None):
@@ -81,13 +83,49 @@ def delayed_scale(x: Tensor, history: Tensor, dtype: torch.dtype) -> Tensor:
     yet, x's own. An infinity or NaN makes this scale NaN, so that the product shows it, and is not remembered. Nothing waits for the
     device.
     """
-    most = 448.0 if dtype is E4M3 else 57344.0
-    x, before = x.detach(), history.amax()
+    seen, now, by = _sizes(x, history)
+    _push(history, now)
+    return _scale(seen, by, dtype)
+
+
+def _delayed_scales(x: Tensor, w: Tensor, history_x: Tensor, history_w: Tensor, calls: Tensor) -> tuple[Tensor, Tensor]:
+    """`delayed_scale` of both operands of one call.
+
+    Activation checkpointing calls forward again inside backward. `calls` [3, CALLS] has x's size of the last calls and the sizes that
+    x and w were scaled by. A second forward finds the first one by x's size, takes its scales, and writes nothing.
+    """
+    seen_x, now_x, by_x = _sizes(x, history_x)
+    seen_w, now_w, by_w = _sizes(w, history_w)
+    if _recomputing():
+        same = calls[0] == now_x.to(calls.dtype)
+        first = calls[1:].index_select(1, same.int().argmax().reshape(1))[:, 0]
+        by_x, by_w = torch.where(same.any(), first.float(), torch.stack([by_x, by_w])).unbind()
+    else:
+        _push(history_x, now_x), _push(history_w, now_w)
+        calls.copy_(torch.cat([torch.stack([now_x, by_x, by_w])[:, None], calls[:, :-1]], 1))
+    return _scale(seen_x, by_x, E4M3), _scale(seen_w, by_w, E4M3)
+
+
+def _sizes(x: Tensor, history: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x's largest size; the same, where it is finite, for the history; the size that x is scaled by."""
+    x, before = x.detach(), history.amax().float()
     seen = x.abs().amax().float() if x.numel() else torch.zeros_like(before)
     now = torch.where(seen.isfinite(), seen, before)
-    used = torch.where(before > 0, before, now)
+    return seen, now, torch.where(before > 0, before, now)
+
+
+def _push(history: Tensor, now: Tensor) -> None:
     history.copy_(torch.cat([now[None], history[:-1]]))
-    return torch.where(seen.isfinite(), (used / most).clamp_min(2.0**-126), float("nan"))
+
+
+def _scale(seen: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    most = 448.0 if dtype is E4M3 else 57344.0
+    return torch.where(seen.isfinite(), (by / most).clamp_min(2.0**-126), float("nan"))
+
+
+def _recomputing() -> bool:
+    """Whether this call stands inside a backward pass. A compiler that checkpoints records the histories' writes once by itself."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class Fp8Linear(torch.nn.Linear):
@@ -98,7 +136,8 @@ class Fp8Linear(torch.nn.Linear):
     Args:
         scaling: ``"current"``: scales come from the tensors themselves. ``"delayed"``: from the largest of the last `history` calls,
             so that none is read before it is rounded; what is larger than all of these saturates. The histories are buffers
-            (``history_x``, ``history_weight``, ``history_grad``) and part of the state_dict; they move in training alone.
+            (``history_x``, ``history_weight``, ``history_grad``) and part of the state_dict; they move in training alone. Activation
+            checkpointing recomputes with the scales of the first pass and moves no history, unless it stands around a compiled layer.
         history: calls that are remembered.
 
     Raises:
@@ -132,14 +171,23 @@ class Fp8Linear(torch.nn.Linear):
         if scaling == "delayed":
             for name in ("history_x", "history_weight", "history_grad"):
                 self.register_buffer(name, torch.zeros(history, dtype=torch.float32, device=self.weight.device))
+            calls = torch.zeros(3, CALLS, dtype=torch.float32, device=self.weight.device)
+            self.register_buffer("calls", calls, persistent=False)
+
+    def reset_parameters(self) -> None:
+        """As nn.Linear's; the histories are as those of a new layer."""
+        super().reset_parameters()
+        for name in HISTORIES:
+            if name in self._buffers:  # nn.Linear.__init__ calls this before there are any
+                self._buffers[name].zero_()  # type: ignore[union-attr]
 
     def forward(self, x: Tensor) -> Tensor:
         x = taken("Fp8Linear", x, self.in_features)
         rows = rows_of(x)
         scale_x = scale_w = history = None
         if self.scaling == "delayed" and self.training:
-            scale_x = delayed_scale(rows, self.history_x, E4M3)
-            scale_w = delayed_scale(self.weight, self.history_weight, E4M3)
+            kept = self.history_x, self.history_weight, self.calls
+            scale_x, scale_w = _delayed_scales(rows, self.weight, *kept)
             history = self.history_grad
         with torch.autocast(x.device.type, enabled=False):
             given = rows, self.weight, self.bias, scale_x, scale_w, history

@@ -212,7 +212,7 @@ def from_compressed_tensors(
         bias: [N].
 
     Raises:
-        ValueError: a dtype or shape that does not fit; an input_scale beside blocks.
+        ValueError: a dtype or shape that does not fit; an input_scale beside blocks, or one that is no finite number above 0.
     """
     who = "from_compressed_tensors"
     n, k = _matrix(who, "weight", weight, E4M3)
@@ -247,5 +247,7 @@ def from_compressed_tensors(
                 f"{who}: input_scale must be one number and goes with scales of the whole weight or of rows, "
                 f"got {list(input_scale.shape)} beside {list(scale.shape)}"
             )
+        if not input_scale.is_meta and not 0 < input_scale.item() < float("inf"):
+            raise ValueError(f"{who}: input_scale must be a finite number above 0, got {input_scale.item()}")
         recipe, tensors["input_scale"] = "fp8-static", input_scale.float().reshape(())
     return _layer(who, recipe, n, k, tensors, bias)

@@ -56,6 +56,7 @@ def grouped_experts(
     """
     check_tokens("grouped_experts", x, expert_of, weight_of)
     tokens, each = expert_of.shape
+    expert_of, chosen = marked(expert_of, up.shape[0])
     experts, order = torch.sort(expert_of.reshape(-1), stable=True)
     every = torch.arange(up.shape[0], device=x.device, dtype=experts.dtype)
     ends = torch.searchsorted(experts, every, right=True, out_int32=True)
@@ -65,12 +66,15 @@ def grouped_experts(
     if after is not None:
         rows = after(rows)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * each, device=x.device))
-    return weighted_sum(rows.index_select(0, place), weight_of, are_experts(expert_of, up.shape[0])).to(x.dtype)
+    return weighted_sum(rows.index_select(0, place), weight_of, chosen).to(x.dtype)
 
 
-def are_experts(expert_of: Tensor, experts: int) -> Tensor:
-    """Which numbers are those of an expert. A negative one is sorted to the first expert's rows and left out of the sum."""
-    return (expert_of >= 0) & (expert_of < experts)
+def marked(expert_of: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """The numbers, where one that is no expert's becomes `experts`, and which ones are an expert's. So tokens that are left out are
+    sorted behind the last expert's rows, which no product reads: a NaN in them reaches neither a result nor a gradient.
+    """
+    chosen = (expert_of >= 0) & (expert_of < experts)
+    return torch.where(chosen, expert_of, experts), chosen
 
 
 def check_tokens(op: str, x: Tensor, expert_of: Tensor, weight_of: Tensor) -> None:
@@ -82,9 +86,12 @@ def check_tokens(op: str, x: Tensor, expert_of: Tensor, weight_of: Tensor) -> No
 
 
 def weighted_sum(rows: Tensor, weight_of: Tensor, chosen: Tensor) -> Tensor:
-    """[T, H] float32 of [T J, H]: each token's sum in the order of its experts, without those that are not chosen [T, J]."""
-    rows = rows.unflatten(0, chosen.shape)
-    return torch.where(chosen.unsqueeze(-1), rows.float() * weight_of.float().unsqueeze(-1), 0.0).sum(1)
+    """[T, H] float32 of [T J, H]: each token's sum in the order of its experts, without those that are not chosen [T, J].
+
+    Both factors are masked, not their product: in backward a masked product still multiplies 0 by a NaN.
+    """
+    rows = torch.where(chosen.unsqueeze(-1), rows.unflatten(0, chosen.shape).float(), 0.0)
+    return (rows * torch.where(chosen, weight_of.float(), 0.0).unsqueeze(-1)).sum(1)
 
 
 class MoE(torch.nn.Module):

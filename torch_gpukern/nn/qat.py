@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..ops import dequantize, linear, quantize
 from ..ops.gemm import Activation
-from .schemes import E4M3, best_scale, ceil_div, spread
+from ..ops.weight_gemm import spread
+from .schemes import E4M3, best_scale, ceil_div
 
 __all__ = ["QatLinear"]
 
@@ -63,7 +64,12 @@ class QatLinear(torch.nn.Linear):
             lambda amax: [amax.clamp_min(2.0**-100) / way.high * r for r in ratios],
             lambda x: rounded(x, way),
         )
-        self.log_step = torch.nn.Parameter(scale.float().log2())
+        # A group of zeros shows no scale. It starts with the mean of the others', so that its weights can leave 0.
+        zero = scale <= 2.0**-100 / way.high
+        known = ~zero & scale.isfinite()
+        some = torch.where(known, scale, 0.0).sum() / known.sum().clamp_min(1)
+        some = torch.where(some > 0, some, max(1, self.in_features) ** -0.5 / way.high)  # a weight of zeros: nn.Linear's bound
+        self.log_step = torch.nn.Parameter(torch.where(zero, some, scale).float().log2())
 
     @property
     def step(self) -> Tensor:
@@ -74,10 +80,17 @@ class QatLinear(torch.nn.Linear):
         way, k = WAYS[self.recipe], self.in_features
         group = way.group or max(1, k)
         share = (min(group, max(1, k)) * way.high) ** -0.5  # keeps the scale's steps as large as the weight's
-        step = self.step
-        step = spread(step * share + (step * (1 - share)).detach(), group, k)
-        v = (self.weight.float() / step).clamp(way.low, way.high)
-        return (v + (rounded(v, way) - v).detach()) * step
+        step, w = self.step, self.weight.float()
+        with torch.no_grad():
+            each = spread(step.detach(), group, k)
+            v = w / each
+            r = rounded(v, way)
+            inside = (v >= way.low) & (v <= way.high)
+            slope = torch.where(inside, r - v, r) * share
+        # The forward value is r * each, what the finished layer decodes to. The other two terms are 0 and carry the gradients. A
+        # gradient through w / each would be 0 * inf, NaN, where a weight has left its scale far behind.
+        w = torch.where(inside, w - w.detach(), 0.0)
+        return r * each + w + slope * spread(step - step.detach(), group, k)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type) and x.dtype is torch.float32:

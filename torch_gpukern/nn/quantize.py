@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .calibration import Observed, calibrate
-from .fp8 import Fp8Linear
+from .fp8 import HISTORIES, Fp8Linear
 from .layers import Linear
 from .qat import WAYS, QatLinear, step_of
 from .quantized import QuantizedLinear
@@ -106,7 +106,7 @@ def _follow(weight: torch.nn.Parameter, like: torch.Tensor | None) -> None:
 
 def _strip(module: torch.nn.Module) -> None:
     """Takes away all that `_become`, `_scale_by` and `_begin` gave."""
-    for name in vars(module).get("names", ("history_x", "history_weight", "history_grad")):
+    for name in vars(module).get("names", HISTORIES):
         module._buffers.pop(name, None)
         module._non_persistent_buffers_set.discard(name)
     module._parameters.pop("log_step", None)
@@ -163,7 +163,8 @@ def quantize(
 
     Raises:
         TypeError: model is no module.
-        ValueError: no such recipe; a static one without calibration, or a layer that calibration did not reach.
+        ValueError: no such recipe; a static one without calibration, or a layer that calibration did not reach, or gave zeros alone;
+            calibration that gave a layer an infinity or NaN.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"gpukern quantize: model must be a torch.nn.Module, got {model!r}")
@@ -177,6 +178,7 @@ def quantize(
     seen = {} if calibration is None else calibrate(model, calibration, found, show=say is not None)
     if scheme is not None and scheme.static and found.keys() - seen.keys():
         raise ValueError(f"gpukern quantize: calibration did not reach {', '.join(sorted(found.keys() - seen.keys()))}")
+    _check_seen(recipe, scheme is not None and scheme.static, {name: seen[name] for name in found if name in seen})
     try:
         for name, module in found.items():
             _change(done, name, module, recipe, seen.get(name))
@@ -186,6 +188,18 @@ def quantize(
     if say is not None:
         _report(done, say)
     return done
+
+
+def _check_seen(recipe: str, static: bool, seen: dict[str, Observed]) -> None:
+    """ValueError by the layers' names where calibration showed a layer what no scale and no choice can follow from."""
+    bad = [name for name, one in seen.items() if not (one.amax.isfinite() & one.square.isfinite().all())]
+    zero = [name for name, one in seen.items() if static and one.square.numel() and one.amax == 0]
+    for names, what in ((bad, "values that are infinite or NaN, or whose squares are"), (zero, "zeros alone")):
+        if names:
+            raise ValueError(
+                f"gpukern quantize: recipe {recipe}: calibration gave {', '.join(name or 'the model' for name in names)} {what}; "
+                "expected finite activations, not all 0: mend the batches, or name the layers in skip"
+            )
 
 
 def _found(done: Quantized, model: torch.nn.Module, recipe: str, skip: Any) -> dict[str, torch.nn.Linear]:

@@ -26,7 +26,7 @@ from ..ops import (
 )
 from ..ops.gemm import Activation
 from ..ops.quantize import Granularity
-from ..ops.weight_gemm import decode_weight
+from ..ops.weight_gemm import decode_weight, spread
 
 __all__ = ["SCHEMES", "Scheme", "prune_2_4"]
 
@@ -74,11 +74,6 @@ def best_scale(
         return scale
 
     return by_rows(make, w)
-
-
-def spread(scale: Tensor, group: int, k: int) -> Tensor:
-    """[N, ceil(K / group)] -> [N, K]"""
-    return scale if scale.shape[1] == 1 else scale.repeat_interleave(group, 1)[:, :k]
 
 
 _HALVES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # halfway between what e2m1 holds

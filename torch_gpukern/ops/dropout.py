@@ -26,7 +26,7 @@ def dropout(x: Tensor, p: float, seed: Tensor | None = None) -> Tensor:
         x: [..., N], float32, bfloat16, float16 or float64. Leading dimensions may have any strides; where the last one is
             not dense x is copied first.
         p: 0 to 1.
-        seed: int64 [2] on x's device, (seed, offset). By default both are drawn from torch's generator of the device.
+        seed: int64 [2] on x's device, (seed, offset). By default both are drawn from torch's generator of the device, at p = 0 neither.
             The numbers are read on the device: who writes others into the tensor gets another mask from a captured graph.
 
     Returns:
@@ -40,7 +40,7 @@ def dropout(x: Tensor, p: float, seed: Tensor | None = None) -> Tensor:
     Srivastava, Hinton, Krizhevsky, Sutskever and Salakhutdinov, "Dropout" (2014); the words are Philox4x32-10's: Salmon,
     Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011).
     """
-    return _of_rows(lambda x: _dropout.call(x, p, drawn(x) if seed is None else seed), x)
+    return _of_rows(lambda x: _dropout.call(x, p, drawn(x, p) if seed is None else seed), x)
 
 
 def dropout_add(x: Tensor, residual: Tensor, p: float, seed: Tensor | None = None) -> Tensor:
@@ -62,7 +62,7 @@ def dropout_add(x: Tensor, residual: Tensor, p: float, seed: Tensor | None = Non
 
     Srivastava and others, "Dropout" (2014).
     """
-    return _of_rows(lambda x, y: _dropout_add.call(x, y, p, drawn(x) if seed is None else seed), x, residual)
+    return _of_rows(lambda x, y: _dropout_add.call(x, y, p, drawn(x, p) if seed is None else seed), x, residual)
 
 
 def bias_gelu_dropout(
@@ -95,7 +95,7 @@ def bias_gelu_dropout(
 
     Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016), arXiv:1606.08415; Srivastava and others, "Dropout" (2014).
     """
-    return _bias_gelu_dropout.call(x, bias, p, drawn(x) if seed is None else seed, approximate)
+    return _bias_gelu_dropout.call(x, bias, p, drawn(x, p) if seed is None else seed, approximate)
 
 
 def dropout_mask(shape: Sequence[int], p: float, seed: Tensor, device: torch.device | str | None = None) -> Tensor:
@@ -112,10 +112,16 @@ def dropout_mask(shape: Sequence[int], p: float, seed: Tensor, device: torch.dev
     return dropout(torch.ones(tuple(shape), device=device), p, seed.to(device)) != 0
 
 
-def drawn(x: Tensor) -> Tensor | None:
-    """A seed from torch's generator of x's device; None of what is no tensor, which the op refuses by name."""
+def drawn(x: Tensor, p: float = 1.0) -> Tensor | None:
+    """A seed from torch's generator of x's device; None of what is no tensor, which the op refuses by name.
+
+    At p = 0 nothing is dropped, so nothing is drawn: as with F.dropout the generator stays, and vmap finds no random operation.
+    A trace draws all the same, because a comparison would be a guard.
+    """
     if not isinstance(x, Tensor):
         return None
+    if not torch.compiler.is_compiling() and isinstance(p, (int, float)) and p == 0:
+        return torch.zeros(2, dtype=torch.int64, device=x.device)
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=x.device)
 
 

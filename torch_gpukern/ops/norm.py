@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from . import autocast, batching
@@ -99,10 +100,10 @@ def _symbolic(x, residual, **_):
     return x.new_empty(x.shape), x.new_empty(0) if residual is None else x.new_empty(x.shape)
 
 
-def _bwd_symbolic(grad_out, h, weight, need_weight, need_bias, **_):
-    like = h if weight is None else weight
-    vectors = (like.new_empty(h.shape[-1] if needed else 0) for needed in (need_weight, need_bias))
-    return h.new_empty(h.shape), *vectors
+def _bwd_symbolic(grad_out, h, weight, need_weight, need_bias, wide_bias, **_):
+    dweight = h.new_empty(h.shape[-1] if need_weight else 0, dtype=h.dtype if weight is None else weight.dtype)
+    dbias = h.new_empty(h.shape[-1] if need_bias else 0, dtype=torch.float32 if need_bias and wide_bias else h.dtype)
+    return h.new_empty(h.shape), dweight, dbias
 
 
 def _save(op: str) -> Callable:
@@ -128,8 +129,9 @@ def _backward_of(bwd: Op) -> Callable:
             weight_offset=weight_offset,
             need_weight="weight" in needs,
             need_bias="bias" in needs,
+            wide_bias=bias_dtype is torch.float32,
         )
-        return {"x": dx, "residual": dx, "weight": dweight, "bias": dbias.to(bias_dtype) if "bias" in needs else None}
+        return {"x": dx, "residual": dx, "weight": dweight, "bias": dbias}
 
     return backward
 

@@ -187,13 +187,24 @@ def decode_weight(
 
 
 def _of_each_k(x: Tensor, k: int) -> Tensor:
-    """[ceil(K / g), N] -> [N, K], float32"""
+    """[ceil(K / g), N] -> [N, K], or [N, 1] where one group has all of K; float32"""
     groups = x.shape[0]
-    x = x.float().mT
-    if groups == 1:
-        return x
-    group = next(g for g in (256, 128, 64, 32, 16) if (k + g - 1) // g == groups)
-    return x.repeat_interleave(group, 1)[:, :k]
+    group = k if groups == 1 else next(g for g in (256, 128, 64, 32, 16) if (k + g - 1) // g == groups)
+    return spread(x.float().mT, group, k)
+
+
+def spread(scale: Tensor, group: int, k: int) -> Tensor:
+    """[N, ceil(K / group)] -> [N, K]; one group alone stays [N, 1].
+
+    The last group, where it is not full, is expanded by itself. Inductor miscompiles the obvious forms: a
+    ``repeat_interleave(group, 1)[:, :k]``, an expand, or a ``scale[:, arange(k) // group]`` is written up to the last full group
+    alone (torch 2.13, CPU).
+    """
+    if scale.shape[1] == 1:
+        return scale
+    whole = k // group
+    each = scale[:, :whole, None].expand(-1, -1, group).flatten(1)
+    return each if k % group == 0 else torch.cat([each, scale[:, whole:].expand(-1, k - whole * group)], 1)
 
 
 def _save(needs, args, out):

@@ -79,6 +79,11 @@ class Growth:
                 holds[page] = left - 1
         return np.array(copied, np.intp)
 
+    @property
+    def copies(self) -> list[tuple[int, int, int]]:
+        """Of each shared page that will be copied: its number, the copy's, and the tokens that are copied."""
+        return list(zip(self.before.tolist(), self.after.tolist(), self.filled.tolist()))  # the copies are the first entries
+
     def __enter__(self) -> Growth:
         return self
 
@@ -87,16 +92,15 @@ class Growth:
         if kind is not None:
             sequences.table[self.entries] = self.before
             return
-        left = self.before[: len(self.filled)].tolist() if len(self.filled) else ()
-        if left:
-            try:  # the copies may fail, what follows cannot
-                for shared, own, tokens in zip(left, self.after.tolist(), self.filled.tolist()):
-                    self.copy_rows(shared, own, tokens)  # the rows behind them may be written already
-            except BaseException:
-                sequences.table[self.entries] = self.before
-                raise
+        copies = self.copies
+        try:  # the copies may fail, what follows cannot
+            for shared, own, tokens in copies:
+                self.copy_rows(shared, own, tokens)  # the rows behind them may be written already
+        except BaseException:
+            sequences.table[self.entries] = self.before
+            raise
         sequences.pool.take(self.pages)
-        for page in left:  # one by one: siblings may leave the same page
+        for page, _, _ in copies:  # one by one: siblings may leave the same page
             sequences.pool.drop(np.array([page], np.int32))
         sequences.lengths[self.rows] = self.ends
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The part of a PagedKVCache that knows no sequences: the tensors of its pages, their scales, and writes at slots."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import index
 
 import torch
@@ -94,8 +96,32 @@ class KVPages:
 
     def _copy_rows(self, source: int, target: int, tokens: int) -> None:
         """The first tokens of a page into another one, in all layers."""
-        for pages, scale in ((self.k, self.k_scale), (self.v, self.v_scale)):
+        for pages in (self.k, self.v):
             pages[:, target, :tokens] = pages[:, source, :tokens]
-            if scale is not None and scale.dim() == 3:
-                with torch.inference_mode(scale.is_inference()):  # one that was made there changes nowhere else
-                    scale[:, target] = scale[:, source]
+        for scale in self._page_scales():
+            _set_page(scale, target, scale[:, source])
+
+    @contextmanager
+    def _copied_scales(self, copies: list[tuple[int, int, int]]) -> Iterator[None]:
+        """Copies the scales of shared pages before their tokens, because tokens that are written under `with` must be rounded
+        by the copied scale. If the body raises, the scales are again what they were.
+        """
+        before = [(scale, target, scale[:, target].clone()) for scale in self._page_scales() for _, target, _ in copies]
+        try:
+            for scale in self._page_scales():
+                for source, target, _ in copies:
+                    _set_page(scale, target, scale[:, source])
+            yield
+        except BaseException:
+            for scale, target, was in before:
+                _set_page(scale, target, was)
+            raise
+
+    def _page_scales(self) -> list[Tensor]:
+        """The scales that each page has its own of, [layers, num_blocks, heads_kv]."""
+        return [scale for scale in (self.k_scale, self.v_scale) if scale is not None and scale.dim() == 3]
+
+
+def _set_page(scale: Tensor, page: int, values: Tensor) -> None:
+    with torch.inference_mode(scale.is_inference()):  # one that was made there changes nowhere else
+        scale[:, page] = values

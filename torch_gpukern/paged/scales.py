@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Scales of 8-bit pages: a stored code times its scale is the value."""
 
+from math import isfinite
+
 import torch
 from torch import Tensor
 
@@ -75,13 +77,23 @@ class KVCacheScales:
             margin: factor of the largest values seen, above 0: above 1 leaves room for larger ones, which saturate.
 
         Raises:
-            ValueError: a value that was observed is infinite or NaN, or a margin of 0 or less.
+            ValueError: a layer that was not observed, or a head whose values were all 0; a value that is infinite or NaN; a
+                margin of 0 or less.
         """
         if not 0 < margin < float("inf"):
             raise ValueError(f"KVCacheScales.scales: margin is {margin}; expected a finite number above 0")
         found = {}
         for name, amax in (("k_scale", self.k_amax), ("v_scale", self.v_amax)):
-            if not amax.isfinite().all():
-                raise ValueError(f"KVCacheScales: {name[0]} had a value that is infinite or NaN")
+            for layer, sizes in enumerate(amax.tolist()):
+                for why, heads in (
+                    ("a value that is infinite or NaN", [h for h, size in enumerate(sizes) if not isfinite(size)]),
+                    ("no value but 0", [h for h, size in enumerate(sizes) if size == 0]),
+                ):
+                    if heads:
+                        which = "all heads" if len(heads) == len(sizes) else f"heads {heads}"
+                        raise ValueError(
+                            f"KVCacheScales.scales: {name[0]} of layer {layer}, {which}, had {why}; expected finite values that "
+                            f"are not all 0: call observe(k, v, layer={layer}) on text that is like what comes, or set that scale"
+                        )
             found[name] = (amax * (margin / LARGEST[self.dtype])).clamp_min(2.0**-126)
         return found
