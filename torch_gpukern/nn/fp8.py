@@ -133,8 +133,8 @@ class Fp8Linear(torch.nn.Linear):
             for name in ("history_x", "history_weight", "history_grad"):
                 self.register_buffer(name, torch.zeros(history, dtype=torch.float32, device=self.weight.device))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = taken("Fp8Linear", x, self.in_features)
+    def forward(self, input: Tensor) -> Tensor:  # named as in nn.Linear
+        x = taken("Fp8Linear", input, self.in_features)
         rows = rows_of(x)
         scale_x = scale_w = history = None
         if self.scaling == "delayed" and self.training:

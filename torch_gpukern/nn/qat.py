@@ -79,7 +79,8 @@ class QatLinear(torch.nn.Linear):
         v = (self.weight.float() / step).clamp(way.low, way.high)
         return (v + (rounded(v, way) - v).detach()) * step
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # named as in nn.Linear
+        x = input
         if torch.is_autocast_enabled(x.device.type) and x.dtype is torch.float32:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         codes = WAYS[self.recipe].codes
