@@ -392,3 +392,76 @@ def test_loss_of_a_model_with_a_softcap_is_left():
     assert any("Gemma2RMSNorm -> RMSNorm" in line for line in lines)
     assert any("Gemma2MLP -> MLP with geglu" in line for line in lines)
     assert any("Gemma2ForCausalLM left: loss and logits as before" in line for line in lines)
+
+
+@pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_export_of_a_head_with_a_dynamic_size(dtype, reduction):
+    """While its parameters require gradients: what is kept for backward has a size of its own."""
+    head = gnn.LinearCrossEntropy(16, 33, bias=True, reduction=reduction, dtype=dtype)
+    n = torch.export.Dim("n", min=2, max=100)
+    gen = generator("exported head")
+
+    def given(rows):
+        return randn(gen, rows, 16, dtype=dtype), torch.randint(33, (rows,), generator=gen)
+
+    program = torch.export.export(head, given(6), dynamic_shapes={"x": {0: n}, "target": {0: n}})
+    for rows in (2, 31, 32, 33, 64, 65, 100):  # on both sides of twice H
+        x, target = given(rows)
+        torch.testing.assert_close(program.module()(x, target), head(x, target))
+
+
+class Knows(torch.Tensor):
+    """A weight with an F.linear of its own: the weight itself times 2."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is not F.linear:
+            return super().__torch_function__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            x, weight, *bias = args
+            return F.linear(x, weight.as_subclass(torch.Tensor) * 2, *bias, **(kwargs or {}))
+
+
+def test_a_head_whose_weight_multiplies_by_itself():
+    head = gnn.LinearCrossEntropy(16, 33, bias=True, softcap=4.0, z_loss=1e-2, reduction="sum")
+    x, target = randn(generator("a head that knows"), 6, 16), torch.randint(33, (6,))
+    target[2] = -100
+    want_head = copy.deepcopy(head)
+    with torch.no_grad():
+        want_head.weight *= 2
+    want = want_head(x, target)
+    head.weight = nn.Parameter(head.weight.detach().as_subclass(Knows), requires_grad=False)
+    for low_memory in (False, True):
+        head.rules["low_memory"] = low_memory
+        torch.testing.assert_close(head(x, target), want)
+
+
+@pytest.mark.parametrize("how", ("weight", "forward", "activation"))
+def test_fused_loss_of_a_head_that_computes_something_else(how):
+    model = causal_model()
+    if how == "weight":
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(Knows), requires_grad=False)
+    elif how == "forward":
+        model.lm_head.forward = lambda x: F.linear(x, model.lm_head.weight) * 2
+    ids = torch.randint(70, (2, 11))
+    want = model(input_ids=ids, labels=ids).loss
+    gnn.patch(model, say=None, fused_linear_cross_entropy=True)
+    if how == "activation":
+        model.lm_head.activation = "relu"
+        logits = model(input_ids=ids).logits[:, :-1]
+        want = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, want)
+
+
+def test_a_model_with_the_fused_loss_pickles():
+    import pickle
+
+    model = causal_model()
+    gnn.patch(model, say=None, fused_linear_cross_entropy=True)
+    ids = torch.randint(70, (2, 11))
+    want = model(input_ids=ids, labels=ids)
+    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        got = other(input_ids=ids, labels=ids)
+        assert got.logits is None and type(other) is type(model)
+        torch.testing.assert_close(got.loss, want.loss)

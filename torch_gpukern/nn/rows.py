@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..ops import layer_norm, linear, linear_cross_entropy, rms_norm, rope
 from ..ops.cross_entropy import Reduction
-from ..ops.linear import has_a_function_of_its_own
+from ..ops.linear import PLAIN, has_a_function_of_its_own
 
 __all__ = [
     "LayerNorm",
@@ -20,8 +20,6 @@ __all__ = [
     "served",
     "served_vector",
 ]
-
-_PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
 
 def served_vector(v: Tensor | None, x: Tensor) -> Tensor | None:
@@ -36,7 +34,7 @@ def served(*tensors: Tensor | None) -> bool:
     themselves; PyTorch's formula serves them. The tensors that torch.export and AOTAutograd trace with are read.
     """
     return all(
-        type(t) in _PLAIN or not (is_traceable_wrapper_subclass(t) or has_a_function_of_its_own(t)) for t in tensors
+        type(t) in PLAIN or not (is_traceable_wrapper_subclass(t) or has_a_function_of_its_own(t)) for t in tensors
     )
 
 

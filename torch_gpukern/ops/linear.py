@@ -15,7 +15,7 @@ from .wrong_types import WrongType, refuse_non_tensors
 
 __all__ = ["linear"]
 
-_PLAIN = (Tensor, Parameter, type(None))
+PLAIN = (Tensor, Parameter, type(None))
 
 
 def linear(
@@ -42,7 +42,7 @@ def linear(
     """
     if unknown:
         refuse_unknown(linear, unknown)
-    if any(type(t) not in _PLAIN and has_a_function_of_its_own(t) for t in (x, weight, bias)):
+    if any(type(t) not in PLAIN and has_a_function_of_its_own(t) for t in (x, weight, bias)):
         if activation not in reference.ACTIVATIONS:
             raise ValueError(
                 f"{NAMESPACE}::linear: activation must be none, relu, gelu, gelu_tanh or silu, got '{activation}'"
