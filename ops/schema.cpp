@@ -214,7 +214,7 @@ void define(gk::Library &m) {
              "(Tensor x, Tensor? weight, Tensor? residual, float eps, ScalarType dtype, str granularity, "
              "Tensor? scale_ub=None)",
              " -> (Tensor codes, Tensor scale, Tensor sum)");
-    def_rows(m, "dequantize", "(Tensor codes, Tensor scale, ScalarType dtype)", " -> Tensor");
+    def_rows(m, "dequantize", "(Tensor codes, Tensor scale, ScalarType dtype=float)", " -> Tensor");
 
     def_all(m, "scaled_gemm", SCALED_GEMM_ARGS, " -> Tensor");
     def_explain(m, "scaled_gemm", SCALED_GEMM_ARGS);

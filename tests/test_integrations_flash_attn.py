@@ -274,3 +274,22 @@ def test_refusals():
     table = torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="cache_batch_idx is for caches without a block_table"):
         flash_attn_with_kvcache(q, q, q, block_table=table, cache_batch_idx=table[0])
+
+
+@pytest.mark.parametrize("rotary", (False, True))
+@pytest.mark.parametrize("paged", (True, False))
+def test_tokens_past_the_cache_name_what_the_caller_passed(paged, rotary):
+    """On the CPU; kv_cache_write, which finds it, speaks of slots."""
+    from torch_gpukern.integrations.flash_attn import flash_attn_with_kvcache
+
+    q, k, cache = torch.ones(1, 1, 2, 8), torch.ones(1, 1, 2, 8), torch.zeros(4, 16, 2, 8)
+    more = {"rotary_cos": torch.ones(64, 4), "rotary_sin": torch.zeros(64, 4)} if rotary else {}
+    if paged:
+        more["block_table"] = torch.tensor([[0, 1]], dtype=torch.int32)
+    wrong = torch.tensor([32 if paged else 16], dtype=torch.int32)
+    name = "block_table is expected to hold pages in \\[0, 4\\)" if paged else "cache_seqlens is expected to leave room"
+    with pytest.raises(IndexError, match=f"gpukern flash_attn_with_kvcache: {name}") as caught:
+        flash_attn_with_kvcache(q, cache, cache.clone(), k, k, cache_seqlens=wrong, causal=True, **more)
+    assert "slots" not in str(caught.value)
+    right = flash_attn_with_kvcache(q, cache, cache.clone(), k, k, cache_seqlens=wrong - 1, causal=True, **more)
+    assert right.shape == q.shape

@@ -130,3 +130,16 @@ def test_transformers(family):
     assert len(got) > 2
     for name, ref in want.items():
         assert_close_as(yard[name], got[name], ref, name)
+
+
+def test_reset_parameters_after_meta():
+    with torch.device("meta"):
+        moe = gnn.MoE(16, 24, 4, 2)
+    moe.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in moe.parameters():
+            p.fill_(float("nan"))
+    for m in moe.modules():
+        m.reset_parameters()
+    for p, fan_in in ((moe.gate_up_proj, 16), (moe.down_proj, 24), (moe.router.weight, 16)):
+        assert 0.5 * fan_in**-0.5 < float(p.detach().abs().max()) <= fan_in**-0.5

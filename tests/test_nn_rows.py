@@ -60,6 +60,103 @@ def test_weight_offset():
     torch.testing.assert_close(norm(x), F.rms_norm(x, (16,), None, 1e-6))
 
 
+class Held(torch.Tensor):
+    """A weight that computes by itself, as quantised and sharded ones do: no kernel of ours reads it."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+
+    def __init__(self, held):
+        self.held = held
+
+    def __tensor_flatten__(self):
+        return ["held"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, _, size, stride):
+        return Held(inner["held"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func.namespace == "gpukern":
+            raise NotImplementedError(f"{func} of a tensor that no kernel reads")
+        plain = torch.utils._pytree.tree_map_only(Held, lambda t: t.held, (args, kwargs or {}))
+        out = func(*plain[0], **plain[1])
+        return Held(out) if func is torch.ops.aten.detach.default else out
+
+
+def norm_of_four(offset):
+    norm = gnn.RMSNorm(4, eps=1e-6, weight_offset=offset)
+    with torch.no_grad():
+        norm.weight.add_(torch.tensor([0.0, 0.5, 1.0, 1.5]))
+    return norm
+
+
+FOUR = torch.tensor([[1.0, 2.0, 3.0, 4.0], [-2.0, 1.0, 0.5, 3.0]])
+
+
+def by_hand(x):
+    y = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6)
+    return (y * torch.tensor([1.0, 1.5, 2.0, 2.5], dtype=torch.float64)).float()
+
+
+@pytest.mark.parametrize("offset", (0.0, 1.0))
+def test_weight_offset_where_the_weight_is_no_plain_tensor(offset):
+    norm = norm_of_four(offset)
+    norm.weight = nn.Parameter(Held(norm.weight.detach()), requires_grad=False)
+    torch.testing.assert_close(norm(FOUR), by_hand(FOUR))
+    out, total = norm(FOUR, FOUR)
+    torch.testing.assert_close(out, by_hand(2 * FOUR))
+    assert torch.equal(total, 2 * FOUR)
+
+
+@pytest.mark.parametrize("strict", (False, True))
+@pytest.mark.parametrize("kind", (gnn.RMSNorm, gnn.LayerNorm))
+def test_an_exported_norm_is_ours(kind, strict):
+    norm = norm_of_four(1.0) if kind is gnn.RMSNorm else gnn.LayerNorm(4)
+    program = torch.export.export(norm, (FOUR,), strict=strict)
+    assert any(str(node.target).startswith("gpukern.") for node in program.graph.nodes)
+    torch.testing.assert_close(program.module()(FOUR), norm(FOUR))
+    if kind is gnn.RMSNorm:
+        torch.testing.assert_close(program.module()(FOUR), by_hand(FOUR))
+
+
+def test_reset_parameters_of_a_norm_with_an_offset():
+    norm = norm_of_four(1.0)
+    norm.reset_parameters()
+    assert norm.weight.eq(0).all()
+    with torch.device("meta"):
+        norm = gnn.RMSNorm(4, weight_offset=0.25)
+    norm.to_empty(device="cpu").reset_parameters()
+    assert norm.weight.eq(0.75).all()
+
+
+@pytest.mark.parametrize("how", ("to_empty", "to_empty of tables that were there", "reset", "assign", "compile", "move"))
+def test_rotary_tables_of_a_module_made_on_meta(how):
+    want = gnn.RotaryEmbedding(4, 8)
+    q, k = randn(generator("meta rotary"), 1, 2, 8, 4), randn(generator("meta rotary"), 1, 1, 8, 4)
+    with torch.device("meta"):
+        rotary = gnn.RotaryEmbedding(4, 8)
+    if how == "to_empty of tables that were there":
+        rotary = gnn.RotaryEmbedding(4, 8)
+    if how.startswith("to_empty"):
+        rotary.to_empty(device="cpu")
+        assert torch.equal(rotary.cos, want.cos) and torch.equal(rotary.sin, want.sin)
+    elif how == "reset":
+        rotary.to_empty(device="cpu")
+        rotary.cos.zero_()
+        rotary.reset_parameters()
+    elif how == "move":
+        rotary = gnn.RotaryEmbedding(4, 8).to("meta").to_empty(device="cpu").to(torch.float64)
+    else:
+        rotary.load_state_dict({}, assign=True)
+    call = torch.compile(rotary, backend="aot_eager", fullgraph=True) if how == "compile" else rotary
+    for got, right in zip(call(q, k), want(q, k), strict=True):
+        assert torch.equal(got, right)
+    assert torch.equal(rotary.cos, want.cos) and rotary.cos.dtype is torch.float32
+
+
 @pytest.mark.parametrize("interleaved", (False, True))
 def test_rotary_embedding(interleaved):
     rotary = gnn.RotaryEmbedding(8, 32, base=100.0, interleaved=interleaved)
@@ -167,6 +264,90 @@ def test_patch_and_restore():
     assert all("_gpukern_rule" not in vars(m) for m in model)
 
 
+class LlamaLikeRMSNorm(PlainRMSNorm):
+    """Its float32 weight widens a result of 16 bits; its argument has another name."""
+
+    def forward(self, hidden_states):
+        h = hidden_states.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * h.to(hidden_states.dtype)
+
+
+@pytest.mark.parametrize("weight", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("kind", (PlainRMSNorm, LlamaLikeRMSNorm, nn.RMSNorm, nn.LayerNorm))
+def test_the_dtype_of_a_patched_norm_s_result(kind, weight):
+    plain = nn.Sequential(kind(24)).to(weight)
+    patched = copy.deepcopy(plain)
+    gnn.patch(patched, say=None)
+    assert type(patched[0]) is not kind
+    for where in (torch.float32, torch.bfloat16):  # and where it is cast later
+        plain.to(where), patched.to(where)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x = randn(generator("dtypes of norms"), 3, 24, dtype=dtype)
+            try:
+                want = plain(x)
+            except RuntimeError:  # nn.LayerNorm takes no such pair
+                continue
+            got = patched(x)
+            assert got.dtype is want.dtype, (where, dtype)
+            torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_arguments_of_patched_modules_by_name():
+    """As torch's ModuleInfo and transformers call them."""
+    x = randn(generator("by name"), 3, 24)
+    model = nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.RMSNorm(24), LlamaLikeRMSNorm(24), PlainMLP(nn.SiLU()))
+    names = ("input", "input", "x", "hidden_states", "x")
+    want = [m(**{name: x}) for m, name in zip(model, names, strict=True)]
+    gnn.patch(model, say=None)
+    for m, name, right in zip(model, names, want, strict=True):
+        assert type(m).__module__.startswith("torch_gpukern")
+        torch.testing.assert_close(m(**{name: x}), right, rtol=1e-4, atol=1e-4)
+        with pytest.raises(TypeError):
+            m(another=x)
+        with pytest.raises(TypeError):
+            m()
+    compiled = torch.compile(model[3], backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(hidden_states=x), want[3], rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def one_rank():
+    dist = pytest.importorskip("torch.distributed")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ("distribute_module", "SequenceParallel"))
+def test_patched_modules_whose_tensors_become_dtensors(how, one_rank):
+    from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
+    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+    parts = [PlainRMSNorm(24), PlainRMSNorm(24, 1.0), nn.RMSNorm(24), nn.LayerNorm(24)]
+    if how == "distribute_module":
+        parts += [PlainMLP(nn.SiLU()), PlainMLP(nn.GELU()), nn.Linear(24, 24)]
+    x = randn(generator("dtensor"), 2, 3, 24)
+    for plain in parts:
+        model = nn.Sequential(copy.deepcopy(plain))
+        want = plain(x)
+        gnn.patch(model, say=None)
+        given = x
+        if how == "distribute_module":
+            distribute_module(model, one_rank)
+            given = distribute_tensor(x, one_rank, [Replicate()])
+        else:
+            parallelize_module(model, one_rank, {"0": SequenceParallel()})
+        got = model(given)
+        assert isinstance(got, DTensor)
+        got = got.full_tensor()
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        got.sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
 def test_patch_leaves_a_norm_that_computes_something_else():
     model = nn.Sequential(OtherRMSNorm(24))
     assert gnn.patch(model, say=None).replaced == {}
@@ -211,3 +392,76 @@ def test_loss_of_a_model_with_a_softcap_is_left():
     assert any("Gemma2RMSNorm -> RMSNorm" in line for line in lines)
     assert any("Gemma2MLP -> MLP with geglu" in line for line in lines)
     assert any("Gemma2ForCausalLM left: loss and logits as before" in line for line in lines)
+
+
+@pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_export_of_a_head_with_a_dynamic_size(dtype, reduction):
+    """While its parameters require gradients: what is kept for backward has a size of its own."""
+    head = gnn.LinearCrossEntropy(16, 33, bias=True, reduction=reduction, dtype=dtype)
+    n = torch.export.Dim("n", min=2, max=100)
+    gen = generator("exported head")
+
+    def given(rows):
+        return randn(gen, rows, 16, dtype=dtype), torch.randint(33, (rows,), generator=gen)
+
+    program = torch.export.export(head, given(6), dynamic_shapes={"x": {0: n}, "target": {0: n}})
+    for rows in (2, 31, 32, 33, 64, 65, 100):  # on both sides of twice H
+        x, target = given(rows)
+        torch.testing.assert_close(program.module()(x, target), head(x, target))
+
+
+class Knows(torch.Tensor):
+    """A weight with an F.linear of its own: the weight itself times 2."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is not F.linear:
+            return super().__torch_function__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            x, weight, *bias = args
+            return F.linear(x, weight.as_subclass(torch.Tensor) * 2, *bias, **(kwargs or {}))
+
+
+def test_a_head_whose_weight_multiplies_by_itself():
+    head = gnn.LinearCrossEntropy(16, 33, bias=True, softcap=4.0, z_loss=1e-2, reduction="sum")
+    x, target = randn(generator("a head that knows"), 6, 16), torch.randint(33, (6,))
+    target[2] = -100
+    want_head = copy.deepcopy(head)
+    with torch.no_grad():
+        want_head.weight *= 2
+    want = want_head(x, target)
+    head.weight = nn.Parameter(head.weight.detach().as_subclass(Knows), requires_grad=False)
+    for low_memory in (False, True):
+        head.rules["low_memory"] = low_memory
+        torch.testing.assert_close(head(x, target), want)
+
+
+@pytest.mark.parametrize("how", ("weight", "forward", "activation"))
+def test_fused_loss_of_a_head_that_computes_something_else(how):
+    model = causal_model()
+    if how == "weight":
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(Knows), requires_grad=False)
+    elif how == "forward":
+        model.lm_head.forward = lambda x: F.linear(x, model.lm_head.weight) * 2
+    ids = torch.randint(70, (2, 11))
+    want = model(input_ids=ids, labels=ids).loss
+    gnn.patch(model, say=None, fused_linear_cross_entropy=True)
+    if how == "activation":
+        model.lm_head.activation = "relu"
+        logits = model(input_ids=ids).logits[:, :-1]
+        want = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, want)
+
+
+def test_a_model_with_the_fused_loss_pickles():
+    import pickle
+
+    model = causal_model()
+    gnn.patch(model, say=None, fused_linear_cross_entropy=True)
+    ids = torch.randint(70, (2, 11))
+    want = model(input_ids=ids, labels=ids)
+    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        got = other(input_ids=ids, labels=ids)
+        assert got.logits is None and type(other) is type(model)
+        torch.testing.assert_close(got.loss, want.loss)

@@ -103,6 +103,39 @@ def test_out_in_a_graph(name, device):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("name", ("gemm", "flash_attn_varlen", "paged_attn"))
+def test_out_in_a_graph_of_inductor(name):
+    out_op, call, want = call_of(name)
+
+    def fn(out):
+        out_op(**call, out=out)
+        return out * 2
+
+    torch._dynamo.reset()
+    out = torch.empty_like(want)
+    assert same_bits(torch.compile(fn, fullgraph=True)(out), want * 2) and same_bits(out, want)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_out_below_a_dispatch_mode(name, device):
+    """A mode calls the op again from within the call; torch wants nothing returned there."""
+
+    class Watches(torch.utils._python_dispatch.TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen += func.namespace == "gpukern"
+            return func(*args, **(kwargs or {}))
+
+    out_op, call, want = call_of(name, device=device)
+    out = torch.empty_like(want)
+    with Watches() as mode:
+        assert out_op(**call, out=out) is out
+    assert mode.seen and same_bits(out, want)
+    assert out_op(**call, out=out) is out
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_allocated_for_the_result(name):

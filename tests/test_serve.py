@@ -247,6 +247,66 @@ def test_text_comes_whole(serve):
     assert "".join(parts) + stream.add([], last=True) == long
 
 
+class ByteFallback:
+    """As sentencepiece's: a run of byte tokens is text where all of it is valid, else U+FFFD for each byte. Above 255: words."""
+
+    words = ("hello", " world", "日本")
+
+    def decode(self, tokens):
+        text, run = "", []
+        for t in [*tokens, 256]:
+            if t < 256:
+                run.append(t)
+                continue
+            try:
+                text += bytes(run).decode()
+            except UnicodeDecodeError:
+                text += "\ufffd" * len(run)
+            run, text = [], text + ("" if t == 256 else self.words[t - 257])
+        return text
+
+
+@pytest.mark.parametrize("name", ("Bytes", "ByteFallback"))
+def test_text_does_not_depend_on_how_many_tokens_a_step_brings(serve, name):
+    """As drafts bring them; the text is that of all bytes, nothing lost, and invalid bytes come at the end at the latest."""
+    tokenizer = serve["text"].Bytes() if name == "Bytes" else ByteFallback()
+    gen = random.Random(5)
+    letters = "aé日本語𝄞 x"
+    for each in range(1, 12):
+        for _ in range(20):
+            text = "".join(gen.choice(letters) for _ in range(60))
+            tokens = list(text.encode())
+            stream, parts, at = serve["text"].Stream(tokenizer), [], 0
+            while at < len(tokens):
+                step = each if gen.random() < 0.5 else gen.randint(1, each)
+                parts.append(stream.add(tokens[at : at + step]))
+                at += step
+                assert text.startswith("".join(parts))
+            assert "".join(parts) + stream.add([], last=True) == text
+    stream = serve["text"].Stream(tokenizer)
+    parts = stream.add([255, 254]) + stream.add(b"a") + stream.add([0xE6], last=True)
+    assert parts == "\ufffd\ufffda\ufffd" if name == "Bytes" else parts.count("\ufffd") + parts.count("a") >= 3
+
+
+@pytest.mark.parametrize("each", (1, 2, 3, 100))
+@pytest.mark.parametrize(
+    ("text", "stop", "want", "read"),
+    [
+        ("abcd", ["abcd", "c"], "", 4),  # the one that begins first, though the other is complete before
+        ("abcx", ["abcd", "c"], "ab", 4),
+        ("abc", ["abcd", "c"], "ab", 3),
+        ("ab--c", ["--", "-"], "ab", 3),
+        ("xxENDyyyyyy", ["END"], "xx", 5),
+        ("日本END!!", ["END"], "日本", 9),
+    ],
+)
+def test_stop_strings_and_the_tokens_until_them(serve, text, stop, want, read, each):
+    stream, tokens = serve["text"].Stream(serve["text"].Bytes(), stop), list(text.encode())
+    parts = [stream.add(tokens[at : at + each]) for at in range(0, len(tokens), each)]
+    assert "".join(parts) + stream.add([], last=True) == want
+    assert stream.stopped and len(stream.tokens) == read
+
+
 @pytest.fixture
 def served(serve):
     pytest.importorskip("starlette", reason="starlette is not installed")

@@ -114,10 +114,11 @@ class Answer:
     async def parts(self):
         while self.finish is None:
             new, self.finish = await self.queue.get()
-            self.tokens += len(new)
             shown = new[:-1] if self.finish == "stop" else new  # without the end token
             text = self.text.add(shown, last=self.finish is not None)
+            self.tokens = len(self.text.tokens) + len(new) - len(shown)  # none behind a stop string
             if self.text.stopped:
+                self.tokens = len(self.text.tokens)
                 self.finish = "stop"
             if text or self.finish:
                 yield text

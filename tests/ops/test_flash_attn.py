@@ -1166,5 +1166,17 @@ def test_swapped_dimensions_are_warned_of_when_asked(monkeypatch):
         monkeypatch.setattr(attention, "_DEBUG", True)
         torch_gpukern.flash_attn(right, right, right)
         torch_gpukern.flash_attn(decoding, right[:, :1], right[:, :1])
-    with pytest.warns(UserWarning, match="are dimensions 1 and 2 swapped"):
-        torch_gpukern.flash_attn(swapped, swapped, swapped)
+        first_token = torch.zeros(1, 32, 1, 8)
+        torch_gpukern.flash_attn(first_token, first_token, first_token)
+        prompt = torch.zeros(1, 5, 32, 8).transpose(1, 2)  # fewer tokens than heads, as a projection stores them
+        torch_gpukern.flash_attn(prompt, prompt, prompt)
+        torch_gpukern.flash_attn(torch.zeros(1, 32, 3, 8), *2 * (torch.zeros(1, 8, 5, 8),))
+    for q, k in (
+        ((1, 300, 4, 8), (1, 300, 4, 8)),
+        ((2, 1024, 8, 64), (2, 1024, 8, 64)),
+        ((2, 64, 8, 32), (2, 64, 8, 32)),
+        ((2, 128, 16, 64), (2, 128, 4, 64)),
+        ((1, 64, 4, 8), (1, 64, 1, 8)),
+    ):
+        with pytest.warns(UserWarning, match="are dimensions 1 and 2 swapped"):
+            torch_gpukern.flash_attn(torch.zeros(q), *2 * (torch.zeros(k),))

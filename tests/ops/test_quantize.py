@@ -220,6 +220,12 @@ def test_opcheck_and_compile(device):
         assert_bits(compiled(x), both(x))
 
 
+def test_dequantize_without_a_dtype_is_float32(device):
+    codes, scale = torch.ones(4, 8, dtype=torch.int8, device=device), torch.full((4, 1), 0.5, device=device)
+    assert torch.equal(ops.dequantize(codes, scale), torch.full((4, 8), 0.5, device=device))
+    torch.library.opcheck(ops.dequantize.default, (codes, scale))
+
+
 def test_a_tensor_of_nothing_has_a_scale(device):
     """Of every dtype that the device takes: float64, on the CPU alone, has a path of its own, which once left it unwritten."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16) + ((torch.float64,) if device == "cpu" else ()):

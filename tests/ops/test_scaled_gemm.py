@@ -47,6 +47,68 @@ def test_small_integers_are_exact_with_any_scales(form_a, form_b, device):
         assert_bits(got, reference.scaled_gemm(a, b, scale_a, scale_b, out_dtype=torch.float32))
 
 
+# (code of a, code of b, scale of a, scale of b): the product of the scales alone overflows or underflows in float32
+FAR_SCALES = [
+    (0, 0, 1e30, 1e30),
+    (2.0**-9, 2.0**-9, 1e20, 1e20),
+    (448.0, 448.0, 1e-20, 1e-20),
+]
+# scales of a [3, 256] and b [256, 5]
+FAR_FORMS = [((), ()), ((3, 1), (1, 5)), ((3, 2), (2, 5)), ((3, 2), (2, 1)), ((3, 8), (8, 5)), ((3, 1), (2, 1))]
+
+
+def far_product(op, a, b, scale_a, scale_b):
+    """a b with scales by one of the products of codes."""
+    if op == "scaled":
+        return torch_gpukern.scaled_gemm(a, b, scale_a, scale_b, out_dtype=torch.float32)
+    ends = torch.tensor([a.shape[0]], dtype=torch.int32, device=a.device)
+    scale_b = scale_b[None] if scale_b.dim() == 2 else scale_b
+    return torch_gpukern.grouped_gemm(
+        a, b[None], ends, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32
+    )
+
+
+@pytest.mark.parametrize("dtype", (E4M3, E5M2, I8))
+@pytest.mark.parametrize("op", ("scaled", "grouped", "sparse"))
+def test_scales_whose_product_float32_does_not_hold(op, dtype, device):
+    """The right value is x y k scale_a scale_b in Python's floats; sparse_gemm sums half of k."""
+    if op == "grouped" and dtype is I8:
+        return
+    for x, y, sa, sb in FAR_SCALES:
+        if dtype is I8:
+            x, y = round(min(x, 127)), round(min(y, 127))
+        a = torch.full((3, 256), x, dtype=torch.float32, device=device).to(dtype)
+        b = torch.full((256, 5), y, dtype=torch.float32, device=device).to(dtype)
+        for form_a, form_b in FAR_FORMS:
+            scale_a, scale_b = torch.full(form_a, sa, device=device), torch.full(form_b, sb, device=device)
+            terms = 256
+            if op == "sparse":
+                if form_a and (form_a[1] > 1 or form_b[0] > 1):
+                    continue
+                w = b.mT.contiguous().float()
+                w[:, 0::4] = 0
+                w[:, 1::4] = 0
+                terms = 128
+                pair = torch_gpukern.sparse_pack(w.to(dtype))
+                got = torch_gpukern.sparse_gemm(a, *pair, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
+            else:
+                got = far_product(op, a, b, scale_a, scale_b)
+            codes = float(a[0, 0].float()) * float(b[0, 0].float()) * terms
+            # the scales are float32: their values, not those of the literals
+            want = codes * float(torch.tensor(sa)) * float(torch.tensor(sb))
+            assert got.double().sub(want).abs().max() <= 1e-6 * want + 2.0**-149, (x, y, sa, sb, form_a, form_b)
+
+
+@pytest.mark.parametrize("sizes", ((1e35, 1e-35), (1e-35, 1e35)))
+def test_scales_that_undo_each_other(sizes):
+    """On the CPU, sums of 448 x 448 times 1e35, then 1e-35, stay finite, along k and not, in either order."""
+    a, b = torch.full((3, 256), 448.0).to(E4M3), torch.full((256, 5), 448.0).to(E4M3)
+    for form_a, form_b in FAR_FORMS:
+        scale_a, scale_b = torch.full(form_a, sizes[0]), torch.full(form_b, sizes[1])
+        for op in ("scaled", "grouped"):
+            torch.testing.assert_close(far_product(op, a, b, scale_a, scale_b), torch.full((3, 5), 448.0**2 * 256))
+
+
 # rows of a on both sides of where Hopper changes from one kernel to another
 MX_SHAPES = [
     (1, 48, 128),

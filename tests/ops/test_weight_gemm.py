@@ -260,3 +260,13 @@ def test_autocast_takes_a_float32_stream(device):
     assert half.dtype is torch.float16
     got.float().sum().backward()
     assert a.grad.dtype is torch.float32 and a.grad.count_nonzero()
+
+
+def test_scales_of_codes_whose_product_float32_does_not_hold():
+    """a of e4m3: a group's sum meets its own scale and a's row's, 1e30 both, where codes are 0."""
+    q = torch.zeros(8, 128, dtype=torch.int8)
+    packed = torch_gpukern.pack_weight(q, "int8")
+    a = torch.zeros(3, 128).to(torch.float8_e4m3fn)
+    scale = torch.full((1, 8), 1e30)
+    got = torch_gpukern.weight_gemm(a, packed, scale, 8, "int8", scale_a=torch.full((3, 1), 1e30))
+    assert got.eq(0).all()

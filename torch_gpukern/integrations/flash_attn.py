@@ -27,6 +27,22 @@ def _refuse(function: str, text: str) -> None:
     raise ValueError(f"gpukern {function}: {text}")
 
 
+def _beyond(function: str, new: int, k_cache: Tensor, table: Tensor, paged: bool, error: str) -> str:
+    """What the caller passed of an op's complaint about slots, which are made of it."""
+    if "slots" not in error:
+        return error
+    blocks, block = k_cache.shape[:2]
+    if not paged:
+        return (
+            f"gpukern {function}: cache_seqlens is expected to leave room for k's {new} tokens in a cache of {block} for each "
+            f"sequence, and cache_batch_idx to be in [0, {blocks}); pass a longer cache"
+        )
+    return (
+        f"gpukern {function}: block_table is expected to hold pages in [0, {blocks}) for cache_seqlens and k's {new} tokens; it has "
+        f"{table.shape[1]} columns, pages of {block} tokens; pass a table with more columns"
+    )
+
+
 def _rules(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) -> dict:
     if deterministic and q.is_cuda and q.requires_grad and not torch.are_deterministic_algorithms_enabled():
         _refuse(function, "deterministic is True; call torch.use_deterministic_algorithms(True), which gpukern obeys")
@@ -223,19 +239,22 @@ def flash_attn_with_kvcache(
         ]  # what lies beyond them lies beyond the cache: an error, and not another sequence's key
         page = torch.where(page < columns, table.gather(1, page.clamp(max=columns - 1).long()), k_cache.shape[0])
         slots = (page.long() * k_cache.shape[1] + row).flatten()
-        if rotary_cos is not None and rotary_sin is not None:
-            here = causal or tuple(window_size) != (-1, -1)
-            angles = rotary_cos.to(_wide(q)), rotary_sin.to(_wide(q))
-            together = here and seq_q == k.shape[1]  # q and k stand at the same positions
-            if not together:
-                q = _rotated(q, lengths, *angles, 1 if here else 0, rotary_interleaved)
-            tokens = [x.flatten(0, 1) for x in (q if together else k[:, :, :0], k, v)]
-            how = {"interleaved": rotary_interleaved, **scales}
-            rotated = rope_kv_write(*tokens, *angles, place.flatten(), k_cache, v_cache, slots, **how)
-            if together:
-                q = rotated.unflatten(0, (batch, seq_q))
-        else:
-            kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots, **scales)
+        try:
+            if rotary_cos is not None and rotary_sin is not None:
+                here = causal or tuple(window_size) != (-1, -1)
+                angles = rotary_cos.to(_wide(q)), rotary_sin.to(_wide(q))
+                together = here and seq_q == k.shape[1]  # q and k stand at the same positions
+                if not together:
+                    q = _rotated(q, lengths, *angles, 1 if here else 0, rotary_interleaved)
+                tokens = [x.flatten(0, 1) for x in (q if together else k[:, :, :0], k, v)]
+                how = {"interleaved": rotary_interleaved, **scales}
+                rotated = rope_kv_write(*tokens, *angles, place.flatten(), k_cache, v_cache, slots, **how)
+                if together:
+                    q = rotated.unflatten(0, (batch, seq_q))
+            else:
+                kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots, **scales)
+        except IndexError as error:  # on the CPU, whose ops look at slots
+            raise IndexError(_beyond(name, k.shape[1], k_cache, table, block_table is not None, str(error))) from error
         lengths = lengths + k.shape[1]
     first = None if cache_leftpad is None else cache_leftpad.to(torch.int32)
     short = _short(q, seq_q, rules)

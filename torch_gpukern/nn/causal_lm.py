@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..ops import linear_cross_entropy
 from .layers import Linear, has_hooks
+from .rows import served
 
 __all__ = ["fused_loss_of", "is_causal_lm"]
 
@@ -45,7 +46,7 @@ def _with_fused_loss(kind: type) -> type:
     @functools.wraps(plain)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         head = self.lm_head
-        whole = type(head) in (torch.nn.Linear, Linear) and not has_hooks(head)
+        whole = _is_plain(head)
         given = inspect.signature(plain).bind(self, *args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         labels = given.pop("labels", None)
@@ -59,7 +60,29 @@ def _with_fused_loss(kind: type) -> type:
         result = _result(loss, outputs)
         return result if as_dict in (None, True) and self.config.return_dict is not False else result.to_tuple()
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "_gpukern_class": kind})
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # By the name of this class pickle finds the model's own.
+        _, _, *state = kind.__reduce_ex__(self, protocol)
+        return _empty_with_fused_loss, (kind,), *state
+
+    own = {"forward": forward, "__reduce_ex__": __reduce_ex__, "__module__": kind.__module__, "_gpukern_class": kind}
+    return type(kind.__name__, (kind,), own)
+
+
+def _empty_with_fused_loss(kind: type) -> torch.nn.Module:
+    made = _with_fused_loss(kind)
+    return made.__new__(made)
+
+
+def _is_plain(head: torch.nn.Module) -> bool:
+    """Whether a head's call is the product of its weight and bias and nothing else, and our kernels read both."""
+    return (
+        type(head) in (torch.nn.Linear, Linear)
+        and getattr(head, "activation", "none") == "none"
+        and "forward" not in vars(head)
+        and not has_hooks(head)
+        and served(head.weight, head.bias)
+    )
 
 
 def _loss(

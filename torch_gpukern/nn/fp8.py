@@ -181,8 +181,8 @@ class Fp8Linear(torch.nn.Linear):
             if name in self._buffers:  # nn.Linear.__init__ calls this before there are any
                 self._buffers[name].zero_()  # type: ignore[union-attr]
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = taken("Fp8Linear", x, self.in_features)
+    def forward(self, input: Tensor) -> Tensor:  # named as in nn.Linear
+        x = taken("Fp8Linear", input, self.in_features)
         rows = rows_of(x)
         scale_x = scale_w = history = None
         if self.scaling == "delayed" and self.training:

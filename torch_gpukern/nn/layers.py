@@ -48,8 +48,8 @@ class Linear(torch.nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, activation=self.activation)
+    def forward(self, input: Tensor) -> Tensor:  # named as in nn.Linear
+        return linear(input, self.weight, self.bias, activation=self.activation)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"

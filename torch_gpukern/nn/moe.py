@@ -135,8 +135,12 @@ class MoE(torch.nn.Module):
         self.router = Linear(hidden_size, num_experts, bias=False, **options)
         self.gate_up_proj = torch.nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size, **options))
         self.down_proj = torch.nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size, **options))
-        for w, fan_in in ((self.gate_up_proj, hidden_size), (self.down_proj, intermediate_size)):
-            torch.nn.init.uniform_(w, -(fan_in**-0.5), fan_in**-0.5)  # as nn.Linear's
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The experts' weights anew, by nn.Linear's law; the router has its own."""
+        for w, fan_in in ((self.gate_up_proj, self.hidden_size), (self.down_proj, self.intermediate_size)):
+            torch.nn.init.uniform_(w, -(fan_in**-0.5), fan_in**-0.5)
 
     def forward(self, x: Tensor, return_logits: bool = False):
         rows = x.reshape(-1, self.hidden_size)

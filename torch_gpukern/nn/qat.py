@@ -92,7 +92,8 @@ class QatLinear(torch.nn.Linear):
         w = torch.where(inside, w - w.detach(), 0.0)
         return r * each + w + slope * spread(step - step.detach(), group, k)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # named as in nn.Linear
+        x = input
         if torch.is_autocast_enabled(x.device.type) and x.dtype is torch.float32:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         codes = WAYS[self.recipe].codes

@@ -121,8 +121,8 @@ class QuantizedLinear(torch.nn.Module):
         order = self._buffers.get("input_order")
         return w if order is None else torch.empty_like(w).index_copy_(1, order, w)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = taken("QuantizedLinear", x, self.in_features)
+    def forward(self, input: Tensor) -> Tensor:  # named as in nn.Linear
+        x = taken("QuantizedLinear", input, self.in_features)
         rows, order = rows_of(x), self._buffers.get("input_order")
         if order is not None:
             rows = rows.index_select(1, order)

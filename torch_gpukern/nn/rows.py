@@ -2,14 +2,24 @@
 """What stands between the products: RMSNorm, LayerNorm, RotaryEmbedding, and LinearCrossEntropy for the loss."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..ops import layer_norm, linear, linear_cross_entropy, rms_norm, rope
 from ..ops.cross_entropy import Reduction
+from ..ops.linear import PLAIN, has_a_function_of_its_own
 
-__all__ = ["LayerNorm", "LinearCrossEntropy", "RMSNorm", "RotaryEmbedding", "served_vector"]
-
-_PLAIN = (Tensor, torch.nn.Parameter, type(None))
+__all__ = [
+    "LayerNorm",
+    "LinearCrossEntropy",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "normalised_rms",
+    "served",
+    "served_vector",
+]
 
 
 def served_vector(v: Tensor | None, x: Tensor) -> Tensor | None:
@@ -17,6 +27,27 @@ def served_vector(v: Tensor | None, x: Tensor) -> Tensor | None:
     if v is None or v.dtype is x.dtype or (v.dtype is torch.float32 and x.dtype in (torch.bfloat16, torch.float16)):
         return v
     return v.to(x.dtype)
+
+
+def served(*tensors: Tensor | None) -> bool:
+    """Whether our kernels read all of these. Not sharded (DTensor), quantised and other tensors that compute by
+    themselves; PyTorch's formula serves them. The tensors that torch.export and AOTAutograd trace with are read.
+    """
+    return all(
+        type(t) in PLAIN or not (is_traceable_wrapper_subclass(t) or has_a_function_of_its_own(t)) for t in tensors
+    )
+
+
+def normalised_rms(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """rms_norm over the last dimension; PyTorch's where a tensor is not `served`."""
+    if served(x, weight, residual):
+        return rms_norm(x, served_vector(weight, x), eps=eps, weight_offset=weight_offset, residual=residual)
+    h = x if residual is None else x + residual
+    factor = weight if weight is None or not weight_offset else weight + weight_offset
+    out = F.rms_norm(h, h.shape[-1:], factor, eps)
+    return out if residual is None else (out, h)
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -57,21 +88,20 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         if weight_offset:
             self.weight_offset = weight_offset
-            if elementwise_affine:
-                torch.nn.init.constant_(self.weight, 1 - weight_offset)
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.elementwise_affine:
+            torch.nn.init.constant_(self.weight, 1 - self.weight_offset)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         weight, shape = self.weight, self.normalized_shape
         rows = _columns("RMSNorm", x, shape)
-        if residual is None and type(weight) not in _PLAIN:  # sharded or quantised: it knows best
-            return super().forward(x)
         if len(shape) > 1:
             weight = None if weight is None else weight.flatten()
             residual = None if residual is None else residual.flatten(-len(shape))
         eps = torch.finfo(_wide(x)).eps if self.eps is None else self.eps
-        how = {"eps": eps, "weight_offset": self.weight_offset, "residual": residual}
-        out = rms_norm(rows, served_vector(weight, x), **how)
-        return _like(out, x, shape)
+        return _like(normalised_rms(rows, weight, eps, self.weight_offset, residual), x, shape)
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -80,11 +110,14 @@ class LayerNorm(torch.nn.LayerNorm):
     ``norm(x, residual)`` returns (norm(x + residual), x + residual).
     """
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        weight, bias, shape = self.weight, self.bias, self.normalized_shape
+    # named as in nn.LayerNorm
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        x, weight, bias, shape = input, self.weight, self.bias, self.normalized_shape
         rows = _columns("LayerNorm", x, shape)
-        if residual is None and (type(weight) not in _PLAIN or type(bias) not in _PLAIN):
-            return super().forward(x)
+        if not served(x, weight, bias, residual):
+            h = x if residual is None else x + residual
+            out = F.layer_norm(h, shape, weight, bias, self.eps)
+            return out if residual is None else (out, h)
         if len(shape) > 1:
             weight, bias, residual = (
                 None if weight is None else weight.flatten(),
@@ -135,6 +168,9 @@ class RotaryEmbedding(torch.nn.Module):
         self.rotary_dim, self.max_positions, self.base, self.interleaved = rotary_dim, max_positions, base, interleaved
         self._tabulate(torch.device(device) if device is not None else torch.get_default_device())
 
+    def reset_parameters(self) -> None:
+        self._tabulate(self.cos.device)
+
     def _tabulate(self, device: torch.device) -> None:
         steps = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64, device="cpu") / self.rotary_dim
         angle = torch.arange(self.max_positions, dtype=torch.float64, device="cpu")[:, None] * self.base**-steps
@@ -142,12 +178,19 @@ class RotaryEmbedding(torch.nn.Module):
             self.register_buffer(name, table.float().to(device), persistent=False)
 
     def _apply(self, fn, recurse: bool = True):
+        before = self.cos, self.sin
         super()._apply(fn, recurse)
-        if self.cos.dtype is not torch.float32:  # a cast, which would cost positions their digits
-            self._tabulate(self.cos.device)
+        device = self.cos.device
+        if before[0].is_meta:
+            self._tabulate(device)
+        elif self.cos is not before[0]:
+            # The values stay: a cast would round them, and to_empty leaves them undefined.
+            self.cos, self.sin = (table.to(device) for table in before)
         return self
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.cos.is_meta and not q.is_meta:  # load_state_dict(assign=True) has no tables to put in
+            self._tabulate(q.device)
         cos, sin = self.cos, self.sin
         if q.dtype is torch.float64:
             cos, sin = cos.double(), sin.double()

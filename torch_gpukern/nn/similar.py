@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import geglu, rms_norm, swiglu
+from ..ops import geglu, swiglu
 from .layers import has_hooks
-from .rows import served_vector
+from .rows import normalised_rms, served
 
 __all__ = ["SimilarMLP", "SimilarRMSNorm", "similar"]
 
@@ -23,15 +23,19 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 class SimilarRMSNorm(torch.nn.Module):
     """An RMS norm that was another class: its weight, by `torch_gpukern.rms_norm`."""
 
-    # The attribute that is eps, which may change; weight_offset, an integer, which torch.compile takes for a constant.
-    _gpukern_rule: tuple[str, int] = ("eps", 0)
+    # The attribute that is eps, which may change; weight_offset, an integer, which torch.compile takes for a constant;
+    # whether the result has the wider dtype of x and weight, else x's; what forward's argument was called.
+    _gpukern_rule: tuple[str, int, bool, str] = ("eps", 0, False, "x")
 
-    def forward(self, x: Tensor) -> Tensor:
-        eps, offset = self._gpukern_rule
-        return rms_norm(x, served_vector(self.weight, x), eps=getattr(self, eps), weight_offset=offset)
+    def forward(self, *given: Tensor, **named: Tensor) -> Tensor:
+        eps, offset, promotes, name = self._gpukern_rule
+        x = _argument(name, given, named)
+        if promotes:
+            x = x.to(torch.promote_types(x.dtype, self.weight.dtype))
+        return normalised_rms(x, self.weight, getattr(self, eps), offset)
 
     def extra_repr(self) -> str:
-        eps, offset = self._gpukern_rule
+        eps, offset, *_ = self._gpukern_rule
         return f"{tuple(self.weight.shape)}, eps={getattr(self, eps)}, weight_offset={offset}"
 
 
@@ -39,19 +43,27 @@ class SimilarMLP(torch.nn.Module):
     """``down_proj(act_fn(gate_proj(x)) * up_proj(x))`` that was another class; activation and product are one op while act_fn is of
     the kind that it was."""
 
-    _gpukern_rule: tuple[str, Any] = (
-        "silu",
-        None,
-    )  # the activation, and what `_kind` says of the act_fn that computes it
+    # The activation; what `_kind` says of the act_fn that computes it; what forward's argument was called.
+    _gpukern_rule: tuple[str, Any, str] = ("silu", None, "x")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *given: Tensor, **named: Tensor) -> Tensor:
+        activation, judged, name = self._gpukern_rule
+        x = _argument(name, given, named)
         gate, up = self.gate_proj(x), self.up_proj(x)
-        activation, judged = self._gpukern_rule
-        if has_hooks(self.act_fn) or _kind(self.act_fn) != judged:
+        if has_hooks(self.act_fn) or _kind(self.act_fn) != judged or not served(gate, up):
             return self.down_proj(self.act_fn(gate) * up)
         if activation == "silu":
             return self.down_proj(swiglu(gate, up))
         return self.down_proj(geglu(gate, up, approximate=activation))
+
+
+def _argument(name: str, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> Tensor:
+    """The one argument of a forward that calls it `name`."""
+    if len(given) == 1 and not named:
+        return given[0]
+    if not given and named.keys() == {name}:
+        return named[name]
+    raise TypeError(f"forward() takes one argument, {name}; got {len(given)} and the names {sorted(named)}")
 
 
 def _kind(act_fn: Any) -> Any:
@@ -75,7 +87,8 @@ def similar(module: torch.nn.Module) -> tuple[type, Any, str] | None:
         if type(weight) is not torch.nn.Parameter or weight.dim() != 1 or weight.is_meta:
             return None
         eps = next((n for n in ("variance_epsilon", "eps") if isinstance(getattr(module, n, None), float)), None)
-        rules = [] if eps is None else [(eps, 0), (eps, 1)]
+        (name,) = _parameters(kind)
+        rules = [] if eps is None else [(eps, offset, _promotes(module), name) for offset in (0, 1)]
         return _first_that_agrees(module, SimilarRMSNorm, rules, weight, weight.shape[0])
     if set(module._modules) == _MLP and not module._parameters:
         gate = module.gate_proj
@@ -89,13 +102,28 @@ def similar(module: torch.nn.Module) -> tuple[type, Any, str] | None:
             or (kind := _kind(module.act_fn)) is None
         ):
             return None
-        rules = [(activation, kind) for activation in ("silu", "tanh", "none")]
+        (name,) = _parameters(type(module))
+        rules = [(activation, kind, name) for activation in ("silu", "tanh", "none")]
         return _first_that_agrees(module, SimilarMLP, rules, gate.weight, gate.in_features)
     return None
 
 
 def _parameters(kind: type) -> list[str]:
     return list(inspect.signature(kind.forward).parameters)[1:]
+
+
+def _promotes(norm: torch.nn.Module) -> bool:
+    """Whether a norm's result has the dtype of a float32 weight where x is bfloat16, as Llama's has."""
+    weight = norm.weight
+    other = type(norm).__new__(type(norm))
+    other.__dict__.update(norm.__dict__)
+    other.__dict__["_parameters"] = {"weight": torch.nn.Parameter(weight.detach().float(), requires_grad=False)}
+    x = torch.ones(1, 1, weight.shape[0], dtype=torch.bfloat16, device=weight.device)
+    try:
+        with torch.no_grad():
+            return type(norm).forward(other, x).dtype is torch.float32
+    except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError):
+        return False  # it takes no other dtype than its weight's
 
 
 def _first_that_agrees(module, kind, rules, like: Tensor, columns: int) -> tuple[type, Any, str] | None:

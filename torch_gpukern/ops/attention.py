@@ -35,12 +35,25 @@ def warn_of_swapped(q: Tensor, k: Tensor) -> None:
     """With GPUKERN_DEBUG=1: q and k look like [B, S, H, D], flash-attn's order, where ours is [B, H, S, D]."""
     if not _DEBUG or torch.compiler.is_compiling() or q.dim() != 4 or k.dim() != 4:
         return
-    if min(q.shape[1], k.shape[1]) > _MANY_HEADS >= max(q.shape[2], k.shape[2]):
+    if _looks_swapped(q, k):
         text = (
             f"flash_attn: q of shape {list(q.shape)} has {q.shape[1]} heads and {q.shape[2]} queries: are dimensions 1 and 2 "
             "swapped? q is [B, Hq, Sq, D]; of [B, S, H, D], flash-attn's order, pass q.transpose(1, 2)"
         )
         warnings.warn(text, stacklevel=3)
+
+
+def _looks_swapped(q: Tensor, k: Tensor) -> bool:
+    """Whether dimension 1 has more elements than heads, or as many as sequences of one length have tokens.
+
+    The second: q and k agree in dimension 1, each has fewer elements in dimension 2, as groups of heads have, and neither is stored
+    token by token, as what a projection makes is.
+    """
+    (_, q_1, q_2, _), (_, k_1, k_2, _) = q.shape, k.shape
+    if min(q_1, k_1) > _MANY_HEADS >= max(q_2, k_2):
+        return True
+    by_token = any(t.stride(1) < t.stride(2) for t in (q, k))
+    return q_1 == k_1 > q_2 > 1 and k_2 > 0 and q_2 % k_2 == 0 and not by_token
 
 
 def sizes(op: str, q: Tensor, k: Tensor, v: Tensor, **more: tuple[Tensor | None, str]) -> dict[str, int]:

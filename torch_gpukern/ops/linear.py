@@ -15,7 +15,7 @@ from .wrong_types import WrongType, refuse_non_tensors
 
 __all__ = ["linear"]
 
-_PLAIN = (Tensor, Parameter, type(None))
+PLAIN = (Tensor, Parameter, type(None))
 
 
 def linear(
@@ -42,7 +42,7 @@ def linear(
     """
     if unknown:
         refuse_unknown(linear, unknown)
-    if any(type(t) not in _PLAIN and _has_a_linear_of_its_own(t) for t in (x, weight, bias)):
+    if any(type(t) not in PLAIN and has_a_function_of_its_own(t) for t in (x, weight, bias)):
         if activation not in reference.ACTIVATIONS:
             raise ValueError(
                 f"{NAMESPACE}::linear: activation must be none, relu, gelu, gelu_tanh or silu, got '{activation}'"
@@ -63,7 +63,8 @@ def linear(
     return gemm(x, weight.mT, bias, activation=activation)
 
 
-def _has_a_linear_of_its_own(x: Tensor) -> bool:
+def has_a_function_of_its_own(x: Tensor) -> bool:
+    """Whether a tensor says by __torch_function__ how functions of it are computed."""
     if not isinstance(x, Tensor) and not hasattr(type(x), "__torch_function__"):
         raise WrongType(f"{NAMESPACE}::linear: x, weight and bias must be Tensors, got {type(x).__name__}")
     own = getattr(type(x).__torch_function__, "__func__", None)

@@ -5,13 +5,15 @@ import math
 from typing import get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._library import NAMESPACE, is_grad_enabled, library
 from . import linear_cross_entropy_chunks as chunks
-from .cross_entropy import Reduction, reduce_rows, total_weight, weight_of_mean
+from .cross_entropy import Reduction, cross_entropy, reduce_rows, total_weight, weight_of_mean
 from .define import define_op
 from .gemm import _torch_allows_tf32
+from .linear import PLAIN, has_a_function_of_its_own
 from .wrong_types import refuse_non_bool, refuse_non_tensors
 
 __all__ = ["linear_cross_entropy"]
@@ -64,6 +66,9 @@ def linear_cross_entropy(
     In float64 8 V H and 4 M H are twice as much. The first needs b M H + 256 MiB where weight requires no gradient, and 256 MiB
     where nothing does.
 
+    A tensor subclass with a ``__torch_function__`` of its own (quantised weights, for one) multiplies by itself, as in `linear`: the
+    logits are those of ``F.linear``, in memory, and `cross_entropy` follows.
+
     Autocast casts x, weight and bias. Float32 on CUDA follows ``torch.backends.cuda.matmul.fp32_precision``.
 
     Raises:
@@ -76,6 +81,19 @@ def linear_cross_entropy(
     """
     if reduction not in get_args(Reduction):
         raise ValueError(f"{_NAME}: reduction must be none, mean or sum, got '{reduction}'")
+    if any(type(t) not in PLAIN and has_a_function_of_its_own(t) for t in (x, weight, bias)):
+        refuse_non_bool(_NAME, "low_memory", low_memory)
+        return cross_entropy(
+            F.linear(x, weight, bias),
+            target,
+            weight=class_weight,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            reduction=reduction,
+            z_loss=z_loss,
+        )
     tf32 = getattr(x, "is_cuda", False) and x.dtype == torch.float32 and _torch_allows_tf32()
     if class_weight is not None and reduction == "mean":
         # In float16 the gradients of rows would underflow with small weights and overflow with large ones.

@@ -65,9 +65,12 @@ def _rows_of_sum(x: Tensor) -> int:
 
 def kept_rows(x: Tensor, rows):
     """Rows of the buffer [., V] in x's dtype that `scalar` keeps where dweight is wanted: dz of all rows, where that is at most
-    twice dweight's sum, else that sum. rows may be a symbol, so this is an expression and no branch."""
+    twice dweight's sum, else that sum. rows may be a symbol, so this is an expression and no branch. It is a maximum whose first part
+    is positive, because torch.export must see from its range that it is a size."""
     sums = _rows_of_sum(x)
-    return torch.sym_min(rows, 2 * sums) - sums * torch.sym_min(torch.sym_max(rows - 2 * sums, 0), 1)
+    too_many = torch.sym_min(torch.sym_max(rows - 2 * sums, 0), 1)
+    all_rows = torch.sym_min(rows, 2 * sums) - 2 * sums * too_many  # 0 of too many
+    return torch.sym_max(torch.sym_min(rows, sums), all_rows)
 
 
 def _rows_at_once(x: Tensor, classes: int, most: int) -> int:

@@ -2,6 +2,7 @@
 """The .out overload of an op, which writes the caller's tensor."""
 
 import functools
+import threading
 from collections.abc import Callable
 
 import torch
@@ -15,6 +16,7 @@ from .wrong_types import refuse_non_tensors
 __all__ = ["define"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_calls = threading.local()  # running: within such a call of this thread
 
 
 def define(op: Op, symbolic: Callable) -> None:
@@ -28,6 +30,8 @@ def define(op: Op, symbolic: Callable) -> None:
             op.refuse_number_gradients(args, kwargs)
             op.refuse_non_bools(args, kwargs)
             parallel.before(name, op.whole_sequences)
+        inner = getattr(_calls, "running", False)
+        _calls.running = True
         try:
             bare(*args, **kwargs)
         except RuntimeError:
@@ -35,9 +39,12 @@ def define(op: Op, symbolic: Callable) -> None:
             if "out" in kwargs:
                 refuse_non_tensors(op.said, out=kwargs["out"])
             raise
+        finally:
+            _calls.running = inner
         into = kwargs["out"]
-        # As torch's own; tracers, whose tensors are others, hold it to a schema that returns nothing.
-        return into if type(into) in _PLAIN else None
+        # As torch's own. Tracers, whose tensors are others, and __torch_dispatch__, which calls from within a call, hold it to a
+        # schema that returns nothing.
+        return into if type(into) in _PLAIN and not inner else None
 
     op.out._op = call
 

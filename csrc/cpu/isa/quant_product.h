@@ -162,17 +162,31 @@ static void quant_plan(quant_product *p, const gk_context *ctx, gk_plan *plan) {
     plan->workspace_bytes = (size_t)gk_num_workers(ctx, plan->tasks) * p->worker_bytes;
 }
 
-/* sums += part times the scales of the block that begins at k0 */
+/* Whether a float32 sum of codes times this scale neither overflows nor loses bits: such sums are 0 or between 2^-32
+ * and 2^48. */
+static bool moderate(float scale) {
+    const float size = scale < 0 ? -scale : scale;
+    return size == 0 || (size >= 0x1p-64f && size <= 0x1p64f);
+}
+
+/* sums += part times the scales of the block that begins at k0. The two scales are never multiplied with each other in
+ * float32: their product may overflow or underflow although the result does not. */
 static void join_scaled(const quant_product *p, float *sums, const float *part, float *scales, int64_t row,
                         int64_t rows, int64_t col, int64_t cols, int64_t k0, bool first) {
     for (int64_t j = 0; j < cols; ++j) scales[j] = scale_value(&p->scale_b, k0, col + j);
     for (int64_t j = cols; j < gk_round_up(cols, W); ++j) scales[j] = 0;
     for (int64_t i = 0; i < rows; ++i) {
-        const vf sa = vf_set1(scale_value(&p->scale_a, p->row0 + row + i, k0));
+        const float sa = scale_value(&p->scale_a, p->row0 + row + i, k0);
+        const float *from = part + i * p->nb;
+        float *to = sums + i * p->nb;
+        if (!moderate(sa)) {
+            for (int64_t j = 0; j < cols; ++j)
+                to[j] = (float)((double)from[j] * ((double)sa * scales[j]) + (first ? 0 : (double)to[j]));
+            continue;
+        }
         for (int64_t j = 0; j < cols; j += W) {
-            const vf x = vf_load(part + i * p->nb + j), s = sa * vf_load(scales + j);
-            float *to = sums + i * p->nb + j;
-            vf_store(to, first ? x * s : vf_fma(x, s, vf_load(to)));
+            const vf x = vf_load(from + j) * vf_set1(sa), sb = vf_load(scales + j);
+            vf_store(to + j, first ? x * sb : vf_fma(x, sb, vf_load(to + j)));
         }
     }
 }
@@ -186,7 +200,7 @@ static void join(const quant_product *p, float *sums, const float *part, int64_t
         }
 }
 
-/* Sums over all of k become float32, times one scale of a row and one of a column. excess: of exact ones, what each row's hold too
+/* Sums over all of k become float32, times one scale of a row and one of a column, multiplied in double. excess: of exact ones, what each row's hold too
  * much, modulo 2^32. */
 static void scale_sums(const quant_product *p, void *sums, const uint32_t *excess, float *scales, int64_t row,
                        int64_t rows, int64_t col, int64_t cols) {
@@ -199,7 +213,7 @@ static void scale_sums(const quant_product *p, void *sums, const uint32_t *exces
             for (int64_t j = 0; j < cols; ++j)
                 to[j] = (float)((double)(int32_t)(whole[j] - excess[i]) * ((double)sa * scales[j]));
         else
-            for (int64_t j = 0; j < cols; ++j) to[j] *= sa * scales[j];
+            for (int64_t j = 0; j < cols; ++j) to[j] = (float)((double)to[j] * ((double)sa * scales[j]));
     }
 }
 

@@ -108,8 +108,8 @@ template <int N, class Where, class W>
 __device__ __forceinline__ void scale_sums(const GemmScales &s, const Where &where, W *v) {
 #pragma unroll
     for (int i = 0; i < N; ++i)
-        v[i] *=
-            (W)s.row[(where.row(i) >> s.row_shift) * s.row_step] * (W)s.col[(where.col(i) >> s.col_shift) * s.col_step];
+        v[i] = v[i] * (W)s.row[(where.row(i) >> s.row_shift) * s.row_step] *
+               (W)s.col[(where.col(i) >> s.col_shift) * s.col_step];
 }
 
 template <int N, class W> __device__ __forceinline__ void scale_results(const NoScales &, W *) {}

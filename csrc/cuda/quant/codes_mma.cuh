@@ -210,7 +210,7 @@ template <class Inner, class Tile> struct BlockProduct : Inner {
             for (int n = 0; n < 2 * NT; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    total[i][n][e] = fmaf((float)sum[i][n][e], a[i][e / 2] * b[n][e % 2], total[i][n][e]);
+                    total[i][n][e] = fmaf((float)sum[i][n][e] * a[i][e / 2], b[n][e % 2], total[i][n][e]);
                     sum[i][n][e] = 0;
                 }
     }

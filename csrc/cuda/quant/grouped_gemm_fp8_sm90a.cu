@@ -111,7 +111,10 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
             for (int j = 0; j < 16; ++j) {
                 const float2 sb = *(const float2 *)(scales + 8 * j + 2 * (lane % 4));
 #pragma unroll
-                for (int h = 0; h < 2; ++h) sum[4 * j + 2 * h] *= sa[h] * sb.x, sum[4 * j + 2 * h + 1] *= sa[h] * sb.y;
+                for (int h = 0; h < 2; ++h) {
+                    sum[4 * j + 2 * h] = times_scales(sum[4 * j + 2 * h], sa[h], sb.x);
+                    sum[4 * j + 2 * h + 1] = times_scales(sum[4 * j + 2 * h + 1], sa[h], sb.y);
+                }
             }
         }
         if (p.f.out_dtype == GK_F16)

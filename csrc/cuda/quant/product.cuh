@@ -20,6 +20,10 @@ __device__ __forceinline__ float scale_of(const gk_scales &s, int64_t row, int64
     return scale_value(s.data, s.dtype, (row >> s.row_log2) * s.row + (col >> s.col_log2) * s.col);
 }
 
+/* A sum times two scales, one after the other. The product of the scales alone may overflow where the sum is 0 or small,
+ * and underflow where it is large. */
+__device__ __forceinline__ float times_scales(float sum, float a, float b) { return sum * a * b; }
+
 __device__ __forceinline__ float load_any(const void *data, gk_dtype dtype, int64_t at) {
     return scale_value(data, dtype, at);
 }

@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) sparse_gemm_sm80_
         if constexpr (sizeof(T) == 1) {
             const float sa = scale_of(p.sa, token, 0);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) v[i] *= sa * scale_of(p.sb, 0, min(weight + i, p.n - 1));
+            for (int i = 0; i < 8; ++i) v[i] = times_scales(v[i], sa, scale_of(p.sb, 0, min(weight + i, p.n - 1)));
         }
         finish_octet(p.f, p.vectors, token, weight, valid, v, bias);
     });

@@ -29,7 +29,7 @@ template <class K> struct SparseOut {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 float x = (float)sum[4 * j + e];
-                if (K::BYTES == 1) x *= (e % 2 ? sa.y : sa.x) * sb[e / 2];
+                if (K::BYTES == 1) x = times_scales(x, e % 2 ? sa.y : sa.x, sb[e / 2]);
                 v[4 * j + e] = x + bias[e / 2];
             }
         }
