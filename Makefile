@@ -8,16 +8,18 @@
 #   make test-all      the whole grid
 #   make sanitize-cpu  the C tests and the kept inputs of the fuzzers under clang's address and undefined-behaviour sanitizers
 #   make fuzz          a minute of new inputs for each entry point of the C API; FUZZ_SECONDS=600 FUZZ_ONLY=gemm
+#   make fuzz-corpus   packs tests/fuzz/corpus.tar.gz from build/fuzz/corpus
 #   make sanitize      the CUDA instances under compute-sanitizer; needs a GPU. SANITIZE_TOOLS=racecheck SANITIZE_PART=2/5
 #                      runs one tool over the second fifth, SANITIZE_ONLY=flash_attn_bwd over the rows of that name
-#   make patterns      the examples of examples/patterns: checked, predicted and measured; without a GPU compiled and predicted
+#   make learn         compiles what of learn/ needs nvcc: the gemm ladder's library and the patterns
+#   make patterns      the examples of learn/patterns: checked, predicted and measured; without a GPU compiled and predicted
 #   make hub           build/hub in the layout of Hugging Face's kernels hub, with a namespace of its own
 #   make bench         every benchmark, into benchmarks/results/
 #   make results       docs/results.md and the plots, from benchmarks/results/
 #   make docs          the pages and both APIs as a site, docs/_build/html/index.html
 #   make wheel         dist/gpukern-*.whl: one for every Python >= 3.10 and torch >= 2.10 on Linux
 #   make build fmt lint clean
-#   make tools requirements docs-alone test-python    parts of these, which .ci/run runs beside each other
+#   make tools requirements docs-alone test-python test-learn    parts of these, which .ci/run runs beside each other
 #
 # `make demo`, `make test` and `make docs` build the CUDA half only where there is a GPU; GPUKERN_CUDA=1 builds it wherever nvcc is. What
 # build/ was first configured with it keeps.
@@ -90,7 +92,7 @@ CONFIGURE := cmake -S . -DPython_EXECUTABLE=$(PY) -DGPUKERN_BUILD_TESTS=ON \
 	$(if $(GPUKERN_CUDA),-DGPUKERN_CUDA=$(GPUKERN_CUDA)) \
 	$(if $(GPUKERN_CUDA_ARCHS),"-DGPUKERN_CUDA_ARCHS=$(GPUKERN_CUDA_ARCHS)") $(CMAKE_ARGS)
 
-.PHONY: header tools requirements build demo test test-all test-csrc test-python sanitize-cpu fuzz sanitize patterns hub bench results wheel docs docs-alone fmt lint clean
+.PHONY: header tools requirements build demo test test-all test-csrc test-python test-learn sanitize-cpu fuzz fuzz-corpus sanitize learn patterns hub bench results wheel docs docs-alone fmt lint clean
 .DEFAULT_GOAL := build
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
@@ -125,7 +127,7 @@ build: $(NEEDED)
 	@$(MAKE) --silent $(EDITABLE)
 
 # The Python package alone: the library lies in it already.
-$(EDITABLE): pyproject.toml csrc/gpukern.h
+$(EDITABLE): pyproject.toml csrc/include/gpukern.h
 	@mkdir -p $(STAMPS) && rm -f $(STAMPS)/editable-*
 	SKBUILD_WHEEL_CMAKE=0 $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@touch $@
@@ -143,17 +145,22 @@ header: | $(PY)
 	"(python3-devel on Fedora)")'
 
 # pytest comes last: its closing line says how the whole of it went.
-test: header test-csrc test-python
+test: header test-csrc test-learn test-python
 
 test-python:
 	$(COMPILES) $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS)
 
+# learn/ is no part of the product, and its tests are a run of their own.
+test-learn:
+	$(COMPILES) $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS) learn/tests
+
 test-all: header test-csrc
+	GPUKERN_TEST_ALL=1 $(COMPILES) $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS) learn/tests
 	GPUKERN_TEST_ALL=1 $(COMPILES) $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # Under the sanitizers -O1 compiles three times as fast as -O3; -g1 has the lines that their traces name. By clang, so that
 # both compilers build the library in every check; with its UBSan, which knows offsets to NULL and casts out of range. With flags
-# that users have in CFLAGS, which may change no result; what they do under gcc is in tests/test_packaging.py.
+# that users have in CFLAGS, which may change no result; what they do under gcc is in tests/build/test_packaging.py.
 CLANG ?= clang
 SANITIZE_CPU := $(CONFIGURE) -G Ninja -DCMAKE_C_COMPILER=$(CLANG) -DGPUKERN_BUILD_TORCH=OFF -DGPUKERN_CUDA=0 -DGPUKERN_FUZZ=ON \
 	"-DCMAKE_C_FLAGS=-march=native -ffast-math" -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_C_FLAGS_DEBUG=-O1 -g1" --log-level=NOTICE
@@ -170,8 +177,13 @@ fuzz: tools
 	@cmake --build $(BUILD)/fuzz -j $(MAX_JOBS)
 	@for op in $(FUZZ_ONLY); do \
 		mkdir -p $(BUILD)/fuzz/found/$$op && $(BUILD)/fuzz/fuzz_$$op -max_total_time=$(FUZZ_SECONDS) -max_len=128 -len_control=0 \
-		-artifact_prefix=$(BUILD)/fuzz/$$op- $(BUILD)/fuzz/found/$$op tests/fuzz/corpus/$$op || exit 1; \
+		-artifact_prefix=$(BUILD)/fuzz/$$op- $(BUILD)/fuzz/found/$$op $(BUILD)/fuzz/corpus/$$op || exit 1; \
 	done
+
+# Packs the kept inputs again, after -merge (tests/fuzz/README.md): the same inputs give the same bytes.
+fuzz-corpus:
+	@tar --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner --mode=u=rw,go=r --format=ustar -C $(BUILD)/fuzz/corpus \
+		-c $$(cd $(BUILD)/fuzz/corpus && find . -type f -printf '%P\n' | LC_ALL=C sort) | gzip -n -9 > tests/fuzz/corpus.tar.gz
 
 # Out-of-bounds and misaligned accesses, shared-memory races, memory read before it was written, barriers that not all
 # threads reach. check_cuda walks every compiled instance.
@@ -186,11 +198,17 @@ sanitize: build
 
 # One program each, for Hopper.
 NVCC ?= nvcc
-PATTERNS := $(patsubst examples/patterns/%.cu,$(BUILD)/patterns/%,$(wildcard examples/patterns/*.cu))
-$(BUILD)/patterns/%: examples/patterns/%.cu $(wildcard examples/patterns/*.cuh csrc/cuda/layout/*.cuh csrc/cuda/ptx/*.cuh csrc/cuda/tile/*.cuh)
+PATTERNS := $(patsubst learn/patterns/%.cu,$(BUILD)/patterns/%,$(wildcard learn/patterns/*.cu))
+$(BUILD)/patterns/%: learn/patterns/%.cu $(wildcard learn/patterns/*.cuh csrc/cuda/layout/*.cuh csrc/cuda/ptx/*.cuh csrc/cuda/tile/*.cuh)
 	@command -v $(NVCC) >/dev/null || { echo "gpukern: $(NVCC) not found; it comes with the CUDA toolkit"; exit 1; }
 	@mkdir -p $(@D)
-	$(NVCC) -std=c++17 -O3 -arch=sm_90 -Werror all-warnings -Icsrc -Iexamples/patterns $< -o $@
+	$(NVCC) -std=c++17 -O3 -arch=sm_90 -Werror all-warnings -Icsrc -Icsrc/include -Ilearn/patterns $< -o $@
+
+# What of learn/ needs nvcc: the library of the gemm ladder, where the build has the CUDA half, and the patterns.
+learn: build
+	@command -v $(NVCC) >/dev/null || { echo "gpukern: $(NVCC) not found; it comes with the CUDA toolkit"; exit 1; }
+	@! cmake --build $(BUILD) --target help | grep -q '^gpukern_ladder' || cmake --build $(BUILD) -j $(MAX_JOBS) --target gpukern_ladder
+	@$(MAKE) $(PATTERNS)
 
 patterns: $(PATTERNS)
 	@for program in $(PATTERNS); do $$program || exit 1; done

@@ -10,7 +10,8 @@ import torch
 from harness import Case, Run, arguments, open_device
 
 import torch_gpukern
-from torch_gpukern import reference, reference_quantised
+from torch_gpukern import reference
+from torch_gpukern.reference import quantised as reference_quantised
 
 SIZES = {
     "cpu": [(1, 4096, 4096), (4, 4096, 4096), (64, 4096, 4096)],

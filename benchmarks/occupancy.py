@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from torch_gpukern import occupancy
-from torch_gpukern.terminal import table
+from torch_gpukern.cli import occupancy
+from torch_gpukern.cli.terminal import table
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 

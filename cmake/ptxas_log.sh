@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: BSD-3-Clause
 # Runs a compiler and keeps all it says beside the object, as OBJECT.log: ptxas tells there, in a note and no more, of
-# wgmma that it serialised, and tests/test_resources.py reads it. The lines of ptxas -v are not passed on.
+# wgmma that it serialised, and tests/build/test_resources.py reads it. The lines of ptxas -v are not passed on.
 previous=
 for argument; do
     [ "$previous" = -o ] && object=$argument

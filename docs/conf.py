@@ -16,7 +16,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch_gpukern  # noqa: E402
 
-HEADERS = {path.name: path.read_text() for path in (ROOT / "csrc").glob("gpukern*.h")}
+HEADERS = {path.name: path.read_text() for path in (ROOT / "csrc" / "include").glob("gpukern*.h")}
+LEARN = ("ladder", "patterns", "profiling", "languages", "claims", "quiz")  # pages of learn/
 PARTS = re.findall(r"#define GK_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", HEADERS["gpukern.h"])
 
 project, author, copyright = "gpukern", "the gpukern authors", "the gpukern authors"
@@ -40,10 +41,21 @@ napoleon_numpy_docstring = False
 
 
 def setup(app):
-    """CONTRIBUTING.md stands at the top of the tree; contributing.md includes it."""
+    """CONTRIBUTING.md stands at the top of the tree, the pages of learn/ in that folder; pages of their names show them here."""
+    pages = {"learn": "README"} | {name: name for name in LEARN}
 
-    def link(_app, _page, text):
-        text[0] = text[0].replace("](../CONTRIBUTING.md)", "](contributing.md)")
+    def here(link):
+        """A link of learn/X.md as one of docs/X.md."""
+        target, part = link[1], link[2] or ""
+        if re.match(r"[a-z]+:|#|$", target) or target.removesuffix(".md") in LEARN:
+            return link[0]
+        return f"]({target.removeprefix('../docs/') if target.startswith('../') else '../learn/' + target}{part})"
+
+    def link(_app, page, text):
+        if page in pages:
+            text[0] = re.sub(r"\]\(([^)\s#]*)(#[^)\s]*)?\)", here, (ROOT / "learn" / f"{pages[page]}.md").read_text())
+        text[0] = text[0].replace("](../CONTRIBUTING.md)", "](contributing.md)").replace("../learn/README.md", "learn.md")
+        text[0] = re.sub(rf"\]\(\.\./((?:\.\./)*)learn/({'|'.join(LEARN)})\.md", r"](\1\2.md", text[0])
 
     def is_complete(_app, env):
         known = {name for domain in ("c", "py") for name, *_ in env.get_domain(domain).get_objects()}

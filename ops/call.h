@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "plan.h"
+#include "core/plan.h"
 #include "tensor.h"
 
 #ifndef _WIN32

@@ -10,7 +10,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/headeronly/util/shim_utils.h>
 
-#include "io.h"
+#include "core/io.h"
 
 // Since torch 2.13: the text of the exception that made the last shim call fail. Null before.
 extern "C" __attribute__((weak)) const char *torch_exception_get_what_without_backtrace();

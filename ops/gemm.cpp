@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // gemm.cpp: gemm and gemm_act_bwd.
-#include "folds.h"
+#include "core/folds.h"
 #include "run.h"
 
 namespace gk {

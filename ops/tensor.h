@@ -11,7 +11,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include "errors.h"
-#include "op.h"
+#include "core/op.h"
 
 namespace gk {
 

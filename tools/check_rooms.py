@@ -20,6 +20,7 @@ ROOMS = (
     "tests",
     "benchmarks",
     "examples",
+    "learn",
     "tools",
     "docs",
     "cmake",
@@ -36,7 +37,7 @@ CSRC_INCLUDE = re.compile(
 )
 OPS_INCLUDE = re.compile(
     r"<torch/(csrc/stable|csrc/inductor/aoti_torch/c|headeronly)/[\w/]+\.h>"  # the stable ABI
-    r"|<[a-z_0-9]+>|<(cuda_runtime|cuda_runtime_api|pthread|math|stdint|string)\.h>|\"[a-z_]+\.h\""
+    r"|<[a-z_0-9]+>|<(cuda_runtime|cuda_runtime_api|pthread|math|stdint|string)\.h>|\"((core|formats)/)?[a-z_]+\.h\""
 )
 ROAD_AROUND_OPS = {"ctypes", "cffi", "pybind11", "triton", "cupy", "numba"}
 
@@ -65,7 +66,7 @@ COMPANIONS = (
 )
 # The field's words: what is not said any more (whole words, any case), what is said instead, and the paths where it counts.
 # Strings do not: an error's text stays what it was. docs/worklog/ is history.
-CUDA = r"csrc/cuda/|tests/(test_pipeline|csrc/check_cuda_tile)"
+CUDA = r"csrc/cuda/|tests/(ops/kernels/test_pipeline|csrc/check_cuda_tile)"
 RETIRED = (
     (r"turned(?! (on|off|into|out|up))|\w+_turned|turned_\w+", "swap-AB; of a copy: transposed", ""),
     (r"in turns|by turns|takes? turns", "ping-pong; of measurements: alternately", ""),
@@ -74,7 +75,7 @@ RETIRED = (
     (
         r"slots?",
         "stage",
-        r"csrc/cuda/(?!attn/(kv_cache_write|rope_kv_write|fwd_score))|tests/(test_pipeline|csrc/check_cuda_tile)",
+        r"csrc/cuda/(?!attn/\w+/(kv_cache_write|rope_kv_write|fwd_score))|tests/(ops/kernels/test_pipeline|csrc/check_cuda_tile)",
     ),
     (r"lets? go|let_go|LetGo", "release", ""),
     (r"skew(ed|s)?", "misaligned; the shift", r"(?!docs/)"),  # docs speak of warpgroups that stand apart in time
@@ -86,7 +87,7 @@ RETIRED = (
     (r"dense along", "K-major, MN-major", ""),
     (r"lies? above each other|pairs above each other", "a 2 x 1 cluster", ""),
     (r"twins?", "raw op; counterpart", r"csrc/|ops/|torch_gpukern/"),
-    (r"units?|items?|pieces?", "tile, chunk, split", r"csrc/cuda/attn/paged_"),
+    (r"units?|items?|pieces?", "tile, chunk, split", r"csrc/cuda/attn/paged/paged_"),
     (r"gk_c(pu|uda)_row", "instance", ""),
     (r"out_parts|lse_parts|part_rows", "out_splits, lse_splits, split_rows", ""),
 )
@@ -125,7 +126,7 @@ def in_words(identifier) -> str:
 def check_words(path: Path, text: str):
     """Retired words outside strings of C, also within identifiers."""
     name = path.as_posix()
-    if name.startswith("docs/worklog/") or name in ("tools/check_rooms.py", "tests/test_rooms.py"):
+    if name.startswith("docs/worklog/") or name in ("tools/check_rooms.py", "tests/build/test_rooms.py"):
         return
     comments = ""
     if path.suffix in C_SUFFIXES:
@@ -149,15 +150,15 @@ def check_includes(room: str, text: str):
         include = re.match(r"\s*#\s*include\s+(\S+)", line)
         if include and not allowed.fullmatch(include[1]):
             yield number, f"law 1: {room} may not include {include[1]}"
-        if include and room == "ops" and include[1] in ('"internal.h"', '"kernels.h"'):
+        if include and room == "ops" and include[1] in ('"core/internal.h"', '"kernels.h"'):
             yield number, "law 1: ops knows gpukern.h alone of csrc"
 
 
 def check_c(path: Path, room: str, text: str):
     yield from check_includes(room, text)
     for number, line in enumerate(text.splitlines(), 1):
-        if re.match(r'\s*#\s*include\s+".*ladder/', line):
-            yield number, "law 1: the ladder stands on the library, and nothing on the ladder"
+        if re.match(r'\s*#\s*include\s+".*(ladder|learn|patterns)/', line):
+            yield number, "law 1: learn/ stands on the library, and nothing on learn/"
     code = without_comments(text)
     in_cuda = "cuda" in path.parts
     for number, (line, raw) in enumerate(zip(code.splitlines(), text.splitlines(), strict=True), 1):
@@ -270,7 +271,7 @@ def check_python(path: Path, text: str):
 
 # Sources of small ops that share one file in ops/, one benchmark, one test and one worklog; each has its own in torch_gpukern/ops/.
 # What serves a room of torch_gpukern alone, and has its companions there.
-ROOM = {"distributed": ("torch_gpukern/{}/transport.py", "tests/test_{}.py", "benchmarks/bench_{}.py", "docs/worklog/{}.md")}  # fmt: skip
+ROOM = {"distributed": ("torch_gpukern/{}/transport.py", "tests/distributed/test_{}.py", "benchmarks/bench_{}.py", "docs/worklog/{}.md")}  # fmt: skip
 FAMILIES = {"rows": ("norm", "softmax", "glu", "rope", "cross_entropy"), "train": ("dropout", "adamw")}
 
 

@@ -122,7 +122,7 @@ TARGET = re.compile(r"`\((\.L_\w+)\)")
 # ---- machine code, read in a tenth of a second ----------------------------------------------------------------------------
 # An instruction of sm_90 is 128 bits. The lowest nine are its opcode; those above say where operands come from. A BRA holds how
 # far it goes from the next instruction, in units of 4 bytes. A cubin is ELF, with a section .text.<kernel> for each kernel.
-# tests/test_resources.py holds all of this to what nvdisasm prints.
+# tests/build/test_resources.py holds all of this to what nvdisasm prints.
 
 STEP = 16  # bytes from an instruction to the next
 BRA = 0x147

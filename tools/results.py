@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Writes docs/results.md, and the tables of docs/ladder.md and docs/integrations.md, from the committed results.
+"""Writes docs/results.md, and the tables of learn/ladder.md and docs/integrations.md, from the committed results.
 
 python tools/results.py           writes the pages
 python tools/results.py --check   exits 1 and names the pages that are out of date
 
 `make results` draws the plots first, then runs this. Every file of benchmarks/results/ is a device; every bench, group
-and peer in it appears by itself. docs/results.md is generated as a whole. docs/ladder.md is written by hand around tables
+and peer in it appears by itself. docs/results.md is generated as a whole. learn/ladder.md is written by hand around tables
 that stand between `<!-- benchmarks:NAME begin -->` and `<!-- benchmarks:NAME end -->`, NAME one of LADDER_TABLES;
 docs/integrations.md likewise, NAME integrations, from the files of benchmarks/results/integrations/.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "benchmarks" / "plots"
 PAGE = ROOT / "docs" / "results.md"
-LADDER = ROOT / "docs" / "ladder.md"
+LADDER = ROOT / "learn" / "ladder.md"
 INTEGRATIONS = ROOT / "docs" / "integrations.md"
 MARKED = re.compile(
     r"(<!-- benchmarks:(?P<name>\w+) begin -->\n)(?P<table>.*?)(<!-- benchmarks:(?P=name) end -->)",
@@ -49,7 +50,7 @@ the peers run interleaved in one process, on the same data. A bar is what we hol
 
 The clock and the power of a GPU move by several percent between runs. So compare the figures of a row with each other, not
 those of two tables. [numerics.md](numerics.md) says how results are compared, `benchmarks/harness.py` how they are timed.
-The gemm ladder has [a page of its own](ladder.md).
+The gemm ladder has [a page of its own](../learn/ladder.md).
 """
 
 
@@ -229,7 +230,7 @@ def _ladder_lines(bench: dict, rows: list[dict], rungs: list[dict]) -> list[str]
             moved = f"{COUNTERS[rung['moved']][0]}: {_count(before, rung['moved'])} to {_count(now, rung['moved'])}"
         ratio = f"{row['ratio']:.4f}" if row["ratio"] < 0.01 else f"{row['ratio']:.3f}"
         cells = [
-            f"[{row['label']}](../{rung['source']})",
+            f"[{row['label']}]({os.path.relpath(rung['source'], 'learn')})",
             rung["change"],
             f"{rung['predicted']:.3g}, {rung['limiter']}",
             f"{row['rate'] / 1e3:.3g}",
@@ -293,13 +294,13 @@ def _between_counters() -> str:
     what = ("3 shared", "14 column", "5 vectorised", "15 warp_tile", "16 wmma", "6 mma", "17 double_buffer")
     rows = [found[f"rung {name}"] for name in what]
     head = ["4096 cubed", *what]
-    lines = [f"{rows[0]['device']}; {rows[0]['date']}; `python benchmarks/counters.py`.\n", _line(head), _rule(head)]
+    lines = [f"{rows[0]['device']}; {rows[0]['date']}; `python learn/benchmarks/counters.py`.\n", _line(head), _rule(head)]
     for counter, (name, _) in COUNTERS.items():
         lines.append(_line([name, *(_count({counter: float(row[counter])}, counter) for row in rows)]))
     return "\n".join(lines) + "\n"
 
 
-# of docs/ladder.md, too, from docs/counters.csv
+# of learn/ladder.md, too, from learn/counters.csv
 FILE_TABLES = {"ladder_between_counters": _between_counters}
 LADDER_TABLES = {"ladder": _ladder, "ladder_counters": _ladder_counters, "ladder_large": _ladder_large}
 
@@ -369,17 +370,17 @@ def page(results: list[dict]) -> str:
 
 
 def ladder_table(name: str, results: list[dict]) -> str:
-    """A table of docs/ladder.md, for each device that climbed it."""
+    """A table of learn/ladder.md, for each device that climbed it."""
     if name in FILE_TABLES:
         return FILE_TABLES[name]()
     parts = [LADDER_TABLES[name](result) for result in results if "ladder" in result["benches"]]
     if not parts:
-        raise SystemExit(f"docs/ladder.md asks for '{name}', and no result file has it")
+        raise SystemExit(f"learn/ladder.md asks for '{name}', and no result file has it")
     return "\n".join(parts)
 
 
 def ladder_page(text: str, results: list[dict]) -> str:
-    """docs/ladder.md with every marked table rewritten."""
+    """learn/ladder.md with every marked table rewritten."""
     return MARKED.sub(lambda found: f"{found[1]}\n{ladder_table(found['name'], results)}\n{found[4]}", text)
 
 

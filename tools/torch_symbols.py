@@ -4,7 +4,7 @@
     python tools/torch_symbols.py INCLUDE_DIR 2.10 > tests/data/torch_2_10_symbols.txt
 
 INCLUDE_DIR is the include folder of that torch or of a later one: functions that came later stand between version
-guards there. The plugin may refer to the listed functions; to any other one only weakly (tests/test_packaging.py).
+guards there. The plugin may refer to the listed functions; to any other one only weakly (tests/build/test_packaging.py).
 """
 
 import re

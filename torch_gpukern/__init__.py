@@ -20,7 +20,6 @@ from typing import get_args as _get_args
 from torch import float8_e4m3fn as _e4m3
 
 from ._library import ops as _ops
-from .kv_cache import KVCacheScales, OutOfPages, PagedKVCache
 from .ops import (
     QuantizedAttn,
     attn_dropout_mask,
@@ -59,6 +58,7 @@ from .ops import (
     weight_gemm,
 )
 from .ops.define import Op as _Op
+from .paged.kv_cache import KVCacheScales, OutOfPages, PagedKVCache
 from .tuning import cache as _cache
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ class AdamW(torch.optim.AdamW):
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as of torch.optim.AdamW. lr may be a tensor on the
             parameters' device, which a captured graph then reads; numbers are part of the graph.
         master_weights: keep a float32 copy of each 16-bit parameter, ``master`` in its state, which is what is optimised;
-            the parameter is its rounding. m and v are float32 too. A parameter that is written between steps (copy_, clamp_,
+            the parameter is its rounding. m and v are float32 too. A parameter that is written between steps (`copy_`, `clamp_`,
             load_state_dict) is taken over by the next step where it is no more its master's rounding; a write through ``p.data`` is
             not seen.
         stochastic_rounding: round bfloat16 parameters up or down at random, so that the expected value is the exact one

@@ -9,7 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-CUDA = HERE.parent.parent / "csrc" / "cuda"
+ROOT = HERE.parent.parent
+CSRC = ROOT / "csrc"
+CUDA = CSRC / "cuda"
 HAVE_TRITON = find_spec("triton") is not None
 
 
@@ -31,30 +33,32 @@ def own_lines(path: Path) -> int:
 
 
 def cuda_lines(source: str) -> int:
-    """Of a kernel file and of all that it includes from csrc/cuda, without comments and blank lines."""
-    todo, seen, count = [CUDA / source], set(), 0
+    """Of a kernel file and of all that it includes from csrc/cuda and its own folder, without comments and blank lines."""
+    todo, seen, count = [ROOT / source], set(), 0
+    rooms = CUDA, (ROOT / source).parent
     while todo:
         path = todo.pop().resolve()
-        if path in seen or not path.is_relative_to(CUDA):
+        if path in seen or not any(map(path.is_relative_to, rooms)):
             continue
         seen.add(path)
         text = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
         count += own_lines(path)
-        todo += [path.parent / name for name in re.findall(r'#include "([^"]+)"', text)]
+        for name in re.findall(r'#include "([^"]+)"', text):
+            todo += [p for p in (CSRC / name, path.parent / name) if p.exists()]
     return count
 
 
 def lines_of(op: str) -> dict[str, int]:
     """Lines of code of an op's forward kernel: ours for Hopper, with all that it stands on, and Triton's."""
-    ours = {"gemm": "gemm/gemm_sm90a.cu", "flash_attn": "attn/flash_attn_fwd_sm90a.cu"}[op]
+    ours = {"gemm": "csrc/cuda/product/gemm/gemm_sm90a.cu", "flash_attn": "csrc/cuda/attn/forward/flash_attn_fwd_sm90a.cu"}[op]
     return {"gpukern": cuda_lines(ours), "Triton": python_lines(HERE / f"triton_{op}.py")}
 
 
 def lines_of_languages() -> dict[str, int]:
     """Lines of code of each way to a @ b and a + b of bench_languages: of a file in Python the whole of it; of ours in CUDA the file, and
     with all that it stands on."""
-    short, vector = "ladder/18_short_sm90a.cu", "../../examples/patterns/vector_add.cu"
-    found = {"a @ b, gpukern": cuda_lines("gemm/gemm_sm90a.cu"), "a @ b, rung 18": own_lines(CUDA / short)}
+    short, vector = "learn/ladder/18_short_sm90a.cu", "learn/patterns/vector_add.cu"
+    found = {"a @ b, gpukern": cuda_lines("csrc/cuda/product/gemm/gemm_sm90a.cu"), "a @ b, rung 18": own_lines(ROOT / short)}
     found["a @ b, rung 18 with its headers"] = cuda_lines(short)
     found["a @ b, CUTLASS"] = own_lines(HERE / "cutlass_gemm.cu")
     for name, module in (
@@ -63,7 +67,7 @@ def lines_of_languages() -> dict[str, int]:
         ("Triton, persistent", "triton_persistent_gemm"),
     ):
         found[f"a @ b, {name}"] = python_lines(HERE / f"{module}.py")
-    found["a + b, CUDA C, three ways"] = own_lines((CUDA / vector).resolve())
+    found["a + b, CUDA C, three ways"] = own_lines(ROOT / vector)
     found["a + b, CuTe DSL, both ways"] = python_lines(HERE / "cute_add.py")
     found["a + b, Triton, the kernel"] = kernel_lines(HERE / "triton_rows.py")["add"]
     return found

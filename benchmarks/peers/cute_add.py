@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""a + b in CuTe DSL, an element a thread and 16 bytes a thread, to be read beside examples/patterns/vector_add.cu. Needs
+"""a + b in CuTe DSL, an element a thread and 16 bytes a thread, to be read beside learn/patterns/vector_add.cu. Needs
 nvidia-cutlass-dsl and a GPU; a kernel is compiled when a dtype first comes."""
 
 import cutlass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""a @ b in CuTe DSL by TMA and wgmma, to be read beside csrc/cuda/ladder/18_short_sm90a.cu, which does the same. Needs
+"""a @ b in CuTe DSL by TMA and wgmma, to be read beside learn/ladder/18_short_sm90a.cu, which does the same. Needs
 nvidia-cutlass-dsl and a Hopper GPU; compiled when it is first called."""
 
 import cutlass

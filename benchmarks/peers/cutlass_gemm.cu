@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// a @ b by CUTLASS 3.x, to be read beside csrc/cuda/gemm/gemm_sm90a.cu: its collective builder for Hopper, two consumer warpgroups,
+// a @ b by CUTLASS 3.x, to be read beside csrc/cuda/product/gemm/gemm_sm90a.cu: its collective builder for Hopper, two consumer warpgroups,
 // pairs of blocks, persistent. peers/cutlass_gemm.py compiles it with the headers of the wheel nvidia-cutlass.
 #include <cutlass/epilogue/collective/collective_builder.hpp>
 #include <cutlass/gemm/collective/collective_builder.hpp>

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""softmax(q k^T / sqrt(D)) v in Triton, to be read beside csrc/cuda/attn/flash_attn_fwd_sm90a.cu; forward alone. Needs triton and
+"""softmax(q k^T / sqrt(D)) v in Triton, to be read beside csrc/cuda/attn/forward/flash_attn_fwd_sm90a.cu; forward alone. Needs triton and
 a GPU, or TRITON_INTERPRET=1. Dao 2023, arXiv:2307.08691, Algorithm 1."""
 
 import math

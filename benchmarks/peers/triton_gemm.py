@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""a @ b in Triton, to be read beside csrc/cuda/gemm/gemm_sm90a.cu. Needs triton and a GPU, or TRITON_INTERPRET=1."""
+"""a @ b in Triton, to be read beside csrc/cuda/product/gemm/gemm_sm90a.cu. Needs triton and a GPU, or TRITON_INTERPRET=1."""
 
 import torch
 import triton

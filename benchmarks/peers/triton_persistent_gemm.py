@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""a @ b in Triton by programs that stay, to be read beside csrc/cuda/ladder/10_persistent_sm90a.cu: one an SM, tile after tile.
+"""a @ b in Triton by programs that stay, to be read beside learn/ladder/10_persistent_sm90a.cu: one an SM, tile after tile.
 Needs triton and a GPU, or TRITON_INTERPRET=1."""
 
 import torch

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* attn_merge: what a call of gk_attn_merge must be, and what it costs. */
-#include "../checks.h"
-#include "../dispatch.h"
+#include "../core/checks.h"
+#include "../core/dispatch.h"
 
 gk_status gk_check_attn_merge(const gk_context *ctx, const gk_attn_merge_args *m, gk_io *io) {
     (void)ctx;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* entries.c: the entry points of gpukern.h that every op has, and the plan and run of op.h: an op says in its own file what a call
  * must be (gk_check_<op>) and how many bytes and FLOPs it is (gk_cost_<op>). */
-#include "../checks.h"
-#include "../dispatch.h"
-#include "../gpukern_ranks.h"
+#include "../core/checks.h"
+#include "../core/dispatch.h"
+#include "gpukern_ranks.h"
 
 #include <string.h>
 
@@ -100,4 +100,4 @@ _Static_assert(sizeof(gk_flash_attn_accumulate_args) <= sizeof(gk_flash_attn_arg
     ENTRIES(NAME, stem, arguments, first, AS_GIVEN(args, copy), args->workspace, args->workspace_bytes)
 #define OP_WITH_RULES(NAME, stem, arguments, first, rules) \
     ENTRIES(NAME, stem, arguments, first, SETTLE(args, copy, first, rules), args->workspace, args->workspace_bytes)
-#include "../ops.def"
+#include "../core/ops.def"

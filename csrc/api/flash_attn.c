@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn: what a call of gk_flash_attn_fwd, gk_flash_attn_bwd or gk_flash_attn_fp8 must be, and what it costs. */
-#include "../attn_scales.h"
-#include "../checks.h"
-#include "../dispatch.h"
-#include "../gpukern_ranks.h"
+#include "../formats/attn_scales.h"
+#include "../core/checks.h"
+#include "../core/dispatch.h"
+#include "gpukern_ranks.h"
 
 /* ---- laws -------------------------------------------------------------------------------------------- */
 /* Dense and packed calls differ in the place of the dimensions. */

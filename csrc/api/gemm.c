@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm: what a call of gk_gemm or gk_gemm_act_bwd must be, and what it costs. gemm_prefer.c has the entry points that choose a
  * kernel. */
-#include "../checks.h"
-#include "../dispatch.h"
-#include "../folds.h"
+#include "../core/checks.h"
+#include "../core/dispatch.h"
+#include "../core/folds.h"
 
 /* A bias may come in the result's dtype. */
 static gk_status check_bias_dtype(gk_io *io, const gk_gemm_args *g) {

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_prefer: which kernels serve a gemm call on CUDA, and which one is asked for (prefer.h). */
-#include "../checks.h"
-#include "../dispatch.h"
+#include "../core/checks.h"
+#include "../core/dispatch.h"
 #ifdef GPUKERN_HAS_CUDA
-#include "../prefer.h"
+#include "../core/prefer.h"
 
 #include <stdio.h>
 #endif

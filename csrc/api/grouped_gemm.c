@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* grouped_gemm: what a call of gk_grouped_gemm must be, and what it costs. */
-#include "../dispatch.h"
-#include "../scales.h"
+#include "../core/dispatch.h"
+#include "../formats/scales.h"
 #include "quant.h"
 
 static bool is_fp8(gk_dtype dtype) { return dtype == GK_E4M3 || dtype == GK_E5M2; }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_attn: what a call of gk_paged_attn or gk_kv_cache_write must be, and what it costs. */
-#include "../checks.h"
-#include "../dispatch.h"
+#include "../core/checks.h"
+#include "../core/dispatch.h"
 
 /* ---- laws -------------------------------------------------------------------------------------------- */
 /* Rows of as many lengths are written everywhere as the CPU reads: CUDA's attention takes fewer lengths than its cache. */

@@ -3,7 +3,7 @@
 #ifndef GPUKERN_API_QUANT_H
 #define GPUKERN_API_QUANT_H
 
-#include "../checks.h"
+#include "../core/checks.h"
 
 /* Of a tensor of codes, or of the result whose dtype is asked for. */
 gk_status gk_check_codes(gk_io *io, const char *name, const gk_tensor *t);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* quantize, dequantize: what a call of gk_quantize or gk_dequantize must be, and what it costs. */
-#include "../checks.h"
-#include "../dispatch.h"
-#include "../scales.h"
+#include "../core/checks.h"
+#include "../core/dispatch.h"
+#include "../formats/scales.h"
 #include "quant.h"
 
 /* ---- what quantised arguments have in common (quant.h) -------------------------------------------------- */

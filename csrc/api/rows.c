@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* rows: what the calls of operations along the last dimension must be, and what they cost: norms, softmax, gated units, rotary
  * embedding, cross entropy. */
-#include "../checks.h"
-#include "../dispatch.h"
-#include "../gpukern_loss.h"
+#include "../core/checks.h"
+#include "../core/dispatch.h"
+#include "gpukern_loss.h"
 
 /* ---- what several have -------------------------------------------------------------------------------- */
 /* A float tensor [..., N], N >= 1, its last dimension dense. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* scaled_gemm: what a call of gk_scaled_gemm must be, and what it costs. */
-#include "../dispatch.h"
-#include "../scales.h"
+#include "../core/dispatch.h"
+#include "../formats/scales.h"
 #include "quant.h"
 
 enum {

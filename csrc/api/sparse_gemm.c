@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* sparse_pack, sparse_gemm: what their calls must be, and what they cost. */
-#include "../dispatch.h"
-#include "../scales.h"
+#include "../core/dispatch.h"
+#include "../formats/scales.h"
 #include "quant.h"
 
 static bool is_sparse_dtype(gk_dtype d) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* sum_over_ranks: what a call of gk_sum_over_ranks must be. It is no op of ops.def: it has one kernel, and no meaning without other ranks. */
-#include "../checks.h"
-#include "../mailbox.h"
+#include "../core/checks.h"
+#include "../core/mailbox.h"
 #ifdef GPUKERN_HAS_CUDA
 #include "../cuda/kernels.h"
 #endif

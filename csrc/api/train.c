@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* train: what calls of dropout and adamw must be, and what they cost. */
-#include "../checks.h"
-#include "../dispatch.h"
+#include "../core/checks.h"
+#include "../core/dispatch.h"
 
 #include <stdio.h>
 

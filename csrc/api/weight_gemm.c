@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* weight_gemm, pack_weight, unpack_weight: what their calls must be, and what they cost. */
-#include "../weight_tile.h"
-#include "../dispatch.h"
-#include "../scales.h"
+#include "../formats/weight_tile.h"
+#include "../core/dispatch.h"
+#include "../formats/scales.h"
 #include "quant.h"
 
 static const char *const format_names[] = {"int4", "uint4", "int8", "e4m3", "mxfp4", "nvfp4"};

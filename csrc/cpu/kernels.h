@@ -5,8 +5,8 @@
 #ifndef GPUKERN_CPU_KERNELS_H
 #define GPUKERN_CPU_KERNELS_H
 
-#include "../internal.h"
-#include "../op.h"
+#include "../core/internal.h"
+#include "../core/op.h"
 
 /* features.c: instruction sets, worst first; a machine has a prefix of the list that its compiler also knew. */
 typedef enum gk_isa {

@@ -24,7 +24,7 @@ static bool plan_ref(const gk_context *ctx, const void *args, gk_plan *plan) {
         gk_ref_##stem(ctx, (const arguments *)args);                                                        \
     }                                                                                                       \
     static const gk_cpu_kernel stem##_ref = {plan_ref, ref_##stem};
-#include "../ops.def"
+#include "../core/ops.def"
 #define REF_ROW(stem) {#stem "_ref", GK_F64, GK_ISA_BASE, &stem##_ref}
 
 /* ---- the rows ------------------------------------------------------------------------------------- */
@@ -157,7 +157,7 @@ const gk_cpu_instance *gk_cpu_instances(gk_op op, int *num_rows) {
     switch (op) {
 #define OP(NAME, stem, arguments, first) \
     case GK_OP_##NAME: *num_rows = (int)(sizeof stem##_rows / sizeof stem##_rows[0]); return stem##_rows;
-#include "../ops.def"
+#include "../core/ops.def"
     default: *num_rows = 0; return NULL;
     }
 }

@@ -4,8 +4,8 @@
 #ifndef GPUKERN_CUDA_KERNELS_H
 #define GPUKERN_CUDA_KERNELS_H
 
-#include "../internal.h"
-#include "../plan.h"
+#include "../core/internal.h"
+#include "../core/plan.h"
 
 #ifdef __cplusplus
 extern "C" {

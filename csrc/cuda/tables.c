@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* tables.c: the tables of instances that CUDA kernel files end with, by op, best first. dispatch.c asks those that run on the device's
  * architecture in this order: a table with a plan of its own finds the best of its instances, of another the first that can serves. */
-#include "../dispatch.h"
-#include "../gpukern_ranks.h"
+#include "../core/dispatch.h"
+#include "gpukern_ranks.h"
 
 extern const gk_cuda_table gk_gemm_sm90a_table, gk_gemm_pingpong_sm90a_table, gk_gemm_swapab_sm90a_table;
 extern const gk_cuda_table gk_gemm_tf32_sm90a_table, gk_gemm_skinny_table, gk_gemm_sm80_table, gk_gemm_plain_table;
@@ -98,7 +98,7 @@ const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
     switch (op) {
 #define OP(NAME, stem, arguments, first) \
     case GK_OP_##NAME: *num_tables = (int)(sizeof stem##_tables / sizeof stem##_tables[0]); return stem##_tables;
-#include "../ops.def"
+#include "../core/ops.def"
     default: *num_tables = 0; return NULL;
     }
 }

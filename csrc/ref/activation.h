@@ -3,7 +3,7 @@
 #ifndef GPUKERN_REF_ACTIVATION_H
 #define GPUKERN_REF_ACTIVATION_H
 
-#include "../internal.h"
+#include "../core/internal.h"
 
 #define SQRT_HALF 0.70710678118654752440
 #define SQRT_2_OVER_PI 0.79788456080286535588

@@ -4,8 +4,8 @@
 #ifndef GPUKERN_REF_ATTN_H
 #define GPUKERN_REF_ATTN_H
 
-#include "../attn_dropout.h"
-#include "../internal.h"
+#include "../formats/attn_dropout.h"
+#include "../core/internal.h"
 
 enum {
     REF_ROWS = 4,           /* rows that share each key that is loaded */

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* ref/flash_attn_fp8: q, k and v of e4m3 codes as the doubles that they stand for, then ref/flash_attn.
  *   q q_scale    k k_scale    v v_scale + v_mean, which a row gets times the probability that its keys took */
-#include "../attn_scales.h"
-#include "../internal.h"
-#include "../op.h"
+#include "../formats/attn_scales.h"
+#include "../core/internal.h"
+#include "../core/op.h"
 
 #include <stdlib.h>
 

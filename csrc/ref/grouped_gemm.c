@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* grouped_gemm, sparse_pack, sparse_gemm: the definitions, an element at a time, in double. Packing is what the CPU runs. */
-#include "../internal.h"
-#include "../scales.h"
+#include "../core/internal.h"
+#include "../formats/scales.h"
 #include "activation.h"
 
 static double scale_at(const gk_scales *s, int64_t row, int64_t col) {

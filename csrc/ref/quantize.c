@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* quantize, dequantize: the definitions, one block and one element at a time. Values are made in double; a quotient is taken in
  * float32, and in float64 of a float64 x. */
-#include "../internal.h"
-#include "../scales.h"
+#include "../core/internal.h"
+#include "../formats/scales.h"
 
 #include <float.h>
 

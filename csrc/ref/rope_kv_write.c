@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* rope_kv_write: QK norm, rotation and the write into a paged cache by their equations, in double; a task for each head, which takes
  * the tokens in order, so that of two tokens with one slot the last stays. */
-#include "../internal.h"
-#include "../op.h"
+#include "../core/internal.h"
+#include "../core/op.h"
 
 enum {
     MOST_COLUMNS = 512 /* head_dim */

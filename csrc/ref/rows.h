@@ -3,7 +3,7 @@
 #ifndef GPUKERN_REF_ROWS_H
 #define GPUKERN_REF_ROWS_H
 
-#include "../internal.h"
+#include "../core/internal.h"
 
 static inline int64_t last_size(const gk_tensor *t) { return t->shape[t->ndim - 1]; }
 

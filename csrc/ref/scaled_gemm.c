@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* scaled_gemm: the definition, an element of the result at a time, in double. */
-#include "../internal.h"
-#include "../scales.h"
+#include "../core/internal.h"
+#include "../formats/scales.h"
 #include "activation.h"
 
 typedef struct job {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* train: dropout and AdamW by their equations, in double; a task for each row, or for each tensor. */
-#include "../gpukern_train.h"
-#include "../philox.h"
+#include "gpukern_train.h"
+#include "../formats/philox.h"
 #include "activation.h"
 #include "rows.h"
 

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* weight_gemm, pack_weight, unpack_weight: the definitions. Packing is element by element, and what the CPU runs: a task is a row of
  * tiles. The product is an element of the result at a time, in double, of weights that are rounded as they are specified. */
-#include "../weight_tile.h"
-#include "../internal.h"
-#include "../scales.h"
+#include "../formats/weight_tile.h"
+#include "../core/internal.h"
+#include "../formats/scales.h"
 #include "activation.h"
 
 /* ---- packing ----------------------------------------------------------------------------------------------- */

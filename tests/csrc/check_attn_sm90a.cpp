@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_attn_sm90a: what the attention kernels of Hopper are made of, on the host: which block takes which tile (attn/fwd_schedule.cuh),
+/* check_attn_sm90a: what the attention kernels of Hopper are made of, on the host: which block takes which tile (attn/forward/fwd_schedule.cuh),
  * which block of keys comes when, softcap's polynomial, how its operands lie in shared memory (wgmma_panels of layout/wgmma.cuh) as TMA writes and WGMMA reads them, and which
  * registers of a product are which operand of the next. Exits with 1 on a failure. */
 #include "check_model.h"
-#include "cuda/attn/bwd_order.cuh"
-#include "cuda/attn/fwd_schedule.cuh"
-#include "cuda/attn/fwd_score.cuh"
+#include "cuda/attn/backward/bwd_order.cuh"
+#include "cuda/attn/forward/fwd_schedule.cuh"
+#include "cuda/attn/forward/fwd_score.cuh"
 #include "cuda/tile/divisor.cuh"
 #include "cuda/layout/atoms.cuh"
 #include "cuda/layout/wgmma.cuh"

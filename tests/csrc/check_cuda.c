@@ -26,8 +26,8 @@
  * runs each once, not from a graph; GK_CHECK_ONLY=text,text is as the texts; GK_CHECK_PART=2/5 takes the second, the
  * seventh, .. of those rows, so that five processes walk all of them. Either of the last two prints its rows. */
 #include "check.h"
-#include "dispatch.h"
-#include "weight_tile.h"
+#include "core/dispatch.h"
+#include "formats/weight_tile.h"
 
 #include <cuda_runtime_api.h>
 #include <time.h>

@@ -6,7 +6,7 @@
 #ifndef GPUKERN_CHECK_CUDA_ATTN_FP8_H
 #define GPUKERN_CHECK_CUDA_ATTN_FP8_H
 
-#include "attn_scales.h"
+#include "formats/attn_scales.h"
 
 static struct {
     gk_flash_attn_fp8_args args;

@@ -53,7 +53,7 @@ static int64_t z_block(int64_t *rows, int64_t *cols) {
     return g == GK_PER_TENSOR || g == GK_PER_ROW ? 1 : gk_ceil_div(z_dim(1), *cols);
 }
 
-/* The scale of a block whose largest value is `most`, as csrc/gpukern_quant.h has it. */
+/* The scale of a block whose largest value is `most`, as csrc/include/gpukern_quant.h has it. */
 static double z_scale(double most) {
     const float q = z.args.codes.dtype == GK_I8 ? 127 : (float)gk_type_of(z.args.codes.dtype)->largest;
     if (!isfinite(most)) return NAN;

@@ -16,7 +16,7 @@
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/layout/atoms.cuh"
 #include "cuda/tile/tma_ring.cuh"
-#include "cuda/gemm/tf32.cuh"
+#include "cuda/product/gemm/tf32.cuh"
 #include "cuda/layout/wgmma.cuh"
 #include "check_epilogue.cuh"
 #include "check_tile.cuh"

@@ -5,9 +5,9 @@
 #define GPUKERN_CHECK_EPILOGUE_CUH
 
 #include "check_tile.cuh"
-#include "cuda/gemm/store_any.cuh"
-#include "cuda/gemm/store_panels.cuh"
-#include "cuda/gemm/store_transposed.cuh"
+#include "cuda/product/gemm/store_any.cuh"
+#include "cuda/product/gemm/store_panels.cuh"
+#include "cuda/product/gemm/store_transposed.cuh"
 #include "cuda/host/launch.cuh"
 
 #include <math.h>

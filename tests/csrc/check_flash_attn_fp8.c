@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* check_flash_attn_fp8: gk_flash_attn_fp8 of every instruction set against csrc/ref: codes of all sizes, each form of a scale, means of
  * values, groups of heads, masks; and the same bits of any number of workers. */
-#include "../../csrc/attn_scales.h"
+#include "../../csrc/formats/attn_scales.h"
 #include "check.h"
 
 typedef struct fp8_case {

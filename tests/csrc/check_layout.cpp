@@ -4,7 +4,7 @@
  *   check_layout         fragments against the formulas of the PTX ISA, operands against a model of WGMMA, conflict degrees
  *                        against cases worked out by hand. Exits with 1 on a failure.
  *   check_layout dump    reads lines "what name ...", prints where its elements lie, one line each, for
- *                        tests/test_layout_twin.py. */
+ *                        tests/layout/test_layout_twin.py. */
 #include "cuda/layout/atoms.cuh"
 #include "cuda/layout/wgmma.cuh"
 
@@ -12,7 +12,7 @@
 #define __device__
 #define __forceinline__ inline
 static unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
-#include "cuda/gemm/order.cuh"
+#include "cuda/product/gemm/order.cuh"
 
 #include <stdarg.h>
 #include <stdio.h>

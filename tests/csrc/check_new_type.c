@@ -2,7 +2,7 @@
 /* An element type that is in the table and in no kernel: every op refuses it by its name, and what cannot refuse stops, instead of
  * reading it as another type. The table of this program stands in place of the library's. */
 #define GK_MORE_TYPES {(gk_dtype)90, GK_KIND_FLOAT, 4, 1, 6, "float4_of_a_test", "f4"},
-#include "../../csrc/types.c"
+#include "../../csrc/core/types.c"
 
 #include "check.h"
 

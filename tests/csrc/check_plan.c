@@ -3,9 +3,9 @@
  * plan for it; the entry point checks once more than the plan. */
 #include "check.h"
 
-#include "dispatch.h"
-#include "op.h"
-#include "plan.h"
+#include "core/dispatch.h"
+#include "core/op.h"
+#include "core/plan.h"
 
 /* What a piece of code checked and planned. */
 static gk_call_counts counts_before;

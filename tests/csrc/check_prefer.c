@@ -2,7 +2,7 @@
 /* check_prefer: tuning keys of gemm calls, their text, and the table from them to preferred instances (prefer.h), threads included;
  * what the public functions say without a GPU. The table's rows here are addresses of `rows`: it never looks at them. */
 #include "check.h"
-#include "prefer.h"
+#include "core/prefer.h"
 
 #include <stddef.h>
 

@@ -4,8 +4,8 @@
 #include "check.h"
 
 #include "cpu/kernels.h"
-#include "op.h"
-#include "weight_tile.h"
+#include "core/op.h"
+#include "formats/weight_tile.h"
 
 static const char *isa;
 static int workers;

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_realign: csrc/cuda/gemm/realign.cuh and misaligned.cuh on the host: random matrices through the functions that the kernels
+/* check_realign: csrc/cuda/product/gemm/realign.cuh and misaligned.cuh on the host: random matrices through the functions that the kernels
  * are made of, a chunk after the other. Every element must be the right one. Every aligned read of 16 bytes of a copy must lie
  * between the first and the last element of its batch entry; of a row on its way to a tile none lies behind the row's end. Exits
  * with 1 on a failure. */
 #include "check_model.h"
-#include "cuda/gemm/misaligned.cuh"
+#include "cuda/product/gemm/misaligned.cuh"
 
 #include <stdlib.h>
 

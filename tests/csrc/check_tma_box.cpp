@@ -5,14 +5,14 @@
  *   check_tma_box         offsets of the tiles of every Hopper kernel, the fields of tensor maps, what is refused. Exits with 1 on a
  *                         failure.
  *   check_tma_box dump    reads lines "box NAME", prints how it lies, its dimensions, swizzle and bytes, for
- *                         tests/test_layout_twin.py */
+ *                         tests/layout/test_layout_twin.py */
 #include "check_model.h"
 #include "cuda/attn/tiles.h"
-#include "cuda/gemm/tiles.h"
+#include "cuda/product/gemm/tiles.h"
 #include "cuda/host/tensor_shape.cuh"
-#include "cuda/ladder/tiles.h"
+#include "../../learn/ladder/tiles.h"
 #include "cuda/layout/wgmma.cuh"
-#include "types.c" /* the table of element types */
+#include "core/types.c" /* the table of element types */
 
 /* ---- where elements lie ------------------------------------------------------------------------------------- */
 static int byte_of(const smem_box &box, int col, int row) {
@@ -119,7 +119,7 @@ static void check_every_call() {
     check_fields(GK_BF16, smem_tile<16, 128>::box(2), 64, 16); /* results */
     check_fields(GK_BF16, smem_tile<16, 64>::box(2), 32, 16);
     check_fields(GK_F32, smem_tile<16, 128>::box(4), 32, 16);
-    check_fields(GK_F32, smem_rows(4, 1024, 8), 256, 8); /* no swizzle: examples/patterns */
+    check_fields(GK_F32, smem_rows(4, 1024, 8), 256, 8); /* no swizzle: learn/patterns */
     check_fields(GK_F32, smem_rows(4, 128, 32), 32, 32);
 }
 

@@ -3,7 +3,7 @@
  * what is none is told from them. */
 #include "check.h"
 
-#include "types.h"
+#include "core/types.h"
 
 static void check_type(const gk_type *type) {
     snprintf(check_case, sizeof check_case, "type %s", type->name);

@@ -17,7 +17,7 @@
 #define _POSIX_C_SOURCE 200809L /* posix_memalign, pthread */
 #endif
 
-#include "internal.h"
+#include "core/internal.h"
 
 #include <pthread.h>
 #include <stdio.h>

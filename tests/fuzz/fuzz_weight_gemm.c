@@ -2,7 +2,7 @@
 /* fuzz_weight_gemm: gk_pack_weight, gk_unpack_weight, which is its inverse, and gk_weight_gemm against its definition. */
 #include "quant.h"
 
-#include "weight_tile.h"
+#include "formats/weight_tile.h"
 
 static size_t bytes_of(const gk_context *ctx, const void *args) { return gk_weight_gemm_workspace_bytes(ctx, args); }
 static gk_status call(const gk_context *ctx, const void *args) { return gk_weight_gemm(ctx, args); }

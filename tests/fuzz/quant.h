@@ -5,7 +5,7 @@
 #define GPUKERN_FUZZ_QUANT_H
 
 #include "fuzz.h"
-#include "op.h"
+#include "core/op.h"
 
 /* Whole numbers, so that 8-bit codes are not all zeros. */
 static void fz_whole(const gk_tensor *t, int most) {

@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import ACTIVATIONS, assert_bits, generator, ops, randn, torch_gpukern
 
-from torch_gpukern import reference_quantised
+from torch_gpukern.reference import quantised as reference_quantised
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import ACTIVATIONS, assert_bits, generator, ops, randn, reference, torch_gpukern
 
-from torch_gpukern import reference_quantised
+from torch_gpukern.reference import quantised as reference_quantised
 
 FORMATS = ("int4", "uint4", "int8", "e4m3", "mxfp4", "nvfp4")
 SIZES = [(1, 1), (64, 64), (65, 63), (130, 200), (70, 33), (16, 520)]

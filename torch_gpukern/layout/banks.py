@@ -58,7 +58,7 @@ def wavefronts(addresses: Sequence[int], access_bytes: int) -> int:
     """Passes of the whole access: what the profiler counts as wavefronts of shared memory.
 
     One case is counted too high: of 16 bytes a GPU serves two phases at once where lanes l and l ^ 1, or l and l ^ 2, want the
-    same ones (docs/claims.md).
+    same ones (learn/claims.md).
     """
     return sum(phases(addresses, access_bytes))
 

@@ -7,7 +7,7 @@ import argparse
 import shutil
 from pathlib import Path
 
-from ..terminal import whole
+from ..cli.terminal import whole
 from . import atoms
 from .banks import ACCESSES, accesses
 from .core import Layout, as_layout

@@ -3,18 +3,18 @@
 stands.
 """
 
-from .calibration import Observed, calibrate
-from .files import load_quantized, quantize_directory
-from .fp8 import Fp8Linear
-from .importers import from_awq, from_compressed_tensors, from_gptq, from_torchao
 from .layers import MLP, Attention, Linear
 from .moe import MoE, grouped_experts
 from .patching import Patched, patch
-from .qat import QatLinear
-from .quantize import RECIPES, Quantized, quantize
-from .quantized import QuantizedLinear
+from .quant.calibration import Observed, calibrate
+from .quant.files import load_quantized, quantize_directory
+from .quant.fp8 import Fp8Linear
+from .quant.importers import from_awq, from_compressed_tensors, from_gptq, from_torchao
+from .quant.qat import QatLinear
+from .quant.quantize import RECIPES, Quantized, quantize
+from .quant.quantized import QuantizedLinear
+from .quant.schemes import prune_2_4
 from .rows import LayerNorm, LinearCrossEntropy, RMSNorm, RotaryEmbedding
-from .schemes import prune_2_4
 
 __all__ = [
     "MLP",

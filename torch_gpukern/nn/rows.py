@@ -4,7 +4,6 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..ops import layer_norm, linear, linear_cross_entropy, rms_norm, rope

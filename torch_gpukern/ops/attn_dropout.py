@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """attn_dropout_mask, and what flash_attn and flash_attn_varlen share of dropout.
 
-The law of csrc/attn_dropout.h is said here again, in tensors: the kernels are judged by it.
+The law of csrc/formats/attn_dropout.h is said here again, in tensors: the kernels are judged by it.
 """
 
 from typing import Any

@@ -12,7 +12,7 @@
 #ifndef GPUKERN_TILE_AMX_H
 #define GPUKERN_TILE_AMX_H
 
-#include "../../internal.h"
+#include "../../core/internal.h"
 
 /* What LDTILECFG reads: palette 1, and bytes of a row and rows of each tile. */
 typedef struct amx_config {

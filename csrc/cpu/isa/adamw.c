@@ -2,7 +2,7 @@
 /* adamw: one step of AdamW over a list of tensors, compiled once per ISA (gpukern_train.h has the equations). Parameters and
  * gradients of float32, bfloat16, float16; m and v of that dtype or float32. A task is a run of elements of one tensor. No workspace.
  * Bound by memory: 28 bytes an element of float32. Not here: float64 (ref/). */
-#include "../../gpukern_train.h"
+#include "gpukern_train.h"
 #include "philox_vec.h"
 #include "rows.h"
 

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* attn_drop.h: what attention's dropout keeps (csrc/attn_dropout.h) of W rows at once: bits of 32 keys a word. */
+/* attn_drop.h: what attention's dropout keeps (csrc/formats/attn_dropout.h) of W rows at once: bits of 32 keys a word. */
 #ifndef GPUKERN_CPU_ATTN_DROP_H
 #define GPUKERN_CPU_ATTN_DROP_H
 
-#include "../../attn_dropout.h"
+#include "../../formats/attn_dropout.h"
 #include "philox_vec.h"
 
 /* Words of keys [first, first + n), n > 0, of W rows: bit e of the w-th word is key 32 (first / 32 + w) + e. Words stand `step`

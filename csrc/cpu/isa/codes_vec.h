@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* codes_vec.h: 8-bit codes (csrc/codes.h) to vectors of float32 and back, in plain vector arithmetic. */
+/* codes_vec.h: 8-bit codes (csrc/formats/codes.h) to vectors of float32 and back, in plain vector arithmetic. */
 #ifndef GPUKERN_CODES_VEC_H
 #define GPUKERN_CODES_VEC_H
 

@@ -7,7 +7,7 @@
  * w [V], loss, lse [M] float32. A task is a run of rows. A row is read once forward and once backward: blocks of ROW_BLOCK columns
  * have a maximum of their own, and their sums meet in double; where forward gives dlogits, too, a row's second read is from a cache.
  * Backward may have some of the columns alone. No workspace. Not here: float64 (ref/). */
-#include "../../gpukern_loss.h"
+#include "gpukern_loss.h"
 #include "rows.h"
 
 typedef struct job {

@@ -2,7 +2,7 @@
 /* dropout: out = keep / (1 - p) act(x + bias) + residual, and its gradient, compiled once per ISA (gpukern_train.h has the equations
  * and says what is kept). Rows [M, N] of float32, bfloat16, float16. A task is a run of rows, or, of long rows, of columns of one.
  * No workspace. Not here: float64 (ref/). */
-#include "../../gpukern_train.h"
+#include "gpukern_train.h"
 #include "activation.h"
 #include "philox_vec.h"
 #include "rows.h"

@@ -6,7 +6,7 @@
  * q [B, Hq, Sq, D]  k [B, Hkv, Sk, D]  v [B, Hkv, Sk, Dv] e4m3   out [B, Hq, Sq, Dv] bf16, f16, f32   lse [B, Hq, Sq] float32
  * packed: as in flash_attn_fwd.c
  * Work split: that of flash_attn_fwd.c. A worker's scratch has, beside the block's, the block's rows of q as float32. */
-#include "../../attn_scales.h"
+#include "../../formats/attn_scales.h"
 #include "attn_tile.h"
 #include "codes_vec.h"
 

@@ -7,7 +7,7 @@
  * the last rows come first, because under a causal mask they see the most keys. A worker owns one scratch.
  * Dropout: what is kept of p is what V^T multiplies, 1 / (1 - p) joins 1 / l.
  * Not here: float64 (ref/), keys in pages (paged_attn.c). */
-#include "../../gpukern_ranks.h"
+#include "gpukern_ranks.h"
 #include "attn_tile.h"
 
 typedef struct fwd_job {

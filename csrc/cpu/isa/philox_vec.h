@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* philox_vec.h: the words of csrc/philox.h for W counters at once. */
+/* philox_vec.h: the words of csrc/formats/philox.h for W counters at once. */
 #ifndef GPUKERN_PHILOX_VEC_H
 #define GPUKERN_PHILOX_VEC_H
 
-#include "../../philox.h"
+#include "../../formats/philox.h"
 #include "vec.h"
 
 typedef uint32_t vu __attribute__((vector_size(4 * W)));

@@ -11,7 +11,7 @@
 #ifndef GPUKERN_CPU_QUANT_PRODUCT_H
 #define GPUKERN_CPU_QUANT_PRODUCT_H
 
-#include "../../scales.h"
+#include "../../formats/scales.h"
 #include "codes_vec.h"
 #include "tile.h"
 

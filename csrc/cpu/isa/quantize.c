@@ -10,7 +10,7 @@
  * amax is a maximum of bits: those of infinities and NaN are the largest, so that they reach the scale.
  * Workspace: an amax for each task, then per worker the row, and an amax for each block of columns.
  * Not here: float64 (ref/). */
-#include "../../scales.h"
+#include "../../formats/scales.h"
 #include "../kernels.h"
 #include "codes_vec.h"
 

@@ -9,7 +9,7 @@
 #ifndef GPUKERN_VEC_H
 #define GPUKERN_VEC_H
 
-#include "../../internal.h"
+#include "../../core/internal.h"
 
 #ifndef GK_ISA
 #error "compile once per instruction set with -DGK_ISA=base|avx2|avx512|avx512bf16|amx|amx_emulated"

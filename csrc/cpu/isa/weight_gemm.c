@@ -5,7 +5,7 @@
  * A task decodes its columns of the weight block by block: 64 codes of two rows are 16 words, whose shifts and masks are the codes
  * of one row in order. (code - zero) * scale * global_scale is rounded to a's dtype. Of an e4m3 a the codes are multiplied bare, and
  * each group's float32 sum by its scale. */
-#include "../../weight_tile.h"
+#include "../../formats/weight_tile.h"
 #include "quant_product.h"
 
 typedef struct weight {

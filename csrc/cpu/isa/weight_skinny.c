@@ -7,7 +7,7 @@
  * of 16 values of k. They are multiplied by the scale of their group and rounded to a's dtype, then by a; sums are float32, lane by
  * lane, and lanes are added at the end. A task is 64 columns of the result, and walks its row of tiles, which lie one behind the other.
  * Workspace: a in that order; per worker the sums and their results. Not here: more rows, an e4m3 a. */
-#include "../../weight_tile.h"
+#include "../../formats/weight_tile.h"
 #include "codes_vec.h"
 #include "tile.h"
 

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* drop.cuh: attention's dropout on the device, by the law of csrc/attn_dropout.h: bits of eight keys a call of Philox, in the lanes
+/* drop.cuh: attention's dropout on the device, by the law of csrc/formats/attn_dropout.h: bits of eight keys a call of Philox, in the lanes
  * that hold the probabilities. Kernels zero what is not kept of P and leave 1 / (1 - p) to the end of a row; in dS it is a factor
  * of dP. */
 #ifndef GPUKERN_CUDA_DROP_CUH
 #define GPUKERN_CUDA_DROP_CUH
 
-#include "../../attn_dropout.h"
+#include "../../formats/attn_dropout.h"
 #include "../rows/philox.cuh"
 #include "problem.cuh"
 

@@ -10,7 +10,7 @@
 
 #include "../tile/convert.cuh"
 #include "../tile/reduce.cuh"
-#include "fwd_score.cuh"
+#include "forward/fwd_score.cuh"
 
 /* The largest weight of a row's reference block is 1; a lane's sum of weights must stay below LIMIT. */
 template <class T> struct StaleRange;

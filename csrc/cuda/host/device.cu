@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* device.cu: what the runtime says of the GPUs, the current device, and the pinned word that kernels report to. */
-#include "../../gpukern_ranks.h"
-#include "../../prefer.h"
+#include "gpukern_ranks.h"
+#include "../../core/prefer.h"
 #include "../kernels.h"
 
 #include <cuda_runtime.h>

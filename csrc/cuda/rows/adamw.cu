@@ -4,7 +4,7 @@
  * The tensors' pointers are a table in the kernel's parameters, so that nothing is copied to the device and a captured graph holds
  * them. A block has CHUNK elements of one tensor, which it finds by bisection. Steps, learning rate, scale and clip are read on the
  * device. Lists longer than a table take several launches. No workspace. Bound by memory: 28 bytes an element of float32. */
-#include "../../gpukern_train.h"
+#include "gpukern_train.h"
 #include "philox.cuh"
 #include "row_block.cuh"
 

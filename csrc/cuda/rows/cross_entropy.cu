@@ -9,7 +9,7 @@
  * dlogits is both, one launch each (cross_entropy_sm90a has it in one). Vectors of 16 bytes, or elements where rows are not of whole
  * vectors at multiples of 16 bytes.
  * No workspace. Bound by reading logits, and by writing dlogits. */
-#include "../../gpukern_loss.h"
+#include "gpukern_loss.h"
 #include "../ptx/regs.cuh"
 #include "row_block.cuh"
 

@@ -10,7 +10,7 @@
  *   all threads   row 0: max, sum  | exchange | dlogits | row 1: max, sum | exchange | ..
  *
  * The exchange: each warp sends its maximum and sum to every block of the cluster, once a row. */
-#include "../../gpukern_loss.h"
+#include "gpukern_loss.h"
 #include "../ptx/regs.cuh"
 #include "../ptx/tma.cuh"
 #include "clusters.cuh"

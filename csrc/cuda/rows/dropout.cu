@@ -3,8 +3,8 @@
  * x, residual, g, out [M, N] of one dtype: float32, bfloat16, float16, float64. A thread has a vector of 16 bytes of a row, whose
  * words are one or two Philox blocks; or, where some row is not of whole vectors that begin at multiples of 16 bytes, the four
  * elements of one block, wherever they lie. No workspace. Bound by memory, past the exact GELU's gradient. */
-#include "../../gpukern_train.h"
-#include "../gemm/activation.cuh"
+#include "gpukern_train.h"
+#include "../product/gemm/activation.cuh"
 #include "philox.cuh"
 #include "row_block.cuh"
 

@@ -3,7 +3,7 @@
  *   out = act(gate) up;   dgate = g up act'(gate),   dup = g act(gate)
  * gate, up, out, g, dgate, dup [M, N] of one dtype: float32, bfloat16, float16, float64. A thread has a vector of 16 bytes of a
  * row, or an element where some row is not of whole vectors that begin at multiples of 16 bytes. No workspace. Bound by memory. */
-#include "../gemm/activation.cuh"
+#include "../product/gemm/activation.cuh"
 #include "row_block.cuh"
 
 namespace {

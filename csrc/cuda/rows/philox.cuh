@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* philox.cuh: Philox4x32-10, the same words as csrc/philox.h, which names the source. Of a grid's threads the keys are the same, so
+/* philox.cuh: Philox4x32-10, the same words as csrc/formats/philox.h, which names the source. Of a grid's threads the keys are the same, so
  * that a round is two wide products and two three-way logical operations. */
 #ifndef GPUKERN_CUDA_ROWS_PHILOX_CUH
 #define GPUKERN_CUDA_ROWS_PHILOX_CUH
 
-#include "../../philox.h"
+#include "../../formats/philox.h"
 
 struct PhiloxSeed {
     uint64_t seed, offset;

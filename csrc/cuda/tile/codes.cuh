@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* codes.cuh: 8-bit codes (csrc/codes.h) from floats and back, in plain arithmetic, which every GPU has; and the policies by which
+/* codes.cuh: 8-bit codes (csrc/formats/codes.h) from floats and back, in plain arithmetic, which every GPU has; and the policies by which
  * kernels round: CodesBySoftware here, CodesByHardware (from sm_89 on) in codes_sm90a.cuh. */
 #ifndef GPUKERN_CUDA_TILE_CODES_CUH
 #define GPUKERN_CUDA_TILE_CODES_CUH
 
-#include "../../gpukern.h"
+#include "gpukern.h"
 
 #include <stdint.h>
 
@@ -25,7 +25,7 @@ __device__ __forceinline__ float e5m2_to_f32(uint32_t code) {
 __device__ __forceinline__ float e8m0_to_f32(uint32_t code) {
     return __uint_as_float(code == 255 ? 0x7fc00000u : code ? code << 23 : 1u << 22);
 }
-/* csrc/codes.h: gk_f32_to_e8m0 */
+/* csrc/formats/codes.h: gk_f32_to_e8m0 */
 __device__ __forceinline__ uint32_t f32_to_e8m0(float f) {
     const uint32_t u = __float_as_uint(f);
     if (!(f > 0)) return f != f ? 255 : 0;

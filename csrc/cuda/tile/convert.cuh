@@ -6,7 +6,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "../../gpukern.h"
+#include "gpukern.h"
 #include "../ptx/regs.cuh"
 
 // The tensor core's instruction that multiplies an element type: operands of 16 bits, K-major or MN-major, or tf32, which is read

@@ -1,0 +1,300 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* dispatch.c: plans a call whose arguments are checked, by the first kernel that serves it, and runs the plan.
+ * The only file that knows every room: ref/, cpu/ and (where built) cuda/. */
+#include "dispatch.h"
+#include "checks.h"
+#include "../cpu/kernels.h"
+#include "nvtx.h"
+#ifdef GPUKERN_HAS_CUDA
+#include "prefer.h"
+#endif
+
+#include <stdio.h>
+
+/* ---- what the tests count ------------------------------------------------------------------------------ */
+static _Thread_local int64_t num_plans, num_kernel_plans, num_asked;
+
+void gk_count_calls(gk_call_counts *counts) {
+    counts->checks = gk_num_checks(), counts->plans = num_plans, counts->kernel_plans = num_kernel_plans;
+}
+
+int64_t gk_count_asked(void) { return num_asked; }
+
+/* ---- the CPU's plan ------------------------------------------------------------------------------------- */
+static gk_status find_isa(const gk_context *ctx, gk_isa *isa) {
+    const char *asked = ctx->cpu_isa ? ctx->cpu_isa : gk_cpu_isa();
+    for (int i = 0; i < GK_NUM_ISAS; ++i)
+        if (strcmp(asked, gk_isa_names[i]) == 0 && gk_cpu_has((gk_isa)i)) {
+            *isa = (gk_isa)i;
+            return GK_OK;
+        }
+    return gk_fail(GK_ERR_DEVICE, "the instruction set asked for is \"%s\"; this machine has %s", asked, gk_cpu_isas());
+}
+
+/* Past avx512bf16 pairs of VDPBF16PS are the slow ones: what AMX does not serve goes by avx512. */
+static bool is_row_of(gk_isa row, gk_isa isa) {
+    if (isa <= GK_ISA_AVX512BF16) return row <= isa;
+    return row == isa || row <= GK_ISA_AVX512;
+}
+
+static gk_status plan_cpu(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, gk_plan *plan) {
+    gk_isa isa = GK_ISA_BASE;
+    int n;
+    GK_TRY(find_isa(ctx, &isa));
+    const gk_cpu_instance *rows = gk_cpu_instances(op, &n);
+    for (int i = 0; i < n; ++i)
+        if (rows[i].dtype == dtype && is_row_of(rows[i].isa, isa)) {
+            ++num_asked;
+            if (!rows[i].kernel->plan(ctx, args, gk_plan_begin(plan, &rows[i]))) continue;
+            ++num_kernel_plans;
+            return GK_OK;
+        }
+    return gk_fail(GK_ERR_UNSUPPORTED, "no kernel for %s; supported are float32, bfloat16, float16, float64",
+                   gk_dtype_name(dtype));
+}
+
+static bool workspace_fits(const void *workspace, size_t workspace_bytes, size_t needed) {
+    return needed == 0 || (needed <= workspace_bytes && workspace && (uintptr_t)workspace % 64 == 0);
+}
+
+/* ---- the GPU's plan ------------------------------------------------------------------------------------- */
+#ifdef GPUKERN_HAS_CUDA
+/* A table of sm_90a code serves that arch alone; compute_80 code every arch from 80 on. */
+static bool runs_on(const gk_cuda_table *table, const gk_gpu *gpu) {
+    return table->arch == 90 ? gpu->arch == 90 : gpu->arch >= table->arch;
+}
+
+const gk_gpu *gk_dispatch_gpu(const gk_context *ctx) {
+    const gk_gpu *gpu = gk_gpu_of(ctx->index);
+    if (!gpu) gk_fail(GK_ERR_DEVICE, "there is no CUDA device %d", (int)ctx->index);
+    return gpu;
+}
+
+static bool plan_row(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *plan) {
+    ++num_asked;
+    if (!row->plan(row, ctx, args, gk_plan_begin(plan, row))) return false;
+    ++num_kernel_plans;
+    return true;
+}
+
+static bool plan_table(const gk_cuda_table *table, const gk_context *ctx, gk_dtype dtype, const void *args,
+                       gk_plan *plan) {
+    if (table->plan) {
+        ++num_asked;
+        if (!table->plan(ctx, args, gk_plan_begin(plan, NULL))) return false;
+        ++num_kernel_plans;
+        return true;
+    }
+    for (int i = 0; i < table->num_instances; ++i)
+        if (table->instances[i].dtype == dtype && plan_row(&table->instances[i], ctx, args, plan)) return true;
+    return false;
+}
+
+static bool has_dtype(const gk_cuda_table *table, gk_dtype dtype) {
+    for (int i = 0; i < table->num_instances; ++i)
+        if (table->instances[i].dtype == dtype) return true;
+    return false;
+}
+
+gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, gk_plan *plan) {
+    const gk_gpu *gpu = gk_dispatch_gpu(ctx);
+    if (!gpu) return GK_ERR_DEVICE;
+    int num_tables;
+    const gk_cuda_table *const *tables = gk_cuda_tables(op, &num_tables);
+    for (int t = 0; t < num_tables; ++t)
+        if (runs_on(tables[t], gpu) && gk_cuda_takes(tables[t], op, args) &&
+            plan_table(tables[t], ctx, dtype, args, plan))
+            return GK_OK;
+    if (num_tables == 0) return gk_fail(GK_ERR_UNSUPPORTED, "no kernel on CUDA; supported is the CPU");
+    for (int t = 0; t < num_tables; ++t)
+        if (runs_on(tables[t], gpu) && has_dtype(tables[t], dtype) && gk_cuda_takes(tables[t], op, args))
+            return gk_fail(GK_ERR_UNSUPPORTED,
+                           "no kernel for %s on cuda:%d (%s) serves a call of these sizes; expected are smaller ones",
+                           gk_dtype_name(dtype), (int)ctx->index, gpu->name);
+    return gk_fail(GK_ERR_UNSUPPORTED,
+                   "no kernel for %s on cuda:%d (%s, compute capability %d.%d); supported are float32, bfloat16, "
+                   "float16, float64 from compute capability 8.0 on",
+                   gk_dtype_name(dtype), (int)ctx->index, gpu->name, gpu->arch / 10, gpu->arch % 10);
+}
+
+bool gk_dispatch_plan_gemm_row(const gk_cuda_instance *row, const gk_context *ctx, const gk_gpu *gpu,
+                               const gk_gemm_args *args, gk_plan *plan) {
+    int num_tables;
+    const gk_cuda_table *const *tables = gk_cuda_tables(GK_OP_GEMM, &num_tables);
+    for (int t = 0; t < num_tables; ++t)
+        if (row >= tables[t]->instances && row < tables[t]->instances + tables[t]->num_instances)
+            return runs_on(tables[t], gpu) && row->dtype == args->a.dtype && plan_row(row, ctx, args, plan);
+    return false;
+}
+
+/* By the kernel that was asked for, where it serves this very call. */
+static bool plan_preferred(const gk_context *ctx, gk_op op, const void *args, gk_plan *plan) {
+    if (op != GK_OP_GEMM || !gk_any_preferred()) return false;
+    const gk_gpu *gpu = gk_gpu_of(ctx->index);
+    if (!gpu) return false;
+    gk_gemm_key key;
+    gk_gemm_key_of(gpu->name_hash, args, &key);
+    const gk_cuda_instance *row = gk_preferred(&key);
+    if (!row || !gk_dispatch_plan_gemm_row(row, ctx, gpu, args, plan)) return false;
+    plan->preferred = true;
+    return true;
+}
+
+/* FLOPs a clock of one SM: tensor cores for 16-bit types, plain multiply-adds for the others; 0: of no other width. */
+static double flops_per_clock(int arch, gk_dtype dtype) {
+    switch (gk_type_of(dtype)->bits) {
+    case 16: return arch == 90 ? 4096 : arch == 80 ? 2048 : 1024;
+    case 32: return arch == 80 ? 128 : 256;
+    case 64: return arch == 90 || arch == 80 ? 128 : 4;
+    default: return 0;
+    }
+}
+#else
+uint8_t *gk_cuda_error_word(void) { return NULL; }
+#endif
+
+/* ---- plan and run ---------------------------------------------------------------------------------------- */
+gk_status gk_dispatch_plan(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, gk_plan *plan) {
+    ++num_plans;
+#ifdef GPUKERN_HAS_CUDA
+    if (ctx->device == GK_CUDA)
+        return plan_preferred(ctx, op, args, plan) ? GK_OK : gk_dispatch_plan_default(ctx, op, dtype, args, plan);
+#endif
+    return plan_cpu(ctx, op, dtype, args, plan);
+}
+
+static gk_status run_cpu(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+    ((const gk_cpu_instance *)plan->kernel)->kernel->run(ctx, args, plan, workspace);
+    return GK_OK;
+}
+
+gk_status gk_dispatch_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace,
+                          size_t workspace_bytes) {
+    gk_status status;
+    if (!workspace_fits(workspace, workspace_bytes, plan->workspace_bytes))
+        return gk_fail(GK_ERR_WORKSPACE, "workspace of %zu bytes at %p, expected %zu bytes, 64-byte aligned",
+                       workspace_bytes, workspace, plan->workspace_bytes);
+#ifdef GPUKERN_HAS_CUDA
+    if (ctx->device == GK_CUDA) {
+        const int32_t before = gk_gpu_enter(ctx->index);
+        if (before < 0) return GK_ERR_DEVICE;
+        const gk_cuda_instance *instance = plan->kernel;
+        GK_IN_RANGE(status, instance->name, instance->run(ctx, args, plan, workspace));
+        gk_gpu_leave(before);
+        return status;
+    }
+#endif
+    GK_IN_RANGE(status, ((const gk_cpu_instance *)plan->kernel)->name, run_cpu(ctx, args, plan, workspace));
+    return status;
+}
+
+gk_status gk_dispatch_workspace(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, size_t *bytes) {
+    gk_plan plan;
+    GK_TRY(gk_dispatch_plan(ctx, op, dtype, args, &plan));
+    *bytes = plan.workspace_bytes;
+#ifdef GPUKERN_HAS_CUDA
+    if (plan.preferred && gk_dispatch_plan_default(ctx, op, dtype, args, &plan) == GK_OK)
+        *bytes = plan.workspace_bytes > *bytes ? plan.workspace_bytes : *bytes;
+#endif
+    return GK_OK;
+}
+
+gk_status gk_dispatch_call(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, void *workspace,
+                           size_t workspace_bytes) {
+    gk_plan plan;
+    GK_TRY(gk_dispatch_plan(ctx, op, dtype, args, &plan));
+#ifdef GPUKERN_HAS_CUDA
+    /* preferred since the workspace was sized: the call still is the default kernel's */
+    if (plan.preferred && !workspace_fits(workspace, workspace_bytes, plan.workspace_bytes))
+        GK_TRY(gk_dispatch_plan_default(ctx, op, dtype, args, &plan));
+#endif
+    return gk_dispatch_run(ctx, args, &plan, workspace, workspace_bytes);
+}
+
+/* ---- what a call would do --------------------------------------------------------------------------------- */
+static void name_cpu_kernel(const gk_cpu_instance *row, gk_explanation *out) {
+    const bool reference = row->dtype == GK_F64;
+    snprintf(out->row, sizeof out->row, reference ? "%s_%s" : "%s_%s_%s", row->name, gk_type_of(row->dtype)->short_name,
+             gk_isa_names[row->isa]);
+    snprintf(out->isa, sizeof out->isa, "%s", reference ? "ref" : gk_isa_names[row->isa]);
+}
+
+gk_status gk_dispatch_explain(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, gk_explanation *out) {
+    /* a caller built before `preferred` was there has a struct that ends before it */
+    GK_REQUIRE(out && out->size >= offsetof(gk_explanation, preferred),
+               "explanation.size is not sizeof(gk_explanation)");
+    gk_explanation found = {.size = out->size};
+    gk_plan plan;
+    GK_TRY(gk_dispatch_plan(ctx, op, dtype, args, &plan));
+    memcpy(found.tile, plan.tile, sizeof found.tile);
+    found.tasks = plan.tasks, found.chunks = plan.chunks, found.workspace_bytes = (int64_t)plan.workspace_bytes;
+#ifdef GPUKERN_HAS_CUDA
+    if (ctx->device == GK_CUDA) {
+        const gk_cuda_instance *row = plan.kernel;
+        snprintf(found.row, sizeof found.row, "%s", row->name);
+        snprintf(found.isa, sizeof found.isa, "%s", strstr(row->name, "_sm90a") ? "sm_90a" : "sm_80");
+        found.waves = plan.waves;
+        if (plan.waves == 0 && !(row->blocks_per_sm && ctx->index >= GK_FIRST_DESCRIBED_GPU)) {
+            int blocks = 1;
+            if (row->blocks_per_sm) {
+                const int32_t before = gk_gpu_enter(ctx->index);
+                if (before < 0) return GK_ERR_DEVICE;
+                blocks = row->blocks_per_sm();
+                gk_gpu_leave(before);
+            }
+            found.waves = (double)plan.tasks / ((double)blocks * gk_gpu_of(ctx->index)->num_sms);
+        }
+        found.preferred = plan.preferred;
+        if (plan.preferred) {
+            size_t bytes;
+            GK_TRY(gk_dispatch_workspace(ctx, op, dtype, args, &bytes));
+            found.workspace_bytes = (int64_t)bytes;
+        }
+    } else
+#endif
+        name_cpu_kernel(plan.kernel, &found);
+    memcpy(out, &found, out->size < sizeof found ? out->size : sizeof found);
+    return GK_OK;
+}
+
+void gk_dispatch_bound(const gk_context *ctx, gk_dtype dtype, gk_explanation *out) {
+#ifdef GPUKERN_HAS_CUDA
+    const gk_gpu *gpu = ctx->device == GK_CUDA ? gk_gpu_of(ctx->index) : NULL;
+    if (!gpu) return;
+    const double flops_per_us = flops_per_clock(gpu->arch, dtype) * gpu->num_sms * gpu->clock_khz / 1e3;
+    out->bound_us = out->bytes / (gpu->memory_gbs * 1e3);
+    if (flops_per_us > 0) out->bound_us = fmax(out->bound_us, out->flops / flops_per_us);
+#else
+    (void)ctx, (void)dtype, (void)out;
+#endif
+}
+
+static gk_status find_arch(const char *arch, int32_t *index) {
+    GK_REQUIRE(arch && index, "arch or the place for the index is NULL");
+#ifdef GPUKERN_HAS_CUDA
+    *index = gk_described_gpu(arch);
+    GK_REQUIRE(*index >= 0, "arch is \"%.40s\"; expected sm_80, sm_86, sm_89 or sm_90", arch);
+    return GK_OK;
+#else
+    return gk_fail(GK_ERR_UNSUPPORTED, "this library was built without CUDA kernels, so it has none for %.40s", arch);
+#endif
+}
+
+gk_status gk_cuda_arch(const char *arch, int32_t *index) { return gk_named("gk_cuda_arch", find_arch(arch, index)); }
+
+const char *gk_cuda_kernels(void) {
+    static _Thread_local char text[16384];
+    text[0] = 0;
+#ifdef GPUKERN_HAS_CUDA
+    size_t length = 0;
+    for (int op = 0; op < GK_NUM_OPS; ++op) {
+        int num_tables;
+        const gk_cuda_table *const *tables = gk_cuda_tables((gk_op)op, &num_tables);
+        for (int t = 0; t < num_tables; ++t)
+            for (int i = 0; i < tables[t]->num_instances && length < sizeof text - 80; ++i)
+                length += (size_t)snprintf(text + length, sizeof text - length, "%s%s", length ? "," : "",
+                                           tables[t]->instances[i].name);
+    }
+#endif
+    return text;
+}

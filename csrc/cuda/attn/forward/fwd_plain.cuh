@@ -1,0 +1,150 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* fwd_plain.cuh: attention, a warp a row, the kernel of flash_attn_fwd_plain and flash_attn_fwd_partial_plain, for what the tiled kernels do not take: float64, and rows that do not begin
+ * at a multiple of 16 bytes. Every dtype, every modifier, dense and packed.
+ *   s_j = cap(scale q k_j) - slope |i + diagonal - j|   lse = log(e^sink + sum e^s_j)   out = sum e^(s_j - lse) v_j
+ * q [.., Sq, D], k [.., Sk, D], v [.., Sk, Dv], out [.., Sq, Dv], lse [.., Sq] float32 (float64 with float64). Online softmax
+ * (Milakov and Gimelshein 2018, arXiv:1805.02867), sums in float32 or float64, natural units.
+ *
+ * Work split: grid x = groups of WARPS rows of one head. 32 keys a step: for the scores a lane owns a key, for the values it
+ * owns columns lane, lane + 32, ...
+ * Shared memory: q of each warp, [WARPS][256] wide.
+ *
+ * Not handled: speed. */
+#ifndef GPUKERN_CUDA_FWD_PLAIN_CUH
+#define GPUKERN_CUDA_FWD_PLAIN_CUH
+
+#include "gpukern_ranks.h"
+#include "../../tile/reduce.cuh"
+#include "../drop.cuh"
+#include "fwd_rows.cuh"
+#include "../softmax.cuh"
+
+namespace {
+
+constexpr int THREADS = 128, WARPS = THREADS / 32; /* rows share nothing: any count that fills an SM serves */
+constexpr int MAX_DIM = 256;                       /* what dispatch.c lets through */
+constexpr int COLS = MAX_DIM / 32;                 /* of a lane */
+
+struct Params {
+    Problem problem;
+    int groups; /* of WARPS rows in a head */
+    Dropout drop;
+    bool accumulates;
+};
+
+/* ---- 1. the kernel -------------------------------------------------------------------------------------- */
+/* PARTIAL: out has the type of the sums, and may join what it holds. */
+template <class T, bool PARTIAL> struct OutOf {
+    typedef T type;
+};
+template <class T> struct OutOf<T, true> {
+    typedef typename element<T>::acc type;
+};
+
+template <class T, bool PARTIAL>
+__global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_plain_kernel(Params params) {
+    typedef typename element<T>::acc W;
+    typedef typename OutOf<T, PARTIAL>::type Out;
+    __shared__ W q_all_s[WARPS][MAX_DIM];
+    const Problem &p = params.problem;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int group = blockIdx.x % params.groups, rest = blockIdx.x / params.groups;
+    const int head = rest % p.heads_q, b = rest / p.heads_q, i = group * WARPS + warp;
+    const Sequence seq = sequence_of(p, b);
+    if (i >= seq.seq_q) return;
+
+    W *q_s = q_all_s[warp];
+    const T *q_g = (const T *)p.q.data + p.q.at(b, head, seq.q0 + i);
+    for (int d = lane; d < p.head_dim; d += 32) q_s[d] = to_acc(q_g[d]);
+    __syncwarp(); /* q_s is read by all lanes */
+
+    const int head_kv = head / p.group;
+    const T *k_g = (const T *)p.k.data + p.k.at(b, head_kv, seq.k0);
+    const T *v_g = (const T *)p.v.data + p.v.at(b, head_kv, seq.k0);
+    const WideScore<W> score = score_of<W>(p, seq, b, head);
+
+    /* The sink opens the softmax. */
+    const W sink = sink_of<W>(p.rules, head);
+    RowSoftmax<ExpFull, W> softmax = {sink, W(sink == (W)-INFINITY ? 0 : 1)};
+    W o[COLS] = {};
+    const int lo = seq.span.lo(i), hi = seq.span.hi(i);
+    const int64_t row = drop_row0(p, b, head, seq.q0 + i);
+    for (int j0 = lo; j0 < hi; j0 += 32) {
+        const int j = j0 + lane, keys = min(32, hi - j0);
+        W s = (W)-INFINITY;
+        if (lane < keys) s = score_fine(score, dot_eighths(q_s, k_g + j * p.k.row, p.head_dim), i, j);
+        const W highest = warp_max(s);
+        if (highest > softmax.peak) {
+            const W shrink = softmax.raise(highest);
+            softmax.sum *= shrink;
+#pragma unroll
+            for (int c = 0; c < COLS; ++c) o[c] *= shrink;
+        }
+        W weight = softmax.weight(s);
+        softmax.sum += warp_sum(weight);
+        weight *= drop_of<W>(params.drop, row, j);
+        for (int t = 0; t < keys; ++t) {
+            const W w = __shfl_sync(0xffffffffu, weight, t);
+            const T *v = v_g + (j0 + t) * p.v.row;
+#pragma unroll
+            for (int c = 0; c < COLS; ++c)
+                if (c * 32 + lane < p.head_dim_v) o[c] += w * to_acc(v[c * 32 + lane]);
+        }
+    }
+
+    Out *out_g = (Out *)p.out.data + p.out.at(b, head, seq.q0 + i);
+    const int64_t lse_at = b * p.lse.batch + head * p.lse.head + (int64_t)(seq.q0 + i) * p.lse.row;
+    if constexpr (PARTIAL) {
+        if (params.accumulates) { /* what is held is one more key, whose score is its lse */
+            const W held = ((const W *)p.lse.data)[lse_at];
+            __syncwarp(); /* all lanes have read it */
+            if (held > softmax.peak) {
+                const W shrink = softmax.raise(held);
+                softmax.sum *= shrink;
+#pragma unroll
+                for (int c = 0; c < COLS; ++c) o[c] *= shrink;
+            }
+            const W weight = held == (W)-INFINITY ? 0 : softmax.weight(held);
+            softmax.sum += weight;
+#pragma unroll
+            for (int c = 0; c < COLS; ++c)
+                if (weight != 0 && c * 32 + lane < p.head_dim_v) o[c] += weight * out_g[c * 32 + lane];
+        }
+    }
+    const W total = softmax.sum, factor = total == 0 ? 0 : 1 / total;
+#pragma unroll
+    for (int c = 0; c < COLS; ++c)
+        if (c * 32 + lane < p.head_dim_v) out_g[c * 32 + lane] = from_acc<Out>(total == 0 ? 0 : o[c] * factor);
+    if (lane == 0 && p.lse.data) ((W *)p.lse.data)[lse_at] = total == 0 ? (W)-INFINITY : softmax.peak + log(total);
+}
+
+/* ---- 2. launcher and table ------------------------------------------------------------------------------ */
+template <class T, bool PARTIAL = false> int blocks_an_sm() {
+    return blocks_per_sm<flash_attn_fwd_plain_kernel<T, PARTIAL>>(THREADS, 0);
+}
+
+bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
+    Params &x = gk_own<Params>(to) = {problem_of(ctx, (const gk_flash_attn_args *)args)};
+    x.drop = dropout_of((const gk_flash_attn_args *)args);
+    x.accumulates = gk_accumulates((const gk_flash_attn_args *)args) != 0;
+    x.groups = (int)gk_ceil_div(x.problem.seq_q, WARPS);
+    to->tile[0] = WARPS, to->tile[1] = 32;
+    to->tasks = gk_ceil_div(x.problem.seq_q, WARPS) * x.problem.heads_q * x.problem.batch;
+    return true;
+}
+
+template <class T, bool PARTIAL = false>
+gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) {
+    const Params &x = gk_own<Params>(plan);
+    if (plan->tasks > INT32_MAX)
+        return gk_fail(GK_ERR_UNSUPPORTED, "%lld rows in all heads are more than this kernel counts",
+                       (long long)plan->tasks * WARPS);
+    const gk_status status = launch<flash_attn_fwd_plain_kernel<T, PARTIAL>>(
+        "gk_flash_attn_fwd", ctx, dim3((unsigned)plan->tasks), THREADS, 0, x);
+    return status == GK_OK ? clear_unowned<typename OutOf<T, PARTIAL>::type>("gk_flash_attn_fwd", ctx, x.problem)
+                           : status;
+}
+
+} // namespace
+
+#endif

@@ -1,0 +1,77 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* misaligned.cuh: misaligned rows of 16-bit elements, on their way through shared memory: copied as the aligned chunks of
+ * 16 bytes that hold them, one more than the row of a tile has, and then shifted into that tile.
+ *
+ *   memory   . . x0 x1 x2 .. | .. x13 x14 0        `before` elements lie before the row in its first chunk, and are dropped
+ *   tile     x0 x1 x2 .. x7  | x8 .. x14 0         zeros from the last valid element on
+ *
+ * The arithmetic is plain C++, so that the tests walk the same functions. */
+#ifndef GPUKERN_CUDA_GEMM_MISALIGNED_CUH
+#define GPUKERN_CUDA_GEMM_MISALIGNED_CUH
+
+#include "realign.cuh"
+
+/* The chunks that hold the rows of a tile, row after row. */
+template <class Tile> struct raw_rows {
+    static constexpr int chunks = Tile::chunks + 1, count = Tile::rows * chunks, bytes = count * 16;
+};
+
+/* Elements from the multiple of 16 bytes before an element to it. */
+GK_HD inline int elements_before(uintptr_t address) { return (int)(address / 2 % REALIGN_EACH); }
+
+/* Bytes of chunk `chunk` that are copied: up to the end of the row's `valid` elements. None of a row without any. */
+GK_HD inline int raw_bytes(int chunk, int before, int valid) {
+    const int bytes = (before + valid) * 2 - chunk * 16;
+    return valid <= 0 || bytes <= 0 ? 0 : bytes < 16 ? bytes : 16;
+}
+
+#ifdef __CUDACC__
+#include "../../ptx/cp_async.cuh"
+#include "../../ptx/smem.cuh"
+
+/* By a warp: the chunks of a tile's rows; those of rows and columns that are not valid become zeros. first: the lowest address of
+ * the tensor. Nothing before it and nothing behind a row's end is read: the chunk that `first` lies in is copied by elements. */
+template <class Tile, class T>
+__device__ __forceinline__ void copy_raw_rows(smem_addr raw_s, const T *from_g, int64_t row_stride, int rows_valid,
+                                              int cols_valid, uintptr_t first, int lane) {
+    typedef raw_rows<Tile> Raw;
+#pragma unroll
+    for (int i = 0; i < Raw::count; i += 32) {
+        const int row = (i + lane) / Raw::chunks, chunk = (i + lane) % Raw::chunks;
+        if (Raw::count % 32 != 0 && row >= Tile::rows) break;
+        const T *row_g = from_g + row * row_stride;
+        const int before = elements_before((uintptr_t)row_g);
+        const char *at_g = (const char *)(row_g - before) + chunk * 16;
+        const int bytes = row < rows_valid ? raw_bytes(chunk, before, cols_valid) : 0;
+        const smem_addr to_s = raw_s + (i + lane) * 16;
+        if (bytes > 0 && (uintptr_t)at_g < first) {
+#pragma unroll 1
+            for (int b = 0; b < 16; b += 2) {
+                const bool inside = (uintptr_t)at_g + b >= first && b < bytes;
+                st_shared_16(to_s + b, inside ? *(const uint16_t *)(at_g + b) : (uint16_t)0);
+            }
+        } else {
+            cp_async_cg_16_l2_128b(to_s, at_g, bytes);
+        }
+    }
+}
+
+/* By a warp: the tile itself. from_g, row_stride: of the rows in memory, which say how far each is shifted; from_g may stand whole
+ * multiples of 16 bytes elsewhere in every row. */
+template <class Tile, class T>
+__device__ __forceinline__ void shift_rows(smem_addr tile_s, smem_addr raw_s, const T *from_g, int64_t row_stride,
+                                           int lane) {
+    static_assert(Tile::rows * Tile::chunks % 32 == 0, "whole passes");
+#pragma unroll
+    for (int i = 0; i < Tile::rows * Tile::chunks; i += 32) {
+        const int row = (i + lane) / Tile::chunks, chunk = (i + lane) % Tile::chunks;
+        const smem_addr at_s = raw_s + (row * raw_rows<Tile>::chunks + chunk) * 16;
+        const uint4 low = ld_shared_128(at_s), high = ld_shared_128(at_s + 16);
+        uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        realign_shift(words, elements_before((uintptr_t)(from_g + row * row_stride)));
+        st_shared_128(tile_s + Tile::offset(row, chunk), make_uint4(words[0], words[1], words[2], words[3]));
+    }
+}
+#endif
+
+#endif

@@ -1,0 +1,63 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* split.cuh: k cut into parts where there are too few tiles to fill the GPU. Each part writes its sums to workspace,
+ *   partials [splits][batch][m][ld]   float (double for float64), ld = n rounded up to 8
+ * and a second kernel adds them in the order of the parts, always the same, and runs the epilogue. */
+#ifndef GPUKERN_CUDA_GEMM_SPLIT_CUH
+#define GPUKERN_CUDA_GEMM_SPLIT_CUH
+
+#include "../../host/launch.cuh"
+#include "epilogue.cuh"
+#include "tiles.h"
+
+__host__ __device__ __forceinline__ int64_t partials_ld(int64_t n) { return (n + 7) / 8 * 8; }
+
+inline size_t partials_bytes(const GemmProblem &p, int splits, size_t each) {
+    return splits == 1 ? 0 : (size_t)splits * p.batch * p.m * partials_ld(p.n) * each;
+}
+
+/* Expected time of the second pass, of which there is none for one part. */
+inline double reduce_us(const GemmProblem &p, int64_t splits) {
+    if (splits == 1) return 0;
+    return REDUCE_US + (double)splits * 8.0 * (double)(p.batch * p.m * p.n) / REDUCE_BYTES_PER_US;
+}
+
+/* Columns past n but below ld may be written: they are padding. */
+template <int COLS, class W>
+__device__ __forceinline__ void write_partials(const GemmProblem &p, int split, int64_t batch, int64_t row, int64_t col,
+                                               const W *v) {
+    const int64_t ld = partials_ld(p.n);
+    W *to_g = (W *)p.partials + (((int64_t)split * p.batch + batch) * p.m + row) * ld + col;
+    write_cols<W, COLS>(to_g, 1, true, COLS, v);
+}
+
+constexpr int REDUCE_THREADS = 128,
+              REDUCE_COLS = 4; /* small blocks: the pass is short and should spread over the SMs */
+
+template <class T> __global__ void __launch_bounds__(REDUCE_THREADS) gemm_reduce_kernel(GemmProblem p) {
+    typedef typename element<T>::acc W;
+    const int64_t ld = partials_ld(p.n), quads = ld / REDUCE_COLS;
+    const int64_t i = (int64_t)blockIdx.x * REDUCE_THREADS + threadIdx.x;
+    if (i >= p.batch * p.m * quads) return;
+    const int64_t col = i % quads * REDUCE_COLS, row = i / quads % p.m, batch = i / quads / p.m;
+    if (col >= p.n) return;
+    const int64_t step = p.batch * p.m * ld;
+    const W *from_g = (const W *)p.partials + (batch * p.m + row) * ld + col;
+    W sum[REDUCE_COLS] = {};
+#pragma unroll 4
+    for (int s = 0; s < p.splits; ++s) {
+        W x[REDUCE_COLS];
+        read_cols<W, REDUCE_COLS>(from_g + s * step, 1, true, REDUCE_COLS, x);
+#pragma unroll
+        for (int c = 0; c < REDUCE_COLS; ++c) sum[c] += x[c];
+    }
+    epilogue_row<T, REDUCE_COLS>(p.epilogue, gemm_place(p, batch), row, col, (int)min((int64_t)REDUCE_COLS, p.n - col),
+                                 sum);
+}
+
+template <class T> inline gk_status launch_reduce(const gk_context *ctx, const GemmProblem &p) {
+    const int64_t quads = p.batch * p.m * (partials_ld(p.n) / REDUCE_COLS);
+    return launch<gemm_reduce_kernel<T>>("gk_gemm", ctx, dim3((unsigned)gk_ceil_div(quads, REDUCE_THREADS)),
+                                         REDUCE_THREADS, 0, p);
+}
+
+#endif

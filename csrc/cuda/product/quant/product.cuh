@@ -1,0 +1,80 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* product.cuh: what the CUDA kernels of quantised products share: scales, and the way from a sum to the result. */
+#ifndef GPUKERN_CUDA_QUANT_PRODUCT_CUH
+#define GPUKERN_CUDA_QUANT_PRODUCT_CUH
+
+#include "../../../formats/scales.h"
+#include "../gemm/activation.cuh"
+#include "../../host/launch.cuh"
+#include "../../tile/codes.cuh"
+#include "../../tile/convert.cuh"
+
+__device__ __forceinline__ float scale_value(const void *data, gk_dtype dtype, int64_t at) {
+    if (dtype == GK_F32) return __ldg((const float *)data + at);
+    if (dtype == GK_BF16) return to_f32(((const __nv_bfloat16 *)data)[at]);
+    if (dtype == GK_F16) return to_f32(((const __half *)data)[at]);
+    return code_value(dtype, __ldg((const uint8_t *)data + at)); /* the check takes no other */
+}
+__device__ __forceinline__ float scale_of(const gk_scales &s, int64_t row, int64_t col) {
+    if (!s.data) return 1;
+    return scale_value(s.data, s.dtype, (row >> s.row_log2) * s.row + (col >> s.col_log2) * s.col);
+}
+
+/* A sum times two scales, one after the other. The product of the scales alone may overflow where the sum is 0 or small,
+ * and underflow where it is large. */
+__device__ __forceinline__ float times_scales(float sum, float a, float b) { return sum * a * b; }
+
+__device__ __forceinline__ float load_any(const void *data, gk_dtype dtype, int64_t at) {
+    return scale_value(data, dtype, at);
+}
+
+/* Of a result [m, n]. */
+struct Finish {
+    void *out;
+    const void *bias, *c;
+    const float *out_scale, *alpha; /* alpha: a factor of the sums on the device; NULL = 1 */
+    int64_t out_row, bias_step, c_row, c_col;
+    gk_dtype out_dtype, bias_dtype, c_dtype;
+    gk_activation activation;
+    float beta;
+};
+
+/* The value of element (row, col) from its sum. */
+__device__ __forceinline__ float finish(const Finish &f, int64_t row, int64_t col, float x) {
+    if (f.alpha) x *= *f.alpha;
+    if (f.c) x = fmaf(f.beta, load_any(f.c, f.c_dtype, row * f.c_row + col * f.c_col), x);
+    if (f.bias) x += load_any(f.bias, f.bias_dtype, col * f.bias_step);
+    x = activate(f.activation, x);
+    return f.out_scale ? __fdiv_rn(x, *f.out_scale) : x;
+}
+
+template <class Codes> __device__ __forceinline__ void store_value(const Finish &f, int64_t row, int64_t col, float x) {
+    const int64_t at = row * f.out_row + col;
+    if (f.out_dtype == GK_F32) {
+        ((float *)f.out)[at] = x;
+    } else if (f.out_dtype == GK_BF16) {
+        ((__nv_bfloat16 *)f.out)[at] = from_f32<__nv_bfloat16>(x);
+    } else if (f.out_dtype == GK_F16) {
+        ((__half *)f.out)[at] = from_f32<__half>(x);
+    } else { /* codes: the check takes no other */
+        const float v[4] = {x, 0, 0, 0};
+        ((uint8_t *)f.out)[at] = (uint8_t)codes_x4<Codes>(f.out_dtype, v);
+    }
+}
+
+inline int64_t step_of(const gk_tensor *t, int from_end) {
+    return t->ndim < from_end || t->shape[t->ndim - from_end] == 1 ? 0 : t->stride[t->ndim - from_end];
+}
+
+inline Finish finish_of(const gk_tensor &out, const gk_tensor *bias, const gk_tensor *c, double beta,
+                        const gk_tensor *out_scale, gk_activation activation) {
+    Finish f = {};
+    f.out = out.data, f.out_row = out.ndim > 1 ? out.stride[out.ndim - 2] : 0, f.out_dtype = out.dtype;
+    if (bias) f.bias = bias->data, f.bias_dtype = bias->dtype, f.bias_step = bias->stride[0];
+    if (c && beta != 0) f.c = c->data, f.c_dtype = c->dtype, f.c_row = step_of(c, 2), f.c_col = step_of(c, 1);
+    f.beta = (float)beta, f.activation = activation;
+    f.out_scale = out_scale ? (const float *)out_scale->data : nullptr;
+    return f;
+}
+
+#endif

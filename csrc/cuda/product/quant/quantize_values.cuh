@@ -1,0 +1,285 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* quantize_values.cuh: what the kernels of quantize share: a call's parameters, values as they are loaded and made, scales from amax,
+ * and codes.
+ *
+ * A thread has N groups of VEC columns. All of a source's groups are loaded before the first one is used: what a kernel reaches is
+ * the bytes that its threads have under way. A plain x stays as it lies in memory, 16 bytes for VEC columns of 16 bits.
+ * amax is a maximum of bits, those of infinities and NaN the largest. x / scale is a correctly rounded quotient: a product with
+ * 1 / scale and one Newton step on its remainder (Markstein 1990), which takes 3 instructions. */
+#ifndef GPUKERN_CUDA_QUANT_QUANTIZE_VALUES_CUH
+#define GPUKERN_CUDA_QUANT_QUANTIZE_VALUES_CUH
+
+#include "../../../formats/scales.h"
+#include "../gemm/activation.cuh"
+#include "../../host/launch.cuh"
+#include "../../tile/codes.cuh"
+#include "../../tile/convert.cuh"
+#include "../../tile/reduce.cuh"
+
+namespace {
+
+constexpr int VEC = 8;            /* columns of a group */
+constexpr int N = 4;              /* groups of a thread */
+constexpr int MOST_WARPS = 16;    /* of a block */
+constexpr int AMAX_BLOCKS = 1056; /* most of the first kernel for a whole tensor */
+
+/* What kernels are compiled for: x itself, or values that are made: silu(x) * up, a norm. */
+enum form {
+    PLAIN,
+    MADE
+};
+
+struct Source { /* [..., M, K] */
+    const void *data;
+    int64_t stride[GK_MAX_DIMS]; /* of the leading dimensions in Params::shape */
+    int64_t row, col;            /* of the last two */
+};
+
+struct Params {
+    Source x, more; /* more: up, or the residual */
+    const void *weight, *given;
+    const float *scale_ub;
+    uint8_t *codes;
+    void *scale, *sum;
+    float *values;  /* the row kernel writes these in place of codes */
+    uint32_t *amax; /* [AMAX_BLOCKS] */
+    int64_t rows, m, k, weight_step;
+    int64_t shape[GK_MAX_DIMS]; /* of rows; what can be merged is */
+    int ndim, what, granularity;
+    int warps;         /* of a row, or of a segment of one */
+    int groups;        /* rows of a block */
+    unsigned segments; /* of a row; of 128x128: blocks across */
+    unsigned tiles;    /* of a tensor; of 128x128: blocks down a matrix */
+    int amax_blocks;
+    float eps, largest, inverse_largest;
+    gk_dtype dtype;
+    bool vec, weight_vec; /* loads of 16 bytes */
+    bool wide;            /* stores of a whole group */
+    bool weight_f32, scale_e8m0;
+};
+
+__device__ __forceinline__ int64_t row_offset(const Params &p, const Source &s, int64_t row) {
+    int64_t at = 0;
+    for (int d = p.ndim - 1; d > 0; --d) {
+        at += row % p.shape[d] * s.stride[d];
+        row /= p.shape[d];
+    }
+    return at + row * s.stride[0];
+}
+
+/* ---- 1. values ---------------------------------------------------------------------------------------- */
+template <class T> struct alignas(16) Group {
+    T v[VEC];
+    __device__ __forceinline__ float get(int i) const { return to_f32(v[i]); }
+};
+
+/* Groups `pitch` elements apart, zeros from column left(n) of each on. */
+template <class T, int COUNT, class Left>
+__device__ __forceinline__ void load_groups(Group<T> (&to)[COUNT], const T *from, int64_t pitch, int64_t step, bool vec,
+                                            Left left) {
+    constexpr int WORDS = sizeof(Group<T>) / 16;
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n)
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) ((uint4 *)&to[n])[i] = make_uint4(0, 0, 0, 0);
+    if (vec) {
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n)
+            if (left(n) > 0)
+#pragma unroll
+                for (int i = 0; i < WORDS; ++i) ((uint4 *)&to[n])[i] = ((const uint4 *)(from + n * pitch))[i];
+    } else {
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n)
+#pragma unroll
+            for (int i = 0; i < VEC; ++i)
+                if (i < left(n)) to[n].v[i] = from[n * pitch + i * step];
+    }
+}
+
+template <class T> __device__ __forceinline__ void store_group(T *to, const Group<T> &g, int left, bool wide) {
+    if (left <= 0) return;
+    if (wide) {
+#pragma unroll
+        for (int i = 0; i < (int)sizeof(Group<T>) / 16; ++i) ((uint4 *)to)[i] = ((const uint4 *)&g)[i];
+    } else {
+#pragma unroll
+        for (int i = 0; i < VEC; ++i)
+            if (i < left) to[i] = g.v[i];
+    }
+}
+
+template <class T> __device__ __forceinline__ uint32_t amax_bits(const Group<T> &g) {
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) most = max(most, __float_as_uint(g.get(i)) & 0x7fffffffu);
+    return most;
+}
+/* Two values at a time; the maximum of a NaN is one. */
+template <class T2> __device__ __forceinline__ T2 amax_of_pairs(const T2 *v) {
+    return __hmax2_nan(__hmax2_nan(__habs2(v[0]), __habs2(v[1])), __hmax2_nan(__habs2(v[2]), __habs2(v[3])));
+}
+template <> __device__ __forceinline__ uint32_t amax_bits(const Group<__nv_bfloat16> &g) {
+    const __nv_bfloat162 most = amax_of_pairs((const __nv_bfloat162 *)&g);
+    return __float_as_uint(to_f32(__hmax_nan(most.x, most.y)));
+}
+template <> __device__ __forceinline__ uint32_t amax_bits(const Group<__half> &g) {
+    const __half2 most = amax_of_pairs((const __half2 *)&g);
+    return __float_as_uint(to_f32(__hmax_nan(most.x, most.y)));
+}
+
+/* Where a thread's groups of a row, or of several, lie: the first one, and elements from each to the next. */
+template <class T> struct Place {
+    const T *x, *more;
+    int64_t x_pitch, more_pitch;
+};
+
+template <int FORM, class T> struct values_of {
+    typedef Group<float> type;
+};
+template <class T> struct values_of<PLAIN, T> {
+    typedef Group<T> type;
+};
+
+/* x itself, silu(x) * up, or x + residual rounded to x's dtype, which is then kept as `sum`, too. */
+template <int FORM, class T, class Left>
+__device__ __forceinline__ void make_groups(const Params &p, const Place<T> &at, Left left,
+                                            typename values_of<FORM, T>::type (&v)[N], T *sum = nullptr,
+                                            int64_t sum_pitch = 0) {
+    if constexpr (FORM == PLAIN) {
+        load_groups(v, at.x, at.x_pitch, p.x.col, p.vec, left);
+    } else {
+        constexpr int AT_ONCE = 2; /* of two sources: more would take registers from other blocks */
+#pragma unroll
+        for (int begin = 0; begin < N; begin += AT_ONCE) {
+            Group<T> x[AT_ONCE], more[AT_ONCE];
+            auto left_here = [&](int n) { return left(begin + n); };
+            load_groups(x, at.x + begin * at.x_pitch, at.x_pitch, p.x.col, p.vec, left_here);
+            if (at.more)
+                load_groups(more, at.more + begin * at.more_pitch, at.more_pitch, p.more.col, p.vec, left_here);
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; ++n) {
+                Group<float> &to = v[begin + n];
+                if (p.what == GK_QUANTIZE_SILU_MUL) {
+#pragma unroll
+                    for (int i = 0; i < VEC; ++i) {
+                        const float gate = x[n].get(i);
+                        to.v[i] = gate * rcp_approx_ftz(1.f + __expf(-gate)) * more[n].get(i);
+                    }
+                    continue;
+                }
+                if (at.more) {
+#pragma unroll
+                    for (int i = 0; i < VEC; ++i) x[n].v[i] = from_f32<T>(x[n].get(i) + more[n].get(i));
+                    if (sum) store_group(sum + (begin + n) * sum_pitch, x[n], left_here(n), p.wide);
+                }
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) to.v[i] = x[n].get(i);
+            }
+        }
+    }
+}
+
+/* ---- 2. scales ---------------------------------------------------------------------------------------- */
+/* Of the `warps` warps that share a row, in each of their threads; one use of `place` [MOST_WARPS] a kernel or a barrier apart. */
+__device__ __forceinline__ uint32_t max_of_warps(uint32_t x, uint32_t *place, int warps) {
+    x = __reduce_max_sync(0xffffffffu, x);
+    if (warps == 1) return x;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane == 0) place[warp] = x;
+    __syncthreads();
+    return __reduce_max_sync(0xffffffffu, lane < warps ? place[warp / warps * warps + lane] : 0);
+}
+__device__ __forceinline__ float sum_of_warps(float x, float *place, int warps) {
+    x = warp_sum(x);
+    if (warps == 1) return x;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane == 0) place[warp] = x;
+    __syncthreads();
+    return warp_sum(lane < warps ? place[warp / warps * warps + lane] : 0.f);
+}
+
+/* amax / largest, correctly rounded as a quotient below is. 1x32: the next power of two, so the exponent's difference, and one more
+ * where amax has the larger fraction. */
+__device__ __forceinline__ float scale_of(const Params &p, uint32_t bits) {
+    if (bits >= 0x7f800000u) return __uint_as_float(0x7fc00000u);
+    if (p.scale_ub) bits = __float_as_uint(fminf(__uint_as_float(bits), *p.scale_ub));
+    if (p.granularity == GK_PER_1X32) {
+        const uint32_t largest = __float_as_uint(p.largest);
+        const int code = (int)((bits + 0x7fffffu - (largest & 0x7fffffu)) >> 23) - (int)(largest >> 23) + 127;
+        return __uint_as_float((uint32_t)max(code, 1) << 23);
+    }
+    const float amax = __uint_as_float(bits), near = amax * p.inverse_largest;
+    return fmaxf(__fmaf_rn(-__fmaf_rn(near, p.largest, -amax), p.inverse_largest, near), 0x1p-126f);
+}
+
+/* The scale of a block, made or given; `writes`: this thread keeps it. */
+__device__ __forceinline__ float scale_at(const Params &p, int64_t block, uint32_t bits, bool writes) {
+    if (p.given) return p.scale_e8m0 ? e8m0_to_f32(((const uint8_t *)p.given)[block]) : ((const float *)p.given)[block];
+    const float scale = scale_of(p, bits);
+    if (writes) {
+        if (p.scale_e8m0)
+            ((uint8_t *)p.scale)[block] = (uint8_t)f32_to_e8m0(scale);
+        else
+            ((float *)p.scale)[block] = scale;
+    }
+    return scale;
+}
+
+/* ---- 3. codes ----------------------------------------------------------------------------------------- */
+/* x / scale; shift is 0 where the scale is a power of two. A scale so small or large that 1 / scale or a remainder would leave the normal numbers is first brought near 1, and x
+ * with it, by a power of two: what then overflows is saturated, and what then is rounded has the code 0. */
+struct Quotient {
+    float scale, inverse, shift;
+    static __device__ __forceinline__ Quotient by(float s) {
+        const float size = fabsf(s), shift = size < 0x1p-60f ? 0x1p100f : size > 0x1p60f ? 0x1p-100f : 1.f;
+        s *= shift;
+        return {size == INFINITY ? 0.f : s, __frcp_rn(s), shift};
+    }
+    /* A power of two that amax gave, whose inverse has the exponent 254 - e; or NaN. */
+    static __device__ __forceinline__ Quotient by_power(float s) {
+        return {s, s == s ? __uint_as_float(0x7f000000u - __float_as_uint(s)) : s, 0.f};
+    }
+    __device__ __forceinline__ float better(float x, float near) const {
+        return __fmaf_rn(-__fmaf_rn(near, scale, -x), inverse, near); /* by x - near * scale, -0 would become 0 */
+    }
+    /* plain: no quotient overflows, or 1 / scale is a power of two; shorter, for scales of a few values each. */
+    template <class V> __device__ __forceinline__ void of(const V &values, float (&q)[VEC], bool plain) const {
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) q[i] = values.get(i);
+        if (shift != 1.f)
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) q[i] *= plain && shift == 0 ? inverse : shift;
+        if (plain) {
+            if (shift == 0) return;
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) q[i] = better(q[i], q[i] * inverse);
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) {
+            const float near = q[i] * inverse;
+            q[i] = fabsf(near) <= 3e38f ? better(q[i], near) : near; /* infinities and NaN */
+        }
+    }
+};
+
+template <class Codes, class V>
+__device__ __forceinline__ void store_codes(const Params &p, uint8_t *to, int left, const V &values, const Quotient &by,
+                                            bool plain = false) {
+    if (left <= 0) return;
+    float q[VEC];
+    by.of(values, q, plain);
+    const uint2 codes = make_uint2(codes_x4<Codes>(p.dtype, q), codes_x4<Codes>(p.dtype, q + 4));
+    if (p.wide) {
+        *(uint2 *)to = codes;
+    } else {
+#pragma unroll
+        for (int i = 0; i < VEC; ++i)
+            if (i < left) to[i] = (uint8_t)((i < 4 ? codes.x : codes.y) >> 8 * (i % 4));
+    }
+}
+
+} // namespace
+
+#endif

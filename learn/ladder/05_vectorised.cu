@@ -1,0 +1,109 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* Rung 5, vectorised: rung 4 with 16 bytes an instruction wherever bytes move: 8 elements from global memory, 4 floats to and
+ * from shared memory, 4 results; and without a bank conflict.
+ *
+ * Shared memory as in rung 4, with two swizzles of the float's number:
+ *   a_s [16 k][128 m]   a warp stores 16 rows of a at a time, k and k + 8 of each: what has k 8 to 15 lies 16 columns off, in
+ *                       the 16 banks that k 0 to 7 leave free
+ *   b_s [16 k][128 n]   a lane stores 32 bytes in two goes, in which lanes 4 apart would meet: in every second 128 bytes the two
+ *                       halves of each 32 change places
+ * A lane's rows are two runs of 4, 32 apart, its columns two runs of 4, 16 apart: one read of 16 bytes each. */
+#include "cuda/ptx/regs.cuh"
+#include "cuda/layout/banks.cuh"
+#include "rungs.cuh"
+#include "tiles.h"
+
+namespace {
+
+typedef LadderRegisters Tile;
+constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, EACH = Tile::EACH;
+static_assert(BM * BK == Tile::THREADS * 8 && BK * BN == Tile::THREADS * 8, "a chunk of 8 elements a thread");
+
+/* where element (k, m) of a and (k, n) of b lie, in floats */
+constexpr GK_HD int a_at(int k, int m) { return swizzle<1, 4, 6>::apply(k * BM + m); }
+constexpr GK_HD int b_at(int k, int n) { return swizzle<1, 0, 3>::apply((k * BN + n) / 4) * 4 + n % 4; }
+
+/* the conflicts of: a's stores, b's stores (either half), reads of a and of b, by the lanes of any warp */
+constexpr GK_HD int worst_ways() {
+    int most = 0;
+    for (int warp = 0; warp < 8; ++warp)
+        for (int i = 0; i < 8; ++i) {
+            int store_a[32] = {}, store_b[32] = {}, read_a[32] = {}, read_b[32] = {};
+            for (int lane = 0; lane < 32; ++lane) {
+                const int thread = warp * 32 + lane;
+                store_a[lane] = a_at(thread % 2 * 8 + i, thread / 2) * 4;
+                store_b[lane] = b_at(thread / 16, thread % 16 * 8 + i / 4 * 4) * 4;
+                read_a[lane] = a_at(2 * i, warp % 2 * Tile::WM + lane / 4 * 4) * 4;
+                read_b[lane] = b_at(2 * i, warp / 2 * Tile::WN + lane % 4 * 4) * 4;
+            }
+            const int found[] = {ways(store_a, 4), ways(store_b, 16), ways(read_a, 16), ways(read_b, 16)};
+            for (int x : found) most = x > most ? x : most;
+        }
+    return most;
+}
+static_assert(worst_ways() == 1, "no access of shared memory meets a bank conflict");
+
+/* a thread's accesses are constants away from its first: 8 of k, a's 32 rows and b's 16 columns change no swizzled bit */
+constexpr GK_HD bool steps_are_constant() {
+    bool good = true;
+    for (int k = 0; k < BK; ++k)
+        for (int x = 0; x < 128; x += 4) {
+            good = good && a_at(k, x) == a_at(k / 8 * 8, x) + k % 8 * BM && b_at(k, x) == b_at(0, x) + k * BN;
+            if (x % 64 < 32) good = good && a_at(k, x + 32) == a_at(k, x) + 32;
+            if (x % 32 < 16) good = good && b_at(k, x + 16) == b_at(k, x) + 16;
+        }
+    return good;
+}
+static_assert(steps_are_constant(), "what the loop relies on");
+
+template <typename T> __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_vectorised_kernel(ProductOf<T> p) {
+    __shared__ __align__(16) float a_s[BK * BM], b_s[BK * BN];
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int64_t row0 = (int64_t)blockIdx.y * BM, col0 = (int64_t)blockIdx.x * BN;
+    const int m0 = warp % 2 * Tile::WM + lane / 4 * 4, n0 = warp / 2 * Tile::WN + lane % 4 * 4;
+    const int a_m = thread / 2, a_k = thread % 2 * 8, b_k = thread / 16, b_n = thread % 16 * 8; /* its chunks */
+    const T *a_g = p.a + (row0 + a_m) * p.k + a_k, *b_g = p.b + (int64_t)b_k * p.n + col0 + b_n;
+    float *const a_to = a_s + a_at(a_k, a_m);
+    const float *const a_from[2] = {a_s + a_at(0, m0), a_s + a_at(8, m0)}, *const b_from = b_s + b_at(0, n0);
+    float sum[EACH][EACH] = {};
+    for (int k = 0; k < p.k; k += BK) {
+        float v[8];
+        load8(a_g + k, row0 + a_m < p.m && k + a_k < p.k, v);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) a_to[i * BM] = v[i];
+        load8(b_g + (int64_t)k * p.n, k + b_k < p.k && col0 + b_n < p.n, v);
+        *(float4 *)&b_s[b_at(b_k, b_n)] = make_float4(v[0], v[1], v[2], v[3]);
+        *(float4 *)&b_s[b_at(b_k, b_n + 4)] = make_float4(v[4], v[5], v[6], v[7]);
+        __syncthreads(); /* the tiles are there */
+#pragma unroll
+        for (int kk = 0; kk < BK; ++kk) {
+            const float *const a_kk = a_from[kk / 8] + kk % 8 * BM, *const b_kk = b_from + kk * BN;
+            const float4 a_lo = *(const float4 *)a_kk, a_hi = *(const float4 *)(a_kk + 32);
+            const float4 b_lo = *(const float4 *)b_kk, b_hi = *(const float4 *)(b_kk + 16);
+            const float a[EACH] = {a_lo.x, a_lo.y, a_lo.z, a_lo.w, a_hi.x, a_hi.y, a_hi.z, a_hi.w};
+            const float b[EACH] = {b_lo.x, b_lo.y, b_lo.z, b_lo.w, b_hi.x, b_hi.y, b_hi.z, b_hi.w};
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+#pragma unroll
+                for (int j = 0; j < EACH; ++j) sum[i][j] += a[i] * b[j];
+        }
+        __syncthreads(); /* all have read them */
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+#pragma unroll
+        for (int j = 0; j < EACH; j += 4) {
+            const int64_t row = row0 + m0 + i / 4 * 32 + i % 4, col = col0 + n0 + j * 4;
+            if (row < p.m && col < p.n) store4(p.out + row * p.n + col, &sum[i][j]);
+        }
+}
+
+} // namespace
+
+template <typename T> static gk_status run(const gk_context *ctx, const ProductOf<T> &p) {
+    const dim3 grid((unsigned)gk_ceil_div(p.n, BN), (unsigned)gk_ceil_div(p.m, BM));
+    return launch<ladder_vectorised_kernel<T>>("gk_ladder_gemm", ctx, grid, Tile::THREADS, 0, p);
+}
+
+gk_status ladder_vectorised(const gk_context *ctx, const Product &p) { return run(ctx, p); }
+gk_status ladder_vectorised(const gk_context *ctx, const ProductF32 &p) { return run(ctx, p); }

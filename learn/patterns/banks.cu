@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// banks: what an access to shared memory costs: the claims of learn/claims.md that a GPU can be asked, one access each.
+//
+// Every warp reads its places of a table over and over; nothing else keeps the SM busy. The model counts wavefronts, clocks of
+// shared memory: 128 bytes a phase, in each of which a bank gives one word at a time, and lanes that want the same word share it.
+//
+//   16 bytes on end       the model: 4 clocks, and none fewer would do
+//   stride 2              every second bank: 2-way
+//   column, rows of N     float [32][N]; rows of 32 meet in one bank, rows of 33 in none; so do `col ^ row` and rows of 32
+//   halves, rows of N     16-bit [32][N], two elements to a word: 129 is 2-way, 130 is free
+//   ldmatrix, B,M,S       a column of 16-byte chunks in rows of 64 or 128 16-bit elements, swizzled so
+//   one word, one chunk   all lanes read the same 4 or 16 bytes
+#include "cuda/ptx/ldmatrix.cuh"
+#include "measure.cuh"
+
+enum {
+    THREADS = 256,
+    BLOCKS = 4,    // on an SM: 32 warps hide the loads' latency
+    ROUNDS = 1024, // of every warp
+    WORDS = 2112,  // of the table: past the last place of any access
+    LDMATRIX = 0   // as a width: ldmatrix.x4
+};
+
+template <int STRIDE> struct Bytes { // lane l at l * STRIDE
+    static constexpr GK_HD int at(int lane) { return lane * STRIDE; }
+};
+template <int SHIFT> struct XorRow { // column 0 of float [32][32], at col ^ (row >> SHIFT & 31)
+    static constexpr GK_HD int at(int lane) { return 4 * (lane * 32 + ((lane >> SHIFT) & 31)); }
+};
+template <int ROW_BYTES, class Swizzle> struct Chunks { // chunk 0 of 32 rows
+    static constexpr GK_HD int at(int lane) { return Swizzle::apply(lane * ROW_BYTES); }
+};
+struct ByRow8 { // chunk ^ row / 8 of rows of 128 bytes
+    static constexpr GK_HD int at(int lane) { return lane * 128 + ((lane >> 3) & 7) * 16; }
+};
+
+template <class Place, int WIDTH> constexpr int wavefronts() {
+    const int access = WIDTH == LDMATRIX ? 16 : WIDTH, lanes = access > 8 ? 8 : 32;
+    int bytes[32] = {}, sum = 0;
+    for (int lane = 0; lane < 32; ++lane) bytes[lane] = Place::at(lane);
+    for (int first = 0; first < 32; first += lanes) sum += ways_of_phase(bytes, first, lanes, access);
+    return sum;
+}
+
+// What a lane reads; of 16 bytes all four words count, or the compiler would read one; of an ldmatrix the first register.
+template <int WIDTH> static __device__ uint32_t read(smem_addr at_s) {
+    uint32_t r[4];
+    if (WIDTH == LDMATRIX) return ldmatrix_x4(r, at_s), r[0];
+    if (WIDTH < 16) return WIDTH == 2 ? ld_shared_16(at_s) : ld_shared_32(at_s);
+    const uint4 x = ld_shared_128(at_s);
+    return x.x + x.y + x.z + x.w;
+}
+
+// out = in where every read gave what lies there: word w is w in both halves. step is 0, which the compiler does not know: so
+// it makes every read.
+template <class Place, int WIDTH>
+__global__ void __launch_bounds__(THREADS) read_kernel(const float *in, float *out, int n, int step) {
+    __shared__ __align__(128) uint32_t table[WORDS];
+    for (int w = threadIdx.x; w < WORDS; w += THREADS) table[w] = w * 0x10001;
+    __syncthreads(); // the table is whole
+    const int lane = threadIdx.x % 32;
+    const uint32_t place = WIDTH == LDMATRIX ? Place::at(lane >> 2) + (lane & 3) * 4 : Place::at(lane);
+    const uint32_t there = WIDTH == 2 ? place / 4 : 0x10001 * (WIDTH == 16 ? place + 6 : place / 4);
+    smem_addr at_s = cvta_to_shared(table) + Place::at(lane);
+    uint32_t sum = 0;
+#pragma unroll 8
+    for (int i = 0; i < ROUNDS; ++i, at_s += step) sum += read<WIDTH>(at_s);
+    const int i = blockIdx.x * THREADS + threadIdx.x;
+    if (i < n) out[i] = sum == ROUNDS * there ? in[i] : NAN;
+}
+
+template <class Place, int WIDTH> static void reads(const float *in, float *out, int rows, int cols) {
+    read_kernel<Place, WIDTH><<<(rows * cols + THREADS - 1) / THREADS, THREADS>>>(in, out, rows * cols, 0);
+}
+
+static bool good(const float *in, const float *out, int rows, int cols) {
+    for (int i = 0; i < rows * cols; ++i) {
+        if (in[i] != out[i]) return false;
+    }
+    return true;
+}
+
+template <class Place, int WIDTH> static variant of(const char *name) {
+    const double clocks = (double)BLOCKS * THREADS / 32 * ROUNDS * wavefronts<Place, WIDTH>();
+    const char *const counter = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum";
+    return {name, reads<Place, WIDTH>, clocks / FIGURES.ghz * 1e-3, "shared memory", counter};
+}
+
+int main(void) {
+    const pattern p = {"banks", same_size, good, BLOCKS * FIGURES.sms, THREADS, 0, small_integer};
+    const variant variants[] = {
+        of<Bytes<16>, 16>("16 bytes on end"),
+        of<Bytes<4>, 4>("4 bytes on end"),
+        of<Bytes<8>, 4>("stride 2"),
+        of<Bytes<128>, 4>("column, rows of 32"),
+        of<Bytes<132>, 4>("column, rows of 33"),
+        of<XorRow<0>, 4>("column, col ^ row"),
+        of<XorRow<5>, 4>("column, col ^ row >> 5"),
+        of<Bytes<258>, 2>("halves, rows of 129"),
+        of<Bytes<260>, 2>("halves, rows of 130"),
+        of<Chunks<128, swizzle<0, 4, 3>>, LDMATRIX>("ldmatrix, rows of 64"),
+        of<Chunks<128, swizzle<3, 4, 3>>, LDMATRIX>("ldmatrix, 64 by 3,3,3"),
+        of<ByRow8, LDMATRIX>("ldmatrix, 64 by row / 8"),
+        of<Chunks<256, swizzle<3, 4, 3>>, LDMATRIX>("ldmatrix, 128 by 3,3,3"),
+        of<Chunks<256, swizzle<3, 4, 4>>, LDMATRIX>("ldmatrix, 128 by 3,3,4"),
+        of<Bytes<0>, 4>("one word"),
+        of<Bytes<0>, 16>("one chunk of 16 bytes"),
+    };
+    const int sizes[][2] = {{1, 1}, {17, 1}, {1, 255}, {4097, 1}, {1024, 1024}};
+    return run(p, variants, sizes);
+}

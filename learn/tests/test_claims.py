@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""learn/claims.md: each row that names a test here, computed; the figures of the page are the ones that come out.
+
+Rows about shared memory are in test_layout_docs.py. Gains are read from the pages and results that the rows cite.
+"""
+
+import inspect
+import itertools
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from torch_gpukern import cli
+from torch_gpukern import layout as L
+from torch_gpukern.cli import devices
+from torch_gpukern.cli.roofline import NOMINAL
+
+H100 = "NVIDIA H100 80GB HBM3"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "learn" / "claims.md").read_text()
+# Rows of four columns: claim, verdict, what is right, evidence.
+ROWS = [
+    cells for line in PAGE.splitlines() if len(cells := re.split(r" \| ", line.strip("| "))) == 4 and "---" not in line
+]
+ROWS = [cells for cells in ROWS if cells[0] != "what circulates"]
+
+
+def says(*figures):
+    """The row whose evidence is the calling test has these figures."""
+    name = inspect.stack()[1].function
+    (row,) = [cells[2] for cells in ROWS if f"`{name}`" in cells[3]]
+    for figure in figures:
+        assert re.search(rf"(?<![\d.]){re.escape(str(figure))}(?![\d]|\.\d)", row), (figure, row)
+
+
+def test_every_row_has_its_evidence():
+    assert len(ROWS) > 40
+    tests = {name for name in globals() if name.startswith("test_")}
+    named = set()
+    for claim, verdict, _, evidence in ROWS:
+        assert verdict in ("true", "false", "depends"), claim
+        mine = set(re.findall(r"`(test_\w+)`", evidence))
+        assert mine <= tests and (mine or "](https://docs.nvidia.com/" in evidence or "](https://dev" in evidence), (
+            claim
+        )
+        named |= mine
+    assert tests - named == {"test_every_row_has_its_evidence"}
+
+
+# ---- layouts -----------------------------------------------------------------------------------------------------------
+
+
+def test_compose_with_the_identity():
+    a = L.Layout("(8,4):(1,8)")
+    assert a.offsets == list(range(32)) and str(L.compose(a, "(2,2):(0,1)")) == "(2,2):(0,1)"
+
+
+def test_cosize_is_no_bijection():
+    x = L.Layout("(2,2):(0,3)")
+    assert x.size == x.cosize == 4 and set(x.offsets) == {0, 3} and not x.injective
+
+
+def composed(a, b):
+    try:
+        return None if a is None or b is None else L.compose(a, b)
+    except L.Refusal:
+        return None
+
+
+def test_composition_is_associative_where_defined():
+    assert composed("4:1", "6:1") is None and str(L.compose("4:1", L.compose("6:1", "2:1"))) == "2:1"
+    both = 0
+    outer = ("(4,2):(1,8)", "8:2", "(2,4):(4,1)", "(2,2,2):(4,1,2)")
+    for a, b, c in itertools.product(outer, ("4:2", "(2,2):(2,1)", "6:1", "(4,2):(2,1)"), ("2:1", "2:2", "4:1")):
+        left, right = composed(composed(a, b), c), composed(a, composed(b, c))
+        if left is not None and right is not None:
+            both += 1
+            assert left.offsets == right.offsets, (a, b, c)
+    assert both > 20
+
+
+def test_blocked_and_raked():
+    block, copies = "(2,2):(1,2)", "(3,3):(1,3)"
+    whole = L.logical_product(block, copies)
+    of = {whole(inside, copy): copy for inside in range(4) for copy in range(9)}  # offset -> which block
+    first = [
+        [of[x(row, 0)] for row in range(6)] for x in (L.blocked_product(block, copies), L.raked_product(block, copies))
+    ]
+    assert first == [[0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 2]]
+
+
+def test_zipped_divide_puts_the_tile_first():
+    square = L.Layout("(8,8):(1,8)")
+    logical, zipped = L.logical_divide(square, (4, 2)), L.zipped_divide(square, (4, 2))
+    assert str(logical) == "((4,2),(2,4)):((1,4),(8,16))" and str(zipped) == "((4,2),(2,4)):((1,8),(4,16))"
+    assert sorted(zipped[0].offsets) == sorted(r + 8 * c for r in range(4) for c in range(2))
+    assert sorted(logical[0].offsets) == list(range(8))
+    says("((4,2),(2,4))", "((1,8),(4,16))", "((1,4),(8,16))")
+
+
+def test_complement_has_no_more_modes():
+    rest = L.complement("4:2", 8)
+    assert str(rest) == "2:1" and sorted(L.join(L.Layout("4:2"), rest).offsets) == list(range(8))
+
+
+# ---- what kernels compute ----------------------------------------------------------------------------------------------
+
+
+def test_exp2_by_a_cubic():
+    x, ln2 = np.linspace(0, 1, 1001), np.log(2)
+    taylor = [1, ln2, ln2**2 / 2, ln2**3 / 6]
+    fit = np.polyfit(x, 2**x, 3, w=2**-x)[::-1]
+
+    def percent(coefficients):
+        return 100 * np.abs(np.polyval(coefficients[::-1], x) / 2**x - 1).max()
+
+    errors = [percent(c) for c in (taylor, [1, *taylor[:0:-1]], [1, 1, 1 / 2, 1 / 6], fit)]
+    says(f"{errors[0]:.2f} %", f"{errors[1]:.0f} %", f"{errors[2]:.0f} %", f"{errors[3]:.3f} %")
+
+
+def blelloch(values):
+    """The exclusive scan of Blelloch 1990 as it is usually printed: n / 2 threads, offsets doubled and halved."""
+    a, n, offset = list(values), len(values), 1
+    threads = n >> 1
+    while threads:
+        for t in range(threads):
+            a[offset * (2 * t + 2) - 1] += a[offset * (2 * t + 1) - 1]
+        offset, threads = 2 * offset, threads >> 1
+    a[n - 1], threads = 0, 1
+    while threads < n and offset > 1:
+        offset >>= 1
+        for t in range(threads):
+            left, right = offset * (2 * t + 1) - 1, offset * (2 * t + 2) - 1
+            a[left], a[right] = a[right], a[right] + a[left]
+        threads *= 2
+    return a
+
+
+def test_blelloch_needs_a_power_of_two():
+    for n in (16, 17, 1000, 1024):
+        values = [(7 * i) % 13 for i in range(n)]
+        want = [0, *itertools.accumulate(values[:-1])]
+        assert (blelloch(values) == want) == (n in (16, 1024)), n
+        padded = values + [0] * ((1 << (n - 1).bit_length()) - n)
+        assert blelloch(padded)[:n] == want
+
+
+def normal(*shape, mean=0.0):
+    return mean + torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_padded_keys_need_a_mask():
+    q, k, v = normal(3, 70, 64)
+    want = torch.softmax(q @ k.T / 8, -1) @ v
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, 128 - 70)) for x in (k, v))
+    score = q @ k.T / 8
+    wrong = torch.softmax(score, -1) @ v
+    says(f"{(wrong - want).abs().mean():.2f}", f"{want.abs().mean():.2f}")
+    score[:, 70:] = -torch.inf
+    torch.testing.assert_close(torch.softmax(score, -1) @ v, want)
+
+
+def test_masked_lanes_enter_the_variance():
+    x = normal(70, mean=2.0)
+    lanes = torch.nn.functional.pad(x, (0, 128 - 70))
+    away = lanes - lanes.sum() / 70
+    says(f"{(away**2).sum() / 70:.2f}", f"{x.var(unbiased=False):.2f}")
+    torch.testing.assert_close((away[:70] ** 2).sum() / 70, x.var(unbiased=False))
+
+
+def test_a_cast_is_no_quantisation():
+    x = 30 * normal(100_000)
+    x = x[x.abs() < 127]
+    cast, rounded = x.to(torch.int8), x.round().clamp(-128, 127).to(torch.int8)
+    assert (cast - x).square().mean().sqrt() / (rounded - x).square().mean().sqrt() == pytest.approx(2, rel=0.02)
+    assert torch.tensor(130.0).to(torch.int32).to(torch.int8) == -126
+    says(-126)
+
+
+def test_a_col_major_fragment_is_the_transpose():
+    a, b = normal(2, 16, 16)
+    memory = a.reshape(-1)  # row-major, 16 elements a row
+    row, col = (L.Tensor(f"(16,16):{strides}", memory).values().reshape(16, 16).T for strides in ("(16,1)", "(1,16)"))
+    torch.testing.assert_close(row @ b, a @ b)
+    torch.testing.assert_close(col @ b, a.T @ b)
+    assert (col @ b - a @ b).abs().max() > 1
+
+
+def test_vectors_lie_along_stride_1():
+    matrix = L.Layout("(row=8,col=8):(8,1)")
+    registers = L.Layout("8:1")
+    assert L.max_common_vector(matrix["col"], registers) == 8 and L.max_common_vector(matrix["row"], registers) == 1
+    four_on_end = [matrix(2, 4 + i) for i in range(4)]
+    assert four_on_end == list(range(20, 24)) and {offset // 8 for offset in four_on_end} == {2}
+
+
+# ---- access ------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_and_columns():
+    along, down = [4 * lane for lane in range(32)], [4 * 1024 * lane for lane in range(32)]
+    assert (L.sectors(along, 4), L.sectors(down, 4)) == (4, 32)
+    says(4, 32)
+
+
+def test_a_warp_is_one_instruction():
+    warp = [4 * lane for lane in range(32)]
+    assert L.sectors(warp, 4) == 4 and L.banks.lines(warp, 4) == 1
+    says(4, 32)
+
+
+def test_misaligned_loads_are_refused():
+    assert L.sectors([16], 16) == 1
+    with pytest.raises(ValueError, match="accesses 16 bytes at byte 8; it must be a multiple"):
+        L.sectors([8], 16)
+
+
+# ---- rates and sizes ---------------------------------------------------------------------------------------------------
+
+
+def test_multiply_adds_a_clock():
+    h100, a100 = NOMINAL[H100]["bf16"] * 1e12 / (132 * 1.83e9), 312e12 / (108 * 1.41e9)
+    assert h100 == pytest.approx(4096, rel=1e-3) and a100 == pytest.approx(2048, rel=2e-3)
+    says(2048, 1024, 989.4, 132, 4096, 312, 108)
+
+
+@pytest.mark.gpu
+def test_l2_of_this_gpu():
+    size = {"NVIDIA H100 80GB HBM3": 50, "NVIDIA H200": 60}.get(torch.cuda.get_device_name(0))
+    if size is None:
+        pytest.skip("the row is about others")
+    assert devices.gpu_facts(torch.cuda.get_device_properties(0), 0)["l2_bytes"] == size << 20
+    says(size)
+
+
+def test_the_ridge():
+    h100, h200 = (NOMINAL[name]["bf16"] * 1e3 / NOMINAL[name]["read"] for name in (H100, "NVIDIA H200"))
+    assert 2 * NOMINAL[H100]["bf16"] == pytest.approx(1979, rel=1e-3)
+    says(989, f"{h100:.0f}", f"{h200:.0f}")
+
+
+def ladder(rung):
+    """Cells of a rung's row of learn/ladder.md, that which has its TFLOP/s."""
+    page = (ROOT / "learn" / "ladder.md").read_text()
+    line = re.search(rf"^\| \[{rung} .*$", page, re.M)[0]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def counted(counter, rung):
+    """A figure of the first table of counters of learn/ladder.md."""
+    line = re.search(rf"^\| {counter} \|.*$", (ROOT / "learn" / "ladder.md").read_text(), re.M)[0]
+    return float(line.strip("| ").split(" | ")[rung])
+
+
+def test_four_issue_slots():
+    _, _, _, tflops, _, clock, _ = ladder(5)
+    clocks = 2 * 4096**3 / (float(tflops) * 1e12) * float(clock.split()[0]) * 1e6 * 132
+    a_clock = counted("instructions of warps, M", 5) * 1e6 / clocks
+    used = counted("issue slots used, %", 5)
+    assert a_clock / 4 == pytest.approx(used / 100, rel=0.06)
+    says(f"{a_clock:.1f}", f"{25 * a_clock:.0f}", f"{used:.0f}")
+
+
+def attention_traffic(n, d, on_chip):
+    """Elements between memory and chip in Algorithm 1 of FlashAttention (Dao et al. 2022): a walk over its two loops."""
+    keys = -(-on_chip // (4 * d))
+    rows = min(keys, d)
+    moved = 0
+    for j in range(0, n, keys):
+        moved += 2 * d * min(keys, n - j)  # k and v
+        for i in range(0, n, rows):
+            moved += min(rows, n - i) * (3 * d + 4)  # q, out there and back, peak and sum there and back
+    return moved
+
+
+def test_flash_attention_traffic():
+    twice = [attention_traffic(2 * n, 128, 64 << 10) / attention_traffic(n, 128, 64 << 10) for n in (4096, 16384)]
+    assert all(3.7 < ratio < 4.1 for ratio in twice)
+    wider = attention_traffic(16384, 256, 64 << 10) / attention_traffic(16384, 128, 64 << 10)
+    larger = attention_traffic(16384, 128, 128 << 10) / attention_traffic(16384, 128, 64 << 10)
+    assert wider == pytest.approx(4, rel=0.05) and larger == pytest.approx(1 / 2, rel=0.05)
+    at_least = 4 * 16384 * 128  # q, k, v and out once
+    assert attention_traffic(16384, 128, 1 << 30) < 1.3 * at_least
+    says(f"{attention_traffic(16384, 128, 64 << 10) / at_least:.0f}")
+
+
+def test_intensity_of_a_tile():
+    flops, elements = 2 * 64 * 64, 64 + 64  # for each k
+    says(flops // (2 * elements), flops // (4 * elements))
+
+
+def test_picoseconds():
+    ps = 16 / NOMINAL[H100]["read"] / 1e9 * 1e12
+    page = (ROOT / "learn" / "patterns.md").read_text()
+    idle, busy = (float(us) for us in re.search(r"but ([\d.]+) us on an idle memory, and ([\d.]+) us", page).groups())
+    says(f"{ps:.1f} ps", f"{idle:.1f}", f"{busy:.1f}", f"{idle * NOMINAL[H100]['read'] / 1e3:.1f}")
+    assert busy * NOMINAL[H100]["read"] / 1e3 == pytest.approx(3, rel=0.05)
+
+
+def test_a_chain_of_six():
+    apart = sum(1 + 1 for _ in range(6))  # each reads a tensor and writes one
+    assert (apart, apart / (1 + 1)) == (12, 6)
+    says(12, 2)
+
+
+def test_e2m1_ends_at_6():
+    def value(code):
+        exponent, mantissa = code >> 1, code & 1
+        return mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2 ** (exponent - 1)
+
+    values = [value(code) for code in range(8)]
+    assert values == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    says("0, 0.5, 1, 1.5, 2, 3, 4, 6")
+
+
+def test_the_occupancy_command(capsys):
+    assert cli.main(["occupancy", "--registers", "128", "--threads", "256"]) == 0
+    assert "16 of 64" in capsys.readouterr().out
+
+
+# ---- gains: ratios of what was measured ---------------------------------------------------------------------------------
+
+
+def pattern(name, variant, gpu):
+    """What learn/patterns.md measured: GB/s or us."""
+    page = (ROOT / "learn" / "patterns.md").read_text()
+    rows = page[page.index(f"| [{name}]") :].splitlines()
+    rows = rows[: 1 + next(i for i, row in enumerate(rows[1:]) if not row.startswith("|  |"))]
+    (row,) = [cells for row in rows if (cells := [c.strip() for c in row.strip("|").split("|")])[1] == variant]
+    return float(row[{"H200": 4, "H100": 7}[gpu]])
+
+
+def saved(file, bench, group):
+    rows = json.loads((ROOT / "benchmarks" / "results" / file).read_text())["benches"][bench]["rows"]
+    return [row for row in rows if row["group"] == group]
+
+
+def test_gain_of_a_fused_epilogue():
+    row = saved("nvidia-h200.json", "gemm", "bias + gelu")[0]
+    apart, addmm = (row["peers"][name]["us"] for name in ("mm + add + gelu", "gelu(addmm)"))
+    assert row["label"] == "4096"
+    says(f"{apart / row['us']:.2f}", apart, row["us"], f"{addmm / row['us']:.2f}")
+
+
+def test_gain_of_persistence():
+    before, after, overlap = (float(ladder(rung)[3]) for rung in (9, 10, 11))
+    says(f"{before:.0f}", f"{after:.0f}", f"{after / before:.2f}", f"{overlap / after:.2f}")
+
+
+def between(rung):
+    """(its TFLOP/s, those of the rung behind which it stands), of the rungs between."""
+    cells = ladder(rung)
+    return float(cells[4]), float(cells[5])
+
+
+def test_gain_of_warp_tiling():
+    after, before = between(15)
+    says(before, after, f"{after / before:.2f}")
+
+
+def test_gain_of_one_dimension():
+    after, before = between(14)
+    says(before, after, f"{after / before:.2f}")
+
+
+def test_gain_of_double_buffering():
+    after, before = between(17)
+    large = re.search(r"gone: (\d+) beside rung 6's (\d+)", (ROOT / "learn" / "ladder.md").read_text()).groups()
+    one, two = (pattern("double buffer", f"{n}", "H100") for n in ("one buffer", "two buffers"))
+    says(
+        f"{before:.0f}",
+        f"{after:.0f}",
+        f"{after / before:.2f}",
+        f"{int(large[0]) / int(large[1]):.2f}",
+        f"{two / one:.2f}",
+    )
+
+
+def test_cost_of_uncoalesced_access():
+    gain = float(ladder(2)[3]) / float(ladder(1)[3])
+    apart = [pattern("copy", "4 bytes", gpu) / pattern("copy", "4 bytes, 32 apart", gpu) for gpu in ("H100", "H200")]
+    says(f"{gain:.1f}", *(f"{x:.1f}" for x in apart))
+
+
+def test_gain_of_shuffles():
+    shared, shuffle, block = (pattern("reduce", variant, "H100") for variant in ("shared", "shuffle", "block"))
+    says(f"{shared:.0f}", f"{shuffle:.0f}", f"{shuffle / shared:.2f}", f"{block / shuffle:.2f}")
+
+
+def test_cost_of_a_launch():
+    launches = int(re.search(r"\bSTEPS = (\d+)", (ROOT / "learn" / "patterns" / "graph.cu").read_text())[1])
+    each = [pattern("graph", variant, gpu) / launches for variant in ("stream", "graph") for gpu in ("H200", "H100")]
+    says(launches, *(f"{us:.1f}" for us in each))
+
+
+def test_gain_of_a_transpose():
+    for gpu in ("H100", "H200"):
+        naive = pattern("transpose", "naive", gpu)
+        gains = [pattern("transpose", variant, gpu) / naive for variant in ("padded", "swizzled", "tma")]
+        assert all(5 < gain < 10 for gain in gains)
+        says(*(f"{gain:.1f}" for gain in gains))
+
+
+def test_gain_of_a_fused_softmax():
+    for gpu in ("H100", "H200"):
+        three, online, registers = (pattern("softmax", v, gpu) for v in ("three kernels", "online", "registers"))
+        assert 2 < registers / three < 3
+        says(f"{registers / three:.2f}", f"{online / three:.2f}")
+
+
+def test_cost_of_paging():
+    for file in ("nvidia-h100-80gb-hbm3.json", "nvidia-h200.json"):
+        rows = [row for row in saved(file, "paged_attn", "decode") if row["label"].endswith("page 16")]
+        longer = [row["us"] / row["peers"]["cuDNN, dense cache"]["us"] for row in rows]
+        says(f"{min(longer):.2f}", f"{max(longer):.2f}")
+    rows = saved("nvidia-h100-80gb-hbm3.json", "claims", "paging")
+    longer = [row["us"] / row["peers"]["pages of 256 in order"]["us"] for row in rows]
+    says(f"{min(longer):.3f}", f"{max(longer):.2f}")

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""docs/add_a_kernel.md adds a kernel to a copy of the tree, by the commands that it shows."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_packaging import check_flags_and_static_library
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "add_a_kernel.md"
+KERNEL = ROOT / "examples" / "add_a_kernel" / "gemm_dot.c"
+
+# which kernel serves a product of one row and N columns, by gk_explain_gemm
+WHICH = r"""
+#include "gpukern.h"
+#include <stdio.h>
+int main(void) {
+    for (int64_t n = 1; n < 3; ++n) {
+        float a[9] = {0}, b[18] = {0}, out[2];
+        gk_context ctx = GK_CONTEXT_INIT;
+        gk_gemm_args args = GK_GEMM_ARGS_INIT;
+        gk_explanation e = GK_EXPLANATION_INIT;
+        args.a = (gk_tensor){.data = a, .ndim = 2, .shape = {1, 9}, .stride = {9, 1}};
+        args.b = (gk_tensor){.data = b, .ndim = 2, .shape = {9, n}, .stride = {n, 1}};
+        args.out = (gk_tensor){.data = out, .ndim = 2, .shape = {1, n}, .stride = {n, 1}};
+        if (gk_explain_gemm(&ctx, &args, &e) != GK_OK) return puts(gk_last_error()), 1;
+        puts(e.row);
+    }
+}
+"""
+
+
+def commands():
+    """The page's shell block, line by line."""
+    (block,) = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    return block.splitlines()
+
+
+def test_the_page_shows_the_kernel_as_it_is():
+    """Every line of C in the page, but for the two dots of what it leaves out, is one of the file, in its order."""
+    for block in re.findall(r"^```c\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE):
+        shown = block.split("    ..\n")[0]
+        assert shown in KERNEL.read_text(), shown
+
+
+# Where an op of ops.def may be named beyond the files that the page lists: what serves its callers, tunes it or draws it.
+USERS = re.compile(r"torch_gpukern/(integrations|distributed|paged|tuning|nn|layout|cli)/|torch_gpukern/profiling\.py"
+                   r"|csrc/core/(prefer|plan|internal|dispatch|status)\.|csrc/c(pu|uda)/kernels\.h|torch_gpukern/_library\.py|csrc/api/gemm_prefer\.c")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "op", re.findall(r"^OP\w*\(\w+, (\w+),", (ROOT / "csrc" / "core" / "ops.def").read_text(), re.MULTILINE)
+)
+def test_the_page_lists_every_file_of_an_op(op):
+    """What csrc, ops and the package say of an op, or of its pass, stands in files that the page's table has a line for. A kernel's file may
+    serve several ops, so that of `<op>` in a path only the folder counts, and a header beside it.
+    """
+    table = PAGE.read_text().split("## An op")[1].split("\n## ")[0]
+    listed = re.findall(r"`([\w./<>]+/[\w./<>]+)`", table)
+    patterns = [
+        re.compile(
+            re.sub(r"<op>\\\.\w+", r"\\w+\\.\\w+", re.escape(x)).replace("<room>", r"\w+").replace("<family>", r"\w+")
+        )
+        for x in listed
+    ]
+    named = re.compile(rf"\bgk_(\w+_)?{op}(?![a-z])|\bGK_OP_{op.upper()}\b|\"{op}[\"_(.]")
+    found = [
+        path.relative_to(ROOT).as_posix()
+        for room in ("csrc", "ops", "torch_gpukern")
+        for path in (ROOT / room).rglob("*")
+        if path.suffix in {".c", ".h", ".def", ".cu", ".cuh", ".cpp", ".py"} and named.search(path.read_text())
+    ]
+    assert len(found) >= 6, found
+    assert [x for x in found if not USERS.search(x) and not any(p.fullmatch(x) for p in patterns)] == []
+
+
+# The machine's gcc; but an object of a kernel that this tree's own build has, newer than every source of the CPU's, is copied.
+COMPILER = """#!/bin/sh
+for argument; do
+    [ "$previous" = -o ] && object=$argument
+    previous=$argument
+done
+case $object in
+*/csrc/cpu/isa/*.o | */csrc/cpu/amx/*.o)
+    [ "{build}/$object" -nt "{newest}" ] && cp "{build}/$object" "$object" && exit
+    ;;
+esac
+exec {compiler} "$@"
+"""
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
+def test_a_copy_of_the_tree_gets_the_kernel(tmp_path):
+    """It builds, is right on every instruction set, serves calls, and obeys the laws of the rooms. It has flags that users have, too, and
+    ends as a static library (tests/build/test_packaging.py). What holds a set to its instructions is vec.h, which the new kernel is compiled
+    with in every set; the kernels that are there already come from the build of this tree."""
+    flags = "-march=native -ffast-math"
+    debug = "-DCMAKE_C_FLAGS_DEBUG=-Ofast -O0"  # the last one compiles in a tenth of the time
+    for name in ("csrc", "cmake", "tests/csrc", "examples/add_a_kernel", "tools"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("CMakeLists.txt", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    real = Path(shutil.which("gcc") or shutil.which("cc"))
+    compiler = tmp_path / "bin" / real.name
+    compiler.parent.mkdir()
+    sources = [*(x for room in ("include", "core", "formats", "cpu") for x in (ROOT / "csrc" / room).rglob("*.*"))]
+    newest = max(sources, key=lambda x: x.stat().st_mtime)
+    compiler.write_text(COMPILER.format(build=ROOT / "build", newest=newest, compiler=real))
+    compiler.chmod(0o755)
+    environment = os.environ | {
+        "CC": str(compiler),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "CMAKE_BUILD_TYPE": "Debug",
+        "CFLAGS": flags,
+        "GK_CHECK_SMALL": "1",
+    }
+
+    def run(*command):
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    run("git", "init", "--quiet")  # or git apply takes the tree around it for the one that is meant
+    said = [run(*command.split(), *([debug] if command.startswith("cmake -B") else [])) for command in commands()]
+    assert ", 0 failed" in said[4]
+    (tmp_path / "which.c").write_text(WHICH)
+    library = tmp_path / "build" / "kernel"
+    run("cc", "which.c", "-Icsrc/include", f"-L{library}", f"-Wl,-rpath,{library}", "-lgpukern", "-o", "which")
+    dot, other = run("./which").splitlines()
+    assert dot.startswith("gemm_dot_f32_") and other.startswith("gemm_skinny_f32_")
+    check_flags_and_static_library(tmp_path, library, flags, tmp_path / "installed")

@@ -1,0 +1,626 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The barrier protocol of flash_attn_fwd_sm90a.cu as a model, run as test_pipeline.py runs that of gemm_sm90a.cu: the thread
+that finds tiles, the thread that loads, and the warps of the consumer warpgroups, whose copies, products and stores end
+whenever they like.
+
+A product of a warpgroup begins to read when its first warp issues it, and is over for all its warps at once, after the
+products before it. A run fails when nothing can go on, when a stage, a row of Q or a tile's description is overwritten while
+it is read, when anything reads bytes that are not its own, or when something is under way in a block that has left. Then
+each rule is broken in turn.
+"""
+
+import itertools
+import os
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+from test_pipeline import Barrier, Sync, Wrong, arrivals, ended, interleave
+
+SCHEDULES = 30_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 3_000
+WARPS = 2  # of a warpgroup; the kernel has four
+BOXES, BOX = 2, 3  # a copy's panels, and the bytes of one; units of no meaning
+
+
+@dataclass(frozen=True)
+class Kernel:
+    warpgroups: int = 2
+    q_buffers: int = 2
+    stages: int = 2
+    ordered: bool = True
+    overlap: bool = True
+    descriptions: int = 2  # of descriptions; the kernel has four
+    broken: str = ""  # the rule that is not kept
+
+    def block(self, rng):
+        return Block(self, [Tile.any(self.warpgroups, rng) for _ in range(rng.randint(1, 4))], rng)
+
+
+@dataclass(frozen=True)
+class Tile:
+    blocks: int  # of keys
+    own: tuple  # of these, how many a warpgroup's rows see
+    ragged: bool  # the last block of V has rows that may hold NaN
+    backwards: bool  # the last block comes first (fwd_block): a warpgroup passes the blocks that it does not see before its own
+    unseen: tuple  # else, in a window: how many of the first blocks a warpgroup's rows do not see
+
+    def lead(self, group):
+        if self.backwards:
+            return self.blocks - self.own[group] if self.own[group] else 0
+        return self.unseen[group]
+
+    def ragged_step(self):
+        return 0 if self.backwards else self.blocks - 1
+
+    @staticmethod
+    def any(warpgroups, rng):
+        blocks = rng.choice((0, 1, 1, 2, 3, 4, 5))
+        own = [blocks - rng.choice((0, 0, 1, 2, 5)) for _ in range(warpgroups)]
+        own = [max(n, 0) for n in own]
+        ragged, backwards, windowed = rng.random() < 0.3, rng.random() < 0.4, rng.random() < 0.3
+        unseen = [rng.randrange(n) if n and windowed and not backwards else 0 for n in own]
+        return Tile(blocks, tuple(n - u for n, u in zip(own, unseen)), ragged, backwards, tuple(unseen))
+
+
+class Ring:
+    def __init__(self, stages, consumers):
+        self.stages = stages
+        self.full = [Barrier(1) for _ in range(stages)]
+        self.empty = [Barrier(consumers) for _ in range(stages)]
+
+    def is_full(self, step):
+        return ended(self.full[step % self.stages], step // self.stages & 1)
+
+    def is_empty(self, step):
+        return ended(self.empty[step % self.stages], step // self.stages & 1 ^ 1)
+
+    def fill(self, step, expect=0):
+        self.full[step % self.stages].arrive(expect)
+
+    def release(self, step):
+        self.empty[step % self.stages].arrive()
+
+
+class Product:
+    def __init__(self, kind, n, j, step):
+        self.kind, self.n, self.j, self.step = kind, n, j, step
+        self.issued = 0
+
+
+class Block:
+    """A block of the kernel; the names are the kernel's."""
+
+    def __init__(self, kernel, tiles, rng):
+        k = self.k = kernel
+        self.tiles, self.rng = [*tiles, None], rng
+        kinds = ("tma", "tma", "direct", "parts") if kernel.q_buffers == 2 else ("registers", "parts")
+        self.store_kind = rng.choice(kinds)
+        self.events = []  # copies, products and stores on their way
+        warps = k.warpgroups * WARPS
+
+        def counts(ring, **names):
+            return arrivals("attn/forward/fwd_loop.cuh", f"typename S::{ring})", warps=WARPS, WARPGROUPS=k.warpgroups, **names)
+
+        q_counts = k.warpgroups if k.broken == "q counts warpgroups" else counts("QRing(smem_s + S::Q_RING")
+        loaders = 0 if k.broken == "description: loader does not count" else 1
+        self.described = Ring(k.descriptions, counts("TileRing(smem_s + S::TILE_RING", LOADERS=loaders))
+        self.rings = {
+            "q": Ring(k.q_buffers, q_counts),
+            "k": Ring(k.stages, counts("KvRing(smem_s + S::K_RING")),
+            "v": Ring(k.stages, counts("KvRing(smem_s + S::V_RING")),
+        }
+        self.told = [None] * k.descriptions  # the tile that a description is of; None while it is written
+        self.held = {name: [{} for _ in range(ring.stages)] for name, ring in self.rings.items()}
+        self.reading = {name: [0] * ring.stages for name, ring in self.rings.items()}
+        self.cleared = [set() for _ in range(k.stages)]  # warps that have cleared their rows of V's tail
+        groups = range(k.warpgroups)
+        self.turns = [Sync(arrivals("attn/forward/fwd_products.cuh", "1 + warpgroup", warps=WARPS)) for _ in groups]
+        self.meetings = [Sync(arrivals("attn/forward/fwd_products.cuh", "4 + warpgroup", warps=WARPS)) for _ in groups]
+        self.products = [[] for _ in groups]  # of a warpgroup, in order
+        self.done = [0 for _ in groups]
+        self.issued = [0] * warps
+        # the block that a warp's scores, its weights and those that are an operand are of
+        self.s, self.w, self.p = [None] * warps, [None] * warps, [None] * warps
+        self.ready = [False] * warps  # s is of the tile that comes
+        self.storing = [0] * warps
+        self.alive = 2 + warps
+
+    def run(self):
+        warps = [self.consume(g, w) for g in range(self.k.warpgroups) for w in range(WARPS)]
+        interleave([self.find_tiles(), self.load_tiles(), *warps], self.events, self.rng)
+
+    def reach(self):
+        if not self.alive:
+            raise Wrong("something is under way in a block that has left")
+
+    # ---- the tile finder ----
+    def find_tiles(self):
+        for n in range(len(self.tiles)):
+            if self.k.broken != "description written without empty":
+                yield self.described.is_empty(n)
+            self.told[n % self.k.descriptions] = None
+            yield None
+            self.told[n % self.k.descriptions] = n
+            self.described.fill(n)
+            yield None
+        self.alive -= 1
+
+    def tell(self, n):
+        """Reads the description of tile n."""
+        if self.told[n % self.k.descriptions] != n:
+            raise Wrong("a description is overwritten while it is read")
+        return self.tiles[n]
+
+    # ---- the loader ----
+    def lands(self, name, step, box, what):
+        self.reach()
+        ring = self.rings[name]
+        stage = step % ring.stages
+        if self.reading[name][stage]:
+            raise Wrong(f"{name} is overwritten while it is read")
+        rows = range(self.k.warpgroups * WARPS) if name == "q" else (0,)
+        self.held[name][stage].update({(box, row): what for row in rows})
+        if name == "v":
+            self.cleared[stage].clear()
+        ring.full[stage].land(BOX)
+
+    def load(self, name, step):
+        ring = self.rings[name]
+        if self.k.broken != f"{name} loaded without empty":
+            yield ring.is_empty(step)
+        ring.fill(step, BOXES * BOX + (self.k.broken == f"{name}: too much announced"))
+        for box in range(BOXES):
+            yield None
+            self.events.append((self.lands, name, step, box, (name, step)))
+
+    def load_q(self, n):
+        t = self.tell(n)
+        if t and t.blocks:
+            yield from self.load("q", n)
+        else:
+            if self.k.broken != "no tile told without empty":
+                yield self.rings["q"].is_empty(n)
+            self.rings["q"].fill(n)
+
+    def load_tiles(self):
+        broken, ahead = self.k.broken, self.k.q_buffers == 2
+        if broken != "description not awaited":
+            yield self.described.is_full(0)
+        if ahead:
+            yield from self.load_q(0)
+        step = 0
+        for n in itertools.count():
+            if self.tell(n) is None:
+                break
+            blocks = self.tell(n).blocks
+            if ahead and broken == "next q before the tile's k":
+                yield self.described.is_full(n + 1)
+                yield from self.load_q(n + 1)
+            for j in range(blocks + 1):
+                if j < blocks:
+                    self.tell(n)
+                    yield from self.load("k", step + j)
+                if not ahead and j == 0:
+                    yield from self.load_q(n)
+                if j > 0:
+                    self.tell(n)
+                    yield from self.load("v", step + j - 1)
+                if ahead and j == min(2, blocks) and broken != "next q before the tile's k":
+                    if broken != "description not awaited":
+                        yield self.described.is_full(n + 1)
+                    yield from self.load_q(n + 1)
+            step += blocks
+            if broken != "description kept by the loader":
+                self.described.release(n)
+            if not ahead and broken != "description not awaited":
+                yield self.described.is_full(n + 1)
+        if not ahead:
+            yield from self.load_q(n)
+        self.alive -= 1
+
+    # ---- products of a warpgroup ----
+    def see(self, group, product):
+        """What a product reads must be its own, at its beginning and its end."""
+        rows = range(group * WARPS, group * WARPS + WARPS)
+        if product.kind == "scores":
+            q, k = product.n % self.k.q_buffers, product.step % self.k.stages
+            ours = all(self.held["k"][k].get((box, 0)) == ("k", product.step) for box in range(BOXES))
+            held_q = self.held["q"][q]
+            if not ours or any(held_q.get((box, row)) != ("q", product.n) for box in range(BOXES) for row in rows):
+                raise Wrong("a product reads other bytes")
+            return
+        v, t = product.step % self.k.stages, self.tiles[product.n]
+        if any(self.held["v"][v].get((box, 0)) != ("v", product.step) for box in range(BOXES)):
+            raise Wrong("a product reads other bytes")
+        if t.ragged and product.j == t.ragged_step() and not self.cleared[v].issuperset(rows):
+            raise Wrong("a product reads rows past the sequence")
+
+    def mark(self, product, count):
+        """The stages that a product reads."""
+        if product.kind == "scores":
+            self.reading["q"][product.n % self.k.q_buffers] += count
+            self.reading["k"][product.step % self.k.stages] += count
+        else:
+            self.reading["v"][product.step % self.k.stages] += count
+
+    def issue(self, group, w, kind, n, j, step):
+        me, products = group * WARPS + w, self.products[group]
+        if self.issued[me] == len(products):
+            product = Product(kind, n, j, step)
+            products.append(product)
+            self.see(group, product)
+            self.mark(product, 1)
+        product = products[self.issued[me]]
+        self.issued[me] += 1
+        product.issued += 1
+        if kind == "scores":
+            self.s[me] = None
+        elif self.p[me] != (n, j):
+            raise Wrong("a product reads other weights")
+        if product.issued == WARPS:
+            self.events.append((self.finish, group))
+
+    def finish(self, group):
+        product = self.products[group][self.done[group]]
+        self.done[group] += 1
+        self.mark(product, -1)
+        self.see(group, product)
+        rows = slice(group * WARPS, group * WARPS + WARPS)
+        if product.kind == "scores":
+            self.s[rows] = [(product.n, product.j)] * WARPS
+        elif self.p[rows] != [(product.n, product.j)] * WARPS:
+            raise Wrong("a product reads other weights")
+
+    def wait_group(self, group, w, pending):
+        me = group * WARPS + w
+        return lambda: self.done[group] >= self.issued[me] - pending
+
+    def turn_begin(self, group):
+        if self.k.ordered:
+            yield self.turns[group].arrive()
+
+    def turn_end(self, group):
+        if self.k.ordered:
+            self.turns[(group + 1) % self.k.warpgroups].arrive()
+
+    # ---- a tile of a warp ----
+    def weights(self, me, n, j):
+        self.tell(n)
+        if self.s[me] != (n, j):
+            raise Wrong("other scores are read")
+
+    def release_q(self, me, n):
+        if n is not None:
+            if self.k.broken != "q released before the store has read it":
+                yield lambda: not self.storing[me]
+            self.rings["q"].release(n)
+
+    def follows(self, n):
+        """Whether the first scores of tile n + 1 are issued behind the last values of tile n; the same for all warpgroups."""
+        now, then = self.tell(n), self.tell(n + 1)
+        alike = then and min(now.own) and min(then.own) and not (now.backwards or then.backwards or max(then.unseen))
+        ends = [own + unseen for own, unseen in zip(now.own, now.unseen)]
+        return bool(alike and self.store_kind != "parts" and now.blocks - min(ends) < self.k.stages)
+
+    def tile(self, group, w, n, step, last_q):
+        """first_block, other_blocks and last_values of the consumer."""
+        broken, overlap, t = self.k.broken, self.k.overlap, self.tell(n)
+        me, first = group * WARPS + w, t.lead(group)
+        end = first + t.own[group]
+        k, v = self.rings["k"], self.rings["v"]
+        ahead = self.k.q_buffers == 2
+        late = overlap and ahead  # weights are packed under the next scores, which are issued early too
+
+        def scores(j):
+            if broken == "q released before the last scores" and not ahead and j == end - 1:
+                yield from self.release_q(me, last_q)
+            if broken == "k released before the wait" and w == 0:
+                k.release(step + j)
+            if broken != "scores not awaited":
+                yield self.wait_group(group, w, int(overlap and j > first))
+            if broken not in ("k released before the wait", "k kept") and w == 0:
+                k.release(step + j)
+            if not ahead and j == end - 1 and broken not in ("q kept", "q released before the last scores"):
+                yield from self.release_q(me, last_q)
+
+        def release_v(j):
+            if broken not in ("v released before the wait", "v kept") and w == 0:
+                v.release(step + j)
+
+        def clear(j):
+            self.cleared[(step + j) % self.k.stages].add(me)
+            if broken != "cleared without a barrier":
+                yield self.meetings[group].arrive()
+
+        def clear_tail():
+            if t.ragged and not t.backwards and end == t.blocks:
+                yield from clear(end - 1)
+
+        if not self.ready[me]:
+            if broken != "k not awaited":
+                yield k.is_full(step + first)
+            yield from self.turn_begin(group)
+            self.issue(group, w, "scores", n, first, step + first)
+            self.turn_end(group)
+            yield from scores(first)
+        yield None
+        self.weights(me, n, first)
+        self.w[me] = n, first
+        if not late:
+            self.p[me] = self.w[me]
+        if ahead and broken != "q kept":
+            yield from self.release_q(me, last_q)
+        if t.ragged and t.backwards and first == 0:
+            yield v.is_full(step)
+            yield from clear(0)
+        for j in range(first + 1, end):
+            if broken != "k not awaited":
+                yield k.is_full(step + j)
+            yield from self.turn_begin(group)
+            self.issue(group, w, "scores", n, j, step + j)
+            if late:
+                self.p[me] = self.w[me]
+            if broken != "v not awaited":
+                yield v.is_full(step + j - 1)
+            self.issue(group, w, "values", n, j - 1, step + j - 1)
+            self.turn_end(group)
+            if broken == "v released before the wait" and w == 0:
+                v.release(step + j - 1)
+            yield from scores(j)
+            if not overlap:
+                release_v(j - 1)
+            yield None
+            self.weights(me, n, j)
+            self.w[me] = n, j
+            if not overlap or broken == "weights packed before the wait":
+                self.p[me] = self.w[me]
+            if overlap:  # a wait that is over already ends a basic block: on what this warp itself holds
+                held = self.rings["q"].is_full(n) if ahead else lambda: True
+                yield v.is_full(step + j - 1) if broken == "v awaited again" else held
+                yield self.wait_group(group, w, 0)
+                release_v(j - 1)
+                self.weights(me, n, j)  # a row may take the block again
+            if not late:
+                self.p[me] = self.w[me]
+        if late:
+            self.p[me] = self.w[me]
+        self.ready[me] = False
+        if late:
+            if broken != "next description not awaited":
+                yield self.described.is_full(n + 1)
+            self.ready[me] = self.follows(n)
+        if self.ready[me]:
+            yield from self.last_and_next(group, w, n, step, end, clear_tail, release_v)
+            return
+        if broken != "v not awaited":
+            yield v.is_full(step + end - 1)
+        yield from clear_tail()
+        yield from self.turn_begin(group)
+        self.issue(group, w, "values", n, end - 1, step + end - 1)
+        self.turn_end(group)
+        if broken == "v released before the wait" and w == 0:
+            v.release(step + end - 1)
+        yield self.wait_group(group, w, 0)
+        release_v(end - 1)
+
+    def last_and_next(self, group, w, n, step, end, clear_tail, release_v):
+        """The last values of tile n and the first scores of tile n + 1 in one turn; the store runs under the scores."""
+        broken, k, v, blocks = self.k.broken, self.rings["k"], self.rings["v"], self.tell(n).blocks
+        me, then = group * WARPS + w, step + blocks
+        if broken != "next q not awaited":
+            yield self.rings["q"].is_full(n + 1)
+        yield from self.passes(group, w, step + end, blocks - end)
+        yield v.is_full(step + end - 1)
+        yield from clear_tail()
+        yield from self.turn_begin(group)
+        self.issue(group, w, "values", n, end - 1, step + end - 1)
+        if broken != "next k not awaited":
+            yield k.is_full(then)
+        self.issue(group, w, "scores", n + 1, 0, then)
+        if broken != "next scores: no turn":
+            self.turn_end(group)
+        if broken == "v released before the wait" and w == 0:
+            v.release(step + end - 1)
+        if broken == "next k released before the wait" and w == 0:
+            k.release(then)
+        yield self.wait_group(group, w, 1)
+        release_v(end - 1)
+        yield from self.store_tile(me, n)
+        yield self.wait_group(group, w, 0)
+        if broken not in ("next k released before the wait", "next k kept") and w == 0:
+            k.release(then)
+
+    def passes(self, group, w, step, blocks):
+        """Consumer::pass. One warp releases for all: each must have seen the stage full before, or it would wait for a
+        phase that is two behind. A turn brings a warpgroup's warps together as a barrier of their own does."""
+        broken, k, v = self.k.broken, self.rings["k"], self.rings["v"]
+        late = broken == "pass: released before all warps have waited"
+
+        def waits(j):
+            if broken != "pass: no wait":
+                yield k.is_full(j)
+                yield v.is_full(j)
+
+        for j in range(step, step + blocks):
+            if not late:
+                yield from waits(j)
+            if not self.k.ordered and not late:
+                yield self.meetings[group].arrive()
+            elif broken != "pass: no turn":
+                yield from self.turn_begin(group)
+                self.turn_end(group)
+            if late:
+                yield from waits(j)
+            if w == 0 and broken != "pass: no release":
+                k.release(j)
+                v.release(j)
+
+    # ---- results ----
+    def store_reads(self, me, n):
+        self.reach()
+        stage = n % self.k.q_buffers
+        self.reading["q"][stage] -= 1
+        self.storing[me] -= 1
+        self.see_results(me, n)
+
+    def see_results(self, me, n):
+        if any(self.held["q"][n % self.k.q_buffers].get((box, me)) != ("out", n) for box in range(BOXES)):
+            raise Wrong("other results are stored")
+
+    def store_tile(self, me, n):
+        stage = n % self.k.q_buffers
+        self.tell(n)
+        yield None
+        if self.store_kind in ("parts", "registers"):
+            return
+        self.held["q"][stage].update({(box, me): ("out", n) for box in range(BOXES)})
+        yield None
+        self.tell(n)
+        if self.store_kind == "tma":
+            self.storing[me] += 1
+            self.reading["q"][stage] += 1
+            self.events.append((self.store_reads, me, n))
+        else:
+            self.see_results(me, n)
+            yield None
+            self.see_results(me, n)
+
+    def consume(self, group, w):
+        broken, q_buffers, me = self.k.broken, self.k.q_buffers, group * WARPS + w
+        if self.k.ordered and group == self.k.warpgroups - 1 and broken != "nobody has the first turn":
+            self.turns[0].arrive()
+        step = 0
+        for n in itertools.count():
+            if broken != "q not awaited":
+                yield self.rings["q"].is_full(n)
+            t = self.tell(n)
+            if t is None:
+                break
+            own, lead = t.own[group], t.lead(group)
+            last_q = n if q_buffers == 1 else n - 1 if n > 0 else None
+            if lead:
+                if q_buffers == 2 and broken != "q kept until the first block":
+                    yield from self.release_q(me, last_q)
+                    last_q = None
+                yield from self.passes(group, w, step, lead)
+            if own:
+                yield from self.tile(group, w, n, step, last_q)
+            else:
+                self.ready[me] = False
+                if broken != "q kept where no key is seen":
+                    yield from self.release_q(me, last_q)
+            if not self.ready[me]:
+                yield from self.passes(group, w, step + lead + own, t.blocks - lead - own)
+                if not own and t.blocks and broken != "no turn where no key is seen":
+                    yield from self.turn_begin(group)
+                    self.turn_end(group)
+            step += own if broken == "others' blocks not counted" else t.blocks
+            if broken == "description released before the store":
+                self.described.release(n)
+            if not self.ready[me]:
+                yield from self.store_tile(me, n)
+            if broken not in ("description released before the store", "description kept"):
+                self.described.release(n)
+        if broken != "leaves before its store is read":
+            yield lambda: not self.storing[me]
+        self.alive -= 1
+
+
+KERNELS = {
+    "two warpgroups": Kernel(),
+    "two warpgroups, one q": Kernel(q_buffers=1),
+    "three warpgroups": Kernel(warpgroups=3, overlap=False),
+    "three warpgroups, overlapped": Kernel(warpgroups=3),
+    "three warpgroups, one q": Kernel(warpgroups=3, q_buffers=1),
+    "two warpgroups, not ordered": Kernel(ordered=False),
+    "two warpgroups, one q, not ordered": Kernel(q_buffers=1, ordered=False, overlap=False),
+    "three warpgroups, four stages": Kernel(warpgroups=3, stages=4, overlap=False),
+    "two warpgroups, four descriptions": Kernel(descriptions=4),
+}
+
+
+def schedules(kernel, count, seed):
+    rng = random.Random(seed)
+    for _ in range(count):
+        kernel.block(rng).run()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_protocol_holds(name):
+    schedules(KERNELS[name], SCHEDULES // len(KERNELS), name)
+
+
+OVERWRITTEN, STUCK, OTHER, MANY = (
+    "is overwritten while",
+    "nothing can go on",
+    "reads other bytes",
+    "an arrival too many",
+)
+TOLD, WEIGHTS, SCORES, RESULTS, TAIL = "a description is", "other weights", "other scores", "other results", "rows past"
+AHEAD, ONE_Q, FREE, SERIAL = (
+    "two warpgroups",
+    "two warpgroups, one q",
+    "two warpgroups, not ordered",
+    "three warpgroups",
+)
+BROKEN = {  # kernel and rule -> what may then go wrong first
+    (AHEAD, "description written without empty"): f"{TOLD}|{STUCK}",
+    (AHEAD, "description not awaited"): TOLD,
+    (AHEAD, "description released before the store"): TOLD,
+    (AHEAD, "description kept"): STUCK,
+    (AHEAD, "description kept by the loader"): STUCK,
+    (AHEAD, "description: loader does not count"): f"{TOLD}|{MANY}|{STUCK}",
+    (AHEAD, "next q before the tile's k"): STUCK,
+    (AHEAD, "k loaded without empty"): f"k {OVERWRITTEN}|{OTHER}|{STUCK}",
+    (AHEAD, "v loaded without empty"): f"v {OVERWRITTEN}|{OTHER}|{STUCK}",
+    (AHEAD, "q loaded without empty"): f"q {OVERWRITTEN}|{OTHER}|{RESULTS}|{MANY}",
+    (AHEAD, "k: too much announced"): STUCK,
+    (AHEAD, "v: too much announced"): STUCK,
+    (AHEAD, "q: too much announced"): STUCK,
+    (AHEAD, "k not awaited"): OTHER,
+    (AHEAD, "v not awaited"): f"{OTHER}|{TAIL}",
+    (AHEAD, "q not awaited"): f"{OTHER}|{TOLD}",
+    (AHEAD, "k released before the wait"): f"k {OVERWRITTEN}",
+    (AHEAD, "v released before the wait"): f"v {OVERWRITTEN}",
+    (SERIAL, "k released before the wait"): f"k {OVERWRITTEN}",
+    (SERIAL, "v released before the wait"): f"v {OVERWRITTEN}",
+    (AHEAD, "k kept"): STUCK,
+    (AHEAD, "v kept"): STUCK,
+    (AHEAD, "q kept"): STUCK,
+    (AHEAD, "q kept where no key is seen"): STUCK,
+    (AHEAD, "q kept until the first block"): STUCK,
+    (ONE_Q, "q kept"): STUCK,
+    (AHEAD, "q counts warpgroups"): f"{MANY}|q {OVERWRITTEN}|{RESULTS}|{OTHER}|{STUCK}",
+    (AHEAD, "q released before the store has read it"): f"q {OVERWRITTEN}|{RESULTS}",
+    (ONE_Q, "q released before the last scores"): f"q {OVERWRITTEN}|{OTHER}",
+    (ONE_Q, "q kept where no key is seen"): STUCK,
+    (ONE_Q, "q loaded without empty"): f"q {OVERWRITTEN}|{OTHER}|{MANY}",
+    (AHEAD, "next description not awaited"): TOLD,
+    (AHEAD, "next q not awaited"): OTHER,
+    (AHEAD, "next k not awaited"): OTHER,
+    (AHEAD, "next k kept"): STUCK,
+    (AHEAD, "next k released before the wait"): f"k {OVERWRITTEN}",
+    (AHEAD, "next scores: no turn"): STUCK,
+    (AHEAD, "scores not awaited"): f"{SCORES}|k {OVERWRITTEN}",
+    (AHEAD, "weights packed before the wait"): WEIGHTS,
+    (FREE, "cleared without a barrier"): TAIL,
+    (AHEAD, "nobody has the first turn"): STUCK,
+    (AHEAD, "pass: no turn"): STUCK,
+    (SERIAL, "pass: no turn"): STUCK,
+    (AHEAD, "no turn where no key is seen"): STUCK,
+    (SERIAL, "no turn where no key is seen"): STUCK,
+    (AHEAD, "pass: no release"): STUCK,
+    (AHEAD, "pass: released before all warps have waited"): STUCK,
+    (FREE, "pass: released before all warps have waited"): f"{STUCK}|{SCORES}",
+    (AHEAD, "v awaited again"): STUCK,
+    (FREE, "v awaited again"): STUCK,
+    (FREE, "pass: no wait"): f"{OVERWRITTEN}|{OTHER}|{MANY}|{STUCK}",
+    (AHEAD, "others' blocks not counted"): f"{STUCK}|{OTHER}|{MANY}",
+    (AHEAD, "leaves before its store is read"): "has left",
+}
+
+
+@pytest.mark.parametrize("kernel, rule", BROKEN)
+def test_a_broken_rule_is_seen(kernel, rule):
+    with pytest.raises(Wrong, match=BROKEN[kernel, rule]):
+        schedules(replace(KERNELS[kernel], broken=rule), 4000, rule)  # some show in 1 of 300

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The barrier protocol of flash_attn_bwd_wide_sm90a.cu as a model, run as test_pipeline_attn_bwd.py runs that of the narrower kernel: two
+blocks of a pair, in each the warp that loads, the warp that sends dS to the other block, and the warps of two warpgroups, whose
+copies and products end whenever they like. That the other block has read a dS needs no barrier: it sends its own of the step after only
+when both its warpgroups are through with this one.
+
+A run fails when nothing can go on, when something is overwritten while it is read, when anything reads bytes of another step, or
+when a copy or an arrival reaches a block that has left. Then each rule is broken in turn.
+"""
+
+import os
+import random
+from dataclasses import dataclass
+
+import pytest
+from test_pipeline import Sync, Wrong, arrivals, interleave
+from test_pipeline_attn import Ring
+
+SCHEDULES = 10_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 500
+WARPS = 2  # of a warpgroup; the kernel has four
+WEIGHTS, GRADIENTS = 0, 1  # the warpgroups
+READS = {
+    "s": "q",
+    "dp": "o",
+    "dv": "o",
+    "dk": "q",
+    "dq": ("ds",),
+    "dq of peer": ("peer ds",),
+}  # a product, and what it reads
+
+
+@dataclass(frozen=True)
+class Kernel:
+    o_stages: int = 1
+    broken: str = ""  # the rule that is not kept
+
+
+class Place:
+    """A place in shared memory: the step whose bytes it holds, by part, and how many read it."""
+
+    def __init__(self, name, parts=1):
+        self.name, self.held, self.reading = name, [None] * parts, 0
+
+    def write(self, step, part=0):
+        if self.reading:
+            raise Wrong(f"{self.name} is overwritten while it is read")
+        self.held[part] = step
+
+    def read(self, step, count=0):
+        if self.held != [step] * len(self.held):
+            raise Wrong(f"{self.name} holds another step")
+        self.reading += count
+
+
+class Block:
+    def __init__(self, kernel, steps, rng, meeting):
+        self.k, self.steps, self.rng, self.meeting = kernel, steps, rng, meeting
+        self.peer, self.events, self.gone = None, None, 0
+        self.ring = Ring(2, arrivals("attn/backward/bwd_consumer.cuh", "typename S::Ring(smem_s + S::RING)"))
+        self.o_ring = Ring(kernel.o_stages, arrivals("attn/backward/bwd_consumer.cuh", "typename S::ORing(smem_s + S::O_RING)"))
+        self.peer_ring = Ring(2, 0)  # full alone
+        self.places = {
+            "q": [Place("Q") for _ in range(2)],
+            "o": [Place("dO") for _ in range(kernel.o_stages)],
+            "ds": [Place("dS", WARPS) for _ in range(2)],
+            "peer ds": [Place("dS of the other block") for _ in range(2)],
+        }
+        self.p = [Place("P") for _ in range(WARPS)]
+        self.p_ready, self.ds_ready, self.own_ds = Sync(2 * WARPS), Sync(2 * WARPS), Sync(WARPS)
+        sent = arrivals(
+            "attn/backward/bwd_producer.cuh", "BAR_SENT_DS + (n & 1)", warps=WARPS
+        )  # a warpgroup, and the warp that sends
+        self.ds_sent = [Sync(sent) for _ in range(2)]
+        self.products, self.issued, self.done = [[], []], [[0] * WARPS, [0] * WARPS], [0, 0]
+
+    def agents(self):
+        for run in (self.weights, self.gradients):
+            yield from (self.whole(run(w)) for w in range(WARPS))
+        yield self.whole(self.load())
+        yield self.whole(self.send())
+
+    def whole(self, agent):
+        """A warp, and the barrier of the cluster at its end."""
+        yield from agent
+        if self.k.broken != "left alone":
+            yield self.meeting.arrive()
+        self.gone += 1
+
+    def reached(self):
+        if self.gone == 2 * WARPS + 2:
+            raise Wrong("a block that has left is reached")
+
+    def place(self, name, n):
+        return self.places[name][n % len(self.places[name])]
+
+    # ---- copies ----
+    def lands(self, name, n, barrier):
+        self.reached()
+        self.place(name, n).write(n)
+        barrier.land(1)
+
+    def load(self):
+        for n in range(self.steps):
+            for name, ring in (("q", self.ring), ("o", self.o_ring)):
+                if self.k.broken != f"{name} loaded without empty":
+                    yield ring.is_empty(n)
+                ring.fill(n, 1)
+                self.events.append((self.lands, name, n, ring.full[n % ring.stages]))
+                yield None
+
+    def sent(self, n):
+        self.reached()
+        self.place("ds", n).reading -= 1
+        self.peer.lands("peer ds", n, self.peer.peer_ring.full[n % 2])
+
+    def send(self):
+        for n in range(self.steps):
+            if self.k.broken != "sent before it is stored":
+                yield self.ds_sent[n % 2].arrive()
+            self.peer_ring.fill(n, 1)
+            self.place("ds", n).read(n, 1)
+            self.events.append((self.sent, n))
+            yield None
+
+    # ---- products of a warpgroup, in order ----
+    def issue(self, group, w, kind, n):
+        products = self.products[group]
+        if self.issued[group][w] == len(products):
+            products.append([kind, n, 0])
+            for name in READS[kind]:
+                self.place(name, n).read(n, 1)
+        product = products[self.issued[group][w]]
+        product[2] += 1
+        if product[2] == WARPS:
+            self.events.append((self.finish, group))
+        self.issued[group][w] += 1
+
+    def finish(self, group):
+        kind, n, _ = self.products[group][self.done[group]]
+        self.done[group] += 1
+        for name in READS[kind]:
+            self.place(name, n).read(n, -1)
+
+    def wait_group(self, group, w, pending=0):
+        return lambda: self.done[group] >= self.issued[group][w] - pending
+
+    # ---- a warp of a warpgroup ----
+    def make_dq(self, group, w, n):
+        broken, signals = self.k.broken, w == 0
+        self.issue(group, w, "dq", n)
+        if group == WEIGHTS:
+            if broken != "dO released before dV":
+                yield self.wait_group(group, w, 1)
+            if signals:
+                self.o_ring.release(n)
+        if broken != "the other dS not awaited":
+            yield self.peer_ring.is_full(n)
+        self.issue(group, w, "dq of peer", n)
+        yield self.ring.is_full(min(n + 1, self.steps - 1))
+        if broken != "released before dQ":
+            yield self.wait_group(group, w)
+        if signals:
+            self.ring.release(n)
+        if broken == "released before dQ":
+            yield self.wait_group(group, w)
+
+    def weights(self, w):
+        if self.steps:
+            yield self.ring.is_full(0)
+        for n in range(self.steps):
+            self.issue(WEIGHTS, w, "s", n)
+            yield self.wait_group(WEIGHTS, w)
+            self.p[w].write(n)
+            self.p_ready.arrive()  # bar.arrive: goes on
+            if self.k.broken != "dO not awaited":
+                yield self.o_ring.is_full(n)
+            self.issue(WEIGHTS, w, "dv", n)
+            waits = self.ds_ready.arrive()
+            if self.k.broken != "dS not awaited":
+                yield waits
+            yield from self.make_dq(WEIGHTS, w, n)
+
+    def gradients(self, w):
+        if self.steps:
+            yield self.ring.is_full(0)
+        for n in range(self.steps):
+            yield self.o_ring.is_full(n)
+            self.issue(GRADIENTS, w, "dp", n)
+            yield self.wait_group(GRADIENTS, w)
+            if w == 0:
+                self.o_ring.release(n)
+            waits = self.p_ready.arrive()
+            if self.k.broken != "P not awaited":
+                yield waits
+            self.p[w].read(n, 1)
+            yield None
+            self.p[w].read(n, -1)
+            self.place("ds", n).write(n, w)
+            self.ds_sent[n % 2].arrive()  # bar.arrive, as the next
+            self.ds_ready.arrive()
+            waits = self.own_ds.arrive()
+            if self.k.broken != "own dS not awaited":
+                yield waits
+            self.issue(GRADIENTS, w, "dk", n)
+            yield from self.make_dq(GRADIENTS, w, n)
+
+
+def schedules(kernel, count, seed):
+    rng = random.Random(seed)
+    for _ in range(count):
+        steps, meeting, events = rng.randint(0, 6), Sync(2 * (2 * WARPS + 2)), []
+        pair = [Block(kernel, steps, rng, meeting) for _ in range(2)]
+        for block, other in zip(pair, pair[::-1], strict=True):
+            block.peer, block.events = other, events
+        interleave([agent for block in pair for agent in block.agents()], events, rng)
+
+
+@pytest.mark.parametrize("o_stages", [1, 2])
+def test_the_protocol_holds(o_stages):
+    schedules(Kernel(o_stages), SCHEDULES, f"{o_stages} stages")
+
+
+OVERWRITTEN, OTHER, MANY = "overwritten while", "holds another step", "an arrival too many"
+BROKEN = {  # rule -> what may then go wrong first
+    "q loaded without empty": f"{OVERWRITTEN}|{OTHER}|{MANY}",
+    "o loaded without empty": f"{OVERWRITTEN}|{OTHER}|{MANY}",
+    "sent before it is stored": f"{OTHER}|{OVERWRITTEN}|{MANY}",
+    "dO released before dV": f"{OVERWRITTEN}|{OTHER}",
+    "the other dS not awaited": f"{OTHER}|{OVERWRITTEN}",
+    "released before dQ": f"{OVERWRITTEN}|{OTHER}",
+    "dO not awaited": f"{OTHER}|{OVERWRITTEN}",
+    "dS not awaited": f"{OTHER}|{OVERWRITTEN}",
+    "own dS not awaited": f"{OTHER}|{OVERWRITTEN}",
+    "P not awaited": OTHER,
+    "left alone": "has left is reached",
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_broken_rule_is_seen(rule):
+    with pytest.raises(Wrong, match=BROKEN[rule]):
+        schedules(Kernel(broken=rule), 4000, rule)

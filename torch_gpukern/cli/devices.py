@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""python -m torch_gpukern device: what this machine's processors are, and the rates that the roofline holds kernels to.
+
+Without a GPU it says so, and shows the CPU. Rates are nominal (the vendor's data sheet, dense), derived from what the device says
+of itself, or measured: the highest of a saved run on a device of that name (benchmarks/results/, in a checkout).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._library import ops
+from .occupancy import SMS
+from .roofline import NOMINAL
+from .terminal import fields
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+FMAS = {"8.0": 64, "8.6": 128, "8.9": 128, "9.0": 128}  # float32 multiply-adds a clock of an SM: CUDA programming guide
+SIZES = {"L2": "l2_bytes", "memory": "memory_bytes"}
+
+
+def saved_peaks(name: str) -> dict[str, float]:
+    """GFLOP/s by dtype, and GB/s of reading, the highest of a saved run on a device of this name; empty where none is saved."""
+    found: dict[str, float] = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        saved = json.loads(path.read_text())
+        if not isinstance(saved, dict) or saved.get("device") != name or "benches" not in saved:
+            continue
+        for run_ in saved["benches"].values():
+            for what, rate in run_["peaks"].items():
+                if isinstance(rate, (int, float)):
+                    found[what] = max(found.get(what, 0.0), rate)
+    return found
+
+
+def gpu_facts(properties: Any, index: int) -> dict[str, Any]:
+    """What a GPU says of itself (torch.cuda.get_device_properties), and its rates. What this torch does not tell is left out."""
+    capability = f"{properties.major}.{properties.minor}"
+    sm = SMS.get(f"sm_{properties.major}{properties.minor}")
+    known = {
+        "device": f"cuda:{index}",
+        "name": properties.name,
+        "capability": capability,
+        "sms": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": getattr(properties, "L2_cache_size", None),
+        "shared_bytes_per_sm": getattr(properties, "shared_memory_per_multiprocessor", None),
+        "shared_bytes_per_block": getattr(properties, "shared_memory_per_block_optin", None),
+        "registers_per_sm": getattr(properties, "regs_per_multiprocessor", None),
+        "threads_per_sm": getattr(properties, "max_threads_per_multi_processor", None),
+        "blocks_per_sm": sm.blocks if sm else None,
+        "warp": getattr(properties, "warp_size", None),
+    }
+    clock, memory_clock, bits = (
+        getattr(properties, name, None) for name in ("clock_rate", "memory_clock_rate", "memory_bus_width")
+    )
+    if clock:
+        known["clock_ghz"] = clock / 1e6
+        if capability in FMAS:
+            known["derived_f32_gflops"] = 2.0 * FMAS[capability] * known["sms"] * clock / 1e6
+    if memory_clock and bits:
+        known["derived_read_gbs"] = 2 * memory_clock * 1e3 * bits / 8 / 1e9  # two transfers a clock
+    nominal = NOMINAL.get(properties.name)
+    if nominal:
+        known["nominal"] = {k: v if k == "read" else v * 1e3 for k, v in nominal.items()}
+        known["ridge_flops_per_byte"] = nominal["bf16"] * 1e3 / nominal["read"]
+    known["measured"] = saved_peaks(properties.name)
+    return {key: value for key, value in known.items() if value is not None}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _caches() -> dict[str, str]:
+    """Sizes of the caches that core 0 sees, as Linux writes them: {"L1 data": "48K"}."""
+    found = {}
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
+        except OSError:
+            continue
+        found[f"L{level}" + (f" {kind.lower()}" if kind != "Unified" else "")] = size
+    return found
+
+
+def cpu_facts() -> dict[str, Any]:
+    """This machine's processor, and which of its instruction sets the kernels use."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        isa = ops.cpu_isa.default()
+    except RuntimeError as error:  # GPUKERN_CPU names what this machine lacks
+        isa = str(error)
+    known = {
+        "name": _cpu_name(),
+        "cores": os.cpu_count(),
+        "cores_allowed": allowed,
+        "threads": torch.get_num_threads(),
+        "isa": isa,
+        "isas": ops.cpu_isas.default().split(","),
+        "caches": _caches(),
+    }
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        known["memory_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return known
+
+
+def facts() -> dict[str, Any]:
+    """Both, as JSON takes them."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {"cpu": cpu_facts(), "gpus": [gpu_facts(torch.cuda.get_device_properties(i), i) for i in range(count)]}
+
+
+def _rates(rates: dict[str, float]) -> str:
+    flops = [f"{dtype} {rate / 1e3:,.1f} TFLOP/s" for dtype, rate in rates.items() if dtype != "read"]
+    return ", ".join([*flops, f"reading {rates['read']:,.0f} GB/s"] if "read" in rates else flops)
+
+
+def gpu_text(known: dict[str, Any]) -> str:
+    """A GPU's facts as lines."""
+    rows = [("device", f"{known['device']}, {known['name']}, compute capability {known['capability']}")]
+    clock = f", {known['clock_ghz']:.2f} GHz at most" if "clock_ghz" in known else ""
+    rows.append(("SMs", f"{known['sms']}{clock}"))
+    of_sm = [
+        f"{known[key]:,} {what}"
+        for key, what in (
+            ("threads_per_sm", "threads"),
+            ("blocks_per_sm", "blocks"),
+            ("registers_per_sm", "registers"),
+            ("shared_bytes_per_sm", "bytes of shared memory"),
+        )
+        if key in known
+    ]
+    if of_sm:
+        rows.append(("of each SM", ", ".join(of_sm)))
+    if "shared_bytes_per_block" in known:
+        rows.append(("of a block", f"{known['shared_bytes_per_block']:,} bytes of shared memory at most"))
+    rows += [(name, f"{known[key] / 2**20:,.0f} MiB") for name, key in SIZES.items() if key in known]
+    if "derived_f32_gflops" in known:
+        rows.append(("by its clock", f"f32 {known['derived_f32_gflops'] / 1e3:,.1f} TFLOP/s without tensor cores"))
+    if "derived_read_gbs" in known:
+        rows.append(("by its memory clock", f"reading {known['derived_read_gbs']:,.0f} GB/s"))
+    if "nominal" in known:
+        rows.append(("nominal, dense", _rates(known["nominal"])))
+        rows.append(("ridge", f"{known['ridge_flops_per_byte']:.0f} FLOPs a byte in bf16"))
+    rows.append(("measured", _rates(known["measured"]) or "no saved run on a device of this name"))
+    return fields(rows)
+
+
+def cpu_text(known: dict[str, Any]) -> str:
+    rows = [
+        ("device", f"cpu, {known['name']}"),
+        (
+            "cores",
+            f"{known['cores']}, of which this process may use {known['cores_allowed']}; torch {known['threads']}",
+        ),
+        ("instruction sets", f"{known['isa']} in use, of {', '.join(known['isas'])}"),
+    ]
+    if known["caches"]:
+        rows.append(("caches", ", ".join(f"{name} {size}" for name, size in known["caches"].items())))
+    if "memory_bytes" in known:
+        rows.append(("memory", f"{known['memory_bytes'] / 2**20:,.0f} MiB"))
+    rows.append(("rates", "not nominal on a CPU: `gpukern bench` measures calls, `benchmarks/run_all.py` the ceilings"))
+    return fields(rows)
+
+
+def add_arguments(commands: argparse._SubParsersAction) -> None:
+    p = commands.add_parser("device", help="this machine's GPUs and CPU, and the rates of their rooflines")
+    p.set_defaults(run=run)
+    p.add_argument("--json", action="store_true")
+
+
+def run(args: argparse.Namespace) -> int:
+    known = facts()
+    if args.json:
+        print(json.dumps(known, indent=2))
+        return 0
+    parts = [gpu_text(gpu) for gpu in known["gpus"]] or ["no GPU that torch can use: the CPU alone"]
+    print("\n\n".join([*parts, cpu_text(known["cpu"])]))
+    return 0

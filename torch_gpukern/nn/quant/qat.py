@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""QatLinear: training for the rounding that will come (fake quantisation), with a scale that is learned.
+
+Esser et al., "Learned Step Size Quantization" (2019), arXiv:1902.08153. Of a weight w and its scale s: v = w / s, r = round(clip(v)),
+and w is taken for r s. Backward takes the rounding for the identity where nothing was clipped; so w has the gradient g there, and s
+has g (r - v), where clipped g r, divided by sqrt(weights of a scale times the largest code). The parameter is log2 of s, so that an
+optimizer's step is a share of it, however small scales are.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...ops import dequantize, linear, quantize
+from ...ops.gemm import Activation
+from ...ops.weight_gemm import spread
+from .schemes import E4M3, best_scale, ceil_div
+
+__all__ = ["QatLinear"]
+
+
+class Way(NamedTuple):
+    """How a scheme rounds weights: between low and high, to integers or e4m3; activations to `codes`, None: not at all."""
+
+    low: float
+    high: float
+    group: int | None
+    integers: bool
+    codes: torch.dtype | None
+
+
+WAYS = {
+    "w4": Way(-8, 7, 128, True, None),
+    "w8": Way(-128, 127, None, True, None),
+    "int8": Way(-128, 127, None, True, torch.int8),
+    "fp8": Way(-448, 448, None, False, E4M3),
+}
+
+
+def rounded(x: Tensor, way: Way) -> Tensor:
+    x = x.clamp(way.low, way.high)
+    return x.round() if way.integers else x.to(E4M3).to(x.dtype)
+
+
+class QatLinear(torch.nn.Linear):
+    """`torch.nn.Linear` that multiplies by its weight as it will be rounded, and by activations as they will be.
+
+    ``step`` [out_features, groups] is the scale; ``log_step``, its log2, is a parameter that learns with the weight. `Quantized.finish` makes the layer that
+    was trained for. Made by ``torch_gpukern.nn.quantize(model, "qat-w4")`` (or w8, int8, fp8).
+    """
+
+    recipe: str
+    log_step: Tensor
+    activation: Activation = "none"
+
+    def _begin(self, recipe: str, importance: Tensor | None = None) -> None:
+        self.recipe, way = recipe, WAYS[recipe]
+        ratios = [1 - 0.05 * i for i in range(11)] if recipe == "w4" else [1.0]
+        scale = best_scale(
+            self.weight.detach(),
+            importance,
+            way.group or max(1, self.in_features),
+            lambda amax: [amax.clamp_min(2.0**-100) / way.high * r for r in ratios],
+            lambda x: rounded(x, way),
+        )
+        # A group of zeros shows no scale. It starts with the mean of the others', so that its weights can leave 0.
+        zero = scale <= 2.0**-100 / way.high
+        known = ~zero & scale.isfinite()
+        some = torch.where(known, scale, 0.0).sum() / known.sum().clamp_min(1)
+        some = torch.where(some > 0, some, max(1, self.in_features) ** -0.5 / way.high)  # a weight of zeros: nn.Linear's bound
+        self.log_step = torch.nn.Parameter(torch.where(zero, some, scale).float().log2())
+
+    @property
+    def step(self) -> Tensor:
+        return torch.exp2(self.log_step.float())
+
+    def fake_weight(self) -> Tensor:
+        """The weight as it will be decoded, float32, through which gradients go."""
+        way, k = WAYS[self.recipe], self.in_features
+        group = way.group or max(1, k)
+        share = (min(group, max(1, k)) * way.high) ** -0.5  # keeps the scale's steps as large as the weight's
+        step, w = self.step, self.weight.float()
+        with torch.no_grad():
+            each = spread(step.detach(), group, k)
+            v = w / each
+            r = rounded(v, way)
+            inside = (v >= way.low) & (v <= way.high)
+            slope = torch.where(inside, r - v, r) * share
+        # The forward value is r * each, what the finished layer decodes to. The other two terms are 0 and carry the gradients. A
+        # gradient through w / each would be 0 * inf, NaN, where a weight has left its scale far behind.
+        w = torch.where(inside, w - w.detach(), 0.0)
+        return r * each + w + slope * spread(step - step.detach(), group, k)
+
+    def forward(self, input: Tensor) -> Tensor:  # named as in nn.Linear
+        x = input
+        if torch.is_autocast_enabled(x.device.type) and x.dtype is torch.float32:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        codes = WAYS[self.recipe].codes
+        if codes is not None:
+            with torch.no_grad():
+                seen = dequantize(*quantize(x, codes, "row"), dtype=x.dtype)
+            x = x + (seen - x).detach()
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return linear(x, self.fake_weight().to(x.dtype), bias, activation=self.activation)
+
+    def extra_repr(self) -> str:
+        groups = ceil_div(self.in_features, WAYS[self.recipe].group or max(1, self.in_features))
+        return f"{super().extra_repr()}, qat={self.recipe}, groups={groups}"
+
+
+def step_of(module: Any) -> Tensor:
+    return module.step.detach()

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""QuantizedLinear: what an nn.Linear becomes."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..._library import NAMESPACE, transforms_active
+from ...ops import gemm
+from ...ops.gemm import Activation
+from ...ops.wrong_types import refuse_non_tensors
+from ...pickled import as_bytes, as_codes
+from ...reference import ACTIVATIONS
+from .schemes import GROUPED, SCHEMES, Tensors, half_of
+
+__all__ = ["QuantizedLinear"]
+
+FORMAT = "gpukern-weight"  # the magic of what a state_dict holds,
+VERSION = 1  # and the version of how codes lie in it
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _product(x: Tensor, bias: Tensor | None, scheme: str, n: int, names: tuple[str, ...], *tensors: Tensor) -> Tensor:
+    with torch.no_grad():
+        return SCHEMES[scheme].product(x, dict(zip(names, tensors, strict=True)), n, bias, "none")
+
+
+def _keep(ctx: Any, inputs: tuple, output: Any = None) -> None:
+    x, bias, scheme, n, names, *tensors = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.about = scheme, n, x.shape[1], x.dtype, names, None if bias is None else bias.dtype
+
+
+def _gradients(ctx: Any, grad: Tensor):
+    scheme, n, k, dtype, names, bias_dtype = ctx.about
+    dx = dbias = None
+    if ctx.needs_input_grad[0]:
+        half = half_of(grad)
+        w = SCHEMES[scheme].decode(dict(zip(names, ctx.saved_tensors, strict=True)), n, k, half)
+        dx = gemm(grad.to(half), w, out_dtype=torch.float32 if dtype is torch.float32 else None)
+    if ctx.needs_input_grad[1]:
+        dbias = grad.sum(0, dtype=torch.float32).to(bias_dtype)
+    return (dx, dbias, None, None, None, *[None] * len(names))
+
+
+class _StraightThrough(torch.autograd.Function):
+    """A scheme's product; x has the gradient of a product with the decoded weight, as if nothing had been rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any):
+        _keep(ctx, inputs)
+        return _product(*inputs)
+
+    backward = staticmethod(once_differentiable(_gradients))
+
+
+class _Transformable(torch.autograd.Function):
+    """That in the form that torch.func asks for, which takes the host longer."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(_product)
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(_gradients)
+
+
+class QuantizedLinear(torch.nn.Module):
+    """``x @ weight.mT + bias`` with the weight in few bits. `torch_gpukern.nn.quantize` makes it of an nn.Linear; its recipe says
+    how weight and activations are rounded.
+
+    x [..., K] float32, bfloat16 or float16; the result has its dtype. Where activations stay 16 bits a float32 x is rounded to
+    bfloat16 on its way in. The gradient of x goes straight through the rounding, by the decoded weight; the weight has none.
+    ``.to(dtype)`` casts the bias alone. The state_dict has the tensors by name, and a magic and a version of how they lie:
+    another version's, and another recipe's, are refused by name.
+
+    ``weight`` decodes the weight whenever it is read, for those who look at it (merges of adapters, tests).
+    """
+
+    in_features: int
+    out_features: int
+    scheme: str
+    names: tuple[str, ...]
+    activation: Activation = "none"  # of the class, as in Linear
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        recipe: str = "w4",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.register_parameter("bias", torch.nn.Parameter(torch.zeros(out_features, **options)) if bias else None)
+        self._hold(recipe, in_features, out_features, empty_of(recipe, out_features, in_features, device))
+
+    def _hold(self, recipe: str, k: int, n: int, tensors: Tensors) -> None:
+        self.in_features, self.out_features, self.scheme, self.names = k, n, recipe, tuple(tensors)
+        for name, t in tensors.items():
+            self.register_buffer(name, t)
+
+    def order_input(self, order: Tensor) -> None:
+        """Has the layer read column order[i] of x as its column i: groups of k that were not in order (GPTQ's act-order)."""
+        self.register_buffer("input_order", order)
+
+    def _tensors(self) -> Tensors:
+        return {name: self._buffers[name] for name in self.names}  # type: ignore[misc]
+
+    @property
+    def weight(self) -> Tensor:
+        return self.decoded(half_of(next(iter(self._buffers.values()))))  # type: ignore[arg-type]
+
+    def decoded(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight [N, K] that the layer multiplies by, rounded to dtype."""
+        w = SCHEMES[self.scheme].decode(self._tensors(), self.out_features, self.in_features, dtype)
+        order = self._buffers.get("input_order")
+        return w if order is None else torch.empty_like(w).index_copy_(1, order, w)
+
+    def forward(self, input: Tensor) -> Tensor:  # named as in nn.Linear
+        x = taken("QuantizedLinear", input, self.in_features)
+        rows, order = rows_of(x), self._buffers.get("input_order")
+        if order is not None:
+            rows = rows.index_select(1, order)
+        bias, tensors = self.bias, self._tensors()
+        if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+            through = _Transformable if transforms_active() else _StraightThrough
+            out = through.apply(rows, bias, self.scheme, self.out_features, self.names, *tensors.values())
+            out = ACTIVATIONS[self.activation](out)
+        else:
+            out = SCHEMES[self.scheme].product(rows, tensors, self.out_features, bias, self.activation)
+        return out if x.dim() == 2 else out.reshape(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        bits = 8 * sum(t.numel() * t.element_size() for t in self._tensors().values())
+        each = bits / max(1, self.in_features * self.out_features)
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"recipe={self.scheme}, bits={each:.2f}"
+        )
+
+    def _apply(self, fn: Callable, recurse: bool = True):
+        """Codes and scales go where the module goes, in the dtypes that they have. One that cannot go leaves all as it was."""
+        held, moved, like = self._tensors(), {}, vars(self).get("weight_like")
+        for name, t in held.items():
+            there = fn(t)
+            moved[name] = there if there.dtype is t.dtype else t.to(there.device)
+        self._buffers.update(dict.fromkeys(self.names))
+        try:
+            super()._apply(fn, recurse)
+        except BaseException:
+            self._buffers.update(held)
+            raise
+        self._buffers.update(moved)
+        if like is not None:
+            self.weight_like = fn(like)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_buffers": as_bytes(self._buffers)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_buffers": as_codes(state["_buffers"])})
+
+    # ---- what a state_dict says of itself ----
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
+        """Groups may be of another size than the layer was made with, and columns in an order of their own. Another recipe's state is
+        refused before any of it is copied."""
+        if (state := state_dict.get(f"{prefix}_extra_state")) is not None:
+            check_state(state, self.scheme)
+        order = state_dict.get(f"{prefix}input_order")
+        self._buffers.pop("input_order", None)
+        if order is not None:
+            self.order_input(torch.empty_like(order, device=next(iter(self._tensors().values())).device))
+        for name in ("weight_scale", "weight_zero", "weight_shift"):
+            held, given = self._buffers.get(name), state_dict.get(prefix + name)
+            if held is None or given is None or held.shape == given.shape or self.scheme not in GROUPED:
+                continue
+            if held.dtype is given.dtype and given.dim() == 2 and given.shape[1] == self.out_features:
+                self._buffers[name] = torch.empty_like(given, device=held.device)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def get_extra_state(self) -> Tensor:
+        return state_of(self.scheme)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        check_state(state, self.scheme)
+
+
+def taken(layer: str, x: Tensor, k: int) -> Tensor:
+    """x [..., K] as a layer of few bits takes it: under autocast a float32 one in autocast's dtype; another is refused."""
+    refuse_non_tensors(layer, x=x)
+    if torch.is_autocast_enabled(x.device.type) and x.dtype is torch.float32:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if x.dtype not in _FLOATS:
+        raise ValueError(f"{layer}: x must be float32, bfloat16 or float16, got {str(x.dtype)[6:]}")
+    if x.shape[-1] != k:
+        raise ValueError(f"{layer}: x has {x.shape[-1]} columns, the weight has {k}; they must match")
+    return x
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """[..., K] -> [rows, K], also where K is 0."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def state_of(recipe: str) -> Tensor:
+    """What a state_dict says of a layer's recipe: a magic, a version and its name, as bytes."""
+    return torch.tensor(list(f"{FORMAT} {VERSION} {recipe}".encode()), dtype=torch.uint8)
+
+
+def check_state(state: Any, recipe: str) -> None:
+    """ValueError unless `state` is what a layer of this recipe, and of this version, wrote."""
+    text = bytes(state.tolist()).decode(errors="replace") if isinstance(state, Tensor) else repr(state)
+    magic, _, rest = text.partition(" ")
+    version, _, scheme = rest.partition(" ")
+    who = f"{NAMESPACE}: QuantizedLinear"
+    if magic != FORMAT:
+        raise ValueError(f"{who}: the state is no {FORMAT}, it begins with {magic[:24]!r}")
+    if version != str(VERSION):
+        raise ValueError(f"{who}: the state is {FORMAT} of version {version}, this gpukern reads version {VERSION}")
+    if scheme != recipe:
+        raise ValueError(f"{who}: the state is of recipe {scheme}, the layer is of {recipe}")
+
+
+def empty_of(recipe: str, n: int, k: int, device: torch.device | str | None = None) -> Tensors:
+    """A recipe's tensors, zeros."""
+    spec = SCHEMES[recipe].spec(n, k)
+    return {
+        name: torch.zeros(shape, dtype=torch.uint8 if dtype.itemsize == 1 else dtype, device=device).view(dtype)
+        for name, (shape, dtype) in spec.items()
+    }

@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The PyTorch statement of every op: what `torch_gpukern` computes, in as few lines as say it.
+
+Each function has the argument names of the op it states and is differentiable by autograd. Nothing
+here is fast, and the attention functions build the whole matrix of scores. The tests compare the
+kernels with these functions run in float64; the benchmarks and the documentation use them too.
+
+Scores, sums and softmax are float64 where the input is float64 and float32 otherwise, and results
+are rounded once. In 16-bit attention the probabilities are rounded to the input's dtype before they
+meet v, as they are in every 16-bit attention kernel, so that a reference run in 16 bits makes the
+errors that one has to expect of those bits.
+
+Batch B, heads Hq and Hkv, lengths Sq and Sk, head_dim D of q and k, Dv of v; a packed batch has T
+tokens. Strides of the results are not stated here: see `torch_gpukern.flash_attn`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..ops.attn_dropout import attn_dropout_mask
+from .attn_fp8 import decoded_attn, quantize_attn, scale_of_sequence
+from .quantised import (
+    ACTIVATIONS,
+    dequantize,
+    grouped_gemm,
+    quantize,
+    rms_norm_quantize,
+    scaled_gemm,
+    silu_mul_quantize,
+    spread,
+)
+from .rows import (
+    bias_gelu_dropout,
+    cross_entropy,
+    dropout,
+    dropout_add,
+    dropout_mask,
+    geglu,
+    layer_norm,
+    linear_cross_entropy,
+    log_softmax,
+    rms_norm,
+    rope,
+    rotated,
+    softmax,
+    swiglu,
+)
+
+__all__ = [
+    "attn_dropout_mask",
+    "attn_merge",
+    "bias_gelu_dropout",
+    "cross_entropy",
+    "dequantize",
+    "dropout",
+    "dropout_add",
+    "dropout_mask",
+    "flash_attn",
+    "flash_attn_varlen",
+    "geglu",
+    "gemm",
+    "grouped_gemm",
+    "kv_cache_write",
+    "layer_norm",
+    "linear",
+    "linear_cross_entropy",
+    "log_softmax",
+    "paged_attn",
+    "quantize",
+    "quantize_attn",
+    "rms_norm",
+    "rms_norm_quantize",
+    "rope",
+    "rope_kv_write",
+    "scaled_gemm",
+    "silu_mul_quantize",
+    "softmax",
+    "spread",
+    "swiglu",
+]
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    c: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    activation: str = "none",
+    out_dtype: torch.dtype | None = None,
+    fp32_precision: str = "ieee",
+) -> Tensor:
+    """out [..., M, N] = activation(alpha * (a [..., M, K] @ b [..., K, N]) + beta * c + bias
+    [N]).
+    """
+    acc = _accumulator(a.dtype)
+    x = alpha * (a.to(acc) @ b.to(acc))
+    if c is not None and beta != 0:  # beta = 0 does not read c, which may hold NaN
+        x = x + beta * c.to(acc)
+    if bias is not None:
+        x = x + bias.to(acc)
+    return ACTIVATIONS[activation](x).to(out_dtype or a.dtype)
+
+
+def _attend(
+    q: Tensor,  # [B, Hq, Sq, D]
+    k: Tensor,  # [B, Hkv, Sk, D]
+    v: Tensor,  # [B, Hkv, Sk, Dv]
+    position: Tensor,  # [B or 1, Sq] the key index at which each query stands: the diagonal
+    first: Tensor,  # [B or 1, Sq] the first key that each query sees
+    end: Tensor,  # [B or 1, Sq] one past the last key that it sees
+    scale: float | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,  # [Hq] or [B, Hq]
+    sinks: Tensor | None,  # [Hq]
+    kept: Tensor | None = None,  # [B, Hq, Sq, Sk] what dropout keeps
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # out [B, Hq, Sq, Dv] in q's dtype, lse [B, Hq, Sq]
+    acc = _accumulator(q.dtype)
+    key = torch.arange(k.shape[2], device=q.device)
+    sees = (first[:, :, None] <= key) & (key < end[:, :, None])  # [B or 1, Sq, Sk]
+
+    # A key that nobody sees may hold NaN; 0 * NaN would bring it back.
+    unseen = ~sees.any(dim=1)[:, None, :, None]  # [B or 1, 1, Sk, 1]
+    groups = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    k = k.to(acc).masked_fill(unseen, 0).repeat_interleave(groups, dim=1)
+    v = v.to(acc).masked_fill(unseen, 0).repeat_interleave(groups, dim=1)
+
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    s = scale * (q.to(acc) @ k.transpose(-2, -1))  # [B, Hq, Sq, Sk]
+    if softcap > 0:
+        s = softcap * torch.tanh(s / softcap)
+    if alibi_slopes is not None:
+        s = s - alibi_slopes.to(acc)[..., None, None] * (position[:, None, :, None] - key).abs()
+    s = s.masked_fill(~sees[:, None], -torch.inf)
+
+    # Softmax over the keys and the sink. A row that sees neither has total 0: its out is 0, its lse
+    # -inf.
+    peak = s.detach().amax(dim=-1) if k.shape[2] else s.new_full(s.shape[:-1], -torch.inf)
+    if sinks is not None:
+        peak = torch.maximum(peak, sinks.detach().to(acc)[:, None])
+    peak = peak.masked_fill(peak == -torch.inf, 0)
+    p = torch.exp(s - peak[..., None])
+    total = p.sum(dim=-1)
+    if sinks is not None:
+        total = total + torch.exp(sinks.to(acc)[:, None] - peak)
+    empty = total == 0
+    total = total.masked_fill(empty, 1)
+    lse = (peak + torch.log(total)).masked_fill(empty, -torch.inf)
+    p = p / total[..., None]
+    if kept is not None:
+        p = p * kept / (1 - dropout_p)
+    p = p.to(q.dtype)
+    # out of a row without keys is a constant: whatever gradient arrives for it, 0 * inf included, ends here
+    out = (p.to(acc) @ v).masked_fill(~sees.any(dim=2)[:, None, :, None], 0)
+    return out.to(q.dtype), lse
+
+
+def _window(position: Tensor, left: int, right: int, is_causal: bool, keys: int) -> tuple[Tensor, Tensor]:
+    """The keys [first, end) that a query at `position` sees, before any limit of its
+    sequence.
+    """
+    end = torch.full_like(position, keys)
+    if is_causal:
+        end = torch.minimum(end, position + 1)
+    if right >= 0:
+        end = torch.minimum(end, position + right + 1)
+    first = position - left if left >= 0 else torch.zeros_like(position)
+    return first, end
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "none") -> Tensor:
+    """activation(x @ weight.mT + bias)."""
+    return gemm(x, weight.mT, bias, activation=activation)
+
+
+def flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+    diagonal: int = 0,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kv_start: Tensor | None = None,
+    kv_end: Tensor | None = None,
+    q_start: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    v_mean: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    return_lse: bool = False,
+    kept: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out [B, Hq, Sq, Dv] = softmax(scale * q k^T + ...) v for q [B, Hq, Sq, D], k [B, Hkv, Sk, D],
+    v [B, Hkv, Sk, Dv]. kept: of the dropout, in place of what dropout_seed says. float8_e4m3fn codes are first what they stand for, in
+    float64.
+    """
+    if dropout_p > 0 and kept is None:
+        kept = attn_dropout_mask(q, k, dropout_p, dropout_seed)
+    if q.dtype is torch.float8_e4m3fn:
+        q, k, v = decoded_attn(q, k, v, q_scale, k_scale, v_scale, v_mean)
+        out_dtype = out_dtype or torch.bfloat16
+    keys = k.shape[2]
+    starts = torch.full((1,), diagonal, device=q.device) if q_start is None else q_start.long()
+    position = torch.arange(q.shape[2], device=q.device) + starts[:, None]
+    first, end = _window(position, window_left, window_right, is_causal, keys)
+    if kv_start is not None:
+        first = torch.maximum(first, kv_start.long()[:, None])
+    if kv_end is not None:
+        end = torch.minimum(end, kv_end.long()[:, None])
+    out, lse = _attend(q, k, v, position, first, end, scale, softcap, alibi_slopes, sinks, kept, dropout_p)
+    out = out.to(out_dtype or q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def flash_attn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    v_mean: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out [Tq, Hq, Dv]: flash_attn of each sequence b of a packed batch, with diagonal Sk_b - Sq_b.
+
+    q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]; sequence b owns tokens cu_seqlens[b] to
+    cu_seqlens[b + 1].
+    """
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    kept = attn_dropout_mask(q, k, dropout_p, dropout_seed) if dropout_p > 0 else None
+    outs, lses = [], []
+    for b in range(len(starts_q) - 1):
+        rows, keys = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
+        out, lse = flash_attn(
+            _as_batch(q[rows]),
+            _as_batch(k[keys]),
+            _as_batch(v[keys]),
+            is_causal=is_causal,
+            scale=scale,
+            diagonal=(keys.stop - keys.start) - (rows.stop - rows.start),
+            window_left=window_left,
+            window_right=window_right,
+            softcap=softcap,
+            alibi_slopes=_slopes_of(b, alibi_slopes),
+            sinks=sinks,
+            out_dtype=out_dtype,
+            q_scale=scale_of_sequence(q_scale, b, rows.stop - rows.start),
+            k_scale=scale_of_sequence(k_scale, b, keys.stop - keys.start),
+            v_scale=scale_of_sequence(v_scale, b, keys.stop - keys.start),
+            v_mean=v_mean if v_mean is None or v_mean.dim() == 2 else v_mean[b : b + 1],
+            dropout_p=dropout_p,
+            kept=None if kept is None else kept[None, :, rows, : keys.stop - keys.start],
+            return_lse=True,
+        )
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0].transpose(0, 1))
+    return _join(q, v, outs, lses, return_lse)
+
+
+def _as_batch(x: Tensor) -> Tensor:
+    """[T, H, D] of one sequence as [1, H, T, D]."""
+    return x.transpose(0, 1)[None]
+
+
+def _slopes_of(b: int, alibi_slopes: Tensor | None) -> Tensor | None:
+    """[Hq] of sequence b, from [Hq] or [B, Hq]."""
+    return alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[b]
+
+
+def _join(q: Tensor, v: Tensor, outs: list[Tensor], lses: list[Tensor], return_lse: bool):
+    """Packs the sequences again; tokens after the last one belong to none: out 0, lse -inf."""
+    rest = q.shape[0] - sum(x.shape[0] for x in outs)
+    dtype, wide = (outs[0].dtype, lses[0].dtype) if outs else (q.dtype, _accumulator(q.dtype))
+    outs = [*outs, q.new_zeros(rest, q.shape[1], v.shape[-1], dtype=dtype)]
+    lses = [*lses, q.new_full((rest, q.shape[1]), -torch.inf, dtype=wide)]
+    out, lse = torch.cat(outs), torch.cat(lses)
+    return (out, lse) if return_lse else out
+
+
+def paged_attn(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int = 1,
+    scale: float | None = None,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    is_causal: bool = True,
+    kv_start: Tensor | None = None,
+    window_right: int = -1,
+    allow_short: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out [T, Hq, Dv]: attention of each sequence's newest tokens over the keys that its pages
+    hold. Caches may be of 8 bits, their scales then also [num_blocks, Hkv].
+
+    q [T, Hq, D]; k_cache [num_blocks, block_size, Hkv, D], v_cache [num_blocks, block_size, Hkv,
+    Dv]; block_table [B, max_blocks]; seq_lens [B] counts the new tokens too.
+    """
+    num_blocks, block_size = k_cache.shape[:2]
+    batch, acc = seq_lens.shape[0], _accumulator(q.dtype)
+    if cu_seqlens_q is not None:
+        starts = cu_seqlens_q.tolist()
+    else:
+        starts = [b * (q.shape[0] // max(batch, 1)) for b in range(batch + 1)]
+    outs, lses = [], []
+    for b, length in enumerate(seq_lens.tolist()):
+        rows = q[starts[b] : starts[b + 1]]
+        # Entries of pages left of every window may hold anything; their keys are masked below.
+        pages = block_table[b, : -(-length // block_size)].long().clamp(0, num_blocks - 1)
+        k = _of_pages(k_cache, k_scale, pages, acc)[:length]  # [length, Hkv, D]
+        v = _of_pages(v_cache, v_scale, pages, acc)[:length]
+        position = torch.arange(rows.shape[0], device=q.device)[None] + (length - rows.shape[0])
+        first, end = _window(position, window_left, window_right, is_causal, length)
+        if not allow_short:
+            end = end.masked_fill(position < 0, 0)
+        if kv_start is not None:
+            first = first.clamp(min=int(kv_start[b]))
+        out, lse = _attend(
+            _as_batch(rows),
+            _as_batch(k),
+            _as_batch(v),
+            position,
+            first,
+            end,
+            scale,
+            softcap,
+            _slopes_of(b, alibi_slopes),
+            sinks,
+        )
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0].transpose(0, 1))
+    return _join(q, v_cache, outs, lses, return_lse)
+
+
+def _of_pages(cache: Tensor, scale: Tensor | None, pages: Tensor, acc: torch.dtype) -> Tensor:
+    """The keys or values of some pages, [tokens, Hkv, D]; scale [], [Hkv] or [num_blocks, Hkv]."""
+    x = cache[pages].to(acc)
+    if scale is not None:
+        x = x * (scale[pages][:, None] if scale.dim() == 2 else scale).to(acc)[..., None]
+    return x.flatten(0, 1)
+
+
+def kv_cache_write(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Token t of k [T, Hkv, D] and v [T, Hkv, Dv] goes to row slots[t] % block_size of page
+    slots[t] // block_size.
+    """
+    taken = slots >= 0  # a negative slot is skipped
+    page, row = slots[taken].long() // k_cache.shape[1], slots[taken].long() % k_cache.shape[1]
+    k, v = k[taken], v[taken]  # copies of both before anything is written: they may be views of the caches
+    for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        if scale is not None:
+            x = x.to(_accumulator(x.dtype)) / (scale[page] if scale.dim() == 2 else scale)[..., None]
+        if cache.dtype == torch.int8:  # NaN becomes 0
+            x = x.round().nan_to_num(0, 127, -128).clamp(-128, 127)
+        elif scale is not None or cache.element_size() == 1:
+            limit = torch.finfo(cache.dtype).max
+            x = x.clamp(-limit, limit)
+        cache[page, row] = x.to(cache.dtype)
+
+
+def attn_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """The attention over the union of two disjoint sets of keys, from out [..., Dv] and lse [...]
+    over each set.
+    """
+    acc = _accumulator(out_a.dtype)
+    lse_a, lse_b = lse_a.to(acc), lse_b.to(acc)
+    no_a, no_b = lse_a == -torch.inf, lse_b == -torch.inf
+    peak = torch.maximum(lse_a, lse_b).detach().masked_fill(no_a & no_b, 0)
+    e_a, e_b = torch.exp(lse_a - peak), torch.exp(lse_b - peak)
+    total = (e_a + e_b).masked_fill(no_a & no_b, 1)
+    lse = (peak + torch.log(total)).masked_fill(no_a & no_b, -torch.inf)
+    a = out_a.to(acc).masked_fill(no_a[..., None], 0)
+    b = out_b.to(acc).masked_fill(no_b[..., None], 0)
+    both = (e_a / total)[..., None] * a + (e_b / total)[..., None] * b
+    # A side of -inf saw no key, so the other is the answer, bit for bit.
+    out = torch.where(no_a[..., None], b, torch.where(no_b[..., None], a, both))
+    return out.to(out_a.dtype), lse
+
+
+def rope_kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """q's and k's heads by `rms_norm` where they have a weight, then by `rope`, rounded once; k and v by `kv_cache_write`."""
+    queries, keys = (
+        rotated(
+            x if weight is None else rms_norm(x.to(_accumulator(x.dtype)), weight, eps=eps),
+            cos,
+            sin,
+            positions,
+            interleaved,
+        )
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+    kv_cache_write(keys, v, k_cache, v_cache, slots, k_scale, v_scale)
+    return queries.to(q.dtype)
