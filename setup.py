@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""For tools that call setup.py, old pips among them: each command is the build that pyproject.toml names.
+"""For tools that call setup.py, old pips among them: each command is the build that pyproject.toml
+names.
 
 python setup.py bdist_wheel [-d FOLDER] | install | develop | egg_info [-e FOLDER] | --version
 """
@@ -11,19 +12,30 @@ import sys
 import tempfile
 from pathlib import Path
 
-from scikit_build_core import build  # pip install 'scikit-build-core>=1.1'; pip brings it along by itself
+# pip install 'scikit-build-core>=1.1'; pip brings it along by itself
+from scikit_build_core import build
 
 
 def install(make_wheel, more: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         wheel = Path(folder) / make_wheel(folder)
-        pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--force-reinstall"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--no-index",
+            "--no-deps",
+            "--force-reinstall",
+        ]
         subprocess.run([*pip, *more, str(wheel)], check=True)
 
 
 def metadata() -> str:
     with tempfile.TemporaryDirectory() as folder:
-        return (Path(folder) / build.prepare_metadata_for_build_wheel(folder) / "METADATA").read_text()
+        return (
+            Path(folder) / build.prepare_metadata_for_build_wheel(folder) / "METADATA"
+        ).read_text()
 
 
 def main(command: str, *options: str) -> None:
@@ -33,7 +45,8 @@ def main(command: str, *options: str) -> None:
     for name in ("--prefix", "--root", "--target"):  # of pip, which gets them
         parser.add_argument(name)
     parser.add_argument("--user", action="store_true")
-    args, _ = parser.parse_known_args(options)  # what else such tools say is of setuptools' own work
+    # what else such tools say is of setuptools' own work
+    args, _ = parser.parse_known_args(options)
     where = [f"--{name}={x}" for name in ("prefix", "root", "target") if (x := getattr(args, name))]
     where += ["--user"] if args.user else []
     if command == "bdist_wheel":
@@ -48,7 +61,9 @@ def main(command: str, *options: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "PKG-INFO").write_text(metadata())
     elif command == "--version":
-        print(next(line.split()[1] for line in metadata().splitlines() if line.startswith("Version:")))
+        print(
+            next(line.split()[1] for line in metadata().splitlines() if line.startswith("Version:"))
+        )
     else:
         sys.exit(f"setup.py has no {command}: pip install . or python -m build\n\n{__doc__}")
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What 8 bits cost attention: the table of docs/numerics.md, error of flash_attn of quantize_attn(q, k, v) against float64 of q, k, v.
+"""What 8 bits cost attention: the table of docs/numerics.md, error of flash_attn of
+quantize_attn(q, k, v) against float64 of q, k, v.
 
 python benchmarks/attn_fp8_errors.py [--keys 2048] [--head-dim 128] [--device cpu|cuda]
 """

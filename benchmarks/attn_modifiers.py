@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What windows, softcap and ALiBi cost the forward pass on a GPU: TFLOP/s of the pairs that are seen, and of the plain call's.
+"""What windows, softcap and ALiBi cost the forward pass on a GPU: TFLOP/s of the pairs that are
+seen, and of the plain call's.
 
 python benchmarks/attn_modifiers.py [--rounds 12] [--only d128]
 
-Calls alternate in an order drawn anew each round, with a pause before each, so that none inherits the clock that another left. First each call
-is held to float64 on a small problem.
+Calls alternate in an order drawn anew each round, with a pause before each, so that none inherits
+the clock that another left. First each call is held to float64 on a small problem.
 """
 
 import argparse
@@ -55,15 +56,32 @@ def errors(head_dim: int, dtype: torch.dtype, name: str) -> tuple[float, float]:
     q, k, v = (3 * q).to(dtype), k.to(dtype), (v + 0.5).to(dtype)
     rule = rules(name, 2)
     out, lse = torch.ops.gpukern.flash_attn_fwd(q, k, v, **rule)
-    exact, exact_lse = reference.flash_attn(*(x.double() for x in (q, k, v)), return_lse=True, **rule)
+    exact, exact_lse = reference.flash_attn(
+        *(x.double() for x in (q, k, v)), return_lse=True, **rule
+    )
     return (out - exact).abs().max().item(), (lse - exact_lse).abs().max().item()
 
 
-CASES = [(d, 8192, name) for d in (128, 64, 256)
-         for name in ("causal", "causal+window1024", "causal+softcap50", "causal+alibi")]  # fmt: skip
-CASES += [(128, 8192, name) for name in ("full", "full+softcap50", "full+alibi", "causal+softcap2", "causal+softcap50+alibi",
-                                         "causal+window128", "causal+window4096+softcap50")]  # fmt: skip
-CASES += [(128, seq, name) for seq in (512, 2048, 4224, 16384) for name in ("causal", "causal+window1024")]
+CASES = [
+    (d, 8192, name)
+    for d in (128, 64, 256)
+    for name in ("causal", "causal+window1024", "causal+softcap50", "causal+alibi")
+]
+CASES += [
+    (128, 8192, name)
+    for name in (
+        "full",
+        "full+softcap50",
+        "full+alibi",
+        "causal+softcap2",
+        "causal+softcap50+alibi",
+        "causal+window128",
+        "causal+window4096+softcap50",
+    )
+]
+CASES += [
+    (128, seq, name) for seq in (512, 2048, 4224, 16384) for name in ("causal", "causal+window1024")
+]
 
 
 def main() -> None:
@@ -76,11 +94,17 @@ def main() -> None:
         worst = {}
         for head_dim, _, name in cases:
             worst[head_dim, name] = errors(head_dim, dtype, name)
-        print(dtype, "worst error of out and lse", *(f"{max(e[i] for e in worst.values()):.3g}" for i in (0, 1)))
+        print(
+            dtype,
+            "worst error of out and lse",
+            *(f"{max(e[i] for e in worst.values()):.3g}" for i in (0, 1)),
+        )
     runs = []
     for head_dim, seq, name in cases:
         heads, batch = HIDDEN // head_dim, TOKENS // seq
-        q, k, v = (torch.randn(batch, heads, seq, head_dim, device="cuda").bfloat16() for _ in range(3))
+        q, k, v = (
+            torch.randn(batch, heads, seq, head_dim, device="cuda").bfloat16() for _ in range(3)
+        )
         rule = rules(name, heads)
         torch_gpukern.flash_attn(q, k, v, **rule)
         graph = torch.cuda.CUDAGraph()
@@ -96,7 +120,10 @@ def main() -> None:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record(), graph.replay(), end.record(), end.synchronize()
             times.append(begin.elapsed_time(end) * 1e3 / CALLS)
-    rates = {case: flops / statistics.median(times) / 1e6 for case, (_, flops, times, _) in zip(cases, runs)}
+    rates = {
+        case: flops / statistics.median(times) / 1e6
+        for case, (_, flops, times, _) in zip(cases, runs)
+    }
     for (head_dim, seq, name), rate in rates.items():
         plain = rates.get((head_dim, seq, name.split("+")[0]), math.nan)
         print(f"d{head_dim} {seq} {name:28} {rate:6.0f} TFLOP/s  {rate / plain:.3f} of plain")

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Functions of torch_gpukern.distributed beside one GPU, NCCL with torch.mm, and torch's own context_parallel and symmetric memory.
+"""Functions of torch_gpukern.distributed beside one GPU, NCCL with torch.mm, and torch's own
+context_parallel and symmetric memory.
 
-NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 torchrun --nproc-per-node 2 benchmarks/bench_distributed.py [--quick] [--out FILE]
+NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 torchrun --nproc-per-node 2
+benchmarks/bench_distributed.py [--quick] [--out FILE]
 
-A time is the median of some rounds, of the rank that takes longest; each round has all contestants, in an order drawn anew, the
-same on all ranks. Attention and the large products are called without the comparison of the ranks' calls (GPUKERN_DIST_CHECK=0),
-whose own cost is a line of the table; small products and decoding are replayed from CUDA graphs, peers too. Without a GPU a rank
-it shows by gloo that everything runs.
+A time is the median of some rounds, of the rank that takes longest; each round has all contestants,
+in an order drawn anew, the same on all ranks. Attention and the large products are called without
+the comparison of the ranks' calls (GPUKERN_DIST_CHECK=0), whose own cost is a line of the table;
+small products and decoding are replayed from CUDA graphs, peers too. Without a GPU a rank it shows
+by gloo that everything runs.
 """
 
 from __future__ import annotations
@@ -33,14 +36,16 @@ import torch_gpukern as gk
 from torch_gpukern import distributed as gd
 from torch_gpukern.distributed.sequence import Cut
 
-CUDA = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+CUDA = torch.cuda.is_available() and torch.cuda.device_count() >= int(
+    os.environ.get("LOCAL_WORLD_SIZE", 1)
+)
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 RATE = 1.0  # of the sizes; a CPU shows that all runs
 rows: list[dict] = []
 order = random.Random(0)
 
 
-# ---- times ------------------------------------------------------------------------------------------
+# ---- times ---------------------------------------------------------------------------------------
 
 
 def seconds(call, repeats: int) -> float:
@@ -81,7 +86,15 @@ def captured(call):
     return graph.replay
 
 
-def measure(group: str, label: str, calls: dict, *, graph: bool = False, rounds: int = 5, budget: float = 0.4) -> dict:
+def measure(
+    group: str,
+    label: str,
+    calls: dict,
+    *,
+    graph: bool = False,
+    rounds: int = 5,
+    budget: float = 0.4,
+) -> dict:
     """Times by contestant in us; a peer that does not run says why."""
     ready, failed = {}, {}
     for name, call in calls.items():
@@ -103,20 +116,23 @@ def measure(group: str, label: str, calls: dict, *, graph: bool = False, rounds:
         seconds(call, 2)  # a first call makes buffers: it would say that few repeats fit
         first[name] = seconds(call, 2)
     for _ in range(rounds):
-        for name in order.sample(list(ready), len(ready)):  # who follows whom decides whose clocks are low
+        # who follows whom decides whose clocks are low
+        for name in order.sample(list(ready), len(ready)):
             repeats = max(1, min(50, int(budget / rounds / len(ready) / first[name])))
             found[name].append(seconds(ready[name], repeats))
     us = {name: round(statistics.median(times) * 1e6, 2) for name, times in found.items()}
     row = {"group": group, "label": label, "us": us, "failed": failed}
     rows.append(row)
     if dist.get_rank() == 0:
-        print(f"{group:<22}{label:<26}" + "  ".join(f"{n} {t:.1f}" for n, t in us.items()), flush=True)
+        print(
+            f"{group:<22}{label:<26}" + "  ".join(f"{n} {t:.1f}" for n, t in us.items()), flush=True
+        )
         for name, why in failed.items():
             print(f"    {name}: {why}", flush=True)
     return row
 
 
-# ---- attention --------------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 HEADS_Q, HEADS_KV, DIM = 32, 8, 128
 
@@ -135,9 +151,15 @@ def attention(tokens_a_rank: int, device) -> None:
     ranks = dist.get_world_size()
     total = tokens_a_rank * ranks
     torch.manual_seed(0)
-    whole = [torch.randn(1, h, total, DIM, device=device, dtype=DTYPE) for h in (HEADS_Q, HEADS_KV, HEADS_KV)]
+    whole = [
+        torch.randn(1, h, total, DIM, device=device, dtype=DTYPE)
+        for h in (HEADS_Q, HEADS_KV, HEADS_KV)
+    ]
     grad = torch.randn_like(whole[0])
-    part, part_grad = [gd.shard_sequence(x, None, 2) for x in whole], gd.shard_sequence(grad, None, 2)
+    part, part_grad = (
+        [gd.shard_sequence(x, None, 2) for x in whole],
+        gd.shard_sequence(grad, None, 2),
+    )
 
     def one(q, k, v):
         return gk.flash_attn(q, k, v, is_causal=True)
@@ -147,7 +169,9 @@ def attention(tokens_a_rank: int, device) -> None:
 
     want, got = one(*whole), ours("all_gather")(*part)
     same = torch.equal(gd.shard_sequence(want, None, 2), got)
-    worst = (ours("ring")(*part).float() - gd.shard_sequence(want, None, 2).float()).abs().max().item()
+    worst = (
+        (ours("ring")(*part).float() - gd.shard_sequence(want, None, 2).float()).abs().max().item()
+    )
     cut = Cut(total, ranks, "zigzag").segments(dist.get_rank())
     runs = [part[0][:, :, at : at + end - start] for at, start, end in cut]
 
@@ -174,7 +198,8 @@ def attention(tokens_a_rank: int, device) -> None:
 
 
 def crossover(tokens_a_rank: int, heads_kv: int, device) -> None:
-    """The modes beside each other, forward and with backward: which one ``mode="auto"`` should take."""
+    """The modes beside each other, forward and with backward: which one ``mode="auto"`` should
+    take."""
     torch.manual_seed(0)
     heads = (HEADS_Q, heads_kv, heads_kv)
     part = [torch.randn(1, h, tokens_a_rank, DIM, device=device, dtype=DTYPE) for h in heads]
@@ -184,14 +209,20 @@ def crossover(tokens_a_rank: int, heads_kv: int, device) -> None:
         m: functools.partial(gd.context_parallel_attn, is_causal=True, mode=m)
         for m in ("all_gather", "ring", "ulysses")
     }
-    measure("cp modes, forward", label, {m: lambda f=f: f(*part) for m, f in modes.items()}, rounds=3, budget=0.1)
+    measure(
+        "cp modes, forward",
+        label,
+        {m: lambda f=f: f(*part) for m, f in modes.items()},
+        rounds=3,
+        budget=0.1,
+    )
     step = {m: lambda f=f: both_ways(f)(part, grad) for m, f in modes.items()}
     measure("cp modes, forward+backward", label, step, rounds=3, budget=0.2)
 
 
 def torch_peers(part, grad) -> dict:
-    """torch's context_parallel with each of its kernels; its balanced cut is that of zigzag. K and V have their own heads where
-    it takes that, else one for each of q's ("expanded").
+    """torch's context_parallel with each of its kernels; its balanced cut is that of zigzag. K and
+    V have their own heads where it takes that, else one for each of q's ("expanded").
     """
     if not CUDA:
         return {}
@@ -204,7 +235,9 @@ def torch_peers(part, grad) -> dict:
     wide = [part[0], *(x.repeat_interleave(HEADS_Q // HEADS_KV, 1) for x in part[1:])]
 
     def attend(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1]
+        )
 
     def run(given):
         return attend(*given) if grad is None else both_ways(attend)(given, grad)
@@ -213,13 +246,19 @@ def torch_peers(part, grad) -> dict:
     def around(backend):
         unused = torch.zeros(2 * dist.get_world_size(), device="cuda")
         try:
-            with sdpa_kernel(backend), context_parallel(mesh, buffers=[unused], buffer_seq_dims=[0]):
+            with (
+                sdpa_kernel(backend),
+                context_parallel(mesh, buffers=[unused], buffer_seq_dims=[0]),
+            ):
                 yield
         finally:  # an exception leaves its replacements in place
             F.scaled_dot_product_attention = usual
             DTensor._op_dispatcher._custom_op_handlers = table
 
-    backends = {"torch CP cuDNN": SDPBackend.CUDNN_ATTENTION, "torch CP flash": SDPBackend.FLASH_ATTENTION}
+    backends = {
+        "torch CP cuDNN": SDPBackend.CUDNN_ATTENTION,
+        "torch CP flash": SDPBackend.FLASH_ATTENTION,
+    }
     calls = {}
     for name, backend in backends.items():
         for more, given in (("", part), (", expanded", wide)):
@@ -237,7 +276,9 @@ def decode(keys: int, device) -> None:
     cache = [torch.randn(pages, block, HEADS_KV, DIM, device=device, dtype=DTYPE) for _ in range(2)]
     table = torch.randperm(pages, device=device).to(torch.int32)
     mine = table.tensor_split(ranks)[dist.get_rank()]
-    lens, local = (torch.tensor([n], dtype=torch.int32, device=device) for n in (keys, mine.numel() * block))
+    lens, local = (
+        torch.tensor([n], dtype=torch.int32, device=device) for n in (keys, mine.numel() * block)
+    )
     calls = {
         "one GPU": lambda: gk.paged_attn(q, *cache, table[None], lens),
         "ours": lambda: gd.context_parallel_paged_attn(q, *cache, mine[None], local),
@@ -247,11 +288,12 @@ def decode(keys: int, device) -> None:
     row["largest difference"] = worst
 
 
-# ---- products ---------------------------------------------------------------------------------------
+# ---- products ------------------------------------------------------------------------------------
 
 
 def symmetric(name: str):
-    """An op of torch's symmetric memory with the group's name last, or one that says that it is not there."""
+    """An op of torch's symmetric memory with the group's name last, or one that says that it is not
+    there."""
     return getattr(torch.ops.symm_mem, name)
 
 
@@ -283,7 +325,9 @@ def products(m: int, k: int, n: int, device) -> None:
 
     calls = {"ours": lambda: gd.gemm_reduce_scatter(a2, b2), "NCCL + mm": nccl_scatter}
     if CUDA:
-        calls["symm_mem"] = lambda: symmetric("fused_matmul_reduce_scatter")(a2, b2, "sum", 0, group)
+        calls["symm_mem"] = lambda: symmetric("fused_matmul_reduce_scatter")(
+            a2, b2, "sum", 0, group
+        )
     calls["gemm alone"] = lambda: gk.gemm(a2, b2)
     calls["mm alone"] = lambda: torch.mm(a2, b2)
     measure("gemm_reduce_scatter", name, calls)
@@ -319,36 +363,55 @@ def all_reduce(m: int, device) -> None:
 
 
 def links(device) -> None:
-    """What a GPU sends a second, by both ways that are used, and what a product reaches: the numbers of a Machine."""
+    """What a GPU sends a second, by both ways that are used, and what a product reaches: the
+    numbers of a Machine."""
     ranks, each = dist.get_world_size(), int((32 << 20) * RATE)
-    x, met = torch.randn(each, device=device, dtype=DTYPE), torch.empty(ranks * each, device=device, dtype=DTYPE)
+    x, met = (
+        torch.randn(each, device=device, dtype=DTYPE),
+        torch.empty(ranks * each, device=device, dtype=DTYPE),
+    )
     sent = x.numel() * x.element_size() * (ranks - 1)
     row = measure(
-        "links", f"{x.numel() * x.element_size() >> 20} MiB a rank",
-        {"NCCL all_gather": lambda: dist.all_gather_into_tensor(met, x), "gather_sequence": lambda: gd.gather_sequence(x, dim=0)},
-    )  # fmt: skip
+        "links",
+        f"{x.numel() * x.element_size() >> 20} MiB a rank",
+        {
+            "NCCL all_gather": lambda: dist.all_gather_into_tensor(met, x),
+            "gather_sequence": lambda: gd.gather_sequence(x, dim=0),
+        },
+    )
     row["GB/s"] = {name: round(sent / us / 1e3, 1) for name, us in row["us"].items()}
     if dist.get_rank() == 0:
         print(f"    GB/s a direction: {row['GB/s']}", flush=True)
 
 
 def training(device, trace: Path | None) -> None:
-    """The example's forms: tokens a second, bytes that a rank sends, what of the communication goes beside kernels."""
+    """The example's forms: tokens a second, bytes that a rank sends, what of the communication goes
+    beside kernels."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "distributed"))
     import train
 
     os.environ["GPUKERN_DIST_CHECK"] = "0"
     config, ranks = train.CONFIG[device.type], dist.get_world_size()
-    text = torch.randint(0, 256, (1 << 20,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    text = torch.randint(0, 256, (1 << 20,), generator=torch.Generator().manual_seed(0)).to(
+        torch.uint8
+    )
     alone = train.Form(dtype=DTYPE)
-    forms = {"one GPU": "", "data": "", "zero 3": "--zero 3", "tensor, sequence": f"--tensor {ranks} --sequence",
-             "context": f"--context {ranks} --mode all_gather", "pipeline": f"--pipeline {ranks} --microbatches 8"}  # fmt: skip
+    forms = {
+        "one GPU": "",
+        "data": "",
+        "zero 3": "--zero 3",
+        "tensor, sequence": f"--tensor {ranks} --sequence",
+        "context": f"--context {ranks} --mode all_gather",
+        "pipeline": f"--pipeline {ranks} --microbatches 8",
+    }
     for name, flags in forms.items():
         try:
             options = train.parse(["--steps", "5", "--batch", "8", *flags.split()])
             if trace and name in ("data", "tensor, sequence"):
                 options.trace = trace.with_name(f"{trace.stem}_{name.split(',')[0]}.json")
-            losses, told = train.losses_of(options, text, config, device, alone if name == "one GPU" else None)
+            losses, told = train.losses_of(
+                options, text, config, device, alone if name == "one GPU" else None
+            )
             rows.append({"group": "training", "label": name, "losses": losses, "told": told})
         except Exception as raised:
             print(f"training, {name}: {type(raised).__name__}: {raised}", flush=True)
@@ -363,7 +426,9 @@ def write(out: Path | None) -> None:
         return
     ask = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     name, driver = (
-        subprocess.run(ask, capture_output=True, text=True).stdout.splitlines()[0].split(", ") if CUDA else ("cpu", "")
+        subprocess.run(ask, capture_output=True, text=True).stdout.splitlines()[0].split(", ")
+        if CUDA
+        else ("cpu", "")
     )
     facts = {
         "device": f"{dist.get_world_size()} x {name}",
@@ -371,7 +436,8 @@ def write(out: Path | None) -> None:
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if CUDA else "",
         "date": datetime.date.today().isoformat(),
-        "command": f"torchrun --nproc-per-node {dist.get_world_size()} benchmarks/bench_distributed.py "
+        "command": f"torchrun --nproc-per-node {dist.get_world_size()} "
+        f"benchmarks/bench_distributed.py "
         + " ".join(x for x in sys.argv[1:] if x.startswith("--quick")),
         "rows": rows,
     }
@@ -380,16 +446,21 @@ def write(out: Path | None) -> None:
 
 def main() -> None:
     global RATE
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument("--out", type=Path, help="where the results are written, as JSON")
     parser.add_argument(
-        "--trace", type=Path, help="beginning of the names of timelines, Chrome traces of training steps"
+        "--trace",
+        type=Path,
+        help="beginning of the names of timelines, Chrome traces of training steps",
     )
     options = parser.parse_args()
     if "RANK" not in os.environ:
         raise SystemExit(
-            "bench_distributed: measures several ranks, which torchrun starts: torchrun --nproc-per-node 2 benchmarks/bench_distributed.py"
+            "bench_distributed: measures several ranks, which torchrun starts: torchrun "
+            "--nproc-per-node 2 benchmarks/bench_distributed.py"
         )
     os.environ["GPUKERN_DIST_CHECK"] = "0"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")
@@ -400,8 +471,13 @@ def main() -> None:
     links(device)
     parts = [functools.partial(attention, int(8192 * RATE), device)]
     for k, n in ((8192, 10240),) if options.quick else ((8192, 10240), (8192, 57344), (4096, 6144)):
-        parts.append(functools.partial(products, int(8192 * RATE), int(k * RATE), int(n * RATE), device))
-    parts += [functools.partial(all_reduce, m, device) for m in ((1, 64) if options.quick else (1, 8, 16, 64))]
+        parts.append(
+            functools.partial(products, int(8192 * RATE), int(k * RATE), int(n * RATE), device)
+        )
+    parts += [
+        functools.partial(all_reduce, m, device)
+        for m in ((1, 64) if options.quick else (1, 8, 16, 64))
+    ]
     parts.append(functools.partial(decode, int((1 << 20) * RATE), device))
     if not options.quick:
         parts.append(functools.partial(attention, int(32768 * RATE), device))

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """flash_attn beside F.scaled_dot_product_attention, forward and backward, full and causal.
 
-python benchmarks/bench_flash_attn.py [--quick] [--only forward backward call isa memory] [--rows d128 ...]
+python benchmarks/bench_flash_attn.py [--quick] [--only forward backward call isa memory] [--rows
+d128 ...]
     [--device cpu|cuda] [--compiled some|all|none]
-On CUDA the peers are SDPA's flash, cuDNN and efficient backends, FlashAttention-3 (FA3), FlashAttention-4 (FA4) and FlashInfer
-where they import, and compiled FlexAttention in the rows of --compiled. A peer's compilation does not count.
-FLOPs: 4 * batch * heads * seq_q * seq_k * head_dim, half when causal; backward 2.5 times forward.
+On CUDA the peers are SDPA's flash, cuDNN and efficient backends, FlashAttention-3 (FA3),
+FlashAttention-4 (FA4) and FlashInfer where they import, and compiled FlexAttention in the rows of
+--compiled. A peer's compilation does not count. FLOPs: 4 * batch * heads * seq_q * seq_k *
+head_dim, half when causal; backward 2.5 times forward.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def sdpa_in_float32(causal: bool):
     """Of 16-bit tensors, casts included: on a CPU without 16-bit products it is the faster way."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=causal).to(q.dtype)
+        return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=causal).to(
+            q.dtype
+        )
 
     return run
 
@@ -65,7 +69,8 @@ def forward_case(seq: int, head_dim: int, causal: bool, dtype: str, device) -> C
         dtype=dtype,
         make=lambda: make_qkv(batch, heads, seq, head_dim, torch_dtype, device),
         ours=lambda q, k, v: torch_gpukern.flash_attn(q, k, v, is_causal=causal),
-        peers={"SDPA": sdpa(causal)} | ({"SDPA in float32": sdpa_in_float32(causal)} if dtype != "f32" else {}),
+        peers={"SDPA": sdpa(causal)}
+        | ({"SDPA in float32": sdpa_in_float32(causal)} if dtype != "f32" else {}),
         reference=exact,
         compare=lambda out: out[:1],
         flops=4.0 * batch * heads * seq * seq * head_dim / (2 if causal else 1),
@@ -158,7 +163,9 @@ def memory_fact(run: Run) -> None:
     """MB of resident memory that a long forward takes beyond its tensors, in a fresh process."""
     seq = shapes.ATTN_MEMORY_LENGTH
     code = MEMORY_CHILD.format(seq=seq, threads=torch.get_num_threads())
-    child = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True)
+    child = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ, capture_output=True, text=True
+    )
     if child.returncode:
         raise SystemExit(f"flash_attn at S = {seq} failed:\n{child.stderr}")
     megabytes = float(child.stdout)
@@ -190,7 +197,8 @@ def flex_attention(causal: bool):
             from torch._functorch import config
             from torch.nn.attention import flex_attention as flex
 
-            torch._dynamo.reset()  # there is a limit to how many shapes one function is compiled for
+            # there is a limit to how many shapes one function is compiled for
+            torch._dynamo.reset()
             config.donated_buffer = False  # a backward is called many times here
             made["call"] = torch.compile(flex.flex_attention, dynamic=False)
             made["mask"] = None
@@ -235,7 +243,8 @@ def flash_attn_4(causal: bool):
 
 
 def flash_infer(causal: bool):
-    """FlashInfer's ragged prefill, on [tokens, H, D] copies that are made, as its plan is, at the first call."""
+    """FlashInfer's ragged prefill, on [tokens, H, D] copies that are made, as its plan is, at the
+    first call."""
     made = {}
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -246,7 +255,9 @@ def flash_infer(causal: bool):
             workspace = torch.empty(256 << 20, dtype=torch.uint8, device=q.device)
             made["call"] = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
             ends = seq * torch.arange(batch + 1, device=q.device, dtype=torch.int32)
-            made["call"].plan(ends, ends, heads, heads, head_dim, causal=causal, q_data_type=q.dtype)
+            made["call"].plan(
+                ends, ends, heads, heads, head_dim, causal=causal, q_data_type=q.dtype
+            )
             made["packed"] = [x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v)]
         return made["call"].run(*made["packed"]).unflatten(0, (batch, seq)).transpose(1, 2)
 
@@ -265,7 +276,8 @@ def triton_flash_attn(causal: bool):
 
 
 def other_peers(seq: int, head_dim: int, causal: bool, compiled: str) -> dict[str, Callable]:
-    """Forward passes of other projects that are here; FlexAttention, and ours in Triton, where what compiles is asked."""
+    """Forward passes of other projects that are here; FlexAttention, and ours in Triton, where what
+    compiles is asked."""
     others = {}
     if find_spec("flash_attn_interface"):
         others["FA3"] = flash_attn_3(causal)
@@ -299,7 +311,9 @@ def cuda_forward(seq: int, head_dim: int, causal: bool, compiled: str, device) -
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One head, its first queries: the float64 scores of all would not fit."""
-        return reference.flash_attn(q[:1, :1, :512].double(), *(x[:1, :1].double() for x in (k, v)), is_causal=causal)
+        return reference.flash_attn(
+            q[:1, :1, :512].double(), *(x[:1, :1].double() for x in (k, v)), is_causal=causal
+        )
 
     others = other_peers(seq, head_dim, causal, compiled)
     return Case(
@@ -319,8 +333,9 @@ def cuda_forward(seq: int, head_dim: int, causal: bool, compiled: str, device) -
 
 
 def cuda_backward(seq: int, head_dim: int, causal: bool, compiled: str, device) -> Case:
-    """Ours and FlashAttention-2 by their raw ops, since autograd cannot run inside a capture on another stream than
-    the forward's; the others through autograd, whose host time is short beside theirs from 1k on."""
+    """Ours and FlashAttention-2 by their raw ops, since autograd cannot run inside a capture on
+    another stream than the forward's; the others through autograd, whose host time is short beside
+    theirs from 1k on."""
     batch, heads = shapes.CUDA_ATTN_TOKENS // seq, shapes.CUDA_ATTN_HIDDEN // head_dim
     aten, ops = torch.ops.aten, torch.ops.gpukern
 
@@ -358,7 +373,11 @@ def cuda_backward(seq: int, head_dim: int, causal: bool, compiled: str, device) 
         out = reference.flash_attn(q, k, v, is_causal=causal)
         return torch.autograd.grad(out, (q, k, v), grad[:1, :1].double())
 
-    forwards = {name: sdpa_on(backend, causal) for name, backend in CUDA_PEERS.items() if name != "SDPA flash"}
+    forwards = {
+        name: sdpa_on(backend, causal)
+        for name, backend in CUDA_PEERS.items()
+        if name != "SDPA flash"
+    }
     forwards |= other_peers(seq, head_dim, causal, compiled)
     for name in ("FlashInfer", "Triton"):  # they have no backward
         forwards.pop(name, None)
@@ -368,7 +387,8 @@ def cuda_backward(seq: int, head_dim: int, causal: bool, compiled: str, device) 
         dtype="bf16",
         make=make,
         ours=ours,
-        peers={"SDPA flash": flash} | {name: through_autograd(forward) for name, forward in forwards.items()},
+        peers={"SDPA flash": flash}
+        | {name: through_autograd(forward) for name, forward in forwards.items()},
         reference=exact if seq <= 8192 else None,
         compare=lambda grads: tuple(g[:1, :1] for g in grads),
         flops=2.5 * 4.0 * batch * heads * seq * seq * head_dim / (2 if causal else 1),
@@ -387,14 +407,21 @@ def cuda(run: Run, device) -> None:
     if run.wants("call host time"):
         qkv = make_qkv(1, 1, 8, 8, torch.bfloat16, device)
         own = ("SDPA", lambda: F.scaled_dot_product_attention(*qkv))
-        overhead_facts(run, "flash_attn", lambda: torch_gpukern.flash_attn(*qkv), shapes.CUDA_CALL, own)
+        overhead_facts(
+            run, "flash_attn", lambda: torch_gpukern.flash_attn(*qkv), shapes.CUDA_CALL, own
+        )
     for name, lines in peers.lines_of("flash_attn").items():
         run.fact("lines of code", f"flash_attn forward, {name}", lines, "lines")
     run.finish(shapes.CUDA_ATTN_BARS)
 
 
 def own_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--compiled", choices=("some", "all", "none"), default="some", help="rows with FlexAttention")
+    parser.add_argument(
+        "--compiled",
+        choices=("some", "all", "none"),
+        default="some",
+        help="rows with FlexAttention",
+    )
 
 
 def main() -> None:
@@ -412,7 +439,9 @@ def main() -> None:
     run.add(call_case(device.device))
     if run.wants("call host time"):
         qkv = make_qkv(1, 1, 8, 8, torch.float32, device.device)
-        overhead_facts(run, "flash_attn", lambda: torch_gpukern.flash_attn(*qkv), shapes.CALL_OVER_MUL)
+        overhead_facts(
+            run, "flash_attn", lambda: torch_gpukern.flash_attn(*qkv), shapes.CALL_OVER_MUL
+        )
     if device.kind == "cpu":
         if run.wants("isa", slow=True):
             seq = shapes.ATTN_ISA_LENGTH

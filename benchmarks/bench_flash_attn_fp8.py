@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""flash_attn of float8_e4m3fn beside FlashAttention-3's where it imports, and beside our own of 16 bits on the same shape.
+"""flash_attn of float8_e4m3fn beside FlashAttention-3's where it imports, and beside our own of 16
+bits on the same shape.
 
 python benchmarks/bench_flash_attn_fp8.py [--quick] [--device cpu|cuda]
 FLOPs: 4 * batch * heads * seq_q * seq_k * head_dim, half when causal.
@@ -34,14 +35,20 @@ def of_fa3(causal: bool) -> Callable | None:
     return run
 
 
-def case(seq: int, head_dim: int, causal: bool, accumulate: str, kind: str, device: torch.device) -> Case:
+def case(
+    seq: int, head_dim: int, causal: bool, accumulate: str, kind: str, device: torch.device
+) -> Case:
     heads = shapes.CUDA_ATTN_HIDDEN // head_dim if kind == "cuda" else 4
     batch = max(1, shapes.CUDA_ATTN_TOKENS // seq) if kind == "cuda" else 1
 
     def make():
-        x = (torch.randn(batch, seq, heads, head_dim, device=device).bfloat16().transpose(1, 2) for _ in range(3))
+        x = (
+            torch.randn(batch, seq, heads, head_dim, device=device).bfloat16().transpose(1, 2)
+            for _ in range(3)
+        )
         made = torch_gpukern.quantize_attn(*x, center_v=False)
-        mean = torch.zeros(batch, heads, head_dim, device=device)  # FlashAttention-3 adds none; ours does the work
+        # FlashAttention-3 adds none; ours does the work
+        mean = torch.zeros(batch, heads, head_dim, device=device)
         return *(c.transpose(1, 2).contiguous().transpose(1, 2) for c in made[:3]), *made[3:6], mean
 
     def ours(q, k, v, q_scale, k_scale, v_scale, v_mean):
@@ -49,10 +56,17 @@ def case(seq: int, head_dim: int, causal: bool, accumulate: str, kind: str, devi
         return torch_gpukern.flash_attn(q, k, v, is_causal=causal, accumulate=accumulate, **scales)
 
     def exact(q, k, v, q_scale, k_scale, v_scale, v_mean):
-        scales = dict(q_scale=q_scale[:1], k_scale=k_scale[:1], v_scale=v_scale[:1], v_mean=v_mean[:1])
-        return reference.flash_attn(q[:1, :1], k[:1, :1], v[:1, :1], is_causal=causal, out_dtype=torch.float64, **{
-            n: s[:, :1] for n, s in scales.items()
-        })  # fmt: skip
+        scales = dict(
+            q_scale=q_scale[:1], k_scale=k_scale[:1], v_scale=v_scale[:1], v_mean=v_mean[:1]
+        )
+        return reference.flash_attn(
+            q[:1, :1],
+            k[:1, :1],
+            v[:1, :1],
+            is_causal=causal,
+            out_dtype=torch.float64,
+            **{n: s[:, :1] for n, s in scales.items()},
+        )
 
     def in_16_bits(q, k, v, *_):
         return torch_gpukern.flash_attn(q.bfloat16(), k.bfloat16(), v.bfloat16(), is_causal=causal)
@@ -78,7 +92,13 @@ def main() -> None:
     device = open_device(args.device)
     run = Run("flash_attn_fp8", args, device)
     for head_dim in (64, 128, 256):
-        sums = ("precise",) if device.kind == "cpu" else ("fast", "precise") if head_dim == 128 else ("fast",)
+        sums = (
+            ("precise",)
+            if device.kind == "cpu"
+            else ("fast", "precise")
+            if head_dim == 128
+            else ("fast",)
+        )
         for causal in (False, True):
             for seq in LENGTHS[device.kind]:
                 for accumulate in sums:

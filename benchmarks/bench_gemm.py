@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""gemm beside torch.matmul (MKL and oneDNN on the CPU, cuBLAS on CUDA) and, on CUDA in 16 bits, quack and Triton where they
-import; the lines of code of ours and of the one in Triton (peers/) stand beside.
+"""gemm beside torch.matmul (MKL and oneDNN on the CPU, cuBLAS on CUDA) and, on CUDA in 16 bits,
+quack and Triton where they import; the lines of code of ours and of the one in Triton (peers/)
+stand beside.
 
 python benchmarks/bench_gemm.py [--quick] [--only square skinny odd call isa] [--device cpu|cuda]
 python benchmarks/bench_gemm.py --device cuda [--quick] [--quack default|tuned|none]
     [--only square tall skinny layouts f16 f32 LoRA router unaligned gelu call]
 python benchmarks/bench_gemm.py [--device cpu|cuda] --random 300 --seed 7
 
-A quick run on CUDA starts no row after a minute (--budget). --rows picks rows of a group by their label: --only skinny
---rows NT. Small-M, LoRA and router products on CUDA rotate over cold operands; all others find theirs as the last call
-left them. --random measures random products instead, and says how their ratios are spread (gemm_random.py).
+A quick run on CUDA starts no row after a minute (--budget). --rows picks rows of a group by their
+label: --only skinny --rows NT. Small-M, LoRA and router products on CUDA rotate over cold operands;
+all others find theirs as the last call left them. --random measures random products instead, and
+says how their ratios are spread (gemm_random.py).
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def exact(a: Tensor, b: Tensor) -> Tensor:
     return a.double() @ b.double()
 
 
-def case(group: str, m: int, k: int, n: int, dtype: str, device: torch.device, layout: str = "NN") -> Case:
+def case(
+    group: str, m: int, k: int, n: int, dtype: str, device: torch.device, layout: str = "NN"
+) -> Case:
     label = f"{m}" if m == k == n else f"{layout} {m}x{k}x{n}"
     torch_dtype = DTYPES[dtype]
     skinny = group == "skinny"
@@ -91,11 +95,25 @@ def call_case(device: torch.device) -> Case:
 
 def sample(size: int, device: torch.device) -> Tensor:
     """At most 128 places of a dimension, both ends among them."""
-    return torch.linspace(0, size - 1, min(size, 128), device=device, dtype=torch.float64).round().long()
+    return (
+        torch.linspace(0, size - 1, min(size, 128), device=device, dtype=torch.float64)
+        .round()
+        .long()
+    )
 
 
-def cuda_case(group: str, m: int, k: int, n: int, dtype: str, device: torch.device, layout: str = "NN", **options):
-    """case() on a GPU: what moves bytes rotates over cold operands, and the float64 product is a sample of rows and columns."""
+def cuda_case(
+    group: str,
+    m: int,
+    k: int,
+    n: int,
+    dtype: str,
+    device: torch.device,
+    layout: str = "NN",
+    **options,
+):
+    """case() on a GPU: what moves bytes rotates over cold operands, and the float64 product is a
+    sample of rows and columns."""
     made = case(group, m, k, n, dtype, device, layout)
     made.rotate = group.startswith(("skinny", "LoRA", "router"))
     made.unit = "GB/s" if made.rotate else "GFLOP/s"
@@ -109,8 +127,8 @@ def cuda_case(group: str, m: int, k: int, n: int, dtype: str, device: torch.devi
 
 
 def beside_quack(made: Case, how: str) -> Case:
-    """With quack's gemm (CuTe DSL), where it imports, as a peer; its kernels are compiled, and tuned if asked, when a shape
-    first comes."""
+    """With quack's gemm (CuTe DSL), where it imports, as a peer; its kernels are compiled, and
+    tuned if asked, when a shape first comes."""
 
     def quack(a: Tensor, b: Tensor) -> Tensor:
         from quack.gemm_interface import gemm
@@ -125,7 +143,8 @@ def beside_quack(made: Case, how: str) -> Case:
 
 
 def beside_triton(made: Case) -> Case:
-    """With our own gemm in Triton (peers/triton_gemm.py), where Triton is; it is tuned when a shape first comes."""
+    """With our own gemm in Triton (peers/triton_gemm.py), where Triton is; it is tuned when a shape
+    first comes."""
 
     def theirs(a: Tensor, b: Tensor) -> Tensor:
         from peers.triton_gemm import gemm
@@ -153,8 +172,8 @@ def tf32_case(group: str, m: int, k: int, n: int, layout: str, device: torch.dev
 
 
 def fused_case(n: int, device: torch.device) -> Case:
-    """gelu(x @ w + b) of a linear layer, beside PyTorch's two and three kernels and its own fusion; cuBLAS's product
-    alone is the limit."""
+    """gelu(x @ w + b) of a linear layer, beside PyTorch's two and three kernels and its own fusion;
+    cuBLAS's product alone is the limit."""
     made = cuda_case("bias + gelu", n, n, n, "bf16", device)
     rows, columns = sample(n, device), sample(n, device)
     bias = torch.randn(n, device=device).bfloat16()
@@ -166,16 +185,18 @@ def fused_case(n: int, device: torch.device) -> Case:
     }
     made.limits = {"mm alone": torch.mm}
     made.bar = shapes.CUDA_GEMM_FUSED_BAR
-    made.reference = lambda a, b: F.gelu(exact(a[rows], b[:, columns]) + bias[columns].double(), approximate="tanh")
+    made.reference = lambda a, b: F.gelu(
+        exact(a[rows], b[:, columns]) + bias[columns].double(), approximate="tanh"
+    )
     return made
 
 
 def beside_aligned(
     label: str, odd: tuple, aligned: tuple, device: torch.device, place=lambda x: x, layout="NN"
 ) -> Case:
-    """A size or a place that suits no vector load; the limit is ours on the neighbour (both M, N, K) that does.
-    place(x) -> the same values elsewhere, of x as it is stored. Whatever one of the two has more of along K is 0, so that
-    both results agree where they overlap."""
+    """A size or a place that suits no vector load; the limit is ours on the neighbour (both M, N,
+    K) that does. place(x) -> the same values elsewhere, of x as it is stored. Whatever one of the
+    two has more of along K is 0, so that both results agree where they overlap."""
     (m, n, k), (m_al, n_al, k_al) = odd, aligned
     made = cuda_case("unaligned bf16", m, k, n, "bf16", device)
     made.label, made.rotate = label, m <= 64
@@ -192,7 +213,9 @@ def beside_aligned(
                 for x, side in zip(pair, layout, strict=True)
             ]
 
-        return *stored((a[:m, :k], b[:k, :n]), place), *stored((a[:m_al, :k_al], b[:k_al, :n_al]), lambda x: x)
+        return *stored((a[:m, :k], b[:k, :n]), place), *stored(
+            (a[:m_al, :k_al], b[:k_al, :n_al]), lambda x: x
+        )
 
     made.make = make
     made.ours = lambda a, b, *_: torch_gpukern.gemm(a, b)
@@ -222,8 +245,8 @@ def spread(x: Tensor) -> Tensor:
 
 
 def lora(run: Run, device: torch.device) -> None:
-    """The products of an adapter of rank r beside a square weight: y = (x a^T) b^T forward, what of dy reaches x, and both
-    gradients. x [tokens, width], a [r, width], b [width, r]."""
+    """The products of an adapter of rank r beside a square weight: y = (x a^T) b^T forward, what of
+    dy reaches x, and both gradients. x [tokens, width], a [r, width], b [width, r]."""
     width = shapes.CUDA_GEMM_ONE
     for tokens in shapes.CUDA_GEMM_LORA_M:
         for rank in shapes.CUDA_GEMM_LORA_RANKS:
@@ -239,10 +262,13 @@ def lora(run: Run, device: torch.device) -> None:
 
 
 def router(run: Run, device: torch.device) -> None:
-    """Scores of tokens by experts, and by a value head's one column: x [tokens, width] @ w [experts, width]^T."""
+    """Scores of tokens by experts, and by a value head's one column: x [tokens, width] @ w
+    [experts, width]^T."""
     for tokens in shapes.CUDA_GEMM_LORA_M:
         for experts in shapes.CUDA_GEMM_EXPERTS:
-            run.add(cuda_case("router", tokens, shapes.CUDA_GEMM_ONE, experts, "bf16", device, "NT"))
+            run.add(
+                cuda_case("router", tokens, shapes.CUDA_GEMM_ONE, experts, "bf16", device, "NT")
+            )
 
 
 def random_products(run: Run, device: torch.device) -> None:
@@ -256,24 +282,36 @@ def random_products(run: Run, device: torch.device) -> None:
         made.label = f"{x.layout} {x.m}x{x.k}x{x.n}"
         if run.add(made):
             options = {"fp32_precision": "tf32"} if x.dtype == "tf32" else {}
-            kernels[f"{made.label} {x.dtype}"] = torch_gpukern.explain("gemm", *made.make(), **options)["row"]
+            kernels[f"{made.label} {x.dtype}"] = torch_gpukern.explain(
+                "gemm", *made.make(), **options
+            )["row"]
     gemm_random.report(run, kernels)
 
 
 def cuda(run: Run, device: torch.device) -> None:
     one, quack = shapes.CUDA_GEMM_ONE, run.args.quack
     for n in shapes.CUDA_GEMM_SQUARE:
-        run.add(beside_triton(beside_quack(cuda_case("square bf16", n, n, n, "bf16", device), quack)))
+        run.add(
+            beside_triton(beside_quack(cuda_case("square bf16", n, n, n, "bf16", device), quack))
+        )
     for n, k in shapes.CUDA_GEMM_WEIGHTS:
         for m in shapes.CUDA_GEMM_TALL_M:
             for layout in ("NT", "NN"):
-                run.add(beside_quack(cuda_case("tall bf16", m, k, n, "bf16", device, layout), quack))
+                run.add(
+                    beside_quack(cuda_case("tall bf16", m, k, n, "bf16", device, layout), quack)
+                )
     for n, k in shapes.CUDA_GEMM_WEIGHTS:
         for m in shapes.CUDA_GEMM_SKINNY_M:
             for layout in ("NT", "NN"):
-                run.add(beside_quack(cuda_case(f"skinny {n}x{k}", m, k, n, "bf16", device, layout), quack))
+                run.add(
+                    beside_quack(
+                        cuda_case(f"skinny {n}x{k}", m, k, n, "bf16", device, layout), quack
+                    )
+                )
     for layout in ("NT", "TN", "TT"):
-        run.add(beside_quack(cuda_case("layouts bf16", one, one, one, "bf16", device, layout), quack))
+        run.add(
+            beside_quack(cuda_case("layouts bf16", one, one, one, "bf16", device, layout), quack)
+        )
     for n in shapes.CUDA_GEMM_F16:
         run.add(beside_quack(cuda_case("f16", n, n, n, "f16", device), quack))
     for layout in ("NN", "NT"):
@@ -287,10 +325,16 @@ def cuda(run: Run, device: torch.device) -> None:
         run.add(beside_aligned("x".join(map(str, odd)) + " MNK", odd, aligned, device))
     for label, place in (("row stride +1", padded), ("offset +1", shifted), ("step 2", spread)):
         run.add(beside_aligned(f"{one}, {label}", (one,) * 3, (one,) * 3, device, place))
-        run.add(beside_aligned(f"16 of {one}, {label}", (16, one, one), (16, one, one), device, place))
+        run.add(
+            beside_aligned(f"16 of {one}, {label}", (16, one, one), (16, one, one), device, place)
+        )
     for n in shapes.CUDA_GEMM_PADDED:
         for layout in ("NN", "NT"):
-            run.add(beside_aligned(f"{layout} {n}, row stride +1", (n,) * 3, (n,) * 3, device, padded, layout))
+            run.add(
+                beside_aligned(
+                    f"{layout} {n}, row stride +1", (n,) * 3, (n,) * 3, device, padded, layout
+                )
+            )
     if run.wants("call host time"):
         a, b = (torch.randn(8, 8, device=device) for _ in range(2))
         own = ("torch.mm", lambda: torch.mm(a, b))
@@ -307,7 +351,9 @@ def own_options(parser: argparse.ArgumentParser) -> None:
         default="default",
         help="its configuration; tuning takes minutes",
     )
-    parser.add_argument("--random", type=int, default=0, metavar="N", help="measure N random products instead")
+    parser.add_argument(
+        "--random", type=int, default=0, metavar="N", help="measure N random products instead"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random products")
 
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""grouped_gemm beside torch's _grouped_mm and _scaled_grouped_mm, where they run, and beside a loop of products.
+"""grouped_gemm beside torch's _grouped_mm and _scaled_grouped_mm, where they run, and beside a loop
+of products.
 
 python benchmarks/bench_grouped_gemm.py [--quick] [--device cpu|cuda]
 
-On CUDA: groups of rows as the layers of mixtures of experts have them, sizes drawn at random; the gradient of the rows (the same with
-transposed weights) and of the weights (groups of k); 8-bit floats with a scale a row, and with scales of blocks, beside our own product
-of the decoded operands in bfloat16. The loop knows on the host where groups end.
+On CUDA: groups of rows as the layers of mixtures of experts have them, sizes drawn at random; the
+gradient of the rows (the same with transposed weights) and of the weights (groups of k); 8-bit
+floats with a scale a row, and with scales of blocks, beside our own product of the decoded operands
+in bfloat16. The loop knows on the host where groups end.
 """
 
 import itertools
@@ -73,7 +75,9 @@ def loop_of_k(a, b, ends):
     return torch.stack([a[:, lo:hi] @ b[lo:hi] for _, (lo, hi) in between(ends)])
 
 
-def case(kind: str, groups: int, rows: int, n: int, k: int, even: bool, device: torch.device) -> Case:
+def case(
+    kind: str, groups: int, rows: int, n: int, k: int, even: bool, device: torch.device
+) -> Case:
     """kind: forward, grad a (weights transposed), grad b (groups of k)."""
     ends = ends_of(groups, rows, even)
     of_k = kind == "grad b"
@@ -98,22 +102,32 @@ def case(kind: str, groups: int, rows: int, n: int, k: int, even: bool, device: 
             "torch._grouped_mm": lambda a, b, offs: torch._grouped_mm(a, b, offs),
         },
         optional=["torch._grouped_mm"],
-        reference=lambda a, b, offs: by_hand((a[:COLUMNS] if of_k else a).double(), b[..., :COLUMNS].double(), ends),
+        reference=lambda a, b, offs: by_hand(
+            (a[:COLUMNS] if of_k else a).double(), b[..., :COLUMNS].double(), ends
+        ),
         compare=lambda out: out[:, :COLUMNS, :COLUMNS] if of_k else out[:, :COLUMNS],
         flops=2.0 * rows * n * k,
         bytes=2.0 * (rows * (n + k) + groups * n * k),
     )
 
 
-def case_of_8_bits(form: str, groups: int, rows: int, n: int, k: int, even: bool, device: torch.device) -> Case:
+def case_of_8_bits(
+    form: str, groups: int, rows: int, n: int, k: int, even: bool, device: torch.device
+) -> Case:
     """form: row (a scale a row of a and a column of each weight) or block (1x128 by 128x128)."""
     ends, block = ends_of(groups, rows, even), form == "block"
 
     def make():
-        a, scale_a = torch_gpukern.quantize(torch.randn(rows, k, device=device), E4M3, "1x128" if block else "row")
+        a, scale_a = torch_gpukern.quantize(
+            torch.randn(rows, k, device=device), E4M3, "1x128" if block else "row"
+        )
         w = torch.randn(groups * n, k, device=device)
         b, scale_b = torch_gpukern.quantize(w, E4M3, "128x128" if block else "row")
-        wide = [torch_gpukern.dequantize(*x, dtype=torch.bfloat16) for x in ((a, scale_a), (b, scale_b)) if block]
+        wide = [
+            torch_gpukern.dequantize(*x, dtype=torch.bfloat16)
+            for x in ((a, scale_a), (b, scale_b))
+            if block
+        ]
         if block:
             wide[1] = wide[1].unflatten(0, (groups, n)).mT
         b, scale_b = b.unflatten(0, (groups, n)).mT, scale_b.unflatten(0, (groups, -1)).mT
@@ -133,13 +147,19 @@ def case_of_8_bits(form: str, groups: int, rows: int, n: int, k: int, even: bool
         return loop(x * spread_a, y * spread_b, ends)
 
     names = ("torch._scaled_grouped_mm", "torch._scaled_grouped_mm, fast")
-    bf16 = {"ours in bf16": lambda a, b, sa, sb, offs, a16, b16: torch_gpukern.grouped_gemm(a16, b16, offs)}
+    bf16 = {
+        "ours in bf16": lambda a, b, sa, sb, offs, a16, b16: torch_gpukern.grouped_gemm(
+            a16, b16, offs
+        )
+    }
     return Case(
         group=f"e4m3 {form}",
         label=f"{groups} x {rows // groups}{'' if even else ' drawn'} {n}x{k}",
         dtype="bf16",
         make=make,
-        ours=lambda a, b, sa, sb, offs, *_: torch_gpukern.grouped_gemm(a, b, offs, scale_a=sa, scale_b=sb),
+        ours=lambda a, b, sa, sb, offs, *_: torch_gpukern.grouped_gemm(
+            a, b, offs, scale_a=sa, scale_b=sb
+        ),
         peers=bf16 if block else {name: of_torch("fast" in name) for name in names},
         optional=names,
         reference=reference,

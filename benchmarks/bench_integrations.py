@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""transformers' models with attn_implementation="gpukern" beside "sdpa", or "eager" where a model refuses that.
+"""transformers' models with attn_implementation="gpukern" beside "sdpa", or "eager" where a model
+refuses that.
 
-python benchmarks/bench_integrations.py [--device cuda|cpu] [--only llama gemma2 ...] [--json FILE] [--seconds 1.0]
-Random weights, 0.3e9 of them on CUDA in bfloat16, both in one process on the same inputs, interleaved; medians and half the
-distance between the quartiles. Prefill: 2 x 4096 tokens, no cache. Training: forward and backward of 2 x 2048 tokens.
-Left-padded: prefill of 8 sequences of 256 to 2048 tokens in 8 x 2048. Static cache: one more token for each of 8 sequences, 2048 of
-8192 places filled, launches and all, and replayed from a CUDA graph. A token's error is the largest difference of its logits from
-a float32 run of the same weights on "eager", over the largest logit of all; stated are the middle token's and the worst's, ours and
-the peer's. The worst is large where experts are chosen: rounding to bfloat16 sends a token in thirty to another one, on either side.
+python benchmarks/bench_integrations.py [--device cuda|cpu] [--only llama gemma2 ...] [--json FILE]
+[--seconds 1.0] Random weights, 0.3e9 of them on CUDA in bfloat16, both in one process on the same
+inputs, interleaved; medians and half the distance between the quartiles. Prefill: 2 x 4096 tokens,
+no cache. Training: forward and backward of 2 x 2048 tokens. Left-padded: prefill of 8 sequences of
+256 to 2048 tokens in 8 x 2048. Static cache: one more token for each of 8 sequences, 2048 of 8192
+places filled, launches and all, and replayed from a CUDA graph. A token's error is the largest
+difference of its logits from a float32 run of the same weights on "eager", over the largest logit
+of all; stated are the middle token's and the worst's, ours and the peer's. The worst is large where
+experts are chosen: rounding to bfloat16 sends a token in thirty to another one, on either side.
 
 Where transformers is not installed, carry its wheels: with pip of the same Python
-    pip download --no-deps --only-binary :all: -d .whl transformers==5.24.0 huggingface_hub==2.4.0 tokenizers==0.23.3 \\
-        safetensors==0.8.0 regex pyyaml tqdm packaging filelock fsspec typer click rich shellingham hf-xet httpx2 httpcore2 \\
-        anyio h11 idna typing-extensions truststore annotated-doc
-(25 MB in all; `--python-version 3.12 --platform manylinux2014_x86_64` for another Python), and there
+    pip download --no-deps --only-binary :all: -d .whl transformers==5.24.0 huggingface_hub==2.4.0
+        tokenizers==0.23.3 \\ safetensors==0.8.0 regex pyyaml tqdm packaging filelock fsspec typer
+        click rich shellingham hf-xet httpx2 httpcore2 \\ anyio h11 idna typing-extensions
+        truststore annotated-doc
+(25 MB in all; `--python-version 3.12 --platform manylinux2014_x86_64` for another Python), and
+there
     pip install --no-deps --no-index .whl/*.whl
 """
 
@@ -37,8 +42,24 @@ from torch_gpukern.integrations import transformers as integration
 
 import transformers  # isort: skip
 
-LARGE = {"width": 2048, "heads": 16, "heads_kv": 4, "layers": 6, "inner": 5632, "words": 32000, "window": 1024}
-SMALL = {"width": 64, "heads": 4, "heads_kv": 2, "layers": 2, "inner": 96, "words": 128, "window": 16}
+LARGE = {
+    "width": 2048,
+    "heads": 16,
+    "heads_kv": 4,
+    "layers": 6,
+    "inner": 5632,
+    "words": 32000,
+    "window": 1024,
+}
+SMALL = {
+    "width": 64,
+    "heads": 4,
+    "heads_kv": 2,
+    "layers": 2,
+    "inner": 96,
+    "words": 128,
+    "window": 16,
+}
 
 
 def families(size: dict) -> dict[str, tuple[str, str, dict]]:
@@ -56,9 +77,19 @@ def families(size: dict) -> dict[str, tuple[str, str, dict]]:
         "gpt_oss": (
             "GptOssConfig",
             "GptOssForCausalLM",
-            {**window, "layer_types": both, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": None},
+            {
+                **window,
+                "layer_types": both,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "rope_parameters": None,
+            },
         ),
-        "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        "mixtral": (
+            "MixtralConfig",
+            "MixtralForCausalLM",
+            {"num_local_experts": 4, "num_experts_per_tok": 2},
+        ),
         "deepseek_v3": (
             "DeepseekV3Config",
             "DeepseekV3ForCausalLM",
@@ -102,7 +133,11 @@ def build(name: str, size: dict, device: str, dtype: torch.dtype) -> torch.nn.Mo
     config = getattr(transformers, config_name)(**{**common, **extra})
     with torch.device(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return getattr(transformers, model_name)._from_config(config, attn_implementation="eager", dtype=dtype).eval()
+        return (
+            getattr(transformers, model_name)
+            ._from_config(config, attn_implementation="eager", dtype=dtype)
+            .eval()
+        )
 
 
 def peer_of(model: torch.nn.Module) -> str:
@@ -127,7 +162,9 @@ def time_of(call: Callable[[], object], device: str) -> float:
     return begin.elapsed_time(end)
 
 
-def interleaved(calls: dict[str, Callable[[], object]], device: str, seconds: float) -> dict[str, list[float]]:
+def interleaved(
+    calls: dict[str, Callable[[], object]], device: str, seconds: float
+) -> dict[str, list[float]]:
     for call in calls.values():
         call()
         call()
@@ -140,7 +177,8 @@ def interleaved(calls: dict[str, Callable[[], object]], device: str, seconds: fl
 
 
 def graphed(call: Callable[[], object], device: str) -> Callable[[], object]:
-    """The call as a CUDA graph, by what PyTorch asks for: a few runs on a side stream, then the capture."""
+    """The call as a CUDA graph, by what PyTorch asks for: a few runs on a side stream, then the
+    capture."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -161,15 +199,20 @@ def graphed(call: Callable[[], object], device: str) -> Callable[[], object]:
 class Bench:
     def __init__(self, device: str, seconds: float):
         self.device, self.seconds, self.rows = device, seconds, []
-        self.size, self.dtype = (LARGE, torch.bfloat16) if device == "cuda" else (SMALL, torch.float32)
+        self.size, self.dtype = (
+            (LARGE, torch.bfloat16) if device == "cuda" else (SMALL, torch.float32)
+        )
         # tokens of the prefill, of the training step and of the padded batch; the static cache
         self.tokens = (4096, 2048, 2048, 8192) if device == "cuda" else (128, 64, 64, 256)
 
     def ids(self, batch: int, length: int) -> torch.Tensor:
         return torch.randint(3, self.size["words"], (batch, length), device=self.device)
 
-    def compare(self, family: str, what: str, model, run: Callable[[torch.nn.Module], Callable], graph=False) -> None:
-        """run(model) makes a call for the implementation that the model has then; the call returns logits, or None."""
+    def compare(
+        self, family: str, what: str, model, run: Callable[[torch.nn.Module], Callable], graph=False
+    ) -> None:
+        """run(model) makes a call for the implementation that the model has then; the call returns
+        logits, or None."""
         peer = peer_of(model)
         calls, logits = {}, {}
         for name in ("gpukern", peer):
@@ -184,7 +227,10 @@ class Bench:
             exact = self.exact(model, run)
             for name, side in (("gpukern", ""), (peer, "peer_")):
                 of_tokens = (logits[name].float() - exact).abs().amax(-1) / exact.abs().max()
-                row[f"{side}error"], row[f"{side}worst"] = of_tokens.median().item(), of_tokens.max().item()
+                row[f"{side}error"], row[f"{side}worst"] = (
+                    of_tokens.median().item(),
+                    of_tokens.max().item(),
+                )
             del exact
         del logits
         found = interleaved(calls, self.device, self.seconds)
@@ -193,9 +239,14 @@ class Bench:
             row[key], row[key.replace("_ms", "_spread")] = middle, (high - low) / 2
         row["ratio"] = row["peer_ms"] / row["ours_ms"]
         self.rows.append(row)
-        errors = "{error:.1e} {worst:.1e} ({peer_error:.1e} {peer_worst:.1e})".format(**row) if "error" in row else ""
+        errors = (
+            "{error:.1e} {worst:.1e} ({peer_error:.1e} {peer_worst:.1e})".format(**row)
+            if "error" in row
+            else ""
+        )
         print(
-            f"{family:12} {what:28} {row['ours_ms']:9.2f} +- {row['ours_spread']:<6.2f} {peer:6} {row['peer_ms']:9.2f} "
+            f"{family:12} {what:28} {row['ours_ms']:9.2f} +- {row['ours_spread']:<6.2f} {peer:6} "
+            f"{row['peer_ms']:9.2f} "
             f"+- {row['peer_spread']:<6.2f} {row['ratio']:6.2f}  {errors}",
             flush=True,
         )
@@ -245,7 +296,10 @@ class Bench:
 
     def padded(self, family: str, model) -> None:
         length = self.tokens[2]
-        ids, real = self.ids(8, length), torch.linspace(length // 8, length, 8).long().to(self.device)
+        ids, real = (
+            self.ids(8, length),
+            torch.linspace(length // 8, length, 8).long().to(self.device),
+        )
         mask = (torch.arange(length, device=self.device) >= length - real[:, None]).long()
 
         def run(model):
@@ -272,7 +326,9 @@ class Bench:
                 for layer in cache.layers:  # the same place again: the cache stays a quarter full
                     layer.cumulative_length.fill_(places // 4)
                 with torch.no_grad():
-                    return model(token, past_key_values=cache, position_ids=at, logits_to_keep=1).logits
+                    return model(
+                        token, past_key_values=cache, position_ids=at, logits_to_keep=1
+                    ).logits
 
             return call
 
@@ -282,16 +338,28 @@ class Bench:
 
 def command_line(args: argparse.Namespace) -> str:
     """What to type for these rows again; where they went is nobody's concern."""
-    words = ["python benchmarks/bench_integrations.py", "--device", args.device, "--seconds", f"{args.seconds:g}"]
+    words = [
+        "python benchmarks/bench_integrations.py",
+        "--device",
+        args.device,
+        "--seconds",
+        f"{args.seconds:g}",
+    ]
     return " ".join(words + (["--only", *args.only] if args.only != list(families(SMALL)) else []))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", nargs="+", choices=list(families(SMALL)), default=list(families(SMALL)))
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=list(families(SMALL)), default=list(families(SMALL))
+    )
     parser.add_argument("--seconds", type=float, default=1.0, help="for each row")
-    parser.add_argument("--json", type=Path, help="where the rows go, each as soon as it is measured")
+    parser.add_argument(
+        "--json", type=Path, help="where the rows go, each as soon as it is measured"
+    )
     args = parser.parse_args()
     integration.register()
     bench = Bench(args.device, args.seconds)
@@ -305,14 +373,18 @@ def main() -> None:
         "dtype": str(bench.dtype).removeprefix("torch."),
     }
     print(
-        "; ".join(stamp.values()) + "; ms; ratio > 1: ours is faster; error of the middle and the worst token (peer's)"
+        "; ".join(stamp.values())
+        + "; ms; ratio > 1: ours is faster; error of the middle and the worst token (peer's)"
     )
     started = time.perf_counter()
     for family in args.only:
         model = build(family, bench.size, args.device, bench.dtype)
         steps = {"prefill": bench.prefill, "training step": bench.training}
         if family == "llama":
-            steps |= {"left-padded": bench.padded, "decode": lambda f, m: bench.static(f, m, graph=False)}
+            steps |= {
+                "left-padded": bench.padded,
+                "decode": lambda f, m: bench.static(f, m, graph=False),
+            }
             if args.device == "cuda":
                 steps["decode, graph"] = lambda f, m: bench.static(f, m, graph=True)
         for name, step in steps.items():
@@ -323,10 +395,13 @@ def main() -> None:
                 words = str(error).splitlines()[0][:200]
                 print(f"{family:12} {name:28} failed: {type(error).__name__}: {words}", flush=True)
             if args.json:
-                args.json.write_text(json.dumps({**stamp, "rows": rounded(bench.rows)}, indent=1) + "\n")
+                args.json.write_text(
+                    json.dumps({**stamp, "rows": rounded(bench.rows)}, indent=1) + "\n"
+                )
         del model
         if args.device == "cuda":
-            torch.cuda.empty_cache()  # raises where a kernel has failed: nothing measured after it would count
+            # raises where a kernel has failed: nothing measured after it would count
+            torch.cuda.empty_cache()
     print(f"{time.perf_counter() - started:.0f} s")
 
 

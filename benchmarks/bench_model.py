@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The demo's model on our ops beside the same on PyTorch's built-ins: a gradient step, and a step of decoding.
+"""The demo's model on our ops beside the same on PyTorch's built-ins: a gradient step, and a step
+of decoding.
 
-python benchmarks/bench_model.py [--quick] [--only gradient decode vocabulary large lora] [--rows eager compiled] [--layers 22]
-    [--device cpu|cuda]
-Gradient step: forward, loss and backward under bf16 autocast, eager and compiled; the optimizer, which is the
+python benchmarks/bench_model.py [--quick] [--only gradient decode vocabulary large lora] [--rows
+    eager compiled] [--layers 22] [--device cpu|cuda]
+Gradient step: forward, loss and backward under bf16 autocast, eager and compiled; the optimizer,
+which is the
 same on both sides, is left out. FLOPs: 6 per weight and token, and attention's.
-Decode: a token each of sequences of half to all of the context, bf16 weights; ours keeps keys and values in pages,
-the built-ins in a padded row per sequence and a mask. GB/s of weights, and of the keys and values that are seen.
-On the CPU the built-ins are measured in float32, too.
-On CUDA either is called, launches and all, and run as CUDA graphs: the whole eager step captured by hand, the compiled
-one through mode="reduce-overhead"; and the gradient step once more with our gemm between PyTorch's attention.
-Vocabulary: a gradient step of a model with many outputs, 131072 on CUDA, ours by linear_cross_entropy, the built-ins by cross_entropy
-of logits and, eager, where torch has it, by its own linear_cross_entropy; on CUDA with the memory of a step at its peak.
-Large, on CUDA alone: a model of 1.0e9 weights, heads of 128: prefill of 8192 and of 32768 tokens, and a gradient step of 4 x 2048.
-Lora, on CUDA alone: the same model's bf16 weights frozen, adapters of rank 16 or 64 on every projection: forward, loss and the
-adapters' gradients.
-What is compiled is compiled once a contestant and row, in time that grows with the layers; --layers takes fewer of the 22 (of the
-8 of vocabulary), and --rows one row: python benchmarks/bench_model.py --device cuda --quick --layers 6 --only large lora
+Decode: a token each of sequences of half to all of the context, bf16 weights; ours keeps keys and
+values in pages, the built-ins in a padded row per sequence and a mask. GB/s of weights, and of the
+keys and values that are seen. On the CPU the built-ins are measured in float32, too.
+On CUDA either is called, launches and all, and run as CUDA graphs: the whole eager step captured by
+hand, the compiled one through mode="reduce-overhead"; and the gradient step once more with our gemm
+between PyTorch's attention. Vocabulary: a gradient step of a model with many outputs, 131072 on
+CUDA, ours by linear_cross_entropy, the built-ins by cross_entropy of logits and, eager, where torch
+has it, by its own linear_cross_entropy; on CUDA with the memory of a step at its peak. Large, on
+CUDA alone: a model of 1.0e9 weights, heads of 128: prefill of 8192 and of 32768 tokens, and a
+gradient step of 4 x 2048. Lora, on CUDA alone: the same model's bf16 weights frozen, adapters of
+rank 16 or 64 on every projection: forward, loss and the adapters' gradients.
+What is compiled is compiled once a contestant and row, in time that grows with the layers; --layers
+takes fewer of the 22 (of the 8 of vocabulary), and --rows one row: python benchmarks/bench_model.py
+--device cuda --quick --layers 6 --only large lora
     --rows "8192 tokens, compiled" "2048 tokens, compiled" "rank 16, compiled"
 """
 
@@ -42,7 +46,8 @@ from generate import for_inference  # noqa: E402
 from model import GPT, Config, GpukernOps, Positions, TorchOps, among_themselves, grams_of  # noqa: E402
 from train import CONFIG  # noqa: E402
 
-# label -> torch.compile's options (None: eager), whether the harness replays the step from a graph of its own
+# label -> torch.compile's options (None: eager), whether the harness replays the step from a graph
+# of its own
 MODES = {
     "cpu": {"eager": (None, False), "compiled": ({}, False)},
     "cuda": {
@@ -54,9 +59,13 @@ MODES = {
 }
 
 
-# peer -> its dtype, and the backend that it asks scaled_dot_product_attention for, None: PyTorch's choice
+# peer -> its dtype, and the backend that it asks scaled_dot_product_attention for, None: PyTorch's
+# choice
 BUILT_INS = {
-    "cpu": {"torch built-ins": (torch.bfloat16, None), "torch built-ins, float32": (torch.float32, None)},
+    "cpu": {
+        "torch built-ins": (torch.bfloat16, None),
+        "torch built-ins, float32": (torch.float32, None),
+    },
     "cuda": {
         "torch built-ins": (torch.bfloat16, None),
         "torch built-ins, cuDNN": (torch.bfloat16, SDPBackend.CUDNN_ATTENTION),
@@ -189,7 +198,9 @@ def gradient_case(group: str, label: str, device: torch.device) -> Case:
 
 
 # 22 x 45e6 weights in products; a byte's table is small beside them
-LARGE = Config(context=32768, layers=22, dim=2048, heads_q=16, heads_kv=4, head_dim=128, hidden=5632)
+LARGE = Config(
+    context=32768, layers=22, dim=2048, heads_q=16, heads_kv=4, head_dim=128, hidden=5632
+)
 LARGE_PREFILL, LARGE_BATCH, LARGE_SEQ = (8192, 32768), 4, 2048
 CHECKED = 256  # tokens of a prefill whose logits are compared: those after them change nothing
 
@@ -222,10 +233,16 @@ def large_case(label: str, prefill: int, device: torch.device, config: Config = 
         return twin.loss(tokens, targets, TorchOps())
 
     def step(ops, backend_model: GPT) -> Callable:
-        return logits_of(backend_model, ops, options) if prefill else gradient_step(model, ops, device, options)
+        return (
+            logits_of(backend_model, ops, options)
+            if prefill
+            else gradient_step(model, ops, device, options)
+        )
 
     narrow = for_inference(model, torch.bfloat16) if prefill else model
-    peers = {name: step(TorchOps(backend), narrow) for name, (_, backend) in BUILT_INS["cuda"].items()}
+    peers = {
+        name: step(TorchOps(backend), narrow) for name, (_, backend) in BUILT_INS["cuda"].items()
+    }
     weights = streamed(model)
     attention = 4.0 * config.layers * config.heads_q * seq * config.head_dim / 2
     group, row = large_row(label, prefill)
@@ -238,7 +255,9 @@ def large_case(label: str, prefill: int, device: torch.device, config: Config = 
         peers=peers,
         reference=exact,
         compare=(lambda logits: logits[:, :CHECKED]) if prefill else (lambda y: y[0]),
-        flops=batch * seq * (2.0 * weights + attention if prefill else 6.0 * weights + 3.5 * attention),
+        flops=batch
+        * seq
+        * (2.0 * weights + attention if prefill else 6.0 * weights + 3.5 * attention),
         bytes=(2.0 if prefill else 3.0 * 4) * weights,
         live=() if replayed else ("gpukern", *peers),
         optional=[name for name in peers if name != "torch built-ins"],
@@ -260,9 +279,20 @@ def logits_of(model: GPT, ops, options: dict | None) -> Callable:
     return torch.no_grad()(compiled(run, options))
 
 
-# One table of embeddings, so that most weights are the head's. The batch's logits are 64 MB in float32, and 4.3 GB.
+# One table of embeddings, so that most weights are the head's. The batch's logits are 64 MB in
+# float32, and 4.3 GB.
 VOCABULARY = {
-    "cpu": Config(vocab=32768, grams=1, context=256, layers=2, dim=256, heads_q=4, heads_kv=2, head_dim=64, hidden=768),
+    "cpu": Config(
+        vocab=32768,
+        grams=1,
+        context=256,
+        layers=2,
+        dim=256,
+        heads_q=4,
+        heads_kv=2,
+        head_dim=64,
+        hidden=768,
+    ),
     "cuda": replace(LARGE, vocab=131072, grams=1, context=2048, layers=8),
 }
 VOCABULARY_BATCH = {"cpu": 2, "cuda": 4}
@@ -270,7 +300,9 @@ VOCABULARY_BATCH = {"cpu": 2, "cuda": 4}
 
 def fused_loss(model: GPT, tokens: Tensor, targets: Tensor, ops) -> Tensor:
     """GPT.loss without logits in memory."""
-    return torch_gpukern.linear_cross_entropy(model.dense_states(tokens, ops), model.head.mT, targets)
+    return torch_gpukern.linear_cross_entropy(
+        model.dense_states(tokens, ops), model.head.mT, targets
+    )
 
 
 def torch_fused_loss(model: GPT, tokens: Tensor, targets: Tensor, ops) -> Tensor:
@@ -304,7 +336,11 @@ def vocabulary_case(label: str, device: torch.device, config: Config) -> Case:
         for name, (dtype, backend) in BUILT_INS[device.type].items()
         if backend is None
     }
-    if options is None and hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions"):
+    if (
+        options is None
+        and hasattr(F, "linear_cross_entropy")
+        and hasattr(torch.nn, "LinearCrossEntropyOptions")
+    ):
         name = "torch linear_cross_entropy"
         peers[name] = gradient_step(model, TorchOps(), device, options, loss_of=torch_fused_loss)
     weights = streamed(model)
@@ -345,7 +381,8 @@ def peak_facts(run: Run, case: Case) -> None:
 
 
 class Adapted:
-    """ops, and beside each product with a weight that has an adapter the two products of that adapter."""
+    """ops, and beside each product with a weight that has an adapter the two products of that
+    adapter."""
 
     def __init__(self, ops, adapters: dict[Tensor, tuple[Tensor, Tensor]]) -> None:
         self.ops, self.adapters, self.causal_attention = ops, adapters, ops.causal_attention
@@ -360,17 +397,22 @@ class Adapted:
 
 
 def adapters_of(model: GPT, rank: int) -> dict[Tensor, tuple[Tensor, Tensor]]:
-    """Of every projection of the blocks, float32, without the zeros that training begins with: they would leave gradients zero."""
+    """Of every projection of the blocks, float32, without the zeros that training begins with: they
+    would leave gradients zero."""
     found = {}
     for block in model.blocks:
         for w in (block.qkv, block.attn_out, block.gate_up, block.mlp_out):
             rows, cols = w.shape
-            down, up = (torch.randn(*size, device=w.device) for size in ((rows, rank), (rank, cols)))
+            down, up = (
+                torch.randn(*size, device=w.device) for size in ((rows, rank), (rank, cols))
+            )
             found[w] = (down * rows**-0.5).requires_grad_(), (0.02 * up).requires_grad_()
     return found
 
 
-def lora_step(model: GPT, ops, adapters: dict, device: torch.device, options: dict | None) -> Callable:
+def lora_step(
+    model: GPT, ops, adapters: dict, device: torch.device, options: dict | None
+) -> Callable:
     """(tokens, targets) -> (loss, gradient of every adapter's two factors)"""
     adapted = Adapted(ops, adapters)
 
@@ -441,7 +483,8 @@ PAGE = 16
 
 
 def paged_step(model: GPT, options: dict | None) -> Callable:
-    """(grams, lens, pages, rows) -> logits [batch, vocab]; pages: keys and values of each layer, table, slots"""
+    """(grams, lens, pages, rows) -> logits [batch, vocab]; pages: keys and values of each layer,
+    table, slots"""
     ops = GpukernOps()
 
     def step(grams: Tensor, lens: Tensor, pages: tuple, rows: dict) -> Tensor:
@@ -458,7 +501,8 @@ def paged_step(model: GPT, options: dict | None) -> Callable:
 
 
 def padded_step(model: GPT, options: dict | None, backend: SDPBackend | None) -> Callable:
-    """The same from rows, by dtype: keys and values of each layer [batch, heads_kv, context, head_dim]"""
+    """The same from rows, by dtype: keys and values of each layer [batch, heads_kv, context,
+    head_dim]"""
     ops = TorchOps()
 
     dtype = model.embed.dtype
@@ -474,7 +518,9 @@ def padded_step(model: GPT, options: dict | None, backend: SDPBackend | None) ->
             values[layer][each, :, last] = v
             with nullcontext() if backend is None else sdpa_kernel(backend):
                 mask = seen[:, None, None]
-                y = F.scaled_dot_product_attention(q[:, :, None], keys[layer], values[layer], mask, enable_gqa=True)
+                y = F.scaled_dot_product_attention(
+                    q[:, :, None], keys[layer], values[layer], mask, enable_gqa=True
+                )
             return y[:, :, 0]
 
         return model(grams, last, ops, attend)
@@ -495,8 +541,13 @@ def decode_case(label: str, device: torch.device) -> Case:
         table = torch.randperm(batch * blocks, device=device).view(batch, blocks)
         shape = batch * blocks, PAGE, c.heads_kv, c.head_dim
         # a layer's alone: compiled, a write into one of many would copy all of them
-        pages = [[torch.randn(shape, device=device).bfloat16() for _ in range(c.layers)] for _ in range(2)]
-        rows = [[x[table].flatten(1, 2).transpose(1, 2).contiguous() for x in side] for side in pages]
+        pages = [
+            [torch.randn(shape, device=device).bfloat16() for _ in range(c.layers)]
+            for _ in range(2)
+        ]
+        rows = [
+            [x[table].flatten(1, 2).transpose(1, 2).contiguous() for x in side] for side in pages
+        ]
         rows = {dtype: [[x.to(dtype) for x in side] for side in rows] for dtype in dtypes}
         for x in (
             *pages[0],

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Mixtures of experts: transformers' experts over gpukern beside transformers' own over torch._grouped_mm.
+"""Mixtures of experts: transformers' experts over gpukern beside transformers' own over
+torch._grouped_mm.
 
 python benchmarks/bench_moe.py [--quick] [--device cpu|cuda]
 
-The layer behind the router: sort, two grouped products with SwiGLU between them, weighted sum; forward, and with all gradients.
+The layer behind the router: sort, two grouped products with SwiGLU between them, weighted sum;
+forward, and with all gradients.
 """
 
 import copy
@@ -25,12 +27,17 @@ TOKENS = {"cpu": (64,), "cuda": (512, 4096, 16384)}
 COMPARED = 8  # tokens, in float64
 
 
-def layer(hidden: int, inner: int, experts: int, each: int, device: torch.device) -> torch.nn.Module:
+def layer(
+    hidden: int, inner: int, experts: int, each: int, device: torch.device
+) -> torch.nn.Module:
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
     config = Qwen3MoeConfig(
-        hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=each
+        hidden_size=hidden,
+        moe_intermediate_size=inner,
+        num_experts=experts,
+        num_experts_per_tok=each,
     )
     with torch.device(device):
         module = Qwen3MoeExperts(config).bfloat16()
@@ -40,7 +47,8 @@ def layer(hidden: int, inner: int, experts: int, each: int, device: torch.device
 
 
 def with_leaves(module: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.Tensor]]:
-    """The module with weights that autograd first sees now: older ones remember a stream that no graph captures."""
+    """The module with weights that autograd first sees now: older ones remember a stream that no
+    graph captures."""
     shell = copy.copy(module)
     leaves = {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
     shell.__dict__ |= {"_parameters": {}, **leaves}
@@ -54,11 +62,20 @@ def by_hand(module, x, expert_of, weight_of):
     for t in range(COMPARED):
         for e, w in zip(expert_of[t].tolist(), weight_of[t], strict=True):
             gate, up = (module.gate_up_proj[e].double() @ x[t].double()).chunk(2)
-            out[t] += w.double() * (module.down_proj[e].double() @ (torch.nn.functional.silu(gate) * up))
+            out[t] += w.double() * (
+                module.down_proj[e].double() @ (torch.nn.functional.silu(gate) * up)
+            )
     return out
 
 
-def case(model: str, tokens: int, backward: bool, module: torch.nn.Module, sizes: tuple, device: torch.device) -> Case:
+def case(
+    model: str,
+    tokens: int,
+    backward: bool,
+    module: torch.nn.Module,
+    sizes: tuple,
+    device: torch.device,
+) -> Case:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     hidden, inner, experts, each = sizes
@@ -66,7 +83,12 @@ def case(model: str, tokens: int, backward: bool, module: torch.nn.Module, sizes
     def make():
         x = torch.randn(tokens, hidden, device=device).bfloat16()
         weight_of, expert_of = torch.randn(tokens, experts, device=device).softmax(-1).topk(each)
-        return x, expert_of, (weight_of / weight_of.sum(-1, keepdim=True)).bfloat16(), torch.randn_like(x)
+        return (
+            x,
+            expert_of,
+            (weight_of / weight_of.sum(-1, keepdim=True)).bfloat16(),
+            torch.randn_like(x),
+        )
 
     def by(name):
         experts_of = ALL_EXPERTS_FUNCTIONS[name]

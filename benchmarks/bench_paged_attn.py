@@ -2,9 +2,10 @@
 """paged_attn decode, one token per sequence, beside gathering the pages and calling SDPA.
 
 python benchmarks/bench_paged_attn.py [--quick] [--only decode|call] [--device cpu|cuda]
-Rates are GB/s of keys and values read; the bar is a share of what a loop reads that only reads those pages. On CUDA the
-peers are cuDNN on a dense cache, the gathered pages, and FlashAttention-3 and FlashInfer where they are installed; 8-bit pages and
-four query tokens stand beside the op itself.
+Rates are GB/s of keys and values read; the bar is a share of what a loop reads that only reads
+those pages. On CUDA the peers are cuDNN on a dense cache, the gathered pages, and FlashAttention-3
+and FlashInfer where they are installed; 8-bit pages and four query tokens stand beside the op
+itself.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def make_inputs(batch: int, context: int, page: int, dtype: torch.dtype, device)
     blocks = -(-context // page)
     q = torch.randn(batch, heads_q, head_dim, device=device).to(dtype)
     k_cache, v_cache = (
-        torch.randn(batch * blocks, page, heads_kv, head_dim, device=device).to(dtype) for _ in range(2)
+        torch.randn(batch * blocks, page, heads_kv, head_dim, device=device).to(dtype)
+        for _ in range(2)
     )
     table = torch.randperm(batch * blocks, device=device).view(batch, blocks).int()
     seq_lens = torch.full((batch,), context, dtype=torch.int32, device=device)
@@ -42,7 +44,10 @@ def make_inputs(batch: int, context: int, page: int, dtype: torch.dtype, device)
 def gather_and_sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor):
     """What PyTorch alone offers: pages copied into one tensor, then SDPA. Lengths are equal."""
     batch = table.shape[0]
-    k, v = (cache[table.long()].view(batch, -1, *cache.shape[2:]).transpose(1, 2) for cache in (k_cache, v_cache))
+    k, v = (
+        cache[table.long()].view(batch, -1, *cache.shape[2:]).transpose(1, 2)
+        for cache in (k_cache, v_cache)
+    )
     out = F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)
     return out[:, :, 0]
 
@@ -56,7 +61,8 @@ def exact(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tens
 
 
 def read_once(run: Run) -> dict[str, Callable]:
-    """Ways to read the keys and values of a call once: page by page where that is slower than in one piece."""
+    """Ways to read the keys and values of a call once: page by page where that is slower than in
+    one piece."""
     pages = {
         name: lambda q, k_cache, v_cache, table, lens, read=read: read(k_cache, v_cache, table)
         for name, read in run.device.page_readers().items()
@@ -88,18 +94,25 @@ def decode_case(batch: int, context: int, page: int, dtype: str, run: Run) -> Ca
     )
 
 
-def contiguous_sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
-    """cuDNN on the same bytes as if they were one dense cache [B, S, Hkv, D] per sequence: no paging at all."""
+def contiguous_sdpa(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor
+) -> Tensor:
+    """cuDNN on the same bytes as if they were one dense cache [B, S, Hkv, D] per sequence: no
+    paging at all."""
     batch = table.shape[0]
     k, v = (cache.view(batch, -1, *cache.shape[2:]).transpose(1, 2) for cache in (k_cache, v_cache))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)[:, :, 0]
 
 
-def flash_attn_3(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
+def flash_attn_3(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor
+) -> Tensor:
     from flash_attn_interface import flash_attn_with_kvcache
 
-    out = flash_attn_with_kvcache(q[:, None], k_cache, v_cache, cache_seqlens=lens, page_table=table, causal=True)
+    out = flash_attn_with_kvcache(
+        q[:, None], k_cache, v_cache, cache_seqlens=lens, page_table=table, causal=True
+    )
     return out[:, 0]
 
 
@@ -114,10 +127,21 @@ def flash_infer() -> Callable:
 
             (batch, blocks), (_, page, heads_kv, head_dim) = table.shape, k_cache.shape
             workspace = torch.empty(256 << 20, dtype=torch.uint8, device=q.device)
-            plan = plans[table.data_ptr()] = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+            plan = plans[table.data_ptr()] = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, "NHD"
+            )
             ends = blocks * torch.arange(batch + 1, device=q.device, dtype=torch.int32)
             last = (lens - 1) % page + 1
-            plan.plan(ends, table.flatten(), last, q.shape[1], heads_kv, head_dim, page, q_data_type=q.dtype)
+            plan.plan(
+                ends,
+                table.flatten(),
+                last,
+                q.shape[1],
+                heads_kv,
+                head_dim,
+                page,
+                q_data_type=q.dtype,
+            )
         return plan.run(q, (k_cache, v_cache))
 
     return run
@@ -139,30 +163,54 @@ def ragged_case(longest: int, others: int, context: int, page: int, run: Run) ->
     lengths = [longest] + [context] * others
 
     def make():
-        q, k_cache, v_cache, pages, _ = make_inputs(1, sum(lengths), page, torch.bfloat16, run.device.device)
+        q, k_cache, v_cache, pages, _ = make_inputs(
+            1, sum(lengths), page, torch.bfloat16, run.device.device
+        )
         blocks = [-(-n // page) for n in lengths]
         table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32, device=q.device)
         for row, own in zip(table, pages[0].split(blocks)):
             row[: len(own)] = own
-        return q.repeat(len(lengths), 1, 1), k_cache, v_cache, table, torch.tensor(lengths, device=q.device).int()
+        return (
+            q.repeat(len(lengths), 1, 1),
+            k_cache,
+            v_cache,
+            table,
+            torch.tensor(lengths, device=q.device).int(),
+        )
 
-    case.group, case.label, case.make = "decode, ragged", f"{longest} and {others} x {context} page {page}", make
+    case.group, case.label, case.make = (
+        "decode, ragged",
+        f"{longest} and {others} x {context} page {page}",
+        make,
+    )
     case.peers = {}
     return case
 
 
 def beside_itself(name: str, batch: int, context: int, page: int, run: Run) -> Case:
-    """Pages of e4m3 beside the same in bfloat16, or four query tokens a sequence beside one; the peer is the op itself."""
+    """Pages of e4m3 beside the same in bfloat16, or four query tokens a sequence beside one; the
+    peer is the op itself."""
     case = decode_case(batch, context, page, "bf16", run)
 
     def make():
-        q, k_cache, v_cache, *index = make_inputs(batch, context, page, torch.bfloat16, run.device.device)
+        q, k_cache, v_cache, *index = make_inputs(
+            batch, context, page, torch.bfloat16, run.device.device
+        )
         if name == "4 tokens":
             return q.repeat_interleave(4, 0), k_cache, v_cache, *index, q
-        return q, k_cache, v_cache, *index, k_cache.to(torch.float8_e4m3fn), v_cache.to(torch.float8_e4m3fn)
+        return (
+            q,
+            k_cache,
+            v_cache,
+            *index,
+            k_cache.to(torch.float8_e4m3fn),
+            v_cache.to(torch.float8_e4m3fn),
+        )
 
     def ours(q, k_cache, v_cache, table, lens, *codes):
-        return torch_gpukern.paged_attn(q, *(codes if name == "e4m3" else (k_cache, v_cache)), table, lens)
+        return torch_gpukern.paged_attn(
+            q, *(codes if name == "e4m3" else (k_cache, v_cache)), table, lens
+        )
 
     def itself(q, k_cache, v_cache, table, lens, one, *_):
         return torch_gpukern.paged_attn(q if name == "e4m3" else one, k_cache, v_cache, table, lens)
@@ -171,7 +219,8 @@ def beside_itself(name: str, batch: int, context: int, page: int, run: Run) -> C
         return exact(q, *(more if name == "e4m3" else (k_cache, v_cache)), table, lens)
 
     case.group, case.make, case.ours, case.reference = f"decode, {name}", make, ours, judged
-    if name == "4 tokens":  # the last one of the first sequence sees what one token sees; all four are equal queries
+    # the last one of the first sequence sees what one token sees; all four are equal queries
+    if name == "4 tokens":
         case.compare = lambda out: out[:1] if len(out) == batch else out[3:4]
     case.peers = {"one token" if name == "4 tokens" else "bfloat16 pages": itself}
     if name == "e4m3":
@@ -185,7 +234,10 @@ def write_case(tokens: int, device) -> Case:
 
     def make():
         k, v = (torch.randn(tokens, heads, head_dim, device=device).bfloat16() for _ in range(2))
-        caches = [torch.empty(tokens // page, page, heads, head_dim, device=device, dtype=k.dtype) for _ in range(2)]
+        caches = [
+            torch.empty(tokens // page, page, heads, head_dim, device=device, dtype=k.dtype)
+            for _ in range(2)
+        ]
         return k, v, *caches, torch.randperm(tokens, device=device)
 
     def copy(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor):
@@ -216,11 +268,16 @@ def cuda(run: Run) -> None:
             case = decode_case(batch, context, page, "bf16", run)
             case.bar = shapes.CUDA_PAGED_BARS.get((batch, context), Bar())
             others = other_peers()
-            case.peers = {"cuDNN, dense cache": contiguous_sdpa, "gather + SDPA": gather_and_sdpa} | others
+            case.peers = {
+                "cuDNN, dense cache": contiguous_sdpa,
+                "gather + SDPA": gather_and_sdpa,
+            } | others
             case.optional = list(others)
-            case.live = [name for name in others if name == "FlashInfer"]  # it plans for each table on the host
+            # it plans for each table on the host
+            case.live = [name for name in others if name == "FlashInfer"]
             if batch > 1 or context > 65536:
-                case.reference = None  # the dense peer reads other pages for a sequence; one of them is judged
+                # the dense peer reads other pages for a sequence; one of them is judged
+                case.reference = None
             run.add(case)
         run.add(ragged_case(*shapes.CUDA_PAGED_RAGGED, page, run))
     for name in ("e4m3", "4 tokens"):
@@ -229,10 +286,15 @@ def cuda(run: Run) -> None:
     run.add(write_case(shapes.CUDA_WRITE_TOKENS, device))
     if run.wants("call host time"):
         q, caches = torch.randn(1, 1, 8, device=device), torch.randn(1, 8, 1, 8, device=device)
-        table, lens = torch.zeros(1, 1, dtype=torch.int32, device=device), torch.full((1,), 8, device=device).int()
+        table, lens = (
+            torch.zeros(1, 1, dtype=torch.int32, device=device),
+            torch.full((1,), 8, device=device).int(),
+        )
         args = (q, caches, caches, table, lens)
         own = ("gather + SDPA", lambda: gather_and_sdpa(*args))
-        overhead_facts(run, "paged_attn", lambda: torch_gpukern.paged_attn(*args), shapes.CUDA_CALL, own)
+        overhead_facts(
+            run, "paged_attn", lambda: torch_gpukern.paged_attn(*args), shapes.CUDA_CALL, own
+        )
     run.finish({})
 
 

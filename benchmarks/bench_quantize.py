@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""quantize, silu_mul_quantize, rms_norm_quantize and dequantize beside eager PyTorch of the same definition; the limit is a copy
-that moves as many bytes.
+"""quantize, silu_mul_quantize, rms_norm_quantize and dequantize beside eager PyTorch of the same
+definition; the limit is a copy that moves as many bytes.
 
-python benchmarks/bench_quantize.py [--quick] [--only row 1x128 128x128 tensor 1x32 silu_mul rms_norm dequantize] [--device cpu|cuda]
+python benchmarks/bench_quantize.py [--quick] [--only row 1x128 128x128 tensor 1x32 silu_mul
+rms_norm dequantize] [--device cpu|cuda]
 
-One scale for a whole tensor needs it twice, for amax and for codes: of a tensor larger than the L2 that is 5 bytes for the 3 that
-are counted. Rows that fill the device have a bar.
+One scale for a whole tensor needs it twice, for amax and for codes: of a tensor larger than the L2
+that is 5 bytes for the 3 that are counted. Rows that fill the device have a bar.
 """
 
 import sys
@@ -52,7 +53,12 @@ def forms(m: int, k: int, device: torch.device) -> Iterator[Form]:
 
     for g in ("row", "1x128", "128x128", "tensor", "1x32"):
         yield Form(
-            g, 1, 3.0, partial(torch_gpukern.quantize, dtype=E4M3, granularity=g), plain(g), decoded(plain(g, True))
+            g,
+            1,
+            3.0,
+            partial(torch_gpukern.quantize, dtype=E4M3, granularity=g),
+            plain(g),
+            decoded(plain(g, True)),
         )
     for g in ("row", "1x128"):
         more = {"dtype": E4M3, "granularity": g}
@@ -75,7 +81,9 @@ def forms(m: int, k: int, device: torch.device) -> Iterator[Form]:
 
     def decode(module, dtype):
         def call(x):
-            return module.dequantize(x.view(-1)[: m * k // 2].view(E4M3).view(m, k), scale, dtype=dtype)
+            return module.dequantize(
+                x.view(-1)[: m * k // 2].view(E4M3).view(m, k), scale, dtype=dtype
+            )
 
         return call
 

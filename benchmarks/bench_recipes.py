@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tokens a second of a Llama by recipe of torch_gpukern.nn.quantize: decoding steps of examples/serve, captured on CUDA.
+"""Tokens a second of a Llama by recipe of torch_gpukern.nn.quantize: decoding steps of
+examples/serve, captured on CUDA.
 
-python benchmarks/bench_recipes.py [--quick] [--device cpu|cuda] [--model 8b] [--recipes w4 fp8] [--requests 1 16 64] [--save]
+python benchmarks/bench_recipes.py [--quick] [--device cpu|cuda] [--model 8b] [--recipes w4 fp8]
+[--requests 1 16 64] [--save]
 
-Random weights, norms and MLPs by `torch_gpukern.nn.patch`, prompts of 64 tokens; `lm_head` and embedding are not quantised. A figure is
-the requests over the median time of a step, host and sampling included. Beside it stands how far the recipe moves the logits behind the first prompt, of their own RMS: with random
-weights that says that the layers compute, no more (docs/quantise.md has bits per byte). bfloat16 comes first and once more at
-the end: where the two differ, the card's clock moved.
+Random weights, norms and MLPs by `torch_gpukern.nn.patch`, prompts of 64 tokens; `lm_head` and
+embedding are not quantised. A figure is the requests over the median time of a step, host and
+sampling included. Beside it stands how far the recipe moves the logits behind the first prompt, of
+their own RMS: with random weights that says that the layers compute, no more (docs/quantise.md has
+bits per byte). bfloat16 comes first and once more at the end: where the two differ, the card's
+clock moved.
 On CUDA the shape is Llama 3 8B's; the weights take 16 GB, and 5 to 16 more with a recipe.
 """
 
@@ -29,7 +33,19 @@ from engine import Engine, Request  # noqa: E402
 from models import SIZES, TransformersModel, random_llama  # noqa: E402
 
 BASE = "bfloat16"
-RECIPES = ("fp8", "fp8-block", "mxfp8", "int8", "w8", "w4", "w4-zero", "mxfp4", "nvfp4", "2:4", "2:4-fp8")
+RECIPES = (
+    "fp8",
+    "fp8-block",
+    "mxfp8",
+    "int8",
+    "w8",
+    "w4",
+    "w4-zero",
+    "mxfp4",
+    "nvfp4",
+    "2:4",
+    "2:4-fp8",
+)
 # the model, requests at once
 CASES = {"cpu": ("small", (1, 4)), "cuda": ("8b", (1, 16, 64))}
 PROMPT = 64  # tokens
@@ -50,7 +66,8 @@ class Heard(TransformersModel):
 
 
 def decoding(net: torch.nn.Module, requests: int, steps: int) -> tuple[float, Tensor]:
-    """(median seconds of a step in which each request gets a token, logits behind the first prompt)"""
+    """(median seconds of a step in which each request gets a token, logits behind the first
+    prompt)"""
     length = PROMPT + WARM + steps + 2
     model = Heard(net, requests * -(-length // 16))
     engine = Engine(model, max_batch=requests, max_step_tokens=requests * PROMPT, max_drafts=0)
@@ -77,7 +94,9 @@ def moved(logits: Tensor, base: Tensor) -> float:
     return 100 * ((logits - base).square().mean() / base.square().mean()).sqrt().item()
 
 
-def measure(run: Run, net: torch.nn.Module, name: str, recipe: str, requests: tuple[int, ...], base: dict) -> None:
+def measure(
+    run: Run, net: torch.nn.Module, name: str, recipe: str, requests: tuple[int, ...], base: dict
+) -> None:
     """A line for each number of requests; `base` holds the logits of bfloat16, which it fills in."""
     group = f"tokens a second, {name}"
     wanted = [n for n in requests if run.asks(group, f"{recipe}, {n} requests", "bf16")]
@@ -101,7 +120,9 @@ def measure(run: Run, net: torch.nn.Module, name: str, recipe: str, requests: tu
 
 def main() -> None:
     def more(parser) -> None:
-        parser.add_argument("--model", choices=tuple(SIZES), help="a size of examples/serve/models.py")
+        parser.add_argument(
+            "--model", choices=tuple(SIZES), help="a size of examples/serve/models.py"
+        )
         parser.add_argument("--recipes", nargs="+", choices=(BASE, *RECIPES), default=RECIPES)
         parser.add_argument("--requests", nargs="+", type=int, help="requests that decode at once")
 

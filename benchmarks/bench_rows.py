@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Operations along the last dimension beside torch's own: norms, softmax, gated units, rotary embedding, cross entropy, forward
-and backward; on CUDA beside torch.compile of torch's own, too, with --compile.
+"""Operations along the last dimension beside torch's own: norms, softmax, gated units, rotary
+embedding, cross entropy, forward and backward; on CUDA beside torch.compile of torch's own, too,
+with --compile.
 
-python benchmarks/bench_rows.py [--quick] [--only rms_norm layer_norm softmax swiglu cross_entropy rope rope_kv_write] [--device cpu|cuda] [--compile]
+python benchmarks/bench_rows.py [--quick] [--only rms_norm layer_norm softmax swiglu cross_entropy
+rope rope_kv_write] [--device cpu|cuda] [--compile]
 python benchmarks/bench_rows.py --device cuda --only linear_cross_entropy [--rows 8192x4096x131072]   a head and its loss, in FLOPs of
     three products, beside logits in memory, eager and compiled
 python benchmarks/bench_rows.py --device cuda --peers      Liger and quack, where they import, beside norms, softmax and the loss
 
-With --peers the results have a name of their own, rows_peers. Liger's loss leaves its gradient in the logits; so it comes last, and its
-swiglu and rope, of which one wants two tensors and the other writes into its inputs, are left out.
+With --peers the results have a name of their own, rows_peers. Liger's loss leaves its gradient in
+the logits; so it comes last, and its swiglu and rope, of which one wants two tensors and the other
+writes into its inputs, are left out.
 
 GB/s counts what an op must move: inputs read once, results written once. On CUDA operands are cold.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ from torch import Tensor
 
 import torch_gpukern as gk
 
-LOSSES_BESIDE, SHAPES_BESIDE = ((8192, 32000), (4096, 131072)), ((8192, 4096), (1024, 65536))  # --peers
+# --peers
+LOSSES_BESIDE, SHAPES_BESIDE = ((8192, 32000), (4096, 131072)), ((8192, 4096), (1024, 65536))
 HEADS = {
     "cpu": ((512, 512, 16384),),
     "cuda": ((8192, 4096, 32000), (8192, 2048, 131072), (4096, 2048, 151936), (8192, 4096, 131072)),
@@ -39,8 +43,8 @@ SHAPES = {
 
 
 def with_gradient(fn):
-    """Forward and backward by all inputs. The result's gradient is the first input: of a sum it would be 1 everywhere, for which
-    softmax has none, and no tensor in memory."""
+    """Forward and backward by all inputs. The result's gradient is the first input: of a sum it
+    would be 1 everywhere, for which softmax has none, and no tensor in memory."""
 
     def step(*inputs: Tensor):
         leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
@@ -73,8 +77,19 @@ def others(group: str) -> dict:
     return found
 
 
-def pair(group: str, label: str, dtype: str, make, ours, theirs, read: int, compiled: bool, beside: bool = False):
-    """The forward, and the forward and backward, whose traffic is taken for three times that of the forward."""
+def pair(
+    group: str,
+    label: str,
+    dtype: str,
+    make,
+    ours,
+    theirs,
+    read: int,
+    compiled: bool,
+    beside: bool = False,
+):
+    """The forward, and the forward and backward, whose traffic is taken for three times that of the
+    forward."""
     guests = others(group) if beside else {}
     for name, wrap, times in (("", lambda f: f, 1), (" forward+backward", with_gradient, 3)):
         peers, judge = {"torch": wrap(theirs)}, wrap(theirs)
@@ -88,7 +103,9 @@ def pair(group: str, label: str, dtype: str, make, ours, theirs, read: int, comp
             make=make,
             ours=wrap(ours),
             peers=peers,
-            reference=lambda *x, f=judge: f(*(y.double() if y.is_floating_point() else y for y in x)),
+            reference=lambda *x, f=judge: f(
+                *(y.double() if y.is_floating_point() else y for y in x)
+            ),
             flops=0.0,
             bytes=float(times * read * DTYPES[dtype].itemsize),
             rotate=True,
@@ -146,7 +163,9 @@ def head_case(m: int, h: int, v: int, dtype: str, of: dict) -> Case:
         return run
 
     def logits(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, weight).to(torch.promote_types(x.dtype, torch.float32)), target)
+        return F.cross_entropy(
+            F.linear(x, weight).to(torch.promote_types(x.dtype, torch.float32)), target
+        )
 
     def low(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return gk.linear_cross_entropy(x, weight, target, low_memory=True)
@@ -159,10 +178,18 @@ def head_case(m: int, h: int, v: int, dtype: str, of: dict) -> Case:
     if of["device"].type == "cpu":
         del peers["torch.compile"]
     return Case(
-        group="linear_cross_entropy", label=f"{m}x{h}x{v}", dtype=dtype, make=make, ours=step(gk.linear_cross_entropy), peers=peers,
-        reference=lambda x, w, t: logits(x.double(), w.double(), t), compare=lambda y: y[0], flops=6.0 * m * h * v,
-        bytes=0.0, live=("gpukern", *peers),
-    )  # fmt: skip
+        group="linear_cross_entropy",
+        label=f"{m}x{h}x{v}",
+        dtype=dtype,
+        make=make,
+        ours=step(gk.linear_cross_entropy),
+        peers=peers,
+        reference=lambda x, w, t: logits(x.double(), w.double(), t),
+        compare=lambda y: y[0],
+        flops=6.0 * m * h * v,
+        bytes=0.0,
+        live=("gpukern", *peers),
+    )
 
 
 def row_cases(m: int, n: int, dtype: str, of: dict, compiled: bool, beside: bool = False):
@@ -178,8 +205,12 @@ def row_cases(m: int, n: int, dtype: str, of: dict, compiled: bool, beside: bool
     def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return F.layer_norm(x, (n,), w, b)
 
-    yield from pair("rms_norm", label, dtype, make(1), gk.rms_norm, rms, 2 * m * n, compiled, beside)
-    yield from pair("layer_norm", label, dtype, make(2), gk.layer_norm, layer, 2 * m * n, compiled, beside)
+    yield from pair(
+        "rms_norm", label, dtype, make(1), gk.rms_norm, rms, 2 * m * n, compiled, beside
+    )
+    yield from pair(
+        "layer_norm", label, dtype, make(2), gk.layer_norm, layer, 2 * m * n, compiled, beside
+    )
     soft = gk.softmax, lambda x: F.softmax(x, -1)
     yield from pair("softmax", label, dtype, make(0), *soft, 2 * m * n, compiled, beside)
     if n % 2 == 0:
@@ -197,7 +228,10 @@ def row_cases(m: int, n: int, dtype: str, of: dict, compiled: bool, beside: bool
 
 def rope_case(tokens: int, dtype: str, device: torch.device) -> Case:
     def make():
-        q, k = (torch.randn(1, tokens, h, 128, device=device, dtype=DTYPES[dtype]).transpose(1, 2) for h in (32, 8))
+        q, k = (
+            torch.randn(1, tokens, h, 128, device=device, dtype=DTYPES[dtype]).transpose(1, 2)
+            for h in (32, 8)
+        )
         angle = torch.rand(tokens, 64, device=device)
         return q, k, angle.cos(), angle.sin()
 
@@ -206,18 +240,33 @@ def rope_case(tokens: int, dtype: str, device: torch.device) -> Case:
         c, s = (torch.cat((y, y), -1).to(q.dtype) for y in (cos, sin))
         return tuple(x * c + torch.cat((-x[..., 64:], x[..., :64]), -1) * s for x in (q, k))
 
-    return Case(group="rope", label=f"32/8 heads of 128, {tokens} tokens", dtype=dtype, make=make, ours=gk.rope, peers={"torch": eager},
-                reference=lambda q, k, c, s: gk.rope(q.double(), k.double(), c, s), flops=0.0,
-                bytes=2.0 * 40 * tokens * 128 * DTYPES[dtype].itemsize, rotate=True, unit="GB/s")  # fmt: skip
+    return Case(
+        group="rope",
+        label=f"32/8 heads of 128, {tokens} tokens",
+        dtype=dtype,
+        make=make,
+        ours=gk.rope,
+        peers={"torch": eager},
+        reference=lambda q, k, c, s: gk.rope(q.double(), k.double(), c, s),
+        flops=0.0,
+        bytes=2.0 * 40 * tokens * 128 * DTYPES[dtype].itemsize,
+        rotate=True,
+        unit="GB/s",
+    )
 
 
 def rope_write_case(tokens: int, dtype: str, device: torch.device) -> Case:
     """With QK norm, into pages of 16, beside the same by one op after the other."""
 
     def make():
-        q, k, v = (torch.randn(tokens, h, 128, device=device, dtype=DTYPES[dtype]) for h in (32, 8, 8))
+        q, k, v = (
+            torch.randn(tokens, h, 128, device=device, dtype=DTYPES[dtype]) for h in (32, 8, 8)
+        )
         angle = torch.rand(4096, 64, device=device)
-        caches = (torch.zeros(2 * tokens // 16 + 1, 16, 8, 128, device=device, dtype=q.dtype) for _ in range(2))
+        caches = (
+            torch.zeros(2 * tokens // 16 + 1, 16, 8, 128, device=device, dtype=q.dtype)
+            for _ in range(2)
+        )
         slots = torch.randperm(2 * tokens, device=device)[:tokens]
         positions = torch.randint(4096, (tokens,), device=device)
         return (
@@ -235,27 +284,48 @@ def rope_write_case(tokens: int, dtype: str, device: torch.device) -> Case:
     def ours(*args: Tensor):
         return gk.rope_kv_write(*args[:9], q_weight=args[9], k_weight=args[9])
 
-    def apart(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *rest: Tensor):
+    def apart(
+        q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *rest: Tensor
+    ):
         q, k = gk.rope(gk.rms_norm(q, rest[3]), gk.rms_norm(k, rest[3]), cos, sin, positions)
         gk.kv_cache_write(k, v, *rest[:3])
         return q
 
-    def exact(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *rest: Tensor):
+    def exact(
+        q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *rest: Tensor
+    ):
         w = rest[3].double()
-        return gk.rope(gk.rms_norm(q.double(), w), gk.rms_norm(k.double(), w), cos, sin, positions)[0]
+        return gk.rope(gk.rms_norm(q.double(), w), gk.rms_norm(k.double(), w), cos, sin, positions)[
+            0
+        ]
 
-    return Case(group="rope_kv_write", label=f"32/8 heads of 128, {tokens} tokens", dtype=dtype, make=make, ours=ours,
-                peers={"apart": apart}, reference=exact, flops=0.0,
-                bytes=96.0 * tokens * 128 * DTYPES[dtype].itemsize, rotate=True, unit="GB/s")  # fmt: skip
+    return Case(
+        group="rope_kv_write",
+        label=f"32/8 heads of 128, {tokens} tokens",
+        dtype=dtype,
+        make=make,
+        ours=ours,
+        peers={"apart": apart},
+        reference=exact,
+        flops=0.0,
+        bytes=96.0 * tokens * 128 * DTYPES[dtype].itemsize,
+        rotate=True,
+        unit="GB/s",
+    )
 
 
 def own_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--compile", action="store_true", help="torch.compile of torch's own beside it")
-    parser.add_argument("--peers", action="store_true", help="what Liger and quack have too, beside them")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile of torch's own beside it"
+    )
+    parser.add_argument(
+        "--peers", action="store_true", help="what Liger and quack have too, beside them"
+    )
 
 
 def run_all(name: str, cases, beside=None) -> None:
-    """Measures `cases(device, quick, compiled)` as results of this name; with --peers those of `beside`, as NAME_peers."""
+    """Measures `cases(device, quick, compiled)` as results of this name; with --peers those of
+    `beside`, as NAME_peers."""
     args = arguments(name, more=own_options)
     device = open_device(args.device)
     if args.peers:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""scaled_gemm beside torch's _scaled_mm and _int_mm, and beside our own bfloat16 product of the same shape.
+"""scaled_gemm beside torch's _scaled_mm and _int_mm, and beside our own bfloat16 product of the
+same shape.
 
-python benchmarks/bench_scaled_gemm.py [--quick] [--only tensor row block mx int8] [--device cpu|cuda]
+python benchmarks/bench_scaled_gemm.py [--quick] [--only tensor row block mx int8] [--device
+cpu|cuda]
 """
 
 import sys
@@ -21,7 +23,11 @@ SIZES = {
         (4096,) * 3,
         (8192,) * 3,
         (4096, 7168, 16384),
-        *((m, n, k) for n, k in ((4096, 4096), (8192, 8192), (28672, 4096), (4096, 14336)) for m in (1, 64)),
+        *(
+            (m, n, k)
+            for n, k in ((4096, 4096), (8192, 8192), (28672, 4096), (4096, 14336))
+            for m in (1, 64)
+        ),
         (16, 8192, 8192),
     ],
 }
@@ -43,7 +49,13 @@ def torch_scaled(form: str, accumulate: str):
         from torch.nn.functional import ScalingType, scaled_mm
 
         return lambda a, b, sa, sb, sa_t, sb_t, *_: scaled_mm(
-            a, b, sa_t, ScalingType.BlockWise1x128, sb_t, ScalingType.BlockWise128x128, output_dtype=torch.bfloat16
+            a,
+            b,
+            sa_t,
+            ScalingType.BlockWise1x128,
+            sb_t,
+            ScalingType.BlockWise128x128,
+            output_dtype=torch.bfloat16,
         )
     return lambda a, b, sa, sb: torch._scaled_mm(
         a, b, sa, sb, out_dtype=torch.bfloat16, use_fast_accum=accumulate == "fast"
@@ -51,11 +63,14 @@ def torch_scaled(form: str, accumulate: str):
 
 
 def as_torch_wants(sa: torch.Tensor, sb: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block scales [M, K / 128] and [K / 128, N / 128]: the one M-major, the other K-major with K / 128 padded to fours."""
+    """Block scales [M, K / 128] and [K / 128, N / 128]: the one M-major, the other K-major with K /
+    128 padded to fours."""
     return sa.mT.contiguous().mT, F.pad(sb.mT, (0, -sb.shape[0] % 4)).mT[: sb.shape[0]]
 
 
-def case(m: int, n: int, k: int, form: str, device: torch.device, accumulate: str = "precise") -> Case:
+def case(
+    m: int, n: int, k: int, form: str, device: torch.device, accumulate: str = "precise"
+) -> Case:
     dtype = torch.int8 if form.startswith("int8") else torch.float8_e4m3fn
     beside_bf16 = form in ("block", "mx", "int8 block")  # torch has none, or not of every size
     rows = slice(0, min(m, 64))
@@ -75,12 +90,18 @@ def case(m: int, n: int, k: int, form: str, device: torch.device, accumulate: st
         label=f"{m}x{n}x{k}",
         dtype="bf16",
         make=make,
-        ours=lambda a, b, sa, sb, *_: torch_gpukern.scaled_gemm(a, b, sa, sb, accumulate=accumulate),
+        ours=lambda a, b, sa, sb, *_: torch_gpukern.scaled_gemm(
+            a, b, sa, sb, accumulate=accumulate
+        ),
         peers=({} if form in ("mx", "int8 block") else {"torch": torch_scaled(form, accumulate)})
         | (bf16 if beside_bf16 else {}),
         optional=["torch"],
         reference=lambda a, b, sa, sb, *_: reference.scaled_gemm(
-            a[rows], b, sa[rows] if sa.dim() and sa.shape[0] == m else sa, sb, out_dtype=torch.float64
+            a[rows],
+            b,
+            sa[rows] if sa.dim() and sa.shape[0] == m else sa,
+            sb,
+            out_dtype=torch.float64,
         ),
         compare=lambda out: out[rows],
         flops=2.0 * m * n * k,
@@ -98,7 +119,8 @@ def main() -> None:
             if form == "int8" and device.kind == "cuda" and m <= 16:
                 continue  # _int_mm wants more rows
             both = form in ("tensor", "row") and device.kind == "cuda"
-            if not both or m > 64:  # below both are one kernel of ours, and the fast one is torch's faster
+            # below both are one kernel of ours, and the fast one is torch's faster
+            if not both or m > 64:
                 run.add(case(m, n, k, form, device.device))
             if both:
                 run.add(case(m, n, k, form, device.device, "fast"))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""sparse_gemm beside the dense products of the same weight, ours and torch's, and beside cuSPARSELt through torch.
+"""sparse_gemm beside the dense products of the same weight, ours and torch's, and beside cuSPARSELt
+through torch.
 
 python benchmarks/bench_sparse_gemm.py [--quick] [--only bf16 f16 e4m3 int8] [--device cpu|cuda]
 """
@@ -15,7 +16,12 @@ SIZES = {
     "cpu": [(16, 1024, 1024), (256, 1024, 1024)],
     "cuda": [(2048,) * 3, (4096,) * 3, (8192,) * 3, (64, 8192, 8192)],
 }
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "e4m3": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
 ROWS = 64  # that are compared in float64
 
 
@@ -35,7 +41,9 @@ def case(name: str, m: int, n: int, k: int, device: torch.device) -> Case:
         return a.to(dtype), *torch_gpukern.sparse_pack(w), w, one, *packed
 
     def dense(a, values, meta, w, one, *_):
-        return torch_gpukern.scaled_gemm(a, w.mT, one, one) if eight else torch_gpukern.gemm(a, w.mT)
+        return (
+            torch_gpukern.scaled_gemm(a, w.mT, one, one) if eight else torch_gpukern.gemm(a, w.mT)
+        )
 
     def dense_of_torch(a, values, meta, w, one, *_):
         if dtype is torch.int8:

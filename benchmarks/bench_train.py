@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Dropout and AdamW's step beside torch's own; on CUDA beside torch.compile of torch's own, too, with --compile.
+"""Dropout and AdamW's step beside torch's own; on CUDA beside torch.compile of torch's own, too,
+with --compile.
 
-python benchmarks/bench_train.py [--quick] [--only dropout bias_gelu_dropout adamw] [--device cpu|cuda] [--compile]
+python benchmarks/bench_train.py [--quick] [--only dropout bias_gelu_dropout adamw] [--device
+cpu|cuda] [--compile]
 
 GB/s counts what an op must move: inputs read once, results written once. On CUDA operands are cold.
 """
@@ -30,7 +32,8 @@ def cases(device: torch.device, quick: bool, compiled: bool):
 
 
 def dropout_cases(m: int, n: int, dtype: str, of: dict, compiled: bool):
-    """Every contestant draws a mask of its own, so that the mean square is what is compared: that of what is kept, times 1 / (1 - p)."""
+    """Every contestant draws a mask of its own, so that the mean square is what is compared: that
+    of what is kept, times 1 / (1 - p)."""
     seed = torch.tensor([1, 2], device=of["device"])
     ops = {
         "dropout": (
@@ -82,8 +85,8 @@ def dropout_cases(m: int, n: int, dtype: str, of: dict, compiled: bool):
 
 
 def adamw_case(many: int, n: int, dtype: str, of: dict) -> Case:
-    """The op alone beside torch's fused one, without what either optimiser does on the host. Both write what they read: torch's error
-    is that of a second step."""
+    """The op alone beside torch's fused one, without what either optimiser does on the host. Both
+    write what they read: torch's error is that of a second step."""
     numbers = dict(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2, maximize=False)
 
     def make():
@@ -106,8 +109,18 @@ def adamw_case(many: int, n: int, dtype: str, of: dict) -> Case:
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
         return p * (1 - 1e-5) - 1e-3 / 0.1 * m / ((v / 0.001).sqrt() + 1e-8)  # the first step
 
-    return Case(group="adamw", label=f"{many} x {n}x{n}", dtype=dtype, make=make, ours=ours, peers={"torch": fused}, reference=exact,
-                flops=0.0, bytes=7.0 * many * n * n * DTYPES[dtype].itemsize, unit="GB/s")  # fmt: skip
+    return Case(
+        group="adamw",
+        label=f"{many} x {n}x{n}",
+        dtype=dtype,
+        make=make,
+        ours=ours,
+        peers={"torch": fused},
+        reference=exact,
+        flops=0.0,
+        bytes=7.0 * many * n * n * DTYPES[dtype].itemsize,
+        unit="GB/s",
+    )
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""weight_gemm beside torch's own int4 product, and beside the bfloat16 products of the decoded weight, torch's and ours.
+"""weight_gemm beside torch's own int4 product, and beside the bfloat16 products of the decoded
+weight, torch's and ours.
 
 python benchmarks/bench_weight_gemm.py [--quick] [--only int4 int8 e4m3 mxfp4] [--device cpu|cuda]
 """
@@ -30,8 +31,9 @@ OTHERS = {
 
 
 def int4_of_torch(q: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same weight as torch._weight_int4pack_mm takes it: codes 0 to 15, of which it takes 8 off, the even of two in the high half of
-    a byte; a scale and what is added behind it, side by side."""
+    """The same weight as torch._weight_int4pack_mm takes it: codes 0 to 15, of which it takes 8
+    off, the even of two in the high half of a byte; a scale and what is added behind it, side by
+    side."""
     codes = (q + 8).to(torch.uint8)
     packed = torch._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)
     return packed, torch.stack([scale, torch.zeros_like(scale)], -1).contiguous()
@@ -48,16 +50,32 @@ def case(m: int, n: int, k: int, format: str, device: torch.device) -> Case:
     def make():
         low, high = {"int4": (-8, 8), "int8": (-128, 128), "e4m3": (-16, 17)}.get(format, (0, 16))
         q = torch.randint(low, high, (n, k), device=device, dtype=torch.int8)
-        q = q.float().to(torch.float8_e4m3fn) if format == "e4m3" else q.to(torch.uint8) if low == 0 else q
+        q = (
+            q.float().to(torch.float8_e4m3fn)
+            if format == "e4m3"
+            else q.to(torch.uint8)
+            if low == 0
+            else q
+        )
         scale = (torch.rand(k // group, n, device=device) + 0.5) / 64
-        scale = torch.exp2(scale.log2().round()).to(torch.float8_e8m0fnu) if format == "mxfp4" else scale.bfloat16()
+        scale = (
+            torch.exp2(scale.log2().round()).to(torch.float8_e8m0fnu)
+            if format == "mxfp4"
+            else scale.bfloat16()
+        )
         w = reference_quantised.decoded(q, scale, format, dtype=torch.bfloat16)
         other = int4_of_torch(q, scale) if torch_int4 else ()
-        return torch.randn(m, k, device=device).bfloat16(), torch_gpukern.pack_weight(q, format), scale, w, *other
+        return (
+            torch.randn(m, k, device=device).bfloat16(),
+            torch_gpukern.pack_weight(q, format),
+            scale,
+            w,
+            *other,
+        )
 
     if torch_int4:
-        peers["torch._weight_int4pack_mm"] = lambda a, packed, scale, w, other, zeros: torch._weight_int4pack_mm(
-            a, other, 128, zeros
+        peers["torch._weight_int4pack_mm"] = lambda a, packed, scale, w, other, zeros: (
+            torch._weight_int4pack_mm(a, other, 128, zeros)
         )
 
     return Case(
@@ -65,12 +83,18 @@ def case(m: int, n: int, k: int, format: str, device: torch.device) -> Case:
         label=f"{m}x{n}x{k}",
         dtype="bf16",
         make=make,
-        ours=lambda a, packed, scale, w, *other: torch_gpukern.weight_gemm(a, packed, scale, n, format),
+        ours=lambda a, packed, scale, w, *other: torch_gpukern.weight_gemm(
+            a, packed, scale, n, format
+        ),
         peers=peers,
-        reference=lambda a, packed, scale, w, *other: reference.gemm(a[:64].double(), w.double().mT),
+        reference=lambda a, packed, scale, w, *other: reference.gemm(
+            a[:64].double(), w.double().mT
+        ),
         compare=lambda out: out[:64],
         flops=2.0 * m * n * k,
-        bytes=float(n * k * (1 if format in ("int8", "e4m3") else 0.5) + 2 * n * k / group + 2 * m * (n + k)),
+        bytes=float(
+            n * k * (1 if format in ("int8", "e4m3") else 0.5) + 2 * n * k / group + 2 * m * (n + k)
+        ),
         rotate=m <= 64,
         unit="GB/s",
     )

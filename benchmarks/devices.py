@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What a benchmark runs on: a machine's cores or its GPU.
 
-A device is a class with ten verbs: `name` and `driver` say what it is, `peaks`, `readers` and `page_readers` what it can
-do, `estimate` and `time_block` time calls, `state` says how the last block found it, `sync` waits for calls, and `forget`
-frees what blocks have kept. `carries_over`: a block's clock depends on the block before it.
+A device is a class with ten verbs: `name` and `driver` say what it is, `peaks`, `readers` and
+`page_readers` what it can do, `estimate` and `time_block` time calls, `state` says how the last
+block found it, `sync` waits for calls, and `forget` frees what blocks have kept. `carries_over`: a
+block's clock depends on the block before it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,16 @@ class Cpu:
             return None
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "peak.so"
-            command = [compiler, "-O3", "-ffp-contract=fast", "-shared", "-fPIC", str(HERE / "peak.c"), "-o", str(path)]
+            command = [
+                compiler,
+                "-O3",
+                "-ffp-contract=fast",
+                "-shared",
+                "-fPIC",
+                str(HERE / "peak.c"),
+                "-o",
+                str(path),
+            ]
             has_openmp = subprocess.run([*command, "-fopenmp"], capture_output=True).returncode == 0
             if not has_openmp:
                 subprocess.run(command, check=True)
@@ -59,7 +69,11 @@ class Cpu:
         library.peak_read.restype = ctypes.c_float
         library.peak_read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         library.peak_read_pages.restype = ctypes.c_float
-        library.peak_read_pages.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, *[ctypes.c_int] * 2]
+        library.peak_read_pages.argtypes = [
+            *[ctypes.c_void_p] * 3,
+            *[ctypes.c_int64] * 2,
+            *[ctypes.c_int] * 2,
+        ]
         library.has_openmp = has_openmp
         return library
 
@@ -91,7 +105,9 @@ class Cpu:
         begin = end = time.perf_counter()
         while end < begin + 0.2:  # longer than a neighbour on the machine takes a core for
             start = end
-            done = self._pool.map(lambda _: self._library.peak_madd(index, dot, rounds), range(threads))
+            done = self._pool.map(
+                lambda _: self._library.peak_madd(index, dot, rounds), range(threads)
+            )
             flops, end = sum(done), time.perf_counter()
             best = max(best, flops / (end - start) / 1e9)
         return best
@@ -117,8 +133,9 @@ class Cpu:
         return readers
 
     def page_readers(self) -> dict[str, Callable[[Tensor, Tensor, Tensor], object]]:
-        """Ways to read the pages of two caches [num_blocks, ...] in the order of a table, with all threads: loads, and
-        loads with the page that comes next prefetched. None without a compiler that has OpenMP."""
+        """Ways to read the pages of two caches [num_blocks, ...] in the order of a table, with all
+        threads: loads, and loads with the page that comes next prefetched. None without a compiler
+        that has OpenMP."""
         if self._library is None or not self._library.has_openmp:
             return {}
         threads = torch.get_num_threads()
@@ -135,7 +152,9 @@ class Cpu:
     def _read_bandwidth(self) -> float:
         data = torch.ones(ROTATE_BYTES // 4)
         best = min(
-            self.time_block(lambda read=read: read(data), 1) for read in self.readers().values() for _ in range(8)
+            self.time_block(lambda read=read: read(data), 1)
+            for read in self.readers().values()
+            for _ in range(8)
         )
         return data.nbytes / best / 1e3
 
@@ -182,8 +201,8 @@ class Cpu:
 
 
 class Sensors:
-    """SM clock and power through the driver's own library, which answers within a millisecond; a process of
-    nvidia-smi takes longer than most cases. Without the library both are 0."""
+    """SM clock and power through the driver's own library, which answers within a millisecond; a
+    process of nvidia-smi takes longer than most cases. Without the library both are 0."""
 
     SM_CLOCK, POWER_INSTANT = 1, 186  # NVML_CLOCK_SM, NVML_FI_DEV_POWER_INSTANT
 
@@ -220,7 +239,8 @@ class Sensors:
             return 0.0, 0.0
         clock, milliwatts = ctypes.c_uint(), ctypes.c_uint()
         self._nvml.nvmlDeviceGetClockInfo(self._device, self.SM_CLOCK, ctypes.byref(clock))
-        # the plain question is answered with the mean of the last second, which a short case does not fill
+        # the plain question is answered with the mean of the last second, which a short case does
+        # not fill
         field = self.Field(id=self.POWER_INSTANT)
         status = self._nvml.nvmlDeviceGetFieldValues(self._device, 1, ctypes.byref(field))
         if status == 0 and field.status == 0:
@@ -231,7 +251,13 @@ class Sensors:
 
 def nvidia_driver() -> str:
     """The version of NVIDIA's driver; empty where nvidia-smi does not tell."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader,nounits", "-i", "0"]
+    command = [
+        "nvidia-smi",
+        "--query-gpu=driver_version",
+        "--format=csv,noheader,nounits",
+        "-i",
+        "0",
+    ]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -291,7 +317,8 @@ class Cuda:
         return nvidia_driver()
 
     def estimate(self, call: Callable[[], object]) -> float:
-        """us of one call, roughly: its launches are queued behind a wait, so that they do not count."""
+        """us of one call, roughly: its launches are queued behind a wait, so that they do not
+        count."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(1_000_000)
         start.record()
@@ -301,7 +328,8 @@ class Cuda:
         return start.elapsed_time(end) * 1e3
 
     def time_block(self, call: Callable[[], object], calls: int, live: bool = False) -> float:
-        """us per call of `calls` calls in a row, on the device's own clock; `live` ones are called, not replayed."""
+        """us per call of `calls` calls in a row, on the device's own clock; `live` ones are called,
+        not replayed."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if live:
             torch.cuda._sleep(1_000_000)  # the first launch does not count
@@ -334,8 +362,8 @@ class Cuda:
             return False
 
     def _graph(self, call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
-        """`calls` calls as one graph. torch.cuda.graph() would do, but collects garbage and empties torch's cache
-        each time, which costs more than a short case."""
+        """`calls` calls as one graph. torch.cuda.graph() would do, but collects garbage and empties
+        torch's cache each time, which costs more than a short case."""
         key = (id(call), calls)
         if key in self._graphs:
             return self._graphs[key][0]

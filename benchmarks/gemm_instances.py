@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Times every gemm instance that takes a product, on random products of a seed: what the chooser's figures are fitted to.
+"""Times every gemm instance that takes a product, on random products of a seed: what the chooser's
+figures are fitted to.
 
 python benchmarks/gemm_instances.py --random 150 --seed 1 [--seconds 80] > instances.json
 python benchmarks/gemm_instances.py --judge instances.json
 
-JSON: device, seed, and for each product its sizes, the chosen instance (chosen), us by instance, and cuBLAS's us. Inputs stay
-where they are, as in bench_gemm.py --random. A stored run is judged anywhere: what the choice loses to the best instance.
+JSON: device, seed, and for each product its sizes, the chosen instance (chosen), us by instance,
+and cuBLAS's us. Inputs stay where they are, as in bench_gemm.py --random. A stored run is judged
+anywhere: what the choice loses to the best instance.
 """
 
 from __future__ import annotations
@@ -42,8 +44,10 @@ def times_of(problem: Problem, device: torch.device) -> dict:
     pool, first_looks, replays = torch.cuda.graph_pool_handle(), [], {}
 
     def replay(call) -> timing.Replay:
-        first_looks.append(timing.Replay([call], 1, pool))  # a pool that a graph began ends with its last graph
-        # the first contestant's first look may be long, and then its graph would hold too few calls for a time
+        # a pool that a graph began ends with its last graph
+        first_looks.append(timing.Replay([call], 1, pool))
+        # the first contestant's first look may be long, and then its graph would hold too few calls
+        # for a time
         us = min(first_looks[-1].us() for _ in range(3))
         return timing.Replay([call], timing.calls_for(us, 500.0), pool)
 
@@ -57,23 +61,31 @@ def times_of(problem: Problem, device: torch.device) -> dict:
     torch.backends.cuda.matmul.allow_tf32 = problem.fp32_precision == "tf32"
     replays["cublas"] = replay(lambda: problem.torch(inputs))
     torch.backends.cuda.matmul.allow_tf32 = before
-    us = {name: round(statistics.median(x), 3) for name, x in timing.rounds_us(replays, ROUNDS).items()}
+    us = {
+        name: round(statistics.median(x), 3)
+        for name, x in timing.rounds_us(replays, ROUNDS).items()
+    }
     return {"chosen": plan["row"], "cublas_us": us.pop("cublas"), "us": us}
 
 
 def judged(stored: dict) -> list[str]:
-    """Lines: what the chosen and the best instances reach of cuBLAS, and the ten choices that lose the most."""
+    """Lines: what the chosen and the best instances reach of cuBLAS, and the ten choices that lose
+    the most."""
     rows = stored["products"]
     kept = [row["cublas_us"] / row["us"][row["chosen"]] for row in rows]
     best = [row["cublas_us"] / min(row["us"].values()) for row in rows]
     lines = []
     for name, ratios in (("chosen", kept), ("best instance", best)):
         mean, fifth = gemm_random.geomean(ratios), gemm_random.fifth_percentile(ratios)
-        lines.append(f"{name:<14} geomean {mean:.3f}  5th percentile {fifth:.3f}  worst {min(ratios):.3f}")
+        lines.append(
+            f"{name:<14} geomean {mean:.3f}  5th percentile {fifth:.3f}  worst {min(ratios):.3f}"
+        )
     for loss, i in sorted((kept[i] / best[i], i) for i in range(len(rows)))[:10]:
         row = rows[i]
         name = f"{row['layout']} {row['m']}x{row['k']}x{row['n']} {row['dtype']}"
-        lines.append(f"{name:<32} {loss:.2f} of {min(row['us'], key=row['us'].get)} by {row['chosen']}")
+        lines.append(
+            f"{name:<32} {loss:.2f} of {min(row['us'], key=row['us'].get)} by {row['chosen']}"
+        )
     return lines
 
 
@@ -82,7 +94,9 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=150, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=80.0, help="no product starts after")
-    parser.add_argument("--judge", type=Path, metavar="JSON", help="a stored run, instead of a new one")
+    parser.add_argument(
+        "--judge", type=Path, metavar="JSON", help="a stored run, instead of a new one"
+    )
     args = parser.parse_args()
     if args.judge:
         print("\n".join(judged(json.loads(args.judge.read_text()))))
@@ -91,10 +105,16 @@ def main() -> None:
     with torch.no_grad():
         for x in gemm_random.draw_shapes("cuda", args.random, args.seed):
             if time.monotonic() > end:
-                print(f"{args.seconds:.0f} s were spent after {len(products)} products", file=sys.stderr)
+                print(
+                    f"{args.seconds:.0f} s were spent after {len(products)} products",
+                    file=sys.stderr,
+                )
                 break
             products.append(asdict(x) | times_of(problem_of(x), device))
-    json.dump({"device": torch.cuda.get_device_name(), "seed": args.seed, "products": products}, sys.stdout)
+    json.dump(
+        {"device": torch.cuda.get_device_name(), "seed": args.seed, "products": products},
+        sys.stdout,
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Random products of bench_gemm.py --random: the draw, what their ratios say, and a picture of them."""
+"""Random products of bench_gemm.py --random: the draw, what their ratios say, and a picture of
+them."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class Shape:
 
 
 def draw_shapes(kind: str, count: int, seed: int) -> list[Shape]:
-    """The first `count` products of a seed: m, n and k log-uniform in multiples of 8. The same on every machine, and a longer
-    draw begins with a shorter one. kind: of device."""
+    """The first `count` products of a seed: m, n and k log-uniform in multiples of 8. The same on
+    every machine, and a longer draw begins with a shorter one. kind: of device."""
     least, most = shapes.GEMM_RANDOM_SIZES
     draw = random.Random(seed)
 
@@ -46,19 +47,28 @@ def draw_shapes(kind: str, count: int, seed: int) -> list[Shape]:
 
     dtypes = DTYPES_OF[kind]
     return [
-        Shape(size(), size(), size(), draw.choice(LAYOUTS), draw.choices([*dtypes], [*dtypes.values()])[0])
+        Shape(
+            size(),
+            size(),
+            size(),
+            draw.choice(LAYOUTS),
+            draw.choices([*dtypes], [*dtypes.values()])[0],
+        )
         for _ in range(count)
     ]
 
 
 def fifth_percentile(ratios: Sequence[float]) -> float:
     """95 % of the ratios are at least that."""
-    return statistics.quantiles(ratios, n=20, method="inclusive")[0] if len(ratios) > 1 else ratios[0]
+    return (
+        statistics.quantiles(ratios, n=20, method="inclusive")[0] if len(ratios) > 1 else ratios[0]
+    )
 
 
 def report(run: Run, kernels: dict[str, str]) -> None:
-    """Prints geomean, 5th percentile, worst and the ten worst by name, with the kernels that served them; stores all and draws
-    the picture if the run is to be saved. kernels: name of the row by label and dtype."""
+    """Prints geomean, 5th percentile, worst and the ten worst by name, with the kernels that served
+    them; stores all and draws the picture if the run is to be saved. kernels: name of the row by
+    label and dtype."""
     rows = [row for row in run.rows if row.ratio is not None]
     if not rows:
         print("no random product was measured")
@@ -68,7 +78,9 @@ def report(run: Run, kernels: dict[str, str]) -> None:
     for of in ("dtype", "layout"):
         parts: dict[str, list[float]] = {}
         for row in rows:
-            parts.setdefault(row.dtype if of == "dtype" else row.label.split()[0], []).append(row.ratio)
+            parts.setdefault(row.dtype if of == "dtype" else row.label.split()[0], []).append(
+                row.ratio
+            )
         for name, part in sorted(parts.items()):
             of_all = f"{len(part):>4} rows  geomean {geomean(part):5.2f}x  worst {min(part):5.2f}x"
             print(f"{f'random, {name} alone':<28} {of_all}")
@@ -82,37 +94,52 @@ def report(run: Run, kernels: dict[str, str]) -> None:
     for row in sorted(rows, key=lambda row: row.ratio)[:10]:
         peer = row.peers[row.best_peer]["us"]
         kernel = kernels.get(f"{row.label} {row.dtype}", "")
-        print(f"  {row.label + ' ' + row.dtype:<34} {row.ratio:5.2f}x  {row.us:9.1f} us, {peer:9.1f}  {kernel}")
+        print(
+            f"  {row.label + ' ' + row.dtype:<34} {row.ratio:5.2f}x  {row.us:9.1f} us, "
+            f"{peer:9.1f}  {kernel}"
+        )
     if run.left_out:
-        print(f"{run.left_out} rows left out, the budget of {run.args.budget:.0f} s was spent: nothing is stored")
+        print(
+            f"{run.left_out} rows left out, the budget of {run.args.budget:.0f} s was spent: "
+            f"nothing is stored"
+        )
     elif run.args.save:
         store(run, rows, kernels)
 
 
 def store(run: Run, rows: list[Row], kernels: dict[str, str]) -> None:
     """Beside the other results, by device and seed, for they are another draw each time."""
-    slug = "-".join(filter(None, "".join(c if c.isalnum() else "-" for c in run.device.name().lower()).split("-")))
+    slug = "-".join(
+        filter(
+            None, "".join(c if c.isalnum() else "-" for c in run.device.name().lower()).split("-")
+        )
+    )
     name = f"{slug}-gemm-random-{run.args.seed}"
     path: Path = RESULTS / "random" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     stored = {"device": run.device.name(), **run.stamp(), "facts": run.facts}
-    stored["rows"] = [asdict(row) | {"kernel": kernels.get(f"{row.label} {row.dtype}", "")} for row in rows]
+    stored["rows"] = [
+        asdict(row) | {"kernel": kernels.get(f"{row.label} {row.dtype}", "")} for row in rows
+    ]
     path.write_text(json.dumps(rounded(stored), indent=1) + "\n")
     print(f"results: {path}")
-    if draw_ratios(rows, f"gemm on {run.device.name()}, {len(rows)} random products", PLOTS / f"{name}.png"):
+    if draw_ratios(
+        rows, f"gemm on {run.device.name()}, {len(rows)} random products", PLOTS / f"{name}.png"
+    ):
         print(f"plot: {PLOTS / name}.png")
 
 
 def intensity(label: str, element: int) -> float:
-    """FLOP a byte of a product that reads its operands and writes its result once. label: bench_gemm's, "NN MxKxN" or, of
-    cubes, "NN N"."""
+    """FLOP a byte of a product that reads its operands and writes its result once. label:
+    bench_gemm's, "NN MxKxN" or, of cubes, "NN N"."""
     sizes = [int(x) for x in label.split()[-1].split("x")]
     m, k, n = sizes if len(sizes) == 3 else sizes * 3
     return 2.0 * m * n * k / (element * (m * k + k * n + m * n))
 
 
 def draw_ratios(rows: list[Row], title: str, path: Path) -> bool:
-    """Ratio to the best peer over arithmetic intensity, a mark a product. False without matplotlib."""
+    """Ratio to the best peer over arithmetic intensity, a mark a product. False without
+    matplotlib."""
     try:
         import matplotlib
     except ImportError:

@@ -5,7 +5,8 @@ Rules
 - Peers run in the same process, on the same inputs, in interleaved blocks whose order is drawn anew
   each round (rounds.py). A ratio is the median, over rounds, of (peer's time / our time) within a
   round, so that a drift of the clock cancels.
-- SM clock and power of every block are recorded, and the ratio in clocks stands beside that in time.
+- SM clock and power of every block are recorded, and the ratio in clocks stands beside that in
+  time.
 - The peer of a ratio is the fastest of the row, whoever that is.
 - A correctness figure stands beside every time: the largest error over max|ref|, ours and the
   peer's, against a float64 reference.
@@ -16,7 +17,8 @@ Rules
 - A row or a group of rows carries the bar it must reach and prints held or missed.
 - Time in us, bandwidth in GB/s, compute in GFLOP/s.
 
-Devices are in devices.py: `Cpu` times a loop of calls, `Cuda` the replay of a CUDA graph that holds the same loop.
+Devices are in devices.py: `Cpu` times a loop of calls, `Cuda` the replay of a CUDA graph that holds
+the same loop.
 """
 
 from __future__ import annotations
@@ -40,8 +42,18 @@ from plots import PLOTS, draw, panels_of
 from rounds import FULL, QUICK, Effort, Rotation, interleave
 from torch import Tensor
 
-__all__ = ["DTYPES", "Bar", "Case", "Run", "arguments", "isa_shares", "open_device", "overhead_facts"]
-# Figures are of the default rows, whatever was tuned on this machine; GPUKERN_TUNED=path measures tuned ones.
+__all__ = [
+    "DTYPES",
+    "Bar",
+    "Case",
+    "Run",
+    "arguments",
+    "isa_shares",
+    "open_device",
+    "overhead_facts",
+]
+# Figures are of the default rows, whatever was tuned on this machine; GPUKERN_TUNED=path measures
+# tuned ones.
 os.environ.setdefault("GPUKERN_TUNED", "off")
 
 HERE = Path(__file__).resolve().parent
@@ -55,8 +67,10 @@ RESULTS = HERE / "results"
 class Bar:
     """What a row or a group must reach; None binds nothing.
 
-    geomean, each: ratios against the fastest peer. share: of the fastest limit's speed. rate: a row's
-    own figure, in its unit. at_least, at_most: a fact's own value. A firm bar has no floor below it."""
+    geomean, each: ratios against the fastest peer. share: of the fastest limit's speed. rate: a
+    row's
+    own figure, in its unit. at_least, at_most: a fact's own value. A firm bar has no floor below
+    it."""
 
     geomean: float | None = None
     each: float | None = None
@@ -106,10 +120,12 @@ class Case:
     make() -> one tuple of inputs; `ours` and each of `peers` take such a tuple. reference(inputs)
     -> float64 (tensors to compare with); compare(output) picks from an output what the reference
     stated, for cases whose whole result is too large to judge in float64. `limits` are calls that
-    do the least that the case must do, such as reading its bytes once, in the same rounds. The ratio is
-    against the fastest peer. Contestants in `live` are called on CUDA too, not replayed from a graph: for those
-    that cannot be captured, and take long beside their launch. A peer in `optional` that cannot run the case, or is wrong, is
-    left out, and the run says why; one that cannot be captured is called."""
+    do the least that the case must do, such as reading its bytes once, in the same rounds. The
+    ratio is
+    against the fastest peer. Contestants in `live` are called on CUDA too, not replayed from a
+    graph: for those that cannot be captured, and take long beside their launch. A peer in
+    `optional` that cannot run the case, or is wrong, is left out, and the run says why; one that
+    cannot be captured is called."""
 
     group: str
     label: str
@@ -185,7 +201,8 @@ SLOW_FIRST_CALL = 3.0  # seconds after which a first call is told of: it compile
 
 
 def able(case: Case, inputs: tuple, device: Cpu | Cuda) -> dict[str, Callable]:
-    """The peers without those optional ones that fail at their first call. Calls everyone once, says what took long."""
+    """The peers without those optional ones that fail at their first call. Calls everyone once,
+    says what took long."""
     found = dict(case.peers)
     for name, call in {"gpukern": case.ours, **case.peers}.items():
         start = time.perf_counter()
@@ -199,12 +216,16 @@ def able(case: Case, inputs: tuple, device: Cpu | Cuda) -> dict[str, Callable]:
             print(f"{case.group} {case.label}: without {name}: {words}", flush=True)
             del found[name]
         if (seconds := time.perf_counter() - start) > SLOW_FIRST_CALL:
-            print(f"{case.group} {case.label}: the first call of {name} took {seconds:.0f} s", flush=True)
+            print(
+                f"{case.group} {case.label}: the first call of {name} took {seconds:.0f} s",
+                flush=True,
+            )
     return found
 
 
 def ratios_of(amounts: dict[str, list[float]], peer: str) -> list[float]:
-    """The peer's amount over ours, round by round; of what was not measured, or without a peer, none."""
+    """The peer's amount over ours, round by round; of what was not measured, or without a peer,
+    none."""
     return [p / o for p, o in zip(amounts.get(peer, []), amounts["gpukern"]) if p > 0 and o > 0]
 
 
@@ -221,7 +242,10 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
     errors: dict[str, float | None] = dict.fromkeys(fns)
     if case.reference is not None:
         reference = case.reference(*inputs[0])
-        errors = {name: relative_error(case.compare(fn(*inputs[0])), reference) for name, fn in fns.items()}
+        errors = {
+            name: relative_error(case.compare(fn(*inputs[0])), reference)
+            for name, fn in fns.items()
+        }
         for name, error in errors.items():
             if error is None or error <= WRONG:
                 continue
@@ -239,7 +263,10 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
     times = {name: [block.us for block in of] for name, of in blocks.items()}
     clocks = {name: [block.us * block.clock_mhz for block in of] for name, of in blocks.items()}
     state = {
-        name: {key: statistics.median(getattr(block, key) for block in of) for key in ("clock_mhz", "watts")}
+        name: {
+            key: statistics.median(getattr(block, key) for block in of)
+            for key in ("clock_mhz", "watts")
+        }
         for name, of in blocks.items()
     }
 
@@ -328,17 +355,30 @@ def judge_group(name: str, rows: list[Row], bar: Bar) -> Group:
 
 
 def arguments(
-    op: str, argv: Sequence[str] | None = None, more: Callable[[argparse.ArgumentParser], object] | None = None
+    op: str,
+    argv: Sequence[str] | None = None,
+    more: Callable[[argparse.ArgumentParser], object] | None = None,
 ) -> argparse.Namespace:
     """The command line that every bench shares; `more` adds a bench's own options."""
     parser = argparse.ArgumentParser(description=f"benchmarks of {op}: ours beside its peers")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=0, help="torch threads, 0 = torch's default")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds; stored with --save only")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds; stored with --save only"
+    )
     parser.add_argument("--budget", type=float, help="seconds after which no further row starts")
-    parser.add_argument("--only", nargs="+", default=[], help="run the groups whose name contains one of these")
-    parser.add_argument("--rows", nargs="+", default=[], help="and of them the rows whose label contains one of these")
-    parser.add_argument("--list", action="store_true", help="print the groups and their rows, measure nothing")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="run the groups whose name contains one of these"
+    )
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        default=[],
+        help="and of them the rows whose label contains one of these",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the groups and their rows, measure nothing"
+    )
     parser.add_argument("--no-save", action="store_true", help="print only")
     parser.add_argument("--save", action="store_true", help="store the results of a quick run too")
     if more:
@@ -346,7 +386,9 @@ def arguments(
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    args.save = (args.save or not args.quick) and not (args.only or args.rows or args.no_save or args.list)
+    args.save = (args.save or not args.quick) and not (
+        args.only or args.rows or args.no_save or args.list
+    )
     args.effort = QUICK if args.quick else FULL
     return args
 
@@ -388,7 +430,8 @@ class Run:
         return named and not (slow and self.args.quick and not self.args.only)
 
     def asks(self, group: str, label: str, dtype: str) -> bool:
-        """Whether the options and the budget leave a row in: to be asked before a case that takes long to make."""
+        """Whether the options and the budget leave a row in: to be asked before a case that takes
+        long to make."""
         named = not self.args.rows or any(part in f"{label} {dtype}" for part in self.args.rows)
         if not (named and self.wants(group)):
             if named and group in self.listed:
@@ -408,7 +451,9 @@ class Run:
         print(format_row(row), flush=True)
         return row
 
-    def fact(self, group: str, label: str, value: float, unit: str, bar: Bar = Bar(), note: str = "") -> None:
+    def fact(
+        self, group: str, label: str, value: float, unit: str, bar: Bar = Bar(), note: str = ""
+    ) -> None:
         """A figure that is not a ratio of two times: bytes, a percent of a peak, a host cost."""
         if self.args.list:
             return
@@ -441,7 +486,10 @@ class Run:
                 groups.append(judge_group(f"{name}, {dtype} alone", part, Bar()))
         print()
         for g in groups:
-            print(f"{g.group:<46} geomean {g.geomean:5.2f}x  worst {g.worst:5.2f}x  {g.bar:<38} {g.verdict}".rstrip())
+            print(
+                f"{g.group:<46} geomean {g.geomean:5.2f}x  worst {g.worst:5.2f}x  {g.bar:<38} "
+                f"{g.verdict}".rstrip()
+            )
         judged = [r.verdict for r in self.rows] + [g.verdict for g in groups]
         judged = [v for v in judged + [f["verdict"] for f in self.facts] if v]
         print(f"{judged.count('held')} of {len(judged)} bars held")
@@ -449,7 +497,10 @@ class Run:
         if others > 5:
             print(f"other programs took {others:.0f}% of the processors: repeat on a quiet machine")
         if self.left_out:
-            print(f"{self.left_out} rows left out, the budget of {self.args.budget:.0f} s was spent: nothing is stored")
+            print(
+                f"{self.left_out} rows left out, the budget of {self.args.budget:.0f} s was "
+                f"spent: nothing is stored"
+            )
         elif self.args.save:
             self._store(groups)
 
@@ -496,12 +547,17 @@ class Run:
 
 
 def overhead_facts(
-    run: Run, name: str, call: Callable[[], object], bar: Bar, own: tuple[str, Callable[[], object]] | None = None
+    run: Run,
+    name: str,
+    call: Callable[[], object],
+    bar: Bar,
+    own: tuple[str, Callable[[], object]] | None = None,
 ) -> None:
-    """Host time of a small eager call without grad, on the CPU above torch.mul's. own: PyTorch's way to the same result, and
-    a bar of its own, since hosts differ by more than calls do. On CUDA all is measured on each core, over and over for 20 s
-    (1 s in a quick run), and where torch.mul takes the least counts: of a virtual machine's cores some share theirs with a
-    neighbour, now these, now those, at times all, and take 1.6 times as long."""
+    """Host time of a small eager call without grad, on the CPU above torch.mul's. own: PyTorch's
+    way to the same result, and a bar of its own, since hosts differ by more than calls do. On CUDA
+    all is measured on each core, over and over for 20 s (1 s in a quick run), and where torch.mul
+    takes the least counts: of a virtual machine's cores some share theirs with a neighbour, now
+    these, now those, at times all, and take 1.6 times as long."""
     on_cuda = run.device.kind == "cuda"
     x = torch.randn(8, 8, device=run.device.device)
     calls = {name: call, "torch.mul": lambda: torch.mul(x, x)} | ({own[0]: own[1]} if own else {})
@@ -510,20 +566,32 @@ def overhead_facts(
             for _ in range(1000):
                 fn()
         if on_cuda and hasattr(os, "sched_setaffinity"):
-            medians = _on_quietest_core(calls, "torch.mul", run.device, 1.0 if run.args.quick else 20.0)
+            medians = _on_quietest_core(
+                calls, "torch.mul", run.device, 1.0 if run.args.quick else 20.0
+            )
         else:
             medians = _medians(calls, run.device, 31)
     ours, mul, *theirs = (medians[key] for key in calls)
-    # on CUDA a launch is most of it, in ours and in torch.mul's: the bar is for the whole call there
+    # on CUDA a launch is most of it, in ours and in torch.mul's: the bar is for the whole call
+    # there
     cost = ours if on_cuda else ours - mul
     run.fact("call host time", name, cost, "us", bar, f"{ours:.1f} us, torch.mul {mul:.1f} us")
     if own:
-        run.fact("call host time", f"{name} / {own[0]}", ours / theirs[0], "", Bar(at_most=1.0), f"{theirs[0]:.1f} us")
+        run.fact(
+            "call host time",
+            f"{name} / {own[0]}",
+            ours / theirs[0],
+            "",
+            Bar(at_most=1.0),
+            f"{theirs[0]:.1f} us",
+        )
 
 
-def _on_quietest_core(calls: dict[str, Callable], judge: str, device: Cpu | Cuda, seconds: float) -> dict[str, float]:
-    """us of host time of each call on the core, and at the moment, where judge takes the least; begins no pass over the
-    cores after so many seconds."""
+def _on_quietest_core(
+    calls: dict[str, Callable], judge: str, device: Cpu | Cuda, seconds: float
+) -> dict[str, float]:
+    """us of host time of each call on the core, and at the moment, where judge takes the least;
+    begins no pass over the cores after so many seconds."""
     cores, best = os.sched_getaffinity(0), {judge: math.inf}
     end = time.monotonic() + seconds
     try:
@@ -589,7 +657,9 @@ def isa_shares(run: Run, label: str, statement: str, bar: Bar) -> None:
             )
             environment = os.environ | {"GPUKERN_CPU": isa}
             before = run.device.madd_peak(isa, dtype)
-            child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+            child = subprocess.run(
+                [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+            )
             if child.returncode:
                 raise SystemExit(f"{label} with GPUKERN_CPU={isa} failed:\n{child.stderr}")
             rate = json.loads(child.stdout)
@@ -629,7 +699,9 @@ def rounded(value):
 def format_row(row: Row) -> str:
     """One line of the table."""
     label = f"{row.group} {row.label} {row.dtype}"
-    line = f"{label:<46} {row.us:>10.1f} {row.rate:>8.1f} {row.unit:<7}{row.roofline_percent:>4.0f}%"
+    line = (
+        f"{label:<46} {row.us:>10.1f} {row.rate:>8.1f} {row.unit:<7}{row.roofline_percent:>4.0f}%"
+    )
     if row.best_peer:
         peer = row.peers[row.best_peer]
         line += f"  {row.best_peer:<14} {peer['us']:>10.1f}"

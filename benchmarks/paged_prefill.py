@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Prefill and chunked prefill over pages on a GPU, by modifier and kind of cache: its time, beside the dense forward's on the same keys in q's
-dtype, and beside the kernels that stream a cache for 16 rows at a time.
+"""Prefill and chunked prefill over pages on a GPU, by modifier and kind of cache: its time, beside
+the dense forward's on the same keys in q's dtype, and beside the kernels that stream a cache for 16
+rows at a time.
 
 python benchmarks/paged_prefill.py [--rounds 8] [--only d128]
 
-The streaming kernels serve a call whose table's rows lie 2^31 entries apart: of one sequence that changes nothing else. Calls alternate in an
-order drawn anew each round, with a pause before each.
+The streaming kernels serve a call whose table's rows lie 2^31 entries apart: of one sequence that
+changes nothing else. Calls alternate in an order drawn anew each round, with a pause before each.
 """
 
 import argparse
@@ -28,11 +29,21 @@ SHAPES = {
     "d64 2k x 8k": (1, 2048, 8192, 64, 8, 64),
     "d256 2k x 8k": (1, 2048, 8192, 16, 8, 256),
 }
-CASES = [(shape, what) for shape in list(SHAPES)[:3]
-         for what in ("", "window1024", "softcap50", "alibi", "e4m3", "e4m3+window1024")]  # fmt: skip
-CASES += [("d128 512 x 8k", "int8"), ("d64 2k x 8k", ""), ("d64 2k x 8k", "window128+sinks"),
-          ("d64 2k x 8k", "e4m3+window128+sinks"), ("d256 2k x 8k", ""), ("d256 2k x 8k", "softcap50"),
-          ("d256 2k x 8k", "softcap50+window4096"), ("d256 2k x 8k", "e4m3+softcap50")]  # fmt: skip
+CASES = [
+    (shape, what)
+    for shape in list(SHAPES)[:3]
+    for what in ("", "window1024", "softcap50", "alibi", "e4m3", "e4m3+window1024")
+]
+CASES += [
+    ("d128 512 x 8k", "int8"),
+    ("d64 2k x 8k", ""),
+    ("d64 2k x 8k", "window128+sinks"),
+    ("d64 2k x 8k", "e4m3+window128+sinks"),
+    ("d256 2k x 8k", ""),
+    ("d256 2k x 8k", "softcap50"),
+    ("d256 2k x 8k", "softcap50+window4096"),
+    ("d256 2k x 8k", "e4m3+softcap50"),
+]
 
 
 def rules(what: str, heads: int) -> dict:
@@ -44,7 +55,9 @@ def rules(what: str, heads: int) -> dict:
         elif part.startswith("softcap"):
             found["softcap"] = float(part.removeprefix("softcap"))
         elif part == "alibi":
-            found["alibi_slopes"] = torch.tensor([2.0 ** (-8 * (i + 1) / heads) for i in range(heads)], device="cuda")
+            found["alibi_slopes"] = torch.tensor(
+                [2.0 ** (-8 * (i + 1) / heads) for i in range(heads)], device="cuda"
+            )
         elif part == "sinks":
             found["sinks"] = torch.randn(heads, device="cuda")
     return found
@@ -60,11 +73,15 @@ def graph_of(call) -> torch.cuda.CUDAGraph:
 
 
 def calls_of(shape: str, what: str) -> tuple[dict, tuple]:
-    """By name the calls of a case as graphs, and what they read; the rows that serve the first and the last."""
+    """By name the calls of a case as graphs, and what they read; the rows that serve the first and
+    the last."""
     batch, tokens, keys, heads, heads_kv, head_dim = SHAPES[shape]
     q = torch.randn(batch * tokens, heads, head_dim, device="cuda").bfloat16()
     stored = next((CODES[part] for part in what.split("+") if part in CODES), torch.bfloat16)
-    caches = [torch.randn(batch * keys // PAGE, PAGE, heads_kv, head_dim, device="cuda").to(stored) for _ in range(2)]
+    caches = [
+        torch.randn(batch * keys // PAGE, PAGE, heads_kv, head_dim, device="cuda").to(stored)
+        for _ in range(2)
+    ]
     table = torch.randperm(batch * keys // PAGE, device="cuda").int().view(batch, -1)
     lens = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
     rule, scales = rules(what, heads), {}
@@ -80,7 +97,9 @@ def calls_of(shape: str, what: str) -> tuple[dict, tuple]:
     if batch == 1:
         far = table.as_strided(table.shape, (1 << 31, 1))
         found["streamed"] = lambda: paged_attn(q, *caches, far, lens, **rule, **scales)
-        rows.append(torch_gpukern.explain("paged_attn", q, *caches, far, lens, **rule, **scales)["row"])
+        rows.append(
+            torch_gpukern.explain("paged_attn", q, *caches, far, lens, **rule, **scales)["row"]
+        )
     return {name: graph_of(call) for name, call in found.items()}, (
         q,
         q4,
@@ -100,9 +119,17 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name begins so")
     args = parser.parse_args()
     for shape in SHAPES:
-        cases = [case for case in CASES if case[0] == shape and f"{case[0]} {case[1]}".startswith(args.only)]
+        cases = [
+            case
+            for case in CASES
+            if case[0] == shape and f"{case[0]} {case[1]}".startswith(args.only)
+        ]
         made = {case: calls_of(*case) for case in cases}
-        runs = [(case, name, graph, []) for case, (graphs, _) in made.items() for name, graph in graphs.items()]
+        runs = [
+            (case, name, graph, [])
+            for case, (graphs, _) in made.items()
+            for name, graph in graphs.items()
+        ]
         for _ in range(args.rounds):
             for _, _, graph, times in random.sample(runs, len(runs)):
                 time.sleep(PAUSE)
@@ -111,7 +138,9 @@ def main() -> None:
                 times.append(begin.elapsed_time(end) * 1e3 / CALLS)
         took = {(case, name): statistics.median(times) for case, name, _, times in runs}
         for case in cases:
-            paged, dense, streamed = (took.get((case, name)) for name in ("paged", "dense", "streamed"))
+            paged, dense, streamed = (
+                took.get((case, name)) for name in ("paged", "dense", "streamed")
+            )
             line = f"{' '.join(case):40} {paged:8.1f} us  dense {dense:8.1f} ({dense / paged:.2f})"
             if streamed:
                 line += f"  streamed {streamed:8.1f} ({streamed / paged:.1f})"

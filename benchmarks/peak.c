@@ -130,16 +130,18 @@ static float read_page(const char *page, const char *next, const char *later, in
     for (int64_t frame = 0; frame < bytes; frame += 4096) {
         const int64_t here = bytes - frame < 4096 ? bytes - frame : 4096;
         if (later) __builtin_prefetch(later + frame);
-        for (int64_t line = frame; next && line < frame + here; line += 64) __builtin_prefetch(next + line);
+        for (int64_t line = frame; next && line < frame + here; line += 64)
+            __builtin_prefetch(next + line);
         total += peak_read((const float *)(page + frame), here / 4);
     }
     return total;
 }
 
-/* k, v [num_pages][page_bytes], 16-byte aligned; table [n] page numbers; page_bytes a multiple of 16. With fetch, the page
- * that comes next is prefetched and the memory frames of the one after it are touched. Needs OpenMP. */
-float peak_read_pages(const char *k, const char *v, const int32_t *table, int64_t n, int64_t page_bytes, int fetch,
-                      int threads) {
+/* k, v [num_pages][page_bytes], 16-byte aligned; table [n] page numbers; page_bytes a multiple of
+ * 16. With fetch, the page that comes next is prefetched and the memory frames of the one after it
+ * are touched. Needs OpenMP. */
+float peak_read_pages(const char *k, const char *v, const int32_t *table, int64_t n,
+                      int64_t page_bytes, int fetch, int threads) {
     float total = 0;
 #pragma omp parallel for num_threads(threads) reduction(+ : total)
     for (int worker = 0; worker < threads; worker++) {

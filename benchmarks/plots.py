@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Plots of a bench: TFLOP/s, GFLOP/s or GB/s over the size, a line a provider, a panel for each group, mask and head_dim.
+"""Plots of a bench: TFLOP/s, GFLOP/s or GB/s over the size, a line a provider, a panel for each
+group, mask and head_dim.
 
 python benchmarks/plots.py           draws every plot, and docs/speed.png of README.md, again from benchmarks/results/
 python benchmarks/plots.py --check   exits 1 and names the plots that other results were drawn for; needs no matplotlib
@@ -53,7 +54,8 @@ COLORS = {
 SPARE = ("#e7ba52", "#843c39", "#a55194", "#6b6ecf", "#31a354", "#3182bd", "#636363", "#fd8d3c")
 STYLE = 2  # counts changes of how plots look: with one they are all drawn again
 
-# How the benches write a label: what the panel says beyond its group, and the size, whose name stands beside.
+# How the benches write a label: what the panel says beyond its group, and the size, whose name
+# stands beside.
 FORMS = (
     (re.compile(r"(?P<part>d\d+) B\d+ S(?P<size>\d+)"), "sequence length"),
     (re.compile(r"B\d+ H\d+ S(?P<size>\d+) (?P<part>d\d+)"), "sequence length"),
@@ -64,7 +66,8 @@ FORMS = (
 
 
 def place(group: str, label: str) -> tuple[str, tuple[int, ...], str]:
-    """(panel, size, name of the size) of a row; a label that is no size of a series has () and its group's panel."""
+    """(panel, size, name of the size) of a row; a label that is no size of a series has () and its
+    group's panel."""
     for form, name in FORMS:
         found = form.fullmatch(label)
         if not found:
@@ -72,7 +75,11 @@ def place(group: str, label: str) -> tuple[str, tuple[int, ...], str]:
         of = found.groupdict()
         part = of.get("part", "")
         if "layout" in of:  # a group of one weight names it
-            part = of["layout"] if f"{of['n']}x{of['k']}" in group else f"{of['layout']}, K {of['k']}, N {of['n']}"
+            part = (
+                of["layout"]
+                if f"{of['n']}x{of['k']}" in group
+                else f"{of['layout']}, K {of['k']}, N {of['n']}"
+            )
         size = tuple(map(int, re.findall(r"\d+", of["size"])))
         return (f"{group}, {part}" if part and part not in group else group), size, name
     return group, (), ""
@@ -84,7 +91,11 @@ def panels_of(rows: list[dict]) -> dict[str, list[dict]]:
     for row in rows:
         name = place(row["group"], row["label"])[0]
         name += "" if row["dtype"] in name else f", {row['dtype']}"
-        name += f", {row['unit']}" if any(r["unit"] != row["unit"] for r in rows if r["group"] == row["group"]) else ""
+        name += (
+            f", {row['unit']}"
+            if any(r["unit"] != row["unit"] for r in rows if r["group"] == row["group"])
+            else ""
+        )
         panels.setdefault(name, []).append(row)
     return panels
 
@@ -116,7 +127,11 @@ def draw_panel(axes, name: str, rows: list[dict], spare: dict[str, str]) -> None
     if max(max(rates(row).values()) for row in rows) >= 1e4:
         unit, one = unit.replace("G", "T", 1), 1e-3
     for provider in dict.fromkeys(p for row in rows for p in rates(row)):
-        points = [(x, one * rates(row)[provider]) for x, row in zip(at, rows, strict=True) if provider in rates(row)]
+        points = [
+            (x, one * rates(row)[provider])
+            for x, row in zip(at, rows, strict=True)
+            if provider in rates(row)
+        ]
         ours = provider == OURS
         axes.plot(
             *zip(*points, strict=True),
@@ -136,7 +151,8 @@ def draw_panel(axes, name: str, rows: list[dict], spare: dict[str, str]) -> None
 
 
 def speed_panels(results: list[dict]) -> dict[str, list[dict]]:
-    """The panels of README.md's picture. A bench with a note, marked by a star, goes behind one without."""
+    """The panels of README.md's picture. A bench with a note, marked by a star, goes behind one
+    without."""
     gpus = [result for result in results if "NVIDIA" in result["device"]] or results
     panels = {}
     for bench, begins in SPEED_PANELS:
@@ -145,7 +161,9 @@ def speed_panels(results: list[dict]) -> dict[str, list[dict]]:
             content = result["benches"].get(bench, {"rows": []})
             for name, rows in panels_of([row for row in content["rows"] if row["peers"]]).items():
                 if name.startswith(begins):
-                    found.append((content["date"], "note" not in content, result["device"], name, rows))
+                    found.append(
+                        (content["date"], "note" not in content, result["device"], name, rows)
+                    )
         if found:
             _, clean, device, name, rows = max(found, key=lambda entry: entry[:3])
             panels[f"{bench}, {name}\n{device}{'' if clean else ' *'}"] = rows
@@ -154,7 +172,13 @@ def speed_panels(results: list[dict]) -> dict[str, list[dict]]:
 
 def digest(panels: dict[str, list[dict]]) -> str:
     """Of all that a plot shows."""
-    shown = [STYLE, *((name, [(r["label"], r["unit"], rates(r)) for r in rows]) for name, rows in panels.items())]
+    shown = [
+        STYLE,
+        *(
+            (name, [(r["label"], r["unit"], rates(r)) for r in rows])
+            for name, rows in panels.items()
+        ),
+    ]
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 
 
@@ -179,7 +203,11 @@ def draw(panels: dict[str, list[dict]], title: str, path: Path) -> bool:
     columns = min(3, len(panels))
     lines = math.ceil(len(panels) / columns)
     figure, grid = plt.subplots(
-        lines, columns, figsize=(4.2 * columns, 2.7 * lines + 0.6), squeeze=False, layout="constrained"
+        lines,
+        columns,
+        figsize=(4.2 * columns, 2.7 * lines + 0.6),
+        squeeze=False,
+        layout="constrained",
     )
     spare: dict[str, str] = {}
     for axes, (name, members) in zip(grid.flat, panels.items()):
@@ -189,7 +217,13 @@ def draw(panels: dict[str, list[dict]], title: str, path: Path) -> bool:
     handles = {}
     for axes in grid.flat:
         handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)) | handles
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(6, len(handles)), fontsize=8)
+    figure.legend(
+        handles.values(),
+        handles,
+        loc="outside lower center",
+        ncols=min(6, len(handles)),
+        fontsize=8,
+    )
     if title:
         figure.suptitle(title, fontsize=10)
     path.parent.mkdir(exist_ok=True)
@@ -207,7 +241,10 @@ def all_plots() -> dict[Path, tuple[str, dict[str, list[dict]]]]:
         for bench, content in result["benches"].items():
             panels = panels_of([row for row in content["rows"] if row["peers"]])
             if bench != "ladder" and panels:
-                plots[PLOTS / f"{stored.stem}-{bench}.png"] = f"{bench} on {result['device']}", panels
+                plots[PLOTS / f"{stored.stem}-{bench}.png"] = (
+                    f"{bench} on {result['device']}",
+                    panels,
+                )
     plots[SPEED] = "", speed_panels(results)
     return plots
 
@@ -217,7 +254,9 @@ def main(argv: list[str]) -> int:
     old = [path for path, (_, panels) in plots.items() if digest_in(path) != digest(panels)]
     if argv == ["--check"]:
         for path in old:
-            print(f"{path.relative_to(HERE.parent)} is not what the results give; run `make results`")
+            print(
+                f"{path.relative_to(HERE.parent)} is not what the results give; run `make results`"
+            )
         return bool(old)
     for path in old:
         title, panels = plots[path]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Rounds of timed blocks: every contestant once a round, in an order that is drawn anew each time.
 
-A GPU under load is limited by its power: a block inherits the clock that the block before it left, which moves a ratio by 9
-to 12 %. An order that only turns keeps each contestant behind the same other one, and so keeps the error. Two things remove
-it: the order is random, and where the device says so (`carries_over`) each block follows an untimed one of its own.
+A GPU under load is limited by its power: a block inherits the clock that the block before it left,
+which moves a ratio by 9 to 12 %. An order that only turns keeps each contestant behind the same
+other one, and so keeps the error. Two things remove it: the order is random, and where the device
+says so (`carries_over`) each block follows an untimed one of its own.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Block:
-    """A timed block of calls: us of one, and clock and power of the device while it ran (0: not known)."""
+    """A timed block of calls: us of one, and clock and power of the device while it ran (0: not
+    known)."""
 
     us: float
     clock_mhz: float
@@ -53,18 +55,25 @@ class Block:
 
 
 def interleave(
-    device: Cpu | Cuda, calls: dict[str, Callable[[], object]], effort: Effort, live: Sequence[str] = ()
+    device: Cpu | Cuda,
+    calls: dict[str, Callable[[], object]],
+    effort: Effort,
+    live: Sequence[str] = (),
 ) -> dict[str, list[Block]]:
     """The blocks of every contestant, one of each a round. Orders are the same in every run."""
     count = {}
     for name, call in calls.items():
         call()
         device.sync()
-        count[name] = max(1, min(device.most_calls, round(effort.block_us / max(device.estimate(call), 0.1))))
+        count[name] = max(
+            1, min(device.most_calls, round(effort.block_us / max(device.estimate(call), 0.1)))
+        )
     blocks: dict[str, list[Block]] = {name: [] for name in calls}
     draw, order = random.Random(0), list(calls)
     start, rounds = time.perf_counter(), 0
-    while rounds < effort.min_rounds or (rounds < effort.max_rounds and time.perf_counter() - start < effort.seconds):
+    while rounds < effort.min_rounds or (
+        rounds < effort.max_rounds and time.perf_counter() - start < effort.seconds
+    ):
         draw.shuffle(order)
         for name in order:
             if device.carries_over:

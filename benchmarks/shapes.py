@@ -24,7 +24,11 @@ GEMM_BARS = {
 
 GEMM_RANDOM_SIZES = (64, 8192)  # of m, n and k, log-uniform in multiples of 8
 GEMM_RANDOM_BARS = {
-    "cuda": {"geomean": Bar(at_least=1.03), "5th percentile": Bar(at_least=0.92), "worst": Bar(at_least=0.80)},
+    "cuda": {
+        "geomean": Bar(at_least=1.03),
+        "5th percentile": Bar(at_least=0.92),
+        "worst": Bar(at_least=0.80),
+    },
     "cpu": {"geomean": Bar(at_least=1.00), "5th percentile": Bar(at_least=0.90)},
 }
 

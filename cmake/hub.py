@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Makes the layout of Hugging Face's kernels hub: DIR/build/torch-stable-abi210-<backend>-<machine>-linux/.
+"""Makes the layout of Hugging Face's kernels hub:
+DIR/build/torch-stable-abi210-<backend>-<machine>-linux/.
 
     make hub                     into build/hub
     python cmake/hub.py DIR      from the build folder `build`, which `make build` has configured
 
-A variant is the package with a plugin whose ops have a namespace of their own, torch.ops._gpukern_<backend>_<digest of the
-sources>, so that it loads beside an installed gpukern and beside other builds. Its module has flash-attn's functions besides
-gpukern's, which is what transformers asks a kernel of attention for. A build with the CUDA half gives two variants, for that
-version of CUDA and for a torch without CUDA: one library serves both, but the kernels package takes one by its name.
+A variant is the package with a plugin whose ops have a namespace of their own,
+torch.ops._gpukern_<backend>_<digest of the sources>, so that it loads beside an installed gpukern
+and beside other builds. Its module has flash-attn's functions besides gpukern's, which is what
+transformers asks a kernel of attention for. A build with the CUDA half gives two variants, for that
+version of CUDA and for a torch without CUDA: one library serves both, but the kernels package takes
+one by its name.
 
     kernels.get_local_kernel(Path("build/hub"))
     LOCAL_KERNELS=you/gpukern-flash-attn3=build/hub     for set_attn_implementation("you/gpukern-flash-attn3")
@@ -36,7 +39,11 @@ __all__ += ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcach
 
 
 def digest_of_sources() -> str:
-    files = [p for name in SOURCES for p in ((ROOT / name).rglob("*") if (ROOT / name).is_dir() else [ROOT / name])]
+    files = [
+        p
+        for name in SOURCES
+        for p in ((ROOT / name).rglob("*") if (ROOT / name).is_dir() else [ROOT / name])
+    ]
     whole = hashlib.sha256()
     for path in sorted(p for p in files if p.is_file() and p.suffix not in (".so", ".pyc")):
         whole.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
@@ -45,22 +52,38 @@ def digest_of_sources() -> str:
 
 def configure(*options: str) -> None:
     """By this interpreter's torch: another one may have configured the folder last."""
-    command = ["cmake", str(BUILD), f"-DPython_EXECUTABLE={sys.executable}", *options, "--log-level=NOTICE"]
+    command = [
+        "cmake",
+        str(BUILD),
+        f"-DPython_EXECUTABLE={sys.executable}",
+        *options,
+        "--log-level=NOTICE",
+    ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def build(namespace: str) -> Path:
     """The plugin with its ops in `namespace`."""
     configure(f"-DGPUKERN_HUB_NAMESPACE={namespace}")
-    subprocess.run(["cmake", "--build", str(BUILD), "--target", "gpukern_hub"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        ["cmake", "--build", str(BUILD), "--target", "gpukern_hub"],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     return BUILD / "libgpukern_hub.so"
 
 
 def metadata(namespace: str, backend: str, variant: Path) -> dict:
     name, _, archs = backend.partition(" ")
-    about = {"type": "cpu"} if name == "cpu" else {"type": "cuda", "archs": [_dotted(a) for a in archs.split(";")]}
+    about = (
+        {"type": "cpu"}
+        if name == "cpu"
+        else {"type": "cuda", "archs": [_dotted(a) for a in archs.split(";")]}
+    )
     files = {
-        str(path.relative_to(variant)): base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
+        str(path.relative_to(variant)): base64.b64encode(
+            hashlib.sha256(path.read_bytes()).digest()
+        ).decode()
         for path in sorted(variant.rglob("*"))
         if path.is_file()
     }
@@ -68,7 +91,9 @@ def metadata(namespace: str, backend: str, variant: Path) -> dict:
         "id": namespace,
         "name": "gpukern",
         "version": 1,
-        "license": re.search(r'^license = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1],
+        "license": re.search(
+            r'^license = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+        )[1],
         "python-depends": [],
         "backend": about,
         "digest": {"algorithm": "sha256", "files": files},
@@ -93,13 +118,22 @@ def make_variant(target: Path, backend: str) -> Path:
     name = backend.split(" ")[0]
     namespace = f"_gpukern_{name}_{digest_of_sources()}"
     plugin = build(namespace)
-    variant = target / "build" / f"torch-stable-abi210-{name}-{platform.machine()}-{platform.system().lower()}"
+    variant = (
+        target
+        / "build"
+        / f"torch-stable-abi210-{name}-{platform.machine()}-{platform.system().lower()}"
+    )
     shutil.rmtree(variant, ignore_errors=True)
-    shutil.copytree(PACKAGE, variant, ignore=shutil.ignore_patterns("__pycache__", "*.so", "__main__.py"))
+    shutil.copytree(
+        PACKAGE, variant, ignore=shutil.ignore_patterns("__pycache__", "*.so", "__main__.py")
+    )
     shutil.copy(plugin, variant / PLUGIN)
     library = variant / "_library.py"
     text, count = re.subn(
-        r'^NAMESPACE = "gpukern"$', f'NAMESPACE = "{namespace}"', library.read_text(), flags=re.MULTILINE
+        r'^NAMESPACE = "gpukern"$',
+        f'NAMESPACE = "{namespace}"',
+        library.read_text(),
+        flags=re.MULTILINE,
     )
     if count != 1:
         sys.exit(f"hub: {PACKAGE / '_library.py'} has no line that names the namespace")

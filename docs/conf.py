@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sphinx: `make docs` makes the pages of docs/, the Python API from its docstrings and the C API from its headers."""
+"""Sphinx: `make docs` makes the pages of docs/, the Python API from its docstrings and the C API
+from its headers."""
 
 import os
 import re
@@ -41,7 +42,8 @@ napoleon_numpy_docstring = False
 
 
 def setup(app):
-    """CONTRIBUTING.md stands at the top of the tree, the pages of learn/ in that folder; pages of their names show them here."""
+    """CONTRIBUTING.md stands at the top of the tree, the pages of learn/ in that folder; pages of
+    their names show them here."""
     pages = {"learn": "README"} | {name: name for name in LEARN}
 
     def here(link):
@@ -53,14 +55,30 @@ def setup(app):
 
     def link(_app, page, text):
         if page in pages:
-            text[0] = re.sub(r"\]\(([^)\s#]*)(#[^)\s]*)?\)", here, (ROOT / "learn" / f"{pages[page]}.md").read_text())
-        text[0] = text[0].replace("](../CONTRIBUTING.md)", "](contributing.md)").replace("../learn/README.md", "learn.md")
-        text[0] = re.sub(rf"\]\(\.\./((?:\.\./)*)learn/({'|'.join(LEARN)})\.md", r"](\1\2.md", text[0])
+            text[0] = re.sub(
+                r"\]\(([^)\s#]*)(#[^)\s]*)?\)",
+                here,
+                (ROOT / "learn" / f"{pages[page]}.md").read_text(),
+            )
+        text[0] = (
+            text[0]
+            .replace("](../CONTRIBUTING.md)", "](contributing.md)")
+            .replace("../learn/README.md", "learn.md")
+        )
+        text[0] = re.sub(
+            rf"\]\(\.\./((?:\.\./)*)learn/({'|'.join(LEARN)})\.md", r"](\1\2.md", text[0]
+        )
 
     def is_complete(_app, env):
-        known = {name for domain in ("c", "py") for name, *_ in env.get_domain(domain).get_objects()}
-        wanted = re.findall(r"^GK_API [^(]*?(\w+)\(|^} (gk_\w+);", "".join(HEADERS.values()), re.MULTILINE)
-        names = {c or struct for c, struct in wanted} | {f"torch_gpukern.{name}" for name in torch_gpukern.__all__}
+        known = {
+            name for domain in ("c", "py") for name, *_ in env.get_domain(domain).get_objects()
+        }
+        wanted = re.findall(
+            r"^GK_API [^(]*?(\w+)\(|^} (gk_\w+);", "".join(HEADERS.values()), re.MULTILINE
+        )
+        names = {c or struct for c, struct in wanted} | {
+            f"torch_gpukern.{name}" for name in torch_gpukern.__all__
+        }
         for name in sorted(names - known):
             logging.getLogger(__name__).warning("%s stands on no page", name)
 
@@ -68,7 +86,7 @@ def setup(app):
     app.connect("env-check-consistency", is_complete)
 
 
-# ---- the headers ------------------------------------------------------------------------------------------------
+# ---- the headers ---------------------------------------------------------------------------------
 def rest(lines: list[str]) -> list[str]:
     """Lines of a comment as reStructuredText: indented ones keep their breaks."""
     found: list[str] = []
@@ -83,17 +101,24 @@ def rest(lines: list[str]) -> list[str]:
 
 def comment(lines: list[str], indent: str = "") -> list[str]:
     """A documentation comment as hawkmoth reads it."""
-    return [f"{indent}/**", *(f"{indent} * {line}".rstrip() for line in rest(lines)), f"{indent} */"]
+    return [
+        f"{indent}/**",
+        *(f"{indent} * {line}".rstrip() for line in rest(lines)),
+        f"{indent} */",
+    ]
 
 
 def documented(header: str) -> str:
-    """A header with its comments before what they describe, as documentation; what has none gets an empty one.
+    """A header with its comments before what they describe, as documentation; what has none gets an
+    empty one.
 
     The header's own comments stand behind the members, so that a struct is read at one glance.
     """
     header = header.removeprefix("/* SPDX-License-Identifier: BSD-3-Clause */\n")
-    header = re.sub(r"(\bdouble|\bgk_tensor)\n\s+", r"\1 ", header)  # a declaration that the formatter broke
-    header = re.sub(r" +union \{ +/\* .*? \*/\n(.*?)\n +\};", r"\1", header, flags=re.DOTALL)  # hawkmoth passes it by
+    # a declaration that the formatter broke
+    header = re.sub(r"(\bdouble|\bgk_tensor)\n\s+", r"\1 ", header)
+    # hawkmoth passes it by
+    header = re.sub(r" +union \{ +/\* .*? \*/\n(.*?)\n +\};", r"\1", header, flags=re.DOTALL)
     made: list[str] = []
     whole: list[str] = []
     pending: list[str] | None = None  # lines of the comment that stands before the next declaration
@@ -152,6 +177,7 @@ MADE.mkdir(exist_ok=True)
 for name, header in HEADERS.items():
     (MADE / name).write_text(documented(header))
 hawkmoth_root = str(MADE)
-# libclang comes without headers: those of the compiler that built the library. hawkmoth would ask clang, which need not be here.
+# libclang comes without headers: those of the compiler that built the library. hawkmoth would ask
+# clang, which need not be here.
 hawkmoth_autoconf: list[str] = []
 hawkmoth_clang = [*compiler.get_include_args(os.environ.get("CC", "cc")), "-std=c11"]

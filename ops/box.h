@@ -113,7 +113,8 @@ struct Slot {
             x.given = take_optional(value, &x.code);
             return x;
         } else {
-            static_assert(std::is_same_v<T, bool> || std::is_same_v<T, int64_t> || std::is_same_v<T, double>);
+            static_assert(std::is_same_v<T, bool> || std::is_same_v<T, int64_t> ||
+                          std::is_same_v<T, double>);
             return bits_as<T>(value);
         }
     }
@@ -123,7 +124,8 @@ struct Slot {
 template <class Args, class Sequence, class = void> struct takes : std::false_type {};
 template <class Args, size_t... I>
 struct takes<Args, std::index_sequence<I...>,
-             std::void_t<decltype(Args{(static_cast<void>(I), std::declval<Slot>())...})>> : std::true_type {};
+             std::void_t<decltype(Args{(static_cast<void>(I), std::declval<Slot>())...})>>
+    : std::true_type {};
 
 template <class Args, size_t n = 24> constexpr size_t count_members() {
     if constexpr (takes<Args, std::make_index_sequence<n>>::value)
@@ -132,7 +134,8 @@ template <class Args, size_t n = 24> constexpr size_t count_members() {
         return count_members<Args, n - 1>();
 }
 
-template <class Args, size_t... I> Args unbox(const StableIValue *stack, std::index_sequence<I...>) {
+template <class Args, size_t... I>
+Args unbox(const StableIValue *stack, std::index_sequence<I...>) {
     return Args{Slot{stack[I]}...};
 }
 
@@ -143,7 +146,8 @@ template <class T> StableIValue bits_of(T x) {
     return value;
 }
 
-template <class T> StableIValue give(T) = delete; // nothing is converted on its way to torch: a number is no bool
+// nothing is converted on its way to torch: a number is no bool
+template <class T> StableIValue give(T) = delete;
 inline StableIValue give(bool x) { return bits_of(x); }
 inline StableIValue give(int64_t x) { return bits_of(x); }
 inline StableIValue give(Tensor &t) { return bits_of(t.release()); }
@@ -182,11 +186,14 @@ template <class R> void call(R (*kernel)(), StableIValue *stack, uint64_t) {
         box(stack, kernel());
 }
 
-template <auto kernel> void boxed(StableIValue *stack, uint64_t num_args, uint64_t) { call(kernel, stack, num_args); }
+template <auto kernel> void boxed(StableIValue *stack, uint64_t num_args, uint64_t) {
+    call(kernel, stack, num_args);
+}
 
 using Library = torch::stable::detail::StableLibrary;
 
-// What STABLE_TORCH_LIBRARY and its kind make, with a namespace that is no literal: one object then serves plugins of any name.
+// What STABLE_TORCH_LIBRARY and its kind make, with a namespace that is no literal: one object then
+// serves plugins of any name.
 struct Registered {
     Library library;
     Registered(Library::Kind kind, const char *key, void (*say)(Library &), const char *file)

@@ -31,14 +31,18 @@ inline const char *asked_isa() {
 
 inline bool machine_has(const char *isa) {
     std::string have = std::string(",") + gk_cpu_isas() + ",";
-    const auto lists = [&have](const std::string &name) { return have.find("," + name + ",") != std::string::npos; };
-    return lists(isa) || (std::string("amx_emulated") == isa && lists("avx512bf16")); // for tests, in no list
+    const auto lists = [&have](const std::string &name) {
+        return have.find("," + name + ",") != std::string::npos;
+    };
+    // for tests, in no list
+    return lists(isa) || (std::string("amx_emulated") == isa && lists("avx512bf16"));
 }
 
 inline const char *chosen_isa(const char *op) {
     static const bool served = !asked_isa() || machine_has(asked_isa());
     if (!served) {
-        failed(op, "GPUKERN_CPU is '", asked_isa(), "', which this machine does not have; it has ", gk_cpu_isas());
+        failed(op, "GPUKERN_CPU is '", asked_isa(), "', which this machine does not have; it has ",
+               gk_cpu_isas());
     }
     return asked_isa();
 }
@@ -80,8 +84,9 @@ struct Scratch {
 
 inline thread_local Scratch scratch;
 
-// ---- what kernels reported ------------------------------------------------------------------------
-// Raises for the first kind of bad index contents that a kernel met since the last time; forgets all.
+// ---- what kernels reported ----------------------------------------------------------------------
+// Raises for the first kind of bad index contents that a kernel met since the last time; forgets
+// all.
 inline void raise_device_errors(const char *op, uint8_t *word) {
     if (!word) return;
     uint64_t all;
@@ -93,19 +98,22 @@ inline void raise_device_errors(const char *op, uint8_t *word) {
     std::memset(word, 0, sizeof kinds);
     for (int kind = 0; kind < GK_NUM_DEVICE_ERRORS; ++kind) {
         if (!kinds[kind]) continue;
-        throw std::out_of_range(error_text(op, "an earlier call met bad contents on the GPU; ",
-                                           gk_device_error_text(static_cast<gk_device_error>(kind))));
+        throw std::out_of_range(
+            error_text(op, "an earlier call met bad contents on the GPU; ",
+                       gk_device_error_text(static_cast<gk_device_error>(kind))));
     }
 }
 
 // ---- a call -------------------------------------------------------------------------------------
-// The GPU that this thread's explain_* ops speak of instead of their tensors' device; -1: none. Other ops do not read it.
+// The GPU that this thread's explain_* ops speak of instead of their tensors' device; -1: none.
+// Other ops do not read it.
 inline thread_local int32_t described_gpu = -1;
 
 class Call {
   public:
     // Of the tensors named in `names`, which are on `device`.
-    Call(const char *op, Device device, const char *names, int32_t described = -1) : op_(op), device_(device) {
+    Call(const char *op, Device device, const char *names, int32_t described = -1)
+        : op_(op), device_(device) {
         context_.size = sizeof context_;
         context_.index = device.index;
         context_.num_threads = 1;
@@ -145,8 +153,10 @@ class Call {
 
     // Plans a call, finds the memory that the plan asks for, runs it.
     template <class Args>
-    void plan_and_run(const Args &args, gk_status (*plan)(const gk_context *, const Args *, gk_plan *),
-                      gk_status (*run)(const gk_context *, const Args *, const gk_plan *, void *, size_t)) {
+    void plan_and_run(const Args &args,
+                      gk_status (*plan)(const gk_context *, const Args *, gk_plan *),
+                      gk_status (*run)(const gk_context *, const Args *, const gk_plan *, void *,
+                                       size_t)) {
         gk_plan planned;
         done(plan(&context_, &args, &planned));
         void *memory = workspace(planned.workspace_bytes);
@@ -200,10 +210,12 @@ class Call {
 inline std::string to_json(const gk_explanation &e, const std::string &more = "") {
     std::ostringstream json;
     json.precision(17);
-    json << "{\"row\": \"" << e.row << "\", \"isa\": \"" << e.isa << "\", \"tile\": [" << e.tile[0] << ", " << e.tile[1]
-         << ", " << e.tile[2] << ", " << e.tile[3] << "], \"tasks\": " << e.tasks << ", \"chunks\": " << e.chunks
-         << ", \"bytes\": " << e.bytes << ", \"flops\": " << e.flops << ", \"workspace_bytes\": " << e.workspace_bytes
-         << ", \"waves\": " << e.waves << ", \"bound_us\": " << e.bound_us
+    json << "{\"row\": \"" << e.row << "\", \"isa\": \"" << e.isa << "\", \"tile\": [" << e.tile[0]
+         << ", " << e.tile[1] << ", " << e.tile[2] << ", " << e.tile[3]
+         << "], \"tasks\": " << e.tasks << ", \"chunks\": " << e.chunks
+         << ", \"bytes\": " << e.bytes << ", \"flops\": " << e.flops
+         << ", \"workspace_bytes\": " << e.workspace_bytes << ", \"waves\": " << e.waves
+         << ", \"bound_us\": " << e.bound_us
          << ", \"preferred\": " << (e.preferred ? "true" : "false") << more << "}";
     return json.str();
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// distributed.cpp: the sum of several GPUs' x by one kernel, through mailboxes that all of them reach (gpukern_sums.h).
+// distributed.cpp: the sum of several GPUs' x by one kernel, through mailboxes that all of them
+// reach (gpukern_sums.h).
 #include <algorithm>
 
 #include "gpukern_sums.h"
@@ -21,7 +22,8 @@ struct SumOverRanks {
 void sum_over_ranks(SumOverRanks &op) {
     const char *const name = SumOverRanks::name;
     Reader read(name, "x, out", true);
-    read(op.x), read(op.out);
+    read(op.x);
+    read(op.out);
     std::vector<void *> addresses;
     int64_t least = INT64_MAX;
     for (Tensor &mailbox : op.mailboxes.items()) {
@@ -31,9 +33,13 @@ void sum_over_ranks(SumOverRanks &op) {
         least = std::min<int64_t>(least, mailbox.numel() * gk_dtype_bytes(mailbox.view.dtype));
     }
     gk_sum_over_ranks_args args{};
-    args.size = sizeof args, args.x = op.x.view, args.out = op.out.view;
-    args.mailboxes = addresses.data(), args.mailbox_bytes = addresses.empty() ? 0 : static_cast<size_t>(least);
-    args.rank = static_cast<int32_t>(op.rank), args.num_ranks = static_cast<int32_t>(addresses.size());
+    args.size = sizeof args;
+    args.x = op.x.view;
+    args.out = op.out.view;
+    args.mailboxes = addresses.data();
+    args.mailbox_bytes = addresses.empty() ? 0 : static_cast<size_t>(least);
+    args.rank = static_cast<int32_t>(op.rank);
+    args.num_ranks = static_cast<int32_t>(addresses.size());
     args.timeout_s = op.timeout_s;
     Call call(name, read.device, "x");
     call.done(gk_sum_over_ranks(call.context(), &args));

@@ -28,7 +28,8 @@ template <class... Parts> std::string error_text(const char *op, const Parts &..
 
 // Shape, dtype, device or value: ValueError in Python.
 template <class... Parts>
-[[noreturn]] __attribute__((cold, noinline)) void bad_argument(const char *op, const Parts &...parts) {
+[[noreturn]] __attribute__((cold, noinline)) void bad_argument(const char *op,
+                                                               const Parts &...parts) {
     throw std::invalid_argument(error_text(op, parts...));
 }
 
@@ -50,7 +51,8 @@ inline void torch_ok(const char *op, AOTITorchError code) {
 // Throws what a status means, in the name of the op that the user called.
 inline void status_ok(const char *op, gk_status status) {
     if (status == GK_OK) return;
-    const std::string text = error_text(op, *gk_last_detail() ? gk_last_detail() : gk_status_name(status));
+    const std::string text =
+        error_text(op, *gk_last_detail() ? gk_last_detail() : gk_status_name(status));
     switch (status) {
     case GK_ERR_ARGUMENT:
     case GK_ERR_UNSUPPORTED: throw std::invalid_argument(text);

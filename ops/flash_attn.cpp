@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// flash_attn.cpp: flash_attn and flash_attn_varlen with their gradients, attn_merge, flash_attn_accumulate and flash_attn_into.
+// flash_attn.cpp: flash_attn and flash_attn_varlen with their gradients, attn_merge,
+// flash_attn_accumulate and flash_attn_into.
 #include "attn_rules.h"
 #include "gpukern_ranks.h"
 
@@ -9,13 +10,16 @@ namespace {
 // ---- arguments of csrc --------------------------------------------------------------------------
 template <class O> void fill_qkv(const O &op, gk_flash_attn_args &to) {
     to.size = sizeof to;
-    to.q = op.q.view, to.k = op.k.view, to.v = op.v.view;
+    to.q = op.q.view;
+    to.k = op.k.view;
+    to.v = op.v.view;
     fill_rules(op, to.rules);
     to.rules.window_right = op.window_right;
 }
 
 template <class O> void fill_dropout(const O &op, gk_flash_attn_args &to) {
-    to.dropout_p = op.dropout_p, to.dropout_seed = op.dropout_seed.view_or_null();
+    to.dropout_p = op.dropout_p;
+    to.dropout_seed = op.dropout_seed.view_or_null();
 }
 
 // A result's dtype: the one that was asked for, or q's.
@@ -33,14 +37,17 @@ template <class O> void fill_dense(const O &op, gk_flash_attn_args &to) {
 
 template <class O> void fill_packed(const O &op, gk_flash_attn_args &to) {
     fill_qkv(op, to);
-    to.cu_seqlens_q = &op.cu_seqlens_q.view, to.cu_seqlens_k = &op.cu_seqlens_k.view;
-    to.max_seqlen_q = op.max_seqlen_q, to.max_seqlen_k = op.max_seqlen_k;
+    to.cu_seqlens_q = &op.cu_seqlens_q.view;
+    to.cu_seqlens_k = &op.cu_seqlens_k.view;
+    to.max_seqlen_q = op.max_seqlen_q;
+    to.max_seqlen_k = op.max_seqlen_k;
 }
 
 // The forward's arguments stand in `to.fwd` by then.
 template <class O> void fill_gradients(const O &op, gk_flash_attn_bwd_args &to) {
     to.grad_out = op.grad_out.view;
-    to.fwd.out = op.out.view, to.fwd.lse = op.lse.view;
+    to.fwd.out = op.out.view;
+    to.fwd.lse = op.lse.view;
     to.grad_lse = op.grad_lse.view_or_null();
     to.deterministic = op.deterministic;
     to.is_part = op.is_part;
@@ -56,7 +63,9 @@ void place_forward(gk_flash_attn_args &to, std::array<Tensor, 2> &r) {
 
 // (dq, dk, dv, dsinks); the last is empty where there are no sinks.
 void place_gradients(gk_flash_attn_bwd_args &to, std::array<Tensor, 4> &r) {
-    to.dq = r[0].view, to.dk = r[1].view, to.dv = r[2].view;
+    to.dq = r[0].view;
+    to.dk = r[1].view;
+    to.dv = r[2].view;
     if (to.fwd.rules.sinks) to.dsinks = &r[3].view;
 }
 
@@ -100,14 +109,17 @@ struct FlashAttnBwd {
     OptTensor dropout_seed;
 
     GK_OP(flash_attn_bwd, gk_flash_attn_bwd_args, "flash_attn_bwd", 4)
-    GK_TENSORS(grad_out, q, k, v, out, lse, grad_lse, alibi_slopes, sinks, kv_start, kv_end, q_start, dropout_seed)
+    GK_TENSORS(grad_out, q, k, v, out, lse, grad_lse, alibi_slopes, sinks, kv_start, kv_end,
+               q_start, dropout_seed)
 
     void fill(C &to) {
         fill_dense(*this, to.fwd);
         fill_gradients(*this, to);
     }
     static void place(C &to, Results &r) { place_gradients(to, r); }
-    const Tensor *stored_like(int i) const { return i == 0 ? &q : i == 1 ? &k : i == 2 ? &v : nullptr; }
+    const Tensor *stored_like(int i) const {
+        return i == 0 ? &q : i == 1 ? &k : i == 2 ? &v : nullptr;
+    }
 };
 
 // ---- packed -------------------------------------------------------------------------------------
@@ -153,7 +165,8 @@ struct FlashAttnVarlenBwd {
     OptTensor dropout_seed;
 
     GK_OP(flash_attn_bwd, gk_flash_attn_bwd_args, "flash_attn_varlen_bwd", 4)
-    GK_TENSORS(grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, grad_lse, alibi_slopes, sinks, dropout_seed)
+    GK_TENSORS(grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, grad_lse, alibi_slopes,
+               sinks, dropout_seed)
 
     void fill(C &to) {
         fill_packed(*this, to.fwd);
@@ -187,18 +200,24 @@ struct AttnMerge {
     GK_TENSORS(out_a, lse_a, out_b, lse_b)
 
     void fill(C &to) {
-        to.out_a = out_a.view, to.lse_a = lse_a.view;
-        to.out_b = out_b.view, to.lse_b = lse_b.view;
+        to.out_a = out_a.view;
+        to.lse_a = lse_a.view;
+        to.out_b = out_b.view;
+        to.lse_b = lse_b.view;
     }
-    static void place(C &to, Results &r) { to.out = r[0].view, to.lse = r[1].view; }
+    static void place(C &to, Results &r) {
+        to.out = r[0].view;
+        to.lse = r[1].view;
+    }
 };
 
-// ---- flash_attn_accumulate, flash_attn_into -------------------------------------------------------
+// ---- flash_attn_accumulate, flash_attn_into -----------------------------------------------------
 struct AccumulateArgs : gk_flash_attn_accumulate_args {
     size_t size; // what every op's arguments have; csrc reads fwd.size
 };
 
-// Results in the caller's memory, out with any leading strides; JOINS: they become those of the keys before and of these.
+// Results in the caller's memory, out with any leading strides; JOINS: they become those of the
+// keys before and of these.
 template <bool JOINS> struct Written {
     Tensor q, k, v;         // [B, Hq, Sq, D], [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]
     WrittenTensor out, lse; // [B, Hq, Sq, Dv], [B, Hq, Sq]
@@ -220,14 +239,16 @@ template <bool JOINS> struct Written {
     static gk_status plan(const gk_context *ctx, const C *x, gk_plan *to) {
         return gk_plan_flash_attn_fwd(ctx, &x->fwd, to);
     }
-    static gk_status run(const gk_context *ctx, const C *x, const gk_plan *plan, void *workspace, size_t bytes) {
+    static gk_status run(const gk_context *ctx, const C *x, const gk_plan *plan, void *workspace,
+                         size_t bytes) {
         return gk_run_flash_attn_fwd(ctx, &x->fwd, plan, workspace, bytes);
     }
 
     void fill(C &to) {
         fill_dense(*this, to.fwd);
         to.fwd.size = sizeof(gk_flash_attn_accumulate_args);
-        to.fwd.out = out.view, to.fwd.lse = lse.view;
+        to.fwd.out = out.view;
+        to.fwd.lse = lse.view;
         to.accumulates = JOINS;
     }
 };
@@ -240,7 +261,8 @@ template <class O> void write(O &op) {
         c.call.done(gk_check_given(&c.io, i));
         c.call.done(gk_check_apart(&c.io, i));
     }
-    if (gk_shares_memory(&op.out.view, &op.lse.view)) bad_argument(O::name, "lse shares memory with out; it must not");
+    if (gk_shares_memory(&op.out.view, &op.lse.view))
+        bad_argument(O::name, "lse shares memory with out; it must not");
     if (op.out.numel() > 0) c.run();
 }
 

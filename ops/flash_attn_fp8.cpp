@@ -9,13 +9,18 @@ namespace {
 template <class O> void fill_fp8(const O &op, gk_flash_attn_fp8_args &to) {
     static const char *const words[] = {"auto", "fast", "precise"};
     to.fwd.size = sizeof to.fwd;
-    to.fwd.q = op.q.view, to.fwd.k = op.k.view, to.fwd.v = op.v.view;
+    to.fwd.q = op.q.view;
+    to.fwd.k = op.k.view;
+    to.fwd.v = op.v.view;
     fill_rules(op, to.fwd.rules);
     to.fwd.rules.window_right = op.window_right;
     to.fwd.out.dtype = op.out_dtype.given ? gk_of(op.out_dtype.code) : GK_BF16;
-    to.q_scale = op.q_scale.view_or_null(), to.k_scale = op.k_scale.view_or_null();
-    to.v_scale = op.v_scale.view_or_null(), to.v_mean = op.v_mean.view_or_null();
-    to.accumulate = static_cast<gk_attn_accumulate>(parse_word(O::name, "accumulate", op.accumulate, words));
+    to.q_scale = op.q_scale.view_or_null();
+    to.k_scale = op.k_scale.view_or_null();
+    to.v_scale = op.v_scale.view_or_null();
+    to.v_mean = op.v_mean.view_or_null();
+    to.accumulate =
+        static_cast<gk_attn_accumulate>(parse_word(O::name, "accumulate", op.accumulate, words));
 }
 
 void place_fp8(gk_flash_attn_fp8_args &to, std::array<Tensor, 2> &r) {
@@ -32,11 +37,13 @@ struct FlashAttnFp8 {
     OptTensor alibi_slopes, sinks;       // [Hq] or [B, Hq], [Hq]
     OptTensor kv_start, kv_end, q_start; // [B] int32
     OptDtype out_dtype;
-    OptTensor q_scale, k_scale, v_scale, v_mean; // [], [H], [B, H] or [B, H, blocks]; [Hkv, Dv] or [B, Hkv, Dv]
+    // [], [H], [B, H] or [B, H, blocks]; [Hkv, Dv] or [B, Hkv, Dv]
+    OptTensor q_scale, k_scale, v_scale, v_mean;
     String accumulate;
 
     GK_OP(flash_attn_fp8, gk_flash_attn_fp8_args, "flash_attn", 2)
-    GK_TENSORS(q, k, v, alibi_slopes, sinks, kv_start, kv_end, q_start, q_scale, k_scale, v_scale, v_mean)
+    GK_TENSORS(q, k, v, alibi_slopes, sinks, kv_start, kv_end, q_start, q_scale, k_scale, v_scale,
+               v_mean)
 
     void fill(C &to) {
         fill_fp8(*this, to);
@@ -63,12 +70,15 @@ struct FlashAttnVarlenFp8 {
     String accumulate;
 
     GK_OP(flash_attn_fp8, gk_flash_attn_fp8_args, "flash_attn_varlen", 2)
-    GK_TENSORS(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, q_scale, k_scale, v_scale, v_mean)
+    GK_TENSORS(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, q_scale, k_scale, v_scale,
+               v_mean)
 
     void fill(C &to) {
         fill_fp8(*this, to);
-        to.fwd.cu_seqlens_q = &cu_seqlens_q.view, to.fwd.cu_seqlens_k = &cu_seqlens_k.view;
-        to.fwd.max_seqlen_q = max_seqlen_q, to.fwd.max_seqlen_k = max_seqlen_k;
+        to.fwd.cu_seqlens_q = &cu_seqlens_q.view;
+        to.fwd.cu_seqlens_k = &cu_seqlens_k.view;
+        to.fwd.max_seqlen_q = max_seqlen_q;
+        to.fwd.max_seqlen_k = max_seqlen_k;
     }
     static void place(C &to, Results &r) { place_fp8(to, r); }
     static constexpr bool runs_empty = true; // the lengths on a GPU are looked at

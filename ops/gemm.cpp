@@ -28,9 +28,12 @@ struct Gemm {
     GK_TENSORS(a, b, bias, c)
 
     void fill(C &to) {
-        to.a = a.view, to.b = b.view;
-        to.bias = bias.view_or_null(), to.c = c.view_or_null();
-        to.alpha = alpha, to.beta = beta;
+        to.a = a.view;
+        to.b = b.view;
+        to.bias = bias.view_or_null();
+        to.c = c.view_or_null();
+        to.alpha = alpha;
+        to.beta = beta;
         to.activation = parse_activation(name, activation);
         to.out.dtype = out_dtype.given ? gk_of(out_dtype.code) : a.view.dtype;
         to.fp32_precision = parse_precision(fp32_precision);
@@ -54,7 +57,8 @@ struct Gemm {
     }
 };
 
-// On CUDA other instances than the explained one may take the call; gemm_prefer asks for one of them.
+// On CUDA other instances than the explained one may take the call; gemm_prefer asks for one of
+// them.
 std::string other_rows(const Checked<Gemm> &c) {
     const gk_context *context = c.call.context();
     if (context->device != GK_CUDA) return "";
@@ -65,8 +69,8 @@ std::string other_rows(const Checked<Gemm> &c) {
     std::string list = rows;
     for (size_t at = list.find(','); at != std::string::npos; at = list.find(',', at + 4))
         list.replace(at, 1, "\", \"");
-    return std::string(", \"device\": \"") + device + "\", \"class\": \"" + gemm_class + "\", \"rows\": [\"" + list +
-           "\"]";
+    return std::string(", \"device\": \"") + device + "\", \"class\": \"" + gemm_class +
+           "\", \"rows\": [\"" + list + "\"]";
 }
 
 std::string explain_gemm(Gemm &op) {
@@ -85,7 +89,8 @@ struct GemmActBwd {
     GK_TENSORS(grad_out, saved)
 
     void fill(C &to) {
-        to.grad_out = grad_out.view, to.saved = saved.view;
+        to.grad_out = grad_out.view;
+        to.saved = saved.view;
         to.activation = parse_activation(name, activation);
     }
     static void place(C &to, Results &r) { to.grad_in = r[0].view; }

@@ -17,10 +17,15 @@ struct GroupedGemm {
     GK_TENSORS(a, b, offs, scale_a, scale_b, bias)
 
     void fill(C &to) {
-        to.a = a.view, to.b = b.view, to.offs = offs.view;
-        to.scale_a = scale_a.view_or_null(), to.scale_b = scale_b.view_or_null(), to.bias = bias.view_or_null();
+        to.a = a.view;
+        to.b = b.view;
+        to.offs = offs.view;
+        to.scale_a = scale_a.view_or_null();
+        to.scale_b = scale_b.view_or_null();
+        to.bias = bias.view_or_null();
         to.activation = parse_activation(name, activation);
-        const gk_dtype own = a.view.dtype == GK_E4M3 || a.view.dtype == GK_E5M2 ? GK_BF16 : a.view.dtype;
+        const gk_dtype own =
+            a.view.dtype == GK_E4M3 || a.view.dtype == GK_E5M2 ? GK_BF16 : a.view.dtype;
         to.out.dtype = out_dtype.given ? gk_of(out_dtype.code) : own;
         to.accumulate = parse_accumulate(name, accumulate);
     }

@@ -22,19 +22,24 @@ struct PagedAttn {
     bool allow_short;
 
     GK_OP(paged_attn, gk_paged_attn_args, "paged_attn", 2)
-    GK_TENSORS(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, alibi_slopes, sinks, k_scale, v_scale,
-               kv_start)
+    GK_TENSORS(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, alibi_slopes, sinks,
+               k_scale, v_scale, kv_start)
 
     void fill(C &to) {
-        to.q = q.view, to.k_cache = k_cache.view, to.v_cache = v_cache.view;
-        to.block_table = block_table.view, to.seq_lens = seq_lens.view;
-        to.cu_seqlens_q = cu_seqlens_q.view_or_null(), to.max_seqlen_q = max_seqlen_q;
+        to.q = q.view;
+        to.k_cache = k_cache.view;
+        to.v_cache = v_cache.view;
+        to.block_table = block_table.view;
+        to.seq_lens = seq_lens.view;
+        to.cu_seqlens_q = cu_seqlens_q.view_or_null();
+        to.max_seqlen_q = max_seqlen_q;
         fill_rules(*this, to.rules);
         to.rules.window_right = window_right;
         to.flags = GK_PAGED_WINDOW_RIGHT;
         if (allow_short) to.flags |= GK_PAGED_ALLOW_SHORT;
         to.rules.kv_start = kv_start.view_or_null();
-        to.k_scale = k_scale.view_or_null(), to.v_scale = v_scale.view_or_null();
+        to.k_scale = k_scale.view_or_null();
+        to.v_scale = v_scale.view_or_null();
     }
     static void place(C &to, Results &r) {
         to.out = r[0].view;
@@ -53,25 +58,33 @@ struct KvCacheWrite {
     GK_TENSORS(k, v, k_cache, v_cache, slots, k_scale, v_scale)
 
     void fill(C &to) {
-        to.k = k.view, to.v = v.view;
-        to.k_cache = k_cache.view, to.v_cache = v_cache.view;
+        to.k = k.view;
+        to.v = v.view;
+        to.k_cache = k_cache.view;
+        to.v_cache = v_cache.view;
         to.slots = slots.view;
-        to.k_scale = k_scale.view_or_null(), to.v_scale = v_scale.view_or_null();
+        to.k_scale = k_scale.view_or_null();
+        to.v_scale = v_scale.view_or_null();
     }
 };
 
-// Whether t shares memory with a row of the cache that is written. On a GPU only the device knows which rows are.
+// Whether t shares memory with a row of the cache that is written. On a GPU only the device knows
+// which rows are.
 bool meets_a_write(const gk_tensor &t, const Tensor &cache, const Tensor &slots) {
     if (!gk_shares_memory(&t, &cache.view)) return false;
     if (!cache.device.is_cpu()) return true;
     gk_tensor row = cache.view; // [Hkv, D]
     row.ndim = 2;
-    for (int d = 0; d < 2; ++d) row.shape[d] = cache.size(d + 2), row.stride[d] = cache.stride(d + 2);
+    for (int d = 0; d < 2; ++d) {
+        row.shape[d] = cache.size(d + 2);
+        row.stride[d] = cache.stride(d + 2);
+    }
     int64_t bytes = static_cast<int64_t>(gk_dtype_bytes(row.dtype));
     for (int64_t n = 0; n < slots.size(0); ++n) {
         int64_t at = n * slots.stride(0);
-        int64_t slot = slots.view.dtype == GK_I64 ? static_cast<const int64_t *>(slots.view.data)[at]
-                                                  : static_cast<const int32_t *>(slots.view.data)[at];
+        int64_t slot = slots.view.dtype == GK_I64
+                           ? static_cast<const int64_t *>(slots.view.data)[at]
+                           : static_cast<const int32_t *>(slots.view.data)[at];
         int64_t page = slot / cache.size(1);
         if (slot < 0 || page >= cache.size(0)) continue; // skipped, refused
         int64_t offset = page * cache.stride(0) + slot % cache.size(1) * cache.stride(1);
@@ -81,9 +94,12 @@ bool meets_a_write(const gk_tensor &t, const Tensor &cache, const Tensor &slots)
     return false;
 }
 
-// k and v may be views of the caches; a token must not meet what another has written, so they are read in full first.
+// k and v may be views of the caches; a token must not meet what another has written, so they are
+// read in full first.
 template <class O> void read_first(Tensor &t, const O &op, gk_tensor &to) {
-    if (!meets_a_write(t.view, op.k_cache, op.slots) && !meets_a_write(t.view, op.v_cache, op.slots)) return;
+    if (!meets_a_write(t.view, op.k_cache, op.slots) &&
+        !meets_a_write(t.view, op.v_cache, op.slots))
+        return;
     copy_dense(O::name, t);
     to = t.view;
 }
@@ -108,15 +124,25 @@ struct RopeKvWrite {
     OptTensor k_scale, v_scale;
 
     GK_OP(rope_kv_write, gk_rope_kv_write_args, "rope_kv_write", 1)
-    GK_TENSORS(q, k, v, cos, sin, positions, k_cache, v_cache, slots, q_weight, k_weight, k_scale, v_scale)
+    GK_TENSORS(q, k, v, cos, sin, positions, k_cache, v_cache, slots, q_weight, k_weight, k_scale,
+               v_scale)
 
     void fill(C &to) {
-        to.q = q.view, to.k = k.view, to.v = v.view;
-        to.cos = cos.view, to.sin = sin.view, to.positions = positions.view;
-        to.k_cache = k_cache.view, to.v_cache = v_cache.view, to.slots = slots.view;
-        to.q_weight = q_weight.view_or_null(), to.k_weight = k_weight.view_or_null();
-        to.k_scale = k_scale.view_or_null(), to.v_scale = v_scale.view_or_null();
-        to.eps = eps, to.interleaved = interleaved;
+        to.q = q.view;
+        to.k = k.view;
+        to.v = v.view;
+        to.cos = cos.view;
+        to.sin = sin.view;
+        to.positions = positions.view;
+        to.k_cache = k_cache.view;
+        to.v_cache = v_cache.view;
+        to.slots = slots.view;
+        to.q_weight = q_weight.view_or_null();
+        to.k_weight = k_weight.view_or_null();
+        to.k_scale = k_scale.view_or_null();
+        to.v_scale = v_scale.view_or_null();
+        to.eps = eps;
+        to.interleaved = interleaved;
     }
     static void place(C &to, Results &r) { to.out_q = r[0].view; }
 };

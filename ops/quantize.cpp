@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// quantize.cpp: quantize, silu_mul_quantize, rms_norm_quantize and dequantize; the first three are one op of csrc.
+// quantize.cpp: quantize, silu_mul_quantize, rms_norm_quantize and dequantize; the first three are
+// one op of csrc.
 #include "words.h"
 
 namespace gk {
@@ -11,7 +12,8 @@ template <class O> void place_quantized(typename O::C &to, typename O::Results &
     if (!to.given) to.scale = r[1].view;
 }
 
-void fill_quantized(gk_quantize_args &to, const char *op, int64_t dtype, std::string_view granularity) {
+void fill_quantized(gk_quantize_args &to, const char *op, int64_t dtype,
+                    std::string_view granularity) {
     to.granularity = parse_granularity(op, granularity);
     to.codes.dtype = gk_of(static_cast<int32_t>(dtype));
     to.scale.dtype = to.granularity == GK_PER_1X32 ? GK_E8M0 : GK_F32;
@@ -29,8 +31,10 @@ struct Quantize {
     static constexpr bool runs_empty = true; // a scale of the whole tensor
 
     void fill(C &to) {
-        to.what = GK_QUANTIZE_X, to.x = x.view;
-        to.scale_ub = scale_ub.view_or_null(), to.given = scale.view_or_null();
+        to.what = GK_QUANTIZE_X;
+        to.x = x.view;
+        to.scale_ub = scale_ub.view_or_null();
+        to.given = scale.view_or_null();
         fill_quantized(to, name, dtype, granularity);
     }
     static void place(C &to, Results &r) { place_quantized<Quantize>(to, r); }
@@ -47,7 +51,9 @@ struct SiluMulQuantize {
     static constexpr bool runs_empty = true;
 
     void fill(C &to) {
-        to.what = GK_QUANTIZE_SILU_MUL, to.x = gate.view, to.up = &up.view;
+        to.what = GK_QUANTIZE_SILU_MUL;
+        to.x = gate.view;
+        to.up = &up.view;
         to.scale_ub = scale_ub.view_or_null();
         fill_quantized(to, name, dtype, granularity);
     }
@@ -68,8 +74,11 @@ struct RmsNormQuantize {
     static constexpr bool runs_empty = true;
 
     void fill(C &to) {
-        to.what = GK_QUANTIZE_RMS_NORM, to.x = x.view;
-        to.weight = weight.view_or_null(), to.residual = residual.view_or_null(), to.eps = eps;
+        to.what = GK_QUANTIZE_RMS_NORM;
+        to.x = x.view;
+        to.weight = weight.view_or_null();
+        to.residual = residual.view_or_null();
+        to.eps = eps;
         to.scale_ub = scale_ub.view_or_null();
         fill_quantized(to, name, dtype, granularity);
     }
@@ -87,7 +96,8 @@ struct Dequantize {
     GK_TENSORS(codes, scale)
 
     void fill(C &to) {
-        to.codes = codes.view, to.scale = scale.view;
+        to.codes = codes.view;
+        to.scale = scale.view;
         to.out.dtype = gk_of(static_cast<int32_t>(dtype));
     }
     static void place(C &to, Results &r) { to.out = r[0].view; }

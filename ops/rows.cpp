@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// rows.cpp: operations along the last dimension: norms, softmax, gated linear units, rotary embedding, cross entropy.
+// rows.cpp: operations along the last dimension: norms, softmax, gated linear units, rotary
+// embedding, cross entropy.
 #include "gpukern_loss.h"
 #include "run.h"
 
 namespace gk {
 namespace {
 
-// ---- norms ----------------------------------------------------------------------------------------
+// ---- norms --------------------------------------------------------------------------------------
 template <gk_norm_kind KIND> struct Norm {
     Tensor x;               // [..., N]
     OptTensor weight, bias; // [N]
@@ -18,9 +19,13 @@ template <gk_norm_kind KIND> struct Norm {
     GK_TENSORS(x, weight, bias, residual)
 
     void fill(C &to) {
-        to.kind = KIND, to.x = x.view;
-        to.weight = weight.view_or_null(), to.bias = bias.view_or_null(), to.residual = residual.view_or_null();
-        to.eps = eps, to.weight_offset = weight_offset;
+        to.kind = KIND;
+        to.x = x.view;
+        to.weight = weight.view_or_null();
+        to.bias = bias.view_or_null();
+        to.residual = residual.view_or_null();
+        to.eps = eps;
+        to.weight_offset = weight_offset;
     }
     // (out, sum); sum is empty without a residual
     static void place(C &to, Results &r) {
@@ -40,9 +45,13 @@ template <gk_norm_kind KIND> struct NormBwd {
     GK_TENSORS(grad_out, h, weight, grad_sum)
 
     void fill(C &to) {
-        to.kind = KIND, to.grad_out = grad_out.view, to.h = h.view;
-        to.weight = weight.view_or_null(), to.grad_sum = grad_sum.view_or_null();
-        to.eps = eps, to.weight_offset = weight_offset;
+        to.kind = KIND;
+        to.grad_out = grad_out.view;
+        to.h = h.view;
+        to.weight = weight.view_or_null();
+        to.grad_sum = grad_sum.view_or_null();
+        to.eps = eps;
+        to.weight_offset = weight_offset;
         // until place() only their dtype counts, and that they are wanted
         static const gk_tensor float32 = [] {
             gk_tensor form = {};
@@ -61,7 +70,7 @@ template <gk_norm_kind KIND> struct NormBwd {
     static constexpr bool runs_empty = true; // sums over no rows are zeros
 };
 
-// ---- softmax --------------------------------------------------------------------------------------
+// ---- softmax ------------------------------------------------------------------------------------
 template <bool LOG> struct Softmax {
     Tensor x; // [..., N]
     double scale;
@@ -71,8 +80,10 @@ template <bool LOG> struct Softmax {
     GK_TENSORS(x, lengths)
 
     void fill(C &to) {
-        to.x = x.view, to.lengths = lengths.view_or_null();
-        to.scale = scale, to.log = LOG;
+        to.x = x.view;
+        to.lengths = lengths.view_or_null();
+        to.scale = scale;
+        to.log = LOG;
     }
     static void place(C &to, Results &r) { to.out = r[0].view; }
 };
@@ -86,13 +97,16 @@ template <bool LOG> struct SoftmaxBwd {
     GK_TENSORS(grad_out, out, lengths)
 
     void fill(C &to) {
-        to.grad_out = grad_out.view, to.out = out.view, to.lengths = lengths.view_or_null();
-        to.scale = scale, to.log = LOG;
+        to.grad_out = grad_out.view;
+        to.out = out.view;
+        to.lengths = lengths.view_or_null();
+        to.scale = scale;
+        to.log = LOG;
     }
     static void place(C &to, Results &r) { to.dx = r[0].view; }
 };
 
-// ---- gated linear units ---------------------------------------------------------------------------
+// ---- gated linear units -------------------------------------------------------------------------
 struct Swiglu {
     Tensor gate;  // [..., N], or [..., 2 N] without up
     OptTensor up; // [..., N]
@@ -100,7 +114,11 @@ struct Swiglu {
     GK_OP(glu_fwd, gk_glu_args, "swiglu", 1)
     GK_TENSORS(gate, up)
 
-    void fill(C &to) { to.gate = gate.view, to.up = up.view_or_null(), to.activation = GK_ACT_SILU; }
+    void fill(C &to) {
+        to.gate = gate.view;
+        to.up = up.view_or_null();
+        to.activation = GK_ACT_SILU;
+    }
     static void place(C &to, Results &r) { to.out = r[0].view; }
 };
 
@@ -118,7 +136,11 @@ struct Geglu {
     GK_OP(glu_fwd, gk_glu_args, "geglu", 1)
     GK_TENSORS(gate, up)
 
-    void fill(C &to) { to.gate = gate.view, to.up = up.view_or_null(), to.activation = parse_gelu(approximate); }
+    void fill(C &to) {
+        to.gate = gate.view;
+        to.up = up.view_or_null();
+        to.activation = parse_gelu(approximate);
+    }
     static void place(C &to, Results &r) { to.out = r[0].view; }
 };
 
@@ -132,7 +154,9 @@ struct GluBwd {
     GK_TENSORS(grad_out, gate, up)
 
     void fill(C &to) {
-        to.grad_out = grad_out.view, to.gate = gate.view, to.up = up.view_or_null();
+        to.grad_out = grad_out.view;
+        to.gate = gate.view;
+        to.up = up.view_or_null();
         const std::string_view text = approximate;
         to.activation = text.empty() ? GK_ACT_SILU : parse_gelu(text);
     }
@@ -143,7 +167,7 @@ struct GluBwd {
     }
 };
 
-// ---- rotary embedding -----------------------------------------------------------------------------
+// ---- rotary embedding ---------------------------------------------------------------------------
 struct Rope {
     Tensor q;            // [B, Hq, S, D] or [T, Hq, D]
     OptTensor k;         // [B, Hkv, S, D] or [T, Hkv, D]
@@ -155,8 +179,13 @@ struct Rope {
     GK_TENSORS(q, k, cos, sin, positions)
 
     void fill(C &to) {
-        to.q = q.view, to.k = k.view_or_null(), to.cos = cos.view, to.sin = sin.view;
-        to.positions = positions.view_or_null(), to.interleaved = interleaved, to.inverse = inverse;
+        to.q = q.view;
+        to.k = k.view_or_null();
+        to.cos = cos.view;
+        to.sin = sin.view;
+        to.positions = positions.view_or_null();
+        to.interleaved = interleaved;
+        to.inverse = inverse;
     }
     // (out_q, out_k); out_k is empty without k
     static void place(C &to, Results &r) {
@@ -167,30 +196,39 @@ struct Rope {
     static constexpr bool runs_empty = true; // k may have heads where q has none
 };
 
-// ---- cross entropy --------------------------------------------------------------------------------
+// ---- cross entropy ------------------------------------------------------------------------------
 // As GK_OP, of arguments `member` that begin a larger struct.
 template <class A> struct Behind : A {
     size_t size; // what every op's arguments have; csrc reads that of the member
 };
-#define GK_OP_MORE(stem, arguments, more, member, text, many)                                                         \
-    using C = Behind<more>;                                                                                           \
-    using Results = std::array<gk::Tensor, many>;                                                                     \
-    static constexpr const char *name = text;                                                                         \
-    static constexpr int num_results = many;                                                                          \
-    static gk_status check(const gk_context *c, const C *x, gk_io *io) { return gk_check_##stem(c, &x->member, io); } \
-    static gk_status plan(const gk_context *c, const C *x, gk_plan *to) { return gk_plan_##stem(c, &x->member, to); } \
-    static gk_status run(const gk_context *c, const C *x, const gk_plan *plan, void *memory, size_t bytes) {          \
-        return gk_run_##stem(c, &x->member, plan, memory, bytes);                                                     \
-    }                                                                                                                 \
-    static gk_status describe(const gk_context *c, const C *x, gk_explanation *to) {                                  \
-        return gk_describe_##stem(c, &x->member, to);                                                                 \
+#define GK_OP_MORE(stem, arguments, more, member, text, many)                                \
+    using C = Behind<more>;                                                                  \
+    using Results = std::array<gk::Tensor, many>;                                            \
+    static constexpr const char *name = text;                                                \
+    static constexpr int num_results = many;                                                 \
+    static gk_status check(const gk_context *c, const C *x, gk_io *io) {                     \
+        return gk_check_##stem(c, &x->member, io);                                           \
+    }                                                                                        \
+    static gk_status plan(const gk_context *c, const C *x, gk_plan *to) {                    \
+        return gk_plan_##stem(c, &x->member, to);                                            \
+    }                                                                                        \
+    static gk_status run(const gk_context *c, const C *x, const gk_plan *plan, void *memory, \
+                         size_t bytes) {                                                     \
+        return gk_run_##stem(c, &x->member, plan, memory, bytes);                            \
+    }                                                                                        \
+    static gk_status describe(const gk_context *c, const C *x, gk_explanation *to) {         \
+        return gk_describe_##stem(c, &x->member, to);                                        \
     }
 
 template <class O> void fill_loss(const O &op, gk_cross_entropy_args &to, size_t size) {
     to.size = size;
-    to.logits = op.logits.view, to.target = op.target.view, to.weight = op.weight.view_or_null();
+    to.logits = op.logits.view;
+    to.target = op.target.view;
+    to.weight = op.weight.view_or_null();
     to.ignore_index = op.ignore_index;
-    to.label_smoothing = op.label_smoothing, to.softcap = op.softcap, to.logit_scale = op.logit_scale;
+    to.label_smoothing = op.label_smoothing;
+    to.softcap = op.softcap;
+    to.logit_scale = op.logit_scale;
 }
 
 struct CrossEntropy {
@@ -200,7 +238,8 @@ struct CrossEntropy {
     int64_t ignore_index;
     double label_smoothing, softcap, logit_scale, z_loss;
 
-    GK_OP_MORE(cross_entropy_fwd, gk_cross_entropy_args, gk_cross_entropy_more_args, fwd, "cross_entropy", 2)
+    GK_OP_MORE(cross_entropy_fwd, gk_cross_entropy_args, gk_cross_entropy_more_args, fwd,
+               "cross_entropy", 2)
     GK_TENSORS(logits, target, weight)
 
     void fill(C &to) {
@@ -208,10 +247,14 @@ struct CrossEntropy {
         to.z_loss = z_loss;
     }
     // (loss, lse), of each row
-    static void place(C &to, Results &r) { to.fwd.loss = r[0].view, to.fwd.lse = r[1].view; }
+    static void place(C &to, Results &r) {
+        to.fwd.loss = r[0].view;
+        to.fwd.lse = r[1].view;
+    }
 };
 
-// The losses and the gradient of their sum into tensors that are given, of which dlogits may be logits.
+// The losses and the gradient of their sum into tensors that are given, of which dlogits may be
+// logits.
 struct CrossEntropyGrad {
     Tensor logits, target;            // [..., V], [...]
     WrittenTensor loss, lse, dlogits; // [...], [...], [..., V]
@@ -219,12 +262,16 @@ struct CrossEntropyGrad {
     int64_t ignore_index;
     double label_smoothing, softcap, logit_scale, z_loss;
 
-    GK_OP_MORE(cross_entropy_fwd, gk_cross_entropy_args, gk_cross_entropy_more_args, fwd, "cross_entropy_grad", 0)
+    GK_OP_MORE(cross_entropy_fwd, gk_cross_entropy_args, gk_cross_entropy_more_args, fwd,
+               "cross_entropy_grad", 0)
     GK_TENSORS(logits, target, loss, lse, dlogits, weight)
 
     void fill(C &to) {
         fill_loss(*this, to.fwd, sizeof(gk_cross_entropy_more_args));
-        to.fwd.loss = loss.view, to.fwd.lse = lse.view, to.dlogits = &dlogits.view, to.z_loss = z_loss;
+        to.fwd.loss = loss.view;
+        to.fwd.lse = lse.view;
+        to.dlogits = &dlogits.view;
+        to.z_loss = z_loss;
     }
 };
 
@@ -238,7 +285,8 @@ void cross_entropy_grad(CrossEntropyGrad &op) {
         bad_argument(CrossEntropyGrad::name, "lse shares memory with loss; it must not");
     for (const Tensor *t : {&op.loss, &op.lse})
         if (gk_shares_memory(&t->view, &op.dlogits.view))
-            bad_argument(CrossEntropyGrad::name, "dlogits shares memory with loss or lse; it must not");
+            bad_argument(CrossEntropyGrad::name,
+                         "dlogits shares memory with loss or lse; it must not");
     if (op.logits.numel() > 0) c.run();
 }
 
@@ -249,15 +297,18 @@ struct CrossEntropyBwd {
     double label_smoothing, softcap, logit_scale, z_loss;
     int64_t first_class, num_classes;
 
-    GK_OP_MORE(cross_entropy_bwd, gk_cross_entropy_bwd_args, gk_cross_entropy_bwd_more_args, bwd, "cross_entropy_bwd",
-               1)
+    GK_OP_MORE(cross_entropy_bwd, gk_cross_entropy_bwd_args, gk_cross_entropy_bwd_more_args, bwd,
+               "cross_entropy_bwd", 1)
     GK_TENSORS(grad_loss, logits, target, lse, weight)
 
     void fill(C &to) {
         to.bwd.size = sizeof(gk_cross_entropy_bwd_more_args);
         fill_loss(*this, to.bwd.fwd, sizeof to.bwd.fwd);
-        to.bwd.grad_loss = grad_loss.view, to.bwd.fwd.lse = lse.view;
-        to.z_loss = z_loss, to.first_class = first_class, to.num_classes = num_classes;
+        to.bwd.grad_loss = grad_loss.view;
+        to.bwd.fwd.lse = lse.view;
+        to.z_loss = z_loss;
+        to.first_class = first_class;
+        to.num_classes = num_classes;
     }
     static void place(C &to, Results &r) { to.bwd.dlogits = r[0].view; }
 };
@@ -275,7 +326,10 @@ struct CrossEntropyBwdInto : CrossEntropyBwd {
 void cross_entropy_bwd_out(StableIValue *stack, uint64_t num_args, uint64_t) {
     CrossEntropyBwdInto op{read_args<CrossEntropyBwd>(stack, num_args - 1), GK_F32};
     Tensor into = Slot{stack[num_args - 1]};
-    if (into.is_strided(op.name)) into.read_form(op.name), op.dtype = into.view.dtype;
+    if (into.is_strided(op.name)) {
+        into.read_form(op.name);
+        op.dtype = into.view.dtype;
+    }
     run_op(op, 1, into);
 }
 
@@ -299,12 +353,14 @@ void cross_entropy_bwd_out(StableIValue *stack, uint64_t num_args, uint64_t) {
 
 void implement(Library &m) {
     FORWARD(GK_OP_RUN)
-    BACKWARD(GK_OP_RUN) FORWARD(GK_OP_EXPLAIN) m.impl("cross_entropy_bwd.out", cross_entropy_bwd_out);
+    BACKWARD(GK_OP_RUN)
+    FORWARD(GK_OP_EXPLAIN) m.impl("cross_entropy_bwd.out", cross_entropy_bwd_out);
     m.impl("cross_entropy_grad", boxed<cross_entropy_grad>);
 }
 
 void implement_shapes(Library &m) {
-    FORWARD(GK_OP_RESULTS) BACKWARD(GK_OP_RESULTS) m.impl("cross_entropy_grad_results", op_results<CrossEntropyGrad>);
+    FORWARD(GK_OP_RESULTS)
+    BACKWARD(GK_OP_RESULTS) m.impl("cross_entropy_grad_results", op_results<CrossEntropyGrad>);
 }
 
 } // namespace

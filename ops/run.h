@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// run.h: what every op of the plugin does: reads the tensors, asks csrc for the laws and the results, allocates, plans, runs.
+// run.h: what every op of the plugin does: reads the tensors, asks csrc for the laws and the
+// results, allocates, plans, runs.
 //
 // An op is a plain struct, its members the schema's arguments in order, and what it says of itself:
 //   GK_OP(stem, arguments, "name", n)    its stem in ops.def and its struct there; the name that errors say; its n results
@@ -18,7 +19,7 @@
 
 namespace gk {
 
-// ---- the tensors of an op -------------------------------------------------------------------------
+// ---- the tensors of an op -----------------------------------------------------------------------
 template <class F, class... T> void visit(F &f, T &...tensors) { (f(tensors), ...); }
 
 #define GK_TENSORS(...)                                                  \
@@ -39,7 +40,8 @@ template <class F, class... T> void visit(F &f, T &...tensors) { (f(tensors), ..
 template <class O, class = void> struct Order {
     static const Tensor *of(const O &, int) { return nullptr; }
 };
-template <class O> struct Order<O, std::void_t<decltype(std::declval<const O &>().stored_like(0))>> {
+template <class O>
+struct Order<O, std::void_t<decltype(std::declval<const O &>().stored_like(0))>> {
     static const Tensor *of(const O &op, int i) { return op.stored_like(i); }
 };
 
@@ -47,13 +49,14 @@ template <class O> struct Order<O, std::void_t<decltype(std::declval<const O &>(
 template <class O, class = void> struct RunsEmpty : std::false_type {};
 template <class O> struct RunsEmpty<O, std::void_t<decltype(O::runs_empty)>> : std::true_type {};
 
-// The input that a copy makes faster than its strides are: op.better_dense(context, args), where the op says that, or none.
+// The input that a copy makes faster than its strides are: op.better_dense(context, args), where
+// the op says that, or none.
 template <class O, class = void> struct BetterDense {
     static Tensor *of(O &, const gk_context *, const typename O::C &) { return nullptr; }
 };
 template <class O>
-struct BetterDense<O,
-                   std::void_t<decltype(std::declval<O &>().better_dense(nullptr, std::declval<typename O::C &>()))>> {
+struct BetterDense<O, std::void_t<decltype(std::declval<O &>().better_dense(
+                          nullptr, std::declval<typename O::C &>()))>> {
     static Tensor *of(O &op, const gk_context *context, const typename O::C &args) {
         return op.better_dense(context, args);
     }
@@ -81,17 +84,19 @@ class Reader {
 
   private:
     void read(Tensor &t, bool writable) {
-        if (!t.is_strided(op_)) bad_argument(op_, name(index_), " must be a strided (dense) tensor");
+        if (!t.is_strided(op_))
+            bad_argument(op_, name(index_), " must be a strided (dense) tensor");
         t.read_form(op_);
         if (index_ == 0) device = t.device;
         if (t.device != device) {
-            bad_argument(op_, name(index_), " is on ", t.device.name(), ", ", name(0), " is on ", device.name(),
-                         "; they must be on one device");
+            bad_argument(op_, name(index_), " is on ", t.device.name(), ", ", name(0), " is on ",
+                         device.name(), "; they must be on one device");
         }
         if (!data_) return;
         t.read_data(op_, writable);
         if (!t.view.data && t.view.ndim <= GK_MAX_DIMS && t.numel() > 0) {
-            bad_argument(op_, name(index_), " has no memory behind it; a subclass must unwrap it first");
+            bad_argument(op_, name(index_),
+                         " has no memory behind it; a subclass must unwrap it first");
         }
     }
 
@@ -100,7 +105,7 @@ class Reader {
     int index_ = 0;
 };
 
-// ---- a call ----------------------------------------------------------------------------------------
+// ---- a call -------------------------------------------------------------------------------------
 // A call whose tensors are read and that csrc has checked.
 template <class O> class Checked {
   public:
@@ -123,11 +128,12 @@ template <class O> class Checked {
 
     // The caller's tensor, which has to be what result 0 would be, and apart from the inputs.
     Tensor take(Tensor &into) {
-        if (!into.is_strided(O::name)) bad_argument(O::name, "out must be a strided (dense) tensor");
+        if (!into.is_strided(O::name))
+            bad_argument(O::name, "out must be a strided (dense) tensor");
         into.read_form(O::name);
         if (into.device != read.device) {
-            bad_argument(O::name, "out is on ", into.device.name(), ", ", read.name(0), " is on ", read.device.name(),
-                         "; they must be on one device");
+            bad_argument(O::name, "out is on ", into.device.name(), ", ", read.name(0), " is on ",
+                         read.device.name(), "; they must be on one device");
         }
         into.read_data(O::name, true);
         io.result[0].given = &into.view;
@@ -148,7 +154,8 @@ template <class O> class Checked {
             auto replace = [&](Tensor &t) {
                 if (read.name(n++) != input.name || (taken && &t != slow)) return;
                 copy_dense(O::name, t);
-                *const_cast<gk_tensor *>(input.tensor) = t.view; // in args, or the optional tensor's own
+                *const_cast<gk_tensor *>(input.tensor) =
+                    t.view; // in args, or the optional tensor's own
             };
             op.tensors(replace);
         }
@@ -185,7 +192,7 @@ template <class O, class... Into> typename O::Results run_op(O &op, int wanted, 
     return results;
 }
 
-// ---- what torch calls ------------------------------------------------------------------------------
+// ---- what torch calls ---------------------------------------------------------------------------
 template <class O> void op_first(StableIValue *stack, uint64_t num_args, uint64_t) {
     O op = read_args<O>(stack, num_args);
     stack[0] = give(run_op(op, 1)[0]);
@@ -214,7 +221,8 @@ template <class O> void op_results(StableIValue *stack, uint64_t num_args, uint6
     Reader read(O::name, O::names, false);
     gk_io io;
     op.tensors(read);
-    args.size = sizeof args, context.size = sizeof context;
+    args.size = sizeof args;
+    context.size = sizeof context;
     context.device = read.device.is_cuda() ? GK_CUDA : GK_CPU;
     op.fill(args);
     gk_io_begin(&io, GK_SHAPES);
@@ -242,14 +250,16 @@ template <class O> void op_explain(StableIValue *stack, uint64_t num_args, uint6
 #define GK_OP_EXPLAIN(name, ...) m.impl("explain_" name, op_explain<__VA_ARGS__>);
 #define GK_OP_RESULTS(name, ...) m.impl(name "_results", op_results<__VA_ARGS__>);
 
-// The end of an op's file: `implement` registers what runs, `implement_shapes` what asks for results alone.
+// The end of an op's file: `implement` registers what runs, `implement_shapes` what asks for
+// results alone.
 #ifdef GPUKERN_HAS_CUDA
-#define GK_IMPLEMENT_CUDA static const gk::Registered on_cuda(gk::Library::Kind::IMPL, "CUDA", gk::implement, __FILE__);
+#define GK_IMPLEMENT_CUDA \
+    static const gk::Registered on_cuda(gk::Library::Kind::IMPL, "CUDA", gk::implement, __FILE__);
 #else
 #define GK_IMPLEMENT_CUDA
 #endif
-#define GK_IMPLEMENT()                                                                                             \
-    static const gk::Registered on_cpu(gk::Library::Kind::IMPL, "CPU", gk::implement, __FILE__);                   \
-    GK_IMPLEMENT_CUDA                                                                                              \
-    static const gk::Registered on_all(gk::Library::Kind::IMPL, "CompositeExplicitAutograd", gk::implement_shapes, \
-                                       __FILE__);
+#define GK_IMPLEMENT()                                                                           \
+    static const gk::Registered on_cpu(gk::Library::Kind::IMPL, "CPU", gk::implement, __FILE__); \
+    GK_IMPLEMENT_CUDA                                                                            \
+    static const gk::Registered on_all(gk::Library::Kind::IMPL, "CompositeExplicitAutograd",     \
+                                       gk::implement_shapes, __FILE__);

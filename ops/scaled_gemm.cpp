@@ -19,8 +19,13 @@ struct ScaledGemm {
     GK_TENSORS(a, b, scale_a, scale_b, bias, c, out_scale)
 
     void fill(C &to) {
-        to.a = a.view, to.b = b.view, to.scale_a = scale_a.view, to.scale_b = scale_b.view;
-        to.bias = bias.view_or_null(), to.c = c.view_or_null(), to.beta = beta;
+        to.a = a.view;
+        to.b = b.view;
+        to.scale_a = scale_a.view;
+        to.scale_b = scale_b.view;
+        to.bias = bias.view_or_null();
+        to.c = c.view_or_null();
+        to.beta = beta;
         to.out_scale = out_scale.view_or_null();
         to.activation = parse_activation(name, activation);
         to.out.dtype = out_dtype.given ? gk_of(out_dtype.code) : GK_BF16;

@@ -12,7 +12,10 @@ struct SparsePack {
     GK_TENSORS(w)
 
     void fill(C &to) { to.w = w.view; }
-    static void place(C &to, Results &r) { to.values = r[0].view, to.meta = r[1].view; }
+    static void place(C &to, Results &r) {
+        to.values = r[0].view;
+        to.meta = r[1].view;
+    }
 };
 
 struct SparseGemm {
@@ -26,8 +29,12 @@ struct SparseGemm {
     GK_TENSORS(a, values, meta, scale_a, scale_b, bias)
 
     void fill(C &to) {
-        to.a = a.view, to.values = values.view, to.meta = meta.view;
-        to.scale_a = scale_a.view_or_null(), to.scale_b = scale_b.view_or_null(), to.bias = bias.view_or_null();
+        to.a = a.view;
+        to.values = values.view;
+        to.meta = meta.view;
+        to.scale_a = scale_a.view_or_null();
+        to.scale_b = scale_b.view_or_null();
+        to.bias = bias.view_or_null();
         to.activation = parse_activation(name, activation);
         const gk_dtype own = gk_dtype_bytes(a.view.dtype) == 1 ? GK_BF16 : a.view.dtype;
         to.out.dtype = out_dtype.given ? gk_of(out_dtype.code) : own;

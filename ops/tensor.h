@@ -17,15 +17,17 @@ namespace gk {
 
 // ---- dtypes -------------------------------------------------------------------------------------
 struct Dtype {
-    int32_t code;     // torch's number
-    gk_dtype gk;      // csrc's; of what csrc does not know, kForeign + code, which it hands back in texts alone
+    int32_t code; // torch's number
+    // csrc's; of what csrc does not know, kForeign + code, which it hands back in texts alone
+    gk_dtype gk;
     const char *name; // as Python spells it
 };
 
 constexpr int32_t kForeign = 256;
 
 // The headers of torch know it, the shim of torch 2.10 has no function for it.
-constexpr int32_t float8_e8m0fnu = static_cast<int32_t>(torch::headeronly::ScalarType::Float8_e8m0fnu);
+constexpr int32_t float8_e8m0fnu =
+    static_cast<int32_t>(torch::headeronly::ScalarType::Float8_e8m0fnu);
 
 struct Dtypes {
     static constexpr int kMany = 21;
@@ -91,7 +93,9 @@ inline const char *dtype_name(gk_dtype dtype) {
 struct Device {
     int32_t type, index;
 
-    bool operator==(const Device &other) const { return type == other.type && (index == other.index || type == cpu()); }
+    bool operator==(const Device &other) const {
+        return type == other.type && (index == other.index || type == cpu());
+    }
     bool operator!=(const Device &other) const { return !(*this == other); }
     bool is_cpu() const { return type == cpu(); }
     bool is_cuda() const { return type == aoti_torch_device_type_cuda(); }
@@ -124,14 +128,19 @@ inline std::string name_of(const char *names, int i) {
 class Tensor {
   public:
     Device device{};
-    gk_tensor view; // shape and stride are filled up to GK_MAX_DIMS; ndim may be larger, which csrc refuses
+    // shape and stride are filled up to GK_MAX_DIMS; ndim may be larger, which csrc refuses
+    gk_tensor view;
 
-    Tensor() { view.data = nullptr, view.ndim = 0; }
+    Tensor() {
+        view.data = nullptr;
+        view.ndim = 0;
+    }
     explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}
     Tensor(Tensor &&other) noexcept
         : device(other.device), view(other.view), handle_(std::exchange(other.handle_, nullptr)) {}
     Tensor &operator=(Tensor &&other) noexcept {
-        device = other.device, view = other.view;
+        device = other.device;
+        view = other.view;
         std::swap(handle_, other.handle_);
         return *this;
     }
@@ -208,9 +217,10 @@ class WrittenTensor : public Tensor {
 };
 
 // ---- results ------------------------------------------------------------------------------------
-// An uninitialised tensor of dtype and shape of `form`, dense in the order of its dimensions; with `tokens_first` a
-// [B, H, S, D] tensor is stored as [B, S, H, D].
-inline Tensor empty(const char *op, const gk_tensor &form, Device device, bool tokens_first = false) {
+// An uninitialised tensor of dtype and shape of `form`, dense in the order of its dimensions; with
+// `tokens_first` a [B, H, S, D] tensor is stored as [B, S, H, D].
+inline Tensor empty(const char *op, const gk_tensor &form, Device device,
+                    bool tokens_first = false) {
     static const int stored[4] = {3, 1, 2, 0}; // innermost first
     int64_t stride[GK_MAX_DIMS], dense = 1;
     bool fits = true;
@@ -223,8 +233,8 @@ inline Tensor empty(const char *op, const gk_tensor &form, Device device, bool t
         failed(op, "out of memory: the sizes of a result multiply to more than 2^59");
     }
     AtenTensorHandle handle;
-    torch_ok(op, aoti_torch_empty_strided(form.ndim, form.shape, stride, code_of(form.dtype), device.type, device.index,
-                                          &handle));
+    torch_ok(op, aoti_torch_empty_strided(form.ndim, form.shape, stride, code_of(form.dtype),
+                                          device.type, device.index, &handle));
     Tensor t(handle);
     t.device = device;
     t.view.dtype = form.dtype;

@@ -7,7 +7,7 @@
 namespace gk {
 namespace {
 
-// ---- dropout --------------------------------------------------------------------------------------
+// ---- dropout ------------------------------------------------------------------------------------
 gk_activation gelu_of(const char *op, std::string_view approximate) {
     static const char *const words[] = {"none", "tanh"};
     return parse_word(op, "approximate", approximate, words) ? GK_ACT_GELU_TANH : GK_ACT_GELU;
@@ -21,7 +21,11 @@ struct Dropout {
     GK_OP(dropout, gk_dropout_args, "dropout", 1)
     GK_TENSORS(x, seed)
 
-    void fill(C &to) { to.x = x.view, to.p = p, to.seed = seed.view; }
+    void fill(C &to) {
+        to.x = x.view;
+        to.p = p;
+        to.seed = seed.view;
+    }
     static void place(C &to, Results &r) { to.out = r[0].view; }
 };
 
@@ -33,7 +37,12 @@ struct DropoutAdd {
     GK_OP(dropout, gk_dropout_args, "dropout_add", 1)
     GK_TENSORS(x, residual, seed)
 
-    void fill(C &to) { to.x = x.view, to.residual = &residual.view, to.p = p, to.seed = seed.view; }
+    void fill(C &to) {
+        to.x = x.view;
+        to.residual = &residual.view;
+        to.p = p;
+        to.seed = seed.view;
+    }
     static void place(C &to, Results &r) { to.out = r[0].view; }
 };
 
@@ -48,7 +57,10 @@ struct BiasGeluDropout {
     GK_TENSORS(x, bias, seed)
 
     void fill(C &to) {
-        to.x = x.view, to.bias = bias.view_or_null(), to.p = p, to.seed = seed.view;
+        to.x = x.view;
+        to.bias = bias.view_or_null();
+        to.p = p;
+        to.seed = seed.view;
         to.activation = gelu_of(name, approximate);
     }
     static void place(C &to, Results &r) { to.out = r[0].view; }
@@ -65,13 +77,17 @@ struct BiasGeluDropoutBwd {
     GK_TENSORS(grad_out, x, bias, seed)
 
     void fill(C &to) {
-        to.grad_out = &grad_out.view, to.x = x.view, to.bias = bias.view_or_null(), to.p = p, to.seed = seed.view;
+        to.grad_out = &grad_out.view;
+        to.x = x.view;
+        to.bias = bias.view_or_null();
+        to.p = p;
+        to.seed = seed.view;
         to.activation = gelu_of(name, approximate);
     }
     static void place(C &to, Results &r) { to.out = r[0].view; }
 };
 
-// ---- AdamW ----------------------------------------------------------------------------------------
+// ---- AdamW --------------------------------------------------------------------------------------
 struct AdamW {
     TensorList params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, steps;
     OptTensor lr_tensor, grad_scale, clip, found_inf, seed;
@@ -84,19 +100,24 @@ struct AdamW {
 // The views of a list of tensors, all read; NULL of an empty one.
 class Views {
   public:
-    Views(const char *argument, TensorList &list, bool written, const Device *device, size_t expected, bool optional) {
+    Views(const char *argument, TensorList &list, bool written, const Device *device,
+          size_t expected, bool optional) {
         const size_t n = list.items().size();
         if (n != expected && !(optional && n == 0))
-            bad_argument(AdamW::name, argument, " has ", n, " tensors, params has ", expected, "; they must match");
+            bad_argument(AdamW::name, argument, " has ", n, " tensors, params has ", expected,
+                         "; they must match");
         views_.reserve(n);
         for (size_t i = 0; i < n; ++i) {
             Tensor &t = list.items()[i];
-            const auto named = [&] { return std::string(argument) + "[" + std::to_string(i) + "]"; };
-            if (!t.is_strided(AdamW::name)) bad_argument(AdamW::name, named(), " must be a strided (dense) tensor");
+            const auto named = [&] {
+                return std::string(argument) + "[" + std::to_string(i) + "]";
+            };
+            if (!t.is_strided(AdamW::name))
+                bad_argument(AdamW::name, named(), " must be a strided (dense) tensor");
             t.read_form(AdamW::name);
             if (device && t.device != *device)
-                bad_argument(AdamW::name, named(), " is on ", t.device.name(), ", params[0] is on ", device->name(),
-                             "; they must be on one device");
+                bad_argument(AdamW::name, named(), " is on ", t.device.name(), ", params[0] is on ",
+                             device->name(), "; they must be on one device");
             t.read_data(AdamW::name, written);
             views_.push_back(t.view);
         }
@@ -110,11 +131,12 @@ class Views {
 // Reads what is no list, on the device of params[0].
 const gk_tensor *scalar_of(const char *argument, OptTensor &t, const Device &device) {
     if (!t) return nullptr;
-    if (!t.is_strided(AdamW::name)) bad_argument(AdamW::name, argument, " must be a strided (dense) tensor");
+    if (!t.is_strided(AdamW::name))
+        bad_argument(AdamW::name, argument, " must be a strided (dense) tensor");
     t.read_form(AdamW::name);
     if (t.device != device)
-        bad_argument(AdamW::name, argument, " is on ", t.device.name(), ", params[0] is on ", device.name(),
-                     "; they must be on one device");
+        bad_argument(AdamW::name, argument, " is on ", t.device.name(), ", params[0] is on ",
+                     device.name(), "; they must be on one device");
     t.read_data(AdamW::name, false);
     return &t.view;
 }
@@ -135,17 +157,26 @@ void adamw(AdamW &op) {
     const Views masters("masters", op.masters, true, &device, n, true);
     const Views steps("steps", op.steps, false, &device, n, false);
     gk_adamw_args args{};
-    args.size = sizeof args, args.num = static_cast<int64_t>(n);
-    args.params = params.data(), args.grads = grads.data(), args.steps = steps.data();
-    args.exp_avgs = exp_avgs.data(), args.exp_avg_sqs = exp_avg_sqs.data();
-    args.max_exp_avg_sqs = most.data(), args.masters = masters.data();
+    args.size = sizeof args;
+    args.num = static_cast<int64_t>(n);
+    args.params = params.data();
+    args.grads = grads.data();
+    args.steps = steps.data();
+    args.exp_avgs = exp_avgs.data();
+    args.exp_avg_sqs = exp_avg_sqs.data();
+    args.max_exp_avg_sqs = most.data();
+    args.masters = masters.data();
     args.lr_tensor = scalar_of("lr_tensor", op.lr_tensor, device);
     args.grad_scale = scalar_of("grad_scale", op.grad_scale, device);
     args.clip = scalar_of("clip", op.clip, device);
     args.found_inf = scalar_of("found_inf", op.found_inf, device);
     args.seed = scalar_of("seed", op.seed, device);
-    args.lr = op.lr, args.beta1 = op.beta1, args.beta2 = op.beta2, args.eps = op.eps;
-    args.weight_decay = op.weight_decay, args.maximize = op.maximize;
+    args.lr = op.lr;
+    args.beta1 = op.beta1;
+    args.beta2 = op.beta2;
+    args.eps = op.eps;
+    args.weight_decay = op.weight_decay;
+    args.maximize = op.maximize;
     Call call(AdamW::name, device, "params");
     gk_io io;
     gk_io_begin(&io, GK_CONTENTS);

@@ -12,7 +12,10 @@ struct PackWeight {
     GK_OP(pack_weight, gk_pack_weight_args, "pack_weight", 1)
     GK_TENSORS(q)
 
-    void fill(C &to) { to.q = q.view, to.format = parse_format(name, format); }
+    void fill(C &to) {
+        to.q = q.view;
+        to.format = parse_format(name, format);
+    }
     static void place(C &to, Results &r) { to.packed = r[0].view; }
 };
 
@@ -24,7 +27,12 @@ struct UnpackWeight {
     GK_OP(unpack_weight, gk_unpack_weight_args, "unpack_weight", 1)
     GK_TENSORS(packed)
 
-    void fill(C &to) { to.packed = packed.view, to.n = n, to.k = k, to.format = parse_format(name, format); }
+    void fill(C &to) {
+        to.packed = packed.view;
+        to.n = n;
+        to.k = k;
+        to.format = parse_format(name, format);
+    }
     static void place(C &to, Results &r) { to.q = r[0].view; }
 };
 
@@ -41,10 +49,15 @@ struct WeightGemm {
     GK_TENSORS(a, packed, scale, zero, global_scale, scale_a, bias)
 
     void fill(C &to) {
-        to.a = a.view, to.packed = packed.view, to.scale = scale.view, to.n = n;
+        to.a = a.view;
+        to.packed = packed.view;
+        to.scale = scale.view;
+        to.n = n;
         to.format = parse_format(name, format);
-        to.zero = zero.view_or_null(), to.global_scale = global_scale.view_or_null();
-        to.scale_a = scale_a.view_or_null(), to.bias = bias.view_or_null();
+        to.zero = zero.view_or_null();
+        to.global_scale = global_scale.view_or_null();
+        to.scale_a = scale_a.view_or_null();
+        to.bias = bias.view_or_null();
         to.activation = parse_activation(name, activation);
         const gk_dtype own = a.view.dtype == GK_E4M3 ? GK_BF16 : a.view.dtype;
         to.out.dtype = out_dtype.given ? gk_of(out_dtype.code) : own;

@@ -7,7 +7,8 @@
 namespace gk {
 
 template <size_t n>
-int parse_word(const char *op, const char *argument, std::string_view word, const char *const (&words)[n]) {
+int parse_word(const char *op, const char *argument, std::string_view word,
+               const char *const (&words)[n]) {
     std::string all;
     for (size_t i = 0; i < n; ++i) {
         if (word == words[i]) return static_cast<int>(i);

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What every test shares: devices, shapes, seeds, the error rule, memory layouts and poison.
 
-The judge is `torch_gpukern.reference` on float64 copies of the inputs, its sums exact (exact.py). How far a kernel may be from it is never a
-constant: it is what PyTorch's own op in the same dtype makes on the same inputs (`assert_close_as`).
+The judge is `torch_gpukern.reference` on float64 copies of the inputs, its sums exact (exact.py).
+How far a kernel may be from it is never a constant: it is what PyTorch's own op in the same dtype
+makes on the same inputs (`assert_close_as`).
 """
 
 import collections
@@ -24,8 +25,8 @@ import zlib
 from functools import partial
 from pathlib import Path
 
-# Tests run in as many processes as there are cores: a thread that spins while it waits would hold a core that another
-# process needs. libgomp reads this when torch loads it.
+# Tests run in as many processes as there are cores: a thread that spins while it waits would hold a
+# core that another process needs. libgomp reads this when torch loads it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Tests speak of the default rows, whatever was tuned on this machine.
 os.environ["GPUKERN_TUNED"] = "off"
@@ -33,13 +34,14 @@ os.environ["GPUKERN_TUNED"] = "off"
 import pytest
 import torch
 import torch.nn.functional as F
-from exact import Exact, Judge, product
+from exact import Exact, Judge, product  # noqa: F401
 
 import torch_gpukern
 from torch_gpukern import reference as statements
 
 ops = torch.ops.gpukern
-# The statements of every op. In float64 their products and sums are rounded once, so that no result hangs on PyTorch's order.
+# The statements of every op. In float64 their products and sums are rounded once, so that no result
+# hangs on PyTorch's order.
 reference = Judge(statements)
 
 # The whole grid instead of a fixed-seed sample of it.
@@ -60,14 +62,15 @@ BUILD = Path(__file__).resolve().parent.parent / "build"
 
 @contextlib.contextmanager
 def build_alone():
-    """One who configures or builds in the build folder at a time: another process of this suite may be at it."""
+    """One who configures or builds in the build folder at a time: another process of this suite may
+    be at it."""
     BUILD.mkdir(exist_ok=True)
     with open(BUILD / "tests.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # devices and the grid
 
 
@@ -94,7 +97,11 @@ def pytest_collection_modifyitems(config, items):
 def pytest_xdist_setupnodes(config, specs):
     """pytest-xdist is silent until every process has collected."""
     _COLLECTING["since"] = time.monotonic()
-    _say(config, f"{len(specs)} processes import PyTorch and collect the tests: about 20 s, a minute or two from a cold disk")
+    _say(
+        config,
+        f"{len(specs)} processes import PyTorch and collect the tests: about 20 s, a minute or "
+        f"two from a cold disk",
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -115,22 +122,34 @@ def _say(config, text):
 
 def pytest_terminal_summary(terminalreporter):
     """Every reason for a skip once, with how many tests it took; and the time of all tests."""
-    reasons = collections.Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
+    reasons = collections.Counter(
+        report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])
+    )
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"{count} tests skipped: {reason.removeprefix('Skipped: ')}")
     if len(DEVICES) == 1:
         terminalreporter.write_line(
-            f"tests that take a device ran on the CPU alone: torch {torch.__version__} is built without CUDA"
+            f"tests that take a device ran on the CPU alone: torch {torch.__version__} is built "
+            f"without CUDA"
         )
-    reports = [x for found in terminalreporter.stats.values() for x in found if hasattr(x, "duration")]
-    terminalreporter.write_line(f"{sum(x.duration for x in reports):.0f} s in all tests, those of every worker summed")
+    reports = [
+        x for found in terminalreporter.stats.values() for x in found if hasattr(x, "duration")
+    ]
+    terminalreporter.write_line(
+        f"{sum(x.duration for x in reports):.0f} s in all tests, those of every worker summed"
+    )
 
 
 def judge(name):
-    """A package of requirements-test-nodeps.txt that ours is compared with. Where it is missing those tests are skipped, and the reason is
-    printed; .ci/run, which sets GPUKERN_TEST_JUDGES=1, fails.
+    """A package of requirements-test-nodeps.txt that ours is compared with. Where it is missing
+    those tests are skipped, and the reason is printed; .ci/run, which sets GPUKERN_TEST_JUDGES=1,
+    fails.
     """
-    return importlib.import_module(name) if os.environ.get("GPUKERN_TEST_JUDGES") == "1" else pytest.importorskip(name)
+    return (
+        importlib.import_module(name)
+        if os.environ.get("GPUKERN_TEST_JUDGES") == "1"
+        else pytest.importorskip(name)
+    )
 
 
 # A torch that knows no CUDA collects no test of it: four thousand that it would skip.
@@ -145,7 +164,8 @@ def device(request):
 
 @pytest.fixture(autouse=True)
 def _torch_defaults():
-    """Thread count and modes are process state: give each test those that the process started with."""
+    """Thread count and modes are process state: give each test those that the process started
+    with."""
     threads = torch.get_num_threads()
     yield
     if torch.get_num_threads() != threads:
@@ -178,7 +198,8 @@ class Case:
 
 
 def grid(n, **axes):
-    """The product of the axes, or n points of it in which every value of an axis comes up equally often.
+    """The product of the axes, or n points of it in which every value of an axis comes up equally
+    often.
 
     The sample depends on the axes' names and n alone, so a failure can be run again by its id.
     """
@@ -197,7 +218,7 @@ def grid(n, **axes):
     return [pytest.param(case, id=name) for name, case in unique.items()]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # inputs
 
 
@@ -207,17 +228,20 @@ def generator(*key):
 
 
 def randn(gen, *shape, dtype=torch.float32, device="cpu", std=1.0):
-    """Normal values drawn in float64 on the CPU, so that all devices and dtypes get the same ones up to rounding."""
+    """Normal values drawn in float64 on the CPU, so that all devices and dtypes get the same ones
+    up to rounding."""
     return (torch.randn(shape, generator=gen, dtype=torch.float64) * std).to(dtype).to(device)
 
 
 def integers(gen, *shape, low=-4, high=5, dtype=torch.float32, device="cpu"):
-    """Small integers: their sums of products are exact in every dtype here, so results compare bit for bit."""
+    """Small integers: their sums of products are exact in every dtype here, so results compare bit
+    for bit."""
     return torch.randint(low, high, shape, generator=gen).to(dtype).to(device)
 
 
 def f64(x):
-    """x with every floating tensor in it as float64; containers, index tensors and plain values as they are."""
+    """x with every floating tensor in it as float64; containers, index tensors and plain values as
+    they are."""
     if isinstance(x, torch.Tensor):
         return x.detach().double() if x.is_floating_point() else x
     if isinstance(x, dict):
@@ -244,7 +268,8 @@ def served(dims, device):
 
 
 def as_dtype(x, dtype):
-    """x with every floating tensor in it in dtype, as a fresh contiguous tensor without poison around it."""
+    """x with every floating tensor in it in dtype, as a fresh contiguous tensor without poison
+    around it."""
     if isinstance(x, torch.Tensor):
         return x.detach().to(dtype).clone() if x.is_floating_point() else x
     if isinstance(x, dict):
@@ -252,7 +277,7 @@ def as_dtype(x, dtype):
     return x
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # memory layouts: same values, other strides, NaN in every element the tensor does not own
 
 
@@ -263,8 +288,9 @@ def _poisoned(numel, like):
 def strided(x, order=None, offset=3, pad=0, step=1):
     """A copy of x inside a buffer of NaN.
 
-    order is the order of the dimensions in memory (outermost first), offset the elements before the first one, pad the
-    elements added to each row of the innermost stored dimension, step its stride.
+    order is the order of the dimensions in memory (outermost first), offset the elements before the
+    first one, pad the elements added to each row of the innermost stored dimension, step its
+    stride.
     """
     order = tuple(range(x.dim())) if order is None else order
     stride, strides = step, [0] * x.dim()
@@ -328,7 +354,8 @@ def guarded(x, width=64):
 def far_apart(x, dim, stride=2**31 + 5):
     """x's values with more than 2**31 elements between neighbours along dim.
 
-    The address space is reserved without memory behind it: only the pages that x's rows lie on become real.
+    The address space is reserved without memory behind it: only the pages that x's rows lie on
+    become real.
     """
     rest = [d for d in range(x.dim()) if d != dim]
     strides, inner = [0] * x.dim(), 1
@@ -345,7 +372,8 @@ def far_apart(x, dim, stride=2**31 + 5):
 
 
 def snapshot(*args, **kwargs):
-    """Copies of every tensor among the arguments; returns a check that they are bit for bit as they were."""
+    """Copies of every tensor among the arguments; returns a check that they are bit for bit as they
+    were."""
     tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
     before = [t.detach().clone() for t in tensors]
 
@@ -370,10 +398,13 @@ def assert_bits(x, y):
     """`same_bits`, and where they differ how many do and by what."""
     if not same_bits(x, y):
         torch.testing.assert_close(x.double(), y.double(), rtol=0, atol=0, equal_nan=True)
-        raise AssertionError(f"{tuple(x.shape)} {x.dtype}, expected {tuple(y.shape)} {y.dtype}, or other NaN or zeros")
+        raise AssertionError(
+            f"{tuple(x.shape)} {x.dtype}, expected {tuple(y.shape)} {y.dtype}, or other NaN or "
+            f"zeros"
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the error rule
 
 
@@ -381,49 +412,60 @@ def _rms(x):
     return x.square().mean().sqrt().item()
 
 
-# A yardstick that is a function is asked until it has shown so many errors of single values, MOST_DRAWS times at the most.
+# A yardstick that is a function is asked until it has shown so many errors of single values,
+# MOST_DRAWS times at the most.
 SAMPLE, MOST_DRAWS = 4096, 64
 
 
 def draws_of(values):
-    """How often a yardstick for a tensor of so many finite values is asked: known before a result is looked at.
+    """How often a yardstick for a tensor of so many finite values is asked: known before a result
+    is looked at.
 
-    The largest of a few errors may be far below what the arithmetic makes: all may round luckily at once. Of SAMPLE errors
-    it is not, so a tensor of that size needs no other inputs than its own, and one of a single value needs MOST_DRAWS.
+    The largest of a few errors may be far below what the arithmetic makes: all may round luckily at
+    once. Of SAMPLE errors it is not, so a tensor of that size needs no other inputs than its own,
+    and one of a single value needs MOST_DRAWS.
     """
     return min(MOST_DRAWS, max(1, -(-SAMPLE // values)))
 
 
 def shuffled(gen, *tensors):
-    """The values of each tensor in another order, times a number around 1: inputs like these, neither larger nor smaller."""
+    """The values of each tensor in another order, times a number around 1: inputs like these,
+    neither larger nor smaller."""
 
     def one(x):
         order = torch.randperm(x.numel(), generator=gen).to(x.device)
-        return x.flatten()[order].view(x.shape) * 2.0 ** (0.25 * torch.rand((), generator=gen).item() - 0.125)
+        return x.flatten()[order].view(x.shape) * 2.0 ** (
+            0.25 * torch.rand((), generator=gen).item() - 0.125
+        )
 
     return tuple(map(one, tensors))
 
 
 def assert_close_as(yardstick, got, ref, what="out", sources=None):
-    """got is as near to ref as PyTorch's own op: max and RMS error at most twice its, plus one rounding.
+    """got is as near to ref as PyTorch's own op: max and RMS error at most twice its, plus one
+    rounding.
 
-    yardstick is PyTorch's result in got's dtype, or a list of such results that differ by the order of a sum alone:
-    on a tensor of few elements one of them is exact by luck, the worst of some is not. Or a function of 0, 1, ..: for 0
-    it returns such a list, for others pairs of PyTorch's result and the reference on other inputs like these, one draw a
-    time. The bound is the worst of draws_of(finite values) draws, a number that got has no part in; a further draw only
-    raises the bound, so the rest is left out once got is within. sources, where values share their roundings: how many
-    make their errors by themselves (few queries: all of dk hangs on a score or two of each). The rounding is one unit in
+    yardstick is PyTorch's result in got's dtype, or a list of such results that differ by the order
+    of a sum alone: on a tensor of few elements one of them is exact by luck, the worst of some is
+    not. Or a function of 0, 1, ..: for 0 it returns such a list, for others pairs of PyTorch's
+    result and the reference on other inputs like these, one draw a time. The bound is the worst of
+    draws_of(finite values) draws, a number that got has no part in; a further draw only raises the
+    bound, so the rest is left out once got is within. sources, where values share their roundings:
+    how many make their errors by themselves (few queries: all of dk hangs on a score or two of
+    each). The rounding is one unit in
     the last place of got's dtype at max|ref|.
 
-    If got is float64, the yardstick is PyTorch's float32 result, its error times the ratio of the two epsilons. PyTorch's own
-    float64 product is no judge: its error is up to four times a kernel's on some CPUs. ref then comes from `reference` or `product`,
-    whose sums are exact (exact.py). The error counts three times, not two: float64 kernels, there for gradcheck, block their sums less
-    than PyTorch's float32 ones.
+    If got is float64, the yardstick is PyTorch's float32 result, its error times the ratio of the
+    two epsilons. PyTorch's own float64 product is no judge: its error is up to four times a
+    kernel's on some CPUs. ref then comes from `reference` or `product`, whose sums are exact
+    (exact.py). The error counts three times, not two: float64 kernels, there for gradcheck, block
+    their sums less than PyTorch's float32 ones.
     """
     assert got.shape == ref.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(ref.shape)}"
     assert ref.dtype == torch.float64, "the reference is float64"
     got_dtype, eps = got.dtype, torch.finfo(got.dtype).eps
-    least = torch.finfo(got.dtype).smallest_normal * eps  # above 0; what is smaller by far rounds to 0
+    # above 0; what is smaller by far rounds to 0
+    least = torch.finfo(got.dtype).smallest_normal * eps
     got, ref = got.detach().double().cpu(), ref.detach().cpu()
     finite = ref.isfinite()
     assert torch.equal(got[~finite].nan_to_num(nan=0.5), ref[~finite].nan_to_num(nan=0.5)), (
@@ -438,7 +480,9 @@ def assert_close_as(yardstick, got, ref, what="out", sources=None):
     rounding = eps * 2.0 ** math.floor(math.log2(largest)) if largest else 0.0
     worst_max = worst_rms = 0.0
     nonzero = False
-    for draw in range(draws_of(min(wanted.numel(), sources or wanted.numel())) if callable(yardstick) else 1):
+    for draw in range(
+        draws_of(min(wanted.numel(), sources or wanted.numel())) if callable(yardstick) else 1
+    ):
         found = yardstick(draw) if callable(yardstick) else yardstick
         for y in found if isinstance(found, list) else [found]:
             y, exact = y if isinstance(y, tuple) else (y, ref)
@@ -453,8 +497,12 @@ def assert_close_as(yardstick, got, ref, what="out", sources=None):
             worst_rms = max(worst_rms, _rms(y - exact) * unit)
         assert nonzero, f"{what}: the yardstick itself is zero"
         wrong = [
-            f"{what}: {name} error {mine:.3e}, PyTorch makes {own:.3e}, one rounding is {rounding:.3e}"
-            for name, mine, own in (("max", error.max().item(), worst_max), ("RMS", _rms(error), worst_rms))
+            f"{what}: {name} error {mine:.3e}, PyTorch makes {own:.3e}, one rounding is "
+            f"{rounding:.3e}"
+            for name, mine, own in (
+                ("max", error.max().item(), worst_max),
+                ("RMS", _rms(error), worst_rms),
+            )
             if mine > (3 if got_dtype == torch.float64 else 2) * own + rounding
         ]
         if not wrong:
@@ -467,7 +515,7 @@ def yard_dtype(dtype):
     return torch.float32 if dtype == torch.float64 else dtype
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # gemm: PyTorch's own ops in the same dtype
 
 TORCH_ACTIVATION = {
@@ -479,12 +527,21 @@ TORCH_ACTIVATION = {
 }
 
 
-def torch_gemm(a, b, bias=None, c=None, alpha=1.0, beta=1.0, activation="none", out_dtype=None, order=None):
+def torch_gemm(
+    a, b, bias=None, c=None, alpha=1.0, beta=1.0, activation="none", out_dtype=None, order=None
+):
     """The same in PyTorch's ops and dtype; order [K] permutes the sum over K."""
     if order is not None:
         a, b = a[..., order], b[..., order, :]
     dtype = out_dtype or a.dtype
-    if a.is_cuda and a.dtype in HALF and dtype == torch.float32 and a.dim() == b.dim() == 2 and a.numel() and b.numel():
+    if (
+        a.is_cuda
+        and a.dtype in HALF
+        and dtype == torch.float32
+        and a.dim() == b.dim() == 2
+        and a.numel()
+        and b.numel()
+    ):
         out = torch.mm(a, b, out_dtype=dtype)  # products on tensor cores, kept in float32
     else:
         out = torch.matmul(a.to(dtype), b.to(dtype))
@@ -502,7 +559,7 @@ def orders(gen, n, count=4):
     return [None] + [torch.randperm(n, generator=gen) for _ in range(count - 1)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # attention: modifiers, and PyTorch's own ops in the same dtype
 
 
@@ -516,10 +573,12 @@ def kv_bounds(batch, seq_k, gen):
 
 
 def q_starts(batch, seq_q, seq_k):
-    """q_start int32 [batch]: the last query at the last key, half of the queries before the keys, all of them at the
-    end or beyond, all of them among the keys.
+    """q_start int32 [batch]: the last query at the last key, half of the queries before the keys,
+    all of them at the end or beyond, all of them among the keys.
     """
-    stands = torch.tensor([seq_k - seq_q, -seq_q // 2, seq_k - 1, (seq_k - seq_q) // 2, seq_k + 3], dtype=torch.int32)
+    stands = torch.tensor(
+        [seq_k - seq_q, -seq_q // 2, seq_k - 1, (seq_k - seq_q) // 2, seq_k + 3], dtype=torch.int32
+    )
     return stands.repeat(-(-batch // 5))[:batch]
 
 
@@ -545,7 +604,9 @@ def modifiers(name, batch, heads_q, seq_q, seq_k, gen, dtype=torch.float32, devi
         "window_left": dict(window_left=17, diagonal=seq_k - seq_q),
         "window_right": dict(window_right=9, diagonal=2),
         "window_zero": dict(window_left=0, window_right=0),
-        "window_causal": dict(window_left=33, window_right=70, is_causal=True, diagonal=seq_k - seq_q),
+        "window_causal": dict(
+            window_left=33, window_right=70, is_causal=True, diagonal=seq_k - seq_q
+        ),
         "softcap": dict(softcap=1.5),
         "alibi": dict(alibi_slopes=slopes),
         "alibi_batch": dict(alibi_slopes=slopes_b, diagonal=seq_k - seq_q),
@@ -569,7 +630,9 @@ def modifiers(name, batch, heads_q, seq_q, seq_k, gen, dtype=torch.float32, devi
         "kv_end": dict(kv_end=end),
         "causal_softcap": dict(is_causal=True, softcap=2.0, diagonal=1),
         "causal_alibi": dict(is_causal=True, alibi_slopes=slopes, diagonal=seq_k - seq_q),
-        "window_sinks": dict(window_left=8, is_causal=True, sinks=sinks_inf, diagonal=seq_k - seq_q),
+        "window_sinks": dict(
+            window_left=8, is_causal=True, sinks=sinks_inf, diagonal=seq_k - seq_q
+        ),
         "all": dict(
             is_causal=True,
             diagonal=seq_k - seq_q + 2,
@@ -586,8 +649,10 @@ def modifiers(name, batch, heads_q, seq_q, seq_k, gen, dtype=torch.float32, devi
 
 
 MODIFIERS = (
-    "none causal causal_end causal_left scale scale_negative scale_zero window window_left window_right window_zero "
-    "window_causal softcap alibi alibi_batch sinks sinks_off kv_bounds kv_start kv_end causal_softcap causal_alibi "
+    "none causal causal_end causal_left scale scale_negative scale_zero window window_left "
+    "window_right window_zero "
+    "window_causal softcap alibi alibi_batch sinks sinks_off kv_bounds kv_start kv_end "
+    "causal_softcap causal_alibi "
     "window_sinks all"
 ).split()
 # Later ones, which tests sample by themselves.
@@ -596,12 +661,23 @@ MORE_MODIFIERS = ("sinks_own", "q_start", "q_start_window", "q_start_all")
 
 def stands_at(seq_q, diagonal=0, q_start=None, device="cpu"):
     """[B or 1, 1, Sq, 1]: the key index at which each query stands."""
-    first = torch.tensor([diagonal], device=device) if q_start is None else q_start.long().to(device)
+    first = (
+        torch.tensor([diagonal], device=device) if q_start is None else q_start.long().to(device)
+    )
     return first[:, None, None, None] + torch.arange(seq_q, device=device)[:, None]
 
 
-def visible(q_shape, k_shape, is_causal=False, diagonal=0, window_left=-1, window_right=-1, kv_start=None, kv_end=None,
-            q_start=None):  # fmt: skip
+def visible(
+    q_shape,
+    k_shape,
+    is_causal=False,
+    diagonal=0,
+    window_left=-1,
+    window_right=-1,
+    kv_start=None,
+    kv_end=None,
+    q_start=None,
+):
     """bool [B, 1, Sq, Sk]: query i sees key j; written from the rules, one compare each."""
     batch, seq_q, seq_k = q_shape[0], q_shape[2], k_shape[2]
     i = stands_at(seq_q, diagonal, q_start)
@@ -621,9 +697,11 @@ def visible(q_shape, k_shape, is_causal=False, diagonal=0, window_left=-1, windo
 
 
 def torch_mask(q, k, alibi_slopes=None, **span):
-    """attn_mask of SDPA for the same keys and slopes, and bool [B or 1, 1, Sq, 1]: rows that see no key.
+    """attn_mask of SDPA for the same keys and slopes, and bool [B or 1, 1, Sq, 1]: rows that see no
+    key.
 
-    Such rows see all keys in the mask, SDPA has no answer for them. None where every query sees every key.
+    Such rows see all keys in the mask, SDPA has no answer for them. None where every query sees
+    every key.
     """
     mask = visible(q.shape, k.shape, **span).to(q.device)
     empty = ~mask.any(-1, keepdim=True)
@@ -654,9 +732,10 @@ def torch_attn(q, k, v, scale=None, softcap=0.0, sinks=None, order=None, **rules
 def lse_yardsticks(q, k, v, ref_lse, softcap=0.0, sinks=None, **rules):
     """What lse is with PyTorch's errors in q's dtype (float32 for float64) on it.
 
-    Some are reference.py's. In 16 bits another one adds to ref_lse the error of the lse that SDPA's CPU kernel keeps for
-    its backward; softcap and sinks, which SDPA has not, are left out of that comparison, and few keys are repeated, lse
-    less the logarithm of how often, so that its vector code runs and not what it has for the rest.
+    Some are reference.py's. In 16 bits another one adds to ref_lse the error of the lse that SDPA's
+    CPU kernel keeps for its backward; softcap and sinks, which SDPA has not, are left out of that
+    comparison, and few keys are repeated, lse less the logarithm of how often, so that its vector
+    code runs and not what it has for the rest.
     """
     q, k, v, ref_lse, sinks, rules = on_cpu((q, k, v, ref_lse, sinks, rules))
     dtype = yard_dtype(q.dtype)
@@ -670,18 +749,35 @@ def lse_yardsticks(q, k, v, ref_lse, softcap=0.0, sinks=None, **rules):
         times = -(-32 // k.shape[2])
         if mask is not None:
             mask = mask.expand(q.shape[0], q.shape[1], *mask.shape[2:])
-            mask = mask if mask.is_floating_point() else torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+            mask = (
+                mask
+                if mask.is_floating_point()
+                else torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+            )
             mask = mask.repeat(1, 1, 1, times)
         wide = k.repeat_interleave(q.shape[1] // k.shape[1], 1).repeat(1, 1, times, 1)
-        lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, wide, wide, attn_mask=mask, scale=scale)[1]
+        lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, wide, wide, attn_mask=mask, scale=scale
+        )[1]
         plain = reference.flash_attn(*f64((q, k, k)), scale=scale, **f64(rules), return_lse=True)[1]
         error = lse.double() - math.log(times) - plain
         yards.append((ref_lse + error.masked_fill(empty[..., 0], 0.0)).float())
     return yards
 
 
-def flipped(q, k, v, is_causal=False, diagonal=0, window_left=-1, window_right=-1, kv_start=None, kv_end=None,
-            q_start=None, **rest):  # fmt: skip
+def flipped(
+    q,
+    k,
+    v,
+    is_causal=False,
+    diagonal=0,
+    window_left=-1,
+    window_right=-1,
+    kv_start=None,
+    kv_end=None,
+    q_start=None,
+    **rest,
+):
     """The same problem with queries and keys in reverse order; returns (q, k, v, arguments)."""
     seq_q, seq_k = q.shape[2], k.shape[2]
     right = window_right if not is_causal else 0 if window_right < 0 else min(window_right, 0)
@@ -697,20 +793,38 @@ def flipped(q, k, v, is_causal=False, diagonal=0, window_left=-1, window_right=-
     return q.flip(2), k.flip(2), v.flip(2), rest
 
 
-def flash_gradients(q, k, v, grad_out, grad_lse=None, sinks=None, scale=None, softcap=0.0, alibi_slopes=None,
-                    peak=None, kept=None, dropout_p=0.0, **span):  # fmt: skip
-    """(dq, dk, dv, dsinks) in PyTorch's ops as every flash attention computes them, SDPA's among them.
+def flash_gradients(
+    q,
+    k,
+    v,
+    grad_out,
+    grad_lse=None,
+    sinks=None,
+    scale=None,
+    softcap=0.0,
+    alibi_slopes=None,
+    peak=None,
+    kept=None,
+    dropout_p=0.0,
+    **span,
+):
+    """(dq, dk, dv, dsinks) in PyTorch's ops as every flash attention computes them, SDPA's among
+    them.
 
-    P comes back from lse, and the row sums of P * dP from the rounded out; P and dS meet the products in q's dtype.
-    With a peak, out too comes of weights in q's dtype, relative to a maximum that was larger by so much on its way, as
-    SDPA's kernels on CUDA have it.
+    P comes back from lse, and the row sums of P * dP from the rounded out; P and dS meet the
+    products in q's dtype. With a peak, out too comes of weights in q's dtype, relative to a maximum
+    that was larger by so much on its way, as SDPA's kernels on CUDA have it.
     """
     rules = dict(scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, **span)
     dropped = 1.0 if kept is None else kept / (1 - dropout_p)
     rules |= {} if kept is None else dict(kept=kept, dropout_p=dropout_p)
     out, lse = reference.flash_attn(q, k, v, **rules, return_lse=True)
     group = q.shape[1] // k.shape[1]
-    x, y, z = q.float(), k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
+    x, y, z = (
+        q.float(),
+        k.float().repeat_interleave(group, 1),
+        v.float().repeat_interleave(group, 1),
+    )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     score = scale * (x @ y.mT)
     bent = torch.ones_like(score)
@@ -723,9 +837,13 @@ def flash_gradients(q, k, v, grad_out, grad_lse=None, sinks=None, scale=None, so
     seen = visible(q.shape, k.shape, **span) & (lse > -math.inf)[..., None]
     p = torch.exp(score - lse[..., None]).masked_fill(~seen, 0.0)
     if peak is not None and k.shape[2]:
-        largest = score.masked_fill(~seen, -math.inf).amax(-1, keepdim=True).nan_to_num(neginf=0.0) + peak
+        largest = (
+            score.masked_fill(~seen, -math.inf).amax(-1, keepdim=True).nan_to_num(neginf=0.0) + peak
+        )
         rounded = torch.exp(score - largest).masked_fill(~seen, 0.0).to(q.dtype).float()
-        out = ((rounded @ z) * torch.exp(largest - lse.nan_to_num(neginf=0.0)[..., None])).to(q.dtype)
+        out = ((rounded @ z) * torch.exp(largest - lse.nan_to_num(neginf=0.0)[..., None])).to(
+            q.dtype
+        )
     grad = grad_out.float()
     delta = (grad * out.float()).sum(-1)
     if grad_lse is not None:
@@ -742,10 +860,12 @@ def flash_gradients(q, k, v, grad_out, grad_lse=None, sinks=None, scale=None, so
 
 
 def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
-    """reference.flash_attn in the yardstick's dtype, its sums in several orders: the errors to expect of that dtype.
+    """reference.flash_attn in the yardstick's dtype, its sums in several orders: the errors to
+    expect of that dtype.
 
-    Returns a list of [out, lse], or of [out, lse, dq, dk, dv, dsinks] with grad_out, by autograd and as flash_gradients
-    has them. Another order of either head_dim, and of queries and keys together, changes nothing but the order of sums.
+    Returns a list of [out, lse], or of [out, lse, dq, dk, dv, dsinks] with grad_out, by autograd
+    and as flash_gradients has them. Another order of either head_dim, and of queries and keys
+    together, changes nothing but the order of sums.
     """
     rounds_weights = q.is_cuda and q.dtype in HALF
     q, k, v, kwargs, grad_out, grad_lse = on_cpu((q, k, v, kwargs, grad_out, grad_lse))
@@ -781,7 +901,11 @@ def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
         if grad_out is None:
             results.append(values)
             continue
-        pairs = [(r, g.to(r.dtype)) for r, g in zip((out, lse), grads) if g is not None and r.requires_grad]
+        pairs = [
+            (r, g.to(r.dtype))
+            for r, g in zip((out, lse), grads)
+            if g is not None and r.requires_grad
+        ]
         torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
         autograd = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
         autograd.append(None if sinks is None else sinks.grad)
@@ -789,17 +913,22 @@ def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
             peak = 0.25 * len(results) if rounds_weights else None
             flash = flash_gradients(*leaves, *grads, sinks, **args, peak=peak)
         for found in (autograd, flash):
-            results.append(values + [undo(n, g) for n, g in zip(("dq", "dk", "dv", "dsinks"), found)])
+            results.append(
+                values + [undo(n, g) for n, g in zip(("dq", "dk", "dv", "dsinks"), found)]
+            )
     return results
 
 
 def reordered_packed(q, k, v, cu_q, cu_k, kwargs, grad_out):
-    """reordered, sequence by sequence, for flash_attn_varlen: a list of [out, lse, dq, dk, dv, dsinks].
+    """reordered, sequence by sequence, for flash_attn_varlen: a list of [out, lse, dq, dk, dv,
+    dsinks].
 
     Sequences of the same lengths are one batch: small ones come in hundreds.
     """
     alike = {}
-    for b, ((q0, q1), (k0, k1)) in enumerate(zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()))):
+    for b, ((q0, q1), (k0, k1)) in enumerate(
+        zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()))
+    ):
         alike.setdefault((q1 - q0, k1 - k0), []).append((b, q0, k0))
     parts = []
     for (sq, sk), members in alike.items():
@@ -821,7 +950,9 @@ def reordered_packed(q, k, v, cu_q, cu_k, kwargs, grad_out):
             whole.append(first[j].new_full(shape, -math.inf if name == "lse" else 0.0))
             for rows, runs in parts:
                 whole[-1][rows[of_k]] = runs[i][j].transpose(1, 2)
-        whole.append(None if first[5] is None else torch.stack([runs[i][5] for _, runs in parts]).sum(0))
+        whole.append(
+            None if first[5] is None else torch.stack([runs[i][5] for _, runs in parts]).sum(0)
+        )
         results.append(whole)
     return results
 
@@ -836,20 +967,33 @@ def for_dtype(kwargs, dtype):
     return as_dtype(kwargs, logit_dtype(dtype))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # paged caches
 
 
 class Paged:
     """A paged cache with shuffled pages, beside the dense keys and values it holds.
 
-    lengths is a list of context lengths (the new tokens included), queries a list of the query tokens per sequence.
-    Everything no query may read is NaN: unused pages, the tail of last pages; table entries past the used ones point
-    far outside the cache.
+    lengths is a list of context lengths (the new tokens included), queries a list of the query
+    tokens per sequence. Everything no query may read is NaN: unused pages, the tail of last pages;
+    table entries past the used ones point far outside the cache.
     """
 
-    def __init__(self, gen, lengths, queries, heads_q, heads_kv, head_dim, head_dim_v, block_size, dtype, device="cpu",
-                 order="NHD", garbage=2_000_000_000):  # fmt: skip
+    def __init__(
+        self,
+        gen,
+        lengths,
+        queries,
+        heads_q,
+        heads_kv,
+        head_dim,
+        head_dim_v,
+        block_size,
+        dtype,
+        device="cpu",
+        order="NHD",
+        garbage=2_000_000_000,
+    ):
         pages = [-(-n // block_size) for n in lengths]
         spare = 3
         total = sum(pages) + spare
@@ -865,7 +1009,10 @@ class Paged:
             k = randn(gen, n, heads_kv, head_dim, dtype=dtype)
             v = randn(gen, n, heads_kv, head_dim_v, dtype=dtype)
             token = torch.arange(n)
-            page, row = torch.tensor(mine, dtype=torch.int64)[token // block_size], token % block_size
+            page, row = (
+                torch.tensor(mine, dtype=torch.int64)[token // block_size],
+                token % block_size,
+            )
             self.k_cache[page, row], self.v_cache[page, row] = k, v
             self.keys.append(k)
             self.values.append(v)
@@ -877,12 +1024,17 @@ class Paged:
         self.block_table = self.block_table.to(device)
         self.k_cache, self.v_cache = self.k_cache.to(device), self.v_cache.to(device)
         if order == "HND":
-            self.k_cache, self.v_cache = (strided(c, (0, 2, 1, 3)) for c in (self.k_cache, self.v_cache))
+            self.k_cache, self.v_cache = (
+                strided(c, (0, 2, 1, 3)) for c in (self.k_cache, self.v_cache)
+            )
         elif order == "padded":
             self.k_cache, self.v_cache = (strided(c, pad=3) for c in (self.k_cache, self.v_cache))
         elif order == "shared":
-            # one tensor [num_blocks, 2, block_size, heads_kv, max(D, Dv)] holds both, as some engines store them
-            both = torch.full((total, 2, block_size, heads_kv, max(head_dim, head_dim_v)), math.nan, dtype=dtype)
+            # one tensor [num_blocks, 2, block_size, heads_kv, max(D, Dv)] holds both, as some
+            # engines store them
+            both = torch.full(
+                (total, 2, block_size, heads_kv, max(head_dim, head_dim_v)), math.nan, dtype=dtype
+            )
             both = both.to(device)
             both[:, 0, ..., :head_dim] = self.k_cache
             both[:, 1, ..., :head_dim_v] = self.v_cache
@@ -892,20 +1044,27 @@ class Paged:
         """For dense alone: the same with all values in another order."""
         other = copy.copy(self)
         (other.q,) = shuffled(gen, self.q)
-        other.keys, other.values = (list(shuffled(gen, *tensors)) for tensors in (self.keys, self.values))
+        other.keys, other.values = (
+            list(shuffled(gen, *tensors)) for tensors in (self.keys, self.values)
+        )
         return other
 
     def args(self):
         """The positional tensors of paged_attn."""
         return self.q, self.k_cache, self.v_cache, self.block_table, self.seq_lens
 
-    def dense(self, dtype, run, window_left=-1, is_causal=True, k_scale=None, v_scale=None, **modifiers):
-        """run(q, k, v, **flash_attn's arguments) on each sequence's own dense keys in dtype; packed results.
+    def dense(
+        self, dtype, run, window_left=-1, is_causal=True, k_scale=None, v_scale=None, **modifiers
+    ):
+        """run(q, k, v, **flash_attn's arguments) on each sequence's own dense keys in dtype; packed
+        results.
 
         run returns (out, lse) of one sequence as flash_attn does.
         """
         outs, lses, start = [], [], 0
-        for b, (k, v, n, length) in enumerate(zip(self.keys, self.values, self.queries, self.lengths)):
+        for b, (k, v, n, length) in enumerate(
+            zip(self.keys, self.values, self.queries, self.lengths)
+        ):
             q = self.q[start : start + n].cpu()
             start += n
             if n == 0:
@@ -916,7 +1075,9 @@ class Paged:
             if v_scale is not None:
                 v = v * v_scale.to(dtype).cpu().reshape(1, -1, 1, 1)
             span = dict(is_causal=is_causal, diagonal=length - n, window_left=window_left)
-            mods = {name: m.cpu() if isinstance(m, torch.Tensor) else m for name, m in modifiers.items()}
+            mods = {
+                name: m.cpu() if isinstance(m, torch.Tensor) else m for name, m in modifiers.items()
+            }
             if mods.get("alibi_slopes") is not None and mods["alibi_slopes"].dim() == 2:
                 mods["alibi_slopes"] = mods["alibi_slopes"][b][None]
             if mods.get("kv_start") is not None:
@@ -949,16 +1110,20 @@ def check_paged(case, out, lse, kwargs, what=""):
         found = [like.dense(dtype, run, **for_dtype(kwargs, dtype)) for run in (sdpa, with_lse)]
         return [(y[which], want[which]) for y in found]
 
-    for which, (got, name) in enumerate(((out, "out"), (lse, "lse"))):  # a row of out shares its scores' roundings
-        assert_close_as(partial(yards, which=which), got, refs[which], what + name, sources=lse.numel())
+    # a row of out shares its scores' roundings
+    for which, (got, name) in enumerate(((out, "out"), (lse, "lse"))):
+        assert_close_as(
+            partial(yards, which=which), got, refs[which], what + name, sources=lse.numel()
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # other processes
 
 
 def processes():
-    """A multiprocessing context: torch is imported by one process, from which those of a test are forked."""
+    """A multiprocessing context: torch is imported by one process, from which those of a test are
+    forked."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch_gpukern.distributed"])
     return context

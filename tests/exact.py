@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A reference for float64 work that is better than float64 sums, on every CPU and GPU.
 
-PyTorch's float64 product adds its terms in the order of the BLAS below it. On some CPUs that error is four times that of
-the kernel it would judge. Inside `Exact` every float64 product and sum is rounded once, so that no result depends on an
-order of additions, on MKL's code path or on the width of a vector:
+PyTorch's float64 product adds its terms in the order of the BLAS below it. On some CPUs that error
+is four times that of the kernel it would judge. Inside `Exact` every float64 product and sum is
+rounded once, so that no result depends on an order of additions, on MKL's code path or on the width
+of a vector:
 
-- a product splits its operands into slices of so few bits that the sums of their products are exact (Ozaki, Ogita, Oishi,
-  Rump, "Error-free transformations of matrix multiplication by using fast routines of matrix multiplication", 2012);
+- a product splits its operands into slices of so few bits that the sums of their products are exact
+  (Ozaki, Ogita, Oishi, Rump, "Error-free transformations of matrix multiplication by using fast
+  routines of matrix multiplication", 2012);
 - a sum keeps the rounding of every addition (Knuth's two-sum) in a tree.
 
-Both are as good as 63 bits or more, which a long double would be on x86 and would not be on other CPUs. Gradients of any order go
-through the same functions.
+Both are as good as 63 bits or more, which a long double would be on x86 and would not be on other
+CPUs. Gradients of any order go through the same functions.
 """
 
 import functools
@@ -21,7 +23,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 BITS = 53  # of a float64
-WANTED = 63  # bits of an operand, counted from the largest value of its row or column, that a product sees
+# bits of an operand, counted from the largest value of its row or column, that a product sees
+WANTED = 63
 
 
 def two_sum(a, b):
@@ -32,7 +35,8 @@ def two_sum(a, b):
 
 
 def _scaled(x, exponent):
-    """x 2^exponent, rounded where it is subnormal alone. Powers are made of bits: pow may miss them by a rounding."""
+    """x 2^exponent, rounded where it is subnormal alone. Powers are made of bits: pow may miss them
+    by a rounding."""
     half = exponent // 2
     for e in (half, exponent - half):
         x = x * ((e.long() + 1023) << 52).view(torch.float64)
@@ -40,7 +44,8 @@ def _scaled(x, exponent):
 
 
 def _slices(x, dim, bits):
-    """Slices of x, largest first, and the exponents by which to scale their products: x = 2^exponent * sum(slices)."""
+    """Slices of x, largest first, and the exponents by which to scale their products: x =
+    2^exponent * sum(slices)."""
     exponent = torch.frexp(x.abs().amax(dim, keepdim=True))[1]
     rest, slices = _scaled(x, -exponent), []
     for i in range(1, -(-WANTED // bits) + 1):
@@ -114,7 +119,10 @@ def total(x, dim=None, keepdim=False):
 def _as_shape(grad, shape):
     """The gradient of what was broadcast from the shape."""
     extra = grad.dim() - len(shape)
-    dims = [*range(extra), *(extra + d for d, n in enumerate(shape) if n == 1 and grad.shape[extra + d] != 1)]
+    dims = [
+        *range(extra),
+        *(extra + d for d, n in enumerate(shape) if n == 1 and grad.shape[extra + d] != 1),
+    ]
     return total(grad, dims, keepdim=True).reshape(shape) if dims else grad
 
 
@@ -145,7 +153,7 @@ def product(a, b):
     return out if a.dim() > 1 else out.squeeze(-1 if b.dim() == 1 else -2)
 
 
-# ---- PyTorch's functions in these terms ------------------------------------------------------------------------------
+# ---- PyTorch's functions in these terms ----------------------------------------------------------
 
 
 def _linear(x, weight, bias=None):
@@ -190,7 +198,9 @@ def _layer_norm(x, shape, weight=None, bias=None, eps=1e-5):
     return out if bias is None else out + bias
 
 
-def _cross_entropy(logits, target, weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0):
+def _cross_entropy(
+    logits, target, weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0
+):
     """Of logits [N, C] and class indices."""
     log_p = _log_softmax(logits, -1)
     kept = target != ignore_index
@@ -201,11 +211,19 @@ def _cross_entropy(logits, target, weight=None, *, ignore_index=-100, reduction=
     if label_smoothing:
         even = total(-log_p * w, -1).where(kept, 0.0) / len(w)
         loss = (1 - label_smoothing) * loss + label_smoothing * even
-    return loss if reduction == "none" else total(loss) if reduction == "sum" else total(loss) / total(share)
+    return (
+        loss
+        if reduction == "none"
+        else total(loss)
+        if reduction == "sum"
+        else total(loss) / total(share)
+    )
 
 
 _INSTEAD = {
-    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__), product),
+    **dict.fromkeys(
+        (torch.matmul, torch.mm, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__), product
+    ),
     **dict.fromkeys((torch.Tensor.mm, torch.Tensor.bmm), product),
     torch.Tensor.__rmatmul__: lambda b, a: product(a, b),
     **dict.fromkeys((torch.addmm, torch.Tensor.addmm), _addmm),
@@ -220,23 +238,45 @@ _INSTEAD = {
     F.cross_entropy: _cross_entropy,
 }
 _FILLED_IN = ("size_average", "reduce", "dtype", "_stacklevel")
-# Would add float64 values in an order of their own: a reference that calls one says so, rather than be inexact.
-_REFUSED = (torch.einsum, torch.baddbmm, F.scaled_dot_product_attention, torch.var, torch.Tensor.var)
-_REFUSED += (torch.cumsum, torch.Tensor.cumsum, torch.dot, torch.Tensor.dot, torch.mv, torch.Tensor.mv, F.nll_loss)
+# Would add float64 values in an order of their own: a reference that calls one says so, rather than
+# be inexact.
+_REFUSED = (
+    torch.einsum,
+    torch.baddbmm,
+    F.scaled_dot_product_attention,
+    torch.var,
+    torch.Tensor.var,
+)
+_REFUSED += (
+    torch.cumsum,
+    torch.Tensor.cumsum,
+    torch.dot,
+    torch.Tensor.dot,
+    torch.mv,
+    torch.Tensor.mv,
+    F.nll_loss,
+)
 
 
 class Exact(TorchFunctionMode):
-    """Inside, float64 products, sums and what is made of them are rounded once. Other dtypes are as ever."""
+    """Inside, float64 products, sums and what is made of them are rounded once. Other dtypes are as
+    ever."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func in _INSTEAD:
                 # what PyTorch fills in beside the arguments that are read here
-                given = {name: x for name, x in kwargs.items() if name not in _FILLED_IN or x not in (None, 3)}
+                given = {
+                    name: x
+                    for name, x in kwargs.items()
+                    if name not in _FILLED_IN or x not in (None, 3)
+                }
                 return _INSTEAD[func](*args, **given)
             if func in _REFUSED:
-                raise NotImplementedError(f"tests/exact.py has no {func.__name__}: write it there by product and total")
+                raise NotImplementedError(
+                    f"tests/exact.py has no {func.__name__}: write it there by product and total"
+                )
         return func(*args, **kwargs)
 
 

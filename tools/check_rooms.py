@@ -3,7 +3,8 @@
 
     python tools/check_rooms.py [ROOT]
 
-Prints each breach and exits with 1 when there is one. Needs nothing but Python: no compiler, no torch.
+Prints each breach and exits with 1 when there is one. Needs nothing but Python: no compiler, no
+torch.
 """
 
 import ast
@@ -25,13 +26,9 @@ ROOMS = (
     "docs",
     "cmake",
 )
-PRODUCT = ("csrc", "ops", "torch_gpukern")
-MAX_FILE_LINES = 500  # a file is read in one sitting; tables (TABLES) apart, and without its license line
-MAX_FUNCTION_LINES = 120
-PAGE_LINES = {"README.md": 150, "docs/architecture.md": 200}  # what a stranger reads first
-LONG = "tools/long.txt"  # what was longer when the limits came, with its length then: it may only shrink
 
-# Law 1. What an #include of each room may name; the C library's headers have no slash and end in .h.
+# Law 1. What an #include of each room may name; the C library's headers have no slash and end in
+# .h.
 CSRC_INCLUDE = re.compile(
     r"<nvtx3/nvToolsExt\.h>|<(sys/|linux/|asm/|arm_|mach/|cuda)?[a-z0-9_]+\.h>|\"[\w/.]+\.(h|cuh|def)\""
 )
@@ -46,7 +43,9 @@ ASM = re.compile(r"\b(asm|__asm__|__asm)\b\s*(volatile|__volatile__|goto)?\s*\("
 
 # Law 3.
 ARCH_SUFFIX = re.compile(r"_sm\d+[a-z]?$")
-ISA_MACRO = re.compile(r"#\s*(el)?if.*\b__(AVX\w*|SSE\w*|FMA|F16C|x86_64|i386|aarch64|ARM_\w+|riscv\w*)__?\b")
+ISA_MACRO = re.compile(
+    r"#\s*(el)?if.*\b__(AVX\w*|SSE\w*|FMA|F16C|x86_64|i386|aarch64|ARM_\w+|riscv\w*)__?\b"
+)
 
 # Law 4. A tile, block or stage number that is written outside a table.
 TILE_NUMBER = re.compile(
@@ -55,7 +54,8 @@ TILE_NUMBER = re.compile(
 )
 TABLE_ROW = re.compile(r"(=\s*|^\s*)\{\s*-?\d")
 TABLES = {"tiles.h", "blocks.h"}
-REGISTER_TILES = "vec.h"  # the register tile follows from the ISA's registers, so it stands beside them
+# the register tile follows from the ISA's registers, so it stands beside them
+REGISTER_TILES = "vec.h"
 
 # Law 5.
 COMPANIONS = (
@@ -64,11 +64,16 @@ COMPANIONS = (
     "benchmarks/bench_{}.py",
     "docs/worklog/{}.md",
 )
-# The field's words: what is not said any more (whole words, any case), what is said instead, and the paths where it counts.
-# Strings do not: an error's text stays what it was. docs/worklog/ is history.
+# The field's words: what is not said any more (whole words, any case), what is said instead, and
+# the paths where it counts. Strings do not: an error's text stays what it was. docs/worklog/ is
+# history.
 CUDA = r"csrc/cuda/|tests/(ops/kernels/test_pipeline|csrc/check_cuda_tile)"
 RETIRED = (
-    (r"turned(?! (on|off|into|out|up))|\w+_turned|turned_\w+", "swap-AB; of a copy: transposed", ""),
+    (
+        r"turned(?! (on|off|into|out|up))|\w+_turned|turned_\w+",
+        "swap-AB; of a copy: transposed",
+        "",
+    ),
     (r"in turns|by turns|takes? turns", "ping-pong; of measurements: alternately", ""),
     (r"copiers?", "producer", ""),
     (r"readers?|fillers?", "consumer, producer", CUDA),
@@ -78,7 +83,8 @@ RETIRED = (
         r"csrc/cuda/(?!attn/\w+/(kv_cache_write|rope_kv_write|fwd_score))|tests/(ops/kernels/test_pipeline|csrc/check_cuda_tile)",
     ),
     (r"lets? go|let_go|LetGo", "release", ""),
-    (r"skew(ed|s)?", "misaligned; the shift", r"(?!docs/)"),  # docs speak of warpgroups that stand apart in time
+    # docs speak of warpgroups that stand apart in time
+    (r"skew(ed|s)?", "misaligned; the shift", r"(?!docs/)"),
     (r"begins? anywhere", "misaligned", ""),
     (r"few rows", "small M", ""),
     (r"parts? of k", "split-K, a split of k", ""),
@@ -92,16 +98,24 @@ RETIRED = (
     (r"out_parts|lse_parts|part_rows", "out_splits, lse_splits, split_rows", ""),
 )
 RETIRED_IN_COMMENTS = ((r"class(es)?", "tuning key", r"(csrc|ops)/"),)
-RETIRED = tuple((re.compile(rf"\b({word})\b", re.IGNORECASE), say, re.compile(where)) for word, say, where in RETIRED)
-RETIRED_IN_COMMENTS = tuple((re.compile(rf"\b({w})\b"), say, re.compile(at)) for w, say, at in RETIRED_IN_COMMENTS)
+RETIRED = tuple(
+    (re.compile(rf"\b({word})\b", re.IGNORECASE), say, re.compile(where))
+    for word, say, where in RETIRED
+)
+RETIRED_IN_COMMENTS = tuple(
+    (re.compile(rf"\b({w})\b"), say, re.compile(at)) for w, say, at in RETIRED_IN_COMMENTS
+)
 IDENTIFIER = re.compile(r"\b(?!__)(?=\w*(?:_|[a-z][A-Z]))[A-Za-z]\w*")  # of several words
 VAGUE_NAMES = re.compile(r"^(common|utils?|misc|helpers?)$|_v\d+$")
 # A switch over a dtype: its default refuses by name, or hands on to what does.
 DTYPE = r"GK_(F32|BF16|F16|F64|I32|I64)"
 REFUSES = r"gk_(no_case|stop_without_case|load|store)\(|return false"
-LICENSE = re.compile(r"(#!.*\n)?(#|//|/\*) SPDX-License-Identifier: BSD-3-Clause( \*/)?\n")  # how a source file begins
+# how a source file begins
+LICENSE = re.compile(r"(#!.*\n)?(#|//|/\*) SPDX-License-Identifier: BSD-3-Clause( \*/)?\n")
 UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
-COMMENTED_CODE = re.compile(r"^\s*//\s*[\w:<>*&\[\]., \->]+(\(.*\)|[-+*|&]?=[^=].*);\s*$|^\s*#\s*if\s+0\b")
+COMMENTED_CODE = re.compile(
+    r"^\s*//\s*[\w:<>*&\[\]., \->]+(\(.*\)|[-+*|&]?=[^=].*);\s*$|^\s*#\s*if\s+0\b"
+)
 
 
 C_TOKEN = r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\""  # a comment or a string
@@ -126,7 +140,10 @@ def in_words(identifier) -> str:
 def check_words(path: Path, text: str):
     """Retired words outside strings of C, also within identifiers."""
     name = path.as_posix()
-    if name.startswith("docs/worklog/") or name in ("tools/check_rooms.py", "tests/build/test_rooms.py"):
+    if name.startswith("docs/worklog/") or name in (
+        "tools/check_rooms.py",
+        "tests/build/test_rooms.py",
+    ):
         return
     comments = ""
     if path.suffix in C_SUFFIXES:
@@ -136,7 +153,11 @@ def check_words(path: Path, text: str):
                 bare[token.start() : token.end()] = token[0]
         comments = "".join(bare)
         text = re.sub(C_TOKEN, lambda m: m[0] if m[0][0] == "/" else '""', text, flags=re.DOTALL)
-    for words, of in ((RETIRED, text), (RETIRED, IDENTIFIER.sub(in_words, text)), (RETIRED_IN_COMMENTS, comments)):
+    for words, of in (
+        (RETIRED, text),
+        (RETIRED, IDENTIFIER.sub(in_words, text)),
+        (RETIRED_IN_COMMENTS, comments),
+    ):
         for number, line in enumerate(of.splitlines(), 1):
             for word, say, where in words:
                 found = where.match(name) and word.search(line)
@@ -166,7 +187,11 @@ def check_c(path: Path, room: str, text: str):
             yield number, "law 2: assembly lives in csrc/cuda/ptx/ only"
         if re.search(r"\b__CUDA_ARCH(_\w+)?__\b", line):
             yield number, "law 3: the file name chooses the architecture, never a macro"
-        if ISA_MACRO.search(line) and path.name not in ("vec.h", "vec_int8.h", "features.c") and not in_cuda:
+        if (
+            ISA_MACRO.search(line)
+            and path.name not in ("vec.h", "vec_int8.h", "features.c")
+            and not in_cuda
+        ):
             yield number, "law 3: only vec.h, vec_int8.h and features.c ask for an instruction set"
         if room == "csrc" and "ref" not in path.parts and TILE_NUMBER.search(line):
             if path.name not in TABLES and path.name != REGISTER_TILES:
@@ -178,7 +203,11 @@ def check_c(path: Path, room: str, text: str):
         if COMMENTED_CODE.search(raw):
             yield number, "commented-out code"
     yield from check_dtypes(text)
-    if path.suffix == ".cu" and ARCH_SUFFIX.search(path.stem) and path.stem.split("_")[-1] not in ("sm80", "sm90a"):
+    if (
+        path.suffix == ".cu"
+        and ARCH_SUFFIX.search(path.stem)
+        and path.stem.split("_")[-1] not in ("sm80", "sm90a")
+    ):
         yield 1, "law 3: the suffix is _sm80, _sm90a or none"
 
 
@@ -188,70 +217,16 @@ def check_dtypes(text: str):
     for match in re.finditer(r"\bswitch \(.*?\n(\s*)\}", code, flags=re.DOTALL):
         labels, _, rest = match[0].partition("default:")
         if re.search(rf"case {DTYPE}:", labels) and rest and not re.search(REFUSES, rest):
-            yield code[: match.start() + len(labels)].count("\n") + 1, "a dtype without a case is refused: gk_no_case"
+            yield (
+                code[: match.start() + len(labels)].count("\n") + 1,
+                "a dtype without a case is refused: gk_no_case",
+            )
 
 
 def has_reason(text: str, number: int) -> bool:
     """Whether line `number` of a table, or the line above it, carries a comment."""
     lines = text.splitlines()
     return bool(re.search(r"/\*|\*/|//", "".join(lines[max(number - 2, 0) : number])))
-
-
-def c_functions(text: str):
-    """(name, first line, lines) of each function of formatted C whose closing brace begins its line."""
-    head: list[str] = []
-    inside = None
-    for number, line in enumerate(map(str.rstrip, without_comments(text).splitlines()), 1):
-        if inside:
-            if line.startswith("}"):
-                yield inside[0], inside[1], number - inside[1] + 1
-                inside = None
-            continue
-        if not line.strip() or line.startswith("#"):
-            head = []
-            continue
-        if not head and line[0] == " ":
-            continue  # inside a struct or a table
-        head.append(line)
-        joined = " ".join(head)
-        names = [name for name in re.findall(r"(\w+)\s*\(", joined) if not name.startswith("__")]
-        if line.endswith("{") and names and "=" not in joined.split("(")[0].split(">")[-1]:
-            inside = names[0], number - len(head) + 1
-        if line.endswith(("{", ";", "}")):
-            head = []
-
-
-def python_functions(text: str):
-    """(name, first line, lines) of each function of Python."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield node.name, node.lineno, node.end_lineno - node.lineno + 1
-
-
-def check_lengths(root: Path):
-    """Files and functions of the product that are too long, and exceptions of LONG that are none any more."""
-    known = {}
-    if (root / LONG).exists():
-        lines = (root / LONG).read_text().splitlines()
-        known = {name: int(most) for name, most in (line.split() for line in lines if line and line[0] != "#")}
-    seen = set()
-    for room in PRODUCT:
-        for path in sorted((root / room).rglob("*")):
-            if path.suffix not in C_SUFFIXES | {".py"}:
-                continue
-            relative, text = path.relative_to(root), path.read_text()
-            length = len(text.splitlines()) - ("SPDX-License-Identifier" in text[:200])
-            found = [] if path.name in TABLES else [(relative.as_posix(), 1, length, MAX_FILE_LINES)]
-            functions = python_functions(text) if path.suffix == ".py" else c_functions(text)
-            found += [(f"{relative.as_posix()}:{name}", at, n, MAX_FUNCTION_LINES) for name, at, n in functions]
-            for name, at, length, limit in found:
-                if length > limit:
-                    seen.add(name)
-                    if length > known.get(name, limit):
-                        what = f"function {name.split(':')[1]}" if ":" in name else "file"
-                        yield relative, at, f"{length} lines; this {what} may have {known.get(name, limit)}"
-    for name in sorted(known.keys() - seen):
-        yield Path(LONG), 1, f"{name} is within its limit: take it off this list"
 
 
 def check_python(path: Path, text: str):
@@ -269,10 +244,21 @@ def check_python(path: Path, text: str):
                 )
 
 
-# Sources of small ops that share one file in ops/, one benchmark, one test and one worklog; each has its own in torch_gpukern/ops/.
-# What serves a room of torch_gpukern alone, and has its companions there.
-ROOM = {"distributed": ("torch_gpukern/{}/transport.py", "tests/distributed/test_{}.py", "benchmarks/bench_{}.py", "docs/worklog/{}.md")}  # fmt: skip
-FAMILIES = {"rows": ("norm", "softmax", "glu", "rope", "cross_entropy"), "train": ("dropout", "adamw")}
+# Sources of small ops that share one file in ops/, one benchmark, one test and one worklog; each
+# has its own in torch_gpukern/ops/. What serves a room of torch_gpukern alone, and has its
+# companions there.
+ROOM = {
+    "distributed": (
+        "torch_gpukern/{}/transport.py",
+        "tests/distributed/test_{}.py",
+        "benchmarks/bench_{}.py",
+        "docs/worklog/{}.md",
+    )
+}
+FAMILIES = {
+    "rows": ("norm", "softmax", "glu", "rope", "cross_entropy"),
+    "train": ("dropout", "adamw"),
+}
 
 
 def check_stems(root: Path):
@@ -307,7 +293,11 @@ def check(root: Path):
     for room in ROOMS:
         for path in sorted((root / room).rglob("*")):
             relative = path.relative_to(root)
-            if path.suffix not in TEXT_SUFFIXES or "egg-info" in str(relative) or "_build" in relative.parts:
+            if (
+                path.suffix not in TEXT_SUFFIXES
+                or "egg-info" in str(relative)
+                or "_build" in relative.parts
+            ):
                 continue
             text = path.read_text()
             found = [*check_text(relative, text), *check_words(relative, text)]
@@ -316,16 +306,15 @@ def check(root: Path):
             if room in ("csrc", "ops") and path.suffix in C_SUFFIXES:
                 found += check_c(relative, room, text)
                 if VAGUE_NAMES.search(path.stem):
-                    found.append((1, "a file says what it holds: no common, utils, misc, helpers or _v2"))
+                    found.append(
+                        (1, "a file says what it holds: no common, utils, misc, helpers or _v2")
+                    )
             if room == "torch_gpukern" and path.suffix == ".py":
                 found += check_python(relative, text)
             yield from ((relative, number, breach) for number, breach in found)
-    yield from ((path.relative_to(root), number, breach) for path, number, breach in check_stems(root))
-    yield from check_lengths(root)
-    for name, most in PAGE_LINES.items():
-        lines = len((root / name).read_text().splitlines()) if (root / name).exists() else 0
-        if lines > most:
-            yield Path(name), lines, f"{lines} lines; this page may have {most}"
+    yield from (
+        (path.relative_to(root), number, breach) for path, number, breach in check_stems(root)
+    )
     if len(list((root / "tools").glob("*.py"))) > 5:
         yield Path("tools"), 1, "tools/ holds five scripts at most"
 

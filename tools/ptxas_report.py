@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the compiler made of every CUDA kernel: registers, local memory, and the instructions of the hot loop.
+"""What the compiler made of every CUDA kernel: registers, local memory, and the instructions of the
+hot loop.
 
     python tools/ptxas_report.py LIBRARY > docs/resources.csv
 
-Reads a built library or object with cuobjdump, and with nvdisasm where a kernel has an opcode that NAMES lacks (PyPI:
-nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm); needs neither nvcc nor a GPU. One line a kernel, sorted by name:
-    kernel, arch, registers, stack_bytes, local_bytes, shared_bytes, loop_instructions, then a count per opcode of interest in
-    that loop; those of tma and of other registers (UTMALDG .. USETMAXREG) and of local memory (LDL, STL) in the whole kernel
-The hot loop is the innermost one with the most matrix instructions, else with the most FFMA, else the longest. Where a
-kernel has wgmma it is the shortest loop with most of them: waiting for a barrier is a loop inside it. So it is where mma.sync
-stands around an innermost loop only.
+Reads a built library or object with cuobjdump, and with nvdisasm where a kernel has an opcode that
+NAMES lacks (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm); needs neither nvcc nor a GPU. One
+line a kernel, sorted by name:
+    kernel, arch, registers, stack_bytes, local_bytes, shared_bytes, loop_instructions, then a count
+    per opcode of interest in that loop; those of tma and of other registers (UTMALDG .. USETMAXREG)
+    and of local memory (LDL, STL) in the whole kernel
+The hot loop is the innermost one with the most matrix instructions, else with the most FFMA, else
+the longest. Where a kernel has wgmma it is the shortest loop with most of them: waiting for a
+barrier is a loop inside it. So it is where mma.sync stands around an innermost loop only.
 """
 
 import argparse
@@ -47,7 +50,16 @@ LOOP = (
     "BAR",
 )
 OPCODES = (*LOOP, *WHOLE)
-FIELDS = ("kernel", "arch", "registers", "stack_bytes", "local_bytes", "shared_bytes", "loop_instructions", *OPCODES)
+FIELDS = (
+    "kernel",
+    "arch",
+    "registers",
+    "stack_bytes",
+    "local_bytes",
+    "shared_bytes",
+    "loop_instructions",
+    *OPCODES,
+)
 
 
 def program(name: str) -> str:
@@ -60,14 +72,18 @@ def program(name: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    return {"PATH": f"{Path(program('nvdisasm')).parent}:{Path(program('cuobjdump')).parent}:/usr/bin:/bin"}
+    return {
+        "PATH": f"{Path(program('nvdisasm')).parent}:{Path(program('cuobjdump')).parent}:/usr/bin:/bin"
+    }
 
 
 def dump(library: str, *options: str) -> Iterator[str]:
     """What cuobjdump prints of a library or object, by line."""
     command = [program("cuobjdump"), *options, library]
     quiet = subprocess.DEVNULL
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=quiet, text=True, env=_environment()) as running:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=quiet, text=True, env=_environment()
+    ) as running:
         yield from running.stdout
 
 
@@ -75,22 +91,33 @@ def dump(library: str, *options: str) -> Iterator[str]:
 def cubins(library: str | Path, *archs: str) -> Iterator[list[Path]]:
     """The machine code of those architectures, a cubin for each source that has some."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([program("cuobjdump"), "-xelf", "all", Path(library).resolve()],
-                       cwd=folder, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
-        yield [x for x in sorted(Path(folder).glob("*.cubin")) if x.suffixes[-2].lstrip(".") in archs]
+        subprocess.run(
+            [program("cuobjdump"), "-xelf", "all", Path(library).resolve()],
+            cwd=folder,
+            env=_environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        yield [
+            x for x in sorted(Path(folder).glob("*.cubin")) if x.suffixes[-2].lstrip(".") in archs
+        ]
 
 
 def disassembly(cubin: Path) -> Iterator[tuple[str, list[tuple[int, str, str, int]]]]:
-    """Every kernel of a cubin: its mangled name, and per instruction its address, its opcode, the opcode's modifiers with the
-    operands, and where a branch goes or -1. nvdisasm is asked, kernel code alone: cuobjdump prints every instruction's bits
-    as well, four times the text. All those of a library take a minute and a half."""
+    """Every kernel of a cubin: its mangled name, and per instruction its address, its opcode, the
+    opcode's modifiers with the operands, and where a branch goes or -1. nvdisasm is asked, kernel
+    code alone: cuobjdump prints every instruction's bits as well, four times the text. All those of
+    a library take a minute and a half."""
     command = [program("nvdisasm"), "-c", cubin]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_environment()) as running:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=_environment()
+    ) as running:
         yield from _kernels(running.stdout)
 
 
 def _kernels(lines: Iterable[str]) -> Iterator[tuple[str, list[tuple[int, str, str, int]]]]:
-    """Those of one cubin. A line is a section, a label, or /*address*/, a predicate, opcode and operands."""
+    """Those of one cubin. A line is a section, a label, or /*address*/, a predicate, opcode and
+    operands."""
     name, code, labels = None, [], {}
 
     def placed() -> tuple[str, list[tuple[int, str, str, int]]]:
@@ -104,7 +131,9 @@ def _kernels(lines: Iterable[str]) -> Iterator[tuple[str, list[tuple[int, str, s
                 text = text.split(None, 1)[1]
             end = OPCODE.match(text).end()
             to = TARGET.search(text) if text.startswith("BRA") else None
-            code.append((int(address, 16), text[:end], text[end:].rstrip(" ;"), to[1] if to else ""))
+            code.append(
+                (int(address, 16), text[:end], text[end:].rstrip(" ;"), to[1] if to else "")
+            )
         elif line.startswith(".L_"):
             labels[line.rstrip(":\n")] = code[-1][0] + 16 if code else 0
         elif line.startswith(".text."):
@@ -119,14 +148,19 @@ OPCODE = re.compile(r"\w+")
 TARGET = re.compile(r"`\((\.L_\w+)\)")
 
 
-# ---- machine code, read in a tenth of a second ----------------------------------------------------------------------------
-# An instruction of sm_90 is 128 bits. The lowest nine are its opcode; those above say where operands come from. A BRA holds how
-# far it goes from the next instruction, in units of 4 bytes. A cubin is ELF, with a section .text.<kernel> for each kernel.
-# tests/build/test_resources.py holds all of this to what nvdisasm prints.
+# ---- machine code, read in a tenth of a second ---------------------------------------------------
+# An instruction of sm_90 is 128 bits. The lowest nine are its opcode; those above say where
+# operands come from. A BRA holds how far it goes from the next instruction, in units of 4 bytes. A
+# cubin is ELF, with a section .text.<kernel> for each kernel. tests/build/test_resources.py holds
+# all of this to what nvdisasm prints.
 
 STEP = 16  # bytes from an instruction to the next
 BRA = 0x147
-NAMES = {int(number, 16): name for number, name in re.findall(r"(\w{3}) (\w+)", """
+NAMES = {
+    int(number, 16): name
+    for number, name in re.findall(
+        r"(\w{3}) (\w+)",
+        """
     002 MOV  003 P2R  004 R2P  005 CS2R  006 VOTE  007 SEL  008 FSEL  009 FMNMX  00A FSET  00B FSETP  00C ISETP
     00F VIMNMX3  010 IADD3  011 LEA  012 LOP3  013 IABS  016 PRMT  019 SHF  01C PLOP3  020 FMUL  021 FADD
     023 FFMA  024 IMAD  025 IMAD  027 IMAD  028 DMUL  029 DADD  02A DSETP  02B DFMA  02D PREEXIT  02E ACQBULK
@@ -140,7 +174,9 @@ NAMES = {int(number, 16): name for number, name in re.findall(r"(\w{3}) (\w+)", 
     1A7 SYNCS  1AB ERRBAR  1AE LDGSTS  1AF LDGDEPBAR  1B2 SYNCS  1B4 UTMALDG  1B5 UTMASTG  1B7 UTMACMDFLUSH
     1B9 UTMACCTL  1BA UBLKCP  1BD STAS  1C3 S2UR  1C4 REDUX  1C5 WARPGROUP  1C6 FENCE  1C7 UCGABAR
     1C8 USETMAXREG  1F0 HGMMA  1F1 IGMMA  1F3 QGMMA
-    """)}  # fmt: skip
+    """,
+    )
+}
 
 
 class Unknown(Exception):
@@ -161,7 +197,8 @@ def sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def decoded_kernels(cubin: bytes) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """Each kernel's mangled name; per instruction its opcode, and which instruction a branch goes to or -1."""
+    """Each kernel's mangled name; per instruction its opcode, and which instruction a branch goes
+    to or -1."""
     return [(name, *decoded(code)) for name, code in sections(cubin)]
 
 
@@ -182,7 +219,9 @@ _NAMES_BY_NUMBER = np.array([NAMES.get(x, "") for x in range(0x200)])
 
 def short(mangled: list[str]) -> list[str]:
     """The demangled names without namespaces and parameters."""
-    names = subprocess.run(["c++filt"], input="\n".join(mangled), capture_output=True, text=True).stdout.splitlines()
+    names = subprocess.run(
+        ["c++filt"], input="\n".join(mangled), capture_output=True, text=True
+    ).stdout.splitlines()
     return [_short(name) for name in names]
 
 
@@ -206,7 +245,9 @@ def resources(library: str, archs: list[str]) -> dict[str, dict]:
             here = arch in archs
         elif match := re.match(r" Function (\S+):", line):
             name = match[1]
-        elif here and (match := re.match(r"\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line)):
+        elif here and (
+            match := re.match(r"\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line)
+        ):
             registers, stack, shared, local = map(int, match.groups())
             found[name] = {
                 "kernel": name,
@@ -243,7 +284,8 @@ def hot_loop(opcodes: np.ndarray, to: np.ndarray) -> np.ndarray:
 
     if (gmma := count(*GMMA)).any():
         return shortest_with_most(gmma)
-    inside = (first[:, None] <= first) & (last <= last[:, None])  # a loop lies in itself, and in one of the same bounds
+    # a loop lies in itself, and in one of the same bounds
+    inside = (first[:, None] <= first) & (last <= last[:, None])
     innermost = np.flatnonzero(~(inside & ~inside.T).any(1))
     mma, scalar, stores = count(*MMA), count("FFMA", "DFMA"), count("STG")
     if mma.any() and not mma[innermost].any():  # a product around a loop that decodes

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Writes docs/results.md, and the tables of learn/ladder.md and docs/integrations.md, from the committed results.
+"""Writes docs/results.md, and the tables of learn/ladder.md and docs/integrations.md, from the
+committed results.
 
 python tools/results.py           writes the pages
 python tools/results.py --check   exits 1 and names the pages that are out of date
 
-`make results` draws the plots first, then runs this. Every file of benchmarks/results/ is a device; every bench, group
-and peer in it appears by itself. docs/results.md is generated as a whole. learn/ladder.md is written by hand around tables
+`make results` draws the plots first, then runs this. Every file of benchmarks/results/ is a device;
+every bench, group and peer in it appears by itself. docs/results.md is generated as a whole.
+learn/ladder.md is written by hand around tables
 that stand between `<!-- benchmarks:NAME begin -->` and `<!-- benchmarks:NAME end -->`, NAME one of LADDER_TABLES;
-docs/integrations.md likewise, NAME integrations, from the files of benchmarks/results/integrations/.
+docs/integrations.md likewise, NAME integrations, from the files of
+benchmarks/results/integrations/.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ MARKED = re.compile(
     r"(<!-- benchmarks:(?P<name>\w+) begin -->\n)(?P<table>.*?)(<!-- benchmarks:(?P=name) end -->)",
     re.DOTALL,
 )
-# What the benches are called, in the order of the page; one that is not here comes behind them under its own name.
+# What the benches are called, in the order of the page; one that is not here comes behind them
+# under its own name.
 TITLES = {
     "gemm": "gemm",
     "flash_attn": "flash_attn",
@@ -51,15 +55,19 @@ the peers run interleaved in one process, on the same data. A bar is what we hol
 The clock and the power of a GPU move by several percent between runs. So compare the figures of a row with each other, not
 those of two tables. [numerics.md](numerics.md) says how results are compared, `benchmarks/harness.py` how they are timed.
 The gemm ladder has [a page of its own](../learn/ladder.md).
-"""
+"""  # noqa: E501
 
 
 def load_results(folder: Path = RESULTS) -> list[dict]:
     """One dict per file, with the file's stem; GPUs before CPUs, then by name."""
-    results = [{"stem": path.stem} | json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    results = [
+        {"stem": path.stem} | json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))
+    ]
     for result in results:
         if "device" not in result or "benches" not in result:
-            raise SystemExit(f"benchmarks/results/{result['stem']}.json names no device or has no benches")
+            raise SystemExit(
+                f"benchmarks/results/{result['stem']}.json names no device or has no benches"
+            )
     return sorted(results, key=lambda result: "NVIDIA" not in result["device"])
 
 
@@ -69,7 +77,8 @@ def best_peer(row: dict) -> str:
 
 
 def ratio_of(row: dict) -> float:
-    """The best peer's time over ours: the median of interleaved runs where it was taken against that peer."""
+    """The best peer's time over ours: the median of interleaved runs where it was taken against
+    that peer."""
     best = best_peer(row)
     measured = row.get("ratio") if row.get("best_peer") == best else None
     return measured or row["peers"][best]["us"] / row["us"]
@@ -101,7 +110,9 @@ def _rates(rows: list[dict], rate: Callable[[dict], float], with_unit: bool) -> 
         members = [row for row in rows if row["unit"] == unit]
         large = max(row["rate"] for row in members) >= 1e4
         span = _span([(1e-3 if large else 1.0) * rate(row) for row in members])
-        spans.append(f"{span} {unit.replace('G', 'T', 1) if large else unit}" if with_unit else span)
+        spans.append(
+            f"{span} {unit.replace('G', 'T', 1) if large else unit}" if with_unit else span
+        )
     return "; ".join(spans)
 
 
@@ -169,7 +180,9 @@ def _case_table(members: list[dict]) -> list[str]:
             rate = _figure(one * row["peers"][name]["rate"]) if name in row["peers"] else ""
             cells.append(f"**{rate}**" if name == best else rate)
         cells += [f"{ratio_of(row):.2f}x" if best else "", f"{row['roofline_percent']:.0f}"]
-        cells += [f"{row['share']:.2f}" if row.get("share") is not None else ""] if has_share else []
+        cells += (
+            [f"{row['share']:.2f}" if row.get("share") is not None else ""] if has_share else []
+        )
         lines.append(_line(cells))
     return lines
 
@@ -189,7 +202,7 @@ def _fact_lines(bench: dict) -> list[str]:
     ]
 
 
-# ---- the ladder -----------------------------------------------------------------------------------
+# ---- the ladder ----------------------------------------------------------------------------------
 
 # counter -> its name and unit in the tables, and what it is divided by
 COUNTERS = {
@@ -252,16 +265,26 @@ def _ladder(result: dict) -> str:
     cublas = [row["peers"]["torch.matmul"]["rate"] / 1e3 for row in members]
     said = (
         f"{result['device']}; torch {bench['torch']}; {bench['date']}; `{bench['command']}`.\n"
-        f"Beside the rungs cuBLAS reached {min(cublas):.0f} to {max(cublas):.0f} TFLOP/s, the less the warmer the board was.\n"
-        f"Largest error of any rung {max(row['error'] for row in members):.1e} of the largest value, cuBLAS's "
-        f"{max(row['peers']['torch.matmul']['error'] for row in members):.1e}: the rounding to bfloat16.\n"
+        f"Beside the rungs cuBLAS reached {min(cublas):.0f} to {max(cublas):.0f} TFLOP/s, the "
+        f"less the warmer the board was.\n"
+        f"Largest error of any rung {max(row['error'] for row in members):.1e} of the largest "
+        f"value, cuBLAS's "
+        f"{max(row['peers']['torch.matmul']['error'] for row in members):.1e}: the rounding to "
+        f"bfloat16.\n"
     )
     return "\n".join([said, *_ladder_lines(bench, members, bench["rungs"])]) + "\n"
 
 
 def _ladder_large(result: dict) -> str:
     bench = result["benches"]["ladder"]
-    head = ["rung", "predicted", "measured, TFLOP/s", "of cuBLAS", "SM clock, power", "read from memory, GB"]
+    head = [
+        "rung",
+        "predicted",
+        "measured, TFLOP/s",
+        "of cuBLAS",
+        "SM clock, power",
+        "read from memory, GB",
+    ]
     memory, lines = "dram__bytes_read.sum", [_line(head), _rule(head)]
     for row, rung in zip(_members(bench, "16384"), bench["large"], strict=True):
         cells = [
@@ -273,7 +296,9 @@ def _ladder_large(result: dict) -> str:
             _count(bench["counters_large"][str(rung["number"])], memory),
         ]
         lines.append(_line(cells))
-    lines.append(_line(["cuBLAS", "", "", "", "", _count(bench["counters_large"]["cuBLAS"], memory)]))
+    lines.append(
+        _line(["cuBLAS", "", "", "", "", _count(bench["counters_large"]["cuBLAS"], memory)])
+    )
     return "\n".join(lines) + "\n"
 
 
@@ -291,18 +316,36 @@ def _between_counters() -> str:
     path = LADDER.parent / "counters.csv"
     with path.open() as file:
         found = {row["what"]: row for row in csv.DictReader(file)}
-    what = ("3 shared", "14 column", "5 vectorised", "15 warp_tile", "16 wmma", "6 mma", "17 double_buffer")
+    what = (
+        "3 shared",
+        "14 column",
+        "5 vectorised",
+        "15 warp_tile",
+        "16 wmma",
+        "6 mma",
+        "17 double_buffer",
+    )
     rows = [found[f"rung {name}"] for name in what]
     head = ["4096 cubed", *what]
-    lines = [f"{rows[0]['device']}; {rows[0]['date']}; `python learn/benchmarks/counters.py`.\n", _line(head), _rule(head)]
+    lines = [
+        f"{rows[0]['device']}; {rows[0]['date']}; `python learn/benchmarks/counters.py`.\n",
+        _line(head),
+        _rule(head),
+    ]
     for counter, (name, _) in COUNTERS.items():
-        lines.append(_line([name, *(_count({counter: float(row[counter])}, counter) for row in rows)]))
+        lines.append(
+            _line([name, *(_count({counter: float(row[counter])}, counter) for row in rows)])
+        )
     return "\n".join(lines) + "\n"
 
 
 # of learn/ladder.md, too, from learn/counters.csv
 FILE_TABLES = {"ladder_between_counters": _between_counters}
-LADDER_TABLES = {"ladder": _ladder, "ladder_counters": _ladder_counters, "ladder_large": _ladder_large}
+LADDER_TABLES = {
+    "ladder": _ladder,
+    "ladder_counters": _ladder_counters,
+    "ladder_large": _ladder_large,
+}
 
 
 def _peak(key: str, value: float) -> str:
@@ -314,12 +357,21 @@ def _peak(key: str, value: float) -> str:
 def _device_part(result: dict, name: str) -> list[str]:
     """The section of one bench on one device."""
     bench = result["benches"][name]
-    said = [result["device"], f"driver {bench['driver']}" if bench.get("driver") else "", f"torch {bench['torch']}"]
+    said = [
+        result["device"],
+        f"driver {bench['driver']}" if bench.get("driver") else "",
+        f"torch {bench['torch']}",
+    ]
     said += [bench["date"], f"`{bench['command']}`"]
     peaks = ", ".join(_peak(key, value) for key, value in bench["peaks"].items() if key != "isa")
-    parts = [f"### {name} on {result['device']}", "; ".join(filter(None, said)) + f". Measured peaks: {peaks}."]
+    parts = [
+        f"### {name} on {result['device']}",
+        "; ".join(filter(None, said)) + f". Measured peaks: {peaks}.",
+    ]
     if bench.get("others_percent", 0) > 5:  # as harness.py warns
-        parts[-1] += f" Other programs took {bench['others_percent']:.0f} % of the processors meanwhile."
+        parts[-1] += (
+            f" Other programs took {bench['others_percent']:.0f} % of the processors meanwhile."
+        )
     if bench.get("note"):  # of what was changed since the run
         parts.append(f"Note: {bench['note']}.")
     if bench["rows"]:
@@ -330,7 +382,10 @@ def _device_part(result: dict, name: str) -> list[str]:
         parts.append("\n".join([_line(head), _rule(head), *_fact_lines(bench)]))
     plot = f"{result['stem']}-{name}.png"
     if any(row["peers"] for row in bench["rows"]):
-        parts.append(f"![{name} on {result['device']}: every provider over the size](../benchmarks/plots/{plot})")
+        parts.append(
+            f"![{name} on {result['device']}: every provider over the "
+            f"size](../benchmarks/plots/{plot})"
+        )
     if bench["rows"]:
         parts.append(f"<details><summary>Every case of {name} on {result['device']}</summary>")
         for group, members in _groups(bench).items():
@@ -345,21 +400,38 @@ def _overview(names: list[str], results: list[dict]) -> str:
     lines = [_line(head), _rule(head)]
     for name in names:
         for result in results:
-            rated = [row for row in result["benches"].get(name, {"rows": []})["rows"] if row["peers"]]
+            rated = [
+                row for row in result["benches"].get(name, {"rows": []})["rows"] if row["peers"]
+            ]
             if not rated:
                 continue
-            heading = re.sub(r"[^\w -]", "", f"{name} on {result['device']}".lower()).replace(" ", "-")
+            heading = re.sub(r"[^\w -]", "", f"{name} on {result['device']}".lower()).replace(
+                " ", "-"
+            )
             ratios = [ratio_of(row) for row in rated]
-            cells = [f"[{name}](#{heading})", result["device"], result["benches"][name]["date"], str(len(rated))]
-            cells += [str(sum(ratio >= 1 for ratio in ratios)), f"{geometric_mean(ratios):.2f}x", f"{min(ratios):.2f}x"]
+            cells = [
+                f"[{name}](#{heading})",
+                result["device"],
+                result["benches"][name]["date"],
+                str(len(rated)),
+            ]
+            cells += [
+                str(sum(ratio >= 1 for ratio in ratios)),
+                f"{geometric_mean(ratios):.2f}x",
+                f"{min(ratios):.2f}x",
+            ]
             lines.append(_line(cells))
     return "\n".join(lines)
 
 
 def page(results: list[dict]) -> str:
     """docs/results.md."""
-    found = dict.fromkeys(name for result in results for name in result["benches"] if name not in LADDER_TABLES)
-    names = sorted(found, key=lambda name: list(TITLES).index(name) if name in TITLES else len(TITLES))
+    found = dict.fromkeys(
+        name for result in results for name in result["benches"] if name not in LADDER_TABLES
+    )
+    names = sorted(
+        found, key=lambda name: list(TITLES).index(name) if name in TITLES else len(TITLES)
+    )
     parts = [INTRO.rstrip(), _overview(names, results)]
     for name in names:
         parts.append(f"## {TITLES.get(name, name)}")
@@ -381,10 +453,12 @@ def ladder_table(name: str, results: list[dict]) -> str:
 
 def ladder_page(text: str, results: list[dict]) -> str:
     """learn/ladder.md with every marked table rewritten."""
-    return MARKED.sub(lambda found: f"{found[1]}\n{ladder_table(found['name'], results)}\n{found[4]}", text)
+    return MARKED.sub(
+        lambda found: f"{found[1]}\n{ladder_table(found['name'], results)}\n{found[4]}", text
+    )
 
 
-# ---- models of other libraries ---------------------------------------------------------------------
+# ---- models of other libraries -------------------------------------------------------------------
 
 
 def _milliseconds(row: dict, side: str) -> str:
@@ -399,13 +473,32 @@ def _errors(row: dict) -> list[str]:
 
 
 def integrations_table(runs: list[dict]) -> str:
-    """What bench_integrations.py stored, a table for each run; errors only where the step gives logits."""
+    """What bench_integrations.py stored, a table for each run; errors only where the step gives
+    logits."""
     parts = []
     for run in runs:
         driver = [f"driver {run['driver']}"] if run["driver"] else []
-        said = [run["device"], *driver, f"torch {run['torch']}", f"transformers {run['transformers']}", run["date"]]
-        head = ["model", "step", "gpukern, ms", "peer, ms", "ratio", "error, the peer's", "worst token"]
-        said = "; ".join([*said, f"`{run['command']}`"]) + "." + (f" Note: {run['note']}." if run.get("note") else "")
+        said = [
+            run["device"],
+            *driver,
+            f"torch {run['torch']}",
+            f"transformers {run['transformers']}",
+            run["date"],
+        ]
+        head = [
+            "model",
+            "step",
+            "gpukern, ms",
+            "peer, ms",
+            "ratio",
+            "error, the peer's",
+            "worst token",
+        ]
+        said = (
+            "; ".join([*said, f"`{run['command']}`"])
+            + "."
+            + (f" Note: {run['note']}." if run.get("note") else "")
+        )
         lines = [said, "", _line(head), _rule(head)]
         for row in run["rows"]:
             if "failed" in row:
@@ -429,7 +522,9 @@ def integrations_page(text: str, runs: list[dict]) -> str:
 
 
 def load_integrations() -> list[dict]:
-    return [json.loads(path.read_text()) for path in sorted((RESULTS / "integrations").glob("*.json"))]
+    return [
+        json.loads(path.read_text()) for path in sorted((RESULTS / "integrations").glob("*.json"))
+    ]
 
 
 def main(argv: list[str]) -> int:

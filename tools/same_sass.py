@@ -4,9 +4,10 @@
     python tools/same_sass.py OLD NEW [--only PATTERN] [--show]
     python tools/same_sass.py --keep FILE OLD
 
-OLD and NEW are libraries, objects or cubins, or files that --keep wrote: digests, so that the old build need not stay. Kernels are
-matched by architecture and code, so a renamed template or file is no difference. What has no partner is printed with its demangled
-name, and under --show with the first lines that differ from the kernel of the same name. Exit status 1 where anything differs.
+OLD and NEW are libraries, objects or cubins, or files that --keep wrote: digests, so that the old
+build need not stay. Kernels are matched by architecture and code, so a renamed template or file is
+no difference. What has no partner is printed with its demangled name, and under --show with the
+first lines that differ from the kernel of the same name. Exit status 1 where anything differs.
 Reads with cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm); needs no GPU.
 """
 
@@ -20,14 +21,18 @@ from pathlib import Path
 
 from ptxas_report import dump, short
 
-# what a name leaves in the code: calls of functions by their mangled names, and the hash of an anonymous namespace in them
+# what a name leaves in the code: calls of functions by their mangled names, and the hash of an
+# anonymous namespace in them
 NAMES = re.compile(r"`\(.*?\)|\$\S+")
 
 
 def kernels(path: str, text: bool = False) -> dict[tuple[str, str], list[str]]:
     """(architecture, mangled name) -> the digest of its code, or with `text` its lines."""
     if Path(path).suffix == ".json":
-        return {tuple(key.split(" ", 1)): [digest] for key, digest in json.loads(Path(path).read_text()).items()}
+        return {
+            tuple(key.split(" ", 1)): [digest]
+            for key, digest in json.loads(Path(path).read_text()).items()
+        }
     found, arch, body = {}, "", None
     for line in dump(path, "--dump-sass"):
         if match := re.match(r"\s*\.target\s+(\w+)", line) or re.match(r"arch = (\w+)", line):
@@ -43,7 +48,8 @@ def kernels(path: str, text: bool = False) -> dict[tuple[str, str], list[str]]:
 
 
 def plain(name: str) -> str:
-    """A mangled name without the hashes that nvcc gives to an anonymous namespace, whose lengths change with the file's name."""
+    """A mangled name without the hashes that nvcc gives to an anonymous namespace, whose lengths
+    change with the file's name."""
     return re.sub(r"\d+_GLOBAL__N__[0-9a-f]+_\d+_\w+?_cu_[0-9a-f]{8}", "", name)
 
 
@@ -66,7 +72,9 @@ def show(old: str, new: str, gone: list, come: list) -> None:
         if (arch, plain(name)) not in by_name:
             continue
         x, y = before[arch, name], after[arch, by_name[arch, plain(name)]]
-        first = next((i for i, pair in enumerate(zip(x, y)) if pair[0] != pair[1]), min(len(x), len(y)))
+        first = next(
+            (i for i, pair in enumerate(zip(x, y)) if pair[0] != pair[1]), min(len(x), len(y))
+        )
         print(f"{arch} {short([name])[0]}: {len(x)} and {len(y)} lines, the first that differ:")
         for mark, lines in (("-", x), ("+", y)):
             print("\n".join(f"    {mark} {line}" for line in lines[first : first + 4]))
@@ -80,7 +88,8 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="print the first lines that differ")
     args = parser.parse_args()
     found = [
-        {key: body for key, body in kernels(build).items() if re.search(args.only, key[1])} for build in args.builds
+        {key: body for key, body in kernels(build).items() if re.search(args.only, key[1])}
+        for build in args.builds
     ]
     for build, here in zip(args.builds, found):
         if not here:
@@ -98,7 +107,8 @@ def main() -> int:
     if args.show and gone and come:
         show(*args.builds, gone, come)
     print(
-        f"{len(found[0])} and {len(found[1])} kernels; {len(gone)} of the old and {len(come)} of the new have no partner"
+        f"{len(found[0])} and {len(found[1])} kernels; {len(gone)} of the old and {len(come)} of "
+        f"the new have no partner"
     )
     return 1 if gone or come else 0
 

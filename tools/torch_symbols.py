@@ -3,8 +3,9 @@
 
     python tools/torch_symbols.py INCLUDE_DIR 2.10 > tests/data/torch_2_10_symbols.txt
 
-INCLUDE_DIR is the include folder of that torch or of a later one: functions that came later stand between version
-guards there. The plugin may refer to the listed functions; to any other one only weakly (tests/build/test_packaging.py).
+INCLUDE_DIR is the include folder of that torch or of a later one: functions that came later stand
+between version guards there. The plugin may refer to the listed functions; to any other one only
+weakly (tests/build/test_packaging.py).
 """
 
 import re
@@ -31,7 +32,9 @@ def declared(text: str, target: tuple[int, int]) -> set[str]:
         elif directive and directive.group(1) == "endif":
             guards.pop()
         elif directive and guards[-1] is False:
-            sys.exit(f"this script does not read the {directive.group(1)} of a version guard: {line}")
+            sys.exit(
+                f"this script does not read the {directive.group(1)} of a version guard: {line}"
+            )
         elif not line.lstrip().startswith("#") and all(guards):
             kept.append(line)
     return set(re.findall(r"AOTI_TORCH_EXPORT[^;]*?\b(\w+)\s*\(", " ".join(kept)))

@@ -121,8 +121,8 @@ _OfCudaGemm = _TypedDict(
 
 
 class Explanation(_OfCudaGemm):
-    """What `explain` returns: each entry is described there. The last four, device, class and rows of a CUDA gemm and accumulate of
-    float8_e4m3fn attention, are there for those alone."""
+    """What `explain` returns: each entry is described there. The last four, device, class and rows
+    of a CUDA gemm and accumulate of float8_e4m3fn attention, are there for those alone."""
 
     row: str
     isa: str
@@ -185,13 +185,15 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
     """The kernel instance that a call would run, and what it costs, without running it.
 
     Args:
-        op: one of ``torch_gpukern.EXPLAINED``: the products, ``"flash_attn"``, ``"flash_attn_varlen"``,
-            ``"flash_attn_bwd"``, ``"paged_attn"``, ``"rope_kv_write"``, what quantises, and the forward of the row
-            operations.
+        op: one of ``torch_gpukern.EXPLAINED``: the products, ``"flash_attn"``,
+            ``"flash_attn_varlen"``, ``"flash_attn_bwd"``, ``"paged_attn"``, ``"rope_kv_write"``,
+            what quantises, and the forward of the row operations.
         *args: the arguments of ``torch.ops.gpukern.<op>``, by position
-        arch: ``"sm_80"``, ``"sm_86"``, ``"sm_89"`` or ``"sm_90"``: what a GPU of that architecture would
+        arch: ``"sm_80"``, ``"sm_86"``, ``"sm_89"`` or ``"sm_90"``: what a GPU of that architecture
+        would
             run (an A100, RTX 3090, L40S, H100), wherever the tensors are. No GPU is needed, and of
-            tensors on the CPU no contents are read; the build must have the CUDA kernels (GPUKERN_CUDA=1).
+            tensors on the CPU no contents are read; the build must have the CUDA kernels
+            (GPUKERN_CUDA=1).
         **kwargs: or by name.
 
     Returns:
@@ -216,13 +218,14 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
         - ``accumulate``: of flash_attn and flash_attn_varlen of float8_e4m3fn, whose arguments are the function's: ``"fast"`` or
           ``"precise"``, what ``"auto"`` came to.
 
-    On CUDA index tensors are not read: packed sequences count as equal ones, kv_start, kv_end and q_start
+    On CUDA index tensors are not read: packed sequences count as equal ones, kv_start, kv_end and
+    q_start
     as 0, Sk and Sk - Sq, and a paged sequence as one that fills its row of the block table.
 
     Raises:
         ValueError: an op that cannot be explained, or arguments that the op does not take.
         MemoryError: results for which there is no memory: they are allocated, though not written.
-    """
+    """  # noqa: E501
     if op not in EXPLAINED:
         raise ValueError(f"explain: op is '{op}'; expected one of {', '.join(EXPLAINED)}")
     if getattr(args[0] if args else kwargs.get("q"), "dtype", None) is _e4m3 and op in (
@@ -235,7 +238,8 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
     declared.refuse_non_bools(args, kwargs)
     if arch is not None and not _ops.cuda_kernels.default():
         raise ValueError(
-            f"explain: arch is {arch}, and this gpukern was built without CUDA kernels, whose tables say what runs there; "
+            f"explain: arch is {arch}, and this gpukern was built without CUDA kernels, whose "
+            f"tables say what runs there; "
             "GPUKERN_CUDA=1 pip install . builds them where nvcc is, without a GPU"
         )
     if arch is not None:
@@ -250,7 +254,8 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
 
 @_contextlib.contextmanager
 def _in_memory() -> _Iterator[None]:
-    """MemoryError in our words where torch's allocator finds no memory for a tensor of a call that is explained."""
+    """MemoryError in our words where torch's allocator finds no memory for a tensor of a call that
+    is explained."""
     try:
         yield
     except RuntimeError as error:
@@ -259,7 +264,8 @@ def _in_memory() -> _Iterator[None]:
             raise
         found = _re.search(r"allocate (\d[\d.]* ?[KMGT]?i?[Bb]\w*)", text)
         raise MemoryError(
-            f"explain: no memory for a tensor of {found[1] if found else 'this size'}: explain has the call's arguments and results, though "
+            f"explain: no memory for a tensor of {found[1] if found else 'this size'}: explain "
+            f"has the call's arguments and results, though "
             "it writes neither; ask for smaller sizes"
         ) from None
 

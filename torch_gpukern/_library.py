@@ -69,8 +69,9 @@ library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def _replace_earlier_import() -> None:
-    """Whoever imports the package again after taking it out of sys.modules has the compiled library still, and with it what
-    the first import registered from Python: that goes, and functions of the first import run on what this one registers.
+    """Whoever imports the package again after taking it out of sys.modules has the compiled library
+    still, and with it what the first import registered from Python: that goes, and functions of the
+    first import run on what this one registers.
     """
     kept = "_registered_from_python"  # where sys.modules is not asked
     earlier = vars(ops).get(kept)
@@ -106,7 +107,8 @@ _MODE_KEYS = _KeySet(_Key.Python) | _KeySet(_Key.PythonTLSSnapshot)
 
 @contextlib.contextmanager
 def below_modes() -> Iterator[None]:
-    """Context in which an op's own kernel sees the tensors of a mode, a compiler's fakes, and autograd is not asked."""
+    """Context in which an op's own kernel sees the tensors of a mode, a compiler's fakes, and
+    autograd is not asked."""
     below, without = below_autograd(), torch._C._ExcludeDispatchKeyGuard(_MODE_KEYS)
     try:
         with without:
@@ -117,4 +119,9 @@ def below_modes() -> Iterator[None]:
 
 def traced() -> bool:
     """Whether a compiler, torch.jit.trace, forward mode or torch.func may look at the call."""
-    return is_compiling() or forward_ad._current_level >= 0 or transforms_active() or jit_trace() is not None
+    return (
+        is_compiling()
+        or forward_ad._current_level >= 0
+        or transforms_active()
+        or jit_trace() is not None
+    )

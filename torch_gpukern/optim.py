@@ -24,30 +24,35 @@ class AdamW(torch.optim.AdamW):
         w = w (1 - lr weight_decay);  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
         w = w - lr / (1 - beta1^step) m / (sqrt(v / (1 - beta2^step)) + eps)
 
-    Steps are counted on the parameters' device and nothing is read on the host, so that a step can stand in a captured graph.
-    With torch.amp.GradScaler the scale and the finding of infinities are read on the device too; gradients are not written.
+    Steps are counted on the parameters' device and nothing is read on the host, so that a step can
+    stand in a captured graph. With torch.amp.GradScaler the scale and the finding of infinities are
+    read on the device too; gradients are not written.
 
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad, maximize: as of torch.optim.AdamW. lr may be a tensor on the
-            parameters' device, which a captured graph then reads; numbers are part of the graph.
-        master_weights: keep a float32 copy of each 16-bit parameter, ``master`` in its state, which is what is optimised;
-            the parameter is its rounding. m and v are float32 too. A parameter that is written between steps (`copy_`, `clamp_`,
-            load_state_dict) is taken over by the next step where it is no more its master's rounding; a write through ``p.data`` is
-            not seen.
-        stochastic_rounding: round bfloat16 parameters up or down at random, so that the expected value is the exact one
-            and small steps are not lost; m and v are float32. The seed is drawn from torch's generator once a step.
+        params, lr, betas, eps, weight_decay, amsgrad, maximize: as of torch.optim.AdamW. lr may be
+            a tensor on the parameters' device, which a captured graph then reads; numbers are part
+            of the graph.
+        master_weights: keep a float32 copy of each 16-bit parameter, ``master`` in its state, which
+            is what is optimised; the parameter is its rounding. m and v are float32 too. A
+            parameter that is written between steps (`copy_`, `clamp_`, load_state_dict) is taken
+            over by the next step where it is no more its master's rounding; a write through
+            ``p.data`` is not seen.
+        stochastic_rounding: round bfloat16 parameters up or down at random, so that the expected
+            value is the exact one and small steps are not lost; m and v are float32. The seed is
+            drawn from torch's generator once a step.
 
     Without either, m and v have the parameter's dtype, as torch's.
 
-    Parameters may be DTensors (FSDP2, tensor parallelism): each rank steps its own part. With stochastic_rounding parts that ranks
-    replicate stay alike only if the ranks' generators are.
+    Parameters may be DTensors (FSDP2, tensor parallelism): each rank steps its own part. With
+    stochastic_rounding parts that ranks replicate stay alike only if the ranks' generators are.
 
-    Parameters are float32, bfloat16, float16 or float64, dense in some order of their dimensions, on the CPU or CUDA.
-    state_dict() and load_state_dict() exchange state with torch.optim.AdamW (``fused=True``, ``capturable=True``).
+    Parameters are float32, bfloat16, float16 or float64, dense in some order of their dimensions,
+    on the CPU or CUDA. state_dict() and load_state_dict() exchange state with torch.optim.AdamW
+    (``fused=True``, ``capturable=True``).
 
     Raises:
-        ValueError: both master_weights and stochastic_rounding; stochastic rounding of float16; a parameter that is not
-            dense; sparse or complex gradients.
+        ValueError: both master_weights and stochastic_rounding; stochastic rounding of float16; a
+            parameter that is not dense; sparse or complex gradients.
 
     Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), arXiv:1711.05101.
     """
@@ -66,12 +71,20 @@ class AdamW(torch.optim.AdamW):
         stochastic_rounding: bool = False,
     ):
         if master_weights and stochastic_rounding:
-            raise ValueError("AdamW: stochastic_rounding has no use beside master_weights; choose one")
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True)
+            raise ValueError(
+                "AdamW: stochastic_rounding has no use beside master_weights; choose one"
+            )
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
+        )
         # of all groups; `defaults` is what copies and pickles keep
-        self.defaults |= {"master_weights": master_weights, "stochastic_rounding": stochastic_rounding}
+        self.defaults |= {
+            "master_weights": master_weights,
+            "stochastic_rounding": stochastic_rounding,
+        }
         self._clip: Tensor | None = None
-        self._stepped: dict[Tensor, tuple[int, int]] = {}  # of each parameter with a master, `_written` after the last step
+        # of each parameter with a master, `_written` after the last step
+        self._stepped: dict[Tensor, tuple[int, int]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -80,7 +93,8 @@ class AdamW(torch.optim.AdamW):
             self.defaults.setdefault(name, False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. master_weights and stochastic_rounding are of all groups; a group has no value of its own.
+        """As torch's. master_weights and stochastic_rounding are of all groups; a group has no
+        value of its own.
 
         Raises:
             ValueError: the group names one of them.
@@ -88,7 +102,8 @@ class AdamW(torch.optim.AdamW):
         for name in _OPTIONS:
             if name in param_group:
                 raise ValueError(
-                    f"AdamW: {name} is of all groups, and a group gave {param_group[name]!r}; make an optimiser for each value"
+                    f"AdamW: {name} is of all groups, and a group gave {param_group[name]!r}; "
+                    f"make an optimiser for each value"
                 )
         kept = {name: self.defaults.pop(name) for name in _OPTIONS if name in self.defaults}
         try:
@@ -97,15 +112,20 @@ class AdamW(torch.optim.AdamW):
             self.defaults |= kept
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Has the next step multiply gradients by min(1, max_norm / norm), on the device and without writing them.
+        """Has the next step multiply gradients by min(1, max_norm / norm), on the device and
+        without writing them.
 
-        Returns the 2-norm of all gradients as they are: where a GradScaler has scaled them, unscale first.
+        Returns the 2-norm of all gradients as they are: where a GradScaler has scaled them, unscale
+        first.
         """
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        grads = [
+            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
         if not grads:
             return torch.zeros(())
         norm = torch.nn.utils.get_total_norm(grads)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of the parts of all ranks
+        # of the parts of all ranks
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self._clip = (max_norm / (norm.float() + 1e-6)).clamp(max=1.0)
         return norm
 
@@ -126,7 +146,8 @@ class AdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Of torch.optim.AdamW's state, too. What is float32 beside a 16-bit parameter stays so."""
         kept, given = {name: self.defaults[name] for name in _OPTIONS}, []
-        hook = self.register_load_state_dict_pre_hook(lambda _, last: given.append(last))  # what all other hooks have left
+        # what all other hooks have left
+        hook = self.register_load_state_dict_pre_hook(lambda _, last: given.append(last))
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -143,13 +164,16 @@ class AdamW(torch.optim.AdamW):
             if p in self.state and "exp_avg" in self.state[p]:
                 self._widen(p, self.state[p])
 
-    # ---- what a step is made of -------------------------------------------------------------------
+    # ---- what a step is made of ------------------------------------------------------------------
     def _wide(self, p: Tensor) -> bool:
         """Whether its state is float32 beside a parameter of 16 bits."""
-        return p.itemsize == 2 and (self.defaults["master_weights"] or self.defaults["stochastic_rounding"])
+        return p.itemsize == 2 and (
+            self.defaults["master_weights"] or self.defaults["stochastic_rounding"]
+        )
 
     def _widen(self, p: Tensor, state: dict[str, Any]) -> None:
-        """Gives state that came from elsewhere the dtypes, the strides and the device that this optimiser keeps."""
+        """Gives state that came from elsewhere the dtypes, the strides and the device that this
+        optimiser keeps."""
         dtype = torch.float32 if self._wide(p) else p.dtype
         # torch.optim.AdamW keeps steps on the CPU by default, older ones as numbers or as [1]
         state["step"] = torch.as_tensor(state["step"]).to(p.device, torch.float32).reshape(())
@@ -172,7 +196,8 @@ class AdamW(torch.optim.AdamW):
             if p.itemsize == 2 and self.defaults["master_weights"]:
                 state["master"] = p.detach().float()
         elif "master" in state and self._stepped.get(p) != _written(p):
-            # somebody may have written the parameter since the last step: where it is no more the master's rounding it counts
+            # somebody may have written the parameter since the last step: where it is no more the
+            # master's rounding it counts
             master, w = _local(state["master"]), _local(p)
             master.copy_(torch.where(master.to(w.dtype) == w, master, w.float()))
         return state
@@ -186,7 +211,8 @@ class AdamW(torch.optim.AdamW):
                 continue
             if grad.layout is not torch.strided:
                 raise ValueError(
-                    "AdamW: gradients must be strided (dense) tensors; torch.optim.SparseAdam takes sparse ones"
+                    "AdamW: gradients must be strided (dense) tensors; torch.optim.SparseAdam "
+                    "takes sparse ones"
                 )
             if hasattr(grad, "to_local") and grad.placements != p.placements:
                 grad = grad.redistribute(p.device_mesh, p.placements)
@@ -194,7 +220,8 @@ class AdamW(torch.optim.AdamW):
             wide = grad.dtype != p.dtype  # p.grad_dtype is another one
             if wide and p.itemsize == 2 and self.defaults["stochastic_rounding"]:
                 raise ValueError(
-                    f"AdamW: stochastic_rounding takes gradients in the parameter's dtype {str(p.dtype)[6:]}, got "
+                    f"AdamW: stochastic_rounding takes gradients in the parameter's dtype "
+                    f"{str(p.dtype)[6:]}, got "
                     f"{str(grad.dtype)[6:]}; leave p.grad_dtype as it is, or use master_weights"
                 )
             dtype = torch.float32 if wide and p.itemsize == 2 else p.dtype
@@ -203,7 +230,9 @@ class AdamW(torch.optim.AdamW):
             lists.setdefault((p.device, p.dtype, dtype), []).append((p, grad, state))
         return lists.values()
 
-    def _update(self, group: dict[str, Any], lists: list, scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def _update(
+        self, group: dict[str, Any], lists: list, scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
         params, grads, states = zip(*lists, strict=True)
         device, lr, (beta1, beta2) = params[0].device, group["lr"], group["betas"]
 
@@ -216,14 +245,18 @@ class AdamW(torch.optim.AdamW):
         found, steps = here(found_inf), of("step")
         one = 1 if found is None else (found == 0).float()
         seed = None
-        if self.defaults["stochastic_rounding"] and params[0].dtype in (torch.bfloat16, torch.float16):
+        if self.defaults["stochastic_rounding"] and params[0].dtype in (
+            torch.bfloat16,
+            torch.float16,
+        ):
             seed = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
         given_lr = isinstance(lr, Tensor)
         maxima = of("max_exp_avg_sq") if group["amsgrad"] else []
         masters = of("master") if "master" in states[0] else []
         written = [[_local(p) for p in params], of("exp_avg"), of("exp_avg_sq"), maxima, masters]
         given = written
-        if grads[0].dtype != params[0].dtype:  # float32 beside 16 bits: the step is one of float32, rounded once
+        # float32 beside 16 bits: the step is one of float32, rounded once
+        if grads[0].dtype != params[0].dtype:
             given = [masters or _float(written[0]), *map(_float, written[1:4]), []]
         torch._foreach_add_(steps, one)
         try:
@@ -268,10 +301,12 @@ def _float(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _written(p: Tensor) -> tuple[int, int]:
-    """Changes when somebody writes p, or gives it other memory; on the host. A write through ``p.data`` is not seen."""
+    """Changes when somebody writes p, or gives it other memory; on the host. A write through
+    ``p.data`` is not seen."""
     return p._version, _local(p).data_ptr()
 
 
 def _local(x: Tensor) -> Tensor:
-    """This rank's part of a DTensor (FSDP2, tensor parallelism): AdamW treats each element alone. Another tensor is all there is."""
+    """This rank's part of a DTensor (FSDP2, tensor parallelism): AdamW treats each element alone.
+    Another tensor is all there is."""
     return x.to_local() if hasattr(x, "to_local") else x

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tensors of 8-bit floats in a pickle, which torch's own does not take (2.13: "UntypedStorage has no attribute dtype")."""
+"""Tensors of 8-bit floats in a pickle, which torch's own does not take (2.13: "UntypedStorage has
+no attribute dtype")."""
 
 from typing import Any, NamedTuple
 

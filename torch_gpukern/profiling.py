@@ -5,13 +5,15 @@
 >>> with profiling.nvtx():
 ...     model(x)
 
-A range is what the host does for one call of an op, named `gpukern::gemm`; a backward's ops have ranges of their own, in the
-thread that runs them. Kernels are found below it in the timeline (`nsys profile --trace cuda,nvtx`).
+A range is what the host does for one call of an op, named `gpukern::gemm`; a backward's ops have
+ranges of their own, in the thread that runs them. Kernels are found below it in the timeline (`nsys
+profile --trace cuda,nvtx`).
 
-**Off it is free**: the ops' ways in are replaced while ranges are wanted, and are then the very objects that they were
-before. **Under torch.compile** nothing breaks and nothing is compiled again: the graph holds the op, and the compiled code
-calls it where the range is; so a function that was compiled without ranges has them inside `nvtx()`, and none outside. Code
-that reaches the op without Python has none: torch.jit.script, AOTInductor, the C API, a replayed CUDA graph.
+**Off it is free**: the ops' ways in are replaced while ranges are wanted, and are then the very
+objects that they were before. **Under torch.compile** nothing breaks and nothing is compiled again:
+the graph holds the op, and the compiled code calls it where the range is; so a function that was
+compiled without ranges has them inside `nvtx()`, and none outside. Code that reaches the op without
+Python has none: torch.jit.script, AOTInductor, the C API, a replayed CUDA graph.
 """
 
 import functools
@@ -28,14 +30,17 @@ __all__ = ["nvtx"]
 
 _lock = threading.Lock()
 _active: list["nvtx"] = []  # who has switched ranges on, the last one's wishes count
-_inside = threading.local()  # .range: this thread is in a range, so that an op that calls its raw op has one
+# .range: this thread is in a range, so that an op that calls its raw op has one
+_inside = threading.local()
 
 
 class nvtx:
-    """Switches NVTX ranges on for every thread of the process; a context manager, or `start` and `stop`.
+    """Switches NVTX ranges on for every thread of the process; a context manager, or `start` and
+    `stop`.
 
     Args:
-        shapes: whether a range's name also has the shapes of the op's tensors: ``gpukern::gemm [64, 32] [32, 16]``.
+        shapes: whether a range's name also has the shapes of the op's tensors: ``gpukern::gemm [64,
+        32] [32, 16]``.
 
     Raises:
         RuntimeError: on entering, where torch is built without NVTX (a CPU build).
@@ -45,7 +50,8 @@ class nvtx:
         self.shapes = shapes
 
     def start(self) -> "nvtx":
-        """Ranges from here on. Started twice, by one or by several, they last until all have stopped."""
+        """Ranges from here on. Started twice, by one or by several, they last until all have
+        stopped."""
         try:
             torch.cuda.nvtx.mark("gpukern: ranges on")
         except RuntimeError as error:
@@ -74,19 +80,21 @@ class nvtx:
         self.stop()
 
 
-# ---- the ways into an op -----------------------------------------------------------------------------
+# ---- the ways into an op -------------------------------------------------------------------------
 
 # (holder, attribute) -> without a range, with one
 _ways: dict[tuple[int, str], tuple[Any, Callable, Callable]] = {}
 
 
 def _replace(on: bool) -> None:
-    """Exchanges all ways in: what Python calls of torch.ops, and what the public functions call below it."""
+    """Exchanges all ways in: what Python calls of torch.ops, and what the public functions call
+    below it."""
     if not _ways:
         for op in Op.every:
             packet = getattr(ops, op.name)
             holders = [(op, "bare"), (op.overload, "_op"), (packet, "_op")]
-            if op.differentiate is not None:  # called in the op's place once its arguments' types are known
+            # called in the op's place once its arguments' types are known
+            if op.differentiate is not None:
                 holders.append((op, "differentiate"))
             if "out" in packet.overloads():
                 holders.append((packet.out, "_op"))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Readable counterparts of the kernels in other languages, and how many lines each has: what a peer's speed costs to read."""
+"""Readable counterparts of the kernels in other languages, and how many lines each has: what a
+peer's speed costs to read."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ def python_lines(path: Path) -> int:
         if isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node):
             said.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     lines = enumerate(text.splitlines(), 1)
-    return sum(bool(line.strip()) and not line.lstrip().startswith("#") and i not in said for i, line in lines)
+    return sum(
+        bool(line.strip()) and not line.lstrip().startswith("#") and i not in said
+        for i, line in lines
+    )
 
 
 def own_lines(path: Path) -> int:
@@ -33,7 +37,8 @@ def own_lines(path: Path) -> int:
 
 
 def cuda_lines(source: str) -> int:
-    """Of a kernel file and of all that it includes from csrc/cuda and its own folder, without comments and blank lines."""
+    """Of a kernel file and of all that it includes from csrc/cuda and its own folder, without
+    comments and blank lines."""
     todo, seen, count = [ROOT / source], set(), 0
     rooms = CUDA, (ROOT / source).parent
     while todo:
@@ -49,16 +54,23 @@ def cuda_lines(source: str) -> int:
 
 
 def lines_of(op: str) -> dict[str, int]:
-    """Lines of code of an op's forward kernel: ours for Hopper, with all that it stands on, and Triton's."""
-    ours = {"gemm": "csrc/cuda/product/gemm/gemm_sm90a.cu", "flash_attn": "csrc/cuda/attn/forward/flash_attn_fwd_sm90a.cu"}[op]
+    """Lines of code of an op's forward kernel: ours for Hopper, with all that it stands on, and
+    Triton's."""
+    ours = {
+        "gemm": "csrc/cuda/product/gemm/gemm_sm90a.cu",
+        "flash_attn": "csrc/cuda/attn/forward/flash_attn_fwd_sm90a.cu",
+    }[op]
     return {"gpukern": cuda_lines(ours), "Triton": python_lines(HERE / f"triton_{op}.py")}
 
 
 def lines_of_languages() -> dict[str, int]:
-    """Lines of code of each way to a @ b and a + b of bench_languages: of a file in Python the whole of it; of ours in CUDA the file, and
-    with all that it stands on."""
+    """Lines of code of each way to a @ b and a + b of bench_languages: of a file in Python the
+    whole of it; of ours in CUDA the file, and with all that it stands on."""
     short, vector = "learn/ladder/18_short_sm90a.cu", "learn/patterns/vector_add.cu"
-    found = {"a @ b, gpukern": cuda_lines("csrc/cuda/product/gemm/gemm_sm90a.cu"), "a @ b, rung 18": own_lines(ROOT / short)}
+    found = {
+        "a @ b, gpukern": cuda_lines("csrc/cuda/product/gemm/gemm_sm90a.cu"),
+        "a @ b, rung 18": own_lines(ROOT / short),
+    }
     found["a @ b, rung 18 with its headers"] = cuda_lines(short)
     found["a @ b, CUTLASS"] = own_lines(HERE / "cutlass_gemm.cu")
     for name, module in (
@@ -74,7 +86,8 @@ def lines_of_languages() -> dict[str, int]:
 
 
 def kernel_lines(path: Path) -> dict[str, int]:
-    """Lines of code of each Triton kernel in a file, by its name without `_kernel`, and without what it calls."""
+    """Lines of code of each Triton kernel in a file, by its name without `_kernel`, and without
+    what it calls."""
     text = path.read_text()
     found = {}
     for node in ast.parse(text).body:
@@ -82,5 +95,7 @@ def kernel_lines(path: Path) -> dict[str, int]:
             said = ast.get_docstring(node) is not None
             lines = text.splitlines()[node.lineno - 1 : node.end_lineno]
             docs = node.body[0].end_lineno - node.body[0].lineno + 1 if said else 0
-            found[node.name.removesuffix("_kernel")] = sum(bool(line.strip()) for line in lines) - docs
+            found[node.name.removesuffix("_kernel")] = (
+                sum(bool(line.strip()) for line in lines) - docs
+            )
     return found

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""a + b in CuTe DSL, an element a thread and 16 bytes a thread, to be read beside learn/patterns/vector_add.cu. Needs
-nvidia-cutlass-dsl and a GPU; a kernel is compiled when a dtype first comes."""
+"""a + b in CuTe DSL, an element a thread and 16 bytes a thread, to be read beside
+learn/patterns/vector_add.cu. Needs nvidia-cutlass-dsl and a GPU; a kernel is compiled when a dtype
+first comes."""
 
 import cutlass
 import cutlass.cute as cute
@@ -44,7 +45,9 @@ COMPILED = {}
 
 
 def call(kernel, align: int, *tensors: torch.Tensor) -> None:
-    views = [from_dlpack(x, assumed_align=align).mark_layout_dynamic(leading_dim=0) for x in tensors]
+    views = [
+        from_dlpack(x, assumed_align=align).mark_layout_dynamic(leading_dim=0) for x in tensors
+    ]
     stream = CUstream(torch.cuda.current_stream().cuda_stream)
     key = kernel, tensors[0].dtype
     if key not in COMPILED:

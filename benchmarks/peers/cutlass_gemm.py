@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""a @ b by cutlass_gemm.cu, as build/peers/libcutlass_gemm.so: compiled when it is first asked for (half a minute), where nvcc is
-and the wheel nvidia-cutlass, which has the headers; a library that is there is taken."""
+"""a @ b by cutlass_gemm.cu, as build/peers/libcutlass_gemm.so: compiled when it is first asked for
+(half a minute), where nvcc is and the wheel nvidia-cutlass, which has the headers; a library that
+is there is taken."""
 
 import ctypes
 import os
@@ -30,7 +31,11 @@ def missing() -> str:
     """Why it cannot be had here; empty where it can."""
     if LIBRARY.exists():
         return ""
-    lacks = [name for name, there in (("nvcc", shutil.which("nvcc")), ("nvidia-cutlass", headers())) if not there]
+    lacks = [
+        name
+        for name, there in (("nvcc", shutil.which("nvcc")), ("nvidia-cutlass", headers()))
+        if not there
+    ]
     return f"{LIBRARY.name} is not built, and there is no {' and no '.join(lacks)}" if lacks else ""
 
 
@@ -40,14 +45,26 @@ def library() -> ctypes.CDLL:
         raise OSError(f"cutlass_gemm: {why}")
     if not LIBRARY.exists():
         LIBRARY.parent.mkdir(parents=True, exist_ok=True)
-        options = ["-std=c++17", "-O3", "-DNDEBUG", "-shared", "-Xcompiler", "-fPIC", "--expt-relaxed-constexpr"]
+        options = [
+            "-std=c++17",
+            "-O3",
+            "-DNDEBUG",
+            "-shared",
+            "-Xcompiler",
+            "-fPIC",
+            "--expt-relaxed-constexpr",
+        ]
         options += ["-gencode=arch=compute_90a,code=sm_90a"]
         options += [f"-I{headers() / folder}" for folder in ("include", "tools/util/include")]
         subprocess.run(["nvcc", *options, "-o", LIBRARY, HERE / "cutlass_gemm.cu"], check=True)
     lib = ctypes.CDLL(str(LIBRARY))
     lib.cutlass_gemm_workspace_bytes.restype = ctypes.c_size_t
     lib.cutlass_gemm_workspace_bytes.argtypes = 3 * [ctypes.c_int]
-    lib.cutlass_gemm.argtypes = [*(3 * [ctypes.c_void_p]), *(3 * [ctypes.c_int]), *(2 * [ctypes.c_void_p])]
+    lib.cutlass_gemm.argtypes = [
+        *(3 * [ctypes.c_void_p]),
+        *(3 * [ctypes.c_int]),
+        *(2 * [ctypes.c_void_p]),
+    ]
     return lib
 
 
@@ -56,7 +73,9 @@ def gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     (m, k), n = a.shape, b.shape[1]
     out = torch.empty(m, n, dtype=a.dtype, device=a.device)
     lib = library()
-    workspace = torch.empty(lib.cutlass_gemm_workspace_bytes(m, n, k), dtype=torch.uint8, device=a.device)
+    workspace = torch.empty(
+        lib.cutlass_gemm_workspace_bytes(m, n, k), dtype=torch.uint8, device=a.device
+    )
     pointers = [x.data_ptr() for x in (a, b, out)]
     stream = torch.cuda.current_stream().cuda_stream
     status = lib.cutlass_gemm(*pointers, m, n, k, workspace.data_ptr() or None, stream)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""softmax(q k^T / sqrt(D)) v in Triton, to be read beside csrc/cuda/attn/forward/flash_attn_fwd_sm90a.cu; forward alone. Needs triton and
-a GPU, or TRITON_INTERPRET=1. Dao 2023, arXiv:2307.08691, Algorithm 1."""
+"""softmax(q k^T / sqrt(D)) v in Triton, to be read beside
+csrc/cuda/attn/forward/flash_attn_fwd_sm90a.cu; forward alone. Needs triton and a GPU, or
+TRITON_INTERPRET=1. Dao 2023, arXiv:2307.08691, Algorithm 1."""
 
 import math
 
@@ -17,9 +18,20 @@ TILES = [(128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 4)]  # BQ, BKV, warps, s
 )
 @triton.jit
 def kernel(
-    q, k, v, out, scale_log2, seq_q, seq_k, D: tl.constexpr, CAUSAL: tl.constexpr, BQ: tl.constexpr, BKV: tl.constexpr
+    q,
+    k,
+    v,
+    out,
+    scale_log2,
+    seq_q,
+    seq_k,
+    D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BQ: tl.constexpr,
+    BKV: tl.constexpr,
 ):
-    """A program has BQ queries of one head; keys come in steps of BKV. Weights are 2^(score - peak)."""
+    """A program has BQ queries of one head; keys come in steps of BKV. Weights are 2^(score -
+    peak)."""
     head = tl.program_id(1).to(tl.int64)
     row, dim = tl.program_id(0) * BQ + tl.arange(0, BQ), tl.arange(0, D)
     at_q = head * seq_q * D + row[:, None] * D + dim[None, :]
@@ -45,11 +57,16 @@ def kernel(
         z = tl.load(v + at_k, mask=key[:, None] < seq_k, other=0.0)
         sums = tl.dot(weight.to(v.dtype.element_ty), z, sums * factor[:, None])
         peak = higher
-    tl.store(out + at_q, (sums / total[:, None]).to(out.dtype.element_ty), mask=row[:, None] < seq_q)
+    tl.store(
+        out + at_q, (sums / total[:, None]).to(out.dtype.element_ty), mask=row[:, None] < seq_q
+    )
 
 
-def flash_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False) -> torch.Tensor:
-    """q [B, H, Sq, D], k and v [B, H, Sk, D], 16 bits, dense, D a power of two from 16; causal: key j for query i >= j."""
+def flash_attn(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
+) -> torch.Tensor:
+    """q [B, H, Sq, D], k and v [B, H, Sk, D], 16 bits, dense, D a power of two from 16; causal: key
+    j for query i >= j."""
     batch, heads, seq_q, head_dim = q.shape
     seq_k = k.shape[2]
     q, k, v = (x.contiguous() for x in (q, k, v))

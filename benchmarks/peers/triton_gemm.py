@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""a @ b in Triton, to be read beside csrc/cuda/product/gemm/gemm_sm90a.cu. Needs triton and a GPU, or TRITON_INTERPRET=1."""
+"""a @ b in Triton, to be read beside csrc/cuda/product/gemm/gemm_sm90a.cu. Needs triton and a GPU,
+or TRITON_INTERPRET=1."""
 
 import torch
 import triton
@@ -14,12 +15,28 @@ TILES = [  # BM, BN, BK, warps, stages
 
 
 @triton.autotune(
-    [triton.Config({"BM": m, "BN": n, "BK": k}, num_warps=w, num_stages=s) for m, n, k, w, s in TILES],
+    [
+        triton.Config({"BM": m, "BN": n, "BK": k}, num_warps=w, num_stages=s)
+        for m, n, k, w, s in TILES
+    ],
     key=["m", "n", "k"],
 )
 @triton.jit
 def kernel(
-    a, b, out, m, n, k, am, ak, bk, bn, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr = 8
+    a,
+    b,
+    out,
+    m,
+    n,
+    k,
+    am,
+    ak,
+    bk,
+    bn,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr = 8,
 ):
     """A program makes a tile BM x BN of out; programs walk GROUP rows of tiles together, for L2."""
     tile, tiles_m, tiles_n = tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""a @ b in Triton by programs that stay, to be read beside learn/ladder/10_persistent_sm90a.cu: one an SM, tile after tile.
-Needs triton and a GPU, or TRITON_INTERPRET=1."""
+"""a @ b in Triton by programs that stay, to be read beside learn/ladder/10_persistent_sm90a.cu: one
+an SM, tile after tile. Needs triton and a GPU, or TRITON_INTERPRET=1."""
 
 import torch
 import triton
@@ -48,12 +48,24 @@ def kernel(
 
 
 def gemm(a: torch.Tensor, b: torch.Tensor, programs: int | None = None) -> torch.Tensor:
-    """a [M, K] @ b [K, N] of 16 bits and any strides, with float32 sums. programs: by default one an SM."""
+    """a [M, K] @ b [K, N] of 16 bits and any strides, with float32 sums. programs: by default one
+    an SM."""
     (m, k), n = a.shape, b.shape[1]
     out = torch.empty(m, n, dtype=a.dtype, device=a.device)
     programs = programs or torch.cuda.get_device_properties(a.device).multi_processor_count
     tiles = triton.cdiv(m, TILE["BM"]) * triton.cdiv(n, TILE["BN"])
     kernel[(min(programs, tiles),)](
-        a, b, out, m, n, k, *a.stride(), *b.stride(), min(programs, tiles), **TILE, num_warps=8, num_stages=3
+        a,
+        b,
+        out,
+        m,
+        n,
+        k,
+        *a.stride(),
+        *b.stride(),
+        min(programs, tiles),
+        **TILE,
+        num_warps=8,
+        num_stages=3,
     )
     return out

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Elementwise and row operations in Triton: add, ReLU, GELU, bias + GELU + dropout, softmax, layer norm; forward alone. Needs
-triton and a GPU, or TRITON_INTERPRET=1. Sums are float32; a row is read once and stays on chip, 65536 elements at most."""
+"""Elementwise and row operations in Triton: add, ReLU, GELU, bias + GELU + dropout, softmax, layer
+norm; forward alone. Needs triton and a GPU, or TRITON_INTERPRET=1. Sums are float32; a row is read
+once and stays on chip, 65536 elements at most."""
 
 import torch
 import triton
@@ -34,15 +35,22 @@ def gelu_of(x):
 def gelu_kernel(x, out, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < n
-    tl.store(out + at, gelu_of(tl.load(x + at, mask=here).to(tl.float32)).to(out.dtype.element_ty), mask=here)
+    tl.store(
+        out + at,
+        gelu_of(tl.load(x + at, mask=here).to(tl.float32)).to(out.dtype.element_ty),
+        mask=here,
+    )
 
 
 @triton.jit
 def bias_gelu_dropout_kernel(x, bias, out, n, cols, p, seed, BLOCK: tl.constexpr):
-    """Element i is kept where uniform random number i of the seed is p or more: Philox, no mask in memory."""
+    """Element i is kept where uniform random number i of the seed is p or more: Philox, no mask in
+    memory."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < n
-    value = tl.load(x + at, mask=here).to(tl.float32) + tl.load(bias + at % cols, mask=here).to(tl.float32)
+    value = tl.load(x + at, mask=here).to(tl.float32) + tl.load(bias + at % cols, mask=here).to(
+        tl.float32
+    )
     kept = tl.rand(seed, at) >= p
     result = tl.where(kept, gelu_of(value) / (1.0 - p), 0.0)
     tl.store(out + at, result.to(out.dtype.element_ty), mask=here)
@@ -53,14 +61,17 @@ def softmax_kernel(x, out, cols, COLS: tl.constexpr):
     row, col = tl.program_id(0).to(tl.int64) * cols, tl.arange(0, COLS)
     value = tl.load(x + row + col, mask=col < cols, other=float("-inf")).to(tl.float32)
     weight = tl.exp(value - tl.max(value, 0))
-    tl.store(out + row + col, (weight / tl.sum(weight, 0)).to(out.dtype.element_ty), mask=col < cols)
+    tl.store(
+        out + row + col, (weight / tl.sum(weight, 0)).to(out.dtype.element_ty), mask=col < cols
+    )
 
 
 @triton.jit
 def layer_norm_kernel(x, weight, bias, out, cols, eps, COLS: tl.constexpr):
     row, col = tl.program_id(0).to(tl.int64) * cols, tl.arange(0, COLS)
     value = tl.load(x + row + col, mask=col < cols, other=0.0).to(tl.float32)
-    away = tl.where(col < cols, value - tl.sum(value, 0) / cols, 0.0)  # lanes past the row stay out of the variance
+    # lanes past the row stay out of the variance
+    away = tl.where(col < cols, value - tl.sum(value, 0) / cols, 0.0)
     scale = tl.rsqrt(tl.sum(away * away, 0) / cols + eps)
     w = tl.load(weight + col, mask=col < cols, other=0.0).to(tl.float32)
     b = tl.load(bias + col, mask=col < cols, other=0.0).to(tl.float32)
@@ -89,19 +100,27 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def bias_gelu_dropout(x: torch.Tensor, bias: torch.Tensor, p: float, seed: int) -> torch.Tensor:
-    """dropout(gelu(x + bias), p): x [..., N], bias [N], 0 <= p < 1. The same seed drops the same elements."""
+    """dropout(gelu(x + bias), p): x [..., N], bias [N], 0 <= p < 1. The same seed drops the same
+    elements."""
     x = x.contiguous()
     out = torch.empty_like(x)
     if out.numel():
         grid = (triton.cdiv(out.numel(), BLOCK),)
-        bias_gelu_dropout_kernel[grid](x, bias.contiguous(), out, out.numel(), bias.numel(), p, seed, BLOCK)
+        bias_gelu_dropout_kernel[grid](
+            x, bias.contiguous(), out, out.numel(), bias.numel(), p, seed, BLOCK
+        )
     return out
 
 
 def rows_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """(x contiguous, its result, rows, lanes of a row's program)."""
     x = x.contiguous()
-    return x, torch.empty_like(x), x.numel() // max(x.shape[-1], 1), triton.next_power_of_2(max(x.shape[-1], 1))
+    return (
+        x,
+        torch.empty_like(x),
+        x.numel() // max(x.shape[-1], 1),
+        triton.next_power_of_2(max(x.shape[-1], 1)),
+    )
 
 
 def softmax(x: torch.Tensor) -> torch.Tensor:
@@ -112,9 +131,13 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5
+) -> torch.Tensor:
     """Over the last dimension, which weight and bias have."""
     x, out, rows, lanes = rows_of(x)
     if rows:
-        layer_norm_kernel[(rows,)](x, weight.contiguous(), bias.contiguous(), out, x.shape[-1], eps, lanes)
+        layer_norm_kernel[(rows,)](
+            x, weight.contiguous(), bias.contiguous(), out, x.shape[-1], eps, lanes
+        )
     return out

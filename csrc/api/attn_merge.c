@@ -20,7 +20,8 @@ gk_status gk_check_attn_merge(const gk_context *ctx, const gk_attn_merge_args *m
     GK_TRY(gk_take(io, "lse_b", &m->lse_b, GK_ANY_STRIDES));
     GK_TRY(gk_check_dtype(io, "lse_b", &m->lse_b, stats));
     GK_TRY(gk_check_shape("lse_b", &m->lse_b, rows, first->shape));
-    gk_give(io, "out", &m->out, first->dtype, first->ndim, first->shape, GK_CONTIGUOUS)->in_place = true;
+    gk_give(io, "out", &m->out, first->dtype, first->ndim, first->shape, GK_CONTIGUOUS)->in_place =
+        true;
     gk_give(io, "lse", &m->lse, stats, rows, first->shape, GK_CONTIGUOUS)->in_place = true;
     return GK_OK;
 }

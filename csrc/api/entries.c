@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* entries.c: the entry points of gpukern.h that every op has, and the plan and run of op.h: an op says in its own file what a call
- * must be (gk_check_<op>) and how many bytes and FLOPs it is (gk_cost_<op>). */
+/* entries.c: the entry points of gpukern.h that every op has, and the plan and run of op.h: an op
+ * says in its own file what a call must be (gk_check_<op>) and how many bytes and FLOPs it is
+ * (gk_cost_<op>). */
 #include "../core/checks.h"
 #include "../core/dispatch.h"
 #include "gpukern_ranks.h"
 
 #include <string.h>
 
-/* What an entry point checks beyond the op's laws: strides, and the results, which are there by now. writes: the call will run. */
+/* What an entry point checks beyond the op's laws: strides, and the results, which are there by
+ * now. writes: the call will run. */
 static gk_status check_call(gk_io *io, bool writes) {
     GK_TRY(gk_check_strides(io));
     for (int i = 0; i < io->num_results; ++i) {
@@ -19,8 +21,9 @@ static gk_status check_call(gk_io *io, bool writes) {
     return GK_OK;
 }
 
-/* The arguments, or where the softcap is none that the kernels can take, a copy with one that they can: with what stands behind them, as their
- * size says (gk_flash_attn_accumulate_args), up to MOST_BEHIND bytes. */
+/* The arguments, or where the softcap is none that the kernels can take, a copy with one that they
+ * can: with what stands behind them, as their size says (gk_flash_attn_accumulate_args), up to
+ * MOST_BEHIND bytes. */
 enum {
     MOST_BEHIND = 32
 };
@@ -33,7 +36,8 @@ enum {
         if (bytes > sizeof *(args)) memcpy((copy).behind, (args) + 1, bytes - sizeof *(args)); \
         (copy).args.size = bytes, (copy).args.rules.softcap = softcap, (args) = &(copy).args;  \
     } while (0)
-_Static_assert(sizeof(gk_flash_attn_accumulate_args) <= sizeof(gk_flash_attn_args) + MOST_BEHIND, "a copy has no room");
+_Static_assert(sizeof(gk_flash_attn_accumulate_args) <= sizeof(gk_flash_attn_args) + MOST_BEHIND,
+               "a copy has no room");
 #define COPY_OF(arguments)        \
     struct {                      \
         arguments args;           \
@@ -41,63 +45,70 @@ _Static_assert(sizeof(gk_flash_attn_accumulate_args) <= sizeof(gk_flash_attn_arg
     }
 #define AS_GIVEN(args, copy) (void)(copy)
 
-#define ENTRIES(NAME, stem, arguments, first, settle, workspace_of, workspace_bytes_of)                          \
-    static gk_status checked_##stem(const gk_context *ctx, const arguments *args, gk_depth depth, bool writes) { \
-        gk_io io;                                                                                                \
-        gk_io_begin(&io, depth);                                                                                 \
-        GK_REQUIRE(args, "args is NULL");                                                                        \
-        GK_TRY(gk_check_context(ctx, args->size, sizeof *args));                                                 \
-        GK_TRY(gk_check_##stem(ctx, args, &io));                                                                 \
-        return check_call(&io, writes);                                                                          \
-    }                                                                                                            \
-    gk_status gk_plan_##stem(const gk_context *ctx, const arguments *args, gk_plan *plan) {                      \
-        COPY_OF(arguments) copy;                                                                                 \
-        settle;                                                                                                  \
-        return gk_dispatch_plan(ctx, GK_OP_##NAME, args->first.dtype, args, plan);                               \
-    }                                                                                                            \
-    gk_status gk_run_##stem(const gk_context *ctx, const arguments *args, const gk_plan *plan, void *work,       \
-                            size_t work_bytes) {                                                                 \
-        COPY_OF(arguments) copy;                                                                                 \
-        settle;                                                                                                  \
-        return gk_dispatch_run(ctx, args, plan, work, work_bytes);                                               \
-    }                                                                                                            \
-    gk_status gk_describe_##stem(const gk_context *ctx, const arguments *args, gk_explanation *out) {            \
-        COPY_OF(arguments) copy;                                                                                 \
-        settle;                                                                                                  \
-        GK_TRY(gk_dispatch_explain(ctx, GK_OP_##NAME, args->first.dtype, args, out));                            \
-        gk_cost_##stem(ctx, args, out);                                                                          \
-        gk_dispatch_bound(ctx, args->first.dtype, out);                                                          \
-        return GK_OK;                                                                                            \
-    }                                                                                                            \
-    static gk_status call_##stem(const gk_context *ctx, const arguments *args) {                                 \
-        COPY_OF(arguments) copy;                                                                                 \
-        GK_TRY(checked_##stem(ctx, args, GK_CONTENTS, true));                                                    \
-        settle;                                                                                                  \
-        return gk_dispatch_call(ctx, GK_OP_##NAME, args->first.dtype, args, workspace_of, workspace_bytes_of);   \
-    }                                                                                                            \
-    gk_status gk_##stem(const gk_context *ctx, const arguments *args) {                                          \
-        return gk_named("gk_" #stem, call_##stem(ctx, args));                                                    \
-    }                                                                                                            \
-    gk_status gk_explain_##stem(const gk_context *ctx, const arguments *args, gk_explanation *out) {             \
-        gk_status status = checked_##stem(ctx, args, GK_CONTENTS, false);                                        \
-        if (status == GK_OK) status = gk_describe_##stem(ctx, args, out);                                        \
-        return gk_named("gk_explain_" #stem, status);                                                            \
-    }                                                                                                            \
-    size_t gk_##stem##_workspace_bytes(const gk_context *ctx, const arguments *args) {                           \
-        COPY_OF(arguments) copy;                                                                                 \
-        size_t bytes = 0;                                                                                        \
-        gk_status status = checked_##stem(ctx, args, GK_DATA, false);                                            \
-        if (status == GK_OK) {                                                                                   \
-            settle;                                                                                              \
-            status = gk_dispatch_workspace(ctx, GK_OP_##NAME, args->first.dtype, args, &bytes);                  \
-        }                                                                                                        \
-        gk_named("gk_" #stem, status);                                                                           \
-        return bytes;                                                                                            \
+#define ENTRIES(NAME, stem, arguments, first, settle, workspace_of, workspace_bytes_of)           \
+    static gk_status checked_##stem(const gk_context *ctx, const arguments *args, gk_depth depth, \
+                                    bool writes) {                                                \
+        gk_io io;                                                                                 \
+        gk_io_begin(&io, depth);                                                                  \
+        GK_REQUIRE(args, "args is NULL");                                                         \
+        GK_TRY(gk_check_context(ctx, args->size, sizeof *args));                                  \
+        GK_TRY(gk_check_##stem(ctx, args, &io));                                                  \
+        return check_call(&io, writes);                                                           \
+    }                                                                                             \
+    gk_status gk_plan_##stem(const gk_context *ctx, const arguments *args, gk_plan *plan) {       \
+        COPY_OF(arguments) copy;                                                                  \
+        settle;                                                                                   \
+        return gk_dispatch_plan(ctx, GK_OP_##NAME, args->first.dtype, args, plan);                \
+    }                                                                                             \
+    gk_status gk_run_##stem(const gk_context *ctx, const arguments *args, const gk_plan *plan,    \
+                            void *work, size_t work_bytes) {                                      \
+        COPY_OF(arguments) copy;                                                                  \
+        settle;                                                                                   \
+        return gk_dispatch_run(ctx, args, plan, work, work_bytes);                                \
+    }                                                                                             \
+    gk_status gk_describe_##stem(const gk_context *ctx, const arguments *args,                    \
+                                 gk_explanation *out) {                                           \
+        COPY_OF(arguments) copy;                                                                  \
+        settle;                                                                                   \
+        GK_TRY(gk_dispatch_explain(ctx, GK_OP_##NAME, args->first.dtype, args, out));             \
+        gk_cost_##stem(ctx, args, out);                                                           \
+        gk_dispatch_bound(ctx, args->first.dtype, out);                                           \
+        return GK_OK;                                                                             \
+    }                                                                                             \
+    static gk_status call_##stem(const gk_context *ctx, const arguments *args) {                  \
+        COPY_OF(arguments) copy;                                                                  \
+        GK_TRY(checked_##stem(ctx, args, GK_CONTENTS, true));                                     \
+        settle;                                                                                   \
+        return gk_dispatch_call(ctx, GK_OP_##NAME, args->first.dtype, args, workspace_of,         \
+                                workspace_bytes_of);                                              \
+    }                                                                                             \
+    gk_status gk_##stem(const gk_context *ctx, const arguments *args) {                           \
+        return gk_named("gk_" #stem, call_##stem(ctx, args));                                     \
+    }                                                                                             \
+    gk_status gk_explain_##stem(const gk_context *ctx, const arguments *args,                     \
+                                gk_explanation *out) {                                            \
+        gk_status status = checked_##stem(ctx, args, GK_CONTENTS, false);                         \
+        if (status == GK_OK) status = gk_describe_##stem(ctx, args, out);                         \
+        return gk_named("gk_explain_" #stem, status);                                             \
+    }                                                                                             \
+    size_t gk_##stem##_workspace_bytes(const gk_context *ctx, const arguments *args) {            \
+        COPY_OF(arguments) copy;                                                                  \
+        size_t bytes = 0;                                                                         \
+        gk_status status = checked_##stem(ctx, args, GK_DATA, false);                             \
+        if (status == GK_OK) {                                                                    \
+            settle;                                                                               \
+            status = gk_dispatch_workspace(ctx, GK_OP_##NAME, args->first.dtype, args, &bytes);   \
+        }                                                                                         \
+        gk_named("gk_" #stem, status);                                                            \
+        return bytes;                                                                             \
     }
 
-#define OP(NAME, stem, arguments, first) ENTRIES(NAME, stem, arguments, first, AS_GIVEN(args, copy), NULL, 0)
-#define OP_WITH_WORKSPACE(NAME, stem, arguments, first) \
-    ENTRIES(NAME, stem, arguments, first, AS_GIVEN(args, copy), args->workspace, args->workspace_bytes)
-#define OP_WITH_RULES(NAME, stem, arguments, first, rules) \
-    ENTRIES(NAME, stem, arguments, first, SETTLE(args, copy, first, rules), args->workspace, args->workspace_bytes)
+#define OP(NAME, stem, arguments, first) \
+    ENTRIES(NAME, stem, arguments, first, AS_GIVEN(args, copy), NULL, 0)
+#define OP_WITH_WORKSPACE(NAME, stem, arguments, first)                          \
+    ENTRIES(NAME, stem, arguments, first, AS_GIVEN(args, copy), args->workspace, \
+            args->workspace_bytes)
+#define OP_WITH_RULES(NAME, stem, arguments, first, rules)                                   \
+    ENTRIES(NAME, stem, arguments, first, SETTLE(args, copy, first, rules), args->workspace, \
+            args->workspace_bytes)
 #include "../core/ops.def"

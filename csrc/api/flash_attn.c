@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn: what a call of gk_flash_attn_fwd, gk_flash_attn_bwd or gk_flash_attn_fp8 must be, and what it costs. */
+/* flash_attn: what a call of gk_flash_attn_fwd, gk_flash_attn_bwd or gk_flash_attn_fp8 must be, and
+ * what it costs. */
 #include "../formats/attn_scales.h"
 #include "../core/checks.h"
 #include "../core/dispatch.h"
 #include "gpukern_ranks.h"
 
-/* ---- laws -------------------------------------------------------------------------------------------- */
+/* ---- laws ------------------------------------------------------------------------------------ */
 /* Dense and packed calls differ in the place of the dimensions. */
 typedef struct form {
     int ndim, tokens;
@@ -14,14 +15,17 @@ typedef struct form {
 static const form dense = {4, 2, "[B, Hq, Sq, D]", "[B, Hkv, Sk, D]", "[B, Hkv, Sk, Dv]"};
 static const form packed = {3, 0, "[Tq, Hq, D]", "[Tk, Hkv, D]", "[Tk, Hkv, Dv]"};
 
-static const form *form_of(const gk_flash_attn_args *f) { return f->cu_seqlens_q ? &packed : &dense; }
+static const form *form_of(const gk_flash_attn_args *f) {
+    return f->cu_seqlens_q ? &packed : &dense;
+}
 
 static int64_t batch_of(const gk_flash_attn_args *f) {
     return f->cu_seqlens_q ? f->cu_seqlens_q->shape[0] - 1 : f->q.shape[0];
 }
 
 /* is_fp8: of e4m3 codes */
-static gk_status check_qkv(const gk_context *ctx, const gk_flash_attn_args *f, gk_io *io, bool is_fp8) {
+static gk_status check_qkv(const gk_context *ctx, const gk_flash_attn_args *f, gk_io *io,
+                           bool is_fp8) {
     const form *x = form_of(f);
     const gk_tensor *q = &f->q, *k = &f->k, *v = &f->v;
     const int last = x->ndim - 1;
@@ -64,21 +68,22 @@ static gk_status check_rules(const gk_flash_attn_args *f, gk_io *io, gk_dtype dt
     const gk_tensor q = {.dtype = dtype};
     GK_TRY(gk_check_rules(io, r, &q, batch, heads));
     if (form_of(f) == &packed) {
-        GK_REQUIRE(!r->kv_start && !r->kv_end && !r->q_start, "kv_start, kv_end and q_start are for dense calls");
+        GK_REQUIRE(!r->kv_start && !r->kv_end && !r->q_start,
+                   "kv_start, kv_end and q_start are for dense calls");
         return gk_check_product("sequences, heads and the longest sequence of q", batch, heads,
                                 gk_min_i64(f->max_seqlen_q, f->q.shape[0]));
     }
     GK_TRY(gk_take_index(io, "kv_start", r->kv_start, batch));
     GK_TRY(gk_take_index(io, "kv_end", r->kv_end, batch));
     GK_TRY(gk_take_index(io, "q_start", r->q_start, batch));
-    GK_REQUIRE(!r->q_start || r->diagonal == 0, "diagonal must be 0 where q_start is given, got %lld",
-               (long long)r->diagonal);
+    GK_REQUIRE(!r->q_start || r->diagonal == 0,
+               "diagonal must be 0 where q_start is given, got %lld", (long long)r->diagonal);
     return GK_OK;
 }
 
 static gk_status check_dropout(const gk_flash_attn_args *f, gk_io *io) {
-    GK_REQUIRE(f->dropout_p >= 0 && f->dropout_p < 1, "dropout_p must be at least 0 and less than 1, got %g",
-               f->dropout_p);
+    GK_REQUIRE(f->dropout_p >= 0 && f->dropout_p < 1,
+               "dropout_p must be at least 0 and less than 1, got %g", f->dropout_p);
     if (f->dropout_seed) {
         GK_TRY(gk_take(io, "dropout_seed", f->dropout_seed, GK_ANY_STRIDES));
         GK_TRY(gk_check_dtype(io, "dropout_seed", f->dropout_seed, GK_I64));
@@ -88,7 +93,8 @@ static gk_status check_dropout(const gk_flash_attn_args *f, gk_io *io) {
     return GK_OK;
 }
 
-static gk_status check_contents(const gk_context *ctx, const gk_flash_attn_args *f, const gk_io *io) {
+static gk_status check_contents(const gk_context *ctx, const gk_flash_attn_args *f,
+                                const gk_io *io) {
     if (form_of(f) == &dense || !gk_reads_contents(io, ctx)) return GK_OK;
     GK_TRY(gk_check_cu_seqlens("cu_seqlens_q", f->cu_seqlens_q, f->q.shape[0], f->max_seqlen_q));
     return gk_check_cu_seqlens("cu_seqlens_k", f->cu_seqlens_k, f->k.shape[0], f->max_seqlen_k);
@@ -101,11 +107,13 @@ static void out_shape(const gk_flash_attn_args *f, int64_t *shape) {
     shape[last] = f->v.shape[last];
 }
 
-/* q's, or float32 where that is the wider one: what is joined with other results later is not rounded before. */
-static gk_status check_result_dtype(gk_io *io, const char *name, const gk_tensor *q, gk_dtype dtype) {
+/* q's, or float32 where that is the wider one: what is joined with other results later is not
+ * rounded before. */
+static gk_status check_result_dtype(gk_io *io, const char *name, const gk_tensor *q,
+                                    gk_dtype dtype) {
     const bool wide = gk_type_of(q->dtype)->bits < 32;
-    GK_REQUIRE(dtype == q->dtype || (wide && dtype == GK_F32), "%s must be %s (as q)%s, got %s", name,
-               gk_dtype_name(q->dtype), wide ? " or float32" : "", io->dtype_name(dtype));
+    GK_REQUIRE(dtype == q->dtype || (wide && dtype == GK_F32), "%s must be %s (as q)%s, got %s",
+               name, gk_dtype_name(q->dtype), wide ? " or float32" : "", io->dtype_name(dtype));
     return GK_OK;
 }
 
@@ -113,7 +121,8 @@ static gk_status check_result_dtype(gk_io *io, const char *name, const gk_tensor
 static gk_status check_accumulates(const gk_flash_attn_args *f, gk_io *io) {
     const gk_dtype dtype = gk_stats_dtype(f->q.dtype);
     GK_REQUIRE(form_of(f) == &dense, "accumulates is for dense calls");
-    GK_REQUIRE(f->dropout_p == 0, "dropout_p must be 0 where results accumulate, got %g", f->dropout_p);
+    GK_REQUIRE(f->dropout_p == 0, "dropout_p must be 0 where results accumulate, got %g",
+               f->dropout_p);
     GK_REQUIRE(f->out.dtype == dtype, "out must be %s where q is %s, got %s", gk_dtype_name(dtype),
                gk_dtype_name(f->q.dtype), io->dtype_name(f->out.dtype));
     return GK_OK;
@@ -125,16 +134,18 @@ gk_status gk_check_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_arg
     GK_TRY(check_rules(f, io, f->q.dtype));
     GK_TRY(check_dropout(f, io));
     GK_TRY(check_contents(ctx, f, io));
-    GK_TRY(gk_accumulates(f) ? check_accumulates(f, io) : check_result_dtype(io, "out_dtype", &f->q, f->out.dtype));
+    GK_TRY(gk_accumulates(f) ? check_accumulates(f, io)
+                             : check_result_dtype(io, "out_dtype", &f->q, f->out.dtype));
     int64_t shape[GK_MAX_DIMS];
     out_shape(f, shape);
     gk_give(io, "out", &f->out, f->out.dtype, f->q.ndim, shape, GK_DENSE_LAST);
-    gk_give(io, "lse", &f->lse, gk_stats_dtype(f->q.dtype), f->q.ndim - 1, shape, GK_CONTIGUOUS)->optional =
-        !gk_accumulates(f);
+    gk_give(io, "lse", &f->lse, gk_stats_dtype(f->q.dtype), f->q.ndim - 1, shape, GK_CONTIGUOUS)
+        ->optional = !gk_accumulates(f);
     return GK_OK;
 }
 
-gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *g, gk_io *io) {
+gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *g,
+                                  gk_io *io) {
     const gk_flash_attn_args *f = &g->fwd;
     const gk_dtype stats = gk_stats_dtype(f->q.dtype);
     int64_t shape[GK_MAX_DIMS];
@@ -166,20 +177,22 @@ gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd
     GK_REQUIRE(!g->is_part || !sinks || ctx->device == GK_CPU,
                "sinks must be missing where is_part is true: their gradient is of all keys");
     GK_REQUIRE(!g->is_part || f->dropout_p == 0,
-               "dropout_p must be 0 where is_part is true: what is kept follows from a key's place among all keys");
+               "dropout_p must be 0 where is_part is true: what is kept follows from a key's place "
+               "among all keys");
     GK_TRY(check_result_dtype(io, "grad_dtype", &f->q, g->dq.dtype));
     const int64_t none = 0;
     gk_give(io, "dq", &g->dq, g->dq.dtype, ndim, f->q.shape, GK_DENSE_LAST);
     gk_give(io, "dk", &g->dk, g->dq.dtype, ndim, f->k.shape, GK_DENSE_LAST);
     gk_give(io, "dv", &g->dv, g->dq.dtype, ndim, f->v.shape, GK_DENSE_LAST);
-    gk_give(io, "dsinks", g->dsinks, sinks ? sinks->dtype : stats, 1, sinks ? sinks->shape : &none, GK_ANY_STRIDES)
+    gk_give(io, "dsinks", g->dsinks, sinks ? sinks->dtype : stats, 1, sinks ? sinks->shape : &none,
+            GK_ANY_STRIDES)
         ->optional = true;
     return GK_OK;
 }
 
 /* [], [H], [B, H], or one for each 128 tokens */
-static gk_status take_scale(gk_io *io, const char *name, const gk_tensor *t, int64_t batch, int64_t heads,
-                            int64_t tokens) {
+static gk_status take_scale(gk_io *io, const char *name, const gk_tensor *t, int64_t batch,
+                            int64_t heads, int64_t tokens) {
     if (!t) return GK_OK;
     const int64_t all[3] = {batch, heads, gk_ceil_div(tokens, GK_ATTN_SCALE_TOKENS)};
     GK_TRY(gk_take(io, name, t, GK_ANY_STRIDES));
@@ -189,24 +202,27 @@ static gk_status take_scale(gk_io *io, const char *name, const gk_tensor *t, int
         fits = true;
         for (int d = 0; d < t->ndim; ++d) fits = fits && t->shape[d] == all[d];
     }
-    GK_REQUIRE(fits, "%s must have shape [], %s, %s or %s, got %s", name, gk_text_of(1, all + 1).text,
-               gk_text_of(2, all).text, gk_text_of(3, all).text, gk_text_of(t->ndim, t->shape).text);
+    GK_REQUIRE(fits, "%s must have shape [], %s, %s or %s, got %s", name,
+               gk_text_of(1, all + 1).text, gk_text_of(2, all).text, gk_text_of(3, all).text,
+               gk_text_of(t->ndim, t->shape).text);
     return GK_OK;
 }
 
-static gk_status take_mean(gk_io *io, const gk_tensor *t, int64_t batch, int64_t heads, int64_t head_dim) {
+static gk_status take_mean(gk_io *io, const gk_tensor *t, int64_t batch, int64_t heads,
+                           int64_t head_dim) {
     if (!t) return GK_OK;
     const int64_t all[3] = {batch, heads, head_dim};
     GK_TRY(gk_take(io, "v_mean", t, GK_ANY_STRIDES));
     GK_TRY(gk_check_dtype(io, "v_mean", t, GK_F32));
     bool fits = t->ndim == 2 || t->ndim == 3;
     for (int d = 0; fits && d < t->ndim; ++d) fits = t->shape[d] == all[3 - t->ndim + d];
-    GK_REQUIRE(fits, "v_mean must have shape %s or %s, got %s", gk_text_of(2, all + 1).text, gk_text_of(3, all).text,
-               gk_text_of(t->ndim, t->shape).text);
+    GK_REQUIRE(fits, "v_mean must have shape %s or %s, got %s", gk_text_of(2, all + 1).text,
+               gk_text_of(3, all).text, gk_text_of(t->ndim, t->shape).text);
     return GK_OK;
 }
 
-gk_status gk_check_flash_attn_fp8(const gk_context *ctx, const gk_flash_attn_fp8_args *a, gk_io *io) {
+gk_status gk_check_flash_attn_fp8(const gk_context *ctx, const gk_flash_attn_fp8_args *a,
+                                  gk_io *io) {
     const gk_flash_attn_args *f = &a->fwd;
     const gk_dtype dtype = f->out.dtype;
     GK_TRY(check_qkv(ctx, f, io, true));
@@ -217,7 +233,8 @@ gk_status gk_check_flash_attn_fp8(const gk_context *ctx, const gk_flash_attn_fp8
                "out_dtype must be bfloat16, float16 or float32 where q is float8_e4m3fn, got %s",
                io->dtype_name(dtype));
     GK_TRY(check_rules(f, io, dtype));
-    GK_REQUIRE(f->dropout_p == 0, "dropout_p must be 0 where q is float8_e4m3fn, got %g", f->dropout_p);
+    GK_REQUIRE(f->dropout_p == 0, "dropout_p must be 0 where q is float8_e4m3fn, got %g",
+               f->dropout_p);
     GK_TRY(check_contents(ctx, f, io));
     const int64_t tokens_q = x == &packed ? f->max_seqlen_q : f->q.shape[2],
                   tokens_k = x == &packed ? f->max_seqlen_k : f->k.shape[2];
@@ -234,10 +251,10 @@ gk_status gk_check_flash_attn_fp8(const gk_context *ctx, const gk_flash_attn_fp8
     return GK_OK;
 }
 
-/* ---- cost -------------------------------------------------------------------------------------------- */
-/* Keys that each row sees, summed over rows and sequences; contents of packed calls must have been checked. Index tensors on
- * a GPU are not read: kv_start, kv_end and q_start then count as 0, Sk and Sk - Sq, and every packed sequence as one of equal
- * share. */
+/* ---- cost ------------------------------------------------------------------------------------ */
+/* Keys that each row sees, summed over rows and sequences; contents of packed calls must have been
+ * checked. Index tensors on a GPU are not read: kv_start, kv_end and q_start then count as 0, Sk
+ * and Sk - Sq, and every packed sequence as one of equal share. */
 static double visible_pairs(const gk_context *ctx, const gk_flash_attn_args *f) {
     const bool is_packed = f->cu_seqlens_q != NULL, readable = ctx->device == GK_CPU;
     const int64_t batch = batch_of(f);
@@ -246,42 +263,50 @@ static double visible_pairs(const gk_context *ctx, const gk_flash_attn_args *f) 
         int64_t seq_q = is_packed ? 0 : f->q.shape[2], seq_k = is_packed ? 0 : f->k.shape[2],
                 diagonal = f->rules.diagonal;
         if (is_packed && !readable) {
-            seq_q = gk_ceil_div(f->q.shape[0], batch), seq_k = gk_ceil_div(f->k.shape[0], batch);
+            seq_q = gk_ceil_div(f->q.shape[0], batch);
+            seq_k = gk_ceil_div(f->k.shape[0], batch);
             diagonal = seq_k - seq_q;
         } else if (is_packed) {
             const int32_t *cq = f->cu_seqlens_q->data, *ck = f->cu_seqlens_k->data;
             const int64_t sq = f->cu_seqlens_q->stride[0], sk = f->cu_seqlens_k->stride[0];
-            seq_q = cq[(b + 1) * sq] - cq[b * sq], seq_k = ck[(b + 1) * sk] - ck[b * sk];
+            seq_q = cq[(b + 1) * sq] - cq[b * sq];
+            seq_k = ck[(b + 1) * sk] - ck[b * sk];
             diagonal = seq_k - seq_q;
         } else if (f->rules.q_start) {
             diagonal = readable ? gk_i32_at(f->rules.q_start, b) : seq_k - seq_q;
         }
         gk_span span = gk_span_make(&f->rules, seq_k, diagonal);
         if (readable) gk_span_cut(&span, &f->rules, b);
-        for (int64_t i = 0; i < seq_q; ++i) pairs += (double)gk_max_i64(0, gk_span_hi(&span, i) - gk_span_lo(&span, i));
+        for (int64_t i = 0; i < seq_q; ++i)
+            pairs += (double)gk_max_i64(0, gk_span_hi(&span, i) - gk_span_lo(&span, i));
     }
     return pairs;
 }
 
-static void attn_cost(const gk_context *ctx, const gk_flash_attn_args *f, double products, gk_explanation *out) {
+static void attn_cost(const gk_context *ctx, const gk_flash_attn_args *f, double products,
+                      gk_explanation *out) {
     const int last = f->q.ndim - 1;
-    out->bytes = gk_tensor_bytes(&f->q) + gk_tensor_bytes(&f->k) + gk_tensor_bytes(&f->v) + gk_tensor_bytes(&f->out) +
-                 gk_tensor_bytes(&f->lse);
-    out->flops =
-        products * visible_pairs(ctx, f) * (double)f->q.shape[1] * (double)(f->q.shape[last] + f->v.shape[last]);
+    out->bytes = gk_tensor_bytes(&f->q) + gk_tensor_bytes(&f->k) + gk_tensor_bytes(&f->v) +
+                 gk_tensor_bytes(&f->out) + gk_tensor_bytes(&f->lse);
+    out->flops = products * visible_pairs(ctx, f) * (double)f->q.shape[1] *
+                 (double)(f->q.shape[last] + f->v.shape[last]);
 }
 
-void gk_cost_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args, gk_explanation *out) {
+void gk_cost_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args,
+                            gk_explanation *out) {
     attn_cost(ctx, args, 2, out);
 }
 
-void gk_cost_flash_attn_fp8(const gk_context *ctx, const gk_flash_attn_fp8_args *args, gk_explanation *out) {
+void gk_cost_flash_attn_fp8(const gk_context *ctx, const gk_flash_attn_fp8_args *args,
+                            gk_explanation *out) {
     attn_cost(ctx, &args->fwd, 2, out);
 }
 
-void gk_cost_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *args, gk_explanation *out) {
-    attn_cost(ctx, &args->fwd, 5,
-              out); /* of five products three have head_dim and two head_dim_v: 2.5 times the forward */
-    out->bytes += gk_tensor_bytes(&args->grad_out) + gk_tensor_bytes(&args->dq) + gk_tensor_bytes(&args->dk) +
-                  gk_tensor_bytes(&args->dv);
+void gk_cost_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *args,
+                            gk_explanation *out) {
+    attn_cost(
+        ctx, &args->fwd, 5,
+        out); /* of five products three have head_dim and two head_dim_v: 2.5 times the forward */
+    out->bytes += gk_tensor_bytes(&args->grad_out) + gk_tensor_bytes(&args->dq) +
+                  gk_tensor_bytes(&args->dk) + gk_tensor_bytes(&args->dv);
 }

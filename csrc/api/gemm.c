@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm: what a call of gk_gemm or gk_gemm_act_bwd must be, and what it costs. gemm_prefer.c has the entry points that choose a
- * kernel. */
+/* gemm: what a call of gk_gemm or gk_gemm_act_bwd must be, and what it costs. gemm_prefer.c has the
+ * entry points that choose a kernel. */
 #include "../core/checks.h"
 #include "../core/dispatch.h"
 #include "../core/folds.h"
@@ -9,16 +9,19 @@
 static gk_status check_bias_dtype(gk_io *io, const gk_gemm_args *g) {
     if (g->bias->dtype == g->a.dtype || g->bias->dtype == g->out.dtype) return GK_OK;
     if (g->a.dtype == g->out.dtype) return gk_check_same_dtype(io, "bias", g->bias, "a", &g->a);
-    return gk_fail(GK_ERR_ARGUMENT, "bias must be %s (as a) or %s (as out_dtype), got %s", gk_dtype_name(g->a.dtype),
-                   io->dtype_name(g->out.dtype), io->dtype_name(g->bias->dtype));
+    return gk_fail(GK_ERR_ARGUMENT, "bias must be %s (as a) or %s (as out_dtype), got %s",
+                   gk_dtype_name(g->a.dtype), io->dtype_name(g->out.dtype),
+                   io->dtype_name(g->bias->dtype));
 }
 
-/* c may be a sum that was not rounded yet: it is read in float32, and rounded once, with the product. */
+/* c may be a sum that was not rounded yet: it is read in float32, and rounded once, with the
+ * product. */
 static gk_status check_c_dtype(gk_io *io, const gk_gemm_args *g) {
     const gk_dtype dtype = g->a.dtype;
     if (gk_type_of(dtype)->bits >= 32) return gk_check_same_dtype(io, "c", g->c, "a", &g->a);
-    GK_REQUIRE(g->c->dtype == dtype || g->c->dtype == GK_F32, "c must be %s (as a) or float32, got %s",
-               gk_dtype_name(dtype), io->dtype_name(g->c->dtype));
+    GK_REQUIRE(g->c->dtype == dtype || g->c->dtype == GK_F32,
+               "c must be %s (as a) or float32, got %s", gk_dtype_name(dtype),
+               io->dtype_name(g->c->dtype));
     return GK_OK;
 }
 
@@ -26,12 +29,13 @@ static gk_status check_c_dtype(gk_io *io, const gk_gemm_args *g) {
 static gk_status check_out_dtype(gk_io *io, const gk_gemm_args *g) {
     const gk_dtype dtype = g->a.dtype, out = g->out.dtype;
     const bool narrow = gk_type_of(dtype)->bits < 32;
-    GK_REQUIRE(out == dtype || (narrow && out == GK_F32), "out_dtype must be %s (as a)%s, got %s", gk_dtype_name(dtype),
-               narrow ? " or float32" : "", io->dtype_name(out));
+    GK_REQUIRE(out == dtype || (narrow && out == GK_F32), "out_dtype must be %s (as a)%s, got %s",
+               gk_dtype_name(dtype), narrow ? " or float32" : "", io->dtype_name(out));
     return GK_OK;
 }
 
-/* The result's shape [batch..., M, N]; returns how many dimensions it has, or -1 and a failure text. */
+/* The result's shape [batch..., M, N]; returns how many dimensions it has, or -1 and a failure
+ * text. */
 static int result_shape(const gk_tensor *a, const gk_tensor *b, int64_t *shape) {
     const int ndim = a->ndim > b->ndim ? a->ndim : b->ndim;
     for (int d = 0; d < ndim - 2; ++d) {
@@ -44,21 +48,24 @@ static int result_shape(const gk_tensor *a, const gk_tensor *b, int64_t *shape) 
         }
         shape[d] = x == 1 ? y : x;
     }
-    shape[ndim - 2] = a->shape[a->ndim - 2], shape[ndim - 1] = b->shape[b->ndim - 1];
+    shape[ndim - 2] = a->shape[a->ndim - 2];
+    shape[ndim - 1] = b->shape[b->ndim - 1];
     return ndim;
 }
 
 static gk_status check_broadcasts(const gk_tensor *c, int ndim, const int64_t *shape) {
     const int shift = ndim - c->ndim;
     bool fits = shift >= 0;
-    for (int d = 0; fits && d < c->ndim; ++d) fits = c->shape[d] == 1 || c->shape[d] == shape[d + shift];
-    GK_REQUIRE(fits, "c must broadcast to the result's shape %s, got %s", gk_text_of(ndim, shape).text,
-               gk_text_of(c->ndim, c->shape).text);
+    for (int d = 0; fits && d < c->ndim; ++d)
+        fits = c->shape[d] == 1 || c->shape[d] == shape[d + shift];
+    GK_REQUIRE(fits, "c must broadcast to the result's shape %s, got %s",
+               gk_text_of(ndim, shape).text, gk_text_of(c->ndim, c->shape).text);
     return GK_OK;
 }
 
 static gk_status check_activation(gk_activation activation) {
-    GK_REQUIRE((unsigned)activation <= GK_ACT_SILU, "activation is %d, expected one of gk_activation", (int)activation);
+    GK_REQUIRE((unsigned)activation <= GK_ACT_SILU,
+               "activation is %d, expected one of gk_activation", (int)activation);
     return GK_OK;
 }
 
@@ -73,7 +80,8 @@ gk_status gk_check_gemm(const gk_context *ctx, const gk_gemm_args *g, gk_io *io)
     GK_TRY(gk_take(io, "b", b, GK_ANY_STRIDES));
     GK_TRY(gk_check_same_dtype(io, "b", b, "a", a));
     GK_TRY(gk_check_least_dims("b", b, 2));
-    GK_REQUIRE(b->shape[b->ndim - 2] == a->shape[a->ndim - 1], "b has %lld rows, a has %lld columns; they must match",
+    GK_REQUIRE(b->shape[b->ndim - 2] == a->shape[a->ndim - 1],
+               "b has %lld rows, a has %lld columns; they must match",
                (long long)b->shape[b->ndim - 2], (long long)a->shape[a->ndim - 1]);
     const int ndim = result_shape(a, b, shape);
     if (ndim < 0) return GK_ERR_ARGUMENT;
@@ -84,7 +92,8 @@ gk_status gk_check_gemm(const gk_context *ctx, const gk_gemm_args *g, gk_io *io)
     }
     if (g->c) {
         /* with beta 0 its data is not read and may be missing */
-        GK_TRY(g->beta != 0 ? gk_take(io, "c", g->c, GK_ANY_STRIDES) : gk_take_unread(io, "c", g->c));
+        GK_TRY(g->beta != 0 ? gk_take(io, "c", g->c, GK_ANY_STRIDES)
+                            : gk_take_unread(io, "c", g->c));
         GK_TRY(check_c_dtype(io, g));
         GK_TRY(check_broadcasts(g->c, ndim, shape));
     }
@@ -92,18 +101,20 @@ gk_status gk_check_gemm(const gk_context *ctx, const gk_gemm_args *g, gk_io *io)
     GK_TRY(gk_check_held(io, "beta", g->beta, "a", a));
     GK_TRY(check_activation(g->activation));
     GK_TRY(check_out_dtype(io, g));
-    GK_REQUIRE((unsigned)g->fp32_precision <= GK_TF32, "fp32_precision is %d, expected one of gk_precision",
-               (int)g->fp32_precision);
+    GK_REQUIRE((unsigned)g->fp32_precision <= GK_TF32,
+               "fp32_precision is %d, expected one of gk_precision", (int)g->fp32_precision);
     gk_give(io, "out", &g->out, g->out.dtype, ndim, shape, GK_DENSE_LAST);
     /* what gk_gemm_act_bwd reads: nothing beyond out, where the derivative shows in that */
     const bool saved = g->preact || g->activation > GK_ACT_RELU;
     const int64_t none = 0;
-    gk_give(io, "preact", g->preact, g->out.dtype, saved ? ndim : 1, saved ? shape : &none, GK_DENSE_LAST)->optional =
-        true;
+    gk_give(io, "preact", g->preact, g->out.dtype, saved ? ndim : 1, saved ? shape : &none,
+            GK_DENSE_LAST)
+        ->optional = true;
     return GK_OK;
 }
 
-/* How many rows of t [batch..., M, .], broadcast to `shape`, follow each other in one stride, counted from the last on. */
+/* How many rows of t [batch..., M, .], broadcast to `shape`, follow each other in one stride,
+ * counted from the last on. */
 static int64_t rows_in_one_stride(const gk_tensor *t, int ndim, const int64_t *shape) {
     int64_t rows = 1, stride = 0;
     for (int d = ndim - 2; d >= 0; --d) {
@@ -117,10 +128,12 @@ static int64_t rows_in_one_stride(const gk_tensor *t, int ndim, const int64_t *s
     return rows;
 }
 
-/* A transposed activation [S, B, K] is such an a: each product reads b anew and fills a part of its tiles.
- * float32 on one core, permuted over dense, K = N = 512: 1000 products of 7 rows 4.2x, 256 of 16 2.8x, 16 of 256 1.17x, the copy
- * 0.02x; 300 of 3 rows, N 64, 1.9x, the copy 0.5x. CUDA by count: at N 512 a copy takes as long as the product, at 3 TB/s, and
- * 32 rows fill half of the smallest tile. */
+/* A transposed activation [S, B, K] is such an a: each product reads b anew and fills a part of its
+ * tiles.
+ * float32 on one core, permuted over dense, K = N = 512: 1000 products of 7 rows 4.2x, 256 of 16
+ * 2.8x, 16 of 256 1.17x, the copy 0.02x; 300 of 3 rows, N 64, 1.9x, the copy 0.5x. CUDA by count:
+ * at N 512 a copy takes as long as the product, at 3 TB/s, and 32 rows fill half of the smallest
+ * tile. */
 bool gk_gemm_is_better_dense(const gk_context *ctx, const gk_gemm_args *g) {
     const bool cpu = ctx->device == GK_CPU;
     const int64_t most_rows = cpu ? 256 : 32, least_columns = cpu ? 64 : 512;
@@ -132,7 +145,8 @@ bool gk_gemm_is_better_dense(const gk_context *ctx, const gk_gemm_args *g) {
     for (int d = 0; d < ndim - 1; ++d) rows *= shape[d];
     if (rows == 0 || shape[ndim - 1] < least_columns) return false;
     const int64_t together = rows_in_one_stride(a, ndim, shape);
-    return together < rows && together <= most_rows && (!c || rows_in_one_stride(c, ndim, shape) == rows);
+    return together < rows && together <= most_rows &&
+           (!c || rows_in_one_stride(c, ndim, shape) == rows);
 }
 
 void gk_cost_gemm(const gk_context *ctx, const gk_gemm_args *g, gk_explanation *out) {
@@ -155,12 +169,15 @@ gk_status gk_check_gemm_act_bwd(const gk_context *ctx, const gk_gemm_act_bwd_arg
         GK_TRY(gk_check_same_dtype(io, "saved", saved, "grad_out", grad));
     GK_TRY(gk_check_shape("saved", saved, grad->ndim, grad->shape));
     GK_TRY(check_activation(g->activation));
-    gk_give(io, "grad_in", &g->grad_in, grad->dtype, grad->ndim, grad->shape, GK_ANY_STRIDES)->in_place = true;
+    gk_give(io, "grad_in", &g->grad_in, grad->dtype, grad->ndim, grad->shape, GK_ANY_STRIDES)
+        ->in_place = true;
     return GK_OK;
 }
 
-void gk_cost_gemm_act_bwd(const gk_context *ctx, const gk_gemm_act_bwd_args *g, gk_explanation *out) {
+void gk_cost_gemm_act_bwd(const gk_context *ctx, const gk_gemm_act_bwd_args *g,
+                          gk_explanation *out) {
     (void)ctx;
-    out->bytes = gk_tensor_bytes(&g->grad_out) + gk_tensor_bytes(&g->saved) + gk_tensor_bytes(&g->grad_in);
+    out->bytes =
+        gk_tensor_bytes(&g->grad_out) + gk_tensor_bytes(&g->saved) + gk_tensor_bytes(&g->grad_in);
     out->flops = (double)gk_numel(&g->grad_out);
 }

@@ -9,7 +9,8 @@
 #endif
 
 #ifdef GPUKERN_HAS_CUDA
-static gk_status check_cuda_gemm(const gk_context *ctx, const gk_gemm_args *args, const void *result) {
+static gk_status check_cuda_gemm(const gk_context *ctx, const gk_gemm_args *args,
+                                 const void *result) {
     gk_io io;
     gk_io_begin(&io, GK_DATA);
     GK_REQUIRE(result, "the place for the result is NULL");
@@ -17,7 +18,8 @@ static gk_status check_cuda_gemm(const gk_context *ctx, const gk_gemm_args *args
     GK_TRY(gk_check_context(ctx, args->size, sizeof *args));
     GK_TRY(gk_check_gemm(ctx, args, &io));
     if (ctx->device != GK_CUDA)
-        return gk_fail(GK_ERR_UNSUPPORTED, "the context is a CPU's, whose row follows from dtype and instruction set");
+        return gk_fail(GK_ERR_UNSUPPORTED,
+                       "the context is a CPU's, whose row follows from dtype and instruction set");
     return gk_dispatch_gpu(ctx) ? GK_OK : GK_ERR_DEVICE;
 }
 
@@ -42,16 +44,20 @@ static gk_status list_rows(const gk_context *ctx, const gk_gemm_args *args, cons
     for (int t = 0; t < num_tables; ++t)
         for (int i = 0; i < tables[t]->num_instances; ++i) {
             const gk_cuda_instance *r = &tables[t]->instances[i];
-            if (r == first || !gk_dispatch_plan_gemm_row(r, ctx, gk_gpu_of(ctx->index), args, &plan)) continue;
+            if (r == first ||
+                !gk_dispatch_plan_gemm_row(r, ctx, gk_gpu_of(ctx->index), args, &plan))
+                continue;
             if (length + strlen(r->name) + 2 > sizeof text)
-                return gk_fail(GK_ERR_UNSUPPORTED, "the rows' names take more than %zu bytes", sizeof text);
+                return gk_fail(GK_ERR_UNSUPPORTED, "the rows' names take more than %zu bytes",
+                               sizeof text);
             length += (size_t)snprintf(text + length, sizeof text - length, ",%s", r->name);
         }
     *rows = text;
     return GK_OK;
 }
 
-static gk_status key_text(const gk_context *ctx, const gk_gemm_args *args, const char **gemm_class) {
+static gk_status key_text(const gk_context *ctx, const gk_gemm_args *args,
+                          const char **gemm_class) {
     static _Thread_local char text[GK_KEY_TEXT_BYTES];
     gk_gemm_key key;
     GK_TRY(check_cuda_gemm(ctx, args, gemm_class));
@@ -69,8 +75,9 @@ static gk_status prefer(const gk_context *ctx, const gk_gemm_args *args, const c
     gk_plan plan;
     if (row && !(found && gk_dispatch_plan_gemm_row(found, ctx, gpu, args, &plan))) {
         GK_TRY(list_rows(ctx, args, &others));
-        return gk_fail(GK_ERR_ARGUMENT, "row '%.80s' %s; on cuda:%d (%s) these take the call: %s", row,
-                       found ? "does not take this call" : "does not exist", (int)ctx->index, gpu->name, others);
+        return gk_fail(GK_ERR_ARGUMENT, "row '%.80s' %s; on cuda:%d (%s) these take the call: %s",
+                       row, found ? "does not take this call" : "does not exist", (int)ctx->index,
+                       gpu->name, others);
     }
     gk_gemm_key key;
     gk_gemm_key_of(gpu->name_hash, args, &key);
@@ -82,7 +89,9 @@ static gk_status prefer_key(const char *device, const char *gemm_class, const ch
     GK_REQUIRE(device && *device && gemm_class, "device or gemm_class is missing");
     GK_TRY(gk_gemm_key_read(gemm_class, gk_name_hash(device), &key));
     const gk_cuda_instance *found = row ? named_gemm_row(row) : NULL;
-    GK_REQUIRE(!row || found, "row '%.80s' does not exist in this library; gk_cuda_kernels() names those that do", row);
+    GK_REQUIRE(!row || found,
+               "row '%.80s' does not exist in this library; gk_cuda_kernels() names those that do",
+               row);
     GK_REQUIRE(!row || (int)found->dtype == key.dtype, "row '%s' is for %s, the class for %s", row,
                gk_dtype_name(found->dtype), gk_dtype_name((gk_dtype)key.dtype));
     return gk_prefer(&key, found);
@@ -96,11 +105,14 @@ static gk_status device_name(int32_t index, const char **name) {
     return GK_OK;
 }
 #else
-static gk_status no_cuda(void) { return gk_fail(GK_ERR_UNSUPPORTED, "this library was built without CUDA kernels"); }
+static gk_status no_cuda(void) {
+    return gk_fail(GK_ERR_UNSUPPORTED, "this library was built without CUDA kernels");
+}
 #define list_rows(ctx, args, rows) ((void)(ctx), (void)(args), (void)(rows), no_cuda())
 #define key_text(ctx, args, gemm_class) ((void)(ctx), (void)(args), (void)(gemm_class), no_cuda())
 #define prefer(ctx, args, row) ((void)(ctx), (void)(args), (void)(row), no_cuda())
-#define prefer_key(device, gemm_class, row) ((void)(device), (void)(gemm_class), (void)(row), no_cuda())
+#define prefer_key(device, gemm_class, row) \
+    ((void)(device), (void)(gemm_class), (void)(row), no_cuda())
 #define device_name(index, name) ((void)(index), (void)(name), no_cuda())
 #define gk_prefer_none() ((void)0)
 #endif

@@ -3,23 +3,27 @@
 #include "../core/checks.h"
 #include "../core/dispatch.h"
 
-/* ---- laws -------------------------------------------------------------------------------------------- */
-/* Rows of as many lengths are written everywhere as the CPU reads: CUDA's attention takes fewer lengths than its cache. */
+/* ---- laws ------------------------------------------------------------------------------------ */
+/* Rows of as many lengths are written everywhere as the CPU reads: CUDA's attention takes fewer
+ * lengths than its cache. */
 static const gk_device WRITES = GK_CPU;
 
 /* The dtype of `first`, or 8-bit codes, of one kind in both caches. */
-static gk_status check_cache_dtype(gk_io *io, const char *name, const gk_tensor *cache, const char *first_name,
-                                   const gk_tensor *first, const gk_tensor *k_cache) {
+static gk_status check_cache_dtype(gk_io *io, const char *name, const gk_tensor *cache,
+                                   const char *first_name, const gk_tensor *first,
+                                   const gk_tensor *k_cache) {
     const gk_dtype dtype = cache->dtype;
-    if (gk_is_code(k_cache->dtype) && k_cache != cache) return gk_check_same_dtype(io, name, cache, "k_cache", k_cache);
+    if (gk_is_code(k_cache->dtype) && k_cache != cache)
+        return gk_check_same_dtype(io, name, cache, "k_cache", k_cache);
     if (k_cache != cache || (dtype != GK_E4M3 && dtype != GK_E5M2 && dtype != GK_I8))
         return gk_check_same_dtype(io, name, cache, first_name, first);
     return GK_OK;
 }
 
 /* The caches of an op whose argument `name`, [T, H, D], sets dtype and head_dim. */
-static gk_status check_caches(const gk_context *ctx, gk_io *io, const char *name, const gk_tensor *first,
-                              const gk_tensor *k_cache, const gk_tensor *v_cache, bool written) {
+static gk_status check_caches(const gk_context *ctx, gk_io *io, const char *name,
+                              const gk_tensor *first, const gk_tensor *k_cache,
+                              const gk_tensor *v_cache, bool written) {
     const gk_strides strides = written ? GK_ANY_STRIDES : GK_DENSE_LAST;
     GK_TRY(gk_take(io, "k_cache", k_cache, strides));
     if (written) gk_taken_is_written(io);
@@ -38,7 +42,8 @@ static gk_status check_caches(const gk_context *ctx, gk_io *io, const char *name
 }
 
 /* [] or [Hkv]; of 8-bit caches float32 whatever the dtype, and [num_blocks, Hkv] too */
-static gk_status take_scale(gk_io *io, const char *name, const gk_tensor *t, gk_dtype dtype, const gk_tensor *cache) {
+static gk_status take_scale(gk_io *io, const char *name, const gk_tensor *t, gk_dtype dtype,
+                            const gk_tensor *cache) {
     if (!t) return GK_OK;
     const int64_t heads_kv = cache->shape[2], by_page[2] = {cache->shape[0], heads_kv};
     GK_TRY(gk_take(io, name, t, GK_ANY_STRIDES));
@@ -48,8 +53,9 @@ static gk_status take_scale(gk_io *io, const char *name, const gk_tensor *t, gk_
     } else {
         GK_TRY(gk_check_dtype(io, name, t, gk_stats_dtype(dtype)));
     }
-    GK_REQUIRE(t->ndim == 0 || (t->ndim == 1 && t->shape[0] == heads_kv), "%s must have shape [] or %s, got %s", name,
-               gk_text_of(1, &heads_kv).text, gk_text_of(t->ndim, t->shape).text);
+    GK_REQUIRE(t->ndim == 0 || (t->ndim == 1 && t->shape[0] == heads_kv),
+               "%s must have shape [] or %s, got %s", name, gk_text_of(1, &heads_kv).text,
+               gk_text_of(t->ndim, t->shape).text);
     return GK_OK;
 }
 
@@ -69,19 +75,21 @@ gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p
     GK_TRY(gk_take(io, "block_table", &p->block_table, GK_ANY_STRIDES));
     GK_TRY(gk_check_dtype(io, "block_table", &p->block_table, GK_I32));
     GK_TRY(gk_check_dims("block_table", &p->block_table, 2, "[B, max_blocks]"));
-    const int64_t batch = p->block_table.shape[0], columns = p->block_table.shape[1], block_size = p->k_cache.shape[1];
+    const int64_t batch = p->block_table.shape[0], columns = p->block_table.shape[1],
+                  block_size = p->k_cache.shape[1];
     GK_TRY(gk_take_index(io, "seq_lens", &p->seq_lens, batch));
     GK_TRY(gk_take_index(io, "cu_seqlens_q", p->cu_seqlens_q, batch + 1));
     if (p->cu_seqlens_q) {
         GK_TRY(gk_check_not_negative("max_seqlen_q", p->max_seqlen_q));
     } else {
         GK_REQUIRE(batch ? tokens % batch == 0 : tokens == 0,
-                   "q has %lld tokens, block_table has %lld sequences; without cu_seqlens_q the tokens must be a "
+                   "q has %lld tokens, block_table has %lld sequences; without cu_seqlens_q the "
+                   "tokens must be a "
                    "multiple of them",
                    (long long)tokens, (long long)batch);
     }
-    GK_REQUIRE(p->flags <= (GK_PAGED_WINDOW_RIGHT | GK_PAGED_ALLOW_SHORT), "flags is %u, expected gk_paged_flags",
-               (unsigned)p->flags);
+    GK_REQUIRE(p->flags <= (GK_PAGED_WINDOW_RIGHT | GK_PAGED_ALLOW_SHORT),
+               "flags is %u, expected gk_paged_flags", (unsigned)p->flags);
     GK_REQUIRE(!(p->flags & GK_PAGED_ALLOW_SHORT) || ctx->device == GK_CPU || !sees_to_the_right(p),
                "allow_short on CUDA is served with is_causal or a window_right of 0");
     GK_TRY(gk_check_rules(io, &p->rules, q, batch, heads_q));
@@ -91,7 +99,8 @@ gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p
     GK_TRY(gk_check_tokens("q", ctx, tokens));
     GK_TRY(gk_check_product("sequences, heads and tokens", batch, heads_q,
                             p->cu_seqlens_q ? gk_min_i64(p->max_seqlen_q, tokens) : 1));
-    GK_TRY(gk_check_product("sequences, columns of block_table and block_size", batch, columns, block_size));
+    GK_TRY(gk_check_product("sequences, columns of block_table and block_size", batch, columns,
+                            block_size));
     GK_TRY(gk_check_tokens("block_table", ctx, columns * block_size));
     if (gk_reads_contents(io, ctx)) GK_TRY(gk_check_paged_contents(p));
     const int64_t shape[3] = {tokens, heads_q, p->v_cache.shape[3]};
@@ -100,8 +109,9 @@ gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p
     return GK_OK;
 }
 
-/* Elements that are written share no memory: not with each other, not with what is read. The first `behind` inputs, k and
- * v among them, may share memory with the caches; who calls the entry point must have copied them where a row that is written is among it. */
+/* Elements that are written share no memory: not with each other, not with what is read. The first
+ * `behind` inputs, k and v among them, may share memory with the caches; who calls the entry point
+ * must have copied them where a row that is written is among it. */
 static gk_status check_written(const gk_io *io, int behind) {
     if (io->depth == GK_SHAPES) return GK_OK;
     for (int i = 0; i < io->num_inputs; ++i) {
@@ -109,19 +119,22 @@ static gk_status check_written(const gk_io *io, int behind) {
         if (!cache->written) continue;
         for (int d = 0; d < cache->tensor->ndim; ++d)
             GK_REQUIRE(cache->tensor->shape[d] <= 1 || cache->tensor->stride[d] != 0,
-                       "%s has stride 0 in dimension %d; its elements must not share memory", cache->name, d);
+                       "%s has stride 0 in dimension %d; its elements must not share memory",
+                       cache->name, d);
         for (int n = behind; n < io->num_inputs; ++n) {
             if (n == i || !gk_shares_memory(io->input[n].tensor, cache->tensor)) continue;
-            GK_REQUIRE(!io->input[n].written,
-                       "v_cache overlaps k_cache; they may be views of one tensor but must not share memory");
-            return gk_fail(GK_ERR_ARGUMENT, "%s shares memory with %s; it must not, since %s is written",
+            GK_REQUIRE(!io->input[n].written, "v_cache overlaps k_cache; they may be views of one "
+                                              "tensor but must not share memory");
+            return gk_fail(GK_ERR_ARGUMENT,
+                           "%s shares memory with %s; it must not, since %s is written",
                            io->input[n].name, cache->name, cache->name);
         }
     }
     return GK_OK;
 }
 
-gk_status gk_check_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write_args *w, gk_io *io) {
+gk_status gk_check_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write_args *w,
+                                  gk_io *io) {
     const gk_tensor *k = &w->k, *v = &w->v;
     GK_TRY(gk_take(io, "k", k, GK_ANY_STRIDES));
     GK_TRY(gk_check_float(io, "k", k));
@@ -175,7 +188,8 @@ gk_status gk_check_rope_kv_write(const gk_context *ctx, const gk_rope_kv_write_a
     GK_TRY(gk_check_length_of("slots", &a->slots, tokens));
     GK_TRY(gk_take_vector(io, "q_weight", a->q_weight, q));
     GK_TRY(gk_take_vector(io, "k_weight", a->k_weight, k));
-    GK_REQUIRE(isfinite(a->eps) && a->eps >= 0, "eps must be a finite number of at least 0, got %g", a->eps);
+    GK_REQUIRE(isfinite(a->eps) && a->eps >= 0, "eps must be a finite number of at least 0, got %g",
+               a->eps);
     GK_TRY(take_scale(io, "k_scale", a->k_scale, q->dtype, &a->k_cache));
     GK_TRY(take_scale(io, "v_scale", a->v_scale, q->dtype, &a->k_cache));
     GK_TRY(check_written(io, 3));
@@ -188,16 +202,19 @@ gk_status gk_check_rope_kv_write(const gk_context *ctx, const gk_rope_kv_write_a
     return gk_check_slots(&write);
 }
 
-/* ---- cost -------------------------------------------------------------------------------------------- */
-void gk_cost_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args, gk_explanation *out) {
+/* ---- cost ------------------------------------------------------------------------------------ */
+void gk_cost_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args,
+                        gk_explanation *out) {
     const int64_t batch = args->seq_lens.shape[0], heads_kv = args->k_cache.shape[2];
     const double dims = (double)(args->q.shape[2] + args->v_cache.shape[3]);
     double keys = 0, pairs = 0;
     for (int64_t b = 0; b < batch; ++b) {
-        /* on a GPU lengths are not read: every sequence then counts with all that its table row holds */
+        /* on a GPU lengths are not read: every sequence then counts with all that its table row
+         * holds */
         const bool readable = ctx->device == GK_CPU;
-        const int64_t len = readable ? ((const int32_t *)args->seq_lens.data)[b * args->seq_lens.stride[0]]
-                                     : args->block_table.shape[1] * args->k_cache.shape[1];
+        const int64_t len =
+            readable ? ((const int32_t *)args->seq_lens.data)[b * args->seq_lens.stride[0]]
+                     : args->block_table.shape[1] * args->k_cache.shape[1];
         int64_t n = batch ? args->q.shape[0] / batch : 0;
         if (args->cu_seqlens_q && readable) {
             const int32_t *cu = args->cu_seqlens_q->data;
@@ -209,25 +226,32 @@ void gk_cost_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args, g
         gk_span span = gk_span_paged(&read, b, n, len);
         if (n == 0 || len == 0) continue;
         keys += (double)(gk_span_hi(&span, n - 1) - gk_span_lo(&span, 0));
-        for (int64_t i = 0; i < n; ++i) pairs += (double)gk_max_i64(0, gk_span_hi(&span, i) - gk_span_lo(&span, i));
+        for (int64_t i = 0; i < n; ++i)
+            pairs += (double)gk_max_i64(0, gk_span_hi(&span, i) - gk_span_lo(&span, i));
     }
     out->bytes = keys * (double)heads_kv * dims * (double)gk_dtype_bytes(args->k_cache.dtype) +
-                 gk_tensor_bytes(&args->q) + gk_tensor_bytes(&args->out) + gk_tensor_bytes(&args->lse);
+                 gk_tensor_bytes(&args->q) + gk_tensor_bytes(&args->out) +
+                 gk_tensor_bytes(&args->lse);
     out->flops = 2 * pairs * (double)args->q.shape[1] * dims;
 }
 
-void gk_cost_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write_args *args, gk_explanation *out) {
+void gk_cost_kv_cache_write(const gk_context *ctx, const gk_kv_cache_write_args *args,
+                            gk_explanation *out) {
     (void)ctx;
     const double read = gk_tensor_bytes(&args->k) + gk_tensor_bytes(&args->v);
-    const double written = (double)gk_dtype_bytes(args->k_cache.dtype) / (double)gk_dtype_bytes(args->k.dtype);
+    const double written =
+        (double)gk_dtype_bytes(args->k_cache.dtype) / (double)gk_dtype_bytes(args->k.dtype);
     out->bytes = read * (1 + written) + gk_tensor_bytes(&args->slots);
     out->flops = 0;
 }
 
-void gk_cost_rope_kv_write(const gk_context *ctx, const gk_rope_kv_write_args *a, gk_explanation *out) {
+void gk_cost_rope_kv_write(const gk_context *ctx, const gk_rope_kv_write_args *a,
+                           gk_explanation *out) {
     (void)ctx;
-    const double written = (double)gk_dtype_bytes(a->k_cache.dtype) / (double)gk_dtype_bytes(a->k.dtype);
-    out->bytes = 2 * gk_tensor_bytes(&a->q) + (1 + written) * (gk_tensor_bytes(&a->k) + gk_tensor_bytes(&a->v)) +
+    const double written =
+        (double)gk_dtype_bytes(a->k_cache.dtype) / (double)gk_dtype_bytes(a->k.dtype);
+    out->bytes = 2 * gk_tensor_bytes(&a->q) +
+                 (1 + written) * (gk_tensor_bytes(&a->k) + gk_tensor_bytes(&a->v)) +
                  gk_tensor_bytes(&a->positions) + gk_tensor_bytes(&a->slots);
     const double heads = (double)a->q.shape[0] * (double)(a->q.shape[1] + a->k.shape[1]);
     out->flops = 6 * heads * (double)a->cos.shape[1];

@@ -5,10 +5,11 @@
 #include "../formats/scales.h"
 #include "quant.h"
 
-/* ---- what quantised arguments have in common (quant.h) -------------------------------------------------- */
+/* ---- what quantised arguments have in common (quant.h) --------------------------------------- */
 gk_status gk_check_codes(gk_io *io, const char *name, const gk_tensor *t) {
     GK_REQUIRE(t->dtype == GK_E4M3 || t->dtype == GK_E5M2 || t->dtype == GK_I8,
-               "%s must be float8_e4m3fn, float8_e5m2 or int8, got %s", name, io->dtype_name(t->dtype));
+               "%s must be float8_e4m3fn, float8_e5m2 or int8, got %s", name,
+               io->dtype_name(t->dtype));
     return GK_OK;
 }
 
@@ -16,8 +17,8 @@ gk_status gk_take_number(gk_io *io, const char *name, const gk_tensor *t) {
     if (!t) return GK_OK;
     GK_TRY(gk_take(io, name, t, GK_ANY_STRIDES));
     GK_TRY(gk_check_dtype(io, name, t, GK_F32));
-    GK_REQUIRE(t->ndim == 0 || (t->ndim == 1 && t->shape[0] == 1), "%s must have shape [] or [1], got %s", name,
-               gk_text_of(t->ndim, t->shape).text);
+    GK_REQUIRE(t->ndim == 0 || (t->ndim == 1 && t->shape[0] == 1),
+               "%s must have shape [] or [1], got %s", name, gk_text_of(t->ndim, t->shape).text);
     return GK_OK;
 }
 
@@ -30,8 +31,8 @@ gk_status gk_check_above_0(const char *name, const gk_tensor *t, bool nan) {
     return GK_OK;
 }
 
-gk_status gk_take_scale(gk_io *io, const char *name, const gk_tensor *t, const char *of_name, const gk_tensor *of,
-                        bool k_is_row) {
+gk_status gk_take_scale(gk_io *io, const char *name, const gk_tensor *t, const char *of_name,
+                        const gk_tensor *of, bool k_is_row) {
     GK_TRY(gk_take(io, name, t, GK_ANY_STRIDES));
     GK_TRY(gk_check_dtypes(io, name, t, GK_F32, GK_E8M0));
     if (t->ndim == 0 || (t->ndim == 1 && t->shape[0] == 1)) return GK_OK;
@@ -44,24 +45,26 @@ gk_status gk_take_scale(gk_io *io, const char *name, const gk_tensor *t, const c
     } else if (nd == 1 && t->ndim == 1) { /* blocks of one row */
         fits = gk_block_log2(of->shape[0], t->shape[0], false, 5) >= 0;
     }
-    GK_REQUIRE(
-        fits,
-        "%s has shape %s, which fits no scales of %s %s; expected [], or %s of the rows, 1, one each, or one per 128, "
-        "and of the columns 1 or one per 128%s",
-        name, gk_text_of(t->ndim, t->shape).text, of_name, gk_text_of(nd, of->shape).text,
-        nd > 2 ? "the leading dimensions and" : "a matrix:", k_is_row ? " (rows: also per 32)" : " or 32");
+    GK_REQUIRE(fits,
+               "%s has shape %s, which fits no scales of %s %s; expected [], or %s of the rows, 1, "
+               "one each, or one per 128, "
+               "and of the columns 1 or one per 128%s",
+               name, gk_text_of(t->ndim, t->shape).text, of_name, gk_text_of(nd, of->shape).text,
+               nd > 2 ? "the leading dimensions and" : "a matrix:",
+               k_is_row ? " (rows: also per 32)" : " or 32");
     return GK_OK;
 }
 
-/* ---- quantize ------------------------------------------------------------------------------------------ */
+/* ---- quantize -------------------------------------------------------------------------------- */
 /* The scales' shape; returns its number of dimensions. */
 static int scale_shape(const gk_tensor *x, gk_granularity granularity, int64_t *shape) {
     const int nd = x->ndim;
     if (granularity == GK_PER_TENSOR) return 0;
     for (int d = 0; d < nd; ++d) shape[d] = x->shape[d];
     const int64_t k = shape[nd - 1];
-    shape[nd - 1] =
-        granularity == GK_PER_ROW ? 1 : gk_ceil_div(k, granularity == GK_PER_1X32 ? GK_MX_BLOCK : GK_SCALE_BLOCK);
+    shape[nd - 1] = granularity == GK_PER_ROW
+                        ? 1
+                        : gk_ceil_div(k, granularity == GK_PER_1X32 ? GK_MX_BLOCK : GK_SCALE_BLOCK);
     if (granularity == GK_PER_128X128) shape[nd - 2] = gk_ceil_div(shape[nd - 2], GK_SCALE_BLOCK);
     return nd;
 }
@@ -77,12 +80,14 @@ static gk_status check_like(gk_io *io, const char *name, const gk_tensor *t, con
 gk_status gk_check_quantize(const gk_context *ctx, const gk_quantize_args *q, gk_io *io) {
     const gk_tensor *x = &q->x;
     const char *name = q->what == GK_QUANTIZE_SILU_MUL ? "gate" : "x";
-    GK_REQUIRE((unsigned)q->what <= GK_QUANTIZE_RMS_NORM, "what is %d, expected one of gk_quantized", (int)q->what);
+    GK_REQUIRE((unsigned)q->what <= GK_QUANTIZE_RMS_NORM,
+               "what is %d, expected one of gk_quantized", (int)q->what);
     GK_TRY(gk_take(io, name, x, GK_ANY_STRIDES));
     GK_TRY(gk_check_float(io, name, x));
-    GK_REQUIRE(q->what == GK_QUANTIZE_X || x->dtype != GK_F64, "%s must be float32, bfloat16 or float16, got float64",
-               name);
-    GK_TRY(gk_check_least_dims(name, x, q->what == GK_QUANTIZE_X && q->granularity == GK_PER_TENSOR ? 0 : 1));
+    GK_REQUIRE(q->what == GK_QUANTIZE_X || x->dtype != GK_F64,
+               "%s must be float32, bfloat16 or float16, got float64", name);
+    GK_TRY(gk_check_least_dims(
+        name, x, q->what == GK_QUANTIZE_X && q->granularity == GK_PER_TENSOR ? 0 : 1));
     if (q->what == GK_QUANTIZE_SILU_MUL) {
         GK_REQUIRE(q->up, "up is NULL");
         GK_TRY(check_like(io, "up", q->up, "gate", x));
@@ -94,11 +99,12 @@ gk_status gk_check_quantize(const gk_context *ctx, const gk_quantize_args *q, gk
             GK_TRY(gk_check_length_of("weight", q->weight, x->shape[x->ndim - 1]));
         }
         GK_TRY(check_like(io, "residual", q->residual, "x", x));
-        GK_REQUIRE(q->eps >= 0 && isfinite(q->eps), "eps must be 0 or a positive finite number, got %g", q->eps);
+        GK_REQUIRE(q->eps >= 0 && isfinite(q->eps),
+                   "eps must be 0 or a positive finite number, got %g", q->eps);
     }
     GK_TRY(gk_check_codes(io, "dtype", &q->codes));
-    GK_REQUIRE((unsigned)q->granularity <= GK_PER_1X32, "granularity is %d, expected one of gk_granularity",
-               (int)q->granularity);
+    GK_REQUIRE((unsigned)q->granularity <= GK_PER_1X32,
+               "granularity is %d, expected one of gk_granularity", (int)q->granularity);
     GK_REQUIRE(q->granularity != GK_PER_128X128 || x->ndim >= 2,
                "%s must have at least 2 dimensions with 128x128, got %d", name, (int)x->ndim);
     GK_TRY(gk_take_number(io, "scale_ub", q->scale_ub));
@@ -106,21 +112,25 @@ gk_status gk_check_quantize(const gk_context *ctx, const gk_quantize_args *q, gk
     const int ndim = scale_shape(x, q->granularity, shape);
     if (q->given) {
         GK_TRY(gk_take(io, "scale", q->given, GK_CONTIGUOUS));
-        GK_TRY(gk_check_dtypes(io, "scale", q->given, GK_F32, q->granularity == GK_PER_1X32 ? GK_E8M0 : GK_F32));
+        GK_TRY(gk_check_dtypes(io, "scale", q->given, GK_F32,
+                               q->granularity == GK_PER_1X32 ? GK_E8M0 : GK_F32));
         if (!(ndim == 0 && q->given->ndim == 1 && q->given->shape[0] == 1))
             GK_TRY(gk_check_shape("scale", q->given, ndim, shape));
     }
     if (gk_reads_contents(io, ctx)) {
         if (q->scale_ub) GK_TRY(gk_check_above_0("scale_ub", q->scale_ub, false));
-        if (q->given)
-            GK_TRY(gk_check_above_0("scale", q->given, true)); /* NaN: what calibration or amax saw, to be shown */
+        if (q->given) /* NaN: what calibration or amax saw, to be shown */
+            GK_TRY(gk_check_above_0("scale", q->given, true));
     }
     gk_give(io, "codes", &q->codes, q->codes.dtype, x->ndim, x->shape, GK_CONTIGUOUS);
-    const gk_dtype of_scale = q->granularity == GK_PER_1X32 && q->scale.dtype == GK_E8M0 ? GK_E8M0 : GK_F32;
+    const gk_dtype of_scale =
+        q->granularity == GK_PER_1X32 && q->scale.dtype == GK_E8M0 ? GK_E8M0 : GK_F32;
     const int64_t none = 0;
-    gk_give(io, "scale", &q->scale, of_scale, q->given ? 1 : ndim, q->given ? &none : shape, GK_CONTIGUOUS)->optional =
-        q->given != NULL;
-    gk_give(io, "sum", q->sum, x->dtype, q->residual ? x->ndim : 1, q->residual ? x->shape : &none, GK_CONTIGUOUS)
+    gk_give(io, "scale", &q->scale, of_scale, q->given ? 1 : ndim, q->given ? &none : shape,
+            GK_CONTIGUOUS)
+        ->optional = q->given != NULL;
+    gk_give(io, "sum", q->sum, x->dtype, q->residual ? x->ndim : 1, q->residual ? x->shape : &none,
+            GK_CONTIGUOUS)
         ->optional = true;
     return GK_OK;
 }
@@ -135,7 +145,7 @@ void gk_cost_quantize(const gk_context *ctx, const gk_quantize_args *q, gk_expla
     out->flops = 2.0 * (double)gk_numel(&q->x);
 }
 
-/* ---- dequantize ---------------------------------------------------------------------------------------- */
+/* ---- dequantize ------------------------------------------------------------------------------ */
 gk_status gk_check_dequantize(const gk_context *ctx, const gk_dequantize_args *q, gk_io *io) {
     (void)ctx;
     GK_TRY(gk_take(io, "codes", &q->codes, GK_ANY_STRIDES));

@@ -1,17 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* rows: what the calls of operations along the last dimension must be, and what they cost: norms, softmax, gated units, rotary
- * embedding, cross entropy. */
+/* rows: what the calls of operations along the last dimension must be, and what they cost: norms,
+ * softmax, gated units, rotary embedding, cross entropy. */
 #include "../core/checks.h"
 #include "../core/dispatch.h"
 #include "gpukern_loss.h"
 
-/* ---- what several have -------------------------------------------------------------------------------- */
+/* ---- what several have ----------------------------------------------------------------------- */
 /* A float tensor [..., N], N >= 1, its last dimension dense. */
 static gk_status take_rows(gk_io *io, const char *name, const gk_tensor *t) {
     GK_TRY(gk_take(io, name, t, GK_DENSE_LAST));
     GK_TRY(gk_check_float(io, name, t));
     GK_TRY(gk_check_least_dims(name, t, 1));
-    GK_REQUIRE(t->shape[t->ndim - 1] >= 1, "%s must have a last dimension of at least 1, got 0", name);
+    GK_REQUIRE(t->shape[t->ndim - 1] >= 1, "%s must have a last dimension of at least 1, got 0",
+               name);
     return GK_OK;
 }
 
@@ -32,13 +33,14 @@ gk_status gk_take_vector(gk_io *io, const char *name, const gk_tensor *t, const 
     return gk_check_length_of(name, t, rows->shape[rows->ndim - 1]);
 }
 
-static gk_result *give_like(gk_io *io, const char *name, const gk_tensor *given, const gk_tensor *first) {
+static gk_result *give_like(gk_io *io, const char *name, const gk_tensor *given,
+                            const gk_tensor *first) {
     return gk_give(io, name, given, first->dtype, first->ndim, first->shape, GK_DENSE_LAST);
 }
 
 static double bytes_of(const gk_tensor *t) { return t ? gk_tensor_bytes(t) : 0; }
 
-/* ---- norms -------------------------------------------------------------------------------------------- */
+/* ---- norms ----------------------------------------------------------------------------------- */
 static gk_status check_norm(gk_norm_kind kind, double eps, double weight_offset) {
     GK_REQUIRE(kind == GK_RMS_NORM || kind == GK_LAYER_NORM, "kind is %d", (int)kind);
     GK_REQUIRE(isfinite(eps) && eps >= 0, "eps must be a finite number of at least 0, got %g", eps);
@@ -56,8 +58,8 @@ gk_status gk_check_norm_fwd(const gk_context *ctx, const gk_norm_args *a, gk_io 
     GK_TRY(check_norm(a->kind, a->eps, a->weight_offset));
     give_like(io, "out", &a->out, x)->in_place = true;
     const int64_t none = 0;
-    gk_result *sum =
-        a->residual ? give_like(io, "sum", a->sum, x) : gk_give(io, "sum", a->sum, x->dtype, 1, &none, GK_DENSE_LAST);
+    gk_result *sum = a->residual ? give_like(io, "sum", a->sum, x)
+                                 : gk_give(io, "sum", a->sum, x->dtype, 1, &none, GK_DENSE_LAST);
     sum->optional = sum->in_place = true;
     GK_REQUIRE(!a->residual || a->sum || !a->out.data, "sum must be given with residual");
     return GK_OK;
@@ -74,7 +76,8 @@ void gk_cost_norm_fwd(const gk_context *ctx, const gk_norm_args *a, gk_explanati
 static void give_sum(gk_io *io, const char *name, const gk_tensor *t, const gk_tensor *rows) {
     const int64_t n = t ? rows->shape[rows->ndim - 1] : 0;
     const gk_dtype wide = gk_stats_dtype(rows->dtype);
-    gk_give(io, name, t, t && t->dtype == wide ? wide : rows->dtype, 1, &n, GK_ANY_STRIDES)->optional = true;
+    gk_give(io, name, t, t && t->dtype == wide ? wide : rows->dtype, 1, &n, GK_ANY_STRIDES)
+        ->optional = true;
 }
 
 gk_status gk_check_norm_bwd(const gk_context *ctx, const gk_norm_bwd_args *a, gk_io *io) {
@@ -93,12 +96,12 @@ gk_status gk_check_norm_bwd(const gk_context *ctx, const gk_norm_bwd_args *a, gk
 
 void gk_cost_norm_bwd(const gk_context *ctx, const gk_norm_bwd_args *a, gk_explanation *out) {
     (void)ctx;
-    out->bytes = (a->grad_sum ? 4 : 3) * gk_tensor_bytes(&a->h) + bytes_of(a->weight) + bytes_of(a->dweight) +
-                 bytes_of(a->dbias);
+    out->bytes = (a->grad_sum ? 4 : 3) * gk_tensor_bytes(&a->h) + bytes_of(a->weight) +
+                 bytes_of(a->dweight) + bytes_of(a->dbias);
     out->flops = 12.0 * (double)gk_numel(&a->h);
 }
 
-/* ---- softmax ------------------------------------------------------------------------------------------ */
+/* ---- softmax --------------------------------------------------------------------------------- */
 static gk_status take_lengths(gk_io *io, const gk_tensor *lengths, const gk_tensor *x) {
     if (!lengths) return GK_OK;
     GK_TRY(gk_take(io, "lengths", lengths, GK_ANY_STRIDES));
@@ -137,21 +140,24 @@ void gk_cost_softmax_bwd(const gk_context *ctx, const gk_softmax_bwd_args *a, gk
     out->flops = 4.0 * (double)gk_numel(&a->out);
 }
 
-/* ---- gated linear units ------------------------------------------------------------------------------- */
+/* ---- gated linear units ---------------------------------------------------------------------- */
 static gk_status check_gate(gk_activation activation) {
-    const bool gates = activation == GK_ACT_SILU || activation == GK_ACT_GELU || activation == GK_ACT_GELU_TANH;
-    GK_REQUIRE(gates, "activation is %d, expected GK_ACT_SILU, GK_ACT_GELU or GK_ACT_GELU_TANH", (int)activation);
+    const bool gates =
+        activation == GK_ACT_SILU || activation == GK_ACT_GELU || activation == GK_ACT_GELU_TANH;
+    GK_REQUIRE(gates, "activation is %d, expected GK_ACT_SILU, GK_ACT_GELU or GK_ACT_GELU_TANH",
+               (int)activation);
     return GK_OK;
 }
 
 /* gate, and up where it is given; `shape` becomes that of one of them alone. */
-static gk_status take_gate(gk_io *io, const gk_tensor *gate, const gk_tensor *up, gk_activation activation,
-                           int64_t *shape) {
+static gk_status take_gate(gk_io *io, const gk_tensor *gate, const gk_tensor *up,
+                           gk_activation activation, int64_t *shape) {
     GK_TRY(take_rows(io, "gate", gate));
     GK_TRY(take_like(io, "up", up, "gate", gate));
     GK_TRY(check_gate(activation));
     const int last = gate->ndim - 1;
-    GK_REQUIRE(up || gate->shape[last] % 2 == 0, "gate must have an even last dimension where there is no up, got %lld",
+    GK_REQUIRE(up || gate->shape[last] % 2 == 0,
+               "gate must have an even last dimension where there is no up, got %lld",
                (long long)gate->shape[last]);
     memcpy(shape, gate->shape, sizeof gate->shape);
     if (!up) shape[last] /= 2;
@@ -197,17 +203,20 @@ void gk_cost_glu_bwd(const gk_context *ctx, const gk_glu_bwd_args *a, gk_explana
     out->flops = 12.0 * (double)gk_numel(&a->grad_out);
 }
 
-/* ---- rotary embedding --------------------------------------------------------------------------------- */
-static gk_status take_table(gk_io *io, const char *name, const gk_tensor *t, gk_dtype dtype, int64_t head_dim) {
+/* ---- rotary embedding ------------------------------------------------------------------------ */
+static gk_status take_table(gk_io *io, const char *name, const gk_tensor *t, gk_dtype dtype,
+                            int64_t head_dim) {
     GK_TRY(gk_take(io, name, t, GK_DENSE_LAST));
     GK_TRY(gk_check_dtypes(io, name, t, GK_F32, gk_stats_dtype(dtype)));
     GK_TRY(gk_check_dims(name, t, 2, "[P, R / 2]"));
-    GK_REQUIRE(2 * t->shape[1] <= head_dim, "%s rotates %lld columns, expected at most the head_dim %lld of q", name,
+    GK_REQUIRE(2 * t->shape[1] <= head_dim,
+               "%s rotates %lld columns, expected at most the head_dim %lld of q", name,
                2 * (long long)t->shape[1], (long long)head_dim);
     return GK_OK;
 }
 
-gk_status gk_take_cos_sin(gk_io *io, const gk_tensor *cos, const gk_tensor *sin, gk_dtype dtype, int64_t head_dim) {
+gk_status gk_take_cos_sin(gk_io *io, const gk_tensor *cos, const gk_tensor *sin, gk_dtype dtype,
+                          int64_t head_dim) {
     GK_TRY(take_table(io, "cos", cos, dtype, head_dim));
     GK_TRY(take_table(io, "sin", sin, cos->dtype == GK_F32 ? GK_F32 : dtype, head_dim));
     GK_TRY(gk_check_same_dtype(io, "sin", sin, "cos", cos));
@@ -240,13 +249,14 @@ gk_status gk_check_rope(const gk_context *ctx, const gk_rope_args *a, gk_io *io)
         GK_TRY(gk_check_shape("positions", p, of_each ? 2 : 1, of_each ? each : each + 1));
         GK_REQUIRE(a->cos.shape[0] > 0 || gk_numel(p) == 0, "cos has no rows");
     } else {
-        GK_REQUIRE(tokens <= a->cos.shape[0], "cos has %lld rows, expected at least the %lld tokens of q",
+        GK_REQUIRE(tokens <= a->cos.shape[0],
+                   "cos has %lld rows, expected at least the %lld tokens of q",
                    (long long)a->cos.shape[0], (long long)tokens);
     }
     give_like(io, "out_q", &a->out_q, q)->in_place = true;
     const int64_t none = 0;
-    gk_result *out_k =
-        k ? give_like(io, "out_k", a->out_k, k) : gk_give(io, "out_k", a->out_k, q->dtype, 1, &none, GK_DENSE_LAST);
+    gk_result *out_k = k ? give_like(io, "out_k", a->out_k, k)
+                         : gk_give(io, "out_k", a->out_k, q->dtype, 1, &none, GK_DENSE_LAST);
     out_k->in_place = out_k->optional = true;
     GK_REQUIRE(!k || a->out_k || !a->out_q.data, "out_k must be given with k");
     return gk_reads_contents(io, ctx) ? gk_check_positions(a) : GK_OK;
@@ -254,15 +264,16 @@ gk_status gk_check_rope(const gk_context *ctx, const gk_rope_args *a, gk_io *io)
 
 void gk_cost_rope(const gk_context *ctx, const gk_rope_args *a, gk_explanation *out) {
     (void)ctx;
-    const double rotated = (double)(2 * a->cos.shape[1]) / fmax(1, (double)a->q.shape[a->q.ndim - 1]);
+    const double rotated =
+        (double)(2 * a->cos.shape[1]) / fmax(1, (double)a->q.shape[a->q.ndim - 1]);
     out->bytes = 2 * (bytes_of(&a->q) + bytes_of(a->k)) + bytes_of(a->positions);
     out->flops = 3 * rotated * (double)(gk_numel(&a->q) + (a->k ? gk_numel(a->k) : 0));
 }
 
-/* ---- cross entropy ------------------------------------------------------------------------------------ */
+/* ---- cross entropy --------------------------------------------------------------------------- */
 /* The inputs of both passes. */
-static gk_status take_cross_entropy(const gk_context *ctx, const gk_cross_entropy_args *a, const gk_loss_more *more,
-                                    gk_io *io) {
+static gk_status take_cross_entropy(const gk_context *ctx, const gk_cross_entropy_args *a,
+                                    const gk_loss_more *more, gk_io *io) {
     const gk_tensor *logits = &a->logits;
     GK_TRY(take_rows(io, "logits", logits));
     GK_TRY(gk_take(io, "target", &a->target, GK_ANY_STRIDES));
@@ -273,10 +284,10 @@ static gk_status take_cross_entropy(const gk_context *ctx, const gk_cross_entrop
         GK_TRY(gk_check_dtype(io, "weight", a->weight, gk_stats_dtype(logits->dtype)));
         GK_TRY(gk_check_length_of("weight", a->weight, more->num_classes));
     }
-    GK_REQUIRE(a->label_smoothing >= 0 && a->label_smoothing <= 1, "label_smoothing must be between 0 and 1, got %g",
-               a->label_smoothing);
-    GK_REQUIRE(isfinite(a->softcap) && a->softcap >= 0, "softcap must be 0 (off) or a positive finite number, got %g",
-               a->softcap);
+    GK_REQUIRE(a->label_smoothing >= 0 && a->label_smoothing <= 1,
+               "label_smoothing must be between 0 and 1, got %g", a->label_smoothing);
+    GK_REQUIRE(isfinite(a->softcap) && a->softcap >= 0,
+               "softcap must be 0 (off) or a positive finite number, got %g", a->softcap);
     GK_REQUIRE(isfinite(a->logit_scale), "logit_scale must be finite, got %g", a->logit_scale);
     GK_REQUIRE(isfinite(more->z_loss), "z_loss must be finite, got %g", more->z_loss);
     return gk_reads_contents(io, ctx) ? gk_check_targets(a, more->num_classes) : GK_OK;
@@ -288,13 +299,14 @@ static gk_dtype dlogits_dtype(gk_dtype logits, gk_dtype own) {
 }
 
 static gk_result *give_dlogits(gk_io *io, const gk_tensor *logits, const gk_tensor *given) {
-    gk_result *r = gk_give(io, "dlogits", given, dlogits_dtype(logits->dtype, given->dtype), logits->ndim,
-                           logits->shape, GK_DENSE_LAST);
+    gk_result *r = gk_give(io, "dlogits", given, dlogits_dtype(logits->dtype, given->dtype),
+                           logits->ndim, logits->shape, GK_DENSE_LAST);
     r->in_place = true;
     return r;
 }
 
-gk_status gk_check_cross_entropy_fwd(const gk_context *ctx, const gk_cross_entropy_args *a, gk_io *io) {
+gk_status gk_check_cross_entropy_fwd(const gk_context *ctx, const gk_cross_entropy_args *a,
+                                     gk_io *io) {
     const gk_tensor *logits = &a->logits;
     const gk_loss_more more = gk_more_of_fwd(a);
     GK_TRY(take_cross_entropy(ctx, a, &more, io));
@@ -305,21 +317,25 @@ gk_status gk_check_cross_entropy_fwd(const gk_context *ctx, const gk_cross_entro
     return GK_OK;
 }
 
-void gk_cost_cross_entropy_fwd(const gk_context *ctx, const gk_cross_entropy_args *a, gk_explanation *out) {
+void gk_cost_cross_entropy_fwd(const gk_context *ctx, const gk_cross_entropy_args *a,
+                               gk_explanation *out) {
     (void)ctx;
     const gk_tensor *dlogits = gk_more_of_fwd(a).dlogits;
-    out->bytes = gk_tensor_bytes(&a->logits) + bytes_of(&a->target) + bytes_of(a->weight) + bytes_of(dlogits);
+    out->bytes = gk_tensor_bytes(&a->logits) + bytes_of(&a->target) + bytes_of(a->weight) +
+                 bytes_of(dlogits);
     out->flops = (dlogits ? 9.0 : 4.0) * (double)gk_numel(&a->logits);
 }
 
-gk_status gk_check_cross_entropy_bwd(const gk_context *ctx, const gk_cross_entropy_bwd_args *a, gk_io *io) {
+gk_status gk_check_cross_entropy_bwd(const gk_context *ctx, const gk_cross_entropy_bwd_args *a,
+                                     gk_io *io) {
     const gk_tensor *logits = &a->fwd.logits;
     GK_TRY(gk_check_args_size(a->fwd.size, sizeof a->fwd));
     const gk_loss_more more = gk_more_of_bwd(a);
-    const int64_t here = gk_classes_of(&a->fwd), first = more.first_class, classes = more.num_classes;
+    const int64_t here = gk_classes_of(&a->fwd), first = more.first_class,
+                  classes = more.num_classes;
     GK_REQUIRE(first >= 0 && here <= classes && first <= classes - here,
-               "logits are %lld classes from first_class %lld on, of num_classes %lld", (long long)here,
-               (long long)first, (long long)classes);
+               "logits are %lld classes from first_class %lld on, of num_classes %lld",
+               (long long)here, (long long)first, (long long)classes);
     GK_TRY(take_cross_entropy(ctx, &a->fwd, &more, io));
     const gk_dtype stats = gk_stats_dtype(logits->dtype);
     GK_TRY(gk_take(io, "lse", &a->fwd.lse, GK_CONTIGUOUS));
@@ -332,10 +348,13 @@ gk_status gk_check_cross_entropy_bwd(const gk_context *ctx, const gk_cross_entro
     return GK_OK;
 }
 
-void gk_cost_cross_entropy_bwd(const gk_context *ctx, const gk_cross_entropy_bwd_args *a, gk_explanation *out) {
+void gk_cost_cross_entropy_bwd(const gk_context *ctx, const gk_cross_entropy_bwd_args *a,
+                               gk_explanation *out) {
     (void)ctx;
     const double written =
-        (double)gk_numel(&a->fwd.logits) * (double)gk_dtype_bytes(dlogits_dtype(a->fwd.logits.dtype, a->dlogits.dtype));
-    out->bytes = gk_tensor_bytes(&a->fwd.logits) + written + bytes_of(&a->fwd.target) + bytes_of(a->fwd.weight);
+        (double)gk_numel(&a->fwd.logits) *
+        (double)gk_dtype_bytes(dlogits_dtype(a->fwd.logits.dtype, a->dlogits.dtype));
+    out->bytes = gk_tensor_bytes(&a->fwd.logits) + written + bytes_of(&a->fwd.target) +
+                 bytes_of(a->fwd.weight);
     out->flops = 5.0 * (double)gk_numel(&a->fwd.logits);
 }

@@ -14,9 +14,11 @@ static gk_status check_mask(const gk_tensor *w) {
         for (int64_t q = 0; q < w->shape[1] / 4; ++q) {
             int found = 0;
             for (int e = 0; e < 4; ++e)
-                found += gk_load(w->data, w->dtype, i * w->stride[0] + (4 * q + e) * w->stride[1]) != 0;
+                found +=
+                    gk_load(w->data, w->dtype, i * w->stride[0] + (4 * q + e) * w->stride[1]) != 0;
             GK_REQUIRE(found <= 2,
-                       "w is expected to have at most 2 non-zeros of each 4 along K, got %d in w[%lld, %lld:%lld]",
+                       "w is expected to have at most 2 non-zeros of each 4 along K, got %d in "
+                       "w[%lld, %lld:%lld]",
                        found, (long long)i, (long long)(4 * q), (long long)(4 * q + 4));
         }
     return GK_OK;
@@ -25,11 +27,14 @@ static gk_status check_mask(const gk_tensor *w) {
 gk_status gk_check_sparse_pack(const gk_context *ctx, const gk_sparse_pack_args *x, gk_io *io) {
     const gk_tensor *w = &x->w;
     GK_TRY(gk_take(io, "w", w, GK_ANY_STRIDES));
-    GK_REQUIRE(is_sparse_dtype(w->dtype), "w must be bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, got %s",
+    GK_REQUIRE(is_sparse_dtype(w->dtype),
+               "w must be bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, got %s",
                io->dtype_name(w->dtype));
     GK_TRY(gk_check_dims("w", w, 2, "[N, K]"));
-    GK_REQUIRE(w->shape[1] % 4 == 0, "w has %lld columns, expected a multiple of 4", (long long)w->shape[1]);
-    const int64_t values[2] = {w->shape[0], w->shape[1] / 2}, meta[2] = {w->shape[0], gk_ceil_div(w->shape[1], 8)};
+    GK_REQUIRE(w->shape[1] % 4 == 0, "w has %lld columns, expected a multiple of 4",
+               (long long)w->shape[1]);
+    const int64_t values[2] = {w->shape[0], w->shape[1] / 2},
+                  meta[2] = {w->shape[0], gk_ceil_div(w->shape[1], 8)};
     if (gk_reads_contents(io, ctx)) GK_TRY(check_mask(w));
     gk_give(io, "values", &x->values, w->dtype, 2, values, GK_CONTIGUOUS);
     gk_give(io, "meta", &x->meta, GK_U8, 2, meta, GK_CONTIGUOUS);
@@ -45,13 +50,15 @@ gk_status gk_check_sparse_gemm(const gk_context *ctx, const gk_sparse_gemm_args 
     (void)ctx;
     const gk_tensor *a = &x->a, *values = &x->values;
     GK_TRY(gk_take(io, "a", a, GK_ANY_STRIDES));
-    GK_REQUIRE(is_sparse_dtype(a->dtype), "a must be bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, got %s",
+    GK_REQUIRE(is_sparse_dtype(a->dtype),
+               "a must be bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, got %s",
                io->dtype_name(a->dtype));
     GK_TRY(gk_check_dims("a", a, 2, "[M, K]"));
     const int64_t k = a->shape[1];
     GK_REQUIRE(k % 4 == 0, "a has %lld columns, expected a multiple of 4", (long long)k);
     GK_TRY(gk_take(io, "values", values, GK_DENSE_LAST));
-    const bool fp8 = gk_is_code(a->dtype) && a->dtype != GK_I8 && gk_is_code(values->dtype) && values->dtype != GK_I8;
+    const bool fp8 = gk_is_code(a->dtype) && a->dtype != GK_I8 && gk_is_code(values->dtype) &&
+                     values->dtype != GK_I8;
     if (!fp8) GK_TRY(gk_check_same_dtype(io, "values", values, "a", a));
     GK_TRY(gk_check_dims("values", values, 2, "[N, K / 2]"));
     GK_REQUIRE(values->shape[1] == k / 2, "values has %lld columns, expected %lld, half of a's",
@@ -65,13 +72,16 @@ gk_status gk_check_sparse_gemm(const gk_context *ctx, const gk_sparse_gemm_args 
         const gk_tensor *s = i ? x->scale_b : x->scale_a;
         const char *name = i ? "scale_b" : "scale_a";
         if (!s) continue;
-        GK_REQUIRE(gk_is_code(a->dtype), "%s goes with 8-bit operands, a is %s", name, gk_dtype_name(a->dtype));
+        GK_REQUIRE(gk_is_code(a->dtype), "%s goes with 8-bit operands, a is %s", name,
+                   gk_dtype_name(a->dtype));
         GK_TRY(gk_take_scale(io, name, s, i ? "the weight" : "a", i ? &of_b : a, i));
-        GK_REQUIRE(s->ndim < 2 || s->shape[i ? 0 : 1] == 1, "%s must have one scale along K, got %s", name,
+        GK_REQUIRE(s->ndim < 2 || s->shape[i ? 0 : 1] == 1,
+                   "%s must have one scale along K, got %s", name,
                    gk_text_of(s->ndim, s->shape).text);
     }
     GK_REQUIRE(a->dtype != GK_I8 || k / 2 <= 131071,
-               "a has %lld columns; int8 takes at most 262142, past which a sum leaves int32", (long long)k);
+               "a has %lld columns; int8 takes at most 262142, past which a sum leaves int32",
+               (long long)k);
     if (x->bias) {
         GK_TRY(gk_take(io, "bias", x->bias, GK_ANY_STRIDES));
         GK_TRY(gk_check_addend(io, "bias", x->bias, x->out.dtype));
@@ -86,7 +96,7 @@ gk_status gk_check_sparse_gemm(const gk_context *ctx, const gk_sparse_gemm_args 
 
 void gk_cost_sparse_gemm(const gk_context *ctx, const gk_sparse_gemm_args *x, gk_explanation *out) {
     (void)ctx;
-    out->bytes =
-        gk_tensor_bytes(&x->a) + gk_tensor_bytes(&x->values) + gk_tensor_bytes(&x->meta) + gk_tensor_bytes(&x->out);
+    out->bytes = gk_tensor_bytes(&x->a) + gk_tensor_bytes(&x->values) + gk_tensor_bytes(&x->meta) +
+                 gk_tensor_bytes(&x->out);
     out->flops = (double)gk_numel(&x->out) * (double)x->a.shape[1];
 }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sum_over_ranks: what a call of gk_sum_over_ranks must be. It is no op of ops.def: it has one kernel, and no meaning without other ranks. */
+/* sum_over_ranks: what a call of gk_sum_over_ranks must be. It is no op of ops.def: it has one
+ * kernel, and no meaning without other ranks. */
 #include "../core/checks.h"
 #include "../core/mailbox.h"
 #ifdef GPUKERN_HAS_CUDA
@@ -10,7 +11,8 @@ static int64_t padded_elements(int64_t elements) { return gk_ceil_div(elements, 
 
 size_t gk_mailbox_bytes(int64_t elements, int32_t num_ranks) {
     if (elements < 0 || num_ranks < 1) return 0;
-    return GK_MAILBOX_HEADER + (size_t)padded_elements(elements) * sizeof(float) * 2 * (size_t)num_ranks;
+    return GK_MAILBOX_HEADER +
+           (size_t)padded_elements(elements) * sizeof(float) * 2 * (size_t)num_ranks;
 }
 
 static gk_status check(const gk_context *ctx, const gk_sum_over_ranks_args *s) {
@@ -21,17 +23,18 @@ static gk_status check(const gk_context *ctx, const gk_sum_over_ranks_args *s) {
     const gk_dtype to = s->out.dtype;
     GK_TRY(gk_take(&io, "x", &s->x, GK_CONTIGUOUS));
     GK_TRY(gk_check_dtype(&io, "x", &s->x, GK_F32));
-    GK_REQUIRE(to == GK_F32 || to == GK_BF16 || to == GK_F16, "out must be float32, bfloat16 or float16, got %s",
-               io.dtype_name(to));
+    GK_REQUIRE(to == GK_F32 || to == GK_BF16 || to == GK_F16,
+               "out must be float32, bfloat16 or float16, got %s", io.dtype_name(to));
     gk_give(&io, "out", &s->out, to, s->x.ndim, s->x.shape, GK_CONTIGUOUS);
     GK_TRY(gk_check_given(&io, 0));
     GK_TRY(gk_check_apart(&io, 0));
-    GK_REQUIRE(s->num_ranks >= 2 && s->num_ranks <= GK_MOST_RANKS, "num_ranks must be 2 to %d, got %d", GK_MOST_RANKS,
-               (int)s->num_ranks);
-    GK_REQUIRE(s->rank >= 0 && s->rank < s->num_ranks, "rank must be 0 to %d, got %d", (int)s->num_ranks - 1,
-               (int)s->rank);
+    GK_REQUIRE(s->num_ranks >= 2 && s->num_ranks <= GK_MOST_RANKS,
+               "num_ranks must be 2 to %d, got %d", GK_MOST_RANKS, (int)s->num_ranks);
+    GK_REQUIRE(s->rank >= 0 && s->rank < s->num_ranks, "rank must be 0 to %d, got %d",
+               (int)s->num_ranks - 1, (int)s->rank);
     const size_t least = gk_mailbox_bytes(gk_numel(&s->x), s->num_ranks);
-    GK_REQUIRE(s->mailbox_bytes >= least, "a mailbox has %zu bytes, expected %zu", s->mailbox_bytes, least);
+    GK_REQUIRE(s->mailbox_bytes >= least, "a mailbox has %zu bytes, expected %zu", s->mailbox_bytes,
+               least);
     for (int32_t r = 0; r < s->num_ranks; ++r)
         GK_REQUIRE(s->mailboxes && s->mailboxes[r] && (uintptr_t)s->mailboxes[r] % 16 == 0,
                    "mailbox %d must be an address that is a multiple of 16", (int)r);

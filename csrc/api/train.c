@@ -13,7 +13,7 @@ static gk_status take_seed(gk_io *io, const gk_tensor *seed) {
     return gk_check_length_of("seed", seed, 2);
 }
 
-/* ---- dropout ------------------------------------------------------------------------------------------ */
+/* ---- dropout --------------------------------------------------------------------------------- */
 static gk_status take_like(gk_io *io, const char *name, const gk_tensor *t, const gk_tensor *x) {
     if (!t) return GK_OK;
     GK_TRY(gk_take(io, name, t, GK_DENSE_LAST));
@@ -37,19 +37,22 @@ gk_status gk_check_dropout(const gk_context *ctx, const gk_dropout_args *a, gk_i
     GK_TRY(take_seed(io, &a->seed));
     GK_REQUIRE(a->p >= 0 && a->p <= 1, "p must be between 0 and 1, got %g", a->p);
     GK_REQUIRE(!a->residual || !a->grad_out, "residual has no part in a gradient");
-    GK_REQUIRE(a->activation == GK_ACT_NONE || a->activation == GK_ACT_GELU || a->activation == GK_ACT_GELU_TANH,
-               "activation is %d, expected GK_ACT_NONE, GK_ACT_GELU or GK_ACT_GELU_TANH", (int)a->activation);
+    GK_REQUIRE(a->activation == GK_ACT_NONE || a->activation == GK_ACT_GELU ||
+                   a->activation == GK_ACT_GELU_TANH,
+               "activation is %d, expected GK_ACT_NONE, GK_ACT_GELU or GK_ACT_GELU_TANH",
+               (int)a->activation);
     gk_give(io, "out", &a->out, x->dtype, x->ndim, x->shape, GK_DENSE_LAST)->in_place = true;
     return GK_OK;
 }
 
 void gk_cost_dropout(const gk_context *ctx, const gk_dropout_args *a, gk_explanation *out) {
     (void)ctx;
-    out->bytes = 2 * gk_tensor_bytes(&a->x) + bytes_of(a->bias) + bytes_of(a->residual) + bytes_of(a->grad_out);
+    out->bytes = 2 * gk_tensor_bytes(&a->x) + bytes_of(a->bias) + bytes_of(a->residual) +
+                 bytes_of(a->grad_out);
     out->flops = (a->activation == GK_ACT_NONE ? 1.0 : 8.0) * (double)gk_numel(&a->x);
 }
 
-/* ---- AdamW -------------------------------------------------------------------------------------------- */
+/* ---- AdamW ----------------------------------------------------------------------------------- */
 /* Whether its elements lie side by side, in any order of dimensions. */
 static bool is_dense(const gk_tensor *t) {
     int64_t span = 1;
@@ -57,9 +60,12 @@ static bool is_dense(const gk_tensor *t) {
     for (int n = 0; n < t->ndim; ++n) {
         int next = -1;
         for (int d = 0; d < t->ndim; ++d)
-            if (!used[d] && (t->shape[d] == 1 || t->stride[d] == span) && (next < 0 || t->shape[d] == 1)) next = d;
+            if (!used[d] && (t->shape[d] == 1 || t->stride[d] == span) &&
+                (next < 0 || t->shape[d] == 1))
+                next = d;
         if (next < 0) return false;
-        used[next] = true, span *= t->shape[next];
+        used[next] = true;
+        span *= t->shape[next];
     }
     return true;
 }
@@ -70,20 +76,23 @@ static bool lies_like(const gk_tensor *x, const gk_tensor *y) {
     return true;
 }
 
-/* Tensor i of a list, of one dtype and where `like` is given of its shape and strides. It is one of many, so that io does not keep it. */
-static gk_status take_of_list(gk_io *io, const char *list, int64_t i, const gk_tensor *t, gk_dtype dtype,
-                              const gk_tensor *like) {
+/* Tensor i of a list, of one dtype and where `like` is given of its shape and strides. It is one of
+ * many, so that io does not keep it. */
+static gk_status take_of_list(gk_io *io, const char *list, int64_t i, const gk_tensor *t,
+                              gk_dtype dtype, const gk_tensor *like) {
     char name[64];
     snprintf(name, sizeof name, "%s[%lld]", list, (long long)i);
     GK_TRY(gk_take(io, name, t, GK_ANY_STRIDES));
     --io->num_inputs;
     GK_TRY(gk_check_dtype(io, name, t, dtype));
     if (!like) {
-        GK_REQUIRE(gk_numel(t) == 0 || is_dense(t), "%s must be dense: its elements side by side in memory", name);
+        GK_REQUIRE(gk_numel(t) == 0 || is_dense(t),
+                   "%s must be dense: its elements side by side in memory", name);
         return GK_OK;
     }
     GK_TRY(gk_check_shape(name, t, like->ndim, like->shape));
-    GK_REQUIRE(gk_numel(t) == 0 || lies_like(like, t), "%s must have the strides of params[%lld]", name, (long long)i);
+    GK_REQUIRE(gk_numel(t) == 0 || lies_like(like, t), "%s must have the strides of params[%lld]",
+               name, (long long)i);
     return GK_OK;
 }
 
@@ -118,7 +127,8 @@ gk_status gk_check_adamw(const gk_context *ctx, const gk_adamw_args *a, gk_io *i
         GK_TRY(take_of_list(io, "grads", i, &a->grads[i], dtype, w));
         GK_TRY(take_of_list(io, "exp_avgs", i, &a->exp_avgs[i], state, w));
         GK_TRY(take_of_list(io, "exp_avg_sqs", i, &a->exp_avg_sqs[i], state, w));
-        if (a->max_exp_avg_sqs) GK_TRY(take_of_list(io, "max_exp_avg_sqs", i, &a->max_exp_avg_sqs[i], state, w));
+        if (a->max_exp_avg_sqs)
+            GK_TRY(take_of_list(io, "max_exp_avg_sqs", i, &a->max_exp_avg_sqs[i], state, w));
         if (a->masters) GK_TRY(take_of_list(io, "masters", i, &a->masters[i], GK_F32, w));
         char name[64];
         snprintf(name, sizeof name, "steps[%lld]", (long long)i);
@@ -131,14 +141,17 @@ gk_status gk_check_adamw(const gk_context *ctx, const gk_adamw_args *a, gk_io *i
     GK_TRY(take_scalar(io, "found_inf", a->found_inf));
     if (a->seed) {
         GK_TRY(take_seed(io, a->seed));
-        GK_REQUIRE(dtype == GK_BF16, "seed is for bfloat16 params, which are rounded stochastically, got %s",
+        GK_REQUIRE(dtype == GK_BF16,
+                   "seed is for bfloat16 params, which are rounded stochastically, got %s",
                    io->dtype_name(dtype));
         GK_REQUIRE(!a->masters, "seed has no use beside masters, whose rounding the params are");
     }
-    GK_REQUIRE(isfinite(a->lr) && a->lr >= 0, "lr must be a finite number of at least 0, got %g", a->lr);
+    GK_REQUIRE(isfinite(a->lr) && a->lr >= 0, "lr must be a finite number of at least 0, got %g",
+               a->lr);
     GK_TRY(check_beta("beta1", a->beta1));
     GK_TRY(check_beta("beta2", a->beta2));
-    GK_REQUIRE(isfinite(a->eps) && a->eps >= 0, "eps must be a finite number of at least 0, got %g", a->eps);
+    GK_REQUIRE(isfinite(a->eps) && a->eps >= 0, "eps must be a finite number of at least 0, got %g",
+               a->eps);
     GK_REQUIRE(isfinite(a->weight_decay) && a->weight_decay >= 0,
                "weight_decay must be a finite number of at least 0, got %g", a->weight_decay);
     return GK_OK;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* checks.c: what the checks of the ops are made of (checks.h), and what holds for every call (io.h). */
+/* checks.c: what the checks of the ops are made of (checks.h), and what holds for every call
+ * (io.h). */
 #include "checks.h"
 
 #include <stdio.h>
@@ -9,11 +10,14 @@ int64_t gk_num_checks(void) { return num_checks; }
 
 void gk_io_begin(gk_io *io, gk_depth depth) {
     ++num_checks;
-    io->depth = depth, io->num_inputs = io->num_results = 0, io->dtype_name = gk_dtype_name;
+    io->depth = depth;
+    io->num_inputs = io->num_results = 0;
+    io->dtype_name = gk_dtype_name;
 }
 
 gk_status gk_check_args_size(size_t args_size, size_t expected) {
-    GK_REQUIRE(args_size >= expected, "args.size is %zu, expected at least %zu", args_size, expected);
+    GK_REQUIRE(args_size >= expected, "args.size is %zu, expected at least %zu", args_size,
+               expected);
     return GK_OK;
 }
 
@@ -22,22 +26,25 @@ gk_status gk_check_context(const gk_context *ctx, size_t args_size, size_t expec
                "context is missing or its size field is not sizeof(gk_context)");
     GK_TRY(gk_check_args_size(args_size, expected));
 #ifdef GPUKERN_HAS_CUDA
-    GK_REQUIRE(ctx->device == GK_CPU || ctx->device == GK_CUDA, "context.device is %d", (int)ctx->device);
+    GK_REQUIRE(ctx->device == GK_CPU || ctx->device == GK_CUDA, "context.device is %d",
+               (int)ctx->device);
 #else
     if (ctx->device != GK_CPU)
-        return gk_fail(GK_ERR_UNSUPPORTED, "this library was built without CUDA kernels; expected a CPU context");
+        return gk_fail(GK_ERR_UNSUPPORTED,
+                       "this library was built without CUDA kernels; expected a CPU context");
 #endif
-    GK_REQUIRE(ctx->device != GK_CPU || ctx->num_threads >= 1, "context.num_threads is %d, expected 1 or more",
-               (int)ctx->num_threads);
+    GK_REQUIRE(ctx->device != GK_CPU || ctx->num_threads >= 1,
+               "context.num_threads is %d, expected 1 or more", (int)ctx->num_threads);
     return GK_OK;
 }
 
-/* ---- texts ------------------------------------------------------------------------------------------- */
+/* ---- texts ----------------------------------------------------------------------------------- */
 gk_shape_text gk_text_of(int ndim, const int64_t *shape) {
     gk_shape_text out;
     size_t at = (size_t)snprintf(out.text, sizeof out.text, "[");
     for (int d = 0; d < ndim; ++d)
-        at += (size_t)snprintf(out.text + at, sizeof out.text - at, d ? ", %lld" : "%lld", (long long)shape[d]);
+        at += (size_t)snprintf(out.text + at, sizeof out.text - at, d ? ", %lld" : "%lld",
+                               (long long)shape[d]);
     snprintf(out.text + at, sizeof out.text - at, "]");
     return out;
 }
@@ -46,26 +53,30 @@ static gk_shape_text text_of(const gk_tensor *t) { return gk_text_of(t->ndim, t-
 
 static const char *plural(int n) { return n == 1 ? "dimension" : "dimensions"; }
 
-/* ---- inputs ------------------------------------------------------------------------------------------ */
-/* More elements than any address space holds: below it no product of sizes, strides and workers overflows 64 bits. A size
- * of 0 counts as 1, because workspaces are also sized by what an empty tensor has most of. */
+/* ---- inputs ---------------------------------------------------------------------------------- */
+/* More elements than any address space holds: below it no product of sizes, strides and workers
+ * overflows 64 bits. A size of 0 counts as 1, because workspaces are also sized by what an empty
+ * tensor has most of. */
 #define MAX_ELEMENTS (INT64_C(1) << 48)
 
 /* A stride must reach no further than MAX_ELEMENTS, in a dimension of size 0 or 1, too. */
 static gk_status check_extent(const char *name, const gk_tensor *t) {
     GK_REQUIRE(t->ndim >= 0, "%s has %d dimensions", name, (int)t->ndim);
-    GK_REQUIRE(t->ndim <= GK_MAX_DIMS, "%s must have at most %d dimensions, got %d", name, GK_MAX_DIMS, (int)t->ndim);
+    GK_REQUIRE(t->ndim <= GK_MAX_DIMS, "%s must have at most %d dimensions, got %d", name,
+               GK_MAX_DIMS, (int)t->ndim);
     int64_t elements = 1;
     for (int d = 0; d < t->ndim; ++d) {
         const int64_t size = t->shape[d], stride = t->stride[d];
         int64_t span;
         GK_REQUIRE(size >= 0, "%s has size %lld in dimension %d", name, (long long)size, d);
-        GK_REQUIRE(!__builtin_mul_overflow(elements, gk_max_i64(1, size), &elements) && elements <= MAX_ELEMENTS,
+        GK_REQUIRE(!__builtin_mul_overflow(elements, gk_max_i64(1, size), &elements) &&
+                       elements <= MAX_ELEMENTS,
                    "%s has more than 2^48 elements, sizes of 0 counted as 1", name);
-        GK_REQUIRE(!__builtin_mul_overflow(stride, gk_max_i64(1, size - 1), &span) && span >= -MAX_ELEMENTS &&
-                       span <= MAX_ELEMENTS,
-                   "%s has stride %lld in dimension %d of size %lld, which spans more than 2^48 elements", name,
-                   (long long)stride, d, (long long)size);
+        GK_REQUIRE(
+            !__builtin_mul_overflow(stride, gk_max_i64(1, size - 1), &span) &&
+                span >= -MAX_ELEMENTS && span <= MAX_ELEMENTS,
+            "%s has stride %lld in dimension %d of size %lld, which spans more than 2^48 elements",
+            name, (long long)stride, d, (long long)size);
     }
     return GK_OK;
 }
@@ -85,53 +96,63 @@ gk_status gk_take(gk_io *io, const char *name, const gk_tensor *t, gk_strides st
 void gk_taken_is_written(gk_io *io) { io->input[io->num_inputs - 1].written = true; }
 
 gk_status gk_check_float(gk_io *io, const char *name, const gk_tensor *t) {
-    const gk_dtype dtype = t->dtype; /* one that kernels compute in: not every floating type of the table */
+    /* one that kernels compute in: not every floating type of the table */
+    const gk_dtype dtype = t->dtype;
     GK_REQUIRE(dtype == GK_F32 || dtype == GK_BF16 || dtype == GK_F16 || dtype == GK_F64,
-               "%s must be float32, bfloat16, float16 or float64, got %s", name, io->dtype_name(dtype));
+               "%s must be float32, bfloat16, float16 or float64, got %s", name,
+               io->dtype_name(dtype));
     return GK_OK;
 }
 
 gk_status gk_check_dtype(gk_io *io, const char *name, const gk_tensor *t, gk_dtype expected) {
-    GK_REQUIRE(t->dtype == expected, "%s must be %s, got %s", name, gk_dtype_name(expected), io->dtype_name(t->dtype));
+    GK_REQUIRE(t->dtype == expected, "%s must be %s, got %s", name, gk_dtype_name(expected),
+               io->dtype_name(t->dtype));
     return GK_OK;
 }
 
-gk_status gk_check_dtypes(gk_io *io, const char *name, const gk_tensor *t, gk_dtype one, gk_dtype other) {
+gk_status gk_check_dtypes(gk_io *io, const char *name, const gk_tensor *t, gk_dtype one,
+                          gk_dtype other) {
     if (one == other) return gk_check_dtype(io, name, t, one);
-    GK_REQUIRE(t->dtype == one || t->dtype == other, "%s must be %s or %s, got %s", name, gk_dtype_name(one),
-               gk_dtype_name(other), io->dtype_name(t->dtype));
+    GK_REQUIRE(t->dtype == one || t->dtype == other, "%s must be %s or %s, got %s", name,
+               gk_dtype_name(one), gk_dtype_name(other), io->dtype_name(t->dtype));
     return GK_OK;
 }
 
-gk_status gk_check_same_dtype(gk_io *io, const char *name, const gk_tensor *t, const char *first_name,
-                              const gk_tensor *first) {
-    GK_REQUIRE(t->dtype == first->dtype, "%s has dtype %s, %s has %s; they must match", name, io->dtype_name(t->dtype),
-               first_name, io->dtype_name(first->dtype));
+gk_status gk_check_same_dtype(gk_io *io, const char *name, const gk_tensor *t,
+                              const char *first_name, const gk_tensor *first) {
+    GK_REQUIRE(t->dtype == first->dtype, "%s has dtype %s, %s has %s; they must match", name,
+               io->dtype_name(t->dtype), first_name, io->dtype_name(first->dtype));
     return GK_OK;
 }
 
 gk_status gk_check_dims(const char *name, const gk_tensor *t, int ndim, const char *letters) {
-    GK_REQUIRE(t->ndim == ndim, "%s must have %d %s %s, got %d", name, ndim, plural(ndim), letters, (int)t->ndim);
+    GK_REQUIRE(t->ndim == ndim, "%s must have %d %s %s, got %d", name, ndim, plural(ndim), letters,
+               (int)t->ndim);
     return GK_OK;
 }
 
 gk_status gk_check_least_dims(const char *name, const gk_tensor *t, int least) {
-    GK_REQUIRE(t->ndim >= least, "%s must have at least %d %s, got %d", name, least, plural(least), (int)t->ndim);
+    GK_REQUIRE(t->ndim >= least, "%s must have at least %d %s, got %d", name, least, plural(least),
+               (int)t->ndim);
     return GK_OK;
 }
 
 gk_status gk_check_shape(const char *name, const gk_tensor *t, int ndim, const int64_t *expected) {
     bool same = t->ndim == ndim;
     for (int d = 0; same && d < ndim; ++d) same = t->shape[d] == expected[d];
-    GK_REQUIRE(same, "%s must have shape %s, got %s", name, gk_text_of(ndim, expected).text, text_of(t).text);
+    GK_REQUIRE(same, "%s must have shape %s, got %s", name, gk_text_of(ndim, expected).text,
+               text_of(t).text);
     return GK_OK;
 }
 
-gk_status gk_check_length_of(const char *name, const gk_tensor *t, int64_t n) { return gk_check_shape(name, t, 1, &n); }
+gk_status gk_check_length_of(const char *name, const gk_tensor *t, int64_t n) {
+    return gk_check_shape(name, t, 1, &n);
+}
 
-gk_status gk_check_same(const char *name, const char *what, int64_t got, const char *other, int64_t expected) {
-    GK_REQUIRE(got == expected, "%s has %s %lld, %s has %lld; they must match", name, what, (long long)got, other,
-               (long long)expected);
+gk_status gk_check_same(const char *name, const char *what, int64_t got, const char *other,
+                        int64_t expected) {
+    GK_REQUIRE(got == expected, "%s has %s %lld, %s has %lld; they must match", name, what,
+               (long long)got, other, (long long)expected);
     return GK_OK;
 }
 
@@ -165,12 +186,14 @@ gk_status gk_check_strides(gk_io *io) {
     return GK_OK;
 }
 
-/* ---- values ------------------------------------------------------------------------------------------ */
-gk_status gk_check_held(gk_io *io, const char *name, double x, const char *first_name, const gk_tensor *first) {
+/* ---- values ---------------------------------------------------------------------------------- */
+gk_status gk_check_held(gk_io *io, const char *name, double x, const char *first_name,
+                        const gk_tensor *first) {
     GK_REQUIRE(!isnan(x), "%s must be a number, got nan", name);
-    GK_REQUIRE(gk_holds(first->dtype, x),
-               "%s must be 0 or a number that float32 holds (1.2e-38 to 3.4e38) where %s is %s, got %g", name,
-               first_name, io->dtype_name(first->dtype), x);
+    GK_REQUIRE(
+        gk_holds(first->dtype, x),
+        "%s must be 0 or a number that float32 holds (1.2e-38 to 3.4e38) where %s is %s, got %g",
+        name, first_name, io->dtype_name(first->dtype), x);
     return GK_OK;
 }
 
@@ -181,22 +204,31 @@ gk_status gk_check_not_negative(const char *name, int64_t x) {
 
 gk_status gk_check_product(const char *what, int64_t a, int64_t b, int64_t c) {
     const int64_t most = MAX_ELEMENTS / 16;
-    GK_REQUIRE(a <= most / gk_max_i64(1, b) / gk_max_i64(1, c) && b <= most / gk_max_i64(1, c) && c <= most,
-               "%s are %lld x %lld x %lld, expected at most 2^44", what, (long long)a, (long long)b, (long long)c);
+    GK_REQUIRE(a <= most / gk_max_i64(1, b) / gk_max_i64(1, c) && b <= most / gk_max_i64(1, c) &&
+                   c <= most,
+               "%s are %lld x %lld x %lld, expected at most 2^44", what, (long long)a, (long long)b,
+               (long long)c);
     return GK_OK;
 }
 
-/* ---- results ----------------------------------------------------------------------------------------- */
-gk_result *gk_give(gk_io *io, const char *name, const gk_tensor *given, gk_dtype dtype, int ndim, const int64_t *shape,
-                   gk_strides strides) {
+/* ---- results --------------------------------------------------------------------------------- */
+gk_result *gk_give(gk_io *io, const char *name, const gk_tensor *given, gk_dtype dtype, int ndim,
+                   const int64_t *shape, gk_strides strides) {
     gk_result *r = &io->result[io->num_results++];
-    r->name = name, r->given = given, r->strides = strides, r->optional = r->in_place = false;
-    r->as.data = NULL, r->as.dtype = dtype, r->as.ndim = ndim;
+    r->name = name;
+    r->given = given;
+    r->strides = strides;
+    r->optional = r->in_place = false;
+    r->as.data = NULL;
+    r->as.dtype = dtype;
+    r->as.ndim = ndim;
     int64_t dense = 1;
     for (int d = ndim - 1; d >= 0; --d) {
-        r->as.shape[d] = shape[d], r->as.stride[d] = dense;
+        r->as.shape[d] = shape[d];
+        r->as.stride[d] = dense;
         dense = (int64_t)((uint64_t)dense *
-                          (uint64_t)gk_max_i64(1, shape[d])); /* what overflows is refused where it is made */
+                          /* what overflows is refused where it is made */
+                          (uint64_t)gk_max_i64(1, shape[d]));
     }
     return r;
 }
@@ -224,26 +256,30 @@ gk_status gk_check_apart(gk_io *io, int i) {
     for (int n = 0; n < io->num_inputs; ++n) {
         const gk_tensor *in = io->input[n].tensor;
         if (!in->data || (r->in_place && same_elements(t, in))) continue;
-        GK_REQUIRE(!gk_shares_memory(in, t), "%s shares memory with %s; it must not", r->name, io->input[n].name);
+        GK_REQUIRE(!gk_shares_memory(in, t), "%s shares memory with %s; it must not", r->name,
+                   io->input[n].name);
     }
     return GK_OK;
 }
 
-/* ---- attention --------------------------------------------------------------------------------------- */
+/* ---- attention ------------------------------------------------------------------------------- */
 static gk_status check_window(const char *name, int64_t window) {
-    GK_REQUIRE(window >= -1, "%s must be -1 (unbounded), 0 or more, got %lld", name, (long long)window);
+    GK_REQUIRE(window >= -1, "%s must be -1 (unbounded), 0 or more, got %lld", name,
+               (long long)window);
     return GK_OK;
 }
 
-gk_status gk_check_rules(gk_io *io, const gk_attn_rules *r, const gk_tensor *q, int64_t batch, int64_t heads_q) {
+gk_status gk_check_rules(gk_io *io, const gk_attn_rules *r, const gk_tensor *q, int64_t batch,
+                         int64_t heads_q) {
     const gk_dtype stats = gk_stats_dtype(q->dtype);
     GK_REQUIRE(isfinite(r->scale), "scale must be finite, got %g", r->scale);
-    GK_REQUIRE(fabs(r->scale) <= gk_scale_limit(q->dtype), "scale must be at most 1e38 in size where q is %s, got %g",
-               gk_dtype_name(q->dtype), r->scale);
+    GK_REQUIRE(fabs(r->scale) <= gk_scale_limit(q->dtype),
+               "scale must be at most 1e38 in size where q is %s, got %g", gk_dtype_name(q->dtype),
+               r->scale);
     GK_TRY(check_window("window_left", r->window_left));
     GK_TRY(check_window("window_right", r->window_right));
-    GK_REQUIRE(isfinite(r->softcap) && r->softcap >= 0, "softcap must be 0 (off) or a positive finite number, got %g",
-               r->softcap);
+    GK_REQUIRE(isfinite(r->softcap) && r->softcap >= 0,
+               "softcap must be 0 (off) or a positive finite number, got %g", r->softcap);
     GK_REQUIRE(gk_holds_softcap(r, q->dtype),
                "scale must be at most 1e%d times softcap in size where q is %s, got %g and %g",
                stats == GK_F64 ? 307 : 37, gk_dtype_name(q->dtype), r->scale, r->softcap);
@@ -267,8 +303,8 @@ gk_status gk_check_rules(gk_io *io, const gk_attn_rules *r, const gk_tensor *q, 
 
 gk_status gk_check_heads(int64_t heads_q, const char *name, int64_t heads_kv) {
     GK_REQUIRE(heads_kv > 0 ? heads_q % heads_kv == 0 : heads_q == 0,
-               "%s has %lld heads, q has %lld; q's must be a multiple of %s's", name, (long long)heads_kv,
-               (long long)heads_q, name);
+               "%s has %lld heads, q has %lld; q's must be a multiple of %s's", name,
+               (long long)heads_kv, (long long)heads_q, name);
     return GK_OK;
 }
 
@@ -279,12 +315,14 @@ bool gk_serves_head_dim(gk_device device, int64_t d) {
 gk_status gk_check_head_dim(const char *name, gk_device device, int64_t d) {
     if (gk_serves_head_dim(device, d)) return GK_OK;
     return gk_fail(GK_ERR_UNSUPPORTED, "%s has head_dim %lld; %s", name, (long long)d,
-                   device == GK_CUDA ? "supported on CUDA are multiples of 8 from 8 to 256" : "it must be 1 to 512");
+                   device == GK_CUDA ? "supported on CUDA are multiples of 8 from 8 to 256"
+                                     : "it must be 1 to 512");
 }
 
 /* CUDA kernels count tokens in 32 bits, with a bit to spare for sums. */
 gk_status gk_check_tokens(const char *name, const gk_context *ctx, int64_t n) {
     if (ctx->device == GK_CUDA && n > INT64_C(1) << 30)
-        return gk_fail(GK_ERR_UNSUPPORTED, "%s has %lld tokens; supported on CUDA are up to 2^30", name, (long long)n);
+        return gk_fail(GK_ERR_UNSUPPORTED, "%s has %lld tokens; supported on CUDA are up to 2^30",
+                       name, (long long)n);
     return GK_OK;
 }

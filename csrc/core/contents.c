@@ -13,44 +13,51 @@ static int64_t load_int(const gk_tensor *t, int64_t offset) {
 }
 
 /* ---- cu_seqlens ------------------------------------------------------------------------------ */
-gk_status gk_check_cu_seqlens(const char *name, const gk_tensor *cu_seqlens, int64_t total, int64_t max_seqlen) {
+gk_status gk_check_cu_seqlens(const char *name, const gk_tensor *cu_seqlens, int64_t total,
+                              int64_t max_seqlen) {
     int64_t batch = cu_seqlens->shape[0] - 1, start = load_int(cu_seqlens, 0);
     if (start != 0) {
-        return gk_fail(GK_ERR_INDEX, "%s is expected to start at 0, got %s[0] = %" PRId64, name, name, start);
+        return gk_fail(GK_ERR_INDEX, "%s is expected to start at 0, got %s[0] = %" PRId64, name,
+                       name, start);
     }
     for (int64_t b = 0; b < batch; ++b) {
         int64_t end = load_int(cu_seqlens, (b + 1) * cu_seqlens->stride[0]);
         if (end < start) {
             return gk_fail(GK_ERR_INDEX,
-                           "%s is expected not to decrease, got %s[%" PRId64 "] = %" PRId64 " after %" PRId64, name,
-                           name, b + 1, end, start);
+                           "%s is expected not to decrease, got %s[%" PRId64 "] = %" PRId64
+                           " after %" PRId64,
+                           name, name, b + 1, end, start);
         }
         if (end - start > max_seqlen) {
             return gk_fail(GK_ERR_INDEX,
-                           "%s is expected to hold sequences of at most max_seqlen %" PRId64 " tokens, got %" PRId64
-                           " in sequence %" PRId64,
+                           "%s is expected to hold sequences of at most max_seqlen %" PRId64
+                           " tokens, got %" PRId64 " in sequence %" PRId64,
                            name, max_seqlen, end - start, b);
         }
         start = end;
     }
     if (start > total) {
         return gk_fail(GK_ERR_INDEX,
-                       "%s is expected to end at or before the %" PRId64 " tokens there are, got %s[%" PRId64
-                       "] = %" PRId64,
+                       "%s is expected to end at or before the %" PRId64
+                       " tokens there are, got %s[%" PRId64 "] = %" PRId64,
                        name, total, name, batch, start);
     }
     return GK_OK;
 }
 
 /* ---- scales ---------------------------------------------------------------------------------- */
-/* Those of one page where a cache has a scale a page, else all; page -1 asks for the latter alone. */
+/* Those of one page where a cache has a scale a page, else all; page -1 asks for the latter
+ * alone. */
 static gk_status check_scale(const char *name, const gk_tensor *t, int64_t page) {
     if (!t || (t->ndim == 2) != (page >= 0)) return GK_OK;
-    const int64_t n = t->ndim ? t->shape[t->ndim - 1] : 1, step = t->ndim ? t->stride[t->ndim - 1] : 0;
+    const int64_t n = t->ndim ? t->shape[t->ndim - 1] : 1,
+                  step = t->ndim ? t->stride[t->ndim - 1] : 0;
     for (int64_t h = 0; h < n; ++h) {
-        const double x = gk_load(t->data, t->dtype, h * step + (t->ndim == 2 ? page * t->stride[0] : 0));
+        const double x =
+            gk_load(t->data, t->dtype, h * step + (t->ndim == 2 ? page * t->stride[0] : 0));
         if (isfinite(x) && x > 0) continue;
-        return gk_fail(GK_ERR_ARGUMENT, "%s must hold finite numbers above 0, got %g for head %" PRId64, name, x, h);
+        return gk_fail(GK_ERR_ARGUMENT,
+                       "%s must hold finite numbers above 0, got %g for head %" PRId64, name, x, h);
     }
     return GK_OK;
 }
@@ -62,42 +69,48 @@ static gk_status check_scales(const gk_tensor *k_scale, const gk_tensor *v_scale
 
 /* ---- paged_attn ------------------------------------------------------------------------------ */
 /* Length 0 is an inactive sequence, whatever its query tokens. */
-static gk_status check_length(int64_t b, int64_t length, int64_t seq_q, int64_t capacity, bool allow_short) {
+static gk_status check_length(int64_t b, int64_t length, int64_t seq_q, int64_t capacity,
+                              bool allow_short) {
     if (length < 0) {
-        return gk_fail(GK_ERR_INDEX, "seq_lens is expected not to be negative, got seq_lens[%" PRId64 "] = %" PRId64, b,
-                       length);
+        return gk_fail(GK_ERR_INDEX,
+                       "seq_lens is expected not to be negative, got seq_lens[%" PRId64
+                       "] = %" PRId64,
+                       b, length);
     }
     if (length > capacity) {
         return gk_fail(GK_ERR_INDEX,
-                       "seq_lens is expected to fit a row of block_table (%" PRId64 " keys), got seq_lens[%" PRId64
-                       "] = %" PRId64,
+                       "seq_lens is expected to fit a row of block_table (%" PRId64
+                       " keys), got seq_lens[%" PRId64 "] = %" PRId64,
                        capacity, b, length);
     }
     if (!allow_short && length > 0 && length < seq_q) {
         return gk_fail(GK_ERR_INDEX,
-                       "seq_lens is expected to count the query tokens (%" PRId64 " in sequence %" PRId64
-                       "), got seq_lens[%" PRId64 "] = %" PRId64,
+                       "seq_lens is expected to count the query tokens (%" PRId64
+                       " in sequence %" PRId64 "), got seq_lens[%" PRId64 "] = %" PRId64,
                        seq_q, b, b, length);
     }
     return GK_OK;
 }
 
-/* The entries of row b that some query reads: pages left of the first query's window and of kv_start may hold
- * anything. */
-static gk_status check_pages(const gk_paged_attn_args *x, int64_t b, int64_t length, int64_t seq_q) {
+/* The entries of row b that some query reads: pages left of the first query's window and of
+ * kv_start may hold anything. */
+static gk_status check_pages(const gk_paged_attn_args *x, int64_t b, int64_t length,
+                             int64_t seq_q) {
     int64_t block_size = x->k_cache.shape[1], num_blocks = x->k_cache.shape[0];
     if (seq_q == 0 || length == 0) return GK_OK;
     gk_span span = gk_span_paged(x, b, seq_q, length);
-    for (int64_t entry = gk_span_lo(&span, 0) / block_size; entry < gk_ceil_div(length, block_size); ++entry) {
-        int64_t page = load_int(&x->block_table, b * x->block_table.stride[0] + entry * x->block_table.stride[1]);
+    for (int64_t entry = gk_span_lo(&span, 0) / block_size; entry < gk_ceil_div(length, block_size);
+         ++entry) {
+        int64_t page = load_int(&x->block_table,
+                                b * x->block_table.stride[0] + entry * x->block_table.stride[1]);
         if (page >= 0 && page < num_blocks) {
             const gk_status status = check_scales(x->k_scale, x->v_scale, page);
             if (status != GK_OK) return status;
             continue;
         }
         return gk_fail(GK_ERR_INDEX,
-                       "block_table is expected to hold pages in [0, %" PRId64 "), got block_table[%" PRId64
-                       ", %" PRId64 "] = %" PRId64,
+                       "block_table is expected to hold pages in [0, %" PRId64
+                       "), got block_table[%" PRId64 ", %" PRId64 "] = %" PRId64,
                        num_blocks, b, entry, page);
     }
     return GK_OK;
@@ -115,8 +128,10 @@ gk_status gk_check_paged_contents(const gk_paged_attn_args *args) {
     if (scales != GK_OK) return scales;
     for (int64_t b = 0; b < batch; ++b) {
         int64_t length = load_int(&args->seq_lens, b * args->seq_lens.stride[0]);
-        int64_t seq_q = cu ? load_int(cu, (b + 1) * cu->stride[0]) - load_int(cu, b * cu->stride[0]) : tokens / batch;
-        gk_status status = check_length(b, length, seq_q, capacity, args->flags & GK_PAGED_ALLOW_SHORT);
+        int64_t seq_q = cu ? load_int(cu, (b + 1) * cu->stride[0]) - load_int(cu, b * cu->stride[0])
+                           : tokens / batch;
+        gk_status status =
+            check_length(b, length, seq_q, capacity, args->flags & GK_PAGED_ALLOW_SHORT);
         if (status == GK_OK) status = check_pages(args, b, length, seq_q);
         if (status != GK_OK) return status;
     }
@@ -137,8 +152,8 @@ gk_status gk_check_slots(const gk_kv_cache_write_args *args) {
             continue;
         }
         return gk_fail(GK_ERR_INDEX,
-                       "slots is expected to hold slots below %" PRId64 " (num_blocks * block_size), got slots[%" PRId64
-                       "] = %" PRId64,
+                       "slots is expected to hold slots below %" PRId64
+                       " (num_blocks * block_size), got slots[%" PRId64 "] = %" PRId64,
                        capacity, t, slot);
     }
     return GK_OK;
@@ -148,11 +163,12 @@ gk_status gk_check_positions(const gk_rope_args *args) {
     const gk_tensor *p = args->positions;
     const int64_t rows = args->cos.shape[0], last = p ? p->shape[p->ndim - 1] : 0;
     for (int64_t i = 0; p && i < gk_numel(p); ++i) {
-        const int64_t position =
-            load_int(p, p->ndim == 2 ? i / last * p->stride[0] + i % last * p->stride[1] : i * p->stride[0]);
+        const int64_t position = load_int(
+            p, p->ndim == 2 ? i / last * p->stride[0] + i % last * p->stride[1] : i * p->stride[0]);
         if (position >= 0 && position < rows) continue;
         return gk_fail(GK_ERR_INDEX,
-                       "positions is expected to hold rows of cos, [0, %" PRId64 "), got %" PRId64 " at token %" PRId64,
+                       "positions is expected to hold rows of cos, [0, %" PRId64 "), got %" PRId64
+                       " at token %" PRId64,
                        rows, position, i);
     }
     return GK_OK;
@@ -162,12 +178,15 @@ gk_status gk_check_targets(const gk_cross_entropy_args *args, int64_t classes) {
     const gk_tensor *t = &args->target;
     for (int64_t row = 0; row < gk_numel(t); ++row) {
         int64_t rest = row, offset = 0;
-        for (int d = t->ndim - 1; d >= 0; --d) offset += rest % t->shape[d] * t->stride[d], rest /= t->shape[d];
+        for (int d = t->ndim - 1; d >= 0; --d) {
+            offset += rest % t->shape[d] * t->stride[d];
+            rest /= t->shape[d];
+        }
         const int64_t target = load_int(t, offset);
         if ((target >= 0 && target < classes) || target == args->ignore_index) continue;
         return gk_fail(GK_ERR_INDEX,
-                       "target is expected to hold classes in [0, %" PRId64 ") or ignore_index, got %" PRId64
-                       " in row %" PRId64,
+                       "target is expected to hold classes in [0, %" PRId64
+                       ") or ignore_index, got %" PRId64 " in row %" PRId64,
                        classes, target, row);
     }
     return GK_OK;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* dispatch.c: plans a call whose arguments are checked, by the first kernel that serves it, and runs the plan.
+/* dispatch.c: plans a call whose arguments are checked, by the first kernel that serves it, and
+ * runs the plan.
  * The only file that knows every room: ref/, cpu/ and (where built) cuda/. */
 #include "dispatch.h"
 #include "checks.h"
@@ -11,16 +12,18 @@
 
 #include <stdio.h>
 
-/* ---- what the tests count ------------------------------------------------------------------------------ */
+/* ---- what the tests count -------------------------------------------------------------------- */
 static _Thread_local int64_t num_plans, num_kernel_plans, num_asked;
 
 void gk_count_calls(gk_call_counts *counts) {
-    counts->checks = gk_num_checks(), counts->plans = num_plans, counts->kernel_plans = num_kernel_plans;
+    counts->checks = gk_num_checks();
+    counts->plans = num_plans;
+    counts->kernel_plans = num_kernel_plans;
 }
 
 int64_t gk_count_asked(void) { return num_asked; }
 
-/* ---- the CPU's plan ------------------------------------------------------------------------------------- */
+/* ---- the CPU's plan -------------------------------------------------------------------------- */
 static gk_status find_isa(const gk_context *ctx, gk_isa *isa) {
     const char *asked = ctx->cpu_isa ? ctx->cpu_isa : gk_cpu_isa();
     for (int i = 0; i < GK_NUM_ISAS; ++i)
@@ -28,7 +31,8 @@ static gk_status find_isa(const gk_context *ctx, gk_isa *isa) {
             *isa = (gk_isa)i;
             return GK_OK;
         }
-    return gk_fail(GK_ERR_DEVICE, "the instruction set asked for is \"%s\"; this machine has %s", asked, gk_cpu_isas());
+    return gk_fail(GK_ERR_DEVICE, "the instruction set asked for is \"%s\"; this machine has %s",
+                   asked, gk_cpu_isas());
 }
 
 /* Past avx512bf16 pairs of VDPBF16PS are the slow ones: what AMX does not serve goes by avx512. */
@@ -37,7 +41,8 @@ static bool is_row_of(gk_isa row, gk_isa isa) {
     return row == isa || row <= GK_ISA_AVX512;
 }
 
-static gk_status plan_cpu(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, gk_plan *plan) {
+static gk_status plan_cpu(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
+                          gk_plan *plan) {
     gk_isa isa = GK_ISA_BASE;
     int n;
     GK_TRY(find_isa(ctx, &isa));
@@ -49,15 +54,17 @@ static gk_status plan_cpu(const gk_context *ctx, gk_op op, gk_dtype dtype, const
             ++num_kernel_plans;
             return GK_OK;
         }
-    return gk_fail(GK_ERR_UNSUPPORTED, "no kernel for %s; supported are float32, bfloat16, float16, float64",
+    return gk_fail(GK_ERR_UNSUPPORTED,
+                   "no kernel for %s; supported are float32, bfloat16, float16, float64",
                    gk_dtype_name(dtype));
 }
 
 static bool workspace_fits(const void *workspace, size_t workspace_bytes, size_t needed) {
-    return needed == 0 || (needed <= workspace_bytes && workspace && (uintptr_t)workspace % 64 == 0);
+    return needed == 0 ||
+           (needed <= workspace_bytes && workspace && (uintptr_t)workspace % 64 == 0);
 }
 
-/* ---- the GPU's plan ------------------------------------------------------------------------------------- */
+/* ---- the GPU's plan -------------------------------------------------------------------------- */
 #ifdef GPUKERN_HAS_CUDA
 /* A table of sm_90a code serves that arch alone; compute_80 code every arch from 80 on. */
 static bool runs_on(const gk_cuda_table *table, const gk_gpu *gpu) {
@@ -70,15 +77,16 @@ const gk_gpu *gk_dispatch_gpu(const gk_context *ctx) {
     return gpu;
 }
 
-static bool plan_row(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *plan) {
+static bool plan_row(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+                     gk_plan *plan) {
     ++num_asked;
     if (!row->plan(row, ctx, args, gk_plan_begin(plan, row))) return false;
     ++num_kernel_plans;
     return true;
 }
 
-static bool plan_table(const gk_cuda_table *table, const gk_context *ctx, gk_dtype dtype, const void *args,
-                       gk_plan *plan) {
+static bool plan_table(const gk_cuda_table *table, const gk_context *ctx, gk_dtype dtype,
+                       const void *args, gk_plan *plan) {
     if (table->plan) {
         ++num_asked;
         if (!table->plan(ctx, args, gk_plan_begin(plan, NULL))) return false;
@@ -86,7 +94,8 @@ static bool plan_table(const gk_cuda_table *table, const gk_context *ctx, gk_dty
         return true;
     }
     for (int i = 0; i < table->num_instances; ++i)
-        if (table->instances[i].dtype == dtype && plan_row(&table->instances[i], ctx, args, plan)) return true;
+        if (table->instances[i].dtype == dtype && plan_row(&table->instances[i], ctx, args, plan))
+            return true;
     return false;
 }
 
@@ -96,7 +105,8 @@ static bool has_dtype(const gk_cuda_table *table, gk_dtype dtype) {
     return false;
 }
 
-gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, gk_plan *plan) {
+gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dtype,
+                                   const void *args, gk_plan *plan) {
     const gk_gpu *gpu = gk_dispatch_gpu(ctx);
     if (!gpu) return GK_ERR_DEVICE;
     int num_tables;
@@ -105,25 +115,31 @@ gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dty
         if (runs_on(tables[t], gpu) && gk_cuda_takes(tables[t], op, args) &&
             plan_table(tables[t], ctx, dtype, args, plan))
             return GK_OK;
-    if (num_tables == 0) return gk_fail(GK_ERR_UNSUPPORTED, "no kernel on CUDA; supported is the CPU");
+    if (num_tables == 0)
+        return gk_fail(GK_ERR_UNSUPPORTED, "no kernel on CUDA; supported is the CPU");
     for (int t = 0; t < num_tables; ++t)
-        if (runs_on(tables[t], gpu) && has_dtype(tables[t], dtype) && gk_cuda_takes(tables[t], op, args))
+        if (runs_on(tables[t], gpu) && has_dtype(tables[t], dtype) &&
+            gk_cuda_takes(tables[t], op, args))
             return gk_fail(GK_ERR_UNSUPPORTED,
-                           "no kernel for %s on cuda:%d (%s) serves a call of these sizes; expected are smaller ones",
+                           "no kernel for %s on cuda:%d (%s) serves a call of these sizes; "
+                           "expected are smaller ones",
                            gk_dtype_name(dtype), (int)ctx->index, gpu->name);
     return gk_fail(GK_ERR_UNSUPPORTED,
-                   "no kernel for %s on cuda:%d (%s, compute capability %d.%d); supported are float32, bfloat16, "
+                   "no kernel for %s on cuda:%d (%s, compute capability %d.%d); supported are "
+                   "float32, bfloat16, "
                    "float16, float64 from compute capability 8.0 on",
-                   gk_dtype_name(dtype), (int)ctx->index, gpu->name, gpu->arch / 10, gpu->arch % 10);
+                   gk_dtype_name(dtype), (int)ctx->index, gpu->name, gpu->arch / 10,
+                   gpu->arch % 10);
 }
 
-bool gk_dispatch_plan_gemm_row(const gk_cuda_instance *row, const gk_context *ctx, const gk_gpu *gpu,
-                               const gk_gemm_args *args, gk_plan *plan) {
+bool gk_dispatch_plan_gemm_row(const gk_cuda_instance *row, const gk_context *ctx,
+                               const gk_gpu *gpu, const gk_gemm_args *args, gk_plan *plan) {
     int num_tables;
     const gk_cuda_table *const *tables = gk_cuda_tables(GK_OP_GEMM, &num_tables);
     for (int t = 0; t < num_tables; ++t)
         if (row >= tables[t]->instances && row < tables[t]->instances + tables[t]->num_instances)
-            return runs_on(tables[t], gpu) && row->dtype == args->a.dtype && plan_row(row, ctx, args, plan);
+            return runs_on(tables[t], gpu) && row->dtype == args->a.dtype &&
+                   plan_row(row, ctx, args, plan);
     return false;
 }
 
@@ -140,7 +156,8 @@ static bool plan_preferred(const gk_context *ctx, gk_op op, const void *args, gk
     return true;
 }
 
-/* FLOPs a clock of one SM: tensor cores for 16-bit types, plain multiply-adds for the others; 0: of no other width. */
+/* FLOPs a clock of one SM: tensor cores for 16-bit types, plain multiply-adds for the others; 0: of
+ * no other width. */
 static double flops_per_clock(int arch, gk_dtype dtype) {
     switch (gk_type_of(dtype)->bits) {
     case 16: return arch == 90 ? 4096 : arch == 80 ? 2048 : 1024;
@@ -153,26 +170,31 @@ static double flops_per_clock(int arch, gk_dtype dtype) {
 uint8_t *gk_cuda_error_word(void) { return NULL; }
 #endif
 
-/* ---- plan and run ---------------------------------------------------------------------------------------- */
-gk_status gk_dispatch_plan(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, gk_plan *plan) {
+/* ---- plan and run ---------------------------------------------------------------------------- */
+gk_status gk_dispatch_plan(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
+                           gk_plan *plan) {
     ++num_plans;
 #ifdef GPUKERN_HAS_CUDA
     if (ctx->device == GK_CUDA)
-        return plan_preferred(ctx, op, args, plan) ? GK_OK : gk_dispatch_plan_default(ctx, op, dtype, args, plan);
+        return plan_preferred(ctx, op, args, plan)
+                   ? GK_OK
+                   : gk_dispatch_plan_default(ctx, op, dtype, args, plan);
 #endif
     return plan_cpu(ctx, op, dtype, args, plan);
 }
 
-static gk_status run_cpu(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+static gk_status run_cpu(const gk_context *ctx, const void *args, const gk_plan *plan,
+                         void *workspace) {
     ((const gk_cpu_instance *)plan->kernel)->kernel->run(ctx, args, plan, workspace);
     return GK_OK;
 }
 
-gk_status gk_dispatch_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace,
-                          size_t workspace_bytes) {
+gk_status gk_dispatch_run(const gk_context *ctx, const void *args, const gk_plan *plan,
+                          void *workspace, size_t workspace_bytes) {
     gk_status status;
     if (!workspace_fits(workspace, workspace_bytes, plan->workspace_bytes))
-        return gk_fail(GK_ERR_WORKSPACE, "workspace of %zu bytes at %p, expected %zu bytes, 64-byte aligned",
+        return gk_fail(GK_ERR_WORKSPACE,
+                       "workspace of %zu bytes at %p, expected %zu bytes, 64-byte aligned",
                        workspace_bytes, workspace, plan->workspace_bytes);
 #ifdef GPUKERN_HAS_CUDA
     if (ctx->device == GK_CUDA) {
@@ -184,11 +206,13 @@ gk_status gk_dispatch_run(const gk_context *ctx, const void *args, const gk_plan
         return status;
     }
 #endif
-    GK_IN_RANGE(status, ((const gk_cpu_instance *)plan->kernel)->name, run_cpu(ctx, args, plan, workspace));
+    GK_IN_RANGE(status, ((const gk_cpu_instance *)plan->kernel)->name,
+                run_cpu(ctx, args, plan, workspace));
     return status;
 }
 
-gk_status gk_dispatch_workspace(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, size_t *bytes) {
+gk_status gk_dispatch_workspace(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
+                                size_t *bytes) {
     gk_plan plan;
     GK_TRY(gk_dispatch_plan(ctx, op, dtype, args, &plan));
     *bytes = plan.workspace_bytes;
@@ -199,8 +223,8 @@ gk_status gk_dispatch_workspace(const gk_context *ctx, gk_op op, gk_dtype dtype,
     return GK_OK;
 }
 
-gk_status gk_dispatch_call(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, void *workspace,
-                           size_t workspace_bytes) {
+gk_status gk_dispatch_call(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
+                           void *workspace, size_t workspace_bytes) {
     gk_plan plan;
     GK_TRY(gk_dispatch_plan(ctx, op, dtype, args, &plan));
 #ifdef GPUKERN_HAS_CUDA
@@ -211,15 +235,16 @@ gk_status gk_dispatch_call(const gk_context *ctx, gk_op op, gk_dtype dtype, cons
     return gk_dispatch_run(ctx, args, &plan, workspace, workspace_bytes);
 }
 
-/* ---- what a call would do --------------------------------------------------------------------------------- */
+/* ---- what a call would do -------------------------------------------------------------------- */
 static void name_cpu_kernel(const gk_cpu_instance *row, gk_explanation *out) {
     const bool reference = row->dtype == GK_F64;
-    snprintf(out->row, sizeof out->row, reference ? "%s_%s" : "%s_%s_%s", row->name, gk_type_of(row->dtype)->short_name,
-             gk_isa_names[row->isa]);
+    snprintf(out->row, sizeof out->row, reference ? "%s_%s" : "%s_%s_%s", row->name,
+             gk_type_of(row->dtype)->short_name, gk_isa_names[row->isa]);
     snprintf(out->isa, sizeof out->isa, "%s", reference ? "ref" : gk_isa_names[row->isa]);
 }
 
-gk_status gk_dispatch_explain(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args, gk_explanation *out) {
+gk_status gk_dispatch_explain(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
+                              gk_explanation *out) {
     /* a caller built before `preferred` was there has a struct that ends before it */
     GK_REQUIRE(out && out->size >= offsetof(gk_explanation, preferred),
                "explanation.size is not sizeof(gk_explanation)");
@@ -227,12 +252,15 @@ gk_status gk_dispatch_explain(const gk_context *ctx, gk_op op, gk_dtype dtype, c
     gk_plan plan;
     GK_TRY(gk_dispatch_plan(ctx, op, dtype, args, &plan));
     memcpy(found.tile, plan.tile, sizeof found.tile);
-    found.tasks = plan.tasks, found.chunks = plan.chunks, found.workspace_bytes = (int64_t)plan.workspace_bytes;
+    found.tasks = plan.tasks;
+    found.chunks = plan.chunks;
+    found.workspace_bytes = (int64_t)plan.workspace_bytes;
 #ifdef GPUKERN_HAS_CUDA
     if (ctx->device == GK_CUDA) {
         const gk_cuda_instance *row = plan.kernel;
         snprintf(found.row, sizeof found.row, "%s", row->name);
-        snprintf(found.isa, sizeof found.isa, "%s", strstr(row->name, "_sm90a") ? "sm_90a" : "sm_80");
+        snprintf(found.isa, sizeof found.isa, "%s",
+                 strstr(row->name, "_sm90a") ? "sm_90a" : "sm_80");
         found.waves = plan.waves;
         if (plan.waves == 0 && !(row->blocks_per_sm && ctx->index >= GK_FIRST_DESCRIBED_GPU)) {
             int blocks = 1;
@@ -261,7 +289,8 @@ void gk_dispatch_bound(const gk_context *ctx, gk_dtype dtype, gk_explanation *ou
 #ifdef GPUKERN_HAS_CUDA
     const gk_gpu *gpu = ctx->device == GK_CUDA ? gk_gpu_of(ctx->index) : NULL;
     if (!gpu) return;
-    const double flops_per_us = flops_per_clock(gpu->arch, dtype) * gpu->num_sms * gpu->clock_khz / 1e3;
+    const double flops_per_us =
+        flops_per_clock(gpu->arch, dtype) * gpu->num_sms * gpu->clock_khz / 1e3;
     out->bound_us = out->bytes / (gpu->memory_gbs * 1e3);
     if (flops_per_us > 0) out->bound_us = fmax(out->bound_us, out->flops / flops_per_us);
 #else
@@ -276,11 +305,14 @@ static gk_status find_arch(const char *arch, int32_t *index) {
     GK_REQUIRE(*index >= 0, "arch is \"%.40s\"; expected sm_80, sm_86, sm_89 or sm_90", arch);
     return GK_OK;
 #else
-    return gk_fail(GK_ERR_UNSUPPORTED, "this library was built without CUDA kernels, so it has none for %.40s", arch);
+    return gk_fail(GK_ERR_UNSUPPORTED,
+                   "this library was built without CUDA kernels, so it has none for %.40s", arch);
 #endif
 }
 
-gk_status gk_cuda_arch(const char *arch, int32_t *index) { return gk_named("gk_cuda_arch", find_arch(arch, index)); }
+gk_status gk_cuda_arch(const char *arch, int32_t *index) {
+    return gk_named("gk_cuda_arch", find_arch(arch, index));
+}
 
 const char *gk_cuda_kernels(void) {
     static _Thread_local char text[16384];
@@ -292,8 +324,8 @@ const char *gk_cuda_kernels(void) {
         const gk_cuda_table *const *tables = gk_cuda_tables((gk_op)op, &num_tables);
         for (int t = 0; t < num_tables; ++t)
             for (int i = 0; i < tables[t]->num_instances && length < sizeof text - 80; ++i)
-                length += (size_t)snprintf(text + length, sizeof text - length, "%s%s", length ? "," : "",
-                                           tables[t]->instances[i].name);
+                length += (size_t)snprintf(text + length, sizeof text - length, "%s%s",
+                                           length ? "," : "", tables[t]->instances[i].name);
     }
 #endif
     return text;

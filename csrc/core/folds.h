@@ -11,8 +11,8 @@
 extern "C" {
 #endif
 
-/* Whether a of a checked call is rows of one matrix b, but lies so that they make many small products, which take longer
- * than one product and the copy of a that it needs. */
+/* Whether a of a checked call is rows of one matrix b, but lies so that they make many small
+ * products, which take longer than one product and the copy of a that it needs. */
 bool gk_gemm_is_better_dense(const gk_context *ctx, const gk_gemm_args *args);
 
 #ifdef __cplusplus

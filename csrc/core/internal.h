@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* internal.h: what the files of csrc share and users do not see: failure texts, scalar loads, the worker loop. */
+/* internal.h: what the files of csrc share and users do not see: failure texts, scalar loads, the
+ * worker loop. */
 #ifndef GPUKERN_INTERNAL_H
 #define GPUKERN_INTERNAL_H
 
@@ -21,10 +22,11 @@ __attribute__((format(printf, 2, 3)))
 #endif
 gk_status gk_fail(gk_status code, const char *format, ...);
 
-/* The default of a switch over a dtype: a failure that names the type. A type that was added to the table and not to the switch must
- * not be read as another one. */
+/* The default of a switch over a dtype: a failure that names the type. A type that was added to the
+ * table and not to the switch must not be read as another one. */
 gk_status gk_no_case(const char *what, gk_dtype dtype);
-/* The same where no status can be returned, past the checks that refuse such a call: the library's own mistake, so it stops. */
+/* The same where no status can be returned, past the checks that refuse such a call: the library's
+ * own mistake, so it stops. */
 #if defined(__GNUC__)
 __attribute__((noreturn, cold))
 #endif
@@ -32,12 +34,17 @@ void gk_stop_without_case(const char *what, gk_dtype dtype);
 
 static inline int64_t gk_min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t gk_max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t gk_clamp_i64(int64_t x, int64_t lo, int64_t hi) { return gk_max_i64(lo, gk_min_i64(x, hi)); }
+static inline int64_t gk_clamp_i64(int64_t x, int64_t lo, int64_t hi) {
+    return gk_max_i64(lo, gk_min_i64(x, hi));
+}
 static inline int64_t gk_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t gk_round_up(int64_t a, int64_t b) { return gk_ceil_div(a, b) * b; }
 
-/* base + bytes; NULL where there is no base: workspace that is only sized, the data of an empty tensor. */
-static inline void *gk_at(const void *base, int64_t bytes) { return base ? (char *)base + bytes : NULL; }
+/* base + bytes; NULL where there is no base: workspace that is only sized, the data of an empty
+ * tensor. */
+static inline void *gk_at(const void *base, int64_t bytes) {
+    return base ? (char *)base + bytes : NULL;
+}
 
 static inline int64_t gk_numel(const gk_tensor *t) {
     int64_t n = 1;
@@ -84,7 +91,8 @@ static inline uint16_t gk_f32_to_f16(float f) {
     u &= 0x7fffffffu;
     if (u > 0x7f800000u) return (uint16_t)(sign | 0x7e00);  /* NaN */
     if (u >= 0x477ff000u) return (uint16_t)(sign | 0x7c00); /* rounds past 65504 */
-    if (u < 0x38800000u) { /* subnormal: adding 0.5 leaves the rounded multiple of 2^-24 in the low bits */
+    if (u < 0x38800000u) { /* subnormal: adding 0.5 leaves the rounded multiple of 2^-24 in the low
+                              bits */
         float g;
         memcpy(&g, &u, 4);
         g += 0.5f;
@@ -122,24 +130,29 @@ static inline void gk_store(void *p, gk_dtype dtype, int64_t i, double x) {
     case GK_E4M3: ((uint8_t *)p)[i] = gk_f32_to_e4m3(gk_f64_to_odd_f32(x)); break;
     case GK_E5M2: ((uint8_t *)p)[i] = gk_f32_to_e5m2(gk_f64_to_odd_f32(x)); break;
     case GK_I8: ((int8_t *)p)[i] = gk_f32_to_i8(gk_f64_to_odd_f32(x)); break;
-    case GK_U8: ((uint8_t *)p)[i] = (uint8_t)rintf(fminf(fmaxf(gk_f64_to_odd_f32(x), 0), 255)); break;
+    case GK_U8:
+        ((uint8_t *)p)[i] = (uint8_t)rintf(fminf(fmaxf(gk_f64_to_odd_f32(x), 0), 255));
+        break;
     case GK_E8M0: ((uint8_t *)p)[i] = gk_f32_to_e8m0(gk_f64_to_odd_f32(x)); break;
     default: gk_stop_without_case("gk_store", dtype);
     }
 }
 
-/* ---- numbers of a call, in the precision that its dtype is computed in ------------------------- */
-/* Whether alpha or beta keeps its value: float32 has none between 0 and FLT_MIN of full precision, nor past FLT_MAX. */
+/* ---- numbers of a call, in the precision that its dtype is computed in ----------------------- */
+/* Whether alpha or beta keeps its value: float32 has none between 0 and FLT_MIN of full precision,
+ * nor past FLT_MAX. */
 static inline bool gk_holds(gk_dtype dtype, double x) {
     const double size = fabs(x);
-    return dtype == GK_F64 || !isfinite(x) || size == 0 || (size >= 1.17549436e-38 && size <= 3.40282346e38);
+    return dtype == GK_F64 || !isfinite(x) || size == 0 ||
+           (size >= 1.17549436e-38 && size <= 3.40282346e38);
 }
 
 /* The largest scale: times log2(e) it is finite. */
 static inline double gk_scale_limit(gk_dtype dtype) { return dtype == GK_F64 ? INFINITY : 1e38; }
 
-/* The softcap that a kernel is given: one for which scale / softcap and softcap log2(e) are numbers of full precision. A cap
- * that no score comes near is none (0), and scores under one this small are 0 to any precision that they meet. */
+/* The softcap that a kernel is given: one for which scale / softcap and softcap log2(e) are numbers
+ * of full precision. A cap that no score comes near is none (0), and scores under one this small
+ * are 0 to any precision that they meet. */
 static inline double gk_held_softcap(const gk_attn_rules *r, gk_dtype dtype) {
     const bool wide = dtype == GK_F64;
     const double far = wide ? 1e290 : 1e30, scale = fabs(r->scale);
@@ -153,7 +166,7 @@ static inline bool gk_holds_softcap(const gk_attn_rules *r, gk_dtype dtype) {
            gk_held_softcap(r, dtype) <= r->softcap;
 }
 
-/* ---- which keys a row sees (the C counterpart of cuda/attn/span.cuh) ------------------------------- */
+/* ---- which keys a row sees (the C counterpart of cuda/attn/span.cuh) ------------------------- */
 /* One sequence of one call, in its own coordinates: rows i in [0, seq_q), keys j in [0, seq_k). */
 typedef struct gk_span {
     int64_t key_lo, key_hi; /* bounds that hold for every row: [0, seq_k) cut by kv_start, kv_end */
@@ -163,19 +176,23 @@ typedef struct gk_span {
 
 #define GK_UNBOUNDED (INT64_C(1) << 62)
 
-static inline int64_t gk_sat_add(int64_t a, int64_t b) { /* both within +-2^62: no overflow, then clamped there */
+/* both within +-2^62: no overflow, then clamped there */
+static inline int64_t gk_sat_add(int64_t a, int64_t b) {
     return gk_clamp_i64(a + b, -GK_UNBOUNDED, GK_UNBOUNDED);
 }
 
 static inline gk_span gk_span_make(const gk_attn_rules *r, int64_t seq_k, int64_t diagonal) {
     gk_span s = {0, seq_k, gk_clamp_i64(diagonal, -GK_UNBOUNDED / 2, GK_UNBOUNDED / 2),
                  r->window_left < 0 ? GK_UNBOUNDED : gk_min_i64(r->window_left, GK_UNBOUNDED / 4),
-                 r->window_right < 0 ? GK_UNBOUNDED : gk_min_i64(r->window_right, GK_UNBOUNDED / 4)};
+                 r->window_right < 0 ? GK_UNBOUNDED
+                                     : gk_min_i64(r->window_right, GK_UNBOUNDED / 4)};
     if (r->is_causal) s.right = gk_min_i64(s.right, 0);
     return s;
 }
 
-static inline int32_t gk_i32_at(const gk_tensor *t, int64_t i) { return ((const int32_t *)t->data)[i * t->stride[0]]; }
+static inline int32_t gk_i32_at(const gk_tensor *t, int64_t i) {
+    return ((const int32_t *)t->data)[i * t->stride[0]];
+}
 
 /* kv_start and kv_end of sequence b; the span is then [key_lo, key_hi) with key_lo <= key_hi. */
 static inline void gk_span_cut(gk_span *s, const gk_attn_rules *r, int64_t b) {
@@ -185,8 +202,10 @@ static inline void gk_span_cut(gk_span *s, const gk_attn_rules *r, int64_t b) {
     s->key_hi = gk_max_i64(s->key_lo, s->key_hi);
 }
 
-/* Sequence b of a paged call: its queries end at its last key, and of the bounds it has kv_start alone. */
-static inline gk_span gk_span_paged(const gk_paged_attn_args *args, int64_t b, int64_t seq_q, int64_t seq_k) {
+/* Sequence b of a paged call: its queries end at its last key, and of the bounds it has kv_start
+ * alone. */
+static inline gk_span gk_span_paged(const gk_paged_attn_args *args, int64_t b, int64_t seq_q,
+                                    int64_t seq_k) {
     gk_attn_rules r = args->rules;
     if (!(args->flags & GK_PAGED_WINDOW_RIGHT)) r.window_right = -1;
     r.kv_end = NULL;
@@ -211,13 +230,15 @@ static inline int64_t gk_span_hi(const gk_span *s, int64_t i) {
     return gk_clamp_i64(gk_sat_add(i + s->diagonal, s->right) + 1, s->key_lo, s->key_hi);
 }
 
-/* ---- rows ------------------------------------------------------------------------------------------ */
+/* ---- rows ------------------------------------------------------------------------------------ */
 /* gate or up of a gated linear unit: `other`, where it is given, else that half of `both`. */
 static inline gk_tensor gk_glu_half(const gk_tensor *both, const gk_tensor *other, int which) {
     if (other) return which ? *other : *both;
     gk_tensor half = *both;
     half.shape[half.ndim - 1] /= 2;
-    if (which) half.data = gk_at(half.data, half.shape[half.ndim - 1] * (gk_type_of(half.dtype)->bits / 8));
+    if (which)
+        half.data =
+            gk_at(half.data, half.shape[half.ndim - 1] * (gk_type_of(half.dtype)->bits / 8));
     return half;
 }
 
@@ -225,10 +246,15 @@ static inline gk_tensor gk_glu_half(const gk_tensor *both, const gk_tensor *othe
 static inline gk_tensor gk_heads_of(const gk_tensor *t) {
     if (t->ndim == 4) return *t;
     gk_tensor x = *t;
-    x.ndim = 4, x.shape[0] = 1, x.stride[0] = 0;
-    x.shape[1] = t->shape[1], x.stride[1] = t->stride[1];
-    x.shape[2] = t->shape[0], x.stride[2] = t->stride[0];
-    x.shape[3] = t->shape[2], x.stride[3] = t->stride[2];
+    x.ndim = 4;
+    x.shape[0] = 1;
+    x.stride[0] = 0;
+    x.shape[1] = t->shape[1];
+    x.stride[1] = t->stride[1];
+    x.shape[2] = t->shape[0];
+    x.stride[2] = t->stride[0];
+    x.shape[3] = t->shape[2];
+    x.stride[3] = t->stride[2];
     return x;
 }
 
@@ -236,10 +262,12 @@ static inline gk_tensor gk_heads_of(const gk_tensor *t) {
 /* A worker is one thread's share of a call; it owns slice `worker` of the workspace. */
 typedef void (*gk_work_fn)(void *arg, int64_t task, int64_t worker);
 
-/* parallel.c: runs fn for each task in [0, num_tasks), handed out one by one to at most gk_num_workers workers. */
+/* parallel.c: runs fn for each task in [0, num_tasks), handed out one by one to at most
+ * gk_num_workers workers. */
 int64_t gk_num_workers(const gk_context *ctx, int64_t num_tasks);
 
-/* num_threads as the kernels count it: at least 1, and so few that a product with a workspace does not overflow. */
+/* num_threads as the kernels count it: at least 1, and so few that a product with a workspace does
+ * not overflow. */
 #define GK_MAX_THREADS 4096
 static inline int64_t gk_num_threads(const gk_context *ctx) {
     return gk_clamp_i64(ctx->num_threads, 1, GK_MAX_THREADS);

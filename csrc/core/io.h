@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* io.h: what a check says of a call's tensors. The check of an op, gk_check_<op>, holds every law of shape, dtype and value, and
- * finds the results' shapes and dtypes; entry points and the plugin both ask it, before anything is allocated. */
+/* io.h: what a check says of a call's tensors. The check of an op, gk_check_<op>, holds every law
+ * of shape, dtype and value, and finds the results' shapes and dtypes; entry points and the plugin
+ * both ask it, before anything is allocated. */
 #ifndef GPUKERN_IO_H
 #define GPUKERN_IO_H
 
@@ -51,7 +52,8 @@ typedef struct gk_result {
 typedef struct gk_io {
     gk_depth depth;
     int num_inputs, num_results;
-    const char *(*dtype_name)(gk_dtype); /* gk_dtype_name, or that of a caller who knows more types than this library */
+    /* gk_dtype_name, or that of a caller who knows more types than this library */
+    const char *(*dtype_name)(gk_dtype);
     gk_input input[GK_MAX_INPUTS];
     gk_result result[GK_MAX_RESULTS];
 } gk_io;
@@ -59,9 +61,11 @@ typedef struct gk_io {
 /* What a check begins with; it counts the check (gk_count_calls). */
 void gk_io_begin(gk_io *io, gk_depth depth);
 
-/* Whether the inputs have the strides that the kernels ask for: the last of what an entry point refuses. */
+/* Whether the inputs have the strides that the kernels ask for: the last of what an entry point
+ * refuses. */
 gk_status gk_check_strides(gk_io *io);
-/* Whether result i, as it is given, is what it has to be; and whether it shares memory with no input. */
+/* Whether result i, as it is given, is what it has to be; and whether it shares memory with no
+ * input. */
 gk_status gk_check_given(gk_io *io, int i);
 gk_status gk_check_apart(gk_io *io, int i);
 
@@ -72,7 +76,8 @@ bool gk_shares_memory(const gk_tensor *x, const gk_tensor *y);
 /* Whether attention on such a device has kernels for q, k or v of this head_dim. */
 bool gk_serves_head_dim(gk_device device, int64_t head_dim);
 
-/* This thread's last failure without the name of the entry point that gk_last_error() has in front of it. */
+/* This thread's last failure without the name of the entry point that gk_last_error() has in front
+ * of it. */
 const char *gk_last_detail(void);
 
 #ifdef __cplusplus

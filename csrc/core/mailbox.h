@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* mailbox.h: what lies in a rank's mailbox (gk_sum_over_ranks): counters of its own calls, a flag for each block of each rank, and twice, for
- * calls in turn, a place for the x of each rank. */
+/* mailbox.h: what lies in a rank's mailbox (gk_sum_over_ranks): counters of its own calls, a flag
+ * for each block of each rank, and twice, for calls in turn, a place for the x of each rank. */
 #ifndef GPUKERN_MAILBOX_H
 #define GPUKERN_MAILBOX_H
 
@@ -8,7 +8,8 @@
 
 enum {
     GK_MAILBOX_BLOCKS = 64, /* most blocks of a call; each has its own flag */
-    GK_MAILBOX_FLAGS = 128, /* bytes before the flags: the number of calls, and of a call's blocks that are done */
+    GK_MAILBOX_FLAGS =
+        128, /* bytes before the flags: the number of calls, and of a call's blocks that are done */
     GK_MAILBOX_HEADER = GK_MAILBOX_FLAGS + 4 * GK_MAILBOX_BLOCKS * GK_MOST_RANKS,
 };
 

@@ -24,13 +24,13 @@ typedef enum gk_op {
  * gk_ref_<op>      ref/: naive loops, double accumulation, every dtype; judge of the tests and the float64 path; no workspace
  * gk_plan_<op>     plans a call that was checked; then gk_run_<op>, with the same arguments: of their workspace fields nothing is read
  * gk_describe_<op> what gk_explain_<op> does behind its checks */
-#define OP(NAME, stem, arguments, first)                                                                   \
-    gk_status gk_check_##stem(const gk_context *ctx, const arguments *args, gk_io *io);                    \
-    void gk_cost_##stem(const gk_context *ctx, const arguments *args, gk_explanation *out);                \
-    void gk_ref_##stem(const gk_context *ctx, const arguments *args);                                      \
-    gk_status gk_plan_##stem(const gk_context *ctx, const arguments *args, gk_plan *plan);                 \
-    gk_status gk_run_##stem(const gk_context *ctx, const arguments *args, const gk_plan *plan, void *work, \
-                            size_t work_bytes);                                                            \
+#define OP(NAME, stem, arguments, first)                                                       \
+    gk_status gk_check_##stem(const gk_context *ctx, const arguments *args, gk_io *io);        \
+    void gk_cost_##stem(const gk_context *ctx, const arguments *args, gk_explanation *out);    \
+    void gk_ref_##stem(const gk_context *ctx, const arguments *args);                          \
+    gk_status gk_plan_##stem(const gk_context *ctx, const arguments *args, gk_plan *plan);     \
+    gk_status gk_run_##stem(const gk_context *ctx, const arguments *args, const gk_plan *plan, \
+                            void *work, size_t work_bytes);                                    \
     gk_status gk_describe_##stem(const gk_context *ctx, const arguments *args, gk_explanation *out);
 #include "ops.def"
 

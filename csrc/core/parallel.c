@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* parallel.c: hands tasks to the workers of the caller's pool. Which worker runs a task never changes a result: workers also
- * take over the caller's floating-point mode (rounding, flush-to-zero, denormals-are-zero) and leave with their own. */
+/* parallel.c: hands tasks to the workers of the caller's pool. Which worker runs a task never
+ * changes a result: workers also take over the caller's floating-point mode (rounding,
+ * flush-to-zero, denormals-are-zero) and leave with their own. */
 #include "internal.h"
 
 #include <fenv.h>

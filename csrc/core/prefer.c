@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* prefer.c: the tuning key of a gemm call, its text, and the table from keys to preferred instances.
+/* prefer.c: the tuning key of a gemm call, its text, and the table from keys to preferred
+ * instances.
  *
- * That table is a sorted array, replaced as a whole where new keys come; of a key that it has only the instance changes, by one atomic
- * store, NULL for a forgotten key. Readers take no lock, and may still walk an array that was replaced, so it is kept: a file of keys
- * makes one array, and tuning one for each product. Writers exclude each other. */
+ * That table is a sorted array, replaced as a whole where new keys come; of a key that it has only
+ * the instance changes, by one atomic store, NULL for a forgotten key. Readers take no lock, and
+ * may still walk an array that was replaced, so it is kept: a file of keys makes one array, and
+ * tuning one for each product. Writers exclude each other. */
 #include "prefer.h"
 
 #include <inttypes.h>
@@ -11,7 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* ---- the key of a call -------------------------------------------------------------------------- */
+/* ---- the key of a call ----------------------------------------------------------------------- */
 uint64_t gk_name_hash(const char *name) {
     uint64_t h = UINT64_C(0xcbf29ce484222325);
     for (; *name; ++name) h = (h ^ (uint8_t)*name) * UINT64_C(0x100000001b3);
@@ -29,11 +31,13 @@ static bool is_aligned(const gk_tensor *t, uint8_t layout) {
     const int outer = layout == 'N' ? t->ndim - 2 : t->ndim - 1;
     bool good = layout != 'S' && (uintptr_t)t->data % 16 == 0;
     good = good && (t->shape[outer] == 1 || gk_whole_chunks(t->dtype, t->stride[outer]));
-    for (int d = 0; d < t->ndim - 2; ++d) good = good && (t->shape[d] == 1 || gk_whole_chunks(t->dtype, t->stride[d]));
+    for (int d = 0; d < t->ndim - 2; ++d)
+        good = good && (t->shape[d] == 1 || gk_whole_chunks(t->dtype, t->stride[d]));
     return good;
 }
 
-/* Whether all batch dimensions are rows of one matrix: b does not change along them, a walks them in one stride. */
+/* Whether all batch dimensions are rows of one matrix: b does not change along them, a walks them
+ * in one stride. */
 static bool batch_is_rows(const gk_gemm_args *g, int64_t batch) {
     const gk_tensor *a = &g->a, *b = &g->b;
     for (int d = 0; d < b->ndim - 2; ++d)
@@ -53,14 +57,21 @@ void gk_gemm_key_of(uint64_t device, const gk_gemm_args *g, gk_gemm_key *key) {
     const int nd = g->out.ndim;
     memset(key, 0, sizeof *key);
     key->device = device;
-    key->m = g->out.shape[nd - 2], key->n = g->out.shape[nd - 1], key->k = g->a.shape[g->a.ndim - 1];
+    key->m = g->out.shape[nd - 2];
+    key->n = g->out.shape[nd - 1];
+    key->k = g->a.shape[g->a.ndim - 1];
     key->batch = 1;
     for (int d = 0; d < nd - 2; ++d) key->batch *= g->out.shape[d];
-    if (key->batch != 1 && batch_is_rows(g, key->batch)) key->m *= key->batch, key->batch = 1;
-    key->dtype = (uint8_t)g->a.dtype, key->out_dtype = (uint8_t)g->out.dtype;
+    if (key->batch != 1 && batch_is_rows(g, key->batch)) {
+        key->m *= key->batch;
+        key->batch = 1;
+    }
+    key->dtype = (uint8_t)g->a.dtype;
+    key->out_dtype = (uint8_t)g->out.dtype;
     key->precision = g->a.dtype == GK_F32 && g->fp32_precision == GK_TF32 ? GK_TF32 : GK_IEEE;
     key->activation = (uint8_t)g->activation;
-    key->a = layout_of(&g->a), key->b = layout_of(&g->b);
+    key->a = layout_of(&g->a);
+    key->b = layout_of(&g->b);
     if (is_aligned(&g->a, key->a)) key->aligned |= GK_ALIGNED_A;
     if (is_aligned(&g->b, key->b)) key->aligned |= GK_ALIGNED_B;
     if (is_aligned(&g->out, 'N')) key->aligned |= GK_ALIGNED_OUT;
@@ -68,7 +79,7 @@ void gk_gemm_key_of(uint64_t device, const gk_gemm_args *g, gk_gemm_key *key) {
     if (g->preact) key->extras |= GK_WRITES_PREACT;
 }
 
-/* ---- its text ----------------------------------------------------------------------------------- */
+/* ---- its text -------------------------------------------------------------------------------- */
 typedef struct named {
     int value;
     const char *name;
@@ -91,11 +102,12 @@ void gk_gemm_key_write(const gk_gemm_key *key, char text[GK_KEY_TEXT_BYTES]) {
     snprintf(text, GK_KEY_TEXT_BYTES,
              "%" PRId64 "x%" PRId64 "x%" PRId64 ":%c%c batch=%" PRId64
              " dtype=%s out=%s precision=%s activation=%s c=%d preact=%d aligned=%c%c%c",
-             key->m, key->n, key->k, key->a, key->b, key->batch, gk_dtype_name((gk_dtype)key->dtype),
-             gk_dtype_name((gk_dtype)key->out_dtype), NAME_OF(key->precision, precisions),
-             NAME_OF(key->activation, activations), (key->extras & GK_READS_C) != 0,
-             (key->extras & GK_WRITES_PREACT) != 0, key->aligned & GK_ALIGNED_A ? 'a' : '-',
-             key->aligned & GK_ALIGNED_B ? 'b' : '-', key->aligned & GK_ALIGNED_OUT ? 'o' : '-');
+             key->m, key->n, key->k, key->a, key->b, key->batch,
+             gk_dtype_name((gk_dtype)key->dtype), gk_dtype_name((gk_dtype)key->out_dtype),
+             NAME_OF(key->precision, precisions), NAME_OF(key->activation, activations),
+             (key->extras & GK_READS_C) != 0, (key->extras & GK_WRITES_PREACT) != 0,
+             key->aligned & GK_ALIGNED_A ? 'a' : '-', key->aligned & GK_ALIGNED_B ? 'b' : '-',
+             key->aligned & GK_ALIGNED_OUT ? 'o' : '-');
 }
 
 static bool find_name(const char *name, const named *names, int count, uint8_t *found) {
@@ -111,34 +123,44 @@ static bool find_float(const char *name, uint8_t *found) {
     *found = (uint8_t)type->dtype;
     return type->kind == GK_KIND_FLOAT;
 }
-#define FIND_NAME(name, names, found) find_name(name, names, (int)(sizeof(names) / sizeof(names)[0]), found)
+#define FIND_NAME(name, names, found) \
+    find_name(name, names, (int)(sizeof(names) / sizeof(names)[0]), found)
 
 gk_status gk_gemm_key_read(const char *text, uint64_t device, gk_gemm_key *key) {
-    char a, b, dtype[16], out[16], precision[16], activation[16], aligned[4], again[GK_KEY_TEXT_BYTES];
+    char a, b, dtype[16], out[16], precision[16], activation[16], aligned[4],
+        again[GK_KEY_TEXT_BYTES];
     int c, preact;
     memset(key, 0, sizeof *key);
     key->device = device;
-    bool good = sscanf(text,
-                       "%19" SCNd64 "x%19" SCNd64 "x%19" SCNd64 ":%c%c batch=%19" SCNd64
-                       " dtype=%15s out=%15s precision=%15s activation=%15s c=%1d preact=%1d aligned=%3s",
-                       &key->m, &key->n, &key->k, &a, &b, &key->batch, dtype, out, precision, activation, &c, &preact,
-                       aligned) == 13;
+    bool good =
+        sscanf(text,
+               "%19" SCNd64 "x%19" SCNd64 "x%19" SCNd64 ":%c%c batch=%19" SCNd64
+               " dtype=%15s out=%15s precision=%15s activation=%15s c=%1d preact=%1d aligned=%3s",
+               &key->m, &key->n, &key->k, &a, &b, &key->batch, dtype, out, precision, activation,
+               &c, &preact, aligned) == 13;
     good = good && find_float(dtype, &key->dtype) && find_float(out, &key->out_dtype) &&
-           FIND_NAME(precision, precisions, &key->precision) && FIND_NAME(activation, activations, &key->activation);
+           FIND_NAME(precision, precisions, &key->precision) &&
+           FIND_NAME(activation, activations, &key->activation);
     if (good) {
-        key->a = (uint8_t)a, key->b = (uint8_t)b;
+        key->a = (uint8_t)a;
+        key->b = (uint8_t)b;
         key->extras = (uint8_t)((c ? GK_READS_C : 0) | (preact ? GK_WRITES_PREACT : 0));
         for (const char *x = aligned; *x; ++x)
-            key->aligned |= *x == 'a' ? GK_ALIGNED_A : *x == 'b' ? GK_ALIGNED_B : *x == 'o' ? GK_ALIGNED_OUT : 0;
-        good = strchr("NTS", a) && strchr("NTS", b) && key->m >= 0 && key->n >= 0 && key->k >= 0 && key->batch >= 0;
+            key->aligned |= *x == 'a'   ? GK_ALIGNED_A
+                            : *x == 'b' ? GK_ALIGNED_B
+                            : *x == 'o' ? GK_ALIGNED_OUT
+                                        : 0;
+        good = strchr("NTS", a) && strchr("NTS", b) && key->m >= 0 && key->n >= 0 && key->k >= 0 &&
+               key->batch >= 0;
         gk_gemm_key_write(key, again);
         good = good && strcmp(text, again) == 0; /* nothing before, between or behind */
     }
     if (good) return GK_OK;
-    return gk_fail(GK_ERR_ARGUMENT, "'%.200s' is not a class of gemm calls as gk_gemm_class writes it", text);
+    return gk_fail(GK_ERR_ARGUMENT,
+                   "'%.200s' is not a class of gemm calls as gk_gemm_class writes it", text);
 }
 
-/* ---- the preferred instances ---------------------------------------------------------------------- */
+/* ---- the preferred instances ----------------------------------------------------------------- */
 typedef struct entry {
     uint64_t hash; /* of the key */
     gk_gemm_key key;
@@ -156,7 +178,9 @@ int32_t gk_num_preferred;
 static entries *current; /* atomic */
 static pthread_mutex_t writing = PTHREAD_MUTEX_INITIALIZER;
 static entry *
-    added; /* keys that `current` does not have yet: what a file brings is sorted in at once, by the next call that looks */
+    /* keys that `current` does not have yet: what a file brings is sorted in at once, by the next
+     * call that looks */
+    added;
 static size_t num_added, room_for_added;
 static int32_t any_added; /* atomic */
 
@@ -182,7 +206,8 @@ static entry *find(entries *in, const gk_gemm_key *key) {
     for (size_t left = in->count; left > 0;) { /* the first entry whose hash is not less */
         const size_t half = left / 2;
         const bool less = in->all[first + half].hash < hash;
-        first = less ? first + half + 1 : first, left = less ? left - half - 1 : half;
+        first = less ? first + half + 1 : first;
+        left = less ? left - half - 1 : half;
     }
     for (; first < in->count && in->all[first].hash == hash; ++first)
         if (memcmp(&in->all[first].key, key, sizeof *key) == 0) return &in->all[first];
@@ -193,14 +218,17 @@ static entry *find(entries *in, const gk_gemm_key *key) {
 static void sort_in(void) {
     pthread_mutex_lock(&writing);
     const size_t before = current ? current->count : 0;
-    entries *const all = num_added ? malloc(sizeof *all + (before + num_added) * sizeof(entry)) : NULL;
+    entries *const all =
+        num_added ? malloc(sizeof *all + (before + num_added) * sizeof(entry)) : NULL;
     if (all) {
         for (size_t i = 0; i < before; ++i) {
-            all->all[i].hash = current->all[i].hash, all->all[i].key = current->all[i].key;
+            all->all[i].hash = current->all[i].hash;
+            all->all[i].key = current->all[i].key;
             all->all[i].row = __atomic_load_n(&current->all[i].row, __ATOMIC_RELAXED);
         }
         memcpy(all->all + before, added, num_added * sizeof(entry));
-        all->count = before + num_added, all->replaced = current;
+        all->count = before + num_added;
+        all->replaced = current;
         qsort(all->all, all->count, sizeof(entry), compare);
         __atomic_store_n(&current, all, __ATOMIC_RELEASE);
         num_added = 0;
@@ -221,7 +249,8 @@ static entry *add(const gk_gemm_key *key) {
         const size_t room = room_for_added ? 2 * room_for_added : 16;
         entry *const larger = realloc(added, room * sizeof(entry));
         if (!larger) return NULL;
-        added = larger, room_for_added = room;
+        added = larger;
+        room_for_added = room;
     }
     added[num_added] = (entry){hash_of(key), *key, NULL};
     return &added[num_added++];
@@ -241,7 +270,8 @@ gk_status gk_prefer(const gk_gemm_key *key, const void *row) {
             status = gk_fail(GK_ERR_DEVICE, "out of memory");
     }
     if (found) {
-        __atomic_fetch_add(&gk_num_preferred, (row != NULL) - (found->row != NULL), __ATOMIC_RELAXED);
+        __atomic_fetch_add(&gk_num_preferred, (row != NULL) - (found->row != NULL),
+                           __ATOMIC_RELAXED);
         __atomic_store_n(&found->row, row, __ATOMIC_RELAXED);
     }
     pthread_mutex_unlock(&writing);

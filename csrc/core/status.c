@@ -13,7 +13,8 @@
 static _Thread_local char last_error[512];
 
 const char *gk_version(void) {
-    return STRINGIFY(GK_VERSION_MAJOR) "." STRINGIFY(GK_VERSION_MINOR) "." STRINGIFY(GK_VERSION_PATCH);
+    return STRINGIFY(GK_VERSION_MAJOR) "." STRINGIFY(GK_VERSION_MINOR) "." STRINGIFY(
+        GK_VERSION_PATCH);
 }
 
 const char *gk_status_name(gk_status code) {
@@ -31,16 +32,23 @@ const char *gk_status_name(gk_status code) {
 const char *gk_device_error_text(gk_device_error kind) {
     switch (kind) {
     case GK_BAD_CU_SEQLENS:
-        return "flash_attn_varlen: cu_seqlens is expected to start at 0, not to decrease, to end within the tokens and "
-               "to hold sequences of at most max_seqlen; grouped_gemm: offs is expected not to decrease and to end "
+        return "flash_attn_varlen: cu_seqlens is expected to start at 0, not to decrease, to end "
+               "within the tokens and "
+               "to hold sequences of at most max_seqlen; grouped_gemm: offs is expected not to "
+               "decrease and to end "
                "within "
                "what it groups";
     case GK_BAD_SEQ_LENS:
-        return "paged_attn: seq_lens is expected to be between a sequence's query tokens and what its row of "
+        return "paged_attn: seq_lens is expected to be between a sequence's query tokens and what "
+               "its row of "
                "block_table "
-               "holds, and cu_seqlens_q to start at 0, not to decrease and to end within the tokens";
-    case GK_BAD_BLOCK_TABLE: return "paged_attn: block_table is expected to hold pages of the cache";
-    case GK_BAD_SLOTS: return "kv_cache_write: slots is expected to hold slots of the cache, or negative ones to skip";
+               "holds, and cu_seqlens_q to start at 0, not to decrease and to end within the "
+               "tokens";
+    case GK_BAD_BLOCK_TABLE:
+        return "paged_attn: block_table is expected to hold pages of the cache";
+    case GK_BAD_SLOTS:
+        return "kv_cache_write: slots is expected to hold slots of the cache, or negative ones to "
+               "skip";
     case GK_BAD_POSITIONS: return "rope: positions is expected to hold rows of cos and sin";
     case GK_BAD_TARGETS: return "cross_entropy: target is expected to hold classes or ignore_index";
     case GK_NUM_DEVICE_ERRORS: break;
@@ -77,7 +85,8 @@ gk_status gk_named(const char *name, gk_status status) {
     if (status == GK_OK || length > sizeof last_error / 2) return status;
     memmove(last_error + length, last_error, sizeof last_error - length);
     last_error[sizeof last_error - 1] = 0;
-    memcpy(last_error, name, length - 2), memcpy(last_error + length - 2, ": ", 2);
+    memcpy(last_error, name, length - 2);
+    memcpy(last_error + length - 2, ": ", 2);
     detail_at = length;
     return status;
 }

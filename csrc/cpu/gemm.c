@@ -1,27 +1,30 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm: out = activation(alpha a b + beta c + bias), packed and cache-blocked; the loops around the register tile.
- * Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication"; loop names as in BLIS.
+/* gemm: out = activation(alpha a b + beta c + bias), packed and cache-blocked; the loops around the
+ * register tile. Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication";
+ * loop names as in BLIS.
  *
  * a [batch..., M, K]  b [batch..., K, N] any strides, float32 | bfloat16 | float16   out [batch..., M, N]
  * A task is one block of at most MB x NB of one product, over all of K:
  *   for pc over K by KC        pack a[MB][KC] into strips of at most MR rows, b[KC][NB] into panels of NR columns
  *     for jr over panels         the panel of b stays in L1
  *       for ir over strips         strips of a stream from L2; the register tile adds to C, or to a float32 block
- * Where several blocks read the same columns of b, all workers first pack those, at most so many as fit a buffer that
- * they share, and then take the blocks that read them; otherwise each task packs its own, of a only the first of
+ * Where several blocks read the same columns of b, all workers first pack those, at most so many as
+ * fit a buffer that they share, and then take the blocks that read them; otherwise each task packs
+ * its own, of a only the first of
  * a worker where M is small.
- * The sums of an element run over k in an order that only KC decides, so neither blocks nor threads change its bits.
- * workspace: the shared b; per worker packed a, packed b, and for 16-bit outputs with K > KC the float32 block.
- * Not here: M <= 16 (gemm_skinny), float64 (ref).
+ * The sums of an element run over k in an order that only KC decides, so neither blocks nor threads
+ * change its bits. workspace: the shared b; per worker packed a, packed b, and for 16-bit outputs
+ * with K > KC the float32 block. Not here: M <= 16 (gemm_skinny), float64 (ref).
  */
 #include "blocks.h"
 #include "kernels.h"
 
 #include <assert.h>
 
-/* ---- 1 the problem ----------------------------------------------------------------------------- */
+/* ---- 1 the problem --------------------------------------------------------------------------- */
 static int64_t dim_stride(const gk_tensor *t, int ndim, int d) {
-    int i = d - (ndim - t->ndim); /* dimensions align at the end; missing and size-1 ones broadcast */
+    /* dimensions align at the end; missing and size-1 ones broadcast */
+    int i = d - (ndim - t->ndim);
     return i < 0 || t->shape[i] == 1 ? 0 : t->stride[i];
 }
 
@@ -31,52 +34,73 @@ gk_gemm_problem gk_gemm_problem_of(const gk_gemm_args *args) {
     const gk_tensor *c = args->c && args->beta != 0 ? args->c : NULL;
     const int nd = out->ndim;
     memset(&p, 0, sizeof p);
-    p.m = out->shape[nd - 2], p.n = out->shape[nd - 1], p.k = a->shape[a->ndim - 1];
-    p.a_m = a->stride[a->ndim - 2], p.a_k = a->stride[a->ndim - 1];
-    p.b_k = b->stride[b->ndim - 2], p.b_n = b->stride[b->ndim - 1];
-    p.epilogue.alpha = (float)args->alpha, p.epilogue.beta = (float)args->beta;
+    p.m = out->shape[nd - 2];
+    p.n = out->shape[nd - 1];
+    p.k = a->shape[a->ndim - 1];
+    p.a_m = a->stride[a->ndim - 2];
+    p.a_k = a->stride[a->ndim - 1];
+    p.b_k = b->stride[b->ndim - 2];
+    p.b_n = b->stride[b->ndim - 1];
+    p.epilogue.alpha = (float)args->alpha;
+    p.epilogue.beta = (float)args->beta;
     p.epilogue.activation = args->activation;
-    p.epilogue.out_dtype = out->dtype, p.epilogue.out_row = out->stride[nd - 2];
+    p.epilogue.out_dtype = out->dtype;
+    p.epilogue.out_row = out->stride[nd - 2];
     if (args->preact) p.epilogue.preact_row = args->preact->stride[nd - 2];
-    if (args->bias) p.epilogue.bias_dtype = args->bias->dtype, p.epilogue.bias_stride = args->bias->stride[0];
+    if (args->bias) {
+        p.epilogue.bias_dtype = args->bias->dtype;
+        p.epilogue.bias_stride = args->bias->stride[0];
+    }
     if (c) {
         p.epilogue.c_dtype = c->dtype;
-        p.epilogue.c_row = dim_stride(c, nd, nd - 2), p.epilogue.c_col = dim_stride(c, nd, nd - 1);
+        p.epilogue.c_row = dim_stride(c, nd, nd - 2);
+        p.epilogue.c_col = dim_stride(c, nd, nd - 1);
     }
     p.batch = 1;
     for (int d = 0; d < nd - 2; ++d) {
         int i = p.ndim;
         if (out->shape[d] == 1) continue;
         p.shape[i] = out->shape[d];
-        p.a_batch[i] = dim_stride(a, nd, d), p.b_batch[i] = dim_stride(b, nd, d);
+        p.a_batch[i] = dim_stride(a, nd, d);
+        p.b_batch[i] = dim_stride(b, nd, d);
         p.c_batch[i] = c ? dim_stride(c, nd, d) : 0;
         p.out_batch[i] = out->stride[d];
         p.preact_batch[i] = args->preact ? args->preact->stride[d] : 0;
         p.batch *= p.shape[i];
         ++p.ndim;
     }
-    /* the innermost batch dimension joins the rows where b does not change along it and all others are dense */
+    /* the innermost batch dimension joins the rows where b does not change along it and all others
+     * are dense */
     while (p.ndim > 0 && p.m > 0 && p.batch > 0) {
         int i = p.ndim - 1;
-        if (p.b_batch[i] != 0 || p.a_batch[i] != p.m * p.a_m || p.out_batch[i] != p.m * p.epilogue.out_row) break;
+        if (p.b_batch[i] != 0 || p.a_batch[i] != p.m * p.a_m ||
+            p.out_batch[i] != p.m * p.epilogue.out_row)
+            break;
         if (args->preact && p.preact_batch[i] != p.m * p.epilogue.preact_row) break;
         if (c && p.c_batch[i] != p.m * p.epilogue.c_row) break;
         p.batch /= p.shape[i];
         p.m *= p.shape[i];
         --p.ndim;
     }
-    /* a matrix times a column is a row times the transposed matrix: out and preact are dense either way */
-    if (p.n == 1 && p.m > 1 && p.epilogue.out_row == 1 && (!args->preact || p.epilogue.preact_row == 1)) {
+    /* a matrix times a column is a row times the transposed matrix: out and preact are dense either
+     * way */
+    if (p.n == 1 && p.m > 1 && p.epilogue.out_row == 1 &&
+        (!args->preact || p.epilogue.preact_row == 1)) {
         int64_t m_stride = p.a_m, k_stride = p.a_k;
         p.swapped = true;
-        p.n = p.m, p.m = 1;
-        p.a_k = p.b_k, p.a_m = 0;
-        p.b_n = m_stride, p.b_k = k_stride;
+        p.n = p.m;
+        p.m = 1;
+        p.a_k = p.b_k;
+        p.a_m = 0;
+        p.b_n = m_stride;
+        p.b_k = k_stride;
         for (int d = 0; d < p.ndim; ++d) {
             int64_t t = p.a_batch[d];
-            p.a_batch[d] = p.b_batch[d], p.b_batch[d] = t;
+            p.a_batch[d] = p.b_batch[d];
+            p.b_batch[d] = t;
         }
-        p.epilogue.c_col = p.epilogue.c_row, p.epilogue.c_row = 0;
+        p.epilogue.c_col = p.epilogue.c_row;
+        p.epilogue.c_row = 0;
         p.epilogue.bias_stride = 0;
     }
     return p;
@@ -84,52 +108,65 @@ gk_gemm_problem gk_gemm_problem_of(const gk_gemm_args *args) {
 
 gk_gemm_epilogue gk_epilogue_at(const gk_gemm_epilogue *e, int64_t row, int64_t col) {
     gk_gemm_epilogue x = *e;
-    if (x.bias) x.bias = (const char *)x.bias + (int64_t)gk_dtype_bytes(x.bias_dtype) * col * x.bias_stride;
-    if (x.c) x.c = (const char *)x.c + (int64_t)gk_dtype_bytes(x.c_dtype) * (row * x.c_row + col * x.c_col);
+    if (x.bias)
+        x.bias = (const char *)x.bias + (int64_t)gk_dtype_bytes(x.bias_dtype) * col * x.bias_stride;
+    if (x.c)
+        x.c = (const char *)x.c +
+              (int64_t)gk_dtype_bytes(x.c_dtype) * (row * x.c_row + col * x.c_col);
     x.out = (char *)x.out + (int64_t)gk_dtype_bytes(x.out_dtype) * (row * x.out_row + col);
-    if (x.preact) x.preact = (char *)x.preact + (int64_t)gk_dtype_bytes(x.out_dtype) * (row * x.preact_row + col);
+    if (x.preact)
+        x.preact =
+            (char *)x.preact + (int64_t)gk_dtype_bytes(x.out_dtype) * (row * x.preact_row + col);
     return x;
 }
 
-void gk_gemm_at(const gk_gemm_args *args, const gk_gemm_problem *p, int64_t i, const char **a, const char **b,
-                gk_gemm_epilogue *e) {
+void gk_gemm_at(const gk_gemm_args *args, const gk_gemm_problem *p, int64_t i, const char **a,
+                const char **b, gk_gemm_epilogue *e) {
     int64_t ao = 0, bo = 0, co = 0, oo = 0, po = 0;
-    const int64_t es = (int64_t)gk_dtype_bytes(args->a.dtype), os = (int64_t)gk_dtype_bytes(args->out.dtype);
+    const int64_t es = (int64_t)gk_dtype_bytes(args->a.dtype),
+                  os = (int64_t)gk_dtype_bytes(args->out.dtype);
     for (int d = p->ndim - 1; d >= 0; --d) {
         int64_t x = i % p->shape[d];
         i /= p->shape[d];
-        ao += x * p->a_batch[d], bo += x * p->b_batch[d], co += x * p->c_batch[d];
-        oo += x * p->out_batch[d], po += x * p->preact_batch[d];
+        ao += x * p->a_batch[d];
+        bo += x * p->b_batch[d];
+        co += x * p->c_batch[d];
+        oo += x * p->out_batch[d];
+        po += x * p->preact_batch[d];
     }
     *a = gk_at(p->swapped ? args->b.data : args->a.data, es * ao);
     *b = gk_at(p->swapped ? args->a.data : args->b.data, es * bo);
     *e = p->epilogue;
     e->bias = args->bias ? args->bias->data : NULL;
-    e->c = args->c && args->beta != 0 ? (const char *)args->c->data + (int64_t)gk_dtype_bytes(e->c_dtype) * co : NULL;
+    e->c = args->c && args->beta != 0
+               ? (const char *)args->c->data + (int64_t)gk_dtype_bytes(e->c_dtype) * co
+               : NULL;
     e->out = (char *)args->out.data + os * oo;
     e->preact = args->preact ? (char *)args->preact->data + os * po : NULL;
 }
 
-/* Small M reads b in place; where both operands lie along k, dot products need no packing for some more. */
+/* Small M reads b in place; where both operands lie along k, dot products need no packing for some
+ * more. */
 bool gk_gemm_is_skinny(const gk_gemm_problem *p) {
     if (p->b_n == 1) return p->m <= GK_SKINNY_ROWS_ACROSS;
     return p->b_k == 1 && p->a_k == 1 && p->m <= GK_SKINNY_ROWS_ALONG;
 }
 
-/* ---- 2 the plan -------------------------------------------------------------------------------- */
+/* ---- 2 the plan ------------------------------------------------------------------------------ */
 typedef struct plan {
     gk_gemm_problem p;
-    int64_t m_blocks, n_blocks, k_blocks; /* blocks are even: sizes differ by at most one row, NR columns, pair */
-    int64_t mb, nb, kb;                   /* largest sizes */
-    bool a_rows;                          /* a's k lies side by side: its strips keep that order, no transposition */
-    int64_t a_ld;      /* cells between rows then; a line more than a multiple of 1 KiB spares L1 sets */
-    bool a_there;      /* the tile reads a where it lies, */
-    bool b_there;      /* and whole panels of b */
-    bool direct;       /* the tile may add straight into out */
-    bool block;        /* a float32 block per worker holds the sums between k blocks */
-    bool shared;       /* b is packed once for all tasks, `span` columns at a time */
-    int64_t span;      /* N where b is not shared */
-    bool a_once;       /* all of a task's rows of a stay packed in a worker for its later tasks */
+    /* blocks are even: sizes differ by at most one row, NR columns, pair */
+    int64_t m_blocks, n_blocks, k_blocks;
+    int64_t mb, nb, kb; /* largest sizes */
+    bool a_rows;        /* a's k lies side by side: its strips keep that order, no transposition */
+    int64_t a_ld; /* cells between rows then; a line more than a multiple of 1 KiB spares L1 sets */
+    bool a_there; /* the tile reads a where it lies, */
+    bool b_there; /* and whole panels of b */
+    bool direct;  /* the tile may add straight into out */
+    bool block;   /* a float32 block per worker holds the sums between k blocks */
+    bool shared;  /* b is packed once for all tasks, `span` columns at a time */
+    int64_t span; /* N where b is not shared */
+    bool a_once;  /* all of a task's rows of a stay packed in a worker for its later tasks */
     int64_t sum_cells; /* that are added up before they join the sum */
     size_t a_bytes, b_bytes, c_bytes, worker_bytes, shared_bytes;
 } plan;
@@ -138,29 +175,35 @@ GK_PLAN_HOLDS(plan);
 enum {
     /* panels of b that one task packs: a row of them is one run of addresses */
     PACK_PANELS = 2,
-    /* a sum runs over at most so many cells at a time, then the parts, all alike, are added. Its error grows with its length:
-     * float32 of k 256, 320, 1024 errs 1.0, 1.0, 0.85 times as MKL does; cut every 256 cells 1.4, 1.2, 1.2 times. Of pairs, whose
-     * results are rounded to 8 bits, longer parts: 192 of them take 2 % more */
+    /* a sum runs over at most so many cells at a time, then the parts, all alike, are added. Its
+     * error grows with its length: float32 of k 256, 320, 1024 errs 1.0, 1.0, 0.85 times as MKL
+     * does; cut every 256 cells 1.4, 1.2, 1.2 times. Of pairs, whose results are rounded to 8 bits,
+     * longer parts: 192 of them take 2 % more */
     SUM_CELLS = 192,
-    /* float32 operands of products up to so large are read where they lie. Xeon of model 207, of MKL: 256 cubed 0.92 packed, 0.98 in
-     * place; 376 x 184 x 192 NT 0.87, 0.95; 1000 and 1023 cubed 0.90, 0.96; 2000 x 500 x 500 NN 0.95, 0.99; a transposed a where b is
-     * shared 0.91, 0.79; b of 216 x 424 x 4392 0.88, 0.80 */
+    /* float32 operands of products up to so large are read where they lie. Xeon of model 207, of
+     * MKL: 256 cubed 0.92 packed, 0.98 in place; 376 x 184 x 192 NT 0.87, 0.95; 1000 and 1023 cubed
+     * 0.90, 0.96; 2000 x 500 x 500 NN 0.95, 0.99; a transposed a where b is shared 0.91, 0.79; b of
+     * 216 x 424 x 4392 0.88, 0.80 */
     READ_A_COLUMNS = 2048,
     READ_B_SIZE = 512,
     SUM_PAIRS = 256
 };
 
-/* blocks.h's own of avx512, where M is up to GK_GEMM_SMALL_M and b's n side by side, on Intel's cores. Each row of b is a page there,
- * and rows 16 KiB apart share few sets of the L2, so that what is fetched into it does not stay. Xeon of model 207, of MKL, 64 x 4096
- * x 4096, 64 x 1024 x 1024, 64 x 11008 x 4096: nb 128 kb 1024 0.80, 0.96, 0.77, kb 256 0.93; nb 256 kb 256 0.95, 0.95, 0.89, kb 190 (152
- * and a quarter, which cuts no sum) 0.98, 0.98, 0.93, kb 128 0.97, 1.00, 0.91; nb 512 kb 256 0.90, 0.88. NT by nb 512 0.89 for 0.98 */
+/* blocks.h's own of avx512, where M is up to GK_GEMM_SMALL_M and b's n side by side, on Intel's
+ * cores. Each row of b is a page there, and rows 16 KiB apart share few sets of the L2, so that
+ * what is fetched into it does not stay. Xeon of model 207, of MKL, 64 x 4096 x 4096, 64 x 1024 x
+ * 1024, 64 x 11008 x 4096: nb 128 kb 1024 0.80, 0.96, 0.77, kb 256 0.93; nb 256 kb 256 0.95, 0.95,
+ * 0.89, kb 190 (152 and a quarter, which cuts no sum) 0.98, 0.98, 0.93, kb 128 0.97, 1.00, 0.91; nb
+ * 512 kb 256 0.90, 0.88. NT by nb 512 0.89 for 0.98 */
 static const gk_gemm_block small_m_of_intel = {336, 256, 152};
-/* AMX with M up to GK_GEMM_SMALL_M: a's block is 32 KiB per 64 rows, in the L1. 16 x 4096 x 4096, 64 x 4096 x 4096 NN, NT, 64 x 1024 x
- * 1024, alternately: 256 x 512 fetched ahead 1.00x, not fetched 1.42x 1.19x 1.14x 1.09x; 256 x 256 1.44x 1.26x 1.08x 1.10x, 512 x 256
- * 1.45x 1.28x 1.03x 1.11x, 2048 x 128 1.59x 1.23x 0.79x 1.03x */
+/* AMX with M up to GK_GEMM_SMALL_M: a's block is 32 KiB per 64 rows, in the L1. 16 x 4096 x 4096,
+ * 64 x 4096 x 4096 NN, NT, 64 x 1024 x 1024, alternately: 256 x 512 fetched ahead 1.00x, not
+ * fetched 1.42x 1.19x 1.14x 1.09x; 256 x 256 1.44x 1.26x 1.08x 1.10x, 512 x 256 1.45x 1.28x 1.03x
+ * 1.11x, 2048 x 128 1.59x 1.23x 0.79x 1.03x */
 static const gk_gemm_block small_m_of_amx = {512, 256, 256};
-/* And where b's k lies side by side, so that longer runs of it are read, while a worker keeps all of a. 8, 16, 64 x 4096 x 4096, 64 x 1024
- * x 1024: 256 x 256 1.00x, 128 x 512 1.08x 1.09x 1.08x 1.00x, 64 x 1024 1.08x 1.12x 1.15x 1.01x, 32 x 1024 1.13x 1.12x 1.14x 1.13x */
+/* And where b's k lies side by side, so that longer runs of it are read, while a worker keeps all
+ * of a. 8, 16, 64 x 4096 x 4096, 64 x 1024 x 1024: 256 x 256 1.00x, 128 x 512 1.08x 1.09x 1.08x
+ * 1.00x, 64 x 1024 1.08x 1.12x 1.15x 1.01x, 32 x 1024 1.13x 1.12x 1.14x 1.13x */
 static const gk_gemm_block small_m_along_of_amx = {512, 32, 1024};
 bool gk_cpu_is_intel(void); /* features.c */
 
@@ -170,16 +213,18 @@ static int64_t packed_cells(const gk_gemm_isa *isa, int64_t k) {
     return gk_round_up(gk_ceil_div(k, isa->pair), whole_cells(isa));
 }
 
-/* float32 along either dimension: its rows or strips are there. Rows that lie a multiple of 4 KiB apart share one set of the L1. */
-static bool can_read_a(const gk_gemm_problem *p, gk_dtype dtype, const gk_gemm_isa *isa, bool shared) {
+/* float32 along either dimension: its rows or strips are there. Rows that lie a multiple of 4 KiB
+ * apart share one set of the L1. */
+static bool can_read_a(const gk_gemm_problem *p, gk_dtype dtype, const gk_gemm_isa *isa,
+                       bool shared) {
     if (dtype != GK_F32 || isa->pair != 1) return false;
     if (p->a_k == 1) return p->n <= READ_A_COLUMNS && p->a_m % 1024 != 0;
     return p->a_m == 1 && !shared && p->n <= READ_B_SIZE && p->a_k % 512 != 0;
 }
 
 static bool can_read_b(const gk_gemm_problem *p, gk_dtype dtype, const gk_gemm_isa *isa) {
-    return dtype == GK_F32 && isa->pair == 1 && p->m <= READ_B_SIZE && p->n <= READ_B_SIZE && p->b_n == 1 &&
-           p->b_k % 256 != 0;
+    return dtype == GK_F32 && isa->pair == 1 && p->m <= READ_B_SIZE && p->n <= READ_B_SIZE &&
+           p->b_n == 1 && p->b_k % 256 != 0;
 }
 
 static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa) {
@@ -188,24 +233,31 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     plan x;
     x.p = gk_gemm_problem_of(args);
     const gk_gemm_problem *p = &x.p;
-    /* columns that the shared buffer holds, in equal spans; a span's two phases must be worth their barriers */
-    const int64_t fit = GK_GEMM_SHARED_BYTES / (4 * gk_max_i64(1, packed_cells(isa, p->k))) / nr * nr;
-    x.span = gk_round_up(gk_ceil_div(p->n, gk_max_i64(1, gk_ceil_div(p->n, gk_max_i64(fit, nr)))), nr);
+    /* columns that the shared buffer holds, in equal spans; a span's two phases must be worth their
+     * barriers */
+    const int64_t fit =
+        GK_GEMM_SHARED_BYTES / (4 * gk_max_i64(1, packed_cells(isa, p->k))) / nr * nr;
+    x.span =
+        gk_round_up(gk_ceil_div(p->n, gk_max_i64(1, gk_ceil_div(p->n, gk_max_i64(fit, nr)))), nr);
     x.shared = p->m > bl->own.mb && fit > 0 && x.span >= gk_min_i64(p->n, bl->own.nb) &&
                (double)p->m * (double)gk_min_i64(p->n, x.span) * (double)p->k >= GK_GEMM_SHARED_MIN;
     const bool tiles = isa->pack_rows_any != NULL;
-    if (tiles && p->k <= GK_GEMM_KEPT_K && p->n >= 2 * bl->own.nb * gk_num_threads(ctx)) x.shared = false;
+    if (tiles && p->k <= GK_GEMM_KEPT_K && p->n >= 2 * bl->own.nb * gk_num_threads(ctx))
+        x.shared = false;
     if (!x.shared) x.span = p->n;
-    const bool across = p->m <= GK_GEMM_SMALL_M && p->b_n == 1 && isa->w == 16 && isa->pair == 1 && gk_cpu_is_intel();
+    const bool across = p->m <= GK_GEMM_SMALL_M && p->b_n == 1 && isa->w == 16 && isa->pair == 1 &&
+                        gk_cpu_is_intel();
     const gk_gemm_block *most = x.shared ? &bl->shared : across ? &small_m_of_intel : &bl->own;
     if (tiles && p->m <= GK_GEMM_SMALL_M)
-        most = p->b_n != 1 && 2 * p->m * p->k <= GK_GEMM_ONCE_BYTES / 2 ? &small_m_along_of_amx : &small_m_of_amx;
+        most = p->b_n != 1 && 2 * p->m * p->k <= GK_GEMM_ONCE_BYTES / 2 ? &small_m_along_of_amx
+                                                                        : &small_m_of_amx;
     const int64_t n = gk_min_i64(p->n, x.span), batch = x.shared ? 1 : p->batch; /* of a phase */
     x.m_blocks = gk_max_i64(1, gk_ceil_div(p->m, most->mb));
     x.n_blocks = gk_max_i64(1, gk_ceil_div(n, most->nb));
     /* rather one block a quarter longer than two short ones */
     x.k_blocks = gk_max_i64(1, gk_ceil_div(p->k, most->kb + most->kb / 4));
-    /* with a small M the reading of b counts: all of its blocks but the first are fetched under the product */
+    /* with a small M the reading of b counts: all of its blocks but the first are fetched under the
+     * product */
     if (!x.shared && p->m <= GK_GEMM_SMALL_M)
         x.k_blocks = gk_max_i64(x.k_blocks, gk_min_i64(GK_GEMM_FEW_BLOCKS, p->k / GK_GEMM_FEW_KB));
     /* a few tasks per thread while a task is worth its packing */
@@ -214,7 +266,8 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     for (;;) {
         int64_t tasks = batch * x.m_blocks * x.n_blocks;
         int64_t mb = gk_ceil_div(p->m, x.m_blocks), nb = gk_ceil_div(n, x.n_blocks);
-        if (tasks >= wanted || mb * nb * p->k < bl->min_task || (mb < 2 * isa->mr && nb < 2 * nr)) break;
+        if (tasks >= wanted || mb * nb * p->k < bl->min_task || (mb < 2 * isa->mr && nb < 2 * nr))
+            break;
         if (mb >= (x.shared ? 8 * isa->mr : gk_max_i64(nb, 2 * isa->mr)))
             ++x.m_blocks;
         else if (nb >= 2 * nr)
@@ -233,8 +286,8 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     x.kb = gk_round_up(gk_ceil_div(p->k, x.k_blocks), isa->pair * whole_cells(isa));
     x.k_blocks = x.kb ? gk_ceil_div(p->k, x.kb) : 1;
     const gk_gemm_epilogue *e = &p->epilogue;
-    x.direct = e->out_dtype == GK_F32 && e->alpha == 1 && e->activation == GK_ACT_NONE && !args->bias &&
-               !args->preact && !(args->c && args->beta != 0);
+    x.direct = e->out_dtype == GK_F32 && e->alpha == 1 && e->activation == GK_ACT_NONE &&
+               !args->bias && !args->preact && !(args->c && args->beta != 0);
     x.block = x.k_blocks > 1 && !x.direct;
     /* cells are 4 bytes; w cells behind each buffer take the spill of narrow panels */
     x.a_rows = p->a_k == 1 || tiles;
@@ -242,14 +295,19 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     x.b_there = can_read_b(p, args->a.dtype, isa) && !x.shared;
     x.sum_cells = tiles ? INT64_MAX / 2 : isa->pair > 1 ? SUM_PAIRS : SUM_CELLS;
     x.a_ld = gk_round_up(x.kb / isa->pair, isa->w) + 16;
-    x.a_bytes = (size_t)gk_round_up((x.mb * (x.a_rows ? x.a_ld : x.kb / isa->pair) + isa->w) * 4, 64);
-    x.a_once = !x.shared && (tiles ? x.n_blocks > 1 : p->batch == 1 && x.m_blocks == 1 && x.n_blocks > 2) &&
+    x.a_bytes =
+        (size_t)gk_round_up((x.mb * (x.a_rows ? x.a_ld : x.kb / isa->pair) + isa->w) * 4, 64);
+    x.a_once = !x.shared &&
+               (tiles ? x.n_blocks > 1 : p->batch == 1 && x.m_blocks == 1 && x.n_blocks > 2) &&
                (int64_t)x.a_bytes * x.k_blocks <= GK_GEMM_ONCE_BYTES;
     x.b_bytes = x.shared ? 0 : (size_t)gk_round_up((x.nb * (x.kb / isa->pair) + isa->w) * 4, 64);
-    x.shared_bytes = x.shared ? (size_t)gk_round_up((x.span * (x.k_blocks * x.kb / isa->pair) + isa->w) * 4, 64) : 0;
+    x.shared_bytes =
+        x.shared ? (size_t)gk_round_up((x.span * (x.k_blocks * x.kb / isa->pair) + isa->w) * 4, 64)
+                 : 0;
     x.c_bytes = (size_t)(4 * (x.block ? x.mb * x.nb : 0) + 4 * isa->mr * nr);
     x.c_bytes = (size_t)gk_round_up((int64_t)x.c_bytes, 64);
-    x.worker_bytes = x.b_bytes + x.c_bytes + (x.a_once ? 64 + x.a_bytes * (size_t)x.k_blocks : x.a_bytes);
+    x.worker_bytes =
+        x.b_bytes + x.c_bytes + (x.a_once ? 64 + x.a_bytes * (size_t)x.k_blocks : x.a_bytes);
     return x;
 }
 
@@ -258,14 +316,17 @@ static int64_t num_tasks(const plan *x) {
     return x->p.m && x->p.n ? (x->shared ? 1 : x->p.batch) * x->m_blocks * x->n_blocks : 0;
 }
 
-/* ---- 3 one block of C -------------------------------------------------------------------------- */
-/* What a task will pack of b next, fetched into L2 line by line while it multiplies the block before. */
+/* ---- 3 one block of C ------------------------------------------------------------------------ */
+/* What a task will pack of b next, fetched into L2 line by line while it multiplies the block
+ * before. */
 typedef struct fetch {
     const char *row;
-    int64_t rows, row_bytes, lines, line; /* rows left; from row to row; lines of a row, and of this one the next */
+    /* rows left; from row to row; lines of a row, and of this one the next */
+    int64_t rows, row_bytes, lines, line;
 } fetch;
 
-static fetch fetch_make(const gk_gemm_problem *p, const char *b, int64_t es, int64_t cols, int64_t k) {
+static fetch fetch_make(const gk_gemm_problem *p, const char *b, int64_t es, int64_t cols,
+                        int64_t k) {
     if (p->b_n == 1) return (fetch){b, k, es * p->b_k, gk_ceil_div(cols * es, 64), 0};
     if (p->b_k == 1) return (fetch){b, cols, es * p->b_n, gk_ceil_div(k * es, 64), 0};
     return (fetch){b, 0, 0, 0, 0};
@@ -274,7 +335,11 @@ static fetch fetch_make(const gk_gemm_problem *p, const char *b, int64_t es, int
 static void fetch_lines(fetch *f, int64_t n) {
     while (n-- > 0 && f->rows > 0) {
         __builtin_prefetch(f->row + 64 * f->line, 0, 2);
-        if (++f->line == f->lines) f->line = 0, f->row += f->row_bytes, --f->rows;
+        if (++f->line == f->lines) {
+            f->line = 0;
+            f->row += f->row_bytes;
+            --f->rows;
+        }
     }
 }
 
@@ -303,10 +368,12 @@ static uint32_t *shared_at(const job *jb, int64_t k0, int64_t column) {
     return (uint32_t *)jb->workspace + k0 / jb->isa->pair * jb->x.span + column * cells;
 }
 
-/* Where a worker packs a; with a_once first how many k blocks of it are packed, and of which rows; the blocks 64 bytes behind. */
+/* Where a worker packs a; with a_once first how many k blocks of it are packed, and of which rows;
+ * the blocks 64 bytes behind. */
 static int64_t *blocks_of_a(const job *jb, int64_t worker) {
     const plan *x = &jb->x;
-    return (int64_t *)(jb->workspace + x->shared_bytes + (size_t)worker * x->worker_bytes + x->b_bytes + x->c_bytes);
+    return (int64_t *)(jb->workspace + x->shared_bytes + (size_t)worker * x->worker_bytes +
+                       x->b_bytes + x->c_bytes);
 }
 
 /* Rows of a, [rows][a_ld] or strips, each strip transposed. */
@@ -325,7 +392,8 @@ static void pack_a(const job *jb, uint32_t *to, const char *a, int64_t rows, int
     }
     for (int64_t s = 0; s < strips; ++s) {
         int64_t r0 = strip_start(rows, strips, s), rn = strip_start(rows, strips, s + 1) - r0;
-        jb->isa->pack_panel(to + r0 * cells, rn, gk_at(a, (int64_t)gk_dtype_bytes(dtype) * r0 * p->a_m), dtype, p->a_m,
+        jb->isa->pack_panel(to + r0 * cells, rn,
+                            gk_at(a, (int64_t)gk_dtype_bytes(dtype) * r0 * p->a_m), dtype, p->a_m,
                             p->a_k, rn, kn);
     }
 }
@@ -337,25 +405,28 @@ static void pack_task(void *arg, int64_t t, int64_t worker) {
     (void)worker;
     const job *jb = arg;
     const gk_gemm_problem *p = &jb->x.p;
-    const int64_t width = PACK_PANELS * 2 * jb->isa->w, es = (int64_t)gk_dtype_bytes(jb->args->a.dtype);
+    const int64_t width = PACK_PANELS * 2 * jb->isa->w,
+                  es = (int64_t)gk_dtype_bytes(jb->args->a.dtype);
     const int64_t k0 = t % jb->x.k_blocks * jb->x.kb, column = t / jb->x.k_blocks * width;
-    const int64_t cols = gk_min_i64(gk_min_i64(width, jb->x.span - column), p->n - jb->column - column);
+    const int64_t cols =
+        gk_min_i64(gk_min_i64(width, jb->x.span - column), p->n - jb->column - column);
     if (cols <= 0) return;
     const char *a, *b;
     gk_gemm_epilogue e;
     gk_gemm_at(jb->args, p, jb->batch, &a, &b, &e);
-    jb->isa->pack_panels(shared_at(jb, k0, column), b + es * (k0 * p->b_k + (jb->column + column) * p->b_n),
-                         jb->args->a.dtype, p->b_n, p->b_k, cols, gk_min_i64(jb->x.kb, p->k - k0));
+    jb->isa->pack_panels(shared_at(jb, k0, column),
+                         b + es * (k0 * p->b_k + (jb->column + column) * p->b_n), jb->args->a.dtype,
+                         p->b_n, p->b_k, cols, gk_min_i64(jb->x.kb, p->k - k0));
 }
 
 /* c[rn][nr] (+)= strip of a times panel of b. */
-static void multiply(const plan *x, gk_ukr_fn ukr, int64_t cells, const uint32_t *a, int64_t step, const uint32_t *b,
-                     int64_t ldb, float *c, int64_t ldc, bool accumulate) {
+static void multiply(const plan *x, gk_ukr_fn ukr, int64_t cells, const uint32_t *a, int64_t step,
+                     const uint32_t *b, int64_t ldb, float *c, int64_t ldc, bool accumulate) {
     const int64_t parts = gk_max_i64(gk_ceil_div(cells, x->sum_cells), 1),
                   each = gk_max_i64(gk_ceil_div(cells, parts), 1);
     for (int64_t k = 0; k == 0 || k < cells; k += each)
-        ukr(gk_min_i64(each, cells - k), a + (x->a_rows ? k : k * step), step, b + k * ldb, ldb, c, ldc,
-            accumulate || k > 0);
+        ukr(gk_min_i64(each, cells - k), a + (x->a_rows ? k : k * step), step, b + k * ldb, ldb, c,
+            ldc, accumulate || k > 0);
 }
 
 static void task(void *arg, int64_t t, int64_t worker) {
@@ -375,9 +446,14 @@ static void task(void *arg, int64_t t, int64_t worker) {
     const int64_t mi = x->a_once ? of_a % x->m_blocks : t % x->m_blocks;
     const int64_t ni = x->a_once ? t % x->n_blocks : t / x->m_blocks % x->n_blocks;
     const int64_t bi = x->shared ? jb->batch : t / blocks;
-    if (x->a_once && a_have[1] != of_a) a_have[0] = 0, a_have[1] = of_a;
-    const int64_t i0 = strip_start(p->m, x->m_blocks, mi), rows = strip_start(p->m, x->m_blocks, mi + 1) - i0;
-    const int64_t j0 = jb->column + ni * x->nb, cols = gk_min_i64(x->nb, gk_min_i64(p->n, jb->column + x->span) - j0);
+    if (x->a_once && a_have[1] != of_a) {
+        a_have[0] = 0;
+        a_have[1] = of_a;
+    }
+    const int64_t i0 = strip_start(p->m, x->m_blocks, mi),
+                  rows = strip_start(p->m, x->m_blocks, mi + 1) - i0;
+    const int64_t j0 = jb->column + ni * x->nb,
+                  cols = gk_min_i64(x->nb, gk_min_i64(p->n, jb->column + x->span) - j0);
     if (cols <= 0) return; /* the last span may be short of a block */
     const int64_t strips = gk_ceil_div(rows, isa->mr), panels = gk_ceil_div(cols, nr);
     const char *a, *b;
@@ -399,26 +475,36 @@ static void task(void *arg, int64_t t, int64_t worker) {
         if (x->shared)
             b_pack = shared_at(jb, k0, j0 - jb->column);
         else if (there < cols)
-            isa->pack_panels(b_pack + there * cells, gk_at(b, es * (k0 * p->b_k + there * p->b_n)), dtype, p->b_n,
-                             p->b_k, cols - there, kn);
+            isa->pack_panels(b_pack + there * cells, gk_at(b, es * (k0 * p->b_k + there * p->b_n)),
+                             dtype, p->b_n, p->b_k, cols - there, kn);
         /* tiles wait for the L2 when lines from further away hold the L1's buffers */
-        const int64_t kn_next = !x->shared && !isa->pack_rows_any ? gk_clamp_i64(p->k - k0 - kn, 0, x->kb) : 0;
+        const int64_t kn_next =
+            !x->shared && !isa->pack_rows_any ? gk_clamp_i64(p->k - k0 - kn, 0, x->kb) : 0;
         fetch next = fetch_make(p, gk_at(b, es * (k0 + kn) * p->b_k), es, cols, kn_next);
         const int64_t share = gk_ceil_div(next.rows * next.lines, panels * strips);
         for (int64_t jr = 0; jr < panels; ++jr) {
             const int64_t c0 = jr * nr, cn = gk_min_i64(nr, cols - c0);
-            const gk_ukr_fn *ukr = (x->a_rows ? isa->ukr_rows : isa->ukr_panel) + (cn > isa->w ? isa->mr : 0);
+            const gk_ukr_fn *ukr =
+                (x->a_rows ? isa->ukr_rows : isa->ukr_panel) + (cn > isa->w ? isa->mr : 0);
             for (int64_t s = 0; s < strips; ++s) {
-                int64_t r0 = strip_of(isa, rows, strips, s), rn = strip_of(isa, rows, strips, s + 1) - r0;
-                const uint32_t *ap = a_pack + r0 * (x->a_rows ? x->a_ld : cells), *bp = b_pack + c0 * cells;
+                int64_t r0 = strip_of(isa, rows, strips, s),
+                        rn = strip_of(isa, rows, strips, s + 1) - r0;
+                const uint32_t *ap = a_pack + r0 * (x->a_rows ? x->a_ld : cells),
+                               *bp = b_pack + c0 * cells;
                 int64_t ldb = nr;
-                if (c0 < there) bp = gk_at(b, es * (k0 * p->b_k + c0)), ldb = p->b_k;
+                if (c0 < there) {
+                    bp = gk_at(b, es * (k0 * p->b_k + c0));
+                    ldb = p->b_k;
+                }
                 int64_t step = x->a_rows ? x->a_ld : rn;
-                if (x->a_there) ap = gk_at(a, es * (k0 * p->a_k + r0 * p->a_m)), step = x->a_rows ? p->a_m : p->a_k;
+                if (x->a_there) {
+                    ap = gk_at(a, es * (k0 * p->a_k + r0 * p->a_m));
+                    step = x->a_rows ? p->a_m : p->a_k;
+                }
                 fetch_lines(&next, share);
                 if (x->direct && cn % isa->w == 0) {
-                    multiply(x, ukr[rn - 1], cells, ap, step, bp, ldb, (float *)e.out + r0 * e.out_row + c0, e.out_row,
-                             !first);
+                    multiply(x, ukr[rn - 1], cells, ap, step, bp, ldb,
+                             (float *)e.out + r0 * e.out_row + c0, e.out_row, !first);
                 } else if (x->block) {
                     float *dst = block + r0 * x->nb + c0;
                     multiply(x, ukr[rn - 1], cells, ap, step, bp, ldb, dst, x->nb, !first);
@@ -429,7 +515,11 @@ static void task(void *arg, int64_t t, int64_t worker) {
                 } else { /* an edge of a direct product, or all of K in one block */
                     gk_gemm_epilogue at = gk_epilogue_at(&e, r0, c0);
                     if (x->direct && !first) {
-                        at.c = at.out, at.c_dtype = GK_F32, at.c_row = at.out_row, at.c_col = 1, at.beta = 1;
+                        at.c = at.out;
+                        at.c_dtype = GK_F32;
+                        at.c_row = at.out_row;
+                        at.c_col = 1;
+                        at.beta = 1;
                     }
                     multiply(x, ukr[rn - 1], cells, ap, step, bp, ldb, tile, nr, false);
                     isa->store(&at, tile, nr, rn, cn);
@@ -440,18 +530,23 @@ static void task(void *arg, int64_t t, int64_t worker) {
     if (isa->end_task) isa->end_task();
 }
 
-/* ---- 4 entry points ---------------------------------------------------------------------------- */
-bool gk_gemm_packed_plan(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa, gk_plan *to) {
+/* ---- 4 entry points -------------------------------------------------------------------------- */
+bool gk_gemm_packed_plan(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa,
+                         gk_plan *to) {
     plan *x = GK_OWN(plan, to);
     *x = plan_of(ctx, args, isa);
-    to->tile[0] = x->mb, to->tile[1] = x->nb, to->tile[2] = x->kb, to->tile[3] = isa->mr * 2 * isa->w;
+    to->tile[0] = x->mb;
+    to->tile[1] = x->nb;
+    to->tile[2] = x->kb;
+    to->tile[3] = isa->mr * 2 * isa->w;
     to->tasks = num_tasks(x);
-    to->workspace_bytes = x->shared_bytes + (size_t)gk_num_workers(ctx, to->tasks) * x->worker_bytes;
+    to->workspace_bytes =
+        x->shared_bytes + (size_t)gk_num_workers(ctx, to->tasks) * x->worker_bytes;
     return true;
 }
 
-void gk_gemm_packed_run(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa, const gk_plan *planned,
-                        void *workspace) {
+void gk_gemm_packed_run(const gk_context *ctx, const gk_gemm_args *args, const gk_gemm_isa *isa,
+                        const gk_plan *planned, void *workspace) {
     job jb = {args, isa, *GK_OWN_CONST(plan, planned), workspace, 0, 0};
     for (int64_t w = 0; jb.x.a_once && w < gk_num_workers(ctx, num_tasks(&jb.x)); ++w)
         blocks_of_a(&jb, w)[0] = blocks_of_a(&jb, w)[1] = 0;

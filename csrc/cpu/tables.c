@@ -1,35 +1,39 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tables.c: every CPU kernel by op, dtype and instruction set, best set first; dispatch.c takes the first row that serves
- * a call, and gk_context.cpu_isa hides the rows above it. The symbols, for grep, are gk_<stem>_<isa> with
- *   gk_gemm_packed gk_gemm_skinny gk_gemm_act_bwd gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn gk_kv_cache_write
- *   gk_attn_merge gk_quantize gk_dequantize gk_scaled_gemm gk_weight_gemm gk_weight_skinny gk_grouped_gemm gk_sparse_gemm
- *   gk_scaled_gemm_vnni gk_sparse_gemm_vnni
+/* tables.c: every CPU kernel by op, dtype and instruction set, best set first; dispatch.c takes the
+ * first row that serves a call, and gk_context.cpu_isa hides the rows above it. The symbols, for
+ * grep, are gk_<stem>_<isa> with
+ *   gk_gemm_packed gk_gemm_skinny gk_gemm_act_bwd gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn
+ *   gk_kv_cache_write gk_attn_merge gk_quantize gk_dequantize gk_scaled_gemm gk_weight_gemm
+ *   gk_weight_skinny gk_grouped_gemm gk_sparse_gemm gk_scaled_gemm_vnni gk_sparse_gemm_vnni
  *                       x       base avx2 avx512 avx512bf16;   gk_flash_attn_fp8   x   base avx2 avx512, whose cells are float32
  *   gk_gemm_packed gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn gk_scaled_gemm gk_sparse_gemm    x       amx amx_emulated
- * float32 rows compute in float32, bfloat16 and float16 rows convert tile by tile; avx512bf16 multiplies bfloat16 pairs, which
- * on Intel's cores is slower than to convert: there the default is avx512 (features.c has the measurement).
- * float64 is served by ref/. GK_X86_ISAS comes from the build where it compiled more than the base set.
+ * float32 rows compute in float32, bfloat16 and float16 rows convert tile by tile; avx512bf16
+ * multiplies bfloat16 pairs, which on Intel's cores is slower than to convert: there the default is
+ * avx512 (features.c has the measurement). float64 is served by ref/. GK_X86_ISAS comes from the
+ * build where it compiled more than the base set.
  */
 #include "kernels.h"
 
-/* ---- float64 ------------------------------------------------------------------------------------ */
+/* ---- float64 --------------------------------------------------------------------------------- */
 static bool plan_ref(const gk_context *ctx, const void *args, gk_plan *plan) {
     (void)ctx, (void)args;
     plan->tasks = 1;
     return true;
 }
-#define OP(NAME, stem, arguments, first)                                                                    \
-    static void ref_##stem(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) { \
-        (void)plan, (void)workspace;                                                                        \
-        gk_ref_##stem(ctx, (const arguments *)args);                                                        \
-    }                                                                                                       \
+#define OP(NAME, stem, arguments, first)                                                 \
+    static void ref_##stem(const gk_context *ctx, const void *args, const gk_plan *plan, \
+                           void *workspace) {                                            \
+        (void)plan, (void)workspace;                                                     \
+        gk_ref_##stem(ctx, (const arguments *)args);                                     \
+    }                                                                                    \
     static const gk_cpu_kernel stem##_ref = {plan_ref, ref_##stem};
 #include "../core/ops.def"
 #define REF_ROW(stem) {#stem "_ref", GK_F64, GK_ISA_BASE, &stem##_ref}
 
-/* ---- the rows ------------------------------------------------------------------------------------- */
-#define DECLARE(stem) \
-    extern const gk_cpu_kernel gk_##stem##_base, gk_##stem##_avx2, gk_##stem##_avx512, gk_##stem##_avx512bf16;
+/* ---- the rows -------------------------------------------------------------------------------- */
+#define DECLARE(stem)                                                                  \
+    extern const gk_cpu_kernel gk_##stem##_base, gk_##stem##_avx2, gk_##stem##_avx512, \
+        gk_##stem##_avx512bf16;
 #define DECLARE_AMX(stem) extern const gk_cpu_kernel gk_##stem##_amx, gk_##stem##_amx_emulated;
 DECLARE_AMX(gemm_packed)
 DECLARE_AMX(flash_attn_fwd)
@@ -69,15 +73,17 @@ DECLARE(dropout)
 DECLARE(adamw)
 
 #define ROW(stem, dtype, ISA, isa) {#stem, dtype, ISA, &gk_##stem##_##isa}
-#define THREE(stem, ISA, isa) ROW(stem, GK_F32, ISA, isa), ROW(stem, GK_BF16, ISA, isa), ROW(stem, GK_F16, ISA, isa)
+#define THREE(stem, ISA, isa) \
+    ROW(stem, GK_F32, ISA, isa), ROW(stem, GK_BF16, ISA, isa), ROW(stem, GK_F16, ISA, isa)
 /* vnni: int8 where the machine has VPDPBUSD, which the set's name does not say */
 #define CODES_VNNI(stem, ISA, isa) ROW(stem##_vnni, GK_I8, ISA, isa), CODES(stem, ISA, isa)
-#define CODES(stem, ISA, isa) ROW(stem, GK_E4M3, ISA, isa), ROW(stem, GK_E5M2, ISA, isa), ROW(stem, GK_I8, ISA, isa)
+#define CODES(stem, ISA, isa) \
+    ROW(stem, GK_E4M3, ISA, isa), ROW(stem, GK_E5M2, ISA, isa), ROW(stem, GK_I8, ISA, isa)
 #if defined(GK_X86_ISAS)
 /* 8-bit codes are bfloat16 pairs where there are some */
-#define EVERY_ISA_OF_CODES(stem)                                                                                    \
-    CODES(stem, GK_ISA_AVX512BF16, avx512bf16), CODES(stem, GK_ISA_AVX512, avx512), CODES(stem, GK_ISA_AVX2, avx2), \
-        CODES(stem, GK_ISA_BASE, base)
+#define EVERY_ISA_OF_CODES(stem)                                                    \
+    CODES(stem, GK_ISA_AVX512BF16, avx512bf16), CODES(stem, GK_ISA_AVX512, avx512), \
+        CODES(stem, GK_ISA_AVX2, avx2), CODES(stem, GK_ISA_BASE, base)
 #define EVERY_ISA_OF_INT8(stem)                                                               \
     CODES_VNNI(stem, GK_ISA_AVX512BF16, avx512bf16), CODES_VNNI(stem, GK_ISA_AVX512, avx512), \
         CODES_VNNI(stem, GK_ISA_AVX2, avx2), CODES(stem, GK_ISA_BASE, base)
@@ -92,10 +98,12 @@ DECLARE(adamw)
     ROW(stem, GK_BF16, GK_ISA_AVX512BF16, avx512bf16), THREE(stem, GK_ISA_AVX512, avx512), \
         THREE(stem, GK_ISA_AVX2, avx2), THREE(stem, GK_ISA_BASE, base)
 /* `first` of an ISA before `second` of it: where it plans the call it serves it */
-#define EITHER(first, second)                                                                                       \
-    ROW(first, GK_BF16, GK_ISA_AVX512BF16, avx512bf16), ROW(second, GK_BF16, GK_ISA_AVX512BF16, avx512bf16),        \
-        THREE(first, GK_ISA_AVX512, avx512), THREE(second, GK_ISA_AVX512, avx512), THREE(first, GK_ISA_AVX2, avx2), \
-        THREE(second, GK_ISA_AVX2, avx2), THREE(first, GK_ISA_BASE, base), THREE(second, GK_ISA_BASE, base)
+#define EITHER(first, second)                                                                     \
+    ROW(first, GK_BF16, GK_ISA_AVX512BF16, avx512bf16),                                           \
+        ROW(second, GK_BF16, GK_ISA_AVX512BF16, avx512bf16), THREE(first, GK_ISA_AVX512, avx512), \
+        THREE(second, GK_ISA_AVX512, avx512), THREE(first, GK_ISA_AVX2, avx2),                    \
+        THREE(second, GK_ISA_AVX2, avx2), THREE(first, GK_ISA_BASE, base),                        \
+        THREE(second, GK_ISA_BASE, base)
 #else
 #define EVERY_ISA_OF_CODES(stem) CODES(stem, GK_ISA_BASE, base)
 #define EVERY_ISA_OF_INT8(stem) CODES(stem, GK_ISA_BASE, base)
@@ -107,7 +115,8 @@ DECLARE(adamw)
 
 /* Products on tiles, and on their emulation. */
 #if defined(GK_HAS_AMX)
-#define TILES_OF(stem, dtype) ROW(stem, dtype, GK_ISA_AMX, amx), ROW(stem, dtype, GK_ISA_AMX_EMULATED, amx_emulated),
+#define TILES_OF(stem, dtype) \
+    ROW(stem, dtype, GK_ISA_AMX, amx), ROW(stem, dtype, GK_ISA_AMX_EMULATED, amx_emulated),
 #elif defined(GK_X86_ISAS)
 #define TILES_OF(stem, dtype) ROW(stem, dtype, GK_ISA_AMX_EMULATED, amx_emulated),
 #else
@@ -115,32 +124,42 @@ DECLARE(adamw)
 #endif
 #define ON_TILES(stem) TILES_OF(stem, GK_BF16)
 
-static const gk_cpu_instance gemm_rows[] = {ON_TILES(gemm_packed) EITHER(gemm_skinny, gemm_packed), REF_ROW(gemm)};
+static const gk_cpu_instance gemm_rows[] = {ON_TILES(gemm_packed) EITHER(gemm_skinny, gemm_packed),
+                                            REF_ROW(gemm)};
 static const gk_cpu_instance gemm_act_bwd_rows[] = {EVERY_ISA(gemm_act_bwd), REF_ROW(gemm_act_bwd)};
-static const gk_cpu_instance flash_attn_fwd_rows[] = {ON_TILES(flash_attn_fwd) EVERY_ISA(flash_attn_fwd),
-                                                      REF_ROW(flash_attn_fwd)};
-static const gk_cpu_instance flash_attn_bwd_rows[] = {ON_TILES(flash_attn_bwd) EVERY_ISA(flash_attn_bwd),
-                                                      REF_ROW(flash_attn_bwd)};
+static const gk_cpu_instance flash_attn_fwd_rows[] = {
+    ON_TILES(flash_attn_fwd) EVERY_ISA(flash_attn_fwd), REF_ROW(flash_attn_fwd)};
+static const gk_cpu_instance flash_attn_bwd_rows[] = {
+    ON_TILES(flash_attn_bwd) EVERY_ISA(flash_attn_bwd), REF_ROW(flash_attn_bwd)};
 static const gk_cpu_instance flash_attn_fp8_rows[] = {EVERY_ISA_OF_FLOATS(flash_attn_fp8)};
-static const gk_cpu_instance paged_attn_rows[] = {ON_TILES(paged_attn) EVERY_ISA(paged_attn), REF_ROW(paged_attn)};
-static const gk_cpu_instance kv_cache_write_rows[] = {EVERY_ISA(kv_cache_write), REF_ROW(kv_cache_write)};
-static const gk_cpu_instance rope_kv_write_rows[] = {EVERY_ISA(rope_kv_write), REF_ROW(rope_kv_write)};
+static const gk_cpu_instance paged_attn_rows[] = {ON_TILES(paged_attn) EVERY_ISA(paged_attn),
+                                                  REF_ROW(paged_attn)};
+static const gk_cpu_instance kv_cache_write_rows[] = {EVERY_ISA(kv_cache_write),
+                                                      REF_ROW(kv_cache_write)};
+static const gk_cpu_instance rope_kv_write_rows[] = {EVERY_ISA(rope_kv_write),
+                                                     REF_ROW(rope_kv_write)};
 static const gk_cpu_instance attn_merge_rows[] = {EVERY_ISA(attn_merge), REF_ROW(attn_merge)};
 static const gk_cpu_instance quantize_rows[] = {EVERY_ISA(quantize), REF_ROW(quantize)};
 static const gk_cpu_instance dequantize_rows[] = {EVERY_ISA(dequantize), REF_ROW(dequantize)};
-static const gk_cpu_instance scaled_gemm_rows[] = {TILES_OF(scaled_gemm, GK_I8) EVERY_ISA_OF_INT8(scaled_gemm)};
+static const gk_cpu_instance scaled_gemm_rows[] = {TILES_OF(scaled_gemm, GK_I8)
+                                                       EVERY_ISA_OF_INT8(scaled_gemm)};
 /* packing is no arithmetic: ref/ serves every dtype */
-static const gk_cpu_instance pack_weight_rows[] = {{"pack_weight", GK_I8, GK_ISA_BASE, &pack_weight_ref},
-                                                   {"pack_weight", GK_U8, GK_ISA_BASE, &pack_weight_ref},
-                                                   {"pack_weight", GK_E4M3, GK_ISA_BASE, &pack_weight_ref}};
-static const gk_cpu_instance unpack_weight_rows[] = {{"unpack_weight", GK_U8, GK_ISA_BASE, &unpack_weight_ref}};
-static const gk_cpu_instance weight_gemm_rows[] = {EITHER(weight_skinny, weight_gemm), EVERY_ISA_OF_E4M3(weight_gemm)};
-static const gk_cpu_instance grouped_gemm_rows[] = {EVERY_ISA(grouped_gemm), EVERY_ISA_OF_CODES(grouped_gemm)};
+static const gk_cpu_instance pack_weight_rows[] = {
+    {"pack_weight", GK_I8, GK_ISA_BASE, &pack_weight_ref},
+    {"pack_weight", GK_U8, GK_ISA_BASE, &pack_weight_ref},
+    {"pack_weight", GK_E4M3, GK_ISA_BASE, &pack_weight_ref}};
+static const gk_cpu_instance unpack_weight_rows[] = {
+    {"unpack_weight", GK_U8, GK_ISA_BASE, &unpack_weight_ref}};
+static const gk_cpu_instance weight_gemm_rows[] = {EITHER(weight_skinny, weight_gemm),
+                                                   EVERY_ISA_OF_E4M3(weight_gemm)};
+static const gk_cpu_instance grouped_gemm_rows[] = {EVERY_ISA(grouped_gemm),
+                                                    EVERY_ISA_OF_CODES(grouped_gemm)};
 #define SPARSE_PACK(dtype) {"sparse_pack", dtype, GK_ISA_BASE, &sparse_pack_ref}
-static const gk_cpu_instance sparse_pack_rows[] = {SPARSE_PACK(GK_BF16), SPARSE_PACK(GK_F16), SPARSE_PACK(GK_E4M3),
-                                                   SPARSE_PACK(GK_E5M2), SPARSE_PACK(GK_I8)};
-static const gk_cpu_instance sparse_gemm_rows[] = {TILES_OF(sparse_gemm, GK_I8) EVERY_ISA(sparse_gemm),
-                                                   EVERY_ISA_OF_INT8(sparse_gemm)};
+static const gk_cpu_instance sparse_pack_rows[] = {SPARSE_PACK(GK_BF16), SPARSE_PACK(GK_F16),
+                                                   SPARSE_PACK(GK_E4M3), SPARSE_PACK(GK_E5M2),
+                                                   SPARSE_PACK(GK_I8)};
+static const gk_cpu_instance sparse_gemm_rows[] = {
+    TILES_OF(sparse_gemm, GK_I8) EVERY_ISA(sparse_gemm), EVERY_ISA_OF_INT8(sparse_gemm)};
 static const gk_cpu_instance norm_fwd_rows[] = {EVERY_ISA(norm_fwd), REF_ROW(norm_fwd)};
 static const gk_cpu_instance norm_bwd_rows[] = {EVERY_ISA(norm_bwd), REF_ROW(norm_bwd)};
 static const gk_cpu_instance softmax_fwd_rows[] = {EVERY_ISA(softmax_fwd), REF_ROW(softmax_fwd)};
@@ -148,15 +167,19 @@ static const gk_cpu_instance softmax_bwd_rows[] = {EVERY_ISA(softmax_bwd), REF_R
 static const gk_cpu_instance glu_fwd_rows[] = {EVERY_ISA(glu_fwd), REF_ROW(glu_fwd)};
 static const gk_cpu_instance glu_bwd_rows[] = {EVERY_ISA(glu_bwd), REF_ROW(glu_bwd)};
 static const gk_cpu_instance rope_rows[] = {EVERY_ISA(rope), REF_ROW(rope)};
-static const gk_cpu_instance cross_entropy_fwd_rows[] = {EVERY_ISA(cross_entropy_fwd), REF_ROW(cross_entropy_fwd)};
-static const gk_cpu_instance cross_entropy_bwd_rows[] = {EVERY_ISA(cross_entropy_bwd), REF_ROW(cross_entropy_bwd)};
+static const gk_cpu_instance cross_entropy_fwd_rows[] = {EVERY_ISA(cross_entropy_fwd),
+                                                         REF_ROW(cross_entropy_fwd)};
+static const gk_cpu_instance cross_entropy_bwd_rows[] = {EVERY_ISA(cross_entropy_bwd),
+                                                         REF_ROW(cross_entropy_bwd)};
 static const gk_cpu_instance dropout_rows[] = {EVERY_ISA(dropout), REF_ROW(dropout)};
 static const gk_cpu_instance adamw_rows[] = {EVERY_ISA(adamw), REF_ROW(adamw)};
 
 const gk_cpu_instance *gk_cpu_instances(gk_op op, int *num_rows) {
     switch (op) {
-#define OP(NAME, stem, arguments, first) \
-    case GK_OP_##NAME: *num_rows = (int)(sizeof stem##_rows / sizeof stem##_rows[0]); return stem##_rows;
+#define OP(NAME, stem, arguments, first)                               \
+    case GK_OP_##NAME:                                                 \
+        *num_rows = (int)(sizeof stem##_rows / sizeof stem##_rows[0]); \
+        return stem##_rows;
 #include "../core/ops.def"
     default: *num_rows = 0; return NULL;
     }

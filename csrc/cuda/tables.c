@@ -1,50 +1,66 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tables.c: the tables of instances that CUDA kernel files end with, by op, best first. dispatch.c asks those that run on the device's
- * architecture in this order: a table with a plan of its own finds the best of its instances, of another the first that can serves. */
+/* tables.c: the tables of instances that CUDA kernel files end with, by op, best first. dispatch.c
+ * asks those that run on the device's architecture in this order: a table with a plan of its own
+ * finds the best of its instances, of another the first that can serves. */
 #include "../core/dispatch.h"
 #include "gpukern_ranks.h"
 
-extern const gk_cuda_table gk_gemm_sm90a_table, gk_gemm_pingpong_sm90a_table, gk_gemm_swapab_sm90a_table;
-extern const gk_cuda_table gk_gemm_tf32_sm90a_table, gk_gemm_skinny_table, gk_gemm_sm80_table, gk_gemm_plain_table;
+extern const gk_cuda_table gk_gemm_sm90a_table, gk_gemm_pingpong_sm90a_table,
+    gk_gemm_swapab_sm90a_table;
+extern const gk_cuda_table gk_gemm_tf32_sm90a_table, gk_gemm_skinny_table, gk_gemm_sm80_table,
+    gk_gemm_plain_table;
 extern const gk_cuda_table gk_gemm_act_bwd_table;
 extern const gk_cuda_table gk_flash_attn_fwd_sm90a_table;
-extern const gk_cuda_table gk_flash_attn_fwd_sm80_table, gk_flash_attn_fwd_simt_table, gk_flash_attn_fwd_plain_table;
+extern const gk_cuda_table gk_flash_attn_fwd_sm80_table, gk_flash_attn_fwd_simt_table,
+    gk_flash_attn_fwd_plain_table;
 extern const gk_cuda_table gk_flash_attn_fwd_drop_sm80_table, gk_flash_attn_bwd_drop_sm80_table;
-extern const gk_cuda_table gk_flash_attn_fwd_partial_sm90a_table, gk_flash_attn_fwd_partial_plain_table;
-extern const gk_cuda_table gk_flash_attn_bwd_partial_sm90a_table, gk_flash_attn_bwd_partial_sm80_table,
-    gk_flash_attn_bwd_partial_plain_table;
-extern const gk_cuda_table gk_flash_attn_fp8_sm90a_table, gk_flash_attn_fp8_relay_table, gk_flash_attn_fp8_sm80_table;
+extern const gk_cuda_table gk_flash_attn_fwd_partial_sm90a_table,
+    gk_flash_attn_fwd_partial_plain_table;
+extern const gk_cuda_table gk_flash_attn_bwd_partial_sm90a_table,
+    gk_flash_attn_bwd_partial_sm80_table, gk_flash_attn_bwd_partial_plain_table;
+extern const gk_cuda_table gk_flash_attn_fp8_sm90a_table, gk_flash_attn_fp8_relay_table,
+    gk_flash_attn_fp8_sm80_table;
 extern const gk_cuda_table gk_flash_attn_bwd_sm90a_table, gk_flash_attn_bwd_wide_sm90a_table;
-extern const gk_cuda_table gk_flash_attn_bwd_sm80_table, gk_flash_attn_bwd_simt_table, gk_flash_attn_bwd_plain_table;
-extern const gk_cuda_table gk_paged_prefill_sm90a_table, gk_paged_prefill_relay_sm90a_table, gk_paged_attn_sm90a_table,
-    gk_paged_attn_sm80_table, gk_paged_attn_f32_table, gk_paged_attn_plain_table;
+extern const gk_cuda_table gk_flash_attn_bwd_sm80_table, gk_flash_attn_bwd_simt_table,
+    gk_flash_attn_bwd_plain_table;
+extern const gk_cuda_table gk_paged_prefill_sm90a_table, gk_paged_prefill_relay_sm90a_table,
+    gk_paged_attn_sm90a_table, gk_paged_attn_sm80_table, gk_paged_attn_f32_table,
+    gk_paged_attn_plain_table;
 extern const gk_cuda_table gk_kv_cache_write_table, gk_rope_kv_write_table;
 extern const gk_cuda_table gk_attn_merge_table;
 extern const gk_cuda_table gk_quantize_sm90a_table, gk_quantize_table, gk_dequantize_table;
-extern const gk_cuda_table gk_scaled_gemm_swapab_sm90a_table, gk_scaled_gemm_sm90a_table, gk_scaled_gemm_sm80_table;
-extern const gk_cuda_table gk_scaled_gemm_decoded_table, gk_scaled_gemm_mx_sm90a_table, gk_scaled_gemm_plain_table;
+extern const gk_cuda_table gk_scaled_gemm_swapab_sm90a_table, gk_scaled_gemm_sm90a_table,
+    gk_scaled_gemm_sm80_table;
+extern const gk_cuda_table gk_scaled_gemm_decoded_table, gk_scaled_gemm_mx_sm90a_table,
+    gk_scaled_gemm_plain_table;
 extern const gk_cuda_table gk_grouped_gemm_sm90a_table, gk_grouped_gemm_fp8_sm90a_table;
-extern const gk_cuda_table gk_grouped_gemm_sm80_table, gk_grouped_gemm_plain_table, gk_sparse_pack_table,
-    gk_sparse_gemm_sm90a_table, gk_sparse_gemm_sm80_table, gk_sparse_gemm_plain_table;
+extern const gk_cuda_table gk_grouped_gemm_sm80_table, gk_grouped_gemm_plain_table,
+    gk_sparse_pack_table, gk_sparse_gemm_sm90a_table, gk_sparse_gemm_sm80_table,
+    gk_sparse_gemm_plain_table;
 extern const gk_cuda_table gk_pack_weight_table, gk_unpack_weight_table, gk_weight_gemm_plain_table;
 extern const gk_cuda_table gk_weight_gemm_4bit_sm90a_table, gk_weight_gemm_8bit_sm90a_table;
 extern const gk_cuda_table gk_weight_gemm_4bit_sm80_table, gk_weight_gemm_8bit_sm80_table;
 extern const gk_cuda_table gk_norm_fwd_table, gk_norm_fwd_sm90a_table, gk_norm_fwd_walk_table;
 extern const gk_cuda_table gk_norm_bwd_table, gk_norm_bwd_sm90a_table, gk_norm_bwd_walk_table;
-extern const gk_cuda_table gk_softmax_fwd_table, gk_softmax_fwd_sm90a_table, gk_softmax_fwd_walk_table;
-extern const gk_cuda_table gk_softmax_bwd_table, gk_softmax_bwd_sm90a_table, gk_softmax_bwd_walk_table;
+extern const gk_cuda_table gk_softmax_fwd_table, gk_softmax_fwd_sm90a_table,
+    gk_softmax_fwd_walk_table;
+extern const gk_cuda_table gk_softmax_bwd_table, gk_softmax_bwd_sm90a_table,
+    gk_softmax_bwd_walk_table;
 extern const gk_cuda_table gk_glu_fwd_table, gk_glu_bwd_table, gk_rope_table;
-extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_fwd_sm90a_table, gk_cross_entropy_bwd_table;
+extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_fwd_sm90a_table,
+    gk_cross_entropy_bwd_table;
 extern const gk_cuda_table gk_dropout_table, gk_adamw_table;
 
-static const gk_cuda_table *const gemm_tables[] = {&gk_gemm_sm90a_table, /* plans for the three behind it, too */
-                                                   &gk_gemm_pingpong_sm90a_table, &gk_gemm_swapab_sm90a_table,
-                                                   &gk_gemm_tf32_sm90a_table,     &gk_gemm_skinny_table,
-                                                   &gk_gemm_sm80_table,           &gk_gemm_plain_table};
+/* plans for the three behind it, too */
+static const gk_cuda_table *const gemm_tables[] = {
+    &gk_gemm_sm90a_table,      &gk_gemm_pingpong_sm90a_table, &gk_gemm_swapab_sm90a_table,
+    &gk_gemm_tf32_sm90a_table, &gk_gemm_skinny_table,         &gk_gemm_sm80_table,
+    &gk_gemm_plain_table};
 static const gk_cuda_table *const gemm_act_bwd_tables[] = {&gk_gemm_act_bwd_table};
 static const gk_cuda_table *const flash_attn_fwd_tables[] = {
-    &gk_flash_attn_fwd_partial_sm90a_table, &gk_flash_attn_fwd_sm90a_table, &gk_flash_attn_fwd_sm80_table,
-    &gk_flash_attn_fwd_drop_sm80_table,     &gk_flash_attn_fwd_simt_table,  &gk_flash_attn_fwd_plain_table,
+    &gk_flash_attn_fwd_partial_sm90a_table, &gk_flash_attn_fwd_sm90a_table,
+    &gk_flash_attn_fwd_sm80_table,          &gk_flash_attn_fwd_drop_sm80_table,
+    &gk_flash_attn_fwd_simt_table,          &gk_flash_attn_fwd_plain_table,
     &gk_flash_attn_fwd_partial_plain_table};
 static const gk_cuda_table *const flash_attn_bwd_tables[] = {
     &gk_flash_attn_bwd_sm90a_table,         &gk_flash_attn_bwd_wide_sm90a_table,
@@ -61,30 +77,31 @@ static const gk_cuda_table *const paged_attn_tables[] = {
 static const gk_cuda_table *const kv_cache_write_tables[] = {&gk_kv_cache_write_table};
 static const gk_cuda_table *const rope_kv_write_tables[] = {&gk_rope_kv_write_table};
 static const gk_cuda_table *const attn_merge_tables[] = {&gk_attn_merge_table};
-static const gk_cuda_table *const quantize_tables[] = {&gk_quantize_sm90a_table, &gk_quantize_table};
+static const gk_cuda_table *const quantize_tables[] = {&gk_quantize_sm90a_table,
+                                                       &gk_quantize_table};
 static const gk_cuda_table *const dequantize_tables[] = {&gk_dequantize_table};
 static const gk_cuda_table *const scaled_gemm_tables[] = {
     &gk_scaled_gemm_swapab_sm90a_table, &gk_scaled_gemm_sm90a_table, &gk_scaled_gemm_decoded_table,
     &gk_scaled_gemm_mx_sm90a_table,     &gk_scaled_gemm_sm80_table,  &gk_scaled_gemm_plain_table};
 static const gk_cuda_table *const pack_weight_tables[] = {&gk_pack_weight_table};
 static const gk_cuda_table *const unpack_weight_tables[] = {&gk_unpack_weight_table};
-static const gk_cuda_table *const grouped_gemm_tables[] = {&gk_grouped_gemm_sm90a_table,
-                                                           &gk_grouped_gemm_fp8_sm90a_table,
-                                                           &gk_grouped_gemm_sm80_table, &gk_grouped_gemm_plain_table};
+static const gk_cuda_table *const grouped_gemm_tables[] = {
+    &gk_grouped_gemm_sm90a_table, &gk_grouped_gemm_fp8_sm90a_table, &gk_grouped_gemm_sm80_table,
+    &gk_grouped_gemm_plain_table};
 static const gk_cuda_table *const sparse_pack_tables[] = {&gk_sparse_pack_table};
-static const gk_cuda_table *const sparse_gemm_tables[] = {&gk_sparse_gemm_sm90a_table, &gk_sparse_gemm_sm80_table,
-                                                          &gk_sparse_gemm_plain_table};
+static const gk_cuda_table *const sparse_gemm_tables[] = {
+    &gk_sparse_gemm_sm90a_table, &gk_sparse_gemm_sm80_table, &gk_sparse_gemm_plain_table};
 static const gk_cuda_table *const weight_gemm_tables[] = {
-    &gk_weight_gemm_4bit_sm90a_table, &gk_weight_gemm_8bit_sm90a_table, &gk_weight_gemm_4bit_sm80_table,
-    &gk_weight_gemm_8bit_sm80_table, &gk_weight_gemm_plain_table};
+    &gk_weight_gemm_4bit_sm90a_table, &gk_weight_gemm_8bit_sm90a_table,
+    &gk_weight_gemm_4bit_sm80_table, &gk_weight_gemm_8bit_sm80_table, &gk_weight_gemm_plain_table};
 static const gk_cuda_table *const norm_fwd_tables[] = {&gk_norm_fwd_sm90a_table, &gk_norm_fwd_table,
                                                        &gk_norm_fwd_walk_table};
 static const gk_cuda_table *const norm_bwd_tables[] = {&gk_norm_bwd_sm90a_table, &gk_norm_bwd_table,
                                                        &gk_norm_bwd_walk_table};
-static const gk_cuda_table *const softmax_fwd_tables[] = {&gk_softmax_fwd_sm90a_table, &gk_softmax_fwd_table,
-                                                          &gk_softmax_fwd_walk_table};
-static const gk_cuda_table *const softmax_bwd_tables[] = {&gk_softmax_bwd_sm90a_table, &gk_softmax_bwd_table,
-                                                          &gk_softmax_bwd_walk_table};
+static const gk_cuda_table *const softmax_fwd_tables[] = {
+    &gk_softmax_fwd_sm90a_table, &gk_softmax_fwd_table, &gk_softmax_fwd_walk_table};
+static const gk_cuda_table *const softmax_bwd_tables[] = {
+    &gk_softmax_bwd_sm90a_table, &gk_softmax_bwd_table, &gk_softmax_bwd_walk_table};
 static const gk_cuda_table *const glu_fwd_tables[] = {&gk_glu_fwd_table};
 static const gk_cuda_table *const glu_bwd_tables[] = {&gk_glu_bwd_table};
 static const gk_cuda_table *const rope_tables[] = {&gk_rope_table};
@@ -96,25 +113,29 @@ static const gk_cuda_table *const adamw_tables[] = {&gk_adamw_table};
 
 const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
     switch (op) {
-#define OP(NAME, stem, arguments, first) \
-    case GK_OP_##NAME: *num_tables = (int)(sizeof stem##_tables / sizeof stem##_tables[0]); return stem##_tables;
+#define OP(NAME, stem, arguments, first)                                     \
+    case GK_OP_##NAME:                                                       \
+        *num_tables = (int)(sizeof stem##_tables / sizeof stem##_tables[0]); \
+        return stem##_tables;
 #include "../core/ops.def"
     default: *num_tables = 0; return NULL;
     }
 }
 
-/* Results wider than q, or joined with what out holds: of the forward all but the plain kernels make them, from parts of the keys; the
- * gradients have kernels of their own. */
-static bool takes_partial(const gk_cuda_table *table, const gk_flash_attn_args *a, const gk_flash_attn_bwd_args *g) {
+/* Results wider than q, or joined with what out holds: of the forward all but the plain kernels
+ * make them, from parts of the keys; the gradients have kernels of their own. */
+static bool takes_partial(const gk_cuda_table *table, const gk_flash_attn_args *a,
+                          const gk_flash_attn_bwd_args *g) {
     if (!g) {
         const bool partial = gk_accumulates(a) || a->out.dtype != a->q.dtype;
         if (table == &gk_flash_attn_fwd_plain_table) return !partial;
-        const bool own =
-            table == &gk_flash_attn_fwd_partial_sm90a_table || table == &gk_flash_attn_fwd_partial_plain_table;
+        const bool own = table == &gk_flash_attn_fwd_partial_sm90a_table ||
+                         table == &gk_flash_attn_fwd_partial_plain_table;
         return partial || !own;
     }
     const bool own = table == &gk_flash_attn_bwd_partial_sm90a_table ||
-                     table == &gk_flash_attn_bwd_partial_sm80_table || table == &gk_flash_attn_bwd_partial_plain_table;
+                     table == &gk_flash_attn_bwd_partial_sm80_table ||
+                     table == &gk_flash_attn_bwd_partial_plain_table;
     return own == (g->dq.dtype != a->q.dtype);
 }
 
@@ -124,8 +145,10 @@ bool gk_cuda_takes(const gk_cuda_table *table, gk_op op, const void *args) {
     const gk_flash_attn_bwd_args *g = forward ? NULL : args;
     const gk_flash_attn_args *a = forward ? args : &g->fwd;
     if (!takes_partial(table, a, g)) return false;
-    const bool drops = table == &gk_flash_attn_fwd_drop_sm80_table || table == &gk_flash_attn_bwd_drop_sm80_table;
-    const bool either = table == &gk_flash_attn_fwd_plain_table || table == &gk_flash_attn_bwd_plain_table ||
+    const bool drops =
+        table == &gk_flash_attn_fwd_drop_sm80_table || table == &gk_flash_attn_bwd_drop_sm80_table;
+    const bool either = table == &gk_flash_attn_fwd_plain_table ||
+                        table == &gk_flash_attn_bwd_plain_table ||
                         table == &gk_flash_attn_fwd_partial_plain_table ||
                         table == &gk_flash_attn_bwd_partial_plain_table;
     return either || drops == (a->dropout_p > 0);

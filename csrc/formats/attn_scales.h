@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* attn_scales.h: the scales of 8-bit q, k and v: which one a token of a head has. Read by every kernel of flash_attn_fp8. */
+/* attn_scales.h: the scales of 8-bit q, k and v: which one a token of a head has. Read by every
+ * kernel of flash_attn_fp8. */
 #ifndef GPUKERN_ATTN_SCALES_H
 #define GPUKERN_ATTN_SCALES_H
 
@@ -25,7 +26,10 @@ static inline gk_attn_scale gk_attn_scale_of(const gk_tensor *t) {
     if (!t) return s;
     s.data = (const float *)t->data;
     if (t->ndim == 1 && t->shape[0] > 1) s.head = t->stride[0];
-    if (t->ndim >= 2) s.batch = t->stride[0], s.head = t->stride[1];
+    if (t->ndim >= 2) {
+        s.batch = t->stride[0];
+        s.head = t->stride[1];
+    }
     if (t->ndim == 3) s.block = t->stride[2];
     return s;
 }
@@ -41,7 +45,8 @@ static inline gk_attn_mean gk_attn_mean_of(const gk_tensor *t) {
     if (!t) return m;
     m.data = (const float *)t->data;
     m.batch = t->ndim == 3 ? t->stride[0] : 0;
-    m.head = t->stride[t->ndim - 2], m.column = t->stride[t->ndim - 1];
+    m.head = t->stride[t->ndim - 2];
+    m.column = t->stride[t->ndim - 1];
     return m;
 }
 

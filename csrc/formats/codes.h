@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* codes.h: 8-bit elements, whose value is that of a code times a scale: e4m3 (Micikevicius et al. 2022, arXiv:2209.05433: no
- * infinity, one NaN of each sign), e5m2 (IEEE's form), int8, and e8m0 (OCP MX 1.0: a power of two, no sign, no zero), the type of
- * some scales. Stores round to nearest even and saturate, infinities too; a NaN stays one, and as an int8 it is 0. */
+/* codes.h: 8-bit elements, whose value is that of a code times a scale: e4m3 (Micikevicius et al.
+ * 2022, arXiv:2209.05433: no infinity, one NaN of each sign), e5m2 (IEEE's form), int8, and e8m0
+ * (OCP MX 1.0: a power of two, no sign, no zero), the type of some scales. Stores round to nearest
+ * even and saturate, infinities too; a NaN stays one, and as an int8 it is 0. */
 #ifndef GPUKERN_CODES_H
 #define GPUKERN_CODES_H
 
@@ -32,7 +33,9 @@ static inline float gk_e4m3_to_f32(uint8_t code) {
 
 static inline float gk_e5m2_to_f32(uint8_t code) {
     const uint32_t size = code & 0x7f, sign = (uint32_t)(code & 0x80) << 24;
-    uint32_t u = size > 0x7c ? 0x7fc00000u : size == 0x7c ? 0x7f800000u : (size << 21) + (112u << 23);
+    uint32_t u = size > 0x7c    ? 0x7fc00000u
+                 : size == 0x7c ? 0x7f800000u
+                                : (size << 21) + (112u << 23);
     float f;
     memcpy(&f, &u, 4);
     if (size < 4) f = (float)size * 0x1p-16f;
@@ -42,7 +45,8 @@ static inline float gk_e5m2_to_f32(uint8_t code) {
     return f;
 }
 
-/* `fraction` bits after the leading one, exponents from 1 - bias on; `largest` is finite, `nan` the code of a NaN. */
+/* `fraction` bits after the leading one, exponents from 1 - bias on; `largest` is finite, `nan` the
+ * code of a NaN. */
 static inline uint8_t gk_f32_to_code(float f, int fraction, int bias, float largest, uint8_t nan) {
     const int drop = 23 - fraction;
     uint32_t u;
@@ -52,7 +56,8 @@ static inline uint8_t gk_f32_to_code(float f, int fraction, int bias, float larg
     float size = fabsf(f);
     if (size > largest) size = largest;
     memcpy(&u, &size, 4);
-    if (u < (uint32_t)(128 - bias) << 23) { /* subnormal: the sum's last bit is worth one step of the codes */
+    /* subnormal: the sum's last bit is worth one step of the codes */
+    if (u < (uint32_t)(128 - bias) << 23) {
         const uint32_t step = (uint32_t)(127 + 1 - bias - fraction + 23) << 23;
         float magic, sum;
         memcpy(&magic, &step, 4);
@@ -64,7 +69,9 @@ static inline uint8_t gk_f32_to_code(float f, int fraction, int bias, float larg
     return (uint8_t)(sign | ((u >> drop) - ((uint32_t)(127 - bias) << fraction)));
 }
 static inline uint8_t gk_f32_to_e4m3(float f) { return gk_f32_to_code(f, 3, 7, GK_E4M3_MAX, 0x7f); }
-static inline uint8_t gk_f32_to_e5m2(float f) { return gk_f32_to_code(f, 2, 15, GK_E5M2_MAX, 0x7f); }
+static inline uint8_t gk_f32_to_e5m2(float f) {
+    return gk_f32_to_code(f, 2, 15, GK_E5M2_MAX, 0x7f);
+}
 
 static inline int8_t gk_f32_to_i8(float f) {
     if (f != f) return 0;
@@ -78,7 +85,8 @@ static inline float gk_e8m0_to_f32(uint8_t code) {
     return f;
 }
 
-/* The nearest power of two not below it, within 2^-127 .. 2^127; NaN for what is infinite or NaN. */
+/* The nearest power of two not below it, within 2^-127 .. 2^127; NaN for what is infinite or
+ * NaN. */
 static inline uint8_t gk_f32_to_e8m0(float f) {
     uint32_t u;
     memcpy(&u, &f, 4);
@@ -89,7 +97,8 @@ static inline uint8_t gk_f32_to_e8m0(float f) {
     return (uint8_t)(u > 254 ? 254 : u);
 }
 
-/* A float32 that rounds to any of the codes as the double does: cut off, its last bit 1 where something was lost. */
+/* A float32 that rounds to any of the codes as the double does: cut off, its last bit 1 where
+ * something was lost. */
 static inline float gk_f64_to_odd_f32(double x) {
     float f = (float)x;
     uint32_t u;

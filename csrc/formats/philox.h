@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* philox.h: Philox4x32-10, a counter-based generator (Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1, 2,
- * 3"): four words of 32 bits from a counter of 128 bits and a key of 64. The same bits as cuda/rows/philox.cuh. */
+/* philox.h: Philox4x32-10, a counter-based generator (Salmon, Moraes, Dror and Shaw 2011, "Parallel
+ * random numbers: as easy as 1, 2, 3"): four words of 32 bits from a counter of 128 bits and a key
+ * of 64. The same bits as cuda/rows/philox.cuh. */
 #ifndef GPUKERN_PHILOX_H
 #define GPUKERN_PHILOX_H
 
@@ -13,13 +14,15 @@
 
 static inline void gk_philox(uint64_t seed, uint64_t offset, uint64_t index, uint32_t word[4]) {
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    uint32_t c[4] = {(uint32_t)index, (uint32_t)(index >> 32), (uint32_t)offset, (uint32_t)(offset >> 32)};
+    uint32_t c[4] = {(uint32_t)index, (uint32_t)(index >> 32), (uint32_t)offset,
+                     (uint32_t)(offset >> 32)};
     for (int round = 0; round < 10; ++round) {
         const uint64_t a = (uint64_t)GK_PHILOX_A * c[0], b = (uint64_t)GK_PHILOX_B * c[2];
-        const uint32_t next[4] = {(uint32_t)(b >> 32) ^ c[1] ^ k0, (uint32_t)b, (uint32_t)(a >> 32) ^ c[3] ^ k1,
-                                  (uint32_t)a};
+        const uint32_t next[4] = {(uint32_t)(b >> 32) ^ c[1] ^ k0, (uint32_t)b,
+                                  (uint32_t)(a >> 32) ^ c[3] ^ k1, (uint32_t)a};
         memcpy(c, next, sizeof c);
-        k0 += GK_PHILOX_KEY_A, k1 += GK_PHILOX_KEY_B;
+        k0 += GK_PHILOX_KEY_A;
+        k1 += GK_PHILOX_KEY_B;
     }
     memcpy(word, c, sizeof c);
 }
@@ -34,7 +37,7 @@ static inline uint64_t gk_seed_word(const gk_tensor *seed, int i) {
     return (uint64_t)((const int64_t *)seed->data)[i * seed->stride[0]];
 }
 
-/* ---- AdamW: stochastic rounding to bfloat16 ------------------------------------------------------------------ */
+/* ---- AdamW: stochastic rounding to bfloat16 -------------------------------------------------- */
 /* The counter of elements 4 q .. 4 q + 3 of a call's tensor: no tensor has 2^46 elements. */
 #if defined(__CUDACC__)
 __host__ __device__

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scales.h: which scale an element of a quantised matrix has. A scale tensor is one number or [Sr, Sc], where Sr is 1, the number
- * of rows, or of blocks of rows, and Sc likewise of columns; element (i, j) has the scale of its own row or block. Where two
- * readings of a shape fit they are the same function. */
+/* scales.h: which scale an element of a quantised matrix has. A scale tensor is one number or [Sr,
+ * Sc], where Sr is 1, the number of rows, or of blocks of rows, and Sc likewise of columns; element
+ * (i, j) has the scale of its own row or block. Where two readings of a shape fit they are the same
+ * function. */
 #ifndef GPUKERN_SCALES_H
 #define GPUKERN_SCALES_H
 
@@ -26,8 +27,8 @@ typedef struct gk_scales {
     int64_t row, col;       /* strides from block to block */
 } gk_scales;
 
-/* Elements of a block, as a power of two, of a dimension of `size` that has `count` scales, `least` the shortest block beside
- * single elements; -1: count fits none. */
+/* Elements of a block, as a power of two, of a dimension of `size` that has `count` scales, `least`
+ * the shortest block beside single elements; -1: count fits none. */
 static inline int gk_block_log2(int64_t size, int64_t count, bool single, int least_log2) {
     if (count == 1) return GK_WHOLE_LOG2;
     if (single && count == size) return 0;
@@ -36,17 +37,24 @@ static inline int gk_block_log2(int64_t size, int64_t count, bool single, int le
     return -1;
 }
 
-/* Of a checked tensor t (its last two dimensions) for a matrix of rows x cols, of which `k_is_row` says which one is summed over. */
-static inline gk_scales gk_scales_of(const gk_tensor *t, int64_t rows, int64_t cols, bool k_is_row) {
+/* Of a checked tensor t (its last two dimensions) for a matrix of rows x cols, of which `k_is_row`
+ * says which one is summed over. */
+static inline gk_scales gk_scales_of(const gk_tensor *t, int64_t rows, int64_t cols,
+                                     bool k_is_row) {
     gk_scales s = {0, GK_F32, GK_WHOLE_LOG2, GK_WHOLE_LOG2, 0, 0};
     if (!t) return s;
-    s.data = t->data, s.dtype = t->dtype;
-    if (t->ndim == 1 && t->shape[0] > 1) s.col_log2 = gk_block_log2(cols, t->shape[0], false, 5), s.col = t->stride[0];
+    s.data = t->data;
+    s.dtype = t->dtype;
+    if (t->ndim == 1 && t->shape[0] > 1) {
+        s.col_log2 = gk_block_log2(cols, t->shape[0], false, 5);
+        s.col = t->stride[0];
+    }
     if (t->ndim < 2) return s;
     const int r = t->ndim - 2, c = t->ndim - 1;
     s.row_log2 = gk_block_log2(rows, t->shape[r], !k_is_row, k_is_row ? 5 : 7);
     s.col_log2 = gk_block_log2(cols, t->shape[c], k_is_row, k_is_row ? 7 : 5);
-    s.row = t->shape[r] == 1 ? 0 : t->stride[r], s.col = t->shape[c] == 1 ? 0 : t->stride[c];
+    s.row = t->shape[r] == 1 ? 0 : t->stride[r];
+    s.col = t->shape[c] == 1 ? 0 : t->stride[c];
     return s;
 }
 

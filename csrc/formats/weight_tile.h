@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_tile.h: where a packed weight's codes lie. A tile is 64 rows (of N) x 64 of K in the order of the fragments of mma.m16n8k16's
- * first operand: row r = 16 w + g + 8 h of thread 4 g + t of warp w, four steps s of 16 along k, k = 16 s + 8 j + 2 t + i.
- *   4 bits: word [w][4 g + t][s], nibble h + 2 j + 4 i: the two of a pair lie 16 bits apart, as a mask of both reads them
- *   8 bits: words [s / 2][w][4 g + t][s % 2][j], byte 2 h + i
+/* weight_tile.h: where a packed weight's codes lie. A tile is 64 rows (of N) x 64 of K in the order
+ * of the fragments of mma.m16n8k16's first operand: row r = 16 w + g + 8 h of thread 4 g + t of
+ * warp w, four steps s of 16 along k, k = 16 s + 8 j + 2 t + i.
+ *   4 bits: word [w][4 g + t][s], nibble h + 2 j + 4 i: the two of a pair lie 16 bits apart, as a
+ *   mask of both reads them 8 bits: words [s / 2][w][4 g + t][s % 2][j], byte 2 h + i
  * So a thread's codes of a tile are 16 bytes, and of 8 bits twice 16. */
 #ifndef GPUKERN_WEIGHT_TILE_H
 #define GPUKERN_WEIGHT_TILE_H
@@ -16,7 +17,9 @@ extern "C" {
 #endif
 
 static inline bool gk_is_4_bit(gk_weight_format f) { return f != GK_INT8 && f != GK_W_E4M3; }
-static inline int64_t gk_tile_bytes(gk_weight_format f) { return gk_is_4_bit(f) ? GK_TILE_BYTES_4 : GK_TILE_BYTES_8; }
+static inline int64_t gk_tile_bytes(gk_weight_format f) {
+    return gk_is_4_bit(f) ? GK_TILE_BYTES_4 : GK_TILE_BYTES_8;
+}
 
 /* dtype of a format's codes in q */
 static inline gk_dtype gk_code_dtype(gk_weight_format f) {
@@ -25,13 +28,15 @@ static inline gk_dtype gk_code_dtype(gk_weight_format f) {
 
 /* Bit of a tile at which the code of row r (of 64) and k (of 64) begins. */
 static inline int gk_tile_bit(bool is_4_bit, int r, int k) {
-    const int w = r >> 4, g = r & 7, h = r >> 3 & 1, s = k >> 4, j = k >> 3 & 1, t = k >> 1 & 3, i = k & 1;
+    const int w = r >> 4, g = r & 7, h = r >> 3 & 1, s = k >> 4, j = k >> 3 & 1, t = k >> 1 & 3,
+              i = k & 1;
     const int thread = 32 * w + 4 * g + t;
     if (is_4_bit) return 32 * (4 * thread + s) + 4 * (h + 2 * j + 4 * i);
     return 32 * (4 * (128 * (s >> 1) + thread) + 2 * (s & 1) + j) + 8 * (2 * h + i);
 }
 
-/* The group of k that shares a scale, as a power of two: that of all of k where there is one; -1: `groups` fits none. */
+/* The group of k that shares a scale, as a power of two: that of all of k where there is one; -1:
+ * `groups` fits none. */
 static inline int gk_group_log2(int64_t k, int64_t groups) {
     if (groups == 1) return 62;
     for (int log2 = 8; log2 >= 4; --log2)
@@ -42,7 +47,11 @@ static inline int gk_group_log2(int64_t k, int64_t groups) {
 /* What a code is worth before its zero point and scale. */
 static inline float gk_e2m1_to_f32(int code) {
     const int size = code & 7;
-    const float x = size < 4 ? 0.5f * (float)size : size == 4 ? 2.0f : size == 5 ? 3.0f : size == 6 ? 4.0f : 6.0f;
+    const float x = size < 4    ? 0.5f * (float)size
+                    : size == 4 ? 2.0f
+                    : size == 5 ? 3.0f
+                    : size == 6 ? 4.0f
+                                : 6.0f;
     return code & 8 ? -x : x;
 }
 

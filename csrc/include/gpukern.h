@@ -2,16 +2,20 @@
 /* gpukern.h: the whole C API of gpukern on one page. No torch, no C++.
  *
  * Conventions
- *   Strides count elements, int64; they may be zero or negative where a field does not say otherwise.
+ *   Strides count elements, int64; they may be zero or negative where a field does not say
+ *   otherwise.
  *   Anything in bytes ends in _bytes. lse is the natural logarithm. "T" is a number of tokens.
  *   Every struct starts with `size`, its sizeof at the caller: structs grow at the end only.
- *   Every entry point returns a gk_status; gk_last_error() has the detail text of this thread's last failure.
- *   Nothing here exits, prints, allocates device memory or synchronises a device. Besides constants of its devices a process keeps
- *   the preferred instances that it was told of (gk_gemm_prefer), and a thread gemm's last choices, which change no result.
- *   A struct begins as its initialiser, gk_gemm_args args = GK_GEMM_ARGS_INIT; (in C++ from 20 on): zeros alone would mean
- *   alpha 0 and windows of one key. What has no default, as scale, is refused by name until it is set.
+ *   Every entry point returns a gk_status; gk_last_error() has the detail text of this thread's
+ *   last failure. Nothing here exits, prints, allocates device memory or synchronises a device.
+ *   Besides constants of its devices a process keeps the preferred instances that it was told of
+ *   (gk_gemm_prefer), and a thread gemm's last choices, which change no result. A struct begins as
+ *   its initialiser, gk_gemm_args args = GK_GEMM_ARGS_INIT; (in C++ from 20 on): zeros alone would
+ *   mean alpha 0 and windows of one key. What has no default, as scale, is refused by name until it
+ *   is set.
  *   At most 2^48 elements a tensor, and no stride that reaches further.
- *   Workspace comes from the caller: ask gk_<op>_workspace_bytes, 64-byte aligned, need not be zeroed.
+ *   Workspace comes from the caller: ask gk_<op>_workspace_bytes, 64-byte aligned, need not be
+ *   zeroed.
  */
 #ifndef GPUKERN_H
 #define GPUKERN_H
@@ -37,11 +41,14 @@ extern "C" {
 /* ---- status ------------------------------------------------------------------------------- */
 typedef enum gk_status {
     GK_OK = 0,
-    GK_ERR_ARGUMENT = 1,    /* a shape, dtype, stride or value that the op does not take */
-    GK_ERR_INDEX = 2,       /* contents of a table, of lengths or of slots out of range; nothing was written */
-    GK_ERR_UNSUPPORTED = 3, /* valid, but no kernel on this device serves it; the text says what is supported */
-    GK_ERR_WORKSPACE = 4,   /* workspace missing, too small or misaligned */
-    GK_ERR_DEVICE = 5       /* the device runtime reported a failure, or the machine lacks the asked ISA */
+    GK_ERR_ARGUMENT = 1, /* a shape, dtype, stride or value that the op does not take */
+    GK_ERR_INDEX =
+        2, /* contents of a table, of lengths or of slots out of range; nothing was written */
+    GK_ERR_UNSUPPORTED =
+        3, /* valid, but no kernel on this device serves it; the text says what is supported */
+    GK_ERR_WORKSPACE = 4, /* workspace missing, too small or misaligned */
+    GK_ERR_DEVICE =
+        5 /* the device runtime reported a failure, or the machine lacks the asked ISA */
 } gk_status;
 
 GK_API const char *gk_version(void);               /* "major.minor.patch" */
@@ -69,7 +76,8 @@ typedef enum gk_dtype {
 typedef struct gk_tensor {
     union {                     /* the first element; may be NULL where a dimension is 0 */
         void *data;             /* of a result, or of an input */
-        const void *const_data; /* of an input, which no call writes: a pointer to const is set without a cast */
+        const void *const_data; /* of an input, which no call writes: a pointer to const is set
+                                   without a cast */
     };
     gk_dtype dtype;
     int32_t ndim;
@@ -77,7 +85,8 @@ typedef struct gk_tensor {
     int64_t stride[GK_MAX_DIMS]; /* elements */
 } gk_tensor;
 
-GK_API size_t gk_dtype_bytes(gk_dtype dtype);     /* of one element, in whole bytes; 0 of what is no dtype */
+/* of one element, in whole bytes; 0 of what is no dtype */
+GK_API size_t gk_dtype_bytes(gk_dtype dtype);
 GK_API const char *gk_dtype_name(gk_dtype dtype); /* "float32", ... */
 
 /* ---- context ------------------------------------------------------------------------------ */
@@ -87,30 +96,35 @@ typedef enum gk_device {
 } gk_device;
 
 typedef void (*gk_task_fn)(void *arg, int64_t i);
-/* Runs task(arg, i) once for each i in [0, n), in any order, on any threads, and returns when all are done. */
+/* Runs task(arg, i) once for each i in [0, n), in any order, on any threads, and returns when all
+ * are done. */
 typedef void (*gk_parallel_for_fn)(void *pool, int64_t n, gk_task_fn task, void *arg);
 
 typedef struct gk_context {
     size_t size; /* sizeof(gk_context) */
     gk_device device;
-    int32_t index;                   /* device index */
-    void *stream;                    /* CUDA stream; unused on the CPU */
-    int32_t num_threads;             /* CPU: upper bound of workers (>= 1); results do not depend on it */
+    int32_t index;       /* device index */
+    void *stream;        /* CUDA stream; unused on the CPU */
+    int32_t num_threads; /* CPU: upper bound of workers (>= 1); results do not depend on it */
     gk_parallel_for_fn parallel_for; /* CPU: NULL runs on the calling thread */
     void *pool;                      /* first argument of parallel_for */
-    const char *cpu_isa;             /* CPU: "base" | "avx2" | "avx512" | "avx512bf16" | "amx"; NULL = gk_cpu_isa() */
-    uint8_t *error_word;             /* CUDA: GK_NUM_DEVICE_ERRORS bytes of pinned memory; may be NULL */
+    const char
+        *cpu_isa; /* CPU: "base" | "avx2" | "avx512" | "avx512bf16" | "amx"; NULL = gk_cpu_isa() */
+    uint8_t *error_word; /* CUDA: GK_NUM_DEVICE_ERRORS bytes of pinned memory; may be NULL */
 } gk_context;
 
 /* The CPU's best instruction set on the calling thread. */
 #define GK_CONTEXT_INIT {.size = sizeof(gk_context), .device = GK_CPU, .num_threads = 1}
 
-/* Bad contents of index tensors that a CUDA kernel met: it sets byte error_word[kind] and goes on with clamped values.
- * The sequence or token concerned has no meaningful result, all others have theirs. */
+/* Bad contents of index tensors that a CUDA kernel met: it sets byte error_word[kind] and goes on
+ * with clamped values. The sequence or token concerned has no meaningful result, all others have
+ * theirs. */
 typedef enum gk_device_error {
-    GK_BAD_CU_SEQLENS = 0,   /* flash_attn_varlen: decreasing, past the tokens, or longer than max_seqlen */
-    GK_BAD_OFFS = 0,         /* grouped_gemm: decreasing, or past the rows or k that are grouped */
-    GK_BAD_SEQ_LENS = 1,     /* paged_attn: a length below 0, past the table or below its query tokens; cu_seqlens_q */
+    /* flash_attn_varlen: decreasing, past the tokens, or longer than max_seqlen */
+    GK_BAD_CU_SEQLENS = 0,
+    GK_BAD_OFFS = 0,     /* grouped_gemm: decreasing, or past the rows or k that are grouped */
+    GK_BAD_SEQ_LENS = 1, /* paged_attn: a length below 0, past the table or below its query tokens;
+                            cu_seqlens_q */
     GK_BAD_BLOCK_TABLE = 2,  /* paged_attn: a page outside the cache */
     GK_BAD_SLOTS = 3,        /* kv_cache_write: a slot past the cache */
     GK_BAD_POSITIONS = 4,    /* rope: a position outside cos and sin */
@@ -118,23 +132,26 @@ typedef enum gk_device_error {
     GK_NUM_DEVICE_ERRORS = 8 /* some to come: one read for all */
 } gk_device_error;
 
-/* The error word of this process: pinned, zeroed, seen by every GPU; NULL without CUDA. Made at the first call, which may
- * stand inside a stream capture; never freed. A caller that wants one of its own passes that instead. */
+/* The error word of this process: pinned, zeroed, seen by every GPU; NULL without CUDA. Made at the
+ * first call, which may stand inside a stream capture; never freed. A caller that wants one of its
+ * own passes that instead. */
 GK_API uint8_t *gk_cuda_error_word(void);
 GK_API const char *gk_device_error_text(gk_device_error kind);
 
-/* The instruction set that calls take where they name none; the comma-separated list of all that the machine has, each with
- * all of those before it; and why the default is not the last of the list, "" where it is. */
+/* The instruction set that calls take where they name none; the comma-separated list of all that
+ * the machine has, each with all of those before it; and why the default is not the last of the
+ * list, "" where it is. */
 GK_API const char *gk_cpu_isa(void);
 GK_API const char *gk_cpu_isas(void);
 GK_API const char *gk_cpu_isa_reason(void);
 
-/* Every CUDA kernel instance of this library, comma-separated; "" without CUDA. Valid until this thread's next call. */
+/* Every CUDA kernel instance of this library, comma-separated; "" without CUDA. Valid until this
+ * thread's next call. */
 GK_API const char *gk_cuda_kernels(void);
 
 /* ---- what a call would do ------------------------------------------------------------------ */
-/* A device index for contexts of gk_explain_* and of nothing else: a GPU of that architecture that need not be there. arch is
- * "sm_80", "sm_86", "sm_89" or "sm_90". */
+/* A device index for contexts of gk_explain_* and of nothing else: a GPU of that architecture that
+ * need not be there. arch is "sm_80", "sm_86", "sm_89" or "sm_90". */
 GK_API gk_status gk_cuda_arch(const char *arch, int32_t *index);
 
 typedef struct gk_explanation {
@@ -150,10 +167,15 @@ typedef struct gk_explanation {
     double flops;   /* multiply-adds count two; keys outside the span do not count */
     int64_t workspace_bytes;
     double
-        waves; /* CUDA: tasks over those that run at once, 0 where only a GPU that is there could tell; 0 on the CPU */
+        /* CUDA: tasks over those that run at once, 0 where only a GPU that is there could tell; 0
+         * on the CPU */
+        waves;
     double
-        bound_us; /* CUDA: the larger of bytes over bandwidth and flops over the peak of the units used; 0 on the CPU */
-    int32_t preferred; /* 1: an instance that gk_gemm_prefer asked for; a size that ends before it is served, too */
+        /* CUDA: the larger of bytes over bandwidth and flops over the peak of the units used; 0 on
+         * the CPU */
+        bound_us;
+    int32_t preferred; /* 1: an instance that gk_gemm_prefer asked for; a size that ends before it
+                          is served, too */
 } gk_explanation;
 
 #define GK_EXPLANATION_INIT {.size = sizeof(gk_explanation)}
@@ -172,14 +194,16 @@ typedef enum gk_precision {
     GK_TF32 = 1
 } gk_precision;
 
-/* out = activation(alpha * (a @ b) + beta * c + bias); float32 inside (float64 for GK_F64), rounded once. */
+/* out = activation(alpha * (a @ b) + beta * c + bias); float32 inside (float64 for GK_F64), rounded
+ * once. */
 typedef struct gk_gemm_args {
     size_t size;
-    gk_tensor a;             /* [batch..., M, K], any strides */
-    gk_tensor b;             /* [batch..., K, N] or [K, N], a's dtype, any strides; batch dims broadcast */
-    const gk_tensor *bias;   /* [N], a's or out's dtype; NULL = none */
-    const gk_tensor *c;      /* broadcasts to out, a's or out's dtype; not read when beta == 0; NULL = none */
-    gk_tensor out;           /* [batch..., M, N], a's dtype or GK_F32; must not overlap an input */
+    gk_tensor a; /* [batch..., M, K], any strides */
+    gk_tensor b; /* [batch..., K, N] or [K, N], a's dtype, any strides; batch dims broadcast */
+    const gk_tensor *bias; /* [N], a's or out's dtype; NULL = none */
+    const gk_tensor
+        *c;        /* broadcasts to out, a's or out's dtype; not read when beta == 0; NULL = none */
+    gk_tensor out; /* [batch..., M, N], a's dtype or GK_F32; must not overlap an input */
     const gk_tensor *preact; /* like out: the value before the activation; NULL = not wanted */
     double alpha, beta;      /* numbers that float32 holds, unless a is GK_F64 */
     gk_activation activation;
@@ -194,27 +218,32 @@ GK_API size_t gk_gemm_workspace_bytes(const gk_context *, const gk_gemm_args *);
 GK_API gk_status gk_gemm(const gk_context *, const gk_gemm_args *);
 GK_API gk_status gk_explain_gemm(const gk_context *, const gk_gemm_args *, gk_explanation *);
 
-/* On CUDA several kernel instances take a call. The one of least expected time serves it by default; another one can be
- * preferred for all calls of one tuning key (gk_gemm_class says it): same model of GPU, dtypes, sizes, layouts, alignment,
- * activation, with c and preact or without; bias is in no key. Such a call runs the preferred instance where that takes it, else
- * the default. Instances may round differently. Any thread may prefer at any time: gk_gemm_workspace_bytes covers the preferred
- * instance and the default one, so that a preference which changes before the call does no harm, and captured graphs keep their
- * instance. With a CPU's context and in a build without CUDA: GK_ERR_UNSUPPORTED. Texts are valid until this thread's next call
- * of the function. */
+/* On CUDA several kernel instances take a call. The one of least expected time serves it by
+ * default; another one can be preferred for all calls of one tuning key (gk_gemm_class says it):
+ * same model of GPU, dtypes, sizes, layouts, alignment, activation, with c and preact or without;
+ * bias is in no key. Such a call runs the preferred instance where that takes it, else the default.
+ * Instances may round differently. Any thread may prefer at any time: gk_gemm_workspace_bytes
+ * covers the preferred instance and the default one, so that a preference which changes before the
+ * call does no harm, and captured graphs keep their instance. With a CPU's context and in a build
+ * without CUDA: GK_ERR_UNSUPPORTED. Texts are valid until this thread's next call of the
+ * function. */
 
 /* Every instance that takes this call, comma-separated, the default one first. */
 GK_API gk_status gk_gemm_rows(const gk_context *, const gk_gemm_args *, const char **rows);
 /* The call's tuning key as one line of text. */
 GK_API gk_status gk_gemm_class(const gk_context *, const gk_gemm_args *, const char **gemm_class);
-/* Prefers an instance, which must take the call, for the call's tuning key; NULL forgets the key's. */
+/* Prefers an instance, which must take the call, for the call's tuning key; NULL forgets the
+ * key's. */
 GK_API gk_status gk_gemm_prefer(const gk_context *, const gk_gemm_args *, const char *row);
-/* The same from what was kept in a file: needs no GPU, device is what gk_cuda_device_name said, gemm_class what gk_gemm_class
- * did. The instance must exist for that dtype; whether it takes a call is asked at each call. */
+/* The same from what was kept in a file: needs no GPU, device is what gk_cuda_device_name said,
+ * gemm_class what gk_gemm_class did. The instance must exist for that dtype; whether it takes a
+ * call is asked at each call. */
 GK_API gk_status gk_gemm_prefer_class(const char *device, const char *gemm_class, const char *row);
 GK_API void gk_gemm_prefer_none(void); /* forgets all */
 GK_API gk_status gk_cuda_device_name(int32_t index, const char **name);
 
-/* grad_in = grad_out * activation'(saved); saved is the preact, for relu the output. Any strides. */
+/* grad_in = grad_out * activation'(saved); saved is the preact, for relu the output. Any
+ * strides. */
 typedef struct gk_gemm_act_bwd_args {
     size_t size;
     gk_tensor grad_out; /* [...] */
@@ -228,18 +257,25 @@ typedef struct gk_gemm_act_bwd_args {
 GK_API gk_status gk_gemm_act_bwd(const gk_context *, const gk_gemm_act_bwd_args *);
 
 /* ---- flash_attn ---------------------------------------------------------------------------- */
-/* What every attention op adds to softmax(scale q k^T) v. Row i sees key j iff j lies in one interval. */
+/* What every attention op adds to softmax(scale q k^T) v. Row i sees key j iff j lies in one
+ * interval. */
 typedef struct gk_attn_rules {
-    double scale;                      /* finite, within +-1e38 unless q is GK_F64; usually 1/sqrt(head_dim) */
-    double softcap;                    /* s -> softcap * tanh(s / softcap); 0 = off */
-    int32_t is_causal;                 /* j <= i + diagonal */
-    int64_t diagonal;                  /* dense only; varlen and paged use each sequence's bottom-right diagonal */
-    int64_t window_left, window_right; /* i + diagonal - left <= j <= i + diagonal + right; -1 = unbounded */
-    const gk_tensor *alibi_slopes;     /* [Hq] or [B, Hq] float32 (float64 with GK_F64): s - slope |i + diagonal - j| */
-    const gk_tensor *sinks;    /* [Hq] float32 or q's dtype (float64 with GK_F64): an extra logit without a value */
-    const gk_tensor *kv_start; /* [B] int32, dense and paged: first key that is seen; clamped to [0, Sk] */
-    const gk_tensor *kv_end;   /* [B] int32, dense only: end of the keys that are seen */
-    const gk_tensor *q_start;  /* [B] int32, dense only: the diagonal of each sequence; diagonal must then be 0 */
+    /* finite, within +-1e38 unless q is GK_F64; usually 1/sqrt(head_dim) */
+    double scale;
+    double softcap;    /* s -> softcap * tanh(s / softcap); 0 = off */
+    int32_t is_causal; /* j <= i + diagonal */
+    int64_t diagonal;  /* dense only; varlen and paged use each sequence's bottom-right diagonal */
+    int64_t window_left,
+        window_right; /* i + diagonal - left <= j <= i + diagonal + right; -1 = unbounded */
+    const gk_tensor *
+        alibi_slopes; /* [Hq] or [B, Hq] float32 (float64 with GK_F64): s - slope |i + diagonal - j| */
+    const gk_tensor *
+        sinks; /* [Hq] float32 or q's dtype (float64 with GK_F64): an extra logit without a value */
+    const gk_tensor
+        *kv_start; /* [B] int32, dense and paged: first key that is seen; clamped to [0, Sk] */
+    const gk_tensor *kv_end; /* [B] int32, dense only: end of the keys that are seen */
+    const gk_tensor *
+        q_start; /* [B] int32, dense only: the diagonal of each sequence; diagonal must then be 0 */
 } gk_attn_rules;
 
 /* Every key is seen, nothing changes a score; scale is to be set. */
@@ -248,8 +284,9 @@ typedef struct gk_attn_rules {
 /* Dense when cu_seqlens_q is NULL, packed ("varlen") otherwise.
  *   dense   q [B, Hq, Sq, D]  k [B, Hkv, Sk, D]  v [B, Hkv, Sk, Dv]  out [B, Hq, Sq, Dv]  lse [B, Hq, Sq]
  *   packed  q [Tq, Hq, D]     k [Tk, Hkv, D]     v [Tk, Hkv, Dv]     out [Tq, Hq, Dv]     lse [Tq, Hq]
- * Last dimensions of q, k, v, out and their gradients have stride 1; lse is contiguous, float32 (float64 with GK_F64).
- * A row that sees no key gives out 0 and lse -inf (the sink where there is one). Dropout comes after lse: attn_dropout.h. */
+ * Last dimensions of q, k, v, out and their gradients have stride 1; lse is contiguous, float32
+ * (float64 with GK_F64). A row that sees no key gives out 0 and lse -inf (the sink where there is
+ * one). Dropout comes after lse: attn_dropout.h. */
 typedef struct gk_flash_attn_args {
     size_t size;
     gk_tensor q, k, v;
@@ -257,23 +294,27 @@ typedef struct gk_flash_attn_args {
     const gk_tensor *cu_seqlens_k;
     int64_t max_seqlen_q, max_seqlen_k; /* packed only: upper bounds of a sequence's lengths */
     gk_attn_rules rules;
-    gk_tensor out; /* written forward, in q's dtype or (CPU) float32, unrounded; read backward, in q's dtype */
+    /* written forward, in q's dtype or (CPU) float32, unrounded; read backward, in q's dtype */
+    gk_tensor out;
     gk_tensor lse; /* written forward, read backward; forward, data NULL = not wanted */
     void *workspace;
     size_t workspace_bytes;
     double dropout_p;              /* 0 <= p < 1 */
-    const gk_tensor *dropout_seed; /* [2] int64: seed and offset, read on the device; NULL with dropout_p 0 alone */
+    const gk_tensor *dropout_seed; /* [2] int64: seed and offset, read on the device; NULL with
+                                      dropout_p 0 alone */
 } gk_flash_attn_args;
 
 #define GK_FLASH_ATTN_ARGS_INIT {.size = sizeof(gk_flash_attn_args), .rules = GK_ATTN_RULES_INIT}
 
 GK_API size_t gk_flash_attn_fwd_workspace_bytes(const gk_context *, const gk_flash_attn_args *);
 GK_API gk_status gk_flash_attn_fwd(const gk_context *, const gk_flash_attn_args *);
-GK_API gk_status gk_explain_flash_attn_fwd(const gk_context *, const gk_flash_attn_args *, gk_explanation *);
+GK_API gk_status gk_explain_flash_attn_fwd(const gk_context *, const gk_flash_attn_args *,
+                                           gk_explanation *);
 
 typedef struct gk_flash_attn_bwd_args {
     size_t size;
-    gk_flash_attn_args fwd;    /* inputs, out and lse of the forward call; its workspace fields are not read */
+    /* inputs, out and lse of the forward call; its workspace fields are not read */
+    gk_flash_attn_args fwd;
     gk_tensor grad_out;        /* like out, any strides of the leading dimensions */
     const gk_tensor *grad_lse; /* like lse, any strides; NULL = 0 */
     gk_tensor dq, dk, dv;      /* like q, k, v; or (CPU) all three float32, unrounded */
@@ -281,39 +322,47 @@ typedef struct gk_flash_attn_bwd_args {
     int32_t deterministic;     /* CUDA; the CPU always is */
     void *workspace;
     size_t workspace_bytes;
-    int32_t is_part; /* 1: k and v are some of the keys of out and lse; CUDA: sinks must be NULL (gpukern_ranks.h) */
+    /* 1: k and v are some of the keys of out and lse; CUDA: sinks must be NULL (gpukern_ranks.h) */
+    int32_t is_part;
 } gk_flash_attn_bwd_args;
 
-#define GK_FLASH_ATTN_BWD_ARGS_INIT {.size = sizeof(gk_flash_attn_bwd_args), .fwd = GK_FLASH_ATTN_ARGS_INIT}
+#define GK_FLASH_ATTN_BWD_ARGS_INIT \
+    {.size = sizeof(gk_flash_attn_bwd_args), .fwd = GK_FLASH_ATTN_ARGS_INIT}
 
 GK_API size_t gk_flash_attn_bwd_workspace_bytes(const gk_context *, const gk_flash_attn_bwd_args *);
 GK_API gk_status gk_flash_attn_bwd(const gk_context *, const gk_flash_attn_bwd_args *);
-GK_API gk_status gk_explain_flash_attn_bwd(const gk_context *, const gk_flash_attn_bwd_args *, gk_explanation *);
+GK_API gk_status gk_explain_flash_attn_bwd(const gk_context *, const gk_flash_attn_bwd_args *,
+                                           gk_explanation *);
 
 /* ---- paged_attn ---------------------------------------------------------------------------- */
 /* What a caller of gk_paged_attn asks for beside the rules. */
 typedef enum gk_paged_flags {
     GK_PAGED_WINDOW_RIGHT = 1, /* rules.window_right is read */
-    GK_PAGED_ALLOW_SHORT =
-        2, /* a length may be less than its query tokens, which else is an error. A query at a negative
-                                * position then sees what the rules let it see, as one of gk_flash_attn_fwd; CUDA: with
-                                * is_causal (or a window_right of 0), and bad lengths and pages are not reported */
+    GK_PAGED_ALLOW_SHORT = 2, /* a length may be less than its query tokens, which else is an error.
+                               * A query at a negative position then sees what the rules let it see,
+                               * as one of gk_flash_attn_fwd; CUDA: with is_causal (or a
+                               * window_right of 0), and bad lengths and pages are not reported */
 } gk_paged_flags;
 
 /* Attention of new tokens over a paged cache. Query t of the n_b of sequence b stands at position
  * seq_lens[b] - n_b + t; a negative position sees no key. Pages are read in place. */
 typedef struct gk_paged_attn_args {
     size_t size;
-    gk_tensor q;           /* [T, Hq, D], last stride 1 */
-    gk_tensor k_cache;     /* [num_blocks, block_size, Hkv, D], q's dtype or GK_E4M3, GK_E5M2, GK_I8; last stride 1 */
-    gk_tensor v_cache;     /* [num_blocks, block_size, Hkv, Dv], k_cache's dtype, last stride 1 */
-    gk_tensor block_table; /* [B, max_blocks] int32 */
-    gk_tensor seq_lens;    /* [B] int32, the new tokens included */
+    gk_tensor q;       /* [T, Hq, D], last stride 1 */
+    gk_tensor k_cache; /* [num_blocks, block_size, Hkv, D], q's dtype or GK_E4M3, GK_E5M2, GK_I8;
+                          last stride 1 */
+    gk_tensor v_cache; /* [num_blocks, block_size, Hkv, Dv], k_cache's dtype, last stride 1 */
+    gk_tensor block_table;         /* [B, max_blocks] int32 */
+    gk_tensor seq_lens;            /* [B] int32, the new tokens included */
     const gk_tensor *cu_seqlens_q; /* [B+1] int32; NULL = T/B tokens each */
-    int64_t max_seqlen_q;          /* upper bound of a sequence's query tokens; read with cu_seqlens_q only */
-    gk_attn_rules rules;           /* diagonal, kv_end, q_start are not read, window_right by flags; is_causal is */
+    int64_t
+        max_seqlen_q; /* upper bound of a sequence's query tokens; read with cu_seqlens_q only */
+    gk_attn_rules
+        rules; /* diagonal, kv_end, q_start are not read, window_right by flags; is_causal is */
     const gk_tensor *
-        k_scale; /* [] or [Hkv] float32 (float64 with GK_F64), of 8 bits [num_blocks, Hkv] too: stored * k_scale; NULL = 1 */
+        /* [] or [Hkv] float32 (float64 with GK_F64), of 8 bits [num_blocks, Hkv] too: stored *
+         * k_scale; NULL = 1 */
+        k_scale;
     const gk_tensor *v_scale;
     gk_tensor out; /* [T, Hq, Dv] contiguous, q's dtype */
     gk_tensor lse; /* [T, Hq] contiguous, float32 (float64 with GK_F64); data NULL = not wanted */
@@ -326,14 +375,17 @@ typedef struct gk_paged_attn_args {
 
 GK_API size_t gk_paged_attn_workspace_bytes(const gk_context *, const gk_paged_attn_args *);
 GK_API gk_status gk_paged_attn(const gk_context *, const gk_paged_attn_args *);
-GK_API gk_status gk_explain_paged_attn(const gk_context *, const gk_paged_attn_args *, gk_explanation *);
+GK_API gk_status gk_explain_paged_attn(const gk_context *, const gk_paged_attn_args *,
+                                       gk_explanation *);
 
-/* Writes new keys and values into the caches: row s % block_size of page s / block_size, s = slots[t]. A k or v that shares
- * memory with a row that is written must be copied first: which token is read or written when is not defined. */
+/* Writes new keys and values into the caches: row s % block_size of page s / block_size, s =
+ * slots[t]. A k or v that shares memory with a row that is written must be copied first: which
+ * token is read or written when is not defined. */
 typedef struct gk_kv_cache_write_args {
     size_t size;
     gk_tensor k, v;             /* [T, Hkv, D], [T, Hkv, Dv], any strides */
-    gk_tensor k_cache, v_cache; /* [num_blocks, block_size, Hkv, D], [..., Dv]; k's dtype or 8-bit codes; written */
+    gk_tensor k_cache, v_cache; /* [num_blocks, block_size, Hkv, D], [..., Dv]; k's dtype or 8-bit
+                                   codes; written */
     gk_tensor slots;            /* [T] int64 or int32; negative = skip */
     const gk_tensor *k_scale, *v_scale; /* as above: the stored value is k / k_scale; NULL = 1 */
 } gk_kv_cache_write_args;
@@ -356,15 +408,17 @@ typedef struct gk_attn_merge_args {
 
 GK_API gk_status gk_attn_merge(const gk_context *, const gk_attn_merge_args *);
 
-/* ---- rows: operations along the last dimension ------------------------------------------------ */
-/* Tensors [..., N] have a dense last dimension; their leading dimensions may have any strides, those of results too. */
+/* ---- rows: operations along the last dimension ----------------------------------------------- */
+/* Tensors [..., N] have a dense last dimension; their leading dimensions may have any strides,
+ * those of results too. */
 typedef enum gk_norm_kind {
     GK_RMS_NORM = 0,  /* mean = 0 */
     GK_LAYER_NORM = 1 /* mean = mean(h) */
 } gk_norm_kind;
 
-/* out = (h - mean) rstd (weight + weight_offset) + bias, rstd = 1 / sqrt(mean((h - mean)^2) + eps), over the last dimension.
- * h = x + residual, rounded to x's dtype. float32 inside (float64 for GK_F64). */
+/* out = (h - mean) rstd (weight + weight_offset) + bias, rstd = 1 / sqrt(mean((h - mean)^2) + eps),
+ * over the last dimension. h = x + residual, rounded to x's dtype. float32 inside (float64 for
+ * GK_F64). */
 typedef struct gk_norm_args {
     size_t size;
     gk_norm_kind kind;
@@ -382,7 +436,8 @@ typedef struct gk_norm_args {
 GK_API size_t gk_norm_fwd_workspace_bytes(const gk_context *, const gk_norm_args *);
 GK_API gk_status gk_norm_fwd(const gk_context *, const gk_norm_args *);
 
-/* Statistics are computed anew from h, which costs no memory traffic. dweight and dbias are summed in a fixed order. */
+/* Statistics are computed anew from h, which costs no memory traffic. dweight and dbias are summed
+ * in a fixed order. */
 typedef struct gk_norm_bwd_args {
     size_t size;
     gk_norm_kind kind;
@@ -401,8 +456,8 @@ typedef struct gk_norm_bwd_args {
 GK_API size_t gk_norm_bwd_workspace_bytes(const gk_context *, const gk_norm_bwd_args *);
 GK_API gk_status gk_norm_bwd(const gk_context *, const gk_norm_bwd_args *);
 
-/* out = softmax(scale x) over the last dimension, or its logarithm. Columns from the row's length on do not take part and give 0;
- * a row of length 0 gives 0. */
+/* out = softmax(scale x) over the last dimension, or its logarithm. Columns from the row's length
+ * on do not take part and give 0; a row of length 0 gives 0. */
 typedef struct gk_softmax_args {
     size_t size;
     gk_tensor x;              /* [..., N] */
@@ -428,7 +483,8 @@ typedef struct gk_softmax_bwd_args {
 #define GK_SOFTMAX_BWD_ARGS_INIT {.size = sizeof(gk_softmax_bwd_args), .scale = 1.0}
 GK_API gk_status gk_softmax_bwd(const gk_context *, const gk_softmax_bwd_args *);
 
-/* out = activation(gate) up, the gated linear unit: of GK_ACT_SILU "SwiGLU", of GK_ACT_GELU and GK_ACT_GELU_TANH "GEGLU". */
+/* out = activation(gate) up, the gated linear unit: of GK_ACT_SILU "SwiGLU", of GK_ACT_GELU and
+ * GK_ACT_GELU_TANH "GEGLU". */
 typedef struct gk_glu_args {
     size_t size;
     gk_tensor gate;      /* [..., N]; [..., 2 N] where up is NULL: gate first, then up */
@@ -450,9 +506,10 @@ typedef struct gk_glu_bwd_args {
 #define GK_GLU_BWD_ARGS_INIT {.size = sizeof(gk_glu_bwd_args), .activation = GK_ACT_SILU}
 GK_API gk_status gk_glu_bwd(const gk_context *, const gk_glu_bwd_args *);
 
-/* Rotary embedding: of the token at position p, columns (x1, x2) of q and k become (x1 cos - x2 sin, x2 cos + x1 sin), cos and sin of
- * row p. x1, x2 are column i and i + R / 2, or 2 i and 2 i + 1 where interleaved; columns from R on are copied. The results may be
- * q and k themselves. A position past cos: GK_ERR_INDEX on the CPU; on CUDA the last one, and GK_BAD_POSITIONS. */
+/* Rotary embedding: of the token at position p, columns (x1, x2) of q and k become (x1 cos - x2
+ * sin, x2 cos + x1 sin), cos and sin of row p. x1, x2 are column i and i + R / 2, or 2 i and 2 i +
+ * 1 where interleaved; columns from R on are copied. The results may be q and k themselves. A
+ * position past cos: GK_ERR_INDEX on the CPU; on CUDA the last one, and GK_BAD_POSITIONS. */
 typedef struct gk_rope_args {
     size_t size;
     gk_tensor q;                /* [B, Hq, S, D], or packed [T, Hq, D], which is B = 1 and S = T */
@@ -467,10 +524,11 @@ typedef struct gk_rope_args {
 #define GK_ROPE_ARGS_INIT {.size = sizeof(gk_rope_args)}
 GK_API gk_status gk_rope(const gk_context *, const gk_rope_args *);
 
-/* Cross entropy of each row: z = softcap tanh(logit_scale logits / softcap), softcap 0: z = logit_scale logits; lse = log sum exp z;
+/* Cross entropy of each row: z = softcap tanh(logit_scale logits / softcap), softcap 0: z =
+ * logit_scale logits; lse = log sum exp z;
  *   loss = (1 - e) w[t] (lse - z[t]) + e / V sum over c of w[c] (lse - z[c]),   e the label smoothing, w the weights
- * A row whose target is ignore_index has loss 0 and is not read. Another target outside [0, V): GK_ERR_INDEX on the CPU; on CUDA
- * loss NaN, and GK_BAD_TARGETS. */
+ * A row whose target is ignore_index has loss 0 and is not read. Another target outside [0, V):
+ * GK_ERR_INDEX on the CPU; on CUDA loss NaN, and GK_BAD_TARGETS. */
 typedef struct gk_cross_entropy_args {
     size_t size;
     gk_tensor logits;        /* [..., V], V >= 1 */
@@ -480,16 +538,19 @@ typedef struct gk_cross_entropy_args {
     double label_smoothing, softcap, logit_scale;
     int64_t ignore_index;
 } gk_cross_entropy_args;
-#define GK_CROSS_ENTROPY_ARGS_INIT {.size = sizeof(gk_cross_entropy_args), .logit_scale = 1.0, .ignore_index = -100}
+#define GK_CROSS_ENTROPY_ARGS_INIT \
+    {.size = sizeof(gk_cross_entropy_args), .logit_scale = 1.0, .ignore_index = -100}
 GK_API gk_status gk_cross_entropy_fwd(const gk_context *, const gk_cross_entropy_args *);
 
 typedef struct gk_cross_entropy_bwd_args {
     size_t size;
     gk_cross_entropy_args fwd; /* of the forward call; loss is not read */
     gk_tensor grad_loss;       /* like loss, any strides, 0 too */
-    gk_tensor dlogits;         /* like logits, or 16 bits beside GK_F32; may be logits itself; 0 in ignored rows */
+    gk_tensor dlogits; /* like logits, or 16 bits beside GK_F32; may be logits itself; 0 in ignored
+                          rows */
 } gk_cross_entropy_bwd_args;
-#define GK_CROSS_ENTROPY_BWD_ARGS_INIT {.size = sizeof(gk_cross_entropy_bwd_args), .fwd = GK_CROSS_ENTROPY_ARGS_INIT}
+#define GK_CROSS_ENTROPY_BWD_ARGS_INIT \
+    {.size = sizeof(gk_cross_entropy_bwd_args), .fwd = GK_CROSS_ENTROPY_ARGS_INIT}
 GK_API gk_status gk_cross_entropy_bwd(const gk_context *, const gk_cross_entropy_bwd_args *);
 
 #ifdef __cplusplus

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gpukern_train.h: the third page of the C API, what training alone needs: dropout and the optimiser's step. gpukern.h has the
- * conventions; include this page beside it. */
+/* gpukern_train.h: the third page of the C API, what training alone needs: dropout and the
+ * optimiser's step. gpukern.h has the conventions; include this page beside it. */
 #ifndef GPUKERN_TRAIN_H
 #define GPUKERN_TRAIN_H
 
@@ -10,12 +10,15 @@
 extern "C" {
 #endif
 
-/* ---- dropout ---------------------------------------------------------------------------------- */
-/* out = keep / (1 - p) act(x + bias) + residual, or with grad_out the gradient of x + bias: keep / (1 - p) grad_out act'(x + bias).
+/* ---- dropout --------------------------------------------------------------------------------- */
+/* out = keep / (1 - p) act(x + bias) + residual, or with grad_out the gradient of x + bias: keep /
+ * (1 - p) grad_out act'(x + bias).
  *
- * What is kept: element i of x, counted in row-major order, has word i % 4 of Philox4x32-10 (Salmon et al. 2011) with key seed[0] and
- * counter (i / 4, seed[1]), 64 bits each, low word first. It is kept where that word is less than (1 - p) 2^32. So the mask follows from
- * the shape, p and the seed alone, on every device and in both passes. A value that is dropped is 0, also where x is NaN. */
+ * What is kept: element i of x, counted in row-major order, has word i % 4 of Philox4x32-10 (Salmon
+ * et al. 2011) with key seed[0] and counter (i / 4, seed[1]), 64 bits each, low word first. It is
+ * kept where that word is less than (1 - p) 2^32. So the mask follows from the shape, p and the
+ * seed alone, on every device and in both passes. A value that is dropped is 0, also where x is
+ * NaN. */
 typedef struct gk_dropout_args {
     size_t size;
     gk_tensor x;               /* [..., N], N >= 0 */
@@ -31,31 +34,35 @@ typedef struct gk_dropout_args {
 GK_API gk_status gk_dropout(const gk_context *, const gk_dropout_args *);
 GK_API gk_status gk_explain_dropout(const gk_context *, const gk_dropout_args *, gk_explanation *);
 
-/* ---- AdamW ------------------------------------------------------------------------------------ */
-/* One step of AdamW (Loshchilov and Hutter 2019) for each of num tensors. With g = grad / grad_scale * clip, negated where maximize:
+/* ---- AdamW ----------------------------------------------------------------------------------- */
+/* One step of AdamW (Loshchilov and Hutter 2019) for each of num tensors. With g = grad /
+ * grad_scale * clip, negated where maximize:
  *   w = w (1 - lr weight_decay);  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  u = v, or of a maximum max = max(max, v)
  *   w = w - lr / (1 - beta1^step) m / (sqrt(u) / sqrt(1 - beta2^step) + eps)
- * w is the master weight where there is one, and the parameter its rounding. float32 inside (float64 for GK_F64).
- * The tensors of one parameter have one shape and the same strides, dense in some order of their dimensions. A list is an array of
- * num tensors; NULL = none. Scalars are tensors [] float32, read on the device; NULL = 1, found_inf 0. */
+ * w is the master weight where there is one, and the parameter its rounding. float32 inside
+ * (float64 for GK_F64). The tensors of one parameter have one shape and the same strides, dense in
+ * some order of their dimensions. A list is an array of num tensors; NULL = none. Scalars are
+ * tensors [] float32, read on the device; NULL = 1, found_inf 0. */
 typedef struct gk_adamw_args {
     size_t size;
     int64_t num;
     const gk_tensor *params; /* written; all of one dtype */
     const gk_tensor *grads;  /* params' dtype */
     const gk_tensor *exp_avgs,
-        *exp_avg_sqs;                 /* m and v, written: params' dtype, or GK_F32 beside 16-bit ones, all alike */
+        *exp_avg_sqs; /* m and v, written: params' dtype, or GK_F32 beside 16-bit ones, all alike */
     const gk_tensor *max_exp_avg_sqs; /* max, written: m's dtype; "amsgrad" */
     const gk_tensor *masters;         /* written: GK_F32 beside 16-bit params, m GK_F32 too */
     const gk_tensor *steps;           /* [] each: how many steps this one makes, 1 at first */
     const gk_tensor *lr_tensor;       /* in place of lr */
     const gk_tensor *grad_scale, *clip;
     const gk_tensor *found_inf; /* other than 0: nothing is written */
-    const gk_tensor *seed;      /* [2] int64: bfloat16 params are rounded stochastically; without masters, m GK_F32 */
+    const gk_tensor *
+        seed; /* [2] int64: bfloat16 params are rounded stochastically; without masters, m GK_F32 */
     double lr, beta1, beta2, eps, weight_decay;
     int32_t maximize;
 } gk_adamw_args;
-#define GK_ADAMW_ARGS_INIT {.size = sizeof(gk_adamw_args), .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8}
+#define GK_ADAMW_ARGS_INIT \
+    {.size = sizeof(gk_adamw_args), .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8}
 GK_API gk_status gk_adamw(const gk_context *, const gk_adamw_args *);
 GK_API gk_status gk_explain_adamw(const gk_context *, const gk_adamw_args *, gk_explanation *);
 

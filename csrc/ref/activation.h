@@ -16,14 +16,15 @@ static inline double act(gk_activation activation, double x) {
     case GK_ACT_NONE: break;
     case GK_ACT_RELU: return x < 0 ? 0 : x;
     case GK_ACT_GELU: return 0.5 * x * (1 + erf(x * SQRT_HALF));
-    case GK_ACT_GELU_TANH: return 0.5 * x * (1 + tanh(SQRT_2_OVER_PI * (x + TANH_CUBIC * x * x * x)));
+    case GK_ACT_GELU_TANH:
+        return 0.5 * x * (1 + tanh(SQRT_2_OVER_PI * (x + TANH_CUBIC * x * x * x)));
     case GK_ACT_SILU: return x / (1 + exp(-x));
     }
     return x;
 }
 
-/* x is the value before the activation; for relu its result, which has the same sign. One that overflowed has the slope of
- * the curve's end, 0 or 1, as all have from 1000 on. */
+/* x is the value before the activation; for relu its result, which has the same sign. One that
+ * overflowed has the slope of the curve's end, 0 or 1, as all have from 1000 on. */
 static inline double act_derivative(gk_activation activation, double x) {
     x = x > 1000 ? 1000 : x < -1000 ? -1000 : x;
     switch (activation) {
@@ -32,7 +33,8 @@ static inline double act_derivative(gk_activation activation, double x) {
     case GK_ACT_GELU: return 0.5 * (1 + erf(x * SQRT_HALF)) + x * INV_SQRT_2PI * exp(-0.5 * x * x);
     case GK_ACT_GELU_TANH: {
         double t = tanh(SQRT_2_OVER_PI * (x + TANH_CUBIC * x * x * x));
-        return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * SQRT_2_OVER_PI * (1 + 3 * TANH_CUBIC * x * x);
+        return 0.5 * (1 + t) +
+               0.5 * x * (1 - t * t) * SQRT_2_OVER_PI * (1 + 3 * TANH_CUBIC * x * x);
     }
     case GK_ACT_SILU: {
         double s = 1 / (1 + exp(-x));

@@ -41,7 +41,9 @@ static inline void ref_add_scaled(double *to, double factor, const double *x, in
     for (int64_t d = 0; d < n; ++d) to[d] += factor * x[d];
 }
 
-static inline int64_t ref_i32(const gk_tensor *t, int64_t i) { return ((const int32_t *)t->data)[i * t->stride[0]]; }
+static inline int64_t ref_i32(const gk_tensor *t, int64_t i) {
+    return ((const int32_t *)t->data)[i * t->stride[0]];
+}
 
 /* ---- sequences ------------------------------------------------------------------------------- */
 /* Tokens of a batch side by side: sequence b owns [b * length, (b + 1) * length), or what
@@ -57,7 +59,8 @@ static inline int64_t ref_start(const ref_sequences *s, int64_t b) {
 
 /* The sequence that owns the token; `batch` where none does. */
 static inline int64_t ref_owner(const ref_sequences *s, int64_t token) {
-    int64_t lo = 0, hi = s->batch; /* the last b with start(b) <= token: empty sequences before it lose */
+    /* the last b with start(b) <= token: empty sequences before it lose */
+    int64_t lo = 0, hi = s->batch;
     while (lo < hi) {
         int64_t mid = (lo + hi + 1) / 2;
         if (ref_start(s, mid) <= token)
@@ -74,15 +77,19 @@ typedef struct ref_score {
     int64_t diagonal;
 } ref_score;
 
-static inline ref_score ref_score_make(const gk_attn_rules *r, int64_t b, int64_t h, int64_t diagonal, double k_scale) {
+static inline ref_score ref_score_make(const gk_attn_rules *r, int64_t b, int64_t h,
+                                       int64_t diagonal, double k_scale) {
     ref_score s = {r->scale * k_scale, r->softcap, 0, diagonal};
     const gk_tensor *t = r->alibi_slopes;
-    if (t) s.slope = gk_load(t->data, t->dtype, t->ndim == 2 ? b * t->stride[0] + h * t->stride[1] : h * t->stride[0]);
+    if (t)
+        s.slope = gk_load(t->data, t->dtype,
+                          t->ndim == 2 ? b * t->stride[0] + h * t->stride[1] : h * t->stride[0]);
     return s;
 }
 
 /* The logit of row i and key j; *slope_of_cap is its derivative by scale * qk. */
-static inline double ref_logit(const ref_score *s, double qk, int64_t i, int64_t j, double *slope_of_cap) {
+static inline double ref_logit(const ref_score *s, double qk, int64_t i, int64_t j,
+                               double *slope_of_cap) {
     double x = s->scale * qk;
     *slope_of_cap = 1;
     if (s->softcap > 0) {
@@ -110,11 +117,14 @@ typedef struct ref_keys {
 static inline double ref_page_scale(const ref_keys *x, const gk_tensor *scale, int64_t j) {
     if (!scale) return 1;
     const gk_tensor *table = x->block_table;
-    int64_t page = ((const int32_t *)table->data)[x->b * table->stride[0] + j / x->block_size * table->stride[1]];
+    int64_t page =
+        ((const int32_t *)
+             table->data)[x->b * table->stride[0] + j / x->block_size * table->stride[1]];
     return gk_load(scale->data, scale->dtype, page * scale->stride[0] + x->head * scale->stride[1]);
 }
 
-static inline int64_t ref_key_offset(const ref_keys *x, const gk_tensor *t, int64_t at, int64_t step, int64_t j) {
+static inline int64_t ref_key_offset(const ref_keys *x, const gk_tensor *t, int64_t at,
+                                     int64_t step, int64_t j) {
     if (!x->block_table) return at + j * step;
     const gk_tensor *table = x->block_table;
     int64_t entry = x->b * table->stride[0] + j / x->block_size * table->stride[1];
@@ -122,7 +132,8 @@ static inline int64_t ref_key_offset(const ref_keys *x, const gk_tensor *t, int6
 }
 
 enum {
-    /* summed before they join the sum of all, as are rows: hundreds in a row err more than float32 by vectors */
+    /* summed before they join the sum of all, as are rows: hundreds in a row err more than float32
+     * by vectors */
     REF_KEYS = 32
 };
 
@@ -138,12 +149,14 @@ typedef struct ref_block {
     int64_t q_at[REF_ROWS], out_at[REF_ROWS], lse_at[REF_ROWS], lo[REF_ROWS], hi[REF_ROWS];
     const gk_attn_keep *dropout; /* NULL = none */
     int64_t drop_row[REF_ROWS];  /* its rows */
-    bool accumulates;            /* out and lse hold the attention over other keys, and become that over both */
+    bool
+        accumulates; /* out and lse hold the attention over other keys, and become that over both */
 } ref_block;
 
 static inline void ref_attend(const ref_block *x) {
     double q_buf[REF_ROWS][REF_MAX_HEAD_DIM], key[REF_MAX_HEAD_DIM];
-    double sum[REF_ROWS][REF_MAX_HEAD_DIM], part[REF_ROWS][REF_MAX_HEAD_DIM]; /* of the keys before, of the last ones */
+    /* of the keys before, of the last ones */
+    double sum[REF_ROWS][REF_MAX_HEAD_DIM], part[REF_ROWS][REF_MAX_HEAD_DIM];
     double peak[REF_ROWS], total[REF_ROWS], total_part[REF_ROWS] = {0}, p[REF_ROWS];
     const double *q[REF_ROWS];
     int64_t head_dim = x->q->shape[x->q->ndim - 1], head_dim_v = x->out->shape[x->out->ndim - 1];
@@ -152,7 +165,8 @@ static inline void ref_attend(const ref_block *x) {
     int64_t first = INT64_MAX, end = INT64_MIN;
     for (int64_t r = 0; r < x->rows; ++r) {
         q[r] = ref_row(x->q, x->q_at[r], head_dim, q_buf[r]);
-        peak[r] = x->sinks ? gk_load(x->sinks->data, x->sinks->dtype, x->head * x->sinks->stride[0]) : -INFINITY;
+        peak[r] = x->sinks ? gk_load(x->sinks->data, x->sinks->dtype, x->head * x->sinks->stride[0])
+                           : -INFINITY;
         total[r] = peak[r] == -INFINITY ? 0 : 1;
         memset(sum[r], 0, (size_t)head_dim_v * sizeof(double));
         memset(part[r], 0, (size_t)head_dim_v * sizeof(double));
@@ -169,14 +183,19 @@ static inline void ref_attend(const ref_block *x) {
             p[r] = 0;
             if (j < x->lo[r] || j >= x->hi[r]) continue;
             if (!k)
-                k = ref_row(x->keys->k, ref_key_offset(x->keys, x->keys->k, x->keys->k_at, x->keys->k_step, j),
+                k = ref_row(x->keys->k,
+                            ref_key_offset(x->keys, x->keys->k, x->keys->k_at, x->keys->k_step, j),
                             head_dim, key);
             double qk = ref_dot(q[r], k, head_dim) * ref_page_scale(x->keys, x->keys->k_scale, j);
             double slope_of_cap, s = ref_logit(x->score, qk, x->i0 + r, j, &slope_of_cap);
             if (s > peak[r]) {
                 double shrink = exp(peak[r] - s);
-                total[r] *= shrink, total_part[r] *= shrink;
-                for (int64_t d = 0; d < head_dim_v; ++d) sum[r][d] *= shrink, part[r][d] *= shrink;
+                total[r] *= shrink;
+                total_part[r] *= shrink;
+                for (int64_t d = 0; d < head_dim_v; ++d) {
+                    sum[r][d] *= shrink;
+                    part[r][d] *= shrink;
+                }
                 peak[r] = s;
             }
             p[r] = s == -INFINITY ? 0 : exp(s - peak[r]);
@@ -185,14 +204,21 @@ static inline void ref_attend(const ref_block *x) {
         for (int64_t r = 0; r < x->rows; ++r) {
             if (j < x->lo[r] || j >= x->hi[r]) continue;
             if (!v)
-                v = ref_row(x->keys->v, ref_key_offset(x->keys, x->keys->v, x->keys->v_at, x->keys->v_step, j),
+                v = ref_row(x->keys->v,
+                            ref_key_offset(x->keys, x->keys->v, x->keys->v_at, x->keys->v_step, j),
                             head_dim_v, key);
             if (x->dropout && !gk_attn_kept(x->dropout, x->drop_row[r], j)) continue;
-            ref_add_scaled(part[r], p[r] * ref_page_scale(x->keys, x->keys->v_scale, j), v, head_dim_v);
+            ref_add_scaled(part[r], p[r] * ref_page_scale(x->keys, x->keys->v_scale, j), v,
+                           head_dim_v);
         }
-        for (int64_t r = 0; ((j - first) % REF_KEYS == REF_KEYS - 1 || j == end - 1) && r < x->rows; ++r) {
-            for (int64_t d = 0; d < head_dim_v; ++d) sum[r][d] += part[r][d], part[r][d] = 0;
-            total[r] += total_part[r], total_part[r] = 0;
+        for (int64_t r = 0; ((j - first) % REF_KEYS == REF_KEYS - 1 || j == end - 1) && r < x->rows;
+             ++r) {
+            for (int64_t d = 0; d < head_dim_v; ++d) {
+                sum[r][d] += part[r][d];
+                part[r][d] = 0;
+            }
+            total[r] += total_part[r];
+            total_part[r] = 0;
         }
     }
 
@@ -202,7 +228,8 @@ static inline void ref_attend(const ref_block *x) {
             const double held = gk_load(x->lse->data, x->lse->dtype, x->lse_at[r]);
             if (held > peak[r]) {
                 const double shrink = exp(peak[r] - held);
-                total[r] *= shrink, peak[r] = held;
+                total[r] *= shrink;
+                peak[r] = held;
                 for (int64_t d = 0; d < head_dim_v; ++d) sum[r][d] *= shrink;
             }
             if (held != -INFINITY) {
@@ -213,7 +240,8 @@ static inline void ref_attend(const ref_block *x) {
         }
         double factor = total[r] == 0 ? 0 : x->v_scale / total[r];
         for (int64_t d = 0; d < head_dim_v; ++d) {
-            gk_store(x->out->data, x->out->dtype, x->out_at[r] + d, total[r] == 0 ? 0 : sum[r][d] * factor);
+            gk_store(x->out->data, x->out->dtype, x->out_at[r] + d,
+                     total[r] == 0 ? 0 : sum[r][d] * factor);
         }
         double lse = total[r] == 0 ? -INFINITY : peak[r] + log(total[r]);
         if (x->lse->data) gk_store(x->lse->data, x->lse->dtype, x->lse_at[r], lse);

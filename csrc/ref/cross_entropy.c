@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* cross_entropy: the loss of each row and its gradient by their equations (gpukern.h), in double; a task for each row. */
+/* cross_entropy: the loss of each row and its gradient by their equations (gpukern.h), in double; a
+ * task for each row. */
 #include "gpukern_loss.h"
 #include "rows.h"
 
@@ -11,7 +12,9 @@ typedef struct terms {
 static double z_of(const gk_cross_entropy_args *a, double x) {
     return a->softcap > 0 ? a->softcap * tanh(a->logit_scale * x / a->softcap) : a->logit_scale * x;
 }
-static double w_of(const gk_cross_entropy_args *a, int64_t i) { return a->weight ? ref_vector_at(a->weight, i) : 1; }
+static double w_of(const gk_cross_entropy_args *a, int64_t i) {
+    return a->weight ? ref_vector_at(a->weight, i) : 1;
+}
 
 /* of a row, and, where it is asked for, of its lse over all columns */
 static terms terms_of(const gk_cross_entropy_args *a, int64_t row, int64_t classes, bool with_lse) {
@@ -20,15 +23,18 @@ static terms terms_of(const gk_cross_entropy_args *a, int64_t row, int64_t class
     if (t.target == a->ignore_index) return t;
     double peak = -INFINITY, sum = 0;
     for (int64_t i = 0; i < classes; ++i) t.weights += w_of(a, i);
-    for (int64_t i = 0; with_lse && i < t.n; ++i) peak = fmax(peak, z_of(a, ref_at(&a->logits, row, i)));
-    for (int64_t i = 0; with_lse && i < t.n; ++i) sum += exp(z_of(a, ref_at(&a->logits, row, i)) - peak);
-    t.lse = peak + log(sum), t.own = (1 - a->label_smoothing) * w_of(a, t.target);
+    for (int64_t i = 0; with_lse && i < t.n; ++i)
+        peak = fmax(peak, z_of(a, ref_at(&a->logits, row, i)));
+    for (int64_t i = 0; with_lse && i < t.n; ++i)
+        sum += exp(z_of(a, ref_at(&a->logits, row, i)) - peak);
+    t.lse = peak + log(sum);
+    t.own = (1 - a->label_smoothing) * w_of(a, t.target);
     return t;
 }
 
 /* Row of dlogits, for a gradient g of its loss. */
-static void put_gradient(const gk_cross_entropy_args *a, const gk_loss_more *more, int64_t row, const terms *t,
-                         double g) {
+static void put_gradient(const gk_cross_entropy_args *a, const gk_loss_more *more, int64_t row,
+                         const terms *t, double g) {
     const double e = a->label_smoothing / (double)more->num_classes;
     const int64_t first = more->first_class;
     for (int64_t i = 0; i < t->n; ++i) {
@@ -52,9 +58,11 @@ static void fwd_row(void *arg, int64_t row, int64_t worker) {
     const terms t = terms_of(a, row, last_size(&a->logits), true);
     double loss = 0;
     if (t.target != a->ignore_index) {
-        loss = t.own * (t.lse - z_of(a, ref_at(&a->logits, row, t.target))) + call->more.z_loss * t.lse * t.lse;
+        loss = t.own * (t.lse - z_of(a, ref_at(&a->logits, row, t.target))) +
+               call->more.z_loss * t.lse * t.lse;
         for (int64_t i = 0; a->label_smoothing != 0 && i < t.n; ++i)
-            loss += a->label_smoothing / (double)t.n * w_of(a, i) * (t.lse - z_of(a, ref_at(&a->logits, row, i)));
+            loss += a->label_smoothing / (double)t.n * w_of(a, i) *
+                    (t.lse - z_of(a, ref_at(&a->logits, row, i)));
     }
     gk_store(a->loss.data, a->loss.dtype, row, loss);
     gk_store(a->lse.data, a->lse.dtype, row, t.lse);
@@ -79,7 +87,8 @@ static void bwd_row(void *arg, int64_t row, int64_t worker) {
     const bool whole = call->more.num_classes == last_size(&a->logits);
     terms t = terms_of(a, row, call->more.num_classes, whole);
     const gk_tensor *grad = &bwd->grad_loss;
-    if (!whole) t.lse = gk_load(a->lse.data, a->lse.dtype, row); /* which a part of the logits does not tell */
+    /* which a part of the logits does not tell */
+    if (!whole) t.lse = gk_load(a->lse.data, a->lse.dtype, row);
     const double g = gk_load(grad->data, grad->dtype, ref_row_offset(grad, row, 0));
     put_gradient(a, &call->more, row, &t, g);
 }

@@ -45,17 +45,21 @@ static flash_job job_make(const gk_flash_attn_args *x) {
 /* ---- places ---------------------------------------------------------------------------------- */
 /* Offset of token i of sequence b (which starts at `start`) and head h in q, k, v, out, their
  * gradients or lse. */
-static int64_t at(const flash_job *job, const gk_tensor *t, int64_t b, int64_t start, int64_t h, int64_t i) {
+static int64_t at(const flash_job *job, const gk_tensor *t, int64_t b, int64_t start, int64_t h,
+                  int64_t i) {
     if (job->packed) return (start + i) * t->stride[0] + h * t->stride[1];
     return b * t->stride[0] + h * t->stride[1] + i * t->stride[2];
 }
 
 /* The dropout's number of that token: of its element in lse. */
 static int64_t drop_row(const flash_job *job, int64_t b, int64_t start, int64_t h, int64_t i) {
-    return job->packed ? (start + i) * job->heads_q + h : (b * job->heads_q + h) * job->q.length + i;
+    return job->packed ? (start + i) * job->heads_q + h
+                       : (b * job->heads_q + h) * job->q.length + i;
 }
 
-static int64_t token_step(const flash_job *job, const gk_tensor *t) { return t->stride[job->packed ? 0 : 2]; }
+static int64_t token_step(const flash_job *job, const gk_tensor *t) {
+    return t->stride[job->packed ? 0 : 2];
+}
 
 /* One sequence: where its tokens start, how many they are, what its rows see. */
 typedef struct sequence {
@@ -68,7 +72,9 @@ static sequence sequence_make(const flash_job *job, int64_t b) {
     sequence s = {.b = b, .start_q = ref_start(&job->q, b), .start_k = ref_start(&job->k, b)};
     s.seq_q = ref_start(&job->q, b + 1) - s.start_q;
     s.seq_k = ref_start(&job->k, b + 1) - s.start_k;
-    s.diagonal = job->packed ? s.seq_k - s.seq_q : r->q_start ? gk_i32_at(r->q_start, b) : r->diagonal;
+    s.diagonal = job->packed  ? s.seq_k - s.seq_q
+                 : r->q_start ? gk_i32_at(r->q_start, b)
+                              : r->diagonal;
     s.span = gk_span_make(r, s.seq_k, s.diagonal);
     s.diagonal = s.span.diagonal;
     gk_span_cut(&s.span, r, b);
@@ -79,7 +85,8 @@ static void zero_row(const gk_tensor *t, int64_t offset, int64_t n) {
     for (int64_t d = 0; d < n; ++d) gk_store(t->data, t->dtype, offset + d, 0);
 }
 
-static void store_row(const gk_tensor *t, int64_t offset, const double *x, double factor, int64_t n) {
+static void store_row(const gk_tensor *t, int64_t offset, const double *x, double factor,
+                      int64_t n) {
     for (int64_t d = 0; d < n; ++d) gk_store(t->data, t->dtype, offset + d, factor * x[d]);
 }
 
@@ -126,7 +133,8 @@ static void fwd_task(void *arg, int64_t task, int64_t worker) {
         int64_t b = ref_owner(&job->q, token);
         if (b == job->q.batch) { /* past the last sequence */
             zero_row(&x->out, at(job, &x->out, 0, 0, h, token), job->head_dim_v);
-            if (x->lse.data) gk_store(x->lse.data, x->lse.dtype, at(job, &x->lse, 0, 0, h, token), -INFINITY);
+            if (x->lse.data)
+                gk_store(x->lse.data, x->lse.dtype, at(job, &x->lse, 0, 0, h, token), -INFINITY);
             ++token;
             continue;
         }
@@ -161,7 +169,8 @@ static bool row_load(row *to, const flash_job *job, const sequence *s, int64_t h
     if (to->lse == -INFINITY) return false;
     to->q = ref_row(&x->q, at(job, &x->q, s->b, s->start_q, h, i), job->head_dim, to->q_buf);
     to->dout = ref_row(dout, at(job, dout, s->b, s->start_q, h, i), job->head_dim_v, to->dout_buf);
-    const double *out = ref_row(&x->out, at(job, &x->out, s->b, s->start_q, h, i), job->head_dim_v, out_buf);
+    const double *out =
+        ref_row(&x->out, at(job, &x->out, s->b, s->start_q, h, i), job->head_dim_v, out_buf);
     to->drop_row = drop_row(job, s->b, s->start_q, h, i);
     to->delta = ref_dot(to->dout, out, job->head_dim_v);
     if (dlse) to->delta -= gk_load(dlse->data, dlse->dtype, at(job, dlse, s->b, s->start_q, h, i));
@@ -169,9 +178,10 @@ static bool row_load(row *to, const flash_job *job, const sequence *s, int64_t h
 }
 
 /* p_ij, as it counts in dv, and ds_ij of a visible pair. */
-static double pair_gradient(const flash_job *job, const ref_score *score, const row *r, const double *k,
-                            const double *v, int64_t i, int64_t j, double *p) {
-    double slope_of_cap, logit = ref_logit(score, ref_dot(r->q, k, job->head_dim), i, j, &slope_of_cap);
+static double pair_gradient(const flash_job *job, const ref_score *score, const row *r,
+                            const double *k, const double *v, int64_t i, int64_t j, double *p) {
+    double slope_of_cap,
+        logit = ref_logit(score, ref_dot(r->q, k, job->head_dim), i, j, &slope_of_cap);
     const double factor = gk_attn_kept(&job->dropout, r->drop_row, j) ? job->dropout.factor : 0;
     const double all = exp(logit - r->lse);
     *p = factor * all;
@@ -189,8 +199,10 @@ static void dq_row(const flash_job *job, const sequence *s, int64_t h, int64_t i
     row r;
     if (lo < hi && row_load(&r, job, s, h, i)) {
         for (int64_t j = lo; j < hi; ++j) {
-            const double *k = ref_row(&x->k, at(job, &x->k, s->b, s->start_k, h_kv, j), job->head_dim, k_buf);
-            const double *v = ref_row(&x->v, at(job, &x->v, s->b, s->start_k, h_kv, j), job->head_dim_v, v_buf);
+            const double *k =
+                ref_row(&x->k, at(job, &x->k, s->b, s->start_k, h_kv, j), job->head_dim, k_buf);
+            const double *v =
+                ref_row(&x->v, at(job, &x->v, s->b, s->start_k, h_kv, j), job->head_dim_v, v_buf);
             double p, ds = pair_gradient(job, &score, &r, k, v, i, j, &p);
             ref_add_scaled(sum, ds, k, job->head_dim);
         }
@@ -215,22 +227,28 @@ static void dq_task(void *arg, int64_t task, int64_t worker) {
 }
 
 /* ---- backward by keys: dk, dv ---------------------------------------------------------------- */
-static void dkv_keys(const flash_job *job, const sequence *s, int64_t h_kv, int64_t j0, int64_t keys) {
+static void dkv_keys(const flash_job *job, const sequence *s, int64_t h_kv, int64_t j0,
+                     int64_t keys) {
     const gk_flash_attn_args *x = job->x;
-    double dk[REF_ROWS][REF_MAX_HEAD_DIM], dv[REF_ROWS][REF_MAX_HEAD_DIM];           /* of the rows before */
-    double dk_part[REF_ROWS][REF_MAX_HEAD_DIM], dv_part[REF_ROWS][REF_MAX_HEAD_DIM]; /* of the last REF_KEYS */
+    /* of the rows before */
+    double dk[REF_ROWS][REF_MAX_HEAD_DIM], dv[REF_ROWS][REF_MAX_HEAD_DIM];
+    double dk_part[REF_ROWS][REF_MAX_HEAD_DIM],
+        dv_part[REF_ROWS][REF_MAX_HEAD_DIM]; /* of the last REF_KEYS */
     double k_buf[REF_ROWS][REF_MAX_HEAD_DIM], v_buf[REF_ROWS][REF_MAX_HEAD_DIM];
     const double *k[REF_ROWS], *v[REF_ROWS];
     for (int64_t c = 0; c < keys; ++c) {
-        k[c] = ref_row(&x->k, at(job, &x->k, s->b, s->start_k, h_kv, j0 + c), job->head_dim, k_buf[c]);
-        v[c] = ref_row(&x->v, at(job, &x->v, s->b, s->start_k, h_kv, j0 + c), job->head_dim_v, v_buf[c]);
+        k[c] =
+            ref_row(&x->k, at(job, &x->k, s->b, s->start_k, h_kv, j0 + c), job->head_dim, k_buf[c]);
+        v[c] = ref_row(&x->v, at(job, &x->v, s->b, s->start_k, h_kv, j0 + c), job->head_dim_v,
+                       v_buf[c]);
         for (int64_t d = 0; d < job->head_dim; ++d) dk[c][d] = dk_part[c][d] = 0;
         for (int64_t d = 0; d < job->head_dim_v; ++d) dv[c][d] = dv_part[c][d] = 0;
     }
     for (int64_t h = h_kv * job->group; h < (h_kv + 1) * job->group; ++h) {
         ref_score score = ref_score_make(&x->rules, s->b, h, s->diagonal, 1);
         for (int64_t i = 0; i < s->seq_q; ++i) {
-            int64_t lo = gk_max_i64(gk_span_lo(&s->span, i), j0), hi = gk_min_i64(gk_span_hi(&s->span, i), j0 + keys);
+            int64_t lo = gk_max_i64(gk_span_lo(&s->span, i), j0),
+                    hi = gk_min_i64(gk_span_hi(&s->span, i), j0 + keys);
             row r;
             bool seen = lo < hi && row_load(&r, job, s, h, i);
             for (int64_t j = lo; seen && j < hi; ++j) {
@@ -238,15 +256,23 @@ static void dkv_keys(const flash_job *job, const sequence *s, int64_t h_kv, int6
                 ref_add_scaled(dk_part[j - j0], ds, r.q, job->head_dim);
                 ref_add_scaled(dv_part[j - j0], p, r.dout, job->head_dim_v);
             }
-            for (int64_t c = 0; (i % REF_KEYS == REF_KEYS - 1 || i == s->seq_q - 1) && c < keys; ++c) {
-                for (int64_t d = 0; d < job->head_dim; ++d) dk[c][d] += dk_part[c][d], dk_part[c][d] = 0;
-                for (int64_t d = 0; d < job->head_dim_v; ++d) dv[c][d] += dv_part[c][d], dv_part[c][d] = 0;
+            for (int64_t c = 0; (i % REF_KEYS == REF_KEYS - 1 || i == s->seq_q - 1) && c < keys;
+                 ++c) {
+                for (int64_t d = 0; d < job->head_dim; ++d) {
+                    dk[c][d] += dk_part[c][d];
+                    dk_part[c][d] = 0;
+                }
+                for (int64_t d = 0; d < job->head_dim_v; ++d) {
+                    dv[c][d] += dv_part[c][d];
+                    dv_part[c][d] = 0;
+                }
             }
         }
     }
     for (int64_t c = 0; c < keys; ++c) {
         const gk_tensor *to_k = &job->bwd->dk, *to_v = &job->bwd->dv;
-        store_row(to_k, at(job, to_k, s->b, s->start_k, h_kv, j0 + c), dk[c], x->rules.scale, job->head_dim);
+        store_row(to_k, at(job, to_k, s->b, s->start_k, h_kv, j0 + c), dk[c], x->rules.scale,
+                  job->head_dim);
         store_row(to_v, at(job, to_v, s->b, s->start_k, h_kv, j0 + c), dv[c], 1, job->head_dim_v);
     }
 }
@@ -274,14 +300,17 @@ static void dkv_task(void *arg, int64_t task, int64_t worker) {
 
 /* ---- backward of the sinks ------------------------------------------------------------------- */
 /* Of some of the keys: sum over them of P (dP - delta). */
-static double part_of_row(const flash_job *job, const sequence *s, const row *r, int64_t h, int64_t i) {
+static double part_of_row(const flash_job *job, const sequence *s, const row *r, int64_t h,
+                          int64_t i) {
     const gk_flash_attn_args *x = job->x;
     double sum = 0, k_buf[REF_MAX_HEAD_DIM], v_buf[REF_MAX_HEAD_DIM];
     ref_score score = ref_score_make(&x->rules, s->b, h, s->diagonal, 1);
     for (int64_t j = gk_span_lo(&s->span, i); j < gk_span_hi(&s->span, i); ++j) {
         const int64_t h_kv = h / job->group;
-        const double *k = ref_row(&x->k, at(job, &x->k, s->b, s->start_k, h_kv, j), job->head_dim, k_buf);
-        const double *v = ref_row(&x->v, at(job, &x->v, s->b, s->start_k, h_kv, j), job->head_dim_v, v_buf);
+        const double *k =
+            ref_row(&x->k, at(job, &x->k, s->b, s->start_k, h_kv, j), job->head_dim, k_buf);
+        const double *v =
+            ref_row(&x->v, at(job, &x->v, s->b, s->start_k, h_kv, j), job->head_dim_v, v_buf);
         double slope, logit = ref_logit(&score, ref_dot(r->q, k, job->head_dim), i, j, &slope);
         sum += exp(logit - r->lse) * (ref_dot(r->dout, v, job->head_dim_v) - r->delta);
     }
@@ -292,7 +321,8 @@ static double part_of_row(const flash_job *job, const sequence *s, const row *r,
 static void dsink_task(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const flash_job *job = arg;
-    const gk_tensor *sinks = job->x->rules.sinks, *dsinks = job->bwd->dsinks, *dlse = job->bwd->grad_lse;
+    const gk_tensor *sinks = job->x->rules.sinks, *dsinks = job->bwd->dsinks,
+                    *dlse = job->bwd->grad_lse;
     double sink = gk_load(sinks->data, sinks->dtype, task * sinks->stride[0]);
     double sum = 0, lost = 0; /* Neumaier 1974: what the sum's roundings left out */
     for (int64_t b = 0; b < job->q.batch && sink != -INFINITY; ++b) {
@@ -302,7 +332,8 @@ static void dsink_task(void *arg, int64_t task, int64_t worker) {
             double x = 0;
             if (gk_span_lo(&s.span, i) < gk_span_hi(&s.span, i)) {
                 if (!row_load(&r, job, &s, task, i)) continue;
-                x = -exp(sink - r.lse) * (job->bwd->is_part ? part_of_row(job, &s, &r, task, i) : r.delta);
+                x = -exp(sink - r.lse) *
+                    (job->bwd->is_part ? part_of_row(job, &s, &r, task, i) : r.delta);
             } else if (dlse && !job->bwd->is_part) {
                 x = gk_load(dlse->data, dlse->dtype, at(job, dlse, s.b, s.start_q, task, i));
             }
@@ -311,7 +342,8 @@ static void dsink_task(void *arg, int64_t task, int64_t worker) {
             sum = next;
         }
     }
-    gk_store(dsinks->data, dsinks->dtype, task * dsinks->stride[0], isfinite(sum) ? sum + lost : sum);
+    gk_store(dsinks->data, dsinks->dtype, task * dsinks->stride[0],
+             isfinite(sum) ? sum + lost : sum);
 }
 
 void gk_ref_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *args) {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* ref/flash_attn_fp8: q, k and v of e4m3 codes as the doubles that they stand for, then ref/flash_attn.
+/* ref/flash_attn_fp8: q, k and v of e4m3 codes as the doubles that they stand for, then
+ * ref/flash_attn.
  *   q q_scale    k k_scale    v v_scale + v_mean, which a row gets times the probability that its keys took */
 #include "../formats/attn_scales.h"
 #include "../core/internal.h"
@@ -7,7 +8,8 @@
 
 #include <stdlib.h>
 
-/* Token i of head h in sequence b is element [b, h, i] (packed [start + i, h]) of a tensor; a token of no sequence is never read. */
+/* Token i of head h in sequence b is element [b, h, i] (packed [start + i, h]) of a tensor; a token
+ * of no sequence is never read. */
 typedef struct decode_job {
     const gk_tensor *codes, *cu_seqlens; /* cu_seqlens NULL = dense */
     double *to;                          /* contiguous, the codes' shape */
@@ -15,14 +17,18 @@ typedef struct decode_job {
     gk_attn_mean mean;
 } decode_job;
 
-static void decode_token(const decode_job *x, int64_t b, int64_t h, int64_t i, int64_t from, int64_t to) {
+static void decode_token(const decode_job *x, int64_t b, int64_t h, int64_t i, int64_t from,
+                         int64_t to) {
     const int64_t n = x->codes->shape[x->codes->ndim - 1];
     const gk_attn_scale *s = &x->scale;
     const double scale =
-        s->data ? (double)s->data[b * s->batch + h * s->head + i / GK_ATTN_SCALE_TOKENS * s->block] : 1;
+        s->data ? (double)s->data[b * s->batch + h * s->head + i / GK_ATTN_SCALE_TOKENS * s->block]
+                : 1;
     for (int64_t d = 0; d < n; ++d) {
         const double mean =
-            x->mean.data ? (double)x->mean.data[b * x->mean.batch + h * x->mean.head + d * x->mean.column] : 0;
+            x->mean.data
+                ? (double)x->mean.data[b * x->mean.batch + h * x->mean.head + d * x->mean.column]
+                : 0;
         x->to[to * n + d] = gk_load(x->codes->data, GK_E4M3, from + d) * scale + mean;
     }
 }
@@ -42,9 +48,11 @@ static gk_tensor decode(decode_job x, int64_t batch) {
         for (int64_t h = 0; h < heads; ++h)
             for (int64_t i = 0; i < n; ++i) {
                 if (x.cu_seqlens)
-                    decode_token(&x, b, h, i, (start + i) * t->stride[0] + h * t->stride[1], (start + i) * heads + h);
+                    decode_token(&x, b, h, i, (start + i) * t->stride[0] + h * t->stride[1],
+                                 (start + i) * heads + h);
                 else
-                    decode_token(&x, b, h, i, b * t->stride[0] + h * t->stride[1] + i * t->stride[2],
+                    decode_token(&x, b, h, i,
+                                 b * t->stride[0] + h * t->stride[1] + i * t->stride[2],
                                  (b * heads + h) * n + i);
             }
     }
@@ -55,11 +63,17 @@ void gk_ref_flash_attn_fp8(const gk_context *ctx, const gk_flash_attn_fp8_args *
     gk_flash_attn_args wide = a->fwd;
     const gk_attn_mean none = {0, 0, 0, 0};
     const int64_t batch = wide.cu_seqlens_q ? wide.cu_seqlens_q->shape[0] - 1 : wide.q.shape[0];
-    wide.q = decode((decode_job){&a->fwd.q, wide.cu_seqlens_q, NULL, gk_attn_scale_of(a->q_scale), none}, batch);
-    wide.k = decode((decode_job){&a->fwd.k, wide.cu_seqlens_k, NULL, gk_attn_scale_of(a->k_scale), none}, batch);
-    wide.v = decode(
-        (decode_job){&a->fwd.v, wide.cu_seqlens_k, NULL, gk_attn_scale_of(a->v_scale), gk_attn_mean_of(a->v_mean)},
-        batch);
+    wide.q =
+        decode((decode_job){&a->fwd.q, wide.cu_seqlens_q, NULL, gk_attn_scale_of(a->q_scale), none},
+               batch);
+    wide.k =
+        decode((decode_job){&a->fwd.k, wide.cu_seqlens_k, NULL, gk_attn_scale_of(a->k_scale), none},
+               batch);
+    wide.v = decode((decode_job){&a->fwd.v, wide.cu_seqlens_k, NULL, gk_attn_scale_of(a->v_scale),
+                                 gk_attn_mean_of(a->v_mean)},
+                    batch);
     if (wide.q.data && wide.k.data && wide.v.data) gk_ref_flash_attn_fwd(ctx, &wide);
-    free(wide.q.data), free(wide.k.data), free(wide.v.data);
+    free(wide.q.data);
+    free(wide.k.data);
+    free(wide.v.data);
 }

@@ -2,8 +2,9 @@
 /* ref/gemm: out = activation(alpha * (a @ b) + beta * c + bias), and the activation's derivative.
  *
  * a [batch..., M, K]  b [batch..., K, N] or [K, N]  bias [N]  c broadcasts to out [batch..., M, N];
- * any dtype and strides. Sums run over k in order, in double, RUN products at a time and then the runs: one chain over all
- * of k would err more than PyTorch's. out and preact are each rounded once from the same double.
+ * any dtype and strides. Sums run over k in order, in double, RUN products at a time and then the
+ * runs: one chain over all of k would err more than PyTorch's. out and preact are each rounded once
+ * from the same double.
  * Work split: a task owns a tile of BM x BN results of one batch entry; its sums and one row of b
  * lie on the stack. */
 #include "activation.h"
@@ -22,7 +23,8 @@ static int64_t batch_offset(const gk_tensor *t, const gk_tensor *out, int64_t ba
     for (int d = out->ndim - 3; d >= 0; --d) {
         int64_t coordinate = batch % out->shape[d];
         batch /= out->shape[d];
-        int own = d - (out->ndim - 2) + (t->ndim - inner); /* batch dimensions are aligned at the right */
+        /* batch dimensions are aligned at the right */
+        int own = d - (out->ndim - 2) + (t->ndim - inner);
         if (own >= 0 && t->shape[own] != 1) offset += coordinate * t->stride[own];
     }
     return offset;
@@ -36,7 +38,8 @@ static int64_t inner_stride(const gk_tensor *t, int from_end) {
 }
 
 /* b[k, j0 .. j0 + cols) as doubles. */
-static void load_strided(double *to, const gk_tensor *t, int64_t offset, int64_t stride, int64_t n) {
+static void load_strided(double *to, const gk_tensor *t, int64_t offset, int64_t stride,
+                         int64_t n) {
     switch (t->dtype) {
     case GK_F64:
         for (int64_t j = 0; j < n; ++j) to[j] = ((const double *)t->data)[offset + j * stride];
@@ -97,7 +100,8 @@ static void gemm_tile(void *arg, int64_t task, int64_t worker) {
                 int64_t at = batch_offset(p, &x->out, batch, 2) + i * p->stride[p->ndim - 2];
                 gk_store(p->data, p->dtype, at + j * p->stride[p->ndim - 1], y);
             }
-            gk_store(x->out.data, x->out.dtype, out_at + i * out_m + j * out_n, act(x->activation, y));
+            gk_store(x->out.data, x->out.dtype, out_at + i * out_m + j * out_n,
+                     act(x->activation, y));
         }
     }
 }
@@ -105,7 +109,12 @@ static void gemm_tile(void *arg, int64_t task, int64_t worker) {
 void gk_ref_gemm(const gk_context *ctx, const gk_gemm_args *args) {
     const gk_tensor *out = &args->out;
     if (gk_numel(out) == 0) return;
-    gemm_job job = {args, out->shape[out->ndim - 2], out->shape[out->ndim - 1], args->a.shape[args->a.ndim - 1], 0, 0};
+    gemm_job job = {args,
+                    out->shape[out->ndim - 2],
+                    out->shape[out->ndim - 1],
+                    args->a.shape[args->a.ndim - 1],
+                    0,
+                    0};
     job.tiles_m = gk_ceil_div(job.m, BM);
     job.tiles_n = gk_ceil_div(job.n, BN);
     int64_t batches = gk_numel(out) / (job.m * job.n);
@@ -143,5 +152,6 @@ static void act_bwd_elements(void *arg, int64_t task, int64_t worker) {
 
 void gk_ref_gemm_act_bwd(const gk_context *ctx, const gk_gemm_act_bwd_args *args) {
     gk_gemm_act_bwd_args x = *args;
-    gk_parallel(ctx, gk_ceil_div(gk_numel(&args->grad_in), ELEMENTS_PER_TASK), act_bwd_elements, &x);
+    gk_parallel(ctx, gk_ceil_div(gk_numel(&args->grad_in), ELEMENTS_PER_TASK), act_bwd_elements,
+                &x);
 }

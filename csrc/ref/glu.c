@@ -20,9 +20,11 @@ static void bwd_row(void *arg, int64_t row, int64_t worker) {
     (void)worker;
     const gk_glu_bwd_args *a = arg;
     const gk_tensor gate = gk_glu_half(&a->gate, a->up, 0), up = gk_glu_half(&a->gate, a->up, 1);
-    const gk_tensor dgate = gk_glu_half(&a->dgate, a->dup, 0), dup = gk_glu_half(&a->dgate, a->dup, 1);
+    const gk_tensor dgate = gk_glu_half(&a->dgate, a->dup, 0),
+                    dup = gk_glu_half(&a->dgate, a->dup, 1);
     for (int64_t i = 0; i < last_size(&a->grad_out); ++i) {
-        const double g = ref_at(&a->grad_out, row, i), x = ref_at(&gate, row, i), u = ref_at(&up, row, i);
+        const double g = ref_at(&a->grad_out, row, i), x = ref_at(&gate, row, i),
+                     u = ref_at(&up, row, i);
         ref_put(&dgate, row, i, g * u * act_derivative(a->activation, x));
         ref_put(&dup, row, i, g * act(a->activation, x));
     }

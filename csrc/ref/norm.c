@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* norm: RMSNorm and LayerNorm by their equations, in double; forward a task for each row, backward one for rows and one for a
- * column of dweight and dbias. */
+/* norm: RMSNorm and LayerNorm by their equations, in double; forward a task for each row, backward
+ * one for rows and one for a column of dweight and dbias. */
 #include "rows.h"
 
 typedef struct stats {
@@ -31,7 +31,8 @@ static void fwd_row(void *arg, int64_t row, int64_t worker) {
     const int64_t n = last_size(&a->x);
     const gk_tensor *h = &a->x;
     if (a->residual) {
-        for (int64_t i = 0; i < n; ++i) ref_put(a->sum, row, i, ref_at(&a->x, row, i) + ref_at(a->residual, row, i));
+        for (int64_t i = 0; i < n; ++i)
+            ref_put(a->sum, row, i, ref_at(&a->x, row, i) + ref_at(a->residual, row, i));
         h = a->sum;
     }
     const stats s = stats_of(h, row, a->kind, a->eps);
@@ -54,13 +55,16 @@ static void bwd_row(void *arg, int64_t row, int64_t worker) {
     double c1 = 0, c2 = 0;
     for (int64_t i = 0; i < n; ++i) {
         const double gw = ref_at(&a->grad_out, row, i) * weight_at(a->weight, a->weight_offset, i);
-        c1 += gw, c2 += gw * (ref_at(&a->h, row, i) - s.mean) * s.rstd;
+        c1 += gw;
+        c2 += gw * (ref_at(&a->h, row, i) - s.mean) * s.rstd;
     }
-    c1 = a->kind == GK_LAYER_NORM ? c1 / (double)n : 0, c2 /= (double)n;
+    c1 = a->kind == GK_LAYER_NORM ? c1 / (double)n : 0;
+    c2 /= (double)n;
     for (int64_t i = 0; i < n; ++i) {
         const double gw = ref_at(&a->grad_out, row, i) * weight_at(a->weight, a->weight_offset, i);
         const double xhat = (ref_at(&a->h, row, i) - s.mean) * s.rstd;
-        ref_put(&a->dx, row, i, s.rstd * (gw - c1 - xhat * c2) + (a->grad_sum ? ref_at(a->grad_sum, row, i) : 0));
+        ref_put(&a->dx, row, i,
+                s.rstd * (gw - c1 - xhat * c2) + (a->grad_sum ? ref_at(a->grad_sum, row, i) : 0));
     }
 }
 
@@ -78,7 +82,8 @@ static void bwd_columns(void *arg, int64_t task, int64_t worker) {
         const stats s = stats_of(&a->h, row, a->kind, a->eps);
         for (int64_t i = 0; i < count; ++i) {
             const double g = ref_at(&a->grad_out, row, begin + i);
-            dw[i] += g * (ref_at(&a->h, row, begin + i) - s.mean) * s.rstd, db[i] += g;
+            dw[i] += g * (ref_at(&a->h, row, begin + i) - s.mean) * s.rstd;
+            db[i] += g;
         }
     }
     for (int64_t i = 0; i < count; ++i) {
@@ -90,5 +95,6 @@ static void bwd_columns(void *arg, int64_t task, int64_t worker) {
 void gk_ref_norm_bwd(const gk_context *ctx, const gk_norm_bwd_args *args) {
     gk_norm_bwd_args a = *args;
     gk_parallel(ctx, num_rows(&a.h), bwd_row, &a);
-    if (a.dweight || a.dbias) gk_parallel(ctx, gk_ceil_div(last_size(&a.h), COLUMNS), bwd_columns, &a);
+    if (a.dweight || a.dbias)
+        gk_parallel(ctx, gk_ceil_div(last_size(&a.h), COLUMNS), bwd_columns, &a);
 }

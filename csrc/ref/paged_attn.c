@@ -12,14 +12,16 @@ typedef struct paged_job {
     int64_t tokens, heads_q, group;
 } paged_job;
 
-/* One value per call or one per kv head; where each page has one, it is taken key by key, and this is 1. */
+/* One value per call or one per kv head; where each page has one, it is taken key by key, and this
+ * is 1. */
 static double head_scale(const gk_tensor *scale, int64_t h_kv) {
     if (!scale || scale->ndim == 2) return 1;
     return gk_load(scale->data, scale->dtype, scale->ndim ? h_kv * scale->stride[0] : 0);
 }
 
 /* ---- paged_attn ------------------------------------------------------------------------------ */
-static void paged_rows(const paged_job *job, int64_t b, int64_t h, int64_t token, int64_t i0, int64_t rows) {
+static void paged_rows(const paged_job *job, int64_t b, int64_t h, int64_t token, int64_t i0,
+                       int64_t rows) {
     const gk_paged_attn_args *x = job->x;
     int64_t h_kv = h / job->group, seq_k = ref_i32(&x->seq_lens, b);
     int64_t seq_q = ref_start(&job->q, b + 1) - ref_start(&job->q, b), diagonal = seq_k - seq_q;
@@ -30,7 +32,8 @@ static void paged_rows(const paged_job *job, int64_t b, int64_t h, int64_t token
     keys.v_at = h_kv * x->v_cache.stride[2];
     keys.k_step = x->k_cache.stride[1];
     keys.v_step = x->v_cache.stride[1];
-    keys.block_size = x->k_cache.shape[1], keys.head = h_kv;
+    keys.block_size = x->k_cache.shape[1];
+    keys.head = h_kv;
     keys.k_scale = x->k_scale && x->k_scale->ndim == 2 ? x->k_scale : NULL;
     keys.v_scale = x->v_scale && x->v_scale->ndim == 2 ? x->v_scale : NULL;
     ref_score score = ref_score_make(&x->rules, b, h, diagonal, head_scale(x->k_scale, h_kv));
@@ -44,7 +47,8 @@ static void paged_rows(const paged_job *job, int64_t b, int64_t h, int64_t token
                        .head = h,
                        .i0 = i0,
                        .rows = rows};
-    const bool nobody = !(x->flags & GK_PAGED_ALLOW_SHORT); /* before the first key a query sees none */
+    /* before the first key a query sees none */
+    const bool nobody = !(x->flags & GK_PAGED_ALLOW_SHORT);
     for (int64_t r = 0; r < rows; ++r) {
         block.q_at[r] = (token + r) * x->q.stride[0] + h * x->q.stride[1];
         block.out_at[r] = (token + r) * x->out.stride[0] + h * x->out.stride[1];
@@ -65,9 +69,11 @@ static void paged_task(void *arg, int64_t task, int64_t worker) {
         int64_t b = ref_owner(&job->q, token);
         if (b == job->q.batch) { /* past the last sequence */
             int64_t out_at = token * x->out.stride[0] + h * x->out.stride[1];
-            for (int64_t d = 0; d < x->out.shape[2]; ++d) gk_store(x->out.data, x->out.dtype, out_at + d, 0);
+            for (int64_t d = 0; d < x->out.shape[2]; ++d)
+                gk_store(x->out.data, x->out.dtype, out_at + d, 0);
             if (x->lse.data)
-                gk_store(x->lse.data, x->lse.dtype, token * x->lse.stride[0] + h * x->lse.stride[1], -INFINITY);
+                gk_store(x->lse.data, x->lse.dtype, token * x->lse.stride[0] + h * x->lse.stride[1],
+                         -INFINITY);
             ++token;
             continue;
         }
@@ -80,22 +86,27 @@ static void paged_task(void *arg, int64_t task, int64_t worker) {
 
 void gk_ref_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args) {
     int64_t batch = args->seq_lens.shape[0], tokens = args->q.shape[0];
-    paged_job job = {args, {args->cu_seqlens_q, batch, batch ? tokens / batch : 0}, tokens, args->q.shape[1], 1};
+    paged_job job = {
+        args, {args->cu_seqlens_q, batch, batch ? tokens / batch : 0}, tokens, args->q.shape[1], 1};
     if (args->k_cache.shape[2]) job.group = job.heads_q / args->k_cache.shape[2];
     gk_parallel(ctx, gk_ceil_div(tokens, REF_TOKENS) * job.heads_q, paged_task, &job);
 }
 
 /* ---- kv_cache_write -------------------------------------------------------------------------- */
 /* Token t, head h of x to row `slot` of the cache; a scaled value that is too large saturates, a
- * NaN stays one (of int8 it is 0). 8-bit codes divide in float32, as the kernels do: the quotient decides the code. */
-static void write_row(const gk_tensor *x, const gk_tensor *cache, const gk_tensor *scale, int64_t t, int64_t h,
-                      int64_t slot) {
+ * NaN stays one (of int8 it is 0). 8-bit codes divide in float32, as the kernels do: the quotient
+ * decides the code. */
+static void write_row(const gk_tensor *x, const gk_tensor *cache, const gk_tensor *scale, int64_t t,
+                      int64_t h, int64_t slot) {
     int64_t block_size = cache->shape[1], from = t * x->stride[0] + h * x->stride[1];
-    int64_t to = slot / block_size * cache->stride[0] + slot % block_size * cache->stride[1] + h * cache->stride[2];
+    int64_t to = slot / block_size * cache->stride[0] + slot % block_size * cache->stride[1] +
+                 h * cache->stride[2];
     const bool code = gk_is_code(cache->dtype); /* whose stores saturate */
-    double divisor = head_scale(scale, h), limit = scale && !code ? gk_type_of(cache->dtype)->largest : INFINITY;
+    double divisor = head_scale(scale, h),
+           limit = scale && !code ? gk_type_of(cache->dtype)->largest : INFINITY;
     if (scale && scale->ndim == 2)
-        divisor = gk_load(scale->data, scale->dtype, slot / block_size * scale->stride[0] + h * scale->stride[1]);
+        divisor = gk_load(scale->data, scale->dtype,
+                          slot / block_size * scale->stride[0] + h * scale->stride[1]);
     for (int64_t d = 0; d < x->shape[2]; ++d) {
         double value = gk_load(x->data, x->dtype, from + d * x->stride[2]);
         value = code && x->dtype != GK_F64 ? (float)value / (float)divisor : value / divisor;
@@ -111,8 +122,8 @@ static void write_head(void *arg, int64_t task, int64_t worker) {
     const gk_kv_cache_write_args *x = arg;
     for (int64_t t = 0; t < x->slots.shape[0]; ++t) {
         int64_t i = t * x->slots.stride[0];
-        int64_t slot =
-            x->slots.dtype == GK_I64 ? ((const int64_t *)x->slots.data)[i] : ((const int32_t *)x->slots.data)[i];
+        int64_t slot = x->slots.dtype == GK_I64 ? ((const int64_t *)x->slots.data)[i]
+                                                : ((const int32_t *)x->slots.data)[i];
         if (slot < 0) continue;
         write_row(&x->k, &x->k_cache, x->k_scale, t, task, slot);
         write_row(&x->v, &x->v_cache, x->v_scale, t, task, slot);
@@ -143,7 +154,8 @@ static void merge_row(const gk_attn_merge_args *x, int64_t row) {
     int ndim = x->lse.ndim;
     double lse_a = gk_load(x->lse_a.data, x->lse_a.dtype, row_offset(&x->lse_a, ndim, row));
     double lse_b = gk_load(x->lse_b.data, x->lse_b.dtype, row_offset(&x->lse_b, ndim, row));
-    bool no_a = lse_a == -INFINITY, no_b = lse_b == -INFINITY; /* such a side saw nothing and is not read */
+    /* such a side saw nothing and is not read */
+    bool no_a = lse_a == -INFINITY, no_b = lse_b == -INFINITY;
     double lse = no_a ? lse_b : lse_a, weight_a = 1, weight_b = 1;
     if (!no_a && !no_b) {
         double peak = lse_a > lse_b ? lse_a : lse_b;
@@ -156,9 +168,11 @@ static void merge_row(const gk_attn_merge_args *x, int64_t row) {
     int64_t out_at = row_offset(&x->out, ndim, row);
     for (int64_t d = 0; d < x->out.shape[ndim]; ++d) {
         double y = 0;
-        if (!no_a) y = weight_a * gk_load(x->out_a.data, x->out_a.dtype, a_at + d * x->out_a.stride[ndim]);
+        if (!no_a)
+            y = weight_a * gk_load(x->out_a.data, x->out_a.dtype, a_at + d * x->out_a.stride[ndim]);
         if (!no_b) {
-            double b = weight_b * gk_load(x->out_b.data, x->out_b.dtype, b_at + d * x->out_b.stride[ndim]);
+            double b =
+                weight_b * gk_load(x->out_b.data, x->out_b.dtype, b_at + d * x->out_b.stride[ndim]);
             y = no_a ? b : y + b; /* 0 + b would lose the sign of -0 */
         }
         gk_store(x->out.data, x->out.dtype, out_at + d * x->out.stride[ndim], y);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* rope_kv_write: QK norm, rotation and the write into a paged cache by their equations, in double; a task for each head, which takes
- * the tokens in order, so that of two tokens with one slot the last stays. */
+/* rope_kv_write: QK norm, rotation and the write into a paged cache by their equations, in double;
+ * a task for each head, which takes the tokens in order, so that of two tokens with one slot the
+ * last stays. */
 #include "../core/internal.h"
 #include "../core/op.h"
 
@@ -14,8 +15,8 @@ static int64_t index_of(const gk_tensor *t, int64_t i) {
 }
 
 /* A head's row of q or k, normalised where there is a weight, and rotated. */
-static void turn(const gk_rope_kv_write_args *a, const gk_tensor *t, int64_t at, const gk_tensor *weight,
-                 int64_t position, double *x) {
+static void turn(const gk_rope_kv_write_args *a, const gk_tensor *t, int64_t at,
+                 const gk_tensor *weight, int64_t position, double *x) {
     const int64_t d = t->shape[2], half = a->cos.shape[1];
     double squares = 0;
     for (int64_t i = 0; i < d; ++i) {
@@ -23,20 +24,26 @@ static void turn(const gk_rope_kv_write_args *a, const gk_tensor *t, int64_t at,
         squares += x[i] * x[i];
     }
     for (int64_t i = 0; weight && i < d; ++i)
-        x[i] = x[i] / sqrt(squares / (double)d + a->eps) * gk_load(weight->data, weight->dtype, i * weight->stride[0]);
+        x[i] = x[i] / sqrt(squares / (double)d + a->eps) *
+               gk_load(weight->data, weight->dtype, i * weight->stride[0]);
     for (int64_t i = 0; i < half; ++i) {
         const int64_t i1 = a->interleaved ? 2 * i : i, i2 = a->interleaved ? 2 * i + 1 : i + half;
-        const double c = gk_load(a->cos.data, a->cos.dtype, position * a->cos.stride[0] + i * a->cos.stride[1]);
-        const double s = gk_load(a->sin.data, a->sin.dtype, position * a->sin.stride[0] + i * a->sin.stride[1]);
+        const double c =
+            gk_load(a->cos.data, a->cos.dtype, position * a->cos.stride[0] + i * a->cos.stride[1]);
+        const double s =
+            gk_load(a->sin.data, a->sin.dtype, position * a->sin.stride[0] + i * a->sin.stride[1]);
         const double x1 = x[i1], x2 = x[i2];
-        x[i1] = x1 * c - x2 * s, x[i2] = x2 * c + x1 * s;
+        x[i1] = x1 * c - x2 * s;
+        x[i2] = x2 * c + x1 * s;
     }
 }
 
-static void write(const gk_tensor *cache, const gk_tensor *scale, int64_t h, int64_t slot, const double *x) {
+static void write(const gk_tensor *cache, const gk_tensor *scale, int64_t h, int64_t slot,
+                  const double *x) {
     const int64_t page = slot / cache->shape[1], row = slot % cache->shape[1];
     const int64_t to = page * cache->stride[0] + row * cache->stride[1] + h * cache->stride[2];
-    const double limit = scale && !gk_is_code(cache->dtype) ? gk_type_of(cache->dtype)->largest : INFINITY;
+    const double limit =
+        scale && !gk_is_code(cache->dtype) ? gk_type_of(cache->dtype)->largest : INFINITY;
     double divisor = 1;
     if (scale)
         divisor = gk_load(scale->data, scale->dtype,
@@ -45,7 +52,10 @@ static void write(const gk_tensor *cache, const gk_tensor *scale, int64_t h, int
                                              : 0);
     for (int64_t d = 0; d < cache->shape[3]; ++d) {
         const double y = x[d] / divisor;
-        gk_store(cache->data, cache->dtype, to + d * cache->stride[3], y > limit ? limit : y < -limit ? -limit : y);
+        gk_store(cache->data, cache->dtype, to + d * cache->stride[3],
+                 y > limit    ? limit
+                 : y < -limit ? -limit
+                              : y);
     }
 }
 
@@ -60,14 +70,16 @@ static void head(void *arg, int64_t task, int64_t worker) {
             const gk_tensor *to = &a->out_q;
             turn(a, &a->q, t * a->q.stride[0] + task * a->q.stride[1], a->q_weight, position, x);
             for (int64_t d = 0; d < to->shape[2]; ++d)
-                gk_store(to->data, to->dtype, t * to->stride[0] + task * to->stride[1] + d * to->stride[2], x[d]);
+                gk_store(to->data, to->dtype,
+                         t * to->stride[0] + task * to->stride[1] + d * to->stride[2], x[d]);
         } else if (slot >= 0 && task < heads_q + heads) {
             const int64_t h = task - heads_q;
             turn(a, &a->k, t * a->k.stride[0] + h * a->k.stride[1], a->k_weight, position, x);
             write(&a->k_cache, a->k_scale, h, slot, x);
         } else if (slot >= 0) {
             const int64_t h = task - heads_q - heads, at = t * a->v.stride[0] + h * a->v.stride[1];
-            for (int64_t d = 0; d < a->v.shape[2]; ++d) x[d] = gk_load(a->v.data, a->v.dtype, at + d * a->v.stride[2]);
+            for (int64_t d = 0; d < a->v.shape[2]; ++d)
+                x[d] = gk_load(a->v.data, a->v.dtype, at + d * a->v.stride[2]);
             write(&a->v_cache, a->v_scale, h, slot, x);
         }
     }

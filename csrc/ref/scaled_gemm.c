@@ -10,7 +10,8 @@ typedef struct job {
 } job;
 
 static double scale(const gk_scales *s, int64_t row, int64_t col) {
-    return gk_load(s->data, s->dtype, (row >> s->row_log2) * s->row + (col >> s->col_log2) * s->col);
+    return gk_load(s->data, s->dtype,
+                   (row >> s->row_log2) * s->row + (col >> s->col_log2) * s->col);
 }
 
 static double addend(const gk_tensor *t, int64_t row, int64_t col) {
@@ -27,8 +28,10 @@ static void row_task(void *arg, int64_t i, int64_t worker) {
     for (int64_t j = 0; j < x->out.shape[1]; ++j) {
         double sum = 0;
         for (int64_t k = 0; k < x->a.shape[1]; ++k)
-            sum += gk_load(x->a.data, x->a.dtype, i * x->a.stride[0] + k * x->a.stride[1]) * scale(&jb->sa, i, k) *
-                   gk_load(x->b.data, x->b.dtype, k * x->b.stride[0] + j * x->b.stride[1]) * scale(&jb->sb, k, j);
+            sum += gk_load(x->a.data, x->a.dtype, i * x->a.stride[0] + k * x->a.stride[1]) *
+                   scale(&jb->sa, i, k) *
+                   gk_load(x->b.data, x->b.dtype, k * x->b.stride[0] + j * x->b.stride[1]) *
+                   scale(&jb->sb, k, j);
         if (x->c && x->beta != 0) sum += x->beta * addend(x->c, i, j);
         if (x->bias) sum += addend(x->bias, 0, j);
         double y = act(x->activation, sum);

@@ -30,10 +30,12 @@ static void bwd_row(void *arg, int64_t row, int64_t worker) {
     const gk_softmax_bwd_args *a = arg;
     const int64_t n = last_size(&a->out), length = length_of(a->lengths, row, n);
     double sum = 0;
-    for (int64_t i = 0; i < length; ++i) sum += ref_at(&a->grad_out, row, i) * (a->log ? 1 : ref_at(&a->out, row, i));
+    for (int64_t i = 0; i < length; ++i)
+        sum += ref_at(&a->grad_out, row, i) * (a->log ? 1 : ref_at(&a->out, row, i));
     for (int64_t i = 0; i < n; ++i) {
         const double g = ref_at(&a->grad_out, row, i), y = ref_at(&a->out, row, i);
-        ref_put(&a->dx, row, i, i >= length ? 0 : a->scale * (a->log ? g - exp(y) * sum : y * (g - sum)));
+        ref_put(&a->dx, row, i,
+                i >= length ? 0 : a->scale * (a->log ? g - exp(y) * sum : y * (g - sum)));
     }
 }
 

@@ -1,22 +1,25 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_gemm, pack_weight, unpack_weight: the definitions. Packing is element by element, and what the CPU runs: a task is a row of
- * tiles. The product is an element of the result at a time, in double, of weights that are rounded as they are specified. */
+/* weight_gemm, pack_weight, unpack_weight: the definitions. Packing is element by element, and what
+ * the CPU runs: a task is a row of tiles. The product is an element of the result at a time, in
+ * double, of weights that are rounded as they are specified. */
 #include "../formats/weight_tile.h"
 #include "../core/internal.h"
 #include "../formats/scales.h"
 #include "activation.h"
 
-/* ---- packing ----------------------------------------------------------------------------------------------- */
+/* ---- packing --------------------------------------------------------------------------------- */
 static void pack_task(void *arg, int64_t row, int64_t worker) {
     (void)worker;
     const gk_pack_weight_args *x = arg;
-    const int64_t n = x->q.shape[0], k = x->q.shape[1], bytes = gk_tile_bytes(x->format), across = x->packed.shape[1];
+    const int64_t n = x->q.shape[0], k = x->q.shape[1], bytes = gk_tile_bytes(x->format),
+                  across = x->packed.shape[1];
     const bool is_4_bit = gk_is_4_bit(x->format);
     uint8_t *to = (uint8_t *)x->packed.data + row * across * bytes;
     memset(to, 0, (size_t)(across * bytes));
     for (int64_t i = row * GK_TILE; i < gk_min_i64(n, (row + 1) * GK_TILE); ++i)
         for (int64_t j = 0; j < k; ++j) {
-            const uint8_t code = ((const uint8_t *)x->q.data)[i * x->q.stride[0] + j * x->q.stride[1]];
+            const uint8_t code =
+                ((const uint8_t *)x->q.data)[i * x->q.stride[0] + j * x->q.stride[1]];
             const int bit = gk_tile_bit(is_4_bit, (int)(i % GK_TILE), (int)(j % GK_TILE));
             uint8_t *byte = to + j / GK_TILE * bytes + bit / 8;
             *byte = is_4_bit ? (uint8_t)(*byte | (code & 15) << bit % 8) : code;
@@ -32,7 +35,8 @@ static uint8_t code_at(const gk_tensor *packed, gk_weight_format format, int64_t
     const bool is_4_bit = gk_is_4_bit(format);
     const int bit = gk_tile_bit(is_4_bit, (int)(n % GK_TILE), (int)(k % GK_TILE));
     const uint8_t code =
-        ((const uint8_t *)packed->data)[n / GK_TILE * packed->stride[0] + k / GK_TILE * packed->stride[1] + bit / 8];
+        ((const uint8_t *)packed
+             ->data)[n / GK_TILE * packed->stride[0] + k / GK_TILE * packed->stride[1] + bit / 8];
     return is_4_bit ? code >> bit % 8 & 15 : code;
 }
 
@@ -42,7 +46,8 @@ static void unpack_task(void *arg, int64_t row, int64_t worker) {
     for (int64_t i = row * GK_TILE; i < gk_min_i64(x->n, (row + 1) * GK_TILE); ++i)
         for (int64_t j = 0; j < x->k; ++j) {
             const uint8_t code = code_at(&x->packed, x->format, i, j);
-            ((uint8_t *)x->q.data)[i * x->k + j] = x->format == GK_INT4 ? (uint8_t)((code ^ 8) - 8) : code;
+            ((uint8_t *)x->q.data)[i * x->k + j] =
+                x->format == GK_INT4 ? (uint8_t)((code ^ 8) - 8) : code;
         }
 }
 
@@ -51,14 +56,16 @@ void gk_ref_unpack_weight(const gk_context *ctx, const gk_unpack_weight_args *ar
     gk_parallel(ctx, x.packed.shape[0], unpack_task, &x);
 }
 
-/* ---- the product --------------------------------------------------------------------------------------------- */
+/* ---- the product ----------------------------------------------------------------------------- */
 static double bare_weight(const gk_weight_gemm_args *x, int64_t n, int64_t k, int64_t group) {
     const uint8_t code = code_at(&x->packed, x->format, n, k);
     switch (x->format) {
     case GK_INT4: return (int8_t)((code ^ 8) - 8);
     case GK_UINT4:
         return code -
-               (x->zero ? ((const uint8_t *)x->zero->data)[group * x->zero->stride[0] + n * x->zero->stride[1]] : 8);
+               (x->zero ? ((const uint8_t *)
+                               x->zero->data)[group * x->zero->stride[0] + n * x->zero->stride[1]]
+                        : 8);
     case GK_INT8: return (int8_t)code;
     case GK_W_E4M3: return gk_e4m3_to_f32(code);
     default: return gk_e2m1_to_f32(code);
@@ -84,7 +91,8 @@ static void row_task(void *arg, int64_t i, int64_t worker) {
         for (int64_t kk = 0; kk < k; ++kk) {
             const int64_t group = kk >> log2;
             double w = bare_weight(x, j, kk, group) *
-                       gk_load(x->scale.data, x->scale.dtype, group * x->scale.stride[0] + j * x->scale.stride[1]);
+                       gk_load(x->scale.data, x->scale.dtype,
+                               group * x->scale.stride[0] + j * x->scale.stride[1]);
             if (x->a.dtype != GK_E4M3) { /* as it is rounded */
                 double rounded;
                 gk_store(&rounded, x->a.dtype, 0, (float)(w * global));

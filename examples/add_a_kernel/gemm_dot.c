@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_dot: out = activation(alpha a b + beta c + bias) of one row and one column, both K-major: a dot product.
+/* gemm_dot: out = activation(alpha a b + beta c + bias) of one row and one column, both K-major: a
+ * dot product.
  * Compiled once per ISA.   a [batch..., 1, K]  b [batch..., K, 1]   float32 | bfloat16 | float16   out [batch..., 1, 1]
  * Two loads a multiply-add: bytes over bandwidth is the bound, 8 K of them in float32.
  *
- * A task is one product. SUMS vectors of sums are under way, since an addition takes several clocks; they meet at the end in an
- * order that K alone decides, so results repeat bit for bit.
+ * A task is one product. SUMS vectors of sums are under way, since an addition takes several
+ * clocks; they meet at the end in an order that K alone decides, so results repeat bit for bit.
  * workspace: none
  * Not here: more rows or columns (gemm_skinny, gemm_packed), other strides, float64 (ref). */
 #include "tile.h"
 
-/* ---- 1 the problem ----------------------------------------------------------------------------- */
+/* ---- 1 the problem --------------------------------------------------------------------------- */
 typedef struct plan {
     gk_gemm_problem p;
 } plan;
@@ -20,7 +21,7 @@ typedef struct job {
     const plan *x;
 } job;
 
-/* ---- 2 the kernel ------------------------------------------------------------------------------ */
+/* ---- 2 the kernel ---------------------------------------------------------------------------- */
 enum {
     SUMS = 4 /* a multiply-add's latency, 4 clocks, times one a clock */
 };
@@ -33,7 +34,8 @@ INLINE float dot(const char *a, const char *b, gk_dtype dtype, int64_t k) {
         for (int s = 0; s < SUMS; ++s) {
             const int64_t at = i + s * W;
             if (at >= k) break;
-            sum[s] = vf_fma(vf_load_dtype(a, dtype, at, k - at), vf_load_dtype(b, dtype, at, k - at), sum[s]);
+            sum[s] = vf_fma(vf_load_dtype(a, dtype, at, k - at),
+                            vf_load_dtype(b, dtype, at, k - at), sum[s]);
         }
     const vf all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
     float total = 0;
@@ -52,24 +54,29 @@ static void task(void *arg, int64_t i, int64_t worker) {
     case GK_BF16: sum = dot(a, b, GK_BF16, jb->x->p.k); break;
     case GK_F16: sum = dot(a, b, GK_F16, jb->x->p.k); break;
     case GK_F32: sum = dot(a, b, GK_F32, jb->x->p.k); break;
-    default: gk_no_case("gemm_dot", jb->args->a.dtype); /* the table has rows of these three alone */
+    default:
+        gk_no_case("gemm_dot", jb->args->a.dtype); /* the table has rows of these three alone */
     }
-    SYM(gk_gemm_isa).store(&e, &sum, 1, 1, 1); /* alpha, c, bias, activation and the one rounding, as for every gemm */
+    /* alpha, c, bias, activation and the one rounding, as for every gemm */
+    SYM(gk_gemm_isa).store(&e, &sum, 1, 1, 1);
 }
 
-/* ---- 3 the row of tables.c --------------------------------------------------------------------- */
+/* ---- 3 the row of tables.c ------------------------------------------------------------------- */
 
 static bool dot_plan(const gk_context *ctx, const void *args, gk_plan *to) {
     (void)ctx;
     plan *x = GK_OWN(plan, to);
     x->p = gk_gemm_problem_of(args);
-    if (x->p.m != 1 || x->p.n != 1 || (x->p.k > 1 && (x->p.a_k != 1 || x->p.b_k != 1))) return false;
-    to->tile[0] = to->tile[1] = 1, to->tile[2] = SUMS * W;
+    if (x->p.m != 1 || x->p.n != 1 || (x->p.k > 1 && (x->p.a_k != 1 || x->p.b_k != 1)))
+        return false;
+    to->tile[0] = to->tile[1] = 1;
+    to->tile[2] = SUMS * W;
     to->tasks = x->p.batch;
     return true;
 }
 
-static void dot_run(const gk_context *ctx, const void *args, const gk_plan *planned, void *workspace) {
+static void dot_run(const gk_context *ctx, const void *args, const gk_plan *planned,
+                    void *workspace) {
     (void)workspace;
     job jb = {args, GK_OWN_CONST(plan, planned)};
     gk_parallel(ctx, planned->tasks, task, &jb);

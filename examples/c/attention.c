@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* attention.c: one attention layer in C: q, k, v = x w (gk_gemm), then causal attention (gk_flash_attn_fwd).
+/* attention.c: one attention layer in C: q, k, v = x w (gk_gemm), then causal attention
+ * (gk_flash_attn_fwd).
  *
  * x [SEQ, MODEL]   w [MODEL, 3 * MODEL]   q, k, v [1, HEADS, SEQ, HEAD_DIM], views of x w: no copy between the two ops
  *
- * Every number is checked against plain loops in double; the program exits with 1 when one is off. */
+ * Every number is checked against plain loops in double; the program exits with 1 when one is
+ * off. */
 #include <gpukern.h>
 
 #include <math.h>
@@ -35,12 +37,16 @@ static void *workspace(size_t bytes) {
 }
 
 static gk_tensor matrix(float *data, int64_t rows, int64_t columns) { /* a result */
-    return (gk_tensor){.data = data, .dtype = GK_F32, .ndim = 2, .shape = {rows, columns}, .stride = {columns, 1}};
+    return (gk_tensor){
+        .data = data, .dtype = GK_F32, .ndim = 2, .shape = {rows, columns}, .stride = {columns, 1}};
 }
 
 static gk_tensor const_matrix(const float *data, int64_t rows, int64_t columns) { /* an input */
-    return (gk_tensor){
-        .const_data = data, .dtype = GK_F32, .ndim = 2, .shape = {rows, columns}, .stride = {columns, 1}};
+    return (gk_tensor){.const_data = data,
+                       .dtype = GK_F32,
+                       .ndim = 2,
+                       .shape = {rows, columns},
+                       .stride = {columns, 1}};
 }
 
 /* Heads of a [SEQ, columns] matrix as [1, HEADS, SEQ, HEAD_DIM]: strides do the transposition. */
@@ -52,7 +58,8 @@ static gk_tensor heads_of(float *data, int64_t columns) {
                        .stride = {SEQ * columns, HEAD_DIM, columns, 1}};
 }
 
-static void fill(float *data, int64_t n, uint32_t seed, float amplitude) { /* uniform in +-amplitude */
+/* uniform in +-amplitude */
+static void fill(float *data, int64_t n, uint32_t seed, float amplitude) {
     for (int64_t i = 0; i < n; ++i) {
         seed = seed * 1664525u + 1013904223u;
         data[i] = ((float)(seed >> 8) / 8388608.0f - 1.0f) * amplitude;
@@ -97,7 +104,8 @@ static void expect_attention(double scale) {
             for (int j = 0; j <= i; ++j) sum += p[j] = exp(p[j] - top);
             for (int d = 0; d < HEAD_DIM; ++d) {
                 double value = 0;
-                for (int j = 0; j <= i; ++j) value += p[j] / sum * qkv[j * 3 * MODEL + 2 * MODEL + h * HEAD_DIM + d];
+                for (int j = 0; j <= i; ++j)
+                    value += p[j] / sum * qkv[j * 3 * MODEL + 2 * MODEL + h * HEAD_DIM + d];
                 out_expected[i * MODEL + h * HEAD_DIM + d] = value;
             }
         }
@@ -132,8 +140,11 @@ int main(void) {
     attn.rules.scale = scale;
     attn.rules.is_causal = 1;
     attn.out = heads_of(out, MODEL);
-    attn.lse =
-        (gk_tensor){.data = lse, .dtype = GK_F32, .ndim = 3, .shape = {1, HEADS, SEQ}, .stride = {HEADS * SEQ, SEQ, 1}};
+    attn.lse = (gk_tensor){.data = lse,
+                           .dtype = GK_F32,
+                           .ndim = 3,
+                           .shape = {1, HEADS, SEQ},
+                           .stride = {HEADS * SEQ, SEQ, 1}};
     attn.workspace_bytes = gk_flash_attn_fwd_workspace_bytes(&ctx, &attn);
     attn.workspace = workspace(attn.workspace_bytes);
     must(gk_explain_flash_attn_fwd(&ctx, &attn, &row), "gk_explain_flash_attn_fwd");
@@ -149,6 +160,7 @@ int main(void) {
 
     free(gemm.workspace);
     free(attn.workspace);
-    /* float32 sums of MODEL products stay far below these bounds; a wrong element is millions of ulp off. */
+    /* float32 sums of MODEL products stay far below these bounds; a wrong element is millions of
+     * ulp off. */
     return !(gemm_error < 32 && attn_error < 32 && refused == GK_ERR_ARGUMENT);
 }

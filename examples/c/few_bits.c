@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* few_bits.c: a weight in 4 bits: rounded by groups of 32 along k, packed (gk_pack_weight), multiplied (gk_weight_gemm).
+/* few_bits.c: a weight in 4 bits: rounded by groups of 32 along k, packed (gk_pack_weight),
+ * multiplied (gk_weight_gemm).
  *
  * x [M, K] bfloat16   w [N, K], codes -8 to 7 times a scale a group   out [M, N] float32
  *
- * The result is checked against plain loops in double over the rounded weight; the program exits with 1 when one is off. */
+ * The result is checked against plain loops in double over the rounded weight; the program exits
+ * with 1 when one is off. */
 #include <gpukern.h>
 
 #include <math.h>
@@ -35,7 +37,8 @@ static void must(gk_status status, const char *what) {
 }
 
 static gk_tensor matrix(void *data, gk_dtype dtype, int64_t rows, int64_t columns) {
-    return (gk_tensor){.data = data, .dtype = dtype, .ndim = 2, .shape = {rows, columns}, .stride = {columns, 1}};
+    return (gk_tensor){
+        .data = data, .dtype = dtype, .ndim = 2, .shape = {rows, columns}, .stride = {columns, 1}};
 }
 
 static float of_bfloat16(uint16_t half) {
@@ -65,7 +68,8 @@ int main(void) {
 
     const gk_context ctx = GK_CONTEXT_INIT;
     gk_pack_weight_args pack = GK_PACK_WEIGHT_ARGS_INIT;
-    pack.q = matrix(q, GK_I8, N, K), pack.format = GK_INT4;
+    pack.q = matrix(q, GK_I8, N, K);
+    pack.format = GK_INT4;
     pack.packed = (gk_tensor){.data = packed,
                               .dtype = GK_U8,
                               .ndim = 3,
@@ -74,10 +78,15 @@ int main(void) {
     must(gk_pack_weight(&ctx, &pack), "gk_pack_weight");
 
     gk_weight_gemm_args call = GK_WEIGHT_GEMM_ARGS_INIT;
-    call.a = matrix(x, GK_BF16, M, K), call.packed = pack.packed, call.scale = matrix(scale, GK_F32, GROUPS, N);
-    call.n = N, call.format = GK_INT4, call.out = matrix(out, GK_F32, M, N);
+    call.a = matrix(x, GK_BF16, M, K);
+    call.packed = pack.packed;
+    call.scale = matrix(scale, GK_F32, GROUPS, N);
+    call.n = N;
+    call.format = GK_INT4;
+    call.out = matrix(out, GK_F32, M, N);
     call.workspace_bytes = gk_weight_gemm_workspace_bytes(&ctx, &call);
-    if (call.workspace_bytes) call.workspace = aligned_alloc(64, (call.workspace_bytes + 63) / 64 * 64);
+    if (call.workspace_bytes)
+        call.workspace = aligned_alloc(64, (call.workspace_bytes + 63) / 64 * 64);
     must(gk_weight_gemm(&ctx, &call), "gk_weight_gemm");
     free(call.workspace);
 
@@ -87,15 +96,20 @@ int main(void) {
             double rounded = 0, exact = 0, size = 0;
             for (int k = 0; k < K; ++k) {
                 const double a = of_bfloat16(x[m][k]);
-                rounded += a * q[n][k] * scale[k / GROUP][n], exact += a * w[n][k], size += fabs(a * w[n][k]);
+                rounded += a * q[n][k] * scale[k / GROUP][n];
+                exact += a * w[n][k];
+                size += fabs(a * w[n][k]);
             }
-            worst = fmax(worst, fabs(out[m][n] - rounded) / size), lost = fmax(lost, fabs(rounded - exact) / size);
+            worst = fmax(worst, fabs(out[m][n] - rounded) / size);
+            lost = fmax(lost, fabs(rounded - exact) / size);
         }
-    printf("weight_gemm [%d, %d] x [%d, %d] in 4 bits: within %.1e of the rounded weight's, which cost %.1e\n", M, K, N,
-           K, worst, lost);
+    printf("weight_gemm [%d, %d] x [%d, %d] in 4 bits: within %.1e of the rounded weight's, which "
+           "cost %.1e\n",
+           M, K, N, K, worst, lost);
 
     call.scale.shape[0] = GROUPS + 1; /* what does not fit is refused by name */
     const gk_status status = gk_weight_gemm(&ctx, &call);
     printf("%s: %s\n", gk_status_name(status), gk_last_error());
-    return worst < 4e-3 && status == GK_ERR_ARGUMENT ? 0 : 1; /* weights are rounded to bfloat16 once */
+    /* weights are rounded to bfloat16 once */
+    return worst < 4e-3 && status == GK_ERR_ARGUMENT ? 0 : 1;
 }

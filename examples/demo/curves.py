@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Loss curves of the same training on ours and on PyTorch's built-ins: how far they lie apart, as a table and a picture."""
+"""Loss curves of the same training on ours and on PyTorch's built-ins: how far they lie apart, as a
+table and a picture."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# A curve is judged by its mean over so many steps, too: single steps of two runs differ by more and more, since rounding is
-# amplified by training, while both learn the same.
+# A curve is judged by its mean over so many steps, too: single steps of two runs differ by more and
+# more, since rounding is amplified by training, while both learn the same.
 SMOOTH = 20
 COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0")
 
@@ -26,10 +27,10 @@ def compare_curves(
     steps: int,
     began: float,
 ) -> dict[str, list[float]]:
-    """Bits per byte of every step by side. A side takes (tokens, targets, share of the run that is over), makes a step and
-    returns the loss in nats, which a GPU may still be working on. The first side is ours; another that fails at the first
-    step, such as a backend that does not serve these shapes, is left out. began: time.perf_counter() at the start of the
-    program."""
+    """Bits per byte of every step by side. A side takes (tokens, targets, share of the run that is
+    over), makes a step and returns the loss in nats, which a GPU may still be working on. The first
+    side is ours; another that fails at the first step, such as a backend that does not serve these
+    shapes, is left out. began: time.perf_counter() at the start of the program."""
     losses: dict[str, list[Tensor]] = {name: [] for name in sides}
     shown = max(1, steps // 10)
     print(f"training: {steps} steps from the same weights on the same batches, not compiled")
@@ -44,9 +45,18 @@ def compare_curves(
                 print(f"{name}: left out: {str(error).splitlines()[0]}")
                 del losses[name]
         if (i + 1) % shown == 0 or i + 1 == steps:
-            last = ", ".join(f"{name} {values[-1].item() / math.log(2):.4f}" for name, values in losses.items())
-            print(f"{time.perf_counter() - began:4.0f} s  step {i + 1} of {steps}  bits per byte: {last}", flush=True)
-    found = {name: (torch.stack(values).double() / math.log(2)).tolist() for name, values in losses.items()}
+            last = ", ".join(
+                f"{name} {values[-1].item() / math.log(2):.4f}" for name, values in losses.items()
+            )
+            print(
+                f"{time.perf_counter() - began:4.0f} s  step {i + 1} of {steps}  bits per byte: "
+                f"{last}",
+                flush=True,
+            )
+    found = {
+        name: (torch.stack(values).double() / math.log(2)).tolist()
+        for name, values in losses.items()
+    }
     for a, b in itertools.combinations(found, 2):
         print(apart(a, found[a], b, found[b]))
     return found
@@ -62,7 +72,8 @@ def apart(a: str, of_a: list[float], b: str, of_b: list[float]) -> str:
     single = [abs(x - y) for x, y in zip(of_a, of_b)]
     mean = [abs(x - y) for x, y in zip(smooth(of_a), smooth(of_b))]
     return (
-        f"{a} and {b}: first step {single[0]:.5f} apart, a step at most {max(single):.4f}, means of {SMOOTH} steps at most "
+        f"{a} and {b}: first step {single[0]:.5f} apart, a step at most {max(single):.4f}, means "
+        f"of {SMOOTH} steps at most "
         f"{max(mean):.4f}, at the end {mean[-1]:.4f} of {smooth(of_b)[-1]:.3f} bits per byte"
     )
 
@@ -82,10 +93,13 @@ def write_curves(losses: dict[str, list[float]], folder: Path) -> str:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 5), layout="constrained", sharex=True, height_ratios=(2, 1))
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(7, 5), layout="constrained", sharex=True, height_ratios=(2, 1)
+    )
     (ours, ours_values), *others = losses.items()
     steps = range(1, len(ours_values) + 1)
-    above.plot(steps, ours_values, color=COLORS[0], label=ours, linewidth=5, alpha=0.35)  # the others lie upon it
+    # the others lie upon it
+    above.plot(steps, ours_values, color=COLORS[0], label=ours, linewidth=5, alpha=0.35)
     for (name, values), color in zip(others, itertools.cycle(COLORS[1:])):
         above.plot(steps, values, color=color, label=name, linewidth=1.2, linestyle="--")
     for (name, values), color in zip(others, itertools.cycle(COLORS[1:])):

@@ -42,11 +42,14 @@ class Request:
 
 
 class PagedRunner:
-    """Pages of 16 tokens; newcomers and running sequences share one rope_kv_write and one paged_attn call per layer."""
+    """Pages of 16 tokens; newcomers and running sequences share one rope_kv_write and one
+    paged_attn call per layer."""
 
     rotated = False
 
-    def __init__(self, config: Config, places: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: Config, places: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         from torch_gpukern import PagedKVCache, paged_attn
 
         block_size = 16
@@ -130,7 +133,8 @@ class PaddedRunner:
         if running:
             tokens, handles, lens = (torch.tensor(x, device=self.device) for x in zip(*running))
             self.longest = max(length for _, _, length in running)
-            mask = torch.arange(self.longest, device=self.device) < lens[:, None]  # [running, longest]
+            # [running, longest]
+            mask = torch.arange(self.longest, device=self.device) < lens[:, None]
             self.running = tokens, handles, mask[:, None, None]
         else:
             self.running = None

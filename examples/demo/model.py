@@ -29,7 +29,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class Positions(NamedTuple):
-    """Of packed tokens: what `torch_gpukern.rope_kv_write` takes to normalise and rotate queries and keys."""
+    """Of packed tokens: what `torch_gpukern.rope_kv_write` takes to normalise and rotate queries
+    and keys."""
 
     cos: Tensor  # [context, head_dim / 2]
     sin: Tensor
@@ -81,7 +82,8 @@ class GpukernOps:
 
 
 class TorchOps:
-    """The same products on PyTorch's built-ins: the peer of the comparison. backend: who attends, None is PyTorch's choice."""
+    """The same products on PyTorch's built-ins: the peer of the comparison. backend: who attends,
+    None is PyTorch's choice."""
 
     name = "torch"
 
@@ -119,7 +121,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def among_themselves(ops) -> Attend:
-    """Queries see the keys of their own sequence up to their own: q [batch, seq, heads, head_dim], k and v likewise."""
+    """Queries see the keys of their own sequence up to their own: q [batch, seq, heads, head_dim],
+    k and v likewise."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads_first = (t.transpose(1, 2) for t in (q, k, v))
@@ -142,7 +145,9 @@ class Block(nn.Module):
         self.attn_out = nn.Parameter(torch.zeros(c.heads_q * c.head_dim, c.dim))
         self.mlp_out = nn.Parameter(torch.zeros(c.hidden, c.dim))
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | Positions, ops, layer: int, attend: Attend) -> Tensor:
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor] | Positions, ops, layer: int, attend: Attend
+    ) -> Tensor:
         """x [..., seq, dim] -> [..., seq, dim]"""
         c = self.config
         qkv = ops.linear(rms_norm(x), self.qkv).unflatten(-1, (-1, c.head_dim))
@@ -173,15 +178,20 @@ class GPT(nn.Module):
         self.register_buffer("sin", angle.sin(), persistent=False)
         self.register_buffer("gain", torch.ones(c.head_dim), persistent=False)
 
-    def forward(self, grams: Tensor, positions: Tensor, ops, attend: Attend, rotated: bool = True) -> Tensor:
+    def forward(
+        self, grams: Tensor, positions: Tensor, ops, attend: Attend, rotated: bool = True
+    ) -> Tensor:
         """grams [..., seq, grams] int64, positions [seq] int64 -> float32 logits [..., seq, vocab]"""
         return ops.linear(self.states(grams, positions, ops, attend, rotated), self.head).float()
 
-    def states(self, grams: Tensor, positions: Tensor, ops, attend: Attend, rotated: bool = True) -> Tensor:
+    def states(
+        self, grams: Tensor, positions: Tensor, ops, attend: Attend, rotated: bool = True
+    ) -> Tensor:
         """What the head reads, [..., seq, dim].
 
         attend(layer, q, k, v) gets q [..., seq, heads_q, head_dim], k and v
-        [..., seq, heads_kv, head_dim] and returns q's shape. Not rotated: attend(layer, q, k, v, Positions)
+        [..., seq, heads_kv, head_dim] and returns q's shape. Not rotated: attend(layer, q, k, v,
+        Positions)
         gets q and k as the product made them."""
         tables = self.config.vocab * torch.arange(grams.shape[-1], device=grams.device)
         x = rms_norm(F.embedding(grams + tables, self.embed).sum(dim=-2))
@@ -204,4 +214,6 @@ class GPT(nn.Module):
 
     def _dense(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Grams and positions of tokens [batch, seq]."""
-        return grams_of(tokens, self.config.grams), torch.arange(tokens.shape[1], device=tokens.device)
+        return grams_of(tokens, self.config.grams), torch.arange(
+            tokens.shape[1], device=tokens.device
+        )

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What each recipe of torch_gpukern.nn.quantize costs the demo's model: held-out bits per byte, bits a weight, CPU time a byte.
+"""What each recipe of torch_gpukern.nn.quantize costs the demo's model: held-out bits per byte,
+bits a weight, CPU time a byte.
 
-python examples/demo/quantise.py [--steps 400] [--kib 64] [--recipes w4 fp8 ...] [--caches] [--checkpoint build/demo/quantise.pt]
+python examples/demo/quantise.py [--steps 400] [--kib 64] [--recipes w4 fp8 ...] [--caches]
+[--checkpoint build/demo/quantise.pt]
 
-Trains the model of train.py for a number of steps (or reads the checkpoint that an earlier run wrote), then rounds the matrices of
-its blocks by every recipe in turn; embedding and head stay. The recipes qat-... train for --qat-steps more steps first; the row
-"bfloat16, trained on" does the same without any rounding, so that what the steps give and what the recipe gives can be told apart.
-CPU time is the process's own, so that other programs on the machine do not count.
+Trains the model of train.py for a number of steps (or reads the checkpoint that an earlier run
+wrote), then rounds the matrices of its blocks by every recipe in turn; embedding and head stay. The
+recipes qat-... train for --qat-steps more steps first; the row "bfloat16, trained on" does the same
+without any rounding, so that what the steps give and what the recipe gives can be told apart. CPU
+time is the process's own, so that other programs on the machine do not count.
 
---caches: instead, what keys and values in 8 bits cost. Every window is written into pages and read from them.
+--caches: instead, what keys and values in 8 bits cost. Every window is written into pages and read
+from them.
 """
 
 from __future__ import annotations
@@ -31,11 +35,14 @@ from torch_gpukern import KVCacheScales, PagedKVCache
 from torch_gpukern.nn import RECIPES, quantize
 
 TRAINED_ON = "bfloat16, trained on"
-QAT_RATE = 3e-4  # of 1e-4, 3e-4, 1e-3 and 3e-3 the best for qat-w4 and qat-fp8; at 1e-3 the rate alone costs what fp8's rounding does
+# of 1e-4, 3e-4, 1e-3 and 3e-3 the best for qat-w4 and qat-fp8; at 1e-3 the rate alone costs what
+# fp8's rounding does
+QAT_RATE = 3e-4
 
 
 class LayerOps(GpukernOps):
-    """The model's products through nn.Linear modules of the same weights, which `quantize` can change."""
+    """The model's products through nn.Linear modules of the same weights, which `quantize` can
+    change."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
@@ -79,7 +86,9 @@ def bits_per_byte(model: GPT, ops, text: Tensor) -> tuple[float, float]:
     return nats / math.log(2) / done, (time.process_time() - began) / done * 1e6
 
 
-def measured(model: GPT, corpus: Corpus, recipe: str, text: Tensor, qat_steps: int) -> tuple[float, float, float]:
+def measured(
+    model: GPT, corpus: Corpus, recipe: str, text: Tensor, qat_steps: int
+) -> tuple[float, float, float]:
     """(bits per byte, bits a weight, CPU us a byte)"""
     ops, context = LayerOps(model), model.config.context
     weights = sum(p.numel() for p in ops.layers.parameters())
@@ -123,9 +132,14 @@ def paged_nats(model: GPT, cache: PagedKVCache, tokens: Tensor, targets: Tensor)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, at: Positions) -> Tensor:
         q = cache.rope_write(q, k, v, at.cos, at.sin, at.positions, slots, layer, **at.norm())
-        return torch_gpukern.paged_attn(q, cache.k[layer], cache.v[layer], table, lens, **cache.scales(layer))
+        return torch_gpukern.paged_attn(
+            q, cache.k[layer], cache.v[layer], table, lens, **cache.scales(layer)
+        )
 
-    grams, positions = grams_of(tokens, model.config.grams).flatten(0, 1), torch.arange(context).repeat(batch)
+    grams, positions = (
+        grams_of(tokens, model.config.grams).flatten(0, 1),
+        torch.arange(context).repeat(batch),
+    )
     logits = model(grams, positions, GpukernOps(), attend, rotated=False)
     for handle in handles:
         cache.free(handle)
@@ -133,7 +147,8 @@ def paged_nats(model: GPT, cache: PagedKVCache, tokens: Tensor, targets: Tensor)
 
 
 def cache_rows(model: GPT, corpus: Corpus, text: Tensor):
-    """(cache, scales, bits per byte) of each kind of cache; scales of heads by a run over two batches."""
+    """(cache, scales, bits per byte) of each kind of cache; scales of heads by a run over two
+    batches."""
     c = model.config
     feed = batches(corpus.train, BATCH["cpu"], c.context, seed=2)
     calibration = [next(feed)[0] for _ in range(2)]
@@ -145,17 +160,30 @@ def cache_rows(model: GPT, corpus: Corpus, text: Tensor):
         if kind == "heads":
             found = KVCacheScales(c.layers, c.heads_kv, dtype)
 
-            def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, found: KVCacheScales) -> Tensor:
+            def observe(
+                layer: int, q: Tensor, k: Tensor, v: Tensor, found: KVCacheScales
+            ) -> Tensor:
                 found.observe(k, v, layer)
-                return GpukernOps().causal_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+                return (
+                    GpukernOps()
+                    .causal_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+                    .transpose(1, 2)
+                )
 
             for tokens in calibration:
                 at = torch.arange(c.context)
-                model(grams_of(tokens, c.grams), at, GpukernOps(), functools.partial(observe, found=found))
+                model(
+                    grams_of(tokens, c.grams),
+                    at,
+                    GpukernOps(),
+                    functools.partial(observe, found=found),
+                )
             scales = found.scales()
         elif kind:
             scales = {"k_scale": ones, "v_scale": ones}
-        cache = PagedKVCache(blocks, 16, c.heads_kv, c.head_dim, layers=c.layers, dtype=dtype, **scales)
+        cache = PagedKVCache(
+            blocks, 16, c.heads_kv, c.head_dim, layers=c.layers, dtype=dtype, **scales
+        )
         nats, done = 0.0, 0
         for tokens, targets in windows(text, BATCH["cpu"], c.context, overlap=c.context // 4):
             nats += paged_nats(model, cache, tokens, targets)
@@ -165,11 +193,17 @@ def cache_rows(model: GPT, corpus: Corpus, text: Tensor):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=400, help="of training, batches of 8 x 512 bytes")
+    parser.add_argument(
+        "--steps", type=int, default=400, help="of training, batches of 8 x 512 bytes"
+    )
     parser.add_argument("--kib", type=int, default=64, help="held-out text that is scored")
     parser.add_argument("--qat-steps", type=int, default=40)
-    parser.add_argument("--recipes", nargs="+", default=[r for r in RECIPES if not r.startswith("fp8-train")])
-    parser.add_argument("--caches", action="store_true", help="keys and values in 8 bits, not weights")
+    parser.add_argument(
+        "--recipes", nargs="+", default=[r for r in RECIPES if not r.startswith("fp8-train")]
+    )
+    parser.add_argument(
+        "--caches", action="store_true", help="keys and values in 8 bits, not weights"
+    )
     parser.add_argument("--checkpoint", type=Path, default=ROOT / "build" / "demo" / "quantise.pt")
     args = parser.parse_args()
     corpus = load_corpus()
@@ -190,13 +224,18 @@ def main() -> None:
                 first = bits if first is None else first
                 print(f"| {name} | {kind} | {bits:.4f} | {bits - first:+.4f} |", flush=True)
         return
-    print("| recipe | bits per byte | more than bfloat16 | bits a weight | CPU us a byte |\n|---|---|---|---|---|")
+    print(
+        "| recipe | bits per byte | more than bfloat16 | bits a weight | CPU us a byte "
+        "|\n|---|---|---|---|---|"
+    )
     first = None
     more = [TRAINED_ON] if any(r.startswith("qat-") for r in args.recipes) else []
     for recipe in ["bfloat16", *more, *args.recipes]:
         bits, size, us = measured(model, corpus, recipe, text, args.qat_steps)
         first = bits if first is None else first
-        print(f"| {recipe} | {bits:.4f} | {bits - first:+.4f} | {size:.2f} | {us:.1f} |", flush=True)
+        print(
+            f"| {recipe} | {bits:.4f} | {bits - first:+.4f} | {size:.2f} | {us:.1f} |", flush=True
+        )
 
 
 if __name__ == "__main__":

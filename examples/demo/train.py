@@ -6,17 +6,18 @@ PyTorch's built-ins.
 python examples/demo/train.py [--steps 700] [--backend gpukern|torch] [--device cpu|cuda] [--out build/demo]
 python examples/demo/train.py --compare-only [--compare-steps 200]
 
-Runs on a GPU where torch finds one of compute capability 8.0 or later and the library has kernels for it, with a larger
-model.
+Runs on a GPU where torch finds one of compute capability 8.0 or later and the library has kernels
+for it, with a larger model.
 
 Prints the held-out bits per byte against gzip -9 of the same bytes, step times, tokens per second
-and the differences in loss and logits; writes loss.png, checkpoint.pt, curves.csv and curves.png. The number of steps is fixed, so
-that a slow or busy machine reaches the same result later; the first steps say how long it takes.
+and the differences in loss and logits; writes loss.png, checkpoint.pt, curves.csv and curves.png.
+The number of steps is fixed, so that a slow or busy machine reaches the same result later; the
+first steps say how long it takes.
 
 torch.compile needs Python.h (python3-dev). Without it all runs uncompiled, and a line says so.
 
-With --compare-only it trains a fresh model on ours and on each of PyTorch's built-ins side by side, not compiled, and writes
-their loss curves alone: curves.csv and curves.png.
+With --compare-only it trains a fresh model on ours and on each of PyTorch's built-ins side by side,
+not compiled, and writes their loss curves alone: curves.csv and curves.png.
 """
 
 from __future__ import annotations
@@ -46,10 +47,13 @@ ROOT = Path(__file__).resolve().parents[2]
 BATCH = {"cpu": 8, "cuda": 32}
 CONFIG = {
     "cpu": Config(),
-    "cuda": Config(context=1024, layers=8, dim=768, heads_q=12, heads_kv=4, head_dim=64, hidden=2304),
+    "cuda": Config(
+        context=1024, layers=8, dim=768, heads_q=12, heads_kv=4, head_dim=64, hidden=2304
+    ),
 }
-# The built-ins by device: a dtype, and who attends (None: PyTorch's choice). The comparison is with the fastest of them: on a
-# CPU without AVX-512 bfloat16 is a plain loop, and on a GPU PyTorch's choice need not be the fastest.
+# The built-ins by device: a dtype, and who attends (None: PyTorch's choice). The comparison is with
+# the fastest of them: on a CPU without AVX-512 bfloat16 is a plain loop, and on a GPU PyTorch's
+# choice need not be the fastest.
 BUILT_INS = {
     "cpu": {"bfloat16": (torch.bfloat16, None), "float32": (torch.float32, None)},
     "cuda": {
@@ -58,10 +62,14 @@ BUILT_INS = {
     },
 }
 # What ours computes in: likewise the fastest, on a CPU by a gradient step of each.
-OURS = {"cpu": {"bfloat16": torch.bfloat16, "float32": torch.float32}, "cuda": {"bfloat16": torch.bfloat16}}
+OURS = {
+    "cpu": {"bfloat16": torch.bfloat16, "float32": torch.float32},
+    "cuda": {"bfloat16": torch.bfloat16},
+}
 STEPS = {"cpu": 700, "cuda": 2000}  # of training
 COMPARED, COMPARED_ALONE = 24, 200  # steps; the smoothed curves need more than `curves.SMOOTH`
-# Sequences of a step with --compare-only: a GPU is fast enough at a quarter of what trains, and the curves say the same.
+# Sequences of a step with --compare-only: a GPU is fast enough at a quarter of what trains, and the
+# curves say the same.
 BATCH_ALONE = {"cpu": 8, "cuda": 8}
 GZIP_SHARE = 0.9  # the aim: bits per byte below this share of gzip's
 
@@ -100,8 +108,9 @@ def batch_of(model: GPT) -> int:
 
 
 class ProductsOnGemm(TorchFunctionMode):
-    """Inside, PyTorch's matrix products are those of an `Ops`: Muon's are bfloat16, for which PyTorch has a plain loop
-    where a CPU lacks AVX-512. On a GPU they take what their launches take, and stay where they are."""
+    """Inside, PyTorch's matrix products are those of an `Ops`: Muon's are bfloat16, for which
+    PyTorch has a plain loop where a CPU lacks AVX-512. On a GPU they take what their launches take,
+    and stay where they are."""
 
     def __init__(self, gemm: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -117,8 +126,11 @@ class ProductsOnGemm(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def float32_product(a: Tensor, b: Tensor, c: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
-    """alpha a @ b + beta c on PyTorch's float32 product, in a's dtype: for built-ins that compute in float32."""
+def float32_product(
+    a: Tensor, b: Tensor, c: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0
+) -> Tensor:
+    """alpha a @ b + beta c on PyTorch's float32 product, in a's dtype: for built-ins that compute
+    in float32."""
     out = alpha * torch.mm(a.float(), b.float())
     return (out if c is None else out + beta * c.float()).to(a.dtype)
 
@@ -163,7 +175,8 @@ class Optimizer:
 
 
 class Progress:
-    """A tqdm bar on a terminal; elsewhere, or without tqdm, a line every tenth. Both say how many seconds are left."""
+    """A tqdm bar on a terminal; elsewhere, or without tqdm, a line every tenth. Both say how many
+    seconds are left."""
 
     def __init__(self, end: float, unit: str, what: str) -> None:
         self.end, self.unit, self.what, self.tenth = end, unit, what, -1
@@ -172,8 +185,15 @@ class Progress:
             from tqdm import tqdm
 
             if sys.stdout.isatty():
-                form = "{desc}: {percentage:3.0f}% |{bar}| {n:,.0f}/{total:,.0f} {unit} [{elapsed}<{remaining}{postfix}]"
-                self.bar = tqdm(total=end, desc=what, unit=unit, file=sys.stdout, bar_format=form, dynamic_ncols=True)
+                form = "{desc}: {percentage:3.0f}% |{bar}| {n:,.0f}/{total:,.0f} {unit} [{elapsed}<{remaining}{postfix}]"  # noqa: E501
+                self.bar = tqdm(
+                    total=end,
+                    desc=what,
+                    unit=unit,
+                    file=sys.stdout,
+                    bar_format=form,
+                    dynamic_ncols=True,
+                )
 
     def show(self, done: float, text: str = "") -> None:
         done = min(done, self.end)
@@ -190,22 +210,30 @@ class Progress:
         elapsed = time.perf_counter() - self.began
         left = f"{elapsed * (self.end - done) / done:.0f} s left" if done else "just begun"
         bar = ("#" * round(30 * done / self.end)).ljust(30, ".")
-        print(f"{self.what}: [{bar}] {done:4,.0f}/{self.end:,.0f} {self.unit}  {left}  {text}".rstrip(), flush=True)
+        print(
+            f"{self.what}: [{bar}] {done:4,.0f}/{self.end:,.0f} {self.unit}  {left}  {text}".rstrip(),
+            flush=True,
+        )
 
 
 @contextlib.contextmanager
 def waiting(what: str, seconds: float):
-    """What takes about so many seconds and cannot say how far it is: a bar over the time, which waits at its end."""
+    """What takes about so many seconds and cannot say how far it is: a bar over the time, which
+    waits at its end."""
     progress, over, began = Progress(seconds, "s", what), threading.Event(), time.perf_counter()
 
     def tick() -> None:
         late = 0
         while not over.wait(0.5):
             elapsed = time.perf_counter() - began
-            progress.show(min(elapsed, 0.99 * seconds), f"{elapsed:.0f} s so far" if elapsed > seconds else "")
+            progress.show(
+                min(elapsed, 0.99 * seconds), f"{elapsed:.0f} s so far" if elapsed > seconds else ""
+            )
             if elapsed > seconds + 30 * (late + 1) and progress.bar is None:
                 late = int((elapsed - seconds) / 30)
-                print(f"{what}: {elapsed:.0f} s so far, longer than an idle machine takes", flush=True)
+                print(
+                    f"{what}: {elapsed:.0f} s so far, longer than an idle machine takes", flush=True
+                )
 
     progress.show(0)
     thread = threading.Thread(target=tick, daemon=True)
@@ -224,7 +252,8 @@ def synchronize(model: GPT) -> None:
 
 
 def missing_header() -> str | None:
-    """Where this Python's Python.h should be and is not. torch.compile builds its kernels with it, on a CPU and on a GPU."""
+    """Where this Python's Python.h should be and is not. torch.compile builds its kernels with it,
+    on a CPU and on a GPU."""
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     return None if header.exists() else str(header)
 
@@ -239,9 +268,14 @@ def compiled_loss(model: GPT, ops) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def gradient_step(
-    loss_fn, tokens: Tensor, targets: Tensor, device: torch.device, dtype: torch.dtype = torch.bfloat16
+    loss_fn,
+    tokens: Tensor,
+    targets: Tensor,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Forward under autocast and backward; returns the loss in nats, which a GPU may still be working on."""
+    """Forward under autocast and backward; returns the loss in nats, which a GPU may still be
+    working on."""
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         loss = loss_fn(tokens.to(device), targets.to(device))
     loss.backward()
@@ -249,9 +283,15 @@ def gradient_step(
 
 
 def compile_now(
-    model: GPT, loss_fn, corpus: Corpus, dtype: torch.dtype = torch.bfloat16, what: str = "", expected: float = 60
+    model: GPT,
+    loss_fn,
+    corpus: Corpus,
+    dtype: torch.dtype = torch.bfloat16,
+    what: str = "",
+    expected: float = 60,
 ) -> float:
-    """Compiles forward and backward with a step that changes nothing; returns the seconds. expected: about how many, to show."""
+    """Compiles forward and backward with a step that changes nothing; returns the seconds.
+    expected: about how many, to show."""
     start = time.perf_counter()
     feed = batches(corpus.train, batch_of(model), model.config.context, seed=0)
     with waiting(f"a first step on {what}" if missing_header() else f"compiling {what}", expected):
@@ -265,18 +305,26 @@ def train(
     model: GPT, ops, loss_fn, corpus: Corpus, steps: int, dtype: torch.dtype = torch.bfloat16
 ) -> list[tuple[float, float]]:
     """Makes so many steps; returns (seconds, bits per byte) of each."""
-    optimizer, progress, curve = Optimizer(model, ops, dtype), Progress(steps, "steps", "training"), []
+    optimizer, progress, curve = (
+        Optimizer(model, ops, dtype),
+        Progress(steps, "steps", "training"),
+        [],
+    )
     batch, context, device = batch_of(model), model.config.context, device_of(model)
     feed = batches(corpus.train, batch, context, seed=1)
     start, smooth = time.perf_counter(), None
     for step in range(steps):
         loss = gradient_step(loss_fn, *next(feed), device, dtype)
         optimizer.step(step / steps)
-        bits = loss.item() / math.log(2)  # waits for a GPU: by now the optimizer's launches are under way, too
+        # waits for a GPU: by now the optimizer's launches are under way, too
+        bits = loss.item() / math.log(2)
         smooth = bits if smooth is None else 0.95 * smooth + 0.05 * bits
         elapsed = time.perf_counter() - start
         curve.append((elapsed, bits))
-        progress.show(step + 1, f"{smooth:.3f} bits per byte  {len(curve) * batch * context / elapsed:,.0f} bytes/s")
+        progress.show(
+            step + 1,
+            f"{smooth:.3f} bits per byte  {len(curve) * batch * context / elapsed:,.0f} bytes/s",
+        )
     return curve
 
 
@@ -303,7 +351,8 @@ def show_text(requests: list[Request], count: int) -> None:
 
 
 def fastest(ways: dict[str, Callable[[], object]], model: GPT) -> tuple[str, str]:
-    """The name of the fastest, and a text of all; the second call of each counts. One that fails is left out."""
+    """The name of the fastest, and a text of all; the second call of each counts. One that fails is
+    left out."""
     seconds = {}
     for name, way in ways.items():
         try:
@@ -319,12 +368,18 @@ def fastest(ways: dict[str, Callable[[], object]], model: GPT) -> tuple[str, str
 
 
 def compare_generation(model: GPT, our_dtype: torch.dtype = torch.bfloat16) -> None:
-    """The same continuous batch on both sides; the built-ins follow our bytes, in the dtype that serves them best."""
-    print(f"\ngenerating from {len(PROMPTS)} prompts, on ours and on PyTorch's built-ins", flush=True)
+    """The same continuous batch on both sides; the built-ins follow our bytes, in the dtype that
+    serves them best."""
+    print(
+        f"\ngenerating from {len(PROMPTS)} prompts, on ours and on PyTorch's built-ins", flush=True
+    )
     places, new_bytes, device = 6, 160, device_of(model)
 
     def requests(count: int | None = None, most: int = new_bytes) -> list[Request]:
-        return [Request(p.encode(), min(new_bytes - 12 * i, most)) for i, p in enumerate(PROMPTS[:count])]
+        return [
+            Request(p.encode(), min(new_bytes - 12 * i, most))
+            for i, p in enumerate(PROMPTS[:count])
+        ]
 
     twin, built_ins = for_inference(model, our_dtype), {}
     paged = PagedRunner(model.config, places, our_dtype, device)
@@ -335,13 +390,16 @@ def compare_generation(model: GPT, our_dtype: torch.dtype = torch.bfloat16) -> N
     def probe(model: GPT, runner: PaddedRunner) -> Callable[[], object]:
         return lambda: generate(model, runner, requests(4, 12), places, temperature=0.7)
 
-    generate(twin, paged, requests(2), places, temperature=0.7)  # pays for thread pools and code that loads late
+    # pays for thread pools and code that loads late
+    generate(twin, paged, requests(2), places, temperature=0.7)
     best, times = fastest({name: probe(*side) for name, side in built_ins.items()}, model)
     ours, theirs = requests(), requests()
     a = generate(twin, paged, ours, places, temperature=0.7)
     follow = [bytes(request.text) for request in ours]
     b = generate(*built_ins[best], theirs, places, temperature=0.7, follow=follow)
-    print(f"generation: {len(ours)} prompts through a continuous batch of {places}, {a.steps} steps")
+    print(
+        f"generation: {len(ours)} prompts through a continuous batch of {places}, {a.steps} steps"
+    )
     show_text(ours, 4)
     same = (a.logits.argmax(-1) == b.logits.argmax(-1)).float().mean().item()
     difference = (a.logits - b.logits).abs().max().item()
@@ -349,20 +407,23 @@ def compare_generation(model: GPT, our_dtype: torch.dtype = torch.bfloat16) -> N
     print(f"ours in {name}, the built-ins in {best}, their fastest here (a short run: {times})")
     print(f"{'':<28}{'gpukern':>12}{'built-ins':>12}{'ratio':>8}")
     ratio = b.seconds / a.seconds
-    print(f"{'generated bytes/s':<28}{a.new_bytes / a.seconds:>12,.0f}{b.new_bytes / b.seconds:>12,.0f}{ratio:>7.2f}x")
+    print(
+        f"{'generated bytes/s':<28}{a.new_bytes / a.seconds:>12,.0f}{b.new_bytes / b.seconds:>12,.0f}{ratio:>7.2f}x"
+    )
     print(
         f"logits: largest difference {difference:.3f} of {a.logits.abs().max().item():.1f}, "
         f"same most likely byte in {100 * same:.1f}% of {len(a.logits)} places"
     )
 
 
-def compare_training(
-    model: GPT, sides: dict, corpus: Corpus, steps: int
-) -> dict[str, list[float]]:
-    """The same steps from the same weights on both sides, in turn. `sides` maps a name to (twin of the model, its `Ops`, its compiled loss, its dtype). Returns the
-    bits per byte of every step by side."""
+def compare_training(model: GPT, sides: dict, corpus: Corpus, steps: int) -> dict[str, list[float]]:
+    """The same steps from the same weights on both sides, in turn. `sides` maps a name to (twin of
+    the model, its `Ops`, its compiled loss, its dtype). Returns the bits per byte of every step by
+    side."""
     feed = batches(corpus.train, batch_of(model), model.config.context, seed=2)
-    optimizers = {name: Optimizer(twin, ops, dtype) for name, (twin, ops, _, dtype) in sides.items()}
+    optimizers = {
+        name: Optimizer(twin, ops, dtype) for name, (twin, ops, _, dtype) in sides.items()
+    }
     gradient_ms: dict[str, list[float]] = {name: [] for name in sides}
     step_ms: dict[str, list[float]] = {name: [] for name in sides}
     losses: dict[str, list[float]] = {name: [] for name in sides}
@@ -404,10 +465,16 @@ def fastest_built_ins(model: GPT, corpus: Corpus) -> tuple[str, str]:
     def step(dtype: torch.dtype, backend: SDPBackend | None) -> Callable[[], object]:
         ops = TorchOps(backend)
         return lambda: gradient_step(
-            lambda tokens, targets: model.loss(tokens, targets, ops), tokens, targets, device_of(model), dtype
+            lambda tokens, targets: model.loss(tokens, targets, ops),
+            tokens,
+            targets,
+            device_of(model),
+            dtype,
         )
 
-    found = fastest({name: step(*way) for name, way in BUILT_INS[device_of(model).type].items()}, model)
+    found = fastest(
+        {name: step(*way) for name, way in BUILT_INS[device_of(model).type].items()}, model
+    )
     model.zero_grad()
     return found
 
@@ -421,7 +488,11 @@ def fastest_of_ours(model: GPT, ops, corpus: Corpus) -> tuple[str, str]:
 
     def step(dtype: torch.dtype) -> Callable[[], object]:
         return lambda: gradient_step(
-            lambda tokens, targets: model.loss(tokens, targets, ops), tokens, targets, device_of(model), dtype
+            lambda tokens, targets: model.loss(tokens, targets, ops),
+            tokens,
+            targets,
+            device_of(model),
+            dtype,
         )
 
     found = fastest({name: step(dtype) for name, dtype in ways.items()}, model)
@@ -443,7 +514,8 @@ def compare_alone(args: argparse.Namespace, began: float) -> None:
 
 
 def learner(model: GPT, ops, dtype: torch.dtype) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """(tokens, targets, share of the run that is over) -> the loss in nats before the step, which is then taken."""
+    """(tokens, targets, share of the run that is over) -> the loss in nats before the step, which
+    is then taken."""
     optimizer = Optimizer(model, ops, dtype)
 
     def step(tokens: Tensor, targets: Tensor, share: float) -> Tensor:
@@ -469,14 +541,19 @@ def main() -> None:
     parser.add_argument("--steps", type=positive, help=f"steps of training; default: {default}")
     parser.add_argument("--backend", choices=tuple(OPS), default="gpukern", help="what trains")
     found = found_device()
-    parser.add_argument("--device", choices=tuple(CONFIG), default=found, help=f"default here: {found}")
+    parser.add_argument(
+        "--device", choices=tuple(CONFIG), default=found, help=f"default here: {found}"
+    )
     parser.add_argument(
         "--compare-steps",
         type=positive,
-        help=f"steps of the comparison; default: {COMPARED}, or {COMPARED_ALONE} with --compare-only",
+        help=f"steps of the comparison; default: {COMPARED}, or {COMPARED_ALONE} with "
+        f"--compare-only",
     )
     parser.add_argument(
-        "--compare-only", action="store_true", help="loss curves beside the built-ins' and nothing else"
+        "--compare-only",
+        action="store_true",
+        help="loss curves beside the built-ins' and nothing else",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo")
@@ -489,9 +566,16 @@ def main() -> None:
         return
 
     steps = args.steps or STEPS[args.device]
-    print(f"{steps} steps of training; before them and after them it compiles, evaluates, generates and compares", flush=True)
+    print(
+        f"{steps} steps of training; before them and after them it compiles, evaluates, generates "
+        f"and compares",
+        flush=True,
+    )
     if header := missing_header():
-        print(f"{header} is missing (Debian, Ubuntu: apt-get install python3-dev), so nothing is compiled: steps take longer")
+        print(
+            f"{header} is missing (Debian, Ubuntu: apt-get install python3-dev), so nothing is "
+            f"compiled: steps take longer"
+        )
     corpus = load_corpus()
     print(
         f"text: Python {sys.version.split()[0]}'s standard library, {len(corpus.train):,} bytes to "
@@ -501,7 +585,8 @@ def main() -> None:
     c = model.config
     print(
         f"model: {sum(p.numel() for p in model.parameters()):,} weights, {c.layers} layers, width "
-        f"{c.dim}, {c.heads_q} query heads on {c.heads_kv} of keys, context {c.context} bytes, on {args.device}"
+        f"{c.dim}, {c.heads_q} query heads on {c.heads_kv} of keys, context {c.context} bytes, on "
+        f"{args.device}"
     )
     ours, times = fastest_of_ours(model, ops, corpus)
     our_dtype = OURS[args.device][ours]
@@ -519,7 +604,9 @@ def main() -> None:
     )
     torch.save({"config": c, "weights": model.state_dict()}, args.out / "checkpoint.pt")
     plotted = plot(curve, bits, gzip_bits, args.out / "loss.png")
-    second = f"and {args.out / 'loss.png'}" if plotted else "without a plot: matplotlib is not installed"
+    second = (
+        f"and {args.out / 'loss.png'}" if plotted else "without a plot: matplotlib is not installed"
+    )
     print(f"wrote {args.out / 'checkpoint.pt'} {second}")
 
     compare_generation(model, our_dtype)
@@ -528,19 +615,28 @@ def main() -> None:
     sides = {}
     best, times = fastest_built_ins(model, corpus)
     dtype, backend = BUILT_INS[args.device][best]
-    print(f"built-ins in {best}, their fastest here (a gradient step of two sequences, not compiled: {times})")
+    print(
+        f"built-ins in {best}, their fastest here (a gradient step of two sequences, not "
+        f"compiled: {times})"
+    )
     for name in OPS:
         if name == ops.name == "gpukern":
             sides[name] = model, ops, loss_fn, our_dtype  # its graph is compiled already
             continue
         twin, twin_ops = copy.deepcopy(model), TorchOps(backend) if name == "torch" else OPS[name]()
-        sides[name] = twin, twin_ops, compiled_loss(twin, twin_ops), dtype if name == "torch" else our_dtype
+        sides[name] = (
+            twin,
+            twin_ops,
+            compiled_loss(twin, twin_ops),
+            dtype if name == "torch" else our_dtype,
+        )
         compile_now(twin, sides[name][2], corpus, sides[name][3], twin_ops.name, took)
     losses = compare_training(model, sides, corpus, args.compare_steps or COMPARED)
     print(f"wrote {write_curves(losses, args.out)}")
     made = [args.out / name for name in ("loss.png", "curves.png") if (args.out / name).exists()]
     print(
-        f"\n{time.perf_counter() - began:.0f} s in all. Open {' and '.join(map(str, made)) or args.out / 'curves.csv'}"
+        f"\n{time.perf_counter() - began:.0f} s in all. Open "
+        f"{' and '.join(map(str, made)) or args.out / 'curves.csv'}"
     )
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention whose sequence is cut over ranks, beside one rank's: error, bits, bytes sent and time of each mode.
+"""Attention whose sequence is cut over ranks, beside one rank's: error, bits, bytes sent and time
+of each mode.
 
     torchrun --nproc-per-node 2 examples/distributed/context_parallel.py
     torchrun --nproc-per-node 4 examples/distributed/context_parallel.py --tokens 8192 --dtype bfloat16
@@ -19,7 +20,9 @@ from torch_gpukern import distributed as gd
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="of the whole sequence")
     parser.add_argument("--heads", type=int, nargs=2, default=(8, 4), metavar=("Hq", "Hkv"))
     parser.add_argument("--head-dim", type=int, default=64)
@@ -36,7 +39,8 @@ def step(call, leaves, weight):
 
 
 def timed(call, args, steps, device):
-    """The result, and the milliseconds of the fastest of some steps, on the rank that takes longest."""
+    """The result, and the milliseconds of the fastest of some steps, on the rank that takes
+    longest."""
     best = float("inf")
     for _ in range(steps):
         dist.barrier()
@@ -58,13 +62,16 @@ def sent_bytes(mode, k, v, q, ranks):
         return others * own_kv * (2 * k.element_size() + wide)
     if mode == "ring":  # the gradients make one step more
         return others * own_kv * 2 * k.element_size() + ranks * own_kv * wide
-    # q, k, v and out; in backward those, grad_out and the gradients, of which a rank keeps 1 / ranks
+    # q, k, v and out; in backward those, grad_out and the gradients, of which a rank keeps 1 /
+    # ranks
     return others / ranks * (3 * own_kv + 5 * own_q) * k.element_size()
 
 
 def main() -> None:
     options = parse()
-    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(
+        os.environ.get("LOCAL_WORLD_SIZE", 1)
+    )
     dist.init_process_group("nccl" if cuda else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -76,12 +83,19 @@ def main() -> None:
     (hq, hkv), d, tokens = options.heads, options.head_dim, options.tokens
 
     torch.manual_seed(0)  # the same tensors on every rank
-    q, k, v, weight = (torch.randn(1, h, tokens, d, device=device).to(dtype) for h in (hq, hkv, hkv, hq))
+    q, k, v, weight = (
+        torch.randn(1, h, tokens, d, device=device).to(dtype) for h in (hq, hkv, hkv, hq)
+    )
     exact = step(
-        lambda q, k, v: gk.flash_attn(q, k, v, is_causal=True), [x.double() for x in (q, k, v)], weight.double()
+        lambda q, k, v: gk.flash_attn(q, k, v, is_causal=True),
+        [x.double() for x in (q, k, v)],
+        weight.double(),
     )
     whole, alone = timed(
-        lambda q, k, v: gk.flash_attn(q, k, v, is_causal=True), ([q, k, v], weight), options.steps, device
+        lambda q, k, v: gk.flash_attn(q, k, v, is_causal=True),
+        ([q, k, v], weight),
+        options.steps,
+        device,
     )
 
     def error(got, layout):
@@ -95,10 +109,13 @@ def main() -> None:
         return max(ratios)
 
     if rank == 0:
-        print(f"{tokens} tokens, {hq} heads over {hkv}, head_dim {d}, {options.dtype}, causal, forward and backward; "
-              f"{ranks} ranks, {'nccl' if cuda else 'gloo'}; one rank alone {alone:.1f} ms")  # fmt: skip
         print(
-            f"{'mode':<12}{'layout':<12}{'ms':>9}{'of ideal':>10}{'MB sent':>10}{'error of one rank':>20}  out bit for bit"
+            f"{tokens} tokens, {hq} heads over {hkv}, head_dim {d}, {options.dtype}, causal, "
+            f"forward and backward; "
+            f"{ranks} ranks, {'nccl' if cuda else 'gloo'}; one rank alone {alone:.1f} ms"
+        )
+        print(
+            f"{'mode':<12}{'layout':<12}{'ms':>9}{'of ideal':>10}{'MB sent':>10}{'error of one rank':>20}  out bit for bit"  # noqa: E501
         )
     for mode in ("all_gather", "ring", "ulysses"):
         if mode == "ulysses" and (hq % ranks or hkv % ranks):
@@ -107,17 +124,24 @@ def main() -> None:
             parts = [gd.shard_sequence(x, None, 2, layout) for x in (q, k, v, weight)]
 
             def call(q, k, v, mode=mode, layout=layout):
-                return gd.context_parallel_attn(q, k, v, is_causal=True, mode=mode, layout=layout, seq_len=tokens)
+                return gd.context_parallel_attn(
+                    q, k, v, is_causal=True, mode=mode, layout=layout, seq_len=tokens
+                )
 
             got, ms = timed(call, (parts[:3], parts[3]), options.steps, device)
             same = torch.tensor(
-                [torch.equal(got[0], gd.shard_sequence(whole[0], None, 2, layout))], dtype=torch.int32, device=device
+                [torch.equal(got[0], gd.shard_sequence(whole[0], None, 2, layout))],
+                dtype=torch.int32,
+                device=device,
             )
             dist.all_reduce(same, op=dist.ReduceOp.MIN)
-            worst, sent = error(got, layout), sent_bytes(mode, parts[1], parts[2], parts[0], ranks) / 1e6
+            worst, sent = (
+                error(got, layout),
+                sent_bytes(mode, parts[1], parts[2], parts[0], ranks) / 1e6,
+            )
             if rank == 0:
                 print(
-                    f"{mode:<12}{layout:<12}{ms:>9.1f}{alone / ranks / ms:>10.2f}{sent:>10.1f}{worst:>20.3f}  {'yes' if same.item() else 'no'}"
+                    f"{mode:<12}{layout:<12}{ms:>9.1f}{alone / ranks / ms:>10.2f}{sent:>10.1f}{worst:>20.3f}  {'yes' if same.item() else 'no'}"  # noqa: E501
                 )
     dist.destroy_process_group()
 

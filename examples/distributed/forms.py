@@ -9,9 +9,10 @@
     pipeline      layers are shared out; microbatches go from stage to stage by torch.distributed.pipelining
     experts       each block's MLP is a mixture whose experts are shared out over the ranks of data and context
 
-Every rank makes the same whole model from the same seed and keeps its part. Weights and gradients are float32, so gradients of
-accumulation steps are summed in float32; `dtype` is what is multiplied.
-"""
+Every rank makes the same whole model from the same seed and keeps its part. Weights and gradients
+are float32, so gradients of accumulation steps are summed in float32; `dtype` is what is
+multiplied.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ from model import GPT, Config, grams_of, rms_norm, rotate  # noqa: E402
 
 @dataclass
 class Form:
-    """How the model lies on the ranks; `mesh` None is one process. batch: the ranks of data and context, as one dimension."""
+    """How the model lies on the ranks; `mesh` None is one process. batch: the ranks of data and
+    context, as one dimension."""
 
     mesh: DeviceMesh | None = None
     batch: DeviceMesh | None = None
@@ -61,7 +63,8 @@ class Form:
 
 
 class Shared(torch.autograd.Function):
-    """What all ranks have alike and each reads with its own weights: the gradient is the sum, in the order of the ranks."""
+    """What all ranks have alike and each reads with its own weights: the gradient is the sum, in
+    the order of the ranks."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -70,7 +73,10 @@ class Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        parts = [torch.empty_like(grad, memory_format=torch.contiguous_format) for _ in range(ctx.group.size())]
+        parts = [
+            torch.empty_like(grad, memory_format=torch.contiguous_format)
+            for _ in range(ctx.group.size())
+        ]
         dist.all_gather(parts, grad.contiguous(), group=ctx.group)
         total = parts[0].float()
         for part in parts[1:]:
@@ -84,7 +90,8 @@ def part(x: Tensor, dim: int, form: Form) -> Tensor:
 
 
 class ParallelBlock(nn.Module):
-    """The demo's block with this rank's heads and hidden features. Tokens come first: x [seq, batch, dim]."""
+    """The demo's block with this rank's heads and hidden features. Tokens come first: x [seq,
+    batch, dim]."""
 
     def __init__(self, whole: nn.Module, form: Form) -> None:
         super().__init__()
@@ -101,7 +108,9 @@ class ParallelBlock(nn.Module):
             self.qkv = nn.Parameter(torch.cat(qkv, 1).contiguous())
             self.attn_out = nn.Parameter(part(whole.attn_out, 0, form).clone())
             if form.experts:  # every rank draws the whole mixture, and keeps its part
-                self.moe = gk.nn.MoE(c.dim, c.hidden, form.experts, form.top_k, device=whole.qkv.device)
+                self.moe = gk.nn.MoE(
+                    c.dim, c.hidden, form.experts, form.top_k, device=whole.qkv.device
+                )
                 if form.batch_size > 1:
                     gd.shard_experts(self.moe, form.batch)
             else:
@@ -120,7 +129,8 @@ class ParallelBlock(nn.Module):
         return gd.all_gather_gemm(x.flatten(0, 1), w, group).unflatten(0, (-1, x.shape[1]))
 
     def rows(self, x: Tensor, w: Tensor) -> Tensor:
-        """The sum over ranks of x w, of this rank's rows of w; under sequence parallelism this rank's tokens of it."""
+        """The sum over ranks of x w, of this rank's rows of w; under sequence parallelism this
+        rank's tokens of it."""
         w = w.to(self.form.dtype)
         if self.form.size("tensor") == 1:
             return gk.gemm(x, w)
@@ -145,30 +155,37 @@ class ParallelBlock(nn.Module):
         y = self.attend(q.to(v.dtype), k.to(v.dtype), v)
         x = x + self.rows(y.flatten(-2), self.attn_out)
         if self.form.experts:
-            with torch.autocast(x.device.type, self.form.dtype, enabled=self.form.dtype != torch.float32):
+            with torch.autocast(
+                x.device.type, self.form.dtype, enabled=self.form.dtype != torch.float32
+            ):
                 return x + self.moe(rms_norm(x).to(self.form.dtype))
         gate, up = self.columns(rms_norm(x), self.gate_up).chunk(2, dim=-1)
         return x + self.rows(F.silu(gate) * up, self.mlp_out)
 
 
 class Stage(nn.Module):
-    """Some layers of the model, with the embedding where they are the first and the head where they are the last.
+    """Some layers of the model, with the embedding where they are the first and the head where they
+    are the last.
 
-    Takes tokens' grams [batch, seq, grams] or x [batch, seq, dim], this rank's tokens; returns x, of the last stage before the
-    head, whose product stands in `loss`.
+    Takes tokens' grams [batch, seq, grams] or x [batch, seq, dim], this rank's tokens; returns x,
+    of the last stage before the head, whose product stands in `loss`.
     """
 
     def __init__(self, whole: GPT, form: Form, index: int = 0, stages: int = 1) -> None:
         super().__init__()
         layers = list(whole.blocks)
         if len(layers) % stages:
-            raise SystemExit(f"the model's {len(layers)} layers cannot be shared out over {stages} stages")
+            raise SystemExit(
+                f"the model's {len(layers)} layers cannot be shared out over {stages} stages"
+            )
         each = len(layers) // stages
         self.form, self.config = form, whole.config
         self.first, self.last = index == 0, index == stages - 1
         if self.first:
             self.embed = nn.Parameter(whole.embed.detach().clone())
-        self.blocks = nn.ModuleList(ParallelBlock(b, form) for b in layers[index * each : (index + 1) * each])
+        self.blocks = nn.ModuleList(
+            ParallelBlock(b, form) for b in layers[index * each : (index + 1) * each]
+        )
         if self.last:  # [classes of this rank, dim]
             self.head = nn.Parameter(part(whole.head.detach().t(), 0, form).contiguous())
         # A table for every token of the context, which is cut as the tokens are.
@@ -186,7 +203,8 @@ class Stage(nn.Module):
             where = gd.positions(seq * ranks, form.group("context"), device=x.device)
             cos, sin = cos[where], sin[where]
         cos, sin = cos[:, None], sin[:, None]  # of a batch
-        x = x.transpose(0, 1).contiguous()  # tokens first in memory, too: a product of strided rows is many small ones
+        # tokens first in memory, too: a product of strided rows is many small ones
+        x = x.transpose(0, 1).contiguous()
         tensor = form.group("tensor") if form.size("tensor") > 1 else None
         if form.sequence and tensor is not None:
             x = gd.shard_sequence(x, tensor, 0, "contiguous")
@@ -223,17 +241,24 @@ class OneStage(nn.Module):
 
 def local(x: Tensor, form: Form) -> Tensor:
     """This rank's tokens of [batch, seq, ...]."""
-    return gd.shard_sequence(x, form.group("context"), 1).contiguous() if form.size("context") > 1 else x
+    return (
+        gd.shard_sequence(x, form.group("context"), 1).contiguous()
+        if form.size("context") > 1
+        else x
+    )
 
 
 def inputs(tokens: Tensor, targets: Tensor, form: Form, config: Config) -> tuple[Tensor, Tensor]:
-    """What a rank is fed: grams of its tokens (cut after they were made: a gram looks back), and their targets."""
+    """What a rank is fed: grams of its tokens (cut after they were made: a gram looks back), and
+    their targets."""
     return local(grams_of(tokens, config.grams), form), local(targets, form)
 
 
 def experts_of(module: nn.Module) -> dict[str, nn.Parameter]:
     """The weights that a rank shares with no other."""
-    return {name: p for name, p in module.named_parameters() if ".moe." in name and "router" not in name}
+    return {
+        name: p for name, p in module.named_parameters() if ".moe." in name and "router" not in name
+    }
 
 
 def average_experts(module: nn.Module, form: Form) -> None:
@@ -244,8 +269,14 @@ def average_experts(module: nn.Module, form: Form) -> None:
 
 
 def sum_shares(module: nn.Module, form: Form) -> None:
-    """Gradients that sequence parallelism leaves in shares on the tensor ranks: that of the embedding."""
+    """Gradients that sequence parallelism leaves in shares on the tensor ranks: that of the
+    embedding."""
     for name, p in module.named_parameters():
-        if form.sequence and form.size("tensor") > 1 and name.endswith("embed") and p.grad is not None:
+        if (
+            form.sequence
+            and form.size("tensor") > 1
+            and name.endswith("embed")
+            and p.grad is not None
+        ):
             grad = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
             dist.all_reduce(grad, group=form.group("tensor"))

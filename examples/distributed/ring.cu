@@ -1,20 +1,23 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* A ring all-reduce of our own beside NCCL's: what a collective is made of.
  *
- *     nvcc -std=c++17 -O3 -arch=sm_90 -I$NCCL/include examples/distributed/ring.cu -L$NCCL/lib -l:libnccl.so.2 -o ring
- *     NCCL_NVLS_ENABLE=0 ./ring [MiB]
+ *     nvcc -std=c++17 -O3 -arch=sm_90 -I$NCCL/include examples/distributed/ring.cu -L$NCCL/lib
+ *     -l:libnccl.so.2 -o ring NCCL_NVLS_ENABLE=0 ./ring [MiB]
  *
  * One process, all of its GPUs. N GPUs hold n bytes each, cut into N chunks.
  *
- * 1. Reduce-scatter, N - 1 steps: in step s GPU r adds to its chunk r - s - 1 that of GPU r - 1, which it reads over the link.
- *    Then chunk r + 1 of GPU r is the sum of all.
- * 2. All-gather, N - 1 steps: in step s GPU r copies the finished chunk r - s of GPU r - 1 by the copy engine.
+ * 1. Reduce-scatter, N - 1 steps: in step s GPU r adds to its chunk r - s - 1 that of GPU r - 1,
+ *    which it reads over the link. Then chunk r + 1 of GPU r is the sum of all.
+ * 2. All-gather, N - 1 steps: in step s GPU r copies the finished chunk r - s of GPU r - 1 by the
+ *   copy engine.
  *
- * Each step moves n / N bytes over every link of the ring at once, so a GPU receives and sends 2 (N - 1) / N n bytes in all, the
- * least that is possible. Every chunk is added up along the ring, on one GPU, so that all GPUs have the same bits.
+ * Each step moves n / N bytes over every link of the ring at once, so a GPU receives and sends 2 (N
+ * - 1) / N n bytes in all, the least that is possible. Every chunk is added up along the ring, on
+ * one GPU, so that all GPUs have the same bits.
  *
- * Not here: NCCL cuts chunks further, so that a step's transfer, sum and next transfer go on at once, and uses several rings.
- * Sizes that N x 16 bytes do not divide are refused. Without nccl.h the comparison is left out. */
+ * Not here: NCCL cuts chunks further, so that a step's transfer, sum and next transfer go on at
+ * once, and uses several rings. Sizes that N x 16 bytes do not divide are refused. Without nccl.h
+ * the comparison is left out. */
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -43,7 +46,10 @@ __global__ void add_from(float4 *mine, const float4 *theirs, size_t n) {
     for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
         const float4 x = theirs[i];
         float4 y = mine[i];
-        y.x += x.x, y.y += x.y, y.z += x.z, y.w += x.w;
+        y.x += x.x;
+        y.y += x.y;
+        y.z += x.z;
+        y.w += x.w;
         mine[i] = y;
     }
 }
@@ -64,8 +70,9 @@ struct Gpu {
 
 static int mod(int a, int n) { return ((a % n) + n) % n; }
 
-/* A step of r reads what r - 1 wrote in its step before, and no GPU writes what another still reads: in a step GPU r writes
- * a chunk that r + 1 reads in the next step only, and that r - 1 does not touch again before r has read it. */
+/* A step of r reads what r - 1 wrote in its step before, and no GPU writes what another still
+ * reads: in a step GPU r writes a chunk that r + 1 reads in the next step only, and that r - 1 does
+ * not touch again before r has read it. */
 static void all_reduce(std::vector<Gpu> &gpus, size_t n) {
     const int ranks = (int)gpus.size();
     const size_t chunk = n / ranks;
@@ -75,20 +82,22 @@ static void all_reduce(std::vector<Gpu> &gpus, size_t n) {
             CHECK(cudaSetDevice(r));
             if (step > 0) CHECK(cudaStreamWaitEvent(mine.stream, before.done[step - 1], 0));
             const bool sums = step < ranks - 1;
-            const size_t at = chunk * (size_t)mod(sums ? r - step - 1 : r - (step - ranks + 1), ranks);
+            const size_t at =
+                chunk * (size_t)mod(sums ? r - step - 1 : r - (step - ranks + 1), ranks);
             if (sums)
-                add_from<<<132, 512, 0, mine.stream>>>((float4 *)(mine.data + at), (const float4 *)(before.data + at),
-                                                       chunk / 4);
+                add_from<<<132, 512, 0, mine.stream>>>(
+                    (float4 *)(mine.data + at), (const float4 *)(before.data + at), chunk / 4);
             else
-                CHECK(cudaMemcpyPeerAsync(mine.data + at, r, before.data + at, mod(r - 1, ranks), chunk * sizeof(float),
-                                          mine.stream));
+                CHECK(cudaMemcpyPeerAsync(mine.data + at, r, before.data + at, mod(r - 1, ranks),
+                                          chunk * sizeof(float), mine.stream));
             CHECK(cudaGetLastError());
             CHECK(cudaEventRecord(mine.done[step], mine.stream));
         }
     /* The next call writes what a neighbour may still read. */
     for (int r = 0; r < ranks; ++r) {
         CHECK(cudaSetDevice(r));
-        CHECK(cudaStreamWaitEvent(gpus[r].stream, gpus[mod(r + 1, ranks)].done[2 * (ranks - 1) - 1], 0));
+        CHECK(cudaStreamWaitEvent(gpus[r].stream, gpus[mod(r + 1, ranks)].done[2 * (ranks - 1) - 1],
+                                  0));
     }
 }
 
@@ -112,7 +121,8 @@ static void nccl_begin(int ranks) {
 static void nccl_all_reduce(std::vector<Gpu> &gpus, size_t n) {
     nccl_ok(ncclGroupStart());
     for (size_t r = 0; r < gpus.size(); ++r)
-        nccl_ok(ncclAllReduce(gpus[r].data, gpus[r].data, n, ncclFloat, ncclSum, comms[r], gpus[r].stream));
+        nccl_ok(ncclAllReduce(gpus[r].data, gpus[r].data, n, ncclFloat, ncclSum, comms[r],
+                              gpus[r].stream));
     nccl_ok(ncclGroupEnd());
 }
 
@@ -159,7 +169,8 @@ static double worst(std::vector<Gpu> &gpus, size_t n, bool *same) {
     return error;
 }
 
-template <class Call> static void report(const char *name, std::vector<Gpu> &gpus, size_t n, Call call) {
+template <class Call>
+static void report(const char *name, std::vector<Gpu> &gpus, size_t n, Call call) {
     fill_all(gpus, n);
     call(gpus, n);
     wait_all(gpus);
@@ -178,8 +189,9 @@ template <class Call> static void report(const char *name, std::vector<Gpu> &gpu
     float ms;
     CHECK(cudaEventElapsedTime(&ms, begin, end));
     const double bytes = 2.0 * (ranks - 1) / ranks * (double)n * sizeof(float);
-    printf("%-6s %9.1f us, %8.2f MB sent a GPU, %6.1f GB/s a direction, largest error %.1e, the GPUs %s\n", name,
-           ms * 1e3 / repeats, bytes / 1e6, bytes / (ms / repeats * 1e-3) / 1e9, error,
+    printf("%-6s %9.1f us, %8.2f MB sent a GPU, %6.1f GB/s a direction, largest error %.1e, the "
+           "GPUs %s\n",
+           name, ms * 1e3 / repeats, bytes / 1e6, bytes / (ms / repeats * 1e-3) / 1e9, error,
            same ? "agree bit for bit" : "DIFFER");
     if (!same || error > 1e-5) exit(1);
 }
@@ -190,7 +202,8 @@ int main(int argc, char **argv) {
         printf("a ring needs two GPUs, here are %d\n", ranks);
         return 0;
     }
-    const size_t n = (size_t)(argc > 1 ? atof(argv[1]) : 64) * ((1 << 20) / sizeof(float)) / (4 * ranks) * (4 * ranks);
+    const size_t n = (size_t)(argc > 1 ? atof(argv[1]) : 64) * ((1 << 20) / sizeof(float)) /
+                     (4 * ranks) * (4 * ranks);
     if (n == 0) return fprintf(stderr, "usage: ring [MiB], at least 1\n"), 2;
     std::vector<Gpu> gpus((size_t)ranks);
     for (int r = 0; r < ranks; ++r) {
@@ -209,7 +222,8 @@ int main(int argc, char **argv) {
         CHECK(cudaMalloc(&gpus[r].data, n * sizeof(float)));
         CHECK(cudaStreamCreateWithFlags(&gpus[r].stream, cudaStreamNonBlocking));
         gpus[r].done.resize((size_t)(2 * (ranks - 1)));
-        for (cudaEvent_t &event : gpus[r].done) CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+        for (cudaEvent_t &event : gpus[r].done)
+            CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
     }
     printf("%d GPUs, %.1f MB each\n", ranks, (double)n * sizeof(float) / 1e6);
     report("ring", gpus, n, all_reduce);

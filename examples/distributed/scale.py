@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What gd.estimate says of a model of 8 billion weights that trains on sequences of 1M tokens, on 8, 64 and 1024 GPUs.
+"""What gd.estimate says of a model of 8 billion weights that trains on sequences of 1M tokens, on
+8, 64 and 1024 GPUs.
 
     python examples/distributed/scale.py [--out PICTURE]
 
-Prints the table with what it assumes. --out draws the time of one layer's attention over ranks: the model's line, and what two GPUs
-measured (benchmarks/results/distributed/).
+Prints the table with what it assumes. --out draws the time of one layer's attention over ranks: the
+model's line, and what two GPUs measured (benchmarks/results/distributed/).
 """
 
 import argparse
@@ -25,19 +26,28 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "dist
 
 
 def table() -> str:
-    lines = ["GPUs  data tensor context  step s  FLOPs  tokens/s a GPU  GB sent a GPU: context, tensor, data"]
+    lines = [
+        "GPUs  data tensor context  step s  FLOPs  tokens/s a GPU  GB sent a GPU: context, "
+        "tensor, data"
+    ]
     for form in FORMS:
         form = dict(data=1, tensor=1, context=1) | form
         step = gd.estimate(**MODEL, seq_len=TOKENS, sequences=8, **form)
         rate = 8 * TOKENS / step.step_ms * 1e3 / step.gpus
         sent = (step.context_bytes, step.tensor_bytes, step.data_bytes)
         lines.append(
-            f"{step.gpus:>4}  {form['data']:>4} {form['tensor']:>6} {form['context']:>7}  {step.step_ms / 1e3:>6.1f}  "
+            f"{step.gpus:>4}  {form['data']:>4} {form['tensor']:>6} {form['context']:>7}  "
+            f"{step.step_ms / 1e3:>6.1f}  "
             f"{step.efficiency:>5.0%}  {rate:>14.0f}  " + ", ".join(f"{x / 1e9:.1f}" for x in sent)
         )
-    machine = ", ".join(f"{key} {value:g}" for key, value in dataclasses.asdict(gd.Machine()).items())
-    assumed = ("8 sequences a step; norms, embeddings, the loss, the optimizer and bubbles take no time; FLOPs hide up to 90 % of what is "
-               "sent beside them; activations are recomputed in no form, whether they fit is not asked.")  # fmt: skip
+    machine = ", ".join(
+        f"{key} {value:g}" for key, value in dataclasses.asdict(gd.Machine()).items()
+    )
+    assumed = (
+        "8 sequences a step; norms, embeddings, the loss, the optimizer and bubbles take "
+        "no time; FLOPs hide up to 90 % of what is "
+        "sent beside them; activations are recomputed in no form, whether they fit is not asked."
+    )
     return "\n".join([*lines, f"Assumed: {assumed}", f"Machine: {machine}"])
 
 
@@ -51,7 +61,11 @@ def measured() -> list[tuple[str, int, dict[int, float]]]:
             tokens = 2 * int(row["label"].split()[0])
             best = min(row["us"][mode] for mode in ("all_gather", "ring", "ulysses"))
             found.append(
-                (card["device"].split("NVIDIA ")[1].split()[0], tokens, {1: row["us"]["one GPU"] / 1e3, 2: best / 1e3})
+                (
+                    card["device"].split("NVIDIA ")[1].split()[0],
+                    tokens,
+                    {1: row["us"]["one GPU"] / 1e3, 2: best / 1e3},
+                )
             )
     return found
 
@@ -66,9 +80,14 @@ def draw(out: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for i, (card, tokens, times) in enumerate(measured()):
         layer = MODEL | dict(layers=1, hidden=1, intermediate=1)
-        one = gd.estimate(**layer, seq_len=tokens, sequences=1, machine=gd.Machine(attn_tflops=1)).attention_ms
+        one = gd.estimate(
+            **layer, seq_len=tokens, sequences=1, machine=gd.Machine(attn_tflops=1)
+        ).attention_ms
         machine = gd.Machine(attn_tflops=one / times[1])
-        steps = [gd.estimate(**layer, seq_len=tokens, sequences=1, context=n, machine=machine) for n in ranks]
+        steps = [
+            gd.estimate(**layer, seq_len=tokens, sequences=1, context=n, machine=machine)
+            for n in ranks
+        ]
         line = [step.attention_ms + step.context_ms for step in steps]
         axes.plot(ranks, line, color=f"C{i}", label=f"{tokens} tokens, {card}: model")
         axes.plot(list(times), list(times.values()), "o", color=f"C{i}", label="measured")
@@ -84,7 +103,9 @@ def draw(out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="where the picture is written")
     options = parser.parse_args()
     print(table())

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What torch's profiler saw of a step: the bytes that a rank sent, and how much of its communication went beside kernels.
+"""What torch's profiler saw of a step: the bytes that a rank sent, and how much of its
+communication went beside kernels.
 
-python examples/distributed/timeline.py TRACE... --out PICTURE draws traces that train.py --trace wrote.
+python examples/distributed/timeline.py TRACE... --out PICTURE draws traces that train.py --trace
+wrote.
 """
 
 from __future__ import annotations
@@ -17,8 +19,21 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-_BYTES = {"Float": 4, "float": 4, "BFloat16": 2, "c10::BFloat16": 2, "Half": 2, "c10::Half": 2, "Double": 8, "double": 8,
-          "Long": 8, "long int": 8, "long": 8, "Int": 4, "int": 4}  # fmt: skip
+_BYTES = {
+    "Float": 4,
+    "float": 4,
+    "BFloat16": 2,
+    "c10::BFloat16": 2,
+    "Half": 2,
+    "c10::Half": 2,
+    "Double": 8,
+    "double": 8,
+    "Long": 8,
+    "long int": 8,
+    "long": 8,
+    "Int": 4,
+    "int": 4,
+}
 
 
 Span = tuple[float, float]
@@ -26,7 +41,8 @@ Span = tuple[float, float]
 
 @dataclass
 class Seen:
-    """sent: bytes. On a GPU also the ms of communication and the share of it beside other kernels; else None."""
+    """sent: bytes. On a GPU also the ms of communication and the share of it beside other kernels;
+    else None."""
 
     sent: float
     communication_ms: float | None
@@ -34,7 +50,8 @@ class Seen:
 
 
 def watch(step, ranks: int, trace: Path | None = None) -> Seen:
-    """Runs step once. ranks: size of the group whose collectives are counted, where the backend does not say (gloo)."""
+    """Runs step once. ranks: size of the group whose collectives are counted, where the backend
+    does not say (gloo)."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with profile(activities=activities, record_shapes=True) as profiler:
         step()
@@ -48,10 +65,13 @@ def watch(step, ranks: int, trace: Path | None = None) -> Seen:
     if not others:
         return Seen(sent_bytes(events, ranks), None, None)
     total = sum(end - start for start, end in moved)
-    return Seen(sent_bytes(events, ranks), total / 1e3, overlap(moved, others) / total if total else None)
+    return Seen(
+        sent_bytes(events, ranks), total / 1e3, overlap(moved, others) / total if total else None
+    )
 
 
-# NCCL's kernels; copies between GPUs and the barriers before and behind them; sums through mailboxes.
+# NCCL's kernels; copies between GPUs and the barriers before and behind them; sums through
+# mailboxes.
 _MOVES = ("nccl", "ptop", "symmetric_memory::barrier", "sum_over_ranks")
 
 
@@ -60,21 +80,28 @@ def of_gpu(events: list[dict]) -> tuple[list[Span], list[Span]]:
     kernels = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     moves = [any(word in e["name"].lower() for word in _MOVES) for e in kernels]
     return tuple(
-        spans(e for e, moved in zip(kernels, moves, strict=True) if moved == wanted) for wanted in (True, False)
+        spans(e for e, moved in zip(kernels, moves, strict=True) if moved == wanted)
+        for wanted in (True, False)
     )
 
 
 def sent_bytes(events: list[dict], ranks: int) -> float:
-    """By the algorithms of a ring: n bytes of a rank all-gathered or its n of all reduce-scattered send n (W - 1) and
-    n (W - 1) / W, an all-reduce twice the latter, an all-to-all (W - 1) / W of its bytes. A copy between GPUs is counted where it is
-    begun: ranks that read from each other read as much as they send.
+    """By the algorithms of a ring: n bytes of a rank all-gathered or its n of all reduce-scattered
+    send n (W - 1) and n (W - 1) / W, an all-reduce twice the latter, an all-to-all (W - 1) / W of
+    its bytes. A copy between GPUs is counted where it is begun: ranks that read from each other
+    read as much as they send.
     """
     total = 0.0
     for event in events:
         args, name = event.get("args", {}), event["name"].lower()
         if name == "record_param_comms":
-            kind, size = str(args.get("Collective name", "")).lower(), int(args.get("Group size", 1) or 1)
-            each = _BYTES.get(str(args.get("dtype", "")), 0) * int(args.get("In msg nelems", 0) or 0)
+            kind, size = (
+                str(args.get("Collective name", "")).lower(),
+                int(args.get("Group size", 1) or 1),
+            )
+            each = _BYTES.get(str(args.get("dtype", "")), 0) * int(
+                args.get("In msg nelems", 0) or 0
+            )
         elif event.get("cat") == "gpu_memcpy":
             total += int(args.get("bytes", 0)) if "ptop" in name else 0
             continue
@@ -99,7 +126,11 @@ def sent_bytes(events: list[dict], ranks: int) -> float:
 
 def _of_shapes(args: dict) -> float:
     dims, types = args.get("Input Dims") or [[]], args.get("Input type") or [""]
-    return math.prod(dims[0]) * _BYTES.get(types[0], 4) if all(isinstance(n, int) for n in dims[0]) else 0.0
+    return (
+        math.prod(dims[0]) * _BYTES.get(types[0], 4)
+        if all(isinstance(n, int) for n in dims[0])
+        else 0.0
+    )
 
 
 def spans(events) -> list[Span]:

@@ -9,12 +9,14 @@
     torchrun --nproc-per-node 2 examples/distributed/train.py --experts 8 [--top-k 2]          expert parallel, beside data and context
     torchrun --nproc-per-node 8 examples/distributed/train.py --tensor 2 --context 2 --accumulate 4 --recompute
 
-What the named forms leave of the ranks is data parallel. With a GPU a rank it goes by NCCL in bfloat16, else by gloo in float32.
-A step takes --batch sequences, whatever the form, so that its losses are those of one process (python examples/distributed/train.py).
+What the named forms leave of the ranks is data parallel. With a GPU a rank it goes by NCCL in
+bfloat16, else by gloo in float32. A step takes --batch sequences, whatever the form, so that its
+losses are those of one process (python examples/distributed/train.py).
 
-Prints the loss of each step, and of the last ones tokens a second of all ranks, the memory of a rank, the bytes that it sends
-and, on GPUs, the share of its communication that goes beside other kernels; --trace writes the timeline of one step.
-"""
+Prints the loss of each step, and of the last ones tokens a second of all ranks, the memory of a
+rank, the bytes that it sends and, on GPUs, the share of its communication that goes beside other
+kernels; --trace writes the timeline of one step.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -47,28 +49,52 @@ from timeline import watch  # noqa: E402
 
 CONFIG = {
     "cpu": Config(context=256, layers=4, heads_q=4, heads_kv=2, head_dim=32),
-    "cuda": Config(context=4096, layers=8, dim=2048, heads_q=16, heads_kv=8, head_dim=128, hidden=5632),
+    "cuda": Config(
+        context=4096, layers=8, dim=2048, heads_q=16, heads_kv=8, head_dim=128, hidden=5632
+    ),
 }
 SCHEDULES = {
-    "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B", "zbv": "ScheduleZBVZeroBubble",
-}  # fmt: skip
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zbv": "ScheduleZBVZeroBubble",
+}
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("tensor", "context", "pipeline"):
         parser.add_argument(f"--{name}", type=int, default=1, help="ranks of this form")
-    parser.add_argument("--zero", type=int, choices=range(4), default=0, help="what FSDP2 shards; 0 is DDP")
+    parser.add_argument(
+        "--zero", type=int, choices=range(4), default=0, help="what FSDP2 shards; 0 is DDP"
+    )
     parser.add_argument("--sequence", action="store_true", help="sequence parallel beside --tensor")
     parser.add_argument(
-        "--mode", choices=("auto", "all_gather", "ring", "ulysses"), default="auto", help="of --context"
+        "--mode",
+        choices=("auto", "all_gather", "ring", "ulysses"),
+        default="auto",
+        help="of --context",
     )
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of --pipeline")
     parser.add_argument("--microbatches", type=int, default=4, help="of --pipeline")
-    parser.add_argument("--experts", type=int, default=0, help="of each block's MLP, shared out over data and context")
+    parser.add_argument(
+        "--experts",
+        type=int,
+        default=0,
+        help="of each block's MLP, shared out over data and context",
+    )
     parser.add_argument("--top-k", type=int, default=2, help="experts that a token meets")
-    parser.add_argument("--accumulate", type=int, default=1, help="micro steps whose gradients are summed, in float32")
-    parser.add_argument("--recompute", action="store_true", help="keep no activations inside of blocks")
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        help="micro steps whose gradients are summed, in float32",
+    )
+    parser.add_argument(
+        "--recompute", action="store_true", help="keep no activations inside of blocks"
+    )
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step, of all ranks")
     parser.add_argument("--seq-len", type=int, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=10)
@@ -77,7 +103,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-# ---- data -------------------------------------------------------------------------------------------
+# ---- data ----------------------------------------------------------------------------------------
 
 
 class Windows(Dataset):
@@ -94,8 +120,11 @@ class Windows(Dataset):
         return window[:-1], window[1:]
 
 
-def batches(text: Tensor, seq_len: int, batch: int, rank: int, ranks: int) -> Iterator[list[Tensor]]:
-    """Endless: this rank's sequences of each step's batch. The ranks' together are those of one rank alone."""
+def batches(
+    text: Tensor, seq_len: int, batch: int, rank: int, ranks: int
+) -> Iterator[list[Tensor]]:
+    """Endless: this rank's sequences of each step's batch. The ranks' together are those of one
+    rank alone."""
     windows = Windows(text, seq_len)
     sampler = DistributedSampler(windows, ranks, rank, seed=0, drop_last=True)
     loader = DataLoader(windows, batch // ranks, sampler=sampler, drop_last=True)
@@ -106,7 +135,7 @@ def batches(text: Tensor, seq_len: int, batch: int, rank: int, ranks: int) -> It
         epoch += 1
 
 
-# ---- steps ------------------------------------------------------------------------------------------
+# ---- steps ---------------------------------------------------------------------------------------
 
 
 def wrapped(stage: Stage, form: Form, zero: int) -> nn.Module:
@@ -115,12 +144,17 @@ def wrapped(stage: Stage, form: Form, zero: int) -> nn.Module:
     if form.batch_size == 1:
         return net
     if zero == 0:
-        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, list(experts_of(net)))
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            net, list(experts_of(net))
+        )
         return nn.parallel.DistributedDataParallel(net, process_group=form.batch.get_group())
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    # Weights are gathered for each use with 3, for forward and backward with 2 and once for all micro steps with 1.
-    dtypes = MixedPrecisionPolicy(param_dtype=form.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # Weights are gathered for each use with 3, for forward and backward with 2 and once for all
+    # micro steps with 1.
+    dtypes = MixedPrecisionPolicy(
+        param_dtype=form.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for part in (*stage.blocks, net):
         fully_shard(part, mesh=form.batch, reshard_after_forward=zero == 3, mp_policy=dtypes)
     return net
@@ -129,7 +163,9 @@ def wrapped(stage: Stage, form: Form, zero: int) -> nn.Module:
 class Trainer:
     """A model, its optimizer and its steps, on this rank."""
 
-    def __init__(self, options: argparse.Namespace, config: Config, form: Form, device: torch.device) -> None:
+    def __init__(
+        self, options: argparse.Namespace, config: Config, form: Form, device: torch.device
+    ) -> None:
         self.options, self.config, self.form, self.device = options, config, form, device
         torch.manual_seed(0)
         with device:
@@ -154,7 +190,13 @@ class Trainer:
         name, rank, form = self.options.schedule, self.form.rank("pipeline"), self.form
         many = name in ("interleaved", "zbv")
         stages = 2 * ranks if many else ranks
-        mine = [rank] if not many else [rank, rank + ranks] if name == "interleaved" else [rank, stages - 1 - rank]
+        mine = (
+            [rank]
+            if not many
+            else [rank, rank + ranks]
+            if name == "interleaved"
+            else [rank, stages - 1 - rank]
+        )
         self.stages = [Stage(whole, form, i, stages).to(self.device) for i in mine]
         group = form.group("pipeline")
         held = [
@@ -176,7 +218,11 @@ class Trainer:
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         """One optimizer step; returns the loss of all ranks' tokens."""
         self.optimizer.zero_grad()
-        loss = self._by_pipeline(tokens, targets) if self.schedule else self._by_micro_steps(tokens, targets)
+        loss = (
+            self._by_pipeline(tokens, targets)
+            if self.schedule
+            else self._by_micro_steps(tokens, targets)
+        )
         sum_shares(self.modules, self.form)
         average_experts(self.modules, self.form)
         self.optimizer.step()
@@ -187,13 +233,17 @@ class Trainer:
         for i, (t, y) in enumerate(zip(tokens.chunk(count), targets.chunk(count), strict=True)):
             last = i == count - 1
             with self._without_exchange(last):
-                loss = self.net(*inputs(t.to(self.device), y.to(self.device), self.form, self.config)) / count
+                loss = (
+                    self.net(*inputs(t.to(self.device), y.to(self.device), self.form, self.config))
+                    / count
+                )
                 loss.backward()
             total += loss.detach()
         return total
 
     def _without_exchange(self, last: bool):
-        """Gradients stay on this rank until the last micro step; with ZeRO 1 weights are not gathered again, either."""
+        """Gradients stay on this rank until the last micro step; with ZeRO 1 weights are not
+        gathered again, either."""
         if isinstance(self.net, nn.parallel.DistributedDataParallel):
             return nullcontext() if last else self.net.no_sync()
         if hasattr(self.net, "set_requires_gradient_sync"):
@@ -207,13 +257,17 @@ class Trainer:
         losses: list[Tensor] = []
         first = any(s.first for s in self.stages)
         last = any(s.last for s in self.stages)
-        self.schedule.step(*([grams] if first else []), **(dict(target=y, losses=losses) if last else {}))
+        self.schedule.step(
+            *([grams] if first else []), **(dict(target=y, losses=losses) if last else {})
+        )
         if self.form.batch_size > 1:
             ranks = self.form.batch_size
             for p in self.parameters.values():
                 dist.all_reduce(p.grad, group=self.form.batch.get_group())
                 p.grad /= ranks
-        loss = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
+        loss = (
+            torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
+        )
         dist.all_reduce(loss, group=self.form.group("pipeline"))  # the others have 0
         return loss
 
@@ -237,20 +291,36 @@ def mesh_of(device: str, shape: tuple[int, ...]):
 
 def form_of(options: argparse.Namespace, device: torch.device) -> Form:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    form = Form(None, None, options.mode, options.sequence, options.recompute, dtype, options.experts, options.top_k)
+    form = Form(
+        None,
+        None,
+        options.mode,
+        options.sequence,
+        options.recompute,
+        dtype,
+        options.experts,
+        options.top_k,
+    )
     if options.experts and (options.zero or options.tensor > 1 or options.pipeline > 1):
-        raise SystemExit("--experts goes beside data and context ranks: leave out --zero, --tensor and --pipeline")
+        raise SystemExit(
+            "--experts goes beside data and context ranks: leave out --zero, --tensor and "
+            "--pipeline"
+        )
     others = options.tensor * options.context * options.pipeline
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks % others:
-        raise SystemExit(f"{ranks} ranks cannot be shared out over {others} of tensor, context and pipeline")
+        raise SystemExit(
+            f"{ranks} ranks cannot be shared out over {others} of tensor, context and pipeline"
+        )
     if options.batch % (ranks // others * options.accumulate):
         raise SystemExit(
-            f"--batch {options.batch} is no multiple of {ranks // others} ranks x {options.accumulate} steps"
+            f"--batch {options.batch} is no multiple of {ranks // others} ranks x "
+            f"{options.accumulate} steps"
         )
     if options.pipeline > 1 and (options.zero or options.accumulate > 1):
         raise SystemExit(
-            "a pipeline accumulates by --microbatches, and its weights are whole: leave out --accumulate and --zero"
+            "a pipeline accumulates by --microbatches, and its weights are whole: leave out "
+            "--accumulate and --zero"
         )
     if ranks > 1:
         shape = (options.pipeline, ranks // others, options.context, options.tensor)
@@ -259,16 +329,23 @@ def form_of(options: argparse.Namespace, device: torch.device) -> Form:
 
 
 def losses_of(
-    options: argparse.Namespace, text: Tensor, config: Config, device: torch.device, form: Form | None = None
+    options: argparse.Namespace,
+    text: Tensor,
+    config: Config,
+    device: torch.device,
+    form: Form | None = None,
 ) -> tuple[list[float], dict]:
-    """The losses of the steps, and what the last ones cost; prints on rank 0. form: in place of that of all ranks."""
+    """The losses of the steps, and what the last ones cost; prints on rank 0. form: in place of
+    that of all ranks."""
     form = form_of(options, device) if form is None else form
     seq_len = options.seq_len or config.context
     if seq_len % form.size("context"):  # each rank's mean loss counts alike
         raise SystemExit(f"--seq-len {seq_len} is no multiple of --context {form.size('context')}")
-    if form.sequence and seq_len // form.size("context") % form.size("tensor"):  # rows are cut between tokens alone
+    # rows are cut between tokens alone
+    if form.sequence and seq_len // form.size("context") % form.size("tensor"):
         raise SystemExit(
-            f"--sequence: --tensor {form.size('tensor')} does not divide a rank's tokens of --seq-len {seq_len}"
+            f"--sequence: --tensor {form.size('tensor')} does not divide a rank's tokens of "
+            f"--seq-len {seq_len}"
         )
     trainer = Trainer(options, config, form, device)
     data = batches(text, seq_len, options.batch, form.rank("data"), form.size("data"))
@@ -282,24 +359,37 @@ def losses_of(
         losses.append(trainer.step(*batch))  # waits: it reads the loss
         times.append(time.perf_counter() - start)
         if chief:
-            print(f"step {step + 1:>4}  loss {losses[-1]:.6f}  {times[-1] * 1e3:.1f} ms", flush=True)
+            print(
+                f"step {step + 1:>4}  loss {losses[-1]:.6f}  {times[-1] * 1e3:.1f} ms", flush=True
+            )
     if options.steps > 3:
         batch, ranks = next(data), form.batch_size
-        seen = watch(lambda: trainer.step(*batch), max(ranks, options.tensor), options.trace if chief else None)
+        seen = watch(
+            lambda: trainer.step(*batch),
+            max(ranks, options.tensor),
+            options.trace if chief else None,
+        )
         took = statistics.median(times[2:])
         if device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(device)
         else:
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        told = dict(tokens_per_s=options.batch * seq_len / took, step_ms=took * 1e3, memory_mib=memory / 2**20, sent=seen.sent,
-                    communication_ms=seen.communication_ms, hidden=seen.hidden)  # fmt: skip
+        told = dict(
+            tokens_per_s=options.batch * seq_len / took,
+            step_ms=took * 1e3,
+            memory_mib=memory / 2**20,
+            sent=seen.sent,
+            communication_ms=seen.communication_ms,
+            hidden=seen.hidden,
+        )
         if chief:
             hidden = (
                 ""
                 if seen.hidden is None
                 else f", {seen.communication_ms:.1f} ms of it, {seen.hidden:.0%} beside kernels"
             )
-            print(f"{options.batch * seq_len / took:.0f} tokens/s, {took * 1e3:.1f} ms a step, {memory / 2**20:.0f} MiB a rank, "
+            print(f"{options.batch * seq_len / took:.0f} tokens/s, {took * 1e3:.1f} ms a step, "
+                  f"{memory / 2**20:.0f} MiB a rank, "
                   f"{seen.sent / 1e6:.2f} MB sent a rank{hidden}", flush=True)  # fmt: skip
     return losses, told
 
@@ -316,8 +406,12 @@ def main() -> None:
 
 def run(options: argparse.Namespace) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(
+        os.environ.get("LOCAL_WORLD_SIZE", 1)
+    )
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    )
     if cuda:
         torch.cuda.set_device(device)
     elif ranks > 1:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tokens per second of the engine beside transformers' own, on one model with random weights and the same greedy requests.
+"""Tokens per second of the engine beside transformers' own, on one model with random weights and
+the same greedy requests.
 
     python examples/serve/compare.py [--model small] [--device cpu] [--requests 32]
 
-The engine's copy of the model is patched (`torch_gpukern.nn.patch`). Peers: `generate` of all prompts as one batch, padded on the
-left, with PyTorch's attention; `generate_batch`, transformers' continuous batching, with PyTorch's attention. All get the same prompts and lengths; each runs once to warm up, then as often as
---rounds says, one after the other in turn, and the median counts. Says of how many requests all tokens are equal.
+The engine's copy of the model is patched (`torch_gpukern.nn.patch`). Peers: `generate` of all
+prompts as one batch, padded on the left, with PyTorch's attention; `generate_batch`, transformers'
+continuous batching, with PyTorch's attention. All get the same prompts and lengths; each runs once
+to warm up, then as often as --rounds says, one after the other in turn, and the median counts. Says
+of how many requests all tokens are equal.
 """
 
 from __future__ import annotations
@@ -24,12 +27,16 @@ from torch_gpukern.nn import patch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="small")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt, at most; at least half of it")
+    parser.add_argument(
+        "--prompt", type=int, default=128, help="tokens of a prompt, at most; at least half of it"
+    )
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each request")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
@@ -48,14 +55,21 @@ def main() -> None:
             patched.set_attn_implementation("gpukern_paged")
             model.cache.forget()  # each round computes its prompts
             served = Engine(model, max_batch=args.requests, max_step_tokens=512, max_drafts=drafts)
-            requests = [served.submit(Request(prompt, max_tokens=args.tokens)) for prompt in prompts]
+            requests = [
+                served.submit(Request(prompt, max_tokens=args.tokens)) for prompt in prompts
+            ]
             while served.step():
                 pass
             return [request.answer for request in requests]
 
         return run
 
-    settings = {"max_new_tokens": args.tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings = {
+        "max_new_tokens": args.tokens,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
 
     def padded():
         net.set_attn_implementation("sdpa")
@@ -67,7 +81,9 @@ def main() -> None:
 
     def continuous():
         net.set_attn_implementation("sdpa")
-        out = net.generate_batch(prompts, generation_config=GenerationConfig(**settings), progress_bar=False)
+        out = net.generate_batch(
+            prompts, generation_config=GenerationConfig(**settings), progress_bar=False
+        )
         return [list(x.generated_tokens) for x in out.values()]
 
     ways = {
@@ -89,7 +105,10 @@ def main() -> None:
             ways[name]()
             times[name].append(time.perf_counter() - began)
     made = args.requests * args.tokens
-    print(f"{args.requests} requests, prompts of {min(lengths)} to {max(lengths)} tokens, {args.tokens} new ones each")
+    print(
+        f"{args.requests} requests, prompts of {min(lengths)} to {max(lengths)} tokens, "
+        f"{args.tokens} new ones each"
+    )
     print("| way | tokens/s | requests equal to generate's |\n|---|---|---|")
     want = answers.get("transformers generate, one padded batch")
     for name, seconds in times.items():

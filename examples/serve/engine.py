@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A continuous-batching engine over torch_gpukern.PagedKVCache.
 
-Each step runs one packed batch. A sequence that decodes brings its newest token and the tokens drafted behind it; a newcomer
-brings a chunk of its prompt, as long as the step has room. So prompts do not stop the others, and a step's time is bounded.
+Each step runs one packed batch. A sequence that decodes brings its newest token and the tokens
+drafted behind it; a newcomer brings a chunk of its prompt, as long as the step has room. So prompts
+do not stop the others, and a step's time is bounded.
 
-- Pages of equal prefixes are shared: what one request has written, the next one finds by its tokens.
-- When pages run out, the youngest request gives its pages back and waits. Its tokens stay; their keys are computed again, or
-  found by prefix.
-- Drafts are the tokens that followed the same n-gram before. They are checked in one step, and the rejected ones are rolled
-  back with `truncate`. A token is drawn from (seed, position) alone, so a request's answer depends neither on the drafts nor
-  on the other requests, but for the rounding of its logits.
+- Pages of equal prefixes are shared: what one request has written, the next one finds by its
+  tokens.
+- When pages run out, the youngest request gives its pages back and waits. Its tokens stay; their
+  keys are computed again, or found by prefix.
+- Drafts are the tokens that followed the same n-gram before. They are checked in one step, and the
+  rejected ones are rolled back with `truncate`. A token is drawn from (seed, position) alone, so a
+  request's answer depends neither on the drafts nor on the other requests, but for the rounding of
+  its logits.
 
-`submit` and `cancel` may be called from any thread; `step` from one. `start` runs the steps in a thread of its own.
+`submit` and `cancel` may be called from any thread; `step` from one. `start` runs the steps in a
+thread of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +48,8 @@ class Busy(RuntimeError):
 
 
 def integers(name: str, values: Iterable[int]) -> list[int]:
-    """They as ints of our own; what is none must not reach a step, which would fail for every request in it."""
+    """They as ints of our own; what is none must not reach a step, which would fail for every
+    request in it."""
     try:
         return [index(x) for x in values]
     except TypeError:
@@ -58,12 +63,14 @@ class Request:
     Args:
         prompt: token ids, at least one.
         max_tokens: at most so many new tokens.
-        temperature: 0 takes the most likely token, else one is drawn from softmax(logits / temperature).
+        temperature: 0 takes the most likely token, else one is drawn from softmax(logits /
+        temperature).
         top_p: the draw is among the most likely tokens whose probabilities add up to this.
         seed: of the draw.
         stop_ids: tokens that end the answer; they are its last.
-        on_tokens: gets the request, its new tokens, and the reason why it ended or None: "stop", "length", "cancelled" or
-            "error: ...". It is called in the engine's thread and must not wait.
+        on_tokens: gets the request, its new tokens, and the reason why it ended or None: "stop",
+            "length", "cancelled" or "error: ...". It is called in the engine's thread and must not
+            wait.
     """
 
     prompt: Sequence[int]
@@ -120,10 +127,18 @@ class Engine:
     """
 
     def __init__(
-        self, model, *, max_batch: int = 16, max_step_tokens: int = 256, max_drafts: int = 4, max_waiting: int = 1024
+        self,
+        model,
+        *,
+        max_batch: int = 16,
+        max_step_tokens: int = 256,
+        max_drafts: int = 4,
+        max_waiting: int = 1024,
     ) -> None:
         if not 1 <= max_batch <= max_step_tokens:
-            raise ValueError(f"max_batch is {max_batch}; expected 1 to max_step_tokens, {max_step_tokens}")
+            raise ValueError(
+                f"max_batch is {max_batch}; expected 1 to max_step_tokens, {max_step_tokens}"
+            )
         self.model, self.cache = model, model.cache
         self.max_batch, self.max_step_tokens = max_batch, max_step_tokens
         self.max_drafts, self.max_waiting = max_drafts, max_waiting
@@ -163,11 +178,14 @@ class Engine:
         if len(prompt) + request.max_tokens > self.max_length:
             raise Refused(
                 "max_tokens",
-                f"{len(prompt)} tokens of prompt and max_tokens {request.max_tokens} are more than the "
+                f"{len(prompt)} tokens of prompt and max_tokens {request.max_tokens} are more "
+                f"than the "
                 f"{self.max_length} that fit",
             )
         if not 0 <= request.temperature < float("inf"):
-            raise Refused("temperature", f"temperature is {request.temperature}; expected a number from 0 on")
+            raise Refused(
+                "temperature", f"temperature is {request.temperature}; expected a number from 0 on"
+            )
         if not 0 < request.top_p <= 1:
             raise Refused("top_p", f"top_p is {request.top_p}; expected above 0, at most 1")
         with self._work:
@@ -176,7 +194,11 @@ class Engine:
             if len(self.waiting) >= self.max_waiting:
                 raise Busy(f"{self.max_waiting} requests wait already")
             # the caller may change its list while the request runs
-            request.prompt, request.tokens, request.arrived = tuple(prompt), prompt, time.perf_counter()
+            request.prompt, request.tokens, request.arrived = (
+                tuple(prompt),
+                prompt,
+                time.perf_counter(),
+            )
             self.waiting.append(request)
             self._work.notify()
         return request
@@ -222,12 +244,19 @@ class Engine:
             if chunk.ends():
                 first = len(ids) - 1 - len(chunk.draft)
                 rows += range(first, len(ids))
-                settings += [(request, len(request.tokens) + i) for i in range(1 + len(chunk.draft))]
-        before = [chunk.request.tokens[max(chunk.request.cached - 2, 0) : chunk.request.cached] for chunk in chunks]
+                settings += [
+                    (request, len(request.tokens) + i) for i in range(1 + len(chunk.draft))
+                ]
+        before = [
+            chunk.request.tokens[max(chunk.request.cached - 2, 0) : chunk.request.cached]
+            for chunk in chunks
+        ]
         logits = self.model.forward(ids, positions, rows, starts, before)
         picked = pick(logits, settings) if rows else []
         self._take(chunks, picked)
-        self.metrics.step(time.perf_counter() - began, len(ids), self.used_pages / self.cache.num_blocks)
+        self.metrics.step(
+            time.perf_counter() - began, len(ids), self.used_pages / self.cache.num_blocks
+        )
         return True
 
     @property
@@ -255,7 +284,8 @@ class Engine:
             self.metrics.prefix(known, len(request.tokens))
 
     def _plan(self) -> list[Chunk]:
-        """The chunks of the next step, whose pages are reserved. Decoding requests come first, so that each has its token."""
+        """The chunks of the next step, whose pages are reserved. Decoding requests come first, so
+        that each has its token."""
         room = self.max_step_tokens
         chunks = []
         for request in sorted(self.running, key=lambda r: len(r.tokens) - r.cached > 1):
@@ -265,13 +295,17 @@ class Engine:
                 room -= count
         for chunk in chunks:
             request = chunk.request
-            most = min(self.max_drafts, request.drafts, room, request.max_tokens - len(request.answer) - 1)
+            most = min(
+                self.max_drafts, request.drafts, room, request.max_tokens - len(request.answer) - 1
+            )
             if chunk.ends() and most > 0 and request.answer:
                 chunk.draft = request.ngrams.draft(request.tokens, most)
                 room -= len(chunk.draft)
         while chunks:
             try:
-                self.model.begin([c.request.handle for c in chunks], [c.count + len(c.draft) for c in chunks])
+                self.model.begin(
+                    [c.request.handle for c in chunks], [c.count + len(c.draft) for c in chunks]
+                )
                 break
             except OutOfPages:
                 if any(chunk.draft for chunk in chunks):
@@ -284,8 +318,8 @@ class Engine:
         return chunks
 
     def _take(self, chunks: list[Chunk], picked: list[int]) -> None:
-        """Counts what a step has written, and gives each request its new tokens: drafts as far as they were right, and one
-        more."""
+        """Counts what a step has written, and gives each request its new tokens: drafts as far as
+        they were right, and one more."""
         drawn = iter(picked)
         now = time.perf_counter()
         for chunk in chunks:
@@ -373,7 +407,9 @@ class Engine:
                     break
             try:
                 self.step()
-            except Exception as error:  # a step that failed may have written anything for those that ran
+            except (
+                Exception
+            ) as error:  # a step that failed may have written anything for those that ran
                 for request in list(self.running):
                     self._end(request, f"error: {error}", [])
                 self.cache.forget()

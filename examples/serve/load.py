@@ -3,10 +3,11 @@
 
     python examples/serve/load.py --requests 200 --rate 20 --plot latency.png
 
-Requests arrive at random, `rate` a second (0: all at once), with prompts and answers of random lengths; a share of the prompts
-begins alike. Prints tokens per second and the times to the first token and between tokens; the plot has both as
-distributions. A request that is refused or breaks off is counted by its error. Needs nothing but Python; tqdm shows a progress
-bar and matplotlib draws.
+Requests arrive at random, `rate` a second (0: all at once), with prompts and answers of random
+lengths; a share of the prompts begins alike. Prints tokens per second and the times to the first
+token and between tokens; the plot has both as distributions. A request that is refused or breaks
+off is counted by its error. Needs nothing but Python; tqdm shows a progress bar and matplotlib
+draws.
 """
 
 from __future__ import annotations
@@ -82,7 +83,13 @@ def plot(times: Times, path: str) -> None:
     ):
         ordered = sorted(1e3 * x for x in values)
         axis.plot(ordered, [(i + 1) / len(ordered) for i in range(len(ordered))])
-        axis.set(title=title, xlabel="ms", ylabel="share of them that is at most this", xscale="log", ylim=(0, 1))
+        axis.set(
+            title=title,
+            xlabel="ms",
+            ylabel="share of them that is at most this",
+            xscale="log",
+            ylim=(0, 1),
+        )
         axis.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -90,14 +97,20 @@ def plot(times: Times, path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--rate", type=float, default=0.0, help="arrivals a second; 0 is all at once")
+    parser.add_argument(
+        "--rate", type=float, default=0.0, help="arrivals a second; 0 is all at once"
+    )
     parser.add_argument("--prompt", type=int, default=200, help="mean bytes of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="mean tokens of an answer")
-    parser.add_argument("--shared", type=float, default=0.5, help="share of the prompts that begin alike")
+    parser.add_argument(
+        "--shared", type=float, default=0.5, help="share of the prompts that begin alike"
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", default=None, help="where to write the latency plot")

@@ -61,7 +61,10 @@ class Metrics:
             "cache_use": self.cache_use,
             "most_cache_use": self.most_cache_use,
         }
-        for name, times in (("first_token", self.first_token), ("between_tokens", self.between_tokens)):
+        for name, times in (
+            ("first_token", self.first_token),
+            ("between_tokens", self.between_tokens),
+        ):
             times = list(times)
             for q in (50, 90, 99):
                 found[f"{name}_seconds_p{q}"] = float(np.percentile(times, q)) if times else 0.0
@@ -69,5 +72,8 @@ class Metrics:
 
     def text(self) -> str:
         lines = [f"gpukern_{name} {value:.9g}" for name, value in self.numbers().items()]
-        lines += [f'gpukern_finished{{reason="{reason}"}} {n}' for reason, n in sorted(self.finished.items())]
+        lines += [
+            f'gpukern_finished{{reason="{reason}"}} {n}'
+            for reason, n in sorted(self.finished.items())
+        ]
         return "\n".join(lines) + "\n"

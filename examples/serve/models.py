@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Models that the engine runs: one of transformers, or the demo's. Each has a PagedKVCache and runs a packed batch over it.
+"""Models that the engine runs: one of transformers, or the demo's. Each has a PagedKVCache and runs
+a packed batch over it.
 
     begin(handles, counts)                            reserves the pages of a step; OutOfPages where they are too few
     forward(ids, positions, rows, starts, before)     logits [len(rows), vocab] of the rows of the packed tokens
 
-On CUDA a step in which every request has one token is a captured graph, one for each power of two of requests.
+On CUDA a step in which every request has one token is a captured graph, one for each power of two
+of requests.
 """
 
 from __future__ import annotations
@@ -21,10 +23,19 @@ ATTENTION = "gpukern_paged"
 
 
 class Step:
-    """What attention reads in a step: the slots of the new tokens, tables, lengths, where each request's tokens begin."""
+    """What attention reads in a step: the slots of the new tokens, tables, lengths, where each
+    request's tokens begin."""
 
-    def __init__(self, slots: Tensor, table: Tensor, lens: Tensor, starts: Tensor | None, longest: int) -> None:
-        self.slots, self.table, self.lens, self.starts, self.longest = slots, table, lens, starts, longest
+    def __init__(
+        self, slots: Tensor, table: Tensor, lens: Tensor, starts: Tensor | None, longest: int
+    ) -> None:
+        self.slots, self.table, self.lens, self.starts, self.longest = (
+            slots,
+            table,
+            lens,
+            starts,
+            longest,
+        )
 
     def attend(self, cache: PagedKVCache, layer: int, q: Tensor, **rules) -> Tensor:
         """q [T, Hq, D] of tokens whose keys and values are written -> [T, Hq, D]"""
@@ -35,7 +46,9 @@ class Step:
 class Model:
     """What both kinds share. `run` is the network: logits of the wanted rows of packed tokens."""
 
-    def __init__(self, cache: PagedKVCache, vocab: int, max_length: int, captured_batch: int = 0) -> None:
+    def __init__(
+        self, cache: PagedKVCache, vocab: int, max_length: int, captured_batch: int = 0
+    ) -> None:
         self.cache, self.vocab, self.max_length = cache, vocab, max_length
         self.device = cache.k.device
         self.graphs: dict[int, tuple] = {}
@@ -56,15 +69,21 @@ class Model:
         if max(counts) > 1:
             starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(self.device)
         self.graph = None
-        self.step = Step(slots, cache.block_table(handles), cache.seq_lens(handles), starts, max(counts))
+        self.step = Step(
+            slots, cache.block_table(handles), cache.seq_lens(handles), starts, max(counts)
+        )
 
     @torch.inference_mode()
-    def forward(self, ids: list[int], positions: list[int], rows: list[int], starts: list[int], before: list) -> Tensor:
-        """starts[i] is where request i's tokens begin, before[i] its two tokens before these, where it has them."""
+    def forward(
+        self, ids: list[int], positions: list[int], rows: list[int], starts: list[int], before: list
+    ) -> Tensor:
+        """starts[i] is where request i's tokens begin, before[i] its two tokens before these, where
+        it has them."""
         tokens = self.tokens_of(ids, starts, before)
         if self.graph is None:
             tokens, at, wanted = (
-                torch.tensor(x, dtype=torch.int64, device=self.device) for x in (tokens, positions, rows)
+                torch.tensor(x, dtype=torch.int64, device=self.device)
+                for x in (tokens, positions, rows)
             )
             return self.run(tokens, at, wanted)
         _, graph, all_tokens, all_positions, _, logits = self.graph
@@ -74,8 +93,11 @@ class Model:
         return logits[: len(ids)]
 
     def capture(self, size: int) -> tuple:
-        """A graph of a step of `size` requests. Rows behind the batch are inactive: length 0, slot -1."""
-        tokens = torch.tensor(self.tokens_of([0] * size, list(range(size)), [[]] * size), device=self.device)
+        """A graph of a step of `size` requests. Rows behind the batch are inactive: length 0, slot
+        -1."""
+        tokens = torch.tensor(
+            self.tokens_of([0] * size, list(range(size)), [[]] * size), device=self.device
+        )
         positions, rows = (torch.arange(size, device=self.device) for _ in range(2))
         positions.zero_()
         self.step = step = Step(
@@ -89,12 +111,14 @@ class Model:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                self.run(tokens, positions, rows)  # libraries set themselves up outside of the capture
+                # libraries set themselves up outside of the capture
+                self.run(tokens, positions, rows)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 logits = self.run(tokens, positions, rows)
-        return step, graph, tokens, positions, rows, logits  # the graph reads all of them: they stay
+        # the graph reads all of them: they stay
+        return step, graph, tokens, positions, rows, logits
 
     def tokens_of(self, ids: list[int], starts: list[int], before: list) -> list:
         return ids
@@ -104,10 +128,12 @@ class Model:
 
 
 class TransformersModel(Model):
-    """A causal language model of transformers whose attention layers take an attention function and their layer_idx.
+    """A causal language model of transformers whose attention layers take an attention function and
+    their layer_idx.
 
-    Sliding windows and softcap are served. All layers share one cache, so that no page is released. dtype is the cache's, the
-    model's unless given; scales are those of a cache of 8 bits, which the CPU has.
+    Sliding windows and softcap are served. All layers share one cache, so that no page is released.
+    dtype is the cache's, the model's unless given; scales are those of a cache of 8 bits, which the
+    CPU has.
     """
 
     def __init__(
@@ -151,9 +177,16 @@ class TransformersModel(Model):
         return out.logits[0].float()
 
     @staticmethod
-    def _attention(module, query, key, value, attention_mask, served_by, scaling=None, dropout=0.0, **kwargs):
-        """query [1, Hq, T, D], key and value [1, Hkv, T, D] of the packed new tokens; returns [1, T, Hq, D]."""
-        rules = {"scale": scaling, "softcap": kwargs.get("softcap") or 0.0, "sinks": kwargs.get("s_aux")}
+    def _attention(
+        module, query, key, value, attention_mask, served_by, scaling=None, dropout=0.0, **kwargs
+    ):
+        """query [1, Hq, T, D], key and value [1, Hkv, T, D] of the packed new tokens; returns [1,
+        T, Hq, D]."""
+        rules = {
+            "scale": scaling,
+            "softcap": kwargs.get("softcap") or 0.0,
+            "sinks": kwargs.get("s_aux"),
+        }
         if kwargs.get("sliding_window"):
             rules["window_left"] = kwargs["sliding_window"] - 1
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -165,7 +198,9 @@ class TransformersModel(Model):
 class DemoModel(Model):
     """The byte model that `make demo` trains, from its checkpoint."""
 
-    def __init__(self, checkpoint: str, num_blocks: int, block_size: int = 16, device: str = "cpu") -> None:
+    def __init__(
+        self, checkpoint: str, num_blocks: int, block_size: int = 16, device: str = "cpu"
+    ) -> None:
         sys.path.append(str(Path(__file__).resolve().parent.parent / "demo"))
         from model import GPT, Config, GpukernOps
 
@@ -192,7 +227,9 @@ class DemoModel(Model):
     def run(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, at) -> Tensor:
             cache, step = self.cache, self.step
-            q = cache.rope_write(q, k, v, at.cos, at.sin, at.positions, step.slots, layer, **at.norm())
+            q = cache.rope_write(
+                q, k, v, at.cos, at.sin, at.positions, step.slots, layer, **at.norm()
+            )
             return step.attend(cache, layer, q)
 
         return self.net(tokens, positions, self.ops, attend, rotated=False)[rows]
@@ -205,16 +242,25 @@ SIZES = {  # hidden, intermediate, layers, heads, heads_kv, vocabulary
 }
 
 
-def random_llama(size: str, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+def random_llama(
+    size: str, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
+) -> nn.Module:
     """A Llama with random weights: "tiny" and "small" for a CPU, "8b" in the shape of Llama 3 8B."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     hidden, intermediate, layers, heads, heads_kv, vocab = SIZES[size]
     config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=heads_kv, vocab_size=vocab, max_position_embeddings=8192,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads_kv,
+        vocab_size=vocab,
+        max_position_embeddings=8192,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     torch.manual_seed(seed)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # 8b in float32 would take twice the memory for a moment

@@ -15,7 +15,8 @@ def uniform(seed: int, position: int) -> float:
 
 
 def pick(logits: Tensor, settings: list) -> list[int]:
-    """A token for each row of logits [R, vocab]; settings[r] is the request and the position that its token will have."""
+    """A token for each row of logits [R, vocab]; settings[r] is the request and the position that
+    its token will have."""
     best = logits.argmax(-1)
     drawn = [r for r, (request, _) in enumerate(settings) if request.temperature > 0]
     if drawn:
@@ -28,7 +29,11 @@ def pick(logits: Tensor, settings: list) -> list[int]:
                 [uniform(request.seed, position) for request, position in requests],
             )
         )
-        p, order = (logits[drawn].double() / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+        p, order = (
+            (logits[drawn].double() / temperature)
+            .softmax(-1)
+            .sort(dim=-1, descending=True, stable=True)
+        )
         before = p.cumsum(-1) - p
         p = p.where(before < top_p, 0)  # the first is always in
         total = p.cumsum(-1)
@@ -38,15 +43,18 @@ def pick(logits: Tensor, settings: list) -> list[int]:
 
 
 class NGrams:
-    """Where the n-grams of a sequence were last seen, for drafts after prompt lookup (Saxena 2023)."""
+    """Where the n-grams of a sequence were last seen, for drafts after prompt lookup (Saxena
+    2023)."""
 
     def __init__(self, longest: int = 3, shortest: int = 2) -> None:
         self.sizes = range(longest, shortest - 1, -1)
-        self.after: dict[tuple[int, ...], int] = {}  # an n-gram, and where the token after it stands
+        # an n-gram, and where the token after it stands
+        self.after: dict[tuple[int, ...], int] = {}
         self.known = 0
 
     def draft(self, tokens: list[int], most: int) -> list[int]:
-        """At most so many tokens that followed the longest n-gram at the end of tokens, when it was last seen."""
+        """At most so many tokens that followed the longest n-gram at the end of tokens, when it was
+        last seen."""
         for end in range(self.known, len(tokens)):  # n-grams that end before the last token
             for n in self.sizes:
                 if n <= end:

@@ -8,7 +8,8 @@
 
     curl localhost:8000/v1/completions -d '{"prompt": "import os\\n", "max_tokens": 64, "stream": true}'
 
-POST /v1/completions, GET /v1/models, GET /health, GET /metrics (Prometheus). Needs starlette and uvicorn.
+POST /v1/completions, GET /v1/models, GET /health, GET /metrics (Prometheus). Needs starlette and
+uvicorn.
 """
 
 from __future__ import annotations
@@ -35,9 +36,15 @@ from torch_gpukern.nn import patch
 MOST_BYTES = 4 << 20  # of a request's body
 IGNORED = {"model", "user", "stream_options"}
 NEUTRAL = {  # what is not served, and the values that ask for nothing
-    "n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (None, 0, False), "suffix": (None, ""),
-    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": (None, {}),
-}  # fmt: skip
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (None, 0, False),
+    "suffix": (None, ""),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": (None, {}),
+}
 
 
 def refusal(status: int, text: str, parameter: str | None = None) -> JSONResponse:
@@ -51,7 +58,9 @@ def number(body: dict, name: str, default, kinds: tuple) -> float:
     if x is None:
         return default
     if isinstance(x, bool) or not isinstance(x, kinds):
-        raise Refused(name, f"{name} is {x!r:.80}; expected {' or '.join(k.__name__ for k in kinds)}")
+        raise Refused(
+            name, f"{name} is {x!r:.80}; expected {' or '.join(k.__name__ for k in kinds)}"
+        )
     return x
 
 
@@ -59,12 +68,24 @@ def parse(body, tokenizer, stop_ids: frozenset[int]) -> tuple[Request, list[str]
     """A request, its stop strings, and whether its answer is streamed."""
     if not isinstance(body, dict):
         raise Refused("body", f"the body is {type(body).__name__}; expected an object")
-    known = {"prompt", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", *IGNORED, *NEUTRAL}
+    known = {
+        "prompt",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "seed",
+        "stop",
+        "stream",
+        *IGNORED,
+        *NEUTRAL,
+    }
     for name in body:
         if name not in known:
             raise Refused(name, f"{name!r:.80} is not known here")
         if name in NEUTRAL and body[name] is not None and body[name] not in NEUTRAL[name]:
-            raise Refused(name, f"{name} is {body[name]!r:.80}; only {NEUTRAL[name][0]!r} is served")
+            raise Refused(
+                name, f"{name} is {body[name]!r:.80}; only {NEUTRAL[name][0]!r} is served"
+            )
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
@@ -102,7 +123,9 @@ class Answer:
         self.finish: str | None = None
         self.queue: asyncio.Queue = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        request.on_tokens = lambda _, new, finish: loop.call_soon_threadsafe(self.queue.put_nowait, (new, finish))
+        request.on_tokens = lambda _, new, finish: loop.call_soon_threadsafe(
+            self.queue.put_nowait, (new, finish)
+        )
         engine.submit(request)
 
     def __enter__(self) -> Answer:
@@ -124,7 +147,9 @@ class Answer:
                 yield text
 
 
-def application(engine: Engine, tokenizer=None, name: str = "gpukern", stop_ids=frozenset()) -> Starlette:
+def application(
+    engine: Engine, tokenizer=None, name: str = "gpukern", stop_ids=frozenset()
+) -> Starlette:
     """An ASGI application that starts the engine, and closes it when it ends."""
     tokenizer = tokenizer or Bytes()
     began = int(time.time())
@@ -149,14 +174,28 @@ def application(engine: Engine, tokenizer=None, name: str = "gpukern", stop_ids=
             return refusal(400, f"the body is not JSON: {error}")
         except Busy as error:
             return refusal(503, str(error))
-        same = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": began, "model": name}
+        same = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": began,
+            "model": name,
+        }
 
         def choice(text: str) -> dict:
-            return {**same, "choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": answer.finish}]}
+            return {
+                **same,
+                "choices": [
+                    {"index": 0, "text": text, "logprobs": None, "finish_reason": answer.finish}
+                ],
+            }
 
         def usage() -> dict:
             prompt, made = len(request.prompt), answer.tokens
-            return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+            return {
+                "prompt_tokens": prompt,
+                "completion_tokens": made,
+                "total_tokens": prompt + made,
+            }
 
         if stream:
 
@@ -231,23 +270,38 @@ def load(model: str, device: str, dtype: torch.dtype, pages: int):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default=None, help="float32 on a CPU, bfloat16 on a GPU unless said")
+    parser.add_argument(
+        "--dtype", default=None, help="float32 on a CPU, bfloat16 on a GPU unless said"
+    )
     parser.add_argument("--pages", type=int, default=4096, help="pages of 16 tokens in the cache")
     parser.add_argument("--batch", type=int, default=64, help="requests that run at once")
-    parser.add_argument("--step-tokens", type=int, default=512, help="tokens of a step: the longest chunk of a prompt")
-    parser.add_argument("--drafts", type=int, default=4, help="tokens drafted for a request in a step; 0 is none")
+    parser.add_argument(
+        "--step-tokens",
+        type=int,
+        default=512,
+        help="tokens of a step: the longest chunk of a prompt",
+    )
+    parser.add_argument(
+        "--drafts", type=int, default=4, help="tokens drafted for a request in a step; 0 is none"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype or ("float32" if args.device == "cpu" else "bfloat16"))
     model, tokenizer, stop_ids = load(args.model, args.device, dtype, args.pages)
-    engine = Engine(model, max_batch=args.batch, max_step_tokens=args.step_tokens, max_drafts=args.drafts)
+    engine = Engine(
+        model, max_batch=args.batch, max_step_tokens=args.step_tokens, max_drafts=args.drafts
+    )
     app = application(engine, tokenizer, Path(args.model).stem, stop_ids)
     # A signal ends it: new requests are refused at once, running ones have five seconds.
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=5)
+    uvicorn.run(
+        app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=5
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Text from tokens as they come: whole characters only, and nothing that may still become a stop string."""
+"""Text from tokens as they come: whole characters only, and nothing that may still become a stop
+string."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ class Bytes:
 
 
 class Stream:
-    """The text of one answer, part by part. How its tokens come, one by one or several a step, makes no difference.
+    """The text of one answer, part by part. How its tokens come, one by one or several a step,
+    makes no difference.
 
     Args:
         tokenizer: has `decode`.
-        stop: strings that end the text, which is then without them. The one that begins first counts.
+        stop: strings that end the text, which is then without them. The one that begins first
+        counts.
     """
 
     def __init__(self, tokenizer, stop: Sequence[str] = ()) -> None:
@@ -48,8 +51,9 @@ class Stream:
     def _fresh(self, last: bool) -> str:
         """The characters whose bytes are all there and that were not taken yet."""
         text = self.tokenizer.decode(self.tokens[self.first :])
-        # Bytes of an incomplete character decode to U+FFFD. Byte-level tokenizers make one of up to three bytes. Those
-        # that fall back to bytes make one of each byte, whole characters before the incomplete one included.
+        # Bytes of an incomplete character decode to U+FFFD. Byte-level tokenizers make one of up to
+        # three bytes. Those that fall back to bytes make one of each byte, whole characters before
+        # the incomplete one included.
         whole = len(text) if last else len(text.rstrip("\ufffd"))
         fresh = text[self.known : whole]
         self.known = max(self.known, whole)
@@ -58,10 +62,12 @@ class Stream:
         return fresh
 
     def _forget(self, text: str) -> None:
-        """Decodes fewer tokens from now on: some 8, since a word's tokens decode differently without those before."""
+        """Decodes fewer tokens from now on: some 8, since a word's tokens decode differently
+        without those before."""
         for first in range(len(self.tokens) - 8, self.first, -1):
             rest = self.tokenizer.decode(self.tokens[first:])
-            if rest and text.endswith(rest) and not rest.startswith("\ufffd"):  # no character is cut
+            # no character is cut
+            if rest and text.endswith(rest) and not rest.startswith("\ufffd"):
                 self.first, self.known = first, len(rest)
                 return
 
@@ -69,7 +75,13 @@ class Stream:
         text = self.held + fresh
         ends = [at for at in map(text.find, self.stop) if at >= 0]
         # the longest end of the text that may become a stop string
-        open_ = 0 if last else max((n for s in self.stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        open_ = (
+            0
+            if last
+            else max(
+                (n for s in self.stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0
+            )
+        )
         if ends and min(ends) <= len(text) - open_:
             self.stopped, self.held = True, ""
             return text[: min(ends)]

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Figures of learn/claims.md that no other run has: the size of L2, and what pages cost one and the same kernel.
+"""Figures of learn/claims.md that no other run has: the size of L2, and what pages cost one and the
+same kernel.
 
 python learn/benchmarks/bench_claims.py --device cuda [--quick]
 
-The cost of paging: keys and values in pages of 16 that lie in any order, and the same bytes in pages of 256 one behind the other, as a
-dense cache has them; the kernel, the splits and the bytes read are the same.
+The cost of paging: keys and values in pages of 16 that lie in any order, and the same bytes in
+pages of 256 one behind the other, as a dense cache has them; the kernel, the splits and the bytes
+read are the same.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ HEADS_Q, HEADS_KV, HEAD_DIM, PAGE, LARGE = 32, 8, 128, 16, 256
 def exact(q, k, v, table, whole_k, whole_v, in_order, lens):
     """The first sequence in float64."""
     keys, values = (
-        x.flatten(0, 1)[: int(lens[0])].double().repeat_interleave(HEADS_Q // HEADS_KV, 1) for x in (whole_k, whole_v)
+        x.flatten(0, 1)[: int(lens[0])].double().repeat_interleave(HEADS_Q // HEADS_KV, 1)
+        for x in (whole_k, whole_v)
     )
     weights = (torch.einsum("hd,nhd->hn", q[0].double(), keys) / HEAD_DIM**0.5).softmax(-1)
     return torch.einsum("hn,nhd->hd", weights, values)[None]
@@ -34,14 +37,21 @@ def exact(q, k, v, table, whole_k, whole_v, in_order, lens):
 def paging(batch: int, context: int, device: torch.device) -> Case:
     def make():
         q = torch.randn(batch, HEADS_Q, HEAD_DIM, device=device).bfloat16()
-        k, v = (torch.randn(batch * context, HEADS_KV, HEAD_DIM, device=device).bfloat16() for _ in range(2))
+        k, v = (
+            torch.randn(batch * context, HEADS_KV, HEAD_DIM, device=device).bfloat16()
+            for _ in range(2)
+        )
         pages = torch.randperm(batch * context // PAGE, device=device)
         lens = torch.full((batch,), context, dtype=torch.int32, device=device)
         whole = [x.view(-1, LARGE, HEADS_KV, HEAD_DIM) for x in (k, v)]
-        in_order = torch.arange(batch * context // LARGE, device=device, dtype=torch.int32).view(batch, -1)
+        in_order = torch.arange(batch * context // LARGE, device=device, dtype=torch.int32).view(
+            batch, -1
+        )
         parts = []
         for x in (k, v):  # page pages[i] of the caches is the i-th of the tokens
-            cache = torch.empty(batch * context // PAGE, PAGE, HEADS_KV, HEAD_DIM, device=device, dtype=x.dtype)
+            cache = torch.empty(
+                batch * context // PAGE, PAGE, HEADS_KV, HEAD_DIM, device=device, dtype=x.dtype
+            )
             cache[pages] = x.view_as(cache)
             parts.append(cache)
         return q, *parts, pages.int().view(batch, -1), *whole, in_order, lens
@@ -54,7 +64,9 @@ def paging(batch: int, context: int, device: torch.device) -> Case:
         label=f"B{batch} context {context}, pages of {PAGE}",
         dtype="bf16",
         make=make,
-        ours=lambda q, k, v, table, whole_k, whole_v, in_order, lens: torch_gpukern.paged_attn(q, k, v, table, lens),
+        ours=lambda q, k, v, table, whole_k, whole_v, in_order, lens: torch_gpukern.paged_attn(
+            q, k, v, table, lens
+        ),
         peers={f"pages of {LARGE} in order": dense},
         reference=exact,
         compare=lambda out: out[:1],
@@ -72,7 +84,9 @@ def main() -> None:
     run = Run("claims", args, open_device(args.device))
     properties = torch.cuda.get_device_properties(0)
     run.fact("device", "L2", properties.L2_cache_size / 2**20, "MiB")
-    run.fact("device", "shared memory of a block", properties.shared_memory_per_block_optin, "bytes")
+    run.fact(
+        "device", "shared memory of a block", properties.shared_memory_per_block_optin, "bytes"
+    )
     for batch, context in ((1, 16384), (16, 4096), (64, 8192)):
         run.add(paging(batch, context, run.device.device))
     run.finish({})

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The gemm ladder beside torch.matmul (cuBLAS): every rung at 4096 cubed, the last three at 16384 too.
+"""The gemm ladder beside torch.matmul (cuBLAS): every rung at 4096 cubed, the last three at 16384
+too.
 
 python learn/benchmarks/bench_ladder.py --device cuda [--counters FILE LARGE]     measures, and stores beside the predictions
 python learn/benchmarks/bench_ladder.py --stored [--counters FILE LARGE]          draws what is stored again, on any machine
 python learn/benchmarks/bench_ladder.py --metrics                                 prints what a profiler should count
 
-FILE is what it counted in one call of every rung and of torch.matmul, LARGE the same of `ladder.py 16384 11 12 13`:
+FILE is what it counted in one call of every rung and of torch.matmul, LARGE the same of `ladder.py
+16384 11 12 13`:
   ncu --clock-control none --csv --print-units base --kernel-name 'regex:ladder_|gemm|nvjet' \\
-      --metrics $(python learn/benchmarks/bench_ladder.py --metrics) --log-file FILE python learn/benchmarks/ladder.py
-Results go to benchmarks/results/ladder-<device>.json and learn/ladder.png; tools/results.py writes the tables of
-learn/ladder.md from them.
-"""
+      --metrics $(python learn/benchmarks/bench_ladder.py --metrics) --log-file FILE python
+      learn/benchmarks/ladder.py
+Results go to benchmarks/results/ladder-<device>.json and learn/ladder.png; tools/results.py writes
+the tables of learn/ladder.md from them.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -37,8 +40,15 @@ TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
 L1, SHARED = "l1tex__data_pipe_lsu_wavefronts.sum", "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
 CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
 LOADS = "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum"
-INSTRUCTIONS, ISSUE = "smsp__inst_executed.sum", "smsp__issue_active.avg.pct_of_peak_sustained_active"
-L2, MEMORY, CYCLES = "lts__t_sectors_srcunit_tex.sum", "dram__bytes_read.sum", "sm__cycles_elapsed.max"
+INSTRUCTIONS, ISSUE = (
+    "smsp__inst_executed.sum",
+    "smsp__issue_active.avg.pct_of_peak_sustained_active",
+)
+L2, MEMORY, CYCLES = (
+    "lts__t_sectors_srcunit_tex.sum",
+    "dram__bytes_read.sum",
+    "sm__cycles_elapsed.max",
+)
 METRICS = (CYCLES, TENSOR, L1, SHARED, CONFLICTS, LOADS, INSTRUCTIONS, ISSUE, L2, MEMORY)
 # the one counter of a rung that its change was meant to move
 MOVED = {
@@ -59,7 +69,11 @@ MOVED = {
 
 def sample(size: int) -> Tensor:
     """At most 512 places of a dimension, both ends among them."""
-    return torch.linspace(0, size - 1, min(size, 512), device="cuda", dtype=torch.float64).round().long()
+    return (
+        torch.linspace(0, size - 1, min(size, 512), device="cuda", dtype=torch.float64)
+        .round()
+        .long()
+    )
 
 
 def case(rung: ladder.Rung, size: int) -> Case:
@@ -98,9 +112,11 @@ def about(rung: ladder.Rung, size: int) -> dict:
 
 
 def profile(path: Path) -> list[dict]:
-    """What ncu wrote, kernel by kernel in the order of their launches: {"kernel": its name, metric: value, ..}."""
+    """What ncu wrote, kernel by kernel in the order of their launches: {"kernel": its name, metric:
+    value, ..}."""
     lines = [line for line in path.read_text().splitlines() if line.startswith('"')]
-    rows = csv.DictReader([line for i, line in enumerate(lines) if i == 0 or line != lines[0]])  # a head a process
+    # a head a process
+    rows = csv.DictReader([line for i, line in enumerate(lines) if i == 0 or line != lines[0]])
     kernels: dict[tuple, dict] = {}
     for row in rows:
         key = row.get("Process ID", ""), row["ID"]
@@ -111,17 +127,20 @@ def profile(path: Path) -> list[dict]:
 
 
 def counters(path: Path, numbers: Sequence[int]) -> dict[str, dict]:
-    """Kernel by kernel what the profiler counted: rung's number, or cuBLAS -> metric -> value. Kernels come in the order
-    of their launches, one a rung, torch.matmul's last."""
+    """Kernel by kernel what the profiler counted: rung's number, or cuBLAS -> metric -> value.
+    Kernels come in the order of their launches, one a rung, torch.matmul's last."""
     kernels = profile(path)
     names = [*map(str, numbers), "cuBLAS"]
     if len(kernels) != len(names):
-        raise SystemExit(f"{path}: {len(kernels)} kernels; expected one for each of {', '.join(names)}")
+        raise SystemExit(
+            f"{path}: {len(kernels)} kernels; expected one for each of {', '.join(names)}"
+        )
     return dict(zip(names, kernels))
 
 
 def draw(bench: dict, device: str, path: Path) -> None:
-    """Left every rung over a logarithmic scale with cuBLAS beside it, right the ratios of those that come near."""
+    """Left every rung over a logarithmic scale with cuBLAS beside it, right the ratios of those
+    that come near."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -132,25 +151,44 @@ def draw(bench: dict, device: str, path: Path) -> None:
 
     rows = [row for row in bench["rows"] if row["group"] == f"{SIZE} cubed"]
     rungs, places = bench["rungs"], range(len(rows))
-    figure, (all_of_them, near) = plt.subplots(1, 2, figsize=(13, 4.8), width_ratios=(13, 8), layout="constrained")
+    figure, (all_of_them, near) = plt.subplots(
+        1, 2, figsize=(13, 4.8), width_ratios=(13, 8), layout="constrained"
+    )
     rates = [row["rate"] / 1e3 for row in rows]
     cublas = [row["peers"]["torch.matmul"]["rate"] / 1e3 for row in rows]
     all_of_them.bar(places, rates, color=[color(rung["number"]) for rung in rungs], width=0.7)
     predicted = [rung["predicted"] for rung in rungs]
-    all_of_them.plot(places, predicted, "k_", markersize=22, markeredgewidth=1.6, label="predicted, before measuring")
-    all_of_them.step(places, cublas, where="mid", color="#c0392b", linewidth=1.2, label="cuBLAS beside the rung")
+    all_of_them.plot(
+        places,
+        predicted,
+        "k_",
+        markersize=22,
+        markeredgewidth=1.6,
+        label="predicted, before measuring",
+    )
+    all_of_them.step(
+        places, cublas, where="mid", color="#c0392b", linewidth=1.2, label="cuBLAS beside the rung"
+    )
     for i, rate in enumerate(rates):
         text = f"{rate:.3g}"
-        all_of_them.annotate(text, (i, rate), (0, -14), textcoords="offset points", ha="center", fontsize=8)
+        all_of_them.annotate(
+            text, (i, rate), (0, -14), textcoords="offset points", ha="center", fontsize=8
+        )
     all_of_them.set_yscale("log")
     all_of_them.set_ylim(0.2, 1500)
     all_of_them.set_ylabel("TFLOP/s")
     all_of_them.legend(loc=(0.03, 0.72), fontsize=8)
 
     close = [i for i in places if rungs[i]["number"] >= 6]
-    near.bar(range(len(close)), [rows[i]["ratio"] for i in close], color=[color(rungs[i]["number"]) for i in close])
+    near.bar(
+        range(len(close)),
+        [rows[i]["ratio"] for i in close],
+        color=[color(rungs[i]["number"]) for i in close],
+    )
     for at, i in enumerate(close):
-        near.annotate(f"{rows[i]['ratio']:.3f}", (at, rows[i]["ratio"]), ha="center", va="bottom", fontsize=8)
+        near.annotate(
+            f"{rows[i]['ratio']:.3f}", (at, rows[i]["ratio"]), ha="center", va="bottom", fontsize=8
+        )
     near.axhline(1, color="#c0392b", linewidth=1.2)
     near.set_ylim(0, 1.15)
     near.set_ylabel("of cuBLAS's speed, in the same minutes")
@@ -159,7 +197,8 @@ def draw(bench: dict, device: str, path: Path) -> None:
         panel.set_xticks(range(len(members)), labels, fontsize=7.5)
         panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
-        f"bfloat16 {SIZE} cubed on {device}, the {len(rows)} numbered rungs (ladder_sizes.png has those between, too)",
+        f"bfloat16 {SIZE} cubed on {device}, the {len(rows)} numbered rungs (ladder_sizes.png has "
+        f"those between, too)",
         fontsize=10,
     )
     path.parent.mkdir(exist_ok=True)
@@ -168,14 +207,20 @@ def draw(bench: dict, device: str, path: Path) -> None:
 
 
 class LadderRun(Run):
-    """A run whose results stand in a file and a plot of their own: they compare rungs, not releases."""
+    """A run whose results stand in a file and a plot of their own: they compare rungs, not
+    releases."""
 
     rungs: list[dict] = []
     large: list[dict] = []
     counted: dict[str, dict] = {}
 
     def _store(self, groups: list) -> None:
-        slug = "-".join(filter(None, "".join(c if c.isalnum() else "-" for c in self.device.name().lower()).split("-")))
+        slug = "-".join(
+            filter(
+                None,
+                "".join(c if c.isalnum() else "-" for c in self.device.name().lower()).split("-"),
+            )
+        )
         bench = {
             **self.stamp(),
             "rows": [asdict(row) for row in self.rows],
@@ -185,8 +230,12 @@ class LadderRun(Run):
             "large": self.large,
             **self.counted,
         }
-        bench["command"] = re.sub(r"\S+/(?=\w+\.csv)", "", bench["command"])  # where the profile lay says nothing
-        store({"device": self.device.name(), "benches": {"ladder": bench}}, RESULTS / f"ladder-{slug}.json")
+        # where the profile lay says nothing
+        bench["command"] = re.sub(r"\S+/(?=\w+\.csv)", "", bench["command"])
+        store(
+            {"device": self.device.name(), "benches": {"ladder": bench}},
+            RESULTS / f"ladder-{slug}.json",
+        )
 
 
 def store(result: dict, path: Path) -> None:
@@ -206,9 +255,15 @@ def counted(paths: Sequence[Path]) -> dict[str, dict]:
 
 def main() -> None:
     def more(parser) -> None:
-        parser.add_argument("--counters", type=Path, nargs=2, default=[], help="what ncu wrote: FILE LARGE")
-        parser.add_argument("--stored", action="store_true", help="measure nothing, draw the stored results")
-        parser.add_argument("--metrics", action="store_true", help="print the names that ncu should count")
+        parser.add_argument(
+            "--counters", type=Path, nargs=2, default=[], help="what ncu wrote: FILE LARGE"
+        )
+        parser.add_argument(
+            "--stored", action="store_true", help="measure nothing, draw the stored results"
+        )
+        parser.add_argument(
+            "--metrics", action="store_true", help="print the names that ncu should count"
+        )
 
     args = arguments("the gemm ladder", more=more)
     if args.metrics:
@@ -224,7 +279,8 @@ def main() -> None:
         raise SystemExit("bench_ladder: the ladder has CUDA kernels alone: --device cuda")
     run = LadderRun("ladder", args, open_device(args.device))
     run.counted = counted(args.counters)
-    rungs = [rung for rung in ladder.rungs() if rung.after == 0]  # ladder_sizes.py has those between them
+    # ladder_sizes.py has those between them
+    rungs = [rung for rung in ladder.rungs() if rung.after == 0]
     run.rungs = [about(rung, SIZE) for rung in rungs]
     run.large = [about(rungs[number - 1], LARGE) for number in LARGE_RUNGS]
     for rung in rungs:

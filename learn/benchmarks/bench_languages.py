@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The same in other languages, each in a file that is read beside ours: a product by the library, by the ladder's shortest rung,
-by CUTLASS, CuTe DSL and Triton, and a + b by CuTe DSL and Triton; with the lines of code of each.
+"""The same in other languages, each in a file that is read beside ours: a product by the library,
+by the ladder's shortest rung, by CUTLASS, CuTe DSL and Triton, and a + b by CuTe DSL and Triton;
+with the lines of code of each.
 
 python learn/benchmarks/bench_languages.py --device cuda [--quick]
 
-A peer that does not import is left out and named. Of our ops a + b is dropout_add with p = 0. learn/languages.md has the table.
+A peer that does not import is left out and named. Of our ops a + b is dropout_add with p = 0.
+learn/languages.md has the table.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ def rung_18() -> Callable[[Tensor, Tensor], Tensor]:
 
 def gemms(run: Run) -> dict[str, Callable]:
     found = {"torch.matmul": torch.matmul}
-    for name, get in {"rung 18": rung_18, **{n: (lambda m=m: peer(m).gemm) for n, m in GEMMS.items()}}.items():
+    for name, get in {
+        "rung 18": rung_18,
+        **{n: (lambda m=m: peer(m).gemm) for n, m in GEMMS.items()},
+    }.items():
         try:
             found[name] = get()
         except (ImportError, OSError) as error:
@@ -104,7 +109,9 @@ def addition(run: Run) -> Case:
         group="a + b",
         label=f"{LENGTH}",
         dtype="bf16",
-        make=lambda: tuple(torch.randn(LENGTH // 4096, 4096, device=device).bfloat16() for _ in range(2)),
+        make=lambda: tuple(
+            torch.randn(LENGTH // 4096, 4096, device=device).bfloat16() for _ in range(2)
+        ),
         ours=lambda a, b: torch_gpukern.dropout_add(a, b, 0.0, seed),
         peers=others,
         reference=lambda a, b: a.double() + b.double(),

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a profiler counts in one call of every rung of the gemm ladder at 4096 cubed, of torch.matmul beside them, and of every
-access of learn/patterns/banks.cu.
+"""What a profiler counts in one call of every rung of the gemm ladder at 4096 cubed, of
+torch.matmul beside them, and of every access of learn/patterns/banks.cu.
 
 python learn/benchmarks/counters.py                 runs ncu once, half a minute; writes learn/counters.csv
 python learn/benchmarks/counters.py --read FILE     writes it from what ncu wrote (--log) before, on the same machine
 python learn/benchmarks/counters.py --command       prints the command, for a machine where ncu wants other rights
 
-It needs ncu, nvcc (for the example) and the ladder's library. A row is a kernel, a column one of bench_ladder.METRICS; the
-pages that quote a row are learn/ladder.md and learn/claims.md.
+It needs ncu, nvcc (for the example) and the ladder's library. A row is a kernel, a column one of
+bench_ladder.METRICS; the pages that quote a row are learn/ladder.md and learn/claims.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,16 @@ def command(log: Path) -> list[str]:
     numbers = " ".join(str(rung.number) for rung in ladder.rungs())
     script = f"{shlex.quote(sys.executable)} {ROOT / 'benchmarks' / 'ladder.py'} 4096 {numbers} && {BANKS}"
     kernels = "regex:ladder_|gemm|nvjet|read_kernel"
-    ncu = ["ncu", "--clock-control", "none", "--target-processes", "all", "--csv", "--print-units", "base"]
+    ncu = [
+        "ncu",
+        "--clock-control",
+        "none",
+        "--target-processes",
+        "all",
+        "--csv",
+        "--print-units",
+        "base",
+    ]
     ncu += ["--kernel-name", kernels, "--metrics", ",".join(METRICS), "--log-file", str(log)]
     return ["env", "PATTERN_CHECK=1", *ncu, "bash", "-c", script]
 
@@ -56,7 +65,10 @@ def rows(log: Path) -> list[dict]:
         members = [kernel for kernel in kernels if ("read_kernel" in kernel["kernel"]) == read]
         if len(members) != len(names):
             what = [kernel["kernel"] for kernel in members]
-            raise SystemExit(f"{log}: {len(members)} kernels, {what}; expected one for each of {', '.join(names)}")
+            raise SystemExit(
+                f"{log}: {len(members)} kernels, {what}; expected one for each of "
+                f"{', '.join(names)}"
+            )
         found += [{"what": name, **kernel} for name, kernel in zip(names, members)]
     for row in found:
         row["kernel"] = row["kernel"].removeprefix("<unnamed>::")
@@ -65,7 +77,9 @@ def rows(log: Path) -> list[dict]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--log", type=Path, default=Path("ncu.csv"), help="what ncu writes (%(default)s)")
+    parser.add_argument(
+        "--log", type=Path, default=Path("ncu.csv"), help="what ncu writes (%(default)s)"
+    )
     parser.add_argument("--read", type=Path, help="run nothing")
     parser.add_argument("--command", action="store_true", help="print the command and stop")
     parser.add_argument("--out", type=Path, default=OUT)
@@ -85,7 +99,10 @@ def main(argv: list[str]) -> int:
     with args.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*about, "what", "kernel", *METRICS], lineterminator="\n")
         writer.writeheader()
-        writer.writerows({key: f"{x:.12g}" if isinstance(x, float) else x for key, x in row.items()} for row in found)
+        writer.writerows(
+            {key: f"{x:.12g}" if isinstance(x, float) else x for key, x in row.items()}
+            for row in found
+        )
     print(f"{len(found)} kernels: {args.out}")
     return 0
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The gemm ladder from Python: libgpukern_ladder.so, which the build makes beside the tests.
 
-GPUKERN_BUILD_DIR names another build folder. `python learn/benchmarks/ladder.py [SIZE [RUNG ..]]` calls rungs 1 to 13, or those
-named, and torch.matmul once at SIZE cubed, for a profiler or a sanitizer.
+GPUKERN_BUILD_DIR names another build folder. `python learn/benchmarks/ladder.py [SIZE [RUNG ..]]`
+calls rungs 1 to 13, or those named, and torch.matmul once at SIZE cubed, for a profiler or a
+sanitizer.
 """
 
 from __future__ import annotations
@@ -49,9 +50,12 @@ class Rung:
 
 @cache
 def library() -> ctypes.CDLL:
-    """Raises OSError where the library is not built: it needs both CUDA architectures and GPUKERN_BUILD_TESTS."""
+    """Raises OSError where the library is not built: it needs both CUDA architectures and
+    GPUKERN_BUILD_TESTS."""
     if not LIBRARY.exists():
-        raise OSError(f"ladder: {LIBRARY} is not there; `make learn GPUKERN_CUDA=1` makes it where nvcc is")
+        raise OSError(
+            f"ladder: {LIBRARY} is not there; `make learn GPUKERN_CUDA=1` makes it where nvcc is"
+        )
     lib = ctypes.CDLL(str(LIBRARY))
     sizes = 3 * [ctypes.c_int64]
     lib.gk_ladder_rungs.restype = ctypes.POINTER(_Rung)
@@ -59,9 +63,19 @@ def library() -> ctypes.CDLL:
     lib.gk_ladder_workspace_bytes.restype = ctypes.c_size_t
     lib.gk_ladder_workspace_bytes.argtypes = [ctypes.c_int32, *sizes]
     lib.gk_ladder_gemm.restype = ctypes.c_int
-    lib.gk_ladder_gemm.argtypes = [ctypes.c_int32, *(3 * [ctypes.c_void_p]), *sizes, *(2 * [ctypes.c_void_p])]
+    lib.gk_ladder_gemm.argtypes = [
+        ctypes.c_int32,
+        *(3 * [ctypes.c_void_p]),
+        *sizes,
+        *(2 * [ctypes.c_void_p]),
+    ]
     lib.gk_ladder_gemm_f32.restype = ctypes.c_int
-    lib.gk_ladder_gemm_f32.argtypes = [ctypes.c_int32, *(3 * [ctypes.c_void_p]), *sizes, ctypes.c_void_p]
+    lib.gk_ladder_gemm_f32.argtypes = [
+        ctypes.c_int32,
+        *(3 * [ctypes.c_void_p]),
+        *sizes,
+        ctypes.c_void_p,
+    ]
     lib.gk_last_error.restype = ctypes.c_char_p
     return lib
 
@@ -75,20 +89,34 @@ def rungs() -> list[Rung]:
     count = ctypes.c_int32()
     found = library().gk_ladder_rungs(ctypes.byref(count))
     return [
-        Rung(i + 1, r.name.decode(), r.change.decode(), _file(r.source.decode()), r.predicted_tflops, r.after, r.arch)
+        Rung(
+            i + 1,
+            r.name.decode(),
+            r.change.decode(),
+            _file(r.source.decode()),
+            r.predicted_tflops,
+            r.after,
+            r.arch,
+        )
         for i, r in enumerate(found[: count.value])
     ]
 
 
 def gemm(rung: int, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a [M, K] @ b [K, N], bfloat16 (or float32, by the rungs of F32), dense, on torch's current stream."""
+    """a [M, K] @ b [K, N], bfloat16 (or float32, by the rungs of F32), dense, on torch's current
+    stream."""
     dtype = torch.float32 if a.dtype == torch.float32 else torch.bfloat16
     for name, x in (("a", a), ("b", b)) + ((("out", out),) if out is not None else ()):
         if x.dtype != dtype or x.dim() != 2 or not x.is_contiguous():
-            raise ValueError(f"ladder: {name} is {x.dtype} of shape {tuple(x.shape)}; expected a dense {dtype} matrix")
+            raise ValueError(
+                f"ladder: {name} is {x.dtype} of shape {tuple(x.shape)}; expected a dense {dtype} "
+                f"matrix"
+            )
     (m, k), n = a.shape, b.shape[1]
     if b.shape[0] != k or (out is not None and out.shape != (m, n)):
-        raise ValueError(f"ladder: a {tuple(a.shape)}, b {tuple(b.shape)} and out do not fit each other")
+        raise ValueError(
+            f"ladder: a {tuple(a.shape)}, b {tuple(b.shape)} and out do not fit each other"
+        )
     lib = library()
     out = torch.empty(m, n, dtype=a.dtype, device=a.device) if out is None else out
     stream = torch.cuda.current_stream().cuda_stream if a.is_cuda else None

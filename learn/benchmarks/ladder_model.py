@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What each rung of the gemm ladder should reach, from its accesses and a few figures of the device.
+"""What each rung of the gemm ladder should reach, from its accesses and a few figures of the
+device.
 
 python learn/benchmarks/ladder_model.py [SIZE]        prints every rung's limits at SIZE cubed, 4096 unless said
 
-Written before the rungs were measured and kept as it was: where a measurement differs, learn/ladder.md says why. A rung is as
-slow as its slowest unit; what it waits for without any unit being busy is counted only where a name below says so.
+Written before the rungs were measured and kept as it was: where a measurement differs,
+learn/ladder.md says why. A rung is as slow as its slowest unit; what it waits for without any unit
+being busy is counted only where a name below says so.
 
-Rungs 1 to 5, 14 and 15 count clocks of an SM for one warp and one k: of L1 and shared memory, which are one memory with one port, of
-the multiply-adds, and of the instructions issued. The others count microseconds of a tile: its steps of k, each as long as
-its slowest unit, its start and the store of its results.
+Rungs 1 to 5, 14 and 15 count clocks of an SM for one warp and one k: of L1 and shared memory, which
+are one memory with one port, of the multiply-adds, and of the instructions issued. The others count
+microseconds of a tile: its steps of k, each as long as its slowest unit, its start and the store of
+its results.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ def lines(bytes_of_lanes: Iterable[int]) -> int:
 
 
 def wavefronts(bytes_of_lanes: Iterable[int], width: int) -> int:
-    """Clocks of shared memory: the most different 4-byte words that one of the 32 banks must give to the warp."""
+    """Clocks of shared memory: the most different 4-byte words that one of the 32 banks must give
+    to the warp."""
     words = {at // 4 + i for at in bytes_of_lanes for i in range(width // 4)}
     return max(sum(word % 32 == bank for word in words) for bank in range(32))
 
@@ -82,7 +86,9 @@ def coalesced(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
 def shared(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
     """32 of k for a copy of two elements a thread; a is read 4 of k at once."""
     read = wavefronts((lane * 4 for lane in LANES), 4) + wavefronts((0 for _ in LANES), 16) / 4
-    copy = 2 * wavefronts((lane * 4 for lane in LANES), 4) + _l1(device, *(2 * [[lane * 2 for lane in LANES]]))
+    copy = 2 * wavefronts((lane * 4 for lane in LANES), 4) + _l1(
+        device, *(2 * [[lane * 2 for lane in LANES]])
+    )
     return 64, {
         "shared memory": read + copy / 32,
         "multiply-adds": 1 / 4,
@@ -91,8 +97,11 @@ def shared(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
 
 
 def registers(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
-    """16 of k for a copy of 8 + 8 elements a thread, each with a conversion and two instructions of addresses."""
-    read = 8 * wavefronts((lane // 4 * 4 for lane in LANES), 4) + 8 * wavefronts((lane % 4 * 4 for lane in LANES), 4)
+    """16 of k for a copy of 8 + 8 elements a thread, each with a conversion and two instructions of
+    addresses."""
+    read = 8 * wavefronts((lane // 4 * 4 for lane in LANES), 4) + 8 * wavefronts(
+        (lane % 4 * 4 for lane in LANES), 4
+    )
     store_a = wavefronts(((lane % 16 * 128 + lane // 16) * 4 for lane in LANES), 4)
     store_b = wavefronts((lane * 4 for lane in LANES), 4)
     loads = [[lane // 16 * k * 2 + lane % 16 * 2 for lane in LANES], [lane * 2 for lane in LANES]]
@@ -104,11 +113,14 @@ def registers(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
 
 
 def vectorised(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
-    """16 of k for a copy of a chunk of a and one of b a thread; stores to swizzled places (05_vectorised.cu)."""
+    """16 of k for a copy of a chunk of a and one of b a thread; stores to swizzled places
+    (05_vectorised.cu)."""
     read = 2 * wavefronts((lane // 4 * 16 for lane in LANES), 16) + 2 * wavefronts(
         (lane % 4 * 16 for lane in LANES), 16
     )
-    store_a = wavefronts((((lane % 2 * 8 * 128 + lane // 2) ^ lane % 2 * 16) * 4 for lane in LANES), 4)
+    store_a = wavefronts(
+        (((lane % 2 * 8 * 128 + lane // 2) ^ lane % 2 * 16) * 4 for lane in LANES), 4
+    )
     chunks = [lane // 16 * 32 + lane % 16 * 2 for lane in LANES]
     store_b = wavefronts(((chunk ^ chunk >> 3 & 1) * 16 for chunk in chunks), 16)
     loads = [
@@ -125,7 +137,9 @@ def vectorised(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
 def column(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
     """Rung 14. 32 of k for a copy of 4 + 4 elements a thread; a is read 4 of k at once."""
     read = wavefronts((lane * 4 for lane in LANES), 4) + 8 * wavefronts((0 for _ in LANES), 16) / 4
-    copy = 8 * wavefronts((lane * 4 for lane in LANES), 4) + _l1(device, *(8 * [[lane * 2 for lane in LANES]]))
+    copy = 8 * wavefronts((lane * 4 for lane in LANES), 4) + _l1(
+        device, *(8 * [[lane * 2 for lane in LANES]])
+    )
     return 512, {
         "shared memory": read + copy / 32,
         "multiply-adds": 8 / 4,
@@ -136,7 +150,10 @@ def column(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
 def warp_tile(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
     """Rung 15. As rung 5 with 8 x 16 sums a lane, and two chunks of a and two of b a thread."""
     rung_5 = vectorised(k, n, device)[1]
-    a, b = (wavefronts((lane // 4 * 16 for lane in LANES), 16), wavefronts((lane % 4 * 16 for lane in LANES), 16))
+    a, b = (
+        wavefronts((lane // 4 * 16 for lane in LANES), 16),
+        wavefronts((lane % 4 * 16 for lane in LANES), 16),
+    )
     copy = rung_5["shared memory"] - 2 * a - 2 * b
     return 8192, {
         "shared memory": 2 * a + 4 * b + 2 * copy,
@@ -156,7 +173,8 @@ class Tiles:
     bn: int
     bk: int
     blocks: int = 1  # on an SM
-    warp: tuple[int, int] | None = None  # tile of a warp that reads by ldmatrix; None: wgmma reads by itself
+    # tile of a warp that reads by ldmatrix; None: wgmma reads by itself
+    warp: tuple[int, int] | None = None
     alone: bool = False  # a block copies and multiplies alternately
     sharers: int = 1  # blocks that copy one tile of b together
     starts: bool = True  # every tile, not only the first
@@ -181,10 +199,13 @@ RUNGS = {
 
 
 def step_us(t: Tiles, device: Device) -> dict[str, float]:
-    """One step of k of one block, by unit, as if the SM were its own; of `blocks` blocks each takes its share."""
+    """One step of k of one block, by unit, as if the SM were its own; of `blocks` blocks each takes
+    its share."""
     flop = 2 * t.bm * t.bn * t.bk
     copied = (t.bm + t.bn / t.sharers) * t.bk * 2
-    peak, unit = (device.mma_tflops, "mma.sync") if t.warp else (device.wgmma_tflops, "wgmma at 700 W")
+    peak, unit = (
+        (device.mma_tflops, "mma.sync") if t.warp else (device.wgmma_tflops, "wgmma at 700 W")
+    )
     units = {
         unit: flop * device.sms / peak / 1e6,
         "L2": copied * device.sms / device.l2_tbs / 1e6,
@@ -196,7 +217,9 @@ def step_us(t: Tiles, device: Device) -> dict[str, float]:
         units["shared memory"] = (reads + writes) / device.busy_clock_ghz / 1e3
     else:  # 64 rows of a and all of b for each warpgroup, and tma's writes
         reads = t.bm // 64 * (64 + t.bn) * t.bk * 2 / device.bank_bytes
-        units["shared memory"] = (reads + (t.bm + t.bn) * t.bk * 2 / device.bank_bytes) / device.busy_clock_ghz / 1e3
+        units["shared memory"] = (
+            (reads + (t.bm + t.bn) * t.bk * 2 / device.bank_bytes) / device.busy_clock_ghz / 1e3
+        )
     if t.alone:
         units["copy, then multiply"] = (units[unit] + units["L2"] + device.l2_latency_us) / t.blocks
     return units
@@ -207,7 +230,8 @@ def tiles_of(t: Tiles, m: int, n: int, k: int, device: Device) -> Prediction:
     tiles = math.ceil(m / (t.bm * t.sharers)) * math.ceil(n / t.bn)
     waves, steps = math.ceil(tiles / slots), math.ceil(k / t.bk)
     units = step_us(t, device)
-    # what a wave reads of a and b, once from memory: `group` rows of tiles and as many columns as make a wave
+    # what a wave reads of a and b, once from memory: `group` rows of tiles and as many columns as
+    # make a wave
     rows = min(t.group, math.ceil(m / (t.bm * t.sharers)))
     columns = min(slots / rows, math.ceil(n / t.bn))
     rows = slots / columns
@@ -220,14 +244,26 @@ def tiles_of(t: Tiles, m: int, n: int, k: int, device: Device) -> Prediction:
         return 2 * m * n * k / (waves * steps * us * t.blocks + start + store) / 1e6
 
     limiter = max(units, key=units.get)
-    return Prediction(tflops(units[limiter]), limiter, {unit: tflops(us) for unit, us in units.items()})
+    return Prediction(
+        tflops(units[limiter]), limiter, {unit: tflops(us) for unit, us in units.items()}
+    )
 
 
-def predict(rung: int, m: int = 4096, n: int = 4096, k: int = 4096, device: Device = H200) -> Prediction:
+def predict(
+    rung: int, m: int = 4096, n: int = 4096, k: int = 4096, device: Device = H200
+) -> Prediction:
     """TFLOP/s of a rung, and the unit that it waits for."""
     if rung in RUNGS:
         return tiles_of(RUNGS[rung], m, n, k, device)
-    simple = {1: naive, 2: coalesced, 3: shared, 4: registers, 5: vectorised, 14: column, 15: warp_tile}
+    simple = {
+        1: naive,
+        2: coalesced,
+        3: shared,
+        4: registers,
+        5: vectorised,
+        14: column,
+        15: warp_tile,
+    }
     flop, clocks = simple[rung](k, n, device)
     limits = {unit: flop / c * device.sms * device.clock_ghz / 1e3 for unit, c in clocks.items()}
     limiter = min(limits, key=limits.get)
@@ -238,7 +274,9 @@ def main(argv: list[str]) -> int:
     size = int(argv[0]) if argv else 4096
     for rung in range(1, 19):
         found = predict(rung, size, size, size)
-        others = ", ".join(f"{unit} {rate:.3g}" for unit, rate in found.limits.items() if unit != found.limiter)
+        others = ", ".join(
+            f"{unit} {rate:.3g}" for unit, rate in found.limits.items() if unit != found.limiter
+        )
         print(f"{rung:2} {found.tflops:6.3g} TFLOP/s by {found.limiter}; alone {others}")
     return 0
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every rung of the gemm ladder at sizes 64 to 8192, beside torch.matmul (cuBLAS), in one picture; and those without
-tensor cores in float32, too.
+"""Every rung of the gemm ladder at sizes 64 to 8192, beside torch.matmul (cuBLAS), in one picture;
+and those without tensor cores in float32, too.
 
 python learn/benchmarks/ladder_sizes.py [--out FOLDER]      measures; writes ladder_sizes.csv and ladder_sizes.png there (docs/)
 python learn/benchmarks/ladder_sizes.py --stored            draws learn/ladder_sizes.csv again, on any machine
 
-A cell is the median of 15 replays of a CUDA graph of the call (2 ms of calls a graph), so launches do not count; a call over
-20 ms is timed once. Operands are in L2 where they fit. Clocks are not held, so cuBLAS stands in every size's line and ratios
-within a size compare.
-"""
+A cell is the median of 15 replays of a CUDA graph of the call (2 ms of calls a graph), so launches
+do not count; a call over 20 ms is timed once. Operands are in L2 where they fit. Clocks are not
+held, so cuBLAS stands in every size's line and ratios within a size compare.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def in_order(rungs: list[ladder.Rung]) -> list[ladder.Rung]:
 
 
 def median_us(call: Callable[[], object]) -> float:
-    """By the replay of a graph; of a call over 20 ms, beside which its launch is nothing, by one pair of events."""
+    """By the replay of a graph; of a call over 20 ms, beside which its launch is nothing, by one
+    pair of events."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     call()
@@ -49,7 +50,11 @@ def measure() -> list[dict]:
     rows = []
     torch.backends.cuda.matmul.allow_tf32 = False
     for dtype in (torch.bfloat16, torch.float32):
-        rungs = [rung for rung in in_order(ladder.rungs()) if dtype == torch.bfloat16 or rung.number in ladder.F32]
+        rungs = [
+            rung
+            for rung in in_order(ladder.rungs())
+            if dtype == torch.bfloat16 or rung.number in ladder.F32
+        ]
         for size in SIZES:
             a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
             out = torch.empty_like(a)
@@ -78,17 +83,33 @@ def draw(rows: list[dict], path: Path, device: str) -> None:
     colors = plt.get_cmap("tab10")
     for dtype, axes in zip(("bfloat16", "float32"), panels):
         for i, name in enumerate(names):
-            points = [(int(r["size"]), float(r["tflops"])) for r in rows if (r["dtype"], r["rung"]) == (dtype, name)]
-            look = {"color": "black", "linewidth": 2.2} if name == CUBLAS else {"color": colors(i % 10)}
+            points = [
+                (int(r["size"]), float(r["tflops"]))
+                for r in rows
+                if (r["dtype"], r["rung"]) == (dtype, name)
+            ]
+            look = (
+                {"color": "black", "linewidth": 2.2}
+                if name == CUBLAS
+                else {"color": colors(i % 10)}
+            )
             look["marker"] = "os^"[i // 10]  # no two lines have color and marker alike
             look["linestyle"] = "--" if name in between else "-"
             if points:
                 axes.plot(*zip(*points), markersize=4, label=name, **look)
-        axes.set(xscale="log", yscale="log", xlabel="M = N = K", ylabel="TFLOP/s", title=f"{dtype} on {device}")
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlabel="M = N = K",
+            ylabel="TFLOP/s",
+            title=f"{dtype} on {device}",
+        )
         axes.set_xticks(SIZES, [str(size) for size in SIZES])
         axes.minorticks_off()
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=8, reverse=True, loc="lower right", ncols=3 if dtype == "bfloat16" else 2)
+        axes.legend(
+            fontsize=8, reverse=True, loc="lower right", ncols=3 if dtype == "bfloat16" else 2
+        )
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -96,12 +117,16 @@ def draw(rows: list[dict], path: Path, device: str) -> None:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=PAGES)
-    parser.add_argument("--stored", action="store_true", help="measure nothing, draw learn/ladder_sizes.csv")
+    parser.add_argument(
+        "--stored", action="store_true", help="measure nothing, draw learn/ladder_sizes.csv"
+    )
     args = parser.parse_args(argv)
     path = args.out / "ladder_sizes.csv"
     if not args.stored:
         if not torch.cuda.is_available():
-            raise SystemExit("ladder_sizes: torch finds no CUDA device; --stored draws the stored figures")
+            raise SystemExit(
+                "ladder_sizes: torch finds no CUDA device; --stored draws the stored figures"
+            )
         device = torch.cuda.get_device_name()
         rows = [{"device": device, **row} for row in measure()]
         with path.open("w", newline="") as file:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Draws learn/latency.png and learn/attn_ladder.png from the H100's columns of learn/patterns.md and from its saved results.
+"""Draws learn/latency.png and learn/attn_ladder.png from the H100's columns of learn/patterns.md
+and from its saved results.
 
 python learn/benchmarks/pattern_charts.py    needs matplotlib
 """
@@ -34,7 +35,12 @@ def measured(page: str, source: str) -> dict[str, tuple[float, float]]:
 
 
 def bars(
-    names: list[str], values: list[float], predicted: list[float | None], unit: str, title: str, path: Path
+    names: list[str],
+    values: list[float],
+    predicted: list[float | None],
+    unit: str,
+    title: str,
+    path: Path,
 ) -> None:
     import matplotlib
 
@@ -44,12 +50,18 @@ def bars(
     figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
     axes.bar(range(len(names)), values, color="#4269d0", width=0.65)
     marks = [(i, value) for i, value in enumerate(predicted) if value is not None]
-    axes.plot(*zip(*marks), "k_", markersize=24, markeredgewidth=1.6, label="predicted, before measuring")
+    axes.plot(
+        *zip(*marks), "k_", markersize=24, markeredgewidth=1.6, label="predicted, before measuring"
+    )
     for i, value in enumerate(values):
-        axes.annotate(f"{value:.3g}", (i, value), (0, 2), textcoords="offset points", ha="center", fontsize=8)
+        axes.annotate(
+            f"{value:.3g}", (i, value), (0, 2), textcoords="offset points", ha="center", fontsize=8
+        )
     axes.set_yscale("log")
     axes.set_ylabel(unit)
-    axes.set_xticks(range(len(names)), [re.sub(r"[ ,]+", "\n", name, count=1) for name in names], fontsize=8)
+    axes.set_xticks(
+        range(len(names)), [re.sub(r"[ ,]+", "\n", name, count=1) for name in names], fontsize=8
+    )
     axes.set_title(title, fontsize=10)
     axes.legend(fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -71,10 +83,16 @@ def main() -> None:
     )
     rungs = {**measured(page, "attn_ladder"), **measured(page, "attn_mma")}
     rows = json.loads(SAVED.read_text())["benches"]["flash_attn"]["rows"]
-    (row,) = [row for row in rows if (row["group"], row["label"]) == LAST_RUNG and row["dtype"] == "bf16"]
+    (row,) = [
+        row for row in rows if (row["group"], row["label"]) == LAST_RUNG and row["dtype"] == "bf16"
+    ]
     bars(
         [*rungs, "flash_attn", "cuDNN"],
-        [*(got / 1e3 for _, got in rungs.values()), row["rate"] / 1e3, row["peers"]["SDPA cuDNN"]["rate"] / 1e3],
+        [
+            *(got / 1e3 for _, got in rungs.values()),
+            row["rate"] / 1e3,
+            row["peers"]["SDPA cuDNN"]["rate"] / 1e3,
+        ],
         [*(predicted / 1e3 for predicted, _ in rungs.values()), None, None],
         "TFLOP/s",
         "Attention, 16 heads of 4096 queries and keys, head_dim 64, H100",

@@ -1,28 +1,34 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Rung 2, coalesced: rung 1 with neighbouring threads along the columns of out: a modulo and a division change places.
+/* Rung 2, coalesced: rung 1 with neighbouring threads along the columns of out: a modulo and a
+ * division change places.
  *
- * The 32 lanes of a warp now read one element of a, which all of them share, and 64 bytes of one line of b: two lines for
- * 32 multiply-adds instead of 33. Each load still keeps L1 for two clocks, whatever it finds. */
+ * The 32 lanes of a warp now read one element of a, which all of them share, and 64 bytes of one
+ * line of b: two lines for 32 multiply-adds instead of 33. Each load still keeps L1 for two clocks,
+ * whatever it finds. */
 #include "rungs.cuh"
 #include "tiles.h"
 
 namespace {
 
 template <typename T>
-__global__ void __launch_bounds__(LADDER_SQUARE *LADDER_SQUARE) ladder_coalesced_kernel(ProductOf<T> p) {
+__global__ void __launch_bounds__(LADDER_SQUARE *LADDER_SQUARE)
+    ladder_coalesced_kernel(ProductOf<T> p) {
     const int row = blockIdx.y * LADDER_SQUARE + threadIdx.x / LADDER_SQUARE;
     const int col = blockIdx.x * LADDER_SQUARE + threadIdx.x % LADDER_SQUARE;
     if (row >= p.m || col >= p.n) return;
     float sum = 0;
-    for (int k = 0; k < p.k; ++k) sum += to_f32(p.a[(int64_t)row * p.k + k]) * to_f32(p.b[(int64_t)k * p.n + col]);
+    for (int k = 0; k < p.k; ++k)
+        sum += to_f32(p.a[(int64_t)row * p.k + k]) * to_f32(p.b[(int64_t)k * p.n + col]);
     p.out[(int64_t)row * p.n + col] = from_f32<T>(sum);
 }
 
 } // namespace
 
 template <typename T> static gk_status run(const gk_context *ctx, const ProductOf<T> &p) {
-    const dim3 grid((unsigned)gk_ceil_div(p.n, LADDER_SQUARE), (unsigned)gk_ceil_div(p.m, LADDER_SQUARE));
-    return launch<ladder_coalesced_kernel<T>>("gk_ladder_gemm", ctx, grid, LADDER_SQUARE * LADDER_SQUARE, 0, p);
+    const dim3 grid((unsigned)gk_ceil_div(p.n, LADDER_SQUARE),
+                    (unsigned)gk_ceil_div(p.m, LADDER_SQUARE));
+    return launch<ladder_coalesced_kernel<T>>("gk_ladder_gemm", ctx, grid,
+                                              LADDER_SQUARE * LADDER_SQUARE, 0, p);
 }
 
 gk_status ladder_coalesced(const gk_context *ctx, const Product &p) { return run(ctx, p); }

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Rung 3, shared: the block first copies a square of a and one of b to shared memory, as floats, then every thread takes 32
- * products from there.
+/* Rung 3, shared: the block first copies a square of a and one of b to shared memory, as floats,
+ * then every thread takes 32 products from there.
  *
- * An element of a is read from global memory once for 32 columns instead of once for each, and converted once. Shared
- * memory hands out 128 bytes a clock: a row of b is one, and 16 bytes of a, which all lanes share, are one for 4 of k. */
+ * An element of a is read from global memory once for 32 columns instead of once for each, and
+ * converted once. Shared memory hands out 128 bytes a clock: a row of b is one, and 16 bytes of a,
+ * which all lanes share, are one for 4 of k. */
 #include "rungs.cuh"
 #include "tiles.h"
 
@@ -11,7 +12,8 @@ namespace {
 
 constexpr int SQUARE = LADDER_SQUARE;
 
-template <typename T> __global__ void __launch_bounds__(SQUARE *SQUARE) ladder_shared_kernel(ProductOf<T> p) {
+template <typename T>
+__global__ void __launch_bounds__(SQUARE *SQUARE) ladder_shared_kernel(ProductOf<T> p) {
     __shared__ __align__(16) float a_s[SQUARE][SQUARE], b_s[SQUARE][SQUARE];
     const int x = threadIdx.x % SQUARE, y = threadIdx.x / SQUARE;
     const int row = blockIdx.y * SQUARE + y, col = blockIdx.x * SQUARE + x;

@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Rung 4, registers: a thread sums 8 x 8 elements of out, so that 16 values from shared memory serve 64 multiply-adds.
+/* Rung 4, registers: a thread sums 8 x 8 elements of out, so that 16 values from shared memory
+ * serve 64 multiply-adds.
  *
- * Block: 128 x 128 of out, 8 warps of 64 x 32; a lane's 8 rows are 8 apart, its 8 columns 4 apart, so that each read of a
- * warp is of neighbours that fall into different banks.
+ * Block: 128 x 128 of out, 8 warps of 64 x 32; a lane's 8 rows are 8 apart, its 8 columns 4 apart,
+ * so that each read of a warp is of neighbours that fall into different banks.
  * Shared memory: a_s [16 k][128 m], since lanes read along m, and b_s [16 k][128 n], floats.
  *
- * What it does not do yet: an element of a comes along k and goes to shared memory along m. The 16 lanes that hold one row's
- * 16 elements store them 128 floats apart, into one bank: 16 passes each. Every value moves by an instruction of its own. */
+ * What it does not do yet: an element of a comes along k and goes to shared memory along m. The 16
+ * lanes that hold one row's 16 elements store them 128 floats apart, into one bank: 16 passes each.
+ * Every value moves by an instruction of its own. */
 #include "cuda/layout/banks.cuh"
 #include "rungs.cuh"
 #include "tiles.h"
@@ -23,7 +25,8 @@ constexpr GK_HD int store_ways_a() {
 }
 static_assert(store_ways_a() == 16, "the conflict that the next rung is rid of");
 
-template <typename T> __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_registers_kernel(ProductOf<T> p) {
+template <typename T>
+__global__ void __launch_bounds__(Tile::THREADS, 2) ladder_registers_kernel(ProductOf<T> p) {
     __shared__ float a_s[BK][BM], b_s[BK][BN];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int64_t row0 = (int64_t)blockIdx.y * BM, col0 = (int64_t)blockIdx.x * BN;
@@ -33,19 +36,25 @@ template <typename T> __global__ void __launch_bounds__(Tile::THREADS, 2) ladder
 #pragma unroll
         for (int i = 0; i < BM * BK / Tile::THREADS; ++i) {
             const int m = thread / BK + i * (Tile::THREADS / BK), kk = thread % BK;
-            a_s[kk][m] = row0 + m < p.m && k + kk < p.k ? to_f32(p.a[(row0 + m) * p.k + k + kk]) : 0;
+            a_s[kk][m] =
+                row0 + m < p.m && k + kk < p.k ? to_f32(p.a[(row0 + m) * p.k + k + kk]) : 0;
         }
 #pragma unroll
         for (int i = 0; i < BK * BN / Tile::THREADS; ++i) {
             const int kk = thread / BN + i * (Tile::THREADS / BN), n = thread % BN;
-            b_s[kk][n] = k + kk < p.k && col0 + n < p.n ? to_f32(p.b[(int64_t)(k + kk) * p.n + col0 + n]) : 0;
+            b_s[kk][n] = k + kk < p.k && col0 + n < p.n
+                             ? to_f32(p.b[(int64_t)(k + kk) * p.n + col0 + n])
+                             : 0;
         }
         __syncthreads(); /* the tiles are there */
 #pragma unroll
         for (int kk = 0; kk < BK; ++kk) {
             float a[EACH], b[EACH];
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) a[i] = a_s[kk][m0 + 8 * i], b[i] = b_s[kk][n0 + 4 * i];
+            for (int i = 0; i < EACH; ++i) {
+                a[i] = a_s[kk][m0 + 8 * i];
+                b[i] = b_s[kk][n0 + 4 * i];
+            }
 #pragma unroll
             for (int i = 0; i < EACH; ++i)
 #pragma unroll

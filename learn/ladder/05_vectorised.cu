@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Rung 5, vectorised: rung 4 with 16 bytes an instruction wherever bytes move: 8 elements from global memory, 4 floats to and
- * from shared memory, 4 results; and without a bank conflict.
+/* Rung 5, vectorised: rung 4 with 16 bytes an instruction wherever bytes move: 8 elements from
+ * global memory, 4 floats to and from shared memory, 4 results; and without a bank conflict.
  *
  * Shared memory as in rung 4, with two swizzles of the float's number:
  *   a_s [16 k][128 m]   a warp stores 16 rows of a at a time, k and k + 8 of each: what has k 8 to 15 lies 16 columns off, in
  *                       the 16 banks that k 0 to 7 leave free
  *   b_s [16 k][128 n]   a lane stores 32 bytes in two goes, in which lanes 4 apart would meet: in every second 128 bytes the two
  *                       halves of each 32 change places
- * A lane's rows are two runs of 4, 32 apart, its columns two runs of 4, 16 apart: one read of 16 bytes each. */
+ * A lane's rows are two runs of 4, 32 apart, its columns two runs of 4, 16 apart: one read of 16
+ * bytes each. */
 #include "cuda/ptx/regs.cuh"
 #include "cuda/layout/banks.cuh"
 #include "rungs.cuh"
@@ -17,13 +18,17 @@ namespace {
 
 typedef LadderRegisters Tile;
 constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, EACH = Tile::EACH;
-static_assert(BM * BK == Tile::THREADS * 8 && BK * BN == Tile::THREADS * 8, "a chunk of 8 elements a thread");
+static_assert(BM * BK == Tile::THREADS * 8 && BK * BN == Tile::THREADS * 8,
+              "a chunk of 8 elements a thread");
 
 /* where element (k, m) of a and (k, n) of b lie, in floats */
 constexpr GK_HD int a_at(int k, int m) { return swizzle<1, 4, 6>::apply(k * BM + m); }
-constexpr GK_HD int b_at(int k, int n) { return swizzle<1, 0, 3>::apply((k * BN + n) / 4) * 4 + n % 4; }
+constexpr GK_HD int b_at(int k, int n) {
+    return swizzle<1, 0, 3>::apply((k * BN + n) / 4) * 4 + n % 4;
+}
 
-/* the conflicts of: a's stores, b's stores (either half), reads of a and of b, by the lanes of any warp */
+/* the conflicts of: a's stores, b's stores (either half), reads of a and of b, by the lanes of any
+ * warp */
 constexpr GK_HD int worst_ways() {
     int most = 0;
     for (int warp = 0; warp < 8; ++warp)
@@ -36,19 +41,22 @@ constexpr GK_HD int worst_ways() {
                 read_a[lane] = a_at(2 * i, warp % 2 * Tile::WM + lane / 4 * 4) * 4;
                 read_b[lane] = b_at(2 * i, warp / 2 * Tile::WN + lane % 4 * 4) * 4;
             }
-            const int found[] = {ways(store_a, 4), ways(store_b, 16), ways(read_a, 16), ways(read_b, 16)};
+            const int found[] = {ways(store_a, 4), ways(store_b, 16), ways(read_a, 16),
+                                 ways(read_b, 16)};
             for (int x : found) most = x > most ? x : most;
         }
     return most;
 }
 static_assert(worst_ways() == 1, "no access of shared memory meets a bank conflict");
 
-/* a thread's accesses are constants away from its first: 8 of k, a's 32 rows and b's 16 columns change no swizzled bit */
+/* a thread's accesses are constants away from its first: 8 of k, a's 32 rows and b's 16 columns
+ * change no swizzled bit */
 constexpr GK_HD bool steps_are_constant() {
     bool good = true;
     for (int k = 0; k < BK; ++k)
         for (int x = 0; x < 128; x += 4) {
-            good = good && a_at(k, x) == a_at(k / 8 * 8, x) + k % 8 * BM && b_at(k, x) == b_at(0, x) + k * BN;
+            good = good && a_at(k, x) == a_at(k / 8 * 8, x) + k % 8 * BM &&
+                   b_at(k, x) == b_at(0, x) + k * BN;
             if (x % 64 < 32) good = good && a_at(k, x + 32) == a_at(k, x) + 32;
             if (x % 32 < 16) good = good && b_at(k, x + 16) == b_at(k, x) + 16;
         }
@@ -56,15 +64,18 @@ constexpr GK_HD bool steps_are_constant() {
 }
 static_assert(steps_are_constant(), "what the loop relies on");
 
-template <typename T> __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_vectorised_kernel(ProductOf<T> p) {
+template <typename T>
+__global__ void __launch_bounds__(Tile::THREADS, 2) ladder_vectorised_kernel(ProductOf<T> p) {
     __shared__ __align__(16) float a_s[BK * BM], b_s[BK * BN];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int64_t row0 = (int64_t)blockIdx.y * BM, col0 = (int64_t)blockIdx.x * BN;
     const int m0 = warp % 2 * Tile::WM + lane / 4 * 4, n0 = warp / 2 * Tile::WN + lane % 4 * 4;
-    const int a_m = thread / 2, a_k = thread % 2 * 8, b_k = thread / 16, b_n = thread % 16 * 8; /* its chunks */
+    /* its chunks */
+    const int a_m = thread / 2, a_k = thread % 2 * 8, b_k = thread / 16, b_n = thread % 16 * 8;
     const T *a_g = p.a + (row0 + a_m) * p.k + a_k, *b_g = p.b + (int64_t)b_k * p.n + col0 + b_n;
     float *const a_to = a_s + a_at(a_k, a_m);
-    const float *const a_from[2] = {a_s + a_at(0, m0), a_s + a_at(8, m0)}, *const b_from = b_s + b_at(0, n0);
+    const float *const a_from[2] = {a_s + a_at(0, m0), a_s + a_at(8, m0)}, *const b_from =
+                                                                               b_s + b_at(0, n0);
     float sum[EACH][EACH] = {};
     for (int k = 0; k < p.k; k += BK) {
         float v[8];

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Rung 6, mma: the tensor cores. A warp's mma.sync multiplies 16 x 16 by 16 x 8 elements; its operands stay bfloat16.
+/* Rung 6, mma: the tensor cores. A warp's mma.sync multiplies 16 x 16 by 16 x 8 elements; its
+ * operands stay bfloat16.
  *
  * Block: 128 x 128 of out, 4 warps of 64 x 64.
- * Shared memory: one stage, a [128 m][64 k] and b [64 k][128 n], swizzled (smem_tile). cp.async fills it without registers in
- * between; ldmatrix takes four 8 x 8 matrices out of it at once, transposing b's on the way.
+ * Shared memory: one stage, a [128 m][64 k] and b [64 k][128 n], swizzled (smem_tile). cp.async
+ * fills it without registers in between; ldmatrix takes four 8 x 8 matrices out of it at once,
+ * transposing b's on the way.
  *
  *   block 1   copy .... | products |            copy .... | products
  *   block 2             | copy .... | products |           copy ....      two on an SM hide half of each other's waits
@@ -26,13 +28,15 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_mma_kernel(Product p)
     const int64_t row0 = (int64_t)blockIdx.y * BM, col0 = (int64_t)blockIdx.x * BN;
     const int warp_m = warp % 2 * Tile::WM, warp_n = warp / 2 * Tile::WN;
     const smem_addr a_s = cvta_to_shared(smem), b_s = a_s + A::bytes;
-    const smem_addr a_at = frag_a_base<A>(a_s, lane, warp_m, 0), b_at = frag_b_trans_base<B>(b_s, lane, 0, warp_n / 8);
+    const smem_addr a_at = frag_a_base<A>(a_s, lane, warp_m, 0),
+                    b_at = frag_b_trans_base<B>(b_s, lane, 0, warp_n / 8);
     float sum[MT][2 * NT][4] = {};
     for (int k = 0; k < p.k; k += BK) {
         const int k_valid = min(BK, p.k - k), rows = (int)min((int64_t)BM, p.m - row0),
                   cols = (int)min((int64_t)BN, p.n - col0);
         copy_tile_async<A, Tile::THREADS>(a_s, p.a + row0 * p.k + k, p.k, rows, k_valid, thread);
-        copy_tile_async<B, Tile::THREADS>(b_s, p.b + (int64_t)k * p.n + col0, p.n, k_valid, cols, thread);
+        copy_tile_async<B, Tile::THREADS>(b_s, p.b + (int64_t)k * p.n + col0, p.n, k_valid, cols,
+                                          thread);
         cp_async_commit_group();
         cp_async_wait_group<0>();
         __syncthreads(); /* all threads' copies are there */
@@ -42,7 +46,8 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_mma_kernel(Product p)
 #pragma unroll
             for (int i = 0; i < MT; ++i) load_frag_a(a[i], A::down(A::along(a_at, 2 * kk), 16 * i));
 #pragma unroll
-            for (int j = 0; j < NT; ++j) load_frag_b_trans(b[j], B::along(B::down(b_at, 16 * kk), 2 * j));
+            for (int j = 0; j < NT; ++j)
+                load_frag_b_trans(b[j], B::along(B::down(b_at, 16 * kk), 2 * j));
 #pragma unroll
             for (int i = 0; i < MT; ++i)
 #pragma unroll
@@ -62,7 +67,8 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_mma_kernel(Product p)
                 const int64_t row = row0 + warp_m + i * 16 + frag_row(lane, r),
                               col = col0 + warp_n + j * 8 + frag_col(lane, r);
                 if (row < p.m && col < p.n)
-                    *(uint32_t *)(p.out + row * p.n + col) = pack2<bf16>(sum[i][j][r], sum[i][j][r + 1]);
+                    *(uint32_t *)(p.out + row * p.n + col) =
+                        pack2<bf16>(sum[i][j][r], sum[i][j][r + 1]);
             }
 }
 

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Rung 8, wgmma: Hopper's tensor cores read both operands from shared memory themselves, and tma fills it.
+/* Rung 8, wgmma: Hopper's tensor cores read both operands from shared memory themselves, and tma
+ * fills it.
  *
- * A wgmma multiplies 64 x 16 by 16 x 256 for a warpgroup of 128 threads and runs in the background; no thread spends an
- * instruction on fragments or addresses. tma copies a box of a matrix for one instruction of one thread, swizzled as wgmma
- * wants it, and puts zeros where the matrix ends.
+ * A wgmma multiplies 64 x 16 by 16 x 256 for a warpgroup of 128 threads and runs in the background;
+ * no thread spends an instruction on fragments or addresses. tma copies a box of a matrix for one
+ * instruction of one thread, swizzled as wgmma wants it, and puts zeros where the matrix ends.
  *
- * Block: one tile 128 x 256 of out. Warpgroups 0 and 1 multiply, 64 x 256 each; of warpgroup 2 one thread copies.
- * Ring of 4 stages (tma_ring.cuh), a step of products always under way:
+ * Block: one tile 128 x 256 of out. Warpgroups 0 and 1 multiply, 64 x 256 each; of warpgroup 2 one
+ * thread copies. Ring of 4 stages (tma_ring.cuh), a step of products always under way:
  *   copies     k0 k1 k2 k3 | k4 ..         waits for an empty stage
  *   products   | 0 .. 1 .. 2 ..            waits for a full one; releases stage j - 1 when step j is issued and j - 1 done
  */
@@ -17,11 +18,14 @@ namespace {
 typedef HopperSmem S;
 typedef LadderWgmma Tile;
 
-__global__ void __launch_bounds__(Tile::THREADS, 1) ladder_wgmma_kernel(const __grid_constant__ HopperParams x) {
+__global__ void __launch_bounds__(Tile::THREADS, 1)
+    ladder_wgmma_kernel(const __grid_constant__ HopperParams x) {
     extern __shared__ __align__(1024) unsigned char smem[];
-    const smem_addr ring_s = (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
+    const smem_addr ring_s =
+        (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
     tma_ring<Tile::STAGES> ring(ring_s + S::RING);
-    const int warpgroup = threadIdx.x / Tile::WARPGROUP, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int warpgroup = threadIdx.x / Tile::WARPGROUP, warp = threadIdx.x / 32 % 4,
+              lane = threadIdx.x % 32;
     const int row = blockIdx.x / x.tiles_n * Tile::BM, col = blockIdx.x % x.tiles_n * Tile::BN;
     const int steps = (x.p.k + Tile::BK - 1) / Tile::BK;
     if (threadIdx.x == 0) {
@@ -56,7 +60,8 @@ __global__ void __launch_bounds__(Tile::THREADS, 1) ladder_wgmma_kernel(const __
         wgmma_fence(); /* the first step's sums are registers that other code may have used */
 #pragma unroll
         for (int kk = 0; kk < Tile::BK / 16; ++kk) {
-            const uint64_t a = S::A::descriptor(a_s + S::A::offset(warpgroup * 64) + kk * S::A::step_bytes),
+            const uint64_t a = S::A::descriptor(a_s + S::A::offset(warpgroup * 64) +
+                                                kk * S::A::step_bytes),
                            b = S::B::descriptor(b_s + kk * S::B::step_bytes);
             wgmma_ss<bf16, Tile::BN, 0, 1>(sum[0], a, b, k + kk > 0);
         }
@@ -76,6 +81,6 @@ gk_status ladder_wgmma(const gk_context *ctx, const Product &p) {
     HopperParams x;
     const gk_status status = hopper_params(p, Tile::BM, 1, &x);
     if (status != GK_OK) return status;
-    return launch<ladder_wgmma_kernel>("gk_ladder_gemm", ctx, dim3(x.tiles_m * x.tiles_n), Tile::THREADS, S::bytes(0),
-                                       x);
+    return launch<ladder_wgmma_kernel>("gk_ladder_gemm", ctx, dim3(x.tiles_m * x.tiles_n),
+                                       Tile::THREADS, S::bytes(0), x);
 }

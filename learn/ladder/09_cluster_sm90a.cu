@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Rung 9, cluster: rung 8 in pairs of blocks, one tile below the other, that share what they read of b.
+/* Rung 9, cluster: rung 8 in pairs of blocks, one tile below the other, that share what they read
+ * of b.
  *
- * Both tiles need the same 64 k x 256 n of b. Each block asks L2 for half of it and has tma put that half into both
- * blocks' shared memory (multicast): 32 KiB a step and block from L2 instead of 48.
+ * Both tiles need the same 64 k x 256 n of b. Each block asks L2 for half of it and has tma put
+ * that half into both blocks' shared memory (multicast): 32 KiB a step and block from L2 instead of
+ * 48.
  *
- * What that changes in the ring: full[s] counts bytes that either block's copies bring; empty[s] counts the consumers of both
- * blocks, since this block's copy overwrites the stage in both. So a consumer tells both, and no block may leave while the
- * other can still write to it or tell it something. */
+ * What that changes in the ring: full[s] counts bytes that either block's copies bring; empty[s]
+ * counts the consumers of both blocks, since this block's copy overwrites the stage in both. So a
+ * consumer tells both, and no block may leave while the other can still write to it or tell it
+ * something. */
 #include "cuda/ptx/cluster.cuh"
 #include "hopper.cuh"
 
@@ -19,9 +22,11 @@ constexpr int PAIR = 2, SHARE = Tile::BN / PAIR; /* columns of b that a block co
 __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(Tile::THREADS, 1)
     ladder_cluster_kernel(const __grid_constant__ HopperParams x) {
     extern __shared__ __align__(1024) unsigned char smem[];
-    const smem_addr ring_s = (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
+    const smem_addr ring_s =
+        (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
     tma_ring<Tile::STAGES> ring(ring_s + S::RING);
-    const int warpgroup = threadIdx.x / Tile::WARPGROUP, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int warpgroup = threadIdx.x / Tile::WARPGROUP, warp = threadIdx.x / 32 % 4,
+              lane = threadIdx.x % 32;
     const int rank = (int)cluster_ctarank(), tile = blockIdx.x / PAIR;
     const int row = (tile / x.tiles_n * PAIR + rank) * Tile::BM, col = tile % x.tiles_n * Tile::BN;
     const int steps = (x.p.k + Tile::BK - 1) / Tile::BK;
@@ -29,7 +34,8 @@ __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(Tile::THREADS, 1)
         ring.init(Tile::WGS * PAIR);
         fence_mbarrier_init();
     }
-    barrier_cluster(); /* the barriers are there before the other block's copies or arrivals reach them */
+    /* the barriers are there before the other block's copies or arrivals reach them */
+    barrier_cluster();
 
     if (warpgroup == Tile::WGS) {
         /* ---- copies ---- */
@@ -42,11 +48,15 @@ __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(Tile::THREADS, 1)
 #pragma unroll
                 for (int i = 0; i < SHARE; i += 64) {
                     const int n = rank * SHARE + i;
-                    tma_load_5d_multicast(b_s + S::B::offset(n), &x.b, {{col + n, k * Tile::BK}}, ring.full(), 3);
+                    tma_load_5d_multicast(b_s + S::B::offset(n), &x.b, {{col + n, k * Tile::BK}},
+                                          ring.full(), 3);
                 }
                 ring.advance();
             }
-            for (int s = 0; s < Tile::STAGES; ++s) ring.wait_empty(), ring.advance(); /* the last arrivals have come */
+            for (int s = 0; s < Tile::STAGES; ++s) {
+                ring.wait_empty();
+                ring.advance();
+            } /* the last arrivals have come */
         }
     } else {
         /* ---- products ---- */
@@ -60,7 +70,8 @@ __global__ void __cluster_dims__(PAIR, 1, 1) __launch_bounds__(Tile::THREADS, 1)
             wgmma_fence(); /* the first step's sums are registers that other code may have used */
 #pragma unroll
             for (int kk = 0; kk < Tile::BK / 16; ++kk) {
-                const uint64_t a = S::A::descriptor(a_s + S::A::offset(warpgroup * 64) + kk * S::A::step_bytes),
+                const uint64_t a = S::A::descriptor(a_s + S::A::offset(warpgroup * 64) +
+                                                    kk * S::A::step_bytes),
                                b = S::B::descriptor(b_s + kk * S::B::step_bytes);
                 wgmma_ss<bf16, Tile::BN, 0, 1>(sum[0], a, b, k + kk > 0);
             }
@@ -84,6 +95,6 @@ gk_status ladder_cluster(const gk_context *ctx, const Product &p) {
     HopperParams x;
     const gk_status status = hopper_params(p, Tile::BM * PAIR, 1, &x);
     if (status != GK_OK) return status;
-    return launch<ladder_cluster_kernel>("gk_ladder_gemm", ctx, dim3(x.tiles_m * x.tiles_n * PAIR), Tile::THREADS,
-                                         S::bytes(0), x);
+    return launch<ladder_cluster_kernel>("gk_ladder_gemm", ctx, dim3(x.tiles_m * x.tiles_n * PAIR),
+                                         Tile::THREADS, S::bytes(0), x);
 }

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Rung 14, column, between 3 and 4: a thread sums 8 elements of one column of out, a tile of one dimension.
+/* Rung 14, column, between 3 and 4: a thread sums 8 elements of one column of out, a tile of one
+ * dimension.
  *
  * Block: 64 x 64 of out, 512 threads; a warp has 8 rows and 32 columns, a lane one of the columns.
- * Shared memory: a_s [64 m][32 k], b_s [32 k][64 n], floats. One value of b serves 8 multiply-adds; a's values are the same for
- * all lanes and come 4 of k at once. So 3 reads for 8 multiply-adds, where rung 3 needs 1.25 for 1. */
+ * Shared memory: a_s [64 m][32 k], b_s [32 k][64 n], floats. One value of b serves 8 multiply-adds;
+ * a's values are the same for all lanes and come 4 of k at once. So 3 reads for 8 multiply-adds,
+ * where rung 3 needs 1.25 for 1. */
 #include "rungs.cuh"
 #include "tiles.h"
 
@@ -13,7 +15,8 @@ typedef LadderColumn Tile;
 constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, EACH = Tile::EACH;
 static_assert(BM / EACH * BN == Tile::THREADS, "a thread has a column of 8");
 
-template <typename T> __global__ void __launch_bounds__(Tile::THREADS) ladder_column_kernel(ProductOf<T> p) {
+template <typename T>
+__global__ void __launch_bounds__(Tile::THREADS) ladder_column_kernel(ProductOf<T> p) {
     __shared__ __align__(16) float a_s[BM][BK], b_s[BK][BN];
     const int thread = threadIdx.x, n = thread % BN, m0 = thread / BN * EACH;
     const int64_t row0 = (int64_t)blockIdx.y * BM, col0 = (int64_t)blockIdx.x * BN;
@@ -22,12 +25,15 @@ template <typename T> __global__ void __launch_bounds__(Tile::THREADS) ladder_co
 #pragma unroll
         for (int i = 0; i < BM * BK / Tile::THREADS; ++i) {
             const int at = thread + i * Tile::THREADS, m = at / BK, kk = at % BK;
-            a_s[m][kk] = row0 + m < p.m && k + kk < p.k ? to_f32(p.a[(row0 + m) * p.k + k + kk]) : 0;
+            a_s[m][kk] =
+                row0 + m < p.m && k + kk < p.k ? to_f32(p.a[(row0 + m) * p.k + k + kk]) : 0;
         }
 #pragma unroll
         for (int i = 0; i < BK * BN / Tile::THREADS; ++i) {
             const int at = thread + i * Tile::THREADS, kk = at / BN, col = at % BN;
-            b_s[kk][col] = k + kk < p.k && col0 + col < p.n ? to_f32(p.b[(int64_t)(k + kk) * p.n + col0 + col]) : 0;
+            b_s[kk][col] = k + kk < p.k && col0 + col < p.n
+                               ? to_f32(p.b[(int64_t)(k + kk) * p.n + col0 + col])
+                               : 0;
         }
         __syncthreads(); /* the tiles are there */
 #pragma unroll
@@ -46,7 +52,8 @@ template <typename T> __global__ void __launch_bounds__(Tile::THREADS) ladder_co
     }
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
-        if (row0 + m0 + i < p.m && col0 + n < p.n) p.out[(row0 + m0 + i) * p.n + col0 + n] = from_f32<T>(sum[i]);
+        if (row0 + m0 + i < p.m && col0 + n < p.n)
+            p.out[(row0 + m0 + i) * p.n + col0 + n] = from_f32<T>(sum[i]);
 }
 
 } // namespace

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Rung 15, warp_tile, between 5 and 6: rung 5 with the largest tile that a warp's registers hold: 64 x 64, 8 x 16 sums a lane.
+/* Rung 15, warp_tile, between 5 and 6: rung 5 with the largest tile that a warp's registers hold:
+ * 64 x 64, 8 x 16 sums a lane.
  *
- * Block: 128 x 128 of out, 4 warps. A lane's rows are two runs of 4, 32 apart, its columns four runs of 4, 16 apart: 6 reads of
- * 16 bytes for 128 multiply-adds, where rung 5 has 4 for 64. The price: 128 sums leave 4 warps on an SM's quarter two of their
- * own, and little else to hide a wait.
+ * Block: 128 x 128 of out, 4 warps. A lane's rows are two runs of 4, 32 apart, its columns four
+ * runs of 4, 16 apart: 6 reads of 16 bytes for 128 multiply-adds, where rung 5 has 4 for 64. The
+ * price: 128 sums leave 4 warps on an SM's quarter two of their own, and little else to hide a
+ * wait.
  * Shared memory as in rung 5, with its swizzles. */
 #include "cuda/layout/banks.cuh"
 #include "rungs.cuh"
@@ -12,11 +14,15 @@
 namespace {
 
 typedef LadderWarpTile Tile;
-constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, EACH_M = Tile::EACH_M, EACH_N = Tile::EACH_N;
-static_assert(BM * BK == Tile::THREADS * 16 && BK * BN == Tile::THREADS * 16, "two chunks of 8 elements a thread");
+constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, EACH_M = Tile::EACH_M,
+              EACH_N = Tile::EACH_N;
+static_assert(BM * BK == Tile::THREADS * 16 && BK * BN == Tile::THREADS * 16,
+              "two chunks of 8 elements a thread");
 
 constexpr GK_HD int a_at(int k, int m) { return swizzle<1, 4, 6>::apply(k * BM + m); }
-constexpr GK_HD int b_at(int k, int n) { return swizzle<1, 0, 3>::apply((k * BN + n) / 4) * 4 + n % 4; }
+constexpr GK_HD int b_at(int k, int n) {
+    return swizzle<1, 0, 3>::apply((k * BN + n) / 4) * 4 + n % 4;
+}
 
 constexpr GK_HD int worst_ways() {
     int most = 0;
@@ -36,7 +42,8 @@ constexpr GK_HD bool steps_are_constant() {
     bool good = true;
     for (int k = 0; k < BK; ++k)
         for (int x = 0; x < 128; x += 4) {
-            good = good && a_at(k, x) == a_at(k / 8 * 8, x) + k % 8 * BM && b_at(k, x) == b_at(0, x) + k * BN;
+            good = good && a_at(k, x) == a_at(k / 8 * 8, x) + k % 8 * BM &&
+                   b_at(k, x) == b_at(0, x) + k * BN;
             if (x % 64 < 32) good = good && a_at(k, x + 32) == a_at(k, x) + 32;
             if (x % 32 < 16) good = good && b_at(k, x + 16) == b_at(k, x) + 16;
         }
@@ -45,7 +52,8 @@ constexpr GK_HD bool steps_are_constant() {
 static_assert(steps_are_constant(), "what the loop relies on");
 static_assert(worst_ways() == 1, "no read of shared memory meets a bank conflict");
 
-template <typename T> __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_warp_tile_kernel(ProductOf<T> p) {
+template <typename T>
+__global__ void __launch_bounds__(Tile::THREADS, 2) ladder_warp_tile_kernel(ProductOf<T> p) {
     __shared__ __align__(16) float a_s[BK * BM], b_s[BK * BN];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int64_t row0 = (int64_t)blockIdx.y * BM, col0 = (int64_t)blockIdx.x * BN;
@@ -63,7 +71,8 @@ template <typename T> __global__ void __launch_bounds__(Tile::THREADS, 2) ladder
             load8(p.a + (row0 + a_m) * p.k + k + a_k, row0 + a_m < p.m && k + a_k < p.k, v);
 #pragma unroll
             for (int i = 0; i < 8; ++i) a_s[a_at(a_k + i, a_m)] = v[i];
-            load8(p.b + (int64_t)(k + b_k) * p.n + col0 + b_n, k + b_k < p.k && col0 + b_n < p.n, v);
+            load8(p.b + (int64_t)(k + b_k) * p.n + col0 + b_n, k + b_k < p.k && col0 + b_n < p.n,
+                  v);
             *(float4 *)&b_s[b_at(b_k, b_n)] = make_float4(v[0], v[1], v[2], v[3]);
             *(float4 *)&b_s[b_at(b_k, b_n + 4)] = make_float4(v[4], v[5], v[6], v[7]);
         }

@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* Rung 16, wmma, between 5 and 6: the tensor cores by CUDA's own C++ interface, nvcuda::wmma.
  *
- * A fragment is an object that a warp fills, multiplies and stores together; which lane holds which element is not told. So what
- * rung 6 does by that knowledge cannot be done: operands come from plain rows instead of swizzled ones, 16 bytes longer than
- * they need to be so that rows fall into different banks, and results pass through shared memory to be rounded.
+ * A fragment is an object that a warp fills, multiplies and stores together; which lane holds which
+ * element is not told. So what rung 6 does by that knowledge cannot be done: operands come from
+ * plain rows instead of swizzled ones, 16 bytes longer than they need to be so that rows fall into
+ * different banks, and results pass through shared memory to be rounded.
  *
  * Block: 128 x 128 of out, 8 warps of 64 x 32: 4 x 2 fragments of 16 x 16.
- * Shared memory: a_s [128 m][32 k + 8], b_s [32 k][128 n + 8], bfloat16, by cp.async; at the end 1 KiB of floats a warp. */
+ * Shared memory: a_s [128 m][32 k + 8], b_s [32 k][128 n + 8], bfloat16, by cp.async; at the end 1
+ * KiB of floats a warp. */
 #include <mma.h>
 
 #include "cuda/ptx/cp_async.cuh"
@@ -34,15 +36,15 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_wmma_kernel(Product p
         for (int i = 0; i < BM * BK / 8 / Tile::THREADS; ++i) {
             const int at = thread + i * Tile::THREADS, m = at / (BK / 8), kk = at % (BK / 8) * 8;
             const bool valid = row0 + m < p.m && k + kk < p.k;
-            cp_async_cg_16(cvta_to_shared(a_s + m * A_ROW + kk), valid ? p.a + (row0 + m) * p.k + k + kk : p.a,
-                           valid * 16);
+            cp_async_cg_16(cvta_to_shared(a_s + m * A_ROW + kk),
+                           valid ? p.a + (row0 + m) * p.k + k + kk : p.a, valid * 16);
         }
 #pragma unroll
         for (int i = 0; i < BK * BN / 8 / Tile::THREADS; ++i) {
             const int at = thread + i * Tile::THREADS, kk = at / (BN / 8), n = at % (BN / 8) * 8;
             const bool valid = k + kk < p.k && col0 + n < p.n;
-            cp_async_cg_16(cvta_to_shared(b_s + kk * B_ROW + n), valid ? p.b + (int64_t)(k + kk) * p.n + col0 + n : p.b,
-                           valid * 16);
+            cp_async_cg_16(cvta_to_shared(b_s + kk * B_ROW + n),
+                           valid ? p.b + (int64_t)(k + kk) * p.n + col0 + n : p.b, valid * 16);
         }
         cp_async_commit_group();
         cp_async_wait_group<0>();
@@ -51,7 +53,8 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_wmma_kernel(Product p
         for (int kk = 0; kk < BK; kk += 16) {
             wmma::fragment<wmma::matrix_b, 16, 16, 16, bf16, wmma::row_major> b[NT];
 #pragma unroll
-            for (int j = 0; j < NT; ++j) wmma::load_matrix_sync(b[j], b_s + kk * B_ROW + n0 + 16 * j, B_ROW);
+            for (int j = 0; j < NT; ++j)
+                wmma::load_matrix_sync(b[j], b_s + kk * B_ROW + n0 + 16 * j, B_ROW);
 #pragma unroll
             for (int i = 0; i < MT; ++i) {
                 wmma::fragment<wmma::matrix_a, 16, 16, 16, bf16, wmma::row_major> a;
@@ -68,11 +71,13 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_wmma_kernel(Product p
         for (int j = 0; j < NT; ++j) {
             wmma::store_matrix_sync(out_s[warp], sum[i][j], 16, wmma::mem_row_major);
             __syncwarp(); /* the fragment is there */
-            const int64_t row = row0 + m0 + 16 * i + lane / 2, col = col0 + n0 + 16 * j + lane % 2 * 8;
+            const int64_t row = row0 + m0 + 16 * i + lane / 2,
+                          col = col0 + n0 + 16 * j + lane % 2 * 8;
             const float *const x = out_s[warp] + lane * 8;
             if (row < p.m && col < p.n)
-                *(uint4 *)(p.out + row * p.n + col) = make_uint4(pack2<bf16>(x[0], x[1]), pack2<bf16>(x[2], x[3]),
-                                                                 pack2<bf16>(x[4], x[5]), pack2<bf16>(x[6], x[7]));
+                *(uint4 *)(p.out + row * p.n + col) =
+                    make_uint4(pack2<bf16>(x[0], x[1]), pack2<bf16>(x[2], x[3]),
+                               pack2<bf16>(x[4], x[5]), pack2<bf16>(x[6], x[7]));
             __syncwarp(); /* all have read it */
         }
 }

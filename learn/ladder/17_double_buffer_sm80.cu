@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Rung 17, double_buffer, between 6 and 7: rung 6 with a second stage: the next step's copies run under this one's products.
+/* Rung 17, double_buffer, between 6 and 7: rung 6 with a second stage: the next step's copies run
+ * under this one's products.
  *
  * Ring of 2 stages (tile/pipeline.cuh), 64 KiB a block; two blocks an SM as before.
  *   copies     0 1 | 2 | 3 ..        step j + 1 is copied while step j is multiplied
@@ -33,7 +34,8 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_double_buffer_kernel(
         const int k = step * BK, k_valid = min(BK, p.k - k);
         if (step >= steps) return;
         copy_tile_async<A, Tile::THREADS>(a_s, p.a + row0 * p.k + k, p.k, rows, k_valid, thread);
-        copy_tile_async<B, Tile::THREADS>(b_s, p.b + (int64_t)k * p.n + col0, p.n, k_valid, cols, thread);
+        copy_tile_async<B, Tile::THREADS>(b_s, p.b + (int64_t)k * p.n + col0, p.n, k_valid, cols,
+                                          thread);
     };
     cp_ring<STAGES> ring;
     copy(0, 0);
@@ -51,7 +53,8 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_double_buffer_kernel(
 #pragma unroll
             for (int i = 0; i < MT; ++i) load_frag_a(a[i], A::down(A::along(a_at, 2 * kk), 16 * i));
 #pragma unroll
-            for (int j = 0; j < NT; ++j) load_frag_b_trans(b[j], B::along(B::down(b_at, 16 * kk), 2 * j));
+            for (int j = 0; j < NT; ++j)
+                load_frag_b_trans(b[j], B::along(B::down(b_at, 16 * kk), 2 * j));
 #pragma unroll
             for (int i = 0; i < MT; ++i)
 #pragma unroll
@@ -71,7 +74,8 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_double_buffer_kernel(
                 const int64_t row = row0 + warp_m + i * 16 + frag_row(lane, r),
                               col = col0 + warp_n + j * 8 + frag_col(lane, r);
                 if (row < p.m && col < p.n)
-                    *(uint32_t *)(p.out + row * p.n + col) = pack2<bf16>(sum[i][j][r], sum[i][j][r + 1]);
+                    *(uint32_t *)(p.out + row * p.n + col) =
+                        pack2<bf16>(sum[i][j][r], sum[i][j][r + 1]);
             }
 }
 
@@ -79,5 +83,6 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_double_buffer_kernel(
 
 gk_status ladder_double_buffer(const gk_context *ctx, const Product &p) {
     const dim3 grid((unsigned)gk_ceil_div(p.n, BN), (unsigned)gk_ceil_div(p.m, BM));
-    return launch<ladder_double_buffer_kernel>("gk_ladder_gemm", ctx, grid, Tile::THREADS, STAGES * STAGE_BYTES, p);
+    return launch<ladder_double_buffer_kernel>("gk_ladder_gemm", ctx, grid, Tile::THREADS,
+                                               STAGES * STAGE_BYTES, p);
 }

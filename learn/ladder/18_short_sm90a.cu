@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Rung 18, short, behind 8: rung 8's product in fifty lines of code. No warpgroup copies for the others: thread 0 multiplies like
- * the rest and asks for the step that is three ahead, once all have done with the one whose stage it takes.
+/* Rung 18, short, behind 8: rung 8's product in fifty lines of code. No warpgroup copies for the
+ * others: thread 0 multiplies like the rest and asks for the step that is three ahead, once all
+ * have done with the one whose stage it takes.
  *
  * Block: one tile 128 x 256 of out, two warpgroups of 64 x 256. Ring of 4 stages:
  *   copies     k0 k1 k2 | k3 | k4 ..       asked for behind the barrier of a step
@@ -14,10 +15,13 @@ typedef HopperSmem S;
 typedef LadderWgmma Tile;
 constexpr int THREADS = Tile::WGS * Tile::WARPGROUP, AHEAD = Tile::STAGES - 1;
 
-__global__ void __launch_bounds__(THREADS, 1) ladder_short_kernel(const __grid_constant__ HopperParams x) {
+__global__ void __launch_bounds__(THREADS, 1)
+    ladder_short_kernel(const __grid_constant__ HopperParams x) {
     extern __shared__ __align__(1024) unsigned char smem[];
-    const smem_addr ring_s = (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
-    const int warp = threadIdx.x / 32, row = blockIdx.x / x.tiles_n * Tile::BM, col = blockIdx.x % x.tiles_n * Tile::BN;
+    const smem_addr ring_s =
+        (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
+    const int warp = threadIdx.x / 32, row = blockIdx.x / x.tiles_n * Tile::BM,
+              col = blockIdx.x % x.tiles_n * Tile::BN;
     const int steps = (x.p.k + Tile::BK - 1) / Tile::BK;
     tma_ring<Tile::STAGES> ring(ring_s + S::RING), ahead = ring;
     const auto copy = [&](int step) {
@@ -29,7 +33,10 @@ __global__ void __launch_bounds__(THREADS, 1) ladder_short_kernel(const __grid_c
             tma_load_5d(b_s + S::B::offset(n), &x.b, {{col + n, step * Tile::BK}}, ahead.full());
         ahead.advance();
     };
-    if (threadIdx.x == 0) ring.init(1), fence_mbarrier_init();
+    if (threadIdx.x == 0) {
+        ring.init(1);
+        fence_mbarrier_init();
+    }
     __syncthreads(); /* the barriers are there */
     for (int step = 0; step < AHEAD; ++step) copy(step);
     float sum[1][Tile::BN / 2];
@@ -40,9 +47,9 @@ __global__ void __launch_bounds__(THREADS, 1) ladder_short_kernel(const __grid_c
         wgmma_fence();
 #pragma unroll
         for (int kk = 0; kk < Tile::BK / 16; ++kk)
-            wgmma_ss<bf16, Tile::BN, 0, 1>(sum[0],
-                                           S::A::descriptor(a_s + S::A::offset(warp / 4 * 64) + kk * S::A::step_bytes),
-                                           S::B::descriptor(b_s + kk * S::B::step_bytes), step + kk > 0);
+            wgmma_ss<bf16, Tile::BN, 0, 1>(
+                sum[0], S::A::descriptor(a_s + S::A::offset(warp / 4 * 64) + kk * S::A::step_bytes),
+                S::B::descriptor(b_s + kk * S::B::step_bytes), step + kk > 0);
         wgmma_commit_group();
         wgmma_wait_group<1>(); /* this warpgroup's step before is done, */
         __syncthreads();       /* and the other's: its stage may be overwritten */
@@ -59,5 +66,6 @@ gk_status ladder_short(const gk_context *ctx, const Product &p) {
     HopperParams x;
     const gk_status status = hopper_params(p, Tile::BM, 1, &x);
     if (status != GK_OK) return status;
-    return launch<ladder_short_kernel>("gk_ladder_gemm", ctx, dim3(x.tiles_m * x.tiles_n), THREADS, S::bytes(0), x);
+    return launch<ladder_short_kernel>("gk_ladder_gemm", ctx, dim3(x.tiles_m * x.tiles_n), THREADS,
+                                       S::bytes(0), x);
 }

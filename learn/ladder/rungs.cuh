@@ -8,7 +8,8 @@
 
 typedef __nv_bfloat16 bf16;
 
-/* out [m][n] = a [m][k] b [k][n]; sizes are multiples of 8, so that rows are whole chunks of 16 bytes */
+/* out [m][n] = a [m][k] b [k][n]; sizes are multiples of 8, so that rows are whole chunks of 16
+ * bytes */
 template <typename T> struct ProductOf {
     const T *a, *b;
     T *out;
@@ -17,14 +18,16 @@ template <typename T> struct ProductOf {
 typedef ProductOf<bf16> Product;
 typedef ProductOf<float> ProductF32;
 
-/* 8 neighbours from global memory as floats, zeros where they are not valid; 4 floats to 4 neighbours in global memory. */
+/* 8 neighbours from global memory as floats, zeros where they are not valid; 4 floats to 4
+ * neighbours in global memory. */
 static __device__ __forceinline__ void load8(const bf16 *from_g, bool valid, float (&v)[8]) {
     const uint4 x = valid ? *(const uint4 *)from_g : make_uint4(0, 0, 0, 0);
     const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const float2 two = unpack2<bf16>(pairs[i]);
-        v[2 * i] = two.x, v[2 * i + 1] = two.y;
+        v[2 * i] = two.x;
+        v[2 * i + 1] = two.y;
     }
 }
 static __device__ __forceinline__ void load8(const float *from_g, bool valid, float (&v)[8]) {
@@ -41,10 +44,12 @@ static __device__ __forceinline__ void store4(float *to_g, const float *v) {
 /* Those without tensor cores serve float32, too. */
 typedef gk_status LadderRun(const gk_context *, const Product &);
 typedef gk_status LadderRunF32(const gk_context *, const ProductF32 &);
-LadderRunF32 ladder_naive, ladder_coalesced, ladder_shared, ladder_registers, ladder_vectorised, ladder_column,
-    ladder_warp_tile;
-LadderRun ladder_naive, ladder_coalesced, ladder_shared, ladder_registers, ladder_vectorised, ladder_mma;
+LadderRunF32 ladder_naive, ladder_coalesced, ladder_shared, ladder_registers, ladder_vectorised,
+    ladder_column, ladder_warp_tile;
+LadderRun ladder_naive, ladder_coalesced, ladder_shared, ladder_registers, ladder_vectorised,
+    ladder_mma;
 LadderRun ladder_column, ladder_warp_tile, ladder_wmma, ladder_double_buffer;
-LadderRun ladder_wgmma, ladder_cluster, ladder_persistent, ladder_overlap, ladder_raster, ladder_short;
+LadderRun ladder_wgmma, ladder_cluster, ladder_persistent, ladder_overlap, ladder_raster,
+    ladder_short;
 
 #endif

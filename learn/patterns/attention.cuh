@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// attention: what the two files of the attention ladder share: in is q, k and v [3][heads][length][64], out [heads][length][64].
+// attention: what the two files of the attention ladder share: in is q, k and v
+// [3][heads][length][64], out [heads][length][64].
 #ifndef ATTENTION_CUH
 #define ATTENTION_CUH
 
@@ -25,7 +26,9 @@ static __host__ __device__ inline Head head_of(const float *in, int length, int 
 }
 
 // Multiples of 1 / 16 in -1 .. 1, which bfloat16 has, too.
-static inline float number(int i) { return (float)((int)((unsigned)i * 2654435761u >> 27) - 15) / 16; }
+static inline float number(int i) {
+    return (float)((int)((unsigned)i * 2654435761u >> 27) - 15) / 16;
+}
 
 template <int MILLIONTHS> static bool good(const float *in, const float *out, int rows, int cols) {
     double *weight = (double *)malloc(rows * sizeof *weight), worst = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// attn_ladder: out = softmax(q k^T / 8) v, the first three rungs, in float32 without tensor cores; attn_mma.cu has the next two, and
-// flash_attn the last (learn/patterns.md).
+// attn_ladder: out = softmax(q k^T / 8) v, the first three rungs, in float32 without tensor cores;
+// attn_mma.cu has the next two, and flash_attn the last (learn/patterns.md).
 //
 //   materialised      three kernels, and length^2 scores a head in memory between them: written, read and written, read
 //   online            a thread a query goes over the keys once: a running maximum, and a running sum that is scaled down when the maximum
@@ -14,12 +14,13 @@ enum {
     KEYS = 64
 };
 
-// ---- materialised ----------------------------------------------------------------------------------------------------------
+// ---- materialised -------------------------------------------------------------------------------
 
 __global__ void scores_kernel(const float *in, float *scores, int length, int heads) {
     __shared__ float q[SIDE][D + 1], k[SIDE][D + 1];
     const Head x = head_of(in, length, heads, blockIdx.z);
-    const int i0 = blockIdx.y * SIDE, j0 = blockIdx.x * SIDE, i = i0 + threadIdx.y, j = j0 + threadIdx.x;
+    const int i0 = blockIdx.y * SIDE, j0 = blockIdx.x * SIDE, i = i0 + threadIdx.y,
+              j = j0 + threadIdx.x;
     for (int d = threadIdx.x; d < D; d += SIDE) {
         q[threadIdx.y][d] = i < length ? x.q[i * D + d] : 0;
         k[threadIdx.y][d] = j0 + threadIdx.y < length ? x.k[(j0 + threadIdx.y) * D + d] : 0;
@@ -27,14 +28,16 @@ __global__ void scores_kernel(const float *in, float *scores, int length, int he
     __syncthreads(); // the rows are there
     float sum = 0;
     for (int d = 0; d < D; ++d) sum = fmaf(q[threadIdx.y][d], k[threadIdx.x][d], sum);
-    if (i < length && j < length) scores[((size_t)blockIdx.z * length + i) * length + j] = sum * SCALE;
+    if (i < length && j < length)
+        scores[((size_t)blockIdx.z * length + i) * length + j] = sum * SCALE;
 }
 __global__ void softmax_kernel(float *scores, int length, int rows) {
     const int row = blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= rows) return;
     float *x = scores + (size_t)row * length, most = -INFINITY, sum = 0;
     for (int j = threadIdx.x; j < length; j += 32) most = fmaxf(most, x[j]);
-    for (int apart = 16; apart > 0; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
+    for (int apart = 16; apart > 0; apart /= 2)
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
     for (int j = threadIdx.x; j < length; j += 32) sum += x[j] = __expf(x[j] - most);
     for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
     for (int j = threadIdx.x; j < length; j += 32) x[j] /= sum;
@@ -47,7 +50,9 @@ __global__ void __launch_bounds__(D * 4)
     for (int j = 0; j < length; ++j) {
         const float v = x.v[j * D + threadIdx.x];
         for (int e = 0; e < 4; ++e)
-            if (i0 + e < length) sum[e] = fmaf(weights[((size_t)blockIdx.y * length + i0 + e) * length + j], v, sum[e]);
+            if (i0 + e < length)
+                sum[e] =
+                    fmaf(weights[((size_t)blockIdx.y * length + i0 + e) * length + j], v, sum[e]);
     }
     for (int e = 0; e < 4; ++e)
         if (i0 + e < length) out[((size_t)blockIdx.y * length + i0 + e) * D + threadIdx.x] = sum[e];
@@ -66,27 +71,35 @@ static void materialised(const float *in, float *out, int rows, int cols) {
     values_kernel<<<dim3((rows + 15) / 16, heads), dim3(D, 4)>>>(in, scores, out, rows, heads);
 }
 
-// ---- online, tiled ---------------------------------------------------------------------------------------------------------
+// ---- online, tiled ------------------------------------------------------------------------------
 
-struct Query { // a thread's: its row, what it has summed up, and the maximum that this is relative to
+// a thread's: its row, what it has summed up, and the maximum that this is relative to
+struct Query {
     float q[D], o[D], most, sum;
 
     __device__ void begin(const float *from, bool there) {
-        most = -INFINITY, sum = 0;
-        for (int d = 0; d < D; ++d)
-            q[d] = there ? from[d] * (SCALE * LOG2E) : 0, o[d] = 0; // log2: exp2 is one instruction
+        most = -INFINITY;
+        sum = 0;
+        for (int d = 0; d < D; ++d) {
+            q[d] = there ? from[d] * (SCALE * LOG2E) : 0;
+            o[d] = 0;
+        } // log2: exp2 is one instruction
     }
     __device__ void take(const float *k, const float *v) {
         float score[4] = {}; // four sums side by side
 #pragma unroll
         for (int d = 0; d < D; d += 4) {
             const float4 x = *(const float4 *)(k + d);
-            score[0] = fmaf(q[d], x.x, score[0]), score[1] = fmaf(q[d + 1], x.y, score[1]);
-            score[2] = fmaf(q[d + 2], x.z, score[2]), score[3] = fmaf(q[d + 3], x.w, score[3]);
+            score[0] = fmaf(q[d], x.x, score[0]);
+            score[1] = fmaf(q[d + 1], x.y, score[1]);
+            score[2] = fmaf(q[d + 2], x.z, score[2]);
+            score[3] = fmaf(q[d + 3], x.w, score[3]);
         }
-        const float s = (score[0] + score[1]) + (score[2] + score[3]), down = s > most ? exp2f(most - s) : 1;
+        const float s = (score[0] + score[1]) + (score[2] + score[3]),
+                    down = s > most ? exp2f(most - s) : 1;
         if (s > most) { // rare once many keys are behind
-            most = s, sum *= down;
+            most = s;
+            sum *= down;
             for (int d = 0; d < D; ++d) o[d] *= down;
         }
         const float p = exp2f(s - most);
@@ -94,8 +107,10 @@ struct Query { // a thread's: its row, what it has summed up, and the maximum th
 #pragma unroll
         for (int d = 0; d < D; d += 4) {
             const float4 x = *(const float4 *)(v + d);
-            o[d] = fmaf(p, x.x, o[d]), o[d + 1] = fmaf(p, x.y, o[d + 1]);
-            o[d + 2] = fmaf(p, x.z, o[d + 2]), o[d + 3] = fmaf(p, x.w, o[d + 3]);
+            o[d] = fmaf(p, x.x, o[d]);
+            o[d + 1] = fmaf(p, x.y, o[d + 1]);
+            o[d + 2] = fmaf(p, x.z, o[d + 2]);
+            o[d + 3] = fmaf(p, x.w, o[d + 3]);
         }
     }
     __device__ void end(float *to) const {
@@ -104,14 +119,16 @@ struct Query { // a thread's: its row, what it has summed up, and the maximum th
 };
 
 template <bool TILED>
-__global__ void __launch_bounds__(QUERIES) online_kernel(const float *in, float *out, int length, int heads) {
+__global__ void __launch_bounds__(QUERIES)
+    online_kernel(const float *in, float *out, int length, int heads) {
     __shared__ __align__(16) float k[KEYS * D], v[KEYS * D];
     const Head x = head_of(in, length, heads, blockIdx.y);
     const int i = blockIdx.x * QUERIES + threadIdx.x;
     Query mine;
     mine.begin(x.q + (size_t)i * D, i < length);
     for (int j0 = 0; j0 < length; j0 += KEYS) {
-        const int keys = min(KEYS, length - j0); // what is past the end is no key of weight e^0: it is not there
+        // what is past the end is no key of weight e^0: it is not there
+        const int keys = min(KEYS, length - j0);
         if (TILED) {
             __syncthreads(); // all have read the tile before
             for (int e = threadIdx.x; e < keys * D / 4; e += QUERIES) {
@@ -122,27 +139,33 @@ __global__ void __launch_bounds__(QUERIES) online_kernel(const float *in, float 
         }
 #pragma unroll 1
         for (int j = 0; j < keys; ++j)
-            mine.take(TILED ? k + j * D : x.k + (j0 + j) * D, TILED ? v + j * D : x.v + (j0 + j) * D);
+            mine.take(TILED ? k + j * D : x.k + (j0 + j) * D,
+                      TILED ? v + j * D : x.v + (j0 + j) * D);
     }
     if (i < length) mine.end(out + ((size_t)blockIdx.y * length + i) * D);
 }
 template <bool TILED> static void online(const float *in, float *out, int rows, int cols) {
-    online_kernel<TILED>
-        <<<dim3((rows + QUERIES - 1) / QUERIES, heads_of(cols)), QUERIES>>>(in, out, rows, heads_of(cols));
+    online_kernel<TILED><<<dim3((rows + QUERIES - 1) / QUERIES, heads_of(cols)), QUERIES>>>(
+        in, out, rows, heads_of(cols));
 }
 
 int main(void) {
     const int rows = 4096, cols = 3 * D * 16;
     pattern p = {"attention ladder", out_size, good<10>, rows, cols, flops_of(rows, cols), number};
     p.unit = "GFLOP/s";
-    // GFLOP/s of 256 FLOPs a clock for a key and warp: 32 loads of 16 bytes that all lanes share, 2 clocks each (the pattern banks), of
-    // L1 as of shared memory. Materialised: a load a multiply-add of one operand, so 1 clock for 64 FLOPs, and 16 bytes a score
-    const auto gflops = [](double flops_a_clock) { return FIGURES.sms * FIGURES.ghz * flops_a_clock; };
-    const double seconds = flops_of(rows, cols) / (gflops(32) * 1e9) + 16.0 * rows * rows * 16 / (memory_gbs() * 1e9);
+    // GFLOP/s of 256 FLOPs a clock for a key and warp: 32 loads of 16 bytes that all lanes share, 2
+    // clocks each (the pattern banks), of L1 as of shared memory. Materialised: a load a
+    // multiply-add of one operand, so 1 clock for 64 FLOPs, and 16 bytes a score
+    const auto gflops = [](double flops_a_clock) {
+        return FIGURES.sms * FIGURES.ghz * flops_a_clock;
+    };
+    const double seconds =
+        flops_of(rows, cols) / (gflops(32) * 1e9) + 16.0 * rows * rows * 16 / (memory_gbs() * 1e9);
     const variant variants[] = {
         {"materialised", materialised, flops_of(rows, cols) / seconds * 1e-9, "shared memory, L1",
          "dram__bytes_write.sum"},
-        {"online", online<false>, gflops(32 * 4.0 * D / 64), "L1", "l1tex__data_pipe_lsu_wavefronts.sum"},
+        {"online", online<false>, gflops(32 * 4.0 * D / 64), "L1",
+         "l1tex__data_pipe_lsu_wavefronts.sum"},
         {"tiled", online<true>, gflops(32 * 4.0 * D / 64), "shared memory",
          "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"},
     };

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// attn_mma: the attention ladder goes on, on tensor cores, operands in bfloat16. A warp has 16 queries, a block 64; 64 keys a step.
+// attn_mma: the attention ladder goes on, on tensor cores, operands in bfloat16. A warp has 16
+// queries, a block 64; 64 keys a step.
 //
 //   mma.sync      scores are accumulators, weights are made of them in registers, and an accumulator is the next product's operand lane by
-//                 lane: nothing goes through shared memory between the two products. Each step waits for its copies
+//                 lane: nothing goes through shared memory between the two products. Each step
+//                 waits for its copies
 //   pipelined     keys come a step ahead, values while the scores are made: two stages by cp.async
-// The sums of a row lie in the four lanes of a quad until the end; the maximum alone is shared each step. What the library's kernels do
-// beside: 32 and more queries a warp, wgmma, and loads by a warp of their own (csrc/cuda/attn).
+// The sums of a row lie in the four lanes of a quad until the end; the maximum alone is shared each
+// step. What the library's kernels do beside: 32 and more queries a warp, wgmma, and loads by a
+// warp of their own (csrc/cuda/attn).
 #include "attention.cuh"
 
 #include "cuda/tile/copy.cuh"
@@ -23,15 +26,18 @@ typedef smem_tile<KEYS, D * 2> Tile; // of queries, keys and values alike
 
 static __device__ void load(smem_addr tile_s, const bf16 *from, int row0, int length) {
     const int rows = min(KEYS, length - row0);
-    if (rows > 0) copy_tile_async<Tile, THREADS>(tile_s, from + (size_t)row0 * D, D, rows, threadIdx.x);
+    if (rows > 0)
+        copy_tile_async<Tile, THREADS>(tile_s, from + (size_t)row0 * D, D, rows, threadIdx.x);
     cp_async_commit_group();
 }
 
 template <bool PIPELINED>
-__global__ void __launch_bounds__(THREADS) attn_kernel(const bf16 *in, float *out, int length, int heads) {
+__global__ void __launch_bounds__(THREADS)
+    attn_kernel(const bf16 *in, float *out, int length, int heads) {
     constexpr int stages = PIPELINED ? 2 : 1;
     __shared__ __align__(128) char memory[(1 + 2 * stages) * Tile::bytes];
-    const smem_addr q_s = cvta_to_shared(memory), k_s = q_s + Tile::bytes, v_s = k_s + stages * Tile::bytes;
+    const smem_addr q_s = cvta_to_shared(memory), k_s = q_s + Tile::bytes,
+                    v_s = k_s + stages * Tile::bytes;
     const size_t one = (size_t)length * D;
     const bf16 *q = in + blockIdx.y * one, *k = q + heads * one, *v = k + heads * one;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row0 = blockIdx.x * QUERIES;
@@ -71,15 +77,23 @@ __global__ void __launch_bounds__(THREADS) attn_kernel(const bf16 *in, float *ou
         }
         for (int n = 0; n < KEYS / 8; ++n)
             for (int r = 0; r < 4; ++r)
-                if (j + 1 == steps && j * KEYS + n * 8 + frag_col(lane, r) >= length) s[n][r] = -INFINITY; // no key
+                // no key
+                if (j + 1 == steps && j * KEYS + n * 8 + frag_col(lane, r) >= length)
+                    s[n][r] = -INFINITY;
 #pragma unroll
         for (int h = 0; h < 2; ++h) { // rows lane / 4 and lane / 4 + 8
             float high = most[h];
-            for (int n = 0; n < KEYS / 8; ++n) high = fmaxf(high, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
+            for (int n = 0; n < KEYS / 8; ++n)
+                high = fmaxf(high, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
             high = quad_max(high);
-            const float down = ex2_approx_ftz((most[h] - high) * (SCALE * LOG2E)), base = high * (SCALE * LOG2E);
-            most[h] = high, sum[h] *= down;
-            for (int n = 0; n < D / 8; ++n) o[n][2 * h] *= down, o[n][2 * h + 1] *= down;
+            const float down = ex2_approx_ftz((most[h] - high) * (SCALE * LOG2E)),
+                        base = high * (SCALE * LOG2E);
+            most[h] = high;
+            sum[h] *= down;
+            for (int n = 0; n < D / 8; ++n) {
+                o[n][2 * h] *= down;
+                o[n][2 * h + 1] *= down;
+            }
             for (int n = 0; n < KEYS / 8; ++n)
                 for (int r = 2 * h; r < 2 * h + 2; ++r)
                     sum[h] += s[n][r] = ex2_approx_ftz(fmaf(s[n][r], SCALE * LOG2E, -base));
@@ -109,7 +123,8 @@ __global__ void __launch_bounds__(THREADS) attn_kernel(const bf16 *in, float *ou
         for (int r = 0; r < 4; ++r) {
             const int row = row0 + warp * 16 + frag_row(lane, r);
             if (row < length)
-                out[(blockIdx.y * one) + (size_t)row * D + n * 8 + frag_col(lane, r)] = o[n][r] * sum[r / 2];
+                out[(blockIdx.y * one) + (size_t)row * D + n * 8 + frag_col(lane, r)] =
+                    o[n][r] * sum[r / 2];
         }
     }
 }
@@ -135,14 +150,19 @@ template <bool PIPELINED> static void attend(const float *, float *out, int rows
 
 int main(void) {
     const int rows = 4096, cols = 3 * D * 16;
-    pattern p = {"attention on tensor cores", out_size, good<5000>, rows, cols, flops_of(rows, cols), number};
+    pattern p = {"attention on tensor cores", out_size, good<5000>, rows, cols,
+                 flops_of(rows, cols),        number};
     p.unit = "GFLOP/s";
-    // A warp and step, 16 x 64 x 64 twice: 128 clocks of shared memory for 16 KiB of operands, 97 of the tensor cores by mma.sync, 64 of the
-    // special functions, some 70 of issue. Pipelined, the slowest; else shared memory and special functions one after the other, and the copy
-    const auto gflops = [](double clocks) { return FIGURES.sms * FIGURES.ghz * 4 * 16 * KEYS * D / clocks; };
+    // A warp and step, 16 x 64 x 64 twice: 128 clocks of shared memory for 16 KiB of operands, 97
+    // of the tensor cores by mma.sync, 64 of the special functions, some 70 of issue. Pipelined,
+    // the slowest; else shared memory and special functions one after the other, and the copy
+    const auto gflops = [](double clocks) {
+        return FIGURES.sms * FIGURES.ghz * 4 * 16 * KEYS * D / clocks;
+    };
     const char *const tensor = "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active";
     const variant variants[] = {
-        {"mma.sync", attend<false>, gflops(128 + 97 + 64 + 70), "one after the other", tensor, NULL, halve},
+        {"mma.sync", attend<false>, gflops(128 + 97 + 64 + 70), "one after the other", tensor, NULL,
+         halve},
         {"pipelined", attend<true>, gflops(128 + 64), "shared memory, exp2", tensor, NULL, halve},
     };
     const int sizes[][2] = {{1, 3 * D}, {17, 3 * D}, {70, 6 * D}, {255, 3 * D}, {300, 6 * D}};

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// banks: what an access to shared memory costs: the claims of learn/claims.md that a GPU can be asked, one access each.
+// banks: what an access to shared memory costs: the claims of learn/claims.md that a GPU can be
+// asked, one access each.
 //
-// Every warp reads its places of a table over and over; nothing else keeps the SM busy. The model counts wavefronts, clocks of
-// shared memory: 128 bytes a phase, in each of which a bank gives one word at a time, and lanes that want the same word share it.
+// Every warp reads its places of a table over and over; nothing else keeps the SM busy. The model
+// counts wavefronts, clocks of shared memory: 128 bytes a phase, in each of which a bank gives one
+// word at a time, and lanes that want the same word share it.
 //
 //   16 bytes on end       the model: 4 clocks, and none fewer would do
 //   stride 2              every second bank: 2-way
@@ -38,11 +40,13 @@ template <class Place, int WIDTH> constexpr int wavefronts() {
     const int access = WIDTH == LDMATRIX ? 16 : WIDTH, lanes = access > 8 ? 8 : 32;
     int bytes[32] = {}, sum = 0;
     for (int lane = 0; lane < 32; ++lane) bytes[lane] = Place::at(lane);
-    for (int first = 0; first < 32; first += lanes) sum += ways_of_phase(bytes, first, lanes, access);
+    for (int first = 0; first < 32; first += lanes)
+        sum += ways_of_phase(bytes, first, lanes, access);
     return sum;
 }
 
-// What a lane reads; of 16 bytes all four words count, or the compiler would read one; of an ldmatrix the first register.
+// What a lane reads; of 16 bytes all four words count, or the compiler would read one; of an
+// ldmatrix the first register.
 template <int WIDTH> static __device__ uint32_t read(smem_addr at_s) {
     uint32_t r[4];
     if (WIDTH == LDMATRIX) return ldmatrix_x4(r, at_s), r[0];
@@ -51,15 +55,17 @@ template <int WIDTH> static __device__ uint32_t read(smem_addr at_s) {
     return x.x + x.y + x.z + x.w;
 }
 
-// out = in where every read gave what lies there: word w is w in both halves. step is 0, which the compiler does not know: so
-// it makes every read.
+// out = in where every read gave what lies there: word w is w in both halves. step is 0, which the
+// compiler does not know: so it makes every read.
 template <class Place, int WIDTH>
-__global__ void __launch_bounds__(THREADS) read_kernel(const float *in, float *out, int n, int step) {
+__global__ void __launch_bounds__(THREADS)
+    read_kernel(const float *in, float *out, int n, int step) {
     __shared__ __align__(128) uint32_t table[WORDS];
     for (int w = threadIdx.x; w < WORDS; w += THREADS) table[w] = w * 0x10001;
     __syncthreads(); // the table is whole
     const int lane = threadIdx.x % 32;
-    const uint32_t place = WIDTH == LDMATRIX ? Place::at(lane >> 2) + (lane & 3) * 4 : Place::at(lane);
+    const uint32_t place =
+        WIDTH == LDMATRIX ? Place::at(lane >> 2) + (lane & 3) * 4 : Place::at(lane);
     const uint32_t there = WIDTH == 2 ? place / 4 : 0x10001 * (WIDTH == 16 ? place + 6 : place / 4);
     smem_addr at_s = cvta_to_shared(table) + Place::at(lane);
     uint32_t sum = 0;
@@ -69,8 +75,10 @@ __global__ void __launch_bounds__(THREADS) read_kernel(const float *in, float *o
     if (i < n) out[i] = sum == ROUNDS * there ? in[i] : NAN;
 }
 
-template <class Place, int WIDTH> static void reads(const float *in, float *out, int rows, int cols) {
-    read_kernel<Place, WIDTH><<<(rows * cols + THREADS - 1) / THREADS, THREADS>>>(in, out, rows * cols, 0);
+template <class Place, int WIDTH>
+static void reads(const float *in, float *out, int rows, int cols) {
+    read_kernel<Place, WIDTH>
+        <<<(rows * cols + THREADS - 1) / THREADS, THREADS>>>(in, out, rows * cols, 0);
 }
 
 static bool good(const float *in, const float *out, int rows, int cols) {

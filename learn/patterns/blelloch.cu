@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// blelloch: an exclusive scan of each row, out[i] = in[0] + .. + in[i - 1], as a tree in shared memory (Blelloch 1990).
+// blelloch: an exclusive scan of each row, out[i] = in[0] + .. + in[i - 1], as a tree in shared
+// memory (Blelloch 1990).
 //
 //   tree           sums up the tree, then prefixes down it. Step s touches words 2^s apart: 2-way conflicts, 4-way, up to 32-way
 //   padded tree    a word is left free after every 32: i + i / 32
 //   shuffles       a scan in the registers of each warp, then of the warps' sums: three barriers, not twenty
-// As it is printed, the tree halves the row's length and rounds down: right for powers of two, wrong for 17 and 1000. So the tree is
-// that of the next power of two, and what lies past the row's end is 0. Each element takes one addition up and one down: n, not
-// n log n; what it costs is the steps' barriers and banks.
+// As it is printed, the tree halves the row's length and rounds down: right for powers of two,
+// wrong for 17 and 1000. So the tree is that of the next power of two, and what lies past the row's
+// end is 0. Each element takes one addition up and one down: n, not n log n; what it costs is the
+// steps' barriers and banks.
 #include "measure.cuh"
 
 enum {
@@ -14,13 +16,17 @@ enum {
     THREADS = MOST / 2
 };
 
-template <bool PADDED> static __host__ __device__ int place(int i) { return PADDED ? i + i / 32 : i; }
+template <bool PADDED> static __host__ __device__ int place(int i) {
+    return PADDED ? i + i / 32 : i;
+}
 
 template <bool PADDED>
-__global__ void __launch_bounds__(THREADS) tree_kernel(const float *in, float *out, int cols, int power) {
+__global__ void __launch_bounds__(THREADS)
+    tree_kernel(const float *in, float *out, int cols, int power) {
     __shared__ float tree[MOST + MOST / 32];
     const float *row = in + (size_t)blockIdx.x * cols;
-    for (int i = threadIdx.x; i < power; i += THREADS) tree[place<PADDED>(i)] = i < cols ? row[i] : 0;
+    for (int i = threadIdx.x; i < power; i += THREADS)
+        tree[place<PADDED>(i)] = i < cols ? row[i] : 0;
     for (int apart = 1; apart < power; apart *= 2) {
         __syncthreads(); // the step before
         const int right = 2 * apart * (threadIdx.x + 1) - 1;
@@ -37,7 +43,8 @@ __global__ void __launch_bounds__(THREADS) tree_kernel(const float *in, float *o
         tree[place<PADDED>(right)] = above + left;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < cols; i += THREADS) out[(size_t)blockIdx.x * cols + i] = tree[place<PADDED>(i)];
+    for (int i = threadIdx.x; i < cols; i += THREADS)
+        out[(size_t)blockIdx.x * cols + i] = tree[place<PADDED>(i)];
 }
 
 static __device__ float warp_scan(float x) {
@@ -70,7 +77,8 @@ static void shuffles(const float *in, float *out, int rows, int cols) {
     shuffle_kernel<<<rows, THREADS>>>(in, out, cols);
 }
 
-// GB/s where shared memory is the limit: the model's clocks for a row's loads and stores, of all steps and warps.
+// GB/s where shared memory is the limit: the model's clocks for a row's loads and stores, of all
+// steps and warps.
 template <bool PADDED> static double tree_gbs() {
     double clocks = 4 * MOST / 32; // in and out
     for (int apart = 1; apart < MOST; apart *= 2) {
@@ -78,9 +86,11 @@ template <bool PADDED> static double tree_gbs() {
             int left[32], right[32], lanes = 0;
             for (; lanes < 32 && first + lanes < MOST / 2 / apart; ++lanes) {
                 const int i = 2 * apart * (first + lanes + 1) - 1;
-                left[lanes] = 4 * place<PADDED>(i - apart), right[lanes] = 4 * place<PADDED>(i);
+                left[lanes] = 4 * place<PADDED>(i - apart);
+                right[lanes] = 4 * place<PADDED>(i);
             }
-            clocks += 3 * ways_of_phase(left, 0, lanes, 4) + 4 * ways_of_phase(right, 0, lanes, 4); // up and down
+            // up and down
+            clocks += 3 * ways_of_phase(left, 0, lanes, 4) + 4 * ways_of_phase(right, 0, lanes, 4);
         }
     }
     return capped(FIGURES.sms * FIGURES.ghz * 8 * MOST / clocks);
@@ -98,7 +108,8 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 }
 
 int main(void) {
-    const pattern p = {"blelloch", same_size, good, 1 << 15, MOST, 8.0 * MOST * (1 << 15), small_integer};
+    const pattern p = {"blelloch",   same_size, good, 1 << 15, MOST, 8.0 * MOST * (1 << 15),
+                       small_integer};
     const char *const conflicts = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum";
     const variant variants[] = {
         {"tree", tree<false>, tree_gbs<false>(), "shared memory", conflicts},

@@ -3,9 +3,10 @@
 //
 //   barrier of N      1,000 barriers of a cluster of N blocks, one after the other; N = 1 is the block's own barrier
 //   of 8, relaxed     the same without .release and .acquire: for those who have nothing to show each other, or show it by mbarriers
-// Before: what the GPU refuses. Up to 8 blocks may be asked for anywhere; 16 only by a kernel that has opted in; 17 never; and
-// shared memory that 16 SMs of a GPC have not stops the launch, too. A launch that does not fit fails: nothing falls back, and a
-// caller who does not look at the error sees an output that nobody wrote.
+// Before: what the GPU refuses. Up to 8 blocks may be asked for anywhere; 16 only by a kernel that
+// has opted in; 17 never; and shared memory that 16 SMs of a GPC have not stops the launch, too. A
+// launch that does not fit fails: nothing falls back, and a caller who does not look at the error
+// sees an output that nobody wrote.
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/cluster_reads.cuh"
 #include "measure.cuh"
@@ -22,13 +23,15 @@ enum Kind {
     ORDERED,
     RELAXED
 };
-template <Kind KIND> __global__ void __launch_bounds__(THREADS) barrier_kernel(const float *in, float *out, int n) {
+template <Kind KIND>
+__global__ void __launch_bounds__(THREADS) barrier_kernel(const float *in, float *out, int n) {
     for (int i = 0; i < BARRIERS; ++i) {
         if (KIND == OF_BLOCK) __syncthreads();
         if (KIND == ORDERED) barrier_cluster_ordered();
         if (KIND == RELAXED) barrier_cluster();
     }
-    for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS) out[i] = in[i];
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS)
+        out[i] = in[i];
 }
 // The same, which has not opted in.
 __global__ void shy_kernel(const float *in, float *out, int n) {
@@ -41,16 +44,22 @@ struct Launch {
     cudaLaunchConfig_t config = {};
     Launch(int size, int blocks, size_t shared = 0) {
         cluster.id = cudaLaunchAttributeClusterDimension;
-        cluster.val.clusterDim.x = size, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-        config.gridDim = dim3(blocks), config.blockDim = dim3(THREADS), config.dynamicSmemBytes = shared;
-        config.attrs = &cluster, config.numAttrs = 1;
+        cluster.val.clusterDim.x = size;
+        cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+        config.gridDim = dim3(blocks);
+        config.blockDim = dim3(THREADS);
+        config.dynamicSmemBytes = shared;
+        config.attrs = &cluster;
+        config.numAttrs = 1;
     }
 };
 
-template <int SIZE, Kind KIND> static void barriers(const float *in, float *out, int rows, int cols) {
+template <int SIZE, Kind KIND>
+static void barriers(const float *in, float *out, int rows, int cols) {
     const Kernel kernel = barrier_kernel<KIND>;
     const Launch launch(SIZE, MOST);
-    if (SIZE > 8) MUST(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+    if (SIZE > 8)
+        MUST(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     MUST(cudaLaunchKernelEx(&launch.config, kernel, in, out, rows * cols));
 }
 
@@ -64,11 +73,13 @@ static int refuse(const char *what, bool fails, Kernel kernel, int size, size_t 
     int clusters = 0;
     const cudaError_t counted = cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config);
     (void)cudaGetLastError();
-    const cudaError_t error = cudaLaunchKernelEx(&launch.config, kernel, (const float *)NULL, (float *)NULL, 0);
+    const cudaError_t error =
+        cudaLaunchKernelEx(&launch.config, kernel, (const float *)NULL, (float *)NULL, 0);
     (void)cudaGetLastError();
     MUST(cudaDeviceSynchronize());
-    fprintf(stderr, "  %-34s at once: %3d clusters, %3d of %d SMs; %s\n", what, counted ? 0 : clusters,
-            counted ? 0 : clusters * size, FIGURES.sms, cudaGetErrorName(error));
+    fprintf(stderr, "  %-34s at once: %3d clusters, %3d of %d SMs; %s\n", what,
+            counted ? 0 : clusters, counted ? 0 : clusters * size, FIGURES.sms,
+            cudaGetErrorName(error));
     if ((error != cudaSuccess) == fails) return 0;
     return printf("WRONG  %s: %s\n", what, cudaGetErrorName(error)), 1;
 }
@@ -88,7 +99,8 @@ static int refusals() {
 }
 
 int main(void) {
-    // A barrier of a block some 20 clocks, of a cluster a trip between SMs: 180 (the pattern latency)
+    // A barrier of a block some 20 clocks, of a cluster a trip between SMs: 180 (the pattern
+    // latency)
     const auto us = [](double clocks) { return BARRIERS * clocks / FIGURES.ghz / 1e3; };
     const char *const stall = "smsp__average_warps_issue_stalled_membar_per_issue_active.ratio";
     const pattern p = {"clusters", same_size, good, MOST, THREADS, 0, small_integer};

@@ -38,11 +38,14 @@ struct Global {
 };
 struct Shared {
     static constexpr int AHEAD = 32;
-    static __device__ float entry(const float *table_s, int lane, int i) { return table_s[lane + i]; }
+    static __device__ float entry(const float *table_s, int lane, int i) {
+        return table_s[lane + i];
+    }
 };
 
 template <class From>
-__global__ void __launch_bounds__(THREADS) table_kernel(const float *__restrict__ in, float *__restrict__ out, int n) {
+__global__ void __launch_bounds__(THREADS)
+    table_kernel(const float *__restrict__ in, float *__restrict__ out, int n) {
     __shared__ float table_s[ENTRIES + AGAIN];
     for (int i = threadIdx.x; i < ENTRIES + AGAIN; i += THREADS) table_s[i] = table_g.x[i];
     __syncthreads(); // the table is there
@@ -50,7 +53,8 @@ __global__ void __launch_bounds__(THREADS) table_kernel(const float *__restrict_
         const float x = in[i];
         float sum = 0;
 #pragma unroll From::AHEAD
-        for (int j = 0; j < ENTRIES; ++j) sum = fmaf(x, From::entry(table_s, threadIdx.x % 32, j), sum);
+        for (int j = 0; j < ENTRIES; ++j)
+            sum = fmaf(x, From::entry(table_s, threadIdx.x % 32, j), sum);
         out[i] = sum;
     }
 }
@@ -70,14 +74,15 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 }
 
 int main(void) {
-    // Clocks of an SM for a warp's entry: a multiply-add 1/4, an address of constant memory 1, a load through L1 at least 2,
-    // a wavefront of shared memory 1.
+    // Clocks of an SM for a warp's entry: a multiply-add 1/4, an address of constant memory 1, a
+    // load through L1 at least 2, a wavefront of shared memory 1.
     const pattern p = {"constant", same_size, good, 4096, 4096, 8.0 * 4096 * 4096, small_integer};
     const char *const l1 = "l1tex__data_pipe_lsu_wavefronts.sum";
     const variant variants[] = {
         {"constant, one address", launch<OneAddress>, sm_gbs(ENTRIES / 4.0, 256), "multiply-adds",
          "smsp__inst_executed_pipe_fma.sum"},
-        {"constant, 32 addresses", launch<Constant>, sm_gbs(ENTRIES * 32, 256), "constant cache", "idc__requests.sum"},
+        {"constant, 32 addresses", launch<Constant>, sm_gbs(ENTRIES * 32, 256), "constant cache",
+         "idc__requests.sum"},
         {"global, 32 addresses", launch<Global>, sm_gbs(ENTRIES * 2, 256), "L1", l1},
         {"shared, 32 addresses", launch<Shared>, sm_gbs(ENTRIES, 256), "shared memory", l1},
     };

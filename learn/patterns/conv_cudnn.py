@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""cuDNN beside conv_gemm.cu: the same convolution of 3 x 3, 128 channels to 128, by torch. `python conv_cudnn.py` on a GPU.
+"""cuDNN beside conv_gemm.cu: the same convolution of 3 x 3, 128 channels to 128, by torch. `python
+conv_cudnn.py` on a GPU.
 
 Its result is bfloat16, that of conv_gemm.cu float32: it writes half as much.
 """
@@ -12,7 +13,9 @@ CHANNELS, HEIGHT, WIDTH = 128, 512, 512
 
 def numbers(*shape: int) -> torch.Tensor:
     """Small integers, as conv_gemm.cu's: their sums are exact in float32."""
-    return torch.randint(-6, 7, shape, device="cuda").to(torch.bfloat16, memory_format=torch.channels_last)
+    return torch.randint(-6, 7, shape, device="cuda").to(
+        torch.bfloat16, memory_format=torch.channels_last
+    )
 
 
 def median_us(call, times: int = 21) -> float:
@@ -36,7 +39,8 @@ def main() -> None:
     us = median_us(lambda: conv2d(x, weight, padding=1))
     gflops = 2 * CHANNELS * CHANNELS * 9 * HEIGHT * WIDTH / us * 1e-3
     print(
-        f"cuDNN {torch.backends.cudnn.version()}: {us:.0f} us, {gflops:.0f} GFLOP/s on {torch.cuda.get_device_name()}"
+        f"cuDNN {torch.backends.cudnn.version()}: {us:.0f} us, {gflops:.0f} GFLOP/s on "
+        f"{torch.cuda.get_device_name()}"
     )
 
 

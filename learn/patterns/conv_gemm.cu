@@ -1,18 +1,23 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// conv_gemm: a convolution of 3 x 3 over a picture of 128 channels, to 128 channels, as a product on tensor cores: a row for each pixel, its
-// 9 neighbours' channels on end (im2col), times the weights [128][9 x 128]. bfloat16, float32 sums; zeros around the picture.
+// conv_gemm: a convolution of 3 x 3 over a picture of 128 channels, to 128 channels, as a product
+// on tensor cores: a row for each pixel, its 9 neighbours' channels on end (im2col), times the
+// weights [128][9 x 128]. bfloat16, float32 sums; zeros around the picture.
 //
 //   im2col + gemm       a kernel writes that matrix, nine times the picture; then the product reads it
-//   implicit, cp.async  the product gathers its tiles out of the picture: for each 16 bytes a thread finds the pixel, and whether it is one
+//   implicit, cp.async  the product gathers its tiles out of the picture: for each 16 bytes a
+//   thread finds the pixel, and whether it is one
 //   implicit, TMA       a tensor map of kind im2col: one thread names the first pixel and the neighbour, and TMA walks the rows, fills zeros at the
 //                       rims and lays 128 pixels of 64 channels down, swizzled
-// The three share the product (conv_product.cuh): 128 pixels x 128 filters a block, 18 steps of 64. conv_cudnn.py times cuDNN's.
+// The three share the product (conv_product.cuh): 128 pixels x 128 filters a block, 18 steps of 64.
+// conv_cudnn.py times cuDNN's.
 #include "conv_product.cuh"
 #include "measure.cuh"
 
 #include <cuda.h>
 
-static __host__ __device__ int weight(int filter, int tap, int c) { return (filter * 7 + tap * 5 + c * 3) % 5 - 2; }
+static __host__ __device__ int weight(int filter, int tap, int c) {
+    return (filter * 7 + tap * 5 + c * 3) % 5 - 2;
+}
 
 struct Picture {
     const bf16 *x;
@@ -30,8 +35,8 @@ struct Rows {
     const bf16 *matrix;
     int pixels;
     __device__ void load(int step, int pixel0, smem_addr to_s, smem_addr) const {
-        copy_tile_async<Tile, THREADS>(to_s, matrix + (size_t)pixel0 * ROW + step * PART, ROW, pixels - pixel0,
-                                       threadIdx.x);
+        copy_tile_async<Tile, THREADS>(to_s, matrix + (size_t)pixel0 * ROW + step * PART, ROW,
+                                       pixels - pixel0, threadIdx.x);
     }
     __device__ void wait(smem_addr, unsigned) const {}
 };
@@ -51,14 +56,16 @@ struct Im2col {
     int width;
     __device__ void load(int step, int pixel0, smem_addr to_s, smem_addr full_s) const {
         const int tap =
-            step * PART / C; // the map's pixels begin at the upper left neighbour, so neighbours count from 0
+            step * PART /
+            C; // the map's pixels begin at the upper left neighbour, so neighbours count from 0
         if (threadIdx.x > 0) return;
         mbarrier_arrive_expect_tx(full_s, Tile::bytes);
-        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
-                     "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(to_s),
-                     "l"(&map), "r"(full_s), "r"(step * PART % C), "r"(pixel0 % width - 1), "r"(pixel0 / width - 1),
-                     "r"(0), "h"((uint16_t)(tap % 3)), "h"((uint16_t)(tap / 3))
-                     : "memory");
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
+            "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(to_s),
+            "l"(&map), "r"(full_s), "r"(step * PART % C), "r"(pixel0 % width - 1),
+            "r"(pixel0 / width - 1), "r"(0), "h"((uint16_t)(tap % 3)), "h"((uint16_t)(tap / 3))
+            : "memory");
     }
     __device__ void wait(smem_addr full_s, unsigned parity) const { mbarrier_wait(full_s, parity); }
 };
@@ -76,7 +83,8 @@ static void prepare(const float *in, int rows, int cols) {
         if (room) MUST(cudaFree(picture)); // one allocation for the three
         room = n;
         MUST(cudaMalloc((void **)&picture, sizeof(bf16) * (10ull * n + C * ROW)));
-        matrix = picture + n, weights = matrix + 9ull * n;
+        matrix = picture + n;
+        weights = matrix + 9ull * n;
     }
     prepare_kernel<<<(most + THREADS - 1) / THREADS, THREADS>>>(in, n, picture, weights);
 }
@@ -89,12 +97,14 @@ __global__ void im2col_kernel(Picture of, bf16 *to, int chunks) {
 }
 template <class From> static void start(const From &from, float *out, int pixels) {
     const int bytes = 2 * STAGES * Tile::bytes;
-    MUST(cudaFuncSetAttribute(product_kernel<From>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    MUST(cudaFuncSetAttribute(product_kernel<From>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              bytes));
     product_kernel<<<(pixels + PIXELS - 1) / PIXELS, THREADS, bytes>>>(from, weights, out, pixels);
 }
 static void by_matrix(const float *, float *out, int height, int cols) {
     const int pixels = height * cols / C, chunks = pixels * (ROW / 8);
-    im2col_kernel<<<(chunks + THREADS - 1) / THREADS, THREADS>>>({picture, height, cols / C}, matrix, chunks);
+    im2col_kernel<<<(chunks + THREADS - 1) / THREADS, THREADS>>>({picture, height, cols / C},
+                                                                 matrix, chunks);
     start(Rows{matrix, pixels}, out, pixels);
 }
 static void gathered(const float *, float *out, int height, int cols) {
@@ -104,16 +114,18 @@ static void by_tma(const float *, float *out, int height, int cols) {
     static void *encode;
     cudaDriverEntryPointQueryResult found;
     if (!encode)
-        MUST(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeIm2col", &encode, 12000, cudaEnableDefault, &found));
+        MUST(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeIm2col", &encode, 12000,
+                                              cudaEnableDefault, &found));
     const cuuint64_t width = cols / C, size[4] = {C, width, (cuuint64_t)height, 1},
                      pitch[3] = {C * 2, width * C * 2, width * height * C * 2};
-    const int lower[2] = {-1, -1}, upper[2] = {-1, -1}; // of the upper left neighbours, as far as the picture's are
+    // of the upper left neighbours, as far as the picture's are
+    const int lower[2] = {-1, -1}, upper[2] = {-1, -1};
     const cuuint32_t step[4] = {1, 1, 1, 1};
     Im2col from = {{}, (int)width};
     const CUresult made = ((decltype(&cuTensorMapEncodeIm2col))encode)(
-        &from.map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, picture, size, pitch, lower, upper, PART, PIXELS, step,
-        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        &from.map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, picture, size, pitch, lower, upper, PART,
+        PIXELS, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (made != CUDA_SUCCESS) exit((fprintf(stderr, "no tensor map: %d\n", (int)made), 1));
     start(from, out, height * cols / C);
 }
@@ -136,7 +148,8 @@ int main(void) {
     const double flops = 2.0 * height * cols * ROW, matrix_bytes = 2.0 * height * cols * 9;
     pattern p = {"convolution as a product", same_size, good, height, cols, flops, small_integer};
     p.unit = "GFLOP/s";
-    // mma.sync of such tiles: 408 TFLOP/s (rung 6 of the gemm ladder); the matrix is written, and its product waits for it
+    // mma.sync of such tiles: 408 TFLOP/s (rung 6 of the gemm ladder); the matrix is written, and
+    // its product waits for it
     const double mma = 408e3, write_s = matrix_bytes / (memory_gbs() * 1e9),
                  product_s = fmax(write_s, flops / (mma * 1e9));
     const variant variants[] = {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// conv_product: out [pixels][128] = im2col's matrix [pixels][9 x 128] times the weights [128][9 x 128], whoever brings the matrix.
+// conv_product: out [pixels][128] = im2col's matrix [pixels][9 x 128] times the weights [128][9 x
+// 128], whoever brings the matrix.
 #ifndef CONV_PRODUCT_CUH
 #define CONV_PRODUCT_CUH
 
@@ -37,7 +38,8 @@ __global__ void __launch_bounds__(THREADS, 2)
         const int s = j % STAGES;
         if (j < STEPS) {
             from.load(j, pixel0, pixels_s + s * Tile::bytes, cvta_to_shared(&full[s]));
-            copy_tile_async<Tile, THREADS>(filters_s + s * Tile::bytes, weights + j * PART, ROW, C, threadIdx.x);
+            copy_tile_async<Tile, THREADS>(filters_s + s * Tile::bytes, weights + j * PART, ROW, C,
+                                           threadIdx.x);
         }
         cp_async_commit_group();
     };
@@ -53,14 +55,17 @@ __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
         for (int kk = 0; kk < PART / 16; ++kk) {
             uint32_t a[4][4], b[2][4];
-            for (int m = 0; m < 4; ++m) load_frag_a(a[m], Tile::down(Tile::along(a_s, 2 * kk), 16 * m));
-            for (int n = 0; n < 2; ++n) load_frag_b(b[n], Tile::down(Tile::along(b_s, 2 * kk), 16 * n));
+            for (int m = 0; m < 4; ++m)
+                load_frag_a(a[m], Tile::down(Tile::along(a_s, 2 * kk), 16 * m));
+            for (int n = 0; n < 2; ++n)
+                load_frag_b(b[n], Tile::down(Tile::along(b_s, 2 * kk), 16 * n));
             for (int m = 0; m < 4; ++m)
                 for (int n = 0; n < 4; ++n) mma_add<bf16>(sum[m][n], a[m], &b[n / 2][n % 2 * 2]);
         }
     }
     for (int i = 0; i < 64; i += 2) {
-        const int m = i / 16, n = i / 4 % 4, r = i % 4, pixel = pixel0 + row0 + m * 16 + frag_row(lane, r);
+        const int m = i / 16, n = i / 4 % 4, r = i % 4,
+                  pixel = pixel0 + row0 + m * 16 + frag_row(lane, r);
         float *to = out + (size_t)pixel * C + col0 + n * 8 + frag_col(lane, r);
         if (pixel < pixels) *(float2 *)to = make_float2(sum[m][n][r], sum[m][n][r + 1]);
     }

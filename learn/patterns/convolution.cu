@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// convolution: a filter of 5 x 5 over a picture, zeros around it: 25 multiply-adds a pixel, and where their operands come from.
+// convolution: a filter of 5 x 5 over a picture, zeros around it: 25 multiply-adds a pixel, and
+// where their operands come from.
 //
 //   weights by loads        25 loads of a picture's floats and 25 of weights, all lanes the same
 //   weights by constants    the multiply-add takes the weight from constant memory as an operand: 25 loads fewer
@@ -36,13 +37,16 @@ static __device__ float pixel(const float *in, int row, int col, int rows, int c
 }
 
 template <class Weight>
-__global__ void __launch_bounds__(COLS *WARPS) direct_kernel(const float *in, float *out, int rows, int cols) {
+__global__ void __launch_bounds__(COLS *WARPS)
+    direct_kernel(const float *in, float *out, int rows, int cols) {
     const int row = blockIdx.y * WARPS + threadIdx.y, col = blockIdx.x * COLS + threadIdx.x;
     float sum = 0;
     if (row >= rows || col >= cols) return;
-    if (row < RIM || row >= rows - RIM || col < RIM || col >= cols - RIM) { // the rim: 25 comparisons more
+    // the rim: 25 comparisons more
+    if (row < RIM || row >= rows - RIM || col < RIM || col >= cols - RIM) {
         for (int i = 0; i < SIDE * SIDE; ++i)
-            sum += Weight::at(i / SIDE, i % SIDE) * pixel(in, row + i / SIDE - RIM, col + i % SIDE - RIM, rows, cols);
+            sum += Weight::at(i / SIDE, i % SIDE) *
+                   pixel(in, row + i / SIDE - RIM, col + i % SIDE - RIM, rows, cols);
         out[(size_t)row * cols + col] = sum;
         return;
     }
@@ -50,14 +54,16 @@ __global__ void __launch_bounds__(COLS *WARPS) direct_kernel(const float *in, fl
 #pragma unroll
     for (int i = 0; i < SIDE; ++i) {
 #pragma unroll
-        for (int j = 0; j < SIDE; ++j) sum = fmaf(from[(size_t)i * cols + j], Weight::at(i, j), sum);
+        for (int j = 0; j < SIDE; ++j)
+            sum = fmaf(from[(size_t)i * cols + j], Weight::at(i, j), sum);
     }
     out[(size_t)row * cols + col] = sum;
 }
 
 // EACH: rows of a thread.
 template <int EACH>
-__global__ void __launch_bounds__(COLS *WARPS) shared_kernel(const float *in, float *out, int rows, int cols) {
+__global__ void __launch_bounds__(COLS *WARPS)
+    shared_kernel(const float *in, float *out, int rows, int cols) {
     constexpr int tile_rows = WARPS * EACH + 2 * RIM, tile_cols = COLS + 2 * RIM;
     __shared__ float tile[tile_rows][tile_cols];
     const int row0 = blockIdx.y * WARPS * EACH, col0 = blockIdx.x * COLS;
@@ -104,12 +110,16 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 }
 
 int main(void) {
-    // Clocks of an SM for a warp's row of pixels: a load through L1 1.1 where it lies in two lines, else 1; of shared memory 1
-    const pattern p = {"convolution", same_size, good, 8192, 8192, 8.0 * 8192 * 8192, small_integer};
+    // Clocks of an SM for a warp's row of pixels: a load through L1 1.1 where it lies in two lines,
+    // else 1; of shared memory 1
+    const pattern p = {"convolution", same_size,         good,         8192,
+                       8192,          8.0 * 8192 * 8192, small_integer};
     const char *const l1 = "l1tex__data_pipe_lsu_wavefronts.sum";
     const variant variants[] = {
-        {"weights by loads", launch<direct_kernel<ByLoad>, 1>, sm_gbs(25 * 1.1 + 25, 256), "L1", l1},
-        {"weights by constants", launch<direct_kernel<ByConstant>, 1>, sm_gbs(25 * 1.1, 256), "L1", l1},
+        {"weights by loads", launch<direct_kernel<ByLoad>, 1>, sm_gbs(25 * 1.1 + 25, 256), "L1",
+         l1},
+        {"weights by constants", launch<direct_kernel<ByConstant>, 1>, sm_gbs(25 * 1.1, 256), "L1",
+         l1},
         {"shared", launch<shared_kernel<1>, 1>, sm_gbs(25 + 3 * 1.5, 256), "shared memory", l1},
         {"shared, 8 rows", launch<shared_kernel<8>, 8>, memory_gbs(), "memory", l1},
     };

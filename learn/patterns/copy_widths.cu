@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// copy_widths: out = in by 4 and by 16 bytes a thread, and two ways to waste sectors: lanes 2 apart, lanes 32 apart.
+// copy_widths: out = in by 4 and by 16 bytes a thread, and two ways to waste sectors: lanes 2
+// apart, lanes 32 apart.
 //
-// A warp's access is cut into sectors of 32 bytes. Neighbouring lanes on neighbouring floats use every byte of 4 sectors; lanes
-// 32 floats apart touch 32 sectors, and unless L1 still has them when their other floats are asked for, move 8 times as much.
+// A warp's access is cut into sectors of 32 bytes. Neighbouring lanes on neighbouring floats use
+// every byte of 4 sectors; lanes 32 floats apart touch 32 sectors, and unless L1 still has them
+// when their other floats are asked for, move 8 times as much.
 #include "measure.cuh"
 
 enum {
@@ -22,13 +24,15 @@ constexpr int sectors_of(int stride) {
 }
 static_assert(sectors_of(1) == 4 && sectors_of(2) == 8 && sectors_of(32) == 32, "");
 
-// Index i of a permutation of 0 .. n - 1 whose neighbours lie STRIDE apart: blocks of 32 * STRIDE floats, transposed.
+// Index i of a permutation of 0 .. n - 1 whose neighbours lie STRIDE apart: blocks of 32 * STRIDE
+// floats, transposed.
 template <int STRIDE> static __device__ int place(int i, int n) {
     const int block = 32 * STRIDE, begin = i / block * block, rest = i - begin;
     return begin + block <= n ? begin + rest % 32 * STRIDE + rest / 32 : i;
 }
 
-template <int STRIDE> __global__ void __launch_bounds__(THREADS) stride_kernel(const float *in, float *out, int n) {
+template <int STRIDE>
+__global__ void __launch_bounds__(THREADS) stride_kernel(const float *in, float *out, int n) {
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS) {
         const int at = place<STRIDE>(i, n);
         out[at] = in[at];
@@ -37,7 +41,8 @@ template <int STRIDE> __global__ void __launch_bounds__(THREADS) stride_kernel(c
 
 __global__ void __launch_bounds__(THREADS) wide_kernel(const float *in, float *out, int n) {
     const int whole = n / 4, first = blockIdx.x * THREADS + threadIdx.x;
-    for (int i = first; i < whole; i += gridDim.x * THREADS) ((float4 *)out)[i] = ((const float4 *)in)[i];
+    for (int i = first; i < whole; i += gridDim.x * THREADS)
+        ((float4 *)out)[i] = ((const float4 *)in)[i];
     if (first < n % 4) out[4 * whole + first] = in[4 * whole + first];
 }
 
@@ -51,15 +56,19 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 }
 
 int main(void) {
-    // A warp's 32 floats go in and out. 8 warps of a block read the same 32 sectors of lanes 32 apart, so L1 answers seven of
-    // them; what they store goes to L2 sector by sector.
+    // A warp's 32 floats go in and out. 8 warps of a block read the same 32 sectors of lanes 32
+    // apart, so L1 answers seven of them; what they store goes to L2 sector by sector.
     const pattern p = {"copy", same_size, good, 8192, 8192, 8.0 * 8192 * 8192, small_integer};
     const char *const sectors = "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum";
     const variant variants[] = {
-        {"4 bytes", launch<stride_kernel<1>>, l2_gbs(2 * sectors_of(1), 256), "memory", "dram__bytes_read.sum"},
-        {"16 bytes", launch<wide_kernel>, l2_gbs(2 * sectors_of(1), 256), "memory", "dram__bytes_read.sum"},
-        {"4 bytes, 2 apart", launch<stride_kernel<2>>, l2_gbs(4 + sectors_of(2), 256), "memory", sectors},
-        {"4 bytes, 32 apart", launch<stride_kernel<32>>, l2_gbs(4 + sectors_of(32), 256), "sectors of L2", sectors},
+        {"4 bytes", launch<stride_kernel<1>>, l2_gbs(2 * sectors_of(1), 256), "memory",
+         "dram__bytes_read.sum"},
+        {"16 bytes", launch<wide_kernel>, l2_gbs(2 * sectors_of(1), 256), "memory",
+         "dram__bytes_read.sum"},
+        {"4 bytes, 2 apart", launch<stride_kernel<2>>, l2_gbs(4 + sectors_of(2), 256), "memory",
+         sectors},
+        {"4 bytes, 32 apart", launch<stride_kernel<32>>, l2_gbs(4 + sectors_of(32), 256),
+         "sectors of L2", sectors},
     };
     const int sizes[][2] = {{1, 1}, {17, 1}, {1, 255}, {4097, 1}, {1024, 1024}};
     return run(p, variants, sizes);

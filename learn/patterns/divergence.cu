@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// divergence: 256 multiply-adds an element, one of two chains, as the element's sign says: a warp executes both where its lanes differ.
+// divergence: 256 multiply-adds an element, one of two chains, as the element's sign says: a warp
+// executes both where its lanes differ.
 //
 //   branch     if / else: nearly every warp has both signs, so runs both chains, each with some lanes off
 //   vote       asks first: __any_sync skips a chain that no lane wants. Warps of one sign are rare here, so nothing is saved
@@ -45,8 +46,10 @@ struct Select {
     }
 };
 
-template <class How> __global__ void __launch_bounds__(THREADS) element_kernel(const float *in, float *out, int n) {
-    for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS) out[i] = How::of(in[i]);
+template <class How>
+__global__ void __launch_bounds__(THREADS) element_kernel(const float *in, float *out, int n) {
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS)
+        out[i] = How::of(in[i]);
 }
 
 __global__ void __launch_bounds__(THREADS) sorted_kernel(const float *in, float *out, int n) {
@@ -61,7 +64,8 @@ __global__ void __launch_bounds__(THREADS) sorted_kernel(const float *in, float 
         int before = __popc(left & ((1u << lane) - 1));
         for (int w = 0; w < warp; ++w) before += warps_s[w];
         const int at = x > 0 ? before : THREADS - 1 - (threadIdx.x - before);
-        x_s[at] = x, from_s[at] = threadIdx.x;
+        x_s[at] = x;
+        from_s[at] = threadIdx.x;
         __syncthreads(); // the elements are in order
         const int from = begin + from_s[threadIdx.x];
         const float y = Branch::of(x_s[threadIdx.x]);
@@ -86,12 +90,15 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 int main(void) {
     const pattern p = {"divergence", same_size, good, 8192, 8192, 8.0 * 8192 * 8192, small_integer};
     const double chain = STEPS / 4.0; // clocks: an SM has 128 multiply-adds, 4 warps' worth
-    const char *const lanes = "smsp__thread_inst_executed_per_inst_executed.ratio", *const fma = "multiply-adds";
+    const char *const lanes = "smsp__thread_inst_executed_per_inst_executed.ratio",
+                      *const fma = "multiply-adds";
     const variant variants[] = {
         {"branch", launch<element_kernel<Branch>>, sm_gbs(2 * chain, 256), fma, lanes},
         {"vote", launch<element_kernel<Vote>>, sm_gbs(2 * chain, 256), fma, lanes},
-        {"select", launch<element_kernel<Select>>, sm_gbs(chain, 256), fma, "smsp__inst_executed_pipe_fma.sum"},
-        {"sorted", launch<sorted_kernel>, sm_gbs(chain * 9 / 8, 256), fma, lanes}, // one warp of 8 runs both
+        {"select", launch<element_kernel<Select>>, sm_gbs(chain, 256), fma,
+         "smsp__inst_executed_pipe_fma.sum"},
+        // one warp of 8 runs both
+        {"sorted", launch<sorted_kernel>, sm_gbs(chain * 9 / 8, 256), fma, lanes},
     };
     const int sizes[][2] = {{1, 1}, {17, 1}, {1, 255}, {4097, 1}, {1024, 1024}};
     return run(p, variants, sizes);

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// double_buffer: tiles of 1024 floats through shared memory, 64 multiply-adds an element, one block an SM: who hides the copies?
+// double_buffer: tiles of 1024 floats through shared memory, 64 multiply-adds an element, one block
+// an SM: who hides the copies?
 //
 //   one buffer     copy | multiply | copy | multiply       nobody
 //   two buffers    copy j + 1 runs under the products of j: a step is as long as the longer of the two
 //   four buffers   copies three steps ahead: a third of a copy a step
-// The library's ring (tile/pipeline.cuh), by cp.async: 16 bytes a thread go to shared memory without registers in between. A
-// thread multiplies elements that other threads copied, so a barrier a step is needed.
+// The library's ring (tile/pipeline.cuh), by cp.async: 16 bytes a thread go to shared memory
+// without registers in between. A thread multiplies elements that other threads copied, so a
+// barrier a step is needed.
 #include "cuda/ptx/smem.cuh"
 #include "cuda/tile/pipeline.cuh"
 #include "measure.cuh"
@@ -17,7 +19,8 @@ enum {
     STEPS = 64
 };
 
-// Each of COUNT numbers through the chain, side by side: a multiply-add waits 4 clocks for the one before it.
+// Each of COUNT numbers through the chain, side by side: a multiply-add waits 4 clocks for the one
+// before it.
 template <int COUNT> static __host__ __device__ void chains(float (&x)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < STEPS; ++i)
@@ -42,7 +45,8 @@ static __device__ void multiply_step(const float *tile_s, float *out, int n, int
     }
 }
 
-__global__ void __launch_bounds__(THREADS) one_kernel(const float *in, float *out, int n, int tiles) {
+__global__ void __launch_bounds__(THREADS)
+    one_kernel(const float *in, float *out, int n, int tiles) {
     __shared__ __align__(16) float tile_s[TILE];
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         copy_step(cvta_to_shared(tile_s), in, n, tile);
@@ -55,14 +59,19 @@ __global__ void __launch_bounds__(THREADS) one_kernel(const float *in, float *ou
 }
 
 template <int STAGES>
-__global__ void __launch_bounds__(THREADS) ring_kernel(const float *in, float *out, int n, int tiles) {
+__global__ void __launch_bounds__(THREADS)
+    ring_kernel(const float *in, float *out, int n, int tiles) {
     __shared__ __align__(16) float stages_s[STAGES][TILE];
     const int steps = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
     const auto copy = [&](int step, int stage) {
-        if (step < steps) copy_step(cvta_to_shared(stages_s[stage]), in, n, blockIdx.x + step * gridDim.x);
+        if (step < steps)
+            copy_step(cvta_to_shared(stages_s[stage]), in, n, blockIdx.x + step * gridDim.x);
     };
     cp_ring<STAGES> ring;
-    for (int j = 0; j < STAGES - 1; ++j) copy(j, j), ring.commit();
+    for (int j = 0; j < STAGES - 1; ++j) {
+        copy(j, j);
+        ring.commit();
+    }
     for (int j = 0; j < steps; ++j) {
         ring.wait(); // step j is here, and all have read the step before
         copy(j + STAGES - 1, ring.write);
@@ -89,16 +98,20 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 }
 
 int main(void) {
-    const pattern p = {"double buffer", same_size, good, 8192, 8192, 8.0 * 8192 * 8192, small_integer};
+    const pattern p = {"double buffer",   same_size,    good, 8192, 8192,
+                       8.0 * 8192 * 8192, small_integer};
     // us of a step: a copy's way from memory; products at 128 a clock of an SM
     const double copy_us = 0.8, multiply_us = TILE * STEPS / 128 / FIGURES.ghz / 1e3;
-    const auto gbs = [&](double step_us) { return capped(FIGURES.sms * 2.0 * TILE_BYTES / step_us / 1e3); };
-    const char *const waits = "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio";
+    const auto gbs = [&](double step_us) {
+        return capped(FIGURES.sms * 2.0 * TILE_BYTES / step_us / 1e3);
+    };
+    const char *const waits =
+        "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio";
     const variant variants[] = {
         {"one buffer", launch<one_kernel>, gbs(copy_us + multiply_us), "copy + products", waits},
         {"two buffers", launch<ring_kernel<2>>, gbs(fmax(copy_us, multiply_us)), "the copy", waits},
-        {"four buffers", launch<ring_kernel<4>>, gbs(fmax(copy_us / 3, multiply_us)), "copy, products",
-         "smsp__inst_executed_pipe_fma.sum"},
+        {"four buffers", launch<ring_kernel<4>>, gbs(fmax(copy_us / 3, multiply_us)),
+         "copy, products", "smsp__inst_executed_pipe_fma.sum"},
     };
     const int sizes[][2] = {{1, 1}, {17, 1}, {1, 255}, {4097, 1}, {1024, 1024}};
     return run(p, variants, sizes);

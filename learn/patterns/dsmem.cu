@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// dsmem: reading shared memory, 16 bytes a lane: the block's own, and that of other blocks of its cluster (DSMEM).
+// dsmem: reading shared memory, 16 bytes a lane: the block's own, and that of other blocks of its
+// cluster (DSMEM).
 //
 //   own                   128 bytes a clock and SM, 33 TB/s in all
 //   the next of N         every block reads the next block of its cluster, so every SM sends as much as it gets. The network between
-//                         SMs is no wider than the way to L2, so 32 bytes a clock and SM are what to hope for
+//                         SMs is no wider than the way to L2, so 32 bytes a clock and SM are what
+//                         to hope for
 //   the first of 8        eight read one: its SM sends for all of them
-// Clusters of 16 need cudaFuncAttributeNonPortableClusterSizeAllowed. A cluster lies in one GPC of 16 or 18 SMs, and SMs that are left
-// over idle.
+// Clusters of 16 need cudaFuncAttributeNonPortableClusterSizeAllowed. A cluster lies in one GPC of
+// 16 or 18 SMs, and SMs that are left over idle.
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/cluster_reads.cuh"
 #include "cuda/ptx/smem.cuh"
@@ -18,9 +20,11 @@ enum {
     ROUNDS = 2048,     // of 16 bytes a thread
 };
 
-// out = in where every read gave what lies there. step is 0, which the compiler does not know: so it makes every read. FIRST: all read block 0 of the cluster, else the next one.
+// out = in where every read gave what lies there. step is 0, which the compiler does not know: so
+// it makes every read. FIRST: all read block 0 of the cluster, else the next one.
 template <bool OWN, bool FIRST>
-__global__ void __launch_bounds__(THREADS) read_kernel(const float *in, float *out, int n, unsigned size, int step) {
+__global__ void __launch_bounds__(THREADS)
+    read_kernel(const float *in, float *out, int n, unsigned size, int step) {
     __shared__ __align__(16) uint4 table[THREADS];
     const unsigned rank = cluster_ctarank();
     table[threadIdx.x] = make_uint4(threadIdx.x, threadIdx.x, threadIdx.x, threadIdx.x);
@@ -39,15 +43,20 @@ __global__ void __launch_bounds__(THREADS) read_kernel(const float *in, float *o
         out[i] = sum == there ? in[i] : NAN;
 }
 
-template <int CLUSTER, bool FIRST> static void reads(const float *in, float *out, int rows, int cols) {
+template <int CLUSTER, bool FIRST>
+static void reads(const float *in, float *out, int rows, int cols) {
     const auto kernel = read_kernel<CLUSTER == 1, FIRST>;
     cudaLaunchAttribute cluster = {};
     cudaLaunchConfig_t config = {};
     cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = CLUSTER, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-    config.gridDim = dim3(BLOCKS), config.blockDim = dim3(THREADS);
-    config.attrs = &cluster, config.numAttrs = 1;
-    if (CLUSTER > 8) MUST(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+    cluster.val.clusterDim.x = CLUSTER;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    config.gridDim = dim3(BLOCKS);
+    config.blockDim = dim3(THREADS);
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    if (CLUSTER > 8)
+        MUST(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     MUST(cudaLaunchKernelEx(&config, kernel, in, out, rows * cols, (unsigned)CLUSTER, 0));
 }
 

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// exp2: 2^x by the special function unit, by polynomials, and by both at once. Softmax is made of it.
+// exp2: 2^x by the special function unit, by polynomials, and by both at once. Softmax is made of
+// it.
 //
 //   exp2f                 what C means: ex2.approx beside what saves subnormal results
 //   ex2                   ex2.approx.ftz: 16 a clock and SM, an eighth of the multiply-adds' rate; error 2^-22.5
 //   polynomial, ERROR     x = n + f, |f| <= 1/2: a polynomial of 2^f, to whose exponent n is added. The error that is allowed decides
 //                         the degree (exp2_within): 3, 4 or 5, and one fma more for each
-//   a quarter polynomial  one in four by the polynomial of degree 3 while the special functions make the others. Worth its error
-//                         where the result is rounded to 8 bits of mantissa anyway, as attention's are
+//   a quarter polynomial  one in four by the polynomial of degree 3 while the special functions
+//                         make the others. Worth its error where the result is rounded to 8 bits of
+//                         mantissa anyway, as attention's are
 // Coefficients: of the least largest relative error on [-1/2, 1/2]. Good for |x| < 126; a softmax clamps what is below.
 #include "cuda/ptx/regs.cuh"
 #include "measure.cuh"
@@ -23,7 +25,8 @@ template <int DEGREE> static __device__ float exp2_polynomial(float x) {
         {0.99999928f, 0.69312179f, 0.24024744f, 0.055917859f, 0.0095701021f},
         {1.0000001f, 0.69314694f, 0.2402212f, 0.055507131f, 0.009675541f, 0.0013276472f},
     };
-    const float magic = 0x1.8p23f, shifted = x + magic; // rounds x to a whole number n, which stands in the low bits
+    // rounds x to a whole number n, which stands in the low bits
+    const float magic = 0x1.8p23f, shifted = x + magic;
     const float f = x - (shifted - magic);
     float y = c[DEGREE - 3][DEGREE];
 #pragma unroll
@@ -43,17 +46,21 @@ struct Library {
     static __device__ float at(float x, int) { return exp2f(x); }
 };
 template <int MILLIONTHS, int OF = 1> struct Within { // the others of OF exactly
-    static __device__ float at(float x, int i) { return i % OF ? exp2_within<0>(x) : exp2_within<MILLIONTHS>(x); }
+    static __device__ float at(float x, int i) {
+        return i % OF ? exp2_within<0>(x) : exp2_within<MILLIONTHS>(x);
+    }
 };
 
 // zero is 0, which the compiler does not know: so it makes every round.
 template <class Exp2>
-__global__ void __launch_bounds__(THREADS) exp2_kernel(const float *in, float *out, int n, float zero) {
+__global__ void __launch_bounds__(THREADS)
+    exp2_kernel(const float *in, float *out, int n, float zero) {
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS) {
         const float x = in[i];
         float sum = Exp2::at(x, 0);
 #pragma unroll
-        for (int j = 1; j < ROUNDS; ++j) sum = fmaf(zero, Exp2::at(fmaf(zero, (float)j, x), j), sum);
+        for (int j = 1; j < ROUNDS; ++j)
+            sum = fmaf(zero, Exp2::at(fmaf(zero, (float)j, x), j), sum);
         out[i] = sum;
     }
 }
@@ -61,7 +68,8 @@ template <class Exp2> static void launch(const float *in, float *out, int rows, 
     exp2_kernel<Exp2><<<BLOCKS, THREADS>>>(in, out, rows * cols, 0);
 }
 
-template <int HUNDRED_MILLIONTHS> static bool good(const float *in, const float *out, int rows, int cols) {
+template <int HUNDRED_MILLIONTHS>
+static bool good(const float *in, const float *out, int rows, int cols) {
     double worst = 0;
     for (int i = 0; i < rows * cols; ++i) {
         const double error = fabs(out[i] / exp2((double)in[i]) - 1);
@@ -72,9 +80,11 @@ template <int HUNDRED_MILLIONTHS> static bool good(const float *in, const float 
 static float exponents(int i) { return (float)(i % 8191) / 256 - 16; }
 
 int main(void) {
-    // Clocks of an SM for a warp's round: an instruction a quarter of a clock, a special function 2.
+    // Clocks of an SM for a warp's round: an instruction a quarter of a clock, a special function
+    // 2.
     const auto gbs = [](double clocks) { return sm_gbs(ROUNDS * clocks, 256); };
-    const char *const xu = "smsp__inst_executed_pipe_xu.sum", *const fma = "smsp__inst_executed_pipe_fma.sum";
+    const char *const xu = "smsp__inst_executed_pipe_xu.sum",
+                      *const fma = "smsp__inst_executed_pipe_fma.sum";
     const pattern p = {"exp2", same_size, good<30>, 4096, 4096, 8.0 * 4096 * 4096, exponents};
     const variant variants[] = {
         {"exp2f", launch<Library>, gbs(2), "special functions", xu, good<30>},
@@ -82,7 +92,8 @@ int main(void) {
         {"polynomial, 1e-6", launch<Within<1>>, gbs(11 / 4.0), "issue", fma, good<100>},
         {"polynomial, 3e-6", launch<Within<3>>, gbs(10 / 4.0), "issue", fma, good<300>},
         {"polynomial, 8e-5", launch<Within<80>>, gbs(9 / 4.0), "issue", fma, good<8000>},
-        {"a quarter polynomial", launch<Within<80, 4>>, gbs(1.5), "special functions", xu, good<8000>},
+        {"a quarter polynomial", launch<Within<80, 4>>, gbs(1.5), "special functions", xu,
+         good<8000>},
     };
     const int sizes[][2] = {{1, 1}, {17, 1}, {1, 255}, {4097, 1}, {1024, 1024}};
     return run(p, variants, sizes);

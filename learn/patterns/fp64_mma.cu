@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// fp64_mma: float64 products by the threads and by the tensor cores, which Hopper has for float64, too. A warp multiplies its own
-// 16 x 16 by 16 x 8 over and over and adds up; all operands stay in registers, so nothing but the rate is measured.
+// fp64_mma: float64 products by the threads and by the tensor cores, which Hopper has for float64,
+// too. A warp multiplies its own 16 x 16 by 16 x 8 over and over and adds up; all operands stay in
+// registers, so nothing but the rate is measured.
 //
 //   multiply-adds     64 a clock and SM: 33.5 TFLOP/s at 1.98 GHz
 //   m8n8k4            mma.sync, 128 multiply-adds a clock and SM by the data sheet: twice as much
 //   m16n8k4, k8, k16  the same by instructions of 2, 4 and 8 times the size (sm_90)
-// The sums are those of float64 in every one: no TF32, no splitting. They differ in order alone; here they are exact.
+// The sums are those of float64 in every one: no TF32, no splitting. They differ in order alone;
+// here they are exact.
 #include "measure.cuh"
 
 enum {
@@ -16,13 +18,14 @@ enum {
     ROUNDS = 512
 };
 
-// A lane's part of the operands: a[i] is A[lane / 4 + 8 (i % 2)][i / 2 * 4 + lane % 4], b[i] is B[i * 4 + lane % 4][lane / 4], and
-// c[i] is C[lane / 4 + 8 (i / 2)][lane % 4 * 2 + i % 2].
+// A lane's part of the operands: a[i] is A[lane / 4 + 8 (i % 2)][i / 2 * 4 + lane % 4], b[i] is B[i
+// * 4 + lane % 4][lane / 4], and c[i] is C[lane / 4 + 8 (i / 2)][lane % 4 * 2 + i % 2].
 struct M8N8K4 {
     static __device__ void round(double (&c)[4][4], const double *a, const double *b) {
         for (int q = 0; q < 4; ++q)
             for (int half = 0; half < 2; ++half)
-                asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, "
+                    "%1};"
                     : "+d"(c[q][2 * half]), "+d"(c[q][2 * half + 1])
                     : "d"(a[2 * q + half]), "d"(b[q]));
     }
@@ -30,7 +33,8 @@ struct M8N8K4 {
 struct M16N8K4 {
     static __device__ void round(double (&c)[4][4], const double *a, const double *b) {
         for (int q = 0; q < 4; ++q)
-            asm("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+            asm("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5}, "
+                "{%6}, {%0, %1, %2, %3};"
                 : "+d"(c[q][0]), "+d"(c[q][1]), "+d"(c[q][2]), "+d"(c[q][3])
                 : "d"(a[2 * q]), "d"(a[2 * q + 1]), "d"(b[q]));
     }
@@ -38,20 +42,22 @@ struct M16N8K4 {
 struct M16N8K8 {
     static __device__ void round(double (&c)[4][4], const double *a, const double *b) {
         for (int q = 0; q < 2; ++q)
-            asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, "
+                "%7}, {%8, %9}, "
                 "{%0, %1, %2, %3};"
                 : "+d"(c[q][0]), "+d"(c[q][1]), "+d"(c[q][2]), "+d"(c[q][3])
-                : "d"(a[4 * q]), "d"(a[4 * q + 1]), "d"(a[4 * q + 2]), "d"(a[4 * q + 3]), "d"(b[2 * q]),
-                  "d"(b[2 * q + 1]));
+                : "d"(a[4 * q]), "d"(a[4 * q + 1]), "d"(a[4 * q + 2]), "d"(a[4 * q + 3]),
+                  "d"(b[2 * q]), "d"(b[2 * q + 1]));
     }
 };
 struct M16N8K16 {
     static __device__ void round(double (&c)[4][4], const double *a, const double *b) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7, %8, %9, %10, %11}, "
+        asm("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7, "
+            "%8, %9, %10, %11}, "
             "{%12, %13, %14, %15}, {%0, %1, %2, %3};"
             : "+d"(c[0][0]), "+d"(c[0][1]), "+d"(c[0][2]), "+d"(c[0][3])
-            : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]), "d"(b[0]),
-              "d"(b[1]), "d"(b[2]), "d"(b[3]));
+            : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]),
+              "d"(a[7]), "d"(b[0]), "d"(b[1]), "d"(b[2]), "d"(b[3]));
     }
 };
 
@@ -63,7 +69,8 @@ static __host__ __device__ double b_of(const float *in, int n, int w, int k, int
     return in[(w * 3 + k * N + j) % n];
 }
 
-template <class Mma> __global__ void __launch_bounds__(THREADS) mma_kernel(const float *in, float *out, int n) {
+template <class Mma>
+__global__ void __launch_bounds__(THREADS) mma_kernel(const float *in, float *out, int n) {
     const int w = (blockIdx.x * THREADS + threadIdx.x) / 32, lane = threadIdx.x % 32;
     double a[8], b[4], c[4][4] = {}; // four sums side by side: none waits for another
     if (w * M * N >= n) return;
@@ -78,7 +85,8 @@ template <class Mma> __global__ void __launch_bounds__(THREADS) mma_kernel(const
 
 // A lane makes 4 neighbours of a row.
 __global__ void __launch_bounds__(THREADS) threads_kernel(const float *in, float *out, int n) {
-    const int w = (blockIdx.x * THREADS + threadIdx.x) / 32, m = threadIdx.x % 32 / 2, j = threadIdx.x % 2 * 4;
+    const int w = (blockIdx.x * THREADS + threadIdx.x) / 32, m = threadIdx.x % 32 / 2,
+              j = threadIdx.x % 2 * 4;
     double a[K], b[K][4], c[4] = {};
     if (w * M * N >= n) return;
     for (int k = 0; k < K; ++k) {
@@ -102,7 +110,8 @@ static bool good(const float *in, const float *out, int rows, int cols) {
     for (int i = 0; i < rows * cols; ++i) {
         double sum = 0;
         const int w = i / (M * N), n = rows * cols;
-        for (int k = 0; k < K; ++k) sum += a_of(in, n, w, i % (M * N) / N, k) * b_of(in, n, w, k, i % N);
+        for (int k = 0; k < K; ++k)
+            sum += a_of(in, n, w, i % (M * N) / N, k) * b_of(in, n, w, k, i % N);
         if (out[i] != (float)sum) return false;
     }
     return true;
@@ -110,10 +119,15 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 
 int main(void) {
     const int warps = 132 * 16;
-    pattern p = {"FP64 tensor cores", same_size, good, warps, M * N, 2.0 * M * N * K * ROUNDS * warps, small_integer};
+    pattern p = {
+        "FP64 tensor cores", same_size, good, warps, M * N, 2.0 * M * N * K * ROUNDS * warps,
+        small_integer};
     p.unit = "GFLOP/s";
-    const auto gflops = [](double multiply_adds) { return FIGURES.sms * FIGURES.ghz * 2 * multiply_adds; };
-    const char *const fp64 = "smsp__inst_executed_pipe_fp64.sum", *const tensor = "sm__inst_executed_pipe_tensor.sum";
+    const auto gflops = [](double multiply_adds) {
+        return FIGURES.sms * FIGURES.ghz * 2 * multiply_adds;
+    };
+    const char *const fp64 = "smsp__inst_executed_pipe_fp64.sum",
+                      *const tensor = "sm__inst_executed_pipe_tensor.sum";
     const variant variants[] = {
         {"multiply-adds", launch<threads_kernel>, gflops(64), "FP64 units", fp64},
         {"m8n8k4", launch<mma_kernel<M8N8K4>>, gflops(128), "tensor cores", tensor},

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// graph: 100 short steps, each of which needs all of the one before: x[i] becomes the mean of x[i] and its right neighbour (cyclic).
+// graph: 100 short steps, each of which needs all of the one before: x[i] becomes the mean of x[i]
+// and its right neighbour (cyclic).
 //
 //   stream           a kernel a step: the host launches as fast as it can
 //   graph            the same 100 kernels captured once, launched as one: the host is out of it
-//   persistent grid  one kernel whose blocks stay and meet at a barrier in global memory after each step (ptx/flag.cuh)
-// At this size a step's own work is a few hundred ns: what is measured is what stands between steps.
+//   persistent grid  one kernel whose blocks stay and meet at a barrier in global memory after each
+//   step (ptx/flag.cuh)
+// At this size a step's own work is a few hundred ns: what is measured is what stands between
+// steps.
 #include "cuda/ptx/flag.cuh"
 #include "measure.cuh"
 
@@ -23,7 +26,8 @@ static __device__ void step_of(const float *from, float *to,
         to[i] = mean(__ldcg(from + i), __ldcg(from + (i + 1 < n ? i + 1 : 0)));
 }
 
-__global__ void __launch_bounds__(THREADS) step_kernel(const float *in, float *out, int n, int step) {
+__global__ void __launch_bounds__(THREADS)
+    step_kernel(const float *in, float *out, int n, int step) {
     step_of(step == 0 ? in : step % 2 ? odd_steps : out, step % 2 ? out : odd_steps, n);
 }
 __global__ void __launch_bounds__(THREADS) persistent_kernel(const float *in, float *out, int n) {
@@ -44,10 +48,13 @@ static int blocks_of(int n, int most) {
     return blocks < most ? blocks : most;
 }
 static void launch_all(const float *in, float *out, int n, cudaStream_t stream) {
-    for (int s = 0; s < STEPS; ++s) step_kernel<<<blocks_of(n, MOST), THREADS, 0, stream>>>(in, out, n, s);
+    for (int s = 0; s < STEPS; ++s)
+        step_kernel<<<blocks_of(n, MOST), THREADS, 0, stream>>>(in, out, n, s);
 }
 
-static void stream(const float *in, float *out, int rows, int cols) { launch_all(in, out, rows * cols, 0); }
+static void stream(const float *in, float *out, int rows, int cols) {
+    launch_all(in, out, rows * cols, 0);
+}
 
 static void graph(const float *in, float *out, int rows, int cols) {
     static const float *in_then, *out_then;
@@ -65,7 +72,9 @@ static void graph(const float *in, float *out, int rows, int cols) {
         MUST(cudaGraphInstantiate(&ready, recorded, 0));
         MUST(cudaGraphDestroy(recorded));
         MUST(cudaStreamDestroy(captured));
-        in_then = in, out_then = out, n_then = n;
+        in_then = in;
+        out_then = out;
+        n_then = n;
     }
     MUST(cudaGraphLaunch(ready, 0));
 }
@@ -75,8 +84,10 @@ static void persistent(const float *in, float *out, int rows, int cols) {
     int n = rows * cols;
     MUST(cudaGetSymbolAddress(&counter, arrived));
     MUST(cudaMemsetAsync(counter, 0, sizeof(unsigned)));
-    void *args[] = {&in, &out, &n}; // a cooperative launch: all blocks run at once, or none waits for ever
-    MUST(cudaLaunchCooperativeKernel((const void *)persistent_kernel, blocks_of(n, FIGURES.sms), THREADS, args, 0, 0));
+    // a cooperative launch: all blocks run at once, or none waits for ever
+    void *args[] = {&in, &out, &n};
+    MUST(cudaLaunchCooperativeKernel((const void *)persistent_kernel, blocks_of(n, FIGURES.sms),
+                                     THREADS, args, 0, 0));
 }
 
 static bool good(const float *in, const float *out, int rows, int cols) {
@@ -93,7 +104,8 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 }
 
 int main(void) {
-    // us a step: what the host takes for a launch; from a kernel's end to the next one's begin in a graph; four trips to L2 of 0.3 us
+    // us a step: what the host takes for a launch; from a kernel's end to the next one's begin in a
+    // graph; four trips to L2 of 0.3 us
     const pattern p = {"graph", same_size, good, 256, 256, 0, small_integer};
     const variant variants[] = {
         {"stream", stream, STEPS * 2.3, "launches", "nsys: gaps between kernels"},

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// groups: the sum of each row, by a warp's own shuffles and by cooperative groups of 8 and 32 lanes, a block, and a cluster.
+// groups: the sum of each row, by a warp's own shuffles and by cooperative groups of 8 and 32
+// lanes, a block, and a cluster.
 //
 //   shuffles         a warp a row: five shuffles and additions by hand
 //   tile of 32       the same by tiled_partition<32> and cg::reduce, which makes the same instructions for floats
@@ -7,8 +8,8 @@
 //   block            256 threads a row; sums of tiles in shared memory
 //   cluster of 4     1,024 threads a row: map_shared_rank gives a pointer into another block's shared memory; cluster.sync() before it is
 //                    read, and after, or its owner may have left
-// A group names who takes part, so a function that gets one says what it needs of its caller; it costs nothing where its size is a
-// constant.
+// A group names who takes part, so a function that gets one says what it needs of its caller; it
+// costs nothing where its size is a constant.
 #include "measure.cuh"
 
 #include <cooperative_groups.h>
@@ -20,7 +21,8 @@ enum {
     THREADS = 256
 };
 
-// The sum of what `lanes` lanes read of a row, this one being number `lane`: 16 bytes each where the row allows it.
+// The sum of what `lanes` lanes read of a row, this one being number `lane`: 16 bytes each where
+// the row allows it.
 static __device__ float part_of(const float *row, int cols, int lane, int lanes) {
     float sum = 0;
     if (cols % 4 == 0) {
@@ -35,7 +37,8 @@ static __device__ float part_of(const float *row, int cols, int lane, int lanes)
     return sum;
 }
 
-__global__ void __launch_bounds__(THREADS) shuffle_kernel(const float *in, float *out, int rows, int cols) {
+__global__ void __launch_bounds__(THREADS)
+    shuffle_kernel(const float *in, float *out, int rows, int cols) {
     const int row = (blockIdx.x * THREADS + threadIdx.x) / 32;
     if (row >= rows) return;
     float sum = part_of(in + (size_t)row * cols, cols, threadIdx.x % 32, 32);
@@ -44,7 +47,8 @@ __global__ void __launch_bounds__(THREADS) shuffle_kernel(const float *in, float
 }
 
 template <int LANES>
-__global__ void __launch_bounds__(THREADS) tile_kernel(const float *in, float *out, int rows, int cols) {
+__global__ void __launch_bounds__(THREADS)
+    tile_kernel(const float *in, float *out, int rows, int cols) {
     const auto tile = cg::tiled_partition<LANES>(cg::this_thread_block());
     const int row = blockIdx.x * tile.meta_group_size() + tile.meta_group_rank();
     if (row >= rows) return; // the whole tile
@@ -63,7 +67,8 @@ static __device__ float block_sum(const cg::thread_block &block, float sum, floa
     for (int i = 0; i < THREADS / 32; ++i) all += parts[i];
     return all;
 }
-__global__ void __launch_bounds__(THREADS) block_kernel(const float *in, float *out, int, int cols) {
+__global__ void __launch_bounds__(THREADS)
+    block_kernel(const float *in, float *out, int, int cols) {
     __shared__ float parts[THREADS / 32];
     const float sum = part_of(in + (size_t)blockIdx.x * cols, cols, threadIdx.x, THREADS);
     const float all = block_sum(cg::this_thread_block(), sum, parts);
@@ -75,13 +80,15 @@ __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(THREADS)
     __shared__ float parts[THREADS / 32], mine;
     const cg::cluster_group cluster = cg::this_cluster();
     const int row = blockIdx.x / cluster.num_blocks();
-    const float sum = part_of(in + (size_t)row * cols, cols, cluster.thread_rank(), cluster.num_threads());
+    const float sum =
+        part_of(in + (size_t)row * cols, cols, cluster.thread_rank(), cluster.num_threads());
     const float of_block = block_sum(cg::this_thread_block(), sum, parts);
     if (threadIdx.x == 0) mine = of_block;
     cluster.sync(); // every block's sum is there
     if (cluster.thread_rank() == 0) {
         float all = 0;
-        for (unsigned b = 0; b < cluster.num_blocks(); ++b) all += *cluster.map_shared_rank(&mine, b);
+        for (unsigned b = 0; b < cluster.num_blocks(); ++b)
+            all += *cluster.map_shared_rank(&mine, b);
         out[row] = all;
     }
     cluster.sync(); // no block leaves while its sum is read
@@ -89,7 +96,8 @@ __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(THREADS)
 
 template <void (*KERNEL)(const float *, float *, int, int), int LANES>
 static void launch(const float *in, float *out, int rows, int cols) {
-    const int blocks = LANES >= THREADS ? rows * (LANES / THREADS) : (rows * LANES + THREADS - 1) / THREADS;
+    const int blocks =
+        LANES >= THREADS ? rows * (LANES / THREADS) : (rows * LANES + THREADS - 1) / THREADS;
     KERNEL<<<blocks, THREADS>>>(in, out, rows, cols);
 }
 
@@ -105,7 +113,8 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 
 int main(void) {
     const pattern p = {"groups", out_size, good, 16384, 4096, 4.0 * 16384 * 4096, small_integer};
-    const char *const read = "dram__bytes_read.sum", *const instructions = "smsp__inst_executed.sum";
+    const char *const read = "dram__bytes_read.sum", *const instructions =
+                                                         "smsp__inst_executed.sum";
     const variant variants[] = {
         {"shuffles", launch<shuffle_kernel, 32>, memory_gbs(), "memory", instructions},
         {"tile of 32", launch<tile_kernel<32>, 32>, memory_gbs(), "memory", instructions},

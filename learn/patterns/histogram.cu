@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// histogram: how many inputs fall into each of 256 bins, three ways. Integers, so that the order of additions does not show.
+// histogram: how many inputs fall into each of 256 bins, three ways. Integers, so that the order of
+// additions does not show.
 //
 //   global             an atomic addition in L2 for each input: the bins lie in 8 lines, so in few slices of L2
 //   shared             bins of the block's own in shared memory, added to the result at its end
@@ -15,10 +16,12 @@ enum {
 static __device__ int bin_of(float x) { return (int)x & BINS - 1; }
 
 __global__ void __launch_bounds__(THREADS) global_kernel(const float *in, unsigned *out, int n) {
-    for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS) atomicAdd(&out[bin_of(in[i])], 1);
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS)
+        atomicAdd(&out[bin_of(in[i])], 1);
 }
 
-template <int COPIES> __global__ void __launch_bounds__(THREADS) shared_kernel(const float *in, unsigned *out, int n) {
+template <int COPIES>
+__global__ void __launch_bounds__(THREADS) shared_kernel(const float *in, unsigned *out, int n) {
     __shared__ unsigned bins[COPIES][BINS];
     for (int i = threadIdx.x; i < COPIES * BINS; i += THREADS) bins[0][i] = 0;
     __syncthreads(); // all bins are empty
@@ -56,11 +59,13 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 }
 
 int main(void) {
-    // 32 lanes hit 20 of the bins' 32 sectors, 8 slices take one a clock each; of 32 random banks the fullest holds 3.5 lanes.
+    // 32 lanes hit 20 of the bins' 32 sectors, 8 slices take one a clock each; of 32 random banks
+    // the fullest holds 3.5 lanes.
     const pattern p = {"histogram", out_size, good, 8192, 8192, 4.0 * 8192 * 8192, scattered};
     const char *const conflicts = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum";
     const variant variants[] = {
-        {"global", launch<global_kernel>, FIGURES.ghz * 8 * 128 / 20, "L2's atomics", "lts__t_sectors_op_red.sum"},
+        {"global", launch<global_kernel>, FIGURES.ghz * 8 * 128 / 20, "L2's atomics",
+         "lts__t_sectors_op_red.sum"},
         {"shared", launch<shared_kernel<1>>, sm_gbs(3.5, 128), "memory", conflicts},
         {"shared, 8 copies", launch<shared_kernel<8>>, sm_gbs(3.5, 128), "memory", conflicts},
     };

@@ -36,7 +36,8 @@ struct Wrapper {
     static __device__ float of(float x) { return tanh_approx(x); }
 };
 
-template <class How> __global__ void __launch_bounds__(THREADS) tanh_kernel(const float *in, float *out, int n) {
+template <class How>
+__global__ void __launch_bounds__(THREADS) tanh_kernel(const float *in, float *out, int n) {
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS) {
         float x = in[i];
 #pragma unroll
@@ -62,10 +63,12 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 }
 
 int main(void) {
-    // An SM has 16 special functions a clock: 2 clocks a warp. tanhf: some 24 instructions, of which an SM issues 4 warps' a clock.
+    // An SM has 16 special functions a clock: 2 clocks a warp. tanhf: some 24 instructions, of
+    // which an SM issues 4 warps' a clock.
     const pattern p = {"inline PTX", same_size, good, 8192, 8192, 8.0 * 8192 * 8192, small_integer};
     const double by_unit = sm_gbs(TIMES * 2, 256), by_issue = sm_gbs(TIMES * 24 / 4, 256);
-    const char *const unit = "special functions", *const counter = "smsp__inst_executed_pipe_xu.sum";
+    const char *const unit = "special functions", *const counter =
+                                                      "smsp__inst_executed_pipe_xu.sum";
     const variant variants[] = {
         {"tanhf", launch<Library>, by_issue, "issue", "smsp__inst_executed.sum"},
         {"asm", launch<Asm>, by_unit, unit, counter},

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// latency: what one load takes when the next waits for it: a thread follows links, each of which is the address of the next.
+// latency: what one load takes when the next waits for it: a thread follows links, each of which is
+// the address of the next.
 //
 //   shared             links in the block's own shared memory
 //   DSMEM              links in the shared memory of the other block of a cluster: a network between SMs
@@ -7,7 +8,8 @@
 //   constant, 1 KiB    an address in a register, so no operand; 32 KiB: more than the first cache is said to hold
 //   L2                 8 MiB by __ldcg, which leaves L1 out
 //   HBM                512 MiB: no cache holds them
-// Nothing hides here what many threads hide elsewhere. That is the use of the figures: bytes under way = latency x rate.
+// Nothing hides here what many threads hide elsewhere. That is the use of the figures: bytes under
+// way = latency x rate.
 #include "cuda/ptx/cluster_reads.cuh"
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/smem.cuh"
@@ -21,19 +23,22 @@ enum {
     APART = 37      // entries from a link to the next: odd, so a round meets all
 };
 
-// ---- shared memory, of this block or of the last of the cluster --------------------------------------------------------
+// ---- shared memory, of this block or of the last of the cluster ---------------------------------
 
 template <int CLUSTER>
 __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
     shared_kernel(const float *in, float *out, int steps) {
     __shared__ __align__(16) uint4 links[ENTRIES];
-    const smem_addr first_s = CLUSTER > 1 ? mapa(cvta_to_shared(links), CLUSTER - 1) : cvta_to_shared(links);
-    for (int i = threadIdx.x; i < ENTRIES; i += THREADS) links[i].x = first_s + (i + APART) % ENTRIES * 16;
+    const smem_addr first_s =
+        CLUSTER > 1 ? mapa(cvta_to_shared(links), CLUSTER - 1) : cvta_to_shared(links);
+    for (int i = threadIdx.x; i < ENTRIES; i += THREADS)
+        links[i].x = first_s + (i + APART) % ENTRIES * 16;
     barrier_cluster_ordered(); // all links are there
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         smem_addr at_s = first_s;
 #pragma unroll 16
-        for (int i = 0; i < steps; ++i) at_s = CLUSTER > 1 ? ld_cluster_128(at_s).x : ld_shared_128(at_s).x;
+        for (int i = 0; i < steps; ++i)
+            at_s = CLUSTER > 1 ? ld_cluster_128(at_s).x : ld_shared_128(at_s).x;
         *out = at_s == first_s + (unsigned)steps * APART % ENTRIES * 16 ? *in : NAN;
     }
     __syncwarp();
@@ -44,7 +49,7 @@ template <int CLUSTER> static void shared(const float *in, float *out, int, int 
     shared_kernel<CLUSTER><<<CLUSTER, THREADS>>>(in, out, steps);
 }
 
-// ---- constant memory: a link is the offset of the next ------------------------------------------------------------------
+// ---- constant memory: a link is the offset of the next ------------------------------------------
 
 template <int COUNT> struct Links {
     uint32_t offset[COUNT];
@@ -66,15 +71,18 @@ template <int COUNT> static void constant(const float *in, float *out, int, int 
     constant_kernel<COUNT><<<1, 1>>>(in, out, steps);
 }
 
-// ---- global memory --------------------------------------------------------------------------------------------------------
+// ---- global memory ------------------------------------------------------------------------------
 
-static __host__ __device__ size_t after(size_t entry, size_t count) { return (entry + APART) % count; }
+static __host__ __device__ size_t after(size_t entry, size_t count) {
+    return (entry + APART) % count;
+}
 
 __global__ void link_kernel(char *table, size_t count) {
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) *(char **)(table + i * LINE) = table + after(i, count) * LINE;
 }
-template <bool L1> __global__ void global_kernel(const float *in, float *out, char *first, char *last, int steps) {
+template <bool L1>
+__global__ void global_kernel(const float *in, float *out, char *first, char *last, int steps) {
     char *at = first;
 #pragma unroll 16
     for (int i = 0; i < steps; ++i)
@@ -88,7 +96,8 @@ template <int KIB, bool L1> static void global(const float *in, float *out, int,
         MUST(cudaMalloc((void **)&table, count * LINE));
         link_kernel<<<(unsigned)((count + 255) / 256), 256>>>(table, count);
     }
-    // HBM: launches follow each other from another entry on, so that L2 has not what the last has read
+    // HBM: launches follow each other from another entry on, so that L2 has not what the last has
+    // read
     static size_t first;
     const size_t last = (first + (size_t)steps * APART) % count;
     global_kernel<L1><<<1, 1>>>(in, out, table + first * LINE, table + last * LINE, steps);
@@ -102,16 +111,20 @@ static bool good(const float *in, const float *out, int, int) {
 static double clocks(double count) { return count / FIGURES.ghz; }
 
 int main(void) {
-    const char *const stalls = "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio";
-    const char *const short_stalls = "smsp__average_warps_issue_stalled_short_scoreboard_per_issue_active.ratio";
+    const char *const stalls =
+        "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio";
+    const char *const short_stalls =
+        "smsp__average_warps_issue_stalled_short_scoreboard_per_issue_active.ratio";
     const pattern p = {"latency", out_size, good, 1, STEPS, 0, small_integer, false, "ns", STEPS};
     const variant variants[] = {
         {"shared", shared<1>, clocks(30), "30 clocks", short_stalls},
         {"DSMEM", shared<2>, clocks(180), "180 clocks", short_stalls},
         {"constant, 1 KiB", constant<256>, clocks(27), "27 clocks", "idc__requests.sum"},
         {"constant, 32 KiB", constant<8192>, clocks(90), "90 clocks", "idc__requests.sum"},
-        {"L1", global<16, true>, clocks(34), "34 clocks", "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum"},
-        {"L2", global<8192, false>, clocks(260), "260 clocks", "lts__t_sectors_op_read_lookup_hit.sum"},
+        {"L1", global<16, true>, clocks(34), "34 clocks",
+         "l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_hit.sum"},
+        {"L2", global<8192, false>, clocks(260), "260 clocks",
+         "lts__t_sectors_op_read_lookup_hit.sum"},
         {"HBM", global<524288, false>, 440, "an idle memory", stalls},
     };
     const int sizes[][2] = {{1, 1}, {1, 17}, {1, 1000}, {1, STEPS}};

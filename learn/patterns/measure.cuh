@@ -19,8 +19,10 @@ static inline float *make_input(const pattern &p, int n, float *on_host) {
     return in;
 }
 
-// Runs every variant on one size, its result poisoned before; returns how many were wrong. errors: the worst of each so far.
-static inline int check(const pattern &p, const variant *v, int num, int rows, int cols, double *errors) {
+// Runs every variant on one size, its result poisoned before; returns how many were wrong. errors:
+// the worst of each so far.
+static inline int check(const pattern &p, const variant *v, int num, int rows, int cols,
+                        double *errors) {
     const int n = rows * cols, m = p.out_size(rows, cols);
     int wrong = 0;
     float *in = (float *)malloc(n * sizeof *in), *out = (float *)malloc(m * sizeof *out);
@@ -52,8 +54,9 @@ static inline void copy(const float *in, float *out, int rows, int cols) {
 }
 
 // The median of 21 launches, in us.
-static inline double median_us(void (*launch)(const float *, float *, int, int), const float *in, float *out, int rows,
-                               int cols, void (*before)(const float *, int, int) = NULL) {
+static inline double median_us(void (*launch)(const float *, float *, int, int), const float *in,
+                               float *out, int rows, int cols,
+                               void (*before)(const float *, int, int) = NULL) {
     float us[21];
     cudaEvent_t begin, end;
     MUST(cudaEventCreate(&begin));
@@ -78,7 +81,8 @@ static inline double median_us(void (*launch)(const float *, float *, int, int),
 // PATTERN_ONCE: each variant is launched once at the measured size, for a profiler.
 static inline int launch_once(const pattern &p, const variant *v, int num) {
     float *on_host = (float *)malloc((size_t)p.rows * p.cols * sizeof *on_host);
-    float *in = make_input(p, p.rows * p.cols, on_host), *out = make(p.out_size(p.rows, p.cols), p.host);
+    float *in = make_input(p, p.rows * p.cols, on_host),
+          *out = make(p.out_size(p.rows, p.cols), p.host);
     for (int i = 0; i < num; ++i) {
         if (v[i].before) v[i].before(in, p.rows, p.cols);
         v[i].launch(in, out, p.rows, p.cols);
@@ -111,14 +115,18 @@ static inline int run(const pattern &p, const variant (&v)[NUM], const int (&siz
         in = make_input(p, n, on_host);
         out = make(p.out_size(p.rows, p.cols) > n ? p.out_size(p.rows, p.cols) : n, p.host);
         free(on_host);
-        if (p.bytes > 0 && !p.host) printf("; a copy: %.0f GB/s", 8e-3 * n / median_us(copy, in, out, p.rows, p.cols));
+        if (p.bytes > 0 && !p.host)
+            printf("; a copy: %.0f GB/s", 8e-3 * n / median_us(copy, in, out, p.rows, p.cols));
     }
     printf("%s\n", FIGURES.gpu ? "" : "; no GPU: predictions for an H200 alone");
     for (int i = 0; i < NUM; ++i) {
-        printf("  %-26s predicted %5.0f %s, by %-15s", v[i].name, v[i].predicted, unit_of(p), v[i].limiter);
+        printf("  %-26s predicted %5.0f %s, by %-15s", v[i].name, v[i].predicted, unit_of(p),
+               v[i].limiter);
         if (FIGURES.gpu) {
-            const double got = figure(p, median_us(v[i].launch, in, out, p.rows, p.cols, v[i].before));
-            printf("  measured %5.0f, %.2f of it", got, p.bytes > 0 ? got / v[i].predicted : v[i].predicted / got);
+            const double got =
+                figure(p, median_us(v[i].launch, in, out, p.rows, p.cols, v[i].before));
+            printf("  measured %5.0f, %.2f of it", got,
+                   p.bytes > 0 ? got / v[i].predicted : v[i].predicted / got);
             if (errors[i] > 0) printf(", error %.1e", errors[i]);
         }
         printf("  see %s\n", v[i].counter);

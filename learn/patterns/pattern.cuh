@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// pattern: what every example here shares: a table of variants, their check on awkward sizes, their time, one line each.
+// pattern: what every example here shares: a table of variants, their check on awkward sizes, their
+// time, one line each.
 //
-// A variant states its bound before it runs, by the model of csrc/cuda/layout/banks.cuh and a few figures of the device.
-// Without a GPU the predictions are printed alone. PATTERN_CHECK=N checks the sizes up to N elements and measures nothing:
-// for the sanitizers.
+// A variant states its bound before it runs, by the model of csrc/cuda/layout/banks.cuh and a few
+// figures of the device. Without a GPU the predictions are printed alone. PATTERN_CHECK=N checks
+// the sizes up to N elements and measures nothing: for the sanitizers.
 #ifndef PATTERN_CUH
 #define PATTERN_CUH
 
@@ -15,13 +16,14 @@
 
 #include "cuda/layout/banks.cuh"
 
-#define MUST(call)                                                                                     \
-    do {                                                                                               \
-        cudaError_t error_ = (call);                                                                   \
-        if (error_ != cudaSuccess) {                                                                   \
-            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
-            exit(1);                                                                                   \
-        }                                                                                              \
+#define MUST(call)                                                        \
+    do {                                                                  \
+        cudaError_t error_ = (call);                                      \
+        if (error_ != cudaSuccess) {                                      \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, \
+                    cudaGetErrorString(error_));                          \
+            exit(1);                                                      \
+        }                                                                 \
     } while (0)
 
 // What the predictions stand on; an H200 where there is no GPU.
@@ -30,8 +32,11 @@ struct figures {
     int sms;
     double ghz;
     double
-        memory_gbs; // 0.865 of the nominal rate: what reading reaches on an H200 (benchmarks/results/nvidia-h200.json)
-    double l2_gbs;  // to and from all SMs, in whole sectors of 32 bytes (learn/benchmarks/ladder_model.py)
+        // 0.865 of the nominal rate: what reading reaches on an H200
+        // (benchmarks/results/nvidia-h200.json)
+        memory_gbs;
+    // to and from all SMs, in whole sectors of 32 bytes (learn/benchmarks/ladder_model.py)
+    double l2_gbs;
 };
 
 static inline figures find_figures() {
@@ -68,31 +73,42 @@ struct pattern {
     float (*value)(int i); // of the input
     bool host;             // in and out are pinned memory of the host
     const char *unit;      // of predictions; NULL: GB/s or us
-    double steps;          // with ns: of one launch, one behind the other; what is predicted is a step's time
+    // with ns: of one launch, one behind the other; what is predicted is a step's time
+    double steps;
 };
 
 // The unit of what is predicted, and that of a launch of so many us in it.
-static inline const char *unit_of(const pattern &p) { return p.unit ? p.unit : p.bytes > 0 ? "GB/s" : "us"; }
+static inline const char *unit_of(const pattern &p) {
+    return p.unit ? p.unit : p.bytes > 0 ? "GB/s" : "us";
+}
 static inline double figure(const pattern &p, double us) {
     return p.bytes > 0 ? p.bytes / 1e3 / us : p.steps > 0 ? us * 1e3 / p.steps : us;
 }
 
-// A check that allows for rounding tells how far off the worst element was, and the line of the variant says it.
+// A check that allows for rounding tells how far off the worst element was, and the line of the
+// variant says it.
 static double worst_error;
 static inline bool within(double error, double most) {
     worst_error = fmax(worst_error, error);
     return error <= most; // NaN is not
 }
 
-static inline float small_integer(int i) { return (float)(i % 13 * 7 % 13 - 6); } // their sums are exact in any order
+static inline float small_integer(int i) {
+    return (float)(i % 13 * 7 % 13 - 6);
+} // their sums are exact in any order
 static inline int same_size(int rows, int cols) { return rows * cols; }
 
-// ---- bounds, in GB/s: at most what memory gives -------------------------------------------------------------------------
+// ---- bounds, in GB/s: at most what memory gives -------------------------------------------------
 
 static inline double memory_gbs() { return FIGURES.memory_gbs; }
 static inline double capped(double gbs) { return fmin(gbs, FIGURES.memory_gbs); }
-// For a warp's 32 elements, of which `bytes` are useful: so many clocks of an SM, or so many sectors of L2.
-static inline double sm_gbs(double clocks, double bytes) { return capped(FIGURES.sms * FIGURES.ghz * bytes / clocks); }
-static inline double l2_gbs(double sectors, double bytes) { return capped(FIGURES.l2_gbs * bytes / (32 * sectors)); }
+// For a warp's 32 elements, of which `bytes` are useful: so many clocks of an SM, or so many
+// sectors of L2.
+static inline double sm_gbs(double clocks, double bytes) {
+    return capped(FIGURES.sms * FIGURES.ghz * bytes / clocks);
+}
+static inline double l2_gbs(double sectors, double bytes) {
+    return capped(FIGURES.l2_gbs * bytes / (32 * sectors));
+}
 
 #endif

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// pipeline: the same copies ahead of the arithmetic by PTX's verbs and by libcu++'s cuda::pipeline. out = 2 in + 1.
+// pipeline: the same copies ahead of the arithmetic by PTX's verbs and by libcu++'s cuda::pipeline.
+// out = 2 in + 1.
 //
 //   verbs             cp.async, commit_group, wait_group: a thread waits for its own copies
 //   a thread's        cuda::pipeline<thread_scope_thread>: the same three steps under other names, and the same instructions
 //   the block's       cuda::pipeline<thread_scope_block>: two barriers in shared memory a stage, at which all threads arrive; what one
-//                     copies, all may read, so it is what tiles need. Here nobody reads another's: the barriers are its price
-// Three stages under way, 16 bytes a thread and stage; the last floats, fewer than a tile, go without.
+//                     copies, all may read, so it is what tiles need. Here nobody reads another's:
+//                     the barriers are its price
+// Three stages under way, 16 bytes a thread and stage; the last floats, fewer than a tile, go
+// without.
 #include "cuda/ptx/cp_async.cuh"
 #include "measure.cuh"
 
@@ -19,14 +22,17 @@ enum {
     TILE = THREADS * 4 // floats
 };
 
-static __device__ float4 made_of(float4 x) { return make_float4(2 * x.x + 1, 2 * x.y + 1, 2 * x.z + 1, 2 * x.w + 1); }
+static __device__ float4 made_of(float4 x) {
+    return make_float4(2 * x.x + 1, 2 * x.y + 1, 2 * x.z + 1, 2 * x.w + 1);
+}
 
 struct Verbs {
     static __device__ void run(const float4 *in, float4 *out, int tiles) {
         __shared__ float4 stages[STAGES][THREADS];
         const auto load = [&](int tile, int s) {
             if (tile < tiles)
-                cp_async_cg_16(cvta_to_shared(&stages[s][threadIdx.x]), in + tile * THREADS + threadIdx.x);
+                cp_async_cg_16(cvta_to_shared(&stages[s][threadIdx.x]),
+                               in + tile * THREADS + threadIdx.x);
             cp_async_commit_group();
         };
         for (int s = 0; s < STAGES - 1; ++s) load(blockIdx.x + s * gridDim.x, s);
@@ -62,14 +68,16 @@ struct Thread {
 struct Block {
     static __device__ void run(const float4 *in, float4 *out, int tiles) {
         __shared__ float4 stages[STAGES][THREADS];
-        typedef cuda::pipeline_shared_state<cuda::thread_scope_block, STAGES> State; // make_pipeline sets it up
+        // make_pipeline sets it up
+        typedef cuda::pipeline_shared_state<cuda::thread_scope_block, STAGES> State;
         __shared__ __align__(16) char state[sizeof(State)];
         const auto block = cooperative_groups::this_thread_block();
         auto ahead = cuda::make_pipeline(block, (State *)state);
         const auto load = [&](int tile, int s) {
             ahead.producer_acquire();
             if (tile < tiles)
-                cuda::memcpy_async(block, stages[s], in + tile * THREADS, cuda::aligned_size_t<16>(TILE * 4), ahead);
+                cuda::memcpy_async(block, stages[s], in + tile * THREADS,
+                                   cuda::aligned_size_t<16>(TILE * 4), ahead);
             ahead.producer_commit();
         };
         for (int s = 0; s < STAGES - 1; ++s) load(blockIdx.x + s * gridDim.x, s);
@@ -82,7 +90,8 @@ struct Block {
     }
 };
 
-template <class How> __global__ void __launch_bounds__(THREADS) pipeline_kernel(const float *in, float *out, int n) {
+template <class How>
+__global__ void __launch_bounds__(THREADS) pipeline_kernel(const float *in, float *out, int n) {
     const int tiles = n / TILE, i = tiles * TILE + blockIdx.x * THREADS + threadIdx.x;
     if (i < n) out[i] = 2 * in[i] + 1;
     How::run((const float4 *)in, (float4 *)out, tiles);

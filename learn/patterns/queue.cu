@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// queue: tiles that cost unequally, given to blocks beforehand or taken from a queue. Tile t takes 64 floats through cost(t) steps.
+// queue: tiles that cost unequally, given to blocks beforehand or taken from a queue. Tile t takes
+// 64 floats through cost(t) steps.
 //
 //   contiguous       block b has the b-th part of the tiles: where cost grows with t, the last part is the slowest
 //   strided          every gridDim-th tile: evens out what grows slowly, not what comes by chance
 //   queue            a block that is free takes the next tile: one atomic addition a tile, and a barrier so that all threads know it
 //   queue, longest   the same, largest tiles first: none begins when the others are nearly done
-// The kind of cost that attention with a causal mask or sequences of mixed lengths has: 4 tiles in 64 cost 32 times the others, which
-// grow from 1 to 2. The prediction plays the game on the host: a step is so many clocks, who is free takes the next.
+// The kind of cost that attention with a causal mask or sequences of mixed lengths has: 4 tiles in
+// 64 cost 32 times the others, which grow from 1 to 2. The prediction plays the game on the host: a
+// step is so many clocks, who is free takes the next.
 #include "measure.cuh"
 
 enum {
@@ -14,7 +16,8 @@ enum {
     BLOCKS = 132, // one an SM
     STEP = 64,    // multiply-adds, one behind the other
 };
-static constexpr double CLOCKS = 4.25 * STEP; // of a step: a multiply-add waits 4 clocks for the one before
+// of a step: a multiply-add waits 4 clocks for the one before
+static constexpr double CLOCKS = 4.25 * STEP;
 
 __device__ unsigned queue_head;
 
@@ -35,7 +38,8 @@ static __host__ __device__ int last_tile(int block, int tiles) {
 }
 
 __global__ void __launch_bounds__(THREADS)
-    tiles_kernel(const float *in, float *out, int n, int tiles, Order order, const int *sorted, float one) {
+    tiles_kernel(const float *in, float *out, int n, int tiles, Order order, const int *sorted,
+                 float one) {
     __shared__ int next;
     const int block = blockIdx.x;
     for (int j = 0;; ++j) {
@@ -95,14 +99,16 @@ static double play(Order order, int tiles) {
         if (order == STRIDED) block = t % BLOCKS;
         for (int b = 0; order >= QUEUE && b < BLOCKS; ++b)
             if (busy[b] < busy[block]) block = b;
-        busy[block] += cost(tile, tiles) * CLOCKS + (order >= QUEUE ? 900 : 600); // a queue's atomic: a trip to L2 more
+        // a queue's atomic: a trip to L2 more
+        busy[block] += cost(tile, tiles) * CLOCKS + (order >= QUEUE ? 900 : 600);
         most = fmax(most, busy[block]);
     }
     free(sorted);
     return most / FIGURES.ghz / 1e3;
 }
 
-static bool good(const float *in, const float *out, int rows, int cols) { // what is added is taken away
+// what is added is taken away
+static bool good(const float *in, const float *out, int rows, int cols) {
     for (int i = 0; i < rows * cols; ++i) {
         if (in[i] != out[i]) return false;
     }

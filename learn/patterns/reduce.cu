@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// reduce: the sum of rows x cols floats, five ways. Each block takes part of them by a stride of the grid.
+// reduce: the sum of rows x cols floats, five ways. Each block takes part of them by a stride of
+// the grid.
 //
 //   atomics    every element is an atomic addition to one address
 //   shared     a tree in shared memory, then one atomic a block
 //   shuffle    sums in registers, shuffled within warps, one word a warp in shared memory, one atomic a block
 //   block      the same, reading 16 bytes a thread and pass
 //   cluster    the same; 8 blocks put their sums into the first one's shared memory (DSMEM): one atomic a cluster
-// The order of the sum is the hardware's: bits may differ between runs for inputs whose sums are not exact.
+// The order of the sum is the hardware's: bits may differ between runs for inputs whose sums are
+// not exact.
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/tile/reduce.cuh"
 #include "cuda/tile/tma_ring.cuh"
@@ -19,7 +21,8 @@ enum {
 };
 
 __global__ void __launch_bounds__(THREADS) atomics_kernel(const float *in, float *out, int n) {
-    for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS) atomicAdd(out, in[i]);
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS)
+        atomicAdd(out, in[i]);
 }
 
 static __device__ float sum_of(const float *in, int n) {
@@ -34,7 +37,10 @@ static __device__ float wide_sum_of(const float *in, int n) {
 #pragma unroll 4
     for (int i = first; i < n / 4; i += gridDim.x * THREADS) {
         const float4 x = ((const float4 *)in)[i];
-        sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+        sum.x += x.x;
+        sum.y += x.y;
+        sum.z += x.z;
+        sum.w += x.w;
     }
     return (sum.x + sum.y) + (sum.z + sum.w);
 }
@@ -77,7 +83,8 @@ __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
     }
     barrier_cluster(); // the first block's barrier is there before sums reach it
     const float sum = block_sum(wide_sum_of(in, n));
-    if (threadIdx.x == 0) st_async_128(mapa(parts_s + 16 * rank, 0), sum, 0, 0, 0, mapa(barrier_s, 0));
+    if (threadIdx.x == 0)
+        st_async_128(mapa(parts_s + 16 * rank, 0), sum, 0, 0, 0, mapa(barrier_s, 0));
     if (rank == 0 && threadIdx.x < 32) {
         mbarrier_wait(barrier_s, 0); // all eight sums have come
         const float all = warp_sum(threadIdx.x < CLUSTER ? parts[threadIdx.x].x : 0);
@@ -103,7 +110,8 @@ int main(void) {
     const char *const read = "dram__bytes_read.sum";
     const variant variants[] = {
         // one address lives in one slice of L2, which adds one float a clock
-        {"atomics", launch<atomics_kernel>, FIGURES.ghz * 4, "L2's atomics", "lts__t_sectors_op_red.sum"},
+        {"atomics", launch<atomics_kernel>, FIGURES.ghz * 4, "L2's atomics",
+         "lts__t_sectors_op_red.sum"},
         {"shared", launch<shared_kernel>, memory_gbs(), "memory", read},
         {"shuffle", launch<shuffle_kernel<sum_of>>, memory_gbs(), "memory", read},
         {"block", launch<shuffle_kernel<wide_sum_of>>, memory_gbs(), "memory", read},

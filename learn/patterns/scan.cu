@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// scan: out[i] = in[0] + .. + in[i], two ways. A block scans a tile of 8192; a warp 512 of it, 4 neighbours a lane and pass.
+// scan: out[i] = in[0] + .. + in[i], two ways. A block scans a tile of 8192; a warp 512 of it, 4
+// neighbours a lane and pass.
 //
 //   three kernels   sums of tiles; their scan, by one block; then every tile again, on top of what came before it: 12 bytes each
 //   look-back       one kernel: a block says its tile's sum as soon as it has it, then looks back at what others said. 8 bytes each
-// Merrill and Garland (2016) look back until a block has said a whole prefix, so each prefix waits for one before. Here blocks stay
-// and take tile after tile, all at once on the GPU: a block knows its own last prefix, never looks back further than a round, and
-// waits for sums alone, said a round earlier and added in a fixed order. Flag and value are one 64-bit word: no fence is needed.
+// Merrill and Garland (2016) look back until a block has said a whole prefix, so each prefix waits
+// for one before. Here blocks stay and take tile after tile, all at once on the GPU: a block knows
+// its own last prefix, never looks back further than a round, and waits for sums alone, said a
+// round earlier and added in a fixed order. Flag and value are one 64-bit word: no fence is needed.
 #include "cuda/tile/reduce.cuh"
 #include "measure.cuh"
 
 typedef unsigned long long word;
-constexpr int THREADS = 512, WARPS = THREADS / 32, PASSES = 4, WARP_TILE = PASSES * 128, TILE = WARPS * WARP_TILE;
+constexpr int THREADS = 512, WARPS = THREADS / 32, PASSES = 4, WARP_TILE = PASSES * 128,
+              TILE = WARPS * WARP_TILE;
 constexpr int BLOCKS = 2, MAX_TILES = 1 << 14; // BLOCKS: on an SM, of all SMs at most THREADS
 constexpr word SAID = 1ull << 32;              // a flag above the sum
 __device__ word states[MAX_TILES];
@@ -33,7 +36,8 @@ static __device__ void load(const float *in, int n, int begin, float (&x)[PASSES
     }
 }
 
-// To each of the lane's numbers of a tile comes what precedes it in the tile; returns the tile's sum.
+// To each of the lane's numbers of a tile comes what precedes it in the tile; returns the tile's
+// sum.
 static __device__ float tile_scan(float (&x)[PASSES][4]) {
     __shared__ __align__(16) float warps[WARPS];
     const int warp = threadIdx.x / 32;
@@ -52,7 +56,8 @@ static __device__ float tile_scan(float (&x)[PASSES][4]) {
     return all;
 }
 
-static __device__ void store(float *out, int n, int begin, const float (&x)[PASSES][4], float prefix) {
+static __device__ void store(float *out, int n, int begin, const float (&x)[PASSES][4],
+                             float prefix) {
     const int at = begin + threadIdx.x / 32 * WARP_TILE + threadIdx.x % 32 * 4;
     for (int p = 0; p < PASSES; ++p) {
         const float4 y = {x[p][0] + prefix, x[p][1] + prefix, x[p][2] + prefix, x[p][3] + prefix};
@@ -62,9 +67,12 @@ static __device__ void store(float *out, int n, int begin, const float (&x)[PASS
             if (i + 4 > n && i + e < n) out[i + e] = x[p][e] + prefix;
     }
 }
-static __device__ void say(int tile, float x) { *(volatile word *)&states[tile] = SAID | __float_as_uint(x); }
+static __device__ void say(int tile, float x) {
+    *(volatile word *)&states[tile] = SAID | __float_as_uint(x);
+}
 
-// The sum of the tiles before this one, at most a round of them, without this block's own last: every thread asks for one.
+// The sum of the tiles before this one, at most a round of them, without this block's own last:
+// every thread asks for one.
 static __device__ float since_last(int tile) {
     __shared__ float parts[WARPS];
     const int back = threadIdx.x + 1;
@@ -80,7 +88,8 @@ static __device__ float since_last(int tile) {
     return sum;
 }
 
-__global__ void __launch_bounds__(THREADS, BLOCKS) look_back_kernel(const float *in, float *out, int n, int tiles) {
+__global__ void __launch_bounds__(THREADS, BLOCKS)
+    look_back_kernel(const float *in, float *out, int n, int tiles) {
     float x[PASSES][4], next[PASSES][4], before = 0;
     load(in, n, blockIdx.x * TILE, next);
     float sum = tile_scan(next);
@@ -100,7 +109,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) look_back_kernel(const float 
 }
 
 // ADDS: what comes before a tile lies in sums; else the tile's own sum goes there.
-template <bool ADDS> __global__ void __launch_bounds__(THREADS) tile_kernel(const float *in, float *out, int n) {
+template <bool ADDS>
+__global__ void __launch_bounds__(THREADS) tile_kernel(const float *in, float *out, int n) {
     float x[PASSES][4];
     load(in, n, blockIdx.x * TILE, x);
     const float sum = tile_scan(x);
@@ -146,6 +156,7 @@ int main(void) {
         {"three kernels", three_kernels, memory_gbs() * 8 / 12, "memory", "dram__bytes_read.sum"},
         {"look-back", looked_back, memory_gbs(), "memory", "dram__bytes_read.sum"},
     };
-    const int sizes[][2] = {{1, 1}, {17, 1}, {1, 255}, {4097, 1}, {1024, 1024}, {2311, 2003}}; // the last: some rounds
+    // the last: some rounds
+    const int sizes[][2] = {{1, 1}, {17, 1}, {1, 255}, {4097, 1}, {1024, 1024}, {2311, 2003}};
     return run(p, variants, sizes);
 }

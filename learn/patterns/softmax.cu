@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// softmax: each row's e^(x - max) divided by their sum, three ways; the library's online softmax (attn/softmax.cuh).
+// softmax: each row's e^(x - max) divided by their sum, three ways; the library's online softmax
+// (attn/softmax.cuh).
 //
 //   three kernels   maxima; sums; results: the matrix is read three times and written once, 16 bytes an element
 //   online          a block a row: maximum and sum together in one pass (Milakov and Gimelshein 2018), results in another, 12
@@ -22,7 +23,10 @@ static __device__ Softmax over_block(Softmax x) {
     const float peak = warp_max(x.peak);
     x.sum *= x.raise(peak);
     x.sum = warp_sum(x.sum);
-    if (threadIdx.x % 32 == 0) peaks[threadIdx.x / 32] = x.peak, sums[threadIdx.x / 32] = x.sum;
+    if (threadIdx.x % 32 == 0) {
+        peaks[threadIdx.x / 32] = x.peak;
+        sums[threadIdx.x / 32] = x.sum;
+    }
     __syncthreads(); // every warp's are there
     Softmax all = {-INFINITY, 0};
     for (int w = 0; w < THREADS / 32; ++w) all.raise(peaks[w]);
@@ -38,7 +42,8 @@ __global__ void __launch_bounds__(THREADS) max_kernel(const float *in, int cols)
 }
 __global__ void __launch_bounds__(THREADS) sum_kernel(const float *in, int cols) {
     Softmax row = {maxima[blockIdx.x], 0};
-    for (int c = threadIdx.x; c < cols; c += THREADS) row.sum += row.weight(in[(size_t)blockIdx.x * cols + c]);
+    for (int c = threadIdx.x; c < cols; c += THREADS)
+        row.sum += row.weight(in[(size_t)blockIdx.x * cols + c]);
     row = over_block(row);
     if (threadIdx.x == 0) totals[blockIdx.x] = row.sum;
 }
@@ -46,7 +51,8 @@ __global__ void __launch_bounds__(THREADS)
     divide_kernel(const float *__restrict__ in, float *__restrict__ out, int cols) {
     const Softmax row = {maxima[blockIdx.x], totals[blockIdx.x]};
     const size_t begin = (size_t)blockIdx.x * cols;
-    for (int c = threadIdx.x; c < cols; c += THREADS) out[begin + c] = row.weight(in[begin + c]) / row.sum;
+    for (int c = threadIdx.x; c < cols; c += THREADS)
+        out[begin + c] = row.weight(in[begin + c]) / row.sum;
 }
 
 __global__ void __launch_bounds__(THREADS)
@@ -60,7 +66,8 @@ __global__ void __launch_bounds__(THREADS)
         row.sum += row.weight(x);
     }
     row = over_block(row);
-    for (int c = threadIdx.x; c < cols; c += THREADS) out[begin + c] = row.weight(in[begin + c]) / row.sum;
+    for (int c = threadIdx.x; c < cols; c += THREADS)
+        out[begin + c] = row.weight(in[begin + c]) / row.sum;
 }
 
 __global__ void __launch_bounds__(THREADS)
@@ -91,7 +98,9 @@ static void three_kernels(const float *in, float *out, int rows, int cols) {
     sum_kernel<<<rows, THREADS>>>(in, cols);
     divide_kernel<<<rows, THREADS>>>(in, out, cols);
 }
-static void online(const float *in, float *out, int rows, int cols) { online_kernel<<<rows, THREADS>>>(in, out, cols); }
+static void online(const float *in, float *out, int rows, int cols) {
+    online_kernel<<<rows, THREADS>>>(in, out, cols);
+}
 static void registers(const float *in, float *out, int rows, int cols) {
     registers_kernel<<<rows, THREADS>>>(in, out, cols);
 }
@@ -110,7 +119,8 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 }
 
 int main(void) {
-    const pattern p = {"softmax",    same_size, good, MAX_ROWS, THREADS * EACH, 8.0 * MAX_ROWS * THREADS * EACH,
+    const pattern p = {"softmax",    same_size,      good,
+                       MAX_ROWS,     THREADS * EACH, 8.0 * MAX_ROWS * THREADS * EACH,
                        small_integer};
     const char *const read = "dram__bytes_read.sum";
     const variant variants[] = {

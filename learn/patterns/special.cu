@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// special: exp, sin, 1 / sqrt and tanh as C means them, and as the special function unit (SFU) makes them.
+// special: exp, sin, 1 / sqrt and tanh as C means them, and as the special function unit (SFU)
+// makes them.
 //
 //   expf, sinf, 1 / sqrtf, tanhf                 within a few bits of the last place; many instructions around the same unit
 //   __expf, __sinf, rsqrtf, tanh.approx          the unit, and what fits its argument to it. No switch of the compiler: the source
 //                                                says where less is enough
-// The error is the largest on 0.05 .. 6.05: relative where the result is above 1, else absolute. Outside of -pi .. pi __sinf loses more
+// The error is the largest on 0.05 .. 6.05: relative where the result is above 1, else absolute.
+// Outside of -pi .. pi __sinf loses more
 // with every turn, __expf loses with |x|; tanh.approx has 11 bits, and near 0, where tanh x is x, that is 11 bits of x.
 #include "cuda/ptx/regs.cuh"
 #include "measure.cuh"
@@ -46,7 +48,8 @@ struct FastTanh : Tanh {
 
 // zero is 0, which the compiler does not know: so it makes every round.
 template <class F>
-__global__ void __launch_bounds__(THREADS) special_kernel(const float *in, float *out, int n, float zero) {
+__global__ void __launch_bounds__(THREADS)
+    special_kernel(const float *in, float *out, int n, float zero) {
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS) {
         const float x = in[i];
         float sum = F::at(x);
@@ -59,7 +62,8 @@ template <class F> static void launch(const float *in, float *out, int rows, int
     special_kernel<F><<<BLOCKS, THREADS>>>(in, out, rows * cols, 0);
 }
 
-template <class F, int BILLIONTHS> static bool good(const float *in, const float *out, int rows, int cols) {
+template <class F, int BILLIONTHS>
+static bool good(const float *in, const float *out, int rows, int cols) {
     double worst = 0;
     for (int i = 0; i < rows * cols; ++i) {
         const double y = F::exact(in[i]), error = fabs(out[i] - y) / fmax(fabs(y), 1);
@@ -70,11 +74,14 @@ template <class F, int BILLIONTHS> static bool good(const float *in, const float
 static float arguments(int i) { return 0.05f + (float)(i % 6144) / 1024; }
 
 int main(void) {
-    // Clocks of an SM for a warp's round: an instruction a quarter of a clock, a special function 2; 2 instructions are the loop's.
+    // Clocks of an SM for a warp's round: an instruction a quarter of a clock, a special function
+    // 2; 2 instructions are the loop's.
     const auto issue = [](double instructions) { return sm_gbs(ROUNDS * instructions / 4, 256); };
     const auto sfu = [](double functions) { return sm_gbs(ROUNDS * functions * 2, 256); };
-    const char *const xu = "smsp__inst_executed_pipe_xu.sum", *const all = "smsp__inst_executed.sum";
-    const pattern p = {"special", same_size, good<Exp, 300>, 4096, 4096, 8.0 * 4096 * 4096, arguments};
+    const char *const xu = "smsp__inst_executed_pipe_xu.sum", *const all =
+                                                                  "smsp__inst_executed.sum";
+    const pattern p = {"special", same_size,         good<Exp, 300>, 4096,
+                       4096,      8.0 * 4096 * 4096, arguments};
     const variant variants[] = {
         {"expf", launch<Exp>, issue(9), "issue", all, good<Exp, 300>},
         {"__expf", launch<FastExp>, sfu(1), "special functions", xu, good<FastExp, 1000>},

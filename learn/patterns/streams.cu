@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// streams: data that lives on the host goes to the GPU, through 256 multiply-adds, and back. Both copies and the kernel can run at once.
+// streams: data that lives on the host goes to the GPU, through 256 multiply-adds, and back. Both
+// copies and the kernel can run at once.
 //
 //   one stream         copy in | compute | copy out, one after the other
 //   four streams       chunks of 1 MiB, each on the next of four streams: while one computes, others copy in and out
-// Events say what waits: every stream for the beginning, the end for every stream; nothing waits on the host. Memory is pinned: of
-// pageable memory a copy is no copy of the GPU's.
+// Events say what waits: every stream for the beginning, the end for every stream; nothing waits on
+// the host. Memory is pinned: of pageable memory a copy is no copy of the GPU's.
 #include "measure.cuh"
 
 enum {
@@ -35,7 +36,9 @@ static void steps(const float *in, float *out, int begin, int n, cudaStream_t st
     MUST(cudaMemcpyAsync(out + begin, x, n * sizeof *x, cudaMemcpyDeviceToHost, stream));
 }
 
-static void one_stream(const float *in, float *out, int rows, int cols) { steps(in, out, 0, rows * cols, 0); }
+static void one_stream(const float *in, float *out, int rows, int cols) {
+    steps(in, out, 0, rows * cols, 0);
+}
 
 static void four_streams(const float *in, float *out, int rows, int cols) {
     static cudaStream_t streams[STREAMS];
@@ -68,7 +71,8 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 }
 
 int main(void) {
-    // PCIe 5.0 x16 gives 55 GB/s each way; the kernel's time is next to nothing. Chunks overlap but for the first copy and the last.
+    // PCIe 5.0 x16 gives 55 GB/s each way; the kernel's time is next to nothing. Chunks overlap but
+    // for the first copy and the last.
     const pattern p = {"streams", same_size, good, 4096, 4096, 8.0 * MOST, small_integer, true};
     const double chunks = (double)MOST / CHUNK;
     const variant variants[] = {

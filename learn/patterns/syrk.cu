@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// syrk: a rank-k update, out = in in^T: a product that is symmetric, so a triangle of its tiles is enough.
+// syrk: a rank-k update, out = in in^T: a product that is symmetric, so a triangle of its tiles is
+// enough.
 //
 //   all tiles             a gemm that does not know
 //   triangle              blocks for the tiles on and below the diagonal alone; an element is stored at (r, c) and (c, r)
 //   triangle, loaded once on the diagonal both operands are one tile: 32 of 528 tiles load half
-// A block's number becomes a tile of the triangle by a square root. Covariances, normal equations and k k^T of a kernel machine are such
-// products. 128 x 128 tiles, 8 x 8 a thread, float32.
+// A block's number becomes a tile of the triangle by a square root. Covariances, normal equations
+// and k k^T of a kernel machine are such products. 128 x 128 tiles, 8 x 8 a thread, float32.
 #include "measure.cuh"
 
 enum {
@@ -16,7 +17,8 @@ enum {
     THREADS = TILE / EACH * TILE / EACH
 };
 
-static __device__ void load(const float *in, int row0, int k0, int rows, int cols, float (*tile)[ROW]) {
+static __device__ void load(const float *in, int row0, int k0, int rows, int cols,
+                            float (*tile)[ROW]) {
     for (int i = threadIdx.x; i < TILE * STEP; i += THREADS) {
         const int r = i / STEP, k = i % STEP;
         tile[k][r] = row0 + r < rows && k0 + k < cols ? in[(size_t)(row0 + r) * cols + k0 + k] : 0;
@@ -25,7 +27,8 @@ static __device__ void load(const float *in, int row0, int k0, int rows, int col
 static __device__ int element(int from, int i) { return from * 4 + i % 4 + i / 4 * TILE / 2; }
 
 template <bool TRIANGLE, bool ONCE>
-__global__ void __launch_bounds__(THREADS, 2) syrk_kernel(const float *in, float *out, int rows, int cols, int across) {
+__global__ void __launch_bounds__(THREADS, 2)
+    syrk_kernel(const float *in, float *out, int rows, int cols, int across) {
     __shared__ __align__(16) float left[STEP][ROW], right[STEP][ROW];
     int down = blockIdx.x / across, over = blockIdx.x % across;
     if (TRIANGLE) { // tiles of the rows above: down (down + 1) / 2
@@ -66,8 +69,10 @@ __global__ void __launch_bounds__(THREADS, 2) syrk_kernel(const float *in, float
         }
     }
 }
-template <bool TRIANGLE, bool ONCE> static void launch(const float *in, float *out, int rows, int cols) {
-    const int across = (rows + TILE - 1) / TILE, tiles = TRIANGLE ? across * (across + 1) / 2 : across * across;
+template <bool TRIANGLE, bool ONCE>
+static void launch(const float *in, float *out, int rows, int cols) {
+    const int across = (rows + TILE - 1) / TILE,
+              tiles = TRIANGLE ? across * (across + 1) / 2 : across * across;
     syrk_kernel<TRIANGLE, ONCE><<<tiles, THREADS>>>(in, out, rows, cols, across);
 }
 
@@ -76,7 +81,8 @@ static bool good(const float *in, const float *out, int rows, int cols) {
     for (int r = 0; r < rows; ++r) {
         for (int c = 0; c < rows; ++c) {
             float sum = 0;
-            for (int k = 0; k < cols; ++k) sum += in[(size_t)r * cols + k] * in[(size_t)c * cols + k];
+            for (int k = 0; k < cols; ++k)
+                sum += in[(size_t)r * cols + k] * in[(size_t)c * cols + k];
             if (out[(size_t)r * rows + c] != sum) return false;
         }
     }
@@ -84,10 +90,12 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 }
 
 int main(void) {
-    // Multiply-adds of an SM a clock: 128; the ladder's rung 5, of the same tile, reaches 0.64 of that. Waves of 2 blocks an SM
+    // Multiply-adds of an SM a clock: 128; the ladder's rung 5, of the same tile, reaches 0.64 of
+    // that. Waves of 2 blocks an SM
     const int rows = 4096, cols = 4096, across = rows / TILE;
     const auto us = [&](int tiles) {
-        const double waves = ceil(tiles / (2.0 * FIGURES.sms)), clocks = (double)TILE * TILE * cols / 128 / 0.64;
+        const double waves = ceil(tiles / (2.0 * FIGURES.sms)),
+                     clocks = (double)TILE * TILE * cols / 128 / 0.64;
         return waves * 2 * clocks / FIGURES.ghz / 1e3;
     };
     const pattern p = {"syrk", out_size, good, rows, cols, 0, small_integer};
@@ -95,7 +103,8 @@ int main(void) {
     const variant variants[] = {
         {"all tiles", launch<false, false>, us(across * across), "multiply-adds", fma},
         {"triangle", launch<true, false>, us(across * (across + 1) / 2), "multiply-adds", fma},
-        {"triangle, loaded once", launch<true, true>, us(across * (across + 1) / 2), "multiply-adds", fma},
+        {"triangle, loaded once", launch<true, true>, us(across * (across + 1) / 2),
+         "multiply-adds", fma},
     };
     const int sizes[][2] = {{1, 1}, {17, 1}, {1, 255}, {130, 17}, {300, 129}};
     return run(p, variants, sizes);

@@ -21,8 +21,10 @@ extern "C" gk_status gk_no_case(const char *what, gk_dtype dtype) {
     return gk_fail(GK_ERR_UNSUPPORTED, "%s: no case for %s", what, gk_dtype_name(dtype));
 }
 
-// Of a dense [rows][cols] matrix of floats whose rows are multiples of 16 bytes; boxes of box_rows x box_cols.
-static inline CUtensorMap map_of(const float *data, int rows, int cols, int box_rows, int box_cols) {
+// Of a dense [rows][cols] matrix of floats whose rows are multiples of 16 bytes; boxes of box_rows
+// x box_cols.
+static inline CUtensorMap map_of(const float *data, int rows, int cols, int box_rows,
+                                 int box_cols) {
     CUtensorMap map;
     const TensorShape shape = {data, GK_F32, {cols, rows, 1, 1, 1}, {1, cols, 0, 0, 0}, false};
     make_tensor_map("pattern", shape, smem_rows(4, box_cols * 4, box_rows), &map);

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// tensor_reduce: cp.reduce.async.bulk.tensor: a box leaves shared memory, and L2 adds it to what is there, or takes the smaller, or
-// the bits that both have. Row r of in goes into row r % 8 of out, as 32-bit integers: so every order gives the same bits.
+// tensor_reduce: cp.reduce.async.bulk.tensor: a box leaves shared memory, and L2 adds it to what is
+// there, or takes the smaller, or the bits that both have. Row r of in goes into row r % 8 of out,
+// as 32-bit integers: so every order gives the same bits.
 //
 //   red               for comparison: every thread an atomic instruction an element, add
 //   add .. xor        boxes of 8 x 128 come by TMA and leave by TMA; one thread starts both
-// A box that reaches past the matrix is filled with zeros, which are neutral for add, or and xor, and wrong for min, max and `and`:
-// so the last rows, fewer than 8, and rows that are no multiples of 16 bytes go by red.
+// A box that reaches past the matrix is filled with zeros, which are neutral for add, or and xor,
+// and wrong for min, max and `and`: so the last rows, fewer than 8, and rows that are no multiples
+// of 16 bytes go by red.
 #include "cuda/ptx/tma.cuh"
 #include "cuda/tile/tma_ring.cuh"
 #include "measure.cuh"
@@ -21,7 +23,8 @@ enum {
     BLOCKS = 132 * 8
 };
 
-// An operation: by L2 for a box, by a thread for an element, on the host; and the byte that out is filled with before.
+// An operation: by L2 for a box, by a thread for an element, on the host; and the byte that out is
+// filled with before.
 #define OPERATION(NAME, FILL, PTX, ATOMIC, HOST)                                        \
     struct NAME {                                                                       \
         static constexpr int fill = FILL;                                               \
@@ -44,7 +47,8 @@ OPERATION(Xor, 0, "xor", atomicXor, a ^ b)
 struct Maps {
     CUtensorMap in, out;
 };
-static __device__ void load_box(smem_addr to_s, const CUtensorMap *map, int col, int row, smem_addr full_s) {
+static __device__ void load_box(smem_addr to_s, const CUtensorMap *map, int col, int row,
+                                smem_addr full_s) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4}], [%2];" ::"r"(to_s),
                  "l"(map), "r"(full_s), "r"(col), "r"(row)
@@ -52,14 +56,17 @@ static __device__ void load_box(smem_addr to_s, const CUtensorMap *map, int col,
 }
 
 template <class Op>
-__global__ void __launch_bounds__(32) boxes_kernel(const __grid_constant__ Maps maps, int across, int boxes) {
+__global__ void __launch_bounds__(32)
+    boxes_kernel(const __grid_constant__ Maps maps, int across, int boxes) {
     __shared__ __align__(128) char stages[STAGES][BYTES];
     __shared__ __align__(8) unsigned long long full[STAGES];
     const int count = (boxes - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
     if (threadIdx.x > 0) return;
     for (int s = 0; s < STAGES; ++s) mbarrier_init(cvta_to_shared(&full[s]), 1);
     fence_mbarrier_init();
-    const auto col = [&](int j) { return ((int)blockIdx.x + j * (int)gridDim.x) % across * BOX_COLS; };
+    const auto col = [&](int j) {
+        return ((int)blockIdx.x + j * (int)gridDim.x) % across * BOX_COLS;
+    };
     const auto load = [&](int j) {
         const smem_addr full_s = cvta_to_shared(&full[j % STAGES]);
         if (j >= count) return;
@@ -69,7 +76,8 @@ __global__ void __launch_bounds__(32) boxes_kernel(const __grid_constant__ Maps 
     };
     for (int j = 0; j < AHEAD; ++j) load(j);
     for (int j = 0; j < count; ++j) {
-        tma_store_wait_group_read<AHEAD - 1>(); // the stage that is filled next has left: its copy is AHEAD groups old
+        // the stage that is filled next has left: its copy is AHEAD groups old
+        tma_store_wait_group_read<AHEAD - 1>();
         load(j + AHEAD);
         mbarrier_wait(cvta_to_shared(&full[j % STAGES]), j / STAGES & 1);
         Op::box(&maps.out, col(j), cvta_to_shared(stages[j % STAGES]));
@@ -78,7 +86,8 @@ __global__ void __launch_bounds__(32) boxes_kernel(const __grid_constant__ Maps 
     tma_store_wait_group_read<0>(); // shared memory is the block's until it has been read
 }
 template <class Op>
-__global__ void __launch_bounds__(256) red_kernel(const int *in, int *out, int row0, int rows, int cols) {
+__global__ void __launch_bounds__(256)
+    red_kernel(const int *in, int *out, int row0, int rows, int cols) {
     const int col = blockIdx.x * 256 + threadIdx.x;
     for (int r = row0 + blockIdx.y; col < cols && r < rows; r += gridDim.y)
         Op::element(&out[r % BOX_ROWS * cols + col], in[(size_t)r * cols + col]);
@@ -88,17 +97,21 @@ static CUtensorMap map_of(const void *data, int rows, int cols) {
     static void *encode;
     cudaDriverEntryPointQueryResult found;
     if (!encode)
-        MUST(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found));
-    const cuuint64_t size[2] = {(cuuint64_t)cols, (cuuint64_t)rows}, pitch[1] = {(cuuint64_t)cols * 4};
+        MUST(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000,
+                                              cudaEnableDefault, &found));
+    const cuuint64_t size[2] = {(cuuint64_t)cols, (cuuint64_t)rows},
+                     pitch[1] = {(cuuint64_t)cols * 4};
     const cuuint32_t box[2] = {BOX_COLS, BOX_ROWS}, step[2] = {1, 1};
     CUtensorMap map;
     const CUresult made = ((decltype(&cuTensorMapEncodeTiled))encode)(
-        &map, CU_TENSOR_MAP_DATA_TYPE_INT32, 2, (void *)data, size, pitch, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        &map, CU_TENSOR_MAP_DATA_TYPE_INT32, 2, (void *)data, size, pitch, box, step,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return made == CUDA_SUCCESS ? map : (fprintf(stderr, "no tensor map\n"), exit(1), map);
 }
 
-template <class Op, bool BOXES> static void launch(const float *in, float *out, int rows, int cols) {
+template <class Op, bool BOXES>
+static void launch(const float *in, float *out, int rows, int cols) {
     const int by_boxes = BOXES && cols % 4 == 0 ? rows / BOX_ROWS * BOX_ROWS : 0;
     MUST(cudaMemsetAsync(out, Op::fill, sizeof *out * BOX_ROWS * cols));
     if (by_boxes > 0) {
@@ -107,27 +120,32 @@ template <class Op, bool BOXES> static void launch(const float *in, float *out, 
         boxes_kernel<Op><<<min(boxes, BLOCKS), 32>>>(maps, across, boxes);
     }
     const dim3 grid((cols + 255) / 256, min(rows - by_boxes + 1, 256));
-    if (by_boxes < rows) red_kernel<Op><<<grid, 256>>>((const int *)in, (int *)out, by_boxes, rows, cols);
+    if (by_boxes < rows)
+        red_kernel<Op><<<grid, 256>>>((const int *)in, (int *)out, by_boxes, rows, cols);
 }
 
 static int out_size(int, int cols) { return BOX_ROWS * cols; }
 template <class Op> static bool good(const float *in, const float *out, int rows, int cols) {
     for (int i = 0; i < BOX_ROWS * cols; ++i) {
         int x = (int)(Op::fill * 0x01010101u);
-        for (int r = i / cols; r < rows; r += BOX_ROWS) x = Op::host(x, ((const int *)in)[(size_t)r * cols + i % cols]);
+        for (int r = i / cols; r < rows; r += BOX_ROWS)
+            x = Op::host(x, ((const int *)in)[(size_t)r * cols + i % cols]);
         if (((const int *)out)[i] != x) return false;
     }
     return true;
 }
 template <class Op, bool BOXES = true> static variant of(const char *name) {
     // 48e9 sectors a second, what the pattern TMA reduce measured for L2's additions
-    return {name, launch<Op, BOXES>, capped(48 * 32), "L2's atomics", "lts__t_sectors_op_red.sum", good<Op>};
+    return {name,           launch<Op, BOXES>,           capped(48 * 32),
+            "L2's atomics", "lts__t_sectors_op_red.sum", good<Op>};
 }
 
 int main(void) {
-    const pattern p = {"tensor reduce", out_size, good<Add>, 8192, 8192, 4.0 * 8192 * 8192, small_integer};
-    const variant variants[] = {of<Add, false>("red"), of<Add>("add"), of<Min>("min"), of<Max>("max"),
-                                of<And>("and"),        of<Or>("or"),   of<Xor>("xor")};
+    const pattern p = {"tensor reduce",   out_size,     good<Add>, 8192, 8192,
+                       4.0 * 8192 * 8192, small_integer};
+    const variant variants[] = {of<Add, false>("red"), of<Add>("add"), of<Min>("min"),
+                                of<Max>("max"),        of<And>("and"), of<Or>("or"),
+                                of<Xor>("xor")};
     const int sizes[][2] = {{1, 1}, {17, 1}, {1, 255}, {4097, 1}, {13, 260}, {1027, 1024}};
     return run(p, variants, sizes);
 }

@@ -1,22 +1,27 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// texture: a picture sampled between its pixels (bilinear: four neighbours, weighed), by loads and by the texture unit.
+// texture: a picture sampled between its pixels (bilinear: four neighbours, weighed), by loads and
+// by the texture unit.
 //
 //   loads, rows          lanes along a row: four loads, of which L1 serves three
 //   loads, columns       lanes down a column, as a transposed picture is read: 32 lines a load
 //   texture, rows        one fetch: the unit finds the four, clamps at the edge and weighs them
 //   texture, columns     the same; in a cudaArray neighbours of both directions lie close together
-// What a fetch saves is arithmetic and lines, not bytes. Its weights have 8 bits: 1 / 4 and 1 / 2, as here, are exact, others are off by up
-// to 1 / 512. So it suits pictures, not tables of a function.
+// What a fetch saves is arithmetic and lines, not bytes. Its weights have 8 bits: 1 / 4 and 1 / 2,
+// as here, are exact, others are off by up to 1 / 512. So it suits pictures, not tables of a
+// function.
 #include "measure.cuh"
 
 enum {
     LANES = 32, // of a block: 32 x 8
     WARPS = 8
 };
-// out(row, col) is the picture at (row + DOWN, col + RIGHT); read by columns, out is the transpose, so that stores are the same.
+// out(row, col) is the picture at (row + DOWN, col + RIGHT); read by columns, out is the transpose,
+// so that stores are the same.
 static constexpr float RIGHT = 0.25f, DOWN = 0.5f;
 
-static __host__ __device__ float mix(float a, float b, float weight) { return a + weight * (b - a); }
+static __host__ __device__ float mix(float a, float b, float weight) {
+    return a + weight * (b - a);
+}
 static __host__ __device__ float sample(const float *in, int row, int col, int rows, int cols) {
     const int below = row + 1 < rows ? row + 1 : row, right = col + 1 < cols ? col + 1 : col;
     const float *upper = in + (size_t)row * cols, *lower = in + (size_t)below * cols;
@@ -25,7 +30,9 @@ static __host__ __device__ float sample(const float *in, int row, int col, int r
 
 struct Loads {
     const float *in;
-    __device__ float at(int row, int col, int rows, int cols) const { return sample(in, row, col, rows, cols); }
+    __device__ float at(int row, int col, int rows, int cols) const {
+        return sample(in, row, col, rows, cols);
+    }
 };
 struct Texture {
     cudaTextureObject_t of;
@@ -36,12 +43,15 @@ struct Texture {
 
 // COLUMNS: lanes are rows of the picture, and out is [cols][rows].
 template <bool COLUMNS, class From>
-__global__ void __launch_bounds__(LANES *WARPS) sample_kernel(From from, float *out, int rows, int cols) {
+__global__ void __launch_bounds__(LANES *WARPS)
+    sample_kernel(From from, float *out, int rows, int cols) {
     const int x = blockIdx.x * LANES + threadIdx.x, y = blockIdx.y * WARPS + threadIdx.y;
     const int width = COLUMNS ? rows : cols, height = COLUMNS ? cols : rows;
-    if (x < width && y < height) out[(size_t)y * width + x] = from.at(COLUMNS ? x : y, COLUMNS ? y : x, rows, cols);
+    if (x < width && y < height)
+        out[(size_t)y * width + x] = from.at(COLUMNS ? x : y, COLUMNS ? y : x, rows, cols);
 }
-template <bool COLUMNS, class From> static void start(const From &from, float *out, int rows, int cols) {
+template <bool COLUMNS, class From>
+static void start(const From &from, float *out, int rows, int cols) {
     const int width = COLUMNS ? rows : cols, height = COLUMNS ? cols : rows;
     const dim3 grid((width + LANES - 1) / LANES, (height + WARPS - 1) / WARPS);
     sample_kernel<COLUMNS><<<grid, dim3(LANES, WARPS)>>>(from, out, rows, cols);
@@ -72,7 +82,9 @@ static cudaTextureObject_t texture_of(const float *in, int rows, int cols) {
     how.addressMode[0] = how.addressMode[1] = cudaAddressModeClamp;
     how.filterMode = cudaFilterModeLinear;
     MUST(cudaCreateTextureObject(&texture, &from, &how, NULL));
-    in_then = in, rows_then = rows, cols_then = cols;
+    in_then = in;
+    rows_then = rows;
+    cols_then = cols;
     return texture;
 }
 template <bool COLUMNS> static void textures(const float *in, float *out, int rows, int cols) {
@@ -82,7 +94,8 @@ template <bool COLUMNS> static void textures(const float *in, float *out, int ro
 template <bool COLUMNS> static bool good(const float *in, const float *out, int rows, int cols) {
     for (int r = 0; r < rows; ++r) {
         for (int c = 0; c < cols; ++c) {
-            if (out[COLUMNS ? (size_t)c * rows + r : (size_t)r * cols + c] != sample(in, r, c, rows, cols))
+            if (out[COLUMNS ? (size_t)c * rows + r : (size_t)r * cols + c] !=
+                sample(in, r, c, rows, cols))
                 return false;
         }
     }
@@ -90,9 +103,12 @@ template <bool COLUMNS> static bool good(const float *in, const float *out, int 
 }
 
 int main(void) {
-    // Clocks of an SM for a warp's samples: 4 loads of a line each; 4 loads of 32 lines; 32 fetches, 4 a clock
-    const pattern p = {"texture", same_size, good<false>, 8192, 8192, 8.0 * 8192 * 8192, small_integer};
-    const char *const l1 = "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum", *const tex = "l1tex__texin_requests.sum";
+    // Clocks of an SM for a warp's samples: 4 loads of a line each; 4 loads of 32 lines; 32
+    // fetches, 4 a clock
+    const pattern p = {"texture", same_size,         good<false>,  8192,
+                       8192,      8.0 * 8192 * 8192, small_integer};
+    const char *const l1 = "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
+                      *const tex = "l1tex__texin_requests.sum";
     const variant variants[] = {
         {"loads, rows", loads<false>, sm_gbs(4 * 1.1, 256), "memory", l1, good<false>},
         {"loads, columns", loads<true>, sm_gbs(4 * 32, 256), "L1's lines", l1, good<true>},

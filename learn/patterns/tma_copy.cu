@@ -4,8 +4,9 @@
 //   threads        16 bytes a thread and pass, for comparison
 //   bulk           cp.async.bulk: contiguous bytes to shared memory, and from there to out. A block is one warp, one lane starts it all
 //   tensor map     cp.async.bulk.tensor: boxes of 8 rows x 256 columns; the map knows where the matrix ends
-// Four stages: two hold what comes, two what leaves. TMA moves multiples of 16 bytes: bulk leaves up to 3 last floats to threads, and
-// where rows are no such multiples there is no map, and bulk serves.
+// Four stages: two hold what comes, two what leaves. TMA moves multiples of 16 bytes: bulk leaves
+// up to 3 last floats to threads, and where rows are no such multiples there is no map, and bulk
+// serves.
 #include "cuda/tile/tma_ring.cuh"
 #include "tensor_map.cuh"
 
@@ -21,7 +22,8 @@ enum {
 
 __global__ void __launch_bounds__(THREADS) threads_kernel(const float *in, float *out, int n) {
     const int first = blockIdx.x * THREADS + threadIdx.x;
-    for (int i = first; i < n / 4; i += gridDim.x * THREADS) ((float4 *)out)[i] = ((const float4 *)in)[i];
+    for (int i = first; i < n / 4; i += gridDim.x * THREADS)
+        ((float4 *)out)[i] = ((const float4 *)in)[i];
     if (first < n % 4) out[n - 1 - first] = in[n - 1 - first];
 }
 
@@ -47,16 +49,21 @@ struct Boxes {
     CUtensorMap in, out;
     int across;
 
-    __device__ tma_at at(int tile) const { return {{tile % across * BOX_COLS, tile / across * BOX_ROWS}}; }
+    __device__ tma_at at(int tile) const {
+        return {{tile % across * BOX_COLS, tile / across * BOX_ROWS}};
+    }
     __device__ void load(int tile, smem_addr to_s, smem_addr full_s) const {
         mbarrier_arrive_expect_tx(full_s, TILE * 4); // zeros outside the matrix count, too
         tma_load_5d(to_s, &in, at(tile), full_s);
     }
-    __device__ void store(int tile, smem_addr from_s) const { tma_store_5d(&out, at(tile), from_s); }
+    __device__ void store(int tile, smem_addr from_s) const {
+        tma_store_5d(&out, at(tile), from_s);
+    }
     __device__ void rest(int) const {}
 };
 
-template <class How> __global__ void __launch_bounds__(32) tma_kernel(const __grid_constant__ How how, int tiles) {
+template <class How>
+__global__ void __launch_bounds__(32) tma_kernel(const __grid_constant__ How how, int tiles) {
     __shared__ __align__(128) float stages[STAGES][TILE];
     __shared__ __align__(8) unsigned long long full[STAGES];
     const int count = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
@@ -65,12 +72,14 @@ template <class How> __global__ void __launch_bounds__(32) tma_kernel(const __gr
     for (int s = 0; s < STAGES; ++s) mbarrier_init(cvta_to_shared(&full[s]), 1);
     fence_mbarrier_init();
     const auto load = [&](int j) {
-        const smem_addr stage_s = cvta_to_shared(stages[j % STAGES]), full_s = cvta_to_shared(&full[j % STAGES]);
+        const smem_addr stage_s = cvta_to_shared(stages[j % STAGES]),
+                        full_s = cvta_to_shared(&full[j % STAGES]);
         if (j < count) how.load(blockIdx.x + j * gridDim.x, stage_s, full_s);
     };
     for (int j = 0; j < AHEAD; ++j) load(j);
     for (int j = 0; j < count; ++j) {
-        tma_store_wait_group_read<AHEAD - 1>(); // the stage that is filled next has left: its store is AHEAD groups old
+        // the stage that is filled next has left: its store is AHEAD groups old
+        tma_store_wait_group_read<AHEAD - 1>();
         load(j + AHEAD);
         mbarrier_wait(cvta_to_shared(&full[j % STAGES]), j / STAGES & 1);
         how.store(blockIdx.x + j * gridDim.x, cvta_to_shared(stages[j % STAGES]));
@@ -89,7 +98,8 @@ static void bulk(const float *in, float *out, int rows, int cols) {
 }
 static void boxes(const float *in, float *out, int rows, int cols) {
     if (cols % 4 != 0) return bulk(in, out, rows, cols);
-    const Boxes how = {map_of(in, rows, cols, BOX_ROWS, BOX_COLS), map_of(out, rows, cols, BOX_ROWS, BOX_COLS),
+    const Boxes how = {map_of(in, rows, cols, BOX_ROWS, BOX_COLS),
+                       map_of(out, rows, cols, BOX_ROWS, BOX_COLS),
                        (cols + BOX_COLS - 1) / BOX_COLS};
     const int tiles = how.across * ((rows + BOX_ROWS - 1) / BOX_ROWS);
     tma_kernel<<<min(tiles, BLOCKS), 32>>>(how, tiles);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// tma_reduce: the sums of a matrix's columns, where rows are added up: by threads, or by the copy itself.
+// tma_reduce: the sums of a matrix's columns, where rows are added up: by threads, or by the copy
+// itself.
 //
 //   atomics        a thread adds up 64 rows of a column, then one atomic addition
 //   bulk reduce    a row comes to shared memory by cp.async.bulk and leaves by cp.reduce.async.bulk, which adds every float to
@@ -19,7 +20,8 @@ enum {
     AHEAD = STAGES / 2
 };
 
-__global__ void __launch_bounds__(THREADS) atomics_kernel(const float *in, float *out, int rows, int cols) {
+__global__ void __launch_bounds__(THREADS)
+    atomics_kernel(const float *in, float *out, int rows, int cols) {
     const int col = blockIdx.x * THREADS + threadIdx.x, row0 = blockIdx.y * ROWS;
     if (col >= cols) return;
     float sum = 0;
@@ -29,7 +31,8 @@ __global__ void __launch_bounds__(THREADS) atomics_kernel(const float *in, float
 }
 
 // A tile is up to 2048 floats of one row; across: tiles of a row.
-__global__ void __launch_bounds__(32) bulk_kernel(const float *in, float *out, int rows, int cols, int across) {
+__global__ void __launch_bounds__(32)
+    bulk_kernel(const float *in, float *out, int rows, int cols, int across) {
     __shared__ __align__(128) float stages[STAGES][TILE];
     __shared__ __align__(8) unsigned long long full[STAGES];
     const int count = (rows * across - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
@@ -37,19 +40,23 @@ __global__ void __launch_bounds__(32) bulk_kernel(const float *in, float *out, i
     for (int s = 0; s < STAGES; ++s) mbarrier_init(cvta_to_shared(&full[s]), 1);
     fence_mbarrier_init();
     const auto load = [&](int j) {
-        const int tile = blockIdx.x + j * gridDim.x, col = tile % across * TILE, bytes = min(cols - col, TILE) * 4;
+        const int tile = blockIdx.x + j * gridDim.x, col = tile % across * TILE,
+                  bytes = min(cols - col, TILE) * 4;
         const smem_addr full_s = cvta_to_shared(&full[j % STAGES]);
         if (j >= count) return;
         mbarrier_arrive_expect_tx(full_s, bytes);
-        bulk_load(cvta_to_shared(stages[j % STAGES]), in + (size_t)(tile / across) * cols + col, bytes, full_s);
+        bulk_load(cvta_to_shared(stages[j % STAGES]), in + (size_t)(tile / across) * cols + col,
+                  bytes, full_s);
     };
     for (int j = 0; j < AHEAD; ++j) load(j);
     for (int j = 0; j < count; ++j) {
         const int col = (blockIdx.x + j * gridDim.x) % across * TILE;
-        tma_store_wait_group_read<AHEAD - 1>(); // the stage that is filled next has left: its copy is AHEAD groups old
+        // the stage that is filled next has left: its copy is AHEAD groups old
+        tma_store_wait_group_read<AHEAD - 1>();
         load(j + AHEAD);
         mbarrier_wait(cvta_to_shared(&full[j % STAGES]), j / STAGES & 1);
-        bulk_reduce_add_f32(out + col, cvta_to_shared(stages[j % STAGES]), min(cols - col, TILE) * 4);
+        bulk_reduce_add_f32(out + col, cvta_to_shared(stages[j % STAGES]),
+                            min(cols - col, TILE) * 4);
         tma_store_commit_group();
     }
     tma_store_wait_group_read<0>(); // shared memory is the block's until it has been read
@@ -78,7 +85,8 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 }
 
 int main(void) {
-    // L2 gives an element's 4 bytes and adds 4; it adds at half the rate, if an addition is a read and a write.
+    // L2 gives an element's 4 bytes and adds 4; it adds at half the rate, if an addition is a read
+    // and a write.
     const pattern p = {"TMA reduce", out_size, good, 8192, 8192, 4.0 * 8192 * 8192, small_integer};
     const char *const counter = "lts__t_sectors_op_red.sum";
     const variant variants[] = {

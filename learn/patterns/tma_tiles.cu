@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// tma_tiles: the same tiles of a matrix to shared memory, by cp.async and by TMA. Each row of a tile is then added up.
+// tma_tiles: the same tiles of a matrix to shared memory, by cp.async and by TMA. Each row of a
+// tile is then added up.
 //
 //   4 bytes a copy     cp.async: every thread computes 16 addresses a tile and asks for each; some 8 instructions each
 //   16 bytes a copy    cp.async: 4 addresses a thread and tile, and what lies outside the matrix is told to each
 //   TMA                one thread names the tile's corner; the map knows pitch and edge, and no other thread computes anything
-// The ring is the same: four stages of 8 KiB, three under way, one barrier a tile. Where rows are no multiples of 16 bytes there are
-// neither 16-byte copies nor a map: 4 bytes serve.
+// The ring is the same: four stages of 8 KiB, three under way, one barrier a tile. Where rows are
+// no multiples of 16 bytes there are neither 16-byte copies nor a map: 4 bytes serve.
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/tile/reduce.cuh"
 #include "cuda/tile/tma_ring.cuh"
@@ -32,9 +33,11 @@ template <int WIDTH> struct Copies {
     __device__ void load(int tile, smem_addr stage_s, smem_addr) const {
         constexpr int floats = WIDTH / 4;
         for (int i = threadIdx.x; i < TILE / floats; i += THREADS) {
-            const int r = i * floats / COLS, c = i * floats % COLS, row = m.row(tile) + r, col = m.col(tile) + c;
+            const int r = i * floats / COLS, c = i * floats % COLS, row = m.row(tile) + r,
+                      col = m.col(tile) + c;
             const bool inside =
-                row < m.rows && col < m.cols; // cols is a multiple of what is copied: whole or not at all
+                row < m.rows &&
+                col < m.cols; // cols is a multiple of what is copied: whole or not at all
             const float *from = inside ? m.in + (size_t)row * m.cols + col : m.in;
             if (WIDTH == 16) cp_async_cg_16(stage_s + i * 16, from, inside ? 16 : 0);
             if (WIDTH == 4) cp_async_ca<4>(stage_s + i * 4, from, inside ? 4 : 0);
@@ -56,7 +59,8 @@ struct Boxes {
 };
 
 template <class How>
-__global__ void __launch_bounds__(THREADS) tiles_kernel(const __grid_constant__ How how, float *out, int tiles) {
+__global__ void __launch_bounds__(THREADS)
+    tiles_kernel(const __grid_constant__ How how, float *out, int tiles) {
     __shared__ __align__(128) float stages[STAGES][TILE];
     __shared__ __align__(8) unsigned long long full[STAGES];
     const int count = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
@@ -67,7 +71,9 @@ __global__ void __launch_bounds__(THREADS) tiles_kernel(const __grid_constant__ 
     __syncthreads(); // the barriers are there
     const auto load = [&](int j) {
         const int s = j % STAGES;
-        if (j < count) how.load(blockIdx.x + j * gridDim.x, cvta_to_shared(stages[s]), cvta_to_shared(&full[s]));
+        if (j < count)
+            how.load(blockIdx.x + j * gridDim.x, cvta_to_shared(stages[s]),
+                     cvta_to_shared(&full[s]));
         how.commit();
     };
     for (int j = 0; j < STAGES - 1; ++j) load(j);
@@ -78,9 +84,11 @@ __global__ void __launch_bounds__(THREADS) tiles_kernel(const __grid_constant__ 
         const int tile = blockIdx.x + j * gridDim.x, r = threadIdx.x / 4, row = how.m.row(tile) + r;
         const float4 *from = (const float4 *)&stages[j % STAGES][r * COLS] + threadIdx.x % 4;
         float sum = 0;
-        for (int i = 0; i < COLS / 16; ++i) sum += (from[4 * i].x + from[4 * i].y) + (from[4 * i].z + from[4 * i].w);
+        for (int i = 0; i < COLS / 16; ++i)
+            sum += (from[4 * i].x + from[4 * i].y) + (from[4 * i].z + from[4 * i].w);
         sum = quad_sum(sum);
-        if (threadIdx.x % 4 == 0 && row < how.m.rows) out[(size_t)row * how.m.across + tile % how.m.across] = sum;
+        if (threadIdx.x % 4 == 0 && row < how.m.rows)
+            out[(size_t)row * how.m.across + tile % how.m.across] = sum;
     }
 }
 
@@ -106,7 +114,8 @@ static bool good(const float *in, const float *out, int rows, int cols) {
     for (int r = 0; r < rows; ++r) {
         for (int t = 0; t < across(cols); ++t) {
             float sum = 0;
-            for (int c = t * COLS; c < min(cols, (t + 1) * COLS); ++c) sum += in[(size_t)r * cols + c];
+            for (int c = t * COLS; c < min(cols, (t + 1) * COLS); ++c)
+                sum += in[(size_t)r * cols + c];
             if (out[(size_t)r * across(cols) + t] != sum) return false;
         }
     }
@@ -114,7 +123,8 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 }
 
 int main(void) {
-    const pattern p = {"TMA tiles", out_size, good, 8192, 8192, 4.0 * 8192 * 8192 * 65 / 64, small_integer};
+    const pattern p = {"TMA tiles",  out_size, good, 8192, 8192, 4.0 * 8192 * 8192 * 65 / 64,
+                       small_integer};
     const char *const instructions = "smsp__inst_executed.sum";
     const variant variants[] = {
         {"4 bytes a copy", narrow, memory_gbs(), "memory", instructions},

@@ -23,7 +23,9 @@ __global__ void __launch_bounds__(THREADS) twice_kernel(const float *in, float *
     }
     if (first < n % 4) out[n - 1 - first] = 2 * in[n - 1 - first];
 }
-static void twice(const float *in, float *out, int n) { twice_kernel<<<BLOCKS, THREADS>>>(in, out, n); }
+static void twice(const float *in, float *out, int n) {
+    twice_kernel<<<BLOCKS, THREADS>>>(in, out, n);
+}
 
 // The input in every kind of memory, made anew for every input.
 static struct {
@@ -42,7 +44,8 @@ static void make_kinds(const float *in, int rows, int cols) {
         MUST(cudaFree(kinds.unified));
         MUST(cudaFree(kinds.device));
     }
-    kinds.in = in, kinds.n = n;
+    kinds.in = in;
+    kinds.n = n;
     kinds.pageable = (float *)malloc(bytes);
     MUST(cudaMallocHost((void **)&kinds.pinned, bytes));
     MUST(cudaMallocManaged((void **)&kinds.unified, bytes));
@@ -54,7 +57,8 @@ static void make_kinds(const float *in, int rows, int cols) {
 static void take_back(const float *in, int rows, int cols) { // every page is the host's
     make_kinds(in, rows, cols);
     MUST(cudaDeviceSynchronize());
-    for (int i = 0; i < kinds.n; i += 1024) *(volatile float *)&kinds.unified[i] = kinds.pageable[i];
+    for (int i = 0; i < kinds.n; i += 1024)
+        *(volatile float *)&kinds.unified[i] = kinds.pageable[i];
 }
 
 static void copied(const float *from, float *out, int n) {
@@ -79,10 +83,12 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 }
 
 int main(void) {
-    // PCIe gives 52 GB/s one way (the pattern streams); a core copies some 12; a fault brings up to 2 MiB and takes some 30 us beside
+    // PCIe gives 52 GB/s one way (the pattern streams); a core copies some 12; a fault brings up to
+    // 2 MiB and takes some 30 us beside
     const double pcie = 52, fault = 2.097e6 / (2.097e6 / pcie + 30e3);
     const pattern p = {"unified", same_size, good, 4096, 4096, 4.0 * 4096 * 4096, small_integer};
-    const char *const timeline = "nsys: the timeline's copies", *const faults = "nsys: page faults of the GPU";
+    const char *const timeline = "nsys: the timeline's copies", *const faults =
+                                                                    "nsys: page faults of the GPU";
     const variant variants[] = {
         {"pageable, copied", pageable, 12, "a core", timeline, NULL, make_kinds},
         {"pinned, copied", pinned, pcie, "PCIe", timeline, NULL, make_kinds},

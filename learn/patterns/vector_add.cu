@@ -5,7 +5,8 @@
 //   4 bytes, 4 ahead   the same with four loads of each operand under way
 //   16 bytes           four neighbouring floats by one instruction, which wants addresses that are multiples of 16: where b
 //                      begins elsewhere, float by float
-// Neither addition nor instructions are the limit: 12 bytes move for each. What the wide access saves is instructions.
+// Neither addition nor instructions are the limit: 12 bytes move for each. What the wide access
+// saves is instructions.
 #include "measure.cuh"
 
 enum {
@@ -14,13 +15,16 @@ enum {
 };
 
 template <int AHEAD>
-__global__ void __launch_bounds__(THREADS) narrow_kernel(const float *__restrict__ a, float *__restrict__ out, int n) {
+__global__ void __launch_bounds__(THREADS)
+    narrow_kernel(const float *__restrict__ a, float *__restrict__ out, int n) {
     const float *b = a + n;
 #pragma unroll AHEAD
-    for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS) out[i] = a[i] + b[i];
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS)
+        out[i] = a[i] + b[i];
 }
 
-__global__ void __launch_bounds__(THREADS) wide_kernel(const float *__restrict__ a, float *__restrict__ out, int n) {
+__global__ void __launch_bounds__(THREADS)
+    wide_kernel(const float *__restrict__ a, float *__restrict__ out, int n) {
     const float4 *a4 = (const float4 *)a, *b4 = (const float4 *)(a + n);
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < n / 4; i += gridDim.x * THREADS) {
         const float4 x = a4[i], y = b4[i];

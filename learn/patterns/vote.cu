@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// vote: the sum of a block's 256 numbers of 4 bits, five ways for a warp to add up. The numbers are in registers.
+// vote: the sum of a block's 256 numbers of 4 bits, five ways for a warp to add up. The numbers are
+// in registers.
 //
 //   shuffle        five steps of shuffle and addition, for any type
 //   redux          __reduce_add_sync: one instruction, for 32-bit integers alone
 //   ballot         a vote for each of the 4 bits: 32 lanes' bits as one word, whose ones are counted
 //   match          __match_any_sync: who has my number? One lane for each number adds it as often as it is there. For sums by key
 //   count          __syncthreads_count for each of the 4 bits: the block's vote, a barrier each
-// The word that a vote gives is a set of lanes: where the next free place in a list is the lanes below me, it saves a scan, too.
+// The word that a vote gives is a set of lanes: where the next free place in a list is the lanes
+// below me, it saves a scan, too.
 #include "cuda/tile/reduce.cuh"
 #include "measure.cuh"
 
@@ -33,7 +35,8 @@ struct Ballot {
     }
 };
 struct Match {
-    static __device__ unsigned sum(unsigned x) { // the first lane of each number has it times its lanes; then as redux
+    // the first lane of each number has it times its lanes; then as redux
+    static __device__ unsigned sum(unsigned x) {
         const unsigned same = __match_any_sync(ALL, x);
         const bool first = __ffs(same) - 1 == (int)(threadIdx.x % 32);
         return __reduce_add_sync(ALL, first ? x * __popc(same) : 0);
@@ -49,7 +52,8 @@ struct Count {
 
 // step is 0, which the compiler does not know: so it makes every round. in: 0 .. 15.
 template <class How>
-__global__ void __launch_bounds__(THREADS) vote_kernel(const float *in, float *out, int n, unsigned step) {
+__global__ void __launch_bounds__(THREADS)
+    vote_kernel(const float *in, float *out, int n, unsigned step) {
     __shared__ unsigned block_sum;
     if (threadIdx.x == 0) block_sum = 0;
     const int i = blockIdx.x * THREADS + threadIdx.x;
@@ -79,16 +83,19 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 static float nibble(int i) { return (float)((unsigned)i * 2654435761u >> 28); }
 
 int main(void) {
-    // Clocks of an SM for a warp's round: a shuffle 1; a redux 2; a count of ones 2, as many as a special function; a match of 16
-    // different numbers one each, and a redux and two counts; a block's vote 30 a bit, whoever waits for it
+    // Clocks of an SM for a warp's round: a shuffle 1; a redux 2; a count of ones 2, as many as a
+    // special function; a match of 16 different numbers one each, and a redux and two counts; a
+    // block's vote 30 a bit, whoever waits for it
     const auto us = [](double clocks) { return 64.0 * ROUNDS * clocks / FIGURES.ghz / 1e3; };
     const pattern p = {"vote", out_size, good, BLOCKS, THREADS, 0, nibble};
     const char *const all = "smsp__inst_executed.sum",
-                      *const barrier = "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio";
+                      *const barrier =
+                          "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio";
     const variant variants[] = {
         {"shuffle", launch<Shuffle>, us(5), "shuffles", "l1tex__data_pipe_lsu_wavefronts.sum"},
         {"redux", launch<Redux>, us(2), "redux", all},
-        {"ballot", launch<Ballot>, us(2.0 * BITS), "counts of ones", "smsp__inst_executed_pipe_xu.sum"},
+        {"ballot", launch<Ballot>, us(2.0 * BITS), "counts of ones",
+         "smsp__inst_executed_pipe_xu.sum"},
         {"match", launch<Match>, us(16 + 2 + 4), "match", all},
         {"count", launch<Count>, us(30.0 * BITS / 8), "barriers", barrier},
     };

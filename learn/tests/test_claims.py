@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""learn/claims.md: each row that names a test here, computed; the figures of the page are the ones that come out.
+"""learn/claims.md: each row that names a test here, computed; the figures of the page are the ones
+that come out.
 
-Rows about shared memory are in test_layout_docs.py. Gains are read from the pages and results that the rows cite.
+Rows about shared memory are in test_layout_docs.py. Gains are read from the pages and results that
+the rows cite.
 """
 
 import inspect
@@ -24,7 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "learn" / "claims.md").read_text()
 # Rows of four columns: claim, verdict, what is right, evidence.
 ROWS = [
-    cells for line in PAGE.splitlines() if len(cells := re.split(r" \| ", line.strip("| "))) == 4 and "---" not in line
+    cells
+    for line in PAGE.splitlines()
+    if len(cells := re.split(r" \| ", line.strip("| "))) == 4 and "---" not in line
 ]
 ROWS = [cells for cells in ROWS if cells[0] != "what circulates"]
 
@@ -44,14 +48,14 @@ def test_every_row_has_its_evidence():
     for claim, verdict, _, evidence in ROWS:
         assert verdict in ("true", "false", "depends"), claim
         mine = set(re.findall(r"`(test_\w+)`", evidence))
-        assert mine <= tests and (mine or "](https://docs.nvidia.com/" in evidence or "](https://dev" in evidence), (
-            claim
-        )
+        assert mine <= tests and (
+            mine or "](https://docs.nvidia.com/" in evidence or "](https://dev" in evidence
+        ), claim
         named |= mine
     assert tests - named == {"test_every_row_has_its_evidence"}
 
 
-# ---- layouts -----------------------------------------------------------------------------------------------------------
+# ---- layouts -------------------------------------------------------------------------------------
 
 
 def test_compose_with_the_identity():
@@ -72,10 +76,14 @@ def composed(a, b):
 
 
 def test_composition_is_associative_where_defined():
-    assert composed("4:1", "6:1") is None and str(L.compose("4:1", L.compose("6:1", "2:1"))) == "2:1"
+    assert (
+        composed("4:1", "6:1") is None and str(L.compose("4:1", L.compose("6:1", "2:1"))) == "2:1"
+    )
     both = 0
     outer = ("(4,2):(1,8)", "8:2", "(2,4):(4,1)", "(2,2,2):(4,1,2)")
-    for a, b, c in itertools.product(outer, ("4:2", "(2,2):(2,1)", "6:1", "(4,2):(2,1)"), ("2:1", "2:2", "4:1")):
+    for a, b, c in itertools.product(
+        outer, ("4:2", "(2,2):(2,1)", "6:1", "(4,2):(2,1)"), ("2:1", "2:2", "4:1")
+    ):
         left, right = composed(composed(a, b), c), composed(a, composed(b, c))
         if left is not None and right is not None:
             both += 1
@@ -86,9 +94,11 @@ def test_composition_is_associative_where_defined():
 def test_blocked_and_raked():
     block, copies = "(2,2):(1,2)", "(3,3):(1,3)"
     whole = L.logical_product(block, copies)
-    of = {whole(inside, copy): copy for inside in range(4) for copy in range(9)}  # offset -> which block
+    # offset -> which block
+    of = {whole(inside, copy): copy for inside in range(4) for copy in range(9)}
     first = [
-        [of[x(row, 0)] for row in range(6)] for x in (L.blocked_product(block, copies), L.raked_product(block, copies))
+        [of[x(row, 0)] for row in range(6)]
+        for x in (L.blocked_product(block, copies), L.raked_product(block, copies))
     ]
     assert first == [[0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 2]]
 
@@ -96,7 +106,10 @@ def test_blocked_and_raked():
 def test_zipped_divide_puts_the_tile_first():
     square = L.Layout("(8,8):(1,8)")
     logical, zipped = L.logical_divide(square, (4, 2)), L.zipped_divide(square, (4, 2))
-    assert str(logical) == "((4,2),(2,4)):((1,4),(8,16))" and str(zipped) == "((4,2),(2,4)):((1,8),(4,16))"
+    assert (
+        str(logical) == "((4,2),(2,4)):((1,4),(8,16))"
+        and str(zipped) == "((4,2),(2,4)):((1,8),(4,16))"
+    )
     assert sorted(zipped[0].offsets) == sorted(r + 8 * c for r in range(4) for c in range(2))
     assert sorted(logical[0].offsets) == list(range(8))
     says("((4,2),(2,4))", "((1,8),(4,16))", "((1,4),(8,16))")
@@ -107,7 +120,7 @@ def test_complement_has_no_more_modes():
     assert str(rest) == "2:1" and sorted(L.join(L.Layout("4:2"), rest).offsets) == list(range(8))
 
 
-# ---- what kernels compute ----------------------------------------------------------------------------------------------
+# ---- what kernels compute ------------------------------------------------------------------------
 
 
 def test_exp2_by_a_cubic():
@@ -123,7 +136,8 @@ def test_exp2_by_a_cubic():
 
 
 def blelloch(values):
-    """The exclusive scan of Blelloch 1990 as it is usually printed: n / 2 threads, offsets doubled and halved."""
+    """The exclusive scan of Blelloch 1990 as it is usually printed: n / 2 threads, offsets doubled
+    and halved."""
     a, n, offset = list(values), len(values), 1
     threads = n >> 1
     while threads:
@@ -150,7 +164,9 @@ def test_blelloch_needs_a_power_of_two():
 
 
 def normal(*shape, mean=0.0):
-    return mean + torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return mean + torch.randn(
+        *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
 
 
 def test_padded_keys_need_a_mask():
@@ -176,7 +192,9 @@ def test_a_cast_is_no_quantisation():
     x = 30 * normal(100_000)
     x = x[x.abs() < 127]
     cast, rounded = x.to(torch.int8), x.round().clamp(-128, 127).to(torch.int8)
-    assert (cast - x).square().mean().sqrt() / (rounded - x).square().mean().sqrt() == pytest.approx(2, rel=0.02)
+    assert (cast - x).square().mean().sqrt() / (
+        rounded - x
+    ).square().mean().sqrt() == pytest.approx(2, rel=0.02)
     assert torch.tensor(130.0).to(torch.int32).to(torch.int8) == -126
     says(-126)
 
@@ -184,7 +202,10 @@ def test_a_cast_is_no_quantisation():
 def test_a_col_major_fragment_is_the_transpose():
     a, b = normal(2, 16, 16)
     memory = a.reshape(-1)  # row-major, 16 elements a row
-    row, col = (L.Tensor(f"(16,16):{strides}", memory).values().reshape(16, 16).T for strides in ("(16,1)", "(1,16)"))
+    row, col = (
+        L.Tensor(f"(16,16):{strides}", memory).values().reshape(16, 16).T
+        for strides in ("(16,1)", "(1,16)")
+    )
     torch.testing.assert_close(row @ b, a @ b)
     torch.testing.assert_close(col @ b, a.T @ b)
     assert (col @ b - a @ b).abs().max() > 1
@@ -193,12 +214,15 @@ def test_a_col_major_fragment_is_the_transpose():
 def test_vectors_lie_along_stride_1():
     matrix = L.Layout("(row=8,col=8):(8,1)")
     registers = L.Layout("8:1")
-    assert L.max_common_vector(matrix["col"], registers) == 8 and L.max_common_vector(matrix["row"], registers) == 1
+    assert (
+        L.max_common_vector(matrix["col"], registers) == 8
+        and L.max_common_vector(matrix["row"], registers) == 1
+    )
     four_on_end = [matrix(2, 4 + i) for i in range(4)]
     assert four_on_end == list(range(20, 24)) and {offset // 8 for offset in four_on_end} == {2}
 
 
-# ---- access ------------------------------------------------------------------------------------------------------------
+# ---- access --------------------------------------------------------------------------------------
 
 
 def test_rows_and_columns():
@@ -219,7 +243,7 @@ def test_misaligned_loads_are_refused():
         L.sectors([8], 16)
 
 
-# ---- rates and sizes ---------------------------------------------------------------------------------------------------
+# ---- rates and sizes -----------------------------------------------------------------------------
 
 
 def test_multiply_adds_a_clock():
@@ -238,7 +262,9 @@ def test_l2_of_this_gpu():
 
 
 def test_the_ridge():
-    h100, h200 = (NOMINAL[name]["bf16"] * 1e3 / NOMINAL[name]["read"] for name in (H100, "NVIDIA H200"))
+    h100, h200 = (
+        NOMINAL[name]["bf16"] * 1e3 / NOMINAL[name]["read"] for name in (H100, "NVIDIA H200")
+    )
     assert 2 * NOMINAL[H100]["bf16"] == pytest.approx(1979, rel=1e-3)
     says(989, f"{h100:.0f}", f"{h200:.0f}")
 
@@ -266,19 +292,24 @@ def test_four_issue_slots():
 
 
 def attention_traffic(n, d, on_chip):
-    """Elements between memory and chip in Algorithm 1 of FlashAttention (Dao et al. 2022): a walk over its two loops."""
+    """Elements between memory and chip in Algorithm 1 of FlashAttention (Dao et al. 2022): a walk
+    over its two loops."""
     keys = -(-on_chip // (4 * d))
     rows = min(keys, d)
     moved = 0
     for j in range(0, n, keys):
         moved += 2 * d * min(keys, n - j)  # k and v
         for i in range(0, n, rows):
-            moved += min(rows, n - i) * (3 * d + 4)  # q, out there and back, peak and sum there and back
+            # q, out there and back, peak and sum there and back
+            moved += min(rows, n - i) * (3 * d + 4)
     return moved
 
 
 def test_flash_attention_traffic():
-    twice = [attention_traffic(2 * n, 128, 64 << 10) / attention_traffic(n, 128, 64 << 10) for n in (4096, 16384)]
+    twice = [
+        attention_traffic(2 * n, 128, 64 << 10) / attention_traffic(n, 128, 64 << 10)
+        for n in (4096, 16384)
+    ]
     assert all(3.7 < ratio < 4.1 for ratio in twice)
     wider = attention_traffic(16384, 256, 64 << 10) / attention_traffic(16384, 128, 64 << 10)
     larger = attention_traffic(16384, 128, 128 << 10) / attention_traffic(16384, 128, 64 << 10)
@@ -296,7 +327,10 @@ def test_intensity_of_a_tile():
 def test_picoseconds():
     ps = 16 / NOMINAL[H100]["read"] / 1e9 * 1e12
     page = (ROOT / "learn" / "patterns.md").read_text()
-    idle, busy = (float(us) for us in re.search(r"but ([\d.]+) us on an idle memory, and ([\d.]+) us", page).groups())
+    idle, busy = (
+        float(us)
+        for us in re.search(r"but ([\d.]+) us on an idle memory, and ([\d.]+) us", page).groups()
+    )
     says(f"{ps:.1f} ps", f"{idle:.1f}", f"{busy:.1f}", f"{idle * NOMINAL[H100]['read'] / 1e3:.1f}")
     assert busy * NOMINAL[H100]["read"] / 1e3 == pytest.approx(3, rel=0.05)
 
@@ -322,7 +356,7 @@ def test_the_occupancy_command(capsys):
     assert "16 of 64" in capsys.readouterr().out
 
 
-# ---- gains: ratios of what was measured ---------------------------------------------------------------------------------
+# ---- gains: ratios of what was measured ----------------------------------------------------------
 
 
 def pattern(name, variant, gpu):
@@ -330,12 +364,18 @@ def pattern(name, variant, gpu):
     page = (ROOT / "learn" / "patterns.md").read_text()
     rows = page[page.index(f"| [{name}]") :].splitlines()
     rows = rows[: 1 + next(i for i, row in enumerate(rows[1:]) if not row.startswith("|  |"))]
-    (row,) = [cells for row in rows if (cells := [c.strip() for c in row.strip("|").split("|")])[1] == variant]
+    (row,) = [
+        cells
+        for row in rows
+        if (cells := [c.strip() for c in row.strip("|").split("|")])[1] == variant
+    ]
     return float(row[{"H200": 4, "H100": 7}[gpu]])
 
 
 def saved(file, bench, group):
-    rows = json.loads((ROOT / "benchmarks" / "results" / file).read_text())["benches"][bench]["rows"]
+    rows = json.loads((ROOT / "benchmarks" / "results" / file).read_text())["benches"][bench][
+        "rows"
+    ]
     return [row for row in rows if row["group"] == group]
 
 
@@ -369,7 +409,9 @@ def test_gain_of_one_dimension():
 
 def test_gain_of_double_buffering():
     after, before = between(17)
-    large = re.search(r"gone: (\d+) beside rung 6's (\d+)", (ROOT / "learn" / "ladder.md").read_text()).groups()
+    large = re.search(
+        r"gone: (\d+) beside rung 6's (\d+)", (ROOT / "learn" / "ladder.md").read_text()
+    ).groups()
     one, two = (pattern("double buffer", f"{n}", "H100") for n in ("one buffer", "two buffers"))
     says(
         f"{before:.0f}",
@@ -382,39 +424,56 @@ def test_gain_of_double_buffering():
 
 def test_cost_of_uncoalesced_access():
     gain = float(ladder(2)[3]) / float(ladder(1)[3])
-    apart = [pattern("copy", "4 bytes", gpu) / pattern("copy", "4 bytes, 32 apart", gpu) for gpu in ("H100", "H200")]
+    apart = [
+        pattern("copy", "4 bytes", gpu) / pattern("copy", "4 bytes, 32 apart", gpu)
+        for gpu in ("H100", "H200")
+    ]
     says(f"{gain:.1f}", *(f"{x:.1f}" for x in apart))
 
 
 def test_gain_of_shuffles():
-    shared, shuffle, block = (pattern("reduce", variant, "H100") for variant in ("shared", "shuffle", "block"))
+    shared, shuffle, block = (
+        pattern("reduce", variant, "H100") for variant in ("shared", "shuffle", "block")
+    )
     says(f"{shared:.0f}", f"{shuffle:.0f}", f"{shuffle / shared:.2f}", f"{block / shuffle:.2f}")
 
 
 def test_cost_of_a_launch():
-    launches = int(re.search(r"\bSTEPS = (\d+)", (ROOT / "learn" / "patterns" / "graph.cu").read_text())[1])
-    each = [pattern("graph", variant, gpu) / launches for variant in ("stream", "graph") for gpu in ("H200", "H100")]
+    launches = int(
+        re.search(r"\bSTEPS = (\d+)", (ROOT / "learn" / "patterns" / "graph.cu").read_text())[1]
+    )
+    each = [
+        pattern("graph", variant, gpu) / launches
+        for variant in ("stream", "graph")
+        for gpu in ("H200", "H100")
+    ]
     says(launches, *(f"{us:.1f}" for us in each))
 
 
 def test_gain_of_a_transpose():
     for gpu in ("H100", "H200"):
         naive = pattern("transpose", "naive", gpu)
-        gains = [pattern("transpose", variant, gpu) / naive for variant in ("padded", "swizzled", "tma")]
+        gains = [
+            pattern("transpose", variant, gpu) / naive for variant in ("padded", "swizzled", "tma")
+        ]
         assert all(5 < gain < 10 for gain in gains)
         says(*(f"{gain:.1f}" for gain in gains))
 
 
 def test_gain_of_a_fused_softmax():
     for gpu in ("H100", "H200"):
-        three, online, registers = (pattern("softmax", v, gpu) for v in ("three kernels", "online", "registers"))
+        three, online, registers = (
+            pattern("softmax", v, gpu) for v in ("three kernels", "online", "registers")
+        )
         assert 2 < registers / three < 3
         says(f"{registers / three:.2f}", f"{online / three:.2f}")
 
 
 def test_cost_of_paging():
     for file in ("nvidia-h100-80gb-hbm3.json", "nvidia-h200.json"):
-        rows = [row for row in saved(file, "paged_attn", "decode") if row["label"].endswith("page 16")]
+        rows = [
+            row for row in saved(file, "paged_attn", "decode") if row["label"].endswith("page 16")
+        ]
         longer = [row["us"] / row["peers"]["cuDNN, dense cache"]["us"] for row in rows]
         says(f"{min(longer):.2f}", f"{max(longer):.2f}")
     rows = saved("nvidia-h100-80gb-hbm3.json", "claims", "paging")

@@ -37,8 +37,13 @@ def write(path, kernels, metrics):
 
 
 def test_a_profile_becomes_rows(counters, tmp_path):
-    rungs = [f"void ladder_{rung.name}_kernel<bf16>(const bf16 *, int)" for rung in counters.ladder.rungs()]
-    reads = [f"void read_kernel<Bytes<{i}>, 4>(const float *)" for i, _ in enumerate(counters.accesses())]
+    rungs = [
+        f"void ladder_{rung.name}_kernel<bf16>(const bf16 *, int)"
+        for rung in counters.ladder.rungs()
+    ]
+    reads = [
+        f"void read_kernel<Bytes<{i}>, 4>(const float *)" for i, _ in enumerate(counters.accesses())
+    ]
     log = tmp_path / "ncu.csv"
     write(log, {7: [*rungs, "nvjet_hsh"], 8: reads}, counters.METRICS)
     rows = counters.rows(log)
@@ -47,17 +52,22 @@ def test_a_profile_becomes_rows(counters, tmp_path):
         "cuBLAS",
         *counters.accesses(),
     ]
-    assert rows[13]["kernel"] == "ladder_column_kernel<bf16>" and rows[-1]["kernel"].startswith("read_kernel<Bytes<")
+    assert rows[13]["kernel"] == "ladder_column_kernel<bf16>" and rows[-1]["kernel"].startswith(
+        "read_kernel<Bytes<"
+    )
     for i, row in enumerate(rows):
         launch = i if i < len(rungs) + 1 else i - len(rungs) - 1
-        assert [row[metric] for metric in counters.METRICS] == [1000 + launch + j / 10 for j in range(10)]
+        assert [row[metric] for metric in counters.METRICS] == [
+            1000 + launch + j / 10 for j in range(10)
+        ]
 
 
 def test_a_kernel_too_few_is_named(counters, tmp_path):
     log = tmp_path / "ncu.csv"
     write(log, {7: ["void ladder_naive_kernel<bf16>(int)"]}, counters.METRICS)
     with pytest.raises(
-        SystemExit, match=r"1 kernels, \['ladder_naive_kernel<bf16>'\]; expected one for each of rung 1"
+        SystemExit,
+        match=r"1 kernels, \['ladder_naive_kernel<bf16>'\]; expected one for each of rung 1",
     ):
         counters.rows(log)
 
@@ -80,7 +90,8 @@ def test_what_is_missing_is_named(counters, monkeypatch):
     monkeypatch.setattr(counters.ladder, "LIBRARY", Path("/nowhere/libgpukern_ladder.so"))
     counters.ladder.library.cache_clear()
     with pytest.raises(
-        OSError, match="ladder: /nowhere/libgpukern_ladder.so is not there; `make build GPUKERN_CUDA=1`"
+        OSError,
+        match="ladder: /nowhere/libgpukern_ladder.so is not there; `make build GPUKERN_CUDA=1`",
     ):
         counters.ladder.rungs()
 
@@ -88,5 +99,7 @@ def test_what_is_missing_is_named(counters, monkeypatch):
 def test_the_command_is_one_run(counters, capsys):
     assert counters.main(["--command"]) == 0
     command = capsys.readouterr().out
-    assert command.count("ncu --") == 1 and "4096 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17" in command
+    assert (
+        command.count("ncu --") == 1 and "4096 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17" in command
+    )
     assert ",".join(counters.METRICS) in command

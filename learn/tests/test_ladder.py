@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The gemm ladder: every rung against float64 with the rule of every kernel, its table, its predictions, its page."""
+"""The gemm ladder: every rung against float64 with the rule of every kernel, its table, its
+predictions, its page."""
 
 import csv
 import importlib.util
@@ -20,7 +21,9 @@ LADDER = ROOT / "learn" / "ladder"
 
 def script(name):
     """A module of learn/benchmarks/, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "learn" / "benchmarks" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        name, ROOT / "learn" / "benchmarks" / f"{name}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -35,11 +38,14 @@ BF16 = torch.bfloat16
 @pytest.fixture(scope="module")
 def rungs():
     if not ladder.LIBRARY.exists():
-        pytest.skip(f"{ladder.LIBRARY.name} is not built: make learn, in a build for both CUDA architectures")
+        pytest.skip(
+            f"{ladder.LIBRARY.name} is not built: make learn, in a build for both CUDA "
+            f"architectures"
+        )
     return ladder.rungs()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the table and the model
 
 
@@ -64,8 +70,14 @@ def test_predictions_are_the_models(rungs):
 def test_the_rungs_between_have_the_measured_figures():
     """learn/ladder.md's table beside learn/ladder_sizes.csv."""
     with (ROOT / "learn" / "ladder_sizes.csv").open() as file:
-        found = {(r["dtype"], r["size"], r["rung"]): float(r["tflops"]) for r in csv.DictReader(file)}
-    at = {rung: rate for (dtype, size, rung), rate in found.items() if (dtype, size) == ("bfloat16", "4096")}
+        found = {
+            (r["dtype"], r["size"], r["rung"]): float(r["tflops"]) for r in csv.DictReader(file)
+        }
+    at = {
+        rung: rate
+        for (dtype, size, rung), rate in found.items()
+        if (dtype, size) == ("bfloat16", "4096")
+    }
     page = (ROOT / "learn" / "ladder.md").read_text()
     names = {3: "shared", 5: "vectorised", 6: "mma"}
     row = r"^\| \[(\d+) (\w+)\]\(.*\) \| (\d) \| .* \| ([\d.]+), [\w ,]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$"
@@ -90,8 +102,9 @@ def test_the_ladder_rises():
 
 
 def test_those_between_stand_between(rungs):
-    """In the predictions, but for three: the two-stage ring asks a little less of mma.sync than three stages in larger tiles,
-    wmma is a way of its own to the tensor cores, and the short one is rung 8 in fewer lines."""
+    """In the predictions, but for three: the two-stage ring asks a little less of mma.sync than
+    three stages in larger tiles, wmma is a way of its own to the tensor cores, and the short one is
+    rung 8 in fewer lines."""
     after = {r.number: r.after for r in rungs if r.after}
     assert after == {14: 3, 15: 5, 16: 5, 17: 6, 18: 8}
     assert model.predict(18) == model.predict(8)
@@ -108,7 +121,8 @@ def test_the_short_rung_has_fifty_lines():
 
 
 def test_model_counts_what_the_kernels_assert():
-    """Accesses whose conflicts the kernels state by static_assert, counted by the model's own functions."""
+    """Accesses whose conflicts the kernels state by static_assert, counted by the model's own
+    functions."""
     transposing = [(lane % 16 * 128 + lane // 16) * 4 for lane in range(32)]
     assert model.wavefronts(transposing, 4) == 16
     assert model.wavefronts([lane * 4 for lane in range(32)], 4) == 1
@@ -131,7 +145,7 @@ def test_model_knows_the_tiles():
     assert f"GROUP = {model.RUNGS[12].group};" in text
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # what the compiler made
 
 
@@ -146,12 +160,15 @@ def report(rungs):
 
 
 def test_no_rung_uses_local_memory(report, rungs):
-    own = {}  # a source's kernel is named after its first rung; those outside ladder/ are the library's
+    # a source's kernel is named after its first rung; those outside ladder/ are the library's
+    own = {}
     for rung in rungs:
         if rung.source.startswith("learn/ladder/"):
             own.setdefault(rung.source, f"ladder_{rung.name}_kernel")
     assert {name.split("<")[0] for name in report} == set(own.values())
-    assert not {n: r for n, r in report.items() if int(r["local_bytes"]) or int(r["LDL"]) or int(r["STL"])}
+    assert not {
+        n: r for n, r in report.items() if int(r["local_bytes"]) or int(r["LDL"]) or int(r["STL"])
+    }
 
 
 def test_tensor_cores_are_used_where_the_page_says(report):
@@ -169,7 +186,12 @@ def test_tensor_cores_are_used_where_the_page_says(report):
         "ladder_persistent_kernel<false>",
     }
     assert all(wgmma in (0, 4) for _, _, wgmma in hot.values())  # a step of 64 of k
-    for name, ffma in (("registers", 16 * 64), ("vectorised", 16 * 64), ("column", 32 * 8), ("warp_tile", 16 * 128)):
+    for name, ffma in (
+        ("registers", 16 * 64),
+        ("vectorised", 16 * 64),
+        ("column", 32 * 8),
+        ("warp_tile", 16 * 128),
+    ):
         assert {hot[f"ladder_{name}_kernel<{dtype}>"][0] for dtype in ("bf16", "float")} == {ffma}
 
 
@@ -177,14 +199,18 @@ def test_ptxas_has_no_notes_on_wgmma(report):
     logs = sorted((ladder.LIBRARY.parent / "CMakeFiles" / "gk_ladder_90a.dir").rglob("*.cu.o.log"))
     assert len(logs) == 4
     for log in logs:
-        assert not re.search(r"\(C(7508|751\d|7602)\)|[1-9]\d* bytes spill", log.read_text()), log.name
+        assert not re.search(r"\(C(7508|751\d|7602)\)|[1-9]\d* bytes spill", log.read_text()), (
+            log.name
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # what it refuses
 
 
-@pytest.mark.parametrize("m, n, k, name", [(9, 8, 8, "m is 9"), (8, 0, 8, "n is 0"), (8, 8, 2**20 + 8, "k is 1048584")])
+@pytest.mark.parametrize(
+    "m, n, k, name", [(9, 8, 8, "m is 9"), (8, 0, 8, "n is 0"), (8, 8, 2**20 + 8, "k is 1048584")]
+)
 def test_sizes_are_refused(rungs, m, n, k, name):
     lib = ladder.library()
     for rung in rungs:
@@ -197,7 +223,9 @@ def test_sizes_are_refused(rungs, m, n, k, name):
 def test_there_are_eighteen(rungs, rung):
     lib = ladder.library()
     assert lib.gk_ladder_gemm(rung, None, None, None, 8, 8, 8, None, None) == 1
-    assert lib.gk_last_error().decode() == f"gk_ladder_gemm: rung is {rung}; there are rungs 1 to 18"
+    assert (
+        lib.gk_last_error().decode() == f"gk_ladder_gemm: rung is {rung}; there are rungs 1 to 18"
+    )
 
 
 @pytest.mark.gpu
@@ -205,15 +233,22 @@ def test_unaligned_matrices_are_refused(rungs):
     whole = torch.zeros(8 * 8 + 1, dtype=BF16, device="cuda")
     odd, fine = whole[1:].view(8, 8), torch.zeros(8, 8, dtype=BF16, device="cuda")
     for rung in rungs:
-        for name, args in (("a", (odd, fine, fine)), ("b", (fine, odd, fine)), ("out", (fine, fine, odd))):
-            with pytest.raises(RuntimeError, match=f"gk_ladder_gemm: {name} is at .*16-byte aligned"):
+        for name, args in (
+            ("a", (odd, fine, fine)),
+            ("b", (fine, odd, fine)),
+            ("out", (fine, fine, odd)),
+        ):
+            with pytest.raises(
+                RuntimeError, match=f"gk_ladder_gemm: {name} is at .*16-byte aligned"
+            ):
                 ladder.gemm(rung.number, *args)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # what it computes
 
-# around the tiles of every rung: 32, 128, 256, and steps of 16, 32, 64 of k; less than one tile, and many
+# around the tiles of every rung: 32, 128, 256, and steps of 16, 32, 64 of k; less than one tile,
+# and many
 SIZES = [
     (8, 8, 8),
     (128, 256, 64),
@@ -229,9 +264,12 @@ SIZES = [
 @pytest.mark.parametrize("m, n, k", SIZES)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_against_float64(rungs, number, m, n, k):
-    """Operands between bands of NaN, a result of NaN before, nothing written around it, the same bits twice."""
+    """Operands between bands of NaN, a result of NaN before, nothing written around it, the same
+    bits twice."""
     gen = generator("ladder", m, n, k)
-    (a, _), (b, _) = (guarded(randn(gen, *shape, dtype=BF16, device="cuda")) for shape in ((m, k), (k, n)))
+    (a, _), (b, _) = (
+        guarded(randn(gen, *shape, dtype=BF16, device="cuda")) for shape in ((m, k), (k, n))
+    )
     out, untouched = guarded(torch.full((m, n), float("nan"), dtype=BF16, device="cuda"))
     unchanged = snapshot(a, b)
     ladder.gemm(number, a, b, out)
@@ -247,7 +285,10 @@ def test_against_float64(rungs, number, m, n, k):
 @pytest.mark.parametrize("number", ladder.F32)
 def test_float32_against_float64(rungs, number, m, n, k):
     gen = generator("ladder f32", m, n, k)
-    (a, _), (b, _) = (guarded(randn(gen, *shape, dtype=torch.float32, device="cuda")) for shape in ((m, k), (k, n)))
+    (a, _), (b, _) = (
+        guarded(randn(gen, *shape, dtype=torch.float32, device="cuda"))
+        for shape in ((m, k), (k, n))
+    )
     out, untouched = guarded(torch.full((m, n), float("nan"), device="cuda"))
     ladder.gemm(number, a, b, out)
     untouched()
@@ -267,15 +308,23 @@ def test_tensor_cores_have_no_float32(rungs):
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", [8, 9, 10, 11, 12, 18])
 def test_many_tiles_a_cluster(rungs, number):
-    """Several rounds of the ring and of tiles, an odd number of rows of tiles: a pair's second tile lies outside."""
+    """Several rounds of the ring and of tiles, an odd number of rows of tiles: a pair's second tile
+    lies outside."""
     gen = generator("ladder many", number)
-    a, b = (randn(gen, *shape, dtype=BF16, device="cuda") for shape in ((128 * 33, 520), (520, 256 * 9 + 8)))
-    assert_close_as(torch.matmul(a, b), ladder.gemm(number, a, b), a.double() @ b.double(), f"rung {number}")
+    a, b = (
+        randn(gen, *shape, dtype=BF16, device="cuda")
+        for shape in ((128 * 33, 520), (520, 256 * 9 + 8))
+    )
+    assert_close_as(
+        torch.matmul(a, b), ladder.gemm(number, a, b), a.double() @ b.double(), f"rung {number}"
+    )
 
 
 @pytest.mark.gpu
 def test_runs_in_a_graph(rungs):
-    a, b = (randn(generator("ladder graph", i), 256, 256, dtype=BF16, device="cuda") for i in range(2))
+    a, b = (
+        randn(generator("ladder graph", i), 256, 256, dtype=BF16, device="cuda") for i in range(2)
+    )
     want = [ladder.gemm(r.number, a, b) for r in rungs]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

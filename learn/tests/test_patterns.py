@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""learn/patterns: they compile without a warning, say their predictions, and on a GPU their results are right."""
+"""learn/patterns: they compile without a warning, say their predictions, and on a GPU their results
+are right."""
 
 import os
 import re
@@ -18,7 +19,10 @@ def build_and_run(name, tmp_path):
     if not shutil.which(os.environ.get("NVCC", "nvcc")):
         pytest.skip("nvcc is not installed")
     made = subprocess.run(
-        ["make", f"BUILD={tmp_path}", f"{tmp_path}/patterns/{name}"], cwd=ROOT, capture_output=True, text=True
+        ["make", f"BUILD={tmp_path}", f"{tmp_path}/patterns/{name}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert made.returncode == 0, made.stderr
     done = subprocess.run([tmp_path / "patterns" / name], capture_output=True, text=True)
@@ -27,7 +31,8 @@ def build_and_run(name, tmp_path):
 
 
 def test_every_pattern_compiles(tmp_path):
-    """All as one source, a namespace each: their headers are read once, so that all take as long as four alone."""
+    """All as one source, a namespace each: their headers are read once, so that all take as long as
+    four alone."""
     nvcc = shutil.which(os.environ.get("NVCC", "nvcc"))
     if not nvcc:
         pytest.skip("nvcc is not installed")
@@ -56,7 +61,8 @@ def test_every_pattern_compiles(tmp_path):
 
 
 def sample(day, count=2):
-    """The patterns that are built and run on a day, a few of all in turn: each takes one to four seconds. GPUKERN_TEST_ALL: all."""
+    """The patterns that are built and run on a day, a few of all in turn: each takes one to four
+    seconds. GPUKERN_TEST_ALL: all."""
     return [SOURCES[(day * count + i) % len(SOURCES)] for i in range(count)]
 
 
@@ -74,7 +80,10 @@ def test_patterns_say_their_predictions(name, tmp_path):
     page = (ROOT / "learn" / "patterns.md").read_text()
     assert len(lines) >= 3
     for line in lines[1:]:
-        found = re.match(r"  (.+?) +predicted +(\d+) (GB/s|GFLOP/s|us|ns), by (.+?) +(measured .*|)see (.+)$", line)
+        found = re.match(
+            r"  (.+?) +predicted +(\d+) (GB/s|GFLOP/s|us|ns), by (.+?) +(measured .*|)see (.+)$",
+            line,
+        )
         assert found, line
         if not found[5]:  # on a GPU the predictions are those of that GPU
             variant, number, unit, limiter, _, counter = found.groups()
@@ -82,9 +91,12 @@ def test_patterns_say_their_predictions(name, tmp_path):
 
 
 def h100_rows():
-    """(pattern, variant, unit, predicted, measured, share) of the page's table, each of an H100; those that were measured."""
+    """(pattern, variant, unit, predicted, measured, share) of the page's table, each of an H100;
+    those that were measured."""
     page, name = (ROOT / "learn" / "patterns.md").read_text(), ""
-    for line in page[page.index("<!-- patterns begin") : page.index("<!-- patterns end")].splitlines():
+    for line in page[
+        page.index("<!-- patterns begin") : page.index("<!-- patterns end")
+    ].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) != 10 or not cells[1] or not cells[6].replace(".", "").isdigit():
             continue
@@ -93,16 +105,20 @@ def h100_rows():
 
 
 def test_shares_follow_from_what_was_measured():
-    """A rate's share is measured over predicted, a time's the other way round; all three are rounded."""
+    """A rate's share is measured over predicted, a time's the other way round; all three are
+    rounded."""
     rows = list(h100_rows())
     assert len(rows) > 130
     for name, variant, unit, predicted, measured, share in rows:
         more, less = (predicted, measured) if unit in ("us", "ns") else (measured, predicted)
-        assert (more - 0.5) / (less + 0.5) - 0.006 <= share <= (more + 0.5) / (less - 0.5) + 0.006, (name, variant)
+        assert (
+            (more - 0.5) / (less + 0.5) - 0.006 <= share <= (more + 0.5) / (less - 0.5) + 0.006
+        ), (name, variant)
 
 
 def test_every_prediction_that_was_wrong_is_named():
-    """By more than a fifth: a paragraph that names the pattern has the share, by itself or in a range."""
+    """By more than a fifth: a paragraph that names the pattern has the share, by itself or in a
+    range."""
     page = (ROOT / "learn" / "patterns.md").read_text()
     section = page.partition("## Predictions that were wrong")[2].partition("`PATTERN_CHECK=")[0]
     paragraphs = [text.lower() for text in section.split("\n- ")[1:]]
@@ -110,7 +126,10 @@ def test_every_prediction_that_was_wrong_is_named():
     assert len(wrong) > 50 and len(paragraphs) > 20
     for name, variant, *_, share in wrong:
         about = " ".join(text for text in paragraphs if re.match(r"\w+", name)[0].lower() in text)
-        ranges = [(float(a), float(b or a)) for a, b in re.findall(r"(\d\.\d\d)\b(?: to (\d\.\d\d)\b)?", about)]
+        ranges = [
+            (float(a), float(b or a))
+            for a, b in re.findall(r"(\d\.\d\d)\b(?: to (\d\.\d\d)\b)?", about)
+        ]
         assert any(min(pair) <= share <= max(pair) for pair in ranges), (name, variant, share)
 
 
@@ -138,7 +157,8 @@ def test_pictures_have_the_kernels_constants():
     side = int(re.search(r"SIDE = (\d+)", transpose)[1])
     padding = int(re.search(r"row \* \(SIDE \+ (\d+)\)", transpose)[1])
     bits, base, shift = re.search(r"swizzle<(\d+), (\d+), (\d+)>", transpose).groups()
-    assert "typedef smem_tile<SIDE, SIDE * 4> Box" in transpose  # TMA's swizzle of 128-byte rows, <3,4,3> of bytes
+    # TMA's swizzle of 128-byte rows, <3,4,3> of bytes
+    assert "typedef smem_tile<SIDE, SIDE * 4> Box" in transpose
     for words in (
         f'"({side},{side}):({side + padding},1)" --access 4',
         f'"({side},{side}):({side},1)" --swizzle {bits},{base},{shift} --access 4',
@@ -155,20 +175,26 @@ def examples(tmp_path, nvcc):
 def test_examples_without_a_compiler_or_the_library(tmp_path):
     done = examples(tmp_path, "no-nvcc-of-this-name")
     assert done.returncode == 0, done.stderr
-    assert "without patterns, no-nvcc-of-this-name was not found" in done.stdout and "without c" in done.stdout
+    assert (
+        "without patterns, no-nvcc-of-this-name was not found" in done.stdout
+        and "without c" in done.stdout
+    )
     assert "examples: 0 programs" in done.stdout
 
 
 @pytest.mark.parametrize(
-    "gbs, says", [(4250, "programs say what they should"), (4251, "not in learn/patterns.md: 16 bytes")]
+    "gbs, says",
+    [(4250, "programs say what they should"), (4251, "not in learn/patterns.md: 16 bytes")],
 )
 def test_examples_hold_predictions_to_the_page(gbs, says, tmp_path):
     """`true` stands for nvcc, and programs that are made already for the patterns."""
     (tmp_path / "patterns").mkdir()
     for name in SOURCES:
         program = tmp_path / "patterns" / name
-        line = f"  16 bytes                   predicted  {gbs if name == 'copy_widths' else 4250} GB/s, by memory           see a counter"
+        line = f"  16 bytes                   predicted  {gbs if name == 'copy_widths' else 4250} GB/s, by memory           see a counter"  # noqa: E501
         program.write_text(f"#!/bin/sh\necho title\necho '{line}'\n")
         program.chmod(0o755)
     done = examples(tmp_path, "true")
-    assert says in done.stdout and (done.returncode == 0) == (gbs == 4250), done.stdout + done.stderr
+    assert says in done.stdout and (done.returncode == 0) == (gbs == 4250), (
+        done.stdout + done.stderr
+    )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""benchmarks/peers: what the lines count, and the kernels in Triton, in its interpreter, where Triton is."""
+"""benchmarks/peers: what the lines count, and the kernels in Triton, in its interpreter, where
+Triton is."""
 
 import importlib.metadata
 import importlib.util
@@ -38,7 +39,9 @@ def test_a_judge_that_is_missing(monkeypatch):
 
 def test_lines_are_those_of_code(peers, tmp_path):
     path = tmp_path / "a.py"
-    path.write_text('"""Said\nin two lines."""\n\n# why\nx = 1\n\n\ndef f():\n    """Says."""\n    return x\n')
+    path.write_text(
+        '"""Said\nin two lines."""\n\n# why\nx = 1\n\n\ndef f():\n    """Says."""\n    return x\n'
+    )
     assert peers.python_lines(path) == 3
     for op in ("gemm", "flash_attn"):
         lines = peers.lines_of(op)
@@ -63,18 +66,25 @@ def test_the_page_of_languages_has_the_lines(peers):
     sums = [found[name] for name in found if name.startswith("a + b")]
     lines = [int(count) for count in re.findall(r"^\| \[.+?\]\(.+?\) \| (\d+) \|", page, re.M)]
     assert lines == products + sums
-    saved = json.loads((BENCHMARKS / "results" / "nvidia-h100-80gb-hbm3.json").read_text())["benches"]["languages"][
-        "rows"
-    ]
+    saved = json.loads((BENCHMARKS / "results" / "nvidia-h100-80gb-hbm3.json").read_text())[
+        "benches"
+    ]["languages"]["rows"]
     for size in ("4096", "8192"):
         (row,) = [r for r in saved if (r["group"], r["label"]) == ("a @ b", size)]
-        rates = {"the library's": row["rate"]} | {name: peer["rate"] for name, peer in row["peers"].items()}
+        rates = {"the library's": row["rate"]} | {
+            name: peer["rate"] for name, peer in row["peers"].items()
+        }
         assert f"{rates.pop('torch.matmul') / 1e3:.0f}" in page
         for name, rate in rates.items():
             cells = re.search(rf"^\| \[{name}\]\(.*$", page, re.M)[0].split("|")
             assert cells[3 + (size == "8192")].strip() == f"{rate / 1e3:.0f}", (name, size)
     (row,) = [r for r in saved if r["group"] == "a + b"]
-    for name in ("CuTe DSL, an element a thread", "CuTe DSL, 16 bytes a thread", "Triton", "torch.add"):
+    for name in (
+        "CuTe DSL, an element a thread",
+        "CuTe DSL, 16 bytes a thread",
+        "Triton",
+        "torch.add",
+    ):
         assert f"{row['peers'][name]['rate']:.0f}" in page, name
     assert f"{found['a @ b, rung 18 with its headers']} lines with all that it includes" in page
 
@@ -135,7 +145,7 @@ torch.testing.assert_close(out[~dropped], (kept / 0.75)[~dropped], rtol=1e-5, at
 assert torch.equal(out, T.bias_gelu_dropout(x, b, 0.25, 7)) and not torch.equal(out, T.bias_gelu_dropout(x, b, 0.25, 8))
 assert T.relu(torch.tensor([float("nan"), -1.0])).isnan().tolist() == [True, False]
 print("right")
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("program", [PROGRAM, ROWS_PROGRAM], ids=["products", "rows"])
@@ -148,7 +158,9 @@ def test_triton_is_right(program):
     elif importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     elif tuple(map(int, (version := importlib.metadata.version("triton")).split(".")[:2])) < (3, 7):
-        pytest.skip(f"the interpreter of Triton {version} cannot loop up to an argument under numpy 2.4")
+        pytest.skip(
+            f"the interpreter of Triton {version} cannot loop up to an argument under numpy 2.4"
+        )
     command = [sys.executable, "-c", program, str(BENCHMARKS)]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.stdout == "right\n", done.stdout + done.stderr
@@ -161,13 +173,20 @@ def test_triton_on_the_gpu(peers):
 
     x = torch.randn(33, 1000, device="cuda")
     torch.testing.assert_close(triton_rows.softmax(x), x.softmax(-1), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(triton_rows.gelu(x), torch.nn.functional.gelu(x), rtol=1e-5, atol=1e-6)
-    a, b = torch.randn(1000, 776, device="cuda").bfloat16(), torch.randn(776, 328, device="cuda").bfloat16()
+    torch.testing.assert_close(
+        triton_rows.gelu(x), torch.nn.functional.gelu(x), rtol=1e-5, atol=1e-6
+    )
+    a, b = (
+        torch.randn(1000, 776, device="cuda").bfloat16(),
+        torch.randn(776, 328, device="cuda").bfloat16(),
+    )
     want = a.double() @ b.double()
     for gemm in (triton_gemm.gemm, triton_persistent_gemm.gemm):
         assert (gemm(a, b) - want).abs().max() < 1e-2 * want.abs().max()
     q, k, v = (torch.randn(2, 3, 300, 64, device="cuda").bfloat16() for _ in range(3))
-    want = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), is_causal=True)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(x.double() for x in (q, k, v)), is_causal=True
+    )
     assert (triton_flash_attn.flash_attn(q, k, v, True) - want).abs().max() < 2e-2
 
 
@@ -176,7 +195,10 @@ SIZES = [(8, 8, 8), (128, 256, 64), (264, 520, 200), (1000, 776, 328), (2048, 40
 
 
 def assert_product(gemm, m, n, k):
-    a, b = torch.randn(m, k, device="cuda").bfloat16() + 0.5, torch.randn(k, n, device="cuda").bfloat16()
+    a, b = (
+        torch.randn(m, k, device="cuda").bfloat16() + 0.5,
+        torch.randn(k, n, device="cuda").bfloat16(),
+    )
     out, want = gemm(a, b), a.double() @ b.double()
     bound = 2 * (torch.matmul(a, b) - want).abs().max() + 1e-3 * want.abs().max()
     assert out.shape == want.shape and (out - want).abs().max() <= bound, (m, n, k)

@@ -42,29 +42,39 @@ def commands():
 
 
 def test_the_page_shows_the_kernel_as_it_is():
-    """Every line of C in the page, but for the two dots of what it leaves out, is one of the file, in its order."""
+    """Every line of C in the page, but for the two dots of what it leaves out, is one of the file,
+    in its order."""
     for block in re.findall(r"^```c\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE):
         shown = block.split("    ..\n")[0]
         assert shown in KERNEL.read_text(), shown
 
 
-# Where an op of ops.def may be named beyond the files that the page lists: what serves its callers, tunes it or draws it.
-USERS = re.compile(r"torch_gpukern/(integrations|distributed|paged|tuning|nn|layout|cli)/|torch_gpukern/profiling\.py"
-                   r"|csrc/core/(prefer|plan|internal|dispatch|status)\.|csrc/c(pu|uda)/kernels\.h|torch_gpukern/_library\.py|csrc/api/gemm_prefer\.c")  # fmt: skip
+# Where an op of ops.def may be named beyond the files that the page lists: what serves its callers,
+# tunes it or draws it.
+USERS = re.compile(
+    r"torch_gpukern/(integrations|distributed|paged|tuning|nn|layout|cli)/|torch_gpukern/profiling\.py"
+    r"|csrc/core/(prefer|plan|internal|dispatch|status)\.|csrc/c(pu|uda)/kernels\.h|torch_gpukern/_library\.py|csrc/api/gemm_prefer\.c"
+)
 
 
 @pytest.mark.parametrize(
-    "op", re.findall(r"^OP\w*\(\w+, (\w+),", (ROOT / "csrc" / "core" / "ops.def").read_text(), re.MULTILINE)
+    "op",
+    re.findall(
+        r"^OP\w*\(\w+, (\w+),", (ROOT / "csrc" / "core" / "ops.def").read_text(), re.MULTILINE
+    ),
 )
 def test_the_page_lists_every_file_of_an_op(op):
-    """What csrc, ops and the package say of an op, or of its pass, stands in files that the page's table has a line for. A kernel's file may
-    serve several ops, so that of `<op>` in a path only the folder counts, and a header beside it.
+    """What csrc, ops and the package say of an op, or of its pass, stands in files that the page's
+    table has a line for. A kernel's file may serve several ops, so that of `<op>` in a path only
+    the folder counts, and a header beside it.
     """
     table = PAGE.read_text().split("## An op")[1].split("\n## ")[0]
     listed = re.findall(r"`([\w./<>]+/[\w./<>]+)`", table)
     patterns = [
         re.compile(
-            re.sub(r"<op>\\\.\w+", r"\\w+\\.\\w+", re.escape(x)).replace("<room>", r"\w+").replace("<family>", r"\w+")
+            re.sub(r"<op>\\\.\w+", r"\\w+\\.\\w+", re.escape(x))
+            .replace("<room>", r"\w+")
+            .replace("<family>", r"\w+")
         )
         for x in listed
     ]
@@ -73,13 +83,17 @@ def test_the_page_lists_every_file_of_an_op(op):
         path.relative_to(ROOT).as_posix()
         for room in ("csrc", "ops", "torch_gpukern")
         for path in (ROOT / room).rglob("*")
-        if path.suffix in {".c", ".h", ".def", ".cu", ".cuh", ".cpp", ".py"} and named.search(path.read_text())
+        if path.suffix in {".c", ".h", ".def", ".cu", ".cuh", ".cpp", ".py"}
+        and named.search(path.read_text())
     ]
     assert len(found) >= 6, found
-    assert [x for x in found if not USERS.search(x) and not any(p.fullmatch(x) for p in patterns)] == []
+    assert [
+        x for x in found if not USERS.search(x) and not any(p.fullmatch(x) for p in patterns)
+    ] == []
 
 
-# The machine's gcc; but an object of a kernel that this tree's own build has, newer than every source of the CPU's, is copied.
+# The machine's gcc; but an object of a kernel that this tree's own build has, newer than every
+# source of the CPU's, is copied.
 COMPILER = """#!/bin/sh
 for argument; do
     [ "$previous" = -o ] && object=$argument
@@ -96,9 +110,10 @@ exec {compiler} "$@"
 
 @pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
 def test_a_copy_of_the_tree_gets_the_kernel(tmp_path):
-    """It builds, is right on every instruction set, serves calls, and obeys the laws of the rooms. It has flags that users have, too, and
-    ends as a static library (tests/build/test_packaging.py). What holds a set to its instructions is vec.h, which the new kernel is compiled
-    with in every set; the kernels that are there already come from the build of this tree."""
+    """It builds, is right on every instruction set, serves calls, and obeys the laws of the rooms.
+    It has flags that users have, too, and ends as a static library (tests/build/test_packaging.py).
+    What holds a set to its instructions is vec.h, which the new kernel is compiled with in every
+    set; the kernels that are there already come from the build of this tree."""
     flags = "-march=native -ffast-math"
     debug = "-DCMAKE_C_FLAGS_DEBUG=-Ofast -O0"  # the last one compiles in a tenth of the time
     for name in ("csrc", "cmake", "tests/csrc", "examples/add_a_kernel", "tools"):
@@ -108,7 +123,13 @@ def test_a_copy_of_the_tree_gets_the_kernel(tmp_path):
     real = Path(shutil.which("gcc") or shutil.which("cc"))
     compiler = tmp_path / "bin" / real.name
     compiler.parent.mkdir()
-    sources = [*(x for room in ("include", "core", "formats", "cpu") for x in (ROOT / "csrc" / room).rglob("*.*"))]
+    sources = [
+        *(
+            x
+            for room in ("include", "core", "formats", "cpu")
+            for x in (ROOT / "csrc" / room).rglob("*.*")
+        )
+    ]
     newest = max(sources, key=lambda x: x.stat().st_mtime)
     compiler.write_text(COMPILER.format(build=ROOT / "build", newest=newest, compiler=real))
     compiler.chmod(0o755)
@@ -121,16 +142,30 @@ def test_a_copy_of_the_tree_gets_the_kernel(tmp_path):
     }
 
     def run(*command):
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
     run("git", "init", "--quiet")  # or git apply takes the tree around it for the one that is meant
-    said = [run(*command.split(), *([debug] if command.startswith("cmake -B") else [])) for command in commands()]
+    said = [
+        run(*command.split(), *([debug] if command.startswith("cmake -B") else []))
+        for command in commands()
+    ]
     assert ", 0 failed" in said[4]
     (tmp_path / "which.c").write_text(WHICH)
     library = tmp_path / "build" / "kernel"
-    run("cc", "which.c", "-Icsrc/include", f"-L{library}", f"-Wl,-rpath,{library}", "-lgpukern", "-o", "which")
+    run(
+        "cc",
+        "which.c",
+        "-Icsrc/include",
+        f"-L{library}",
+        f"-Wl,-rpath,{library}",
+        "-lgpukern",
+        "-o",
+        "which",
+    )
     dot, other = run("./which").splitlines()
     assert dot.startswith("gemm_dot_f32_") and other.startswith("gemm_skinny_f32_")
     check_flags_and_static_library(tmp_path, library, flags, tmp_path / "installed")

@@ -88,8 +88,9 @@ def test_a_ratio_is_against_the_fastest_peer(bench):
 
 
 class PoweredDevice(FakeDevice):
-    """A GPU at its power limit. A call returns (clocks, the clock that its power allows); a block moves the clock half the way
-    there, and takes the mean of the clocks that it began and ended with."""
+    """A GPU at its power limit. A call returns (clocks, the clock that its power allows); a block
+    moves the clock half the way there, and takes the mean of the clocks that it began and ended
+    with."""
 
     carries_over = True
     clock = 1500.0
@@ -120,7 +121,9 @@ def test_the_same_kernel_twice_is_level_in_a_model(bench):
     calls = {name: lambda fn=fn: fn(None) for name, fn in twins().items()}
 
     def level(blocks):
-        return statistics.median(b.us / a.us for a, b in zip(blocks["gpukern"], blocks["twin"], strict=True))
+        return statistics.median(
+            b.us / a.us for a, b in zip(blocks["gpukern"], blocks["twin"], strict=True)
+        )
 
     assert level(rounds.interleave(device, calls, rounds.FULL)) == pytest.approx(1, abs=0.01)
     cyclic = {name: [] for name in calls}
@@ -139,12 +142,15 @@ def test_a_ratio_in_clocks_stands_beside_the_one_in_time(bench):
     case = fake_case(harness, ours=calls.pop("gpukern"), peers=calls)
     row = harness.measure(case, PoweredDevice(), {"bf16": 1.0, "read": 1.0}, harness.FULL)
     assert row.best_peer == "twin" and row.ratio < 0.95 and row.ratio_clocks == pytest.approx(1)
-    assert row.clock_mhz + 100 < row.peers["twin"]["clock_mhz"] and "(1.00 in clocks)" in harness.format_row(row)
+    assert row.clock_mhz + 100 < row.peers["twin"][
+        "clock_mhz"
+    ] and "(1.00 in clocks)" in harness.format_row(row)
 
 
 @pytest.mark.gpu
 def test_the_same_kernel_twice_is_level(bench):
-    """The model's promise on the device: within 1 %, beside a product that draws all the power and a copy that does not."""
+    """The model's promise on the device: within 1 %, beside a product that draws all the power and
+    a copy that does not."""
     harness = bench("harness")
     x, y = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for n in (4096, 8192))
     peers = {"twin": lambda _: x @ x, "heavy": lambda _: y @ y, "cool": lambda _: y.clone()}
@@ -152,7 +158,9 @@ def test_the_same_kernel_twice_is_level(bench):
     calls = {name: lambda fn=fn: fn(None) for name, fn in contestants.items()}
     rounds, device = sys.modules["rounds"], bench("devices").Cuda()
     blocks = rounds.interleave(device, calls, harness.Effort(20_000, 31, 31, 9.0))
-    ratio = statistics.median(b.us / a.us for a, b in zip(blocks["gpukern"], blocks["twin"], strict=True))
+    ratio = statistics.median(
+        b.us / a.us for a, b in zip(blocks["gpukern"], blocks["twin"], strict=True)
+    )
     assert ratio == pytest.approx(1, abs=0.01)
     assert all(block.clock_mhz > 0 for block in blocks["gpukern"])
 
@@ -177,7 +185,9 @@ def test_other_projects_get_their_own_layout(bench, version, causal, monkeypatch
     def flash_attn_func(q, k, v, causal=False):
         assert q.shape == (2, 9, 4, 8)
         heads = (x.transpose(1, 2) for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=causal).transpose(1, 2)
+        out = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=causal).transpose(
+            1, 2
+        )
         return (out, None) if version == "flash_attn_4" else out
 
     module = types.SimpleNamespace(flash_attn_func=flash_attn_func)
@@ -185,7 +195,9 @@ def test_other_projects_get_their_own_layout(bench, version, causal, monkeypatch
         monkeypatch.setitem(sys.modules, name, module)
     q, k, v = (torch.randn(2, 4, 9, 8) for _ in range(3))
     out = getattr(bench("bench_flash_attn"), version)(causal)(q, k, v)
-    assert torch.equal(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal))
+    assert torch.equal(
+        out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    )
 
 
 def test_quack_is_a_peer_where_it_imports(bench, monkeypatch):
@@ -216,11 +228,23 @@ def test_quack_is_a_peer_where_it_imports(bench, monkeypatch):
 def test_rows_stand_over_their_sizes(bench):
     place = bench("plots").place
     assert place("forward full", "d64 B32 S512") == ("forward full, d64", (512,), "sequence length")
-    assert place("forward full d64, f32", "B8 H4 S512 d64") == ("forward full d64, f32", (512,), "sequence length")
-    assert place("tall bf16", "NT 512x4096x28672") == ("tall bf16, NT, K 4096, N 28672", (512,), "M")
+    assert place("forward full d64, f32", "B8 H4 S512 d64") == (
+        "forward full d64, f32",
+        (512,),
+        "sequence length",
+    )
+    assert place("tall bf16", "NT 512x4096x28672") == (
+        "tall bf16, NT, K 4096, N 28672",
+        (512,),
+        "M",
+    )
     assert place("skinny 28672x4096", "NT 16x4096x28672") == ("skinny 28672x4096, NT", (16,), "M")
     assert place("square bf16", "512") == ("square bf16", (512,), "M = N = K")
-    assert place("decode", "B8 context 8192 page 16") == ("decode, page 16", (8, 8192), "sequences x keys")
+    assert place("decode", "B8 context 8192 page 16") == (
+        "decode, page 16",
+        (8, 8192),
+        "sequences x keys",
+    )
     assert place("decode", "compiled") == ("decode", (), "")
 
 
@@ -246,7 +270,10 @@ def test_every_provider_is_a_line(bench, tmp_path):
 
     figure, axes = plt.subplots()
     plots.draw_panel(axes, "panel", rows, {})
-    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
+    lines = {
+        line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
+        for line in axes.get_lines()
+    }
     plt.close(figure)
     assert lines == {
         "gpukern": ([0, 1, 2], [20, 20, 20]),
@@ -268,14 +295,24 @@ def test_no_two_providers_of_a_picture_share_a_color(bench):
     plots = bench("plots")
     for path, (_, panels) in plots.all_plots().items():
         spare = {}
-        names = list(dict.fromkeys(name for rows in panels.values() for row in rows for name in plots.rates(row)))
+        names = list(
+            dict.fromkeys(
+                name for rows in panels.values() for row in rows for name in plots.rates(row)
+            )
+        )
         colors = [plots.color_of(name, spare) for name in names]
         assert len(set(colors)) == len(names), (path.name, dict(zip(names, colors)))
 
 
 def test_the_picture_shows_the_gpu_that_was_measured_last(bench):
     def result(device, date, rate, **said):
-        row = {"group": "square bf16", "label": "512", "dtype": "bf16", "unit": "GFLOP/s", "rate": rate}
+        row = {
+            "group": "square bf16",
+            "label": "512",
+            "dtype": "bf16",
+            "unit": "GFLOP/s",
+            "rate": rate,
+        }
         rows = [row | {"peers": {"another": {"rate": 1.0}}}]
         return {"device": device, "benches": {"gemm": {"date": date, "rows": rows, **said}}}
 
@@ -291,7 +328,8 @@ def test_the_picture_shows_the_gpu_that_was_measured_last(bench):
 
 @pytest.mark.parametrize("kind", ("cpu", "cuda"))
 def test_random_products_are_those_of_their_seed(bench, kind):
-    """Log-uniform multiples of 8 in all layouts and dtypes; a longer draw begins with a shorter one."""
+    """Log-uniform multiples of 8 in all layouts and dtypes; a longer draw begins with a shorter
+    one."""
     module = bench("gemm_random")
     drawn = module.draw_shapes(kind, 2000, 5)
     assert drawn[:100] == module.draw_shapes(kind, 100, 5) != module.draw_shapes(kind, 100, 6)
@@ -312,12 +350,15 @@ def test_fifth_percentile(bench):
 
 def test_intensity_is_flops_over_bytes(bench):
     module = bench("gemm_random")
-    assert module.intensity("NT 64x128x256", 2) == 2 * 64 * 128 * 256 / (2 * (64 * 128 + 128 * 256 + 64 * 256))
+    assert module.intensity("NT 64x128x256", 2) == 2 * 64 * 128 * 256 / (
+        2 * (64 * 128 + 128 * 256 + 64 * 256)
+    )
     assert module.intensity("NN 64", 4) == module.intensity("NN 64x64x64", 4) == 2 * 64 / (4 * 3)
 
 
 def test_random_products_report_their_spread(bench, monkeypatch, capsys, tmp_path):
-    """The ten worst by name, worst first, with the kernel that served each; stored by seed, beside the other results."""
+    """The ten worst by name, worst first, with the kernel that served each; stored by seed, beside
+    the other results."""
     import types
 
     module = bench("gemm_random")
@@ -330,23 +371,34 @@ def test_random_products_report_their_spread(bench, monkeypatch, capsys, tmp_pat
     facts = []
     device = types.SimpleNamespace(kind="cuda", name=lambda: "A GPU")
     args = types.SimpleNamespace(seed=3, save=True, budget=None)
-    run = types.SimpleNamespace(rows=rows, facts=facts, device=device, args=args, left_out=0, stamp=dict)
+    run = types.SimpleNamespace(
+        rows=rows, facts=facts, device=device, args=args, left_out=0, stamp=dict
+    )
     run.fact = lambda group, label, value, *rest: facts.append((label, value))
     monkeypatch.setattr(module, "RESULTS", tmp_path)
     monkeypatch.setattr(module, "draw_ratios", lambda *_: False)
     module.report(run, {"NN 64x216x64 bf16": "gemm_worst"})
     worst = capsys.readouterr().out.split("ten worst:")[1].strip().splitlines()
-    assert worst[0].split()[:3] == ["NN", "64x216x64", "bf16"] and "gemm_worst" in worst[0] and "64x144x64" in worst[9]
-    assert dict(facts)["worst"] == pytest.approx(0.525) and dict(facts)["5th percentile"] == pytest.approx(0.54875)
+    assert (
+        worst[0].split()[:3] == ["NN", "64x216x64", "bf16"]
+        and "gemm_worst" in worst[0]
+        and "64x144x64" in worst[9]
+    )
+    assert dict(facts)["worst"] == pytest.approx(0.525) and dict(facts)[
+        "5th percentile"
+    ] == pytest.approx(0.54875)
     assert (tmp_path / "random" / "a-gpu-gemm-random-3.json").exists()
     run.left_out, args.budget = 1, 60.0
     (tmp_path / "random" / "a-gpu-gemm-random-3.json").unlink()
     module.report(run, {})
-    assert "nothing is stored" in capsys.readouterr().out and not list((tmp_path / "random").iterdir())
+    assert "nothing is stored" in capsys.readouterr().out and not list(
+        (tmp_path / "random").iterdir()
+    )
 
 
 def test_lora_rows_are_its_six_products(bench, monkeypatch):
-    """y, dx and both gradients of an adapter, in the layouts that they have; what moves bytes finds them cold."""
+    """y, dx and both gradients of an adapter, in the layouts that they have; what moves bytes finds
+    them cold."""
     import types
 
     module = bench("bench_gemm")
@@ -369,9 +421,12 @@ def test_lora_rows_are_its_six_products(bench, monkeypatch):
 
 
 def test_lora_step_is_that_of_merged_weights(bench):
-    """The loss is that of weights with their adapters added, and every factor of every adapter has a gradient."""
+    """The loss is that of weights with their adapters added, and every factor of every adapter has
+    a gradient."""
     module = bench("bench_model")
-    config = module.Config(context=16, layers=2, dim=64, heads_q=2, heads_kv=1, head_dim=32, hidden=96)
+    config = module.Config(
+        context=16, layers=2, dim=64, heads_q=2, heads_kv=1, head_dim=32, hidden=96
+    )
     case = module.lora_case("eager", 8, torch.device("cpu"), config)
     inputs = case.make()
     want = case.reference(*inputs)
@@ -408,7 +463,9 @@ def test_rows_that_are_not_asked_for_are_not_made(bench, monkeypatch, capsys):
         monkeypatch.setattr(module, name, None)
     monkeypatch.setattr(module, "open_device", lambda kind: Device())
     command = ["bench_model.py", "--device", "cuda", "--quick", "--layers", "3", "--only", "large"]
-    monkeypatch.setattr(sys, "argv", [*command, "--rows", "8192 tokens, compiled", "2048 tokens, compiled"])
+    monkeypatch.setattr(
+        sys, "argv", [*command, "--rows", "8192 tokens, compiled", "2048 tokens, compiled"]
+    )
     module.main()
     assert made == [
         ("large, prefill", "8192 tokens, compiled", 3),
@@ -429,18 +486,31 @@ def test_a_slow_first_call_is_told_of(bench, monkeypatch, capsys):
 def test_a_large_row_computes_what_its_reference_does(bench, monkeypatch, prefill):
     module = bench("bench_model")
     monkeypatch.setattr(module, "LARGE_SEQ", 16)
-    config = module.Config(context=16, layers=2, dim=64, heads_q=2, heads_kv=1, head_dim=32, hidden=96)
+    config = module.Config(
+        context=16, layers=2, dim=64, heads_q=2, heads_kv=1, head_dim=32, hidden=96
+    )
     case = module.large_case("eager", prefill, torch.device("cpu"), config)
     inputs = case.make()
     for step in (case.ours, case.peers["torch built-ins"]):
-        assert bench("harness").relative_error(case.compare(step(*inputs)), case.reference(*inputs)) < 0.03
+        assert (
+            bench("harness").relative_error(case.compare(step(*inputs)), case.reference(*inputs))
+            < 0.03
+        )
 
 
 def test_a_step_of_many_outputs_is_that_of_the_logits(bench):
     """Ours and torch's own have the loss and the gradients of cross_entropy over float32 logits."""
     module, harness = bench("bench_model"), bench("harness")
     config = module.Config(
-        vocab=1000, grams=1, context=16, layers=1, dim=64, heads_q=2, heads_kv=1, head_dim=32, hidden=96
+        vocab=1000,
+        grams=1,
+        context=16,
+        layers=1,
+        dim=64,
+        heads_q=2,
+        heads_kv=1,
+        head_dim=32,
+        hidden=96,
     )
     case = module.vocabulary_case("eager", torch.device("cpu"), config)
     assert case.label == "32 tokens, 1000 outputs, eager, 1 layers"
@@ -510,7 +580,8 @@ def test_integrations_store_each_row_as_it_comes(bench, monkeypatch, tmp_path):
     )
     prefill, training = stored["rows"]
     assert (
-        prefill["step"] == "prefill 2 x 128" and max(prefill["worst"], prefill["peer_worst"]) < 1e-5 < prefill["ratio"]
+        prefill["step"] == "prefill 2 x 128"
+        and max(prefill["worst"], prefill["peer_worst"]) < 1e-5 < prefill["ratio"]
     )
     assert training == {"family": "mistral", "step": "training step", "failed": "no\nmore"}
 
@@ -534,12 +605,17 @@ def test_every_instance_of_a_product_is_timed(bench):
     for dtype in module.NAMES:
         problem = module.problem_of(sys.modules["gemm_random"].Shape(256, 128, 512, "NT", dtype))
         found = module.times_of(problem, torch.device("cuda"))
-        assert found["chosen"] in found["us"] and found["cublas_us"] > 0 and all(us > 0 for us in found["us"].values())
+        assert (
+            found["chosen"] in found["us"]
+            and found["cublas_us"] > 0
+            and all(us > 0 for us in found["us"].values())
+        )
         assert problem.explain(problem.inputs(torch.device("cuda")))["row"] == found["chosen"]
 
 
 def test_tokens_by_recipe(bench, monkeypatch, capsys):
-    """A figure for each recipe and number of requests, and the model is what it was behind each of them."""
+    """A figure for each recipe and number of requests, and the model is what it was behind each of
+    them."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     path = list(sys.path)
     module = bench("bench_recipes")
@@ -554,7 +630,17 @@ def test_tokens_by_recipe(bench, monkeypatch, capsys):
 
     monkeypatch.setattr(module, "open_device", lambda kind: Device())
     monkeypatch.setattr(module, "STEPS", {True: 2})
-    command = ["bench_recipes.py", "--quick", "--model", "tiny", "--recipes", "w4", "--requests", "1", "2"]
+    command = [
+        "bench_recipes.py",
+        "--quick",
+        "--model",
+        "tiny",
+        "--recipes",
+        "w4",
+        "--requests",
+        "1",
+        "2",
+    ]
     monkeypatch.setattr(sys, "argv", command)
     module.main()
     lines = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]

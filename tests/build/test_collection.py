@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `make test` shows first: that the tests are being collected, and tests that run before those that are skipped."""
+"""What `make test` shows first: that the tests are being collected, and tests that run before those
+that are skipped."""
 
 from types import SimpleNamespace
 
@@ -9,7 +10,9 @@ import pytest
 
 def test_collecting_is_not_silent():
     lines = []
-    reporter = SimpleNamespace(ensure_newline=lambda: None, write_line=lambda text, flush: lines.append(text))
+    reporter = SimpleNamespace(
+        ensure_newline=lambda: None, write_line=lambda text, flush: lines.append(text)
+    )
     config = SimpleNamespace(pluginmanager=SimpleNamespace(getplugin=lambda name: reporter))
     conftest.pytest_xdist_setupnodes(config, [None, None])
     node = SimpleNamespace(config=config, gateway=SimpleNamespace(id="gw1"))
@@ -36,6 +39,12 @@ def test_tests_that_run_come_first(monkeypatch):
     monkeypatch.setattr(conftest, "ALL", False)
     monkeypatch.setattr(conftest.torch.version, "cuda", None)
     gpu, slow = pytest.mark.gpu.mark, pytest.mark.slow.mark
-    items = [Item("a", gpu), Item("b"), Item("c", slow), Item("d"), Item("e", pytest.mark.skipif(False, reason="").mark)]
+    items = [
+        Item("a", gpu),
+        Item("b"),
+        Item("c", slow),
+        Item("d"),
+        Item("e", pytest.mark.skipif(False, reason="").mark),
+    ]
     conftest.pytest_collection_modifyitems(None, items)
     assert [item.name for item in items] == ["b", "d", "e", "a", "c"]

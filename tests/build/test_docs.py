@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The pages are true to the tree: links lead somewhere, and the files, names and commands that they mention exist."""
+"""The pages are true to the tree: links lead somewhere, and the files, names and commands that they
+mention exist."""
 
 import functools
 import re
@@ -8,16 +9,49 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "learn").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "learn").glob("*.md")),
+]
 PAGES = [page for page in PAGES if "_build" not in page.parts]
-# What was tried and is gone stays in the worklog under its old names; results.md has the names of other projects.
+# What was tried and is gone stays in the worklog under its old names; results.md has the names of
+# other projects.
 PRESENT = [page for page in PAGES if "worklog" not in page.parts and page.name != "results.md"]
-SOURCES = {".c", ".h", ".cpp", ".cu", ".cuh", ".py", ".pyi", ".cmake", ".toml", ".txt", ".ini", ".in", ".sh", ".md"}
+SOURCES = {
+    ".c",
+    ".h",
+    ".cpp",
+    ".cu",
+    ".cuh",
+    ".py",
+    ".pyi",
+    ".cmake",
+    ".toml",
+    ".txt",
+    ".ini",
+    ".in",
+    ".sh",
+    ".md",
+}
 SUFFIXES = "c|h|cpp|cu|cuh|py|pyi|md|txt|json|csv|png|toml|so"
-ROOMS = ("csrc", "ops", "torch_gpukern", "tests", "benchmarks", "examples", "learn", "tools", "cmake", ".ci")
+ROOMS = (
+    "csrc",
+    "ops",
+    "torch_gpukern",
+    "tests",
+    "benchmarks",
+    "examples",
+    "learn",
+    "tools",
+    "cmake",
+    ".ci",
+)
 # Names of other projects, of instructions and of hardware, and stand-ins.
 FOREIGN = set(
-    "TORCH_BOX flash_attn_func flash_attn_varlen_func window_size m_old m_new swizzle_128B return_flash_attn_kwargs".split()
+    "TORCH_BOX flash_attn_func flash_attn_varlen_func window_size m_old m_new swizzle_128B "
+    "return_flash_attn_kwargs".split()
 )
 # What an instance's name has behind its kernel's.
 INSTANCE = re.compile(r"(_(f32|bf16|f16|f64|base|avx2|avx512|avx512bf16|amx|\d+(x\d+)+|k2))+$")
@@ -41,7 +75,12 @@ def tree():
     files = [path for path in files if not {"__pycache__", "_build"} & set(path.parts)]
     words = {path.stem for path in files}
     for path in files:
-        if path.suffix in SOURCES and path.is_file() and path not in PAGES or path.name in ("Makefile", "run"):
+        if (
+            path.suffix in SOURCES
+            and path.is_file()
+            and path not in PAGES
+            or path.name in ("Makefile", "run")
+        ):
             words.update(re.findall(r"\w+", path.read_text()))
     return {path.relative_to(ROOT).as_posix() for path in files}, words
 
@@ -74,9 +113,10 @@ def test_files_that_are_named_exist(page):
         for name in re.findall(rf"(?<![\w/.~<>*-])[\w./-]*\w\.(?:{SUFFIXES})(?![\w.(])", code):
             if name in NEW or name.startswith(("build/", "~", "docs/_build", "libgpukern")):
                 continue
-            assert any(f == name or f.endswith(name if name[0] == "_" else "/" + name.lstrip("./")) for f in files), (
-                f"{ident(page)}: `{code}`"
-            )
+            assert any(
+                f == name or f.endswith(name if name[0] == "_" else "/" + name.lstrip("./"))
+                for f in files
+            ), f"{ident(page)}: `{code}`"
 
 
 @pytest.mark.parametrize("page", PRESENT, ids=ident)
@@ -86,7 +126,9 @@ def test_names_that_are_mentioned_exist(page):
     for code in re.findall(r"`([^`\n]+)`", prose(page)):
         if "<" in code or "X" in re.findall(r"[A-Za-z]+", code):  # a stand-in
             continue
-        for name in re.findall(r"(?<![\w.\"'-])[A-Za-z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)+(?!\w|\*)", code):
+        for name in re.findall(
+            r"(?<![\w.\"'-])[A-Za-z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)+(?!\w|\*)", code
+        ):
             known = len(name) < 4 or {name, INSTANCE.sub("", name)} & (words | FOREIGN)
             assert known, f"{ident(page)}: `{code}`: {name}"
 
@@ -94,7 +136,9 @@ def test_names_that_are_mentioned_exist(page):
 @pytest.mark.parametrize("page", PRESENT, ids=ident)
 def test_commands_exist(page):
     text = page.read_text()
-    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[
+        1
+    ].split()
     for target in re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE):
         assert target in targets, f"{ident(page)}: make {target}"
     package = "\n".join(path.read_text() for path in (ROOT / "torch_gpukern").rglob("*.py"))

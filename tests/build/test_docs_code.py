@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The Python of README.md and of the pages for users runs as it stands there, on the CPU: the blocks of a page one after the
-other, with the names that a page leaves to its reader. Pages that need the same imports share a process."""
+"""The Python of README.md and of the pages for users runs as it stands there, on the CPU: the
+blocks of a page one after the other, with the names that a page leaves to its reader. Pages that
+need the same imports share a process."""
 
 import importlib
 import re
@@ -59,7 +60,7 @@ config = transformers.MixtralConfig(hidden_size=64, intermediate_size=96, num_hi
                                     num_key_value_heads=2, vocab_size=128, pad_token_id=0, eos_token_id=1)
 path = tempfile.mkdtemp()
 transformers.MixtralForCausalLM(config).save_pretrained(path)
-"""
+"""  # noqa: E501
 DISTRIBUTED = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -82,17 +83,24 @@ CHECKS = {
 
 def blocks(page):
     """What stands between ```python and ```, on the CPU."""
-    found = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE
+    )
     return [block.replace('device="cuda"', 'device="cpu"') for block in found]
 
 
 @pytest.mark.parametrize(
     "pages",
-    (["README.md"], ["docs/integrations.md", "docs/quantise.md"], ["docs/serving.md", "docs/distributed.md"]),
+    (
+        ["README.md"],
+        ["docs/integrations.md", "docs/quantise.md"],
+        ["docs/serving.md", "docs/distributed.md"],
+    ),
     ids=" ".join,
 )
 def test_blocks_run(pages):
-    """In a process of their own: they register attentions of transformers and PyTorch. Comments show what is printed."""
+    """In a process of their own: they register attentions of transformers and PyTorch. Comments
+    show what is printed."""
     parts, shown = [], []
     for page in pages:
         code = blocks(page)
@@ -114,13 +122,16 @@ def test_the_first_page_has_the_lines_of_the_readme():
 
 
 def test_the_lines_of_the_tables_name_what_there_is():
-    """`torch_gpukern.nn.patch(model)` works after `import torch_gpukern`, and so does each that a table offers."""
+    """`torch_gpukern.nn.patch(model)` works after `import torch_gpukern`, and so does each that a
+    table offers."""
     names = set()
     for page in PAGES:
         names |= set(re.findall(r"`(torch_gpukern(?:\.\w+)+)\(", (ROOT / page).read_text()))
     assert {"torch_gpukern.nn.patch", "torch_gpukern.integrations.transformers.register"} <= names
     pytest.importorskip("transformers")
-    run_python("\n".join(["import torch_gpukern", *(f"assert callable({name})" for name in sorted(names))]))
+    run_python(
+        "\n".join(["import torch_gpukern", *(f"assert callable({name})" for name in sorted(names))])
+    )
 
 
 @pytest.mark.parametrize("page", PAGES)

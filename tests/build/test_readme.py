@@ -27,15 +27,26 @@ def calls():
         "swiglu": dict(gate=t(3, 8), up=t(3, 8)),
         "geglu": dict(gate=t(3, 8), up=t(3, 8)),
         "cross_entropy": dict(logits=t(3, 7), target=torch.tensor([0, 6, 1]), weight=t(7)),
-        "attn_dropout_mask": dict(q=t(1, 2, 3, 8).int(), k=t(1, 2, 5, 8).int(), p=0.5, seed=torch.tensor([1, 2])),
+        "attn_dropout_mask": dict(
+            q=t(1, 2, 3, 8).int(), k=t(1, 2, 5, 8).int(), p=0.5, seed=torch.tensor([1, 2])
+        ),
         "dropout_mask": dict(shape=(3, 4), p=0.5, seed=torch.tensor([1, 2])),
         "linear": dict(x=t(3, 4), weight=t(5, 4), bias=t(5)),
         "linear_cross_entropy": dict(
             x=t(3, 4), weight=t(7, 4), target=torch.tensor([0, 6, 1]), bias=t(7), class_weight=t(7)
         ),
         "rope_kv_write": dict(
-            q=t(2, 4, 8), k=t(2, 2, 8), v=t(2, 2, 8), cos=t(6, 3), sin=t(6, 3), positions=i32(0, 1), q_weight=t(8),
-            k_weight=t(8), k_cache=t(5, 4, 2, 8), v_cache=t(5, 4, 2, 8), slots=torch.tensor([0, 1]),
+            q=t(2, 4, 8),
+            k=t(2, 2, 8),
+            v=t(2, 2, 8),
+            cos=t(6, 3),
+            sin=t(6, 3),
+            positions=i32(0, 1),
+            q_weight=t(8),
+            k_weight=t(8),
+            k_cache=t(5, 4, 2, 8),
+            v_cache=t(5, 4, 2, 8),
+            slots=torch.tensor([0, 1]),
         ),
         "quantize": dict(x=t(2, 8), **few),
         "quantize_attn": dict(q=t(1, 2, 3, 8), k=t(1, 2, 3, 8), v=t(1, 2, 3, 8)),
@@ -49,7 +60,7 @@ def calls():
         "grouped_gemm": experts(bias=t(3, 5)),
         "sparse_pack": dict(w=torch.zeros(5, 8, dtype=BF16)),
         "sparse_gemm": sparse(bias=t(5, dtype=BF16)),
-    }  # fmt: skip
+    }
 
 
 def table():
@@ -84,7 +95,11 @@ def test_every_op_has_its_row():
 @pytest.mark.parametrize("op", CALLS)
 def test_gradients(op):
     call, cell = CALLS[op], table()[op]
-    numbers = [n for n, x in call.items() if isinstance(x, torch.Tensor) and x.is_floating_point() and x.itemsize > 1]
+    numbers = [
+        n
+        for n, x in call.items()
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.itemsize > 1
+    ]
     found = {name for name in numbers if has_gradient(op, call, name)}
     assert found == {name for name in numbers if re.search(rf"\b{name}\b", cell)}
     assert bool(found) != cell.startswith("none")

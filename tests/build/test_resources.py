@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ptxas made of the CUDA kernels: no local memory, and the registers that docs/resources.csv says.
+"""What ptxas made of the CUDA kernels: no local memory, and the registers that docs/resources.csv
+says.
 
-Needs the compiled library and the disassemblers, no GPU. What ptxas said of Hopper's kernels is in the logs that the
-build keeps beside their objects (cmake/ptxas_log.sh): it is in no object, and asking again would be a second build.
+Needs the compiled library and the disassemblers, no GPU. What ptxas said of Hopper's kernels is in
+the logs that the build keeps beside their objects (cmake/ptxas_log.sh): it is in no object, and
+asking again would be a second build.
 """
 
 import csv
@@ -25,16 +27,30 @@ LISTED = ROOT / "docs" / "resources.csv"
 
 
 def attention_tiles():
-    """name -> (head_dim, head_dim of values, keys) of flash_attn_fwd_sm90a's tiles, from the header that states them."""
+    """name -> (head_dim, head_dim of values, keys) of flash_attn_fwd_sm90a's tiles, from the header
+    that states them."""
     text, found = (ROOT / "csrc" / "cuda" / "attn" / "tiles.h").read_text(), {}
-    for name, base, body in re.findall(r"struct FwdHopper(\w+)(?: : FwdHopper(\w+))? \{(.*?)\n\};", text, re.DOTALL):
-        found[name] = found.get(base, {}) | dict(re.findall(r"\b(HEAD_DIM|HEAD_DIM_V|BKV) = (\d+)", body))
-    return {name: tuple(int(tile[key]) for key in ("HEAD_DIM", "HEAD_DIM_V", "BKV")) for name, tile in found.items()}
+    for name, base, body in re.findall(
+        r"struct FwdHopper(\w+)(?: : FwdHopper(\w+))? \{(.*?)\n\};", text, re.DOTALL
+    ):
+        found[name] = found.get(base, {}) | dict(
+            re.findall(r"\b(HEAD_DIM|HEAD_DIM_V|BKV) = (\d+)", body)
+        )
+    return {
+        name: tuple(int(tile[key]) for key in ("HEAD_DIM", "HEAD_DIM_V", "BKV"))
+        for name, tile in found.items()
+    }
 
 
 ATTENTION = attention_tiles()
 # head_dim and keys of flash_attn_fp8_sm90a's tiles
-CODES = {"64": (64, 128), "128": (128, 128), "128Wide": (128, 96), "192": (192, 128), "256": (256, 128)}
+CODES = {
+    "64": (64, 128),
+    "128": (128, 128),
+    "128Wide": (128, 96),
+    "192": (192, 128),
+    "256": (256, 128),
+}
 
 
 def split_steps(tile, modified):
@@ -43,7 +59,8 @@ def split_steps(tile, modified):
 
 
 def early_scores(tile, modified):
-    """Consumer::EARLY: whether the next tile's first scores are issued behind a tile's last values."""
+    """Consumer::EARLY: whether the next tile's first scores are issued behind a tile's last
+    values."""
     return modified == "false" and tile in ("64Short", "96", "128")
 
 
@@ -76,11 +93,14 @@ def headers_with(function):
 
 
 def test_an_inline_function_is_one_function():
-    """Of objects that define an inline function of one signature, the linker keeps one. Two headers may not give it two bodies. One body
-    may have several sizes, where the compiler knows its callers' constants."""
+    """Of objects that define an inline function of one signature, the linker keeps one. Two headers
+    may not give it two bodies. One body may have several sizes, where the compiler knows its
+    callers' constants."""
     bodies = {}
     for built in sorted(BUILD.glob("CMakeFiles/gk_*.dir/**/*.o")):
-        table = subprocess.run(["nm", "-S", built], capture_output=True, text=True, check=True).stdout
+        table = subprocess.run(
+            ["nm", "-S", built], capture_output=True, text=True, check=True
+        ).stdout
         # none of a namespace: std's differ by flags
         for size, length, name in re.findall(r"^\w+ (\w+) W _Z(\d+)(\w+)$", table, re.MULTILINE):
             bodies.setdefault((name[: int(length)], name), {}).setdefault(size, built.name)
@@ -88,22 +108,29 @@ def test_an_inline_function_is_one_function():
         pytest.skip("the objects of a build are not here")
     found = {function: headers_with(function) for function in {function for function, _ in bodies}}
     assert all(found.values()), found  # the pattern knows every body
-    assert {name: sizes for name, sizes in bodies.items() if len(sizes) > 1 and len(found[name[0]]) > 1} == {}
+    assert {
+        name: sizes for name, sizes in bodies.items() if len(sizes) > 1 and len(found[name[0]]) > 1
+    } == {}
 
 
 def test_no_kernel_uses_local_memory(report):
-    spilled = {n: r for n, r in report.items() if int(r["local_bytes"]) or int(r["LDL"]) or int(r["STL"])}
+    spilled = {
+        n: r for n, r in report.items() if int(r["local_bytes"]) or int(r["LDL"]) or int(r["STL"])
+    }
     assert not spilled, spilled
 
 
 def test_every_kernel_is_listed(report):
     """After a change: python tools/ptxas_report.py build/libgpukern.so > docs/resources.csv"""
     archs = {row["arch"] for row in report.values()}  # a build may leave Hopper's own out
-    assert set(report) == {name for name, row in rows(LISTED.read_text()).items() if row["arch"] in archs}
+    assert set(report) == {
+        name for name, row in rows(LISTED.read_text()).items() if row["arch"] in archs
+    }
 
 
 def test_registers_are_those_listed(report):
-    """Another compiler may need some more, and some fewer blocks would fit; far more is another kernel."""
+    """Another compiler may need some more, and some fewer blocks would fit; far more is another
+    kernel."""
     listed = rows(LISTED.read_text())
     assert {
         n: (int(r["registers"]), int(listed[n]["registers"]))
@@ -119,18 +146,25 @@ def test_matrix_kernels_multiply_on_tensor_cores(report):
 
 
 def hopper_tiles():
-    """The tiles of csrc/cuda/product/gemm/tiles.h by name, each with its numbers; what one does not say its base does."""
+    """The tiles of csrc/cuda/product/gemm/tiles.h by name, each with its numbers; what one does not
+    say its base does."""
     text, tiles = (ROOT / "csrc" / "cuda" / "product" / "gemm" / "tiles.h").read_text(), {}
-    for name, base, body in re.findall(r"^struct (\w+)(?: : (\w+))? \{\n(.*?)^\};", text, re.DOTALL | re.MULTILINE):
+    for name, base, body in re.findall(
+        r"^struct (\w+)(?: : (\w+))? \{\n(.*?)^\};", text, re.DOTALL | re.MULTILINE
+    ):
         tiles[name] = dict(tiles.get(base, {}))
         for numbers in re.findall(r"static constexpr (?:int|bool) (.*?);", body):
             tiles[name].update(
-                {k: v == "true" if v in ("true", "false") else int(v) for k, v in re.findall(r"(\w+) = (\w+)", numbers)}
+                {
+                    k: v == "true" if v in ("true", "false") else int(v)
+                    for k, v in re.findall(r"(\w+) = (\w+)", numbers)
+                }
             )
     return tiles
 
 
-# sm_90a for its copies and clusters: kernels that multiply nothing, or, as paged_, rows too few for wgmma
+# sm_90a for its copies and clusters: kernels that multiply nothing, or, as paged_, rows too few for
+# wgmma
 WITHOUT_PRODUCTS = (
     "realign_",
     "transpose_",
@@ -145,26 +179,31 @@ WITHOUT_PRODUCTS = (
 
 
 def test_wgmma_kernels_multiply_by_their_tile(report):
-    """gemm_sm90a_kernel<T, TILE, MODE>: a step of the hot loop is K64 times 64 of k, BM / WGS / 64 products each 16 of them
-    (ping-pong BM / 64), between one fence and one wait, and none stands elsewhere. tf32 has half as much of k; with swap-AB, and
-    fragments from registers, a fence and a wait for each of its four products. Copies (realign, transpose, relay), quantize and
-    operations along rows multiply nothing; paged attention multiplies 8 or 16 rows by mma.sync."""
-    found = {n: r for n, r in report.items() if r["arch"] == "sm_90a" and not n.startswith(WITHOUT_PRODUCTS)}
+    """gemm_sm90a_kernel<T, TILE, MODE>: a step of the hot loop is K64 times 64 of k, BM / WGS / 64
+    products each 16 of them (ping-pong BM / 64), between one fence and one wait, and none stands
+    elsewhere. tf32 has half as much of k; with swap-AB, and fragments from registers, a fence and a
+    wait for each of its four products. Copies (realign, transpose, relay), quantize and operations
+    along rows multiply nothing; paged attention multiplies 8 or 16 rows by mma.sync."""
+    found = {
+        n: r
+        for n, r in report.items()
+        if r["arch"] == "sm_90a" and not n.startswith(WITHOUT_PRODUCTS)
+    }
     assert found or not logs(), "kernels of sm_90a were built, and none is listed"
     tiles = hopper_tiles()
     for name, row in found.items():
         assert any(int(row[products]) for products in ptxas_report.GMMA), name
         assert not int(row["LDL"]) and not int(row["STL"]), name
         if attention := re.search(r"flash_attn_fwd_sm90a_kernel<\w+, FwdHopper(\w+), (\w+)>", name):
-            # the first block's scores and the last one's values; a step of blocks that every row sees whole and one of others;
-            # the last values with the next tile's first scores
+            # the first block's scores and the last one's values; a step of blocks that every row
+            # sees whole and one of others; the last values with the next tile's first scores
             head_dim, _, keys = ATTENTION[attention[1]]
             steps = 1 + split_steps(*attention.groups()) + 1 + early_scores(*attention.groups())
             assert int(row["HGMMA"]) == steps * (head_dim + keys) // 16, name
             assert int(row["USETMAXREG"]) == 2, name
         if codes := re.search(r"flash_attn_fp8_sm90a_kernel<Fp8Hopper(\w+), ", name):
-            # the first block's scores, a step with masks and one without, the last one's values; 32 of k each; where scores are not
-            # kept, those of a block that is taken again
+            # the first block's scores, a step with masks and one without, the last one's values; 32
+            # of k each; where scores are not kept, those of a block that is taken again
             head_dim, keys = CODES[codes[1]]
             again = head_dim if codes[1] == "256" else 0
             assert int(row["QGMMA"]) == (3 * (head_dim + keys) + again) // 32, name
@@ -172,11 +211,14 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
         if backward := re.search(r"BwdConsumer<\w+, BwdHopper(\d+)(Score)?(Ordered)?, ", name):
             # S and dP of head_dim, dQ of 128 keys, dV and dK of the tile's rows
             head_dim = int(backward[1])
-            rows = 48 if backward[3] else 64 if backward[2] else {64: 128, 96: 80, 128: 80}[head_dim]
+            rows = (
+                48 if backward[3] else 64 if backward[2] else {64: 128, 96: 80, 128: 80}[head_dim]
+            )
             assert int(row["HGMMA"]) == 2 * head_dim // 16 + 128 // 16 + 2 * rows // 16, name
             assert int(row["USETMAXREG"]) == 2, name
         if backward := re.search(r"BwdWideConsumer<\w+, BwdHopper(\w+), ", name):
-            # S or dP of head_dim, dV or dK of 64 rows, 64 of d of dQ of the pair's 128 keys: of each warpgroup a loop
+            # S or dP of head_dim, dV or dK of 64 rows, 64 of d of dQ of the pair's 128 keys: of
+            # each warpgroup a loop
             assert int(row["HGMMA"]) == 2 * (int(backward[1]) // 16 + 64 // 16 + 128 // 16), name
             assert int(row["USETMAXREG"]) == 2, name
         if not (kernel := re.match(r"gemm_(?:\w+_)?sm90a_kernel<(?:b?f16, |float, )?(\w+)", name)):
@@ -193,8 +235,10 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
 
 @pytest.fixture(scope="module")
 def disassembled():
-    """[(a cubin, its kernels as nvdisasm prints them)]: the one of flash_attn_fwd_sm90a, or of all of the library."""
-    own = BUILD / "CMakeFiles/gk_cuda_90a.dir/csrc/cuda/attn/forward/flash_attn_fwd_sm90a.cu.o"  # a tenth of the library
+    """[(a cubin, its kernels as nvdisasm prints them)]: the one of flash_attn_fwd_sm90a, or of all
+    of the library."""
+    # a tenth of the library
+    own = BUILD / "CMakeFiles/gk_cuda_90a.dir/csrc/cuda/attn/forward/flash_attn_fwd_sm90a.cu.o"
     if not own.exists():
         pytest.skip("this build has no kernels for sm_90a")
     with ptxas_report.cubins(LIBRARY if ALL else own, "sm_90", "sm_90a") as paths:
@@ -202,9 +246,10 @@ def disassembled():
 
 
 def test_powers_of_attention_run_under_the_products(disassembled):
-    """flash_attn_fwd_sm90a: the exponentials of a block stand between the wait for its scores and the wait for the product
-    of the block before. ptxas moves them past the second wait where nothing holds them, without a note (the overlap is then
-    gone); without OVERLAP one wait is for both."""
+    """flash_attn_fwd_sm90a: the exponentials of a block stand between the wait for its scores and
+    the wait for the product of the block before. ptxas moves them past the second wait where
+    nothing holds them, without a note (the overlap is then gone); without OVERLAP one wait is for
+    both."""
     found = {name: [opcode + rest for _, opcode, rest, _ in code]
              for _, kernels in disassembled
              for name, code in kernels
@@ -216,15 +261,24 @@ def test_powers_of_attention_run_under_the_products(disassembled):
         first = [i for i, op in enumerate(code) if op.startswith("WARPGROUP.DEPBAR.LE gsb0, 0x1")]
         held = 0
         for i in first:
-            last = next(k for k in range(i + 1, len(code)) if code[k].startswith("WARPGROUP.DEPBAR.LE gsb0, 0x0"))
+            last = next(
+                k
+                for k in range(i + 1, len(code))
+                if code[k].startswith("WARPGROUP.DEPBAR.LE gsb0, 0x0")
+            )
             held += sum(op.startswith("MUFU.EX2") for op in code[i:last]) >= scores // 2
         assert held == 2 * (tile != "64"), name  # with a mask and without
         assert len(first) == held + early_scores(tile, modified), name
-        if tile in ("64Short", "96", "128"):  # weights are packed behind the issue of scores, not before
+        # weights are packed behind the issue of scores, not before
+        if tile in ("64Short", "96", "128"):
             syncs = [i for i, op in enumerate(code) if op.startswith("BAR.SYNC")]
             late = 0
             for i, op in enumerate(code):
-                if op.startswith("HGMMA") and "RZ, !UPT" in op and (before := [k for k in syncs if k < i]):
+                if (
+                    op.startswith("HGMMA")
+                    and "RZ, !UPT" in op
+                    and (before := [k for k in syncs if k < i])
+                ):
                     converts = sum(op.startswith("F2FP") for op in code[before[-1] : i])
                     assert converts <= 16, (name, converts)
                     late += converts > 0
@@ -242,25 +296,33 @@ def test_powers_of_codes_run_under_the_products():
                    for name, code in ptxas_report.disassembly(path)
                    if "flash_attn_fp8_sm90a_kernel" in name]  # fmt: skip
     assert kernels
-    for name, code in zip(ptxas_report.short([name for name, _ in kernels]), (code for _, code in kernels)):
+    for name, code in zip(
+        ptxas_report.short([name for name, _ in kernels]), (code for _, code in kernels)
+    ):
         keys = CODES[re.search(r"Fp8Hopper(\w+), ", name)[1]][1]
         first = [i for i, op in enumerate(code) if op.startswith("WARPGROUP.DEPBAR.LE gsb0, 0x1")]
         assert len(first) == 2, name
         for i in first:
-            last = next(k for k in range(i + 1, len(code)) if code[k].startswith("WARPGROUP.DEPBAR.LE gsb0, 0x0"))
+            last = next(
+                k
+                for k in range(i + 1, len(code))
+                if code[k].startswith("WARPGROUP.DEPBAR.LE gsb0, 0x0")
+            )
             assert sum(op.startswith("MUFU.EX2") for op in code[i:last]) >= keys // 2, name
 
 
 def test_opcodes_and_branches_are_those_that_nvdisasm_prints(disassembled):
-    """The report reads machine code by a table of its own (NAMES of tools/ptxas_report.py). Compared on the kernels of attention's forward, with
-    GPUKERN_TEST_ALL=1 on all kernels, none of which may have an opcode that the table lacks."""
+    """The report reads machine code by a table of its own (NAMES of tools/ptxas_report.py).
+    Compared on the kernels of attention's forward, with GPUKERN_TEST_ALL=1 on all kernels, none of
+    which may have an opcode that the table lacks."""
     compared = 0
     for cubin, printed in disassembled:
         read = {name: found for name, *found in ptxas_report.decoded_kernels(cubin)}
         assert set(read) == {name for name, _ in printed}
         for name, code in printed:
             opcodes, to = read[name]
-            # arrivals at a barrier of a cluster and waits have one number, and so have ERRBAR and CGAERRBAR
+            # arrivals at a barrier of a cluster and waits have one number, and so have ERRBAR and
+            # CGAERRBAR
             assert [
                 re.sub("^(UCGABAR)_.*|^CGA(ERRBAR)", r"\1\2", opcode) for _, opcode, *_ in code
             ] == opcodes.tolist(), name
@@ -276,7 +338,8 @@ def test_an_opcode_without_a_name_is_left_to_nvdisasm():
         ptxas_report.decoded(b"\xff\x01" + bytes(14))
 
 
-# Notes of ptxas on wgmma and setmaxnreg: serialised, waits or fences put in, registers that could not be had.
+# Notes of ptxas on wgmma and setmaxnreg: serialised, waits or fences put in, registers that could
+# not be had.
 NOTES = re.compile(r"\(C(7508|751\d|7602)\)")
 
 
@@ -290,7 +353,9 @@ def test_ptxas_has_no_notes_on_wgmma(report):
     assert logs(), "the build kept no log of ptxas"
     for log in logs():
         text = log.read_text()
-        assert text.count("Compiling entry function") == text.count("Used ") > 0, f"{log.name} is not one of ptxas -v"
+        assert text.count("Compiling entry function") == text.count("Used ") > 0, (
+            f"{log.name} is not one of ptxas -v"
+        )
         assert not [line for line in text.splitlines() if NOTES.search(line)], log.name
         assert "spill stores" in text and not re.search(r"[1-9]\d* bytes spill", text), log.name
 

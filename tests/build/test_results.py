@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""docs/results.md and the tables of learn/ladder.md and docs/integrations.md say what the committed results say."""
+"""docs/results.md and the tables of learn/ladder.md and docs/integrations.md say what the committed
+results say."""
 
 import copy
 import importlib.util
@@ -30,8 +31,17 @@ def test_the_table_of_models_is_that_of_the_stored_runs():
         for name in ("device", "driver", "torch", "transformers", "date", "command"):
             assert run[name] in text or run["device"] == "CPU"
         for row in run["rows"]:
-            assert "failed" in row or abs(row["ratio"] * row["ours_ms"] / row["peer_ms"] - 1) < 0.03, row
-    row = {"family": "llama", "step": "prefill", "peer": "sdpa", "ours_ms": 1.5, "peer_ms": 3.0, "ratio": 2.0}
+            assert (
+                "failed" in row or abs(row["ratio"] * row["ours_ms"] / row["peer_ms"] - 1) < 0.03
+            ), row
+    row = {
+        "family": "llama",
+        "step": "prefill",
+        "peer": "sdpa",
+        "ours_ms": 1.5,
+        "peer_ms": 3.0,
+        "ratio": 2.0,
+    }
     rows = [
         row,
         row
@@ -48,8 +58,8 @@ def test_the_table_of_models_is_that_of_the_stored_runs():
     table = tool.integrations_table([runs[0] | {"rows": rows}])
     assert "| llama | prefill | 1.5 | sdpa 3 | 2.00x |  |  |" in table
     assert (
-        "| llama | prefill | 1.5 +- 0.25 | sdpa 3 +- 0.5 | 2.00x | 1.5e-02, 2.0e-02 | 1.0e-01, 3.0e-01 |\n| llama | decode | failed |"
-        in table
+        "| llama | prefill | 1.5 +- 0.25 | sdpa 3 +- 0.5 | 2.00x | 1.5e-02, 2.0e-02 | 1.0e-01, "
+        "3.0e-01 |\n| llama | decode | failed |" in table
     )
 
 
@@ -64,21 +74,55 @@ def test_a_changed_result_is_noticed(results, name):
 
 def row_of(label, us, **peers):
     return {
-        "group": "a group", "label": label, "dtype": "bf16", "us": us, "rate": 2e4 / us, "unit": "GFLOP/s", "share": None,
-        "peers": {name: {"us": peer, "rate": 2e4 / peer} for name, peer in peers.items()}, "roofline_percent": 50.0,
-        "best_peer": "", "ratio": None, "bar": "", "verdict": "",
-    }  # fmt: skip
+        "group": "a group",
+        "label": label,
+        "dtype": "bf16",
+        "us": us,
+        "rate": 2e4 / us,
+        "unit": "GFLOP/s",
+        "share": None,
+        "peers": {name: {"us": peer, "rate": 2e4 / peer} for name, peer in peers.items()},
+        "roofline_percent": 50.0,
+        "best_peer": "",
+        "ratio": None,
+        "bar": "",
+        "verdict": "",
+    }
 
 
 def test_what_is_new_appears_by_itself(results):
-    """A device, a bench, a group and peers that no file has had; each case against its own best peer."""
-    rows = [row_of("small", 1.0, fa3=2.0, fa4=0.5), row_of("large", 2.0, fa3=1.5), row_of("alone", 1.0)]
-    bench = {"date": "2027-01-01", "torch": "3", "driver": "999", "command": "python bench.py", "peaks": {"read": 5e3},
-             "rows": rows, "groups": [], "facts": []}  # fmt: skip
-    page = tool.page([{"stem": "b300", "device": "NVIDIA B300", "benches": {"layernorm": bench}}, *results])
-    assert "### layernorm on NVIDIA B300\n\nNVIDIA B300; driver 999; torch 3; 2027-01-01; `python bench.py`. " in page
-    assert "| [layernorm](#layernorm-on-nvidia-b300) | NVIDIA B300 | 2027-01-01 | 2 | 0 | 0.61x | 0.50x |" in page
-    assert "| a group | 3 | 10 - 20 TFLOP/s | 13.3 - 40 (fa4 in 1, fa3 in 1) | 0.61x, worst 0.50x |  |  |" in page
+    """A device, a bench, a group and peers that no file has had; each case against its own best
+    peer."""
+    rows = [
+        row_of("small", 1.0, fa3=2.0, fa4=0.5),
+        row_of("large", 2.0, fa3=1.5),
+        row_of("alone", 1.0),
+    ]
+    bench = {
+        "date": "2027-01-01",
+        "torch": "3",
+        "driver": "999",
+        "command": "python bench.py",
+        "peaks": {"read": 5e3},
+        "rows": rows,
+        "groups": [],
+        "facts": [],
+    }
+    page = tool.page(
+        [{"stem": "b300", "device": "NVIDIA B300", "benches": {"layernorm": bench}}, *results]
+    )
+    assert (
+        "### layernorm on NVIDIA B300\n\nNVIDIA B300; driver 999; torch 3; 2027-01-01; `python "
+        "bench.py`. " in page
+    )
+    assert (
+        "| [layernorm](#layernorm-on-nvidia-b300) | NVIDIA B300 | 2027-01-01 | 2 | 0 | 0.61x | "
+        "0.50x |" in page
+    )
+    assert (
+        "| a group | 3 | 10 - 20 TFLOP/s | 13.3 - 40 (fa4 in 1, fa3 in 1) | 0.61x, worst 0.50x |  "
+        "|  |" in page
+    )
     assert "| small | bf16 | 1 | TFLOP/s | 20 | 10 | **40** | 0.50x | 50 |" in page
     assert "| large | bf16 | 2 | TFLOP/s | 10 | **13.3** |  | 0.75x | 50 |" in page
     assert "| alone | bf16 | 1 | TFLOP/s | 20 |  |  |  | 50 |" in page
@@ -124,10 +168,16 @@ def test_every_ratio_is_against_the_fastest_peer(results):
                 best = row["peers"][row["best_peer"]]["us"]
                 assert best == min(peer["us"] for peer in row["peers"].values()), row
                 assert "ours, aligned" not in row["peers"]
-                drift = row["ratio_spread"] + row["spread"] + row["peers"][row["best_peer"]]["spread"]
+                drift = (
+                    row["ratio_spread"] + row["spread"] + row["peers"][row["best_peer"]]["spread"]
+                )
                 assert abs(row["ratio"] / (best / row["us"]) - 1) < 0.02 + 2 * drift, row
             for group in bench["groups"]:
-                ratios = [row["ratio"] for row in bench["rows"] if row["group"] == group["group"] and row["ratio"]]
+                ratios = [
+                    row["ratio"]
+                    for row in bench["rows"]
+                    if row["group"] == group["group"] and row["ratio"]
+                ]
                 if ratios:  # else rows of one dtype
                     assert abs(group["worst"] / min(ratios) - 1) < 1e-3
 
@@ -146,9 +196,13 @@ def test_every_row_states_error_and_roofline(results):
                 assert row["roofline_percent"] > 0
                 if (
                     row["error"] is None
-                ):  # on a GPU some cases are too large for float64; others of their group are judged
+                    # on a GPU some cases are too large for float64; others of their group are
+                    # judged
+                ):
                     group = [r for r in bench["rows"] if r["group"] == row["group"]]
-                    assert "NVIDIA" in result["device"] and (group[0]["error"] is not None or row["group"] == "write")
+                    assert "NVIDIA" in result["device"] and (
+                        group[0]["error"] is not None or row["group"] == "write"
+                    )
                     continue
                 assert row["error"] < 0.1, row
                 assert all(peer["error"] is not None for peer in row["peers"].values())

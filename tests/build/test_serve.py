@@ -47,7 +47,9 @@ def wanted(net):
             before = net.config._attn_implementation
             net.set_attn_implementation("sdpa")
             ids = torch.tensor([prompt])
-            out = net.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False)
+            out = net.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False
+            )
             known[tuple(prompt), n] = out[0, len(prompt) :].tolist()
             net.set_attn_implementation(before)
         return known[tuple(prompt), n]
@@ -67,18 +69,26 @@ def run(engine, steps=2000):
 
 
 def all_free(engine):
-    return engine.used_pages == 0 and not engine.cache.sequences and not engine.running and not engine.waiting
+    return (
+        engine.used_pages == 0
+        and not engine.cache.sequences
+        and not engine.running
+        and not engine.waiting
+    )
 
 
 @pytest.mark.gpu
 def test_captured_steps_are_generates(serve):
-    """Graphs of decoding steps of 1, 2, 4 requests, replayed after other tensors have taken what was free at the capture."""
+    """Graphs of decoding steps of 1, 2, 4 requests, replayed after other tensors have taken what
+    was free at the capture."""
     Engine, Request = serve["engine"].Engine, serve["engine"].Request
     net = serve["models"].random_llama("tiny", "cuda")
     prompts, wanted = prompts_of(9, 30, 17), []
     for prompt in prompts:
         ids = torch.tensor([prompt], device="cuda")
-        out = net.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        out = net.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
+        )
         wanted.append(out[0, len(prompt) :].tolist())
     patch(net, say=None)  # as the server does
     model = serve["models"].TransformersModel(net, num_blocks=64)
@@ -94,7 +104,8 @@ def test_captured_steps_are_generates(serve):
 
 
 def test_tokens_are_generates(serve, net, wanted):
-    """Chunked prompts beside decoding, drafts, prefixes that are found, and too few pages for all: the same tokens."""
+    """Chunked prompts beside decoding, drafts, prefixes that are found, and too few pages for all:
+    the same tokens."""
     Engine, Request = serve["engine"].Engine, serve["engine"].Request
     common, *rest = prompts_of(40, 5, 33, 1, 17, 60)
     prompts = [common + rest[0], common + rest[1], rest[2], rest[3], rest[4], common + rest[0]]
@@ -108,7 +119,12 @@ def test_tokens_are_generates(serve, net, wanted):
     for request, prompt in zip(requests, prompts):
         assert request.answer == wanted(prompt, 24) and request.finish == "length"
     done = engine.metrics
-    assert done.preemptions > 0 and done.reused_tokens > 0 and done.accepted > 0 and done.drafted > done.accepted
+    assert (
+        done.preemptions > 0
+        and done.reused_tokens > 0
+        and done.accepted > 0
+        and done.drafted > done.accepted
+    )
     assert all_free(engine) and 0.5 < done.most_cache_use <= 1
     assert len(done.first_token) == 6 and done.new_tokens == 6 * 24
     assert f"gpukern_new_tokens {6 * 24}\n" in done.text()
@@ -132,7 +148,8 @@ def test_sampled_answers_depend_on_the_seed_alone(serve, net):
 
 
 def test_a_cache_of_8_bits(serve, net, wanted):
-    """Answers do not depend on what else runs, on chunks or on shared pages, and begin as generate's."""
+    """Answers do not depend on what else runs, on chunks or on shared pages, and begin as
+    generate's."""
     Engine, Request = serve["engine"].Engine, serve["engine"].Request
     common, *rest = prompts_of(36, 5, 30, 12, seed=3)
     prompts = [common + rest[0], common + rest[1], rest[2]]
@@ -155,7 +172,9 @@ def test_draws_follow_the_probabilities(serve):
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     logits = (2 * p.log()).expand(4000, -1)
     for top_p, shares in ((1.0, p.tolist()), (0.6, [5 / 8, 3 / 8, 0, 0])):
-        settings = [(Request([0], temperature=2.0, top_p=top_p, seed=seed), 9) for seed in range(4000)]
+        settings = [
+            (Request([0], temperature=2.0, top_p=top_p, seed=seed), 9) for seed in range(4000)
+        ]
         counts = Counter(pick(logits, settings))
         assert all(abs(counts[i] / 4000 - share) < 0.03 for i, share in enumerate(shares))
         assert all(counts[i] == 0 for i, share in enumerate(shares) if share == 0)
@@ -171,7 +190,9 @@ def test_drafts_are_what_followed(serve):
 def test_cancelled_refused_and_failed(serve, net, wanted, monkeypatch):
     """What goes wrong with one request: the others' tokens are unchanged, and no page is kept."""
     engine_module = serve["engine"]
-    Engine, Request, Refused, Busy = (getattr(engine_module, n) for n in ("Engine", "Request", "Refused", "Busy"))
+    Engine, Request, Refused, Busy = (
+        getattr(engine_module, n) for n in ("Engine", "Request", "Refused", "Busy")
+    )
     model = serve["models"].TransformersModel(net, 32)
     engine = Engine(model, max_batch=4, max_waiting=5)
     a, b, c = prompts_of(20, 25, 30, seed=1)
@@ -210,8 +231,14 @@ def test_cancelled_refused_and_failed(serve, net, wanted, monkeypatch):
     dropped.cancel()
     run(engine)
     (a, _, _) = prompts_of(20, 25, 30, seed=1)
-    assert kept.answer == wanted(a, 20) and dropped.finish == unheard.finish == never.finish == "cancelled"
-    assert stopped.finish == "stop" and stopped.answer == wanted(c, 20)[: wanted(c, 20).index(wanted(c, 20)[5]) + 1]
+    assert (
+        kept.answer == wanted(a, 20)
+        and dropped.finish == unheard.finish == never.finish == "cancelled"
+    )
+    assert (
+        stopped.finish == "stop"
+        and stopped.answer == wanted(c, 20)[: wanted(c, 20).index(wanted(c, 20)[5]) + 1]
+    )
     assert all_free(engine)
 
     with engine:  # a step that fails ends those that ran with its error, and the engine goes on
@@ -229,7 +256,8 @@ def test_cancelled_refused_and_failed(serve, net, wanted, monkeypatch):
         after = engine.submit(Request(b, max_tokens=10))
         assert after.over.wait(20) and after.answer == wanted(b, 10)
         slow = [engine.submit(Request(p, max_tokens=200)) for p in (a, b, c)]
-    assert all(r.over.is_set() and r.finish == "cancelled" for r in slow) and all_free(engine)  # closed under load
+    # closed under load
+    assert all(r.over.is_set() and r.finish == "cancelled" for r in slow) and all_free(engine)
     with pytest.raises(Busy):
         engine.submit(Request(a))
 
@@ -248,7 +276,8 @@ def test_text_comes_whole(serve):
 
 
 class ByteFallback:
-    """As sentencepiece's: a run of byte tokens is text where all of it is valid, else U+FFFD for each byte. Above 255: words."""
+    """As sentencepiece's: a run of byte tokens is text where all of it is valid, else U+FFFD for
+    each byte. Above 255: words."""
 
     words = ("hello", " world", "日本")
 
@@ -268,7 +297,8 @@ class ByteFallback:
 
 @pytest.mark.parametrize("name", ("Bytes", "ByteFallback"))
 def test_text_does_not_depend_on_how_many_tokens_a_step_brings(serve, name):
-    """As drafts bring them; the text is that of all bytes, nothing lost, and invalid bytes come at the end at the latest."""
+    """As drafts bring them; the text is that of all bytes, nothing lost, and invalid bytes come at
+    the end at the latest."""
     tokenizer = serve["text"].Bytes() if name == "Bytes" else ByteFallback()
     gen = random.Random(5)
     letters = "aé日本語𝄞 x"
@@ -285,14 +315,19 @@ def test_text_does_not_depend_on_how_many_tokens_a_step_brings(serve, name):
             assert "".join(parts) + stream.add([], last=True) == text
     stream = serve["text"].Stream(tokenizer)
     parts = stream.add([255, 254]) + stream.add(b"a") + stream.add([0xE6], last=True)
-    assert parts == "\ufffd\ufffda\ufffd" if name == "Bytes" else parts.count("\ufffd") + parts.count("a") >= 3
+    assert (
+        parts == "\ufffd\ufffda\ufffd"
+        if name == "Bytes"
+        else parts.count("\ufffd") + parts.count("a") >= 3
+    )
 
 
 @pytest.mark.parametrize("each", (1, 2, 3, 100))
 @pytest.mark.parametrize(
     ("text", "stop", "want", "read"),
     [
-        ("abcd", ["abcd", "c"], "", 4),  # the one that begins first, though the other is complete before
+        # the one that begins first, though the other is complete before
+        ("abcd", ["abcd", "c"], "", 4),
         ("abcx", ["abcd", "c"], "ab", 4),
         ("abc", ["abcd", "c"], "ab", 3),
         ("ab--c", ["--", "-"], "ab", 3),
@@ -312,12 +347,15 @@ def served(serve):
     pytest.importorskip("starlette", reason="starlette is not installed")
     uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed")
     server_module = importlib.import_module("server")
-    model, *_ = server_module.load("tiny", "cpu", torch.float32, 64)  # net's weights; its norms and MLPs are patched
+    # net's weights; its norms and MLPs are patched
+    model, *_ = server_module.load("tiny", "cpu", torch.float32, 64)
     engine = serve["engine"].Engine(model, max_batch=4)
     own = socket.socket()  # the server's from here on: nobody else gets the port
     own.bind(("127.0.0.1", 0))
     port = own.getsockname()[1]
-    config = uvicorn.Config(server_module.application(engine), log_level="error", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        server_module.application(engine), log_level="error", timeout_graceful_shutdown=1
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([own],), daemon=True)
     thread.start()
@@ -327,7 +365,9 @@ def served(serve):
 
     def post(body, stream=False):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        connection.request("POST", "/v1/completions", body if isinstance(body, (bytes, str)) else json.dumps(body))
+        connection.request(
+            "POST", "/v1/completions", body if isinstance(body, (bytes, str)) else json.dumps(body)
+        )
         answer = connection.getresponse()
         return (connection, answer) if stream else (answer.status, json.loads(answer.read()))
 
@@ -337,14 +377,18 @@ def served(serve):
 
 
 def test_over_http(serve, served, wanted):
-    """Streamed and whole, refusals by name, clients that go away, and the end of the server under load."""
+    """Streamed and whole, refusals by name, clients that go away, and the end of the server under
+    load."""
     engine, post, port, server, thread = served
     (prompt,) = prompts_of(20, seed=2)
     body = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
     want = serve["text"].Bytes().decode(wanted(prompt, 12))
     status, answer = post(body)
     assert status == 200 and answer["choices"][0]["text"] == want
-    assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 12
+    assert (
+        answer["choices"][0]["finish_reason"] == "length"
+        and answer["usage"]["completion_tokens"] == 12
+    )
     _, stream = post(body | {"stream": True}, stream=True)
     lines = [line[6:].strip() for line in stream.read().splitlines() if line.startswith(b"data: ")]
     assert lines[-1] == b"[DONE]" and len(lines) > 3
@@ -360,7 +404,10 @@ def test_over_http(serve, served, wanted):
         ({"prompt": "x", "tempo": 2}, "tempo"),
     ):
         status, answer = post(bad)
-        assert status == 400 and answer["error"]["param"] == parameter, (bad if len(bad) < 99 else "", answer)
+        assert status == 400 and answer["error"]["param"] == parameter, (
+            bad if len(bad) < 99 else "",
+            answer,
+        )
     assert post(b"x" * (5 << 20))[0] == 413
 
     long = {"prompt": prompt, "max_tokens": 900, "temperature": 0}

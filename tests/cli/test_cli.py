@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""gpukern info, doctor and explain, by the console script's entry point; tune and bench stand in test_tuning.py."""
+"""gpukern info, doctor and explain, by the console script's entry point; tune and bench stand in
+test_tuning.py."""
 
 import contextlib
 import io
@@ -55,7 +56,9 @@ def test_info_as_json():
 
 def test_explain_as_json():
     status, out = run("explain", "gemm", "5", "6", "7", "--json")
-    assert status == 0 and json.loads(out) == torch_gpukern.explain("gemm", torch.empty(5, 7), torch.empty(7, 6))
+    assert status == 0 and json.loads(out) == torch_gpukern.explain(
+        "gemm", torch.empty(5, 7), torch.empty(7, 6)
+    )
     found = json.loads(run("explain", "flash_attn", "--seq-q", "32", "--json", "--measure")[1])
     assert found.pop("measured_us") > 0
     q = torch.empty(1, 8, 32, 64)
@@ -68,23 +71,33 @@ BUILT_FOR_CUDA = pytest.mark.skipif(
 
 
 def test_explain_of_few_bits():
-    """Scales and packed weights are made from the options; what they say is what the same call says in Python."""
+    """Scales and packed weights are made from the options; what they say is what the same call says
+    in Python."""
     call = ["scaled_gemm", "70", "130", "300", "--scales", "1x128,128x128", "--json"]
     a, b = (torch.ones(rows, 300, dtype=torch.float8_e4m3fn) for rows in (70, 130))
     want = torch_gpukern.explain("scaled_gemm", a, b.mT, torch.ones(70, 3), torch.ones(2, 3).mT)
     assert json.loads(run("explain", *call)[1]) == want
     if torch.ops.gpukern.cuda_kernels.default():
-        assert json.loads(run("explain", *call, "--arch", "sm_90")[1])["row"] == "scaled_gemm_sm90a_e4m3_block_128x128"
+        assert (
+            json.loads(run("explain", *call, "--arch", "sm_90")[1])["row"]
+            == "scaled_gemm_sm90a_e4m3_block_128x128"
+        )
     assert "_i8_" in json.loads(run("explain", *call[:-3], "--dtype", "int8", "--json")[1])["row"]
     for format, group in (("int4", 128), ("mxfp4", 32), ("nvfp4", 16), ("e4m3", 64)):
         more = ["--group", str(group)] if format == "e4m3" else []
-        found = json.loads(run("explain", "weight_gemm", "3", "100", "300", "--format", format, *more, "--json")[1])
+        found = json.loads(
+            run("explain", "weight_gemm", "3", "100", "300", "--format", format, *more, "--json")[1]
+        )
         packed = torch.zeros(2, 5, 4096 if format == "e4m3" else 2048, dtype=torch.uint8)
         scale = torch.ones(-(-300 // group), 100)
         a = torch.ones(3, 300, dtype=torch.bfloat16)
         assert found == torch_gpukern.explain("weight_gemm", a, packed, scale, 100, format)
     x = torch.ones(3, 300, dtype=torch.bfloat16)
-    found = json.loads(run("explain", "quantize", "3", "300", "--granularity", "1x128", "--to", "int8", "--json")[1])
+    found = json.loads(
+        run("explain", "quantize", "3", "300", "--granularity", "1x128", "--to", "int8", "--json")[
+            1
+        ]
+    )
     assert found == torch_gpukern.explain("quantize", x, torch.int8, "1x128")
     found = json.loads(run("explain", "sparse_gemm", "3", "100", "300", "--json")[1])
     kept = torch.ones(100, 150, dtype=torch.bfloat16), torch.zeros(100, 38, dtype=torch.uint8)
@@ -94,33 +107,59 @@ def test_explain_of_few_bits():
         (["--scales", "block"], (torch.ones(300, 3), torch.ones(3, 3, 1))),
         (["--dtype", "bfloat16"], ()),
     ):
-        call = ["grouped_gemm", "300", "100", "300", "--groups", "3", "--dtype", "float8_e4m3fn", "--json", *more]
+        call = [
+            "grouped_gemm",
+            "300",
+            "100",
+            "300",
+            "--groups",
+            "3",
+            "--dtype",
+            "float8_e4m3fn",
+            "--json",
+            *more,
+        ]
         dtype = torch.float8_e4m3fn if scales else torch.bfloat16
         a, b = torch.ones(300, 300).to(dtype), torch.ones(3, 100, 300).to(dtype)
-        assert json.loads(run("explain", *call)[1]) == torch_gpukern.explain("grouped_gemm", a, b.mT, offs, *scales)
+        assert json.loads(run("explain", *call)[1]) == torch_gpukern.explain(
+            "grouped_gemm", a, b.mT, offs, *scales
+        )
     with pytest.raises(SystemExit):
         main(["explain", "scaled_gemm", "4", "4", "4", "--scales", "row,row,row"])
 
 
 def test_every_op_that_is_explained_has_options(monkeypatch):
-    """And the call that they say is one that the op takes, on the CPU and on a GPU that is not here."""
+    """And the call that they say is one that the op takes, on the CPU and on a GPU that is not
+    here."""
     monkeypatch.setattr(explained.timing, "median_us", lambda call, device: (call(), 2.0)[1])
     assert set(explained.CALLS) == set(torch_gpukern.EXPLAINED)
     more = [
         "grouped_gemm 9 16 256 --dtype float8_e4m3fn --scales block",
         "grouped_gemm 9 16 32 --groups 3 --dtype float32",
     ]
-    more += ["sparse_gemm 3 16 36", "sparse_gemm 3 16 32 --dtype int8", "dequantize 200 300 --granularity 128x128"]
-    more += ["quantize 8 64 --granularity 1x32", "rms_norm 4 8 --residual", "rope 5 --heads 4 --heads-kv 2"]
+    more += [
+        "sparse_gemm 3 16 36",
+        "sparse_gemm 3 16 32 --dtype int8",
+        "dequantize 200 300 --granularity 128x128",
+    ]
+    more += [
+        "quantize 8 64 --granularity 1x32",
+        "rms_norm 4 8 --residual",
+        "rope 5 --heads 4 --heads-kv 2",
+    ]
     sizes = {"m": "8", "n": "16", "k": "32", "tokens": "5"}
     for op, call in explained.CALLS.items():
         tokens = (
-            ["--seq-q", "8", "--seq-k", "16"] if op in ("flash_attn", "flash_attn_varlen", "flash_attn_bwd") else []
+            ["--seq-q", "8", "--seq-k", "16"]
+            if op in ("flash_attn", "flash_attn_varlen", "flash_attn_bwd")
+            else []
         )
         more.append(" ".join([op, *(sizes[name] for name in call.sizes.split()), *tokens]))
     for line in more:
         status, out = run("explain", *line.split(), "--measure")
-        assert status == 0 and re.search(r"^measured +2\.0 us, [\d.,]+ GFLOP/s, [\d.,]+ GB/s$", out, re.M), line
+        assert status == 0 and re.search(
+            r"^measured +2\.0 us, [\d.,]+ GFLOP/s, [\d.,]+ GB/s$", out, re.M
+        ), line
         if torch.ops.gpukern.cuda_kernels.default():
             status, out = run("explain", *line.split(), "--arch", "sm_90")
             assert status == 0 and re.search(r"^no faster than +[\d.]+ us$", out, re.M), line
@@ -133,14 +172,38 @@ def test_every_op_that_is_explained_has_options(monkeypatch):
         (("gemm", "4096", "4096", "4096", "--dtype", "bfloat16"), "sm_90", "gemm_sm90a_bf16_"),
         (("gemm", "4096", "4096", "4096", "--dtype", "bfloat16"), "sm_89", "gemm_sm80_bf16_"),
         (("gemm", "1024", "1024", "1024"), "sm_80", "gemm_plain_f32_"),
-        (("flash_attn", "--dtype", "float16", "--head-dim", "128"), "sm_90", "flash_attn_fwd_sm90a_f16_"),
-        (("flash_attn", "--dtype", "float16", "--head-dim", "128"), "sm_86", "flash_attn_fwd_sm80_f16_"),
+        (
+            ("flash_attn", "--dtype", "float16", "--head-dim", "128"),
+            "sm_90",
+            "flash_attn_fwd_sm90a_f16_",
+        ),
+        (
+            ("flash_attn", "--dtype", "float16", "--head-dim", "128"),
+            "sm_86",
+            "flash_attn_fwd_sm80_f16_",
+        ),
         (("flash_attn_varlen", "--dtype", "bfloat16"), "sm_90", "flash_attn_fwd_"),
-        (("flash_attn_bwd", "--dtype", "bfloat16", "--head-dim", "128"), "sm_90", "flash_attn_bwd_"),
-        (("paged_attn", "--dtype", "bfloat16", "--head-dim", "128"), "sm_80", "paged_attn_sm80_bf16_"),
+        (
+            ("flash_attn_bwd", "--dtype", "bfloat16", "--head-dim", "128"),
+            "sm_90",
+            "flash_attn_bwd_",
+        ),
+        (
+            ("paged_attn", "--dtype", "bfloat16", "--head-dim", "128"),
+            "sm_80",
+            "paged_attn_sm80_bf16_",
+        ),
         (("grouped_gemm", "512", "1024", "1024"), "sm_90", "grouped_gemm_sm90a_bf16_"),
-        (("grouped_gemm", "512", "1024", "1024", "--dtype", "float8_e4m3fn"), "sm_90", "grouped_gemm_fp8_sm90a_e4m3_"),
-        (("sparse_gemm", "512", "1024", "1024", "--dtype", "float8_e4m3fn"), "sm_90", "sparse_gemm_sm90a_e4m3_"),
+        (
+            ("grouped_gemm", "512", "1024", "1024", "--dtype", "float8_e4m3fn"),
+            "sm_90",
+            "grouped_gemm_fp8_sm90a_e4m3_",
+        ),
+        (
+            ("sparse_gemm", "512", "1024", "1024", "--dtype", "float8_e4m3fn"),
+            "sm_90",
+            "sparse_gemm_sm90a_e4m3_",
+        ),
         (("quantize", "64", "1024"), "sm_90", "quantize_sm90a_bf16"),
     ],
 )
@@ -150,7 +213,10 @@ def test_explain_for_a_gpu_that_is_not_there(call, arch, row):
     assert status == 0 and found["row"].startswith(row), found
     assert found["isa"] == ("sm_90a" if "sm90a" in found["row"] else "sm_80")
     assert found["bound_us"] > 0 and found["tasks"] > 0 and found["bytes"] > 0
-    assert f"no faster than      {found['bound_us']:.1f} us" in run("explain", *call, "--arch", arch)[1]
+    assert (
+        f"no faster than      {found['bound_us']:.1f} us"
+        in run("explain", *call, "--arch", arch)[1]
+    )
     # the next call speaks of its own tensors again
     assert json.loads(run("explain", *call, "--json")[1])["row"].startswith(row.split("_")[0])
     assert json.loads(run("explain", *call, "--json")[1])["bound_us"] == 0
@@ -168,17 +234,22 @@ def test_a_described_gpu_runs_nothing():
         torch.testing.assert_close(torch_gpukern.gemm(a, a.t()), torch.full((3, 3), 4.0))
     finally:
         torch.ops.gpukern.explain_for("")
-    with pytest.raises((ValueError, RuntimeError), match='arch is "sm_75"; expected sm_80, sm_86, sm_89 or sm_90'):
+    with pytest.raises(
+        (ValueError, RuntimeError), match='arch is "sm_75"; expected sm_80, sm_86, sm_89 or sm_90'
+    ):
         torch_gpukern.explain("gemm", a, a.t(), arch="sm_75")
 
 
 @pytest.mark.gpu
 def test_a_described_gpu_answers_as_a_real_one():
-    """On one of its architecture: the same kernel and tile, where no estimate of a bandwidth decides."""
+    """On one of its architecture: the same kernel and tile, where no estimate of a bandwidth
+    decides."""
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
     if arch not in torch_gpukern.ARCHS:
         pytest.skip(f"no GPU of {arch} is described")
-    x, q = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((4096, 4096), (2, 16, 4096, 128)))
+    x, q = (
+        torch.empty(shape, dtype=torch.bfloat16) for shape in ((4096, 4096), (2, 16, 4096, 128))
+    )
     for op, call in (
         ("gemm", (x, x)),
         ("flash_attn", (q, q, q)),
@@ -186,7 +257,9 @@ def test_a_described_gpu_answers_as_a_real_one():
     ):
         here = torch_gpukern.explain(op, *(tensor.cuda() for tensor in call))
         there = torch_gpukern.explain(op, *call, arch=arch)
-        assert [here[k] for k in ("row", "isa", "tile")] == [there[k] for k in ("row", "isa", "tile")]
+        assert [here[k] for k in ("row", "isa", "tile")] == [
+            there[k] for k in ("row", "isa", "tile")
+        ]
 
 
 class Written(TorchDispatchMode):
@@ -205,26 +278,46 @@ class Written(TorchDispatchMode):
 
 
 def test_explain_writes_no_large_tensor():
-    """So that a product of codes of a size that memory does not hold is explained, and takes no time."""
-    sizes = {"m n k": ("1024", "1024", "1024"), "m n": ("1024", "1024"), "tokens": ("1024",), "": ()}
-    more = {"gemm": ("--layout", "TT"), "scaled_gemm": ("--scales", "1x32"), "grouped_gemm": ("--scales", "block")}
+    """So that a product of codes of a size that memory does not hold is explained, and takes no
+    time."""
+    sizes = {
+        "m n k": ("1024", "1024", "1024"),
+        "m n": ("1024", "1024"),
+        "tokens": ("1024",),
+        "": (),
+    }
+    more = {
+        "gemm": ("--layout", "TT"),
+        "scaled_gemm": ("--scales", "1x32"),
+        "grouped_gemm": ("--scales", "block"),
+    }
     for op, call in explained.CALLS.items():
         with Written() as mode:
-            status, _ = run("explain", op, *sizes[call.sizes], *more.get(op, ()), "--dtype", list(call.dtypes)[-1])
+            status, _ = run(
+                "explain",
+                op,
+                *sizes[call.sizes],
+                *more.get(op, ()),
+                "--dtype",
+                list(call.dtypes)[-1],
+            )
         assert (status, mode.found) == (0, []), op
 
 
 def test_explain_for_an_arch_refuses(capsys):
     for more in (("--measure",), ("--device", "cuda")):
         assert main(["explain", "gemm", "4", "4", "4", "--arch", "sm_90", *more]) == 1
-        assert capsys.readouterr().err.startswith("explain: --arch speaks of a GPU that need not be there")
+        assert capsys.readouterr().err.startswith(
+            "explain: --arch speaks of a GPU that need not be there"
+        )
     if not torch.ops.gpukern.cuda_kernels.default():
         assert main(["explain", "gemm", "4", "4", "4", "--arch", "sm_90"]) == 1
         assert "was built without CUDA kernels" in capsys.readouterr().err
 
 
 def test_bench_as_a_page(monkeypatch, tmp_path, capsys):
-    """Every op, plots and tables, by one file without scripts or links; a bar, or lines, while it measures."""
+    """Every op, plots and tables, by one file without scripts or links; a bar, or lines, while it
+    measures."""
     monkeypatch.setattr(bench.timing, "median_us", lambda call, device: (call(), 10.0)[1])
     for op, found in list(bench.BENCHES.items()):
         sizes = (1, 2) if op in ("paged_attn", "weight_gemm") else (16, 32)
@@ -239,12 +332,15 @@ def test_bench_as_a_page(monkeypatch, tmp_path, capsys):
         and shown.out.endswith(f"wrote {path}\n")
     )
     text = path.read_text()
-    root = xml.etree.ElementTree.fromstring(re.sub(r'<!doctype html>|<meta charset="utf-8">', "", text))
+    root = xml.etree.ElementTree.fromstring(
+        re.sub(r'<!doctype html>|<meta charset="utf-8">', "", text)
+    )
     lines = [op for op in bench.BENCHES if op != "flash_attn"]
     lines[1:1] = ["flash_attn", "flash_attn, causal"]
     assert [x.text for x in root.iter("h2")] == lines
     svg = "{http://www.w3.org/2000/svg}"
-    drawn = len(list(root.iter(f"{svg}polyline")))  # ours and PyTorch's, of which not every build has all
+    # ours and PyTorch's, of which not every build has all
+    drawn = len(list(root.iter(f"{svg}polyline")))
     assert drawn >= 2 * len(lines) and len(list(root.iter(f"{svg}circle"))) == 2 * drawn
     assert len(list(root.iter("tr"))) == 3 * len(lines)
     assert not re.search(r"<script|href|src=", text)
@@ -267,13 +363,21 @@ def test_doctor_finds_what_is_wrong(monkeypatch, tmp_path):
     real = doctor.gemm
     monkeypatch.setattr(doctor, "gemm", lambda *args, **options: real(*args, **options) * 1.01)
     status, out = run("doctor")
-    assert status == 1 and "FAILED  calls on cpu: results are wrong by " in out and out.endswith("checks failed\n")
+    assert (
+        status == 1
+        and "FAILED  calls on cpu: results are wrong by " in out
+        and out.endswith("checks failed\n")
+    )
     monkeypatch.setattr(doctor, "gemm", real)
     broken = tmp_path / "tuned.json"
     broken.write_text("{")
     monkeypatch.setenv("GPUKERN_TUNED", str(broken))
     status, out = run("doctor")
-    assert status == 1 and f"FAILED  tuned gemms: {broken}: it is not JSON" in out and f"to do: remove {broken}" in out
+    assert (
+        status == 1
+        and f"FAILED  tuned gemms: {broken}: it is not JSON" in out
+        and f"to do: remove {broken}" in out
+    )
 
 
 def test_doctor_of_an_instruction_set_that_is_not_there():
@@ -282,7 +386,10 @@ def test_doctor_of_an_instruction_set_that_is_not_there():
         env={"GPUKERN_CPU": "banana"},
         check=False,
     )
-    assert done.returncode == 1 and "to do: unset GPUKERN_CPU, or name one that this machine has" in done.stdout
+    assert (
+        done.returncode == 1
+        and "to do: unset GPUKERN_CPU, or name one that this machine has" in done.stdout
+    )
 
 
 def test_doctor_advises_what_can_be_done_here(monkeypatch, tmp_path):
@@ -308,8 +415,13 @@ def test_layout_prints_its_table():
 3 | 24 25 26 27 28 29 30 31
 """
     )
-    assert "0 | 0 2 4 6\n" in run("layout", "4:2")[1] and "|" not in run("layout", "4:2", "--access", "2")[1]
-    assert "0 | T0 V0 T0 V1" in run("layout", "--atom", "mma.c")[1].replace(" 0 |  T0", "0 | T0").replace("  ", " ")
+    assert (
+        "0 | 0 2 4 6\n" in run("layout", "4:2")[1]
+        and "|" not in run("layout", "4:2", "--access", "2")[1]
+    )
+    assert "0 | T0 V0 T0 V1" in run("layout", "--atom", "mma.c")[1].replace(
+        " 0 |  T0", "0 | T0"
+    ).replace("  ", " ")
     assert (
         "64 x" in run("layout", "(100,100):(100,1)")[1]
         and "--svg draws all of it" in run("layout", "(100,100):(100,1)")[1]
@@ -323,25 +435,46 @@ def test_layout_prints_its_table():
     [
         ("layout (4,8):(8,1) --access 4 --elem-bytes 0", "must be 1 or more, got 0"),
         ("layout (4,8):(8,1) --access 0", "argument --access: invalid choice: 0"),
-        ("layout (99999999,8):(1,1)", "layout: (99999999,8):(1,1) has 799999992 elements; at most 1048576"),
+        (
+            "layout (99999999,8):(1,1)",
+            "layout: (99999999,8):(1,1) has 799999992 elements; at most 1048576",
+        ),
         ("layout (4,8:(8,1)", "layout '(4,8:(8,1)': expected ',', found ':'"),
         ("layout (4,0):(1,1)", "layout: shape is (4,0); sizes must be 1 or more"),
-        ("explain gemm 99999999999999999999 4 4", "argument M: must be at most 9223372036854775807"),
+        (
+            "explain gemm 99999999999999999999 4 4",
+            "argument M: must be at most 9223372036854775807",
+        ),
         ("explain gemm 9223372036854775807 9223372036854775807 4", "explain: "),
-        ("explain gemm 10000000 10000000 16", "explain: no memory for a tensor of 400000000000000 bytes: explain has"),
+        (
+            "explain gemm 10000000 10000000 16",
+            "explain: no memory for a tensor of 400000000000000 bytes: explain has",
+        ),
         (
             "explain gemm 16 16 100000000000000",
             "explain: no memory for a tensor of 6400000000000000 bytes: explain has",
         ),
-        ("explain flash_attn --seq-q 100000000000 --seq-k 16", "explain: no memory for a tensor of "),
-        ("explain flash_attn --window-left 99999999999999999999", "must be at most 9223372036854775807"),
+        (
+            "explain flash_attn --seq-q 100000000000 --seq-k 16",
+            "explain: no memory for a tensor of ",
+        ),
+        (
+            "explain flash_attn --window-left 99999999999999999999",
+            "must be at most 9223372036854775807",
+        ),
         ("explain flash_attn --window-left -2", "must be -1 or more"),
-        ("occupancy --registers 300 --threads 8", "occupancy: registers is 300; a thread has 0 to 255"),
+        (
+            "occupancy --registers 300 --threads 8",
+            "occupancy: registers is 300; a thread has 0 to 255",
+        ),
         ("occupancy --registers 30 --threads 0", "occupancy: threads is 0; a block has 1 to 1024"),
         ("occupancy --registers 30", "occupancy: --registers stands for a kernel"),
         ("roofline README.md", "roofline: README.md: no JSON of benchmarks/results/: "),
         ("roofline pyproject.toml", "roofline: pyproject.toml: no JSON of benchmarks/results/: "),
-        ("bench gemm --dtype bfloat16 --quick", "bench: --quick is an option of the repository's benchmarks"),
+        (
+            "bench gemm --dtype bfloat16 --quick",
+            "bench: --quick is an option of the repository's benchmarks",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_said_in_a_line(line, text, capsys, monkeypatch):
@@ -370,50 +503,79 @@ def test_the_same_word_is_not_said_twice(capsys, monkeypatch):
         assert cli._said("occupancy", ValueError(text)) == said
 
 
-@pytest.mark.parametrize("command", ("info --kernels", "layout (64,64):(64,1)", "occupancy --threads 128"))
+@pytest.mark.parametrize(
+    "command", ("info --kernels", "layout (64,64):(64,1)", "occupancy --threads 128")
+)
 def test_a_reader_that_has_enough(command):
     """`gpukern info | head -1`: no traceback, the status that a shell gives."""
-    script = f"set -o pipefail; {sys.executable} -m torch_gpukern {command.replace('(', chr(92) + '(').replace(')', chr(92) + ')')} | (read x; exec 0<&-; sleep 0.1)"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    script = f"set -o pipefail; {sys.executable} -m torch_gpukern {command.replace('(', chr(92) + '(').replace(')', chr(92) + ')')} | (read x; exec 0<&-; sleep 0.1)"  # noqa: E501
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
     assert done.stderr == "" and done.returncode in (0, 141)
 
 
 def test_bench_in_a_checkout_drops_no_option(monkeypatch, capsys):
     called = []
     monkeypatch.setattr(
-        bench.subprocess, "run", lambda command: called.append(command[1:]) or SimpleNamespace(returncode=7)
+        bench.subprocess,
+        "run",
+        lambda command: called.append(command[1:]) or SimpleNamespace(returncode=7),
     )
-    monkeypatch.setattr(bench, "_measured", lambda work, device: called.append((work, device.type)) or [])
+    monkeypatch.setattr(
+        bench, "_measured", lambda work, device: called.append((work, device.type)) or []
+    )
     script = str(Path(__file__).parents[2] / "benchmarks" / "bench_flash_attn.py")
     assert main(["bench", "flash_attn", "--quick", "--device", "cuda", "--only", "full"]) == 7
     assert called.pop() == [script, "--device", "cuda", "--quick", "--only", "full"]
     assert main(["bench", "flash_attn"]) == 7 and called.pop() == [script]
-    assert main(["bench", "rows", "--list"]) == 7 and called.pop() == [script.replace("flash_attn", "rows"), "--list"]
-    assert main(["bench", "flash_attn", "--dtype", "bfloat16"]) == 0  # the repository's benchmarks measure every dtype
+    assert main(["bench", "rows", "--list"]) == 7 and called.pop() == [
+        script.replace("flash_attn", "rows"),
+        "--list",
+    ]
+    # the repository's benchmarks measure every dtype
+    assert main(["bench", "flash_attn", "--dtype", "bfloat16"]) == 0
     assert called.pop() == ([("flash_attn", 1024, "bfloat16")], "cpu")
     monkeypatch.setattr(bench, "CHECKOUT", Path("/nowhere"))
-    assert main(["bench", "flash_attn"]) == 0 and called.pop() == ([("flash_attn", 1024, "float32")], "cpu")
-    assert main(["bench", "flash_attn", "--quick"]) == 2 and "which are not here" in capsys.readouterr().err
-    assert main(["bench", "rows"]) == 1 and "bench: op is 'rows'; expected one of gemm, " in capsys.readouterr().err
+    assert main(["bench", "flash_attn"]) == 0 and called.pop() == (
+        [("flash_attn", 1024, "float32")],
+        "cpu",
+    )
+    assert (
+        main(["bench", "flash_attn", "--quick"]) == 2
+        and "which are not here" in capsys.readouterr().err
+    )
+    assert (
+        main(["bench", "rows"]) == 1
+        and "bench: op is 'rows'; expected one of gemm, " in capsys.readouterr().err
+    )
 
 
 def test_bench_names_what_there_is(capsys):
-    """Every file of the repository's benchmarks, and of a file its groups and rows, which the harness says and nothing measures."""
+    """Every file of the repository's benchmarks, and of a file its groups and rows, which the
+    harness says and nothing measures."""
     assert main(["bench", "--list"]) == 0
     out = capsys.readouterr().out
     folder = Path(__file__).parents[2] / "benchmarks"
     for path in folder.glob("bench_*.py"):
         assert re.search(rf"^benchmarks/{path.name} +\w", out, re.M)
     assert all(re.search(rf"^{op} ", out, re.M) for op in bench.BENCHES)
-    listed = subprocess.run([sys.executable, folder / "bench_scaled_gemm.py", "--list"], capture_output=True, text=True)
+    listed = subprocess.run(
+        [sys.executable, folder / "bench_scaled_gemm.py", "--list"], capture_output=True, text=True
+    )
     groups = dict(line.split(": ") for line in listed.stdout.splitlines())
-    assert {"tensor", "row", "block", "int8"} <= set(groups) and "1024x1024x1024 bf16" in groups["block"].split(", ")
+    assert {"tensor", "row", "block", "int8"} <= set(groups) and "1024x1024x1024 bf16" in groups[
+        "block"
+    ].split(", ")
 
 
 def test_bench_of_a_dtype_that_an_op_has_not(capsys):
     assert main(["bench", "sparse_gemm", "--dtype", "float32"]) == 1
     assert capsys.readouterr().err == "bench: sparse_gemm is of bfloat16 or float16, got float32\n"
-    assert main(["bench", "rows", "--small"]) == 1 and "rows has no table of its own" in capsys.readouterr().err
+    assert (
+        main(["bench", "rows", "--small"]) == 1
+        and "rows has no table of its own" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("op", [op for op in bench.BENCHES if op != "paged_attn"])
@@ -462,7 +624,11 @@ def test_the_readme_s_own_line_runs_on_every_build():
 
 def test_unknown_arguments_end_in_the_usage_of_their_command(capsys):
     for line, usage, text in (
-        ("explain flash_attn 2 32 4096 128", "explain flash_attn", "unknown argument 2; sizes go by name: --batch 2 --heads 32"),
+        (
+            "explain flash_attn 2 32 4096 128",
+            "explain flash_attn",
+            "unknown argument 2; sizes go by name: --batch 2 --heads 32",
+        ),
         ("explain gemm 4 4 4 --hedas 3", "explain gemm", "unknown argument --hedas"),
         ("info --jsn", "info", "unknown argument --jsn"),
         ("tune gemm --shapes 4x4x4 --dtypo x", "tune gemm", "unknown argument --dtypo"),
@@ -480,10 +646,14 @@ def test_a_closed_standard_output(monkeypatch):
 
 
 def test_explain_for_an_arch_without_cuda_kernels_says_how(monkeypatch, capsys):
-    monkeypatch.setattr(torch_gpukern, "_ops", SimpleNamespace(cuda_kernels=SimpleNamespace(default=lambda: "")))
+    monkeypatch.setattr(
+        torch_gpukern, "_ops", SimpleNamespace(cuda_kernels=SimpleNamespace(default=lambda: ""))
+    )
     assert main(["explain", "gemm", "4", "4", "4", "--arch", "sm_90"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("explain: arch is sm_90, and this gpukern was built without CUDA kernels")
+    assert said.startswith(
+        "explain: arch is sm_90, and this gpukern was built without CUDA kernels"
+    )
     assert "GPUKERN_CUDA=1 pip install ." in said
 
 
@@ -491,7 +661,12 @@ def test_ticks_are_even_and_round():
     for top in (0.003, 0.9, 1.0, 7, 73.2, 99.9, 1234, 5e7):
         ticks = charts.even_ticks(top)
         steps = {round((b - a) / (ticks[1] - ticks[0]), 9) for a, b in zip(ticks, ticks[1:])}
-        assert steps == {1.0} and ticks[0] == 0 and ticks[-2] < top <= ticks[-1] * (1 + 1e-9) and 4 <= len(ticks) <= 7
+        assert (
+            steps == {1.0}
+            and ticks[0] == 0
+            and ticks[-2] < top <= ticks[-1] * (1 + 1e-9)
+            and 4 <= len(ticks) <= 7
+        )
     assert charts.even_ticks(90) == [0, 20, 40, 60, 80, 100] and charts.even_ticks(0) == [0, 1]
     assert charts.decades(0.5, 120) == [
         (0.5, False),
@@ -507,13 +682,23 @@ def test_ticks_are_even_and_round():
 
 
 def test_a_plot_says_what_stands_on_its_axes():
-    for op, unit, across in (("gemm", "GFLOP/s", "M = N = K"), ("paged_attn", "GB/s", "sequences of 2048 keys")):
-        case = bench.BENCHES[op].cases(1 if op == "paged_attn" else 16, torch.float32, torch.device("cpu"))[0]
+    for op, unit, across in (
+        ("gemm", "GFLOP/s", "M = N = K"),
+        ("paged_attn", "GB/s", "sequences of 2048 keys"),
+    ):
+        case = bench.BENCHES[op].cases(
+            1 if op == "paged_attn" else 16, torch.float32, torch.device("cpu")
+        )[0]
         assert case.unit == unit
         points = [
-            bench.Measured(op, size, f"{op} {size}", 1e6, unit, {"gpukern": 9.0, "theirs": 11.0}) for size in (16, 64)
+            bench.Measured(op, size, f"{op} {size}", 1e6, unit, {"gpukern": 9.0, "theirs": 11.0})
+            for size in (16, 64)
         ]
         drawn = bench.plot(op, points)
-        assert f">{op}: {unit}</text>" in drawn and f">{across}</text>" in drawn and f">{unit}</text>" in drawn
+        assert (
+            f">{op}: {unit}</text>" in drawn
+            and f">{across}</text>" in drawn
+            and f">{unit}</text>" in drawn
+        )
         assert "<path d=" in drawn and ">0</text>" in drawn
     assert case.work == 2 * 2048 * 8 * 128 * 4  # keys and values that one sequence reads

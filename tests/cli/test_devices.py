@@ -31,19 +31,31 @@ H200 = SimpleNamespace(
 def test_without_a_gpu_it_says_so_and_shows_the_cpu(capsys):
     assert main(["device"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("no GPU that torch can use: the CPU alone\n\ndevice") and "instruction sets" in out
+    assert (
+        out.startswith("no GPU that torch can use: the CPU alone\n\ndevice")
+        and "instruction sets" in out
+    )
     assert main(["device", "--json"]) == 0
     known = json.loads(capsys.readouterr().out)
     assert known["gpus"] == [] and known["cpu"]["isa"] in known["cpu"]["isas"]
-    assert 1 <= known["cpu"]["cores_allowed"] <= known["cpu"]["cores"] and known["cpu"]["name"] in out
+    assert (
+        1 <= known["cpu"]["cores_allowed"] <= known["cpu"]["cores"] and known["cpu"]["name"] in out
+    )
 
 
 def test_a_gpu_with_nominal_and_measured_rates():
     known = devices.gpu_facts(H200, 0)
-    assert known["derived_f32_gflops"] == pytest.approx(66.9e3, rel=1e-3)  # what the data sheet says
+    # what the data sheet says
+    assert known["derived_f32_gflops"] == pytest.approx(66.9e3, rel=1e-3)
     assert known["derived_read_gbs"] == pytest.approx(4800, rel=0.03)
-    assert known["ridge_flops_per_byte"] == pytest.approx(206, abs=0.5) and known["blocks_per_sm"] == 32
-    assert 700e3 < known["measured"]["bf16"] < known["nominal"]["bf16"] and known["measured"]["read"] > 4000
+    assert (
+        known["ridge_flops_per_byte"] == pytest.approx(206, abs=0.5)
+        and known["blocks_per_sm"] == 32
+    )
+    assert (
+        700e3 < known["measured"]["bf16"] < known["nominal"]["bf16"]
+        and known["measured"]["read"] > 4000
+    )
     text = devices.gpu_text(known)
     assert "132, 1.98 GHz at most" in text and "60 MiB" in text and "206 FLOPs a byte" in text
     assert "nominal, dense" in text and "bf16 989.4 TFLOP/s" in text
@@ -51,15 +63,25 @@ def test_a_gpu_with_nominal_and_measured_rates():
 
 def test_a_gpu_that_says_little():
     """An older torch tells no clocks, and no data sheet of another name is taken for this one's."""
-    bare = SimpleNamespace(name="NVIDIA H200 NVL", major=9, minor=0, multi_processor_count=132, total_memory=1 << 37)
+    bare = SimpleNamespace(
+        name="NVIDIA H200 NVL", major=9, minor=0, multi_processor_count=132, total_memory=1 << 37
+    )
     known = devices.gpu_facts(bare, 3)
     assert "nominal" not in known and "clock_ghz" not in known and known["measured"] == {}
     text = devices.gpu_text(known)
-    assert "cuda:3, NVIDIA H200 NVL" in text and "no saved run on a device of this name" in text and "None" not in text
+    assert (
+        "cuda:3, NVIDIA H200 NVL" in text
+        and "no saved run on a device of this name" in text
+        and "None" not in text
+    )
 
 
 @pytest.mark.gpu
 def test_this_gpu(capsys):
     assert main(["device", "--json"]) == 0
     (known, *_) = json.loads(capsys.readouterr().out)["gpus"]
-    assert known["name"] == torch.cuda.get_device_name(0) and known["sms"] > 0 and known["clock_ghz"] > 0.5
+    assert (
+        known["name"] == torch.cuda.get_device_name(0)
+        and known["sms"] > 0
+        and known["clock_ghz"] > 0.5
+    )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""python -m torch_gpukern occupancy: the rules of an SM against cases worked out by hand, and what it reads of a library."""
+"""python -m torch_gpukern occupancy: the rules of an SM against cases worked out by hand, and what
+it reads of a library."""
 
 import importlib
 import sys
@@ -43,7 +44,9 @@ def test_what_cuobjdump_says():
 
 
 def test_command_line(capsys, tmp_path):
-    assert cli.main(["occupancy", "--registers", "168", "--threads", "384", "--shared", "200000"]) == 0
+    assert (
+        cli.main(["occupancy", "--registers", "168", "--threads", "384", "--shared", "200000"]) == 0
+    )
     assert "registers, shared memory" in capsys.readouterr().out
     assert cli.main(["occupancy", "gemm_sm90a", "--threads", "384"]) == 0
     assert "gemm_sm90a_kernel" in capsys.readouterr().out
@@ -81,8 +84,13 @@ def test_the_driver_agrees_with_the_calculator(measured):
 
 
 def test_an_installed_package_names_no_file_that_it_has_not(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys.modules["torch_gpukern.cli.occupancy"], "TABLE", tmp_path / "docs" / "resources.csv")
+    monkeypatch.setattr(
+        sys.modules["torch_gpukern.cli.occupancy"], "TABLE", tmp_path / "docs" / "resources.csv"
+    )
     assert cli.main(["occupancy"]) == 1
     said = capsys.readouterr().err
     assert str(tmp_path) not in said and "--from, or a kernel by --registers and --threads" in said
-    assert cli.main(["occupancy", "--from", str(tmp_path / "none.so")]) == 1 and "none.so does not exist" in capsys.readouterr().err
+    assert (
+        cli.main(["occupancy", "--from", str(tmp_path / "none.so")]) == 1
+        and "none.so does not exist" in capsys.readouterr().err
+    )

@@ -31,7 +31,9 @@ def test_where_a_row_stands():
     low = point_of("model", row(rate=200.0, roofline_percent=80.0, label="eager"), PEAKS)
     assert low.intensity == pytest.approx(25) and low.bound == "memory"
     skinny = point_of("gemm", row(unit="GB/s", rate=8.0, label="NT 1x4096x4096"), PEAKS)
-    assert skinny.intensity == pytest.approx(1, rel=1e-3) and skinny.gflops == pytest.approx(8, rel=1e-3)
+    assert skinny.intensity == pytest.approx(1, rel=1e-3) and skinny.gflops == pytest.approx(
+        8, rel=1e-3
+    )
     attention = point_of("flash_attn", row(group="forward causal", label="d64 B2 S1024"), PEAKS)
     assert attention.intensity == pytest.approx(1024 / 2 / 2) and attention.bound == "compute"
     assert point_of("model", row(label="eager"), PEAKS) is None
@@ -39,36 +41,57 @@ def test_where_a_row_stands():
 
 def test_short_calls_are_bound_by_latency():
     """Whose ceilings allow less time than a kernel takes at all: whatever their intensity."""
-    assert point_of("gemm", row(us=3.9), PEAKS, 2.0).bound == "latency"  # at half of its roofline: 1.95 us
+    # at half of its roofline: 1.95 us
+    assert point_of("gemm", row(us=3.9), PEAKS, 2.0).bound == "latency"
     assert point_of("gemm", row(us=4.1), PEAKS, 2.0).bound == "compute"
     low = row(us=100.0, roofline_percent=1.0, unit="GB/s", rate=0.1, label="NT 1x64x64")
-    assert point_of("gemm", low, PEAKS, 2.0).bound == "latency" and point_of("gemm", low, PEAKS).bound == "memory"
+    assert (
+        point_of("gemm", low, PEAKS, 2.0).bound == "latency"
+        and point_of("gemm", low, PEAKS).bound == "memory"
+    )
     _, _, points, _ = read_points(RESULTS / "nvidia-h200.json")
     assert {p.bound for p in points} == {"memory", "compute", "latency"}
     _, _, points, _ = read_points(RESULTS / "amd-epyc-2-threads-avx512bf16.json")
-    assert {p.bound for p in points} <= {"memory", "compute"}  # a CPU's own cost of a call is not measured
+    # a CPU's own cost of a call is not measured
+    assert {p.bound for p in points} <= {"memory", "compute"}
 
 
 def test_intensity_by_counters(capsys):
     """The ladder's rungs, of which the library's own asks memory for the least."""
     table = str(RESULTS.parent.parent / "learn" / "counters.csv")
-    assert cli.main(["roofline", "--counters", table, "--flops", str(2 * 4096**3), "--what", "rung"]) == 0
+    assert (
+        cli.main(["roofline", "--counters", table, "--flops", str(2 * 4096**3), "--what", "rung"])
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 18 and all(line.startswith("rung ") for line in lines[1:])
     rows = {line[: line.index("  ")]: line.split()[-4:] for line in lines[1:]}
     naive, tuned = (next(v for k, v in rows.items() if k.startswith(f"rung {n} ")) for n in (1, 13))
-    assert float(naive[1]) == pytest.approx(2 * 4096**3 / 1189981440, rel=1e-3) and naive[2:] == ["295", "memory"]
+    assert float(naive[1]) == pytest.approx(2 * 4096**3 / 1189981440, rel=1e-3) and naive[2:] == [
+        "295",
+        "memory",
+    ]
     assert float(tuned[1]) > 500 and tuned[3] == "compute" and float(tuned[0]) < float(tuned[1])
 
 
 def test_counted_intensities_stand_on_the_roofline(tmp_path, capsys):
-    """Each rung over what L2 and memory moved, under the nominal ceilings; the tensor pipe's share is the rate's."""
+    """Each rung over what L2 and memory moved, under the nominal ceilings; the tensor pipe's share
+    is the rate's."""
     pytest.importorskip("matplotlib")
-    table, png, page = RESULTS.parent.parent / "learn" / "counters.csv", tmp_path / "r.png", tmp_path / "r.html"
+    table, png, page = (
+        RESULTS.parent.parent / "learn" / "counters.csv",
+        tmp_path / "r.png",
+        tmp_path / "r.html",
+    )
     device, points = counted_points(table, 2 * 4096**3, "rung")
-    assert len(points) == 34 and {p.bench for p in points} == {"L2", "memory"} and device == "NVIDIA H100 80GB HBM3"
+    assert (
+        len(points) == 34
+        and {p.bench for p in points} == {"L2", "memory"}
+        and device == "NVIDIA H100 80GB HBM3"
+    )
     tuned = next(p for p in points if p.bench == "memory" and p.name.startswith("rung 13 "))
-    assert tuned.bound == "compute" and 80 < tuned.percent < 95  # the counter of the pipe says 85 to 90
+    # the counter of the pipe says 85 to 90
+    assert tuned.bound == "compute" and 80 < tuned.percent < 95
     assert all(p.gflops < min(989.4e3, p.intensity * 3350) for p in points if p.bench == "memory")
     words = ["roofline", "--counters", str(table), "--flops", str(2 * 4096**3), "--what", "rung"]
     assert cli.main([*words, "--png", str(png), "--html", str(page)]) == 0
@@ -80,7 +103,8 @@ def test_counted_intensities_stand_on_the_roofline(tmp_path, capsys):
 
 
 def test_counters_of_little_work_of_no_work_and_of_two_devices(tmp_path, capsys):
-    """Ceilings that allow less than a kernel's own 2 us: latency. What was not counted, or has no ceilings, is left out."""
+    """Ceilings that allow less than a kernel's own 2 us: latency. What was not counted, or has no
+    ceilings, is left out."""
     head = "device,what,sm__cycles_elapsed.max,lts__t_sectors_srcunit_tex.sum,dram__bytes_read.sum"
     rows = [
         "NVIDIA H100 80GB HBM3,small,9000,1000,32000",
@@ -100,7 +124,10 @@ def test_counters_of_little_work_of_no_work_and_of_two_devices(tmp_path, capsys)
         ("large", "memory"),
     ]
     device, points = counted_points(table, 1e9)
-    assert device == "NVIDIA H100 80GB HBM3" and [p.name for p in points] == ["small"] * 2 + ["large"] * 2
+    assert (
+        device == "NVIDIA H100 80GB HBM3"
+        and [p.name for p in points] == ["small"] * 2 + ["large"] * 2
+    )
     assert page.read_text().count("<circle") == 4
     table.write_text("\n".join([head.replace("sm__cycles_elapsed.max", "other"), rows[0]]))
     assert cli.main([*words, "1e9"]) == 0 and cli.main([*words, "1e9", "--html", str(page)]) == 1
@@ -111,24 +138,35 @@ def test_counters_of_little_work_of_no_work_and_of_two_devices(tmp_path, capsys)
         assert "argument --flops: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [[], ["x.json", "--counters", "x.csv", "--flops", "1"], ["--counters", "x.csv"]])
+@pytest.mark.parametrize(
+    "words", [[], ["x.json", "--counters", "x.csv", "--flops", "1"], ["--counters", "x.csv"]]
+)
 def test_results_or_counters(words, capsys):
     assert cli.main(["roofline", *words]) == 1
     assert "give a file of results, or --counters with --flops" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["nvidia-h200", "nvidia-h100-80gb-hbm3", "amd-epyc-2-threads-avx512bf16"])
+@pytest.mark.parametrize(
+    "name", ["nvidia-h200", "nvidia-h100-80gb-hbm3", "amd-epyc-2-threads-avx512bf16"]
+)
 def test_saved_rows_lie_under_their_ceilings(name, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     _, peaks, points, _ = read_points(RESULTS / f"{name}.json")
     over = [p for p in points if p.gflops > 1.06 * min(peaks[p.dtype], p.intensity * peaks["read"])]
     saved = json.loads((RESULTS / f"{name}.json").read_text())["benches"]
     saved = [
-        bench["rows"] for name, bench in saved.items() if name in ("gemm", "flash_attn", "paged_attn")
+        bench["rows"]
+        for name, bench in saved.items()
+        if name in ("gemm", "flash_attn", "paged_attn")
     ]  # whose work it counts
     assert len(points) > 0.6 * sum(map(len, saved)) and not over
     png, page = tmp_path / "r.png", tmp_path / "r.html"
-    assert cli.main(["roofline", str(RESULTS / f"{name}.json"), "--png", str(png), "--html", str(page)]) == 0
+    assert (
+        cli.main(
+            ["roofline", str(RESULTS / f"{name}.json"), "--png", str(png), "--html", str(page)]
+        )
+        == 0
+    )
     assert "bound by memory" in capsys.readouterr().out and png.read_bytes()[:4] == b"\x89PNG"
     assert page.read_text().count("<circle") == len(points)
 
@@ -143,7 +181,10 @@ def test_files_without_what_a_row_has_are_refused_by_name(tmp_path, capsys):
     path = tmp_path / "rows.json"
     whole = row()
     for bench, said in (
-        ({"peaks": PEAKS, "rows": [{k: x for k, x in whole.items() if k != "us"}]}, "a row of gemm has no us"),
+        (
+            {"peaks": PEAKS, "rows": [{k: x for k, x in whole.items() if k != "us"}]},
+            "a row of gemm has no us",
+        ),
         ({"peaks": PEAKS}, "gemm has no benchmark results; expected the keys peaks and rows"),
         ([], "gemm has no benchmark results; expected the keys peaks and rows"),
     ):

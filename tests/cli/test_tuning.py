@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tuned rows: their file, what import does with it, the command line, and on a GPU the calls that run them."""
+"""Tuned rows: their file, what import does with it, the command line, and on a GPU the calls that
+run them."""
 
 import contextlib
 import io
@@ -34,18 +35,22 @@ KERNELS = ops.cuda_kernels().split(",")
 VERSION = torch_gpukern.__version__
 GPU = "A GPU that is nowhere"
 BF16_ROW = "gemm_sm80_bf16_64x64x64"
-with_kernels = pytest.mark.skipif(BF16_ROW not in KERNELS, reason="the library is built without CUDA kernels")
+with_kernels = pytest.mark.skipif(
+    BF16_ROW not in KERNELS, reason="the library is built without CUDA kernels"
+)
 
 
 def class_of(m=32, n=48, k=64, layout="NN", dtype="bfloat16"):
-    return f"{m}x{n}x{k}:{layout} batch=1 dtype={dtype} out={dtype} precision=ieee activation=none c=0 preact=0 aligned=abo"
+    return f"{m}x{n}x{k}:{layout} batch=1 dtype={dtype} out={dtype} precision=ieee activation=none c=0 preact=0 aligned=abo"  # noqa: E501
 
 
 def stored(entries=None, device=GPU, version=VERSION, **top):
     """A file as it should be, or with what a test changes in it."""
     return {
         "format": 1,
-        "devices": {device: {"gpukern": version, "gemm": entries or {class_of(): {"row": BF16_ROW}}}},
+        "devices": {
+            device: {"gpukern": version, "gemm": entries or {class_of(): {"row": BF16_ROW}}}
+        },
     } | top
 
 
@@ -70,7 +75,7 @@ def used(path):
     return taken, [str(w.message) for w in caught]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # where the file is
 
 
@@ -94,13 +99,17 @@ def test_the_file_follows_the_environment(monkeypatch):
         assert cache.default_path() is None and cache.use() == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # what is in it
 
 
 @with_kernels
 def test_a_good_file_is_used_without_a_word(path):
-    path.write_text(json.dumps(stored({class_of(): {"row": BF16_ROW}, class_of(m=7): {"row": BF16_ROW, "us": 1.5}})))
+    path.write_text(
+        json.dumps(
+            stored({class_of(): {"row": BF16_ROW}, class_of(m=7): {"row": BF16_ROW, "us": 1.5}})
+        )
+    )
     assert used(path) == (2, [])
     assert used(path.with_name("none.json")) == (0, [])
 
@@ -120,14 +129,32 @@ WHOLE_FILE = {
 ONE_DEVICE = {
     "a device that is a number": (stored(devices={GPU: 3}), "has no entries for gemm"),
     "no gemm": (stored(devices={GPU: {"gpukern": VERSION}}), "has no entries for gemm"),
-    "a list of entries": (stored(devices={GPU: {"gpukern": VERSION, "gemm": []}}), "has no entries for gemm"),
-    "another version": (stored(version="0.0.9"), f"was measured by gpukern 0.0.9, this is {VERSION}"),
+    "a list of entries": (
+        stored(devices={GPU: {"gpukern": VERSION, "gemm": []}}),
+        "has no entries for gemm",
+    ),
+    "another version": (
+        stored(version="0.0.9"),
+        f"was measured by gpukern 0.0.9, this is {VERSION}",
+    ),
     "no version": (stored(version=None), f"was measured by gpukern None, this is {VERSION}"),
-    "a row of tomorrow": (stored({class_of(): {"row": "gemm_tomorrow"}}), "row 'gemm_tomorrow' does not exist"),
-    "another op's row": (stored({class_of(): {"row": "attn_merge"}}), "row 'attn_merge' does not exist"),
-    "a row of another dtype": (stored({class_of(dtype="float16"): {"row": BF16_ROW}}), "the class for float16"),
+    "a row of tomorrow": (
+        stored({class_of(): {"row": "gemm_tomorrow"}}),
+        "row 'gemm_tomorrow' does not exist",
+    ),
+    "another op's row": (
+        stored({class_of(): {"row": "attn_merge"}}),
+        "row 'attn_merge' does not exist",
+    ),
+    "a row of another dtype": (
+        stored({class_of(dtype="float16"): {"row": BF16_ROW}}),
+        "the class for float16",
+    ),
     "not a class": (stored({"32x48": {"row": BF16_ROW}}), "'32x48' is not a class of gemm calls"),
-    "a class that no one writes": (stored({class_of() + "\0": {"row": BF16_ROW * 90}}), "does not exist"),
+    "a class that no one writes": (
+        stored({class_of() + "\0": {"row": BF16_ROW * 90}}),
+        "does not exist",
+    ),
     "a surrogate": (stored({"\ud800": {"row": BF16_ROW}}), "that this library refuses"),
     "an entry that is a string": (stored({class_of(): BF16_ROW}), "has 1 entries without a row"),
     "a row that is a number": (stored({class_of(): {"row": 3}}), "has 1 entries without a row"),
@@ -154,7 +181,12 @@ def test_what_is_wrong_with_one_device_spares_the_others(path, name):
     content["devices"]["Another"] = stored()["devices"][GPU]
     path.write_text(json.dumps(content))
     taken, texts = used(path)
-    assert taken == 1 and len(texts) == 1 and "\n" not in texts[0] and f" are not used: {GPU} " in texts[0]
+    assert (
+        taken == 1
+        and len(texts) == 1
+        and "\n" not in texts[0]
+        and f" are not used: {GPU} " in texts[0]
+    )
     assert words in texts[0] and "Another" not in texts[0]
     assert used(path) == (1, [])
 
@@ -172,14 +204,19 @@ def test_a_file_that_cannot_be_read(path, tmp_path):
 def test_a_file_that_was_named_and_is_not_there(path, monkeypatch):
     monkeypatch.setenv("GPUKERN_TUNED", str(path))
     taken, texts = used(None)
-    assert taken == 0 and len(texts) == 1 and f"{path} are not used: GPUKERN_TUNED names it" in texts[0]
+    assert (
+        taken == 0
+        and len(texts) == 1
+        and f"{path} are not used: GPUKERN_TUNED names it" in texts[0]
+    )
     assert texts[0].endswith("to make it, or unset GPUKERN_TUNED")
     cache._warned.clear()
-    monkeypatch.setattr(sys, "argv", ["-m", "tune", "gemm", "--shapes", "8x8x8"])  # as it stands at import
+    # as it stands at import
+    monkeypatch.setattr(sys, "argv", ["-m", "tune", "gemm", "--shapes", "8x8x8"])
     assert used(None) == (0, [])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # import
 
 
@@ -187,7 +224,9 @@ def imported(code="", **env):
     """Standard error of a process that imports the package."""
     env = {"XDG_CACHE_HOME": "/nowhere", "GPUKERN_TUNED": "", **env}
     return run_python(
-        f"import torch, torch_gpukern\nassert not torch.cuda.is_initialized()\n{textwrap.dedent(code)}", env=env
+        f"import torch, torch_gpukern\nassert not "
+        f"torch.cuda.is_initialized()\n{textwrap.dedent(code)}",
+        env=env,
     ).stderr
 
 
@@ -202,7 +241,10 @@ def test_import_reads_the_file_and_warns_once(tmp_path):
     assert imported(again + "1", GPUKERN_TUNED=str(file)) == ""
     file.write_text("{")
     text = imported(again + "0", **home)
-    assert text.count("torch_gpukern: tuned rows in") == 1 and f"{file} are not used: it is not JSON" in text
+    assert (
+        text.count("torch_gpukern: tuned rows in") == 1
+        and f"{file} are not used: it is not JSON" in text
+    )
     assert imported(again + "0", **home, GPUKERN_TUNED="off") == ""
 
 
@@ -210,15 +252,23 @@ def test_import_reads_the_file_and_warns_once(tmp_path):
 def test_a_build_without_cuda(path):
     path.write_text("{")
     assert used(path) == (0, [])
-    with pytest.raises(ValueError, match="gpukern::gemm_prefer: this library was built without CUDA kernels"):
+    with pytest.raises(
+        ValueError, match="gpukern::gemm_prefer: this library was built without CUDA kernels"
+    ):
         ops.gemm_prefer(GPU, class_of(), BF16_ROW)
-    assert run_cli("tune", "gemm", "--shapes", "8x8x8") == (1, "", "tune: this build of gpukern has no CUDA kernels\n")
+    assert run_cli("tune", "gemm", "--shapes", "8x8x8") == (
+        1,
+        "",
+        "tune: this build of gpukern has no CUDA kernels\n",
+    )
 
 
 @with_kernels
 @pytest.mark.parametrize("args,text", [
-    ((GPU, class_of(), "gemm_tomorrow"), "row 'gemm_tomorrow' does not exist in this library; gk_cuda_kernels() names those that do"),
-    ((GPU, class_of(dtype="float32"), BF16_ROW), f"row '{BF16_ROW}' is for bfloat16, the class for float32"),
+    ((GPU, class_of(), "gemm_tomorrow"), "row 'gemm_tomorrow' does not exist in this library; "
+                                         "gk_cuda_kernels() names those that do"),
+    ((GPU, class_of(dtype="float32"), BF16_ROW), f"row '{BF16_ROW}' is for bfloat16, the class "
+                                                 f"for float32"),
     ((GPU, "32x48", BF16_ROW), "'32x48' is not a class of gemm calls as gk_gemm_class writes it"),
     (("", class_of(), BF16_ROW), "device or gemm_class is missing"),
 ])  # fmt: skip
@@ -228,7 +278,7 @@ def test_the_library_refuses(args, text):
     assert str(caught.value) == f"gpukern::gemm_prefer: {text}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # writing
 
 
@@ -261,7 +311,10 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError):
         cache.save(tmp_path / "folder", GPU, {})
-    assert sorted(os.listdir(tmp_path)) == ["file", "folder"] and (tmp_path / "file").read_text() == "kept"
+    assert (
+        sorted(os.listdir(tmp_path)) == ["file", "folder"]
+        and (tmp_path / "file").read_text() == "kept"
+    )
     if os.getuid() != 0:  # to whom everything is writable
         (tmp_path / "folder").chmod(0o500)
         with pytest.raises(PermissionError):
@@ -294,7 +347,11 @@ def test_writers_at_once_lose_nothing_and_readers_see_whole_files(path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     writers = [
         subprocess.Popen(
-            [sys.executable, "-c", "if True:" + code.format(path=str(path), gpu=GPU, number=number)],
+            [
+                sys.executable,
+                "-c",
+                "if True:" + code.format(path=str(path), gpu=GPU, number=number),
+            ],
             env=environment,
             cwd=Path(__file__).parent,
         )
@@ -310,14 +367,31 @@ def test_writers_at_once_lose_nothing_and_readers_see_whole_files(path):
     assert set(cache.read(path)[0][GPU]["gemm"]) == names and os.listdir(path.parent) == [path.name]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # problems, the judge, the command line
 
 
 def test_shapes():
-    assert gemm.parse_shape("512x28672x4096:NT") == {"m": 512, "n": 28672, "k": 4096, "layout": "NT", "batch": 1}
+    assert gemm.parse_shape("512x28672x4096:NT") == {
+        "m": 512,
+        "n": 28672,
+        "k": 4096,
+        "layout": "NT",
+        "batch": 1,
+    }
     assert gemm.parse_shape("8x1x2x3") == {"m": 1, "n": 2, "k": 3, "layout": "NN", "batch": 8}
-    for text in ("", "1x2", "1x2x3x4x5", "0x2x3", "1x2x3:NX", "1x2x3:N", "-1x2x3", "axbxc", " 1x2x3", "1x2x3:NT "):
+    for text in (
+        "",
+        "1x2",
+        "1x2x3x4x5",
+        "0x2x3",
+        "1x2x3:NX",
+        "1x2x3:N",
+        "-1x2x3",
+        "axbxc",
+        " 1x2x3",
+        "1x2x3:NT ",
+    ):
         with pytest.raises(ValueError, match="is not MxNxK"):
             gemm.parse_shape(text)
 
@@ -325,9 +399,20 @@ def test_shapes():
 def test_classes_are_problems_again():
     assert gemm.parse_class(class_of(layout="TN")) == gemm.Problem(32, 48, 64, "TN")
     text = "9x5x7:NT batch=3 dtype=float16 out=float32 precision=ieee activation=silu c=1 preact=1 aligned=---"
-    want = gemm.Problem(9, 5, 7, "NT", 3, "float16", "float32", activation="silu", c=True, preact=True)
-    assert gemm.parse_class(text) == want and str(want) == "3x9x5x7:NT float16 c preact silu to float32"
-    for text in ("", "32x48", class_of(layout="SN"), class_of().replace("c=0", "c"), class_of().replace("batch=1", "")):
+    want = gemm.Problem(
+        9, 5, 7, "NT", 3, "float16", "float32", activation="silu", c=True, preact=True
+    )
+    assert (
+        gemm.parse_class(text) == want
+        and str(want) == "3x9x5x7:NT float16 c preact silu to float32"
+    )
+    for text in (
+        "",
+        "32x48",
+        class_of(layout="SN"),
+        class_of().replace("c=0", "c"),
+        class_of().replace("batch=1", ""),
+    ):
         assert gemm.parse_class(text) is None
 
 
@@ -337,13 +422,23 @@ def test_problems_are_the_calls_that_they_say(layout, batch):
     problem = gemm.Problem(5, 7, 9, layout, batch, "float32", activation="gelu", bias=True, c=True)
     inputs = problem.inputs(torch.device("cpu"))
     a, b = inputs["a"], inputs["b"]
-    assert a.shape[-2:] == (5, 9) and b.shape[-2:] == (9, 7) and a.dim() == b.dim() == (3 if batch > 1 else 2)
+    assert (
+        a.shape[-2:] == (5, 9)
+        and b.shape[-2:] == (9, 7)
+        and a.dim() == b.dim() == (3 if batch > 1 else 2)
+    )
     assert (a.stride(-1) == 1) == (layout[0] == "N") and (b.stride(-1) == 1) == (layout[1] == "N")
-    exact = reference.gemm(f64(a), f64(b), f64(inputs["bias"]), c=f64(inputs["c"]), activation="gelu")
+    exact = reference.gemm(
+        f64(a), f64(b), f64(inputs["bias"]), c=f64(inputs["c"]), activation="gelu"
+    )
     torch.testing.assert_close(problem.torch(inputs, torch.float64), exact)
     torch.testing.assert_close(problem.ours(inputs), problem.torch(inputs))
-    assert same_bits(gemm.Problem(5, 7, 9, layout, batch, "float32", activation="gelu", preact=True).ours(
-        inputs | {"bias": None, "c": None}), ops.gemm(a, b, activation="gelu"))  # fmt: skip
+    assert same_bits(
+        gemm.Problem(5, 7, 9, layout, batch, "float32", activation="gelu", preact=True).ours(
+            inputs | {"bias": None, "c": None}
+        ),
+        ops.gemm(a, b, activation="gelu"),
+    )
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
@@ -351,9 +446,11 @@ def test_the_judge(dtype):
     problem = gemm.Problem(64, 48, 256, dtype=dtype)
     inputs = problem.inputs(torch.device("cpu"))
     judge, out = gemm.Judge(problem, inputs), problem.ours(inputs)
-    # as tune asks: of these inputs' draws some make the largest error of PyTorch's order of sums less than half of ours;
-    # the root mean square is no such luck
-    assert gemm.Judge(problem, inputs).takes_as_default(out) and judge.accepts(problem.torch(inputs))
+    # as tune asks: of these inputs' draws some make the largest error of PyTorch's order of sums
+    # less than half of ours; the root mean square is no such luck
+    assert gemm.Judge(problem, inputs).takes_as_default(out) and judge.accepts(
+        problem.torch(inputs)
+    )
     assert gemm.errors_of(out, judge.exact)[1] <= judge.bounds[1]
     one_wrong = out.clone()
     one_wrong[3, 5] += out.abs().max() / 8
@@ -365,7 +462,8 @@ def test_the_judge(dtype):
     assert not judge.takes_as_default(one_wrong)
     one_wrong[3, 5] = torch.nan
     assert not judge.accepts(one_wrong) and not judge.takes_as_default(one_wrong)
-    # another order of sums may err more than twice as much: then the other rows may, too, and no more
+    # another order of sums may err more than twice as much: then the other rows may, too, and no
+    # more
     exact, between, worse = (judge.exact.to(out.dtype, copy=True) for _ in range(3))
     between[3, 5] += 5 * judge.own[0] + judge.rounding
     worse[3, 5] += 10 * judge.own[0] + 3 * judge.rounding
@@ -375,7 +473,10 @@ def test_the_judge(dtype):
 
 def run_cli(*args):
     """Exit status, standard output, standard error."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
         status = main(args)
     return status, out.getvalue(), err.getvalue()
 
@@ -389,13 +490,21 @@ def test_the_command_says_what_it_needs():
     )
     if BF16_ROW in KERNELS and not torch.cuda.is_available():
         status, out, err = run_cli("tune", "gemm", "--shapes", "8x8x8")
-        assert (status, out) == (1, "") and err.endswith("finds no CUDA device\n") and err.count("\n") == 1
+        assert (
+            (status, out) == (1, "")
+            and err.endswith("finds no CUDA device\n")
+            and err.count("\n") == 1
+        )
 
 
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a CUDA device that is not there")
+NO_GPU = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="asks for a CUDA device that is not there"
+)
 
 
-@pytest.mark.parametrize("device", ("banana", "meta", "mps", "cpu:x", pytest.param("cuda", marks=NO_GPU), "cuda:99"))
+@pytest.mark.parametrize(
+    "device", ("banana", "meta", "mps", "cpu:x", pytest.param("cuda", marks=NO_GPU), "cuda:99")
+)
 @pytest.mark.parametrize(
     "command",
     (("explain", "gemm", "4", "4", "4"), ("explain", "paged_attn"), ("bench", "gemm", "--small")),
@@ -404,7 +513,11 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a CUDA d
 def test_a_device_that_is_not_there(command, device):
     """One line, no traceback, and nothing is measured elsewhere."""
     status, out, err = run_cli(*command, "--device", device)
-    assert (status, out) == (1, "") and err.startswith(f"{command[0]}: device is {device}") and err.count("\n") == 1
+    assert (
+        (status, out) == (1, "")
+        and err.startswith(f"{command[0]}: device is {device}")
+        and err.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -427,15 +540,24 @@ def test_a_size_that_no_call_has(option, value, least, capsys):
 
 
 def test_explain_takes_empty_sizes():
-    for args in (("gemm", "0", "4", "4"), ("flash_attn", "--seq-k", "0"), ("paged_attn", "--batch", "0")):
+    for args in (
+        ("gemm", "0", "4", "4"),
+        ("flash_attn", "--seq-k", "0"),
+        ("paged_attn", "--batch", "0"),
+    ):
         status, out, err = run_cli("explain", *args)
         assert (status, err) == (0, "") and "tasks" in out
     assert "FLOPs               0" in run_cli("explain", "flash_attn", "--seq-k", "0")[1]
 
 
 def test_explain_measures():
-    for op, *sizes in (("gemm", "16", "16", "16"), ("flash_attn", "--seq-q", "32"), ("flash_attn_bwd", "--seq-q", "32"),
-                       ("flash_attn_varlen", "--seq-q", "8"), ("paged_attn", "--seq-k", "32")):  # fmt: skip
+    for op, *sizes in (
+        ("gemm", "16", "16", "16"),
+        ("flash_attn", "--seq-q", "32"),
+        ("flash_attn_bwd", "--seq-q", "32"),
+        ("flash_attn_varlen", "--seq-q", "8"),
+        ("paged_attn", "--seq-k", "32"),
+    ):
         status, out, err = run_cli("explain", op, *sizes, "--measure")
         assert status == 0 and not err
         [line] = [line for line in out.splitlines() if line.startswith("measured")]
@@ -444,13 +566,16 @@ def test_explain_measures():
     assert torch_gpukern.explain("gemm", torch.ones(4, 4), torch.ones(4, 4))["preferred"] is False
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # on a GPU
 
 
 def operands(m=256, n=384, k=512, dtype=torch.bfloat16, layout="NT"):
     gen = generator("tuning", m, n, k)
-    a, b = randn(gen, m, k, dtype=dtype, device="cuda"), randn(gen, k, n, dtype=dtype, device="cuda")
+    a, b = (
+        randn(gen, m, k, dtype=dtype, device="cuda"),
+        randn(gen, k, n, dtype=dtype, device="cuda"),
+    )
     return a, b.mT.contiguous().mT if layout == "NT" else b
 
 
@@ -467,7 +592,8 @@ def checked(a, b, out, **how):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 @pytest.mark.parametrize("shape", ((256, 384, 512), (9, 512, 1024), (70, 33, 257)), ids=str)
 def test_every_row_can_be_preferred(shape, dtype):
-    """explain says so, results are as near as PyTorch's, and forgetting brings the default's bits back."""
+    """explain says so, results are as near as PyTorch's, and forgetting brings the default's bits
+    back."""
     a, b = operands(*shape, dtype)
     before, want = torch_gpukern.explain("gemm", a, b), ops.gemm(a, b)
     assert (
@@ -495,14 +621,19 @@ def test_a_batch_of_rows_is_of_the_class_of_its_matrix():
     row = torch_gpukern.explain("gemm", a, b)["rows"][-1]
     prefer(a, b, row)
     assert torch_gpukern.explain("gemm", a.view(4, 64, -1), b)["row"] == row
-    assert not torch_gpukern.explain("gemm", a.view(4, 64, -1), b.expand(4, *b.shape).contiguous())["preferred"]
+    assert not torch_gpukern.explain("gemm", a.view(4, 64, -1), b.expand(4, *b.shape).contiguous())[
+        "preferred"
+    ]
 
 
 @pytest.mark.gpu
 def test_a_row_that_cannot_take_a_call_is_not_used():
     a, b = operands(256, 384, 512)
     plan = torch_gpukern.explain("gemm", a, b)
-    for row in sorted({name for name in KERNELS if name.startswith("gemm_") and "_bf16_" in name} - set(plan["rows"])):
+    for row in sorted(
+        {name for name in KERNELS if name.startswith("gemm_") and "_bf16_" in name}
+        - set(plan["rows"])
+    ):
         prefer(a, b, row)
         now = torch_gpukern.explain("gemm", a, b)
         assert not now["preferred"] and now["row"] == plan["row"]
@@ -561,7 +692,8 @@ def test_preferences_may_change_under_running_calls():
         stop.set()
         worker.join()
     assert not failures, failures
-    assert len({out.view(torch.int16).sum().item() for out in outs}) > 1  # more than one row has served
+    # more than one row has served
+    assert len({out.view(torch.int16).sum().item() for out in outs}) > 1
     for out in outs[::100]:
         assert_close_as(torch_gemm(a, b), out, exact)
 
@@ -585,7 +717,9 @@ def test_import_prefers_on_the_device_of_that_name(path):
 @pytest.mark.gpu
 def test_tune_end_to_end(path):
     shapes = ("--shapes", "128x256x512", "16x512x1024:NT", "2x64x64x64")
-    status, out, err = run_cli("tune", "gemm", *shapes, "--bias", "--activation", "gelu", "--cache", str(path))
+    status, out, err = run_cli(
+        "tune", "gemm", *shapes, "--bias", "--activation", "gelu", "--cache", str(path)
+    )
     assert status == 0, err
     devices, problem = cache.read(path)
     assert not problem and list(devices) == [torch.cuda.get_device_name()[:63]]
@@ -596,7 +730,11 @@ def test_tune_end_to_end(path):
     assert sum("the same" in line for line in table) == 3 - len(entries)
     for text, entry in entries.items():
         problem = gemm.parse_class(text)
-        assert entry["row"] in KERNELS and entry["us"] * gemm.NOISE < entry["default_us"] and entry["cublas_us"] > 0
+        assert (
+            entry["row"] in KERNELS
+            and entry["us"] * gemm.NOISE < entry["default_us"]
+            and entry["cublas_us"] > 0
+        )
         inputs = problem.inputs(torch.device("cuda"))
         plan = problem.explain(inputs)
         assert plan["class"] == text and plan["preferred"] and plan["row"] == entry["row"]
@@ -610,7 +748,8 @@ def test_tune_end_to_end(path):
 
 @pytest.mark.gpu
 def test_a_wrong_row_does_not_win(path, monkeypatch):
-    """The default's results are right, every other row's are made wrong here: none of them is kept, and all are named."""
+    """The default's results are right, every other row's are made wrong here: none of them is kept,
+    and all are named."""
     right = gemm.Problem.ours
 
     def wrong(problem, inputs):
@@ -621,7 +760,9 @@ def test_a_wrong_row_does_not_win(path, monkeypatch):
     monkeypatch.setattr(gemm.Problem, "ours", wrong)
     status, out, err = run_cli("tune", "gemm", "--shapes", "64x64x64", "--cache", str(path))
     assert status == 1 and "the same" in out and err.count("is wrong, it was left out") >= 3
-    monkeypatch.setattr(gemm.Problem, "ours", lambda problem, inputs: right(problem, inputs).zero_())
+    monkeypatch.setattr(
+        gemm.Problem, "ours", lambda problem, inputs: right(problem, inputs).zero_()
+    )
     status, out, err = run_cli("tune", "gemm", "--shapes", "64x64x64", "--cache", str(path))
     assert status == 1 and "is wrong: please report this" in err
 

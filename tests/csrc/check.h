@@ -72,8 +72,9 @@ CHECK_UNUSED static bool check_small(void) {
 /* The call must be refused with this status and a text that holds `words`. */
 CHECK_UNUSED static void check_refused(gk_status got, gk_status expected, const char *words) {
     const char *text = gk_last_error();
-    check_result(got == expected && strstr(text, words), "expected %s with \"%s\", got %s with \"%s\"",
-                 gk_status_name(expected), words, gk_status_name(got), got == GK_OK ? "" : text);
+    check_result(got == expected && strstr(text, words),
+                 "expected %s with \"%s\", got %s with \"%s\"", gk_status_name(expected), words,
+                 gk_status_name(got), got == GK_OK ? "" : text);
 }
 
 /* ---- random numbers (splitmix64) ------------------------------------------------------------- */
@@ -86,9 +87,13 @@ static uint64_t check_random(void) {
     return z ^ (z >> 31);
 }
 
-CHECK_UNUSED static int64_t check_below(int64_t n) { return (int64_t)(check_random() % (uint64_t)n); }
+CHECK_UNUSED static int64_t check_below(int64_t n) {
+    return (int64_t)(check_random() % (uint64_t)n);
+}
 
-static double check_uniform(double lo, double hi) { return lo + (hi - lo) * (double)(check_random() >> 11) * 0x1p-53; }
+static double check_uniform(double lo, double hi) {
+    return lo + (hi - lo) * (double)(check_random() >> 11) * 0x1p-53;
+}
 
 /* About normal: the sum of twelve uniforms. */
 CHECK_UNUSED static double check_normal(void) {
@@ -141,8 +146,8 @@ typedef struct check_tensor {
 /* order lists the dimensions from the slowest to the fastest (NULL: as they are); step is the
  * stride of the fastest, pad the elements left out after each run of it. Data starts one element
  * past any alignment. */
-static check_tensor check_tensor_make(gk_dtype dtype, int ndim, const int64_t *shape, const int *order, int64_t step,
-                                      int64_t pad) {
+static check_tensor check_tensor_make(gk_dtype dtype, int ndim, const int64_t *shape,
+                                      const int *order, int64_t step, int64_t pad) {
     check_tensor x;
     size_t es = gk_dtype_bytes(dtype), lead = CHECK_GUARD + es;
     int64_t stride = step, last = 0;
@@ -189,11 +194,14 @@ CHECK_UNUSED static void check_next(check_walk *w) {
     for (int d = w->t->ndim - 1; d >= 0; --d) {
         w->offset += w->t->stride[d];
         if (++w->at[d] < w->t->shape[d]) return;
-        w->offset -= w->t->shape[d] * w->t->stride[d], w->at[d] = 0;
+        w->offset -= w->t->shape[d] * w->t->stride[d];
+        w->at[d] = 0;
     }
 }
 
-CHECK_UNUSED static double check_here(const check_walk *w) { return gk_load(w->t->data, w->t->dtype, w->offset); }
+CHECK_UNUSED static double check_here(const check_walk *w) {
+    return gk_load(w->t->data, w->t->dtype, w->offset);
+}
 
 CHECK_UNUSED static double check_get(const gk_tensor *t, int64_t i) {
     return gk_load(t->data, t->dtype, check_offset(t, i));
@@ -211,7 +219,8 @@ CHECK_UNUSED static void check_fill_normal(const check_tensor *x, double size) {
 
 CHECK_UNUSED static void check_fill(const check_tensor *x, double value) {
     check_walk w = check_first(&x->t);
-    for (int64_t i = gk_numel(&x->t); i > 0; --i, check_next(&w)) gk_store(x->t.data, x->t.dtype, w.offset, value);
+    for (int64_t i = gk_numel(&x->t); i > 0; --i, check_next(&w))
+        gk_store(x->t.data, x->t.dtype, w.offset, value);
 }
 
 /* Same shape and strides in memory of its own; every element (those between, too) as f says. */
@@ -223,7 +232,8 @@ CHECK_UNUSED static check_tensor check_map(const check_tensor *x, double (*f)(do
     memcpy(y.memory, x->memory, x->bytes);
     y.t.data = y.memory + ((unsigned char *)x->t.data - x->memory);
     for (size_t i = 0; i < (x->bytes - lead - CHECK_GUARD) / es; ++i) {
-        gk_store(y.memory + lead, y.t.dtype, (int64_t)i, f(gk_load(y.memory + lead, y.t.dtype, (int64_t)i)));
+        gk_store(y.memory + lead, y.t.dtype, (int64_t)i,
+                 f(gk_load(y.memory + lead, y.t.dtype, (int64_t)i)));
     }
     return y;
 }
@@ -247,14 +257,16 @@ CHECK_UNUSED static void check_untouched(check_tensor *x, const char *name) {
         ptrdiff_t at = data + w.offset * (ptrdiff_t)es;
         memcpy(x->before + at, x->memory + at, es);
     }
-    check_result(memcmp(x->before, x->memory, x->bytes) == 0, "memory beside the elements of %s was written", name);
+    check_result(memcmp(x->before, x->memory, x->bytes) == 0,
+                 "memory beside the elements of %s was written", name);
 }
 
 CHECK_UNUSED static bool check_same_bits(const gk_tensor *a, const gk_tensor *b) {
     size_t es = gk_dtype_bytes(a->dtype);
     check_walk p = check_first(a), q = check_first(b);
     for (int64_t i = gk_numel(a); i > 0; --i, check_next(&p), check_next(&q))
-        if (memcmp((const char *)a->data + p.offset * (int64_t)es, (const char *)b->data + q.offset * (int64_t)es, es))
+        if (memcmp((const char *)a->data + p.offset * (int64_t)es,
+                   (const char *)b->data + q.offset * (int64_t)es, es))
             return false;
     return true;
 }
@@ -267,21 +279,27 @@ static double check_unit(gk_dtype dtype) {
 }
 
 /* u of the accumulator: float32 but for float64. */
-CHECK_UNUSED static double check_acc_unit(gk_dtype dtype) { return check_unit(gk_stats_dtype(dtype)); }
+CHECK_UNUSED static double check_acc_unit(gk_dtype dtype) {
+    return check_unit(gk_stats_dtype(dtype));
+}
 
 /* got within loss * size + u |exact| of exact, element by element; size NULL: |exact|. NaN and inf
  * must be the same. */
 CHECK_UNUSED static void check_close(const char *name, const gk_tensor *got, const gk_tensor *exact,
                                      const gk_tensor *size, double loss) {
-    double u = check_unit(got->dtype), tiny = got->dtype == GK_F16 ? 0x1p-25 : got->dtype == GK_F64 ? 0 : 0x1p-126;
+    double u = check_unit(got->dtype), tiny = got->dtype == GK_F16   ? 0x1p-25
+                                              : got->dtype == GK_F64 ? 0
+                                                                     : 0x1p-126;
     check_walk at[3] = {check_first(got), check_first(exact), check_first(size ? size : exact)};
-    for (int64_t i = 0; i < gk_numel(got); ++i, check_next(&at[0]), check_next(&at[1]), check_next(&at[2])) {
+    for (int64_t i = 0; i < gk_numel(got);
+         ++i, check_next(&at[0]), check_next(&at[1]), check_next(&at[2])) {
         double x = check_here(&at[0]), y = check_here(&at[1]), s = fabs(check_here(&at[2]));
         bool good = x == y || (isnan(x) && isnan(y));
         if (!good && isfinite(y)) good = fabs(x - y) <= loss * s + u * fabs(y) + tiny;
         if (!good) {
-            check_result(false, "%s[%lld of %lld] is %.9g, expected %.9g +- %.3g", name, (long long)i,
-                         (long long)gk_numel(got), x, y, loss * s + u * fabs(y) + tiny);
+            check_result(false, "%s[%lld of %lld] is %.9g, expected %.9g +- %.3g", name,
+                         (long long)i, (long long)gk_numel(got), x, y,
+                         loss * s + u * fabs(y) + tiny);
             return;
         }
     }
@@ -289,7 +307,8 @@ CHECK_UNUSED static void check_close(const char *name, const gk_tensor *got, con
 }
 
 /* Same values; NaN equals NaN. */
-CHECK_UNUSED static void check_equal(const char *name, const gk_tensor *got, const gk_tensor *expected) {
+CHECK_UNUSED static void check_equal(const char *name, const gk_tensor *got,
+                                     const gk_tensor *expected) {
     check_walk at[2] = {check_first(got), check_first(expected)};
     for (int64_t i = 0; i < gk_numel(got); ++i, check_next(&at[0]), check_next(&at[1])) {
         double x = check_here(&at[0]), y = check_here(&at[1]);
@@ -345,7 +364,8 @@ static void check_parallel_for(void *pool, int64_t n, gk_task_fn task, void *arg
 }
 
 CHECK_UNUSED static gk_context check_context(const char *isa, int32_t num_threads) {
-    gk_context ctx = {.size = sizeof ctx, .device = GK_CPU, .num_threads = num_threads, .cpu_isa = isa};
+    gk_context ctx = {
+        .size = sizeof ctx, .device = GK_CPU, .num_threads = num_threads, .cpu_isa = isa};
     if (num_threads > 1) ctx.parallel_for = check_parallel_for;
     return ctx;
 }
@@ -364,11 +384,13 @@ CHECK_UNUSED static int check_isas(void) {
         snprintf(check_isa_names[n], sizeof check_isa_names[n], "%.*s", (int)length, p);
         p += length + (p[length] == ',');
     }
-    if (gk_cpu_has(GK_ISA_AMX_EMULATED)) snprintf(check_isa_names[n++], sizeof check_isa_names[0], "amx_emulated");
+    if (gk_cpu_has(GK_ISA_AMX_EMULATED))
+        snprintf(check_isa_names[n++], sizeof check_isa_names[0], "amx_emulated");
     return n;
 }
 
-/* Whether a set has nothing of its own for a dtype: AMX's emulation, which multiplies bfloat16, and goes by avx512 elsewhere. */
+/* Whether a set has nothing of its own for a dtype: AMX's emulation, which multiplies bfloat16, and
+ * goes by avx512 elsewhere. */
 CHECK_UNUSED static bool check_repeats(const char *isa, gk_dtype dtype) {
     return dtype != GK_BF16 && strcmp(isa, "amx_emulated") == 0;
 }
@@ -380,12 +402,14 @@ static int check_num_seen;
 /* Remembers the row that a call was served by; what it says of its workspace must be what the
  * caller was told. */
 CHECK_UNUSED static void check_see(const gk_explanation *e, size_t workspace_bytes) {
-    check_result(e->workspace_bytes == (int64_t)workspace_bytes, "%s explains %lld bytes of workspace, asks for %zu",
-                 e->row, (long long)e->workspace_bytes, workspace_bytes);
+    check_result(e->workspace_bytes == (int64_t)workspace_bytes,
+                 "%s explains %lld bytes of workspace, asks for %zu", e->row,
+                 (long long)e->workspace_bytes, workspace_bytes);
     for (int i = 0; i < check_num_seen; ++i) {
         if (strcmp(check_seen[i], e->row) == 0) return;
     }
-    if (check_num_seen < CHECK_COUNT(check_seen)) memcpy(check_seen[check_num_seen++], e->row, sizeof check_seen[0]);
+    if (check_num_seen < CHECK_COUNT(check_seen))
+        memcpy(check_seen[check_num_seen++], e->row, sizeof check_seen[0]);
 }
 
 /* Every row of the op that this machine can run has served a call. */
@@ -399,8 +423,8 @@ CHECK_UNUSED static void check_every_row_seen(gk_op op) {
         if (rows[r].dtype == GK_F64)
             snprintf(name, sizeof name, "%s_f64", rows[r].name);
         else
-            snprintf(name, sizeof name, "%s_%s_%s", rows[r].name, gk_type_of(rows[r].dtype)->short_name,
-                     gk_isa_names[rows[r].isa]);
+            snprintf(name, sizeof name, "%s_%s_%s", rows[r].name,
+                     gk_type_of(rows[r].dtype)->short_name, gk_isa_names[rows[r].isa]);
         bool seen = false;
         for (int i = 0; i < check_num_seen; ++i) seen = seen || strcmp(check_seen[i], name) == 0;
         check_result(seen, "row %s served no call", name);

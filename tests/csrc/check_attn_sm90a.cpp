@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_attn_sm90a: what the attention kernels of Hopper are made of, on the host: which block takes which tile (attn/forward/fwd_schedule.cuh),
- * which block of keys comes when, softcap's polynomial, how its operands lie in shared memory (wgmma_panels of layout/wgmma.cuh) as TMA writes and WGMMA reads them, and which
- * registers of a product are which operand of the next. Exits with 1 on a failure. */
+/* check_attn_sm90a: what the attention kernels of Hopper are made of, on the host: which block
+ * takes which tile (attn/forward/fwd_schedule.cuh), which block of keys comes when, softcap's
+ * polynomial, how its operands lie in shared memory (wgmma_panels of layout/wgmma.cuh) as TMA
+ * writes and WGMMA reads them, and which registers of a product are which operand of the next.
+ * Exits with 1 on a failure. */
 #include "check_model.h"
 #include "cuda/attn/backward/bwd_order.cuh"
 #include "cuda/attn/forward/fwd_schedule.cuh"
@@ -14,8 +16,9 @@
 #include <stdlib.h>
 #include <vector>
 
-/* ---- tiles and blocks ----------------------------------------------------------------------------------- */
-/* Blocks of keys that the rows of a tile see under a causal rule whose last row sees the last key. */
+/* ---- tiles and blocks ------------------------------------------------------------------------ */
+/* Blocks of keys that the rows of a tile see under a causal rule whose last row sees the last
+ * key. */
 static int keys_of(int tile, int bq, int bkv) { return ((tile + 1) * bq + bkv - 1) / bkv; }
 
 /* A walk over every tile of every head and split, once each; what the blocks' keys come to. */
@@ -27,11 +30,13 @@ struct Walk {
     bool inside = true;
 
     void take(int block, int head, int split, int tile) {
-        inside = inside && head >= 0 && head < heads && split >= 0 && split < splits && tile >= 0 && tile < tiles;
+        inside = inside && head >= 0 && head < heads && split >= 0 && split < splits && tile >= 0 &&
+                 tile < tiles;
         if (!inside) return;
         const long cost = keys_of(tile, bq, bkv);
         ++hits[((size_t)head * splits + split) * tiles + tile];
-        load[block] += cost, longest = cost > longest ? cost : longest;
+        load[block] += cost;
+        longest = cost > longest ? cost : longest;
     }
     bool once() const {
         bool good = inside;
@@ -53,33 +58,50 @@ struct Walk {
 /* find_tiles' walk of a dense call. */
 static void check_schedule(int tiles, int heads, int splits, int paired, int sms, int bq, int bkv) {
     FwdSchedule s = {};
-    s.tiles = tiles, s.splits = splits, s.paired = paired, s.heads = heads;
+    s.tiles = tiles;
+    s.splits = splits;
+    s.paired = paired;
+    s.heads = heads;
     fwd_deal(&s, sms);
-    Walk walk = {
-        tiles, heads, splits, bq, bkv, std::vector<char>((size_t)heads * splits * tiles), std::vector<long>(s.blocks)};
+    Walk walk = {tiles,
+                 heads,
+                 splits,
+                 bq,
+                 bkv,
+                 std::vector<char>((size_t)heads * splits * tiles),
+                 std::vector<long>(s.blocks)};
     for (int block = 0; block < s.blocks; ++block) {
         long taken = 0;
-        for (FwdPlace at; (at = fwd_place_of(s, block, (int)taken)).head >= 0 && walk.inside; ++taken)
+        for (FwdPlace at; (at = fwd_place_of(s, block, (int)taken)).head >= 0 && walk.inside;
+             ++taken)
             walk.take(block, at.head, at.split, at.tile);
         walk.most = taken > walk.most ? taken : walk.most;
     }
-    check(s.blocks <= sms && (s.blocks == sms || s.blocks == tiles * heads * splits), "blocks: tiles, heads", tiles,
-          heads);
+    check(s.blocks <= sms && (s.blocks == sms || s.blocks == tiles * heads * splits),
+          "blocks: tiles, heads", tiles, heads);
     check(walk.once(), "every tile once: tiles, blocks", tiles, s.blocks);
     if (!paired) return;
-    /* The worst block has at most a tile more than the mean, of few tiles a pair; where a tile's rows are no whole blocks of keys
-     * each rounds up by half a block beside that. */
+    /* The worst block has at most a tile more than the mean, of few tiles a pair; where a tile's
+     * rows are no whole blocks of keys each rounds up by half a block beside that. */
     const long unit = tiles < FWD_SINGLES ? walk.longest + 2 : walk.longest;
-    check((double)walk.worst() <= walk.mean() + (double)unit + (bq % bkv ? (double)walk.most / 2 : 0) + 1e-6,
+    check((double)walk.worst() <=
+              walk.mean() + (double)unit + (bq % bkv ? (double)walk.most / 2 : 0) + 1e-6,
           "the worst block's keys: tiles, blocks", tiles, s.blocks);
 }
 
 /* find_tiles' walk of a packed call of one sequence: block c takes units c, c + blocks, .. */
 static void check_packed(int tiles, int heads, int splits, int paired, int blocks) {
     FwdSchedule s = {};
-    s.splits = splits, s.paired = paired, s.heads = heads;
-    Walk walk = {
-        tiles, heads, splits, 128, 128, std::vector<char>((size_t)heads * splits * tiles), std::vector<long>(blocks)};
+    s.splits = splits;
+    s.paired = paired;
+    s.heads = heads;
+    Walk walk = {tiles,
+                 heads,
+                 splits,
+                 128,
+                 128,
+                 std::vector<char>((size_t)heads * splits * tiles),
+                 std::vector<long>(blocks)};
     const int units = heads * fwd_units_of(tiles, paired) * splits;
     for (int unit = 0; unit < units; ++unit) {
         const FwdUnit u = fwd_unit(tiles, s, unit);
@@ -89,10 +111,14 @@ static void check_packed(int tiles, int heads, int splits, int paired, int block
     check(walk.once(), "packed: every tile once: tiles, blocks", tiles, blocks);
 }
 
-/* A window of `young` tiles and one more: the worst block's keys in `most` of the mean, or a tile more. */
+/* A window of `young` tiles and one more: the worst block's keys in `most` of the mean, or a tile
+ * more. */
 static void check_window(int tiles, int young, int heads, int sms, double most) {
     FwdSchedule s = {};
-    s.tiles = tiles, s.splits = 1, s.heads = heads, s.young = young;
+    s.tiles = tiles;
+    s.splits = 1;
+    s.heads = heads;
+    s.young = young;
     fwd_deal(&s, sms);
     std::vector<char> hits((size_t)heads * tiles);
     bool inside = true;
@@ -101,10 +127,15 @@ static void check_window(int tiles, int young, int heads, int sms, double most) 
         long load = 0;
         int i = 0;
         for (FwdPlace at; inside && (at = fwd_place_of(s, block, i)).head >= 0; ++i) {
-            inside = at.head < heads && at.tile >= 0 && at.tile < tiles && at.split == 0 && i <= tiles * heads;
-            if (inside) ++hits[(size_t)at.head * tiles + at.tile], load += at.tile < young ? at.tile + 1 : young + 1;
+            inside = at.head < heads && at.tile >= 0 && at.tile < tiles && at.split == 0 &&
+                     i <= tiles * heads;
+            if (inside) {
+                ++hits[(size_t)at.head * tiles + at.tile];
+                load += at.tile < young ? at.tile + 1 : young + 1;
+            }
         }
-        total += load, worst = load > worst ? load : worst;
+        total += load;
+        worst = load > worst ? load : worst;
     }
     bool once = inside;
     for (char hit : hits) once = once && hit == 1;
@@ -116,7 +147,8 @@ static void check_window(int tiles, int young, int heads, int sms, double most) 
 
 static void check_schedules() {
     const int tile[4][2] = {{128, 128}, {192, 128}, {128, 96}, {128, 64}};
-    const int some_blocks[] = {1, 2, 3, 7, 16, 66, 114, 132, 1000}, some_heads[] = {1, 2, 5, 16, 33, 128};
+    const int some_blocks[] = {1, 2, 3, 7, 16, 66, 114, 132, 1000},
+              some_heads[] = {1, 2, 5, 16, 33, 128};
     const int many_tiles[] = {768, 1023, 1024};
     for (int tiles = 1; tiles <= 40; ++tiles)
         for (int paired = 0; paired <= 1; ++paired)
@@ -124,13 +156,18 @@ static void check_schedules() {
                 for (int blocks : some_blocks)
                     for (int heads : some_heads) {
                         const int *t = tile[(tiles + heads) % 4];
-                        check_schedule(tiles, heads, paired ? 1 : splits, paired, blocks, t[0], t[1]);
+                        check_schedule(tiles, heads, paired ? 1 : splits, paired, blocks, t[0],
+                                       t[1]);
                         check_packed(tiles, heads, paired ? 1 : splits, paired, blocks);
                     }
     for (int tiles : many_tiles) check_schedule(tiles, 16, 1, 1, 132, 128, 128);
-    /* of 16 heads of 128 tiles 132 blocks take six rounds of pairs; the rest ends within 2 % of the mean */
+    /* of 16 heads of 128 tiles 132 blocks take six rounds of pairs; the rest ends within 2 % of the
+     * mean */
     FwdSchedule long_one = {};
-    long_one.tiles = 128, long_one.splits = 1, long_one.paired = 1, long_one.heads = 16;
+    long_one.tiles = 128;
+    long_one.splits = 1;
+    long_one.paired = 1;
+    long_one.heads = 16;
     fwd_deal(&long_one, 132);
     long worst = 0;
     for (int c = 0; c < 132; ++c) {
@@ -139,8 +176,10 @@ static void check_schedules() {
         for (int i = 0; (at = fwd_place_of(long_one, c, i)).head >= 0; ++i) load += at.tile + 1;
         worst = load > worst ? load : worst;
     }
-    check(long_one.rounds == 6 && worst < 1.02 * 16 * 128 * 129 / 2 / 132, "singles end even", worst, long_one.rounds);
-    /* windows: every tile once, a head's first ones last; of 32 heads of 64 tiles, eight of them young, blocks end within 2 % of the mean */
+    check(long_one.rounds == 6 && worst < 1.02 * 16 * 128 * 129 / 2 / 132, "singles end even",
+          worst, long_one.rounds);
+    /* windows: every tile once, a head's first ones last; of 32 heads of 64 tiles, eight of them
+     * young, blocks end within 2 % of the mean */
     for (int tiles = 1; tiles <= 40; ++tiles)
         for (int young = 1; young < tiles; young += 1 + young / 2)
             for (int blocks : some_blocks)
@@ -149,20 +188,25 @@ static void check_schedules() {
     check_window(66, 8, 32, 132, 1.02);
     /* longest first, and a pair sees as many keys as any other */
     FwdSchedule s = {};
-    s.splits = 1, s.paired = 1, s.heads = 2;
+    s.splits = 1;
+    s.paired = 1;
+    s.heads = 2;
     for (int unit = 0; unit < 6; ++unit) {
         const FwdUnit u = fwd_unit(6, s, unit);
-        check(u.head == unit / 3 && u.tile[0] == 5 - unit % 3 && u.tile[1] == unit % 3, "pairs of six", unit,
-              u.tile[1]);
+        check(u.head == unit / 3 && u.tile[0] == 5 - unit % 3 && u.tile[1] == unit % 3,
+              "pairs of six", unit, u.tile[1]);
     }
     /* of five two pairs of either head, then either middle */
-    check(fwd_unit(5, s, 3).head == 1 && fwd_unit(5, s, 3).tile[0] == 3 && fwd_unit(5, s, 3).tile[1] == 1,
+    check(fwd_unit(5, s, 3).head == 1 && fwd_unit(5, s, 3).tile[0] == 3 &&
+              fwd_unit(5, s, 3).tile[1] == 1,
           "a pair of five", 3, 1);
-    check(fwd_unit(5, s, 5).head == 1 && fwd_unit(5, s, 5).tile[0] == 2 && fwd_unit(5, s, 5).tile[1] == -1,
+    check(fwd_unit(5, s, 5).head == 1 && fwd_unit(5, s, 5).tile[0] == 2 &&
+              fwd_unit(5, s, 5).tile[1] == -1,
           "the middle of five", 5, -1);
 }
 
-/* Every block of a tile once, the nearest first, and then no nearer one after a farther one of the same side. */
+/* Every block of a tile once, the nearest first, and then no nearer one after a farther one of the
+ * same side. */
 static void check_blocks() {
     for (int blocks = 1; blocks <= 40; ++blocks)
         for (int nearest = 0; nearest < blocks; ++nearest) {
@@ -187,11 +231,13 @@ static void check_stacked() {
             check(divisor_of(rows).into(row) == row / rows, "stacked heads", (long)rows, (long)row);
 }
 
-/* ---- scores --------------------------------------------------------------------------------------------- */
-/* Near scores: within 1e-6 of cap tanh(scale s / cap), for caps of every size; `end` tells them apart by one bit. */
+/* ---- scores ---------------------------------------------------------------------------------- */
+/* Near scores: within 1e-6 of cap tanh(scale s / cap), for caps of every size; `end` tells them
+ * apart by one bit. */
 static void check_softcap() {
     for (double scale : {1.1e-6, 0.0625, 0.088388, 0.125, 1.0, 37.5, 9e5})
-        for (double factor : {1.1e-15, 1e-9, 1e-6, 1.1e-6, 1e-4, 2.9e-4, 3.1e-4, 1.25e-3, 0.02, 0.5, 8.0, 900.0}) {
+        for (double factor :
+             {1.1e-15, 1e-9, 1e-6, 1.1e-6, 1e-4, 2.9e-4, 3.1e-4, 1.25e-3, 0.02, 0.5, 8.0, 900.0}) {
             const ScoreUnits u = score_units(scale, scale / factor, true);
             const double most = (factor > 1e-6 ? 0.272 : 1e-3) / factor,
                          unit = 1.4426950408889634 * (double)(float)scale;
@@ -203,24 +249,32 @@ static void check_softcap() {
                 const float q = cap_square(s, u);
                 int of_q;
                 frexp(q, &of_q);
-                good = good && q == cap_square(-s, u) && (q < u.end ? of_q == exponent - 1 : s > u.limit);
-                worst = fmax(worst, fabs(s * cap_factor(q, u) / (unit * tanh(s * factor) / factor) - 1));
+                good = good && q == cap_square(-s, u) &&
+                       (q < u.end ? of_q == exponent - 1 : s > u.limit);
+                worst = fmax(worst,
+                             fabs(s * cap_factor(q, u) / (unit * tanh(s * factor) / factor) - 1));
             }
             for (double far : {1.0001, 1.5, 3.0, 1e3, 1e15})
                 good = good && !(cap_square((float)(far * most), u) < u.end);
-            check(good && !(cap_square(NAN, u) < u.end), "softcap: near and far, 1 / factor", (long)(1 / factor), 0);
-            check(worst < 1e-6, "softcap: relative error in 1e-9, 1 / factor", (long)(worst * 1e9), (long)(1 / factor));
-            check(fabs(u.over / (unit / factor) - 1) < 1e-6, "softcap: the cap itself", (long)(1 / factor), 0);
+            check(good && !(cap_square(NAN, u) < u.end), "softcap: near and far, 1 / factor",
+                  (long)(1 / factor), 0);
+            check(worst < 1e-6, "softcap: relative error in 1e-9, 1 / factor", (long)(worst * 1e9),
+                  (long)(1 / factor));
+            check(fabs(u.over / (unit / factor) - 1) < 1e-6, "softcap: the cap itself",
+                  (long)(1 / factor), 0);
         }
     const double odd[][2] = {{0, 3}, {-0.5, 3}, {1e-30, 3}, {1e30, 3}, {1, 1e16}, {1, 1e-4}};
-    for (const double (&x)[2] : odd) check(!score_units(x[0], x[1], false).plain, "not in the product's unit", 0, 0);
-    for (int from = -70; from <= 140; ++from) /* rows_of_block: the columns that a row sees, from the lane's first */
+    for (const double (&x)[2] : odd)
+        check(!score_units(x[0], x[1], false).plain, "not in the product's unit", 0, 0);
+    for (int from = -70; from <= 140;
+         ++from) /* rows_of_block: the columns that a row sees, from the lane's first */
         for (int to = -70; to <= 140; ++to) {
             uint32_t want[3] = {};
             for (int n = 0; n < 16; ++n)
                 for (int e = 0; e < 2; ++e)
                     for (int size = 0; size < 3; ++size)
-                        if (8 * n + e >= from && 8 * n + e < to && n < 8 + 4 * size) want[size] |= 1u << (2 * n + e);
+                        if (8 * n + e >= from && 8 * n + e < to && n < 8 + 4 * size)
+                            want[size] |= 1u << (2 * n + e);
             check(columns_in<16>(from, to) == want[0] && columns_in<24>(from, to) == want[1] &&
                       columns_in<32>(from, to) == want[2],
                   "columns that a row sees: from, to", from, to);
@@ -230,7 +284,7 @@ static void check_softcap() {
     check(score_units(1e30, 0, false).plain, "scale alone", 0, 0);
 }
 
-/* ---- operands in shared memory -------------------------------------------------------------------------- */
+/* ---- operands in shared memory --------------------------------------------------------------- */
 enum {
     MEMORY = 227 * 1024, /* of a block */
     NOTHING = -1
@@ -247,25 +301,31 @@ template <int ROWS, int COLS> static void tma_writes(uint32_t tile) {
     for (int c = 0; c < Panels::panels; ++c)
         for (int row = 0; row < ROWS; ++row)
             for (int col = 0; col < 64; ++col) {
-                int &at = memory[swizzled(tile + c * Panels::panel_bytes + row * 128 + col * 2) / 2];
+                int &at =
+                    memory[swizzled(tile + c * Panels::panel_bytes + row * 128 + col * 2) / 2];
                 check(at == NOTHING, "boxes do not overlap", row, col);
                 at = row * 1024 + c * 64 + col;
             }
 }
 
-/* The place that WGMMA reads for element (x, k) of a k16 step; x is m or n. In a descriptor bits 0 to 13 are the address,
- * 16 to 29 the leading, 32 to 45 the stride offset, all over 16. K-major: 8 rows of x are a block of 1024 bytes, the stride
- * leads to the next. MN-major: a row is a k with 64 of x, the stride leads to the next 8 of k, leading to the next 64 of x. */
+/* The place that WGMMA reads for element (x, k) of a k16 step; x is m or n. In a descriptor bits 0
+ * to 13 are the address, 16 to 29 the leading, 32 to 45 the stride offset, all over 16. K-major: 8
+ * rows of x are a block of 1024 bytes, the stride leads to the next. MN-major: a row is a k with 64
+ * of x, the stride leads to the next 8 of k, leading to the next 64 of x. */
 static int wgmma_reads(uint64_t descriptor, bool mn_major, int x, int k) {
-    const uint32_t start = (uint32_t)(descriptor & 0x3fff) << 4, leading = (uint32_t)(descriptor >> 16 & 0x3fff) << 4,
+    const uint32_t start = (uint32_t)(descriptor & 0x3fff) << 4,
+                   leading = (uint32_t)(descriptor >> 16 & 0x3fff) << 4,
                    stride = (uint32_t)(descriptor >> 32 & 0x3fff) << 4;
-    const uint32_t at = mn_major ? start + x / 64 * leading + k / 8 * stride + k % 8 * 128 + x % 64 * 2
-                                 : start + x / 8 * stride + x % 8 * 128 + k * 2;
+    const uint32_t at = mn_major
+                            ? start + x / 64 * leading + k / 8 * stride + k % 8 * 128 + x % 64 * 2
+                            : start + x / 8 * stride + x % 8 * 128 + k * 2;
     return swizzled(at) < MEMORY ? memory[swizzled(at) / 2] : NOTHING;
 }
 
 /* Mode 1, the 128-byte swizzle; base offset 0; no bit where none belongs. */
-static bool good_fields(uint64_t d) { return d >> 62 == 1 && (d >> 46 & 0xffff) == 0 && (d & 0xc000c000) == 0; }
+static bool good_fields(uint64_t d) {
+    return d >> 62 == 1 && (d >> 46 & 0xffff) == 0 && (d & 0xc000c000) == 0;
+}
 
 template <int ROWS, int COLS> static void check_panels_at(uint32_t tile) {
     typedef wgmma_panels<ROWS, COLS> Panels;
@@ -276,7 +336,8 @@ template <int ROWS, int COLS> static void check_panels_at(uint32_t tile) {
             const uint64_t d = Panels::k_major(tile, row, col);
             k_fields = k_fields && good_fields(d);
             for (int x = 0; x < 64; ++x)
-                for (int e = 0; e < 16; ++e) q = q && wgmma_reads(d, false, x, e) == (row + x) * 1024 + col + e;
+                for (int e = 0; e < 16; ++e)
+                    q = q && wgmma_reads(d, false, x, e) == (row + x) * 1024 + col + e;
         }
         const uint64_t d = Panels::k_major(tile, 0, col); /* K: all rows */
         for (int x = 0; x < ROWS; ++x)
@@ -286,17 +347,21 @@ template <int ROWS, int COLS> static void check_panels_at(uint32_t tile) {
         const uint64_t d = Panels::mn_major(tile, row);
         mn_fields = mn_fields && good_fields(d);
         for (int x = 0; x < COLS; ++x)
-            for (int e = 0; e < 16; ++e) v = v && wgmma_reads(d, true, x, e) == (row + e) * 1024 + x;
+            for (int e = 0; e < 16; ++e)
+                v = v && wgmma_reads(d, true, x, e) == (row + e) * 1024 + x;
     }
     for (int row = 0; row < ROWS; ++row)
         for (int col = 0; col < Panels::panels * 64; ++col) {
-            const int at = Panels::offset_of(row, col), in_panel = at - col / 64 * Panels::panel_bytes;
+            const int at = Panels::offset_of(row, col),
+                      in_panel = at - col / 64 * Panels::panel_bytes;
             places = places && memory[(tile + at) / 2] == row * 1024 + col;
             places = places && in_panel / 128 == row; /* clear_rows: a row's bytes are its own */
         }
     check(k_fields && mn_fields, "fields of a descriptor", ROWS, COLS);
-    check(q, "Q by k_major", ROWS, COLS), check(k, "K by k_major", ROWS, COLS);
-    check(v, "V by mn_major", ROWS, COLS), check(places, "offset_of", ROWS, COLS);
+    check(q, "Q by k_major", ROWS, COLS);
+    check(k, "K by k_major", ROWS, COLS);
+    check(v, "V by mn_major", ROWS, COLS);
+    check(places, "offset_of", ROWS, COLS);
 }
 
 /* store_tile: a warp's 16 rows by stmatrix, then as boxes of 64 columns and 16 rows. */
@@ -307,40 +372,48 @@ template <int ROWS, int COLS> static void check_store() {
         for (int n = 0; n < COLS / 8; n += 2)
             for (int e = 0; e < 4; ++e) {
                 unsigned chunks = 0;
-                for (int lane = 0; lane < 32; ++lane) /* stage_rows: the others from the first octet's address */
+                for (int lane = 0; lane < 32;
+                     ++lane) /* stage_rows: the others from the first octet's address */
                     registers =
-                        registers && Panels::offset_of(16 * warp + lane % 16, 8 * n + lane / 16 * 8) ==
-                                         (Panels::offset_of(16 * warp + lane % 16, lane / 16 * 8) ^ n % 8 * 16) +
-                                             n / 8 * Panels::panel_bytes;
-                for (int row = 0; row < 8; ++row) { /* lane 8 e + row points to row `row` of matrix e */
+                        registers &&
+                        Panels::offset_of(16 * warp + lane % 16, 8 * n + lane / 16 * 8) ==
+                            (Panels::offset_of(16 * warp + lane % 16, lane / 16 * 8) ^ n % 8 * 16) +
+                                n / 8 * Panels::panel_bytes;
+                /* lane 8 e + row points to row `row` of matrix e */
+                for (int row = 0; row < 8; ++row) {
                     const int lane = 8 * e + row;
                     const int at = Panels::offset_of(16 * warp + lane % 16, 8 * n + lane / 16 * 8);
                     chunks |= 1u << (at / 16 % 8);
                     for (int col = 0; col < 8; ++col)
-                        registers = registers && at + 2 * col == Panels::offset_of(16 * warp + e % 2 * 8 + row,
-                                                                                   8 * (n + e / 2) + col);
+                        registers = registers &&
+                                    at + 2 * col == Panels::offset_of(16 * warp + e % 2 * 8 + row,
+                                                                      8 * (n + e / 2) + col);
                 }
                 banks = banks && chunks == 0xff;
                 for (int lane = 0; lane < 32; ++lane)
-                    for (int half = 0; half < 2; ++half) { /* four[e] packs o[4 n + 2 e], o[4 n + 2 e + 1] */
+                    /* four[e] packs o[4 n + 2 e], o[4 n + 2 e + 1] */
+                    for (int half = 0; half < 2; ++half) {
                         const coord at = ldmatrix_element(lane, half, false),
                                     d = wgmma_d(warp, lane, 4 * n + 2 * e + half);
-                        registers =
-                            registers && d.row == 16 * warp + e % 2 * 8 + at.row && d.col == 8 * (n + e / 2) + at.col;
+                        registers = registers && d.row == 16 * warp + e % 2 * 8 + at.row &&
+                                    d.col == 8 * (n + e / 2) + at.col;
                     }
             }
         for (int col = 0; col < COLS; ++col)
             for (int row = 0; row < 16; ++row)
-                boxes = boxes && (int)swizzled(Panels::offset(16 * warp, col / 64 * 64) + row * 128 + col % 64 * 2) ==
-                                     Panels::offset_of(16 * warp + row, col);
+                boxes =
+                    boxes && (int)swizzled(Panels::offset(16 * warp, col / 64 * 64) + row * 128 +
+                                           col % 64 * 2) == Panels::offset_of(16 * warp + row, col);
     }
-    check(registers, "stmatrix", ROWS, COLS), check(banks, "stmatrix without conflicts", ROWS, COLS);
+    check(registers, "stmatrix", ROWS, COLS);
+    check(banks, "stmatrix without conflicts", ROWS, COLS);
     check(boxes, "boxes of the store", ROWS, COLS);
 }
 
 template <int ROWS, int COLS> static void check_panels() {
     typedef wgmma_panels<ROWS, COLS> Panels;
-    for (uint32_t tile = 0; tile + Panels::bytes <= MEMORY; tile += 61 * 1024) check_panels_at<ROWS, COLS>(tile);
+    for (uint32_t tile = 0; tile + Panels::bytes <= MEMORY; tile += 61 * 1024)
+        check_panels_at<ROWS, COLS>(tile);
     check_panels_at<ROWS, COLS>((MEMORY - Panels::bytes) / 1024 * 1024);
     check_store<ROWS, COLS>();
 }
@@ -352,7 +425,8 @@ template <int ROWS> static void check_rows() {
 
 static void check_descriptor_add() {
     for (int i = 0; i < 20000; ++i) {
-        const uint32_t from = 16 * (uint32_t)below(MEMORY / 16), to = 16 * (uint32_t)below(MEMORY / 16);
+        const uint32_t from = 16 * (uint32_t)below(MEMORY / 16),
+                       to = 16 * (uint32_t)below(MEMORY / 16);
         const int leading = 16 * (int)below(2048), stride = 1024 * (1 + (int)below(2));
         check(wgmma_descriptor_add(wgmma_descriptor(from, leading, stride), (int)to - (int)from) ==
                   wgmma_descriptor(to, leading, stride),
@@ -360,29 +434,32 @@ static void check_descriptor_add() {
     }
 }
 
-/* ---- registers ------------------------------------------------------------------------------------------ */
-/* Pair i of S, packed, is register i % 4 of operand A of k16 step i / 4: weights need no exchange between lanes. */
+/* ---- registers ------------------------------------------------------------------------------- */
+/* Pair i of S, packed, is register i % 4 of operand A of k16 step i / 4: weights need no exchange
+ * between lanes. */
 static void check_identity(int bkv) {
     bool weights = true, scores = true;
     for (int thread = 0; thread < 128; ++thread) {
         const int warp = thread / 32, lane = thread % 32;
         for (int i = 0; i < bkv / 4; ++i)
             for (int half = 0; half < 2; ++half) {
-                const coord d = wgmma_d(warp, lane, 2 * i + half), a = frag_a16(lane, 2 * (i % 4) + half);
+                const coord d = wgmma_d(warp, lane, 2 * i + half),
+                            a = frag_a16(lane, 2 * (i % 4) + half);
                 weights = weights && d.row == 16 * warp + a.row && d.col == i / 4 * 16 + a.col;
             }
         /* mask and modify: s[n][2 r + e] is 8 r rows and 8 n + e columns from the lane's first */
         const coord first = frag_c(lane, 0);
         for (int e = 0; e < bkv / 2; ++e) {
             const coord d = wgmma_d(warp, lane, e);
-            scores =
-                scores && d.row == 16 * warp + first.row + 8 * (e / 2 % 2) && d.col == first.col + 8 * (e / 4) + e % 2;
+            scores = scores && d.row == 16 * warp + first.row + 8 * (e / 2 % 2) &&
+                     d.col == first.col + 8 * (e / 4) + e % 2;
         }
     }
-    check(weights, "accumulators as operand A", bkv, 0), check(scores, "scores from the lane's first", bkv, 0);
+    check(weights, "accumulators as operand A", bkv, 0);
+    check(scores, "scores from the lane's first", bkv, 0);
 }
 
-/* ---- backward ------------------------------------------------------------------------------------------- */
+/* ---- backward -------------------------------------------------------------------------------- */
 /* Every tile of every head of a group once, heads in order. */
 static void check_steps() {
     for (int group = 1; group <= 4; ++group)
@@ -393,7 +470,8 @@ static void check_steps() {
                 bool good = true;
                 BwdStep at = {first, lo + start};
                 for (int n = 0; n < group * tiles; ++n) {
-                    good = good && at.head >= head && at.head < first + group && at.tile >= lo && at.tile < lo + tiles;
+                    good = good && at.head >= head && at.head < first + group && at.tile >= lo &&
+                           at.tile < lo + tiles;
                     if (good) ++hits[at.head - first][at.tile - lo];
                     head = at.head;
                     at.next(lo, tiles, start);
@@ -421,8 +499,9 @@ static void check_ordered_steps() {
             }
 }
 
-/* stmatrix.x4 of a warp: element (row, half) of matrix i, which lane 4 row + half / 2 holds in register i, goes to the address of
- * lane 8 i + row; transposed: (column, row) instead. put(address's lane, element of the eight, register's lane, i, half). */
+/* stmatrix.x4 of a warp: element (row, half) of matrix i, which lane 4 row + half / 2 holds in
+ * register i, goes to the address of lane 8 i + row; transposed: (column, row) instead.
+ * put(address's lane, element of the eight, register's lane, i, half). */
 template <class Put> static void stmatrix(bool trans, const Put &put) {
     for (int i = 0; i < 4; ++i)
         for (int lane = 0; lane < 32; ++lane)
@@ -432,8 +511,9 @@ template <class Put> static void stmatrix(bool trans, const Put &put) {
             }
 }
 
-/* Registers 2 n + r of packed accumulators: row 8 r + lane / 4 of the warp's 16, columns 8 n + 2 (lane % 4) and the next. Each
- * element of S^T [128 keys][ROWS] must lie where WGMMA looks for (row, key) of dS, K-major. */
+/* Registers 2 n + r of packed accumulators: row 8 r + lane / 4 of the warp's 16, columns 8 n + 2
+ * (lane % 4) and the next. Each element of S^T [128 keys][ROWS] must lie where WGMMA looks for
+ * (row, key) of dS, K-major. */
 template <int ROWS> static void check_ds() {
     typedef wgmma_panels<ROWS, 128> Scores;
     static int at[128][ROWS];
@@ -443,7 +523,8 @@ template <int ROWS> static void check_ds() {
         for (int n = 0; n < ROWS / 8; n += 2) {
             stmatrix(true, [&](int to, int element, int lane, int i, int half) {
                 const coord c = ds_place(32 * warp + to, n);
-                const int key = 16 * warp + 8 * (i & 1) + lane / 4, row = 8 * (n + i / 2) + 2 * (lane % 4) + half;
+                const int key = 16 * warp + 8 * (i & 1) + lane / 4,
+                          row = 8 * (n + i / 2) + 2 * (lane % 4) + half;
                 at[key][row] = Scores::offset_of(c.row, c.col) + 2 * element;
             });
             for (int i = 0; i < 4; ++i) {
@@ -457,12 +538,14 @@ template <int ROWS> static void check_ds() {
         }
     bool good = true;
     for (int key = 0; key < 128; ++key)
-        for (int row = 0; row < ROWS; ++row) good = good && at[key][row] == Scores::offset_of(row, key);
+        for (int row = 0; row < ROWS; ++row)
+            good = good && at[key][row] == Scores::offset_of(row, key);
     check(good, "dS lies as the operand of dQ: rows", ROWS, 128);
     check(banks, "dS is stored without bank conflicts: rows", ROWS, 128);
     /* steps of eight columns are steps of whole rows */
     const coord first = ds_place(5, 0), later = ds_place(5, 4);
-    check(Scores::offset_of(later.row, later.col) == Scores::offset_of(first.row, first.col) + 32 * WGMMA_ROW_BYTES,
+    check(Scores::offset_of(later.row, later.col) ==
+              Scores::offset_of(first.row, first.col) + 32 * WGMMA_ROW_BYTES,
           "dS from step to step: rows", ROWS, 4);
 }
 
@@ -481,12 +564,13 @@ static void check_scores() {
             });
     bool good = true;
     for (int key = 0; key < 64; ++key)
-        for (int row = 0; row < 64; ++row) good = good && at[key][row] == Scores::offset_of(key, row);
+        for (int row = 0; row < 64; ++row)
+            good = good && at[key][row] == Scores::offset_of(key, row);
     check(good, "dS^T lies as an operand", 64, 64);
 }
 
-/* dq_sum is written as the accumulators of dQ^T lie, and read by pairs of eight rows: every element of dQ [ROWS][D] once, and
- * where it belongs. */
+/* dq_sum is written as the accumulators of dQ^T lie, and read by pairs of eight rows: every element
+ * of dQ [ROWS][D] once, and where it belongs. */
 template <int ROWS, int D> static void check_dq() {
     constexpr bool by_d = D > 64;
     constexpr int N = by_d ? ROWS : ROWS / 2, BLOCKS = by_d ? D / 16 : 8;
@@ -508,20 +592,25 @@ template <int ROWS, int D> static void check_dq() {
                 const int b = 8 * rank + block;
                 if (b >= BLOCKS) continue;
                 const coord d = wgmma_d(block % 4, thread % 32, e); /* row of d, column of rows */
-                const int col = by_d ? b / 4 * 64 + d.row : d.row, row = (by_d ? 0 : warpgroup * N) + d.col;
-                good = good && owner[row][col] == b * (N * 16) + e / 4 * 128 + thread % 32 * 4 + e % 4;
+                const int col = by_d ? b / 4 * 64 + d.row : d.row,
+                          row = (by_d ? 0 : warpgroup * N) + d.col;
+                good =
+                    good && owner[row][col] == b * (N * 16) + e / 4 * 128 + thread % 32 * 4 + e % 4;
             }
         }
     check(good, "dQ comes out as it went in: rows, head_dim", ROWS, D);
 }
 
-/* Every task of every unit once; the rows of a unit before its keys, all its keys before it is rounded: a block waits for
- * lower numbers alone. */
+/* Every task of every unit once; the rows of a unit before its keys, all its keys before it is
+ * rounded: a block waits for lower numbers alone. */
 static bool tasks_in_order(const BwdGrid &grid) {
     static_assert(BwdGrid::PARTS == 4, "bits below");
     const int units = grid.sets() * grid.together, most[3] = {grid.rows, grid.keys, grid.rows};
     std::vector<int> done[3], seen[3];
-    for (int kind = 0; kind < 3; ++kind) done[kind].assign(units, 0), seen[kind].assign(units * 32, 0);
+    for (int kind = 0; kind < 3; ++kind) {
+        done[kind].assign(units, 0);
+        seen[kind].assign(units * 32, 0);
+    }
     for (int x = 0; x < grid.blocks(); ++x) {
         const BwdTask t = grid.task(x);
         if (t.unit < 0 || t.unit >= units || t.index < 0 || t.index >= most[t.kind]) return false;
@@ -548,25 +637,31 @@ static void check_grid() {
                     for (int lead : {0, 1, 2, 7})
                         for (int lag : {0, 1, 2, 7}) {
                             BwdGrid grid = {};
-                            grid.units = units, grid.keys = keys, grid.rows = rows;
-                            grid.together = together, grid.lead = lead, grid.lag = lag;
+                            grid.units = units;
+                            grid.keys = keys;
+                            grid.rows = rows;
+                            grid.together = together;
+                            grid.lead = lead;
+                            grid.lag = lag;
                             if (together > units || lead > grid.sets() || lag > grid.sets() ||
                                 (rows > 0 && (lead == 0 || lag == 0)))
                                 continue;
                             if (rows == 0) grid.lead = grid.lag = 0;
                             grid.prepare();
-                            check(tasks_in_order(grid), "every task once and after what it waits for: units, keys",
-                                  units, keys);
+                            check(tasks_in_order(grid),
+                                  "every task once and after what it waits for: units, keys", units,
+                                  keys);
                         }
 }
 
 static void check_backward() {
     check_grid();
-    check_steps(), check_ordered_steps();
+    check_steps();
+    check_ordered_steps();
     check_ds<48>(), check_ds<64>(), check_ds<80>(), check_ds<128>();
     check_scores();
-    check_dq<128, 64>(), check_dq<48, 128>(), check_dq<64, 64>(), check_dq<80, 96>(), check_dq<80, 128>(),
-        check_dq<64, 128>();
+    check_dq<128, 64>(), check_dq<48, 128>(), check_dq<64, 64>(), check_dq<80, 96>(),
+        check_dq<80, 128>(), check_dq<64, 128>();
     check_dq<64, 192>(), check_dq<64, 256>();
 }
 

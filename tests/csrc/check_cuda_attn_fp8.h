@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_cuda_attn_fp8.h: the draw of check_cuda for flash_attn_fp8: that of flash_attn_fwd with codes, scales of each form, means of v.
+/* check_cuda_attn_fp8.h: the draw of check_cuda for flash_attn_fp8: that of flash_attn_fwd with
+ * codes, scales of each form, means of v.
  *
  * size |v| |v_scale| + |v_mean|, every term positive. Precise: loss of 16-bit attention in float16, as whose codes are multiplied, q and
- * k with scales of blocks rounded to it. Fast may be in 8 bits: weights of three bits, 2^-4; sums of 14 bits, of k / 32 steps each. */
+ * k with scales of blocks rounded to it. Fast may be in 8 bits: weights of three bits, 2^-4; sums
+ * of 14 bits, of k / 32 steps each. */
 #ifndef GPUKERN_CHECK_CUDA_ATTN_FP8_H
 #define GPUKERN_CHECK_CUDA_ATTN_FP8_H
 
@@ -26,25 +28,38 @@ static void attn_fp8_draw(gk_dtype dtype, bool large) {
     const int64_t mean[3] = {f.batch, f.heads_kv, f.dim_v}, by_batch = check_below(2);
     gk_flash_attn_fp8_args *a = &e8.args;
     *a = (gk_flash_attn_fp8_args){.size = sizeof *a, .fwd = f.args.fwd};
-    e8.q_scale = fp8_scales(form, f.heads_q, a->fwd.cu_seqlens_q ? a->fwd.max_seqlen_q : f.seq_q, 1);
-    e8.k_scale = fp8_scales(form, f.heads_kv, a->fwd.cu_seqlens_q ? a->fwd.max_seqlen_k : f.seq_k, 1);
-    e8.v_scale = fp8_scales(form, f.heads_kv, a->fwd.cu_seqlens_q ? a->fwd.max_seqlen_k : f.seq_k, 2);
+    e8.q_scale =
+        fp8_scales(form, f.heads_q, a->fwd.cu_seqlens_q ? a->fwd.max_seqlen_q : f.seq_q, 1);
+    e8.k_scale =
+        fp8_scales(form, f.heads_kv, a->fwd.cu_seqlens_q ? a->fwd.max_seqlen_k : f.seq_k, 1);
+    e8.v_scale =
+        fp8_scales(form, f.heads_kv, a->fwd.cu_seqlens_q ? a->fwd.max_seqlen_k : f.seq_k, 2);
     e8.v_mean = check_dense(GK_F32, by_batch ? 3 : 2, by_batch ? mean : mean + 1);
-    for (int64_t i = 0; i < gk_numel(&e8.v_mean.t); ++i) check_set(&e8.v_mean.t, i, check_uniform(-2, 2));
-    mirror(&e8.q_scale, "q_scale", false), mirror(&e8.k_scale, "k_scale", false);
-    mirror(&e8.v_scale, "v_scale", false), mirror(&e8.v_mean, "v_mean", false);
-    a->q_scale = check_below(4) ? &e8.q_scale.t : NULL, a->k_scale = check_below(4) ? &e8.k_scale.t : NULL;
-    a->v_scale = check_below(4) ? &e8.v_scale.t : NULL, a->v_mean = check_below(3) ? &e8.v_mean.t : NULL;
+    for (int64_t i = 0; i < gk_numel(&e8.v_mean.t); ++i)
+        check_set(&e8.v_mean.t, i, check_uniform(-2, 2));
+    mirror(&e8.q_scale, "q_scale", false);
+    mirror(&e8.k_scale, "k_scale", false);
+    mirror(&e8.v_scale, "v_scale", false);
+    mirror(&e8.v_mean, "v_mean", false);
+    a->q_scale = check_below(4) ? &e8.q_scale.t : NULL;
+    a->k_scale = check_below(4) ? &e8.k_scale.t : NULL;
+    a->v_scale = check_below(4) ? &e8.v_scale.t : NULL;
+    a->v_mean = check_below(3) ? &e8.v_mean.t : NULL;
     a->accumulate = check_below(3) ? GK_ATTN_FAST : check_below(2) ? GK_ATTN_AUTO : GK_ATTN_PRECISE;
-    say(" scales %d%s out %s", form, gk_attn_is_precise(a) ? " precise" : "", gk_dtype_name(f.out.t.dtype));
+    say(" scales %d%s out %s", form, gk_attn_is_precise(a) ? " precise" : "",
+        gk_dtype_name(f.out.t.dtype));
     TO_DEVICE(*a);
 }
 
 static void attn_fp8_expect(void) {
-    check_fill_normal(&f.q, 1), check_fill_normal(&f.k, 1), check_fill_normal(&f.v, 1);
-    const double most = flash_max_logit(), terms = (double)f.seq_k; /* scales of q and k are at most 1 */
+    check_fill_normal(&f.q, 1);
+    check_fill_normal(&f.k, 1);
+    check_fill_normal(&f.v, 1);
+    /* scales of q and k are at most 1 */
+    const double most = flash_max_logit(), terms = (double)f.seq_k;
     const bool fast = !gk_attn_is_precise(&e8.args);
-    const double score = most * (fast ? 0x1p-13 * ((double)f.dim / 32 + 1) : 0x1p-9); /* the error of one */
+    /* the error of one */
+    const double score = most * (fast ? 0x1p-13 * ((double)f.dim / 32 + 1) : 0x1p-9);
     poison_unseen(false);
     result *out = expected(&f.out, 2 * score + attn_loss(GK_F16, f.dim, most, terms, 1.25) +
                                        (fast ? 0x1p-4 + 0x1p-13 * (terms / 32 + 1) : 0x1p-9));
@@ -56,10 +71,13 @@ static void attn_fp8_expect(void) {
         ref.fwd.lse = lse->exact.t;
     }
     check_tensor abs_v = check_map(&f.v, fabs), abs_mean = check_map(&e8.v_mean, fabs);
-    ref.fwd.v = abs_v.t, ref.fwd.out = out->size.t;
+    ref.fwd.v = abs_v.t;
+    ref.fwd.out = out->size.t;
     if (ref.v_mean) ref.v_mean = &abs_mean.t;
     gk_ref_flash_attn_fp8(&judge, &ref);
-    ref.fwd.v = f.v.t, ref.fwd.out = out->exact.t, ref.v_mean = e8.args.v_mean;
+    ref.fwd.v = f.v.t;
+    ref.fwd.out = out->exact.t;
+    ref.v_mean = e8.args.v_mean;
     gk_ref_flash_attn_fp8(&judge, &ref);
 }
 

@@ -10,7 +10,8 @@
  *   rope            size |x1 cos| + |x2 sin|; loss 8 u
  *   cross_entropy   size (1 + max |z|) times the weights that the row has; backward |g| times those; loss s (1 + max |z|)
  *   dropout         size |x + b| / (1 - p) + |residual|, backward |g| (1 + |x + b|) / (1 - p); loss 32 u. What is kept is exact
- * adamw writes what it reads, which no problem here can: tests/ops/test_adamw.py has it on both devices. */
+ * adamw writes what it reads, which no problem here can: tests/ops/test_adamw.py has it on both
+ * devices. */
 #include "gpukern_loss.h"
 #include "formats/philox.h"
 
@@ -34,8 +35,10 @@ static struct {
 
 /* Rows of every length that an instance is for, whole vectors and not. */
 static void rows_shape(gk_dtype dtype, bool large, bool even) {
-    static const int64_t usual[] = {1, 7, 8, 16, 64, 100, 128, 256, 257, 512, 1000, 1024, 2048, 2056, 4096};
-    static const int64_t most[] = {6000, 8192, 12288, 16384, 20000, 24576, 32768, 40000, 65536, 100000, 131072, 200000};
+    static const int64_t usual[] = {1,   7,   8,    16,   64,   100,  128, 256,
+                                    257, 512, 1000, 1024, 2048, 2056, 4096};
+    static const int64_t most[] = {6000,  8192,  12288, 16384,  20000,  24576,
+                                   32768, 40000, 65536, 100000, 131072, 200000};
     const int64_t vec = 16 / (int64_t)gk_dtype_bytes(dtype);
     r.n = large || check_below(3) == 0 ? PICK(most) : PICK(usual);
     if (check_below(2)) r.n = gk_round_up(r.n, 2 * vec);
@@ -43,7 +46,8 @@ static void rows_shape(gk_dtype dtype, bool large, bool even) {
     const int64_t rows = gk_max_i64(1, small_or(100000, 400000) / r.n);
     r.ndim = 2 + (int)check_below(2);
     r.shape[0] = check_below(40) ? 1 + check_below(gk_min_i64(rows, 70)) : 0;
-    r.shape[1] = r.ndim == 3 ? 1 + check_below(3) : r.n, r.shape[2] = r.n;
+    r.shape[1] = r.ndim == 3 ? 1 + check_below(3) : r.n;
+    r.shape[2] = r.n;
 }
 
 /* A tensor of rows, its leading dimensions in any order. */
@@ -51,40 +55,60 @@ static check_tensor rows_tensor(gk_dtype dtype, int64_t n) {
     static const int swapped[3] = {1, 0, 2};
     int64_t shape[3] = {r.shape[0], r.shape[1], r.shape[2]};
     shape[r.ndim - 1] = n;
-    check_tensor x =
-        check_tensor_make(dtype, r.ndim, shape, r.ndim == 3 && check_below(2) ? swapped : NULL, 1, pad_for(n));
+    check_tensor x = check_tensor_make(
+        dtype, r.ndim, shape, r.ndim == 3 && check_below(2) ? swapped : NULL, 1, pad_for(n));
     return x;
 }
 #define ROWS(at, dtype, n, output) (r.at = rows_tensor(dtype, n), mirror(&r.at, #at, output))
-#define VECTOR(at, dtype, output) \
-    (r.at = check_tensor_make(dtype, 1, &r.n, NULL, 1 + (check_below(4) == 0), 0), mirror(&r.at, #at, output))
+#define VECTOR(at, dtype, output)                                                  \
+    (r.at = check_tensor_make(dtype, 1, &r.n, NULL, 1 + (check_below(4) == 0), 0), \
+     mirror(&r.at, #at, output))
 
 static int64_t rows_count(void) { return r.n ? r.shape[0] * (r.ndim == 3 ? r.shape[1] : 1) : 0; }
-static double sum_loss(gk_dtype dtype, int64_t terms) { return check_acc_unit(dtype) * (64 + 4 * sqrt((double)terms)); }
-static gk_dtype vector_dtype(gk_dtype dtype) { return check_below(2) ? dtype : gk_stats_dtype(dtype); }
+static double sum_loss(gk_dtype dtype, int64_t terms) {
+    return check_acc_unit(dtype) * (64 + 4 * sqrt((double)terms));
+}
+static gk_dtype vector_dtype(gk_dtype dtype) {
+    return check_below(2) ? dtype : gk_stats_dtype(dtype);
+}
 
-/* ---- norms ----------------------------------------------------------------------------------------------------- */
+/* ---- norms ----------------------------------------------------------------------------------- */
 static void norm_draw(gk_dtype dtype, bool large) {
     rows_shape(dtype, large, false);
-    ROWS(x, dtype, r.n, false), ROWS(y, dtype, r.n, false), ROWS(out, dtype, r.n, true), ROWS(out2, dtype, r.n, true);
-    VECTOR(w, vector_dtype(dtype), false), VECTOR(b, vector_dtype(dtype), false);
+    ROWS(x, dtype, r.n, false);
+    ROWS(y, dtype, r.n, false);
+    ROWS(out, dtype, r.n, true);
+    ROWS(out2, dtype, r.n, true);
+    VECTOR(w, vector_dtype(dtype), false);
+    VECTOR(b, vector_dtype(dtype), false);
     gk_norm_args *a = &r.args.norm;
-    *a = (gk_norm_args){.size = sizeof *a, .kind = (gk_norm_kind)check_below(2), .x = r.x.t, .out = r.out.t};
-    if (check_below(2)) a->residual = &r.y.t, a->sum = &r.out2.t;
+    *a = (gk_norm_args){
+        .size = sizeof *a, .kind = (gk_norm_kind)check_below(2), .x = r.x.t, .out = r.out.t};
+    if (check_below(2)) {
+        a->residual = &r.y.t;
+        a->sum = &r.out2.t;
+    }
     if (check_below(3)) a->weight = &r.w.t;
     if (check_below(2)) a->bias = &r.b.t;
-    a->eps = check_below(2) ? 1e-6 : 0.1, a->weight_offset = (double)check_below(2);
+    a->eps = check_below(2) ? 1e-6 : 0.1;
+    a->weight_offset = (double)check_below(2);
     say("kind %d", a->kind);
     TO_DEVICE(*a);
 }
 
 static void norm_expect(void) {
     const gk_norm_args *a = &r.args.norm;
-    check_fill_normal(&r.x, 1), check_fill_normal(&r.y, 1), check_fill_normal(&r.w, 1), check_fill_normal(&r.b, 1);
-    result *out = expected(&r.out, sum_loss(r.x.t.dtype, r.n)), *sum = a->residual ? expected(&r.out2, -1) : NULL;
+    check_fill_normal(&r.x, 1);
+    check_fill_normal(&r.y, 1);
+    check_fill_normal(&r.w, 1);
+    check_fill_normal(&r.b, 1);
+    result *out = expected(&r.out, sum_loss(r.x.t.dtype, r.n)),
+           *sum = a->residual ? expected(&r.out2, -1) : NULL;
     gk_norm_args ref = *a;
-    check_tensor h = check_dense(r.x.t.dtype, r.ndim, r.x.t.shape); /* where it is rounded as the sum is */
-    ref.out = out->exact.t, ref.sum = sum ? &h.t : NULL;
+    /* where it is rounded as the sum is */
+    check_tensor h = check_dense(r.x.t.dtype, r.ndim, r.x.t.shape);
+    ref.out = out->exact.t;
+    ref.sum = sum ? &h.t : NULL;
     gk_ref_norm_fwd(&judge, &ref);
     for (int64_t i = 0; i < rows_count() * r.n; ++i) {
         const double w = a->weight ? fabs(check_get(&r.w.t, i % r.n) + a->weight_offset) : 1;
@@ -96,12 +120,19 @@ static void norm_expect(void) {
 
 static void norm_bwd_draw(gk_dtype dtype, bool large) {
     rows_shape(dtype, large, false);
-    ROWS(x, dtype, r.n, false), ROWS(y, dtype, r.n, false), ROWS(more, dtype, r.n, false), ROWS(out, dtype, r.n, true);
-    VECTOR(w, vector_dtype(dtype), false), VECTOR(out2, vector_dtype(dtype), true);
+    ROWS(x, dtype, r.n, false);
+    ROWS(y, dtype, r.n, false);
+    ROWS(more, dtype, r.n, false);
+    ROWS(out, dtype, r.n, true);
+    VECTOR(w, vector_dtype(dtype), false);
+    VECTOR(out2, vector_dtype(dtype), true);
     VECTOR(out3, vector_dtype(dtype), true);
     gk_norm_bwd_args *a = &r.args.norm_bwd;
-    *a = (gk_norm_bwd_args){.size = sizeof *a, .kind = (gk_norm_kind)check_below(2), .grad_out = r.x.t, .h = r.y.t};
-    a->dx = r.out.t, a->eps = check_below(2) ? 1e-6 : 0.1, a->weight_offset = (double)check_below(2);
+    *a = (gk_norm_bwd_args){
+        .size = sizeof *a, .kind = (gk_norm_kind)check_below(2), .grad_out = r.x.t, .h = r.y.t};
+    a->dx = r.out.t;
+    a->eps = check_below(2) ? 1e-6 : 0.1;
+    a->weight_offset = (double)check_below(2);
     if (check_below(3)) a->weight = &r.w.t;
     if (check_below(2)) a->grad_sum = &r.more.t;
     if (check_below(3)) a->dweight = &r.out2.t;
@@ -115,11 +146,16 @@ static void norm_bwd_expect(void) {
     const gk_norm_bwd_args *a = &r.args.norm_bwd;
     const int64_t rows = rows_count(), n = r.n;
     const double loss = sum_loss(r.x.t.dtype, n), of_rows = sum_loss(r.x.t.dtype, n + rows);
-    check_fill_normal(&r.x, 1), check_fill_normal(&r.y, 1), check_fill_normal(&r.w, 1), check_fill_normal(&r.more, 1);
+    check_fill_normal(&r.x, 1);
+    check_fill_normal(&r.y, 1);
+    check_fill_normal(&r.w, 1);
+    check_fill_normal(&r.more, 1);
     result *dx = expected(&r.out, loss), *dw = a->dweight ? expected(&r.out2, of_rows) : NULL;
     result *db = a->dbias ? expected(&r.out3, of_rows) : NULL;
     gk_norm_bwd_args ref = *a;
-    ref.dx = dx->exact.t, ref.dweight = dw ? &dw->exact.t : NULL, ref.dbias = db ? &db->exact.t : NULL;
+    ref.dx = dx->exact.t;
+    ref.dweight = dw ? &dw->exact.t : NULL;
+    ref.dbias = db ? &db->exact.t : NULL;
     gk_ref_norm_bwd(&judge, &ref);
     for (int64_t i = 0; i < n; ++i) {
         if (dw) check_set(&dw->size.t, i, 0);
@@ -127,18 +163,22 @@ static void norm_bwd_expect(void) {
     }
     for (int64_t row = 0; row < rows; ++row) {
         double mean = 0, squares = 0, c1 = 0, c2 = 0;
-        for (int64_t i = 0; i < n; ++i) mean += a->kind == GK_LAYER_NORM ? check_get(&r.y.t, row * n + i) : 0;
+        for (int64_t i = 0; i < n; ++i)
+            mean += a->kind == GK_LAYER_NORM ? check_get(&r.y.t, row * n + i) : 0;
         mean /= (double)n;
         for (int64_t i = 0; i < n; ++i) squares += pow(check_get(&r.y.t, row * n + i) - mean, 2);
         const double rstd = 1 / sqrt(squares / (double)n + a->eps);
         for (int pass = 0; pass < 2; ++pass) {
             for (int64_t i = 0; i < n; ++i) {
                 const int64_t at = row * n + i;
-                const double w = a->weight ? check_get(&r.w.t, i) + a->weight_offset : 1, g = check_get(&r.x.t, at);
+                const double w = a->weight ? check_get(&r.w.t, i) + a->weight_offset : 1,
+                             g = check_get(&r.x.t, at);
                 const double xhat = fabs((check_get(&r.y.t, at) - mean) * rstd), gw = fabs(g * w);
                 if (pass == 0) {
-                    c1 += gw / (double)n, c2 += gw * (xhat + 1) / (double)n;
-                    if (dw) check_set(&dw->size.t, i, check_get(&dw->size.t, i) + fabs(g) * (xhat + 1));
+                    c1 += gw / (double)n;
+                    c2 += gw * (xhat + 1) / (double)n;
+                    if (dw)
+                        check_set(&dw->size.t, i, check_get(&dw->size.t, i) + fabs(g) * (xhat + 1));
                     if (db) check_set(&db->size.t, i, check_get(&db->size.t, i) + fabs(g));
                 } else {
                     const double more = a->grad_sum ? fabs(check_get(&r.more.t, at)) : 0;
@@ -149,7 +189,7 @@ static void norm_bwd_expect(void) {
     }
 }
 
-/* ---- softmax --------------------------------------------------------------------------------------------------- */
+/* ---- softmax --------------------------------------------------------------------------------- */
 static void lengths_draw(void) {
     r.index = check_tensor_make(GK_I32, r.ndim - 1, r.shape, NULL, 1 + check_below(2), 0);
     mirror(&r.index, "lengths", false);
@@ -157,15 +197,20 @@ static void lengths_draw(void) {
 static void lengths_fill(void) {
     for (int64_t i = 0; i < rows_count(); ++i)
         check_set(&r.index.t, i,
-                  check_below(4) ? (double)check_below(r.n + 1) : (double)(check_below(2) ? -3 : r.n + 9));
+                  check_below(4) ? (double)check_below(r.n + 1)
+                                 : (double)(check_below(2) ? -3 : r.n + 9));
 }
 
 static void softmax_draw(gk_dtype dtype, bool large) {
     rows_shape(dtype, large, false);
-    ROWS(x, dtype, r.n, false), ROWS(out, dtype, r.n, true), lengths_draw();
+    ROWS(x, dtype, r.n, false);
+    ROWS(out, dtype, r.n, true);
+    lengths_draw();
     gk_softmax_args *a = &r.args.softmax;
-    *a = (gk_softmax_args){.size = sizeof *a, .x = r.x.t, .out = r.out.t, .scale = check_below(2) ? 1 : -0.3};
-    a->log = (int32_t)check_below(2), a->lengths = check_below(2) ? &r.index.t : NULL;
+    *a = (gk_softmax_args){
+        .size = sizeof *a, .x = r.x.t, .out = r.out.t, .scale = check_below(2) ? 1 : -0.3};
+    a->log = (int32_t)check_below(2);
+    a->lengths = check_below(2) ? &r.index.t : NULL;
     may_have_workspace = true;
     say("log %d", a->log);
     TO_DEVICE(*a);
@@ -173,7 +218,8 @@ static void softmax_draw(gk_dtype dtype, bool large) {
 
 static void softmax_expect(void) {
     const gk_softmax_args *a = &r.args.softmax;
-    check_fill_normal(&r.x, 3), lengths_fill();
+    check_fill_normal(&r.x, 3);
+    lengths_fill();
     result *out = expected(&r.out, sum_loss(r.x.t.dtype, r.n));
     gk_softmax_args ref = *a;
     ref.out = out->exact.t;
@@ -186,10 +232,15 @@ static void softmax_expect(void) {
 
 static void softmax_bwd_draw(gk_dtype dtype, bool large) {
     rows_shape(dtype, large, false);
-    ROWS(x, dtype, r.n, false), ROWS(y, dtype, r.n, false), ROWS(out, dtype, r.n, true), lengths_draw();
+    ROWS(x, dtype, r.n, false);
+    ROWS(y, dtype, r.n, false);
+    ROWS(out, dtype, r.n, true);
+    lengths_draw();
     gk_softmax_bwd_args *a = &r.args.softmax_bwd;
-    *a = (gk_softmax_bwd_args){.size = sizeof *a, .grad_out = r.x.t, .out = r.y.t, .dx = r.out.t, .scale = 0.5};
-    a->log = (int32_t)check_below(2), a->lengths = check_below(2) ? &r.index.t : NULL;
+    *a = (gk_softmax_bwd_args){
+        .size = sizeof *a, .grad_out = r.x.t, .out = r.y.t, .dx = r.out.t, .scale = 0.5};
+    a->log = (int32_t)check_below(2);
+    a->lengths = check_below(2) ? &r.index.t : NULL;
     say("log %d", a->log);
     TO_DEVICE(*a);
 }
@@ -197,7 +248,8 @@ static void softmax_bwd_draw(gk_dtype dtype, bool large) {
 static void softmax_bwd_expect(void) {
     const gk_softmax_bwd_args *a = &r.args.softmax_bwd;
     const int64_t n = r.n;
-    check_fill_normal(&r.x, 1), lengths_fill();
+    check_fill_normal(&r.x, 1);
+    lengths_fill();
     for (int64_t i = 0; i < rows_count() * n; ++i) /* what a forward pass may have given */
         check_set(&r.y.t, i, a->log ? check_uniform(-20, -3) : check_uniform(0, 2) / (double)n);
     result *dx = expected(&r.out, sum_loss(r.x.t.dtype, n));
@@ -210,18 +262,21 @@ static void softmax_bwd_expect(void) {
             sum += fabs(check_get(&r.x.t, at) * (a->log ? 1 : check_get(&r.y.t, at)));
         for (int64_t at = row * n; at < row * n + n; ++at) {
             const double y = check_get(&r.y.t, at), g = fabs(check_get(&r.x.t, at));
-            check_set(&dx->size.t, at, a->scale * (a->log ? g + exp(y) * (1 - y) * sum : fabs(y) * (g + sum)));
+            check_set(&dx->size.t, at,
+                      a->scale * (a->log ? g + exp(y) * (1 - y) * sum : fabs(y) * (g + sum)));
         }
     }
 }
 
-/* ---- gated units ----------------------------------------------------------------------------------------------- */
+/* ---- gated units ----------------------------------------------------------------------------- */
 static const gk_activation gates[] = {GK_ACT_SILU, GK_ACT_GELU, GK_ACT_GELU_TANH};
 
 static void glu_draw(gk_dtype dtype, bool large) {
     rows_shape(dtype, large, true);
     const bool two = check_below(2);
-    ROWS(x, dtype, two ? r.n : 2 * r.n, false), ROWS(y, dtype, r.n, false), ROWS(out, dtype, r.n, true);
+    ROWS(x, dtype, two ? r.n : 2 * r.n, false);
+    ROWS(y, dtype, r.n, false);
+    ROWS(out, dtype, r.n, true);
     gk_glu_args *a = &r.args.glu;
     *a = (gk_glu_args){.size = sizeof *a, .gate = r.x.t, .up = two ? &r.y.t : NULL, .out = r.out.t};
     a->activation = PICK(gates);
@@ -236,23 +291,32 @@ static double glu_input(const gk_tensor *gate, const gk_tensor *up, int which, i
 
 static void glu_expect(void) {
     const gk_glu_args *a = &r.args.glu;
-    check_fill_normal(&r.x, 2), check_fill_normal(&r.y, 2);
+    check_fill_normal(&r.x, 2);
+    check_fill_normal(&r.y, 2);
     result *out = expected(&r.out, 32 * check_acc_unit(r.x.t.dtype));
     gk_glu_args ref = *a;
     ref.out = out->exact.t;
     gk_ref_glu_fwd(&judge, &ref);
     for (int64_t i = 0; i < rows_count() * r.n; ++i)
-        check_set(&out->size.t, i, fabs(glu_input(&a->gate, a->up, 0, i) * glu_input(&a->gate, a->up, 1, i)));
+        check_set(&out->size.t, i,
+                  fabs(glu_input(&a->gate, a->up, 0, i) * glu_input(&a->gate, a->up, 1, i)));
 }
 
 static void glu_bwd_draw(gk_dtype dtype, bool large) {
     rows_shape(dtype, large, true);
     const bool two = check_below(2);
-    ROWS(more, dtype, r.n, false), ROWS(x, dtype, two ? r.n : 2 * r.n, false), ROWS(y, dtype, r.n, false);
-    ROWS(out, dtype, two ? r.n : 2 * r.n, true), ROWS(out2, dtype, r.n, true);
+    ROWS(more, dtype, r.n, false);
+    ROWS(x, dtype, two ? r.n : 2 * r.n, false);
+    ROWS(y, dtype, r.n, false);
+    ROWS(out, dtype, two ? r.n : 2 * r.n, true);
+    ROWS(out2, dtype, r.n, true);
     gk_glu_bwd_args *a = &r.args.glu_bwd;
-    *a = (gk_glu_bwd_args){.size = sizeof *a, .grad_out = r.more.t, .gate = r.x.t, .dgate = r.out.t};
-    if (two) a->up = &r.y.t, a->dup = &r.out2.t;
+    *a =
+        (gk_glu_bwd_args){.size = sizeof *a, .grad_out = r.more.t, .gate = r.x.t, .dgate = r.out.t};
+    if (two) {
+        a->up = &r.y.t;
+        a->dup = &r.out2.t;
+    }
     a->activation = PICK(gates);
     say("activation %d", a->activation);
     TO_DEVICE(*a);
@@ -261,81 +325,108 @@ static void glu_bwd_draw(gk_dtype dtype, bool large) {
 static void glu_bwd_expect(void) {
     const gk_glu_bwd_args *a = &r.args.glu_bwd;
     const double loss = 32 * check_acc_unit(r.x.t.dtype);
-    check_fill_normal(&r.x, 2), check_fill_normal(&r.y, 2), check_fill_normal(&r.more, 1);
+    check_fill_normal(&r.x, 2);
+    check_fill_normal(&r.y, 2);
+    check_fill_normal(&r.more, 1);
     result *dgate = expected(&r.out, loss), *dup = a->up ? expected(&r.out2, loss) : NULL;
     gk_glu_bwd_args ref = *a;
-    ref.dgate = dgate->exact.t, ref.dup = dup ? &dup->exact.t : NULL;
+    ref.dgate = dgate->exact.t;
+    ref.dup = dup ? &dup->exact.t : NULL;
     gk_ref_glu_bwd(&judge, &ref);
     for (int64_t i = 0; i < rows_count() * r.n; ++i) {
         const double g = fabs(check_get(&r.more.t, i)), x = fabs(glu_input(&a->gate, a->up, 0, i));
-        const double u = fabs(glu_input(&a->gate, a->up, 1, i)), first = g * u * (1 + x), second = g * x;
+        const double u = fabs(glu_input(&a->gate, a->up, 1, i)), first = g * u * (1 + x),
+                     second = g * x;
         const int64_t at = dup ? i : i / r.n * 2 * r.n + i % r.n;
-        check_set(&dgate->size.t, at, first),
-            check_set(dup ? &dup->size.t : &dgate->size.t, dup ? i : at + r.n, second);
+        check_set(&dgate->size.t, at, first);
+        check_set(dup ? &dup->size.t : &dgate->size.t, dup ? i : at + r.n, second);
     }
 }
 
-/* ---- rotary embedding ------------------------------------------------------------------------------------------ */
+/* ---- rotary embedding ------------------------------------------------------------------------ */
 static void rope_draw(gk_dtype dtype, bool large) {
     static const int64_t dims[] = {2, 6, 8, 16, 40, 64, 80, 128, 192, 256};
     static const int tokens_first[4] = {0, 2, 1, 3};
-    const int64_t batch = 1 + check_below(3), tokens = check_below(large ? 300 : 60), dim = PICK(dims);
+    const int64_t batch = 1 + check_below(3), tokens = check_below(large ? 300 : 60),
+                  dim = PICK(dims);
     const int64_t half = check_below(3) ? dim / 2 : check_below(dim / 2 + 1),
                   table[2] = {tokens + check_below(9) + 1, half};
-    int64_t q[4] = {batch, 1 + check_below(6), tokens, dim}, k[4] = {batch, 1 + check_below(3), tokens, dim};
+    int64_t q[4] = {batch, 1 + check_below(6), tokens, dim},
+            k[4] = {batch, 1 + check_below(3), tokens, dim};
     const int *order = check_below(2) ? tokens_first : NULL;
-    r.x = check_tensor_make(dtype, 4, q, order, 1, pad_for(dim)),
+    r.x = check_tensor_make(dtype, 4, q, order, 1, pad_for(dim));
     r.y = check_tensor_make(dtype, 4, k, order, 1, pad_for(dim));
-    r.out = check_tensor_make(dtype, 4, q, order, 1, pad_for(dim)),
+    r.out = check_tensor_make(dtype, 4, q, order, 1, pad_for(dim));
     r.out2 = check_tensor_make(dtype, 4, k, order, 1, pad_for(dim));
-    r.w = check_tensor_make(gk_stats_dtype(dtype), 2, table, NULL, 1, pad_for(half)),
+    r.w = check_tensor_make(gk_stats_dtype(dtype), 2, table, NULL, 1, pad_for(half));
     r.b = check_dense(gk_stats_dtype(dtype), 2, table);
     const int64_t each[2] = {batch, tokens};
     const bool of_each = check_below(2);
-    r.index = check_tensor_make(check_below(2) ? GK_I32 : GK_I64, of_each ? 2 : 1, of_each ? each : each + 1, NULL,
-                                1 + check_below(2), 0);
-    mirror(&r.x, "q", false), mirror(&r.y, "k", false), mirror(&r.w, "cos", false), mirror(&r.b, "sin", false);
-    mirror(&r.index, "positions", false), mirror(&r.out, "out_q", true), mirror(&r.out2, "out_k", true);
+    r.index = check_tensor_make(check_below(2) ? GK_I32 : GK_I64, of_each ? 2 : 1,
+                                of_each ? each : each + 1, NULL, 1 + check_below(2), 0);
+    mirror(&r.x, "q", false);
+    mirror(&r.y, "k", false);
+    mirror(&r.w, "cos", false);
+    mirror(&r.b, "sin", false);
+    mirror(&r.index, "positions", false);
+    mirror(&r.out, "out_q", true);
+    mirror(&r.out2, "out_k", true);
     gk_rope_args *a = &r.args.rope;
-    *a = (gk_rope_args){.size = sizeof *a, .q = r.x.t, .cos = r.w.t, .sin = r.b.t, .out_q = r.out.t};
-    if (check_below(3)) a->k = &r.y.t, a->out_k = &r.out2.t;
+    *a =
+        (gk_rope_args){.size = sizeof *a, .q = r.x.t, .cos = r.w.t, .sin = r.b.t, .out_q = r.out.t};
+    if (check_below(3)) {
+        a->k = &r.y.t;
+        a->out_k = &r.out2.t;
+    }
     if (check_below(2)) a->positions = &r.index.t;
-    a->interleaved = (int32_t)check_below(2), a->inverse = (int32_t)check_below(2);
+    a->interleaved = (int32_t)check_below(2);
+    a->inverse = (int32_t)check_below(2);
     say("interleaved %d inverse %d", a->interleaved, a->inverse);
     TO_DEVICE(*a);
 }
 
 static void rope_expect(void) {
     const gk_rope_args *a = &r.args.rope;
-    check_fill_normal(&r.x, 1), check_fill_normal(&r.y, 1);
+    check_fill_normal(&r.x, 1);
+    check_fill_normal(&r.y, 1);
     for (int64_t i = 0; i < gk_numel(&r.w.t); ++i) {
         const double angle = check_uniform(0, 6.3);
-        check_set(&r.w.t, i, cos(angle)), check_set(&r.b.t, i, sin(angle));
+        check_set(&r.w.t, i, cos(angle));
+        check_set(&r.b.t, i, sin(angle));
     }
-    for (int64_t i = 0; i < gk_numel(&r.index.t); ++i) check_set(&r.index.t, i, (double)check_below(r.w.t.shape[0]));
+    for (int64_t i = 0; i < gk_numel(&r.index.t); ++i)
+        check_set(&r.index.t, i, (double)check_below(r.w.t.shape[0]));
     const double loss = 8 * check_acc_unit(r.x.t.dtype);
     result *q = expected(&r.out, loss), *k = a->k ? expected(&r.out2, loss) : NULL;
     gk_rope_args ref = *a;
-    ref.out_q = q->exact.t, ref.out_k = k ? &k->exact.t : NULL;
+    ref.out_q = q->exact.t;
+    ref.out_k = k ? &k->exact.t : NULL;
     gk_ref_rope(&judge, &ref);
-    for (int64_t i = 0; i < gk_numel(&r.out.t); ++i) check_set(&q->size.t, i, 8); /* past any of these values */
+    /* past any of these values */
+    for (int64_t i = 0; i < gk_numel(&r.out.t); ++i) check_set(&q->size.t, i, 8);
     for (int64_t i = 0; k && i < gk_numel(&r.out2.t); ++i) check_set(&k->size.t, i, 8);
 }
 
-/* ---- cross entropy --------------------------------------------------------------------------------------------- */
+/* ---- cross entropy --------------------------------------------------------------------------- */
 static gk_cross_entropy_args loss_args(gk_dtype dtype, bool large, bool backward) {
     rows_shape(dtype, large, false);
     ROWS(x, dtype, r.n, false);
     r.index = check_tensor_make(GK_I64, r.ndim - 1, r.shape, NULL, 1 + check_below(2), 0);
     r.w = check_tensor_make(gk_stats_dtype(dtype), 1, &r.n, NULL, 1 + (check_below(4) == 0), 0);
-    r.y = check_dense(gk_stats_dtype(dtype), r.ndim - 1, r.shape),
+    r.y = check_dense(gk_stats_dtype(dtype), r.ndim - 1, r.shape);
     r.z = check_dense(gk_stats_dtype(dtype), r.ndim - 1, r.shape);
-    mirror(&r.index, "target", false), mirror(&r.w, "weight", false);
-    mirror(&r.y, "loss", !backward), mirror(&r.z, "lse", !backward);
+    mirror(&r.index, "target", false);
+    mirror(&r.w, "weight", false);
+    mirror(&r.y, "loss", !backward);
+    mirror(&r.z, "lse", !backward);
     gk_cross_entropy_args a = GK_CROSS_ENTROPY_ARGS_INIT;
-    a.logits = r.x.t, a.target = r.index.t, a.loss = r.y.t, a.lse = r.z.t;
+    a.logits = r.x.t;
+    a.target = r.index.t;
+    a.loss = r.y.t;
+    a.lse = r.z.t;
     if (check_below(2)) a.weight = &r.w.t;
-    a.label_smoothing = check_below(2) ? 0.1 : 0, a.softcap = check_below(3) ? 0 : 4,
+    a.label_smoothing = check_below(2) ? 0.1 : 0;
+    a.softcap = check_below(3) ? 0 : 4;
     a.logit_scale = check_below(2) ? 1 : 0.7;
     return a;
 }
@@ -350,25 +441,36 @@ static void loss_fill(void) {
 static void loss_draw(gk_dtype dtype, bool large) {
     static const gk_dtype narrow[] = {GK_F32, GK_BF16, GK_F16};
     gk_cross_entropy_more_args *a = &r.args.loss;
-    *a = (gk_cross_entropy_more_args){.fwd = loss_args(dtype, large, false), .z_loss = check_below(2) ? 0 : 0.01};
+    *a = (gk_cross_entropy_more_args){.fwd = loss_args(dtype, large, false),
+                                      .z_loss = check_below(2) ? 0 : 0.01};
     a->fwd.size = sizeof *a;
-    if (check_below(2)) ROWS(out, dtype == GK_F32 ? PICK(narrow) : dtype, r.n, true), a->dlogits = &r.out.t;
+    if (check_below(2)) {
+        ROWS(out, dtype == GK_F32 ? PICK(narrow) : dtype, r.n, true);
+        a->dlogits = &r.out.t;
+    }
     TO_DEVICE(r.args.loss);
 }
 
 /* g: of element i's row. p (1 + |z| + |lse|) times the weights of a row, which are 2 and e / V times their sum at most, beside 2 and e / V */
 static double dlogits_size(double exact, int64_t i, double g) {
-    return 20 * fabs(exact) + g * (check_get(&r.index.t, i / r.n) == (double)(i % r.n) ? 60 : 4 / (double)r.n);
+    return 20 * fabs(exact) +
+           g * (check_get(&r.index.t, i / r.n) == (double)(i % r.n) ? 60 : 4 / (double)r.n);
 }
 
 static void loss_expect(void) {
     loss_fill();
     const double s = sum_loss(r.x.t.dtype, r.n);
-    result *loss = expected(&r.y, s), *lse = expected(&r.z, s), *dx = r.args.loss.dlogits ? expected(&r.out, s) : NULL;
+    result *loss = expected(&r.y, s), *lse = expected(&r.z, s),
+           *dx = r.args.loss.dlogits ? expected(&r.out, s) : NULL;
     gk_cross_entropy_more_args ref = r.args.loss;
-    ref.fwd.loss = loss->exact.t, ref.fwd.lse = lse->exact.t, ref.dlogits = dx ? &dx->exact.t : NULL;
+    ref.fwd.loss = loss->exact.t;
+    ref.fwd.lse = lse->exact.t;
+    ref.dlogits = dx ? &dx->exact.t : NULL;
     gk_ref_cross_entropy_fwd(&judge, &ref.fwd);
-    for (int64_t i = 0; i < rows_count(); ++i) check_set(&loss->size.t, i, 60), check_set(&lse->size.t, i, 20);
+    for (int64_t i = 0; i < rows_count(); ++i) {
+        check_set(&loss->size.t, i, 60);
+        check_set(&lse->size.t, i, 20);
+    }
     for (int64_t i = 0; dx && i < rows_count() * r.n; ++i)
         check_set(&dx->size.t, i, dlogits_size(check_get(&dx->exact.t, i), i, 1));
 }
@@ -377,17 +479,22 @@ static void loss_bwd_draw(gk_dtype dtype, bool large) {
     gk_cross_entropy_bwd_more_args *more = &r.args.loss_bwd;
     gk_cross_entropy_bwd_args *a = &more->bwd;
     *more = (gk_cross_entropy_bwd_more_args){.z_loss = check_below(2) ? 0 : 0.01};
-    a->size = sizeof *more, a->fwd = loss_args(dtype, large, true);
-    r.more = check_tensor_make(gk_stats_dtype(dtype), r.ndim - 1, r.shape, NULL, 1 + check_below(2), 0);
+    a->size = sizeof *more;
+    a->fwd = loss_args(dtype, large, true);
+    r.more =
+        check_tensor_make(gk_stats_dtype(dtype), r.ndim - 1, r.shape, NULL, 1 + check_below(2), 0);
     static const gk_dtype narrow[] = {GK_F32, GK_BF16, GK_F16};
-    mirror(&r.more, "grad_loss", false), ROWS(out, dtype == GK_F32 ? PICK(narrow) : dtype, r.n, true);
-    a->grad_loss = r.more.t, a->dlogits = r.out.t;
+    mirror(&r.more, "grad_loss", false);
+    ROWS(out, dtype == GK_F32 ? PICK(narrow) : dtype, r.n, true);
+    a->grad_loss = r.more.t;
+    a->dlogits = r.out.t;
     TO_DEVICE(*more);
 }
 
 static void loss_bwd_expect(void) {
     const gk_cross_entropy_bwd_args *a = &r.args.loss_bwd.bwd;
-    loss_fill(), check_fill_normal(&r.more, 1);
+    loss_fill();
+    check_fill_normal(&r.more, 1);
     check_tensor loss = check_dense(GK_F64, r.ndim - 1, r.shape);
     gk_cross_entropy_args fwd = a->fwd;
     fwd.loss = loss.t; /* lse rounds to what the kernel reads */
@@ -402,18 +509,24 @@ static void loss_bwd_expect(void) {
     }
 }
 
-/* ---- dropout --------------------------------------------------------------------------------------------------- */
+/* ---- dropout --------------------------------------------------------------------------------- */
 static void dropout_draw(gk_dtype dtype, bool large) {
     static const gk_activation curves[] = {GK_ACT_NONE, GK_ACT_GELU, GK_ACT_GELU_TANH};
     static const double shares[] = {0, 0.1, 0.5, 1};
     const int64_t two = 2;
     rows_shape(dtype, large, false);
-    ROWS(x, dtype, r.n, false), ROWS(y, dtype, r.n, false), ROWS(out, dtype, r.n, true);
-    r.b = check_dense(dtype, 1, &r.n), r.index = check_tensor_make(GK_I64, 1, &two, NULL, 1 + check_below(2), 0);
-    mirror(&r.b, "bias", false), mirror(&r.index, "seed", false);
+    ROWS(x, dtype, r.n, false);
+    ROWS(y, dtype, r.n, false);
+    ROWS(out, dtype, r.n, true);
+    r.b = check_dense(dtype, 1, &r.n);
+    r.index = check_tensor_make(GK_I64, 1, &two, NULL, 1 + check_below(2), 0);
+    mirror(&r.b, "bias", false);
+    mirror(&r.index, "seed", false);
     gk_dropout_args *a = &r.args.dropout;
-    *a = (gk_dropout_args){.size = sizeof *a, .x = r.x.t, .seed = r.index.t, .out = r.out.t, .p = PICK(shares)};
-    a->activation = PICK(curves), a->bias = check_below(2) ? &r.b.t : NULL;
+    *a = (gk_dropout_args){
+        .size = sizeof *a, .x = r.x.t, .seed = r.index.t, .out = r.out.t, .p = PICK(shares)};
+    a->activation = PICK(curves);
+    a->bias = check_below(2) ? &r.b.t : NULL;
     const int64_t more = check_below(3);
     if (more == 1) a->residual = &r.y.t;
     if (more == 2) a->grad_out = &r.y.t;
@@ -423,15 +536,20 @@ static void dropout_draw(gk_dtype dtype, bool large) {
 
 static void dropout_expect(void) {
     const gk_dropout_args *a = &r.args.dropout;
-    check_fill_normal(&r.x, 2), check_fill_normal(&r.y, 1), check_fill_normal(&r.b, 1);
-    for (int i = 0; i < 2; ++i) ((int64_t *)r.index.t.data)[i * r.index.t.stride[0]] = (int64_t)check_random();
+    check_fill_normal(&r.x, 2);
+    check_fill_normal(&r.y, 1);
+    check_fill_normal(&r.b, 1);
+    for (int i = 0; i < 2; ++i)
+        ((int64_t *)r.index.t.data)[i * r.index.t.stride[0]] = (int64_t)check_random();
     result *out = expected(&r.out, 32 * check_acc_unit(r.x.t.dtype));
     gk_dropout_args ref = *a;
     ref.out = out->exact.t;
     gk_ref_dropout(&judge, &ref);
     for (int64_t i = 0; i < rows_count() * r.n; ++i) {
-        const double x = fabs(check_get(&r.x.t, i)) + (a->bias ? fabs(check_get(&r.b.t, i % r.n)) : 0);
+        const double x =
+            fabs(check_get(&r.x.t, i)) + (a->bias ? fabs(check_get(&r.b.t, i % r.n)) : 0);
         const double y = fabs(check_get(&r.y.t, i)), scale = gk_keep_scale(a->p);
-        check_set(&out->size.t, i, a->grad_out ? y * (1 + x) * scale : x * scale + (a->residual ? y : 0));
+        check_set(&out->size.t, i,
+                  a->grad_out ? y * (1 + x) * scale : x * scale + (a->residual ? y : 0));
     }
 }

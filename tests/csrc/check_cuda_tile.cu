@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // check_cuda_tile: the wrappers of csrc/cuda/ptx and the verbs of csrc/cuda/tile on a device.
 //
-// One kernel per verb on integer data, compared exactly on the host with what the constexpr maps of csrc/cuda/layout say.
-// Prints a line per verb; the last line is "N passed, N failed", or "no CUDA device". Exits with 1 on a failure.
+// One kernel per verb on integer data, compared exactly on the host with what the constexpr maps of
+// csrc/cuda/layout say. Prints a line per verb; the last line is "N passed, N failed", or "no CUDA
+// device". Exits with 1 on a failure.
 //
-//   nvcc -std=c++17 -gencode=arch=compute_80,code=[sm_80,sm_90,compute_80] -I csrc tests/csrc/check_cuda_tile.cu
+//   nvcc -std=c++17 -gencode=arch=compute_80,code=[sm_80,sm_90,compute_80] -I csrc
+//   tests/csrc/check_cuda_tile.cu
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/fragment.cuh"
@@ -16,7 +18,7 @@
 
 #include <math.h>
 
-// ---- loads and stores -----------------------------------------------------------------------------------------------
+// ---- loads and stores ---------------------------------------------------------------------------
 
 static __global__ void loads_kernel(uint32_t *out_g, const uint32_t *in_g) {
     SMEM;
@@ -41,8 +43,8 @@ static __global__ void loads_kernel(uint32_t *out_g, const uint32_t *in_g) {
     st_global_128(out_g + 128 + 4 * u, make_uint4(lo.x, lo.y, hi.x, hi.y));
     for (int i = 0; i < 4; ++i) out_g[256 + 4 * u + i] = ld_shared_32(s + 1024 + 16 * u + 4 * i);
     for (int i = 0; i < 4; ++i) {
-        out_g[384 + 4 * u + i] =
-            ld_shared_16(s + 1536 + 16 * u + 4 * i) | (uint32_t)ld_shared_16(s + 1536 + 16 * u + 4 * i + 2) << 16;
+        out_g[384 + 4 * u + i] = ld_shared_16(s + 1536 + 16 * u + 4 * i) |
+                                 (uint32_t)ld_shared_16(s + 1536 + 16 * u + 4 * i + 2) << 16;
     }
 }
 
@@ -56,7 +58,7 @@ static void check_loads(const buffer &in, const buffer &out) {
     verb("ld_shared, st_shared, ld_global, st_global");
 }
 
-// ---- cp.async -------------------------------------------------------------------------------------------------------
+// ---- cp.async -----------------------------------------------------------------------------------
 
 // Thread t copies with src_bytes = t (cg, L2 hint), t % 5 (ca 4), t % 9 (ca 8), t (ca 16); t < 17.
 static __global__ void cp_async_kernel(uint32_t *out_g, const unsigned char *in_g, int zero) {
@@ -72,7 +74,8 @@ static __global__ void cp_async_kernel(uint32_t *out_g, const unsigned char *in_
         cp_async_ca<8>(s + 1536 + 16 * t, from_g, t % 9);
         cp_async_ca<16>(s + 2048 + 16 * t, from_g, t);
         cp_async_cg_16(s + 2560 + 16 * t, from_g);
-        cp_async_cg_16(s + 3072 + 16 * t, t % 2 ? from_g : NULL, t % 2 ? 16 : 0); // a choice between two constants
+        // a choice between two constants
+        cp_async_cg_16(s + 3072 + 16 * t, t % 2 ? from_g : NULL, t % 2 ? 16 : 0);
         const void *nowhere_g = (const void *)(uintptr_t)(16 * t);
         cp_async_cg_16(s + 3584 + 16 * t, nowhere_g, zero);
     }
@@ -91,20 +94,21 @@ static void check_cp_async(const buffer &in, const buffer &out) {
             int t = i / 16, byte = i % 16, width = region == 2 ? 4 : region == 3 ? 8 : 16;
             int read[] = {t, t, t % 5, t % 9, t, 16, t % 2 ? 16 : 0, 0};
             int expected = byte >= width ? 0xa5 : byte < read[region] ? in.host[i] : 0;
-            check(out.host[region * 512 + i] == expected, "byte", region * 1000 + i, out.host[region * 512 + i],
-                  expected);
+            check(out.host[region * 512 + i] == expected, "byte", region * 1000 + i,
+                  out.host[region * 512 + i], expected);
         }
     }
     verb("cp_async, zeros past src_bytes");
 }
 
-// ---- ldmatrix and movmatrix -----------------------------------------------------------------------------------------
+// ---- ldmatrix and movmatrix ---------------------------------------------------------------------
 
 static __global__ void ldmatrix_kernel(uint32_t *out_g) {
     SMEM;
     smem_addr s = cvta_to_shared(smem);
     int lane = threadIdx.x;
-    for (int i = lane; i < 256; i += 32) st_shared_16(s + 2 * i, (uint16_t)i); // element: matrix * 64 + row * 8 + col
+    // element: matrix * 64 + row * 8 + col
+    for (int i = lane; i < 256; i += 32) st_shared_16(s + 2 * i, (uint16_t)i);
     __syncwarp();
     smem_addr row_s = s + ldmatrix_matrix(lane) * 128 + ldmatrix_row(lane) * 16;
     uint32_t r[6][4] = {};
@@ -145,10 +149,11 @@ static void check_ldmatrix(const buffer &out) {
     verb("movmatrix");
 }
 
-// ---- mma ------------------------------------------------------------------------------------------------------------
+// ---- mma ----------------------------------------------------------------------------------------
 
 // c [16][8] = c + a [16][K] b [K][8], operands picked from global memory by the maps.
-template <typename T> static __global__ void mma_kernel(float *c_g, const float *a_g, const float *b_g) {
+template <typename T>
+static __global__ void mma_kernel(float *c_g, const float *a_g, const float *b_g) {
     constexpr int elements = sizeof(T) == 2 ? 2 : 1, k = 8 * elements;
     int lane = threadIdx.x;
     uint32_t a[4], b[2];
@@ -176,7 +181,8 @@ template <typename T> static __global__ void mma_kernel(float *c_g, const float 
     for (int r = 0; r < 4; ++r) c_g[frag_row(lane, r) * 8 + frag_col(lane, r)] = c[r];
 }
 
-template <typename T> static void check_mma(const buffer &a, const buffer &b, const buffer &c, const char *name) {
+template <typename T>
+static void check_mma(const buffer &a, const buffer &b, const buffer &c, const char *name) {
     int k = sizeof(T) == 2 ? 16 : 8;
     float *x = (float *)a.host, *y = (float *)b.host, *z = (float *)c.host;
     double exact[128];
@@ -189,14 +195,16 @@ template <typename T> static void check_mma(const buffer &a, const buffer &b, co
             for (int i = 0; i < k; ++i) exact[m * 8 + n] += (double)x[m * k + i] * y[i * 8 + n];
         }
     }
-    to_device(a), to_device(b), to_device(c);
+    to_device(a);
+    to_device(b);
+    to_device(c);
     mma_kernel<T><<<1, 32>>>((float *)c.device, (const float *)a.device, (const float *)b.device);
     to_host(c);
     for (int i = 0; i < 128; ++i) check(z[i] == exact[i], "element", i, z[i], exact[i]);
     verb(name);
 }
 
-// ---- tile copies ----------------------------------------------------------------------------------------------------
+// ---- tile copies --------------------------------------------------------------------------------
 
 enum copy_kind {
     COPY_ROWS,
@@ -205,15 +213,17 @@ enum copy_kind {
 };
 
 template <typename Tile, int THREADS, typename T>
-static __global__ void copy_kernel(uint32_t *out_g, T *back_g, const T *src_g, copy_kind kind, int64_t row_stride,
-                                   int rows_valid, int cols_valid) {
+static __global__ void copy_kernel(uint32_t *out_g, T *back_g, const T *src_g, copy_kind kind,
+                                   int64_t row_stride, int rows_valid, int cols_valid) {
     SMEM;
     smem_addr s = cvta_to_shared(smem);
     int t = threadIdx.x;
     fill_smem(s, SMEM_BYTES, 0xa5a5a5a5u);
     if (kind == COPY_ROWS) copy_tile_async<Tile, THREADS>(s, src_g, row_stride, rows_valid, t);
-    if (kind == COPY_WHOLE) copy_tile_async<Tile, THREADS>(s, src_g, row_stride, rows_valid, cols_valid, t);
-    if (kind == COPY_RAGGED) copy_tile_async_ragged<Tile, THREADS>(s, src_g, row_stride, rows_valid, cols_valid, t);
+    if (kind == COPY_WHOLE)
+        copy_tile_async<Tile, THREADS>(s, src_g, row_stride, rows_valid, cols_valid, t);
+    if (kind == COPY_RAGGED)
+        copy_tile_async_ragged<Tile, THREADS>(s, src_g, row_stride, rows_valid, cols_valid, t);
     cp_async_commit_group();
     cp_async_wait_group<0>();
     smem_to_global(out_g, s, SMEM_BYTES);
@@ -226,23 +236,29 @@ template <typename Tile, int THREADS, typename T>
 static void check_copy(const buffer &in, const buffer &out, const buffer &back) {
     constexpr int cols = Tile::row_bytes / (int)sizeof(T), per_chunk = 16 / (int)sizeof(T);
     T *x = (T *)in.host;
-    for (int i = 0; i < MOST_BYTES / (int)sizeof(T); ++i) x[i] = (T)(2 * i + 1); // odd: no element is zero
+    // odd: no element is zero
+    for (int i = 0; i < MOST_BYTES / (int)sizeof(T); ++i) x[i] = (T)(2 * i + 1);
     to_device(in);
     for (int trial = 0; trial < 12; ++trial) {
         copy_kind kind = (copy_kind)(trial % 3);
         int limits[] = {-3, 0, 1, Tile::rows - 1, Tile::rows, Tile::rows + 9};
-        int rows_valid = limits[random_below(6)], cols_valid = random_below(cols + 3 * per_chunk) - per_chunk;
+        int rows_valid = limits[random_below(6)],
+            cols_valid = random_below(cols + 3 * per_chunk) - per_chunk;
         const int64_t row_stride = cols + per_chunk;
         const int first = 4 * per_chunk;
-        if (trial < 3) rows_valid = Tile::rows - 1, cols_valid = cols - per_chunk;
+        if (trial < 3) {
+            rows_valid = Tile::rows - 1;
+            cols_valid = cols - per_chunk;
+        }
         if (kind == COPY_ROWS) cols_valid = cols;
         if (kind == COPY_WHOLE) cols_valid = cols_valid / per_chunk * per_chunk;
         memset(back.host, 0x77, MOST_BYTES);
         to_device(back);
-        copy_kernel<Tile, THREADS, T><<<1, THREADS, SMEM_BYTES>>>((uint32_t *)out.device, (T *)back.device,
-                                                                  (const T *)in.device + first, kind, row_stride,
-                                                                  rows_valid, cols_valid);
-        to_host(out), to_host(back);
+        copy_kernel<Tile, THREADS, T><<<1, THREADS, SMEM_BYTES>>>(
+            (uint32_t *)out.device, (T *)back.device, (const T *)in.device + first, kind,
+            row_stride, rows_valid, cols_valid);
+        to_host(out);
+        to_host(back);
         long wrong = 0, wrong_back = 0, past = 0;
         for (int row = 0; row < Tile::rows; ++row) {
             for (int col = 0; col < cols; ++col) {
@@ -250,21 +266,25 @@ static void check_copy(const buffer &in, const buffer &out, const buffer &back) 
                 memcpy(&got, out.host + Tile::offset_of(row, col, sizeof(T)), sizeof(T));
                 memcpy(&sent, back.host + (row * cols + col) * sizeof(T), sizeof(T));
                 memset(&untouched, 0x77, sizeof(T));
-                if (row < rows_valid && col < cols_valid) expected = x[first + row * row_stride + col];
+                if (row < rows_valid && col < cols_valid)
+                    expected = x[first + row * row_stride + col];
                 wrong += got != expected;
-                wrong_back += sent != (row < Tile::rows - 1 && col < cols - per_chunk ? expected : untouched);
+                wrong_back +=
+                    sent != (row < Tile::rows - 1 && col < cols - per_chunk ? expected : untouched);
             }
         }
         for (int i = Tile::bytes; i < SMEM_BYTES; ++i) past += out.host[i] != 0xa5;
         check(wrong == 0, "elements wrong in shared memory, trial", trial, (double)wrong, 0);
-        check(wrong_back == 0, "elements wrong in global memory, trial", trial, (double)wrong_back, 0);
+        check(wrong_back == 0, "elements wrong in global memory, trial", trial, (double)wrong_back,
+              0);
         check(past == 0, "bytes written past the tile, trial", trial, (double)past, 0);
     }
 }
 
-// ---- fragments out of tiles -----------------------------------------------------------------------------------------
+// ---- fragments out of tiles ---------------------------------------------------------------------
 
-// Every 16 x 16 block of a tile in the four ways, through steps from one base: out [way][block][lane][4].
+// Every 16 x 16 block of a tile in the four ways, through steps from one base: out
+// [way][block][lane][4].
 template <typename Tile> static __global__ void fragments_kernel(uint32_t *out_g) {
     SMEM;
     smem_addr s = cvta_to_shared(smem);
@@ -273,8 +293,8 @@ template <typename Tile> static __global__ void fragments_kernel(uint32_t *out_g
     for (int i = lane; i < Tile::rows * cols; i += 32)
         st_shared_16(s + Tile::offset_of(i / cols, i % cols, 2), (uint16_t)i);
     __syncwarp();
-    smem_addr base[4] = {frag_a_base<Tile>(s, lane), frag_a_trans_base<Tile>(s, lane), frag_b_base<Tile>(s, lane),
-                         frag_b_trans_base<Tile>(s, lane)};
+    smem_addr base[4] = {frag_a_base<Tile>(s, lane), frag_a_trans_base<Tile>(s, lane),
+                         frag_b_base<Tile>(s, lane), frag_b_trans_base<Tile>(s, lane)};
     for (int row = 0; row < Tile::rows; row += 16) {
         for (int chunk = 0; chunk < Tile::chunks; chunk += 2) {
             int block = row / 16 * (Tile::chunks / 2) + chunk / 2;
@@ -284,7 +304,8 @@ template <typename Tile> static __global__ void fragments_kernel(uint32_t *out_g
             load_frag_b(r[2], Tile::down(Tile::along(base[2], chunk), row));
             load_frag_b_trans(r[3], Tile::along(frag_b_trans_base<Tile>(s, lane, row), chunk));
             for (int i = 0; i < 16; ++i) {
-                out_g[((i / 4 * (Tile::bytes / 512) + block) * 32 + lane) * 4 + i % 4] = r[i / 4][i % 4];
+                out_g[((i / 4 * (Tile::bytes / 512) + block) * 32 + lane) * 4 + i % 4] =
+                    r[i / 4][i % 4];
             }
         }
     }
@@ -300,14 +321,16 @@ template <typename Tile> static void check_fragments(const buffer &out) {
         coord c = way < 2 ? frag_a16(lane, e) : frag_b16(lane, e % 4);
         if (way >= 2) c.col += e / 4 * 8;
         if (way == 1 || way == 2) c = coord{c.col, c.row}; // the tile holds the transpose
-        int row = block / (Tile::chunks / 2) * 16 + c.row, col = block % (Tile::chunks / 2) * 16 + c.col;
+        int row = block / (Tile::chunks / 2) * 16 + c.row,
+            col = block % (Tile::chunks / 2) * 16 + c.col;
         check(got[i] == (uint16_t)(row * cols + col), "element", i, got[i], row * cols + col);
     }
 }
 
-// O [16][8] = (A B) V with A [16][16], B [16][16], V [16][8]: accumulators as A. Then, swapped, O2 [16][8] = W (B2^T
-// A^T): an accumulator [16][8] as B. All from global memory by the maps.
-static __global__ void chain_kernel(float *o_g, const float *a_g, const float *b_g, const float *v_g) {
+// O [16][8] = (A B) V with A [16][16], B [16][16], V [16][8]: accumulators as A. Then, swapped, O2
+// [16][8] = W (B2^T A^T): an accumulator [16][8] as B. All from global memory by the maps.
+static __global__ void chain_kernel(float *o_g, const float *a_g, const float *b_g,
+                                    const float *v_g) {
     int lane = threadIdx.x;
     uint32_t a[4], b[2], p[4];
     float left[4] = {}, right[4] = {}, o[4] = {};
@@ -318,7 +341,8 @@ static __global__ void chain_kernel(float *o_g, const float *a_g, const float *b
     for (int half = 0; half < 2; ++half) {
         for (int r = 0; r < 2; ++r) {
             coord c = frag_b16(lane, 2 * r);
-            b[r] = pack2<bf16>(b_g[c.row * 16 + c.col + 8 * half], b_g[(c.row + 1) * 16 + c.col + 8 * half]);
+            b[r] = pack2<bf16>(b_g[c.row * 16 + c.col + 8 * half],
+                               b_g[(c.row + 1) * 16 + c.col + 8 * half]);
         }
         mma_add<bf16>(half ? right : left, a, b);
     }
@@ -338,9 +362,14 @@ static __global__ void chain_kernel(float *o_g, const float *a_g, const float *b
 
 static void check_chain(const buffer &a, const buffer &b, const buffer &v, const buffer &o) {
     float *x = (float *)a.host, *y = (float *)b.host, *z = (float *)v.host, *got = (float *)o.host;
-    for (int i = 0; i < 256; ++i) x[i] = (float)(random_below(5) - 2), y[i] = (float)(random_below(5) - 2);
+    for (int i = 0; i < 256; ++i) {
+        x[i] = (float)(random_below(5) - 2);
+        y[i] = (float)(random_below(5) - 2);
+    }
     for (int i = 0; i < 128; ++i) z[i] = (float)(random_below(9) - 4);
-    to_device(a), to_device(b), to_device(v);
+    to_device(a);
+    to_device(b);
+    to_device(v);
     chain_kernel<<<1, 32>>>((float *)o.device, (const float *)a.device, (const float *)b.device,
                             (const float *)v.device);
     to_host(o);
@@ -361,14 +390,15 @@ static void check_chain(const buffer &a, const buffer &b, const buffer &v, const
     verb("acc_to_a, acc_to_b");
 }
 
-// ---- reductions and conversions -------------------------------------------------------------------------------------
+// ---- reductions and conversions -----------------------------------------------------------------
 
 static __global__ void reduce_kernel(double *out_g, const int *in_g) {
     int lane = threadIdx.x, x = in_g[lane];
-    double got[12] = {(double)warp_sum(x),        (double)quad_sum(x),        (double)octet_sum(x),
-                      (double)warp_max(x),        (double)quad_max(x),        (double)octet_max(x),
-                      (double)warp_sum((float)x), (double)quad_max((float)x), (double)octet_sum((float)x),
-                      warp_sum((double)x),        quad_max((double)x),        octet_max((double)x)};
+    double got[12] = {
+        (double)warp_sum(x),        (double)quad_sum(x),        (double)octet_sum(x),
+        (double)warp_max(x),        (double)quad_max(x),        (double)octet_max(x),
+        (double)warp_sum((float)x), (double)quad_max((float)x), (double)octet_sum((float)x),
+        warp_sum((double)x),        quad_max((double)x),        octet_max((double)x)};
     for (int i = 0; i < 12; ++i) out_g[i * 32 + lane] = got[i];
 }
 
@@ -378,7 +408,8 @@ static void check_reduce(const buffer &in, const buffer &out) {
     to_device(in);
     reduce_kernel<<<1, 32>>>((double *)out.device, (const int *)in.device);
     to_host(out);
-    const int groups[12] = {0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2}, is_max[12] = {0, 0, 0, 1, 1, 1, 0, 1, 0, 0, 1, 1};
+    const int groups[12] = {0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2},
+              is_max[12] = {0, 0, 0, 1, 1, 1, 0, 1, 0, 0, 1, 1};
     for (int i = 0; i < 12; ++i) {
         for (int lane = 0; lane < 32; ++lane) {
             double sum = 0, most = -1e9;
@@ -440,7 +471,8 @@ static void check_convert(const buffer &in, const buffer &out) {
     const int n = 2048;
     float *x = (float *)in.host;
     for (int i = 0; i < n; ++i) { // halves of units in the last place of both types: the ties
-        x[i] = (float)(random_below(2) * 2 - 1) * (float)(4096 + random_below(4096)) / (float)(1 << random_below(14));
+        x[i] = (float)(random_below(2) * 2 - 1) * (float)(4096 + random_below(4096)) /
+               (float)(1 << random_below(14));
         if (i % 3 == 0) x[i] = (float)(random_below(2) * 2 - 1) * (float)(512 + random_below(512));
         if (i % 3 == 1) x[i] += ldexpf(x[i], -20);
     }
@@ -452,30 +484,37 @@ static void check_convert(const buffer &in, const buffer &out) {
         float y = x[(i + 1) % n];
         uint32_t pair = to_bf16(x[i]) | to_bf16(y) << 16, bits = as_bits(x[i]), next = as_bits(y);
         check(got[0] == pair, "pack2 bf16", i, got[0], pair);
-        check(as_float(got[2]) == as_float(pair & 0xffff0000u), "unpack2 bf16", i, as_float(got[2]), y);
-        check(as_float(got[3]) == to_f16(y), "pack2 and unpack2 half", i, as_float(got[3]), to_f16(y));
+        check(as_float(got[2]) == as_float(pair & 0xffff0000u), "unpack2 bf16", i, as_float(got[2]),
+              y);
+        check(as_float(got[3]) == to_f16(y), "pack2 and unpack2 half", i, as_float(got[3]),
+              to_f16(y));
         check(as_float(got[4]) == as_float(pair << 16), "from_f32 bf16", i, as_float(got[4]), x[i]);
         check(as_float(got[5]) == to_f16(x[i]), "from_f32 half", i, as_float(got[5]), to_f16(x[i]));
-        check(as_float(got[6]) == x[i] && as_float(got[7]) == x[i], "float and double", i, as_float(got[6]), x[i]);
+        check(as_float(got[6]) == x[i] && as_float(got[7]) == x[i], "float and double", i,
+              as_float(got[6]), x[i]);
         uint32_t tf32 = (bits + 0x1000) & 0xffffe000u; // ties away from zero
         check((got[8] & 0xffffe000u) == tf32, "cvt_rna_tf32", i, got[8], tf32);
         uint32_t bytes[8], permuted = 0;
         for (int b = 0; b < 8; ++b) bytes[b] = (b < 4 ? bits : next) >> (8 * (b % 4)) & 0xff;
         permuted = bytes[1] | bytes[5] << 8 | bytes[3] << 16 | bytes[6] << 24;
         check(got[9] == permuted, "prmt", i, got[9], permuted);
-        double e = exp2((double)(x[i] / 64)), l = log2(fabs((double)x[i])), t = tanh((double)(x[i] / 64));
-        if (e < 3e38 && e > 2e-38) check(fabs(as_float(got[10]) - e) <= e * 0x1p-21, "ex2", i, as_float(got[10]), e);
-        check(fabs(as_float(got[11]) - l) <= 0x1p-21 * (1 + fabs(l)), "lg2", i, as_float(got[11]), l);
+        double e = exp2((double)(x[i] / 64)), l = log2(fabs((double)x[i])),
+               t = tanh((double)(x[i] / 64));
+        if (e < 3e38 && e > 2e-38)
+            check(fabs(as_float(got[10]) - e) <= e * 0x1p-21, "ex2", i, as_float(got[10]), e);
+        check(fabs(as_float(got[11]) - l) <= 0x1p-21 * (1 + fabs(l)), "lg2", i, as_float(got[11]),
+              l);
         check(fabs(as_float(got[12]) - t) <= 0x1p-10 * fabs(t), "tanh", i, as_float(got[12]), t);
     }
     verb("conversions, prmt, ex2, lg2, tanh");
 }
 
-// ---- all of it: c [m][n] = a [m][k] b [n][k]^T by a ring of STAGES tiles of 64 x 64 ---------------------------------
+// ---- all of it: c [m][n] = a [m][k] b [n][k]^T by a ring of STAGES tiles of 64 x 64 -------------
 
 template <typename T, int STAGES, bool TRANS>
 static __global__ void __launch_bounds__(128)
-    ring_kernel(float *c_g, const T *a_g, const T *b_g, int64_t lda, int64_t ldb, int m, int n, int k) {
+    ring_kernel(float *c_g, const T *a_g, const T *b_g, int64_t lda, int64_t ldb, int m, int n,
+                int k) {
     typedef smem_tile<64, 128> Tile;
     constexpr int elements = 128 / (int)sizeof(T), steps_of_tile = elements / (32 / (int)sizeof(T));
     SMEM;
@@ -487,14 +526,18 @@ static __global__ void __launch_bounds__(128)
     int steps = (k + elements - 1) / elements;
     float c[8][4] = {};
     for (int j = 0; j < steps + STAGES - 1; ++j) {
-        int stage = j < STAGES - 1 ? j : ring.write, at = j * elements; // the first STAGES - 1 fill the ring
+        // the first STAGES - 1 fill the ring
+        int stage = j < STAGES - 1 ? j : ring.write, at = j * elements;
         if (j >= STAGES - 1) ring.wait();
         if (j < steps) {
-            copy_tile_async_ragged<Tile, 128>(a_s + stage * Tile::bytes, a_g + at, lda, m, k - at, thread);
+            copy_tile_async_ragged<Tile, 128>(a_s + stage * Tile::bytes, a_g + at, lda, m, k - at,
+                                              thread);
             if (TRANS)
-                copy_tile_async<Tile, 128>(b_s + stage * Tile::bytes, b_g + at * ldb, ldb, k - at, thread);
+                copy_tile_async<Tile, 128>(b_s + stage * Tile::bytes, b_g + at * ldb, ldb, k - at,
+                                           thread);
             else
-                copy_tile_async_ragged<Tile, 128>(b_s + stage * Tile::bytes, b_g + at, ldb, n, k - at, thread);
+                copy_tile_async_ragged<Tile, 128>(b_s + stage * Tile::bytes, b_g + at, ldb, n,
+                                                  k - at, thread);
         }
         ring.commit();
         if (j < STAGES - 1) continue;
@@ -525,17 +568,23 @@ template <typename T, int STAGES, bool TRANS>
 static void check_ring(const buffer &a, const buffer &b, const buffer &c, int m, int n, int k) {
     int ld = (k + 23) / 8 * 8, ldb = TRANS ? 64 : ld;
     static int x[64 * 1024], y[64 * 1024];
-    memset(a.host, 0x7f, MOST_BYTES), memset(b.host, 0x7f, MOST_BYTES); // outside the matrices: large or NaN
-    for (int i = 0; i < m * k; ++i) put((T *)a.host, i / k * ld + i % k, x[i] = random_below(17) - 8);
+    // outside the matrices: large or NaN
+    memset(a.host, 0x7f, MOST_BYTES);
+    memset(b.host, 0x7f, MOST_BYTES);
+    for (int i = 0; i < m * k; ++i)
+        put((T *)a.host, i / k * ld + i % k, x[i] = random_below(17) - 8);
     for (int i = 0; i < n * k; ++i) {
-        put((T *)b.host, TRANS ? i % k * ldb + i / k : i / k * ldb + i % k, y[i] = random_below(17) - 8);
+        put((T *)b.host, TRANS ? i % k * ldb + i / k : i / k * ldb + i % k,
+            y[i] = random_below(17) - 8);
     }
-    to_device(a), to_device(b);
+    to_device(a);
+    to_device(b);
     int bytes = STAGES * 2 * 64 * 128;
-    must(cudaFuncSetAttribute(ring_kernel<T, STAGES, TRANS>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+    must(cudaFuncSetAttribute(ring_kernel<T, STAGES, TRANS>,
+                              cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
          "shared memory");
-    ring_kernel<T, STAGES, TRANS>
-        <<<1, 128, bytes>>>((float *)c.device, (const T *)a.device, (const T *)b.device, ld, ldb, m, n, k);
+    ring_kernel<T, STAGES, TRANS><<<1, 128, bytes>>>((float *)c.device, (const T *)a.device,
+                                                     (const T *)b.device, ld, ldb, m, n, k);
     to_host(c);
     for (int i = 0; i < m * n; ++i) {
         int exact = 0;
@@ -544,7 +593,8 @@ static void check_ring(const buffer &a, const buffer &b, const buffer &c, int m,
     }
 }
 
-template <typename T> static void check_rings(const buffer &a, const buffer &b, const buffer &c, const char *name) {
+template <typename T>
+static void check_rings(const buffer &a, const buffer &b, const buffer &c, const char *name) {
     check_ring<T, 2, false>(a, b, c, 64, 64, 64);
     check_ring<T, 3, false>(a, b, c, 64, 64, 576);
     check_ring<T, 4, false>(a, b, c, 37, 53, 333);

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// check_cuda_tile_sm90a: the wrappers and verbs that only Hopper has, on such a device: mbarriers, clusters, tma, wgmma,
-// the ring, launches that overlap.
+// check_cuda_tile_sm90a: the wrappers and verbs that only Hopper has, on such a device: mbarriers,
+// clusters, tma, wgmma, the ring, launches that overlap.
 //
-// The counterpart of check_cuda_tile: one kernel per verb on integer data, compared exactly on the host with what the constexpr
-// maps of csrc/cuda/layout say. Prints a line per verb; the last line is "N passed, N failed", "no CUDA
-// device" or "no sm_90 device". Exits with 1 on a failure. A wait that never ends traps after some seconds, and what a
-// trap does not reach ends by the host's alarm.
+// The counterpart of check_cuda_tile: one kernel per verb on integer data, compared exactly on the
+// host with what the constexpr maps of csrc/cuda/layout say. Prints a line per verb; the last line
+// is "N passed, N failed", "no CUDA
+// device" or "no sm_90 device". Exits with 1 on a failure. A wait that never ends traps after some
+// seconds, and what a trap does not reach ends by the host's alarm.
 #include "cuda/host/launch.cuh"
 #include "cuda/host/tensormap.cuh"
 #include "cuda/ptx/cluster.cuh"
@@ -35,12 +36,14 @@ static __device__ void wait(smem_addr barrier_s, unsigned parity) {
         if (clock64() - start > (long long)1 << 33) __trap();
 }
 
-// Where dynamic shared memory reaches the next multiple of 1024, as a swizzled tile must start; ask for 1 KB more.
+// Where dynamic shared memory reaches the next multiple of 1024, as a swizzled tile must start; ask
+// for 1 KB more.
 static __device__ smem_addr aligned_smem(const unsigned char *smem) {
     return (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
 }
 
-// All threads of a cluster, whose earlier writes to shared memory the others' copies must not overtake.
+// All threads of a cluster, whose earlier writes to shared memory the others' copies must not
+// overtake.
 static __device__ void cluster_sync() {
     __threadfence();
     barrier_cluster();
@@ -51,26 +54,28 @@ static __device__ void cluster_sync() {
 static uint16_t value_of(int64_t i) { return (uint16_t)((uint32_t)i * 2654435761u >> 15) | 1; }
 
 template <auto KERNEL> static void allow(int bytes) {
-    must(cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "shared memory");
+    must(cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+         "shared memory");
 }
 
 static CUtensorMap map_of(const TensorShape &shape, int box0, int box1) {
     CUtensorMap map;
     const int each = (int)gk_dtype_bytes(shape.dtype);
-    if (make_tensor_map("check", shape, smem_rows(each, box0 * each, box1), &map) == GK_OK) return map;
+    if (make_tensor_map("check", shape, smem_rows(each, box0 * each, box1), &map) == GK_OK)
+        return map;
     printf("FAILED %s\n%d passed, %d failed\n", gk_last_error(), num_passed, num_failed + 1);
     exit(1);
 }
 
-// ---- mbarrier -------------------------------------------------------------------------------------------------------
+// ---- mbarrier -----------------------------------------------------------------------------------
 
 enum {
     ASKED = 10,
     PHASES = 12
 };
 
-// One thread asks after each arrival; then all threads pass PHASES phases and read what their neighbour wrote before.
-// In a cluster, which st.async needs; the second block does nothing.
+// One thread asks after each arrival; then all threads pass PHASES phases and read what their
+// neighbour wrote before. In a cluster, which st.async needs; the second block does nothing.
 static __global__ void __cluster_dims__(2) mbarrier_kernel(int *out_g) {
     __shared__ __align__(16) float landed[4];
     __shared__ __align__(8) uint64_t barriers[2];
@@ -79,26 +84,32 @@ static __global__ void __cluster_dims__(2) mbarrier_kernel(int *out_g) {
     const smem_addr one_s = cvta_to_shared(&barriers[0]), all_s = one_s + 8;
     if (cluster_ctarank() != 0) return;
     if (t == 0) {
-        mbarrier_init(one_s, 3), mbarrier_init(all_s, 64);
+        mbarrier_init(one_s, 3);
+        mbarrier_init(all_s, 64);
         fence_mbarrier_init();
         int *ask = out_g;
         *ask++ = mbarrier_try_wait_parity(one_s, 1); // the phase before the first
         *ask++ = mbarrier_try_wait_parity(one_s, 0);
-        mbarrier_arrive(one_s), mbarrier_arrive(one_s);
+        mbarrier_arrive(one_s);
+        mbarrier_arrive(one_s);
         *ask++ = mbarrier_try_wait_parity(one_s, 0); // two of three
         mbarrier_arrive(one_s);
         *ask++ = mbarrier_try_wait_parity(one_s, 0);
         *ask++ = mbarrier_try_wait_parity(one_s, 1); // the second phase
-        mbarrier_arrive(one_s), mbarrier_arrive(one_s), mbarrier_arrive_expect_tx(one_s, 16);
+        mbarrier_arrive(one_s);
+        mbarrier_arrive(one_s);
+        mbarrier_arrive_expect_tx(one_s, 16);
         *ask++ = mbarrier_try_wait_parity(one_s, 1); // all have come, the bytes have not
         st_async_128(mapa(cvta_to_shared(landed), 0), 1, 2, 3, 4, mapa(one_s, 0));
         wait(one_s, 1);
         const uint4 v = ld_shared_128(cvta_to_shared(landed));
-        *ask++ = __uint_as_float(v.x) == 1 && __uint_as_float(v.y) == 2 && __uint_as_float(v.z) == 3 &&
-                 __uint_as_float(v.w) == 4;
+        *ask++ = __uint_as_float(v.x) == 1 && __uint_as_float(v.y) == 2 &&
+                 __uint_as_float(v.z) == 3 && __uint_as_float(v.w) == 4;
         *ask++ = mbarrier_try_wait_parity(one_s, 1);
         *ask++ = mbarrier_try_wait_parity(one_s, 0); // the third
-        mbarrier_arrive(one_s), mbarrier_arrive(one_s), mbarrier_arrive(one_s);
+        mbarrier_arrive(one_s);
+        mbarrier_arrive(one_s);
+        mbarrier_arrive(one_s);
         *ask++ = mbarrier_try_wait_parity(one_s, 0);
     }
     __syncthreads();
@@ -110,7 +121,8 @@ static __global__ void __cluster_dims__(2) mbarrier_kernel(int *out_g) {
     }
 }
 
-// Block 0 waits for 32 arrivals of block 1, which waits for 8 of block 0: an arrival at the wrong block ends no phase.
+// Block 0 waits for 32 arrivals of block 1, which waits for 8 of block 0: an arrival at the wrong
+// block ends no phase.
 static __global__ void __cluster_dims__(2) remote_kernel(int *out_g) {
     __shared__ __align__(8) uint64_t barrier;
     const int rank = (int)cluster_ctarank(), t = threadIdx.x;
@@ -135,7 +147,8 @@ static void check_mbarrier(const buffer &out) {
     const int expected[ASKED] = {1, 0, 0, 1, 0, 0, 1, 1, 0, 1}, *got = (const int *)out.host;
     mbarrier_kernel<<<2, 64>>>((int *)out.device);
     to_host(out);
-    for (int i = 0; i < ASKED; ++i) check(got[i] == expected[i], "question", i, got[i], expected[i]);
+    for (int i = 0; i < ASKED; ++i)
+        check(got[i] == expected[i], "question", i, got[i], expected[i]);
     for (int i = 0; i < PHASES * 64; ++i) {
         const int word = i / 64 * 100 + (i + 37) % 64;
         check(got[ASKED + i] == word, "phase x thread", i, got[ASKED + i], word);
@@ -147,16 +160,18 @@ static void check_mbarrier(const buffer &out) {
     verb("mbarrier_arrive_cluster");
 }
 
-// ---- st.async -------------------------------------------------------------------------------------------------------
+// ---- st.async -----------------------------------------------------------------------------------
 
 // Two blocks exchange 128 x 4 floats, round after round, as gemm_sm90a does its halves.
 static __global__ void __cluster_dims__(2) exchange_kernel(float *out_g) {
     __shared__ __align__(16) float came[WARPGROUP * 4];
     __shared__ __align__(8) uint64_t barriers[2];
     const int rank = (int)cluster_ctarank(), t = threadIdx.x;
-    const smem_addr full_s = cvta_to_shared(barriers), empty_s = full_s + 8, from_s = cvta_to_shared(came) + t * 16;
+    const smem_addr full_s = cvta_to_shared(barriers), empty_s = full_s + 8,
+                    from_s = cvta_to_shared(came) + t * 16;
     if (t == 0) {
-        mbarrier_init(full_s, 1), mbarrier_init(empty_s, 4);
+        mbarrier_init(full_s, 1);
+        mbarrier_init(empty_s, 4);
         fence_mbarrier_init();
     }
     barrier_cluster();
@@ -170,8 +185,10 @@ static __global__ void __cluster_dims__(2) exchange_kernel(float *out_g) {
         __syncwarp();
         if (t % 32 == 0) mbarrier_arrive_cluster(empty_s, rank ^ 1);
         float *to_g = out_g + ((round * 2 + rank) * WARPGROUP + t) * 4;
-        to_g[0] = __uint_as_float(v.x), to_g[1] = __uint_as_float(v.y);
-        to_g[2] = __uint_as_float(v.z), to_g[3] = __uint_as_float(v.w);
+        to_g[0] = __uint_as_float(v.x);
+        to_g[1] = __uint_as_float(v.y);
+        to_g[2] = __uint_as_float(v.z);
+        to_g[3] = __uint_as_float(v.w);
     }
     barrier_cluster();
 }
@@ -180,20 +197,23 @@ static void check_exchange(const buffer &out) {
     exchange_kernel<<<2, WARPGROUP>>>((float *)out.device);
     to_host(out);
     for (int i = 0; i < PHASES * 2 * 512; ++i) {
-        const float got = ((float *)out.host)[i], expected = (float)((i / 512 ^ 1) * 1000 + i % 512);
+        const float got = ((float *)out.host)[i],
+                    expected = (float)((i / 512 ^ 1) * 1000 + i % 512);
         check(got == expected, "float", i, got, expected);
     }
     verb("st_async_128 and mapa between two blocks");
 }
 
-// ---- cp.async.bulk --------------------------------------------------------------------------------------------------
+// ---- cp.async.bulk ------------------------------------------------------------------------------
 
 enum {
     BULKS = 5,
     BULK_ROOM = 2048 // bytes of shared memory for each
 };
 
-static constexpr int bulk_bytes(int i) { return i == 0 ? 16 : i == 1 ? 48 : i == 2 ? 288 : i == 3 ? 1040 : 2048; }
+static constexpr int bulk_bytes(int i) {
+    return i == 0 ? 16 : i == 1 ? 48 : i == 2 ? 288 : i == 3 ? 1040 : 2048;
+}
 
 // A lane for each bulk copy, from a place of its own.
 static __global__ void bulk_kernel(uint32_t *out_g, const unsigned char *in_g) {
@@ -229,7 +249,7 @@ static void check_bulk(const buffer &in, const buffer &out) {
     verb("bulk_load");
 }
 
-// ---- sums across a cluster --------------------------------------------------------------------------------------------
+// ---- sums across a cluster ----------------------------------------------------------------------
 
 enum {
     MOST_BLOCKS = 4
@@ -245,13 +265,17 @@ static __global__ void across_kernel(AcrossParams p) {
     __shared__ uint64_t all;
     const smem_addr all_s = cvta_to_shared(&all);
     const int t = threadIdx.x, blocks = gridDim.x, rank = blocks > 1 ? (int)cluster_ctarank() : 0;
-    if (t == 0) mbarrier_init(all_s, 1), fence_mbarrier_init();
+    if (t == 0) {
+        mbarrier_init(all_s, 1);
+        fence_mbarrier_init();
+    }
     barrier_cluster(); // all run
     for (int round = 0; round < PHASES; ++round) {
         if (t == 0) mbarrier_arrive_expect_tx(all_s, blocks * (int)sizeof of_block[0]);
         for (int j = 0; j < blocks; ++j) {
             const float x = (float)((round + 1) * (rank + 1) * 1000 + t * 4 + j);
-            st_async_128(mapa(cvta_to_shared(&of_block[rank][t * 4]), j), x, x + 1, x + 2, x + 3, mapa(all_s, j));
+            st_async_128(mapa(cvta_to_shared(&of_block[rank][t * 4]), j), x, x + 1, x + 2, x + 3,
+                         mapa(all_s, j));
         }
         wait(all_s, round & 1);
         for (int e = 0; e < 4; ++e) {
@@ -265,15 +289,20 @@ static __global__ void across_kernel(AcrossParams p) {
 
 static void check_across(const buffer &out, int blocks) {
     gk_context ctx = {};
-    ctx.size = sizeof ctx, ctx.device = GK_CUDA;
+    ctx.size = sizeof ctx;
+    ctx.device = GK_CUDA;
     const AcrossParams p = {(float *)out.device};
-    memset(out.host, 0xff, MOST_BYTES), to_device(out);
-    check(launch<across_kernel>("check", &ctx, dim3((unsigned)blocks), WARPGROUP, 0, p, false, blocks) == GK_OK,
+    memset(out.host, 0xff, MOST_BYTES);
+    to_device(out);
+    check(launch<across_kernel>("check", &ctx, dim3((unsigned)blocks), WARPGROUP, 0, p, false,
+                                blocks) == GK_OK,
           gk_last_error(), blocks, 0, 0);
     to_host(out);
     for (int i = 0; i < PHASES * blocks * 512; ++i) {
-        const int round = i / (blocks * 512) + 1, rank = i / 512 % blocks + 1, t = i % 512 / 4, e = i % 4;
-        const int all = round * 1000 * (blocks * (blocks + 1) / 2) + blocks * ((t ^ 9) * 4 + e + rank - 1);
+        const int round = i / (blocks * 512) + 1, rank = i / 512 % blocks + 1, t = i % 512 / 4,
+                  e = i % 4;
+        const int all =
+            round * 1000 * (blocks * (blocks + 1) / 2) + blocks * ((t ^ 9) * 4 + e + rank - 1);
         const float expected = (float)(all - (round * rank * 1000 + t * 4 + e + rank - 1)),
                     got = ((float *)out.host)[i];
         check(got == expected, "float", i, got, expected);
@@ -283,16 +312,19 @@ static void check_across(const buffer &out, int blocks) {
     verb(name);
 }
 
-// ---- setmaxnreg -----------------------------------------------------------------------------------------------------
+// ---- setmaxnreg ---------------------------------------------------------------------------------
 
 enum {
     LIVE = 176, // words a thread, more than the 168 that 384 threads start with
     ROUNDS = 5
 };
 
-static __host__ __device__ uint32_t mixed(uint32_t x, uint32_t y) { return x * 2654435761u + (y >> 3); }
+static __host__ __device__ uint32_t mixed(uint32_t x, uint32_t y) {
+    return x * 2654435761u + (y >> 3);
+}
 
-static __global__ void __launch_bounds__(384, 1) setmaxnreg_kernel(uint32_t *out_g, const uint32_t *in_g) {
+static __global__ void __launch_bounds__(384, 1)
+    setmaxnreg_kernel(uint32_t *out_g, const uint32_t *in_g) {
     const int t = threadIdx.x;
     if (t >= 2 * WARPGROUP) {
         setmaxnreg_dec<40>();
@@ -321,7 +353,8 @@ static void check_setmaxnreg(const buffer &in, const buffer &out) {
     for (int t = 0; t < 384; ++t) {
         uint32_t x[LIVE], expected = 0;
         for (int i = 0; i < LIVE; ++i) x[i] = from[t + i * 7];
-        for (int i = 0; i < ROUNDS * LIVE; ++i) x[i % LIVE] = mixed(x[i % LIVE], x[(i + 11) % LIVE]);
+        for (int i = 0; i < ROUNDS * LIVE; ++i)
+            x[i % LIVE] = mixed(x[i % LIVE], x[(i + 11) % LIVE]);
         for (int i = 0; i < LIVE; ++i) expected = mixed(expected, x[i]);
         if (t >= 2 * WARPGROUP) expected = from[t] + 1;
         check(got[t] == expected, "thread", t, got[t], expected);
@@ -329,7 +362,7 @@ static void check_setmaxnreg(const buffer &in, const buffer &out) {
     verb("setmaxnreg_dec, setmaxnreg_inc");
 }
 
-// ---- tma ------------------------------------------------------------------------------------------------------------
+// ---- tma ----------------------------------------------------------------------------------------
 
 // Tensors of 16-bit elements: 5 dimensions, the batch strides in no order, rows padded.
 static TensorShape shape_of(const buffer &b, int size0, int size1) {
@@ -380,28 +413,31 @@ template <int BYTES> static __global__ void box_kernel(const __grid_constant__ B
 
 // 16-bit elements; ROW_BYTES 64 or 128 is the swizzle's.
 template <int ROWS, int ROW_BYTES>
-static void check_box(const buffer &in, const buffer &lies, const buffer &back, int size0, int size1, tma_at in_at,
-                      tma_at out_at) {
+static void check_box(const buffer &in, const buffer &lies, const buffer &back, int size0,
+                      int size1, tma_at in_at, tma_at out_at) {
     typedef smem_tile<ROWS, ROW_BYTES> Tile;
     constexpr int cols = ROW_BYTES / 2;
     const TensorShape from = shape_of(in, size0, size1), to = shape_of(back, size0 + 24, size1);
     uint16_t *x = (uint16_t *)in.host, *y = (uint16_t *)back.host;
     for (int i = 0; i < MOST_BYTES / 2; ++i) x[i] = value_of(i);
     memset(back.host, 0x77, MOST_BYTES);
-    to_device(in), to_device(back);
+    to_device(in);
+    to_device(back);
     allow<box_kernel<Tile::bytes>>(Tile::bytes + 1024);
     box_kernel<Tile::bytes><<<1, 96, Tile::bytes + 1024>>>(
         {map_of(from, cols, ROWS), map_of(to, cols, ROWS), in_at, out_at, (uint32_t *)lies.device});
-    to_host(lies), to_host(back);
+    to_host(lies);
+    to_host(back);
     static uint16_t expected[MOST_BYTES / 2];
     memset(expected, 0x77, sizeof expected);
     for (int row = 0; row < ROWS; ++row) {
         for (int col = 0; col < cols; ++col) {
             uint16_t got;
             memcpy(&got, lies.host + Tile::offset_of(row, col, 2), 2);
-            const int64_t i = place_of(from, {in_at.c[0] + col, in_at.c[1] + row, in_at.c[2], in_at.c[3], in_at.c[4]}),
-                          o = place_of(to,
-                                       {out_at.c[0] + col, out_at.c[1] + row, out_at.c[2], out_at.c[3], out_at.c[4]});
+            const int64_t i = place_of(from, {in_at.c[0] + col, in_at.c[1] + row, in_at.c[2],
+                                              in_at.c[3], in_at.c[4]}),
+                          o = place_of(to, {out_at.c[0] + col, out_at.c[1] + row, out_at.c[2],
+                                            out_at.c[3], out_at.c[4]});
             const uint16_t sent = i < 0 ? 0 : x[i];
             check(got == sent, "loaded, row x 100 + column", row * 100 + col, got, sent);
             if (o >= 0) expected[o] = sent;
@@ -416,9 +452,12 @@ static void check_box(const buffer &in, const buffer &lies, const buffer &back, 
 static void check_boxes(const buffer &a, const buffer &b, const buffer &c) {
     check_box<64, 128>(a, b, c, 136, 100, {{0, 0, 0, 0, 0}}, {{0, 0, 1, 2, 1}});
     check_box<64, 128>(a, b, c, 136, 100, {{64, 32, 1, 2, 1}}, {{96, 64, 0, 1, 0}});
-    check_box<64, 128>(a, b, c, 152, 71, {{128, 64, 1, 0, 1}}, {{128, 32, 1, 1, 0}}); // tails of both
-    check_box<64, 128>(a, b, c, 40, 7, {{0, 0, 0, 1, 1}}, {{8, 3, 0, 0, 1}});         // smaller than the box
-    check_box<16, 128>(a, b, c, 104, 90, {{56, 80, 1, 1, 0}}, {{64, 77, 1, 2, 1}});   // a warp's panel
+    // tails of both
+    check_box<64, 128>(a, b, c, 152, 71, {{128, 64, 1, 0, 1}}, {{128, 32, 1, 1, 0}});
+    // smaller than the box
+    check_box<64, 128>(a, b, c, 40, 7, {{0, 0, 0, 1, 1}}, {{8, 3, 0, 0, 1}});
+    // a warp's panel
+    check_box<16, 128>(a, b, c, 104, 90, {{56, 80, 1, 1, 0}}, {{64, 77, 1, 2, 1}});
     check_box<200, 128>(a, b, c, 72, 210, {{16, 11, 1, 1, 0}}, {{8, 10, 1, 2, 1}});
     verb("tma_load_5d, tma_store_5d, 128-byte rows");
     check_box<64, 64>(a, b, c, 136, 100, {{0, 0, 0, 0, 0}}, {{0, 0, 1, 2, 1}});
@@ -453,9 +492,11 @@ static __global__ void __cluster_dims__(PARTS) part_kernel(const __grid_constant
     if (threadIdx.x == 0) {
         for (int i = 0; i < Part::boxes; ++i) {
             const int x = p.x + Part::x(rank, i), k = p.k + Part::k(rank);
-            const tma_at at = {{ALONG_X ? x : k, ALONG_X ? k : x, p.batch[0], p.batch[1], p.batch[2]}};
+            const tma_at at = {
+                {ALONG_X ? x : k, ALONG_X ? k : x, p.batch[0], p.batch[1], p.batch[2]}};
             if (PARTS > 1)
-                tma_load_5d_multicast(s + Part::offset(rank, i), &p.map, at, barrier_s, (1 << PARTS) - 1);
+                tma_load_5d_multicast(s + Part::offset(rank, i), &p.map, at, barrier_s,
+                                      (1 << PARTS) - 1);
             else
                 tma_load_5d(s + Part::offset(rank, i), &p.map, at, barrier_s);
         }
@@ -465,32 +506,40 @@ static __global__ void __cluster_dims__(PARTS) part_kernel(const __grid_constant
     barrier_cluster();
 }
 
-template <int BX, bool ALONG_X, int PARTS> static void check_parts(const buffer &in, const buffer &out) {
+template <int BX, bool ALONG_X, int PARTS>
+static void check_parts(const buffer &in, const buffer &out) {
     typedef wgmma_part<BX, ALONG_X, PARTS> Part;
     typedef typename Part::tile Tile;
     uint16_t *from = (uint16_t *)in.host;
     for (int i = 0; i < MOST_BYTES / 2; ++i) from[i] = value_of(i);
     to_device(in);
-    const int bytes = Tile::bytes + 1024, all_x = BX + 24, all_k = 80; // the second place has a tail of x and of k
+    // the second place has a tail of x and of k
+    const int bytes = Tile::bytes + 1024, all_x = BX + 24, all_k = 80;
     const TensorShape shape = ALONG_X ? shape_of(in, all_x, all_k) : shape_of(in, all_k, all_x);
     allow<part_kernel<BX, ALONG_X, PARTS>>(bytes);
     for (int trial = 0; trial < 2; ++trial) {
-        const TileParams p = {
-            map_of(shape, 64, Part::box_rows), trial * 40, trial * 64, {1, 2 - trial, trial}, (uint32_t *)out.device};
+        const TileParams p = {map_of(shape, 64, Part::box_rows),
+                              trial * 40,
+                              trial * 64,
+                              {1, 2 - trial, trial},
+                              (uint32_t *)out.device};
         part_kernel<BX, ALONG_X, PARTS><<<PARTS, 128, bytes>>>(p);
         to_host(out);
         for (int i = 0; i < PARTS * BX * 64; ++i) {
-            const int block = i / (BX * 64), x = i / 64 % BX, k = i % 64, gx = p.x + x, gk = p.k + k;
-            const int64_t place =
-                place_of(shape, {ALONG_X ? gx : gk, ALONG_X ? gk : gx, p.batch[0], p.batch[1], p.batch[2]});
+            const int block = i / (BX * 64), x = i / 64 % BX, k = i % 64, gx = p.x + x,
+                      gk = p.k + k;
+            const int64_t place = place_of(
+                shape, {ALONG_X ? gx : gk, ALONG_X ? gk : gx, p.batch[0], p.batch[1], p.batch[2]});
             uint16_t got;
             memcpy(&got, out.host + block * Tile::bytes + Tile::offset_of(x, k), 2);
-            check(got == (place < 0 ? 0 : from[place]), "block x x x k", i, got, place < 0 ? 0 : from[place]);
+            check(got == (place < 0 ? 0 : from[place]), "block x x x k", i, got,
+                  place < 0 ? 0 : from[place]);
         }
     }
 }
 
-template <int PARTS> static void check_parts_of(const buffer &a, const buffer &b, const char *name) {
+template <int PARTS>
+static void check_parts_of(const buffer &a, const buffer &b, const char *name) {
     check_parts<64, false, PARTS>(a, b), check_parts<64, true, PARTS>(a, b);
     check_parts<128, false, PARTS>(a, b), check_parts<128, true, PARTS>(a, b);
     check_parts<192, false, PARTS>(a, b), check_parts<192, true, PARTS>(a, b);
@@ -498,7 +547,7 @@ template <int PARTS> static void check_parts_of(const buffer &a, const buffer &b
     verb(name);
 }
 
-// ---- stmatrix -------------------------------------------------------------------------------------------------------
+// ---- stmatrix -----------------------------------------------------------------------------------
 
 // A warp's panel of 16 x 64, as gemm_sm90a stores it: registers, shared memory, tma.
 static __global__ void stmatrix_kernel(const __grid_constant__ BoxParams x) {
@@ -530,18 +579,20 @@ static void check_stmatrix(const buffer &lies, const buffer &back) {
     memset(back.host, 0x77, MOST_BYTES);
     to_device(back);
     stmatrix_kernel<<<1, 32, 4096>>>({{}, map_of(to, 64, 16), {}, {}, (uint32_t *)lies.device});
-    to_host(lies), to_host(back);
+    to_host(lies);
+    to_host(back);
     for (int i = 0; i < 16 * 64; ++i) {
         const int row = i / 64, col = i % 64, sent = row < 13 && col < 56 ? i + 1 : 0x7777;
         uint16_t got;
         memcpy(&got, lies.host + smem_tile<16, 128>::offset_of(row, col, 2), 2);
         check(got == i + 1, "in shared memory, element", i, got, i + 1);
-        check(((uint16_t *)back.host)[i] == sent, "stored by tma, element", i, ((uint16_t *)back.host)[i], sent);
+        check(((uint16_t *)back.host)[i] == sent, "stored by tma, element", i,
+              ((uint16_t *)back.host)[i], sent);
     }
     verb("stmatrix_x4, and tma behind it");
 }
 
-// ---- wgmma ----------------------------------------------------------------------------------------------------------
+// ---- wgmma --------------------------------------------------------------------------------------
 
 struct WgmmaParams {
     const void *a_g, *b_g; // [x][k]
@@ -581,7 +632,8 @@ static __global__ void __launch_bounds__(128) wgmma_kernel(WgmmaParams p) {
     wgmma_fence();
 #pragma unroll
     for (int k16 = 0; k16 < WGMMA_K / 16; ++k16) {
-        const uint64_t a = A::descriptor(a_s + k16 / 4 * A::bytes + A::offset(64) + k16 % 4 * A::step_bytes),
+        const uint64_t a = A::descriptor(a_s + k16 / 4 * A::bytes + A::offset(64) +
+                                         k16 % 4 * A::step_bytes),
                        b = B::descriptor(b_s + k16 / 4 * B::bytes + k16 % 4 * B::step_bytes);
         wgmma_ss<T, N, A_T, B_T>(d[0], a, b, p.add || k16 > 0);
         if (k16 % 4 == 3) wgmma_commit_group();
@@ -598,8 +650,10 @@ static void check_wgmma(const buffer &a, const buffer &b, const buffer &d, const
     static int x[128 * WGMMA_K], y[256 * WGMMA_K], before[64 * 256];
     for (int i = 0; i < 128 * WGMMA_K; ++i) put((T *)a.host, i, x[i] = random_below(17) - 8);
     for (int i = 0; i < N * WGMMA_K; ++i) put((T *)b.host, i, y[i] = random_below(17) - 8);
-    to_device(a), to_device(b);
-    const int bytes = (wgmma_tile<128, A_T>::bytes + wgmma_tile<N, B_T>::bytes) * (WGMMA_K / 64) + 1024;
+    to_device(a);
+    to_device(b);
+    const int bytes =
+        (wgmma_tile<128, A_T>::bytes + wgmma_tile<N, B_T>::bytes) * (WGMMA_K / 64) + 1024;
     allow<wgmma_kernel<T, N, A_T, B_T>>(bytes);
     for (int add = 0; add < 2; ++add) {
         for (int i = 0; i < 64 * N; ++i) {
@@ -607,37 +661,44 @@ static void check_wgmma(const buffer &a, const buffer &b, const buffer &d, const
             ((float *)d.host)[i] = add ? (float)before[i] : NAN; // not read
         }
         to_device(d);
-        wgmma_kernel<T, N, A_T, B_T>
-            <<<1, 128, bytes>>>({a.device, b.device, (const float *)d.device, (float *)out.device, add == 1});
+        wgmma_kernel<T, N, A_T, B_T><<<1, 128, bytes>>>(
+            {a.device, b.device, (const float *)d.device, (float *)out.device, add == 1});
         to_host(out);
         for (int i = 0; i < 64 * N; ++i) {
             const int thread = i / (N / 2);
             const coord at = wgmma_d(thread / 32, thread % 32, i % (N / 2));
             int exact = before[i];
-            for (int k = 0; k < WGMMA_K; ++k) exact += x[(64 + at.row) * WGMMA_K + k] * y[at.col * WGMMA_K + k];
+            for (int k = 0; k < WGMMA_K; ++k)
+                exact += x[(64 + at.row) * WGMMA_K + k] * y[at.col * WGMMA_K + k];
             const float got = ((float *)out.host)[i];
             check(got == (float)exact, "row x 1000 + column", at.row * 1000 + at.col, got, exact);
         }
     }
 }
 
-template <class T, int N> static void check_modes(const buffer &a, const buffer &b, const buffer &c, const buffer &d) {
+template <class T, int N>
+static void check_modes(const buffer &a, const buffer &b, const buffer &c, const buffer &d) {
     check_wgmma<T, N, false, false>(a, b, c, d), check_wgmma<T, N, false, true>(a, b, c, d);
     check_wgmma<T, N, true, false>(a, b, c, d), check_wgmma<T, N, true, true>(a, b, c, d);
     char name[64];
-    snprintf(name, sizeof name, "wgmma_ss %s, n%d, four transpositions", std::is_same_v<T, bf16> ? "bf16" : "f16", N);
+    snprintf(name, sizeof name, "wgmma_ss %s, n%d, four transpositions",
+             std::is_same_v<T, bf16> ? "bf16" : "f16", N);
     verb(name);
 }
 
-template <class T> static void check_widths(const buffer &a, const buffer &b, const buffer &c, const buffer &d) {
+template <class T>
+static void check_widths(const buffer &a, const buffer &b, const buffer &c, const buffer &d) {
     check_modes<T, 8>(a, b, c, d), check_modes<T, 16>(a, b, c, d), check_modes<T, 32>(a, b, c, d);
     check_modes<T, 64>(a, b, c, d), check_modes<T, 96>(a, b, c, d), check_modes<T, 128>(a, b, c, d);
-    check_modes<T, 160>(a, b, c, d), check_modes<T, 176>(a, b, c, d), check_modes<T, 192>(a, b, c, d);
+    check_modes<T, 160>(a, b, c, d), check_modes<T, 176>(a, b, c, d),
+        check_modes<T, 192>(a, b, c, d);
     check_modes<T, 224>(a, b, c, d), check_modes<T, 256>(a, b, c, d);
 }
 
-// tf32: d [128][N] = a b, K of 64, a as descriptors say or from registers: rows of a tile [64 k][128 x].
-template <int N, bool FROM_REGISTERS> static __global__ void __launch_bounds__(128) wgmma_tf32_kernel(WgmmaParams p) {
+// tf32: d [128][N] = a b, K of 64, a as descriptors say or from registers: rows of a tile [64
+// k][128 x].
+template <int N, bool FROM_REGISTERS>
+static __global__ void __launch_bounds__(128) wgmma_tf32_kernel(WgmmaParams p) {
     typedef wgmma_tile<128, FROM_REGISTERS, 32> A;
     typedef wgmma_tile<N, false, 32> B;
     enum {
@@ -660,14 +721,17 @@ template <int N, bool FROM_REGISTERS> static __global__ void __launch_bounds__(1
         const smem_addr at_s = a_s + k8 / 4 * A::bytes;
         const uint64_t b = B::descriptor(b_s + k8 / 4 * B::bytes + k8 % 4 * B::step_bytes);
         uint32_t a[2][4];
-        if (FROM_REGISTERS) load_tf32(a, at_s + A::offset(warp * 32) + tf32_offset(lane, lane % 4), k8 % 4);
+        if (FROM_REGISTERS)
+            load_tf32(a, at_s + A::offset(warp * 32) + tf32_offset(lane, lane % 4), k8 % 4);
         wgmma_fence();
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
             if constexpr (FROM_REGISTERS)
                 wgmma_tf32_rs<N>(d[m], a[m], b, k8 > 0);
             else
-                wgmma_tf32_ss<N>(d[m], A::descriptor(at_s + A::offset(m * 64) + k8 % 4 * A::step_bytes), b, k8 > 0);
+                wgmma_tf32_ss<N>(d[m],
+                                 A::descriptor(at_s + A::offset(m * 64) + k8 % 4 * A::step_bytes),
+                                 b, k8 > 0);
         }
         wgmma_commit_group();
         wgmma_wait_group<0>();
@@ -678,25 +742,30 @@ template <int N, bool FROM_REGISTERS> static __global__ void __launch_bounds__(1
 #pragma unroll
         for (int e = 0; e < N / 2; ++e) {
             const coord at = wgmma_d(warp, lane, e);
-            const int row = FROM_REGISTERS ? warp * 32 + 4 * tf32_chunk(lane) + 2 * m + e / 2 % 2 : m * 64 + at.row;
+            const int row = FROM_REGISTERS ? warp * 32 + 4 * tf32_chunk(lane) + 2 * m + e / 2 % 2
+                                           : m * 64 + at.row;
             p.out_g[row * N + at.col] = d[m][e];
         }
 }
 
 template <int N, bool FROM_REGISTERS>
-static void check_wgmma_tf32(const buffer &a, const buffer &b, const buffer &out, const char *name) {
+static void check_wgmma_tf32(const buffer &a, const buffer &b, const buffer &out,
+                             const char *name) {
     static int x[128 * 64], y[256 * 64];
     for (int i = 0; i < 128 * 64; ++i) put((float *)a.host, i, x[i] = random_below(33) - 16);
     for (int i = 0; i < N * 64; ++i) put((float *)b.host, i, y[i] = random_below(33) - 16);
-    to_device(a), to_device(b);
+    to_device(a);
+    to_device(b);
     const int bytes = (128 + N) * 64 * 4 + 1024;
     allow<wgmma_tf32_kernel<N, FROM_REGISTERS>>(bytes);
-    wgmma_tf32_kernel<N, FROM_REGISTERS><<<1, 128, bytes>>>({a.device, b.device, NULL, (float *)out.device, false});
+    wgmma_tf32_kernel<N, FROM_REGISTERS>
+        <<<1, 128, bytes>>>({a.device, b.device, NULL, (float *)out.device, false});
     to_host(out);
     for (int i = 0; i < 128 * N; ++i) {
         int exact = 0;
         for (int k = 0; k < 64; ++k) exact += x[i / N * 64 + k] * y[i % N * 64 + k];
-        check(((float *)out.host)[i] == (float)exact, "row, column", i / N, i % N, ((float *)out.host)[i]);
+        check(((float *)out.host)[i] == (float)exact, "row, column", i / N, i % N,
+              ((float *)out.host)[i]);
     }
     verb(name);
 }
@@ -720,8 +789,10 @@ static __global__ void tf32_box_kernel(const __grid_constant__ TileParams p) {
 static void check_tf32_box(const buffer &in, const buffer &out) {
     uint32_t *from = (uint32_t *)in.host;
     for (int i = 0; i < 64 * 32; ++i) /* every third a tie or one off it */
-        from[i] = (uint32_t)random_below(1 << 30) << 1 & 0xbf7fffffu,
+    {
+        from[i] = (uint32_t)random_below(1 << 30) << 1 & 0xbf7fffffu;
         from[i] = i % 3 ? from[i] : (from[i] & ~0x1fffu) + 0xfffu + i % 9 / 3;
+    }
     to_device(in);
     const TensorShape shape = {in.device, GK_F32, {32, 64, 1, 1, 1}, {1, 32, 0, 0, 0}, true};
     allow<tf32_box_kernel>(64 * 128 + 1024);
@@ -730,13 +801,14 @@ static void check_tf32_box(const buffer &in, const buffer &out) {
     to_host(out);
     for (int i = 0; i < 64 * 32; ++i) {
         const uint32_t exact = (from[i] + 0xfffu + (from[i] >> 13 & 1)) & ~0x1fffu;
-        const uint32_t got = ((uint32_t *)out.host)[wgmma_tile<64, false, 32>::offset_of(i / 32, i % 32) / 4];
+        const uint32_t got =
+            ((uint32_t *)out.host)[wgmma_tile<64, false, 32>::offset_of(i / 32, i % 32) / 4];
         check(got == exact, "bits, rounded, expected", from[i], got, exact);
     }
     verb("tma_load_5d of float32 as tf32");
 }
 
-// ---- the ring -------------------------------------------------------------------------------------------------------
+// ---- the ring -----------------------------------------------------------------------------------
 
 enum {
     RING_STAGES = 3,
@@ -771,8 +843,9 @@ template <int STAGES> static void check_skip(const buffer &out) {
     verb("tma_ring, skip");
 }
 
-// c = a b^T: one thread copies, two warpgroups multiply, a step of products under way while the next is issued. BLOCKS
-// blocks have their own rows of a and share b, of which each copies its part to all.
+// c = a b^T: one thread copies, two warpgroups multiply, a step of products under way while the
+// next is issued. BLOCKS blocks have their own rows of a and share b, of which each copies its part
+// to all.
 template <int BLOCKS>
 static __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(384, 1)
     ring_kernel(const __grid_constant__ RingParams x) {
@@ -800,9 +873,11 @@ static __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(384, 1)
                 wait(ring.empty(), ring.parity ^ 1);
                 ring.wait_empty();
                 mbarrier_arrive_expect_tx(ring.full(), stage_bytes);
-                tma_load_5d_by(a_s, &x.a, {{k, rank * RING_ROWS, 0, 0, 0}}, ring.full(), l2_first_out());
-                tma_load_5d_multicast(b_s + BPart::offset(rank, 0), &x.b, {{k, col + BPart::x(rank, 0), 0, 0, 0}},
-                                      ring.full(), (1 << BLOCKS) - 1);
+                tma_load_5d_by(a_s, &x.a, {{k, rank * RING_ROWS, 0, 0, 0}}, ring.full(),
+                               l2_first_out());
+                tma_load_5d_multicast(b_s + BPart::offset(rank, 0), &x.b,
+                                      {{k, col + BPart::x(rank, 0), 0, 0, 0}}, ring.full(),
+                                      (1 << BLOCKS) - 1);
                 ring.advance();
             }
         }
@@ -814,7 +889,8 @@ static __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(384, 1)
         for (int tile = 0; tile < RING_TILES; ++tile) {
             for (int k = 0; k < steps; ++k) {
                 const smem_addr a_s = ring_s + ring.stage * stage_bytes, b_s = a_s + A::bytes;
-                const smem_addr before = ring.empty() + (ring.stage == 0 ? 8 * (RING_STAGES - 1) : -8);
+                const smem_addr before =
+                    ring.empty() + (ring.stage == 0 ? 8 * (RING_STAGES - 1) : -8);
                 wait(ring.full(), ring.parity);
                 ring.wait_full();
                 wgmma_pin(sum);
@@ -822,7 +898,8 @@ static __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(384, 1)
 #pragma unroll
                 for (int k16 = 0; k16 < 4; ++k16)
                     wgmma_ss<bf16, RING_COLS, false, false>(
-                        sum[0], A::descriptor(a_s + A::offset(warpgroup * 64) + k16 * A::step_bytes),
+                        sum[0],
+                        A::descriptor(a_s + A::offset(warpgroup * 64) + k16 * A::step_bytes),
                         B::descriptor(b_s + k16 * B::step_bytes), k + k16 > 0);
                 wgmma_commit_group();
                 wgmma_wait_group<1>();
@@ -835,8 +912,10 @@ static __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(384, 1)
 #pragma unroll
             for (int e = 0; e < RING_COLS / 2; e += 2) { /* four columns of two lanes */
                 const coord d = wgmma_d(warp, lane, e);
-                const int row = (rank * 2 + warpgroup) * 64 + d.row, col = tile * RING_COLS + d.col / 4 * 4;
-                const uint32_t low = __float_as_uint(sum[0][e]), high = __float_as_uint(sum[0][e + 1]);
+                const int row = (rank * 2 + warpgroup) * 64 + d.row,
+                          col = tile * RING_COLS + d.col / 4 * 4;
+                const uint32_t low = __float_as_uint(sum[0][e]),
+                               high = __float_as_uint(sum[0][e + 1]);
                 const uint32_t third = __shfl_down_sync(0xffffffff, low, 1),
                                fourth = __shfl_down_sync(0xffffffff, high, 1);
                 if (lane % 2 == 0)
@@ -848,20 +927,26 @@ static __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(384, 1)
     barrier_cluster();
 }
 
-template <int BLOCKS> static void check_ring(const buffer &a, const buffer &b, const buffer &c, const char *name) {
-    constexpr int rows = BLOCKS * RING_ROWS, cols = RING_TILES * RING_COLS, ld = (RING_K + 15) / 8 * 8;
+template <int BLOCKS>
+static void check_ring(const buffer &a, const buffer &b, const buffer &c, const char *name) {
+    constexpr int rows = BLOCKS * RING_ROWS, cols = RING_TILES * RING_COLS,
+                  ld = (RING_K + 15) / 8 * 8;
     constexpr int bytes = RING_STAGES * (RING_ROWS + RING_COLS) * 128 + 1024;
     static int x[4 * RING_ROWS * RING_K], y[RING_TILES * RING_COLS * RING_K];
-    memset(a.host, 0x7f, MOST_BYTES), memset(b.host, 0x7f, MOST_BYTES); // past the rows: large or NaN
+    // past the rows: large or NaN
+    memset(a.host, 0x7f, MOST_BYTES);
+    memset(b.host, 0x7f, MOST_BYTES);
     for (int i = 0; i < rows * RING_K; ++i)
         put((bf16 *)a.host, i / RING_K * ld + i % RING_K, x[i] = random_below(9) - 4);
     for (int i = 0; i < cols * RING_K; ++i)
         put((bf16 *)b.host, i / RING_K * ld + i % RING_K, y[i] = random_below(9) - 4);
-    to_device(a), to_device(b);
+    to_device(a);
+    to_device(b);
     const TensorShape a_shape = {a.device, GK_BF16, {RING_K, rows, 1, 1, 1}, {1, ld, 0, 0, 0}},
                       b_shape = {b.device, GK_BF16, {RING_K, cols, 1, 1, 1}, {1, ld, 0, 0, 0}};
     const RingParams p = {map_of(a_shape, 64, RING_ROWS),
-                          map_of(b_shape, 64, wgmma_part<RING_COLS, false, BLOCKS>::box_rows), (float *)c.device};
+                          map_of(b_shape, 64, wgmma_part<RING_COLS, false, BLOCKS>::box_rows),
+                          (float *)c.device};
     allow<ring_kernel<BLOCKS>>(bytes);
     for (int again = 0; again < 8; ++again) { // timing differs from run to run
         memset(c.host, 0xff, MOST_BYTES);
@@ -870,14 +955,15 @@ template <int BLOCKS> static void check_ring(const buffer &a, const buffer &b, c
         to_host(c);
         for (int i = again; i < rows * cols; i += again == 0 ? 1 : 61) {
             int exact = 0;
-            for (int k = 0; k < RING_K; ++k) exact += x[i / cols * RING_K + k] * y[i % cols * RING_K + k];
+            for (int k = 0; k < RING_K; ++k)
+                exact += x[i / cols * RING_K + k] * y[i % cols * RING_K + k];
             check(((float *)c.host)[i] == (float)exact, "element", i, ((float *)c.host)[i], exact);
         }
     }
     verb(name);
 }
 
-// ---- launches that overlap ------------------------------------------------------------------------------------------
+// ---- launches that overlap ----------------------------------------------------------------------
 
 struct ChainParams {
     const uint32_t *from_g;
@@ -889,7 +975,8 @@ enum {
     CHAIN = 32
 };
 
-// Late writes behind an early word to the next kernel, which would read what is not there yet without its wait.
+// Late writes behind an early word to the next kernel, which would read what is not there yet
+// without its wait.
 static __global__ void chained_kernel(ChainParams p) {
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
@@ -903,7 +990,8 @@ static __global__ void chained_kernel(ChainParams p) {
 
 static void check_chain(const buffer &a, const buffer &b) {
     gk_context ctx = {};
-    ctx.size = sizeof ctx, ctx.device = GK_CUDA;
+    ctx.size = sizeof ctx;
+    ctx.device = GK_CUDA;
     constexpr int n = CHAIN_BLOCKS * 128;
     uint32_t *x = (uint32_t *)a.host;
     static uint32_t expected[n], next[n];
@@ -912,7 +1000,8 @@ static void check_chain(const buffer &a, const buffer &b) {
     for (int link = 0; link < CHAIN; ++link) {
         const buffer &from = link % 2 ? b : a, &to = link % 2 ? a : b;
         const ChainParams p = {(const uint32_t *)from.device, (uint32_t *)to.device};
-        if (launch<chained_kernel>("check", &ctx, dim3(CHAIN_BLOCKS), 128, 0, p, link > 0) != GK_OK) {
+        if (launch<chained_kernel>("check", &ctx, dim3(CHAIN_BLOCKS), 128, 0, p, link > 0) !=
+            GK_OK) {
             check(false, gk_last_error(), link, 0, 0);
             break;
         }
@@ -931,8 +1020,10 @@ int main() {
         printf("no CUDA device\n");
         return 0;
     }
-    must(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), "compute capability");
-    must(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0), "compute capability");
+    must(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0),
+         "compute capability");
+    must(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0),
+         "compute capability");
     if (major != 9 || minor != 0) {
         printf("no sm_90 device\n");
         return 0;
@@ -941,7 +1032,9 @@ int main() {
     check_mbarrier(b);
     check_exchange(b);
     check_bulk(a, b);
-    check_across(b, 2), check_across(b, 3), check_across(b, MOST_BLOCKS);
+    check_across(b, 2);
+    check_across(b, 3);
+    check_across(b, MOST_BLOCKS);
     check_setmaxnreg(a, b);
     check_boxes(a, b, c);
     check_parts_of<1>(a, b, "wgmma_tile by tma_load_5d");

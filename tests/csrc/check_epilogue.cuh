@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// check_epilogue: the stores of Hopper's gemm with scales of rows, columns and results, which gemm itself has none of: sums that are small
-// integers and scales that are powers of two, so that every result is exact.
+// check_epilogue: the stores of Hopper's gemm with scales of rows, columns and results, which gemm
+// itself has none of: sums that are small integers and scales that are powers of two, so that every
+// result is exact.
 #ifndef GPUKERN_CHECK_EPILOGUE_CUH
 #define GPUKERN_CHECK_EPILOGUE_CUH
 
@@ -32,10 +33,13 @@ struct ScaledParams {
     bool ragged;
 };
 
-static __host__ __device__ float scaled_sum(int row, int col) { return (float)((row * 7 + col * 3) % 32 - 12); }
+static __host__ __device__ float scaled_sum(int row, int col) {
+    return (float)((row * 7 + col * 3) % 32 - 12);
+}
 
 template <int STORE>
-static __global__ void __launch_bounds__(128) scaled_kernel(const __grid_constant__ ScaledParams x) {
+static __global__ void __launch_bounds__(128)
+    scaled_kernel(const __grid_constant__ ScaledParams x) {
     __shared__ __align__(1024) unsigned char smem[EPILOGUE_COLS * 68 * 4];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const smem_addr staging_s = cvta_to_shared(smem) + warp * 2048;
@@ -44,15 +48,16 @@ static __global__ void __launch_bounds__(128) scaled_kernel(const __grid_constan
     for (int i = 0; i < EPILOGUE_COLS / 2; ++i)
         sum[i] = scaled_sum(wgmma_d(warp, lane, i).row, wgmma_d(warp, lane, i).col);
     if constexpr (STORE == SCALED_TRANSPOSED) {
-        store_transposed<bf16, EPILOGUE_COLS, 68>(x.p, at, sum, (float *)smem, 0, 0, false, false, x.scales);
+        store_transposed<bf16, EPILOGUE_COLS, 68>(x.p, at, sum, (float *)smem, 0, 0, false, false,
+                                                  x.scales);
     } else if constexpr (STORE == SCALED_PANELS) {
         tma_at to = {};
         to.c[1] = warp * 16;
-        store_panels<bf16, smem_tile<16, EPILOGUE_COLS * 2>, 1, STORE_CURVED, false>(x, sum, staging_s, to, 0, lane,
-                                                                                     x.scales);
+        store_panels<bf16, smem_tile<16, EPILOGUE_COLS * 2>, 1, STORE_CURVED, false>(
+            x, sum, staging_s, to, 0, lane, x.scales);
     } else {
-        store_any<bf16, EPILOGUE_COLS>(x.p, at, sum, staging_s, warp * 16, x.p.m, 0, STORE == SCALED_ACROSS, lane,
-                                       x.scales);
+        store_any<bf16, EPILOGUE_COLS>(x.p, at, sum, staging_s, warp * 16, x.p.m, 0,
+                                       STORE == SCALED_ACROSS, lane, x.scales);
     }
 }
 
@@ -61,9 +66,13 @@ template <int STORE, class Out>
 static void check_scaled(const buffer &in, const buffer &out, int m, int n, int row_shift) {
     constexpr bool TRANSPOSED = STORE == SCALED_TRANSPOSED;
     const int rows = TRANSPOSED ? n : m, cols = TRANSPOSED ? m : n;
-    float *const row_scale = (float *)in.host, *const col_scale = row_scale + 64, *const bias = row_scale + 128;
-    for (int i = 0; i < 64; ++i)
-        row_scale[i] = ldexpf(1, i % 5 - 2), col_scale[i] = ldexpf(1, 1 - i % 3), bias[i] = i % 9 - 4.f;
+    float *const row_scale = (float *)in.host, *const col_scale = row_scale + 64,
+                 *const bias = row_scale + 128;
+    for (int i = 0; i < 64; ++i) {
+        row_scale[i] = ldexpf(1, i % 5 - 2);
+        col_scale[i] = ldexpf(1, 1 - i % 3);
+        bias[i] = i % 9 - 4.f;
+    }
     row_scale[192] = 0.5f;
     to_device(in);
     memset(out.host, 0xff, MOST_BYTES);
@@ -72,12 +81,24 @@ static void check_scaled(const buffer &in, const buffer &out, int m, int n, int 
     ScaledParams x = {};
     GemmProblem &p = x.p;
     GemmEpilogue &e = p.epilogue;
-    p.m = m, p.n = n, p.batch = 1, x.ragged = false;
-    e.alpha = 1, e.bias = device + 128, e.bias_dtype = GK_F32, e.bias_col = 1, e.bias_vectors = true;
-    e.out = out.device, e.out_dtype = sizeof(Out) == 4 ? GK_F32 : GK_BF16, e.out_row = EPILOGUE_LD, e.out_col = 1;
-    e.out_vectors = true, e.activation = GK_ACT_RELU;
+    p.m = m;
+    p.n = n;
+    p.batch = 1;
+    x.ragged = false;
+    e.alpha = 1;
+    e.bias = device + 128;
+    e.bias_dtype = GK_F32;
+    e.bias_col = 1;
+    e.bias_vectors = true;
+    e.out = out.device;
+    e.out_dtype = sizeof(Out) == 4 ? GK_F32 : GK_BF16;
+    e.out_row = EPILOGUE_LD;
+    e.out_col = 1;
+    e.out_vectors = true;
+    e.activation = GK_ACT_RELU;
     x.scales = {device, device + 64, device + 192, 1, 1, row_shift, 0};
-    if (STORE == SCALED_ACROSS) { // rows and columns change places in the epilogue, as hopper_launch.cuh has it
+    // rows and columns change places in the epilogue, as hopper_launch.cuh has it
+    if (STORE == SCALED_ACROSS) {
         p.epilogue = gemm_swapped(p).epilogue;
         x.scales = {device + 64, device, device + 192, 1, 1, 0, row_shift};
     }
@@ -88,10 +109,12 @@ static void check_scaled(const buffer &in, const buffer &out, int m, int n, int 
     for (int row = 0; row < EPILOGUE_ROWS; ++row)
         for (int col = 0; col < EPILOGUE_LD; ++col) {
             const float sum = TRANSPOSED ? scaled_sum(col, row) : scaled_sum(row, col);
-            const float v = sum * row_scale[row >> row_shift] * col_scale[col % 64] + bias[col % 64];
+            const float v =
+                sum * row_scale[row >> row_shift] * col_scale[col % 64] + bias[col % 64];
             const float result = (float)got[row * EPILOGUE_LD + col];
             if (row < rows && col < cols)
-                check(result == (v <= 0 ? 0 : v * 2), "result", row * EPILOGUE_LD + col, result, v <= 0 ? 0 : v * 2);
+                check(result == (v <= 0 ? 0 : v * 2), "result", row * EPILOGUE_LD + col, result,
+                      v <= 0 ? 0 : v * 2);
             else
                 check(isnan(result), "what is no result", row * EPILOGUE_LD + col, result, 0);
         }

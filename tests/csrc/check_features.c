@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_features: which instruction set is the default, on processors and systems that are not here. features.c is compiled with
- * its questions to the processor (CPUID, XGETBV) and to Linux (arch_prctl) answered by a table, and this copy stands in place of
- * the library's. In one case Linux answers itself, through a filter that refuses the request, as containers have it.
+/* check_features: which instruction set is the default, on processors and systems that are not
+ * here. features.c is compiled with its questions to the processor (CPUID, XGETBV) and to Linux
+ * (arch_prctl) answered by a table, and this copy stands in place of the library's. In one case
+ * Linux answers itself, through a filter that refuses the request, as containers have it.
  *
  * What is found is remembered, so that each case is a process of its own. */
 #define _GNU_SOURCE
@@ -27,7 +28,7 @@ static bool here_has_avx512(void) {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-/* ---- the machine that answers --------------------------------------------------------------------- */
+/* ---- the machine that answers ---------------------------------------------------------------- */
 enum {
     ASKS_LINUX = -1 /* as refusal: the request goes to the system */
 };
@@ -44,13 +45,21 @@ typedef struct machine {
 static machine now;
 static int requests;
 
-static int fake_cpuid(unsigned leaf, unsigned sub, unsigned *eax, unsigned *ebx, unsigned *ecx, unsigned *edx) {
+static int fake_cpuid(unsigned leaf, unsigned sub, unsigned *eax, unsigned *ebx, unsigned *ecx,
+                      unsigned *edx) {
     *eax = *ebx = *ecx = *edx = 0;
     if (leaf == 0) *ebx = now.vendor;
     if (leaf == 1) *ecx = 1u << 29 /* f16c */ | (unsigned)now.save << 27;
-    if (leaf == 7 && sub == 0) *ecx = (unsigned)now.bf16 << 11, *edx = now.tiles ? 1u << 22 | 1u << 24 | 1u << 25 : 0;
+    if (leaf == 7 && sub == 0) {
+        *ecx = (unsigned)now.bf16 << 11;
+        *edx = now.tiles ? 1u << 22 | 1u << 24 | 1u << 25 : 0;
+    }
     if (leaf == 7 && sub == 1) *eax = (unsigned)now.bf16 << 5;
-    if (leaf == 0x1d && sub == 1 && now.tiles) *eax = 1024u << 16 | 8192, *ebx = 8u << 16 | 64, *ecx = now.rows;
+    if (leaf == 0x1d && sub == 1 && now.tiles) {
+        *eax = 1024u << 16 | 8192;
+        *ebx = 8u << 16 | 64;
+        *ecx = now.rows;
+    }
     return 1;
 }
 static bool fake_supports(const char *name) { return now.avx512 || !strstr(name, "avx512"); }
@@ -77,8 +86,9 @@ static long fake_syscall(long number, long request, long feature) {
 
 #include "check.h"
 
-/* ---- one case, in a process of its own ------------------------------------------------------------- */
-/* Linux refuses the request from here on, and nothing else; false where this system has no filters. */
+/* ---- one case, in a process of its own ------------------------------------------------------- */
+/* Linux refuses the request from here on, and nothing else; false where this system has no
+ * filters. */
 static bool refuse_the_request(void) {
     struct sock_filter code[] = {
         BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
@@ -89,7 +99,8 @@ static bool refuse_the_request(void) {
         BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
     };
     struct sock_fprog program = {CHECK_COUNT(code), code};
-    return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+    return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+           prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
 }
 
 /* A product of bfloat16 ones by the set that is asked for, or the default. */
@@ -99,21 +110,29 @@ static gk_status product(const char *isa, uint16_t *out) {
     };
     static uint16_t a[SIZE * SIZE];
     static char workspace[1 << 20] __attribute__((aligned(64)));
-    for (int i = 0; i < SIZE * SIZE; ++i) a[i] = gk_f32_to_bf16(1), out[i] = 0;
+    for (int i = 0; i < SIZE * SIZE; ++i) {
+        a[i] = gk_f32_to_bf16(1);
+        out[i] = 0;
+    }
     gk_context ctx = check_context(isa, 1);
     gk_gemm_args args = GK_GEMM_ARGS_INIT;
-    gk_tensor t = {.data = a, .dtype = GK_BF16, .ndim = 2, .shape = {SIZE, SIZE}, .stride = {SIZE, 1}};
-    args.a = args.b = args.out = t, args.out.data = out;
-    args.workspace = workspace, args.workspace_bytes = sizeof workspace;
+    gk_tensor t = {
+        .data = a, .dtype = GK_BF16, .ndim = 2, .shape = {SIZE, SIZE}, .stride = {SIZE, 1}};
+    args.a = args.b = args.out = t;
+    args.out.data = out;
+    args.workspace = workspace;
+    args.workspace_bytes = sizeof workspace;
     const gk_status status = gk_gemm(&ctx, &args);
     for (int i = 0; status == GK_OK && i < SIZE * SIZE; ++i)
-        check_result(gk_bf16_to_f32(out[i]) == SIZE, "element %d is %g", i, (double)gk_bf16_to_f32(out[i]));
+        check_result(gk_bf16_to_f32(out[i]) == SIZE, "element %d is %g", i,
+                     (double)gk_bf16_to_f32(out[i]));
     return status;
 }
 
 static void check_machine(void) {
     static uint16_t out[1600];
-    const bool amx = strcmp(now.best, "amx") == 0, may_ask = now.avx512 && now.bf16 && now.tiles && now.save;
+    const bool amx = strcmp(now.best, "amx") == 0,
+               may_ask = now.avx512 && now.bf16 && now.tiles && now.save;
     snprintf(check_case, sizeof check_case, "%s", now.name);
     if (now.filter && !refuse_the_request()) {
         printf("this system takes no filters: the table answers in their place\n");
@@ -121,16 +140,20 @@ static void check_machine(void) {
     }
     for (int again = 0; again < 2; ++again) {
         const char *last = strrchr(gk_cpu_isas(), ',');
-        check_result(strcmp(gk_cpu_isa(), now.usual) == 0, "the default is %s, not %s", gk_cpu_isa(), now.usual);
-        check_result(last && strcmp(last + 1, now.best) == 0, "has %s, not up to %s", gk_cpu_isas(), now.best);
-        check_result(gk_cpu_has(GK_ISA_AMX) == amx && gk_cpu_has(GK_ISA_AVX512BF16) == (now.avx512 && now.bf16) &&
+        check_result(strcmp(gk_cpu_isa(), now.usual) == 0, "the default is %s, not %s",
+                     gk_cpu_isa(), now.usual);
+        check_result(last && strcmp(last + 1, now.best) == 0, "has %s, not up to %s", gk_cpu_isas(),
+                     now.best);
+        check_result(gk_cpu_has(GK_ISA_AMX) == amx &&
+                         gk_cpu_has(GK_ISA_AVX512BF16) == (now.avx512 && now.bf16) &&
                          gk_cpu_has(GK_ISA_AMX_EMULATED) == (now.avx512 && now.bf16),
                      "gk_cpu_has differs from the list");
-        check_result(now.reason[0] ? strstr(gk_cpu_isa_reason(), now.reason) != NULL : !gk_cpu_isa_reason()[0],
+        check_result(now.reason[0] ? strstr(gk_cpu_isa_reason(), now.reason) != NULL
+                                   : !gk_cpu_isa_reason()[0],
                      "the reason is \"%s\"", gk_cpu_isa_reason());
     }
-    check_result(requests == (may_ask && now.rows == 16 && (now.xcr0 >> 17 & 3) == 3), "asked Linux %d times",
-                 requests);
+    check_result(requests == (may_ask && now.rows == 16 && (now.xcr0 >> 17 & 3) == 3),
+                 "asked Linux %d times", requests);
     if (amx) return; /* its tiles are not here */
     check_refused(product("amx", out), GK_ERR_DEVICE, "\"amx\"");
     /* and the set that serves instead does */
@@ -140,8 +163,9 @@ static void check_machine(void) {
 
 #define INTEL signature_INTEL_ebx
 #define AMD signature_AMD_ebx
-#define XEON_OF(text, saves, tile_rows) \
-    .name = text, .vendor = INTEL, .avx512 = true, .bf16 = true, .tiles = true, .save = saves, .rows = tile_rows
+#define XEON_OF(text, saves, tile_rows)                                                        \
+    .name = text, .vendor = INTEL, .avx512 = true, .bf16 = true, .tiles = true, .save = saves, \
+    .rows = tile_rows
 #define XEON(text) XEON_OF(text, true, 16)
 #define REFUSED .usual = "avx512", .best = "avx512bf16", .reason = "this process has no AMX"
 enum {
@@ -154,13 +178,14 @@ static const machine machines[] = {
     {XEON("a container"), .xcr0 = STATES, .refusal = EPERM, .multiplies = true, REFUSED},
     {XEON("a small signal stack"), .xcr0 = STATES, .refusal = ENOSPC, .multiplies = true, REFUSED},
     {XEON("Linux without it"), .xcr0 = STATES, .refusal = EOPNOTSUPP, .multiplies = true, REFUSED},
-    {XEON("filtered by Linux"), .xcr0 = STATES, .refusal = ASKS_LINUX, .filter = true, .multiplies = true, REFUSED},
+    {XEON("filtered by Linux"), .xcr0 = STATES, .refusal = ASKS_LINUX, .filter = true,
+     .multiplies = true, REFUSED},
     {XEON("a wrong product"), .xcr0 = STATES, .multiplies = false, REFUSED},
     {XEON("states not saved"), .xcr0 = NO_STATES, .multiplies = true, REFUSED},
     {XEON("one state saved"), .xcr0 = NO_STATES | 1 << 17, .multiplies = true, REFUSED},
     {XEON_OF("no OSXSAVE", false, 16), .xcr0 = STATES, .multiplies = true, REFUSED},
-    {XEON_OF("another palette", true, 8), .xcr0 = STATES, .multiplies = true, .usual = "avx512", .best = "avx512bf16",
-     .reason = "VDPBF16PS"},
+    {XEON_OF("another palette", true, 8), .xcr0 = STATES, .multiplies = true, .usual = "avx512",
+     .best = "avx512bf16", .reason = "VDPBF16PS"},
     {.name = "Intel, tiles hidden",
      .vendor = INTEL,
      .avx512 = true,
@@ -186,7 +211,12 @@ static const machine machines[] = {
      .usual = "avx512",
      .best = "avx512",
      .reason = ""},
-    {.name = "Haswell", .vendor = INTEL, .save = true, .usual = "avx2", .best = "avx2", .reason = ""},
+    {.name = "Haswell",
+     .vendor = INTEL,
+     .save = true,
+     .usual = "avx2",
+     .best = "avx2",
+     .reason = ""},
 };
 
 int main(void) {
@@ -194,14 +224,16 @@ int main(void) {
         fflush(stdout);
         const pid_t child = fork();
         if (child == 0) {
-            now = machines[i], check_num_passed = check_num_failed = 0;
+            now = machines[i];
+            check_num_passed = check_num_failed = 0;
             check_machine();
             fflush(stdout);
             _exit(check_num_failed != 0 || check_num_passed < 8);
         }
         int status = -1;
         const bool ended = child > 0 && waitpid(child, &status, 0) == child;
-        check_result(ended && WIFEXITED(status) && WEXITSTATUS(status) == 0, "%s: status %d", machines[i].name, status);
+        check_result(ended && WIFEXITED(status) && WEXITSTATUS(status) == 0, "%s: status %d",
+                     machines[i].name, status);
     }
     return check_end();
 }

@@ -17,8 +17,9 @@ typedef struct flash_case {
     gk_dtype dtype;
     int64_t batch, heads_q, heads_kv, seq_q, seq_k, head_dim, head_dim_v;
     bool packed, tokens_first; /* tokens_first: dense, stored as [B, S, H, D] */
-    bool is_causal, sinks, own_sinks, kv_start, kv_end, q_start, backward, grad_lse; /* own_sinks: in dtype */
-    int alibi;                                                                       /* 0 none, 1 [Hq], 2 [B, Hq] */
+    bool is_causal, sinks, own_sinks, kv_start, kv_end, q_start, backward,
+        grad_lse; /* own_sinks: in dtype */
+    int alibi;    /* 0 none, 1 [Hq], 2 [B, Hq] */
     int64_t diagonal, window_left, window_right;
     double scale, softcap, dropout;
 } flash_case;
@@ -35,8 +36,8 @@ typedef struct flash_data {
 
 /* ---- inputs ---------------------------------------------------------------------------------- */
 /* [B, H, S, D] or [T, H, D], with room between rows. */
-static check_tensor make_heads(const flash_case *x, int64_t tokens, int64_t heads, int64_t seq, int64_t dim,
-                               gk_dtype dtype, int64_t pad) {
+static check_tensor make_heads(const flash_case *x, int64_t tokens, int64_t heads, int64_t seq,
+                               int64_t dim, gk_dtype dtype, int64_t pad) {
     static const int by_token[4] = {0, 2, 1, 3};
     int64_t dense[4] = {x->batch, heads, seq, dim}, packed[3] = {tokens, heads, dim};
     if (x->packed) return check_tensor_make(dtype, 3, packed, NULL, 1, pad);
@@ -68,7 +69,8 @@ typedef struct flash_seq {
 } flash_seq;
 
 static flash_seq seq_of(const flash_case *x, const flash_data *d, int64_t b) {
-    flash_seq s = {start_of(x, &d->cu_q, b), start_of(x, &d->cu_k, b), x->seq_q, x->seq_k, x->diagonal, {0}};
+    flash_seq s = {
+        start_of(x, &d->cu_q, b), start_of(x, &d->cu_k, b), x->seq_q, x->seq_k, x->diagonal, {0}};
     if (x->packed) {
         s.seq_q = (int64_t)check_get(&d->cu_q.t, b + 1) - s.q0;
         s.seq_k = (int64_t)check_get(&d->cu_k.t, b + 1) - s.k0;
@@ -77,13 +79,15 @@ static flash_seq seq_of(const flash_case *x, const flash_data *d, int64_t b) {
         s.diagonal = (int64_t)check_get(&d->q_start.t, b);
     }
     s.span = gk_span_make(&d->args.rules, s.seq_k, s.diagonal);
-    if (x->kv_start) s.span.key_lo = gk_clamp_i64((int64_t)check_get(&d->kv_start.t, b), 0, s.seq_k);
+    if (x->kv_start)
+        s.span.key_lo = gk_clamp_i64((int64_t)check_get(&d->kv_start.t, b), 0, s.seq_k);
     if (x->kv_end) s.span.key_hi = gk_clamp_i64((int64_t)check_get(&d->kv_end.t, b), 0, s.seq_k);
     return s;
 }
 
 /* Offset of row i, head h of sequence b. */
-static int64_t row_at(const flash_case *x, const gk_tensor *t, int64_t b, int64_t start, int64_t h, int64_t i) {
+static int64_t row_at(const flash_case *x, const gk_tensor *t, int64_t b, int64_t start, int64_t h,
+                      int64_t i) {
     if (x->packed) return (start + i) * t->stride[0] + h * t->stride[1];
     return b * t->stride[0] + h * t->stride[1] + i * t->stride[2];
 }
@@ -106,18 +110,21 @@ static void poison(const flash_case *x, flash_data *d) {
                 const gk_tensor *kv[2] = {&d->k.t, &d->v.t};
                 for (int t = 0; t < 2; ++t) {
                     int64_t at = row_at(x, kv[t], b, s.k0, h, j), n = kv[t]->shape[kv[t]->ndim - 1];
-                    for (int64_t e = 0; e < n; ++e) gk_store(kv[t]->data, kv[t]->dtype, at + e, NAN);
+                    for (int64_t e = 0; e < n; ++e)
+                        gk_store(kv[t]->data, kv[t]->dtype, at + e, NAN);
                 }
             }
         }
     }
     if (!x->packed) return;
     check_tensor *q_like[] = {&d->q, &d->dout, &d->dlse}, *k_like[] = {&d->k, &d->v};
-    int64_t end_q = (int64_t)check_get(&d->cu_q.t, x->batch), end_k = (int64_t)check_get(&d->cu_k.t, x->batch);
+    int64_t end_q = (int64_t)check_get(&d->cu_q.t, x->batch),
+            end_k = (int64_t)check_get(&d->cu_k.t, x->batch);
     for (int i = 0; i < 5; ++i) {
         const gk_tensor *t = i < 3 ? &q_like[i]->t : &k_like[i - 3]->t;
         int64_t per_token = t->shape[0] ? gk_numel(t) / t->shape[0] : 0;
-        for (int64_t e = (i < 3 ? end_q : end_k) * per_token; e < gk_numel(t); ++e) check_set(t, e, NAN);
+        for (int64_t e = (i < 3 ? end_q : end_k) * per_token; e < gk_numel(t); ++e)
+            check_set(t, e, NAN);
     }
 }
 
@@ -147,13 +154,14 @@ static flash_data make_data(const flash_case *x) {
     check_fill_normal(&d.dlse, 1);
 
     int64_t slopes_shape[2] = {x->batch, x->heads_q};
-    d.slopes =
-        check_tensor_make(stats, x->alibi == 2 ? 2 : 1, x->alibi == 2 ? slopes_shape : slopes_shape + 1, NULL, 1, 2);
+    d.slopes = check_tensor_make(stats, x->alibi == 2 ? 2 : 1,
+                                 x->alibi == 2 ? slopes_shape : slopes_shape + 1, NULL, 1, 2);
     d.sinks = check_tensor_make(x->own_sinks ? x->dtype : stats, 1, &x->heads_q, NULL, 2, 0);
     d.q_start = check_tensor_make(GK_I32, 1, &x->batch, NULL, 2, 0);
     d.kv_start = check_dense(GK_I32, 1, &x->batch);
     d.kv_end = check_dense(GK_I32, 1, &x->batch);
-    for (int64_t i = 0; i < gk_numel(&d.slopes.t); ++i) check_set(&d.slopes.t, i, check_uniform(0, 0.3));
+    for (int64_t i = 0; i < gk_numel(&d.slopes.t); ++i)
+        check_set(&d.slopes.t, i, check_uniform(0, 0.3));
     for (int64_t h = 0; h < x->heads_q; ++h)
         check_set(&d.sinks.t, h, check_below(4) ? check_uniform(-3, 3) : -INFINITY);
     for (int64_t b = 0; b < x->batch; ++b) {
@@ -161,7 +169,8 @@ static flash_data make_data(const flash_case *x) {
         check_set(&d.kv_end.t, b, (double)(x->seq_k + 2 - check_below(x->seq_k / 2 + 3)));
         check_set(&d.q_start.t, b, (double)(check_below(x->seq_q + x->seq_k + 3) - x->seq_q - 1));
     }
-    d.seed[0] = check_below(1 << 30) * (1 << 30) - (1 << 29), d.seed[1] = check_below(1 << 30);
+    d.seed[0] = check_below(1 << 30) * (1 << 30) - (1 << 29);
+    d.seed[1] = check_below(1 << 30);
     d.args = (gk_flash_attn_args){.size = sizeof d.args,
                                   .q = d.q.t,
                                   .k = d.k.t,
@@ -188,11 +197,14 @@ static void bind(const flash_case *x, flash_data *d) {
     d->args.rules.kv_start = x->kv_start ? &d->kv_start.t : NULL;
     d->args.rules.kv_end = x->kv_end ? &d->kv_end.t : NULL;
     d->args.rules.q_start = x->q_start ? &d->q_start.t : NULL;
-    d->seed_t = (gk_tensor){.data = d->seed, .dtype = GK_I64, .ndim = 1, .shape = {2}, .stride = {1}};
-    d->args.dropout_p = x->dropout, d->args.dropout_seed = x->dropout > 0 ? &d->seed_t : NULL;
+    d->seed_t =
+        (gk_tensor){.data = d->seed, .dtype = GK_I64, .ndim = 1, .shape = {2}, .stride = {1}};
+    d->args.dropout_p = x->dropout;
+    d->args.dropout_seed = x->dropout > 0 ? &d->seed_t : NULL;
     poison(x, d);
     d->max_logit = 1 + fabs(x->scale) * check_longest_row(&d->q.t) * check_longest_row(&d->k.t);
-    if (x->alibi) d->max_logit += 0.3 * (double)(x->seq_q + x->seq_k + llabs((long long)x->diagonal));
+    if (x->alibi)
+        d->max_logit += 0.3 * (double)(x->seq_q + x->seq_k + llabs((long long)x->diagonal));
 }
 
 /* ---- sizes ----------------------------------------------------------------------------------- */
@@ -203,7 +215,8 @@ typedef struct flash_sizes {
 
 static void add(const gk_tensor *t, int64_t at, double x) { ((double *)t->data)[at] += x; }
 
-/* A tensor's memory from its first element to its last, as doubles: places are those of the tensor. */
+/* A tensor's memory from its first element to its last, as doubles: places are those of the
+ * tensor. */
 static const double *doubles_of(const gk_tensor *t) {
     int64_t count = gk_numel(t) ? 1 : 0;
     for (int k = 0; k < t->ndim && count; ++k) count += (t->shape[k] - 1) * t->stride[k];
@@ -217,18 +230,21 @@ typedef struct flash_values {
     const double *q, *k, *v, *dout;
 } flash_values;
 
-static void add_pair(const flash_case *x, const flash_data *d, const flash_values *of, const flash_sizes *z, int64_t b,
-                     const flash_seq *s, int64_t h, int64_t i, int64_t j, double lse, double row_size) {
+static void add_pair(const flash_case *x, const flash_data *d, const flash_values *of,
+                     const flash_sizes *z, int64_t b, const flash_seq *s, int64_t h, int64_t i,
+                     int64_t j, double lse, double row_size) {
     int64_t h_kv = h / (x->heads_q / x->heads_kv), k_at = row_at(x, &d->k.t, b, s->k0, h_kv, j);
     int64_t q_at = row_at(x, &d->q.t, b, s->q0, h, i), v_at = row_at(x, &d->v.t, b, s->k0, h_kv, j);
     int64_t dout_at = row_at(x, &d->dout.t, b, s->q0, h, i);
     double logit = 0, reach = row_size;
-    const double *q = of->q + q_at, *k = of->k + k_at, *v = of->v + v_at, *dout = of->dout + dout_at;
+    const double *q = of->q + q_at, *k = of->k + k_at, *v = of->v + v_at,
+                 *dout = of->dout + dout_at;
     for (int64_t e = 0; e < x->head_dim; ++e) logit += q[e] * k[e];
     logit *= x->scale;
     if (x->softcap > 0) logit = x->softcap * tanh(logit / x->softcap);
     if (x->alibi)
-        logit -= check_get(&d->slopes.t, x->alibi == 2 ? b * x->heads_q + h : h) * fabs((double)(i + s->diagonal - j));
+        logit -= check_get(&d->slopes.t, x->alibi == 2 ? b * x->heads_q + h : h) *
+                 fabs((double)(i + s->diagonal - j));
     const double p = exp(logit - lse), kept = 1 / (1 - x->dropout);
     double *dv = (double *)z->dv.t.data + row_at(x, &z->dv.t, b, s->k0, h_kv, j);
     for (int64_t e = 0; e < x->head_dim_v; ++e) {
@@ -239,11 +255,16 @@ static void add_pair(const flash_case *x, const flash_data *d, const flash_value
     double *dq = (double *)z->dq.t.data + row_at(x, &z->dq.t, b, s->q0, h, i);
     double *dk = (double *)z->dk.t.data + row_at(x, &z->dk.t, b, s->k0, h_kv, j);
     const double weight = fabs(x->scale) * p * reach;
-    for (int64_t e = 0; e < x->head_dim; ++e) dq[e] += weight * fabs(k[e]), dk[e] += weight * fabs(q[e]);
+    for (int64_t e = 0; e < x->head_dim; ++e) {
+        dq[e] += weight * fabs(k[e]);
+        dk[e] += weight * fabs(q[e]);
+    }
 }
 
-static void add_sizes(const flash_case *x, const flash_data *d, const flash_sizes *z, const gk_flash_attn_args *f) {
-    const flash_values of = {doubles_of(&d->q.t), doubles_of(&d->k.t), doubles_of(&f->v), doubles_of(&d->dout.t)};
+static void add_sizes(const flash_case *x, const flash_data *d, const flash_sizes *z,
+                      const gk_flash_attn_args *f) {
+    const flash_values of = {doubles_of(&d->q.t), doubles_of(&d->k.t), doubles_of(&f->v),
+                             doubles_of(&d->dout.t)};
     for (int64_t b = 0; b < x->batch; ++b) {
         flash_seq s = seq_of(x, d, b);
         for (int64_t h = 0; h < x->heads_q; ++h) {
@@ -254,12 +275,14 @@ static void add_sizes(const flash_case *x, const flash_data *d, const flash_size
                     row_size += fabs(element(&d->dout.t, row_at(x, &d->dout.t, b, s.q0, h, i) + e) *
                                      element(&f->out, row_at(x, &f->out, b, s.q0, h, i) + e));
                 }
-                if (x->grad_lse) row_size += fabs(element(&d->dlse.t, row_at(x, &d->dlse.t, b, s.q0, h, i)));
+                if (x->grad_lse)
+                    row_size += fabs(element(&d->dlse.t, row_at(x, &d->dlse.t, b, s.q0, h, i)));
                 for (int64_t j = gk_span_lo(&s.span, i); j < gk_span_hi(&s.span, i); ++j) {
                     add_pair(x, d, &of, z, b, &s, h, i, j, lse, row_size);
                 }
                 double sink = x->sinks ? check_get(&d->sinks.t, h) : -INFINITY;
-                if (sink != -INFINITY) add(&z->dsinks.t, h * z->dsinks.t.stride[0], exp(sink - lse) * row_size);
+                if (sink != -INFINITY)
+                    add(&z->dsinks.t, h * z->dsinks.t.stride[0], exp(sink - lse) * row_size);
             }
         }
     }
@@ -284,8 +307,10 @@ static void check_fwd(const flash_case *x, const flash_data *d) {
     gk_context serial = check_context(NULL, 1);
     gk_dtype stats = gk_stats_dtype(x->dtype);
     int ndim = (int)d->ndim;
-    check_tensor exact = check_dense(GK_F64, ndim, d->out_shape), lse = check_dense(GK_F64, ndim - 1, d->lse_shape);
-    check_tensor size = check_dense(GK_F64, ndim, d->out_shape), lse_size = check_dense(GK_F64, ndim - 1, d->lse_shape);
+    check_tensor exact = check_dense(GK_F64, ndim, d->out_shape),
+                 lse = check_dense(GK_F64, ndim - 1, d->lse_shape);
+    check_tensor size = check_dense(GK_F64, ndim, d->out_shape),
+                 lse_size = check_dense(GK_F64, ndim - 1, d->lse_shape);
     check_tensor abs_v = check_map(&d->v, fabs);
     gk_flash_attn_args args = d->args;
     args.v = abs_v.t;
@@ -301,7 +326,8 @@ static void check_fwd(const flash_case *x, const flash_data *d) {
     double u = check_acc_unit(x->dtype), logit_loss = u * (8 + 2 * sqrt((double)x->head_dim));
     double loss = 2 * logit_loss * d->max_logit + u * (32 + 2 * sqrt((double)x->seq_k)) +
                   (half ? 1.25 * check_unit(x->dtype) : 0);
-    double lse_loss = 2 * logit_loss + (32 * u + (x->dtype == GK_BF16 ? 0x1p-17 : 0)) / d->max_logit;
+    double lse_loss =
+        2 * logit_loss + (32 * u + (x->dtype == GK_BF16 ? 0x1p-17 : 0)) / d->max_logit;
     for (int i = 0; i < num_isas; ++i) {
         if (check_repeats(check_isa_names[i], x->dtype)) continue;
         int mark = check_num_owned;
@@ -310,7 +336,8 @@ static void check_fwd(const flash_case *x, const flash_data *d) {
         check_tensor out[2], got_lse[2];
         for (int w = 0; w < 2; ++w) {
             int64_t tokens = x->packed ? d->out_shape[0] : 0;
-            out[w] = make_heads(x, tokens, x->heads_q, x->seq_q, x->head_dim_v, x->dtype, w == 0 ? 7 : 0);
+            out[w] = make_heads(x, tokens, x->heads_q, x->seq_q, x->head_dim_v, x->dtype,
+                                w == 0 ? 7 : 0);
             got_lse[w] = check_dense(stats, ndim - 1, d->lse_shape);
             check_remember(&out[w]);
             check_remember(&got_lse[w]);
@@ -322,7 +349,8 @@ static void check_fwd(const flash_case *x, const flash_data *d) {
         }
         check_close("out", &out[0].t, &exact.t, &size.t, loss);
         check_close("lse", &got_lse[0].t, &lse.t, &lse_size.t, lse_loss);
-        check_result(check_same_bits(&out[0].t, &out[1].t) && check_same_bits(&got_lse[0].t, &got_lse[1].t),
+        check_result(check_same_bits(&out[0].t, &out[1].t) &&
+                         check_same_bits(&got_lse[0].t, &got_lse[1].t),
                      "1 and %d workers differ", CHECK_WORKERS);
         check_free(mark);
     }
@@ -350,8 +378,10 @@ static void check_bwd(const flash_case *x, const flash_data *d) {
     gk_dtype stats = gk_stats_dtype(x->dtype);
     check_tensor out = check_dense(x->dtype, (int)d->ndim, d->out_shape);
     check_tensor lse = check_dense(stats, (int)d->ndim - 1, d->lse_shape);
-    gk_flash_attn_bwd_args args = {
-        .size = sizeof args, .fwd = d->args, .grad_out = d->dout.t, .grad_lse = x->grad_lse ? &d->dlse.t : NULL};
+    gk_flash_attn_bwd_args args = {.size = sizeof args,
+                                   .fwd = d->args,
+                                   .grad_out = d->dout.t,
+                                   .grad_lse = x->grad_lse ? &d->dlse.t : NULL};
     args.fwd.out = out.t;
     args.fwd.lse = lse.t;
     gk_ref_flash_attn_fwd(&serial, &args.fwd);
@@ -382,8 +412,10 @@ static void check_bwd(const flash_case *x, const flash_data *d) {
     /* 3. the kernels; a sum over rows runs over the whole group */
     static const char *const names[4] = {"dq", "dk", "dv", "dsinks"};
     bool half = x->dtype == GK_BF16 || x->dtype == GK_F16;
-    double u = check_acc_unit(x->dtype), logit_loss = u * (8 + 2 * sqrt((double)x->head_dim)) * d->max_logit;
-    double terms = sqrt((double)gk_max_i64(x->seq_k, x->seq_q * x->heads_q * x->batch)) + sqrt((double)x->head_dim_v);
+    double u = check_acc_unit(x->dtype),
+           logit_loss = u * (8 + 2 * sqrt((double)x->head_dim)) * d->max_logit;
+    double terms = sqrt((double)gk_max_i64(x->seq_k, x->seq_q * x->heads_q * x->batch)) +
+                   sqrt((double)x->head_dim_v);
     double loss = 2 * logit_loss + u * (32 + 2 * terms) + (half ? 2.5 * check_unit(x->dtype) : 0);
     for (int i = 0; i < num_isas; ++i) {
         if (check_repeats(check_isa_names[i], x->dtype)) continue;
@@ -394,8 +426,9 @@ static void check_bwd(const flash_case *x, const flash_data *d) {
         for (int w = 0; w < 2; ++w) {
             for (int t = 0; t < 3; ++t) {
                 int64_t tokens = like[t]->t.shape[0], heads = t == 0 ? x->heads_q : x->heads_kv;
-                got[w][t] = make_heads(x, tokens, heads, t == 0 ? x->seq_q : x->seq_k,
-                                       t == 2 ? x->head_dim_v : x->head_dim, x->dtype, w == 0 ? 3 : 0);
+                got[w][t] =
+                    make_heads(x, tokens, heads, t == 0 ? x->seq_q : x->seq_k,
+                               t == 2 ? x->head_dim_v : x->head_dim, x->dtype, w == 0 ? 3 : 0);
             }
             got[w][3] = check_tensor_make(d->sinks.t.dtype, 1, &x->heads_q, NULL, 1 + w, 0);
             for (int t = 0; t < 4; ++t) check_remember(&got[w][t]);
@@ -408,8 +441,8 @@ static void check_bwd(const flash_case *x, const flash_data *d) {
         }
         for (int t = 0; t < (x->sinks ? 4 : 3); ++t) {
             check_close(names[t], &got[0][t].t, &exact[t].t, &size[t]->t, loss);
-            check_result(check_same_bits(&got[0][t].t, &got[1][t].t), "%s of 1 and %d workers differ", names[t],
-                         CHECK_WORKERS);
+            check_result(check_same_bits(&got[0][t].t, &got[1][t].t),
+                         "%s of 1 and %d workers differ", names[t], CHECK_WORKERS);
         }
         check_free(mark);
     }
@@ -419,11 +452,13 @@ static void check_flash_case(const flash_case *x) {
     snprintf(check_case, sizeof check_case,
              "flash_attn %s %s B %lld H %lld/%lld S %lld/%lld D %lld/%lld causal %d diagonal %lld "
              "window %lld,%lld cap %g scale %g"
-             " alibi %d sinks %d own_sinks %d kv_start %d kv_end %d q_start %d tokens_first %d grad_lse %d dropout %g",
-             x->packed ? "packed" : "dense", gk_dtype_name(x->dtype), (long long)x->batch, (long long)x->heads_q,
-             (long long)x->heads_kv, (long long)x->seq_q, (long long)x->seq_k, (long long)x->head_dim,
-             (long long)x->head_dim_v, x->is_causal, (long long)x->diagonal, (long long)x->window_left,
-             (long long)x->window_right, x->softcap, x->scale, x->alibi, x->sinks, x->own_sinks, x->kv_start, x->kv_end,
+             " alibi %d sinks %d own_sinks %d kv_start %d kv_end %d q_start %d tokens_first %d "
+             "grad_lse %d dropout %g",
+             x->packed ? "packed" : "dense", gk_dtype_name(x->dtype), (long long)x->batch,
+             (long long)x->heads_q, (long long)x->heads_kv, (long long)x->seq_q,
+             (long long)x->seq_k, (long long)x->head_dim, (long long)x->head_dim_v, x->is_causal,
+             (long long)x->diagonal, (long long)x->window_left, (long long)x->window_right,
+             x->softcap, x->scale, x->alibi, x->sinks, x->own_sinks, x->kv_start, x->kv_end,
              x->q_start, x->tokens_first, x->grad_lse, x->dropout);
     flash_data d = make_data(x);
     bind(x, &d);
@@ -435,7 +470,8 @@ static void check_flash_case(const flash_case *x) {
 /* ---- grids ----------------------------------------------------------------------------------- */
 static const gk_dtype dtypes[] = {GK_F32, GK_BF16, GK_F16, GK_F64};
 
-static flash_case plain(gk_dtype dtype, int64_t seq_q, int64_t seq_k, int64_t head_dim, int64_t head_dim_v) {
+static flash_case plain(gk_dtype dtype, int64_t seq_q, int64_t seq_k, int64_t head_dim,
+                        int64_t head_dim_v) {
     return (flash_case){.dtype = dtype,
                         .batch = 1,
                         .heads_q = 2,
@@ -583,7 +619,8 @@ static void check_refusals(void) {
     x.batch = 2;
     flash_data d = make_data(&x);
     bind(&x, &d);
-    check_tensor out = check_dense(GK_F32, 3, d.out_shape), lse = check_dense(GK_F32, 2, d.lse_shape);
+    check_tensor out = check_dense(GK_F32, 3, d.out_shape),
+                 lse = check_dense(GK_F32, 2, d.lse_shape);
     check_remember(&out);
     check_remember(&lse);
     gk_context ctx = check_context(NULL, 1);
@@ -600,42 +637,58 @@ static void check_refusals(void) {
     set_i32(&d.cu_k, 0, 0);
     set_i32(&d.cu_k, 1, 5);
     set_i32(&d.cu_k, 2, 4);
-    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_INDEX, "not to decrease, got cu_seqlens_k[2] = 4 after 5");
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_INDEX,
+                  "not to decrease, got cu_seqlens_k[2] = 4 after 5");
     set_i32(&d.cu_k, 1, 0);
     set_i32(&d.cu_k, 2, 7);
-    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_INDEX, "at most max_seqlen 6 tokens, got 7 in sequence 1");
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_INDEX,
+                  "at most max_seqlen 6 tokens, got 7 in sequence 1");
     set_i32(&d.cu_k, 1, 6);
     set_i32(&d.cu_k, 2, 12);
-    if (d.k.t.shape[0] < 12) check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_INDEX, "got cu_seqlens_k[2] = 12");
+    if (d.k.t.shape[0] < 12)
+        check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_INDEX, "got cu_seqlens_k[2] = 12");
     set_i32(&d.cu_k, 1, 0);
     set_i32(&d.cu_k, 2, end);
     gk_flash_attn_args whole = args;
-    whole.max_seqlen_k = end, whole.lse = (gk_tensor){.data = NULL}; /* not wanted: of no shape */
+    whole.max_seqlen_k = end;
+    whole.lse = (gk_tensor){.data = NULL}; /* not wanted: of no shape */
     check_result(gk_flash_attn_fwd(&ctx, &whole) == GK_OK, "without lse: %s", gk_last_error());
     check_remember(&out);
-    whole.lse = lse.t, whole.lse.shape[0] += 1;
-    check_refused(gk_flash_attn_fwd(&ctx, &whole), GK_ERR_ARGUMENT, "gk_flash_attn_fwd: lse must have shape");
-    whole.lse = lse.t, whole.out.data = d.q.t.data;
-    check_refused(gk_flash_attn_fwd(&ctx, &whole), GK_ERR_ARGUMENT, "gk_flash_attn_fwd: out shares memory with q");
+    whole.lse = lse.t;
+    whole.lse.shape[0] += 1;
+    check_refused(gk_flash_attn_fwd(&ctx, &whole), GK_ERR_ARGUMENT,
+                  "gk_flash_attn_fwd: lse must have shape");
+    whole.lse = lse.t;
+    whole.out.data = d.q.t.data;
+    check_refused(gk_flash_attn_fwd(&ctx, &whole), GK_ERR_ARGUMENT,
+                  "gk_flash_attn_fwd: out shares memory with q");
     args.rules.scale = NAN;
     check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "scale");
     args.rules.scale = 1e39;
     check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT,
                   "scale must be at most 1e38 in size where q is float32, got 1e+39");
-    args.rules.scale = 1e30, args.rules.softcap = 1e-9;
-    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT,
-                  "scale must be at most 1e37 times softcap in size where q is float32, got 1e+30 and 1e-09");
-    args.rules.scale = 1, args.rules.softcap = 0;
+    args.rules.scale = 1e30;
+    args.rules.softcap = 1e-9;
+    check_refused(
+        gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT,
+        "scale must be at most 1e37 times softcap in size where q is float32, got 1e+30 and 1e-09");
+    args.rules.scale = 1;
+    args.rules.softcap = 0;
     args.rules.window_left = -2;
     check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "window_left");
     args.rules.window_left = -1;
     args.max_seqlen_q = -100000;
-    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "max_seqlen_q must be 0 or more, got -100000");
-    check_result(gk_flash_attn_fwd_workspace_bytes(&ctx, &args) == 0, "workspace of a refused call");
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT,
+                  "max_seqlen_q must be 0 or more, got -100000");
+    check_result(gk_flash_attn_fwd_workspace_bytes(&ctx, &args) == 0,
+                 "workspace of a refused call");
     args.max_seqlen_q = INT64_MAX;
-    check_result(gk_flash_attn_fwd_workspace_bytes(&ctx, &args) <= w.bytes * 64, "max_seqlen 2^63 - 1 of few tokens");
-    args.max_seqlen_q = 6, args.max_seqlen_k = -1;
-    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "max_seqlen_k must be 0 or more, got -1");
+    check_result(gk_flash_attn_fwd_workspace_bytes(&ctx, &args) <= w.bytes * 64,
+                 "max_seqlen 2^63 - 1 of few tokens");
+    args.max_seqlen_q = 6;
+    args.max_seqlen_k = -1;
+    check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT,
+                  "max_seqlen_k must be 0 or more, got -1");
     args.max_seqlen_k = 6;
     args.v.shape[1] = 3;
     check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "v");
@@ -644,7 +697,8 @@ static void check_refusals(void) {
     check_free(0);
 }
 
-/* Backward of 2^61 empty sequences, whose products wrapped to 128,640 bytes; empty packed calls of as many heads. */
+/* Backward of 2^61 empty sequences, whose products wrapped to 128,640 bytes; empty packed calls of
+ * as many heads. */
 static void check_extremes(void) {
     snprintf(check_case, sizeof check_case, "flash_attn extremes");
     static const gk_dtype all[] = {GK_F32, GK_BF16, GK_F16, GK_F64};
@@ -652,28 +706,39 @@ static void check_extremes(void) {
     for (int d = 0; d < CHECK_COUNT(all); ++d) {
         const int64_t many = INT64_C(1) << 61;
         const gk_dtype stats = gk_stats_dtype(all[d]);
-        const gk_tensor x = {.dtype = all[d], .ndim = 4, .shape = {many, 1, 0, 8}, .stride = {8, 8, 8, 1}};
-        const gk_tensor lse = {.dtype = stats, .ndim = 3, .shape = {many, 1, 0}, .stride = {1, 1, 1}};
-        gk_flash_attn_bwd_args args = {.size = sizeof args,
-                                       .fwd = {.size = sizeof args.fwd,
-                                               .q = x,
-                                               .k = x,
-                                               .v = x,
-                                               .out = x,
-                                               .lse = lse,
-                                               .rules = {.scale = 1, .window_left = -1, .window_right = -1}},
-                                       .grad_out = x,
-                                       .dq = x,
-                                       .dk = x,
-                                       .dv = x};
-        check_refused(gk_flash_attn_bwd(&ctx, &args), GK_ERR_ARGUMENT, " has more than 2^48 elements");
-        check_refused(gk_flash_attn_fwd(&ctx, &args.fwd), GK_ERR_ARGUMENT, "q has more than 2^48 elements");
-        check_result(gk_flash_attn_bwd_workspace_bytes(&ctx, &args) == 0, "workspace of a refused call");
+        const gk_tensor x = {
+            .dtype = all[d], .ndim = 4, .shape = {many, 1, 0, 8}, .stride = {8, 8, 8, 1}};
+        const gk_tensor lse = {
+            .dtype = stats, .ndim = 3, .shape = {many, 1, 0}, .stride = {1, 1, 1}};
+        gk_flash_attn_bwd_args args = {
+            .size = sizeof args,
+            .fwd = {.size = sizeof args.fwd,
+                    .q = x,
+                    .k = x,
+                    .v = x,
+                    .out = x,
+                    .lse = lse,
+                    .rules = {.scale = 1, .window_left = -1, .window_right = -1}},
+            .grad_out = x,
+            .dq = x,
+            .dk = x,
+            .dv = x};
+        check_refused(gk_flash_attn_bwd(&ctx, &args), GK_ERR_ARGUMENT,
+                      " has more than 2^48 elements");
+        check_refused(gk_flash_attn_fwd(&ctx, &args.fwd), GK_ERR_ARGUMENT,
+                      "q has more than 2^48 elements");
+        check_result(gk_flash_attn_bwd_workspace_bytes(&ctx, &args) == 0,
+                     "workspace of a refused call");
     }
     int32_t ends[1] = {0};
-    const gk_tensor q = {.dtype = GK_F32, .ndim = 3, .shape = {0, INT64_C(1) << 40, 8}, .stride = {8, 8, 1}};
-    const gk_tensor lse = {.dtype = GK_F32, .ndim = 2, .shape = {0, INT64_C(1) << 40}, .stride = {INT64_C(1) << 40, 1}};
-    const gk_tensor cu = {.data = ends, .dtype = GK_I32, .ndim = 1, .shape = {(INT64_C(1) << 40) + 1}, .stride = {0}};
+    const gk_tensor q = {
+        .dtype = GK_F32, .ndim = 3, .shape = {0, INT64_C(1) << 40, 8}, .stride = {8, 8, 1}};
+    const gk_tensor lse = {.dtype = GK_F32,
+                           .ndim = 2,
+                           .shape = {0, INT64_C(1) << 40},
+                           .stride = {INT64_C(1) << 40, 1}};
+    const gk_tensor cu = {
+        .data = ends, .dtype = GK_I32, .ndim = 1, .shape = {(INT64_C(1) << 40) + 1}, .stride = {0}};
     gk_flash_attn_args args = {.size = sizeof args,
                                .q = q,
                                .k = q,

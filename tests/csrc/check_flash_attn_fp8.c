@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_flash_attn_fp8: gk_flash_attn_fp8 of every instruction set against csrc/ref: codes of all sizes, each form of a scale, means of
- * values, groups of heads, masks; and the same bits of any number of workers. */
+/* check_flash_attn_fp8: gk_flash_attn_fp8 of every instruction set against csrc/ref: codes of all
+ * sizes, each form of a scale, means of values, groups of heads, masks; and the same bits of any
+ * number of workers. */
 #include "../../csrc/formats/attn_scales.h"
 #include "check.h"
 
@@ -20,7 +21,8 @@ static const fp8_case cases[] = {
 static check_tensor codes(int64_t batch, int64_t heads, int64_t seq, int64_t dim) {
     const int64_t shape[4] = {batch, heads, seq, dim};
     check_tensor t = check_tensor_make(GK_E4M3, 4, shape, NULL, 1, 3);
-    for (int64_t i = 0; i < gk_numel(&t.t); ++i) check_set(&t.t, i, check_uniform(-2, 2) * exp2(check_uniform(-6, 2)));
+    for (int64_t i = 0; i < gk_numel(&t.t); ++i)
+        check_set(&t.t, i, check_uniform(-2, 2) * exp2(check_uniform(-6, 2)));
     return t;
 }
 
@@ -40,7 +42,8 @@ static double error_of(const gk_tensor *x, const gk_tensor *exact) {
     double error = 0, largest = 1e-30;
     for (int64_t i = 0; i < gk_numel(x); ++i) {
         const double want = check_get(exact, i);
-        error = fmax(error, fabs(check_get(x, i) - want)), largest = fmax(largest, fabs(want));
+        error = fmax(error, fabs(check_get(x, i) - want));
+        largest = fmax(largest, fabs(want));
     }
     return error / largest;
 }
@@ -55,19 +58,28 @@ static void check_fp8(const fp8_case *x) {
     check_tensor exact = check_tensor_make(GK_F64, 4, out_shape, NULL, 1, 0);
     check_tensor exact_lse = check_tensor_make(GK_F64, 3, out_shape, NULL, 1, 0);
     gk_flash_attn_fp8_args args = GK_FLASH_ATTN_FP8_ARGS_INIT;
-    args.fwd.q = q.t, args.fwd.k = k.t, args.fwd.v = v.t;
-    args.fwd.rules.scale = 1 / sqrt((double)x->head_dim), args.fwd.rules.is_causal = x->is_causal;
+    args.fwd.q = q.t;
+    args.fwd.k = k.t;
+    args.fwd.v = v.t;
+    args.fwd.rules.scale = 1 / sqrt((double)x->head_dim);
+    args.fwd.rules.is_causal = x->is_causal;
     args.fwd.rules.diagonal = x->seq_k - x->seq_q;
     check_tensor q_scale, k_scale, v_scale, mean;
     if (x->scales >= 0) {
-        q_scale = scale(x, x->heads_q, x->seq_q), args.q_scale = &q_scale.t;
-        k_scale = scale(x, x->heads_kv, x->seq_k), args.k_scale = &k_scale.t;
-        v_scale = scale(x, x->heads_kv, x->seq_k), args.v_scale = &v_scale.t;
+        q_scale = scale(x, x->heads_q, x->seq_q);
+        args.q_scale = &q_scale.t;
+        k_scale = scale(x, x->heads_kv, x->seq_k);
+        args.k_scale = &k_scale.t;
+        v_scale = scale(x, x->heads_kv, x->seq_k);
+        args.v_scale = &v_scale.t;
     }
-    if (x->means >= 0)
-        mean = numbers(x->means, x->means == 2 ? mean_shape + 1 : mean_shape, -3, 3), args.v_mean = &mean.t;
+    if (x->means >= 0) {
+        mean = numbers(x->means, x->means == 2 ? mean_shape + 1 : mean_shape, -3, 3);
+        args.v_mean = &mean.t;
+    }
     gk_context serial = check_context(NULL, 1);
-    args.fwd.out = exact.t, args.fwd.lse = exact_lse.t;
+    args.fwd.out = exact.t;
+    args.fwd.lse = exact_lse.t;
     gk_ref_flash_attn_fp8(&serial, &args);
 
     const int isas = check_isas();
@@ -77,19 +89,25 @@ static void check_fp8(const fp8_case *x) {
         for (int w = 0; w < 2; ++w) {
             out[w] = check_tensor_make(GK_F32, 4, out_shape, NULL, 1, 0);
             lse[w] = check_tensor_make(GK_F32, 3, out_shape, NULL, 1, 0);
-            args.fwd.out = out[w].t, args.fwd.lse = lse[w].t;
+            args.fwd.out = out[w].t;
+            args.fwd.lse = lse[w].t;
             gk_context ctx = check_context(check_isa_names[i], w == 0 ? 1 : CHECK_WORKERS);
-            check_workspace space = check_workspace_make(gk_flash_attn_fp8_workspace_bytes(&ctx, &args));
-            args.workspace = space.data, args.workspace_bytes = space.bytes;
+            check_workspace space =
+                check_workspace_make(gk_flash_attn_fp8_workspace_bytes(&ctx, &args));
+            args.workspace = space.data;
+            args.workspace_bytes = space.bytes;
             gk_explanation told = {.size = sizeof told};
-            check_result(gk_explain_flash_attn_fp8(&ctx, &args, &told) == GK_OK, "%s", gk_last_error());
+            check_result(gk_explain_flash_attn_fp8(&ctx, &args, &told) == GK_OK, "%s",
+                         gk_last_error());
             check_see(&told, space.bytes);
             const gk_status status = gk_flash_attn_fp8(&ctx, &args);
             check_result(status == GK_OK, "%s: %s", gk_status_name(status), gk_last_error());
             check_workspace_end(&space);
         }
-        check_result(error_of(&out[0].t, &exact.t) < 2e-6, "out errs by %g", error_of(&out[0].t, &exact.t));
-        check_result(error_of(&lse[0].t, &exact_lse.t) < 2e-6, "lse errs by %g", error_of(&lse[0].t, &exact_lse.t));
+        check_result(error_of(&out[0].t, &exact.t) < 2e-6, "out errs by %g",
+                     error_of(&out[0].t, &exact.t));
+        check_result(error_of(&lse[0].t, &exact_lse.t) < 2e-6, "lse errs by %g",
+                     error_of(&lse[0].t, &exact_lse.t));
         check_result(check_same_bits(&out[0].t, &out[1].t) && check_same_bits(&lse[0].t, &lse[1].t),
                      "1 and %d workers differ", CHECK_WORKERS);
     }

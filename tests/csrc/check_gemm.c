@@ -44,8 +44,8 @@ typedef struct gemm_case {
 
 /* A matrix [batch..., rows, cols]: row-major, column-major, every second element, mirrored, or one
  * row repeated. */
-static check_tensor operand(gk_dtype dtype, int batch_ndim, const int64_t *batch, int64_t rows, int64_t cols,
-                            operand_layout layout) {
+static check_tensor operand(gk_dtype dtype, int batch_ndim, const int64_t *batch, int64_t rows,
+                            int64_t cols, operand_layout layout) {
     int64_t shape[GK_MAX_DIMS];
     int order[GK_MAX_DIMS], ndim = batch_ndim + 2;
     for (int d = 0; d < ndim; ++d) {
@@ -56,11 +56,13 @@ static check_tensor operand(gk_dtype dtype, int batch_ndim, const int64_t *batch
         order[ndim - 2] = ndim - 1;
         order[ndim - 1] = ndim - 2;
     }
-    check_tensor x = check_tensor_make(dtype, ndim, shape, order, layout == SPACED ? 2 : 1, check_below(4));
+    check_tensor x =
+        check_tensor_make(dtype, ndim, shape, order, layout == SPACED ? 2 : 1, check_below(4));
     check_fill_normal(&x, 1);
     if (layout == BACKWARDS && rows > 0 && cols > 0) {
         for (int d = ndim - 2; d < ndim; ++d) {
-            x.t.data = (char *)x.t.data + (shape[d] - 1) * x.t.stride[d] * (int64_t)gk_dtype_bytes(dtype);
+            x.t.data =
+                (char *)x.t.data + (shape[d] - 1) * x.t.stride[d] * (int64_t)gk_dtype_bytes(dtype);
             x.t.stride[d] = -x.t.stride[d];
         }
     }
@@ -108,7 +110,9 @@ static void check_gemm_case(const gemm_case *x) {
     int batch_ndim = x->a_batch_ndim > x->b_batch_ndim ? x->a_batch_ndim : x->b_batch_ndim;
     for (int d = 0; d < batch_ndim; ++d) {
         int a = d - batch_ndim + x->a_batch_ndim, b = d - batch_ndim + x->b_batch_ndim;
-        batch[d] = a >= 0 && x->a_batch[a] != 1 ? x->a_batch[a] : b >= 0 ? x->b_batch[b] : x->a_batch[a];
+        batch[d] = a >= 0 && x->a_batch[a] != 1 ? x->a_batch[a]
+                   : b >= 0                     ? x->b_batch[b]
+                                                : x->a_batch[a];
         shape[d] = batch[d];
     }
     shape[batch_ndim] = x->m;
@@ -129,13 +133,15 @@ static void check_gemm_case(const gemm_case *x) {
 
     /* 2. the exact result and the size of its terms */
     gk_context serial = check_context(NULL, 1);
-    check_tensor exact = check_dense(GK_F64, batch_ndim + 2, shape), pre = check_dense(GK_F64, batch_ndim + 2, shape);
+    check_tensor exact = check_dense(GK_F64, batch_ndim + 2, shape),
+                 pre = check_dense(GK_F64, batch_ndim + 2, shape);
     check_tensor size = check_dense(GK_F64, batch_ndim + 2, shape);
     gk_gemm_args ref = args;
     ref.out = exact.t;
     ref.preact = &pre.t;
     gk_ref_gemm(&serial, &ref);
-    check_tensor abs_a = check_map(&a, fabs), abs_b = check_map(&b, fabs), abs_bias = check_map(&bias, fabs);
+    check_tensor abs_a = check_map(&a, fabs), abs_b = check_map(&b, fabs),
+                 abs_bias = check_map(&bias, fabs);
     check_tensor abs_c = check_map(&c, fabs);
     ref.a = abs_a.t;
     ref.b = abs_b.t;
@@ -159,7 +165,8 @@ static void check_gemm_case(const gemm_case *x) {
         check_tensor out[2], preact[2];
         for (int w = 0; w < 2; ++w) {
             out[w] = check_tensor_make(x->out_dtype, batch_ndim + 2, shape, NULL, 1, out_pad);
-            preact[w] = check_tensor_make(x->out_dtype, batch_ndim + 2, shape, NULL, 1, out_pad / 2);
+            preact[w] =
+                check_tensor_make(x->out_dtype, batch_ndim + 2, shape, NULL, 1, out_pad / 2);
             check_remember(&out[w]);
             check_remember(&preact[w]);
             args.out = out[w].t;
@@ -170,8 +177,11 @@ static void check_gemm_case(const gemm_case *x) {
         }
         check_close("out", &out[0].t, &exact.t, &size.t, loss);
         if (x->preact) check_close("preact", &preact[0].t, &pre.t, &size.t, loss);
-        check_result(check_same_bits(&out[0].t, &out[1].t), "out of 1 and %d workers differ", CHECK_WORKERS);
-        if (x->preact) check_result(check_same_bits(&preact[0].t, &preact[1].t), "preact of 1 and 3 workers differ");
+        check_result(check_same_bits(&out[0].t, &out[1].t), "out of 1 and %d workers differ",
+                     CHECK_WORKERS);
+        if (x->preact)
+            check_result(check_same_bits(&preact[0].t, &preact[1].t),
+                         "preact of 1 and 3 workers differ");
         check_free(mark);
     }
     check_free(0);
@@ -183,12 +193,14 @@ static void describe(const gemm_case *x) {
     snprintf(check_case, sizeof check_case,
              "gemm %s->%s m %lld n %lld k %lld batch %d/%d a %s b %s bias %d c %s preact %d alpha "
              "%g beta %g act %s",
-             gk_dtype_name(x->dtype), gk_dtype_name(x->out_dtype), (long long)x->m, (long long)x->n, (long long)x->k,
-             x->a_batch_ndim, x->b_batch_ndim, layouts[x->a_layout], layouts[x->b_layout], x->bias, cs[x->c], x->preact,
-             x->alpha, x->beta, act_names[x->activation]);
+             gk_dtype_name(x->dtype), gk_dtype_name(x->out_dtype), (long long)x->m, (long long)x->n,
+             (long long)x->k, x->a_batch_ndim, x->b_batch_ndim, layouts[x->a_layout],
+             layouts[x->b_layout], x->bias, cs[x->c], x->preact, x->alpha, x->beta,
+             act_names[x->activation]);
 }
 
-static gemm_case plain(gk_dtype dtype, int64_t m, int64_t n, int64_t k, operand_layout a, operand_layout b) {
+static gemm_case plain(gk_dtype dtype, int64_t m, int64_t n, int64_t k, operand_layout a,
+                       operand_layout b) {
     return (gemm_case){.dtype = dtype,
                        .out_dtype = dtype,
                        .bias_dtype = dtype,
@@ -208,8 +220,9 @@ static void check_edges(gk_dtype dtype) {
     int step = check_small() ? 7 : dtype == GK_F64 ? 5 : 1, count = CHECK_COUNT(edges);
     for (int e = 0; e < count * count * count; e += step) {
         check_seed = (uint64_t)e * 64 + dtype;
-        gemm_case x = plain(dtype, edges[e % count], edges[e / count % count], edges[e / count / count],
-                            (operand_layout)check_below(NUM_LAYOUTS), (operand_layout)check_below(NUM_LAYOUTS));
+        gemm_case x = plain(dtype, edges[e % count], edges[e / count % count],
+                            edges[e / count / count], (operand_layout)check_below(NUM_LAYOUTS),
+                            (operand_layout)check_below(NUM_LAYOUTS));
         if (check_below(2)) {
             x.out_dtype = dtype != GK_F64 && check_below(2) ? GK_F32 : dtype;
             x.bias_dtype = check_below(2) ? x.out_dtype : dtype;
@@ -223,9 +236,10 @@ static void check_edges(gk_dtype dtype) {
         }
         if (check_below(4) == 0) {
             static const int64_t shapes[][2][4] = {/* ndim, sizes: of a, of b */
-                                                   {{1, 3}, {0}},       {{0}, {1, 2}},          {{1, 2}, {1, 2}},
-                                                   {{2, 2, 1}, {1, 3}}, {{2, 1, 3}, {2, 2, 1}}, {{3, 2, 1, 2}, {1, 2}},
-                                                   {{1, 0}, {0}},       {{2, 3, 2}, {0}}};
+                                                   {{1, 3}, {0}},          {{0}, {1, 2}},
+                                                   {{1, 2}, {1, 2}},       {{2, 2, 1}, {1, 3}},
+                                                   {{2, 1, 3}, {2, 2, 1}}, {{3, 2, 1, 2}, {1, 2}},
+                                                   {{1, 0}, {0}},          {{2, 3, 2}, {0}}};
             int s = (int)check_below(CHECK_COUNT(shapes));
             x.a_batch_ndim = (int)shapes[s][0][0];
             x.b_batch_ndim = (int)shapes[s][1][0];
@@ -239,13 +253,14 @@ static void check_edges(gk_dtype dtype) {
 
 /* Sizes past every cache block, all four operand orders; K long, N long, M long, and one row. */
 static void check_blocks(gk_dtype dtype) {
-    static const int64_t sizes[][3] = {{1, 1030, 517},  {4, 517, 1030}, {16, 300, 700},   {17, 129, 2100},
-                                       {70, 1100, 130}, {600, 70, 90},  {131, 197, 1050}, {257, 33, 515}};
+    static const int64_t sizes[][3] = {{1, 1030, 517},   {4, 517, 1030},  {16, 300, 700},
+                                       {17, 129, 2100},  {70, 1100, 130}, {600, 70, 90},
+                                       {131, 197, 1050}, {257, 33, 515}};
     for (int s = 0; s < CHECK_COUNT(sizes); s += check_small() ? 5 : 1) {
         for (int layout = 0; layout < 4; layout += check_small() ? 3 : 1) {
             check_seed = (uint64_t)(s * 4 + layout) * 64 + dtype;
-            gemm_case x = plain(dtype, sizes[s][0], sizes[s][1], sizes[s][2], (operand_layout)(layout & 1),
-                                (operand_layout)(layout >> 1));
+            gemm_case x = plain(dtype, sizes[s][0], sizes[s][1], sizes[s][2],
+                                (operand_layout)(layout & 1), (operand_layout)(layout >> 1));
             if (layout == 1) {
                 x.bias = true;
                 x.c = C_FULL;
@@ -279,8 +294,8 @@ static void check_epilogues(gk_dtype dtype) {
 
 /* ---- the activation's derivative ------------------------------------------------------------- */
 /* size |grad| (1 + |x|): the derivative is a bounded function, plus x times another. */
-static void check_act_bwd(gk_dtype dtype, gk_dtype saved_dtype, gk_activation activation, int64_t rows, int64_t cols,
-                          bool transposed) {
+static void check_act_bwd(gk_dtype dtype, gk_dtype saved_dtype, gk_activation activation,
+                          int64_t rows, int64_t cols, bool transposed) {
     int64_t shape[3] = {2, rows, cols};
     int order[3] = {0, 2, 1};
     check_tensor grad = check_tensor_make(dtype, 3, shape, transposed ? order : NULL, 1, 2);
@@ -294,8 +309,9 @@ static void check_act_bwd(gk_dtype dtype, gk_dtype saved_dtype, gk_activation ac
     for (int64_t i = 0; i < gk_numel(&size.t); ++i) {
         check_set(&size.t, i, fabs(check_get(&grad.t, i)) * (1 + fabs(check_get(&saved.t, i))));
     }
-    snprintf(check_case, sizeof check_case, "gemm_act_bwd %s saved %s %s rows %lld cols %lld transposed %d",
-             gk_dtype_name(dtype), gk_dtype_name(saved_dtype), act_names[activation], (long long)rows, (long long)cols,
+    snprintf(check_case, sizeof check_case,
+             "gemm_act_bwd %s saved %s %s rows %lld cols %lld transposed %d", gk_dtype_name(dtype),
+             gk_dtype_name(saved_dtype), act_names[activation], (long long)rows, (long long)cols,
              transposed);
     for (int i = 0; i < num_isas; ++i) {
         check_isa = check_isa_names[i];
@@ -310,7 +326,8 @@ static void check_act_bwd(gk_dtype dtype, gk_dtype saved_dtype, gk_activation ac
             check_untouched(&got[w], "grad_in");
         }
         check_close("grad_in", &got[0].t, &exact.t, &size.t, 16 * check_acc_unit(dtype));
-        check_result(check_same_bits(&got[0].t, &got[1].t), "1 and %d workers differ", CHECK_WORKERS);
+        check_result(check_same_bits(&got[0].t, &got[1].t), "1 and %d workers differ",
+                     CHECK_WORKERS);
     }
     check_free(0);
 }
@@ -322,7 +339,8 @@ static void check_act_bwds(gk_dtype dtype) {
             for (int transposed = 0; transposed < 2; ++transposed) {
                 check_seed = (uint64_t)(act * 64 + s * 2 + transposed);
                 gk_dtype saved = dtype != GK_F64 && (s & 1) ? GK_F32 : dtype;
-                check_act_bwd(dtype, saved, (gk_activation)act, sizes[s][0], sizes[s][1], transposed);
+                check_act_bwd(dtype, saved, (gk_activation)act, sizes[s][0], sizes[s][1],
+                              transposed);
             }
         }
     }
@@ -354,18 +372,27 @@ static void check_refusals(void) {
     gk_context odd = check_context("sse9", 1);
     check_refused(gk_gemm(&odd, &args), GK_ERR_DEVICE, "sse9");
     odd = check_context(NULL, 0);
-    check_refused(gk_gemm(&odd, &args), GK_ERR_ARGUMENT, "gk_gemm: context.num_threads is 0, expected 1 or more");
+    check_refused(gk_gemm(&odd, &args), GK_ERR_ARGUMENT,
+                  "gk_gemm: context.num_threads is 0, expected 1 or more");
     gk_gemm_args wrong = args;
     wrong.alpha = NAN;
-    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "gk_gemm: alpha must be a number, got nan");
-    wrong.alpha = 1, wrong.beta = NAN;
-    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "gk_gemm: beta must be a number, got nan");
-    wrong.beta = 0, wrong.out.data = (float *)a.t.data + 64 * 63;
-    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "gk_gemm: out shares memory with a; it must not");
-    wrong.out = out.t, wrong.out.data = NULL;
+    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT,
+                  "gk_gemm: alpha must be a number, got nan");
+    wrong.alpha = 1;
+    wrong.beta = NAN;
+    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT,
+                  "gk_gemm: beta must be a number, got nan");
+    wrong.beta = 0;
+    wrong.out.data = (float *)a.t.data + 64 * 63;
+    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT,
+                  "gk_gemm: out shares memory with a; it must not");
+    wrong.out = out.t;
+    wrong.out.data = NULL;
     check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "gk_gemm: out has no data");
-    wrong.out = out.t, wrong.preact = &a.t;
-    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "gk_gemm: preact shares memory with a; it must not");
+    wrong.out = out.t;
+    wrong.preact = &a.t;
+    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT,
+                  "gk_gemm: preact shares memory with a; it must not");
     wrong = args;
     wrong.b.shape[0] = 63;
     check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "gk_gemm: b");
@@ -377,10 +404,12 @@ static void check_refusals(void) {
     check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "gk_gemm: fp32_precision");
     wrong = args;
     wrong.alpha = 1e39;
-    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "alpha must be 0 or a number that float32 holds");
+    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT,
+                  "alpha must be 0 or a number that float32 holds");
     wrong = args;
     wrong.beta = -1e-46;
-    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "beta must be 0 or a number that float32 holds");
+    check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT,
+                  "beta must be 0 or a number that float32 holds");
     check_unchanged(&out, "out of a refused call");
     check_free(0);
 }
@@ -394,29 +423,37 @@ static void check_c_refusals(gk_dtype dtype) {
     check_remember(&out);
     gk_context ctx = check_context(NULL, 1);
     gk_tensor c = a.t;
-    gk_gemm_args args = {.size = sizeof args, .a = a.t, .b = a.t, .c = &c, .out = out.t, .alpha = 1, .beta = 1};
+    gk_gemm_args args = {
+        .size = sizeof args, .a = a.t, .b = a.t, .c = &c, .out = out.t, .alpha = 1, .beta = 1};
     args.workspace_bytes = gk_gemm_workspace_bytes(&ctx, &args);
     args.workspace = check_workspace_make(args.workspace_bytes).data;
     c.data = NULL;
     check_refused(gk_gemm(&ctx, &args), GK_ERR_ARGUMENT, "gk_gemm: c has no data");
-    c = a.t, c.ndim = -3;
+    c = a.t;
+    c.ndim = -3;
     check_refused(gk_gemm(&ctx, &args), GK_ERR_ARGUMENT, "gk_gemm: c has -3 dimensions");
-    c = a.t, c.ndim = 3;
+    c = a.t;
+    c.ndim = 3;
     check_refused(gk_gemm(&ctx, &args), GK_ERR_ARGUMENT,
                   "gk_gemm: c must broadcast to the result's shape [4, 4], got [4, 4, 0]");
-    c = a.t, c.shape[0] = -1;
+    c = a.t;
+    c.shape[0] = -1;
     check_refused(gk_gemm(&ctx, &args), GK_ERR_ARGUMENT, "gk_gemm: c has size -1");
-    c = a.t, c.dtype = GK_I32;
+    c = a.t;
+    c.dtype = GK_I32;
     const bool narrow = dtype == GK_BF16 || dtype == GK_F16;
     check_refused(gk_gemm(&ctx, &args), GK_ERR_ARGUMENT,
                   narrow ? "gk_gemm: c must be " : "gk_gemm: c has dtype int32, a has ");
     check_unchanged(&out, "out of a refused call");
-    c = a.t, c.data = NULL, args.beta = 0;
+    c = a.t;
+    c.data = NULL;
+    args.beta = 0;
     check_result(gk_gemm(&ctx, &args) == GK_OK, "c without data and beta 0: %s", gk_last_error());
     check_free(0);
 }
 
-/* Sizes and strides whose products do not fit in 64 bits are refused; as many threads as an int holds are not. */
+/* Sizes and strides whose products do not fit in 64 bits are refused; as many threads as an int
+ * holds are not. */
 static void check_extremes(void) {
     snprintf(check_case, sizeof check_case, "gemm extremes");
     int64_t shape[2] = {64, 64};
@@ -426,16 +463,19 @@ static void check_extremes(void) {
     gk_gemm_args args = {.size = sizeof args, .a = a.t, .b = a.t, .out = out.t, .alpha = 1}, wrong;
     args.workspace_bytes = gk_gemm_workspace_bytes(&ctx, &args);
     args.workspace = check_workspace_make(args.workspace_bytes).data;
-    ctx.parallel_for = NULL; /* 64 x 64 has fewer tasks than threads, but more than the test can start */
+    /* 64 x 64 has fewer tasks than threads, but more than the test can start */
+    ctx.parallel_for = NULL;
     check_result(gk_gemm(&ctx, &args) == GK_OK, "2^31 - 1 threads: %s", gk_last_error());
     wrong = args;
-    wrong.a.shape[0] = wrong.out.shape[0] = INT64_C(1) << 61, wrong.a.shape[1] = wrong.b.shape[0] = 0;
+    wrong.a.shape[0] = wrong.out.shape[0] = INT64_C(1) << 61;
+    wrong.a.shape[1] = wrong.b.shape[0] = 0;
     check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "more than 2^48 elements");
     wrong = args;
     wrong.a.stride[0] = INT64_MIN;
     check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "gk_gemm: a has stride");
     wrong = args;
-    wrong.a.shape[0] = wrong.out.shape[0] = 1, wrong.a.stride[0] = INT64_MAX;
+    wrong.a.shape[0] = wrong.out.shape[0] = 1;
+    wrong.a.stride[0] = INT64_MAX;
     check_refused(gk_gemm(&ctx, &wrong), GK_ERR_ARGUMENT, "gk_gemm: a has stride");
     check_free(0);
 }

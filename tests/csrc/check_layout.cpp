@@ -26,7 +26,9 @@ static_assert(smem_tile_ways(128) == 1 && smem_tile<64, 128>::offset(1, 0) == 12
 // Where today's kernels find their operands; tests/data/layout.golden has more of each.
 static_assert(wgmma_tile<128, false>::descriptor(1024) == 4611686293305360448u, "");
 static_assert(wgmma_tile<128, true>::descriptor(1024) == 4611686293338849344u, "");
-static_assert(wgmma_tile<128, false>::offset_of(4, 0) == 576 && wgmma_tile<128, true>::offset_of(4, 8) == 1032, "");
+static_assert(wgmma_tile<128, false>::offset_of(4, 0) == 576 &&
+                  wgmma_tile<128, true>::offset_of(4, 8) == 1032,
+              "");
 static_assert(wgmma_panels<64, 128>::offset_of(4, 64) == 8192 + 576, "");
 static_assert(frag_a16(5, 2).row == 9 && frag_a16(5, 2).col == 2 && frag_c(5, 3).row == 9, "");
 
@@ -53,7 +55,7 @@ static int at_index(const layout &l, int index) {
     return at(l, coordinate);
 }
 
-// ---- what lies where, for tests/data/layout.golden ------------------------------------------------------------------
+// ---- what lies where, for tests/data/layout.golden ----------------------------------------------
 
 // Row + rows * column of element e of lane l, e by e.
 template <typename Map> static void print_elements(Map map, int rows, int elements) {
@@ -77,7 +79,8 @@ static int dump_fragments(const char *name) {
     else if (strcmp(name, "b32") == 0)
         print_elements([](int lane, int e) { return transposed(frag_b32(lane, e)); }, 8, 2);
     else if (strcmp(name, "ldmatrix") == 0)
-        print_elements([](int lane, int half) { return ldmatrix_element(lane, half, false); }, 8, 2);
+        print_elements([](int lane, int half) { return ldmatrix_element(lane, half, false); }, 8,
+                       2);
     else if (strcmp(name, "ldmatrix.trans") == 0)
         print_elements([](int lane, int half) { return ldmatrix_element(lane, half, true); }, 8, 2);
     else if (strcmp(name, "movmatrix") == 0)
@@ -87,7 +90,8 @@ static int dump_fragments(const char *name) {
     return 0;
 }
 
-// The descriptor of the operand at byte 1024, then the bytes of elements (x, k), 16 of x and every 16th byte of k.
+// The descriptor of the operand at byte 1024, then the bytes of elements (x, k), 16 of x and every
+// 16th byte of k.
 template <typename Tile> static void print_operand(int each_chunk, int k) {
     printf("%llu", (unsigned long long)Tile::descriptor(1024));
     for (int x = 0; x < 16; ++x) {
@@ -123,7 +127,8 @@ static int dump_place(const char *name, const char *what, const char *more) {
     if (strcmp(name, "ways") == 0) return printf("%d\n", strided_ways(atoi(what), atoi(more))) < 0;
     if (strcmp(name, "tile") != 0) return 2;
     for (int i = 0, chunks = atoi(what) / 16; i < 16 * chunks; ++i)
-        printf("%d%c", smem_offset(atoi(what), i / chunks, i % chunks), i + 1 < 16 * chunks ? ' ' : '\n');
+        printf("%d%c", smem_offset(atoi(what), i / chunks, i % chunks),
+               i + 1 < 16 * chunks ? ' ' : '\n');
     return 0;
 }
 
@@ -131,12 +136,13 @@ static int dump() {
     char name[32], first[256], second[256], line[600];
     while (fgets(line, sizeof line, stdin)) {
         const int n = sscanf(line, "%31s %255s %255s", name, first, second);
-        if (n < 2 || (strcmp(name, "ways") == 0 && n != 3) || dump_place(name, first, second)) return 2;
+        if (n < 2 || (strcmp(name, "ways") == 0 && n != 3) || dump_place(name, first, second))
+            return 2;
     }
     return 0;
 }
 
-// ---- swizzles and banks ---------------------------------------------------------------------------------------------
+// ---- swizzles and banks -------------------------------------------------------------------------
 
 template <int BITS, int BASE, int SHIFT> static void check_swizzle() {
     typedef swizzle<BITS, BASE, SHIFT> S;
@@ -145,18 +151,21 @@ template <int BITS, int BASE, int SHIFT> static void check_swizzle() {
     bool good = true;
     for (int i = 0; i < 4096; ++i) {
         int j = S::apply(i);
-        good =
-            good && j >= 0 && j < 4096 && !hit[j] && S::apply(j) == i && (j >> (BASE + SHIFT)) == (i >> (BASE + SHIFT));
+        good = good && j >= 0 && j < 4096 && !hit[j] && S::apply(j) == i &&
+               (j >> (BASE + SHIFT)) == (i >> (BASE + SHIFT));
         if (j >= 0 && j < 4096) hit[j] = true;
     }
     check(good, "swizzle<%d, %d, %d> is no bijection", BITS, BASE, SHIFT);
 }
 
-// Degree of 32 lanes (8 for 16-byte accesses) that go down `column` of rows of row_bytes; xored says how.
-static int ways_of_column(int row_bytes, int access_bytes, int (*xored)(int row, int byte), int column) {
+// Degree of 32 lanes (8 for 16-byte accesses) that go down `column` of rows of row_bytes; xored
+// says how.
+static int ways_of_column(int row_bytes, int access_bytes, int (*xored)(int row, int byte),
+                          int column) {
     int bytes[32] = {};
     for (int lane = 0; lane < 32; ++lane) {
-        bytes[lane] = lane * row_bytes + (xored ? xored(lane, column * access_bytes) : column * access_bytes);
+        bytes[lane] =
+            lane * row_bytes + (xored ? xored(lane, column * access_bytes) : column * access_bytes);
     }
     return ways(bytes, access_bytes);
 }
@@ -171,7 +180,9 @@ static int swizzle_333_of_128(int row, int byte) {
 static int swizzle_334_of_128(int row, int byte) {
     return 2 * swizzle<3, 3, 4>::apply(row * 128 + byte / 2) - row * 256;
 }
-static int swizzle_333_of_64(int row, int byte) { return 2 * swizzle<3, 3, 3>::apply(row * 64 + byte / 2) - row * 128; }
+static int swizzle_333_of_64(int row, int byte) {
+    return 2 * swizzle<3, 3, 3>::apply(row * 64 + byte / 2) - row * 128;
+}
 
 static void check_ways() {
     struct {
@@ -197,17 +208,20 @@ static void check_ways() {
         {"ldmatrix, chunk ^ (row & 7)", 1, ways_of_column(128, 16, xor_chunk_row, 1)},
         {"ldmatrix, chunk ^ (row >> 3)", 8, ways_of_column(128, 16, xor_chunk_row_by_8, 1)},
         {"ldmatrix, rows of 144 bytes", 1, ways_of_column(144, 16, NULL, 1)},
-        {"ldmatrix, swizzle<3,3,3> of 128 columns", 2, ways_of_column(256, 16, swizzle_333_of_128, 5)},
-        {"ldmatrix, swizzle<3,3,4> of 128 columns", 1, ways_of_column(256, 16, swizzle_334_of_128, 5)},
-        {"ldmatrix, swizzle<3,3,3> of 64 columns", 1, ways_of_column(128, 16, swizzle_333_of_64, 5)},
+        {"ldmatrix, swizzle<3,3,3> of 128 columns", 2,
+         ways_of_column(256, 16, swizzle_333_of_128, 5)},
+        {"ldmatrix, swizzle<3,3,4> of 128 columns", 1,
+         ways_of_column(256, 16, swizzle_334_of_128, 5)},
+        {"ldmatrix, swizzle<3,3,3> of 64 columns", 1,
+         ways_of_column(128, 16, swizzle_333_of_64, 5)},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
-        check(cases[i].got == cases[i].expected, "%s: %d ways, expected %d", cases[i].name, cases[i].got,
-              cases[i].expected);
+        check(cases[i].got == cases[i].expected, "%s: %d ways, expected %d", cases[i].name,
+              cases[i].got, cases[i].expected);
     }
 }
 
-// ---- tiles ----------------------------------------------------------------------------------------------------------
+// ---- tiles --------------------------------------------------------------------------------------
 
 template <int ROW_BYTES> static void check_tile() {
     typedef smem_tile<40, ROW_BYTES> Tile;
@@ -217,16 +231,20 @@ template <int ROW_BYTES> static void check_tile() {
     for (int row = 0; row < 40; ++row) {
         for (int chunk = 0; chunk < Tile::chunks; ++chunk) {
             int offset = Tile::offset(row, chunk), plain = row * ROW_BYTES + chunk * 16;
-            places = places && offset % 16 == 0 && offset >= row * ROW_BYTES && offset < (row + 1) * ROW_BYTES &&
-                     ++hits[offset / 16] == 1 && Tile::offset_of(row, chunk * 8 + 3, 2) == offset + 6 &&
+            places = places && offset % 16 == 0 && offset >= row * ROW_BYTES &&
+                     offset < (row + 1) * ROW_BYTES && ++hits[offset / 16] == 1 &&
+                     Tile::offset_of(row, chunk * 8 + 3, 2) == offset + 6 &&
                      Tile::offset_of(row, chunk * 4 + 1, 4) == offset + 4;
             if (ROW_BYTES == 32) tma = tma && offset == swizzle<1, 4, 3>::apply(plain);
             if (ROW_BYTES == 64) tma = tma && offset == swizzle<2, 4, 3>::apply(plain);
             if (ROW_BYTES == 128) tma = tma && offset == swizzle<3, 4, 3>::apply(plain);
             for (unsigned base = 0; base < 1024; base += Tile::align_bytes) {
-                if (row < 32) steps = steps && Tile::down(base + offset, 8) == base + Tile::offset(row + 8, chunk);
+                if (row < 32)
+                    steps = steps &&
+                            Tile::down(base + offset, 8) == base + Tile::offset(row + 8, chunk);
                 for (int more = 0; chunk < 2 && chunk + more < Tile::chunks; more += 2) {
-                    steps = steps && Tile::along(base + offset, more) == base + Tile::offset(row, chunk + more);
+                    steps = steps && Tile::along(base + offset, more) ==
+                                         base + Tile::offset(row, chunk + more);
                 }
             }
         }
@@ -235,7 +253,8 @@ template <int ROW_BYTES> static void check_tile() {
     check(steps, "rows of %d bytes: a step and a new offset differ", ROW_BYTES);
     check(tma, "rows of %d bytes do not lie as TMA lays them", ROW_BYTES);
     check(smem_tile_ways(ROW_BYTES) == 1, "rows of %d bytes have conflicts", ROW_BYTES);
-    for (int row = 0; row < 32; row += 8) { // ldmatrix.x4 in both orders, over all blocks, as one access of 32 lanes
+    // ldmatrix.x4 in both orders, over all blocks, as one access of 32 lanes
+    for (int row = 0; row < 32; row += 8) {
         for (int chunk = 0; chunk + 1 < Tile::chunks && row + 16 <= 40; chunk += 2) {
             int down[32] = {}, along[32] = {};
             for (int lane = 0; lane < 32; ++lane) {
@@ -243,13 +262,13 @@ template <int ROW_BYTES> static void check_tile() {
                 down[lane] = Tile::offset(row + d.row, chunk + d.col);
                 along[lane] = Tile::offset(row + a.row, chunk + a.col);
             }
-            check(ways(down, 16) == 1 && ways(along, 16) == 1, "ldmatrix in rows of %d bytes at %d, %d: conflicts",
-                  ROW_BYTES, row, chunk);
+            check(ways(down, 16) == 1 && ways(along, 16) == 1,
+                  "ldmatrix in rows of %d bytes at %d, %d: conflicts", ROW_BYTES, row, chunk);
         }
     }
 }
 
-// ---- fragments ------------------------------------------------------------------------------------------------------
+// ---- fragments ----------------------------------------------------------------------------------
 
 static bool equal(coord a, coord b) { return a.row == b.row && a.col == b.col; }
 
@@ -273,21 +292,25 @@ static void check_fragment_formulas() {
         for (int i = 0; i < 2; ++i) {
             coord b = {i == 0 ? in_group : in_group + 4, group};
             check(equal(frag_b32(lane, i), b), "m16n8k8 tf32 B, lane %d, b%d", lane, i);
-            check(equal(ldmatrix_element(lane, i, false), coord{group, in_group * 2 + i}), "ldmatrix, lane %d", lane);
-            check(equal(ldmatrix_element(lane, i, true), coord{in_group * 2 + i, group}), "ldmatrix.trans, lane %d",
-                  lane);
+            check(equal(ldmatrix_element(lane, i, false), coord{group, in_group * 2 + i}),
+                  "ldmatrix, lane %d", lane);
+            check(equal(ldmatrix_element(lane, i, true), coord{in_group * 2 + i, group}),
+                  "ldmatrix.trans, lane %d", lane);
         }
     }
-    // The same maps as layouts of (lane, register) in a column-major matrix, as they are usually written.
+    // The same maps as layouts of (lane, register) in a column-major matrix, as they are usually
+    // written.
     layout c = {4, {4, 8, 2, 2}, {32, 1, 16, 8}}, a = {5, {4, 8, 2, 2, 2}, {32, 1, 16, 8, 128}};
     for (int i = 0; i < 32 * 8; ++i) {
         coord in_c = frag_c(i % 32, i / 32), in_a = frag_a16(i % 32, i / 32);
-        if (i < 32 * 4) check(at_index(c, i) == in_c.row + 16 * in_c.col, "C as a layout, at %d", i);
+        if (i < 32 * 4)
+            check(at_index(c, i) == in_c.row + 16 * in_c.col, "C as a layout, at %d", i);
         check(at_index(a, i) == in_a.row + 16 * in_a.col, "A as a layout, at %d", i);
     }
 }
 
-// What a lane's register `matrix` holds after an ldmatrix.x4 whose lanes point at `order`: (row, column of 16 bits).
+// What a lane's register `matrix` holds after an ldmatrix.x4 whose lanes point at `order`: (row,
+// column of 16 bits).
 static coord loaded(coord (*order)(int), int lane, int matrix, int half, bool trans) {
     coord element = ldmatrix_element(lane, half, trans);
     coord row = order(8 * matrix + element.row);
@@ -297,17 +320,23 @@ static coord loaded(coord (*order)(int), int lane, int matrix, int half, bool tr
 static coord flipped(coord c) { return {c.col, c.row}; }
 
 static void check_fragment_loads() {
-    coord (*down)(int) = ldmatrix_down_first, (*along)(int) = ldmatrix_along_first;
+    coord (*down)(int) = ldmatrix_down_first;
+    (*along)(int) = ldmatrix_along_first;
     for (int lane = 0; lane < 32; ++lane) {
-        check(ldmatrix_matrix(lane) == lane / 8 && ldmatrix_row(lane) == lane % 8, "ldmatrix addresses, lane %d", lane);
+        check(ldmatrix_matrix(lane) == lane / 8 && ldmatrix_row(lane) == lane % 8,
+              "ldmatrix addresses, lane %d", lane);
         for (int e = 0; e < 8; ++e) {
             int n8 = e / 4; // b[0..1] is the B of n 0..7, b[2..3] that of n 8..15
             coord a = frag_a16(lane, e), b = frag_b16(lane, e % 4);
             b.col += 8 * n8;
-            check(equal(loaded(down, lane, e / 2, e % 2, false), a), "A from [m][k], lane %d, %d", lane, e);
-            check(equal(flipped(loaded(along, lane, e / 2, e % 2, true)), a), "A from [k][m], lane %d, %d", lane, e);
-            check(equal(flipped(loaded(along, lane, e / 2, e % 2, false)), b), "B from [n][k], lane %d, %d", lane, e);
-            check(equal(loaded(down, lane, e / 2, e % 2, true), b), "B from [k][n], lane %d, %d", lane, e);
+            check(equal(loaded(down, lane, e / 2, e % 2, false), a), "A from [m][k], lane %d, %d",
+                  lane, e);
+            check(equal(flipped(loaded(along, lane, e / 2, e % 2, true)), a),
+                  "A from [k][m], lane %d, %d", lane, e);
+            check(equal(flipped(loaded(along, lane, e / 2, e % 2, false)), b),
+                  "B from [n][k], lane %d, %d", lane, e);
+            check(equal(loaded(down, lane, e / 2, e % 2, true), b), "B from [k][n], lane %d, %d",
+                  lane, e);
         }
         // Two accumulators side by side are an A; one, its halves transposed, is a B.
         for (int e = 0; e < 8; ++e) {
@@ -325,16 +354,18 @@ static void check_fragment_loads() {
             coord a = loaded(down, lane, e, 0, false), b = loaded(along, lane, e, 0, false);
             coord expected_b = frag_b32(lane, e % 2);
             expected_b.col += 8 * (e / 2);
-            check(equal(coord{a.row, a.col / 2}, frag_a32(lane, e)), "tf32 A from [m][k], lane %d, %d", lane, e);
-            check(equal(coord{b.col / 2, b.row}, expected_b), "tf32 B from [n][k], lane %d, %d", lane, e);
+            check(equal(coord{a.row, a.col / 2}, frag_a32(lane, e)),
+                  "tf32 A from [m][k], lane %d, %d", lane, e);
+            check(equal(coord{b.col / 2, b.row}, expected_b), "tf32 B from [n][k], lane %d, %d",
+                  lane, e);
         }
     }
 }
 
-// ---- tma and wgmma --------------------------------------------------------------------------------------------------
+// ---- tma and wgmma ------------------------------------------------------------------------------
 
-// The byte at which tma's 128-byte mode puts byte `linear` of a box and at which wgmma looks for it: bits 4 .. 6 of the
-// address xored with bits 7 .. 9.
+// The byte at which tma's 128-byte mode puts byte `linear` of a box and at which wgmma looks for
+// it: bits 4 .. 6 of the address xored with bits 7 .. 9.
 static uint32_t swizzled_128(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
 // All parts of a tile as boxes of EACH elements x rows, one row of 128 bytes behind the other.
@@ -353,7 +384,8 @@ template <int BX, bool ALONG_X, int PARTS, int EACH> static void check_part() {
             for (int row = 0; row < Part::box_rows; ++row) {
                 for (int col = 0; col < EACH; ++col) {
                     const int at = (int)swizzled_128(start + row * 128 + col * BYTES);
-                    const int x = Part::x(part, i) + (ALONG_X ? col : row), k = Part::k(part) + (ALONG_X ? row : col);
+                    const int x = Part::x(part, i) + (ALONG_X ? col : row),
+                              k = Part::k(part) + (ALONG_X ? row : col);
                     inside = inside && at >= 0 && at < Tile::bytes && k < EACH;
                     if (at < Tile::bytes) ++hits[at / BYTES];
                     if (x >= BX) continue; // of the last panel, where BX is no multiple of EACH
@@ -364,13 +396,16 @@ template <int BX, bool ALONG_X, int PARTS, int EACH> static void check_part() {
         }
     }
     for (int i = 0; i < Tile::bytes / BYTES; ++i) once = once && hits[i] == 1;
-    check(blocks && inside, "%d parts of %d x %d, %d: a box lies outside or on no block", PARTS, BX, EACH, ALONG_X);
-    check(places, "%d parts of %d x %d, %d: tma puts an element elsewhere", PARTS, BX, EACH, ALONG_X);
-    check(once && x_hits == BX * EACH, "%d parts of %d x %d, %d: not every byte once", PARTS, BX, EACH, ALONG_X);
+    check(blocks && inside, "%d parts of %d x %d, %d: a box lies outside or on no block", PARTS, BX,
+          EACH, ALONG_X);
+    check(places, "%d parts of %d x %d, %d: tma puts an element elsewhere", PARTS, BX, EACH,
+          ALONG_X);
+    check(once && x_hits == BX * EACH, "%d parts of %d x %d, %d: not every byte once", PARTS, BX,
+          EACH, ALONG_X);
 }
 
-// Tiles that end outside the matrix: the boxes that are copied have all that lies inside, lower ones nothing else, and bring
-// as many bytes as their consumers wait for.
+// Tiles that end outside the matrix: the boxes that are copied have all that lies inside, lower
+// ones nothing else, and bring as many bytes as their consumers wait for.
 template <int BX, bool ALONG_X, int PARTS, int EACH> static void check_part_ends() {
     typedef wgmma_part<BX, ALONG_X, PARTS, EACH> Part;
     bool bytes = true, all = true, lower = true;
@@ -378,11 +413,13 @@ template <int BX, bool ALONG_X, int PARTS, int EACH> static void check_part_ends
         int brought = 0, x_hits = 0;
         for (int part = 0; part < PARTS; ++part) {
             for (int i = 0; i < Part::boxes_of(part, left); ++i) {
-                /* as the host makes the map of ends: the rest of the matrix' rows over whole boxes, which `left` shares */
+                /* as the host makes the map of ends: the rest of the matrix' rows over whole boxes,
+                 * which `left` shares */
                 const int rows = Part::ends(part, left) ? left % Part::box_rows : Part::box_rows;
                 const int first = Part::x(part, i), count = ALONG_X ? EACH : rows;
                 brought += rows * WGMMA_ROW_BYTES;
-                lower = lower && rows > 0 && (ALONG_X ? first < left : first + count <= (left < BX ? left : BX));
+                lower = lower && rows > 0 &&
+                        (ALONG_X ? first < left : first + count <= (left < BX ? left : BX));
                 if (Part::k(part) > 0) continue; /* the same x as a part before */
                 for (int x = first; x < first + count && x < BX; ++x) x_hits += x < left;
             }
@@ -390,16 +427,20 @@ template <int BX, bool ALONG_X, int PARTS, int EACH> static void check_part_ends
         bytes = bytes && brought == Part::bytes_of(left);
         all = all && x_hits == (left < 0 ? 0 : left < BX ? left : BX);
     }
-    check(bytes, "%d parts of %d x %d, %d: consumers of an ending tile wait for other bytes", PARTS, BX, EACH, ALONG_X);
-    check(all && lower, "%d parts of %d x %d, %d: an ending tile is copied wrongly", PARTS, BX, EACH, ALONG_X);
+    check(bytes, "%d parts of %d x %d, %d: consumers of an ending tile wait for other bytes", PARTS,
+          BX, EACH, ALONG_X);
+    check(all && lower, "%d parts of %d x %d, %d: an ending tile is copied wrongly", PARTS, BX,
+          EACH, ALONG_X);
 }
 
-// Which byte wgmma reads for element (x, k16) of the operand that a descriptor describes, elements of `bytes`; x from the
-// descriptor's start.
+// Which byte wgmma reads for element (x, k16) of the operand that a descriptor describes, elements
+// of `bytes`; x from the descriptor's start.
 static uint32_t wgmma_reads(uint64_t descriptor, bool along_x, int x, int k, int bytes) {
-    const uint32_t start = (uint32_t)(descriptor & 0x3fff) << 4, leading = (uint32_t)(descriptor >> 16 & 0x3fff) << 4,
+    const uint32_t start = (uint32_t)(descriptor & 0x3fff) << 4,
+                   leading = (uint32_t)(descriptor >> 16 & 0x3fff) << 4,
                    stride = (uint32_t)(descriptor >> 32 & 0x3fff) << 4;
-    if (along_x) return swizzled_128(start + x / 64 * leading + k / 8 * stride + k % 8 * 128 + x % 64 * 2);
+    if (along_x)
+        return swizzled_128(start + x / 64 * leading + k / 8 * stride + k % 8 * 128 + x % 64 * 2);
     return swizzled_128(start + x / 8 * stride + x % 8 * 128 + k * bytes);
 }
 
@@ -410,16 +451,19 @@ template <int BX, bool ALONG_X, int EACH> static void check_descriptor() {
     for (uint32_t base = 0; base < 3 * 65536; base += 13 * 1024) {
         for (int first = 0; first < BX; first += 64) {
             for (int k = 0; k < EACH; k += EACH / 4) {
-                const uint64_t d = Tile::descriptor(base + Tile::offset(first) + k / (EACH / 4) * Tile::step_bytes);
-                fields = fields && d >> 62 == 1 && (d >> 46 & 0xffff) == 0 && (d & 0xc000c000c000) == 0;
+                const uint64_t d = Tile::descriptor(base + Tile::offset(first) +
+                                                    k / (EACH / 4) * Tile::step_bytes);
+                fields =
+                    fields && d >> 62 == 1 && (d >> 46 & 0xffff) == 0 && (d & 0xc000c000c000) == 0;
                 for (int x = 0; first + x < BX; ++x)
                     for (int e = 0; e < EACH / 4; ++e)
-                        reads = reads &&
-                                wgmma_reads(d, ALONG_X, x, e, 128 / EACH) == base + Tile::offset_of(first + x, k + e);
+                        reads = reads && wgmma_reads(d, ALONG_X, x, e, 128 / EACH) ==
+                                             base + Tile::offset_of(first + x, k + e);
             }
         }
     }
-    check(fields, "descriptor of %d x %d, %d: wrong mode, or bits where none belong", BX, EACH, ALONG_X);
+    check(fields, "descriptor of %d x %d, %d: wrong mode, or bits where none belong", BX, EACH,
+          ALONG_X);
     check(reads, "descriptor of %d x %d, %d: wgmma reads another byte", BX, EACH, ALONG_X);
 }
 
@@ -427,7 +471,8 @@ template <int BX, bool ALONG_X, int EACH> static void check_parts() {
     check_part<BX, ALONG_X, 1, EACH>(), check_part_ends<BX, ALONG_X, 1, EACH>();
     if constexpr (BX % 64 == 0 || BX == 224)
         check_part<BX, ALONG_X, 2, EACH>(), check_part_ends<BX, ALONG_X, 2, EACH>();
-    if constexpr (BX % 64 == 0) check_part<BX, ALONG_X, 4, EACH>(), check_part_ends<BX, ALONG_X, 4, EACH>();
+    if constexpr (BX % 64 == 0)
+        check_part<BX, ALONG_X, 4, EACH>(), check_part_ends<BX, ALONG_X, 4, EACH>();
 }
 
 template <int BX> static void check_operand() {
@@ -435,8 +480,8 @@ template <int BX> static void check_operand() {
     check_parts<BX, false, 64>(), check_parts<BX, true, 64>();
 }
 
-// tf32: wgmma reads it along k alone; along x the lanes' loads must meet every element of a warpgroup's 128 x 8 once, where
-// the ISA wants A's, and take a row's four from 16 bytes in a row.
+// tf32: wgmma reads it along k alone; along x the lanes' loads must meet every element of a
+// warpgroup's 128 x 8 once, where the ISA wants A's, and take a row's four from 16 bytes in a row.
 template <int BX> static void check_operand_tf32() {
     typedef wgmma_tile<BX, true, 32> Tile;
     check_descriptor<BX, false, 32>(), check_parts<BX, false, 32>();
@@ -445,13 +490,15 @@ template <int BX> static void check_operand_tf32() {
         memset(hits, 0, sizeof hits);
         bool good = true;
         for (int thread = 0; thread < BX; ++thread) { // of BX / 128 warpgroups
-            const int warp = thread / 32, lane = thread % 32, first = warp * 32 + 4 * tf32_chunk(lane);
+            const int warp = thread / 32, lane = thread % 32,
+                      first = warp * 32 + 4 * tf32_chunk(lane);
             for (int k8 = 0; k8 < 32; k8 += 8) {
                 for (int e = 0; e < 2; ++e) { // frag_a32: the lane's k of a row
                     const int k = k8 + frag_a32(lane, 2 * e).col;
                     const int at = Tile::offset(warp * 32) + tf32_offset(lane, k);
                     for (int i = 0; i < 4; ++i)
-                        good = good && at + 4 * i == Tile::offset_of(first + i, k) && ++hits[(first + i) * 32 + k] == 1;
+                        good = good && at + 4 * i == Tile::offset_of(first + i, k) &&
+                               ++hits[(first + i) * 32 + k] == 1;
                 }
             }
         }
@@ -470,16 +517,18 @@ static void check_wgmma_d(int n) {
         for (int e = 0; e < n / 2; ++e) {
             const coord d = wgmma_d(thread / 32, thread % 32, e);
             const int row = thread / 32 * 16 + thread % 32 / 4 + (e % 4 >= 2 ? 8 : 0);
-            good = good && equal(d, coord{row, e / 4 * 8 + thread % 4 * 2 + e % 2}) && ++hits[d.row * n + d.col] == 1;
+            good = good && equal(d, coord{row, e / 4 * 8 + thread % 4 * 2 + e % 2}) &&
+                   ++hits[d.row * n + d.col] == 1;
         }
     }
     for (int i = 0; i < 64 * n; ++i) good = good && hits[i] == 1;
     check(good, "wgmma_d of %d columns", n);
 }
 
-// ---- which cluster takes which tile ---------------------------------------------------------------------------------
+// ---- which cluster takes which tile -------------------------------------------------------------
 
-// The persistent loop of gemm_sm90a: cluster c of `clusters` takes c, c + clusters, ..; each tile of each batch entry once.
+// The persistent loop of gemm_sm90a: cluster c of `clusters` takes c, c + clusters, ..; each tile
+// of each batch entry once.
 static void check_schedule(int tiles_m, int tiles_n, int group, int batch, int clusters) {
     static int hits[4096];
     memset(hits, 0, sizeof hits);
@@ -502,7 +551,8 @@ static void check_schedule(int tiles_m, int tiles_n, int group, int batch, int c
     }
     for (unsigned i = 0; i < all; ++i) good = good && hits[i] == 1;
     good = good && most == (int)((all + clusters - 1) / clusters);
-    check(good, "%d x %d tiles in groups of %d, %d times, on %d clusters", tiles_m, tiles_n, group, batch, clusters);
+    check(good, "%d x %d tiles in groups of %d, %d times, on %d clusters", tiles_m, tiles_n, group,
+          batch, clusters);
 }
 
 static void check_schedules() {
@@ -513,26 +563,33 @@ static void check_schedules() {
                 for (int c = 0; c < 5; ++c) check_schedule(m, n, group, 1 + m % 3, clusters[c]);
     for (int batch = 1; batch <= 5; ++batch) check_schedule(33, 17, 8, batch, 66);
     // the picture in order.cuh
-    const int rows[12] = {0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3}, cols[12] = {0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2};
+    const int rows[12] = {0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3},
+              cols[12] = {0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2};
     for (int t = 0; t < 12; ++t) {
         const TilePlace at = tile_place(t, 4, 3, 2);
-        check(at.row == rows[t] && at.col == cols[t], "tile %d of 4 x 3 in groups of 2: %d, %d", t, at.row, at.col);
+        check(at.row == rows[t] && at.col == cols[t], "tile %d of 4 x 3 in groups of 2: %d, %d", t,
+              at.row, at.col);
     }
 }
 
 int main(int argc, char **argv) {
     if (argc > 1 && strcmp(argv[1], "dump") == 0) return dump();
-    check_swizzle<1, 4, 3>(), check_swizzle<2, 4, 3>(), check_swizzle<3, 4, 3>(), check_swizzle<3, 3, 3>();
+    check_swizzle<1, 4, 3>(), check_swizzle<2, 4, 3>(), check_swizzle<3, 4, 3>(),
+        check_swizzle<3, 3, 3>();
     check_swizzle<3, 3, 4>(), check_swizzle<2, 0, 5>(), check_swizzle<0, 4, 0>();
     check_ways();
-    check_tile<16>(), check_tile<32>(), check_tile<48>(), check_tile<64>(), check_tile<80>(), check_tile<96>();
-    check_tile<128>(), check_tile<160>(), check_tile<192>(), check_tile<224>(), check_tile<256>(), check_tile<320>();
+    check_tile<16>(), check_tile<32>(), check_tile<48>(), check_tile<64>(), check_tile<80>(),
+        check_tile<96>();
+    check_tile<128>(), check_tile<160>(), check_tile<192>(), check_tile<224>(), check_tile<256>(),
+        check_tile<320>();
     check_tile<384>(), check_tile<512>(), check_tile<640>(), check_tile<768>(), check_tile<1024>();
     check_fragment_formulas();
     check_fragment_loads();
     check_operand<64>(), check_operand<128>(), check_operand<192>(), check_operand<256>();
-    check_operand<8>(), check_operand<16>(), check_operand<32>(), check_operand<96>(), check_operand<224>();
-    check_operand_tf32<64>(), check_operand_tf32<128>(), check_operand_tf32<192>(), check_operand_tf32<256>();
+    check_operand<8>(), check_operand<16>(), check_operand<32>(), check_operand<96>(),
+        check_operand<224>();
+    check_operand_tf32<64>(), check_operand_tf32<128>(), check_operand_tf32<192>(),
+        check_operand_tf32<256>();
     for (int n = 8; n <= 256; n += 8) check_wgmma_d(n);
     check_schedules();
     printf("%ld passed, %ld failed\n", num_passed, num_failed);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_model.h: what the models of CUDA copies on the host share: counted checks and numbers that repeat. */
+/* check_model.h: what the models of CUDA copies on the host share: counted checks and numbers that
+ * repeat. */
 #ifndef GPUKERN_CHECK_MODEL_H
 #define GPUKERN_CHECK_MODEL_H
 

@@ -21,12 +21,14 @@ typedef struct paged_case {
     gk_dtype dtype;
     int64_t batch, heads_q, heads_kv, head_dim, head_dim_v, block_size;
     int64_t seq_q[MAX_BATCH], seq_lens[MAX_BATCH];
-    bool ragged;                                 /* cu_seqlens_q; else seq_q[0] tokens each */
-    bool heads_first;                            /* the cache is stored [num_blocks, Hkv, block_size, D] */
-    bool shared;                                 /* sequences have their first pages in common */
-    bool not_causal, sinks, own_sinks, kv_start; /* own_sinks: in dtype; kv_start: those of start_of */
-    int alibi, k_scale, v_scale;                 /* 0 none, 1 per head ([] for scales), 2 [B, Hq] ([Hkv] for scales) */
-    int64_t window_left, window_right;           /* window_right is read where flags say so */
+    bool ragged;      /* cu_seqlens_q; else seq_q[0] tokens each */
+    bool heads_first; /* the cache is stored [num_blocks, Hkv, block_size, D] */
+    bool shared;      /* sequences have their first pages in common */
+    bool not_causal, sinks, own_sinks,
+        kv_start; /* own_sinks: in dtype; kv_start: those of start_of */
+    int alibi, k_scale,
+        v_scale; /* 0 none, 1 per head ([] for scales), 2 [B, Hq] ([Hkv] for scales) */
+    int64_t window_left, window_right; /* window_right is read where flags say so */
     uint32_t flags;
     double softcap, sharpness; /* sharpness: scale in units of 1 / sqrt(head_dim) */
 } paged_case;
@@ -58,14 +60,17 @@ static void fill_row(const check_tensor *cache, int64_t page, int64_t row) {
     for (int64_t h = 0; h < t->shape[2]; ++h) {
         int64_t at = page * t->stride[0] + row * t->stride[1] + h * t->stride[2];
         if (!isnan(gk_load(t->data, t->dtype, at))) continue;
-        for (int64_t e = 0; e < t->shape[3]; ++e) gk_store(t->data, t->dtype, at + e, check_normal());
+        for (int64_t e = 0; e < t->shape[3]; ++e)
+            gk_store(t->data, t->dtype, at + e, check_normal());
     }
 }
 
 /* Pages in random order; with `shared` the entries before the shortest sequence's last page are the
  * same pages. */
-static void fill_pages(const paged_case *x, const check_tensor *table, const check_tensor *k, const check_tensor *v) {
-    int64_t num_blocks = k->t.shape[0], max_blocks = table->t.shape[1], shortest = INT64_MAX, next = 0;
+static void fill_pages(const paged_case *x, const check_tensor *table, const check_tensor *k,
+                       const check_tensor *v) {
+    int64_t num_blocks = k->t.shape[0], max_blocks = table->t.shape[1], shortest = INT64_MAX,
+            next = 0;
     int64_t *pages = check_alloc((size_t)num_blocks * sizeof(int64_t));
     for (int64_t p = 0; p < num_blocks; ++p) pages[p] = p;
     for (int64_t p = num_blocks - 1; p > 0; --p) {
@@ -80,7 +85,8 @@ static void fill_pages(const paged_case *x, const check_tensor *table, const che
         for (int64_t e = 0; e < max_blocks; ++e) {
             bool common = x->shared && e < shortest && shortest != INT64_MAX;
             int64_t page = common ? pages[e] : pages[max_blocks + next++];
-            bool read = in_use(x, b) && e >= first_key(x, b) / x->block_size && e * x->block_size < x->seq_lens[b];
+            bool read = in_use(x, b) && e >= first_key(x, b) / x->block_size &&
+                        e * x->block_size < x->seq_lens[b];
             check_set(&table->t, b * max_blocks + e, read ? (double)page : -7);
             for (int64_t r = 0; read && r < x->block_size; ++r) {
                 int64_t key = e * x->block_size + r;
@@ -124,16 +130,18 @@ static void describe(const paged_case *x) {
              "paged_attn %s H %lld/%lld D %lld/%lld page %lld ragged %d heads_first %d shared %d "
              "causal %d window %lld cap %g sharpness %g"
              " alibi %d sinks %d own_sinks %d kv_start %d scales %d,%d rows/keys%s",
-             gk_dtype_name(x->dtype), (long long)x->heads_q, (long long)x->heads_kv, (long long)x->head_dim,
-             (long long)x->head_dim_v, (long long)x->block_size, x->ragged, x->heads_first, x->shared, !x->not_causal,
-             (long long)x->window_left, x->softcap, x->sharpness, x->alibi, x->sinks, x->own_sinks, x->kv_start,
-             x->k_scale, x->v_scale, lengths);
+             gk_dtype_name(x->dtype), (long long)x->heads_q, (long long)x->heads_kv,
+             (long long)x->head_dim, (long long)x->head_dim_v, (long long)x->block_size, x->ragged,
+             x->heads_first, x->shared, !x->not_causal, (long long)x->window_left, x->softcap,
+             x->sharpness, x->alibi, x->sinks, x->own_sinks, x->kv_start, x->k_scale, x->v_scale,
+             lengths);
 }
 
 static void check_paged_case(paged_case *x) {
     /* 1. inputs */
     gk_dtype stats = gk_stats_dtype(x->dtype);
-    int64_t tokens = x->ragged ? check_below(3) : 0, longest = 0, longest_q = 0, cu_shape = x->batch + 1;
+    int64_t tokens = x->ragged ? check_below(3) : 0, longest = 0, longest_q = 0,
+            cu_shape = x->batch + 1;
     check_tensor cu = check_tensor_make(GK_I32, 1, &cu_shape, NULL, 2, 0);
     check_tensor seq_lens = check_tensor_make(GK_I32, 1, &x->batch, NULL, 2, 0);
     check_tensor kv_start = check_tensor_make(GK_I32, 1, &x->batch, NULL, 2, 0);
@@ -155,18 +163,21 @@ static void check_paged_case(paged_case *x) {
             num_blocks = (x->batch + 1) * max_blocks + 1;
     int64_t table_shape[2] = {x->batch, max_blocks}, q_shape[3] = {tokens, x->heads_q, x->head_dim};
     check_tensor table = check_tensor_make(GK_I32, 2, table_shape, NULL, 1, 2);
-    check_tensor k = make_cache(x, num_blocks, x->head_dim), v = make_cache(x, num_blocks, x->head_dim_v);
+    check_tensor k = make_cache(x, num_blocks, x->head_dim),
+                 v = make_cache(x, num_blocks, x->head_dim_v);
     check_tensor q = check_tensor_make(x->dtype, 3, q_shape, NULL, 1, 5);
     for (int64_t i = 0; i < start * x->heads_q * x->head_dim; ++i)
         check_set(&q.t, i, check_normal()); /* the rest is NaN */
     fill_pages(x, &table, &k, &v);
 
     int64_t slopes_shape[2] = {x->batch, x->heads_q};
-    check_tensor slopes =
-        check_tensor_make(stats, x->alibi == 2 ? 2 : 1, x->alibi == 2 ? slopes_shape : slopes_shape + 1, NULL, 1, 1);
+    check_tensor slopes = check_tensor_make(
+        stats, x->alibi == 2 ? 2 : 1, x->alibi == 2 ? slopes_shape : slopes_shape + 1, NULL, 1, 1);
     check_tensor sinks = check_dense(x->own_sinks ? x->dtype : stats, 1, &x->heads_q);
-    for (int64_t i = 0; i < gk_numel(&slopes.t); ++i) check_set(&slopes.t, i, check_uniform(0, 0.1));
-    /* in some calls far below every score: times log2(e) one is no float32, and of the other the rounding is above 2^127 */
+    for (int64_t i = 0; i < gk_numel(&slopes.t); ++i)
+        check_set(&slopes.t, i, check_uniform(0, 0.1));
+    /* in some calls far below every score: times log2(e) one is no float32, and of the other the
+     * rounding is above 2^127 */
     const double far[2] = {-3.3e38, -1e30};
     const bool sinks_far = check_below(8) == 0;
     for (int64_t h = 0; h < x->heads_q; ++h) {
@@ -175,32 +186,35 @@ static void check_paged_case(paged_case *x) {
     }
     check_tensor k_scale = make_scale(stats, x->k_scale, x->heads_kv),
                  v_scale = make_scale(stats, x->v_scale, x->heads_kv);
-    gk_paged_attn_args args = {.size = sizeof args,
-                               .q = q.t,
-                               .k_cache = k.t,
-                               .v_cache = v.t,
-                               .block_table = table.t,
-                               .seq_lens = seq_lens.t,
-                               .cu_seqlens_q = x->ragged ? &cu.t : NULL,
-                               .max_seqlen_q = longest_q,
-                               .k_scale = x->k_scale ? &k_scale.t : NULL,
-                               .v_scale = x->v_scale ? &v_scale.t : NULL,
-                               .flags = x->flags,
-                               .rules = {.scale = x->sharpness / sqrt((double)x->head_dim),
-                                         .softcap = x->softcap,
-                                         .is_causal = !x->not_causal,
-                                         .diagonal = 77,
-                                         .window_left = x->window_left,
-                                         .window_right = x->window_right, /* neither is read, but for flags */
-                                         .alibi_slopes = x->alibi ? &slopes.t : NULL,
-                                         .sinks = x->sinks ? &sinks.t : NULL,
-                                         .kv_start = x->kv_start ? &kv_start.t : NULL}};
+    gk_paged_attn_args args = {
+        .size = sizeof args,
+        .q = q.t,
+        .k_cache = k.t,
+        .v_cache = v.t,
+        .block_table = table.t,
+        .seq_lens = seq_lens.t,
+        .cu_seqlens_q = x->ragged ? &cu.t : NULL,
+        .max_seqlen_q = longest_q,
+        .k_scale = x->k_scale ? &k_scale.t : NULL,
+        .v_scale = x->v_scale ? &v_scale.t : NULL,
+        .flags = x->flags,
+        .rules = {.scale = x->sharpness / sqrt((double)x->head_dim),
+                  .softcap = x->softcap,
+                  .is_causal = !x->not_causal,
+                  .diagonal = 77,
+                  .window_left = x->window_left,
+                  .window_right = x->window_right, /* neither is read, but for flags */
+                  .alibi_slopes = x->alibi ? &slopes.t : NULL,
+                  .sinks = x->sinks ? &sinks.t : NULL,
+                  .kv_start = x->kv_start ? &kv_start.t : NULL}};
 
     /* 2. exact result and sizes */
     gk_context serial = check_context(NULL, 1);
     int64_t out_shape[3] = {tokens, x->heads_q, x->head_dim_v};
-    check_tensor exact = check_dense(GK_F64, 3, out_shape), size = check_dense(GK_F64, 3, out_shape);
-    check_tensor lse = check_dense(GK_F64, 2, out_shape), lse_size = check_dense(GK_F64, 2, out_shape);
+    check_tensor exact = check_dense(GK_F64, 3, out_shape),
+                 size = check_dense(GK_F64, 3, out_shape);
+    check_tensor lse = check_dense(GK_F64, 2, out_shape),
+                 lse_size = check_dense(GK_F64, 2, out_shape);
     check_tensor abs_v = check_map(&v, fabs);
     args.v_cache = abs_v.t;
     args.out = size.t;
@@ -209,12 +223,15 @@ static void check_paged_case(paged_case *x) {
     args.v_cache = v.t;
     args.out = exact.t;
     gk_ref_paged_attn(&serial, &args);
-    double max_logit = 1 + args.rules.scale * (x->k_scale ? 2 : 1) * check_longest_row(&q.t) * check_longest_row(&k.t);
+    double max_logit = 1 + args.rules.scale * (x->k_scale ? 2 : 1) * check_longest_row(&q.t) *
+                               check_longest_row(&k.t);
     if (x->alibi) max_logit += 0.1 * (double)longest;
     check_fill(&lse_size, max_logit);
     bool half = x->dtype == GK_BF16 || x->dtype == GK_F16;
-    double u = check_acc_unit(x->dtype), logit_loss = u * (8 + 2 * sqrt((double)x->head_dim)) * max_logit;
-    double loss = 2 * logit_loss + u * (32 + 2 * sqrt((double)longest)) + (half ? 1.25 * check_unit(x->dtype) : 0);
+    double u = check_acc_unit(x->dtype),
+           logit_loss = u * (8 + 2 * sqrt((double)x->head_dim)) * max_logit;
+    double loss = 2 * logit_loss + u * (32 + 2 * sqrt((double)longest)) +
+                  (half ? 1.25 * check_unit(x->dtype) : 0);
     double lse_loss = (2 * logit_loss + 32 * u + (x->dtype == GK_BF16 ? 0x1p-17 : 0)) / max_logit;
 
     /* 3. the kernels */
@@ -236,7 +253,8 @@ static void check_paged_case(paged_case *x) {
         }
         check_close("out", &out[0].t, &exact.t, &size.t, loss);
         check_close("lse", &got_lse[0].t, &lse.t, &lse_size.t, lse_loss);
-        check_result(check_same_bits(&out[0].t, &out[1].t) && check_same_bits(&got_lse[0].t, &got_lse[1].t),
+        check_result(check_same_bits(&out[0].t, &out[1].t) &&
+                         check_same_bits(&got_lse[0].t, &got_lse[1].t),
                      "1 and %d workers differ", CHECK_WORKERS);
         check_free(mark);
     }
@@ -261,23 +279,26 @@ static paged_case decode(gk_dtype dtype, int64_t block_size) {
 
 /* Keys of a context chunk, as the row itself says. */
 static int64_t chunk_span(gk_dtype dtype) {
-    int64_t shape[4] = {128, 64, 1, 32}, q_shape[3] = {1, 1, 32}, table_shape[2] = {1, 128}, one = 1;
+    int64_t shape[4] = {128, 64, 1, 32}, q_shape[3] = {1, 1, 32}, table_shape[2] = {1, 128},
+            one = 1;
     check_tensor cache = check_dense(dtype, 4, shape), q = check_dense(dtype, 3, q_shape),
                  lse = check_dense(GK_F32, 2, q_shape);
-    check_tensor table = check_dense(GK_I32, 2, table_shape), seq_lens = check_dense(GK_I32, 1, &one);
+    check_tensor table = check_dense(GK_I32, 2, table_shape),
+                 seq_lens = check_dense(GK_I32, 1, &one);
     for (int64_t i = 0; i < 128; ++i) check_set(&table.t, i, (double)i);
     check_set(&seq_lens.t, 0, 128 * 64);
     gk_context ctx = check_context(NULL, 1);
     gk_explanation e = {.size = sizeof e};
-    gk_paged_attn_args args = {.size = sizeof args,
-                               .q = q.t,
-                               .k_cache = cache.t,
-                               .v_cache = cache.t,
-                               .block_table = table.t,
-                               .seq_lens = seq_lens.t,
-                               .out = q.t,
-                               .lse = lse.t,
-                               .rules = {.scale = 1, .is_causal = 1, .window_left = -1, .window_right = -1}};
+    gk_paged_attn_args args = {
+        .size = sizeof args,
+        .q = q.t,
+        .k_cache = cache.t,
+        .v_cache = cache.t,
+        .block_table = table.t,
+        .seq_lens = seq_lens.t,
+        .out = q.t,
+        .lse = lse.t,
+        .rules = {.scale = 1, .is_causal = 1, .window_left = -1, .window_right = -1}};
     if (dtype == GK_F64) args.lse.dtype = GK_F64; /* not run, only explained */
     gk_status status = gk_explain_paged_attn(&ctx, &args, &e);
     check_result(status == GK_OK, "explain: %s", gk_last_error());
@@ -289,7 +310,8 @@ static int64_t chunk_span(gk_dtype dtype) {
 static void check_lengths(gk_dtype dtype) {
     snprintf(check_case, sizeof check_case, "paged_attn chunks of %s", gk_dtype_name(dtype));
     int64_t c = chunk_span(dtype);
-    int64_t lengths[] = {0, 1, 2, 15, 16, 17, 63, 64, 65, c - 1, c, c + 1, 2 * c, 2 * c + 1, 3 * c - 1};
+    int64_t lengths[] = {0,  1,     2, 15,    16,    17,        63,       64,
+                         65, c - 1, c, c + 1, 2 * c, 2 * c + 1, 3 * c - 1};
     for (int i = 0; i < CHECK_COUNT(lengths); i += check_small() ? 2 : 1) {
         for (int p = 0; p < CHECK_COUNT(page_sizes); p += check_small() ? 3 : 1) {
             check_seed = (uint64_t)(i * 8 + p) * 64 + dtype;
@@ -306,16 +328,20 @@ static void check_lengths(gk_dtype dtype) {
     }
 }
 
-/* Keys to the right of a query, with and without a bound, and sequences with fewer keys than query tokens. */
+/* Keys to the right of a query, with and without a bound, and sequences with fewer keys than query
+ * tokens. */
 static void check_right(gk_dtype dtype) {
     static const int64_t rights[] = {-1, 0, 1, 7, INT64_C(1) << 40};
     for (int i = 0; i < CHECK_COUNT(rights) * 4; i += check_small() ? 3 : 1) {
         check_seed = (uint64_t)i * 64 + dtype;
         paged_case x = decode(dtype, page_sizes[i % CHECK_COUNT(page_sizes)]);
-        x.batch = 4, x.ragged = true, x.heads_q = 4;
+        x.batch = 4;
+        x.ragged = true;
+        x.heads_q = 4;
         x.not_causal = i % 4 != 3;
         x.flags = GK_PAGED_WINDOW_RIGHT | (i & 1 ? GK_PAGED_ALLOW_SHORT : 0);
-        x.window_right = rights[i / 4], x.window_left = i & 2 ? 3 : -1;
+        x.window_right = rights[i / 4];
+        x.window_left = i & 2 ? 3 : -1;
         const int64_t few[] = {3, 5, 1, 2}, many[] = {40, 17, 33, 1};
         for (int b = 0; b < 4; ++b) {
             x.seq_q[b] = i % 3 ? few[b] : many[b];
@@ -393,7 +419,8 @@ static void check_modifiers(gk_dtype dtype) {
             x.head_dim_v = 1 + check_below(70);
             if (!x.ragged) x.seq_q[0] = 1 + check_below(20);
             if (x.ragged && check_below(4) == 0) x.seq_q[0] = 70;
-            for (int m = 2 + (int)check_below(4); m > 0; --m) apply(&x, (int)check_below(NUM_MODIFIERS));
+            for (int m = 2 + (int)check_below(4); m > 0; --m)
+                apply(&x, (int)check_below(NUM_MODIFIERS));
         }
         check_paged_case(&x);
     }
@@ -408,8 +435,8 @@ static void check_no_sequences(gk_dtype dtype) {
 }
 
 /* ---- kv_cache_write -------------------------------------------------------------------------- */
-static void check_write(gk_dtype dtype, gk_dtype slots_dtype, int64_t tokens, int64_t block_size, int64_t head_dim,
-                        int scale, bool heads_first) {
+static void check_write(gk_dtype dtype, gk_dtype slots_dtype, int64_t tokens, int64_t block_size,
+                        int64_t head_dim, int scale, bool heads_first) {
     paged_case x = decode(dtype, block_size);
     x.heads_kv = 3;
     x.heads_first = heads_first;
@@ -427,8 +454,11 @@ static void check_write(gk_dtype dtype, gk_dtype slots_dtype, int64_t tokens, in
         check_set(&v.t, 0, NAN);
         check_set(&v.t, 1, INFINITY);
     }
-    for (int64_t t = 0; t < tokens; ++t) { /* every second slot, in a mirrored order; some skipped, one given twice */
-        check_set(&slots.t, t, check_below(5) == 0 ? -1 - (double)check_below(9) : (double)(2 * (tokens - 1 - t)));
+    /* every second slot, in a mirrored order; some skipped, one given twice */
+    for (int64_t t = 0; t < tokens; ++t) {
+        check_set(&slots.t, t,
+                  check_below(5) == 0 ? -1 - (double)check_below(9)
+                                      : (double)(2 * (tokens - 1 - t)));
     }
     if (tokens > 3) check_set(&slots.t, 3, check_get(&slots.t, 1));
     const gk_dtype stats = gk_stats_dtype(dtype);
@@ -441,10 +471,11 @@ static void check_write(gk_dtype dtype, gk_dtype slots_dtype, int64_t tokens, in
                                    .k_scale = scale ? &k_scale.t : NULL,
                                    .v_scale = scale ? &v_scale.t : NULL};
     snprintf(check_case, sizeof check_case,
-             "kv_cache_write %s slots %s tokens %lld page %lld D %lld scale %d heads_first %d", gk_dtype_name(dtype),
-             gk_dtype_name(slots_dtype), (long long)tokens, (long long)block_size, (long long)head_dim, scale,
-             heads_first);
-    check_tensor expected[2] = {make_cache(&x, num_blocks, head_dim), make_cache(&x, num_blocks, head_dim + 5)};
+             "kv_cache_write %s slots %s tokens %lld page %lld D %lld scale %d heads_first %d",
+             gk_dtype_name(dtype), gk_dtype_name(slots_dtype), (long long)tokens,
+             (long long)block_size, (long long)head_dim, scale, heads_first);
+    check_tensor expected[2] = {make_cache(&x, num_blocks, head_dim),
+                                make_cache(&x, num_blocks, head_dim + 5)};
     args.k_cache = expected[0].t;
     args.v_cache = expected[1].t;
     gk_context serial = check_context(NULL, 1);
@@ -454,7 +485,8 @@ static void check_write(gk_dtype dtype, gk_dtype slots_dtype, int64_t tokens, in
             int mark = check_num_owned;
             check_isa = check_isa_names[i];
             check_pass = w ? "3 workers" : "1 worker";
-            check_tensor got[2] = {make_cache(&x, num_blocks, head_dim), make_cache(&x, num_blocks, head_dim + 5)};
+            check_tensor got[2] = {make_cache(&x, num_blocks, head_dim),
+                                   make_cache(&x, num_blocks, head_dim + 5)};
             for (int t = 0; t < 2; ++t) check_remember(&got[t]);
             args.k_cache = got[0].t;
             args.v_cache = got[1].t;
@@ -477,8 +509,8 @@ static void check_writes(gk_dtype dtype) {
         for (int p = 0; p < CHECK_COUNT(page_sizes); ++p) {
             for (int scale = 0; scale < 3; ++scale) {
                 check_seed = (uint64_t)(t * 16 + p * 4 + scale) * 64 + dtype;
-                check_write(dtype, (t + p) & 1 ? GK_I32 : GK_I64, tokens[t], page_sizes[p], 1 + 13 * p, scale,
-                            (t + scale) & 1);
+                check_write(dtype, (t + p) & 1 ? GK_I32 : GK_I64, tokens[t], page_sizes[p],
+                            1 + 13 * p, scale, (t + scale) & 1);
             }
         }
     }
@@ -486,7 +518,8 @@ static void check_writes(gk_dtype dtype) {
 
 /* ---- attn_merge ------------------------------------------------------------------------------ */
 /* size |a| w_a + |b| w_b; where one side is -inf the other must come back bit for bit. */
-static void check_merge(gk_dtype dtype, int64_t heads, int64_t rows, int64_t head_dim, bool transposed) {
+static void check_merge(gk_dtype dtype, int64_t heads, int64_t rows, int64_t head_dim,
+                        bool transposed) {
     static const int by_row[4] = {0, 2, 1, 3};
     gk_dtype stats = gk_stats_dtype(dtype);
     int64_t shape[4] = {2, heads, rows, head_dim};
@@ -497,10 +530,12 @@ static void check_merge(gk_dtype dtype, int64_t heads, int64_t rows, int64_t hea
     check_fill_normal(&a, 1);
     check_fill_normal(&b, 1);
     int64_t num_rows = 2 * heads * rows;
-    for (int64_t i = 0; i < num_rows; ++i) { /* NaN beside an lse of -inf: such a side is not read */
+    /* NaN beside an lse of -inf: such a side is not read */
+    for (int64_t i = 0; i < num_rows; ++i) {
         int64_t kind = check_below(6);
         check_set(&lse_a.t, i, kind == 0 || kind == 2 ? -INFINITY : 30 * check_normal());
-        check_set(&lse_b.t, i, kind == 1 || kind == 2 ? -INFINITY : check_get(&lse_a.t, i) + 3 * check_normal());
+        check_set(&lse_b.t, i,
+                  kind == 1 || kind == 2 ? -INFINITY : check_get(&lse_a.t, i) + 3 * check_normal());
         if (kind == 0) check_set(&lse_b.t, i, check_normal());
         if (kind == 0 || kind == 2) check_set(&a.t, i * head_dim, NAN);
         if (kind == 1 || kind == 2) check_set(&b.t, i * head_dim, NAN);
@@ -511,7 +546,8 @@ static void check_merge(gk_dtype dtype, int64_t heads, int64_t rows, int64_t hea
         double x = fabs(check_get(&lse_a.t, i)), y = fabs(check_get(&lse_b.t, i));
         check_set(&lse_size.t, i, 1 + (isfinite(x) ? x : 0) + (isfinite(y) ? y : 0));
     }
-    check_tensor size = check_dense(GK_F64, 4, shape), abs_a = check_map(&a, fabs), abs_b = check_map(&b, fabs);
+    check_tensor size = check_dense(GK_F64, 4, shape), abs_a = check_map(&a, fabs),
+                 abs_b = check_map(&b, fabs);
     gk_attn_merge_args args = {sizeof args, abs_a.t, abs_b.t, lse_a.t, lse_b.t, size.t, lse.t};
     gk_context serial = check_context(NULL, 1);
     gk_ref_attn_merge(&serial, &args);
@@ -519,8 +555,9 @@ static void check_merge(gk_dtype dtype, int64_t heads, int64_t rows, int64_t hea
     args.out_b = b.t;
     args.out = exact.t;
     gk_ref_attn_merge(&serial, &args);
-    snprintf(check_case, sizeof check_case, "attn_merge %s H %lld S %lld D %lld transposed %d", gk_dtype_name(dtype),
-             (long long)heads, (long long)rows, (long long)head_dim, transposed);
+    snprintf(check_case, sizeof check_case, "attn_merge %s H %lld S %lld D %lld transposed %d",
+             gk_dtype_name(dtype), (long long)heads, (long long)rows, (long long)head_dim,
+             transposed);
     for (int i = 0; i < num_isas; ++i) {
         int mark = check_num_owned;
         check_isa = check_isa_names[i];
@@ -536,7 +573,8 @@ static void check_merge(gk_dtype dtype, int64_t heads, int64_t rows, int64_t hea
             check_result(status == GK_OK, "%s: %s", gk_status_name(status), gk_last_error());
             check_untouched(&out[w], "out");
         }
-        double u = check_acc_unit(dtype), widest = 200; /* of lse: exp(lse_x - lse) errs by about |lse| u */
+        /* of lse: exp(lse_x - lse) errs by about |lse| u */
+        double u = check_acc_unit(dtype), widest = 200;
         check_close("out", &out[0].t, &exact.t, &size.t, (32 + widest) * u);
         check_close("lse", &got_lse[0].t, &lse.t, &lse_size.t, 8 * u);
         bool same = true;
@@ -552,7 +590,8 @@ static void check_merge(gk_dtype dtype, int64_t heads, int64_t rows, int64_t hea
                 same = same && got == check_get(&a.t, e);
         }
         check_result(same, "a side without keys changed the other one");
-        check_result(check_same_bits(&out[0].t, &out[1].t), "1 and %d workers differ", CHECK_WORKERS);
+        check_result(check_same_bits(&out[0].t, &out[1].t), "1 and %d workers differ",
+                     CHECK_WORKERS);
         check_free(mark);
     }
     check_free(0);
@@ -571,11 +610,12 @@ static void check_merges(gk_dtype dtype) {
 /* ---- refusals: contents ---------------------------------------------------------------------- */
 static void check_refusals(void) {
     snprintf(check_case, sizeof check_case, "paged_attn refusals");
-    int64_t cache_shape[4] = {6, 4, 1, 8}, q_shape[3] = {4, 1, 8}, table_shape[2] = {2, 3}, two = 2, three = 3,
-            four = 4;
+    int64_t cache_shape[4] = {6, 4, 1, 8}, q_shape[3] = {4, 1, 8}, table_shape[2] = {2, 3}, two = 2,
+            three = 3, four = 4;
     check_tensor cache = check_dense(GK_F32, 4, cache_shape), q = check_dense(GK_F32, 3, q_shape);
     check_tensor out = check_dense(GK_F32, 3, q_shape), lse = check_dense(GK_F32, 2, q_shape);
-    check_tensor table = check_dense(GK_I32, 2, table_shape), seq_lens = check_dense(GK_I32, 1, &two);
+    check_tensor table = check_dense(GK_I32, 2, table_shape),
+                 seq_lens = check_dense(GK_I32, 1, &two);
     check_tensor cu = check_dense(GK_I32, 1, &three), slots = check_dense(GK_I64, 1, &four);
     check_fill_normal(&cache, 1);
     check_fill_normal(&q, 1);
@@ -585,17 +625,18 @@ static void check_refusals(void) {
     check_remember(&out);
     check_remember(&lse);
     gk_context ctx = check_context(NULL, 1);
-    gk_paged_attn_args args = {.size = sizeof args,
-                               .q = q.t,
-                               .k_cache = cache.t,
-                               .v_cache = cache.t,
-                               .block_table = table.t,
-                               .seq_lens = seq_lens.t,
-                               .cu_seqlens_q = &cu.t,
-                               .max_seqlen_q = 2,
-                               .out = out.t,
-                               .lse = lse.t,
-                               .rules = {.scale = 1, .is_causal = 1, .window_left = -1, .window_right = -1}};
+    gk_paged_attn_args args = {
+        .size = sizeof args,
+        .q = q.t,
+        .k_cache = cache.t,
+        .v_cache = cache.t,
+        .block_table = table.t,
+        .seq_lens = seq_lens.t,
+        .cu_seqlens_q = &cu.t,
+        .max_seqlen_q = 2,
+        .out = out.t,
+        .lse = lse.t,
+        .rules = {.scale = 1, .is_causal = 1, .window_left = -1, .window_right = -1}};
     check_workspace w = check_workspace_make(gk_paged_attn_workspace_bytes(&ctx, &args));
     args.workspace = w.data;
     args.workspace_bytes = w.bytes;
@@ -621,15 +662,19 @@ static void check_refusals(void) {
     }
     gk_paged_attn_args wrong = args;
     wrong.out.data = (float *)q.t.data + 1;
-    check_refused(gk_paged_attn(&ctx, &wrong), GK_ERR_ARGUMENT, "gk_paged_attn: out shares memory with q");
+    check_refused(gk_paged_attn(&ctx, &wrong), GK_ERR_ARGUMENT,
+                  "gk_paged_attn: out shares memory with q");
     args.max_seqlen_q = -1;
-    check_refused(gk_paged_attn(&ctx, &args), GK_ERR_ARGUMENT, "max_seqlen_q must be 0 or more, got -1");
-    args.max_seqlen_q = 2, args.block_table.shape[1] = INT64_C(1) << 45;
+    check_refused(gk_paged_attn(&ctx, &args), GK_ERR_ARGUMENT,
+                  "max_seqlen_q must be 0 or more, got -1");
+    args.max_seqlen_q = 2;
+    args.block_table.shape[1] = INT64_C(1) << 45;
     check_refused(gk_paged_attn(&ctx, &args), GK_ERR_ARGUMENT, "expected at most 2^44");
     args.block_table.shape[1] = 3;
     args.max_seqlen_q = 5;
     check_set(&cu.t, 2, 5);
-    check_refused(gk_paged_attn(&ctx, &args), GK_ERR_INDEX, "the 4 tokens there are, got cu_seqlens_q[2] = 5");
+    check_refused(gk_paged_attn(&ctx, &args), GK_ERR_INDEX,
+                  "the 4 tokens there are, got cu_seqlens_q[2] = 5");
     check_set(&cu.t, 2, 4);
     args.max_seqlen_q = 2;
     check_unchanged(&out, "out of a refused call");
@@ -637,22 +682,29 @@ static void check_refusals(void) {
     check_set(&seq_lens.t, 0, 0); /* inactive, its table is not read */
     check_set(&table.t, 0, -9);
     gk_status status = gk_paged_attn(&ctx, &args);
-    check_result(status == GK_OK && check_get(&lse.t, 0) == -INFINITY, "seq_lens 0: %s", gk_last_error());
+    check_result(status == GK_OK && check_get(&lse.t, 0) == -INFINITY, "seq_lens 0: %s",
+                 gk_last_error());
 
     snprintf(check_case, sizeof check_case, "kv_cache_write refusals");
     check_fill(&slots, 0);
     check_set(&slots.t, 2, 24);
     check_remember(&cache);
     check_tensor values = check_dense(GK_F32, 4, cache.t.shape);
-    gk_kv_cache_write_args write = {
-        .size = sizeof write, .k = q.t, .v = q.t, .k_cache = cache.t, .v_cache = values.t, .slots = slots.t};
+    gk_kv_cache_write_args write = {.size = sizeof write,
+                                    .k = q.t,
+                                    .v = q.t,
+                                    .k_cache = cache.t,
+                                    .v_cache = values.t,
+                                    .slots = slots.t};
     check_refused(gk_kv_cache_write(&ctx, &write), GK_ERR_INDEX,
                   "slots below 24 (num_blocks * block_size), got slots[2] = 24");
     check_set(&slots.t, 2, 0);
     write.v_cache = cache.t;
     check_refused(gk_kv_cache_write(&ctx, &write), GK_ERR_ARGUMENT, "v_cache overlaps k_cache");
-    write.v_cache = values.t, write.k_cache.stride[0] = 0;
-    check_refused(gk_kv_cache_write(&ctx, &write), GK_ERR_ARGUMENT, "k_cache has stride 0 in dimension 0");
+    write.v_cache = values.t;
+    write.k_cache.stride[0] = 0;
+    check_refused(gk_kv_cache_write(&ctx, &write), GK_ERR_ARGUMENT,
+                  "k_cache has stride 0 in dimension 0");
     check_unchanged(&cache, "the cache of a refused call");
     check_free(0);
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_prefer: tuning keys of gemm calls, their text, and the table from them to preferred instances (prefer.h), threads included;
- * what the public functions say without a GPU. The table's rows here are addresses of `rows`: it never looks at them. */
+/* check_prefer: tuning keys of gemm calls, their text, and the table from them to preferred
+ * instances (prefer.h), threads included; what the public functions say without a GPU. The table's
+ * rows here are addresses of `rows`: it never looks at them. */
 #include "check.h"
 #include "core/prefer.h"
 
@@ -13,12 +14,14 @@ enum {
 static char rows[KEYS][EACH];
 static const uint64_t device = 77;
 
-/* ---- keys -------------------------------------------------------------------------------------- */
+/* ---- keys ------------------------------------------------------------------------------------ */
 static float memory[64];
 
 static gk_tensor tensor_of(gk_dtype dtype, int ndim, const int64_t *shape, const int64_t *stride,
                            int64_t offset_bytes) {
-    gk_tensor t = {.data = (char *)gk_round_up((intptr_t)memory, 16) + offset_bytes, .dtype = dtype, .ndim = ndim};
+    gk_tensor t = {.data = (char *)gk_round_up((intptr_t)memory, 16) + offset_bytes,
+                   .dtype = dtype,
+                   .ndim = ndim};
     memcpy(t.shape, shape, (size_t)ndim * sizeof *shape);
     memcpy(t.stride, stride, (size_t)ndim * sizeof *stride);
     return t;
@@ -42,37 +45,51 @@ static void check_class(const char *what, const gk_gemm_args *args, const char *
     gk_gemm_key_write(&key, text);
     check_result(strcmp(text, expected) == 0, "is '%s', expected '%s'", text, expected);
     gk_status status = gk_gemm_key_read(text, device, &again);
-    check_result(status == GK_OK && memcmp(&key, &again, sizeof key) == 0, "'%s' reads as another key", text);
+    check_result(status == GK_OK && memcmp(&key, &again, sizeof key) == 0,
+                 "'%s' reads as another key", text);
 }
 
-#define PLAIN " batch=1 dtype=bfloat16 out=bfloat16 precision=ieee activation=none c=0 preact=0 aligned="
+#define PLAIN \
+    " batch=1 dtype=bfloat16 out=bfloat16 precision=ieee activation=none c=0 preact=0 aligned="
 
 static void check_classes(void) {
     gk_gemm_args g = product(32, 48, 64);
     check_class("plain", &g, "32x48x64:NN" PLAIN "abo");
-    g.a = tensor_of(GK_BF16, 2, SIZES(32, 64), SIZES(1, 32), 0),
+    g.a = tensor_of(GK_BF16, 2, SIZES(32, 64), SIZES(1, 32), 0);
     g.b = tensor_of(GK_BF16, 2, SIZES(64, 48), SIZES(1, 64), 0);
     check_class("columns dense", &g, "32x48x64:TT" PLAIN "abo");
-    g.a = tensor_of(GK_BF16, 2, SIZES(32, 64), SIZES(128, 2), 0),
+    g.a = tensor_of(GK_BF16, 2, SIZES(32, 64), SIZES(128, 2), 0);
     g.b = tensor_of(GK_BF16, 2, SIZES(64, 48), SIZES(48, 1), 2);
     check_class("a strided, b between multiples of 16 bytes", &g, "32x48x64:SN" PLAIN "--o");
-    g = product(32, 48, 64), g.a.stride[0] = 65, g.out.stride[0] = 50;
+    g = product(32, 48, 64);
+    g.a.stride[0] = 65;
+    g.out.stride[0] = 50;
     check_class("odd rows", &g, "32x48x64:NN" PLAIN "-b-");
-    g = product(1, 48, 64), g.a.stride[0] = 3, g.out.stride[0] = 5;
+    g = product(1, 48, 64);
+    g.a.stride[0] = 3;
+    g.out.stride[0] = 5;
     check_class("the stride of one row says nothing", &g, "1x48x64:NN" PLAIN "abo");
 
     g = product(32, 48, 64);
     const gk_tensor bias = tensor_of(GK_F32, 1, SIZES(48), SIZES(1), 0), c = g.out;
-    g.bias = &bias, g.c = &c, g.beta = 0;
+    g.bias = &bias;
+    g.c = &c;
+    g.beta = 0;
     check_class("a bias and a c that is not read", &g, "32x48x64:NN" PLAIN "abo");
-    g.beta = 0.5, g.preact = &c, g.activation = GK_ACT_GELU_TANH, g.out.dtype = GK_F32, g.fp32_precision = GK_TF32;
-    check_class(
-        "c, preact, activation, float32 results", &g,
-        "32x48x64:NN batch=1 dtype=bfloat16 out=float32 precision=ieee activation=gelu_tanh c=1 preact=1 aligned=abo");
-    g = product(32, 48, 64), g.a.dtype = g.b.dtype = g.out.dtype = GK_F32, g.fp32_precision = GK_TF32;
-    check_class(
-        "tf32", &g,
-        "32x48x64:NN batch=1 dtype=float32 out=float32 precision=tf32 activation=none c=0 preact=0 aligned=abo");
+    g.beta = 0.5;
+    g.preact = &c;
+    g.activation = GK_ACT_GELU_TANH;
+    g.out.dtype = GK_F32;
+    g.fp32_precision = GK_TF32;
+    check_class("c, preact, activation, float32 results", &g,
+                "32x48x64:NN batch=1 dtype=bfloat16 out=float32 precision=ieee "
+                "activation=gelu_tanh c=1 preact=1 aligned=abo");
+    g = product(32, 48, 64);
+    g.a.dtype = g.b.dtype = g.out.dtype = GK_F32;
+    g.fp32_precision = GK_TF32;
+    check_class("tf32", &g,
+                "32x48x64:NN batch=1 dtype=float32 out=float32 precision=tf32 activation=none c=0 "
+                "preact=0 aligned=abo");
 
     g = product(32, 48, 64);
     g.a = tensor_of(GK_BF16, 4, SIZES(2, 1, 16, 64), SIZES(1024, 7, 64, 1), 0);
@@ -83,25 +100,30 @@ static void check_classes(void) {
     g.a = tensor_of(GK_BF16, 4, SIZES(32, 1, 1, 64), SIZES(64, 9, 9, 1), 0);
     g.out = tensor_of(GK_BF16, 4, SIZES(32, 1, 1, 48), SIZES(48, 48, 48, 1), 0);
     check_class("of one row each", &g, "32x48x64:NN" PLAIN "abo");
-    g.a = tensor_of(GK_BF16, 3, SIZES(2, 16, 64), SIZES(2048, 64, 1), 0), g.b = product(32, 48, 64).b;
+    g.a = tensor_of(GK_BF16, 3, SIZES(2, 16, 64), SIZES(2048, 64, 1), 0);
+    g.b = product(32, 48, 64).b;
     g.out = tensor_of(GK_BF16, 3, SIZES(2, 16, 48), SIZES(768, 48, 1), 0);
-    check_class(
-        "rows with gaps between entries", &g,
-        "16x48x64:NN batch=2 dtype=bfloat16 out=bfloat16 precision=ieee activation=none c=0 preact=0 aligned=abo");
+    check_class("rows with gaps between entries", &g,
+                "16x48x64:NN batch=2 dtype=bfloat16 out=bfloat16 precision=ieee activation=none "
+                "c=0 preact=0 aligned=abo");
     g.a = product(16, 48, 64).a;
     g.b = tensor_of(GK_BF16, 3, SIZES(2, 64, 48), SIZES(3073, 48, 1), 0);
-    check_class(
-        "b with entries of its own, at odd places", &g,
-        "16x48x64:NN batch=2 dtype=bfloat16 out=bfloat16 precision=ieee activation=none c=0 preact=0 aligned=a-o");
+    check_class("b with entries of its own, at odd places", &g,
+                "16x48x64:NN batch=2 dtype=bfloat16 out=bfloat16 precision=ieee activation=none "
+                "c=0 preact=0 aligned=a-o");
 
     static const int64_t strides[] = {65, 66, 68, 72};
     for (int i = 0; i < 4; ++i) {
-        g = product(32, 48, 64), g.a.stride[0] = strides[i];
-        check_class("misaligned rows of a", &g, i < 3 ? "32x48x64:NN" PLAIN "-bo" : "32x48x64:NN" PLAIN "abo");
+        g = product(32, 48, 64);
+        g.a.stride[0] = strides[i];
+        check_class("misaligned rows of a", &g,
+                    i < 3 ? "32x48x64:NN" PLAIN "-bo" : "32x48x64:NN" PLAIN "abo");
     }
-    g = product(32, 48, 64), g.a.data = (char *)g.a.data + 2;
+    g = product(32, 48, 64);
+    g.a.data = (char *)g.a.data + 2;
     check_class("all alike", &g, "32x48x64:NN" PLAIN "-bo");
-    g.b.stride[0] = 1, g.b.stride[1] = 64;
+    g.b.stride[0] = 1;
+    g.b.stride[1] = 64;
     check_class("beside columns of b", &g, "32x48x64:NT" PLAIN "-bo");
     g.b.stride[1] = 65;
     check_class("misaligned, too", &g, "32x48x64:NT" PLAIN "--o");
@@ -109,7 +131,7 @@ static void check_classes(void) {
     check_class("beside a b dense nowhere", &g, "32x48x64:NS" PLAIN "--o");
 }
 
-/* ---- texts ------------------------------------------------------------------------------------- */
+/* ---- texts ----------------------------------------------------------------------------------- */
 static gk_gemm_key random_key(void) {
     return (gk_gemm_key){.device = device,
                          .m = check_below(1 << 20),
@@ -127,25 +149,27 @@ static gk_gemm_key random_key(void) {
 }
 
 static void check_texts(void) {
-    static const char *const wrong[] = {
-        "",
-        "32x48x64",
-        "32x48x64:NN",
-        "32x48x64:NN" PLAIN "abo ",
-        " 32x48x64:NN" PLAIN "abo",
-        "32x48x64:NX" PLAIN "abo",
-        "32x48x64:NN" PLAIN "oba",
-        "32x48x64:NN" PLAIN "3bo",
-        "32x48x64:NN" PLAIN "b8o",
-        "32x48x64:NN" PLAIN "abo-",
-        "-2x48x64:NN" PLAIN "abo",
-        "032x48x64:NN" PLAIN "abo",
-        "32x48:NN" PLAIN "abo",
-        "99999999999999999999999x48x64:NN" PLAIN "abo",
-        "32X48x64:NN" PLAIN "abo",
-        "32x48x64:NN batch=1 dtype=int8 out=bfloat16 precision=ieee activation=none c=0 preact=0 aligned=abo",
-        "32x48x64:NN batch=1 dtype=bfloat16 out=bfloat16 precision=ieee activation=tanh c=0 preact=0 aligned=abo",
-        "32x48x64:NN batch=1 dtype=bfloat16 out=bfloat16 precision=ieee activation=none c=2 preact=0 aligned=abo"};
+    static const char *const wrong[] = {"",
+                                        "32x48x64",
+                                        "32x48x64:NN",
+                                        "32x48x64:NN" PLAIN "abo ",
+                                        " 32x48x64:NN" PLAIN "abo",
+                                        "32x48x64:NX" PLAIN "abo",
+                                        "32x48x64:NN" PLAIN "oba",
+                                        "32x48x64:NN" PLAIN "3bo",
+                                        "32x48x64:NN" PLAIN "b8o",
+                                        "32x48x64:NN" PLAIN "abo-",
+                                        "-2x48x64:NN" PLAIN "abo",
+                                        "032x48x64:NN" PLAIN "abo",
+                                        "32x48:NN" PLAIN "abo",
+                                        "99999999999999999999999x48x64:NN" PLAIN "abo",
+                                        "32X48x64:NN" PLAIN "abo",
+                                        "32x48x64:NN batch=1 dtype=int8 out=bfloat16 "
+                                        "precision=ieee activation=none c=0 preact=0 aligned=abo",
+                                        "32x48x64:NN batch=1 dtype=bfloat16 out=bfloat16 "
+                                        "precision=ieee activation=tanh c=0 preact=0 aligned=abo",
+                                        "32x48x64:NN batch=1 dtype=bfloat16 out=bfloat16 "
+                                        "precision=ieee activation=none c=2 preact=0 aligned=abo"};
     gk_gemm_key key;
     char text[GK_KEY_TEXT_BYTES], again[GK_KEY_TEXT_BYTES];
     for (int i = 0; i < CHECK_COUNT(wrong); ++i) {
@@ -166,10 +190,15 @@ static void check_texts(void) {
     }
 }
 
-/* ---- the table --------------------------------------------------------------------------------- */
+/* ---- the table ------------------------------------------------------------------------------- */
 static gk_gemm_key key_number(int64_t i) {
-    gk_gemm_key k = {
-        .device = device + (uint64_t)(i % 3), .m = i / 3, .n = 48, .k = 64, .batch = 1, .a = 'N', .b = 'N'};
+    gk_gemm_key k = {.device = device + (uint64_t)(i % 3),
+                     .m = i / 3,
+                     .n = 48,
+                     .k = 64,
+                     .batch = 1,
+                     .a = 'N',
+                     .b = 'N'};
     return k;
 }
 
@@ -184,23 +213,26 @@ static void check_table(void) {
         const char *row = check_below(4) ? &rows[i][check_below(EACH)] : NULL;
         check_result(gk_preferred(&key) == want[i], "key %lld has another row", (long long)i);
         check_result(gk_prefer(&key, row) == GK_OK, "%s", gk_last_error());
-        live += (row != NULL) - (want[i] != NULL), want[i] = row;
-        check_result(gk_preferred(&key) == row && gk_num_preferred == live, "key %lld: %d classes, expected %d",
-                     (long long)i, gk_num_preferred, live);
+        live += (row != NULL) - (want[i] != NULL);
+        want[i] = row;
+        check_result(gk_preferred(&key) == row && gk_num_preferred == live,
+                     "key %lld: %d classes, expected %d", (long long)i, gk_num_preferred, live);
     }
     for (int64_t i = 0; i < KEYS; ++i) {
         const gk_gemm_key key = key_number(i);
-        check_result(gk_preferred(&key) == want[i], "key %lld has another row at the end", (long long)i);
+        check_result(gk_preferred(&key) == want[i], "key %lld has another row at the end",
+                     (long long)i);
     }
     gk_prefer_none();
     check_result(!gk_any_preferred(), "%d classes after all were forgotten", gk_num_preferred);
     for (int64_t i = 0; i < KEYS; ++i) {
         const gk_gemm_key key = key_number(i);
-        check_result(gk_preferred(&key) == NULL, "key %lld has a row after all were forgotten", (long long)i);
+        check_result(gk_preferred(&key) == NULL, "key %lld has a row after all were forgotten",
+                     (long long)i);
     }
 }
 
-/* ---- threads ----------------------------------------------------------------------------------- */
+/* ---- threads --------------------------------------------------------------------------------- */
 enum {
     WRITERS = 3,
     READERS = 5,
@@ -214,13 +246,15 @@ static void write_rows(int64_t w) {
     for (int64_t round = 0; round < ROUNDS; ++round)
         for (int64_t i = w; i < KEYS; i += WRITERS) {
             const gk_gemm_key key = key_number(i);
-            if (gk_prefer(&key, &rows[i][round % EACH]) != GK_OK) __atomic_fetch_add(&wrong_rows, 1, __ATOMIC_RELAXED);
+            if (gk_prefer(&key, &rows[i][round % EACH]) != GK_OK)
+                __atomic_fetch_add(&wrong_rows, 1, __ATOMIC_RELAXED);
             if (round == 0) __atomic_store_n(&done[w], i + 1, __ATOMIC_RELEASE);
         }
     __atomic_fetch_add(&finished, 1, __ATOMIC_RELEASE);
 }
 
-/* A key's row is one of its own, and is there once its writer has said so, also while the table grows. */
+/* A key's row is one of its own, and is there once its writer has said so, also while the table
+ * grows. */
 static void read_rows(int64_t r) {
     uint64_t random = (uint64_t)r * UINT64_C(0x9e3779b97f4a7c15);
     do {
@@ -231,7 +265,8 @@ static void read_rows(int64_t r) {
             const gk_gemm_key key = key_number(i);
             const char *row = gk_preferred(&key);
             if (!row && there) __atomic_fetch_add(&lost_rows, 1, __ATOMIC_RELAXED);
-            if (row && (row < rows[i] || row >= rows[i] + EACH)) __atomic_fetch_add(&wrong_rows, 1, __ATOMIC_RELAXED);
+            if (row && (row < rows[i] || row >= rows[i] + EACH))
+                __atomic_fetch_add(&wrong_rows, 1, __ATOMIC_RELAXED);
         }
     } while (__atomic_load_n(&finished, __ATOMIC_ACQUIRE) < WRITERS);
 }
@@ -248,47 +283,56 @@ static void check_threads(void) {
     snprintf(check_case, sizeof check_case, "threads");
     gk_prefer_none();
     check_parallel_for(NULL, WRITERS + READERS, work, NULL);
-    check_result(wrong_rows == 0, "%lld lookups gave the row of another class", (long long)wrong_rows);
+    check_result(wrong_rows == 0, "%lld lookups gave the row of another class",
+                 (long long)wrong_rows);
     check_result(lost_rows == 0, "%lld lookups missed a row that was there", (long long)lost_rows);
     check_result(gk_num_preferred == KEYS, "%d classes, expected %d", gk_num_preferred, KEYS);
     for (int64_t i = 0; i < KEYS; ++i) {
         const gk_gemm_key key = key_number(i);
-        check_result(gk_preferred(&key) == &rows[i][(ROUNDS - 1) % EACH], "key %lld has not its last row",
-                     (long long)i);
+        check_result(gk_preferred(&key) == &rows[i][(ROUNDS - 1) % EACH],
+                     "key %lld has not its last row", (long long)i);
     }
     gk_prefer_none();
 }
 
-/* ---- the public functions ---------------------------------------------------------------------- */
+/* ---- the public functions -------------------------------------------------------------------- */
 static void check_public(void) {
     const gk_context cpu = check_context(NULL, 1);
     const gk_gemm_args g = product(2, 2, 8);
     const char *text = NULL;
     snprintf(check_case, sizeof check_case, "public functions");
 #ifdef GPUKERN_HAS_CUDA
-    const char *words = "a CPU's", *plain = "32x48x64:NN" PLAIN "abo", *row = "gemm_sm80_bf16_64x64x64";
+    const char *words = "a CPU's", *plain = "32x48x64:NN" PLAIN "abo",
+               *row = "gemm_sm80_bf16_64x64x64";
     check_refused(gk_gemm_prefer_class("A GPU", plain, "gemm_of_tomorrow"), GK_ERR_ARGUMENT,
                   "row 'gemm_of_tomorrow' does not exist in this library");
-    check_refused(gk_gemm_prefer_class("A GPU", plain, "flash_attn_fwd_plain_f32"), GK_ERR_ARGUMENT, "does not exist");
+    check_refused(gk_gemm_prefer_class("A GPU", plain, "flash_attn_fwd_plain_f32"), GK_ERR_ARGUMENT,
+                  "does not exist");
     check_refused(gk_gemm_prefer_class("A GPU", plain, "gemm_plain_f64_64x64x16"), GK_ERR_ARGUMENT,
                   "is for float64, the class for bfloat16");
-    check_refused(gk_gemm_prefer_class("A GPU", "32x48", row), GK_ERR_ARGUMENT, "'32x48' is not a class");
+    check_refused(gk_gemm_prefer_class("A GPU", "32x48", row), GK_ERR_ARGUMENT,
+                  "'32x48' is not a class");
     check_refused(gk_gemm_prefer_class(NULL, plain, row), GK_ERR_ARGUMENT, "is missing");
     check_refused(gk_gemm_prefer_class("", plain, row), GK_ERR_ARGUMENT, "is missing");
     check_refused(gk_gemm_prefer_class("A GPU", NULL, row), GK_ERR_ARGUMENT, "is missing");
     check_result(!gk_any_preferred(), "a refused row is preferred");
-    check_result(gk_gemm_prefer_class("A GPU", plain, row) == GK_OK && gk_num_preferred == 1, "%s", gk_last_error());
+    check_result(gk_gemm_prefer_class("A GPU", plain, row) == GK_OK && gk_num_preferred == 1, "%s",
+                 gk_last_error());
     gk_gemm_key key;
-    check_result(gk_gemm_key_read(plain, gk_name_hash("A GPU"), &key) == GK_OK && gk_preferred(&key), "is not kept");
+    check_result(gk_gemm_key_read(plain, gk_name_hash("A GPU"), &key) == GK_OK &&
+                     gk_preferred(&key),
+                 "is not kept");
     key.device = gk_name_hash("Another GPU");
     check_result(!gk_preferred(&key), "another GPU's class has it");
-    check_result(gk_gemm_prefer_class("A GPU", plain, NULL) == GK_OK && !gk_any_preferred(), "is not forgotten");
+    check_result(gk_gemm_prefer_class("A GPU", plain, NULL) == GK_OK && !gk_any_preferred(),
+                 "is not forgotten");
     check_result(gk_gemm_prefer_class("A GPU", plain, row) == GK_OK, "%s", gk_last_error());
     gk_gemm_prefer_none();
     check_result(!gk_any_preferred(), "is not forgotten with all");
 #else
     const char *words = "built without CUDA";
-    check_refused(gk_gemm_prefer_class("A GPU", "32x48x64:NN" PLAIN "abo", "any"), GK_ERR_UNSUPPORTED, words);
+    check_refused(gk_gemm_prefer_class("A GPU", "32x48x64:NN" PLAIN "abo", "any"),
+                  GK_ERR_UNSUPPORTED, words);
     check_refused(gk_cuda_device_name(0, &text), GK_ERR_UNSUPPORTED, words);
 #endif
     check_refused(gk_gemm_rows(&cpu, &g, &text), GK_ERR_UNSUPPORTED, words);
@@ -296,7 +340,8 @@ static void check_public(void) {
     check_refused(gk_gemm_prefer(&cpu, &g, "any"), GK_ERR_UNSUPPORTED, words);
 }
 
-/* A caller that was compiled when gk_explanation ended before `preferred`: nothing behind its struct is written. */
+/* A caller that was compiled when gk_explanation ended before `preferred`: nothing behind its
+ * struct is written. */
 static void check_older_caller(void) {
     const gk_context cpu = check_context(NULL, 1);
     gk_gemm_args g = product(2, 2, 8);
@@ -305,10 +350,13 @@ static void check_older_caller(void) {
     old.size = offsetof(gk_explanation, preferred);
     const gk_explanation before = old;
     snprintf(check_case, sizeof check_case, "an older caller's explanation");
-    check_result(gk_explain_gemm(&cpu, &g, &whole) == GK_OK && whole.preferred == 0, "%s", gk_last_error());
+    check_result(gk_explain_gemm(&cpu, &g, &whole) == GK_OK && whole.preferred == 0, "%s",
+                 gk_last_error());
     check_result(gk_explain_gemm(&cpu, &g, &old) == GK_OK, "%s", gk_last_error());
-    check_result(memcmp(&old.row, &whole.row, old.size - offsetof(gk_explanation, row)) == 0, "differs from today's");
-    check_result(memcmp((char *)&old + old.size, (const char *)&before + old.size, sizeof old - old.size) == 0,
+    check_result(memcmp(&old.row, &whole.row, old.size - offsetof(gk_explanation, row)) == 0,
+                 "differs from today's");
+    check_result(memcmp((char *)&old + old.size, (const char *)&before + old.size,
+                        sizeof old - old.size) == 0,
                  "memory behind it was written");
     old.size -= 1;
     check_refused(gk_explain_gemm(&cpu, &g, &old), GK_ERR_ARGUMENT, "explanation.size");

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_print: what csrc/cuda/layout/print.cuh prints, by the host compiler and, compiled by nvcc, from inside a kernel. */
+/* check_print: what csrc/cuda/layout/print.cuh prints, by the host compiler and, compiled by nvcc,
+ * from inside a kernel. */
 #include "cuda/layout/print.cuh"
 
 static GK_HD void print_all() {
-    const layout plain = {2, {4, 8}, {8, 1}}, line = {1, {5}, {3}}, three = {3, {2, 2, 2}, {1, 4, 2}};
+    const layout plain = {2, {4, 8}, {8, 1}}, line = {1, {5}, {3}},
+                 three = {3, {2, 2, 2}, {1, 4, 2}};
     device_print(plain);
     device_print(line);
     device_print(three);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// check_tile: what the tests of csrc/cuda/ptx and csrc/cuda/tile share: counting, buffers, shared memory as bytes.
+// check_tile: what the tests of csrc/cuda/ptx and csrc/cuda/tile share: counting, buffers, shared
+// memory as bytes.
 #ifndef GPUKERN_CHECK_TILE_CUH
 #define GPUKERN_CHECK_TILE_CUH
 
@@ -20,7 +21,8 @@ static int num_passed, num_failed, num_verb_failed;
 static void check(bool good, const char *what, long at, double got, double expected) {
     num_passed += good;
     num_failed += !good;
-    if (!good && ++num_verb_failed <= 5) printf("FAILED %s at %ld: %.9g, expected %.9g\n", what, at, got, expected);
+    if (!good && ++num_verb_failed <= 5)
+        printf("FAILED %s at %ld: %.9g, expected %.9g\n", what, at, got, expected);
 }
 
 static void verb(const char *name) {
@@ -30,7 +32,8 @@ static void verb(const char *name) {
 
 static void must(cudaError_t error, const char *what) {
     if (error == cudaSuccess) return;
-    printf("FAILED %s: %s\n%d passed, %d failed\n", what, cudaGetErrorString(error), num_passed, num_failed + 1);
+    printf("FAILED %s: %s\n%d passed, %d failed\n", what, cudaGetErrorString(error), num_passed,
+           num_failed + 1);
     exit(1);
 }
 
@@ -88,7 +91,8 @@ static __device__ void fill_smem(smem_addr at_s, int bytes, uint32_t pattern) {
 
 static __device__ void smem_to_global(uint32_t *out_g, smem_addr at_s, int bytes) {
     __syncthreads();
-    for (int i = threadIdx.x * 4; i < bytes; i += blockDim.x * 4) out_g[i / 4] = ld_shared_32(at_s + i);
+    for (int i = threadIdx.x * 4; i < bytes; i += blockDim.x * 4)
+        out_g[i / 4] = ld_shared_32(at_s + i);
 }
 
 static void put(float *x, int i, int value) { x[i] = (float)value; }

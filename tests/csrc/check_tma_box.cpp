@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_tma_box: one value says how a box lies in shared memory (smem_box of csrc/cuda/layout): the tiles' own offsets follow it, and
- * what the driver is told of a tensor (host/tensor_shape.cuh) comes from it.
+/* check_tma_box: one value says how a box lies in shared memory (smem_box of csrc/cuda/layout): the
+ * tiles' own offsets follow it, and what the driver is told of a tensor (host/tensor_shape.cuh)
+ * comes from it.
  *
  *   check_tma_box         offsets of the tiles of every Hopper kernel, the fields of tensor maps, what is refused. Exits with 1 on a
  *                         failure.
@@ -14,7 +15,7 @@
 #include "cuda/layout/wgmma.cuh"
 #include "core/types.c" /* the table of element types */
 
-/* ---- where elements lie ------------------------------------------------------------------------------------- */
+/* ---- where elements lie ---------------------------------------------------------------------- */
 static int byte_of(const smem_box &box, int col, int row) {
     const int coordinate[3] = {col, row, 0}, byte = at(box.lies, coordinate) * box.elem_bytes;
     return byte ^ (box.swizzle_bits ? (byte >> 7 & ((1 << box.swizzle_bits) - 1)) << 4 : 0);
@@ -25,12 +26,12 @@ template <class Panels> static void check_panels() {
     bool same = tma_box_of(Panels::box()).bytes == Panels::panel_bytes;
     for (int row = 0; row < Panels::rows; ++row)
         for (int col = 0; col < Panels::cols; col += 8)
-            same = same && (int)Panels::along((unsigned)Panels::offset_of(row, col & 8), (col & ~8) / 8) ==
-                               Panels::offset_of(row, col);
+            same = same && (int)Panels::along((unsigned)Panels::offset_of(row, col & 8),
+                                              (col & ~8) / 8) == Panels::offset_of(row, col);
     for (int row = 0; row < Panels::rows; ++row)
         for (int col = 0; col < Panels::cols; ++col)
-            same = same && Panels::offset_of(row, col) ==
-                               col / 64 * Panels::panel_bytes + byte_of(Panels::box(), col % 64, row);
+            same = same && Panels::offset_of(row, col) == col / 64 * Panels::panel_bytes +
+                                                              byte_of(Panels::box(), col % 64, row);
     check(same, "panels lie as their box says", Panels::rows, Panels::cols);
 }
 
@@ -40,8 +41,9 @@ template <int BX, bool ALONG_X, int EACH> static void check_operand() {
     bool same = tma_box_of(box).bytes == Tile::panel_bytes;
     for (int x = 0; x < BX; ++x)
         for (int k = 0; k < EACH; ++k)
-            same = same && Tile::offset_of(x, k) == (ALONG_X ? x / EACH * Tile::panel_bytes : 0) +
-                                                        byte_of(box, ALONG_X ? x % EACH : k, ALONG_X ? k : x);
+            same = same && Tile::offset_of(x, k) ==
+                               (ALONG_X ? x / EACH * Tile::panel_bytes : 0) +
+                                   byte_of(box, ALONG_X ? x % EACH : k, ALONG_X ? k : x);
     check(same, "an operand lies as its box says", BX, ALONG_X);
 }
 
@@ -50,10 +52,12 @@ template <int COLS, int ELEM_BYTES> static void check_results() {
     bool same = tma_box_of(Panel::box(ELEM_BYTES)).bytes == Panel::bytes;
     for (int row = 0; row < 16; ++row)
         for (int col = 0; col < COLS; ++col)
-            same = same && Panel::offset_of(row, col, ELEM_BYTES) == byte_of(Panel::box(ELEM_BYTES), col, row);
+            same = same && Panel::offset_of(row, col, ELEM_BYTES) ==
+                               byte_of(Panel::box(ELEM_BYTES), col, row);
     for (int row = 0; row < 16; ++row)
         for (int c = 0; c < Panel::chunks; ++c)
-            same = same && (int)Panel::chunk((unsigned)Panel::offset(row, 0), c) == Panel::offset(row, c);
+            same = same &&
+                   (int)Panel::chunk((unsigned)Panel::offset(row, 0), c) == Panel::offset(row, c);
     check(same, "results lie as their box says", COLS, ELEM_BYTES);
 }
 
@@ -68,11 +72,12 @@ template <class Tile> static void check_backward() {
     check_panels<wgmma_panels<Tile::BQ, Tile::HEAD_DIM_V>>();
 }
 
-/* ---- what the driver is told ----------------------------------------------------------------------------------- */
+/* ---- what the driver is told ----------------------------------------------------------------- */
 /* As tensor maps were made from two or three numbers, before boxes were values: the judge. */
 static TensorMapFields fields_of_numbers(const TensorShape &shape, int box0, int box1, int box2) {
     const int64_t bytes = (int64_t)gk_dtype_bytes(shape.dtype);
-    TensorMapFields f = {{}, {}, {(uint32_t)box0, (uint32_t)box1, (uint32_t)box2, 1, 1}, {1, 1, 1, 1, 1}, 0};
+    TensorMapFields f = {
+        {}, {}, {(uint32_t)box0, (uint32_t)box1, (uint32_t)box2, 1, 1}, {1, 1, 1, 1, 1}, 0};
     for (int d = 0; d < TENSOR_DIMS; ++d) {
         f.size[d] = (uint64_t)shape.size[d];
         if (d > 0)
@@ -96,8 +101,8 @@ static bool equal(const TensorMapFields &a, const TensorMapFields &b) {
 /* Of tensors with every set of dimensions of one element. */
 static void check_fields(gk_dtype dtype, const smem_box &smem, int box0, int box1, int box2 = 1) {
     const tma_box box = tma_box_of(smem);
-    bool same =
-        box.ok && smem.elem_bytes == (int)gk_dtype_bytes(dtype) && box.bytes == box0 * box1 * box2 * smem.elem_bytes;
+    bool same = box.ok && smem.elem_bytes == (int)gk_dtype_bytes(dtype) &&
+                box.bytes == box0 * box1 * box2 * smem.elem_bytes;
     for (int ones = 0; ones < 1 << TENSOR_DIMS; ++ones) {
         TensorShape x = {NULL, dtype, {}, {1}, false};
         for (int d = 0; d < TENSOR_DIMS; ++d) {
@@ -110,12 +115,14 @@ static void check_fields(gk_dtype dtype, const smem_box &smem, int box0, int box
 }
 
 static void check_every_call() {
-    for (int rows = 1; rows <= 256; ++rows) { /* gemm's operands, and what their last boxes hold; attention's Q, K, V */
+    /* gemm's operands, and what their last boxes hold; attention's Q, K, V */
+    for (int rows = 1; rows <= 256; ++rows) {
         check_fields(GK_BF16, wgmma_box(2, rows), 64, rows);
         check_fields(GK_F16, wgmma_box(2, rows), 64, rows);
         check_fields(GK_F32, wgmma_box(4, rows), 32, rows);
     }
-    for (int queries = 1; queries <= 64; ++queries) check_fields(GK_BF16, wgmma_box(2, queries, 4), 64, queries, 4);
+    for (int queries = 1; queries <= 64; ++queries)
+        check_fields(GK_BF16, wgmma_box(2, queries, 4), 64, queries, 4);
     check_fields(GK_BF16, smem_tile<16, 128>::box(2), 64, 16); /* results */
     check_fields(GK_BF16, smem_tile<16, 64>::box(2), 32, 16);
     check_fields(GK_F32, smem_tile<16, 128>::box(4), 32, 16);
@@ -143,14 +150,14 @@ static void check_refusals() {
     }
 }
 
-/* ---- for the twin -------------------------------------------------------------------------------------------------- */
+/* ---- for the twin ---------------------------------------------------------------------------- */
 static void print(const smem_box &box) {
     const tma_box tma = tma_box_of(box);
     const int shift = box.elem_bytes == 4 ? 2 : 1; /* of elements */
     if (box.swizzle_bits) printf("Sw<%d,%d,3> o 0 o ", box.swizzle_bits, 4 - shift);
     const int *n = box.lies.shape, *d = box.lies.stride;
-    printf("(%d,%d,%d):(%d,%d,%d) %d,%d,%d %d %d\n", n[0], n[1], n[2], d[0], d[1], d[2], tma.size[0], tma.size[1],
-           tma.size[2], tma.swizzle_bytes, tma.bytes);
+    printf("(%d,%d,%d):(%d,%d,%d) %d,%d,%d %d %d\n", n[0], n[1], n[2], d[0], d[1], d[2],
+           tma.size[0], tma.size[1], tma.size[2], tma.swizzle_bytes, tma.bytes);
 }
 
 static int dump() {
@@ -183,7 +190,8 @@ int main(int argc, char **argv) {
     check_forward<FwdHopper256>();
     check_backward<BwdHopper64>(), check_backward<BwdHopper96>(), check_backward<BwdHopper128>();
     check_backward<BwdHopper256>();
-    check_operand<64, false, 64>(), check_operand<128, false, 64>(), check_operand<176, false, 64>();
+    check_operand<64, false, 64>(), check_operand<128, false, 64>(),
+        check_operand<176, false, 64>();
     check_operand<256, false, 64>(), check_operand<64, true, 64>(), check_operand<256, true, 64>();
     check_operand<128, false, 32>(), check_operand<128, true, 32>();
     check_results<64, 2>(), check_results<32, 2>(), check_results<32, 4>();

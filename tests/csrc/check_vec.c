@@ -13,8 +13,8 @@ static int num_isas;
 
 /* ---- gemm with K = 0 as a vector function ---------------------------------------------------- */
 /* out [rows, n] = activation(beta * c [rows, n]); operands are of `dtype`, c of c_dtype. */
-static void apply(const char *isa, gk_dtype dtype, const check_tensor *c, const check_tensor *out, double beta,
-                  gk_activation activation) {
+static void apply(const char *isa, gk_dtype dtype, const check_tensor *c, const check_tensor *out,
+                  double beta, gk_activation activation) {
     int64_t rows = c->t.shape[0], n = c->t.shape[1], a_shape[2] = {rows, 0}, b_shape[2] = {0, n};
     int mark = check_num_owned;
     check_tensor a = check_dense(dtype, 2, a_shape), b = check_dense(dtype, 2, b_shape);
@@ -49,7 +49,8 @@ static void check_loads(const char *isa, gk_dtype dtype) {
         for (int64_t i = 0; i < s[0] * s[1]; ++i) {
             uint16_t bits = (uint16_t)i;
             ((uint16_t *)c.t.data)[i] = bits;
-            ((float *)expected.t.data)[i] = dtype == GK_F16 ? gk_f16_to_f32(bits) : gk_bf16_to_f32(bits);
+            ((float *)expected.t.data)[i] =
+                dtype == GK_F16 ? gk_f16_to_f32(bits) : gk_bf16_to_f32(bits);
         }
         apply(isa, dtype, &c, &out, 1, GK_ACT_NONE);
         check_equal("float32", &out.t, &expected.t);
@@ -60,7 +61,8 @@ static void check_loads(const char *isa, gk_dtype dtype) {
 /* float32 values to 16 bits: rounding to nearest even, ties, subnormals, overflow, NaN. */
 static void check_stores(const char *isa, gk_dtype dtype) {
     snprintf(check_case, sizeof check_case, "stores of %s %s", gk_dtype_name(dtype), isa);
-    static const float betas[] = {1.0f, 1.00390625f, 1.001953125f, 1.00146484375f, 0.333333343f, 1e-5f, 300.0f};
+    static const float betas[] = {1.0f,         1.00390625f, 1.001953125f, 1.00146484375f,
+                                  0.333333343f, 1e-5f,       300.0f};
     int64_t shape[2] = {1213, 54};
     for (int b = 0; b < CHECK_COUNT(betas); ++b) {
         check_tensor c = check_dense(dtype, 2, shape), out = check_dense(dtype, 2, shape),
@@ -69,9 +71,13 @@ static void check_stores(const char *isa, gk_dtype dtype) {
             uint16_t bits = (uint16_t)i;
             float x = betas[b] * (dtype == GK_F16 ? gk_f16_to_f32(bits) : gk_bf16_to_f32(bits));
             /* float32 subnormals may be flushed: bfloat16 shares their range */
-            if (dtype == GK_BF16 && fabsf(x) < 0x1p-126f) bits = 0, x = 0;
+            if (dtype == GK_BF16 && fabsf(x) < 0x1p-126f) {
+                bits = 0;
+                x = 0;
+            }
             ((uint16_t *)c.t.data)[i] = bits;
-            ((uint16_t *)expected.t.data)[i] = dtype == GK_F16 ? gk_f32_to_f16(x) : gk_f32_to_bf16(x);
+            ((uint16_t *)expected.t.data)[i] =
+                dtype == GK_F16 ? gk_f32_to_f16(x) : gk_f32_to_bf16(x);
         }
         apply(isa, dtype, &c, &out, betas[b], GK_ACT_NONE);
         check_equal("rounded", &out.t, &expected.t);
@@ -87,7 +93,8 @@ static double act_bound(gk_activation activation, double x, double y) {
     switch (activation) {
     case GK_ACT_GELU: return own + 0.5 * fabs(x) * (2e-7 + 2 * u); /* erf: absolute error 2e-7 */
     case GK_ACT_GELU_TANH:
-        return own + 0.5 * fabs(x) * (3e-7 + 6 * u); /* tanh: absolute error 3e-7, argument 4 roundings */
+        return own +
+               0.5 * fabs(x) * (3e-7 + 6 * u); /* tanh: absolute error 3e-7, argument 4 roundings */
     case GK_ACT_SILU: /* exp: relative 2e-7 + 1.2e-7 |x|; its argument is held below 126 log 2 */
         return own + fabs(y) * (2e-7 + 2 * u * (1 + fabs(x))) + fabs(x) * 0x1p-125;
     default: return 0;
@@ -98,7 +105,8 @@ static double act_exact(gk_activation activation, double x) {
     switch (activation) {
     case GK_ACT_RELU: return x < 0 ? 0 : x;
     case GK_ACT_GELU: return 0.5 * x * erfc(-x * sqrt(0.5));
-    case GK_ACT_GELU_TANH: return x / (1 + exp(-2 * sqrt(2 / acos(-1)) * (x + 0.044715 * x * x * x)));
+    case GK_ACT_GELU_TANH:
+        return x / (1 + exp(-2 * sqrt(2 / acos(-1)) * (x + 0.044715 * x * x * x)));
     case GK_ACT_SILU: return x / (1 + exp(-x));
     default: return x;
     }
@@ -106,7 +114,8 @@ static double act_exact(gk_activation activation, double x) {
 
 static void check_activation(const char *isa, gk_activation activation) {
     static const char *const names[] = {"none", "relu", "gelu", "gelu_tanh", "silu"};
-    static const float special[] = {0.0f, -0.0f, 1e-30f, -1e-30f, 100.0f, -50.0f, 1e4f, -1e4f, 1e30f, NAN, INFINITY};
+    static const float special[] = {0.0f, -0.0f, 1e-30f, -1e-30f, 100.0f,  -50.0f,
+                                    1e4f, -1e4f, 1e30f,  NAN,     INFINITY};
     snprintf(check_case, sizeof check_case, "activation %s %s", names[activation], isa);
     int64_t shape[2] = {check_small() ? 101 : 2003, 99}, count = shape[0] * shape[1];
     check_tensor c = check_dense(GK_F32, 2, shape), out = check_dense(GK_F32, 2, shape);
@@ -118,10 +127,13 @@ static void check_activation(const char *isa, gk_activation activation) {
     apply(isa, GK_F32, &c, &out, 1, activation);
     bool good = true;
     for (int64_t i = 0; i < count && good; ++i) {
-        double x = ((float *)c.t.data)[i], got = ((float *)out.t.data)[i], y = act_exact(activation, x);
-        good = got == y || (isnan(y) && isnan(got)) || fabs(got - y) <= act_bound(activation, x, y) + 0x1p-120;
+        double x = ((float *)c.t.data)[i], got = ((float *)out.t.data)[i],
+               y = act_exact(activation, x);
+        good = got == y || (isnan(y) && isnan(got)) ||
+               fabs(got - y) <= act_bound(activation, x, y) + 0x1p-120;
         if (!good)
-            check_result(false, "f(%.9g) is %.9g, expected %.9g +- %.3g", x, got, y, act_bound(activation, x, y));
+            check_result(false, "f(%.9g) is %.9g, expected %.9g +- %.3g", x, got, y,
+                         act_bound(activation, x, y));
     }
     if (good) check_result(true, "all");
     check_free(0);
@@ -133,7 +145,8 @@ static void check_activation(const char *isa, gk_activation activation) {
  * shorter polynomial, whose 4e-6 hides behind bfloat16's own rounding in out but not in lse. */
 static void check_softmax(const char *isa, gk_dtype dtype) {
     snprintf(check_case, sizeof check_case, "softmax of two keys %s %s", gk_dtype_name(dtype), isa);
-    int64_t rows = check_small() ? 301 : 2001, q_shape[4] = {1, 1, rows, 1}, k_shape[4] = {1, 1, 2, 1};
+    int64_t rows = check_small() ? 301 : 2001, q_shape[4] = {1, 1, rows, 1},
+            k_shape[4] = {1, 1, 2, 1};
     check_tensor q = check_dense(dtype, 4, q_shape), k = check_dense(dtype, 4, k_shape),
                  v = check_dense(dtype, 4, k_shape);
     check_tensor out = check_dense(dtype, 4, q_shape), lse = check_dense(GK_F32, 3, q_shape);
@@ -158,32 +171,38 @@ static void check_softmax(const char *isa, gk_dtype dtype) {
     args.workspace_bytes = w.bytes;
     gk_status status = gk_flash_attn_fwd(&ctx, &args);
     check_result(status == GK_OK, "%s: %s", gk_status_name(status), gk_last_error());
-    double u = 0x1p-24, half = dtype == GK_F32 ? 0 : 2.25 * check_unit(dtype), poly = dtype == GK_BF16 ? 4e-6 : 2e-7;
+    double u = 0x1p-24, half = dtype == GK_F32 ? 0 : 2.25 * check_unit(dtype),
+           poly = dtype == GK_BF16 ? 4e-6 : 2e-7;
     bool good = true;
     for (int64_t i = 0; i < rows && good; ++i) {
-        double x = check_get(&q.t, i), p = 1 / (1 + exp(-x)), l = x > 0 ? x + log1p(exp(-x)) : log1p(exp(x));
-        double p_bound = p * (2 * poly + half + u * (8 + 2 * fabs(x))) + (dtype == GK_F16 ? 0x1p-25 : 0x1p-120);
+        double x = check_get(&q.t, i), p = 1 / (1 + exp(-x)),
+               l = x > 0 ? x + log1p(exp(-x)) : log1p(exp(x));
+        double p_bound =
+            p * (2 * poly + half + u * (8 + 2 * fabs(x))) + (dtype == GK_F16 ? 0x1p-25 : 0x1p-120);
         double l_bound = poly + u * (4 + 3 * fabs(x)); /* the logit is rounded in units of log 2 */
         double got_p = check_get(&out.t, i), got_l = check_get(&lse.t, i);
         good = fabs(got_p - p) <= p_bound && fabs(got_l - l) <= l_bound;
         if (!good) {
-            check_result(false, "x %.9g: p %.9g, expected %.9g +- %.3g; lse %.9g, expected %.9g +- %.3g", x, got_p, p,
-                         p_bound, got_l, l, l_bound);
+            check_result(false,
+                         "x %.9g: p %.9g, expected %.9g +- %.3g; lse %.9g, expected %.9g +- %.3g",
+                         x, got_p, p, p_bound, got_l, l, l_bound);
         }
     }
     if (good) check_result(true, "all");
     check_free(0);
 }
 
-/* Every call asks for the instruction set. A cpuid is 0.1 us on a machine and 20 to 70 us under a hypervisor: a call may not wait
- * for one. */
+/* Every call asks for the instruction set. A cpuid is 0.1 us on a machine and 20 to 70 us under a
+ * hypervisor: a call may not wait for one. */
 static void check_isa_is_known(void) {
     struct timespec start, end;
     snprintf(check_case, sizeof check_case, "the instruction set");
     clock_gettime(CLOCK_MONOTONIC, &start);
-    for (int i = 0; i < 10000; ++i) check_result(gk_cpu_has(GK_ISA_BASE) && gk_cpu_isa() && gk_cpu_isas(), "none");
+    for (int i = 0; i < 10000; ++i)
+        check_result(gk_cpu_has(GK_ISA_BASE) && gk_cpu_isa() && gk_cpu_isas(), "none");
     clock_gettime(CLOCK_MONOTONIC, &end);
-    const double us = (double)(end.tv_sec - start.tv_sec) * 1e6 + (double)(end.tv_nsec - start.tv_nsec) * 1e-3;
+    const double us =
+        (double)(end.tv_sec - start.tv_sec) * 1e6 + (double)(end.tv_nsec - start.tv_nsec) * 1e-3;
     check_result(us < 2e5, "10000 questions took %.0f us", us);
 }
 
@@ -193,11 +212,16 @@ int main(void) {
     for (int i = 0; i < num_isas; ++i) {
         const char *isa = check_isa_names[i];
         for (const gk_type *type = gk_types; type->kind != GK_KIND_NONE; ++type) {
-            if (type->kind != GK_KIND_FLOAT || type->bits > 32) continue; /* float64 has no vectors */
-            if (type->bits == 16) check_loads(isa, type->dtype), check_stores(isa, type->dtype);
+            /* float64 has no vectors */
+            if (type->kind != GK_KIND_FLOAT || type->bits > 32) continue;
+            if (type->bits == 16) {
+                check_loads(isa, type->dtype);
+                check_stores(isa, type->dtype);
+            }
             check_softmax(isa, type->dtype);
         }
-        for (int act = GK_ACT_NONE; act <= GK_ACT_SILU; ++act) check_activation(isa, (gk_activation)act);
+        for (int act = GK_ACT_NONE; act <= GK_ACT_SILU; ++act)
+            check_activation(isa, (gk_activation)act);
     }
     return check_end();
 }

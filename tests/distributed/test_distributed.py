@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Context and tensor parallelism: four processes (gloo), all in one group and in two groups of two at once, against one.
+"""Context and tensor parallelism: four processes (gloo), all in one group and in two groups of two
+at once, against one.
 
-On a machine with two GPUs the same checks run with two processes and NCCL (marker gpu2). They name no device: where they make
-tensors is a process's default device.
+On a machine with two GPUs the same checks run with two processes and NCCL (marker gpu2). They name
+no device: where they make tensors is a process's default device.
 """
 
 import contextlib
@@ -55,7 +56,8 @@ class Ranks:
         pairs = [dist.new_group([r, r + 1]) for r in range(0, RANKS, 2)]
         self.rank = dist.get_rank()
         self.all, self.pair = dist.group.WORLD, pairs[self.rank // 2]
-        self.groups = (self.all, self.pair) if RANKS > 2 else (self.all,)  # of two ranks the pair is all of them
+        # of two ranks the pair is all of them
+        self.groups = (self.all, self.pair) if RANKS > 2 else (self.all,)
 
     def report(self, failed):
         Path(self.folder, str(self.rank)).write_text("\n".join(failed))
@@ -75,7 +77,7 @@ def same_on_all(x):
     return all(torch.equal(x, other) for other in met)
 
 
-# ---- the sequence ---------------------------------------------------------------------------------
+# ---- the sequence --------------------------------------------------------------------------------
 
 
 def check_shards_come_back(ranks):
@@ -96,7 +98,7 @@ def check_shards_come_back(ranks):
         assert torch.equal(grad, mine)
 
 
-# ---- attention ------------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 RULES = (
     dict(),
@@ -115,7 +117,9 @@ RULES = (
 def attention_case(seed, length, heads, dims, rules, dtype=torch.float32):
     gen = generator("attention", seed)
     batch, (hq, hkv), (d, dv) = 2, heads, dims
-    q, k, v = (randn(gen, batch, h, length, n, dtype=dtype) for h, n in ((hq, d), (hkv, d), (hkv, dv)))
+    q, k, v = (
+        randn(gen, batch, h, length, n, dtype=dtype) for h, n in ((hq, d), (hkv, d), (hkv, dv))
+    )
     rules = dict(rules)
     if rules.pop("alibi", False):
         rules["alibi_slopes"] = randn(gen, hq).abs() * 0.1
@@ -130,7 +134,9 @@ def differentiated(call, leaves, sinks, weights):
     sinks = None if sinks is None else sinks.detach().clone().requires_grad_()
     out, lse = call(*leaves, sinks)
     # -inf where a row sees nothing
-    loss = (out.float() * weights[0]).sum() + (lse.masked_fill(lse == -torch.inf, 0) * weights[1]).sum()
+    loss = (out.float() * weights[0]).sum() + (
+        lse.masked_fill(lse == -torch.inf, 0) * weights[1]
+    ).sum()
     wanted = leaves if sinks is None else [*leaves, sinks]
     return out.detach(), lse.detach(), *torch.autograd.grad(loss, wanted)
 
@@ -140,12 +146,24 @@ def compare(ranks, group, mode, layout, case, why, atol=2e-5, bits=False):
     length = leaves[0].shape[2]
     part = lambda x: gd.shard_sequence(x, group, 2, layout)  # noqa: E731
     want = differentiated(
-        lambda q, k, v, s: gk.flash_attn(q, k, v, sinks=s, return_lse=True, **rules), leaves, sinks, weights
+        lambda q, k, v, s: gk.flash_attn(q, k, v, sinks=s, return_lse=True, **rules),
+        leaves,
+        sinks,
+        weights,
     )
 
     def cut(q, k, v, s):
         return gd.context_parallel_attn(
-            q, k, v, group, sinks=s, layout=layout, mode=mode, seq_len=length, return_lse=True, **rules
+            q,
+            k,
+            v,
+            group,
+            sinks=s,
+            layout=layout,
+            mode=mode,
+            seq_len=length,
+            return_lse=True,
+            **rules,
         )
 
     got = differentiated(cut, [part(x) for x in leaves], sinks, [part(x) for x in weights])
@@ -153,7 +171,9 @@ def compare(ranks, group, mode, layout, case, why, atol=2e-5, bits=False):
         b = b if name == "dsinks" else part(b)
         if bits and name in ("out", "lse"):
             assert torch.equal(a, b), f"{why}: {name} is not one rank's bit for bit"
-        torch.testing.assert_close(a, b, atol=atol, rtol=atol, msg=lambda text, n=name: f"{why}: {n}: {text}")
+        torch.testing.assert_close(
+            a, b, atol=atol, rtol=atol, msg=lambda text, n=name: f"{why}: {n}: {text}"
+        )
 
 
 def check_attention_equals_one_rank(ranks):
@@ -199,18 +219,31 @@ def check_16_bits_err_as_one_rank(ranks):
         None,
         [w.double() for w in weights],
     )
-    one = differentiated(lambda q, k, v, s: gk.flash_attn(q, k, v, return_lse=True, **rules), small, None, weights)
+    one = differentiated(
+        lambda q, k, v, s: gk.flash_attn(q, k, v, return_lse=True, **rules), small, None, weights
+    )
     for mode in ("all_gather", "ring", "ulysses"):
         part = lambda x: gd.shard_sequence(x, ranks.all, 2, "zigzag")  # noqa: E731
         got = differentiated(
-            lambda q, k, v, s: gd.context_parallel_attn(q, k, v, ranks.all, mode=mode, return_lse=True, **rules),  # noqa: B023
+            lambda q, k, v, s: gd.context_parallel_attn(
+                q,
+                k,
+                v,
+                ranks.all,
+                mode=mode,  # noqa: B023
+                return_lse=True,
+                **rules,  # noqa: B023
+            ),  # noqa: B023
             [part(x) for x in small],
             None,
             [part(w) for w in weights],
         )
         for name, a, b, ref in zip(("out", "lse", "dq", "dk", "dv"), got, one, exact):
             errors = torch.stack(
-                [(a.double() - part(ref)).square().sum(), (part(b).double() - part(ref)).square().sum()]
+                [
+                    (a.double() - part(ref)).square().sum(),
+                    (part(b).double() - part(ref)).square().sum(),
+                ]
             )
             dist.all_reduce(errors)
             ratio = (errors[0] / errors[1]).sqrt().item()
@@ -225,17 +258,23 @@ def check_gradients_of_sinks_err_as_one_rank(ranks):
     for dtype in (torch.float16, torch.bfloat16):
         errors = torch.zeros(4, dtype=torch.float64)
         for seed in range(6):
-            leaves, sinks, rules, weights = attention_case(seed, 96, (4, 4), (16, 16), dict(is_causal=True, sinks=True))
+            leaves, sinks, rules, weights = attention_case(
+                seed, 96, (4, 4), (16, 16), dict(is_causal=True, sinks=True)
+            )
             small = [x.to(dtype) for x in leaves]
 
             def of_sinks(call, leaves, weights, sinks=sinks):
-                return differentiated(call, leaves, sinks.to(weights[0].dtype), weights)[-1].double()
+                return differentiated(call, leaves, sinks.to(weights[0].dtype), weights)[
+                    -1
+                ].double()
 
             one = lambda q, k, v, s, r=rules: gk.flash_attn(q, k, v, sinks=s, return_lse=True, **r)  # noqa: E731
             exact = of_sinks(one, [x.double() for x in small], [w.double() for w in weights])
             found = [of_sinks(one, small, weights)]
             for mode in modes:
-                cut = functools.partial(gd.context_parallel_attn, mode=mode, return_lse=True, **rules)
+                cut = functools.partial(
+                    gd.context_parallel_attn, mode=mode, return_lse=True, **rules
+                )
                 call = lambda q, k, v, s, cut=cut: cut(q, k, v, ranks.all, sinks=s)  # noqa: E731
                 found.append(of_sinks(call, [part(x) for x in small], [part(w) for w in weights]))
             errors += torch.stack([(x - exact).square().sum() for x in found])
@@ -249,8 +288,11 @@ CUDA_BOUND = 1.05  # kernels of a GPU cut keys into other tiles, each with round
 
 
 def check_torchs_ring_agrees(ranks):
-    """PyTorch's own ring, with its CPU kernel put in, cuts as zigzag does: its out, lse and gradients are ours."""
-    theirs = pytest.importorskip("torch.distributed.tensor.experimental._context_parallel._attention")
+    """PyTorch's own ring, with its CPU kernel put in, cuts as zigzag does: its out, lse and
+    gradients are ours."""
+    theirs = pytest.importorskip(
+        "torch.distributed.tensor.experimental._context_parallel._attention"
+    )
     if CUDA:  # bench_distributed.py has it as a peer
         return
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -258,7 +300,13 @@ def check_torchs_ring_agrees(ranks):
     whole = [randn(gen, 2, 3, 48, 16) for _ in range(4)]
     q, k, v, grad = (gd.shard_sequence(x, ranks.all, 2, "zigzag").contiguous() for x in whole)
     out, lse = theirs._templated_ring_attention(
-        ranks.all, 2, lambda q, k, v, is_causal: forward(q, k, v, 0.0, is_causal), q, k, v, is_causal=True
+        ranks.all,
+        2,
+        lambda q, k, v, is_causal: forward(q, k, v, 0.0, is_causal),
+        q,
+        k,
+        v,
+        is_causal=True,
     )
 
     def backward(grad_out, query, key, value, out, logsumexp, is_causal):
@@ -270,14 +318,19 @@ def check_torchs_ring_agrees(ranks):
         ranks.all, 2, backward, grad, "grad_out", q, k, v, out, lse, is_causal=True
     )
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    got, got_lse = gd.context_parallel_attn(*leaves, ranks.all, is_causal=True, mode="ring", return_lse=True)
+    got, got_lse = gd.context_parallel_attn(
+        *leaves, ranks.all, is_causal=True, mode="ring", return_lse=True
+    )
     for x, y in zip((got, got_lse, *torch.autograd.grad(got, leaves, grad)), (out, lse, *grads)):
         torch.testing.assert_close(x, y.reshape(x.shape), atol=5e-6, rtol=5e-6)
 
 
 def check_strides_and_mode_are_kept(ranks):
     (q, k, v), _, _, _ = attention_case(3, 32, (4, 4), (8, 8), {})
-    part = [gd.shard_sequence(x, ranks.all, 2).transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    part = [
+        gd.shard_sequence(x, ranks.all, 2).transpose(1, 2).contiguous().transpose(1, 2)
+        for x in (q, k, v)
+    ]
     for mode in ("all_gather", "ring", "ulysses", "auto"):
         out = gd.context_parallel_attn(*part, ranks.all, mode=mode)
         assert out.stride(1) < out.stride(2), mode
@@ -290,16 +343,31 @@ def check_packed_equals_one_rank(ranks):
     points = itertools.product(RULES, ("contiguous", "zigzag"))
     for seed, (rules, layout) in enumerate(points):
         leaves, sinks, rules, weights = attention_case(seed, total, (4, 2), (16, 8), rules)
-        leaves, weights = [x[0].transpose(0, 1) for x in leaves], [x[0].transpose(0, 1) for x in weights]
+        leaves, weights = (
+            [x[0].transpose(0, 1) for x in leaves],
+            [x[0].transpose(0, 1) for x in weights],
+        )
         for group in ranks.groups:
             part = lambda x, layout=layout, group=group: gd.shard_sequence(x, group, 0, layout)  # noqa: E731
 
             def one(q, k, v, s, rules=rules):
-                return gk.flash_attn_varlen(q, k, v, cu, cu, 30, 30, sinks=s, return_lse=True, **rules)
+                return gk.flash_attn_varlen(
+                    q, k, v, cu, cu, 30, 30, sinks=s, return_lse=True, **rules
+                )
 
             def cut(q, k, v, s, rules=rules, layout=layout, group=group):
                 return gd.context_parallel_attn_varlen(
-                    q, k, v, cu, 30, group, sinks=s, layout=layout, seq_len=total, return_lse=True, **rules
+                    q,
+                    k,
+                    v,
+                    cu,
+                    30,
+                    group,
+                    sinks=s,
+                    layout=layout,
+                    seq_len=total,
+                    return_lse=True,
+                    **rules,
                 )
 
             want = differentiated(one, leaves, sinks, weights)
@@ -307,13 +375,19 @@ def check_packed_equals_one_rank(ranks):
             for name, a, b in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, want):
                 b = b if name == "dsinks" else part(b)
                 torch.testing.assert_close(
-                    a, b, atol=2e-5, rtol=2e-5, msg=lambda text, n=name, r=rules, y=layout: f"{r} {y}: {n}: {text}"
+                    a,
+                    b,
+                    atol=2e-5,
+                    rtol=2e-5,
+                    msg=lambda text, n=name, r=rules, y=layout: f"{r} {y}: {n}: {text}",
                 )
 
 
 def check_keys_spread_over_ranks(ranks):
     """Decoding: each rank holds some keys of every sequence, some none."""
-    for dtype, with_sinks, group in itertools.product((torch.float32, torch.bfloat16), (False, True), ranks.groups):
+    for dtype, with_sinks, group in itertools.product(
+        (torch.float32, torch.bfloat16), (False, True), ranks.groups
+    ):
         gen, size, mine = generator("paged"), dist.get_world_size(group), dist.get_rank(group)
         keys, block = 24, 4
         lens = [24, 5, 0, 9]
@@ -332,7 +406,9 @@ def check_keys_spread_over_ranks(ranks):
             rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, -per % block), value=float("nan"))
             part.append(rows.reshape(-1, block, 2, 16))
         mine_table = torch.arange(part[0].shape[0], dtype=torch.int32).view(len(lens), -1)
-        out, lse = gd.context_parallel_paged_attn(q, *part, mine_table, local, group, sinks=sinks, return_lse=True)
+        out, lse = gd.context_parallel_paged_attn(
+            q, *part, mine_table, local, group, sinks=sinks, return_lse=True
+        )
         close = dict(atol=1e-5, rtol=1e-5) if dtype == torch.float32 else dict(atol=2e-2, rtol=2e-2)
         torch.testing.assert_close(out, want, **close)
         torch.testing.assert_close(lse, want_lse, **close)
@@ -340,11 +416,13 @@ def check_keys_spread_over_ranks(ranks):
             assert same_on_all(out)
 
 
-# ---- products -------------------------------------------------------------------------------------
+# ---- products ------------------------------------------------------------------------------------
 
 
 def check_products_equal_one_rank(ranks):
-    for group, activation, rows in itertools.product(ranks.groups, ("none", "gelu", "relu"), (8, 7)):
+    for group, activation, rows in itertools.product(
+        ranks.groups, ("none", "gelu", "relu"), (8, 7)
+    ):
         size, mine = dist.get_world_size(group), dist.get_rank(group)
         gen = generator("products", rows)
         a, b, bias = randn(gen, rows, 12), randn(gen, 12, 8 * size), randn(gen, 8 * size)
@@ -353,14 +431,19 @@ def check_products_equal_one_rank(ranks):
         whole = gk.gemm(*leaves, activation=activation)
         want = torch.autograd.grad((whole * weight).sum(), leaves)
         columns = slice(8 * mine, 8 * mine + 8)
-        own = [x.detach().clone().requires_grad_() for x in (a.tensor_split(size)[mine], b[:, columns], bias[columns])]
+        own = [
+            x.detach().clone().requires_grad_()
+            for x in (a.tensor_split(size)[mine], b[:, columns], bias[columns])
+        ]
         out, gathered = gd.all_gather_gemm(
             own[0], own[1], group, bias=own[2], activation=activation, return_gathered=True
         )
         assert torch.equal(gathered, a)
         torch.testing.assert_close(out, whole[:, columns])
         got = torch.autograd.grad((out * weight[:, columns]).sum(), own)
-        for x, y in zip(got, (want[0].tensor_split(size)[mine], want[1][:, columns], want[2][columns])):
+        for x, y in zip(
+            got, (want[0].tensor_split(size)[mine], want[1][:, columns], want[2][columns])
+        ):
             torch.testing.assert_close(x, y)
 
 
@@ -397,14 +480,16 @@ def check_sums_of_products(ranks):
             got = torch.autograd.grad((out * part(weight)).sum(), own)
             torch.testing.assert_close(got[0], want[0][:, inner])
             torch.testing.assert_close(got[1], want[1][inner])
-    large = randn(generator("large", 0), 600, 8), randn(generator("large", 1), 8, 600)  # rows to owners and back
+    # rows to owners and back
+    large = randn(generator("large", 0), 600, 8), randn(generator("large", 1), 8, 600)
     total = gd.gemm_all_reduce(*large)
     torch.testing.assert_close(total, RANKS * (large[0] @ large[1]), atol=1e-4, rtol=1e-4)
     assert same_on_all(total)
 
 
 def check_vocabulary_over_ranks(ranks):
-    """The loss and gradients of linear_cross_entropy; classes that no rank divides, fewer than ranks, smoothed, capped."""
+    """The loss and gradients of linear_cross_entropy; classes that no rank divides, fewer than
+    ranks, smoothed, capped."""
     points = itertools.product(
         ranks.groups,
         (12, 7, 2),
@@ -440,24 +525,38 @@ def check_vocabulary_over_ranks(ranks):
         got = gd.vocab_parallel_linear_cross_entropy(
             own[0], own[1], target, group, own[2], classes=total, reduction=reduction, **rules
         )
-        torch.testing.assert_close(got, want, **({} if dtype.itemsize > 2 else dict(atol=2e-3, rtol=2e-3)))
+        torch.testing.assert_close(
+            got, want, **({} if dtype.itemsize > 2 else dict(atol=2e-3, rtol=2e-3))
+        )
         got_grads = torch.autograd.grad(got.sum(), own)
-        for a, b in zip(got_grads, (want_grads[0], part(want_grads[1]), part(want_grads[2])), strict=True):
+        for a, b in zip(
+            got_grads, (want_grads[0], part(want_grads[1]), part(want_grads[2])), strict=True
+        ):
             torch.testing.assert_close(a, b, **close)
         if group is ranks.all:
             assert same_on_all(got.detach()) and same_on_all(got_grads[0].view(torch.uint8))
         frozen = own[1].detach()  # a head that does not learn
-        again = gd.vocab_parallel_linear_cross_entropy(own[0], frozen, target, group, classes=total, **rules)
+        again = gd.vocab_parallel_linear_cross_entropy(
+            own[0], frozen, target, group, classes=total, **rules
+        )
         wanted = gk.linear_cross_entropy(x, weight.detach(), target, **rules)
-        for a, b in zip(torch.autograd.grad(again, own[0]), torch.autograd.grad(wanted, x), strict=True):
+        for a, b in zip(
+            torch.autograd.grad(again, own[0]), torch.autograd.grad(wanted, x), strict=True
+        ):
             torch.testing.assert_close(a, b, **close)
     if CUDA:
         wrong = torch.tensor([2 * RANKS])
-        loss = gd.vocab_parallel_linear_cross_entropy(torch.zeros(1, 2), torch.zeros(2, 2), wrong, ranks.all)
+        loss = gd.vocab_parallel_linear_cross_entropy(
+            torch.zeros(1, 2), torch.zeros(2, 2), wrong, ranks.all
+        )
         assert loss.isnan().item()
         return
-    with pytest.raises(ValueError, match="vocab_parallel_linear_cross_entropy: target must be a Tensor, got None"):
-        gd.vocab_parallel_linear_cross_entropy(torch.zeros(1, 2), torch.zeros(2, 2), None, ranks.all)
+    with pytest.raises(
+        ValueError, match="vocab_parallel_linear_cross_entropy: target must be a Tensor, got None"
+    ):
+        gd.vocab_parallel_linear_cross_entropy(
+            torch.zeros(1, 2), torch.zeros(2, 2), None, ranks.all
+        )
     with pytest.raises(IndexError, match="target is expected to hold classes"):
         gd.vocab_parallel_linear_cross_entropy(
             torch.zeros(1, 2), torch.zeros(2, 2), torch.tensor([2 * RANKS]), ranks.all
@@ -465,7 +564,8 @@ def check_vocabulary_over_ranks(ranks):
 
 
 def check_adamw_of_dtensors(ranks):
-    """Each rank steps its part of a parameter: the bits of one rank's AdamW; states are DTensors and load again."""
+    """Each rank steps its part of a parameter: the bits of one rank's AdamW; states are DTensors
+    and load again."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -477,7 +577,10 @@ def check_adamw_of_dtensors(ranks):
     for dtype, master in ((torch.float32, False), (torch.bfloat16, True)):
         whole = [randn(gen, *shape, dtype=dtype) for shape in ((8, 12), (6, 16), (5, 3), (3,))]
         placed = [[Shard(0)], [Shard(1)], [Replicate()], [Shard(0)]]
-        parts = [distribute_tensor(w, mesh, at).requires_grad_() for w, at in zip(whole, placed, strict=True)]
+        parts = [
+            distribute_tensor(w, mesh, at).requires_grad_()
+            for w, at in zip(whole, placed, strict=True)
+        ]
         plain = [w.clone().requires_grad_() for w in whole]
         ours, one = (AdamW(ps, master_weights=master) for ps in (parts, plain))
         for step in range(4):
@@ -500,23 +603,32 @@ def check_adamw_of_dtensors(ranks):
 
 
 def check_experts_over_ranks(ranks):
-    """grouped_experts of all experts: ranks with other numbers of tokens and with none, experts that nobody chose, and none such."""
-    for seed, (group, each, dtype) in enumerate(itertools.product(ranks.groups, (1, 3), FLOATS[:2])):
+    """grouped_experts of all experts: ranks with other numbers of tokens and with none, experts
+    that nobody chose, and none such."""
+    for seed, (group, each, dtype) in enumerate(
+        itertools.product(ranks.groups, (1, 3), FLOATS[:2])
+    ):
         size, mine, own = dist.get_world_size(group), dist.get_rank(group), 2
         gen, total = generator("experts", seed), 2 * size
         close = {} if dtype.itemsize > 2 else dict(atol=3e-2, rtol=3e-2)
         up, down, up_bias, down_bias = whole = [
-            randn(gen, *shape, dtype=dtype) for shape in ((total, 8, 12), (total, 6, 8), (total, 12), (total, 8))
+            randn(gen, *shape, dtype=dtype)
+            for shape in ((total, 8, 12), (total, 6, 8), (total, 12), (total, 8))
         ]
         tokens = [5 * (r % 3) for r in range(size)]  # none on rank 0
         x = randn(gen, sum(tokens), 8, dtype=dtype)
         weight_of = randn(gen, sum(tokens), each).abs()
-        expert_of = torch.randint(1, total + 1, (sum(tokens), each), generator=gen, device="cpu").to(x.device)
-        # One past the last is no expert's, and so is one below 0. What such tokens hold reaches no result and no gradient.
+        expert_of = torch.randint(
+            1, total + 1, (sum(tokens), each), generator=gen, device="cpu"
+        ).to(x.device)
+        # One past the last is no expert's, and so is one below 0. What such tokens hold reaches no
+        # result and no gradient.
         for t, value in ((expert_of, -1), (x, float("nan")), (weight_of, float("nan"))):
             t[::4] = value
         given = [t.requires_grad_() for t in (x, weight_of, *whole)]
-        want = gk.nn.grouped_experts(x, expert_of, weight_of, up, down, up_bias=up_bias, down_bias=down_bias)
+        want = gk.nn.grouped_experts(
+            x, expert_of, weight_of, up, down, up_bias=up_bias, down_bias=down_bias
+        )
         ct = randn(gen, *want.shape, dtype=dtype)
         want_grads = torch.autograd.grad(want, given, ct)
         assert all(t.isfinite().all() for t in (want, *want_grads))
@@ -528,17 +640,30 @@ def check_experts_over_ranks(ranks):
         got = gd.expert_parallel(*arguments, up_bias=local[4], down_bias=local[5])
         torch.testing.assert_close(got, rows(want), **close)
         grads = torch.autograd.grad(got, local, rows(ct))
-        for a, b in zip(grads, (*map(rows, want_grads[:2]), *map(part, want_grads[2:])), strict=True):
+        for a, b in zip(
+            grads, (*map(rows, want_grads[:2]), *map(part, want_grads[2:])), strict=True
+        ):
             torch.testing.assert_close(a, b, **close)
-        assert torch.equal(gd.expert_parallel(*arguments, up_bias=local[4], down_bias=local[5]), got)
+        assert torch.equal(
+            gd.expert_parallel(*arguments, up_bias=local[4], down_bias=local[5]), got
+        )
     layer = gd.shard_experts(gk.nn.MoE(8, 4, RANKS, 1), ranks.all)
     with pytest.raises(ValueError, match="spread over ranks already"):
         gd.shard_experts(layer, ranks.all)
     with pytest.raises(ValueError, match="up is"):
         e = 1 + (ranks.rank == 1)
         one = torch.zeros(1, 1, dtype=torch.int64)
-        gd.expert_parallel(torch.zeros(1, 8), one, one.float(), torch.zeros(e, 8, 4), torch.zeros(e, 2, 8), ranks.all)
-    with pytest.raises(ValueError, match=f"num_experts 3 is no multiple of the group's {RANKS} ranks"):
+        gd.expert_parallel(
+            torch.zeros(1, 8),
+            one,
+            one.float(),
+            torch.zeros(e, 8, 4),
+            torch.zeros(e, 2, 8),
+            ranks.all,
+        )
+    with pytest.raises(
+        ValueError, match=f"num_experts 3 is no multiple of the group's {RANKS} ranks"
+    ):
         gd.shard_experts(gk.nn.MoE(8, 4, 3, 1), ranks.all)
 
 
@@ -550,7 +675,10 @@ def check_a_group_of_one(ranks):
     for mode in ("all_gather", "ring", "ulysses", "auto"):
         got = gd.context_parallel_attn(q, k, v, own, is_causal=True, mode=mode)
         assert torch.equal(got, gk.flash_attn(q, k, v, is_causal=True)), mode
-    packed, cu = [x[0].transpose(0, 1) for x in (q, k, v)], torch.tensor([0, 4, 9], dtype=torch.int32)
+    packed, cu = (
+        [x[0].transpose(0, 1) for x in (q, k, v)],
+        torch.tensor([0, 4, 9], dtype=torch.int32),
+    )
     want = gk.flash_attn_varlen(*packed, cu, cu, 5, 5, is_causal=True)
     assert torch.equal(gd.context_parallel_attn_varlen(*packed, cu, 5, own, is_causal=True), want)
     a, b = randn(gen, 6, 8), randn(gen, 8, 5)
@@ -562,21 +690,25 @@ def check_a_group_of_one(ranks):
     x = randn(gen, 3, 7)
     assert torch.equal(gd.gather_sequence(gd.shard_sequence(x, own, 1), own, 1), x)
     for text, wrong in {
-        "context_parallel_attn: q has 9 tokens on rank 0, expected 8": lambda: gd.context_parallel_attn(
-            q, q, q, own, seq_len=8
+        "context_parallel_attn: q has 9 tokens on rank 0, expected 8": lambda: (
+            gd.context_parallel_attn(q, q, q, own, seq_len=8)
         ),
-        "context_parallel_attn: k has 8 tokens on rank 0, expected 9": lambda: gd.context_parallel_attn(
-            q, k[:, :, 1:], v, own
+        "context_parallel_attn: k has 8 tokens on rank 0, expected 9": lambda: (
+            gd.context_parallel_attn(q, k[:, :, 1:], v, own)
         ),
-        "context_parallel_attn: seq_len must be at least 0, got -3": lambda: gd.context_parallel_attn(
-            q, k, v, own, seq_len=-3
+        "context_parallel_attn: seq_len must be at least 0, got -3": lambda: (
+            gd.context_parallel_attn(q, k, v, own, seq_len=-3)
         ),
-        "context_parallel_attn_varlen: q has 9 tokens on rank 0, expected 7": lambda: gd.context_parallel_attn_varlen(
-            *packed, cu, 5, own, seq_len=7
+        "context_parallel_attn_varlen: q has 9 tokens on rank 0, expected 7": lambda: (
+            gd.context_parallel_attn_varlen(*packed, cu, 5, own, seq_len=7)
         ),
-        "gather_sequence: x has 7 tokens on rank 0, expected 6": lambda: gd.gather_sequence(x, own, 1, seq_len=6),
+        "gather_sequence: x has 7 tokens on rank 0, expected 6": lambda: gd.gather_sequence(
+            x, own, 1, seq_len=6
+        ),
         "gather_sequence: layout must be": lambda: gd.gather_sequence(x, own, 1, "striped"),
-        "classes is 4": lambda: gd.vocab_parallel_linear_cross_entropy(a, b.t(), target, own, classes=4),
+        "classes is 4": lambda: gd.vocab_parallel_linear_cross_entropy(
+            a, b.t(), target, own, classes=4
+        ),
     }.items():
         with pytest.raises(ValueError, match=text):
             wrong()
@@ -592,7 +724,9 @@ def check_decoding_is_captured(ranks):
         torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
         torch.tensor([20, 32]),
     )
-    call = functools.partial(gd.context_parallel_paged_attn, q, *cache, table, lens.to(torch.int32), ranks.all)
+    call = functools.partial(
+        gd.context_parallel_paged_attn, q, *cache, table, lens.to(torch.int32), ranks.all
+    )
     call()  # NCCL's communicator is made before
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -604,14 +738,16 @@ def check_decoding_is_captured(ranks):
         assert torch.equal(out, call())
 
 
-# ---- compiled -------------------------------------------------------------------------------------
+# ---- compiled ------------------------------------------------------------------------------------
 
 
 def check_compiled_without_a_break(ranks):
     group = ranks.all
 
     def attend(q, k, v):
-        return gd.context_parallel_attn(q, k, v, group, is_causal=True, layout="zigzag", mode="all_gather")
+        return gd.context_parallel_attn(
+            q, k, v, group, is_causal=True, layout="zigzag", mode="all_gather"
+        )
 
     def multiply(a, b, w):
         hidden = gd.all_gather_gemm(a, b, group, activation="gelu")
@@ -620,7 +756,9 @@ def check_compiled_without_a_break(ranks):
     def lose(x, weight):
         target = torch.arange(8, device=x.device) % (3 * RANKS)
         heavy = 1 + torch.arange(3 * RANKS, device=x.device, dtype=x.dtype)
-        return gd.vocab_parallel_linear_cross_entropy(x, weight, target, group, class_weight=heavy, label_smoothing=0.1)
+        return gd.vocab_parallel_linear_cross_entropy(
+            x, weight, target, group, class_weight=heavy, label_smoothing=0.1
+        )
 
     def around(x):
         return gd.gather_sequence(gd.shard_sequence(x, group, 1, "zigzag") * 2, group, 1, "zigzag")
@@ -639,7 +777,8 @@ def check_compiled_without_a_break(ranks):
         dynamic=True,
         backend=lambda graph, _: counted.append(graph) or graph,
     )
-    for rows in (9, 10, 15, 13):  # rows that the ranks do not divide: one graph, of the shapes that it said
+    # rows that the ranks do not divide: one graph, of the shapes that it said
+    for rows in (9, 10, 15, 13):
         a, b = randn(gen, rows, 8), randn(gen, 8, 4)
         assert torch.equal(grow(a, b), gd.gemm_reduce_scatter(a, b, group) * 2)
         with torch._subclasses.FakeTensorMode() as fake:
@@ -659,33 +798,62 @@ def check_compiled_without_a_break(ranks):
 
 
 def check_autocast_casts_as_for_one_rank(ranks):
-    """What autocast makes of float32 arguments is the call of 16-bit ones, backward included; dtypes are those of one rank's op."""
+    """What autocast makes of float32 arguments is the call of 16-bit ones, backward included;
+    dtypes are those of one rank's op."""
     gen, group, kind = generator("autocast"), ranks.all, torch.get_default_device().type
     q, k, v = (randn(gen, 1, RANKS, 8, 16) for _ in range(3))
-    packed, cu = [x[0].transpose(0, 1) for x in (q, k, v)], torch.tensor([0, 8 * RANKS], dtype=torch.int32)
-    cache, table = randn(gen, 2, 4, RANKS, 16, dtype=torch.bfloat16), torch.tensor([[0, 1]], dtype=torch.int32)
+    packed, cu = (
+        [x[0].transpose(0, 1) for x in (q, k, v)],
+        torch.tensor([0, 8 * RANKS], dtype=torch.int32),
+    )
+    cache, table = (
+        randn(gen, 2, 4, RANKS, 16, dtype=torch.bfloat16),
+        torch.tensor([[0, 1]], dtype=torch.int32),
+    )
     lengths, target = torch.tensor([8], dtype=torch.int32), torch.arange(8) % (4 * RANKS)
     a, b, bias = randn(gen, 8, 16), randn(gen, 16, 12), randn(gen, 12)
     x, weight = randn(generator("alike"), 8, 6), randn(gen, 4, 6)
     up, down = randn(gen, 1, 16, 8), randn(gen, 1, 4, 16)
     expert_of, weight_of = (torch.arange(8) % RANKS)[:, None], torch.ones(8, 1)
     calls = [
-        ((q, k, v), functools.partial(gd.context_parallel_attn, group=group, mode=mode), gk.flash_attn)
+        (
+            (q, k, v),
+            functools.partial(gd.context_parallel_attn, group=group, mode=mode),
+            gk.flash_attn,
+        )
         for mode in ("all_gather", "ring", "ulysses")
     ]
     calls += [
-        (packed, lambda q, k, v: gd.context_parallel_attn_varlen(q, k, v, cu, 8 * RANKS, group),
-         lambda q, k, v: gk.flash_attn_varlen(*(x.repeat(RANKS, 1, 1) for x in (q, k, v)), cu, cu, 8 * RANKS, 8 * RANKS)),
-        ((a, b, bias), lambda a, b, c: gd.all_gather_gemm(a, b, group, bias=c, activation="gelu"), gk.gemm),
+        (
+            packed,
+            lambda q, k, v: gd.context_parallel_attn_varlen(q, k, v, cu, 8 * RANKS, group),
+            lambda q, k, v: gk.flash_attn_varlen(
+                *(x.repeat(RANKS, 1, 1) for x in (q, k, v)), cu, cu, 8 * RANKS, 8 * RANKS
+            ),
+        ),
+        (
+            (a, b, bias),
+            lambda a, b, c: gd.all_gather_gemm(a, b, group, bias=c, activation="gelu"),
+            gk.gemm,
+        ),
         ((a, b), lambda a, b: gd.gemm_reduce_scatter(a, b, group), gk.gemm),
         ((a, b), lambda a, b: gd.gemm_all_reduce(a, b, group), gk.gemm),
-        ((x, weight), lambda x, w: gd.vocab_parallel_linear_cross_entropy(x, w, target, group),
-         lambda x, w: gk.linear_cross_entropy(x, w.repeat(RANKS, 1), target)),
-        ((a, up, down), lambda x, u, d: gd.expert_parallel(x, expert_of, weight_of, u, d, group),
-         lambda x, u, d: gk.nn.grouped_experts(x, expert_of, weight_of, u, d)),
-        ((packed[0][:1],), lambda q: gd.context_parallel_paged_attn(q, cache, cache, table, lengths, group),
-         lambda q: gk.paged_attn(q, cache, cache, table, lengths)),
-    ]  # fmt: skip
+        (
+            (x, weight),
+            lambda x, w: gd.vocab_parallel_linear_cross_entropy(x, w, target, group),
+            lambda x, w: gk.linear_cross_entropy(x, w.repeat(RANKS, 1), target),
+        ),
+        (
+            (a, up, down),
+            lambda x, u, d: gd.expert_parallel(x, expert_of, weight_of, u, d, group),
+            lambda x, u, d: gk.nn.grouped_experts(x, expert_of, weight_of, u, d),
+        ),
+        (
+            (packed[0][:1],),
+            lambda q: gd.context_parallel_paged_attn(q, cache, cache, table, lengths, group),
+            lambda q: gk.paged_attn(q, cache, cache, table, lengths),
+        ),
+    ]
     for given, several, one in calls:
         leaves = [t.detach().clone().requires_grad_(len(given) > 1) for t in given]
         short = [t.detach().bfloat16().requires_grad_(len(given) > 1) for t in given]
@@ -694,23 +862,30 @@ def check_autocast_casts_as_for_one_rank(ranks):
             grads = torch.autograd.grad(got.sum(), leaves) if len(given) > 1 else ()
         want = several(*short)
         assert got.dtype is like.dtype and torch.equal(got, want.to(got.dtype)), given[0].shape
-        for x, y in zip(grads, torch.autograd.grad(want.sum(), short) if grads else (), strict=True):
+        for x, y in zip(
+            grads, torch.autograd.grad(want.sum(), short) if grads else (), strict=True
+        ):
             assert x.dtype is torch.float32 and torch.equal(x, y.float())
 
 
 def check_second_derivatives_are_those_of_one_rank(ranks):
-    """Or refused by name. Each rank has its own part of the second loss; together they are one rank's."""
+    """Or refused by name. Each rank has its own part of the second loss; together they are one
+    rank's."""
 
     def twice(call, leaves, wanted, weights, weight):
         """Gradients of the leaves by a sum of the first gradients of those that are wanted."""
         leaves = [x.detach().clone().requires_grad_() for x in leaves]
         out = call(*leaves)
-        first = torch.autograd.grad((out**3 * weight).sum(), [leaves[i] for i in wanted], create_graph=True)
+        first = torch.autograd.grad(
+            (out**3 * weight).sum(), [leaves[i] for i in wanted], create_graph=True
+        )
         total = sum((x * w).sum() for x, w in zip(first, [weights[i] for i in wanted], strict=True))
         return torch.autograd.grad(total, leaves, allow_unused=True)
 
     def compare(several, one, whole, cut, weight, cut_weight, wanted):
-        weights = [randn(generator("second", i), *x.shape, dtype=x.dtype) for i, x in enumerate(whole)]
+        weights = [
+            randn(generator("second", i), *x.shape, dtype=x.dtype) for i, x in enumerate(whole)
+        ]
         want = twice(one, whole, wanted, weights, weight)
         got = twice(several, cut(whole), wanted, cut(weights), cut_weight(weight))
         for x, y in zip(got, cut(want), strict=True):
@@ -721,7 +896,8 @@ def check_second_derivatives_are_those_of_one_rank(ranks):
         rows_of = lambda x, size=size, mine=mine: x.tensor_split(size)[mine]  # noqa: E731
         columns_of = lambda x, size=size, mine=mine: x.tensor_split(size, -1)[mine]  # noqa: E731
         a, b, bias = (
-            randn(gen, *shape, dtype=torch.float64) for shape in ((rows, 4 * size), (4 * size, 2 * size), (2 * size,))
+            randn(gen, *shape, dtype=torch.float64)
+            for shape in ((rows, 4 * size), (4 * size, 2 * size), (2 * size,))
         )
         weight = randn(gen, rows, 2 * size, dtype=torch.float64)
         for wanted in ((0,), (1,), (0, 1)):
@@ -734,9 +910,13 @@ def check_second_derivatives_are_those_of_one_rank(ranks):
                 lambda x: x,
                 wanted,
             )
-        for activation, wanted in itertools.product(("none", "relu", "gelu", "silu"), ((0,), (1,), (2,), (0, 1, 2))):
+        for activation, wanted in itertools.product(
+            ("none", "relu", "gelu", "silu"), ((0,), (1,), (2,), (0, 1, 2))
+        ):
             compare(
-                lambda a, b, c, group=group, f=activation: gd.all_gather_gemm(a, b, group, bias=c, activation=f),
+                lambda a, b, c, group=group, f=activation: gd.all_gather_gemm(
+                    a, b, group, bias=c, activation=f
+                ),
                 lambda a, b, c, f=activation: gk.gemm(a, b, c, activation=f),
                 (a, b, bias),
                 lambda x, r=rows_of, c=columns_of: (r(x[0]), c(x[1]), c(x[2])),
@@ -746,7 +926,9 @@ def check_second_derivatives_are_those_of_one_rank(ranks):
             )
         mix = randn(gen, rows, rows, dtype=torch.float64)  # every token of the whole depends on all
         compare(
-            lambda x, group=group, mix=mix: mix @ gd.gather_sequence(x, group, 0, "contiguous", seq_len=len(mix)),
+            lambda x, group=group, mix=mix: (
+                mix @ gd.gather_sequence(x, group, 0, "contiguous", seq_len=len(mix))
+            ),
             lambda x, mix=mix: mix @ x,
             (a,),
             lambda x, r=rows_of: (r(x[0]),),
@@ -754,14 +936,27 @@ def check_second_derivatives_are_those_of_one_rank(ranks):
             lambda x: x,
             (0,),
         )
-        with pytest.raises(NotImplementedError, match="gpukern::gathered_product: it has no backward"):
+        with pytest.raises(
+            NotImplementedError, match="gpukern::gathered_product: it has no backward"
+        ):
             cut = [columns_of(a), rows_of(b)]
-            twice(lambda a, b, g=group: gd.gemm_reduce_scatter(a, b, g), cut, (0,), cut, rows_of(weight))
+            twice(
+                lambda a, b, g=group: gd.gemm_reduce_scatter(a, b, g),
+                cut,
+                (0,),
+                cut,
+                rows_of(weight),
+            )
     expert_of = torch.arange(4 * RANKS)[:, None] % RANKS
     weight_of = torch.ones(4 * RANKS, 1)
-    experts = [randn(generator("twice"), *shape) for shape in ((4 * RANKS, 8), (RANKS, 8, 6), (RANKS, 6, 8))]
+    experts = [
+        randn(generator("twice"), *shape)
+        for shape in ((4 * RANKS, 8), (RANKS, 8, 6), (RANKS, 6, 8))
+    ]
     compare(
-        lambda x, u, d: gd.expert_parallel(x, expert_of[:4], weight_of[:4], u, d, ranks.all, torch.tanh),
+        lambda x, u, d: gd.expert_parallel(
+            x, expert_of[:4], weight_of[:4], u, d, ranks.all, torch.tanh
+        ),
         lambda x, u, d: gk.nn.grouped_experts(x, expert_of, weight_of, u, d, torch.tanh),
         experts,
         lambda x: [t.tensor_split(RANKS)[ranks.rank] for t in x],
@@ -771,50 +966,74 @@ def check_second_derivatives_are_those_of_one_rank(ranks):
     )
 
 
-# ---- what is refused ------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def check_disagreement_is_said_on_every_rank(ranks):
     x = torch.zeros(1, 4, 8, 8)
     odd = ranks.rank == 1
     calls = {
-        "without its tokens": lambda: gd.context_parallel_attn(*[x[:, :2] if odd else x] * 3, ranks.all),
+        "without its tokens": lambda: gd.context_parallel_attn(
+            *[x[:, :2] if odd else x] * 3, ranks.all
+        ),
         "is_causal is": lambda: gd.context_parallel_attn(x, x, x, ranks.all, is_causal=odd),
-        "layout is": lambda: gd.context_parallel_attn(x, x, x, ranks.all, layout="zigzag" if odd else "contiguous"),
-        "tokens of q is": lambda: gd.context_parallel_attn(*[x[:, :, :7] if odd else x] * 3, ranks.all),
-        "rank 1 refused the call|head_dim": lambda: gd.context_parallel_attn(x, x[..., :4] if odd else x, x, ranks.all),
+        "layout is": lambda: gd.context_parallel_attn(
+            x, x, x, ranks.all, layout="zigzag" if odd else "contiguous"
+        ),
+        "tokens of q is": lambda: gd.context_parallel_attn(
+            *[x[:, :, :7] if odd else x] * 3, ranks.all
+        ),
+        "rank 1 refused the call|head_dim": lambda: gd.context_parallel_attn(
+            x, x[..., :4] if odd else x, x, ranks.all
+        ),
         "has 7 tokens on rank 1|refused": lambda: gd.context_parallel_attn(
             *[x[:, :, :7] if odd else x] * 3, ranks.all, seq_len=8 * RANKS
         ),
         "k has 7 tokens on rank ., expected 8 of a sequence of": lambda: gd.context_parallel_attn(
             x, x[:, :, :7], x, ranks.all
         ),
-        "v has 7 tokens on rank ., expected 8 of a sequence of": lambda: gd.context_parallel_attn_varlen(
-            *[x[0].transpose(0, 1)[: 7 if name == "v" else 8] for name in "qkv"],
-            torch.tensor([0, 8]).int(),
-            8,
-            ranks.all,
+        "v has 7 tokens on rank ., expected 8 of a sequence of": lambda: (
+            gd.context_parallel_attn_varlen(
+                *[x[0].transpose(0, 1)[: 7 if name == "v" else 8] for name in "qkv"],
+                torch.tensor([0, 8]).int(),
+                8,
+                ranks.all,
+            )
         ),
-        "the same number of heads": lambda: gd.context_parallel_attn(*[x[:, :1]] * 3, ranks.all, mode="ulysses"),
+        "the same number of heads": lambda: gd.context_parallel_attn(
+            *[x[:, :1]] * 3, ranks.all, mode="ulysses"
+        ),
         "columns of b is": lambda: gd.gemm_all_reduce(x[0, 0], x[0, 0, :, : 8 - odd], ranks.all),
         "rows of a is": lambda: gd.gemm_reduce_scatter(x[0, 0, : 8 - odd], x[0, 0], ranks.all),
-        "activation is": lambda: gd.all_gather_gemm(x[0, 0], x[0, 0], ranks.all, activation="relu" if odd else "none"),
-        "they must match|refused": lambda: gd.all_gather_gemm(x[0, 0], x[0, 0, : 8 - odd], ranks.all),
+        "activation is": lambda: gd.all_gather_gemm(
+            x[0, 0], x[0, 0], ranks.all, activation="relu" if odd else "none"
+        ),
+        "they must match|refused": lambda: gd.all_gather_gemm(
+            x[0, 0], x[0, 0, : 8 - odd], ranks.all
+        ),
         "classes of weight is": lambda: gd.vocab_parallel_linear_cross_entropy(
             x[0, 0], x[0, 0, : 8 - odd], torch.zeros(8, dtype=torch.int64), ranks.all
         ),
         "label_smoothing must be": lambda: gd.vocab_parallel_linear_cross_entropy(
             x[0, 0], x[0, 0], torch.zeros(8, dtype=torch.int64), ranks.all, label_smoothing=2.0
         ),
-        "weight has 8 classes on rank ., expected .": lambda: gd.vocab_parallel_linear_cross_entropy(
-            x[0, 0], x[0, 0], torch.zeros(8, dtype=torch.int64), ranks.all, classes=8
+        "weight has 8 classes on rank ., expected .": lambda: (
+            gd.vocab_parallel_linear_cross_entropy(
+                x[0, 0], x[0, 0], torch.zeros(8, dtype=torch.int64), ranks.all, classes=8
+            )
         ),
-        "the function is": lambda: (gd.gemm_all_reduce if odd else gd.gemm_reduce_scatter)(x[0, 0], x[0, 0], ranks.all),
+        "the function is": lambda: (gd.gemm_all_reduce if odd else gd.gemm_reduce_scatter)(
+            x[0, 0], x[0, 0], ranks.all
+        ),
         "x is": lambda: gd.gather_sequence(x if odd else x.double(), ranks.all, 2),
     }
     row, target = x[0, 0], torch.zeros(8, dtype=torch.int64)
     packed, cu = x[0].transpose(0, 1).contiguous(), torch.tensor([0, 8 * RANKS], dtype=torch.int32)
-    pages = x.view(2, 4, 4, 8), torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([8], dtype=torch.int32)
+    pages = (
+        x.view(2, 4, 4, 8),
+        torch.tensor([[0, 1]], dtype=torch.int32),
+        torch.tensor([8], dtype=torch.int32),
+    )
 
     def decode(cache, table, lengths, **more):
         return gd.context_parallel_paged_attn(
@@ -823,13 +1042,27 @@ def check_disagreement_is_said_on_every_rank(ranks):
 
     # what one rank alone can see, and what is no ValueError where it is found
     calls |= {
-        "b must have 2 dimensions": lambda: gd.all_gather_gemm(row, row[0] if odd else row, ranks.all),
-        "a must have 2 dimensions": lambda: gd.all_gather_gemm(row[0, 0] if odd else row, row, ranks.all),
-        "bias must have shape": lambda: gd.all_gather_gemm(row, row, ranks.all, bias=row[0, 0] if odd else row[0]),
-        "gemm_all_reduce: a must be float32": lambda: gd.gemm_all_reduce(row.int(), row.int(), ranks.all),
-        "gemm_reduce_scatter: a must be float32": lambda: gd.gemm_reduce_scatter(row.int(), row.int(), ranks.all),
-        "mode must be": lambda: gd.context_parallel_attn(x, x, x, ranks.all, mode="best" if odd else "ring"),
-        "layout must be": lambda: gd.context_parallel_attn(x, x, x, ranks.all, layout="none" if odd else "zigzag"),
+        "b must have 2 dimensions": lambda: gd.all_gather_gemm(
+            row, row[0] if odd else row, ranks.all
+        ),
+        "a must have 2 dimensions": lambda: gd.all_gather_gemm(
+            row[0, 0] if odd else row, row, ranks.all
+        ),
+        "bias must have shape": lambda: gd.all_gather_gemm(
+            row, row, ranks.all, bias=row[0, 0] if odd else row[0]
+        ),
+        "gemm_all_reduce: a must be float32": lambda: gd.gemm_all_reduce(
+            row.int(), row.int(), ranks.all
+        ),
+        "gemm_reduce_scatter: a must be float32": lambda: gd.gemm_reduce_scatter(
+            row.int(), row.int(), ranks.all
+        ),
+        "mode must be": lambda: gd.context_parallel_attn(
+            x, x, x, ranks.all, mode="best" if odd else "ring"
+        ),
+        "layout must be": lambda: gd.context_parallel_attn(
+            x, x, x, ranks.all, layout="none" if odd else "zigzag"
+        ),
         "alibi_slopes requires a gradient": lambda: gd.context_parallel_attn(
             x, x, x, ranks.all, alibi_slopes=torch.ones(4, requires_grad=odd)
         ),
@@ -840,14 +1073,22 @@ def check_disagreement_is_said_on_every_rank(ranks):
             row, row, target, ranks.all, class_weight=torch.ones(8 * RANKS - odd)
         ),
         "class_weight must be float32": lambda: gd.vocab_parallel_linear_cross_entropy(
-            row, row, target, ranks.all, class_weight=torch.ones(8 * RANKS, dtype=torch.float64 if odd else None)
+            row,
+            row,
+            target,
+            ranks.all,
+            class_weight=torch.ones(8 * RANKS, dtype=torch.float64 if odd else None),
         ),
         "class_weight requires a gradient": lambda: gd.vocab_parallel_linear_cross_entropy(
             row, row, target, ranks.all, class_weight=torch.ones(8 * RANKS, requires_grad=odd)
         ),
-        "classes must be": lambda: gd.vocab_parallel_linear_cross_entropy(row, row, target, ranks.all, classes=-5),
+        "classes must be": lambda: gd.vocab_parallel_linear_cross_entropy(
+            row, row, target, ranks.all, classes=-5
+        ),
         "dim must be": lambda: gd.gather_sequence(x, ranks.all, dim=5 if odd else 2),
-        "block_table must be int32": lambda: decode(pages[0], pages[1].long() if odd else pages[1], pages[2]),
+        "block_table must be int32": lambda: decode(
+            pages[0], pages[1].long() if odd else pages[1], pages[2]
+        ),
         "cu_seqlens must be int32": lambda: gd.context_parallel_attn_varlen(
             packed, packed, packed, cu.long() if odd else cu, 8 * RANKS, ranks.all
         ),
@@ -860,7 +1101,13 @@ def check_disagreement_is_said_on_every_rank(ranks):
             most = 8 * RANKS - 1 if wrong == [0, 8 * RANKS] else 9 * RANKS
             for is_causal in (False, True):
                 gd.context_parallel_attn_varlen(
-                    packed, packed, packed, torch.tensor(wrong, dtype=torch.int32), most, ranks.all, is_causal=is_causal
+                    packed,
+                    packed,
+                    packed,
+                    torch.tensor(wrong, dtype=torch.int32),
+                    most,
+                    ranks.all,
+                    is_causal=is_causal,
                 )
                 torch.cuda.synchronize()
                 with pytest.raises(IndexError, match="cu_seqlens is expected"):
@@ -875,9 +1122,15 @@ def check_disagreement_is_said_on_every_rank(ranks):
         for wrong in ([0, 9 * RANKS], [1, 8 * RANKS], [0, 5, 3, 8 * RANKS]):
             for is_causal in (False, True):
                 contents[f"cu_seqlens is expected, {wrong}, {is_causal}"] = functools.partial(
-                    gd.context_parallel_attn_varlen, packed, packed, packed, torch.tensor(wrong, dtype=torch.int32), 9 * RANKS,
-                    ranks.all, is_causal=is_causal,
-                )  # fmt: skip
+                    gd.context_parallel_attn_varlen,
+                    packed,
+                    packed,
+                    packed,
+                    torch.tensor(wrong, dtype=torch.int32),
+                    9 * RANKS,
+                    ranks.all,
+                    is_causal=is_causal,
+                )
         for text, call in contents.items():
             with pytest.raises((IndexError, ValueError), match=text.partition(",")[0]):
                 call()
@@ -886,7 +1139,9 @@ def check_disagreement_is_said_on_every_rank(ranks):
             gd.context_parallel_attn(x, x, x, ranks.all, **wrong)
     with pytest.raises(NotImplementedError, match="no backward"):
         y = x.clone().requires_grad_()
-        (g,) = torch.autograd.grad(gd.context_parallel_attn(y, y, y, ranks.all).square().sum(), y, create_graph=True)
+        (g,) = torch.autograd.grad(
+            gd.context_parallel_attn(y, y, y, ranks.all).square().sum(), y, create_graph=True
+        )
         g.sum().backward()
     os.environ["GPUKERN_DIST_CHECK"] = "0"
     try:
@@ -896,7 +1151,8 @@ def check_disagreement_is_said_on_every_rank(ranks):
 
 
 def check_a_product_in_parts_is_the_whole(ranks):
-    """Sizes of which all_gather_gemm and gemm_reduce_scatter cut the product so that transfers go beside it."""
+    """Sizes of which all_gather_gemm and gemm_reduce_scatter cut the product so that transfers go
+    beside it."""
     size, mine, rows = RANKS, ranks.rank, 2048
     gen = generator("in parts")
     a, b, bias = randn(gen, rows, 1024), randn(gen, 1024, 256) * 0.1, randn(gen, 256)
@@ -923,14 +1179,18 @@ def check_a_product_in_parts_is_the_whole(ranks):
 
 
 def check_sums_in_mailboxes(ranks):
-    """Short sums: the ranks' products in float32 in rank order, rounded once; again and again, of other sizes, in two graphs at a time."""
+    """Short sums: the ranks' products in float32 in rank order, rounded once; again and again, of
+    other sizes, in two graphs at a time."""
     if not CUDA:
         return
     gen = generator("mailboxes")
 
     def case(rows, dtype):
         # every rank knows all ranks' operands
-        every = [(randn(gen, rows, 64, dtype=dtype), randn(gen, 64, 96, dtype=dtype)) for _ in range(RANKS)]
+        every = [
+            (randn(gen, rows, 64, dtype=dtype), randn(gen, 64, 96, dtype=dtype))
+            for _ in range(RANKS)
+        ]
         total = gk.gemm(*every[0], out_dtype=torch.float32)
         for pair in every[1:]:
             total = total + gk.gemm(*pair, out_dtype=torch.float32)
@@ -967,13 +1227,21 @@ def check_early_runs_wait_for_the_keys_that_they_see(ranks):
         for seed, rules in enumerate(RULES):
             layout, length = ("contiguous", 3) if seed == 3 else ("zigzag", 61)
             case = attention_case(seed, length, (4, 2), (16, 8), rules)
-            compare(ranks, (ranks.all, ranks.pair)[seed % 2], "all_gather", layout, case, f"{rules} {layout} {length}")
+            compare(
+                ranks,
+                (ranks.all, ranks.pair)[seed % 2],
+                "all_gather",
+                layout,
+                case,
+                f"{rules} {layout} {length}",
+            )
     finally:
         gathered._STAGED_BYTES = least
 
 
 def check_large_shards(ranks):
-    """Sizes that travel by copy engines on GPUs: keys of all ranks, a ring's, and the sums of their gradients."""
+    """Sizes that travel by copy engines on GPUs: keys of all ranks, a ring's, and the sums of their
+    gradients."""
     if not CUDA:
         return
     rules = dict(is_causal=True, alibi=True, sinks=True)
@@ -984,14 +1252,21 @@ def check_large_shards(ranks):
         ("ring", "contiguous", 4096),
     )
     for seed, (mode, layout, length) in enumerate(points):
-        case = attention_case(seed, length, (4, 2), (128, 64 if seed % 2 else 128), rules, torch.bfloat16)
+        case = attention_case(
+            seed, length, (4, 2), (128, 64 if seed % 2 else 128), rules, torch.bfloat16
+        )
         compare(ranks, ranks.all, mode, layout, case, f"{mode} {layout} {length}", atol=3e-2)
 
 
 def check_large_transfers(ranks):
-    """Sizes that travel by copy engines on GPUs: unequal shards, several at once, often enough that buffers are used again."""
+    """Sizes that travel by copy engines on GPUs: unequal shards, several at once, often enough that
+    buffers are used again."""
     gen = generator("large")
-    for length, layout in ((4 * 1024, "zigzag"), (4 * 1024 + 3, "contiguous"), (4 * 1024 + 1, "zigzag")):
+    for length, layout in (
+        (4 * 1024, "zigzag"),
+        (4 * 1024 + 3, "contiguous"),
+        (4 * 1024 + 1, "zigzag"),
+    ):
         x = randn(gen, length, 96, dtype=torch.float32)
         parts = [gd.shard_sequence(x + i, ranks.all, 0, layout) for i in range(3)]
         for _ in range(3):
@@ -1002,12 +1277,14 @@ def check_large_transfers(ranks):
     want = (a.float() @ b.float()) * RANKS
     for _ in range(4):
         out = gd.gemm_reduce_scatter(a, b)
-        torch.testing.assert_close(out.float(), want.tensor_split(RANKS)[ranks.rank], atol=0.2, rtol=1e-2)
+        torch.testing.assert_close(
+            out.float(), want.tensor_split(RANKS)[ranks.rank], atol=0.2, rtol=1e-2
+        )
         a.add_(0)  # the next call's product is on its way beside it
     assert same_on_all(gd.gemm_all_reduce(a.repeat(2, 1), b))
 
 
-# ---- the training example -------------------------------------------------------------------------
+# ---- the training example ------------------------------------------------------------------------
 
 FORMS = (
     "",
@@ -1029,14 +1306,18 @@ def check_every_form_trains_as_one_process(ranks):
     from forms import Form
 
     device = torch.device("cuda", ranks.rank) if CUDA else torch.device("cpu")
-    config = train.Config(vocab=64, context=24, layers=4, dim=32, heads_q=4, heads_kv=2, head_dim=8, hidden=48)
+    config = train.Config(
+        vocab=64, context=24, layers=4, dim=32, heads_q=4, heads_kv=2, head_dim=8, hidden=48
+    )
     text = torch.randint(0, 64, (2000,), generator=generator("text"), device="cpu").to(torch.uint8)
     close = dict(atol=2e-4, rtol=0) if not CUDA else dict(atol=3e-2, rtol=0)
     with torch.device("cpu"):
         given = ["--steps", "2", "--seq-len", "24", "--lr", "0.01"]
         alone = Form(dtype=torch.bfloat16 if CUDA else torch.float32)
         want, _ = train.losses_of(train.parse(given), text, config, device, alone)
-        mixed, _ = train.losses_of(train.parse(given), text, config, device, replace(alone, experts=4))
+        mixed, _ = train.losses_of(
+            train.parse(given), text, config, device, replace(alone, experts=4)
+        )
         assert want[1] != want[0] != mixed[0]
         for form in FORMS:
             options = train.parse([*given, *form.split()])
@@ -1044,9 +1325,16 @@ def check_every_form_trains_as_one_process(ranks):
                 continue
             got, _ = train.losses_of(options, text, config, device)
             expected = mixed if options.experts else want
-            torch.testing.assert_close(got, expected, **close, msg=lambda m, f=form: f"{f or 'data parallel'}: {m}")
+            torch.testing.assert_close(
+                got, expected, **close, msg=lambda m, f=form: f"{f or 'data parallel'}: {m}"
+            )
         with pytest.raises(SystemExit, match=f"--seq-len 23 is no multiple of --context {RANKS}"):
-            train.losses_of(train.parse([*given, "--seq-len", "23", "--context", str(RANKS)]), text, config, device)
+            train.losses_of(
+                train.parse([*given, "--seq-len", "23", "--context", str(RANKS)]),
+                text,
+                config,
+                device,
+            )
 
 
 def check_a_rank_that_dies(ranks):
@@ -1062,7 +1350,7 @@ def check_a_rank_that_dies(ranks):
             gd.gemm_all_reduce(x, x)
 
 
-# ---- the processes --------------------------------------------------------------------------------
+# ---- the processes -------------------------------------------------------------------------------
 
 
 def _work(rank, folder, checks, size, cuda):
@@ -1074,7 +1362,9 @@ def _work(rank, folder, checks, size, cuda):
         torch.set_default_device(f"cuda:{rank}")
     where = dict(init_method=f"file://{folder}/store", rank=rank, world_size=size)
     dist.init_process_group(
-        "nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=100 if cuda else 1800), **where
+        "nccl" if cuda else "gloo",
+        timeout=datetime.timedelta(seconds=100 if cuda else 1800),
+        **where,
     )
     ranks, failed = Ranks(folder), []
     for name in checks:
@@ -1107,8 +1397,13 @@ def _all_checks(folder, size, cuda, seconds):
         worker.join(5)
     for worker in workers:
         worker.kill()
-    read = lambda name, otherwise: (folder / name).read_text() if (folder / name).exists() else otherwise  # noqa: E731
-    reports = [read(str(r), f"rank {r}: no report; it came so far:\n{read(f'progress{r}', '')}") for r in range(size)]
+    read = lambda name, otherwise: (  # noqa: E731
+        (folder / name).read_text() if (folder / name).exists() else otherwise
+    )  # noqa: E731
+    reports = [
+        read(str(r), f"rank {r}: no report; it came so far:\n{read(f'progress{r}', '')}")
+        for r in range(size)
+    ]
     assert not any(reports), "\n\n".join(reports)
 
 
@@ -1122,13 +1417,14 @@ def test_two_gpus_equal_one(tmp_path):
     _all_checks(tmp_path, 2, True, 120)
 
 
-# ---- a rank that is gone --------------------------------------------------------------------------
+# ---- a rank that is gone -------------------------------------------------------------------------
 
 TIMEOUT_S = 6
 
 
 def _outlive(rank, folder, way, call):
-    """Two ranks make the call three times; rank 1 then dies, and rank 0 makes it again and writes what became of it."""
+    """Two ranks make the call three times; rank 1 then dies, and rank 0 makes it again and writes
+    what became of it."""
     symmetric, check = way
     os.environ |= {"GPUKERN_DIST_SYMMETRIC": symmetric, "GPUKERN_DIST_CHECK": check}
     os.environ |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
@@ -1138,7 +1434,10 @@ def _outlive(rank, folder, way, call):
     dist.barrier()  # only what comes later has little time
     group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=TIMEOUT_S))
     rows = 2048 if call != "gemm_all_reduce" else 8
-    a, b = (torch.ones(shape, device=f"cuda:{rank}", dtype=torch.bfloat16) for shape in ((rows, 1024), (1024, 1024)))
+    a, b = (
+        torch.ones(shape, device=f"cuda:{rank}", dtype=torch.bfloat16)
+        for shape in ((rows, 1024), (1024, 1024))
+    )
     for _ in range(3):
         getattr(gd, call)(a, b, group).float().sum().item()
     dist.barrier()
@@ -1159,14 +1458,22 @@ def _outlive(rank, folder, way, call):
 @pytest.mark.gpu
 @pytest.mark.gpu2
 def test_a_rank_that_dies_leaves_an_error(tmp_path):
-    """By NCCL, by copy engines and by mailboxes: after the group's timeout an exception, or the end of the process by NCCL's watchdog; no value."""
+    """By NCCL, by copy engines and by mailboxes: after the group's timeout an exception, or the end
+    of the process by NCCL's watchdog; no value."""
     ways = {"nccl": ("0", "1"), "direct": ("1", "0")}
-    calls = (("nccl", "gemm_all_reduce"), ("direct", "gemm_all_reduce"), ("direct", "gemm_reduce_scatter"))
+    calls = (
+        ("nccl", "gemm_all_reduce"),
+        ("direct", "gemm_all_reduce"),
+        ("direct", "gemm_reduce_scatter"),
+    )
     context, pairs = processes(), []
     for way, call in calls:
         folder = tmp_path / f"{way}_{call}"
         folder.mkdir()
-        pair = [context.Process(target=_outlive, args=(r, str(folder), ways[way], call), daemon=True) for r in range(2)]
+        pair = [
+            context.Process(target=_outlive, args=(r, str(folder), ways[way], call), daemon=True)
+            for r in range(2)
+        ]
         for worker in pair:
             worker.start()
         pairs.append((folder, pair))
@@ -1183,13 +1490,17 @@ def test_a_rank_that_dies_leaves_an_error(tmp_path):
 
 @pytest.mark.gpu
 def test_mailboxes_of_one_gpu():
-    """The kernel alone: streams of one GPU are its ranks. Sums bit for bit in rank order, of sizes in any turn; halves of four elements."""
+    """The kernel alone: streams of one GPU are its ranks. Sums bit for bit in rank order, of sizes
+    in any turn; halves of four elements."""
     from torch_gpukern._library import ops
 
     gen = generator("mailboxes of one GPU")
     for size in (2, 3):
         most = 1 << 19
-        boxes = [torch.zeros(ops.mailbox_bytes(most, size), dtype=torch.uint8, device="cuda") for _ in range(size)]
+        boxes = [
+            torch.zeros(ops.mailbox_bytes(most, size), dtype=torch.uint8, device="cuda")
+            for _ in range(size)
+        ]
         streams = [torch.cuda.Stream() for _ in range(size)]
         for seed, n in enumerate((1, most, 5, 4096, 131075, 3, most - 1, 2048)):
             dtype = FLOATS[:2][seed % 2]
@@ -1212,12 +1523,14 @@ def test_mailboxes_of_one_gpu():
         (dict(mailboxes=[box[:4096] for box in boxes[:2]]), "a mailbox has 4096 bytes, expected"),
         (dict(timeout_s=0.0), "timeout_s must be more than 0"),
     ):
-        given = dict(x=x, out=torch.empty_like(x), mailboxes=boxes[:2], rank=0, timeout_s=1.0) | change
+        given = (
+            dict(x=x, out=torch.empty_like(x), mailboxes=boxes[:2], rank=0, timeout_s=1.0) | change
+        )
         with pytest.raises(ValueError, match=f"gpukern::sum_over_ranks: {text}"):
             ops.sum_over_ranks(**given)
 
 
-# ---- what needs no group --------------------------------------------------------------------------
+# ---- what needs no group -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -1227,9 +1540,13 @@ def test_a_cut_holds_every_token_once(layout):
         held = [t for r in range(size) for s, e in cut.spans[r] for t in range(s, e)]
         assert sorted(held) == list(range(length))
         counts = [cut.tokens(r) for r in range(size)]
-        assert max(counts) == cut.most and max(counts) - min(counts) <= (1 if layout == "contiguous" else 2)
+        assert max(counts) == cut.most and max(counts) - min(counts) <= (
+            1 if layout == "contiguous" else 2
+        )
         placed = [
-            t for rank, at, n in cut.order() for t in [x for s, e in cut.spans[rank] for x in range(s, e)][at : at + n]
+            t
+            for rank, at, n in cut.order()
+            for t in [x for s, e in cut.spans[rank] for x in range(s, e)][at : at + n]
         ]
         assert placed == list(range(length))
         for r in range(size):
@@ -1246,31 +1563,70 @@ def test_zigzag_shares_a_causal_mask_evenly():
 
 
 def test_estimate_counts_bytes_and_time():
-    model = dict(layers=32, hidden=4096, intermediate=14336, heads_q=32, heads_kv=8, head_dim=128, sequences=64)
+    model = dict(
+        layers=32,
+        hidden=4096,
+        intermediate=14336,
+        heads_q=32,
+        heads_kv=8,
+        head_dim=128,
+        sequences=64,
+    )
     one = gd.estimate(**model, seq_len=8192)
-    assert one.gpus == 1 and one.efficiency == 1 and one.context_bytes == one.tensor_bytes == one.data_bytes == 0
+    assert (
+        one.gpus == 1
+        and one.efficiency == 1
+        and one.context_bytes == one.tensor_bytes == one.data_bytes == 0
+    )
     eight = gd.estimate(**model, seq_len=8192, data=8)
-    assert abs(eight.products_ms * 8 - one.products_ms) < 1e-6 * one.products_ms and eight.step_ms < one.step_ms
+    assert (
+        abs(eight.products_ms * 8 - one.products_ms) < 1e-6 * one.products_ms
+        and eight.step_ms < one.step_ms
+    )
     long = gd.estimate(**{**model, "sequences": 1}, seq_len=1 << 20, context=64)
-    assert long.attention_ms > long.products_ms and long.context_bytes > 0 and 0 < long.efficiency <= 1
+    assert (
+        long.attention_ms > long.products_ms and long.context_bytes > 0 and 0 < long.efficiency <= 1
+    )
     slow = gd.estimate(**model, seq_len=8192, context=2, machine=gd.Machine(latency_us=100))
-    assert abs(slow.context_ms - gd.estimate(**model, seq_len=8192, context=2).context_ms - 32 * 0.1) < 1e-9
+    assert (
+        abs(slow.context_ms - gd.estimate(**model, seq_len=8192, context=2).context_ms - 32 * 0.1)
+        < 1e-9
+    )
     for wrong in (dict(tensor=0), dict(seq_len=0), dict(layers=-1), dict(hidden_share=1.5)):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
             gd.estimate(**{**model, "seq_len": 1, **wrong})
 
 
-@pytest.mark.parametrize("card, tokens, link, latency", (("h100-80gb-hbm3", 16384, 228, 4500), ("h100-80gb-hbm3", 65536, 228, 4500),
-                                                         ("h200", 16384, 340, 900), ("h200", 65536, 340, 900)))  # fmt: skip
+@pytest.mark.parametrize(
+    "card, tokens, link, latency",
+    (
+        ("h100-80gb-hbm3", 16384, 228, 4500),
+        ("h100-80gb-hbm3", 65536, 228, 4500),
+        ("h200", 16384, 340, 900),
+        ("h200", 65536, 340, 900),
+    ),
+)
 def test_estimate_holds_to_what_was_measured(card, tokens, link, latency):
-    """Forward and backward of a layer's attention over two GPUs, in docs/distributed.md: within 10 % of the model."""
+    """Forward and backward of a layer's attention over two GPUs, in docs/distributed.md: within 10
+    % of the model."""
     root = Path(__file__).resolve().parents[2]
     found = json.loads((root / f"benchmarks/results/distributed/nvidia-{card}-x2.json").read_text())
     rows = found.get("rows") or found["calls"][0]["rows"]
     measured = {row["label"]: row["us"] for row in rows if row["group"] == "cp forward+backward"}
     us = measured[f"{tokens // 2} tokens a rank"]
-    layer = dict(layers=1, hidden=1, intermediate=1, heads_q=32, heads_kv=8, head_dim=128, seq_len=tokens, sequences=1)
-    rate = gd.estimate(**layer, machine=gd.Machine(attn_tflops=1)).attention_ms / (us["one GPU"] / 1e3)
+    layer = dict(
+        layers=1,
+        hidden=1,
+        intermediate=1,
+        heads_q=32,
+        heads_kv=8,
+        head_dim=128,
+        seq_len=tokens,
+        sequences=1,
+    )
+    rate = gd.estimate(**layer, machine=gd.Machine(attn_tflops=1)).attention_ms / (
+        us["one GPU"] / 1e3
+    )
     machine = gd.Machine(attn_tflops=rate, link_gbs=link, latency_us=latency)
     step = gd.estimate(**layer, context=2, hidden_share=0.0, machine=machine)
     assert abs((step.attention_ms + step.context_ms) * 1e3 / us["all_gather"] - 1) < 0.1
@@ -1292,20 +1648,45 @@ def test_the_table_of_scale_is_the_page_s(monkeypatch):
 
 
 def test_scripts_of_ranks_say_why_they_refuse():
-    """A benchmark without torchrun in a line; a training that cannot be shared out at the end of torchrun's summary."""
+    """A benchmark without torchrun in a line; a training that cannot be shared out at the end of
+    torchrun's summary."""
     root = Path(__file__).resolve().parents[2]
-    bare = {name: x for name, x in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run([sys.executable, str(root / "benchmarks" / "bench_distributed.py")], env=bare, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("bench_distributed: measures several ranks, which torchrun starts")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    bare = {
+        name: x
+        for name, x in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    done = subprocess.run(
+        [sys.executable, str(root / "benchmarks" / "bench_distributed.py")],
+        env=bare,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and done.stderr.startswith(
+        "bench_distributed: measures several ranks, which torchrun starts"
+    )
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     script = [str(root / "examples" / "distributed" / "train.py"), "--pipeline", "3"]
     done = subprocess.run([*torchrun, *script], env=bare, capture_output=True, text=True)
     summary = done.stderr.rpartition("Root Cause")[2]
-    assert done.returncode and "ValueError: 2 ranks cannot be shared out over 3 of tensor, context and pipeline" in summary
+    assert (
+        done.returncode
+        and "ValueError: 2 ranks cannot be shared out over 3 of tensor, context and pipeline"
+        in summary
+    )
 
 
 def test_a_timeline_counts_copies_between_gpus(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples" / "distributed"))
+    monkeypatch.syspath_prepend(
+        str(Path(__file__).resolve().parents[2] / "examples" / "distributed")
+    )
     import timeline
 
     def event(name, cat, ts, dur, **args):
@@ -1342,7 +1723,8 @@ class _Stream:
 
 @pytest.fixture
 def staging(monkeypatch):
-    """A pool of buffers in plain memory, whose barriers are remembered in `waits`; the current stream is `here`."""
+    """A pool of buffers in plain memory, whose barriers are remembered in `waits`; the current
+    stream is `here`."""
     from types import SimpleNamespace
 
     from torch_gpukern.distributed import symmetric
@@ -1354,7 +1736,9 @@ def staging(monkeypatch):
             def get_buffer(rank, shape, dtype, at):
                 return data.view(dtype)[at : at + math.prod(shape)].view(shape)
 
-            self._buffers.append(symmetric.Buffer(data, SimpleNamespace(barrier=self.met, get_buffer=get_buffer)))
+            self._buffers.append(
+                symmetric.Buffer(data, SimpleNamespace(barrier=self.met, get_buffer=get_buffer))
+            )
             return self._buffers[-1]
 
         def met(self, **_):
@@ -1392,7 +1776,8 @@ def test_a_staging_buffer_is_used_again_only_after_a_barrier(staging):
 
 
 def test_streams_that_share_staging_buffers_follow_each_other(staging):
-    """A barrier speaks for its stream alone: who takes a buffer goes on behind the reads and barriers of another stream."""
+    """A barrier speaks for its stream alone: who takes a buffer goes on behind the reads and
+    barriers of another stream."""
     pool, first, second = staging, staging.here, _Stream()
 
     def transfer(name):
@@ -1407,7 +1792,8 @@ def test_streams_that_share_staging_buffers_follow_each_other(staging):
     b = transfer("b")
     assert b is not a and {"reads a", "barrier 0"} <= second.done
     pool.here = first
-    assert transfer("c") is a and {"reads b", "barrier 1"} <= first.done  # that barrier was the second stream's
+    # that barrier was the second stream's
+    assert transfer("c") is a and {"reads b", "barrier 1"} <= first.done
     first.done.add("more")
     pool.here = second
     assert transfer("d") is b and "reads c" in second.done and "more" not in second.done
@@ -1467,7 +1853,9 @@ def test_ranks_tell_each_other_the_gpu_of_their_tensors(monkeypatch):
         told[:] = [mine, (mine[0], 3, mine[2]) if isinstance(mine, tuple) else mine]
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    assert symmetric.reaches_all(torch.device("cuda", 2), SimpleNamespace(size=2, group=None)) and asked == [3]
+    assert symmetric.reaches_all(
+        torch.device("cuda", 2), SimpleNamespace(size=2, group=None)
+    ) and asked == [3]
 
 
 def test_which_sums_go_through_mailboxes(monkeypatch):
@@ -1478,19 +1866,34 @@ def test_which_sums_go_through_mailboxes(monkeypatch):
 
     made, groups = [], {}
     monkeypatch.setattr(mailboxes, "reaches_all", lambda *_: True)
-    monkeypatch.setattr(mailboxes, "_Mailboxes", lambda *_: SimpleNamespace(of=lambda n: made.append(n) or "found"))
+    monkeypatch.setattr(
+        mailboxes, "_Mailboxes", lambda *_: SimpleNamespace(of=lambda n: made.append(n) or "found")
+    )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def goes(elements, size, dtype=torch.float32, device="cuda"):
-        x = SimpleNamespace(device=torch.device(device), dtype=dtype, numel=lambda: elements, element_size=lambda: 4)
+        x = SimpleNamespace(
+            device=torch.device(device), dtype=dtype, numel=lambda: elements, element_size=lambda: 4
+        )
         name = f"{elements} {size}"
         group = groups.setdefault(name, SimpleNamespace(group_name=name))
         return mailboxes.mailboxes_for(x, SimpleNamespace(size=size, group=group)) == "found"
 
     most = mailboxes.MOST_BYTES // 4
-    assert [goes(most, 2), goes(most + 1, 2), goes(most // 3, 4), goes(most // 3 + 1, 4)] == [True, False, True, False]
-    assert [goes(8, size) for size in (1, 2, 16, 17)] == [False, True, True, False] and not goes(0, 2)
-    assert not goes(8, 2, torch.float64) and not goes(8, 2, device="cpu") and made == [most, most // 3, 8, 8]
+    assert [goes(most, 2), goes(most + 1, 2), goes(most // 3, 4), goes(most // 3 + 1, 4)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert [goes(8, size) for size in (1, 2, 16, 17)] == [False, True, True, False] and not goes(
+        0, 2
+    )
+    assert (
+        not goes(8, 2, torch.float64)
+        and not goes(8, 2, device="cpu")
+        and made == [most, most // 3, 8, 8]
+    )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert goes(8, 2) and not goes(9, 2)  # a group's first may not stand in a capture
     mailboxes._known.clear()
@@ -1502,11 +1905,15 @@ def test_mailboxes_are_those_of_a_stream_and_of_a_capture(monkeypatch):
     from torch_gpukern.distributed import mailboxes
 
     at = {"stream": 1, "capture": 0}
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=at["stream"]))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=at["stream"])
+    )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: at["capture"] > 0)
     real = mailboxes.ops
     monkeypatch.setattr(
-        mailboxes, "ops", SimpleNamespace(capture_id=lambda _: at["capture"], mailbox_bytes=real.mailbox_bytes)
+        mailboxes,
+        "ops",
+        SimpleNamespace(capture_id=lambda _: at["capture"], mailbox_bytes=real.mailbox_bytes),
     )
 
     class Chunk:
@@ -1514,7 +1921,9 @@ def test_mailboxes_are_those_of_a_stream_and_of_a_capture(monkeypatch):
 
         def __init__(self, *_):
             self.free = 0
-            handle = SimpleNamespace(get_buffer=lambda rank, shape, dtype, place: (rank, place, place + shape[0]))
+            handle = SimpleNamespace(
+                get_buffer=lambda rank, shape, dtype, place: (rank, place, place + shape[0])
+            )
             self._symmetric = SimpleNamespace(handle=handle)
 
     monkeypatch.setattr(mailboxes, "_Chunk", Chunk)
@@ -1538,16 +1947,24 @@ def test_mailboxes_are_those_of_a_stream_and_of_a_capture(monkeypatch):
 
 
 class _Threads:
-    """Ranks as threads of a CPU, whose pool of buffers is plain memory: what copies between GPUs do, in every order of the threads."""
+    """Ranks as threads of a CPU, whose pool of buffers is plain memory: what copies between GPUs
+    do, in every order of the threads."""
 
     def __init__(self, size, monkeypatch):
         from types import SimpleNamespace
 
         from torch_gpukern.distributed import transport
 
-        self.size, self.meet, self.buffers, self.local = size, threading.Barrier(size), {}, threading.local()
+        self.size, self.meet, self.buffers, self.local = (
+            size,
+            threading.Barrier(size),
+            {},
+            threading.local(),
+        )
         self.waited = 0  # how often any rank waited for a transfer
-        stream = SimpleNamespace(record_event=lambda: None, wait_event=self._wait_event, wait_stream=lambda _: None)
+        stream = SimpleNamespace(
+            record_event=lambda: None, wait_event=self._wait_event, wait_stream=lambda _: None
+        )
         monkeypatch.setattr(transport, "pool_for", lambda *_: self)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
         self.stream = stream
@@ -1630,15 +2047,23 @@ def test_rows_are_copied_16_bytes_at_a_time_where_they_can():
         ((5, 3, 16), (4, 2, 24), (3, 2, 7), (0, 2, 16)),
         (0, 1),
     ):
-        bits = torch.randint(0, 256, (heads * tokens * dim * dtype.itemsize + 16,), dtype=torch.uint8)
+        bits = torch.randint(
+            0, 256, (heads * tokens * dim * dtype.itemsize + 16,), dtype=torch.uint8
+        )
         bits = bits[: bits.numel() // 16 * 16].view(dtype)[offset : offset + heads * tokens * dim]
         x = bits.view(heads, tokens, dim).transpose(0, 1)  # a head's tokens lie together
         to = torch.empty(x.shape, dtype=dtype)
         transport._copy(to, x)
-        assert torch.equal(to.view(torch.uint8), x.contiguous().view(torch.uint8)), (dtype, tokens, dim)
+        assert torch.equal(to.view(torch.uint8), x.contiguous().view(torch.uint8)), (
+            dtype,
+            tokens,
+            dim,
+        )
         seen.append(transport._of_16_bytes(x))
     assert any(seen) and not all(seen)
-    assert not transport._of_16_bytes(torch.zeros(8)) and not transport._of_16_bytes(torch.zeros(8, 16).t())
+    assert not transport._of_16_bytes(torch.zeros(8)) and not transport._of_16_bytes(
+        torch.zeros(8, 16).t()
+    )
 
 
 def test_a_run_waits_for_no_key_that_it_has(monkeypatch):
@@ -1649,7 +2074,10 @@ def test_a_run_waits_for_no_key_that_it_has(monkeypatch):
 
     threads = _Threads(1, monkeypatch)  # the other rank's part is done, as far as anybody looks
     threads.local.rank, threads.size = 0, 2
-    ranks, cut = SimpleNamespace(rank=0, size=2, around=lambda step: (step % 2, step % 2)), Cut(64, 2, "zigzag")
+    ranks, cut = (
+        SimpleNamespace(rank=0, size=2, around=lambda step: (step % 2, step % 2)),
+        Cut(64, 2, "zigzag"),
+    )
     threads.view = lambda buffer, rank, shape, dtype, at=0: torch.zeros(shape, dtype=dtype)
     moving = transport.Gather(cut, ranks, torch.zeros(32, 4), lent=True)
     moving.wait(16)
@@ -1667,18 +2095,37 @@ def test_products_in_parts_are_summed_in_rank_order(size, monkeypatch):
     assert {shape: products._how_many(*shape) for shape in how_many} == how_many
     threads, gen = _Threads(size, monkeypatch), generator("parts", size)
     monkeypatch.setattr(products, "_overlaps", lambda *_: True)
-    for rows, dtype in ((700, torch.bfloat16), (5, torch.float32), (1, torch.bfloat16), (513, torch.float64)):
-        every = [(randn(gen, rows, 24, dtype=dtype), randn(gen, 24, 40, dtype=dtype)) for _ in range(size)]
+    for rows, dtype in (
+        (700, torch.bfloat16),
+        (5, torch.float32),
+        (1, torch.bfloat16),
+        (513, torch.float64),
+    ):
+        every = [
+            (randn(gen, rows, 24, dtype=dtype), randn(gen, 24, 40, dtype=dtype))
+            for _ in range(size)
+        ]
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         total = functools.reduce(torch.add, (gk.gemm(*pair, out_dtype=wide) for pair in every))
         cuts = [Cut(rows, size, "contiguous")]
-        cuts.append(products._Rows([rows - size + 1, *[1] * (size - 1)] if rows >= size else [rows, *[0] * (size - 1)]))
+        cuts.append(
+            products._Rows(
+                [rows - size + 1, *[1] * (size - 1)] if rows >= size else [rows, *[0] * (size - 1)]
+            )
+        )
         for cut in cuts:
             for found, ((start, end),) in zip(
-                threads.run(lambda ranks, e=every, c=cut: products._scattered_product(*e[ranks.rank], c, ranks)),
+                threads.run(
+                    lambda ranks, e=every, c=cut: products._scattered_product(
+                        *e[ranks.rank], c, ranks
+                    )
+                ),
                 cut.spans,
             ):
                 assert not isinstance(found, BaseException), found
                 torch.testing.assert_close(
-                    found, total[start:end].to(dtype), rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-5
+                    found,
+                    total[start:end].to(dtype),
+                    rtol=1e-2 if dtype.itemsize == 2 else 1e-5,
+                    atol=1e-5,
                 )

@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fuzz.h: what the harnesses share: a decoder of bytes, tensors, one call and what must hold after it.
+/* fuzz.h: what the harnesses share: a decoder of bytes, tensors, one call and what must hold after
+ * it.
  *
- * Every byte decides one thing and any bytes are a call, so that the fuzzer can vary one thing at a time; where they end, 0 is
- * read. Numbers come from a generator that one byte seeds.
+ * Every byte decides one thing and any bytes are a call, so that the fuzzer can vary one thing at a
+ * time; where they end, 0 is read. Numbers come from a generator that one byte seeds.
  *
  * Held for every call
- *   memory is exactly as large as strides say, so that the address sanitizer sees an element too many
+ *   memory is exactly as large as strides say, so that the address sanitizer sees an element too
+ *   many
  *   inputs and what lies between the elements of results are never written
  *   a call that is refused has written nothing
  *   a call with a wrong field (fz_corrupt) or a wrong workspace is refused
@@ -33,7 +35,7 @@
         }                                 \
     } while (0)
 
-/* ---- bytes -------------------------------------------------------------------------------------- */
+/* ---- bytes ----------------------------------------------------------------------------------- */
 static const uint8_t *fz_next, *fz_end;
 static uint64_t fz_seed;
 
@@ -43,7 +45,8 @@ static int64_t fz_int(int64_t lo, int64_t hi) { /* one byte; 0 is lo */
 }
 FZ_UNUSED static bool fz_one_in(int64_t n) { return fz_int(0, n - 1) == n - 1; }
 FZ_UNUSED static int64_t fz_size(int64_t most) { /* small ones, and around what kernels count in */
-    static const int64_t edges[] = {1, 2, 3, 5, 0, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 100, 127, 129};
+    static const int64_t edges[] = {1,  2,  3,  5,  0,  7,  8,  9,  13,  15,  16,
+                                    17, 31, 32, 33, 47, 63, 64, 65, 100, 127, 129};
     const int64_t n = edges[fz_int(0, (int64_t)(sizeof edges / sizeof *edges) - 1)];
     return gk_min_i64(n, most);
 }
@@ -55,7 +58,7 @@ static double fz_uniform(void) { /* in [-1, 1), splitmix64 */
     return (double)((z ^ (z >> 31)) >> 11) * 0x1p-52 - 1;
 }
 
-/* ---- memory ------------------------------------------------------------------------------------- */
+/* ---- memory ---------------------------------------------------------------------------------- */
 typedef struct fz_memory {
     unsigned char *now, *before;
     size_t bytes;
@@ -66,20 +69,33 @@ static fz_memory fz_all[64];
 static int fz_count;
 
 FZ_UNUSED static void fz_begin(const uint8_t *data, size_t bytes) {
-    fz_next = data, fz_end = data + bytes, fz_count = 0;
+    fz_next = data;
+    fz_end = data + bytes;
+    fz_count = 0;
     fz_seed = (uint64_t)fz_int(0, 255);
 }
 FZ_UNUSED static void fz_free(void) {
-    while (fz_count > 0) --fz_count, free(fz_all[fz_count].now), free(fz_all[fz_count].before);
+    while (fz_count > 0) {
+        --fz_count;
+        free(fz_all[fz_count].now);
+        free(fz_all[fz_count].before);
+    }
 }
 
 static int64_t fz_offset(const gk_tensor *t, int64_t i) {
     int64_t offset = 0;
-    for (int d = t->ndim - 1; d >= 0; --d) offset += i % t->shape[d] * t->stride[d], i /= t->shape[d];
+    for (int d = t->ndim - 1; d >= 0; --d) {
+        offset += i % t->shape[d] * t->stride[d];
+        i /= t->shape[d];
+    }
     return offset;
 }
-static double fz_get(const gk_tensor *t, int64_t i) { return gk_load(t->data, t->dtype, fz_offset(t, i)); }
-static void fz_set(const gk_tensor *t, int64_t i, double x) { gk_store(t->data, t->dtype, fz_offset(t, i), x); }
+static double fz_get(const gk_tensor *t, int64_t i) {
+    return gk_load(t->data, t->dtype, fz_offset(t, i));
+}
+static void fz_set(const gk_tensor *t, int64_t i, double x) {
+    gk_store(t->data, t->dtype, fz_offset(t, i), x);
+}
 
 enum {
     FZ_INPUT = 0,
@@ -89,16 +105,19 @@ enum {
     FZ_FILLED = 8 /* a result that is read, too */
 };
 
-/* Exactly the memory of its elements, which hold uniform numbers; between them NaN, in a result everywhere. */
+/* Exactly the memory of its elements, which hold uniform numbers; between them NaN, in a result
+ * everywhere. */
 static gk_tensor fz_make(gk_dtype dtype, int ndim, const int64_t *shape, int flags) {
     gk_tensor t = {.dtype = dtype, .ndim = ndim};
     const int64_t es = (int64_t)gk_dtype_bytes(dtype);
-    const int layout = flags & FZ_CONTIGUOUS ? 0 : (int)fz_int(0, 255), dense = flags & FZ_LAST_DENSE ? 1 : 0;
+    const int layout = flags & FZ_CONTIGUOUS ? 0 : (int)fz_int(0, 255),
+              dense = flags & FZ_LAST_DENSE ? 1 : 0;
     const int turn = ndim - dense > 1 ? layout % (ndim - dense) : 0;
     int64_t stride = layout & 64 && !dense ? 2 : 1, lo = 0, hi = 0;
     for (int i = ndim - 1; i >= 0; --i) {
         const int d = dense && i == ndim - 1 ? i : (i + turn) % gk_max_i64(1, ndim - dense);
-        t.shape[d] = shape[d], t.stride[d] = stride;
+        t.shape[d] = shape[d];
+        t.stride[d] = stride;
         stride = stride * gk_max_i64(1, shape[d]) + (layout & 8 ? 3 : 0);
         const bool fixed = dense && d == ndim - 1;
         if (layout & 16 && !fixed && i % 2 == 0) t.stride[d] = -t.stride[d];
@@ -112,16 +131,19 @@ static gk_tensor fz_make(gk_dtype dtype, int ndim, const int64_t *shape, int fla
     const int64_t numel = gk_numel(&t);
     fz_memory *m = &fz_all[fz_count++];
     FZ_REQUIRE(fz_count < 64, "fuzz.h: too many tensors");
-    *m = (fz_memory){.bytes = numel ? (size_t)((hi - lo + 1) * es) : 0, .result = flags & FZ_RESULT};
+    *m =
+        (fz_memory){.bytes = numel ? (size_t)((hi - lo + 1) * es) : 0, .result = flags & FZ_RESULT};
     if (numel || layout & 2) m->now = malloc(m->bytes ? m->bytes : 1);
     if (m->bytes) memset(m->now, 0xff, m->bytes);
     t.data = m->now ? m->now - lo * es * (numel != 0) : NULL;
-    for (int64_t i = 0; i < numel && (!(flags & FZ_RESULT) || flags & FZ_FILLED); ++i) fz_set(&t, i, fz_uniform());
+    for (int64_t i = 0; i < numel && (!(flags & FZ_RESULT) || flags & FZ_FILLED); ++i)
+        fz_set(&t, i, fz_uniform());
     m->t = t;
     return t;
 }
 
-/* Slots of a cache of `capacity` tokens, none twice: some -1 and less, some past the end. An input, though no two lie in one place. */
+/* Slots of a cache of `capacity` tokens, none twice: some -1 and less, some past the end. An input,
+ * though no two lie in one place. */
 FZ_UNUSED static gk_tensor fz_slots(gk_dtype dtype, int64_t tokens, int64_t capacity) {
     const gk_tensor slots = fz_make(dtype, 1, &tokens, FZ_RESULT | FZ_FILLED);
     const int64_t first = fz_int(0, 20), bad = fz_int(0, 9);
@@ -141,7 +163,8 @@ FZ_UNUSED static gk_tensor fz_twin(const gk_tensor *t) {
     for (int64_t i = 0; i < gk_numel(t); ++i) fz_set(&x, i, fz_get(t, i));
     return x;
 }
-FZ_UNUSED static const gk_tensor *fz_twin_of(const gk_tensor *t, gk_tensor *place) { /* NULL stays NULL */
+/* NULL stays NULL */
+FZ_UNUSED static const gk_tensor *fz_twin_of(const gk_tensor *t, gk_tensor *place) {
     return t ? (*place = fz_twin(t), place) : NULL;
 }
 
@@ -159,15 +182,17 @@ static void fz_held(const char *op, gk_status status) {
         if (!m->bytes || !m->before) continue;
         const size_t es = gk_dtype_bytes(m->t.dtype);
         for (int64_t e = 0; status == GK_OK && m->result && e < gk_numel(&m->t); ++e) {
-            const int64_t at = (unsigned char *)m->t.data - m->now + fz_offset(&m->t, e) * (int64_t)es;
+            const int64_t at =
+                (unsigned char *)m->t.data - m->now + fz_offset(&m->t, e) * (int64_t)es;
             memcpy(m->before + at, m->now + at, es);
         }
-        FZ_REQUIRE(memcmp(m->before, m->now, m->bytes) == 0, "%s: %s, and tensor %d was written %s", op,
-                   gk_status_name(status), i, m->result && status == GK_OK ? "between its elements" : "");
+        FZ_REQUIRE(memcmp(m->before, m->now, m->bytes) == 0, "%s: %s, and tensor %d was written %s",
+                   op, gk_status_name(status), i,
+                   m->result && status == GK_OK ? "between its elements" : "");
     }
 }
 
-/* ---- context ------------------------------------------------------------------------------------ */
+/* ---- context --------------------------------------------------------------------------------- */
 typedef struct fz_thread {
     gk_task_fn task;
     void *arg;
@@ -192,10 +217,12 @@ static void fz_parallel_for(void *pool, int64_t n, gk_task_fn task, void *arg) {
 }
 
 static gk_context fz_context(void) {
-    static const char *const isas[] = {"base", "avx2", "avx512", "avx512bf16", "amx_emulated", "amx"};
+    static const char *const isas[] = {"base",       "avx2",         "avx512",
+                                       "avx512bf16", "amx_emulated", "amx"};
     gk_context ctx = GK_CONTEXT_INIT;
     ctx.cpu_isa = isas[fz_int(0, 5)];
-    const bool emulated = strcmp(ctx.cpu_isa, "amx_emulated") == 0 && strstr(gk_cpu_isas(), "avx512bf16");
+    const bool emulated =
+        strcmp(ctx.cpu_isa, "amx_emulated") == 0 && strstr(gk_cpu_isas(), "avx512bf16");
     if (!emulated && !strstr(gk_cpu_isas(), ctx.cpu_isa)) ctx.cpu_isa = gk_cpu_isa();
     const int64_t threads = fz_int(0, 15); /* many without a pool: plans count them */
     ctx.num_threads = threads == 15   ? INT32_MAX
@@ -211,8 +238,9 @@ FZ_UNUSED static gk_dtype fz_dtype(void) {
 }
 FZ_UNUSED static gk_dtype fz_stats(gk_dtype d) { return d == GK_F64 ? GK_F64 : GK_F32; }
 
-/* ---- one call ----------------------------------------------------------------------------------- */
-/* Makes one field of one tensor what no op takes; of those at and after `optional` data may be NULL. */
+/* ---- one call -------------------------------------------------------------------------------- */
+/* Makes one field of one tensor what no op takes; of those at and after `optional` data may be
+ * NULL. */
 FZ_UNUSED static bool fz_corrupt(gk_tensor *const *t, int n, int optional) {
     const int64_t kind = fz_int(0, 39);
     if (kind < 32) return false;
@@ -237,8 +265,9 @@ typedef size_t (*fz_bytes_fn)(const gk_context *, const void *);
 typedef gk_status (*fz_call_fn)(const gk_context *, const void *);
 
 /* Calls with a workspace of exactly the bytes asked for; a wrong one must be refused. */
-static gk_status fz_call(const char *op, const gk_context *ctx, const void *args, fz_bytes_fn bytes_of, fz_call_fn call,
-                         void **workspace, size_t *workspace_bytes, bool wrong) {
+static gk_status fz_call(const char *op, const gk_context *ctx, const void *args,
+                         fz_bytes_fn bytes_of, fz_call_fn call, void **workspace,
+                         size_t *workspace_bytes, bool wrong) {
     const size_t bytes = bytes_of ? bytes_of(ctx, args) : 0;
     const int64_t kind = bytes ? fz_int(0, 19) : 0;
     void *block = NULL;
@@ -261,26 +290,30 @@ static gk_status fz_call(const char *op, const gk_context *ctx, const void *args
 /* The same call in float64 must end alike. False: there is nothing to compare. */
 FZ_UNUSED static bool fz_agree(const char *op, gk_status got, gk_status twin, const char *text) {
     if (got == GK_ERR_WORKSPACE) return false;
-    FZ_REQUIRE(got == twin, "%s: %s (%s), in float64 %s", op, gk_status_name(got), text, gk_status_name(twin));
+    FZ_REQUIRE(got == twin, "%s: %s (%s), in float64 %s", op, gk_status_name(got), text,
+               gk_status_name(twin));
     return got == GK_OK;
 }
 
-/* ---- comparison --------------------------------------------------------------------------------- */
+/* ---- comparison ------------------------------------------------------------------------------ */
 FZ_UNUSED static double fz_unit(gk_dtype d) {
     return d == GK_BF16 ? 0x1p-8 : d == GK_F16 ? 0x1p-11 : d == GK_F64 ? 0x1p-53 : 0x1p-24;
 }
-/* u of the inputs where the arithmetic rounds to it, plus that of the accumulator times `roundings`. */
+/* u of the inputs where the arithmetic rounds to it, plus that of the accumulator times
+ * `roundings`. */
 FZ_UNUSED static double fz_loss(gk_dtype d, double roundings) {
     const double u = d == GK_F64 ? 0x1p-53 : 0x1p-24;
     return (d == GK_BF16 || d == GK_F16 ? 4 * fz_unit(d) : 0) + roundings * u;
 }
-FZ_UNUSED static void fz_close(const char *name, const gk_tensor *got, const gk_tensor *exact, double bound) {
+FZ_UNUSED static void fz_close(const char *name, const gk_tensor *got, const gk_tensor *exact,
+                               double bound) {
     for (int64_t i = 0; i < gk_numel(got); ++i) {
         const double x = fz_get(got, i), y = fz_get(exact, i);
         if (x == y || (isnan(x) && isnan(y))) continue;
-        FZ_REQUIRE(fabs(x - y) <= bound + fz_unit(got->dtype) * fabs(y) + 0x1p-24 * (got->dtype == GK_F16),
-                   "%s[%lld of %lld] %s is %.9g, expected %.9g +- %.3g", name, (long long)i, (long long)gk_numel(got),
-                   gk_dtype_name(got->dtype), x, y, bound);
+        FZ_REQUIRE(fabs(x - y) <=
+                       bound + fz_unit(got->dtype) * fabs(y) + 0x1p-24 * (got->dtype == GK_F16),
+                   "%s[%lld of %lld] %s is %.9g, expected %.9g +- %.3g", name, (long long)i,
+                   (long long)gk_numel(got), gk_dtype_name(got->dtype), x, y, bound);
     }
 }
 

@@ -10,9 +10,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const gk_dtype dtype = fz_dtype();
     const int nd = (int)fz_int(1, 4);
     int64_t shape[4];
-    for (int d = 0; d < nd; ++d) shape[d] = d == nd - 1 ? fz_size(129) : fz_int(0, 9) == 9 ? 0 : fz_int(1, 6);
+    for (int d = 0; d < nd; ++d)
+        shape[d] = d == nd - 1 ? fz_size(129) : fz_int(0, 9) == 9 ? 0 : fz_int(1, 6);
     gk_attn_merge_args args = GK_ATTN_MERGE_ARGS_INIT;
-    args.out_a = fz_make(dtype, nd, shape, FZ_INPUT), args.out_b = fz_make(dtype, nd, shape, FZ_INPUT);
+    args.out_a = fz_make(dtype, nd, shape, FZ_INPUT);
+    args.out_b = fz_make(dtype, nd, shape, FZ_INPUT);
     args.lse_a = fz_make(fz_stats(dtype), nd - 1, shape, FZ_INPUT);
     args.lse_b = fz_make(fz_stats(dtype), nd - 1, shape, FZ_INPUT);
     const int64_t empty = fz_int(0, 7);
@@ -24,12 +26,18 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     args.lse = fz_make(fz_stats(dtype), nd - 1, shape, FZ_RESULT | FZ_CONTIGUOUS);
     gk_context plain = GK_CONTEXT_INIT;
     gk_attn_merge_args twin = args;
-    twin.out_a = fz_twin(&args.out_a), twin.out_b = fz_twin(&args.out_b), twin.out = fz_twin(&args.out);
-    twin.lse_a = fz_twin(&args.lse_a), twin.lse_b = fz_twin(&args.lse_b), twin.lse = fz_twin(&args.lse);
-    gk_tensor *const all[] = {&args.out_a, &args.out_b, &args.lse_a, &args.lse_b, &args.out, &args.lse};
+    twin.out_a = fz_twin(&args.out_a);
+    twin.out_b = fz_twin(&args.out_b);
+    twin.out = fz_twin(&args.out);
+    twin.lse_a = fz_twin(&args.lse_a);
+    twin.lse_b = fz_twin(&args.lse_b);
+    twin.lse = fz_twin(&args.lse);
+    gk_tensor *const all[] = {&args.out_a, &args.out_b, &args.lse_a,
+                              &args.lse_b, &args.out,   &args.lse};
     const bool wrong = fz_corrupt(all, 6, 6);
     const gk_status status = fz_call("gk_attn_merge", &ctx, &args, NULL, call, NULL, NULL, wrong);
-    if (!wrong && fz_agree("gk_attn_merge", status, gk_attn_merge(&plain, &twin), gk_last_error())) {
+    if (!wrong &&
+        fz_agree("gk_attn_merge", status, gk_attn_merge(&plain, &twin), gk_last_error())) {
         const double bound = 32 * fz_unit(fz_stats(dtype));
         fz_close("out", &args.out, &twin.out, bound);
         fz_close("lse", &args.lse, &twin.lse, bound);

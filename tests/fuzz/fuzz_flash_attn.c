@@ -1,15 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fuzz_flash_attn: gk_flash_attn_fwd, and gk_flash_attn_bwd of its results, against their float64 twins. */
+/* fuzz_flash_attn: gk_flash_attn_fwd, and gk_flash_attn_bwd of its results, against their float64
+ * twins. */
 #include "rules.h"
 
 static size_t fwd_bytes(const gk_context *ctx, const void *args) {
     return gk_flash_attn_fwd_workspace_bytes(ctx, args);
 }
-static gk_status fwd(const gk_context *ctx, const void *args) { return gk_flash_attn_fwd(ctx, args); }
+static gk_status fwd(const gk_context *ctx, const void *args) {
+    return gk_flash_attn_fwd(ctx, args);
+}
 static size_t bwd_bytes(const gk_context *ctx, const void *args) {
     return gk_flash_attn_bwd_workspace_bytes(ctx, args);
 }
-static gk_status bwd(const gk_context *ctx, const void *args) { return gk_flash_attn_bwd(ctx, args); }
+static gk_status bwd(const gk_context *ctx, const void *args) {
+    return gk_flash_attn_bwd(ctx, args);
+}
 
 /* Ends of `batch` sequences, now and then not in order, or past the tokens. */
 static gk_tensor ends_make(int64_t batch, int64_t tokens, int64_t *longest) {
@@ -20,32 +25,44 @@ static gk_tensor ends_make(int64_t batch, int64_t tokens, int64_t *longest) {
     *longest = 0;
     for (int64_t b = 0; b <= batch; ++b) {
         const int64_t more = b ? gk_min_i64(fz_int(0, 40), tokens - end) : 0;
-        end += more, *longest = gk_max_i64(*longest, more);
-        fz_set(&t, b, (double)(bad == 15 && b == batch ? tokens + 1 : bad == 14 && b == 1 ? -3 : end));
+        end += more;
+        *longest = gk_max_i64(*longest, more);
+        fz_set(&t, b,
+               (double)(bad == 15 && b == batch ? tokens + 1
+                        : bad == 14 && b == 1   ? -3
+                                                : end));
     }
     fz_all[fz_count - 1].result = false;
     return t;
 }
 
-static void backward(const gk_context *ctx, const gk_flash_attn_args *f, const gk_flash_attn_args *twin_fwd, int nd,
-                     double loss) {
+static void backward(const gk_context *ctx, const gk_flash_attn_args *f,
+                     const gk_flash_attn_args *twin_fwd, int nd, double loss) {
     const gk_dtype dtype = f->q.dtype, stats = fz_stats(dtype);
     const int64_t heads = f->q.shape[1];
     gk_flash_attn_bwd_args args = GK_FLASH_ATTN_BWD_ARGS_INIT;
     gk_tensor grad_lse, dsinks, twin_grad_lse, twin_dsinks;
     args.fwd = *f;
     args.grad_out = fz_make(dtype, nd, f->out.shape, FZ_INPUT | FZ_LAST_DENSE);
-    if (fz_one_in(2)) grad_lse = fz_make(stats, nd - 1, f->lse.shape, FZ_INPUT), args.grad_lse = &grad_lse;
+    if (fz_one_in(2)) {
+        grad_lse = fz_make(stats, nd - 1, f->lse.shape, FZ_INPUT);
+        args.grad_lse = &grad_lse;
+    }
     args.dq = fz_make(dtype, nd, f->q.shape, FZ_RESULT | FZ_LAST_DENSE);
     args.dk = fz_make(dtype, nd, f->k.shape, FZ_RESULT | FZ_LAST_DENSE);
     args.dv = fz_make(dtype, nd, f->v.shape, FZ_RESULT | FZ_LAST_DENSE);
-    if (f->rules.sinks && fz_one_in(2))
-        dsinks = fz_make(f->rules.sinks->dtype, 1, &heads, FZ_RESULT), args.dsinks = &dsinks;
+    if (f->rules.sinks && fz_one_in(2)) {
+        dsinks = fz_make(f->rules.sinks->dtype, 1, &heads, FZ_RESULT);
+        args.dsinks = &dsinks;
+    }
     gk_context plain = GK_CONTEXT_INIT;
     gk_flash_attn_bwd_args twin = args;
     twin.fwd = *twin_fwd;
-    twin.grad_out = fz_twin(&args.grad_out), twin.grad_lse = fz_twin_of(args.grad_lse, &twin_grad_lse);
-    twin.dq = fz_twin(&args.dq), twin.dk = fz_twin(&args.dk), twin.dv = fz_twin(&args.dv);
+    twin.grad_out = fz_twin(&args.grad_out);
+    twin.grad_lse = fz_twin_of(args.grad_lse, &twin_grad_lse);
+    twin.dq = fz_twin(&args.dq);
+    twin.dk = fz_twin(&args.dk);
+    twin.dv = fz_twin(&args.dv);
     twin.dsinks = fz_twin_of(args.dsinks, &twin_dsinks);
     gk_tensor *const all[] = {&args.grad_out,
                               &args.dq,
@@ -55,16 +72,20 @@ static void backward(const gk_context *ctx, const gk_flash_attn_args *f, const g
                               args.grad_lse ? &grad_lse : NULL,
                               args.dsinks ? &dsinks : NULL};
     const bool wrong = fz_corrupt(all, 7, 7);
-    const gk_status status =
-        fz_call("gk_flash_attn_bwd", ctx, &args, bwd_bytes, bwd, &args.workspace, &args.workspace_bytes, wrong);
-    if (wrong || !fz_agree("gk_flash_attn_bwd", status, gk_flash_attn_bwd(&plain, &twin), gk_last_error())) return;
+    const gk_status status = fz_call("gk_flash_attn_bwd", ctx, &args, bwd_bytes, bwd,
+                                     &args.workspace, &args.workspace_bytes, wrong);
+    if (wrong ||
+        !fz_agree("gk_flash_attn_bwd", status, gk_flash_attn_bwd(&plain, &twin), gk_last_error()))
+        return;
     /* |dP - delta| <= 2 Dv + 1; a row's P sum to 1; a key meets every row of its group */
     const double ds = 2 * (double)f->v.shape[nd - 1] + 1, scale = fabs(f->rules.scale);
-    const double rows = (double)(f->q.shape[nd == 4 ? 2 : 0] * gk_max_i64(1, heads / gk_max_i64(1, f->k.shape[1])));
+    const double rows =
+        (double)(f->q.shape[nd == 4 ? 2 : 0] * gk_max_i64(1, heads / gk_max_i64(1, f->k.shape[1])));
     fz_close("dq", &args.dq, &twin.dq, 4 * loss * scale * ds);
     fz_close("dk", &args.dk, &twin.dk, 4 * loss * scale * ds * rows);
     fz_close("dv", &args.dv, &twin.dv, 4 * loss * rows);
-    if (args.dsinks) fz_close("dsinks", &dsinks, &twin_dsinks, 4 * loss * ds * (double)gk_numel(&f->lse));
+    if (args.dsinks)
+        fz_close("dsinks", &dsinks, &twin_dsinks, 4 * loss * ds * (double)gk_numel(&f->lse));
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
@@ -73,14 +94,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const gk_dtype dtype = fz_dtype(), stats = fz_stats(dtype);
     const bool packed = fz_one_in(2);
     const int nd = packed ? 3 : 4;
-    const int64_t batch = fz_int(0, 9) == 9 ? 0 : fz_int(1, 3), heads_kv = fz_int(0, 9) == 9 ? 0 : fz_int(1, 3);
+    const int64_t batch = fz_int(0, 9) == 9 ? 0 : fz_int(1, 3),
+                  heads_kv = fz_int(0, 9) == 9 ? 0 : fz_int(1, 3);
     const int64_t heads = heads_kv * fz_int(1, 3), seq_q = fz_size(100), seq_k = fz_size(129);
     const int64_t dim = gk_max_i64(1, fz_size(100)), dim_v = gk_max_i64(1, fz_size(100));
     /* what takes longer than some milliseconds under the sanitizers finds less */
     if (gk_max_i64(1, batch) * heads * seq_q * seq_k * (dim + dim_v) > 1500000) return 0;
     const int64_t q4[4] = {batch, heads, seq_q, dim}, k4[4] = {batch, heads_kv, seq_k, dim};
     const int64_t v4[4] = {batch, heads_kv, seq_k, dim_v}, o4[4] = {batch, heads, seq_q, dim_v};
-    const int64_t q3[3] = {seq_q, heads, dim}, k3[3] = {seq_k, heads_kv, dim}, v3[3] = {seq_k, heads_kv, dim_v};
+    const int64_t q3[3] = {seq_q, heads, dim}, k3[3] = {seq_k, heads_kv, dim},
+                  v3[3] = {seq_k, heads_kv, dim_v};
     const int64_t o3[3] = {seq_q, heads, dim_v};
 
     gk_flash_attn_args args = GK_FLASH_ATTN_ARGS_INIT;
@@ -93,26 +116,44 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     args.lse = fz_make(stats, nd - 1, packed ? o3 : o4, FZ_RESULT | FZ_CONTIGUOUS);
     args.rules = fz_rules_make(&own, dtype, batch, heads, dim);
     if (packed) {
-        cu_q = ends_make(batch, seq_q, &args.max_seqlen_q), cu_k = ends_make(batch, seq_k, &args.max_seqlen_k);
-        args.cu_seqlens_q = &cu_q, args.cu_seqlens_k = &cu_k;
+        cu_q = ends_make(batch, seq_q, &args.max_seqlen_q);
+        cu_k = ends_make(batch, seq_k, &args.max_seqlen_k);
+        args.cu_seqlens_q = &cu_q;
+        args.cu_seqlens_k = &cu_k;
         const int64_t looser = fz_int(0, 9);
-        if (looser == 9) args.max_seqlen_q = INT64_MAX, args.max_seqlen_k = INT64_MAX;
+        if (looser == 9) {
+            args.max_seqlen_q = INT64_MAX;
+            args.max_seqlen_k = INT64_MAX;
+        }
         if (looser == 8) args.max_seqlen_q = -100000;
         if (looser == 7) args.max_seqlen_k -= 1;
     } else {
         const int64_t kind = fz_int(0, 15);
         args.rules.diagonal = fz_span() - 4 * (kind & 1) * 5;
-        if (kind & 2) kv_start = fz_bounds_make(batch), args.rules.kv_start = &kv_start;
-        if (kind & 4) kv_end = fz_bounds_make(batch), args.rules.kv_end = &kv_end;
-        if (kind & 8) q_start = fz_bounds_make(batch), args.rules.q_start = &q_start, args.rules.diagonal = 0;
+        if (kind & 2) {
+            kv_start = fz_bounds_make(batch);
+            args.rules.kv_start = &kv_start;
+        }
+        if (kind & 4) {
+            kv_end = fz_bounds_make(batch);
+            args.rules.kv_end = &kv_end;
+        }
+        if (kind & 8) {
+            q_start = fz_bounds_make(batch);
+            args.rules.q_start = &q_start;
+            args.rules.diagonal = 0;
+        }
         if (args.rules.alibi_slopes) /* distances are that long */
             own.scores += fabs((double)args.rules.diagonal) + (kind & 8 ? 0x1p31 : 0);
     }
     gk_context plain = GK_CONTEXT_INIT;
     gk_flash_attn_args twin = args;
     gk_tensor twin_slopes, twin_sinks;
-    twin.q = fz_twin(&args.q), twin.k = fz_twin(&args.k), twin.v = fz_twin(&args.v);
-    twin.out = fz_twin(&args.out), twin.lse = fz_twin(&args.lse);
+    twin.q = fz_twin(&args.q);
+    twin.k = fz_twin(&args.k);
+    twin.v = fz_twin(&args.v);
+    twin.out = fz_twin(&args.out);
+    twin.lse = fz_twin(&args.lse);
     twin.rules.alibi_slopes = fz_twin_of(args.rules.alibi_slopes, &twin_slopes);
     twin.rules.sinks = fz_twin_of(args.rules.sinks, &twin_sinks);
     gk_flash_attn_args good = args;
@@ -134,13 +175,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const int64_t dropout = fz_int(0, 15);
     double kept = 1;
     if (dropout > 12) {
-        args.dropout_p = dropout == 13 ? 0.1 : dropout == 14 ? 0.5 : 1, args.dropout_seed = dropout < 15 ? &seed : NULL;
-        twin.dropout_p = good.dropout_p = args.dropout_p, twin.dropout_seed = good.dropout_seed = args.dropout_seed;
+        args.dropout_p = dropout == 13 ? 0.1 : dropout == 14 ? 0.5 : 1;
+        args.dropout_seed = dropout < 15 ? &seed : NULL;
+        twin.dropout_p = good.dropout_p = args.dropout_p;
+        twin.dropout_seed = good.dropout_seed = args.dropout_seed;
         kept = dropout < 15 ? 1 - args.dropout_p : 1;
     }
-    const gk_status status =
-        fz_call("gk_flash_attn_fwd", &ctx, &args, fwd_bytes, fwd, &args.workspace, &args.workspace_bytes, wrong);
-    if (!wrong && fz_agree("gk_flash_attn_fwd", status, gk_flash_attn_fwd(&plain, &twin), gk_last_error())) {
+    const gk_status status = fz_call("gk_flash_attn_fwd", &ctx, &args, fwd_bytes, fwd,
+                                     &args.workspace, &args.workspace_bytes, wrong);
+    if (!wrong &&
+        fz_agree("gk_flash_attn_fwd", status, gk_flash_attn_fwd(&plain, &twin), gk_last_error())) {
         const double loss = fz_loss(dtype, 64 * (1 + own.scores)) / (kept * kept);
         fz_close("out", &args.out, &twin.out, loss);
         fz_close("lse", &args.lse, &twin.lse, fz_loss(stats, 64 * (1 + own.scores)));

@@ -2,7 +2,9 @@
 /* fuzz_gemm: gk_gemm against its float64 twin. */
 #include "fuzz.h"
 
-static size_t bytes_of(const gk_context *ctx, const void *args) { return gk_gemm_workspace_bytes(ctx, args); }
+static size_t bytes_of(const gk_context *ctx, const void *args) {
+    return gk_gemm_workspace_bytes(ctx, args);
+}
 static gk_status call(const gk_context *ctx, const void *args) { return gk_gemm(ctx, args); }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
@@ -19,9 +21,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         if (fz_one_in(4)) b_shape[d] = 1;
         if (fz_one_in(4)) c_shape[d] = 1;
     }
-    const int nd = batch_ndim + 2, drop = (int)fz_int(0, batch_ndim); /* b may have fewer dimensions */
-    out_shape[nd - 2] = a_shape[nd - 2] = c_shape[nd - 2] = m,
-                   out_shape[nd - 1] = b_shape[nd - 1] = c_shape[nd - 1] = n;
+    /* b may have fewer dimensions */
+    const int nd = batch_ndim + 2, drop = (int)fz_int(0, batch_ndim);
+    out_shape[nd - 2] = a_shape[nd - 2] = c_shape[nd - 2] = m;
+    out_shape[nd - 1] = b_shape[nd - 1] = c_shape[nd - 1] = n;
     a_shape[nd - 1] = b_shape[nd - 2] = k;
     if (fz_one_in(4)) c_shape[nd - 2] = 1;
     if (fz_one_in(4)) c_shape[nd - 1] = 1;
@@ -32,12 +35,22 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     args.b = fz_make(dtype, nd - drop, b_shape + drop, FZ_INPUT);
     args.out = fz_make(out_dtype, nd, out_shape, FZ_RESULT | FZ_LAST_DENSE);
     const int extra = (int)fz_int(0, 63);
-    if (extra & 1) bias = fz_make(extra & 8 ? out_dtype : dtype, 1, &n, FZ_INPUT), args.bias = &bias;
+    if (extra & 1) {
+        bias = fz_make(extra & 8 ? out_dtype : dtype, 1, &n, FZ_INPUT);
+        args.bias = &bias;
+    }
     const int c_drop = extra & 2 && extra & 32 ? nd - (int)fz_int(0, nd) : 0;
-    if (extra & 2) c = fz_make(extra & 16 ? out_dtype : dtype, nd - c_drop, c_shape + c_drop, FZ_INPUT), args.c = &c;
-    if (extra & 4) preact = fz_make(out_dtype, nd, out_shape, FZ_RESULT | FZ_LAST_DENSE), args.preact = &preact;
+    if (extra & 2) {
+        c = fz_make(extra & 16 ? out_dtype : dtype, nd - c_drop, c_shape + c_drop, FZ_INPUT);
+        args.c = &c;
+    }
+    if (extra & 4) {
+        preact = fz_make(out_dtype, nd, out_shape, FZ_RESULT | FZ_LAST_DENSE);
+        args.preact = &preact;
+    }
     static const double factors[] = {1, 0, -0.5, 2, 0.3};
-    args.alpha = factors[fz_int(0, 4)], args.beta = factors[fz_int(0, 4)];
+    args.alpha = factors[fz_int(0, 4)];
+    args.beta = factors[fz_int(0, 4)];
     args.activation = (gk_activation)fz_int(0, 4);
     args.fp32_precision = (gk_precision)fz_int(0, 1);
 
@@ -45,18 +58,26 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     gk_context plain = GK_CONTEXT_INIT;
     gk_gemm_args twin = args;
     gk_tensor twin_bias, twin_c, twin_preact;
-    twin.a = fz_twin(&args.a), twin.b = fz_twin(&args.b), twin.out = fz_twin(&args.out);
-    twin.bias = fz_twin_of(args.bias, &twin_bias), twin.c = fz_twin_of(args.c, &twin_c);
+    twin.a = fz_twin(&args.a);
+    twin.b = fz_twin(&args.b);
+    twin.out = fz_twin(&args.out);
+    twin.bias = fz_twin_of(args.bias, &twin_bias);
+    twin.c = fz_twin_of(args.c, &twin_c);
     twin.preact = fz_twin_of(args.preact, &twin_preact);
 
-    gk_tensor *const all[] = {
-        &args.a, &args.b, &args.out, args.bias ? &bias : NULL, args.preact ? &preact : NULL, args.c ? &c : NULL};
+    gk_tensor *const all[] = {&args.a,
+                              &args.b,
+                              &args.out,
+                              args.bias ? &bias : NULL,
+                              args.preact ? &preact : NULL,
+                              args.c ? &c : NULL};
     const bool wrong = fz_corrupt(all, 6, args.beta != 0 ? 6 : 5);
-    const gk_status status =
-        fz_call("gk_gemm", &ctx, &args, bytes_of, call, &args.workspace, &args.workspace_bytes, wrong);
+    const gk_status status = fz_call("gk_gemm", &ctx, &args, bytes_of, call, &args.workspace,
+                                     &args.workspace_bytes, wrong);
     if (!wrong && fz_agree("gk_gemm", status, gk_gemm(&plain, &twin), gk_last_error())) {
         const double terms = fabs(args.alpha) * (double)k + fabs(args.beta) + 1;
-        const double bound = terms * (16 + 2 * sqrt((double)k)) * fz_unit(dtype == GK_F64 ? GK_F64 : GK_F32);
+        const double bound =
+            terms * (16 + 2 * sqrt((double)k)) * fz_unit(dtype == GK_F64 ? GK_F64 : GK_F32);
         fz_close("out", &args.out, &twin.out, 1.2 * bound);
         if (args.preact) fz_close("preact", &preact, &twin_preact, bound);
     }

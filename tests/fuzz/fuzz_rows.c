@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fuzz_rows: gk_norm_fwd, gk_norm_bwd, gk_softmax_fwd, gk_softmax_bwd, gk_glu_fwd, gk_glu_bwd, gk_dropout and gk_adamw, each against
- * its float64 twin. */
+/* fuzz_rows: gk_norm_fwd, gk_norm_bwd, gk_softmax_fwd, gk_softmax_bwd, gk_glu_fwd, gk_glu_bwd,
+ * gk_dropout and gk_adamw, each against its float64 twin. */
 #include "fuzz.h"
 #include "gpukern_train.h"
 
@@ -11,18 +11,22 @@ static int nd;
 
 static gk_tensor rows(void) { return fz_make(dtype, nd, shape, FZ_INPUT | FZ_LAST_DENSE); }
 static gk_tensor result(void) { return fz_make(dtype, nd, shape, FZ_RESULT | FZ_LAST_DENSE); }
-static gk_tensor vector(void) { return fz_make(fz_int(0, 1) ? dtype : fz_stats(dtype), 1, &shape[nd - 1], FZ_INPUT); }
+static gk_tensor vector(void) {
+    return fz_make(fz_int(0, 1) ? dtype : fz_stats(dtype), 1, &shape[nd - 1], FZ_INPUT);
+}
 
-/* Calls an op and its twin, whose results stand in `got` and `exact`, with what must not be refused for the first alone. */
-#define BOTH(op, args, twin, wrong, workspace, bound, ...)                                              \
-    do {                                                                                                \
-        const gk_status status = fz_call("gk_" #op, &ctx, &(args), NULL, call_##op, NULL, NULL, wrong); \
-        gk_context plain = GK_CONTEXT_INIT;                                                             \
-        if (!(wrong) && fz_agree("gk_" #op, status, gk_##op(&plain, &(twin)), gk_last_error())) {       \
-            const gk_tensor *pairs[][2] = {__VA_ARGS__};                                                \
-            for (size_t i = 0; i < sizeof pairs / sizeof *pairs; ++i)                                   \
-                if (pairs[i][0]) fz_close("result", pairs[i][0], pairs[i][1], bound);                   \
-        }                                                                                               \
+/* Calls an op and its twin, whose results stand in `got` and `exact`, with what must not be refused
+ * for the first alone. */
+#define BOTH(op, args, twin, wrong, workspace, bound, ...)                                        \
+    do {                                                                                          \
+        const gk_status status =                                                                  \
+            fz_call("gk_" #op, &ctx, &(args), NULL, call_##op, NULL, NULL, wrong);                \
+        gk_context plain = GK_CONTEXT_INIT;                                                       \
+        if (!(wrong) && fz_agree("gk_" #op, status, gk_##op(&plain, &(twin)), gk_last_error())) { \
+            const gk_tensor *pairs[][2] = {__VA_ARGS__};                                          \
+            for (size_t i = 0; i < sizeof pairs / sizeof *pairs; ++i)                             \
+                if (pairs[i][0]) fz_close("result", pairs[i][0], pairs[i][1], bound);             \
+        }                                                                                         \
     } while (0)
 
 /* With workspace of exactly what is asked for; float64 asks for none. */
@@ -54,15 +58,25 @@ static double loss(void) { return 256 * (dtype == GK_F64 ? 0x1p-53 : 0x1p-24); }
 
 static void fuzz_norm(void) {
     gk_norm_args a = GK_NORM_ARGS_INIT;
-    a.kind = (gk_norm_kind)fz_int(0, 1), a.x = rows(), a.out = result(), a.eps = 0.1,
+    a.kind = (gk_norm_kind)fz_int(0, 1);
+    a.x = rows();
+    a.out = result();
+    a.eps = 0.1;
     a.weight_offset = (double)fz_int(0, 1);
     gk_tensor w = vector(), b = vector(), r = rows(), sum = result(), w2, b2, r2, sum2;
     if (fz_int(0, 1)) a.weight = &w;
     if (fz_int(0, 1)) a.bias = &b;
-    if (dtype == GK_F32 && fz_int(0, 1)) a.residual = &r, a.sum = &sum; /* h is rounded to x's dtype */
+    if (dtype == GK_F32 && fz_int(0, 1)) {
+        a.residual = &r;
+        a.sum = &sum;
+    } /* h is rounded to x's dtype */
     gk_norm_args twin = a;
-    twin.x = fz_twin(&a.x), twin.weight = fz_twin_of(a.weight, &w2), twin.bias = fz_twin_of(a.bias, &b2);
-    twin.residual = fz_twin_of(a.residual, &r2), twin.out = fz_twin(&a.out), twin.sum = fz_twin_of(a.sum, &sum2);
+    twin.x = fz_twin(&a.x);
+    twin.weight = fz_twin_of(a.weight, &w2);
+    twin.bias = fz_twin_of(a.bias, &b2);
+    twin.residual = fz_twin_of(a.residual, &r2);
+    twin.out = fz_twin(&a.out);
+    twin.sum = fz_twin_of(a.sum, &sum2);
     gk_tensor *const all[] = {&a.x, &a.out, &w, &b};
     const bool wrong = fz_corrupt(all, 2, 2);
     BOTH(norm_fwd, a, twin, wrong, 1, 16 * loss(), {&a.out, &twin.out}, {a.sum, twin.sum});
@@ -70,20 +84,30 @@ static void fuzz_norm(void) {
 
 static void fuzz_norm_bwd(void) {
     gk_norm_bwd_args a = GK_NORM_BWD_ARGS_INIT;
-    a.kind = (gk_norm_kind)fz_int(0, 1), a.grad_out = rows(), a.h = rows(), a.dx = result(), a.eps = 0.1;
+    a.kind = (gk_norm_kind)fz_int(0, 1);
+    a.grad_out = rows();
+    a.h = rows();
+    a.dx = result();
+    a.eps = 0.1;
     gk_tensor w = vector(), more = rows(), dw, db, w2, more2, dw2, db2;
-    dw = fz_make(dtype, 1, &shape[nd - 1], FZ_RESULT), db = fz_make(dtype, 1, &shape[nd - 1], FZ_RESULT);
+    dw = fz_make(dtype, 1, &shape[nd - 1], FZ_RESULT);
+    db = fz_make(dtype, 1, &shape[nd - 1], FZ_RESULT);
     if (fz_int(0, 1)) a.weight = &w;
     if (fz_int(0, 1)) a.grad_sum = &more;
     if (fz_int(0, 1)) a.dweight = &dw;
     if (fz_int(0, 1)) a.dbias = &db;
     gk_norm_bwd_args twin = a;
-    twin.grad_out = fz_twin(&a.grad_out), twin.h = fz_twin(&a.h), twin.dx = fz_twin(&a.dx);
-    twin.weight = fz_twin_of(a.weight, &w2), twin.grad_sum = fz_twin_of(a.grad_sum, &more2);
-    twin.dweight = fz_twin_of(a.dweight, &dw2), twin.dbias = fz_twin_of(a.dbias, &db2);
+    twin.grad_out = fz_twin(&a.grad_out);
+    twin.h = fz_twin(&a.h);
+    twin.dx = fz_twin(&a.dx);
+    twin.weight = fz_twin_of(a.weight, &w2);
+    twin.grad_sum = fz_twin_of(a.grad_sum, &more2);
+    twin.dweight = fz_twin_of(a.dweight, &dw2);
+    twin.dbias = fz_twin_of(a.dbias, &db2);
     gk_tensor *const all[] = {&a.grad_out, &a.h, &a.dx};
     const bool wrong = fz_corrupt(all, 3, 3);
-    BOTH(norm_bwd, a, twin, wrong, 1, 64 * loss(), {&a.dx, &twin.dx}, {a.dweight, twin.dweight}, {a.dbias, twin.dbias});
+    BOTH(norm_bwd, a, twin, wrong, 1, 64 * loss(), {&a.dx, &twin.dx}, {a.dweight, twin.dweight},
+         {a.dbias, twin.dbias});
 }
 
 static gk_tensor lengths(void) {
@@ -94,11 +118,15 @@ static gk_tensor lengths(void) {
 
 static void fuzz_softmax(void) {
     gk_softmax_args a = GK_SOFTMAX_ARGS_INIT;
-    a.x = rows(), a.out = result(), a.scale = (double)fz_int(-3, 3), a.log = (int32_t)fz_int(0, 1);
+    a.x = rows();
+    a.out = result();
+    a.scale = (double)fz_int(-3, 3);
+    a.log = (int32_t)fz_int(0, 1);
     gk_tensor n = lengths();
     if (fz_int(0, 1)) a.lengths = &n;
     gk_softmax_args twin = a;
-    twin.x = fz_twin(&a.x), twin.out = fz_twin(&a.out);
+    twin.x = fz_twin(&a.x);
+    twin.out = fz_twin(&a.out);
     gk_tensor *const all[] = {&a.x, &a.out};
     const bool wrong = fz_corrupt(all, 2, 2);
     BOTH(softmax_fwd, a, twin, wrong, 1, 4 * loss(), {&a.out, &twin.out});
@@ -106,12 +134,17 @@ static void fuzz_softmax(void) {
 
 static void fuzz_softmax_bwd(void) {
     gk_softmax_bwd_args a = GK_SOFTMAX_BWD_ARGS_INIT;
-    a.grad_out = rows(), a.out = rows(), a.dx = result(), a.scale = (double)fz_int(-3, 3),
+    a.grad_out = rows();
+    a.out = rows();
+    a.dx = result();
+    a.scale = (double)fz_int(-3, 3);
     a.log = (int32_t)fz_int(0, 1);
     gk_tensor n = lengths();
     if (fz_int(0, 1)) a.lengths = &n;
     gk_softmax_bwd_args twin = a;
-    twin.grad_out = fz_twin(&a.grad_out), twin.out = fz_twin(&a.out), twin.dx = fz_twin(&a.dx);
+    twin.grad_out = fz_twin(&a.grad_out);
+    twin.out = fz_twin(&a.out);
+    twin.dx = fz_twin(&a.dx);
     gk_tensor *const all[] = {&a.grad_out, &a.out, &a.dx};
     const bool wrong = fz_corrupt(all, 3, 3);
     BOTH(softmax_bwd, a, twin, wrong, 1, 512 * loss(), {&a.dx, &twin.dx});
@@ -121,7 +154,8 @@ static void fuzz_glu(bool backward) {
     static const gk_activation gates[] = {GK_ACT_SILU, GK_ACT_GELU, GK_ACT_GELU_TANH};
     gk_tensor gate = rows(), up = rows(), grad = rows(), out = result(), more = result();
     const gk_activation activation = gates[fz_int(0, 2)];
-    gk_tensor gate2 = fz_twin(&gate), up2 = fz_twin(&up), grad2 = fz_twin(&grad), out2 = fz_twin(&out);
+    gk_tensor gate2 = fz_twin(&gate), up2 = fz_twin(&up), grad2 = fz_twin(&grad),
+              out2 = fz_twin(&out);
     gk_tensor more2 = fz_twin(&more);
     if (backward) {
         gk_glu_bwd_args a = {sizeof a, grad, gate, &up, out, &more, activation};
@@ -130,7 +164,8 @@ static void fuzz_glu(bool backward) {
         const bool wrong = fz_corrupt(all, 3, 3);
         BOTH(glu_bwd, a, twin, wrong, 1, loss(), {&a.dgate, &twin.dgate}, {&more, &more2});
     } else {
-        gk_glu_args a = {sizeof a, gate, &up, out, activation}, twin = {sizeof a, gate2, &up2, out2, activation};
+        gk_glu_args a = {sizeof a, gate, &up, out, activation},
+                    twin = {sizeof a, gate2, &up2, out2, activation};
         gk_tensor *const all[] = {&a.gate, &a.out};
         const bool wrong = fz_corrupt(all, 2, 2);
         BOTH(glu_fwd, a, twin, wrong, 1, loss(), {&a.out, &twin.out});
@@ -140,22 +175,30 @@ static void fuzz_glu(bool backward) {
 static gk_tensor seed(void) {
     const int64_t two = 2;
     gk_tensor t = fz_make(GK_I64, 1, &two, FZ_RESULT | FZ_FILLED);
-    for (int i = 0; i < 2; ++i) ((int64_t *)t.data)[i * t.stride[0]] = fz_int(0, 255) << fz_int(0, 55);
+    for (int i = 0; i < 2; ++i)
+        ((int64_t *)t.data)[i * t.stride[0]] = fz_int(0, 255) << fz_int(0, 55);
     return t;
 }
 
 static void fuzz_dropout(void) {
     gk_dropout_args a = GK_DROPOUT_ARGS_INIT;
-    a.x = rows(), a.out = result(), a.seed = seed(), a.p = (double)fz_int(0, 8) / 8;
+    a.x = rows();
+    a.out = result();
+    a.seed = seed();
+    a.p = (double)fz_int(0, 8) / 8;
     a.activation = (gk_activation[]){GK_ACT_NONE, GK_ACT_GELU, GK_ACT_GELU_TANH}[fz_int(0, 2)];
-    gk_tensor b = fz_make(dtype, 1, &shape[nd - 1], FZ_INPUT | FZ_CONTIGUOUS), more = rows(), b2, more2;
+    gk_tensor b = fz_make(dtype, 1, &shape[nd - 1], FZ_INPUT | FZ_CONTIGUOUS), more = rows(), b2,
+              more2;
     if (fz_int(0, 1)) a.bias = &b;
     const int64_t kind = fz_int(0, 2);
     if (kind == 1) a.residual = &more;
     if (kind == 2) a.grad_out = &more;
     gk_dropout_args twin = a;
-    twin.x = fz_twin(&a.x), twin.out = fz_twin(&a.out), twin.bias = fz_twin_of(a.bias, &b2);
-    twin.residual = fz_twin_of(a.residual, &more2), twin.grad_out = fz_twin_of(a.grad_out, &more2);
+    twin.x = fz_twin(&a.x);
+    twin.out = fz_twin(&a.out);
+    twin.bias = fz_twin_of(a.bias, &b2);
+    twin.residual = fz_twin_of(a.residual, &more2);
+    twin.grad_out = fz_twin_of(a.grad_out, &more2);
     gk_tensor *const all[] = {&a.x, &a.out};
     const bool wrong = fz_corrupt(all, 2, 2);
     BOTH(dropout, a, twin, wrong, 1, 8 * loss(), {&a.out, &twin.out});
@@ -165,35 +208,51 @@ static void fuzz_dropout(void) {
 static void fuzz_adamw(void) {
     const int read = FZ_RESULT | FZ_FILLED | FZ_CONTIGUOUS;
     const gk_dtype state = fz_int(0, 1) ? dtype : fz_stats(dtype);
-    gk_tensor w = fz_make(dtype, nd, shape, read), g = fz_make(dtype, nd, shape, FZ_INPUT | FZ_CONTIGUOUS);
+    gk_tensor w = fz_make(dtype, nd, shape, read),
+              g = fz_make(dtype, nd, shape, FZ_INPUT | FZ_CONTIGUOUS);
     gk_tensor m = fz_make(state, nd, shape, read), v = fz_make(state, nd, shape, read),
               step = fz_make(GK_F32, 0, shape, read);
     gk_tensor most = fz_make(state, nd, shape, read), clip = fz_make(GK_F32, 0, shape, read), most2;
-    for (int64_t i = 0; i < gk_numel(&v); ++i)
-        fz_set(&v, i, fabs(fz_get(&v, i)) + 0.1), fz_set(&most, i, fz_get(&v, i));
+    for (int64_t i = 0; i < gk_numel(&v); ++i) {
+        fz_set(&v, i, fabs(fz_get(&v, i)) + 0.1);
+        fz_set(&most, i, fz_get(&v, i));
+    }
     fz_set(&step, 0, (double)fz_int(1, 50));
     gk_adamw_args a = GK_ADAMW_ARGS_INIT;
-    a.num = 1, a.params = &w, a.grads = &g, a.exp_avgs = &m, a.exp_avg_sqs = &v, a.steps = &step, a.lr = 0.01;
+    a.num = 1;
+    a.params = &w;
+    a.grads = &g;
+    a.exp_avgs = &m;
+    a.exp_avg_sqs = &v;
+    a.steps = &step;
+    a.lr = 0.01;
     a.maximize = (int32_t)fz_int(0, 1);
     if (fz_int(0, 1)) a.max_exp_avg_sqs = &most;
     if (fz_int(0, 1)) a.clip = &clip;
     gk_tensor w2 = fz_twin(&w), g2 = fz_twin(&g), m2 = fz_twin(&m), v2 = fz_twin(&v);
     gk_adamw_args twin = a;
-    twin.params = &w2, twin.grads = &g2, twin.exp_avgs = &m2, twin.exp_avg_sqs = &v2;
+    twin.params = &w2;
+    twin.grads = &g2;
+    twin.exp_avgs = &m2;
+    twin.exp_avg_sqs = &v2;
     twin.max_exp_avg_sqs = fz_twin_of(a.max_exp_avg_sqs, &most2);
     gk_tensor *const all[] = {&w, &g, &m, &v};
     const bool wrong = fz_corrupt(all, 4, 4);
     /* steps and moments of 16 bits meet the same rounding as parameters do */
-    BOTH(adamw, a, twin, wrong, 1, loss() + (state == dtype ? fz_loss(dtype, 0) / 4 : 0), {&w, &w2}, {&m, &m2},
-         {&v, &v2});
+    BOTH(adamw, a, twin, wrong, 1, loss() + (state == dtype ? fz_loss(dtype, 0) / 4 : 0), {&w, &w2},
+         {&m, &m2}, {&v, &v2});
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     fz_begin(data, size);
     const int64_t op = fz_int(0, 8);
-    ctx = fz_context(), dtype = fz_dtype(), nd = (int)fz_int(1, 3);
+    ctx = fz_context();
+    dtype = fz_dtype();
+    nd = (int)fz_int(1, 3);
     for (int d = 0; d < nd; ++d)
-        shape[d] = d == nd - 1 ? gk_max_i64(op < 6 ? 1 : 0, fz_size(129)) : fz_int(0, 9) == 9 ? 0 : fz_int(1, 6);
+        shape[d] = d == nd - 1         ? gk_max_i64(op < 6 ? 1 : 0, fz_size(129))
+                   : fz_int(0, 9) == 9 ? 0
+                                       : fz_int(1, 6);
     switch (op) {
     case 0: fuzz_norm(); break;
     case 1: fuzz_norm_bwd(); break;

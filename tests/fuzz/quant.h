@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* quant.h: what the harnesses of quantised products share. Their judge is csrc/ref, called with the same arguments and a result of its
- * own: it takes every dtype and sums in double. Sums in float32 of k codes err by k roundings of the largest. */
+/* quant.h: what the harnesses of quantised products share. Their judge is csrc/ref, called with the
+ * same arguments and a result of its own: it takes every dtype and sums in double. Sums in float32
+ * of k codes err by k roundings of the largest. */
 #ifndef GPUKERN_FUZZ_QUANT_H
 #define GPUKERN_FUZZ_QUANT_H
 
@@ -30,7 +31,8 @@ FZ_UNUSED static gk_tensor fz_scale(gk_dtype dtype, int64_t rows, int64_t cols) 
     return t;
 }
 
-/* The rows of an operand, as scales count them: 1, each, or a scale for each 128 (along k also 32). */
+/* The rows of an operand, as scales count them: 1, each, or a scale for each 128 (along k also
+ * 32). */
 FZ_UNUSED static int64_t fz_blocks(int64_t n, bool summed) {
     const int64_t form = fz_int(0, 3);
     return form == 0 ? 1 : form == 1 ? gk_ceil_div(n, 128) : summed ? gk_ceil_div(n, 32) : n;
@@ -47,14 +49,18 @@ FZ_UNUSED static gk_tensor fz_judged(const gk_tensor *out) {
 }
 
 /* Two results of one dtype: sums may differ by `bound`, which may round the next one up. */
-FZ_UNUSED static void fz_near(const char *name, const gk_tensor *got, const gk_tensor *want, double bound) {
-    const double ulp = got->dtype == GK_E4M3 ? 0x1p-3 : got->dtype == GK_E5M2 ? 0x1p-2 : 2 * fz_unit(got->dtype);
+FZ_UNUSED static void fz_near(const char *name, const gk_tensor *got, const gk_tensor *want,
+                              double bound) {
+    const double ulp = got->dtype == GK_E4M3   ? 0x1p-3
+                       : got->dtype == GK_E5M2 ? 0x1p-2
+                                               : 2 * fz_unit(got->dtype);
     for (int64_t i = 0; i < gk_numel(got); ++i) {
         const double x = fz_get(got, i), y = fz_get(want, i);
         if (x == y || (isnan(x) && isnan(y))) continue;
-        FZ_REQUIRE(fabs(x - y) <= bound + 1.01 * ulp * fmax(fabs(x), fabs(y)) + (got->dtype == GK_I8),
-                   "%s[%lld of %lld] %s is %.9g, expected %.9g +- %.3g", name, (long long)i, (long long)gk_numel(got),
-                   gk_dtype_name(got->dtype), x, y, bound);
+        FZ_REQUIRE(fabs(x - y) <=
+                       bound + 1.01 * ulp * fmax(fabs(x), fabs(y)) + (got->dtype == GK_I8),
+                   "%s[%lld of %lld] %s is %.9g, expected %.9g +- %.3g", name, (long long)i,
+                   (long long)gk_numel(got), gk_dtype_name(got->dtype), x, y, bound);
     }
 }
 

@@ -10,7 +10,8 @@ typedef struct fz_rules {
     double scores; /* the largest score there may be, about */
 } fz_rules;
 
-static int64_t fz_span(void) { /* window sizes and diagonals: about the lengths, and as large as they come */
+/* window sizes and diagonals: about the lengths, and as large as they come */
+static int64_t fz_span(void) {
     static const int64_t far[] = {INT64_MAX, INT64_C(1) << 62, INT64_C(1) << 31, 1000};
     const int64_t n = fz_int(0, 43);
     return n < 40 ? n : far[n - 40];
@@ -27,7 +28,8 @@ static gk_tensor fz_bounds_make(int64_t batch) {
     return t;
 }
 
-static gk_attn_rules fz_rules_make(fz_rules *own, gk_dtype dtype, int64_t batch, int64_t heads, int64_t head_dim) {
+static gk_attn_rules fz_rules_make(fz_rules *own, gk_dtype dtype, int64_t batch, int64_t heads,
+                                   int64_t head_dim) {
     gk_attn_rules r = GK_ATTN_RULES_INIT;
     static const double scales[] = {0, 1, -0.3, 2};
     const int64_t scale = fz_int(0, 7), kind = fz_int(0, 127);
@@ -40,11 +42,14 @@ static gk_attn_rules fz_rules_make(fz_rules *own, gk_dtype dtype, int64_t batch,
     if (kind & 16) {
         const int64_t shape[2] = {batch, heads};
         const int two = (int)fz_int(0, 1);
-        own->slopes = fz_make(fz_stats(dtype), 1 + two, shape + 1 - two, FZ_INPUT), r.alibi_slopes = &own->slopes;
+        own->slopes = fz_make(fz_stats(dtype), 1 + two, shape + 1 - two, FZ_INPUT);
+        r.alibi_slopes = &own->slopes;
         own->scores += 200;
     }
-    if (kind & 32)
-        own->sinks = fz_make(kind & 64 ? dtype : fz_stats(dtype), 1, &heads, FZ_INPUT), r.sinks = &own->sinks;
+    if (kind & 32) {
+        own->sinks = fz_make(kind & 64 ? dtype : fz_stats(dtype), 1, &heads, FZ_INPUT);
+        r.sinks = &own->sinks;
+    }
     if (kind & 32 && heads > 0 && fz_one_in(4)) fz_set(&own->sinks, 0, -INFINITY);
     return r;
 }

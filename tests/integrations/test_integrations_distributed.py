@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ops on DTensors, in tensor-parallel layers and under FSDP2: two processes (gloo) against one."""
+"""The ops on DTensors, in tensor-parallel layers and under FSDP2: two processes (gloo) against
+one."""
 
 import contextlib
 import traceback
@@ -18,19 +19,23 @@ if not dist.is_available():
     pytest.skip("this torch is built without torch.distributed", allow_module_level=True)
 
 
-# ---- what both ranks do ---------------------------------------------------------------------------
+# ---- what both ranks do --------------------------------------------------------------------------
 
 
 def on_mesh(mesh, placements, *tensors):
     """Leaves that require a gradient, distributed."""
     from torch.distributed.tensor import distribute_tensor
 
-    made = [x if x is None else distribute_tensor(x.detach(), mesh, list(p)) for x, p in zip(tensors, placements)]
+    made = [
+        x if x is None else distribute_tensor(x.detach(), mesh, list(p))
+        for x, p in zip(tensors, placements)
+    ]
     return [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in made]
 
 
 def same(call, plain, sharded, placement):
-    """call's result and gradients, of leaves of this process and of DTensors; the result lies as said."""
+    """call's result and gradients, of leaves of this process and of DTensors; the result lies as
+    said."""
     for x in plain:
         if x is not None and x.is_floating_point():
             x.requires_grad_()
@@ -39,7 +44,9 @@ def same(call, plain, sharded, placement):
         out = call(*leaves)
         wanted = [x for x in leaves if x is not None and x.requires_grad]
         found.append((out, *torch.autograd.grad(out.square().sum(), wanted)))
-    assert list(found[1][0].placements) == list(placement), f"{found[1][0].placements}, expected {placement}"
+    assert list(found[1][0].placements) == list(placement), (
+        f"{found[1][0].placements}, expected {placement}"
+    )
     for want, got in zip(*found):
         torch.testing.assert_close(got.full_tensor(), want)
 
@@ -61,22 +68,29 @@ def check_gemm_rows_columns_batch_and_k(mesh):
         ):
             rules = {"alpha": 0.5, "beta": 2.0, "activation": activation}
             call = lambda a, b, bias, c, rules=rules: gk.gemm(a, b, bias, c=c, **rules)  # noqa: E731
-            same(call, [a, b, bias, c], on_mesh(mesh, [(p,) for p in where], a, b, bias, c), [result])
+            same(
+                call, [a, b, bias, c], on_mesh(mesh, [(p,) for p in where], a, b, bias, c), [result]
+            )
     two = on_mesh(mesh, [(Shard(1),)] * 2, a, c.expand(4, 6, 10))
-    rows = parallel.as_rows(*two)  # the shards come first, so that each rank's rows are a matrix of its own
+    # the shards come first, so that each rank's rows are a matrix of its own
+    rows = parallel.as_rows(*two)
     assert all(list(x.placements) == [Shard(0)] and x.shape[0] == 24 for x in rows)
-    torch.testing.assert_close((rows[0].mT @ rows[1]).full_tensor(), torch.einsum("abk,abn->kn", a, c.expand(4, 6, 10)))
+    torch.testing.assert_close(
+        (rows[0].mT @ rows[1]).full_tensor(), torch.einsum("abk,abn->kn", a, c.expand(4, 6, 10))
+    )
     assert parallel.as_rows(two[0], on_mesh(mesh, [(Shard(0),)], a)[0]) is None
     batched = randn(gen, 4, 8, 10, dtype=torch.float64)
     same(gk.gemm, [a, batched], on_mesh(mesh, [(Shard(0),)] * 2, a, batched), [Shard(0)])
     three = randn(gen, 3, 6, 8, dtype=torch.float64)  # uneven parts
     same(gk.gemm, [three, b], on_mesh(mesh, [(Shard(0),), (one,)], three, b), [Shard(0)])
-    one_row = randn(gen, 1, 6, 8, dtype=torch.float64)  # its batch of 1 cannot be sharded; nor can no batch
+    # its batch of 1 cannot be sharded; nor can no batch
+    one_row = randn(gen, 1, 6, 8, dtype=torch.float64)
     same(gk.gemm, [one_row, b], on_mesh(mesh, [(one,)] * 2, one_row, b), [one])
 
 
 def check_what_a_rule_said_is_not_taken_for_another_call(mesh):
-    """The trap: K in parts without an activation, then relu by the same arguments else; and c where a bias was."""
+    """The trap: K in parts without an activation, then relu by the same arguments else; and c where
+    a bias was."""
     from torch.distributed.tensor import Replicate, Shard
 
     gen = generator("cache")
@@ -99,12 +113,15 @@ def check_flash_attn_batch_and_heads(mesh):
     start = torch.tensor([0, 2], dtype=torch.int32)
     for heads_q, heads_kv in ((4, 2), (6, 3), (4, 1)):
         gen = generator("attention", heads_q)
-        q, k, v = (randn(gen, 2, h, 5, 8, dtype=torch.float64) for h in (heads_q, heads_kv, heads_kv))
+        q, k, v = (
+            randn(gen, 2, h, 5, 8, dtype=torch.float64) for h in (heads_q, heads_kv, heads_kv)
+        )
         sinks = randn(gen, heads_q, dtype=torch.float64)
         for place in (Shard(0), Shard(1), Shard(2), Replicate()):
             if place == Shard(1) and heads_kv == 1:
                 continue
-            # 6 heads over 3 in two parts: rank 1 would read other heads' keys, so no part is computed alone.
+            # 6 heads over 3 in two parts: rank 1 would read other heads' keys, so no part is
+            # computed alone.
             alone = place == Shard(0) or (place == Shard(1) and heads_kv % 2 == 0)
             leaves = [(place,)] * 3 + [(Replicate(),)] * 2
 
@@ -121,7 +138,9 @@ def check_dropout_takes_no_shards(mesh):
 
     gen, seed = generator("dropout"), torch.tensor([5, 1])
     plain = [randn(gen, 2, 4, 6, 8, dtype=torch.float64) for _ in range(3)] + [seed]
-    call = lambda q, k, v, seed: gk.flash_attn(q, k, v, is_causal=True, dropout_p=0.5, dropout_seed=seed)  # noqa: E731
+    call = lambda q, k, v, seed: gk.flash_attn(  # noqa: E731
+        q, k, v, is_causal=True, dropout_p=0.5, dropout_seed=seed
+    )  # noqa: E731
     for place in (Shard(0), Shard(1)):
         same(call, plain, on_mesh(mesh, [(place,)] * 3 + [(Replicate(),)], *plain), [Replicate()])
 
@@ -143,7 +162,8 @@ def check_flash_attn_varlen_heads(mesh):
 
 
 def check_dropout_keeps_what_one_process_keeps(mesh):
-    """What is kept follows from a row's number among all, so shards are brought together first; a seed must be given."""
+    """What is kept follows from a row's number among all, so shards are brought together first; a
+    seed must be given."""
     from torch.distributed.tensor import Replicate, Shard
 
     gen, one = generator("dropout"), Replicate()
@@ -166,17 +186,25 @@ def check_dropout_keeps_what_one_process_keeps(mesh):
 
 
 def check_decoding_over_heads(mesh):
-    """Each rank writes and reads its heads; heads that ranks do not divide, and other placements, are gathered or refused."""
+    """Each rank writes and reads its heads; heads that ranks do not divide, and other placements,
+    are gathered or refused."""
     from torch.distributed.tensor import Replicate, Shard
 
     one = Replicate()
-    for heads_q, heads_kv, placed, result in ((4, 2, True, Shard(1)), (4, 2, False, one), (6, 3, False, one)):
+    for heads_q, heads_kv, placed, result in (
+        (4, 2, True, Shard(1)),
+        (4, 2, False, one),
+        (6, 3, False, one),
+    ):
         gen = generator("decode", heads_q)
         k, v = (randn(gen, 5, heads_kv, 8) for _ in range(2))
         caches = [torch.zeros(4, 4, heads_kv, 8) for _ in range(2)]
         q, sinks = randn(gen, 2, heads_q, 8), randn(gen, heads_q)
         slots = torch.tensor([9, 10, 0, -1, 1])
-        table, lens = torch.tensor([[0], [2]], dtype=torch.int32), torch.tensor([2, 3], dtype=torch.int32)
+        table, lens = (
+            torch.tensor([[0], [2]], dtype=torch.int32),
+            torch.tensor([2, 3], dtype=torch.int32),
+        )
         scale = torch.linspace(0.5, 2, heads_kv)
         at = lambda dim, placed=placed: (Shard(dim) if placed else one,)  # noqa: E731
         D = on_mesh(
@@ -187,7 +215,9 @@ def check_decoding_over_heads(mesh):
 
         def decode(k, v, k_cache, v_cache, q, sinks, slots, table, lens, scale):
             gk.kv_cache_write(k, v, k_cache, v_cache, slots, k_scale=scale)
-            return gk.paged_attn(q, k_cache, v_cache, table, lens, sinks=sinks, k_scale=scale, return_lse=True)
+            return gk.paged_attn(
+                q, k_cache, v_cache, table, lens, sinks=sinks, k_scale=scale, return_lse=True
+            )
 
         want = decode(k, v, *caches, q, sinks, slots, table, lens, scale)
         for call in (decode, torch.compile(decode, fullgraph=True, backend="aot_eager")):
@@ -199,7 +229,9 @@ def check_decoding_over_heads(mesh):
             assert list(got[0].placements) == [result]
         torch._dynamo.reset()
     sharded = D[2].redistribute(mesh, [Shard(0)])
-    with pytest.raises(ValueError, match="must be DTensors that are replicated or sharded in dimension 2"):
+    with pytest.raises(
+        ValueError, match="must be DTensors that are replicated or sharded in dimension 2"
+    ):
         gk.kv_cache_write(D[0], D[1], sharded, sharded, D[6])
     uneven = [x.redistribute(mesh, [Shard(2)]) for x in D[2:4]]
     with pytest.raises(ValueError, match="the 3 heads of k_cache are not a multiple"):
@@ -235,11 +267,19 @@ def check_tensor_parallel_layers_and_fsdp2(mesh):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     x = randn(generator("block"), 4, 6, 32, dtype=torch.float64)
     plan = {f"attention.{p}_proj": ColwiseParallel() for p in "qkv"}
-    plan |= {"attention.o_proj": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    plan |= {
+        "attention.o_proj": RowwiseParallel(),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+    }
     for shape, compiled in (((1, 2), False), ((2, 1), False), ((1, 2), True)):
         both = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
         blocks = 1 if compiled else 2
@@ -260,7 +300,9 @@ def check_tensor_parallel_layers_and_fsdp2(mesh):
         found["out"] = torch.cat(rows) if parts == 2 else rows[0]
         assert found.keys() == want.keys()
         for name, ref in want.items():
-            torch.testing.assert_close(found[name], ref, msg=lambda text, n=(shape, compiled, name): f"{n}: {text}")
+            torch.testing.assert_close(
+                found[name], ref, msg=lambda text, n=(shape, compiled, name): f"{n}: {text}"
+            )
 
 
 def check_context_parallel_refuses(mesh):
@@ -286,16 +328,20 @@ def check_context_parallel_refuses(mesh):
     with context_parallel(mesh, buffers=[part], buffer_seq_dims=[2]):
         assert part.shape[2] == 4
         for name, call in calls.items():
-            with pytest.raises(ValueError, match=f"^gpukern::{name}: called inside torch's context_parallel"):
+            with pytest.raises(
+                ValueError, match=f"^gpukern::{name}: called inside torch's context_parallel"
+            ):
                 call()
         with pytest.raises((ValueError, RuntimeError), match="context_parallel"):
             compiled(part)  # also what was compiled outside
         gk.gemm(part[0], part[0].mT)
     assert part.shape[2] == 8
-    torch.testing.assert_close(gk.flash_attn(part, part, part), F.scaled_dot_product_attention(q, q, q))
+    torch.testing.assert_close(
+        gk.flash_attn(part, part, part), F.scaled_dot_product_attention(q, q, q)
+    )
 
 
-# ---- the two processes ----------------------------------------------------------------------------
+# ---- the two processes ---------------------------------------------------------------------------
 
 
 def _work(rank, folder):
@@ -321,19 +367,25 @@ def _work(rank, folder):
 
 def test_two_processes_equal_one(tmp_path):
     context = processes()
-    ranks = [context.Process(target=_work, args=(rank, str(tmp_path)), daemon=True) for rank in range(2)]
+    ranks = [
+        context.Process(target=_work, args=(rank, str(tmp_path)), daemon=True) for rank in range(2)
+    ]
     for rank in ranks:
         rank.start()
     ranks[0].join(120)
     ranks[1].join(20)
     for rank in ranks:
         rank.kill()
-    reports = [(tmp_path / str(i)).read_text() if (tmp_path / str(i)).exists() else "no report" for i in range(2)]
+    reports = [
+        (tmp_path / str(i)).read_text() if (tmp_path / str(i)).exists() else "no report"
+        for i in range(2)
+    ]
     assert reports == ["", ""], "\n\n".join(reports)
 
 
 def test_rules_of_many_ranks_in_one_process():
-    """Two, four and eight ranks that torch simulates: every rank has its part of what one process computes."""
+    """Two, four and eight ranks that torch simulates: every rank has its part of what one process
+    computes."""
     pytest.importorskip("torch.distributed._local_tensor")
     run_python("""
         import torch, torch.distributed as dist
@@ -367,7 +419,7 @@ def test_rules_of_many_ranks_in_one_process():
                     for rank, x in got.to_local()._local_tensors.items():
                         torch.testing.assert_close(x, attention.chunk(ranks, place.dim)[rank])
             dist.destroy_process_group()
-        """)
+        """)  # noqa: E501
 
 
 def test_nothing_of_it_is_imported():

@@ -9,14 +9,31 @@ import torch
 from conftest import assert_close_as, generator, randn
 
 import torch_gpukern
-from torch_gpukern.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from torch_gpukern.integrations.flash_attn import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 
 
-def judge(q, k, v, causal=False, window_size=(-1, -1), softmax_scale=None, softcap=0.0, alibi_slopes=None, first=0):
-    """One sequence: q [Sq, Hq, D], k [Sk, Hkv, D], v [Sk, Hkv, Dv]; (out [Sq, Hq, Dv], lse [Hq, Sq]) in q's dtype."""
+def judge(
+    q,
+    k,
+    v,
+    causal=False,
+    window_size=(-1, -1),
+    softmax_scale=None,
+    softcap=0.0,
+    alibi_slopes=None,
+    first=0,
+):
+    """One sequence: q [Sq, Hq, D], k [Sk, Hkv, D], v [Sk, Hkv, Dv]; (out [Sq, Hq, Dv], lse [Hq,
+    Sq]) in q's dtype."""
     (sq, heads, d), sk = q.shape, k.shape[0]
     k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
-    score = torch.einsum("ihd,jhd->hij", q, k) * (d**-0.5 if softmax_scale is None else softmax_scale)
+    score = torch.einsum("ihd,jhd->hij", q, k) * (
+        d**-0.5 if softmax_scale is None else softmax_scale
+    )
     if softcap:
         score = softcap * torch.tanh(score / softcap)
     i, j = torch.arange(sq, device=q.device)[:, None] + sk - sq, torch.arange(sk, device=q.device)
@@ -57,8 +74,11 @@ def rules_for(name, heads, device):
 
 
 def serves_short(rules, device):
-    """Whether paged_attn serves sequences with fewer keys than queries: on CUDA where no query sees to its right."""
-    return device == "cpu" or rules.get("causal", False) or rules.get("window_size", (-1, -1))[1] == 0
+    """Whether paged_attn serves sequences with fewer keys than queries: on CUDA where no query sees
+    to its right."""
+    return (
+        device == "cpu" or rules.get("causal", False) or rules.get("window_size", (-1, -1))[1] == 0
+    )
 
 
 def stacked(parts, dim_out=0, dim_lse=1):
@@ -74,7 +94,11 @@ def test_func(rule, lengths, device):
     q, k, v = (randn(gen, 2, s, h, 16, device=device) for s, h in ((sq, 4), (sk, 2), (sk, 2)))
     out, lse, probabilities = flash_attn_func(q, k, v, **rules, return_attn_probs=True)
     assert probabilities is None and out.shape == q.shape and lse.shape == (2, 4, sq)
-    compare((out, lse), dtype, lambda t: stacked([judge(*(x[b].to(t) for x in (q, k, v)), **rules) for b in range(2)]))
+    compare(
+        (out, lse),
+        dtype,
+        lambda t: stacked([judge(*(x[b].to(t) for x in (q, k, v)), **rules) for b in range(2)]),
+    )
     assert torch.equal(flash_attn_func(q, k, v, **rules), out)
 
 
@@ -88,18 +112,26 @@ def test_func_gradients(device):
         return torch.autograd.grad(call(*xs), xs, grad)
 
     def ours(q, k, v):
-        return flash_attn_func(q, k, v, causal=True, window_size=(7, 0), deterministic=device == "cpu")
+        return flash_attn_func(
+            q, k, v, causal=True, window_size=(7, 0), deterministic=device == "cpu"
+        )
 
     def theirs(q, k, v):
-        return torch.stack([judge(q[b], k[b], v[b], causal=True, window_size=(7, 0))[0] for b in range(2)])
+        return torch.stack(
+            [judge(q[b], k[b], v[b], causal=True, window_size=(7, 0))[0] for b in range(2)]
+        )
 
     @cache
     def pairs(draw):
-        return list(zip(grads(draw, torch.float32, theirs), grads(draw, torch.float64, theirs), strict=True))
+        return list(
+            zip(grads(draw, torch.float32, theirs), grads(draw, torch.float64, theirs), strict=True)
+        )
 
     for i, got in enumerate(grads(0, torch.float32, ours)):
         ref = pairs(0)[i][1]
-        assert_close_as(lambda draw, i=i: [pairs(draw)[i]], got, ref, f"d{'qkv'[i]}", sources=2 * 9 * 4)
+        assert_close_as(
+            lambda draw, i=i: [pairs(draw)[i]], got, ref, f"d{'qkv'[i]}", sources=2 * 9 * 4
+        )
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -108,7 +140,9 @@ def test_varlen(rule, paged, device):
     gen, rules = generator("varlen"), rules_for(rule, 4, device)
     sq, sk = [3, 0, 8, 5], [7, 4, 8, 2 if serves_short(rules, device) or not paged else 6]
     cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int().to(device) for n in (sq, sk))
-    q, k, v = (randn(gen, n, h, 16, device=device) for n, h in ((16, 4), (sum(sk), 2), (sum(sk), 2)))
+    q, k, v = (
+        randn(gen, n, h, 16, device=device) for n, h in ((16, 4), (sum(sk), 2), (sum(sk), 2))
+    )
     keys, values, extra = k, v, {}
     if paged:
         keys, values = (torch.full((8, 4, 2, 16), float("nan"), device=device) for _ in range(2))
@@ -118,7 +152,9 @@ def test_varlen(rule, paged, device):
                 at = table[b, j // 4], j % 4
                 keys[at], values[at] = k[cu_k[b] + j], v[cu_k[b] + j]
         extra = {"block_table": table}
-    out, lse, _ = flash_attn_varlen_func(q, keys, values, cu_q, cu_k, 8, 8, **rules, return_attn_probs=True, **extra)
+    out, lse, _ = flash_attn_varlen_func(
+        q, keys, values, cu_q, cu_k, 8, 8, **rules, return_attn_probs=True, **extra
+    )
     assert out.shape == q.shape and lse.shape == (4, 16)
 
     def run(dtype):
@@ -131,14 +167,20 @@ def test_varlen(rule, paged, device):
     compare((out, lse), torch.float32, run)
 
 
-@pytest.mark.parametrize("layout", ["rows", "batch_idx", "leftpad", "leftpad_idx", "pages", "leftpad_pages"])
+@pytest.mark.parametrize(
+    "layout", ["rows", "batch_idx", "leftpad", "leftpad_idx", "pages", "leftpad_pages"]
+)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("seq_q", [1, 3])
 def test_with_kvcache(seq_q, rule, layout, device):
-    """New keys are written in place, at each sequence's length, and seen; rows and pages of others stay as they were."""
+    """New keys are written in place, at each sequence's length, and seen; rows and pages of others
+    stay as they were."""
     gen, rules = generator("kvcache"), rules_for(rule, 4, device)
     lengths, rows, size = [5, 0, 9], 5, 16
-    old, new = (randn(gen, 2, rows, size, 2, 16, device=device), randn(gen, 2, 3, seq_q, 2, 16, device=device))
+    old, new = (
+        randn(gen, 2, rows, size, 2, 16, device=device),
+        randn(gen, 2, 3, seq_q, 2, 16, device=device),
+    )
     q = randn(gen, 3, seq_q, 4, 16, device=device)
     first, extra, idx = [0, 0, 0], {}, [0, 1, 2]
     k_cache, v_cache = (x.clone() for x in old)
@@ -155,21 +197,34 @@ def test_with_kvcache(seq_q, rule, layout, device):
             cache[table.flatten().long()] = x.view(rows * 4, 4, 2, 16)
         extra["block_table"] = table[:3]
     out, lse = flash_attn_with_kvcache(
-        q, k_cache, v_cache, *new, cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device=device),
-        **rules, **extra, return_softmax_lse=True, num_splits=2,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        *new,
+        cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        **rules,
+        **extra,
+        return_softmax_lse=True,
+        num_splits=2,
+    )
     want = old.clone()
     for b, n in enumerate(lengths):
         want[:, idx[b], n : n + seq_q] = new[:, b]
     stored = [
-        c[table.flatten().long()].view(rows, size, 2, 16) if layout.endswith("pages") else c for c in (k_cache, v_cache)
+        c[table.flatten().long()].view(rows, size, 2, 16) if layout.endswith("pages") else c
+        for c in (k_cache, v_cache)
     ]
     assert torch.equal(torch.stack(stored), want)
 
     def run(dtype):
         return stacked(
             [
-                judge(q[b].to(dtype), *(x[idx[b], : n + seq_q].to(dtype) for x in want), **rules, first=first[b])
+                judge(
+                    q[b].to(dtype),
+                    *(x[idx[b], : n + seq_q].to(dtype) for x in want),
+                    **rules,
+                    first=first[b],
+                )
                 for b, n in enumerate(lengths)
             ]
         )
@@ -181,7 +236,8 @@ def test_with_kvcache(seq_q, rule, layout, device):
 @pytest.mark.parametrize("layout", ["rows", "batch_idx", "pages"])
 @pytest.mark.parametrize("rule", RULES)
 def test_with_kvcache_of_fewer_keys_than_queries(rule, layout, device):
-    """flash_attn_func's value: a query before key 0 sees what causal and the windows let it see, else nothing and gives 0."""
+    """flash_attn_func's value: a query before key 0 sees what causal and the windows let it see,
+    else nothing and gives 0."""
     gen, rules = generator("short cache"), rules_for(rule, 4, device)
     if layout == "pages" and not serves_short(rules, device):
         pytest.skip("over pages on CUDA short lengths are served where causal")
@@ -202,7 +258,10 @@ def test_with_kvcache_of_fewer_keys_than_queries(rule, layout, device):
 
     def run(dtype):
         return stacked(
-            [judge(q[b].to(dtype), *(x[b, :n].to(dtype) for x in (k, v)), **rules) for b, n in enumerate(lengths)]
+            [
+                judge(q[b].to(dtype), *(x[b, :n].to(dtype) for x in (k, v)), **rules)
+                for b, n in enumerate(lengths)
+            ]
         )
 
     compare((out, lse), torch.float32, run)
@@ -222,11 +281,20 @@ def test_the_dtype_of_a_result_is_one_on_every_path(of_cache, device):
     """Inside autocast, too: the cache's, which is not cast."""
     pages = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
     layouts = {}, {"cache_batch_idx": torch.tensor([0], device=device)}, {"block_table": pages}
-    for to, seq_q, extra, causal in itertools.product((torch.bfloat16, torch.float16), (1, 3), layouts, (False, True)):
-        cache = torch.ones((2, 4, 2, 8) if "block_table" in extra else (1, 8, 2, 8), dtype=of_cache, device=device)
+    for to, seq_q, extra, causal in itertools.product(
+        (torch.bfloat16, torch.float16), (1, 3), layouts, (False, True)
+    ):
+        cache = torch.ones(
+            (2, 4, 2, 8) if "block_table" in extra else (1, 8, 2, 8), dtype=of_cache, device=device
+        )
         with torch.autocast(device, to):
             out = flash_attn_with_kvcache(
-                torch.ones(1, seq_q, 2, 8, device=device), cache, cache, cache_seqlens=5, causal=causal, **extra
+                torch.ones(1, seq_q, 2, 8, device=device),
+                cache,
+                cache,
+                cache_seqlens=5,
+                causal=causal,
+                **extra,
             )
         assert out.dtype == of_cache
 
@@ -245,14 +313,19 @@ def test_dropout():
     torch.manual_seed(3)
     seed = torch.randint(-(2**63), 2**63 - 1, (2,))
     x = q.transpose(1, 2)
-    want = torch_gpukern.flash_attn(x, x, x, is_causal=True, dropout_p=0.5, dropout_seed=seed).transpose(1, 2)
+    want = torch_gpukern.flash_attn(
+        x, x, x, is_causal=True, dropout_p=0.5, dropout_seed=seed
+    ).transpose(1, 2)
     torch.manual_seed(3)
     assert torch.equal(flash_attn_func(q, q, q, 0.5, causal=True), want)
     y = q.flatten(0, 1)
     torch.manual_seed(3)
     got = flash_attn_varlen_func(y, y, y, cu, cu, 9, 9, 0.5, causal=True)
     assert torch.equal(
-        got, torch_gpukern.flash_attn_varlen(y, y, y, cu, cu, 9, 9, is_causal=True, dropout_p=0.5, dropout_seed=seed)
+        got,
+        torch_gpukern.flash_attn_varlen(
+            y, y, y, cu, cu, 9, 9, is_causal=True, dropout_p=0.5, dropout_seed=seed
+        ),
     )
     with pytest.raises(ValueError, match="dropout_p is 0.5 beside a block_table"):
         table = torch.zeros(2, 1, dtype=torch.int32)
@@ -261,7 +334,9 @@ def test_dropout():
 
 def test_refusals():
     q = torch.zeros(1, 4, 2, 8)
-    with pytest.raises(ValueError, match="flash_attn: dropout_p must be at least 0 and less than 1, got 1.5"):
+    with pytest.raises(
+        ValueError, match="flash_attn: dropout_p must be at least 0 and less than 1, got 1.5"
+    ):
         flash_attn_func(q, q, q, 1.5)
     with pytest.raises(ValueError, match="rotary_cos and rotary_sin come together"):
         flash_attn_with_kvcache(q, q, q, rotary_cos=q)
@@ -287,9 +362,17 @@ def test_tokens_past_the_cache_name_what_the_caller_passed(paged, rotary):
     if paged:
         more["block_table"] = torch.tensor([[0, 1]], dtype=torch.int32)
     wrong = torch.tensor([32 if paged else 16], dtype=torch.int32)
-    name = "block_table is expected to hold pages in \\[0, 4\\)" if paged else "cache_seqlens is expected to leave room"
+    name = (
+        "block_table is expected to hold pages in \\[0, 4\\)"
+        if paged
+        else "cache_seqlens is expected to leave room"
+    )
     with pytest.raises(IndexError, match=f"gpukern flash_attn_with_kvcache: {name}") as caught:
-        flash_attn_with_kvcache(q, cache, cache.clone(), k, k, cache_seqlens=wrong, causal=True, **more)
+        flash_attn_with_kvcache(
+            q, cache, cache.clone(), k, k, cache_seqlens=wrong, causal=True, **more
+        )
     assert "slots" not in str(caught.value)
-    right = flash_attn_with_kvcache(q, cache, cache.clone(), k, k, cache_seqlens=wrong - 1, causal=True, **more)
+    right = flash_attn_with_kvcache(
+        q, cache, cache.clone(), k, k, cache_seqlens=wrong - 1, causal=True, **more
+    )
     assert right.shape == q.shape

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The layout of the kernels hub: made by cmake/hub.py, loaded by `kernels` beside the ordinary package."""
+"""The layout of the kernels hub: made by cmake/hub.py, loaded by `kernels` beside the ordinary
+package."""
 
 import importlib.util
 import json
@@ -20,7 +21,9 @@ def hub(tmp_path_factory):
         pytest.skip("build/ is not configured; make build")
     folder = tmp_path_factory.mktemp("hub")
     with build_alone():
-        made = subprocess.run([sys.executable, ROOT / "cmake" / "hub.py", folder], capture_output=True, text=True)
+        made = subprocess.run(
+            [sys.executable, ROOT / "cmake" / "hub.py", folder], capture_output=True, text=True
+        )
     assert made.returncode == 0, made.stdout + made.stderr
     return folder
 
@@ -30,19 +33,24 @@ def test_metadata(hub):
     from kernels._rust import Digest, DigestAlgorithm, Metadata
 
     built = (ROOT / "build" / "hub_backend").read_text().split(" ")[0]
-    variants = {v.name.removeprefix("torch-stable-abi210-").split("-")[0]: v for v in (hub / "build").iterdir()}
+    variants = {
+        v.name.removeprefix("torch-stable-abi210-").split("-")[0]: v
+        for v in (hub / "build").iterdir()
+    }
     assert set(variants) == {built, "cpu"}
     for backend, variant in variants.items():
         metadata = Metadata.read_from_file(variant / "metadata.json")
         assert metadata.id.startswith(f"_gpukern_{backend}_") and metadata.license == "BSD-3-Clause"
         metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
         about = json.loads((variant / "metadata.json").read_text())["backend"]
-        assert about == ({"type": "cpu"} if backend == "cpu" else {"type": "cuda", "archs": ["8.0", "9.0a"]})
+        assert about == (
+            {"type": "cpu"} if backend == "cpu" else {"type": "cuda", "archs": ["8.0", "9.0a"]}
+        )
 
 
 def test_the_variant_of_a_cuda_build(monkeypatch, tmp_path):
-    """Its name, and what its metadata say, are what the kernels package looks for on a machine with a GPU and takes there:
-    the toolkit's version, and the architectures that were compiled."""
+    """Its name, and what its metadata say, are what the kernels package looks for on a machine with
+    a GPU and takes there: the toolkit's version, and the architectures that were compiled."""
     from kernels._rust import Digest, DigestAlgorithm, Metadata
     from kernels.archs import _supports_cuda_capability
     from kernels.backends import CUDA, Version
@@ -57,23 +65,44 @@ def test_the_variant_of_a_cuda_build(monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "BUILD", build)
     monkeypatch.setattr(hub, "configure", lambda *options: None)
     namespaces = []
-    monkeypatch.setattr(hub, "build", lambda namespace: namespaces.append(namespace) or build / "libgpukern_hub.so")
+    monkeypatch.setattr(
+        hub, "build", lambda namespace: namespaces.append(namespace) or build / "libgpukern_hub.so"
+    )
     machine, system = hub.platform.machine(), hub.platform.system().lower()
     variant, other = hub.make(tmp_path / "hub")
-    assert other.name == f"torch-stable-abi210-cpu-{machine}-{system}" and namespaces[1].startswith("_gpukern_cpu_")
+    assert other.name == f"torch-stable-abi210-cpu-{machine}-{system}" and namespaces[1].startswith(
+        "_gpukern_cpu_"
+    )
     assert variant == tmp_path / "hub" / "build" / f"torch-stable-abi210-cu130-{machine}-{system}"
     assert (variant / "libgpukern_torch.so").read_bytes() == b"a library"
     assert f'NAMESPACE = "{namespaces[0]}"' in (variant / "_library.py").read_text()
     metadata = Metadata.read_from_file(variant / "metadata.json")
     assert metadata.id == namespaces[0] and metadata.id.startswith("_gpukern_cu130_")
-    assert json.loads((variant / "metadata.json").read_text())["backend"] == {"type": "cuda", "archs": ["8.0", "9.0a"]}
+    assert json.loads((variant / "metadata.json").read_text())["backend"] == {
+        "type": "cuda",
+        "archs": ["8.0", "9.0a"],
+    }
     metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
-    for capability, served in (((8, 0), True), ((8, 9), True), ((9, 0), True), ((7, 5), False), ((10, 0), False)):
+    for capability, served in (
+        ((8, 0), True),
+        ((8, 9), True),
+        ((9, 0), True),
+        ((7, 5), False),
+        ((10, 0), False),
+    ):
         assert _supports_cuda_capability(metadata.backend.archs, capability) == served
     for torch_version in ("2.10", "2.13"):
-        versions = {"torch_version": Version(torch_version), "torch_cxx11_abi": True, "tvm_ffi_version": None}
+        versions = {
+            "torch_version": Version(torch_version),
+            "torch_cxx11_abi": True,
+            "tvm_ffi_version": None,
+        }
         found, _ = _resolve_variant_for_system(
-            get_variants_local(variant.parent), CUDA(version=Version("13.0")), machine, system, **versions
+            get_variants_local(variant.parent),
+            CUDA(version=Version("13.0")),
+            machine,
+            system,
+            **versions,
         )
         assert [v.variant_str for v in found] == [variant.name]
 
@@ -86,7 +115,8 @@ def module_of_hub():
 
 
 def test_loads_beside_the_package(hub):
-    """Either first; functions, gradients, compiled code, errors and registered names of each are its own."""
+    """Either first; functions, gradients, compiled code, errors and registered names of each are
+    its own."""
     for first in ("kernel", "package"):
         run_python(f"""
             import pathlib, torch, torch.nn.functional as F
@@ -125,7 +155,8 @@ def test_loads_beside_the_package(hub):
 
 
 def test_transformers_route(hub):
-    """As an attention of transformers by a repository's name: logits, generate, continuous batching."""
+    """As an attention of transformers by a repository's name: logits, generate, continuous
+    batching."""
     pytest.importorskip("transformers")
     run_python(
         """
@@ -151,6 +182,6 @@ def test_transformers_route(hub):
             continuous_batching_config=transformers.ContinuousBatchingConfig(num_blocks=64, page_size=8, max_batch_tokens=16),
         )
         assert {tuple(out.prompt_ids): out.generated_tokens for out in found.values()} == want
-        """,
+        """,  # noqa: E501
         env={"LOCAL_KERNELS": f"you/gpukern-flash-attn3={hub}"},
     )

@@ -26,7 +26,9 @@ FLASH = SDPBackend.FLASH_ATTENTION
 @contextlib.contextmanager
 def active(monkeypatch=None):
     """gpukern in place; yields the names of our kernels that ran."""
-    kernels = [f"{name}_{device}" for name in ("_forward", "_backward") for device in ("cpu", "cuda")]
+    kernels = [
+        f"{name}_{device}" for name in ("_forward", "_backward") for device in ("cpu", "cuda")
+    ]
     ran, serve = [], {name: getattr(sdpa, name) for name in kernels}
     for name, ours in serve.items():
 
@@ -60,14 +62,18 @@ def inputs(device, dtype, shape=(2, 4, 9, 16), heads_kv=None, keys=None, stored=
 
 
 def forward_backward(q, k, v, **options):
-    leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in (q, k, v)]
+    leaves = [
+        x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in (q, k, v)
+    ]
     out = F.scaled_dot_product_attention(*leaves, **options)
     grad = randn(generator("grad"), *out.shape).to(out.device, out.dtype)
     return [out, *torch.autograd.grad(out, leaves, grad)]
 
 
 @pytest.mark.parametrize("stored", ["BHSD", "BSHD", "sliced"])
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.4}, {"enable_gqa": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"scale": 0.4}, {"enable_gqa": True}], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_forward_and_backward(dtype, options, stored, device):
     if device == "cuda" and dtype != torch.bfloat16:
@@ -79,7 +85,11 @@ def test_forward_and_backward(dtype, options, stored, device):
             ours = forward_backward(q, k, v, **options)
     assert ran == ["_forward", "_backward"]
     with sdpa_kernel(SDPBackend.MATH):
-        yards = forward_backward(*(x.float() for x in (q, k, v)), **options) if dtype == torch.float64 else plain
+        yards = (
+            forward_backward(*(x.float() for x in (q, k, v)), **options)
+            if dtype == torch.float64
+            else plain
+        )
         refs = forward_backward(*(x.double() for x in (q, k, v)), **options)
     for name, got, own, yard, ref in zip(("out", "dq", "dk", "dv"), ours, plain, yards, refs):
         assert got.stride() == own.stride() and got.dtype == own.dtype, name
@@ -92,7 +102,9 @@ def test_other_lengths(device):
         out = F.scaled_dot_product_attention(q, k, v)
     assert ran == ["_forward"]
     assert_close_as(
-        F.scaled_dot_product_attention(q, k, v), out, F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)))
+        F.scaled_dot_product_attention(q, k, v),
+        out,
+        F.scaled_dot_product_attention(*(x.double() for x in (q, k, v))),
     )
 
 
@@ -115,7 +127,9 @@ def test_what_gpukern_does_not_serve_is_pytorchs_own_bit_for_bit():
 def test_dropout_on_cuda_is_ours():
     """The seed is torch's, kept where PyTorch keeps its generator's state for the backward."""
     q, k, v = (
-        randn(generator("sdpa dropout", i), 2, 4, 200, 64, dtype=torch.bfloat16, device="cuda").requires_grad_()
+        randn(
+            generator("sdpa dropout", i), 2, 4, 200, 64, dtype=torch.bfloat16, device="cuda"
+        ).requires_grad_()
         for i in range(3)
     )
     grad = torch.ones_like(q)
@@ -140,7 +154,8 @@ def schema_of(text):
 
 
 def test_arguments_come_by_the_schema_of_this_torch():
-    """In another order they are found by name; what is not known, or not served, is left to PyTorch."""
+    """In another order they are found by name; what is not known, or not served, is left to
+    PyTorch."""
     q, k, v = inputs("cpu", torch.float32)
     ours = sdpa._forward_cpu
     known = "Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False"
@@ -152,13 +167,19 @@ def test_arguments_come_by_the_schema_of_this_torch():
     assert ours(q, k, v, 0.0, True, 3) is None and ours(q, k, v, block_table=q) is None
 
 
-@pytest.mark.parametrize("name", ["_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"])
+@pytest.mark.parametrize(
+    "name", ["_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"]
+)
 def test_calls_are_taken_as_they_come(name):
-    """Nothing stands between PyTorch's call and ours where the schema has our order: it has, in every torch so far."""
+    """Nothing stands between PyTorch's call and ours where the schema has our order: it has, in
+    every torch so far."""
     device = "cpu" if name.endswith("cpu") else "cuda"
     for suffix, ours in (("", f"_forward_{device}"), ("_backward", f"_backward_{device}")):
         ours = getattr(sdpa, ours)
-        assert sdpa._as_torch_calls(ours, getattr(torch.ops.aten, name + suffix).default._schema) is ours
+        assert (
+            sdpa._as_torch_calls(ours, getattr(torch.ops.aten, name + suffix).default._schema)
+            is ours
+        )
 
 
 def test_restores_cleanly():
@@ -194,17 +215,23 @@ def test_compiled():
 
 
 class TimmAttention(torch.nn.Module):
-    """Attention as timm's vision transformers have it: one projection, q, k and v strided views of its result."""
+    """Attention as timm's vision transformers have it: one projection, q, k and v strided views of
+    its result."""
 
     def __init__(self, dim, heads):
         super().__init__()
         self.heads = heads
         self.qkv, self.proj = torch.nn.Linear(dim, 3 * dim), torch.nn.Linear(dim, dim)
-        self.q_norm, self.k_norm = torch.nn.LayerNorm(dim // heads), torch.nn.LayerNorm(dim // heads)
+        self.q_norm, self.k_norm = (
+            torch.nn.LayerNorm(dim // heads),
+            torch.nn.LayerNorm(dim // heads),
+        )
 
     def forward(self, x):
         batch, tokens, dim = x.shape
-        q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = (
+            self.qkv(x).reshape(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        )
         x = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v, dropout_p=0.0)
         return self.proj(x.transpose(1, 2).reshape(batch, tokens, dim))
 
@@ -262,7 +289,8 @@ def test_modules_in_training(name):
 @pytest.mark.parametrize("fast", [True, False], ids=["fast path", "fast path off"])
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_in_evaluation(name, fast):
-    """PyTorch's transformer layers have a path of their own, which asks nobody; off, or where a gradient is wanted, ours runs."""
+    """PyTorch's transformer layers have a path of their own, which asks nobody; off, or where a
+    gradient is wanted, ours runs."""
     torch.manual_seed(0)
     x = randn(generator("layer"), 2, 7, 32)
     make, served = MODULES[name]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """transformers with attn_implementation="gpukern" against "eager": tiny models with random weights.
 
-The error rule is the ops' own: the judge is "eager" in float64, and in float32 ours may be at most twice as far from it as
-"eager" in float32 is. Padded positions are compared nowhere: transformers gives them values that mean nothing.
+The error rule is the ops' own: the judge is "eager" in float64, and in float32 ours may be at most
+twice as far from it as "eager" in float32 is. Padded positions are compared nowhere: transformers
+gives them values that mean nothing.
 """
 
 import contextlib
@@ -23,9 +24,16 @@ from torch_gpukern.integrations import transformers as gk  # noqa: E402
 # `cache` took the place of past_key_values in 5.2x; older releases know the old name alone.
 pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 
-SMALL = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=2)
+SMALL = dict(
+    hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=2
+)
 WORDS = dict(
-    vocab_size=96, intermediate_size=96, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None
+    vocab_size=96,
+    intermediate_size=96,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
 )
 WINDOW = 7
 
@@ -34,18 +42,28 @@ def _family(name, **changes):
     config = {**SMALL, **WORDS, **changes}
     config_name, _, model_name = name.partition(":")
     model_name = model_name or f"{config_name}ForCausalLM"
-    return getattr(transformers, f"{config_name}Config")(**config), getattr(transformers, model_name)
+    return getattr(transformers, f"{config_name}Config")(**config), getattr(
+        transformers, model_name
+    )
 
 
 LAYERS = ["sliding_attention", "full_attention"]
 FAMILIES = {
     "llama": lambda: _family("Llama"),
     "mistral": lambda: _family("Mistral", sliding_window=WINDOW),
-    "gemma2": lambda: _family("Gemma2", sliding_window=WINDOW, layer_types=LAYERS, attn_logit_softcapping=2.0),
-    "gemma3": lambda: _family("Gemma3Text:Gemma3ForCausalLM", sliding_window=WINDOW, layer_types=LAYERS),
+    "gemma2": lambda: _family(
+        "Gemma2", sliding_window=WINDOW, layer_types=LAYERS, attn_logit_softcapping=2.0
+    ),
+    "gemma3": lambda: _family(
+        "Gemma3Text:Gemma3ForCausalLM", sliding_window=WINDOW, layer_types=LAYERS
+    ),
     "qwen3": lambda: _family("Qwen3"),
     "gpt_oss": lambda: _family(
-        "GptOss", sliding_window=WINDOW, layer_types=LAYERS, num_local_experts=4, num_experts_per_tok=2
+        "GptOss",
+        sliding_window=WINDOW,
+        layer_types=LAYERS,
+        num_local_experts=4,
+        num_experts_per_tok=2,
     ),
     "mixtral": lambda: _family("Mixtral", num_local_experts=4, num_experts_per_tok=2),
     "deepseek_v3": lambda: _family(
@@ -77,12 +95,17 @@ BY_THE_MASK = {
         moe_intermediate_size=32,
         shared_expert_intermediate_size=32,
     ),
-    "phimoe": lambda: _family("Phimoe:PhimoeForCausalLM", sliding_window=WINDOW, num_local_experts=4),
+    "phimoe": lambda: _family(
+        "Phimoe:PhimoeForCausalLM", sliding_window=WINDOW, num_local_experts=4
+    ),
 }
 ENCODERS = {
     "bert": lambda: _family("Bert:BertModel", num_key_value_heads=None),
     "modernbert": lambda: _family(
-        "ModernBert:ModernBertModel", layer_types=LAYERS, local_attention=8, num_key_value_heads=None
+        "ModernBert:ModernBertModel",
+        layer_types=LAYERS,
+        local_attention=8,
+        num_key_value_heads=None,
     ),
 }
 
@@ -107,14 +130,17 @@ def _registered():
 
 
 def build(make, implementation, dtype=torch.float32, seed=0, **changes):
-    """A model with weights that depend on the seed alone, large enough that attention is far from uniform."""
+    """A model with weights that depend on the seed alone, large enough that attention is far from
+    uniform."""
     config, cls = make()
     for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = cls._from_config(config, attn_implementation="eager", experts_implementation="eager").to(dtype)
+        model = cls._from_config(
+            config, attn_implementation="eager", experts_implementation="eager"
+        ).to(dtype)
     gen = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -126,7 +152,9 @@ def build(make, implementation, dtype=torch.float32, seed=0, **changes):
 
 
 def words(batch, length, seed=0):
-    return torch.randint(3, WORDS["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        3, WORDS["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def padding(lengths, total, side):
@@ -138,8 +166,9 @@ def padding(lengths, total, side):
 def assert_as_eager(make, run, **changes):
     """run(model) gives a dict of tensors; ours against eager's, by the rule of twice its own error.
 
-    Of two sequences' gradients a layer's largest error hangs on a few scores, which may all round luckily: what eager makes with
-    other weights counts too, each result brought to the size of this model's.
+    Of two sequences' gradients a layer's largest error hangs on a few scores, which may all round
+    luckily: what eager makes with other weights counts too, each result brought to the size of this
+    model's.
     """
 
     @functools.cache
@@ -173,10 +202,14 @@ def step(ids, mask=None, **inputs):
         out = model(ids, attention_mask=mask, **inputs)[0]
         seen = out if mask is None else out[mask.bool()]
         (
-            seen * torch.randn(seen.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            seen
+            * torch.randn(
+                seen.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+            )
         ).sum().backward()
         grads = {}
-        for name, p in model.named_parameters():  # a key's bias has no gradient but rounding: it goes with its weight
+        # a key's bias has no gradient but rounding: it goes with its weight
+        for name, p in model.named_parameters():
             if p.grad is not None:
                 grads.setdefault(name.rpartition(".")[0], []).append(p.grad.flatten())
         return {"out": seen.detach(), **{name: torch.cat(g) for name, g in grads.items()}}
@@ -195,7 +228,8 @@ def test_forward_and_gradients(family, side):
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 @pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens"])
 def test_packed_sequences(family, how):
-    """Two rows of several sequences, or with cu_seq_lens one row. (GPT-OSS asks for no packed mask, whatever serves it.)"""
+    """Two rows of several sequences, or with cu_seq_lens one row. (GPT-OSS asks for no packed mask,
+    whatever serves it.)"""
     lengths = [[9, 1, 12], [4, 18]] if how == "position_ids" else [[9, 1, 12]]
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     ids = words(len(lengths), 22)
@@ -210,7 +244,8 @@ def test_packed_sequences(family, how):
 
 
 def turns(ids, mask, cuts, cache):
-    """Logits of the tokens, the sequence given in parts over a cache: prefill in chunks, later turns, single steps."""
+    """Logits of the tokens, the sequence given in parts over a cache: prefill in chunks, later
+    turns, single steps."""
 
     def run(model):
         options = {"config": model.config}
@@ -222,9 +257,20 @@ def turns(ids, mask, cuts, cache):
         with torch.no_grad():
             for end in cuts:
                 seen = None if mask is None else mask[:, :end]
-                positions = torch.arange(at, end)[None] if mask is None else (seen.cumsum(1) - 1).clamp(0)[:, at:end]
-                out = model(ids[:, at:end], attention_mask=seen, past_key_values=state, position_ids=positions)[0]
-                found[f"{at}:{end}"] = out.flatten(0, 1) if mask is None else out[mask[:, at:end].bool()]
+                positions = (
+                    torch.arange(at, end)[None]
+                    if mask is None
+                    else (seen.cumsum(1) - 1).clamp(0)[:, at:end]
+                )
+                out = model(
+                    ids[:, at:end],
+                    attention_mask=seen,
+                    past_key_values=state,
+                    position_ids=positions,
+                )[0]
+                found[f"{at}:{end}"] = (
+                    out.flatten(0, 1) if mask is None else out[mask[:, at:end].bool()]
+                )
                 at = end
         return found
 
@@ -250,7 +296,11 @@ class Sees(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.ops.add(str(func))
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        given = {
+            x.untyped_storage().data_ptr()
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, torch.Tensor)
+        }
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given:
@@ -265,9 +315,16 @@ def test_a_chunk_over_a_static_cache_copies_no_keys(side):
     mask = None if side == "none" else padding([12, 7], 12, side)
     state = transformers.StaticCache(config=model.config, max_cache_len=4096)
     with torch.no_grad():
-        model(ids[:, :5], attention_mask=None if mask is None else mask[:, :5], past_key_values=state)
+        model(
+            ids[:, :5], attention_mask=None if mask is None else mask[:, :5], past_key_values=state
+        )
         with Sees() as sees:
-            model(ids[:, 5:], attention_mask=mask, past_key_values=state, position_ids=torch.arange(5, 12)[None])
+            model(
+                ids[:, 5:],
+                attention_mask=mask,
+                past_key_values=state,
+                position_ids=torch.arange(5, 12)[None],
+            )
     keys = [layer.keys for layer in state.layers]
     assert "gpukern.flash_attn.default" in sees.ops and not any("varlen" in op for op in sees.ops)
     assert sees.bytes < min(k.numel() * k.element_size() for k in keys)
@@ -294,8 +351,12 @@ def test_generate(family, cache):
     found = {}
     for way in ("eager", "gpukern"):
         model = build(FAMILIES[family], way)
-        options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
-        found[way] = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **options)
+        options = (
+            {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+        )
+        found[way] = model.generate(
+            ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **options
+        )
     assert found["gpukern"].shape == (2, 24)
     assert torch.equal(found["gpukern"], found["eager"])
 
@@ -308,7 +369,10 @@ def test_autocast_and_checkpointing():
     def checkpointed(model):
         model.train().gradient_checkpointing_enable()
         with torch.autocast("cpu", torch.bfloat16, enabled=model.dtype is not torch.float64):
-            return {name: x.float() if x.dtype is torch.bfloat16 else x for name, x in run(model).items()}
+            return {
+                name: x.float() if x.dtype is torch.bfloat16 else x
+                for name, x in run(model).items()
+            }
 
     assert_as_eager(FAMILIES["gemma3"], checkpointed)
 
@@ -316,15 +380,37 @@ def test_autocast_and_checkpointing():
 # ---- every family --------------------------------------------------------------------------------
 
 ANY = dict(
-    **{**WORDS, **SMALL, "eos_token_id": 2, "max_position_embeddings": 128, "sliding_window": WINDOW, "attention_dropout": 0.0},
+    **{
+        **WORDS,
+        **SMALL,
+        "eos_token_id": 2,
+        "max_position_embeddings": 128,
+        "sliding_window": WINDOW,
+        "attention_dropout": 0.0,
+    },
     **dict.fromkeys(("n_embd", "d_model", "word_embed_proj_dim"), 64),
     **dict.fromkeys(("n_layer", "num_layers", "encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(
+        ("n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4
+    ),
     **dict.fromkeys(("ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim"), 96),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
-    **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
-    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "rotary_dim": 8},
-)  # fmt: skip
+    **{
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+    },
+    **{
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+        "rotary_dim": 8,
+    },
+)
 
 
 def any_model(config_class, model_class):
@@ -332,7 +418,9 @@ def any_model(config_class, model_class):
     transformers.logging.set_verbosity_error()
     for without in ((), ("head_dim", "sliding_window"), ("num_key_value_heads",)):
         with contextlib.suppress(Exception):
-            config = config_class(**{name: value for name, value in ANY.items() if name not in without})
+            config = config_class(
+                **{name: value for name, value in ANY.items() if name not in without}
+            )
             with torch.device("meta"):
                 size = sum(p.numel() for p in model_class._from_config(config).parameters())
             if size > 3e6:
@@ -365,9 +453,15 @@ def test_every_causal_family():
                     if model.config._attn_implementation != way:
                         break  # an attention of its own, which is no one's to replace
                     found[way] = model.generate(
-                        ids, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None,
-                        output_logits=True, return_dict_in_generate=True, **options,
-                    ).logits  # fmt: skip
+                        ids,
+                        attention_mask=mask,
+                        max_new_tokens=8,
+                        do_sample=False,
+                        eos_token_id=None,
+                        output_logits=True,
+                        return_dict_in_generate=True,
+                        **options,
+                    ).logits
                 except Exception as error:
                     if way == "eager":
                         break
@@ -391,14 +485,20 @@ def compiled(model):
     return torch.compile(model, fullgraph=True, backend="aot_eager")
 
 
-@pytest.mark.parametrize("family, padded", [("llama", False), ("gemma2", True), ("modernbert", True)])
+@pytest.mark.parametrize(
+    "family, padded", [("llama", False), ("gemma2", True), ("modernbert", True)]
+)
 def test_fullgraph_training(family, padded):
     mask = padding([19, 11], 19, "left") if padded else None
     run = step(words(2, 19), mask)
     make = {**FAMILIES, **ENCODERS}[family]
 
     def in_one_graph(model):
-        model.forward = compiled(model.forward) if model.config._attn_implementation == "gpukern" else model.forward
+        model.forward = (
+            compiled(model.forward)
+            if model.config._attn_implementation == "gpukern"
+            else model.forward
+        )
         return run(model)
 
     assert_as_eager(make, in_one_graph)
@@ -411,7 +511,11 @@ def test_fullgraph_over_a_static_cache(family, side):
     run = turns(words(2, 12), mask, (6, 10, 11, 12), "static")
 
     def in_one_graph(model):
-        model.forward = compiled(model.forward) if model.config._attn_implementation == "gpukern" else model.forward
+        model.forward = (
+            compiled(model.forward)
+            if model.config._attn_implementation == "gpukern"
+            else model.forward
+        )
         return run(model)
 
     assert_as_eager(FAMILIES[family], in_one_graph)
@@ -425,7 +529,9 @@ def test_one_graph_for_all_lengths():
     for length in (19, 12):
         mask, ids = padding([length, length - 5], length, "left"), words(2, length)
         with torch.no_grad():
-            got, want = (f(ids, attention_mask=mask, use_cache=False)[0][mask.bool()] for f in (call, plain))
+            got, want = (
+                f(ids, attention_mask=mask, use_cache=False)[0][mask.bool()] for f in (call, plain)
+            )
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
@@ -434,7 +540,10 @@ def test_one_graph_for_all_lengths():
 def test_generate_compiles_its_steps(family):
     """As transformers does on CUDA: masks from outside, one graph for all steps."""
     mask = padding([12, 5], 12, "left")
-    ids, options = words(2, 12) * mask, {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
+    ids, options = (
+        words(2, 12) * mask,
+        {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False},
+    )
     want = build(FAMILIES[family], "eager").generate(ids, **options)
     config = transformers.CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
     config._compile_all_devices = True
@@ -453,7 +562,9 @@ def test_inductor():
     q, k, v = (torch.randn(2, h, 9, 16) for h in (4, 2, 2))
 
     def attend(q, k, v, embeds, tokens):
-        mask = gk.hf.create_sliding_window_causal_mask(model.config, embeds, tokens, None, torch.arange(9)[None])
+        mask = gk.hf.create_sliding_window_causal_mask(
+            model.config, embeds, tokens, None, torch.arange(9)[None]
+        )
         return gk._attention(model.model.layers[0].self_attn, q, k, v, mask)[0]
 
     out = torch.compile(attend, fullgraph=True)(q, k, v, embeds, tokens)
@@ -494,8 +605,13 @@ def refused(text, family="llama", length=8, changes=None, training=False, **inpu
 def test_refusals():
     refused("output_attentions", output_attentions=True)
     square = torch.ones(1, 1, 8, 8).tril()
-    refused(r"attention_mask is a matrix of its own \(\(1, 1, 8, 8\) torch.bool\)", attention_mask=square.bool())
-    refused("attention_mask is a matrix", attention_mask=(1 - square) * torch.finfo(torch.float32).min)
+    refused(
+        r"attention_mask is a matrix of its own \(\(1, 1, 8, 8\) torch.bool\)",
+        attention_mask=square.bool(),
+    )
+    refused(
+        "attention_mask is a matrix", attention_mask=(1 - square) * torch.finfo(torch.float32).min
+    )
     cu = torch.tensor([0, 3, 8], dtype=torch.int32)
     text = "cu_seq_lens_q with a padding mask, with a cache, with several rows or without"
     refused(text, cu_seq_lens_q=cu)
@@ -511,9 +627,13 @@ def test_dropout():
     tokens, runs = words(1, 8), {}
     for training, seed in ((False, 1), (True, 1), (True, 1), (True, 2), (False, 2)):
         torch.manual_seed(seed)
-        runs.setdefault((training, seed), []).append(model.train(training)(tokens, use_cache=False).logits)
+        runs.setdefault((training, seed), []).append(
+            model.train(training)(tokens, use_cache=False).logits
+        )
     assert torch.equal(*runs[True, 1]) and not torch.equal(runs[True, 1][0], runs[True, 2][0])
-    assert torch.equal(runs[False, 1][0], runs[False, 2][0]) and not torch.equal(runs[False, 1][0], runs[True, 1][0])
+    assert torch.equal(runs[False, 1][0], runs[False, 2][0]) and not torch.equal(
+        runs[False, 1][0], runs[True, 1][0]
+    )
 
 
 def mask_of(config, length=8, **inputs):
@@ -526,12 +646,16 @@ def test_masks_that_are_not_a_rule():
     with pytest.raises(ValueError, match="changed by a function of the model's or yours"):
         mask_of(model.config, or_mask_function=whole)
     blocks = torch.tensor([[-1, -1, 0, 0, 0, -1, -1, -1]])
-    with pytest.raises(ValueError, match="a mask made of blockwise_overlay, causal_mask_function, or_masks"):
+    with pytest.raises(
+        ValueError, match="a mask made of blockwise_overlay, causal_mask_function, or_masks"
+    ):
         mask_of(model.config, block_sequence_ids=blocks)
     config = model.config
     config.attention_chunk_size = 8
     chunked = gk.hf.create_chunked_causal_mask
-    assert gk.Rule.from_tensor(chunked(config, torch.zeros(1, 8, 4), None, None)) == gk.Rule(causal=True)
+    assert gk.Rule.from_tensor(chunked(config, torch.zeros(1, 8, 4), None, None)) == gk.Rule(
+        causal=True
+    )
     with pytest.raises(ValueError, match="chunked attention, in chunks of 8, over 9 positions"):
         chunked(config, torch.zeros(1, 9, 4), None, None)
 
@@ -547,7 +671,9 @@ def test_compiled_masks_that_are_not_a_rule(kind):
     @compiled
     def rule():
         if kind == "blocks":
-            mask = gk.hf.create_causal_mask(config, embeds, None, None, positions, block_sequence_ids=blocks)
+            mask = gk.hf.create_causal_mask(
+                config, embeds, None, None, positions, block_sequence_ids=blocks
+            )
         else:
             mask = gk.hf.create_chunked_causal_mask(config, embeds, None, None, positions)
         return gk.Rule.from_tensor(mask).holds
@@ -560,7 +686,9 @@ def test_a_rule_is_no_bias():
     rule = gk.Rule(causal=True).to_tensor(1, "cpu")
     for heads, queries, keys in ((1, 1, 1), (8, 2, 1), (4, 1, 9), (256, 2, 2)):
         with pytest.raises(RuntimeError, match="must match the size"):
-            torch.zeros(1, heads, queries, keys) + rule if heads > 1 else torch.zeros(1, 2, queries, keys) + rule
+            torch.zeros(1, heads, queries, keys) + rule if heads > 1 else torch.zeros(
+                1, 2, queries, keys
+            ) + rule
 
 
 def test_register_takes_no_flash_name():
@@ -573,19 +701,25 @@ def test_register_takes_no_flash_name():
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", *BY_THE_MASK])
 def test_continuous_batching(family, monkeypatch):
-    """generate_batch, its prompts in chunks beside other sequences' steps: the tokens of each sequence alone."""
+    """generate_batch, its prompts in chunks beside other sequences' steps: the tokens of each
+    sequence alone."""
     config = getattr(transformers, "ContinuousBatchingConfig", None)
     if config is None:
         pytest.skip(f"transformers {transformers.__version__} has no ContinuousBatchingConfig")
     registered = transformers.AttentionInterface._global_mapping
     monkeypatch.setitem(registered, "paged|eager", registered["paged|eager"])  # put back afterwards
     calls = []
-    monkeypatch.setattr(gk, "_packed", lambda *args, packed=gk._packed: calls.append(args) or packed(*args))
+    monkeypatch.setattr(
+        gk, "_packed", lambda *args, packed=gk._packed: calls.append(args) or packed(*args)
+    )
     gk.register_continuous_batching()
     prompts = [words(1, n, seed=n) for n in (5, 19, 11, 3)]
     make = {**FAMILIES, **BY_THE_MASK}[family]
     alone = build(make, "eager")
-    want = [alone.generate(p, max_new_tokens=12, do_sample=False)[0, p.shape[1] :].tolist() for p in prompts]
+    want = [
+        alone.generate(p, max_new_tokens=12, do_sample=False)[0, p.shape[1] :].tolist()
+        for p in prompts
+    ]
     found = build(make, "paged|eager").generate_batch(
         inputs=[p[0].tolist() for p in prompts],
         generation_config=transformers.GenerationConfig(
@@ -596,7 +730,9 @@ def test_continuous_batching(family, monkeypatch):
     )
     found = {tuple(out.prompt_ids): out.generated_tokens for out in found.values()}
     assert [found[tuple(p[0].tolist())] for p in prompts] == want
-    assert any(len(lengths[0]) > 2 and lengths[2] > 1 for *_, lengths, _ in calls), "no batch of prompts and steps"
+    assert any(len(lengths[0]) > 2 and lengths[2] > 1 for *_, lengths, _ in calls), (
+        "no batch of prompts and steps"
+    )
 
 
 def test_continuous_batching_refuses_other_names():
@@ -605,13 +741,24 @@ def test_continuous_batching_refuses_other_names():
     if config is None:
         pytest.skip(f"transformers {transformers.__version__} has no ContinuousBatchingConfig")
     model = build(FAMILIES["llama"], "gpukern")
-    with pytest.raises(ValueError, match="gpukern is not supported for continuous batching. Use 'paged.eager'"):
-        model.generate_batch(inputs=[[5, 6]], continuous_batching_config=config(auto_switch_to_flash=False))
+    with pytest.raises(
+        ValueError, match="gpukern is not supported for continuous batching. Use 'paged.eager'"
+    ):
+        model.generate_batch(
+            inputs=[[5, 6]], continuous_batching_config=config(auto_switch_to_flash=False)
+        )
     q = torch.zeros(1, 4, 3, 16)
-    with pytest.raises(ValueError, match='^gpukern attention: "paged.eager" outside continuous batching; use'):
+    with pytest.raises(
+        ValueError, match='^gpukern attention: "paged.eager" outside continuous batching; use'
+    ):
         gk._paged_attention(model, q, q, q, None)
-    with pytest.raises(ValueError, match="^gpukern attention: Linear has no config and layer_idx that say its window"):
-        gk._paged_attention(torch.nn.Linear(1, 1), q, q, q, None, cu_seq_lens_q=torch.tensor([0, 3]))
+    with pytest.raises(
+        ValueError,
+        match="^gpukern attention: Linear has no config and layer_idx that say its window",
+    ):
+        gk._paged_attention(
+            torch.nn.Linear(1, 1), q, q, q, None, cu_seq_lens_q=torch.tensor([0, 3])
+        )
 
 
 def test_a_deterministic_backward_is_refused_where_it_would_not_be_one(monkeypatch):
@@ -620,13 +767,18 @@ def test_a_deterministic_backward_is_refused_where_it_would_not_be_one(monkeypat
     monkeypatch.setattr(gk, "flash_attn", lambda *args, **rules: out)
 
     def call(**where):
-        q = types.SimpleNamespace(**{"is_cuda": True, "requires_grad": True, "shape": out.shape, **where})
-        return gk._attention(torch.nn.Module(), q, q, q, None, is_causal=False, deterministic=True)[0]
+        q = types.SimpleNamespace(
+            **{"is_cuda": True, "requires_grad": True, "shape": out.shape, **where}
+        )
+        return gk._attention(torch.nn.Module(), q, q, q, None, is_causal=False, deterministic=True)[
+            0
+        ]
 
     for served in ({"is_cuda": False}, {"requires_grad": False}):
         assert call(**served).shape == (1, 3, 2, 8)
     with pytest.raises(
-        ValueError, match="^gpukern attention: deterministic_flash_attn is True, .*; call torch.use_determin"
+        ValueError,
+        match="^gpukern attention: deterministic_flash_attn is True, .*; call torch.use_determin",
     ):
         call()
     torch.use_deterministic_algorithms(True)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The vLLM plugin, without vLLM: against the signatures of its wheel, and run inside a stub that is made from them."""
+"""The vLLM plugin, without vLLM: against the signatures of its wheel, and run inside a stub that is
+made from them."""
 
 import abc
 import ast
@@ -27,23 +28,33 @@ BASES = {"ABC": abc.ABC, "Enum": enum.Enum, "str": str}
 def method(what):
     """A method that does nothing, by its signature. `__init__` keeps what it is given."""
     names = [parameter.lstrip("*").split("=")[0] for parameter in what["parameters"]]
-    body = "; ".join(f"{names[0]}.{name} = {name}" for name in names[1:]) if names[:1] == ["self"] else ""
+    body = (
+        "; ".join(f"{names[0]}.{name} = {name}" for name in names[1:])
+        if names[:1] == ["self"]
+        else ""
+    )
     text = f"def made({', '.join(what['parameters'])}): {body or 'pass'}"
     space = {"AttentionType": types.SimpleNamespace(DECODER="decoder")}
     exec(text, space)
     made = space["made"]
     if what["abstract"]:
         made = abc.abstractmethod(made)
-    return {"method": lambda x: x, "staticmethod": staticmethod, "classmethod": classmethod, "property": property}[
-        what["kind"]
-    ](made)
+    return {
+        "method": lambda x: x,
+        "staticmethod": staticmethod,
+        "classmethod": classmethod,
+        "property": property,
+    }[what["kind"]](made)
 
 
 @pytest.fixture
 def vllm(monkeypatch):
-    """A package of empty classes with vLLM's names, bases, fields and signatures; its list of backends takes new ones."""
+    """A package of empty classes with vLLM's names, bases, fields and signatures; its list of
+    backends takes new ones."""
     modules = {}
-    made = dict(BASES, Generic=typing.Generic, T=typing.TypeVar("T"), M=typing.TypeVar("M"), Protocol=object)
+    made = dict(
+        BASES, Generic=typing.Generic, T=typing.TypeVar("T"), M=typing.TypeVar("M"), Protocol=object
+    )
     for name, what in CLASSES.items():
         fields = {k: v for k, v in what["fields"].items()}
         bases = tuple(made[b] for b in what["bases"] if b != "Generic") or (object,)
@@ -51,7 +62,9 @@ def vllm(monkeypatch):
             made[name] = backends = registry()
         elif enum.Enum in bases:
             made[name] = enum.Enum(
-                name, {k: ast.literal_eval(v) for k, v in fields.items()}, type=str if str in bases else None
+                name,
+                {k: ast.literal_eval(v) for k, v in fields.items()},
+                type=str if str in bases else None,
             )
         elif not what["methods"] or name == "CommonAttentionMetadata":
             made[name] = dataclasses.make_dataclass(
@@ -99,7 +112,8 @@ def backend(vllm):
     """GPUKERN as vLLM finds it: by the entry point, its list and the path in that."""
     text = (ROOT / "pyproject.toml").read_text()
     assert (
-        '[project.entry-points."vllm.general_plugins"]\ngpukern = "torch_gpukern.integrations.vllm:register"\n' in text
+        '[project.entry-points."vllm.general_plugins"]\ngpukern = '
+        '"torch_gpukern.integrations.vllm:register"\n' in text
     )
     from torch_gpukern.integrations.vllm import register
 
@@ -121,7 +135,8 @@ def overridden(cls, base):
 
 @pytest.mark.parametrize("base", ("AttentionBackend", "AttentionMetadataBuilder", "AttentionImpl"))
 def test_signatures_are_vllms(backend, base):
-    """Each method of ours takes the parameters of the one that it stands for, in their order; more of them have a default."""
+    """Each method of ours takes the parameters of the one that it stands for, in their order; more
+    of them have a default."""
     cls = {
         "AttentionBackend": backend,
         "AttentionMetadataBuilder": backend.get_builder_cls(),
@@ -129,14 +144,22 @@ def test_signatures_are_vllms(backend, base):
     }[base]
     found = 0
     for name, what, ours in overridden(cls, base):
-        theirs = [parameter.split("=")[0] for parameter in what["parameters"] if parameter not in ("self", "cls")]
+        theirs = [
+            parameter.split("=")[0]
+            for parameter in what["parameters"]
+            if parameter not in ("self", "cls")
+        ]
         mine = [p for p in inspect.signature(ours).parameters.values() if p.name != "self"]
         assert [p.name for p in mine[: len(theirs)]] == theirs, name
         for p in mine[len(theirs) :]:
             assert p.default is not p.empty or p.kind is p.VAR_KEYWORD, f"{name}: {p}"
         optional = [parameter.split("=")[0] for parameter in what["parameters"] if "=" in parameter]
         assert all(p.default is not p.empty for p in mine if p.name in optional), name
-        kind = "staticmethod" if isinstance(inspect.getattr_static(cls, name), staticmethod) else "method"
+        kind = (
+            "staticmethod"
+            if isinstance(inspect.getattr_static(cls, name), staticmethod)
+            else "method"
+        )
         assert (kind == "staticmethod") == (what["kind"] == "staticmethod"), name
         found += 1
     assert found >= 2
@@ -147,17 +170,24 @@ def test_signatures_are_vllms(backend, base):
 
 @pytest.mark.parametrize("module", ("vllm", "vllm_backend"))
 def test_what_the_plugin_reads_is_there(module):
-    """Fields of the batch, members of enums and class settings that the files name are those of the wheel."""
+    """Fields of the batch, members of enums and class settings that the files name are those of the
+    wheel."""
     text = (ROOT / "torch_gpukern" / "integrations" / f"{module}.py").read_text()
     for name in re.findall(r"\bbatch\.(\w+)", text.split("class GpukernImpl")[0]):
         assert name in CLASSES["CommonAttentionMetadata"]["fields"], name
     for owner in ("AttentionType", "AttentionCGSupport"):
         assert set(re.findall(rf"\b{owner}\.(\w+)", text)) <= set(CLASSES[owner]["fields"])
-    settings = {**CLASSES["AttentionBackend"]["fields"], **CLASSES["AttentionMetadataBuilder"]["fields"]}
+    settings = {
+        **CLASSES["AttentionBackend"]["fields"],
+        **CLASSES["AttentionMetadataBuilder"]["fields"],
+    }
     for name in re.findall(r"^    (_?supp\w+|forward_\w+)(?:: .*)? = ", text, re.M):
         assert name in settings, name
     assert set(
-        re.findall(r'"(\w+)"', re.search(r"for name in \((.*)\):", text)[1] if module == "vllm_backend" else "")
+        re.findall(
+            r'"(\w+)"',
+            re.search(r"for name in \((.*)\):", text)[1] if module == "vllm_backend" else "",
+        )
     ) <= set(CLASSES["CommonAttentionMetadata"]["fields"])
 
 
@@ -171,18 +201,30 @@ def layer_of(backend, heads=4, dim=16, heads_kv=2, **options):
 def cache_of(layout, blocks=9, heads=2, size=16, dim=16, dtype=torch.float32, device="cpu"):
     """The logical [blocks, heads, size, 2 dim] over memory in another order of the first three."""
     shape = (blocks, heads, size)
-    stored = torch.full([shape[i] for i in layout] + [2 * dim], torch.nan, dtype=dtype, device=device)
+    stored = torch.full(
+        [shape[i] for i in layout] + [2 * dim], torch.nan, dtype=dtype, device=device
+    )
     return stored.permute(*[layout.index(i) for i in range(3)], 3)
 
 
 def batch_of(vllm, lens, counts, slots, table, causal=True, padding=0):
     ints = {"dtype": torch.int32, "device": table.device}
     starts = torch.tensor([0, *itertools.accumulate(counts)], **ints)
-    fields = dict(query_start_loc=starts, query_start_loc_cpu=starts.cpu(), seq_lens=torch.tensor(lens, **ints))
+    fields = dict(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts.cpu(),
+        seq_lens=torch.tensor(lens, **ints),
+    )
     return vllm.CommonAttentionMetadata(
-        **fields, num_reqs=len(lens), num_actual_tokens=sum(counts) + padding, max_query_len=max(counts), max_seq_len=max(lens),
-        block_table_tensor=table, slot_mapping=slots, causal=causal,
-    )  # fmt: skip
+        **fields,
+        num_reqs=len(lens),
+        num_actual_tokens=sum(counts) + padding,
+        max_query_len=max(counts),
+        max_seq_len=max(lens),
+        block_table_tensor=table,
+        slot_mapping=slots,
+        causal=causal,
+    )
 
 
 RULES = {
@@ -196,13 +238,19 @@ RULES = {
 
 @pytest.mark.parametrize(
     "rule, layout",
-    [*[(rule, (0, 1, 2)) for rule in RULES], *[("plain", x) for x in itertools.permutations(range(3))]],
+    [
+        *[(rule, (0, 1, 2)) for rule in RULES],
+        *[("plain", x) for x in itertools.permutations(range(3))],
+    ],
     ids=str,
 )
 def test_steps_of_a_batch(vllm, backend, rule, layout, device):
-    """A prefill, then a mixed batch of a chunk, a decode and an inactive row, over whichever order the cache is stored in."""
+    """A prefill, then a mixed batch of a chunk, a decode and an inactive row, over whichever order
+    the cache is stored in."""
     gen = generator("vllm", rule, layout)
-    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in RULES[rule].items()}
+    options = {
+        name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in RULES[rule].items()
+    }
     impl = layer_of(backend, **options)
     builder = backend.get_builder_cls()(None, ["a"], None, torch.device(device))
     cache = cache_of(layout, device=device)
@@ -235,9 +283,16 @@ def test_steps_of_a_batch(vllm, backend, rule, layout, device):
                     else None
                 )
                 want = reference.flash_attn(
-                    mine, keys, values, is_causal=True, diagonal=lens[b] - n, window_left=options.get("sliding_window", 0) - 1,
-                    softcap=options.get("logits_soft_cap", 0.0), alibi_slopes=slopes, sinks=options.get("sinks"),
-                )  # fmt: skip
+                    mine,
+                    keys,
+                    values,
+                    is_causal=True,
+                    diagonal=lens[b] - n,
+                    window_left=options.get("sliding_window", 0) - 1,
+                    softcap=options.get("logits_soft_cap", 0.0),
+                    alibi_slopes=slopes,
+                    sinks=options.get("sinks"),
+                )
                 got = out[start : start + n].transpose(0, 1)[None].double()
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
             start += n
@@ -246,20 +301,31 @@ def test_steps_of_a_batch(vllm, backend, rule, layout, device):
 @pytest.mark.parametrize("name", ("fp8", "fp8_e4m3", "fp8_e5m2"))
 def test_8_bit_cache(vllm, backend, name, device):
     """vLLM's cache of bytes: a prompt and a step, as attention over what the codes are worth."""
-    gen, code = generator("vllm", name), torch.float8_e5m2 if name == "fp8_e5m2" else torch.float8_e4m3fn
+    gen, code = (
+        generator("vllm", name),
+        torch.float8_e5m2 if name == "fp8_e5m2" else torch.float8_e4m3fn,
+    )
     assert name in backend.supported_kv_cache_dtypes
-    assert backend.supports_combination(64, torch.bfloat16, name, 16, False, False, False, False, None) is None
+    assert (
+        backend.supports_combination(64, torch.bfloat16, name, 16, False, False, False, False, None)
+        is None
+    )
     impl, builder = (
         layer_of(backend, kv_cache_dtype=name),
         backend.get_builder_cls()(None, ["a"], None, torch.device(device)),
     )
-    scales = {"_k_scale": torch.tensor(0.05, device=device), "_v_scale": torch.tensor([0.03, 0.07], device=device)}
+    scales = {
+        "_k_scale": torch.tensor(0.05, device=device),
+        "_v_scale": torch.tensor([0.03, 0.07], device=device),
+    }
     layer = types.SimpleNamespace(**scales)
     cache = torch.full((4, 2, 16, 32), 0xFF, dtype=torch.uint8, device=device)
     table, kept = torch.tensor([[2, 1, 0]], dtype=torch.int32, device=device), ([], [])
     for start, n in ((0, 20), (20, 1)):
         q, k, v = (randn(gen, n, heads, 16, device=device) for heads in (4, 2, 2))
-        slots = torch.tensor([table[0, p // 16] * 16 + p % 16 for p in range(start, start + n)], device=device)
+        slots = torch.tensor(
+            [table[0, p // 16] * 16 + p % 16 for p in range(start, start + n)], device=device
+        )
         batch = builder.build(0, batch_of(vllm, [start + n], [n], slots, table))
         impl.do_kv_cache_update(layer, k, v, cache, batch.slot_mapping)
         out = impl.forward(layer, q, k, v, cache, batch, torch.empty_like(q))
@@ -267,7 +333,9 @@ def test_8_bit_cache(vllm, backend, name, device):
             by = scale.view(-1, 1)
             mine.append((x / by).to(code).double() * by.double())
         keys, values = (torch.cat(x).transpose(0, 1)[None] for x in kept)
-        want = reference.flash_attn(q.transpose(0, 1)[None].double(), keys, values, is_causal=True, diagonal=start)
+        want = reference.flash_attn(
+            q.transpose(0, 1)[None].double(), keys, values, is_causal=True, diagonal=start
+        )
         torch.testing.assert_close(out.transpose(0, 1)[None].double(), want, rtol=1e-4, atol=1e-5)
 
 
@@ -286,8 +354,12 @@ def test_not_causal_and_encoder(vllm, backend, device):
         out = torch.empty(12, 4, 16, device=device)
         impl.forward(None, q, k, v, cache, batch, out)
         for span in (slice(0, 7), slice(7, 12)):
-            want = reference.flash_attn(*(x[span].transpose(0, 1)[None].double() for x in (q, k, v)))
-            torch.testing.assert_close(out[span].transpose(0, 1)[None].double(), want, rtol=1e-4, atol=1e-5)
+            want = reference.flash_attn(
+                *(x[span].transpose(0, 1)[None].double() for x in (q, k, v))
+            )
+            torch.testing.assert_close(
+                out[span].transpose(0, 1)[None].double(), want, rtol=1e-4, atol=1e-5
+            )
 
 
 def test_profiling_without_a_batch(backend):
@@ -301,7 +373,8 @@ def test_refused_by_name(vllm, backend):
     for options, text in (
         (
             {"attn_type": "encoder_decoder"},
-            "GPUKERN: attention of type encoder_decoder is not served; use TRITON_ATTN or FLASH_ATTN",
+            "GPUKERN: attention of type encoder_decoder is not served; use TRITON_ATTN or "
+            "FLASH_ATTN",
         ),
         ({"kv_cache_dtype": "nvfp4"}, "GPUKERN: kv_cache_dtype=nvfp4 is not served; use auto"),
         ({"use_alibi_sqrt": True}, "GPUKERN: use_alibi_sqrt=True is not served; use TRITON_ATTN"),
@@ -318,7 +391,9 @@ def test_refused_by_name(vllm, backend):
         {"mm_req_doc_ranges": {0: [(0, 1)]}},
         {"rswa_prefix_lens": torch.tensor([1])},
     ):
-        with pytest.raises(NotImplementedError, match="^GPUKERN: .* is not served; use TRITON_ATTN$"):
+        with pytest.raises(
+            NotImplementedError, match="^GPUKERN: .* is not served; use TRITON_ATTN$"
+        ):
             builder.build(0, dataclasses.replace(good, **change))
     batch = builder.build(0, dataclasses.replace(good, causal=False))
     q = torch.zeros(1, 4, 16)
@@ -334,7 +409,11 @@ def test_what_vllm_asks(backend):
     sizes = [size for size in range(1, 300) if backend.supports_head_size(size)]
     assert sizes == list(range(8, 257, 8)) and backend.get_name() == "GPUKERN"
     assert [size.base for size in backend.get_supported_kernel_block_sizes()] == [16]
-    assert [x for x in ("decoder", "encoder", "encoder_only", "encoder_decoder") if backend.supports_attn_type(x)] == [
+    assert [
+        x
+        for x in ("decoder", "encoder", "encoder_only", "encoder_decoder")
+        if backend.supports_attn_type(x)
+    ] == [
         "decoder",
         "encoder",
         "encoder_only",
@@ -355,7 +434,8 @@ def test_a_vllm_that_takes_no_names_is_left_alone(vllm, monkeypatch):
     monkeypatch.setattr(vllm.backends, "register", None, raising=False)
     monkeypatch.delattr(vllm.backends, "register")
     with pytest.warns(
-        UserWarning, match="^gpukern: this vLLM takes no new attention backend .* needs vLLM 0.33 or later$"
+        UserWarning,
+        match="^gpukern: this vLLM takes no new attention backend .* needs vLLM 0.33 or later$",
     ):
         register()
     assert "GPUKERN" not in vllm.backends.__members__
@@ -366,6 +446,7 @@ def test_nothing_else_imports_it():
         if path.stem not in ("vllm", "vllm_backend"):
             assert not re.search(r"^\s*(from|import) .*\bvllm", path.read_text(), re.M), path
     run_python(
-        "import sys, torch_gpukern, torch_gpukern.nn, torch_gpukern.integrations.flash_attn, torch_gpukern.cli\n"
+        "import sys, torch_gpukern, torch_gpukern.nn, torch_gpukern.integrations.flash_attn, "
+        "torch_gpukern.cli\n"
         "assert not [name for name in sys.modules if 'vllm' in name]"
     )

@@ -3,7 +3,8 @@
 
 python tests/integrations/vllm_signatures.py vllm-0.33.0-*.whl > tests/data/vllm_signatures.json
 
-Parses the wheel; nothing of it is imported. tests/integrations/test_integrations_vllm.py compares the plugin with the file.
+Parses the wheel; nothing of it is imported. tests/integrations/test_integrations_vllm.py compares
+the plugin with the file.
 """
 
 import ast
@@ -33,15 +34,22 @@ def parameters(function: ast.FunctionDef) -> list[str]:
     args = function.args
     positional = [*args.posonlyargs, *args.args]
     defaults = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
-    found = [arg.arg + (f"={ast.unparse(default)}" if default else "") for arg, default in zip(positional, defaults)]
+    found = [
+        arg.arg + (f"={ast.unparse(default)}" if default else "")
+        for arg, default in zip(positional, defaults)
+    ]
     for arg, default in zip(args.kwonlyargs, args.kw_defaults):
         found.append(f"*{arg.arg}" + (f"={ast.unparse(default)}" if default else ""))
     return found
 
 
 def signature(function: ast.FunctionDef) -> dict:
-    marks = {decorator.id for decorator in function.decorator_list if isinstance(decorator, ast.Name)}
-    kind = next((mark for mark in ("staticmethod", "classmethod", "property") if mark in marks), "method")
+    marks = {
+        decorator.id for decorator in function.decorator_list if isinstance(decorator, ast.Name)
+    }
+    kind = next(
+        (mark for mark in ("staticmethod", "classmethod", "property") if mark in marks), "method"
+    )
     return {"kind": kind, "abstract": "abstractmethod" in marks, "parameters": parameters(function)}
 
 
@@ -64,13 +72,18 @@ def main() -> None:
     with zipfile.ZipFile(sys.argv[1]) as wheel:
         [metadata] = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
         version = next(
-            x.split(": ")[1] for x in wheel.read(metadata).decode().splitlines() if x.startswith("Version: ")
+            x.split(": ")[1]
+            for x in wheel.read(metadata).decode().splitlines()
+            if x.startswith("Version: ")
         )
         classes = {}
         for module, names in WANTED.items():
             for node in ast.parse(wheel.read(module)).body:
                 if isinstance(node, ast.ClassDef) and node.name in names:
-                    classes[node.name] = {"module": module[:-3].replace("/", "."), **described(node)}
+                    classes[node.name] = {
+                        "module": module[:-3].replace("/", "."),
+                        **described(node),
+                    }
     missing = [name for names in WANTED.values() for name in names if name not in classes]
     if missing:
         sys.exit(f"vllm_signatures: {version} has no {', '.join(missing)}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The layout algebra (torch_gpukern.layout) beside pycute on random layouts.
 
-pycute (nvidia-cutlass 4.2.0) is the published algebra but not the judge: where the two differ, the values decide, and
-the difference must be one of DEVIATIONS.
+pycute (nvidia-cutlass 4.2.0) is the published algebra but not the judge: where the two differ, the
+values decide, and the difference must be one of DEVIATIONS.
 """
 
 import os
@@ -17,10 +17,12 @@ pycute = judge("pycute")
 
 CASES = 20_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 1_000
 
-# What pycute 4.2.0 does otherwise, by function. Each must occur in its test, so that the list cannot outlive its cause.
+# What pycute 4.2.0 does otherwise, by function. Each must occur in its test, so that the list
+# cannot outlive its cause.
 DEVIATIONS = {
     "compose": {
-        "wrong": "returns a layout whose values are not a(b(i)); here: refused, or the right layout",
+        "wrong": "returns a layout whose values are not a(b(i)); here: refused, or the right "
+        "layout",
         "past the end": "b leaves a's domain, a's last mode goes on; here: refused",
         "gives up": "fails an assertion although a layout exists",
     },
@@ -29,14 +31,17 @@ DEVIATIONS = {
         "gives up": "fails an assertion for overlapping modes; here: refused",
     },
     "right_inverse": {
-        "stops early": "stops at a stride of 0 or at an overlap, or chooses otherwise between equal strides",
+        "stops early": "stops at a stride of 0 or at an overlap, or chooses otherwise between "
+        "equal strides",
     },
     "cosize": {
-        "negative strides": "the offset of the last index, plus 1; here: the length of the range of all offsets",
+        "negative strides": "the offset of the last index, plus 1; here: the length of the range "
+        "of all offsets",
     },
     "divide": {
         "wrong": "as compose and complement, of which it is made",
-        "past the end": "a tile that reaches past the layout's end; here the last mode of coalesce(layout) goes on",
+        "past the end": "a tile that reaches past the layout's end; here the last mode of "
+        "coalesce(layout) goes on",
         "gives up": "fails an assertion although a layout exists, or where here it is refused",
     },
     "product": {
@@ -46,7 +51,7 @@ DEVIATIONS = {
 }
 
 
-# ---- layouts are pairs of tuples (shape, stride) here ---------------------------------------------
+# ---- layouts are pairs of tuples (shape, stride) here --------------------------------------------
 
 
 def ours(function, *arguments):
@@ -95,11 +100,14 @@ def theirs(function, *arguments):
 
 def random_layout(rng, modes=3, shapes=8, strides=24, low=0):
     n = rng.randint(1, modes)
-    return tuple(rng.randint(1, shapes) for _ in range(n)), tuple(rng.randint(low, strides) for _ in range(n))
+    return tuple(rng.randint(1, shapes) for _ in range(n)), tuple(
+        rng.randint(low, strides) for _ in range(n)
+    )
 
 
 def tile_like(rng, modes=3):
-    """Layouts as kernels have them: powers of two, strides that are products of shapes, in any order."""
+    """Layouts as kernels have them: powers of two, strides that are products of shapes, in any
+    order."""
     shapes = [2 ** rng.randint(0, 3) for _ in range(rng.randint(1, modes))]
     order = rng.sample(range(len(shapes)), len(shapes))
     strides, stride = [0] * len(shapes), 2 ** rng.choice((0, 0, 0, 1))
@@ -120,7 +128,9 @@ def deviations(function, seen):
 
 def test_coalesce_size_at():
     rng = random.Random(1)
-    layouts = [random_layout(rng, modes=5, low=-3) for _ in range(CASES)] + [tile_like(rng) for _ in range(CASES)]
+    layouts = [random_layout(rng, modes=5, low=-3) for _ in range(CASES)] + [
+        tile_like(rng) for _ in range(CASES)
+    ]
     for a in layouts:
         assert ours(L.coalesce, a) == theirs(pycute.coalesce, a), text(a)
         assert L.size(Layout(*a)) == size(a)
@@ -166,7 +176,11 @@ def test_compose():
             seen["wrong"] = (a, b)
         else:  # the same values: the same layout, but for how far modes are merged
             assert answer is not None, (text(a), text(b), other)
-            assert theirs(pycute.coalesce, answer) == theirs(pycute.coalesce, other), (text(a), text(b), answer)
+            assert theirs(pycute.coalesce, answer) == theirs(pycute.coalesce, other), (
+                text(a),
+                text(b),
+                answer,
+            )
             agreed += 1
     deviations("compose", seen)
     assert agreed > len(pairs) // 10
@@ -197,13 +211,19 @@ def test_complement():
 
 def test_right_inverse():
     rng = random.Random(5)
-    layouts = [any_layout(rng) for _ in range(CASES)] + [random_layout(rng, 4, 4, 2) for _ in range(CASES)]
+    layouts = [any_layout(rng) for _ in range(CASES)] + [
+        random_layout(rng, 4, 4, 2) for _ in range(CASES)
+    ]
     seen = {}
     for a in layouts:
         answer, other = ours(L.right_inverse, a), theirs(pycute.right_inverse, a)
         assert [at(a, i) for i in values(answer)] == list(range(size(answer))), (text(a), answer)
         if answer != other:
-            assert size(other) <= size(answer) and len(set(values(a))) < size(a), (text(a), answer, other)
+            assert size(other) <= size(answer) and len(set(values(a))) < size(a), (
+                text(a),
+                answer,
+                other,
+            )
             seen["stops early"] = a
     deviations("right_inverse", seen)
 
@@ -224,7 +244,9 @@ def test_divide():
                 assert sorted(values(answer)) == sorted(values(a)), (text(a), text(tile), answer)
         if other is None:
             seen["gives up"] = (a, tile)
-        elif answer is not None and theirs(pycute.coalesce, answer) == theirs(pycute.coalesce, other):
+        elif answer is not None and theirs(pycute.coalesce, answer) == theirs(
+            pycute.coalesce, other
+        ):
             agreed += 1
         elif max(values(tile)) >= size(a) or size(other) > size(a):
             seen["past the end"] = (a, tile)
@@ -242,19 +264,30 @@ def test_product():
     seen = {}
     agreed = 0
     for a, copies in pairs:
-        answer, other = ours(L.logical_product, a, copies), theirs(pycute.logical_product, a, copies)
+        answer, other = (
+            ours(L.logical_product, a, copies),
+            theirs(pycute.logical_product, a, copies),
+        )
         n = size(a)
         if answer is not None:
-            assert size(answer) == n * size(copies) and values(answer)[:n] == values(a), (text(a), text(copies), answer)
+            assert size(answer) == n * size(copies) and values(answer)[:n] == values(a), (
+                text(a),
+                text(copies),
+                answer,
+            )
             if len(set(values(a))) == n and len(set(values(copies))) == size(copies):
                 assert len(set(values(answer))) == size(answer), (text(a), text(copies), answer)
         if other is None:
             seen["gives up"] = (a, copies)
-        elif answer is not None and theirs(pycute.coalesce, answer) == theirs(pycute.coalesce, other):
+        elif answer is not None and theirs(pycute.coalesce, answer) == theirs(
+            pycute.coalesce, other
+        ):
             agreed += 1
         else:
             rest = theirs(pycute.complement, a, n * pycute.cosize(pycute.Layout(*copies)))
-            first, second = (tuple(part[i] for part in other) for i in (slice(len(a[0])), slice(len(a[0]), None)))
+            first, second = (
+                tuple(part[i] for part in other) for i in (slice(len(a[0])), slice(len(a[0]), None))
+            )
             right = tiles(a, rest) and first == a and is_composition(second, rest, copies)
             assert not right, (text(a), text(copies), answer, other)
             seen["wrong"] = (a, copies)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch_gpukern.layout: each operation against its definition, over every coordinate; then beside two published algebras.
+"""torch_gpukern.layout: each operation against its definition, over every coordinate; then beside
+two published algebras.
 
 The values decide. Where pycute or tensor-layouts differ, the difference must be one of DEVIATIONS.
 """
@@ -32,7 +33,9 @@ COMPACT = [  # every order of the modes of every such shape
     Layout(
         shape,
         tuple(
-            dict(zip(order, itertools.accumulate((1, *(shape[m] for m in order[:-1])), int.__mul__)))[m]
+            dict(
+                zip(order, itertools.accumulate((1, *(shape[m] for m in order[:-1])), int.__mul__))
+            )[m]
             for m in range(len(shape))
         ),
     )
@@ -82,7 +85,8 @@ def has_layout(values, sizes):
     if None in strides:
         return False
     return all(
-        sum(mode(c) for mode, c in zip(strides, index_to_coord(i, tuple(sizes)))) == v for i, v in enumerate(values)
+        sum(mode(c) for mode, c in zip(strides, index_to_coord(i, tuple(sizes)))) == v
+        for i, v in enumerate(values)
     )
 
 
@@ -154,7 +158,8 @@ def test_inverses(x):
 
 
 def test_divide_and_product_reassemble():
-    """Exhaustive: the tiles of a layout hold each element once, copies of a layout lie beside each other."""
+    """Exhaustive: the tiles of a layout hold each element once, copies of a layout lie beside each
+    other."""
     for x in COMPACT:
         for n in {1, 2, 3, 4, x.size}:
             try:
@@ -183,7 +188,9 @@ def test_families_are_regroupings():
     assert L.blocked_product("(2,5):(5,1)", "(3,4):(1,3)") == "((2,3),(5,4)):((5,10),(1,30))"
     assert L.raked_product("(2,5):(5,1)", "(3,4):(1,3)") == "((3,2),(4,5)):((10,5),(30,1))"
     assert (
-        L.zipped_product("(2,5):(5,1)", "(3,4):(1,3)").size == L.flat_product("(2,5):(5,1)", "(3,4):(1,3)").size == 120
+        L.zipped_product("(2,5):(5,1)", "(3,4):(1,3)").size
+        == L.flat_product("(2,5):(5,1)", "(3,4):(1,3)").size
+        == 120
     )
     assert L.tiled_product("(2,5):(5,1)", "(3,4):(1,3)")[0] == "(2,5):(5,1)"
     assert L.logical_divide(Layout("(m=8,n=4):(4,1)"), {"n": 2}) == "(8,(2,2)):(4,(1,2))"
@@ -214,7 +221,8 @@ def test_thread_value_layouts_and_vectors():
 
 
 def test_inside_is_the_coordinates_that_are_there():
-    """Every tile of every small shape: an element of a tile is inside where its coordinate is below the shape's."""
+    """Every tile of every small shape: an element of a tile is inside where its coordinate is below
+    the shape's."""
     for m, n, tm, tn in itertools.product((1, 2, 3, 8), (1, 3, 4, 8), (1, 2, 4), (1, 3, 4)):
         for i, j in itertools.product(range(-(-m // tm)), range(-(-n // tn))):
             want = [i * tm + a < m and j * tn + b < n for b in range(tn) for a in range(tm)]
@@ -222,7 +230,10 @@ def test_inside_is_the_coordinates_that_are_there():
             tile = L.local_tile(Layout((m, n), (n, 1)), (tm, tn), (i, j))
             there = [o for o, there in zip(tile.offsets, want) if there]
             assert there == [
-                (i * tm + a) * n + j * tn + b for b in range(tn) for a in range(tm) if i * tm + a < m and j * tn + b < n
+                (i * tm + a) * n + j * tn + b
+                for b in range(tn)
+                for a in range(tm)
+                if i * tm + a < m and j * tn + b < n
             ]
     assert sum(L.inside(1, 4, 0)) == 1 and sum(L.inside((1, 1), (4, "(2,2):(2,1)"), (0, 0))) == 1
 
@@ -233,7 +244,11 @@ def memory(x, bits):
 
 
 @few
-@given(layouts(), st.sampled_from([(32, 16), (16, 32), (8, 32), (32, 8), (16, 16), (4, 8)]), st.integers(0, 3))
+@given(
+    layouts(),
+    st.sampled_from([(32, 16), (16, 32), (8, 32), (32, 8), (16, 16), (4, 8)]),
+    st.integers(0, 3),
+)
 def test_recast_names_the_same_memory_or_refuses(x, widths, offset):
     old, new = widths
     swizzled = Swizzled(Swizzle(2, 2, 3), x, offset)
@@ -246,7 +261,8 @@ def test_recast_names_the_same_memory_or_refuses(x, widths, offset):
 
 
 def test_recast_of_every_small_layout():
-    """Compact layouts, with modes of size 1 between: to narrower elements always, to wider ones where these divide a mode."""
+    """Compact layouts, with modes of size 1 between: to narrower elements always, to wider ones
+    where these divide a mode."""
     for x in COMPACT:
         padded = Layout((1, *flatten(x.shape), 1), (1, *flatten(x.stride), 5))
         for y in (x, padded):
@@ -262,7 +278,13 @@ def test_recast_of_every_small_layout():
     assert L.recast(Layout((1, 4)), 32, 16).size == 8
     assert L.recast("(2,2):(1,2)", 8, 32).size == 1
     assert L.recast(L.parse("Sw<0,0,0> o 0 o 4:1"), 8, 16).size == 2
-    for text, old, new in (("4:-1", 32, 16), ("4:-1", 16, 32), ("4:2", 32, 16), ("4:2", 16, 32), ("1:0", 16, 32)):
+    for text, old, new in (
+        ("4:-1", 32, 16),
+        ("4:-1", 16, 32),
+        ("4:2", 32, 16),
+        ("4:2", 16, 32),
+        ("1:0", 16, 32),
+    ):
         with pytest.raises(Refusal, match="recast"):
             L.recast(text, old, new)
     with pytest.raises(ValueError, match="one must divide"):
@@ -272,7 +294,12 @@ def test_recast_of_every_small_layout():
 def test_boxes_are_what_tma_brings():
     x = "(m=64,n=64):(64,1)"
     box = L.tma_box(x, (64, 64), elem_bytes=2, steps=(2, 1))
-    assert box.bytes == 4096 and box.smem == "(32,64):(64,1)" and box.box == (64, 64) and box.steps == (1, 2)
+    assert (
+        box.bytes == 4096
+        and box.smem == "(32,64):(64,1)"
+        and box.box == (64, 64)
+        and box.steps == (1, 2)
+    )
     assert L.tma_box(x, (5, 64), elem_bytes=2, steps=(2, 1)).bytes == 3 * 128
     assert L.tma_box(x, (64, 64), elem_bytes=2).bytes == 8192
     with pytest.raises(Refusal, match="its element stride is 2; TMA takes every element"):
@@ -297,7 +324,13 @@ def test_coordinates_outside_are_refused():
     data = [0] * 40
     t = L.Tensor(x, data)
     for coord in ((4, 0), (5, 0), (-1, 0), (0, 8), (0, (2, 0)), (0, (0, 4)), (0, -1), 32, -1):
-        for call in (x, L.Swizzled(Swizzle(0, 0, 0), x), t, t.__getitem__, lambda c: t.__setitem__(c, 1)):
+        for call in (
+            x,
+            L.Swizzled(Swizzle(0, 0, 0), x),
+            t,
+            t.__getitem__,
+            lambda c: t.__setitem__(c, 1),
+        ):
             with pytest.raises(IndexError, match="outside of the"):
                 call(coord)
     with pytest.raises(IndexError, match="coordinate 4 is outside of the 4 elements"):
@@ -308,7 +341,11 @@ def test_coordinates_outside_are_refused():
 @pytest.mark.parametrize(
     "call, mode, text",
     [
-        (lambda: L.compose("(2,8,4):(8,2,8)", "(2,2):(12,6)"), 1, "it carries in a = (2,8,4):(8,2,8): a(18) is 10"),
+        (
+            lambda: L.compose("(2,8,4):(8,2,8)", "(2,2):(12,6)"),
+            1,
+            "it carries in a = (2,8,4):(8,2,8): a(18) is 10",
+        ),
         (lambda: L.compose("(4,4):(1,10)", "4:3"), 0, "no common stride"),
         (lambda: L.compose("8:1", "(2,4):(1,4)"), 1, "it reaches offset 12"),
         (lambda: L.complement("(2,2):(1,3)", 24), 1, "leave holes"),
@@ -318,7 +355,11 @@ def test_coordinates_outside_are_refused():
         (lambda: L.logical_product("(2,2):(1,3)", 2), 1, "leave holes"),
         (lambda: L.recast("(3,4):(1,3)", 8, 16), 0, "split it"),
         (lambda: L.tma_box("(m=8,k=9):(9,1)", (8, 9), elem_bytes=2), 0, "(m), 8:9"),
-        (lambda: L.copy(L.Tensor("(2,3):(1,1)", [0] * 6), L.Tensor("(2,3):(1,1)", [0] * 6)), 1, "twice"),
+        (
+            lambda: L.copy(L.Tensor("(2,3):(1,1)", [0] * 6), L.Tensor("(2,3):(1,1)", [0] * 6)),
+            1,
+            "twice",
+        ),
         (lambda: L.tile_to_shape("(8,8):(8,1)", (16, 12)), 1, "do not divide 12"),
     ],
 )
@@ -338,13 +379,17 @@ def test_texts_that_are_no_layouts(text):
 
 def test_names():
     x = Layout("(m=4,n=(2,3)):(6,(1,2))")
-    assert x(m=1, n=(1, 2)) == x(1, (1, 2)) == 11 and x["n"] == "(2,3):(1,2)" and x.select("n", "m").names == ("n", "m")
+    assert (
+        x(m=1, n=(1, 2)) == x(1, (1, 2)) == 11
+        and x["n"] == "(2,3):(1,2)"
+        and x.select("n", "m").names == ("n", "m")
+    )
     assert x.slice(None, 2) == (Layout("4:6"), 2)
     with pytest.raises(ValueError, match="names"):
         x(m=1, k=2)
 
 
-# ---- tensors -----------------------------------------------------------------------------------------------------------
+# ---- tensors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("torch_data", [False, True])
@@ -374,7 +419,7 @@ def test_reference_algorithms(torch_data):
     assert L.Tensor.of(t).values().tolist() == t.T.reshape(-1).tolist()
 
 
-# ---- beside others -----------------------------------------------------------------------------------------------------
+# ---- beside others -------------------------------------------------------------------------------
 
 DEVIATIONS = {
     ("pycute", "wrong"): "a layout whose values are not a(b(i))",
@@ -398,18 +443,26 @@ def verdict(theirs, a, b, ours):
 def test_compose_beside_pycute_and_tensor_layouts():
     pycute = judge("pycute")
     peers = {
-        "pycute": lambda a, b: pycute.composition(pycute.Layout(a.shape, a.stride), pycute.Layout(b.shape, b.stride))
+        "pycute": lambda a, b: pycute.composition(
+            pycute.Layout(a.shape, a.stride), pycute.Layout(b.shape, b.stride)
+        )
     }
     try:
         import tensor_layouts as tl
 
-        peers["tensor_layouts"] = lambda a, b: tl.compose(tl.Layout(a.shape, a.stride), tl.Layout(b.shape, b.stride))
+        peers["tensor_layouts"] = lambda a, b: tl.compose(
+            tl.Layout(a.shape, a.stride), tl.Layout(b.shape, b.stride)
+        )
     except ImportError:
         pass
     rng, seen, compared = random.Random(7), set(), 0
     while compared < 1500:
-        a = Layout(*(tuple(rng.randint(low, high) for _ in range(3)) for low, high in ((1, 8), (0, 24))))
-        b = Layout(*(tuple(rng.randint(low, high) for _ in range(2)) for low, high in ((1, 6), (0, 12))))
+        a = Layout(
+            *(tuple(rng.randint(low, high) for _ in range(3)) for low, high in ((1, 8), (0, 24)))
+        )
+        b = Layout(
+            *(tuple(rng.randint(low, high) for _ in range(2)) for low, high in ((1, 6), (0, 12)))
+        )
         if b.cosize > a.size:
             continue
         compared += 1
@@ -433,7 +486,7 @@ def test_figures_that_others_get_wrong():
         Swizzle(4, 3, 3)
 
 
-# ---- speed -------------------------------------------------------------------------------------------------------------
+# ---- speed ---------------------------------------------------------------------------------------
 
 
 def test_operations_on_1024_elements_take_under_a_millisecond():
@@ -450,7 +503,11 @@ def test_operations_on_1024_elements_take_under_a_millisecond():
         "divide": lambda: L.zipped_divide("(32,32):(32,1)", (8, 4)),
         "product": lambda: L.blocked_product("(8,8):(8,1)", "(4,4):(1,4)"),
         "tv": lambda: L.make_layout_tv("(4,8):(8,1)", "(4,8):(8,1)"),
-        "offsets": lambda: Swizzled(swizzled.swizzle, Layout(swizzled.layout.shape, swizzled.layout.stride)).offsets,
+        "offsets": lambda: (
+            Swizzled(
+                swizzled.swizzle, Layout(swizzled.layout.shape, swizzled.layout.stride)
+            ).offsets
+        ),
         "copy": lambda: L.copy(tensor, other),
         "partition": lambda: L.local_partition("(32,32):(32,1)", "(4,8):(8,1)", 3).offsets,
     }

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch_gpukern.layout's atoms: fragments against the formulas of the PTX ISA, TMA boxes against a model of the bytes that it
-writes, descriptors against the fields that the ISA states, bank conflicts against cases worked out by hand.
+"""torch_gpukern.layout's atoms: fragments against the formulas of the PTX ISA, TMA boxes against a
+model of the bytes that it writes, descriptors against the fields that the ISA states, bank
+conflicts against cases worked out by hand.
 """
 
 import re
@@ -22,11 +23,18 @@ def elements(tv, rows):
     return {(i % lanes, i // lanes): (o % rows, o // rows) for i, o in enumerate(tv.offsets)}
 
 
-# (k, bits): A as (row, column of k), B as (k, n); lane l is group l / 4, t = l % 4 in it. PTX ISA 9.0, 9.7.14.5.
+# (k, bits): A as (row, column of k), B as (k, n); lane l is group l / 4, t = l % 4 in it. PTX ISA
+# 9.0, 9.7.14.5.
 PTX_MMA = {
-    (8, 16): (lambda g, t, i: (g if i < 2 else g + 8, t * 2 + (i & 1)), lambda g, t, i: (t * 2 + (i & 1), g)),
+    (8, 16): (
+        lambda g, t, i: (g if i < 2 else g + 8, t * 2 + (i & 1)),
+        lambda g, t, i: (t * 2 + (i & 1), g),
+    ),
     (16, 16): (
-        lambda g, t, i: (g if i < 2 or 4 <= i < 6 else g + 8, t * 2 + (i & 1) + (8 if i >= 4 else 0)),
+        lambda g, t, i: (
+            g if i < 2 or 4 <= i < 6 else g + 8,
+            t * 2 + (i & 1) + (8 if i >= 4 else 0),
+        ),
         lambda g, t, i: (t * 2 + (i & 1) + (8 if i >= 2 else 0), g),
     ),
     (4, 32): (lambda g, t, i: (g if i == 0 else g + 8, t), lambda g, t, i: (t, g)),
@@ -34,9 +42,15 @@ PTX_MMA = {
         lambda g, t, i: (g if i in (0, 2) else g + 8, t if i in (0, 1) else t + 4),
         lambda g, t, i: (t if i == 0 else t + 4, g),
     ),
-    (16, 8): (lambda g, t, i: (g if i < 4 else g + 8, t * 4 + (i & 3)), lambda g, t, i: (t * 4 + (i & 3), g)),
+    (16, 8): (
+        lambda g, t, i: (g if i < 4 else g + 8, t * 4 + (i & 3)),
+        lambda g, t, i: (t * 4 + (i & 3), g),
+    ),
     (32, 8): (
-        lambda g, t, i: (g if i < 4 or 8 <= i < 12 else g + 8, t * 4 + (i & 3) + (16 if i >= 8 else 0)),
+        lambda g, t, i: (
+            g if i < 4 or 8 <= i < 12 else g + 8,
+            t * 4 + (i & 3) + (16 if i >= 8 else 0),
+        ),
         lambda g, t, i: (t * 4 + (i & 3) + (16 if i >= 4 else 0), g),
     ),
     (4, 64): (lambda g, t, i: (g, t), lambda g, t, i: (t, g)),
@@ -65,14 +79,16 @@ def test_wgmma_fragments(n):
         assert at == (16 * warp + lane // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + lane % 4 * 2 + i % 2)
     for bits in (8, 16, 32):
         atom = atoms.wgmma(n, bits, a_from_registers=True)
-        of_a, _ = PTX_MMA[{8: 32, 16: 16, 32: 8}[bits], bits]  # each warp's 16 rows are those of mma.sync
+        # each warp's 16 rows are those of mma.sync
+        of_a, _ = PTX_MMA[{8: 32, 16: 16, 32: 8}[bits], bits]
         for (t, i), (row, col) in elements(atom.a, 64).items():
             assert (row - 16 * (t // 32), col) == of_a(t % 32 // 4, t % 4, i)
         assert sorted(atom.a.offsets) == list(range(64 * atom.shape[2]))
 
 
 def test_two_accumulators_are_one_a_fragment():
-    """The identity by which attention multiplies P from registers: C of two n8 products is A of k16."""
+    """The identity by which attention multiplies P from registers: C of two n8 products is A of
+    k16."""
     c = L.TiledMma(atoms.mma_sync(16, 16)).tv("c", (16, 16))
     assert c.offsets == atoms.mma_sync(16, 16).a.offsets
 
@@ -105,11 +121,15 @@ def test_multiply_adds_by_threads():
     mma = L.TiledMma(atoms.fma(), (16, 16, 1))
     assert mma.threads == 256 and mma.shape == (16, 16, 1)
     c = "(64,64):(64,1)"
-    assert sorted(o for t in range(256) for o in mma.partition(c, t, "c").offsets) == list(range(4096))
+    assert sorted(o for t in range(256) for o in mma.partition(c, t, "c").offsets) == list(
+        range(4096)
+    )
     assert sorted(mma.partition(c, 16 * 3 + 2, "c").offsets) == [
         64 * (2 + 16 * i) + 3 + 16 * j for i in range(4) for j in range(4)
     ]
-    assert mma.partition("(64,8):(8,1)", 16 * 3 + 2, "a").offsets[:4] == [8 * (2 + 16 * i) for i in range(4)]
+    assert mma.partition("(64,8):(8,1)", 16 * 3 + 2, "a").offsets[:4] == [
+        8 * (2 + 16 * i) for i in range(4)
+    ]
 
 
 @pytest.mark.parametrize("num", [1, 2, 4])
@@ -123,7 +143,12 @@ def test_ldmatrix_stmatrix_movmatrix(num):
                     down, along = lane // 4, lane % 4 * 2 + half
                     row, col = (along, down) if trans else (down, along)
                     assert load.dst(lane, half + 2 * i) == row + 8 * col + 64 * i
-        assert all(load.src(8 * i + r, c) == r + 8 * c + 64 * i for i in range(num) for r in range(8) for c in range(8))
+        assert all(
+            load.src(8 * i + r, c) == r + 8 * c + 64 * i
+            for i in range(num)
+            for r in range(8)
+            for c in range(8)
+        )
     move = atoms.movmatrix()
     assert [o % 8 * 8 + o // 8 for o in move.src.offsets] == move.dst.offsets
 
@@ -131,35 +156,48 @@ def test_ldmatrix_stmatrix_movmatrix(num):
 def test_tiled_copies_and_products_cover_each_element_once():
     a = L.Tensor("(64,32):(32,1)")
     mma = L.TiledMma(atoms.mma_sync(16, 16), (2, 2, 1))
-    for operand, shape, times in (("a", "(64,32):(32,1)", 2), ("b", "(32,32):(32,1)", 2), ("c", "(64,32):(32,1)", 1)):
-        seen = sorted(o for t in range(mma.threads) for o in mma.partition(shape, t, operand).offsets)
+    for operand, shape, times in (
+        ("a", "(64,32):(32,1)", 2),
+        ("b", "(32,32):(32,1)", 2),
+        ("c", "(64,32):(32,1)", 1),
+    ):
+        seen = sorted(
+            o for t in range(mma.threads) for o in mma.partition(shape, t, operand).offsets
+        )
         size = L.Layout(shape).size
         assert seen == sorted(list(range(size)) * times)
         tv = mma.tv(operand, tuple(m.size for m in L.Layout(shape)))
         assert sorted(tv.offsets) == sorted(list(range(size)) * times)
     copy = L.TiledCopy(atoms.ldmatrix(4), tv=atoms.mma_sync(16, 16).a, shape=(16, 16))
     for side in ("src", "dst"):
-        assert sorted(o for t in range(32) for o in copy.partition(a, t, side).offsets) == list(range(64 * 32))
-    for lane in range(32):  # what ldmatrix puts into a lane's registers is what mma.sync takes from them
+        assert sorted(o for t in range(32) for o in copy.partition(a, t, side).offsets) == list(
+            range(64 * 32)
+        )
+    # what ldmatrix puts into a lane's registers is what mma.sync takes from them
+    for lane in range(32):
         got = copy.partition("(16,16):(16,1)", lane, "dst").offsets
-        assert got == [o % 16 * 16 + o // 16 for o in (atoms.mma_sync(16, 16).a(lane, v) for v in range(8))]
+        assert got == [
+            o % 16 * 16 + o // 16 for o in (atoms.mma_sync(16, 16).a(lane, v) for v in range(8))
+        ]
     wide = L.TiledCopy(atoms.vector_copy(16, 2), "(16,8):(8,1)", "(1,8):(8,1)")
-    assert sorted(o for t in range(128) for o in wide.partition("(32,128):(128,1)", t, "src").offsets) == list(
-        range(4096)
-    )
+    assert sorted(
+        o for t in range(128) for o in wide.partition("(32,128):(128,1)", t, "src").offsets
+    ) == list(range(4096))
     part = wide.partition("(32,128):(128,1)", 9, "src").offsets
     assert part[:8] == list(range(part[0], part[0] + 8))
     with pytest.raises(L.Refusal, match="no multiple of the 32"):
         mma.partition("(40,32):(32,1)", 0, "a")
 
 
-# ---- TMA ---------------------------------------------------------------------------------------------------------------
+# ---- TMA -----------------------------------------------------------------------------------------
 
 
 def tma_bytes(rows, row_bytes, span):
-    """A model of what TMA writes: byte of the box -> byte of shared memory, by the pictures of the CUDA guide.
+    """A model of what TMA writes: byte of the box -> byte of shared memory, by the pictures of the
+    CUDA guide.
 
-    16-byte chunks; the row of `span` bytes that a chunk lies in says how it is exchanged. None: chunks stay.
+    16-byte chunks; the row of `span` bytes that a chunk lies in says how it is exchanged. None:
+    chunks stay.
     """
     place = {}
     for byte in range(rows * row_bytes):
@@ -178,12 +216,18 @@ def tma_bytes(rows, row_bytes, span):
 @pytest.mark.parametrize("elem_bytes", [1, 2, 4])
 def test_tma_boxes_against_a_model_of_the_bytes(span, elem_bytes):
     cols, rows = (span or 64) // elem_bytes, 24
-    box = L.tma_box("(m=512,k=1024):(1024,1)", {"m": rows, "k": cols}, elem_bytes=elem_bytes, swizzle=span)
+    box = L.tma_box(
+        "(m=512,k=1024):(1024,1)", {"m": rows, "k": cols}, elem_bytes=elem_bytes, swizzle=span
+    )
     place = tma_bytes(rows, cols * elem_bytes, span)
     for r in range(rows):
         for c in range(cols):
             assert box.smem(r, c) * elem_bytes == place[(r * cols + c) * elem_bytes]
-    assert box.box == (cols, rows) and box.sizes == (1024, 512) and box.strides_bytes == (1024 * elem_bytes,)
+    assert (
+        box.box == (cols, rows)
+        and box.sizes == (1024, 512)
+        and box.strides_bytes == (1024 * elem_bytes,)
+    )
     assert box.bytes == rows * cols * elem_bytes
 
 
@@ -209,7 +253,8 @@ def test_tma_refusals(tensor, box, options, mode, text):
 def test_wgmma_descriptors():
     k_major = L.wgmma_descriptor("Sw<3,3,3> o 0 o (128,64):(64,1)", address=0x400)
     assert (k_major.major, k_major.leading, k_major.stride) == ("k", 16, 1024)
-    assert k_major.bits == 0x400 >> 4 | 1 << 16 | 64 << 32 | 1 << 62  # as csrc/cuda/layout/wgmma.cuh writes it
+    # as csrc/cuda/layout/wgmma.cuh writes it
+    assert k_major.bits == 0x400 >> 4 | 1 << 16 | 64 << 32 | 1 << 62
     mn_major = L.wgmma_descriptor("Sw<3,3,3> o 0 o ((64,2),64):((1,4096),64)")
     assert (mn_major.major, mn_major.leading, mn_major.stride) == ("mn", 8192, 1024)
     plain = L.wgmma_descriptor("((8,8),(8,2)):((8,64),(1,512))")
@@ -217,20 +262,27 @@ def test_wgmma_descriptors():
     for d in (k_major, mn_major, plain):
         assert L.WgmmaDescriptor.of_bits(d.bits, d.major) == d
     for span, row in ((32, 16), (64, 32)):
-        d = L.wgmma_descriptor(L.Swizzled(L.tma.span_swizzle(span, 2), L.Layout((64, row), (row, 1))))
+        d = L.wgmma_descriptor(
+            L.Swizzled(L.tma.span_swizzle(span, 2), L.Layout((64, row), (row, 1)))
+        )
         assert (d.swizzle, d.stride) == (span, 8 * span)
     with pytest.raises(L.Refusal, match=r"element \(1,0\) lies at byte 256"):
         L.wgmma_descriptor("Sw<3,3,3> o 0 o (64,128):(128,1)")
 
 
-# ---- banks -------------------------------------------------------------------------------------------------------------
+# ---- banks ---------------------------------------------------------------------------------------
 
 
 def test_bank_conflicts_of_known_cases():
     """learn/claims.md has these as a table."""
     word = [4 * i for i in range(32)]
-    assert L.ways(word, 4) == 1 and L.ways([8 * i for i in range(32)], 4) == 2 and L.ways([0] * 32, 4) == 1
-    assert L.ways([16 * i for i in range(32)], 16) == 1  # a contiguous 128-bit access is free, in four phases
+    assert (
+        L.ways(word, 4) == 1
+        and L.ways([8 * i for i in range(32)], 4) == 2
+        and L.ways([0] * 32, 4) == 1
+    )
+    # a contiguous 128-bit access is free, in four phases
+    assert L.ways([16 * i for i in range(32)], 16) == 1
     assert L.wavefronts([16 * i for i in range(32)], 16) == 4
     column = [[row * pitch * 4 for row in range(32)] for pitch in (32, 33)]
     assert [L.ways(c, 4) for c in column] == [32, 1]
@@ -253,24 +305,37 @@ def test_ldmatrix_rows(text, down):
 
 
 def test_twin_agrees_with_the_header_on_tiles():
-    """smem_tile's swizzle of csrc/cuda/layout/banks.cuh, whose rows of 32, 64 and 128 bytes lie as TMA lays them."""
+    """smem_tile's swizzle of csrc/cuda/layout/banks.cuh, whose rows of 32, 64 and 128 bytes lie as
+    TMA lays them."""
     for span in (32, 64, 128):
         bits = {32: 1, 64: 2, 128: 3}[span]
         tile = L.Swizzled(L.tma.span_swizzle(span), L.Layout((16, span), (span, 1)))
         for row in range(16):
             for chunk in range(span // 16):
-                assert tile(row, 16 * chunk) == row * span + (chunk ^ ((row >> (3 - bits)) & ((1 << bits) - 1))) * 16
+                assert (
+                    tile(row, 16 * chunk)
+                    == row * span + (chunk ^ ((row >> (3 - bits)) & ((1 << bits) - 1))) * 16
+                )
 
 
-# ---- pictures and the command line -------------------------------------------------------------------------------------
+# ---- pictures and the command line ---------------------------------------------------------------
 
 
 def test_picture_as_text():
     picture = L.Layout("(2,3):(3,1)").svg()
-    assert re.findall(r'<text x="\d+" y="\d+">(\d+)</text>', picture)[5:] == ["0", "3", "1", "4", "2", "5"]
+    assert re.findall(r'<text x="\d+" y="\d+">(\d+)</text>', picture)[5:] == [
+        "0",
+        "3",
+        "1",
+        "4",
+        "2",
+        "5",
+    ]
     owners = atoms.mma_sync(16, 16).c.svg(kind="owners", shape=(16, 8))
     assert owners.count("<rect") == 129 and ">T31 V3<" in owners
-    assert L.Layout("(2,2)").svg() == L.Layout("(2,2)")._repr_svg_() == L.Layout("(2,2):(1,2)").svg()
+    assert (
+        L.Layout("(2,2)").svg() == L.Layout("(2,2)")._repr_svg_() == L.Layout("(2,2):(1,2)").svg()
+    )
     with pytest.raises(ValueError, match="at most"):
         L.Layout("(1024,1024)").svg()
 
@@ -290,8 +355,14 @@ def test_command_line(tmp_path, capsys):
     out = tmp_path / "out.svg"
     assert run("(4,8):(8,1)", "--swizzle", "3,3,3", "--access", "16", "--svg", str(out)) == 0
     said = capsys.readouterr().out
-    assert "(4,8):(8,1): 32 elements" in said and "free of conflicts" in said and out.read_text().startswith("<svg")
-    assert run("10:1", "--divide", "4") == 0 and "2 elements past the end" in capsys.readouterr().out
+    assert (
+        "(4,8):(8,1): 32 elements" in said
+        and "free of conflicts" in said
+        and out.read_text().startswith("<svg")
+    )
+    assert (
+        run("10:1", "--divide", "4") == 0 and "2 elements past the end" in capsys.readouterr().out
+    )
     for wrong, text in (
         (["(4,8:(8,1)"], "expected ','"),
         (["(4,8):(8,1)", "--swizzle", "3"], "bits,base,shift"),

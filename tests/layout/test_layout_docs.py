@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""docs/layout.md, learn/claims.md and learn/patterns.md say what the code does: every command draws the picture beside it, every example is run."""
+"""docs/layout.md, learn/claims.md and learn/patterns.md say what the code does: every command draws
+the picture beside it, every example is run."""
 
 import csv
 import doctest
@@ -15,7 +16,11 @@ from torch_gpukern import layout as L
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "layout.md").read_text()
 PICTURES = PAGE + (ROOT / "learn" / "patterns.md").read_text().replace("](../docs/", "](")
-COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PICTURES, re.DOTALL) for line in block.splitlines()]
+COMMANDS = [
+    line
+    for block in re.findall(r"```sh\n(.*?)```", PICTURES, re.DOTALL)
+    for line in block.splitlines()
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -35,10 +40,13 @@ def test_no_picture_without_a_command():
 
 
 def test_the_stage_is_the_kernels():
-    """The page's picture and tensor map of K's panel are of the box that the kernels' own header prints."""
+    """The page's picture and tensor map of K's panel are of the box that the kernels' own header
+    prints."""
     golden = (ROOT / "tests" / "data" / "layout.golden").read_text()
     cols, rows, stride = re.search(
-        r"^box keys = Sw<3,3,3> o 0 o \((\d+),(\d+),1\):\(1,(\d+),\d+\) \1,\2,1 128 \d+$", golden, re.M
+        r"^box keys = Sw<3,3,3> o 0 o \((\d+),(\d+),1\):\(1,(\d+),\d+\) \1,\2,1 128 \d+$",
+        golden,
+        re.M,
     ).groups()
     assert f"shared memory   Sw<3,3,3> o 0 o (d={cols},keys={rows}):(1,{stride})" in PAGE
     assert f'layout "(16,{cols}):({stride},1)" --swizzle 3,3,3 --access 16' in PAGE
@@ -47,7 +55,9 @@ def test_the_stage_is_the_kernels():
 def test_examples():
     text = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
     examples = doctest.DocTestParser().get_doctest(text, {}, "layout.md", None, 0)
-    assert doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL).run(examples).failed == 0
+    assert (
+        doctest.DocTestRunner(optionflags=doctest.IGNORE_EXCEPTION_DETAIL).run(examples).failed == 0
+    )
 
 
 def column(offset, elem_bytes, lanes=32):
@@ -60,23 +70,32 @@ def test_claims():
     assert column(lambda i: 2 * i, 4) == 2 and column(lambda i: 0, 4) == 1
     assert [column(lambda r, p=p: r * p, 4) for p in (32, 33)] == [32, 1]
     assert [column(lambda r, p=p: r * p, 2) for p in (129, 130)] == [2, 1]
-    down = {x: L.banks.accesses(x, 2, 16)[0].ways for x in ("(64,64):(64,1)", "Sw<3,3,3> o 0 o (64,64):(64,1)")}
+    down = {
+        x: L.banks.accesses(x, 2, 16)[0].ways
+        for x in ("(64,64):(64,1)", "Sw<3,3,3> o 0 o (64,64):(64,1)")
+    }
     assert list(down.values()) == [8, 1]
     assert L.banks.accesses("Sw<3,3,3> o 0 o (64,128):(128,1)", 2, 16)[0].ways == 2
     assert L.banks.accesses("Sw<3,3,4> o 0 o (64,128):(128,1)", 2, 16)[0].ways == 1
     assert L.ways([row * 128 + (row >> 3) * 16 for row in range(8)], 16) == 8
-    assert column(lambda r: r * 32 + (0 ^ (r >> 5 & 7)), 4) == 32 and column(lambda r: r * 32 + (0 ^ r), 4) == 1
+    assert (
+        column(lambda r: r * 32 + (0 ^ (r >> 5 & 7)), 4) == 32
+        and column(lambda r: r * 32 + (0 ^ r), 4) == 1
+    )
     assert str(L.tma.span_swizzle(64, 2)) == "Sw<2,3,3>"
     with pytest.raises(ValueError):
         L.Swizzle(4, 3, 3)
 
 
 def test_claims_were_counted():
-    """Every access of the page is one of banks.cu's; its clocks are the model's, and those of learn/counters.csv."""
+    """Every access of the page is one of banks.cu's; its clocks are the model's, and those of
+    learn/counters.csv."""
     with (ROOT / "learn" / "counters.csv").open() as file:
         counted = {row["what"]: row for row in csv.DictReader(file)}
     rows = re.findall(
-        r"^\|[^|]*\|[^|]*\| ([^|]+?) \| (\d+) \| (\d+) \|$", (ROOT / "learn" / "claims.md").read_text(), re.M
+        r"^\|[^|]*\|[^|]*\| ([^|]+?) \| (\d+) \| (\d+) \|$",
+        (ROOT / "learn" / "claims.md").read_text(),
+        re.M,
     )
     accesses = {  # the byte of each lane, and the access width
         "16 bytes on end": (lambda lane: 16 * lane, 16),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch_gpukern.layout: memory tags, tensors that own their data, and the instruction that a copy would be."""
+"""torch_gpukern.layout: memory tags, tensors that own their data, and the instruction that a copy
+would be."""
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ def test_parts_have_the_memory_of_the_whole():
 OWNED = ["(4,8):(8,1)", "(4,8):(1,-4)", "Sw<3,3,3> o 0 o (8,64):(64,1)", "(2,3):(0,1)"]
 
 
-@pytest.mark.parametrize("text", [*OWNED, "Sw<1,0,2> o 0 o (4,2):(-2,1)", "Sw<2,0,2> o 3 o (4,4):(4,-1)"])
+@pytest.mark.parametrize(
+    "text", [*OWNED, "Sw<1,0,2> o 0 o (4,2):(-2,1)", "Sw<2,0,2> o 3 o (4,4):(4,-1)"]
+)
 @pytest.mark.parametrize("dtype", [None, torch.float16])
 def test_an_owning_tensor_has_all_its_elements(text, dtype):
     tensor = L.make_tensor(text, "shared", dtype)
@@ -55,37 +58,96 @@ def test_a_fragment_is_compact_and_keeps_what_is_near():
     "src, dst, elem_bytes, arch, want",
     [
         # 8 halves down a column on end in both
-        (("(8,4):(1,64)", "global"), ("(8,4):(1,8)", "shared"), 2, 90, ("4 x cp.async.cg.shared.global (16 bytes)")),
-        (("(8,4):(1,64)", "global"), ("(8,4):(1,8)", "shared"), 2, 75, ("4 x ld.global.v4.b32 + st.shared.v4.b32 (16 bytes)")),
+        (
+            ("(8,4):(1,64)", "global"),
+            ("(8,4):(1,8)", "shared"),
+            2,
+            90,
+            ("4 x cp.async.cg.shared.global (16 bytes)"),
+        ),
+        (
+            ("(8,4):(1,64)", "global"),
+            ("(8,4):(1,8)", "shared"),
+            2,
+            75,
+            ("4 x ld.global.v4.b32 + st.shared.v4.b32 (16 bytes)"),
+        ),
         # the column's step breaks the alignment: 4 bytes are left, and then 2
-        (("(8,4):(1,66)", "global"), ("(8,4):(1,8)", "shared"), 2, 90, ("16 x cp.async.ca.shared.global (4 bytes)")),
-        (("(8,4):(1,65)", "global"), ("(8,4):(1,8)", "shared"), 2, 90, ("32 x ld.global.b16 + st.shared.b16 (2 bytes)")),
+        (
+            ("(8,4):(1,66)", "global"),
+            ("(8,4):(1,8)", "shared"),
+            2,
+            90,
+            ("16 x cp.async.ca.shared.global (4 bytes)"),
+        ),
+        (
+            ("(8,4):(1,65)", "global"),
+            ("(8,4):(1,8)", "shared"),
+            2,
+            90,
+            ("32 x ld.global.b16 + st.shared.b16 (2 bytes)"),
+        ),
         # transposed: nothing is side by side in both
-        (("(8,8):(8,1)", "global"), ("(8,8):(1,8)", "registers"), 4, 90, ("64 x ld.global.b32 (4 bytes)")),
+        (
+            ("(8,8):(8,1)", "global"),
+            ("(8,8):(1,8)", "registers"),
+            4,
+            90,
+            ("64 x ld.global.b32 (4 bytes)"),
+        ),
         # a swizzle of 16-byte chunks leaves 16 bytes whole, one of 8-byte chunks 8
-        (("(8,8):(64,1)", "registers"), ("Sw<3,3,3> o 0 o (8,8):(64,1)", "shared"), 2, 90, ("8 x st.shared.v4.b32 (16 bytes)")),
-        (("(8,8):(64,1)", "registers"), ("Sw<3,2,4> o 0 o (8,8):(64,1)", "shared"), 2, 90, ("16 x st.shared.v2.b32 (8 bytes)")),
-        (("4:1", "shared"), ("4:1", "global"), 8, 90, ("2 x ld.shared.v4.b32 + st.global.v4.b32 (16 bytes)")),
+        (
+            ("(8,8):(64,1)", "registers"),
+            ("Sw<3,3,3> o 0 o (8,8):(64,1)", "shared"),
+            2,
+            90,
+            ("8 x st.shared.v4.b32 (16 bytes)"),
+        ),
+        (
+            ("(8,8):(64,1)", "registers"),
+            ("Sw<3,2,4> o 0 o (8,8):(64,1)", "shared"),
+            2,
+            90,
+            ("16 x st.shared.v2.b32 (8 bytes)"),
+        ),
+        (
+            ("4:1", "shared"),
+            ("4:1", "global"),
+            8,
+            90,
+            ("2 x ld.shared.v4.b32 + st.global.v4.b32 (16 bytes)"),
+        ),
         (("8:1", "registers"), ("8:1", "registers"), 2, 90, ("8 x mov.b16 (2 bytes)")),
         (("8:1", "registers"), ("8:1", "registers"), 8, 90, ("16 x mov.b32 (4 bytes)")),
     ],
-)  # fmt: skip
+)
 def test_the_instruction_of_a_copy(src, dst, elem_bytes, arch, want):
     assert str(L.choose_copy(at(*src), at(*dst), elem_bytes, arch)) == want
 
 
 def test_an_offset_counts_too():
     to = at("8:1", "registers")
-    assert [L.choose_copy(at("8:1", "global", o), to, 2).bytes for o in (0, 8, 4, 2, 1)] == [16, 16, 8, 4, 2]
+    assert [L.choose_copy(at("8:1", "global", o), to, 2).bytes for o in (0, 8, 4, 2, 1)] == [
+        16,
+        16,
+        8,
+        4,
+        2,
+    ]
 
 
 def test_data_begin_where_their_memory_does():
-    """A torch tensor from its second element on: 16 bytes would be misaligned, which stops a kernel. One of step 2 has no vectors."""
+    """A torch tensor from its second element on: 16 bytes would be misaligned, which stops a
+    kernel. One of step 2 has no vectors."""
     memory, to = torch.arange(32, dtype=torch.float32), L.make_tensor("8:1", "registers")
-    bytes_ = [L.choose_copy(L.Tensor("8:1", memory[o:], memory="global"), to, 4).bytes for o in (0, 1, 2, 3, 4)]
+    bytes_ = [
+        L.choose_copy(L.Tensor("8:1", memory[o:], memory="global"), to, 4).bytes
+        for o in (0, 1, 2, 3, 4)
+    ]
     assert bytes_ == [16, 4, 8, 4, 16]
     assert L.choose_copy(L.Tensor("8:1", memory[::2], memory="global"), to).bytes == 4
-    assert L.choose_copy(L.Tensor("8:1", memory[1:], 3, "global"), to).bytes == 16  # the offset makes up for it
+    # the offset makes up for it
+    assert L.choose_copy(L.Tensor("8:1", memory[1:], 3, "global"), to).bytes == 16
 
 
 def test_moves_between_registers_keep_the_order():
@@ -98,11 +160,23 @@ def test_moves_between_registers_keep_the_order():
 
 def test_what_no_copy_can_be():
     for call, what in (
-        (lambda: L.choose_copy(L.Tensor("8:1"), at("8:1", "shared"), 2), "src = 8:1 does not say its memory"),
-        (lambda: L.choose_copy(at("8:1", "shared"), at("4:1", "shared"), 2), "8 elements, 4:1 has 4"),
+        (
+            lambda: L.choose_copy(L.Tensor("8:1"), at("8:1", "shared"), 2),
+            "src = 8:1 does not say its memory",
+        ),
+        (
+            lambda: L.choose_copy(at("8:1", "shared"), at("4:1", "shared"), 2),
+            "8 elements, 4:1 has 4",
+        ),
         (lambda: L.choose_copy(at("8:1", "shared"), at("8:1", "shared")), "give elem_bytes"),
-        (lambda: L.choose_copy(at("8:1", "shared"), at("8:1", "shared"), 3), "elements have 3 bytes"),
-        (lambda: L.choose_copy(L.make_tensor("8:1", dtype=torch.half), at("8:1", "shared"), 4), r"\[2, 4\] bytes"),
+        (
+            lambda: L.choose_copy(at("8:1", "shared"), at("8:1", "shared"), 3),
+            "elements have 3 bytes",
+        ),
+        (
+            lambda: L.choose_copy(L.make_tensor("8:1", dtype=torch.half), at("8:1", "shared"), 4),
+            r"\[2, 4\] bytes",
+        ),
     ):
         with pytest.raises(ValueError, match=what):
             call()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""csrc/cuda/layout, compiled for the host: its own test programs, and torch_gpukern.layout beside it: elements lie at the same places.
+"""csrc/cuda/layout, compiled for the host: its own test programs, and torch_gpukern.layout beside
+it: elements lie at the same places.
 
-tests/data/layout.golden holds questions and answers that both are held to, today's offsets, fragments and descriptors:
+tests/data/layout.golden holds questions and answers that both are held to, today's offsets,
+fragments and descriptors:
 
     python tests/layout/test_layout_twin.py > tests/data/layout.golden
 """
@@ -23,12 +25,24 @@ GOLDEN = ROOT / "tests" / "data" / "layout.golden"
 
 def compiled(name, tmp_path_factory):
     """tests/csrc/NAME.cpp, compiled."""
-    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("clang++")]
+    compiler = shlex.split(os.environ.get("CXX", "")) or [
+        shutil.which("g++") or shutil.which("clang++")
+    ]
     if compiler[0] is None:
         pytest.skip("no C++ compiler: install g++ or clang++, or set CXX")
     path = tmp_path_factory.mktemp("layout") / name
     source = ROOT / "tests" / "csrc" / f"{name}.cpp"
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-I", ROOT / "csrc", "-I", ROOT / "csrc" / "include"]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-I",
+        ROOT / "csrc",
+        "-I",
+        ROOT / "csrc" / "include",
+    ]
     result = subprocess.run([*compiler, *flags, source, "-o", path], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return path
@@ -41,7 +55,9 @@ def program(tmp_path_factory):
 
 def ask(program, questions):
     """The headers' answers to lines "what name ..."."""
-    result = subprocess.run([program, "dump"], input="\n".join(questions) + "\n", capture_output=True, text=True)
+    result = subprocess.run(
+        [program, "dump"], input="\n".join(questions) + "\n", capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout[-300:]
     answers = result.stdout.splitlines()
     assert len(answers) == len(questions)
@@ -67,7 +83,8 @@ FRAGMENTS = {
     "ldmatrix.trans": atoms.ldmatrix(1, trans=True).dst,
     "movmatrix": atoms.movmatrix().dst,
 }
-# (m or n, k) in elements, and the bytes of one. MN-major needs two panels for its leading offset to mean anything.
+# (m or n, k) in elements, and the bytes of one. MN-major needs two panels for its leading offset to
+# mean anything.
 OPERANDS = {
     "k64": ("Sw<3,3,3> o 0 o (64,64):(64,1)", 2),
     "k128": ("Sw<3,3,3> o 0 o (128,64):(64,1)", 2),
@@ -116,7 +133,11 @@ PLACES = [
     *(f"operand {name}" for name in OPERANDS),
     *(f"box {name}" for name in BOXES),
     *(f"tile {row_bytes}" for row_bytes in TILES),
-    *(f"ways {access} {stride}" for access in (2, 4, 8, 16) for stride in (access, 3 * access, 128, 144)),
+    *(
+        f"ways {access} {stride}"
+        for access in (2, 4, 8, 16)
+        for stride in (access, 3 * access, 128, 144)
+    ),
 ]
 
 
@@ -138,7 +159,8 @@ def box_program(tmp_path_factory):
 
 
 def test_boxes_of_the_kernels(box_program):
-    """Tiles lie as their boxes say, tensor maps have the fields that they had, and what TMA cannot lay is refused."""
+    """Tiles lie as their boxes say, tensor maps have the fields that they had, and what TMA cannot
+    lay is refused."""
     result = subprocess.run([box_program], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
     assert result.stdout.splitlines()[-1].endswith(" passed, 0 failed")
@@ -159,7 +181,7 @@ if __name__ == "__main__":
     print("\n".join(f"{question} = {answer_of(question)}" for question in PLACES))
 
 
-# ---- device_print ----------------------------------------------------------------------------------
+# ---- device_print --------------------------------------------------------------------------------
 
 
 def printed():
@@ -171,15 +193,24 @@ def printed():
         if found.rank == 1:
             lines.append("".join(f"{o:5}" for o in found.offsets))
         elif found.rank == 2:
-            lines += ["".join(f"{found(i, j):5}" for j in range(found[1].size)) for i in range(found[0].size)]
+            lines += [
+                "".join(f"{found(i, j):5}" for j in range(found[1].size))
+                for i in range(found[0].size)
+            ]
     tile = L.Swizzled(L.tma.span_swizzle(64), Layout((8, 64), (64, 1)))
-    lines += ["8 rows of 64 bytes", *("".join(f"{tile(row, 16 * c):5}" for c in range(4)) for row in range(8))]
+    lines += [
+        "8 rows of 64 bytes",
+        *("".join(f"{tile(row, 16 * c):5}" for c in range(4)) for row in range(8)),
+    ]
     return lines
 
 
 def test_what_is_printed_on_the_host(tmp_path_factory):
     path = compiled("check_print", tmp_path_factory)
-    assert subprocess.run([path], capture_output=True, text=True, check=True).stdout.splitlines() == printed()
+    assert (
+        subprocess.run([path], capture_output=True, text=True, check=True).stdout.splitlines()
+        == printed()
+    )
 
 
 @pytest.mark.gpu
@@ -187,5 +218,23 @@ def test_what_is_printed_from_inside_a_kernel(tmp_path):
     if not shutil.which("nvcc"):
         pytest.skip("nvcc is not here")
     source, path = ROOT / "tests" / "csrc" / "check_print.cpp", tmp_path / "check_print"
-    subprocess.run(["nvcc", "-x", "cu", "-arch=native", "-I", ROOT / "csrc", "-I", ROOT / "csrc" / "include", source, "-o", path], check=True)
-    assert subprocess.run([path], capture_output=True, text=True, check=True).stdout.splitlines() == printed()
+    subprocess.run(
+        [
+            "nvcc",
+            "-x",
+            "cu",
+            "-arch=native",
+            "-I",
+            ROOT / "csrc",
+            "-I",
+            ROOT / "csrc" / "include",
+            source,
+            "-o",
+            path,
+        ],
+        check=True,
+    )
+    assert (
+        subprocess.run([path], capture_output=True, text=True, check=True).stdout.splitlines()
+        == printed()
+    )

@@ -18,7 +18,11 @@ def with_gradients(module, x, call=None):
     module.zero_grad()
     out = (call or module)(x)
     (out * randn(generator("grad"), *out.shape).to(out)).sum().backward()
-    return {"out": out, "dx": x.grad, **{name: p.grad.clone() for name, p in module.named_parameters()}}
+    return {
+        "out": out,
+        "dx": x.grad,
+        **{name: p.grad.clone() for name, p in module.named_parameters()},
+    }
 
 
 def as_near(ours, theirs, x, call=None, plain_call=None):
@@ -59,9 +63,12 @@ def test_linear(activation):
     wrapped.linear = ours
     wrapped.forward = lambda x: ours(x)
     as_near(wrapped, theirs, randn(generator("linear"), 3, 17, 24))
-    assert ours.extra_repr() == f"in_features=24, out_features=40, bias=True, activation={activation}"
+    assert (
+        ours.extra_repr() == f"in_features=24, out_features=40, bias=True, activation={activation}"
+    )
     with pytest.raises(
-        ValueError, match="Linear: activation must be one of none, relu, gelu, gelu_tanh, silu, got 'tanh'"
+        ValueError,
+        match="Linear: activation must be one of none, relu, gelu, gelu_tanh, silu, got 'tanh'",
     ):
         gnn.Linear(2, 2, activation="tanh")
 
@@ -69,7 +76,9 @@ def test_linear(activation):
 def test_mlp():
     torch.manual_seed(0)
     ours = gnn.MLP(32, 48)
-    theirs = Plain(ours, lambda m, x: m.down_proj(nn.functional.silu(m.gate_proj(x)) * m.up_proj(x)))
+    theirs = Plain(
+        ours, lambda m, x: m.down_proj(nn.functional.silu(m.gate_proj(x)) * m.up_proj(x))
+    )
     as_near(ours, theirs, randn(generator("mlp"), 2, 9, 32))
 
 
@@ -81,10 +90,14 @@ def angles(seq, d):
 def plain_attention(heads, heads_kv, d, window=None, is_causal=True):
     def forward(m, x):
         batch, seq, _ = x.shape
-        q, k, v = (p(x).view(batch, seq, -1, d).transpose(1, 2) for p in (m.q_proj, m.k_proj, m.v_proj))
+        q, k, v = (
+            p(x).view(batch, seq, -1, d).transpose(1, 2) for p in (m.q_proj, m.k_proj, m.v_proj)
+        )
         cos, sin = (a.to(x) for a in angles(seq, d))
         half = torch.cat([torch.zeros(d // 2, d // 2), torch.eye(d // 2)], 1)
-        other = torch.cat([-half, torch.cat([torch.eye(d // 2), torch.zeros(d // 2, d // 2)], 1)]).to(x)
+        other = torch.cat(
+            [-half, torch.cat([torch.eye(d // 2), torch.zeros(d // 2, d // 2)], 1)]
+        ).to(x)
         q, k = (t * cos + t @ other.mT * sin for t in (q, k))
         i = torch.arange(seq)
         seen = (i <= i[:, None]) if is_causal else torch.ones(seq, seq, dtype=torch.bool)
@@ -118,8 +131,19 @@ def test_attention_over_a_cache():
         whole, parts = layer(x, (cos, sin)), []
         for at, end in ((0, 6), (6, 7), (7, 9)):
             slots = cache.extend(sequences, end - at)
-            where = {"block_table": cache.block_table(sequences), "seq_lens": cache.seq_lens(sequences), "slots": slots}
-            parts.append(layer(x[:, at:end], (cos[at:end], sin[at:end]), cache=(cache.k[0], cache.v[0]), **where))
+            where = {
+                "block_table": cache.block_table(sequences),
+                "seq_lens": cache.seq_lens(sequences),
+                "slots": slots,
+            }
+            parts.append(
+                layer(
+                    x[:, at:end],
+                    (cos[at:end], sin[at:end]),
+                    cache=(cache.k[0], cache.v[0]),
+                    **where,
+                )
+            )
     torch.testing.assert_close(torch.cat(parts, 1), whole)
     with pytest.raises(ValueError, match="cache needs block_table, seq_lens and slots"):
         layer(x, cache=(cache.k[0], cache.v[0]))
@@ -137,10 +161,16 @@ def test_attention_of_a_padded_batch():
     sequences = [cache.allocate() for _ in range(2)]
     with torch.no_grad():
         slots = cache.extend(sequences, 9)
-        where = {"block_table": cache.block_table(sequences), "seq_lens": cache.seq_lens(sequences), "slots": slots}
+        where = {
+            "block_table": cache.block_table(sequences),
+            "seq_lens": cache.seq_lens(sequences),
+            "slots": slots,
+        }
         over_pages = layer(x, kv_start=start, cache=(cache.k[0], cache.v[0]), **where)
     torch.testing.assert_close(over_pages[1, 4:], want)
-    with pytest.raises(ValueError, match="kv_end and bidirectional attention are served without a cache"):
+    with pytest.raises(
+        ValueError, match="kv_end and bidirectional attention are served without a cache"
+    ):
         layer(x, kv_end=start, cache=(cache.k[0], cache.v[0]), **where)
 
 
@@ -150,7 +180,11 @@ def test_attention_of_a_padded_batch():
 class Lora(nn.Module):
     def __init__(self, base):
         super().__init__()
-        self.base_layer, self.a, self.b = base, nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+        self.base_layer, self.a, self.b = (
+            base,
+            nn.Linear(16, 2, bias=False),
+            nn.Linear(2, 16, bias=False),
+        )
 
     def forward(self, x):
         return self.base_layer(x) + self.b(self.a(x))
@@ -181,19 +215,30 @@ def test_attention_drops_in_training_alone():
         runs.append(layer.train(training)(x))
     assert torch.equal(runs[0], runs[1]) and torch.equal(runs[3], runs[4])
     assert not torch.equal(runs[0], runs[2]) and not torch.equal(runs[0], runs[3])
-    with pytest.raises(ValueError, match="Attention: dropout must be at least 0 and less than 1, got 1"):
+    with pytest.raises(
+        ValueError, match="Attention: dropout must be at least 0 and less than 1, got 1"
+    ):
         gnn.Attention(32, 4, dropout=1)
 
 
 def test_patch_and_restore():
     plain, patched = model(), model()
-    x, kinds, printed = randn(generator("patch"), 2, 5, 16), [type(m) for m in patched.modules()], []
+    x, kinds, printed = (
+        randn(generator("patch"), 2, 5, 16),
+        [type(m) for m in patched.modules()],
+        [],
+    )
     seen = []
     patched[0][2].register_forward_hook(lambda m, i, o: seen.append(o))
     done = gnn.patch(patched, printed.append)
     assert done.replaced == {
-        "0.0": "Linear + gelu_tanh", "0.2": "Linear", "1.0": "Linear", "2.base_layer": "Linear", "2.a": "Linear", "2.b": "Linear",
-    }  # fmt: skip
+        "0.0": "Linear + gelu_tanh",
+        "0.2": "Linear",
+        "1.0": "Linear",
+        "2.base_layer": "Linear",
+        "2.a": "Linear",
+        "2.b": "Linear",
+    }
     assert set(done.skipped) == {"3", "4.self_attn.out_proj", "4.linear1", "4.linear2"}
     assert "gpukern: 1 nn.Linear -> Linear + gelu_tanh: 0.0" in printed
     assert "gpukern: 3 left: Odd has a forward of its own" in printed
@@ -244,7 +289,9 @@ def test_subclass_weights_keep_their_own_linear():
     x, weight = randn(generator("subclass"), 3, 4), layer[0].weight.detach().clone()
     layer[0].weight = nn.Parameter(weight.as_subclass(Scaled), requires_grad=False)
     gnn.patch(layer, None)
-    torch.testing.assert_close(layer(x).as_subclass(torch.Tensor), nn.functional.silu(x @ (2 * weight).mT))
+    torch.testing.assert_close(
+        layer(x).as_subclass(torch.Tensor), nn.functional.silu(x @ (2 * weight).mT)
+    )
 
 
 def test_patched_model_compiles():

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Patched models under other tools: adapters, hooks, slices, parametrisations; what restore does after them."""
+"""Patched models under other tools: adapters, hooks, slices, parametrisations; what restore does
+after them."""
 
 import copy
 
@@ -18,7 +19,10 @@ class Lora(nn.Module):
     def __init__(self, base):
         super().__init__()
         self.base_layer = base
-        self.a, self.b = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+        self.a, self.b = (
+            nn.Linear(base.in_features, 2, bias=False),
+            nn.Linear(2, base.out_features, bias=False),
+        )
 
     def forward(self, x):
         return self.base_layer(x) + self.b(self.a(x))
@@ -75,7 +79,17 @@ def remove(m):
     del m[1]
 
 
-CHANGES = (wrap, hook, hook_of_the_activation, replace, replace_linear, insert, other_forward, parametrized, remove)
+CHANGES = (
+    wrap,
+    hook,
+    hook_of_the_activation,
+    replace,
+    replace_linear,
+    insert,
+    other_forward,
+    parametrized,
+    remove,
+)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
@@ -98,7 +112,9 @@ def test_a_global_hook_sees_every_module():
     model, seen = pair(), []
     gnn.patch(model, None)
     with torch.no_grad():
-        handle = nn.modules.module.register_module_forward_hook(lambda m, given, out: seen.append(type(m).__name__))
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda m, given, out: seen.append(type(m).__name__)
+        )
         try:
             model(X)
         finally:
@@ -125,13 +141,17 @@ def test_a_fused_pair_makes_one_pass(monkeypatch):
     want = model(X)
     done = gnn.patch(model, None)
     assert done.replaced == {"0": "Linear + gelu", "2": "Linear"}
-    monkeypatch.setattr(nn.GELU, "forward", lambda self, x: pytest.fail("the activation was called"))
+    monkeypatch.setattr(
+        nn.GELU, "forward", lambda self, x: pytest.fail("the activation was called")
+    )
     torch.testing.assert_close(model(X), want)
     asked = []
     monkeypatch.setattr(
         gnn.layers,
         "linear",
-        lambda *args, activation="none": asked.append(activation) or args[0].new_ones(5, args[1].shape[0]),
+        lambda *args, activation="none": (
+            asked.append(activation) or args[0].new_ones(5, args[1].shape[0])
+        ),
     )
     mlp(X)
     assert asked == ["silu", "none", "none"]
@@ -145,7 +165,8 @@ def test_restore_names_what_was_changed_since_and_undoes_the_rest():
     with pytest.raises(RuntimeError) as error:
         done.restore()
     assert str(error.value) == (
-        "gpukern: what was changed since patch cannot be restored, the rest is: 0.0: its class is ParametrizedLinear now, not "
+        "gpukern: what was changed since patch cannot be restored, the rest is: 0.0: its class is "
+        "ParametrizedLinear now, not "
         "Linear; 2: its forward was replaced"
     )
     assert set(done.replaced) == {"0.0", "2"}
@@ -156,18 +177,30 @@ def test_restore_names_what_was_changed_since_and_undoes_the_rest():
     parametrize.remove_parametrizations(model[0][0], "weight")
     del model[2].forward
     done.restore()
-    assert {type(m) for m in model.modules()} == {nn.Sequential, nn.Linear, nn.ReLU} and not done.replaced
+    assert {type(m) for m in model.modules()} == {
+        nn.Sequential,
+        nn.Linear,
+        nn.ReLU,
+    } and not done.replaced
 
 
 def test_restore_after_modules_moved():
     """A trained layer is never overwritten: modules are put back as they are, not places."""
-    for move in (lambda m: m.insert(0, nn.LayerNorm(16)), lambda m: m.__delitem__(0), lambda m: m.append(nn.ReLU())):
+    for move in (
+        lambda m: m.insert(0, nn.LayerNorm(16)),
+        lambda m: m.__delitem__(0),
+        lambda m: m.append(nn.ReLU()),
+    ):
         model = pair()
         done = gnn.patch(model, None)
         move(model)
         kept = list(model)
         done.restore()
-        assert list(model) == kept and type(model) is nn.Sequential and "_gpukern_pairs" not in vars(model)
+        assert (
+            list(model) == kept
+            and type(model) is nn.Sequential
+            and "_gpukern_pairs" not in vars(model)
+        )
         assert not any(isinstance(m, gnn.Linear) for m in model.modules())
 
 
@@ -192,7 +225,9 @@ def test_a_patch_that_raises_changes_nothing():
         gnn.patch(model, say)
     assert {type(m) for m in model.modules()} == {nn.Sequential, nn.Linear, nn.ReLU}
     for wrong in ("str", None, nn.Linear):
-        with pytest.raises(TypeError, match="^gpukern patch: model must be a torch.nn.Module, got "):
+        with pytest.raises(
+            TypeError, match="^gpukern patch: model must be a torch.nn.Module, got "
+        ):
             gnn.patch(wrong)
 
 
@@ -204,7 +239,9 @@ def test_a_patched_pair_compiles_and_pickles(tmp_path):
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(X), want)
     wrap(model)
     torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(X), model(X))
+    torch.testing.assert_close(
+        torch.compile(model, fullgraph=True, backend="aot_eager")(X), model(X)
+    )
     torch._dynamo.reset()
     torch.save(model, tmp_path / "model.pt")
     torch.testing.assert_close(torch.load(tmp_path / "model.pt", weights_only=False)(X), model(X))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Importers of GPTQ, AWQ, torchao and compressed-tensors: tensors packed here by loops, as their files have them."""
+"""Importers of GPTQ, AWQ, torchao and compressed-tensors: tensors packed here by loops, as their
+files have them."""
 
 from types import SimpleNamespace
 
@@ -16,7 +17,11 @@ def parts(bits=4, symmetric=False):
     gen = generator("importers", bits)
     top = 2**bits
     q = torch.randint(0, top, (N, K), generator=gen)
-    zero = torch.full((K // GROUP, N), top // 2) if symmetric else torch.randint(0, top, (K // GROUP, N), generator=gen)
+    zero = (
+        torch.full((K // GROUP, N), top // 2)
+        if symmetric
+        else torch.randint(0, top, (K // GROUP, N), generator=gen)
+    )
     scale = ((torch.rand(K // GROUP, N, generator=gen) + 0.5) / top).half()
     return q, zero, scale
 
@@ -29,13 +34,15 @@ def weight_of(q, zero, scale, group_of=None):
 
 
 def words(x, bits, order=None):
-    """int32 words along the last dimension; order[i] is the place, of those in a word, whose code is field i."""
+    """int32 words along the last dimension; order[i] is the place, of those in a word, whose code
+    is field i."""
     each = 32 // bits
     order = range(each) if order is None else order
     rows = []
     for row in x.tolist():
         packed = [
-            sum(row[at + place] << (bits * i) for i, place in enumerate(order)) for at in range(0, len(row), each)
+            sum(row[at + place] << (bits * i) for i, place in enumerate(order))
+            for at in range(0, len(row), each)
         ]
         rows.append([w - 2**32 if w >= 2**31 else w for w in packed])
     return torch.tensor(rows, dtype=torch.int32)
@@ -43,7 +50,11 @@ def words(x, bits, order=None):
 
 def check(layer, w, exact=True):
     """The decoded weight, and products by it."""
-    assert torch.equal(layer.decoded(torch.float32), w.float()) if exact else (layer.decoded() - w).abs().max() < 1e-6
+    assert (
+        torch.equal(layer.decoded(torch.float32), w.float())
+        if exact
+        else (layer.decoded() - w).abs().max() < 1e-6
+    )
     x = randn(generator("importers x"), 9, K, dtype=torch.float32).bfloat16()
     with torch.no_grad():
         got = layer(x).double()
@@ -80,7 +91,9 @@ def test_gptq_of_symmetric_8_bits():
 def test_gptq_in_the_order_of_activations():
     q, zero, scale = parts()
     group_of = torch.arange(K)[torch.randperm(K, generator=generator("order"))] // GROUP
-    layer = gnn.from_gptq(words(q, 4).mT.contiguous(), words((zero - 1) % 16, 4), scale, group_of.int())
+    layer = gnn.from_gptq(
+        words(q, 4).mT.contiguous(), words((zero - 1) % 16, 4), scale, group_of.int()
+    )
     w = weight_of(q, zero, scale, group_of.tolist())
     check(layer, w)
     x = randn(generator("order x"), 3, K).requires_grad_()
@@ -98,7 +111,10 @@ def test_awq():
 def test_torchao():
     q, _, scale = parts()
     code = q - 8
-    scale, shift = scale.bfloat16(), (torch.rand(K // GROUP, N, generator=generator("shift")) - 0.5).bfloat16()
+    scale, shift = (
+        scale.bfloat16(),
+        (torch.rand(K // GROUP, N, generator=generator("shift")) - 0.5).bfloat16(),
+    )
     qdata = ((code[:, ::2] & 15) | ((code[:, 1::2] & 15) << 4)).to(torch.uint8).view(torch.int8)
     each = lambda x: x.double().repeat_interleave(GROUP, 0).mT  # noqa: E731
     tensor = SimpleNamespace(qdata=qdata, scale=scale, zero_point=shift, act_pre_scale=None)
@@ -123,7 +139,12 @@ def test_compressed_tensors():
         (torch.rand(n, generator=gen) + 0.5, "fp8"),
         (torch.rand(2, 3, generator=gen) + 0.5, "fp8-block"),
         (torch.randint(120, 130, (n, 10), generator=gen).to(torch.uint8), "mxfp8"),
-        (torch.randint(120, 130, (n, 10), generator=gen).to(torch.uint8).view(torch.float8_e8m0fnu), "mxfp8"),
+        (
+            torch.randint(120, 130, (n, 10), generator=gen)
+            .to(torch.uint8)
+            .view(torch.float8_e8m0fnu),
+            "mxfp8",
+        ),
     ]:
         layer = gnn.from_compressed_tensors(w, scale)
         if recipe == "fp8-block":
@@ -145,7 +166,8 @@ def test_compressed_tensors():
             gnn.from_compressed_tensors(w, torch.tensor(0.5), torch.tensor(bad))
     with pytest.raises(
         ValueError,
-        match="weight_scale must have shape \\[\\], \\[1\\], \\[200\\], \\[200, 1\\] or \\[2, 3\\], or as bytes \\[200, 10\\], got \\[3, 2\\]",
+        match="weight_scale must have shape \\[\\], \\[1\\], \\[200\\], \\[200, 1\\] or \\[2, "
+        "3\\], or as bytes \\[200, 10\\], got \\[3, 2\\]",
     ):
         gnn.from_compressed_tensors(w, torch.ones(3, 2))
 
@@ -155,21 +177,29 @@ def test_what_is_refused():
     good = words(q, 4).mT.contiguous(), words(zero, 4), scale
     for change, text in [
         ({"qweight": good[0].long()}, "from_gptq: qweight must be int32, got int64"),
-        ({"qzeros": good[1][:, :3]}, "from_gptq: qzeros must have shape \\[4, 6\\], got \\[4, 3\\]"),
+        ({"qzeros": good[1][:, :3]}, "from_gptq: qzeros must have shape \\[4, 6\\], got \\[4, "
+                                     "3\\]"),
         ({"scales": scale[:, :3]}, "from_gptq: scales must have shape \\[4, 48\\], got \\[4, 3\\]"),
         ({"bits": 3}, "from_gptq: bits must be 4 or 8"),
-        ({"g_idx": torch.zeros(K, dtype=torch.int32)}, "from_gptq: g_idx must have 32 columns in each of the 4 groups"),
-        ({"scales": scale.repeat(3, 1), "qzeros": good[1].repeat(3, 1)}, "groups must have 16, 32, 64, 128, 256 or all of K 128, got 12 groups"),
+        ({"g_idx": torch.zeros(K, dtype=torch.int32)}, "from_gptq: g_idx must have 32 columns in "
+                                                       "each of the 4 groups"),
+        ({"scales": scale.repeat(3, 1), "qzeros": good[1].repeat(3, 1)}, "groups must have 16, "
+                                                                         "32, 64, 128, 256 or all "
+                                                                         "of K 128, got 12 groups"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=text):
-            gnn.from_gptq(**(dict(zip(("qweight", "qzeros", "scales"), good, strict=True)) | change))
+            gnn.from_gptq(
+                **(dict(zip(("qweight", "qzeros", "scales"), good, strict=True)) | change)
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_addends_are_not_rounded_before_the_sum(dtype):
     """Where activations have a mean, code * scale and the addend give large products that cancel."""
     gen, n, k = generator("cancel"), 64, 4096
-    w = (randn(gen, n, k) * 0.02 + (randn(gen, n, k // 128) * 0.01).repeat_interleave(128, 1)).unflatten(1, (-1, 128))
+    w = (
+        randn(gen, n, k) * 0.02 + (randn(gen, n, k // 128) * 0.01).repeat_interleave(128, 1)
+    ).unflatten(1, (-1, 128))
     scale = ((w.amax(-1) - w.amin(-1)) / 15).bfloat16()
     zero = (w.amin(-1) + 8 * scale.float()).bfloat16()
     q = ((w - zero[..., None].float()) / scale[..., None].float()).round().clamp(-8, 7)
@@ -179,12 +209,15 @@ def test_addends_are_not_rounded_before_the_sum(dtype):
     layer = gnn.from_torchao(SimpleNamespace(qdata=qdata, scale=scale.mT, zero_point=zero.mT))
     x = (randn(gen, 64, k) + 1).to(dtype)
     want = x.double() @ exact.mT
-    error, dense = ((y.double() - want).square().mean().sqrt() for y in (layer(x), x @ exact.to(dtype).mT))
+    error, dense = (
+        (y.double() - want).square().mean().sqrt() for y in (layer(x), x @ exact.to(dtype).mT)
+    )
     assert error < 1.5 * dense, (error, dense)
 
 
 def test_whose_tensors_are_no_tensors_of_theirs_are_refused():
-    """Bytes that are no MXFP8 are not read as numbers, and a bias that does not fit is refused here, not when the layer is called."""
+    """Bytes that are no MXFP8 are not read as numbers, and a bias that does not fit is refused
+    here, not when the layer is called."""
     w, q = torch.ones(40, 64).to(torch.float8_e4m3fn), torch.ones(4, 8, dtype=torch.int32)
     half, byte = torch.ones(2, 3), torch.full((40, 2), 127, dtype=torch.uint8)
     of_fp8, mx = (
@@ -195,16 +228,46 @@ def test_whose_tensors_are_no_tensors_of_theirs_are_refused():
         (lambda: gnn.from_compressed_tensors(w, byte[:, 0]), of_fp8 + mx + "uint8 \\[40\\]"),
         (lambda: gnn.from_compressed_tensors(w, byte[0, 0]), of_fp8 + mx + "uint8 \\[\\]"),
         (lambda: gnn.from_compressed_tensors(w, byte[:1, :1]), of_fp8 + mx + "uint8 \\[1, 1\\]"),
-        (lambda: gnn.from_compressed_tensors(w, byte.view(torch.int8)), of_fp8 + mx + "int8 \\[40, 2\\]"),
-        (lambda: gnn.from_compressed_tensors(w, 1.0), of_fp8 + "weight_scale must be a Tensor, got float"),
-        (lambda: gnn.from_compressed_tensors(w, half[0, 0], 1.0), of_fp8 + "input_scale must be a Tensor, got float"),
-        (lambda: gnn.from_compressed_tensors(w[0], byte), of_fp8 + "weight must have two dimensions, got shape \\[64\\]"),
-        (lambda: gnn.from_compressed_tensors(None, byte), of_fp8 + "weight must be a Tensor, got NoneType"),
-        (lambda: gnn.from_compressed_tensors(w, byte, bias=torch.ones(3)), of_fp8 + "bias must have shape \\[40\\], got \\[3\\]"),
-        (lambda: gnn.from_compressed_tensors(w, byte, bias=torch.ones(40, dtype=torch.int32)), of_fp8 + "bias must be float32, bfloat16 or float16, got int32"),
-        (lambda: gnn.from_gptq(q[0], q, half), "from_gptq: qweight must have two dimensions, got shape \\[8\\]"),
-        (lambda: gnn.from_gptq(q, q, None), "from_gptq: scales must be floating, \\[groups, N\\], got NoneType"),
-        (lambda: gnn.from_awq(q, q, q), "from_awq: scales must be floating, \\[groups, N\\], got int32 \\[4, 8\\]"),
-    ]:  # fmt: skip
+        (
+            lambda: gnn.from_compressed_tensors(w, byte.view(torch.int8)),
+            of_fp8 + mx + "int8 \\[40, 2\\]",
+        ),
+        (
+            lambda: gnn.from_compressed_tensors(w, 1.0),
+            of_fp8 + "weight_scale must be a Tensor, got float",
+        ),
+        (
+            lambda: gnn.from_compressed_tensors(w, half[0, 0], 1.0),
+            of_fp8 + "input_scale must be a Tensor, got float",
+        ),
+        (
+            lambda: gnn.from_compressed_tensors(w[0], byte),
+            of_fp8 + "weight must have two dimensions, got shape \\[64\\]",
+        ),
+        (
+            lambda: gnn.from_compressed_tensors(None, byte),
+            of_fp8 + "weight must be a Tensor, got NoneType",
+        ),
+        (
+            lambda: gnn.from_compressed_tensors(w, byte, bias=torch.ones(3)),
+            of_fp8 + "bias must have shape \\[40\\], got \\[3\\]",
+        ),
+        (
+            lambda: gnn.from_compressed_tensors(w, byte, bias=torch.ones(40, dtype=torch.int32)),
+            of_fp8 + "bias must be float32, bfloat16 or float16, got int32",
+        ),
+        (
+            lambda: gnn.from_gptq(q[0], q, half),
+            "from_gptq: qweight must have two dimensions, got shape \\[8\\]",
+        ),
+        (
+            lambda: gnn.from_gptq(q, q, None),
+            "from_gptq: scales must be floating, \\[groups, N\\], got NoneType",
+        ),
+        (
+            lambda: gnn.from_awq(q, q, q),
+            "from_awq: scales must be floating, \\[groups, N\\], got int32 \\[4, 8\\]",
+        ),
+    ]:
         with pytest.raises(ValueError, match=text):
             make()

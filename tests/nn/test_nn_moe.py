@@ -40,7 +40,9 @@ def test_moe(options):
         y = loop(moe, x, dtype)
         values[dtype] = [y, *torch.autograd.grad(y, wrt, grad.to(dtype))]
     got = [out, *torch.autograd.grad(out, wrt, grad)]
-    for name, g, yard, want in zip(("out", "x", "up", "down", "router"), got, *values.values(), strict=True):
+    for name, g, yard, want in zip(
+        ("out", "x", "up", "down", "router"), got, *values.values(), strict=True
+    ):
         assert_close_as(yard.float(), g, want.double(), name)
     with pytest.raises(ValueError, match="MoE: top_k must be 1 to num_experts 5, got 6"):
         gnn.MoE(24, 16, 5, 6)
@@ -68,17 +70,24 @@ def test_experts_of_other_ranks_add_nothing():
 @pytest.mark.parametrize("index", (torch.int32, torch.int64), ids=str)
 @pytest.mark.parametrize("mark", (-1, -(2**31), 3, 2**31 - 1))
 def test_a_marked_token_may_hold_nan(mark, index, dtype, device):
-    """NaN in a token that no expert meets, or in its weight, leaves the result and the gradients of all others as they are."""
+    """NaN in a token that no expert meets, or in its weight, leaves the result and the gradients of
+    all others as they are."""
     gen = generator("marked nan")
-    x, up, down = (randn(gen, *shape).to(device, dtype) for shape in ((6, 8), (3, 8, 12), (3, 6, 8)))
+    x, up, down = (
+        randn(gen, *shape).to(device, dtype) for shape in ((6, 8), (3, 8, 12), (3, 6, 8))
+    )
     up_bias, down_bias = (randn(gen, *shape).to(device, dtype) for shape in ((3, 12), (3, 8)))
-    e = torch.tensor([[0, 1], [mark, mark], [2, 1], [1, mark], [mark, 0], [2, 2]], device=device).to(index)
+    e = torch.tensor(
+        [[0, 1], [mark, mark], [2, 1], [1, mark], [mark, 0], [2, 2]], device=device
+    ).to(index)
     p = torch.rand(6, 2, generator=gen).to(device)
 
     def run(x, p):
         given = [t.clone().requires_grad_() for t in (x, p, up, down, up_bias, down_bias)]
         x, p, *experts, first, second = given
-        out = gnn.grouped_experts(x, e, p, *experts, up_bias=first, down_bias=second, after=lambda rows: rows * 2)
+        out = gnn.grouped_experts(
+            x, e, p, *experts, up_bias=first, down_bias=second, after=lambda rows: rows * 2
+        )
         return out, *torch.autograd.grad(out.float().square().sum(), given)
 
     want = run(x, p)
@@ -86,7 +95,9 @@ def test_a_marked_token_may_hold_nan(mark, index, dtype, device):
     bad_x, bad_p = x.clone(), p.clone()
     bad_x[1] = float("nan")
     bad_p[e == mark] = float("nan")
-    for name, got, ref in zip(("out", "x", "weight", "up", "down", "up_bias", "down_bias"), run(bad_x, bad_p), want):
+    for name, got, ref in zip(
+        ("out", "x", "weight", "up", "down", "up_bias", "down_bias"), run(bad_x, bad_p), want
+    ):
         assert torch.equal(got, ref), name
 
 
@@ -105,14 +116,24 @@ def test_transformers(family):
     from torch_gpukern.integrations import transformers_experts
 
     transformers_experts.register_experts()
-    sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-                 num_key_value_heads=1, head_dim=16, num_experts_per_tok=2)  # fmt: skip
+    sizes = dict(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts_per_tok=2,
+    )
     torch.manual_seed(0)
     if family == "qwen3_moe":
         config = transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=24, num_experts=4)
         model = transformers.Qwen3MoeForCausalLM(config)
     else:
-        config = transformers.GptOssConfig(**sizes, num_local_experts=4, layer_types=["full_attention"])
+        config = transformers.GptOssConfig(
+            **sizes, num_local_experts=4, layer_types=["full_attention"]
+        )
         model = transformers.GptOssForCausalLM(config)
         for name, p in model.named_parameters():
             if name.endswith("bias"):
@@ -124,7 +145,10 @@ def test_transformers(family):
         model.zero_grad()
         out = model(tokens).logits
         out.square().sum().backward()
-        return {"logits": out.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if "experts" in n}}
+        return {
+            "logits": out.detach(),
+            **{n: p.grad.clone() for n, p in model.named_parameters() if "experts" in n},
+        }
 
     got, yard, want = run("gpukern"), run("grouped_mm"), run("eager", torch.float64)
     assert len(got) > 2

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch_gpukern.nn.quantize: every recipe against its own decoded weight, and back; states, devices' dtypes, training."""
+"""torch_gpukern.nn.quantize: every recipe against its own decoded weight, and back; states,
+devices' dtypes, training."""
 
 import copy
 import math
@@ -17,15 +18,32 @@ from torch_gpukern import nn as gnn
 from torch_gpukern.nn.quant.schemes import SCHEMES, e2m1_round
 
 DEPLOYED = [r for r in gnn.RECIPES if r in SCHEMES]
-# of the weight's root mean square: what rounding normal values to each format costs, from the formats' own steps
-MOST = {"fp8": 0.03, "fp8-block": 0.03, "mxfp8": 0.03, "fp8-static": 0.03, "int8": 0.011, "int8-static": 0.011, "w8": 0.011, "w4": 0.12,
-        "w4-zero": 0.12, "mxfp4": 0.16, "nvfp4": 0.13, "2:4": 0.5, "2:4-fp8": 0.5}  # fmt: skip
+# of the weight's root mean square: what rounding normal values to each format costs, from the
+# formats' own steps
+MOST = {
+    "fp8": 0.03,
+    "fp8-block": 0.03,
+    "mxfp8": 0.03,
+    "fp8-static": 0.03,
+    "int8": 0.011,
+    "int8-static": 0.011,
+    "w8": 0.011,
+    "w4": 0.12,
+    "w4-zero": 0.12,
+    "mxfp4": 0.16,
+    "nvfp4": 0.13,
+    "2:4": 0.5,
+    "2:4-fp8": 0.5,
+}
 
 
 def network(dtype=torch.float32):
     torch.manual_seed(0)
     layers = nn.Sequential(
-        nn.Linear(260, 70), nn.GELU(), nn.Linear(70, 64, bias=False), gnn.Linear(64, 40, activation="relu")
+        nn.Linear(260, 70),
+        nn.GELU(),
+        nn.Linear(70, 64, bias=False),
+        gnn.Linear(64, 40, activation="relu"),
     )
     return layers.to(dtype)
 
@@ -37,7 +55,8 @@ def relative(got, want):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("recipe", DEPLOYED)
 def test_each_recipe(recipe, dtype):
-    """The layer multiplies by the weight that it says it holds, and that is as near to the given one as its format allows."""
+    """The layer multiplies by the weight that it says it holds, and that is as near to the given
+    one as its format allows."""
     layer = nn.Linear(260, 70).to(dtype)
     gen = generator("recipes", recipe)
     with torch.no_grad():
@@ -72,15 +91,20 @@ def test_each_recipe(recipe, dtype):
 
 @pytest.mark.parametrize("recipe", DEPLOYED)
 def test_state_dict(recipe):
-    """A state loads into a model of the same recipe; the next result has the same bits. Casts leave codes as they are."""
+    """A state loads into a model of the same recipe; the next result has the same bits. Casts leave
+    codes as they are."""
     x = randn(generator("states"), 5, 260)
     one = network()
-    done = gnn.quantize(one, recipe, calibration=[x], skip=["0"] if "2:4" in recipe else [], say=None)
+    done = gnn.quantize(
+        one, recipe, calibration=[x], skip=["0"] if "2:4" in recipe else [], say=None
+    )
     assert set(done.skipped) == ({"0", "2"} if "2:4" in recipe else set())
     other = network()
     with torch.no_grad():
         other[3].weight.mul_(2)
-        gnn.quantize(other, recipe, calibration=[x + 1], skip=["0"] if "2:4" in recipe else [], say=None)
+        gnn.quantize(
+            other, recipe, calibration=[x + 1], skip=["0"] if "2:4" in recipe else [], say=None
+        )
         other.load_state_dict(one.state_dict())
         assert_bits(other(x), one(x))
         kept = {name: b.clone() for name, b in one.named_buffers()}
@@ -100,9 +124,13 @@ def test_states_of_another_version_or_recipe_are_refused():
     for text, error in [
         (
             b"gpukern-weight 2 w4",
-            "QuantizedLinear: the state is gpukern-weight of version 2, this gpukern reads version 1",
+            "QuantizedLinear: the state is gpukern-weight of version 2, this gpukern reads "
+            "version 1",
         ),
-        (b"safe-weight 1 w4", "QuantizedLinear: the state is no gpukern-weight, it begins with 'safe-weight'"),
+        (
+            b"safe-weight 1 w4",
+            "QuantizedLinear: the state is no gpukern-weight, it begins with 'safe-weight'",
+        ),
         (b"gpukern-weight 1 w8", "QuantizedLinear: the state is of recipe w8, the layer is of w4"),
     ]:
         state["0._extra_state"] = torch.tensor(list(text), dtype=torch.uint8)
@@ -115,19 +143,35 @@ def test_in_place_printed_and_refused(capsys):
     first, seen = model[0], []
     first.register_forward_hook(lambda *_: seen.append(1))
     with gnn.quantize(model, "w4", skip=["2"], say=said.append) as done:
-        assert model[0] is first and isinstance(first, gnn.QuantizedLinear) and "recipe=w4, bits=" in repr(first)
-        assert said[0].startswith("gpukern: 2 Linear -> w4 (int4 weights, a scale a 128): 0, 3; 0.1 -> 0.0 MiB")
-        assert said[1:] == ["gpukern: 2 left: skipped"] and str(done) == "0: w4\n3: w4\n2: left, skipped"
+        assert (
+            model[0] is first
+            and isinstance(first, gnn.QuantizedLinear)
+            and "recipe=w4, bits=" in repr(first)
+        )
+        assert said[0].startswith(
+            "gpukern: 2 Linear -> w4 (int4 weights, a scale a 128): 0, 3; 0.1 -> 0.0 MiB"
+        )
+        assert (
+            said[1:] == ["gpukern: 2 left: skipped"]
+            and str(done) == "0: w4\n3: w4\n2: left, skipped"
+        )
         model(torch.ones(2, 260))
-        assert seen == [1] and (model(torch.randn(9, 260)) >= 0).all()  # the hook, and the activation of the last
+        # the hook, and the activation of the last
+        assert seen == [1] and (model(torch.randn(9, 260)) >= 0).all()
         assert first.weight.shape == (70, 260)
     assert type(model[0]) is nn.Linear and type(model[3]) is gnn.Linear
     encoder = nn.TransformerEncoderLayer(16, 2)
-    assert not gnn.quantize(encoder, "w8").replaced and "nothing to quantize" in capsys.readouterr().out
+    assert (
+        not gnn.quantize(encoder, "w8").replaced
+        and "nothing to quantize" in capsys.readouterr().out
+    )
     for run, error in [
         (lambda: gnn.quantize(model, "w3"), "recipe must be one of fp8, .*, got 'w3'"),
         (lambda: gnn.quantize(model, "int8-static"), "recipe int8-static needs calibration"),
-        (lambda: gnn.quantize(model, "int8-static", calibration=[]), "calibrate: there is no batch"),
+        (
+            lambda: gnn.quantize(model, "int8-static", calibration=[]),
+            "calibrate: there is no batch",
+        ),
         (lambda: done.finish(), "finish is for the recipes qat-"),
         (lambda: first(torch.ones(2, 260, dtype=torch.float64)), None),
     ]:
@@ -135,15 +179,23 @@ def test_in_place_printed_and_refused(capsys):
             with pytest.raises(ValueError, match=error):
                 run()
     gnn.quantize(model, "fp8", say=None)
-    with pytest.raises(ValueError, match="QuantizedLinear: x must be float32, bfloat16 or float16, got float64"):
+    with pytest.raises(
+        ValueError, match="QuantizedLinear: x must be float32, bfloat16 or float16, got float64"
+    ):
         model(torch.ones(2, 260, dtype=torch.float64))
-    with pytest.raises(ValueError, match="QuantizedLinear: x has 7 columns, the weight has 260; they must match"):
+    with pytest.raises(
+        ValueError, match="QuantizedLinear: x has 7 columns, the weight has 260; they must match"
+    ):
         model(torch.ones(2, 7))
     again = gnn.quantize(model, "w4", say=said.append)
-    assert not again.replaced and said[-4:-2] == ["gpukern: nothing to quantize", "gpukern: 0 left: it is fp8 already"]
+    assert not again.replaced and said[-4:-2] == [
+        "gpukern: nothing to quantize",
+        "gpukern: 0 left: it is fp8 already",
+    ]
     gnn.quantize(nn.Linear(64, 64), "w4", say=said.append)
     assert ": the model; 0.0 -> 0.0 MiB" in said[-1]
-    with pytest.raises(TypeError, match="linear"):  # the layer's own words, not those of what watches it
+    # the layer's own words, not those of what watches it
+    with pytest.raises(TypeError, match="linear"):
         gnn.quantize(nn.Linear(64, 64), "int8-static", calibration=[1], say=None)
 
 
@@ -177,7 +229,8 @@ def test_fp4_rounds_to_the_nearest():
     both = torch.cat((values, -values))
     assert torch.equal(e2m1_round(x), both[(x[:, None] - both).abs().argmin(1)])
     assert torch.equal(
-        e2m1_round(torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])), torch.tensor([0.0, 1, 1, 2, 2, 4, 4])
+        e2m1_round(torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])),
+        torch.tensor([0.0, 1, 1, 2, 2, 4, 4]),
     )
 
 
@@ -189,17 +242,22 @@ def test_pruning():
     assert torch.equal(four.abs().sum(-1), w.abs().unflatten(1, (-1, 4)).topk(2, -1).values.sum(-1))
     weighted = gnn.prune_2_4(torch.ones(1, 4), torch.tensor([1.0, 3, 2, 4]))
     assert weighted.tolist() == [[0, 1, 0, 1]]
-    with pytest.raises(ValueError, match="prune_2_4: w must be \\[N, K\\] with K a multiple of 4, got \\[1, 6\\]"):
+    with pytest.raises(
+        ValueError, match="prune_2_4: w must be \\[N, K\\] with K a multiple of 4, got \\[1, 6\\]"
+    ):
         gnn.prune_2_4(torch.ones(1, 6))
 
 
 @pytest.mark.parametrize("scaling", ("current", "delayed"))
 def test_fp8_linear(scaling):
-    """Its three products are those of the rounded operands; delayed scales follow the sizes of earlier calls."""
+    """Its three products are those of the rounded operands; delayed scales follow the sizes of
+    earlier calls."""
     gen = generator("fp8", scaling)
     layer = gnn.Fp8Linear(48, 40, scaling=scaling, history=3)
     plain = nn.Linear(48, 40)
-    plain.load_state_dict({name: p for name, p in layer.state_dict().items() if "history" not in name})
+    plain.load_state_dict(
+        {name: p for name, p in layer.state_dict().items() if "history" not in name}
+    )
     for step in range(4):
         x = (randn(gen, 5, 7, 48) * (4 - step)).requires_grad_()
         grad = randn(gen, 5, 7, 40) * 1e-6  # below what e5m2 holds without a scale
@@ -222,20 +280,30 @@ def test_fp8_linear(scaling):
 
 @pytest.mark.parametrize("reentrant", (False, True))
 def test_delayed_scaling_under_checkpointing(reentrant, device):
-    """The recomputation has the scales of the first pass: the same bits as without it, and each call fills one place."""
+    """The recomputation has the scales of the first pass: the same bits as without it, and each
+    call fills one place."""
     torch.manual_seed(1)
-    plain = nn.Sequential(gnn.Fp8Linear(32, 48, scaling="delayed", history=3), nn.GELU(), gnn.Fp8Linear(48, 32, scaling="delayed"))
+    plain = nn.Sequential(
+        gnn.Fp8Linear(32, 48, scaling="delayed", history=3),
+        nn.GELU(),
+        gnn.Fp8Linear(48, 32, scaling="delayed"),
+    )
     plain.to(device)
     saving = copy.deepcopy(plain)
     gen = generator("checkpointed")
     for step in range(5):
-        xs = [(randn(gen, 9, 32) * 3.0 ** (-step - part)).to(device) for part in range(2)]  # two calls, then backward
+        # two calls, then backward
+        xs = [(randn(gen, 9, 32) * 3.0 ** (-step - part)).to(device) for part in range(2)]
         grads = []
         for model in (plain, saving):
             given = [x.clone().requires_grad_() for x in xs]
-            run = lambda x, m=model: m(x) if m is plain else checkpoint(m, x, use_reentrant=reentrant)  # noqa: E731
+            run = lambda x, m=model: (  # noqa: E731
+                m(x) if m is plain else checkpoint(m, x, use_reentrant=reentrant)
+            )  # noqa: E731
             loss = sum(run(run(x)).square().sum() for x in given)
-            grads.append(torch.autograd.grad(loss, given, retain_graph=True) if not reentrant else ())
+            grads.append(
+                torch.autograd.grad(loss, given, retain_graph=True) if not reentrant else ()
+            )
             model.zero_grad(), loss.backward()
             with torch.no_grad():
                 for p in model.parameters():
@@ -272,23 +340,31 @@ def test_fp8_training_learns_and_is_undone():
     assert losses[-1] < 0.5 * losses[0]
     now = model[0].weight.clone()
     done.restore()
-    assert type(model[0]) is nn.Linear and torch.equal(model[0].weight, now) and not list(model.buffers())
+    assert (
+        type(model[0]) is nn.Linear
+        and torch.equal(model[0].weight, now)
+        and not list(model.buffers())
+    )
 
 
 @pytest.mark.parametrize("recipe", [r for r in gnn.RECIPES if r.startswith("qat-")])
 def test_qat(recipe):
-    """Training through the rounding makes the rounded layer better than rounding after training; what is deployed is what trained."""
+    """Training through the rounding makes the rounded layer better than rounding after training;
+    what is deployed is what trained."""
     torch.manual_seed(0)
     gen = generator("qat", recipe)
     layer = nn.Linear(130, 24).bfloat16()
-    # columns that go together, so that roundings can make up for one another; of others the nearest is the best
+    # columns that go together, so that roundings can make up for one another; of others the nearest
+    # is the best
     x = (randn(gen, 256, 12) @ randn(gen, 12, 130) / 3.5 + 0.1 * randn(gen, 256, 130)).bfloat16()
     y = layer(x).detach().float()
     after = copy.deepcopy(layer)
     gnn.quantize(after, recipe.removeprefix("qat-"), say=None)
     done = gnn.quantize(layer, recipe, say=None)
     layer.float()
-    optimizer = torch.optim.Adam([{"params": [layer.weight]}, {"params": [layer.log_step]}], lr=3e-4)
+    optimizer = torch.optim.Adam(
+        [{"params": [layer.weight]}, {"params": [layer.log_step]}], lr=3e-4
+    )
     for i in range(60):
         optimizer.param_groups[0]["lr"] = 3e-4 * (1 - i / 60)
         loss = nn.functional.mse_loss(layer(x.float()), y)
@@ -299,7 +375,9 @@ def test_qat(recipe):
     if recipe == "qat-w4":
         assert relative(trained, y) < 0.8 * relative(after(x), y)
     assert (
-        done.finish() is done and isinstance(layer, gnn.QuantizedLinear) and layer.scheme == recipe.removeprefix("qat-")
+        done.finish() is done
+        and isinstance(layer, gnn.QuantizedLinear)
+        and layer.scheme == recipe.removeprefix("qat-")
     )
     assert relative(layer(x.float()), trained) < 0.006
     done.restore()
@@ -309,11 +387,17 @@ def test_qat(recipe):
 @pytest.mark.parametrize("recipe", [r for r in gnn.RECIPES if r.startswith("qat-")])
 @pytest.mark.parametrize("what", ("row", "group", "tiny row", "all"))
 def test_qat_of_zeros_trains(recipe, what, device):
-    """A group of zeros has no scale of its own. It learns all the same, nothing becomes NaN, and what is deployed is what trained."""
+    """A group of zeros has no scale of its own. It learns all the same, nothing becomes NaN, and
+    what is deployed is what trained."""
     gen = generator("qat of zeros", recipe, what)
     layer = nn.Linear(200, 33).to(device)
     with torch.no_grad():
-        part = {"row": layer.weight[3], "group": layer.weight[3, :128], "tiny row": layer.weight[3], "all": layer.weight}
+        part = {
+            "row": layer.weight[3],
+            "group": layer.weight[3, :128],
+            "tiny row": layer.weight[3],
+            "all": layer.weight,
+        }
         part[what].fill_(1e-36 if what == "tiny row" else 0.0)
     x, y = randn(gen, 16, 200).to(device), randn(gen, 16, 33).to(device)
     done = gnn.quantize(layer, recipe, say=None)
@@ -333,7 +417,8 @@ def test_qat_of_zeros_trains(recipe, what, device):
 @pytest.mark.parametrize("value", (1.0, -(2.0**-20), 2.0**60))
 @pytest.mark.parametrize("recipe", [r for r in gnn.RECIPES if r.startswith("qat-")])
 def test_qat_far_from_its_scale_has_finite_gradients(recipe, value):
-    """A weight that is many orders of size above its scale is clipped: no gradient of its own, the largest code times g for the scale."""
+    """A weight that is many orders of size above its scale is clipped: no gradient of its own, the
+    largest code times g for the scale."""
     layer = nn.Linear(200, 2)
     gnn.quantize(layer, recipe, say=None)
     with torch.no_grad():
@@ -345,7 +430,8 @@ def test_qat_far_from_its_scale_has_finite_gradients(recipe, value):
 
 
 def test_learned_scale_has_its_gradient():
-    """Esser et al.: g (r - v) where nothing is clipped, g r where something is, over sqrt(count * largest)."""
+    """Esser et al.: g (r - v) where nothing is clipped, g r where something is, over sqrt(count *
+    largest)."""
     layer = nn.Linear(8, 1, bias=False)
     gnn.quantize(layer, "qat-w4", say=None)
     with torch.no_grad():
@@ -360,7 +446,8 @@ def test_learned_scale_has_its_gradient():
 
 
 def test_what_a_layer_cannot_do_leaves_it_as_it_was():
-    """A move that raises, a state of another recipe; and a weight that a hook computes is not taken."""
+    """A move that raises, a state of another recipe; and a weight that a hook computes is not
+    taken."""
     x = randn(generator("quantize fails"), 5, 64)
     layer = nn.Sequential(nn.Linear(64, 48))
     gnn.quantize(layer, "w4", say=None)
@@ -386,7 +473,8 @@ def test_what_a_layer_cannot_do_leaves_it_as_it_was():
 
 
 def test_delayed_scaling_of_a_layer_that_is_called_twice():
-    """Every backward writes the history of gradients: of calls that share a layer, and of one that goes back twice."""
+    """Every backward writes the history of gradients: of calls that share a layer, and of one that
+    goes back twice."""
     layer = nn.Sequential(nn.Linear(64, 64))
     gnn.quantize(layer, "fp8-train-delayed", say=None)
     x = randn(generator("fp8 twice"), 5, 64).requires_grad_()
@@ -400,18 +488,24 @@ def test_delayed_scaling_of_a_layer_that_is_called_twice():
 
 @pytest.mark.parametrize("recipe", ("w4", "w4-zero", "nvfp4", "mxfp4", "qat-w4"))
 def test_inductor_reaches_the_last_columns(recipe, device):
-    """K that is no multiple of a group: the decoded weight and the gradient that passes it have all columns."""
+    """K that is no multiple of a group: the decoded weight and the gradient that passes it have all
+    columns."""
     gen = generator("last columns", recipe)
     layer = nn.Linear(200, 24).to(device)
     gnn.quantize(layer, recipe, say=None)
     x, grad = randn(gen, 7, 200).to(device).requires_grad_(), randn(gen, 7, 24).to(device)
     wrt = [x, *(p for p in layer.parameters() if p.requires_grad)]
-    decode = (lambda: layer.fake_weight()) if recipe == "qat-w4" else (lambda: layer.decoded(torch.float32))
+    decode = (
+        (lambda: layer.fake_weight())
+        if recipe == "qat-w4"
+        else (lambda: layer.decoded(torch.float32))
+    )
 
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: (layer(x), decode()), fullgraph=True)
     out, decoded = compiled(x)
-    torch.testing.assert_close(decoded.detach(), decode().detach(), rtol=1e-6, atol=0)  # Inductor's exp2 may be an ulp off
+    # Inductor's exp2 may be an ulp off
+    torch.testing.assert_close(decoded.detach(), decode().detach(), rtol=1e-6, atol=0)
     got, want = (torch.autograd.grad(y, wrt, grad) for y in (out, layer(x)))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -450,12 +544,17 @@ def test_an_mlp_keeps_its_activation():
 def test_torch_func(recipe):
     """vmap is a loop, and per-sample gradients are those of a loop."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(64, 16), nn.GELU(), nn.Linear(16, 8)), randn(generator("func"), 3, 2, 64)
+    model, x = (
+        nn.Sequential(nn.Linear(64, 16), nn.GELU(), nn.Linear(16, 8)),
+        randn(generator("func"), 3, 2, 64),
+    )
     gnn.quantize(model, recipe, say=None, calibration=[x] if "static" in recipe else None)
     model(x)
     model.eval()  # delayed scales move in training
     parameters = dict(model.named_parameters())
-    torch.testing.assert_close(torch.vmap(model)(x), torch.stack([model(t) for t in x]), rtol=1e-3, atol=2e-3)
+    torch.testing.assert_close(
+        torch.vmap(model)(x), torch.stack([model(t) for t in x]), rtol=1e-3, atol=2e-3
+    )
 
     def loss(parameters, t):
         return torch.func.functional_call(model, parameters, (t,)).square().sum()
@@ -481,7 +580,9 @@ def test_restore_goes_where_the_model_went():
             torch.testing.assert_close(m.weight.float(), weight, rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "int8-static", "w4-zero", "fp8-train-delayed", "qat-int8"])
+@pytest.mark.parametrize(
+    "recipe", ["fp8", "int8-static", "w4-zero", "fp8-train-delayed", "qat-int8"]
+)
 def test_nothing_to_multiply(recipe):
     """No tokens, as an expert may have, no columns, and no rows."""
     with warnings.catch_warnings():
@@ -510,7 +611,9 @@ def test_a_row_with_nan_is_shown():
         assert layer(x).isnan().any(0).tolist() == [True] + 7 * [False], recipe
 
 
-@pytest.mark.parametrize("recipe", ("int8-static", "fp8-static", "w4", "nvfp4", "mxfp4", "2:4", "qat-w4"))
+@pytest.mark.parametrize(
+    "recipe", ("int8-static", "fp8-static", "w4", "nvfp4", "mxfp4", "2:4", "qat-w4")
+)
 @pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf, 1e30, 0.0))
 def test_calibration_that_shows_nothing_is_refused_by_name(recipe, value):
     """Zeros are refused where a scale comes from them; what is not finite wherever it is read."""
@@ -551,6 +654,8 @@ def test_pickle():
         gnn.quantize(model, recipe, say=None, calibration=[x] if "static" in recipe else None)
         for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
             assert_bits(other(x).detach(), model(x).detach())
-            assert not {t.data_ptr() for t in other.buffers()} & {t.data_ptr() for t in model.buffers()}
+            assert not {t.data_ptr() for t in other.buffers()} & {
+                t.data_ptr() for t in model.buffers()
+            }
             assert [t.dtype for t in other.buffers()] == [t.dtype for t in model.buffers()]
             assert list(other.state_dict()) == list(model.state_dict())

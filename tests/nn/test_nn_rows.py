@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Norms, rotary embedding and the head of torch_gpukern.nn, and what patch makes of modules that do the same."""
+"""Norms, rotary embedding and the head of torch_gpukern.nn, and what patch makes of modules that do
+the same."""
 
 import copy
 
@@ -23,7 +24,9 @@ def same(ours, theirs, x, tolerance=1e-5):
     ]
     for got, want in zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True):
         assert got.dtype == want.dtype and got.shape == want.shape
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * float(want.detach().abs().max()))
+        torch.testing.assert_close(
+            got, want, rtol=tolerance, atol=tolerance * float(want.detach().abs().max())
+        )
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
@@ -61,11 +64,14 @@ def test_weight_offset():
 
 
 class Held(torch.Tensor):
-    """A weight that computes by itself, as quantised and sharded ones do: no kernel of ours reads it."""
+    """A weight that computes by itself, as quantised and sharded ones do: no kernel of ours reads
+    it."""
 
     @staticmethod
     def __new__(cls, held):
-        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, held.shape, dtype=held.dtype, device=held.device
+        )
 
     def __init__(self, held):
         self.held = held
@@ -132,7 +138,9 @@ def test_reset_parameters_of_a_norm_with_an_offset():
     assert norm.weight.eq(0.75).all()
 
 
-@pytest.mark.parametrize("how", ("to_empty", "to_empty of tables that were there", "reset", "assign", "compile", "move"))
+@pytest.mark.parametrize(
+    "how", ("to_empty", "to_empty of tables that were there", "reset", "assign", "compile", "move")
+)
 def test_rotary_tables_of_a_module_made_on_meta(how):
     want = gnn.RotaryEmbedding(4, 8)
     q, k = randn(generator("meta rotary"), 1, 2, 8, 4), randn(generator("meta rotary"), 1, 1, 8, 4)
@@ -151,7 +159,9 @@ def test_rotary_tables_of_a_module_made_on_meta(how):
         rotary = gnn.RotaryEmbedding(4, 8).to("meta").to_empty(device="cpu").to(torch.float64)
     else:
         rotary.load_state_dict({}, assign=True)
-    call = torch.compile(rotary, backend="aot_eager", fullgraph=True) if how == "compile" else rotary
+    call = (
+        torch.compile(rotary, backend="aot_eager", fullgraph=True) if how == "compile" else rotary
+    )
     for got, right in zip(call(q, k), want(q, k), strict=True):
         assert torch.equal(got, right)
     assert torch.equal(rotary.cos, want.cos) and rotary.cos.dtype is torch.float32
@@ -165,9 +175,14 @@ def test_rotary_embedding(interleaved):
     positions = torch.randint(32, (2, 9), generator=gen)
     angle = positions[:, None, :, None].double() * 100.0 ** (-torch.arange(0, 8, 2) / 8)
     for x, got in zip((q, k), rotary(q, k, positions), strict=True):
-        first, second = (slice(0, 8, 2), slice(1, 8, 2)) if interleaved else (slice(0, 4), slice(4, 8))
+        first, second = (
+            (slice(0, 8, 2), slice(1, 8, 2)) if interleaved else (slice(0, 4), slice(4, 8))
+        )
         want, x1, x2 = x.double(), x[..., first].double(), x[..., second].double()
-        want[..., first], want[..., second] = x1 * angle.cos() - x2 * angle.sin(), x2 * angle.cos() + x1 * angle.sin()
+        want[..., first], want[..., second] = (
+            x1 * angle.cos() - x2 * angle.sin(),
+            x2 * angle.cos() + x1 * angle.sin(),
+        )
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
     table = rotary.cos.clone()
     assert not rotary.state_dict() and torch.equal(rotary.bfloat16().cos, table)
@@ -177,7 +192,9 @@ def test_rotary_embedding(interleaved):
 
 def test_linear_cross_entropy():
     torch.manual_seed(0)
-    head = gnn.LinearCrossEntropy(16, 33, bias=True, softcap=4.0, logit_scale=0.5, label_smoothing=0.1)
+    head = gnn.LinearCrossEntropy(
+        16, 33, bias=True, softcap=4.0, logit_scale=0.5, label_smoothing=0.1
+    )
     x, target = randn(generator("head"), 2, 5, 16), torch.randint(33, (2, 5))
     logits = 4.0 * torch.tanh(F.linear(x, head.weight, head.bias) * 0.5 / 4.0)
     torch.testing.assert_close(head(x), logits)
@@ -206,7 +223,11 @@ class OtherRMSNorm(PlainRMSNorm):
 class PlainMLP(nn.Module):
     def __init__(self, activation):
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(24, 40), nn.Linear(24, 40), nn.Linear(40, 24)
+        self.gate_proj, self.up_proj, self.down_proj = (
+            nn.Linear(24, 40),
+            nn.Linear(24, 40),
+            nn.Linear(40, 24),
+        )
         self.act_fn = activation
 
     def forward(self, x):
@@ -217,7 +238,9 @@ def block():
     torch.manual_seed(0)
     activations = (nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.Tanh())
     norms = PlainRMSNorm(24), PlainRMSNorm(24, 1.0), nn.RMSNorm(24, eps=1e-5), nn.LayerNorm(24)
-    return nn.Sequential(*(m for pair in zip(norms, map(PlainMLP, activations), strict=True) for m in pair))
+    return nn.Sequential(
+        *(m for pair in zip(norms, map(PlainMLP, activations), strict=True) for m in pair)
+    )
 
 
 @pytest.mark.parametrize("what", ("another activation", "its approximation", "its forward", "eps"))
@@ -248,7 +271,12 @@ def test_patch_and_restore():
     plain = copy.deepcopy(model)
     done = gnn.patch(model, say=lines.append)
     kinds = [type(m).__name__ for m in model]
-    assert kinds == ["SimilarRMSNorm", "SimilarMLP"] * 2 + ["RMSNorm", "SimilarMLP", "LayerNorm", "PlainMLP"]
+    assert kinds == ["SimilarRMSNorm", "SimilarMLP"] * 2 + [
+        "RMSNorm",
+        "SimilarMLP",
+        "LayerNorm",
+        "PlainMLP",
+    ]
     assert any(line.startswith("gpukern: 2 PlainRMSNorm -> RMSNorm: 0, 2") for line in lines)
     assert any(line.startswith("gpukern: 1 PlainMLP -> MLP with swiglu: 1") for line in lines)
     same(model, plain, randn(generator("patched"), 2, 7, 24), 1e-4)
@@ -296,7 +324,13 @@ def test_the_dtype_of_a_patched_norm_s_result(kind, weight):
 def test_arguments_of_patched_modules_by_name():
     """As torch's ModuleInfo and transformers call them."""
     x = randn(generator("by name"), 3, 24)
-    model = nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.RMSNorm(24), LlamaLikeRMSNorm(24), PlainMLP(nn.SiLU()))
+    model = nn.Sequential(
+        nn.Linear(24, 24),
+        nn.LayerNorm(24),
+        nn.RMSNorm(24),
+        LlamaLikeRMSNorm(24),
+        PlainMLP(nn.SiLU()),
+    )
     names = ("input", "input", "x", "hidden_states", "x")
     want = [m(**{name: x}) for m, name in zip(model, names, strict=True)]
     gnn.patch(model, say=None)
@@ -356,7 +390,11 @@ def test_patch_leaves_a_norm_that_computes_something_else():
 def causal_model(**config):
     transformers = pytest.importorskip("transformers")
     sizes = dict(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     torch.manual_seed(0)
     kind = config.pop("kind", "Llama")
@@ -441,7 +479,9 @@ def test_a_head_whose_weight_multiplies_by_itself():
 def test_fused_loss_of_a_head_that_computes_something_else(how):
     model = causal_model()
     if how == "weight":
-        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(Knows), requires_grad=False)
+        model.lm_head.weight = nn.Parameter(
+            model.lm_head.weight.detach().as_subclass(Knows), requires_grad=False
+        )
     elif how == "forward":
         model.lm_head.forward = lambda x: F.linear(x, model.lm_head.weight) * 2
     ids = torch.randint(70, (2, 11))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Dropout in attention: the mask is stated in integers of Python, results and gradients by the float64 reference with that mask."""
+"""Dropout in attention: the mask is stated in integers of Python, results and gradients by the
+float64 reference with that mask."""
 
 import math
 import warnings
@@ -32,7 +33,8 @@ def seed_of(*values, device="cpu"):
 
 
 def stated_row(row, keys, p, seed):
-    """What row `row` keeps: eight keys a call of Philox, of each word its low half and its high half."""
+    """What row `row` keeps: eight keys a call of Philox, of each word its low half and its high
+    half."""
     s, o = (int(x) & 2**64 - 1 for x in seed)
     words = [w for g in range((keys + 7) // 8) for w in philox(s, o, row << 29 | g)]
     halves = [h for w in words for h in (w & 0xFFFF, w >> 16)]
@@ -45,7 +47,10 @@ def stated_row(row, keys, p, seed):
 def test_the_mask_is_the_stated_one():
     seed = seed_of(-(2**62) + 12345, 2**40 + 7)
     mask = gk.attn_dropout_mask(torch.empty(2, 3, 9, 8), torch.empty(2, 1, 37, 8), 0.3, seed)
-    want = [[[stated_row((b * 3 + h) * 9 + i, 37, 0.3, seed) for i in range(9)] for h in range(3)] for b in range(2)]
+    want = [
+        [[stated_row((b * 3 + h) * 9 + i, 37, 0.3, seed) for i in range(9)] for h in range(3)]
+        for b in range(2)
+    ]
     assert torch.equal(mask, torch.tensor(want))
     packed = gk.attn_dropout_mask(torch.empty(11, 2, 8), torch.empty(20, 1, 8), 0.3, seed)
     want = [[stated_row(t * 2 + h, 20, 0.3, seed) for t in range(11)] for h in range(2)]
@@ -53,7 +58,8 @@ def test_the_mask_is_the_stated_one():
 
 
 def test_the_mask_is_random():
-    """Its rate, and that rows, heads, neighbouring keys and neighbouring seeds have nothing to do with each other."""
+    """Its rate, and that rows, heads, neighbouring keys and neighbouring seeds have nothing to do
+    with each other."""
     q, n = torch.empty(2, 4, 256, 1), 2 * 4 * 256 * 256
     for p in (0.1, 0.5, 0.9):
         mask = gk.attn_dropout_mask(q, q, p, seed_of(3, 0)).double()
@@ -95,7 +101,8 @@ def close(yard, mine, exact, what, dtype=None):
 
 
 def within(q, k, v, rules, grad, grad_lse, p, seed, got, what):
-    """out, lse and gradients against the float64 reference; PyTorch's own products in the same dtype are the yardstick."""
+    """out, lse and gradients against the float64 reference; PyTorch's own products in the same
+    dtype are the yardstick."""
     kept = gk.attn_dropout_mask(q, k, p, seed).cpu()
     q, k, v, grad, grad_lse, rules, got = on_cpu((q, k, v, grad, grad_lse, rules, got))
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
@@ -112,7 +119,9 @@ def within(q, k, v, rules, grad, grad_lse, p, seed, got, what):
     yard = [x.to(dtype) for x in (q, k, v)]
     close(reference.flash_attn(*yard, **low), got[0], out, f"{what} out")
     far = (got[1].double() - lse)[seen].abs()
-    assert torch.equal(got[1].isfinite(), seen) and (not far.numel() or far.max() < 2**-16), f"{what} lse"
+    assert torch.equal(got[1].isfinite(), seen) and (not far.numel() or far.max() < 2**-16), (
+        f"{what} lse"
+    )
     grads = flash_gradients(*yard, grad.to(dtype), grad_lse.float(), **low)
     for name, mine, yard_grad, exact in zip(("dq", "dk", "dv", "dsinks"), got[2:], grads, want):
         close(yard_grad, mine, exact, f"{what} {name}", q.dtype)
@@ -126,7 +135,10 @@ def test_values_and_gradients(case, dtype, device):
         pytest.skip("not served")
     gen = generator("attn dropout", case, str(dtype))
     q = randn(gen, batch, heads, seq_q, dim, dtype=dtype, device=device)
-    k, v = (randn(gen, batch, heads_kv, seq_k, d, dtype=dtype, device=device) + 0.25 for d in (dim, dim_v))
+    k, v = (
+        randn(gen, batch, heads_kv, seq_k, d, dtype=dtype, device=device) + 0.25
+        for d in (dim, dim_v)
+    )
     rules = for_dtype(modifiers(name, batch, heads, seq_q, seq_k, gen, dtype, device), dtype)
     p, seed = (0.1, 0.5, 0.25)[case % 3], seed_of(case, 77, device=device)
     x, y, z = (t.clone().requires_grad_() for t in (q, k, v))
@@ -148,7 +160,8 @@ def test_values_and_gradients(case, dtype, device):
 @pytest.mark.parametrize("dtype", (F32, BF16, F64), ids=str)
 @pytest.mark.parametrize("causal", (False, True))
 def test_packed(dtype, causal, device):
-    """Sequences of different lengths, an empty one and one without keys: each reads its rows of the mask."""
+    """Sequences of different lengths, an empty one and one without keys: each reads its rows of the
+    mask."""
     gen = generator("attn dropout packed", str(dtype), causal)
     cu_q, cu_k = ([0, 5, 5, 75, 80, 81], [0, 9, 20, 90, 90, 130])
     q = randn(gen, 83, 4, 32, dtype=dtype, device=device)
@@ -168,7 +181,9 @@ def test_packed(dtype, causal, device):
             continue
         one = [t.transpose(0, 1)[None] for t in (q[rows], k[keys], v[keys], grad[rows])]
         kept = mask[None, :, rows, :n].cpu()
-        wide, low = ([t.cpu().to(d).requires_grad_() for t in one[:3]] for d in (F64, yard_dtype(dtype)))
+        wide, low = (
+            [t.cpu().to(d).requires_grad_() for t in one[:3]] for d in (F64, yard_dtype(dtype))
+        )
         rules = dict(is_causal=causal, diagonal=n - (rows.stop - rows.start))
         want = reference.flash_attn(*wide, **rules, kept=kept, dropout_p=p)
         exact = torch.autograd.grad(want, wide, one[3].cpu().double())
@@ -180,7 +195,9 @@ def test_packed(dtype, causal, device):
             want,
             f"out {b}",
         )
-        for name, mine, own, ref in zip("qkv", (got[0][rows], got[1][keys], got[2][keys]), yard, exact):
+        for name, mine, own, ref in zip(
+            "qkv", (got[0][rows], got[1][keys], got[2][keys]), yard, exact
+        ):
             close(own, mine.transpose(0, 1)[None], ref, f"d{name} {b}")
 
 
@@ -189,7 +206,8 @@ def test_gradcheck():
     q, k, v = (randn(gen, 1, 2, n, 4, dtype=F64).requires_grad_() for n in (5, 7, 7))
     seed = seed_of(9, 9)
     assert torch.autograd.gradcheck(
-        lambda *x: gk.flash_attn(*x, is_causal=True, diagonal=2, dropout_p=0.4, dropout_seed=seed), (q, k, v)
+        lambda *x: gk.flash_attn(*x, is_causal=True, diagonal=2, dropout_p=0.4, dropout_seed=seed),
+        (q, k, v),
     )
 
 
@@ -200,7 +218,9 @@ def test_a_row_of_one_key_has_no_gradient_of_its_score(seq_q):
     for dtype in (F32, BF16):
         q, v = (randn(gen, 1, 3, seq_q, 32, dtype=dtype).requires_grad_() for _ in range(2))
         k = randn(gen, 1, 3, seq_q, 32, dtype=dtype).requires_grad_()
-        out = gk.flash_attn(q, k, v, window_left=0, window_right=0, dropout_p=0.5, dropout_seed=seed_of(1, 1))
+        out = gk.flash_attn(
+            q, k, v, window_left=0, window_right=0, dropout_p=0.5, dropout_seed=seed_of(1, 1)
+        )
         dq, dk = torch.autograd.grad(out, (q, k), randn(gen, *out.shape, dtype=dtype))
         assert not dq.any() and not dk.any()
 
@@ -211,7 +231,8 @@ def test_a_row_of_one_key_has_no_gradient_of_its_score(seq_q):
 def test_without_dropout_the_bits_are_the_same(device):
     q = randn(generator("attn no dropout"), 1, 2, 70, 64, dtype=BF16, device=device)
     assert same_bits(
-        gk.flash_attn(q, q, q), gk.flash_attn(q, q, q, dropout_p=0.0, dropout_seed=seed_of(1, 2, device=device))
+        gk.flash_attn(q, q, q),
+        gk.flash_attn(q, q, q, dropout_p=0.0, dropout_seed=seed_of(1, 2, device=device)),
     )
 
 
@@ -241,9 +262,13 @@ def test_compiled(device):
     q = randn(generator("attn dropout compile"), 1, 2, 70, 64, device=device).requires_grad_()
     seed = seed_of(3, 4, device=device)
     run = torch.compile(
-        lambda x, s: gk.flash_attn(x, x, x, is_causal=True, dropout_p=0.25, dropout_seed=s), fullgraph=True
+        lambda x, s: gk.flash_attn(x, x, x, is_causal=True, dropout_p=0.25, dropout_seed=s),
+        fullgraph=True,
     )
-    mine, eager = run(q, seed), gk.flash_attn(q, q, q, is_causal=True, dropout_p=0.25, dropout_seed=seed)
+    mine, eager = (
+        run(q, seed),
+        gk.flash_attn(q, q, q, is_causal=True, dropout_p=0.25, dropout_seed=seed),
+    )
     assert same_bits(mine, eager)
     assert same_bits(*(torch.autograd.grad(y.sum(), q)[0] for y in (mine, eager)))
     drawn = torch.compile(lambda x: gk.flash_attn(x, x, x, dropout_p=0.5), fullgraph=True)
@@ -268,16 +293,22 @@ def test_opcheck():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.library.opcheck(
-            torch.ops.gpukern.flash_attn.default, (q, q, q), dict(dropout_p=0.5, dropout_seed=seed_of(1, 2))
+            torch.ops.gpukern.flash_attn.default,
+            (q, q, q),
+            dict(dropout_p=0.5, dropout_seed=seed_of(1, 2)),
         )
 
 
 @pytest.mark.parametrize("p", (-0.1, 1.0, 1.5, math.nan, math.inf))
 def test_p_is_refused_by_name(p):
     q = torch.ones(1, 1, 2, 8)
-    with pytest.raises(ValueError, match=r"flash_attn: dropout_p must be at least 0 and less than 1, got"):
+    with pytest.raises(
+        ValueError, match=r"flash_attn: dropout_p must be at least 0 and less than 1, got"
+    ):
         gk.flash_attn(q, q, q, dropout_p=p)
-    with pytest.raises(ValueError, match=r"attn_dropout_mask: p must be at least 0 and less than 1, got"):
+    with pytest.raises(
+        ValueError, match=r"attn_dropout_mask: p must be at least 0 and less than 1, got"
+    ):
         gk.attn_dropout_mask(q, q, p, seed_of(1, 2))
 
 
@@ -289,7 +320,9 @@ def test_more_refusals():
         torch.ops.gpukern.flash_attn(q, q, q, dropout_p=0.5)
     with pytest.raises(ValueError, match="dropout_p must be 0 where is_part is true"):
         lse = torch.zeros(1, 1, 2)
-        torch.ops.gpukern.flash_attn_bwd(q, q, q, q, q, lse, is_part=True, dropout_p=0.5, dropout_seed=seed_of(1, 2))
+        torch.ops.gpukern.flash_attn_bwd(
+            q, q, q, q, q, lse, is_part=True, dropout_p=0.5, dropout_seed=seed_of(1, 2)
+        )
     x = q.clone().requires_grad_()
     dq = torch.autograd.grad(gk.flash_attn(x, x, x, dropout_p=0.5).sum(), x, create_graph=True)[0]
     with pytest.raises(NotImplementedError, match="twice differentiable"):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Dropout: what is kept is stated here in integers of Python, values and gradients by PyTorch's own functions with that mask."""
+"""Dropout: what is kept is stated here in integers of Python, values and gradients by PyTorch's own
+functions with that mask."""
 
 import pytest
 import torch
@@ -15,7 +16,10 @@ UNIT = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11, tor
 
 def philox(seed: int, offset: int, index: int) -> list[int]:
     """Philox4x32-10 as its paper has it."""
-    c, k = [index & 0xFFFFFFFF, index >> 32, offset & 0xFFFFFFFF, offset >> 32], [seed & 0xFFFFFFFF, seed >> 32]
+    c, k = (
+        [index & 0xFFFFFFFF, index >> 32, offset & 0xFFFFFFFF, offset >> 32],
+        [seed & 0xFFFFFFFF, seed >> 32],
+    )
     for _ in range(10):
         a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
         c = [(b >> 32) ^ c[1] ^ k[0], b & 0xFFFFFFFF, (a >> 32) ^ c[3] ^ k[1], a & 0xFFFFFFFF]
@@ -40,7 +44,9 @@ def test_the_generator_is_philox():
     assert philox(ones, ones, ones) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
 
 
-@pytest.mark.parametrize("shape", ((1,), (3,), (64,), (257,), (5, 7), (3, 8), (2, 3, 40), (2, 1031)))
+@pytest.mark.parametrize(
+    "shape", ((1,), (3,), (64,), (257,), (5, 7), (3, 8), (2, 3, 40), (2, 1031))
+)
 def test_mask(shape, device):
     seed = seed_of(-(2**62) + 12345, 2**40 + 7, device=device)
     n = torch.Size(shape).numel()
@@ -62,7 +68,10 @@ def test_values_and_gradients(n, dtype, device):
 
     cases = {
         "dropout": (lambda x, r, b: gk.dropout(x, p, seed), lambda x, r, b: dropped(x)),
-        "add": (lambda x, r, b: gk.dropout_add(x, r, p, seed), lambda x, r, b: dropped(x) + r.to(wide)),
+        "add": (
+            lambda x, r, b: gk.dropout_add(x, r, p, seed),
+            lambda x, r, b: dropped(x) + r.to(wide),
+        ),
         "gelu": (
             lambda x, r, b: gk.bias_gelu_dropout(x, b, p, seed),
             lambda x, r, b: dropped(F.gelu(x.to(wide) + b.to(wide))),
@@ -102,7 +111,8 @@ def test_ends(device):
 
 
 def test_strides(device):
-    """What is kept follows the shape, not how a tensor lies; results may be any float tensor's neighbours."""
+    """What is kept follows the shape, not how a tensor lies; results may be any float tensor's
+    neighbours."""
     gen, seed = generator("dropout strides"), seed_of(3, 4, device=device)
     x = randn(gen, 4, 6, 16, device=device)
     want = gk.dropout(x.contiguous(), 0.3, seed)
@@ -113,14 +123,18 @@ def test_strides(device):
     ):
         assert torch.equal(gk.dropout(other, 0.3, seed), want)
     assert torch.equal(gk.dropout(torch.cat((x, x), -1)[..., :16], 0.3, seed), want)
-    odd = torch.cat((x.flatten(), x.flatten()))[1:385].view(4, 6, 16)  # not at a multiple of 16 bytes
+    # not at a multiple of 16 bytes
+    odd = torch.cat((x.flatten(), x.flatten()))[1:385].view(4, 6, 16)
     assert torch.equal(gk.dropout_mask((4, 6, 16), 0.3, seed), gk.dropout(odd, 0.3, seed) != 0)
 
 
 def test_as_many_as_asked(device):
-    """The share that is kept, its correlation with its neighbours and with another offset's mask, within 5 deviations."""
+    """The share that is kept, its correlation with its neighbours and with another offset's mask,
+    within 5 deviations."""
     n, p = 1 << 20, 0.1
-    a, b = (gk.dropout_mask((n,), p, seed_of(11, o, device=device)).double() - (1 - p) for o in (0, 1))
+    a, b = (
+        gk.dropout_mask((n,), p, seed_of(11, o, device=device)).double() - (1 - p) for o in (0, 1)
+    )
     deviation = (p * (1 - p)) ** 0.5
     assert abs(a.mean()) < 5 * deviation / n**0.5
     for other in (b, a.roll(1), a.roll(4), a.roll(256)):
@@ -160,7 +174,9 @@ def test_gradcheck(device):
     assert gradcheck(lambda x, r: gk.dropout_add(x, r, 0.4, seed), (x, r))
     assert torch.autograd.gradgradcheck(lambda x, r: gk.dropout_add(x, r, 0.4, seed), (x, r))
     for how in ("none", "tanh"):
-        assert gradcheck(lambda x, b, how=how: gk.bias_gelu_dropout(x, b, 0.4, seed, approximate=how), (x, b))
+        assert gradcheck(
+            lambda x, b, how=how: gk.bias_gelu_dropout(x, b, 0.4, seed, approximate=how), (x, b)
+        )
 
 
 @pytest.mark.gpu

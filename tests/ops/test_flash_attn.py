@@ -48,8 +48,20 @@ from conftest import (
 from torch_gpukern.ops import attention
 
 HEADS = ((1, 1), (2, 2), (4, 2), (6, 2), (8, 1), (3, 3))  # heads_q, heads_kv
-LENGTH_PAIRS = tuple(zip(LENGTHS, reversed(LENGTHS))) + tuple((n, n) for n in LENGTHS) + ((1, 300), (300, 1), (5, 513))
-DIM_PAIRS = tuple((d, d) for d in HEAD_DIMS) + ((64, 32), (32, 64), (192, 128), (8, 512), (512, 8), (7, 80), (96, 1))
+LENGTH_PAIRS = (
+    tuple(zip(LENGTHS, reversed(LENGTHS)))
+    + tuple((n, n) for n in LENGTHS)
+    + ((1, 300), (300, 1), (5, 513))
+)
+DIM_PAIRS = tuple((d, d) for d in HEAD_DIMS) + (
+    (64, 32),
+    (32, 64),
+    (192, 128),
+    (8, 512),
+    (512, 8),
+    (7, 80),
+    (96, 1),
+)
 
 
 def qkv(gen, batch, heads, lengths, dims, dtype, device="cpu"):
@@ -60,28 +72,37 @@ def qkv(gen, batch, heads, lengths, dims, dtype, device="cpu"):
 
 
 def on_device(run, q, k, v, kwargs, gen):
-    """run in some orders of the keys and of head_dim on the inputs' own GPU, where finite: SDPA's kernels there give NaN for
-    a row without keys. Nothing on the CPU, whose results are the other yardsticks."""
+    """run in some orders of the keys and of head_dim on the inputs' own GPU, where finite: SDPA's
+    kernels there give NaN for a row without keys. Nothing on the CPU, whose results are the other
+    yardsticks."""
     if not q.is_cuda:
         return []
     dtype = yard_dtype(q.dtype)
     (q, k, v), narrow = [t.detach().to(dtype) for t in (q, k, v)], for_dtype(kwargs, dtype)
     results = []
     for order in orders(gen, k.shape[2]):
-        columns = torch.arange(q.shape[3]) if order is None else torch.randperm(q.shape[3], generator=gen)
+        columns = (
+            torch.arange(q.shape[3]) if order is None else torch.randperm(q.shape[3], generator=gen)
+        )
         result = run(q[..., columns], k[..., columns], v, order=order, **narrow)
         if isinstance(result, dict):
             back = columns.argsort()
             result = {**result, "q": result["q"][..., back], "k": result["k"][..., back]}
         if result is not None:
             results.append(result)
-    return [r for r in results if all(t.isfinite().all() for t in (r.values() if isinstance(r, dict) else [r]))]
+    return [
+        r
+        for r in results
+        if all(t.isfinite().all() for t in (r.values() if isinstance(r, dict) else [r]))
+    ]
 
 
 def yardsticks(q, k, v, kwargs, gen):
-    """PyTorch's forward results in q's dtype (float32 for float64): SDPA's for a few orders of the keys, else reference's.
+    """PyTorch's forward results in q's dtype (float32 for float64): SDPA's for a few orders of the
+    keys, else reference's.
 
-    SDPA has no kernel for Dv != D or few keys in 16 bits: it computes in float32 there. Then both count.
+    SDPA has no kernel for Dv != D or few keys in 16 bits: it computes in float32 there. Then both
+    count.
     """
     dtype = yard_dtype(q.dtype)
     own = on_device(torch_attn, q, k, v, kwargs, gen)
@@ -121,15 +142,29 @@ def tiles(device, dtype=torch.float32, head_dim=64):
     return sorted({n + e for n in sizes for e in (-1, 0, 1)})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # forward
 
 
-@pytest.mark.parametrize("case", grid(96, mods=MODIFIERS, dtype=FLOATS, heads=HEADS,
-                                      lengths=((17, 33), (64, 64), (65, 130), (129, 70), (3, 257)),
-                                      dims=((64, 64), (32, 48), (80, 80), (7, 9)))
-                         + grid(32, mods=MORE_MODIFIERS, dtype=FLOATS, heads=HEADS[:4], lengths=((17, 33), (65, 130), (129, 70), (3, 257)),
-                                dims=((64, 64), (128, 128), (32, 48), (80, 80))))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        96,
+        mods=MODIFIERS,
+        dtype=FLOATS,
+        heads=HEADS,
+        lengths=((17, 33), (64, 64), (65, 130), (129, 70), (3, 257)),
+        dims=((64, 64), (32, 48), (80, 80), (7, 9)),
+    )
+    + grid(
+        32,
+        mods=MORE_MODIFIERS,
+        dtype=FLOATS,
+        heads=HEADS[:4],
+        lengths=((17, 33), (65, 130), (129, 70), (3, 257)),
+        dims=((64, 64), (128, 128), (32, 48), (80, 80)),
+    ),
+)
 def test_modifiers(case, device):
     gen = generator("modifiers", case.id)
     q, k, v = qkv(gen, 3, case.heads, case.lengths, case.dims, case.dtype, device)
@@ -140,22 +175,52 @@ def test_modifiers(case, device):
     assert same_bits(ops.flash_attn(q, k, v, **kwargs), out)
 
 
-@pytest.mark.parametrize("case", grid(80, lengths=LENGTH_PAIRS, dtype=FLOATS, mods=("none", "causal", "causal_end", "window"),
-                                      heads=HEADS[:3], dims=((64, 64), (24, 40))))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        80,
+        lengths=LENGTH_PAIRS,
+        dtype=FLOATS,
+        mods=("none", "causal", "causal_end", "window"),
+        heads=HEADS[:3],
+        dims=((64, 64), (24, 40)),
+    ),
+)
 def test_lengths(case, device):
     gen = generator("lengths", case.id)
     q, k, v = qkv(gen, 2, case.heads, case.lengths, case.dims, case.dtype, device)
-    check_forward(q, k, v, gen, **modifiers(case.mods, 2, case.heads[0], *case.lengths, gen, case.dtype, device))
+    check_forward(
+        q,
+        k,
+        v,
+        gen,
+        **modifiers(case.mods, 2, case.heads[0], *case.lengths, gen, case.dtype, device),
+    )
 
 
-@pytest.mark.parametrize("case", grid(56, dims=DIM_PAIRS, dtype=FLOATS, lengths=((19, 37), (66, 65), (1, 130)),
-                                      mods=("none", "causal_end", "all"), heads=((4, 2), (2, 2))))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        56,
+        dims=DIM_PAIRS,
+        dtype=FLOATS,
+        lengths=((19, 37), (66, 65), (1, 130)),
+        mods=("none", "causal_end", "all"),
+        heads=((4, 2), (2, 2)),
+    ),
+)
 def test_head_dims(case, device):
     if device == "cuda" and (max(case.dims) > 256 or any(d % 8 for d in case.dims)):
         pytest.skip("CUDA serves multiples of 8 up to 256")
     gen = generator("dims", case.id)
     q, k, v = qkv(gen, 2, case.heads, case.lengths, case.dims, case.dtype, device)
-    check_forward(q, k, v, gen, **modifiers(case.mods, 2, case.heads[0], *case.lengths, gen, case.dtype, device))
+    check_forward(
+        q,
+        k,
+        v,
+        gen,
+        **modifiers(case.mods, 2, case.heads[0], *case.lengths, gen, case.dtype, device),
+    )
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
@@ -170,8 +235,17 @@ def test_around_the_tiles(dtype, mods, device):
         check_forward(q, k, v, gen, **modifiers(mods, 1, 2, sq, sk, gen, dtype, device))
 
 
-@pytest.mark.parametrize("case", grid(36, dtype=FLOATS, q=tuple(LAYOUTS), k=tuple(LAYOUTS), v=tuple(LAYOUTS),
-                                      mods=("none", "causal", "all")))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        36,
+        dtype=FLOATS,
+        q=tuple(LAYOUTS),
+        k=tuple(LAYOUTS),
+        v=tuple(LAYOUTS),
+        mods=("none", "causal", "all"),
+    ),
+)
 def test_strides(case, device):
     """Any strides and offsets, with NaN in all that lies between and around."""
     gen = generator("attn strides", case.id)
@@ -194,7 +268,9 @@ def test_expanded_and_strided_modifiers(device):
     check_forward(q, k, v, gen, alibi_slopes=slopes[:1].expand(3, 4), sinks=sinks[:1].expand(4))
 
 
-@pytest.mark.parametrize("which,dim", [("q", 0), ("q", 2), ("k", 0), ("k", 1), ("k", 2), ("v", 2), ("v", 3)])
+@pytest.mark.parametrize(
+    "which,dim", [("q", 0), ("q", 2), ("k", 0), ("k", 1), ("k", 2), ("v", 2), ("v", 3)]
+)
 def test_far_strides(which, dim):
     """Offsets beyond 2**31 elements, the last dimension included."""
     gen = generator("far")
@@ -205,11 +281,15 @@ def test_far_strides(which, dim):
 
 
 def test_result_layout(device):
-    """out is stored [B, Sq, Hq, Dv] if q.stride(1) < q.stride(2), else [B, Hq, Sq, Dv], dense; gradients follow theirs."""
+    """out is stored [B, Sq, Hq, Dv] if q.stride(1) < q.stride(2), else [B, Hq, Sq, Dv], dense;
+    gradients follow theirs."""
     gen = generator("layout")
     q, k, v = qkv(gen, 2, (4, 2), (5, 6), (8, 16), torch.float32, device)
     for inside in itertools.product((False, True), repeat=3):
-        leaves = [(swap_middle(t) if i else t).detach().requires_grad_() for t, i in zip((q, k, v), inside)]
+        leaves = [
+            (swap_middle(t) if i else t).detach().requires_grad_()
+            for t, i in zip((q, k, v), inside)
+        ]
         out, lse = ops.flash_attn_fwd(*(t.detach() for t in leaves))
         public = ops.flash_attn(*leaves)
         public.sum().backward()
@@ -229,7 +309,8 @@ def test_result_layout(device):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_rows_without_keys(dtype, device):
-    """They give out 0, lse -inf (the sink where there is one) and zero gradients, and leave their neighbours alone."""
+    """They give out 0, lse -inf (the sink where there is one) and zero gradients, and leave their
+    neighbours alone."""
     gen = generator("no keys", dtype)
     q, k, v = (t.requires_grad_() for t in qkv(gen, 2, (2, 1), (40, 30), (16, 16), dtype, device))
     sinks = randn(gen, 2, dtype=logit_dtype(dtype), device=device)
@@ -248,7 +329,9 @@ def test_rows_without_keys(dtype, device):
         out, lse = ops.flash_attn_fwd(q.detach(), k.detach(), v.detach(), sinks=sinks, **kwargs)
         assert torch.equal(out[~seen], torch.zeros_like(out[~seen]))
         assert torch.allclose(
-            lse.masked_fill(seen, 0), sinks[None, :, None].expand_as(lse).masked_fill(seen, 0), rtol=1e-6
+            lse.masked_fill(seen, 0),
+            sinks[None, :, None].expand_as(lse).masked_fill(seen, 0),
+            rtol=1e-6,
         )
 
 
@@ -256,14 +339,21 @@ def test_rows_without_keys(dtype, device):
 @pytest.mark.parametrize("sink", (False, True))
 def test_empty(shape, sink, device):
     gen = generator("empty")
-    batch, sq, sk = (0 if name in shape.split() else n for name, n in (("B", 2), ("Sq", 5), ("Sk", 6)))
-    q, k, v = (t.requires_grad_() for t in qkv(gen, batch, (4, 2), (sq, sk), (8, 16), torch.float32, device))
+    batch, sq, sk = (
+        0 if name in shape.split() else n for name, n in (("B", 2), ("Sq", 5), ("Sk", 6))
+    )
+    q, k, v = (
+        t.requires_grad_()
+        for t in qkv(gen, batch, (4, 2), (sq, sk), (8, 16), torch.float32, device)
+    )
     sinks = randn(gen, 4, device=device).requires_grad_() if sink else None
     out, lse = torch_gpukern.flash_attn(q, k, v, sinks=sinks, return_lse=True)
     assert out.shape == (batch, 4, sq, 16) and lse.shape == (batch, 4, sq)
     if sk == 0:
         assert torch.equal(out, torch.zeros_like(out))
-        assert torch.equal(lse, sinks[None, :, None].expand_as(lse) if sink else torch.full_like(lse, -math.inf))
+        assert torch.equal(
+            lse, sinks[None, :, None].expand_as(lse) if sink else torch.full_like(lse, -math.inf)
+        )
     out.sum().backward()
     for t in (q, k, v):
         assert t.grad.shape == t.shape and not t.grad.count_nonzero() or sk > 0
@@ -274,14 +364,20 @@ def test_empty(shape, sink, device):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("poison", (math.nan, math.inf))
 def test_keys_that_nobody_sees_may_be_poison(dtype, poison, device):
-    """Left and right padding by kv_start and kv_end, causal tails and windows: NaN there reaches nothing."""
+    """Left and right padding by kv_start and kv_end, causal tails and windows: NaN there reaches
+    nothing."""
     gen = generator("poison", dtype)
     q, k, v = qkv(gen, 3, (4, 2), (37, 150), (32, 24), dtype, device)
     start = torch.tensor([0, 70, 12], dtype=torch.int32, device=device)
     end = torch.tensor([61, 150, 13], dtype=torch.int32, device=device)
     grad = randn(gen, 3, 4, 37, 24, dtype=dtype, device=device)
-    for kwargs in (dict(kv_start=start, kv_end=end), dict(kv_end=end), dict(is_causal=True), dict(window_left=3, window_right=2),
-                   dict(is_causal=True, window_left=9, diagonal=100, kv_start=start)):  # fmt: skip
+    for kwargs in (
+        dict(kv_start=start, kv_end=end),
+        dict(kv_end=end),
+        dict(is_causal=True),
+        dict(window_left=3, window_right=2),
+        dict(is_causal=True, window_left=9, diagonal=100, kv_start=start),
+    ):
         hidden = ~visible(q.shape, k.shape, **kwargs).any(2)[:, 0].to(device)  # [B, Sk]
         hidden = hidden.expand(3, 150)[:, None, :, None]
         assert hidden.any()
@@ -295,13 +391,16 @@ def test_keys_that_nobody_sees_may_be_poison(dtype, poison, device):
             results.append([out, lse, *(t.grad for t in leaves)])
         for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), *results):
             assert x.isfinite().all() or name == "lse"
-            assert same_bits(x.detach(), y.detach()), f"{name} depends on a key that no query sees ({kwargs})"
+            assert same_bits(x.detach(), y.detach()), (
+                f"{name} depends on a key that no query sees ({kwargs})"
+            )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 def test_alibi_over_parts_of_the_keys(head_dim):
-    """Few queries, whose keys go in parts: some stand before a part's keys, some amid them, and what lies behind the last key is masked."""
+    """Few queries, whose keys go in parts: some stand before a part's keys, some amid them, and
+    what lies behind the last key is masked."""
     gen = generator("alibi parts", head_dim)
     q, k, v = qkv(gen, 1, (2, 1), (70, 2003), (head_dim, head_dim), torch.bfloat16, "cuda")
     slopes = torch.tensor([0.01, 0.002], device="cuda")
@@ -333,14 +432,22 @@ def test_extreme_logits(device):
     check_forward(q, k, v, gen, scale=50.0, softcap=30.0)
     sinks = torch.tensor([200.0, -200.0], device=device)
     check_forward(q, k, v, gen, sinks=sinks)
-    check_forward(q, k, v, gen, alibi_slopes=torch.tensor([50.0, 0.0], device=device), is_causal=True, diagonal=37)
+    check_forward(
+        q,
+        k,
+        v,
+        gen,
+        alibi_slopes=torch.tensor([50.0, 0.0], device=device),
+        is_causal=True,
+        diagonal=37,
+    )
 
 
 @pytest.mark.parametrize("head_dim", (64, 128))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 def test_alibi_of_keys_on_one_side(dtype, head_dim, device):
-    """Blocks of keys that lie before or behind all rows, whose bias a kernel may take from a block at once: more rows than keys,
-    and rows that stand far from all keys."""
+    """Blocks of keys that lie before or behind all rows, whose bias a kernel may take from a block
+    at once: more rows than keys, and rows that stand far from all keys."""
     gen = generator("one side", dtype, head_dim)
     slopes = torch.tensor([0.1, 0.02], device=device)
     for seq_k, diagonal in ((100, 0), (300, 400), (300, -200)):
@@ -352,8 +459,9 @@ def test_alibi_of_keys_on_one_side(dtype, head_dim, device):
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 @pytest.mark.parametrize("kind", ("growing", "fading", "spikes", "late", "wide", "minus_infinity"))
 def test_scores_whose_maximum_moves(kind, causal, dtype, device):
-    """Scores that grow or fall by e^100 along the keys, rise at single keys, at one of the last alone, are 1e4, or -inf: what
-    a kernel that keeps a row's reference from block to block must notice."""
+    """Scores that grow or fall by e^100 along the keys, rise at single keys, at one of the last
+    alone, are 1e4, or -inf: what a kernel that keeps a row's reference from block to block must
+    notice."""
     gen = generator("maximum moves", kind, causal, dtype)
     q, k, v = qkv(gen, 1, (4, 2), (70, 600), (64, 64), dtype, device)
     q[..., 0] = 4
@@ -361,12 +469,16 @@ def test_scores_whose_maximum_moves(kind, causal, dtype, device):
         ramp = torch.linspace(0, 200, 600, device=device)
         k[..., 0] = (ramp if kind == "growing" else ramp.flip(0)).to(dtype)
     elif kind == "spikes":
-        k[:, :, [5, 130, 131, 300, 555], 0] = torch.tensor([40, 90, 150, 300, 200], dtype=dtype, device=device)
+        k[:, :, [5, 130, 131, 300, 555], 0] = torch.tensor(
+            [40, 90, 150, 300, 200], dtype=dtype, device=device
+        )
     elif kind == "late":
         k[:, :, -3, 0] = 1e3
     elif kind == "minus_infinity":
         k[:, :, 3:400, 0] = -math.inf
-    check_forward(q, k, v, gen, is_causal=causal, diagonal=530, scale=1e4 if kind == "wide" else None)
+    check_forward(
+        q, k, v, gen, is_causal=causal, diagonal=530, scale=1e4 if kind == "wide" else None
+    )
 
 
 def test_large_diagonals_and_windows(device):
@@ -380,7 +492,9 @@ def test_large_diagonals_and_windows(device):
     assert same_bits(ops.flash_attn(q, k, v, window_left=2**63 - 1, window_right=2**63 - 1), full)
     assert torch.equal(ops.flash_attn(q, k, v, is_causal=True, diagonal=-huge), none)
     assert torch.equal(ops.flash_attn(q, k, v, window_left=3, window_right=3, diagonal=huge), none)
-    assert same_bits(ops.flash_attn(q, k, v, window_left=2**63 - 1, window_right=2**63 - 1, diagonal=5), full)
+    assert same_bits(
+        ops.flash_attn(q, k, v, window_left=2**63 - 1, window_right=2**63 - 1, diagonal=5), full
+    )
 
 
 def test_gqa_is_an_index(device):
@@ -405,7 +519,7 @@ def test_public_function(device):
     assert same_bits(ops.flash_attn(q, k, v, **kwargs), out)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # backward
 
 
@@ -421,12 +535,17 @@ def backward(run, tensors, grad_out, grad_lse=None, want_lse=True):
 
 
 def gradient_yardsticks(q, k, v, gen, grad_out, grad_lse, sinks, kwargs):
-    """PyTorch's gradients in q's dtype (float32 for float64), by name: as yardsticks has its results."""
+    """PyTorch's gradients in q's dtype (float32 for float64), by name: as yardsticks has its
+    results."""
     dtype = yard_dtype(q.dtype)
-    cast, narrow = {n: t.cpu().to(dtype) for n, t in zip("qkv", (q, k, v))}, for_dtype(on_cpu(kwargs), dtype)
+    cast, narrow = (
+        {n: t.cpu().to(dtype) for n, t in zip("qkv", (q, k, v))},
+        for_dtype(on_cpu(kwargs), dtype),
+    )
     yards = []
     if grad_lse is None and sinks is None and torch_attn(*cast.values(), **narrow) is not None:
-        # each order of the keys with one of the features: of rows with few keys only that changes a sum
+        # each order of the keys with one of the features: of rows with few keys only that changes a
+        # sum
         for order, by in zip(orders(gen, k.shape[2]), orders(gen, q.shape[3])):
             by = torch.arange(q.shape[3]) if by is None else by
             permuted = {"q": cast["q"][..., by], "k": cast["k"][..., by], "v": cast["v"]}
@@ -434,7 +553,9 @@ def gradient_yardsticks(q, k, v, gen, grad_out, grad_lse, sinks, kwargs):
             yards.append({n: y[..., by.argsort()] if n in "qk" else y for n, y in yard.items()})
 
         def on_gpu(*qkv, order, **rules):
-            return backward(partial(torch_attn, order=order, **rules), dict(zip("qkv", qkv)), grad_out)
+            return backward(
+                partial(torch_attn, order=order, **rules), dict(zip("qkv", qkv)), grad_out
+            )
 
         yards += on_device(on_gpu, q, k, v, kwargs, gen)
     if not yards or (dtype != torch.float32 and q.shape[3] != v.shape[3]):
@@ -444,7 +565,8 @@ def gradient_yardsticks(q, k, v, gen, grad_out, grad_lse, sinks, kwargs):
 
 
 def rules_of_draw(rules, draw):
-    """Those of draw 0 but for a scale of 0, with which each lse is the logarithm of a number of keys and may round luckily."""
+    """Those of draw 0 but for a scale of 0, with which each lse is the logarithm of a number of
+    keys and may round luckily."""
     return {**rules, "scale": 1e-3} if draw and rules.get("scale") == 0 else dict(rules)
 
 
@@ -477,21 +599,41 @@ def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
     for name, t in tensors.items():
         assert got[name].dtype == t.dtype and got[name].shape == t.shape
         rows = grad_out[..., 0].numel()
-        assert_close_as(partial(yards, name=name), got[name], ref[name], f"{what}d{name}", sources=rows)
+        assert_close_as(
+            partial(yards, name=name), got[name], ref[name], f"{what}d{name}", sources=rows
+        )
     return got
 
 
-@pytest.mark.parametrize("case", grid(96, mods=MODIFIERS, dtype=FLOATS, heads=HEADS,
-                                      lengths=((17, 33), (64, 64), (65, 130), (129, 70), (3, 257)),
-                                      dims=((64, 64), (32, 48), (80, 80), (7, 9)), lse=(False, True))
-                         + grid(32, mods=MORE_MODIFIERS, dtype=FLOATS, heads=HEADS[:4], lengths=((17, 33), (65, 130), (129, 70), (3, 257)),
-                                dims=((64, 64), (128, 128), (32, 48), (80, 80)), lse=(False, True)))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        96,
+        mods=MODIFIERS,
+        dtype=FLOATS,
+        heads=HEADS,
+        lengths=((17, 33), (64, 64), (65, 130), (129, 70), (3, 257)),
+        dims=((64, 64), (32, 48), (80, 80), (7, 9)),
+        lse=(False, True),
+    )
+    + grid(
+        32,
+        mods=MORE_MODIFIERS,
+        dtype=FLOATS,
+        heads=HEADS[:4],
+        lengths=((17, 33), (65, 130), (129, 70), (3, 257)),
+        dims=((64, 64), (128, 128), (32, 48), (80, 80)),
+        lse=(False, True),
+    ),
+)
 def test_backward_modifiers(case, device):
     gen = generator("backward", case.id)
     q, k, v = qkv(gen, 3, case.heads, case.lengths, case.dims, case.dtype, device)
     kwargs = modifiers(case.mods, 3, case.heads[0], *case.lengths, gen, case.dtype, device)
     grad = randn(gen, *q.shape[:3], v.shape[3], dtype=case.dtype, device=device)
-    grad_lse = randn(gen, *q.shape[:3], dtype=logit_dtype(case.dtype), device=device) if case.lse else None
+    grad_lse = (
+        randn(gen, *q.shape[:3], dtype=logit_dtype(case.dtype), device=device) if case.lse else None
+    )
     if case.lse:
         lse = ops.flash_attn_fwd(q, k, v, **kwargs)[1]
         grad_lse = grad_lse.masked_fill(lse == -math.inf, 0)
@@ -500,10 +642,12 @@ def test_backward_modifiers(case, device):
 
 @pytest.mark.parametrize("seq_q", (1, 3, 7))
 def test_backward_of_few_queries(seq_q, one_thread):
-    """Over many draws the RMS error of each gradient is PyTorch's or little more, and the largest within twice its largest, as a
-    share of its sequence's largest gradient, and a rounding: else it is an error of the few sequences with the largest gradients.
+    """Over many draws the RMS error of each gradient is PyTorch's or little more, and the largest
+    within twice its largest, as a share of its sequence's largest gradient, and a rounding: else it
+    is an error of the few sequences with the largest gradients.
 
-    PyTorch sums the scores of few queries in short runs over head_dim; long ones err 1.5 times as much.
+    PyTorch sums the scores of few queries in short runs over head_dim; long ones err 1.5 times as
+    much.
     """
     draws, squares, largest = 16, dict.fromkeys("qkv", (0.0, 0.0)), dict.fromkeys("qkv", (0.0, 0.0))
     for draw in range(draws):
@@ -518,9 +662,13 @@ def test_backward_of_few_queries(seq_q, one_thread):
         )
         for name in tensors:
             errors = [(x[name].double() - want[name]).abs() for x in pair]
-            squares[name] = tuple(s + e.square().mean().item() for s, e in zip(squares[name], errors))
+            squares[name] = tuple(
+                s + e.square().mean().item() for s, e in zip(squares[name], errors)
+            )
             size = want[name].abs().amax((1, 2, 3), keepdim=True)
-            largest[name] = tuple(max(m, (e / size).max().item()) for m, e in zip(largest[name], errors))
+            largest[name] = tuple(
+                max(m, (e / size).max().item()) for m, e in zip(largest[name], errors)
+            )
     for name in tensors:
         mine, own = (math.sqrt(s / draws) for s in squares[name])
         assert mine <= 1.25 * own, f"d{name}: RMS error {mine:.3e}, PyTorch makes {own:.3e}"
@@ -528,28 +676,70 @@ def test_backward_of_few_queries(seq_q, one_thread):
         assert mine <= 2 * own + 2.0**-23, f"d{name}: max error {mine:.3e}, PyTorch makes {own:.3e}"
 
 
-@pytest.mark.parametrize("case", grid(48, lengths=LENGTH_PAIRS, dtype=FLOATS, mods=("none", "causal", "causal_end", "window"),
-                                      heads=HEADS[:3], dims=((64, 64), (24, 40))))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        48,
+        lengths=LENGTH_PAIRS,
+        dtype=FLOATS,
+        mods=("none", "causal", "causal_end", "window"),
+        heads=HEADS[:3],
+        dims=((64, 64), (24, 40)),
+    ),
+)
 def test_backward_lengths(case, device):
     gen = generator("backward lengths", case.id)
     q, k, v = qkv(gen, 2, case.heads, case.lengths, case.dims, case.dtype, device)
     kwargs = modifiers(case.mods, 2, case.heads[0], *case.lengths, gen, case.dtype, device)
-    check_backward(q, k, v, gen, randn(gen, *q.shape[:3], v.shape[3], dtype=case.dtype, device=device), **kwargs)
+    check_backward(
+        q,
+        k,
+        v,
+        gen,
+        randn(gen, *q.shape[:3], v.shape[3], dtype=case.dtype, device=device),
+        **kwargs,
+    )
 
 
-@pytest.mark.parametrize("case", grid(40, dims=DIM_PAIRS, dtype=FLOATS, lengths=((19, 37), (66, 65), (1, 130)),
-                                      mods=("none", "causal_end", "all"), heads=((4, 2), (2, 2))))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        40,
+        dims=DIM_PAIRS,
+        dtype=FLOATS,
+        lengths=((19, 37), (66, 65), (1, 130)),
+        mods=("none", "causal_end", "all"),
+        heads=((4, 2), (2, 2)),
+    ),
+)
 def test_backward_head_dims(case, device):
     if device == "cuda" and (max(case.dims) > 256 or any(d % 8 for d in case.dims)):
         pytest.skip("CUDA serves multiples of 8 up to 256")
     gen = generator("backward dims", case.id)
     q, k, v = qkv(gen, 2, case.heads, case.lengths, case.dims, case.dtype, device)
     kwargs = modifiers(case.mods, 2, case.heads[0], *case.lengths, gen, case.dtype, device)
-    check_backward(q, k, v, gen, randn(gen, *q.shape[:3], v.shape[3], dtype=case.dtype, device=device), **kwargs)
+    check_backward(
+        q,
+        k,
+        v,
+        gen,
+        randn(gen, *q.shape[:3], v.shape[3], dtype=case.dtype, device=device),
+        **kwargs,
+    )
 
 
-@pytest.mark.parametrize("case", grid(24, dtype=FLOATS, q=tuple(LAYOUTS), k=tuple(LAYOUTS), v=tuple(LAYOUTS),
-                                      grad=(*LAYOUTS, "expanded"), mods=("none", "all")))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        24,
+        dtype=FLOATS,
+        q=tuple(LAYOUTS),
+        k=tuple(LAYOUTS),
+        v=tuple(LAYOUTS),
+        grad=(*LAYOUTS, "expanded"),
+        mods=("none", "all"),
+    ),
+)
 def test_backward_strides(case, device):
     gen = generator("backward strides", case.id)
     q, k, v = qkv(gen, 2, (4, 2), (33, 41), (24, 16), case.dtype, device)
@@ -559,13 +749,16 @@ def test_backward_strides(case, device):
         grad = randn(gen, 16, dtype=case.dtype, device=device).expand(2, 4, 33, 16)
     else:
         grad = LAYOUTS[case.grad](grad)
-    check_backward(q, k, v, gen, grad, **modifiers(case.mods, 2, 4, 33, 41, gen, case.dtype, device))
+    check_backward(
+        q, k, v, gen, grad, **modifiers(case.mods, 2, 4, 33, 41, gen, case.dtype, device)
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("softcap", (1e4, 1e6, 1e8))
 def test_large_softcaps(softcap, dtype, device):
-    """Far above the scores, where only tanh's relative precision near 0 keeps them: forward and backward."""
+    """Far above the scores, where only tanh's relative precision near 0 keeps them: forward and
+    backward."""
     gen = generator("large softcap", softcap, dtype)
     q, k, v = qkv(gen, 2, (4, 2), (70, 130), (64, 64), dtype, device)
     grad_out = randn(gen, 2, 4, 70, 64, dtype=dtype, device=device)
@@ -584,7 +777,9 @@ def test_sum_backward(dtype, device):
     got = {n: t.detach().requires_grad_() for n, t in tensors.items()}
     ops.flash_attn(**got, is_causal=True).sum().backward()
     dense = {n: t.detach().requires_grad_() for n, t in tensors.items()}
-    ops.flash_attn(**dense, is_causal=True).backward(torch.ones(2, 2, 70, 64, dtype=dtype, device=device))
+    ops.flash_attn(**dense, is_causal=True).backward(
+        torch.ones(2, 2, 70, 64, dtype=dtype, device=device)
+    )
     assert all(same_bits(got[n].grad, dense[n].grad) for n in "qkv")
 
 
@@ -595,15 +790,21 @@ def test_only_lse_gets_a_gradient(device):
     leaves = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
     weight = randn(gen, 2, 4, 30, device=device)
     (
-        torch_gpukern.flash_attn(*leaves[:3], is_causal=True, sinks=leaves[3], return_lse=True)[1] * weight
+        torch_gpukern.flash_attn(*leaves[:3], is_causal=True, sinks=leaves[3], return_lse=True)[1]
+        * weight
     ).sum().backward()
     wide = [f64(t).requires_grad_() for t in (q, k, v, sinks)]
     (
-        reference.flash_attn(*wide[:3], is_causal=True, sinks=wide[3], return_lse=True)[1] * weight.double()
+        reference.flash_attn(*wide[:3], is_causal=True, sinks=wide[3], return_lse=True)[1]
+        * weight.double()
     ).sum().backward()
     yard = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
-    (reference.flash_attn(*yard[:3], is_causal=True, sinks=yard[3], return_lse=True)[1] * weight).sum().backward()
-    for name, x, ref, y in zip(("dq", "dk", "dsinks"), *([ts[0], ts[1], ts[3]] for ts in (leaves, wide, yard))):
+    (
+        reference.flash_attn(*yard[:3], is_causal=True, sinks=yard[3], return_lse=True)[1] * weight
+    ).sum().backward()
+    for name, x, ref, y in zip(
+        ("dq", "dk", "dsinks"), *([ts[0], ts[1], ts[3]] for ts in (leaves, wide, yard))
+    ):
         assert_close_as(y.grad, x.grad, ref.grad, name)
     assert leaves[2].grad is None or not leaves[2].grad.count_nonzero()
 
@@ -611,9 +812,13 @@ def test_only_lse_gets_a_gradient(device):
 def test_gradient_of_lse_where_no_key_is_seen_is_dropped(device):
     """lse is -inf there, so whatever arrives for it must not reach q or k."""
     gen = generator("lse -inf")
-    q, k, v = (t.requires_grad_() for t in qkv(gen, 1, (1, 1), (10, 6), (8, 8), torch.float32, device))
+    q, k, v = (
+        t.requires_grad_() for t in qkv(gen, 1, (1, 1), (10, 6), (8, 8), torch.float32, device)
+    )
     out, lse = torch_gpukern.flash_attn(q, k, v, is_causal=True, diagonal=-5, return_lse=True)
-    dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
+    dq, dk, dv = torch.autograd.grad(
+        (out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse))
+    )
     assert torch.equal(dq[:, :, :5], torch.zeros_like(dq[:, :, :5]))
     assert all(g.isfinite().all() for g in (dq, dk, dv))
 
@@ -634,7 +839,10 @@ def test_rows_without_keys_give_no_gradient_whatever_arrives(bad, dtype, device)
     grad_lse = randn(gen, 2, 4, 70, dtype=logit_dtype(dtype), device=device)
 
     def gradients(grad, grad_lse=None, sinks=sinks):
-        leaves = [t.detach().clone().requires_grad_() for t in (q, k, v) + (() if sinks is None else (sinks,))]
+        leaves = [
+            t.detach().clone().requires_grad_()
+            for t in (q, k, v) + (() if sinks is None else (sinks,))
+        ]
         tail = {} if sinks is None else dict(sinks=leaves[3])
         out, lse = torch_gpukern.flash_attn(*leaves[:3], **rules, **tail, return_lse=True)
         heads = (out,) if grad_lse is None else (out, lse)
@@ -656,7 +864,8 @@ def test_rows_without_keys_give_no_gradient_whatever_arrives(bad, dtype, device)
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_sink_alone(dtype, device):
-    """One row, one key that it does not see, an infinite gradient: the sink's is 0, dense and packed."""
+    """One row, one key that it does not see, an infinite gradient: the sink's is 0, dense and
+    packed."""
     zero = torch.zeros(1, 1, 1, 8, dtype=dtype, device=device)
     end = torch.zeros(1, dtype=torch.int32, device=device)
     for packed in (False, True):
@@ -673,9 +882,12 @@ def test_a_sink_alone(dtype, device):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
 @pytest.mark.parametrize("layout", ("dense", "offset"))
-@pytest.mark.parametrize("dims", [(8, 8), (64, 64), (64, 40), (80, 80), (128, 96), (64, 200), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(8, 8), (64, 64), (64, 40), (80, 80), (128, 96), (64, 200), (256, 256)], ids=str
+)
 def test_a_row_that_sees_one_key_has_no_gradient_of_scores(dims, layout, dtype, device):
-    """out = v there, so dP and delta are one sum; made in one order, they are the same number and dS = 0."""
+    """out = v there, so dP and delta are one sum; made in one order, they are the same number and
+    dS = 0."""
     gen = generator("one key", dims)
     tensors = [LAYOUTS[layout](t) for t in qkv(gen, 2, (4, 2), (70, 70), dims, dtype, device)]
     grad = LAYOUTS[layout](randn(gen, 2, 4, 70, dims[1], dtype=dtype, device=device))
@@ -691,7 +903,8 @@ def test_a_row_that_sees_one_key_has_no_gradient_of_scores(dims, layout, dtype, 
 def test_only_the_wanted_gradients(wanted, device):
     gen = generator("wanted")
     t = dict(
-        zip("qkv", qkv(gen, 2, (2, 1), (20, 25), (16, 16), torch.float32, device)), sinks=randn(gen, 2, device=device)
+        zip("qkv", qkv(gen, 2, (2, 1), (20, 25), (16, 16), torch.float32, device)),
+        sinks=randn(gen, 2, device=device),
     )
     full = {n: x.clone().requires_grad_() for n, x in t.items()}
     part = {n: x.clone().requires_grad_(n in wanted) for n, x in t.items()}
@@ -706,7 +919,11 @@ def test_same_tensor_as_q_k_and_v(device):
     gen = generator("self")
     x = randn(gen, 2, 2, 30, 16, device=device)
     grad = randn(gen, 2, 2, 30, 16, device=device)
-    leaf, wide, yard = x.clone().requires_grad_(), f64(x).requires_grad_(), x.clone().requires_grad_()
+    leaf, wide, yard = (
+        x.clone().requires_grad_(),
+        f64(x).requires_grad_(),
+        x.clone().requires_grad_(),
+    )
     ops.flash_attn(leaf, leaf, leaf, is_causal=True).backward(grad)
     reference.flash_attn(wide, wide, wide, is_causal=True).backward(grad.double())
     torch_attn(yard, yard, yard, is_causal=True).backward(grad)
@@ -719,7 +936,9 @@ def test_gradcheck(mods, device, one_thread):
     t = [x.requires_grad_() for x in qkv(gen, 2, (4, 2), (5, 6), (3, 2), torch.float64, device)]
     kwargs = modifiers(mods, 2, 4, 5, 6, gen, torch.float64, device)
     sinks = kwargs.pop("sinks", None)
-    seen = (visible(t[0].shape, t[1].shape, **{n: x for n, x in kwargs.items() if n in SPAN}).any(-1)).to(device)
+    seen = (
+        visible(t[0].shape, t[1].shape, **{n: x for n, x in kwargs.items() if n in SPAN}).any(-1)
+    ).to(device)
 
     def run(q, k, v, sinks=None):
         out, lse = torch_gpukern.flash_attn(q, k, v, **kwargs, sinks=sinks, return_lse=True)
@@ -729,7 +948,9 @@ def test_gradcheck(mods, device, one_thread):
     if sinks is not None:
         finite = sinks.isfinite()
         leaf = torch.where(finite, sinks, 0.0).requires_grad_()
-        assert torch.autograd.gradcheck(lambda *a: run(*a[:3], torch.where(finite, a[3], -math.inf)), (*t, leaf))
+        assert torch.autograd.gradcheck(
+            lambda *a: run(*a[:3], torch.where(finite, a[3], -math.inf)), (*t, leaf)
+        )
 
 
 SPAN = ("is_causal", "diagonal", "window_left", "window_right", "kv_start", "kv_end", "q_start")
@@ -812,12 +1033,16 @@ def test_opcheck_of_the_backward(dtype, mods, device):
     kwargs = modifiers(mods, 2, 4, 5, 7, gen, dtype, device)
     out, lse = ops.flash_attn_fwd(q, k, v, **kwargs)
     grad = strided(torch.ones_like(out), step=2)
-    torch.library.opcheck(ops.flash_attn_bwd.default, (grad, q, k, v, out, lse, torch.ones_like(lse)), kwargs)
+    torch.library.opcheck(
+        ops.flash_attn_bwd.default, (grad, q, k, v, out, lse, torch.ones_like(lse)), kwargs
+    )
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("lengths", ((70, 90), (1, 600), (300, 200)), ids=str)
-@pytest.mark.parametrize("rules", (dict(is_causal=True), dict(window_left=20, window_right=9)), ids=str)
+@pytest.mark.parametrize(
+    "rules", (dict(is_causal=True), dict(window_left=20, window_right=9)), ids=str
+)
 def test_q_start_is_a_diagonal_for_each_sequence(rules, lengths, dtype, device):
     """Forward and backward have the bits of calls with `diagonal`; no value is too far away."""
     gen = generator("q_start", lengths, dtype)
@@ -825,22 +1050,32 @@ def test_q_start_is_a_diagonal_for_each_sequence(rules, lengths, dtype, device):
     grad = randn(gen, *q.shape, dtype=dtype, device=device)
     slopes = torch.rand(4, generator=gen).to(logit_dtype(dtype)).to(device)
     far = 2**31 - 1
-    for stands in ([lengths[1] - lengths[0], -7, 40, lengths[1] - 1, 0], [far, -far - 1, lengths[1], -lengths[0], 1]):
+    for stands in (
+        [lengths[1] - lengths[0], -7, 40, lengths[1] - 1, 0],
+        [far, -far - 1, lengths[1], -lengths[0], 1],
+    ):
         more = {"alibi_slopes": slopes} if max(map(abs, stands)) < far else {}
         q_start = torch.tensor(stands, dtype=torch.int32, device=device)
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        results = torch_gpukern.flash_attn(*leaves, q_start=q_start, **rules, **more, return_lse=True)
+        results = torch_gpukern.flash_attn(
+            *leaves, q_start=q_start, **rules, **more, return_lse=True
+        )
         results += torch.autograd.grad(results[0], leaves, grad)
         for b, diagonal in enumerate(stands):
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-            want = torch_gpukern.flash_attn(*leaves, diagonal=diagonal, **rules, **more, return_lse=True)
+            want = torch_gpukern.flash_attn(
+                *leaves, diagonal=diagonal, **rules, **more, return_lse=True
+            )
             want += torch.autograd.grad(want[0], leaves, grad)
             for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), results, want):
                 x, y = x[b].detach(), y[b].detach()
                 if device == "cpu" or name in ("out", "lse"):
                     assert same_bits(x, y), (name, diagonal)
                 else:  # additions come in any order
-                    assert torch.allclose(x.float(), y.float(), rtol=0.02, atol=0.02), (name, diagonal)
+                    assert torch.allclose(x.float(), y.float(), rtol=0.02, atol=0.02), (
+                        name,
+                        diagonal,
+                    )
 
 
 def test_q_start_is_read_through_its_stride(device):
@@ -852,17 +1087,22 @@ def test_q_start_is_read_through_its_stride(device):
 
 
 def test_q_start_places_a_chunk_in_a_static_cache(device):
-    """A buffer of more keys than are written, the chunk's queries at the end of those: NaN after them reaches nothing."""
+    """A buffer of more keys than are written, the chunk's queries at the end of those: NaN after
+    them reaches nothing."""
     gen = generator("static cache")
     whole = qkv(gen, 2, (4, 2), (40, 40), (32, 32), torch.bfloat16, device)
     want = ops.flash_attn(*whole, is_causal=True)
-    buffers = [torch.full((2, 2, 64, 32), math.nan, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    buffers = [
+        torch.full((2, 2, 64, 32), math.nan, dtype=torch.bfloat16, device=device) for _ in range(2)
+    ]
     position = torch.zeros(2, dtype=torch.int32, device=device)
     for first, end in ((0, 17), (17, 18), (18, 40)):
         for buffer, t in zip(buffers, whole[1:]):
             buffer[:, :, first:end] = t[:, :, first:end]
         out = ops.flash_attn(whole[0][:, :, first:end], *buffers, is_causal=True, q_start=position)
-        assert out.isfinite().all() and torch.allclose(out.float(), want[:, :, first:end].float(), rtol=0.02, atol=0.02)
+        assert out.isfinite().all() and torch.allclose(
+            out.float(), want[:, :, first:end].float(), rtol=0.02, atol=0.02
+        )
         position += end - first
 
 
@@ -891,7 +1131,7 @@ def test_sinks_in_the_dtype_of_q(packed_batch, dtype, device):
     assert same_bits(own[2], wide[2].to(dtype)) and wide[2].count_nonzero() == 3
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # varlen
 
 BATCHES = {
@@ -906,30 +1146,46 @@ BATCHES = {
 
 
 def packed(gen, lengths_q, lengths_k, heads, dims, dtype, device, slack=0):
-    """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k; slack tokens of NaN after the last sequence."""
+    """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k; slack tokens of NaN after
+    the last sequence."""
     (hq, hkv), (d, dv) = heads, served(dims, device)
     tensors = []
     for lengths, h, dim in ((lengths_q, hq, d), (lengths_k, hkv, d), (lengths_k, hkv, dv)):
         t = randn(gen, sum(lengths) + slack, h, dim, dtype=dtype)
         t[sum(lengths) :] = math.nan
         tensors.append(t.to(device))
-    cu = [torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device=device) for n in (lengths_q, lengths_k)]
+    cu = [
+        torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device=device)
+        for n in (lengths_q, lengths_k)
+    ]
     return *tensors, *cu, max([*lengths_q, 0]), max([*lengths_k, 0])
 
 
 def varlen_kwargs(name, batch, heads_q, gen, dtype, device):
     """The modifiers that flash_attn_varlen has."""
     kwargs = modifiers(name, batch, heads_q, 9, 9, gen, dtype, device)
-    return {n: v for n, v in kwargs.items() if n not in ("diagonal", "kv_start", "kv_end", "q_start")}
+    return {
+        n: v for n, v in kwargs.items() if n not in ("diagonal", "kv_start", "kv_end", "q_start")
+    }
 
 
 def per_sequence(run, q, k, v, cu_q, cu_k, alibi_slopes=None, **kwargs):
     """run of each sequence by itself, packed again; tokens of no sequence are 0."""
     outs = []
-    for b, ((q0, q1), (k0, k1)) in enumerate(zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()))):
+    for b, ((q0, q1), (k0, k1)) in enumerate(
+        zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()))
+    ):
         one = [t[None].transpose(1, 2) for t in (q[q0:q1], k[k0:k1], v[k0:k1])]
-        slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-        outs.append(run(*one, diagonal=(k1 - k0) - (q1 - q0), alibi_slopes=slopes, **kwargs)[0].transpose(0, 1))
+        slopes = (
+            alibi_slopes[b]
+            if alibi_slopes is not None and alibi_slopes.dim() == 2
+            else alibi_slopes
+        )
+        outs.append(
+            run(*one, diagonal=(k1 - k0) - (q1 - q0), alibi_slopes=slopes, **kwargs)[0].transpose(
+                0, 1
+            )
+        )
     rest = q.shape[0] - (int(cu_q[-1]) if len(cu_q) else 0)
     return torch.cat([*outs, q.new_zeros(rest, q.shape[1], v.shape[2])])
 
@@ -943,7 +1199,12 @@ def check_varlen(args, kwargs, gen, what=""):
     """flash_attn_varlen and its gradients against the float64 reference."""
     q, k, v, cu_q, cu_k, max_q, max_k = args
     out, lse = ops.flash_attn_varlen_fwd(*args, **kwargs)
-    assert out.dtype == q.dtype and out.is_contiguous() and lse.is_contiguous() and lse.dtype == logit_dtype(q.dtype)
+    assert (
+        out.dtype == q.dtype
+        and out.is_contiguous()
+        and lse.is_contiguous()
+        and lse.dtype == logit_dtype(q.dtype)
+    )
     clean = [t.nan_to_num(nan=0.0) for t in (q, k, v)]
     grad = randn(gen, *out.shape, dtype=q.dtype, device=q.device)
     sinks = kwargs.get("sinks")
@@ -960,19 +1221,30 @@ def check_varlen(args, kwargs, gen, what=""):
 
     @cache
     def draw_of(draw):
-        """Results of the reference by name, and lists of PyTorch's, of these inputs or of others like them."""
+        """Results of the reference by name, and lists of PyTorch's, of these inputs or of others
+        like them."""
         x = shuffled(gen, *clean) if draw else clean
         rules, plain = rules_of_draw(kwargs, draw), rules_of_draw(rest, draw)
         run = reference.flash_attn_varlen(*f64(x), *tail, **f64(rules), return_lse=True)
         wide = f64({**tensors, **dict(zip("qkv", x))})
         want = dict(
-            zip(mine, (*run, *backward(split(reference.flash_attn_varlen, f64(plain)), wide, f64(grad)).values()))
+            zip(
+                mine,
+                (
+                    *run,
+                    *backward(
+                        split(reference.flash_attn_varlen, f64(plain)), wide, f64(grad)
+                    ).values(),
+                ),
+            )
         )
         if len(cu_q) == 1:  # no sequence
             return want, {name: [t] for name, t in mine.items()}
         found = dict(zip(mine, map(list, zip(*reordered_packed(*x, cu_q, cu_k, rules, grad)))))
         x, *cu, narrow = on_cpu((list(x), cu_q, cu_k, for_dtype(rules, dtype)))
-        found["out"].append(per_sequence(sdpa_or_reference, *(t.to(dtype) for t in x), *cu, **narrow))
+        found["out"].append(
+            per_sequence(sdpa_or_reference, *(t.to(dtype) for t in x), *cu, **narrow)
+        )
         return want, found
 
     def yards(draw, name):
@@ -981,24 +1253,49 @@ def check_varlen(args, kwargs, gen, what=""):
 
     for name, t in mine.items():
         assert_close_as(
-            partial(yards, name=name), t, draw_of(0)[0][name], what + (name if name in ("out", "lse") else f"d{name}")
+            partial(yards, name=name),
+            t,
+            draw_of(0)[0][name],
+            what + (name if name in ("out", "lse") else f"d{name}"),
         )
     return out, lse, got
 
 
-@pytest.mark.parametrize("case", grid(64, batch=tuple(BATCHES), dtype=FLOATS, heads=HEADS[1:4], dims=((64, 64), (24, 40), (80, 80)),
-                                      mods=[m for m in MODIFIERS if not m.startswith("kv_")], slack=(0, 5))
-                         + grid(8, batch=tuple(BATCHES), dtype=FLOATS, heads=HEADS[1:4], dims=((64, 64), (24, 40)), mods=("sinks_own",),
-                                slack=(0, 5)))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        64,
+        batch=tuple(BATCHES),
+        dtype=FLOATS,
+        heads=HEADS[1:4],
+        dims=((64, 64), (24, 40), (80, 80)),
+        mods=[m for m in MODIFIERS if not m.startswith("kv_")],
+        slack=(0, 5),
+    )
+    + grid(
+        8,
+        batch=tuple(BATCHES),
+        dtype=FLOATS,
+        heads=HEADS[1:4],
+        dims=((64, 64), (24, 40)),
+        mods=("sinks_own",),
+        slack=(0, 5),
+    ),
+)
 def test_varlen(case, device):
     gen = generator("varlen", case.id)
     args = packed(gen, *BATCHES[case.batch], case.heads, case.dims, case.dtype, device, case.slack)
-    kwargs = varlen_kwargs(case.mods, len(BATCHES[case.batch][0]), case.heads[0], gen, case.dtype, device)
+    kwargs = varlen_kwargs(
+        case.mods, len(BATCHES[case.batch][0]), case.heads[0], gen, case.dtype, device
+    )
     unchanged = snapshot(*args, **kwargs)
     out, lse, grads = check_varlen(args, kwargs, gen)
     unchanged()
     used_q, used_k = (sum(n) for n in BATCHES[case.batch])
-    assert torch.equal(out[used_q:], torch.zeros_like(out[used_q:])) and (lse[used_q:] == -math.inf).all()
+    assert (
+        torch.equal(out[used_q:], torch.zeros_like(out[used_q:]))
+        and (lse[used_q:] == -math.inf).all()
+    )
     for name, used in (("q", used_q), ("k", used_k), ("v", used_k)):
         assert torch.equal(grads[name][used:], torch.zeros_like(grads[name][used:]))
 
@@ -1013,7 +1310,9 @@ def test_varlen_strides(layout, dtype, device):
     check_varlen((move(q), move(k), move(v), *rest), dict(is_causal=True), gen)
 
 
-@pytest.mark.parametrize("mods", ("none", "causal", "window_causal", "softcap", "alibi_batch", "window_sinks"))
+@pytest.mark.parametrize(
+    "mods", ("none", "causal", "window_causal", "softcap", "alibi_batch", "window_sinks")
+)
 def test_varlen_is_flash_attn_of_each_sequence(mods, device):
     """With the bottom-right diagonal."""
     gen = generator("varlen dense", mods)
@@ -1071,7 +1370,9 @@ def test_varlen_gradcheck(mods, device, one_thread):
     t = [x.requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
 
     def run(q, k, v, sinks=None):
-        out, lse = torch_gpukern.flash_attn_varlen(q, k, v, *rest, **kwargs, sinks=sinks, return_lse=True)
+        out, lse = torch_gpukern.flash_attn_varlen(
+            q, k, v, *rest, **kwargs, sinks=sinks, return_lse=True
+        )
         return out, lse.masked_fill(lse.detach() == -math.inf, 0.0)
 
     assert torch.autograd.gradcheck(run, t)
@@ -1084,15 +1385,20 @@ def test_varlen_opcheck_of_the_backward(dtype, device):
     kwargs = varlen_kwargs("window_sinks", 3, 4, gen, dtype, device)
     out, lse = ops.flash_attn_varlen_fwd(q, k, v, *rest, **kwargs)
     grad = strided(torch.ones_like(out), step=2)
-    torch.library.opcheck(ops.flash_attn_varlen_bwd.default, (grad, q, k, v, out, lse, *rest), kwargs)
+    torch.library.opcheck(
+        ops.flash_attn_varlen_bwd.default, (grad, q, k, v, out, lse, *rest), kwargs
+    )
 
 
 def _parts_of_sinks(q, k, v, grad, parts):
-    """On the CPU the parts' shares put right what the rounding of out is in the gradient of sinks (gpukern_ranks.h)."""
+    """On the CPU the parts' shares put right what the rounding of out is in the gradient of sinks
+    (gpukern_ranks.h)."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     sinks = torch.linspace(-1, 1, q.shape[1], device=q.device, dtype=wide)
     sinks[-1] = -torch.inf
-    dlse = torch.randn(q.shape[:3], dtype=wide, generator=torch.Generator().manual_seed(1)).to(q.device)
+    dlse = torch.randn(q.shape[:3], dtype=wide, generator=torch.Generator().manual_seed(1)).to(
+        q.device
+    )
     rules = dict(is_causal=True, softcap=3.0, sinks=sinks)
     out, lse = ops.flash_attn_fwd(q, k, v, **rules)
     want = ops.flash_attn_bwd(grad, q, k, v, out, lse, dlse, **rules)[3]
@@ -1101,7 +1407,12 @@ def _parts_of_sinks(q, k, v, grad, parts):
     got = -(p * (delta * (1 - p) - dlse)).sum((0, 2))
     for first, keys in parts:
         more = dict(diagonal=-first, grad_dtype=wide, is_part=True)
-        got = got + ops.flash_attn_bwd(grad, q, k[:, :, keys], v[:, :, keys], out, lse, dlse, **rules, **more)[3]
+        got = (
+            got
+            + ops.flash_attn_bwd(
+                grad, q, k[:, :, keys], v[:, :, keys], out, lse, dlse, **rules, **more
+            )[3]
+        )
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
@@ -1115,18 +1426,23 @@ def test_parts_of_the_keys_refuse_sinks_on_a_gpu():
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("cut", (1, 40, 64))
 def test_two_parts_of_the_keys_make_the_whole(dtype, cut):
-    """Partial results in float32, joined, are the whole's; so are gradients of parts by the whole's out and lse."""
+    """Partial results in float32, joined, are the whole's; so are gradients of parts by the whole's
+    out and lse."""
     gen = generator("parts", cut)
     q, k, v = qkv(gen, 2, (4, 2), (65, 65), (32, 24), dtype)
     grad = randn(gen, 2, 4, 65, 24, dtype=dtype)
     parts = [(0, slice(None, cut)), (cut, slice(cut, None))]
     joined = None
     for first, keys in parts:
-        part = ops.flash_attn_fwd(q, k[:, :, keys], v[:, :, keys], True, diagonal=-first, out_dtype=torch.float32)
+        part = ops.flash_attn_fwd(
+            q, k[:, :, keys], v[:, :, keys], True, diagonal=-first, out_dtype=torch.float32
+        )
         assert part[0].dtype == torch.float32
         joined = part if joined is None else ops.attn_merge(*joined, *part)
     whole = ops.flash_attn_fwd(q, k, v, True, out_dtype=torch.float32)
-    torch.testing.assert_close(joined[0], whole[0], atol=4e-6 if dtype == torch.float32 else 4e-3, rtol=1e-5)
+    torch.testing.assert_close(
+        joined[0], whole[0], atol=4e-6 if dtype == torch.float32 else 4e-3, rtol=1e-5
+    )
     torch.testing.assert_close(joined[1], whole[1])
     out, lse = ops.flash_attn_fwd(q, k, v, True)
     assert torch.equal(whole[0].to(dtype), out)
@@ -1158,8 +1474,13 @@ def test_two_parts_of_the_keys_make_the_whole(dtype, cut):
 
 
 def test_swapped_dimensions_are_warned_of_when_asked(monkeypatch):
-    """GPUKERN_DEBUG=1 is read at import. Decoding, and more queries than heads, are as they should be."""
-    swapped, right, decoding = torch.zeros(1, 300, 4, 8), torch.zeros(1, 4, 300, 8), torch.zeros(1, 32, 1, 8)
+    """GPUKERN_DEBUG=1 is read at import. Decoding, and more queries than heads, are as they should
+    be."""
+    swapped, right, decoding = (
+        torch.zeros(1, 300, 4, 8),
+        torch.zeros(1, 4, 300, 8),
+        torch.zeros(1, 32, 1, 8),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch_gpukern.flash_attn(swapped, swapped, swapped)
@@ -1168,7 +1489,8 @@ def test_swapped_dimensions_are_warned_of_when_asked(monkeypatch):
         torch_gpukern.flash_attn(decoding, right[:, :1], right[:, :1])
         first_token = torch.zeros(1, 32, 1, 8)
         torch_gpukern.flash_attn(first_token, first_token, first_token)
-        prompt = torch.zeros(1, 5, 32, 8).transpose(1, 2)  # fewer tokens than heads, as a projection stores them
+        # fewer tokens than heads, as a projection stores them
+        prompt = torch.zeros(1, 5, 32, 8).transpose(1, 2)
         torch_gpukern.flash_attn(prompt, prompt, prompt)
         torch_gpukern.flash_attn(torch.zeros(1, 32, 3, 8), *2 * (torch.zeros(1, 8, 5, 8),))
     for q, k in (

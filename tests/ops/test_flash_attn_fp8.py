@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""flash_attn and flash_attn_varlen of float8_e4m3fn q, k, v: every form against float64 over the same codes; data with a mean,
-values of one sign, a scale for each 128 tokens, heads of zeros, NaN; quantize_attn; compilers; what is refused.
+"""flash_attn and flash_attn_varlen of float8_e4m3fn q, k, v: every form against float64 over the
+same codes; data with a mean, values of one sign, a scale for each 128 tokens, heads of zeros, NaN;
+quantize_attn; compilers; what is refused.
 """
 
 import math
@@ -9,10 +10,17 @@ import pytest
 import torch
 from conftest import generator, ops, reference, torch_gpukern
 
-E4M3, BF16, F16, F32, F64 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32, torch.float64
+E4M3, BF16, F16, F32, F64 = (
+    torch.float8_e4m3fn,
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+)
 gk = torch_gpukern
 
-# What may come on top of the rounding of the result, of its size: P in 16 bits; in 8 bits, of Hopper's kernel.
+# What may come on top of the rounding of the result, of its size: P in 16 bits; in 8 bits, of
+# Hopper's kernel.
 ERROR = {"cpu": 1e-5, "cuda": 2e-3, "fp8": 4e-2}
 
 
@@ -20,17 +28,34 @@ def tokens(gen, device, *shape, mean=0.0, std=1.0):
     return (torch.randn(*shape, generator=gen) * std + mean).to(device)
 
 
-def made(key, device, batch=2, heads=(4, 2), lengths=(200, 333), dims=(64, 64), mean=(0.3, -0.2, 1.0), **how):
+def made(
+    key,
+    device,
+    batch=2,
+    heads=(4, 2),
+    lengths=(200, 333),
+    dims=(64, 64),
+    mean=(0.3, -0.2, 1.0),
+    **how,
+):
     """quantize_attn of normal q, k, v with a mean."""
     gen = generator("fp8", key)
-    shapes = ((heads[0], lengths[0], dims[0]), (heads[1], lengths[1], dims[0]), (heads[1], lengths[1], dims[1]))
-    return gk.quantize_attn(*(tokens(gen, device, batch, *s, mean=m) for s, m in zip(shapes, mean, strict=True)), **how)
+    shapes = (
+        (heads[0], lengths[0], dims[0]),
+        (heads[1], lengths[1], dims[0]),
+        (heads[1], lengths[1], dims[1]),
+    )
+    return gk.quantize_attn(
+        *(tokens(gen, device, batch, *s, mean=m) for s, m in zip(shapes, mean, strict=True)), **how
+    )
 
 
 def of_reference(x, name="flash_attn", extra=(), **how):
     """Float64 over the codes, on the CPU."""
     cpu = {n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in (x | how).items()}
-    args = [cpu.pop(n) for n in ("q", "k", "v")] + [e.cpu() if isinstance(e, torch.Tensor) else e for e in extra]
+    args = [cpu.pop(n) for n in ("q", "k", "v")] + [
+        e.cpu() if isinstance(e, torch.Tensor) else e for e in extra
+    ]
     if cpu.get("sinks") is not None:
         cpu["sinks"] = cpu["sinks"].double()
     return getattr(reference, name)(*args, **cpu | dict(out_dtype=F64, return_lse=True))
@@ -48,12 +73,22 @@ def tolerance(row, device, out_dtype=F32):
 def check(x, device, name="flash_attn", extra=(), out_dtype=F32, **how):
     x = x._asdict() if hasattr(x, "_asdict") else x
     call = getattr(gk, name)
-    out, lse = call(x["q"], x["k"], x["v"], *extra, **{n: t for n, t in x.items() if n not in "qkv"}, out_dtype=out_dtype,
-                    return_lse=True, **how)  # fmt: skip
-    want, want_lse = of_reference(x, name, extra, **{n: y for n, y in how.items() if n != "accumulate"})
-    row = gk.explain(name, x["q"], x["k"], x["v"], *extra, **{n: t for n, t in x.items() if n not in "qkv"} | how)[
-        "row"
-    ]
+    out, lse = call(
+        x["q"],
+        x["k"],
+        x["v"],
+        *extra,
+        **{n: t for n, t in x.items() if n not in "qkv"},
+        out_dtype=out_dtype,
+        return_lse=True,
+        **how,
+    )
+    want, want_lse = of_reference(
+        x, name, extra, **{n: y for n, y in how.items() if n != "accumulate"}
+    )
+    row = gk.explain(
+        name, x["q"], x["k"], x["v"], *extra, **{n: t for n, t in x.items() if n not in "qkv"} | how
+    )["row"]
     assert out.dtype is out_dtype and lse.dtype is F32 and out.shape == want.shape
     assert relative(out, want) < tolerance(row, device, out_dtype), row
     empty = want_lse == -math.inf
@@ -91,14 +126,18 @@ def test_modifiers(device):
     x = made("modifiers", device, dims=(64, 72), per="block")
     check(x, device, alibi_slopes=slopes, sinks=sinks, kv_start=starts, kv_end=ends)
     check(x, device, sinks=sinks.to(BF16), q_start=ends, is_causal=True, out_dtype=BF16)
-    check(x, device, sinks=sinks, kv_end=torch.zeros_like(ends), out_dtype=F16)  # the sink takes all: v_mean too is 0
+    # the sink takes all: v_mean too is 0
+    check(x, device, sinks=sinks, kv_end=torch.zeros_like(ends), out_dtype=F16)
 
 
 @pytest.mark.parametrize("per", ("tensor", "head", "block"))
 def test_scales(per, device):
-    """Of blocks that differ by 2^12, heads of zeros among them; and each shape that a scale may have."""
+    """Of blocks that differ by 2^12, heads of zeros among them; and each shape that a scale may
+    have."""
     gen = generator("fp8 scales", per)
-    q, k, v = (tokens(gen, device, 2, h, n, d) for h, n, d in ((4, 150, 64), (2, 400, 64), (2, 400, 80)))
+    q, k, v = (
+        tokens(gen, device, 2, h, n, d) for h, n, d in ((4, 150, 64), (2, 400, 64), (2, 400, 80))
+    )
     steps = torch.exp2(torch.randint(-6, 7, (2, 2, 4, 1, 1), generator=gen).float()).to(device)
     v *= steps.repeat(1, 1, 1, 128, 1).flatten(2, 3)[:, :, :400]
     k *= steps.flip(2).clamp(0.1, 4).repeat(1, 1, 1, 128, 1).flatten(2, 3)[:, :, :400]
@@ -110,7 +149,10 @@ def test_scales(per, device):
         check(x, device, is_causal=True, diagonal=250, out_dtype=BF16)
     if per == "head":
         y = x._asdict()
-        check(y | dict(q_scale=y["q_scale"][0], k_scale=y["k_scale"][0, :1].reshape(1), v_scale=None), device)
+        check(
+            y | dict(q_scale=y["q_scale"][0], k_scale=y["k_scale"][0, :1].reshape(1), v_scale=None),
+            device,
+        )
         mean = torch.randn(2, 80, generator=gen).to(device)
         check(y | dict(v_mean=mean, v_scale=y["v_scale"].t().contiguous().t()), device)
 
@@ -125,11 +167,17 @@ LONG = {
 
 @pytest.mark.parametrize("form", LONG)
 def test_more_keys(form, device):
-    """What kernels for long calls serve: scales of blocks, groups of heads, head_dims that differ, results of each dtype."""
+    """What kernels for long calls serve: scales of blocks, groups of heads, head_dims that differ,
+    results of each dtype."""
     how = dict(LONG[form])
     if "sinks" in how:
         how["sinks"] = torch.tensor([0.5, -math.inf, 6.0, -2.0], device=device)
-    for dims, out_dtype in (((64, 64), F32), ((128, 128), BF16), ((128, 72), F16), ((256, 256), BF16)):
+    for dims, out_dtype in (
+        ((64, 64), F32),
+        ((128, 128), BF16),
+        ((128, 72), F16),
+        ((256, 256), BF16),
+    ):
         for per in ("head", "block"):
             x = made(f"long {form} {dims}", device, batch=1, lengths=(260, 600), dims=dims, per=per)
             check(x, device, out_dtype=out_dtype, **how)
@@ -138,7 +186,9 @@ def test_more_keys(form, device):
 
 
 def test_any_head_dim_stride_and_place(device):
-    dims = ((8, 16), (40, 8), (136, 200), (64, 256)) + (((3, 5), (33, 1)) if device == "cpu" else ())
+    dims = ((8, 16), (40, 8), (136, 200), (64, 256)) + (
+        ((3, 5), (33, 1)) if device == "cpu" else ()
+    )
     for d, dv in dims:
         x = made(f"{d} {dv}", device, batch=1, lengths=(35, 70), dims=(d, dv))._asdict()
         check(x, device)
@@ -149,7 +199,9 @@ def test_any_head_dim_stride_and_place(device):
             x[n] = whole[3:].view(b, s, h, e).view(E4M3).transpose(1, 2)
         out = check(x, device)
         assert out.stride(1) < out.stride(2)
-        wide = x | {n: torch.stack([x[n].view(torch.uint8)] * 2, -1).view(E4M3)[..., 0] for n in "kv"}
+        wide = x | {
+            n: torch.stack([x[n].view(torch.uint8)] * 2, -1).view(E4M3)[..., 0] for n in "kv"
+        }
         check(wide, device)  # the last dimension is not dense
 
 
@@ -165,7 +217,11 @@ def test_values_that_add_up(form, accumulate, device):
 
 def values_that_add_up(form, accumulate, device, gen, n, d):
     q, k = (tokens(gen, device, 1, 1, s, d) for s in (32, n))
-    v = tokens(gen, device, 1, 1, n, d, mean=1.0) if form == "mean" else tokens(gen, device, 1, 1, n, d).abs()
+    v = (
+        tokens(gen, device, 1, 1, n, d, mean=1.0)
+        if form == "mean"
+        else tokens(gen, device, 1, 1, n, d).abs()
+    )
     want = reference.flash_attn(q.cpu().double(), k.cpu().double(), v.cpu().double())
     for center in (True, False):
         x = gk.quantize_attn(q, k, v, center_v=center)._asdict()
@@ -175,9 +231,11 @@ def values_that_add_up(form, accumulate, device, gen, n, d):
 
 
 def test_nan(device):
-    """A NaN code of q, k or v, or a NaN scale, shows in the rows that see it, and in no others; keys that no query sees may hold one."""
+    """A NaN code of q, k or v, or a NaN scale, shows in the rows that see it, and in no others;
+    keys that no query sees may hold one."""
     x = {
-        n: t.clone() if t is not None else None for n, t in made("nan", device, batch=1, heads=(2, 2))._asdict().items()
+        n: t.clone() if t is not None else None
+        for n, t in made("nan", device, batch=1, heads=(2, 2))._asdict().items()
     }
     clean = gk.flash_attn(**x, is_causal=True)
     for n, rows in (("q", [150]), ("k", range(150, 200)), ("v", range(150, 200))):
@@ -197,14 +255,18 @@ def test_nan(device):
 
 
 def test_varlen(device):
-    """Empty sequences, tokens of none, a scale for each block of a sequence; and the bits of a dense call."""
+    """Empty sequences, tokens of none, a scale for each block of a sequence; and the bits of a
+    dense call."""
     cu_q, cu_k = (
-        torch.tensor(x, dtype=torch.int32, device=device) for x in ((0, 40, 40, 190, 191), (0, 130, 200, 467, 467))
+        torch.tensor(x, dtype=torch.int32, device=device)
+        for x in ((0, 40, 40, 190, 191), (0, 130, 200, 467, 467))
     )
     extra = (cu_q, cu_k, 150, 267)
     gen = generator("fp8 varlen")
     for d in (64, 128) if device == "cpu" else (64, 128, 192, 256):
-        q, k, v = (tokens(gen, device, n, h, d, mean=0.5) for n, h in ((200, 4), (480, 2), (480, 2)))
+        q, k, v = (
+            tokens(gen, device, n, h, d, mean=0.5) for n, h in ((200, 4), (480, 2), (480, 2))
+        )
         for how in (dict(), dict(is_causal=True), dict(window_left=30, window_right=0)):
             x = gk.quantize_attn(q, k, v)._asdict()
             assert x["q_scale"].shape == (4,) and x["v_mean"].shape == (2, d)
@@ -219,22 +281,50 @@ def test_varlen(device):
             f"{n}_scale": torch.rand(4, h, m, generator=gen).to(device) / 64
             for n, h, m in (("q", 4, 2), ("k", 2, 3), ("v", 2, 3))
         }
-        check(x | block | dict(v_mean=torch.randn(4, 2, d, generator=gen).to(device)), device, "flash_attn_varlen", extra, is_causal=True,
-              alibi_slopes=torch.rand(4, generator=gen).to(device), sinks=torch.randn(4, generator=gen).to(device))  # fmt: skip
+        check(
+            x | block | dict(v_mean=torch.randn(4, 2, d, generator=gen).to(device)),
+            device,
+            "flash_attn_varlen",
+            extra,
+            is_causal=True,
+            alibi_slopes=torch.rand(4, generator=gen).to(device),
+            sinks=torch.randn(4, generator=gen).to(device),
+        )
 
 
 @pytest.mark.gpu
 def test_blocks_of_many_tiles():
-    """More tiles than SMs, so that a block has several, masked and not; and parts of the keys where there are few."""
-    tiles = ((128, 128), (700, 700)), ((64, 56), (700, 515)), ((112, 128), (400, 1300)), ((192, 160), (700, 515))
-    for dims, lengths in (*tiles, ((256, 256), (700, 700)), ((200, 256), (400, 1300)), ((32, 256), (130, 130))):
+    """More tiles than SMs, so that a block has several, masked and not; and parts of the keys where
+    there are few."""
+    tiles = (
+        ((128, 128), (700, 700)),
+        ((64, 56), (700, 515)),
+        ((112, 128), (400, 1300)),
+        ((192, 160), (700, 515)),
+    )
+    for dims, lengths in (
+        *tiles,
+        ((256, 256), (700, 700)),
+        ((200, 256), (400, 1300)),
+        ((32, 256), (130, 130)),
+    ):
         for how in (dict(), dict(is_causal=True, diagonal=lengths[1] - lengths[0], out_dtype=BF16)):
-            x = made(f"tiles {dims}", "cuda", batch=3, heads=(16, 8), lengths=lengths, dims=dims, mean=(0, 0, 2))
+            x = made(
+                f"tiles {dims}",
+                "cuda",
+                batch=3,
+                heads=(16, 8),
+                lengths=lengths,
+                dims=dims,
+                mean=(0, 0, 2),
+            )
             check(x, "cuda", accumulate="fast", **how)
     sinks = torch.tensor([0.5, -math.inf], device="cuda")
     for dims in ((64, 64), (128, 128), (192, 192), (256, 256)):
         for per in ("head", "block"):
-            x = made("splits", "cuda", batch=1, heads=(2, 2), lengths=(150, 9000), dims=dims, per=per)
+            x = made(
+                "splits", "cuda", batch=1, heads=(2, 2), lengths=(150, 9000), dims=dims, per=per
+            )
             check(x, "cuda", accumulate="fast", sinks=sinks, is_causal=True, diagonal=8850)
 
 
@@ -242,7 +332,8 @@ def test_blocks_of_many_tiles():
 @pytest.mark.parametrize("head_dim", (128, 192, 256))
 @pytest.mark.parametrize("per", ("head", "block"))
 def test_scores_that_grow(per, head_dim):
-    """Keys ever larger, so that a row's reference does not hold; in one block of keys, or in each; and a scale that is 0 or negative."""
+    """Keys ever larger, so that a row's reference does not hold; in one block of keys, or in each;
+    and a scale that is 0 or negative."""
     gen = generator("fp8 grow", per, head_dim)
     for steps in ((1, 1, 1, 6, 1, 1, 20), range(1, 8), (1, 300, 1, 1, 1, 1, 2)):
         q, k, v = (tokens(gen, "cuda", 1, 2, n, head_dim) for n in (200, 896, 896))
@@ -250,28 +341,41 @@ def test_scores_that_grow(per, head_dim):
         x = gk.quantize_attn(q, k, v, per=per)._asdict()
         check(x, "cuda", accumulate="fast")
         check(x, "cuda", accumulate="fast", is_causal=True, diagonal=696)
-        check(x | dict(q_scale=-x["q_scale"]), "cuda", accumulate="fast", is_causal=True, diagonal=696)
-        check(x | dict(k_scale=torch.zeros_like(x["k_scale"])), "cuda", accumulate="fast", is_causal=True)
+        check(
+            x | dict(q_scale=-x["q_scale"]), "cuda", accumulate="fast", is_causal=True, diagonal=696
+        )
+        check(
+            x | dict(k_scale=torch.zeros_like(x["k_scale"])),
+            "cuda",
+            accumulate="fast",
+            is_causal=True,
+        )
 
 
 def test_rows_of_the_table():
-    """What a GPU with Hopper's kernels would run. Fast sums are its own; precise ones, softcap and scales of blocks that tiles do not
-    follow go by other kernels."""
+    """What a GPU with Hopper's kernels would run. Fast sums are its own; precise ones, softcap and
+    scales of blocks that tiles do not follow go by other kernels."""
     if not gk._ops.cuda_kernels.default():
         pytest.skip("the library is built without CUDA kernels")
 
     def row(dims=(128, 128), accumulate="auto", per=2, batch=2, heads=4, length=600, **how):
         q, k, v = (t(batch, heads, length, d) for d in (*dims[:1], *dims))
         scales = {
-            f"{n}_scale": t(batch, heads, -(-length // 128), dtype=F32)[..., 0 if per == 2 else slice(None)]
+            f"{n}_scale": t(batch, heads, -(-length // 128), dtype=F32)[
+                ..., 0 if per == 2 else slice(None)
+            ]
             for n in "qkv"
         }
         how |= scales | dict(v_mean=t(heads, dims[1], dtype=F32), accumulate=accumulate)
-        return gk.explain("flash_attn", q, k, v, arch="sm_90", **how)["row"].removeprefix("flash_attn_fp8_")
+        return gk.explain("flash_attn", q, k, v, arch="sm_90", **how)["row"].removeprefix(
+            "flash_attn_fp8_"
+        )
 
-    assert row() == "sm90a_d128" and row(batch=8, heads=16, length=1536) == "sm90a_d128_wide"  # by what fills 132 SMs
+    # by what fills 132 SMs
+    assert row() == "sm90a_d128" and row(batch=8, heads=16, length=1536) == "sm90a_d128_wide"
     assert row((64, 64)) == "sm90a_d64" and row((48, 64), per=3, length=576) == "sm90a_d64_block"
-    assert row((64, 64), per=3) == "sm90a_d128_block"  # 768 rows in tiles of 192, and no scale behind row 640
+    # 768 rows in tiles of 192, and no scale behind row 640
+    assert row((64, 64), per=3) == "sm90a_d128_block"
     assert row(per=3) == row((128, 64), per=3, is_causal=True, window_right=5) == "sm90a_d128_block"
     assert row((192, 128)) == "sm90a_d192" and row((256, 256)) == row((64, 208)) == "sm90a_d256"
     assert row((256, 256), per=3) == row((192, 192), per=3) == "sm90a_d256_block"
@@ -288,8 +392,9 @@ def test_rows_of_the_table():
 
 @pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
 def test_passes_over_more_tiles_than_a_grid_holds_are_not_planned(arch):
-    """2^31 tiles of 128 rows, one of a million packed sequences each: the kernel that counts its tiles says so where it runs; a grid of
-    so many blocks cannot be launched, and of 2^32 none would be."""
+    """2^31 tiles of 128 rows, one of a million packed sequences each: the kernel that counts its
+    tiles says so where it runs; a grid of so many blocks cannot be launched, and of 2^32 none would
+    be."""
     if not gk._ops.cuda_kernels.default():
         pytest.skip("the library is built without CUDA kernels")
     q, kv = t(1024, 256, 16), t(1024, 1, 16)
@@ -308,7 +413,10 @@ def test_passes_over_more_tiles_than_a_grid_holds_are_not_planned(arch):
 def test_quantize_attn(per, device):
     """The codes and scales of the reference; a rotation leaves scores alone."""
     gen = generator("quantize_attn", per)
-    q, k, v = (tokens(gen, device, 2, h, n, d, mean=0.5) for h, n, d in ((4, 129, 48), (2, 260, 48), (2, 260, 32)))
+    q, k, v = (
+        tokens(gen, device, 2, h, n, d, mean=0.5)
+        for h, n, d in ((4, 129, 48), (2, 260, 48), (2, 260, 32))
+    )
     q[0, 0] = 0
     for center in (True, False):
         got = gk.quantize_attn(q, k, v, per=per, center_v=center)
@@ -319,8 +427,11 @@ def test_quantize_attn(per, device):
                 continue
             assert x.shape == y.shape and x.dtype is y.dtype and x.is_contiguous()
             differ = (x.cpu().float() != y.float()).float().mean()
-            assert torch.allclose(x.cpu().float(), y.float(), rtol=1e-6 if y.dtype is F32 else 0.13, atol=2e-2), name
-            assert differ < (1 if y.dtype is F32 else 2e-3), name  # a mean may differ in its last bit
+            assert torch.allclose(
+                x.cpu().float(), y.float(), rtol=1e-6 if y.dtype is F32 else 0.13, atol=2e-2
+            ), name
+            # a mean may differ in its last bit
+            assert differ < (1 if y.dtype is F32 else 2e-3), name
     plain, rotated = (gk.quantize_attn(q, k, v, per=per, hadamard=h) for h in (False, True))
     scores = [reference.flash_attn(*(t.cpu().double() for t in (q, k, v)), return_lse=True)[1]]
     for x in (plain, rotated):
@@ -334,10 +445,14 @@ def test_a_rotation_spreads_outliers(device):
     gen = generator("fp8 outliers")
     q, k, v = (tokens(gen, device, 1, 2, 512, 64) for _ in range(3))
     for x in (q, k):
-        x += tokens(gen, device, *x.shape, std=10) * (torch.rand(x.shape, generator=gen) < 1e-3).to(device)
+        x += tokens(gen, device, *x.shape, std=10) * (torch.rand(x.shape, generator=gen) < 1e-3).to(
+            device
+        )
     want = reference.flash_attn(*(t.cpu().double() for t in (q, k, v)))
     error = [
-        relative(gk.flash_attn(**gk.quantize_attn(q, k, v, hadamard=h)._asdict(), out_dtype=F32), want)
+        relative(
+            gk.flash_attn(**gk.quantize_attn(q, k, v, hadamard=h)._asdict(), out_dtype=F32), want
+        )
         for h in (False, True)
     ]
     assert error[1] < 0.9 * error[0]
@@ -349,24 +464,34 @@ def step(q, k, v, accumulate):
 
 
 def test_compile(device):
-    """quantize_attn and attention in one graph, sizes as symbols too; autocast changes nothing; fakes have the results' form."""
+    """quantize_attn and attention in one graph, sizes as symbols too; autocast changes nothing;
+    fakes have the results' form."""
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
     for n in (40, 57):
         q, k, v = (tokens(generator("fp8 compile", n, h), device, 2, h, n, 32) for h in (4, 2, 2))
         want = step(q, k, v, "auto")
         for x, y in zip(compiled(q, k, v, "auto"), want, strict=True):
-            assert x.dtype is y.dtype and x.stride() == y.stride() and torch.allclose(x.float(), y.float(), atol=2e-2)
+            assert (
+                x.dtype is y.dtype
+                and x.stride() == y.stride()
+                and torch.allclose(x.float(), y.float(), atol=2e-2)
+            )
     x = gk.quantize_attn(q, k, v)._asdict()
     with torch.autocast(device, BF16):
         assert torch.equal(gk.flash_attn(**x), gk.flash_attn(**x))
         assert gk.flash_attn(**x, out_dtype=F16).dtype is F16
-    assert torch.equal(gk.flash_attn(**x), torch.compile(gk.flash_attn, fullgraph=True, backend="aot_eager")(**x))
+    assert torch.equal(
+        gk.flash_attn(**x), torch.compile(gk.flash_attn, fullgraph=True, backend="aot_eager")(**x)
+    )
 
 
 def opcheck(op, call):
     """All but test_schema, which multiplies inputs by numbers: torch cannot of float8_e4m3fn."""
     torch.library.opcheck(
-        op, (), call, test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+        op,
+        (),
+        call,
+        test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 
 
@@ -391,11 +516,14 @@ def test_no_gradient(device):
     x = made("gradient", device, batch=1, lengths=(9, 12), dims=(16, 8))._asdict()
     x["v_mean"].requires_grad_()
     with pytest.raises(
-        NotImplementedError, match="gpukern::flash_attn: it has no backward where q, k and v are float8_e4m3fn"
+        NotImplementedError,
+        match="gpukern::flash_attn: it has no backward where q, k and v are float8_e4m3fn",
     ):
         gk.flash_attn(**x, out_dtype=F32).sum().backward()
     q, k, v = (torch.randn(1, 2, 4, 8, device=device, requires_grad=True) for _ in range(3))
-    with pytest.raises(NotImplementedError, match="gpukern::(quantize|flash_attn): it has no backward"):
+    with pytest.raises(
+        NotImplementedError, match="gpukern::(quantize|flash_attn): it has no backward"
+    ):
         gk.flash_attn(**gk.quantize_attn(q, k, v)._asdict()).sum().backward()
 
 
@@ -405,14 +533,29 @@ def t(*shape, dtype=E4M3):
 
 GOOD = dict(q=(1, 4, 5, 8), k=(1, 2, 6, 8), v=(1, 2, 6, 16))
 REFUSED = (
-    (dict(k=t(1, 2, 6, 8, dtype=BF16)), "k has dtype bfloat16, q has float8_e4m3fn; they must match"),
-    (dict(q_scale=t(3, dtype=F32)), "q_scale must have shape [], [4], [1, 4] or [1, 4, 1], got [3]"),
-    (dict(k_scale=t(1, 2, 2, dtype=F32)), "k_scale must have shape [], [2], [1, 2] or [1, 2, 1], got [1, 2, 2]"),
+    (
+        dict(k=t(1, 2, 6, 8, dtype=BF16)),
+        "k has dtype bfloat16, q has float8_e4m3fn; they must match",
+    ),
+    (
+        dict(q_scale=t(3, dtype=F32)),
+        "q_scale must have shape [], [4], [1, 4] or [1, 4, 1], got [3]",
+    ),
+    (
+        dict(k_scale=t(1, 2, 2, dtype=F32)),
+        "k_scale must have shape [], [2], [1, 2] or [1, 2, 1], got [1, 2, 2]",
+    ),
     (dict(v_scale=t(2, dtype=BF16)), "v_scale must be float32, got bfloat16"),
     (dict(v_mean=t(16, dtype=F32)), "v_mean must have shape [2, 16] or [1, 2, 16], got [16]"),
-    (dict(v_mean=t(2, 2, 16, dtype=F32)), "v_mean must have shape [2, 16] or [1, 2, 16], got [2, 2, 16]"),
+    (
+        dict(v_mean=t(2, 2, 16, dtype=F32)),
+        "v_mean must have shape [2, 16] or [1, 2, 16], got [2, 2, 16]",
+    ),
     (dict(accumulate="slow"), "accumulate must be auto, fast or precise, got 'slow'"),
-    (dict(out_dtype=F64), "out_dtype must be bfloat16, float16 or float32 where q is float8_e4m3fn, got float64"),
+    (
+        dict(out_dtype=F64),
+        "out_dtype must be bfloat16, float16 or float32 where q is float8_e4m3fn, got float64",
+    ),
     (dict(sinks=t(4)), "sinks must be float32 or bfloat16, got float8_e4m3fn"),
     (dict(scale=math.nan), "scale must be finite, got nan"),
 )
@@ -429,12 +572,16 @@ def test_refused(change, text):
 def test_scales_go_with_codes():
     x = {n: t(*s, dtype=F32) for n, s in GOOD.items()}
     for n in ("q_scale", "k_scale", "v_scale", "v_mean"):
-        with pytest.raises(ValueError, match=f"gpukern::flash_attn: {n} goes with a float8_e4m3fn q, got float32"):
+        with pytest.raises(
+            ValueError, match=f"gpukern::flash_attn: {n} goes with a float8_e4m3fn q, got float32"
+        ):
             gk.flash_attn(**x, **{n: t(dtype=F32)})
     with pytest.raises(ValueError, match="accumulate must be auto, fast or precise, got 'slow'"):
         gk.flash_attn(**x, accumulate="slow")
-    for change, text in ((dict(per="row"), "per must be tensor, head or block, got 'row'"),
-                         (dict(v=t(2, 6, 16, dtype=F32)), "v must have 4 dimensions, as q, got 3")):  # fmt: skip
+    for change, text in (
+        (dict(per="row"), "per must be tensor, head or block, got 'row'"),
+        (dict(v=t(2, 6, 16, dtype=F32)), "v must have 4 dimensions, as q, got 3"),
+    ):
         with pytest.raises(ValueError, match=text):
             gk.quantize_attn(**x | change)
 
@@ -453,7 +600,12 @@ def test_quantize_attn_refuses_shapes_that_do_not_fit():
         (x(1, 4, 5, 8), x(1, 2, 5, 8), x(1, 4, 5, 8), "v must have the tokens and heads of k"),
         (x(5, 4, 8), x(5, 2, 8), x(6, 2, 8), "v must have the tokens and heads of k"),
         (x(1, 4, 5, 8), x(2, 2, 5, 8), x(2, 2, 5, 8), "k has batch 2, q has 1"),
-        (x(1, 3, 5, 8), x(1, 2, 5, 8), x(1, 2, 5, 8), "q must have a multiple of k's 2 heads, got 3"),
+        (
+            x(1, 3, 5, 8),
+            x(1, 2, 5, 8),
+            x(1, 2, 5, 8),
+            "q must have a multiple of k's 2 heads, got 3",
+        ),
     ]:
         with pytest.raises(ValueError, match=f"gpukern::quantize_attn: {text}"):
             torch_gpukern.quantize_attn(q, k, v)

@@ -35,9 +35,23 @@ from conftest import (
 )
 
 SIZES = [
-    (1, 1, 1), (1, 7, 1), (7, 1, 9), (2, 3, 64), (1, 64, 65), (1, 256, 128), (4, 100, 33), (16, 48, 256), (64, 64, 64),
-    (65, 63, 31), (31, 33, 129), (128, 127, 17), (13, 257, 100), (127, 129, 255), (257, 65, 127), (3, 511, 513),
-]  # fmt: skip
+    (1, 1, 1),
+    (1, 7, 1),
+    (7, 1, 9),
+    (2, 3, 64),
+    (1, 64, 65),
+    (1, 256, 128),
+    (4, 100, 33),
+    (16, 48, 256),
+    (64, 64, 64),
+    (65, 63, 31),
+    (31, 33, 129),
+    (128, 127, 17),
+    (13, 257, 100),
+    (127, 129, 255),
+    (257, 65, 127),
+    (3, 511, 513),
+]
 EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 193, 257)
 
 
@@ -56,7 +70,8 @@ def check(a, b, got=None, what="out", gen=None, **kwargs):
     def yards(draw):
         x = shuffled(gen, a, b) if draw else (a, b)
         want = reference.gemm(*f64(x), **ref_kwargs) if draw else ref
-        # PyTorch keeps 16-bit operands on CUDA: their products are exact, their sums those of a tensor core
+        # PyTorch keeps 16-bit operands on CUDA: their products are exact, their sums those of a
+        # tensor core
         operands = x if a.is_cuda and a.dtype in HALF else (t.to(dtype) for t in x)
         # on a CPU with AMX, PyTorch's bfloat16 product reads the NaN between rows
         operands = [t.contiguous() for t in operands]
@@ -68,12 +83,23 @@ def check(a, b, got=None, what="out", gen=None, **kwargs):
 
 
 def make(gen, m, n, k, dtype, device, batch=()):
-    return randn(gen, *batch, m, k, dtype=dtype, device=device), randn(gen, *batch, k, n, dtype=dtype, device=device)
+    return randn(gen, *batch, m, k, dtype=dtype, device=device), randn(
+        gen, *batch, k, n, dtype=dtype, device=device
+    )
 
 
-@pytest.mark.parametrize("case", grid(120, dtype=FLOATS, size=SIZES, activation=ACTIVATIONS,
-                                      epilogue=("plain", "bias", "c", "both", "alpha", "all"),
-                                      out=("same", "float32"), layout=("NN", "NT", "TN", "TT")))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        120,
+        dtype=FLOATS,
+        size=SIZES,
+        activation=ACTIVATIONS,
+        epilogue=("plain", "bias", "c", "both", "alpha", "all"),
+        out=("same", "float32"),
+        layout=("NN", "NT", "TN", "TT"),
+    ),
+)
 def test_forward(case, device):
     gen = generator("gemm", case.id)
     m, n, k = case.size
@@ -103,7 +129,8 @@ def test_forward(case, device):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_exact_at_every_edge(dtype, device):
-    """Integer values make every partial sum exact, so each element must be right to the bit at every odd tail."""
+    """Integer values make every partial sum exact, so each element must be right to the bit at
+    every odd tail."""
     gen = generator("edges", dtype)
     cases = list(itertools.product(EDGES, EDGES, EDGES))
     cases = cases if ALL else [cases[i] for i in torch.randperm(len(cases), generator=gen)[:150]]
@@ -117,36 +144,68 @@ def test_exact_at_every_edge(dtype, device):
         if i % 4 & 2:
             b = swap_last(b)
         got = ops.gemm(a, b)
-        assert torch.equal(got, expected), f"{(m, n, k)}: {int((got != expected).sum())} elements differ"
+        assert torch.equal(got, expected), (
+            f"{(m, n, k)}: {int((got != expected).sum())} elements differ"
+        )
 
 
-@pytest.mark.parametrize("shapes", [
-    ((2, 5, 7), (7, 4)), ((2, 3, 5, 7), (7, 4)), ((3, 5, 7), (3, 7, 4)), ((2, 1, 5, 7), (3, 7, 4)),
-    ((5, 7), (2, 3, 7, 4)), ((2, 3, 5, 7), (1, 3, 7, 4)), ((1, 1, 7), (6, 7, 4)), ((4, 1, 33), (4, 33, 65)),
-    ((2, 2, 2, 3, 5), (2, 1, 2, 5, 3)), ((6, 17, 40), (40, 70)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((2, 5, 7), (7, 4)),
+        ((2, 3, 5, 7), (7, 4)),
+        ((3, 5, 7), (3, 7, 4)),
+        ((2, 1, 5, 7), (3, 7, 4)),
+        ((5, 7), (2, 3, 7, 4)),
+        ((2, 3, 5, 7), (1, 3, 7, 4)),
+        ((1, 1, 7), (6, 7, 4)),
+        ((4, 1, 33), (4, 33, 65)),
+        ((2, 2, 2, 3, 5), (2, 1, 2, 5, 3)),
+        ((6, 17, 40), (40, 70)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_batch_broadcast(shapes, dtype, device):
     gen = generator("batch", shapes)
     a, b = (randn(gen, *s, dtype=dtype, device=device) for s in shapes)
     out = check(a, b, gen=gen)
     assert out.shape == torch.matmul(a, b).shape
-    check(a, b, gen=gen, bias=randn(gen, shapes[1][-1], dtype=dtype, device=device), activation="silu",
-          c=randn(gen, *out.shape, dtype=dtype, device=device))  # fmt: skip
+    check(
+        a,
+        b,
+        gen=gen,
+        bias=randn(gen, shapes[1][-1], dtype=dtype, device=device),
+        activation="silu",
+        c=randn(gen, *out.shape, dtype=dtype, device=device),
+    )
 
 
-@pytest.mark.parametrize("c_shape", [(), (1,), (4,), (5, 1), (1, 4), (5, 4), (3, 1, 1), (3, 5, 4), (2, 1, 5, 4), (2, 3, 1, 1)],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "c_shape",
+    [(), (1,), (4,), (5, 1), (1, 4), (5, 4), (3, 1, 1), (3, 5, 4), (2, 1, 5, 4), (2, 3, 1, 1)],
+    ids=str,
+)
 def test_c_broadcasts(c_shape, device):
     gen = generator("c", c_shape)
     a, b = randn(gen, 2, 3, 5, 7, device=device), randn(gen, 7, 4, device=device)
     check(a, b, c=randn(gen, *c_shape, device=device), beta=-0.5, gen=gen)
 
 
-@pytest.mark.parametrize("case", grid(40, dtype=FLOATS, a=tuple(LAYOUTS), b=tuple(LAYOUTS), size=((5, 6, 9), (33, 47, 65)),
-                                      batch=((), (3,), (2, 3))))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        40,
+        dtype=FLOATS,
+        a=tuple(LAYOUTS),
+        b=tuple(LAYOUTS),
+        size=((5, 6, 9), (33, 47, 65)),
+        batch=((), (3,), (2, 3)),
+    ),
+)
 def test_strides(case, device):
-    """Every layout gives the same as its contiguous copy would, with NaN in all that lies between and around."""
+    """Every layout gives the same as its contiguous copy would, with NaN in all that lies between
+    and around."""
     gen = generator("strides", case.id)
     m, n, k = case.size
     a, b = make(gen, m, n, k, case.dtype, device, case.batch)
@@ -159,20 +218,40 @@ def test_strides(case, device):
 UNALIGNED = {
     "offset": lambda x: strided(x, offset=1),
     "odd rows": lambda x: strided(x, pad=1 + x.shape[-1] % 2, offset=8),
-    "columns, offset": lambda x: strided(x, (*range(x.dim() - 2), x.dim() - 1, x.dim() - 2), offset=1),
-    "odd columns": lambda x: strided(x, (*range(x.dim() - 2), x.dim() - 1, x.dim() - 2), pad=1 + x.shape[-2] % 2),
+    "columns, offset": lambda x: strided(
+        x, (*range(x.dim() - 2), x.dim() - 1, x.dim() - 2), offset=1
+    ),
+    "odd columns": lambda x: strided(
+        x, (*range(x.dim() - 2), x.dim() - 1, x.dim() - 2), pad=1 + x.shape[-2] % 2
+    ),
     "every second": lambda x: strided(x, step=2),
     "one row": lambda x: strided(x[..., :1, :], offset=1).expand_as(x),
     "one column": lambda x: strided(x[..., :1], offset=1).expand_as(x),
 }
 
 
-@pytest.mark.parametrize("case", grid(48, dtype=(*HALF, torch.float32), how=tuple(UNALIGNED), which=("a", "b", "both"),
-                                      size=((130, 200, 264), (131, 203, 137), (65, 1025, 65), (257, 129, 8), (16, 256, 515),
-                                            (16, 1601, 523), (40, 3073, 259)),
-                                      batch=("none", "both", "a", "b", "four")))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        48,
+        dtype=(*HALF, torch.float32),
+        how=tuple(UNALIGNED),
+        which=("a", "b", "both"),
+        size=(
+            (130, 200, 264),
+            (131, 203, 137),
+            (65, 1025, 65),
+            (257, 129, 8),
+            (16, 256, 515),
+            (16, 1601, 523),
+            (40, 3073, 259),
+        ),
+        batch=("none", "both", "a", "b", "four"),
+    ),
+)
 def test_unaligned(case, device):
-    """Misaligned rows, NaN around them: kernels that read 16 bytes at a time need copies of such operands."""
+    """Misaligned rows, NaN around them: kernels that read 16 bytes at a time need copies of such
+    operands."""
     gen = generator("unaligned", case.id)
     m, n, k = case.size
     batch = {"none": ((), ()), "both": ((3,), (3,)), "a": ((2, 3), (3,)), "b": ((3, 1), (2,)),
@@ -184,7 +263,14 @@ def test_unaligned(case, device):
     unchanged = snapshot(a, b)
     check(a, b, gen=gen)
     c = randn(gen, m, n, dtype=case.dtype, device=device)
-    check(a, b, gen=gen, bias=randn(gen, n, dtype=case.dtype, device=device), c=strided(c, pad=1), activation="gelu")
+    check(
+        a,
+        b,
+        gen=gen,
+        bias=randn(gen, n, dtype=case.dtype, device=device),
+        c=strided(c, pad=1),
+        activation="gelu",
+    )
     unchanged()
 
 
@@ -192,16 +278,23 @@ def test_unaligned(case, device):
 def test_expanded(dtype, device):
     """Stride 0 in every operand and dimension."""
     gen = generator("expanded")
-    row, col = randn(gen, 1, 40, dtype=dtype, device=device), randn(gen, 33, 1, dtype=dtype, device=device)
+    row, col = (
+        randn(gen, 1, 40, dtype=dtype, device=device),
+        randn(gen, 33, 1, dtype=dtype, device=device),
+    )
     b = randn(gen, 40, 19, dtype=dtype, device=device)
     one = randn(gen, 1, dtype=dtype, device=device)
     check(row.expand(33, 40), b, gen=gen)
     check(col.expand(33, 40), b, gen=gen)
     check(row.expand(6, 33, 40), b.expand(6, 40, 19), gen=gen)
-    check(row.expand(33, 40), one.expand(40, 19), bias=one.expand(19), c=one.expand(33, 19), gen=gen)
+    check(
+        row.expand(33, 40), one.expand(40, 19), bias=one.expand(19), c=one.expand(33, 19), gen=gen
+    )
 
 
-@pytest.mark.parametrize("which", ("a rows", "a columns", "b rows", "b columns", "b batch", "c rows"))
+@pytest.mark.parametrize(
+    "which", ("a rows", "a columns", "b rows", "b columns", "b batch", "c rows")
+)
 def test_far_strides(which):
     """Offsets beyond 2**31 elements."""
     gen = generator("far", which)
@@ -224,16 +317,32 @@ def test_skinny(m, dtype, device):
     gen = generator("skinny", m, dtype)
     a, b = make(gen, m, 515, 1030, dtype, device)
     check(a, b, gen=gen)
-    check(a, swap_last(b), gen=gen, bias=randn(gen, 515, dtype=dtype, device=device), activation="gelu")
+    check(
+        a,
+        swap_last(b),
+        gen=gen,
+        bias=randn(gen, 515, dtype=dtype, device=device),
+        activation="gelu",
+    )
 
 
 @pytest.mark.parametrize("size", [(0, 3, 4), (3, 0, 4), (0, 0, 0), (0, 3, 0)], ids=str)
 def test_empty_result(size, device):
     m, n, k = size
-    out = ops.gemm(torch.ones(m, k, device=device), torch.ones(k, n, device=device), bias=torch.ones(n, device=device))
+    out = ops.gemm(
+        torch.ones(m, k, device=device),
+        torch.ones(k, n, device=device),
+        bias=torch.ones(n, device=device),
+    )
     assert out.shape == (m, n) and out.dtype == torch.float32
-    assert ops.gemm(torch.ones(0, 4, 5, device=device), torch.ones(5, 6, device=device)).shape == (0, 4, 6)
-    assert ops.gemm(torch.ones(2, 0, 4, 5, device=device), torch.ones(5, 6, device=device)).shape == (2, 0, 4, 6)
+    assert ops.gemm(torch.ones(0, 4, 5, device=device), torch.ones(5, 6, device=device)).shape == (
+        0,
+        4,
+        6,
+    )
+    assert ops.gemm(
+        torch.ones(2, 0, 4, 5, device=device), torch.ones(5, 6, device=device)
+    ).shape == (2, 0, 4, 6)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -241,8 +350,13 @@ def test_empty_result(size, device):
 def test_no_inner_dimension(dtype, activation, device):
     """K = 0: activation(beta * c + bias)."""
     gen = generator("k0", dtype, activation)
-    a, b = torch.ones(5, 0, dtype=dtype, device=device), torch.ones(0, 4, dtype=dtype, device=device)
-    assert torch.equal(ops.gemm(a, b, activation=activation), torch.zeros(5, 4, dtype=dtype, device=device))
+    a, b = (
+        torch.ones(5, 0, dtype=dtype, device=device),
+        torch.ones(0, 4, dtype=dtype, device=device),
+    )
+    assert torch.equal(
+        ops.gemm(a, b, activation=activation), torch.zeros(5, 4, dtype=dtype, device=device)
+    )
     bias = randn(gen, 4, dtype=dtype, device=device)
     c = randn(gen, 5, 4, dtype=dtype, device=device)
     check(a, b, bias=bias, c=c, beta=0.5, activation=activation, gen=gen)
@@ -264,7 +378,9 @@ def test_beta_zero_does_not_read_c(dtype, device):
     c = torch.full((19, 35), math.nan, dtype=dtype, device=device)
     assert same_bits(ops.gemm(a, b, c=c, beta=0.0), ops.gemm(a, b))
     none = torch.ones(4, 0, dtype=dtype, device=device)
-    assert torch.equal(ops.gemm(none, none.T, c=c[:4, :4], beta=0.0), torch.zeros(4, 4, dtype=dtype, device=device))
+    assert torch.equal(
+        ops.gemm(none, none.T, c=c[:4, :4], beta=0.0), torch.zeros(4, 4, dtype=dtype, device=device)
+    )
 
 
 def test_alpha_zero_is_not_a_shortcut_past_c(device):
@@ -296,16 +412,26 @@ def test_nan_and_inf_stay_in_their_row_and_column(dtype, value, device):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_activation_over_its_whole_range(activation, dtype, device):
     """Values from the flat tails to the bend, where an approximation of exp or erf would show."""
-    x = torch.cat([torch.linspace(-30, 30, 2001), torch.linspace(-1e-3, 1e-3, 101), torch.tensor([1e4, -1e4])])
+    x = torch.cat(
+        [torch.linspace(-30, 30, 2001), torch.linspace(-1e-3, 1e-3, 101), torch.tensor([1e4, -1e4])]
+    )
     x = x.to(dtype).to(device)[:, None]
     one = torch.ones(1, 1, dtype=dtype, device=device)
     dtype64 = {"out_dtype": torch.float64}
     ref = reference.gemm(f64(x), f64(one), activation=activation, **dtype64)
-    assert_close_as(TORCH_ACTIVATION[activation](x.to(yard_dtype(dtype))), ops.gemm(x, one, activation=activation), ref)
+    assert_close_as(
+        TORCH_ACTIVATION[activation](x.to(yard_dtype(dtype))),
+        ops.gemm(x, one, activation=activation),
+        ref,
+    )
     small = (slice(None),) if activation in ("none", "relu") else x[:, 0].abs() < 8
     y = x[small]
     ref = reference.gemm(f64(y), f64(one), activation=activation, **dtype64)
-    assert_close_as(TORCH_ACTIVATION[activation](y.to(yard_dtype(dtype))), ops.gemm(y, one, activation=activation), ref)
+    assert_close_as(
+        TORCH_ACTIVATION[activation](y.to(yard_dtype(dtype))),
+        ops.gemm(y, one, activation=activation),
+        ref,
+    )
     ends = torch.tensor([[math.inf], [-math.inf], [math.nan]], dtype=dtype, device=device)
     got = ops.gemm(ends, one, activation=activation).flatten().tolist()
     assert got[0] == math.inf and math.isnan(got[2])
@@ -320,7 +446,9 @@ def test_activation_of_a_neighbour(activation, dtype, device):
     """NaN, inf and huge values stay in their own element, in a size that the fastest kernels take."""
     wild = torch.tensor([math.nan, math.inf, -math.inf, 6e4, -6e4, 1.0, -1.0, 0.5], device=device)
     bias = torch.full((256,), 0.5, dtype=dtype, device=device)
-    alone = ops.gemm(*(torch.zeros(128, 128, dtype=dtype, device=device),) * 2, bias[:128], activation=activation)
+    alone = ops.gemm(
+        *(torch.zeros(128, 128, dtype=dtype, device=device),) * 2, bias[:128], activation=activation
+    )
     for shift in range(8):
         bias[:8] = wild.roll(shift).to(dtype)
         a, b = (torch.zeros(n, dtype=dtype, device=device) for n in ((128, 128), (128, 256)))
@@ -337,7 +465,10 @@ def test_one_rounding(dtype, device):
     """alpha, c, bias and the activation are float32 until the one rounding to out's dtype."""
     gen = generator("rounding", dtype)
     a, b = make(gen, 65, 70, 40, dtype, device)
-    bias, c = randn(gen, 70, dtype=dtype, device=device), randn(gen, 65, 70, dtype=dtype, device=device)
+    bias, c = (
+        randn(gen, 70, dtype=dtype, device=device),
+        randn(gen, 65, 70, dtype=dtype, device=device),
+    )
     kwargs = dict(bias=bias, c=c, alpha=0.37, beta=1.3, activation="silu")
     ref = reference.gemm(f64(a), f64(b), **f64(kwargs))
     got = ops.gemm(a, b, **kwargs)
@@ -366,16 +497,23 @@ def test_a_float32_c_is_rounded_with_the_product(dtype, device):
     """c + a b of every schedule, where c alone does not fit in 16 bits, and with gradients."""
     gen = generator("wide c")
     for m, n, k in ((1, 300, 64), (40, 520, 96), (256, 512, 128), (300, 257, 64)):
-        a, b = randn(gen, m, k, dtype=dtype, device=device), randn(gen, k, n, dtype=dtype, device=device)
+        a, b = (
+            randn(gen, m, k, dtype=dtype, device=device),
+            randn(gen, k, n, dtype=dtype, device=device),
+        )
         c = randn(gen, m, n, device=device) * 100
         want = (f64(c) + f64(ops.gemm(a, b, out_dtype=torch.float32))).to(dtype)
         got = ops.gemm(a, b, c=c)
         # a tie of the float32 sum may round the other way
-        assert (got != want).float().mean() < 0.01 and torch.allclose(got.float(), want.float(), rtol=1e-2, atol=1e-2)
+        assert (got != want).float().mean() < 0.01 and torch.allclose(
+            got.float(), want.float(), rtol=1e-2, atol=1e-2
+        )
     leaves = [x.requires_grad_() for x in (a, b, c)]
     grads = torch.autograd.grad(torch_gpukern.gemm(a, b, c=c).float().sum(), leaves)
     assert grads[2].dtype == torch.float32 and torch.equal(grads[2], torch.ones_like(c))
-    with pytest.raises(ValueError, match="c must be (b?float16|bfloat16) .as a. or float32, got float64"):
+    with pytest.raises(
+        ValueError, match="c must be (b?float16|bfloat16) .as a. or float32, got float64"
+    ):
         ops.gemm(a.detach(), b.detach(), c=c.detach().double())
 
 
@@ -392,13 +530,17 @@ def test_public_function_is_the_op(device):
     gen = generator("public")
     a, b = make(gen, 12, 20, 30, torch.float32, device)
     bias, c = randn(gen, 20, device=device), randn(gen, 12, 20, device=device)
-    got = torch_gpukern.gemm(a, b, bias, c=c, alpha=2.0, beta=0.5, activation="gelu", out_dtype=torch.float32)
+    got = torch_gpukern.gemm(
+        a, b, bias, c=c, alpha=2.0, beta=0.5, activation="gelu", out_dtype=torch.float32
+    )
     assert same_bits(got, ops.gemm(a, b, bias, c, 2.0, 0.5, "gelu", torch.float32, "ieee"))
     with torch.no_grad():
-        assert same_bits(got, torch_gpukern.gemm(a, b, bias, c=c, alpha=2.0, beta=0.5, activation="gelu"))
+        assert same_bits(
+            got, torch_gpukern.gemm(a, b, bias, c=c, alpha=2.0, beta=0.5, activation="gelu")
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # raw ops
 
 
@@ -431,7 +573,12 @@ def test_raw_activation_gradient(activation, dtype, device):
         TORCH_ACTIVATION[activation](leaf).backward(grad.to(dtype))
         return leaf.grad
 
-    assert_close_as(bwd(yard_dtype(dtype)), ops.gemm_act_bwd(grad, saved, activation), bwd(torch.float64), "grad_in")
+    assert_close_as(
+        bwd(yard_dtype(dtype)),
+        ops.gemm_act_bwd(grad, saved, activation),
+        bwd(torch.float64),
+        "grad_in",
+    )
 
 
 @pytest.mark.parametrize("activation", ("gelu", "gelu_tanh"))
@@ -444,16 +591,23 @@ def test_slope_of_an_activation(begin, activation, device):
         leaf = x.to(dtype).requires_grad_()
         return torch.autograd.grad(TORCH_ACTIVATION[activation](leaf).sum(), leaf)[0]
 
-    assert_close_as(slope(torch.float32), ops.gemm_act_bwd(torch.ones_like(x), x, activation), slope(torch.float64))
+    assert_close_as(
+        slope(torch.float32),
+        ops.gemm_act_bwd(torch.ones_like(x), x, activation),
+        slope(torch.float64),
+    )
 
 
 @pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu"))
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_activation_gradient_at_the_ends(activation, dtype, device):
-    """The slope is 0 and 1 there, also where the saved value has overflowed, or powers of it would; NaN stays one."""
+    """The slope is 0 and 1 there, also where the saved value has overflowed, or powers of it would;
+    NaN stays one."""
     top = torch.finfo(dtype).max
     ends = [-math.inf, -top, -top / 8, -1e30, -1e14, -6e4, -1001.0, -1000.0]
-    saved = torch.tensor([x for x in ends if abs(x) <= top or math.isinf(x)], dtype=dtype, device=device)
+    saved = torch.tensor(
+        [x for x in ends if abs(x) <= top or math.isinf(x)], dtype=dtype, device=device
+    )
     got = ops.gemm_act_bwd(torch.ones_like(saved), saved, activation)
     assert torch.equal(got, torch.zeros_like(got))
     got = ops.gemm_act_bwd(torch.full_like(saved, 3), -saved, activation)
@@ -474,13 +628,17 @@ def test_gradient_of_a_product_that_its_dtype_does_not_hold(activation, dtype, d
         out = ops.gemm(a, b, bias, activation=activation)
         assert torch.equal(out, torch.zeros_like(out)) or sign > 0
         da, dbias = torch.autograd.grad(out, (a, bias), torch.ones_like(out))
-        assert torch.equal(dbias, torch.full_like(dbias, want)) and torch.equal(da, torch.full_like(da, want * size))
+        assert torch.equal(dbias, torch.full_like(dbias, want)) and torch.equal(
+            da, torch.full_like(da, want * size)
+        )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_relu_gradient_is_torchs_everywhere(dtype, device):
     """At NaN the gradient passes; where relu is off an infinite one stops."""
-    saved = torch.tensor([math.nan, -0.0, 0.0, 1.0, math.inf, 1e-7, -1.0], dtype=dtype, device=device)
+    saved = torch.tensor(
+        [math.nan, -0.0, 0.0, 1.0, math.inf, 1e-7, -1.0], dtype=dtype, device=device
+    )
     for grad in (1.0, -2.0, math.inf, math.nan):
         grads = torch.full_like(saved, grad)
         want = torch.ops.aten.threshold_backward(grads, saved, 0)
@@ -494,26 +652,43 @@ def test_relu_gradient_is_torchs_everywhere(dtype, device):
     assert torch.equal(x.grad, y.grad)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # gradients
 
 
 def gradients(run, tensors, grad_out):
-    """run(**leaves).backward(grad_out) with every tensor a leaf of its own dtype and strides; returns out and grads."""
+    """run(**leaves).backward(grad_out) with every tensor a leaf of its own dtype and strides;
+    returns out and grads."""
     leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
     out = run(**leaves)
     out.backward(grad_out.to(out.dtype))
     return out, {name: t.grad for name, t in leaves.items()}
 
 
-@pytest.mark.parametrize("case", grid(60, dtype=FLOATS, activation=ACTIVATIONS,
-                                      shapes=(((5, 7), (7, 9)), ((33, 65), (65, 40)), ((2, 3, 17, 8), (8, 11)),
-                                              ((4, 6, 5), (4, 5, 7)), ((2, 1, 9, 5), (3, 5, 6)), ((130, 70), (70, 129))),
-                                      epilogue=("plain", "bias", "c", "c_row", "all"), layout=("dense", "transposed"),
-                                      grad=("dense", "expanded", "strided")))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        60,
+        dtype=FLOATS,
+        activation=ACTIVATIONS,
+        shapes=(
+            ((5, 7), (7, 9)),
+            ((33, 65), (65, 40)),
+            ((2, 3, 17, 8), (8, 11)),
+            ((4, 6, 5), (4, 5, 7)),
+            ((2, 1, 9, 5), (3, 5, 6)),
+            ((130, 70), (70, 129)),
+        ),
+        epilogue=("plain", "bias", "c", "c_row", "all"),
+        layout=("dense", "transposed"),
+        grad=("dense", "expanded", "strided"),
+    ),
+)
 def test_backward(case, device):
     gen = generator("gemm backward", case.id)
-    a, b = (LAYOUTS[case.layout](randn(gen, *s, dtype=case.dtype, device=device)) for s in case.shapes)
+    a, b = (
+        LAYOUTS[case.layout](randn(gen, *s, dtype=case.dtype, device=device)) for s in case.shapes
+    )
     shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]) + (a.shape[-2], b.shape[-1])
     tensors = dict(a=a, b=b)
     kwargs = dict(activation=case.activation)
@@ -546,8 +721,12 @@ def test_backward(case, device):
         if "bias" in cast:
             mixed["bias"] = cast["bias"][cols]
         if "c" in cast:
-            mixed["c"] = cast["c"][..., cols] if cast["c"].dim() == 1 else cast["c"][..., rows, :][..., cols]
-        back = gradients(lambda **t: torch_gemm(**t, **kwargs), mixed, grad[..., rows, :][..., cols])[1]
+            mixed["c"] = (
+                cast["c"][..., cols] if cast["c"].dim() == 1 else cast["c"][..., rows, :][..., cols]
+            )
+        back = gradients(
+            lambda **t: torch_gemm(**t, **kwargs), mixed, grad[..., rows, :][..., cols]
+        )[1]
         undo_rows, undo_cols = rows.argsort(), cols.argsort()
         back["a"], back["b"] = back["a"][..., undo_rows, :], back["b"][..., undo_cols]
         if "bias" in back:
@@ -569,7 +748,9 @@ def test_backward(case, device):
         assert_close_as(partial(yards_of, name=name), got[name], ref[name], f"grad of {name}")
 
 
-@pytest.mark.parametrize("wanted", [("a",), ("b",), ("bias",), ("c",), ("a", "bias"), ("b", "c")], ids=str)
+@pytest.mark.parametrize(
+    "wanted", [("a",), ("b",), ("bias",), ("c",), ("a", "bias"), ("b", "c")], ids=str
+)
 @pytest.mark.parametrize("activation", ("none", "silu", "relu"))
 def test_only_the_wanted_gradients(wanted, activation, device):
     gen = generator("wanted", wanted)
@@ -608,7 +789,9 @@ def test_broadcast_gradients_sum_in_float32(device):
 def test_gradcheck(activation, device, one_thread):
     gen = generator("gradcheck", activation)
     shapes = dict(a=(2, 3, 4), b=(4, 5), bias=(5,), c=(3, 1))
-    t = [randn(gen, *s, dtype=torch.float64, device=device).requires_grad_() for s in shapes.values()]
+    t = [
+        randn(gen, *s, dtype=torch.float64, device=device).requires_grad_() for s in shapes.values()
+    ]
     run = lambda a, b, bias, c: ops.gemm(a, b, bias, c, 0.7, -1.3, activation)  # noqa: E731
     assert torch.autograd.gradcheck(run, t)
     assert torch.autograd.gradcheck(lambda a, b: ops.gemm(a, b, activation=activation), t[:2])

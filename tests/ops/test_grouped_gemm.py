@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""grouped_gemm: groups of rows and of k, empty ones, what no group has, gradients, 8 bits with scales."""
+"""grouped_gemm: groups of rows and of k, empty ones, what no group has, gradients, 8 bits with
+scales."""
 
 import itertools
 
@@ -29,23 +30,37 @@ def test_small_integers_are_exact(dtype, device):
         how = dict(out_dtype=torch.float32) | (dict(scale_a=one, scale_b=one) if eight else {})
         a, b = whole(gen, (m, k), dtype, device), whole(gen, (groups, k, n), dtype, device)
         a[(ends or (0,))[-1] :] = float("nan")
-        for bias in (None, whole(gen, (n,), torch.float32, device), whole(gen, (groups, n), torch.float32, device)):
+        for bias in (
+            None,
+            whole(gen, (n,), torch.float32, device),
+            whole(gen, (groups, n), torch.float32, device),
+        ):
             got = torch_gpukern.grouped_gemm(a, b, offs(ends, device), bias=bias, **how)
-            assert_bits(got + 0, reference.grouped_gemm(a, b, offs(ends, device), bias=bias, **how) + 0)
+            assert_bits(
+                got + 0, reference.grouped_gemm(a, b, offs(ends, device), bias=bias, **how) + 0
+            )
             # groups of k: the same ends, along the other dimension
             at, bt = a.mT, whole(gen, (m, n), dtype, device)
             bt[(ends or (0,))[-1] :] = float("nan")
             got = torch_gpukern.grouped_gemm(at, bt, offs(ends, device), bias=bias, **how)
             assert got.shape == (groups, k, n)
-            assert_bits(got + 0, reference.grouped_gemm(at, bt, offs(ends, device), bias=bias, **how) + 0)
+            assert_bits(
+                got + 0, reference.grouped_gemm(at, bt, offs(ends, device), bias=bias, **how) + 0
+            )
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_layouts_and_sizes_of_groups(dtype, device):
-    """Groups of none, of one row, of more than a tile, ends that are no multiples; weights stored either way; NaN in every row that a
-    group does not have, and in what lies around k."""
+    """Groups of none, of one row, of more than a tile, ends that are no multiples; weights stored
+    either way; NaN in every row that a group does not have, and in what lies around k."""
     gen = generator("grouped layouts", str(dtype))
-    groups_of = ((0, 1, 1, 130, 387, 643), (256, 512, 520), (0, 0, 0, 3), (700,), (64, 65, 128, 700))
+    groups_of = (
+        (0, 1, 1, 130, 387, 643),
+        (256, 512, 520),
+        (0, 0, 0, 3),
+        (700,),
+        (64, 65, 128, 700),
+    )
     for ends, (k, n) in itertools.product(groups_of, ((136, 392), (64, 70))):
         m, groups, last = 700, len(ends), ends[-1]
         a, b = whole(gen, (m, k), dtype, device), whole(gen, (groups, k, n), dtype, device)
@@ -75,8 +90,13 @@ def test_many_groups(device):
         counts = torch.randint(0, 4, (groups,), generator=gen)
         ends = counts.cumsum(0).to(torch.int32).to(device)
         m = int(counts.sum()) + 5
-        a, b = whole(gen, (m, 16), torch.bfloat16, device), whole(gen, (groups, 16, 8), torch.bfloat16, device)
-        assert_bits(torch_gpukern.grouped_gemm(a, b, ends) + 0, reference.grouped_gemm(a, b, ends) + 0)
+        a, b = (
+            whole(gen, (m, 16), torch.bfloat16, device),
+            whole(gen, (groups, 16, 8), torch.bfloat16, device),
+        )
+        assert_bits(
+            torch_gpukern.grouped_gemm(a, b, ends) + 0, reference.grouped_gemm(a, b, ends) + 0
+        )
 
 
 def test_scales_count_over_the_whole_operand(device):
@@ -94,11 +114,16 @@ def test_scales_count_over_the_whole_operand(device):
         want = reference.grouped_gemm(a, b, offs(ends, device), **how)
         for weight in weights:
             assert_bits(torch_gpukern.grouped_gemm(a, weight, offs(ends, device), **how), want)
-    scale_a, scale_b = torch.rand(k, 1, generator=gen).to(device), torch.rand(1, n, generator=gen).to(device)
+    scale_a, scale_b = (
+        torch.rand(k, 1, generator=gen).to(device),
+        torch.rand(1, n, generator=gen).to(device),
+    )
     a, bt = whole(gen, (m, k), E4M3, device), whole(gen, (m, n), E4M3, device)
     how = dict(scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
     got = torch_gpukern.grouped_gemm(a.mT, bt, offs(ends, device), **how)
-    torch.testing.assert_close(got, reference.grouped_gemm(a.mT, bt, offs(ends, device), **how), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        got, reference.grouped_gemm(a.mT, bt, offs(ends, device), **how), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_sums_of_one_sign_keep_their_bits(device):
@@ -106,14 +131,30 @@ def test_sums_of_one_sign_keep_their_bits(device):
     gen = generator("grouped one sign")
     m, k, n, ends = 70, 4096, 136, (30, 70)
     a, b = (torch.rand(s, generator=gen).to(E4M3).to(device) for s in ((m, k), (2, n, k)))
-    scale_a, scale_b = torch.rand(m, 1, generator=gen).to(device), torch.rand(2, 1, n, generator=gen).to(device)
-    blocks_a, blocks_b = torch.rand(m, 32, generator=gen).to(device), torch.rand(2, 32, 2, generator=gen).to(device)
+    scale_a, scale_b = (
+        torch.rand(m, 1, generator=gen).to(device),
+        torch.rand(2, 1, n, generator=gen).to(device),
+    )
+    blocks_a, blocks_b = (
+        torch.rand(m, 32, generator=gen).to(device),
+        torch.rand(2, 32, 2, generator=gen).to(device),
+    )
     for scales in ((scale_a, scale_b), (blocks_a, blocks_b)):
-        for out_dtype, bias in ((torch.float32, None), (torch.bfloat16, None), (torch.float16, scale_b[:, 0].half())):
+        for out_dtype, bias in (
+            (torch.float32, None),
+            (torch.bfloat16, None),
+            (torch.float16, scale_b[:, 0].half()),
+        ):
             how = dict(zip(("scale_a", "scale_b"), scales, strict=True)) | dict(bias=bias)
-            got = torch_gpukern.grouped_gemm(a, b.mT, offs(ends, device), out_dtype=out_dtype, **how)
-            want = reference.grouped_gemm(a, b.mT, offs(ends, device), out_dtype=torch.float64, **how)
-            assert ((got.double() - want).abs() / want).max() <= 1e-3 + torch.finfo(out_dtype).eps / 2
+            got = torch_gpukern.grouped_gemm(
+                a, b.mT, offs(ends, device), out_dtype=out_dtype, **how
+            )
+            want = reference.grouped_gemm(
+                a, b.mT, offs(ends, device), out_dtype=torch.float64, **how
+            )
+            assert ((got.double() - want).abs() / want).max() <= 1e-3 + torch.finfo(
+                out_dtype
+            ).eps / 2
 
 
 def test_each_group_is_a_gemm(device):
@@ -121,9 +162,14 @@ def test_each_group_is_a_gemm(device):
     gen = generator("grouped random")
     ends = (7, 7, 100, 129)
     for dtype, activation in itertools.product((torch.bfloat16, torch.float16), ACTIVATIONS):
-        a, b = randn(gen, 129, 200, dtype=dtype).to(device), randn(gen, 4, 200, 70, dtype=dtype).to(device)
+        a, b = (
+            randn(gen, 129, 200, dtype=dtype).to(device),
+            randn(gen, 4, 200, 70, dtype=dtype).to(device),
+        )
         bias = randn(gen, 4, 70, dtype=dtype).to(device)
-        got = torch_gpukern.grouped_gemm(a, b.mT.contiguous().mT, offs(ends, device), bias=bias, activation=activation)
+        got = torch_gpukern.grouped_gemm(
+            a, b.mT.contiguous().mT, offs(ends, device), bias=bias, activation=activation
+        )
         want = reference.grouped_gemm(
             a, b, offs(ends, device), bias=bias, activation=activation, out_dtype=torch.float64
         )
@@ -142,27 +188,37 @@ def test_gradients(device):
         got = torch.autograd.grad(out, (a, b), grad)
         aa, bb = a.detach().double().requires_grad_(), b.detach().double().requires_grad_()
         want = torch.autograd.grad(
-            reference.grouped_gemm(aa if rows else aa.mT, bb, ends, out_dtype=torch.float64), (aa, bb), grad.double()
+            reference.grouped_gemm(aa if rows else aa.mT, bb, ends, out_dtype=torch.float64),
+            (aa, bb),
+            grad.double(),
         )
         for g, w in zip(got, want, strict=True):
             torch.testing.assert_close(g.double(), w, rtol=1e-5, atol=1e-5)
-    with pytest.raises(NotImplementedError, match="grouped_gemm: gradients are those of a, b and bias"):
+    with pytest.raises(
+        NotImplementedError, match="grouped_gemm: gradients are those of a, b and bias"
+    ):
         torch_gpukern.grouped_gemm(x, b, ends, activation="silu")
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("rows", (True, False))
 def test_gradient_of_bias(rows, dtype, device):
-    """Sums of the rows that a group has: what lies past the last end has no share, whatever its gradient holds."""
+    """Sums of the rows that a group has: what lies past the last end has no share, whatever its
+    gradient holds."""
     gen = generator("grouped bias", rows)
     ends = (5, 5, 30)
-    a, b = whole(gen, (33, 24), dtype, device), whole(gen, (3, 24, 16) if rows else (33, 16), dtype, device)
+    a, b = (
+        whole(gen, (33, 24), dtype, device),
+        whole(gen, (3, 24, 16) if rows else (33, 16), dtype, device),
+    )
     for shape in ((16,), (3, 16)):
         bias = whole(gen, shape, dtype, device).requires_grad_()
         out = torch_gpukern.grouped_gemm(a if rows else a.mT, b, offs(ends, device), bias=bias)
         grad = whole(gen, out.shape, dtype, device)
         if rows:
-            sums = torch.stack([grad[lo:hi].float().sum(0) for lo, hi in itertools.pairwise((0, *ends))])
+            sums = torch.stack(
+                [grad[lo:hi].float().sum(0) for lo, hi in itertools.pairwise((0, *ends))]
+            )
             grad[ends[-1] :] = float("nan")
         else:
             sums = grad.float().sum(1)
@@ -188,40 +244,80 @@ def test_bad_ends(device):
 
 
 def test_what_is_refused(device):
-    a, b, e = torch.ones(8, 4, device=device), torch.ones(3, 4, 2, device=device), offs((1, 2, 3), device)
+    a, b, e = (
+        torch.ones(8, 4, device=device),
+        torch.ones(3, 4, 2, device=device),
+        offs((1, 2, 3), device),
+    )
     one = torch.ones((), device=device)
     for call, text in [
-        (lambda: torch_gpukern.grouped_gemm(a.int(), b, e), "a must be float32, bfloat16, float16, float8_e4m3fn or float8_e5m2, got int32"),
-        (lambda: torch_gpukern.grouped_gemm(a, b.bfloat16(), e), "b has dtype bfloat16, a has float32; they must match"),
-        (lambda: torch_gpukern.grouped_gemm(a, b[0, 0], e), "b must have 3 dimensions \\[G, K, N\\] or 2 \\[K, N\\], got 1"),
-        (lambda: torch_gpukern.grouped_gemm(a, b[:, :3], e), "b has 3 rows, a has 4 columns; they must match"),
-        (lambda: torch_gpukern.grouped_gemm(a, b[:2], e), "offs has 3 groups, b has 2; they must match"),
+        (
+            lambda: torch_gpukern.grouped_gemm(a.int(), b, e),
+            "a must be float32, bfloat16, float16, float8_e4m3fn or float8_e5m2, got int32",
+        ),
+        (
+            lambda: torch_gpukern.grouped_gemm(a, b.bfloat16(), e),
+            "b has dtype bfloat16, a has float32; they must match",
+        ),
+        (
+            lambda: torch_gpukern.grouped_gemm(a, b[0, 0], e),
+            "b must have 3 dimensions \\[G, K, N\\] or 2 \\[K, N\\], got 1",
+        ),
+        (
+            lambda: torch_gpukern.grouped_gemm(a, b[:, :3], e),
+            "b has 3 rows, a has 4 columns; they must match",
+        ),
+        (
+            lambda: torch_gpukern.grouped_gemm(a, b[:2], e),
+            "offs has 3 groups, b has 2; they must match",
+        ),
         (lambda: torch_gpukern.grouped_gemm(a, b, e.long()), "offs must be int32, got int64"),
-        (lambda: torch_gpukern.grouped_gemm(a, b, e, scale_a=one), "scale_a goes with float8_e4m3fn and float8_e5m2, a is float32"),
-        (lambda: torch_gpukern.grouped_gemm(a.to(E4M3), b.to(E4M3), e, scale_a=one), "scale_b must be given where a is float8_e4m3fn"),
-        (lambda: torch_gpukern.grouped_gemm(a, b, e, bias=torch.ones(3, device=device)), "bias must have shape \\[2\\], got \\[3\\]"),
-    ]:  # fmt: skip
+        (
+            lambda: torch_gpukern.grouped_gemm(a, b, e, scale_a=one),
+            "scale_a goes with float8_e4m3fn and float8_e5m2, a is float32",
+        ),
+        (
+            lambda: torch_gpukern.grouped_gemm(a.to(E4M3), b.to(E4M3), e, scale_a=one),
+            "scale_b must be given where a is float8_e4m3fn",
+        ),
+        (
+            lambda: torch_gpukern.grouped_gemm(a, b, e, bias=torch.ones(3, device=device)),
+            "bias must have shape \\[2\\], got \\[3\\]",
+        ),
+    ]:
         with pytest.raises(ValueError, match="gpukern::grouped_gemm: " + text):
             call()
 
 
 def test_opcheck_and_compile(device):
     gen = generator("grouped compiled")
-    a, b, e = randn(gen, 20, 16).to(device), randn(gen, 3, 16, 8).to(device), offs((4, 4, 15), device)
-    torch.library.opcheck(
-        ops.grouped_gemm.default, (a, b, e), test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+    a, b, e = (
+        randn(gen, 20, 16).to(device),
+        randn(gen, 3, 16, 8).to(device),
+        offs((4, 4, 15), device),
     )
-    compiled = torch.compile(lambda a: torch_gpukern.grouped_gemm(a, b, e), fullgraph=True, dynamic=True)
+    torch.library.opcheck(
+        ops.grouped_gemm.default,
+        (a, b, e),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+    compiled = torch.compile(
+        lambda a: torch_gpukern.grouped_gemm(a, b, e), fullgraph=True, dynamic=True
+    )
     for m in (15, 30, 130):
         a = randn(gen, m, 16).to(device)
         assert_bits(compiled(a), torch_gpukern.grouped_gemm(a, b, e))
 
 
-@pytest.mark.skipif(not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels")
+@pytest.mark.skipif(
+    not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels"
+)
 @pytest.mark.parametrize("dtype, name", ((torch.bfloat16, "bf16"), (torch.float16, "f16")))
 def test_kernels_of_gpus_without_wgmma(dtype, name):
     def row(a, b):
-        return torch_gpukern.explain("grouped_gemm", a, b, torch.zeros(3, dtype=torch.int32), arch="sm_80")["row"]
+        return torch_gpukern.explain(
+            "grouped_gemm", a, b, torch.zeros(3, dtype=torch.int32), arch="sm_80"
+        )["row"]
 
     a, b, x = (
         torch.empty(64, 256, dtype=dtype),
@@ -236,16 +332,27 @@ def test_kernels_of_gpus_without_wgmma(dtype, name):
 
 
 def test_fast_sums_are_of_one_scale_along_k(device):
-    a, b = (torch.ones(shape, device=device).to(torch.float8_e4m3fn) for shape in ((4, 256), (1, 256, 8)))
+    a, b = (
+        torch.ones(shape, device=device).to(torch.float8_e4m3fn)
+        for shape in ((4, 256), (1, 256, 8))
+    )
     offs, one = torch.tensor([4], dtype=torch.int32, device=device), torch.ones((), device=device)
     blocks = torch.ones(4, 2, device=device)
     for scale_a, scale_b in ((blocks, one), (one, blocks[None, :2, :1])):
-        with pytest.raises(ValueError, match="grouped_gemm: accumulate must be precise with scales along K, got fast"):
-            torch_gpukern.grouped_gemm(a, b, offs, scale_a=scale_a, scale_b=scale_b, accumulate="fast")
-    got = torch_gpukern.grouped_gemm(a, b, offs, scale_a=blocks[:, :1], scale_b=one, accumulate="fast")
+        with pytest.raises(
+            ValueError,
+            match="grouped_gemm: accumulate must be precise with scales along K, got fast",
+        ):
+            torch_gpukern.grouped_gemm(
+                a, b, offs, scale_a=scale_a, scale_b=scale_b, accumulate="fast"
+            )
+    got = torch_gpukern.grouped_gemm(
+        a, b, offs, scale_a=blocks[:, :1], scale_b=one, accumulate="fast"
+    )
     assert got.float().eq(256).all()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         with pytest.raises(
-            ValueError, match=f"grouped_gemm: accumulate must be precise where a is {str(dtype)[6:]}, got fast"
+            ValueError,
+            match=f"grouped_gemm: accumulate must be precise where a is {str(dtype)[6:]}, got fast",
         ):
             torch_gpukern.grouped_gemm(a.to(dtype), b.to(dtype), offs, accumulate="fast")

@@ -24,7 +24,9 @@ def test_values_and_gradients(activation, shape, dtype, device):
         return [out.detach(), *torch.autograd.grad(out.float().sum(), leaves)]
 
     def product(x, weight, bias):
-        out = torch_gpukern.gemm(x if x.dim() > 1 else x[None], weight.mT, bias, activation=activation)
+        out = torch_gpukern.gemm(
+            x if x.dim() > 1 else x[None], weight.mT, bias, activation=activation
+        )
         return out if x.dim() > 1 else out[0]
 
     def torch_linear(*leaves):
@@ -42,7 +44,9 @@ def test_it_takes_the_place_of_a_layer(device):
     assert torch.allclose(linear(x, layer.weight, layer.bias), layer(x), atol=1e-6)
     assert torch.allclose(linear(x, layer.weight), F.linear(x, layer.weight), atol=1e-6)
     compiled = torch.compile(
-        lambda x: linear(x, layer.weight, layer.bias, activation="silu"), fullgraph=True, backend="aot_eager"
+        lambda x: linear(x, layer.weight, layer.bias, activation="silu"),
+        fullgraph=True,
+        backend="aot_eager",
     )
     assert torch.allclose(compiled(x), F.silu(layer(x)), atol=1e-6)
     torch._dynamo.reset()
@@ -68,7 +72,8 @@ def test_a_subclass_that_has_a_linear_is_asked(device):
     got = linear(x, weight.as_subclass(Quantised), bias, activation="gelu")
     assert torch.allclose(got, F.gelu(F.linear(x, 2 * weight, bias)))
     assert torch.allclose(
-        linear(x, weight.as_subclass(Plain), bias).as_subclass(torch.Tensor), F.linear(x, weight, bias)
+        linear(x, weight.as_subclass(Plain), bias).as_subclass(torch.Tensor),
+        F.linear(x, weight, bias),
     )
     with pytest.raises(ValueError, match="gpukern::linear: activation must be none, relu"):
         linear(x, weight.as_subclass(Quantised), bias, activation="swish")
@@ -85,17 +90,24 @@ def test_errors(x, weight, text):
     assert str(caught.value) == f"gpukern::linear: {text}"
 
 
-@pytest.mark.parametrize("k,n,added", ((64, 128, None), (64, 128, "whole"), (64, 128, "row"), (16, 8, None)))
+@pytest.mark.parametrize(
+    "k,n,added", ((64, 128, None), (64, 128, "whole"), (64, 128, "row"), (16, 8, None))
+)
 @pytest.mark.parametrize("order", ((1, 0, 2), (2, 0, 1, 3), (1, 0, 2, 3)))
 def test_a_permuted_batch_is_one_product(order, k, n, added, device):
-    """As a transposed activation: a handful of rows follow each other, so a copy and one product cost less than a product for each of the
-    others. The tasks are those of a dense a where that is so, and values and gradients in any case.
+    """As a transposed activation: a handful of rows follow each other, so a copy and one product
+    cost less than a product for each of the others. The tasks are those of a dense a where that is
+    so, and values and gradients in any case.
     """
     gen = generator("permuted", order, k)
     dims = (3, 40, 5)[: len(order) - 1]
     x = randn(gen, *dims, k, device=device).permute(*order)
     w = randn(gen, n, k, device=device)
-    c = None if added is None else randn(gen, *(x.shape[:-1] if added == "whole" else (1,)), n, device=device)
+    c = (
+        None
+        if added is None
+        else randn(gen, *(x.shape[:-1] if added == "whole" else (1,)), n, device=device)
+    )
     dense = x.contiguous()
     assert not x.is_contiguous()
     found = [torch_gpukern.explain("gemm", y, w.mT, c=c) for y in (x, dense)]
@@ -113,7 +125,8 @@ def test_a_permuted_batch_is_one_product(order, k, n, added, device):
 
 
 def test_rows_in_the_order_in_which_they_lie():
-    """The gradient of a weight sums over all rows: where activation and gradient lie alike, neither is copied."""
+    """The gradient of a weight sums over all rows: where activation and gradient lie alike, neither
+    is copied."""
     x, g = torch.randn(4, 6, 8).transpose(0, 1), torch.randn(4, 6, 3).transpose(0, 1)
     for tensors, copied in (
         ((x, g), (False, False)),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""linear_cross_entropy against F.cross_entropy of F.linear in float64: the error is at most twice that of PyTorch in the same dtype."""
+"""linear_cross_entropy against F.cross_entropy of F.linear in float64: the error is at most twice
+that of PyTorch in the same dtype."""
 
 import gc
 import itertools
@@ -30,7 +31,17 @@ MODES = {
 
 
 def statement(
-    x, w, target, b=None, *, class_weight=None, softcap=0.0, logit_scale=1.0, low_memory=False, z_loss=0.0, **how
+    x,
+    w,
+    target,
+    b=None,
+    *,
+    class_weight=None,
+    softcap=0.0,
+    logit_scale=1.0,
+    low_memory=False,
+    z_loss=0.0,
+    **how,
 ):
     z = F.linear(x, w, b)
     z = (z if z.dtype == torch.float64 else z.float()) * logit_scale
@@ -40,7 +51,9 @@ def statement(
     if z_loss:
         kept = (target != how.get("ignore_index", -100)).flatten()
         more = z_loss * z.flatten(0, -2).logsumexp(-1).square() * kept
-        loss = loss + {"none": more, "sum": more.sum()}.get(how.get("reduction"), more.sum() / kept.sum())
+        loss = loss + {"none": more, "sum": more.sum()}.get(
+            how.get("reduction"), more.sum() / kept.sum()
+        )
     return loss.view(target.shape) if how.get("reduction") == "none" else loss
 
 
@@ -68,7 +81,9 @@ def judge(shape, h, v, dtype, how, device, bias=True, needs=(True, True, True)):
         wide = torch.float64 if run_dtype == torch.float64 else torch.float32
         more = {} if weight is None else {"class_weight": weight.to(wide)}
         loss = fn(leaves[0], leaves[1], target, leaves[2] if bias else None, **more, **how)
-        asked = [leaf for leaf, need in zip(leaves, (*needs[:2], needs[2] and bias), strict=True) if need]
+        asked = [
+            leaf for leaf, need in zip(leaves, (*needs[:2], needs[2] and bias), strict=True) if need
+        ]
         return [loss.detach(), *torch.autograd.grad(loss, asked, grad.to(loss))]
 
     ours, theirs = run(gk.linear_cross_entropy, dtype), run(statement, dtype)
@@ -78,7 +93,8 @@ def judge(shape, h, v, dtype, how, device, bias=True, needs=(True, True, True)):
     for name, got, yard, ref in zip(("loss", "1", "2", "3"), ours, theirs, exact, strict=False):
         assert got.shape == ref.shape and (name == "loss" or got.dtype == dtype)
         error, allowed = (got.double() - ref).abs().max(), 2 * (yard.double() - ref).abs().max()
-        slack = {torch.float64: 32, torch.float32: 32}.get(dtype, 2)  # logits of size 20 err by more than their share
+        # logits of size 20 err by more than their share
+        slack = {torch.float64: 32, torch.float32: 32}.get(dtype, 2)
         assert error <= allowed + slack * UNIT[got.dtype] * ref.abs().max(), (name, error, allowed)
 
 
@@ -89,7 +105,9 @@ def test_values(dtype, mode, device, monkeypatch):
     for rules in RULES.values():
         judge((3, 11), 16, 50, dtype, rules | MODES[mode], device)
     small_steps(monkeypatch)
-    for (shape, h, v), rules in itertools.product((((3, 11), 16, 50), ((7,), 40, 33), ((90,), 8, 300)), RULES.values()):
+    for (shape, h, v), rules in itertools.product(
+        (((3, 11), 16, 50), ((7,), 40, 33), ((90,), 8, 300)), RULES.values()
+    ):
         judge(shape, h, v, dtype, rules | MODES[mode], device, bias=shape != (7,))
     for many in (False, True):  # on the CPU, too: logits in rows of dz that come later
         monkeypatch.setattr(chunks, "_prefers_many_rows", lambda x, many=many: many)
@@ -99,13 +117,19 @@ def test_values(dtype, mode, device, monkeypatch):
 
 
 def test_rows_at_once_and_where_their_logits_stand(monkeypatch):
-    """Each row once, in order; the logits of some lie in rows of dz that are written later, more of them than in the buffer."""
+    """Each row once, in order; the logits of some lie in rows of dz that are written later, more of
+    them than in the buffer."""
     monkeypatch.setattr(chunks, "_prefers_many_rows", lambda x: True)
     for rows, v, step in ((8192, 131, 256), (1000, 8, 3), (130, 7, 50), (5, 9, 1), (1, 1, 1)):
         dz, at, most = torch.empty(rows, v, dtype=torch.bfloat16), 0, 0
         buffer = torch.empty(step, v)
         for s, z in chunks._rooms(dz, rows, step, False, lambda buffer=buffer: buffer):
-            assert s.start == at and z.shape == (s.stop - at, v) and z.is_contiguous() and z.data_ptr() % 16 == 0
+            assert (
+                s.start == at
+                and z.shape == (s.stop - at, v)
+                and z.is_contiguous()
+                and z.data_ptr() % 16 == 0
+            )
             at, most = s.stop, max(most, z.shape[0])
             if z.shape[0] > step:
                 begin = (z.data_ptr() - dz.data_ptr()) // 2
@@ -116,48 +140,68 @@ def test_rows_at_once_and_where_their_logits_stand(monkeypatch):
 @pytest.mark.parametrize("mode", MODES)
 def test_gradcheck(mode, device):
     gen = generator("gradcheck", mode)
-    x, w, b = (randn(gen, *s, dtype=torch.float64, device=device) for s in ((2, 3, 4), (5, 4), (5,)))
+    x, w, b = (
+        randn(gen, *s, dtype=torch.float64, device=device) for s in ((2, 3, 4), (5, 4), (5,))
+    )
     target = torch.tensor([[0, 4, -100], [2, 2, 1]], device=device)
     leaves = [t.requires_grad_() for t in (x, w, b)]
 
     def loss(x, w, b):
-        return gk.linear_cross_entropy(x, w, target, b, label_smoothing=0.1, softcap=3.0, z_loss=0.1, **MODES[mode])
+        return gk.linear_cross_entropy(
+            x, w, target, b, label_smoothing=0.1, softcap=3.0, z_loss=0.1, **MODES[mode]
+        )
 
     assert gradcheck(loss, leaves)
-    with pytest.raises(NotImplementedError, match="gpukern::linear_cross_entropy: it is not twice differentiable"):
+    with pytest.raises(
+        NotImplementedError, match="gpukern::linear_cross_entropy: it is not twice differentiable"
+    ):
         gradgradcheck(loss, leaves)
 
 
 def test_class_weights_of_zero(device):
-    """A mean over weights that add up to 0 is NaN, and so are its gradients where a row counts, as PyTorch has it."""
+    """A mean over weights that add up to 0 is NaN, and so are its gradients where a row counts, as
+    PyTorch has it."""
     gen = generator("zero weights")
     x, w = randn(gen, 3, 4, device=device).requires_grad_(), randn(gen, 6, 4, device=device)
     target = torch.tensor([0, 5, 2], device=device)
     for low in (False, True):
-        loss = gk.linear_cross_entropy(x, w, target, class_weight=torch.zeros(6, device=device), low_memory=low)
+        loss = gk.linear_cross_entropy(
+            x, w, target, class_weight=torch.zeros(6, device=device), low_memory=low
+        )
         (dx,) = torch.autograd.grad(loss, x)
         assert loss.isnan() and dx.isnan().all()
 
 
 @pytest.mark.parametrize("scale", (2.0**-24, 2.0**24))
 def test_a_mean_does_not_depend_on_the_size_of_class_weights(scale, device):
-    """Nor do its gradients in float16, which would underflow or overflow with the weights; also by autocast."""
+    """Nor do its gradients in float16, which would underflow or overflow with the weights; also by
+    autocast."""
     gen = generator("size of weights")
-    x, w = (randn(gen, *s, dtype=torch.float16, device=device).requires_grad_() for s in ((40, 16), (30, 16)))
+    x, w = (
+        randn(gen, *s, dtype=torch.float16, device=device).requires_grad_()
+        for s in ((40, 16), (30, 16))
+    )
     target = torch.randint(30, (40,), generator=gen).to(device)
     target[3] = -100
     weight = torch.rand(30, generator=gen).to(device) + 0.1
 
     def run(x, w, size, low):
-        loss = gk.linear_cross_entropy(x, w, target, class_weight=size * weight, label_smoothing=0.1, low_memory=low)
+        loss = gk.linear_cross_entropy(
+            x, w, target, class_weight=size * weight, label_smoothing=0.1, low_memory=low
+        )
         return [loss, *torch.autograd.grad(loss, (x, w))]
 
     floats = [t.detach().float().requires_grad_() for t in (x, w)]
     for low in (False, True):
         want = run(x, w, 1.0, low)
-        assert all(map(torch.equal, run(x, w, scale, low), want)) and all(g.abs().max() > 1e-4 for g in want[1:])
+        assert all(map(torch.equal, run(x, w, scale, low), want)) and all(
+            g.abs().max() > 1e-4 for g in want[1:]
+        )
         with torch.autocast(torch.device(device).type, torch.float16):
-            assert all(torch.equal(got, one.float()) for got, one in zip(run(*floats, scale, low), want, strict=True))
+            assert all(
+                torch.equal(got, one.float())
+                for got, one in zip(run(*floats, scale, low), want, strict=True)
+            )
     zero = gk.linear_cross_entropy(x, w, target, class_weight=0 * weight)
     assert zero.isnan()
 
@@ -170,7 +214,10 @@ def test_rows_that_are_ignored_and_no_rows(device):
         loss = gk.linear_cross_entropy(x, w, target, ignore_index=2, low_memory=low)
         assert loss.isnan()
         assert all((g == 0).all() for g in torch.autograd.grad(loss, (x, w)))
-        assert gk.linear_cross_entropy(x, w, target, ignore_index=2, reduction="sum", low_memory=low) == 0
+        assert (
+            gk.linear_cross_entropy(x, w, target, ignore_index=2, reduction="sum", low_memory=low)
+            == 0
+        )
         none = gk.linear_cross_entropy(x[:0], w, target[:0], reduction="sum", low_memory=low)
         assert none == 0 and (torch.autograd.grad(none, w)[0] == 0).all()
         assert gk.linear_cross_entropy(x[:0], w, target[:0], low_memory=low).isnan()
@@ -183,7 +230,9 @@ def test_rows_that_are_ignored_and_no_rows(device):
         grad = torch.autograd.grad(loss, (padded, w))[0]
         assert (grad[1:3] == 0).all() and grad[kept].isfinite().all(), more
     target = torch.full((6,), 2, device=device)
-    one = gk.linear_cross_entropy(x, w[:1], torch.zeros(6, dtype=torch.long, device=device), reduction="none")
+    one = gk.linear_cross_entropy(
+        x, w[:1], torch.zeros(6, dtype=torch.long, device=device), reduction="none"
+    )
     assert (one == 0).all()
     assert gk.linear_cross_entropy(x[0], w, target[0], reduction="none").shape == ()
 
@@ -192,7 +241,10 @@ def test_rows_that_are_ignored_and_no_rows(device):
 def test_bits_repeat(mode, device, monkeypatch):
     small_steps(monkeypatch)
     gen = generator("bits")
-    x, w, b = (randn(gen, *s, dtype=torch.bfloat16, device=device).requires_grad_() for s in ((50, 8), (70, 8), (70,)))
+    x, w, b = (
+        randn(gen, *s, dtype=torch.bfloat16, device=device).requires_grad_()
+        for s in ((50, 8), (70, 8), (70,))
+    )
     target = torch.randint(70, (50,), generator=gen).to(device)
     loss = gk.linear_cross_entropy(x, w, target, b, **MODES[mode]).sum()
     first = torch.autograd.grad(loss, (x, w, b), retain_graph=True)
@@ -201,7 +253,8 @@ def test_bits_repeat(mode, device, monkeypatch):
 
 
 def test_sums_of_one_sign_and_loss_scales(device, monkeypatch):
-    """dweight is summed in float32, also over several blocks of rows; a gradient scaler's factor does not overflow float16."""
+    """dweight is summed in float32, also over several blocks of rows; a gradient scaler's factor
+    does not overflow float16."""
     small_steps(monkeypatch)
     for dtype, scale in ((torch.bfloat16, 1.0), (torch.float16, 65536.0)):
         x = torch.ones(3000, 2, dtype=dtype, device=device).requires_grad_()
@@ -225,7 +278,10 @@ def test_autocast(device):
         want = gk.linear_cross_entropy(halves[0], halves[1], target, halves[2], low_memory=low)
         assert torch.equal(loss, want)
         grads, exact = torch.autograd.grad(loss, (x, w, b)), torch.autograd.grad(want, halves)
-        assert all(p.dtype == torch.float32 and torch.equal(p, q.float()) for p, q in zip(grads, exact, strict=True))
+        assert all(
+            p.dtype == torch.float32 and torch.equal(p, q.float())
+            for p, q in zip(grads, exact, strict=True)
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -247,7 +303,9 @@ def test_dynamic_lengths_compile_once(mode, device):
         leaves = [[t.clone().requires_grad_() for t in (x, w, b)] for _ in range(2)]
         got, want = compiled(*leaves[0], target), step(*leaves[1], target)
         got.sum().backward(), want.sum().backward()
-        assert torch.equal(got, want) and all(torch.equal(a.grad, c.grad) for a, c in zip(*leaves, strict=True))
+        assert torch.equal(got, want) and all(
+            torch.equal(a.grad, c.grad) for a, c in zip(*leaves, strict=True)
+        )
     assert len(graphs) == 1
 
 
@@ -265,16 +323,23 @@ def test_aot_with_dynamic_lengths(device):
         leaves = [[t.clone().requires_grad_() for t in (x, w)] for _ in range(2)]
         got, want = compiled(*leaves[0], target), step(*leaves[1], target)
         got.backward(), want.backward()
-        assert torch.equal(got, want) and all(torch.equal(a.grad, c.grad) for a, c in zip(*leaves, strict=True))
+        assert torch.equal(got, want) and all(
+            torch.equal(a.grad, c.grad) for a, c in zip(*leaves, strict=True)
+        )
 
 
 def test_the_op_has_the_same_arguments(device):
     gen = generator("op")
     x, w = randn(gen, 5, 8, device=device), randn(gen, 9, 8, device=device)
     target = torch.randint(9, (5,), generator=gen).to(device)
-    got = torch.ops.gpukern.linear_cross_entropy(x, w, target, label_smoothing=0.1, reduction="sum", low_memory=True)
+    got = torch.ops.gpukern.linear_cross_entropy(
+        x, w, target, label_smoothing=0.1, reduction="sum", low_memory=True
+    )
     assert torch.equal(
-        got, gk.linear_cross_entropy(x, w, target, label_smoothing=0.1, reduction="sum", low_memory=True)
+        got,
+        gk.linear_cross_entropy(
+            x, w, target, label_smoothing=0.1, reduction="sum", low_memory=True
+        ),
     )
 
 
@@ -298,7 +363,10 @@ def call(**changes):
         (dict(logit_scale=float("inf")), "logit_scale must be finite, got inf"),
         (dict(z_loss=float("nan")), "z_loss must be finite, got nan"),
         (dict(reduction="max"), "reduction must be none, mean or sum, got 'max'"),
-        (dict(class_weight=torch.ones(5, requires_grad=True)), "class_weight requires a gradient and has none"),
+        (
+            dict(class_weight=torch.ones(5, requires_grad=True)),
+            "class_weight requires a gradient and has none",
+        ),
     ],
     ids=str,
 )
@@ -329,9 +397,13 @@ def test_refuses(changes, text):
     ids=str,
 )
 def test_refuses_beside_class_weights(op, changes, text):
-    """The mean counts weights and targets before the op sees them; what it refuses is said by the op all the same."""
+    """The mean counts weights and targets before the op sees them; what it refuses is said by the
+    op all the same."""
     given = dict(target=torch.tensor([0, 4]), weight=torch.ones(5), z_loss=0.1) | changes
-    with pytest.raises(ValueError, match=f"^gpukern::{'cross_entropy' if op == 'cross_entropy' else 'linear'}.*{text}"):
+    with pytest.raises(
+        ValueError,
+        match=f"^gpukern::{'cross_entropy' if op == 'cross_entropy' else 'linear'}.*{text}",
+    ):
         if op == "cross_entropy":
             gk.cross_entropy(torch.ones(2, 5), **given)
         else:
@@ -340,7 +412,9 @@ def test_refuses_beside_class_weights(op, changes, text):
 
 def test_arguments_that_are_none():
     for name, low in itertools.product(("x", "weight", "target"), (False, True)):
-        with pytest.raises(ValueError, match=f"^gpukern::linear_cross_entropy: {name} must be a Tensor, got None"):
+        with pytest.raises(
+            ValueError, match=f"^gpukern::linear_cross_entropy: {name} must be a Tensor, got None"
+        ):
             call(low_memory=low, **{name: None})
 
 
@@ -348,7 +422,9 @@ def test_targets_that_are_no_class(device):
     for low in (False, True):
         if torch.device(device).type == "cpu":
             with pytest.raises(
-                IndexError, match=r"linear_cross_entropy: target .* in \[0, 5\) or ignore_index, got 5 in row 1"
+                IndexError,
+                match=r"linear_cross_entropy: target .* in \[0, 5\) or ignore_index, got 5 in row "
+                r"1",
             ):
                 call(target=torch.tensor([0, 5]), low_memory=low)
 
@@ -384,7 +460,8 @@ def test_what_forward_keeps(dtype):
 @pytest.mark.parametrize("low", (False, True))
 @pytest.mark.parametrize(("m", "h", "v"), ((512, 64, 30000), (1152, 16, 120000)))
 def test_memory_of_the_cpu(m, h, v, low):
-    """What the docstring states, beside 2 (M + V) H of results and a bias; torch keeps 6 M V bytes and more.
+    """What the docstring states, beside 2 (M + V) H of results and a bias; torch keeps 6 M V bytes
+    and more.
     Of the second shape dz of all rows is too large to keep."""
     used = int(run_python(PEAK.format(m=m, h=h, v=v, low=low)).stdout)
     extra = 4 * m * h + (512 << 20) if low else min(2 * m * v, 8 * v * h) + 2 * m * h + (256 << 20)
@@ -395,7 +472,13 @@ def test_memory_of_the_cpu(m, h, v, low):
 @pytest.mark.parametrize("low", (False, True))
 @pytest.mark.parametrize(
     ("m", "h", "v"),
-    ((4096, 1024, 64000), (8192, 1024, 64000), (8192, 4096, 32000), (512, 2048, 128000), (8192, 64, 128000)),
+    (
+        (4096, 1024, 64000),
+        (8192, 1024, 64000),
+        (8192, 4096, 32000),
+        (512, 2048, 128000),
+        (8192, 64, 128000),
+    ),
 )
 def test_memory_of_cuda(m, h, v, low):
     x = torch.randn(m, h, device="cuda").bfloat16().requires_grad_()

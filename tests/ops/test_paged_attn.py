@@ -31,7 +31,14 @@ from conftest import (
 )
 
 HEADS = ((1, 1), (4, 2), (8, 1), (6, 2), (8, 2), (3, 3))  # heads_q, heads_kv
-DIM_PAIRS = tuple((d, d) for d in HEAD_DIMS) + ((64, 32), (32, 64), (192, 128), (8, 512), (512, 8), (7, 80))
+DIM_PAIRS = tuple((d, d) for d in HEAD_DIMS) + (
+    (64, 32),
+    (32, 64),
+    (192, 128),
+    (8, 512),
+    (512, 8),
+    (7, 80),
+)
 BLOCK_SIZES = (1, 3, 8, 16, 64, 256)
 
 # Context lengths and query tokens of each sequence.
@@ -46,9 +53,23 @@ BATCHES = {
     "chunk": ([300, 90], [128, 33]),
 }
 
-MODIFIERS = ("none", "full", "scale", "window", "window_zero", "softcap", "alibi", "alibi_batch", "sinks", "sinks_off",
-             "scales", "scales_head", "all")  # fmt: skip
-MORE_MODIFIERS = ("sinks_own", "kv_start", "kv_start_window")  # later ones, which tests sample by themselves
+MODIFIERS = (
+    "none",
+    "full",
+    "scale",
+    "window",
+    "window_zero",
+    "softcap",
+    "alibi",
+    "alibi_batch",
+    "sinks",
+    "sinks_off",
+    "scales",
+    "scales_head",
+    "all",
+)
+# later ones, which tests sample by themselves
+MORE_MODIFIERS = ("sinks_own", "kv_start", "kv_start_window")
 
 
 def modifiers(name, batch, heads, gen, dtype, device):
@@ -60,7 +81,8 @@ def modifiers(name, batch, heads, gen, dtype, device):
     sinks = randn(gen, hq, dtype=extra, device=device)
     off = sinks.clone()
     off[::2] = -math.inf
-    start = torch.tensor([3, 40, -2, 0, 70], dtype=torch.int32, device=device)[:batch]  # past some sequences' ends
+    # past some sequences' ends
+    start = torch.tensor([3, 40, -2, 0, 70], dtype=torch.int32, device=device)[:batch]
     k_scale, v_scale = (torch.rand(hkv, generator=gen).to(extra).to(device) + 0.5 for _ in range(2))
     return {
         "none": {},
@@ -75,11 +97,19 @@ def modifiers(name, batch, heads, gen, dtype, device):
         "sinks_off": dict(sinks=off),
         "sinks_own": dict(sinks=off.to(dtype)),
         "kv_start": dict(kv_start=start),
-        "kv_start_window": dict(kv_start=start, window_left=20, is_causal=False, alibi_slopes=slopes),
+        "kv_start_window": dict(
+            kv_start=start, window_left=20, is_causal=False, alibi_slopes=slopes
+        ),
         "scales": dict(k_scale=k_scale[0], v_scale=v_scale[0]),
         "scales_head": dict(k_scale=k_scale, v_scale=v_scale),
         "all": dict(
-            scale=0.2, window_left=50, softcap=2.5, alibi_slopes=slopes_b, sinks=off, k_scale=k_scale, v_scale=v_scale
+            scale=0.2,
+            window_left=50,
+            softcap=2.5,
+            alibi_slopes=slopes_b,
+            sinks=off,
+            k_scale=k_scale,
+            v_scale=v_scale,
         ),
     }[name]
 
@@ -89,7 +119,8 @@ def make(gen, batch, heads, dims, block_size, dtype, device, order="NHD", **kwar
 
 
 def call(case, ragged=True, fn=None, **kwargs):
-    """paged_attn_fwd of a case; ragged passes cu_seqlens_q, else each sequence has the same number of tokens."""
+    """paged_attn_fwd of a case; ragged passes cu_seqlens_q, else each sequence has the same number
+    of tokens."""
     fn = ops.paged_attn_fwd if fn is None else fn
     if ragged:
         kwargs.update(cu_seqlens_q=case.cu_seqlens_q, max_seqlen_q=max(case.queries))
@@ -100,17 +131,38 @@ def even(name):
     return len(set(BATCHES[name][1])) == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # paged_attn
 
 
-@pytest.mark.parametrize("case", grid(96, mods=MODIFIERS, batch=tuple(BATCHES), dtype=FLOATS, heads=HEADS, block_size=BLOCK_SIZES,
-                                      dims=((64, 64), (32, 48), (80, 80)), order=("NHD", "HND", "padded", "shared"))
-                         + grid(32, mods=MORE_MODIFIERS, batch=tuple(BATCHES), dtype=FLOATS, heads=HEADS, block_size=BLOCK_SIZES,
-                                dims=((64, 64), (32, 48), (128, 128)), order=("NHD", "HND")))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        96,
+        mods=MODIFIERS,
+        batch=tuple(BATCHES),
+        dtype=FLOATS,
+        heads=HEADS,
+        block_size=BLOCK_SIZES,
+        dims=((64, 64), (32, 48), (80, 80)),
+        order=("NHD", "HND", "padded", "shared"),
+    )
+    + grid(
+        32,
+        mods=MORE_MODIFIERS,
+        batch=tuple(BATCHES),
+        dtype=FLOATS,
+        heads=HEADS,
+        block_size=BLOCK_SIZES,
+        dims=((64, 64), (32, 48), (128, 128)),
+        order=("NHD", "HND"),
+    ),
+)
 def test_forward(case, device):
     gen = generator("paged", case.id)
-    paged = make(gen, case.batch, case.heads, case.dims, case.block_size, case.dtype, device, case.order)
+    paged = make(
+        gen, case.batch, case.heads, case.dims, case.block_size, case.dtype, device, case.order
+    )
     kwargs = modifiers(case.mods, len(paged.lengths), case.heads, gen, case.dtype, device)
     unchanged = snapshot(*paged.args(), **kwargs)
     out, lse = call(paged, **kwargs)
@@ -123,8 +175,18 @@ def test_forward(case, device):
         assert same_bits(call(paged, ragged=False, fn=ops.paged_attn, **kwargs), out)
 
 
-@pytest.mark.parametrize("case", grid(44, dims=DIM_PAIRS, dtype=FLOATS, batch=("decode", "mixed"), mods=("none", "all"),
-                                      heads=((4, 2), (3, 3), (8, 1)), block_size=(16, 5)))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        44,
+        dims=DIM_PAIRS,
+        dtype=FLOATS,
+        batch=("decode", "mixed"),
+        mods=("none", "all"),
+        heads=((4, 2), (3, 3), (8, 1)),
+        block_size=(16, 5),
+    ),
+)
 def test_head_dims(case, device):
     if device == "cuda" and (max(case.dims) > 256 or any(d % 8 for d in case.dims)):
         pytest.skip("CUDA serves multiples of 8 up to 256")
@@ -152,7 +214,9 @@ def test_every_context_length(dtype, block_size, device):
     cache = torch.zeros(512, 16, 2, 32, dtype=dtype, device=device)
     table = torch.arange(512, dtype=torch.int32, device=device)[None]
     row = json.loads(
-        ops.explain_paged_attn(q, cache, cache, table, torch.tensor([8192], dtype=torch.int32, device=device))
+        ops.explain_paged_attn(
+            q, cache, cache, table, torch.tensor([8192], dtype=torch.int32, device=device)
+        )
     )
     sizes = {n for n in row["tile"] if 1 < n <= 1024} | {block_size, 64, 128, 512}
     lengths = sorted({max(n + e, 1) for n in sizes for e in (-1, 0, 1)})
@@ -181,7 +245,8 @@ def test_pages_left_of_the_window_may_hold_anything(device):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("queries", ([1, 1, 1, 1], [40, 3, 17, 1]), ids=("decode", "prefill"))
 def test_pages_left_of_kv_start_may_hold_anything(queries, dtype, device):
-    """The keys before it are nobody's: -1 stands in the table, and out is that of the other keys alone."""
+    """The keys before it are nobody's: -1 stands in the table, and out is that of the other keys
+    alone."""
     gen = generator("kv_start pages", queries, dtype)
     lengths, starts = [300, 65, 40, 2500], [37, 64, 30, 2000]
     paged = Paged(gen, lengths, queries, 4, 2, 32, 32, 16, dtype, device)
@@ -201,7 +266,9 @@ def test_pages_left_of_kv_start_may_hold_anything(queries, dtype, device):
 
 
 def test_kv_start_beyond_the_keys_leaves_none(device):
-    paged = Paged(generator("kv_start beyond"), [30, 20], [1, 1], 4, 2, 32, 32, 16, torch.bfloat16, device)
+    paged = Paged(
+        generator("kv_start beyond"), [30, 20], [1, 1], 4, 2, 32, 32, 16, torch.bfloat16, device
+    )
     start = torch.tensor([30, -5], dtype=torch.int32, device=device)
     out, lse = call(paged, ragged=False, kv_start=start)
     plain_out, plain_lse = call(paged, ragged=False)
@@ -249,26 +316,35 @@ def test_page_order_does_not_matter(device):
     for dtype in (torch.float32, torch.bfloat16):
         results = []
         for block_size, seed in ((16, 1), (16, 2), (4, 3), (256, 4)):
-            paged = Paged(generator("same values"), [300, 77], [1, 1], 4, 2, 32, 32, block_size, dtype, device)
+            paged = Paged(
+                generator("same values"), [300, 77], [1, 1], 4, 2, 32, 32, block_size, dtype, device
+            )
             pages = torch.randperm(paged.k_cache.shape[0], generator=generator(seed))
             moved = pages.argsort()
             paged.k_cache, paged.v_cache = paged.k_cache[pages], paged.v_cache[pages]
             used = paged.block_table < paged.k_cache.shape[0]
             table = paged.block_table.clamp(0, paged.k_cache.shape[0] - 1).long().cpu()
-            paged.block_table = torch.where(used, moved[table].to(device).to(torch.int32), paged.block_table)
+            paged.block_table = torch.where(
+                used, moved[table].to(device).to(torch.int32), paged.block_table
+            )
             paged.q = randn(generator("q"), 2, 4, 32, dtype=dtype, device=device)
             for b in range(2):  # the values must not depend on the page size
                 n = paged.lengths[b]
                 k, v = (randn(generator("kv", b, x), n, 2, 32, dtype=dtype) for x in "kv")
                 for t in range(n):
                     page = paged.block_table[b, t // block_size]
-                    paged.k_cache[page, t % block_size], paged.v_cache[page, t % block_size] = k[t], v[t]
+                    paged.k_cache[page, t % block_size], paged.v_cache[page, t % block_size] = (
+                        k[t],
+                        v[t],
+                    )
             results.append(call(paged, ragged=False))
         for other in results[1:2]:
             assert same_bits(other[0], results[0][0]) and same_bits(other[1], results[0][1])
         for other in results[2:]:
             assert torch.allclose(
-                other[0].float(), results[0][0].float(), atol=2e-2 if dtype != torch.float32 else 1e-5
+                other[0].float(),
+                results[0][0].float(),
+                atol=2e-2 if dtype != torch.float32 else 1e-5,
             )
     assert gen is not None
 
@@ -290,7 +366,9 @@ def test_agrees_with_flash_attn(device):
     """Prefill through pages is causal flash_attn of the same keys."""
     gen = generator("prefill")
     paged = Paged(gen, [70], [70], 4, 2, 32, 32, 16, torch.float32, device)
-    dense = [t.transpose(0, 1)[None].to(device) for t in (paged.q.cpu(), paged.keys[0], paged.values[0])]
+    dense = [
+        t.transpose(0, 1)[None].to(device) for t in (paged.q.cpu(), paged.keys[0], paged.values[0])
+    ]
     flash = ops.flash_attn(*dense, is_causal=True)[0].transpose(0, 1)
     ref = reference.flash_attn(*f64(dense), is_causal=True)[0].transpose(0, 1)
     assert_close_as(flash, call(paged)[0], ref)
@@ -318,7 +396,9 @@ def test_strided_inputs(device):
         lens = torch.tensor([33], dtype=torch.int32, device=device).expand(5)
         q = qkv[:5]
         got = ops.paged_attn(q, paged.k_cache, paged.v_cache, paged.block_table, lens)
-        want = ops.paged_attn(q, paged.k_cache, paged.v_cache, paged.block_table.contiguous(), lens.contiguous())
+        want = ops.paged_attn(
+            q, paged.k_cache, paged.v_cache, paged.block_table.contiguous(), lens.contiguous()
+        )
         assert same_bits(got, want)
 
 
@@ -338,13 +418,19 @@ def test_expanded_cache(device):
 def test_far_strides(dim):
     """A cache of more than 2**31 elements between pages, rows or heads."""
     gen = generator("paged far", dim)
-    k, v = randn(gen, 3, 2, 2, 4, dtype=torch.bfloat16), randn(gen, 3, 2, 2, 4, dtype=torch.bfloat16)
+    k, v = (
+        randn(gen, 3, 2, 2, 4, dtype=torch.bfloat16),
+        randn(gen, 3, 2, 2, 4, dtype=torch.bfloat16),
+    )
     q = randn(gen, 1, 4, 4, dtype=torch.bfloat16)
     table, lens = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
     expected = ops.paged_attn(q, k, v, table, lens)
     far_k, far_v = far_apart(k, dim), far_apart(v, dim)
     assert same_bits(ops.paged_attn(q, far_k, far_v, table, lens), expected)
-    new_k, new_v = randn(gen, 1, 2, 4, dtype=torch.bfloat16), randn(gen, 1, 2, 4, dtype=torch.bfloat16)
+    new_k, new_v = (
+        randn(gen, 1, 2, 4, dtype=torch.bfloat16),
+        randn(gen, 1, 2, 4, dtype=torch.bfloat16),
+    )
     ops.kv_cache_write(new_k, new_v, far_k, far_v, torch.tensor([5]))
     assert same_bits(far_k[2, 1], new_k[0]) and same_bits(far_v[2, 1], new_v[0])
     assert same_bits(far_k[:2].clone(), k[:2])
@@ -354,11 +440,18 @@ def test_more_than_65536_pages(device):
     gen = generator("many pages")
     k, v = (torch.zeros(70_001, 1, 1, 8, device=device) for _ in range(2))
     pages = torch.tensor([[70_000, 65_536, 3, 65_535]], dtype=torch.int32, device=device)
-    k[pages[0].long()], v[pages[0].long()] = (randn(gen, 4, 1, 1, 8, device=device) for _ in range(2))
-    q, lens = randn(gen, 1, 1, 8, device=device), torch.tensor([4], dtype=torch.int32, device=device)
+    k[pages[0].long()], v[pages[0].long()] = (
+        randn(gen, 4, 1, 1, 8, device=device) for _ in range(2)
+    )
+    q, lens = (
+        randn(gen, 1, 1, 8, device=device),
+        torch.tensor([4], dtype=torch.int32, device=device),
+    )
     small = torch.arange(4, dtype=torch.int32, device=device)[None]
     picked = pages[0].long()
-    assert same_bits(ops.paged_attn(q, k, v, pages, lens), ops.paged_attn(q, k[picked], v[picked], small, lens))
+    assert same_bits(
+        ops.paged_attn(q, k, v, pages, lens), ops.paged_attn(q, k[picked], v[picked], small, lens)
+    )
 
 
 def test_inactive_rows_and_empty_batches(device):
@@ -370,7 +463,9 @@ def test_inactive_rows_and_empty_batches(device):
     sinks = randn(gen, 4, device=device)
     out, lse = call(paged, ragged=False, sinks=sinks)
     for b in (0, 2):
-        assert torch.equal(out[b], torch.zeros_like(out[b])) and torch.allclose(lse[b], sinks, rtol=1e-6)
+        assert torch.equal(out[b], torch.zeros_like(out[b])) and torch.allclose(
+            lse[b], sinks, rtol=1e-6
+        )
     none = torch.zeros(0, dtype=torch.int32, device=device)
     cache = torch.zeros(3, 8, 2, 16, device=device)
     q = torch.zeros(0, 4, 16, device=device)
@@ -399,7 +494,9 @@ def test_tokens_of_no_sequence(device):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_pages_of_a_sequence_without_queries_may_hold_anything(dtype, device):
     """Its row of the table is not read as pages, whatever its length: -1 stands there."""
-    paged = Paged(generator("no queries"), [81, 155, 300, 0], [0, 2, 0, 1], 8, 1, 128, 128, 16, dtype, device)
+    paged = Paged(
+        generator("no queries"), [81, 155, 300, 0], [0, 2, 0, 1], 8, 1, 128, 128, 16, dtype, device
+    )
     expected = call(paged)
     check_paged(paged, *expected, {})
     for b in (0, 2):
@@ -415,7 +512,9 @@ def test_max_seqlen_q_is_an_upper_bound_and_unread_without_lengths(device):
     gen = generator("bound")
     paged = make(gen, "speculative", (4, 2), (16, 16), 8, torch.float32, device)
     expected = call(paged)[0]
-    assert same_bits(ops.paged_attn(*paged.args(), cu_seqlens_q=paged.cu_seqlens_q, max_seqlen_q=1000), expected)
+    assert same_bits(
+        ops.paged_attn(*paged.args(), cu_seqlens_q=paged.cu_seqlens_q, max_seqlen_q=1000), expected
+    )
     assert same_bits(ops.paged_attn(*paged.args(), max_seqlen_q=0), expected)
 
 
@@ -439,7 +538,9 @@ def test_backward_is_refused(device):
     with pytest.raises(NotImplementedError, match="gpukern::paged_attn"):
         torch_gpukern.paged_attn(q, *paged.args()[1:], return_lse=True)[1].sum().backward()
     with torch.no_grad():
-        assert same_bits(ops.paged_attn(q, *paged.args()[1:]), ops.paged_attn(q.detach(), *paged.args()[1:]))
+        assert same_bits(
+            ops.paged_attn(q, *paged.args()[1:]), ops.paged_attn(q.detach(), *paged.args()[1:])
+        )
     k = torch.ones(1, 2, 16, device=device, requires_grad=True)
     caches = [torch.zeros(2, 8, 2, 16, device=device) for _ in range(2)]
     with pytest.raises(NotImplementedError, match="gpukern::kv_cache_write"):
@@ -447,13 +548,23 @@ def test_backward_is_refused(device):
         (caches[0].sum() + caches[1].sum()).backward()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # kv_cache_write
 
 
-@pytest.mark.parametrize("case", grid(40, dtype=FLOATS, slots=(torch.int32, torch.int64), dims=((16, 16), (7, 80), (128, 64)),
-                                      order=("NHD", "HND", "padded", "interleaved"), block_size=(1, 4, 16),
-                                      layout=("dense", "transposed", "every_second"), scale=(None, "one", "head")))  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    grid(
+        40,
+        dtype=FLOATS,
+        slots=(torch.int32, torch.int64),
+        dims=((16, 16), (7, 80), (128, 64)),
+        order=("NHD", "HND", "padded", "interleaved"),
+        block_size=(1, 4, 16),
+        layout=("dense", "transposed", "every_second"),
+        scale=(None, "one", "head"),
+    ),
+)
 def test_write(case, device):
     """Every written row has its bits, and nothing else changes, NaN around the caches included."""
     gen = generator("write", case.id)
@@ -465,14 +576,22 @@ def test_write(case, device):
     slots[:count] = torch.randperm(rows, generator=gen)[:count]
     slots[2] = -7
     slots = slots.to(device)
-    caches = [randn(gen, blocks, case.block_size, heads, n, dtype=case.dtype, device=device) for n in case.dims]
+    caches = [
+        randn(gen, blocks, case.block_size, heads, n, dtype=case.dtype, device=device)
+        for n in case.dims
+    ]
     checks = []
     if case.order == "HND":
         caches = [strided(c, (0, 2, 1, 3)) for c in caches]
     elif case.order == "padded":
         caches = [strided(c, pad=3) for c in caches]
     elif case.order == "interleaved":
-        both = torch.full((blocks, 2, case.block_size, heads, max(d, dv)), math.nan, dtype=case.dtype, device=device)
+        both = torch.full(
+            (blocks, 2, case.block_size, heads, max(d, dv)),
+            math.nan,
+            dtype=case.dtype,
+            device=device,
+        )
         both[:, 0, ..., :d], both[:, 1, ..., :dv] = caches
         caches = [both[:, 0, ..., :d], both[:, 1, ..., :dv]]
     else:
@@ -510,7 +629,9 @@ def test_write(case, device):
 def test_write_saturates(dtype, device):
     """k / k_scale beyond the cache's range is stored as the largest finite value."""
     largest = torch.finfo(dtype).max
-    k = torch.tensor([largest, -largest, 1.0, largest / 4], dtype=dtype, device=device).view(1, 1, 4)
+    k = torch.tensor([largest, -largest, 1.0, largest / 4], dtype=dtype, device=device).view(
+        1, 1, 4
+    )
     caches = [torch.zeros(1, 2, 1, 4, dtype=dtype, device=device) for _ in range(2)]
     scale = torch.tensor(0.25, device=device)
     ops.kv_cache_write(k, k, *caches, torch.tensor([1], device=device), scale, scale)
@@ -570,7 +691,8 @@ def test_write_nothing(device):
 
 
 def shifts(rows):
-    """Writes of views of a pool [rows, 2, heads, d] into itself: name -> (k, v, slots) of the pool."""
+    """Writes of views of a pool [rows, 2, heads, d] into itself: name -> (k, v, slots) of the
+    pool."""
     order = torch.randperm(rows, generator=generator("shifts", rows))
     return {
         "reversed": lambda k, v: (k, v, torch.arange(rows).flip(0)),
@@ -579,7 +701,11 @@ def shifts(rows):
         "one down": lambda k, v: (k[:-1], v[:-1], torch.arange(1, rows)),
         "one up": lambda k, v: (k[1:], v[1:], torch.arange(rows - 1)),
         "k and v exchanged": lambda k, v: (v, k, torch.arange(rows)),
-        "one head for both": lambda k, v: (k[:, :1].expand(-1, 2, -1), v[:, 1:].expand(-1, 2, -1), order),
+        "one head for both": lambda k, v: (
+            k[:, :1].expand(-1, 2, -1),
+            v[:, 1:].expand(-1, 2, -1),
+            order,
+        ),
         "disjoint rows": lambda k, v: (k[:3], v[:3], torch.arange(rows - 3, rows)),
         "only v": lambda k, v: (k + 1, v, order),
         "lanes as tokens": lambda k, v: (k[:16].transpose(0, 2), v[:16], torch.arange(16)),
@@ -601,7 +727,8 @@ def test_write_from_views_of_the_caches(name, dtype, device):
 
 
 def test_a_write_between_disjoint_rows_copies_nothing():
-    """On the CPU, where slots can be read: rows of the caches themselves, and other parts of their tensor."""
+    """On the CPU, where slots can be read: rows of the caches themselves, and other parts of their
+    tensor."""
     pool = randn(generator("no copy"), 40, 2, 2, 512)
     caches = pool[8:, 0].view(8, 4, 2, 512), pool[8:, 1].view(8, 4, 2, 512)
     rows = [c.flatten(0, 1) for c in caches]
@@ -629,7 +756,9 @@ def test_slots_and_scales_must_not_lie_in_the_caches(device):
         ("v_scale", dict(v_scale=inside[5:6])),
     ):
         with pytest.raises(ValueError) as caught:
-            ops.kv_cache_write(**dict(k=k, v=k, k_cache=k_cache, v_cache=v_cache, slots=slots) | change)
+            ops.kv_cache_write(
+                **dict(k=k, v=k, k_cache=k_cache, v_cache=v_cache, slots=slots) | change
+            )
         assert str(caught.value) == text.format(name)
     assert not v_cache.any()
     # between the elements of a cache they may lie, whatever their widths
@@ -642,14 +771,16 @@ def test_slots_and_scales_must_not_lie_in_the_caches(device):
         ops.kv_cache_write(k, k, k_cache, pool[..., :8], pool.view(-1).view(torch.int64)[15:33:17])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # attn_merge
 
 
 def sides(gen, shape, dtype, device, std=3.0):
     """out_a, lse_a, out_b, lse_b with out [*shape] and lse [*shape[:-1]]."""
     out_a, out_b = (randn(gen, *shape, dtype=dtype, device=device) for _ in range(2))
-    lse_a, lse_b = (randn(gen, *shape[:-1], dtype=logit_dtype(dtype), device=device, std=std) for _ in range(2))
+    lse_a, lse_b = (
+        randn(gen, *shape[:-1], dtype=logit_dtype(dtype), device=device, std=std) for _ in range(2)
+    )
     return out_a, lse_a, out_b, lse_b
 
 
@@ -661,7 +792,9 @@ def torch_merge(out_a, lse_a, out_b, lse_b):
 
 
 @pytest.mark.parametrize(
-    "shape", [(2, 4, 33, 64), (70, 3, 80), (5, 1, 1), (2, 1, 1, 511), (0, 4, 8), (3, 0, 2, 8)], ids=str
+    "shape",
+    [(2, 4, 33, 64), (70, 3, 80), (5, 1, 1), (2, 1, 1, 511), (0, 4, 8), (3, 0, 2, 8)],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("layout", ("dense", "strided"))
@@ -670,11 +803,21 @@ def test_merge(shape, dtype, layout, device):
     args = sides(gen, shape, dtype, device)
     if layout == "strided":
         reverse = tuple(reversed(range(len(shape) - 1)))
-        args = (strided(args[0], step=2), strided(args[1], reverse), strided(args[2], pad=3), strided(args[3], step=3))
+        args = (
+            strided(args[0], step=2),
+            strided(args[1], reverse),
+            strided(args[2], pad=3),
+            strided(args[3], step=3),
+        )
     unchanged = snapshot(*args)
     out, lse = ops.attn_merge(*args)
     unchanged()
-    assert out.is_contiguous() and lse.is_contiguous() and out.dtype == dtype and lse.dtype == logit_dtype(dtype)
+    assert (
+        out.is_contiguous()
+        and lse.is_contiguous()
+        and out.dtype == dtype
+        and lse.dtype == logit_dtype(dtype)
+    )
     ref, ref_lse = reference.attn_merge(*f64(args))
     if dtype == torch.float64:
         yard, yard_lse = torch_merge(*(t.float() for t in args))
@@ -686,7 +829,8 @@ def test_merge(shape, dtype, layout, device):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_merge_with_an_empty_side(dtype, device):
-    """-inf on one side returns the other bit for bit, whatever the empty side holds; on both 0 and -inf."""
+    """-inf on one side returns the other bit for bit, whatever the empty side holds; on both 0 and
+    -inf."""
     gen = generator("merge empty", dtype)
     out_a, lse_a, out_b, lse_b = sides(gen, (4, 3, 16), dtype, device)
     lse_a[0], lse_b[1] = -math.inf, -math.inf
@@ -713,9 +857,12 @@ def test_merge_far_apart(device):
 
 
 def test_merge_of_parts_is_the_whole(device):
-    """Attention over two halves of the keys, merged, and its gradients, are attention over all of them."""
+    """Attention over two halves of the keys, merged, and its gradients, are attention over all of
+    them."""
     gen = generator("parts")
-    tensors = dict(zip("qkv", (randn(gen, 2, 4, 20, 16), randn(gen, 2, 2, 50, 16), randn(gen, 2, 2, 50, 16))))
+    tensors = dict(
+        zip("qkv", (randn(gen, 2, 4, 20, 16), randn(gen, 2, 2, 50, 16), randn(gen, 2, 2, 50, 16)))
+    )
     tensors = {n: t.to(device) for n, t in tensors.items()}
     grad = randn(gen, 2, 4, 20, 16, device=device)
 
@@ -725,7 +872,11 @@ def test_merge_of_parts_is_the_whole(device):
         return ops.attn_merge(*a, *b)[0]
 
     results = []
-    for run, dtype in ((halves, torch.float32), (torch_attn, torch.float32), (reference.flash_attn, torch.float64)):
+    for run, dtype in (
+        (halves, torch.float32),
+        (torch_attn, torch.float32),
+        (reference.flash_attn, torch.float64),
+    ):
         leaves = {n: t.to(dtype).clone().requires_grad_() for n, t in tensors.items()}
         out = run(**leaves)
         out.backward(grad.to(dtype))
@@ -744,8 +895,11 @@ def test_merge_backward(dtype, device):
     )
     narrow = yard_dtype(dtype)
     results = []
-    for run, tensors in ((ops.attn_merge, args), (torch_merge, [t.to(narrow) if t.dim() == 3 else t.float() for t in args]),
-                         (reference.attn_merge, f64(args))):  # fmt: skip
+    for run, tensors in (
+        (ops.attn_merge, args),
+        (torch_merge, [t.to(narrow) if t.dim() == 3 else t.float() for t in args]),
+        (reference.attn_merge, f64(args)),
+    ):
         leaves = [t.detach().clone().requires_grad_() for t in tensors]
         out, lse = run(*leaves)
         torch.autograd.backward((out, lse), (grad.to(out.dtype), grad_lse.to(lse.dtype)))
@@ -773,8 +927,16 @@ def test_merge_gradients_of_an_empty_side(device):
     got = torch.autograd.grad((out, lse), leaves, (grad, grad_lse))
     assert all(g.isfinite().all() for g in got)
     d_out_a, d_lse_a, d_out_b, d_lse_b = got
-    assert torch.equal(d_out_b[0], grad[0]) and torch.equal(d_lse_b[0], grad_lse[0]) and not d_out_a[0].any()
-    assert torch.equal(d_out_a[1], grad[1]) and torch.equal(d_lse_a[1], grad_lse[1]) and not d_out_b[1].any()
+    assert (
+        torch.equal(d_out_b[0], grad[0])
+        and torch.equal(d_lse_b[0], grad_lse[0])
+        and not d_out_a[0].any()
+    )
+    assert (
+        torch.equal(d_out_a[1], grad[1])
+        and torch.equal(d_lse_a[1], grad_lse[1])
+        and not d_out_b[1].any()
+    )
     assert not d_out_a[2].any() and not d_out_b[2].any()
     assert not d_lse_a[0].any() and not d_lse_b[1].any()
 
@@ -782,7 +944,9 @@ def test_merge_gradients_of_an_empty_side(device):
 @pytest.mark.parametrize("bad", (math.inf, math.nan), ids=str)
 def test_merge_gives_an_empty_side_nothing_whatever_arrives(bad, device):
     gen = generator("merge wild")
-    out_a, lse_a, out_b, lse_b = (t.requires_grad_() for t in sides(gen, (2, 2, 8), torch.float32, device))
+    out_a, lse_a, out_b, lse_b = (
+        t.requires_grad_() for t in sides(gen, (2, 2, 8), torch.float32, device)
+    )
     with torch.no_grad():
         lse_a[0], lse_a[1], lse_b[1] = -math.inf, -math.inf, -math.inf
     leaves = out_a, lse_a, out_b, lse_b
@@ -817,37 +981,59 @@ RIGHT = {
 @pytest.mark.parametrize("short", (False, True))
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_keys_to_the_right_and_short_lengths(dtype, short, rules, device):
-    """As flash_attn_varlen over the keys that the pages hold; a few lanes and many, sequences that are inactive or have fewer
-    keys than queries."""
+    """As flash_attn_varlen over the keys that the pages hold; a few lanes and many, sequences that
+    are inactive or have fewer keys than queries."""
     right = rules.get("is_causal", True) or rules.get("window_right") == 0
     if device == "cuda" and short and not right:
         with pytest.raises(ValueError, match="allow_short on CUDA is served with is_causal"):
-            tokens, cache = torch.ones(2, 2, 16, device=device), torch.ones(1, 4, 2, 16, device=device)
+            tokens, cache = (
+                torch.ones(2, 2, 16, device=device),
+                torch.ones(1, 4, 2, 16, device=device),
+            )
             i32 = partial(torch.tensor, dtype=torch.int32, device=device)
             ops.paged_attn(tokens, cache, cache, i32([[0]]), i32([1]), **rules, allow_short=True)
         return
     gen = generator("right", dtype, short)
-    for counts, lens in (((3, 5, 2, 1), (2 if short else 9, 8, 0, 30)), ((40, 17), (21 if short else 50, 33))):
+    for counts, lens in (
+        ((3, 5, 2, 1), (2 if short else 9, 8, 0, 30)),
+        ((40, 17), (21 if short else 50, 33)),
+    ):
         cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int().to(device) for n in (counts, lens))
         q, k, v = (
-            randn(gen, sum(n), h, 16, dtype=dtype, device=device) for n, h in ((counts, 4), (lens, 2), (lens, 2))
+            randn(gen, sum(n), h, 16, dtype=dtype, device=device)
+            for n, h in ((counts, 4), (lens, 2), (lens, 2))
         )
         pages = -(-max(lens) // 4)
         table = torch.randperm(len(lens) * pages, generator=gen).int().view(-1, pages)
         k_cache, v_cache = (
-            torch.full((table.numel(), 4, 2, 16), math.nan, dtype=dtype, device=device) for _ in range(2)
+            torch.full((table.numel(), 4, 2, 16), math.nan, dtype=dtype, device=device)
+            for _ in range(2)
         )
         for b, n in enumerate(lens):
             for j in range(n):
-                k_cache[table[b, j // 4], j % 4], v_cache[table[b, j // 4], j % 4] = k[cu_k[b] + j], v[cu_k[b] + j]
-        args = q, k_cache, v_cache, table.to(device), torch.tensor(lens, dtype=torch.int32, device=device)
+                k_cache[table[b, j // 4], j % 4], v_cache[table[b, j // 4], j % 4] = (
+                    k[cu_k[b] + j],
+                    v[cu_k[b] + j],
+                )
+        args = (
+            q,
+            k_cache,
+            v_cache,
+            table.to(device),
+            torch.tensor(lens, dtype=torch.int32, device=device),
+        )
         queries = {"cu_seqlens_q": cu_q, "max_seqlen_q": max(counts)}
-        got = torch_gpukern.paged_attn(*args, **queries, **rules, allow_short=short, return_lse=True)
+        got = torch_gpukern.paged_attn(
+            *args, **queries, **rules, allow_short=short, return_lse=True
+        )
         lengths = cu_q, cu_k, max(counts), max(lens)
 
         def run(to, given=(q, k, v), lengths=lengths):
             return reference.flash_attn_varlen(
-                *(x.to(to) for x in given), *lengths, **({"is_causal": True} | rules), return_lse=True
+                *(x.to(to) for x in given),
+                *lengths,
+                **({"is_causal": True} | rules),
+                return_lse=True,
             )
 
         for x, yard, ref in zip(got, run(yard_dtype(dtype)), run(torch.float64), strict=True):

@@ -12,7 +12,9 @@ from torch_gpukern import paged_attn
 E4M3 = torch.float8_e4m3fn
 
 
-@pytest.mark.skipif(not torch.ops.gpukern.cuda_kernels.default(), reason="a build without CUDA kernels")
+@pytest.mark.skipif(
+    not torch.ops.gpukern.cuda_kernels.default(), reason="a build without CUDA kernels"
+)
 @pytest.mark.parametrize(
     "batch, tokens, heads, head_dim, page, stored, row",
     (
@@ -47,21 +49,30 @@ def test_kernel(batch, tokens, heads, head_dim, page, stored, row):
     cache = torch.empty(2, page, heads_kv, head_dim, dtype=stored or torch.bfloat16)
     table = torch.zeros(batch, 1024 // page, dtype=torch.int32)
     lens = torch.full((batch,), 900, dtype=torch.int32)
-    assert torch_gpukern.explain("paged_attn", q, cache, cache, table, lens, arch="sm_90")["row"] == row
-    if batch * heads_kv > 132 and tokens == 1 and not stored:  # tables that hold more: the list, or paged_attn_sm80's
+    assert (
+        torch_gpukern.explain("paged_attn", q, cache, cache, table, lens, arch="sm_90")["row"]
+        == row
+    )
+    # tables that hold more: the list, or paged_attn_sm80's
+    if batch * heads_kv > 132 and tokens == 1 and not stored:
         wide = torch.zeros(batch, 4096 // page, dtype=torch.int32)
         told = torch_gpukern.explain("paged_attn", q, cache, cache, wide, lens, arch="sm_90")["row"]
         assert told == (row if batch == 64 and head_dim == 128 else row.replace("sm90a", "sm80"))
 
 
 def inputs(lengths, tokens, group, page, dtype, stored, heads_kv=8, head_dim=128):
-    """q, caches, table, lens; what lies in pages behind the lengths, and in pages of nobody, is NaN (int8: -1)."""
+    """q, caches, table, lens; what lies in pages behind the lengths, and in pages of nobody, is NaN
+    (int8: -1)."""
     blocks = [-(-n // page) for n in lengths]
     total = sum(blocks) + 2
-    q = (torch.randn(len(lengths) * tokens, heads_kv * group, head_dim, device="cuda") + 0.2).to(dtype)
+    q = (torch.randn(len(lengths) * tokens, heads_kv * group, head_dim, device="cuda") + 0.2).to(
+        dtype
+    )
     top = 1 if stored in (None, E4M3) else 20
     caches = [
-        (torch.randn(total, page, heads_kv, head_dim, device="cuda") * 0.8 + 0.3).mul(top).to(stored or dtype)
+        (torch.randn(total, page, heads_kv, head_dim, device="cuda") * 0.8 + 0.3)
+        .mul(top)
+        .to(stored or dtype)
         for _ in range(2)
     ]
     pages = torch.randperm(total, device="cuda").int()
@@ -88,7 +99,11 @@ def exact(b, n, tokens, q, k_cache, v_cache, table, lens, k_scale=None, v_scale=
         return x.flatten(0, 1)[:n].transpose(0, 1).repeat_interleave(q.shape[1] // heads_kv, 0)
 
     k, v = values(k_cache, k_scale), values(v_cache, v_scale)
-    scores = q[b * tokens : (b + 1) * tokens].double().transpose(0, 1) @ k.transpose(1, 2) / math.sqrt(q.shape[2])
+    scores = (
+        q[b * tokens : (b + 1) * tokens].double().transpose(0, 1)
+        @ k.transpose(1, 2)
+        / math.sqrt(q.shape[2])
+    )
     seen = torch.arange(n, device="cuda") <= torch.arange(n - tokens, n, device="cuda")[:, None]
     scores = scores.masked_fill(~seen, -math.inf)
     return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1).T
@@ -126,7 +141,9 @@ def test_forms(lengths, tokens, group, page, head_dim, code):
     scales = {}
     if stored is not None:
         shape = {1: (), 4: (given[1].shape[0], 8)}.get(tokens, (8,))
-        scales = {name: torch.rand(shape, device="cuda") * 0.04 + 0.01 for name in ("k_scale", "v_scale")}
+        scales = {
+            name: torch.rand(shape, device="cuda") * 0.04 + 0.01 for name in ("k_scale", "v_scale")
+        }
     out, lse = paged_attn(*given, **scales, return_lse=True)
     again = paged_attn(*given, **scales)
     assert torch.equal(out, again)  # whatever the order in which blocks end
@@ -139,26 +156,44 @@ def test_forms(lengths, tokens, group, page, head_dim, code):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim, page, causal", ((64, 8, True), (128, 16, True), (128, 256, False)))
+@pytest.mark.parametrize(
+    "head_dim, page, causal", ((64, 8, True), (128, 16, True), (128, 256, False))
+)
 def test_packed_prefill(head_dim, page, causal):
-    """Sequences of many lengths, one without keys, one without queries whose table is bad, and tokens of nobody; NaN behind every
-    length. From a graph too; and a page and a length that cannot be are reported, and change no other sequence."""
+    """Sequences of many lengths, one without keys, one without queries whose table is bad, and
+    tokens of nobody; NaN behind every length. From a graph too; and a page and a length that cannot
+    be are reported, and change no other sequence."""
     torch.manual_seed(2)
     lengths, queries = [900, 0, 64, 2000, 77], [130, 5, 64, 700, 0]
-    _, k_cache, v_cache, table, lens = inputs(lengths, 1, 4, page, torch.float16, None, head_dim=head_dim)
+    _, k_cache, v_cache, table, lens = inputs(
+        lengths, 1, 4, page, torch.float16, None, head_dim=head_dim
+    )
     table[4] = -1
     starts = [sum(queries[:b]) for b in range(6)]
     q = torch.randn(starts[5] + 3, 32, head_dim, device="cuda").half()
-    cu, sinks = torch.tensor(starts, dtype=torch.int32, device="cuda"), torch.randn(32, device="cuda")
+    cu, sinks = (
+        torch.tensor(starts, dtype=torch.int32, device="cuda"),
+        torch.randn(32, device="cuda"),
+    )
     how = dict(cu_seqlens_q=cu, max_seqlen_q=700, sinks=sinks, is_causal=causal, return_lse=True)
     out, lse = paged_attn(q, k_cache, v_cache, table, lens, **how)
     torch_gpukern.check_errors()
     for b in (0, 2, 3):
-        rows, n, pages = slice(*starts[b : b + 2]), lengths[b], table[b, : -(-lengths[b] // page)].long()
-        k, v = (x[pages].double().flatten(0, 1)[:n].transpose(0, 1).repeat_interleave(4, 0) for x in (k_cache, v_cache))
+        rows, n, pages = (
+            slice(*starts[b : b + 2]),
+            lengths[b],
+            table[b, : -(-lengths[b] // page)].long(),
+        )
+        k, v = (
+            x[pages].double().flatten(0, 1)[:n].transpose(0, 1).repeat_interleave(4, 0)
+            for x in (k_cache, v_cache)
+        )
         scores = q[rows].double().transpose(0, 1) @ k.transpose(1, 2) / math.sqrt(head_dim)
         if causal:
-            after = torch.arange(n, device="cuda") > torch.arange(n - queries[b], n, device="cuda")[:, None]
+            after = (
+                torch.arange(n, device="cuda")
+                > torch.arange(n - queries[b], n, device="cuda")[:, None]
+            )
             scores = scores.masked_fill(after, -math.inf)
         scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, queries[b], 1)), 2)
         want = (scores.softmax(-1)[..., :-1] @ v).transpose(0, 1)
@@ -186,11 +221,21 @@ def test_packed_prefill(head_dim, page, causal):
 
 @pytest.mark.gpu
 def test_two_streams_and_two_graphs_at_once():
-    """No state in common: calls that overlap on two streams, and replays of two graphs, give what each gives alone."""
+    """No state in common: calls that overlap on two streams, and replays of two graphs, give what
+    each gives alone."""
     torch.manual_seed(1)
-    shapes = (((3000,) * 40, E4M3, 128), ((9000, 20), E4M3, 128), ((700, 1000) * 32, None, 64), ((5000,), None, 64))
-    calls = [inputs(lengths, 1, 4, 16, torch.bfloat16, stored, head_dim=dim) for lengths, stored, dim in shapes]
-    calls += [inputs((400, 300), 64, 4, 16, torch.bfloat16, stored) for stored in (None, E4M3)]  # prefill
+    shapes = (
+        ((3000,) * 40, E4M3, 128),
+        ((9000, 20), E4M3, 128),
+        ((700, 1000) * 32, None, 64),
+        ((5000,), None, 64),
+    )
+    calls = [
+        inputs(lengths, 1, 4, 16, torch.bfloat16, stored, head_dim=dim)
+        for lengths, stored, dim in shapes
+    ]
+    # prefill
+    calls += [inputs((400, 300), 64, 4, 16, torch.bfloat16, stored) for stored in (None, E4M3)]
     cos, sin = (torch.rand(10_000, 8, device="cuda") for _ in range(2))
 
     def step(q, k_cache, v_cache, table, lens):
@@ -198,7 +243,10 @@ def test_two_streams_and_two_graphs_at_once():
         tokens = len(q) // len(lens)
         last = (lens.repeat_interleave(tokens) - 1).long()
         page = k_cache.shape[1]
-        slots = table.repeat_interleave(tokens, 0).gather(1, (last // page)[:, None])[:, 0] * page + last % page
+        slots = (
+            table.repeat_interleave(tokens, 0).gather(1, (last // page)[:, None])[:, 0] * page
+            + last % page
+        )
         new = q[:, :8].contiguous()
         first = torch.arange(len(slots), device="cuda") % tokens == 0
         slots = torch.where(first, slots, -1)  # one token of a sequence: whoever is last would win

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""paged_attn of many query tokens on Hopper: which kernel serves which call, and windows, softcap, ALiBi, late keys and 8-bit caches beside
-float64."""
+"""paged_attn of many query tokens on Hopper: which kernel serves which call, and windows, softcap,
+ALiBi, late keys and 8-bit caches beside float64."""
 
 import math
 
@@ -15,17 +15,35 @@ E4M3, E5M2, I8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 WIDE, RELAY = "paged_prefill_sm90a", "paged_prefill_relay_sm90a"
 
 
-@pytest.mark.skipif(not torch.ops.gpukern.cuda_kernels.default(), reason="a build without CUDA kernels")
+@pytest.mark.skipif(
+    not torch.ops.gpukern.cuda_kernels.default(), reason="a build without CUDA kernels"
+)
 @pytest.mark.parametrize(
     "tokens, heads, head_dim, page, stored, rules, row",
     (
         (512, (32, 8), 128, 16, None, {"window_left": 100}, WIDE + "_bf16_d128"),
         (512, (32, 8), 64, 16, None, {"softcap": 30.0}, WIDE + "_bf16_d64_score"),
-        (512, (32, 8), 128, 16, None, {"softcap": 30.0, "window_left": 0}, WIDE + "_bf16_d128_score"),
+        (
+            512,
+            (32, 8),
+            128,
+            16,
+            None,
+            {"softcap": 30.0, "window_left": 0},
+            WIDE + "_bf16_d128_score",
+        ),
         (512, (32, 8), 256, 16, None, {}, WIDE + "_bf16_d256"),
         (512, (32, 8), 256, 8, None, {"softcap": 30.0}, WIDE + "_bf16_d256_score"),
         (512, (32, 8), 128, 16, None, {"is_causal": False, "window_right": 0}, WIDE + "_bf16_d128"),
-        (512, (32, 8), 128, 16, None, {"is_causal": False, "window_right": 5}, "paged_attn_sm90a_bf16_128x16"),
+        (
+            512,
+            (32, 8),
+            128,
+            16,
+            None,
+            {"is_causal": False, "window_right": 5},
+            "paged_attn_sm90a_bf16_128x16",
+        ),
         (512, (32, 8), 128, 16, E4M3, {}, RELAY + "_bf16"),
         (512, (32, 8), 256, 8, E5M2, {"softcap": 30.0}, RELAY + "_bf16"),
         (40, (32, 8), 64, 24, I8, {"window_left": 100}, RELAY + "_bf16"),
@@ -36,8 +54,16 @@ WIDE, RELAY = "paged_prefill_sm90a", "paged_prefill_relay_sm90a"
 def test_kernel(tokens, heads, head_dim, page, stored, rules, row):
     q = torch.empty(2 * tokens, heads[0], head_dim, dtype=BF16)
     cache = torch.empty(2, page, heads[1], head_dim, dtype=stored or BF16)
-    table, lens = torch.zeros(2, 1024 // page, dtype=torch.int32), torch.full((2,), 900, dtype=torch.int32)
-    assert torch_gpukern.explain("paged_attn", q, cache, cache, table, lens, arch="sm_90", **rules)["row"] == row
+    table, lens = (
+        torch.zeros(2, 1024 // page, dtype=torch.int32),
+        torch.full((2,), 900, dtype=torch.int32),
+    )
+    assert (
+        torch_gpukern.explain("paged_attn", q, cache, cache, table, lens, arch="sm_90", **rules)[
+            "row"
+        ]
+        == row
+    )
 
 
 LENGTHS, QUERIES, HEADS_KV = (900, 0, 64, 2000, 77, 700), (130, 5, 64, 700, 0, 1), 4
@@ -46,14 +72,19 @@ NOBODYS = 3  # tokens behind the last sequence
 
 
 def make(lengths, queries, first, head_dim, page, group, stored, dtype, spare=2, heads_kv=HEADS_KV):
-    """q, caches, table, lens on the GPU. first: the first key of each sequence that a query sees. Keys before it and behind the length are
-    NaN (int8: -1), pages without a key that is seen are not named."""
+    """q, caches, table, lens on the GPU. first: the first key of each sequence that a query sees.
+    Keys before it and behind the length are NaN (int8: -1), pages without a key that is seen are
+    not named."""
     blocks = [-(-n // page) for n in lengths]
     total = sum(blocks) + spare
-    q = (torch.randn(sum(queries) + NOBODYS, heads_kv * group, head_dim, device="cuda") + 0.2).to(dtype)
+    q = (torch.randn(sum(queries) + NOBODYS, heads_kv * group, head_dim, device="cuda") + 0.2).to(
+        dtype
+    )
     top = 20 if stored == I8 else 1
     caches = [
-        (torch.randn(total, page, heads_kv, head_dim, device="cuda") * 0.8 + 0.3).mul(top).to(stored or dtype)
+        (torch.randn(total, page, heads_kv, head_dim, device="cuda") * 0.8 + 0.3)
+        .mul(top)
+        .to(stored or dtype)
         for _ in range(2)
     ]
     pages = torch.randperm(total, device="cuda").int()
@@ -74,7 +105,8 @@ def make(lengths, queries, first, head_dim, page, group, stored, dtype, spare=2,
 
 
 def values(cache, scale, pages, first, end):
-    """Keys [first, end) of these pages, whose first key is the first page's, in float64 as [heads, keys, head_dim]."""
+    """Keys [first, end) of these pages, whose first key is the first page's, in float64 as [heads,
+    keys, head_dim]."""
     x = cache[pages].double()
     if scale is not None:
         x = x * (scale[pages][:, None, :, None] if scale.dim() == 2 else scale.view(-1, 1)).double()
@@ -86,7 +118,9 @@ def exact(q, k_cache, v_cache, table, b, n, first, rules):
     page, group, tokens = k_cache.shape[1], q.shape[1] // k_cache.shape[2], len(q)
     own = table[b, first // page : -(-n // page)].long()
     k, v = (
-        values(cache, rules.get(name), own, first % page, n - first // page * page).repeat_interleave(group, 0)
+        values(
+            cache, rules.get(name), own, first % page, n - first // page * page
+        ).repeat_interleave(group, 0)
         for cache, name in ((k_cache, "k_scale"), (v_cache, "v_scale"))
     )
     scores = q.double().transpose(0, 1) @ k.transpose(1, 2) / math.sqrt(q.shape[2])
@@ -96,7 +130,9 @@ def exact(q, k_cache, v_cache, table, b, n, first, rules):
     key = torch.arange(first, n, device="cuda")
     if "alibi_slopes" in rules:
         slopes = rules["alibi_slopes"].double()
-        scores = scores - (slopes[b] if slopes.dim() == 2 else slopes)[:, None, None] * (at - key).abs()
+        scores = (
+            scores - (slopes[b] if slopes.dim() == 2 else slopes)[:, None, None] * (at - key).abs()
+        )
     seen = torch.ones(tokens, n - first, dtype=torch.bool, device="cuda")
     if rules.get("is_causal", True) or rules.get("window_right", -1) == 0:
         seen &= key <= at
@@ -104,7 +140,9 @@ def exact(q, k_cache, v_cache, table, b, n, first, rules):
         seen &= key >= at - rules["window_left"]
     scores = scores.masked_fill(~seen, -math.inf)
     if "sinks" in rules:
-        scores = torch.cat((scores, rules["sinks"].double()[:, None, None].expand(-1, tokens, 1)), 2)
+        scores = torch.cat(
+            (scores, rules["sinks"].double()[:, None, None].expand(-1, tokens, 1)), 2
+        )
     lse = scores.logsumexp(-1)
     weights = (scores - lse[..., None]).exp().nan_to_num(0)[..., : n - first]
     return (weights @ v).transpose(0, 1), lse.T
@@ -133,7 +171,8 @@ RULES = {
     "kv_start_full": {"kv_start": True, "is_causal": False, "sinks": True},
     "all": {"kv_start": True, "alibi_slopes": 2, "softcap": 2.0, "sinks": True, "window_left": 500},
 }
-# head_dim, page, heads of a group, stored, dtype, pages of nobody (with many of them the relay's slots are entries)
+# head_dim, page, heads of a group, stored, dtype, pages of nobody (with many of them the relay's
+# slots are entries)
 FORMS = (
     (64, 8, 4, None, BF16, 2),
     (128, 16, 4, None, F16, 2),
@@ -157,7 +196,9 @@ def draw(rules, heads_kv, group, stored, pages):
     if "sinks" in rules:
         rules["sinks"] = torch.randn(heads, device="cuda")
     if "kv_start" in rules:
-        rules["kv_start"] = torch.tensor([37, 4, 64, 777, -2, 699], dtype=torch.int32, device="cuda")
+        rules["kv_start"] = torch.tensor(
+            [37, 4, 64, 777, -2, 699], dtype=torch.int32, device="cuda"
+        )
     shape = {E4M3: (pages, heads_kv), E5M2: (heads_kv,), I8: ()}.get(stored)
     if shape is not None:
         size = 0.02 if stored == I8 else 0.5
@@ -188,16 +229,26 @@ def test_rules(name, form):
         rows = slice(STARTS[b], STARTS[b + 1])
         if n and tokens:
             want, want_lse = exact(given[0][rows], *given[1:4], b, n, first[b], rules)
-            assert (out[rows].double() - want).norm() <= (6e-3 if dtype == BF16 else 1.5e-3) * want.norm()
-            torch.testing.assert_close(lse[rows].double(), want_lse, atol=1e-2 if stored else 1e-3, rtol=1e-4)
-    nothing = rules["sinks"].expand(5, -1) if "sinks" in rules else torch.full_like(lse[130:135], -math.inf)
+            assert (out[rows].double() - want).norm() <= (
+                6e-3 if dtype == BF16 else 1.5e-3
+            ) * want.norm()
+            torch.testing.assert_close(
+                lse[rows].double(), want_lse, atol=1e-2 if stored else 1e-3, rtol=1e-4
+            )
+    nothing = (
+        rules["sinks"].expand(5, -1)
+        if "sinks" in rules
+        else torch.full_like(lse[130:135], -math.inf)
+    )
     assert (out[130:135] == 0).all() and torch.allclose(lse[130:135], nothing)
     assert (out[STARTS[-1] :] == 0).all() and (lse[STARTS[-1] :] == -math.inf).all()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", (None, E4M3))
-@pytest.mark.parametrize("rules", ({}, {"window_left": 5003}, {"softcap": 2.0, "window_left": 5003}))
+@pytest.mark.parametrize(
+    "rules", ({}, {"window_left": 5003}, {"softcap": 2.0, "window_left": 5003})
+)
 def test_splits(rules, stored):
     """Few tiles: the keys of each in parts, heads of a group in one tile. From a graph too."""
     torch.manual_seed(0)
@@ -218,10 +269,14 @@ def test_splits(rules, stored):
 
 @pytest.mark.gpu
 def test_relay_in_rounds():
-    """Decoded pages that do not fit the workspace at once: heads in rounds, whose slopes, sinks and scales are each head's own."""
+    """Decoded pages that do not fit the workspace at once: heads in rounds, whose slopes, sinks and
+    scales are each head's own."""
     torch.manual_seed(0)
     lengths, queries, spare = (700, 300), (200, 130), 80_000 // 16
-    rules = {"alibi_slopes": torch.rand(32, device="cuda") * 0.2, "sinks": torch.randn(32, device="cuda")}
+    rules = {
+        "alibi_slopes": torch.rand(32, device="cuda") * 0.2,
+        "sinks": torch.randn(32, device="cuda"),
+    }
     rules["k_scale"], rules["v_scale"] = (torch.rand(8, device="cuda") + 0.5 for _ in range(2))
     q, k, v, table, lens = make(lengths, queries, (0, 0), 128, 16, 4, E4M3, F16, spare, heads_kv=8)
     wide = torch.full((2, 6000), -7, dtype=torch.int32, device="cuda")
@@ -243,22 +298,35 @@ def test_relay_in_rounds():
 @pytest.mark.parametrize("dtype", (BF16, F16))
 @pytest.mark.parametrize("stored", (E4M3, E5M2, I8))
 def test_relay_errs_as_torch_does(stored, dtype):
-    """At most twice the error of torch's own attention over the cache in q's dtype; a scale of none or of a power of two costs nothing."""
+    """At most twice the error of torch's own attention over the cache in q's dtype; a scale of none
+    or of a power of two costs nothing."""
     torch.manual_seed(0)
     q, k, v, table, lens = make((1500,), (300,), (0,), 128, 16, 4, stored, dtype)
     q = q[:300].contiguous()
     for scale in (None, 0.03, 2.0**-5):
-        rules = {} if scale is None else {n: torch.full((), scale, device="cuda") for n in ("k_scale", "v_scale")}
+        rules = (
+            {}
+            if scale is None
+            else {n: torch.full((), scale, device="cuda") for n in ("k_scale", "v_scale")}
+        )
         own = table[0, :94].long()
         seen = torch.arange(1500, device="cuda") <= torch.arange(1200, 1500, device="cuda")[:, None]
         theirs = torch.nn.functional.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
-            *(values(x, rules.get(n), own, 0, 1500).to(dtype)[None] for x, n in ((k, "k_scale"), (v, "v_scale"))),
+            *(
+                values(x, rules.get(n), own, 0, 1500).to(dtype)[None]
+                for x, n in ((k, "k_scale"), (v, "v_scale"))
+            ),
             attn_mask=seen,
             enable_gqa=True,
         )
-        out, want = paged_attn(q, k, v, table, lens, **rules), exact(q, k, v, table, 0, 1500, 0, rules)[0]
-        assert (out.double() - want).norm() <= 2 * (theirs[0].transpose(0, 1).double() - want).norm()
+        out, want = (
+            paged_attn(q, k, v, table, lens, **rules),
+            exact(q, k, v, table, 0, 1500, 0, rules)[0],
+        )
+        assert (out.double() - want).norm() <= 2 * (
+            theirs[0].transpose(0, 1).double() - want
+        ).norm()
         if scale != 0.03:  # decoded pages hold what the cache does
             wide = [
                 values(x, rules.get(n), own, 0, 1504).transpose(0, 1).to(dtype)
@@ -272,12 +340,15 @@ def test_relay_errs_as_torch_does(stored, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", (None, E4M3))
 def test_bad_contents_are_reported(stored):
-    """A page or a length that cannot be, in a window; no other sequence changes, and a page left of the window is not looked at."""
+    """A page or a length that cannot be, in a window; no other sequence changes, and a page left of
+    the window is not looked at."""
     torch.manual_seed(0)
     rules = {"window_left": 300}
     first = firsts(LENGTHS, QUERIES, rules)
     q, k, v, table, lens = make(LENGTHS, QUERIES, first, 128, 16, 4, stored, BF16)
-    how = dict(rules, cu_seqlens_q=torch.tensor(STARTS, dtype=torch.int32, device="cuda"), max_seqlen_q=700)
+    how = dict(
+        rules, cu_seqlens_q=torch.tensor(STARTS, dtype=torch.int32, device="cuda"), max_seqlen_q=700
+    )
     out = paged_attn(q, k, v, table, lens, **how)
     torch_gpukern.check_errors()
     for change in ("page", "length"):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What context parallelism is made of: attention over some of the keys in float32, gradients likewise, and results that join what is
-there; and the limit of SMs."""
+"""What context parallelism is made of: attention over some of the keys in float32, gradients
+likewise, and results that join what is there; and the limit of SMs."""
 
 import json
 import math
@@ -15,7 +15,8 @@ from torch_gpukern import distributed as gd
 ops = torch.ops.gpukern
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
-# (heads, lengths, head dims, rules): tiles and tails, stacked heads, split keys, every kernel family
+# (heads, lengths, head dims, rules): tiles and tails, stacked heads, split keys, every kernel
+# family
 CASES = (
     ((4, 2), (65, 65), (32, 24), dict(is_causal=True)),
     ((2, 2), (300, 300), (128, 128), dict()),
@@ -71,7 +72,9 @@ def test_float32_results_of_16_bits_are_not_rounded(dtype, device):
         for deterministic in (False, True):
             given = grad, q, k, v, out, lse
             grads = ops.flash_attn_bwd(*given, **rules, deterministic=deterministic)[:3]
-            grads32 = ops.flash_attn_bwd(*given, **rules, deterministic=deterministic, grad_dtype=F32)[:3]
+            grads32 = ops.flash_attn_bwd(
+                *given, **rules, deterministic=deterministic, grad_dtype=F32
+            )[:3]
             for name, a, b, ref in zip(("dq", "dk", "dv"), grads32, grads, want[2:], strict=True):
                 assert a.dtype == F32 and a.stride() == b.stride(), (case, name)
                 assert rms(a, ref) < 0.98 * rms(b, ref), (case, name, rms(a, ref), rms(b, ref))
@@ -79,22 +82,39 @@ def test_float32_results_of_16_bits_are_not_rounded(dtype, device):
 
 def test_float32_results_of_packed_calls(device):
     """And of tokens that belong to no sequence: 0, and -inf."""
-    gen, cu = generator("partial packed"), torch.tensor([0, 70, 70, 200], dtype=torch.int32, device=device)
+    gen, cu = (
+        generator("partial packed"),
+        torch.tensor([0, 70, 70, 200], dtype=torch.int32, device=device),
+    )
     q, k, v, grad = (randn(gen, 210, h, 64, dtype=BF16).to(device) for h in (4, 2, 2, 4))
     given = q, k, v, cu, cu, 130, 130
     out, lse = ops.flash_attn_varlen_fwd(*given, True)
     out32, lse32 = ops.flash_attn_varlen_fwd(*given, True, out_dtype=F32)
-    want, _ = reference.flash_attn_varlen(*(wide(x) for x in (q, k, v)), cu.cpu(), cu.cpu(), 130, 130, is_causal=True,
-                                          return_lse=True)  # fmt: skip
+    want, _ = reference.flash_attn_varlen(
+        *(wide(x) for x in (q, k, v)), cu.cpu(), cu.cpu(), 130, 130, is_causal=True, return_lse=True
+    )
     assert rms(out32, want) < 0.9 * rms(out, want)
     torch.testing.assert_close(lse32, lse, atol=2e-6, rtol=2e-6)
     assert not out32[200:].any() and (lse32[200:] == -torch.inf).all()
     for deterministic in (False, True):
         grads = [
-            ops.flash_attn_varlen_bwd(grad, q, k, v, out, lse, cu, cu, 130, 130, is_causal=True, deterministic=deterministic,
-                                      grad_dtype=dtype)[:3]
+            ops.flash_attn_varlen_bwd(
+                grad,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                cu,
+                cu,
+                130,
+                130,
+                is_causal=True,
+                deterministic=deterministic,
+                grad_dtype=dtype,
+            )[:3]
             for dtype in (F32, None)
-        ]  # fmt: skip
+        ]
         for a, b in zip(*grads, strict=True):
             assert a.dtype == F32 and not a[200:].any()
             torch.testing.assert_close(a, b.float(), atol=2e-2, rtol=2e-2)
@@ -103,7 +123,9 @@ def test_float32_results_of_packed_calls(device):
 def test_float32_results_of_rows_that_no_copy_of_16_bytes_takes(device):
     """Strides of 17 elements, and dropout: the plain kernels."""
     case = ((2, 1), (20, 33), (8, 8), dict(is_causal=True))
-    q, k, v, grad = (torch.nn.functional.pad(x, (0, 9))[..., :8] for x in tensors(90, case, BF16, device))
+    q, k, v, grad = (
+        torch.nn.functional.pad(x, (0, 9))[..., :8] for x in tensors(90, case, BF16, device)
+    )
     want = whole(q, k, v, grad, case[3])
     out, lse = ops.flash_attn_fwd(q, k, v, **case[3])
     out32, _ = ops.flash_attn_fwd(q, k, v, **case[3], out_dtype=F32)
@@ -115,20 +137,40 @@ def test_float32_results_of_rows_that_no_copy_of_16_bytes_takes(device):
     kept = ops.flash_attn_fwd(q, k, v, **case[3], **drop)
     wider = ops.flash_attn_fwd(q, k, v, **case[3], **drop, out_dtype=F32)
     torch.testing.assert_close(wider[0].to(BF16), kept[0], atol=1e-2, rtol=1e-2)
-    shares = [ops.flash_attn_bwd(grad, q, k, v, *kept, **case[3], **drop, grad_dtype=t)[:3] for t in (F32, None)]
+    shares = [
+        ops.flash_attn_bwd(grad, q, k, v, *kept, **case[3], **drop, grad_dtype=t)[:3]
+        for t in (F32, None)
+    ]
     for a, b in zip(*shares, strict=True):
         torch.testing.assert_close(a, b.float(), atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.skipif(not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels")
-@pytest.mark.parametrize("arch, dims, rules, forward, backward", (
-    ("sm_90", 128, dict(is_causal=True), "fwd_partial_sm90a_bf16_d128", "bwd_partial_sm90a_bf16_d128"),
-    ("sm_90", 64, dict(), "fwd_partial_sm90a_bf16_d64", "bwd_partial_sm90a_bf16_d64"),
-    ("sm_90", 128, dict(softcap=9.0), "fwd_sm90a_bf16_d128_score", "bwd_partial_sm80_bf16_d128"),
-    ("sm_90", 256, dict(), "fwd_sm90a_bf16_d256", "bwd_partial_plain_bf16"),
-    ("sm_80", 128, dict(), "fwd_sm80_bf16_d128", "bwd_partial_sm80_bf16_d128"),
-    ("sm_89", 64, dict(), "fwd_sm80_bf16_d64", "bwd_partial_sm80_bf16_d128"),
-))  # fmt: skip
+@pytest.mark.skipif(
+    not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels"
+)
+@pytest.mark.parametrize(
+    "arch, dims, rules, forward, backward",
+    (
+        (
+            "sm_90",
+            128,
+            dict(is_causal=True),
+            "fwd_partial_sm90a_bf16_d128",
+            "bwd_partial_sm90a_bf16_d128",
+        ),
+        ("sm_90", 64, dict(), "fwd_partial_sm90a_bf16_d64", "bwd_partial_sm90a_bf16_d64"),
+        (
+            "sm_90",
+            128,
+            dict(softcap=9.0),
+            "fwd_sm90a_bf16_d128_score",
+            "bwd_partial_sm80_bf16_d128",
+        ),
+        ("sm_90", 256, dict(), "fwd_sm90a_bf16_d256", "bwd_partial_plain_bf16"),
+        ("sm_80", 128, dict(), "fwd_sm80_bf16_d128", "bwd_partial_sm80_bf16_d128"),
+        ("sm_89", 64, dict(), "fwd_sm80_bf16_d64", "bwd_partial_sm80_bf16_d128"),
+    ),
+)
 def test_which_kernels_serve(arch, dims, rules, forward, backward):
     q, stats = torch.empty(1, 64, 2048, dims, dtype=BF16), torch.empty(1, 64, 2048)
     found = gk.explain("flash_attn", q, q, q, **rules, out_dtype=F32, arch=arch)
@@ -137,7 +179,7 @@ def test_which_kernels_serve(arch, dims, rules, forward, backward):
     assert found["row"] == f"flash_attn_{backward}"
 
 
-# ---- results that join what is there ----------------------------------------------------------------
+# ---- results that join what is there -------------------------------------------------------------
 
 
 def joined(q, k, v, rules, cuts, sinks, strides):
@@ -147,7 +189,9 @@ def joined(q, k, v, rules, cuts, sinks, strides):
     dtype = F64 if q.dtype == F64 else F32
     out = torch.full(shape, math.nan, dtype=dtype, device=q.device)
     if strides:  # rows of other rows' neighbours, as a shard of the sequence has them
-        out = torch.full((shape[0], shape[2], shape[1], shape[3] + 6), math.nan, dtype=dtype, device=q.device)
+        out = torch.full(
+            (shape[0], shape[2], shape[1], shape[3] + 6), math.nan, dtype=dtype, device=q.device
+        )
         out = out.transpose(1, 2)[..., : shape[3]]
     lse = torch.full(shape[:3], -math.inf, dtype=dtype, device=q.device)
     for i, (start, end) in enumerate(zip((0, *others), (*others, k.shape[2]), strict=True)):
@@ -162,12 +206,20 @@ def test_accumulate_joins_the_attention_over_other_keys(dtype, device):
     for seed, case in enumerate(cases(device)):
         q, k, v, _ = tensors(seed, case, dtype, device, tokens_first=seed % 3 == 1)
         sinks = (
-            torch.linspace(-2, 2, q.shape[1], device=device, dtype=F64 if dtype == F64 else F32) if seed % 2 else None
+            torch.linspace(-2, 2, q.shape[1], device=device, dtype=F64 if dtype == F64 else F32)
+            if seed % 2
+            else None
         )
         n = k.shape[2]
-        want, want_lse = reference.flash_attn(*map(wide, (q, k, v)), **case[3], return_lse=True,
-                                              sinks=None if sinks is None else wide(sinks))  # fmt: skip
-        out, lse = joined(q, k, v, dict(case[3]), (n // 3, n // 3, n - 1), sinks, strides=seed % 2 == 0)
+        want, want_lse = reference.flash_attn(
+            *map(wide, (q, k, v)),
+            **case[3],
+            return_lse=True,
+            sinks=None if sinks is None else wide(sinks),
+        )
+        out, lse = joined(
+            q, k, v, dict(case[3]), (n // 3, n // 3, n - 1), sinks, strides=seed % 2 == 0
+        )
         bound = {BF16: 4e-3, F16: 6e-4, F32: 2e-6, F64: 1e-12}[dtype]
         assert rms(out, want) < bound, (case, rms(out, want))
         torch.testing.assert_close(wide(lse), want_lse, atol=1e-5, rtol=1e-5)
@@ -215,10 +267,12 @@ def test_accumulate_says_what_it_does_not_take():
 def test_accumulate_opcheck(device):
     q, k, v, _ = tensors(2, TINY[0], BF16, device)
     out, lse = ops.flash_attn_fwd(q, k, v, out_dtype=F32)
-    torch.library.opcheck(ops.flash_attn_accumulate.default, (q, k, v, out, lse), dict(is_causal=True))
+    torch.library.opcheck(
+        ops.flash_attn_accumulate.default, (q, k, v, out, lse), dict(is_causal=True)
+    )
 
 
-# ---- results in the caller's memory -----------------------------------------------------------------
+# ---- results in the caller's memory --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", (BF16, F32, F64), ids=str)
@@ -238,10 +292,15 @@ def test_into_writes_rows_of_a_larger_tensor(dtype, device):
 
 @pytest.mark.parametrize("dtype", (BF16, F32, F64), ids=str)
 def test_into_and_accumulate_under_a_softcap_that_no_kernel_is_given(dtype, device):
-    """The kernels' softcap is another where no score comes near it: what the call says beside is kept."""
+    """The kernels' softcap is another where no score comes near it: what the call says beside is
+    kept."""
     stats = F64 if dtype == F64 else F32
     q, k, v, _ = tensors(1, CASES[0], dtype, device)
-    for rules in (dict(softcap=3.0, scale=0.0), dict(softcap=1e38), dict(softcap=1e-300, scale=0.5)):
+    for rules in (
+        dict(softcap=3.0, scale=0.0),
+        dict(softcap=1e38),
+        dict(softcap=1e-300, scale=0.5),
+    ):
         want, want_lse = ops.flash_attn_fwd(q, k, v, **rules)
         out, lse = torch.full_like(want, 7.0), torch.full_like(want_lse, 7.0)
         ops.flash_attn_into(q, k, v, out, lse, **rules)
@@ -249,7 +308,8 @@ def test_into_and_accumulate_under_a_softcap_that_no_kernel_is_given(dtype, devi
         held, held_lse = ops.flash_attn_fwd(q, k[:, :, :20], v[:, :, :20], **rules, out_dtype=stats)
         ops.flash_attn_accumulate(q, k[:, :, 20:], v[:, :, 20:], held, held_lse, **rules)
         wide, _ = ops.flash_attn_fwd(q, k, v, **rules, out_dtype=stats)
-        near = 4e-3 if dtype == BF16 else 2e-5  # tiles and pairs round P, beside another maximum in each part
+        # tiles and pairs round P, beside another maximum in each part
+        near = 4e-3 if dtype == BF16 else 2e-5
         torch.testing.assert_close(held, wide, atol=near, rtol=near)
         torch.testing.assert_close(held_lse, want_lse, atol=2e-5, rtol=2e-5)
 
@@ -271,10 +331,12 @@ def test_into_says_what_it_does_not_take(device):
         ops.flash_attn_into(q.requires_grad_(), k, v, out, lse)
 
 
-# ---- the limit of SMs -------------------------------------------------------------------------------
+# ---- the limit of SMs ----------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels")
+@pytest.mark.skipif(
+    not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels"
+)
 def test_the_limit_of_sms_is_the_planners():
     a = torch.empty(4096, 4096, dtype=BF16)
     q = torch.empty(2, 16, 4096, 128, dtype=BF16)
@@ -298,7 +360,8 @@ def test_the_limit_of_sms_is_the_planners():
 
 @pytest.mark.gpu
 def test_the_limit_of_sms_is_the_grids(tmp_path):
-    """Blocks that are launched, as the profiler saw them; and results that differ by how k and keys are split alone."""
+    """Blocks that are launched, as the profiler saw them; and results that differ by how k and keys
+    are split alone."""
     gen = generator("limit")
     a, b = (randn(gen, 2048, 2048, dtype=BF16).cuda() for _ in range(2))
     q = randn(gen, 1, 16, 2048, 128, dtype=BF16).cuda()
@@ -313,6 +376,9 @@ def test_the_limit_of_sms_is_the_grids(tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     grids = {e["name"]: math.prod(e["args"]["grid"]) for e in events if "grid" in e.get("args", {})}
     assert len(grids) >= 2 and all(blocks <= 40 for blocks in grids.values()), grids
-    exact = a.double() @ b.double(), reference.flash_attn(*(x.double() for x in (q, q, q)), is_causal=True)
+    exact = (
+        a.double() @ b.double(),
+        reference.flash_attn(*(x.double() for x in (q, q, q)), is_causal=True),
+    )
     for x, y, ref in zip(got, want, exact, strict=True):
         assert rms(x, wide(ref)) < 1.1 * rms(y, wide(ref))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""quantize, silu_mul_quantize, rms_norm_quantize, dequantize: codes and scales bit for bit, and what no average shows."""
+"""quantize, silu_mul_quantize, rms_norm_quantize, dequantize: codes and scales bit for bit, and
+what no average shows."""
 
 import itertools
 import math
@@ -23,7 +24,11 @@ def bits(x):
 def drawn(shape, dtype, device, seed=0):
     """Values of many sizes with a mean, a few of them large."""
     gen = generator("quantize", *shape, seed)
-    x = randn(gen, *shape, dtype=torch.float32) * torch.exp2(torch.randint(-4, 5, shape, generator=gen).float()) + 0.3
+    x = (
+        randn(gen, *shape, dtype=torch.float32)
+        * torch.exp2(torch.randint(-4, 5, shape, generator=gen).float())
+        + 0.3
+    )
     return x.to(dtype).to(device)
 
 
@@ -32,14 +37,19 @@ def drawn(shape, dtype, device, seed=0):
 def test_codes_and_scales_are_the_reference_s(dtype, granularity, device):
     shapes = SHAPES + (LARGE_SHAPES if device == "cuda" else [])
     shapes = shapes + [SEVERAL_PASSES] * (device == "cuda" and granularity == "tensor")
-    for shape, x_dtype in itertools.product(shapes, (torch.float32, torch.bfloat16, torch.float16, torch.float64)):
+    for shape, x_dtype in itertools.product(
+        shapes, (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    ):
         if x_dtype is torch.float64 and device == "cuda":
             continue
         x = drawn(shape, x_dtype, device)
         codes, scale = torch_gpukern.quantize(x, dtype, granularity)
         want, want_scale = reference.quantize(x, dtype, granularity)
         assert codes.dtype is dtype and codes.is_contiguous() and scale.is_contiguous()
-        assert scale.dtype is want_scale.dtype and scale.shape == want_scale.shape, (scale.shape, want_scale.shape)
+        assert scale.dtype is want_scale.dtype and scale.shape == want_scale.shape, (
+            scale.shape,
+            want_scale.shape,
+        )
         assert_bits(bits(scale), bits(want_scale))
         assert_bits(bits(codes), bits(want))
 
@@ -52,9 +62,13 @@ def test_zeros_infinities_and_nan(dtype, granularity, device):
     x[130, 130], x[200, 300] = float("nan"), float("-inf")
     codes, scale = torch_gpukern.quantize(x, dtype, granularity)
     spread = reference.dequantize(torch.ones_like(codes, dtype=torch.int8), scale)
-    rows, cols = {"tensor": (256, 384), "row": (1, 384), "1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}[
-        granularity
-    ]
+    rows, cols = {
+        "tensor": (256, 384),
+        "row": (1, 384),
+        "1x128": (1, 128),
+        "128x128": (128, 128),
+        "1x32": (1, 32),
+    }[granularity]
     bad = torch.zeros(256, 384, dtype=torch.bool, device=device)
     for i, j in ((130, 130), (200, 300)):
         i, j = i // rows * rows, j // cols * cols
@@ -77,7 +91,9 @@ def test_an_upper_bound_and_given_scales(device):
         codes, scale = torch_gpukern.quantize(x, torch.float8_e4m3fn, granularity, scale_ub=bound)
         want, want_scale = reference.quantize(x, torch.float8_e4m3fn, granularity, scale_ub=bound)
         assert_bits(bits(codes), bits(want)), assert_bits(bits(scale), bits(want_scale))
-        again, _ = torch_gpukern.quantize(x, torch.float8_e4m3fn, granularity, scale_ub=float(bound))
+        again, _ = torch_gpukern.quantize(
+            x, torch.float8_e4m3fn, granularity, scale_ub=float(bound)
+        )
         assert_bits(bits(again), bits(want))
         codes, kept = torch_gpukern.quantize(x * 3, torch.int8, granularity, scale=scale)
         assert kept is scale
@@ -89,7 +105,9 @@ def test_scales_near_the_ends_of_float32(exponent, device):
     """x / scale is rounded once, though 1 / scale may be no normal number; a zero keeps its sign."""
     x = (drawn((40, 264), torch.float32, device).double() * 2.0 ** min(exponent, 118)).float()
     x[0, :2] = torch.tensor([-0.0, 0.0])
-    scale = torch.full((40, 1), math.ldexp(1.5 if exponent > -148 else 1.0, exponent), device=device)
+    scale = torch.full(
+        (40, 1), math.ldexp(1.5 if exponent > -148 else 1.0, exponent), device=device
+    )
     for dtype in DTYPES:
         codes, _ = torch_gpukern.quantize(x, dtype, "row", scale=scale)
         assert_bits(bits(codes), bits(reference.quantize(x, dtype, "row", scale=scale)[0]))
@@ -101,8 +119,15 @@ def test_scales_near_the_ends_of_float32(exponent, device):
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_strides_and_leading_dimensions(granularity, device):
     x = drawn((2, 3, 300, 140), torch.bfloat16, device)
-    views = [x.transpose(-1, -2), x.transpose(0, 1), x[..., 1:, 3:-1], x[:, :, ::2, ::3], x[:1].expand(4, 3, 300, 140)]
-    views += [x[..., :136], x[:, 1:, 8:-4, :136].transpose(0, 1)]  # rows of whole vectors, or nearly
+    views = [
+        x.transpose(-1, -2),
+        x.transpose(0, 1),
+        x[..., 1:, 3:-1],
+        x[:, :, ::2, ::3],
+        x[:1].expand(4, 3, 300, 140),
+    ]
+    # rows of whole vectors, or nearly
+    views += [x[..., :136], x[:, 1:, 8:-4, :136].transpose(0, 1)]
     if device == "cuda" and granularity == "tensor":
         views.append(drawn(SEVERAL_PASSES, torch.float16, device)[:, :1152])
     for view in views:
@@ -116,24 +141,34 @@ def test_strides_and_leading_dimensions(granularity, device):
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_silu_mul_and_rms_norm(granularity, device):
-    """Their float32 values differ from float64 ones in the last bits, which moves a code where it is at a tie."""
+    """Their float32 values differ from float64 ones in the last bits, which moves a code where it
+    is at a tie."""
     shapes = [(5, 384), (2, 130, 257)] + ([(3, 20000), (4500, 136)] if device == "cuda" else [])
     for dtype, x_dtype, shape in itertools.product(DTYPES, (torch.bfloat16, torch.float32), shapes):
         x, other = drawn(shape, x_dtype, device), drawn(shape, x_dtype, device, 1)
         weight = drawn(shape[-1:], torch.float32, device, 2)
         cases = [
-            (torch_gpukern.silu_mul_quantize(x, other, dtype, granularity), reference.silu_mul_quantize(x, other, dtype, granularity)),
-            (torch_gpukern.rms_norm_quantize(x, weight, other, 1e-5, dtype, granularity),
-             reference.rms_norm_quantize(x, weight, other, 1e-5, dtype, granularity)),
-            (torch_gpukern.rms_norm_quantize(x, None, None, 1e-6, dtype, granularity),
-             reference.rms_norm_quantize(x, None, None, 1e-6, dtype, granularity)),
-        ]  # fmt: skip
+            (
+                torch_gpukern.silu_mul_quantize(x, other, dtype, granularity),
+                reference.silu_mul_quantize(x, other, dtype, granularity),
+            ),
+            (
+                torch_gpukern.rms_norm_quantize(x, weight, other, 1e-5, dtype, granularity),
+                reference.rms_norm_quantize(x, weight, other, 1e-5, dtype, granularity),
+            ),
+            (
+                torch_gpukern.rms_norm_quantize(x, None, None, 1e-6, dtype, granularity),
+                reference.rms_norm_quantize(x, None, None, 1e-6, dtype, granularity),
+            ),
+        ]
         for got, want in cases:
             torch.testing.assert_close(got[1].float(), want[1].float(), rtol=1e-5, atol=0)
             moved = bits(got[0]).int() != bits(want[0]).int()
             assert moved.float().mean() < 2e-3 and got[0].dtype is dtype
             a, b = reference.dequantize(got[0], got[1]), reference.dequantize(*want[:2])
-            assert ((a - b).abs() <= 0.26 * b.abs() + 1.01 * reference.spread(got[1], *shape[-2:])).all()
+            assert (
+                (a - b).abs() <= 0.26 * b.abs() + 1.01 * reference.spread(got[1], *shape[-2:])
+            ).all()
             if len(want) == 3:
                 assert_bits(got[2], want[2])
 
@@ -143,9 +178,14 @@ def test_codes_of_one_dimension_and_empty_ones(device):
     for granularity in ("tensor", "row", "1x128", "1x32"):
         codes, scale = torch_gpukern.quantize(x, torch.float8_e4m3fn, granularity)
         want, want_scale = reference.quantize(x[None], torch.float8_e4m3fn, granularity)
-        assert_bits(bits(codes), bits(want[0])), assert_bits(bits(scale).flatten(), bits(want_scale).flatten())
+        (
+            assert_bits(bits(codes), bits(want[0])),
+            assert_bits(bits(scale).flatten(), bits(want_scale).flatten()),
+        )
     for shape, granularity in itertools.product(((0, 5), (5, 0), (0, 0), (2, 0, 3)), GRANULARITIES):
-        codes, scale = torch_gpukern.quantize(torch.empty(shape, device=device), torch.int8, granularity)
+        codes, scale = torch_gpukern.quantize(
+            torch.empty(shape, device=device), torch.int8, granularity
+        )
         assert codes.shape == shape and (scale.float() == 2.0**-126).all()
         assert torch_gpukern.dequantize(codes, scale).shape == shape
 
@@ -153,7 +193,11 @@ def test_codes_of_one_dimension_and_empty_ones(device):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dequantize(dtype, device):
     gen = generator("dequantize")
-    codes = torch.randint(0, 256, (2, 260, 300), generator=gen, dtype=torch.uint8).view(dtype).to(device)
+    codes = (
+        torch.randint(0, 256, (2, 260, 300), generator=gen, dtype=torch.uint8)
+        .view(dtype)
+        .to(device)
+    )
     for rows, cols in itertools.product((1, 3, 260), (1, 3, 10)):
         scale = torch.exp2(randn(gen, 2, rows, cols)).to(device)
         for out in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
@@ -163,11 +207,13 @@ def test_dequantize(dtype, device):
             )
         transposed = codes.mT.contiguous().mT, scale.mT.contiguous().mT
         assert_bits(
-            torch_gpukern.dequantize(*transposed).nan_to_num(7), reference.dequantize(codes, scale).nan_to_num(7)
+            torch_gpukern.dequantize(*transposed).nan_to_num(7),
+            reference.dequantize(codes, scale).nan_to_num(7),
         )
     for scale in (torch.tensor(0.3, device=device), torch.tensor([0.3], device=device)):
         assert_bits(
-            torch_gpukern.dequantize(codes, scale).nan_to_num(7), reference.dequantize(codes, scale).nan_to_num(7)
+            torch_gpukern.dequantize(codes, scale).nan_to_num(7),
+            reference.dequantize(codes, scale).nan_to_num(7),
         )
 
 
@@ -175,20 +221,26 @@ def test_scales_that_cannot_be(device):
     x = torch.ones(4, 256, device=device)
     codes, scale = torch_gpukern.quantize(x, torch.float8_e4m3fn, "1x128")
     with pytest.raises(
-        ValueError, match="gpukern::dequantize: scale has shape \\[3, 2\\], which fits no scales of codes"
+        ValueError,
+        match="gpukern::dequantize: scale has shape \\[3, 2\\], which fits no scales of codes",
     ):
         torch_gpukern.dequantize(codes, scale[:3])
     with pytest.raises(
-        ValueError, match="gpukern::quantize: granularity must be tensor, row, 1x128, 128x128 or 1x32, got '1x64'"
+        ValueError,
+        match="gpukern::quantize: granularity must be tensor, row, 1x128, 128x128 or 1x32, got "
+        "'1x64'",
     ):
         torch_gpukern.quantize(x, torch.float8_e4m3fn, "1x64")
     with pytest.raises(
-        ValueError, match="gpukern::quantize: dtype must be float8_e4m3fn, float8_e5m2 or int8, got bfloat16"
+        ValueError,
+        match="gpukern::quantize: dtype must be float8_e4m3fn, float8_e5m2 or int8, got bfloat16",
     ):
         torch_gpukern.quantize(x, torch.bfloat16, "row")
     with pytest.raises(ValueError, match="gpukern::quantize: x must be float32"):
         torch_gpukern.quantize(x.int(), torch.int8, "row")
-    with pytest.raises(ValueError, match="gpukern::quantize: scale must have shape \\[4, 2\\], got \\[4, 1\\]"):
+    with pytest.raises(
+        ValueError, match="gpukern::quantize: scale must have shape \\[4, 2\\], got \\[4, 1\\]"
+    ):
         torch_gpukern.quantize(x, torch.int8, "1x128", scale=scale[:, :1].contiguous())
     with pytest.raises(ValueError, match="gpukern::quantize: scale_ub must have shape"):
         torch_gpukern.quantize(x, torch.int8, "row", scale_ub=x[0])
@@ -202,8 +254,14 @@ def test_scales_that_cannot_be(device):
 
 def test_opcheck_and_compile(device):
     x = drawn((3, 256), torch.bfloat16, device)
-    for args in ((x, torch.float8_e4m3fn, "1x128"), (x, torch.int8, "tensor"), (x, torch.float8_e5m2, "1x32")):
-        torch.library.opcheck(ops.quantize.default, args, test_utils=("test_schema", "test_faketensor"))
+    for args in (
+        (x, torch.float8_e4m3fn, "1x128"),
+        (x, torch.int8, "tensor"),
+        (x, torch.float8_e5m2, "1x32"),
+    ):
+        torch.library.opcheck(
+            ops.quantize.default, args, test_utils=("test_schema", "test_faketensor")
+        )
     torch.library.opcheck(
         ops.rms_norm_quantize.default,
         (x, None, x.clone(), 1e-6, torch.int8, "row"),
@@ -221,23 +279,32 @@ def test_opcheck_and_compile(device):
 
 
 def test_dequantize_without_a_dtype_is_float32(device):
-    codes, scale = torch.ones(4, 8, dtype=torch.int8, device=device), torch.full((4, 1), 0.5, device=device)
+    codes, scale = (
+        torch.ones(4, 8, dtype=torch.int8, device=device),
+        torch.full((4, 1), 0.5, device=device),
+    )
     assert torch.equal(ops.dequantize(codes, scale), torch.full((4, 8), 0.5, device=device))
     torch.library.opcheck(ops.dequantize.default, (codes, scale))
 
 
 def test_a_tensor_of_nothing_has_a_scale(device):
-    """Of every dtype that the device takes: float64, on the CPU alone, has a path of its own, which once left it unwritten."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16) + ((torch.float64,) if device == "cpu" else ()):
+    """Of every dtype that the device takes: float64, on the CPU alone, has a path of its own, which
+    once left it unwritten."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16) + (
+        (torch.float64,) if device == "cpu" else ()
+    ):
         for shape in ((0, 4), (3, 0), (2, 0, 4)):
-            codes, scale = torch_gpukern.quantize(torch.empty(shape, dtype=dtype, device=device), torch.int8, "tensor")
+            codes, scale = torch_gpukern.quantize(
+                torch.empty(shape, dtype=dtype, device=device), torch.int8, "tensor"
+            )
             assert codes.shape == shape and scale.item() == 2.0**-126
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_float64_beyond_float32(dtype, granularity):
-    """A scale that float32 does not hold is its largest, and codes saturate; a bound holds, too. Infinity alone gives NaN."""
+    """A scale that float32 does not hold is its largest, and codes saturate; a bound holds, too.
+    Infinity alone gives NaN."""
     for big in (1e39, 1e300, 1.79e308):
         x = torch.tensor([[1.0, -big, 0.0, big / 4]], dtype=torch.float64)
         for bound in (None, 10.0):
@@ -275,9 +342,15 @@ def test_bounds_and_scales_that_are_none(bad):
     if bad == bad:
         with pytest.raises(ValueError, match="gpukern::quantize: scale must be above 0, got"):
             torch_gpukern.quantize(x, f8, "row", scale=scale)
-        with pytest.raises(ValueError, match="gpukern::scaled_gemm: out_scale must be above 0, got"):
+        with pytest.raises(
+            ValueError, match="gpukern::scaled_gemm: out_scale must be above 0, got"
+        ):
             one, a = torch.tensor(1.0), x.to(f8)
             torch_gpukern.scaled_gemm(a, a.mT, one, one, out_scale=torch.tensor(bad), out_dtype=f8)
     else:  # what is NaN is shown
         codes, scale = torch_gpukern.quantize(x, f8, "row", scale=scale)
-        assert torch_gpukern.dequantize(codes, scale).isnan().any(1).tolist() == [False, True, False]
+        assert torch_gpukern.dequantize(codes, scale).isnan().any(1).tolist() == [
+            False,
+            True,
+            False,
+        ]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Operations along the last dimension: norms, softmax, gated units, rotary embedding, cross entropy.
+"""Operations along the last dimension: norms, softmax, gated units, rotary embedding, cross
+entropy.
 
-The judge is the statement in float64; the error of a kernel is at most twice that of PyTorch's own op of the same dtype on the
-same inputs, plus one rounding of the result where the two round differently.
+The judge is the statement in float64; the error of a kernel is at most twice that of PyTorch's own
+op of the same dtype on the same inputs, plus one rounding of the result where the two round
+differently.
 """
 
 import math
@@ -18,26 +20,53 @@ import torch_gpukern as gk
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 UNIT = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float64: 2**-53}
 # every group of threads of the CUDA kernels and the block sums of the CPU's, whole vectors and not
-COLUMNS = (1, 2, 7, 8, 64, 100, 128, 257, 1000, 1024, 2048, 2056, 4096, 8192, 12288, 16384, 24576, 65536, 65544)
+COLUMNS = (
+    1,
+    2,
+    7,
+    8,
+    64,
+    100,
+    128,
+    257,
+    1000,
+    1024,
+    2048,
+    2056,
+    4096,
+    8192,
+    12288,
+    16384,
+    24576,
+    65536,
+    65544,
+)
 
 
 def close(got, ours, theirs, exact, size):
-    """|ours - exact| at most twice |theirs - exact|, by the largest error of the tensor. size: of the terms that it is a sum of."""
+    """|ours - exact| at most twice |theirs - exact|, by the largest error of the tensor. size: of the terms that it is a sum of."""  # noqa: E501
     scale = exact.abs().max().clamp(min=size)
     error, allowed = (ours.double() - exact).abs().max(), 2 * (theirs.double() - exact).abs().max()
     slack = 64 if ours.dtype == torch.float64 else 2  # a plain loop: its sums are not blocked
-    assert error <= allowed + slack * UNIT[ours.dtype] * scale, f"{got}: {error:.3g}, allowed {allowed:.3g}"
+    assert error <= allowed + slack * UNIT[ours.dtype] * scale, (
+        f"{got}: {error:.3g}, allowed {allowed:.3g}"
+    )
 
 
 def judged(ours, theirs, inputs, size=1e-30):
-    """Results and gradients of `ours` and `theirs`, both functions of `inputs`; the exact ones are theirs in float64."""
+    """Results and gradients of `ours` and `theirs`, both functions of `inputs`; the exact ones are
+    theirs in float64."""
 
     def run(fn, dtype=None):
         leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
         results = fn(*leaves)
         results = results if isinstance(results, tuple) else (results,)
         gen = generator("rows", "gradient")
-        grads = [randn(gen, *r.shape, dtype=r.dtype, device=r.device) for r in results] if dtype is None else given
+        grads = (
+            [randn(gen, *r.shape, dtype=r.dtype, device=r.device) for r in results]
+            if dtype is None
+            else given
+        )
         return (
             [r.detach() for r in results],
             torch.autograd.grad(results, leaves, [g.to(r.dtype) for g, r in zip(grads, results)]),
@@ -70,29 +99,58 @@ def test_norms(n, dtype, device):
         pytest.skip("a loop for each row")
     rows = max(1, min(67, 200_000 // n))
     gen = generator("norms", n, str(dtype))
-    x, w = randn(gen, rows, n, dtype=dtype, device=device), randn(gen, n, dtype=dtype, device=device)
+    x, w = (
+        randn(gen, rows, n, dtype=dtype, device=device),
+        randn(gen, n, dtype=dtype, device=device),
+    )
     size = 1e-30
-    if n <= 2:  # xhat is near 1 or -1, dx a difference of equal numbers times rstd, dw one sum or two over all rows
-        squares = (x.double() - (x.double().mean(-1, keepdim=True) if n == 2 else 0)).square().mean(-1)
-        terms = 3 * x.abs().amax(-1).clamp(min=w.abs().max().item()) * (squares + 1e-5).rsqrt()  # gradients are up to 3
+    # xhat is near 1 or -1, dx a difference of equal numbers times rstd, dw one sum or two over all
+    # rows
+    if n <= 2:
+        squares = (
+            (x.double() - (x.double().mean(-1, keepdim=True) if n == 2 else 0)).square().mean(-1)
+        )
+        # gradients are up to 3
+        terms = 3 * x.abs().amax(-1).clamp(min=w.abs().max().item()) * (squares + 1e-5).rsqrt()
         size = max(terms.max().item(), rows**0.5)
-    judged(lambda x, w: gk.rms_norm(x, w, eps=1e-5), lambda x, w: F.rms_norm(x, (n,), w, 1e-5), (x, w), size)
-    judged(lambda x: gk.rms_norm(x, eps=1e-5), lambda x: F.rms_norm(x, (n,), None, 1e-5), (x,), size)
+    judged(
+        lambda x, w: gk.rms_norm(x, w, eps=1e-5),
+        lambda x, w: F.rms_norm(x, (n,), w, 1e-5),
+        (x, w),
+        size,
+    )
+    judged(
+        lambda x: gk.rms_norm(x, eps=1e-5), lambda x: F.rms_norm(x, (n,), None, 1e-5), (x,), size
+    )
     if n == 1:  # the variance is 0, and the gradient a difference of equal numbers
         assert torch.equal(gk.layer_norm(x, w, 2 * w), (2 * w).expand(rows, 1))
         return
     b = randn(gen, n, dtype=dtype, device=device)
-    judged(lambda x, w, b: gk.layer_norm(x, w, b), lambda x, w, b: F.layer_norm(x, (n,), w, b), (x, w, b), size)
+    judged(
+        lambda x, w, b: gk.layer_norm(x, w, b),
+        lambda x, w, b: F.layer_norm(x, (n,), w, b),
+        (x, w, b),
+        size,
+    )
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
 def test_norms_without_eps_where_squares_underflow(dtype):
-    """inf where PyTorch has inf, NaN where it has NaN; a layer norm of subnormal numbers may be either, as there by their order."""
-    smallest = {torch.float32: (0.0, 1e-42, 1e-30, 1e-20), torch.float64: (0.0, 1e-320, 1e-200, 1e-150)}[dtype]
+    """inf where PyTorch has inf, NaN where it has NaN; a layer norm of subnormal numbers may be
+    either, as there by their order."""
+    smallest = {
+        torch.float32: (0.0, 1e-42, 1e-30, 1e-20),
+        torch.float64: (0.0, 1e-320, 1e-200, 1e-150),
+    }[dtype]
     for size in smallest:
-        for pattern in (torch.arange(1, 9, dtype=torch.float64) / 4, torch.ones(8, dtype=torch.float64)):
+        for pattern in (
+            torch.arange(1, 9, dtype=torch.float64) / 4,
+            torch.ones(8, dtype=torch.float64),
+        ):
             x = (pattern * size).to(dtype)[None]
-            torch.testing.assert_close(gk.rms_norm(x, eps=0.0), F.rms_norm(x, (8,), None, 0.0), equal_nan=True)
+            torch.testing.assert_close(
+                gk.rms_norm(x, eps=0.0), F.rms_norm(x, (8,), None, 0.0), equal_nan=True
+            )
             ours, theirs = gk.layer_norm(x, eps=0.0), F.layer_norm(x, (8,), None, None, 0.0)
             assert torch.equal(ours.isfinite(), theirs.isfinite())
 
@@ -125,10 +183,15 @@ def test_norm_of_16_bits_with_float32_weights(name, device):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("name", ("rms_norm", "layer_norm"))
 def test_gradient_of_a_float32_bias_is_not_rounded_to_16_bits(name, dtype, weight, device):
-    """1 + 2^-12, which 16 bits do not hold: the sum of the gradient over two rows, whatever weight stands beside the bias."""
+    """1 + 2^-12, which 16 bits do not hold: the sum of the gradient over two rows, whatever weight
+    stands beside the bias."""
     x = torch.randn(2, 24, device=device).to(dtype).requires_grad_()
     bias = torch.zeros(24, device=device, requires_grad=True)
-    w = None if weight is None else torch.ones(24, device=device, dtype=dtype if weight == "16 bits" else torch.float32)
+    w = (
+        None
+        if weight is None
+        else torch.ones(24, device=device, dtype=dtype if weight == "16 bits" else torch.float32)
+    )
     grad = torch.tensor([[1.0], [2.0**-12]], device=device).expand(2, 24).to(dtype)
     for given in (w, None if w is None else w.requires_grad_()):
         (got,) = torch.autograd.grad(getattr(gk, name)(x, given, bias=bias), bias, grad)
@@ -147,7 +210,8 @@ def test_norm_of_a_large_mean(device):
 
 @pytest.mark.parametrize("n", COLUMNS)
 def test_layer_norm_of_equal_values(n):
-    """The mean is theirs to the bit, at every length: what it lost would be divided by the root of eps."""
+    """The mean is theirs to the bit, at every length: what it lost would be divided by the root of
+    eps."""
     gen = generator("equal", n)
     x = (1000 * randn(gen, 9, 1)).repeat(1, n).requires_grad_()
     w = torch.ones(n, requires_grad=True)
@@ -170,7 +234,11 @@ def test_layer_norm_of_values_far_from_the_mean(n, dtype, device):
         x[:, : min(many, n)] *= first
         x[3:] += 30
         leaves = [t.to(dtype) for t in (x, w, b)]
-        judged(lambda x, w, b: gk.layer_norm(x, w, b), lambda x, w, b: F.layer_norm(x, (n,), w, b), leaves)
+        judged(
+            lambda x, w, b: gk.layer_norm(x, w, b),
+            lambda x, w, b: F.layer_norm(x, (n,), w, b),
+            leaves,
+        )
 
 
 def test_gradients_of_weights_of_numbers_of_one_sign(device):
@@ -257,7 +325,8 @@ def test_gated_units(n, dtype, device):
     gen = generator("glu", n, str(dtype))
     gate, up = (2 * randn(gen, 3, 5, n, dtype=dtype, device=device) for _ in range(2))
     both = torch.cat((gate, up), -1)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32  # torch rounds the activation, too
+    # torch rounds the activation, too
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
 
     def statement(activation):
         return lambda g, u: (activation(g.to(torch.promote_types(g.dtype, wide))) * u).to(g.dtype)
@@ -265,7 +334,10 @@ def test_gated_units(n, dtype, device):
     for ours, activation in (
         (gk.swiglu, F.silu),
         (gk.geglu, F.gelu),
-        (lambda g, u=None: gk.geglu(g, u, approximate="tanh"), lambda x: F.gelu(x, approximate="tanh")),
+        (
+            lambda g, u=None: gk.geglu(g, u, approximate="tanh"),
+            lambda x: F.gelu(x, approximate="tanh"),
+        ),
     ):
         (out,) = judged(ours, statement(activation), (gate, up))
         assert same_bits(ours(both), out)
@@ -278,7 +350,11 @@ def rope_statement(q, k, cos, sin, positions, interleaved):
         c, s = (y[at].to(torch.promote_types(x.dtype, torch.float32)) for y in (cos, sin))
         c, s = (y[:, None] if at.dim() == 2 else y for y in (c, s))
         r = 2 * cos.shape[1]
-        x1, x2 = (x[..., 0:r:2], x[..., 1:r:2]) if interleaved else (x[..., : r // 2], x[..., r // 2 : r])
+        x1, x2 = (
+            (x[..., 0:r:2], x[..., 1:r:2])
+            if interleaved
+            else (x[..., : r // 2], x[..., r // 2 : r])
+        )
         pair = x1 * c - x2 * s, x2 * c + x1 * s
         y = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
         return torch.cat((y.to(x.dtype), x[..., r:]), -1)
@@ -288,7 +364,9 @@ def rope_statement(q, k, cos, sin, positions, interleaved):
 
 @pytest.mark.parametrize("interleaved", (False, True), ids=("halves", "pairs"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim,rotated", [(128, 128), (64, 32), (40, 40), (36, 34), (7, 2), (8, 0)])
+@pytest.mark.parametrize(
+    "head_dim,rotated", [(128, 128), (64, 32), (40, 40), (36, 34), (7, 2), (8, 0)]
+)
 def test_rope(head_dim, rotated, dtype, interleaved, device):
     gen = generator("rope", head_dim, rotated, str(dtype))
     q, k = (randn(gen, 2, h, 11, head_dim, dtype=dtype, device=device) for h in (4, 2))
@@ -317,12 +395,19 @@ def test_rope_keeps_the_order_of_dimensions(device):
 
 
 def test_rope_is_twice_differentiable():
-    q, k = torch.randn(1, 2, 3, 4, dtype=torch.float64), torch.randn(1, 1, 3, 4, dtype=torch.float64)
+    q, k = (
+        torch.randn(1, 2, 3, 4, dtype=torch.float64),
+        torch.randn(1, 1, 3, 4, dtype=torch.float64),
+    )
     angle = torch.rand(5, 2)
     for leaves in ((True, True), (True, False), (False, True)):
-        inputs = tuple(x.clone().requires_grad_(wants) for x, wants in zip((q, k), leaves, strict=True))
+        inputs = tuple(
+            x.clone().requires_grad_(wants) for x, wants in zip((q, k), leaves, strict=True)
+        )
         assert gradcheck(lambda q, k: gk.rope(q, k, angle.cos(), angle.sin()), inputs)
-        assert torch.autograd.gradgradcheck(lambda q, k: gk.rope(q, k, angle.cos(), angle.sin()), inputs)
+        assert torch.autograd.gradgradcheck(
+            lambda q, k: gk.rope(q, k, angle.cos(), angle.sin()), inputs
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -352,11 +437,18 @@ def test_cross_entropy(n, dtype, device):
         return loss
 
     judged(lambda x: gk.cross_entropy(x, target), statement(), (logits,), size)
-    judged(lambda x: gk.cross_entropy(x, target, reduction="none"), statement(reduction="none"), (logits,), size)
+    judged(
+        lambda x: gk.cross_entropy(x, target, reduction="none"),
+        statement(reduction="none"),
+        (logits,),
+        size,
+    )
     rules = dict(label_smoothing=0.2, reduction="sum")
     judged(lambda x: gk.cross_entropy(x, target, **rules), statement(**rules), (logits,), size)
     judged(
-        lambda x: gk.cross_entropy(x, target, weight=weight, softcap=4.0, logit_scale=0.5, label_smoothing=0.1),
+        lambda x: gk.cross_entropy(
+            x, target, weight=weight, softcap=4.0, logit_scale=0.5, label_smoothing=0.1
+        ),
         statement(weight, softcap=4.0, label_smoothing=0.1),
         (logits,),
         size,
@@ -380,14 +472,19 @@ def test_cross_entropy_of_ignored_rows(device):
     loss.backward()
     assert (logits.grad[[0, 1, 3]] == 0).all() and logits.grad[2].isfinite().all()
     assert gk.cross_entropy(logits, torch.full_like(target, 7), ignore_index=7).isnan()
-    assert gk.cross_entropy(logits, torch.full_like(target, 7), ignore_index=7, reduction="sum") == 0
+    assert (
+        gk.cross_entropy(logits, torch.full_like(target, 7), ignore_index=7, reduction="sum") == 0
+    )
 
 
 @pytest.mark.parametrize("n", (1, 7, 1000, 4096, 40001))
 def test_cross_entropy_gradient_of_16_bits_beside_float32_logits(n, device):
     """Into a tensor of the caller's: the float32 gradient, rounded once."""
     gen = generator("narrow", n)
-    logits, target = 3 * randn(gen, 9, n, device=device), torch.randint(n, (9,), generator=gen).to(device)
+    logits, target = (
+        3 * randn(gen, 9, n, device=device),
+        torch.randint(n, (9,), generator=gen).to(device),
+    )
     target[2] = -100
     rules = None, -100, 0.1, 4.0, 0.5
     _, lse = torch.ops.gpukern.cross_entropy(logits, target, *rules)
@@ -402,18 +499,28 @@ def test_cross_entropy_gradient_of_16_bits_beside_float32_logits(n, device):
         with pytest.raises(ValueError, match="cross_entropy_bwd: dlogits must be float32"):
             torch.ops.gpukern.cross_entropy_bwd.out(*given, out=logits.to(wrong))
     with pytest.raises(ValueError, match="dlogits must be bfloat16, got float32"):
-        torch.ops.gpukern.cross_entropy_bwd.out(given[0], logits.bfloat16(), *given[2:], out=logits.clone())
+        torch.ops.gpukern.cross_entropy_bwd.out(
+            given[0], logits.bfloat16(), *given[2:], out=logits.clone()
+        )
     with pytest.raises(ValueError, match="dlogits shares memory with logits"):
-        torch.ops.gpukern.cross_entropy_bwd.out(*given, out=logits.view(torch.bfloat16).view(-1)[: 9 * n].view(9, n))
+        torch.ops.gpukern.cross_entropy_bwd.out(
+            *given, out=logits.view(torch.bfloat16).view(-1)[: 9 * n].view(9, n)
+        )
 
 
-@pytest.mark.parametrize("n", (1, 7, 1000, 4096, 16384, 32000, 40001, 65536, 151936, 212992, 213000))
+@pytest.mark.parametrize(
+    "n", (1, 7, 1000, 4096, 16384, 32000, 40001, 65536, 151936, 212992, 213000)
+)
 def test_cross_entropy_and_its_gradient_at_once(n, device):
-    """The losses and gradients of the two ops, also over the logits themselves; ignored rows are not read."""
+    """The losses and gradients of the two ops, also over the logits themselves; ignored rows are
+    not read."""
     if n > 70000 and torch.device(device).type == "cpu":
         pytest.skip("one way on the CPU")
     gen = generator("at once", n)
-    logits, target = 3 * randn(gen, 5, n, device=device), torch.randint(n, (5,), generator=gen).to(device)
+    logits, target = (
+        3 * randn(gen, 5, n, device=device),
+        torch.randint(n, (5,), generator=gen).to(device),
+    )
     weight = torch.rand(n, generator=gen).to(device)
     target[0], target[2] = n - 1, -100
     logits[2] = math.nan
@@ -442,7 +549,9 @@ def test_cross_entropy_and_its_gradient_at_once(n, device):
     halves = logits.bfloat16()
     grad = torch.empty_like(halves)
     ops.cross_entropy_grad(halves, target, loss, lse, grad, *rules)
-    assert torch.equal(grad, ops.cross_entropy_bwd(torch.ones_like(lse), halves, target, lse, *rules))
+    assert torch.equal(
+        grad, ops.cross_entropy_bwd(torch.ones_like(lse), halves, target, lse, *rules)
+    )
 
 
 def test_cross_entropy_and_its_gradient_at_once_of_many_rows(device):
@@ -462,12 +571,20 @@ def test_cross_entropy_and_its_gradient_at_once_of_many_rows(device):
 
 
 def test_cross_entropy_and_its_gradient_at_once_refuses(device):
-    logits, target = torch.ones(3, 8, device=device), torch.zeros(3, dtype=torch.long, device=device)
+    logits, target = (
+        torch.ones(3, 8, device=device),
+        torch.zeros(3, dtype=torch.long, device=device),
+    )
     loss, lse = torch.empty(2, 3, device=device)
 
     def refused(text, **changes):
-        given = dict(logits=logits, target=target, loss=loss, lse=lse, dlogits=torch.empty_like(logits)) | changes
-        with pytest.raises((ValueError, NotImplementedError), match=f"gpukern::cross_entropy_grad: {text}"):
+        given = (
+            dict(logits=logits, target=target, loss=loss, lse=lse, dlogits=torch.empty_like(logits))
+            | changes
+        )
+        with pytest.raises(
+            (ValueError, NotImplementedError), match=f"gpukern::cross_entropy_grad: {text}"
+        ):
             torch.ops.gpukern.cross_entropy_grad(**given)
 
     refused("dlogits must be float32, got float64", dlogits=logits.double())
@@ -492,12 +609,18 @@ def test_cross_entropy_gradient_of_some_classes(dtype, device):
     )
     target[3] = -100
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for weight, smoothing in ((torch.rand(4104, generator=gen).to(device, wide), 0.1), (None, 0.2), (None, 0.0)):
+    for weight, smoothing in (
+        (torch.rand(4104, generator=gen).to(device, wide), 0.1),
+        (None, 0.2),
+        (None, 0.0),
+    ):
         rules = weight, -100, smoothing, 3.0, 0.7, 0.01
         loss, lse = torch.ops.gpukern.cross_entropy(logits, target, *rules)
         want = torch.ops.gpukern.cross_entropy_bwd(loss, logits, target, lse, *rules)
         for begin, end in ((0, 1000), (1000, 1003), (1003, 4104)):
-            part = torch.ops.gpukern.cross_entropy_bwd(loss, logits[:, begin:end], target, lse, *rules, begin, 4104)
+            part = torch.ops.gpukern.cross_entropy_bwd(
+                loss, logits[:, begin:end], target, lse, *rules, begin, 4104
+            )
             torch.testing.assert_close(part, want[:, begin:end], rtol=1e-5, atol=1e-9)
     for first, classes in ((-1, 4104), (1, 4104), (0, 4000)):
         with pytest.raises(ValueError, match="logits are 4104 classes from first_class"):
@@ -505,7 +628,9 @@ def test_cross_entropy_gradient_of_some_classes(dtype, device):
 
 
 def test_cross_entropy_refuses_an_unknown_reduction():
-    with pytest.raises(ValueError, match="gpukern::cross_entropy: reduction must be none, mean or sum, got 'max'"):
+    with pytest.raises(
+        ValueError, match="gpukern::cross_entropy: reduction must be none, mean or sum, got 'max'"
+    ):
         gk.cross_entropy(torch.ones(2, 3), torch.zeros(2, dtype=torch.long), reduction="max")
 
 
@@ -535,13 +660,18 @@ def f64(*shape):
             lambda x, w, b, r: gk.rms_norm(x, w, bias=b, residual=r, weight_offset=0.5),
             lambda: (f64(3, 5), f64(5), f64(5), f64(3, 5)),
         ),
-        (lambda x, w, b, r: gk.layer_norm(x, w, b, residual=r), lambda: (f64(3, 5), f64(5), f64(5), f64(3, 5))),
+        (
+            lambda x, w, b, r: gk.layer_norm(x, w, b, residual=r),
+            lambda: (f64(3, 5), f64(5), f64(5), f64(3, 5)),
+        ),
         (lambda x: gk.softmax(x, scale=0.5), lambda: (f64(3, 5),)),
         (lambda x: gk.log_softmax(x, scale=0.5), lambda: (f64(3, 5),)),
         (gk.swiglu, lambda: (f64(3, 6),)),
         (gk.geglu, lambda: (f64(3, 6), f64(3, 6))),
         (
-            lambda x: gk.cross_entropy(x, torch.tensor([0, 4, -100]), label_smoothing=0.1, softcap=3.0),
+            lambda x: gk.cross_entropy(
+                x, torch.tensor([0, 4, -100]), label_smoothing=0.1, softcap=3.0
+            ),
             lambda: (f64(3, 5),),
         ),
     ],
@@ -577,7 +707,10 @@ def test_strides(how, dtype, device):
     x = randn(gen, 4, 3, 96, dtype=dtype, device=device)
     if how == "expanded":
         x = x[:1].repeat(4, 1, 1)
-    y, w = strided(x, how), strided(randn(gen, 4, 3, 96, dtype=dtype, device=device), "columns")[0, 0]
+    y, w = (
+        strided(x, how),
+        strided(randn(gen, 4, 3, 96, dtype=dtype, device=device), "columns")[0, 0],
+    )
     assert not y.is_contiguous() and torch.equal(x, y)
     for fn in (
         lambda x: gk.rms_norm(x, w, bias=w),
@@ -587,7 +720,9 @@ def test_strides(how, dtype, device):
         gk.log_softmax,
         gk.swiglu,
         lambda x: gk.swiglu(x, x),
-        lambda x: gk.cross_entropy(x, torch.zeros(4, 3, dtype=torch.long, device=device), reduction="none"),
+        lambda x: gk.cross_entropy(
+            x, torch.zeros(4, 3, dtype=torch.long, device=device), reduction="none"
+        ),
     ):
         got, want = fn(y), fn(x)
         assert got.is_contiguous()
@@ -611,12 +746,22 @@ def test_no_rows(shape, device):
 
 
 def test_wide_rows(device):
-    """262144 columns, the most that one is asked for; beside them memory that may not be read or written."""
+    """262144 columns, the most that one is asked for; beside them memory that may not be read or
+    written."""
     gen = generator("wide rows")
     for dtype in (torch.float32, torch.bfloat16):
-        x, w = randn(gen, 3, 262144, dtype=dtype, device=device), randn(gen, 262144, dtype=dtype, device=device)
-        judged(lambda x, w: gk.rms_norm(x, w, eps=1e-5), lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-5), (x, w))
-        judged(lambda x, w: gk.layer_norm(x, w), lambda x, w: F.layer_norm(x, x.shape[-1:], w), (x, w))
+        x, w = (
+            randn(gen, 3, 262144, dtype=dtype, device=device),
+            randn(gen, 262144, dtype=dtype, device=device),
+        )
+        judged(
+            lambda x, w: gk.rms_norm(x, w, eps=1e-5),
+            lambda x, w: F.rms_norm(x, x.shape[-1:], w, 1e-5),
+            (x, w),
+        )
+        judged(
+            lambda x, w: gk.layer_norm(x, w), lambda x, w: F.layer_norm(x, x.shape[-1:], w), (x, w)
+        )
         judged(lambda x: gk.softmax(x), lambda x: F.softmax(x, -1), (x,))
 
 
@@ -640,7 +785,9 @@ def test_dynamic_lengths_compile_once(device):
         leaves = [[y.clone().requires_grad_() for y in (x, w)] for _ in range(2)]
         got, want = compiled(*leaves[0], target), step(*leaves[1], target)
         got.backward(), want.backward()
-        assert torch.allclose(got, want) and all(torch.allclose(a.grad, b.grad) for a, b in zip(*leaves, strict=True))
+        assert torch.allclose(got, want) and all(
+            torch.allclose(a.grad, b.grad) for a, b in zip(*leaves, strict=True)
+        )
     assert len(graphs) == 1
 
 

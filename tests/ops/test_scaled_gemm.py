@@ -27,16 +27,31 @@ def powers(gen, shape, device, span=3):
 
 
 def whole(gen, shape, dtype, device, most=2):
-    return torch.randint(-most, most + 1, shape, generator=gen).to(torch.float32).to(dtype).to(device)
+    return (
+        torch.randint(-most, most + 1, shape, generator=gen).to(torch.float32).to(dtype).to(device)
+    )
 
 
 @pytest.mark.parametrize("form_b", FORMS_A)
 @pytest.mark.parametrize("form_a", FORMS_A)
 def test_small_integers_are_exact_with_any_scales(form_a, form_b, device):
-    """A scale that is misplaced, padded or transposed is a factor of two; K / 128 from 1 to 9 and what is between."""
+    """A scale that is misplaced, padded or transposed is a factor of two; K / 128 from 1 to 9 and
+    what is between."""
     gen = generator("scaled", form_a, form_b)
-    for i, (m, n, k) in enumerate([(1, 1, 1), (5, 130, 128), (130, 7, 200), (3, 257, 384), (129, 64, 512), (64, 128, 640),
-                                   (2, 33, 777), (66, 129, 896), (16, 16, 1024), (31, 65, 1152)]):  # fmt: skip
+    for i, (m, n, k) in enumerate(
+        [
+            (1, 1, 1),
+            (5, 130, 128),
+            (130, 7, 200),
+            (3, 257, 384),
+            (129, 64, 512),
+            (64, 128, 640),
+            (2, 33, 777),
+            (66, 129, 896),
+            (16, 16, 1024),
+            (31, 65, 1152),
+        ]
+    ):
         a_dtype, b_dtype = [(E4M3, E4M3), (I8, I8), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)][i % 5]
         a, b = whole(gen, (m, k), a_dtype, device), whole(gen, (k, n), b_dtype, device)
         scale_a = powers(gen, FORMS_A[form_a](m, k), device)
@@ -47,14 +62,22 @@ def test_small_integers_are_exact_with_any_scales(form_a, form_b, device):
         assert_bits(got, reference.scaled_gemm(a, b, scale_a, scale_b, out_dtype=torch.float32))
 
 
-# (code of a, code of b, scale of a, scale of b): the product of the scales alone overflows or underflows in float32
+# (code of a, code of b, scale of a, scale of b): the product of the scales alone overflows or
+# underflows in float32
 FAR_SCALES = [
     (0, 0, 1e30, 1e30),
     (2.0**-9, 2.0**-9, 1e20, 1e20),
     (448.0, 448.0, 1e-20, 1e-20),
 ]
 # scales of a [3, 256] and b [256, 5]
-FAR_FORMS = [((), ()), ((3, 1), (1, 5)), ((3, 2), (2, 5)), ((3, 2), (2, 1)), ((3, 8), (8, 5)), ((3, 1), (2, 1))]
+FAR_FORMS = [
+    ((), ()),
+    ((3, 1), (1, 5)),
+    ((3, 2), (2, 5)),
+    ((3, 2), (2, 1)),
+    ((3, 8), (8, 5)),
+    ((3, 1), (2, 1)),
+]
 
 
 def far_product(op, a, b, scale_a, scale_b):
@@ -80,7 +103,10 @@ def test_scales_whose_product_float32_does_not_hold(op, dtype, device):
         a = torch.full((3, 256), x, dtype=torch.float32, device=device).to(dtype)
         b = torch.full((256, 5), y, dtype=torch.float32, device=device).to(dtype)
         for form_a, form_b in FAR_FORMS:
-            scale_a, scale_b = torch.full(form_a, sa, device=device), torch.full(form_b, sb, device=device)
+            scale_a, scale_b = (
+                torch.full(form_a, sa, device=device),
+                torch.full(form_b, sb, device=device),
+            )
             terms = 256
             if op == "sparse":
                 if form_a and (form_a[1] > 1 or form_b[0] > 1):
@@ -90,23 +116,35 @@ def test_scales_whose_product_float32_does_not_hold(op, dtype, device):
                 w[:, 1::4] = 0
                 terms = 128
                 pair = torch_gpukern.sparse_pack(w.to(dtype))
-                got = torch_gpukern.sparse_gemm(a, *pair, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
+                got = torch_gpukern.sparse_gemm(
+                    a, *pair, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32
+                )
             else:
                 got = far_product(op, a, b, scale_a, scale_b)
             codes = float(a[0, 0].float()) * float(b[0, 0].float()) * terms
             # the scales are float32: their values, not those of the literals
             want = codes * float(torch.tensor(sa)) * float(torch.tensor(sb))
-            assert got.double().sub(want).abs().max() <= 1e-6 * want + 2.0**-149, (x, y, sa, sb, form_a, form_b)
+            assert got.double().sub(want).abs().max() <= 1e-6 * want + 2.0**-149, (
+                x,
+                y,
+                sa,
+                sb,
+                form_a,
+                form_b,
+            )
 
 
 @pytest.mark.parametrize("sizes", ((1e35, 1e-35), (1e-35, 1e35)))
 def test_scales_that_undo_each_other(sizes):
-    """On the CPU, sums of 448 x 448 times 1e35, then 1e-35, stay finite, along k and not, in either order."""
+    """On the CPU, sums of 448 x 448 times 1e35, then 1e-35, stay finite, along k and not, in either
+    order."""
     a, b = torch.full((3, 256), 448.0).to(E4M3), torch.full((256, 5), 448.0).to(E4M3)
     for form_a, form_b in FAR_FORMS:
         scale_a, scale_b = torch.full(form_a, sizes[0]), torch.full(form_b, sizes[1])
         for op in ("scaled", "grouped"):
-            torch.testing.assert_close(far_product(op, a, b, scale_a, scale_b), torch.full((3, 5), 448.0**2 * 256))
+            torch.testing.assert_close(
+                far_product(op, a, b, scale_a, scale_b), torch.full((3, 5), 448.0**2 * 256)
+            )
 
 
 # rows of a on both sides of where Hopper changes from one kernel to another
@@ -125,21 +163,28 @@ MX_SHAPES = [
 
 @pytest.mark.parametrize("kinds", ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E5M2), (I8, I8)), ids=str)
 def test_scales_that_are_powers_in_one_byte(kinds, device):
-    """MX: a power of two for each 32 of k, in a byte or as float32, K / 128 from 1 to 9, weights stored either way."""
+    """MX: a power of two for each 32 of k, in a byte or as float32, K / 128 from 1 to 9, weights
+    stored either way."""
     gen = generator("e8m0", kinds)
     for m, n, k in MX_SHAPES:
         a, b = whole(gen, (m, k), kinds[0], device), whole(gen, (k, n), kinds[1], device)
-        scale_a, scale_b = powers(gen, (m, -(-k // 32)), device), powers(gen, (n, -(-k // 32)), device).mT
+        scale_a, scale_b = (
+            powers(gen, (m, -(-k // 32)), device),
+            powers(gen, (n, -(-k // 32)), device).mT,
+        )
         eight = scale_a.to(torch.float8_e8m0fnu), scale_b.to(torch.float8_e8m0fnu)
         want = reference.scaled_gemm(a, b, scale_a, scale_b, out_dtype=torch.float32)
         for y in (b, b.mT.contiguous().mT):
             assert_bits(torch_gpukern.scaled_gemm(a, y, *eight, out_dtype=torch.float32), want)
-        assert_bits(torch_gpukern.scaled_gemm(a, b, eight[0], scale_b, out_dtype=torch.float32), want)
+        assert_bits(
+            torch_gpukern.scaled_gemm(a, b, eight[0], scale_b, out_dtype=torch.float32), want
+        )
 
 
 @pytest.mark.parametrize("m", (3, 50, 130, 600))
 def test_any_contents_of_mx(m, device):
-    """Blocks of zeros and of the least and largest scales, NaN scales and codes, subnormal codes; bias, c and activation."""
+    """Blocks of zeros and of the least and largest scales, NaN scales and codes, subnormal codes;
+    bias, c and activation."""
     gen = generator("mx contents", m)
     n, k = 72, 512
     a = torch.randint(0, 256, (m, k), generator=gen).to(torch.uint8)
@@ -159,18 +204,27 @@ def test_any_contents_of_mx(m, device):
         how = dict(bias=bias.to(out), c=c.to(out), beta=0.5, activation="silu")
         got = torch_gpukern.scaled_gemm(a, b.mT, scale_a, scale_b.mT, out_dtype=out, **how).double()
         want = reference.scaled_gemm(a, b.mT, scale_a, scale_b.mT, out_dtype=torch.float64, **how)
-        assert torch.equal(got.isnan(), want.isnan()) and want.isnan()[:, 5:7].all() and want.isnan().sum() == 2 * m
+        assert (
+            torch.equal(got.isnan(), want.isnan())
+            and want.isnan()[:, 5:7].all()
+            and want.isnan().sum() == 2 * m
+        )
         sizes = (a.float().abs() * scale_a.float().repeat_interleave(32, 1)).double()
         sizes = sizes @ (b.float().abs() * scale_b.float().repeat_interleave(32, 1)).double().mT + 4
-        # products of 32 of k whose sizes differ: what the instruction adds up keeps 13 bits of the largest one
-        most = sizes * (2.0**-10 if device == "cuda" else 2.0**-18) + want.abs() * torch.finfo(out).eps / 2
+        # products of 32 of k whose sizes differ: what the instruction adds up keeps 13 bits of the
+        # largest one
+        most = (
+            sizes * (2.0**-10 if device == "cuda" else 2.0**-18)
+            + want.abs() * torch.finfo(out).eps / 2
+        )
         kept = ~want.isnan()
         assert ((got - want).abs() <= most)[kept].all()
 
 
 @pytest.mark.parametrize("dtype", (E4M3, E5M2, I8))
 def test_float64_and_the_rounding_of_the_result(dtype, device):
-    """Codes are exact, so that what is left is the rounding of the result, and sums in float32 or on Hopper in two levels."""
+    """Codes are exact, so that what is left is the rounding of the result, and sums in float32 or
+    on Hopper in two levels."""
     for m, n, k, granularity in [
         (33, 65, 500, "row"),
         (130, 200, 1000, "1x128"),
@@ -181,7 +235,9 @@ def test_float64_and_the_rounding_of_the_result(dtype, device):
         gen = generator("random", m, n, k)
         x, w = (randn(gen, m, k) + 0.2).to(device), (randn(gen, n, k) + 0.1).to(device)
         a, scale_a = torch_gpukern.quantize(x, dtype, granularity)
-        b, scale_b = torch_gpukern.quantize(w, dtype, "128x128" if granularity == "1x128" else granularity)
+        b, scale_b = torch_gpukern.quantize(
+            w, dtype, "128x128" if granularity == "1x128" else granularity
+        )
         scale_b = scale_b.mT if scale_b.dim() == 2 else scale_b
         for out_dtype in (None, torch.float16, torch.float32):
             got = torch_gpukern.scaled_gemm(a, b.mT, scale_a, scale_b, out_dtype=out_dtype)
@@ -227,9 +283,14 @@ def test_int8_sums_are_exact_as_long_as_they_fit(device):
             got = torch_gpukern.scaled_gemm(a, b, one, one, out_dtype=torch.float32)
             want = (a.double() @ b.double()).float()
             assert_bits(got, want)
-    a, b = torch.ones(2, 131072, dtype=I8, device=device), torch.ones(131072, 2, dtype=I8, device=device)
+    a, b = (
+        torch.ones(2, 131072, dtype=I8, device=device),
+        torch.ones(131072, 2, dtype=I8, device=device),
+    )
     with pytest.raises(
-        ValueError, match="gpukern::scaled_gemm: a has 131072 columns; int8 without scales along K takes at most 131071"
+        ValueError,
+        match="gpukern::scaled_gemm: a has 131072 columns; int8 without scales along K takes at "
+        "most 131071",
     ):
         torch_gpukern.scaled_gemm(a, b, one, one)
     blocks = torch.ones(1, 1024, device=device)
@@ -240,7 +301,10 @@ def test_bias_c_activation_and_8_bit_results(device):
     gen = generator("epilogue")
     m, n, k = 37, 70, 160
     a, b = whole(gen, (m, k), E4M3, device, 4), whole(gen, (k, n), E4M3, device, 4)
-    scale_a, scale_b = torch.rand(m, 1, generator=gen).to(device) / 9, torch.rand(1, n, generator=gen).to(device)
+    scale_a, scale_b = (
+        torch.rand(m, 1, generator=gen).to(device) / 9,
+        torch.rand(1, n, generator=gen).to(device),
+    )
     for activation, out in itertools.product(ACTIVATIONS, (torch.float32, torch.bfloat16)):
         bias = randn(gen, n, dtype=out).to(device)
         for c in (
@@ -251,7 +315,9 @@ def test_bias_c_activation_and_8_bit_results(device):
         ):
             how = dict(bias=bias, c=c, beta=0.5, activation=activation, out_dtype=out)
             got = torch_gpukern.scaled_gemm(a, b, scale_a, scale_b, **how)
-            want = reference.scaled_gemm(a, b, scale_a, scale_b, **how | {"out_dtype": torch.float64})
+            want = reference.scaled_gemm(
+                a, b, scale_a, scale_b, **how | {"out_dtype": torch.float64}
+            )
             most = want.abs().max() * (torch.finfo(out).eps / 2 * 1.01 + 1e-5)
             assert (got.double() - want).abs().max() <= most, (activation, out)
     out_scale = torch.tensor(0.05, device=device)
@@ -262,7 +328,9 @@ def test_bias_c_activation_and_8_bit_results(device):
         moved = got.view(torch.uint8) != want.view(torch.uint8)
         assert got.dtype is out and moved.float().mean() < 2e-3
     nan = torch.full((m, n), float("nan"), device=device)
-    got = torch_gpukern.scaled_gemm(a, b, scale_a, scale_b, c=nan, beta=0.0, out_dtype=torch.float32)
+    got = torch_gpukern.scaled_gemm(
+        a, b, scale_a, scale_b, c=nan, beta=0.0, out_dtype=torch.float32
+    )
     assert got.isfinite().all()
 
 
@@ -278,11 +346,18 @@ def test_layouts_and_nothing(device):
     odd = torch.full((m, k + 3), float("nan"), device=device).to(E4M3)[:, 1 : k + 1]
     odd.copy_(a)
     for x, y in itertools.product((a, a.mT.contiguous().mT, apart, odd), (b, b.mT.contiguous().mT)):
-        got = torch_gpukern.scaled_gemm(x, y, scale_a.mT.contiguous().mT, scale_b, out_dtype=torch.float32)
+        got = torch_gpukern.scaled_gemm(
+            x, y, scale_a.mT.contiguous().mT, scale_b, out_dtype=torch.float32
+        )
         assert_bits(got, want)
-    one, bias = torch.ones((), device=device), torch.full((n,), -1.0, dtype=torch.bfloat16, device=device)
+    one, bias = (
+        torch.ones((), device=device),
+        torch.full((n,), -1.0, dtype=torch.bfloat16, device=device),
+    )
     got = torch_gpukern.scaled_gemm(a[:, :0], b[:0], one, one, bias=bias, activation="silu")
-    assert_bits(got, torch.nn.functional.silu(bias.double()).to(torch.bfloat16).expand(m, n).contiguous())
+    assert_bits(
+        got, torch.nn.functional.silu(bias.double()).to(torch.bfloat16).expand(m, n).contiguous()
+    )
     assert torch_gpukern.scaled_gemm(a[:0], b, one, one).shape == (0, n)
     assert torch_gpukern.scaled_gemm(a, b[:, :0], one, one).shape == (m, 0)
     scale_a[7, 1] = float("nan")
@@ -298,22 +373,67 @@ def test_what_is_refused(device):
     )
     scaled_gemm = torch_gpukern.scaled_gemm
     for call, text in [
-        (lambda: scaled_gemm(a.float(), b, one, one), "a must be float8_e4m3fn, float8_e5m2 or int8, got float32"),
-        (lambda: scaled_gemm(a, b.to(torch.int8), one, one), "b has dtype int8, a has float8_e4m3fn; int8 goes with int8 alone"),
-        (lambda: scaled_gemm(a, b[:9], one, one), "b has 9 rows, a has 256 columns; they must match"),
-        (lambda: scaled_gemm(a, b, torch.ones(7, 2, device=device), one), "scale_a has shape \\[7, 2\\], which fits no scales of a \\[8, 256\\]"),
-        (lambda: scaled_gemm(a, b, torch.ones(8, device=device), one), "scale_a has shape \\[8\\], which fits no scales of a"),
-        (lambda: scaled_gemm(a, b, one, torch.ones(16, 2, device=device)), "scale_b has shape \\[16, 2\\], which fits no scales of b"),
-        (lambda: scaled_gemm(a, b, one.double(), one), "scale_a must be float32 or float8_e8m0fnu, got float64"),
-        (lambda: scaled_gemm(a, b, one, one, out_dtype=E4M3), "out_scale must be given with out_dtype float8_e4m3fn"),
-        (lambda: scaled_gemm(a, b, one, one, out_scale=one), "out_scale goes with an 8-bit result, got out_dtype bfloat16"),
-        (lambda: scaled_gemm(a, b, one, one, out_dtype=torch.float64), "out_dtype must be float32, bfloat16, float16, float8"),
-        (lambda: scaled_gemm(a, b, torch.ones(8, 2, device=device), one, accumulate="fast"), "accumulate must be precise with scales along K, got fast"),
-        (lambda: scaled_gemm(a.to(I8), b.to(I8), one, one, accumulate="fast"), "accumulate must be precise with int8, got fast"),
-        (lambda: scaled_gemm(a, b, one, one, accumulate="slow"), "accumulate must be precise or fast, got 'slow'"),
-        (lambda: scaled_gemm(a, b, one, one, bias=torch.ones(16, device=device)), "bias must be bfloat16 \\(as the result\\), got float32"),
-        (lambda: scaled_gemm(a, b, one, one, activation="swish"), "activation must be none, relu, gelu, gelu_tanh or silu, got 'swish'"),
-    ]:  # fmt: skip
+        (
+            lambda: scaled_gemm(a.float(), b, one, one),
+            "a must be float8_e4m3fn, float8_e5m2 or int8, got float32",
+        ),
+        (
+            lambda: scaled_gemm(a, b.to(torch.int8), one, one),
+            "b has dtype int8, a has float8_e4m3fn; int8 goes with int8 alone",
+        ),
+        (
+            lambda: scaled_gemm(a, b[:9], one, one),
+            "b has 9 rows, a has 256 columns; they must match",
+        ),
+        (
+            lambda: scaled_gemm(a, b, torch.ones(7, 2, device=device), one),
+            "scale_a has shape \\[7, 2\\], which fits no scales of a \\[8, 256\\]",
+        ),
+        (
+            lambda: scaled_gemm(a, b, torch.ones(8, device=device), one),
+            "scale_a has shape \\[8\\], which fits no scales of a",
+        ),
+        (
+            lambda: scaled_gemm(a, b, one, torch.ones(16, 2, device=device)),
+            "scale_b has shape \\[16, 2\\], which fits no scales of b",
+        ),
+        (
+            lambda: scaled_gemm(a, b, one.double(), one),
+            "scale_a must be float32 or float8_e8m0fnu, got float64",
+        ),
+        (
+            lambda: scaled_gemm(a, b, one, one, out_dtype=E4M3),
+            "out_scale must be given with out_dtype float8_e4m3fn",
+        ),
+        (
+            lambda: scaled_gemm(a, b, one, one, out_scale=one),
+            "out_scale goes with an 8-bit result, got out_dtype bfloat16",
+        ),
+        (
+            lambda: scaled_gemm(a, b, one, one, out_dtype=torch.float64),
+            "out_dtype must be float32, bfloat16, float16, float8",
+        ),
+        (
+            lambda: scaled_gemm(a, b, torch.ones(8, 2, device=device), one, accumulate="fast"),
+            "accumulate must be precise with scales along K, got fast",
+        ),
+        (
+            lambda: scaled_gemm(a.to(I8), b.to(I8), one, one, accumulate="fast"),
+            "accumulate must be precise with int8, got fast",
+        ),
+        (
+            lambda: scaled_gemm(a, b, one, one, accumulate="slow"),
+            "accumulate must be precise or fast, got 'slow'",
+        ),
+        (
+            lambda: scaled_gemm(a, b, one, one, bias=torch.ones(16, device=device)),
+            "bias must be bfloat16 \\(as the result\\), got float32",
+        ),
+        (
+            lambda: scaled_gemm(a, b, one, one, activation="swish"),
+            "activation must be none, relu, gelu, gelu_tanh or silu, got 'swish'",
+        ),
+    ]:
         with pytest.raises(ValueError, match="gpukern::scaled_gemm: " + text):
             call()
     with pytest.raises(NotImplementedError, match="scaled_gemm"):
@@ -326,23 +446,31 @@ def test_opcheck_compile_and_fast(device):
     one, rows = torch.ones((), device=device), powers(gen, (33, 2), device)
     torch.library.opcheck(ops.scaled_gemm.default, (a, b, rows, one), test_utils="test_faketensor")
     eight = a.to(I8), b.to(I8), rows, one
-    torch.library.opcheck(ops.scaled_gemm.default, eight, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        ops.scaled_gemm.default, eight, test_utils=("test_schema", "test_faketensor")
+    )
     got = torch_gpukern.scaled_gemm(a, b, one, one, accumulate="fast", out_dtype=torch.float32)
     assert_bits(got, (a.double() @ b.double()).float())
     compiled = torch.compile(
-        lambda a, s: torch_gpukern.scaled_gemm(a, b, s, one, activation="relu"), fullgraph=True, dynamic=True
+        lambda a, s: torch_gpukern.scaled_gemm(a, b, s, one, activation="relu"),
+        fullgraph=True,
+        dynamic=True,
     )
     for m in (3, 5, 130):
         x, s = whole(gen, (m, 256), E4M3, device), powers(gen, (m, 1), device)
         assert_bits(compiled(x, s), torch_gpukern.scaled_gemm(x, b, s, one, activation="relu"))
 
 
-@pytest.mark.skipif(not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels")
+@pytest.mark.skipif(
+    not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels"
+)
 @pytest.mark.parametrize("arch", ("sm_80", "sm_86", "sm_89"))
 def test_kernels_of_gpus_without_wgmma(arch):
     def row(m, a_dtype, b_dtype, scale_a=(), scale_b=(), k=512):
         a, b = torch.empty(m, k).to(a_dtype), torch.empty(4096, k).to(b_dtype).mT
-        told = torch_gpukern.explain("scaled_gemm", a, b, torch.ones(scale_a), torch.ones(scale_b), arch=arch)
+        told = torch_gpukern.explain(
+            "scaled_gemm", a, b, torch.ones(scale_a), torch.ones(scale_b), arch=arch
+        )
         return told["row"].removeprefix("scaled_gemm_sm80_")
 
     for a_dtype, b_dtype, name in (
@@ -361,7 +489,8 @@ def test_kernels_of_gpus_without_wgmma(arch):
 
 
 def test_a_nan_is_its_rows_and_columns(device):
-    """Scales of 32, of mixes too: on Hopper by kernels that decode codes by arithmetic, as on every other GPU."""
+    """Scales of 32, of mixes too: on Hopper by kernels that decode codes by arithmetic, as on every
+    other GPU."""
     gen = generator("nan codes")
     for m in (9, 200):
         for a_dtype, b_dtype in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)):
@@ -376,22 +505,30 @@ def test_a_nan_is_its_rows_and_columns(device):
 
 @pytest.mark.gpu
 def test_several_tiles_a_block():
-    """More tiles than a GPU has SMs, each with more blocks of k than a ring has stages: scales of many tiles in flight at once."""
+    """More tiles than a GPU has SMs, each with more blocks of k than a ring has stages: scales of
+    many tiles in flight at once."""
     gen = generator("many tiles")
     shapes = ((1700, 2100, 1152), (700, 5000, 1300), (64, 17000, 640))
     for (m, n, k), dtype in itertools.product(shapes, (E4M3, I8)):
         a, b = whole(gen, (m, k), dtype, "cuda"), whole(gen, (k, n), dtype, "cuda")
         blocks = -(-k // 128)
-        scale_a, scale_b = powers(gen, (m, blocks), "cuda"), powers(gen, (blocks, -(-n // 128)), "cuda")
+        scale_a, scale_b = (
+            powers(gen, (m, blocks), "cuda"),
+            powers(gen, (blocks, -(-n // 128)), "cuda"),
+        )
         spread = [
             s.repeat_interleave(128, d)[:k] if d == 0 else s.repeat_interleave(128, d)[:, :k]
             for s, d in ((scale_a, 1), (scale_b, 0))
         ]
-        want = (a.float() * spread[0]).double() @ (b.float() * spread[1].repeat_interleave(128, 1)[:, :n]).double()
+        want = (a.float() * spread[0]).double() @ (
+            b.float() * spread[1].repeat_interleave(128, 1)[:, :n]
+        ).double()
         for x in (scale_a, scale_a.mT.contiguous().mT):
             for _ in range(4):
                 assert_bits(
-                    torch_gpukern.scaled_gemm(a, b.mT.contiguous().mT, x, scale_b, out_dtype=torch.float32),
+                    torch_gpukern.scaled_gemm(
+                        a, b.mT.contiguous().mT, x, scale_b, out_dtype=torch.float32
+                    ),
                     want.float(),
                 )
 
@@ -399,7 +536,8 @@ def test_several_tiles_a_block():
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", (32, 128))
 def test_several_tiles_with_a_scale_for_each_row_of_both(block):
-    """Scales of every row of a and every column of b along k: tiles of tokens and of weights beside each other."""
+    """Scales of every row of a and every column of b along k: tiles of tokens and of weights beside
+    each other."""
     gen = generator("tiles of both", block)
     for m, n, k in ((390, 2100, 1152), (130, 9000, 1300), (70, 500, 4096)):
         a, b = whole(gen, (m, k), E4M3, "cuda"), whole(gen, (k, n), E4M3, "cuda")
@@ -412,7 +550,9 @@ def test_several_tiles_with_a_scale_for_each_row_of_both(block):
             kinds.append((scale_a.to(torch.float8_e8m0fnu), scale_b.to(torch.float8_e8m0fnu)))
         for sa, sb in kinds:
             for _ in range(2):
-                got = torch_gpukern.scaled_gemm(a, b.mT.contiguous().mT, sa, sb, out_dtype=torch.float32)
+                got = torch_gpukern.scaled_gemm(
+                    a, b.mT.contiguous().mT, sa, sb, out_dtype=torch.float32
+                )
                 assert_bits(got, want.float())
 
 
@@ -421,7 +561,12 @@ def test_several_tiles_with_a_scale_for_each_row_of_both(block):
 def test_more_rows_than_a_grid_has_blocks_for_are_laid_anew(dtype):
     """K is no multiple of 16, so a is copied 64 rows a block first, and 65535 blocks lie along y."""
     m, k = 64 * 65535 + 70, 24
-    a = (torch.arange(m * k, device="cuda", dtype=torch.int32) % 5 - 2).to(torch.float32).to(dtype).view(m, k)
+    a = (
+        (torch.arange(m * k, device="cuda", dtype=torch.int32) % 5 - 2)
+        .to(torch.float32)
+        .to(dtype)
+        .view(m, k)
+    )
     b, one = torch.ones(k, 8, device="cuda").to(dtype), torch.ones((), device="cuda")
     got = torch_gpukern.scaled_gemm(a, b, one, one, out_dtype=torch.float32)
     assert_bits(got, a.float().sum(1, keepdim=True).expand(m, 8).contiguous())

@@ -12,7 +12,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
 
 def sparse(gen, n, k, dtype, device, most=3):
     """Small integers with 0, 1 or 2 non-zeros of four."""
-    w = torch.randint(1, most + 1, (n, k), generator=gen).float() * (torch.randint(0, 2, (n, k), generator=gen) * 2 - 1)
+    w = torch.randint(1, most + 1, (n, k), generator=gen).float() * (
+        torch.randint(0, 2, (n, k), generator=gen) * 2 - 1
+    )
     rank = torch.rand(n, k // 4, 4, generator=gen).argsort(-1).reshape(n, k)
     kept = torch.randint(0, 3, (n, k // 4, 1), generator=gen).expand(-1, -1, 4).reshape(n, k)
     return torch.where(rank < kept, w, 0).to(dtype).to(device)
@@ -39,7 +41,9 @@ def test_packing(dtype, device):
 @pytest.mark.parametrize("shape", ((0, 8), (0, 4), (3, 0), (0, 0)))
 def test_packing_of_nothing(shape, device):
     w = torch.ones(shape, dtype=torch.bfloat16, device=device)
-    for got, want in zip(torch_gpukern.sparse_pack(w), reference_quantised.sparse_pack(w), strict=True):
+    for got, want in zip(
+        torch_gpukern.sparse_pack(w), reference_quantised.sparse_pack(w), strict=True
+    ):
         assert got.shape == want.shape and got.dtype == want.dtype
 
 
@@ -54,20 +58,30 @@ def test_small_integers_are_exact(dtype, device):
             got = torch_gpukern.sparse_gemm(x, *packed, out_dtype=torch.float32)
             assert_bits(got + 0, reference_quantised.sparse_gemm(a, w, out_dtype=torch.float32) + 0)
         if dtype.itemsize == 1:
-            scales = dict(scale_a=torch.exp2(torch.randint(-3, 3, (m, 1), generator=gen).float()).to(device),
-                          scale_b=torch.exp2(torch.randint(-3, 3, (1, n), generator=gen).float()).to(device))  # fmt: skip
+            scales = dict(
+                scale_a=torch.exp2(torch.randint(-3, 3, (m, 1), generator=gen).float()).to(device),
+                scale_b=torch.exp2(torch.randint(-3, 3, (1, n), generator=gen).float()).to(device),
+            )
             got = torch_gpukern.sparse_gemm(a, *packed, **scales, out_dtype=torch.float32)
-            assert_bits(got + 0, reference_quantised.sparse_gemm(a, w, **scales, out_dtype=torch.float32) + 0)
+            assert_bits(
+                got + 0,
+                reference_quantised.sparse_gemm(a, w, **scales, out_dtype=torch.float32) + 0,
+            )
 
 
 def test_bias_activation_and_rows_of_the_weight(device):
     gen = generator("sparse epilogue")
-    a, w = randn(gen, 9, 64, dtype=torch.bfloat16).to(device), sparse(gen, 40, 64, torch.bfloat16, device)
+    a, w = (
+        randn(gen, 9, 64, dtype=torch.bfloat16).to(device),
+        sparse(gen, 40, 64, torch.bfloat16, device),
+    )
     bias = randn(gen, 40, dtype=torch.bfloat16).to(device)
     values, meta = torch_gpukern.sparse_pack(w)
     for activation in ACTIVATIONS:
         got = torch_gpukern.sparse_gemm(a, values, meta, bias=bias, activation=activation)
-        want = reference_quantised.sparse_gemm(a, w, bias=bias, activation=activation, out_dtype=torch.float64)
+        want = reference_quantised.sparse_gemm(
+            a, w, bias=bias, activation=activation, out_dtype=torch.float64
+        )
         assert (got.double() - want).abs().max() <= want.abs().max() * 2.0**-8 * 1.05
     part = torch_gpukern.sparse_gemm(a, values[8:24], meta[8:24])
     assert_bits(part, torch_gpukern.sparse_gemm(a, values, meta)[:, 8:24].contiguous())
@@ -78,43 +92,71 @@ def test_what_is_refused(device):
     values, meta = torch_gpukern.sparse_pack(w)
     one = torch.ones((), device=device)
     for call, text in [
-        (lambda: torch_gpukern.sparse_pack(w.float()), "gpukern::sparse_pack: w must be bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, got float32"),
-        (lambda: torch_gpukern.sparse_pack(w[:, :6]), "gpukern::sparse_pack: w has 6 columns, expected a multiple of 4"),
-        (lambda: torch_gpukern.sparse_gemm(w.half(), values, meta), "gpukern::sparse_gemm: values has dtype bfloat16, a has float16; they must match"),
-        (lambda: torch_gpukern.sparse_gemm(w, values[:, :6], meta), "gpukern::sparse_gemm: values has 6 columns, expected 8, half of a's"),
-        (lambda: torch_gpukern.sparse_gemm(w, values, meta[:, :1]), "gpukern::sparse_gemm: meta must have shape \\[8, 2\\], got \\[8, 1\\]"),
-        (lambda: torch_gpukern.sparse_gemm(w, values, meta, scale_a=one), "gpukern::sparse_gemm: scale_a goes with 8-bit operands, a is bfloat16"),
+        (lambda: torch_gpukern.sparse_pack(w.float()), "gpukern::sparse_pack: w must be bfloat16, "
+                                                       "float16, float8_e4m3fn, float8_e5m2 or "
+                                                       "int8, got float32"),
+        (lambda: torch_gpukern.sparse_pack(w[:, :6]), "gpukern::sparse_pack: w has 6 columns, "
+                                                      "expected a multiple of 4"),
+        (lambda: torch_gpukern.sparse_gemm(w.half(), values, meta), "gpukern::sparse_gemm: values "
+                                                                    "has dtype bfloat16, a has "
+                                                                    "float16; they must match"),
+        (lambda: torch_gpukern.sparse_gemm(w, values[:, :6], meta), "gpukern::sparse_gemm: values "
+                                                                    "has 6 columns, expected 8, "
+                                                                    "half of a's"),
+        (lambda: torch_gpukern.sparse_gemm(w, values, meta[:, :1]), "gpukern::sparse_gemm: meta "
+                                                                    "must have shape \\[8, 2\\], "
+                                                                    "got \\[8, 1\\]"),
+        (lambda: torch_gpukern.sparse_gemm(w, values, meta, scale_a=one), "gpukern::sparse_gemm: "
+                                                                          "scale_a goes with "
+                                                                          "8-bit operands, a is "
+                                                                          "bfloat16"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=text):
             call()
     if device == "cpu":
         w[3, 4:7] = 1
         with pytest.raises(
-            ValueError, match="w is expected to have at most 2 non-zeros of each 4 along K, got 3 in w\\[3, 4:8\\]"
+            ValueError,
+            match="w is expected to have at most 2 non-zeros of each 4 along K, got 3 in w\\[3, "
+            "4:8\\]",
         ):
             torch_gpukern.sparse_pack(w)
 
 
 def test_opcheck_and_compile(device):
     gen = generator("sparse compiled")
-    a, w = randn(gen, 9, 64, dtype=torch.bfloat16).to(device), sparse(gen, 40, 64, torch.bfloat16, device)
+    a, w = (
+        randn(gen, 9, 64, dtype=torch.bfloat16).to(device),
+        sparse(gen, 40, 64, torch.bfloat16, device),
+    )
     values, meta = torch_gpukern.sparse_pack(w)
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(ops.sparse_pack.default, (w,), test_utils=utils)
     torch.library.opcheck(ops.sparse_gemm.default, (a, values, meta), test_utils=utils)
-    compiled = torch.compile(lambda x: torch_gpukern.sparse_gemm(x, values, meta), fullgraph=True, dynamic=True)
+    compiled = torch.compile(
+        lambda x: torch_gpukern.sparse_gemm(x, values, meta), fullgraph=True, dynamic=True
+    )
     for m in (3, 5, 130):
         x = randn(gen, m, 64, dtype=torch.bfloat16).to(device)
         assert_bits(compiled(x), torch_gpukern.sparse_gemm(x, values, meta))
 
 
-@pytest.mark.skipif(not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels")
+@pytest.mark.skipif(
+    not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels"
+)
 def test_kernels_of_gpus_without_wgmma():
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "f16"), (torch.int8, "i8")):
         for m, k, row in ((3, 512, "64x32"), (2048, 512, "128x128"), (2048, 36, None)):
-            values, meta = torch.empty(4096, k // 2).to(dtype), torch.zeros(4096, -(-k // 8), dtype=torch.uint8)
-            told = torch_gpukern.explain("sparse_gemm", torch.empty(m, k).to(dtype), values, meta, arch="sm_86")["row"]
-            assert told == (f"sparse_gemm_sm80_{name}_{row}" if row else f"sparse_gemm_plain_{name}")
+            values, meta = (
+                torch.empty(4096, k // 2).to(dtype),
+                torch.zeros(4096, -(-k // 8), dtype=torch.uint8),
+            )
+            told = torch_gpukern.explain(
+                "sparse_gemm", torch.empty(m, k).to(dtype), values, meta, arch="sm_86"
+            )["row"]
+            assert told == (
+                f"sparse_gemm_sm80_{name}_{row}" if row else f"sparse_gemm_plain_{name}"
+            )
 
 
 @pytest.mark.gpu
@@ -136,13 +178,19 @@ def test_autocast_takes_a_float32_stream(device):
     gen = generator("sparse_gemm autocast")
     w = randn(gen, 9, 32, device=device).bfloat16()
     w[:, ::4] = w[:, 1::4] = 0
-    packed, a, bias = torch_gpukern.sparse_pack(w), randn(gen, 5, 32, device=device), randn(gen, 9, device=device)
+    packed, a, bias = (
+        torch_gpukern.sparse_pack(w),
+        randn(gen, 5, 32, device=device),
+        randn(gen, 9, device=device),
+    )
     with torch.autocast(torch.device(device).type, torch.bfloat16):
         got = torch_gpukern.sparse_gemm(a, *packed, bias=bias)
     assert_bits(got, torch_gpukern.sparse_gemm(a.bfloat16(), *packed, bias=bias.bfloat16()))
 
 
-@pytest.mark.skipif(not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels")
+@pytest.mark.skipif(
+    not ops.cuda_kernels.default(), reason="the library is built without CUDA kernels"
+)
 @pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
 def test_what_is_too_large_is_said_to_be(arch):
     """The plain kernel has a block along y for each 64 rows: it is no dtype that lacks here."""
@@ -154,6 +202,7 @@ def test_what_is_too_large_is_said_to_be(arch):
 
     assert row(64 * 65535) == "sparse_gemm_plain_bf16"
     with pytest.raises(
-        ValueError, match="sparse_gemm: no kernel for bfloat16 on .* serves a call of these sizes; expected"
+        ValueError,
+        match="sparse_gemm: no kernel for bfloat16 on .* serves a call of these sizes; expected",
     ):
         row(64 * 65535 + 1)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""AdamW beside torch.optim.AdamW: several steps in float64, errors of lower precision, state dicts, scale, clip, capture."""
+"""AdamW beside torch.optim.AdamW: several steps in float64, errors of lower precision, state dicts,
+scale, clip, capture."""
 
 import copy
 import io
@@ -31,7 +32,9 @@ def walk(params, optimiser, steps=5, name="", grads=None, tail=lambda: None):
     gen = generator("adamw gradients", name)
     for _ in range(steps):
         for p in params:
-            p.grad = (randn(gen, *p.shape, dtype=torch.float64, device=p.device) * 0.3 + 0.05).to(p.dtype)
+            p.grad = (randn(gen, *p.shape, dtype=torch.float64, device=p.device) * 0.3 + 0.05).to(
+                p.dtype
+            )
         optimiser.step()
         tail()
 
@@ -41,27 +44,45 @@ def twins(dtype, device, rule="", **more):
     first = drawn(rule, dtype, device)
     second = [p.detach().clone().requires_grad_() for p in first]
     exact = [p.detach().double().requires_grad_() for p in first]
-    ours, theirs = AdamW(first, **RULES[rule], **more), torch.optim.AdamW(second, **RULES[rule], fused=True)
+    ours, theirs = (
+        AdamW(first, **RULES[rule], **more),
+        torch.optim.AdamW(second, **RULES[rule], fused=True),
+    )
     judge = torch.optim.AdamW(exact, **RULES[rule])
     walk(first, ours, name=rule), walk(second, theirs, name=rule)
     gen = generator("adamw gradients", rule)
     for _ in range(5):
         for p, q in zip(first, exact, strict=True):
-            q.grad = (randn(gen, *p.shape, dtype=torch.float64, device=device) * 0.3 + 0.05).to(dtype).double()
+            q.grad = (
+                (randn(gen, *p.shape, dtype=torch.float64, device=device) * 0.3 + 0.05)
+                .to(dtype)
+                .double()
+            )
         judge.step()
     return (first, ours), (second, theirs), (exact, judge)
 
 
 def error(some, exact):
-    return max(((x.double() - y).abs().max().item() for x, y in zip(some, exact, strict=True) if x.numel()), default=0)
+    return max(
+        (
+            (x.double() - y).abs().max().item()
+            for x, y in zip(some, exact, strict=True)
+            if x.numel()
+        ),
+        default=0,
+    )
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize(
+    "dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16), ids=str
+)
 def test_beside_torch(dtype, rule, device):
     (first, ours), (second, _), (exact, judge) = twins(dtype, device, rule)
     unit = torch.finfo(dtype).eps
-    assert error(first, exact) <= 2 * error(second, exact) + (1e-14 if dtype == torch.float64 else 0.02 * unit)
+    assert error(first, exact) <= 2 * error(second, exact) + (
+        1e-14 if dtype == torch.float64 else 0.02 * unit
+    )
     for p, q in zip(first, exact, strict=True):
         assert ours.state[p]["step"].item() == 5
         assert ours.state[p]["exp_avg"].dtype == dtype
@@ -73,7 +94,8 @@ def test_beside_torch(dtype, rule, device):
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 def test_master_weights(dtype, device):
-    """The master is as exact as float32's, the parameter its rounding; steps far below a unit of the parameter add up."""
+    """The master is as exact as float32's, the parameter its rounding; steps far below a unit of
+    the parameter add up."""
     (first, ours), _, (exact, _) = twins(dtype, device, master_weights=True)
     masters = [ours.state[p]["master"] for p in first]
     assert error(masters, exact) < 5e-6 and all(m.dtype == torch.float32 for m in masters)
@@ -87,7 +109,8 @@ def test_master_weights(dtype, device):
 
 
 def test_stochastic_rounding(device):
-    """The mean of many parameters moves as float32's does, where rounding to nearest stands still; the same seed, the same bits."""
+    """The mean of many parameters moves as float32's does, where rounding to nearest stands still;
+    the same seed, the same bits."""
     n, steps = 20000, 20
 
     def train(**more):
@@ -117,9 +140,13 @@ def test_scale_clip_and_infinities(device):
     torch.nn.utils.clip_grad_norm_(plain, 0.5)
     ours.step(), theirs.step()
     assert error(params, [p.double() for p in plain]) < 1e-6
-    assert all(torch.equal(p.grad, g) for p, g in zip(params, grads, strict=True))  # they are read alone
+    # they are read alone
+    assert all(torch.equal(p.grad, g) for p, g in zip(params, grads, strict=True))
 
-    ours.grad_scale, ours.found_inf = torch.tensor(4.0, device=device), torch.tensor(0.0, device=device)
+    ours.grad_scale, ours.found_inf = (
+        torch.tensor(4.0, device=device),
+        torch.tensor(0.0, device=device),
+    )
     for p, q, g in zip(params, plain, grads, strict=True):
         p.grad, q.grad = 4 * g, g.clone()
     ours.step(), theirs.step()
@@ -147,7 +174,9 @@ def test_state_dicts(master, device):
     walk(params, ours, 2, "more"), walk(again, loaded, 2, "more")
     assert all(torch.equal(p, q) for p, q in zip(params, again, strict=True))
     for p, q in zip(params, again, strict=True):
-        assert {n: x.dtype for n, x in ours.state[p].items()} == {n: x.dtype for n, x in loaded.state[q].items()}
+        assert {n: x.dtype for n, x in ours.state[p].items()} == {
+            n: x.dtype for n, x in loaded.state[q].items()
+        }
     theirs = torch.optim.AdamW(again, fused=True, amsgrad=True)
     theirs.load_state_dict(ours.state_dict())
     walk(again, theirs, 1)
@@ -161,7 +190,8 @@ def test_state_dicts(master, device):
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 def test_a_parameter_that_was_written_counts(dtype, device):
-    """What is written between steps is taken over; elements that were not keep the master's digits."""
+    """What is written between steps is taken over; elements that were not keep the master's
+    digits."""
     module = torch.nn.Module()
     module.w = w = torch.nn.Parameter(torch.ones(6, dtype=dtype, device=device))
     optimiser = AdamW([w], lr=0.01, weight_decay=0.0, master_weights=True)
@@ -213,12 +243,16 @@ def test_a_hook_may_change_what_is_loaded(device):
 @pytest.mark.parametrize("master", (False, True))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 def test_float32_gradients_of_16_bits(dtype, master, device):
-    """p.grad_dtype: a step in float32 of the gradient as it is, which neither rounds nor overflows."""
+    """p.grad_dtype: a step in float32 of the gradient as it is, which neither rounds nor
+    overflows."""
     gen = generator("wide gradients")
     w = randn(gen, 40, dtype=dtype, device=device).requires_grad_()
     exact = w.detach().double().requires_grad_()
     w.grad_dtype = torch.float32
-    optimiser, judge = AdamW([w], eps=1e-3, master_weights=master), torch.optim.AdamW([exact], eps=1e-3)
+    optimiser, judge = (
+        AdamW([w], eps=1e-3, master_weights=master),
+        torch.optim.AdamW([exact], eps=1e-3),
+    )
     optimiser.grad_scale = torch.tensor(65536.0, device=device)
     g = randn(gen, 40, device=device) * 4
     w.grad, exact.grad = g * 65536, g.double()
@@ -229,11 +263,15 @@ def test_float32_gradients_of_16_bits(dtype, master, device):
     want = judge.state[exact]["exp_avg"].to(optimiser.state[w]["exp_avg"].dtype)
     torch.testing.assert_close(optimiser.state[w]["exp_avg"], want, rtol=unit, atol=0)
     if dtype is torch.bfloat16:
-        with pytest.raises(ValueError, match="stochastic_rounding takes gradients in the parameter's dtype"):
+        with pytest.raises(
+            ValueError, match="stochastic_rounding takes gradients in the parameter's dtype"
+        ):
             AdamW([w], stochastic_rounding=True).step()
 
 
-@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize(
+    "dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16), ids=str
+)
 def test_an_infinite_weight_stays_where_nothing_moves(dtype, device):
     w = torch.tensor([float("inf"), -float("inf"), 1.0] * 7, dtype=dtype, device=device)
     p = w.clone().requires_grad_()
@@ -252,7 +290,15 @@ def test_a_step_that_raises_does_not_count(device):
     assert optimiser.state[w]["step"].item() == 2
 
 
-@pytest.mark.parametrize("step", (lambda n: torch.tensor(n, dtype=torch.float64), torch.tensor, lambda n: torch.tensor([float(n)]), int))
+@pytest.mark.parametrize(
+    "step",
+    (
+        lambda n: torch.tensor(n, dtype=torch.float64),
+        torch.tensor,
+        lambda n: torch.tensor([float(n)]),
+        int,
+    ),
+)
 def test_states_as_torch_saves_them(step, device):
     """Steps on the CPU, of other dtypes and shapes; moments of other strides."""
     gen = generator("adamw states")
@@ -270,7 +316,9 @@ def test_states_as_torch_saves_them(step, device):
 
 
 def test_options_are_of_all_groups(device):
-    one, two = (torch.ones(3, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(2))
+    one, two = (
+        torch.ones(3, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(2)
+    )
     optimiser = AdamW([one], master_weights=True)
     optimiser.add_param_group({"params": [two]})
     assert optimiser.param_groups[0].keys() == optimiser.param_groups[1].keys()
@@ -283,10 +331,15 @@ def test_options_are_of_all_groups(device):
 
 def test_layouts_and_parameters_without_gradients(device):
     gen = generator("adamw layouts")
-    conv = randn(gen, 4, 3, 2, 2, device=device).to(memory_format=torch.channels_last).requires_grad_()
+    conv = (
+        randn(gen, 4, 3, 2, 2, device=device).to(memory_format=torch.channels_last).requires_grad_()
+    )
     odd = randn(gen, 65, device=device)[1:].requires_grad_()  # begins at no multiple of 16 bytes
     idle = randn(gen, 5, device=device).requires_grad_()
-    params, twin = [conv, odd, idle], [x.detach().clone().requires_grad_() for x in (conv, odd, idle)]
+    params, twin = (
+        [conv, odd, idle],
+        [x.detach().clone().requires_grad_() for x in (conv, odd, idle)],
+    )
     ours, theirs = AdamW(params), torch.optim.AdamW(twin)
     for _ in range(3):
         for p, q in zip(params[:2], twin[:2], strict=True):
@@ -319,18 +372,30 @@ def test_refusals(device):
         AdamW([half], stochastic_rounding=True).step()
     z = lambda *s, dtype=torch.float32: torch.zeros(s, dtype=dtype, device=device)  # noqa: E731
     good = dict(
-        params=[z(3)], grads=[z(3)], exp_avgs=[z(3)], exp_avg_sqs=[z(3)], max_exp_avg_sqs=[], masters=[], steps=[z()]
+        params=[z(3)],
+        grads=[z(3)],
+        exp_avgs=[z(3)],
+        exp_avg_sqs=[z(3)],
+        max_exp_avg_sqs=[],
+        masters=[],
+        steps=[z()],
     )
     refused = (
         (dict(grads=[]), "grads has 0 tensors, params has 1; they must match"),
         (dict(grads=[z(4)]), r"grads\[0\] must have shape \[3\], got \[4\]"),
         (dict(grads=[z(3, dtype=torch.float64)]), r"grads\[0\] must be float32, got float64"),
-        (dict(exp_avgs=[z(3, dtype=torch.bfloat16)]), r"exp_avgs\[0\] must be float32, got bfloat16"),
+        (
+            dict(exp_avgs=[z(3, dtype=torch.bfloat16)]),
+            r"exp_avgs\[0\] must be float32, got bfloat16",
+        ),
         (dict(masters=[z(3)]), "masters are for bfloat16 and float16 params, got float32"),
         (dict(steps=[z(1)]), r"steps\[0\] must have shape \[\], got \[1\]"),
         (dict(clip=z(1)), r"clip must have shape \[\], got \[1\]"),
         (dict(beta1=1.0), "beta1 must be at least 0 and less than 1, got 1"),
-        (dict(params=[z(3).int()]), "params must be float32, bfloat16, float16 or float64, got int32"),
+        (
+            dict(params=[z(3).int()]),
+            "params must be float32, bfloat16, float16 or float64, got int32",
+        ),
     )
     for change, text in refused:
         with pytest.raises(ValueError, match="gpukern::adamw_: " + text):
@@ -364,11 +429,17 @@ def test_compiled(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("many", (5, 60, 500))
 def test_captured(many):
-    """A graph of a step, replayed, is the steps one by one; lists of one table, a large one, and several launches."""
-    params = drawn("captured", torch.bfloat16, "cuda", ((1000,), (37,), (64, 65)) * (many // 3 + 1))[:many]
+    """A graph of a step, replayed, is the steps one by one; lists of one table, a large one, and
+    several launches."""
+    params = drawn(
+        "captured", torch.bfloat16, "cuda", ((1000,), (37,), (64, 65)) * (many // 3 + 1)
+    )[:many]
     twin = [p.detach().clone().requires_grad_() for p in params]
     lr = torch.tensor(1e-2, device="cuda")
-    ours, theirs = AdamW(params, lr=lr, master_weights=True), AdamW(twin, lr=1e-2, master_weights=True)
+    ours, theirs = (
+        AdamW(params, lr=lr, master_weights=True),
+        AdamW(twin, lr=1e-2, master_weights=True),
+    )
     for p, q in zip(params, twin, strict=True):
         p.grad = torch.randn_like(p)
         q.grad = p.grad.clone()

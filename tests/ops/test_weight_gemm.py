@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""pack_weight, unpack_weight, weight_gemm: bits of packed and decoded weights, and products by float64."""
+"""pack_weight, unpack_weight, weight_gemm: bits of packed and decoded weights, and products by
+float64."""
 
 import itertools
 
@@ -19,7 +20,12 @@ def codes(gen, n, k, format, device):
     elif format == "int8":
         q = torch.randint(-128, 128, (n, k), generator=gen, dtype=torch.int8)
     elif format == "e4m3":
-        q = torch.randint(-120, 120, (n, k), generator=gen).float().mul(0.25).to(torch.float8_e4m3fn)
+        q = (
+            torch.randint(-120, 120, (n, k), generator=gen)
+            .float()
+            .mul(0.25)
+            .to(torch.float8_e4m3fn)
+        )
     else:
         q = torch.randint(0, 16, (n, k), generator=gen, dtype=torch.uint8)
     return q.to(device)
@@ -33,11 +39,16 @@ def weight(gen, n, k, format, group, device, dtype=torch.bfloat16):
     if format == "mxfp4":
         scale = torch.exp2(scale.log2().round()).to(torch.float8_e8m0fnu)
     elif format == "nvfp4":
-        scale, more["global_scale"] = (scale * 9).to(torch.float8_e4m3fn), torch.tensor(0.03, device=device)
+        scale, more["global_scale"] = (
+            (scale * 9).to(torch.float8_e4m3fn),
+            torch.tensor(0.03, device=device),
+        )
     else:
         scale = scale.to(dtype)
     if format == "uint4":
-        more["zero"] = torch.randint(0, 16, scale.shape, generator=gen, dtype=torch.uint8).to(device)
+        more["zero"] = torch.randint(0, 16, scale.shape, generator=gen, dtype=torch.uint8).to(
+            device
+        )
     return codes(gen, n, k, format, device), scale.to(device), more
 
 
@@ -65,29 +76,45 @@ def test_shards_are_slices(format, device):
     a = randn(gen, 5, k, dtype=torch.bfloat16).to(device)
     want = torch_gpukern.weight_gemm(a, packed, scale, n, format, **more)
     cut = {name: x[:, 64:192] if name == "zero" else x for name, x in more.items()}
-    assert_bits(torch_gpukern.weight_gemm(a, rows, scale[:, 64:192], 128, format, **cut), want[:, 64:192].contiguous())
+    assert_bits(
+        torch_gpukern.weight_gemm(a, rows, scale[:, 64:192], 128, format, **cut),
+        want[:, 64:192].contiguous(),
+    )
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_one_reads_the_decoded_weight(format, dtype, device):
-    for n, k, group in [(70, 200, 32), (130, 96, 16), (33, 640, 128), (64, 130, None), (20, 300, 64), (8, 520, 256)]:
+    for n, k, group in [
+        (70, 200, 32),
+        (130, 96, 16),
+        (33, 640, 128),
+        (64, 130, None),
+        (20, 300, 64),
+        (8, 520, 256),
+    ]:
         gen = generator("one hot", n, k)
         q, scale, more = weight(gen, n, k, format, group, device, dtype)
         packed = torch_gpukern.pack_weight(q, format)
-        got = torch_gpukern.weight_gemm(torch.eye(k, dtype=dtype, device=device), packed, scale, n, format, **more)
+        got = torch_gpukern.weight_gemm(
+            torch.eye(k, dtype=dtype, device=device), packed, scale, n, format, **more
+        )
         want = reference_quantised.decoded(q, scale, format, **more, dtype=torch.float32).to(dtype)
         exact = reference_quantised.decoded(q, scale, format, **more)
         assert got.shape == (k, n)
         if format == "nvfp4":  # two factors are rounded in float32, in an order of the op's own
-            assert ((got.mT.double() - exact).abs() <= exact.abs() * torch.finfo(dtype).eps * 0.5001 + 1e-9).all()
+            assert (
+                (got.mT.double() - exact).abs()
+                <= exact.abs() * torch.finfo(dtype).eps * 0.5001 + 1e-9
+            ).all()
         else:
             assert_bits(got.mT.contiguous() + 0, want + 0)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_float64(format, device):
-    """Of the exact code * scale, at most twice what `gemm` of the decoded weight errs: CUDA's tensor cores round no weight."""
+    """Of the exact code * scale, at most twice what `gemm` of the decoded weight errs: CUDA's
+    tensor cores round no weight."""
     for (m, n, k, group), dtype in itertools.product(
         [(1, 130, 256, 128), (5, 70, 200, 32), (33, 65, 1000, None), (130, 200, 640, 64)],
         (torch.bfloat16, torch.float16),
@@ -106,10 +133,16 @@ def test_float64(format, device):
             got = torch_gpukern.weight_gemm(
                 a, packed, scale, n, format, **more, bias=bias, activation=activation, out_dtype=out
             )
-            want = reference.gemm(a.double(), exact.mT, None if bias is None else bias.double(), activation=activation)
+            want = reference.gemm(
+                a.double(), exact.mT, None if bias is None else bias.double(), activation=activation
+            )
             yard = torch_gpukern.gemm(a, w.mT, bias, activation=activation, out_dtype=out)
             error = (got.double() - want).abs().max()
-            assert error <= 2 * (yard.double() - want).abs().max() + want.abs().max() * torch.finfo(got.dtype).eps
+            assert (
+                error
+                <= 2 * (yard.double() - want).abs().max()
+                + want.abs().max() * torch.finfo(got.dtype).eps
+            )
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -118,7 +151,10 @@ def test_activations_of_8_bits(format, device):
         gen = generator("w4a8", m, n, k)
         q, scale, more = weight(gen, n, k, format, group, device, torch.float32)
         a = randn(gen, m, k).to(torch.float8_e4m3fn).to(device)
-        for scale_a in (torch.tensor(0.5, device=device), torch.rand(m, 1, generator=gen).to(device)):
+        for scale_a in (
+            torch.tensor(0.5, device=device),
+            torch.rand(m, 1, generator=gen).to(device),
+        ):
             got = torch_gpukern.weight_gemm(
                 a,
                 torch_gpukern.pack_weight(q, format),
@@ -142,13 +178,22 @@ def test_leading_dimensions_strides_activations_and_nothing(device):
     a = randn(gen, 2, 3, 128, dtype=torch.bfloat16).to(device)
     want = torch_gpukern.weight_gemm(a.reshape(6, 128), packed, scale, 48, "int4")
     assert_bits(torch_gpukern.weight_gemm(a, packed, scale, 48, "int4"), want.reshape(2, 3, 48))
-    assert_bits(torch_gpukern.weight_gemm(a.mT.contiguous().mT, packed, scale, 48, "int4"), want.reshape(2, 3, 48))
+    assert_bits(
+        torch_gpukern.weight_gemm(a.mT.contiguous().mT, packed, scale, 48, "int4"),
+        want.reshape(2, 3, 48),
+    )
     transposed = scale.mT.contiguous().mT
-    assert_bits(torch_gpukern.weight_gemm(a, packed, transposed, 48, "int4"), want.reshape(2, 3, 48))
+    assert_bits(
+        torch_gpukern.weight_gemm(a, packed, transposed, 48, "int4"), want.reshape(2, 3, 48)
+    )
     for activation in ACTIVATIONS:
-        got = torch_gpukern.weight_gemm(a, packed, scale, 48, "int4", activation=activation, out_dtype=torch.float32)
+        got = torch_gpukern.weight_gemm(
+            a, packed, scale, 48, "int4", activation=activation, out_dtype=torch.float32
+        )
         bare = torch_gpukern.weight_gemm(a, packed, scale, 48, "int4", out_dtype=torch.float32)
-        torch.testing.assert_close(got, reference.ACTIVATIONS[activation](bare.double()).float(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            got, reference.ACTIVATIONS[activation](bare.double()).float(), rtol=1e-5, atol=1e-5
+        )
     assert torch_gpukern.weight_gemm(a[:0], packed, scale, 48, "int4").shape == (0, 3, 48)
 
 
@@ -161,7 +206,15 @@ def test_gradients(format, device):
         packed = torch_gpukern.pack_weight(q, format)
         a = randn(gen, 2, 3, k, dtype=torch.bfloat16).to(device).requires_grad_()
         bias = randn(gen, n).to(device).requires_grad_()
-        run = lambda a, bias: torch_gpukern.weight_gemm(a, packed, scale, n, format, **more, bias=bias)  # noqa: B023, E731
+        run = lambda a, bias: torch_gpukern.weight_gemm(  # noqa: E731
+            a,
+            packed,  # noqa: B023
+            scale,  # noqa: B023
+            n,  # noqa: B023
+            format,
+            **more,  # noqa: B023
+            bias=bias,  # noqa: B023
+        )  # noqa: B023, E731
         grad = randn(gen, 2, 3, n, dtype=torch.bfloat16).to(device)
         got = torch.autograd.grad(run(a, bias), (a, bias), grad)
         w = reference_quantised.decoded(q, scale, format, **more, dtype=torch.float32).bfloat16()
@@ -171,9 +224,16 @@ def test_gradients(format, device):
         else:
             assert_bits(got[0], torch_gpukern.gemm(grad, w))
         assert_bits(got[1], grad.flatten(0, 1).float().sum(0))
-    for options in ({"activation": "relu"}, {"out_dtype": torch.bfloat16, "scale": scale.float().requires_grad_()}):
-        with pytest.raises(NotImplementedError, match="weight_gemm: gradients are those of a 16-bit a and of bias"):
-            torch_gpukern.weight_gemm(a, packed, options.pop("scale", scale), n, format, **more, **options)
+    for options in (
+        {"activation": "relu"},
+        {"out_dtype": torch.bfloat16, "scale": scale.float().requires_grad_()},
+    ):
+        with pytest.raises(
+            NotImplementedError, match="weight_gemm: gradients are those of a 16-bit a and of bias"
+        ):
+            torch_gpukern.weight_gemm(
+                a, packed, options.pop("scale", scale), n, format, **more, **options
+            )
 
 
 def test_what_is_refused(device):
@@ -183,28 +243,76 @@ def test_what_is_refused(device):
     a = torch.ones(3, 128, dtype=torch.bfloat16, device=device)
     call = torch_gpukern.weight_gemm
     for run, text in [
-        (lambda: torch_gpukern.pack_weight(q, "int3"), "gpukern::pack_weight: format must be int4, uint4, int8, e4m3, mxfp4 or nvfp4"),
-        (lambda: torch_gpukern.pack_weight(q, "uint4"), "gpukern::pack_weight: q must be uint8 for format uint4, got int8"),
-        (lambda: torch_gpukern.pack_weight(q, "int4", scale=scale[:, :3]), "gpukern::pack_weight: scale must have shape"),
-        (lambda: torch_gpukern.pack_weight(q, "int4", scale=scale * 0), "gpukern::pack_weight: scale must be positive and finite"),
-        (lambda: torch_gpukern.unpack_weight(packed, 64, 129, "int4"), "gpukern::unpack_weight: packed must have shape \\[1, 3, 2048\\]"),
-        (lambda: call(a, packed, scale, 64, "int8"), "gpukern::weight_gemm: packed must have shape \\[1, 2, 4096\\] for n 64, k 128 and format int8"),
-        (lambda: call(a, packed, scale[:, :9], 64, "int4"), "gpukern::weight_gemm: scale must have shape"),
-        (lambda: call(a, packed, scale.repeat(2, 1)[:3], 64, "int4"), "gpukern::weight_gemm: scale must have shape"),
-        (lambda: call(a.float(), packed, scale, 64, "int4"), "gpukern::weight_gemm: a must be bfloat16, float16 or float8_e4m3fn, got float32"),
-        (lambda: call(a, packed, scale, 64, "int4", zero=scale.to(torch.uint8)), "gpukern::weight_gemm: zero goes with format uint4, got int4"),
-        (lambda: call(a, packed, scale.half(), 64, "int4"), "gpukern::weight_gemm: scale must be bfloat16 or float32, got float16"),
-        (lambda: call(a.to(torch.float8_e4m3fn), packed, scale, 64, "int4"), "gpukern::weight_gemm: scale_a must be given where a is float8_e4m3fn"),
-        (lambda: call(a, packed, scale, 64, "int4", out_dtype=torch.float16), "gpukern::weight_gemm: out_dtype must be bfloat16 or float32, got float16"),
-        (lambda: call(a, packed, scale, 64, "mxfp4"), "gpukern::weight_gemm: scale must be float8_e8m0fnu or float32, got bfloat16"),
-        (lambda: call(a, packed, scale.float(), 64, "mxfp4"), "gpukern::weight_gemm: scale must have groups of 32 for format mxfp4"),
-    ]:  # fmt: skip
+        (
+            lambda: torch_gpukern.pack_weight(q, "int3"),
+            "gpukern::pack_weight: format must be int4, uint4, int8, e4m3, mxfp4 or nvfp4",
+        ),
+        (
+            lambda: torch_gpukern.pack_weight(q, "uint4"),
+            "gpukern::pack_weight: q must be uint8 for format uint4, got int8",
+        ),
+        (
+            lambda: torch_gpukern.pack_weight(q, "int4", scale=scale[:, :3]),
+            "gpukern::pack_weight: scale must have shape",
+        ),
+        (
+            lambda: torch_gpukern.pack_weight(q, "int4", scale=scale * 0),
+            "gpukern::pack_weight: scale must be positive and finite",
+        ),
+        (
+            lambda: torch_gpukern.unpack_weight(packed, 64, 129, "int4"),
+            "gpukern::unpack_weight: packed must have shape \\[1, 3, 2048\\]",
+        ),
+        (
+            lambda: call(a, packed, scale, 64, "int8"),
+            "gpukern::weight_gemm: packed must have "
+            "shape \\[1, 2, 4096\\] for n 64, k 128 and "
+            "format int8",
+        ),
+        (
+            lambda: call(a, packed, scale[:, :9], 64, "int4"),
+            "gpukern::weight_gemm: scale must have shape",
+        ),
+        (
+            lambda: call(a, packed, scale.repeat(2, 1)[:3], 64, "int4"),
+            "gpukern::weight_gemm: scale must have shape",
+        ),
+        (
+            lambda: call(a.float(), packed, scale, 64, "int4"),
+            "gpukern::weight_gemm: a must be bfloat16, float16 or float8_e4m3fn, got float32",
+        ),
+        (
+            lambda: call(a, packed, scale, 64, "int4", zero=scale.to(torch.uint8)),
+            "gpukern::weight_gemm: zero goes with format uint4, got int4",
+        ),
+        (
+            lambda: call(a, packed, scale.half(), 64, "int4"),
+            "gpukern::weight_gemm: scale must be bfloat16 or float32, got float16",
+        ),
+        (
+            lambda: call(a.to(torch.float8_e4m3fn), packed, scale, 64, "int4"),
+            "gpukern::weight_gemm: scale_a must be given where a is float8_e4m3fn",
+        ),
+        (
+            lambda: call(a, packed, scale, 64, "int4", out_dtype=torch.float16),
+            "gpukern::weight_gemm: out_dtype must be bfloat16 or float32, got float16",
+        ),
+        (
+            lambda: call(a, packed, scale, 64, "mxfp4"),
+            "gpukern::weight_gemm: scale must be float8_e8m0fnu or float32, got bfloat16",
+        ),
+        (
+            lambda: call(a, packed, scale.float(), 64, "mxfp4"),
+            "gpukern::weight_gemm: scale must have groups of 32 for format mxfp4",
+        ),
+    ]:
         with pytest.raises(ValueError, match=text):
             run()
     if device == "cpu":
         q[3, 5] = 8
         with pytest.raises(
-            IndexError, match="q is expected to hold codes in \\[-8, 7\\] for format int4, got q\\[3, 5\\] = 8"
+            IndexError,
+            match="q is expected to hold codes in \\[-8, 7\\] for format int4, got q\\[3, 5\\] = 8",
         ):
             torch_gpukern.pack_weight(q, "int4")
 
@@ -217,15 +325,22 @@ def test_opcheck_and_compile(device):
     torch.library.opcheck(ops.pack_weight.default, (q, "uint4"), test_utils=utils)
     torch.library.opcheck(ops.unpack_weight.default, (packed, 70, 256, "uint4"), test_utils=utils)
     a = randn(gen, 4, 256, dtype=torch.bfloat16).to(device)
-    torch.library.opcheck(ops.weight_gemm.default, (a, packed, scale, 70, "uint4", more["zero"]), test_utils=utils)
-    run = lambda x: torch_gpukern.weight_gemm(x, packed, scale, 70, "uint4", **more, activation="gelu")  # noqa: E731
+    torch.library.opcheck(
+        ops.weight_gemm.default, (a, packed, scale, 70, "uint4", more["zero"]), test_utils=utils
+    )
+    run = lambda x: torch_gpukern.weight_gemm(  # noqa: E731
+        x, packed, scale, 70, "uint4", **more, activation="gelu"
+    )  # noqa: E731
     compiled = torch.compile(run, fullgraph=True, dynamic=True)
     for m in (3, 5, 130):
         x = randn(gen, m, 256, dtype=torch.bfloat16).to(device)
         assert_bits(compiled(x), run(x))
     trained = lambda x: torch_gpukern.weight_gemm(x, packed, scale, 70, "uint4", **more)  # noqa: E731
     x.requires_grad_()
-    grads = [torch.autograd.grad(f(x).sum(), x)[0] for f in (torch.compile(trained, fullgraph=True), trained)]
+    grads = [
+        torch.autograd.grad(f(x).sum(), x)[0]
+        for f in (torch.compile(trained, fullgraph=True), trained)
+    ]
     assert_bits(*grads)
 
 
@@ -233,9 +348,16 @@ def test_row_scales_of_more_than_two_dimensions(device):
     """What quantize makes of [..., M, K] by rows goes with it."""
     gen = generator("rows of e4m3")
     q = torch.randint(-8, 8, (70, 100), generator=gen, dtype=torch.int8).to(device)
-    packed, scale = torch_gpukern.pack_weight(q, "int4"), torch.rand(1, 70, generator=gen).to(device) + 0.5
-    a, scale_a = torch_gpukern.quantize(randn(gen, 2, 3, 5, 100, device=device) + 1, torch.float8_e4m3fn, "row")
-    flat = torch_gpukern.weight_gemm(a.flatten(0, 2), packed, scale, 70, "int4", scale_a=scale_a.flatten(0, 2))
+    packed, scale = (
+        torch_gpukern.pack_weight(q, "int4"),
+        torch.rand(1, 70, generator=gen).to(device) + 0.5,
+    )
+    a, scale_a = torch_gpukern.quantize(
+        randn(gen, 2, 3, 5, 100, device=device) + 1, torch.float8_e4m3fn, "row"
+    )
+    flat = torch_gpukern.weight_gemm(
+        a.flatten(0, 2), packed, scale, 70, "int4", scale_a=scale_a.flatten(0, 2)
+    )
     for given in (scale_a, torch.stack([scale_a, scale_a], -1)[..., 0], scale_a.flatten(0, 2)):
         got = torch_gpukern.weight_gemm(a, packed, scale, 70, "int4", scale_a=given)
         assert_bits(got, flat.view(2, 3, 5, 70))
@@ -243,19 +365,26 @@ def test_row_scales_of_more_than_two_dimensions(device):
     torch.testing.assert_close(flat.double(), exact.flatten(0, 2), rtol=2**-7, atol=1e-3)
     with pytest.raises(ValueError, match="weight_gemm: scale_a"):
         torch_gpukern.weight_gemm(a, packed, scale, 70, "int4", scale_a=scale_a[:, :2])
-    with pytest.raises(ValueError, match="pack_weight: scale must be of a floating dtype, got int32"):
+    with pytest.raises(
+        ValueError, match="pack_weight: scale must be of a floating dtype, got int32"
+    ):
         torch_gpukern.pack_weight(q, "int4", scale=scale.int() + 1)
 
 
 def test_autocast_takes_a_float32_stream(device):
     gen = generator("weight_gemm autocast")
     q = torch.randint(-8, 8, (20, 32), generator=gen, dtype=torch.int8).to(device)
-    packed, scale = torch_gpukern.pack_weight(q, "int4"), torch.rand(1, 20, generator=gen).to(device) + 0.5
+    packed, scale = (
+        torch_gpukern.pack_weight(q, "int4"),
+        torch.rand(1, 20, generator=gen).to(device) + 0.5,
+    )
     a = randn(gen, 3, 32, device=device).requires_grad_()
     with torch.autocast(torch.device(device).type, torch.bfloat16):
         got = torch_gpukern.weight_gemm(a, packed, scale, 20, "int4", bias=scale[0])
         half = torch_gpukern.weight_gemm(a.detach().half(), packed, scale, 20, "int4")
-    want = torch_gpukern.weight_gemm(a.detach().bfloat16(), packed, scale, 20, "int4", bias=scale[0])
+    want = torch_gpukern.weight_gemm(
+        a.detach().bfloat16(), packed, scale, 20, "int4", bias=scale[0]
+    )
     assert_bits(got.detach(), want)
     assert half.dtype is torch.float16
     got.float().sum().backward()

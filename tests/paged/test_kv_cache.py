@@ -32,7 +32,9 @@ def make(device="cpu", num_blocks=8, block_size=4, heads_kv=2, head_dim=8, **kwa
 def tokens(gen, cache, n):
     """k [n, heads_kv, head_dim] and v [n, heads_kv, head_dim_v] of new tokens of one layer."""
     heads, d, dv = cache.k.shape[3], cache.k.shape[4], cache.v.shape[4]
-    return tuple(randn(gen, n, heads, x, dtype=cache.k.dtype, device=cache.k.device) for x in (d, dv))
+    return tuple(
+        randn(gen, n, heads, x, dtype=cache.k.dtype, device=cache.k.device) for x in (d, dv)
+    )
 
 
 def held(cache, sequence, layer=0):
@@ -50,10 +52,15 @@ def check_pool(cache, sequences):
         assert len(pages) == len(set(pages)) == -(-cache.length(s) // cache.block_size)
     if sequences:
         table, lens = cache.block_table(sequences), cache.seq_lens(sequences)
-        assert table.dtype == lens.dtype == torch.int32 and table.device == lens.device == cache.k.device
+        assert (
+            table.dtype == lens.dtype == torch.int32
+            and table.device == lens.device == cache.k.device
+        )
         assert lens.tolist() == [cache.length(s) for s in sequences]
         for row, s in zip(table.tolist(), sequences):
-            assert row[: len(cache.pages(s))] == cache.pages(s) and set(row[len(cache.pages(s)) :]) <= {-1}
+            assert row[: len(cache.pages(s))] == cache.pages(s) and set(
+                row[len(cache.pages(s)) :]
+            ) <= {-1}
 
 
 def test_append_and_read_back(device):
@@ -65,7 +72,11 @@ def test_append_and_read_back(device):
     for counts in ((5, 1), (1, 0), (3, 9), (0, 1)):
         k, v = tokens(gen, cache, sum(counts))
         slots = cache.append([a, b], k, v, counts)
-        assert slots.dtype == torch.int64 and slots.shape == (sum(counts),) and slots.device == cache.k.device
+        assert (
+            slots.dtype == torch.int64
+            and slots.shape == (sum(counts),)
+            and slots.device == cache.k.device
+        )
         wanted[a].append((k[: counts[0]], v[: counts[0]]))
         wanted[b].append((k[counts[0] :], v[counts[0] :]))
         check_pool(cache, [a, b])
@@ -79,7 +90,11 @@ def test_attention_over_the_cache(dtype, device):
     """Prefill, then a decode step of all sequences, against dense attention of the same keys."""
     gen = generator("attend", dtype)
     cache = make(device, num_blocks=32, layers=2, head_dim=16, head_dim_v=8, dtype=dtype)
-    assert cache.k.shape == (2, 32, 4, 2, 16) and cache.v.shape == (2, 32, 4, 2, 8) and cache.k.dtype == dtype
+    assert (
+        cache.k.shape == (2, 32, 4, 2, 16)
+        and cache.v.shape == (2, 32, 4, 2, 8)
+        and cache.k.dtype == dtype
+    )
     sequences = [cache.allocate() for _ in range(3)]
     dense = {s: ([], []) for s in sequences}
     for counts in ((7, 1, 20), (1, 1, 1), (1, 1, 1)):
@@ -94,7 +109,9 @@ def test_attention_over_the_cache(dtype, device):
                     dense[s][1].append(v[start : start + n])
                     start += n
         q = randn(gen, sum(counts), 4, 16, dtype=dtype, device=device)
-        cu = torch.tensor([0, counts[0], counts[0] + counts[1], sum(counts)], dtype=torch.int32, device=device)
+        cu = torch.tensor(
+            [0, counts[0], counts[0] + counts[1], sum(counts)], dtype=torch.int32, device=device
+        )
         table, lens = cache.block_table(sequences), cache.seq_lens(sequences)
         out = ops.paged_attn(q, cache.k[1], cache.v[1], table, lens, cu, max(counts))
         for b, s in enumerate(sequences):
@@ -117,7 +134,11 @@ def test_fork_shares_pages_and_copies_on_write(device):
     cache.append([parent], k, v, 6)
     free = cache.free_blocks
     child = cache.fork(parent)
-    assert cache.free_blocks == free and cache.pages(child) == cache.pages(parent) and cache.length(child) == 6
+    assert (
+        cache.free_blocks == free
+        and cache.pages(child) == cache.pages(parent)
+        and cache.length(child) == 6
+    )
     before = cache.k.clone()
     k1, v1 = tokens(gen, cache, 1)
     cache.append([child], k1, v1)
@@ -190,7 +211,9 @@ def test_freed_and_unknown_sequences_are_refused(device):
                     lambda s: cache.block_table([s]), lambda s: cache.seq_lens([s])):  # fmt: skip
             with pytest.raises(KeyError) as error:
                 use(handle)
-            assert error.value.args == (f"PagedKVCache: {handle} is not a sequence of this cache, or was freed",)
+            assert error.value.args == (
+                f"PagedKVCache: {handle} is not a sequence of this cache, or was freed",
+            )
 
 
 def state(cache, sequences):
@@ -204,7 +227,12 @@ def state(cache, sequences):
 
 
 def same_state(x, y):
-    return x[:2] == y[:2] and same_bits(x[2], y[2]) and same_bits(x[3], y[3]) and torch.equal(x[4], y[4])
+    return (
+        x[:2] == y[:2]
+        and same_bits(x[2], y[2])
+        and same_bits(x[3], y[3])
+        and torch.equal(x[4], y[4])
+    )
 
 
 def test_out_of_pages_changes_nothing(device):
@@ -217,7 +245,9 @@ def test_out_of_pages_changes_nothing(device):
     k, v = tokens(gen, cache, 5)
     with pytest.raises(OutOfPages) as error:
         cache.append([a, b], k, v, [1, 4])
-    assert str(error.value) == "PagedKVCache.extend: 2 pages are needed for 5 tokens, 0 of 8 are free"
+    assert (
+        str(error.value) == "PagedKVCache.extend: 2 pages are needed for 5 tokens, 0 of 8 are free"
+    )
     assert isinstance(error.value, RuntimeError)
     assert same_state(state(cache, [a, b, c]), before)
     with pytest.raises(OutOfPages):
@@ -237,9 +267,18 @@ def test_bad_arguments_change_nothing(device):
     k, v = tokens(gen, cache, 2)
     cases = [
         (lambda: cache.extend([a, a]), "PagedKVCache.extend: a sequence is named twice"),
-        (lambda: cache.extend([a, b], [1]), "PagedKVCache.extend: counts has 1 elements, sequences has 2"),
-        (lambda: cache.extend([a, b], [1, -2]), "PagedKVCache.extend: counts has -2; expected no negative number"),
-        (lambda: cache.block_table([a], 1), "PagedKVCache.block_table: width is 1, a sequence has 2 pages"),
+        (
+            lambda: cache.extend([a, b], [1]),
+            "PagedKVCache.extend: counts has 1 elements, sequences has 2",
+        ),
+        (
+            lambda: cache.extend([a, b], [1, -2]),
+            "PagedKVCache.extend: counts has -2; expected no negative number",
+        ),
+        (
+            lambda: cache.block_table([a], 1),
+            "PagedKVCache.block_table: width is 1, a sequence has 2 pages",
+        ),
         (lambda: cache.append([a], k, v), None),
         (lambda: cache.append([a, b], k.double(), v), None),
         (lambda: cache.append([a, b], k[..., :4], v), None),
@@ -262,18 +301,23 @@ def test_what_no_kernel_takes_is_refused_when_the_cache_is_made():
     sizes = dict(num_blocks=4, block_size=4, heads_kv=1, head_dim=8)
     for name in (*sizes, "layers", "head_dim_v"):
         for bad in (0, -1):
-            with pytest.raises(ValueError, match=rf"^PagedKVCache: {name} is {bad}; expected at least 1$"):
+            with pytest.raises(
+                ValueError, match=rf"^PagedKVCache: {name} is {bad}; expected at least 1$"
+            ):
                 PagedKVCache(**{**sizes, name: bad})
     for dtype in (torch.uint8, torch.float8_e4m3fnuz, torch.int32, torch.complex64, torch.bool):
         with pytest.raises(
-            ValueError, match=rf"^PagedKVCache: dtype is {dtype}; expected one of torch.float32, torch.bf"
+            ValueError,
+            match=rf"^PagedKVCache: dtype is {dtype}; expected one of torch.float32, torch.bf",
         ):
             PagedKVCache(**sizes, dtype=dtype)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         cache = PagedKVCache(**sizes, dtype=dtype)
         a = cache.allocate()
         cache.append([a], *tokens(generator("dtypes"), cache, 3), 3)
-        out = ops.paged_attn(cache.k[0, 0, :1], cache.k[0], cache.v[0], cache.block_table([a]), cache.seq_lens([a]))
+        out = ops.paged_attn(
+            cache.k[0, 0, :1], cache.k[0], cache.v[0], cache.block_table([a]), cache.seq_lens([a])
+        )
         assert out.dtype == dtype
 
 
@@ -285,15 +329,25 @@ def test_block_table_width(device):
     cache.append([b], *tokens(gen, cache, 9), 9)
     assert cache.block_table([a, b]).shape == (2, 3)
     wide = cache.block_table([b, a], 20)
-    assert wide.shape == (2, 20) and wide[0, :3].tolist() == cache.pages(b) and (wide[1] == -1).all()
+    assert (
+        wide.shape == (2, 20) and wide[0, :3].tolist() == cache.pages(b) and (wide[1] == -1).all()
+    )
     assert cache.block_table([]).shape[0] == 0 and cache.seq_lens([]).shape == (0,)
     many = [cache.allocate() for _ in range(40)]
     assert cache.block_table([b, *many])[0].tolist() == cache.pages(b)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.sampled_from(["allocate", "append", "append", "append", "fork", "free"]),
-                          st.integers(0, 2**16), st.integers(0, 9)), max_size=40))  # fmt: skip
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["allocate", "append", "append", "append", "fork", "free"]),
+            st.integers(0, 2**16),
+            st.integers(0, 9),
+        ),
+        max_size=40,
+    )
+)
 def test_any_history(steps):
     """Random histories against a model that keeps every sequence in tensors of its own."""
     gen = generator("history")
@@ -322,7 +376,9 @@ def test_any_history(steps):
                 start = 0
                 for name, n in zip(chosen, counts):
                     mine = slice(start, start + n)
-                    model[name] = tuple(torch.cat([old, new[mine]]) for old, new in zip(model[name], (k, v)))
+                    model[name] = tuple(
+                        torch.cat([old, new[mine]]) for old, new in zip(model[name], (k, v))
+                    )
                     start += n
         check_pool(cache, sorted(model))
         for name, (k, v) in model.items():
@@ -336,7 +392,8 @@ def test_exported(device):
 
 
 def test_a_write_that_raises_counts_nothing(device):
-    """Whatever a call raises, and wherever: lengths, pages, free pages and rows in use are as they were."""
+    """Whatever a call raises, and wherever: lengths, pages, free pages and rows in use are as they
+    were."""
     gen = generator("raises")
     cache = make(device, layers=2)
     a = cache.allocate()
@@ -396,16 +453,42 @@ def test_counts_are_copied_or_refused(device):
     cache.extend([b])
     counts += 5
     assert cache.length(a) == 1 and cache.length(b) == 2
-    for good in (1, torch.tensor(1), [torch.tensor(1), 1], numpy.array([1, 1]), numpy.int64(1), (1, numpy.int32(1)), True,
-                 torch.tensor([1, 1], dtype=torch.int32), iter([1, 1])):  # fmt: skip
+    for good in (
+        1,
+        torch.tensor(1),
+        [torch.tensor(1), 1],
+        numpy.array([1, 1]),
+        numpy.int64(1),
+        (1, numpy.int32(1)),
+        True,
+        torch.tensor([1, 1], dtype=torch.int32),
+        iter([1, 1]),
+    ):
         cache = make(device)
         pair = [cache.allocate(), cache.allocate()]
         assert cache.extend(iter(pair), good).tolist() == [0, 4]
-        assert [type(cache.length(s)) for s in pair] == [int, int] and [cache.length(s) for s in pair] == [1, 1]
+        assert [type(cache.length(s)) for s in pair] == [int, int] and [
+            cache.length(s) for s in pair
+        ] == [1, 1]
     before = state(cache, pair)
-    for bad in (1.0, [1, 1.5], None, "11", torch.tensor([1.0, 1.0]), torch.tensor(2.0), [[1], [1]], [None, 1]):
-        for call in (cache.extend, lambda s, n: cache.append(s, *tokens(generator("bad"), cache, 2), n)):
-            with pytest.raises(ValueError, match=r"^PagedKVCache\.(extend|append): counts must be an integer or a seq"):
+    for bad in (
+        1.0,
+        [1, 1.5],
+        None,
+        "11",
+        torch.tensor([1.0, 1.0]),
+        torch.tensor(2.0),
+        [[1], [1]],
+        [None, 1],
+    ):
+        for call in (
+            cache.extend,
+            lambda s, n: cache.append(s, *tokens(generator("bad"), cache, 2), n),
+        ):
+            with pytest.raises(
+                ValueError,
+                match=r"^PagedKVCache\.(extend|append): counts must be an integer or a seq",
+            ):
                 call(pair, bad)
     for bad in (torch.tensor([1]), torch.tensor([1, 1, 1]), []):
         with pytest.raises(ValueError, match="counts has . elements, sequences has 2"):
@@ -454,7 +537,9 @@ def test_a_default_device_changes_no_table():
     try:
         cache = PagedKVCache(4, 2, 1, 1, device="cpu")
         a = cache.allocate()
-        assert cache.extend([a], 3).tolist() == [0, 1, 2] and cache.block_table([a]).tolist() == [[0, 1]]
+        assert cache.extend([a], 3).tolist() == [0, 1, 2] and cache.block_table([a]).tolist() == [
+            [0, 1]
+        ]
         assert PagedKVCache(4, 2, 1, 1).k.is_meta
     finally:
         torch.set_default_device(None)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an engine asks of PagedKVCache beyond growing: forks at a length, rollback, known prefixes, windows, captured tensors."""
+"""What an engine asks of PagedKVCache beyond growing: forks at a length, rollback, known prefixes,
+windows, captured tensors."""
 
 import copy
 import math
@@ -30,7 +31,11 @@ def make(device="cpu", num_blocks=16, **kwargs):
 def write_many(cache, ids):
     """Grows sequences by tokens whose key is their id, and whose value is its negative."""
     flat = [x for more in ids.values() for x in more]
-    k = torch.tensor(flat, dtype=torch.float32, device=cache.k.device).view(-1, 1, 1).expand(-1, 1, 8)
+    k = (
+        torch.tensor(flat, dtype=torch.float32, device=cache.k.device)
+        .view(-1, 1, 1)
+        .expand(-1, 1, 8)
+    )
     cache.append(list(ids), k, -k, [len(more) for more in ids.values()])
 
 
@@ -43,7 +48,11 @@ def read(cache, sequence):
     pages, n = cache.pages(sequence), cache.length(sequence)
     found = [[None] * SIZE if page == -1 else cache.k[0, page, :, 0, 0].tolist() for page in pages]
     for page in pages:
-        assert page == -1 or same_bits(-cache.v[0, page], cache.k[0, page]) or torch.isnan(cache.v[0, page]).any()
+        assert (
+            page == -1
+            or same_bits(-cache.v[0, page], cache.k[0, page])
+            or torch.isnan(cache.v[0, page]).any()
+        )
     return [x for ids in found for x in ids][:n]
 
 
@@ -62,7 +71,9 @@ def test_sequences_lists_handles(device):
     cache = make(device)
     a, b, c = (cache.allocate() for _ in range(3))
     cache.free(b)
-    assert cache.sequences == [a, c] and cache.fork(a) in cache.sequences and len(cache.sequences) == 3
+    assert (
+        cache.sequences == [a, c] and cache.fork(a) in cache.sequences and len(cache.sequences) == 3
+    )
 
 
 @pytest.mark.parametrize("length", range(11))
@@ -71,10 +82,16 @@ def test_fork_at_a_length(length, device):
     parent = cache.allocate()
     write(cache, parent, range(10))
     child = cache.fork(parent, length)
-    assert cache.length(child) == length and cache.pages(child) == cache.pages(parent)[: -(-length // SIZE)]
+    assert (
+        cache.length(child) == length
+        and cache.pages(child) == cache.pages(parent)[: -(-length // SIZE)]
+    )
     write(cache, child, [100, 101])
     write(cache, parent, [200])
-    assert read(cache, child) == [*range(length), 100, 101] and read(cache, parent) == [*range(10), 200]
+    assert read(cache, child) == [*range(length), 100, 101] and read(cache, parent) == [
+        *range(10),
+        200,
+    ]
     check(cache)
 
 
@@ -87,7 +104,9 @@ def test_truncate(length, device):
     cache.truncate(a, length)
     assert read(cache, a) == [*range(length)] and read(cache, other) == [*range(10)]
     write(cache, a, [50, 51, 52, 53, 54])
-    assert read(cache, a) == [*range(length), 50, 51, 52, 53, 54] and read(cache, other) == [*range(10)]
+    assert read(cache, a) == [*range(length), 50, 51, 52, 53, 54] and read(cache, other) == [
+        *range(10)
+    ]
     cache.free(other)
     check(cache)
 
@@ -99,7 +118,11 @@ def test_truncate_many(device):
         write(cache, s, range(9))
     cache.truncate(many, [9, 8, 2])
     assert [cache.length(s) for s in many] == [9, 8, 2] and cache.free_blocks == 16 - 3 - 2 - 1
-    assert cache.block_table(many)[:, 1:].eq(-1).tolist() == [[False, False], [False, True], [True, True]]
+    assert cache.block_table(many)[:, 1:].eq(-1).tolist() == [
+        [False, False],
+        [False, True],
+        [True, True],
+    ]
     cache.truncate(many, 0)
     assert cache.free_blocks == 16
 
@@ -110,7 +133,10 @@ def test_lengths_that_a_sequence_has_not(device):
     write(cache, a, range(9))
     for call, what in (
         (lambda: cache.fork(a, 10), "fork: length is 10; the sequence has 9 tokens"),
-        (lambda: cache.truncate([b, a], [0, 10]), "truncate: length is 10; the sequence has 9 tokens"),
+        (
+            lambda: cache.truncate([b, a], [0, 10]),
+            "truncate: length is 10; the sequence has 9 tokens",
+        ),
         (lambda: cache.truncate([a, a], 1), "truncate: a sequence is named twice"),
         (lambda: cache.truncate(a, -1), "truncate: lengths has -1; expected no negative number"),
         (lambda: cache.truncate(a, [1, 2]), "truncate: lengths has 2 elements, sequences has 1"),
@@ -134,7 +160,8 @@ def parted(cache, how):
 @pytest.mark.parametrize("how", ("fork at a length", "truncate after fork"))
 @pytest.mark.parametrize("swapped", (False, True))
 def test_sequences_of_different_lengths_grow_in_one_call(how, swapped, device):
-    """Of those that share a page the longest keeps it: what it writes lies behind the tokens of the others."""
+    """Of those that share a page the longest keeps it: what it writes lies behind the tokens of the
+    others."""
     cache = make(device)
     a, b = parted(cache, how)
     c = cache.fork(a, 2)
@@ -162,7 +189,9 @@ def test_a_later_layer_that_raises_leaves_siblings_as_they_were(swapped, device)
     with pytest.raises(MemoryError):
         cache.append([b, a] if swapped else [a, b], k[:, :2] + 50, -k[:, :2] - 50)
     del cache.write
-    assert read(cache, a) == [1, 2, 3] and read(cache, b) == [1] and cache.pages(a) == cache.pages(b)
+    assert (
+        read(cache, a) == [1, 2, 3] and read(cache, b) == [1] and cache.pages(a) == cache.pages(b)
+    )
 
 
 # ---- prefixes ----
@@ -184,7 +213,10 @@ def test_match_finds_what_was_published(device):
     ):
         for given_as in (list, np.array, lambda x: torch.tensor(list(x), device=cache.k.device)):
             s, length = cache.match(given_as(tokens))
-            assert length == known == cache.length(s) and cache.pages(s) == cache.pages(a)[: known // SIZE]
+            assert (
+                length == known == cache.length(s)
+                and cache.pages(s) == cache.pages(a)[: known // SIZE]
+            )
             cache.free(s)
     s, length = cache.match(range(11))
     write(cache, s, [8, 77])
@@ -212,7 +244,8 @@ def test_salt_keeps_prefixes_apart():
 
 
 def test_freed_pages_stay_known_until_they_are_needed(device):
-    """The longest idle page goes first; of one sequence the last one, since its first serves more prefixes."""
+    """The longest idle page goes first; of one sequence the last one, since its first serves more
+    prefixes."""
     cache = make(device, num_blocks=6)
     for first in (100, 200):
         s = cache.allocate()
@@ -236,7 +269,10 @@ def test_freed_pages_stay_known_until_they_are_needed(device):
         cache.free(s)
     assert counts == [4, 8]
     write(cache, new, range(12, 24))
-    assert [cache.match(range(f, f + 8))[1] for f in (100, 200)] == [0, 0] and cache.free_blocks == 0
+    assert [cache.match(range(f, f + 8))[1] for f in (100, 200)] == [
+        0,
+        0,
+    ] and cache.free_blocks == 0
     assert read(cache, new) == [*range(24)]
 
 
@@ -290,7 +326,8 @@ def test_forget(device):
 
 @pytest.mark.parametrize("how", ("whole", "later half", "fork", "match", "truncated"))
 def test_pages_of_before_forget_are_not_found_after_it(how):
-    """New weights make other keys of the same tokens, also of a token whose sequence has keys of the old ones."""
+    """New weights make other keys of the same tokens, also of a token whose sequence has keys of
+    the old ones."""
     cache, ids = make(), list(range(12))
     a = cache.allocate()
     write(cache, a, ids[:8])
@@ -370,9 +407,14 @@ def test_tokens_that_are_none():
     write(cache, a, range(8))
     for bad in ([0.5] * 8, [[1] * 8], torch.ones(8)):
         for call in (cache.match, lambda tokens: cache.publish(a, tokens)):
-            with pytest.raises(ValueError, match=r"^PagedKVCache\.(match|publish): tokens must be integers in one dim"):
+            with pytest.raises(
+                ValueError,
+                match=r"^PagedKVCache\.(match|publish): tokens must be integers in one dim",
+            ):
                 call(bad)
-    with pytest.raises(ValueError, match=r"^PagedKVCache\.publish: 7 tokens; the full pages hold 8$"):
+    with pytest.raises(
+        ValueError, match=r"^PagedKVCache\.publish: 7 tokens; the full pages hold 8$"
+    ):
         cache.publish(a, range(7))
     assert cache.sequences == [a] and cache.match([])[1] == 0
 
@@ -381,7 +423,8 @@ def test_tokens_that_are_none():
 
 
 def test_release_outside_a_window(device):
-    """Attention through the window is the same, bit for bit, whatever lies in the pages that others took."""
+    """Attention through the window is the same, bit for bit, whatever lies in the pages that others
+    took."""
     gen = generator("release")
     cache = PagedKVCache(8, SIZE, 2, 8, device=device)
     a = cache.allocate()
@@ -390,18 +433,24 @@ def test_release_outside_a_window(device):
     q = randn(gen, 1, 2, 8, device=device)
 
     def attend():
-        return ops.paged_attn(q, cache.k[0], cache.v[0], cache.block_table([a]), cache.seq_lens([a]), window_left=5)
+        return ops.paged_attn(
+            q, cache.k[0], cache.v[0], cache.block_table([a]), cache.seq_lens([a]), window_left=5
+        )
 
     cache.extend([a], 0)
     want = attend()
-    cache.release(a, 6)  # the newest token is at 12, its window begins at 7: page 0 is outside of it
+    # the newest token is at 12, its window begins at 7: page 0 is outside of it
+    cache.release(a, 6)
     assert cache.pages(a)[0] == -1 and cache.pages(a)[1] >= 0 and cache.free_blocks == 5
     cache.k[:, [p for p in range(8) if p not in cache.pages(a)]] = torch.nan
     cache.v[:, [p for p in range(8) if p not in cache.pages(a)]] = torch.nan
     assert same_bits(attend(), want)
     child = cache.fork(a)
     assert cache.pages(child) == cache.pages(a)
-    for call, what in ((lambda: cache.truncate(a, 3), "truncate"), (lambda: cache.fork(a, 3), "fork")):
+    for call, what in (
+        (lambda: cache.truncate(a, 3), "truncate"),
+        (lambda: cache.fork(a, 3), "fork"),
+    ):
         with pytest.raises(ValueError) as error:
             call()
         text = "length is 3; the sequence has 13 tokens, the first 4 of which were released"
@@ -415,14 +464,18 @@ def test_release_outside_a_window(device):
     assert [p >= 0 for p in cache.pages(a)] == [False] * 3 + [True] * 2 and cache.free_blocks == 6
     cache.free(a)
     assert cache.free_blocks == 8
-    with pytest.raises(ValueError, match=r"^PagedKVCache\.release: window_left is -1; expected at least 0$"):
+    with pytest.raises(
+        ValueError, match=r"^PagedKVCache\.release: window_left is -1; expected at least 0$"
+    ):
         cache.release(cache.allocate(), -1)
 
 
-@pytest.mark.parametrize("window, length, least", ((6, 17, 14), (0, 17, 16), (3, 9, 7), (20, 17, 0)))
+@pytest.mark.parametrize(
+    "window, length, least", ((6, 17, 14), (0, 17, 16), (3, 9, 7), (20, 17, 0))
+)
 def test_no_length_lets_a_query_see_released_pages(window, length, least, device):
-    """After `release` a sequence is cut to no length whose next query would see a page that is gone: what is refused is what
-    paged_attn could not read, and no more."""
+    """After `release` a sequence is cut to no length whose next query would see a page that is
+    gone: what is refused is what paged_attn could not read, and no more."""
     for cut in range(length + 1):
         for how in ("truncate", "fork"):
             cache = make(device)
@@ -430,7 +483,9 @@ def test_no_length_lets_a_query_see_released_pages(window, length, least, device
             write(cache, a, range(length))
             cache.release(a, window)
             if cut < least:
-                with pytest.raises(ValueError, match=rf"^PagedKVCache\.{how}: length is {cut}; .* were released"):
+                with pytest.raises(
+                    ValueError, match=rf"^PagedKVCache\.{how}: length is {cut}; .* were released"
+                ):
                     cache.truncate(a, cut) if how == "truncate" else cache.fork(a, cut)
                 assert cache.length(a) == length
                 continue
@@ -438,7 +493,12 @@ def test_no_length_lets_a_query_see_released_pages(window, length, least, device
             write(cache, s, [90])
             q = torch.ones(1, 1, 8, device=device)
             out = ops.paged_attn(
-                q, cache.k[0], cache.v[0], cache.block_table([s]), cache.seq_lens([s]), window_left=window
+                q,
+                cache.k[0],
+                cache.v[0],
+                cache.block_table([s]),
+                cache.seq_lens([s]),
+                window_left=window,
             )
             assert out.isfinite().all()
             again = cache.fork(s)  # a fork has the window, too
@@ -478,11 +538,17 @@ def test_fill(dtype, counts, device):
     cache.fill_(mine, table, lens, slots, counts)
     want = same.extend(theirs, counts)
     assert slots.tolist() == [*want.tolist(), *[-1] * (9 - len(want))]
-    assert lens.tolist() == [*same.seq_lens(theirs).tolist(), 0, 0, 0] == [*cache.seq_lens(mine).tolist(), 0, 0, 0]
+    assert (
+        lens.tolist()
+        == [*same.seq_lens(theirs).tolist(), 0, 0, 0]
+        == [*cache.seq_lens(mine).tolist(), 0, 0, 0]
+    )
     wanted = same.block_table(theirs)
     assert torch.equal(table[:3, : wanted.shape[1]], wanted)
     cache.fill_(mine[:1], table, lens)  # without slots nobody grows
-    assert lens.tolist() == [cache.length(mine[0]), *[0] * 5] and cache.length(mine[0]) == same.length(theirs[0])
+    assert lens.tolist() == [cache.length(mine[0]), *[0] * 5] and cache.length(
+        mine[0]
+    ) == same.length(theirs[0])
 
 
 def test_fill_refuses_and_changes_nothing(device):
@@ -491,28 +557,51 @@ def test_fill_refuses_and_changes_nothing(device):
     cache.extend(many, [5, 4, 16])
     table, lens, slots = targets(device)
     cases = [
-        (lambda: cache.fill_(many, table.long(), lens, slots), "block_table is [6, 5] torch.int64 on"),
+        (
+            lambda: cache.fill_(many, table.long(), lens, slots),
+            "block_table is [6, 5] torch.int64 on",
+        ),
         (lambda: cache.fill_(many, table, lens[None], slots), "seq_lens is [1, 6] torch.int32 on"),
         (lambda: cache.fill_(many, table, lens, slots.float()), "slots is [9] torch.float32 on"),
-        (lambda: cache.fill_(many, table, lens[:5], slots), "block_table has 6 rows, seq_lens has 5; expected as many"),
+        (
+            lambda: cache.fill_(many, table, lens[:5], slots),
+            "block_table has 6 rows, seq_lens has 5; expected as many",
+        ),
         (
             lambda: cache.fill_(many, table[:2], lens[:2], slots),
             "block_table has 2 rows, seq_lens has 2; expected as many",
         ),
         (lambda: cache.fill_(many, table, lens, slots[:2]), "slots has 2 elements for 3 tokens"),
-        (lambda: cache.fill_(many, table[:, :4], lens, slots), "block_table has 4 columns, a sequence has 5 pages"),
-        (lambda: cache.fill_(many, table[:, :3], lens), "block_table has 3 columns, a sequence has 4 pages"),
+        (
+            lambda: cache.fill_(many, table[:, :4], lens, slots),
+            "block_table has 4 columns, a sequence has 5 pages",
+        ),
+        (
+            lambda: cache.fill_(many, table[:, :3], lens),
+            "block_table has 3 columns, a sequence has 4 pages",
+        ),
         (lambda: cache.fill_([many[0]] * 2, table, lens, slots), "a sequence is named twice"),
-        (lambda: cache.fill_(many, table, lens, slots, [1, 2]), "counts has 2 elements, sequences has 3"),
+        (
+            lambda: cache.fill_(many, table, lens, slots, [1, 2]),
+            "counts has 2 elements, sequences has 3",
+        ),
     ]
-    before = [(cache.length(s), cache.pages(s)) for s in many], cache.free_blocks, cache.block_table(many, 8).tolist()
+    before = (
+        [(cache.length(s), cache.pages(s)) for s in many],
+        cache.free_blocks,
+        cache.block_table(many, 8).tolist(),
+    )
     for call, text in cases:
         with pytest.raises(ValueError) as error:
             call()
         assert str(error.value).startswith(f"PagedKVCache.fill_: {text}")
     with pytest.raises(OutOfPages):
         cache.fill_(many, *targets(device, width=20, tokens=99), 30)
-    after = [(cache.length(s), cache.pages(s)) for s in many], cache.free_blocks, cache.block_table(many, 8).tolist()
+    after = (
+        [(cache.length(s), cache.pages(s)) for s in many],
+        cache.free_blocks,
+        cache.block_table(many, 8).tolist(),
+    )
     assert after == before
 
 
@@ -522,7 +611,9 @@ def test_a_captured_step_reads_what_fill_writes():
     gen = generator("captured")
     cache = PagedKVCache(64, 16, 2, 64, dtype=torch.bfloat16, device="cuda")
     table, lens, slots = targets("cuda", rows=6, width=8, tokens=6)
-    q, k, v = (torch.zeros(6, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2))
+    q, k, v = (
+        torch.zeros(6, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2)
+    )
     table.zero_(), lens.zero_(), slots.fill_(-1)
 
     def step():
@@ -557,7 +648,8 @@ def test_a_captured_step_reads_what_fill_writes():
 
 
 def test_threads_share_a_cache():
-    """Each has sequences of its own, which grow, fork, are cut, published and freed; each reads back what it wrote."""
+    """Each has sequences of its own, which grow, fork, are cut, published and freed; each reads
+    back what it wrote."""
     cache, failures = make(num_blocks=200), []
 
     def work(number):
@@ -591,24 +683,45 @@ def test_threads_share_a_cache():
     assert cache.sequences == [] and cache.free_blocks == 200
 
 
-@pytest.mark.parametrize("how", (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))), ids=("deepcopy", "pickle"))
+@pytest.mark.parametrize(
+    "how", (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))), ids=("deepcopy", "pickle")
+)
 def test_a_copy_is_a_cache_of_its_own(how):
     cache = make()
     a = cache.allocate()
     write(cache, a, range(6))
     other = how(cache)
     write(other, a, [6])
-    assert read(cache, a) == [*range(6)] and read(other, a) == [*range(7)] and other.free_blocks == cache.free_blocks
+    assert (
+        read(cache, a) == [*range(6)]
+        and read(other, a) == [*range(7)]
+        and other.free_blocks == cache.free_blocks
+    )
 
 
 # ---- any history ----
 
 
-STEPS = ["allocate", "append", "append", "append", "fork", "free", "truncate", "publish", "match", "release"]
+STEPS = [
+    "allocate",
+    "append",
+    "append",
+    "append",
+    "fork",
+    "free",
+    "truncate",
+    "publish",
+    "match",
+    "release",
+]
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 2**16), st.integers(0, 9)), max_size=50))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(STEPS), st.integers(0, 2**16), st.integers(0, 9)), max_size=50
+    )
+)
 def test_any_history(steps):
     """Random histories against lists of ids. Few different ids, so that prefixes meet."""
     cache, model, gone, window = make(num_blocks=9), {}, {}, {}
@@ -674,8 +787,8 @@ def fastest_us(call, repeats):
 
 
 def test_host_time():
-    """docs/serving.md has the figures: 56 us a step of 256 sequences, 260 us for 32k tokens. Five times as much here, on
-    machines that are busy; token by token it was 700 us and 17 ms."""
+    """docs/serving.md has the figures: 56 us a step of 256 sequences, 260 us for 32k tokens. Five
+    times as much here, on machines that are busy; token by token it was 700 us and 17 ms."""
     cache = PagedKVCache(40_000, 16, 1, 1)
     many = [cache.allocate() for _ in range(256)]
     cache.extend(many, [37 * i % 2000 + 1 for i in range(256)])

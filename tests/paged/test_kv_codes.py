@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Paged caches of 8 bits: what is written, what is read, PagedKVCache, rope_kv_write, the flash-attn functions."""
+"""Paged caches of 8 bits: what is written, what is read, PagedKVCache, rope_kv_write, the
+flash-attn functions."""
 
 import copy
 import math
@@ -26,7 +27,8 @@ E4M3, E5M2, I8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 CODES = {E4M3: 448.0, E5M2: 57344.0, I8: 127.0}
 KINDS = "none", "all", "head", "page"
 DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
-SIZES = (1, 4, 64), (3, 2, 20), (40, 1, 128)  # query tokens of a sequence, heads of a group, head_dim
+# query tokens of a sequence, heads of a group, head_dim
+SIZES = (1, 4, 64), (3, 2, 20), (40, 1, 128)
 
 
 @pytest.fixture
@@ -67,7 +69,8 @@ def dequantised(cache, scale):
 
 @pytest.mark.parametrize("code, kind, dtype", tuple(product(CODES, KINDS, DTYPES[:3]))[::2])
 def test_write_is_torchs_cast(on, code, kind, dtype):
-    """Every element, with odd sizes, strides, subnormals, ties, infinities and NaN; what no slot names stays."""
+    """Every element, with odd sizes, strides, subnormals, ties, infinities and NaN; what no slot
+    names stays."""
     torch.manual_seed(0)
     blocks, size, heads, dim, tokens = 5, 3, 2, 37 if on == "cpu" else 40, 11
     k = (torch.randn(tokens, heads, dim) * torch.logspace(-6, 3, dim)).to(dtype)
@@ -86,14 +89,18 @@ def test_write_is_torchs_cast(on, code, kind, dtype):
         want[slots[kept]] = codes_of(x, by[..., None], code)[kept]
         assert same_codes(pages.flatten(0, 1), want)
     again = [torch.full((blocks, size, heads, dim), 3, dtype=torch.int8).to(code) for _ in range(2)]
-    reference.kv_cache_write(k.float(), v.float(), *again, slots, k_scale=scales[0], v_scale=scales[1])
+    reference.kv_cache_write(
+        k.float(), v.float(), *again, slots, k_scale=scales[0], v_scale=scales[1]
+    )
     assert all(same_codes(a, b) for a, b in zip(again, cache))
 
 
-@pytest.mark.parametrize("code, kind, dtype, sizes", tuple(product(CODES, KINDS, DTYPES, SIZES))[::5])
+@pytest.mark.parametrize(
+    "code, kind, dtype, sizes", tuple(product(CODES, KINDS, DTYPES, SIZES))[::5]
+)
 def test_read_is_attention_over_what_the_codes_are_worth(on, code, kind, dtype, sizes):
-    """Beside float64 over the dequantised cache: at most twice the error of PyTorch's attention over it in q's dtype. Data with
-    a mean; unread rows and pages hold NaN codes."""
+    """Beside float64 over the dequantised cache: at most twice the error of PyTorch's attention
+    over it in q's dtype. Data with a mean; unread rows and pages hold NaN codes."""
     tokens, group, dim = sizes
     if on == "cuda":
         dim = -(-dim // 8) * 8
@@ -101,7 +108,9 @@ def test_read_is_attention_over_what_the_codes_are_worth(on, code, kind, dtype, 
     heads, size, blocks, lengths = 2, 8 if tokens == 3 else 16, 40, (93, 41, 120)
     scales = [scale_like(kind, blocks, heads) for _ in range(2)]
     top = {E4M3: 40, E5M2: 40, I8: 100}[code] if kind != "none" else 3
-    cache = [(torch.randn(blocks, size, heads, dim) * 0.2 + 0.3).mul(top).to(code) for _ in range(2)]
+    cache = [
+        (torch.randn(blocks, size, heads, dim) * 0.2 + 0.3).mul(top).to(code) for _ in range(2)
+    ]
     if kind == "page":
         for scale in scales:
             scale[0] = math.nan  # page 0 is nobody's
@@ -117,10 +126,16 @@ def test_read_is_attention_over_what_the_codes_are_worth(on, code, kind, dtype, 
                 pages[table[b, n // size] if n % size else 0, n % size :] = float("nan")
     q = (torch.randn(len(lengths) * tokens, heads * group, dim) + 0.2).to(dtype)
     named = {"k_scale": scales[0], "v_scale": scales[1]}
-    out, lse = paged_attn(q, *cache, table, torch.tensor(lengths, dtype=torch.int32), **named, return_lse=True)
+    out, lse = paged_attn(
+        q, *cache, table, torch.tensor(lengths, dtype=torch.int32), **named, return_lse=True
+    )
     assert out.dtype == dtype and out.isfinite().all()
-    stated = reference.paged_attn(q, *cache, table, torch.tensor(lengths, dtype=torch.int32), **named)
-    close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
+    stated = reference.paged_attn(
+        q, *cache, table, torch.tensor(lengths, dtype=torch.int32), **named
+    )
+    close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[
+        dtype
+    ]
     torch.testing.assert_close(out, stated, atol=close * stated.abs().max().item(), rtol=close)
     k, v = (dequantised(pages, scale) for pages, scale in zip(cache, scales))
     for b, n in enumerate(lengths):
@@ -130,32 +145,51 @@ def test_read_is_attention_over_what_the_codes_are_worth(on, code, kind, dtype, 
 
         def attend(dtype, of=(mine, keys, values), mask=mask):
             of = (x.to(dtype) for x in of)
-            return torch.nn.functional.scaled_dot_product_attention(*of, mask, enable_gqa=True)[0].double()
+            return torch.nn.functional.scaled_dot_product_attention(*of, mask, enable_gqa=True)[
+                0
+            ].double()
 
         exact = attend(torch.float64)
         error = (out[b * tokens : (b + 1) * tokens].transpose(0, 1).double() - exact).abs().max()
         peer = (attend(dtype) - exact).abs().max()
-        rounding = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+        rounding = {
+            torch.float64: 1e-14,
+            torch.float32: 1e-6,
+            torch.float16: 1e-3,
+            torch.bfloat16: 8e-3,
+        }[dtype]
         assert error <= 2 * peer + rounding * exact.abs().max()
-        scores = (mine.double() @ keys.repeat_interleave(group, 1).transpose(-1, -2))[0] / math.sqrt(dim)
+        scores = (mine.double() @ keys.repeat_interleave(group, 1).transpose(-1, -2))[
+            0
+        ] / math.sqrt(dim)
         want = scores.masked_fill(~mask, -math.inf).logsumexp(-1)
         torch.testing.assert_close(
-            lse[b * tokens : (b + 1) * tokens].T.double(), want, atol=20 * rounding, rtol=20 * rounding
+            lse[b * tokens : (b + 1) * tokens].T.double(),
+            want,
+            atol=20 * rounding,
+            rtol=20 * rounding,
         )
 
 
 def test_split_contexts_and_rules(on):
-    """Long contexts in chunks, with a window, softcap, ALiBi, sinks and kv_start, in both cache layouts: as over float pages."""
+    """Long contexts in chunks, with a window, softcap, ALiBi, sinks and kv_start, in both cache
+    layouts: as over float pages."""
     torch.manual_seed(1)
     heads, size, n = 2, 16, 2500
     blocks = -(-n // size)
     cache = [torch.randn(blocks, heads, size, 64).to(E4M3).transpose(1, 2) for _ in range(2)]
     plain = [x.float() for x in cache]
-    table, lens = torch.randperm(blocks, dtype=torch.int32)[None], torch.tensor([n], dtype=torch.int32)
+    table, lens = (
+        torch.randperm(blocks, dtype=torch.int32)[None],
+        torch.tensor([n], dtype=torch.int32),
+    )
     for q, rules in (
         (torch.randn(1, 4, 64), {}),
         (torch.randn(3, 4, 64), {"window_left": 1500, "softcap": 8.0}),
-        (torch.randn(20, 4, 64), {"sinks": torch.randn(4), "kv_start": torch.tensor([100], dtype=torch.int32)}),
+        (
+            torch.randn(20, 4, 64),
+            {"sinks": torch.randn(4), "kv_start": torch.tensor([100], dtype=torch.int32)},
+        ),
         (torch.randn(2, 4, 64), {"alibi_slopes": torch.rand(4) * 0.01, "is_causal": False}),
     ):
         near = 0 if on == "cpu" else 1e-5
@@ -164,7 +198,8 @@ def test_split_contexts_and_rules(on):
         if on == "cuda":  # the kernels of 16 bits
             q, rules = q.bfloat16(), {name: x for name, x in rules.items() if name != "sinks"}
             got, want = (
-                paged_attn(q, *pages, table, lens, **rules) for pages in (cache, [x.bfloat16() for x in plain])
+                paged_attn(q, *pages, table, lens, **rules)
+                for pages in (cache, [x.bfloat16() for x in plain])
             )
             torch.testing.assert_close(got, want, atol=8e-3, rtol=8e-3)
 
@@ -218,7 +253,9 @@ def test_paged_kv_cache(on, code):
     """Scales found by a run, forks, copies on write with their page's scale, rollback, pickling."""
     torch.manual_seed(2)
     layers, heads, dim = 2, 2, 16
-    k, v = (torch.randn(layers, 10, heads, dim) * torch.tensor([1.0, 30.0])[:, None] for _ in range(2))
+    k, v = (
+        torch.randn(layers, 10, heads, dim) * torch.tensor([1.0, 30.0])[:, None] for _ in range(2)
+    )
     found = KVCacheScales(layers, heads, code)
     for layer in range(layers):
         found.observe(k[layer, :4], v[layer, :4], layer)
@@ -239,8 +276,14 @@ def test_paged_kv_cache(on, code):
             want = torch.cat((v[layer, :6], last[layer]))
             assert same_codes(got, codes_of(want, by[:, None], code))
             assert ((got.float() * by[:, None] - want).abs() <= want.abs() / 8 + by[:, None]).all()
-            out = paged_attn(torch.randn(1, 4, dim), cache.k[layer], cache.v[layer], cache.block_table([handle]),
-                             cache.seq_lens([handle]), **cache.scales(layer))  # fmt: skip
+            out = paged_attn(
+                torch.randn(1, 4, dim),
+                cache.k[layer],
+                cache.v[layer],
+                cache.block_table([handle]),
+                cache.seq_lens([handle]),
+                **cache.scales(layer),
+            )
             assert out.isfinite().all()
     by_page = torch.rand(layers, 8, heads) + 0.5
     scales = {"k_scale": by_page, "v_scale": torch.tensor(0.5)}
@@ -258,8 +301,10 @@ def test_paged_kv_cache(on, code):
 @pytest.mark.parametrize("counts", (1, 3))
 @pytest.mark.parametrize("how", ("fork", "fork cut", "truncate", "published", "several"))
 def test_append_into_a_shared_page_rounds_by_the_copied_scale(on, code, counts, how):
-    """The copy of a shared page brings its scale along, and the tokens behind the copied ones are rounded by that scale."""
-    scales = {"k_scale": torch.full((2, 8, 1), 0.25), "v_scale": torch.full((2, 8, 1), 0.25)}  # stale in all pages but one
+    """The copy of a shared page brings its scale along, and the tokens behind the copied ones are
+    rounded by that scale."""
+    # stale in all pages but one
+    scales = {"k_scale": torch.full((2, 8, 1), 0.25), "v_scale": torch.full((2, 8, 1), 0.25)}
     cache = PagedKVCache(8, 4, 1, 2, layers=2, dtype=code, device=on, **scales)
     for scale in (cache.k_scale, cache.v_scale):
         scale[:, 0] = 1.0
@@ -314,8 +359,12 @@ def test_rope_kv_write(on, code, dtype, interleaved, norm, dim, rotated):
     slots[2] = -7
     caches = [torch.zeros(5, 4, heads, dim).to(code or dtype) for _ in range(2)]
     weights = {"q_weight": torch.rand(dim).to(dtype), "k_weight": torch.rand(dim)} if norm else {}
-    scales = {"k_scale": torch.tensor(0.03), "v_scale": torch.rand(heads) * 0.02 + 0.02} if code else {}
-    got = rope_kv_write(q, k, v, cos, sin, positions, *caches, slots, interleaved=interleaved, **weights, **scales)
+    scales = (
+        {"k_scale": torch.tensor(0.03), "v_scale": torch.rand(heads) * 0.02 + 0.02} if code else {}
+    )
+    got = rope_kv_write(
+        q, k, v, cos, sin, positions, *caches, slots, interleaved=interleaved, **weights, **scales
+    )
     wide = [x.double() for x in (q, k)]
     if norm:
         wide = [rms_norm(x, w.double(), eps=1e-6) for x, w in zip(wide, weights.values())]
@@ -324,7 +373,10 @@ def test_rope_kv_write(on, code, dtype, interleaved, norm, dim, rotated):
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), want_q, atol=step, rtol=step)
     kept = slots >= 0
-    for x, pages, scale in ((want_k, caches[0], scales.get("k_scale")), (v.double(), caches[1], scales.get("v_scale"))):
+    for x, pages, scale in (
+        (want_k, caches[0], scales.get("k_scale")),
+        (v.double(), caches[1], scales.get("v_scale")),
+    ):
         held, values = pages.flatten(0, 1)[slots[kept]], x[kept]
         if code is None:
             torch.testing.assert_close(held.double(), values, atol=step, rtol=step)
@@ -333,25 +385,36 @@ def test_rope_kv_write(on, code, dtype, interleaved, norm, dim, rotated):
             top, near = CODES[code], 2.0**-4 if code == E4M3 else 0.0
             values = (values / by).clamp(-top - (code == I8), top)
             assert (
-                (held.double() - values).abs() <= values.abs() * near * 1.01 + (0.51 if code == I8 else 2.0**-9)
+                (held.double() - values).abs()
+                <= values.abs() * near * 1.01 + (0.51 if code == I8 else 2.0**-9)
             ).all()
         assert pages.flatten(0, 1)[sorted(set(range(20)) - set(slots.tolist()))].float().eq(0).all()
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=str)
 def test_rope_kv_write_forms(on, dtype):
-    """Strides, a Dv of its own, either layout of the cache, slots in int32, and q, k, v that are rows of the caches: as the ops one
-    by one on copies, in float64."""
+    """Strides, a Dv of its own, either layout of the cache, slots in int32, and q, k, v that are
+    rows of the caches: as the ops one by one on copies, in float64."""
     torch.manual_seed(5)
-    for dim, dim_v, half, heads_first in ((8, 16, 4, True), (40, 7, 3, False), (256, 512, 64, True), (1, 1, 0, False)):
+    for dim, dim_v, half, heads_first in (
+        (8, 16, 4, True),
+        (40, 7, 3, False),
+        (256, 512, 64, True),
+        (1, 1, 0, False),
+    ):
         cache = [torch.randn(6, 2, 8, d).to(dtype) for d in (dim, dim_v)]
-        k_cache, v_cache = cache = [x.transpose(1, 2) if heads_first else x.view(6, 8, 2, -1) for x in cache]
+        k_cache, v_cache = cache = [
+            x.transpose(1, 2) if heads_first else x.view(6, 8, 2, -1) for x in cache
+        ]
         fused = torch.randn(5, 4, 2 * dim + dim_v).to(dtype)
         q, k, v = fused[..., :dim], fused[:, ::2, dim : 2 * dim], fused[:, 1::2, 2 * dim :]
         if dim == 40:
             q, k, v = k_cache[2, 1:6], k_cache[1:6, 3], v_cache[:5, 5]
         cos, sin = (torch.rand(9, half) for _ in range(2))
-        positions, slots = torch.randint(9, (5,)), torch.tensor([3, 19, -1, 33, 9], dtype=torch.int32)
+        positions, slots = (
+            torch.randint(9, (5,)),
+            torch.tensor([3, 19, -1, 33, 9], dtype=torch.int32),
+        )
         weight, scale = (
             torch.rand(dim).to(dtype),
             torch.tensor([0.5, 2.0], dtype=cos.dtype if dtype != torch.float64 else dtype),
@@ -361,7 +424,18 @@ def test_rope_kv_write_forms(on, dtype):
         want, keys = rope(*rows, cos.double(), sin.double(), positions, interleaved=True)
         kv_cache_write(keys, v.double(), *again, slots, k_scale=scale.double())
         got = rope_kv_write(
-            q, k, v, cos, sin, positions, *cache, slots, q_weight=weight, eps=0.1, interleaved=True, k_scale=scale
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            positions,
+            *cache,
+            slots,
+            q_weight=weight,
+            eps=0.1,
+            interleaved=True,
+            k_scale=scale,
         )
         step = 2.0**-10 if dtype == torch.float16 else 1e-13
         torch.testing.assert_close(got.double(), want, atol=step, rtol=step)
@@ -372,15 +446,21 @@ def test_rope_kv_write_forms(on, dtype):
 
 
 def test_rope_kv_write_of_bad_contents(on):
-    """On CUDA: the last row of cos, a token that is not written, and an IndexError at the next call."""
+    """On CUDA: the last row of cos, a token that is not written, and an IndexError at the next
+    call."""
     if on == "cpu":
         return  # test_rope_kv_write_refuses
     q, k, cos = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.rand(5, 4)
     caches = [torch.zeros(2, 4, 2, 8) for _ in range(2)]
-    good = rope_kv_write(q, k, k, cos, cos, torch.tensor([0, 4, 4]), *caches, torch.tensor([0, -1, 2]))
+    good = rope_kv_write(
+        q, k, k, cos, cos, torch.tensor([0, 4, 4]), *caches, torch.tensor([0, -1, 2])
+    )
     check_errors()
     again = [torch.zeros(2, 4, 2, 8) for _ in range(2)]
-    for positions, slots, said in (([0, 4, 4], [0, 8, 2], "slot"), ([0, 5, -1], [0, -1, 2], "position")):
+    for positions, slots, said in (
+        ([0, 4, 4], [0, 8, 2], "slot"),
+        ([0, 5, -1], [0, -1, 2], "position"),
+    ):
         got = rope_kv_write(q, k, k, cos, cos, torch.tensor(positions), *again, torch.tensor(slots))
         with pytest.raises(IndexError, match=said):
             torch.cuda.synchronize()
@@ -397,7 +477,9 @@ def test_rope_kv_write_refuses():
         rope_kv_write(q.clone().requires_grad_(), k, k, *rest)
     with pytest.raises(ValueError, match="rope_kv_write: k has dtype bfloat16, q has float32"):
         rope_kv_write(q, k.bfloat16(), k, *rest)
-    with pytest.raises(ValueError, match=r"rope_kv_write: q_weight must have shape \[8\], got \[4\]"):
+    with pytest.raises(
+        ValueError, match=r"rope_kv_write: q_weight must have shape \[8\], got \[4\]"
+    ):
         rope_kv_write(q, k, k, *rest, q_weight=torch.ones(4))
     with pytest.raises(IndexError, match="positions"):
         rope_kv_write(q, k, k, cos, cos, torch.tensor([0, 1, 5]), *caches, torch.arange(3))
@@ -417,11 +499,16 @@ def test_flash_attn_functions_over_codes_and_rotated(on):
     scales = {"k_descale": torch.tensor([0.02, 0.03]), "v_descale": torch.tensor(0.02)}
     for causal in (True, False):
         caches = [(torch.randn(batch, 16, heads, dim) * 50).to(E4M3) for _ in range(2)]
-        expected = [x.float() * s for x, s in zip(caches, (scales["k_descale"][:, None], scales["v_descale"]))]
+        expected = [
+            x.float() * s
+            for x, s in zip(caches, (scales["k_descale"][:, None], scales["v_descale"]))
+        ]
         got = flash_attn_with_kvcache(q, *caches, k, v, cos, sin, lengths, causal=causal, **scales)
         for b, n in enumerate(lengths.tolist()):
             at = torch.arange(n, n + new)
-            rotated_q = rope(q[b], k[b], cos, sin, at if causal else torch.full((new,), n), interleaved=True)[0]
+            rotated_q = rope(
+                q[b], k[b], cos, sin, at if causal else torch.full((new,), n), interleaved=True
+            )[0]
             rotated_k = rope(q[b], k[b], cos, sin, at, interleaved=True)[1]
             for pages, x, scale in (
                 (expected[0], rotated_k, scales["k_descale"][:, None]),
@@ -429,7 +516,11 @@ def test_flash_attn_functions_over_codes_and_rotated(on):
             ):
                 pages[b, n : n + new] = codes_of(x, scale, E4M3).float() * scale
             want = flash_attn_with_kvcache(
-                rotated_q[None], expected[0][b : b + 1], expected[1][b : b + 1], cache_seqlens=n + new, causal=causal
+                rotated_q[None],
+                expected[0][b : b + 1],
+                expected[1][b : b + 1],
+                cache_seqlens=n + new,
+                causal=causal,
             )
             torch.testing.assert_close(got[b : b + 1], want, atol=1e-5, rtol=1e-5)
 
@@ -442,7 +533,9 @@ def test_compiled(on):
     table, scale = torch.arange(4, dtype=torch.int32)[None], torch.tensor([0.02, 0.05])
 
     def step(q, k, v, k_cache, v_cache, lens, slots):
-        q = rope_kv_write(q, k, v, angles.cos(), angles.sin(), slots, k_cache, v_cache, slots, k_scale=scale)
+        q = rope_kv_write(
+            q, k, v, angles.cos(), angles.sin(), slots, k_cache, v_cache, slots, k_scale=scale
+        )
         return paged_attn(q, k_cache, v_cache, table, lens, k_scale=scale)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -483,7 +576,11 @@ def test_scales_of_what_was_not_observed_are_refused(on, code):
         (k, torch.zeros(3, 2, 8), "v of layer 1, all heads, had no value but 0"),
         (zero_head, k, r"k of layer 1, heads \[1\], had no value but 0"),
         (k, k * math.inf, "v of layer 1, all heads, had a value that is infinite or NaN"),
-        (zero_head / zero_head, k, r"k of layer 1, heads \[1\], had a value that is infinite or NaN"),
+        (
+            zero_head / zero_head,
+            k,
+            r"k of layer 1, heads \[1\], had a value that is infinite or NaN",
+        ),
     ):
         found = KVCacheScales(2, 2, code)
         found.observe(k, k, 0)

@@ -46,7 +46,8 @@ class Case:
     line: str  # of a plot
     size: int
     name: str
-    work: float  # of one call: FLOPs, or the bytes of keys and values where reading them is the bound
+    # of one call: FLOPs, or the bytes of keys and values where reading them is the bound
+    work: float
     unit: str  # of its rate
     ours: Callable[[], Tensor]
     theirs: dict[str, Callable[[], Tensor]]
@@ -96,7 +97,8 @@ def _sdpa_on(backend: SDPBackend, *args: Tensor, **options: bool) -> Tensor:
 
 
 def _sdpas(device: torch.device) -> dict[str, Callable]:
-    """scaled_dot_product_attention by backend: which one PyTorch takes by itself need not be its fastest."""
+    """scaled_dot_product_attention by backend: which one PyTorch takes by itself need not be its
+    fastest."""
     if device.type != "cuda":
         return {"SDPA": F.scaled_dot_product_attention}
     backends = {
@@ -112,7 +114,9 @@ def _randn(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(shape, device=device).to(dtype)
 
 
-def _cubed(op: str, size: int, ours: Callable[[], Tensor], theirs: dict[str, Callable[[], Tensor]]) -> list[Case]:
+def _cubed(
+    op: str, size: int, ours: Callable[[], Tensor], theirs: dict[str, Callable[[], Tensor]]
+) -> list[Case]:
     return [Case(op, size, f"{op} {size} cubed", 2.0 * size**3, "GFLOP/s", ours, theirs)]
 
 
@@ -150,11 +154,16 @@ def _paged(size: int, dtype: torch.dtype, device: torch.device) -> list[Case]:
     name = f"paged_attn {size} x 2048 keys, 32/8 heads, d128"
     theirs = {f"gather, {way}": partial(gather, sdpa) for way, sdpa in _sdpas(device).items()}
     read = 2.0 * size * 2048 * 8 * 128 * k.element_size()
-    return [Case("paged_attn", size, name, read, "GB/s", lambda: paged_attn(q, k, v, pages, lens), theirs)]
+    return [
+        Case(
+            "paged_attn", size, name, read, "GB/s", lambda: paged_attn(q, k, v, pages, lens), theirs
+        )
+    ]
 
 
 def _scaled(size: int, dtype: torch.dtype, device: torch.device) -> list[Case]:
-    """Codes with a scale a row of each operand; beside PyTorch's own and the product in bfloat16 that they stand for."""
+    """Codes with a scale a row of each operand; beside PyTorch's own and the product in bfloat16
+    that they stand for."""
     x, w = (_randn(size, size, dtype=dtype, device=device) for _ in range(2))
     (a, scale_a), (b, scale_b) = (quantize(y, torch.float8_e4m3fn, "row") for y in (x, w))
     b, scale_b = b.mT, scale_b.mT
@@ -172,7 +181,11 @@ def _weight(size: int, dtype: torch.dtype, device: torch.device) -> list[Case]:
         _randn(size, n, dtype=dtype, device=device),
         torch.randint(-8, 8, (n, n), device=device, dtype=torch.int8),
     )
-    packed, scale, w = pack_weight(codes, "int4"), torch.ones(n // 128, n, device=device), codes.to(dtype)
+    packed, scale, w = (
+        pack_weight(codes, "int4"),
+        torch.ones(n // 128, n, device=device),
+        codes.to(dtype),
+    )
     name = f"weight_gemm {size} tokens, {n} x {n}"
     flops = 2.0 * size * n * n
     ours = partial(weight_gemm, a, packed, scale, n, "int4")
@@ -182,16 +195,23 @@ def _weight(size: int, dtype: torch.dtype, device: torch.device) -> list[Case]:
 def _grouped(size: int, dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Eight experts with an eighth of the tokens each."""
     n, experts = 1024, 8
-    a, w = _randn(size, n, dtype=dtype, device=device), _randn(experts, n, n, dtype=dtype, device=device).mT
+    a, w = (
+        _randn(size, n, dtype=dtype, device=device),
+        _randn(experts, n, n, dtype=dtype, device=device).mT,
+    )
     ends = [size * (i + 1) // experts for i in range(experts)]
     offs = torch.tensor(ends, dtype=torch.int32, device=device)
 
     def loop() -> Tensor:
-        return torch.cat([a[lo:hi] @ w[i] for i, (lo, hi) in enumerate(zip([0, *ends], ends, strict=False))])
+        return torch.cat(
+            [a[lo:hi] @ w[i] for i, (lo, hi) in enumerate(zip([0, *ends], ends, strict=False))]
+        )
 
     theirs = {"matmul in a loop": loop, "_grouped_mm": lambda: torch._grouped_mm(a, w, offs)}
     name, flops = f"grouped_gemm {size} tokens, {experts} experts, {n} x {n}", 2.0 * size * n * n
-    return [Case("grouped_gemm", size, name, flops, "GFLOP/s", lambda: grouped_gemm(a, w, offs), theirs)]
+    return [
+        Case("grouped_gemm", size, name, flops, "GFLOP/s", lambda: grouped_gemm(a, w, offs), theirs)
+    ]
 
 
 def _sparse(size: int, dtype: torch.dtype, device: torch.device) -> list[Case]:
@@ -199,7 +219,9 @@ def _sparse(size: int, dtype: torch.dtype, device: torch.device) -> list[Case]:
     a, w = (_randn(size, size, dtype=dtype, device=device) for _ in range(2))
     w = w * torch.tensor([1, 0, 1, 0], dtype=dtype, device=device).repeat(size // 4)
     values, meta = sparse_pack(w)
-    return _cubed("sparse_gemm", size, lambda: sparse_gemm(a, values, meta), {"matmul": lambda: a @ w.mT})
+    return _cubed(
+        "sparse_gemm", size, lambda: sparse_gemm(a, values, meta), {"matmul": lambda: a @ w.mT}
+    )
 
 
 def _quantize(size: int, dtype: torch.dtype, device: torch.device) -> list[Case]:
@@ -217,7 +239,8 @@ def _quantize(size: int, dtype: torch.dtype, device: torch.device) -> list[Case]
 
 @dataclass(frozen=True)
 class Bench:
-    """Cases of an op by size. small: the size of a table; sizes: of a page, by device; axis: what a size is; dtypes: the default first."""
+    """Cases of an op by size. small: the size of a table; sizes: of a page, by device; axis: what a
+    size is; dtypes: the default first."""
 
     cases: Callable[[int, torch.dtype, torch.device], list[Case]]
     small: int
@@ -231,15 +254,31 @@ _SHORT = ("bfloat16", "float16")
 BENCHES = {
     "gemm": Bench(_gemm, 1024, _SQUARE, "M = N = K"),
     "flash_attn": Bench(_flash, 1024, _SQUARE, "tokens of a sequence"),
-    "paged_attn": Bench(_paged, 4, {"cpu": (1, 4, 16), "cuda": (1, 4, 16, 64)}, "sequences of 2048 keys"),
-    "scaled_gemm": Bench(_scaled, 1024, {"cpu": (256, 512, 1024), "cuda": _SQUARE["cuda"]}, "M = N = K", _SHORT[:1]),
-    "weight_gemm": Bench(_weight, 16, {"cpu": (1, 4, 16), "cuda": (1, 4, 16, 64, 256)}, "tokens", _SHORT),
-    "grouped_gemm": Bench(
-        _grouped, 512, {"cpu": (64, 512), "cuda": (512, 2048, 8192)}, "tokens", ("bfloat16", "float16", "float32")
+    "paged_attn": Bench(
+        _paged, 4, {"cpu": (1, 4, 16), "cuda": (1, 4, 16, 64)}, "sequences of 2048 keys"
     ),
-    "sparse_gemm": Bench(_sparse, 1024, {"cpu": (256, 1024), "cuda": _SQUARE["cuda"]}, "M = N = K", _SHORT),
+    "scaled_gemm": Bench(
+        _scaled, 1024, {"cpu": (256, 512, 1024), "cuda": _SQUARE["cuda"]}, "M = N = K", _SHORT[:1]
+    ),
+    "weight_gemm": Bench(
+        _weight, 16, {"cpu": (1, 4, 16), "cuda": (1, 4, 16, 64, 256)}, "tokens", _SHORT
+    ),
+    "grouped_gemm": Bench(
+        _grouped,
+        512,
+        {"cpu": (64, 512), "cuda": (512, 2048, 8192)},
+        "tokens",
+        ("bfloat16", "float16", "float32"),
+    ),
+    "sparse_gemm": Bench(
+        _sparse, 1024, {"cpu": (256, 1024), "cuda": _SQUARE["cuda"]}, "M = N = K", _SHORT
+    ),
     "quantize": Bench(
-        _quantize, 1024, {"cpu": (64, 1024), "cuda": (1024, 8192)}, "rows of 4096", ("bfloat16", "float16", "float32")
+        _quantize,
+        1024,
+        {"cpu": (64, 1024), "cuda": (1024, 8192)},
+        "rows of 4096",
+        ("bfloat16", "float16", "float32"),
     ),
 }
 
@@ -272,34 +311,51 @@ def plot(title: str, points: Sequence[Measured]) -> str:
 
     def at(size: int, rate: float) -> tuple[float, float]:
         along = (log10(size) - low) / (high - low) if high > low else 0.5
-        return LEFT + 16 + along * (right - LEFT - 32), floor - rate / ticks[-1] * (HEIGHT - 2 * MARGIN)
+        return LEFT + 16 + along * (right - LEFT - 32), floor - rate / ticks[-1] * (
+            HEIGHT - 2 * MARGIN
+        )
 
     shapes = [f'<text x="{LEFT}" y="20" font-size="14">{escape(title)}: {unit}</text>']
     for tick in ticks:
         _, y = at(sizes[0], tick)
         shapes.append(f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        shapes.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(tick)}</text>')
+        shapes.append(
+            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(tick)}</text>'
+        )
     for size in sizes:
         x, _ = at(size, 0)
-        shapes.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{floor}" y2="{floor + 4}" stroke="#444"/>')
+        shapes.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{floor}" y2="{floor + 4}" stroke="#444"/>'
+        )
         shapes.append(f'<text x="{x:.1f}" y="{floor + 16}" text-anchor="middle">{size}</text>')
     shapes.append(f'<path d="M{LEFT},{MARGIN - 10}V{floor}H{right}" fill="none" stroke="#444"/>')
-    shapes.append(f'<text x="{(LEFT + right) / 2:.0f}" y="{floor + 30}" text-anchor="middle">{across}</text>')
+    shapes.append(
+        f'<text x="{(LEFT + right) / 2:.0f}" y="{floor + 30}" text-anchor="middle">{across}</text>'
+    )
     middle = HEIGHT // 2
-    shapes.append(f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 {middle})">{unit}</text>')
+    shapes.append(
+        f'<text x="14" y="{middle}" text-anchor="middle" transform="rotate(-90 14 '
+        f'{middle})">{unit}</text>'
+    )
     for i, way in enumerate(ways):
         mine = sorted((p for p in points if way in p.us), key=lambda p: p.size)
         color, thick = COLORS[i % len(COLORS)], 3 if way == OURS else 1.5
         line = " ".join("{:.1f},{:.1f}".format(*at(p.size, p.rate(way))) for p in mine)
-        shapes.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="{thick}"/>')
+        shapes.append(
+            f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="{thick}"/>'
+        )
         for p in mine:
             x, y = at(p.size, p.rate(way))
             text = escape(f"{way}, {p.name}: {p.us[way]:,.1f} us, {p.rate(way):,.0f} {p.unit}")
-            shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"><title>{text}</title></circle>')
+            shapes.append(
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" '
+                f'fill="{color}"><title>{text}</title></circle>'
+            )
         x = LEFT + i * (right - LEFT) // len(ways)
         shapes.append(f'<text x="{x}" y="{HEIGHT - 8}" fill="{color}">{escape(way)}</text>')
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" font-size="11" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        f'font-size="11" '
         'font-family="sans-serif">\n' + "\n".join(shapes) + "\n</svg>\n"
     )
 
@@ -310,11 +366,16 @@ def page(what: str, points: Sequence[Measured]) -> str:
     for line in dict.fromkeys(p.line for p in points):
         mine = [p for p in points if p.line == line]
         heads = "".join(f"<th>{escape(head)}</th>" for head in HEADS)
-        rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in p.row())}</tr>\n" for p in mine)
-        parts.append(f"<h2>{escape(line)}</h2>\n{plot(line, mine)}<table>\n<tr>{heads}</tr>\n{rows}</table>\n")
+        rows = "".join(
+            f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in p.row())}</tr>\n" for p in mine
+        )
+        parts.append(
+            f"<h2>{escape(line)}</h2>\n{plot(line, mine)}<table>\n<tr>{heads}</tr>\n{rows}</table>\n"
+        )
     return (
         '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>gpukern bench</title>\n'
-        "<style>body{font-family:sans-serif;max-width:60em;margin:auto}td,th{padding:1px 8px;text-align:right}"
+        "<style>body{font-family:sans-serif;max-width:60em;margin:auto}td,th{padding:1px "
+        "8px;text-align:right}"
         "td:first-child{text-align:left}</style>\n"
         f"<h1>gpukern beside PyTorch</h1>\n<p>{escape(what)}</p>\n" + "".join(parts) + "</html>\n"
     )
@@ -324,13 +385,18 @@ def page(what: str, points: Sequence[Measured]) -> str:
 
 
 def _described(dtypes: Iterable[str], device: torch.device) -> str:
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    where = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{torch.get_num_threads()} threads"
+    )
     of = " and ".join(dict.fromkeys(dtypes))
     return f"{of} on {device}, {where}, medians; ratio is PyTorch's time over ours"
 
 
 def _measured(work: Sequence[tuple[str, int, str]], device: torch.device) -> Iterator[Measured]:
-    """Of each op, size and dtype. Inputs are made when their turn comes: those of all sizes need not fit together."""
+    """Of each op, size and dtype. Inputs are made when their turn comes: those of all sizes need
+    not fit together."""
     items = [f"{op} {size}" for op, size, _ in work]
     with torch.inference_mode():
         for (op, size, dtype), _ in zip(work, with_progress(items, "bench"), strict=True):
@@ -340,14 +406,19 @@ def _measured(work: Sequence[tuple[str, int, str]], device: torch.device) -> Ite
 
 def scripts() -> dict[str, Path]:
     """The repository's benchmarks by name; none where this is no checkout."""
-    return {path.stem.removeprefix("bench_"): path for path in sorted((CHECKOUT / "benchmarks").glob("bench_*.py"))}
+    return {
+        path.stem.removeprefix("bench_"): path
+        for path in sorted((CHECKOUT / "benchmarks").glob("bench_*.py"))
+    }
 
 
 def _listed() -> int:
     """Each benchmark and what it measures; of the repository's the first sentence of the file."""
     lines = [(name, f"--small and --html: over {found.axis}") for name, found in BENCHES.items()]
     for path in scripts().values():
-        text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split())
+        text = " ".join(
+            (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split()
+        )
         lines.append((f"{path.parent.name}/{path.name}", text))
     print(fields(lines))
     return 0
@@ -359,17 +430,26 @@ def run(args: argparse.Namespace) -> int:
         return _listed()
     op = args.op or "gemm"
     if op not in BENCHES and op not in files:
-        raise ValueError(f"op is '{op}'; expected one of {', '.join(dict.fromkeys((*BENCHES, *files)))}")
+        raise ValueError(
+            f"op is '{op}'; expected one of {', '.join(dict.fromkeys((*BENCHES, *files)))}"
+        )
     own_table = args.small or args.html is not None or args.dtype is not None
     if op in files and not own_table:
         device_too = [] if args.device is None else ["--device", args.device]
         return subprocess.run([sys.executable, str(files[op]), *device_too, *args.rest]).returncode
     if args.rest:
-        why = "which --small, --html and --dtype are not of" if op in files else "which are not here"
-        print(f"bench: {args.rest[0]} is an option of the repository's benchmarks, {why}", file=sys.stderr)
+        why = (
+            "which --small, --html and --dtype are not of" if op in files else "which are not here"
+        )
+        print(
+            f"bench: {args.rest[0]} is an option of the repository's benchmarks, {why}",
+            file=sys.stderr,
+        )
         return 2
     if op not in BENCHES:
-        raise ValueError(f"{op} has no table of its own: --small, --html and --dtype are of {', '.join(BENCHES)}")
+        raise ValueError(
+            f"{op} has no table of its own: --small, --html and --dtype are of {', '.join(BENCHES)}"
+        )
     device = device_of(args.device or "cpu")
     ops = (
         [op]
@@ -382,7 +462,9 @@ def run(args: argparse.Namespace) -> int:
     work = []
     for name in ops:
         found = BENCHES[name]
-        sizes = found.sizes[device.type] if args.html is not None and not args.small else (found.small,)
+        sizes = (
+            found.sizes[device.type] if args.html is not None and not args.small else (found.small,)
+        )
         work += [(name, size, args.dtype or found.dtypes[0]) for size in sizes]
     if args.html is not None:
         args.html.parent.resolve(strict=True)  # before minutes of measuring
@@ -391,7 +473,9 @@ def run(args: argparse.Namespace) -> int:
     print(said)
     print(table([HEADS, *(p.row() for p in points)]))
     if args.html is not None:
-        args.html.write_text(page(f"{said}. gpukern {__version__}, torch {torch.__version__}.", points))
+        args.html.write_text(
+            page(f"{said}. gpukern {__version__}, torch {torch.__version__}.", points)
+        )
         print(f"wrote {args.html}")
     return 0
 
@@ -399,19 +483,26 @@ def run(args: argparse.Namespace) -> int:
 def add_arguments(commands: argparse._SubParsersAction) -> None:
     p = commands.add_parser(
         "bench",
-        help="our time beside PyTorch's; in a checkout runs its benchmarks, with your options; --list names them, or the rows of one",
+        help="our time beside PyTorch's; in a checkout runs its benchmarks, with your options; "
+        "--list names them, or the rows of one",
     )
     p.set_defaults(takes_rest=True, run=run)
     p.add_argument(
         "op",
         nargs="?",
-        help=f"{', '.join(BENCHES)}, or X of the repository's benchmarks/bench_X.py; default: gemm; with --html all of them",
+        help=f"{', '.join(BENCHES)}, or X of the repository's benchmarks/bench_X.py; default: "
+        f"gemm; with --html all of them",
     )
     p.add_argument("--small", action="store_true", help="one size, also in a checkout")
     p.add_argument(
-        "--html", type=Path, metavar="FILE", help="sizes from small to large, as one page with plots and tables"
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="sizes from small to large, as one page with plots and tables",
     )
     p.add_argument(
-        "--dtype", choices=DTYPES, help="default: the op's first; the repository's benchmarks measure each dtype"
+        "--dtype",
+        choices=DTYPES,
+        help="default: the op's first; the repository's benchmarks measure each dtype",
     )
     p.add_argument("--device", help="default: cpu")

@@ -5,7 +5,8 @@ from math import ceil, floor, log10
 
 
 def even_ticks(top: float, about: int = 5) -> list[float]:
-    """0, and round numbers at even distances, the last of them at or above top: some `about` of them."""
+    """0, and round numbers at even distances, the last of them at or above top: some `about` of
+    them."""
     if top <= 0:
         return [0.0, 1.0]
     rough = top / about
@@ -15,7 +16,8 @@ def even_ticks(top: float, about: int = 5) -> list[float]:
 
 
 def decades(low: float, high: float) -> list[tuple[float, bool]]:
-    """1, 2 and 5 times each power of ten within [low, high], and whether it is a power: the ticks of a logarithmic axis."""
+    """1, 2 and 5 times each power of ten within [low, high], and whether it is a power: the ticks
+    of a logarithmic axis."""
     found = []
     for power in range(floor(log10(low)), ceil(log10(high)) + 1):
         found += [(f * 10.0**power, f == 1) for f in (1, 2, 5) if low <= f * 10.0**power <= high]

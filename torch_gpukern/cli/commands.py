@@ -40,7 +40,9 @@ def _info(args: argparse.Namespace) -> int:
         return 0
     kernels = known["cuda_kernels"]
     cuda = (
-        f"{len(kernels)} kernel instances, compute capability 8.0 and later" if kernels else "no kernels in this build"
+        f"{len(kernels)} kernel instances, compute capability 8.0 and later"
+        if kernels
+        else "no kernels in this build"
     )
     for device in known["cuda_devices"]:
         cuda += f"; {device['device']} {device['name']}, compute capability {device['capability']}"
@@ -52,7 +54,10 @@ def _info(args: argparse.Namespace) -> int:
         ("ops", known["ops"]),
         ("torch", f"{known['torch']}, CUDA {known['torch_cuda'] or 'none'}"),
         ("python", known["python"]),
-        ("cpu rows in use", known["cpu_isa"] + (f" ({known['cpu_isa_reason']})" if known["cpu_isa_reason"] else "")),
+        (
+            "cpu rows in use",
+            known["cpu_isa"] + (f" ({known['cpu_isa_reason']})" if known["cpu_isa_reason"] else ""),
+        ),
         ("cpu rows of this machine", ",".join(known["cpu_isas"])),
         ("threads", known["threads"]),
         ("cuda", cuda),
@@ -69,7 +74,9 @@ def _info(args: argparse.Namespace) -> int:
 def _cache_file(args: argparse.Namespace) -> Path:
     path = args.cache or cache.default_path()
     if path is None:
-        raise ValueError("GPUKERN_TUNED is off and there is no cache directory: name a file with --cache")
+        raise ValueError(
+            "GPUKERN_TUNED is off and there is no cache directory: name a file with --cache"
+        )
     return path
 
 
@@ -100,13 +107,19 @@ def _tuned(problem: gemm_tuner.Problem, device: torch.device) -> gemm_tuner.Resu
 def _report_wrong(results: Sequence[gemm_tuner.Result]) -> int:
     for result in results:
         for row in result.wrong:
-            print(f"tune: {result.problem}: the result of {row} is wrong, it was left out", file=sys.stderr)
+            print(
+                f"tune: {result.problem}: the result of {row} is wrong, it was left out",
+                file=sys.stderr,
+            )
     return int(any(result.wrong for result in results))
 
 
 def _tune(args: argparse.Namespace) -> int:
     if args.device == "cpu":
-        raise ValueError(f"device is {args.device}; rows are tuned on CUDA, a CPU's follows from its instruction set")
+        raise ValueError(
+            f"device is {args.device}; rows are tuned on CUDA, a CPU's follows from its "
+            f"instruction set"
+        )
     if not ops.cuda_kernels.default():
         raise ValueError("this build of gpukern has no CUDA kernels")
     device = device_of(args.device)
@@ -119,7 +132,9 @@ def _tune(args: argparse.Namespace) -> int:
     }
     if not args.shapes:
         raise ValueError("--shapes is missing: MxNxK, with :NT for a transposed b, or BxMxNxK")
-    problems = [gemm_tuner.Problem(**gemm_tuner.parse_shape(shape), **options) for shape in args.shapes]
+    problems = [
+        gemm_tuner.Problem(**gemm_tuner.parse_shape(shape), **options) for shape in args.shapes
+    ]
     results = []
     for problem in with_progress(problems, "tuning"):
         result = _tuned(problem, device)
@@ -133,7 +148,8 @@ def _tune(args: argparse.Namespace) -> int:
         return 1
     heads = ("shape", "default row", "us", "fastest row", "us", "gain", "cuBLAS us", "cuBLAS/ours")
     print(
-        f"{results[0].device}, gpukern {__version__}, medians; a gain below {100 * (gemm_tuner.NOISE - 1):.0f} % counts as none"
+        f"{results[0].device}, gpukern {__version__}, medians; a gain below "
+        f"{100 * (gemm_tuner.NOISE - 1):.0f} % counts as none"
     )
     print(table([heads, *map(_tuned_row, results)]))
     kept = sum(result.best != result.default for result in results)
@@ -144,7 +160,8 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _check_tuned(args: argparse.Namespace, path: Path, device: torch.device) -> int:
-    """Measures the tuning keys of the file again, and leaves it as it is; 1 where an instance is no longer the fastest."""
+    """Measures the tuning keys of the file again, and leaves it as it is; 1 where an instance is no
+    longer the fastest."""
     devices, problem = cache.read(path)
     if problem:
         raise ValueError(f"{path}: {problem}")
@@ -158,7 +175,16 @@ def _check_tuned(args: argparse.Namespace, path: Path, device: torch.device) -> 
     for gemm_class in with_progress(list(entries), "checking"):
         call, row = gemm_tuner.parse_class(gemm_class), entries[gemm_class]["row"]
         if call is None:
-            rows.append((gemm_class, row, "", "", "", "not measured: its strides or alignment are not a shape's"))
+            rows.append(
+                (
+                    gemm_class,
+                    row,
+                    "",
+                    "",
+                    "",
+                    "not measured: its strides or alignment are not a shape's",
+                )
+            )
             continue
         result = _tuned(call, device)
         if result is None:
@@ -170,7 +196,14 @@ def _check_tuned(args: argparse.Namespace, path: Path, device: torch.device) -> 
         stale += not good
         verdict = "still the fastest" if good else "tune it again"
         rows.append(
-            (gemm_class, row, "-" if us is None else f"{us:.1f}", result.best, f"{result.us[result.best]:.1f}", verdict)
+            (
+                gemm_class,
+                row,
+                "-" if us is None else f"{us:.1f}",
+                result.best,
+                f"{result.us[result.best]:.1f}",
+                verdict,
+            )
         )
     print(table(rows))
     print(f"{stale} of {len(results)} rows are no longer the fastest")
@@ -193,7 +226,8 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     prog = "gpukern" if Path(sys.argv[0]).stem == "gpukern" else "python -m torch_gpukern"
     parser = _Parser(prog=prog, description=__doc__.splitlines()[0])
-    parser.set_defaults(takes_rest=True)  # what is left of a command's arguments: `bench` hands them on
+    # what is left of a command's arguments: `bench` hands them on
+    parser.set_defaults(takes_rest=True)
     parser.add_argument("--version", action="version", version=f"gpukern {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="versions, library, instruction sets, devices")
@@ -215,25 +249,40 @@ def _parser() -> argparse.ArgumentParser:
     tune = commands.add_parser(
         "tune",
         help="measure every instance that takes a gemm, and keep what is faster than the default",
-        description="Of gemm alone: the other ops choose among few instances, by sizes. `explain OP .. --measure` says which, and its time.",
+        description="Of gemm alone: the other ops choose among few instances, by sizes. `explain "
+        "OP .. --measure` says which, and its time.",
     )
     p = tune.add_subparsers(dest="op", required=True).add_parser("gemm")
     p.set_defaults(run=_tune)
     p.add_argument(
-        "--shapes", nargs="+", metavar="MxNxK[:NT]", help="BxMxNxK: a batch of products; T: stored transposed"
+        "--shapes",
+        nargs="+",
+        metavar="MxNxK[:NT]",
+        help="BxMxNxK: a batch of products; T: stored transposed",
     )
     p.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
     p.add_argument("--out-dtype", choices=_DTYPES, help="default: as --dtype")
     p.add_argument("--fp32-precision", choices=("ieee", "tf32"), default="ieee")
     p.add_argument("--activation", choices=gemm_tuner.ACTIVATIONS, default="none")
-    p.add_argument("--bias", action="store_true", help="for the figures; calls with and without are of one class")
+    p.add_argument(
+        "--bias",
+        action="store_true",
+        help="for the figures; calls with and without are of one class",
+    )
     p.add_argument("--c", action="store_true", help="with an addend [M, N]")
-    p.add_argument("--preact", action="store_true", help="store what the activation reads, as training does")
+    p.add_argument(
+        "--preact", action="store_true", help="store what the activation reads, as training does"
+    )
     p.add_argument("--device", default="cuda:0")
     p.add_argument(
-        "--cache", type=Path, metavar="FILE", help="default: GPUKERN_TUNED, else in the user's cache directory"
+        "--cache",
+        type=Path,
+        metavar="FILE",
+        help="default: GPUKERN_TUNED, else in the user's cache directory",
     )
-    p.add_argument("--check", action="store_true", help="measure the file's classes again; it stays as it is")
+    p.add_argument(
+        "--check", action="store_true", help="measure the file's classes again; it stays as it is"
+    )
 
     weight_files.add_arguments(commands)
     bench.add_arguments(commands)
@@ -251,7 +300,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:  # None where the shell closed it: gpukern info >&-
             sys.stdout.flush()
         return status
-    except BrokenPipeError:  # `| head` has read enough; what is left would fail once more as Python ends
+    except (
+        BrokenPipeError
+    ):  # `| head` has read enough; what is left would fail once more as Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # as the shell says it of SIGPIPE
     except KeyboardInterrupt:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""python -m torch_gpukern device: what this machine's processors are, and the rates that the roofline holds kernels to.
+"""python -m torch_gpukern device: what this machine's processors are, and the rates that the
+roofline holds kernels to.
 
-Without a GPU it says so, and shows the CPU. Rates are nominal (the vendor's data sheet, dense), derived from what the device says
-of itself, or measured: the highest of a saved run on a device of that name (benchmarks/results/, in a checkout).
+Without a GPU it says so, and shows the CPU. Rates are nominal (the vendor's data sheet, dense),
+derived from what the device says of itself, or measured: the highest of a saved run on a device of
+that name (benchmarks/results/, in a checkout).
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ from .roofline import NOMINAL
 from .terminal import fields
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-FMAS = {"8.0": 64, "8.6": 128, "8.9": 128, "9.0": 128}  # float32 multiply-adds a clock of an SM: CUDA programming guide
+# float32 multiply-adds a clock of an SM: CUDA programming guide
+FMAS = {"8.0": 64, "8.6": 128, "8.9": 128, "9.0": 128}
 SIZES = {"L2": "l2_bytes", "memory": "memory_bytes"}
 
 
 def saved_peaks(name: str) -> dict[str, float]:
-    """GFLOP/s by dtype, and GB/s of reading, the highest of a saved run on a device of this name; empty where none is saved."""
+    """GFLOP/s by dtype, and GB/s of reading, the highest of a saved run on a device of this name;
+    empty where none is saved."""
     found: dict[str, float] = {}
     for path in sorted(RESULTS.glob("*.json")):
         saved = json.loads(path.read_text())
@@ -41,7 +45,8 @@ def saved_peaks(name: str) -> dict[str, float]:
 
 
 def gpu_facts(properties: Any, index: int) -> dict[str, Any]:
-    """What a GPU says of itself (torch.cuda.get_device_properties), and its rates. What this torch does not tell is left out."""
+    """What a GPU says of itself (torch.cuda.get_device_properties), and its rates. What this torch
+    does not tell is left out."""
     capability = f"{properties.major}.{properties.minor}"
     sm = SMS.get(f"sm_{properties.major}{properties.minor}")
     known = {
@@ -59,7 +64,8 @@ def gpu_facts(properties: Any, index: int) -> dict[str, Any]:
         "warp": getattr(properties, "warp_size", None),
     }
     clock, memory_clock, bits = (
-        getattr(properties, name, None) for name in ("clock_rate", "memory_clock_rate", "memory_bus_width")
+        getattr(properties, name, None)
+        for name in ("clock_rate", "memory_clock_rate", "memory_bus_width")
     )
     if clock:
         known["clock_ghz"] = clock / 1e6
@@ -89,7 +95,9 @@ def _caches() -> dict[str, str]:
     found = {}
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         try:
-            level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
+            level, kind, size = (
+                (index / name).read_text().strip() for name in ("level", "type", "size")
+            )
         except OSError:
             continue
         found[f"L{level}" + (f" {kind.lower()}" if kind != "Unified" else "")] = size
@@ -120,17 +128,24 @@ def cpu_facts() -> dict[str, Any]:
 def facts() -> dict[str, Any]:
     """Both, as JSON takes them."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return {"cpu": cpu_facts(), "gpus": [gpu_facts(torch.cuda.get_device_properties(i), i) for i in range(count)]}
+    return {
+        "cpu": cpu_facts(),
+        "gpus": [gpu_facts(torch.cuda.get_device_properties(i), i) for i in range(count)],
+    }
 
 
 def _rates(rates: dict[str, float]) -> str:
-    flops = [f"{dtype} {rate / 1e3:,.1f} TFLOP/s" for dtype, rate in rates.items() if dtype != "read"]
+    flops = [
+        f"{dtype} {rate / 1e3:,.1f} TFLOP/s" for dtype, rate in rates.items() if dtype != "read"
+    ]
     return ", ".join([*flops, f"reading {rates['read']:,.0f} GB/s"] if "read" in rates else flops)
 
 
 def gpu_text(known: dict[str, Any]) -> str:
     """A GPU's facts as lines."""
-    rows = [("device", f"{known['device']}, {known['name']}, compute capability {known['capability']}")]
+    rows = [
+        ("device", f"{known['device']}, {known['name']}, compute capability {known['capability']}")
+    ]
     clock = f", {known['clock_ghz']:.2f} GHz at most" if "clock_ghz" in known else ""
     rows.append(("SMs", f"{known['sms']}{clock}"))
     of_sm = [
@@ -146,10 +161,19 @@ def gpu_text(known: dict[str, Any]) -> str:
     if of_sm:
         rows.append(("of each SM", ", ".join(of_sm)))
     if "shared_bytes_per_block" in known:
-        rows.append(("of a block", f"{known['shared_bytes_per_block']:,} bytes of shared memory at most"))
-    rows += [(name, f"{known[key] / 2**20:,.0f} MiB") for name, key in SIZES.items() if key in known]
+        rows.append(
+            ("of a block", f"{known['shared_bytes_per_block']:,} bytes of shared memory at most")
+        )
+    rows += [
+        (name, f"{known[key] / 2**20:,.0f} MiB") for name, key in SIZES.items() if key in known
+    ]
     if "derived_f32_gflops" in known:
-        rows.append(("by its clock", f"f32 {known['derived_f32_gflops'] / 1e3:,.1f} TFLOP/s without tensor cores"))
+        rows.append(
+            (
+                "by its clock",
+                f"f32 {known['derived_f32_gflops'] / 1e3:,.1f} TFLOP/s without tensor cores",
+            )
+        )
     if "derived_read_gbs" in known:
         rows.append(("by its memory clock", f"reading {known['derived_read_gbs']:,.0f} GB/s"))
     if "nominal" in known:
@@ -164,20 +188,31 @@ def cpu_text(known: dict[str, Any]) -> str:
         ("device", f"cpu, {known['name']}"),
         (
             "cores",
-            f"{known['cores']}, of which this process may use {known['cores_allowed']}; torch {known['threads']}",
+            f"{known['cores']}, of which this process may use {known['cores_allowed']}; torch "
+            f"{known['threads']}",
         ),
         ("instruction sets", f"{known['isa']} in use, of {', '.join(known['isas'])}"),
     ]
     if known["caches"]:
-        rows.append(("caches", ", ".join(f"{name} {size}" for name, size in known["caches"].items())))
+        rows.append(
+            ("caches", ", ".join(f"{name} {size}" for name, size in known["caches"].items()))
+        )
     if "memory_bytes" in known:
         rows.append(("memory", f"{known['memory_bytes'] / 2**20:,.0f} MiB"))
-    rows.append(("rates", "not nominal on a CPU: `gpukern bench` measures calls, `benchmarks/run_all.py` the ceilings"))
+    rows.append(
+        (
+            "rates",
+            "not nominal on a CPU: `gpukern bench` measures calls, `benchmarks/run_all.py` the "
+            "ceilings",
+        )
+    )
     return fields(rows)
 
 
 def add_arguments(commands: argparse._SubParsersAction) -> None:
-    p = commands.add_parser("device", help="this machine's GPUs and CPU, and the rates of their rooflines")
+    p = commands.add_parser(
+        "device", help="this machine's GPUs and CPU, and the rates of their rooflines"
+    )
     p.set_defaults(run=run)
     p.add_argument("--json", action="store_true")
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is installed and what of it works: the facts behind ``gpukern info`` and the checks behind ``gpukern doctor``."""
+"""What is installed and what of it works: the facts behind ``gpukern info`` and the checks behind
+``gpukern doctor``."""
 
 import importlib.metadata
 import json
@@ -29,7 +30,13 @@ def facts() -> dict[str, Any]:
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             capability = ".".join(map(str, torch.cuda.get_device_capability(i)))
-            devices.append({"device": f"cuda:{i}", "name": torch.cuda.get_device_name(i), "capability": capability})
+            devices.append(
+                {
+                    "device": f"cuda:{i}",
+                    "name": torch.cuda.get_device_name(i),
+                    "capability": capability,
+                }
+            )
     return {
         "gpukern": __version__,
         "library": FILE,
@@ -62,7 +69,9 @@ def checks() -> Iterator[Check]:
     try:
         yield Check("cpu", True, f"{ops.cpu_isa.default()} of {', '.join(known['cpu_isas'])}")
     except RuntimeError as error:
-        yield Check("cpu", False, str(error), "unset GPUKERN_CPU, or name one that this machine has")
+        yield Check(
+            "cpu", False, str(error), "unset GPUKERN_CPU, or name one that this machine has"
+        )
         return
     yield _runs("cpu")
     yield from _cuda(known)
@@ -88,11 +97,23 @@ def _runs(device: str) -> Check:
         check_errors()
     except Exception as problem:  # whatever it is, it is what the user must see
         return Check(
-            name, False, f"{type(problem).__name__}: {problem}", "report this with the output of `gpukern info`"
+            name,
+            False,
+            f"{type(problem).__name__}: {problem}",
+            "report this with the output of `gpukern info`",
         )
     if not error < 1e-4:
-        return Check(name, False, f"results are wrong by {error:.1e}", "report this with the output of `gpukern info`")
-    return Check(name, True, f"gemm and flash_attn, forward and backward, within {error:.0e} of the reference")
+        return Check(
+            name,
+            False,
+            f"results are wrong by {error:.1e}",
+            "report this with the output of `gpukern info`",
+        )
+    return Check(
+        name,
+        True,
+        f"gemm and flash_attn, forward and backward, within {error:.0e} of the reference",
+    )
 
 
 def _errors(device: torch.device) -> Iterator[float]:
@@ -146,7 +167,10 @@ def _cuda(known: dict[str, Any]) -> Iterator[Check]:
         if tuple(map(int, device["capability"].split("."))) < OLDEST_CUDA:
             found = f"{device['name']}, compute capability {device['capability']}"
             yield Check(
-                device["device"], False, found, "gpukern's kernels begin at 8.0 (Ampere); use another device or the CPU"
+                device["device"],
+                False,
+                found,
+                "gpukern's kernels begin at 8.0 (Ampere); use another device or the CPU",
             )
         else:
             yield _runs(device["device"])
@@ -174,11 +198,17 @@ def _compiler() -> Check:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not any(map(shutil.which, ("g++", "clang++", "c++"))):
         return Check(
-            "torch.compile", None, "no C++ compiler on the path", "apt-get install g++, to compile for the CPU"
+            "torch.compile",
+            None,
+            "no C++ compiler on the path",
+            "apt-get install g++, to compile for the CPU",
         )
     if not header.exists():
         return Check(
-            "torch.compile", None, f"{header} does not exist", "apt-get install python3-dev, to compile for the CPU"
+            "torch.compile",
+            None,
+            f"{header} does not exist",
+            "apt-get install python3-dev, to compile for the CPU",
         )
     return Check("torch.compile", True, "a C++ compiler and Python.h")
 
@@ -197,5 +227,9 @@ def report(as_json: bool) -> int:
     if as_json:
         print(json.dumps([check._asdict() for check in done], indent=2))
     else:
-        print("everything that is here works" if not failed else f"{failed} of {len(done)} checks failed")
+        print(
+            "everything that is here works"
+            if not failed
+            else f"{failed} of {len(done)} checks failed"
+        )
     return int(failed > 0)

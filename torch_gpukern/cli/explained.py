@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``gpukern explain``: the kernel instance that a call would run, its tiles, bytes and FLOPs, of a call that options describe.
+"""``gpukern explain``: the kernel instance that a call would run, its tiles, bytes and FLOPs, of a
+call that options describe.
 
-Each op of the command is an entry of `CALLS`: the options that say a call of it, and the arguments that they say. Every op of
-`torch_gpukern.EXPLAINED` has one; what its options leave out, a bias or sinks, `torch_gpukern.explain` knows by the call's arguments.
+Each op of the command is an entry of `CALLS`: the options that say a call of it, and the arguments
+that they say. Every op of `torch_gpukern.EXPLAINED` has one; what its options leave out, a bias or
+sinks, `torch_gpukern.explain` knows by the call's arguments.
 """
 
 import argparse
@@ -26,14 +28,16 @@ _WIDE = _SHORT | {"float32": torch.float32}
 _FP8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 _CODES = _FP8 | {"int8": torch.int8}
 _GRANULARITIES = ("tensor", "row", "1x128", "128x128", "1x32")
-_GROUPS = {"int4": 128, "uint4": 128, "int8": 128, "e4m3": 128, "mxfp4": 32, "nvfp4": 16}  # of a format, unless said
+# of a format, unless said
+_GROUPS = {"int4": 128, "uint4": 128, "int8": 128, "e4m3": 128, "mxfp4": 32, "nvfp4": 16}
 
 
 @dataclass(frozen=True)
 class Call:
-    """sizes: positional options, each a number; dtypes: those of --dtype, the default on a CPU first. add: further options. make: the
-    arguments of the op that all of them say, by position and by name. Explaining reads shapes and lengths, no other contents;
-    a call that is measured has normal values, or codes of 1. tiles: what the four numbers of a tile are.
+    """sizes: positional options, each a number; dtypes: those of --dtype, the default on a CPU
+    first. add: further options. make: the arguments of the op that all of them say, by position and
+    by name. Explaining reads shapes and lengths, no other contents; a call that is measured has
+    normal values, or codes of 1. tiles: what the four numbers of a tile are.
     """
 
     sizes: str
@@ -49,8 +53,11 @@ def _dense(args: argparse.Namespace, *shape: int) -> Tensor:
     return make(*shape, dtype=CALLS[args.op].dtypes[args.dtype], device=device_of(args.device))
 
 
-def _filled(args: argparse.Namespace, value: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of `value` where it is measured. What is only explained is not written: memory that nobody touches is not taken."""
+def _filled(
+    args: argparse.Namespace, value: int, *shape: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Of `value` where it is measured. What is only explained is not written: memory that nobody
+    touches is not taken."""
     x = torch.empty(shape, dtype=dtype, device=device_of(args.device))
     return x.fill_(value) if args.measure else x
 
@@ -64,14 +71,20 @@ def _codes(args: argparse.Namespace, *shape: int) -> Tensor:
 
 def _add_gemm(p: argparse.ArgumentParser) -> None:
     p.add_argument("--batch", type=whole(0), nargs="*", default=[], help="batch dimensions of a")
-    p.add_argument("--layout", choices=("NN", "NT", "TN", "TT"), default="NN", help="T: stored transposed")
+    p.add_argument(
+        "--layout", choices=("NN", "NT", "TN", "TT"), default="NN", help="T: stored transposed"
+    )
     p.add_argument("--bias", action="store_true")
     p.add_argument("--activation", choices=ACTIVATIONS, default="none")
 
 
 def _gemm(args: argparse.Namespace) -> tuple[list, dict]:
     m, n, k = args.m, args.n, args.k
-    a = _dense(args, *args.batch, k, m).mT if args.layout[0] == "T" else _dense(args, *args.batch, m, k)
+    a = (
+        _dense(args, *args.batch, k, m).mT
+        if args.layout[0] == "T"
+        else _dense(args, *args.batch, m, k)
+    )
     b = _dense(args, n, k).mT if args.layout[1] == "T" else _dense(args, k, n)
     return [a, b, _dense(args, args.n) if args.bias else None], {"activation": args.activation}
 
@@ -83,8 +96,12 @@ def _add_attention(p: argparse.ArgumentParser, paged: bool = False) -> None:
     p.add_argument("--batch", type=whole(0), default=1)
     p.add_argument("--heads", type=whole(0), default=8)
     p.add_argument("--heads-kv", type=whole(1), help="default: as --heads")
-    p.add_argument("--seq-q", type=whole(0), default=1 if paged else 1024, help="query tokens of each sequence")
-    p.add_argument("--seq-k", type=whole(0), default=1024 if paged else None, help="keys of each sequence")
+    p.add_argument(
+        "--seq-q", type=whole(0), default=1 if paged else 1024, help="query tokens of each sequence"
+    )
+    p.add_argument(
+        "--seq-k", type=whole(0), default=1024 if paged else None, help="keys of each sequence"
+    )
     p.add_argument("--head-dim", type=whole(1), default=64)
     p.add_argument("--causal", action=argparse.BooleanOptionalAction, default=paged)
     p.add_argument("--window-left", type=whole(-1), default=-1)
@@ -117,14 +134,18 @@ def _qkv_sizes(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
 
 
 def _flash(args: argparse.Namespace) -> tuple[list, dict]:
-    return [_dense(args, args.batch, heads, seq, args.head_dim) for heads, seq in _qkv_sizes(args)], _rules(args)
+    return [
+        _dense(args, args.batch, heads, seq, args.head_dim) for heads, seq in _qkv_sizes(args)
+    ], _rules(args)
 
 
 def _varlen(args: argparse.Namespace) -> tuple[list, dict]:
     sizes = _qkv_sizes(args)
     packed = [_dense(args, args.batch * seq, heads, args.head_dim) for heads, seq in sizes]
     longest = [seq for _, seq in sizes[:2]]
-    starts = [torch.arange(args.batch + 1, dtype=torch.int32, device=args.device) * seq for seq in longest]
+    starts = [
+        torch.arange(args.batch + 1, dtype=torch.int32, device=args.device) * seq for seq in longest
+    ]
     return [*packed, *starts, *longest], _rules(args)
 
 
@@ -142,7 +163,9 @@ def _flash_bwd(args: argparse.Namespace) -> tuple[list, dict]:
 
 def _granularities(text: str) -> str:
     if not all(part in _GRANULARITIES for part in text.split(",")) or text.count(",") > 1:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(_GRANULARITIES)}, or two of them, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be one of {', '.join(_GRANULARITIES)}, or two of them, got {text!r}"
+        )
     return text
 
 
@@ -158,7 +181,8 @@ def _add_scaled(p: argparse.ArgumentParser) -> None:
         type=_granularities,
         default="row",
         metavar="G[,G]",
-        help=f"{', '.join(_GRANULARITIES[:-1])} or {_GRANULARITIES[-1]}; two of them: of a and of b, as 1x128,128x128",
+        help=f"{', '.join(_GRANULARITIES[:-1])} or {_GRANULARITIES[-1]}; two of them: of a and of "
+        f"b, as 1x128,128x128",
     )
 
 
@@ -172,7 +196,11 @@ def _scaled(args: argparse.Namespace) -> tuple[list, dict]:
 
 def _add_weight(p: argparse.ArgumentParser) -> None:
     p.add_argument("--format", choices=_GROUPS, default="int4")
-    p.add_argument("--group", type=whole(1), help="columns that share a scale; default: 128, mxfp4 32, nvfp4 16")
+    p.add_argument(
+        "--group",
+        type=whole(1),
+        help="columns that share a scale; default: 128, mxfp4 32, nvfp4 16",
+    )
 
 
 def _weight(args: argparse.Namespace) -> tuple[list, dict]:
@@ -184,9 +212,17 @@ def _weight(args: argparse.Namespace) -> tuple[list, dict]:
 
 
 def _add_grouped(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--groups", type=whole(1), default=8, help="products; the M rows are dealt out evenly among them")
     p.add_argument(
-        "--scales", choices=("row", "block"), default="row", help="of 8-bit floats: block is 1x128 by 128x128"
+        "--groups",
+        type=whole(1),
+        default=8,
+        help="products; the M rows are dealt out evenly among them",
+    )
+    p.add_argument(
+        "--scales",
+        choices=("row", "block"),
+        default="row",
+        help="of 8-bit floats: block is 1x128 by 128x128",
     )
 
 
@@ -197,7 +233,10 @@ def _grouped(args: argparse.Namespace) -> tuple[list, dict]:
     if args.dtype not in _CODES:
         return [_dense(args, m, k), _dense(args, groups, n, k).mT, offs], {}
     of_a, of_b = ("row", "row") if args.scales == "row" else ("1x128", "128x128")
-    scale_a, scale_b = _scales(args, m, k, of_a), _scales(args, n, k, of_b).mT.expand(groups, -1, -1).contiguous()
+    scale_a, scale_b = (
+        _scales(args, m, k, of_a),
+        _scales(args, n, k, of_b).mT.expand(groups, -1, -1).contiguous(),
+    )
     return [_codes(args, m, k), _codes(args, groups, n, k).mT, offs, scale_a, scale_b], {}
 
 
@@ -241,7 +280,11 @@ def _add_dequantize(p: argparse.ArgumentParser) -> None:
 
 def _dequantize(args: argparse.Namespace) -> tuple[list, dict]:
     scale = _scales(args, args.m, args.n, args.granularity)
-    return [_codes(args, args.m, args.n), scale.view(()) if args.granularity == "tensor" else scale, _WIDE[args.to]], {}
+    return [
+        _codes(args, args.m, args.n),
+        scale.view(()) if args.granularity == "tensor" else scale,
+        _WIDE[args.to],
+    ], {}
 
 
 def _add_norm(p: argparse.ArgumentParser) -> None:
@@ -267,7 +310,10 @@ def _two(args: argparse.Namespace) -> tuple[list, dict]:
 
 
 def _cross_entropy(args: argparse.Namespace) -> tuple[list, dict]:
-    return [_dense(args, args.m, args.n), torch.zeros(args.m, dtype=torch.int64, device=device_of(args.device))], {}
+    return [
+        _dense(args, args.m, args.n),
+        torch.zeros(args.m, dtype=torch.int64, device=device_of(args.device)),
+    ], {}
 
 
 def _add_dropout(p: argparse.ArgumentParser) -> None:
@@ -298,7 +344,10 @@ def _add_heads(p: argparse.ArgumentParser) -> None:
 
 def _packed(args: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q and k of so many tokens, and the cosines and sines of their positions."""
-    q, k = (_dense(args, args.tokens, heads, args.head_dim) for heads in (args.heads, args.heads_kv or args.heads))
+    q, k = (
+        _dense(args, args.tokens, heads, args.head_dim)
+        for heads in (args.heads, args.heads_kv or args.heads)
+    )
     cos, sin = (_filled(args, x, args.tokens, args.head_dim // 2) for x in (1, 0))
     return q, k, cos, sin
 
@@ -316,7 +365,9 @@ def _rope_kv_write(args: argparse.Namespace) -> tuple[list, dict]:
     q, k, cos, sin = _packed(args)
     places = torch.arange(args.tokens, device=q.device)
     v, pages = _dense(args, *k.shape), -(-args.tokens // args.block_size)
-    caches = (_filled(args, 0, pages, args.block_size, *k.shape[1:], dtype=k.dtype) for _ in range(2))
+    caches = (
+        _filled(args, 0, pages, args.block_size, *k.shape[1:], dtype=k.dtype) for _ in range(2)
+    )
     return [q, k, v, cos, sin, places, *caches, places], {}
 
 
@@ -367,9 +418,13 @@ def _default_dtype(call: Call, gpu: bool) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    args.dtype = args.dtype or _default_dtype(CALLS[args.op], bool(args.arch) or not args.device.startswith("cpu"))
+    args.dtype = args.dtype or _default_dtype(
+        CALLS[args.op], bool(args.arch) or not args.device.startswith("cpu")
+    )
     if args.arch and (args.measure or args.device != "cpu"):
-        raise ValueError("--arch speaks of a GPU that need not be there: it takes neither --device nor --measure")
+        raise ValueError(
+            "--arch speaks of a GPU that need not be there: it takes neither --device nor --measure"
+        )
     with _in_memory():
         call, rules = CALLS[args.op].make(args)
     x = explain(args.op, *call, arch=args.arch, **rules)
@@ -381,8 +436,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(x if us is None else {**x, "measured_us": us}, indent=2))
         return 0
-    why = ops.cpu_isa_reason.default() if args.device == "cpu" and not args.arch and args.dtype == "bfloat16" else ""
-    tiles = "  ".join(f"{name} {size}" for name, size in zip(CALLS[args.op].tiles, x["tile"], strict=True) if size)
+    why = (
+        ops.cpu_isa_reason.default()
+        if args.device == "cpu" and not args.arch and args.dtype == "bfloat16"
+        else ""
+    )
+    tiles = "  ".join(
+        f"{name} {size}" for name, size in zip(CALLS[args.op].tiles, x["tile"], strict=True) if size
+    )
     rows = [
         ("row", x["row"] + (", preferred since it was tuned" if x["preferred"] else "")),
         ("instruction set", x["isa"] + (f" ({why})" if why else "")),
@@ -406,7 +467,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_arguments(commands: argparse._SubParsersAction) -> None:
-    named = commands.add_parser("explain", help="the kernel instance that a call would run, its tiles, bytes and FLOPs")
+    named = commands.add_parser(
+        "explain", help="the kernel instance that a call would run, its tiles, bytes and FLOPs"
+    )
     named = named.add_subparsers(dest="op", required=True)
     for op, call in CALLS.items():
         p = named.add_parser(op)
@@ -414,12 +477,20 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
         for name in call.sizes.split():
             p.add_argument(name, type=whole(0), metavar=name.upper())
         if not call.sizes:
-            p.set_defaults(instead="; sizes go by name: --batch 2 --heads 32 --seq-q 4096 --head-dim 128")
+            p.set_defaults(
+                instead="; sizes go by name: --batch 2 --heads 32 --seq-q 4096 --head-dim 128"
+            )
         on_cpu, on_gpu = _default_dtype(call, False), _default_dtype(call, True)
         default = on_cpu if on_cpu == on_gpu else f"{on_cpu}, on a GPU {on_gpu}"
         p.add_argument("--dtype", choices=call.dtypes, help=f"of a, q or x; default: {default}")
         p.add_argument("--device", default="cpu")
-        p.add_argument("--arch", choices=ARCHS, help="what a GPU of this architecture would run; needs none")
-        p.add_argument("--measure", action="store_true", help="run the call, too, and say how long it takes")
-        p.add_argument("--json", action="store_true", help="what torch_gpukern.explain returns, as JSON")
+        p.add_argument(
+            "--arch", choices=ARCHS, help="what a GPU of this architecture would run; needs none"
+        )
+        p.add_argument(
+            "--measure", action="store_true", help="run the call, too, and say how long it takes"
+        )
+        p.add_argument(
+            "--json", action="store_true", help="what torch_gpukern.explain returns, as JSON"
+        )
         call.add(p)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""python -m torch_gpukern occupancy: how many blocks of a kernel an SM holds, and what limits it. Needs no GPU.
+"""python -m torch_gpukern occupancy: how many blocks of a kernel an SM holds, and what limits it.
+Needs no GPU.
 
-Registers, static shared memory and the launch bound come from a compiled library (cuobjdump), or registers and shared memory from
-docs/resources.csv. Dynamic shared memory is chosen at launch and is in neither: give it with --shared.
+Registers, static shared memory and the launch bound come from a compiled library (cuobjdump), or
+registers and shared memory from docs/resources.csv. Dynamic shared memory is chosen at launch and
+is in neither: give it with --shared.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def _up(x: int, unit: int) -> int:
     return -(-x // unit) * unit
 
 
-def occupancy(registers: int, threads: int, shared_bytes: int = 0, arch: str = "sm_90") -> Occupancy:
+def occupancy(
+    registers: int, threads: int, shared_bytes: int = 0, arch: str = "sm_90"
+) -> Occupancy:
     """Blocks of `threads` threads that one SM holds at once.
 
     Args:
@@ -114,7 +118,10 @@ def read_csv(path: Path) -> list[Kernel]:
         rows = list(csv.DictReader(lines))
     if not rows or not {"kernel", "arch", "registers", "shared_bytes"} <= rows[0].keys():
         raise ValueError(f"{path}: expected the columns kernel, arch, registers, shared_bytes")
-    return [Kernel(r["kernel"], r["arch"], int(r["registers"]), _static(int(r["shared_bytes"])), None) for r in rows]
+    return [
+        Kernel(r["kernel"], r["arch"], int(r["registers"]), _static(int(r["shared_bytes"])), None)
+        for r in rows
+    ]
 
 
 def program(name: str) -> str:
@@ -127,7 +134,9 @@ def program(name: str) -> str:
 
 def _dump(path: Path, *options: str) -> Iterator[str]:
     command = [program("cuobjdump"), *options, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as running:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as running:
         yield from running.stdout or ()
     if running.returncode:
         raise RuntimeError(f"cuobjdump cannot read {path}")
@@ -162,14 +171,21 @@ def parse_bounds(lines: Iterator[str]) -> dict[str, int]:
 
 def read_library(path: Path, default_arch: str) -> list[Kernel]:
     """The kernels of a compiled library, object or cubin; a cubin does not say its architecture."""
-    usage, bounds = parse_usage(_dump(path, "--dump-resource-usage")), parse_bounds(_dump(path, "-elf"))
+    usage, bounds = (
+        parse_usage(_dump(path, "--dump-resource-usage")),
+        parse_bounds(_dump(path, "-elf")),
+    )
     mangled = [name for _, name in usage]
     names = mangled
     if mangled and shutil.which("c++filt"):
-        done = subprocess.run(["c++filt", "-p"], input="\n".join(mangled), capture_output=True, text=True)
+        done = subprocess.run(
+            ["c++filt", "-p"], input="\n".join(mangled), capture_output=True, text=True
+        )
         names = [name.replace("(anonymous namespace)::", "") for name in done.stdout.splitlines()]
     kernels = [
-        Kernel(name, arch or default_arch, registers, _static(shared), bounds.get(function), function)
+        Kernel(
+            name, arch or default_arch, registers, _static(shared), bounds.get(function), function
+        )
         for name, ((arch, function), (registers, shared)) in zip(names, usage.items())
     ]
     if not kernels:
@@ -181,13 +197,21 @@ TABLE = Path(__file__).resolve().parents[2] / "docs" / "resources.csv"
 
 
 def add_arguments(commands: argparse._SubParsersAction) -> None:
-    p = commands.add_parser("occupancy", help="blocks of each kernel that an SM holds, and what limits them")
+    p = commands.add_parser(
+        "occupancy", help="blocks of each kernel that an SM holds, and what limits them"
+    )
     p.set_defaults(run=run)
     p.add_argument("pattern", nargs="?", default="", help="part of the kernels' names")
-    p.add_argument("--from", dest="source", type=Path, metavar="FILE", help="a library, object, cubin or .csv")
-    p.add_argument("--threads", type=int, metavar="N", help="of a block; default: the kernel's launch bound")
+    p.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE", help="a library, object, cubin or .csv"
+    )
+    p.add_argument(
+        "--threads", type=int, metavar="N", help="of a block; default: the kernel's launch bound"
+    )
     p.add_argument("--registers", type=int, metavar="N", help="instead of a kernel: of a thread")
-    p.add_argument("--shared", type=int, default=0, metavar="BYTES", help="dynamic shared memory of a block")
+    p.add_argument(
+        "--shared", type=int, default=0, metavar="BYTES", help="dynamic shared memory of a block"
+    )
     p.add_argument("--arch", default="sm_90", choices=SMS, help="where the file does not say")
 
 
@@ -200,7 +224,8 @@ def _kernels(args: argparse.Namespace) -> list[Kernel]:
     if not source.exists():
         if args.source is None:
             raise ValueError(
-                "the table of all kernels is docs/resources.csv of a checkout, which an installed package has not: name a library or "
+                "the table of all kernels is docs/resources.csv of a checkout, which an installed "
+                "package has not: name a library or "
                 "table with --from, or a kernel by --registers and --threads"
             )
         raise ValueError(f"{source} does not exist; name a library or table with --from")
@@ -214,7 +239,9 @@ def _kernels(args: argparse.Namespace) -> list[Kernel]:
 
 
 def run(args: argparse.Namespace) -> int:
-    rows = [("kernel", "arch", "threads", "registers", "shared", "blocks/SM", "warps", "limited by")]
+    rows = [
+        ("kernel", "arch", "threads", "registers", "shared", "blocks/SM", "warps", "limited by")
+    ]
     for kernel in _kernels(args):
         threads = kernel.threads if args.threads is None else args.threads
         shared = kernel.shared_bytes + args.shared
@@ -226,6 +253,9 @@ def run(args: argparse.Namespace) -> int:
         rows.append((*row, str(o.blocks), f"{o.warps} of {o.of_warps}", o.limiter))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
-        cells = [cell.ljust(w) if i in (0, 7) else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        cells = [
+            cell.ljust(w) if i in (0, 7) else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths))
+        ]
         print("  ".join(cells).rstrip())
     return 0

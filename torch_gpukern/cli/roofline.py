@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""python -m torch_gpukern roofline: saved benchmark rows under the ceilings of their machine, as PNG and HTML.
+"""python -m torch_gpukern roofline: saved benchmark rows under the ceilings of their machine, as
+PNG and HTML.
 
-A row stands at its FLOPs per byte and its rate. The ceilings are those measured in the same run and, where the machine is known,
-the nominal ones. FLOPs per byte count what an op must move at least: inputs read once, outputs written once. They follow from
-    the row's own percent of the roofline, where bandwidth bounds it (that percent then tells its bytes);
-    else its shape: gemm by M, N, K; attention by its sequence length, as many heads of keys as of queries.
+A row stands at its FLOPs per byte and its rate. The ceilings are those measured in the same run
+and, where the machine is known, the nominal ones. FLOPs per byte count what an op must move at
+least: inputs read once, outputs written once. They follow from
+    the row's own percent of the roofline, where bandwidth bounds it (that percent then tells its
+    bytes);
+    else its shape: gemm by M, N, K; attention by its sequence length, as many heads of keys as of
+    queries.
 Rows of which neither holds are counted, not drawn.
 """
 
@@ -24,13 +28,27 @@ from .terminal import table
 # Nominal, dense: TFLOP/s and GB/s of the vendor's data sheet.
 NOMINAL = {
     "NVIDIA H200": {"bf16": 989.4, "f16": 989.4, "tf32": 494.7, "f32": 66.9, "read": 4800.0},
-    "NVIDIA H100 80GB HBM3": {"bf16": 989.4, "f16": 989.4, "tf32": 494.7, "f32": 66.9, "read": 3350.0},
-    "NVIDIA A100-SXM4-80GB": {"bf16": 312.0, "f16": 312.0, "tf32": 156.0, "f32": 19.5, "read": 2039.0},
+    "NVIDIA H100 80GB HBM3": {
+        "bf16": 989.4,
+        "f16": 989.4,
+        "tf32": 494.7,
+        "f32": 66.9,
+        "read": 3350.0,
+    },
+    "NVIDIA A100-SXM4-80GB": {
+        "bf16": 312.0,
+        "f16": 312.0,
+        "tf32": 156.0,
+        "f32": 19.5,
+        "read": 2039.0,
+    },
 }
-# The clock that those stand for, in GHz: what turns counted cycles into a rate that compares with them.
+# The clock that those stand for, in GHz: what turns counted cycles into a rate that compares with
+# them.
 GHZ = {"NVIDIA H200": 1.83, "NVIDIA H100 80GB HBM3": 1.83, "NVIDIA A100-SXM4-80GB": 1.41}
-# What a kernel takes however little it does: its begin and end in a graph (1.1 us), and one way to memory and back (0.9 us,
-# busy), of an H200 and an H100: learn/patterns.md, graph and occupancy. A call that its ceilings allow less is bound by latency.
+# What a kernel takes however little it does: its begin and end in a graph (1.1 us), and one way to
+# memory and back (0.9 us, busy), of an H200 and an H100: learn/patterns.md, graph and occupancy. A
+# call that its ceilings allow less is bound by latency.
 LATENCY_US = 2.0
 ELEM_BYTES = {"f32": 4, "tf32": 4, "bf16": 2, "f16": 2}
 COLORS = {
@@ -47,7 +65,8 @@ _ATTENTION = re.compile(r"(forward|backward) (full|causal)\b.*")
 
 @dataclass(frozen=True)
 class Point:
-    """One row: FLOPs per byte, GFLOP/s, the percent of its roofline, and what bounds it: "memory", "compute" or "latency"."""
+    """One row: FLOPs per byte, GFLOP/s, the percent of its roofline, and what bounds it: "memory",
+    "compute" or "latency"."""
 
     bench: str
     name: str
@@ -70,14 +89,17 @@ def _of_shape(bench: str, row: dict) -> float | None:
     kind, length = _ATTENTION.fullmatch(row["group"]), re.search(r"\bS(\d+)\b", row["label"])
     if bench == "flash_attn" and kind and length:
         products, tensors = (2, 4) if kind[1] == "forward" else (5, 8)
-        return products * 2.0 * int(length[1]) / (tensors * size) / (2 if kind[2] == "causal" else 1)
+        return (
+            products * 2.0 * int(length[1]) / (tensors * size) / (2 if kind[2] == "causal" else 1)
+        )
     return None
 
 
 def point_of(bench: str, row: dict, peaks: dict, latency_us: float = 0.0) -> Point | None:
     """Where a saved row stands; None where the file does not say.
 
-    latency_us: what a call takes however little it does; one that the ceilings allow less time than that is bound by latency.
+    latency_us: what a call takes however little it does; one that the ceilings allow less time than
+    that is bound by latency.
     """
     percent, us = row.get("roofline_percent"), row["us"]
     if not percent or row["dtype"] not in peaks or row["dtype"] not in ELEM_BYTES:
@@ -86,7 +108,8 @@ def point_of(bench: str, row: dict, peaks: dict, latency_us: float = 0.0) -> Poi
     ridge = peaks[row["dtype"]] / peaks["read"]
     if row["unit"] == "GFLOP/s":
         gflops = row["rate"]
-        if percent > 101 * gflops / peaks[row["dtype"]]:  # more than its share of the FLOPs: bandwidth is the bound
+        # more than its share of the FLOPs: bandwidth is the bound
+        if percent > 101 * gflops / peaks[row["dtype"]]:
             intensity = gflops / (percent / 100 * peaks["read"])
         elif of_shape is None:
             return None
@@ -109,7 +132,11 @@ def read_points(path: Path, benches: list[str] | None = None) -> tuple[str, dict
         saved = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path}: no JSON of benchmarks/results/: {error}") from None
-    if not isinstance(saved, dict) or not isinstance(saved.get("benches"), dict) or "device" not in saved:
+    if (
+        not isinstance(saved, dict)
+        or not isinstance(saved.get("benches"), dict)
+        or "device" not in saved
+    ):
         raise ValueError(f"{path}: no benchmark results; expected the keys benches and device")
     peaks: dict[str, float] = {}
     points, without = [], 0
@@ -117,29 +144,46 @@ def read_points(path: Path, benches: list[str] | None = None) -> tuple[str, dict
     for bench, run_ in saved["benches"].items():
         if benches and bench not in benches:
             continue
-        if not isinstance(run_, dict) or not isinstance(run_.get("peaks"), dict) or not isinstance(run_.get("rows"), list):
-            raise ValueError(f"{path}: {bench} has no benchmark results; expected the keys peaks and rows")
-        mine = {name: peak for name, peak in run_["peaks"].items() if isinstance(peak, (int, float))}
+        if (
+            not isinstance(run_, dict)
+            or not isinstance(run_.get("peaks"), dict)
+            or not isinstance(run_.get("rows"), list)
+        ):
+            raise ValueError(
+                f"{path}: {bench} has no benchmark results; expected the keys peaks and rows"
+            )
+        mine = {
+            name: peak for name, peak in run_["peaks"].items() if isinstance(peak, (int, float))
+        }
         peaks.update({name: max(peaks.get(name, 0.0), peak) for name, peak in mine.items()})
         for row in run_["rows"]:
             if lacking := _KEYS - row.keys():
-                raise ValueError(f"{path}: a row of {bench} has no {', '.join(sorted(lacking))}; expected rows of benchmarks/results/")
+                raise ValueError(
+                    f"{path}: a row of {bench} has no {', '.join(sorted(lacking))}; expected rows "
+                    f"of benchmarks/results/"
+                )
             point = point_of(bench, row, mine, latency_us)
             if point:
                 points.append(point)
             without += point is None
     if not points:
-        raise ValueError(f"{path}: no row of {', '.join(benches or saved['benches'])} can be placed")
+        raise ValueError(
+            f"{path}: no row of {', '.join(benches or saved['benches'])} can be placed"
+        )
     return saved["device"], peaks, points, without
 
 
-def _ceilings(device: str, peaks: dict, points: list[Point]) -> list[tuple[str, float, float, bool]]:
+def _ceilings(
+    device: str, peaks: dict, points: list[Point]
+) -> list[tuple[str, float, float, bool]]:
     """(name, GFLOP/s, GB/s, whether measured) of each dtype that occurs."""
     found: list[tuple[str, float, float, bool]] = []
     dtypes = sorted({p.dtype for p in points})
     kinds = [(True, {d: peaks[d] for d in dtypes}, peaks["read"])] if peaks else []
     if device in NOMINAL:
-        kinds.append((False, {d: NOMINAL[device][d] * 1e3 for d in dtypes}, NOMINAL[device]["read"]))
+        kinds.append(
+            (False, {d: NOMINAL[device][d] * 1e3 for d in dtypes}, NOMINAL[device]["read"])
+        )
     for measured, flops, bandwidth in kinds:
         for name in dtypes:  # those within 5 % are one line, at the higher
             group = [d for d in dtypes if abs(flops[d] / flops[name] - 1) < 0.05]
@@ -155,7 +199,9 @@ def draw(device: str, peaks: dict, points: list[Point], path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RuntimeError("roofline: matplotlib is not installed; pip install matplotlib") from error
+        raise RuntimeError(
+            "roofline: matplotlib is not installed; pip install matplotlib"
+        ) from error
     figure = Figure(figsize=(9, 6), dpi=110)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -163,12 +209,20 @@ def draw(device: str, peaks: dict, points: list[Point], path: Path) -> None:
     for name, flops, bandwidth, measured in _ceilings(device, peaks, points):
         xs = sorted({low, min(max(flops / bandwidth, low), high), high})
         ys = [min(flops, x * bandwidth) for x in xs]
-        axes.plot(xs, ys, "-" if measured else "--", color="#444444" if measured else "#aaaaaa", linewidth=1)
+        axes.plot(
+            xs,
+            ys,
+            "-" if measured else "--",
+            color="#444444" if measured else "#aaaaaa",
+            linewidth=1,
+        )
         axes.annotate(name, (high, ys[-1]), fontsize=7, ha="right", va="bottom")
     for bench in dict.fromkeys(p.bench for p in points):
         mine = [p for p in points if p.bench == bench]
         color = COLORS.get(bench, "#7f7f7f")
-        axes.scatter([p.intensity for p in mine], [p.gflops for p in mine], s=14, color=color, label=bench)
+        axes.scatter(
+            [p.intensity for p in mine], [p.gflops for p in mine], s=14, color=color, label=bench
+        )
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("FLOPs per byte that must move")
@@ -180,7 +234,8 @@ def draw(device: str, peaks: dict, points: list[Point], path: Path) -> None:
 
 
 def html(device: str, peaks: dict, points: list[Point], without: int, source: str) -> str:
-    """A page without scripts or links: the chart as SVG (a row's name under the pointer) and the table, worst row first."""
+    """A page without scripts or links: the chart as SVG (a row's name under the pointer) and the
+    table, worst row first."""
     from math import log10
 
     width, height, margin = 900, 560, 60
@@ -197,54 +252,82 @@ def html(device: str, peaks: dict, points: list[Point], without: int, source: st
     shapes = []
     for x, labelled in decades(10**x0, 10**x1):
         to = at(x, 10**y0).split(",")[0]
-        shapes.append(f'<line x1="{to}" x2="{to}" y1="{top}" y2="{floor}" stroke="{"#ccc" if labelled else "#eee"}"/>')
-        shapes.append(f'<text x="{to}" y="{floor + 16}" font-size="11" text-anchor="middle">{short(x)}</text>')
+        shapes.append(
+            f'<line x1="{to}" x2="{to}" y1="{top}" y2="{floor}" '
+            f'stroke="{"#ccc" if labelled else "#eee"}"/>'
+        )
+        shapes.append(
+            f'<text x="{to}" y="{floor + 16}" font-size="11" text-anchor="middle">{short(x)}</text>'
+        )
     for y, labelled in decades(10**y0, 10**y1):
         to = at(10**x0, y).split(",")[1]
-        shapes.append(f'<line x1="{left}" x2="{right}" y1="{to}" y2="{to}" stroke="{"#ccc" if labelled else "#eee"}"/>')
+        shapes.append(
+            f'<line x1="{left}" x2="{right}" y1="{to}" y2="{to}" '
+            f'stroke="{"#ccc" if labelled else "#eee"}"/>'
+        )
         if labelled:
             shapes.append(
-                f'<text x="{left - 6}" y="{float(to) + 4:.1f}" font-size="11" text-anchor="end">{short(y)}</text>'
+                f'<text x="{left - 6}" y="{float(to) + 4:.1f}" font-size="11" '
+                f'text-anchor="end">{short(y)}</text>'
             )
     shapes.append(f'<path d="M{left},{top}V{floor}H{right}" fill="none" stroke="#444"/>')
     across, up = "FLOPs per byte that must move", "GFLOP/s"
-    shapes.append(f'<text x="{width // 2}" y="{height - 18}" font-size="12" text-anchor="middle">{across}</text>')
+    shapes.append(
+        f'<text x="{width // 2}" y="{height - 18}" font-size="12" '
+        f'text-anchor="middle">{across}</text>'
+    )
     middle = height // 2
     shapes.append(
-        f'<text x="12" y="{middle}" font-size="12" text-anchor="middle" transform="rotate(-90 12 {middle})">{up}</text>'
+        f'<text x="12" y="{middle}" font-size="12" text-anchor="middle" transform="rotate(-90 12 '
+        f'{middle})">{up}</text>'
     )
     for i, bench in enumerate(dict.fromkeys(p.bench for p in points)):
         box = f'x="{left + 10}" y="{top + 8 + 16 * i}" width="9" height="9"'
         shapes.append(f'<rect {box} fill="{COLORS.get(bench, "#7f7f7f")}"/>')
-        shapes.append(f'<text x="{left + 24}" y="{top + 16 + 16 * i}" font-size="11">{escape(bench)}</text>')
+        shapes.append(
+            f'<text x="{left + 24}" y="{top + 16 + 16 * i}" font-size="11">{escape(bench)}</text>'
+        )
     for name, flops, bandwidth, measured in ceilings:
         ridge = min(max(log10(flops / bandwidth), x0), x1)
         line = " ".join(at(10**x, min(flops, 10**x * bandwidth)) for x in (x0, ridge, x1))
         dash = "" if measured else ' stroke-dasharray="4"'
         shapes.append(
-            f'<polyline points="{line}" fill="none" stroke="#444"{dash}><title>{escape(name)}</title></polyline>'
+            f'<polyline points="{line}" fill="none" '
+            f'stroke="#444"{dash}><title>{escape(name)}</title></polyline>'
         )
         x, y = at(10**x1, min(flops, 10**x1 * bandwidth)).split(",")
-        shapes.append(f'<text x="{x}" y="{float(y) - 3:.1f}" font-size="10" text-anchor="end">{escape(name)}</text>')
+        shapes.append(
+            f'<text x="{x}" y="{float(y) - 3:.1f}" font-size="10" '
+            f'text-anchor="end">{escape(name)}</text>'
+        )
     for p in points:
         x, y = at(p.intensity, p.gflops).split(",")
-        text = escape(f"{p.bench}, {p.name}: {p.gflops:,.0f} GFLOP/s, {p.percent:.0f} % of its roofline")
+        text = escape(
+            f"{p.bench}, {p.name}: {p.gflops:,.0f} GFLOP/s, {p.percent:.0f} % of its roofline"
+        )
         color = COLORS.get(p.bench, "#7f7f7f")
-        shapes.append(f'<circle cx="{x}" cy="{y}" r="3.5" fill="{color}"><title>{text}</title></circle>')
+        shapes.append(
+            f'<circle cx="{x}" cy="{y}" r="3.5" fill="{color}"><title>{text}</title></circle>'
+        )
     rows = "".join(
         f"<tr><td>{escape(p.bench)}</td><td>{escape(p.name)}</td><td>{p.dtype}</td><td>{p.intensity:,.1f}</td>"
         f"<td>{p.gflops:,.0f}</td><td>{p.percent:.1f}</td><td>{p.bound}</td></tr>\n"
         for p in sorted(points, key=lambda p: p.percent)
     )
     heads = "".join(
-        f"<th>{h}</th>" for h in ("bench", "row", "dtype", "FLOPs/byte", "GFLOP/s", "% of roofline", "bound")
+        f"<th>{h}</th>"
+        for h in ("bench", "row", "dtype", "FLOPs/byte", "GFLOP/s", "% of roofline", "bound")
     )
     return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>Roofline of {escape(device)}</title>\n'
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>Roofline of '
+        f"{escape(device)}</title>\n"
         "<style>body{font-family:sans-serif}td,th{padding:1px 8px;text-align:right}</style>\n"
-        f"<h1>{escape(device)}</h1>\n<p>{len(points)} rows of {escape(source)}; {without} more have no FLOPs per byte there. "
-        f"Solid ceilings were measured in the same run, dashed ones are nominal. Across: FLOPs per byte; up: GFLOP/s.</p>\n"
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" font-family="sans-serif">\n'
+        f"<h1>{escape(device)}</h1>\n<p>{len(points)} rows of {escape(source)}; {without} more "
+        f"have no FLOPs per byte there. "
+        f"Solid ceilings were measured in the same run, dashed ones are nominal. Across: FLOPs "
+        f"per byte; up: GFLOP/s.</p>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'font-family="sans-serif">\n'
         + "\n".join(shapes)
         + f"\n</svg>\n<table>\n<tr>{heads}</tr>\n{rows}</table>\n</html>\n"
     )
@@ -260,40 +343,54 @@ def _counted_bound(flops: float, read_bytes: float, device: str) -> str:
 
 
 def counted(path: Path, flops: float, what: str = "") -> list[tuple[str, ...]]:
-    """Rows of text: FLOPs per byte that L2 and memory really moved, by ncu's counters of a table as learn/counters.csv is.
+    """Rows of text: FLOPs per byte that L2 and memory really moved, by ncu's counters of a table as
+    learn/counters.csv is.
 
-    flops: of one launch of each row whose name has `what` in it. Bytes that are written are in neither counter. What bounds: the lower of both intensities beside the device's ridge.
+    flops: of one launch of each row whose name has `what` in it. Bytes that are written are in
+    neither counter. What bounds: the lower of both intensities beside the device's ridge.
     """
     with path.open() as lines:
         rows = list(csv.DictReader(lines))
     needed = {"device", "what", "lts__t_sectors_srcunit_tex.sum", "dram__bytes_read.sum"}
     if not rows or not needed <= rows[0].keys():
         raise ValueError(f"{path}: expected the columns {', '.join(sorted(needed))}")
-    found = [("what", "FLOPs/byte of L2", "of memory", "ridge of memory", "if nothing else bounds it")]
+    found = [
+        ("what", "FLOPs/byte of L2", "of memory", "ridge of memory", "if nothing else bounds it")
+    ]
     for row in rows:
         l2, memory = (
             unit * float(row[column] or 0)
-            for column, unit in (("lts__t_sectors_srcunit_tex.sum", 32), ("dram__bytes_read.sum", 1))
+            for column, unit in (
+                ("lts__t_sectors_srcunit_tex.sum", 32),
+                ("dram__bytes_read.sum", 1),
+            )
         )
         nominal = NOMINAL.get(row["device"])
         if what not in row["what"] or not l2 or not memory or not nominal:
             continue
         ridge = nominal["bf16"] * 1e3 / nominal["read"]
         bound = _counted_bound(flops, memory, row["device"])
-        found.append((row["what"], f"{flops / l2:.1f}", f"{flops / memory:.1f}", f"{ridge:.0f}", bound))
+        found.append(
+            (row["what"], f"{flops / l2:.1f}", f"{flops / memory:.1f}", f"{ridge:.0f}", bound)
+        )
     if len(found) == 1:
-        raise ValueError(f"{path}: no row '{what}' has both counters, of a device with a nominal rate")
+        raise ValueError(
+            f"{path}: no row '{what}' has both counters, of a device with a nominal rate"
+        )
     return found
 
 
 def counted_points(path: Path, flops: float, what: str = "") -> tuple[str, list[Point]]:
-    """(device, two points a row: over FLOPs per byte of L2, and of memory). The rate is that of the counted cycles at GHZ.
+    """(device, two points a row: over FLOPs per byte of L2, and of memory). The rate is that of the
+    counted cycles at GHZ.
 
     Of the first device that has a nominal rate; rows of others have other ceilings.
     """
     cycles = "sm__cycles_elapsed.max"
     with path.open() as lines:
-        rows = [row for row in csv.DictReader(lines) if what in row["what"] and row["device"] in GHZ]
+        rows = [
+            row for row in csv.DictReader(lines) if what in row["what"] and row["device"] in GHZ
+        ]
     rows = [row for row in rows if float(row.get(cycles) or 0)]
     if not rows:
         raise ValueError(f"{path}: no row '{what}' has {cycles}, of a device with a nominal rate")
@@ -303,12 +400,17 @@ def counted_points(path: Path, flops: float, what: str = "") -> tuple[str, list[
         if row["device"] != device:  # it has a roofline of its own
             continue
         gflops = flops / (float(row[cycles]) / GHZ[device])
-        for name, column, unit in (("L2", "lts__t_sectors_srcunit_tex.sum", 32), ("memory", "dram__bytes_read.sum", 1)):
+        for name, column, unit in (
+            ("L2", "lts__t_sectors_srcunit_tex.sum", 32),
+            ("memory", "dram__bytes_read.sum", 1),
+        ):
             if moved := unit * float(row[column] or 0):
                 ceiling = min(peak, flops / moved * read) if name == "memory" else peak
                 bound = _counted_bound(flops, moved if name == "memory" else 0, device)
                 percent = 100 * gflops / ceiling
-                points.append(Point(name, row["what"], "bf16", flops / moved, gflops, percent, bound))
+                points.append(
+                    Point(name, row["what"], "bf16", flops / moved, gflops, percent, bound)
+                )
     return device, points
 
 
@@ -323,21 +425,32 @@ _positive.__name__ = "float"  # which argparse names where float() fails
 
 
 def add_arguments(commands: argparse._SubParsersAction) -> None:
-    p = commands.add_parser("roofline", help="saved benchmark rows under measured and nominal ceilings")
+    p = commands.add_parser(
+        "roofline", help="saved benchmark rows under measured and nominal ceilings"
+    )
     p.set_defaults(run=run)
     p.add_argument("results", type=Path, nargs="?", help="a file of benchmarks/results/")
     p.add_argument(
-        "--counters", type=Path, metavar="CSV", help="instead: intensity by ncu's counters, as learn/counters.csv"
+        "--counters",
+        type=Path,
+        metavar="CSV",
+        help="instead: intensity by ncu's counters, as learn/counters.csv",
     )
     p.add_argument("--flops", type=_positive, metavar="N", help="of one launch, with --counters")
     p.add_argument("--what", default="", metavar="TEXT", help="of these rows of --counters only")
-    p.add_argument("--bench", nargs="+", help="of these benchmarks only: gemm, flash_attn, paged_attn, model")
+    p.add_argument(
+        "--bench", nargs="+", help="of these benchmarks only: gemm, flash_attn, paged_attn, model"
+    )
     p.add_argument("--png", type=Path, metavar="FILE", help="needs matplotlib")
-    p.add_argument("--html", type=Path, metavar="FILE", help="a page with the rows' names and a table")
+    p.add_argument(
+        "--html", type=Path, metavar="FILE", help="a page with the rows' names and a table"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    if (args.results is None) == (args.counters is None) or (args.counters is None) != (args.flops is None):
+    if (args.results is None) == (args.counters is None) or (args.counters is None) != (
+        args.flops is None
+    ):
         raise ValueError("roofline: give a file of results, or --counters with --flops")
     if args.counters:
         print(table(counted(args.counters, args.flops, args.what)))
@@ -353,7 +466,10 @@ def run(args: argparse.Namespace) -> int:
     bounds = f"{memory} bound by memory" + (f", {latency} by latency" if latency else "")
     print(f"{device}: {len(points)} rows, {bounds}; {without} without FLOPs per byte in the file")
     for p in sorted(points, key=lambda p: p.percent)[:5]:
-        print(f"  {p.percent:5.1f} % of its roofline  {p.bench}: {p.name}, {p.intensity:.3g} FLOPs/byte, {p.bound}")
+        print(
+            f"  {p.percent:5.1f} % of its roofline  {p.bench}: {p.name}, {p.intensity:.3g} "
+            f"FLOPs/byte, {p.bound}"
+        )
     if args.png:
         draw(device, peaks, points, args.png)
     if args.html:

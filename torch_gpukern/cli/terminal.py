@@ -27,7 +27,9 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Rows of text, columns aligned: the first to the left, the rest to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    )
 
 
 def fields(rows: Sequence[tuple[str, object]]) -> str:
@@ -46,7 +48,9 @@ def device_of(text: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {text}, and torch {torch.__version__} finds no CUDA device")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device is {text}; there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+        raise ValueError(
+            f"device is {text}; there are {torch.cuda.device_count()} CUDA devices, counted from 0"
+        )
     return device
 
 
@@ -64,7 +68,9 @@ def progress(items: Iterable, what: str, unit: str) -> Iterator:
         yield item
 
 
-def _counted(items: Iterable, what: str, unit: str, name: Callable[[object], str]) -> Iterator[tuple]:
+def _counted(
+    items: Iterable, what: str, unit: str, name: Callable[[object], str]
+) -> Iterator[tuple]:
     try:
         from tqdm import tqdm
     except ImportError:

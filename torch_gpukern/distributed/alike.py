@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients that every rank has alike, in second derivatives: a rank uses such a gradient for its own part alone, so that what is
-differentiated by it again is the sum over ranks.
+"""Gradients that every rank has alike, in second derivatives: a rank uses such a gradient for its
+own part alone, so that what is differentiated by it again is the sum over ranks.
 """
 
 import torch

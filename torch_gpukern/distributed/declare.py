@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""declare: what an op of several ranks registers: its kernel, fake function, gradients and autocast rule."""
+"""declare: what an op of several ranks registers: its kernel, fake function, gradients and autocast
+rule."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -21,7 +22,8 @@ def declare(
     keep: Callable | None = None,
     autocast: Sequence[str] | Callable = (),
 ) -> None:
-    """An op of several ranks, on both devices. Without `differentiate` its backward is refused by name.
+    """An op of several ranks, on both devices. Without `differentiate` its backward is refused by
+    name.
 
     autocast: as for `define_op`. Below it, and in backward, nothing is cast.
     """

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""estimate: a model of a training step's time over many GPUs, for a first look before any is rented.
+"""estimate: a model of a training step's time over many GPUs, for a first look before any is
+rented.
 
-A step's time is that of its FLOPs on one GPU's share plus what of its communication the FLOPs cannot hide. Bytes are those of the
-algorithms: a ring's all-gather or reduce-scatter of n bytes over W ranks moves n (W - 1) / W a rank, an all-reduce twice that.
+A step's time is that of its FLOPs on one GPU's share plus what of its communication the FLOPs
+cannot hide. Bytes are those of the algorithms: a ring's all-gather or reduce-scatter of n bytes
+over W ranks moves n (W - 1) / W a rank, an all-reduce twice that.
 """
 
 import dataclasses
@@ -12,7 +14,8 @@ __all__ = ["Estimate", "Machine", "estimate"]
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a model of time has to know of a cluster; the defaults are those of 8 H100 a node, without NVLink multicast.
+    """What a model of time has to know of a cluster; the defaults are those of 8 H100 a node,
+    without NVLink multicast.
 
     Attributes:
         tflops: TFLOP/s that a GPU keeps up in large 16-bit products.
@@ -20,8 +23,9 @@ class Machine:
         link_gbs: GB/s a direction that a GPU has to the others of its node.
         net_gbs: GB/s a direction that a GPU has to other nodes.
         node: GPUs a node.
-        latency_us: what a layer's attention over ranks takes beside FLOPs and bytes, forward and backward together: host time of
-            its calls, copies inside a GPU and waiting for each other. 900 in eager Python on two H200.
+        latency_us: what a layer's attention over ranks takes beside FLOPs and bytes, forward and
+            backward together: host time of its calls, copies inside a GPU and waiting for each
+            other. 900 in eager Python on two H200.
     """
 
     tflops: float = 680.0
@@ -34,7 +38,8 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Times in milliseconds, bytes a GPU; `step_ms` is their sum, `efficiency` the share of it in which FLOPs are done."""
+    """Times in milliseconds, bytes a GPU; `step_ms` is their sum, `efficiency` the share of it in
+    which FLOPs are done."""
 
     gpus: int
     products_ms: float
@@ -48,7 +53,9 @@ class Estimate:
 
     @property
     def step_ms(self) -> float:
-        return self.products_ms + self.attention_ms + self.context_ms + self.tensor_ms + self.data_ms
+        return (
+            self.products_ms + self.attention_ms + self.context_ms + self.tensor_ms + self.data_ms
+        )
 
     @property
     def efficiency(self) -> float:
@@ -76,15 +83,16 @@ def estimate(
     """The time of one training step (forward and backward) of a dense transformer with gated MLPs.
 
     Args:
-        layers, hidden, intermediate, heads_q, heads_kv, head_dim: the model; embeddings and the loss are left out.
-        seq_len: tokens of a sequence.
+        layers, hidden, intermediate, heads_q, heads_kv, head_dim: the model; embeddings and the
+        loss are left out. seq_len: tokens of a sequence.
         sequences: sequences of a step, over all GPUs.
-        data, tensor, context: ranks of data, tensor and context parallelism; the GPUs are their product. Tensor ranks lie
-            innermost, then context, then data: a form whose ranks do not fit into a node goes by the network.
+        data, tensor, context: ranks of data, tensor and context parallelism; the GPUs are their
+            product. Tensor ranks lie innermost, then context, then data: a form whose ranks do not
+            fit into a node goes by the network.
         is_causal: whether half of the pairs of query and key fall away.
         bytes_each: bytes of an activation, of K and V, and of a gradient that is sent.
-        hidden_share: the most of communication that FLOPs can hide beside it, where there are enough of them.
-        machine: what the GPUs and links do.
+        hidden_share: the most of communication that FLOPs can hide beside it, where there are
+        enough of them. machine: what the GPUs and links do.
 
     Returns:
         An `Estimate`. It assumes equal shares, no bubble, no time for norms and the optimizer.
@@ -93,9 +101,19 @@ def estimate(
         ValueError: a count below 1, or a hidden_share outside 0 to 1.
     """
     counts = dict(
-        layers=layers, hidden=hidden, intermediate=intermediate, heads_q=heads_q, heads_kv=heads_kv, head_dim=head_dim,
-        seq_len=seq_len, sequences=sequences, data=data, tensor=tensor, context=context, bytes_each=bytes_each,
-    )  # fmt: skip
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        seq_len=seq_len,
+        sequences=sequences,
+        data=data,
+        tensor=tensor,
+        context=context,
+        bytes_each=bytes_each,
+    )
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"estimate: {name} must be at least 1, got {count}")
@@ -103,10 +121,14 @@ def estimate(
         raise ValueError(f"estimate: hidden_share must be between 0 and 1, got {hidden_share}")
     gpus = data * tensor * context
     tokens = seq_len * sequences
-    weights = layers * (hidden * head_dim * (2 * heads_q + 2 * heads_kv) + 3 * hidden * intermediate)
+    weights = layers * (
+        hidden * head_dim * (2 * heads_q + 2 * heads_kv) + 3 * hidden * intermediate
+    )
     products_ms = 6 * weights * tokens / gpus / (machine.tflops * 1e9)
     pairs = sequences * seq_len * seq_len / (2 if is_causal else 1)
-    attention_ms = 3.5 * 4 * layers * heads_q * head_dim * pairs / gpus / (machine.attn_tflops * 1e9)
+    attention_ms = (
+        3.5 * 4 * layers * heads_q * head_dim * pairs / gpus / (machine.attn_tflops * 1e9)
+    )
 
     own = tokens / data / context  # tokens of a rank, whole in hidden
     # K and V gathered forward and backward, their float32 gradients scattered

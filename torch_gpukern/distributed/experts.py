@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Experts that are spread over ranks: tokens travel to the experts that they chose, results travel back."""
+"""Experts that are spread over ranks: tokens travel to the experts that they chose, results travel
+back."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ __all__ = ["expert_parallel", "shard_experts"]
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows [sum of sent, H], those for each rank in the ranks' order -> [sum of met, H], those from each. Its gradient goes back."""
+    """Rows [sum of sent, H], those for each rank in the ranks' order -> [sum of met, H], those from
+    each. Its gradient goes back."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, sent: Sequence[int], met: Sequence[int], ranks: Ranks) -> Tensor:
@@ -28,16 +30,30 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad, *ctx.back), None, None, None
 
 
-def _describe(x: Tensor, expert_of: Tensor, weight_of: Tensor, matrices: dict[str, Tensor | None]) -> dict[str, object]:
+def _describe(
+    x: Tensor, expert_of: Tensor, weight_of: Tensor, matrices: dict[str, Tensor | None]
+) -> dict[str, object]:
     check_tokens("expert_parallel", x, expert_of, weight_of)
     if expert_of.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"expert_parallel: expert_of must be int32 or int64, got {expert_of.dtype}")
+        raise ValueError(
+            f"expert_parallel: expert_of must be int32 or int64, got {expert_of.dtype}"
+        )
     up, down = matrices["up"], matrices["down"]
-    if up is None or down is None or up.dim() != 3 or down.dim() != 3 or up.shape[0] != down.shape[0]:
+    if (
+        up is None
+        or down is None
+        or up.dim() != 3
+        or down.dim() != 3
+        or up.shape[0] != down.shape[0]
+    ):
         shapes = " and ".join("None" if m is None else str(list(m.shape)) for m in (up, down))
-        raise ValueError(f"expert_parallel: up must be [E, H, I] and down [E, I', H] of one E, got {shapes}")
+        raise ValueError(
+            f"expert_parallel: up must be [E, H, I] and down [E, I', H] of one E, got {shapes}"
+        )
     if up.shape[1] != x.shape[1]:
-        raise ValueError(f"expert_parallel: up must be [E, H, I] with x's H {x.shape[1]}, got {list(up.shape)}")
+        raise ValueError(
+            f"expert_parallel: up must be [E, H, I] with x's H {x.shape[1]}, got {list(up.shape)}"
+        )
     return {"dtype of x": str(x.dtype), **facts(**matrices)}
 
 
@@ -54,42 +70,50 @@ def expert_parallel(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """`torch_gpukern.nn.grouped_experts` with the experts spread over ranks: rank r of W has experts ``r E`` to ``(r + 1) E - 1``.
+    """`torch_gpukern.nn.grouped_experts` with the experts spread over ranks: rank r of W has
+    experts ``r E`` to ``(r + 1) E - 1``.
 
-    A token is sent once for each expert that it chose, H values there and H back, and the same in backward. The ranks first tell each other
-    how many rows they send to each expert; the host waits for these counts, so that no row is padded and none is dropped. So it
-    can't stand in a CUDA graph, and torch.compile goes on before and after it. All ranks must call it, forward and backward, those without tokens, too.
+    A token is sent once for each expert that it chose, H values there and H back, and the same in
+    backward. The ranks first tell each other how many rows they send to each expert; the host waits
+    for these counts, so that no row is padded and none is dropped. So it can't stand in a CUDA
+    graph, and torch.compile goes on before and after it. All ranks must call it, forward and
+    backward, those without tokens, too.
 
     Args:
         x: [T, H] float32, bfloat16 or float16: this rank's tokens, any number.
-        expert_of: [T, J] int32 or int64, 0 to W E - 1: numbers of all ranks' experts. Another number adds nothing.
-        weight_of: [T, J].
+        expert_of: [T, J] int32 or int64, 0 to W E - 1: numbers of all ranks' experts. Another
+        number adds nothing. weight_of: [T, J].
         up, down: [E, H, I] and [E, I', H]: this rank's experts, as many on each rank.
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
         gate: of [R, I], row by row.
         up_bias, down_bias: [E, I] and [E, H].
 
     Returns:
-        [T, H] in x's dtype: of this rank's tokens. Gradients of all floating arguments; those of the experts are sums over the tokens of
-        all ranks.
+        [T, H] in x's dtype: of this rank's tokens. Gradients of all floating arguments; those of
+        the experts are sums over the tokens of all ranks.
 
     Raises:
         ValueError: a dtype or shape that does not fit, or that the ranks do not share.
 
-    Lepikhin et al., "GShard" (2020), arXiv:2006.16668, section 3: experts over devices; here without a capacity.
+    Lepikhin et al., "GShard" (2020), arXiv:2006.16668, section 3: experts over devices; here
+    without a capacity.
     """
     ranks = Ranks(process_group(group).group_name)
     matrices = {"up": up, "down": down, "up_bias": up_bias, "down_bias": down_bias}
     agree(ranks, "expert_parallel", x.device, lambda: _describe(x, expert_of, weight_of, matrices))
     if ranks.size == 1:
-        return grouped_experts(x, expert_of, weight_of, up, down, gate, up_bias=up_bias, down_bias=down_bias)
+        return grouped_experts(
+            x, expert_of, weight_of, up, down, gate, up_bias=up_bias, down_bias=down_bias
+        )
     own, (tokens, each) = up.shape[0], expert_of.shape
 
     expert_of, chosen = marked(expert_of, ranks.size * own)
-    experts, order = torch.sort(expert_of.reshape(-1), stable=True)  # the rows for a rank stand side by side
+    # the rows for a rank stand side by side
+    experts, order = torch.sort(expert_of.reshape(-1), stable=True)
     every = torch.arange(ranks.size * own, device=x.device, dtype=experts.dtype)
     ends = torch.searchsorted(experts, every, right=True)
-    counts = torch.diff(ends, prepend=ends.new_zeros(1)).view(ranks.size, own)  # [ranks, their experts]
+    # [ranks, their experts]
+    counts = torch.diff(ends, prepend=ends.new_zeros(1)).view(ranks.size, own)
     every_one = [1] * ranks.size
     incoming = exchange(counts, every_one, every_one, ranks)  # [ranks, this one's experts]
     sent, met = torch.stack([counts.sum(1), incoming.sum(1)]).tolist()
@@ -107,21 +131,25 @@ def expert_parallel(
 
 
 def shard_experts(layer: MoE, group: Group = None) -> MoE:
-    """Leaves this rank's experts in a `torch_gpukern.nn.MoE`, in place: ``num_experts / W``, the first ones on rank 0. Returns the layer.
+    """Leaves this rank's experts in a `torch_gpukern.nn.MoE`, in place: ``num_experts / W``, the
+    first ones on rank 0. Returns the layer.
 
-    Its forward then sends tokens to the ranks of their experts (`expert_parallel`): every rank must call it. Gradients of the experts are sums
-    over all ranks' tokens, so that data parallelism must leave them out; those of the router are of this rank's tokens.
+    Its forward then sends tokens to the ranks of their experts (`expert_parallel`): every rank must
+    call it. Gradients of the experts are sums over all ranks' tokens, so that data parallelism must
+    leave them out; those of the router are of this rank's tokens.
 
     Args:
         layer: one whose experts are whole, and the same on every rank.
-        group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks; `num_experts` must be a multiple of its size.
+        group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks;
+        `num_experts` must be a multiple of its size.
     """
     ranks = Ranks(process_group(group).group_name)
     if layer.gate_up_proj.shape[0] != layer.num_experts:
         raise ValueError("shard_experts: the layer's experts are spread over ranks already")
     if layer.num_experts % ranks.size:
         raise ValueError(
-            f"shard_experts: num_experts {layer.num_experts} is no multiple of the group's {ranks.size} ranks"
+            f"shard_experts: num_experts {layer.num_experts} is no multiple of the group's "
+            f"{ranks.size} ranks"
         )
     for name in ("gate_up_proj", "down_proj"):
         whole = getattr(layer, name)
@@ -131,5 +159,7 @@ def shard_experts(layer: MoE, group: Group = None) -> MoE:
     return layer
 
 
-def _of_group(name: str, x: Tensor, expert_of: Tensor, weight_of: Tensor, up: Tensor, down: Tensor, gate) -> Tensor:
+def _of_group(
+    name: str, x: Tensor, expert_of: Tensor, weight_of: Tensor, up: Tensor, down: Tensor, gate
+) -> Tensor:
     return expert_parallel(x, expert_of, weight_of, up, down, of_name(name), gate)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""context_parallel_attn, mode all_gather: every rank gets all keys that its queries see, and attends with its queries.
+"""context_parallel_attn, mode all_gather: every rank gets all keys that its queries see, and
+attends with its queries.
 
-A run of queries begins as soon as the keys that it sees are there: under a causal mask a zigzag cut gives every rank an early run and a
-late one, and the late run's keys come while the early run attends.
+A run of queries begins as soon as the keys that it sees are there: under a causal mask a zigzag cut
+gives every rank an early run and a late one, and the late run's keys come while the early run
+attends.
 """
 
 from collections.abc import Sequence
@@ -15,8 +17,8 @@ from .local import Call, backward, empty_results, forward, forward_into, sum_sin
 from .ranks import Ranks
 from .sequence import Cut
 
-# Below this many bytes of K and V of all ranks a run waits for all keys: how short attention splits its keys follows from their number,
-# and bits from that.
+# Below this many bytes of K and V of all ranks a run waits for all keys: how short attention splits
+# its keys follows from their number, and bits from that.
 _STAGED_BYTES = 8 << 20
 
 
@@ -35,16 +37,23 @@ class _Keys:
 
 
 def _runs(k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks) -> list[tuple[slice, int, int]]:
-    """(rows, place of the first, how many of the first keys they are given) of this rank's runs of queries."""
+    """(rows, place of the first, how many of the first keys they are given) of this rank's runs of
+    queries."""
     each = sum(x.shape[0] * x.shape[1] * x.shape[3] * x.element_size() for x in (k, v))
     staged = each * cut.length >= _STAGED_BYTES
     return [
-        (slice(at, at + end - start), start, call.last_seen(end, cut.length) if staged else cut.length)
+        (
+            slice(at, at + end - start),
+            start,
+            call.last_seen(end, cut.length) if staged else cut.length,
+        )
         for at, start, end in cut.segments(ranks.rank)
     ]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
     keys, runs = _Keys(k, v, cut, ranks), _runs(k, v, call, cut, ranks)
     out, lse = empty_results(q, v) if len(runs) != 1 else (None, None)
@@ -52,15 +61,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks) 
         if len(runs) == 1:
             found = forward(q[:, :, rows], *keys.before(seen), call, start, q.dtype)
         else:
-            lse[:, :, rows] = forward_into(out[:, :, rows], q[:, :, rows], *keys.before(seen), call, start)
+            lse[:, :, rows] = forward_into(
+                out[:, :, rows], q[:, :, rows], *keys.before(seen), call, start
+            )
     keys.done()
     return found if len(runs) == 1 else (out, lse)
 
 
 def differentiate(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, cut: Cut,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    cut: Cut,
     ranks: Ranks,
-):  # fmt: skip
+):
     """(dq, dk, dv, dsinks); the shares of dk and dv go to their tokens' ranks."""
     keys, dq, shares, of_sinks = _Keys(k, v, cut, ranks), torch.empty_like(q), [], None
     for rows, start, seen in _runs(k, v, call, cut, ranks):
@@ -81,7 +100,8 @@ def differentiate(
 
 
 def _sum_of(shares: Sequence[Tensor], like: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """[S, B, Hkv, D]: the sum of gradients [B, Hkv, at most S, D], each of the first keys, in dtype."""
+    """[S, B, Hkv, D]: the sum of gradients [B, Hkv, at most S, D], each of the first keys, in
+    dtype."""
     longest = max((x.shape[2] for x in shares), default=0)
     batch, heads, _, dim = like.shape
     total = None

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A rank's own attention: queries of one run of tokens over a run of keys, both somewhere in the whole sequence."""
+"""A rank's own attention: queries of one run of tokens over a run of keys, both somewhere in the
+whole sequence."""
 
 import dataclasses
 from typing import Any
@@ -31,12 +32,16 @@ class Call:
     def facts(self) -> dict[str, Any]:
         """For the ranks' agreement."""
         return {
-            name: f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else x for name, x in self.arguments().items()
+            name: f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else x
+            for name, x in self.arguments().items()
         }
 
     def kind(self) -> tuple:
         """The same, as a key: of tensors what a call may be refused for."""
-        return tuple((x.dtype, x.shape, x.device) if isinstance(x, Tensor) else x for x in self.arguments().values())
+        return tuple(
+            (x.dtype, x.shape, x.device) if isinstance(x, Tensor) else x
+            for x in self.arguments().values()
+        )
 
     def check(self, what: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raises what the op would, before anything is sent: by a call of no token."""
@@ -67,7 +72,9 @@ class Call:
         """Whether any query of [start, end) sees any key of [start, end)."""
         (q0, q1), (k0, k1) = queries, keys
         right = 0 if self.is_causal else self.window_right
-        return (right < 0 or k0 <= q1 - 1 + right) and (self.window_left < 0 or k1 - 1 >= q0 - self.window_left)
+        return (right < 0 or k0 <= q1 - 1 + right) and (
+            self.window_left < 0 or k1 - 1 >= q0 - self.window_left
+        )
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +87,9 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_empty((batch, heads, tokens), dtype=stats_dtype(q))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of queries that stand at key `diagonal` and after. dtype: out's, q's or float32."""
     return ops.flash_attn_fwd(q, k, v, diagonal=diagonal, out_dtype=dtype, **call.arguments())
 
@@ -92,19 +101,29 @@ def forward_into(out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, diago
     return lse
 
 
-def accumulate(q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, out: Tensor, lse: Tensor) -> None:
+def accumulate(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, out: Tensor, lse: Tensor
+) -> None:
     """Joins the attention over more keys to out and lse, which are float32 (float64)."""
     ops.flash_attn_accumulate(q, k, v, out, lse, diagonal=diagonal, **call.arguments())
 
 
 def backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call,
-    diagonal: int, part: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    diagonal: int,
+    part: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks), the first three float32 (float64 with float64).
 
-    part: k and v are some of the keys that out and lse are of. dq is then these keys' share, and so is dsinks on the CPU
-    (gpukern_ranks.h); on a GPU there is none.
+    part: k and v are some of the keys that out and lse are of. dq is then these keys' share, and so
+    is dsinks on the CPU (gpukern_ranks.h); on a GPU there is none.
     """
     grads = ops.flash_attn_bwd(
         grad_out, q, k, v, out, lse, grad_lse, diagonal=diagonal, deterministic=are_deterministic(),
@@ -117,5 +136,9 @@ def sum_sinks(dsinks: Tensor | None, call: Call, lse: Tensor, ranks: Ranks) -> T
     """The sinks' gradient of all ranks' rows."""
     if call.sinks is None:
         return None
-    mine = call.sinks.new_zeros(call.sinks.shape, dtype=lse.dtype) if dsinks is None else dsinks.to(lse.dtype)
+    mine = (
+        call.sinks.new_zeros(call.sinks.shape, dtype=lse.dtype)
+        if dsinks is None
+        else dsinks.to(lse.dtype)
+    )
     return transport.sum_of_all(mine, ranks)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """linear_cross_entropy whose classes are cut over ranks: the loss of a vocabulary-parallel head.
 
-Each rank has the logits of its own classes for some rows at a time. What ranks tell each other is three numbers a row: lse, the
-target's logit and, with label smoothing, the sum of the logits. So 12 bytes a row stand for the 4 V bytes of the logits.
+Each rank has the logits of its own classes for some rows at a time. What ranks tell each other is
+three numbers a row: lse, the target's logit and, with label smoothing, the sum of the logits. So 12
+bytes a row stand for the 4 V bytes of the logits.
 
 Shoeybi et al., "Megatron-LM" (2019), arXiv:1909.08053, section 3.
 """
@@ -44,32 +45,40 @@ def vocab_parallel_linear_cross_entropy(
     reduction: Reduction = "mean",
     z_loss: float = 0.0,
 ) -> Tensor:
-    """`linear_cross_entropy` of a weight whose rows, the classes, are cut over ranks; no rank sees another's logits.
+    """`linear_cross_entropy` of a weight whose rows, the classes, are cut over ranks; no rank sees
+    another's logits.
 
     Args:
         x: [..., H] float32, bfloat16, float16 or float64, the same on every rank.
-        weight: [V of this rank, H], x's dtype: rank r of W holds chunk r of `torch.tensor_split(whole, W)`.
-        target: [...] int64, classes in [0, V) of the whole or ignore_index, the same on every rank.
-        group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks. With one rank this is
-            `linear_cross_entropy` with low_memory.
+        weight: [V of this rank, H], x's dtype: rank r of W holds chunk r of
+        `torch.tensor_split(whole, W)`. target: [...] int64, classes in [0, V) of the whole or
+        ignore_index, the same on every rank.
+        group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks. With one
+            rank this is `linear_cross_entropy` with low_memory.
         bias: [V of this rank], x's dtype.
-        class_weight: [V of the whole] float32 (float64 with float64), the same on every rank, `cross_entropy`'s weight. It has no gradient.
-        classes: V of the whole; needed where the ranks have unequal numbers of classes.
-        ignore_index, label_smoothing, softcap, logit_scale, reduction, z_loss: as for `linear_cross_entropy`.
+        class_weight: [V of the whole] float32 (float64 with float64), the same on every rank,
+        `cross_entropy`'s weight. It has no gradient. classes: V of the whole; needed where the
+        ranks have unequal numbers of classes.
+        ignore_index, label_smoothing, softcap, logit_scale, reduction, z_loss: as for
+        `linear_cross_entropy`.
 
     Returns:
-        [] or, without a reduction, [...]: float32 (float64 with float64), the same bits on every rank.
+        [] or, without a reduction, [...]: float32 (float64 with float64), the same bits on every
+        rank.
 
-    Gradients: x, weight and bias. x's is the sum over ranks, in float32 in rank order, rounded once: the same on every rank.
-    Those of weight and bias are of this rank's classes. The loss is the same on every rank, and so its gradient must be. A second
-    backward raises NotImplementedError. Autocast casts x, weight and bias.
+    Gradients: x, weight and bias. x's is the sum over ranks, in float32 in rank order, rounded
+    once: the same on every rank. Those of weight and bias are of this rank's classes. The loss is
+    the same on every rank, and so its gradient must be. A second backward raises
+    NotImplementedError. Autocast casts x, weight and bias.
 
-    Sent: 8 bytes a row forward (12 with label smoothing), and in backward the float32 gradient of x to its owners and back.
-    Memory beyond arguments and results: 4 M H + 512 MiB on each rank, and 4 M H on the way between ranks (float64: 8 M H).
+    Sent: 8 bytes a row forward (12 with label smoothing), and in backward the float32 gradient of x
+    to its owners and back. Memory beyond arguments and results: 4 M H + 512 MiB on each rank, and 4
+    M H on the way between ranks (float64: 8 M H).
 
     Raises:
-        ValueError: a shape, dtype or value that the op does not take, or ranks that pass different things; on every rank alike.
-        IndexError: on the CPU, a target that is no class. On CUDA that row's loss is then NaN.
+        ValueError: a shape, dtype or value that the op does not take, or ranks that pass different
+        things; on every rank alike. IndexError: on the CPU, a target that is no class. On CUDA that
+        row's loss is then NaN.
     """
     group = process_group(group)
     if reduction not in get_args(Reduction):
@@ -87,29 +96,45 @@ def vocab_parallel_linear_cross_entropy(
             classes is None or classes == weight.shape[0],
             f"classes is {classes}, but the weight of the one rank has {weight.shape[0]}",
         )
-        return linear_cross_entropy(x, weight, target, bias, **rules, reduction=reduction, low_memory=True)
-    precision = "tf32" if x.is_cuda and x.dtype == torch.float32 and _torch_allows_tf32() else "ieee"
+        return linear_cross_entropy(
+            x, weight, target, bias, **rules, reduction=reduction, low_memory=True
+        )
+    precision = (
+        "tf32" if x.is_cuda and x.dtype == torch.float32 and _torch_allows_tf32() else "ieee"
+    )
     if classes is not None and classes < 0:
         refuse(group, _NAME, x.device, f"classes must be at least 0, got {classes}")
     if class_weight is not None and class_weight.requires_grad:
-        refuse(group, _NAME, x.device, "class_weight requires a gradient and has none; pass class_weight.detach()")
+        refuse(
+            group,
+            _NAME,
+            x.device,
+            "class_weight requires a gradient and has none; pass class_weight.detach()",
+        )
     if class_weight is not None and reduction == "mean":
         rules["class_weight"] = class_weight = weight_of_mean(class_weight, target, ignore_index)
     whole = -1 if classes is None else classes
-    loss, _ = ops.vocab_parallel_lce_fwd(x, weight, target, bias, *rules.values(), precision, whole, group.group_name)
+    loss, _ = ops.vocab_parallel_lce_fwd(
+        x, weight, target, bias, *rules.values(), precision, whole, group.group_name
+    )
     return reduce_rows(_NAME, loss, target, class_weight, ignore_index, reduction)
 
 
-# ---- the ops ----------------------------------------------------------------------------------------
+# ---- the ops -------------------------------------------------------------------------------------
 
 _RULES = (
-    "Tensor? bias, Tensor? class_weight, int ignore_index, float label_smoothing, float softcap, float logit_scale, float z_loss, str fp32_precision, "
+    "Tensor? bias, Tensor? class_weight, int ignore_index, float label_smoothing, float softcap, "
+    "float logit_scale, float z_loss, str fp32_precision, "
     "SymInt classes, str group"
 )
-library.define(f"vocab_parallel_lce_fwd(Tensor x, Tensor weight, Tensor target, {_RULES}) -> (Tensor loss, Tensor lse)")
+library.define(
+    f"vocab_parallel_lce_fwd(Tensor x, Tensor weight, Tensor target, {_RULES}) -> (Tensor loss, "
+    f"Tensor lse)"
+)
 library.define(
     "vocab_parallel_lce_bwd(Tensor grad_loss, Tensor x, Tensor weight, Tensor target, Tensor lse, "
-    f"{_RULES}, bool need_x, bool need_weight, bool need_bias) -> (Tensor dx, Tensor dweight, Tensor dbias)"
+    f"{_RULES}, bool need_x, bool need_weight, bool need_bias) -> (Tensor dx, Tensor dweight, "
+    f"Tensor dbias)"
 )
 
 
@@ -124,17 +149,23 @@ def _own_classes(weight: Tensor, ranks: Ranks, classes: int) -> tuple[int, int]:
     (start, end), *_ = cut.spans[ranks.rank]
     _require(
         end - start == weight.shape[0],
-        f"weight has {weight.shape[0]} classes on rank {ranks.rank}, expected {end - start} of {cut.length} over {ranks.size} ranks",
+        f"weight has {weight.shape[0]} classes on rank {ranks.rank}, expected {end - start} of "
+        f"{cut.length} over {ranks.size} ranks",
     )
     return start, cut.length
 
 
-def _begin(x, weight, target, bias, rules: chunks.Rules, classes: int, group: str) -> tuple[Ranks, int, int]:
+def _begin(
+    x, weight, target, bias, rules: chunks.Rules, classes: int, group: str
+) -> tuple[Ranks, int, int]:
     ranks, found = Ranks(group), []
 
     def describe() -> dict:
         refuse_non_tensors(_NAME, x=x, weight=weight, target=target)
-        _require(x.dtype in chunks.FLOATS, f"x must be float32, bfloat16, float16 or float64, got {x.dtype}")
+        _require(
+            x.dtype in chunks.FLOATS,
+            f"x must be float32, bfloat16, float16 or float64, got {x.dtype}",
+        )
         _require(weight.dim() == 2, f"weight must have 2 dimensions [V, H], got {weight.dim()}")
         first, whole = _own_classes(weight, ranks, classes)
         given, none = rules._asdict(), target.reshape(-1)[:0]
@@ -145,7 +176,8 @@ def _begin(x, weight, target, bias, rules: chunks.Rules, classes: int, group: st
             own = class_weight[first : first + weight.shape[0]]
         if weight.shape[0]:  # what the op of one rank refuses, by a call of no row
             _require(
-                target.shape == x.shape[:-1], f"target must have shape {list(x.shape[:-1])}, got {list(target.shape)}"
+                target.shape == x.shape[:-1],
+                f"target must have shape {list(x.shape[:-1])}, got {list(target.shape)}",
             )
             try:
                 ops.linear_cross_entropy_rows(
@@ -169,17 +201,34 @@ def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
     wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
     if wrong.any():
         raise IndexError(
-            f"{_NAME}: target is expected to hold classes in [0, {classes}) or ignore_index, got {int(target[wrong][0])}"
+            f"{_NAME}: target is expected to hold classes in [0, {classes}) or ignore_index, got "
+            f"{int(target[wrong][0])}"
         )
 
 
 def _fwd(
-    x, weight, target, bias, class_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision, classes, group
-):  # fmt: skip
-    rules = chunks.Rules(class_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision)
+    x,
+    weight,
+    target,
+    bias,
+    class_weight,
+    ignore_index,
+    label_smoothing,
+    softcap,
+    logit_scale,
+    z_loss,
+    fp32_precision,
+    classes,
+    group,
+):
+    rules = chunks.Rules(
+        class_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision
+    )
     ranks, first, whole = _begin(x, weight, target, bias, rules, classes, group)
     flat = target.reshape(-1)
-    mine = chunks.part_of_rows(x.reshape(flat.numel(), x.shape[-1]), weight, flat, bias, rules, first)
+    mine = chunks.part_of_rows(
+        x.reshape(flat.numel(), x.shape[-1]), weight, flat, bias, rules, first
+    )
     parts = transport.all_of(mine, ranks)
     lse = torch.stack([part[0] for part in parts]).logsumexp(0)
     own, *logits = transport.in_rank_order([part[1:] for part in parts])
@@ -201,10 +250,28 @@ def _fwd(
 
 
 def _bwd(
-    grad_loss, x, weight, target, lse, bias, class_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision,
-    classes, group, need_x, need_weight, need_bias,
-):  # fmt: skip
-    rules = chunks.Rules(class_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision)
+    grad_loss,
+    x,
+    weight,
+    target,
+    lse,
+    bias,
+    class_weight,
+    ignore_index,
+    label_smoothing,
+    softcap,
+    logit_scale,
+    z_loss,
+    fp32_precision,
+    classes,
+    group,
+    need_x,
+    need_weight,
+    need_bias,
+):
+    rules = chunks.Rules(
+        class_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision
+    )
     ranks = Ranks(group)  # they agreed in the forward
     first, whole = _own_classes(weight, ranks, classes)
     flat = target.reshape(-1)
@@ -251,10 +318,14 @@ def _backward(ctx, grad_loss, _):
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
     if grad_loss is None or not any(needs):
         return (None,) * (5 + len(ctx.rest))
-    dx, dweight, dbias = ops.vocab_parallel_lce_bwd(grad_loss, x, weight, target, lse, *vectors, *ctx.rest, *needs)
+    dx, dweight, dbias = ops.vocab_parallel_lce_bwd(
+        grad_loss, x, weight, target, lse, *vectors, *ctx.rest, *needs
+    )
     found = [grad if needed else None for grad, needed in zip((dx, dweight, dbias), needs)]
     return found[0], found[1], None, found[2], None, *(None for _ in ctx.rest)
 
 
-declare("vocab_parallel_lce_fwd", _fwd, _fwd_fake, _backward, _context, autocast=("x", "weight", "bias"))
+declare(
+    "vocab_parallel_lce_fwd", _fwd, _fwd_fake, _backward, _context, autocast=("x", "weight", "bias")
+)
 declare("vocab_parallel_lce_bwd", _bwd, _bwd_fake)

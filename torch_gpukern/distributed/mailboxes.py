@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Short sums over the GPUs of one host by one kernel: each rank writes its part into the others' mailboxes, which are symmetric memory.
+"""Short sums over the GPUs of one host by one kernel: each rank writes its part into the others'
+mailboxes, which are symmetric memory.
 
-A set of mailboxes serves calls that follow each other. So each stream has its own, and so has each capture into a CUDA graph: two graphs
-may replay at a time. What a capture took is not given back.
+A set of mailboxes serves calls that follow each other. So each stream has its own, and so has each
+capture into a CUDA graph: two graphs may replay at a time. What a capture took is not given back.
 """
 
 import torch
@@ -15,7 +16,8 @@ from .symmetric import Symmetric, reaches_all
 
 __all__ = ["mailboxes_for"]
 
-# What a rank writes at most. At 2 MiB the bytes take 6 us, as long as what they save: two kernels and NCCL's start.
+# What a rank writes at most. At 2 MiB the bytes take 6 us, as long as what they save: two kernels
+# and NCCL's start.
 MOST_BYTES = 2 << 20
 _LEAST_ELEMENTS, _MOST_RANKS = 1 << 14, 16
 _CHUNK_BYTES, _MOST_CHUNKS = 64 << 20, 4
@@ -36,7 +38,9 @@ class _Chunk:
         if at + size > _CHUNK_BYTES:
             return None
         self.free += size
-        return [self._symmetric.handle.get_buffer(r, (size,), torch.uint8, at) for r in range(ranks)]
+        return [
+            self._symmetric.handle.get_buffer(r, (size,), torch.uint8, at) for r in range(ranks)
+        ]
 
 
 class _Mailboxes:
@@ -45,7 +49,8 @@ class _Mailboxes:
     def __init__(self, ranks: Ranks, device: torch.device):
         self._ranks, self._device = ranks, device
         self._chunks: list[_Chunk] = []
-        self._of: dict[tuple[int, int, int], list[Tensor]] = {}  # by capture, stream and most elements
+        # by capture, stream and most elements
+        self._of: dict[tuple[int, int, int], list[Tensor]] = {}
 
     def of(self, elements: int) -> list[Tensor] | None:
         """Each rank's, for the current stream; None in a capture that finds no room."""
@@ -58,7 +63,10 @@ class _Mailboxes:
             size = ops.mailbox_bytes(most, self._ranks.size)
             if not capture:
                 self._make_room(size)
-            found = next((x for x in (chunk.cut(size, self._ranks.size) for chunk in self._chunks) if x), None)
+            found = next(
+                (x for x in (chunk.cut(size, self._ranks.size) for chunk in self._chunks) if x),
+                None,
+            )
             if found is not None:
                 self._of[key] = found
         return found
@@ -74,10 +82,16 @@ _known: dict[str, tuple[dist.ProcessGroup, _Mailboxes | None]] = {}
 
 
 def mailboxes_for(x: Tensor, ranks: Ranks) -> list[Tensor] | None:
-    """Each rank's, for the sum over ranks of x on the current stream; None where it goes another way. Alike on all ranks, for x of one
-    shape: a group's first call of this kind must not stand in a capture, or NCCL serves that.
+    """Each rank's, for the sum over ranks of x on the current stream; None where it goes another
+    way. Alike on all ranks, for x of one shape: a group's first call of this kind must not stand in
+    a capture, or NCCL serves that.
     """
-    if x.device.type != "cuda" or x.dtype != torch.float32 or not x.numel() or not 2 <= ranks.size <= _MOST_RANKS:
+    if (
+        x.device.type != "cuda"
+        or x.dtype != torch.float32
+        or not x.numel()
+        or not 2 <= ranks.size <= _MOST_RANKS
+    ):
         return None
     if x.numel() * x.element_size() * (ranks.size - 1) > MOST_BYTES:
         return None

@@ -31,30 +31,34 @@ def context_parallel_paged_attn(
     v_scale: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`paged_attn` over the keys of all ranks: each rank holds some keys of every sequence, in pages of its own.
+    """`paged_attn` over the keys of all ranks: each rank holds some keys of every sequence, in
+    pages of its own.
 
     Args:
         q: [T, Hq, D], the same on every rank.
         k_cache: [num_blocks, block_size, Hkv, D], this rank's.
         v_cache: [num_blocks, block_size, Hkv, Dv], this rank's.
         block_table: [B, max_blocks] int32, this rank's.
-        local_seq_lens: [B] int32: keys of each sequence that this rank holds; 0 is none. All of them are seen by all query
-            tokens of the sequence, so with several new tokens a sequence those are not causal among each other. Where a
-            sequence has more query tokens than this rank has keys of it, its page is read like any other.
+        local_seq_lens: [B] int32: keys of each sequence that this rank holds; 0 is none. All of
+            them are seen by all query tokens of the sequence, so with several new tokens a sequence
+            those are not causal among each other. Where a sequence has more query tokens than this
+            rank has keys of it, its page is read like any other.
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
         cu_seqlens_q, max_seqlen_q, scale, softcap, k_scale, v_scale: as for `paged_attn`.
         sinks: [Hq] as for `paged_attn`, the same on every rank; they count once.
         return_lse: return ``(out, lse)``.
 
     Returns:
-        out [T, Hq, Dv] in q's dtype and lse [T, Hq], the same bits on every rank: the ranks' results merged in their order, in
-        float32. Windows and ALiBi need places of keys, which spread keys do not have: gather them, or let a window's keys lie
-        on one rank.
+        out [T, Hq, Dv] in q's dtype and lse [T, Hq], the same bits on every rank: the ranks'
+        results merged in their order, in float32. Windows and ALiBi need places of keys, which
+        spread keys do not have: gather them, or let a window's keys lie on one rank.
 
-    Can be captured in a CUDA graph (NCCL). There is no gradient. Autocast casts as for `paged_attn`.
+    Can be captured in a CUDA graph (NCCL). There is no gradient. Autocast casts as for
+    `paged_attn`.
 
     Raises:
-        ValueError: as `paged_attn`, or ranks that pass different things; on every rank alike. IndexError: as `paged_attn`.
+        ValueError: as `paged_attn`, or ranks that pass different things; on every rank alike.
+        IndexError: as `paged_attn`.
     """
     group = process_group(group)
     given = (
@@ -72,17 +76,30 @@ def context_parallel_paged_attn(
         v_scale,
     )
     if group.size() == 1:
-        named = dict(scale=scale, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale, is_causal=False)
+        named = dict(
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            is_causal=False,
+        )
         return paged_attn(
-            *given[:5], cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, return_lse=return_lse, **named
+            *given[:5],
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
+            return_lse=return_lse,
+            **named,
         )
     out, lse = ops.cp_paged_attn(*given, group.group_name)
     return (out, lse) if return_lse else out
 
 
 library.define(
-    "cp_paged_attn(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor local_seq_lens, Tensor? cu_seqlens_q, "
-    "SymInt max_seqlen_q, float? scale, float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, str group) "
+    "cp_paged_attn(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor "
+    "local_seq_lens, Tensor? cu_seqlens_q, "
+    "SymInt max_seqlen_q, float? scale, float softcap, Tensor? sinks, Tensor? k_scale, Tensor? "
+    "v_scale, str group) "
     "-> (Tensor out, Tensor lse)"
 )
 
@@ -105,16 +122,33 @@ def _fwd(
     ranks, found = ranks_of(group), []
 
     def describe() -> dict:
-        # This rank's own keys first: what is wrong with its pages, be it their contents, is then said before anything is sent.
+        # This rank's own keys first: what is wrong with its pages, be it their contents, is then
+        # said before anything is sent.
         found.extend(
             ops.paged_attn_fwd(
-                q, k_cache, v_cache, block_table, local_seq_lens, cu_seqlens_q, max_seqlen_q, scale=scale, softcap=softcap,
-                sinks=sinks if ranks.rank == 0 else None, k_scale=k_scale, v_scale=v_scale, is_causal=False,
+                q,
+                k_cache,
+                v_cache,
+                block_table,
+                local_seq_lens,
+                cu_seqlens_q,
+                max_seqlen_q,
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks if ranks.rank == 0 else None,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                is_causal=False,
             )
-        )  # fmt: skip
+        )
         heads = f"{k_cache.dtype} {list(k_cache.shape[2:])} {list(v_cache.shape[2:])}"
         same = facts(q=q, local_seq_lens=local_seq_lens, cu_seqlens_q=cu_seqlens_q, sinks=sinks)
-        return same | {"heads of the caches": heads, "scale": scale, "softcap": softcap, "max_seqlen_q": max_seqlen_q}
+        return same | {
+            "heads of the caches": heads,
+            "scale": scale,
+            "softcap": softcap,
+            "max_seqlen_q": max_seqlen_q,
+        }
 
     agree(ranks, "context_parallel_paged_attn", q.device, describe)
     out, lse = found
@@ -126,7 +160,9 @@ def _fwd(
 
 
 def _fake(q, k_cache, v_cache, *_):
-    return q.new_empty((*q.shape[:2], v_cache.shape[3])), q.new_empty(q.shape[:2], dtype=stats_dtype(q))
+    return q.new_empty((*q.shape[:2], v_cache.shape[3])), q.new_empty(
+        q.shape[:2], dtype=stats_dtype(q)
+    )
 
 
 declare("cp_paged_attn", _fwd, _fake, autocast=_cast)

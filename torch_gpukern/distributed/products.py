@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Products whose operands are cut over ranks: tensor and sequence parallelism.
 
-Shoeybi et al., "Megatron-LM" (2019), arXiv:1909.08053; Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models" (2022), arXiv:2205.05198, for rows that are gathered before and scattered after.
+Shoeybi et al., "Megatron-LM" (2019), arXiv:1909.08053; Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models" (2022), arXiv:2205.05198, for rows that are gathered
+before and scattered after.
 """
 
 import torch
@@ -43,7 +44,9 @@ def _describe(what: str, a: Tensor, b: Tensor, *, rows: bool, columns: bool, **m
         if x.dim() != 2:
             raise ValueError(f"{what}: {name} must have 2 dimensions, got {x.dim()}")
     if a.shape[1] != b.shape[0]:
-        raise ValueError(f"{what}: b has {b.shape[0]} rows, a has {a.shape[1]} columns; they must match")
+        raise ValueError(
+            f"{what}: b has {b.shape[0]} rows, a has {a.shape[1]} columns; they must match"
+        )
     if a.dtype != b.dtype:
         raise ValueError(f"{what}: b has dtype {b.dtype}, a has {a.dtype}; they must match")
     same = {"dtype": a.dtype}
@@ -54,8 +57,11 @@ def _describe(what: str, a: Tensor, b: Tensor, *, rows: bool, columns: bool, **m
     return same | more
 
 
-def _refuse_as_gemm(what: str, a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str = "none") -> None:
-    """Raises what gemm would, before anything is sent: by a call of no row and no column, once for each kind of call."""
+def _refuse_as_gemm(
+    what: str, a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str = "none"
+) -> None:
+    """Raises what gemm would, before anything is sent: by a call of no row and no column, once for
+    each kind of call."""
     kind = (a.device, a.layout, a.dtype, b.device, b.layout, b.dtype, activation)
     kind += () if bias is None else (bias.device, bias.layout, bias.dtype, bias.dim())
     if kind in _not_refused:
@@ -86,7 +92,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return ops.gemm(a, b, out_dtype=accumulator(a))
 
 
-# ---- all_gather_gemm --------------------------------------------------------------------------------
+# ---- all_gather_gemm -----------------------------------------------------------------------------
 
 
 def all_gather_gemm(
@@ -98,32 +104,40 @@ def all_gather_gemm(
     activation: str = "none",
     return_gathered: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``activation(gathered a @ b + bias)``: the column-parallel product of Megatron, over rows that are cut over ranks.
+    """``activation(gathered a @ b + bias)``: the column-parallel product of Megatron, over rows
+    that are cut over ranks.
 
     Args:
-        a: [M of this rank, K] float32, bfloat16, float16 or float64. M may differ by rank, but not in compiled code.
-        b: [K, N of this rank], a's dtype, any strides: this rank's columns of the weight.
+        a: [M of this rank, K] float32, bfloat16, float16 or float64. M may differ by rank, but not
+        in compiled code. b: [K, N of this rank], a's dtype, any strides: this rank's columns of the
+        weight.
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
         bias: [N of this rank], a's dtype.
         activation: none, relu, gelu, gelu_tanh or silu.
         return_gathered: return ``(out, gathered)``.
 
     Returns:
-        out [M of all ranks, N of this rank] in a's dtype; with return_gathered also a of all ranks, in their order.
+        out [M of all ranks, N of this rank] in a's dtype; with return_gathered also a of all ranks,
+        in their order.
 
-    Gradients: a (the ranks' shares summed in float32 in rank order, rounded once), b and bias; twice differentiable, but for a through
-    both results. Several calls may be in flight. Autocast casts these three.
+    Gradients: a (the ranks' shares summed in float32 in rank order, rounded once), b and bias;
+    twice differentiable, but for a through both results. Several calls may be in flight. Autocast
+    casts these three.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or ranks that pass different things; on every rank alike.
+        ValueError: shapes or dtypes that do not fit, or ranks that pass different things; on every
+        rank alike.
     """
     keep = return_gathered or (b.requires_grad and torch.is_grad_enabled())  # b's gradient reads it
-    out, gathered, _ = ops.all_gather_gemm_fwd(a, b, bias, activation, keep, process_group(group).group_name)
+    out, gathered, _ = ops.all_gather_gemm_fwd(
+        a, b, bias, activation, keep, process_group(group).group_name
+    )
     return (out, gathered) if return_gathered else out
 
 
 library.define(
-    "all_gather_gemm_fwd(Tensor a, Tensor b, Tensor? bias, str activation, bool keep, str group) -> (Tensor out, Tensor gathered, Tensor preact)"
+    "all_gather_gemm_fwd(Tensor a, Tensor b, Tensor? bias, str activation, bool keep, str group) "
+    "-> (Tensor out, Tensor gathered, Tensor preact)"
 )
 library.define("rows_to_owners(Tensor x, Tensor b, SymInt rows, str group) -> Tensor")
 library.define("product_to_owners(Tensor a, Tensor b, SymInt rows, str group) -> Tensor")
@@ -138,7 +152,11 @@ def _gather_fwd(a, b, bias, activation, keep, group):
         if bias is not None and tuple(bias.shape) != (b.shape[1],):
             raise ValueError(f"{what}: bias must have shape [{b.shape[1]}], got {list(bias.shape)}")
         _refuse_as_gemm(what, a, b, bias, activation)
-        return same | {"columns of a": a.shape[1], "bias given": bias is not None, "activation": activation}
+        return same | {
+            "columns of a": a.shape[1],
+            "bias given": bias is not None,
+            "activation": activation,
+        }
 
     cut = _Rows(agree(ranks, what, a.device, describe, a.shape[0] if a.dim() else 0))
     return _gathered_product(a, b, bias, activation, keep, cut, ranks)
@@ -146,14 +164,17 @@ def _gather_fwd(a, b, bias, activation, keep, group):
 
 def _gathered_product(a, b, bias, activation, keep, cut, ranks):
     """(out, gathered, preact) of the product of all ranks' rows."""
-    overlaps = activation in ("none", "relu") and _overlaps(cut.length // ranks.size, a.shape[1], a, ranks)
+    overlaps = activation in ("none", "relu") and _overlaps(
+        cut.length // ranks.size, a.shape[1], a, ranks
+    )
     moving = transport.Gather(cut, ranks, a, own=keep or not overlaps)
     if not overlaps:
         moving.done()
         out, preact = ops.gemm_fwd(moving.whole[0], b, bias, activation=activation)
         return out, moving.whole[0] if keep else a.new_empty((0, a.shape[1])), preact
     out = a.new_empty((cut.length, b.shape[1]))
-    ((start, end),) = cut.spans[ranks.rank]  # this rank's rows first, while the others' are on their way
+    # this rank's rows first, while the others' are on their way
+    ((start, end),) = cut.spans[ranks.rank]
     _into(out[start:end], a, b, bias, activation=activation)
     moving.done()
     (gathered,) = moving.whole
@@ -163,7 +184,8 @@ def _gathered_product(a, b, bias, activation, keep, cut, ranks):
     return out, gathered if keep else a.new_empty((0, a.shape[1])), a.new_empty(0)
 
 
-# Below this many bytes on their way a product is not cut: two small ones take longer than the transfer.
+# Below this many bytes on their way a product is not cut: two small ones take longer than the
+# transfer.
 _OVERLAP_BYTES = 2 << 20
 
 
@@ -171,7 +193,14 @@ def _overlaps(rows: int, columns: int, like: Tensor, ranks: Ranks) -> bool:
     return rows * columns * like.element_size() * (ranks.size - 1) >= _OVERLAP_BYTES
 
 
-def _into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, c: Tensor | None = None, **more: str) -> None:
+def _into(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    c: Tensor | None = None,
+    **more: str,
+) -> None:
     ops.gemm.out(a, b, bias, c, out_dtype=out.dtype, out=out, **more)
 
 
@@ -239,7 +268,9 @@ def _product_to_owners_context(ctx, inputs, output) -> None:
 
 def _product_to_owners_backward(ctx, grad):
     a, b = ctx.saved_tensors
-    grad_a, whole, _ = ops.all_gather_gemm_fwd(grad, b.t(), None, "none", ctx.needs_input_grad[1], ctx.group)
+    grad_a, whole, _ = ops.all_gather_gemm_fwd(
+        grad, b.t(), None, "none", ctx.needs_input_grad[1], ctx.group
+    )
     return grad_a, ops.gemm(a.t(), whole) if ctx.needs_input_grad[1] else None, None, None
 
 
@@ -251,7 +282,14 @@ def _to_owners_fake(x, b, rows, group):
     return b.new_empty((rows, x.shape[1]))
 
 
-declare("all_gather_gemm_fwd", _gather_fwd, _gather_fake, _gather_backward, _gather_context, ("a", "b", "bias"))
+declare(
+    "all_gather_gemm_fwd",
+    _gather_fwd,
+    _gather_fake,
+    _gather_backward,
+    _gather_context,
+    ("a", "b", "bias"),
+)
 declare("rows_to_owners", _to_owners, _to_owners_fake)
 declare(
     "product_to_owners",
@@ -262,11 +300,12 @@ declare(
 )
 
 
-# ---- gemm_reduce_scatter ----------------------------------------------------------------------------
+# ---- gemm_reduce_scatter -------------------------------------------------------------------------
 
 
 def gemm_reduce_scatter(a: Tensor, b: Tensor, group: Group = None) -> Tensor:
-    """This rank's rows of the sum over ranks of ``a @ b``: the row-parallel product of Megatron, its rows scattered.
+    """This rank's rows of the sum over ranks of ``a @ b``: the row-parallel product of Megatron,
+    its rows scattered.
 
     Args:
         a: [M, K of this rank] float32, bfloat16, float16 or float64.
@@ -274,20 +313,24 @@ def gemm_reduce_scatter(a: Tensor, b: Tensor, group: Group = None) -> Tensor:
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
 
     Returns:
-        [M of this rank, N] in a's dtype, the rows that `torch.tensor_split` gives rank r; any M. The ranks' products are summed in
-        float32 in rank order and rounded once.
+        [M of this rank, N] in a's dtype, the rows that `torch.tensor_split` gives rank r; any M.
+        The ranks' products are summed in float32 in rank order and rounded once.
 
-    Gradients: a and b. A second backward raises NotImplementedError. Several calls may be in flight. Autocast casts both.
+    Gradients: a and b. A second backward raises NotImplementedError. Several calls may be in
+    flight. Autocast casts both.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or ranks that pass different things; on every rank alike.
+        ValueError: shapes or dtypes that do not fit, or ranks that pass different things; on every
+        rank alike.
     """
     return ops.gemm_reduce_scatter(a, b, process_group(group).group_name)
 
 
 library.define("gemm_reduce_scatter(Tensor a, Tensor b, str group) -> Tensor")
 library.define("gather_rows(Tensor x, SymInt rows, str group) -> Tensor")
-library.define("gathered_product(Tensor x, Tensor b, SymInt rows, str group) -> (Tensor out, Tensor gathered)")
+library.define(
+    "gathered_product(Tensor x, Tensor b, SymInt rows, str group) -> (Tensor out, Tensor gathered)"
+)
 
 
 def _scatter_fwd(a, b, group):
@@ -330,30 +373,37 @@ def _scattered_product(a: Tensor, b: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
 
 
 def _parts(rows: int, most: int, count: int) -> list[tuple[int, int]]:
-    """[0, rows) in parts of whole tiles, as many on every rank, of which none has more than `most` rows."""
+    """[0, rows) in parts of whole tiles, as many on every rank, of which none has more than `most`
+    rows."""
     each = max(1, -(-most // (count * _TILE_ROWS))) * _TILE_ROWS
     return [(min(rows, at), min(rows, at + each)) for at in range(0, most, each)]
 
 
 def _how_many(rows: int, columns: int) -> int:
-    """Parts that a rank's rows leave in: of 2 to 4 those whose products have the fewest waves, and of such the most."""
+    """Parts that a rank's rows leave in: of 2 to 4 those whose products have the fewest waves, and
+    of such the most."""
 
     def waves(count: int) -> int:
-        tiles = (-(-(to - at) // _TILE_ROWS) * -(-columns // _TILE_COLUMNS) for at, to in _parts(rows, rows, count))
+        tiles = (
+            -(-(to - at) // _TILE_ROWS) * -(-columns // _TILE_COLUMNS)
+            for at, to in _parts(rows, rows, count)
+        )
         return sum(-(-n // _SMS) for n in tiles)
 
     return min((4, 3, 2), key=waves)
 
 
-# Hopper's, for the number of parts alone. M 8192 on two H200, us with 2, 3, 4 parts: (8192, 10240) 1239, 1415, 1329; (4096, 6144) 511, 477,
-# 542; (8192, 57344) 7210, 6944, 7066: the fewest waves each time.
+# Hopper's, for the number of parts alone. M 8192 on two H200, us with 2, 3, 4 parts: (8192, 10240)
+# 1239, 1415, 1329; (4096, 6144) 511, 477, 542; (8192, 57344) 7210, 6944, 7066: the fewest waves
+# each time.
 _SMS, _TILE_COLUMNS = 132, 256
 _TILE_ROWS = 128
 
 
 def _scatter_fake(a, b, group):
     ranks = ranks_of(group)
-    rows = (a.shape[0] + ranks.size - 1 - ranks.rank) // ranks.size  # torch.tensor_split's, of symbols, too
+    # torch.tensor_split's, of symbols, too
+    rows = (a.shape[0] + ranks.size - 1 - ranks.rank) // ranks.size
     return a.new_empty((rows, b.shape[1]))
 
 
@@ -392,12 +442,19 @@ def _gather_rows_fake(x, rows, group):
     return x.new_empty((rows, x.shape[1]))
 
 
-declare("gemm_reduce_scatter", _scatter_fwd, _scatter_fake, _scatter_backward, _scatter_context, ("a", "b"))
+declare(
+    "gemm_reduce_scatter",
+    _scatter_fwd,
+    _scatter_fake,
+    _scatter_backward,
+    _scatter_context,
+    ("a", "b"),
+)
 declare("gather_rows", _gather_rows, _gather_rows_fake)
 declare("gathered_product", _rows_product, _rows_product_fake)
 
 
-# ---- gemm_all_reduce --------------------------------------------------------------------------------
+# ---- gemm_all_reduce -----------------------------------------------------------------------------
 
 
 def gemm_all_reduce(a: Tensor, b: Tensor, group: Group = None) -> Tensor:
@@ -409,13 +466,16 @@ def gemm_all_reduce(a: Tensor, b: Tensor, group: Group = None) -> Tensor:
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
 
     Returns:
-        [M, N] in a's dtype, the same bits on every rank: summed in float32 in rank order, rounded once.
+        [M, N] in a's dtype, the same bits on every rank: summed in float32 in rank order, rounded
+        once.
 
-    Gradients: a and b. The result is the same on every rank, and so its gradient must be: each rank takes its own, nothing is
-    summed (Megatron's convention). Twice differentiable. Several calls may be in flight. Autocast casts both.
+    Gradients: a and b. The result is the same on every rank, and so its gradient must be: each rank
+    takes its own, nothing is summed (Megatron's convention). Twice differentiable. Several calls
+    may be in flight. Autocast casts both.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or ranks that pass different things; on every rank alike.
+        ValueError: shapes or dtypes that do not fit, or ranks that pass different things; on every
+        rank alike.
     """
     return ops.gemm_all_reduce(a, b, process_group(group).group_name)
 

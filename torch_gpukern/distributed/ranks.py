@@ -25,11 +25,15 @@ def process_group(group: Group) -> ProcessGroup:
         group = dist.group.WORLD
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(f"group: a DeviceMesh must have 1 dimension, got {group.ndim}: pass mesh['its dimension']")
+            raise ValueError(
+                f"group: a DeviceMesh must have 1 dimension, got {group.ndim}: pass mesh['its "
+                f"dimension']"
+            )
         group = group.get_group()
     if not isinstance(group, ProcessGroup):
         raise ValueError(
-            f"group must be a ProcessGroup, a DeviceMesh of 1 dimension or None, got {type(group).__name__}; "
+            f"group must be a ProcessGroup, a DeviceMesh of 1 dimension or None, got "
+            f"{type(group).__name__}; "
             "is torch.distributed initialised, and this rank a member?"
         )
     return group
@@ -92,14 +96,21 @@ def checked(device: torch.device) -> bool:
 
 
 def agree(
-    ranks: Ranks, op: str, device: torch.device, describe: Callable[[], dict[str, Any]], rows: int = 0
+    ranks: Ranks,
+    op: str,
+    device: torch.device,
+    describe: Callable[[], dict[str, Any]],
+    rows: int = 0,
 ) -> list[int]:
-    """Returns where every rank describes its call alike, and raises ValueError on every rank where one does not.
+    """Returns where every rank describes its call alike, and raises ValueError on every rank where
+    one does not.
 
-    rows: a number that ranks may have differently. Returned are those of all; without the comparison this rank's, for all.
+    rows: a number that ranks may have differently. Returned are those of all; without the
+    comparison this rank's, for all.
 
-    `describe` returns what must be the same everywhere, by argument. It may raise for what is wrong on its own rank: the others
-    learn of it, whatever the error is, so that none waits for a rank that has left.
+    `describe` returns what must be the same everywhere, by argument. It may raise for what is wrong
+    on its own rank: the others learn of it, whatever the error is, so that none waits for a rank
+    that has left.
     """
     if not checked(device):
         describe()
@@ -113,7 +124,8 @@ def agree(
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     sent = torch.tensor([digest, error is not None, rows], dtype=torch.int64, device=device)
     met = sent.new_empty(ranks.size * 3)
-    # By its handle: TORCH_NCCL_BLOCKING_WAIT bounds `wait` alone, and a dead rank would be waited for below, without end.
+    # By its handle: TORCH_NCCL_BLOCKING_WAIT bounds `wait` alone, and a dead rank would be waited
+    # for below, without end.
     all_gather(met, sent, group=ranks.group, async_op=True).wait()
     digests = met.view(ranks.size, 3).tolist()
     failed = any(bad for _, bad, _ in digests)
@@ -132,12 +144,16 @@ def agree(
         for argument in {**first, **call}:
             a, b = first.get(argument), call.get(argument)
             if a != b:
-                raise ValueError(f"{op}: {argument} is {a} on rank 0, {b} on rank {rank}; all ranks must pass the same")
+                raise ValueError(
+                    f"{op}: {argument} is {a} on rank 0, {b} on rank {rank}; all ranks must pass "
+                    f"the same"
+                )
     raise ValueError(f"{op}: the ranks' calls differ")
 
 
 def refuse(group: ProcessGroup, op: str, device: torch.device, text: str) -> NoReturn:
-    """Raises a ValueError that is found before the op that all ranks enter: there too, so that none waits for this one."""
+    """Raises a ValueError that is found before the op that all ranks enter: there too, so that none
+    waits for this one."""
     error = ValueError(f"{op}: {text}")
 
     def describe() -> dict[str, Any]:

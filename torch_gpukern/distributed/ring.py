@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""context_parallel_attn, mode ring: K and V go round the ranks, and with them in backward the sums of their gradients."""
+"""context_parallel_attn, mode ring: K and V go round the ranks, and with them in backward the sums
+of their gradients."""
 
 from dataclasses import replace
 
@@ -22,12 +23,18 @@ class _Line:
         """Where the tokens of rank `owner` will be, and what to wait for."""
         tokens = self._cut.tokens(owner)
         shapes = [(*x.shape[:2], tokens, x.shape[3]) for x in held]
-        most = sum(x.shape[0] * x.shape[1] * x.shape[3] * x.element_size() for x in held) * self._cut.most
+        most = (
+            sum(x.shape[0] * x.shape[1] * x.shape[3] * x.element_size() for x in held)
+            * self._cut.most
+        )
         return self._ring.post(held, shapes, most)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """(out, lse). Each rank begins with its own keys, which the sinks belong to, and goes on with its predecessors'."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    """(out, lse). Each rank begins with its own keys, which the sinks belong to, and goes on with
+    its predecessors'."""
     out, lse = empty_results(q, v)
     wide = lse.dtype
     line = _Line(cut, ranks)
@@ -60,10 +67,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks) 
 
 
 def differentiate(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, cut: Cut,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    cut: Cut,
     ranks: Ranks,
-):  # fmt: skip
-    """dq stays; dk and dv go on with their keys, each rank adds its queries' share, and come home with the last step."""
+):
+    """dq stays; dk and dv go on with their keys, each rank adds its queries' share, and come home
+    with the last step."""
     wide = lse.dtype
     line = _Line(cut, ranks)
     mine = cut.segments(ranks.rank)
@@ -72,7 +88,9 @@ def differentiate(
     sums = [x.new_zeros(x.shape, dtype=wide) for x in held]
     # On a GPU the rounding of out stays in the gradient of sinks, as in one rank's.
     shares = (
-        None if call.sinks is None or q.device.type != "cpu" else call.sinks.new_zeros(call.sinks.shape, dtype=wide)
+        None
+        if call.sinks is None or q.device.type != "cpu"
+        else call.sinks.new_zeros(call.sinks.shape, dtype=wide)
     )
     bare = replace(call, sinks=None if shares is None else call.sinks.to(wide))
     for step in range(ranks.size):
@@ -87,9 +105,14 @@ def differentiate(
                     continue
                 keys = slice(key_at, key_at + key_end - key_start)
                 grads = backward(
-                    *(x if x is None else x[:, :, rows] for x in (grad_out, grad_lse, q)), *(x[:, :, keys] for x in held),
-                    out[:, :, rows], lse[:, :, rows], bare, start - key_start, part=True,
-                )  # fmt: skip
+                    *(x if x is None else x[:, :, rows] for x in (grad_out, grad_lse, q)),
+                    *(x[:, :, keys] for x in held),
+                    out[:, :, rows],
+                    lse[:, :, rows],
+                    bare,
+                    start - key_start,
+                    part=True,
+                )
                 dq[:, :, rows] += grads[0]
                 if shares is not None:
                     shares += grads[3]
@@ -108,7 +131,12 @@ def differentiate(
 
 
 def _of_sinks(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor, shares: Tensor | None
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor,
+    shares: Tensor | None,
 ) -> Tensor:
     """[Hq]: -sum exp(sink - lse) (dO . O - dlse), over this rank's rows.
 

@@ -22,7 +22,9 @@ Span = tuple[int, int]  # tokens [start, end) of the whole sequence
 
 def _layout_error(layout: str) -> str:
     """What is wrong with a layout; empty where it is one."""
-    return "" if layout in get_args(Layout) else f"layout must be contiguous or zigzag, got {layout!r}"
+    return (
+        "" if layout in get_args(Layout) else f"layout must be contiguous or zigzag, got {layout!r}"
+    )
 
 
 def check_layout(group: ProcessGroup, op: str, device: torch.device, layout: str) -> None:
@@ -34,9 +36,10 @@ def check_layout(group: ProcessGroup, op: str, device: torch.device, layout: str
 class Cut:
     """Which tokens of a sequence of `length` each of `size` ranks holds.
 
-    The sequence is cut as `torch.tensor_split` does: the first ``length % n`` of n chunks have one token more. contiguous: n is
-    `size`, rank r holds chunk r. zigzag: n is 2 `size`, rank r holds chunk r and then chunk ``2 size - 1 - r``, so that under a
-    causal mask every rank has the same share of the work.
+    The sequence is cut as `torch.tensor_split` does: the first ``length % n`` of n chunks have one
+    token more. contiguous: n is `size`, rank r holds chunk r. zigzag: n is 2 `size`, rank r holds
+    chunk r and then chunk ``2 size - 1 - r``, so that under a causal mask every rank has the same
+    share of the work.
     """
 
     def __init__(self, length: int, size: int, layout: str):
@@ -62,7 +65,8 @@ class Cut:
         return max(self.tokens(rank) for rank in range(self.size))
 
     def segments(self, rank: int) -> list[tuple[int, int, int]]:
-        """(first local token, start, end) of each run of tokens that stand side by side in the whole; without empty ones."""
+        """(first local token, start, end) of each run of tokens that stand side by side in the
+        whole; without empty ones."""
         if rank in self._segments:
             return self._segments[rank]
         found: list[tuple[int, int, int]] = []
@@ -99,15 +103,20 @@ def total_of(tokens: int, size: int, seq_len: int | None) -> int:
     return tokens * size if seq_len is None or seq_len < 0 else seq_len
 
 
-def _check_tokens(op: str, argument: str, tokens: int, expected: int, seq_len: int | None, rank: int, of: str) -> None:
+def _check_tokens(
+    op: str, argument: str, tokens: int, expected: int, seq_len: int | None, rank: int, of: str
+) -> None:
     if seq_len is not None and seq_len < -1:
         raise ValueError(f"{op}: seq_len must be at least 0, got {seq_len}")
     if tokens != expected:
-        raise ValueError(f"{op}: {argument} has {tokens} tokens on rank {rank}, expected {expected} of {of}")
+        raise ValueError(
+            f"{op}: {argument} has {tokens} tokens on rank {rank}, expected {expected} of {of}"
+        )
 
 
 def whole_cut(op: str, ranks: Ranks, seq_len: int | None, layout: str, **tokens: int) -> Cut:
-    """The cut whose share of this rank is `tokens`, of each argument; the first one's where seq_len is not given."""
+    """The cut whose share of this rank is `tokens`, of each argument; the first one's where seq_len
+    is not given."""
     total = total_of(next(iter(tokens.values())), ranks.size, seq_len)
     cut = cut_of(total, ranks.size, layout)
     of = f"a sequence of {total} that is cut {layout} over {ranks.size} ranks (shard_sequence)"
@@ -124,9 +133,14 @@ def check_alone(op: str, seq_len: int | None, **tokens: int) -> None:
 
 
 def positions(
-    seq_len: int, group: Group = None, layout: Layout = "zigzag", *, device: torch.device | str = "cpu"
+    seq_len: int,
+    group: Group = None,
+    layout: Layout = "zigzag",
+    *,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
-    """[tokens of this rank] int64: where each of this rank's tokens stands in the whole sequence, as rotary embeddings ask.
+    """[tokens of this rank] int64: where each of this rank's tokens stands in the whole sequence,
+    as rotary embeddings ask.
 
     Args:
         seq_len: tokens of the whole sequence, at least 0.
@@ -138,22 +152,27 @@ def positions(
         raise ValueError(f"positions: seq_len must be at least 0, got {seq_len}")
     group = process_group(group)
     spans = Cut(seq_len, group.size(), layout).spans[group.rank()]
-    return torch.cat([torch.arange(start, end, dtype=torch.int64, device=device) for start, end in spans])
+    return torch.cat(
+        [torch.arange(start, end, dtype=torch.int64, device=device) for start, end in spans]
+    )
 
 
-def shard_sequence(x: Tensor, group: Group = None, dim: int = -2, layout: Layout = "zigzag") -> Tensor:
+def shard_sequence(
+    x: Tensor, group: Group = None, dim: int = -2, layout: Layout = "zigzag"
+) -> Tensor:
     """This rank's part of a tensor that every rank has whole.
 
     Args:
         x: [..., S, ...], any dtype.
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
         dim: the sequence's dimension.
-        layout: ``"contiguous"``: rank r of W holds chunk r of `torch.tensor_split(x, W)`. ``"zigzag"``: rank r holds chunks r
-            and 2 W - 1 - r of `torch.tensor_split(x, 2 W)`, one behind the other: a causal mask then gives all ranks equal work.
+        layout: ``"contiguous"``: rank r of W holds chunk r of `torch.tensor_split(x, W)`.
+            ``"zigzag"``: rank r holds chunks r and 2 W - 1 - r of `torch.tensor_split(x, 2 W)`, one
+            behind the other: a causal mask then gives all ranks equal work.
 
     Returns:
-        The shard: a view where it is one chunk, else a copy. Any S: shards of unequal lengths differ by 1, or by 2 where they
-        are zigzag.
+        The shard: a view where it is one chunk, else a copy. Any S: shards of unequal lengths
+        differ by 1, or by 2 where they are zigzag.
 
     Gradients: x; tokens of other ranks get 0 on this one.
     """
@@ -164,7 +183,12 @@ def shard_sequence(x: Tensor, group: Group = None, dim: int = -2, layout: Layout
 
 
 def gather_sequence(
-    x: Tensor, group: Group = None, dim: int = -2, layout: Layout = "zigzag", *, seq_len: int | None = None
+    x: Tensor,
+    group: Group = None,
+    dim: int = -2,
+    layout: Layout = "zigzag",
+    *,
+    seq_len: int | None = None,
 ) -> Tensor:
     """The whole tensor on every rank, from the ranks' shards: the inverse of `shard_sequence`.
 
@@ -178,26 +202,35 @@ def gather_sequence(
     Returns:
         [..., S, ...] contiguous.
 
-    Gradients: x. The result is the same on every rank, and so its gradient must be: each rank takes its tokens' part of its
-    own, nothing is summed.
+    Gradients: x. The result is the same on every rank, and so its gradient must be: each rank takes
+    its tokens' part of its own, nothing is summed.
 
     Raises:
         ValueError: on every rank, where shapes, dtypes or arguments do not fit together.
     """
     group = process_group(group)
     if not -x.dim() <= dim < x.dim():
-        refuse(group, "gather_sequence", x.device, f"dim must be a dimension of x, which has {x.dim()}, got {dim}")
+        refuse(
+            group,
+            "gather_sequence",
+            x.device,
+            f"dim must be a dimension of x, which has {x.dim()}, got {dim}",
+        )
     dim %= x.dim()
     check_layout(group, "gather_sequence", x.device, layout)
     if group.size() == 1:
         check_alone("gather_sequence", seq_len, x=x.shape[dim])
         return x.contiguous()
-    return torch.ops.gpukern.gather_sequence(x, dim, layout, -1 if seq_len is None else seq_len, group.group_name)
+    return torch.ops.gpukern.gather_sequence(
+        x, dim, layout, -1 if seq_len is None else seq_len, group.group_name
+    )
 
 
 # ---- the op --------------------------------------------------------------------------------------
 
-library.define("gather_sequence(Tensor x, int dim, str layout, SymInt seq_len, str group) -> Tensor")
+library.define(
+    "gather_sequence(Tensor x, int dim, str layout, SymInt seq_len, str group) -> Tensor"
+)
 
 
 def _gather(x: Tensor, dim: int, layout: str, seq_len: int, group: str) -> Tensor:
@@ -208,7 +241,9 @@ def _gather(x: Tensor, dim: int, layout: str, seq_len: int, group: str) -> Tenso
         cuts.append(whole_cut("gather_sequence", ranks, seq_len, layout, x=x.shape[dim]))
         shape = [n if i != dim else "tokens" for i, n in enumerate(x.shape)]
         tokens = x.shape[dim] if seq_len < 0 else "by seq_len"
-        return dict(x=f"{x.dtype} {shape}", dim=dim, layout=layout, seq_len=seq_len, tokens_of_x=tokens)
+        return dict(
+            x=f"{x.dtype} {shape}", dim=dim, layout=layout, seq_len=seq_len, tokens_of_x=tokens
+        )
 
     agree(ranks, "gather_sequence", x.device, describe)
     return transport.gather_tokens(x.movedim(dim, 0), cuts[0], ranks).movedim(0, dim).contiguous()
@@ -227,7 +262,13 @@ def _gather_context(ctx, inputs, output) -> None:
 def _gather_backward(ctx, grad):
     spans = Cut(grad.shape[ctx.dim], size_of(ctx.group), ctx.layout).spans[rank_in(ctx.group)]
     grad = alike(grad, ctx.group)
-    return torch.cat([grad.narrow(ctx.dim, s, e - s) for s, e in spans], ctx.dim), None, None, None, None
+    return (
+        torch.cat([grad.narrow(ctx.dim, s, e - s) for s, e in spans], ctx.dim),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 declare("gather_sequence", _gather, _gather_fake, _gather_backward, _gather_context)

@@ -11,15 +11,18 @@ __all__ = ["sm_limit"]
 
 @contextlib.contextmanager
 def sm_limit(sms: int) -> Iterator[None]:
-    """Context in which persistent kernels leave SMs free for what runs on other streams, NCCL's kernels and copies that need SMs.
+    """Context in which persistent kernels leave SMs free for what runs on other streams, NCCL's
+    kernels and copies that need SMs.
 
-    A persistent kernel launches a block for each SM and holds it until all its work is done, so that whatever comes later waits. Under
-    the limit `gemm`, the quantised products, `flash_attn` (forward) and `paged_attn` launch what `sms` SMs hold. The backward of
-    attention and small kernels launch as many blocks as they have work, as ever. Where the limit changes how keys or k are split, the
-    last bits change with it.
+    A persistent kernel launches a block for each SM and holds it until all its work is done, so
+    that whatever comes later waits. Under the limit `gemm`, the quantised products, `flash_attn`
+    (forward) and `paged_attn` launch what `sms` SMs hold. The backward of attention and small
+    kernels launch as many blocks as they have work, as ever. Where the limit changes how keys or k
+    are split, the last bits change with it.
 
-    The limit is the process's, as that of PyTorch's own SM carveout is: it holds on every GPU and in every thread, backward's too. A
-    captured graph keeps the limit of its capture. On the CPU it means nothing.
+    The limit is the process's, as that of PyTorch's own SM carveout is: it holds on every GPU and
+    in every thread, backward's too. A captured graph keeps the limit of its capture. On the CPU it
+    means nothing.
 
     Args:
         sms: 0, or at least as many as the GPU has, is no limit.

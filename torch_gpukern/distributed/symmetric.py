@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Transfers between the GPUs of one host by their copy engines, over torch's symmetric memory.
 
-NCCL's kernels occupy SMs, and a product whose grid fills the GPU waits for those: what was meant to go beside it goes before
-it. A copy engine needs none. A rank's buffer lies in the address space of every rank of the group; a barrier on the stream says
-that it is written, or read.
+NCCL's kernels occupy SMs, and a product whose grid fills the GPU waits for those: what was meant to
+go beside it goes before it. A copy engine needs none. A rank's buffer lies in the address space of
+every rank of the group; a barrier on the stream says that it is written, or read.
 
-**Buffers.** A transfer takes one from the group's pool and gives it back when its result is there. It may be written again once
-a barrier followed: then every rank has read it. Ranks make the same calls with the same sizes, so all take the same buffer. A barrier
-speaks for its stream alone: a stream goes on behind the one that used the pool before. An op holds buffers no longer than it runs; one
-that raises gives them back (`declare`).
+**Buffers.** A transfer takes one from the group's pool and gives it back when its result is there.
+It may be written again once a barrier followed: then every rank has read it. Ranks make the same
+calls with the same sizes, so all take the same buffer. A barrier speaks for its stream alone: a
+stream goes on behind the one that used the pool before. An op holds buffers no longer than it runs;
+one that raises gives them back (`declare`).
 
-Only copies between two GPUs are used, no multicast. ``GPUKERN_DIST_SYMMETRIC=0`` switches it off, NCCL then serves; so it does in
-a CUDA graph's capture, for small transfers and for groups that span hosts.
+Only copies between two GPUs are used, no multicast. ``GPUKERN_DIST_SYMMETRIC=0`` switches it off,
+NCCL then serves; so it does in a CUDA graph's capture, for small transfers and for groups that span
+hosts.
 """
 
 import contextlib
@@ -41,7 +43,9 @@ class Symmetric:
         import torch.distributed._symmetric_memory as symm_mem
 
         step = 2 << 20
-        self.data = symm_mem.empty((size + step - 1) // step * step, dtype=torch.uint8, device=device)
+        self.data = symm_mem.empty(
+            (size + step - 1) // step * step, dtype=torch.uint8, device=device
+        )
         self.handle = symm_mem.rendezvous(self.data, ranks.group.group_name)
 
 
@@ -62,11 +66,13 @@ class Pool:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._buffers: list[Buffer] = []
         self._last: Any = None  # the stream that used the pool last
-        self._read: Any = None  # with several streams: behind what it read last, where nothing followed in the pool
+        # with several streams: behind what it read last, where nothing followed in the pool
+        self._read: Any = None
         self._several = False
 
     def _use(self) -> None:
-        """The current stream goes on behind what the last one did with the pool: its barriers and reads."""
+        """The current stream goes on behind what the last one did with the pool: its barriers and
+        reads."""
         here = torch.cuda.current_stream(self.device)
         if self._last is not None and here != self._last:
             self._several = True
@@ -98,7 +104,8 @@ class Pool:
         return made
 
     def barrier(self, buffer: Buffer) -> None:
-        """On the current stream: what any rank did before it is done. A rank that died ends it in a CUDA error."""
+        """On the current stream: what any rank did before it is done. A rank that died ends it in a
+        CUDA error."""
         self._use()
         buffer.handle.barrier(channel=0, timeout_ms=int(self.ranks.timeout_s * 1e3))
         self.barriers += 1
@@ -118,8 +125,11 @@ class Pool:
         for buffer in taken:
             self.release(buffer)
 
-    def view(self, buffer: Buffer, rank: int, shape: Sequence[int], dtype: torch.dtype, at: int = 0) -> Tensor:
-        """A rank's buffer, from element `at` on. Views are kept: making one takes as long as beginning a copy."""
+    def view(
+        self, buffer: Buffer, rank: int, shape: Sequence[int], dtype: torch.dtype, at: int = 0
+    ) -> Tensor:
+        """A rank's buffer, from element `at` on. Views are kept: making one takes as long as
+        beginning a copy."""
         key = rank, tuple(shape), dtype, at
         found = buffer.views.get(key)
         if found is None:
@@ -147,8 +157,13 @@ _pools: dict[str, tuple[dist.ProcessGroup, Pool | None]] = {}
 
 
 def pool_for(device: torch.device, ranks: Ranks, size: int) -> Pool | None:
-    """The group's pool, or None where a transfer of `size` bytes, the same on all ranks, goes another way."""
-    if device.type != "cuda" or not _LEAST_BYTES <= size <= _MOST_BYTES or torch.cuda.is_current_stream_capturing():
+    """The group's pool, or None where a transfer of `size` bytes, the same on all ranks, goes
+    another way."""
+    if (
+        device.type != "cuda"
+        or not _LEAST_BYTES <= size <= _MOST_BYTES
+        or torch.cuda.is_current_stream_capturing()
+    ):
         return None
     name, group = ranks.group.group_name, ranks.group
     if name not in _pools or _pools[name][0] is not group:  # a name may come back for another group
@@ -164,7 +179,8 @@ def give_back(group: str) -> None:
 
 
 def reaches_all(device: torch.device, ranks: Ranks) -> bool:
-    """Whether all ranks are processes of one host, each with a GPU that reaches the others', and want this."""
+    """Whether all ranks are processes of one host, each with a GPU that reaches the others', and
+    want this."""
     mine = (socket.gethostname(), device.index, os.environ.get("GPUKERN_DIST_SYMMETRIC") != "0")
     told: list[Any] = [None] * ranks.size
     dist.all_gather_object(told, mine, group=ranks.group)
@@ -173,7 +189,8 @@ def reaches_all(device: torch.device, ranks: Ranks) -> bool:
     answers: list[Any] = [None] * ranks.size
     visible = torch.cuda.device_count()
     near = ok and all(
-        i == device.index or i >= visible or torch.cuda.can_device_access_peer(device, i) for _, i, _ in told
+        i == device.index or i >= visible or torch.cuda.can_device_access_peer(device, i)
+        for _, i, _ in told
     )
     dist.all_gather_object(answers, near, group=ranks.group)
     return all(answers)

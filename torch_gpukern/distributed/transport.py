@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ranks send each other. Tokens come first in every buffer, so that what a rank sends or receives is one piece."""
+"""What ranks send each other. Tokens come first in every buffer, so that what a rank sends or
+receives is one piece."""
 
 import itertools
 import math
@@ -30,13 +31,16 @@ def _post(calls: Sequence[dist.P2POp]) -> list:
 
 
 class Gather:
-    """Tensors [S, ...] in the whole's order, on their way from each rank's [its tokens, ...]: each run of tokens straight to its place.
+    """Tensors [S, ...] in the whole's order, on their way from each rank's [its tokens, ...]: each
+    run of tokens straight to its place.
 
-    Work that is begun before `wait` goes on beside the transfer: by copy engines where they serve (symmetric.py), else by the
-    backend's point-to-point calls. A rank's first runs go before its second ones.
+    Work that is begun before `wait` goes on beside the transfer: by copy engines where they serve
+    (symmetric.py), else by the backend's point-to-point calls. A rank's first runs go before its
+    second ones.
 
     own: whether this rank's rows are wanted in the whole, too.
-    lent: the whole is read up to `done` alone. It may then lie in the buffer that the others read, and rows are copied once.
+    lent: the whole is read up to `done` alone. It may then lie in the buffer that the others read,
+    and rows are copied once.
     """
 
     def __init__(self, cut, ranks: Ranks, *xs: Tensor, own: bool = True, lent: bool = False):
@@ -80,7 +84,8 @@ class Gather:
             self._posted.append(_post(calls))
 
     def _pull_lent(self, xs: Sequence[Tensor]) -> None:
-        """Each rank's buffer has room for the whole: its own rows are written there, the others' come from theirs, to the same place."""
+        """Each rank's buffer has room for the whole: its own rows are written there, the others'
+        come from theirs, to the same place."""
         pool, ranks, dtypes = self._pool, self._ranks, [x.dtype for x in xs]
         xs = [_bytes(x) for x in xs]
         room = _room(xs, self._cut.length)
@@ -90,7 +95,9 @@ class Gather:
 
         def of(rank: int) -> list[Tensor]:
             parts = zip(shapes, xs, places, strict=True)
-            return [pool.view(self._buffer, rank, shape, x.dtype, place) for shape, x, place in parts]
+            return [
+                pool.view(self._buffer, rank, shape, x.dtype, place) for shape, x, place in parts
+            ]
 
         wholes = of(ranks.rank)
         for x, whole in zip(xs, wholes, strict=True):
@@ -117,12 +124,15 @@ class Gather:
             for place, whole in zip(places, map(_bytes, self.whole), strict=True):
                 each = math.prod(whole.shape[1:])
                 shape = (end - start, *whole.shape[1:])
-                whole[start:end].copy_(pool.view(self._buffer, source, shape, whole.dtype, place + at * each))
+                whole[start:end].copy_(
+                    pool.view(self._buffer, source, shape, whole.dtype, place + at * each)
+                )
 
         self._copy_others(copy)
 
     def _copy_others(self, copy: Callable[[int, int, int, int], None]) -> None:
-        """On the copying stream copy(source, at, start, end) of each stage's runs of the other ranks, and an event behind each stage."""
+        """On the copying stream copy(source, at, start, end) of each stage's runs of the other
+        ranks, and an event behind each stage."""
         pool, ranks = self._pool, self._ranks
         with pool.copying():
             for runs in self._stages():
@@ -138,7 +148,8 @@ class Gather:
         stages = [
             stage
             for stage, runs in enumerate(self._stages())
-            if any(run and run[1] < end for rank, run in enumerate(runs) if rank != own)  # its own rows are there
+            # its own rows are there
+            if any(run and run[1] < end for rank, run in enumerate(runs) if rank != own)
         ]
         wanted = len(self._posted) if tokens is None else max(stages, default=-1) + 1
         for posted in self._posted[:wanted]:
@@ -159,8 +170,8 @@ class Gather:
 
 
 def _copy(to: Tensor, x: Tensor) -> None:
-    """to.copy_(x), 16 bytes at a time where both have rows of such. torch's kernel for tensors that are not contiguous is bound by
-    elements: 16 MiB of bfloat16 took 24 us on an H200, so 9.
+    """to.copy_(x), 16 bytes at a time where both have rows of such. torch's kernel for tensors that
+    are not contiguous is bound by elements: 16 MiB of bfloat16 took 24 us on an H200, so 9.
     """
     if _of_16_bytes(to) and _of_16_bytes(x):
         to, x = to.view(torch.complex128), x.view(torch.complex128)
@@ -206,7 +217,11 @@ def _all_gather(met: Tensor, sent: Tensor, ranks: Ranks) -> None:
 
 def _bytes(x: Tensor) -> Tensor:
     """Types that a backend does not know travel as bytes."""
-    return x.view(torch.uint8) if x.element_size() == 1 and x.dtype not in (torch.uint8, torch.int8) else x
+    return (
+        x.view(torch.uint8)
+        if x.element_size() == 1 and x.dtype not in (torch.uint8, torch.int8)
+        else x
+    )
 
 
 def tokens_of(x: Tensor, cut, rank: int) -> Tensor:
@@ -216,29 +231,45 @@ def tokens_of(x: Tensor, cut, rank: int) -> Tensor:
 
 
 def exchange(rows: Tensor, sent: Sequence[int], met: Sequence[int], ranks: Ranks) -> Tensor:
-    """[sum of met, ...], those from each rank in the ranks' order, of [sum of sent, ...], those for each."""
+    """[sum of met, ...], those from each rank in the ranks' order, of [sum of sent, ...], those for
+    each."""
     trailing = rows.shape[1:]
     each = trailing.numel()
     out = rows.new_empty((sum(met), *trailing))
     dist.all_to_all_single(
-        out.view(-1), rows.reshape(-1), [n * each for n in met], [n * each for n in sent], group=ranks.group
+        out.view(-1),
+        rows.reshape(-1),
+        [n * each for n in met],
+        [n * each for n in sent],
+        group=ranks.group,
     )
     return out
 
 
 def swap(sent: Sequence[Tensor], sizes: Sequence[int], ranks: Ranks) -> list[Tensor]:
-    """Rank r gets sent[r] of every rank: [sizes[p], ...] from rank p. All have the same trailing dimensions."""
-    return list(exchange(torch.cat(list(sent)), [x.shape[0] for x in sent], sizes, ranks).split(list(sizes)))
+    """Rank r gets sent[r] of every rank: [sizes[p], ...] from rank p. All have the same trailing
+    dimensions."""
+    return list(
+        exchange(torch.cat(list(sent)), [x.shape[0] for x in sent], sizes, ranks).split(list(sizes))
+    )
 
 
 class ToOwners:
-    """[tokens of this rank, ...] of some tensors: the sums over ranks of what each has for all, float32 or wider, on their way.
+    """[tokens of this rank, ...] of some tensors: the sums over ranks of what each has for all,
+    float32 or wider, on their way.
 
     cut: whose tokens are whose. likes: of the dtype, device and trailing sizes of what is sent.
     """
 
     def __init__(self, cut, ranks: Ranks, *likes: Tensor):
-        self._cut, self._ranks, self._posted, self._kept, self._sent, self._like = cut, ranks, [], [], [], likes[0]
+        self._cut, self._ranks, self._posted, self._kept, self._sent, self._like = (
+            cut,
+            ranks,
+            [],
+            [],
+            [],
+            likes[0],
+        )
         self._runs = [(at, at + end - start) for at, start, end in cut.segments(ranks.rank)]
         room = _room(likes, cut.most)  # of the part of the buffer that a rank sends to
         self._slot, self._starts = sum(room), list(itertools.accumulate(room, initial=0))
@@ -247,7 +278,8 @@ class ToOwners:
             self._buffer = self._pool.take(self._slot * (ranks.size - 1))
         tokens = cut.tokens(ranks.rank)
         self._parts = [
-            [self._part(i, r, (tokens, *x.shape[1:]), x) for r in range(ranks.size)] for i, x in enumerate(likes)
+            [self._part(i, r, (tokens, *x.shape[1:]), x) for r in range(ranks.size)]
+            for i, x in enumerate(likes)
         ]
 
     def _part(self, i: int, source: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -261,7 +293,9 @@ class ToOwners:
 
     def _place(self, i: int, source: int, owner: int, like: Tensor) -> int:
         """The element of the owner's buffer at which tensor i from a rank begins."""
-        return (self._slot * ((source - owner - 1) % self._ranks.size) + self._starts[i]) // like.element_size()
+        return (
+            self._slot * ((source - owner - 1) % self._ranks.size) + self._starts[i]
+        ) // like.element_size()
 
     @property
     def by_copies(self) -> bool:
@@ -269,7 +303,8 @@ class ToOwners:
         return self._pool is not None
 
     def landing(self, step: int, start: int, end: int) -> Tensor:
-        """Rows of the first tensor where they come to, on the rank `step` behind this one: whoever writes them has sent them."""
+        """Rows of the first tensor where they come to, on the rank `step` behind this one: whoever
+        writes them has sent them."""
         to, like = self._ranks.around(step)[0], self._like
         place = self._place(0, self._ranks.rank, to, like) + start * math.prod(like.shape[1:])
         return self._pool.view(self._buffer, to, (end - start, *like.shape[1:]), like.dtype, place)
@@ -284,8 +319,8 @@ class ToOwners:
         self._sent.append(self._pool.stream.record_event())
 
     def arrived(self, sent: int | None = None) -> list[Tensor]:
-        """What each rank has sent of the first tensor (an owner itself nothing), once all have sent as much as this rank had by its
-        so manieth `copy_rows` (None: all).
+        """What each rank has sent of the first tensor (an owner itself nothing), once all have sent
+        as much as this rank had by its so manieth `copy_rows` (None: all).
         """
         for event in self._sent if sent is None else self._sent[:sent]:
             torch.cuda.current_stream(self._like.device).wait_event(event)
@@ -298,7 +333,8 @@ class ToOwners:
         self._pool.release(self._buffer)
 
     def send(self, step: int, *each: Sequence[Tensor]) -> None:
-        """To the rank `step` behind this one the runs of its tokens, of each tensor, and from the one before this rank's."""
+        """To the rank `step` behind this one the runs of its tokens, of each tensor, and from the
+        one before this rank's."""
         to, source = self._ranks.around(step)
         each = [[run.contiguous() for run in runs] for runs in each]
         self._kept += each
@@ -308,7 +344,9 @@ class ToOwners:
         calls = []
         for parts, runs in zip(self._parts, each, strict=True):
             calls += [_send(run, to, self._ranks) for run in runs]
-            calls += [_receive(parts[source][start:end], source, self._ranks) for start, end in self._runs]
+            calls += [
+                _receive(parts[source][start:end], source, self._ranks) for start, end in self._runs
+            ]
         self._posted += _post(calls)
 
     def _push(self, to: int, each: Sequence[Sequence[Tensor]]) -> None:
@@ -345,15 +383,16 @@ class ToOwners:
 
 
 def sum_to_owners(x: Tensor, cut, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
-    """[tokens of this rank, ...]: the sum over ranks of their [S, ...], float32 or wider, in the order of the ranks, rounded once to
-    dtype (None is x's).
+    """[tokens of this rank, ...]: the sum over ranks of their [S, ...], float32 or wider, in the
+    order of the ranks, rounded once to dtype (None is x's).
     """
     moving = ToOwners(cut, ranks, x).send_all(x)
     return moving.add(tokens_of(x, cut, ranks.rank), dtype=dtype or x.dtype)[0]
 
 
 def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """The sum in the parts' order, of which the last addition rounds to dtype; in out, where that is given."""
+    """The sum in the parts' order, of which the last addition rounds to dtype; in out, where that
+    is given."""
     total = parts[0] if len(parts) < 3 else in_rank_order(parts[:-1])
     if len(parts) == 1:
         return total.to(dtype, copy=True)
@@ -370,23 +409,29 @@ def in_rank_order(parts: Sequence[Tensor]) -> Tensor:
 
 
 def sum_of_all(x: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
-    """The sum over ranks on every rank, in the order of the ranks, rounded once to dtype (None is x's)."""
+    """The sum over ranks on every rank, in the order of the ranks, rounded once to dtype (None is
+    x's)."""
     mailboxes = mailboxes_for(x, ranks)
     if mailboxes is not None:
         out = x.new_empty(x.shape, dtype=dtype or x.dtype)
-        whole = x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+        whole = (
+            x.contiguous()
+            if x.data_ptr() % 16 == 0
+            else x.clone(memory_format=torch.contiguous_format)
+        )
         ops.sum_over_ranks(whole, out, mailboxes, ranks.rank, ranks.timeout_s)
         return out
     return rounded_sum(all_of(x, ranks), dtype or x.dtype)
 
 
-# Up to this many bytes of what all ranks send together each sends all of it to all: one exchange. Above, rows go to their
-# owners and come back summed: two exchanges of a rank's share each.
+# Up to this many bytes of what all ranks send together each sends all of it to all: one exchange.
+# Above, rows go to their owners and come back summed: two exchanges of a rank's share each.
 ONE_EXCHANGE_BYTES = 4 << 20
 
 
 def reduced(x: Tensor, cut, ranks: Ranks, dtype: torch.dtype) -> Tensor:
-    """[rows, ...] in dtype on every rank: the sum over ranks, float32 or wider, in the order of the ranks, rounded once.
+    """[rows, ...] in dtype on every rank: the sum over ranks, float32 or wider, in the order of the
+    ranks, rounded once.
 
     cut: of the rows, for sums that have owners.
     """
@@ -409,8 +454,11 @@ class Ring:
         self.ranks = ranks
         self.next, self.before = ranks.around(1)
 
-    def post(self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]], most: int) -> tuple[list[Tensor], list]:
-        """Buffers of those shapes, and what to wait for before they are read or the sent ones are written.
+    def post(
+        self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]], most: int
+    ) -> tuple[list[Tensor], list]:
+        """Buffers of those shapes, and what to wait for before they are read or the sent ones are
+        written.
 
         most: bytes that any rank sends in this step, the same number on all.
         """
@@ -425,7 +473,9 @@ class Ring:
 class _Pulled:
     """What the rank before has sent, on its way by a copy engine."""
 
-    def __init__(self, pool, rank: int, before: int, sent: Sequence[Tensor], met: Sequence[Tensor], most: int):
+    def __init__(
+        self, pool, rank: int, before: int, sent: Sequence[Tensor], met: Sequence[Tensor], most: int
+    ):
         self._pool, self._buffer = pool, pool.take(most + _ALIGNED * len(sent))
         for place, x in zip(self._places(sent), sent, strict=True):
             pool.view(self._buffer, rank, x.shape, x.dtype, place).copy_(x)
@@ -437,7 +487,9 @@ class _Pulled:
 
     @staticmethod
     def _places(xs: Sequence[Tensor]) -> list[int]:
-        starts = itertools.accumulate((_padded(x.numel() * x.element_size()) for x in xs), initial=0)
+        starts = itertools.accumulate(
+            (_padded(x.numel() * x.element_size()) for x in xs), initial=0
+        )
         return [start // x.element_size() for start, x in zip(starts, xs)]
 
     def wait(self) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""context_parallel_attn, mode ulysses: shards of the sequence become shards of the heads, and back."""
+"""context_parallel_attn, mode ulysses: shards of the sequence become shards of the heads, and
+back."""
 
 import torch
 from torch import Tensor
@@ -12,10 +13,13 @@ from .sequence import Cut
 
 
 def _to_heads(x: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
-    """[B, H / ranks, S, ...]: this rank's heads of all tokens, from all heads of its tokens [B, H, tokens, ...]."""
+    """[B, H / ranks, S, ...]: this rank's heads of all tokens, from all heads of its tokens [B, H,
+    tokens, ...]."""
     parts = [part.movedim(2, 0).contiguous() for part in x.chunk(ranks.size, dim=1)]
     met = transport.swap(parts, [cut.tokens(r) for r in range(ranks.size)], ranks)
-    whole = torch.cat([met[rank].narrow(0, at, tokens) for rank, at, tokens in cut.order()] or [met[0][:0]])
+    whole = torch.cat(
+        [met[rank].narrow(0, at, tokens) for rank, at, tokens in cut.order()] or [met[0][:0]]
+    )
     return whole.movedim(0, 2)
 
 
@@ -32,7 +36,9 @@ def _mine(call: Call, q: Tensor, ranks: Ranks) -> Call:
     return call.of_heads(ranks.rank * heads, heads)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
     out, lse = empty_results(q, v)
     whole = (_to_heads(x, cut, ranks) for x in (q, k, v))
@@ -43,10 +49,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks) 
 
 
 def differentiate(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, cut: Cut,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    cut: Cut,
     ranks: Ranks,
-):  # fmt: skip
-    whole = [x if x is None else _to_heads(x, cut, ranks) for x in (grad_out, q, k, v, out, lse, grad_lse)]
+):
+    whole = [
+        x if x is None else _to_heads(x, cut, ranks)
+        for x in (grad_out, q, k, v, out, lse, grad_lse)
+    ]
     grads = ops.flash_attn_bwd(
         *whole[:5],
         whole[5].contiguous(),

@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sharding rules of gemm, flash_attn, flash_attn_varlen, their backwards, paged_attn and kv_cache_write for DTensor.
+"""Sharding rules of gemm, flash_attn, flash_attn_varlen, their backwards, paged_attn and
+kv_cache_write for DTensor.
 
-There is nothing to call: the first op that is given a DTensor registers them. With them the ops stand in tensor-parallel
-layers (`parallelize_module`) and under FSDP2 as torch's own do. A rule says which shards a rank may compute alone:
+There is nothing to call: the first op that is given a DTensor registers them. With them the ops
+stand in tensor-parallel layers (`parallelize_module`) and under FSDP2 as torch's own do. A rule
+says which shards a rank may compute alone:
 
-- gemm: rows of a, columns of b, dimensions of the batch; and, without an activation, shards of K, whose products are summed
-  afterwards (Partial). One rank then adds bias and c.
+- gemm: rows of a, columns of b, dimensions of the batch; and, without an activation, shards of K,
+  whose products are summed afterwards (Partial). One rank then adds bias and c.
 - flash_attn: the batch; heads, only where the shards divide those of q and those of k and v alike.
-- flash_attn_varlen, paged_attn: heads likewise. So a rank decodes with its heads over a cache of its heads.
-- kv_cache_write: heads. A cache is written where it lies: k and v are brought to it, and a cache that is sharded otherwise is
-  refused.
+- flash_attn_varlen, paged_attn: heads likewise. So a rank decodes with its heads over a cache of
+  its heads.
+- kv_cache_write: heads. A cache is written where it lies: k and v are brought to it, and a cache
+  that is sharded otherwise is refused.
 
 With dropout attention has no such shards: what is kept follows from a row's number among all rows.
 
-Every other placement is redistributed first, as DTensor does for torch's ops: the result is right and the call costs an
-all-gather. `attn_merge`, `flash_attn_accumulate` and the .out overloads have no rule, and DTensor refuses them by name.
+Every other placement is redistributed first, as DTensor does for torch's ops: the result is right
+and the call costs an all-gather. `attn_merge`, `flash_attn_accumulate` and the .out overloads have
+no rule, and DTensor refuses them by name.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +33,8 @@ from .._library import ops
 
 __all__ = ["register"]
 
-# By the names of arguments and results, those that are tensors: their sizes, and where one is sharded.
+# By the names of arguments and results, those that are tensors: their sizes, and where one is
+# sharded.
 _Sizes = dict[str, Sequence[int]]
 _Rule = dict[str, Placement]
 
@@ -38,7 +43,9 @@ def register() -> None:
     """Gives DTensor the rules; done by the first call that needs them."""
     for name, rules in _RULES.items():
         _register(getattr(ops, name).default, rules)
-    DTensor._op_dispatcher._custom_op_handlers[ops.kv_cache_write.default] = _write_where_the_cache_lies
+    DTensor._op_dispatcher._custom_op_handlers[ops.kv_cache_write.default] = (
+        _write_where_the_cache_lies
+    )
 
 
 def _register(op: OpOverload, rules: Callable[[_Sizes, dict], list[_Rule]]) -> None:
@@ -51,19 +58,27 @@ def _register(op: OpOverload, rules: Callable[[_Sizes, dict], list[_Rule]]) -> N
         others = {name: x for name, x in given.items() if name not in tensors}
         names = [*results, *tensors]
         placements = [
-            [rule.get(name, Replicate()) for name in names] for rule in [{}, *rules(tensors, defaults | others)]
+            [rule.get(name, Replicate()) for name in names]
+            for rule in [{}, *rules(tensors, defaults | others)]
         ]
         mesh = schema.get_mesh_from_args()
         found = expand_to_full_mesh_op_strategy(mesh, schema, placements, input_index=len(results))
-        heads = [(i, _HEADS[name], x[_HEADS[name]]) for i, (name, x) in enumerate(tensors.items()) if name in _HEADS]
+        heads = [
+            (i, _HEADS[name], x[_HEADS[name]])
+            for i, (name, x) in enumerate(tensors.items())
+            if name in _HEADS
+        ]
         if heads:  # of unequal shards a query head would read another's keys
             found.strategies = [
-                s for s in found.strategies if all(_divides(s.input_specs[i], dim, size) for i, dim, size in heads)
+                s
+                for s in found.strategies
+                if all(_divides(s.input_specs[i], dim, size) for i, dim, size in heads)
             ]
         return found
 
-    # DTensor keeps what a rule said by the specs of tensors and all arguments from a number on. From the first on that may be
-    # something else than a tensor: None is an answer too, and of two optional tensors one may be given.
+    # DTensor keeps what a rule said by the specs of tensors and all arguments from a number on.
+    # From the first on that may be something else than a tensor: None is an answer too, and of two
+    # optional tensors one may be given.
     from_here = next(i for i, a in enumerate(arguments) if str(a.type) != "Tensor")
     info = RuntimeSchemaInfo(from_here, None, needs_pytree=True)
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(op, strategy, info)
@@ -97,16 +112,23 @@ def _gemm(sizes: _Sizes, given: dict) -> list[_Rule]:
 
     rules = [of(-2, a=Shard(a - 2)), of(-1, b=Shard(b - 1), bias=Shard(0))]
     for dim in range(-out, -2):
-        operands = {n: Shard(d + dim) for n, d in (("a", a), ("b", b)) if d >= -dim and sizes[n][dim] != 1}
+        operands = {
+            n: Shard(d + dim) for n, d in (("a", a), ("b", b)) if d >= -dim and sizes[n][dim] != 1
+        }
         if operands:
             rules.append(of(dim, **operands))
     if given["activation"] == "none":  # linear: what is added is added by one rank
-        rules.append({"a": Shard(a - 1), "b": Shard(b - 2), **dict.fromkeys(("bias", "c", "out"), Partial())})
+        rules.append(
+            {"a": Shard(a - 1), "b": Shard(b - 2), **dict.fromkeys(("bias", "c", "out"), Partial())}
+        )
     return rules
 
 
 def _gemm_act_bwd(sizes: _Sizes, given: dict) -> list[_Rule]:
-    return [{n: Shard(dim) for n in ("grad_out", "saved", "grad_in")} for dim in range(len(sizes["saved"]))]
+    return [
+        {n: Shard(dim) for n in ("grad_out", "saved", "grad_in")}
+        for dim in range(len(sizes["saved"]))
+    ]
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -118,7 +140,9 @@ _OF_KEYS = ("k", "v", "dk", "dv")
 
 def _heads(sizes: _Sizes, given: dict) -> list[_Rule]:
     if given["dropout_p"] > 0:
-        return []  # what is kept follows from a row's number among all: of every rank alone it would be the same mask
+        # what is kept follows from a row's number among all: of every rank alone it would be the
+        # same mask
+        return []
     rule = {name: Shard(1) for name in (*_OF_QUERIES, *_OF_KEYS)}
     if "alibi_slopes" in sizes:
         rule["alibi_slopes"] = Shard(len(sizes["alibi_slopes"]) - 1)
@@ -130,7 +154,9 @@ def _heads(sizes: _Sizes, given: dict) -> list[_Rule]:
 def _batch_or_heads(sizes: _Sizes, given: dict) -> list[_Rule]:
     if given["dropout_p"] > 0:
         return []
-    rule: _Rule = {name: Shard(0) for name in (*_OF_QUERIES, *_OF_KEYS, "q_start", "kv_start", "kv_end")}
+    rule: _Rule = {
+        name: Shard(0) for name in (*_OF_QUERIES, *_OF_KEYS, "q_start", "kv_start", "kv_end")
+    }
     if len(sizes.get("alibi_slopes", ())) == 2:
         rule["alibi_slopes"] = Shard(0)
     if "sinks" in sizes:
@@ -139,8 +165,15 @@ def _batch_or_heads(sizes: _Sizes, given: dict) -> list[_Rule]:
 
 
 def _paged_heads(sizes: _Sizes, given: dict) -> list[_Rule]:
-    rule: _Rule = {"q": Shard(1), "out": Shard(1), "lse": Shard(1), "k_cache": Shard(2), "v_cache": Shard(2)}
-    for name in ("alibi_slopes", "sinks", "k_scale", "v_scale"):  # [heads], or [..., heads]; a scale may be one number
+    rule: _Rule = {
+        "q": Shard(1),
+        "out": Shard(1),
+        "lse": Shard(1),
+        "k_cache": Shard(2),
+        "v_cache": Shard(2),
+    }
+    # [heads], or [..., heads]; a scale may be one number
+    for name in ("alibi_slopes", "sinks", "k_scale", "v_scale"):
         if sizes.get(name):
             rule[name] = Shard(len(sizes[name]) - 1)
     return [rule]
@@ -150,27 +183,43 @@ def _write_where_the_cache_lies(op: OpOverload, args: tuple, kwargs: dict) -> No
     """kv_cache_write: each rank writes the heads that its part of the caches has."""
     names = [a.name for a in op._schema.arguments]
     given = dict(zip(names, args)) | kwargs
-    where = {name: given[name].placements for name in ("k_cache", "v_cache") if isinstance(given[name], DTensor)}
+    where = {
+        name: given[name].placements
+        for name in ("k_cache", "v_cache")
+        if isinstance(given[name], DTensor)
+    }
     placed = next(iter(where.values()), ())
-    if len(where) < 2 or len(set(where.values())) > 1 or not all(p.is_replicate() or p.is_shard(2) for p in placed):
+    if (
+        len(where) < 2
+        or len(set(where.values())) > 1
+        or not all(p.is_replicate() or p.is_shard(2) for p in placed)
+    ):
         raise ValueError(
-            "gpukern::kv_cache_write: k_cache and v_cache must be DTensors that are replicated or sharded in dimension 2, the heads, "
+            "gpukern::kv_cache_write: k_cache and v_cache must be DTensors that are replicated or "
+            "sharded in dimension 2, the heads, "
             f"both alike; got {where or 'plain tensors'}"
         )
     mesh = given["k_cache"].device_mesh
     heads = given["k_cache"].shape[2]
     if not _divides(given["k_cache"]._spec, 2, heads):
-        raise ValueError(f"gpukern::kv_cache_write: the {heads} heads of k_cache are not a multiple of its shards")
+        raise ValueError(
+            f"gpukern::kv_cache_write: the {heads} heads of k_cache are not a multiple of its "
+            f"shards"
+        )
     local = {}
     for name, x in given.items():
         if isinstance(x, DTensor):
             dim = {"k": 1, "v": 1, "k_cache": 2, "v_cache": 2, "slots": None}.get(
                 name, x.dim() - 1 if x.dim() else None
             )
-            wanted = [Shard(dim) if p.is_shard() and dim is not None else Replicate() for p in placed]
+            wanted = [
+                Shard(dim) if p.is_shard() and dim is not None else Replicate() for p in placed
+            ]
             x = x.redistribute(mesh, wanted).to_local()
         elif x is not None and name != "slots":
-            raise ValueError(f"gpukern::kv_cache_write: {name} must be a DTensor, as the caches are")
+            raise ValueError(
+                f"gpukern::kv_cache_write: {name} must be a DTensor, as the caches are"
+            )
         local[name] = x
     op(**local)
 

@@ -5,10 +5,10 @@
 
     from torch_gpukern.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
-Heads stand after the sequence, [batch, seq, heads, head_dim]; causal, windows and ALiBi count from the bottom right, so that the
-last query stands at the last key. Beyond the package: CPU, float32 and float64, every head_dim that gpukern serves, v with a
-head_dim of its own. Other than it: lse of a query that sees no key is -inf, not inf; deterministic backwards by argument are
-refused by name.
+Heads stand after the sequence, [batch, seq, heads, head_dim]; causal, windows and ALiBi count from
+the bottom right, so that the last query stands at the last key. Beyond the package: CPU, float32
+and float64, every head_dim that gpukern serves, v with a head_dim of its own. Other than it: lse of
+a query that sees no key is -inf, not inf; deterministic backwards by argument are refused by name.
 """
 
 import torch
@@ -27,25 +27,40 @@ def _refuse(function: str, text: str) -> None:
     raise ValueError(f"gpukern {function}: {text}")
 
 
-def _beyond(function: str, new: int, k_cache: Tensor, table: Tensor, paged: bool, error: str) -> str:
+def _beyond(
+    function: str, new: int, k_cache: Tensor, table: Tensor, paged: bool, error: str
+) -> str:
     """What the caller passed of an op's complaint about slots, which are made of it."""
     if "slots" not in error:
         return error
     blocks, block = k_cache.shape[:2]
     if not paged:
         return (
-            f"gpukern {function}: cache_seqlens is expected to leave room for k's {new} tokens in a cache of {block} for each "
+            f"gpukern {function}: cache_seqlens is expected to leave room for k's {new} tokens in "
+            f"a cache of {block} for each "
             f"sequence, and cache_batch_idx to be in [0, {blocks}); pass a longer cache"
         )
     return (
-        f"gpukern {function}: block_table is expected to hold pages in [0, {blocks}) for cache_seqlens and k's {new} tokens; it has "
+        f"gpukern {function}: block_table is expected to hold pages in [0, {blocks}) for "
+        f"cache_seqlens and k's {new} tokens; it has "
         f"{table.shape[1]} columns, pages of {block} tokens; pass a table with more columns"
     )
 
 
-def _rules(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) -> dict:
-    if deterministic and q.is_cuda and q.requires_grad and not torch.are_deterministic_algorithms_enabled():
-        _refuse(function, "deterministic is True; call torch.use_deterministic_algorithms(True), which gpukern obeys")
+def _rules(
+    function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+) -> dict:
+    if (
+        deterministic
+        and q.is_cuda
+        and q.requires_grad
+        and not torch.are_deterministic_algorithms_enabled()
+    ):
+        _refuse(
+            function,
+            "deterministic is True; call torch.use_deterministic_algorithms(True), which gpukern "
+            "obeys",
+        )
     left, right = window_size
     return {
         "is_causal": causal,
@@ -70,14 +85,26 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
-    """q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]; returns [B, Sq, Hq, Dv], differentiable.
+    """q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]; returns [B, Sq, Hq, Dv],
+    differentiable.
 
-    Dropout's seed comes from torch's generator. return_attn_probs returns (out, lse [B, Hq, Sq], None), under dropout too.
+    Dropout's seed comes from torch's generator. return_attn_probs returns (out, lse [B, Hq, Sq],
+    None), under dropout too.
 
     Raises:
-        ValueError: a deterministic backward that torch was not asked for, or what `torch_gpukern.flash_attn` refuses.
+        ValueError: a deterministic backward that torch was not asked for, or what
+        `torch_gpukern.flash_attn` refuses.
     """
-    rules = _rules("flash_attn_func", q, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    rules = _rules(
+        "flash_attn_func",
+        q,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+    )
     rules |= {"diagonal": k.shape[1] - q.shape[1], "dropout_p": dropout_p}
     out, lse = flash_attn(*(x.transpose(1, 2) for x in (q, k, v)), **rules, return_lse=True)
     out = out.transpose(1, 2)
@@ -104,14 +131,18 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]; returns [Tq, Hq, Dv], differentiable.
 
-    With block_table [B, max_blocks] int32, k and v are caches [num_blocks, block_size, Hkv, D] of cu_seqlens_k's lengths, and
-    there is no gradient. There a sequence may have fewer keys than queries on the CPU, and on CUDA where causal. return_attn_probs returns (out, lse [Hq, Tq], None).
+    With block_table [B, max_blocks] int32, k and v are caches [num_blocks, block_size, Hkv, D] of
+    cu_seqlens_k's lengths, and there is no gradient. There a sequence may have fewer keys than
+    queries on the CPU, and on CUDA where causal. return_attn_probs returns (out, lse [Hq, Tq],
+    None).
 
     Raises:
         ValueError: as `flash_attn_func`.
     """
     name = "flash_attn_varlen_func"
-    rules = _rules(name, q, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    rules = _rules(
+        name, q, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    )
     if block_table is None:
         out, lse = flash_attn_varlen(
             q,
@@ -126,7 +157,10 @@ def flash_attn_varlen_func(
             return_lse=True,
         )
     elif dropout_p:
-        _refuse(name, f"dropout_p is {dropout_p} beside a block_table, whose attention has none; pass 0.0")
+        _refuse(
+            name,
+            f"dropout_p is {dropout_p} beside a block_table, whose attention has none; pass 0.0",
+        )
     else:
         lengths = cu_seqlens_k.diff()
         queries = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
@@ -145,7 +179,8 @@ def flash_attn_varlen_func(
 
 
 def _short(q: Tensor, longest: int, rules: dict) -> bool:
-    """Whether paged_attn can be told that a sequence may have fewer keys than queries, which with one query never is."""
+    """Whether paged_attn can be told that a sequence may have fewer keys than queries, which with
+    one query never is."""
     return longest > 1 and (not q.is_cuda or rules["is_causal"] or rules["window_right"] == 0)
 
 
@@ -153,7 +188,9 @@ def _wide(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _rotated(x: Tensor, lengths: Tensor, cos: Tensor, sin: Tensor, step: int, interleaved: bool) -> Tensor:
+def _rotated(
+    x: Tensor, lengths: Tensor, cos: Tensor, sin: Tensor, step: int, interleaved: bool
+) -> Tensor:
     """x [B, S, H, D], token i of sequence b by the angles of position lengths[b] + step i."""
     at = lengths[:, None] + step * torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
     heads = x.flatten(0, 1)
@@ -183,20 +220,22 @@ def flash_attn_with_kvcache(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """q [B, Sq, Hq, D] over a cache that k and v [B, Snew, Hkv, D] are first written into, in place, at cache_seqlens.
+    """q [B, Sq, Hq, D] over a cache that k and v [B, Snew, Hkv, D] are first written into, in
+    place, at cache_seqlens.
 
     Args:
-        k_cache, v_cache: [rows, S, Hkv, D], a row a sequence, or with block_table [B, max_blocks] int32 pages
-            [num_blocks, block_size, Hkv, D].
+        k_cache, v_cache: [rows, S, Hkv, D], a row a sequence, or with block_table [B, max_blocks]
+            int32 pages [num_blocks, block_size, Hkv, D].
         cache_seqlens: keys of each sequence before k is written, an int or [B] int32; None is S.
         cache_batch_idx: [B], the row of each sequence; None is 0 to B - 1. Not with block_table.
         cache_leftpad: [B] int32: sequence b sees keys from here on.
-        rotary_cos, rotary_sin: [positions, rotary_dim / 2]: k is rotated before it is written, token i of sequence b by
-            row cache_seqlens[b] + i, and q likewise; without causal and a window every token of q by row cache_seqlens[b].
+        rotary_cos, rotary_sin: [positions, rotary_dim / 2]: k is rotated before it is written,
+            token i of sequence b by row cache_seqlens[b] + i, and q likewise; without causal and a
+            window every token of q by row cache_seqlens[b].
         rotary_interleaved: pairs are neighbouring columns; else columns half of rotary_dim apart.
         num_splits: a hint that changes nothing but time: gpukern splits long contexts by itself.
-        k_descale, v_descale: [] or [Hkv] float32, what a code of an 8-bit cache is worth. k and v are divided by
-            them when they are written.
+        k_descale, v_descale: [] or [Hkv] float32, what a code of an 8-bit cache is worth. k and v
+            are divided by them when they are written.
 
     Returns:
         [B, Sq, Hq, Dv], with return_softmax_lse also lse [B, Hq, Sq]. No gradients.
@@ -237,7 +276,9 @@ def flash_attn_with_kvcache(
         columns = table.shape[
             1
         ]  # what lies beyond them lies beyond the cache: an error, and not another sequence's key
-        page = torch.where(page < columns, table.gather(1, page.clamp(max=columns - 1).long()), k_cache.shape[0])
+        page = torch.where(
+            page < columns, table.gather(1, page.clamp(max=columns - 1).long()), k_cache.shape[0]
+        )
         slots = (page.long() * k_cache.shape[1] + row).flatten()
         try:
             if rotary_cos is not None and rotary_sin is not None:
@@ -248,13 +289,17 @@ def flash_attn_with_kvcache(
                     q = _rotated(q, lengths, *angles, 1 if here else 0, rotary_interleaved)
                 tokens = [x.flatten(0, 1) for x in (q if together else k[:, :, :0], k, v)]
                 how = {"interleaved": rotary_interleaved, **scales}
-                rotated = rope_kv_write(*tokens, *angles, place.flatten(), k_cache, v_cache, slots, **how)
+                rotated = rope_kv_write(
+                    *tokens, *angles, place.flatten(), k_cache, v_cache, slots, **how
+                )
                 if together:
                     q = rotated.unflatten(0, (batch, seq_q))
             else:
                 kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots, **scales)
         except IndexError as error:  # on the CPU, whose ops look at slots
-            raise IndexError(_beyond(name, k.shape[1], k_cache, table, block_table is not None, str(error))) from error
+            raise IndexError(
+                _beyond(name, k.shape[1], k_cache, table, block_table is not None, str(error))
+            ) from error
         lengths = lengths + k.shape[1]
     first = None if cache_leftpad is None else cache_leftpad.to(torch.int32)
     short = _short(q, seq_q, rules)
@@ -262,10 +307,16 @@ def flash_attn_with_kvcache(
         rows = slice(batch) if cache_batch_idx is None else cache_batch_idx.long()
         keys, values = (x[rows].transpose(1, 2) for x in (k_cache, v_cache))
         places = {"q_start": lengths - seq_q, "kv_start": first, "kv_end": lengths}
-        if torch.is_autocast_enabled(q.device.type) and q.dtype is not keys.dtype and keys.element_size() == 2:
+        if (
+            torch.is_autocast_enabled(q.device.type)
+            and q.dtype is not keys.dtype
+            and keys.element_size() == 2
+        ):
             q = q.to(keys.dtype)  # as paged_attn casts
         with below_autocast():
-            out, lse = flash_attn(q.transpose(1, 2), keys, values, **rules, **places, return_lse=True)
+            out, lse = flash_attn(
+                q.transpose(1, 2), keys, values, **rules, **places, return_lse=True
+            )
         out = out.transpose(1, 2)
     else:
         more = {"kv_start": first, "allow_short": short, "return_lse": True, **scales}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``F.scaled_dot_product_attention`` on gpukern, through torch's registry of flash attention implementations.
+"""``F.scaled_dot_product_attention`` on gpukern, through torch's registry of flash attention
+implementations.
 
 ::
 
@@ -10,11 +11,13 @@
     ...
     restore_flash_attention_impl()
 
-Every call that PyTorch sends to its flash kernels, forward and backward, on the CPU and on CUDA, runs gpukern's; so do
-nn.MultiheadAttention and what else is made of SDPA. A call that gpukern does not serve (a mask, a debug mask,
-shapes or dtypes beyond its kernels') goes to PyTorch's own kernel with the arguments it came with. PyTorch chooses before us: calls
-that it gives to cuDNN, to its memory-efficient or its math kernel, and the inference fast path of nn.MultiheadAttention and
-nn.TransformerEncoderLayer, never come here. ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` insists.
+Every call that PyTorch sends to its flash kernels, forward and backward, on the CPU and on CUDA,
+runs gpukern's; so do nn.MultiheadAttention and what else is made of SDPA. A call that gpukern does
+not serve (a mask, a debug mask, shapes or dtypes beyond its kernels') goes to PyTorch's own kernel
+with the arguments it came with. PyTorch chooses before us: calls that it gives to cuDNN, to its
+memory-efficient or its math kernel, and the inference fast path of nn.MultiheadAttention and
+nn.TransformerEncoderLayer, never come here.
+``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` insists.
 """
 
 import functools
@@ -49,7 +52,8 @@ class _Handle:
 
 
 def register(name: str = "gpukern") -> None:
-    """Adds gpukern to `torch.nn.attention.list_flash_attention_impls`, which importing this module does already.
+    """Adds gpukern to `torch.nn.attention.list_flash_attention_impls`, which importing this module
+    does already.
 
     Raises:
         ImportError: a torch without the registry.
@@ -58,7 +62,8 @@ def register(name: str = "gpukern") -> None:
         from torch.nn.attention import register_flash_attention_impl
     except ImportError as error:
         raise ImportError(
-            f"torch_gpukern: torch {torch.__version__} has no registry of flash attention implementations: "
+            f"torch_gpukern: torch {torch.__version__} has no registry of flash attention "
+            f"implementations: "
             "pip install 'torch>=2.11'"
         ) from error
     register_flash_attention_impl(name, register_fn=_activate)
@@ -75,7 +80,8 @@ def _activate() -> _Handle:
 
 
 def _override(library: torch.library.Library, name: str, key: str, ours: Callable) -> None:
-    """Puts ours in the place of PyTorch's kernel. It returns None for a call that it does not serve."""
+    """Puts ours in the place of PyTorch's kernel. It returns None for a call that it does not
+    serve."""
     own = torch.library.get_kernel(f"aten::{name}", key).call_boxed
     ours = _as_torch_calls(ours, getattr(torch.ops.aten, name).default._schema)
 
@@ -89,18 +95,23 @@ def _override(library: torch.library.Library, name: str, key: str, ours: Callabl
 
 
 def _as_torch_calls(ours: Callable, schema: torch.FunctionSchema) -> Callable:
-    """ours, whose parameters have the names of a schema's arguments, for calls in the order of this torch's schema: ours
-    itself where the order is the same, since every call pays for what is done between. torch leaves out what has its default.
+    """ours, whose parameters have the names of a schema's arguments, for calls in the order of this
+    torch's schema: ours itself where the order is the same, since every call pays for what is done
+    between. torch leaves out what has its default.
     """
     names = [a.name for a in schema.arguments if not a.kwarg_only]
-    known = [p.name for p in inspect.signature(ours).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    known = [
+        p.name
+        for p in inspect.signature(ours).parameters.values()
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
     if names[: len(known)] == known:
         return ours
     return lambda *args, **kwargs: ours(**dict(zip(names, args)), **kwargs)
 
 
-# Past what the ops do for callers of theirs: PyTorch has made this call of its own, inside context_parallel too, which hands us
-# the parts of a sequence and merges what we make of them.
+# Past what the ops do for callers of theirs: PyTorch has made this call of its own, inside
+# context_parallel too, which hands us the parts of a sequence and merges what we make of them.
 _forward_op, _backward_op = _flash_attn.all.bare, _flash_attn_bwd.bare
 
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
@@ -113,10 +124,17 @@ def _serves(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     dtype, of_q, of_k, of_v = q.dtype, q.shape, k.shape, v.shape
     if dtype not in _DTYPES or k.dtype is not dtype or v.dtype is not dtype:
         return False
-    if not len(of_q) == len(of_k) == len(of_v) == 4 or 0 in of_q or 0 in of_k or 0 in of_v or of_q[1] % of_k[1]:
+    if (
+        not len(of_q) == len(of_k) == len(of_v) == 4
+        or 0 in of_q
+        or 0 in of_k
+        or 0 in of_v
+        or of_q[1] % of_k[1]
+    ):
         return False
     if q.is_cuda:
-        # PyTorch's CUDA kernel counts causal calls of two lengths from the bottom right, and SDPA never sends any.
+        # PyTorch's CUDA kernel counts causal calls of two lengths from the bottom right, and SDPA
+        # never sends any.
         if is_causal and of_q[2] != of_k[2]:
             return False
     return _serves_head_dim(of_q[3], q.is_cuda) and _serves_head_dim(of_v[3], q.is_cuda)
@@ -137,10 +155,11 @@ def _is_dense(x: Tensor) -> bool:
     return x.is_contiguous() or x.stride() == _heads_inside(x)
 
 
-# ---- kernels ---------------------------------------------------------------------------------------
-# Parameters have the schema's names. `more` and `others` are arguments that only another torch has: where they are given,
-# its own kernel knows what they mean. So it does with masks and debug masks, and on the CPU with dropout, which PyTorch gives to its
-# math kernel before. On CUDA our seed, int64 [2], stands where PyTorch keeps the state of its generator, uint64 [2].
+# ---- kernels -------------------------------------------------------------------------------------
+# Parameters have the schema's names. `more` and `others` are arguments that only another torch has:
+# where they are given, its own kernel knows what they mean. So it does with masks and debug masks,
+# and on the CPU with dropout, which PyTorch gives to its math kernel before. On CUDA our seed,
+# int64 [2], stands where PyTorch keeps the state of its generator, uint64 [2].
 
 
 def _forward(
@@ -169,8 +188,18 @@ def _backward(
     if not _serves(q, k, v, is_causal):
         return None
     return _backward_op(
-        grad_out, q, k, v, out, lse.contiguous(), None, is_causal, scale, deterministic=are_deterministic(), **dropout
-    )[:3]  # fmt: skip
+        grad_out,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),
+        None,
+        is_causal,
+        scale,
+        deterministic=are_deterministic(),
+        **dropout,
+    )[:3]
 
 
 def _forward_cpu(
@@ -187,7 +216,18 @@ def _forward_cpu(
 
 
 def _backward_cpu(
-    grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *more, attn_mask=None, scale=None, **others
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    dropout_p,
+    is_causal,
+    *more,
+    attn_mask=None,
+    scale=None,
+    **others,
 ) -> tuple | None:
     if dropout_p or attn_mask is not None or more or others:
         return None
@@ -196,30 +236,63 @@ def _backward_cpu(
 
 
 def _forward_cuda(
-    query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *more, scale=None, **others
+    query,
+    key,
+    value,
+    dropout_p=0.0,
+    is_causal=False,
+    return_debug_mask=False,
+    *more,
+    scale=None,
+    **others,
 ) -> tuple | None:
     if return_debug_mask or more or others or not _serves(query, key, value, is_causal):
         return None
     dropout = {"dropout_p": dropout_p, "dropout_seed": drawn(query)} if dropout_p else {}
     out, lse = _forward(query, key, value, is_causal, scale, **dropout)
-    # As PyTorch's own: no cumulative lengths; without dropout the state of a generator that nothing was drawn from.
-    state = dropout["dropout_seed"].view(torch.uint64) if dropout else query.new_empty(2, dtype=torch.uint64)
+    # As PyTorch's own: no cumulative lengths; without dropout the state of a generator that nothing
+    # was drawn from.
+    state = (
+        dropout["dropout_seed"].view(torch.uint64)
+        if dropout
+        else query.new_empty(2, dtype=torch.uint64)
+    )
     offset = query.new_empty((), dtype=torch.uint64)
     return out, lse, None, None, query.shape[2], key.shape[2], state, offset, query.new_empty(0)
 
 
 def _backward_cuda(
-    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed,
-    philox_offset, *more, scale=None, **others,
-) -> tuple | None:  # fmt: skip
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    philox_seed,
+    philox_offset,
+    *more,
+    scale=None,
+    **others,
+) -> tuple | None:
     if more or others:
         return None
-    dropout = {"dropout_p": dropout_p, "dropout_seed": philox_seed.view(torch.int64)} if dropout_p else {}
+    dropout = (
+        {"dropout_p": dropout_p, "dropout_seed": philox_seed.view(torch.int64)} if dropout_p else {}
+    )
     found = _backward(grad_out, query, key, value, out, logsumexp, is_causal, scale, **dropout)
     if found is None:
         return None
     inputs = query, key, value
-    return tuple(g if _is_dense(x) else _stored(g, torch.empty_like(x).stride()) for g, x in zip(found, inputs))
+    return tuple(
+        g if _is_dense(x) else _stored(g, torch.empty_like(x).stride())
+        for g, x in zip(found, inputs)
+    )
 
 
 register()

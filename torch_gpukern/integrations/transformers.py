@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """transformers: ``attn_implementation="gpukern"`` after `register`.
 
-transformers asks for a mask once a forward pass and hands it to every layer. Ours is never a matrix: the kernels take a causal
-rule, a window and one interval of keys a sequence, and a `Rule` of these travels as a small int32 tensor. What is not of this
-form is refused by name; nothing is ignored.
+transformers asks for a mask once a forward pass and hands it to every layer. Ours is never a
+matrix: the kernels take a causal rule, a window and one interval of keys a sequence, and a `Rule`
+of these travels as a small int32 tensor. What is not of this form is refused by name; nothing is
+ignored.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,8 @@ __all__ = ["register", "register_continuous_batching"]
 
 
 def register(name: str = "gpukern") -> None:
-    """Adds gpukern's attention to transformers: then ``attn_implementation=name`` is taken wherever "sdpa" is.
+    """Adds gpukern's attention to transformers: then ``attn_implementation=name`` is taken wherever
+    "sdpa" is.
 
     ::
 
@@ -29,29 +31,37 @@ def register(name: str = "gpukern") -> None:
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="gpukern")
         model.set_attn_implementation("gpukern")  # or later, on a model that stands
 
-    Served, in training and inference, eager and compiled: causal and bidirectional attention, sliding windows, softcap, sinks,
-    grouped heads, Dv != D, padding on either side, dynamic and static caches, chunked prefill and later turns over a
-    cache, packed sequences (by position_ids or cu_seq_lens_q).
+    Served, in training and inference, eager and compiled: causal and bidirectional attention,
+    sliding windows, softcap, sinks, grouped heads, Dv != D, padding on either side, dynamic and
+    static caches, chunked prefill and later turns over a cache, packed sequences (by position_ids
+    or cu_seq_lens_q).
 
     Args:
-        name: what to call it. transformers takes names with "flash" in them for packages of its own.
+        name: what to call it. transformers takes names with "flash" in them for packages of its
+        own.
 
     Raises:
         ValueError: a name with "flash" in it.
         ImportError: a transformers whose masks are asked for in another way.
 
-    The forward pass raises ValueError, with what to use instead, for output_attentions, masks that are
-    matrices, mask functions of a model's or user's own, chunked attention beyond the first chunk, sparse indices, position
-    biases, and a padding mask with padding between tokens. Compiled code cannot look at a mask's values: there the last of these,
-    and packed position_ids, raise when the model runs (on CUDA as a failed device assertion).
+    The forward pass raises ValueError, with what to use instead, for output_attentions, masks that
+    are
+    matrices, mask functions of a model's or user's own, chunked attention beyond the first chunk,
+    sparse indices, position biases, and a padding mask with padding between tokens. Compiled code
+    cannot look at a mask's values: there the last of these, and packed position_ids, raise when the
+    model runs (on CUDA as a failed device assertion).
     """
     if "flash" in name:
-        raise ValueError(f"register: name is '{name}'; transformers takes names with 'flash' for its own packages")
+        raise ValueError(
+            f"register: name is '{name}'; transformers takes names with 'flash' for its own "
+            f"packages"
+        )
     if not {"q_length", "q_offset"} <= set(hf.sdpa_mask.__annotations__):
         import transformers
 
         raise ImportError(
-            f"torch_gpukern: transformers {transformers.__version__} asks for masks in a way of its own: "
+            f"torch_gpukern: transformers {transformers.__version__} asks for masks in a way of "
+            f"its own: "
             "pip install --upgrade transformers"
         )
     AttentionInterface.register(name, _attention)
@@ -68,9 +78,10 @@ _SDPA = 'use attn_implementation="sdpa" or "eager"'
 
 # ---- the rule, as a tensor -----------------------------------------------------------------------
 
-# transformers passes a mask on only as a tensor of four dimensions, and compiled code must know the kind of rule without reading
-# one. So the kind and the window are sizes of dimensions, stretched at stride 0, and only numbers that a device
-# computes are values. No model has _NO_HEADS heads: added to scores by a model that has an attention of its own, this fails.
+# transformers passes a mask on only as a tensor of four dimensions, and compiled code must know the
+# kind of rule without reading one. So the kind and the window are sizes of dimensions, stretched at
+# stride 0, and only numbers that a device computes are values. No model has _NO_HEADS heads: added
+# to scores by a model that has an attention of its own, this fails.
 _NO_HEADS = 257
 _CAUSAL, _BOUNDED, _TOP_LEFT, _PLACED, _PACKED, _CHECKED = (1 << i for i in range(6))
 
@@ -78,9 +89,10 @@ _CAUSAL, _BOUNDED, _TOP_LEFT, _PLACED, _PACKED, _CHECKED = (1 << i for i in rang
 class Rule(NamedTuple):
     """Which keys a query sees.
 
-    Query i of sequence b stands at key ``i + q_start[b]``; without q_start the last query stands at the last key, or, where
-    top_left, the first at the first. It sees keys in ``[first[b], end[b])``, at most `window` away from where it stands, and,
-    where causal, none beyond. cu_seqlens: the batch is packed sequences. holds: whether `holds_at` found the rule true;
+    Query i of sequence b stands at key ``i + q_start[b]``; without q_start the last query stands at
+    the last key, or, where top_left, the first at the first. It sees keys in ``[first[b],
+    end[b])``, at most `window` away from where it stands, and, where causal, none beyond.
+    cu_seqlens: the batch is packed sequences. holds: whether `holds_at` found the rule true;
     compiled code cannot ask before it runs.
     """
 
@@ -121,10 +133,15 @@ class Rule(NamedTuple):
             or mask.dim() != 4
             or mask.shape[1] < _NO_HEADS
         ):
-            what = f"{tuple(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+            what = (
+                f"{tuple(mask.shape)} {mask.dtype}"
+                if isinstance(mask, Tensor)
+                else type(mask).__name__
+            )
             raise _refuse(
                 f"attention_mask is a matrix of its own ({what})",
-                "pass a padding mask [batch, keys], packed sequences by position_ids or cu_seq_lens_q, or " + _SDPA,
+                "pass a padding mask [batch, keys], packed sequences by position_ids or "
+                "cu_seq_lens_q, or " + _SDPA,
             )
         kind, width, values = mask.shape[2] - 1, mask.shape[1] - _NO_HEADS, mask[:, 0, 0]
         found = {"causal": bool(kind & _CAUSAL), "window": width - 1 if width else None}
@@ -157,21 +174,32 @@ def _mask(
     config: object = None,
     **kwargs,
 ) -> Tensor:
-    """What transformers calls a mask interface: query i stands at ``q_offset + i``, key j at ``kv_offset + j``, and
-    mask_function says of two such positions whether they meet. attention_mask [B, positions] bool, True for tokens.
+    """What transformers calls a mask interface: query i stands at ``q_offset + i``, key j at
+    ``kv_offset + j``, and mask_function says of two such positions whether they meet.
+    attention_mask [B, positions] bool, True for tokens.
     """
     if use_vmap:
         raise _refuse(
-            "the mask is changed by a function of the model's or yours (or_mask_function, and_mask_function)", _SDPA
+            "the mask is changed by a function of the model's or yours (or_mask_function, "
+            "and_mask_function)",
+            _SDPA,
         )
     rule, packed = _rule_of(mask_function, kv_offset + kv_length, local_size, config, kwargs)
     if packed is not None:
-        return rule._replace(cu_seqlens=_cu_seqlens(packed.expand(batch_size, -1))).to_tensor(1, device)
+        return rule._replace(cu_seqlens=_cu_seqlens(packed.expand(batch_size, -1))).to_tensor(
+            1, device
+        )
     doubts = []
     if rule.holds is not None:
-        doubts.append(_holds_at(rule, mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, device))
+        doubts.append(
+            _holds_at(
+                rule, mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, device
+            )
+        )
     if attention_mask is not None:
-        first, end, one_run, hides = _bounds(attention_mask, q_length, kv_length, q_offset, kv_offset, rule.causal)
+        first, end, one_run, hides = _bounds(
+            attention_mask, q_length, kv_length, q_offset, kv_offset, rule.causal
+        )
         if hides:
             rule = rule._replace(first=first, end=end)
             if one_run is not None:
@@ -183,7 +211,9 @@ def _mask(
     return rule.to_tensor(batch_size, device)
 
 
-def _stand(rule: Rule, diagonal: int | Tensor, batch: int, q_length: int, kv_length: int, device) -> Rule:
+def _stand(
+    rule: Rule, diagonal: int | Tensor, batch: int, q_length: int, kv_length: int, device
+) -> Rule:
     """The rule of queries that stand at key ``diagonal + i``."""
     if not isinstance(diagonal, Tensor):
         if diagonal + q_length == kv_length:
@@ -208,7 +238,11 @@ def _rule_of(mask_function, positions, local_size, config, kwargs) -> tuple[Rule
     if torch.compiler.is_compiling():  # which sees a function's name and not what it is made of
         causal = "allow_is_bidirectional_skip" not in kwargs
         chunk = getattr(config, "attention_chunk_size", None)
-        if local_size is not None and local_size == chunk and local_size != getattr(config, "sliding_window", None):
+        if (
+            local_size is not None
+            and local_size == chunk
+            and local_size != getattr(config, "sliding_window", None)
+        ):
             local_size = None
         window = None if local_size is None else local_size - 1 if causal else local_size
         return Rule(causal, window, holds=True), None  # type: ignore[arg-type]
@@ -217,7 +251,9 @@ def _rule_of(mask_function, positions, local_size, config, kwargs) -> tuple[Rule
     found.pop("remap_positions_for_packed_sequence", None)
     if "chunked_overlay" in found:
         if positions > local_size or packed is not None:
-            raise _refuse(f"chunked attention, in chunks of {local_size}, over {positions} positions", _SDPA)
+            raise _refuse(
+                f"chunked attention, in chunks of {local_size}, over {positions} positions", _SDPA
+            )
         del found["chunked_overlay"]
     names = set(found)
     if names == {"causal_mask_function"}:
@@ -232,8 +268,8 @@ def _rule_of(mask_function, positions, local_size, config, kwargs) -> tuple[Rule
 
 
 def _parts(mask_function: Callable) -> dict:
-    """The functions of transformers' that a mask function is made of, and what each was made with; or_masks among them
-    where it is not their intersection.
+    """The functions of transformers' that a mask function is made of, and what each was made with;
+    or_masks among them where it is not their intersection.
     """
     made_by = mask_function.__qualname__.split(".<locals>")[0]
     held = [cell.cell_contents for cell in mask_function.__closure__ or ()]
@@ -246,7 +282,8 @@ def _parts(mask_function: Callable) -> dict:
 
 
 def _cu_seqlens(packed: Tensor) -> Tensor:
-    """Of [B, S] numbers of sequences, which do not decrease in a row: where each begins in B * S tokens, and B * S."""
+    """Of [B, S] numbers of sequences, which do not decrease in a row: where each begins in B * S
+    tokens, and B * S."""
     begins = torch.ones_like(packed, dtype=torch.bool)
     begins[:, 1:] = packed[:, 1:] != packed[:, :-1]
     starts = begins.flatten().nonzero().flatten()
@@ -254,8 +291,9 @@ def _cu_seqlens(packed: Tensor) -> Tensor:
 
 
 def _bounds(tokens, q_length, kv_length, q_offset, kv_offset, causal):
-    """(first, end, one_run, hides): keys of each sequence that are tokens, and whether they are one run; compiled code
-    learns that from a tensor, other code raises here. hides: whether any key is hidden that the causal rule does not hide.
+    """(first, end, one_run, hides): keys of each sequence that are tokens, and whether they are one
+    run; compiled code learns that from a tensor, other code raises here. hides: whether any key is
+    hidden that the causal rule does not hide.
     """
     seen = tokens[:, kv_offset : kv_offset + kv_length]
     place = torch.arange(seen.shape[1], device=tokens.device)
@@ -265,7 +303,8 @@ def _bounds(tokens, q_length, kv_length, q_offset, kv_offset, causal):
     one_run = (seen == ((place >= first[:, None]) & (place < end[:, None]))).all(1)
     if torch.compiler.is_compiling():
         return first, end, one_run, True
-    # Keys after the mask's end are hidden. In a cache with room to spare these come after the last query.
+    # Keys after the mask's end are hidden. In a cache with room to spare these come after the last
+    # query.
     whole = seen.shape[1] == kv_length or (
         causal and not isinstance(q_offset, Tensor) and tokens.shape[1] >= q_offset + q_length
     )
@@ -274,21 +313,31 @@ def _bounds(tokens, q_length, kv_length, q_offset, kv_offset, causal):
         b = one_run.tolist().index(False)
         raise _refuse(
             f"attention_mask has padding between the tokens of sequence {b}",
-            "pad on the left in every turn but the first, keep each sequence in a cache of its own, or " + _SDPA,
+            "pad on the left in every turn but the first, keep each sequence in a cache of its "
+            "own, or " + _SDPA,
         )
     return first, end, None, not (whole and no_padding)
 
 
-def _holds_at(rule, mask_function, batch, q_length, kv_length, q_offset, kv_offset, device) -> Tensor:
-    """[B] bool: whether mask_function agrees with the rule at both ends of each query's interval of keys, just inside and
-    just outside. Packed sequences, chunks and blocks that see each other disagree there.
+def _holds_at(
+    rule, mask_function, batch, q_length, kv_length, q_offset, kv_offset, device
+) -> Tensor:
+    """[B] bool: whether mask_function agrees with the rule at both ends of each query's interval of
+    keys, just inside and just outside. Packed sequences, chunks and blocks that see each other
+    disagree there.
     """
     query = (torch.arange(q_length, device=device) + q_offset).view(1, 1, -1, 1)
     batch_index = torch.arange(batch, device=device).view(-1, 1, 1, 1)
     head_index = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
     least, last = kv_offset, kv_offset + kv_length - 1
     low = torch.full_like(query, least) if rule.window is None else query - rule.window
-    high = query if rule.causal else torch.full_like(query, last) if rule.window is None else query + rule.window
+    high = (
+        query
+        if rule.causal
+        else torch.full_like(query, last)
+        if rule.window is None
+        else query + rule.window
+    )
     holds = torch.ones(batch, dtype=torch.bool, device=device)
     for key, sees in ((low, True), (low - 1, False), (high, True), (high + 1, False)):
         if sees:
@@ -331,11 +380,18 @@ def _attention(
     max_length_k: int | Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """query [B, Hq, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv]; returns [B, Sq, Hq, Dv]. s_aux: sinks [Hq].
+    """query [B, Hq, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv]; returns [B, Sq, Hq, Dv].
+    s_aux: sinks [Hq].
 
-    The mask's rule stands for itself, as in "eager"; sliding_window and is_causal speak only where there is none.
+    The mask's rule stands for itself, as in "eager"; sliding_window and is_causal speak only where
+    there is none.
     """
-    if kwargs.get("deterministic") and query.is_cuda and query.requires_grad and not are_deterministic():
+    if (
+        kwargs.get("deterministic")
+        and query.is_cuda
+        and query.requires_grad
+        and not are_deterministic()
+    ):
         raise _refuse(
             "deterministic_flash_attn is True, or deterministic for this layer",
             "call torch.use_deterministic_algorithms(True), which gpukern obeys",
@@ -354,23 +410,39 @@ def _attention(
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if sliding_window is not None and not causal:
-            raise _refuse("a sliding window of bidirectional attention without a mask that says how wide it is", _SDPA)
-        rule = Rule(causal=bool(causal), window=None if sliding_window is None else sliding_window - 1)
-    if cu_seq_lens_q is not None:
-        if cu_seq_lens_k is None or rule.first is not None or rule.q_start is not None or query.shape[0] != 1:
             raise _refuse(
-                "cu_seq_lens_q with a padding mask, with a cache, with several rows or without cu_seq_lens_k",
+                "a sliding window of bidirectional attention without a mask that says how wide it "
+                "is",
+                _SDPA,
+            )
+        rule = Rule(
+            causal=bool(causal), window=None if sliding_window is None else sliding_window - 1
+        )
+    if cu_seq_lens_q is not None:
+        if (
+            cu_seq_lens_k is None
+            or rule.first is not None
+            or rule.q_start is not None
+            or query.shape[0] != 1
+        ):
+            raise _refuse(
+                "cu_seq_lens_q with a padding mask, with a cache, with several rows or without "
+                "cu_seq_lens_k",
                 "pack all sequences into one row",
             )
         lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
         return _packed(query, key, value, rule, lengths, rules), None
     if rule.cu_seqlens is not None:
-        return _packed(query, key, value, rule, (rule.cu_seqlens, rule.cu_seqlens, None, None), rules), None
+        return _packed(
+            query, key, value, rule, (rule.cu_seqlens, rule.cu_seqlens, None, None), rules
+        ), None
     if rule.holds is not None:
         torch._assert_async(
             (rule.holds == 1).all(),
-            "gpukern attention: compiled, the mask must be causal or bidirectional, with or without a sliding window, and "
-            "padding stand before or after the tokens; pass cu_seq_lens_q for packed sequences, or do not compile",
+            "gpukern attention: compiled, the mask must be causal or bidirectional, with or "
+            "without a sliding window, and "
+            "padding stand before or after the tokens; pass cu_seq_lens_q for packed sequences, "
+            "or do not compile",
         )
     window = -1 if rule.window is None else rule.window
     if rule.top_left or rule.q_start is not None or not (rule.causal or rule.window is not None):
@@ -393,7 +465,9 @@ def _attention(
     return out.transpose(1, 2), None
 
 
-def _packed(query: Tensor, key: Tensor, value: Tensor, rule: Rule, lengths: tuple, rules: dict) -> Tensor:
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, rule: Rule, lengths: tuple, rules: dict
+) -> Tensor:
     """Rows of the batch one after the other hold the sequences."""
     cu_q, cu_k, max_q, max_k = lengths
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -418,7 +492,8 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, rule: Rule, lengths: tupl
 
 
 def register_continuous_batching() -> None:
-    """Puts gpukern in the place of transformers' "paged|eager", for ``generate_batch`` and its continuous batching.
+    """Puts gpukern in the place of transformers' "paged|eager", for ``generate_batch`` and its
+    continuous batching.
 
     ::
 
@@ -427,18 +502,20 @@ def register_continuous_batching() -> None:
         model.generate_batch(inputs, generation_config)
 
     Continuous batching takes "sdpa", "paged|eager" and packages with "flash" in their names; of these "paged|eager" alone is
-    one that can be registered. It is served for every model of the process from then on, on every device: sequences are packed
-    calls over the keys that transformers gathers from its pages, with windows, softcap and sinks. transformers still builds its
-    mask, which is not read: cu_seq_lens and the config, of which it is made, say the same.
+    one that can be registered. It is served for every model of the process from then on, on every
+    device: sequences are packed calls over the keys that transformers gathers from its pages, with
+    windows, softcap and sinks. transformers still builds its mask, which is not read: cu_seq_lens
+    and the config, of which it is made, say the same.
 
     Raises:
         ImportError: a transformers that does not take "paged|eager".
-    """
+    """  # noqa: E501
     if "paged|eager" not in AttentionInterface().valid_keys():
         import transformers
 
         raise ImportError(
-            f'torch_gpukern: transformers {transformers.__version__} has no "paged|eager": pip install --upgrade transformers'
+            f'torch_gpukern: transformers {transformers.__version__} has no "paged|eager": pip '
+            f"install --upgrade transformers"
         )
     AttentionInterface.register("paged|eager", _paged_attention)
 
@@ -452,21 +529,28 @@ def _paged_attention(
     cu_seq_lens_q: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """query [1, Hq, T, D] of several sequences' new tokens, key and value [1, Hkv, S, D] of all their tokens."""
+    """query [1, Hq, T, D] of several sequences' new tokens, key and value [1, Hkv, S, D] of all
+    their tokens."""
     if cu_seq_lens_q is None:
-        raise _refuse('"paged|eager" outside continuous batching', 'use attn_implementation="gpukern"')
-    # As the mask is, which transformers makes for this name: by its config. Not every family hands its window to a layer.
+        raise _refuse(
+            '"paged|eager" outside continuous batching', 'use attn_implementation="gpukern"'
+        )
+    # As the mask is, which transformers makes for this name: by its config. Not every family hands
+    # its window to a layer.
     kwargs |= {"is_causal": True, "sliding_window": _window_of(module)}
     return _attention(module, query, key, value, None, cu_seq_lens_q=cu_seq_lens_q, **kwargs)
 
 
 def _window_of(module: torch.nn.Module) -> int | None:
-    """The window of a layer in continuous batching, by the rules of transformers' `group_layers_by_attn_type` and
-    `build_attention_mask`: a config without layer_types has its window in every layer, and a window of 1 is none.
+    """The window of a layer in continuous batching, by the rules of transformers'
+    `group_layers_by_attn_type` and `build_attention_mask`: a config without layer_types has its
+    window in every layer, and a window of 1 is none.
     """
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     if config is None or layer is None:
-        raise _refuse(f"{type(module).__name__} has no config and layer_idx that say its window", _SDPA)
+        raise _refuse(
+            f"{type(module).__name__} has no config and layer_idx that say its window", _SDPA
+        )
     types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     if window is None or window <= 1 or (types is not None and types[layer] != "sliding_attention"):
         return None

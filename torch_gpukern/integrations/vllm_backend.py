@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""vLLM's attention over paged_attn and kv_cache_write, to the interface of vLLM 0.33: vLLM imports this file when it is chosen.
+"""vLLM's attention over paged_attn and kv_cache_write, to the interface of vLLM 0.33: vLLM imports
+this file when it is chosen.
 
-Keys and values of a layer lie in one tensor [num_blocks, heads_kv, block_size, head_dim + head_dim_v] of any strides. vLLM
-promises no stable interface; tests/data/vllm_signatures.json is the one that this was written to.
+Keys and values of a layer lie in one tensor [num_blocks, heads_kv, block_size, head_dim +
+head_dim_v] of any strides. vLLM promises no stable interface; tests/data/vllm_signatures.json is
+the one that this was written to.
 """
 
 from dataclasses import dataclass
@@ -26,8 +28,13 @@ from .vllm import NAME
 
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 _OLDEST_CUDA = 8  # compute capability
-# What vLLM's names of 8-bit caches mean; the bytes are codes times the layer's _k_scale and _v_scale.
-_CODES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+# What vLLM's names of 8-bit caches mean; the bytes are codes times the layer's _k_scale and
+# _v_scale.
+_CODES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 
 
 def _refused(what: str, instead: str) -> NotImplementedError:
@@ -52,11 +59,16 @@ class GpukernMetadataBuilder(AttentionMetadataBuilder[GpukernMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_draft_decode_metadata_update = True
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
     ) -> GpukernMetadata:
         batch = common_attn_metadata
         if not isinstance(batch.causal, bool):
@@ -82,8 +94,9 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
     """Attention of one layer.
 
     Args:
-        num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
-        attn_type, kv_sharing_target_layer_name, sinks: vLLM's. Whatever else vLLM may add is refused by name.
+        num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
+        logits_soft_cap, attn_type, kv_sharing_target_layer_name, sinks: vLLM's. Whatever else vLLM
+        may add is refused by name.
     """
 
     def __init__(
@@ -113,9 +126,12 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
         self.scale = float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.num_queries_per_kv = num_heads // self.num_kv_heads
-        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.alibi_slopes = (
+            None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        )
         self.sliding_window = sliding_window
-        self.window_left = -1 if sliding_window is None else sliding_window - 1  # vLLM's counts the query's own key
+        # vLLM's counts the query's own key
+        self.window_left = -1 if sliding_window is None else sliding_window - 1
         self.kv_cache_dtype = kv_cache_dtype
         self.logits_soft_cap = logits_soft_cap or 0.0
         self.attn_type = attn_type
@@ -123,7 +139,8 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
         self.sinks = sinks
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """k_cache and v_cache [num_blocks, block_size, heads_kv, ..] as views; of 8 bits vLLM hands over bytes."""
+        """k_cache and v_cache [num_blocks, block_size, heads_kv, ..] as views; of 8 bits vLLM hands
+        over bytes."""
         code = _CODES.get(self.kv_cache_dtype)
         tokens_first = (kv_cache if code is None else kv_cache.view(code)).transpose(1, 2)
         return tokens_first[..., : self.head_size], tokens_first[..., self.head_size :]
@@ -132,11 +149,16 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
         """What a code of the layer's keys and of its values is worth."""
         if self.kv_cache_dtype not in _CODES:
             return {}
-        scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}  # one for all heads, or one for each
-        return {name: scale.reshape(()) if scale.numel() == 1 else scale for name, scale in scales.items()}
+        # one for all heads, or one for each
+        scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+        return {
+            name: scale.reshape(()) if scale.numel() == 1 else scale
+            for name, scale in scales.items()
+        }
 
     def _on(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """Slopes and sinks as the ops take them. Weights are loaded after a layer is made, so not before the first call."""
+        """Slopes and sinks as the ops take them. Weights are loaded after a layer is made, so not
+        before the first call."""
         if self.alibi_slopes is not None and self.alibi_slopes.device != device:
             self.alibi_slopes = self.alibi_slopes.to(device)
         sinks = self.sinks
@@ -156,12 +178,15 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Writes query [T, heads, head_dim]'s attention to output [T, heads, head_dim_v]; rows past the batch are not defined.
+        """Writes query [T, heads, head_dim]'s attention to output [T, heads, head_dim_v]; rows past
+        the batch are not defined.
 
         Without attn_metadata, as vLLM profiles, output becomes 0.
         """
         if output_scale is not None or output_block_scale is not None:
-            raise _refused("quantised output", "switch the fusion of attention and quantisation off")
+            raise _refused(
+                "quantised output", "switch the fusion of attention and quantisation off"
+            )
         if attn_metadata is None:
             return output.zero_()
         batch, n = attn_metadata, attn_metadata.num_actual_tokens
@@ -203,19 +228,40 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
     ) -> None:
         """Every token of a request sees every other; the cache is not read."""
         bounds, longest, window = batch.query_start_loc, batch.max_query_len, self.window_left
-        rules = {"scale": self.scale, "softcap": self.logits_soft_cap, "alibi_slopes": slopes, "sinks": sinks}
+        rules = {
+            "scale": self.scale,
+            "softcap": self.logits_soft_cap,
+            "alibi_slopes": slopes,
+            "sinks": sinks,
+        }
         found = flash_attn_varlen(
-            q, k, v, bounds, bounds, longest, longest, window_left=window, window_right=window, **rules
+            q,
+            k,
+            v,
+            bounds,
+            bounds,
+            longest,
+            longest,
+            window_left=window,
+            window_right=window,
+            **rules,
         )
         out.copy_(found)
 
     def do_kv_cache_update(
-        self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+        self,
+        layer: torch.nn.Module,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
     ) -> None:
         """Writes key and value [T, heads_kv, ..] of the tokens that have a slot."""
         if self.attn_type not in _ENCODERS:
             n = min(key.shape[0], slot_mapping.shape[0])  # either may be padded behind the batch
-            ops.kv_cache_write(key[:n], value[:n], *self._caches(kv_cache), slot_mapping[:n], **self._scales(layer))
+            ops.kv_cache_write(
+                key[:n], value[:n], *self._caches(kv_cache), slot_mapping[:n], **self._scales(layer)
+            )
 
 
 class GpukernBackend(AttentionBackend):
@@ -278,6 +324,9 @@ class GpukernBackend(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        if kv_cache_dtype not in (None, "auto", *_CODES) and str(dtype) != f"torch.{kv_cache_dtype}":
+        if (
+            kv_cache_dtype not in (None, "auto", *_CODES)
+            and str(dtype) != f"torch.{kv_cache_dtype}"
+        ):
             return f"a cache of {kv_cache_dtype} for queries of {dtype}"
         return None

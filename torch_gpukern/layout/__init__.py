@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Layouts in CuTe's notation, in plain Python: what the kernels' layouts mean, to be computed, checked and seen.
+"""Layouts in CuTe's notation, in plain Python: what the kernels' layouts mean, to be computed,
+checked and seen.
 
     >>> from torch_gpukern import layout
     >>> layout.logical_divide("(4,2,3):(2,1,8)", "4:2")
     Layout('((2,2),(2,3)):((4,1),(2,8))')
 
-No GPU and no compiled part is used. Operations refuse (`Refusal`) and name the mode that is to blame; nothing is returned that
-does not have the values it should. docs/layout.md teaches it, with pictures.
+No GPU and no compiled part is used. Operations refuse (`Refusal`) and name the mode that is to
+blame; nothing is returned that does not have the values it should. docs/layout.md teaches it, with
+pictures.
 """
 
 from . import atoms, banks, pictures, tma

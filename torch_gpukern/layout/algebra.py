@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The algebra of layouts: coalesce, compose, complement, inverses, and the widest vector of two layouts.
+"""The algebra of layouts: coalesce, compose, complement, inverses, and the widest vector of two
+layouts.
 
-`compose` is sound and complete: it returns R exactly when a layout compatible with b has the values a(b(c)), and else names the
-mode that is to blame. `complement` refuses where it would leave holes.
+`compose` is sound and complete: it returns R exactly when a layout compatible with b has the values
+a(b(c)), and else names the mode that is to blame. `complement` refuses where it would leave holes.
 """
 
 from __future__ import annotations
@@ -10,29 +11,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Union
 
-from .core import IntTuple, Layout, Leaves, Refusal, as_layout, coalesced, join, of_leaves, unflatten
+from .core import (
+    IntTuple,
+    Layout,
+    Leaves,
+    Refusal,
+    as_layout,
+    coalesced,
+    join,
+    of_leaves,
+    unflatten,
+)
 from .swizzle import Swizzle, Swizzled, parse
 from .values import from_values, leaves_of_values, rebuilt
 
-# What one divides by or composes with: a layout, a size (of the compact layout), one for each mode, or one by name.
+# What one divides by or composes with: a layout, a size (of the compact layout), one for each mode,
+# or one by name.
 Tiler = Union[  # noqa: UP007
     Layout, str, int, Sequence["Tiler"], dict[str, "Tiler"], None
 ]
 
 
-# ---- coalesce ----------------------------------------------------------------------------------------------------------
+# ---- coalesce ------------------------------------------------------------------------------------
 
 
 def coalesce(layout: Layout | str, profile: IntTuple | None = None) -> Layout:
-    """The same function of the index with the fewest modes; there is one. A layout of one element is 1:0.
+    """The same function of the index with the fewest modes; there is one. A layout of one element
+    is 1:0.
 
-    profile: a tuple keeps its modes apart, each coalesced by the profile's entry: (1, 1) coalesces both modes by themselves.
-    Past the end of the layout the result goes on otherwise: (4,1):(1,0) -> 4:1.
+    profile: a tuple keeps its modes apart, each coalesced by the profile's entry: (1, 1) coalesces
+    both modes by themselves. Past the end of the layout the result goes on otherwise: (4,1):(1,0)
+    -> 4:1.
     """
     layout = as_layout(layout)
     if isinstance(profile, tuple):
         if len(profile) > layout.rank:
-            raise ValueError(f"coalesce: the profile has {len(profile)} modes, {layout} has {layout.rank}")
+            raise ValueError(
+                f"coalesce: the profile has {len(profile)} modes, {layout} has {layout.rank}"
+            )
         modes = layout.modes
         done = [coalesce(mode, p) for mode, p in zip(modes, profile)] + modes[len(profile) :]
         return join(*done, names=layout.names)
@@ -44,11 +60,12 @@ def same(a: Layout, b: Layout) -> bool:
     return coalesce(a) == coalesce(b) and a.size == b.size
 
 
-# ---- compose -----------------------------------------------------------------------------------------------------------
+# ---- compose -------------------------------------------------------------------------------------
 
 
 def _by_division(outer: Leaves, shape: int, stride: int, reach: list[int]) -> Leaves | None:
-    """outer after shape:stride: the mode must start on a boundary of a mode of outer and end on one, or stay inside one.
+    """outer after shape:stride: the mode must start on a boundary of a mode of outer and end on
+    one, or stay inside one.
 
     reach[i] grows by the largest coordinate that it asks of mode i. None: not shown this way.
     """
@@ -81,14 +98,23 @@ def compose_layouts(a: Layout, b: Layout) -> Layout:
         if leaves is None:
             proven, end = False, (s - 1) * d
             if not 0 <= end < n:
-                raise Refusal("compose", "b", b, m, f"it reaches offset {end}, and a has the indices 0 to {n - 1}")
+                raise Refusal(
+                    "compose",
+                    "b",
+                    b,
+                    m,
+                    f"it reaches offset {end}, and a has the indices 0 to {n - 1}",
+                )
             values = values or a.offsets
             leaves = leaves_of_values([values[i * d] for i in range(s)])
             if leaves is None:
-                raise Refusal("compose", "b", b, m, f"its values under a = {a} have no common stride")
+                raise Refusal(
+                    "compose", "b", b, m, f"its values under a = {a} have no common stride"
+                )
         parts.append(of_leaves(coalesced(leaves)))
     r = rebuilt(parts, b.shape)
-    # No mode of a is asked for more than it has: nothing carries, and the parts add up. Else look at every value.
+    # No mode of a is asked for more than it has: nothing carries, and the parts add up. Else look
+    # at every value.
     if not proven or any(asked >= room for asked, (room, _) in zip(reach, outer)):
         _check_every_value(a, b, r)
     return r
@@ -99,22 +125,30 @@ def _check_every_value(a: Layout, b: Layout, r: Layout) -> None:
     for i, (inner, got) in enumerate(zip(b.offsets, r.offsets)):
         if 0 <= inner < n and values[inner] == got:
             continue
-        mode, rest = 0, i  # the highest mode that has moved: all below it went through without this one
+        # the highest mode that has moved: all below it went through without this one
+        mode, rest = 0, i
         for m, (s, _) in enumerate(b.leaves):
             if rest % s:
                 mode = m
             rest //= s
         if not 0 <= inner < n:
-            raise Refusal("compose", "b", b, mode, f"it reaches offset {inner}, and a has the indices 0 to {n - 1}")
-        why = f"with the modes before it, it carries in a = {a}: a({inner}) is {values[inner]}, the strides add up to {got}"
+            raise Refusal(
+                "compose",
+                "b",
+                b,
+                mode,
+                f"it reaches offset {inner}, and a has the indices 0 to {n - 1}",
+            )
+        why = f"with the modes before it, it carries in a = {a}: a({inner}) is {values[inner]}, the strides add up to {got}"  # noqa: E501
         raise Refusal("compose", "b", b, mode, why)
 
 
 def compose(a: Layout | Swizzle | Swizzled | str, b: Tiler | Swizzled) -> Layout | Swizzled:
     """R(c) = a(b(c)), with b's modes kept, each as one or more modes.
 
-    a may be a swizzle or swizzled. b: a layout; or a tuple or dict of such, one for each of a's modes (None: the mode as it is).
-    Refuses where b leaves a's domain, and where no layout has these values.
+    a may be a swizzle or swizzled. b: a layout; or a tuple or dict of such, one for each of a's
+    modes (None: the mode as it is). Refuses where b leaves a's domain, and where no layout has
+    these values.
     """
     if isinstance(a, str):
         a = parse(a)
@@ -136,19 +170,30 @@ def compose(a: Layout | Swizzle | Swizzled | str, b: Tiler | Swizzled) -> Layout
 
 
 def _compose_swizzled(a: Layout, b: Swizzled) -> Layout | Swizzled:
-    """a after a swizzled layout: a moves the swizzle's bits along where it is contiguous on its span; else by value."""
+    """a after a swizzled layout: a moves the swizzle's bits along where it is contiguous on its
+    span; else by value."""
     least, most = min(b.offsets), max(b.offsets)
     if least < 0 or most >= a.size:
         reached = least if least < 0 else most
         raise Refusal(
-            "compose", "b", b.layout, None, f"it reaches offset {reached}, a has the indices 0 to {a.size - 1}"
+            "compose",
+            "b",
+            b.layout,
+            None,
+            f"it reaches offset {reached}, a has the indices 0 to {a.size - 1}",
         )
     if coalesce(a).stride == 1:
         return b
     values = a.offsets
     found = from_values([values[o] for o in b.offsets], b.layout.shape)
     if found is None:
-        raise Refusal("compose", "b", b.layout, None, f"after {b.swizzle} its values under a = {a} are no layout")
+        raise Refusal(
+            "compose",
+            "b",
+            b.layout,
+            None,
+            f"after {b.swizzle} its values under a = {a} are no layout",
+        )
     return found
 
 
@@ -177,15 +222,15 @@ def per_mode(op: str, layout: Layout, tiler: Sequence[Tiler] | dict[str, Tiler])
     return [*tiler, *[None] * (layout.rank - len(tiler))]
 
 
-# ---- complement and inverses -------------------------------------------------------------------------------------------
+# ---- complement and inverses ---------------------------------------------------------------------
 
 
 def complement(layout: Layout | str, n: int | None = None) -> Layout:
     """The offsets below n that the layout does not reach, in ascending order.
 
-    (layout, complement) reaches every offset below n once; n is rounded up to whole repeats of the layout, and is cosize by
-    default. Refuses where that cannot be: overlaps, holes, negative strides. Modes of stride 0 add no offsets and are passed
-    over.
+    (layout, complement) reaches every offset below n once; n is rounded up to whole repeats of the
+    layout, and is cosize by default. Refuses where that cannot be: overlaps, holes, negative
+    strides. Modes of stride 0 add no offsets and are passed over.
     """
     layout = as_layout(layout)
     n = layout.cosize if n is None else n
@@ -195,7 +240,9 @@ def complement(layout: Layout | str, n: int | None = None) -> Layout:
         if s == 1 or d == 0:
             continue
         if d < 0:
-            raise Refusal("complement", "layout", layout, m, "a negative stride leaves offsets below 0")
+            raise Refusal(
+                "complement", "layout", layout, m, "a negative stride leaves offsets below 0"
+            )
         if d % filled:
             what = "overlap" if d < filled else "leave holes"
             why = f"the modes of smaller stride fill blocks of {filled}, of which {d} is no multiple: they {what}"
@@ -207,7 +254,8 @@ def complement(layout: Layout | str, n: int | None = None) -> Layout:
 
 
 def right_inverse(layout: Layout | str) -> Layout:
-    """layout(r(i)) = i for every i below size(r): as far as modes continue each other from offset 0 on."""
+    """layout(r(i)) = i for every i below size(r): as far as modes continue each other from offset 0
+    on."""
     flat = coalesced(as_layout(layout).leaves)
     steps_below, n = [], 1
     for s, _ in flat:
@@ -224,23 +272,33 @@ def right_inverse(layout: Layout | str) -> Layout:
 
 
 def left_inverse(layout: Layout | str) -> Layout:
-    """r(layout(i)) = i for every i below size(layout). What other offsets map to is nobody's concern.
+    """r(layout(i)) = i for every i below size(layout). What other offsets map to is nobody's
+    concern.
 
-    Refuses layouts that are not injective, negative strides, and strides of which the larger is no multiple of the smaller.
+    Refuses layouts that are not injective, negative strides, and strides of which the larger is no
+    multiple of the smaller.
     """
     layout = as_layout(layout)
     steps_below, n = [], 1
     for s, _ in layout.leaves:
         steps_below.append(n)
         n *= s
-    order = sorted((d, s, before, m) for m, ((s, d), before) in enumerate(zip(layout.leaves, steps_below)) if s > 1)
+    order = sorted(
+        (d, s, before, m)
+        for m, ((s, d), before) in enumerate(zip(layout.leaves, steps_below))
+        if s > 1
+    )
     found: Leaves = []
     unit, room = 1, 1
     for i, (d, s, _, m) in enumerate(order):
         if d <= 0:
             raise Refusal("left_inverse", "layout", layout, m, "its stride must be above 0")
         if d % unit or d < room:
-            what = f"is no multiple of the next smaller stride {unit}" if d % unit else f"overlaps the {room} before it"
+            what = (
+                f"is no multiple of the next smaller stride {unit}"
+                if d % unit
+                else f"overlaps the {room} before it"
+            )
             raise Refusal("left_inverse", "layout", layout, m, f"stride {d} {what}")
         if i == 0 and d > 1:
             found.append((d, 0))
@@ -252,33 +310,44 @@ def left_inverse(layout: Layout | str) -> Layout:
     return of_leaves(coalesced(found))
 
 
-# ---- vectors and element types -----------------------------------------------------------------------------------------
+# ---- vectors and element types -------------------------------------------------------------------
 
 
 def max_common_layout(a: Layout | str, b: Layout | str) -> Layout:
-    """The longest run of indices that both layouts keep side by side, as a layout of indices: a(r(i)) = b(r(i)) = i."""
+    """The longest run of indices that both layouts keep side by side, as a layout of indices:
+    a(r(i)) = b(r(i)) = i."""
     a, b = as_layout(a), as_layout(b)
     if a.size != b.size:
-        raise ValueError(f"max_common_layout: {a} has {a.size} elements, {b} has {b.size}; both must have as many")
+        raise ValueError(
+            f"max_common_layout: {a} has {a.size} elements, {b} has {b.size}; both must have as "
+            f"many"
+        )
     inverse = right_inverse(b)
     try:
         common = coalesce(compose_layouts(a, inverse))
     except Refusal:
         return Layout(1, 0)
     first = common.leaves[0]
-    return of_leaves(coalesced(compose_layouts(inverse, Layout(first[0])).leaves)) if first[1] == 1 else Layout(1, 0)
+    return (
+        of_leaves(coalesced(compose_layouts(inverse, Layout(first[0])).leaves))
+        if first[1] == 1
+        else Layout(1, 0)
+    )
 
 
 def max_common_vector(a: Layout | str, b: Layout | str) -> int:
-    """How many elements one access may move between them: contiguous in both, and again from each multiple on."""
+    """How many elements one access may move between them: contiguous in both, and again from each
+    multiple on."""
     return max_common_layout(a, b).size
 
 
 def recast(layout: Layout | Swizzled | str, old_bits: int, new_bits: int) -> Layout | Swizzled:
-    """The layout of the same memory in elements of another width: every bit of it as often as before.
+    """The layout of the same memory in elements of another width: every bit of it as often as
+    before.
 
-    To narrower elements, the mode of stride 1 grows (one of size 1 where there is none). To wider ones, the modes that make up
-    an element shrink. Refuses where there is no such layout: elements that are not whole, holes, overlaps, a mode of stride -1.
+    To narrower elements, the mode of stride 1 grows (one of size 1 where there is none). To wider
+    ones, the modes that make up an element shrink. Refuses where there is no such layout: elements
+    that are not whole, holes, overlaps, a mode of stride -1.
     """
     if old_bits < 1 or new_bits < 1 or (old_bits % new_bits and new_bits % old_bits):
         raise ValueError(f"recast: {old_bits} and {new_bits} bits; one must divide the other")
@@ -286,7 +355,11 @@ def recast(layout: Layout | Swizzled | str, old_bits: int, new_bits: int) -> Lay
         offset, left = divmod(layout.offset * old_bits, new_bits)
         if left:
             raise Refusal(
-                "recast", "layout", layout.layout, None, f"its offset {layout.offset} begins inside of an element"
+                "recast",
+                "layout",
+                layout.layout,
+                None,
+                f"its offset {layout.offset} begins inside of an element",
             )
         inner = expect_layout(recast(layout.layout, old_bits, new_bits))
         return Swizzled(layout.swizzle.recast(old_bits, new_bits), inner, offset)
@@ -299,7 +372,9 @@ def recast(layout: Layout | Swizzled | str, old_bits: int, new_bits: int) -> Lay
         done = _widened(layout, new_bits // old_bits, new_bits)
     like = layout.shape
     return Layout(
-        unflatten(iter([s for s, _ in done]), like), unflatten(iter([d for _, d in done]), like), layout.names
+        unflatten(iter([s for s, _ in done]), like),
+        unflatten(iter([d for _, d in done]), like),
+        layout.names,
     )
 
 
@@ -309,13 +384,18 @@ def _narrowed(layout: Layout, n: int, bits: int) -> Leaves:
     grows = next((m for m, (s, d) in enumerate(leaves) if s > 1 and d == 1), None)
     grows = next((m for m, (s, _) in enumerate(leaves) if s == 1), None) if grows is None else grows
     if grows is None:
-        why = f"no mode of stride 1 can hold the {n} elements of {bits} bits that are one of its own"
+        why = (
+            f"no mode of stride 1 can hold the {n} elements of {bits} bits that are one of its own"
+        )
         raise Refusal("recast", "layout", layout, 0, why)
-    return [(s * n, 1) if m == grows else (s, d * n if s > 1 else 0) for m, (s, d) in enumerate(leaves)]
+    return [
+        (s * n, 1) if m == grows else (s, d * n if s > 1 else 0) for m, (s, d) in enumerate(leaves)
+    ]
 
 
 def _widened(layout: Layout, n: int, bits: int) -> Leaves:
-    """The leaves of a layout of which n elements become one: modes whose strides fill 1 to n leave, wholly or in part."""
+    """The leaves of a layout of which n elements become one: modes whose strides fill 1 to n leave,
+    wholly or in part."""
     done: list[tuple[int, int]] = [(s, 0) for s, _ in layout.leaves]
     filled = 1
     split = f"elements of {bits} bits are {n} of its own; they split it"

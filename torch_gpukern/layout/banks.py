@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an access of a warp costs: passes of shared memory, sectors of global memory. A model, from addresses alone.
+"""What an access of a warp costs: passes of shared memory, sectors of global memory. A model, from
+addresses alone.
 
-Shared memory has 32 banks of 4 bytes; an access is served in phases of at most 128 bytes: 32 lanes of up to 4 bytes, 16 lanes of 8,
-8 lanes of 16. In a phase each bank gives one word at a time, and lanes that want the same word share it. Global memory moves
-sectors of 32 bytes, four to a line.
+Shared memory has 32 banks of 4 bytes; an access is served in phases of at most 128 bytes: 32 lanes
+of up to 4 bytes, 16 lanes of 8, 8 lanes of 16. In a phase each bank gives one word at a time, and
+lanes that want the same word share it. Global memory moves sectors of 32 bytes, four to a line.
 """
 
 from __future__ import annotations
@@ -20,18 +21,22 @@ ACCESSES = (1, 2, 4, 8, 16)
 
 def _check_access(op: str, addresses: Sequence[int], access_bytes: int) -> None:
     if access_bytes not in ACCESSES:
-        raise ValueError(f"{op}: an access is of {access_bytes} bytes; expected one of 1, 2, 4, 8, 16")
+        raise ValueError(
+            f"{op}: an access is of {access_bytes} bytes; expected one of 1, 2, 4, 8, 16"
+        )
     for lane, address in enumerate(addresses):
         if address % access_bytes:
             raise ValueError(
-                f"{op}: lane {lane} accesses {access_bytes} bytes at byte {address}; it must be a multiple"
+                f"{op}: lane {lane} accesses {access_bytes} bytes at byte {address}; it must be a "
+                f"multiple"
             )
 
 
 def phases(addresses: Sequence[int], access_bytes: int) -> list[int]:
     """The passes of each phase of one warp's access; addresses are bytes, one a lane.
 
-    An ldmatrix or stmatrix is an access of 16 bytes by as many lanes as give it addresses: 8, 16 or 32.
+    An ldmatrix or stmatrix is an access of 16 bytes by as many lanes as give it addresses: 8, 16 or
+    32.
     """
     _check_access("ways", addresses, access_bytes)
     lanes = 8 if access_bytes > 8 else 16 if access_bytes > 4 else 32
@@ -57,8 +62,8 @@ def ways(addresses: Sequence[int], access_bytes: int) -> int:
 def wavefronts(addresses: Sequence[int], access_bytes: int) -> int:
     """Passes of the whole access: what the profiler counts as wavefronts of shared memory.
 
-    One case is counted too high: of 16 bytes a GPU serves two phases at once where lanes l and l ^ 1, or l and l ^ 2, want the
-    same ones (learn/claims.md).
+    One case is counted too high: of 16 bytes a GPU serves two phases at once where lanes l and l ^
+    1, or l and l ^ 2, want the same ones (learn/claims.md).
     """
     return sum(phases(addresses, access_bytes))
 
@@ -88,23 +93,35 @@ class Access:
 
     def __str__(self) -> str:
         banks = "free of conflicts" if self.ways == 1 else f"{self.ways}-way"
-        return f"{self.name}: {banks}, {self.wavefronts} wavefronts (best {self.best_wavefronts}); {self.sectors} sectors (best {self.best_sectors})"
+        return f"{self.name}: {banks}, {self.wavefronts} wavefronts (best {self.best_wavefronts}); {self.sectors} sectors (best {self.best_sectors})"  # noqa: E501
 
 
-def vectors(layout: Layout | Swizzled | str, elem_bytes: int, access_bytes: int) -> tuple[list[int], int]:
-    """(byte address of each access of `access_bytes`, accesses in each column): a layout cut into vectors.
+def vectors(
+    layout: Layout | Swizzled | str, elem_bytes: int, access_bytes: int
+) -> tuple[list[int], int]:
+    """(byte address of each access of `access_bytes`, accesses in each column): a layout cut into
+    vectors.
 
-    The mode of stride 1 is cut; what is left runs colexicographically. The second figure is how many vectors mode 0 has.
-    Refuses where the vector does not divide that mode or the swizzle takes it apart.
+    The mode of stride 1 is cut; what is left runs colexicographically. The second figure is how
+    many vectors mode 0 has. Refuses where the vector does not divide that mode or the swizzle takes
+    it apart.
     """
     layout = parse(layout) if isinstance(layout, str) else layout
     inner = layout.layout if isinstance(layout, Swizzled) else layout
     n = access_bytes // elem_bytes
     if n < 1 or access_bytes % elem_bytes:
-        raise ValueError(f"access: {access_bytes} bytes are no whole elements of {elem_bytes} bytes")
+        raise ValueError(
+            f"access: {access_bytes} bytes are no whole elements of {elem_bytes} bytes"
+        )
     mode = next((m for m, (s, d) in enumerate(inner.leaves) if d == 1 and s > 1), None)
     if n > 1 and mode is None:
-        raise Refusal("access", "layout", inner, None, f"no mode has stride 1, so no {n} elements lie side by side")
+        raise Refusal(
+            "access",
+            "layout",
+            inner,
+            None,
+            f"no mode has stride 1, so no {n} elements lie side by side",
+        )
     if n > 1 and inner.leaves[mode][0] % n:
         raise Refusal("access", "layout", inner, mode, f"vectors of {n} elements do not divide it")
     offsets, kept, before = layout.offsets, [], 1
@@ -119,7 +136,13 @@ def vectors(layout: Layout | Swizzled | str, elem_bytes: int, access_bytes: int)
         for i in kept:
             first = offsets[i]
             if first % n or any(offsets[i + j * before] != first + j for j in range(1, n)):
-                raise Refusal("access", "layout", inner, mode, f"the {n} elements from offset {first} on are no vector")
+                raise Refusal(
+                    "access",
+                    "layout",
+                    inner,
+                    mode,
+                    f"the {n} elements from offset {first} on are no vector",
+                )
     column = inner.modes[0].size
     if n > 1 and mode is not None and mode < len(inner.modes[0].leaves):
         column //= n
@@ -127,7 +150,8 @@ def vectors(layout: Layout | Swizzled | str, elem_bytes: int, access_bytes: int)
 
 
 def accesses(layout: Layout | Swizzled | str, elem_bytes: int, access_bytes: int) -> list[Access]:
-    """The costs of walking a layout down mode 0 (lanes along it first) and across it (lanes along the other modes first)."""
+    """The costs of walking a layout down mode 0 (lanes along it first) and across it (lanes along
+    the other modes first)."""
     bytes_, column = vectors(layout, elem_bytes, access_bytes)
     across = [bytes_[i + j * column] for i in range(column) for j in range(len(bytes_) // column)]
     found = []

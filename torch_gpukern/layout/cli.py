@@ -38,7 +38,8 @@ MOST_ROWS = 64
 
 
 def table(p: Picture, columns: int) -> str:
-    """The cells of a picture as text, mode 0 down and the others across, as far as this many columns hold them."""
+    """The cells of a picture as text, mode 0 down and the others across, as far as this many
+    columns hold them."""
     cells = [text for text, _ in p.cells]
     width = max(map(len, cells))
     side = len(str(min(p.rows, MOST_ROWS) - 1))
@@ -49,7 +50,9 @@ def table(p: Picture, columns: int) -> str:
         row = (cells[i + j * p.rows].rjust(width) for j in range(fit))
         lines.append(f"{str(i).rjust(side)} | {' '.join(row)}")
     if fit < p.columns or p.rows > MOST_ROWS:
-        lines.append(f"({min(p.rows, MOST_ROWS)} x {fit} of {p.rows} x {p.columns}; --svg draws all of it)")
+        lines.append(
+            f"({min(p.rows, MOST_ROWS)} x {fit} of {p.rows} x {p.columns}; --svg draws all of it)"
+        )
     return "\n".join(lines)
 
 
@@ -61,13 +64,31 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.set_defaults(run=run)
-    p.add_argument("layout", nargs="?", help='as CuTe writes it: "(4,8):(8,1)"; or "Sw<3,3,3> o 0 o (8,64):(64,1)"')
+    p.add_argument(
+        "layout",
+        nargs="?",
+        help='as CuTe writes it: "(4,8):(8,1)"; or "Sw<3,3,3> o 0 o (8,64):(64,1)"',
+    )
     p.add_argument("--thr", help="a layout of threads; with --val draws who holds which element")
     p.add_argument("--val", help="a layout of each thread's values")
-    p.add_argument("--atom", choices=ATOMS, help="a fragment of an instruction, m16n8k16 and 8 x 8 matrices of 16 bits")
-    p.add_argument("--swizzle", metavar="B,M,S", help="an xor after the layout, on offsets in elements")
-    p.add_argument("--divide", metavar="TILER", help='a layout, a size, or one for each mode: "4;(2,2):(1,4)"')
-    p.add_argument("--elem-bytes", type=whole(1, 256), default=2, metavar="N", help="bytes of an element (default 2)")
+    p.add_argument(
+        "--atom",
+        choices=ATOMS,
+        help="a fragment of an instruction, m16n8k16 and 8 x 8 matrices of 16 bits",
+    )
+    p.add_argument(
+        "--swizzle", metavar="B,M,S", help="an xor after the layout, on offsets in elements"
+    )
+    p.add_argument(
+        "--divide", metavar="TILER", help='a layout, a size, or one for each mode: "4;(2,2):(1,4)"'
+    )
+    p.add_argument(
+        "--elem-bytes",
+        type=whole(1, 256),
+        default=2,
+        metavar="N",
+        help="bytes of an element (default 2)",
+    )
     p.add_argument(
         "--access",
         type=int,
@@ -75,7 +96,12 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
         metavar="BYTES",
         help="bank conflicts and sectors of accesses of 1 to 16 bytes",
     )
-    p.add_argument("--kind", choices=("offsets", "banks"), default="offsets", help="what the picture's colours say")
+    p.add_argument(
+        "--kind",
+        choices=("offsets", "banks"),
+        default="offsets",
+        help="what the picture's colours say",
+    )
     p.add_argument("--svg", type=Path, metavar="FILE")
     p.add_argument("--png", type=Path, metavar="FILE", help="needs matplotlib")
 
@@ -89,13 +115,17 @@ def _asked(args: argparse.Namespace) -> tuple[Layout | Swizzled, dict]:
     if args.atom or args.thr:
         tv, shape = ATOMS[args.atom]() if args.atom else make_layout_tv(args.thr, args.val)
         if args.swizzle or args.divide or args.access:
-            raise ValueError("--swizzle, --divide and --access are of a layout, not of threads and values")
+            raise ValueError(
+                "--swizzle, --divide and --access are of a layout, not of threads and values"
+            )
         return tv, {"kind": "owners", "shape": shape if len(shape) == 2 else (1, shape[0])}
     found = parse(args.layout)
     if isinstance(found, Swizzle):
         raise ValueError(f"{found} is a swizzle alone; write {found} o 0 o shape:stride")
     if found.size > MOST_ELEMENTS:
-        raise ValueError(f"{found} has {found.size} elements; at most {MOST_ELEMENTS} are looked at")
+        raise ValueError(
+            f"{found} has {found.size} elements; at most {MOST_ELEMENTS} are looked at"
+        )
     if args.divide:
         if isinstance(found, Swizzled):
             raise ValueError("--divide takes a plain layout; add --swizzle to swizzle the result")
@@ -103,7 +133,9 @@ def _asked(args: argparse.Namespace) -> tuple[Layout | Swizzled, dict]:
         tiler = tilers[0] if len(tilers) == 1 else tuple(tilers)
         over = overhang(found, tiler)
         found = logical_divide(found, tiler)
-        print(f"divided, {over} elements past the end" + (": a predicate is needed" if over else ""))
+        print(
+            f"divided, {over} elements past the end" + (": a predicate is needed" if over else "")
+        )
     if args.swizzle:
         if isinstance(found, Swizzled):
             raise ValueError("--swizzle: the layout has one already")

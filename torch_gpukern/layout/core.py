@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Layouts as values: a shape and a stride of the same nesting, in CuTe's notation.
 
-`Layout("(4,8):(8,1)")` sends a coordinate (i, j) to the offset 8 i + j. Shapes and strides are integers or tuples of such,
-to any depth; modes may have names: `Layout("(m=4,n=8):(8,1)")`. The first mode runs fastest (colexicographic order): index 5
-of the layout above is the coordinate (1, 1). Strides may be 0 or negative.
+`Layout("(4,8):(8,1)")` sends a coordinate (i, j) to the offset 8 i + j. Shapes and strides are
+integers or tuples of such, to any depth; modes may have names: `Layout("(m=4,n=8):(8,1)")`. The
+first mode runs fastest (colexicographic order): index 5 of the layout above is the coordinate (1,
+1). Strides may be 0 or negative.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ Coord = Union[int, None, tuple["Coord", ...]]  # noqa: UP007
 
 
 class Refusal(ValueError):
-    """There is no such layout. The text names the operation, the argument and the mode that is to blame.
+    """There is no such layout. The text names the operation, the argument and the mode that is to
+    blame.
 
-    Attributes: op, argument (its name), mode (the number of the leaf, counted from 0 across the nesting; None where no
-    single mode is to blame), why.
+    Attributes: op, argument (its name), mode (the number of the leaf, counted from 0 across the
+    nesting; None where no single mode is to blame), why.
     """
 
-    def __init__(self, op: str, argument: str, layout: Layout | None, mode: int | None, why: str) -> None:
+    def __init__(
+        self, op: str, argument: str, layout: Layout | None, mode: int | None, why: str
+    ) -> None:
         self.op, self.argument, self.mode, self.why = op, argument, mode, why
         where = argument
         if layout is not None:
@@ -36,7 +40,7 @@ class Refusal(ValueError):
         super().__init__(f"{op}: {where}: {why}")
 
 
-# ---- nested tuples -----------------------------------------------------------------------------------------------------
+# ---- nested tuples -------------------------------------------------------------------------------
 
 
 def flatten(x: IntTuple) -> list[int]:
@@ -83,7 +87,8 @@ def same_profile(a: IntTuple, b: IntTuple) -> bool:
 
 
 def index_to_coord(index: int, shape: IntTuple) -> IntTuple:
-    """The coordinate of an index, colexicographic, nested as the shape. Past the end the last mode goes on."""
+    """The coordinate of an index, colexicographic, nested as the shape. Past the end the last mode
+    goes on."""
     flat, shapes = [], flatten(shape)
     for i, s in enumerate(shapes):
         last = i + 1 == len(shapes)
@@ -93,10 +98,14 @@ def index_to_coord(index: int, shape: IntTuple) -> IntTuple:
 
 
 def coord_to_index(coord: IntTuple, shape: IntTuple) -> int:
-    """The index of a coordinate, which may be an index itself at any depth; each must be within its mode."""
+    """The index of a coordinate, which may be an index itself at any depth; each must be within its
+    mode."""
     if not isinstance(coord, tuple):
         if not 0 <= coord < product(shape):
-            raise IndexError(f"coordinate {coord} is outside of the {product(shape)} elements of {text_of(shape)}")
+            raise IndexError(
+                f"coordinate {coord} is outside of the {product(shape)} elements of "
+                f"{text_of(shape)}"
+            )
         return coord
     if not isinstance(shape, tuple) or len(coord) != len(shape):
         raise ValueError(f"coordinate {text_of(coord)} does not fit shape {text_of(shape)}")
@@ -107,7 +116,7 @@ def coord_to_index(coord: IntTuple, shape: IntTuple) -> int:
     return index
 
 
-# ---- text --------------------------------------------------------------------------------------------------------------
+# ---- text ----------------------------------------------------------------------------------------
 
 _TOKEN = re.compile(r"\s*(?:([A-Za-z]\w*)\s*=|(-?\d+)|([(),:]))")
 
@@ -121,7 +130,10 @@ class _Parser:
         while text[at:].strip():
             match = _TOKEN.match(text, at)
             if not match:
-                raise ValueError(f"layout '{text}': expected a number, a bracket or a name at '{text[at:].strip()}'")
+                raise ValueError(
+                    f"layout '{text}': expected a number, a bracket or a name at "
+                    f"'{text[at:].strip()}'"
+                )
             self.tokens.append((match.lastindex, match[match.lastindex]))
             at = match.end()
         self.at = 0
@@ -137,7 +149,9 @@ class _Parser:
     def tuple_(self) -> IntTuple:
         if self.at < len(self.tokens) and self.tokens[self.at][0] == 1:
             if self.depth > 1:
-                raise ValueError(f"layout '{self.text}': only modes at the top have names, not '{self.peek()}'")
+                raise ValueError(
+                    f"layout '{self.text}': only modes at the top have names, not '{self.peek()}'"
+                )
             self.names.append(self.peek())
             self.at += 1
         elif self.depth == 1:
@@ -170,11 +184,12 @@ class _Parser:
         return shape, stride, names if any(names) else ()
 
 
-# ---- layouts -----------------------------------------------------------------------------------------------------------
+# ---- layouts -------------------------------------------------------------------------------------
 
 
 class Drawn:
-    """What has a picture of its own: a layout, swizzled or not. pictures.py, which knows layouts, gives it svg and png."""
+    """What has a picture of its own: a layout, swizzled or not. pictures.py, which knows layouts,
+    gives it svg and png."""
 
     __slots__ = ()
     svg: Any
@@ -192,8 +207,8 @@ class Layout(Drawn):
         stride: as nested as the shape. Default: compact, the first mode fastest.
         names: of the modes at the top, "" for none.
 
-    Call it with a coordinate (`layout(1, 2)`, nested or not), an index (`layout(9)`) or names (`layout(m=1, n=2)`). A coordinate
-    outside of its mode is an IndexError.
+    Call it with a coordinate (`layout(1, 2)`, nested or not), an index (`layout(9)`) or names
+    (`layout(m=1, n=2)`). A coordinate outside of its mode is an IndexError.
     """
 
     __slots__ = ("shape", "stride", "names", "__dict__")
@@ -201,7 +216,9 @@ class Layout(Drawn):
     stride: IntTuple
     names: tuple[str, ...]
 
-    def __init__(self, shape: IntTuple | str, stride: IntTuple | None = None, names: Sequence[str] = ()) -> None:
+    def __init__(
+        self, shape: IntTuple | str, stride: IntTuple | None = None, names: Sequence[str] = ()
+    ) -> None:
         if isinstance(shape, str):
             if stride is not None:
                 raise ValueError("Layout: a text says the strides, too: Layout('(4,8):(8,1)')")
@@ -210,7 +227,10 @@ class Layout(Drawn):
         self.shape, self.stride = _checked(shape), None
         self.stride = compact_stride(self.shape) if stride is None else _checked(stride)
         if not same_profile(self.shape, self.stride):
-            raise ValueError(f"Layout: stride {text_of(self.stride)} is not nested as the shape {text_of(self.shape)}")
+            raise ValueError(
+                f"Layout: stride {text_of(self.stride)} is not nested as the shape "
+                f"{text_of(self.shape)}"
+            )
         if any(s < 1 for s in flatten(self.shape)):
             raise ValueError(f"Layout: shape is {text_of(self.shape)}; sizes must be 1 or more")
         self.names = tuple(names) if any(names) else ()
@@ -234,7 +254,8 @@ class Layout(Drawn):
 
     @property
     def cosize(self) -> int:
-        """Offsets from the lowest to the highest, both included: also right for strides of 0 and below."""
+        """Offsets from the lowest to the highest, both included: also right for strides of 0 and
+        below."""
         return 1 + sum((s - 1) * abs(d) for s, d in self.leaves)
 
     @property
@@ -296,9 +317,13 @@ class Layout(Drawn):
         return join(*(all_[i] for i in at), names=names)
 
     def group(self, first: int, last: int) -> Layout:
-        """Modes first to last - 1 as one mode, so that one coordinate or one tiler takes them all: CuTe's group<first, last>."""
+        """Modes first to last - 1 as one mode, so that one coordinate or one tiler takes them all:
+        CuTe's group<first, last>."""
         if not 0 <= first < last <= self.rank:
-            raise IndexError(f"group: modes {first} to {last} of the {self.rank} of {self}; expected 0 <= first < last")
+            raise IndexError(
+                f"group: modes {first} to {last} of the {self.rank} of {self}; expected 0 <= "
+                f"first < last"
+            )
         all_, names = self.modes, self.names
         around = (*names[:first], "", *names[last:]) if names else ()
         return join(*all_[:first], join(*all_[first:last]), *all_[last:], names=around)
@@ -322,7 +347,10 @@ class Layout(Drawn):
         if named:
             unknown = named.keys() - set(self.names)
             if coord or unknown or len(named) != self.rank:
-                raise ValueError(f"layout {self}: names {', '.join(named)} were given; expected {self.names or 'none'}")
+                raise ValueError(
+                    f"layout {self}: names {', '.join(named)} were given; expected "
+                    f"{self.names or 'none'}"
+                )
             coord = tuple(named[name] for name in self.names)
         index, offset = coord_to_index(coord[0] if len(coord) == 1 else coord, self.shape), 0
         for s, d in self.leaves[:-1]:
@@ -344,16 +372,23 @@ class Layout(Drawn):
         return (index_to_coord(i, self.shape) for i in range(self.size))
 
     def slice(self, *coord: Coord) -> tuple[Layout, int]:
-        """(the modes where the coordinate has None, the offset of all others). `layout.slice(None, 3)`: column 3."""
+        """(the modes where the coordinate has None, the offset of all others). `layout.slice(None,
+        3)`: column 3."""
         given = coord[0] if len(coord) == 1 else coord
         kept, offset = _slice(self.shape, self.stride, given, self)
         if len(kept) == 1:
             return Layout(*kept[0]), offset
         names = ()
-        if self.names and isinstance(given, tuple) and all(c is None or isinstance(c, int) for c in given):
+        if (
+            self.names
+            and isinstance(given, tuple)
+            and all(c is None or isinstance(c, int) for c in given)
+        ):
             names = tuple(name for name, c in zip(self.names, given) if c is None)
         return Layout(
-            tuple(s for s, _ in kept), tuple(d for _, d in kept), names if len(names) == len(kept) else ()
+            tuple(s for s, _ in kept),
+            tuple(d for _, d in kept),
+            names if len(names) == len(kept) else (),
         ), offset
 
     @property
@@ -373,9 +408,15 @@ class Layout(Drawn):
         for i, (mode, name) in enumerate(zip(self.modes, names)):
             lines.append(f"  mode {i}{f' ({name})' if name else ''}: {mode}")
         simple = of_leaves(coalesced(self.leaves))
-        lines.append(f"  as a function of the index: {simple}" + (", contiguous" if simple.stride == 1 else ""))
+        lines.append(
+            f"  as a function of the index: {simple}"
+            + (", contiguous" if simple.stride == 1 else "")
+        )
         if not self.injective:
-            lines.append(f"  {self.size - len(set(self.offsets))} elements share their offset with an earlier one")
+            lines.append(
+                f"  {self.size - len(set(self.offsets))} elements share their offset with an "
+                f"earlier one"
+            )
         elif self.cosize > self.size:
             lines.append(f"  {self.cosize - self.size} offsets between them are not used")
         return "\n".join(lines)
@@ -385,7 +426,10 @@ class Layout(Drawn):
     def __str__(self) -> str:
         if not self.names:
             return f"{text_of(self.shape)}:{text_of(self.stride)}"
-        parts = [f"{name}={text_of(s)}" if name else text_of(s) for name, s in zip(self.names, self.shape)]
+        parts = [
+            f"{name}={text_of(s)}" if name else text_of(s)
+            for name, s in zip(self.names, self.shape)
+        ]
         return f"({','.join(parts)}):{text_of(self.stride)}"
 
     def __repr__(self) -> str:
@@ -415,10 +459,14 @@ def _slice(shape: IntTuple, stride: IntTuple, coord: Coord, whole: Layout) -> tu
         return [(shape, stride)], 0
     if not isinstance(coord, tuple):
         if coord < 0 or coord >= product(shape):
-            raise IndexError(f"slice: {coord} is outside of the {product(shape)} elements of a mode of {whole}")
+            raise IndexError(
+                f"slice: {coord} is outside of the {product(shape)} elements of a mode of {whole}"
+            )
         return [], Layout(shape, stride)(coord)
     if not isinstance(shape, tuple) or len(coord) != len(shape):
-        raise ValueError(f"slice: coordinate {text_of(coord)} does not fit shape {text_of(shape)} of {whole}")
+        raise ValueError(
+            f"slice: coordinate {text_of(coord)} does not fit shape {text_of(shape)} of {whole}"
+        )
     kept, offset = [], 0
     for s, d, c in zip(shape, stride, coord):
         more, at = _slice(s, d, c, whole)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Dividing a layout into tiles, and repeating it: the families of divide and product.
 
-Where tiles do not divide a layout, `logical_divide` rounds up and `overhang` says by how much, so that a predicate is derived and
-not guessed.
+Where tiles do not divide a layout, `logical_divide` rounds up and `overhang` says by how much, so
+that a predicate is derived and not guessed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from .algebra import Tiler, complement, compose_layouts, per_mode, tiler_layout
 from .core import Layout, Refusal, as_layout, coalesced, join, of_leaves
 
-# ---- divide ------------------------------------------------------------------------------------------------------------
+# ---- divide --------------------------------------------------------------------------------------
 
 
 def _divide(layout: Layout, tile: Layout, op: str) -> Layout:
@@ -36,8 +36,8 @@ def _divide(layout: Layout, tile: Layout, op: str) -> Layout:
 def logical_divide(layout: Layout | str, tiler: Tiler) -> Layout:
     """(inside a tile, tile): the layout after (tiler, complement of the tiler in it).
 
-    tiler: a layout or a size; or a tuple or dict of such, one for each mode, which divides each mode by itself; None leaves a
-    mode as it is. Tiles that do not divide round up: see `overhang`.
+    tiler: a layout or a size; or a tuple or dict of such, one for each mode, which divides each
+    mode by itself; None leaves a mode as it is. Tiles that do not divide round up: see `overhang`.
     """
     layout = as_layout(layout)
     if isinstance(tiler, (tuple, list, dict)):
@@ -48,7 +48,8 @@ def logical_divide(layout: Layout | str, tiler: Tiler) -> Layout:
 
 
 def overhang(layout: Layout | str, tiler: Tiler) -> int:
-    """How many elements of the divided layout lie past the end of the layout: 0 means that no predicate is needed."""
+    """How many elements of the divided layout lie past the end of the layout: 0 means that no
+    predicate is needed."""
     return logical_divide(layout, tiler).size - as_layout(layout).size
 
 
@@ -74,7 +75,8 @@ def _split(layout: Layout, tiler: Tiler) -> tuple[list[Layout], list[Layout]]:
 
 
 def zipped_divide(layout: Layout | str, tiler: Tiler) -> Layout:
-    """((inside each mode's tile), (tiles of each mode, modes without a tiler)): one mode for a tile, one over tiles."""
+    """((inside each mode's tile), (tiles of each mode, modes without a tiler)): one mode for a
+    tile, one over tiles."""
     inside, over = _split(as_layout(layout), tiler)
     if not isinstance(tiler, (tuple, list, dict)):
         return join(inside[0], over[0])
@@ -95,7 +97,7 @@ def flat_divide(layout: Layout | str, tiler: Tiler) -> Layout:
     return join(*inside, *over)
 
 
-# ---- product -----------------------------------------------------------------------------------------------------------
+# ---- product -------------------------------------------------------------------------------------
 
 
 def logical_product(layout: Layout | str, copies: Tiler) -> Layout:
@@ -129,12 +131,15 @@ def _zipped(block: Layout | str, copies: Tiler, copies_first: bool) -> Layout:
     rank = max(block.rank, copies.rank)
     both = logical_product(_padded(block, rank), _padded(copies, rank))
     names = block.names or copies.names
-    pairs = [join(c, b) if copies_first else join(b, c) for b, c in zip(both[0].modes, both[1].modes)]
+    pairs = [
+        join(c, b) if copies_first else join(b, c) for b, c in zip(both[0].modes, both[1].modes)
+    ]
     return join(*pairs, names=names if len(names) == rank else ())
 
 
 def blocked_product(block: Layout | str, copies: Tiler) -> Layout:
-    """((block mode 0, copies mode 0), (block mode 1, copies mode 1), ...): blocks lie side by side."""
+    """((block mode 0, copies mode 0), (block mode 1, copies mode 1), ...): blocks lie side by
+    side."""
     return _zipped(block, copies, False)
 
 

@@ -44,7 +44,10 @@ def _shade(i: int, of: int) -> str:
 
 
 def picture(
-    layout: Layout | Swizzled | str, kind: str = "offsets", shape: tuple[int, int] | None = None, elem_bytes: int = 2
+    layout: Layout | Swizzled | str,
+    kind: str = "offsets",
+    shape: tuple[int, int] | None = None,
+    elem_bytes: int = 2,
 ) -> Picture:
     """The cells of a picture; see the kinds above.
 
@@ -56,7 +59,9 @@ def picture(
     if kind not in KINDS:
         raise ValueError(f"picture: kind is '{kind}'; expected one of {', '.join(KINDS)}")
     if layout.size > MAX_CELLS:
-        raise ValueError(f"picture: {layout} has {layout.size} elements; at most {MAX_CELLS} are drawn")
+        raise ValueError(
+            f"picture: {layout} has {layout.size} elements; at most {MAX_CELLS} are drawn"
+        )
     if kind == "owners":
         return _owners(layout, shape)
     inner = layout.layout if isinstance(layout, Swizzled) else layout
@@ -65,20 +70,34 @@ def picture(
     if kind == "banks":
         banks = [o * elem_bytes // BANK_BYTES % BANKS for o in offsets]
         title += f", banks of {elem_bytes}-byte elements"
-        return Picture(title, first, inner.size // first, [(str(b), _shade(b, BANKS)) for b in banks])
+        return Picture(
+            title, first, inner.size // first, [(str(b), _shade(b, BANKS)) for b in banks]
+        )
     low, high = min(offsets), max(offsets)
     span = max(1, high - low + 1)
-    return Picture(title, first, inner.size // first, [(str(o), _shade((o - low) * 32 // span, 32)) for o in offsets])
+    return Picture(
+        title,
+        first,
+        inner.size // first,
+        [(str(o), _shade((o - low) * 32 // span, 32)) for o in offsets],
+    )
 
 
 def _owners(layout: Layout | Swizzled, shape: tuple[int, int] | None) -> Picture:
     if layout.rank != 2:
-        raise ValueError(f"picture: owners are drawn of a layout (thread, value); {layout} has {layout.rank} modes")
+        raise ValueError(
+            f"picture: owners are drawn of a layout (thread, value); {layout} has {layout.rank} "
+            f"modes"
+        )
     shape = (1, max(layout.offsets) + 1) if shape is None else shape
     if len(shape) != 2 or shape[0] * shape[1] <= max(layout.offsets):
-        raise ValueError(f"picture: the tile is {shape}; index {max(layout.offsets)} of {layout} lies outside")
+        raise ValueError(
+            f"picture: the tile is {shape}; index {max(layout.offsets)} of {layout} lies outside"
+        )
     if shape[0] * shape[1] > MAX_CELLS:
-        raise ValueError(f"picture: the tile has {shape[0] * shape[1]} elements; at most {MAX_CELLS} are drawn")
+        raise ValueError(
+            f"picture: the tile has {shape[0] * shape[1]} elements; at most {MAX_CELLS} are drawn"
+        )
     inner = layout.layout if isinstance(layout, Swizzled) else layout
     threads = inner.modes[0].size
     cells = [("", "#ffffff")] * (shape[0] * shape[1])
@@ -100,7 +119,8 @@ def svg(layout: Layout | Swizzled | str, **options) -> str:
     wide = max(left + p.columns * width + 4, 7 * len(p.title) + 8)
     tall = top + p.rows * _CELL_HEIGHT + 4
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {tall}" width="{wide}" height="{tall}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {tall}" width="{wide}" '
+        f'height="{tall}" '
         'font-family="monospace" font-size="11" text-anchor="middle">',
         f"<title>{escape(p.title)}</title>",
         f'<rect width="{wide}" height="{tall}" fill="#ffffff"/>',
@@ -117,8 +137,13 @@ def svg(layout: Layout | Swizzled | str, **options) -> str:
     ys = [top + i * _CELL_HEIGHT for i in range(p.rows)]
     size, half = f'width="{width}" height="{_CELL_HEIGHT}" fill=', width // 2
     places = [(x, y) for x in xs for y in ys]
-    out += [f'<rect x="{x}" y="{y}" {size}"{color}"/>' for (x, y), (_, color) in zip(places, p.cells)]
-    texts = [f'<text x="{x + half}" y="{y + 14}">{text}</text>' for (x, y), (text, _) in zip(places, p.cells)]
+    out += [
+        f'<rect x="{x}" y="{y}" {size}"{color}"/>' for (x, y), (_, color) in zip(places, p.cells)
+    ]
+    texts = [
+        f'<text x="{x + half}" y="{y + 14}">{text}</text>'
+        for (x, y), (text, _) in zip(places, p.cells)
+    ]
     return "\n".join([*out, "</g>", *texts, "</svg>"]) + "\n"
 
 
@@ -129,7 +154,9 @@ def png(layout: Layout | Swizzled | str, **options) -> bytes:
         from matplotlib.figure import Figure
         from matplotlib.patches import Rectangle
     except ImportError as error:
-        raise RuntimeError("png: matplotlib is not installed; pip install matplotlib, or take .svg()") from error
+        raise RuntimeError(
+            "png: matplotlib is not installed; pip install matplotlib, or take .svg()"
+        ) from error
     p = picture(layout, **options)
     width = max(1.0, 0.3 * max(len(text) for text, _ in p.cells))
     figure = Figure(figsize=(0.25 * width * p.columns + 0.3, 0.25 * p.rows + 0.5), dpi=120)
@@ -137,7 +164,9 @@ def png(layout: Layout | Swizzled | str, **options) -> bytes:
     axes = figure.add_axes((0.01, 0.01, 0.98, 0.85))
     for at, (text, color) in enumerate(p.cells):
         x, y = at // p.rows * width, at % p.rows
-        axes.add_patch(Rectangle((x, y), width, 1, facecolor=color, edgecolor="#555555", linewidth=0.4))
+        axes.add_patch(
+            Rectangle((x, y), width, 1, facecolor=color, edgecolor="#555555", linewidth=0.4)
+        )
         axes.text(x + width / 2, y + 0.5, text, ha="center", va="center", fontsize=6)
     axes.set_xlim(0, width * p.columns)
     axes.set_ylim(p.rows, 0)

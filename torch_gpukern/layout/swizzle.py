@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Swizzles: an xor of some bits of an offset into lower (or higher) ones, alone and after a layout."""
+"""Swizzles: an xor of some bits of an offset into lower (or higher) ones, alone and after a
+layout."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ from .values import from_values
 
 @dataclass(frozen=True)
 class Swizzle:
-    """Swizzle<bits, base, shift>: bits base + shift .. of an offset, `bits` of them, xored into bits base ...
+    """Swizzle<bits, base, shift>: bits base + shift .. of an offset, `bits` of them, xored into
+    bits base ...
 
-    Its own inverse. shift may be negative (bits base .. go up into base - shift ..); abs(shift) >= bits, so that source and
-    target do not overlap. TMA's 32, 64 and 128-byte modes are <1,4,3>, <2,4,3>, <3,4,3> of byte addresses.
+    Its own inverse. shift may be negative (bits base .. go up into base - shift ..); abs(shift) >=
+    bits, so that source and target do not overlap. TMA's 32, 64 and 128-byte modes are <1,4,3>,
+    <2,4,3>, <3,4,3> of byte addresses.
     """
 
     bits: int
@@ -29,7 +32,8 @@ class Swizzle:
             raise ValueError(f"{self}: bits and base must be 0 or more")
         if abs(self.shift) < self.bits:
             raise ValueError(
-                f"{self}: abs(shift) must be {self.bits} or more, or the bits would be xored into themselves"
+                f"{self}: abs(shift) must be {self.bits} or more, or the bits would be xored into "
+                f"themselves"
             )
 
     def __call__(self, offset: int) -> int:
@@ -53,7 +57,10 @@ class Swizzle:
         while before > after:
             before, base = before // 2, base + 1
         if before != after or base < 0:
-            raise ValueError(f"recast: {self} of {old_bits}-bit elements is no swizzle of {new_bits}-bit elements")
+            raise ValueError(
+                f"recast: {self} of {old_bits}-bit elements is no swizzle of {new_bits}-bit "
+                f"elements"
+            )
         return Swizzle(self.bits, base, self.shift)
 
     def __str__(self) -> str:
@@ -119,10 +126,17 @@ class Swizzled(OfLayout, Drawn):
         return Swizzled(self.swizzle, self.layout.group(first, last), self.offset)
 
     def linear(self) -> Layout:
-        """The plain layout with the same values, where there is one: refuses where the swizzle is no sum."""
+        """The plain layout with the same values, where there is one: refuses where the swizzle is
+        no sum."""
         found = from_values(self.offsets, self.layout.shape)
         if found is None:
-            raise Refusal("linear", "layout", self.layout, None, f"{self.swizzle} makes no sum of strides of it")
+            raise Refusal(
+                "linear",
+                "layout",
+                self.layout,
+                None,
+                f"{self.swizzle} makes no sum of strides of it",
+            )
         return found
 
     def explain(self) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Tensors over layouts, and what kernels do with them, written so that it is plainly right.
 
-A tensor is a layout, an offset and, where there are any, values: a list or a torch tensor that the offsets index. The
-algorithms are the definitions that a kernel is compared with; they are not fast.
+A tensor is a layout, an offset and, where there are any, values: a list or a torch tensor that the
+offsets index. The algorithms are the definitions that a kernel is compared with; they are not fast.
 """
 
 from __future__ import annotations
@@ -24,28 +24,42 @@ class Tensor(OfLayout):
         layout: a layout, its text, or a swizzled layout.
         data: what offsets index: a list, a torch tensor of one dimension, or nothing.
         offset: where coordinate 0 lies.
-        memory: "registers", "shared", "global" or not said; slices and tiles have it from the whole. `choose_copy` reads it.
+        memory: "registers", "shared", "global" or not said; slices and tiles have it from the
+        whole. `choose_copy` reads it.
 
-    `t[1, 2]` is an element (its offset, where there are no data); `t[None, 2]` a slice that shares the data.
+    `t[1, 2]` is an element (its offset, where there are no data); `t[None, 2]` a slice that shares
+    the data.
     """
 
     def __init__(
-        self, layout: Layout | Swizzled | str, data: Any = None, offset: int = 0, memory: str | None = None
+        self,
+        layout: Layout | Swizzled | str,
+        data: Any = None,
+        offset: int = 0,
+        memory: str | None = None,
     ) -> None:
         layout = parse(layout) if isinstance(layout, str) else layout
         if not isinstance(layout, (Layout, Swizzled)):
-            raise TypeError(f"Tensor: layout is {layout!r}; expected a layout, swizzled or not, or its text")
+            raise TypeError(
+                f"Tensor: layout is {layout!r}; expected a layout, swizzled or not, or its text"
+            )
         if memory is not None and memory not in MEMORIES:
             raise ValueError(f"Tensor: memory is {memory!r}; expected {', '.join(MEMORIES)}")
         self.layout, self.data, self.offset, self.memory = layout, data, offset, memory
-        if isinstance(layout, Swizzled) and offset:  # the swizzle is of addresses: the offset goes in before it
-            self.layout, self.offset = Swizzled(layout.swizzle, layout.layout, layout.offset + offset), 0
+        # the swizzle is of addresses: the offset goes in before it
+        if isinstance(layout, Swizzled) and offset:
+            self.layout, self.offset = (
+                Swizzled(layout.swizzle, layout.layout, layout.offset + offset),
+                0,
+            )
 
     @classmethod
     def of(cls, tensor: Any) -> Tensor:
-        """A torch tensor, or any array that speaks DLPack (NumPy, JAX, CuPy), with the layout that its shape and strides say.
+        """A torch tensor, or any array that speaks DLPack (NumPy, JAX, CuPy), with the layout that
+        its shape and strides say.
 
-        Shares its memory. An array that says strides below 0 (NumPy) keeps them: its offset is where they begin.
+        Shares its memory. An array that says strides below 0 (NumPy) keeps them: its offset is
+        where they begin.
         """
         back: list[int] = []
         if not hasattr(tensor, "as_strided"):
@@ -54,11 +68,17 @@ class Tensor(OfLayout):
             # torch ends the process at a stride below 0: it is given the array the other way round
             back = [m for m, step in enumerate(getattr(tensor, "strides", None) or ()) if step < 0]
             if back:
-                tensor = tensor[tuple(slice(None, None, -1 if m in back else 1) for m in range(len(tensor.shape)))]
+                tensor = tensor[
+                    tuple(
+                        slice(None, None, -1 if m in back else 1) for m in range(len(tensor.shape))
+                    )
+                ]
             tensor = torch.from_dlpack(tensor)
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         if 0 in shape:
-            raise ValueError(f"Tensor.of: shape is {shape}; a layout has 1 or more elements in each mode")
+            raise ValueError(
+                f"Tensor.of: shape is {shape}; a layout has 1 or more elements in each mode"
+            )
         reach = 1 + sum((s - 1) * d for s, d in zip(shape, stride))
         data = tensor.detach().as_strided((reach,), (1,))
         if not shape:
@@ -67,30 +87,47 @@ class Tensor(OfLayout):
         return cls(Layout(shape, stride), data, sum((shape[m] - 1) * -stride[m] for m in back))
 
     def view(self) -> Any:
-        """A torch tensor over the same memory, a dimension for each mode, those of nested modes one after the other.
+        """A torch tensor over the same memory, a dimension for each mode, those of nested modes one
+        after the other.
 
-        Refuses what torch's strides cannot say: a swizzle, a stride below 0, data that are no torch tensor.
+        Refuses what torch's strides cannot say: a swizzle, a stride below 0, data that are no torch
+        tensor.
         """
         data = self._need_data("view")
         if not hasattr(data, "as_strided"):
             raise TypeError(f"view: the data are {type(data).__name__}; expected a torch tensor")
         if data.dim() != 1:
-            raise ValueError(f"view: the data have {data.dim()} dimensions; offsets index one (Tensor.of takes more)")
+            raise ValueError(
+                f"view: the data have {data.dim()} dimensions; offsets index one (Tensor.of takes "
+                f"more)"
+            )
         if isinstance(self.layout, Swizzled):
-            raise Refusal("view", "layout", self.layout.layout, None, f"{self.layout.swizzle} is no sum of strides")
+            raise Refusal(
+                "view",
+                "layout",
+                self.layout.layout,
+                None,
+                f"{self.layout.swizzle} is no sum of strides",
+            )
         back = next((m for m, (_, d) in enumerate(self.layout.leaves) if d < 0), None)
         if back is not None:
             raise Refusal("view", "layout", self.layout, back, "torch has no strides below 0")
         first, last = self.offset, self.offset + self.layout.cosize - 1
         if first < 0 or last >= data.numel():
             reached = first if first < 0 else last
-            raise IndexError(f"view: {self.layout} reaches offset {reached} of data with {data.numel()} elements")
+            raise IndexError(
+                f"view: {self.layout} reaches offset {reached} of data with {data.numel()} elements"
+            )
         step = data.stride(0)  # of the data themselves
-        shape, stride = [s for s, _ in self.layout.leaves], [d * step for _, d in self.layout.leaves]
+        shape, stride = (
+            [s for s, _ in self.layout.leaves],
+            [d * step for _, d in self.layout.leaves],
+        )
         return data.as_strided(shape, stride, data.storage_offset() + first * step)
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Hands `view()` to whoever speaks DLPack: numpy.from_dlpack(t), jax.dlpack.from_dlpack(t)."""
+        """Hands `view()` to whoever speaks DLPack: numpy.from_dlpack(t),
+        jax.dlpack.from_dlpack(t)."""
         return self.view().__dlpack__(**options)
 
     def __dlpack_device__(self) -> Any:
@@ -103,7 +140,9 @@ class Tensor(OfLayout):
     @property
     def offsets(self) -> list[int]:
         """The offset of every element, in the order of the index."""
-        return [o + self.offset for o in self.layout.offsets] if self.offset else self.layout.offsets
+        return (
+            [o + self.offset for o in self.layout.offsets] if self.offset else self.layout.offsets
+        )
 
     def __call__(self, *coord: Coord) -> int:
         """The offset of an element."""
@@ -121,9 +160,12 @@ class Tensor(OfLayout):
         self._need_data("set")[self.offset + self.layout(_coord(coord))] = value
 
     def divided(self, divide: Callable[[Layout, Tiler], Layout], tiler: Tiler) -> Tensor:
-        """The same elements, their layout divided (or composed, or partitioned) by a function of layouts."""
+        """The same elements, their layout divided (or composed, or partitioned) by a function of
+        layouts."""
         if isinstance(self.layout, Swizzled):
-            layout = Swizzled(self.layout.swizzle, divide(self.layout.layout, tiler), self.layout.offset)
+            layout = Swizzled(
+                self.layout.swizzle, divide(self.layout.layout, tiler), self.layout.offset
+            )
             return Tensor(layout, self.data, memory=self.memory)
         return Tensor(divide(self.layout, tiler), self.data, self.offset, self.memory)
 
@@ -149,7 +191,9 @@ class Tensor(OfLayout):
 
     def __repr__(self) -> str:
         if isinstance(self.data, Coordinates) and isinstance(self.layout, Layout):
-            stride = unflatten(iter([self.data.basis(d) for _, d in self.layout.leaves]), self.layout.shape)
+            stride = unflatten(
+                iter([self.data.basis(d) for _, d in self.layout.leaves]), self.layout.shape
+            )
             start = text_of(self.data[self.offset])
             return f"Tensor({text_of(self.layout.shape)}:{text_of(stride)} from {start})"
         where = f" from {self.offset}" if self.offset else ""
@@ -161,7 +205,8 @@ DIGIT = 32  # bits of a coordinate's entry in an offset of an identity tensor
 
 
 class Coordinates:
-    """The data of an identity tensor: an offset is a coordinate, each entry of it 32 bits, so that none runs into the next."""
+    """The data of an identity tensor: an offset is a coordinate, each entry of it 32 bits, so that
+    none runs into the next."""
 
     def __init__(self, shape: IntTuple) -> None:
         self.shape = shape
@@ -180,8 +225,9 @@ class Coordinates:
 def identity_tensor(shape: IntTuple | Layout) -> Tensor:
     """The tensor of coordinates: its element at a coordinate is that coordinate.
 
-    Divided, partitioned or sliced as a tensor of data is, it says where each element came from, also past the end: what a
-    predicate compares with the shape. Nested shapes have nested coordinates.
+    Divided, partitioned or sliced as a tensor of data is, it says where each element came from,
+    also past the end: what a predicate compares with the shape. Nested shapes have nested
+    coordinates.
 
     >>> local_tile(identity_tensor((10, 8)), (4, 4), (2, 1))[3, 0]
     (11, 4)
@@ -198,7 +244,9 @@ def as_tensor(x: Tensor | Layout | Swizzled | str) -> Tensor:
 def _coord(coord: Any) -> Any:
     if isinstance(coord, slice):
         if coord != slice(None):
-            raise ValueError("a tensor over a layout takes ':' or numbers; divide it for parts of a mode")
+            raise ValueError(
+                "a tensor over a layout takes ':' or numbers; divide it for parts of a mode"
+            )
         return None
     return tuple(map(_coord, coord)) if isinstance(coord, tuple) else coord
 
@@ -208,7 +256,8 @@ def _keeps(coord: Any) -> bool:
 
 
 def written_once(op: str, argument: str, tensor: Tensor) -> None:
-    """Refuses a tensor of which two elements share an offset, naming the first mode that brings them together."""
+    """Refuses a tensor of which two elements share an offset, naming the first mode that brings
+    them together."""
     inner = tensor.layout.layout if isinstance(tensor.layout, Swizzled) else tensor.layout
     if inner.injective:
         return
@@ -220,11 +269,15 @@ def written_once(op: str, argument: str, tensor: Tensor) -> None:
 
 def _pair(op: str, a: Tensor, b: Tensor) -> None:
     if a.size != b.size:
-        raise ValueError(f"{op}: {a.layout} has {a.size} elements, {b.layout} has {b.size}; both must have as many")
+        raise ValueError(
+            f"{op}: {a.layout} has {a.size} elements, {b.layout} has {b.size}; both must have as "
+            f"many"
+        )
 
 
 def copy(src: Tensor, dst: Tensor, mask: Sequence[bool] | None = None) -> None:
-    """dst(i) = src(i) for every index i; where there is a mask, for those it has true. Both are read before any is written."""
+    """dst(i) = src(i) for every index i; where there is a mask, for those it has true. Both are
+    read before any is written."""
     _pair("copy", src, dst)
     written_once("copy", "dst", dst)
     if mask is None:
@@ -248,8 +301,8 @@ def axpby(a: float, x: Tensor, b: float, y: Tensor) -> None:
 
 
 def transform(f: Callable, *tensors: Tensor) -> None:
-    """last(i) = f(first(i), ...) of the tensors before it, or of itself where it is alone. f sees scalars of lists, and whole
-    torch tensors of one dimension."""
+    """last(i) = f(first(i), ...) of the tensors before it, or of itself where it is alone. f sees
+    scalars of lists, and whole torch tensors of one dimension."""
     *inputs, out = tensors
     inputs = inputs or [out]
     for x in inputs:
@@ -272,7 +325,10 @@ def gemm(a: Tensor, b: Tensor, c: Tensor) -> None:
             raise ValueError(f"gemm: {name} = {x.layout} has {x.rank} modes; expected 2")
     (m, k), (n, k_b), (m_c, n_c) = ([mode.size for mode in plain(x).modes] for x in (a, b, c))
     if (k, m, n) != (k_b, m_c, n_c):
-        raise ValueError(f"gemm: a is ({m},{k}), b is ({n},{k_b}), c is ({m_c},{n_c}); expected (M,K), (N,K), (M,N)")
+        raise ValueError(
+            f"gemm: a is ({m},{k}), b is ({n},{k_b}), c is ({m_c},{n_c}); expected (M,K), (N,K), "
+            f"(M,N)"
+        )
     written_once("gemm", "c", c)
     x, y, z = a.values(), b.values(), c.values()
     if not isinstance(x, list):
@@ -280,7 +336,13 @@ def gemm(a: Tensor, b: Tensor, c: Tensor) -> None:
         c.fill(out.reshape(-1).to(z.dtype))
         return
     rows = [x[i::m] for i in range(m)]
-    c.fill([z[i + j * m] + sum(map(lambda u, v: u * v, rows[i], y[j::n])) for j in range(n) for i in range(m)])
+    c.fill(
+        [
+            z[i + j * m] + sum(map(lambda u, v: u * v, rows[i], y[j::n]))
+            for j in range(n)
+            for i in range(m)
+        ]
+    )
 
 
 def plain(x: Tensor) -> Layout:

@@ -21,8 +21,8 @@ class TiledCopy:
 
     Args:
         atom: `atoms.ldmatrix`, `stmatrix`, `vector_copy`.
-        thr, val: layouts of threads and of each one's values; see `make_layout_tv`. Or, for a tile of another layout:
-        tv, shape: (thread, value) -> index in the tile, and the tile's shape.
+        thr, val: layouts of threads and of each one's values; see `make_layout_tv`. Or, for a tile
+        of another layout: tv, shape: (thread, value) -> index in the tile, and the tile's shape.
 
     The tv layout speaks of the side of the registers (`atom.ref`).
     """
@@ -64,8 +64,11 @@ class TiledCopy:
         tv = join(join(inside[0], parts[1][0]), join(inside[1], parts[1][1]), names=("thr", "val"))
         return coalesce(tv, (1, (1, 1)))
 
-    def partition(self, tensor: Tensor | Layout | Swizzled | str, thread: int, side: Literal["src", "dst"]) -> Tensor:
-        """What a thread reads (src) or writes (dst) of a tensor: ((values of an atom, atoms), tiles)."""
+    def partition(
+        self, tensor: Tensor | Layout | Swizzled | str, thread: int, side: Literal["src", "dst"]
+    ) -> Tensor:
+        """What a thread reads (src) or writes (dst) of a tensor: ((values of an atom, atoms),
+        tiles)."""
         if not 0 <= thread < self.threads:
             raise IndexError(f"partition: thread {thread} of {self.threads}")
         tv = self.side(side)
@@ -88,8 +91,9 @@ class TiledCopy:
 class TiledMma:
     """An MMA atom on (M, N, K) groups of threads.
 
-    atoms: how many groups stand along m, n and k; threads run through the atom first, then m, n, k. permutations: a tiler for
-    each of m, n, k, by which a tensor's mode is divided first: so the rows that a group takes need not be neighbours.
+    atoms: how many groups stand along m, n and k; threads run through the atom first, then m, n, k.
+    permutations: a tiler for each of m, n, k, by which a tensor's mode is divided first: so the
+    rows that a group takes need not be neighbours.
     """
 
     atom: MmaAtom
@@ -112,13 +116,15 @@ class TiledMma:
         """(atom thread, (groups), atom value, (steps)) -> offset."""
         modes = self._MODES[operand]
         if layout.rank != 2:
-            raise Refusal("TiledMma", operand, layout, None, f"it has {layout.rank} modes; expected 2")
+            raise Refusal(
+                "TiledMma", operand, layout, None, f"it has {layout.rank} modes; expected 2"
+            )
         tilers = tuple(self.permutations[m] for m in modes)
         if any(t is not None for t in tilers):
             layout = logical_divide(layout, tilers)
         for m, mode in zip(modes, layout.modes):
             if mode.size % self.shape[m]:
-                why = f"its {'mnk'[m]} is {mode.size}, no multiple of the {self.shape[m]} of {self.atoms} {self.atom.name}"
+                why = f"its {'mnk'[m]} is {mode.size}, no multiple of the {self.shape[m]} of {self.atoms} {self.atom.name}"  # noqa: E501
                 raise Refusal("TiledMma", operand, layout, None, why)
         tiles = zipped_divide(layout, tuple(self.atom.shape[m] for m in modes))
         tv = expect_layout(compose(tiles[0], getattr(self.atom, operand)))
@@ -128,7 +134,8 @@ class TiledMma:
     def partition(
         self, tensor: Tensor | Layout | Swizzled | str, thread: int, operand: Literal["a", "b", "c"]
     ) -> Tensor:
-        """What a thread holds (a, b: multiplies) of a tensor (M, K), (N, K) or (M, N): (values of an atom, (steps))."""
+        """What a thread holds (a, b: multiplies) of a tensor (M, K), (N, K) or (M, N): (values of
+        an atom, (steps))."""
         if not 0 <= thread < self.threads:
             raise IndexError(f"partition: thread {thread} of {self.threads}")
         v, *group = index_to_coord(thread, (self.atom.threads, *self.atoms))

@@ -2,7 +2,7 @@
 """What a block and a thread get of a tensor: tiles, partitions, and layouts of threads and values.
 
 layout, shape = make_layout_tv("(4,32):(32,1)", "(4,8):(8,1)")    # which element of a (16,256) tile thread t holds as value v
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from .tensor import Tensor, as_tensor, plain
 def make_layout_tv(thr: Layout | str, val: Layout | str) -> tuple[Layout, tuple[int, ...]]:
     """((thread, value) -> index in the tile, shape of the tile).
 
-    thr: where each thread stands among the threads; val: where each of its values lies in its own part. The thread's parts lie
-    as raked_product(thr, val) has them. Both must be bijections onto 0 .. size - 1.
+    thr: where each thread stands among the threads; val: where each of its values lies in its own
+    part. The thread's parts lie as raked_product(thr, val) has them. Both must be bijections onto 0
+    .. size - 1.
     """
     thr, val = as_layout(thr), as_layout(val)
     for name, x in (("thr", thr), ("val", val)):
         if not x.injective or x.cosize != x.size:
-            raise Refusal("make_layout_tv", name, x, None, f"it must reach each of 0 to {x.size - 1} once")
+            raise Refusal(
+                "make_layout_tv", name, x, None, f"it must reach each of 0 to {x.size - 1} once"
+            )
     mn = raked_product(thr, val)
     tv = expect_layout(compose(right_inverse(mn), Layout((thr.size, val.size))))
     return Layout(tv.shape, tv.stride, ("thr", "val")), tuple(mode.size for mode in mn.modes)
@@ -36,14 +39,18 @@ def _tile_coord(rest: Layout, coord: Coord) -> Coord:
     return coord[0] if isinstance(coord, tuple) and len(coord) == 1 and rest.rank == 1 else coord
 
 
-# Which modes of a common tiler a tensor has: (1, None, 1) of (M, N, K) for a, which has M and K. CuTe's Step<_1, X, _1>.
+# Which modes of a common tiler a tensor has: (1, None, 1) of (M, N, K) for a, which has M and K.
+# CuTe's Step<_1, X, _1>.
 Step = Sequence[Union[int, None]]  # noqa: UP007
 
 
 def _kept(op: str, what: str, step: Step, x: object) -> tuple:
     """The entries of x for which the step has no None."""
     if not isinstance(x, (tuple, list)) or len(x) != len(step):
-        raise ValueError(f"{op}: {what} is {x!r}; expected a tuple with an entry for each of the step's {len(step)}")
+        raise ValueError(
+            f"{op}: {what} is {x!r}; expected a tuple with an entry for each of the step's "
+            f"{len(step)}"
+        )
     return tuple(entry for entry, keep in zip(x, step) if keep is not None)
 
 
@@ -52,33 +59,43 @@ def local_tile(
 ) -> Tensor:
     """The tile at a coordinate over tiles (None in it keeps that mode, behind those of the tile).
 
-    step: of a tiler and a coordinate that several tensors share, an entry for each mode; None for a mode that this one has not.
-    So with the tiler (BM, BN, BK) and the coordinate (m, n, None), a takes (1, None, 1), b (None, 1, 1) and c (1, 1, None).
+    step: of a tiler and a coordinate that several tensors share, an entry for each mode; None for a
+    mode that this one has not. So with the tiler (BM, BN, BK) and the coordinate (m, n, None), a
+    takes (1, None, 1), b (None, 1, 1) and c (1, 1, None).
 
     The tile of the overhang reaches past the tensor: `inside` says which of its elements are there.
     """
     if step is not None:
-        tiler, coord = (_kept("local_tile", what, step, x) for what, x in (("tiler", tiler), ("coord", coord)))
+        tiler, coord = (
+            _kept("local_tile", what, step, x) for what, x in (("tiler", tiler), ("coord", coord))
+        )
     tensor = as_tensor(tensor)
     divided = tensor.divided(zipped_divide, tiler)
     return divided[None, _tile_coord(plain(divided)[1], coord)]
 
 
 def local_partition(
-    tensor: Tensor | Layout | Swizzled | str, thr: Layout | str, index: int, step: Step | None = None
+    tensor: Tensor | Layout | Swizzled | str,
+    thr: Layout | str,
+    index: int,
+    step: Step | None = None,
 ) -> Tensor:
-    """What thread `index` gets where threads repeat over the tensor: its elements, one for each repeat.
+    """What thread `index` gets where threads repeat over the tensor: its elements, one for each
+    repeat.
 
-    thr: the threads' layout, coordinate -> index; the tensor is tiled by thr's shape, and every thread takes its coordinate of
-    each tile.
-    step: an entry for each of thr's modes, None for one that the tensor has not: threads that differ in it alone get the same.
+    thr: the threads' layout, coordinate -> index; the tensor is tiled by thr's shape, and every
+    thread takes its coordinate of each tile.
+    step: an entry for each of thr's modes, None for one that the tensor has not: threads that
+    differ in it alone get the same.
     """
     tensor, thr = as_tensor(tensor), as_layout(thr)
     if not 0 <= index < thr.size:
         raise IndexError(f"local_partition: thread {index} of {thr.size}")
     where = right_inverse(thr)
     if where.size != thr.size:
-        raise Refusal("local_partition", "thr", thr, None, f"it must reach each of 0 to {thr.size - 1} once")
+        raise Refusal(
+            "local_partition", "thr", thr, None, f"it must reach each of 0 to {thr.size - 1} once"
+        )
     shape = tuple(mode.size for mode in thr.modes) if isinstance(thr.shape, tuple) else thr.size
     coord = index_to_coord(where(index), shape)
     if step is not None:
@@ -88,7 +105,8 @@ def local_partition(
 
 
 def inside(shape: IntTuple | Layout, tiler: Tiler, coord: IntTuple) -> list[bool]:
-    """For each element of the tile that `local_tile` gives at `coord`: whether it lies inside a tensor of this shape.
+    """For each element of the tile that `local_tile` gives at `coord`: whether it lies inside a
+    tensor of this shape.
 
     This is the predicate of a kernel that copies the tile.
     """
@@ -98,11 +116,17 @@ def inside(shape: IntTuple | Layout, tiler: Tiler, coord: IntTuple) -> list[bool
         return [o < layout.size for o in Tensor(divided)[None, coord].offsets]
     tilers, masks = per_mode("inside", layout, tiler), []
     coords = list(coord) if isinstance(coord, tuple) else None
-    over = [Layout(m.size) if t is None else zipped_divide(Layout(m.size), t)[1] for m, t in zip(layout.modes, tilers)]
+    over = [
+        Layout(m.size) if t is None else zipped_divide(Layout(m.size), t)[1]
+        for m, t in zip(layout.modes, tilers)
+    ]
     if coords is None:
         coords = list(index_to_coord(coord, tuple(o.size for o in over)))
     if len(coords) != layout.rank:
-        raise ValueError(f"inside: coordinate {coord} has {len(coords)} entries, {layout} has {layout.rank} modes")
+        raise ValueError(
+            f"inside: coordinate {coord} has {len(coords)} entries, {layout} has {layout.rank} "
+            f"modes"
+        )
     for mode, t, c in zip(layout.modes, tilers, coords):
         if t is not None:
             part = Tensor(zipped_divide(Layout(mode.size), tiler_layout(t)))[None, c]
@@ -116,11 +140,14 @@ def inside(shape: IntTuple | Layout, tiler: Tiler, coord: IntTuple) -> list[bool
 def tile_to_shape(
     block: Layout | Swizzled | str, shape: IntTuple, order: tuple[int, ...] | None = None
 ) -> Layout | Swizzled:
-    """The block (a swizzle atom, for one) repeated until it has the shape; `order` says which mode's copies come first."""
+    """The block (a swizzle atom, for one) repeated until it has the shape; `order` says which
+    mode's copies come first."""
     if isinstance(block, str):
         block = parse(block)
     if isinstance(block, Swizzled):
-        return Swizzled(block.swizzle, expect_layout(tile_to_shape(block.layout, shape, order)), block.offset)
+        return Swizzled(
+            block.swizzle, expect_layout(tile_to_shape(block.layout, shape, order)), block.offset
+        )
     block = as_layout(block)
     sizes = [product(s) for s in shape] if isinstance(shape, tuple) else [shape]
     modes = block.modes if len(sizes) > 1 else [block]
@@ -129,7 +156,9 @@ def tile_to_shape(
     counts = []
     for m, (mode, n) in enumerate(zip(modes, sizes)):
         if n % mode.size:
-            raise Refusal("tile_to_shape", "block", block, m, f"its {mode.size} elements do not divide {n}")
+            raise Refusal(
+                "tile_to_shape", "block", block, m, f"its {mode.size} elements do not divide {n}"
+            )
         counts.append(n // mode.size)
     order = tuple(range(len(sizes))) if order is None else order
     strides, before = [0] * len(sizes), block.cosize

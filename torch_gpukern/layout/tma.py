@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""TMA boxes and WGMMA descriptors, derived from layouts and checked against what the hardware can say.
+"""TMA boxes and WGMMA descriptors, derived from layouts and checked against what the hardware can
+say.
 
 box = tma_box("(m=4096,k=1024):(1024,1)", {"m": 128, "k": 64}, elem_bytes=2, swizzle=128)
 box.smem                                  # Sw<3,3,3> o 0 o (128,64):(64,1): where the box lies in shared memory
@@ -27,11 +28,13 @@ def span_swizzle(span: int, elem_bytes: int = 1) -> Swizzle:
 
 @dataclass(frozen=True)
 class TmaBox:
-    """What cuTensorMapEncodeTiled is told, dimension 0 the one of stride 1, and where the box lies in shared memory.
+    """What cuTensorMapEncodeTiled is told, dimension 0 the one of stride 1, and where the box lies
+    in shared memory.
 
-    sizes, box, steps: per dimension (elements); of a box of b elements with step s one copy brings ceil(b / s).
-    strides_bytes: of dimensions 1 and up. order: which mode of the tensor each dimension is. smem: coordinate among the elements
-    that are brought, in the tensor's modes -> offset in elements.
+    sizes, box, steps: per dimension (elements); of a box of b elements with step s one copy brings
+    ceil(b / s). strides_bytes: of dimensions 1 and up. order: which mode of the tensor each
+    dimension is. smem: coordinate among the elements that are brought, in the tensor's modes ->
+    offset in elements.
     """
 
     sizes: tuple[int, ...]
@@ -45,7 +48,8 @@ class TmaBox:
 
     @property
     def bytes(self) -> int:
-        """What one copy brings, also where the box reaches past the tensor: what the barrier is told to expect."""
+        """What one copy brings, also where the box reaches past the tensor: what the barrier is
+        told to expect."""
         n = self.elem_bytes
         for b, step in zip(self.box, self.steps):
             n *= -(-b // step)
@@ -96,31 +100,60 @@ def tma_box(
         box = [box.get(name, 1) for name in tensor.names] if tensor.names else []
     steps = [1] * rank if steps is None else list(steps)
     if len(box) != rank or len(steps) != rank:
-        raise ValueError(f"tma_box: {tensor} has {rank} modes; box has {len(box)} entries, steps {len(steps)}")
+        raise ValueError(
+            f"tma_box: {tensor} has {rank} modes; box has {len(box)} entries, steps {len(steps)}"
+        )
     if not 1 <= rank <= MAX_DIMS or any(isinstance(mode.shape, tuple) for mode in modes):
         raise Refusal("tma_box", "tensor", tensor, None, "TMA takes 1 to 5 modes without nesting")
     if base % 16:
-        raise Refusal("tma_box", "tensor", tensor, None, f"it begins at byte {base}, which must be a multiple of 16")
-    inner = max((m for m in range(rank) if modes[m].stride == 1), key=lambda m: modes[m].size, default=None)
+        raise Refusal(
+            "tma_box",
+            "tensor",
+            tensor,
+            None,
+            f"it begins at byte {base}, which must be a multiple of 16",
+        )
+    inner = max(
+        (m for m in range(rank) if modes[m].stride == 1), key=lambda m: modes[m].size, default=None
+    )
     if inner is None:
         raise Refusal("tma_box", "tensor", tensor, None, "no mode has stride 1")
     if steps[inner] != 1:
-        why = f"its element stride is {steps[inner]}; TMA takes every element of the mode of stride 1"
+        why = (
+            f"its element stride is {steps[inner]}; TMA takes every element of the mode of stride 1"
+        )
         raise Refusal("tma_box", "tensor", tensor, inner, why)
     order = (inner, *(m for m in range(rank) if m != inner))
     for m in order:
         n, stride = modes[m].shape, modes[m].stride * elem_bytes
         if n > MAX_SIZE:
             raise Refusal("tma_box", "tensor", tensor, m, f"its size is {n}; at most 2^32")
-        if m != inner and (stride < (n > 1) or stride % 16 or stride >= MAX_STRIDE_BYTES):  # also where n is 1
-            raise Refusal("tma_box", "tensor", tensor, m, f"its stride is {stride} bytes; a multiple of 16 below 2^40")
+        # also where n is 1
+        if m != inner and (stride < (n > 1) or stride % 16 or stride >= MAX_STRIDE_BYTES):
+            raise Refusal(
+                "tma_box",
+                "tensor",
+                tensor,
+                m,
+                f"its stride is {stride} bytes; a multiple of 16 below 2^40",
+            )
         if not 1 <= box[m] <= MAX_BOX:
-            raise Refusal("tma_box", "tensor", tensor, m, f"the box takes {box[m]} of it; 1 to {MAX_BOX}")
+            raise Refusal(
+                "tma_box", "tensor", tensor, m, f"the box takes {box[m]} of it; 1 to {MAX_BOX}"
+            )
         if not 1 <= steps[m] <= MAX_STEP:
-            raise Refusal("tma_box", "tensor", tensor, m, f"its element stride is {steps[m]}; 1 to {MAX_STEP}")
+            raise Refusal(
+                "tma_box", "tensor", tensor, m, f"its element stride is {steps[m]}; 1 to {MAX_STEP}"
+            )
     row_bytes = box[inner] * elem_bytes
     if row_bytes % 16:
-        raise Refusal("tma_box", "tensor", tensor, inner, f"the box's row is {row_bytes} bytes; a multiple of 16")
+        raise Refusal(
+            "tma_box",
+            "tensor",
+            tensor,
+            inner,
+            f"the box's row is {row_bytes} bytes; a multiple of 16",
+        )
     pattern = span_swizzle(swizzle, elem_bytes)
     if swizzle and row_bytes > swizzle:
         why = f"the box's row is {row_bytes} bytes; with this swizzle at most {swizzle}: take several boxes"
@@ -145,7 +178,7 @@ def tma_box(
     )
 
 
-# ---- WGMMA descriptors -------------------------------------------------------------------------------------------------
+# ---- WGMMA descriptors ---------------------------------------------------------------------------
 
 # Bits 62-63 of a descriptor.
 _SWIZZLE_CODE = {0: 0, 128: 1, 64: 2, 32: 3}
@@ -155,9 +188,9 @@ _SWIZZLE_CODE = {0: 0, 128: 1, 64: 2, 32: 3}
 class WgmmaDescriptor:
     """How wgmma finds an operand in shared memory.
 
-    major: "k" where k is contiguous, "mn" where m or n is. leading, stride: bytes. K-major: stride leads 8 rows on, leading
-    (without a swizzle) 8 elements of 16 bits of k on. MN-major: leading leads a swizzle's row of m or n on, stride 8 of k; without
-    a swizzle the other way round.
+    major: "k" where k is contiguous, "mn" where m or n is. leading, stride: bytes. K-major: stride
+    leads 8 rows on, leading (without a swizzle) 8 elements of 16 bits of k on. MN-major: leading
+    leads a swizzle's row of m or n on, stride 8 of k; without a swizzle the other way round.
     """
 
     major: str
@@ -185,13 +218,14 @@ class WgmmaDescriptor:
 
     def __str__(self) -> str:
         span = f"{self.swizzle}-byte swizzle" if self.swizzle else "no swizzle"
-        return (
-            f"{self.bits:#018x}: {self.major.upper()}-major, {span}, leading {self.leading}, stride {self.stride} bytes"
-        )
+        return f"{self.bits:#018x}: {self.major.upper()}-major, {span}, leading {self.leading}, stride {self.stride} bytes"  # noqa: E501
 
 
-def _canonical(major: str, span: int, leading: int, stride: int, unit: int, mn: int, k: int, elem_bytes: int) -> int:
-    """The byte, before the swizzle, at which wgmma looks for element (mn, k); unit: elements in 16 bytes."""
+def _canonical(
+    major: str, span: int, leading: int, stride: int, unit: int, mn: int, k: int, elem_bytes: int
+) -> int:
+    """The byte, before the swizzle, at which wgmma looks for element (mn, k); unit: elements in 16
+    bytes."""
     per_row = (span or 16) // elem_bytes
     if major == "k":
         if span:
@@ -208,19 +242,31 @@ def wgmma_descriptor(
 ) -> WgmmaDescriptor:
     """The descriptor of an operand (m or n, k) in shared memory, from its layout in elements.
 
-    k: how much of k one instruction reads; 32 bytes by default. Every element that it reads is looked up; a layout that no
-    descriptor has is refused, with the element that lies elsewhere.
+    k: how much of k one instruction reads; 32 bytes by default. Every element that it reads is
+    looked up; a layout that no descriptor has is refused, with the element that lies elsewhere.
     """
     if isinstance(operand, str):
         operand = parse(operand)
     inner = operand.layout if isinstance(operand, Swizzled) else operand
     if inner.rank != 2:
-        raise Refusal("wgmma_descriptor", "operand", inner, None, f"it has {inner.rank} modes; expected (m or n, k)")
+        raise Refusal(
+            "wgmma_descriptor",
+            "operand",
+            inner,
+            None,
+            f"it has {inner.rank} modes; expected (m or n, k)",
+        )
     span = _span_of(operand, elem_bytes)
     mn_size, k_size = inner[0].size, inner[1].size
     unit, k = 16 // elem_bytes, k or 32 // elem_bytes
     if k_size < k:
-        raise Refusal("wgmma_descriptor", "operand", inner, None, f"it has {k_size} of k; one instruction reads {k}")
+        raise Refusal(
+            "wgmma_descriptor",
+            "operand",
+            inner,
+            None,
+            f"it has {k_size} of k; one instruction reads {k}",
+        )
 
     def byte(mn: int, at_k: int) -> int:
         return inner(mn, at_k) * elem_bytes
@@ -236,14 +282,18 @@ def wgmma_descriptor(
         by_mn = byte(per_row, 0) if mn_size > per_row else 16
         leading, stride = (by_mn, by_k) if span else (by_k, by_mn)
     else:
-        raise Refusal("wgmma_descriptor", "operand", inner, None, "neither m or n nor k has stride 1")
+        raise Refusal(
+            "wgmma_descriptor", "operand", inner, None, "neither m or n nor k has stride 1"
+        )
     if major == "mn" and elem_bytes != 2:
-        raise Refusal("wgmma_descriptor", "operand", inner, None, "only elements of 16 bits may lie MN-major")
+        raise Refusal(
+            "wgmma_descriptor", "operand", inner, None, "only elements of 16 bits may lie MN-major"
+        )
     for at_k in range(k):
         for mn in range(mn_size):
             want = _canonical(major, span, leading, stride, unit, mn, at_k, elem_bytes)
             if byte(mn, at_k) != want:
-                why = f"element ({mn},{at_k}) lies at byte {byte(mn, at_k)}; with {major.upper()}-major, leading {leading}, stride {stride} wgmma reads byte {want}"
+                why = f"element ({mn},{at_k}) lies at byte {byte(mn, at_k)}; with {major.upper()}-major, leading {leading}, stride {stride} wgmma reads byte {want}"  # noqa: E501
                 raise Refusal("wgmma_descriptor", "operand", inner, None, why)
     return WgmmaDescriptor(major, span, leading, stride, address)
 
@@ -252,7 +302,15 @@ def _span_of(operand: Layout | Swizzled, elem_bytes: int) -> int:
     if isinstance(operand, Layout):
         return 0
     for span in SPANS:
-        if operand.swizzle == span_swizzle(span, elem_bytes) or (span == 0 and operand.swizzle.bits == 0):
+        if operand.swizzle == span_swizzle(span, elem_bytes) or (
+            span == 0 and operand.swizzle.bits == 0
+        ):
             return span
     known = ", ".join(str(span_swizzle(span, elem_bytes)) for span in SPANS[1:])
-    raise Refusal("wgmma_descriptor", "operand", operand.layout, None, f"{operand.swizzle} is none of wgmma's: {known}")
+    raise Refusal(
+        "wgmma_descriptor",
+        "operand",
+        operand.layout,
+        None,
+        f"{operand.swizzle} is none of wgmma's: {known}",
+    )

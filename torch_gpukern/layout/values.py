@@ -50,4 +50,7 @@ def from_values(values: Sequence[int], shape: IntTuple | None = None) -> Layout 
 
 def rebuilt(parts: Sequence[Layout], like: IntTuple) -> Layout:
     """These layouts in the nesting of `like`."""
-    return Layout(unflatten(iter([p.shape for p in parts]), like), unflatten(iter([p.stride for p in parts]), like))
+    return Layout(
+        unflatten(iter([p.shape for p in parts]), like),
+        unflatten(iter([p.stride for p in parts]), like),
+    )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Layers on gpukern: modules with the weights and names of PyTorch's and transformers' own; `patch` and `quantize` for a model that
-stands.
+"""Layers on gpukern: modules with the weights and names of PyTorch's and transformers' own; `patch`
+and `quantize` for a model that stands.
 """
 
 from .layers import MLP, Attention, Linear

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The loss of a transformers causal model without its logits: what `patch(model, fused_linear_cross_entropy=True)` puts in."""
+"""The loss of a transformers causal model without its logits: what `patch(model,
+fused_linear_cross_entropy=True)` puts in."""
 
 import functools
 import inspect
@@ -24,7 +25,9 @@ def is_causal_lm(model: torch.nn.Module) -> bool:
 def fused_loss_of(model: torch.nn.Module) -> tuple[type | None, str]:
     """A subclass of the model's class with our loss, or None and why there is none."""
     kind = type(model)
-    if not isinstance(getattr(model, "lm_head", None), torch.nn.Linear) or not hasattr(model, "base_model"):
+    if not isinstance(getattr(model, "lm_head", None), torch.nn.Linear) or not hasattr(
+        model, "base_model"
+    ):
         return None, "it has no lm_head that is an nn.Linear"
     if "forward" in vars(model):
         return None, "its forward was replaced before"
@@ -33,7 +36,11 @@ def fused_loss_of(model: torch.nn.Module) -> tuple[type | None, str]:
 
     if "self.loss_function(" not in source or model.loss_function is not ForCausalLMLoss:
         return None, "its loss is one of its own"
-    if len(re.findall(r"\blogits\s*=\s", source)) != 1 or "aux_loss" in source or "self.lm_head(" not in source:
+    if (
+        len(re.findall(r"\blogits\s*=\s", source)) != 1
+        or "aux_loss" in source
+        or "self.lm_head(" not in source
+    ):
         return None, "its forward does more than the head and the loss"
     return _with_fused_loss(kind), ""
 
@@ -58,14 +65,23 @@ def _with_fused_loss(kind: type) -> type:
         outputs = self.base_model(**given)
         loss = _loss(outputs.last_hidden_state, labels, head, **given)
         result = _result(loss, outputs)
-        return result if as_dict in (None, True) and self.config.return_dict is not False else result.to_tuple()
+        return (
+            result
+            if as_dict in (None, True) and self.config.return_dict is not False
+            else result.to_tuple()
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # By the name of this class pickle finds the model's own.
         _, _, *state = kind.__reduce_ex__(self, protocol)
         return _empty_with_fused_loss, (kind,), *state
 
-    own = {"forward": forward, "__reduce_ex__": __reduce_ex__, "__module__": kind.__module__, "_gpukern_class": kind}
+    own = {
+        "forward": forward,
+        "__reduce_ex__": __reduce_ex__,
+        "__module__": kind.__module__,
+        "_gpukern_class": kind,
+    }
     return type(kind.__name__, (kind,), own)
 
 
@@ -75,7 +91,8 @@ def _empty_with_fused_loss(kind: type) -> torch.nn.Module:
 
 
 def _is_plain(head: torch.nn.Module) -> bool:
-    """Whether a head's call is the product of its weight and bias and nothing else, and our kernels read both."""
+    """Whether a head's call is the product of its weight and bias and nothing else, and our kernels
+    read both."""
     return (
         type(head) in (torch.nn.Linear, Linear)
         and getattr(head, "activation", "none") == "none"
@@ -94,15 +111,22 @@ def _loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """transformers' ForCausalLMLoss: the token after each is its class; a mean, or a sum over num_items_in_batch."""
+    """transformers' ForCausalLMLoss: the token after each is its class; a mean, or a sum over
+    num_items_in_batch."""
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     reduction = "mean" if num_items_in_batch is None else "sum"
     target = shift_labels.to(hidden.device)
-    loss = linear_cross_entropy(hidden, head.weight, target, head.bias, ignore_index=ignore_index, reduction=reduction)
+    loss = linear_cross_entropy(
+        hidden, head.weight, target, head.bias, ignore_index=ignore_index, reduction=reduction
+    )
     if num_items_in_batch is None:
         return loss
-    return loss / (num_items_in_batch.to(loss.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch)
+    return loss / (
+        num_items_in_batch.to(loss.device)
+        if isinstance(num_items_in_batch, Tensor)
+        else num_items_in_batch
+    )
 
 
 def _result(loss: Tensor, outputs: Any) -> Any:

@@ -17,23 +17,27 @@ __all__ = ["MLP", "Attention", "Linear"]
 def _check_activation(owner: str, activation: str) -> None:
     names = get_args(Activation)
     if activation not in names:
-        raise ValueError(f"{owner}: activation must be one of {', '.join(names)}, got {activation!r}")
+        raise ValueError(
+            f"{owner}: activation must be one of {', '.join(names)}, got {activation!r}"
+        )
 
 
 class Linear(torch.nn.Linear):
     """`torch.nn.Linear` with an activation in the same pass: ``activation(x @ weight.mT + bias)``.
 
-    Weights, their names and their first values are nn.Linear's. A weight that is a tensor subclass with an F.linear of its own
-    (quantised, for one) keeps it; see `torch_gpukern.linear`.
+    Weights, their names and their first values are nn.Linear's. A weight that is a tensor subclass
+    with an F.linear of its own (quantised, for one) keeps it; see `torch_gpukern.linear`.
 
-    An adapter around it (LoRA, for one) adds to what it returns, so after the activation: where adapters come, leave the
-    activation a module of its own; `patch` and `MLP` make one pass of the two while nothing stands between them.
+    An adapter around it (LoRA, for one) adds to what it returns, so after the activation: where
+    adapters come, leave the activation a module of its own; `patch` and `MLP` make one pass of the
+    two while nothing stands between them.
 
     Args:
         activation: none, relu, gelu, gelu_tanh or silu.
     """
 
-    activation: Activation = "none"  # of the class, so that `patch` gives a module nothing that it must take away again
+    # of the class, so that `patch` gives a module nothing that it must take away again
+    activation: Activation = "none"
 
     def __init__(
         self,
@@ -70,15 +74,20 @@ def has_hooks(m: torch.nn.Module) -> bool:
 
 
 def is_itself(m: torch.nn.Module) -> bool:
-    """Whether the module is a Linear whose call is its product and nothing else: no adapter in its place, no hook, no
-    parametrisation, no other forward. Then what follows may join its pass.
+    """Whether the module is a Linear whose call is its product and nothing else: no adapter in its
+    place, no hook, no parametrisation, no other forward. Then what follows may join its pass.
     """
-    return type(m) is Linear and m.activation == "none" and "forward" not in m.__dict__ and not has_hooks(m)
+    return (
+        type(m) is Linear
+        and m.activation == "none"
+        and "forward" not in m.__dict__
+        and not has_hooks(m)
+    )
 
 
 class MLP(torch.nn.Module):
-    """``down(activation(gate(x)) * up(x))``, SwiGLU where activation is silu; the activation is part of gate's pass, while
-    gate_proj is the Linear that it was made as.
+    """``down(activation(gate(x)) * up(x))``, SwiGLU where activation is silu; the activation is
+    part of gate's pass, while gate_proj is the Linear that it was made as.
 
     Names are those of Llama and most models after it: gate_proj, up_proj, down_proj.
     """
@@ -113,7 +122,8 @@ class MLP(torch.nn.Module):
 
 
 class Attention(torch.nn.Module):
-    """Self-attention with projections q_proj, k_proj, v_proj and o_proj, grouped heads, and a paged cache to decode over.
+    """Self-attention with projections q_proj, k_proj, v_proj and o_proj, grouped heads, and a paged
+    cache to decode over.
 
     Args:
         hidden_size: of x.
@@ -142,17 +152,28 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         if num_heads % self.num_kv_heads:
-            raise ValueError(f"Attention: num_heads {num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
+            raise ValueError(
+                f"Attention: num_heads {num_heads} must be a multiple of num_kv_heads "
+                f"{self.num_kv_heads}"
+            )
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(
-                f"Attention: hidden_size {hidden_size} must be a multiple of num_heads {num_heads}, or head_dim given"
+                f"Attention: hidden_size {hidden_size} must be a multiple of num_heads "
+                f"{num_heads}, or head_dim given"
             )
         if window is not None and window < 1:
             raise ValueError(f"Attention: window must be 1 or more, or None, got {window}")
         self.head_dim = head_dim or hidden_size // num_heads
         if not 0 <= dropout < 1:
-            raise ValueError(f"Attention: dropout must be at least 0 and less than 1, got {dropout}")
-        self.is_causal, self.window, self.softcap, self.dropout = is_causal, window, softcap, dropout
+            raise ValueError(
+                f"Attention: dropout must be at least 0 and less than 1, got {dropout}"
+            )
+        self.is_causal, self.window, self.softcap, self.dropout = (
+            is_causal,
+            window,
+            softcap,
+            dropout,
+        )
         options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = Linear(hidden_size, num_heads * self.head_dim, **options)
         self.k_proj = Linear(hidden_size, self.num_kv_heads * self.head_dim, **options)
@@ -175,40 +196,57 @@ class Attention(torch.nn.Module):
         """x [B, S, hidden_size]; returns the same shape.
 
         Args:
-            rotary: cos and sin, each [S, head_dim] or [B, S, head_dim], of the halves' kind (Llama's): queries and keys
-                are rotated by them first. None rotates nothing.
-            kv_start, kv_end: [B] int32, the bounds of each sequence's keys in a padded batch; kv_end without a cache.
-            cache: (k_cache, v_cache) [num_blocks, block_size, num_kv_heads, head_dim] of this layer. The S new tokens of each
-                sequence are written to slots [B * S] and attend to all that block_table [B, max_blocks] and seq_lens [B],
-                the new tokens counted, name; `PagedKVCache` makes all three. No gradients.
+            rotary: cos and sin, each [S, head_dim] or [B, S, head_dim], of the halves' kind
+                (Llama's): queries and keys are rotated by them first. None rotates nothing.
+            kv_start, kv_end: [B] int32, the bounds of each sequence's keys in a padded batch;
+            kv_end without a cache. cache: (k_cache, v_cache) [num_blocks, block_size, num_kv_heads,
+            head_dim] of this layer. The S new tokens of each
+                sequence are written to slots [B * S] and attend to all that block_table [B,
+                max_blocks] and seq_lens [B], the new tokens counted, name; `PagedKVCache` makes all
+                three. No gradients.
             k_scale, v_scale: of the cache, as `paged_attn` takes them.
 
         Raises:
             ValueError: a cache without its tables, kv_end with a cache, or what the ops refuse.
         """
         if not isinstance(x, Tensor):
-            raise ValueError(f"Attention: x must be a Tensor [B, S, hidden_size], got {type(x).__name__}")
+            raise ValueError(
+                f"Attention: x must be a Tensor [B, S, hidden_size], got {type(x).__name__}"
+            )
         if x.dim() != 3:
-            raise ValueError(f"Attention: x must have 3 dimensions [B, S, hidden_size], got {x.dim()}")
+            raise ValueError(
+                f"Attention: x must have 3 dimensions [B, S, hidden_size], got {x.dim()}"
+            )
         batch, seq, _ = x.shape
-        # Heads are counted from what comes: projections whose columns are sharded give a rank's own.
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        # Heads are counted from what comes: projections whose columns are sharded give a rank's
+        # own.
+        q, k, v = (
+            p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         if rotary is not None:
             q, k = (_rotated(t, *rotary) for t in (q, k))
         left = -1 if self.window is None else self.window - 1
         rules = {"is_causal": self.is_causal, "softcap": self.softcap, "window_left": left}
         if cache is None:
-            rules |= {"kv_start": kv_start, "kv_end": kv_end, "window_right": -1 if self.is_causal else left}
+            rules |= {
+                "kv_start": kv_start,
+                "kv_end": kv_end,
+                "window_right": -1 if self.is_causal else left,
+            }
             rules["dropout_p"] = self.dropout if self.training else 0.0
             out = flash_attn(*(t.transpose(1, 2) for t in (q, k, v)), **rules).transpose(1, 2)
         else:
             if block_table is None or seq_lens is None or slots is None:
                 raise ValueError("Attention: cache needs block_table, seq_lens and slots")
             if kv_end is not None or not self.is_causal:
-                raise ValueError("Attention: kv_end and bidirectional attention are served without a cache alone")
+                raise ValueError(
+                    "Attention: kv_end and bidirectional attention are served without a cache alone"
+                )
             scales = {"k_scale": k_scale, "v_scale": v_scale}
             kv_cache_write(k.flatten(0, 1), v.flatten(0, 1), *cache, slots, **scales)
-            out = paged_attn(q.flatten(0, 1), *cache, block_table, seq_lens, **rules, kv_start=kv_start, **scales)
+            out = paged_attn(
+                q.flatten(0, 1), *cache, block_table, seq_lens, **rules, kv_start=kv_start, **scales
+            )
         return self.o_proj(out.reshape(batch, seq, -1))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """MoE: a mixture of experts over grouped_gemm, without padding and without a host that waits.
 
-Shazeer et al., "Outrageously Large Neural Networks" (2017), arXiv:1701.06538; Gale et al., "MegaBlocks" (2022), arXiv:2211.15841:
-tokens sorted by expert, one product for all experts.
+Shazeer et al., "Outrageously Large Neural Networks" (2017), arXiv:1701.06538; Gale et al.,
+"MegaBlocks" (2022), arXiv:2211.15841: tokens sorted by expert, one product for all experts.
 """
 
 from collections.abc import Callable
@@ -31,10 +31,12 @@ def grouped_experts(
     down_bias: Tensor | None = None,
     after: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """``sum_j weight_of[t, j] * (gate(x[t] @ up[e] + up_bias[e]) @ down[e] + down_bias[e])`` with ``e = expert_of[t, j]``.
+    """``sum_j weight_of[t, j] * (gate(x[t] @ up[e] + up_bias[e]) @ down[e] + down_bias[e])`` with
+    ``e = expert_of[t, j]``.
 
-    Tokens are sorted by expert, multiplied in two calls of `grouped_gemm`, and summed in float32 in the order of j: the same bits
-    at each call. A number below 0, or at or past the last expert (marks of a dropped token, and of another rank's expert), adds nothing.
+    Tokens are sorted by expert, multiplied in two calls of `grouped_gemm`, and summed in float32 in
+    the order of j: the same bits at each call. A number below 0, or at or past the last expert
+    (marks of a dropped token, and of another rank's expert), adds nothing.
 
     Args:
         x: [T, H] float32, bfloat16 or float16.
@@ -70,15 +72,21 @@ def grouped_experts(
 
 
 def marked(expert_of: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The numbers, where one that is no expert's becomes `experts`, and which ones are an expert's. So tokens that are left out are
-    sorted behind the last expert's rows, which no product reads: a NaN in them reaches neither a result nor a gradient.
+    """The numbers, where one that is no expert's becomes `experts`, and which ones are an expert's.
+    So tokens that are left out are sorted behind the last expert's rows, which no product reads: a
+    NaN in them reaches neither a result nor a gradient.
     """
     chosen = (expert_of >= 0) & (expert_of < experts)
     return torch.where(chosen, expert_of, experts), chosen
 
 
 def check_tokens(op: str, x: Tensor, expert_of: Tensor, weight_of: Tensor) -> None:
-    if x.dim() != 2 or expert_of.dim() != 2 or expert_of.shape != weight_of.shape or expert_of.shape[0] != x.shape[0]:
+    if (
+        x.dim() != 2
+        or expert_of.dim() != 2
+        or expert_of.shape != weight_of.shape
+        or expert_of.shape[0] != x.shape[0]
+    ):
         raise ValueError(
             f"{op}: x must be [T, H], expert_of and weight_of [T, J], "
             f"got {list(x.shape)}, {list(expert_of.shape)} and {list(weight_of.shape)}"
@@ -86,19 +94,22 @@ def check_tokens(op: str, x: Tensor, expert_of: Tensor, weight_of: Tensor) -> No
 
 
 def weighted_sum(rows: Tensor, weight_of: Tensor, chosen: Tensor) -> Tensor:
-    """[T, H] float32 of [T J, H]: each token's sum in the order of its experts, without those that are not chosen [T, J].
+    """[T, H] float32 of [T J, H]: each token's sum in the order of its experts, without those that
+    are not chosen [T, J].
 
-    Both factors are masked, not their product: in backward a masked product still multiplies 0 by a NaN.
+    Both factors are masked, not their product: in backward a masked product still multiplies 0 by a
+    NaN.
     """
     rows = torch.where(chosen.unsqueeze(-1), rows.unflatten(0, chosen.shape).float(), 0.0)
     return (rows * torch.where(chosen, weight_of.float(), 0.0).unsqueeze(-1)).sum(1)
 
 
 class MoE(torch.nn.Module):
-    """``x -> sum over the top_k experts e of p_e * down_e(act(gate_e(x)) * up_e(x))``, p the softmax of the router, float32.
+    """``x -> sum over the top_k experts e of p_e * down_e(act(gate_e(x)) * up_e(x))``, p the
+    softmax of the router, float32.
 
-    Names and shapes are those of Qwen3-MoE's and Mixtral's experts: ``gate_up_proj`` [experts, 2 I, H] (gate first) and ``down_proj``
-    [experts, H, I]; ``router`` is a Linear [H -> experts].
+    Names and shapes are those of Qwen3-MoE's and Mixtral's experts: ``gate_up_proj`` [experts, 2 I,
+    H] (gate first) and ``down_proj`` [experts, H, I]; ``router`` is a Linear [H -> experts].
 
     Args:
         hidden_size: H, of x.
@@ -108,8 +119,9 @@ class MoE(torch.nn.Module):
         normalize: the weights of the chosen ones sum to 1.
         activation: as in `torch_gpukern.gemm`; SwiGLU where it is silu.
 
-    ``forward(x)`` takes [..., H]; ``forward(x, return_logits=True)`` returns the router's logits, too, which a loss of balance reads.
-    `torch_gpukern.distributed.shard_experts` spreads the experts over ranks.
+    ``forward(x)`` takes [..., H]; ``forward(x, return_logits=True)`` returns the router's logits,
+    too, which a loss of balance reads. `torch_gpukern.distributed.shard_experts` spreads the
+    experts over ranks.
     """
 
     def __init__(
@@ -130,16 +142,24 @@ class MoE(torch.nn.Module):
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.num_experts, self.top_k = num_experts, top_k
         self.normalize, self.activation = normalize, activation
-        self.multiply: Callable[..., Tensor] = grouped_experts  # of this module's experts, or of those of all ranks
+        # of this module's experts, or of those of all ranks
+        self.multiply: Callable[..., Tensor] = grouped_experts
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.router = Linear(hidden_size, num_experts, bias=False, **options)
-        self.gate_up_proj = torch.nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size, **options))
-        self.down_proj = torch.nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size, **options))
+        self.gate_up_proj = torch.nn.Parameter(
+            torch.empty(num_experts, 2 * intermediate_size, hidden_size, **options)
+        )
+        self.down_proj = torch.nn.Parameter(
+            torch.empty(num_experts, hidden_size, intermediate_size, **options)
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """The experts' weights anew, by nn.Linear's law; the router has its own."""
-        for w, fan_in in ((self.gate_up_proj, self.hidden_size), (self.down_proj, self.intermediate_size)):
+        for w, fan_in in (
+            (self.gate_up_proj, self.hidden_size),
+            (self.down_proj, self.intermediate_size),
+        ):
             torch.nn.init.uniform_(w, -(fan_in**-0.5), fan_in**-0.5)
 
     def forward(self, x: Tensor, return_logits: bool = False):
@@ -149,7 +169,9 @@ class MoE(torch.nn.Module):
         if self.normalize:
             weight_of = weight_of / weight_of.sum(-1, keepdim=True)
         gate = swiglu if self.activation == "silu" else self._gated
-        out = self.multiply(rows, expert_of, weight_of, self.gate_up_proj.mT, self.down_proj.mT, gate)
+        out = self.multiply(
+            rows, expert_of, weight_of, self.gate_up_proj.mT, self.down_proj.mT, gate
+        )
         out = out.reshape(x.shape)
         return (out, logits.reshape(*x.shape[:-1], self.num_experts)) if return_logits else out
 
@@ -159,6 +181,7 @@ class MoE(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, num_experts={self.num_experts}, "
+            f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
+            f"num_experts={self.num_experts}, "
             f"top_k={self.top_k}, normalize={self.normalize}, activation={self.activation}"
         )

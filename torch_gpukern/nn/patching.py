@@ -17,8 +17,9 @@ __all__ = ["Patched", "patch"]
 
 
 class Fused(torch.nn.Sequential):
-    """An nn.Sequential in which an activation joins the pass of the Linear before it, as long as both are what they were: each
-    call looks. So an adapter, a hook, a slice, a module that is replaced or inserted meets the modules that it names.
+    """An nn.Sequential in which an activation joins the pass of the Linear before it, as long as
+    both are what they were: each call looks. So an adapter, a hook, a slice, a module that is
+    replaced or inserted meets the modules that it names.
     """
 
     _gpukern_pairs: dict[str, str] = {}  # names of a Linear and of its activation
@@ -28,7 +29,11 @@ class Fused(torch.nn.Sequential):
         at = 0
         while at < len(names):
             first, activation = self._modules[names[at]], None
-            if at + 1 < len(names) and self._gpukern_pairs.get(names[at]) == names[at + 1] and is_itself(first):
+            if (
+                at + 1 < len(names)
+                and self._gpukern_pairs.get(names[at]) == names[at + 1]
+                and is_itself(first)
+            ):
                 activation = _activation_of(self._modules[names[at + 1]])
             if activation is None:
                 input = first(input)
@@ -39,7 +44,8 @@ class Fused(torch.nn.Sequential):
 
 
 class Patched:
-    """What `patch` did: `replaced` maps each module's name to what it was and became; `restore` undoes it.
+    """What `patch` did: `replaced` maps each module's name to what it was and became; `restore`
+    undoes it.
 
     ::
 
@@ -50,14 +56,17 @@ class Patched:
         self.model = model
         self.replaced: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
-        self._changed: dict[str, tuple[torch.nn.Module, type, type]] = {}  # name: (module, its class then, and now)
+        # name: (module, its class then, and now)
+        self._changed: dict[str, tuple[torch.nn.Module, type, type]] = {}
 
     def restore(self) -> None:
-        """Puts every module back as it was; weights keep the values they have now. A second call does nothing.
+        """Puts every module back as it was; weights keep the values they have now. A second call
+        does nothing.
 
         Raises:
-            RuntimeError: other tools have changed a module since (a parametrisation, FSDP, hooks that take the place of its
-                forward): it stays, is named, and all others are put back. Undo what they did and call again.
+            RuntimeError: other tools have changed a module since (a parametrisation, FSDP, hooks
+                that take the place of its forward): it stays, is named, and all others are put
+                back. Undo what they did and call again.
         """
         left = {}
         for name, (module, before, after) in list(self._changed.items()):
@@ -73,7 +82,9 @@ class Patched:
                 self.replaced.pop(name, None)
         if left:
             what = "; ".join(f"{name or 'the model'}: {why}" for name, why in left.items())
-            raise RuntimeError(f"gpukern: what was changed since patch cannot be restored, the rest is: {what}")
+            raise RuntimeError(
+                f"gpukern: what was changed since patch cannot be restored, the rest is: {what}"
+            )
         self.replaced.clear()
 
     def _become(self, name: str, module: torch.nn.Module, kind: type) -> None:
@@ -99,28 +110,36 @@ def patch(
     *,
     fused_linear_cross_entropy: bool = False,
 ) -> Patched:
-    """Replaces, in place, what gpukern serves, and prints a line for each kind of replacement and for each module left.
+    """Replaces, in place, what gpukern serves, and prints a line for each kind of replacement and
+    for each module left.
 
-    - ``nn.Linear`` becomes `torch_gpukern.nn.Linear`, the same object with the same parameters and hooks; an activation that
-      follows in an ``nn.Sequential`` (ReLU, GELU, SiLU) joins its pass, as long as both stand as they do now.
-    - ``nn.RMSNorm`` and ``nn.LayerNorm`` become those of `torch_gpukern.nn`. So do classes named ``...RMSNorm`` (Llama's, Gemma's, Qwen's
-      and others, with a weight that 1 is added to or not), and MLPs of gate_proj, up_proj, down_proj and act_fn run `swiglu` or
-      `geglu` between their products, where two rows of numbers come out the same. 16-bit norms round once where Llama's round twice.
-    - In ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention`` nothing is replaced: PyTorch's inference path reads their
-      weights and calls no module. `torch_gpukern.integrations.sdpa` serves these.
-    - Subclasses of nn.Linear keep their own forward: LoRA's wrapped base layer is an nn.Linear and is replaced, quantised
-      layers are not. Weights that are tensor subclasses go through F.linear as before.
+    - ``nn.Linear`` becomes `torch_gpukern.nn.Linear`, the same object with the same parameters and
+      hooks; an activation that follows in an ``nn.Sequential`` (ReLU, GELU, SiLU) joins its pass,
+      as long as both stand as they do now.
+    - ``nn.RMSNorm`` and ``nn.LayerNorm`` become those of `torch_gpukern.nn`. So do classes named
+      ``...RMSNorm`` (Llama's, Gemma's, Qwen's and others, with a weight that 1 is added to or not),
+      and MLPs of gate_proj, up_proj, down_proj and act_fn run `swiglu` or `geglu` between their
+      products, where two rows of numbers come out the same. 16-bit norms round once where Llama's
+      round twice.
+    - In ``nn.TransformerEncoderLayer`` and ``nn.MultiheadAttention`` nothing is replaced: PyTorch's
+      inference path reads their weights and calls no module. `torch_gpukern.integrations.sdpa`
+      serves these.
+    - Subclasses of nn.Linear keep their own forward: LoRA's wrapped base layer is an nn.Linear and
+      is replaced, quantised layers are not. Weights that are tensor subclasses go through F.linear
+      as before.
 
-    Tools that look for nn.Linear by its very type (``torch.ao.quantization.quantize_dynamic``) find none in a patched model, and
-    ``torch.jit.script`` takes no call of ours: restore first.
+    Tools that look for nn.Linear by its very type (``torch.ao.quantization.quantize_dynamic``) find
+    none in a patched model, and ``torch.jit.script`` takes no call of ours: restore first.
 
-    transformers' attention is not a module to replace: `torch_gpukern.integrations.transformers.register`.
+    transformers' attention is not a module to replace:
+    `torch_gpukern.integrations.transformers.register`.
 
     Args:
         say: is called with each line; None says nothing.
-        fused_linear_cross_entropy: a transformers causal model that is given labels computes its loss by `linear_cross_entropy`, never
-            has its logits in memory, and returns None for them. Calls without labels are as before. A model whose forward does more than
-            head and loss (softcaps, routers' losses) is left, and named.
+        fused_linear_cross_entropy: a transformers causal model that is given labels computes its
+            loss by `linear_cross_entropy`, never has its logits in memory, and returns None for
+            them. Calls without labels are as before. A model whose forward does more than head and
+            loss (softcaps, routers' losses) is left, and named.
 
     Returns:
         Patched, whose ``restore()`` undoes all of it. Where patch raises, nothing is changed.
@@ -155,7 +174,9 @@ def _patch(done: Patched, model: torch.nn.Module) -> None:
         if type(module) is not torch.nn.Sequential or module in closed or "forward" in vars(module):
             continue
         pairs = _pairs_of(module, uses)
-        fused.update({f"{name}.{first}" if name else first: which for first, (_, which) in pairs.items()})
+        fused.update(
+            {f"{name}.{first}" if name else first: which for first, (_, which) in pairs.items()}
+        )
         if pairs:
             done._become(name, module, Fused)
             vars(module)["_gpukern_pairs"] = {first: second for first, (second, _) in pairs.items()}
@@ -181,7 +202,11 @@ def _patch_rows(done: Patched, model: torch.nn.Module, closed: set[torch.nn.Modu
         if module in closed:
             continue
         for theirs, ours in ((torch.nn.RMSNorm, RMSNorm), (torch.nn.LayerNorm, LayerNorm)):
-            if type(module) is theirs and "forward" not in vars(module) and not hasattr(module, "weight_offset"):
+            if (
+                type(module) is theirs
+                and "forward" not in vars(module)
+                and not hasattr(module, "weight_offset")
+            ):
                 done._become(name, module, ours)
                 done.replaced[name] = f"nn.{theirs.__name__} -> {ours.__name__}"
         if (found := similar(module)) is not None:
@@ -213,13 +238,17 @@ def _activation_of(module: torch.nn.Module) -> Any:
 
 
 def _pairs_of(sequence: torch.nn.Sequential, uses: Counter) -> dict[str, tuple[str, str]]:
-    """A Linear's name: the name of the activation that follows, and which it is. Not where hooks see what it is given, and not
-    where the Linear is used elsewhere, too.
+    """A Linear's name: the name of the activation that follows, and which it is. Not where hooks
+    see what it is given, and not where the Linear is used elsewhere, too.
     """
     children, found = list(sequence._modules.items()), {}
     for (first_name, first), (second_name, second) in zip(children, children[1:]):
         activation = _activation_of(second)
-        plain = type(first) is torch.nn.Linear and not hasattr(first, "activation") and "forward" not in vars(first)
+        plain = (
+            type(first) is torch.nn.Linear
+            and not hasattr(first, "activation")
+            and "forward" not in vars(first)
+        )
         if plain and activation is not None and uses[first] == 1 and not has_hooks(first):
             found[first_name] = second_name, activation
     return found

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What stands between the products: RMSNorm, LayerNorm, RotaryEmbedding, and LinearCrossEntropy for the loss."""
+"""What stands between the products: RMSNorm, LayerNorm, RotaryEmbedding, and LinearCrossEntropy for
+the loss."""
 
 import torch
 import torch.nn.functional as F
@@ -22,27 +23,40 @@ __all__ = [
 
 
 def served_vector(v: Tensor | None, x: Tensor) -> Tensor | None:
-    """A weight or bias in a dtype that the norms take beside x: x's own, or float32 beside 16 bits."""
-    if v is None or v.dtype is x.dtype or (v.dtype is torch.float32 and x.dtype in (torch.bfloat16, torch.float16)):
+    """A weight or bias in a dtype that the norms take beside x: x's own, or float32 beside 16
+    bits."""
+    if (
+        v is None
+        or v.dtype is x.dtype
+        or (v.dtype is torch.float32 and x.dtype in (torch.bfloat16, torch.float16))
+    ):
         return v
     return v.to(x.dtype)
 
 
 def served(*tensors: Tensor | None) -> bool:
-    """Whether our kernels read all of these. Not sharded (DTensor), quantised and other tensors that compute by
-    themselves; PyTorch's formula serves them. The tensors that torch.export and AOTAutograd trace with are read.
+    """Whether our kernels read all of these. Not sharded (DTensor), quantised and other tensors
+    that compute by themselves; PyTorch's formula serves them. The tensors that torch.export and
+    AOTAutograd trace with are read.
     """
     return all(
-        type(t) in PLAIN or not (is_traceable_wrapper_subclass(t) or has_a_function_of_its_own(t)) for t in tensors
+        type(t) in PLAIN or not (is_traceable_wrapper_subclass(t) or has_a_function_of_its_own(t))
+        for t in tensors
     )
 
 
 def normalised_rms(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    residual: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """rms_norm over the last dimension; PyTorch's where a tensor is not `served`."""
     if served(x, weight, residual):
-        return rms_norm(x, served_vector(weight, x), eps=eps, weight_offset=weight_offset, residual=residual)
+        return rms_norm(
+            x, served_vector(weight, x), eps=eps, weight_offset=weight_offset, residual=residual
+        )
     h = x if residual is None else x + residual
     factor = weight if weight is None or not weight_offset else weight + weight_offset
     out = F.rms_norm(h, h.shape[-1:], factor, eps)
@@ -56,9 +70,14 @@ def _wide(x: Tensor) -> torch.dtype:
 def _columns(owner: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """x with the normalised dimensions as one."""
     if not isinstance(x, Tensor):
-        raise ValueError(f"{owner}: x must be a Tensor [..., {', '.join(map(str, shape))}], got {type(x).__name__}")
+        raise ValueError(
+            f"{owner}: x must be a Tensor [..., {', '.join(map(str, shape))}], got "
+            f"{type(x).__name__}"
+        )
     if tuple(x.shape[-len(shape) :]) != tuple(shape):
-        raise ValueError(f"{owner}: x must have shape [..., {', '.join(map(str, shape))}], got {list(x.shape)}")
+        raise ValueError(
+            f"{owner}: x must have shape [..., {', '.join(map(str, shape))}], got {list(x.shape)}"
+        )
     return x if len(shape) == 1 else x.flatten(-len(shape))
 
 
@@ -66,13 +85,15 @@ class RMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` by `torch_gpukern.rms_norm`: one pass over the rows forward, one backward.
 
     Args:
-        normalized_shape, eps, elementwise_affine, device, dtype: as in nn.RMSNorm; eps None is the distance of 1 to the next float32 (float64 for float64).
-        weight_offset: is added to weight, whose first values are then zeros (1 in Gemma's checkpoints).
+        normalized_shape, eps, elementwise_affine, device, dtype: as in nn.RMSNorm; eps None is the
+        distance of 1 to the next float32 (float64 for float64). weight_offset: is added to weight,
+        whose first values are then zeros (1 in Gemma's checkpoints).
 
     ``norm(x, residual)`` returns (norm(x + residual), x + residual).
     """
 
-    # Of the class, so that `patch` gives a module nothing that it must take away again; an integer, which torch.compile takes for a constant.
+    # Of the class, so that `patch` gives a module nothing that it must take away again; an integer,
+    # which torch.compile takes for a constant.
     weight_offset: float = 0
 
     def __init__(
@@ -110,7 +131,9 @@ class LayerNorm(torch.nn.LayerNorm):
     """
 
     # named as in nn.LayerNorm
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self, input: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         x, weight, bias, shape = input, self.weight, self.bias, self.normalized_shape
         rows = _columns("LayerNorm", x, shape)
         if not served(x, weight, bias, residual):
@@ -123,29 +146,39 @@ class LayerNorm(torch.nn.LayerNorm):
                 None if bias is None else bias.flatten(),
                 None if residual is None else residual.flatten(-len(shape)),
             )
-        out = layer_norm(rows, served_vector(weight, x), served_vector(bias, x), residual=residual, eps=self.eps)
+        out = layer_norm(
+            rows, served_vector(weight, x), served_vector(bias, x), residual=residual, eps=self.eps
+        )
         return _like(out, x, shape)
 
 
-def _like(out: Tensor | tuple[Tensor, Tensor], x: Tensor, shape: tuple[int, ...]) -> Tensor | tuple[Tensor, Tensor]:
+def _like(
+    out: Tensor | tuple[Tensor, Tensor], x: Tensor, shape: tuple[int, ...]
+) -> Tensor | tuple[Tensor, Tensor]:
     if len(shape) == 1:
         return out
-    return out.view(x.shape) if isinstance(out, Tensor) else (out[0].view(x.shape), out[1].view(x.shape))
+    return (
+        out.view(x.shape)
+        if isinstance(out, Tensor)
+        else (out[0].view(x.shape), out[1].view(x.shape))
+    )
 
 
 class RotaryEmbedding(torch.nn.Module):
     """Rotary embedding of queries and keys by `torch_gpukern.rope`: both in one launch.
 
-    ``rotary(q, k)`` or ``rotary(q, k, positions)`` returns both rotated; shapes are those of `rope`.
+    ``rotary(q, k)`` or ``rotary(q, k, positions)`` returns both rotated; shapes are those of
+    `rope`.
 
     Args:
         rotary_dim: columns that are rotated, even, at most head_dim.
         max_positions: positions are in [0, max_positions).
         base: angle i of position p is p / base^(2 i / rotary_dim).
-        interleaved: pairs of neighbours (GPT-J's), else column i with column i + rotary_dim / 2 (Llama's).
+        interleaved: pairs of neighbours (GPT-J's), else column i with column i + rotary_dim / 2
+        (Llama's).
 
-    The tables cos and sin are float32 [max_positions, rotary_dim / 2], no part of the state_dict, and stay float32 where the module is
-    cast.
+    The tables cos and sin are float32 [max_positions, rotary_dim / 2], no part of the state_dict,
+    and stay float32 where the module is cast.
     """
 
     cos: Tensor
@@ -161,18 +194,32 @@ class RotaryEmbedding(torch.nn.Module):
     ):
         super().__init__()
         if rotary_dim < 2 or rotary_dim % 2:
-            raise ValueError(f"RotaryEmbedding: rotary_dim must be even and 2 or more, got {rotary_dim}")
+            raise ValueError(
+                f"RotaryEmbedding: rotary_dim must be even and 2 or more, got {rotary_dim}"
+            )
         if max_positions < 1:
-            raise ValueError(f"RotaryEmbedding: max_positions must be 1 or more, got {max_positions}")
-        self.rotary_dim, self.max_positions, self.base, self.interleaved = rotary_dim, max_positions, base, interleaved
+            raise ValueError(
+                f"RotaryEmbedding: max_positions must be 1 or more, got {max_positions}"
+            )
+        self.rotary_dim, self.max_positions, self.base, self.interleaved = (
+            rotary_dim,
+            max_positions,
+            base,
+            interleaved,
+        )
         self._tabulate(torch.device(device) if device is not None else torch.get_default_device())
 
     def reset_parameters(self) -> None:
         self._tabulate(self.cos.device)
 
     def _tabulate(self, device: torch.device) -> None:
-        steps = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64, device="cpu") / self.rotary_dim
-        angle = torch.arange(self.max_positions, dtype=torch.float64, device="cpu")[:, None] * self.base**-steps
+        steps = (
+            torch.arange(0, self.rotary_dim, 2, dtype=torch.float64, device="cpu") / self.rotary_dim
+        )
+        angle = (
+            torch.arange(self.max_positions, dtype=torch.float64, device="cpu")[:, None]
+            * self.base**-steps
+        )
         for name, table in (("cos", angle.cos()), ("sin", angle.sin())):
             self.register_buffer(name, table.float().to(device), persistent=False)
 
@@ -187,8 +234,11 @@ class RotaryEmbedding(torch.nn.Module):
             self.cos, self.sin = (table.to(device) for table in before)
         return self
 
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if self.cos.is_meta and not q.is_meta:  # load_state_dict(assign=True) has no tables to put in
+    def forward(
+        self, q: Tensor, k: Tensor, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        # load_state_dict(assign=True) has no tables to put in
+        if self.cos.is_meta and not q.is_meta:
             self._tabulate(q.device)
         cos, sin = self.cos, self.sin
         if q.dtype is torch.float64:
@@ -196,18 +246,20 @@ class RotaryEmbedding(torch.nn.Module):
         return rope(q, k, cos, sin, positions, interleaved=self.interleaved)
 
     def extra_repr(self) -> str:
-        return f"rotary_dim={self.rotary_dim}, max_positions={self.max_positions}, base={self.base}, interleaved={self.interleaved}"
+        return f"rotary_dim={self.rotary_dim}, max_positions={self.max_positions}, base={self.base}, interleaved={self.interleaved}"  # noqa: E501
 
 
 class LinearCrossEntropy(torch.nn.Linear):
-    """A head and its loss by `torch_gpukern.linear_cross_entropy`, without the logits in memory: ``loss = head(x, target)``.
+    """A head and its loss by `torch_gpukern.linear_cross_entropy`, without the logits in memory:
+    ``loss = head(x, target)``.
 
     Weights, their names and their first values are nn.Linear's; ``head(x)`` gives the logits.
 
     Args:
         in_features: H of x [..., H].
         num_classes: V.
-        ignore_index, label_smoothing, softcap, logit_scale, reduction, low_memory, z_loss: as in `linear_cross_entropy`.
+        ignore_index, label_smoothing, softcap, logit_scale, reduction, low_memory, z_loss: as in
+        `linear_cross_entropy`.
     """
 
     def __init__(
@@ -240,8 +292,13 @@ class LinearCrossEntropy(torch.nn.Linear):
     def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
         if target is not None:
             return linear_cross_entropy(x, self.weight, target, self.bias, **self.rules)
-        logits, cap = linear(x, self.weight, self.bias) * self.rules["logit_scale"], self.rules["softcap"]
+        logits, cap = (
+            linear(x, self.weight, self.bias) * self.rules["logit_scale"],
+            self.rules["softcap"],
+        )
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def extra_repr(self) -> str:
-        return ", ".join([super().extra_repr(), *(f"{name}={value}" for name, value in self.rules.items())])
+        return ", ".join(
+            [super().extra_repr(), *(f"{name}={value}" for name, value in self.rules.items())]
+        )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Modules of transformers and its kin that do what an op of ours does under other names: RMS norms and gated MLPs.
+"""Modules of transformers and its kin that do what an op of ours does under other names: RMS norms
+and gated MLPs.
 
-What a class is called says little of what it computes. So `patch` asks: a module becomes one of ours only where both give the same for
-two rows of its own size.
+What a class is called says little of what it computes. So `patch` asks: a module becomes one of
+ours only where both give the same for two rows of its own size.
 """
 
 import inspect
@@ -23,8 +24,9 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 class SimilarRMSNorm(torch.nn.Module):
     """An RMS norm that was another class: its weight, by `torch_gpukern.rms_norm`."""
 
-    # The attribute that is eps, which may change; weight_offset, an integer, which torch.compile takes for a constant;
-    # whether the result has the wider dtype of x and weight, else x's; what forward's argument was called.
+    # The attribute that is eps, which may change; weight_offset, an integer, which torch.compile
+    # takes for a constant; whether the result has the wider dtype of x and weight, else x's; what
+    # forward's argument was called.
     _gpukern_rule: tuple[str, int, bool, str] = ("eps", 0, False, "x")
 
     def forward(self, *given: Tensor, **named: Tensor) -> Tensor:
@@ -40,10 +42,11 @@ class SimilarRMSNorm(torch.nn.Module):
 
 
 class SimilarMLP(torch.nn.Module):
-    """``down_proj(act_fn(gate_proj(x)) * up_proj(x))`` that was another class; activation and product are one op while act_fn is of
-    the kind that it was."""
+    """``down_proj(act_fn(gate_proj(x)) * up_proj(x))`` that was another class; activation and
+    product are one op while act_fn is of the kind that it was."""
 
-    # The activation; what `_kind` says of the act_fn that computes it; what forward's argument was called.
+    # The activation; what `_kind` says of the act_fn that computes it; what forward's argument was
+    # called.
     _gpukern_rule: tuple[str, Any, str] = ("silu", None, "x")
 
     def forward(self, *given: Tensor, **named: Tensor) -> Tensor:
@@ -63,18 +66,22 @@ def _argument(name: str, given: tuple[Tensor, ...], named: dict[str, Tensor]) ->
         return given[0]
     if not given and named.keys() == {name}:
         return named[name]
-    raise TypeError(f"forward() takes one argument, {name}; got {len(given)} and the names {sorted(named)}")
+    raise TypeError(
+        f"forward() takes one argument, {name}; got {len(given)} and the names {sorted(named)}"
+    )
 
 
 def _kind(act_fn: Any) -> Any:
-    """What an activation computes follows from this; of one that a user has given a forward nothing is known."""
+    """What an activation computes follows from this; of one that a user has given a forward nothing
+    is known."""
     if "forward" in vars(act_fn):
         return None
     return type(act_fn), getattr(act_fn, "approximate", None)
 
 
 def similar(module: torch.nn.Module) -> tuple[type, Any, str] | None:
-    """(class of ours, its rule, what it is) for a module that computes the same; None for any other."""
+    """(class of ours, its rule, what it is) for a module that computes the same; None for any
+    other."""
     kind = type(module)
     if (
         kind.__module__.startswith(("torch.", __name__.partition(".")[0]))
@@ -82,18 +89,28 @@ def similar(module: torch.nn.Module) -> tuple[type, Any, str] | None:
         or len(_parameters(kind)) != 1
     ):
         return None
-    if kind.__name__.endswith("RMSNorm") and not module._modules and set(module._parameters) == {"weight"}:
+    if (
+        kind.__name__.endswith("RMSNorm")
+        and not module._modules
+        and set(module._parameters) == {"weight"}
+    ):
         weight = module.weight
         if type(weight) is not torch.nn.Parameter or weight.dim() != 1 or weight.is_meta:
             return None
-        eps = next((n for n in ("variance_epsilon", "eps") if isinstance(getattr(module, n, None), float)), None)
+        eps = next(
+            (n for n in ("variance_epsilon", "eps") if isinstance(getattr(module, n, None), float)),
+            None,
+        )
         (name,) = _parameters(kind)
         rules = [] if eps is None else [(eps, offset, _promotes(module), name) for offset in (0, 1)]
         return _first_that_agrees(module, SimilarRMSNorm, rules, weight, weight.shape[0])
     if set(module._modules) == _MLP and not module._parameters:
         gate = module.gate_proj
         products = [m for n, m in module._modules.items() if n != "act_fn"]
-        plain = all(isinstance(m, torch.nn.Linear) and type(m.weight) is torch.nn.Parameter for m in products)
+        plain = all(
+            isinstance(m, torch.nn.Linear) and type(m.weight) is torch.nn.Parameter
+            for m in products
+        )
         if (
             not plain
             or any(m.weight.is_meta for m in products)
@@ -113,11 +130,14 @@ def _parameters(kind: type) -> list[str]:
 
 
 def _promotes(norm: torch.nn.Module) -> bool:
-    """Whether a norm's result has the dtype of a float32 weight where x is bfloat16, as Llama's has."""
+    """Whether a norm's result has the dtype of a float32 weight where x is bfloat16, as Llama's
+    has."""
     weight = norm.weight
     other = type(norm).__new__(type(norm))
     other.__dict__.update(norm.__dict__)
-    other.__dict__["_parameters"] = {"weight": torch.nn.Parameter(weight.detach().float(), requires_grad=False)}
+    other.__dict__["_parameters"] = {
+        "weight": torch.nn.Parameter(weight.detach().float(), requires_grad=False)
+    }
     x = torch.ones(1, 1, weight.shape[0], dtype=torch.bfloat16, device=weight.device)
     try:
         with torch.no_grad():
@@ -126,9 +146,12 @@ def _promotes(norm: torch.nn.Module) -> bool:
         return False  # it takes no other dtype than its weight's
 
 
-def _first_that_agrees(module, kind, rules, like: Tensor, columns: int) -> tuple[type, Any, str] | None:
-    """Whether one of the rules gives what the module gives for two rows. The rows are numbers from 1 to 2 and -2 to -1: all kinds of
-    activations and offsets differ there by more than any rounding."""
+def _first_that_agrees(
+    module, kind, rules, like: Tensor, columns: int
+) -> tuple[type, Any, str] | None:
+    """Whether one of the rules gives what the module gives for two rows. The rows are numbers from
+    1 to 2 and -2 to -1: all kinds of activations and offsets differ there by more than any
+    rounding."""
     if not like.is_floating_point():
         return None
     ramp = torch.linspace(1, 2, columns, device=like.device, dtype=torch.float32)
@@ -138,13 +161,21 @@ def _first_that_agrees(module, kind, rules, like: Tensor, columns: int) -> tuple
             want = type(module).forward(module, x)
             for rule in rules:
                 ours = _as(kind, module, rule)(x)
-                if isinstance(want, Tensor) and want.shape == ours.shape and want.dtype is ours.dtype:
+                if (
+                    isinstance(want, Tensor)
+                    and want.shape == ours.shape
+                    and want.dtype is ours.dtype
+                ):
                     size = max(float(want.abs().max()), 1e-6)
-                    if float((want.float() - ours.float()).abs().max()) <= 8 * torch.finfo(like.dtype).eps * size:
+                    if (
+                        float((want.float() - ours.float()).abs().max())
+                        <= 8 * torch.finfo(like.dtype).eps * size
+                    ):
                         return (
                             kind,
                             rule,
-                            f"{type(module).__name__} -> {'RMSNorm' if kind is SimilarRMSNorm else _mlp_name(rule)}",
+                            f"{type(module).__name__} -> "
+                            f"{'RMSNorm' if kind is SimilarRMSNorm else _mlp_name(rule)}",
                         )
     except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError):
         return None  # not what it looked like

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""adamw_: the raw op, one step of AdamW over lists of tensors (csrc/include/gpukern_train.h). The optimiser on it is torch_gpukern.optim's."""
+"""adamw_: the raw op, one step of AdamW over lists of tensors (csrc/include/gpukern_train.h). The
+optimiser on it is torch_gpukern.optim's."""
 
 from typing import Any
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What flash_attn and flash_attn_varlen share: sizes that are symbols, gradients, pairs of query and key, folds of vmap."""
+"""What flash_attn and flash_attn_varlen share: sizes that are symbols, gradients, pairs of query
+and key, folds of vmap."""
 
 import os
 import warnings
@@ -18,7 +19,15 @@ _DEBUG = os.environ.get("GPUKERN_DEBUG") == "1"
 _MANY_HEADS = 128  # no model known has more
 
 
-def autocast(dtype: torch.dtype, to: Callable, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **_: Any) -> dict:
+def autocast(
+    dtype: torch.dtype,
+    to: Callable,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    **_: Any,
+) -> dict:
     """q, k and v; sinks of 16 bits follow them, since they may have q's dtype or float32."""
     cast = {"q": to(q, dtype), "k": to(k, dtype), "v": to(v, dtype)}
     return cast | sinks_as(cast["q"].dtype, to, sinks)
@@ -32,22 +41,26 @@ def sinks_as(dtype: torch.dtype, to: Callable, sinks: Tensor | None) -> dict:
 
 
 def warn_of_swapped(q: Tensor, k: Tensor) -> None:
-    """With GPUKERN_DEBUG=1: q and k look like [B, S, H, D], flash-attn's order, where ours is [B, H, S, D]."""
+    """With GPUKERN_DEBUG=1: q and k look like [B, S, H, D], flash-attn's order, where ours is [B,
+    H, S, D]."""
     if not _DEBUG or torch.compiler.is_compiling() or q.dim() != 4 or k.dim() != 4:
         return
     if _looks_swapped(q, k):
         text = (
-            f"flash_attn: q of shape {list(q.shape)} has {q.shape[1]} heads and {q.shape[2]} queries: are dimensions 1 and 2 "
-            "swapped? q is [B, Hq, Sq, D]; of [B, S, H, D], flash-attn's order, pass q.transpose(1, 2)"
+            f"flash_attn: q of shape {list(q.shape)} has {q.shape[1]} heads and {q.shape[2]} "
+            f"queries: are dimensions 1 and 2 "
+            "swapped? q is [B, Hq, Sq, D]; of [B, S, H, D], flash-attn's order, pass "
+            "q.transpose(1, 2)"
         )
         warnings.warn(text, stacklevel=3)
 
 
 def _looks_swapped(q: Tensor, k: Tensor) -> bool:
-    """Whether dimension 1 has more elements than heads, or as many as sequences of one length have tokens.
+    """Whether dimension 1 has more elements than heads, or as many as sequences of one length have
+    tokens.
 
-    The second: q and k agree in dimension 1, each has fewer elements in dimension 2, as groups of heads have, and neither is stored
-    token by token, as what a projection makes is.
+    The second: q and k agree in dimension 1, each has fewer elements in dimension 2, as groups of
+    heads have, and neither is stored token by token, as what a projection makes is.
     """
     (_, q_1, q_2, _), (_, k_1, k_2, _) = q.shape, k.shape
     if min(q_1, k_1) > _MANY_HEADS >= max(q_2, k_2):
@@ -56,8 +69,11 @@ def _looks_swapped(q: Tensor, k: Tensor) -> bool:
     return q_1 == k_1 > q_2 > 1 and k_2 > 0 and q_2 % k_2 == 0 and not by_token
 
 
-def sizes(op: str, q: Tensor, k: Tensor, v: Tensor, **more: tuple[Tensor | None, str]) -> dict[str, int]:
-    """Sizes by letter of a call whose sizes are symbols: dense for flash_attn, packed for flash_attn_varlen."""
+def sizes(
+    op: str, q: Tensor, k: Tensor, v: Tensor, **more: tuple[Tensor | None, str]
+) -> dict[str, int]:
+    """Sizes by letter of a call whose sizes are symbols: dense for flash_attn, packed for
+    flash_attn_varlen."""
     if q.dim() == 4:
         n = fakes.sizes(op, q=(q, "B Hq Sq D"), k=(k, "B Hkv Sk D"), v=(v, "B Hkv Sk Dv"), **more)
     else:
@@ -74,7 +90,8 @@ def same_group(op: str, heads_q: int, name: str, heads_kv: int) -> None:
 
 
 def empty_stored_like(x: Tensor, head_dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """[B, H, S, head_dim] for x [B, H, S, D], in x's dtype or `dtype`; stored [B, S, H, head_dim] if x is."""
+    """[B, H, S, head_dim] for x [B, H, S, D], in x's dtype or `dtype`; stored [B, S, H, head_dim]
+    if x is."""
     # Only fake functions get here, so that compiling pays for this import and not the package's.
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
@@ -85,11 +102,16 @@ def empty_stored_like(x: Tensor, head_dim: int, dtype: torch.dtype | None = None
 
 
 def empty_dsinks(q: Tensor, sinks: Tensor | None) -> Tensor:
-    return q.new_empty(0, dtype=fakes.stats_dtype(q)) if sinks is None else sinks.new_empty(sinks.shape)
+    return (
+        q.new_empty(0, dtype=fakes.stats_dtype(q))
+        if sinks is None
+        else sinks.new_empty(sinks.shape)
+    )
 
 
 def backward_of(bwd: Op) -> Callable:
-    """The backward of define_op by the op `bwd`, whose arguments are those of the forward, its results and their gradients."""
+    """The backward of define_op by the op `bwd`, whose arguments are those of the forward, its
+    results and their gradients."""
 
     def backward(needs, q, out, grad_out, grad_lse, out_dtype, **kept):
         if grad_out is None:  # the loss reads lse alone
@@ -97,7 +119,12 @@ def backward_of(bwd: Op) -> Callable:
         if out_dtype is not None:
             out, grad_out = out.to(q.dtype), grad_out.to(q.dtype)
         grads = bwd.call_named(
-            **kept, q=q, out=out, grad_out=grad_out, grad_lse=grad_lse, deterministic=are_deterministic()
+            **kept,
+            q=q,
+            out=out,
+            grad_out=grad_out,
+            grad_lse=grad_lse,
+            deterministic=are_deterministic(),
         )
         return dict(zip(("q", "k", "v", "sinks"), grads, strict=True))
 
@@ -115,7 +142,9 @@ def _at_most(queries: int, keys: int, last: int) -> int:
     return rows * (last + 1) + (first + full - 1) * rows // 2 + (queries - full) * keys
 
 
-def pairs_of(queries: int, keys: int, is_causal: bool, diagonal: int, window_left: int, window_right: int) -> int:
+def pairs_of(
+    queries: int, keys: int, is_causal: bool, diagonal: int, window_left: int, window_right: int
+) -> int:
     """Pairs of query and key that meet; kv_start and kv_end are contents, so they do not count."""
     pairs = queries * keys
     if is_causal or window_right >= 0:
@@ -139,7 +168,8 @@ def _drops(given: dict) -> bool:
 
 
 def fold_into_heads(size, batched, sinks, alibi_slopes, **given):
-    """[B, H, S, D] and [T, H, D], `size` of each, as `size` times the heads; query head h still reads its kv head."""
+    """[B, H, S, D] and [T, H, D], `size` of each, as `size` times the heads; query head h still
+    reads its kv head."""
     lengths = {*_OF_SEQUENCES, "cu_seqlens_q", "cu_seqlens_k"}
     if batched & lengths or _drops(given):
         return None
@@ -156,7 +186,9 @@ def fold_into_heads(size, batched, sinks, alibi_slopes, **given):
         changed["sinks"] = in_front("sinks", sinks).flatten()
     if alibi_slopes is not None:
         slopes = in_front("alibi_slopes", alibi_slopes)
-        changed["alibi_slopes"] = slopes.flatten() if slopes.dim() == 2 else slopes.movedim(0, 1).flatten(1)
+        changed["alibi_slopes"] = (
+            slopes.flatten() if slopes.dim() == 2 else slopes.movedim(0, 1).flatten(1)
+        )
 
     def unfold(name: str, x: Tensor) -> Tensor | None:
         if name == "dsinks":
@@ -167,7 +199,8 @@ def fold_into_heads(size, batched, sinks, alibi_slopes, **given):
 
 
 def fold_into_batch(size, batched, q, sinks, alibi_slopes, **given):
-    """[B, H, S, D], `size` of each, as a batch of `size` times B. Sinks are no batch's, so those go into the heads."""
+    """[B, H, S, D], `size` of each, as a batch of `size` times B. Sinks are no batch's, so those go
+    into the heads."""
     given["q"] = q
     if _drops(given):
         return None
@@ -178,7 +211,11 @@ def fold_into_batch(size, batched, q, sinks, alibi_slopes, **given):
         return x if name in batched else x.expand(size, *x.shape)
 
     names = (*_HEADS_SECOND, *_OF_SEQUENCES)
-    changed = {name: in_front(name, given[name]).flatten(0, 1) for name in names if given.get(name) is not None}
+    changed = {
+        name: in_front(name, given[name]).flatten(0, 1)
+        for name in names
+        if given.get(name) is not None
+    }
     if alibi_slopes is not None and (batched & {"alibi_slopes"} or alibi_slopes.dim() == 2):
         slopes = in_front("alibi_slopes", alibi_slopes)
         if slopes.dim() == 2:  # [size, Hq], which all sequences of one batch share

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch.vmap: its dimension becomes part of one that the op has, so that one call serves the whole batch.
+"""torch.vmap: its dimension becomes part of one that the op has, so that one call serves the whole
+batch.
 
-An op declares how: ``fold(size, batched, **arguments)`` gets the arguments by name, in which those named in `batched` have
-the new dimension, of `size`, in front. It returns ``(changed, unfold)``: the arguments that change, and
-``unfold(name, result)``, a result with the dimension in front again, or None for one that has none. It returns None for a
-call that does not fold: that one is served slice by slice.
+An op declares how: ``fold(size, batched, **arguments)`` gets the arguments by name, in which those
+named in `batched` have the new dimension, of `size`, in front. It returns ``(changed, unfold)``:
+the arguments that change, and ``unfold(name, result)``, a result with the dimension in front again,
+or None for one that has none. It returns None for a call that does not fold: that one is served
+slice by slice.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +39,9 @@ def register(op: Op, fold: Callable | None) -> None:
             return unfold(op.all.results[0], results), 0
         unfolded = [unfold(name, x) for name, x in zip(op.results, results, strict=True)]
         dims_out = tuple(None if x is None else 0 for x in unfolded)
-        return tuple(x if y is None else y for x, y in zip(results, unfolded, strict=True)), dims_out
+        return tuple(
+            x if y is None else y for x, y in zip(results, unfolded, strict=True)
+        ), dims_out
 
     torch.library.register_vmap(op.qualified, rule, lib=library)
 
@@ -52,13 +56,16 @@ def _of_none(op: Op, batched: set[str], given: dict[str, Any]) -> tuple:
 
     one = op.overload(*(described(name, x) for name, x in given.items()))
     empty = tuple(
-        torch.empty((0, *x.shape), dtype=x.dtype, device=device) for x in ((one,) if isinstance(one, Tensor) else one)
+        torch.empty((0, *x.shape), dtype=x.dtype, device=device)
+        for x in ((one,) if isinstance(one, Tensor) else one)
     )
     return (empty[0], 0) if isinstance(one, Tensor) else (empty, (0,) * len(empty))
 
 
 def _one_by_one(op: Op, size: int, batched: set[str], given: dict[str, Any]) -> tuple:
-    calls = [op.bare(*(x[i] if name in batched else x for name, x in given.items())) for i in range(size)]
+    calls = [
+        op.bare(*(x[i] if name in batched else x for name, x in given.items())) for i in range(size)
+    ]
     if isinstance(calls[0], Tensor):
         return torch.stack(calls), 0
     return tuple(torch.stack(results) for results in zip(*calls, strict=True)), (0,) * len(calls[0])
@@ -73,11 +80,14 @@ def everywhere(size: int, batched: set[str], **given: Any) -> tuple | None:
     return changed, lambda name, x: x
 
 
-def rows(*names: str, unless: Sequence[str] = (), empty: dict[str, Callable[[dict], bool]] | None = None) -> Callable:
-    """The fold of an op over rows, whose tensors `names` all have one leading shape: the new dimension joins it.
+def rows(
+    *names: str, unless: Sequence[str] = (), empty: dict[str, Callable[[dict], bool]] | None = None
+) -> Callable:
+    """The fold of an op over rows, whose tensors `names` all have one leading shape: the new
+    dimension joins it.
 
-    What else is a tensor may not be batched, and arguments `unless` not be true: they ask for sums over all rows. empty: results
-    that a call does not have, by a question about its arguments.
+    What else is a tensor may not be batched, and arguments `unless` not be true: they ask for sums
+    over all rows. empty: results that a call does not have, by a question about its arguments.
     """
 
     def fold(size: int, batched: set[str], **given: Any) -> tuple | None:

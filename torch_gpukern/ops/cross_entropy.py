@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""cross_entropy of logits: the public function and the declaration of the op, which gives each row's loss."""
+"""cross_entropy of logits: the public function and the declaration of the op, which gives each
+row's loss."""
 
 from typing import Literal, get_args
 
@@ -28,7 +29,8 @@ def cross_entropy(
     reduction: Reduction = "mean",
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Cross entropy of logits and classes, without a second tensor of the logits' size before the gradient.
+    """Cross entropy of logits and classes, without a second tensor of the logits' size before the
+    gradient.
 
     In float32 (float64 for float64), with e the label smoothing and w the class weights::
 
@@ -37,18 +39,19 @@ def cross_entropy(
         loss = (1 - e) * w[t] * (lse - z[t]) + e / V * sum over c of w[c] * (lse - z[c]) + z_loss * lse^2
 
     Args:
-        logits: [..., V], float32, bfloat16, float16 or float64; V is 1 or more. Leading dimensions may have any
-            strides; where the last one is not dense logits are copied first.
+        logits: [..., V], float32, bfloat16, float16 or float64; V is 1 or more. Leading dimensions
+            may have any strides; where the last one is not dense logits are copied first.
         target: [...] int64, classes in [0, V) or ignore_index.
         weight: [V] float32 (float64 with float64).
         ignore_index: rows with this target have loss 0 and gradient 0, and are not read.
         label_smoothing: between 0 and 1.
         softcap: 0 (off) or more.
         logit_scale: finite.
-        reduction: ``"none"``, ``"sum"``, or ``"mean"``, the sum over w[t] of the rows that are not ignored; NaN where
-            all are, as in torch.
-        z_loss: 0 (off), or what keeps lse near 0 (PaLM, arXiv:2204.02311, section 5, has 1e-4). As in Liger Kernel class weights and
-            label smoothing leave the term as it is, and a mean divides it by the number of rows that are not ignored.
+        reduction: ``"none"``, ``"sum"``, or ``"mean"``, the sum over w[t] of the rows that are not
+            ignored; NaN where all are, as in torch.
+        z_loss: 0 (off), or what keeps lse near 0 (PaLM, arXiv:2204.02311, section 5, has 1e-4). As
+            in Liger Kernel class weights and label smoothing leave the term as it is, and a mean
+            divides it by the number of rows that are not ignored.
 
     Returns:
         [] or, without a reduction, [...]: float32 (float64 with float64), also of 16-bit logits.
@@ -57,34 +60,45 @@ def cross_entropy(
 
     Raises:
         ValueError: a shape, dtype or value that the op does not take.
-        IndexError: a target that is no class. On CUDA that row's loss is NaN, and the error is raised by the next call
-            of an op or by `check_errors`.
+        IndexError: a target that is no class. On CUDA that row's loss is NaN, and the error is
+            raised by the next call of an op or by `check_errors`.
     """
     if weight is not None and z_loss != 0 and reduction == "mean":
         weight = weight_of_mean(weight, target, ignore_index)
-    rows, _ = _cross_entropy.call(logits, target, weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+    rows, _ = _cross_entropy.call(
+        logits, target, weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss
+    )
     return reduce_rows("cross_entropy", rows, target, weight, ignore_index, reduction)
 
 
 def reduce_rows(
-    op: str, rows: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: Reduction
+    op: str,
+    rows: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: Reduction,
 ) -> Tensor:
     """The losses of the rows, summed or averaged."""
     if reduction not in get_args(Reduction):
-        raise ValueError(f"{NAMESPACE}::{op}: reduction must be none, mean or sum, got '{reduction}'")
+        raise ValueError(
+            f"{NAMESPACE}::{op}: reduction must be none, mean or sum, got '{reduction}'"
+        )
     if reduction == "none":
         return rows
-    total = rows.sum(dtype=torch.float64)  # of many rows float32 would lose more than the rows themselves
+    # of many rows float32 would lose more than the rows themselves
+    total = rows.sum(dtype=torch.float64)
     if reduction == "mean":
         total = total / total_weight(target, weight, ignore_index)
     return total.to(rows.dtype)
 
 
 def weight_of_mean(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """Class weights whose sum over the rows that count is the number of these rows; the mean of the weighted losses stays.
+    """Class weights whose sum over the rows that count is the number of these rows; the mean of the
+    weighted losses stays.
 
-    So a mean divides z_loss by that number, and a row's gradient has the size of an unweighted one. Arguments that the op refuses
-    are left as they are, for the op to name them.
+    So a mean divides z_loss by that number, and a row's gradient has the size of an unweighted one.
+    Arguments that the op refuses are left as they are, for the op to name them.
     """
     tensors = isinstance(weight, Tensor) and isinstance(target, Tensor)
     if not tensors or weight.dim() != 1 or weight.shape[0] == 0 or weight.device != target.device:
@@ -102,7 +116,9 @@ def total_weight(target: Tensor, weight: Tensor | None, ignore_index: int) -> Te
     kept = target != ignore_index
     if weight is None:
         return kept.sum()
-    return weight[target.clamp(0, weight.shape[0] - 1)].masked_fill(~kept, 0).sum(dtype=torch.float64)
+    return (
+        weight[target.clamp(0, weight.shape[0] - 1)].masked_fill(~kept, 0).sum(dtype=torch.float64)
+    )
 
 
 def _symbolic(logits, target, **_):
@@ -114,11 +130,15 @@ def _save(needs, args, loss, lse):
     return (args[0], args[1], args[2] if len(args) > 2 else None, lse), {}
 
 
-def _backward(needs, logits, target, lse, grad_loss, grad_lse, ignore_index, softcap, logit_scale, **rules):
+def _backward(
+    needs, logits, target, lse, grad_loss, grad_lse, ignore_index, softcap, logit_scale, **rules
+):
     if grad_loss is None:
         grad_loss = torch.zeros_like(lse)
     same = {"ignore_index": ignore_index, "softcap": softcap, "logit_scale": logit_scale}
-    dlogits = _cross_entropy_bwd.call_named(grad_loss=grad_loss, logits=logits, target=target, lse=lse, **same, **rules)
+    dlogits = _cross_entropy_bwd.call_named(
+        grad_loss=grad_loss, logits=logits, target=target, lse=lse, **same, **rules
+    )
     if grad_lse is not None:  # torch.func makes one of zeros
         dlogits = dlogits + _of_lse(grad_lse, logits, target, lse, **same).to(dlogits.dtype)
     return {"logits": dlogits}
@@ -150,5 +170,6 @@ _cross_entropy = define_op(
     without_gradient=("weight",),
     fold=batching.rows("logits", "target"),
 )
-# The losses and the gradient of their sum in one pass over the logits, into tensors that are given; dlogits may be logits. No gradient.
+# The losses and the gradient of their sum in one pass over the logits, into tensors that are given;
+# dlogits may be logits. No gradient.
 define_in_place("cross_entropy_grad", lambda **_: (), ("loss", "lse", "dlogits"))

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """define_op: what Python adds to an op, declared once.
 
-An op has its schema and its CPU and CUDA kernels in C++. Names, places and defaults of its arguments are read from the
-schema; what is declared here is handed arguments, saved tensors and gradients by those names. From a declaration an op
-gets, each on the dispatch key of that purpose:
+An op has its schema and its CPU and CUDA kernels in C++. Names, places and defaults of its
+arguments are read from the schema; what is declared here is handed arguments, saved tensors and
+gradients by those names. From a declaration an op gets, each on the dispatch key of that purpose:
 
-- a fake function: dtype, shape and strides of the results, for torch.compile, torch.export and meta tensors;
-- an Autograd kernel: a torch.autograd.Function where a gradient is wanted, else straight on below autograd;
+- a fake function: dtype, shape and strides of the results, for torch.compile, torch.export and meta
+  tensors;
+- an Autograd kernel: a torch.autograd.Function where a gradient is wanted, else straight on below
+  autograd;
 - an Autocast kernel: casts what autocast may cast, then goes on below autocast;
 - a rule for torch.vmap, which folds the new dimension into those that the op has (batching.py);
 - a FLOP formula.
 
-**torch.func.** The fast Function takes 5 us; torch.func asks for the form with `setup_context`, which takes 50. It has
-the same rules and is called only where a transform that differentiates is active (gradients.py).
+**torch.func.** The fast Function takes 5 us; torch.func asks for the form with `setup_context`,
+which takes 50. It has the same rules and is called only where a transform that differentiates is
+active (gradients.py).
 """
 
 import functools
@@ -47,16 +50,18 @@ __all__ = ["Op", "define_op", "guard", "tag_compiled_code"]
 def guard(op: Op) -> None:
     """Has calls of torch.ops.gpukern.<op> pass through Python first.
 
-    There a number that is a tensor with a gradient is refused: torch reads such a tensor's value before the first kernel
-    sees the call, and its gradient would be lost in silence. And there torch.func's transforms meet the Function that they
-    can read. And there sharding rules and torch's context_parallel are seen to (parallel.py). So the guard stands where Python
-    enters the op, in _op of the overload and of its packet.
+    There a number that is a tensor with a gradient is refused: torch reads such a tensor's value
+    before the first kernel sees the call, and its gradient would be lost in silence. And there
+    torch.func's transforms meet the Function that they can read. And there sharding rules and
+    torch's context_parallel are seen to (parallel.py). So the guard stands where Python enters the
+    op, in _op of the overload and of its packet.
     """
 
     def guarded(bare: Callable) -> Callable:
         @functools.wraps(bare)
         def call(*args, **kwargs):
-            if is_dynamo_compiling():  # the frame on its own, after a graph break: dynamo knows the overload
+            # the frame on its own, after a graph break: dynamo knows the overload
+            if is_dynamo_compiling():
                 return op.overload(*args, **kwargs)
             op.refuse_number_gradients(args, kwargs)
             if op.bools:
@@ -75,7 +80,8 @@ def guard(op: Op) -> None:
         return call
 
     packet = getattr(ops, op.name)
-    for holder in (op.overload, packet):  # the packet by the overload too: with an .out its errors would name no op
+    # the packet by the overload too: with an .out its errors would name no op
+    for holder in (op.overload, packet):
         holder._op = guarded(op.bare)
     # torch.jit.script asks for an op by what the packet calls
     torch.jit._builtins._register_builtin(packet._op, op.qualified)
@@ -91,7 +97,8 @@ def _checked(op: Op, args: tuple, kwargs: dict[str, Any]) -> tuple:
 
 
 def _transformed(op: Op, args: tuple) -> Any:
-    """What a transform of torch.func that differentiates is handed. It sees no Autocast kernel, so that casts come first."""
+    """What a transform of torch.func that differentiates is handed. It sees no Autocast kernel, so
+    that casts come first."""
     device = next(x.device.type for x in args if isinstance(x, Tensor))
     if device in op.casts and torch.is_autocast_enabled(device):
         args = op.casts[device](*args)
@@ -100,7 +107,8 @@ def _transformed(op: Op, args: tuple) -> Any:
 
 
 def _differentiating() -> bool:
-    """Whether a transform of torch.func that differentiates is active: not vmap alone, not forward mode."""
+    """Whether a transform of torch.func that differentiates is active: not vmap alone, not forward
+    mode."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     keys = [interpreter.key() for interpreter in stack]
     return torch._C._functorch.TransformType.Grad in keys
@@ -127,33 +135,38 @@ def define_op(
     whole_sequences: bool = False,
     composed: bool = False,
 ) -> Op:
-    """Registers all of an op that Python knows, and returns it; X_fwd, where there is one, with it (`.all`).
+    """Registers all of an op that Python knows, and returns it; X_fwd, where there is one, with it
+    (`.all`).
 
-    Functions are called with keywords, arguments by their names in the schema, so that each names what it reads and takes
-    the rest as ``**_``.
+    Functions are called with keywords, arguments by their names in the schema, so that each names
+    what it reads and takes the rest as ``**_``.
 
     Args:
         public: the function of torch_gpukern, whose defaults are the schema's.
-        symbolic: ``symbolic(**arguments)`` returns empty tensors, one for each result of X_fwd or X, where sizes are symbols
-            (fakes.py).
-        backward: ``backward(needs, **values)`` returns the gradients by argument name, for those named in the set `needs`
-            at least. values: what `save` kept, the arguments of the call, and of what it did not give the default where backward
-            names it; `grad_<result>` likewise, None where that has no gradient. None where the op has no gradient.
-        save: ``save(needs, args, *results)`` returns what backward reads beside the arguments that are no tensors: a tuple
-            of tensors (or None), and a dict of the rest by name. needs: for each argument whether its gradient is wanted;
-            args without trailing defaults. By default all tensors are kept, arguments and results.
+        symbolic: ``symbolic(**arguments)`` returns empty tensors, one for each result of X_fwd or
+            X, where sizes are symbols (fakes.py).
+        backward: ``backward(needs, **values)`` returns the gradients by argument name, for those
+            named in the set `needs` at least. values: what `save` kept, the arguments of the call,
+            and of what it did not give the default where backward names it; `grad_<result>`
+            likewise, None where that has no gradient. None where the op has no gradient.
+        save: ``save(needs, args, *results)`` returns what backward reads beside the arguments that
+            are no tensors: a tuple of tensors (or None), and a dict of the rest by name. needs: for
+            each argument whether its gradient is wanted; args without trailing defaults. By default
+            all tensors are kept, arguments and results.
         saved: names of the tensors that `save` returns.
-        reads_all: ``reads_all(args)`` says whether backward reads more than the first result; by default it does. Where it
-            is declared, `backward` is handed the gradients of all results, in a second derivative for one.
+        reads_all: ``reads_all(args)`` says whether backward reads more than the first result; by
+            default it does. Where it is declared, `backward` is handed the gradients of all
+            results, in a second derivative for one.
         without_gradient: arguments that may not require a gradient.
         refuse: text of the NotImplementedError that a backward raises, for an op without one.
         refuse_fwd: likewise, for X_fwd.
-        autocast: names of the arguments that autocast casts; or ``autocast(dtype, to, **arguments)``, which returns those
-            that it has cast by `to(x, dtype)`.
+        autocast: names of the arguments that autocast casts; or ``autocast(dtype, to,
+            **arguments)``, which returns those that it has cast by `to(x, dtype)`.
         flops: ``flops(**arguments)`` of shapes in place of tensors.
         fold: how torch.vmap's dimension folds into those of the op (batching.py).
-        whole_sequences: the op must see all keys of a query: it is refused where a rank has a part of them (parallel.py).
-        composed: the op is made of others in Python, so that `symbolic` states its results also where all sizes are numbers.
+        whole_sequences: the op must see all keys of a query: it is refused where a rank has a part
+        of them (parallel.py). composed: the op is made of others in Python, so that `symbolic`
+        states its results also where all sizes are numbers.
     """
     op = Op(name)
     doors = [op]
@@ -189,11 +202,13 @@ def define_op(
 
 
 def register_autograd(op: Op, kernel: Callable) -> None:
-    """The Autograd kernel, `kernel` of arguments without trailing defaults, but for forward mode, which has no rule: a
-    result without a tangent would say that its derivative is zero."""
+    """The Autograd kernel, `kernel` of arguments without trailing defaults, but for forward mode,
+    which has no rule: a result without a tangent would say that its derivative is zero."""
 
     def checked(*args):
-        if forward_ad._current_level >= 0 and any(isinstance(x, Tensor) and has_tangent(x) for x in args):
+        if forward_ad._current_level >= 0 and any(
+            isinstance(x, Tensor) and has_tangent(x) for x in args
+        ):
             raise NotImplementedError(gradients.no_forward_mode(op))
         return kernel(*args)
 
@@ -204,7 +219,10 @@ def _autograd_kernel(op: Op) -> Callable:
     def kernel(*args):
         if is_grad_enabled() and any_requires_grad(*args):
             if transforms_active():  # not entered from Python, or it would have met guard
-                raise RuntimeError(f"{op.qualified}: call it from Python where torch.func transforms it (functorch)")
+                raise RuntimeError(
+                    f"{op.qualified}: call it from Python where torch.func transforms it "
+                    f"(functorch)"
+                )
             return op.differentiate(*args)
         return op.below(*args)
 
@@ -233,26 +251,38 @@ def _register_autocast(op: Op, rule: Sequence[str] | Callable) -> None:
 AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 
-def cast_arguments(rule: Sequence[str] | Callable, device: str, given: dict[str, Any]) -> dict[str, Any]:
-    """`given` as autocast on that device has it. Float64 and tensors of another device are never cast."""
+def cast_arguments(
+    rule: Sequence[str] | Callable, device: str, given: dict[str, Any]
+) -> dict[str, Any]:
+    """`given` as autocast on that device has it. Float64 and tensors of another device are never
+    cast."""
     dtype = torch.get_autocast_dtype(device)
 
     def to(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        if x is None or x.dtype is torch.float64 or not x.is_floating_point() or x.device.type != device:
+        if (
+            x is None
+            or x.dtype is torch.float64
+            or not x.is_floating_point()
+            or x.device.type != device
+        ):
             return x
         return cast_as_stored(x, dtype)
 
-    return given | (rule(dtype, to, **given) if callable(rule) else {n: to(given[n], dtype) for n in rule})
+    return given | (
+        rule(dtype, to, **given) if callable(rule) else {n: to(given[n], dtype) for n in rule}
+    )
 
 
 def is_transposed(x: Tensor) -> bool:
-    """Whether its last two dimensions are stored the other way round. Asked of symbolic strides, this guards nothing new."""
+    """Whether its last two dimensions are stored the other way round. Asked of symbolic strides,
+    this guards nothing new."""
     return x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
 
 
 def cast_as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x.to(dtype), of a transposed view the cast of what is stored, transposed, as F.linear casts its weight. Inductor's CPU
-    code gives wrong values where several such casts of the view meet in one kernel (torch 2.13 and 2.14).
+    """x.to(dtype), of a transposed view the cast of what is stored, transposed, as F.linear casts
+    its weight. Inductor's CPU code gives wrong values where several such casts of the view meet in
+    one kernel (torch 2.13 and 2.14).
     """
     return x.mT.to(dtype).mT if is_transposed(x) else x.to(dtype)
 
@@ -268,19 +298,24 @@ def register_flops(op: Op, flops: Callable) -> None:
     flop_counter.register_flop_formula([packet])(formula)
 
 
-# ---- code that torch.compile keeps -----------------------------------------------------------------
+# ---- code that torch.compile keeps ---------------------------------------------------------------
 
 
 def tag_compiled_code() -> None:
     """Has torch.compile's caches on disk tell our versions apart.
 
-    Their keys hold an op's name, but neither its schema nor what it does: code that was cached before an upgrade would call
-    this library with the arguments, strides and gradients of that one. `torch.compiler.config.cache_key_tag` is part of
-    every key. Ours is added to one that is set already, once for all of the process, which compiles anew after an upgrade
-    of gpukern; without an upgrade its caches serve as ever.
+    Their keys hold an op's name, but neither its schema nor what it does: code that was cached
+    before an upgrade would call this library with the arguments, strides and gradients of that one.
+    `torch.compiler.config.cache_key_tag` is part of every key. Ours is added to one that is set
+    already, once for all of the process, which compiles anew after an upgrade of gpukern; without
+    an upgrade its caches serve as ever.
     """
-    rules = [path.read_text() for path in Path(__file__).parent.glob("*.py")]  # gradients and casts, which graphs hold
-    config, tag = torch.compiler.config, tag_of([*(str(op.overload._schema) for op in Op.every), *rules])
+    # gradients and casts, which graphs hold
+    rules = [path.read_text() for path in Path(__file__).parent.glob("*.py")]
+    config, tag = (
+        torch.compiler.config,
+        tag_of([*(str(op.overload._schema) for op in Op.every), *rules]),
+    )
     tags = config.cache_key_tag.split("+") if config.cache_key_tag else []
     if tag not in tags:  # the package may be imported again
         config.cache_key_tag = "+".join([*tags, tag])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""dropout, dropout_add, bias_gelu_dropout and dropout_mask: the public functions and their declarations."""
+"""dropout, dropout_add, bias_gelu_dropout and dropout_mask: the public functions and their
+declarations."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -16,18 +17,20 @@ __all__ = ["bias_gelu_dropout", "dropout", "dropout_add", "dropout_mask"]
 
 
 def dropout(x: Tensor, p: float, seed: Tensor | None = None) -> Tensor:
-    """Each element of x is 0 with probability p, else x / (1 - p): in float32, rounded once (float64 for float64).
+    """Each element of x is 0 with probability p, else x / (1 - p): in float32, rounded once
+    (float64 for float64).
 
-    Which elements are kept follows from x's shape, p and the seed alone: the same on the CPU and on CUDA, eager and
-    compiled, in a captured graph, and in the gradient, which draws the mask again and stores none. A value that is dropped is
-    0, also where x is NaN.
+    Which elements are kept follows from x's shape, p and the seed alone: the same on the CPU and on
+    CUDA, eager and compiled, in a captured graph, and in the gradient, which draws the mask again
+    and stores none. A value that is dropped is 0, also where x is NaN.
 
     Args:
-        x: [..., N], float32, bfloat16, float16 or float64. Leading dimensions may have any strides; where the last one is
-            not dense x is copied first.
+        x: [..., N], float32, bfloat16, float16 or float64. Leading dimensions may have any strides;
+            where the last one is not dense x is copied first.
         p: 0 to 1.
-        seed: int64 [2] on x's device, (seed, offset). By default both are drawn from torch's generator of the device, at p = 0 neither.
-            The numbers are read on the device: who writes others into the tensor gets another mask from a captured graph.
+        seed: int64 [2] on x's device, (seed, offset). By default both are drawn from torch's
+            generator of the device, at p = 0 neither. The numbers are read on the device: who
+            writes others into the tensor gets another mask from a captured graph.
 
     Returns:
         x's shape and dtype, contiguous.
@@ -37,8 +40,9 @@ def dropout(x: Tensor, p: float, seed: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: p outside 0 to 1; a seed that is no int64 [2] on x's device.
 
-    Srivastava, Hinton, Krizhevsky, Sutskever and Salakhutdinov, "Dropout" (2014); the words are Philox4x32-10's: Salmon,
-    Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011).
+    Srivastava, Hinton, Krizhevsky, Sutskever and Salakhutdinov, "Dropout" (2014); the words are
+    Philox4x32-10's: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3"
+    (2011).
     """
     return _of_rows(lambda x: _dropout.call(x, p, drawn(x, p) if seed is None else seed), x)
 
@@ -55,14 +59,18 @@ def dropout_add(x: Tensor, residual: Tensor, p: float, seed: Tensor | None = Non
     Returns:
         x's shape and dtype, contiguous.
 
-    Gradients: x and residual, as often as asked for. Under autocast both take the wider of their dtypes.
+    Gradients: x and residual, as often as asked for. Under autocast both take the wider of their
+    dtypes.
 
     Raises:
-        ValueError: shapes or dtypes that do not match; p outside 0 to 1; a seed that is no int64 [2] on x's device.
+        ValueError: shapes or dtypes that do not match; p outside 0 to 1; a seed that is no int64
+        [2] on x's device.
 
     Srivastava and others, "Dropout" (2014).
     """
-    return _of_rows(lambda x, y: _dropout_add.call(x, y, p, drawn(x, p) if seed is None else seed), x, residual)
+    return _of_rows(
+        lambda x, y: _dropout_add.call(x, y, p, drawn(x, p) if seed is None else seed), x, residual
+    )
 
 
 def bias_gelu_dropout(
@@ -80,26 +88,31 @@ def bias_gelu_dropout(
         bias: [N] in x's dtype, or None.
         p: 0 to 1.
         seed: as of `dropout`.
-        approximate: ``"none"``, x/2 (1 + erf(x / sqrt 2)), or ``"tanh"``, x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
+        approximate: ``"none"``, x/2 (1 + erf(x / sqrt 2)), or ``"tanh"``, x/2 (1 + tanh(sqrt(2/pi)
+        (x + 0.044715 x^3))).
 
     Returns:
         x's shape and dtype, contiguous.
 
-    Gradients: x and bias. Backward reads x and the gradient; the bias's is the sum of x's over all rows, in float32 (float64).
-    Under autocast bias is cast to x's dtype.
+    Gradients: x and bias. Backward reads x and the gradient; the bias's is the sum of x's over all
+    rows, in float32 (float64). Under autocast bias is cast to x's dtype.
     Not twice differentiable.
 
     Raises:
-        ValueError: shapes or dtypes that do not match; p outside 0 to 1; an unknown approximate; a seed that is no
-            int64 [2] on x's device.
+        ValueError: shapes or dtypes that do not match; p outside 0 to 1; an unknown approximate; a
+            seed that is no int64 [2] on x's device.
 
-    Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016), arXiv:1606.08415; Srivastava and others, "Dropout" (2014).
+    Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016), arXiv:1606.08415; Srivastava and
+    others, "Dropout" (2014).
     """
     return _bias_gelu_dropout.call(x, bias, p, drawn(x, p) if seed is None else seed, approximate)
 
 
-def dropout_mask(shape: Sequence[int], p: float, seed: Tensor, device: torch.device | str | None = None) -> Tensor:
-    """What `dropout`, `dropout_add` and `bias_gelu_dropout` keep of an x of this shape: bool, true where kept.
+def dropout_mask(
+    shape: Sequence[int], p: float, seed: Tensor, device: torch.device | str | None = None
+) -> Tensor:
+    """What `dropout`, `dropout_add` and `bias_gelu_dropout` keep of an x of this shape: bool, true
+    where kept.
 
     Args:
         shape: x's.
@@ -113,10 +126,12 @@ def dropout_mask(shape: Sequence[int], p: float, seed: Tensor, device: torch.dev
 
 
 def drawn(x: Tensor, p: float = 1.0) -> Tensor | None:
-    """A seed from torch's generator of x's device; None of what is no tensor, which the op refuses by name.
+    """A seed from torch's generator of x's device; None of what is no tensor, which the op refuses
+    by name.
 
-    At p = 0 nothing is dropped, so nothing is drawn: as with F.dropout the generator stays, and vmap finds no random operation.
-    A trace draws all the same, because a comparison would be a guard.
+    At p = 0 nothing is dropped, so nothing is drawn: as with F.dropout the generator stays, and
+    vmap finds no random operation. A trace draws all the same, because a comparison would be a
+    guard.
     """
     if not isinstance(x, Tensor):
         return None
@@ -127,7 +142,11 @@ def drawn(x: Tensor, p: float = 1.0) -> Tensor | None:
 
 def _of_rows(call, *tensors: Tensor) -> Tensor:
     """A single number is a row of one."""
-    if isinstance(tensors[0], Tensor) and tensors[0].dim() == 0 and all(isinstance(x, Tensor) for x in tensors):
+    if (
+        isinstance(tensors[0], Tensor)
+        and tensors[0].dim() == 0
+        and all(isinstance(x, Tensor) for x in tensors)
+    ):
         return call(*(x[None] for x in tensors))[0]
     return call(*tensors)
 
@@ -153,7 +172,10 @@ def _add_backward(needs, p, seed, grad_out, **_):
 
 def _gelu_backward(needs, x, bias, p, seed, approximate, grad_out, **_):
     dx = _bias_gelu_dropout_bwd.call(grad_out, x, bias, p, seed, approximate)
-    return {"x": dx, "bias": dx.sum(tuple(range(dx.dim() - 1))) if "bias" in needs and dx.dim() > 1 else dx}
+    return {
+        "x": dx,
+        "bias": dx.sum(tuple(range(dx.dim() - 1))) if "bias" in needs and dx.dim() > 1 else dx,
+    }
 
 
 def _gelu_save(needs, args, out):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Fake functions: what an op returns, of tensors that have no data.
 
-Where all sizes are numbers csrc is asked, by the op X_results: its check refuses what the op would refuse, in the same words, and
-the plugin makes the results, on meta, as it makes them for a call. Sizes that are symbols csrc cannot read. There an op states its
-results' shapes in Python, and `sizes` guards on what must be equal; the rest is refused by the call itself.
+Where all sizes are numbers csrc is asked, by the op X_results: its check refuses what the op would
+refuse, in the same words, and the plugin makes the results, on meta, as it makes them for a call.
+Sizes that are symbols csrc cannot read. There an op states its results' shapes in Python, and
+`sizes` guards on what must be equal; the rest is refused by the call itself.
 """
 
 from collections.abc import Callable
@@ -28,11 +29,15 @@ def made(op: Op, symbolic: Callable, given: dict[str, Any]) -> tuple[Tensor, ...
     if isinstance(results, Tensor):
         results = (results,)
     device = tensors[0].device
-    return tuple(torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=device) for r in results or ())
+    return tuple(
+        torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=device)
+        for r in results or ()
+    )
 
 
 def register(op: Op, symbolic: Callable, first: bool = False, composed: bool = False) -> None:
-    """first: the op returns the first of the results alone. composed: the op is written in Python, and csrc knows nothing of it."""
+    """first: the op returns the first of the results alone. composed: the op is written in Python,
+    and csrc knows nothing of it."""
 
     def fake(*args, **kwargs):
         given = op.named(args) | kwargs
@@ -49,8 +54,9 @@ def _is_symbolic(x: Any) -> bool:
 
 
 def sizes(op: str, **letters: tuple[Tensor | None, str]) -> dict[str, int]:
-    """Sizes by letter: ``sizes("flash_attn", q=(q, "B Hq Sq D"), k=(k, "B Hkv Sk D"))``. ValueError where a tensor has another
-    number of dimensions, or a letter two sizes; what is None is left out."""
+    """Sizes by letter: ``sizes("flash_attn", q=(q, "B Hq Sq D"), k=(k, "B Hkv Sk D"))``. ValueError
+    where a tensor has another number of dimensions, or a letter two sizes; what is None is left
+    out."""
     found: dict[str, tuple[int, str]] = {}
     for name, (x, text) in letters.items():
         dims = text.split()
@@ -58,7 +64,8 @@ def sizes(op: str, **letters: tuple[Tensor | None, str]) -> dict[str, int]:
             continue
         if x.dim() != len(dims):
             raise ValueError(
-                f"{NAMESPACE}::{op}: {name} must have {len(dims)} dimensions [{', '.join(dims)}], got {x.dim()}"
+                f"{NAMESPACE}::{op}: {name} must have {len(dims)} dimensions [{', '.join(dims)}], "
+                f"got {x.dim()}"
             )
         for letter, size in zip(dims, x.shape, strict=True):
             known, owner = found.setdefault(letter, (size, name))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""flash_attn: the public function and its declaration: fake function, gradients, autocast rule, FLOPs, vmap.
+"""flash_attn: the public function and its declaration: fake function, gradients, autocast rule,
+FLOPs, vmap.
 
 Types of the public function by the value of return_lse stand in flash_attn.pyi.
 """
@@ -63,7 +64,8 @@ def flash_attn(
         v: [B, Hkv, Sk, Dv], q's dtype. Any strides; a tensor whose last dimension is not contiguous
             is copied first. D and Dv: 1 to 512 on the CPU, multiples of 8 up to 256 on CUDA.
         is_causal: query i sees keys ``j <= i + diagonal`` only.
-        scale: factor of the scores, a finite number, at most 1e38 in size unless q is float64; None is
+        scale: factor of the scores, a finite number, at most 1e38 in size unless q is float64; None
+        is
             1 / sqrt(D).
         diagonal: the key index at which query 0 stands. 0 is the convention of
             ``F.scaled_dot_product_attention`` and ``torch.tril``; pass ``Sk - Sq`` for the
@@ -71,49 +73,60 @@ def flash_attn(
         window_left: query i sees keys ``j >= i + diagonal - window_left`` only; -1 is no bound.
         window_right: query i sees keys ``j <= i + diagonal + window_right`` only; -1 is no bound.
             Windows and is_causal intersect.
-        softcap: bound of the scores, a finite number; 0 switches it off, and so does one that no score
+        softcap: bound of the scores, a finite number; 0 switches it off, and so does one that no
+        score
             comes near.
         alibi_slopes: [Hq] or [B, Hq] float32 (float64 with float64 inputs). It has no gradient.
-        sinks: [Hq] float32 or q's dtype (float64 with float64 inputs), differentiable: one more logit
+        sinks: [Hq] float32 or q's dtype (float64 with float64 inputs), differentiable: one more
+        logit
             per head, neither scaled nor capped, that takes probability and adds no value; -inf
             switches it off.
         kv_start: [B] int32: sequence b sees keys ``j >= kv_start[b]`` only. Positions stay key
             indices.
         kv_end: [B] int32: sequence b sees keys ``j < kv_end[b]`` only. Both are clamped to [0, Sk];
             together they take the place of a padding mask, for padding on either side.
-        q_start: [B] int32: the diagonal of each sequence, on the device: query i of sequence b stands
+        q_start: [B] int32: the diagonal of each sequence, on the device: query i of sequence b
+        stands
             at key ``i + q_start[b]``, for is_causal, windows and ALiBi alike. So a static cache, a
-            chunk of a prompt or a captured graph needs no number on the host. diagonal must then be 0.
-        out_dtype: dtype of out: q's, or on the CPU float32, unrounded, for results that are joined with others by
-            `attn_merge`. None is q's. Of float8_e4m3fn bfloat16 (None), float16 or float32.
-        q_scale, k_scale, v_scale: of float8_e4m3fn: what a code is worth, float32 [], [H], [B, H], or [B, H, ceil(S / 128)], one for
-            each 128 tokens; None is 1. `quantize_attn` makes them.
-        v_mean: float32 [Hkv, Dv] or [B, Hkv, Dv], added to each value of v: to a row of out times the probability of its keys.
-        accumulate: ``"fast"`` may round weights to e4m3, 2.5 % each, and sum all keys as tensor cores of 8 bits do, which lose up
-            to 1 % of what the values have in common at 8k keys, 2 % at 30k, unless v_mean stands for it; ``"precise"`` sums
-            in float32, as kernels of 16 and 32 bits, the CPU's too, do always; ``"auto"``: fast with a v_mean, else precise.
-            `explain` says which.
-        dropout_p: each probability is 0 with this probability, else divided by 1 - dropout_p: at least 0, less than 1; float8_e4m3fn
-            has none. lse and a row's sum are of all of them.
-        dropout_seed: int64 [2] on q's device, (seed, offset), which says what is kept: `attn_dropout_mask` shows it. By default
-            both are drawn from torch's generator of the device. They are read on the device: who writes others into the tensor
-            gets another mask from a captured graph.
+            chunk of a prompt or a captured graph needs no number on the host. diagonal must then be
+            0.
+        out_dtype: dtype of out: q's, or on the CPU float32, unrounded, for results that are joined
+            with others by `attn_merge`. None is q's. Of float8_e4m3fn bfloat16 (None), float16 or
+            float32.
+        q_scale, k_scale, v_scale: of float8_e4m3fn: what a code is worth, float32 [], [H], [B, H],
+            or [B, H, ceil(S / 128)], one for each 128 tokens; None is 1. `quantize_attn` makes
+            them.
+        v_mean: float32 [Hkv, Dv] or [B, Hkv, Dv], added to each value of v: to a row of out times
+        the probability of its keys. accumulate: ``"fast"`` may round weights to e4m3, 2.5 % each,
+        and sum all keys as tensor cores of 8 bits do, which lose up
+            to 1 % of what the values have in common at 8k keys, 2 % at 30k, unless v_mean stands
+            for it; ``"precise"`` sums in float32, as kernels of 16 and 32 bits, the CPU's too, do
+            always; ``"auto"``: fast with a v_mean, else precise. `explain` says which.
+        dropout_p: each probability is 0 with this probability, else divided by 1 - dropout_p: at
+            least 0, less than 1; float8_e4m3fn has none. lse and a row's sum are of all of them.
+        dropout_seed: int64 [2] on q's device, (seed, offset), which says what is kept:
+            `attn_dropout_mask` shows it. By default both are drawn from torch's generator of the
+            device. They are read on the device: who writes others into the tensor gets another mask
+            from a captured graph.
         return_lse: return ``(out, lse)``.
 
     Returns:
-        out [B, Hq, Sq, Dv] in q's dtype (or out_dtype), stored [B, Sq, Hq, Dv] if ``q.stride(1) < q.stride(2)``,
-        else as its shape says, dense. With return_lse also lse [B, Hq, Sq], contiguous, float32
+        out [B, Hq, Sq, Dv] in q's dtype (or out_dtype), stored [B, Sq, Hq, Dv] if ``q.stride(1) <
+        q.stride(2)``, else as its shape says, dense. With return_lse also lse [B, Hq, Sq],
+        contiguous, float32
         (float64 with float64 inputs): the natural logarithm of the sum of exp(s), sink included. A
         query that sees no key gives out 0 and lse -inf (its sink where there is one). Keys that no
         query of their sequence sees may hold NaN.
 
-    float8_e4m3fn has no gradient: NotImplementedError. Autocast leaves it alone; sinks are float32 or have the result's dtype.
+    float8_e4m3fn has no gradient: NotImplementedError. Autocast leaves it alone; sinks are float32
+    or have the result's dtype.
 
     Gradients: q, k, v and sinks, from those of out and lse; rows that see no key have none. Those
-    of q, k and v are stored by the rule of out, that of sinks has their dtype. A second backward raises NotImplementedError.
+    of q, k and v are stored by the rule of out, that of sinks has their dtype. A second backward
+    raises NotImplementedError.
 
-    Under autocast q, k and v are cast, and sinks of 16 bits. With GPUKERN_DEBUG=1 in the environment a q and a k whose dimensions
-    1 and 2 look swapped are warned of.
+    Under autocast q, k and v are cast, and sinks of 16 bits. With GPUKERN_DEBUG=1 in the
+    environment a q and a k whose dimensions 1 and 2 look swapped are warned of.
 
     Raises:
         ValueError: a shape, dtype, device, window, softcap or NaN that the op does not take, or
@@ -137,8 +150,25 @@ def flash_attn(
     if accumulate != "auto" or not (q_scale is k_scale is v_scale is v_mean is None):
         refuse_scales("flash_attn", q, q_scale, k_scale, v_scale, v_mean, accumulate)
     op = _flash_attn.all if return_lse else _flash_attn
-    return op.call(q, k, v, is_causal, scale, diagonal, window_left, window_right, softcap, alibi_slopes, sinks, kv_start, kv_end,
-                   q_start, out_dtype, dropout_p, seed_of("flash_attn", q, dropout_p, dropout_seed))  # fmt: skip
+    return op.call(
+        q,
+        k,
+        v,
+        is_causal,
+        scale,
+        diagonal,
+        window_left,
+        window_right,
+        softcap,
+        alibi_slopes,
+        sinks,
+        kv_start,
+        kv_end,
+        q_start,
+        out_dtype,
+        dropout_p,
+        seed_of("flash_attn", q, dropout_p, dropout_seed),
+    )
 
 
 # ---- fake functions ------------------------------------------------------------------------------
@@ -147,27 +177,35 @@ def flash_attn(
 def _symbolic(q, k, v, kv_start, kv_end, q_start, out_dtype, **_):
     bounds = {"kv_start": (kv_start, "B"), "kv_end": (kv_end, "B"), "q_start": (q_start, "B")}
     n = attention.sizes("flash_attn", q, k, v, **bounds)
-    return attention.empty_stored_like(q, n["Dv"], out_dtype), q.new_empty(q.shape[:3], dtype=fakes.stats_dtype(q))
+    return attention.empty_stored_like(q, n["Dv"], out_dtype), q.new_empty(
+        q.shape[:3], dtype=fakes.stats_dtype(q)
+    )
 
 
 def _bwd_symbolic(grad_out, q, k, v, out, lse, sinks, grad_dtype, **_):
-    like_out = {"grad_out": (grad_out, "B Hq Sq Dv"), "out": (out, "B Hq Sq Dv"), "lse": (lse, "B Hq Sq")}
+    like_out = {
+        "grad_out": (grad_out, "B Hq Sq Dv"),
+        "out": (out, "B Hq Sq Dv"),
+        "lse": (lse, "B Hq Sq"),
+    }
     attention.sizes("flash_attn_bwd", q, k, v, **like_out)
-    return *(attention.empty_stored_like(x, x.shape[3], grad_dtype) for x in (q, k, v)), attention.empty_dsinks(
-        q, sinks
-    )
+    return *(
+        attention.empty_stored_like(x, x.shape[3], grad_dtype) for x in (q, k, v)
+    ), attention.empty_dsinks(q, sinks)
 
 
 # ---- FLOPs ---------------------------------------------------------------------------------------
 
 
 def _pairs(q, k, is_causal, diagonal, window_left, window_right, q_start=None, **_) -> int:
-    """Of query and key, over all batches and heads. q_start is contents: the last query then counts as standing at the
-    last key.
+    """Of query and key, over all batches and heads. q_start is contents: the last query then counts
+    as standing at the last key.
     """
     if q_start is not None:
         diagonal = k[2] - q[2]
-    return q[0] * q[1] * attention.pairs_of(q[2], k[2], is_causal, diagonal, window_left, window_right)
+    return (
+        q[0] * q[1] * attention.pairs_of(q[2], k[2], is_causal, diagonal, window_left, window_right)
+    )
 
 
 def _flops(q, v, **rest) -> int:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""flash_attn and flash_attn_varlen of float8_e4m3fn q, k and v: the declarations of the ops that serve them. What they mean stands at
-the public functions, flash_attn.py and flash_attn_varlen.py, which call them here."""
+"""flash_attn and flash_attn_varlen of float8_e4m3fn q, k and v: the declarations of the ops that
+serve them. What they mean stands at the public functions, flash_attn.py and flash_attn_varlen.py,
+which call them here."""
 
 from typing import Any
 
@@ -15,21 +16,30 @@ __all__ = ["FP8", "declare", "refuse_dropout", "refuse_scales", "symbolic", "var
 FP8 = torch.float8_e4m3fn
 
 
-def refuse_scales(name: str, q: Any, q_scale: Any, k_scale: Any, v_scale: Any, v_mean: Any, accumulate: Any) -> None:
-    """ValueError where a call of other dtypes gives what goes with float8_e4m3fn alone: scales and v_mean; accumulate it must know."""
+def refuse_scales(
+    name: str, q: Any, q_scale: Any, k_scale: Any, v_scale: Any, v_mean: Any, accumulate: Any
+) -> None:
+    """ValueError where a call of other dtypes gives what goes with float8_e4m3fn alone: scales and
+    v_mean; accumulate it must know."""
     given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "v_mean": v_mean}
     for argument, x in given.items():
         if x is not None:
             dtype = str(getattr(q, "dtype", type(q).__name__)).removeprefix("torch.")
-            raise ValueError(f"{NAMESPACE}::{name}: {argument} goes with a float8_e4m3fn q, got {dtype}")
+            raise ValueError(
+                f"{NAMESPACE}::{name}: {argument} goes with a float8_e4m3fn q, got {dtype}"
+            )
     if accumulate not in ("auto", "fast", "precise"):
-        raise ValueError(f"{NAMESPACE}::{name}: accumulate must be auto, fast or precise, got '{accumulate}'")
+        raise ValueError(
+            f"{NAMESPACE}::{name}: accumulate must be auto, fast or precise, got '{accumulate}'"
+        )
 
 
 def refuse_dropout(name: str, p: Any) -> None:
     """ValueError: weights of 8 bits are for inference."""
     if p != 0:
-        raise ValueError(f"{NAMESPACE}::{name}: dropout_p must be 0 where q is float8_e4m3fn, got {p}")
+        raise ValueError(
+            f"{NAMESPACE}::{name}: dropout_p must be 0 where q is float8_e4m3fn, got {p}"
+        )
 
 
 # ---- fake functions ------------------------------------------------------------------------------

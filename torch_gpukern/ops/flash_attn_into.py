@@ -3,8 +3,9 @@
 
     flash_attn_into(q, k, v, out, lse, is_causal=False, ...the rules of flash_attn)
 
-out [B, Hq, Sq, Dv], q's dtype or float32, may have any leading strides: some of a larger tensor's rows. lse [B, Hq, Sq] is contiguous. Both
-become what ``flash_attn_fwd(q, k, v, ..., out_dtype=out.dtype)`` returns. No gradient, no dropout.
+out [B, Hq, Sq, Dv], q's dtype or float32, may have any leading strides: some of a larger tensor's
+rows. lse [B, Hq, Sq] is contiguous. Both become what ``flash_attn_fwd(q, k, v, ...,
+out_dtype=out.dtype)`` returns. No gradient, no dropout.
 """
 
 from functools import partial

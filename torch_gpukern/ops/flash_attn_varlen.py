@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""flash_attn_varlen: the public function and its declaration: fake function, gradients, autocast rule, FLOPs, vmap.
+"""flash_attn_varlen: the public function and its declaration: fake function, gradients, autocast
+rule, FLOPs, vmap.
 
 Types of the public function by the value of return_lse stand in flash_attn_varlen.pyi.
 """
@@ -65,23 +66,26 @@ def flash_attn_varlen(
             else.
         max_seqlen_k: upper bound of the sequences' key lengths.
         is_causal: query i of a sequence sees keys ``j <= i + Sk_b - Sq_b`` only (bottom-right).
-        scale: factor of the scores, a finite number, at most 1e38 in size unless q is float64; None is
+        scale: factor of the scores, a finite number, at most 1e38 in size unless q is float64; None
+        is
             1 / sqrt(D).
         window_left: keys before the diagonal that a query sees; -1 is no bound. Counted, like
             ALiBi's distance, from the same bottom-right diagonal.
         window_right: keys after the diagonal that a query sees; -1 is no bound.
         softcap, sinks: as in `flash_attn`.
         alibi_slopes: [Hq] or [B, Hq], as in `flash_attn`.
-        out_dtype: dtype of out: q's, or on the CPU float32, unrounded, for results that are joined with others by
-            `attn_merge`. None is q's. Of float8_e4m3fn bfloat16 (None), float16 or float32.
-        q_scale, k_scale, v_scale: as in `flash_attn`: [], [H], [B, H], or [B, H, ceil(max_seqlen / 128)], blocks counted from a
-            sequence's first token.
+        out_dtype: dtype of out: q's, or on the CPU float32, unrounded, for results that are joined
+            with others by `attn_merge`. None is q's. Of float8_e4m3fn bfloat16 (None), float16 or
+            float32.
+        q_scale, k_scale, v_scale: as in `flash_attn`: [], [H], [B, H], or [B, H, ceil(max_seqlen /
+            128)], blocks counted from a sequence's first token.
         v_mean, accumulate: as in `flash_attn`.
-        dropout_p: each probability is 0 with this probability, else divided by 1 - dropout_p: at least 0, less than 1; float8_e4m3fn
-            has none. lse and a row's sum are of all of them.
-        dropout_seed: int64 [2] on q's device, (seed, offset), which says what is kept: `attn_dropout_mask` shows it. By default
-            both are drawn from torch's generator of the device. They are read on the device: who writes others into the tensor
-            gets another mask from a captured graph.
+        dropout_p: each probability is 0 with this probability, else divided by 1 - dropout_p: at
+            least 0, less than 1; float8_e4m3fn has none. lse and a row's sum are of all of them.
+        dropout_seed: int64 [2] on q's device, (seed, offset), which says what is kept:
+            `attn_dropout_mask` shows it. By default both are drawn from torch's generator of the
+            device. They are read on the device: who writes others into the tensor gets another mask
+            from a captured graph.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -116,9 +120,25 @@ def flash_attn_varlen(
     if accumulate != "auto" or not (q_scale is k_scale is v_scale is v_mean is None):
         refuse_scales("flash_attn_varlen", q, q_scale, k_scale, v_scale, v_mean, accumulate)
     op = _flash_attn_varlen.all if return_lse else _flash_attn_varlen
-    return op.call(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale, window_left, window_right,
-                   softcap, alibi_slopes, sinks, out_dtype, dropout_p,
-                   seed_of("flash_attn_varlen", q, dropout_p, dropout_seed))  # fmt: skip
+    return op.call(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        is_causal,
+        scale,
+        window_left,
+        window_right,
+        softcap,
+        alibi_slopes,
+        sinks,
+        out_dtype,
+        dropout_p,
+        seed_of("flash_attn_varlen", q, dropout_p, dropout_seed),
+    )
 
 
 # ---- fake functions ------------------------------------------------------------------------------
@@ -135,17 +155,29 @@ def _symbolic(q, k, v, cu_seqlens_q, cu_seqlens_k, out_dtype, **_):
 def _bwd_symbolic(grad_out, q, k, v, out, lse, sinks, grad_dtype, **_):
     like_out = {"grad_out": (grad_out, "Tq Hq Dv"), "out": (out, "Tq Hq Dv"), "lse": (lse, "Tq Hq")}
     attention.sizes("flash_attn_varlen_bwd", q, k, v, **like_out)
-    return *(x.new_empty(x.shape, dtype=grad_dtype or x.dtype) for x in (q, k, v)), attention.empty_dsinks(q, sinks)
+    return *(
+        x.new_empty(x.shape, dtype=grad_dtype or x.dtype) for x in (q, k, v)
+    ), attention.empty_dsinks(q, sinks)
 
 
 # ---- FLOPs ---------------------------------------------------------------------------------------
 
 
-def _pairs(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, **_) -> int:
-    """Of query and key, over all heads: an upper bound, as if each sequence had max_seqlen_q queries and max_seqlen_k
-    keys. Shapes tell how many sequences and tokens there are, not how long each sequence is.
+def _pairs(
+    q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k, is_causal, window_left, window_right, **_
+) -> int:
+    """Of query and key, over all heads: an upper bound, as if each sequence had max_seqlen_q
+    queries and max_seqlen_k keys. Shapes tell how many sequences and tokens there are, not how long
+    each sequence is.
     """
-    bounds = max_seqlen_q, max_seqlen_k, is_causal, max_seqlen_k - max_seqlen_q, window_left, window_right
+    bounds = (
+        max_seqlen_q,
+        max_seqlen_k,
+        is_causal,
+        max_seqlen_k - max_seqlen_q,
+        window_left,
+        window_right,
+    )
     sequences = torch.sym_max(cu_seqlens_q[0] - 1, 0)
     return q[1] * torch.sym_min(sequences * attention.pairs_of(*bounds), q[0] * max_seqlen_k)
 

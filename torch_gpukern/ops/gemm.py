@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""gemm: the public function and its declaration: fake function, gradients, autocast rule, FLOPs, vmap."""
+"""gemm: the public function and its declaration: fake function, gradients, autocast rule, FLOPs,
+vmap."""
 
 import math
 from typing import Literal, NoReturn
@@ -46,7 +47,8 @@ def gemm(
         b: [K, N] or [..., K, N], a's dtype, any strides. Batch dimensions broadcast as in
             ``torch.matmul``; both operands have at least two dimensions.
         bias: [N] in a's dtype or out_dtype.
-        c: a's dtype, or float32 beside 16 bits; broadcasts to the result [..., M, N] and never enlarges it.
+        c: a's dtype, or float32 beside 16 bits; broadcasts to the result [..., M, N] and never
+        enlarges it.
             With ``beta=0`` it is not read and may hold anything.
         alpha: factor of the product; unless a is float64 a number that float32 holds.
         beta: factor of c, likewise.
@@ -61,8 +63,8 @@ def gemm(
         [..., M, N] contiguous. K = 0 gives ``activation(beta * c + bias)``.
 
     Gradients: a, b, bias and c, each in its own dtype, summed over broadcast dimensions in float32.
-    The op is twice differentiable, with an activation too. A float32 gradient of a 16-bit product (``out_dtype=torch.float32``) is
-    rounded to the inputs' dtype before it is multiplied.
+    The op is twice differentiable, with an activation too. A float32 gradient of a 16-bit product
+    (``out_dtype=torch.float32``) is rounded to the inputs' dtype before it is multiplied.
 
     Under autocast a, b, bias and c are cast; out_dtype, where given, still is the dtype of the
     result.
@@ -82,7 +84,8 @@ def gemm(
     return _gemm.call(a, b, bias, c, alpha, beta, activation, out_dtype, fp32_precision)
 
 
-def _torch_allows_tf32() -> bool:  # torch.backends.cuda.matmul.fp32_precision, without 0.6 us of attributes
+# torch.backends.cuda.matmul.fp32_precision, without 0.6 us of attributes
+def _torch_allows_tf32() -> bool:
     return _fp32_precision_of("cuda", "matmul") == "tf32"
 
 
@@ -100,7 +103,9 @@ def _symbolic(a, b, activation, out_dtype, **_):
     text = f"{NAMESPACE}::gemm: b has {rows} rows, a has {columns} columns; they must match"
     torch._check_with(ValueError, rows == columns, lambda: text)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    out = a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=a.dtype if out_dtype is None else out_dtype)
+    out = a.new_empty(
+        (*batch, a.shape[-2], b.shape[-1]), dtype=a.dtype if out_dtype is None else out_dtype
+    )
     return out, (out.new_empty(0) if activation in ("none", "relu") else torch.empty_like(out))
 
 
@@ -116,7 +121,9 @@ def _sum_to(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     rounded once to `dtype`.
     """
     added = x.dim() - len(shape)
-    dims = list(range(added)) + [added + i for i, s in enumerate(shape) if s == 1 and x.shape[added + i] != 1]
+    dims = list(range(added)) + [
+        added + i for i, s in enumerate(shape) if s == 1 and x.shape[added + i] != 1
+    ]
     if dims:
         x = x.sum(dims, keepdim=True, dtype=x.dtype if x.dtype is torch.float64 else torch.float32)
     return x.reshape(shape).to(dtype)
@@ -125,8 +132,9 @@ def _sum_to(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 def _summed_product(
     x: Tensor, y: Tensor, shape: torch.Size, complete: bool, how: dict, transposed: bool = False
 ) -> Tensor:
-    """x @ y of one dtype, summed to `shape`: in float32 until the sum is complete. complete: it has no more dimensions.
-    transposed: it is stored so, as the weight of a linear layer and thus its gradient.
+    """x @ y of one dtype, summed to `shape`: in float32 until the sum is complete. complete: it has
+    no more dimensions. transposed: it is stored so, as the weight of a linear layer and thus its
+    gradient.
     """
     if complete and transposed:
         return _gemm.call_named(a=y.mT, b=x.mT, **how).mT
@@ -142,7 +150,8 @@ def _reads_preact(args) -> bool:
 
 
 def _save(needs, args, out, preact):
-    """An operand is kept only where the other's gradient reads it; of all of them shape and dtype are enough."""
+    """An operand is kept only where the other's gradient reads it; of all of them shape and dtype
+    are enough."""
     a, b, *more = args
     forms, activated = [(a.shape, a.dtype), (b.shape, is_transposed(b))], None
     if more:
@@ -152,9 +161,22 @@ def _save(needs, args, out, preact):
     return (a if needs[1] else None, b if needs[0] else None, activated), {"forms": forms}
 
 
-def _backward(needs, a, b, activated, forms, alpha, beta, activation, fp32_precision, grad_out, grad_preact, **_):
-    """grad_out [..., M, N] in the dtype of the result; grad_preact likewise, of a second derivative, which goes through the
-    value before the activation.
+def _backward(
+    needs,
+    a,
+    b,
+    activated,
+    forms,
+    alpha,
+    beta,
+    activation,
+    fp32_precision,
+    grad_out,
+    grad_preact,
+    **_,
+):
+    """grad_out [..., M, N] in the dtype of the result; grad_preact likewise, of a second
+    derivative, which goes through the value before the activation.
     """
     forms = dict(zip(("a", "b", "bias", "c"), forms, strict=False))
     (shape_a, dtype), (shape_b, transposed) = forms["a"], forms["b"]
@@ -193,7 +215,9 @@ def _backward_of_act_bwd(needs, grad_out, saved, activation, grad_grad_in, **_):
     """Of grad_out * f'(saved): in saved by the f'' below, whose own derivatives are PyTorch's."""
     made = {}
     if "grad_out" in needs:
-        made["grad_out"] = _gemm_act_bwd.call_named(grad_out=grad_grad_in, saved=saved, activation=activation)
+        made["grad_out"] = _gemm_act_bwd.call_named(
+            grad_out=grad_grad_in, saved=saved, activation=activation
+        )
     if "saved" in needs:
         acc = torch.float64 if saved.dtype is torch.float64 else torch.float32
         second = _second_derivative(activation, saved.to(acc))
@@ -202,7 +226,8 @@ def _backward_of_act_bwd(needs, grad_out, saved, activation, grad_grad_in, **_):
 
 
 def _second_derivative(activation: str, x: Tensor) -> Tensor:
-    """f''(x). Where x is clamped f'' is 0 in float64, and without it a factor would be inf beside that 0."""
+    """f''(x). Where x is clamped f'' is 0 in float64, and without it a factor would be inf beside
+    that 0."""
     if activation == "silu":
         x = x.clamp(-800, 800)
         s = x.sigmoid()
@@ -213,7 +238,11 @@ def _second_derivative(activation: str, x: Tensor) -> Tensor:
     if activation == "gelu_tanh":
         x = x.clamp(-40, 40)
         slope = math.sqrt(2 / math.pi)
-        u, du, ddu = slope * (x + 0.044715 * x**3), slope * (1 + 3 * 0.044715 * x * x), slope * 6 * 0.044715 * x
+        u, du, ddu = (
+            slope * (x + 0.044715 * x**3),
+            slope * (1 + 3 * 0.044715 * x * x),
+            slope * 6 * 0.044715 * x,
+        )
         sech2 = 4 * (2 * u).sigmoid() * (-2 * u).sigmoid()  # 1 - tanh(u)^2 without its cancellation
         return sech2 * (du + 0.5 * x * (ddu - 2 * torch.tanh(u) * du * du))
     return torch.zeros_like(x)
@@ -238,7 +267,10 @@ def _fold(size, batched, a, b, bias, c, activation, **_):
     for name, x in operands.items():
         if x is not None and (name in batched or x is addend or (name == "a" and x is not a)):
             changed[name] = x.reshape(size, *(1,) * (dims + 1 - x.dim()), *x.shape[1:])
-    return changed, lambda name, x: None if name == "preact" and activation in ("none", "relu") else x
+    return (
+        changed,
+        lambda name, x: None if name == "preact" and activation in ("none", "relu") else x,
+    )
 
 
 # ---- FLOPs ---------------------------------------------------------------------------------------

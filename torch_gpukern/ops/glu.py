@@ -16,15 +16,17 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """silu(gate) * up, silu(x) = x / (1 + exp(-x)), in float32, rounded once (float64 for float64).
 
     Args:
-        gate: [..., N], float32, bfloat16, float16 or float64; without up [..., 2 N], gate in the first half of the
-            last dimension and up in the second, as a product with both weights side by side gives them. Leading
-            dimensions may have any strides; where the last one is not dense it is copied first.
+        gate: [..., N], float32, bfloat16, float16 or float64; without up [..., 2 N], gate in the
+            first half of the last dimension and up in the second, as a product with both weights
+            side by side gives them. Leading dimensions may have any strides; where the last one is
+            not dense it is copied first.
         up: gate's shape and dtype.
 
     Returns:
         [..., N] contiguous, in gate's dtype.
 
-    Gradients: gate and up. Not twice differentiable. Under autocast both take the wider of their dtypes.
+    Gradients: gate and up. Not twice differentiable. Under autocast both take the wider of their
+    dtypes.
 
     Raises:
         ValueError: shapes or dtypes that do not match; an odd last dimension without up.
@@ -34,23 +36,28 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return _swiglu.call(gate, up)
 
 
-def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+def geglu(
+    gate: Tensor, up: Tensor | None = None, *, approximate: Literal["none", "tanh"] = "none"
+) -> Tensor:
     """gelu(gate) * up, in float32, rounded once (float64 for float64).
 
     Args:
-        gate: [..., N], float32, bfloat16, float16 or float64; without up [..., 2 N], gate in the first half of the
-            last dimension and up in the second. Leading dimensions may have any strides; where the last one is not
-            dense it is copied first.
+        gate: [..., N], float32, bfloat16, float16 or float64; without up [..., 2 N], gate in the
+            first half of the last dimension and up in the second. Leading dimensions may have any
+            strides; where the last one is not dense it is copied first.
         up: gate's shape and dtype.
-        approximate: ``"none"``, x/2 (1 + erf(x / sqrt 2)), or ``"tanh"``, x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
+        approximate: ``"none"``, x/2 (1 + erf(x / sqrt 2)), or ``"tanh"``, x/2 (1 + tanh(sqrt(2/pi)
+        (x + 0.044715 x^3))).
 
     Returns:
         [..., N] contiguous, in gate's dtype.
 
-    Gradients: gate and up. Not twice differentiable. Under autocast both take the wider of their dtypes.
+    Gradients: gate and up. Not twice differentiable. Under autocast both take the wider of their
+    dtypes.
 
     Raises:
-        ValueError: shapes or dtypes that do not match; an odd last dimension without up; an unknown approximate.
+        ValueError: shapes or dtypes that do not match; an odd last dimension without up; an unknown
+        approximate.
 
     Shazeer, "GLU Variants Improve Transformer" (2020), arXiv:2002.05202.
     """

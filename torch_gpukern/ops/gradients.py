@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The autograd.Functions of an op, from what define_op declares: one for a call, one for torch.func's transforms."""
+"""The autograd.Functions of an op, from what define_op declares: one for a call, one for
+torch.func's transforms."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ from .op import Op
 
 def no_forward_mode(op: Op) -> str:
     return (
-        f"{op.said}: it has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); "
+        f"{op.said}: it has no forward-mode derivative (torch.func.jvp, "
+        f"torch.autograd.forward_ad); "
         "use reverse mode (torch.autograd.grad)"
     )
 
@@ -29,13 +31,14 @@ def differentiate(
     reads_all: Callable | None,
     without_gradient: Sequence[str],
 ) -> None:
-    """Sets differentiate and transformed of `door`, which is op or op.all; the rest is what define_op was given."""
+    """Sets differentiate and transformed of `door`, which is op or op.all; the rest is what
+    define_op was given."""
     rules = _Rules(op.all, backward, save, saved, without_gradient)
     first = door is not op.all
     fast = of_all = _fast(rules, first and reads_all is None, op.all.below)
     if reads_all is not None:
-        # What backward reads is a result of the Function, though not of the call: so it has a history where a gradient is
-        # differentiated again, and costs no memory of its own.
+        # What backward reads is a result of the Function, though not of the call: so it has a
+        # history where a gradient is differentiated again, and costs no memory of its own.
         of_first = _fast(rules, True, lambda *args: (op.below(*args), None))
 
         def fast(*args):
@@ -51,8 +54,9 @@ def differentiate(
 
 
 class _Rules:
-    """What forward keeps and what backward makes of it, both by name. The way forward counts nanoseconds, so that places
-    are looked up here, for each number of arguments that a call may have.
+    """What forward keeps and what backward makes of it, both by name. The way forward counts
+    nanoseconds, so that places are looked up here, for each number of arguments that a call may
+    have.
     """
 
     def __init__(
@@ -73,7 +77,9 @@ class _Rules:
         self.saved = tuple(saved) or (*op.results, *tensor_names)
         self.grad_names = tuple(f"grad_{r}" for r in op.results)
         every = dict(zip(op.names, op.defaults, strict=True)) | dict.fromkeys(self.grad_names)
-        self.defaults = {name: every[name] for name in inspect.signature(backward).parameters if name in every}
+        self.defaults = {
+            name: every[name] for name in inspect.signature(backward).parameters if name in every
+        }
         self.needs: dict[tuple[bool, ...], frozenset[str]] = {}
 
     def keep(self, ctx: Any, args: Sequence, results: Sequence[Tensor]) -> None:
@@ -81,7 +87,9 @@ class _Rules:
         n = len(args)
         for i, name in self.refused:
             if i < n and ctx.needs_input_grad[i]:
-                raise ValueError(f"{self.op.said}: {name} requires a gradient and has none; pass {name}.detach()")
+                raise ValueError(
+                    f"{self.op.said}: {name} requires a gradient and has none; pass {name}.detach()"
+                )
         if isinstance(results, Tensor):  # of an op that returns one
             results = (results,)
         if self.save is None:
@@ -102,13 +110,17 @@ class _Rules:
         wanted = ctx.needs_input_grad
         needs = self.needs.get(wanted)
         if needs is None:
-            needs = self.needs[wanted] = frozenset(n for n, w in zip(self.op.names, wanted, strict=False) if w)
+            needs = self.needs[wanted] = frozenset(
+                n for n, w in zip(self.op.names, wanted, strict=False) if w
+            )
         if any_autocast():
             with below_autocast():
                 made = self.backward(needs, **values)
         else:
             made = self.backward(needs, **values)
-        return tuple([made.get(name) if name in needs else None for name in self.op.names[: len(wanted)]])
+        return tuple(
+            [made.get(name) if name in needs else None for name in self.op.names[: len(wanted)]]
+        )
 
 
 def _getter(places: Any) -> Callable[[Sequence], tuple]:
@@ -145,7 +157,13 @@ def _fast(rules: _Rules, first: bool, below: Callable) -> Callable:
             return (None,) * len(ctx.needs_input_grad)
         return rules.gradients(ctx, grads)
 
-    forward = forward_of_first if first else forward_of_one if len(rules.op.results) == 1 else forward_of_all
+    forward = (
+        forward_of_first
+        if first
+        else forward_of_one
+        if len(rules.op.results) == 1
+        else forward_of_all
+    )
     return _apply_of(_function(rules.op.name, forward=forward, backward=backward))
 
 
@@ -180,11 +198,14 @@ def _with_setup_context(op: Op, rules: _Rules) -> type[Function]:
 
 def _function(name: str, **members: Any) -> type[Function]:
     name = "_" + "".join(part.capitalize() for part in name.removesuffix("_fwd").split("_"))
-    return type(name, (Function,), {n: staticmethod(f) if callable(f) else f for n, f in members.items()})
+    return type(
+        name, (Function,), {n: staticmethod(f) if callable(f) else f for n, f in members.items()}
+    )
 
 
 def _apply_of(function: type[Function]) -> Callable:
-    """function.apply without 5 us of preparation for torch.func's transforms, which it cannot serve."""
+    """function.apply without 5 us of preparation for torch.func's transforms, which it cannot
+    serve."""
     return super(Function, function).apply
 
 
@@ -192,8 +213,8 @@ def _apply_of(function: type[Function]) -> Callable:
 
 
 def refuse(op: Op, reason: str) -> None:
-    """Sets op.differentiate and op.transformed for an op without a gradient; torch by itself would pass zeros, silently.
-    A backward raises NotImplementedError."""
+    """Sets op.differentiate and op.transformed for an op without a gradient; torch by itself would
+    pass zeros, silently. A backward raises NotImplementedError."""
     message = f"{NAMESPACE}::{reason}"
 
     def fast_forward(ctx, *args):

@@ -24,33 +24,38 @@ def grouped_gemm(
     out_dtype: torch.dtype | None = None,
     accumulate: Accumulate = "precise",
 ) -> Tensor:
-    """Products of groups, in one call: what a mixture of experts multiplies, and the gradient of its weights.
+    """Products of groups, in one call: what a mixture of experts multiplies, and the gradient of
+    its weights.
 
-    Groups of rows, b [G, K, N]: ``out[offs[g - 1]:offs[g]] = activation(a[offs[g - 1]:offs[g]] @ b[g] + bias)``. Rows at or past the
-    last end are 0, and what a holds there, NaN too, has no effect. Groups of k, b [K, N]:
-    ``out[g] = activation(a[:, offs[g - 1]:offs[g]] @ b[offs[g - 1]:offs[g]] + bias)``. Ends need no alignment, groups may be empty, and
-    ends on a GPU are read there.
+    Groups of rows, b [G, K, N]: ``out[offs[g - 1]:offs[g]] = activation(a[offs[g - 1]:offs[g]] @
+    b[g] + bias)``. Rows at or past the last end are 0, and what a holds there, NaN too, has no
+    effect. Groups of k, b [K, N]:
+    ``out[g] = activation(a[:, offs[g - 1]:offs[g]] @ b[offs[g - 1]:offs[g]] + bias)``. Ends need no
+    alignment, groups may be empty, and ends on a GPU are read there.
 
     Args:
         a: [M, K] float32, bfloat16 or float16, or float8_e4m3fn, float8_e5m2; any strides.
         b: [G, K, N] or [K, N] of a's dtype, of 8-bit floats either; any strides.
         offs: [G] int32: where groups end.
-        scale_a: of 8 bits: float32 or float8_e8m0fnu [] or [Sm, Sk], as in `scaled_gemm`, counted over all of a; groups of k: [M, 1].
-        scale_b: likewise [] or [G, Sk, Sn]; groups of k: [1, N].
+        scale_a: of 8 bits: float32 or float8_e8m0fnu [] or [Sm, Sk], as in `scaled_gemm`, counted
+        over all of a; groups of k: [M, 1]. scale_b: likewise [] or [G, Sk, Sn]; groups of k: [1,
+        N].
         bias: [N] or [G, N] of the result's dtype.
         activation: as in `gemm`.
         out_dtype: a's dtype (the default; of 8 bits bfloat16 or float16) or float32.
-        accumulate: as in `scaled_gemm`; wider operands are always summed in float32, and take ``"precise"`` alone.
+        accumulate: as in `scaled_gemm`; wider operands are always summed in float32, and take
+        ``"precise"`` alone.
 
     Returns:
         [M, N] or [G, M, N], contiguous.
 
-    Gradients: a, b and bias, of what is no 8-bit float, without an activation; others raise NotImplementedError.
-    Under autocast a, b and bias are cast, but for 8-bit floats.
+    Gradients: a, b and bias, of what is no 8-bit float, without an activation; others raise
+    NotImplementedError. Under autocast a, b and bias are cast, but for 8-bit floats.
 
     Raises:
         ValueError: a dtype or shape that the op does not take.
-        IndexError: ends that decrease or pass the rows (on CUDA at the next call, or by `check_errors`; they are clamped).
+        IndexError: ends that decrease or pass the rows (on CUDA at the next call, or by
+        `check_errors`; they are clamped).
 
     Gale et al., "MegaBlocks" (2022), arXiv:2211.15841: experts without padding.
     """
@@ -61,15 +66,26 @@ def _symbolic(a, b, offs, out_dtype, **_):
     text = f"{NAMESPACE}::grouped_gemm: b has {b.shape[-2]} rows, a has {a.shape[1]} columns; they must match"
     torch._check_with(ValueError, b.shape[-2] == a.shape[1], lambda: text)
     shape = (a.shape[0], b.shape[-1]) if b.dim() == 3 else (offs.shape[0], a.shape[0], b.shape[-1])
-    return (a.new_empty(shape, dtype=out_dtype or (torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype)),)
+    return (
+        a.new_empty(
+            shape, dtype=out_dtype or (torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype)
+        ),
+    )
 
 
 def _save(needs, args, out):
     a, b, offs = args[:3]
-    scale_a, scale_b, bias = (_grouped_gemm.value(args, name) for name in ("scale_a", "scale_b", "bias"))
-    if scale_a is not None or scale_b is not None or _grouped_gemm.value(args, "activation") != "none":
+    scale_a, scale_b, bias = (
+        _grouped_gemm.value(args, name) for name in ("scale_a", "scale_b", "bias")
+    )
+    if (
+        scale_a is not None
+        or scale_b is not None
+        or _grouped_gemm.value(args, "activation") != "none"
+    ):
         raise NotImplementedError(
-            f"{NAMESPACE}::grouped_gemm: gradients are those of a, b and bias, without scales and activation"
+            f"{NAMESPACE}::grouped_gemm: gradients are those of a, b and bias, without scales and "
+            f"activation"
         )
     form = None if bias is None else (bias.dim(), bias.dtype)
     return (a if needs[1] else None, b if needs[0] else None, offs), {

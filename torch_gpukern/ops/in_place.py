@@ -13,8 +13,11 @@ from .define import Op, guard, register_autograd
 __all__ = ["define_in_place"]
 
 
-def define_in_place(name: str, symbolic: Callable, written: tuple[str, ...]) -> tuple[Op, Callable[..., Any]]:
-    """The op, and what its Autograd kernel does where no gradient is wanted. written: the arguments that the op changes."""
+def define_in_place(
+    name: str, symbolic: Callable, written: tuple[str, ...]
+) -> tuple[Op, Callable[..., Any]]:
+    """The op, and what its Autograd kernel does where no gradient is wanted. written: the arguments
+    that the op changes."""
     op = Op(name)
     fakes.register(op, symbolic)
 
@@ -28,7 +31,8 @@ def define_in_place(name: str, symbolic: Callable, written: tuple[str, ...]) -> 
         # What is written has no history, so a lost gradient can only be refused here.
         if is_grad_enabled() and any_requires_grad(*args):
             raise NotImplementedError(
-                f"{op.qualified}: it has no backward and an input requires a gradient; call it under torch.no_grad()"
+                f"{op.qualified}: it has no backward and an input requires a gradient; call it "
+                f"under torch.no_grad()"
             )
         return write(*args)
 

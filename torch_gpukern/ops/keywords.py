@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Keywords that other libraries use for what has another name here: a call that says one is told ours."""
+"""Keywords that other libraries use for what has another name here: a call that says one is told
+ours."""
 
 import inspect
 from collections.abc import Callable
@@ -12,7 +13,8 @@ __all__ = ["hide_unknown", "keep_defaults_constant", "number", "refuse_unknown"]
 _MASK = "which keys a query sees is said by is_causal, windows, lengths and slopes, not by a tensor of scores' size"
 _NO_DROPOUT = "there is no dropout: leave it out"
 
-# Foreign keyword: the names that it may have here, of which a function has one or the other; or what to do instead.
+# Foreign keyword: the names that it may have here, of which a function has one or the other; or
+# what to do instead.
 _OURS: dict[str, tuple[str, ...] | str] = {
     "causal": ("is_causal",),
     "softmax_scale": ("scale",),
@@ -56,18 +58,26 @@ _OURS: dict[str, tuple[str, ...] | str] = {
 def refuse_unknown(public: Callable, unknown: dict[str, Any]) -> NoReturn:
     """TypeError for keywords that `public` does not have."""
     name, given = public.__name__, next(iter(unknown))
-    names = [p.name for p in inspect.signature(public).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    names = [
+        p.name for p in inspect.signature(public).parameters.values() if p.kind is not p.VAR_KEYWORD
+    ]
     ours = _OURS.get(given)
     if isinstance(ours, tuple):
         ours = [n for n in ours if n in names]
-        ours = f"{' and '.join(ours)} {'is' if len(ours) == 1 else 'are'} what says it here" if ours else None
+        ours = (
+            f"{' and '.join(ours)} {'is' if len(ours) == 1 else 'are'} what says it here"
+            if ours
+            else None
+        )
     raise TypeError(
-        f"{NAMESPACE}::{name}: it has no argument '{given}'; {ours or 'its arguments are ' + ', '.join(names)}"
+        f"{NAMESPACE}::{name}: it has no argument '{given}'; "
+        f"{ours or 'its arguments are ' + ', '.join(names)}"
     )
 
 
 def hide_unknown(public: Callable) -> None:
-    """inspect, help() and editors see the arguments that there are: `**unknown` only serves to refuse the rest."""
+    """inspect, help() and editors see the arguments that there are: `**unknown` only serves to
+    refuse the rest."""
     signature = inspect.signature(public)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     public.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -77,11 +87,13 @@ _HIDDEN = "default "  # in front of a number
 
 
 def keep_defaults_constant(public: Callable) -> None:
-    """Float defaults become what torch.compile takes for a constant; inspect and help() still see floats.
+    """Float defaults become what torch.compile takes for a constant; inspect and help() still see
+    floats.
 
-    With dynamic=True a float default is an input of the graph, made where it is read first. Inside a subgraph, such as a checkpointed
-    block or an autograd Function, the next subgraph that reads it finds the first one's and fails (torch 2.10 to 2.14). The integers 0
-    and 1, for 0.0 and 1.0, are constants there, and so is text: of other defaults, which the function reads by `number`.
+    With dynamic=True a float default is an input of the graph, made where it is read first. Inside
+    a subgraph, such as a checkpointed block or an autograd Function, the next subgraph that reads
+    it finds the first one's and fails (torch 2.10 to 2.14). The integers 0 and 1, for 0.0 and 1.0,
+    are constants there, and so is text: of other defaults, which the function reads by `number`.
     """
     public.__signature__ = inspect.signature(public)  # type: ignore[attr-defined]
 
@@ -96,4 +108,6 @@ def keep_defaults_constant(public: Callable) -> None:
 
 def number(given: float) -> float:
     """An argument whose default is neither 0 nor 1: itself, or the default."""
-    return float(given[len(_HIDDEN) :]) if type(given) is str and given.startswith(_HIDDEN) else given
+    return (
+        float(given[len(_HIDDEN) :]) if type(given) is str and given.startswith(_HIDDEN) else given
+    )

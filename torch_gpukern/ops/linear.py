@@ -19,9 +19,15 @@ PLAIN = (Tensor, Parameter, type(None))
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: Activation = "none", **unknown: NoReturn
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation = "none",
+    **unknown: NoReturn,
 ) -> Tensor:
-    """``torch.nn.functional.linear`` with the activation in the same pass: ``activation(x @ weight.mT + bias)``.
+    """``torch.nn.functional.linear`` with the activation in the same pass: ``activation(x @
+    weight.mT + bias)``.
 
     Args:
         x: [..., K] float32, bfloat16, float16 or float64, any strides.
@@ -30,12 +36,14 @@ def linear(
         activation: as in `gemm`.
 
     Returns:
-        [..., N] contiguous in x's dtype. Float32 on CUDA follows ``torch.backends.cuda.matmul.fp32_precision``.
+        [..., N] contiguous in x's dtype. Float32 on CUDA follows
+        ``torch.backends.cuda.matmul.fp32_precision``.
 
     Gradients and autocast are those of `gemm`.
 
-    A tensor subclass with a ``__torch_function__`` of its own (quantised weights, for one) may know how to multiply by
-    itself what no kernel of ours can read: it is handed ``F.linear``, and the activation follows.
+    A tensor subclass with a ``__torch_function__`` of its own (quantised weights, for one) may know
+    how to multiply by itself what no kernel of ours can read: it is handed ``F.linear``, and the
+    activation follows.
 
     Raises:
         ValueError: a shape, dtype, device or activation name that it does not take.
@@ -45,18 +53,22 @@ def linear(
     if any(type(t) not in PLAIN and has_a_function_of_its_own(t) for t in (x, weight, bias)):
         if activation not in reference.ACTIVATIONS:
             raise ValueError(
-                f"{NAMESPACE}::linear: activation must be none, relu, gelu, gelu_tanh or silu, got '{activation}'"
+                f"{NAMESPACE}::linear: activation must be none, relu, gelu, gelu_tanh or silu, "
+                f"got '{activation}'"
             )
         return reference.ACTIVATIONS[activation](F.linear(x, weight, bias))
-    if x is None or weight is None or x.is_nested or weight.is_nested:  # of strides: such a tensor has no shape
+    # of strides: such a tensor has no shape
+    if x is None or weight is None or x.is_nested or weight.is_nested:
         refuse_non_tensors(f"{NAMESPACE}::linear", x=x, weight=weight)
     if x.dim() < 1 or weight.dim() != 2:
         raise ValueError(
-            f"{NAMESPACE}::linear: x must have at least 1 dimension and weight 2, [N, K]; got {x.dim()} and {weight.dim()}"
+            f"{NAMESPACE}::linear: x must have at least 1 dimension and weight 2, [N, K]; got "
+            f"{x.dim()} and {weight.dim()}"
         )
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{NAMESPACE}::linear: weight has {weight.shape[1]} columns, x has {x.shape[-1]}; they must match"
+            f"{NAMESPACE}::linear: weight has {weight.shape[1]} columns, x has {x.shape[-1]}; "
+            f"they must match"
         )
     if x.dim() == 1:
         return gemm(x[None], weight.mT, bias, activation=activation)[0]
@@ -66,7 +78,9 @@ def linear(
 def has_a_function_of_its_own(x: Tensor) -> bool:
     """Whether a tensor says by __torch_function__ how functions of it are computed."""
     if not isinstance(x, Tensor) and not hasattr(type(x), "__torch_function__"):
-        raise WrongType(f"{NAMESPACE}::linear: x, weight and bias must be Tensors, got {type(x).__name__}")
+        raise WrongType(
+            f"{NAMESPACE}::linear: x, weight and bias must be Tensors, got {type(x).__name__}"
+        )
     own = getattr(type(x).__torch_function__, "__func__", None)
     return own is not None and own is not Tensor.__torch_function__.__func__
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""linear_cross_entropy: the public function, and the declarations of its ops, which are made of gemm and cross_entropy."""
+"""linear_cross_entropy: the public function, and the declarations of its ops, which are made of
+gemm and cross_entropy."""
 
 import math
 from typing import get_args
@@ -38,8 +39,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of a linear layer's results, without the logits in memory.
 
-    ``cross_entropy(x @ weight.mT + bias, target, ...)``; the logits are float32 (float64 for float64) and stand in memory for some
-    rows, or some classes, at a time.
+    ``cross_entropy(x @ weight.mT + bias, target, ...)``; the logits are float32 (float64 for
+    float64) and stand in memory for some rows, or some classes, at a time.
 
     Args:
         x: [..., H], float32, bfloat16, float16 or float64.
@@ -49,35 +50,40 @@ def linear_cross_entropy(
         class_weight: [V] float32 (float64 with float64), `cross_entropy`'s weight.
         ignore_index, label_smoothing, softcap, logit_scale, z_loss: as in `cross_entropy`.
         reduction: ``"mean"``, ``"sum"``, or ``"none"``; as in `cross_entropy`.
-        low_memory: keeps nothing for backward but the inputs and a float32 number a row; backward computes the logits again.
-            So does reduction ``"none"``.
+        low_memory: keeps nothing for backward but the inputs and a float32 number a row; backward
+            computes the logits again. So does reduction ``"none"``.
 
     Returns:
         [] or, without a reduction, [...]: float32 (float64 with float64), also of 16-bit x.
 
-    Gradients: x, weight and bias. That of the logits is rounded once to x's dtype; those of weight and bias are summed in float32.
-    The same bits each time, also in a second backward over the same graph. Not twice differentiable.
+    Gradients: x, weight and bias. That of the logits is rounded once to x's dtype; those of weight
+    and bias are summed in float32. The same bits each time, also in a second backward over the same
+    graph. Not twice differentiable.
 
-    Memory beyond arguments and results, of M rows, b bytes a number (2 in bfloat16), forward and backward, at most::
+    Memory beyond arguments and results, of M rows, b bytes a number (2 in bfloat16), forward and
+    backward, at most::
 
         mean, sum               min(b M V, 8 V H) + b M H + 256 MiB     6 M H V FLOPs
         low_memory or none      4 M H + 512 MiB                         8 M H V FLOPs
 
-    In float64 8 V H and 4 M H are twice as much. The first needs b M H + 256 MiB where weight requires no gradient, and 256 MiB
-    where nothing does.
+    In float64 8 V H and 4 M H are twice as much. The first needs b M H + 256 MiB where weight
+    requires no gradient, and 256 MiB where nothing does.
 
-    A tensor subclass with a ``__torch_function__`` of its own (quantised weights, for one) multiplies by itself, as in `linear`: the
-    logits are those of ``F.linear``, in memory, and `cross_entropy` follows.
+    A tensor subclass with a ``__torch_function__`` of its own (quantised weights, for one)
+    multiplies by itself, as in `linear`: the logits are those of ``F.linear``, in memory, and
+    `cross_entropy` follows.
 
-    Autocast casts x, weight and bias. Float32 on CUDA follows ``torch.backends.cuda.matmul.fp32_precision``.
+    Autocast casts x, weight and bias. Float32 on CUDA follows
+    ``torch.backends.cuda.matmul.fp32_precision``.
 
     Raises:
         ValueError: a shape, dtype or value that the op does not take.
-        IndexError: a target that is no class. On CUDA that row's loss is NaN, and the error is raised by the next call
-            of an op or by `check_errors`.
+        IndexError: a target that is no class. On CUDA that row's loss is NaN, and the error is
+            raised by the next call of an op or by `check_errors`.
 
-    Liger Kernel, arXiv:2410.10989, makes the gradients in the forward pass; Wijmans et al., "Cut Your Losses in Large-Vocabulary
-    Language Models" (2024), arXiv:2411.09009, compute the logits again.
+    Liger Kernel, arXiv:2410.10989, makes the gradients in the forward pass; Wijmans et al., "Cut
+    Your Losses in Large-Vocabulary Language Models" (2024), arXiv:2411.09009, compute the logits
+    again.
     """
     if reduction not in get_args(Reduction):
         raise ValueError(f"{_NAME}: reduction must be none, mean or sum, got '{reduction}'")
@@ -96,45 +102,65 @@ def linear_cross_entropy(
         )
     tf32 = getattr(x, "is_cuda", False) and x.dtype == torch.float32 and _torch_allows_tf32()
     if class_weight is not None and reduction == "mean":
-        # In float16 the gradients of rows would underflow with small weights and overflow with large ones.
+        # In float16 the gradients of rows would underflow with small weights and overflow with
+        # large ones.
         class_weight = weight_of_mean(class_weight, target, ignore_index)
-    rules = (class_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss, "tf32" if tf32 else "ieee")
+    rules = (
+        class_weight,
+        ignore_index,
+        label_smoothing,
+        softcap,
+        logit_scale,
+        z_loss,
+        "tf32" if tf32 else "ieee",
+    )
     refuse_non_bool(_NAME, "low_memory", low_memory)
     if low_memory or reduction == "none":
         loss, _ = _rows.call(x, weight, target, bias, *rules)
-        return reduce_rows("linear_cross_entropy", loss, target, class_weight, ignore_index, reduction)
-    wants = (t is not None and is_grad_enabled() and getattr(t, "requires_grad", False) for t in (x, weight, bias))
+        return reduce_rows(
+            "linear_cross_entropy", loss, target, class_weight, ignore_index, reduction
+        )
+    wants = (
+        t is not None and is_grad_enabled() and getattr(t, "requires_grad", False)
+        for t in (x, weight, bias)
+    )
     return _scalar.call(x, weight, target, bias, *rules, reduction, *wants)[0]
 
 
-# ---- schemas ---------------------------------------------------------------------------------------
+# ---- schemas -------------------------------------------------------------------------------------
 
-_RULES = "Tensor? class_weight, int ignore_index, float label_smoothing, float softcap, float logit_scale, float z_loss, str fp32_precision"
+_RULES = "Tensor? class_weight, int ignore_index, float label_smoothing, float softcap, float logit_scale, float z_loss, str fp32_precision"  # noqa: E501
 _NEEDS = "bool need_x, bool need_weight, bool need_bias"
 
 library.define(
-    "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, Tensor? class_weight=None, "
-    "int ignore_index=-100, float label_smoothing=0.0, float softcap=0.0, float logit_scale=1.0, str reduction='mean', "
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, Tensor? "
+    "class_weight=None, "
+    "int ignore_index=-100, float label_smoothing=0.0, float softcap=0.0, float logit_scale=1.0, "
+    "str reduction='mean', "
     "bool low_memory=False, float z_loss=0.0) -> Tensor"
 )
 library.define(
-    f"linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, {_RULES}, str reduction, {_NEEDS}) "
+    f"linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, {_RULES}, "
+    f"str reduction, {_NEEDS}) "
     "-> (Tensor loss, Tensor factor, Tensor dx, Tensor kept, Tensor dbias)"
 )
 library.define(
-    "linear_cross_entropy_bwd(Tensor grad_loss, Tensor factor, Tensor dx, Tensor kept, Tensor dbias, Tensor x, "
+    "linear_cross_entropy_bwd(Tensor grad_loss, Tensor factor, Tensor dx, Tensor kept, Tensor "
+    "dbias, Tensor x, "
     "str fp32_precision) -> (Tensor dx_scaled, Tensor dweight, Tensor dbias_scaled)"
 )
 library.define(
-    f"linear_cross_entropy_rows(Tensor x, Tensor weight, Tensor target, Tensor? bias, {_RULES}) -> (Tensor loss, Tensor lse)"
+    f"linear_cross_entropy_rows(Tensor x, Tensor weight, Tensor target, Tensor? bias, {_RULES}) "
+    f"-> (Tensor loss, Tensor lse)"
 )
 library.define(
-    f"linear_cross_entropy_rows_bwd(Tensor grad_loss, Tensor x, Tensor weight, Tensor target, Tensor lse, Tensor? bias, {_RULES}, "
+    f"linear_cross_entropy_rows_bwd(Tensor grad_loss, Tensor x, Tensor weight, Tensor target, "
+    f"Tensor lse, Tensor? bias, {_RULES}, "
     f"{_NEEDS}) -> (Tensor dx, Tensor dweight, Tensor dbias)"
 )
 
 
-# ---- checks ----------------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------
 
 
 def _require(holds: bool, text: str) -> None:
@@ -146,11 +172,16 @@ def _dtype(x: torch.dtype) -> str:
     return str(x).removeprefix("torch.")
 
 
-def _check(x, weight, target, bias, class_weight, label_smoothing, softcap, logit_scale, z_loss, **_) -> None:
+def _check(
+    x, weight, target, bias, class_weight, label_smoothing, softcap, logit_scale, z_loss, **_
+) -> None:
     """Shapes, dtypes, devices and values; of symbols these are guards."""
     refuse_non_tensors(_NAME, x=x, weight=weight, target=target)
     _require(x.dim() >= 1, f"x must have at least 1 dimension, got {x.dim()}")
-    _require(x.dtype in chunks.FLOATS, f"x must be float32, bfloat16, float16 or float64, got {_dtype(x.dtype)}")
+    _require(
+        x.dtype in chunks.FLOATS,
+        f"x must be float32, bfloat16, float16 or float64, got {_dtype(x.dtype)}",
+    )
     _require(weight.dim() == 2, f"weight must have 2 dimensions [V, H], got {weight.dim()}")
     _require(weight.shape[0] >= 1, "weight must have 1 class or more, got 0")
     _require(
@@ -163,7 +194,11 @@ def _check(x, weight, target, bias, class_weight, label_smoothing, softcap, logi
         f"target must have shape {list(x.shape[:-1])}, got {list(target.shape)}",
     )
     wide = chunks.accumulator(x)
-    for name, t, dtype in (("weight", weight, x.dtype), ("bias", bias, x.dtype), ("class_weight", class_weight, wide)):
+    for name, t, dtype in (
+        ("weight", weight, x.dtype),
+        ("bias", bias, x.dtype),
+        ("class_weight", class_weight, wide),
+    ):
         if t is None:
             continue
         _require(t.dtype is dtype, f"{name} must be {_dtype(dtype)}, got {_dtype(t.dtype)}")
@@ -172,12 +207,21 @@ def _check(x, weight, target, bias, class_weight, label_smoothing, softcap, logi
                 t.dim() == 1 and t.shape[0] == weight.shape[0],
                 f"{name} must have shape [{weight.shape[0]}], got {list(t.shape)}",
             )
-    for name, t in (("weight", weight), ("target", target), ("bias", bias), ("class_weight", class_weight)):
+    for name, t in (
+        ("weight", weight),
+        ("target", target),
+        ("bias", bias),
+        ("class_weight", class_weight),
+    ):
         _require(
             t is None or t.device == x.device,
-            f"{name} is on {'' if t is None else t.device}, x is on {x.device}; they must be on one device",
+            f"{name} is on {'' if t is None else t.device}, x is on {x.device}; they must be on "
+            f"one device",
         )
-    _require(0 <= label_smoothing <= 1, f"label_smoothing must be between 0 and 1, got {label_smoothing:g}")
+    _require(
+        0 <= label_smoothing <= 1,
+        f"label_smoothing must be between 0 and 1, got {label_smoothing:g}",
+    )
     _require(
         math.isfinite(softcap) and softcap >= 0,
         f"softcap must be 0 (off) or a positive finite number, got {softcap:g}",
@@ -194,11 +238,12 @@ def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
     if bad.any():
         row = int(bad.to(torch.int8).argmax())
         raise IndexError(
-            f"{_NAME}: target is expected to hold classes in [0, {classes}) or ignore_index, got {int(target[row])} in row {row}"
+            f"{_NAME}: target is expected to hold classes in [0, {classes}) or ignore_index, got "
+            f"{int(target[row])} in row {row}"
         )
 
 
-# ---- kernels ---------------------------------------------------------------------------------------
+# ---- kernels -------------------------------------------------------------------------------------
 
 
 def _flat(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -267,7 +312,7 @@ for _name, _kernel in (
 library.impl("linear_cross_entropy", linear_cross_entropy, "CompositeImplicitAutograd")
 
 
-# ---- fake functions --------------------------------------------------------------------------------
+# ---- fake functions ------------------------------------------------------------------------------
 
 
 def _scalar_fake(x, weight, target, bias, need_x, need_weight, need_bias, **rules):
@@ -276,7 +321,13 @@ def _scalar_fake(x, weight, target, bias, need_x, need_weight, need_bias, **rule
     loss, factor = (x.new_empty((), dtype=wide) for _ in range(2))
     kept = x.new_empty((chunks.kept_rows(x, target.numel()), v) if need_weight else 0)
     dx = x.new_empty(x.shape if need_x else 0)
-    return loss, factor, dx, kept, x.new_empty(v if need_bias and bias is not None else 0, dtype=wide)
+    return (
+        loss,
+        factor,
+        dx,
+        kept,
+        x.new_empty(v if need_bias and bias is not None else 0, dtype=wide),
+    )
 
 
 def _scalar_bwd_fake(dx, kept, dbias, x, **_):
@@ -294,7 +345,7 @@ def _rows_bwd_fake(x, weight, need_x, need_weight, need_bias, **_):
     return tuple(x.new_empty(shape if needed else 0) for shape, needed in shapes)
 
 
-# ---- gradients -------------------------------------------------------------------------------------
+# ---- gradients -----------------------------------------------------------------------------------
 
 
 def _scalar_save(needs, args, loss, factor, dx, kept, dbias):
@@ -312,7 +363,8 @@ def _rows_save(needs, args, loss, lse):
 
 
 def _rows_backward(needs, grad_loss, grad_lse, **kept):
-    if grad_lse is not None and grad_loss is not None:  # of callers of the op; torch.func makes one of zeros
+    # of callers of the op; torch.func makes one of zeros
+    if grad_lse is not None and grad_loss is not None:
         raise NotImplementedError(f"{_NAME}: lse has no gradient")
     wanted = {f"need_{name}": name in needs for name in ("x", "weight", "bias")}
     dx, dweight, dbias = _rows_bwd.call_named(**kept, **wanted, grad_loss=grad_loss)

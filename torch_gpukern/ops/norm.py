@@ -30,20 +30,21 @@ def rms_norm(
         out = h / sqrt(mean(h^2) + eps) * (weight + weight_offset) + bias
 
     Args:
-        x: [..., N], float32, bfloat16, float16 or float64; N is 1 or more. Leading dimensions may have any
-            strides; where the last one is not dense x is copied first.
+        x: [..., N], float32, bfloat16, float16 or float64; N is 1 or more. Leading dimensions may
+            have any strides; where the last one is not dense x is copied first.
         weight: [N] in x's dtype, or float32 beside a 16-bit x; 1 where it is not given.
         bias: [N], likewise; 0 where it is not given.
         residual: x's shape and dtype, added to x before it is normalised.
-        eps: finite, 0 or more. With 0 a row whose squares underflow gives inf or NaN, as PyTorch's does.
-        weight_offset: is added to weight (1 in Gemma's checkpoints); not read without one.
+        eps: finite, 0 or more. With 0 a row whose squares underflow gives inf or NaN, as PyTorch's
+        does. weight_offset: is added to weight (1 in Gemma's checkpoints); not read without one.
 
     Returns:
         out, of x's shape and dtype, contiguous. With a residual (out, x + residual).
 
-    Gradients: x, residual, weight and bias, each in its own dtype. Those of weight and bias are sums over all
-    rows in float32 in a fixed order: the same bits each time. Not twice differentiable. Under autocast x and residual
-    take the wider of their dtypes.
+    Gradients: x, residual, weight and bias, each in its own dtype. Those of weight and bias are
+    sums over all
+    rows in float32 in a fixed order: the same bits each time. Not twice differentiable. Under
+    autocast x and residual take the wider of their dtypes.
 
     Autocast casts nothing: what is 16-bit stays so in memory, and is float32 inside.
 
@@ -71,19 +72,21 @@ def layer_norm(
         out = (h - mean(h)) / sqrt(mean((h - mean(h))^2) + eps) * weight + bias
 
     Args:
-        x: [..., N], float32, bfloat16, float16 or float64; N is 1 or more. Leading dimensions may have any
-            strides; where the last one is not dense x is copied first.
+        x: [..., N], float32, bfloat16, float16 or float64; N is 1 or more. Leading dimensions may
+            have any strides; where the last one is not dense x is copied first.
         weight: [N] in x's dtype, or float32 beside a 16-bit x; 1 where it is not given.
         bias: [N], likewise; 0 where it is not given.
         residual: x's shape and dtype, added to x before it is normalised.
-        eps: finite, 0 or more. With 0 a row whose squares underflow gives inf or NaN, as PyTorch's does.
+        eps: finite, 0 or more. With 0 a row whose squares underflow gives inf or NaN, as PyTorch's
+        does.
 
     Returns:
         out, of x's shape and dtype, contiguous. With a residual (out, x + residual).
 
-    Gradients: x, residual, weight and bias, each in its own dtype. Those of weight and bias are sums over all
-    rows in float32 in a fixed order: the same bits each time. Not twice differentiable. Under autocast x and residual
-    take the wider of their dtypes.
+    Gradients: x, residual, weight and bias, each in its own dtype. Those of weight and bias are
+    sums over all
+    rows in float32 in a fixed order: the same bits each time. Not twice differentiable. Under
+    autocast x and residual take the wider of their dtypes.
 
     Autocast casts nothing: what is 16-bit stays so in memory, and is float32 inside.
 
@@ -101,8 +104,12 @@ def _symbolic(x, residual, **_):
 
 
 def _bwd_symbolic(grad_out, h, weight, need_weight, need_bias, wide_bias, **_):
-    dweight = h.new_empty(h.shape[-1] if need_weight else 0, dtype=h.dtype if weight is None else weight.dtype)
-    dbias = h.new_empty(h.shape[-1] if need_bias else 0, dtype=torch.float32 if need_bias and wide_bias else h.dtype)
+    dweight = h.new_empty(
+        h.shape[-1] if need_weight else 0, dtype=h.dtype if weight is None else weight.dtype
+    )
+    dbias = h.new_empty(
+        h.shape[-1] if need_bias else 0, dtype=torch.float32 if need_bias and wide_bias else h.dtype
+    )
     return h.new_empty(h.shape), dweight, dbias
 
 
@@ -111,7 +118,9 @@ def _save(op: str) -> Callable:
 
     def save(needs, args, out, h):
         x, weight, bias, residual = (*args, None, None, None)[:4]
-        return (x if residual is None else h, weight), {"bias_dtype": None if bias is None else bias.dtype}
+        return (x if residual is None else h, weight), {
+            "bias_dtype": None if bias is None else bias.dtype
+        }
 
     return save
 
@@ -141,7 +150,10 @@ _fold = batching.rows("x", "residual", empty={"sum": lambda given: given["residu
 _bwd_fold = batching.rows("grad_out", "h", "grad_sum", unless=("need_weight", "need_bias"))
 
 _rms_norm_bwd = define_op(
-    "rms_norm_bwd", symbolic=_bwd_symbolic, refuse="rms_norm: it is not twice differentiable", fold=_bwd_fold
+    "rms_norm_bwd",
+    symbolic=_bwd_symbolic,
+    refuse="rms_norm: it is not twice differentiable",
+    fold=_bwd_fold,
 )
 _rms_norm = define_op(
     "rms_norm",
@@ -154,7 +166,10 @@ _rms_norm = define_op(
     fold=_fold,
 )
 _layer_norm_bwd = define_op(
-    "layer_norm_bwd", symbolic=_bwd_symbolic, refuse="layer_norm: it is not twice differentiable", fold=_bwd_fold
+    "layer_norm_bwd",
+    symbolic=_bwd_symbolic,
+    refuse="layer_norm: it is not twice differentiable",
+    fold=_bwd_fold,
 )
 _layer_norm = define_op(
     "layer_norm",

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Op: an op of the library, its schema by name, and the ways to call it.
 
-**Below autograd.** A call that wants no gradient skips the Autograd kernel, which spares it the dispatcher's way into
-Python and back, 2 to 3 us: `Op.call` excludes autograd's keys, and so does the kernel for what it computes itself. Who
-looks at calls (modes, subclasses, autocast, tracers, fake tensors) sees the op as ever.
+**Below autograd.** A call that wants no gradient skips the Autograd kernel, which spares it the
+dispatcher's way into Python and back, 2 to 3 us: `Op.call` excludes autograd's keys, and so does
+the kernel for what it computes itself. Who looks at calls (modes, subclasses, autocast, tracers,
+fake tensors) sees the op as ever.
 """
 
 import sys
@@ -33,7 +34,8 @@ __all__ = ["Op", "has_tangent", "unwrapped"]
 
 _NUMBER_TYPES = ("float", "int", "SymInt", "bool", "Optional[float]")
 _TENSORS = {Tensor, torch.nn.Parameter}
-# The types of arguments that a schema takes or refuses whatever their value, but for integers of more than 64 bits.
+# The types of arguments that a schema takes or refuses whatever their value, but for integers of
+# more than 64 bits.
 _PLAIN = {*_TENSORS, type(None), bool, int, float, str, torch.dtype}
 
 
@@ -53,10 +55,13 @@ class Op:
         self.required = sum(not a.has_default_value() for a in arguments)
         self.defaults = tuple(_default(a.default_value) for a in arguments)
         self._named_defaults = dict(zip(self.names, self.defaults, strict=True))
-        self._from_last = tuple((i, self.defaults[i]) for i in reversed(range(self.required, len(arguments))))
+        self._from_last = tuple(
+            (i, self.defaults[i]) for i in reversed(range(self.required, len(arguments)))
+        )
         self.results = tuple(r.name for r in self.overload._schema.returns)
         types = [str(a.type) for a in arguments]
-        self._types = {a.name: str(a.real_type) for a in arguments}  # ScalarType, where `type` says int
+        # ScalarType, where `type` says int
+        self._types = {a.name: str(a.real_type) for a in arguments}
         self.tensors = tuple(i for i, t in enumerate(types) if t in ("Tensor", "Optional[Tensor]"))
         self.numbers = tuple(i for i, t in enumerate(types) if t in _NUMBER_TYPES)
         self.bools = tuple(i for i, t in enumerate(types) if t == "bool")
@@ -67,17 +72,21 @@ class Op:
         self.differentiate: Callable | None = None  # (*args) where a gradient is wanted
         self.transformed: Callable | None = None  # likewise, where torch.func transforms
         self.casts: dict[str, Callable] = {}  # device -> (*args) cast as autocast does
-        self._served: dict[tuple[type, ...], tuple[int, ...]] = {}  # types that the schema takes: places of ints
+        # types that the schema takes: places of ints
+        self._served: dict[tuple[type, ...], tuple[int, ...]] = {}
         Op.every.append(self)
 
     def set_defaults_of(self, public: Callable) -> None:
-        """A function that has this op's arguments gets the schema's defaults for its literals, so that `is` finds them."""
+        """A function that has this op's arguments gets the schema's defaults for its literals, so
+        that `is` finds them."""
 
         def interned(name: str, default: Any) -> Any:
             ours = self._named_defaults.get(name)
             return ours if ours == default and type(ours) is type(default) else default
 
-        public.__kwdefaults__ = {n: interned(n, d) for n, d in (public.__kwdefaults__ or {}).items()}
+        public.__kwdefaults__ = {
+            n: interned(n, d) for n, d in (public.__kwdefaults__ or {}).items()
+        }
 
     def value(self, args: Sequence, name: str) -> Any:
         """One argument of a call that leaves out trailing defaults."""
@@ -96,16 +105,24 @@ class Op:
         """`call` of arguments by name."""
         args = (self._named_defaults | given).values()
         if len(args) != len(self.names):
-            raise TypeError(f"{self.qualified}: it has no argument of {set(given) - set(self.names)}")
+            raise TypeError(
+                f"{self.qualified}: it has no argument of {set(given) - set(self.names)}"
+            )
         return self.call(*args)
 
     def call(self, *args: Any) -> Any:
         """The op of all its arguments, the shortest way that gives its results.
 
-        Where nothing but its Autograd kernel would see the call, that is called here if a gradient is wanted and skipped if
-        none is. A compiler that traces, torch.jit.trace, torch.func, autocast, modes and subclasses see the op.
+        Where nothing but its Autograd kernel would see the call, that is called here if a gradient
+        is wanted and skipped if none is. A compiler that traces, torch.jit.trace, torch.func,
+        autocast, modes and subclasses see the op.
         """
-        if is_compiling() or forward_ad._current_level >= 0 or transforms_active() or jit_trace() is not None:
+        if (
+            is_compiling()
+            or forward_ad._current_level >= 0
+            or transforms_active()
+            or jit_trace() is not None
+        ):
             return self._seen(args)
         # Trailing defaults are left out: the schema fills them in sooner than it reads them.
         n = self.required
@@ -155,9 +172,12 @@ class Op:
         return self.overload(*args) if is_compiling() else self._by_the_overload(args)
 
     def _by_the_op(self, types: tuple[type, ...], args: tuple) -> Any:
-        """A call of types that the schema has not taken yet: if it refuses them, it does so in the name of the op."""
+        """A call of types that the schema has not taken yet: if it refuses them, it does so in the
+        name of the op."""
         results = self._by_the_overload(args)
-        if _PLAIN.issuperset(types) and not any(types[i] in _TENSORS for i in self.numbers if i < len(types)):
+        if _PLAIN.issuperset(types) and not any(
+            types[i] in _TENSORS for i in self.numbers if i < len(types)
+        ):
             self._served[types] = tuple(i for i, t in enumerate(types) if t is int)
         return results
 
@@ -174,7 +194,8 @@ class Op:
             self.refuse_non_bool(i, args[i] if i < len(args) else kwargs.get(self.names[i], False))
 
     def refuse_non_bool(self, i: int, x: Any) -> None:
-        """torch takes any number and None, which a call in the order of another library would hand over."""
+        """torch takes any number and None, which a call in the order of another library would hand
+        over."""
         if isinstance(x, Tensor):
             self.refuse_number_gradients((*(None,) * i, x))
             if x.dtype is torch.bool and x.dim() == 0:
@@ -184,12 +205,16 @@ class Op:
         raise WrongType(f"{self.said}: {self.names[i]} must be True or False, got {x!r}")
 
     def refuse_types(self, args: Sequence, kwargs: dict[str, Any]) -> None:
-        """WrongType, which says more than torch does, where an argument is of a type that the schema has not."""
+        """WrongType, which says more than torch does, where an argument is of a type that the
+        schema has not."""
         given = dict(zip(self.names, args)) | kwargs
-        refuse_types(self.said, ((n, self._types[n], x) for n, x in given.items() if n in self._types))
+        refuse_types(
+            self.said, ((n, self._types[n], x) for n, x in given.items() if n in self._types)
+        )
 
     def refuse_number_gradients(self, args: Sequence, kwargs: dict[str, Any] | None = None) -> None:
-        """ValueError where an argument that is a number is given as a tensor that wants a gradient."""
+        """ValueError where an argument that is a number is given as a tensor that wants a
+        gradient."""
         for name, x in (kwargs or {}).items():
             if isinstance(x, Tensor) and self.places.get(name) in self.numbers:
                 self.refuse_number_gradients((*(None,) * self.places[name], x))
@@ -202,13 +227,15 @@ class Op:
             if (x.requires_grad and is_grad_enabled()) or has_tangent(x):
                 argument = self.names[i]
                 raise ValueError(
-                    f"{self.said}: {argument} is a number without a gradient, got a tensor that requires one; "
+                    f"{self.said}: {argument} is a number without a gradient, got a tensor that "
+                    f"requires one; "
                     f"pass {argument}.detach()"
                 )
 
 
 def _default(x: Any) -> Any:
-    """A default as public functions hand it on: 0.0 and 1.0 as integers (keywords.keep_defaults_constant), a string interned."""
+    """A default as public functions hand it on: 0.0 and 1.0 as integers
+    (keywords.keep_defaults_constant), a string interned."""
     if type(x) is float and x in (0.0, 1.0):
         return int(x)
     return sys.intern(x) if type(x) is str else x
@@ -219,7 +246,8 @@ def _fit(args: Sequence, ints: Sequence[int]) -> bool:
 
 
 def unwrapped(op: torch._ops.OpOverload) -> Callable:
-    """What op(...) calls, 0.4 us sooner and without `guard` (define.py); torch.compile traces op itself only."""
+    """What op(...) calls, 0.4 us sooner and without `guard` (define.py); torch.compile traces op
+    itself only."""
     call = op._op
     while hasattr(call, "__wrapped__"):
         call = call.__wrapped__

@@ -8,7 +8,15 @@ from collections.abc import Callable
 import torch
 from torch.autograd.graph import increment_version
 
-from .._library import NAMESPACE, any_requires_grad, below_autograd, is_dynamo_compiling, is_grad_enabled, library, ops
+from .._library import (
+    NAMESPACE,
+    any_requires_grad,
+    below_autograd,
+    is_dynamo_compiling,
+    is_grad_enabled,
+    library,
+    ops,
+)
 from . import fakes, parallel
 from .op import Op, unwrapped
 from .wrong_types import refuse_non_tensors
@@ -42,8 +50,8 @@ def define(op: Op, symbolic: Callable) -> None:
         finally:
             _calls.running = inner
         into = kwargs["out"]
-        # As torch's own. Tracers, whose tensors are others, and __torch_dispatch__, which calls from within a call, hold it to a
-        # schema that returns nothing.
+        # As torch's own. Tracers, whose tensors are others, and __torch_dispatch__, which calls
+        # from within a call, hold it to a schema that returns nothing.
         return into if type(into) in _PLAIN and not inner else None
 
     op.out._op = call
@@ -59,7 +67,8 @@ def define(op: Op, symbolic: Callable) -> None:
     def kernel(*args, out, **kwargs):
         if is_grad_enabled() and any_requires_grad(*args, *kwargs.values(), out):
             raise NotImplementedError(
-                f"{NAMESPACE}::{name}: it has no backward and an input requires a gradient; call it under torch.no_grad()"
+                f"{NAMESPACE}::{name}: it has no backward and an input requires a gradient; call "
+                f"it under torch.no_grad()"
             )
         guard = below_autograd()
         try:

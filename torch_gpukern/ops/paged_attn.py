@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""paged_attn and kv_cache_write: public functions and declarations: fakes, autocast rule, FLOPs. Neither has a gradient.
+"""paged_attn and kv_cache_write: public functions and declarations: fakes, autocast rule, FLOPs.
+Neither has a gradient.
 
 Types of paged_attn by the value of return_lse stand in paged_attn.pyi.
 """
@@ -46,14 +47,17 @@ def paged_attn(
 
     ``out[token t of sequence b] = softmax(scale * q_t K_b^T + ...) V_b``, where ``K_b[j]`` is row
     ``j % block_size`` of page ``block_table[b, j // block_size]``. Query t of the n_b of sequence b
-    stands at position ``p = seq_lens[b] - n_b + t`` and sees keys ``p - window_left <= j <= p``, without
+    stands at position ``p = seq_lens[b] - n_b + t`` and sees keys ``p - window_left <= j <= p``,
+    without
     is_causal those up to ``p + window_right``.
 
     Args:
         q: [T, Hq, D] float32, bfloat16, float16 or float64.
         k_cache: [num_blocks, block_size, Hkv, D] in q's dtype or of 8 bits: float8_e4m3fn,
-            float8_e5m2 or int8. Any strides that leave the last dimension contiguous: a cache stored
-            [num_blocks, Hkv, block_size, D] is a transposed view, and a contiguous cache [B, Hkv, S, D] is
+            float8_e5m2 or int8. Any strides that leave the last dimension contiguous: a cache
+            stored
+            [num_blocks, Hkv, block_size, D] is a transposed view, and a contiguous cache [B, Hkv,
+            S, D] is
             one of a single page per sequence.
         v_cache: [num_blocks, block_size, Hkv, Dv], likewise, k_cache's dtype.
         block_table: [B, max_blocks] int32, the pages of each sequence. Only the first
@@ -63,7 +67,8 @@ def paged_attn(
         cu_seqlens_q: [B + 1] int32: sequence b owns query tokens ``cu_seqlens_q[b]`` to
             ``cu_seqlens_q[b + 1]``. None gives each sequence T / B tokens.
         max_seqlen_q: upper bound of the query tokens of a sequence; read with cu_seqlens_q only.
-        scale: factor of the scores, a finite number, at most 1e38 in size unless q is float64; None is
+        scale: factor of the scores, a finite number, at most 1e38 in size unless q is float64; None
+        is
             1 / sqrt(D).
         window_left: keys before its own position that a query sees; -1 is no bound.
         softcap: ``softcap * tanh(s / softcap)``; 0 switches it off.
@@ -73,14 +78,18 @@ def paged_attn(
         k_scale: [] or [Hkv] float32: a key is its stored value times k_scale. Of 8-bit caches also
             [num_blocks, Hkv], a scale for each page and head. None is 1.
         v_scale: likewise for values.
-        is_causal: False lets each query see every key below ``seq_lens[b]`` that the windows let it see.
-        kv_start: [B] int32: sequence b sees keys ``j >= kv_start[b]`` only, as for padding on the left.
+        is_causal: False lets each query see every key below ``seq_lens[b]`` that the windows let it
+        see.
+        kv_start: [B] int32: sequence b sees keys ``j >= kv_start[b]`` only, as for padding on the
+        left.
             Positions stay key indices. Clamped to [0, seq_lens[b]].
-        window_right: keys after its own position that a query sees; -1 is no bound. Windows and is_causal intersect.
-        allow_short: a sequence may have fewer keys than query tokens, which else raises: mostly its new tokens were not
-            counted. Queries then stand at negative positions, and see what is_causal and the windows let them see of the
-            keys from 0 on, as in `flash_attn_varlen`. On CUDA it is served with is_causal or a window_right of 0, and
-            bad contents of such a call are clamped without a report.
+        window_right: keys after its own position that a query sees; -1 is no bound. Windows and
+        is_causal intersect. allow_short: a sequence may have fewer keys than query tokens, which
+        else raises: mostly its new tokens were not
+            counted. Queries then stand at negative positions, and see what is_causal and the
+            windows let them see of the keys from 0 on, as in `flash_attn_varlen`. On CUDA it is
+            served with is_causal or a window_right of 0, and bad contents of such a call are
+            clamped without a report.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -92,8 +101,8 @@ def paged_attn(
     the dtype of the cache where that has 16 bits, and so do sinks of 16 bits.
 
     Raises:
-        ValueError: a shape, dtype, device or value that the op does not take; on the CPU a scale that is read and is not a
-            finite number above 0 (on CUDA it is multiplied as it is).
+        ValueError: a shape, dtype, device or value that the op does not take; on the CPU a scale
+            that is read and is not a finite number above 0 (on CUDA it is multiplied as it is).
         IndexError: on the CPU, contents of block_table, seq_lens or cu_seqlens_q: a length that is
             negative, beyond the table or shorter than its query tokens, a page outside the cache.
             On CUDA they are clamped on the device and the next call or `check_errors` reports them.
@@ -144,12 +153,14 @@ def kv_cache_write(
 
     ``k_cache[s // block_size, s % block_size] = k[t]`` with ``s = slots[t]``, and likewise v; with
     a scale the stored value is ``k / k_scale``, saturated to the range of the cache's dtype and
-    rounded to nearest even. 8-bit caches saturate without a scale, too; infinities become the largest
+    rounded to nearest even. 8-bit caches saturate without a scale, too; infinities become the
+    largest
     finite code, NaN stays NaN (int8: 0).
 
     Args:
-        k: [T, Hkv, D], the cache's dtype; float32, bfloat16, float16 or float64 for 8-bit caches. Any strides. k and v may share memory with the caches: the
-            result is that of reading all of both before anything is written.
+        k: [T, Hkv, D], the cache's dtype; float32, bfloat16, float16 or float64 for 8-bit caches.
+            Any strides. k and v may share memory with the caches: the result is that of reading all
+            of both before anything is written.
         v: [T, Hkv, Dv], k's dtype, any strides.
         k_cache: [num_blocks, block_size, Hkv, D], written in place, any strides: k's dtype or
             float8_e4m3fn, float8_e5m2 or int8.
@@ -163,8 +174,8 @@ def kv_cache_write(
     mode. Autocast casts nothing.
 
     Raises:
-        ValueError: a shape, dtype or device that the op does not take; on the CPU a scale that is used and is not a finite
-            number above 0 (on CUDA it divides as it is).
+        ValueError: a shape, dtype or device that the op does not take; on the CPU a scale that is
+            used and is not a finite number above 0 (on CUDA it divides as it is).
         IndexError: on the CPU, a slot past the end of the cache, before anything is written. On
             CUDA such a token is skipped and the next call or `check_errors` reports it.
 
@@ -184,16 +195,29 @@ def kv_cache_write(
 
 
 def _symbolic(q, k_cache, v_cache, block_table, seq_lens, **_):
-    n = fakes.sizes("paged_attn", q=(q, "T Hq D"), k_cache=(k_cache, "num_blocks block_size Hkv D"),
-                    v_cache=(v_cache, "num_blocks block_size Hkv Dv"), block_table=(block_table, "B max_blocks"),
-                    seq_lens=(seq_lens, "B"))  # fmt: skip
+    n = fakes.sizes(
+        "paged_attn",
+        q=(q, "T Hq D"),
+        k_cache=(k_cache, "num_blocks block_size Hkv D"),
+        v_cache=(v_cache, "num_blocks block_size Hkv Dv"),
+        block_table=(block_table, "B max_blocks"),
+        seq_lens=(seq_lens, "B"),
+    )
     attention.same_group("paged_attn", n["Hq"], "k_cache", n["Hkv"])
-    return q.new_empty((*q.shape[:2], n["Dv"])), q.new_empty(q.shape[:2], dtype=fakes.stats_dtype(q))
+    return q.new_empty((*q.shape[:2], n["Dv"])), q.new_empty(
+        q.shape[:2], dtype=fakes.stats_dtype(q)
+    )
 
 
 def _write_symbolic(k, v, k_cache, v_cache, slots, **_):
-    fakes.sizes("kv_cache_write", k=(k, "T Hkv D"), v=(v, "T Hkv Dv"), k_cache=(k_cache, "num_blocks block_size Hkv D"),
-                v_cache=(v_cache, "num_blocks block_size Hkv Dv"), slots=(slots, "T"))  # fmt: skip
+    fakes.sizes(
+        "kv_cache_write",
+        k=(k, "T Hkv D"),
+        v=(v, "T Hkv Dv"),
+        k_cache=(k_cache, "num_blocks block_size Hkv D"),
+        v_cache=(v_cache, "num_blocks block_size Hkv Dv"),
+        slots=(slots, "T"),
+    )
     return ()
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ops in a process that has torch.distributed.tensor: what must be done before a call, without importing it.
+"""Ops in a process that has torch.distributed.tensor: what must be done before a call, without
+importing it.
 
-The first call after somebody has imported DTensor registers the ops' sharding rules. Inside torch's `context_parallel` a
-tensor is this rank's part of a sequence, which attention cannot see of it: attention is refused there, and SDPA, which
-`context_parallel` replaces, is named.
+The first call after somebody has imported DTensor registers the ops' sharding rules. Inside torch's
+`context_parallel` a tensor is this rank's part of a sequence, which attention cannot see of it:
+attention is refused there, and SDPA, which `context_parallel` replaces, is named.
 """
 
 import math
@@ -24,7 +25,8 @@ _usual: Any = None  # the table of a dispatcher outside context_parallel
 
 
 def before(name: str, whole_sequences: bool) -> None:
-    """Before a call of the op `name`. ValueError inside context_parallel, of one that must see whole sequences."""
+    """Before a call of the op `name`. ValueError inside context_parallel, of one that must see
+    whole sequences."""
     module = _modules.get(_DTENSOR)
     if module is None:
         return
@@ -36,16 +38,22 @@ def before(name: str, whole_sequences: bool) -> None:
 
 def _register() -> None:
     global _registered
-    if not hasattr(_modules[_DTENSOR], "DTensor"):  # it is being imported, and no DTensor is made yet
+    # it is being imported, and no DTensor is made yet
+    if not hasattr(_modules[_DTENSOR], "DTensor"):
         return
     _registered = True
     try:
         from ..integrations import distributed
 
         distributed.register()
-    except (ImportError, AttributeError, TypeError) as error:  # of what torch has no public name for
+    except (
+        ImportError,
+        AttributeError,
+        TypeError,
+    ) as error:  # of what torch has no public name for
         warnings.warn(
-            f"torch_gpukern: the sharding rules do not fit torch {torch.__version__} ({error}); DTensor refuses the ops",
+            f"torch_gpukern: the sharding rules do not fit torch {torch.__version__} ({error}); "
+            f"DTensor refuses the ops",
             stacklevel=4,
         )
 
@@ -61,17 +69,20 @@ def _refuse_part(name: str, module: Any) -> None:
     # context_parallel puts attention of its own here, in a table of its own, while it is active.
     if torch.ops.aten._scaled_dot_product_flash_attention.default in table:
         raise ValueError(
-            f"{NAMESPACE}::{name}: called inside torch's context_parallel, where q, k and v are this rank's part of the "
-            "sequence and it would see no other; call F.scaled_dot_product_attention there, with gpukern as its kernel by "
+            f"{NAMESPACE}::{name}: called inside torch's context_parallel, where q, k and v are "
+            f"this rank's part of the "
+            "sequence and it would see no other; call F.scaled_dot_product_attention there, with "
+            "gpukern as its kernel by "
             "torch_gpukern.integrations.sdpa"
         )
     _usual = table
 
 
 def as_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-    """Tensors of one shape but for the last dimension, as matrices whose rows are all of theirs, in one order. Where they lie alike, it is
-    the order in which they lie, so that nothing is copied. None for DTensors whose rows no order brings together without
-    communication: those sharded in two dimensions, or unevenly.
+    """Tensors of one shape but for the last dimension, as matrices whose rows are all of theirs, in
+    one order. Where they lie alike, it is the order in which they lie, so that nothing is copied.
+    None for DTensors whose rows no order brings together without communication: those sharded in
+    two dimensions, or unevenly.
     """
     dims = tensors[0].dim() - 1
     dtensor = getattr(_modules.get(_DTENSOR), "DTensor", None)
@@ -105,9 +116,12 @@ def _order_of_shards(dims: int, tensors: list[Any]) -> list[int] | None:
 
 
 def _order_of_strides(dims: int, tensors: tuple[torch.Tensor, ...]) -> list[int] | None:
-    """The order in which all of them lie; None where they lie otherwise, or as their dimensions are; and of symbols, which are not compared."""
+    """The order in which all of them lie; None where they lie otherwise, or as their dimensions
+    are; and of symbols, which are not compared."""
     strides = [x.stride() for x in tensors]
-    if any(type(s) is not int for stride in strides for s in stride) or any(x.is_contiguous() for x in tensors):
+    if any(type(s) is not int for stride in strides for s in stride) or any(
+        x.is_contiguous() for x in tensors
+    ):
         return None
     orders = [sorted(range(dims), key=lambda d, stride=stride: -stride[d]) for stride in strides]
     return orders[0] if all(order == orders[0] for order in orders) else None

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""quantize, silu_mul_quantize, rms_norm_quantize and dequantize: the public functions and their declarations."""
+"""quantize, silu_mul_quantize, rms_norm_quantize and dequantize: the public functions and their
+declarations."""
 
 from typing import Literal
 
@@ -26,30 +27,37 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """x as 8-bit codes and scales: ``codes * scale`` is x, rounded to what the codes can hold.
 
-    Of each block ``scale = max(amax / q, 2^-126)`` with q = 448 (float8_e4m3fn), 57344 (float8_e5m2) or 127 (int8), and
-    ``codes = x / scale`` in float32 (float64 of a float64 x), rounded to nearest even and saturated. A block of zeros has a finite
-    scale; one that holds an infinity or NaN has the scale NaN, which every product of it shows.
+    Of each block ``scale = max(amax / q, 2^-126)`` with q = 448 (float8_e4m3fn), 57344
+    (float8_e5m2) or 127 (int8), and ``codes = x / scale`` in float32 (float64 of a float64 x),
+    rounded to nearest even and saturated. A block of zeros has a finite scale; one that holds an
+    infinity or NaN has the scale NaN, which every product of it shows.
 
     Args:
         x: [..., M, K] float32, bfloat16, float16 or float64, any strides.
         dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or ``torch.int8``.
-        granularity: what shares a scale: ``"tensor"``, ``"row"``, ``"1x128"`` (128 columns of a row), ``"128x128"`` or ``"1x32"``
-            (OCP MX 1.0: powers of two, rounded up, so that nothing saturates). Blocks at the ends are shorter.
-        scale_ub: float32 [] or [1], or a number, above 0: amax is at most that; what is larger saturates.
-        scale: the scales to use, in place of those of amax (static quantisation): of the shape and dtype that are returned, above 0.
-            NaN is taken and shown.
+        granularity: what shares a scale: ``"tensor"``, ``"row"``, ``"1x128"`` (128 columns of a
+            row), ``"128x128"`` or ``"1x32"`` (OCP MX 1.0: powers of two, rounded up, so that
+            nothing saturates). Blocks at the ends are shorter.
+        scale_ub: float32 [] or [1], or a number, above 0: amax is at most that; what is larger
+        saturates.
+        scale: the scales to use, in place of those of amax (static quantisation): of the shape and
+            dtype that are returned, above 0. NaN is taken and shown.
 
     Returns:
-        (codes, scale), contiguous. codes [..., M, K]; scale float32, "tensor" [], "row" [..., M, 1], "1x128"
-        [..., M, ceil(K / 128)], "128x128" [..., ceil(M / 128), ceil(K / 128)], "1x32" float8_e8m0fnu [..., M, ceil(K / 32)].
+        (codes, scale), contiguous. codes [..., M, K]; scale float32, "tensor" [], "row" [..., M,
+        1], "1x128"
+        [..., M, ceil(K / 128)], "128x128" [..., ceil(M / 128), ceil(K / 128)], "1x32"
+        float8_e8m0fnu [..., M, ceil(K / 32)].
 
     No gradient: NotImplementedError.
 
     Raises:
-        ValueError: a dtype, granularity or shape that the op does not take; on the CPU a scale or scale_ub of 0 or less (on CUDA
-            codes saturate by 0, and have the other sign by a scale below).
+        ValueError: a dtype, granularity or shape that the op does not take; on the CPU a scale or
+            scale_ub of 0 or less (on CUDA codes saturate by 0, and have the other sign by a scale
+            below).
 
-    Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433; OCP Microscaling Formats 1.0 (2023).
+    Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433; OCP Microscaling
+    Formats 1.0 (2023).
     """
     codes, made = _quantize.call(x, dtype, granularity, _bound("quantize", scale_ub, x), scale)
     return codes, made if scale is None else scale
@@ -66,8 +74,8 @@ def silu_mul_quantize(
     """`quantize` of ``silu(gate) * up``, which is float32 and never rounded to 16 bits.
 
     Args:
-        gate: [..., M, K] float32, bfloat16 or float16, any strides; a half of a larger tensor is read in place.
-        up: shape and dtype of gate, any strides.
+        gate: [..., M, K] float32, bfloat16 or float16, any strides; a half of a larger tensor is
+        read in place. up: shape and dtype of gate, any strides.
         dtype: as in `quantize`.
         granularity: as in `quantize`.
         scale_ub: as in `quantize`.
@@ -110,7 +118,8 @@ def rms_norm_quantize(
         scale_ub: as in `quantize`.
 
     Returns:
-        (codes, scale, h): the first two as `quantize` returns them; h in x's dtype, without a residual x itself.
+        (codes, scale, h): the first two as `quantize` returns them; h in x's dtype, without a
+        residual x itself.
 
     No gradient: NotImplementedError.
 
@@ -120,7 +129,9 @@ def rms_norm_quantize(
     Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), arXiv:1910.07467.
     """
     bound = _bound("rms_norm_quantize", scale_ub, x)
-    codes, scale, h = _rms_norm_quantize.call(x, weight, residual, number(eps), dtype, granularity, bound)
+    codes, scale, h = _rms_norm_quantize.call(
+        x, weight, residual, number(eps), dtype, granularity, bound
+    )
     return codes, scale, x if residual is None else h
 
 
@@ -129,8 +140,9 @@ def dequantize(codes: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.float
 
     Args:
         codes: [..., M, K] float8_e4m3fn, float8_e5m2 or int8, any strides.
-        scale: float32 or float8_e8m0fnu: [] or [1], or [..., Sm, Sk] with Sm of 1, ceil(M / 128), M and Sk of 1, ceil(K / 128),
-            ceil(K / 32); any strides. Leading dimensions are those of codes.
+        scale: float32 or float8_e8m0fnu: [] or [1], or [..., Sm, Sk] with Sm of 1, ceil(M / 128), M
+            and Sk of 1, ceil(K / 128), ceil(K / 32); any strides. Leading dimensions are those of
+            codes.
         dtype: float32, bfloat16, float16 or float64.
 
     Returns:
@@ -150,11 +162,13 @@ def _bound(op: str, scale_ub: Tensor | float | None, x: Tensor) -> Tensor | None
     if scale_ub is None or isinstance(scale_ub, Tensor):
         return scale_ub
     if not isinstance(scale_ub, (int, float)) or not scale_ub > 0:
-        raise ValueError(f"{NAMESPACE}::{op}: scale_ub must be a number above 0 or a Tensor, got {scale_ub!r}")
+        raise ValueError(
+            f"{NAMESPACE}::{op}: scale_ub must be a number above 0 or a Tensor, got {scale_ub!r}"
+        )
     return torch.full((), scale_ub, dtype=torch.float32, device=x.device)
 
 
-# ---- shapes of symbols -------------------------------------------------------------------------------
+# ---- shapes of symbols ---------------------------------------------------------------------------
 
 
 def _scale(x: Tensor, granularity: str) -> Tensor:
@@ -162,7 +176,9 @@ def _scale(x: Tensor, granularity: str) -> Tensor:
     if granularity == "tensor":
         return x.new_empty((), dtype=dtype)
     *lead, k = x.shape
-    blocks = 1 if granularity == "row" else (k + 31) // 32 if granularity == "1x32" else (k + 127) // 128
+    blocks = (
+        1 if granularity == "row" else (k + 31) // 32 if granularity == "1x32" else (k + 127) // 128
+    )
     if granularity == "128x128":
         lead[-1] = (lead[-1] + 127) // 128
     return x.new_empty((*lead, blocks), dtype=dtype)
@@ -183,13 +199,14 @@ def _norm_symbolic(x, residual, dtype, granularity, **_):
 
 
 def _dequantize_symbolic(codes, dtype, **_):
-    if isinstance(dtype, int):  # the schema's default, which torch passes to a fake function as a number
+    # the schema's default, which torch passes to a fake function as a number
+    if isinstance(dtype, int):
         dtype = torch.float32
     return (codes.new_empty(codes.shape, dtype=dtype),)
 
 
 def _refusal(name: str) -> str:
-    return f"{name}: it has no backward; train through torch_gpukern.nn's layers, whose rule goes straight through the rounding"
+    return f"{name}: it has no backward; train through torch_gpukern.nn's layers, whose rule goes straight through the rounding"  # noqa: E501
 
 
 _quantize = define_op("quantize", public=quantize, symbolic=_symbolic, refuse=_refusal("quantize"))
@@ -207,4 +224,6 @@ _rms_norm_quantize = define_op(
     refuse=_refusal("rms_norm_quantize"),
     autocast=autocast.widest("x", "residual", vectors=("weight",)),
 )
-_dequantize = define_op("dequantize", public=dequantize, symbolic=_dequantize_symbolic, refuse=_refusal("dequantize"))
+_dequantize = define_op(
+    "dequantize", public=dequantize, symbolic=_dequantize_symbolic, refuse=_refusal("dequantize")
+)

@@ -19,7 +19,8 @@ _E4M3 = torch.float8_e4m3fn
 
 
 class QuantizedAttn(NamedTuple):
-    """What `quantize_attn` returns, named as `flash_attn` names its arguments: ``flash_attn(**quantized._asdict())``."""
+    """What `quantize_attn` returns, named as `flash_attn` names its arguments:
+    ``flash_attn(**quantized._asdict())``."""
 
     q: Tensor
     k: Tensor
@@ -39,7 +40,8 @@ def quantize_attn(
     hadamard: bool = False,
     center_v: bool = True,
 ) -> QuantizedAttn:
-    """q, k and v for `flash_attn` and `flash_attn_varlen` in float8_e4m3fn: ``flash_attn(**quantize_attn(q, k, v)._asdict())``.
+    """q, k and v for `flash_attn` and `flash_attn_varlen` in float8_e4m3fn:
+    ``flash_attn(**quantize_attn(q, k, v)._asdict())``.
 
     Each is codes times scales, as `quantize` makes them: ``scale = max(amax / 448, 2^-126)``.
 
@@ -47,25 +49,27 @@ def quantize_attn(
         q: [B, Hq, S, D], or packed [T, Hq, D]; float32, bfloat16 or float16, any strides.
         k: [B, Hkv, Sk, D], or packed [T, Hkv, D], q's dtype.
         v: [B, Hkv, Sk, Dv], or packed [T, Hkv, Dv], q's dtype.
-        per: what shares a scale: ``"tensor"``, a ``"head"`` of a sequence (packed: of all sequences), or a ``"block"`` of 128 tokens
-            of a head, which packed tensors cannot have.
-        hadamard: rotate q and k by one orthogonal matrix, a Hadamard matrix with the signs of its rows drawn once and for all. Scores
-            stay what they are, and what was large in few columns is spread over all. Where D is no power of two its blocks are
-            as large as the power of two that divides it.
-        center_v: take the mean over tokens from v, a channel at a time, and return it as v_mean. What the values have in common is
-            then neither rounded to 4 bits nor summed in few.
+        per: what shares a scale: ``"tensor"``, a ``"head"`` of a sequence (packed: of all
+            sequences), or a ``"block"`` of 128 tokens of a head, which packed tensors cannot have.
+        hadamard: rotate q and k by one orthogonal matrix, a Hadamard matrix with the signs of its
+            rows drawn once and for all. Scores stay what they are, and what was large in few
+            columns is spread over all. Where D is no power of two its blocks are as large as the
+            power of two that divides it.
+        center_v: take the mean over tokens from v, a channel at a time, and return it as v_mean.
+            What the values have in common is then neither rounded to 4 bits nor summed in few.
 
     Returns:
-        QuantizedAttn: codes q, k and v, contiguous; q_scale, k_scale and v_scale float32 [], [B, H] (packed [H]) or
-        [B, H, ceil(S / 128)]; v_mean float32 [B, Hkv, Dv] (packed [Hkv, Dv]), None without center_v.
+        QuantizedAttn: codes q, k and v, contiguous; q_scale, k_scale and v_scale float32 [], [B, H]
+        (packed [H]) or [B, H, ceil(S / 128)]; v_mean float32 [B, Hkv, Dv] (packed [Hkv, Dv]), None
+        without center_v.
 
     No gradient: NotImplementedError.
 
     Raises:
         ValueError: a shape, dtype or `per` that it does not take.
 
-    Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433; the rotation: Ashkboos et al., "QuaRot" (2024),
-    arXiv:2404.00456.
+    Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433; the rotation:
+    Ashkboos et al., "QuaRot" (2024), arXiv:2404.00456.
     """
     refuse_non_tensors(f"{NAMESPACE}::quantize_attn", q=q, k=k, v=v)
     refuse_non_bool(f"{NAMESPACE}::quantize_attn", "hadamard", hadamard)
@@ -103,7 +107,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, per: str) -> None:
     if k.shape[-1] != q.shape[-1]:
         refuse(f"k has head_dim {k.shape[-1]}, q has {q.shape[-1]}; they must match")
     if k.shape[:-1] != v.shape[:-1]:
-        refuse(f"v must have the tokens and heads of k, {list(k.shape[:-1])}, got {list(v.shape[:-1])}")
+        refuse(
+            f"v must have the tokens and heads of k, {list(k.shape[:-1])}, got {list(v.shape[:-1])}"
+        )
     if q.dim() == 4 and q.shape[0] != k.shape[0]:
         refuse(f"k has batch {k.shape[0]}, q has {q.shape[0]}; they must match")
     if k.shape[1] and q.shape[1] % k.shape[1]:
@@ -132,11 +138,12 @@ def _quantized(x: Tensor, per: str) -> tuple[Tensor, Tensor]:
 
 
 def _signs(q: Tensor) -> Tensor:
-    """[D, D] of 1, -1 and, outside blocks of a power of two, 0, in q's dtype; its rows are orthogonal.
+    """[D, D] of 1, -1 and, outside blocks of a power of two, 0, in q's dtype; its rows are
+    orthogonal.
 
-    Made by arithmetic on q's device, so that it is captured and compiled as any op is. Sylvester's matrix has -1 at (i, j) where
-    i & j has an odd number of ones; the signs of its rows are bits of a product with the golden ratio, so that no row of q that
-    people make is one of it.
+    Made by arithmetic on q's device, so that it is captured and compiled as any op is. Sylvester's
+    matrix has -1 at (i, j) where i & j has an odd number of ones; the signs of its rows are bits of
+    a product with the golden ratio, so that no row of q that people make is one of it.
     """
     dim = q.shape[-1]
     block = _block(dim)

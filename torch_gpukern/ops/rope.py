@@ -18,32 +18,35 @@ def rope(
     *,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Rotates pairs of columns of queries and keys by the angles of their tokens' positions, both in one launch.
+    """Rotates pairs of columns of queries and keys by the angles of their tokens' positions, both
+    in one launch.
 
     In float32, rounded once (float64 for float64)::
 
         (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
 
     Args:
-        q: [B, Hq, S, D], or packed [T, Hq, D]; float32, bfloat16, float16 or float64, any strides; where the last
-            dimension is not dense it is copied first.
+        q: [B, Hq, S, D], or packed [T, Hq, D]; float32, bfloat16, float16 or float64, any strides;
+            where the last dimension is not dense it is copied first.
         k: [B, Hkv, S, D], or packed [T, Hkv, D], q's dtype.
-        cos: [P, R / 2] float32 (or float64 beside float64), a row for each position. The first R <= D columns are rotated, the others copied.
-        sin: likewise.
-        positions: [S] or [B, S] (packed [T]), int32 or int64, rows of cos and sin; 0 .. S - 1 where not given.
-        interleaved: x1, x2 are columns 2 i and 2 i + 1; else columns i and i + R / 2.
+        cos: [P, R / 2] float32 (or float64 beside float64), a row for each position. The first R <=
+        D columns are rotated, the others copied. sin: likewise.
+        positions: [S] or [B, S] (packed [T]), int32 or int64, rows of cos and sin; 0 .. S - 1 where
+        not given. interleaved: x1, x2 are columns 2 i and 2 i + 1; else columns i and i + R / 2.
 
     Returns:
         (q, k) rotated, in their dtype, each stored in the order of its argument's dimensions.
 
-    Gradients: q and k; twice differentiable in them. Under autocast both take the wider of their dtypes.
+    Gradients: q and k; twice differentiable in them. Under autocast both take the wider of their
+    dtypes.
 
     Raises:
         ValueError: a shape or dtype that the op does not take.
-        IndexError: a position outside cos. On CUDA the last row serves it, and the error is raised by the next call
-            of an op or by `check_errors`.
+        IndexError: a position outside cos. On CUDA the last row serves it, and the error is raised
+            by the next call of an op or by `check_errors`.
 
-    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), arXiv:2104.09864.
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021),
+    arXiv:2104.09864.
     """
     return _rope.call(q, k, cos, sin, positions, interleaved, False)
 
@@ -61,12 +64,20 @@ def _save(needs, args, out_q, out_k):
 
 
 def _backward(needs, cos, sin, positions, interleaved, inverse, grad_out_q, grad_out_k, **_):
-    how = {"cos": cos, "sin": sin, "positions": positions, "interleaved": interleaved, "inverse": not inverse}
+    how = {
+        "cos": cos,
+        "sin": sin,
+        "positions": positions,
+        "interleaved": interleaved,
+        "inverse": not inverse,
+    }
     made: dict[str, Tensor | None] = {"q": None, "k": None}
     grads = {"q": grad_out_q, "k": grad_out_k if "k" in needs else None}
     given = [name for name, grad in grads.items() if grad is not None]
     if given:
-        results = _rope.call_named(q=grads[given[0]], k=grads[given[1]] if len(given) > 1 else None, **how)
+        results = _rope.call_named(
+            q=grads[given[0]], k=grads[given[1]] if len(given) > 1 else None, **how
+        )
         made.update(zip(given, results, strict=False))
     return made
 

@@ -30,15 +30,18 @@ def rope_kv_write(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Rotates new queries and keys and writes keys and values into the pages of a cache; returns the rotated queries.
+    """Rotates new queries and keys and writes keys and values into the pages of a cache; returns
+    the rotated queries.
 
-    Each head of q and k is first normalised where a weight is given, ``x / sqrt(mean(x^2) + eps) * weight``, then rotated as
-    `rope` does, both in float32 and rounded once: q to its dtype, k to the cache's. Keys and values are written as
-    `kv_cache_write` does, 8-bit caches included. One launch on CUDA.
+    Each head of q and k is first normalised where a weight is given, ``x / sqrt(mean(x^2) + eps) *
+    weight``, then rotated as `rope` does, both in float32 and rounded once: q to its dtype, k to
+    the cache's. Keys and values are written as `kv_cache_write` does, 8-bit caches included. One
+    launch on CUDA.
 
     Args:
-        q: [T, Hq, D] float32, bfloat16, float16 or float64, any strides; where the last dimension of q, k or v is not dense
-            it is copied first. All three may share memory with the caches.
+        q: [T, Hq, D] float32, bfloat16, float16 or float64, any strides; where the last dimension
+            of q, k or v is not dense it is copied first. All three may share memory with the
+            caches.
         k: [T, Hkv, D], q's dtype.
         v: [T, Hkv, Dv], q's dtype.
         cos: [P, R / 2] float32 (or float64 beside float64): the first R <= D columns are rotated.
@@ -46,8 +49,8 @@ def rope_kv_write(
         positions: [T] int32 or int64, rows of cos and sin.
         k_cache: [num_blocks, block_size, Hkv, D], q's dtype or of 8 bits, written in place.
         v_cache: [num_blocks, block_size, Hkv, Dv], likewise.
-        slots: [T] int64 or int32. A token with a negative slot is not written; its query is rotated all the same.
-        q_weight: [D] q's dtype, or float32 beside 16 bits; None: q is not normalised.
+        slots: [T] int64 or int32. A token with a negative slot is not written; its query is rotated
+        all the same. q_weight: [D] q's dtype, or float32 beside 16 bits; None: q is not normalised.
         k_weight: [D], likewise for k.
         eps: of the norm.
         interleaved: as in `rope`.
@@ -61,27 +64,41 @@ def rope_kv_write(
 
     Raises:
         ValueError: a shape, dtype or device that the op does not take.
-        IndexError: a position outside cos, or a slot past the end of the cache. On the CPU nothing has been written then; on
-            CUDA the last row of cos serves the token, or the token is not written, and the next call or `check_errors` reports it.
+        IndexError: a position outside cos, or a slot past the end of the cache. On the CPU nothing
+            has been written then; on CUDA the last row of cos serves the token, or the token is not
+            written, and the next call or `check_errors` reports it.
 
-    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), arXiv:2104.09864; Henry et al.,
-    "Query-Key Normalization for Transformers" (2020), arXiv:2010.04245, with an RMS norm.
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021),
+    arXiv:2104.09864; Henry et al., "Query-Key Normalization for Transformers" (2020),
+    arXiv:2010.04245, with an RMS norm.
     """
     needed = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "positions": positions}
     needed |= {"k_cache": k_cache, "v_cache": v_cache, "slots": slots}
     other = {"q_weight": q_weight, "k_weight": k_weight, "k_scale": k_scale, "v_scale": v_scale}
-    refuse_non_tensors(_op.said, **needed, **{name: x for name, x in other.items() if x is not None})
+    refuse_non_tensors(
+        _op.said, **needed, **{name: x for name, x in other.items() if x is not None}
+    )
     refuse_non_bool(_op.said, "interleaved", interleaved)
     args = *needed.values(), q_weight, k_weight, number(eps), interleaved, k_scale, v_scale
     if traced() or (is_grad_enabled() and any_requires_grad(*args)):
         return _op.overload(*args)
-    return _write(*args)  # what the Autograd kernel would do, without the dispatcher's way there and back
+    # what the Autograd kernel would do, without the dispatcher's way there and back
+    return _write(*args)
 
 
 def _symbolic(q, k, v, cos, sin, positions, k_cache, v_cache, slots, **_):
-    fakes.sizes("rope_kv_write", q=(q, "T Hq D"), k=(k, "T Hkv D"), v=(v, "T Hkv Dv"), cos=(cos, "P R/2"),
-                sin=(sin, "P R/2"), positions=(positions, "T"), k_cache=(k_cache, "num_blocks block_size Hkv D"),
-                v_cache=(v_cache, "num_blocks block_size Hkv Dv"), slots=(slots, "T"))  # fmt: skip
+    fakes.sizes(
+        "rope_kv_write",
+        q=(q, "T Hq D"),
+        k=(k, "T Hkv D"),
+        v=(v, "T Hkv Dv"),
+        cos=(cos, "P R/2"),
+        sin=(sin, "P R/2"),
+        positions=(positions, "T"),
+        k_cache=(k_cache, "num_blocks block_size Hkv D"),
+        v_cache=(v_cache, "num_blocks block_size Hkv Dv"),
+        slots=(slots, "T"),
+    )
     return (q.new_empty(q.shape),)
 
 

@@ -33,24 +33,28 @@ def scaled_gemm(
 
     ``out = activation(sum_k (a * scale_a) (b * scale_b) + beta * c + bias)``
 
-    All of it is float32 and rounded once. Sums of int8 within a block of scales are exact int32; with one scale along K that is
-    all of it. On CUDA those of powers of two in a byte along K may be float32, too. Scales are read in their natural order, whatever their strides, and every mix of them is taken.
+    All of it is float32 and rounded once. Sums of int8 within a block of scales are exact int32;
+    with one scale along K that is all of it. On CUDA those of powers of two in a byte along K may
+    be float32, too. Scales are read in their natural order, whatever their strides, and every mix
+    of them is taken.
 
     Args:
         a: [M, K] float8_e4m3fn or float8_e5m2, or int8; any strides.
         b: [K, N] likewise, int8 with int8 alone; any strides.
-        scale_a: float32 or float8_e8m0fnu: [] or [1], or [Sm, Sk] with Sm of 1, ceil(M / 128), M and Sk of 1, ceil(K / 128),
-            ceil(K / 32): element (i, k) has the scale of its row or block. `quantize` makes them.
+        scale_a: float32 or float8_e8m0fnu: [] or [1], or [Sm, Sk] with Sm of 1, ceil(M / 128), M
+            and Sk of 1, ceil(K / 128), ceil(K / 32): element (i, k) has the scale of its row or
+            block. `quantize` makes them.
         scale_b: likewise [Sk, Sn]; a transposed scale of a transposed weight is one.
         bias: [N] of the result's dtype; beside an 8-bit result float32 or bfloat16.
         c: likewise, broadcasts to [M, N]; with ``beta=0`` it is not read.
         beta: factor of c.
-        out_scale: float32 [] or [1]: an 8-bit result is divided by it, rounded to nearest even and saturated.
-        activation: as in `gemm`.
+        out_scale: float32 [] or [1]: an 8-bit result is divided by it, rounded to nearest even and
+        saturated. activation: as in `gemm`.
         out_dtype: bfloat16 (the default), float16, float32, float8_e4m3fn, float8_e5m2 or int8.
-        accumulate: ``"precise"``: no sum in the few bits that Hopper's 8-bit instruction keeps spans more than 128 of K;
-            ``"fast"``: it may span all of K, which costs 2e-1 of the result where summands have one sign and K is 16384. For 8-bit
-            floats with one scale along K.
+        accumulate: ``"precise"``: no sum in the few bits that Hopper's 8-bit instruction keeps
+            spans more than 128 of K; ``"fast"``: it may span all of K, which costs 2e-1 of the
+            result where summands have one sign and K is 16384. For 8-bit floats with one scale
+            along K.
 
     Returns:
         [M, N] contiguous. K = 0 gives ``activation(beta * c + bias)``, of finite scales.
@@ -58,12 +62,15 @@ def scaled_gemm(
     No gradient: NotImplementedError.
 
     Raises:
-        ValueError: a dtype, shape, scale or word that the op does not take; int8 with one scale along a K over 131071, where a sum
-            may leave int32.
+        ValueError: a dtype, shape, scale or word that the op does not take; int8 with one scale
+            along a K over 131071, where a sum may leave int32.
 
-    DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), arXiv:2412.19437, section 3.3 (blocks, and sums in two levels).
+    DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), arXiv:2412.19437, section 3.3 (blocks, and
+    sums in two levels).
     """
-    return _scaled_gemm.call(a, b, scale_a, scale_b, bias, c, beta, out_scale, activation, out_dtype, accumulate)
+    return _scaled_gemm.call(
+        a, b, scale_a, scale_b, bias, c, beta, out_scale, activation, out_dtype, accumulate
+    )
 
 
 def _symbolic(a, b, out_dtype, **_):
@@ -81,6 +88,7 @@ _scaled_gemm = define_op(
     "scaled_gemm",
     public=scaled_gemm,
     symbolic=_symbolic,
-    refuse="scaled_gemm: it has no backward; train through torch_gpukern.nn's layers, whose rule goes straight through the rounding",
+    refuse="scaled_gemm: it has no backward; train through torch_gpukern.nn's layers, whose rule "
+    "goes straight through the rounding",
     flops=_flops,
 )

@@ -20,15 +20,17 @@ def softmax(x: Tensor, *, scale: float = 1.0, lengths: Tensor | None = None) -> 
         out = exp(scale * x - max) / sum(exp(scale * x - max))
 
     Args:
-        x: [..., N], float32, bfloat16, float16 or float64; N is 1 or more. Leading dimensions may have any
-            strides; where the last one is not dense x is copied first.
+        x: [..., N], float32, bfloat16, float16 or float64; N is 1 or more. Leading dimensions may
+            have any strides; where the last one is not dense x is copied first.
         scale: finite.
-        lengths: [...] int32, x's shape without the last dimension: how many columns of the row take part. The
-            others give 0 and are not read; so does every column of a row of length 0. Values are clamped to
+        lengths: [...] int32, x's shape without the last dimension: how many columns of the row take
+            part. The others give 0 and are not read; so does every column of a row of length 0.
+            Values are clamped to
             [0, N]; no length is read on the host.
 
     Returns:
-        [..., N] contiguous, in x's dtype. A row with a NaN or +inf, or of -inf alone, is NaN, as in torch.
+        [..., N] contiguous, in x's dtype. A row with a NaN or +inf, or of -inf alone, is NaN, as in
+        torch.
 
     Gradient: x. Not twice differentiable.
 
@@ -48,12 +50,13 @@ def log_softmax(x: Tensor, *, scale: float = 1.0) -> Tensor:
         out = scale * x - max - log(sum(exp(scale * x - max)))
 
     Args:
-        x: [..., N], float32, bfloat16, float16 or float64; N is 1 or more. Leading dimensions may have any
-            strides; where the last one is not dense x is copied first.
+        x: [..., N], float32, bfloat16, float16 or float64; N is 1 or more. Leading dimensions may
+            have any strides; where the last one is not dense x is copied first.
         scale: finite.
 
     Returns:
-        [..., N] contiguous, in x's dtype. A row with a NaN or +inf, or of -inf alone, is NaN, as in torch.
+        [..., N] contiguous, in x's dtype. A row with a NaN or +inf, or of -inf alone, is NaN, as in
+        torch.
 
     Gradient: x. Not twice differentiable.
 

@@ -11,19 +11,21 @@ __all__ = ["sparse_gemm", "sparse_pack"]
 
 
 def sparse_pack(w: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight of which two of every four elements along K are zero, as the other two and where they stand.
+    """A weight of which two of every four elements along K are zero, as the other two and where
+    they stand.
 
     Args:
-        w: [N, K], K a multiple of 4, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8; any strides. A NaN is no zero.
+        w: [N, K], K a multiple of 4, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8; any
+        strides. A NaN is no zero.
 
     Returns:
-        (values, meta): values [N, K / 2] of w's dtype, the non-zeros of each four in order, zeros at the lowest free places where
-        there are fewer than two; meta [N, ceil(K / 8)] uint8, four bits for each four, low ones first: the places of the two, the
-        first in the low two bits.
+        (values, meta): values [N, K / 2] of w's dtype, the non-zeros of each four in order, zeros
+        at the lowest free places where there are fewer than two; meta [N, ceil(K / 8)] uint8, four
+        bits for each four, low ones first: the places of the two, the first in the low two bits.
 
     Raises:
-        ValueError: a dtype or shape that the op does not take; more than two non-zeros of four (on the CPU; a GPU keeps the first
-            two).
+        ValueError: a dtype or shape that the op does not take; more than two non-zeros of four (on
+            the CPU; a GPU keeps the first two).
 
     Mishra et al., "Accelerating Sparse Deep Neural Networks" (2021), arXiv:2104.08378.
     """
@@ -41,14 +43,16 @@ def sparse_gemm(
     activation: Activation = "none",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Activations times a 2:4 sparse weight: ``out = activation((a @ w.T) * scale_a * scale_b + bias)``.
+    """Activations times a 2:4 sparse weight: ``out = activation((a @ w.T) * scale_a * scale_b +
+    bias)``.
 
     Sums are float32, of int8 exact int32; rounded once.
 
     Args:
         a: [M, K] of the weight's dtype, of 8-bit floats either; any strides, any M.
         values: what `sparse_pack` returned for w [N, K]; rows may be narrowed.
-        meta: likewise. It is trusted: with bytes that `sparse_pack` does not make results are undefined.
+        meta: likewise. It is trusted: with bytes that `sparse_pack` does not make results are
+        undefined.
         scale_a: of 8 bits: float32 or float8_e8m0fnu [], [1] or [M, 1]; None is 1.
         scale_b: likewise [], [1] or [1, N].
         bias: [N] of the result's dtype.
@@ -58,7 +62,8 @@ def sparse_gemm(
     Returns:
         [M, N] contiguous.
 
-    No gradient: NotImplementedError. Under autocast a float32 a and the bias are cast to a 16-bit weight's dtype.
+    No gradient: NotImplementedError. Under autocast a float32 a and the bias are cast to a 16-bit
+    weight's dtype.
 
     Raises:
         ValueError: a dtype or shape that the op does not take.
@@ -90,7 +95,10 @@ def _cast(_, to, a, values, bias, out_dtype, **rest):
 
 
 _sparse_pack = define_op(
-    "sparse_pack", public=sparse_pack, symbolic=_pack_symbolic, refuse="sparse_pack: it has no backward"
+    "sparse_pack",
+    public=sparse_pack,
+    symbolic=_pack_symbolic,
+    refuse="sparse_pack: it has no backward",
 )
 _sparse_gemm = define_op(
     "sparse_gemm",

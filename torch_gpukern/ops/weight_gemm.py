@@ -33,21 +33,25 @@ def pack_weight(q: Tensor, format: WeightFormat, *, scale: Tensor | None = None)
     """The codes of a weight in the order in which `weight_gemm` reads them, on every device.
 
     Args:
-        q: [N, K], an element a code, any strides: int8 for ``"int4"`` (-8 to 7) and ``"int8"``, uint8 for ``"uint4"`` (0 to 15),
-            ``"mxfp4"`` and ``"nvfp4"`` (0 to 15: a sign bit, then e2m1: 0, .5, 1, 1.5, 2, 3, 4, 6), float8_e4m3fn for ``"e4m3"``.
+        q: [N, K], an element a code, any strides: int8 for ``"int4"`` (-8 to 7) and ``"int8"``,
+            uint8 for ``"uint4"`` (0 to 15), ``"mxfp4"`` and ``"nvfp4"`` (0 to 15: a sign bit, then
+            e2m1: 0, .5, 1, 1.5, 2, 3, 4, 6), float8_e4m3fn for ``"e4m3"``.
         format: one of these.
-        scale: the scales that will go with them, [ceil(K / g), N]: looked at, not packed. Their values must be finite and
-            positive, which waits for the device.
+        scale: the scales that will go with them, [ceil(K / g), N]: looked at, not packed. Their
+            values must be finite and positive, which waits for the device.
 
     Returns:
-        uint8 [ceil(N / 64), ceil(K / 64), 2048 or, of 8 bits, 4096]. Its first two dimensions may be narrowed: a slice of tiles is
-        the packed slice of the weight, so that shards of a weight are shards of this. Codes beyond N and K are 0.
+        uint8 [ceil(N / 64), ceil(K / 64), 2048 or, of 8 bits, 4096]. Its first two dimensions may
+        be narrowed: a slice of tiles is the packed slice of the weight, so that shards of a weight
+        are shards of this. Codes beyond N and K are 0.
 
     Raises:
-        ValueError: a dtype, shape or format that the op does not take; a scale of another shape, or not positive and finite.
-        IndexError: a code that the format does not have (on the CPU; a GPU takes the low four bits).
+        ValueError: a dtype, shape or format that the op does not take; a scale of another shape, or
+        not positive and finite. IndexError: a code that the format does not have (on the CPU; a GPU
+        takes the low four bits).
 
-    Frantar et al., "MARLIN" (2024), arXiv:2408.11743: weights in the order of the tensor cores' fragments.
+    Frantar et al., "MARLIN" (2024), arXiv:2408.11743: weights in the order of the tensor cores'
+    fragments.
     """
     packed = _pack_weight.call(q, format)
     if scale is not None:
@@ -62,7 +66,8 @@ def _check_scale(q: Tensor, scale: Tensor) -> None:
     groups = {1, *(-(-k // g) for g in (16, 32, 64, 128, 256))}
     if scale.dim() != 2 or scale.shape[1] != q.shape[0] or scale.shape[0] not in groups:
         raise ValueError(
-            f"{op}: scale must have shape [ceil(K / g), N], g 16, 32, 64, 128, 256 or K, with K {k} and N {q.shape[0]}, "
+            f"{op}: scale must have shape [ceil(K / g), N], g 16, 32, 64, 128, 256 or K, with K "
+            f"{k} and N {q.shape[0]}, "
             f"got {list(scale.shape)}"
         )
     if not scale.is_floating_point():
@@ -76,7 +81,8 @@ def unpack_weight(packed: Tensor, n: int, k: int, format: WeightFormat) -> Tenso
     """The codes that `pack_weight` packed, bit for bit.
 
     Args:
-        packed: uint8 [ceil(n / 64), ceil(k / 64), bytes]; the first two dimensions may have any strides.
+        packed: uint8 [ceil(n / 64), ceil(k / 64), bytes]; the first two dimensions may have any
+        strides.
         n: rows of the weight.
         k: its columns.
         format: the format that it was packed in.
@@ -108,29 +114,32 @@ def weight_gemm(
 ) -> Tensor:
     """Activations times a packed weight of few bits.
 
-    ``out = activation(a @ w.T + bias)`` with ``w [N, K] = (code - zero) * scale * global_scale`` rounded to a's dtype, sums in
-    float32. Of a float8_e4m3fn a each group's float32 sum is multiplied by its scale instead; so is it on CUDA for a small M of
-    any a, whose weights then are not rounded.
+    ``out = activation(a @ w.T + bias)`` with ``w [N, K] = (code - zero) * scale * global_scale``
+    rounded to a's dtype, sums in float32. Of a float8_e4m3fn a each group's float32 sum is
+    multiplied by its scale instead; so is it on CUDA for a small M of any a, whose weights then are
+    not rounded.
 
     Args:
         a: [..., M, K] bfloat16 or float16, any strides; or float8_e4m3fn, with scale_a.
         packed: what `pack_weight` returned for [N, K], or a slice of it.
-        scale: [ceil(K / g), N], g of 16, 32, 64, 128, 256 or K: a group of k shares a scale. a's dtype (of an e4m3 a bfloat16) or
-            float32; "mxfp4": float8_e8m0fnu or float32, g 32; "nvfp4": float8_e4m3fn or float32, g 16. Any strides.
+        scale: [ceil(K / g), N], g of 16, 32, 64, 128, 256 or K: a group of k shares a scale. a's
+            dtype (of an e4m3 a bfloat16) or float32; "mxfp4": float8_e8m0fnu or float32, g 32;
+            "nvfp4": float8_e4m3fn or float32, g 16. Any strides.
         n: rows of the weight, columns of the result.
         format: the format of packed.
         zero: uint8 like scale, for "uint4"; None is 8.
         global_scale: float32 [] or [1], for "nvfp4".
-        scale_a: float32 [], [1] or [..., M, 1], for a float8_e4m3fn a: of its rows, as `quantize` makes them.
-        bias: [N] in the result's dtype or float32.
+        scale_a: float32 [], [1] or [..., M, 1], for a float8_e4m3fn a: of its rows, as `quantize`
+        makes them. bias: [N] in the result's dtype or float32.
         activation: as in `gemm`.
         out_dtype: a's dtype (the default; of a float8_e4m3fn a bfloat16 or float16) or float32.
 
     Returns:
-        [..., M, N] contiguous. A row of a that is one 1 and zeros gives a column of the decoded weight bit for bit.
+        [..., M, N] contiguous. A row of a that is one 1 and zeros gives a column of the decoded
+        weight bit for bit.
 
-    Gradients: of a 16-bit a, by the decoded weight, and of bias, without an activation; others raise NotImplementedError.
-    Under autocast a float32 a is cast.
+    Gradients: of a 16-bit a, by the decoded weight, and of bias, without an activation; others
+    raise NotImplementedError. Under autocast a float32 a is cast.
 
     Raises:
         ValueError: a dtype, shape or format that the op does not take.
@@ -139,16 +148,22 @@ def weight_gemm(
     """
     if isinstance(scale_a, Tensor) and scale_a.dim() > 2 and scale_a.shape[:-1] == a.shape[:-1]:
         scale_a = scale_a.flatten(0, -2)  # the op counts rows over all leading dimensions
-    return _weight_gemm.call(a, packed, scale, n, format, zero, global_scale, scale_a, bias, activation, out_dtype)
+    return _weight_gemm.call(
+        a, packed, scale, n, format, zero, global_scale, scale_a, bias, activation, out_dtype
+    )
 
 
-# ---- shapes of symbols -------------------------------------------------------------------------------
+# ---- shapes of symbols ---------------------------------------------------------------------------
 
 
 def _pack_symbolic(q, format, **_):
     n, k = q.shape
-    tile = _TILE * _TILE // (1 if _CODES[format] in (torch.float8_e4m3fn,) or format == "int8" else 2)
-    return (q.new_empty(((n + _TILE - 1) // _TILE, (k + _TILE - 1) // _TILE, tile), dtype=torch.uint8),)
+    tile = (
+        _TILE * _TILE // (1 if _CODES[format] in (torch.float8_e4m3fn,) or format == "int8" else 2)
+    )
+    return (
+        q.new_empty(((n + _TILE - 1) // _TILE, (k + _TILE - 1) // _TILE, tile), dtype=torch.uint8),
+    )
 
 
 def _unpack_symbolic(packed, n, k, format, **_):
@@ -174,7 +189,8 @@ def decode_weight(
     zero: Tensor | None = None,
     global_scale: Tensor | None = None,
 ) -> Tensor:
-    """The weight [n, k] that `weight_gemm` multiplies by: ``(code - zero) * scale * global_scale`` in float32, rounded to dtype."""
+    """The weight [n, k] that `weight_gemm` multiplies by: ``(code - zero) * scale * global_scale``
+    in float32, rounded to dtype."""
     codes = unpack_weight(packed, n, k, format)
     if format in ("mxfp4", "nvfp4"):
         values = torch.tensor(_E2M1, device=codes.device)[codes.int()]
@@ -189,22 +205,28 @@ def decode_weight(
 def _of_each_k(x: Tensor, k: int) -> Tensor:
     """[ceil(K / g), N] -> [N, K], or [N, 1] where one group has all of K; float32"""
     groups = x.shape[0]
-    group = k if groups == 1 else next(g for g in (256, 128, 64, 32, 16) if (k + g - 1) // g == groups)
+    group = (
+        k if groups == 1 else next(g for g in (256, 128, 64, 32, 16) if (k + g - 1) // g == groups)
+    )
     return spread(x.float().mT, group, k)
 
 
 def spread(scale: Tensor, group: int, k: int) -> Tensor:
     """[N, ceil(K / group)] -> [N, K]; one group alone stays [N, 1].
 
-    The last group, where it is not full, is expanded by itself. Inductor miscompiles the obvious forms: a
-    ``repeat_interleave(group, 1)[:, :k]``, an expand, or a ``scale[:, arange(k) // group]`` is written up to the last full group
-    alone (torch 2.13, CPU).
+    The last group, where it is not full, is expanded by itself. Inductor miscompiles the obvious
+    forms: a ``repeat_interleave(group, 1)[:, :k]``, an expand, or a ``scale[:, arange(k) //
+    group]`` is written up to the last full group alone (torch 2.13, CPU).
     """
     if scale.shape[1] == 1:
         return scale
     whole = k // group
     each = scale[:, :whole, None].expand(-1, -1, group).flatten(1)
-    return each if k % group == 0 else torch.cat([each, scale[:, whole:].expand(-1, k - whole * group)], 1)
+    return (
+        each
+        if k % group == 0
+        else torch.cat([each, scale[:, whole:].expand(-1, k - whole * group)], 1)
+    )
 
 
 def _save(needs, args, out):
@@ -213,7 +235,8 @@ def _save(needs, args, out):
     wanted = {name for name, needed in zip(_weight_gemm.names, needs, strict=False) if needed}
     if a.dtype is torch.float8_e4m3fn or given["activation"] != "none" or wanted - {"a", "bias"}:
         raise NotImplementedError(
-            f"{NAMESPACE}::weight_gemm: gradients are those of a 16-bit a and of bias, without an activation"
+            f"{NAMESPACE}::weight_gemm: gradients are those of a 16-bit a and of bias, without an "
+            f"activation"
         )
     more = {"dtype": a.dtype, "k": a.shape[-1], "bias_dtype": None if bias is None else bias.dtype}
     return tuple(given[name] if needs[0] else None for name in _SAVED), more
@@ -241,10 +264,16 @@ def _flops(a, n, **_) -> int:
 
 
 _pack_weight = define_op(
-    "pack_weight", public=pack_weight, symbolic=_pack_symbolic, refuse="pack_weight: codes have no gradient"
+    "pack_weight",
+    public=pack_weight,
+    symbolic=_pack_symbolic,
+    refuse="pack_weight: codes have no gradient",
 )
 _unpack_weight = define_op(
-    "unpack_weight", public=unpack_weight, symbolic=_unpack_symbolic, refuse="unpack_weight: codes have no gradient"
+    "unpack_weight",
+    public=unpack_weight,
+    symbolic=_unpack_symbolic,
+    refuse="unpack_weight: codes have no gradient",
 )
 _weight_gemm = define_op(
     "weight_gemm",

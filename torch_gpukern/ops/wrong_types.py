@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a call of the wrong types is told: torch's own text names a position and prints values and the whole schema."""
+"""What a call of the wrong types is told: torch's own text names a position and prints values and
+the whole schema."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def _kind(x: Any) -> str:
 
 
 def refuse_types(op: str, arguments: Iterable[tuple[str, str, Any]]) -> None:
-    """Raises WrongType for the first of `arguments`, (name, type in the schema, value), that is of another type; else it
-    returns, and what torch has raised stands.
+    """Raises WrongType for the first of `arguments`, (name, type in the schema, value), that is of
+    another type; else it returns, and what torch has raised stands.
     """
     for name, kind, x in arguments:
         text = _wrong(kind, x)
@@ -44,7 +45,8 @@ def refuse_non_bool(op: str, name: str, x: Any) -> None:
 
 
 def refuse_non_tensors(op: str, **given: Any) -> None:
-    """As `refuse_types`, of arguments that must be dense tensors. It is quick, and compilers trace it."""
+    """As `refuse_types`, of arguments that must be dense tensors. It is quick, and compilers trace
+    it."""
     for name, x in given.items():
         if not isinstance(x, Tensor) or x.is_nested:
             refuse_types(op, ((name, "Tensor", x),))
@@ -56,7 +58,11 @@ def _wrong(kind: str, x: Any) -> str | None:
             return _wrong_layout(x)
         if x is None and kind != "Tensor":
             return None
-        hint = "; torch.as_tensor makes one" if isinstance(x, (list, tuple)) or hasattr(x, "__array__") else ""
+        hint = (
+            "; torch.as_tensor makes one"
+            if isinstance(x, (list, tuple)) or hasattr(x, "__array__")
+            else ""
+        )
         return f"must be a Tensor{'' if kind == 'Tensor' else ' or None'}, got {_kind(x)}{hint}"
     if isinstance(x, Tensor):  # torch reads a number in a tensor
         one = kind not in _NUMBERS or x.numel() == 1
@@ -65,12 +71,24 @@ def _wrong(kind: str, x: Any) -> str | None:
         return None if isinstance(x, str) else f"must be a string, got {_kind(x)}"
     if kind.endswith(("ScalarType", "ScalarType]")):
         fits = isinstance(x, torch.dtype) or (x is None and kind != "ScalarType")
-        return None if fits else f"must be a torch.dtype{'' if kind == 'ScalarType' else ' or None'}, got {_kind(x)}"
+        return (
+            None
+            if fits
+            else f"must be a torch.dtype{'' if kind == 'ScalarType' else ' or None'}, got "
+            f"{_kind(x)}"
+        )
     if kind in _NUMBERS:
         symbols = (torch.SymInt, torch.SymFloat)
-        fits = isinstance(x, (*_NUMBERS[kind], *symbols)) or (x is None and kind.startswith("Optional"))
+        fits = isinstance(x, (*_NUMBERS[kind], *symbols)) or (
+            x is None and kind.startswith("Optional")
+        )
         noun = "a number" if "float" in kind else "an int"
-        return None if fits else f"must be {noun}{' or None' if kind.startswith('Optional') else ''}, got {_kind(x)}"
+        return (
+            None
+            if fits
+            else f"must be {noun}{' or None' if kind.startswith('Optional') else ''}, got "
+            f"{_kind(x)}"
+        )
     return None
 
 

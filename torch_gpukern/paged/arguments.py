@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a PagedKVCache is called with, as arrays of our own, and the way back into tensors of the caller's."""
+"""What a PagedKVCache is called with, as arrays of our own, and the way back into tensors of the
+caller's."""
 
 from collections.abc import Iterable, Sequence
 from operator import index
@@ -18,25 +19,33 @@ def as_tokens(what: str, tokens: Sequence[int] | np.ndarray | Tensor) -> np.ndar
     ids = np.asarray(tokens.cpu() if isinstance(tokens, Tensor) else tokens)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(
-            f"PagedKVCache.{what}: tokens must be integers in one dimension, got {ids.dtype} {list(ids.shape)}"
+            f"PagedKVCache.{what}: tokens must be integers in one dimension, got {ids.dtype} "
+            f"{list(ids.shape)}"
         )
     return ids.astype(np.int64)
 
 
-def as_counts(what: str, counts: int | Iterable[int], n: int, name: str = "counts") -> int | np.ndarray:
-    """counts of n sequences, or one for all, of our own: a tensor that its owner changes later must not change a length."""
-    if type(counts) is int and counts >= 0:  # a step asks this, in whose time the checks below are seen
+def as_counts(
+    what: str, counts: int | Iterable[int], n: int, name: str = "counts"
+) -> int | np.ndarray:
+    """counts of n sequences, or one for all, of our own: a tensor that its owner changes later must
+    not change a length."""
+    # a step asks this, in whose time the checks below are seen
+    if type(counts) is int and counts >= 0:
         return counts
     given = counts.tolist() if hasattr(counts, "tolist") else counts
     try:
         copied = [index(x) for x in given] if isinstance(given, Iterable) else index(given)
     except TypeError:
         raise ValueError(
-            f"PagedKVCache.{what}: {name} must be an integer or a sequence of integers, got {counts!r}"
+            f"PagedKVCache.{what}: {name} must be an integer or a sequence of integers, got "
+            f"{counts!r}"
         ) from None
     if isinstance(copied, list):
         if len(copied) != n:
-            raise ValueError(f"PagedKVCache.{what}: {name} has {len(copied)} elements, sequences has {n}")
+            raise ValueError(
+                f"PagedKVCache.{what}: {name} has {len(copied)} elements, sequences has {n}"
+            )
         least = min(copied, default=0)
     else:
         least = copied
@@ -46,14 +55,18 @@ def as_counts(what: str, counts: int | Iterable[int], n: int, name: str = "count
 
 
 def copy_into(target: Tensor, numbers: np.ndarray) -> None:
-    """From pinned memory for a device: it is kept until the copy has ended, and the host does not wait."""
+    """From pinned memory for a device: it is kept until the copy has ended, and the host does not
+    wait."""
     if target.device.type == "cpu":
-        np.copyto(target.numpy(), numbers, casting="same_kind")  # torch would ask its threads, who may sleep
+        # torch would ask its threads, who may sleep
+        np.copyto(target.numpy(), numbers, casting="same_kind")
     else:
         target.copy_(torch.from_numpy(numbers).to(target.dtype).pin_memory(), non_blocking=True)
 
 
-def check_targets(n: int, device: torch.device, block_table: Tensor, seq_lens: Tensor, slots: Tensor | None) -> None:
+def check_targets(
+    n: int, device: torch.device, block_table: Tensor, seq_lens: Tensor, slots: Tensor | None
+) -> None:
     """The caller's tensors take a batch of n sequences."""
     for name, x, dims, dtypes in (
         ("block_table", block_table, 2, (torch.int32,)),
@@ -67,6 +80,7 @@ def check_targets(n: int, device: torch.device, block_table: Tensor, seq_lens: T
             )
     if len(block_table) != len(seq_lens) or len(seq_lens) < n:
         raise ValueError(
-            f"PagedKVCache.fill_: block_table has {len(block_table)} rows, seq_lens has {len(seq_lens)}; "
+            f"PagedKVCache.fill_: block_table has {len(block_table)} rows, seq_lens has "
+            f"{len(seq_lens)}; "
             f"expected as many of both, and at least {n}"
         )

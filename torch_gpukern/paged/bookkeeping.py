@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The part of a PagedKVCache that knows no keys: sequences, the pages that they own and share, and prefixes that are found again."""
+"""The part of a PagedKVCache that knows no keys: sequences, the pages that they own and share, and
+prefixes that are found again."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -70,7 +71,8 @@ class Bookkeeping:
         """A new sequence without tokens; returns its handle. Its pages come with `extend`.
 
         Args:
-            salt: what else than its tokens the keys depend on, such as the name of an adapter; `match`
+            salt: what else than its tokens the keys depend on, such as the name of an adapter;
+            `match`
                 finds pages of equal salt only.
 
         Raises:
@@ -90,7 +92,8 @@ class Bookkeeping:
             length: tokens of the new sequence; None is all.
 
         Raises:
-            ValueError: length is more than the sequence has, or so small that a later query would see
+            ValueError: length is more than the sequence has, or so small that a later query would
+            see
                 pages that were released.
         """
         return self._sequences.fork(sequence, length)
@@ -111,7 +114,8 @@ class Bookkeeping:
             lengths: tokens that each keeps, or one number for all.
 
         Raises:
-            ValueError: a length is more than the sequence has, or so small that a later query would see
+            ValueError: a length is more than the sequence has, or so small that a later query would
+            see
                 pages that were released. No sequence has changed.
         """
         rows = self._sequences.rows("truncate", as_handles(sequences))
@@ -124,7 +128,8 @@ class Bookkeeping:
         """Gives pages back that no later query sees through a window; -1 stands in their place.
 
         Call it between the attention over the newest tokens and the next `extend`: the next query
-        stands at position `length` and sees no key below ``length - window_left``. All layers of this
+        stands at position `length` and sees no key below ``length - window_left``. All layers of
+        this
         cache must have that window, or a smaller one.
 
         Args:
@@ -132,22 +137,31 @@ class Bookkeeping:
             window_left: of `paged_attn`, at least 0.
         """
         if index(window_left) < 0:
-            raise ValueError(f"PagedKVCache.release: window_left is {window_left}; expected at least 0")
-        self._sequences.release(self._sequences.rows("release", as_handles(sequences)), index(window_left))
+            raise ValueError(
+                f"PagedKVCache.release: window_left is {window_left}; expected at least 0"
+            )
+        self._sequences.release(
+            self._sequences.rows("release", as_handles(sequences)), index(window_left)
+        )
 
     @alone
     def publish(self, sequence: int, tokens: Sequence[int] | np.ndarray | Tensor) -> None:
-        """Makes the full pages of a sequence known by their tokens, for `match`. Its keys and values
+        """Makes the full pages of a sequence known by their tokens, for `match`. Its keys and
+        values
         must be written.
 
-        What was published stays after the sequence is freed until `extend` needs the pages; those that
-        were used the longest ago go first. It never changes: a sequence that is cut back into such a
-        page and grows again gets a copy of it. A sequence that had tokens at the last `forget` is not
+        What was published stays after the sequence is freed until `extend` needs the pages; those
+        that
+        were used the longest ago go first. It never changes: a sequence that is cut back into such
+        a
+        page and grows again gets a copy of it. A sequence that had tokens at the last `forget` is
+        not
         published.
 
         Args:
             sequence: a handle.
-            tokens: its token ids from the first on; what stands behind its last full page, or in pages
+            tokens: its token ids from the first on; what stands behind its last full page, or in
+            pages
                 that it has published already, is not read.
 
         Raises:
@@ -155,11 +169,15 @@ class Bookkeeping:
         """
         row = self._sequences.row(sequence)
         known = len(self._sequences.chains[row]) - 1
-        if known < int(self._sequences.lengths[row]) // self.block_size and self._sequences.may_publish(row):
+        if known < int(
+            self._sequences.lengths[row]
+        ) // self.block_size and self._sequences.may_publish(row):
             prefixes.publish(self._sequences, row, as_tokens("publish", tokens))
 
     @alone
-    def match(self, tokens: Sequence[int] | np.ndarray | Tensor, salt: bytes | str = b"") -> tuple[int, int]:
+    def match(
+        self, tokens: Sequence[int] | np.ndarray | Tensor, salt: bytes | str = b""
+    ) -> tuple[int, int]:
         """A new sequence on the published pages that hold the first of these tokens.
 
         Args:
@@ -168,14 +186,16 @@ class Bookkeeping:
             salt: as in `allocate`.
 
         Returns:
-            the handle, and how many tokens it has: a multiple of block_size, 0 where nothing is known.
+            the handle, and how many tokens it has: a multiple of block_size, 0 where nothing is
+            known.
         """
         return prefixes.match(self._sequences, [prefixes.root(salt)], as_tokens("match", tokens))
 
     @alone
     def forget(self) -> None:
-        """Forgets what was published, as new weights ask for. No sequence changes, but what sequences have now, and
-        what they and their forks write behind it, is not published any more: it may depend on keys of the old weights.
+        """Forgets what was published, as new weights ask for. No sequence changes, but what
+        sequences have now, and what they and their forks write behind it, is not published any
+        more: it may depend on keys of the old weights.
         """
         self._pool.forget()
         self._sequences.forget()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How sequences of a PagedKVCache grow: their new pages, the copies of pages that they share, the slots of their tokens."""
+"""How sequences of a PagedKVCache grow: their new pages, the copies of pages that they share, the
+slots of their tokens."""
 
 from __future__ import annotations
 
@@ -17,17 +18,21 @@ class OutOfPages(RuntimeError):
 
 
 class Growth:
-    """Sequences that grow: `slots` is where their tokens will lie. What stands under `with` may still fail; then nothing has
-    changed. Behind it the tokens are counted.
+    """Sequences that grow: `slots` is where their tokens will lie. What stands under `with` may
+    still fail; then nothing has changed. Behind it the tokens are counted.
     """
 
-    def __init__(self, sequences: Sequences, rows: np.ndarray, counts: int | np.ndarray, copy_rows: CopyRows) -> None:
+    def __init__(
+        self, sequences: Sequences, rows: np.ndarray, counts: int | np.ndarray, copy_rows: CopyRows
+    ) -> None:
         size, pool = sequences.block_size, sequences.pool
         self.sequences, self.rows, self.copy_rows = sequences, rows, copy_rows
         lengths = sequences.lengths[rows]
         self.ends = ends = lengths + counts
-        first, filled = np.divmod(lengths, size)  # the page of the first new token, and the tokens that it has
-        one = isinstance(counts, int) and counts == 1  # a step of decoding, which is worth its own way
+        # the page of the first new token, and the tokens that it has
+        first, filled = np.divmod(lengths, size)
+        # a step of decoding, which is worth its own way
+        one = isinstance(counts, int) and counts == 1
         if one:
             sequences.need_columns(largest(first) + 1)
             behind = (filled == 0).nonzero()[0]
@@ -49,7 +54,8 @@ class Growth:
         self.pages = len(entries[0])
         if self.pages > pool.available:
             raise OutOfPages(
-                f"PagedKVCache.extend: {self.pages} pages are needed for {int((ends - lengths).sum())} "
+                f"PagedKVCache.extend: {self.pages} pages are needed for "
+                f"{int((ends - lengths).sum())} "
                 f"tokens, {pool.available} of {pool.num_blocks} are free"
             )
         self.before = sequences.table[entries]
@@ -66,8 +72,9 @@ class Growth:
     def _copied(self, shared: np.ndarray, lasts: np.ndarray, filled: np.ndarray) -> np.ndarray:
         """Of the growing sequences with a shared last page those that get a copy.
 
-        Where all holders of a page grow, the one with the most tokens in it keeps it: what it writes lies behind the tokens
-        of all the others, so that their copies, and they themselves if this call fails, have what they had.
+        Where all holders of a page grow, the one with the most tokens in it keeps it: what it
+        writes lies behind the tokens of all the others, so that their copies, and they themselves
+        if this call fails, have what they had.
         """
         holds: dict[int, int] = {}
         copied = []
@@ -81,8 +88,10 @@ class Growth:
 
     @property
     def copies(self) -> list[tuple[int, int, int]]:
-        """Of each shared page that will be copied: its number, the copy's, and the tokens that are copied."""
-        return list(zip(self.before.tolist(), self.after.tolist(), self.filled.tolist()))  # the copies are the first entries
+        """Of each shared page that will be copied: its number, the copy's, and the tokens that are
+        copied."""
+        # the copies are the first entries
+        return list(zip(self.before.tolist(), self.after.tolist(), self.filled.tolist()))
 
     def __enter__(self) -> Growth:
         return self
@@ -106,7 +115,8 @@ class Growth:
 
 
 def ranges(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All integers from starts[i] up to ends[i], one i behind the other, and the i of each; none where the end is below."""
+    """All integers from starts[i] up to ends[i], one i behind the other, and the i of each; none
+    where the end is below."""
     counts = np.maximum(ends - starts, 0)
     which = np.repeat(np.arange(len(counts)), counts)
     numbers = np.arange(len(which))

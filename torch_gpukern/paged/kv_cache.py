@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """PagedKVCache: keys and values of many growing sequences, in pages shared and copied on write.
 
-The pages of all layers live in two tensors, [layers, num_blocks, block_size, heads_kv, head_dim]. Which page belongs to whom
-is kept on the host, so that nothing here waits for a device, and not in torch's tensors, so that no mode of torch around a
-call (a default device, inference_mode, forward AD) reaches it. A call is a few array operations, whatever the number of
-tokens. A call that raises has changed nothing. Threads may share a cache: a call that reads or changes the tables has them
-for itself. One step of generation::
+The pages of all layers live in two tensors, [layers, num_blocks, block_size, heads_kv, head_dim].
+Which page belongs to whom is kept on the host, so that nothing here waits for a device, and not in
+torch's tensors, so that no mode of torch around a call (a default device, inference_mode, forward
+AD) reaches it. A call is a few array operations, whatever the number of tokens. A call that raises
+has changed nothing. Threads may share a cache: a call that reads or changes the tables has them for
+itself. One step of generation::
 
     cache = PagedKVCache(num_blocks=512, block_size=16, heads_kv=4, head_dim=64, layers=len(model))
     sequences = [cache.allocate() for _ in prompts]
@@ -17,7 +18,8 @@ for itself. One step of generation::
         cache.write(k, v, slots, layer=i)
         out = paged_attn(q, cache.k[i], cache.v[i], table, lens)
 
-A captured step reads tensors that `fill_` writes instead. docs/serving.md has shared prefixes, drafts and windows.
+A captured step reads tensors that `fill_` writes instead. docs/serving.md has shared prefixes,
+drafts and windows.
 
 after Kwon et al., "Efficient Memory Management for Large Language Model Serving with
 PagedAttention" (2023), arXiv:2309.06180.
@@ -55,12 +57,13 @@ class PagedKVCache(Bookkeeping, KVPages):
         head_dim: width of a key.
         layers: layers that share the block tables.
         head_dim_v: width of a value; None is head_dim.
-        dtype: of the pages: float32, bfloat16, float16, float64 or, of 8 bits, float8_e4m3fn, float8_e5m2, int8;
-            None is torch's default dtype.
+        dtype: of the pages: float32, bfloat16, float16, float64 or, of 8 bits, float8_e4m3fn,
+            float8_e5m2, int8; None is torch's default dtype.
         device: of the pages and of every tensor that is returned; None is torch's default device.
-        k_scale: what a stored key is worth, for 8-bit pages: float32 [] or [heads_kv] for every layer, [layers, heads_kv], or
-            [layers, num_blocks, heads_kv], a scale for each page, which is the caller's to set before keys are written and
-            which goes along when a page is copied. None is 1. `KVCacheScales` finds scales by a run.
+        k_scale: what a stored key is worth, for 8-bit pages: float32 [] or [heads_kv] for every
+            layer, [layers, heads_kv], or [layers, num_blocks, heads_kv], a scale for each page,
+            which is the caller's to set before keys are written and which goes along when a page is
+            copied. None is 1. `KVCacheScales` finds scales by a run.
         v_scale: likewise for values.
 
     Attributes:
@@ -84,7 +87,12 @@ class PagedKVCache(Bookkeeping, KVPages):
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
     ) -> None:
-        sizes = {"num_blocks": num_blocks, "block_size": block_size, "heads_kv": heads_kv, "head_dim": head_dim}
+        sizes = {
+            "num_blocks": num_blocks,
+            "block_size": block_size,
+            "heads_kv": heads_kv,
+            "head_dim": head_dim,
+        }
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         sizes |= {"layers": layers, "head_dim_v": head_dim_v}
         for name, size in sizes.items():
@@ -92,7 +100,18 @@ class PagedKVCache(Bookkeeping, KVPages):
                 raise ValueError(f"PagedKVCache: {name} is {size}; expected at least 1")
         dtype = dtype or torch.get_default_dtype()
         scales = k_scale, v_scale
-        KVPages.__init__(self, num_blocks, block_size, heads_kv, head_dim, layers, head_dim_v, dtype, device, *scales)
+        KVPages.__init__(
+            self,
+            num_blocks,
+            block_size,
+            heads_kv,
+            head_dim,
+            layers,
+            head_dim_v,
+            dtype,
+            device,
+            *scales,
+        )
         Bookkeeping.__init__(self, num_blocks, block_size)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,7 +136,8 @@ class PagedKVCache(Bookkeeping, KVPages):
 
         Args:
             sequences: B handles, none twice.
-            counts: new tokens of each sequence, or one number for all; integers, whose values are copied.
+            counts: new tokens of each sequence, or one number for all; integers, whose values are
+            copied.
 
         Returns:
             slots [sum of counts] int64 for `write` and `kv_cache_write`: the tokens of the first
@@ -125,14 +145,17 @@ class PagedKVCache(Bookkeeping, KVPages):
 
         Raises:
             OutOfPages: the pool has not enough free pages for all of them. No sequence has changed.
-            ValueError: counts that are not integers, are negative, or are not one for each sequence.
+            ValueError: counts that are not integers, are negative, or are not one for each
+            sequence.
         """
         rows = self._sequences.rows("extend", sequences)
         with self._growth(rows, as_counts("extend", counts, len(rows))) as growth:
             return self._tensor(growth.slots)
 
     @alone
-    def append(self, sequences: Sequence[int], k: Tensor, v: Tensor, counts: int | Sequence[int] = 1) -> Tensor:
+    def append(
+        self, sequences: Sequence[int], k: Tensor, v: Tensor, counts: int | Sequence[int] = 1
+    ) -> Tensor:
         """`extend` and `write` in one, where the keys of all layers are at hand.
 
         Args:
@@ -151,7 +174,10 @@ class PagedKVCache(Bookkeeping, KVPages):
         added = as_counts("append", counts, len(sequences))
         total = int(np.sum(np.broadcast_to(added, len(sequences))))
         self._check_rows("append", k, v, total)
-        with self._growth(self._sequences.rows("extend", sequences), added) as growth, self._copied_scales(growth.copies):
+        with (
+            self._growth(self._sequences.rows("extend", sequences), added) as growth,
+            self._copied_scales(growth.copies),
+        ):
             slots = self._tensor(growth.slots)
             for layer in range(self.k.shape[0]):  # into rows that no sequence has yet
                 self.write(k[layer], v[layer], slots, layer)
@@ -170,7 +196,9 @@ class PagedKVCache(Bookkeeping, KVPages):
         longest = self._sequences.longest(rows)
         width = max(longest, 1) if width is None else index(width)
         if width < longest:
-            raise ValueError(f"PagedKVCache.block_table: width is {width}, a sequence has {longest} pages")
+            raise ValueError(
+                f"PagedKVCache.block_table: width is {width}, a sequence has {longest} pages"
+            )
         table = np.full((len(rows), width), NO_PAGE, np.int32)
         table[:, :longest] = self._sequences.table[rows, :longest]
         return self._tensor(table)
@@ -190,22 +218,27 @@ class PagedKVCache(Bookkeeping, KVPages):
         slots: Tensor | None = None,
         counts: int | Sequence[int] = 1,
     ) -> None:
-        """Writes a batch into tensors of the caller's, such as those that a captured graph reads; with
+        """Writes a batch into tensors of the caller's, such as those that a captured graph reads;
+        with
         `slots` it calls `extend` first, so that it is all the bookkeeping of a step.
 
-        Rows behind the B sequences become inactive: length 0, slots -1, which `kv_cache_write` skips.
-        Entries of the table that `paged_attn` does not read keep what they hold. Nothing waits for the
+        Rows behind the B sequences become inactive: length 0, slots -1, which `kv_cache_write`
+        skips.
+        Entries of the table that `paged_attn` does not read keep what they hold. Nothing waits for
+        the
         device, and the copies are in order on the current stream.
 
         Args:
             sequences: B handles, none twice.
             block_table: [R, width] int32, R at least B.
             seq_lens: [R] int32.
-            slots: [T] int64 or int32, T at least the sum of counts; None leaves the sequences as they are.
+            slots: [T] int64 or int32, T at least the sum of counts; None leaves the sequences as
+            they are.
             counts: as in `extend`.
 
         Raises:
-            OutOfPages, ValueError: as `extend`; or a tensor is too small, or of another dtype or device.
+            OutOfPages, ValueError: as `extend`; or a tensor is too small, or of another dtype or
+            device.
                 No sequence has changed.
         """
         rows = self._sequences.rows("fill_", sequences)
@@ -216,18 +249,23 @@ class PagedKVCache(Bookkeeping, KVPages):
         with self._growth(rows, as_counts("fill_", counts, len(rows))) as growth:
             new = growth.slots
             if len(new) > len(slots):
-                raise ValueError(f"PagedKVCache.fill_: slots has {len(slots)} elements for {len(new)} tokens")
+                raise ValueError(
+                    f"PagedKVCache.fill_: slots has {len(slots)} elements for {len(new)} tokens"
+                )
             if len(new) < len(slots):
                 new = np.append(new, np.full(len(slots) - len(new), -1))
             self._fill(rows, growth.ends, block_table, seq_lens)
             copy_into(slots, new)
 
-    def _fill(self, rows: np.ndarray, lengths: np.ndarray, block_table: Tensor, seq_lens: Tensor) -> None:
+    def _fill(
+        self, rows: np.ndarray, lengths: np.ndarray, block_table: Tensor, seq_lens: Tensor
+    ) -> None:
         n = len(rows)
         longest = -(-largest(lengths) // self.block_size)
         if longest > block_table.shape[1]:
             raise ValueError(
-                f"PagedKVCache.fill_: block_table has {block_table.shape[1]} columns, a sequence has {longest} pages"
+                f"PagedKVCache.fill_: block_table has {block_table.shape[1]} columns, a sequence "
+                f"has {longest} pages"
             )
         if n < len(seq_lens):
             lengths = np.append(lengths, np.zeros(len(seq_lens) - n, np.int64))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The part of a PagedKVCache that knows no sequences: the tensors of its pages, their scales, and writes at slots."""
+"""The part of a PagedKVCache that knows no sequences: the tensors of its pages, their scales, and
+writes at slots."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,10 +38,13 @@ class KVPages:
         v_scale: Tensor | None,
     ) -> None:
         if dtype not in DTYPES + CODES:
-            raise ValueError(f"PagedKVCache: dtype is {dtype}; expected one of {', '.join(map(str, DTYPES + CODES))}")
+            raise ValueError(
+                f"PagedKVCache: dtype is {dtype}; expected one of "
+                f"{', '.join(map(str, DTYPES + CODES))}"
+            )
         shape = index(layers), index(num_blocks), index(block_size), heads_kv
-        # Rows that no token was written to are never read, so they need no zeros. A cache made in inference_mode serves
-        # outside of it too.
+        # Rows that no token was written to are never read, so they need no zeros. A cache made in
+        # inference_mode serves outside of it too.
         with torch.inference_mode(False):
             self.k = torch.empty(*shape, head_dim, dtype=dtype, device=device)
             self.v = torch.empty(*shape, head_dim_v, dtype=dtype, device=device)
@@ -69,22 +73,29 @@ class KVPages:
         eps: float = 1e-6,
         interleaved: bool = False,
     ) -> Tensor:
-        """`write` of keys that are rotated first, and normalised where there are weights, with their queries, in one launch:
-        `rope_kv_write` into one layer. Returns q [T, heads_q, head_dim] rotated.
+        """`write` of keys that are rotated first, and normalised where there are weights, with
+        their queries, in one launch: `rope_kv_write` into one layer. Returns q [T, heads_q,
+        head_dim] rotated.
         """
         how = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps, "interleaved": interleaved}
         pages = self.k[layer], self.v[layer]
-        return rope_kv_write(q, k, v, cos, sin, positions, *pages, slots, **how, **self.scales(layer))
+        return rope_kv_write(
+            q, k, v, cos, sin, positions, *pages, slots, **how, **self.scales(layer)
+        )
 
     def scales(self, layer: int = 0) -> dict[str, Tensor]:
-        """The k_scale and v_scale of a layer, as `paged_attn` and `kv_cache_write` take them by name; those that are 1 are
-        left out.
+        """The k_scale and v_scale of a layer, as `paged_attn` and `kv_cache_write` take them by
+        name; those that are 1 are left out.
         """
-        found = {"k_scale": layer_scale(self.k_scale, layer), "v_scale": layer_scale(self.v_scale, layer)}
+        found = {
+            "k_scale": layer_scale(self.k_scale, layer),
+            "v_scale": layer_scale(self.v_scale, layer),
+        }
         return {name: scale for name, scale in found.items() if scale is not None}
 
     def _check_rows(self, what: str, k: Tensor, v: Tensor, tokens: int) -> None:
-        """k [layers, tokens, heads_kv, head_dim] and v [layers, tokens, heads_kv, head_dim_v] can be written here."""
+        """k [layers, tokens, heads_kv, head_dim] and v [layers, tokens, heads_kv, head_dim_v] can
+        be written here."""
         for name, x, pages in (("k", k, self.k), ("v", v, self.v)):
             expected = pages.shape[0], tokens, *pages.shape[3:]
             dtypes = DTYPES if pages.dtype in CODES else (pages.dtype,)
@@ -103,10 +114,15 @@ class KVPages:
 
     @contextmanager
     def _copied_scales(self, copies: list[tuple[int, int, int]]) -> Iterator[None]:
-        """Copies the scales of shared pages before their tokens, because tokens that are written under `with` must be rounded
-        by the copied scale. If the body raises, the scales are again what they were.
+        """Copies the scales of shared pages before their tokens, because tokens that are written
+        under `with` must be rounded by the copied scale. If the body raises, the scales are again
+        what they were.
         """
-        before = [(scale, target, scale[:, target].clone()) for scale in self._page_scales() for _, target, _ in copies]
+        before = [
+            (scale, target, scale[:, target].clone())
+            for scale in self._page_scales()
+            for _, target, _ in copies
+        ]
         try:
             for scale in self._page_scales():
                 for source, target, _ in copies:
@@ -119,7 +135,11 @@ class KVPages:
 
     def _page_scales(self) -> list[Tensor]:
         """The scales that each page has its own of, [layers, num_blocks, heads_kv]."""
-        return [scale for scale in (self.k_scale, self.v_scale) if scale is not None and scale.dim() == 3]
+        return [
+            scale
+            for scale in (self.k_scale, self.v_scale)
+            if scale is not None and scale.dim() == 3
+        ]
 
 
 def _set_page(scale: Tensor, page: int, values: Tensor) -> None:

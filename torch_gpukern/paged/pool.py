@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The pages of a PagedKVCache: who holds each of them, which are free, and which are known by the tokens that they hold."""
+"""The pages of a PagedKVCache: who holds each of them, which are free, and which are known by the
+tokens that they hold."""
 
 import hashlib
 from collections import OrderedDict
@@ -14,15 +15,17 @@ NO_PAGE = -1
 
 
 def digest(before: bytes, tokens: np.ndarray) -> bytes:
-    """What a page is known by: the tokens in it and, through `before`, all tokens that stand before them."""
+    """What a page is known by: the tokens in it and, through `before`, all tokens that stand before
+    them."""
     return hashlib.blake2b(tokens.tobytes(), key=before, digest_size=16).digest()
 
 
 class PagePool:
     """Pages by number.
 
-    A page is held by the sequences that have it and, once it is published, by its digest: that hold keeps what it has
-    in place after the last sequence left, until the page is needed. Then the page that was left the longest ago goes first.
+    A page is held by the sequences that have it and, once it is published, by its digest: that hold
+    keeps what it has in place after the last sequence left, until the page is needed. Then the page
+    that was left the longest ago goes first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -42,10 +45,14 @@ class PagePool:
         return self._n_free + len(self._idle)
 
     def next(self, n: int) -> Pages:
-        """The pages that `take(n)` will take, which is at most `available`. Nothing has changed until then."""
+        """The pages that `take(n)` will take, which is at most `available`. Nothing has changed
+        until then."""
         if n <= self._n_free:
             return self._free[self._n_free - n : self._n_free][::-1]
-        return np.append(self._free[: self._n_free][::-1], np.fromiter(islice(self._idle, n - self._n_free), np.int32))
+        return np.append(
+            self._free[: self._n_free][::-1],
+            np.fromiter(islice(self._idle, n - self._n_free), np.int32),
+        )
 
     def take(self, n: int) -> None:
         """Gives the next n pages one holder each. Forgets idle ones where free ones are too few."""
@@ -64,7 +71,8 @@ class PagePool:
                 self._idle.pop(page, None)
 
     def drop(self, pages: Pages) -> None:
-        """One sequence less has these pages, which are in the order of its tokens: the last ones are forgotten first."""
+        """One sequence less has these pages, which are in the order of its tokens: the last ones
+        are forgotten first."""
         self.holds[pages] -= 1
         left = pages[::-1]
         holds = self.holds[left]
@@ -75,7 +83,8 @@ class PagePool:
                     self._idle[page] = None
 
     def publish(self, page: int, known_by: bytes) -> None:
-        """The page, which a sequence has, is found by this digest from now on, unless another one is, or it has one."""
+        """The page, which a sequence has, is found by this digest from now on, unless another one
+        is, or it has one."""
         if known_by not in self._page_of and page not in self._digest_of:
             self._page_of[known_by] = page
             self._digest_of[page] = known_by

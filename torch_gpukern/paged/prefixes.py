@@ -12,7 +12,10 @@ from .sequences import Sequences
 def root(salt: bytes | str) -> bytes:
     """What the digests of a chain begin with. A number is refused: bytes(n) are n zeros."""
     if not isinstance(salt, (bytes, str)):
-        raise ValueError(f"PagedKVCache: salt must be str or bytes, got {salt!r:.80} of type {type(salt).__name__}")
+        raise ValueError(
+            f"PagedKVCache: salt must be str or bytes, got {salt!r:.80} of type "
+            f"{type(salt).__name__}"
+        )
     text = salt.encode() if isinstance(salt, str) else salt
     return digest(b"", np.frombuffer(text, np.uint8))
 
@@ -22,7 +25,9 @@ def publish(sequences: Sequences, row: int, ids: np.ndarray) -> None:
     chain, size = sequences.chains[row], sequences.block_size
     full = int(sequences.lengths[row]) // size
     if len(ids) < full * size:
-        raise ValueError(f"PagedKVCache.publish: {len(ids)} tokens; the full pages hold {full * size}")
+        raise ValueError(
+            f"PagedKVCache.publish: {len(ids)} tokens; the full pages hold {full * size}"
+        )
     for i in range(len(chain) - 1, full):
         chain.append(digest(chain[-1], ids[i * size : (i + 1) * size]))
         page = int(sequences.table[row, i])
@@ -31,7 +36,8 @@ def publish(sequences: Sequences, row: int, ids: np.ndarray) -> None:
 
 
 def match(sequences: Sequences, chain: list[bytes], ids: np.ndarray) -> tuple[int, int]:
-    """A new sequence on the published pages that hold the first of ids behind a chain's root: its handle and length."""
+    """A new sequence on the published pages that hold the first of ids behind a chain's root: its
+    handle and length."""
     size = sequences.block_size
 
     def digests() -> Iterator[bytes]:

@@ -11,19 +11,34 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 1
 
 
 def of_layers(name: str, scale: Tensor | None, pages: Tensor) -> Tensor | None:
-    """A PagedKVCache's scale, checked against its pages [layers, num_blocks, block_size, heads_kv, head_dim]."""
+    """A PagedKVCache's scale, checked against its pages [layers, num_blocks, block_size, heads_kv,
+    head_dim]."""
     if scale is None:
         return None
     layers, blocks, _, heads, _ = pages.shape
     allowed = [(), (heads,), (layers, heads), (layers, blocks, heads)]
     if pages.dtype not in CODES:
-        raise ValueError(f"PagedKVCache: {name} is given and dtype is {pages.dtype}; scales are of 8-bit pages")
-    if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.device != pages.device:
-        got = f"{scale.dtype} on {scale.device}" if isinstance(scale, Tensor) else type(scale).__name__
-        raise ValueError(f"PagedKVCache: {name} is {got}; expected a float32 tensor on {pages.device}")
+        raise ValueError(
+            f"PagedKVCache: {name} is given and dtype is {pages.dtype}; scales are of 8-bit pages"
+        )
+    if (
+        not isinstance(scale, Tensor)
+        or scale.dtype != torch.float32
+        or scale.device != pages.device
+    ):
+        got = (
+            f"{scale.dtype} on {scale.device}"
+            if isinstance(scale, Tensor)
+            else type(scale).__name__
+        )
+        raise ValueError(
+            f"PagedKVCache: {name} is {got}; expected a float32 tensor on {pages.device}"
+        )
     if tuple(scale.shape) not in allowed:
         shapes = ", ".join(str(list(shape)) for shape in allowed)
-        raise ValueError(f"PagedKVCache: {name} has shape {list(scale.shape)}; expected one of {shapes}")
+        raise ValueError(
+            f"PagedKVCache: {name} has shape {list(scale.shape)}; expected one of {shapes}"
+        )
     return scale
 
 
@@ -33,7 +48,8 @@ def layer_scale(scale: Tensor | None, layer: int) -> Tensor | None:
 
 
 class KVCacheScales:
-    """Finds the scales of an 8-bit cache by a run: the largest key and value of each layer and head, over the largest code.
+    """Finds the scales of an 8-bit cache by a run: the largest key and value of each layer and
+    head, over the largest code.
 
     ::
 
@@ -50,10 +66,17 @@ class KVCacheScales:
     """
 
     def __init__(
-        self, layers: int, heads_kv: int, dtype: torch.dtype, *, device: torch.device | str | None = None
+        self,
+        layers: int,
+        heads_kv: int,
+        dtype: torch.dtype,
+        *,
+        device: torch.device | str | None = None,
     ) -> None:
         if dtype not in CODES:
-            raise ValueError(f"KVCacheScales: dtype is {dtype}; expected one of {', '.join(map(str, CODES))}")
+            raise ValueError(
+                f"KVCacheScales: dtype is {dtype}; expected one of {', '.join(map(str, CODES))}"
+            )
         self.dtype = dtype
         with torch.inference_mode(False):  # made there, it may observe outside of it too
             self.k_amax = torch.zeros(layers, heads_kv, device=device, dtype=torch.float32)
@@ -61,39 +84,52 @@ class KVCacheScales:
 
     @torch.no_grad()
     def observe(self, k: Tensor, v: Tensor, layer: int = 0) -> None:
-        """Keys [..., heads_kv, head_dim] and values [..., heads_kv, head_dim_v] of a layer. Nothing waits for the device."""
+        """Keys [..., heads_kv, head_dim] and values [..., heads_kv, head_dim_v] of a layer. Nothing
+        waits for the device."""
         for name, x, amax in (("k", k, self.k_amax), ("v", v, self.v_amax)):
             if x.dim() < 2 or x.shape[-2] != amax.shape[1]:
                 raise ValueError(
-                    f"KVCacheScales.observe: {name} is {list(x.shape)}; expected [..., {amax.shape[1]}, head_dim]"
+                    f"KVCacheScales.observe: {name} is {list(x.shape)}; expected [..., "
+                    f"{amax.shape[1]}, head_dim]"
                 )
             if x.numel():
-                amax[layer] = torch.maximum(amax[layer], x.abs().amax(-1).flatten(0, -2).amax(0).float())
+                amax[layer] = torch.maximum(
+                    amax[layer], x.abs().amax(-1).flatten(0, -2).amax(0).float()
+                )
 
     def scales(self, margin: float = 1.0) -> dict[str, Tensor]:
-        """``{"k_scale": ..., "v_scale": ...}``, [layers, heads_kv] float32 each, for `PagedKVCache`.
+        """``{"k_scale": ..., "v_scale": ...}``, [layers, heads_kv] float32 each, for
+        `PagedKVCache`.
 
         Args:
-            margin: factor of the largest values seen, above 0: above 1 leaves room for larger ones, which saturate.
+            margin: factor of the largest values seen, above 0: above 1 leaves room for larger ones,
+            which saturate.
 
         Raises:
-            ValueError: a layer that was not observed, or a head whose values were all 0; a value that is infinite or NaN; a
-                margin of 0 or less.
+            ValueError: a layer that was not observed, or a head whose values were all 0; a value
+                that is infinite or NaN; a margin of 0 or less.
         """
         if not 0 < margin < float("inf"):
-            raise ValueError(f"KVCacheScales.scales: margin is {margin}; expected a finite number above 0")
+            raise ValueError(
+                f"KVCacheScales.scales: margin is {margin}; expected a finite number above 0"
+            )
         found = {}
         for name, amax in (("k_scale", self.k_amax), ("v_scale", self.v_amax)):
             for layer, sizes in enumerate(amax.tolist()):
                 for why, heads in (
-                    ("a value that is infinite or NaN", [h for h, size in enumerate(sizes) if not isfinite(size)]),
+                    (
+                        "a value that is infinite or NaN",
+                        [h for h, size in enumerate(sizes) if not isfinite(size)],
+                    ),
                     ("no value but 0", [h for h, size in enumerate(sizes) if size == 0]),
                 ):
                     if heads:
                         which = "all heads" if len(heads) == len(sizes) else f"heads {heads}"
                         raise ValueError(
-                            f"KVCacheScales.scales: {name[0]} of layer {layer}, {which}, had {why}; expected finite values that "
-                            f"are not all 0: call observe(k, v, layer={layer}) on text that is like what comes, or set that scale"
+                            f"KVCacheScales.scales: {name[0]} of layer {layer}, {which}, had "
+                            f"{why}; expected finite values that "
+                            f"are not all 0: call observe(k, v, layer={layer}) on text that is "
+                            f"like what comes, or set that scale"
                         )
             found[name] = (amax * (margin / LARGEST[self.dtype])).clamp_min(2.0**-126)
         return found

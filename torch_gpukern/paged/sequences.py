@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The sequences of a PagedKVCache: which pages each of them has, how long it is, and what its pages are known by.
+"""The sequences of a PagedKVCache: which pages each of them has, how long it is, and what its pages
+are known by.
 
-Everything is kept in arrays with a row for each sequence, so that a call over many sequences is a few array operations.
+Everything is kept in arrays with a row for each sequence, so that a call over many sequences is a
+few array operations.
 """
 
 from collections.abc import Iterable
@@ -18,10 +20,11 @@ class Sequences:
     """Sequences by handle, and their rows in the arrays.
 
     Attributes:
-        table: [rows, columns] int32. A sequence of n tokens has the first ceil(n / block_size) entries of its row; behind
-            them, and where pages were released, stands NO_PAGE.
+        table: [rows, columns] int32. A sequence of n tokens has the first ceil(n / block_size)
+            entries of its row; behind them, and where pages were released, stands NO_PAGE.
         lengths: [rows] tokens.
-        chains: what a row's chain of digests begins with, then a digest for each of its published pages.
+        chains: what a row's chain of digests begins with, then a digest for each of its published
+        pages.
     """
 
     def __init__(self, pool: PagePool, block_size: int) -> None:
@@ -31,13 +34,15 @@ class Sequences:
         self.lengths = np.zeros(0, np.int64)
         self.chains: list[list[bytes]] = []
         self._released = np.zeros(0, np.int64)  # pages, counted from the first
-        self._windows = np.zeros(0, np.int64)  # the narrowest one that `release` was told, NO_WINDOW without
+        # the narrowest one that `release` was told, NO_WINDOW without
+        self._windows = np.zeros(0, np.int64)
         self._outdated = np.zeros(0, np.bool_)  # has tokens of before `forget`
         self._row_of: dict[int, int] = {}
         self._free_rows: list[int] = []
         self._next_handle = 0
         self._seen = np.zeros(0, np.int64)  # scratch of `rows`
-        self._asked = list[int](), np.zeros(0, np.intp)  # what `rows` was asked last: a step asks again
+        # what `rows` was asked last: a step asks again
+        self._asked = list[int](), np.zeros(0, np.intp)
 
     @property
     def handles(self) -> list[int]:
@@ -78,7 +83,9 @@ class Sequences:
     def need_columns(self, n: int) -> None:
         have = self.table.shape[1]
         if n > have:
-            self.table = np.pad(self.table, ((0, 0), (0, max(n, 2 * have) - have)), constant_values=NO_PAGE)
+            self.table = np.pad(
+                self.table, ((0, 0), (0, max(n, 2 * have) - have)), constant_values=NO_PAGE
+            )
 
     def may_publish(self, row: int) -> bool:
         """False where keys of before `forget` are among its tokens, or were read for them."""
@@ -165,13 +172,15 @@ class Sequences:
         more = max(old, 8)
         self.table = np.pad(self.table, ((0, more), (0, 0)), constant_values=NO_PAGE)
         self.lengths, self._released, self._windows, self._outdated, self._seen = (
-            np.pad(x, (0, more)) for x in (self.lengths, self._released, self._windows, self._outdated, self._seen)
+            np.pad(x, (0, more))
+            for x in (self.lengths, self._released, self._windows, self._outdated, self._seen)
         )
         self.chains += [[] for _ in range(more)]
         self._free_rows = list(range(old + more - 1, old - 1, -1))
 
     def _check_lengths(self, what: str, rows: np.ndarray, lengths: np.ndarray) -> None:
-        """A sequence may be cut to a length that it has, unless a later query would see pages that were released."""
+        """A sequence may be cut to a length that it has, unless a later query would see pages that
+        were released."""
         have, windows = self.lengths[rows], self._windows[rows]
         gone = self._released[rows] * self.block_size
         least = np.where(gone > 0, gone + windows, 0)  # a sequence with released pages has a window
@@ -185,7 +194,8 @@ class Sequences:
 
 
 def largest(numbers: np.ndarray) -> int:
-    """The largest of some numbers, 0 of none. In a step's time; `max(initial=0)` takes a microsecond more."""
+    """The largest of some numbers, 0 of none. In a step's time; `max(initial=0)` takes a
+    microsecond more."""
     return int(numbers.max()) if len(numbers) else 0
 
 

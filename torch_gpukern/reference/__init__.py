@@ -158,12 +158,15 @@ def _attend(
     if kept is not None:
         p = p * kept / (1 - dropout_p)
     p = p.to(q.dtype)
-    # out of a row without keys is a constant: whatever gradient arrives for it, 0 * inf included, ends here
+    # out of a row without keys is a constant: whatever gradient arrives for it, 0 * inf included,
+    # ends here
     out = (p.to(acc) @ v).masked_fill(~sees.any(dim=2)[:, None, :, None], 0)
     return out.to(q.dtype), lse
 
 
-def _window(position: Tensor, left: int, right: int, is_causal: bool, keys: int) -> tuple[Tensor, Tensor]:
+def _window(
+    position: Tensor, left: int, right: int, is_causal: bool, keys: int
+) -> tuple[Tensor, Tensor]:
     """The keys [first, end) that a query at `position` sees, before any limit of its
     sequence.
     """
@@ -176,7 +179,9 @@ def _window(position: Tensor, left: int, right: int, is_causal: bool, keys: int)
     return first, end
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "none") -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "none"
+) -> Tensor:
     """activation(x @ weight.mT + bias)."""
     return gemm(x, weight.mT, bias, activation=activation)
 
@@ -207,8 +212,8 @@ def flash_attn(
     kept: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out [B, Hq, Sq, Dv] = softmax(scale * q k^T + ...) v for q [B, Hq, Sq, D], k [B, Hkv, Sk, D],
-    v [B, Hkv, Sk, Dv]. kept: of the dropout, in place of what dropout_seed says. float8_e4m3fn codes are first what they stand for, in
-    float64.
+    v [B, Hkv, Sk, Dv]. kept: of the dropout, in place of what dropout_seed says. float8_e4m3fn
+    codes are first what they stand for, in float64.
     """
     if dropout_p > 0 and kept is None:
         kept = attn_dropout_mask(q, k, dropout_p, dropout_seed)
@@ -223,7 +228,9 @@ def flash_attn(
         first = torch.maximum(first, kv_start.long()[:, None])
     if kv_end is not None:
         end = torch.minimum(end, kv_end.long()[:, None])
-    out, lse = _attend(q, k, v, position, first, end, scale, softcap, alibi_slopes, sinks, kept, dropout_p)
+    out, lse = _attend(
+        q, k, v, position, first, end, scale, softcap, alibi_slopes, sinks, kept, dropout_p
+    )
     out = out.to(out_dtype or q.dtype)
     return (out, lse) if return_lse else out
 
@@ -393,10 +400,14 @@ def kv_cache_write(
     """
     taken = slots >= 0  # a negative slot is skipped
     page, row = slots[taken].long() // k_cache.shape[1], slots[taken].long() % k_cache.shape[1]
-    k, v = k[taken], v[taken]  # copies of both before anything is written: they may be views of the caches
+    # copies of both before anything is written: they may be views of the caches
+    k, v = k[taken], v[taken]
     for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         if scale is not None:
-            x = x.to(_accumulator(x.dtype)) / (scale[page] if scale.dim() == 2 else scale)[..., None]
+            x = (
+                x.to(_accumulator(x.dtype))
+                / (scale[page] if scale.dim() == 2 else scale)[..., None]
+            )
         if cache.dtype == torch.int8:  # NaN becomes 0
             x = x.round().nan_to_num(0, 127, -128).clamp(-128, 127)
         elif scale is not None or cache.element_size() == 1:
@@ -442,7 +453,8 @@ def rope_kv_write(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """q's and k's heads by `rms_norm` where they have a weight, then by `rope`, rounded once; k and v by `kv_cache_write`."""
+    """q's and k's heads by `rms_norm` where they have a weight, then by `rope`, rounded once; k and
+    v by `kv_cache_write`."""
     queries, keys = (
         rotated(
             x if weight is None else rms_norm(x.to(_accumulator(x.dtype)), weight, eps=eps),

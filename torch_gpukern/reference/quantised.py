@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The PyTorch statement of the quantised ops, part of `reference`: one block, one scale, one product at a time.
+"""The PyTorch statement of the quantised ops, part of `reference`: one block, one scale, one
+product at a time.
 
-Values are float64 where nothing says otherwise; quotients are taken in float32 (float64 of a float64 x), as the ops take them.
+Values are float64 where nothing says otherwise; quotients are taken in float32 (float64 of a
+float64 x), as the ops take them.
 """
 
 import torch
@@ -31,12 +33,19 @@ ACTIVATIONS = {
 }
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
-_BLOCKS = {"tensor": (None, None), "row": (1, None), "1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}
+_BLOCKS = {
+    "tensor": (None, None),
+    "row": (1, None),
+    "1x128": (1, 128),
+    "128x128": (128, 128),
+    "1x32": (1, 32),
+}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x to nearest even in an 8-bit dtype; what is larger than its largest value becomes that, a NaN stays (0 as an int8)."""
+    """x to nearest even in an 8-bit dtype; what is larger than its largest value becomes that, a
+    NaN stays (0 as an int8)."""
     if dtype is torch.int8:
         return x.nan_to_num(0.0, 127.0, -128.0).round().clamp(-128, 127).to(dtype)
     return x.clamp(-_LARGEST[dtype], _LARGEST[dtype]).to(dtype)
@@ -71,7 +80,9 @@ def quantize(x, dtype, granularity, *, scale_ub=None, scale=None):
     else:
         rows, cols = x.shape[-2:]
         high, across = high or max(rows, 1), across or max(cols, 1)
-        padded = F.pad(wide, (0, across - cols if granularity == "row" else -cols % across, 0, -rows % high))
+        padded = F.pad(
+            wide, (0, across - cols if granularity == "row" else -cols % across, 0, -rows % high)
+        )
         blocks = padded.unflatten(-1, (-1, across)).unflatten(-3, (-1, high))
         amax = blocks.abs().amax((-3, -1))
     bad = ~amax.isfinite()
@@ -85,17 +96,28 @@ def quantize(x, dtype, granularity, *, scale_ub=None, scale=None):
         made = _power_above(made)
     if scale is not None:
         made = scale.float()
-    quotient = wide / (made if granularity == "tensor" else spread(made, *x.shape[-2:]).to(wide.dtype))
+    quotient = wide / (
+        made if granularity == "tensor" else spread(made, *x.shape[-2:]).to(wide.dtype)
+    )
     kept = made.to(torch.float8_e8m0fnu) if granularity == "1x32" else made
     return saturate(quotient, dtype), kept
 
 
 def silu_mul_quantize(gate, up, dtype, granularity, *, scale_ub=None):
-    return quantize(F.silu(gate.double()).mul(up.double()).float(), dtype, granularity, scale_ub=scale_ub)
+    return quantize(
+        F.silu(gate.double()).mul(up.double()).float(), dtype, granularity, scale_ub=scale_ub
+    )
 
 
 def rms_norm_quantize(
-    x, weight=None, residual=None, eps=1e-6, dtype=torch.float8_e4m3fn, granularity="row", *, scale_ub=None
+    x,
+    weight=None,
+    residual=None,
+    eps=1e-6,
+    dtype=torch.float8_e4m3fn,
+    granularity="row",
+    *,
+    scale_ub=None,
 ):
     h = x if residual is None else x + residual
     y = h.double() * torch.rsqrt(h.double().square().mean(-1, keepdim=True) + eps)
@@ -158,11 +180,28 @@ def decoded(q, scale, format, *, zero=None, global_scale=None, dtype=torch.float
 
 
 def weight_gemm(
-    a, q, scale, format, *, zero=None, global_scale=None, scale_a=None, bias=None, activation="none", out_dtype=None
+    a,
+    q,
+    scale,
+    format,
+    *,
+    zero=None,
+    global_scale=None,
+    scale_a=None,
+    bias=None,
+    activation="none",
+    out_dtype=None,
 ):
     """Of the codes q [N, K], not packed."""
     eight = a.dtype is torch.float8_e4m3fn
-    w = decoded(q, scale, format, zero=zero, global_scale=global_scale, dtype=torch.float64 if eight else a.dtype)
+    w = decoded(
+        q,
+        scale,
+        format,
+        zero=zero,
+        global_scale=global_scale,
+        dtype=torch.float64 if eight else a.dtype,
+    )
     x = a.double() @ w.double().mT
     if scale_a is not None:
         x = x * spread(scale_a, a.shape[-2], 1)
@@ -172,7 +211,8 @@ def weight_gemm(
 
 
 def pack_weight(q, format, *, scale=None):
-    """csrc/formats/weight_tile.h: tiles of 64 x 64 codes in the order of a fragment, [w, g, t, s, i, j, h] from slow to fast."""
+    """csrc/formats/weight_tile.h: tiles of 64 x 64 codes in the order of a fragment, [w, g, t, s,
+    i, j, h] from slow to fast."""
     n, k = q.shape
     codes = F.pad(q.view(torch.uint8).int(), (0, -k % 64, 0, -n % 64))
     #                    N: tile w h g              K: tile s j t i
@@ -199,14 +239,28 @@ def unpack_weight(packed, n, k, format):
         x = x.permute(0, 2, 5, 3, 6, 4, 1).flatten()
     flat = torch.empty_like(codes)
     flat[..., x] = codes
-    q = flat.unflatten(-1, (64, 64)).transpose(1, 2).reshape(tiles_n * 64, tiles_k * 64)[:n, :k].contiguous()
+    q = (
+        flat.unflatten(-1, (64, 64))
+        .transpose(1, 2)
+        .reshape(tiles_n * 64, tiles_k * 64)[:n, :k]
+        .contiguous()
+    )
     if format == "int4":
         return ((q.int() ^ 8) - 8).to(torch.int8)
     return q.view({"int8": torch.int8, "e4m3": torch.float8_e4m3fn}.get(format, torch.uint8))
 
 
 def grouped_gemm(
-    a, b, offs, *, scale_a=None, scale_b=None, bias=None, activation="none", out_dtype=None, accumulate="precise"
+    a,
+    b,
+    offs,
+    *,
+    scale_a=None,
+    scale_b=None,
+    bias=None,
+    activation="none",
+    out_dtype=None,
+    accumulate="precise",
 ):
     """Group by group, in float64 and rounded once."""
     x, y = a.double(), b.double()
@@ -223,17 +277,26 @@ def grouped_gemm(
     spans = list(zip(ends, ends[1:], strict=False))
     if b.dim() == 2:
         parts = [plus(x[:, lo:hi] @ y[lo:hi], g) for g, (lo, hi) in enumerate(spans)]
-        return torch.stack(parts).to(out_dtype) if parts else x.new_zeros(0, a.shape[0], b.shape[1]).to(out_dtype)
+        return (
+            torch.stack(parts).to(out_dtype)
+            if parts
+            else x.new_zeros(0, a.shape[0], b.shape[1]).to(out_dtype)
+        )
     parts = [plus(x[lo:hi] @ y[g], g) for g, (lo, hi) in enumerate(spans)]
     return torch.cat([*parts, x.new_zeros(a.shape[0] - ends[-1], b.shape[-1])]).to(out_dtype)
 
 
 def sparse_pack(w):
-    """values and meta of a 2:4 sparse weight: places of non-zeros first, then the lowest free ones, sorted."""
+    """values and meta of a 2:4 sparse weight: places of non-zeros first, then the lowest free ones,
+    sorted."""
     n, k = w.shape
     four = w.float().reshape(n, k // 4, 4)
     place = torch.argsort((four == 0).int(), dim=-1, stable=True)[..., :2].sort(-1).values
-    raw = w.contiguous().view(torch.uint8 if w.element_size() == 1 else torch.int16).reshape(n, k // 4, 4)
+    raw = (
+        w.contiguous()
+        .view(torch.uint8 if w.element_size() == 1 else torch.int16)
+        .reshape(n, k // 4, 4)
+    )
     values = raw.gather(-1, place).reshape(n, k // 2).view(w.dtype)
     bits = place[..., 0] | place[..., 1] << 2
     bits = F.pad(bits, (0, bits.shape[1] % 2)).unflatten(1, (-1, 2))
@@ -249,4 +312,6 @@ def sparse_gemm(a, w, *, scale_a=None, scale_b=None, bias=None, activation="none
         x = x * spread(scale_b, 1, w.shape[0])
     if bias is not None:
         x = x + bias.double()
-    return ACTIVATIONS[activation](x).to(out_dtype or (torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype))
+    return ACTIVATIONS[activation](x).to(
+        out_dtype or (torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype)
+    )

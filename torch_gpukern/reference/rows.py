@@ -34,11 +34,12 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-# ---- norms ------------------------------------------------------------------------------------------
+# ---- norms ---------------------------------------------------------------------------------------
 
 
 def rms_norm(x, weight=None, *, bias=None, residual=None, eps=1e-6, weight_offset=0.0):
-    """``h / sqrt(mean(h^2) + eps) * (weight + weight_offset) + bias`` with h = x + residual; with a residual (that, h)."""
+    """``h / sqrt(mean(h^2) + eps) * (weight + weight_offset) + bias`` with h = x + residual; with a
+    residual (that, h)."""
     h = x if residual is None else x + residual
     out = _wide(h)
     out = out / torch.sqrt((out * out).mean(-1, keepdim=True) + eps)
@@ -47,7 +48,8 @@ def rms_norm(x, weight=None, *, bias=None, residual=None, eps=1e-6, weight_offse
 
 
 def layer_norm(x, weight=None, bias=None, *, residual=None, eps=1e-5):
-    """``(h - mean(h)) / sqrt(mean((h - mean(h))^2) + eps) * weight + bias`` with h = x + residual; with a residual (that, h)."""
+    """``(h - mean(h)) / sqrt(mean((h - mean(h))^2) + eps) * weight + bias`` with h = x + residual;
+    with a residual (that, h)."""
     h = x if residual is None else x + residual
     out = _wide(h) - _wide(h).mean(-1, keepdim=True)
     out = out / torch.sqrt((out * out).mean(-1, keepdim=True) + eps)
@@ -60,11 +62,12 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float
     return x if bias is None else x + bias.to(x.dtype)
 
 
-# ---- softmax ----------------------------------------------------------------------------------------
+# ---- softmax -------------------------------------------------------------------------------------
 
 
 def softmax(x: Tensor, *, scale: float = 1.0, lengths: Tensor | None = None) -> Tensor:
-    """``exp(scale x) / sum(exp(scale x))`` over the row's first `lengths` columns, 0 in the others."""
+    """``exp(scale x) / sum(exp(scale x))`` over the row's first `lengths` columns, 0 in the
+    others."""
     if lengths is None:
         return torch.softmax(scale * _wide(x), -1).to(x.dtype)
     outside = torch.arange(x.shape[-1], device=x.device) >= lengths[..., None]
@@ -78,7 +81,7 @@ def log_softmax(x: Tensor, *, scale: float = 1.0) -> Tensor:
     return torch.log_softmax(scale * _wide(x), -1).to(x.dtype)
 
 
-# ---- gated linear units -----------------------------------------------------------------------------
+# ---- gated linear units --------------------------------------------------------------------------
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -93,11 +96,12 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") 
     return (F.gelu(_wide(gate), approximate=approximate) * _wide(up)).to(gate.dtype)
 
 
-# ---- rotary embedding -------------------------------------------------------------------------------
+# ---- rotary embedding ----------------------------------------------------------------------------
 
 
 def rope(q, k, cos, sin, positions=None, *, interleaved=False):
-    """q and k with each pair (x1, x2) of a token's first R columns rotated: ``(x1 cos - x2 sin, x2 cos + x1 sin)``."""
+    """q and k with each pair (x1, x2) of a token's first R columns rotated: ``(x1 cos - x2 sin, x2
+    cos + x1 sin)``."""
     tokens = 2 if q.dim() == 4 else 0
     at = torch.arange(q.shape[tokens], device=q.device) if positions is None else positions
     return tuple(rotated(x, cos, sin, at, interleaved).to(x.dtype) for x in (q, k))
@@ -105,22 +109,35 @@ def rope(q, k, cos, sin, positions=None, *, interleaved=False):
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """x [B, H, S, D], or packed [T, H, D], not rounded."""
-    heads = 1 if x.dim() == 3 or positions.dim() == 2 else 0  # the dimension of [.., S, R / 2] that heads stand in
+    # the dimension of [.., S, R / 2] that heads stand in
+    heads = 1 if x.dim() == 3 or positions.dim() == 2 else 0
     c, s = (table[positions].unsqueeze(heads) for table in (cos, sin))
     x, r = _wide(x), 2 * cos.shape[1]
-    x1, x2 = (x[..., 0:r:2], x[..., 1:r:2]) if interleaved else (x[..., : r // 2], x[..., r // 2 : r])
+    x1, x2 = (
+        (x[..., 0:r:2], x[..., 1:r:2]) if interleaved else (x[..., : r // 2], x[..., r // 2 : r])
+    )
     pair = x1 * c - x2 * s, x2 * c + x1 * s
     first = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
     return torch.cat((first, x[..., r:]), -1)
 
 
-# ---- losses -----------------------------------------------------------------------------------------
+# ---- losses --------------------------------------------------------------------------------------
 
 
 def cross_entropy(
-    logits, target, *, weight=None, ignore_index=-100, label_smoothing=0.0, softcap=0.0, logit_scale=1.0, reduction="mean", z_loss=0.0
-):  # fmt: skip
-    """``(1 - e) w[t] (lse - z[t]) + e / V sum over c of w[c] (lse - z[c]) + z_loss lse^2``, z the scaled logits, ``softcap tanh(. / softcap)``."""
+    logits,
+    target,
+    *,
+    weight=None,
+    ignore_index=-100,
+    label_smoothing=0.0,
+    softcap=0.0,
+    logit_scale=1.0,
+    reduction="mean",
+    z_loss=0.0,
+):
+    """``(1 - e) w[t] (lse - z[t]) + e / V sum over c of w[c] (lse - z[c]) + z_loss lse^2``, z the
+    scaled logits, ``softcap tanh(. / softcap)``."""
     z = logit_scale * _wide(logits)
     z = softcap * torch.tanh(z / softcap) if softcap > 0 else z
     how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
@@ -129,21 +146,35 @@ def cross_entropy(
     if z_loss:
         kept = (target != ignore_index).reshape(-1)
         more = (z_loss * z.reshape(-1, z.shape[-1]).logsumexp(-1).square()).where(kept, 0.0)
-        loss = loss + (more if reduction == "none" else more.sum() / kept.sum() if reduction == "mean" else more.sum())
+        loss = loss + (
+            more
+            if reduction == "none"
+            else more.sum() / kept.sum()
+            if reduction == "mean"
+            else more.sum()
+        )
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-def linear_cross_entropy(x, weight, target, bias=None, *, class_weight=None, low_memory=False, **rules):
-    """`cross_entropy` of ``x @ weight.mT + bias``, which is not rounded. low_memory changes nothing."""
+def linear_cross_entropy(
+    x, weight, target, bias=None, *, class_weight=None, low_memory=False, **rules
+):
+    """`cross_entropy` of ``x @ weight.mT + bias``, which is not rounded. low_memory changes
+    nothing."""
     logits = _wide(x) @ _wide(weight).mT
-    return cross_entropy(logits if bias is None else logits + _wide(bias), target, weight=class_weight, **rules)
+    return cross_entropy(
+        logits if bias is None else logits + _wide(bias), target, weight=class_weight, **rules
+    )
 
 
-# ---- dropout ----------------------------------------------------------------------------------------
+# ---- dropout -------------------------------------------------------------------------------------
 
 
-def dropout_mask(shape: Sequence[int], p: float, seed: Tensor, device: torch.device | str | None = None) -> Tensor:
-    """Element i, in row-major order, is kept where word i % 4 of Philox4x32-10 at (i / 4, seed[1]) is below (1 - p) 2^32."""
+def dropout_mask(
+    shape: Sequence[int], p: float, seed: Tensor, device: torch.device | str | None = None
+) -> Tensor:
+    """Element i, in row-major order, is kept where word i % 4 of Philox4x32-10 at (i / 4, seed[1])
+    is below (1 - p) 2^32."""
     n, device = torch.Size(shape).numel(), seed.device if device is None else device
     call = torch.arange((n + 3) // 4, device=device)
     words = torch.stack(philox(seed.to(device), call & 0xFFFFFFFF, call >> 32), -1)
@@ -160,7 +191,9 @@ def dropout_add(x: Tensor, residual: Tensor, p: float, seed: Tensor) -> Tensor:
     return (_dropped(_wide(x), p, seed) + _wide(residual)).to(x.dtype)
 
 
-def bias_gelu_dropout(x: Tensor, bias: Tensor | None, p: float, seed: Tensor, *, approximate: str = "none") -> Tensor:
+def bias_gelu_dropout(
+    x: Tensor, bias: Tensor | None, p: float, seed: Tensor, *, approximate: str = "none"
+) -> Tensor:
     """``dropout(gelu(x + bias))``, rounded once."""
     z = _wide(x) if bias is None else _wide(x) + _wide(bias)
     return _dropped(F.gelu(z, approximate=approximate), p, seed).to(x.dtype)

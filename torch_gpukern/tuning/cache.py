@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The file of tuned kernels: which instances were measured to be fastest, by device name and tuning key.
+"""The file of tuned kernels: which instances were measured to be fastest, by device name and tuning
+key.
 
-`import torch_gpukern` reads it once and hands every entry to the library, which looks a device's name up when that device
-is first used. So nothing asks for a GPU at import, no call pays for Python, and every thread and every later call is
-served. A C program does the same with gk_gemm_prefer_class.
+`import torch_gpukern` reads it once and hands every entry to the library, which looks a device's
+name up when that device is first used. So nothing asks for a GPU at import, no call pays for
+Python, and every thread and every later call is served. A C program does the same with
+gk_gemm_prefer_class.
 
     {"format": 1,
      "devices": {"NVIDIA H200": {"gpukern": "0.1.0",
                                  "gemm": {<class>: {"row": .., "us": .., "default": .., "default_us": .., "cublas_us": ..}}}}}
 
-What is wrong with a file is said once, by a warning; the file, or the part that is wrong, is then not used, and calls run
-the rows that they run without it.
-"""
+What is wrong with a file is said once, by a warning; the file, or the part that is wrong, is then
+not used, and calls run the rows that they run without it.
+"""  # noqa: E501
 
 import contextlib
 import json
@@ -34,13 +36,16 @@ _warned: set[str] = set()
 
 
 def default_path() -> Path | None:
-    """GPUKERN_TUNED, a path, or None for "off"; without it tuned.json in the user's cache directory."""
+    """GPUKERN_TUNED, a path, or None for "off"; without it tuned.json in the user's cache
+    directory."""
     asked = os.environ.get("GPUKERN_TUNED", "")
     if asked:
         return None if asked.lower() == "off" else Path(asked)
     if sys.platform == "win32":
         folder = os.environ.get("LOCALAPPDATA", "")
-    elif os.path.isabs(os.environ.get("XDG_CACHE_HOME", "")):  # a relative one is to be ignored, says its standard
+    elif os.path.isabs(
+        os.environ.get("XDG_CACHE_HOME", "")
+    ):  # a relative one is to be ignored, says its standard
         folder = os.environ["XDG_CACHE_HOME"]
     else:
         folder = os.path.expanduser("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
@@ -53,14 +58,17 @@ def _warn(path: Path, problem: str, advice: str = f"{TUNE} again, or delete the 
         _warned.add(str(path))
         problem = " ".join(problem.split())  # one line, whatever the file holds
         # at import, the line that imports: above this function, use() and the package
-        warnings.warn(f"torch_gpukern: tuned rows in {path} are not used: {problem}: {advice}", stacklevel=4)
+        warnings.warn(
+            f"torch_gpukern: tuned rows in {path} are not used: {problem}: {advice}", stacklevel=4
+        )
 
 
 # ---- reading -------------------------------------------------------------------------------------
 
 
 def read(path: Path) -> tuple[dict[str, dict], str]:
-    """The file's devices, and what is wrong with it, "" if nothing. A file that is not there is empty."""
+    """The file's devices, and what is wrong with it, "" if nothing. A file that is not there is
+    empty."""
     try:
         stored = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -78,28 +86,40 @@ def read(path: Path) -> tuple[dict[str, dict], str]:
 
 
 def entries_of(device: object) -> tuple[dict[str, dict], str]:
-    """The entries {class: {"row": ..}} of a device of the file that are of this version and in order; what is wrong."""
+    """The entries {class: {"row": ..}} of a device of the file that are of this version and in
+    order; what is wrong."""
     if not isinstance(device, dict) or not isinstance(device.get("gemm"), dict):
         return {}, "has no entries for gemm"
     if device.get("gpukern") != VERSION:
         return {}, f"was measured by gpukern {str(device.get('gpukern'))[:20]}, this is {VERSION}"
     entries = device["gemm"]
-    good = {key: x for key, x in entries.items() if isinstance(x, dict) and x.get("row") and isinstance(x["row"], str)}
+    good = {
+        key: x
+        for key, x in entries.items()
+        if isinstance(x, dict) and x.get("row") and isinstance(x["row"], str)
+    }
     left_out = len(entries) - len(good)
     return good, f"has {left_out} entries without a row" if left_out else ""
 
 
 def use(path: Path | None = None) -> int:
-    """Hands the file's entries to the library: how many it took. Never raises for what the file holds."""
+    """Hands the file's entries to the library: how many it took. Never raises for what the file
+    holds."""
     named = path is None and os.environ.get("GPUKERN_TUNED")
     path = path or default_path()
     if path is None or not ops.cuda_kernels.default():
         return 0
     devices, problem = read(path)
     # python -m torch_gpukern tune, or gpukern tune, is about to make the file
-    tuning = sys.argv[1:2] == ["tune"] and (sys.argv[0] == "-m" or Path(sys.argv[0]).stem == "gpukern")
+    tuning = sys.argv[1:2] == ["tune"] and (
+        sys.argv[0] == "-m" or Path(sys.argv[0]).stem == "gpukern"
+    )
     if named and not tuning and not devices and not problem and not path.exists():
-        _warn(path, "GPUKERN_TUNED names it and it does not exist", f"{TUNE} to make it, or unset GPUKERN_TUNED")
+        _warn(
+            path,
+            "GPUKERN_TUNED names it and it does not exist",
+            f"{TUNE} to make it, or unset GPUKERN_TUNED",
+        )
     problems = [problem] if problem else []
     taken = 0
     for name, device in devices.items():
@@ -112,9 +132,7 @@ def use(path: Path | None = None) -> int:
             except (ValueError, RuntimeError) as error:
                 refused.append(str(error).splitlines()[0].removeprefix("gpukern::gemm_prefer: "))
         if refused:
-            problem += (
-                f"{' and ' if problem else ''}has {len(refused)} entries that this library refuses ({refused[0]})"
-            )
+            problem += f"{' and ' if problem else ''}has {len(refused)} entries that this library refuses ({refused[0]})"  # noqa: E501
         if problem:
             problems.append(f"{name[:63]} {problem}")
     if problems:
@@ -127,7 +145,8 @@ def use(path: Path | None = None) -> int:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One writer at a time in a folder, where its file system has locks; else the last one wins, with a whole file."""
+    """One writer at a time in a folder, where its file system has locks; else the last one wins,
+    with a whole file."""
     try:
         import fcntl
     except ImportError:
@@ -143,10 +162,12 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def save(path: Path, device: str, entries: Mapping[str, dict | None]) -> None:
-    """Adds entries of a device to the file, or takes out those that are None. Other entries and devices stay as they are;
-    a device's entries of another version, and a file that is none of ours, make way.
+    """Adds entries of a device to the file, or takes out those that are None. Other entries and
+    devices stay as they are; a device's entries of another version, and a file that is none of
+    ours, make way.
 
-    Readers see the old file or the new one, never a part. Raises OSError where the file cannot be written.
+    Readers see the old file or the new one, never a part. Raises OSError where the file cannot be
+    written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _alone(path.parent):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The fastest row of a gemm: every row that takes the call, measured beside the default one and PyTorch's own product."""
+"""The fastest row of a gemm: every row that takes the call, measured beside the default one and
+PyTorch's own product."""
 
 import contextlib
 import functools
@@ -19,14 +20,18 @@ from . import timing
 
 __all__ = ["NOISE", "Problem", "Result", "parse_class", "parse_shape", "tune"]
 
-# A row must be faster by this factor than the default one, in two sets of rounds, before it is kept.
+# A row must be faster by this factor than the default one, in two sets of rounds, before it is
+# kept.
 NOISE = 1.02
-# Rows that a first look finds slower than the best by this factor and by this time are not looked at again.
+# Rows that a first look finds slower than the best by this factor and by this time are not looked
+# at again.
 FAR, FAR_US = 1.3, 1.0
 ROUNDS = 15
-# What sums in another order may err more than PyTorch's: float32 with k 4096, where cuBLAS cuts k, 5 times; a wrong tile 1e5.
+# What sums in another order may err more than PyTorch's: float32 with k 4096, where cuBLAS cuts k,
+# 5 times; a wrong tile 1e5.
 ORDER = 16
-# Below as many FLOPs a byte of operands memory is the bound: the inputs are then rotated, in at most as many sets.
+# Below as many FLOPs a byte of operands memory is the bound: the inputs are then rotated, in at
+# most as many sets.
 ROTATE_BELOW, MOST_SETS = 128, 64
 
 DTYPES = {
@@ -42,7 +47,8 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A call with aligned operands; layout as in `explain`: NT has a stored as it is and b transposed."""
+    """A call with aligned operands; layout as in `explain`: NT has a stored as it is and b
+    transposed."""
 
     m: int
     n: int
@@ -93,7 +99,11 @@ class Problem:
     @property
     def how(self) -> dict[str, object]:
         out_dtype = DTYPES[self.out_dtype] if self.out_dtype else None
-        return {"activation": self.activation, "out_dtype": out_dtype, "fp32_precision": self.fp32_precision}
+        return {
+            "activation": self.activation,
+            "out_dtype": out_dtype,
+            "fp32_precision": self.fp32_precision,
+        }
 
     def ours(self, inputs: dict) -> Tensor:
         if self.preact:
@@ -101,7 +111,8 @@ class Problem:
         return ops.gemm.default(**inputs, **self.how)
 
     def torch(self, inputs: dict, dtype: torch.dtype | None = None) -> Tensor:
-        """PyTorch's own ops, cuBLAS among them; `dtype`: on operands of that dtype, for a reference."""
+        """PyTorch's own ops, cuBLAS among them; `dtype`: on operands of that dtype, for a
+        reference."""
         a, b, bias, c = (x if x is None or dtype is None else x.to(dtype) for x in inputs.values())
         out_dtype = dtype or DTYPES[self.out_dtype or self.dtype]
         if out_dtype != a.dtype:
@@ -122,7 +133,8 @@ class Problem:
 
 
 def parse_shape(text: str) -> dict[str, object]:
-    """m, n, k, layout and batch of "512x28672x4096:NT" or, with a batch of products in front, "8x512x512x64"."""
+    """m, n, k, layout and batch of "512x28672x4096:NT" or, with a batch of products in front,
+    "8x512x512x64"."""
     match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(\d+)x(\d+)(?::([NT]{2}))?", text)
     if not match or "0" in match.groups():
         raise ValueError(f"shape '{text}' is not MxNxK, MxNxK:NT or BxMxNxK, each 1 or more")
@@ -131,7 +143,8 @@ def parse_shape(text: str) -> dict[str, object]:
 
 
 def parse_class(text: str) -> Problem | None:
-    """The problem whose calls have a tuning key; None where strides or alignment are none that a problem has."""
+    """The problem whose calls have a tuning key; None where strides or alignment are none that a
+    problem has."""
     sizes, *pairs = text.split(" ")
     try:
         of = dict(pair.split("=") for pair in pairs)
@@ -158,9 +171,9 @@ def errors_of(x: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 class Judge:
-    """A row may err twice as much as PyTorch's own product and by one rounding of its result (docs/numerics.md), or as
-    the default row does, so that tuning makes no call worse. That one is wrong where it errs so much more than PyTorch
-    that no order of sums explains it.
+    """A row may err twice as much as PyTorch's own product and by one rounding of its result
+    (docs/numerics.md), or as the default row does, so that tuning makes no call worse. That one is
+    wrong where it errs so much more than PyTorch that no order of sums explains it.
     """
 
     def __init__(self, problem: Problem, inputs: dict) -> None:
@@ -168,17 +181,23 @@ class Judge:
         self.exact = problem.torch(inputs, torch.float32 if narrow else torch.float64)
         own = problem.torch(inputs)
         largest = self.exact.abs().max().item()
-        self.rounding = torch.finfo(own.dtype).eps * 2.0 ** math.floor(math.log2(largest)) if largest else 0.0
+        self.rounding = (
+            torch.finfo(own.dtype).eps * 2.0 ** math.floor(math.log2(largest)) if largest else 0.0
+        )
         self.own = errors_of(own, self.exact)
         self.bounds = tuple(2 * x + self.rounding for x in self.own)
 
     def accepts(self, out: Tensor) -> bool:
-        return all(got <= bound for got, bound in zip(errors_of(out, self.exact), self.bounds, strict=True))
+        return all(
+            got <= bound for got, bound in zip(errors_of(out, self.exact), self.bounds, strict=True)
+        )
 
     def takes_as_default(self, out: Tensor) -> bool:
         """Whether the default row's result can be right; its errors then are within the bounds."""
         errors = errors_of(out, self.exact)
-        if not all(got <= ORDER * x + self.rounding for got, x in zip(errors, self.own, strict=True)):
+        if not all(
+            got <= ORDER * x + self.rounding for got, x in zip(errors, self.own, strict=True)
+        ):
             return False
         self.bounds = tuple(map(max, self.bounds, errors))
         return True
@@ -205,8 +224,14 @@ class Result:
         """For the file; None where the default row is as good."""
         if self.best == self.default:
             return None
-        times = {"us": self.us[self.best], "default_us": self.us[self.default], "cublas_us": self.cublas_us}
-        return {"row": self.best, "default": self.default} | {name: round(us, 2) for name, us in times.items()}
+        times = {
+            "us": self.us[self.best],
+            "default_us": self.us[self.default],
+            "cublas_us": self.cublas_us,
+        }
+        return {"row": self.best, "default": self.default} | {
+            name: round(us, 2) for name, us in times.items()
+        }
 
 
 @contextlib.contextmanager
@@ -253,7 +278,9 @@ def tune(problem: Problem, device: torch.device) -> Result:
         return result
 
 
-def _measured(problem: Problem, inputs: dict, rows: list[str], prefer: Callable[[str], None]) -> Result:
+def _measured(
+    problem: Problem, inputs: dict, rows: list[str], prefer: Callable[[str], None]
+) -> Result:
     default, wrong, look = rows[0], [], {}
     pool = torch.cuda.graph_pool_handle()
     judge = Judge(problem, inputs)
@@ -293,7 +320,9 @@ def _measured(problem: Problem, inputs: dict, rows: list[str], prefer: Callable[
     gain = _gain(times, best, default)
     if best != default and gain > NOISE:
         # the best of many is so by luck in part: once more, beside the default alone
-        again = timing.rounds_us({name: replays[name] for name in (default, best, "cublas")}, ROUNDS)
+        again = timing.rounds_us(
+            {name: replays[name] for name in (default, best, "cublas")}, ROUNDS
+        )
         us |= {name: statistics.median(x) for name, x in again.items()}
         gain = min(gain, _gain(again, best, default))
     if gain <= NOISE:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Times of calls: on CUDA by the replay of a graph, on the CPU by torch's Timer.
 
-Events around single calls would measure the launch. A graph holds many calls, one after the other on one stream, and a
-contestant's rounds alternate with the others', so that a drift of the clock meets all of them.
+Events around single calls would measure the launch. A graph holds many calls, one after the other
+on one stream, and a contestant's rounds alternate with the others', so that a drift of the clock
+meets all of them.
 """
 
 import statistics
@@ -12,7 +13,8 @@ import torch
 
 __all__ = ["Replay", "median_us", "rounds_us"]
 
-# Inputs that together fill more than any cache holds: where bytes bound a call, it must not find its own of last time.
+# Inputs that together fill more than any cache holds: where bytes bound a call, it must not find
+# its own of last time.
 ROTATE_BYTES = 256 << 20
 
 

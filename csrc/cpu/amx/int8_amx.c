@@ -1,37 +1,39 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* int8_amx: products of 8-bit integers on AMX tiles, C[m][n] (+)= sum_k A[m][k] B[k][n] in int32: the register tile that
- * int8_product.h asks for (int8.h), and the kernels of tables.c. Blocks, tasks, scales and packing are avx512bf16's; compiled with the
- * instructions (GK_ISA amx) and with their emulation (amx_emulated).
- * TDPBSSD takes signed codes on both sides: nothing is added to b's codes and no row holds too much. Sums wrap modulo 2^32, as everywhere,
- * so the bits are those of every other instruction set. Not here: small M, which reads b once by VPDPBUSD. */
+/* int8_amx: products of 8-bit integers on AMX tiles, C[m][n] (+)= sum_k A[m][k] B[k][n] in int32:
+ * the register tile that int8_product.h asks for (int8.h), and the kernels of tables.c. Blocks,
+ * tasks, scales and packing are avx512bf16's; compiled with the instructions (GK_ISA amx) and with
+ * their emulation (amx_emulated).
+ * TDPBSSD takes signed codes on both sides: nothing is added to b's codes and no row holds too
+ * much. Sums wrap modulo 2^32, as everywhere, so the bits are those of every other instruction set.
+ * Not here: small M, which reads b once by VPDPBUSD. */
 #include "../blocks.h"
 #include "../int8.h"
 #include "tiles.h"
 
 extern const gk_int8_isa gk_int8_quads_avx512bf16;
 
-/* ---- 1 the product ---------------------------------------------------------------------------------- */
+/* ---- 1 the product --------------------------------------------------------------------------- */
 /* Rows [i, m) of C: a panel of b stays in the L1 under strips of a. */
-static void strips(int64_t i, int64_t m, int64_t n, int64_t cells, const uint32_t *a, int64_t a_ld, const uint32_t *b,
-                   uint32_t *c, int64_t ldc, bool accumulate) {
+static void strips(int64_t i, int64_t m, int64_t n, int64_t cells, const uint32_t *a, int64_t a_ld,
+                   const uint32_t *b, uint32_t *c, int64_t ldc, bool accumulate) {
     for (int64_t j = 0; j < n; j += PANEL)
         for (int64_t r = i; r < m; r += STRIP)
-            register_tile(true, (int)gk_min_i64(STRIP, m - r), n - j > CELLS, cells, a + r * a_ld, a_ld, b + j * cells,
-                          PANEL, c + r * ldc + j, ldc, accumulate);
+            register_tile(true, (int)gk_min_i64(STRIP, m - r), n - j > CELLS, cells, a + r * a_ld,
+                          a_ld, b + j * cells, PANEL, c + r * ldc + j, ldc, accumulate);
 }
 
 /* Whole strips first: the tiles are configured twice at most. */
-static void product(int64_t m, int64_t n, int64_t cells, const uint32_t *a, int64_t a_ld, const uint32_t *b,
-                    uint32_t *c, int64_t ldc, bool accumulate) {
+static void product(int64_t m, int64_t n, int64_t cells, const uint32_t *a, int64_t a_ld,
+                    const uint32_t *b, uint32_t *c, int64_t ldc, bool accumulate) {
     const int64_t whole = m / STRIP * STRIP, padded = gk_round_up(cells, CELLS);
     strips(0, whole, n, padded, a, a_ld, b, c, ldc, accumulate);
     strips(whole, m, n, padded, a, a_ld, b, c, ldc, accumulate);
 }
 
-/* ---- 2 packing ------------------------------------------------------------------------------------ */
+/* ---- 2 packing ------------------------------------------------------------------------------- */
 /* Panels of whole tiles of cells. */
-static void pack_panels(uint32_t *dst, const int8_t *src, int64_t s_lane, int64_t s_k, int64_t lanes, int64_t k,
-                        uint32_t flipped) {
+static void pack_panels(uint32_t *dst, const int8_t *src, int64_t s_lane, int64_t s_k,
+                        int64_t lanes, int64_t k, uint32_t flipped) {
     const gk_int8_isa *quads = &gk_int8_quads_avx512bf16;
     const int64_t cells = gk_ceil_div(k, quads->per), padded = gk_round_up(cells, CELLS);
     if (padded == cells) {
@@ -40,17 +42,19 @@ static void pack_panels(uint32_t *dst, const int8_t *src, int64_t s_lane, int64_
     }
     for (int64_t l = 0; l < lanes; l += PANEL) {
         uint32_t *panel = dst + l * padded;
-        quads->pack_panels(panel, src + l * s_lane, s_lane, s_k, gk_min_i64(PANEL, lanes - l), k, flipped);
+        quads->pack_panels(panel, src + l * s_lane, s_lane, s_k, gk_min_i64(PANEL, lanes - l), k,
+                           flipped);
         memset(panel + cells * PANEL, 0, 4 * (size_t)((padded - cells) * PANEL));
     }
 }
 
-static void pack_rows(uint32_t *dst, int64_t ld, const int8_t *src, int64_t s_row, int64_t s_k, int64_t rows,
-                      int64_t k) {
+static void pack_rows(uint32_t *dst, int64_t ld, const int8_t *src, int64_t s_row, int64_t s_k,
+                      int64_t rows, int64_t k) {
     gk_int8_quads_avx512bf16.pack_rows(dst, ld, src, s_row, s_k, rows, k);
 }
 
-static void no_excess(uint32_t *excess, const uint32_t *a, int64_t a_ld, int64_t rows, int64_t cells, bool accumulate) {
+static void no_excess(uint32_t *excess, const uint32_t *a, int64_t a_ld, int64_t rows,
+                      int64_t cells, bool accumulate) {
     (void)a, (void)a_ld, (void)cells, (void)accumulate;
     memset(excess, 0, sizeof *excess * (size_t)rows);
 }
@@ -66,29 +70,32 @@ static const gk_int8_isa on_tiles = {.per = 4,
                                      .excess = no_excess,
                                      .end_task = release_tiles};
 
-/* ---- 3 the kernels of tables.c ---------------------------------------------------------------------- */
-#define KERNEL(op)                                                                                                   \
-    bool gk_plan_##op##_avx512bf16(const gk_int8_isa *int8, const gk_context *ctx, const void *args, gk_plan *plan); \
-    extern const gk_cpu_kernel gk_##op##_avx512bf16;                                                                 \
-    static bool plan_##op(const gk_context *ctx, const void *args, gk_plan *plan) {                                  \
-        return ((const gk_##op##_args *)args)->a.shape[0] > GK_SKINNY_ROWS_AMX &&                                    \
-               gk_plan_##op##_avx512bf16(&on_tiles, ctx, args, plan);                                                \
-    }                                                                                                                \
-    static void run_##op(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {            \
-        gk_##op##_avx512bf16.run(ctx, args, plan, workspace);                                                        \
-    }                                                                                                                \
-    extern const gk_cpu_kernel SYM(gk_##op);                                                                         \
+/* ---- 3 the kernels of tables.c --------------------------------------------------------------- */
+#define KERNEL(op)                                                                     \
+    bool gk_plan_##op##_avx512bf16(const gk_int8_isa *int8, const gk_context *ctx,     \
+                                   const void *args, gk_plan *plan);                   \
+    extern const gk_cpu_kernel gk_##op##_avx512bf16;                                   \
+    static bool plan_##op(const gk_context *ctx, const void *args, gk_plan *plan) {    \
+        return ((const gk_##op##_args *)args)->a.shape[0] > GK_SKINNY_ROWS_AMX &&      \
+               gk_plan_##op##_avx512bf16(&on_tiles, ctx, args, plan);                  \
+    }                                                                                  \
+    static void run_##op(const gk_context *ctx, const void *args, const gk_plan *plan, \
+                         void *workspace) {                                            \
+        gk_##op##_avx512bf16.run(ctx, args, plan, workspace);                          \
+    }                                                                                  \
+    extern const gk_cpu_kernel SYM(gk_##op);                                           \
     const gk_cpu_kernel SYM(gk_##op) = {plan_##op, run_##op};
 KERNEL(scaled_gemm)
 KERNEL(sparse_gemm)
 
-/* ---- whether the tiles of this machine do what the kernels ask --------------------------------------------- */
+/* ---- whether the tiles of this machine do what the kernels ask ------------------------------- */
 bool SYM(gk_tiles_multiply_int8)(void) {
     int8_t a[ROWS][4 * CELLS], b[CELLS][4 * CELLS]; /* b[k / 4][4 n + k % 4] */
     int32_t c[ROWS][CELLS], want[ROWS][CELLS];
     for (int i = 0; i < ROWS; ++i)
         for (int j = 0; j < 4 * CELLS; ++j) {
-            a[i][j] = (int8_t)((37 * i + 11 * j) % 256 - 128), b[i][j] = (int8_t)((53 * i + 29 * j) % 256 - 128);
+            a[i][j] = (int8_t)((37 * i + 11 * j) % 256 - 128);
+            b[i][j] = (int8_t)((53 * i + 29 * j) % 256 - 128);
             if (i == 0) a[i][j] = b[i][j] = -128; /* the least sum of a quad */
         }
     for (int i = 0; i < ROWS; ++i)

@@ -1,13 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tile_amx.h: AMX's tile instructions under names of our own, once as the instructions and once in plain C.
- * Intel, Software Developer's Manual, volume 2, TDPBF16PS, TDPBSSD, LDTILECFG, TILELOADD, TILESTORED.
+/* tile_amx.h: AMX's tile instructions under names of our own, once as the instructions and once in
+ * plain C.
+ * Intel, Software Developer's Manual, volume 2, TDPBF16PS, TDPBSSD, LDTILECFG, TILELOADD,
+ * TILESTORED.
  *
- * A tile is up to 16 rows of up to 64 bytes; there are eight. AMX_TILES 1: the instructions. 0: the same in C on eight tiles of
- * the thread, bit for bit as the manual has it, so that a machine without AMX builds and walks the kernels.
+ * A tile is up to 16 rows of up to 64 bytes; there are eight. AMX_TILES 1: the instructions. 0: the
+ * same in C on eight tiles of the thread, bit for bit as the manual has it, so that a machine
+ * without AMX builds and walks the kernels.
  *
  *   tdpbssd    C[m][n] += sum over k of the four products A[m][4k + i] B[k][4n + i] of signed bytes, as int32 modulo 2^32.
- *   tdpbf16ps  C[m][n] += sum over k of A[m][2k] B[k][2n] + A[m][2k+1] B[k][2n+1]; even and odd products have sums of their own,
- *              from 0, which are added to each other, then to C. Subnormal inputs count as 0, subnormal results become 0.
+ *   tdpbf16ps  C[m][n] += sum over k of A[m][2k] B[k][2n] + A[m][2k+1] B[k][2n+1]; even and odd
+ *              products have sums of their own, from 0, which are added to each other, then to C.
+ *              Subnormal inputs count as 0, subnormal results become 0.
  */
 #ifndef GPUKERN_TILE_AMX_H
 #define GPUKERN_TILE_AMX_H
@@ -28,7 +32,8 @@ _Static_assert(sizeof(amx_config) == 64, "as LDTILECFG reads it");
 #define amx_release() _tile_release()
 #define amx_zero(tile) _tile_zero(tile)
 #define amx_load(tile, from, step_bytes) _tile_loadd(tile, from, (size_t)(step_bytes))
-#define amx_load_once(tile, from, step_bytes) _tile_stream_loadd(tile, from, (size_t)(step_bytes)) /* past the L1 */
+#define amx_load_once(tile, from, step_bytes) \
+    _tile_stream_loadd(tile, from, (size_t)(step_bytes)) /* past the L1 */
 #define amx_store(tile, to, step_bytes) _tile_stored(tile, to, (size_t)(step_bytes))
 #define amx_dot(c, a, b) _tile_dpbf16ps(c, a, b)
 #define amx_dot_int8(c, a, b) _tile_dpbssd(c, a, b)
@@ -75,12 +80,15 @@ static inline void amx_dot(int c, int a, int b) {
         for (int n = 0; n < amx_now.row_bytes[c] / 4; ++n) {
             float old;
             memcpy(&old, &amx_tiles[c][m][n], 4);
-            const float sums = amx_flushed(sum[0][n] + sum[1][n]), x = amx_flushed(amx_flushed(old) + sums);
+            const float sums = amx_flushed(sum[0][n] + sum[1][n]),
+                        x = amx_flushed(amx_flushed(old) + sums);
             memcpy(&amx_tiles[c][m][n], &x, 4);
         }
     }
 }
-static inline int32_t amx_quarter(uint32_t quad, int i) { return (int32_t)(int8_t)(quad >> 8 * i & 0xff); }
+static inline int32_t amx_quarter(uint32_t quad, int i) {
+    return (int32_t)(int8_t)(quad >> 8 * i & 0xff);
+}
 static inline void amx_dot_int8(int c, int a, int b) {
     for (int m = 0; m < amx_now.rows[c]; ++m)
         for (int k = 0; k < amx_now.row_bytes[a] / 4; ++k)

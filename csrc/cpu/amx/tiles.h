@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tiles.h: the register tile of AMX, C[m][n] (+)= sum_k A[m][k] B[k][n], for bfloat16 (gemm_amx.c) and int8 (int8_amx.c). A cell is
- * 32 bits, values that are neighbours along k: two of bfloat16, four of int8.
+/* tiles.h: the register tile of AMX, C[m][n] (+)= sum_k A[m][k] B[k][n], for bfloat16 (gemm_amx.c)
+ * and int8 (int8_amx.c). A cell is 32 bits, values that are neighbours along k: two of bfloat16,
+ * four of int8.
  *
  *   a  rows [m][step] of cells   16 rows x 16 cells fill a tile as they lie
  *   b  panel [cells][32]         16 cells x 16 columns fill a tile as they lie
  *   c  [m][ldc] float32 or int32, m <= 32, 16 or 32 columns
  *
- * Tiles 0 1 | 2 3 hold 32 x 32 of C, 4 5 two of A, 6 7 two of B: a step of 16 cells loads four tiles for four products, so it
- * takes 64 cycles and 64 lines of 64 bytes. Both operands have whole tiles of cells; those past k are zeros in a, of int8 anything
- * in b. */
+ * Tiles 0 1 | 2 3 hold 32 x 32 of C, 4 5 two of A, 6 7 two of B: a step of 16 cells loads four
+ * tiles for four products, so it takes 64 cycles and 64 lines of 64 bytes. Both operands have whole
+ * tiles of cells; those past k are zeros in a, of int8 anything in b. */
 #ifndef GPUKERN_AMX_TILES_H
 #define GPUKERN_AMX_TILES_H
 
@@ -28,24 +29,30 @@ enum {
     STRIP = 2 * ROWS,  /* rows of C */
     PANEL = 2 * CELLS, /* columns of C */
     TILE_STEP = 64,    /* bytes of a tile's row */
-    /* From so many cells on, a strip of a with its panel of b fills the L1: a then comes past it, from the L2, and b stays. Cycles a
-     * step of 64 at 256 cells: a from the L2 89, past the L1 64; with C in the L2 104 and 84. */
+    /* From so many cells on, a strip of a with its panel of b fills the L1: a then comes past it,
+     * from the L2, and b stays. Cycles a step of 64 at 256 cells: a from the L2 89, past the L1 64;
+     * with C in the L2 104 and 84. */
     LONG_CELLS = 192
 };
 
 bool SYM(gk_tiles_multiply_int8)(void); /* int8_amx.c: a product of int8 has the right values */
 
-/* Rows of C, 0 without a configuration: of the thread, and of one file's products, which a task does not mix. The configuration is set
- * where a task's rows change, and released at its end, so that the caller's threads are left as they were. */
+/* Rows of C, 0 without a configuration: of the thread, and of one file's products, which a task
+ * does not mix. The configuration is set where a task's rows change, and released at its end, so
+ * that the caller's threads are left as they were. */
 static _Thread_local int configured;
 
 static void configure(int m) {
     if (m % ROWS == 0) m = STRIP; /* what has 16 rows leaves the lower tiles alone */
     if (configured == m) return;
-    const uint8_t upper = (uint8_t)(m < ROWS ? m : ROWS), lower = (uint8_t)(m < ROWS ? 0 : m - ROWS);
+    const uint8_t upper = (uint8_t)(m < ROWS ? m : ROWS),
+                  lower = (uint8_t)(m < ROWS ? 0 : m - ROWS);
     amx_config config = {.palette = 1};
     const uint8_t rows[8] = {upper, upper, lower, lower, upper, lower, CELLS, CELLS};
-    for (int t = 0; t < 8; ++t) config.rows[t] = rows[t], config.row_bytes[t] = rows[t] ? TILE_STEP : 0;
+    for (int t = 0; t < 8; ++t) {
+        config.rows[t] = rows[t];
+        config.row_bytes[t] = rows[t] ? TILE_STEP : 0;
+    }
     amx_configure(&config);
     configured = m;
 }
@@ -56,10 +63,9 @@ static void release_tiles(void) {
 }
 
 /* lower: whether there are rows past the 16th; wide: columns past the 16th. */
-static inline __attribute__((always_inline)) void tiles(const bool int8, const bool lower, const bool wide,
-                                                        int64_t cells, const uint32_t *a, int64_t step,
-                                                        const uint32_t *b, int64_t ldb, uint32_t *c, int64_t ldc,
-                                                        bool accumulate) {
+static inline __attribute__((always_inline)) void
+tiles(const bool int8, const bool lower, const bool wide, int64_t cells, const uint32_t *a,
+      int64_t step, const uint32_t *b, int64_t ldb, uint32_t *c, int64_t ldc, bool accumulate) {
 #define LOAD_A(to, from)                       \
     do {                                       \
         if (once)                              \
@@ -106,9 +112,9 @@ static inline __attribute__((always_inline)) void tiles(const bool int8, const b
 #undef LOAD_A
 }
 
-static inline __attribute__((always_inline)) void register_tile(const bool int8, int m, bool wide, int64_t cells,
-                                                                const void *a, int64_t step, const void *b, int64_t ldb,
-                                                                void *c, int64_t ldc, bool accumulate) {
+static inline __attribute__((always_inline)) void
+register_tile(const bool int8, int m, bool wide, int64_t cells, const void *a, int64_t step,
+              const void *b, int64_t ldb, void *c, int64_t ldc, bool accumulate) {
     configure(m);
     if (m > ROWS && wide)
         tiles(int8, true, true, cells, a, step, b, ldb, c, ldc, accumulate);

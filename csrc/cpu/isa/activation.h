@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* activation.h: the activations of gemm and of gated units as vectors, and their derivatives (gk_activation in gpukern.h). */
+/* activation.h: the activations of gemm and of gated units as vectors, and their derivatives
+ * (gk_activation in gpukern.h). */
 #ifndef GPUKERN_CPU_ACTIVATION_H
 #define GPUKERN_CPU_ACTIVATION_H
 
@@ -19,7 +20,8 @@ INLINE vf activate(vf x, gk_activation activation) {
 /* The derivative at x, the value before the activation; not of relu. */
 INLINE vf activation_slope(vf x, gk_activation activation) {
     const vf one = vf_set1(1);
-    /* a preact that overflowed has the slope of the curve's end, 0 or 1, as all have from 1000 on; NaN stays */
+    /* a preact that overflowed has the slope of the curve's end, 0 or 1, as all have from 1000 on;
+     * NaN stays */
     x = vf_max(vf_set1(-1000), vf_min(vf_set1(1000), x));
     switch (activation) {
     case GK_ACT_GELU: {
@@ -27,7 +29,8 @@ INLINE vf activation_slope(vf x, gk_activation activation) {
         return vf_fma(x, density, 0.5f * (1.0f + vf_erf(x * 0.70710678f)));
     }
     case GK_ACT_GELU_TANH: { /* of x s(2 u): s + s 2 u' x (1 - s); neither s nor 1 - s cancels */
-        vf xx = x * x, rest, s = vf_sigmoid_and_rest(1.5957691f * vf_fma(0.044715f * xx, x, x), &rest);
+        vf xx = x * x, rest,
+           s = vf_sigmoid_and_rest(1.5957691f * vf_fma(0.044715f * xx, x, x), &rest);
         return vf_fma(s, x * rest * (1.5957691f * vf_fma(vf_set1(3 * 0.044715f), xx, one)), s);
     }
     case GK_ACT_SILU: {

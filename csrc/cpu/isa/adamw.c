@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* adamw: one step of AdamW over a list of tensors, compiled once per ISA (gpukern_train.h has the equations). Parameters and
- * gradients of float32, bfloat16, float16; m and v of that dtype or float32. A task is a run of elements of one tensor. No workspace.
- * Bound by memory: 28 bytes an element of float32. Not here: float64 (ref/). */
+/* adamw: one step of AdamW over a list of tensors, compiled once per ISA (gpukern_train.h has the
+ * equations). Parameters and gradients of float32, bfloat16, float16; m and v of that dtype or
+ * float32. A task is a run of elements of one tensor. No workspace. Bound by memory: 28 bytes an
+ * element of float32. Not here: float64 (ref/). */
 #include "gpukern_train.h"
 #include "philox_vec.h"
 #include "rows.h"
@@ -30,12 +31,14 @@ INLINE void store_stochastic(const gk_adamw_args *a, int64_t t, int64_t i, vf x,
     uint32_t word[4] = {0};
     for (int j = 0; j < gk_min_i64(n, W); ++j) {
         if (j == 0 || (i + j) % 4 == 0)
-            gk_philox(gk_seed_word(a->seed, 0), gk_seed_word(a->seed, 1), gk_adamw_counter(t, (i + j) / 4), word);
+            gk_philox(gk_seed_word(a->seed, 0), gk_seed_word(a->seed, 1),
+                      gk_adamw_counter(t, (i + j) / 4), word);
         to[i + j] = gk_f32_to_bf16_stochastic(x[j], word[(i + j) % 4]);
     }
 }
 
-INLINE void adamw_run(const adamw_job *job, int64_t t, int64_t from, int64_t to, gk_dtype dtype, gk_dtype state) {
+INLINE void adamw_run(const adamw_job *job, int64_t t, int64_t from, int64_t to, gk_dtype dtype,
+                      gk_dtype state) {
     const gk_adamw_args *a = job->a;
     void *w = a->params[t].data, *m = a->exp_avgs[t].data, *v = a->exp_avg_sqs[t].data;
     void *most = a->max_exp_avg_sqs ? a->max_exp_avg_sqs[t].data : NULL,
@@ -45,14 +48,17 @@ INLINE void adamw_run(const adamw_job *job, int64_t t, int64_t from, int64_t to,
     const vf rate = vf_set1((float)(job->lr / -expm1(step * log(a->beta1))));
     const vf root = vf_set1((float)(1 / sqrt(-expm1(step * log(a->beta2)))));
     const float beta1 = (float)a->beta1, beta2 = (float)a->beta2, other1 = (float)(1 - a->beta1);
-    const float other2 = (float)(1 - a->beta2), decay = (float)(1 - job->lr * a->weight_decay), eps = (float)a->eps;
+    const float other2 = (float)(1 - a->beta2), decay = (float)(1 - job->lr * a->weight_decay),
+                eps = (float)a->eps;
     for (int64_t i = from; i < to; i += W) {
         const int64_t n = to - i;
         const vf g = job->times * vf_load_dtype(a->grads[t].data, dtype, i, n);
-        vf x = decay * (master ? vf_load_dtype(master, GK_F32, i, n) : vf_load_dtype(w, dtype, i, n));
+        vf x =
+            decay * (master ? vf_load_dtype(master, GK_F32, i, n) : vf_load_dtype(w, dtype, i, n));
         const vf first = beta1 * vf_load_dtype(m, state, i, n) + other1 * g;
         vf second = beta2 * vf_load_dtype(v, state, i, n) + other2 * (g * g);
-        vf_store_dtype(m, state, i, first, n), vf_store_dtype(v, state, i, second, n);
+        vf_store_dtype(m, state, i, first, n);
+        vf_store_dtype(v, state, i, second, n);
         if (most) {
             second = vf_larger(vf_load_dtype(most, state, i, n), second);
             vf_store_dtype(most, state, i, second, n);
@@ -91,7 +97,8 @@ static void run(const gk_context *ctx, const void *args, const gk_plan *plan, vo
     (void)workspace;
     const gk_adamw_args *a = args;
     if (scalar(a->found_inf, 0) != 0) return;
-    adamw_job job = {a, scalar(a->lr_tensor, (float)a->lr), scalar(a->clip, 1) / scalar(a->grad_scale, 1)};
+    adamw_job job = {a, scalar(a->lr_tensor, (float)a->lr),
+                     scalar(a->clip, 1) / scalar(a->grad_scale, 1)};
     if (a->maximize) job.times = -job.times;
     gk_parallel(ctx, plan->tasks, adamw_task, &job);
 }

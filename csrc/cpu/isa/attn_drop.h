@@ -1,17 +1,21 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* attn_drop.h: what attention's dropout keeps (csrc/formats/attn_dropout.h) of W rows at once: bits of 32 keys a word. */
+/* attn_drop.h: what attention's dropout keeps (csrc/formats/attn_dropout.h) of W rows at once: bits
+ * of 32 keys a word. */
 #ifndef GPUKERN_CPU_ATTN_DROP_H
 #define GPUKERN_CPU_ATTN_DROP_H
 
 #include "../../formats/attn_dropout.h"
 #include "philox_vec.h"
 
-/* Words of keys [first, first + n), n > 0, of W rows: bit e of the w-th word is key 32 (first / 32 + w) + e. Words stand `step`
- * vectors apart. */
-INLINE void attn_keep_words(const gk_attn_keep *d, const int64_t row[W], int64_t first, int64_t n, vi *to,
-                            int64_t step) {
+/* Words of keys [first, first + n), n > 0, of W rows: bit e of the w-th word is key 32 (first / 32
+ * + w) + e. Words stand `step` vectors apart. */
+INLINE void attn_keep_words(const gk_attn_keep *d, const int64_t row[W], int64_t first, int64_t n,
+                            vi *to, int64_t step) {
     vu low, high;
-    for (int i = 0; i < W; ++i) low[i] = gk_attn_counter_low(row[i], 0), high[i] = gk_attn_counter_high(row[i]);
+    for (int i = 0; i < W; ++i) {
+        low[i] = gk_attn_counter_low(row[i], 0);
+        high[i] = gk_attn_counter_high(row[i]);
+    }
     const vu most = (vu){0} + d->most;
     for (int64_t w = first / 32; 32 * w < first + n; ++w, to += step) {
         vu bits = {0};

@@ -4,8 +4,9 @@
  *
  *   S^T = K Q^T    P^T = exp(score(S^T) - m)    O^T = O^T exp(m_old - m) + V^T P^T    O = (O^T / l)^T
  *
- * Lanes are the (query row, head of the GQA group) pairs of one kv head, row by row: a group shares every tile of keys, and
- * lo and hi never decrease from lane to lane. A strip is NR lanes; all that belongs to a strip lies together.
+ * Lanes are the (query row, head of the GQA group) pairs of one kv head, row by row: a group shares
+ * every tile of keys, and lo and hi never decrease from lane to lane. A strip is NR lanes; all that
+ * belongs to a strip lies together.
  *
  *   scratch of one worker (cells and floats are 4 bytes)
  *     q  [bq / NR][cells(D)][NR] cells    Q^T, packed once
@@ -17,7 +18,8 @@
  *
  * Per tile of keys:  pack K, V | per strip: K Q^T -> s | s -> p, m, l | rescale O^T where m moved | O^T += V^T p
  * The strip's s stays in L1 from product to product; K and V tiles stream from L2 once per strip.
- * On tiles (AMX) p is a B as it is made; v is V^T, [Dv][cells(bkv)], and cells are padded with zeros to whole tiles. */
+ * On tiles (AMX) p is a B as it is made; v is V^T, [Dv][cells(bkv)], and cells are padded with
+ * zeros to whole tiles. */
 #ifndef GPUKERN_CPU_ATTN_TILE_H
 #define GPUKERN_CPU_ATTN_TILE_H
 
@@ -31,10 +33,11 @@ enum {
 };
 _Static_assert(ATTN_MAX_BQ % NR == 0, "strips fill a block");
 
-/* m may lag so far behind the largest score: p stays below 2^8, and O^T is rescaled only when m moves. */
+/* m may lag so far behind the largest score: p stays below 2^8, and O^T is rescaled only when m
+ * moves. */
 static const float attn_lag = 8 / ATTN_UNIT_LOG2;
 
-/* ---- keys: dense | paged ------------------------------------------------------------------------ */
+/* ---- keys: dense | paged --------------------------------------------------------------------- */
 typedef struct attn_keys {
     const char *k, *v; /* key 0 of this kv head; with pages the one of page 0 */
     int64_t k_row_bytes, v_row_bytes;
@@ -42,11 +45,14 @@ typedef struct attn_keys {
     int64_t pages_step;   /* elements */
     int64_t page_size;    /* keys of a page */
     int64_t k_page_bytes, v_page_bytes;
-    /* NULL, or for pages of 8-bit codes: rows of q's dtype of keys j .. j + n at `to`, to which k and v point then */
-    void (*decode)(const struct attn_keys *keys, int64_t j, int64_t n, const char **k, const char **v, char *to);
+    /* NULL, or for pages of 8-bit codes: rows of q's dtype of keys j .. j + n at `to`, to which k
+     * and v point then */
+    void (*decode)(const struct attn_keys *keys, int64_t j, int64_t n, const char **k,
+                   const char **v, char *to);
     const void *codes; /* what decode reads */
     int64_t head;
-    const gk_attn_keep *dropout; /* of probabilities of these keys, its rows are lse_at; NULL = none */
+    /* of probabilities of these keys, its rows are lse_at; NULL = none */
+    const gk_attn_keep *dropout;
 } attn_keys;
 
 /* Addresses of keys j .. j + n. */
@@ -68,9 +74,10 @@ INLINE void attn_keys_at(const attn_keys *x, int64_t j, int64_t n, const char **
     }
 }
 
-/* ---- lanes -------------------------------------------------------------------------------------- */
+/* ---- lanes ----------------------------------------------------------------------------------- */
 typedef struct attn_lanes {
-    int64_t count;                                    /* lanes in use; the rest of the last strip copies the last one */
+    /* lanes in use; the rest of the last strip copies the last one */
+    int64_t count;
     int64_t lo[ATTN_MAX_BQ], hi[ATTN_MAX_BQ];         /* keys seen */
     int64_t position[ATTN_MAX_BQ];                    /* i + diagonal */
     int64_t out_at[ATTN_MAX_BQ], lse_at[ATTN_MAX_BQ]; /* elements */
@@ -89,12 +96,13 @@ typedef struct attn_job {
     void *out;
     float *lse;
     int64_t decoded_bytes; /* of a key and a value of 8-bit pages as rows of dtype; else 0 */
-    bool accumulates;      /* out, float32, and lse hold the attention over other keys, and become that over both */
+    bool accumulates; /* out, float32, and lse hold the attention over other keys, and become that
+                         over both */
 } attn_job;
 
 /* Lanes first .. first + count of kv head h_kv in sequence x (number b of the batch). */
-INLINE void attn_lanes_fill(attn_lanes *to, const attn_job *job, const attn_seq *x, int64_t b, int64_t h_kv,
-                            int64_t first, int64_t count) {
+INLINE void attn_lanes_fill(attn_lanes *to, const attn_job *job, const attn_seq *x, int64_t b,
+                            int64_t h_kv, int64_t first, int64_t count) {
     const gk_attn_rules *r = job->rules;
     const int64_t element_bytes = job->dtype == GK_F32 ? 4 : 2;
     to->count = count;
@@ -115,7 +123,7 @@ INLINE void attn_lanes_fill(attn_lanes *to, const attn_job *job, const attn_seq 
     }
 }
 
-/* ---- scratch ------------------------------------------------------------------------------------ */
+/* ---- scratch --------------------------------------------------------------------------------- */
 typedef struct attn_scratch {
     cell *q, *k, *v;
     float *s, *o;
@@ -129,42 +137,55 @@ INLINE attn_scratch attn_scratch_at(char *base, const attn_job *job) {
     x.q_strip = whole_cells(job->head_dim) * NR;
     x.o_strip = job->head_dim_v * NR;
     x.k_step = gk_round_up(cells_of(job->head_dim), W);
-    x.v_step = TILED ? whole_cells(job->bkv) + W : gk_round_up(job->head_dim_v, W); /* a line to spare */
+    /* a line to spare */
+    x.v_step = TILED ? whole_cells(job->bkv) + W : gk_round_up(job->head_dim_v, W);
     const int64_t strips = job->bq / NR;
     int64_t at = 0;
-    x.q = gk_at(base, at), at += gk_round_up(4 * strips * x.q_strip, 64);
-    x.k = gk_at(base, at), at += gk_round_up(4 * job->bkv * x.k_step, 64);
-    x.v = gk_at(base, at), at += gk_round_up(4 * (TILED ? job->head_dim_v : cells_of(job->bkv)) * x.v_step, 64);
-    x.s = gk_at(base, at), at += gk_round_up(4 * gk_round_up(job->bkv, PAIR) * NR, 64);
-    x.o = gk_at(base, at), at += gk_round_up(4 * strips * x.o_strip, 64);
-    x.decoded = gk_at(base, at), at += gk_round_up(job->bkv * job->decoded_bytes, 64);
+    x.q = gk_at(base, at);
+    at += gk_round_up(4 * strips * x.q_strip, 64);
+    x.k = gk_at(base, at);
+    at += gk_round_up(4 * job->bkv * x.k_step, 64);
+    x.v = gk_at(base, at);
+    at += gk_round_up(4 * (TILED ? job->head_dim_v : cells_of(job->bkv)) * x.v_step, 64);
+    x.s = gk_at(base, at);
+    at += gk_round_up(4 * gk_round_up(job->bkv, PAIR) * NR, 64);
+    x.o = gk_at(base, at);
+    at += gk_round_up(4 * strips * x.o_strip, 64);
+    x.decoded = gk_at(base, at);
+    at += gk_round_up(job->bkv * job->decoded_bytes, 64);
     x.bytes = at;
     return x;
 }
 
-/* ---- packing ------------------------------------------------------------------------------------ */
+/* ---- packing --------------------------------------------------------------------------------- */
 /* Float cells take the scale on the way. */
-INLINE void attn_pack_q(const attn_scratch *x, const attn_lanes *lanes, gk_dtype dtype, int64_t head_dim, float scale) {
+INLINE void attn_pack_q(const attn_scratch *x, const attn_lanes *lanes, gk_dtype dtype,
+                        int64_t head_dim, float scale) {
     const int64_t cells = cells_of(head_dim);
     for (int64_t n = 0; n < gk_round_up(lanes->count, NR); n += W) {
         cell *to = x->q + n / NR * x->q_strip + n % NR;
         for (int64_t c = 0; c < cells; c += W) {
             vc r[W];
             for (int i = 0; i < W; ++i)
-                r[i] = vc_scale(vc_load_along_k(lanes->q[n + i], dtype, c * PAIR, head_dim - c * PAIR), scale);
+                r[i] = vc_scale(
+                    vc_load_along_k(lanes->q[n + i], dtype, c * PAIR, head_dim - c * PAIR), scale);
             vc_transpose(r);
-            for (int64_t i = 0; i < gk_min_i64(W, whole_cells(head_dim) - c); ++i) vc_store(to + (c + i) * NR, r[i]);
+            for (int64_t i = 0; i < gk_min_i64(W, whole_cells(head_dim) - c); ++i)
+                vc_store(to + (c + i) * NR, r[i]);
         }
     }
 }
 
-INLINE void attn_pack_k(const attn_scratch *x, const char *const *k, int64_t n, gk_dtype dtype, int64_t head_dim) {
+INLINE void attn_pack_k(const attn_scratch *x, const char *const *k, int64_t n, gk_dtype dtype,
+                        int64_t head_dim) {
     for (int64_t j = 0; j < n; ++j)
         for (int64_t c = 0; c < cells_of(head_dim); c += W)
-            vc_store(x->k + j * x->k_step + c, vc_load_along_k(k[j], dtype, c * PAIR, head_dim - c * PAIR));
+            vc_store(x->k + j * x->k_step + c,
+                     vc_load_along_k(k[j], dtype, c * PAIR, head_dim - c * PAIR));
 }
 
-INLINE void attn_pack_v(const attn_scratch *x, const char *const *v, int64_t n, gk_dtype dtype, int64_t head_dim_v) {
+INLINE void attn_pack_v(const attn_scratch *x, const char *const *v, int64_t n, gk_dtype dtype,
+                        int64_t head_dim_v) {
 #if TILED
     pack_columns(x->v, x->v_step, v, n, dtype, head_dim_v);
     return;
@@ -172,11 +193,12 @@ INLINE void attn_pack_v(const attn_scratch *x, const char *const *v, int64_t n, 
     for (int64_t j = 0; j < n; j += PAIR) {
         const char *next = PAIR == 2 && j + 1 < n ? v[j + 1] : NULL;
         for (int64_t d = 0; d < head_dim_v; d += W)
-            vc_store(x->v + j / PAIR * x->v_step + d, vc_load_across_k(v[j], next, dtype, d, head_dim_v - d));
+            vc_store(x->v + j / PAIR * x->v_step + d,
+                     vc_load_across_k(v[j], next, dtype, d, head_dim_v - d));
     }
 }
 
-/* ---- softmax of a strip ------------------------------------------------------------------------- */
+/* ---- softmax of a strip ---------------------------------------------------------------------- */
 /* Bounds of W lanes, counted from key j0 of a tile of n. */
 INLINE vi attn_relative(const int64_t *bounds, int64_t j0, int64_t n) {
     int32_t t[W];
@@ -184,11 +206,13 @@ INLINE vi attn_relative(const int64_t *bounds, int64_t j0, int64_t n) {
     return vi_load(t);
 }
 
-/* Keys j0 .. j0 + n against nv vectors of lanes. On the way in s [n][NR] holds dot products, on the way out p as cells
- * [cells(n)][NR]; *shrink is what O^T must be multiplied by where the result is true. s times `scale` is the scaled score.
- * m starts at -FLT_MAX and stays finite, so a masked score (-inf) gives exactly 0 and never inf - inf; NaN reaches l. */
-INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int64_t lane, const attn_job *job,
-                         float scale, vf shrink[NV], const int nv, const bool score_step, const bool edge) {
+/* Keys j0 .. j0 + n against nv vectors of lanes. On the way in s [n][NR] holds dot products, on the
+ * way out p as cells [cells(n)][NR]; *shrink is what O^T must be multiplied by where the result is
+ * true. s times `scale` is the scaled score. m starts at -FLT_MAX and stays finite, so a masked
+ * score (-inf) gives exactly 0 and never inf - inf; NaN reaches l. */
+INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int64_t lane,
+                         const attn_job *job, float scale, vf shrink[NV], const int nv,
+                         const bool score_step, const bool edge) {
     const float softcap = (float)job->rules->softcap;
     const float cap_in = score_step && softcap > 0 ? scale / softcap : 0;
     vf top[NV], slope[NV], position[NV];
@@ -214,7 +238,8 @@ INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int
             float *at = s + j * NR + v * W;
             vf x = vf_load(at);
             if (score_step) {
-                x = softcap > 0 ? vf_tanh(x * cap_in) * (softcap * ATTN_UNIT) : x * (scale * ATTN_UNIT);
+                x = softcap > 0 ? vf_tanh(x * cap_in) * (softcap * ATTN_UNIT)
+                                : x * (scale * ATTN_UNIT);
                 vf distance = position[v] - (float)j;
                 x = x - slope[v] * vf_max(-distance, distance);
             }
@@ -247,8 +272,8 @@ INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int
         }
     }
 
-    if (n % PAIR)
-        for (int v = 0; v < nv; ++v) vf_store(s + n * NR + v * W, vf_set1(-INFINITY)); /* the pair's missing key */
+    if (n % PAIR) /* the pair's missing key */
+        for (int v = 0; v < nv; ++v) vf_store(s + n * NR + v * W, vf_set1(-INFINITY));
     for (int64_t j = 0; j < n; j += PAIR)
 #pragma GCC unroll 4
         for (int v = 0; v < nv; ++v) {
@@ -270,10 +295,11 @@ INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int
 }
 
 /* What dropout does not keep of p becomes 0, after it was summed. */
-INLINE void attn_drop(cell *p, int64_t n, int64_t j0, const attn_lanes *lanes, int64_t lane, const int nv,
-                      const gk_attn_keep *dropout) {
+INLINE void attn_drop(cell *p, int64_t n, int64_t j0, const attn_lanes *lanes, int64_t lane,
+                      const int nv, const gk_attn_keep *dropout) {
     vi keep[(ATTN_MAX_BKV / 32 + 2) * NV];
-    for (int v = 0; v < nv; ++v) attn_keep_words(dropout, lanes->lse_at + lane + v * W, j0, n, keep + v, NV);
+    for (int v = 0; v < nv; ++v)
+        attn_keep_words(dropout, lanes->lse_at + lane + v * W, j0, n, keep + v, NV);
     for (int64_t j = 0; j < n; j += PAIR)
         for (int v = 0; v < nv; ++v) {
             vi kept = attn_keeps(keep + v, NV, j0, j0 + j);
@@ -289,8 +315,9 @@ INLINE void attn_drop(cell *p, int64_t n, int64_t j0, const attn_lanes *lanes, i
         }
 }
 
-/* ---- the way out -------------------------------------------------------------------------------- */
-/* What a lane's row holds already, as a share of both: out = share * held + (1 - share) * own. Returns the lse of both. */
+/* ---- the way out ----------------------------------------------------------------------------- */
+/* What a lane's row holds already, as a share of both: out = share * held + (1 - share) * own.
+ * Returns the lse of both. */
 INLINE float attn_join(float held, float own, float *share) {
     const double peak = held > own ? held : own;
     if (peak == -INFINITY) {
@@ -302,7 +329,8 @@ INLINE float attn_join(float held, float own, float *share) {
     return (float)(peak + log(a + b));
 }
 
-INLINE void attn_store(const attn_scratch *x, const attn_lanes *lanes, const attn_job *job, float v_scale) {
+INLINE void attn_store(const attn_scratch *x, const attn_lanes *lanes, const attn_job *job,
+                       float v_scale) {
     float share[ATTN_MAX_BQ] = {0}; /* of what is held already */
     for (int64_t n = 0; job->accumulates && n < lanes->count; ++n) {
         float *held = job->lse + lanes->lse_at[n];
@@ -331,7 +359,8 @@ INLINE void attn_store(const attn_scratch *x, const attn_lanes *lanes, const att
         }
     }
     for (int64_t n = 0; !job->accumulates && n < lanes->count; ++n) {
-        if (job->lse) job->lse[lanes->lse_at[n]] = attn_lse(lanes->m[n], lanes->l[n], lanes->sink[n]);
+        if (job->lse)
+            job->lse[lanes->lse_at[n]] = attn_lse(lanes->m[n], lanes->l[n], lanes->sink[n]);
     }
 }
 
@@ -341,25 +370,28 @@ INLINE void attn_clear_tokens(const gk_tensor *out, float *lse, int64_t first) {
     for (int64_t t = first; t < out->shape[0]; ++t)
         for (int64_t h = 0; h < heads; ++h) {
             const int64_t at = t * out->stride[0] + h * out->stride[1];
-            memset((char *)out->data + element_bytes * at, 0, (size_t)(element_bytes * out->shape[2]));
+            memset((char *)out->data + element_bytes * at, 0,
+                   (size_t)(element_bytes * out->shape[2]));
             if (lse) lse[t * heads + h] = -INFINITY;
         }
 }
 
-/* ---- the block ---------------------------------------------------------------------------------- */
-INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *keys, float scale, float v_scale,
-                       char *scratch) {
+/* ---- the block ------------------------------------------------------------------------------- */
+INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *keys, float scale,
+                       float v_scale, char *scratch) {
     const attn_scratch x = attn_scratch_at(scratch, job);
     const int64_t head_dim = job->head_dim, head_dim_v = job->head_dim_v, last = lanes->count - 1;
     const char *k[ATTN_MAX_BKV], *v[ATTN_MAX_BKV];
     bool started[ATTN_MAX_BQ / NR] = {false};
     const float left = PAIR == 2 ? scale : 1; /* what q does not carry of the scale */
-    /* it waits for the exponent where nothing comes between and the largest product stays the largest score */
+    /* it waits for the exponent where nothing comes between and the largest product stays the
+     * largest score */
     const bool score_step = job->rules->softcap > 0 || job->rules->alibi_slopes || !(left > 0);
 
     attn_pack_q(&x, lanes, job->dtype, head_dim, scale);
     const int64_t first = lanes->lo[0], end = lanes->hi[last];
-    /* Tiles begin at multiples of bkv from the first key, so that a row's bits do not depend on the block that it is in. */
+    /* Tiles begin at multiples of bkv from the first key, so that a row's bits do not depend on the
+     * block that it is in. */
     for (int64_t j = first; j < end; j += job->bkv) {
         const int64_t n = gk_min_i64(job->bkv, end - j), cells = cells_of(n);
         attn_keys_at(keys, j, n, k, v);
@@ -375,8 +407,8 @@ INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *
             const int nv = width > W ? NV : 1;
             vf shrink[NV];
             bool moved;
-            tile_product(job->sum_cells, true, n, width, cells_of(head_dim), x.k, x.k_step, x.q + strip * x.q_strip, NR,
-                         x.s, NR, false);
+            tile_product(job->sum_cells, true, n, width, cells_of(head_dim), x.k, x.k_step,
+                         x.q + strip * x.q_strip, NR, x.s, NR, false);
             if (nv == 1)
                 moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, 1, true, true);
             else if (score_step)
@@ -392,8 +424,8 @@ INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *
                         float *at = o + d * NR + w * W;
                         vf_store(at, vf_load(at) * shrink[w]);
                     }
-            tile_product(SUM_CELLS, TILED, head_dim_v, width, cells, x.v, x.v_step, (const cell *)x.s, NR, o, NR,
-                         started[strip]);
+            tile_product(SUM_CELLS, TILED, head_dim_v, width, cells, x.v, x.v_step,
+                         (const cell *)x.s, NR, o, NR, started[strip]);
             started[strip] = true;
         }
     }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* codes_vec.h: 8-bit codes (csrc/formats/codes.h) to vectors of float32 and back, in plain vector arithmetic. */
+/* codes_vec.h: 8-bit codes (csrc/formats/codes.h) to vectors of float32 and back, in plain vector
+ * arithmetic. */
 #ifndef GPUKERN_CODES_VEC_H
 #define GPUKERN_CODES_VEC_H
 
@@ -40,12 +41,15 @@ INLINE vi vi_codes(vf v, gk_dtype dtype) {
         v = (vf)((vi)v & (v == v));
         return __builtin_convertvector(vf_round(v), vi);
     }
-    const int fraction = dtype == GK_E4M3 ? 3 : 2, bias = dtype == GK_E4M3 ? 7 : 15, drop = 23 - fraction;
+    const int fraction = dtype == GK_E4M3 ? 3 : 2, bias = dtype == GK_E4M3 ? 7 : 15,
+              drop = 23 - fraction;
     const vi bits = (vi)v, sign = (bits >> 24) & 0x80;
-    const vf size = vf_min((vf)(bits & 0x7fffffff), vf_set1(dtype == GK_E4M3 ? GK_E4M3_MAX : GK_E5M2_MAX));
+    const vf size =
+        vf_min((vf)(bits & 0x7fffffff), vf_set1(dtype == GK_E4M3 ? GK_E4M3_MAX : GK_E5M2_MAX));
     const vi u = (vi)size, step = vi_set1((128 - bias - fraction + 23) << 23);
     const vi small = (vi)(size + (vf)step) - step;
-    const vi normal = ((u + ((1 << (drop - 1)) - 1) + ((u >> drop) & 1)) >> drop) - ((127 - bias) << fraction);
+    const vi normal =
+        ((u + ((1 << (drop - 1)) - 1) + ((u >> drop) & 1)) >> drop) - ((127 - bias) << fraction);
     vi code = vi_select(u < ((128 - bias) << 23), small, normal) | sign;
     return vi_select((vi)(v == v), code, vi_set1(0x7f) | sign);
 }

@@ -2,10 +2,12 @@
 /* cross_entropy: the loss of each row of logits and its gradient, compiled once per ISA.
  *   z = softcap tanh(logit_scale logits / softcap), or logit_scale logits;   lse = log sum exp z
  *   loss = (1 - e) w[t] (lse - z[t]) + e / V (W lse - sum w[c] z[c]) + z_loss lse^2,   W = sum w[c]
- *   dz[c] = g (exp(z[c] - lse) ((1 - e) w[t] + e W / V + 2 z_loss lse) - (c = t) (1 - e) w[t] - e w[c] / V)
- * logits, dlogits [M, V] of one dtype (float32, bfloat16, float16), or dlogits of 16 bits beside float32 logits; target [M] int64,
- * w [V], loss, lse [M] float32. A task is a run of rows. A row is read once forward and once backward: blocks of ROW_BLOCK columns
- * have a maximum of their own, and their sums meet in double; where forward gives dlogits, too, a row's second read is from a cache.
+ *   dz[c] = g (exp(z[c] - lse) ((1 - e) w[t] + e W / V + 2 z_loss lse) - (c = t) (1 - e) w[t] - e
+ *   w[c] / V)
+ * logits, dlogits [M, V] of one dtype (float32, bfloat16, float16), or dlogits of 16 bits beside
+ * float32 logits; target [M] int64, w [V], loss, lse [M] float32. A task is a run of rows. A row is
+ * read once forward and once backward: blocks of ROW_BLOCK columns have a maximum of their own, and
+ * their sums meet in double; where forward gives dlogits, too, a row's second read is from a cache.
  * Backward may have some of the columns alone. No workspace. Not here: float64 (ref/). */
 #include "gpukern_loss.h"
 #include "rows.h"
@@ -31,16 +33,23 @@ INLINE vf z_of(const row_in *r, vf x) {
     x *= r->scale;
     return r->cap == 0 ? x : r->cap * vf_tanh(x * r->inverse_cap);
 }
-INLINE vf load_z(const row_in *r, int64_t i, int64_t n) { return z_of(r, vf_load_dtype(r->x, r->dtype, i, n)); }
-INLINE float z_at(const row_in *r, int64_t i) { return z_of(r, vf_set1((float)gk_load(r->x, r->dtype, i)))[0]; }
+INLINE vf load_z(const row_in *r, int64_t i, int64_t n) {
+    return z_of(r, vf_load_dtype(r->x, r->dtype, i, n));
+}
+INLINE float z_at(const row_in *r, int64_t i) {
+    return z_of(r, vf_set1((float)gk_load(r->x, r->dtype, i)))[0];
+}
 
 INLINE vf load_weights(const gk_tensor *w, int64_t i, int64_t n) {
     if (w->stride[0] == 1) return vf_load_first((const float *)w->data + i, n);
     float t[W] = {0};
-    for (int64_t l = 0; l < W && l < n; ++l) t[l] = ((const float *)w->data)[(i + l) * w->stride[0]];
+    for (int64_t l = 0; l < W && l < n; ++l)
+        t[l] = ((const float *)w->data)[(i + l) * w->stride[0]];
     return vf_load(t);
 }
-INLINE double weight_at(const gk_tensor *w, int64_t i) { return w ? ((const float *)w->data)[i * w->stride[0]] : 1; }
+INLINE double weight_at(const gk_tensor *w, int64_t i) {
+    return w ? ((const float *)w->data)[i * w->stride[0]] : 1;
+}
 
 INLINE void add_exp(const void *arg, int64_t i, int64_t n, vf *s) {
     const row_in *r = arg;
@@ -62,8 +71,9 @@ INLINE float block_peak(const row_in *r, int64_t begin, int64_t end) {
         peak[1] = vf_max(peak[1], load_z(r, i + W, W));
     }
     for (; i < end; i += W)
-        peak[0] =
-            vf_max(peak[0], end - i >= W ? load_z(r, i, W) : vf_select(vm_first(end - i), load_z(r, i, end - i), none));
+        peak[0] = vf_max(peak[0], end - i >= W
+                                      ? load_z(r, i, W)
+                                      : vf_select(vm_first(end - i), load_z(r, i, end - i), none));
     return vf_peak(vf_max(peak[0], peak[1]));
 }
 
@@ -81,7 +91,8 @@ INLINE double row_lse(row_in *r, int64_t n, bool wanted, double *weighted) {
         *weighted += w;
         if (here == 0) continue;
         const double top = fmax(peak, r->peak);
-        sum = sum * (peak == -INFINITY ? 0 : exp(peak - top)) + here * exp(r->peak - top), peak = top;
+        sum = sum * (peak == -INFINITY ? 0 : exp(peak - top)) + here * exp(r->peak - top);
+        peak = top;
     }
     return peak + log(sum);
 }
@@ -108,7 +119,8 @@ INLINE void fwd_row(const job *j, int64_t row, gk_dtype dtype) {
     double sum = (1 - e) * weight_at(a->weight, target) * (all - z_at(&r, target));
     if (e != 0) sum += e / (double)j->n * (j->weights * all - weighted);
     if (j->more.z_loss != 0) sum += j->more.z_loss * all * all;
-    *loss = (float)sum, *lse = (float)all;
+    *loss = (float)sum;
+    *lse = (float)all;
 }
 
 /* given: dlogits' dtype */
@@ -116,7 +128,8 @@ INLINE void bwd_row(const job *j, int64_t row, gk_dtype dtype, gk_dtype given) {
     const gk_cross_entropy_args *a = j->a;
     const gk_loss_more *more = &j->more;
     char *dx = row_at(more->dlogits, row);
-    const int64_t target = *(const int64_t *)row_element(&a->target, row), n = j->n, here = target - more->first_class;
+    const int64_t target = *(const int64_t *)row_element(&a->target, row), n = j->n,
+                  here = target - more->first_class;
     if (target == a->ignore_index) {
         memset(dx, 0, (size_t)(n * (gk_type_of(given)->bits / 8)));
         return;
@@ -124,8 +137,10 @@ INLINE void bwd_row(const job *j, int64_t row, gk_dtype dtype, gk_dtype given) {
     const row_in r = row_of(a, row, dtype);
     const double e = a->label_smoothing, of_target = (1 - e) * weight_at(a->weight, target);
     const float g = j->bwd ? *(const float *)row_element(&j->bwd->grad_loss, row) : 1.0f;
-    const float lse = ((const float *)a->lse.data)[row], smooth = g * (float)(e / (double)more->num_classes);
-    const float all = g * (float)(of_target + e * j->weights / (double)more->num_classes + 2 * more->z_loss * lse);
+    const float lse = ((const float *)a->lse.data)[row],
+                smooth = g * (float)(e / (double)more->num_classes);
+    const float all = g * (float)(of_target + e * j->weights / (double)more->num_classes +
+                                  2 * more->z_loss * lse);
     double at_target = 0;
     if (here >= 0 && here < n) {
         const float z = z_at(&r, here);
@@ -136,7 +151,9 @@ INLINE void bwd_row(const job *j, int64_t row, gk_dtype dtype, gk_dtype given) {
     for (int64_t i = 0; i < n; i += W) {
         const vf zi = load_z(&r, i, n - i);
         vf d = (dtype == GK_F32 ? vf_exp_near(zi - lse) : vf_exp(zi - lse)) * all;
-        if (e != 0) d -= a->weight ? load_weights(a->weight, more->first_class + i, n - i) * smooth : vf_set1(smooth);
+        if (e != 0)
+            d -= a->weight ? load_weights(a->weight, more->first_class + i, n - i) * smooth
+                           : vf_set1(smooth);
         if (r.cap != 0) d *= 1.0f - (zi * r.inverse_cap) * (zi * r.inverse_cap);
         vf_store_dtype(dx, given, i, d * r.scale, n - i);
     }
@@ -168,14 +185,17 @@ static void task_of(void *arg, int64_t task, int64_t worker) {
 static bool plan_rows(const gk_tensor *logits, gk_plan *plan) {
     job *j = GK_OWN(job, plan);
     *j = (job){.rows = rows_of(logits), .n = logits->shape[logits->ndim - 1]};
-    j->each = rows_per_task(j->n), plan->tasks = gk_ceil_div(j->rows, j->each);
+    j->each = rows_per_task(j->n);
+    plan->tasks = gk_ceil_div(j->rows, j->each);
     return true;
 }
 
-static void run_rows(const gk_context *ctx, const gk_cross_entropy_args *a, const gk_cross_entropy_bwd_args *bwd,
-                     const gk_plan *plan) {
+static void run_rows(const gk_context *ctx, const gk_cross_entropy_args *a,
+                     const gk_cross_entropy_bwd_args *bwd, const gk_plan *plan) {
     job j = *GK_OWN_CONST(job, plan);
-    j.a = a, j.bwd = bwd, j.more = bwd ? gk_more_of_bwd(bwd) : gk_more_of_fwd(a);
+    j.a = a;
+    j.bwd = bwd;
+    j.more = bwd ? gk_more_of_bwd(bwd) : gk_more_of_fwd(a);
     j.weights = (double)j.more.num_classes;
     if (a->weight && a->label_smoothing != 0) {
         j.weights = 0;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* dropout: out = keep / (1 - p) act(x + bias) + residual, and its gradient, compiled once per ISA (gpukern_train.h has the equations
- * and says what is kept). Rows [M, N] of float32, bfloat16, float16. A task is a run of rows, or, of long rows, of columns of one.
- * No workspace. Not here: float64 (ref/). */
+/* dropout: out = keep / (1 - p) act(x + bias) + residual, and its gradient, compiled once per ISA
+ * (gpukern_train.h has the equations and says what is kept). Rows [M, N] of float32, bfloat16,
+ * float16. A task is a run of rows, or, of long rows, of columns of one. No workspace. Not here:
+ * float64 (ref/). */
 #include "gpukern_train.h"
 #include "activation.h"
 #include "philox_vec.h"
@@ -16,14 +17,16 @@ typedef struct dropout_job {
     const gk_dropout_args *a;
     const dropout_plan *p;
     uint64_t seed, offset;
-    vi below; /* words below it are kept, the top bit of both flipped so that signed numbers compare as they do */
+    /* words below it are kept, the top bit of both flipped so that signed numbers compare as they
+     * do */
+    vi below;
     bool all; /* p = 0 */
     float scale;
 } dropout_job;
 
 /* Columns [from, to) of a row. */
-INLINE void dropout_run(const dropout_job *job, int64_t row, int64_t from, int64_t to, gk_dtype dtype,
-                        gk_activation activation, bool backward) {
+INLINE void dropout_run(const dropout_job *job, int64_t row, int64_t from, int64_t to,
+                        gk_dtype dtype, gk_activation activation, bool backward) {
     const gk_dropout_args *a = job->a;
     const char *x = row_at(&a->x, row), *more = backward      ? row_at(a->grad_out, row)
                                                 : a->residual ? row_at(a->residual, row)
@@ -70,8 +73,9 @@ static void dropout_task(void *arg, int64_t task, int64_t worker) {
     const dropout_plan *p = job->p;
     const int64_t first = task / p->cuts * p->each, last = gk_min_i64(first + p->each, p->rows);
     const int64_t from = task % p->cuts * ROW_TASK, to = gk_min_i64(from + ROW_TASK, p->n);
-#define RUN(dtype, activation, backward) \
-    for (int64_t row = first; row < last; ++row) dropout_run(job, row, from, to, dtype, activation, backward);
+#define RUN(dtype, activation, backward)         \
+    for (int64_t row = first; row < last; ++row) \
+        dropout_run(job, row, from, to, dtype, activation, backward);
     ROW_DTYPES(job->a->x.dtype, false, FORMS)
 #undef RUN
 }
@@ -80,8 +84,10 @@ static bool plan(const gk_context *ctx, const void *args, gk_plan *plan) {
     (void)ctx;
     const gk_tensor *x = &((const gk_dropout_args *)args)->x;
     dropout_plan *p = GK_OWN(dropout_plan, plan);
-    p->rows = rows_of(x), p->n = x->shape[x->ndim - 1];
-    p->each = rows_per_task(p->n), p->cuts = gk_max_i64(1, gk_ceil_div(p->n, ROW_TASK));
+    p->rows = rows_of(x);
+    p->n = x->shape[x->ndim - 1];
+    p->each = rows_per_task(p->n);
+    p->cuts = gk_max_i64(1, gk_ceil_div(p->n, ROW_TASK));
     plan->tasks = p->n == 0 ? 0 : gk_ceil_div(p->rows, p->each) * p->cuts;
     return true;
 }
@@ -90,9 +96,12 @@ static void run(const gk_context *ctx, const void *args, const gk_plan *plan, vo
     (void)workspace;
     const gk_dropout_args *a = args;
     const uint64_t keep = gk_keep_below(a->p);
-    dropout_job job = {.a = a, .p = GK_OWN_CONST(dropout_plan, plan), .scale = (float)gk_keep_scale(a->p)};
-    job.seed = gk_seed_word(&a->seed, 0), job.offset = gk_seed_word(&a->seed, 1);
-    job.all = keep > UINT32_MAX, job.below = vi_set1((int32_t)((uint32_t)keep ^ 0x80000000u));
+    dropout_job job = {
+        .a = a, .p = GK_OWN_CONST(dropout_plan, plan), .scale = (float)gk_keep_scale(a->p)};
+    job.seed = gk_seed_word(&a->seed, 0);
+    job.offset = gk_seed_word(&a->seed, 1);
+    job.all = keep > UINT32_MAX;
+    job.below = vi_set1((int32_t)((uint32_t)keep ^ 0x80000000u));
     gk_parallel(ctx, plan->tasks, dropout_task, &job);
 }
 

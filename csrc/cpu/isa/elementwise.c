@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* elementwise: kv_cache_write and attn_merge, bound by memory, compiled once per ISA.
  *
- * kv_cache_write  k [T, Hkv, D], v [T, Hkv, Dv] -> row s % block_size of page s / block_size of the caches, s = slots[t]
- *                 8-bit caches hold codes, of k / k_scale
- *                 a task is one head of k or of v and takes the tokens in order: of two tokens with one slot the last stays
+ * kv_cache_write  k [T, Hkv, D], v [T, Hkv, Dv] -> row s % block_size of page s / block_size of the
+ *                 caches, s = slots[t] 8-bit caches hold codes, of k / k_scale
+ *                 a task is one head of k or of v and takes the tokens in order: of two tokens with
+ *                 one slot the last stays
  * attn_merge      lse = logaddexp(lse_a, lse_b), out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
- *                 a task is a run of rows; a side that saw no key (lse -inf) is not read, the other is copied
+ *                 a task is a run of rows; a side that saw no key (lse -inf) is not read, the other
+ *                 is copied
  * Not here: float64 (ref/). */
 #include "../kernels.h"
 #include "codes_vec.h"
@@ -14,15 +16,15 @@ enum {
     MERGE_ROWS = 64
 }; /* about 100 KB of traffic at Dv 128: far more than handing out a task costs */
 
-/* ---- kv_cache_write ----------------------------------------------------------------------------- */
+/* ---- kv_cache_write -------------------------------------------------------------------------- */
 typedef struct write_job {
     const gk_tensor *from, *cache, *slots; /* of k or of v */
     const gk_tensor *scale;
 } write_job;
 
 /* Codes of from[d] / scale. */
-static void write_codes(const char *from, int64_t from_stride, gk_dtype dtype, char *to, int64_t to_stride,
-                        gk_dtype code, int64_t n, float scale) {
+static void write_codes(const char *from, int64_t from_stride, gk_dtype dtype, char *to,
+                        int64_t to_stride, gk_dtype code, int64_t n, float scale) {
     if (from_stride == 1 && to_stride == 1) {
         for (int64_t d = 0; d < n; d += W)
             vf_store_code(to, code, d, vf_load_dtype(from, dtype, d, n - d) / scale, n - d);
@@ -33,12 +35,13 @@ static void write_codes(const char *from, int64_t from_stride, gk_dtype dtype, c
 }
 
 /* to[d] = saturate(from[d] / scale), strides in elements. */
-static void write_row(const char *from, int64_t from_stride, char *to, int64_t to_stride, gk_dtype dtype, int64_t n,
-                      const float *scale) {
+static void write_row(const char *from, int64_t from_stride, char *to, int64_t to_stride,
+                      gk_dtype dtype, int64_t n, const float *scale) {
     const float limit = (float)gk_type_of(dtype)->largest;
     if (from_stride == 1 && to_stride == 1) {
         if (!scale) {
-            if (n > 0) memcpy(to, from, (size_t)gk_bytes_of(dtype, n)); /* of no elements to is NULL */
+            /* of no elements to is NULL */
+            if (n > 0) memcpy(to, from, (size_t)gk_bytes_of(dtype, n));
             return;
         }
         for (int64_t d = 0; d < n; d += W) {
@@ -62,7 +65,8 @@ static void write_task(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const write_job *job = (const write_job *)arg + task % 2;
     const gk_tensor *x = job->from, *cache = job->cache;
-    const int64_t h = task / 2, block_size = cache->shape[1], bytes = (int64_t)gk_dtype_bytes(x->dtype);
+    const int64_t h = task / 2, block_size = cache->shape[1],
+                  bytes = (int64_t)gk_dtype_bytes(x->dtype);
     const int64_t cache_bytes = (int64_t)gk_dtype_bytes(cache->dtype);
     const float *scale = job->scale ? job->scale->data : NULL;
     if (scale && job->scale->ndim) scale += h * job->scale->stride[job->scale->ndim - 1];
@@ -73,13 +77,13 @@ static void write_task(void *arg, int64_t task, int64_t worker) {
                                                          : ((const int32_t *)job->slots->data)[i];
         if (slot < 0) continue;
         const int64_t from = t * x->stride[0] + h * x->stride[1];
-        const int64_t to =
-            slot / block_size * cache->stride[0] + slot % block_size * cache->stride[1] + h * cache->stride[2];
+        const int64_t to = slot / block_size * cache->stride[0] +
+                           slot % block_size * cache->stride[1] + h * cache->stride[2];
         const char *row = gk_at(x->data, bytes * from);
         char *at = gk_at(cache->data, cache_bytes * to);
         if (gk_is_code(cache->dtype))
-            write_codes(row, x->stride[2], x->dtype, at, cache->stride[3], cache->dtype, x->shape[2],
-                        scale ? scale[slot / block_size * page_scale] : 1);
+            write_codes(row, x->stride[2], x->dtype, at, cache->stride[3], cache->dtype,
+                        x->shape[2], scale ? scale[slot / block_size * page_scale] : 1);
         else
             write_row(row, x->stride[2], at, cache->stride[3], x->dtype, x->shape[2], scale);
     }
@@ -91,16 +95,18 @@ static bool write_plan(const gk_context *ctx, const void *args, gk_plan *plan) {
     return true;
 }
 
-static void write_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+static void write_run(const gk_context *ctx, const void *args, const gk_plan *plan,
+                      void *workspace) {
     (void)workspace;
     const gk_kv_cache_write_args *a = args;
-    write_job jobs[2] = {{&a->k, &a->k_cache, &a->slots, a->k_scale}, {&a->v, &a->v_cache, &a->slots, a->v_scale}};
+    write_job jobs[2] = {{&a->k, &a->k_cache, &a->slots, a->k_scale},
+                         {&a->v, &a->v_cache, &a->slots, a->v_scale}};
     gk_parallel(ctx, plan->tasks, write_task, jobs);
 }
 
 const gk_cpu_kernel SYM(gk_kv_cache_write) = {write_plan, write_run};
 
-/* ---- attn_merge --------------------------------------------------------------------------------- */
+/* ---- attn_merge ------------------------------------------------------------------------------ */
 /* Offset of a row of t, whose first `ndim` dimensions count rows. */
 static int64_t row_offset(const gk_tensor *t, int ndim, int64_t row) {
     int64_t offset = 0;
@@ -111,18 +117,20 @@ static int64_t row_offset(const gk_tensor *t, int ndim, int64_t row) {
     return offset;
 }
 
-static void copy_row(const gk_tensor *x, int64_t from, const gk_tensor *out, int64_t to, int64_t n) {
+static void copy_row(const gk_tensor *x, int64_t from, const gk_tensor *out, int64_t to,
+                     int64_t n) {
     const int64_t stride = x->stride[x->ndim - 1], bytes = (int64_t)gk_dtype_bytes(x->dtype);
     for (int64_t d = 0; d < n; ++d)
-        memcpy((char *)out->data + bytes * (to + d), (const char *)x->data + bytes * (from + d * stride),
-               (size_t)bytes);
+        memcpy((char *)out->data + bytes * (to + d),
+               (const char *)x->data + bytes * (from + d * stride), (size_t)bytes);
 }
 
 /* n values of a row whose elements lie `stride` apart */
 INLINE vf load_strided(const gk_tensor *t, int64_t at, int64_t stride, int64_t n) {
     if (stride == 1) return vf_load_dtype(t->data, t->dtype, at, n);
     float x[W] = {0};
-    for (int64_t i = 0; i < gk_min_i64(W, n); ++i) x[i] = (float)gk_load(t->data, t->dtype, at + i * stride);
+    for (int64_t i = 0; i < gk_min_i64(W, n); ++i)
+        x[i] = (float)gk_load(t->data, t->dtype, at + i * stride);
     return vf_load(x);
 }
 
@@ -170,7 +178,8 @@ static bool merge_plan(const gk_context *ctx, const void *args, gk_plan *plan) {
     return true;
 }
 
-static void merge_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+static void merge_run(const gk_context *ctx, const void *args, const gk_plan *plan,
+                      void *workspace) {
     (void)workspace;
     gk_attn_merge_args x = *(const gk_attn_merge_args *)args;
     gk_parallel(ctx, plan->tasks, merge_task, &x);

@@ -8,8 +8,10 @@
  *
  * With dropout keep / (1 - p) is a factor of P in dV and of dP in dS.
  *
- * delta carries the rounding of out. In dS that is noise of P's size; summed over rows into dsink it
- * is not, so there it is put right by what a row's dS leave: sum P dP = sum dS + delta (1 - P_sink).
+ * delta carries the rounding of out. In dS that is noise of P's size; summed over rows into dsink
+ * it
+ * is not, so there it is put right by what a row's dS leave: sum P dP = sum dS + delta (1 -
+ * P_sink).
  *
  * q, dq [B, Hq, Sq, D]  k, dk [B, Hkv, Sk, D]  v, dv [B, Hkv, Sk, Dv]
  * out, grad_out [B, Hq, Sq, Dv]  lse [B, Hq, Sq] f32, or all packed (gpukern.h).
@@ -64,7 +66,9 @@ GK_PLAN_HOLDS(job);
 static int64_t row0_of(const job *g, const gk_tensor *t, int64_t b, int64_t h, int64_t first) {
     return h * t->stride[1] + (g->shape.packed ? first * t->stride[0] : b * t->stride[0]);
 }
-static int64_t first_of(const gk_tensor *cu_seqlens, int64_t b) { return cu_seqlens ? gk_i32_at(cu_seqlens, b) : 0; }
+static int64_t first_of(const gk_tensor *cu_seqlens, int64_t b) {
+    return cu_seqlens ? gk_i32_at(cu_seqlens, b) : 0;
+}
 static int64_t first_q(const job *g, int64_t b) { return first_of(g->args->fwd.cu_seqlens_q, b); }
 static int64_t first_k(const job *g, int64_t b) { return first_of(g->args->fwd.cu_seqlens_k, b); }
 
@@ -74,7 +78,8 @@ static void *at(const gk_tensor *t, int64_t element) {
 
 static void zero_rows(void *dst, gk_dtype dtype, int64_t row_stride, int64_t rows, int64_t dim) {
     const size_t es = gk_dtype_bytes(dtype);
-    for (int64_t i = 0; i < rows; ++i) memset((char *)dst + (int64_t)es * i * row_stride, 0, es * (size_t)dim);
+    for (int64_t i = 0; i < rows; ++i)
+        memset((char *)dst + (int64_t)es * i * row_stride, 0, es * (size_t)dim);
 }
 
 #include "flash_attn_bwd_pre.h"
@@ -84,21 +89,22 @@ typedef struct pair {
     const job *g;
     const scratch *w;
     const attn_seq *x;
-    int64_t key0, keys;                    /* key tile */
-    int64_t i0, rows, lanes;               /* query tile; lanes: rows rounded up to whole vectors of cells */
+    int64_t key0, keys;      /* key tile */
+    int64_t i0, rows, lanes; /* query tile; lanes: rows rounded up to whole vectors of cells */
     vf lse[MAX_BQ / W], delta[MAX_BQ / W]; /* lanes past the rows: lse = inf makes P = 0 */
     vi lo[MAX_BQ / W], hi[MAX_BQ / W];     /* keys seen, from the key tile's first */
-    float q_scale, factor;                 /* the scale that Q^T carries; what s lacks to be in ATTN_UNIT */
-    float cap_in, cap_out;                 /* softcap: cap_out tanh(cap_in s), in ATTN_UNIT; cap_in 0 = off */
-    float slope, distance;                 /* ALiBi, in ATTN_UNIT; position of query 0 less that of key 0 */
-    vf *left;                              /* sums of dS over keys, as lse lies; NULL = dsinks is not wanted */
-    bool modified;                         /* something comes between s and P, or between P and dS */
+    float q_scale, factor; /* the scale that Q^T carries; what s lacks to be in ATTN_UNIT */
+    float cap_in, cap_out; /* softcap: cap_out tanh(cap_in s), in ATTN_UNIT; cap_in 0 = off */
+    float slope, distance; /* ALiBi, in ATTN_UNIT; position of query 0 less that of key 0 */
+    vf *left;              /* sums of dS over keys, as lse lies; NULL = dsinks is not wanted */
+    bool modified;         /* something comes between s and P, or between P and dS */
     vi *keep; /* dropout: of a strip, words of bits of 32 keys, KEEP_STEP apart; NULL = none */
     float keep_factor;
     int64_t keep_row0; /* row 0 of the head */
 } pair;
 
-/* A strip of scores: keys [key, key + keys) of the key tile, multiples of PAIR, and the lanes [lane0, lane1). */
+/* A strip of scores: keys [key, key + keys) of the key tile, multiples of PAIR, and the lanes
+ * [lane0, lane1). */
 typedef struct strip {
     int64_t key, keys, lane0, lane1;
 } strip;
@@ -131,7 +137,8 @@ INLINE void score_strip(const pair *t, const strip *r, const bool masked, const 
                         const vf distance = iota + (t->distance + (float)(l + v * W - key - k - u));
                         x = x - t->slope * vf_max(-distance, distance) - t->lse[lane];
                     } else {
-                        x = PAIR == 2 ? vf_fma(x, vf_set1(t->factor), -t->lse[lane]) : x - t->lse[lane];
+                        x = PAIR == 2 ? vf_fma(x, vf_set1(t->factor), -t->lse[lane])
+                                      : x - t->lse[lane];
                     }
                     vf y = PAIR == 2 ? vf_exp2_poly(x, true) : vf_exp_near(x);
                     if (masked) {
@@ -142,8 +149,10 @@ INLINE void score_strip(const pair *t, const strip *r, const bool masked, const 
                     vf d = vf_load(dp + at);
                     p[u][v] = y;
                     if (modified && t->keep) {
-                        const vi kept = attn_keeps(t->keep + lane, KEEP_STEP, t->key0 + key, t->key0 + key + k + u);
-                        p[u][v] = (vf)((vi)y & kept), d = (vf)((vi)(d * t->keep_factor) & kept);
+                        const vi kept = attn_keeps(t->keep + lane, KEEP_STEP, t->key0 + key,
+                                                   t->key0 + key + k + u);
+                        p[u][v] = (vf)((vi)y & kept);
+                        d = (vf)((vi)(d * t->keep_factor) & kept);
                     }
                     ds[u][v] = y * (d - t->delta[lane]);
                     if (modified && t->left) t->left[lane] += ds[u][v];
@@ -157,7 +166,8 @@ INLINE void score_strip(const pair *t, const strip *r, const bool masked, const 
             if (PAIR == 2) {
 #pragma GCC unroll 2
                 for (int v = 0; v < PAIR; ++v)
-                    vc_store(w->ds_panel + (key + k) / PAIR * ld + l + v * W, vc_from_rows(ds[0][v], ds[PAIR - 1][v]));
+                    vc_store(w->ds_panel + (key + k) / PAIR * ld + l + v * W,
+                             vc_from_rows(ds[0][v], ds[PAIR - 1][v]));
             }
         }
 }
@@ -183,52 +193,63 @@ static void pair_run(const pair *t, int64_t from, int64_t to, float *dq, int64_t
     const scratch *w = t->w;
     const sizes *z = &t->g->z;
     const gk_span *span = &t->x->span;
-    const int64_t dim = t->g->shape.head_dim, dim_v = t->g->shape.head_dim_v, ld_q = z->ld_q, ld_qc = z->ld_qc;
+    const int64_t dim = t->g->shape.head_dim, dim_v = t->g->shape.head_dim_v, ld_q = z->ld_q,
+                  ld_qc = z->ld_qc;
 
     for (int64_t k = from; k < to; k += z->tile.strip) {
         const int64_t keys = gk_min_i64(z->tile.strip, to - k), skip = PAIR == 1 ? k * ld_q : 0;
-        const int64_t row0 = gk_clamp_i64(first_row(t->x, t->key0 + k) - t->i0, 0, t->rows - 1) / NR * NR;
-        const int64_t row1 = gk_clamp_i64(end_row(t->x, t->key0 + k + keys - 1) - t->i0, row0 + 1, t->rows);
+        const int64_t row0 =
+            gk_clamp_i64(first_row(t->x, t->key0 + k) - t->i0, 0, t->rows - 1) / NR * NR;
+        const int64_t row1 =
+            gk_clamp_i64(end_row(t->x, t->key0 + k + keys - 1) - t->i0, row0 + 1, t->rows);
         const strip r = {k, keys, row0, gk_min_i64(t->lanes, gk_round_up(row1, NR))};
         const int64_t rows = gk_min_i64(r.lane1, t->rows) - row0;
         const bool masked = gk_span_lo(span, t->i0 + row0 + rows - 1) > t->key0 + k ||
-                            gk_span_hi(span, t->i0 + row0) < t->key0 + k + keys || k + keys > t->keys;
+                            gk_span_hi(span, t->i0 + row0) < t->key0 + k + keys ||
+                            k + keys > t->keys;
         /* 3. scores */
         if (t->keep) keep_strip(t, &r);
-        tile_product(t->g->shape.sum_cells, true, keys, r.lane1 - row0, cells_of(dim), w->k_rows + k * z->ld_kd,
-                     z->ld_kd, w->q_t + row0, ld_q, w->s + skip + row0, ld_q, false);
-        tile_product(t->g->shape.sum_cells, true, keys, r.lane1 - row0, cells_of(dim_v), w->v_rows + k * z->ld_kdv,
-                     z->ld_kdv, w->do_t + row0, ld_q, w->dp + skip + row0, ld_q, false);
+        tile_product(t->g->shape.sum_cells, true, keys, r.lane1 - row0, cells_of(dim),
+                     w->k_rows + k * z->ld_kd, z->ld_kd, w->q_t + row0, ld_q, w->s + skip + row0,
+                     ld_q, false);
+        tile_product(t->g->shape.sum_cells, true, keys, r.lane1 - row0, cells_of(dim_v),
+                     w->v_rows + k * z->ld_kdv, z->ld_kdv, w->do_t + row0, ld_q,
+                     w->dp + skip + row0, ld_q, false);
         if (t->modified)
             (masked ? score_both : score_modified)(t, &r);
         else
             (masked ? score_masked : score_plain)(t, &r);
-        if (PAIR == 2 && r.lane1 > t->rows) clear_lanes(w, ld_qc, k, keys, t->rows, row0 / PAIR + whole_cells(rows));
+        if (PAIR == 2 && r.lane1 > t->rows)
+            clear_lanes(w, ld_qc, k, keys, t->rows, row0 / PAIR + whole_cells(rows));
         /* 4. gradients */
         const int64_t c0 = row0 / PAIR, cells = cells_of(rows);
         tile_product(SUM_CELLS, true, keys, dim_v, cells, w->p_rows + k * ld_qc + c0, ld_qc,
                      w->do_panel + c0 * z->ld_dv, z->ld_dv, w->dv + k * z->ld_dv, z->ld_dv, true);
-        tile_product(SUM_CELLS, true, keys, dim, cells, w->ds_rows + k * ld_qc + c0, ld_qc, w->q_panel + c0 * z->ld_d,
-                     z->ld_d, w->dk + k * z->ld_d, z->ld_d, true);
+        tile_product(SUM_CELLS, true, keys, dim, cells, w->ds_rows + k * ld_qc + c0, ld_qc,
+                     w->q_panel + c0 * z->ld_d, z->ld_d, w->dk + k * z->ld_d, z->ld_d, true);
     }
     for (int64_t l = 0; l < t->rows; l += NR, dq += z->dq_block) {
-        const int64_t lo = gk_span_lo(span, t->i0 + l), hi = gk_span_hi(span, t->i0 + gk_min_i64(l + NR, t->rows) - 1);
+        const int64_t lo = gk_span_lo(span, t->i0 + l),
+                      hi = gk_span_hi(span, t->i0 + gk_min_i64(l + NR, t->rows) - 1);
         const int64_t k = gk_max_i64(from, (lo - t->key0) / PAIR * PAIR),
                       end = gk_min_i64(to, gk_round_up(hi - t->key0, PAIR)), c0 = k / PAIR;
         if (k >= end) continue;
-        for (int64_t c = cells_of(end - k); c < whole_cells(end - k); ++c) /* other keys of the last tile */
-            for (int64_t n = 0; n < NR; n += W) vc_store(w->ds_panel + (c0 + c) * ld_q + l + n, vc_set1(0));
+        for (int64_t c = cells_of(end - k); c < whole_cells(end - k);
+             ++c) /* other keys of the last tile */
+            for (int64_t n = 0; n < NR; n += W)
+                vc_store(w->ds_panel + (c0 + c) * ld_q + l + n, vc_set1(0));
         /* the first keys of the chunk that the block sees start its sum */
         const bool has_sum = t->key0 > chunk_lo && lo < t->key0;
         tile_product(SUM_CELLS, TILED, dim, gk_min_i64(NR, t->lanes - l), cells_of(end - k),
-                     w->k_panel + c0 * (TILED ? 1 : z->ld_k), z->ld_k, w->ds_panel + c0 * ld_q + l, ld_q, dq, NR,
-                     has_sum);
+                     w->k_panel + c0 * (TILED ? 1 : z->ld_k), z->ld_k, w->ds_panel + c0 * ld_q + l,
+                     ld_q, dq, NR, has_sum);
     }
 }
 
 /* ---- phase 2: a task ------------------------------------------------------------------------- */
 /* A block [dim][NR] of dQ, transposed into rows. */
-static void store_dq(const job *g, const float *block, int64_t rows, void *dst, int64_t row_stride) {
+static void store_dq(const job *g, const float *block, int64_t rows, void *dst,
+                     int64_t row_stride) {
     const int64_t dim = g->shape.head_dim, es = (int64_t)gk_dtype_bytes(g->grad);
     const float scale = (float)g->args->fwd.rules.scale;
     for (int64_t i = 0; i < rows; i += W)
@@ -238,68 +259,87 @@ static void store_dq(const job *g, const float *block, int64_t rows, void *dst, 
                 r[c] = d + c < dim ? (vc)(vf_load(block + (d + c) * NR + i) * scale) : vc_set1(0);
             vc_transpose(r);
             for (int64_t c = 0; c < gk_min_i64(W, rows - i); ++c)
-                vf_store_dtype((char *)dst + es * (i + c) * row_stride, g->grad, d, (vf)r[c], dim - d);
+                vf_store_dtype((char *)dst + es * (i + c) * row_stride, g->grad, d, (vf)r[c],
+                               dim - d);
         }
 }
 
-static void store_rows(const job *g, const float *tile, int64_t ld, int64_t rows, int64_t dim, float scale, void *dst,
-                       int64_t row_stride) {
+static void store_rows(const job *g, const float *tile, int64_t ld, int64_t rows, int64_t dim,
+                       float scale, void *dst, int64_t row_stride) {
     const int64_t es = (int64_t)gk_dtype_bytes(g->grad);
     for (int64_t i = 0; i < rows; ++i)
         for (int64_t d = 0; d < dim; d += W)
-            vf_store_dtype((char *)dst + es * i * row_stride, g->grad, d, vf_load(tile + i * ld + d) * scale, dim - d);
+            vf_store_dtype((char *)dst + es * i * row_stride, g->grad, d,
+                           vf_load(tile + i * ld + d) * scale, dim - d);
 }
 
 /* dQ of query head h of a group in one worker's or task's slice: [dq_blocks][dim][NR]. */
 static float *dq_of(const job *g, int64_t slice, int64_t h) {
-    return (float *)(g->workspace + g->z.dq_at) + (slice * g->shape.group + h) * g->z.dq_blocks * g->z.dq_block;
+    return (float *)(g->workspace + g->z.dq_at) +
+           (slice * g->shape.group + h) * g->z.dq_blocks * g->z.dq_block;
 }
 
 /* Rows of dq of one head that see no key. */
-static void zero_dq_unseen(const job *g, const attn_seq *x, const seen *seen, int64_t b, int64_t h) {
+static void zero_dq_unseen(const job *g, const attn_seq *x, const seen *seen, int64_t b,
+                           int64_t h) {
     const gk_tensor *dq = &g->args->dq;
-    const int64_t row0 = row0_of(g, dq, b, h, first_q(g, b)), row = dq->stride[attn_row_dim(&g->shape)];
+    const int64_t row0 = row0_of(g, dq, b, h, first_q(g, b)),
+                  row = dq->stride[attn_row_dim(&g->shape)];
     zero_rows(at(dq, row0), g->grad, row, seen->row_lo, g->shape.head_dim);
-    zero_rows(at(dq, row0 + seen->row_hi * row), g->grad, row, x->seq_q - seen->row_hi, g->shape.head_dim);
+    zero_rows(at(dq, row0 + seen->row_hi * row), g->grad, row, x->seq_q - seen->row_hi,
+              g->shape.head_dim);
 }
 
 /* What rows [i0, i0 + rows) of head h bring to a pair of tiles. */
 static void pair_rows(pair *t, int64_t b, int64_t h, int64_t i0, int64_t rows) {
     const float *lse = row_values(t->g, t->g->z.lse_at, b, h) + i0;
     const float *delta = row_values(t->g, t->g->z.delta_at, b, h) + i0;
-    t->i0 = i0, t->rows = rows, t->lanes = gk_round_up(rows, PAIR * W);
+    t->i0 = i0;
+    t->rows = rows;
+    t->lanes = gk_round_up(rows, PAIR * W);
     t->distance = (float)(i0 + t->x->span.diagonal - t->key0);
     for (int64_t l = 0; l < t->lanes; l += W) {
         const int64_t n = rows - l, at = l / W;
         int32_t first[W], end[W];
         for (int64_t i = 0; i < W; ++i) {
-            first[i] = (int32_t)gk_clamp_i64(gk_span_lo(&t->x->span, i0 + l + i) - t->key0, 0, t->keys);
-            end[i] = (int32_t)gk_clamp_i64(gk_span_hi(&t->x->span, i0 + l + i) - t->key0, 0, t->keys);
+            first[i] =
+                (int32_t)gk_clamp_i64(gk_span_lo(&t->x->span, i0 + l + i) - t->key0, 0, t->keys);
+            end[i] =
+                (int32_t)gk_clamp_i64(gk_span_hi(&t->x->span, i0 + l + i) - t->key0, 0, t->keys);
         }
-        memcpy(&t->lo[at], first, sizeof first), memcpy(&t->hi[at], end, sizeof end);
+        memcpy(&t->lo[at], first, sizeof first);
+        memcpy(&t->hi[at], end, sizeof end);
         t->lse[at] = vf_select(vm_first(n), vf_load_first(lse + l, n), vf_set1(INFINITY));
         t->delta[at] = vf_load_first(delta + l, n);
         if (t->left) t->left[at] = vf_set1(0);
     }
 }
 
-/* Rows [rows][dim] as panel [cells_of(rows)][ld] and, times `scale` where cells are floats, transposed
- * [cells_of(dim)][ld_q]. The panel comes first: it streams row by row through memory, and the
+/* Rows [rows][dim] as panel [cells_of(rows)][ld] and, times `scale` where cells are floats,
+ * transposed [cells_of(dim)][ld_q]. The panel comes first: it streams row by row through memory,
+ * and the
  * transposition, which jumps from row to row, then reads near memory. */
-static void pack_queries(const pair *t, const char *src, int64_t row_stride, int64_t dim, float scale, cell *panel,
-                         int64_t ld, cell *transposed) {
+static void pack_queries(const pair *t, const char *src, int64_t row_stride, int64_t dim,
+                         float scale, cell *panel, int64_t ld, cell *transposed) {
     gk_dtype dtype = t->g->dtype;
     const int64_t ld_q = t->g->z.ld_q, cells = cells_of(dim), rows = t->rows;
     pack_panel(panel, ld, src, dtype, 1, row_stride, dim, rows);
-    if (TILED) memset(panel + cells_of(rows) * ld, 0, 4 * (size_t)((whole_cells(rows) - cells_of(rows)) * ld));
-    if (PAIR == 1) src = (const char *)panel, row_stride = ld, dtype = GK_F32; /* rows already, as floats */
+    if (TILED)
+        memset(panel + cells_of(rows) * ld, 0,
+               4 * (size_t)((whole_cells(rows) - cells_of(rows)) * ld));
+    if (PAIR == 1) {
+        src = (const char *)panel;
+        row_stride = ld;
+        dtype = GK_F32;
+    } /* rows already, as floats */
     const int64_t row_bytes = row_stride * (int64_t)gk_dtype_bytes(dtype);
     for (int64_t l = 0; l < t->lanes; l += W)
         for (int64_t c = 0; c < cells; c += W) {
             vc r[W];
 #pragma GCC unroll 16
             for (int64_t i = 0; i < W; ++i)
-                r[i] = l + i < rows ? vc_load_along_k(src + (l + i) * row_bytes, dtype, c * PAIR, dim - c * PAIR)
+                r[i] = l + i < rows ? vc_load_along_k(src + (l + i) * row_bytes, dtype, c * PAIR,
+                                                      dim - c * PAIR)
                                     : vc_set1(0);
             vc_transpose(r);
             const int64_t n = gk_min_i64(W, gk_round_up(cells, K_CELLS) - c);
@@ -310,13 +350,14 @@ static void pack_queries(const pair *t, const char *src, int64_t row_stride, int
 }
 
 /* K of a key tile as the A of dQ. */
-static void pack_keys(const scratch *w, const sizes *z, const char *k, gk_dtype dtype, int64_t row_stride, int64_t keys,
-                      int64_t dim) {
+static void pack_keys(const scratch *w, const sizes *z, const char *k, gk_dtype dtype,
+                      int64_t row_stride, int64_t keys, int64_t dim) {
 #if TILED
     const char *rows[MAX_BKV];
     for (int64_t j = 0; j < keys; ++j) rows[j] = k + 2 * j * row_stride;
     pack_columns(w->k_panel, z->ld_k, rows, keys, dtype, dim);
-    for (int64_t d = 0; d < dim; ++d) vc_store(w->k_panel + d * z->ld_k + whole_cells(keys), vc_set1(0));
+    for (int64_t d = 0; d < dim; ++d)
+        vc_store(w->k_panel + d * z->ld_k + whole_cells(keys), vc_set1(0));
 #else
     pack_panel(w->k_panel, z->ld_k, k, dtype, 1, row_stride, dim, keys);
 #endif
@@ -329,8 +370,10 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
     const sizes *z = &g->z;
     const int64_t dim = g->shape.head_dim, dim_v = g->shape.head_dim_v, group = g->shape.group;
     const int64_t chunk = task / z->heads, h_kv = task % z->heads % g->shape.heads_kv;
-    const int64_t b = g->order[task % z->heads / g->shape.heads_kv][1], es = (int64_t)gk_dtype_bytes(g->dtype);
-    const int64_t slice = z->chunks == 1 ? worker : (b * g->shape.heads_kv + h_kv) * z->chunks + chunk;
+    const int64_t b = g->order[task % z->heads / g->shape.heads_kv][1],
+                  es = (int64_t)gk_dtype_bytes(g->dtype);
+    const int64_t slice =
+        z->chunks == 1 ? worker : (b * g->shape.heads_kv + h_kv) * z->chunks + chunk;
     const int r = attn_row_dim(&g->shape);
     const attn_seq x = attn_seq_of(&a->fwd, &g->shape, b);
     const seen seen = seen_of(&x);
@@ -345,17 +388,26 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
     const float lacks = PAIR == 2 ? t.q_scale : 1;
     t.factor = lacks * ATTN_UNIT;
     if (a->dsinks) t.left = left;
-    if (rules->softcap > 0) t.cap_in = lacks / (float)rules->softcap, t.cap_out = (float)rules->softcap * ATTN_UNIT;
+    if (rules->softcap > 0) {
+        t.cap_in = lacks / (float)rules->softcap;
+        t.cap_out = (float)rules->softcap * ATTN_UNIT;
+    }
     vi keep[(MAX_BKV / 32 + 2) * KEEP_STEP];
-    if (g->dropout.most) t.keep = keep, t.keep_factor = (float)g->dropout.factor;
+    if (g->dropout.most) {
+        t.keep = keep;
+        t.keep_factor = (float)g->dropout.factor;
+    }
     t.modified = rules->softcap > 0 || rules->alibi_slopes || t.left || t.keep;
 
-    const int64_t chunk_lo = chunk * z->chunk_keys, chunk_hi = gk_min_i64(chunk_lo + z->chunk_keys, x.seq_k);
+    const int64_t chunk_lo = chunk * z->chunk_keys,
+                  chunk_hi = gk_min_i64(chunk_lo + z->chunk_keys, x.seq_k);
     for (int64_t j0 = chunk_lo; j0 < chunk_hi; j0 += z->tile.bkv) {
         const int64_t j1 = gk_min_i64(j0 + z->tile.bkv, chunk_hi);
-        const int64_t key0 = gk_clamp_i64(seen.key_lo, j0, j1), key1 = gk_clamp_i64(seen.key_hi, key0, j1);
+        const int64_t key0 = gk_clamp_i64(seen.key_lo, j0, j1),
+                      key1 = gk_clamp_i64(seen.key_hi, key0, j1);
         const int64_t keys = key1 - key0, keys_even = gk_round_up(keys, PAIR);
-        t.key0 = key0, t.keys = keys;
+        t.key0 = key0;
+        t.keys = keys;
         zero_rows(dk + grad_es * j0 * dk_row, g->grad, dk_row, key0 - j0, dim);
         zero_rows(dv + grad_es * j0 * dv_row, g->grad, dv_row, key0 - j0, dim_v);
         zero_rows(dk + grad_es * key1 * dk_row, g->grad, dk_row, j1 - key1, dim);
@@ -382,24 +434,31 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
             const char *grad = at(&a->grad_out, row0_of(g, &a->grad_out, b, h, first_q(g, b)));
             t.slope = attn_slope(rules, b, h) * ATTN_UNIT;
             t.keep_row0 = x.lse_first + h * x.lse_head;
-            for (int64_t i0 = row_lo - (row_lo - seen.row_lo) % z->tile.bq; i0 < row_hi; i0 += z->tile.bq) {
+            for (int64_t i0 = row_lo - (row_lo - seen.row_lo) % z->tile.bq; i0 < row_hi;
+                 i0 += z->tile.bq) {
                 const int64_t rows = gk_min_i64(z->tile.bq, seen.row_hi - i0);
                 const int64_t from = gk_max_i64(gk_span_lo(&x.span, i0) - key0, 0) / PAIR * PAIR;
                 const int64_t to = gk_min_i64(gk_span_hi(&x.span, i0 + rows - 1) - key0, keys);
                 /* 2. Q and dO in both orders */
                 pair_rows(&t, b, h, i0, rows);
-                pack_queries(&t, q + es * i0 * x.q_row, x.q_row, dim, t.q_scale, w.q_panel, z->ld_d, w.q_t);
-                pack_queries(&t, grad + es * i0 * grad_row, grad_row, dim_v, 1, w.do_panel, z->ld_dv, w.do_t);
+                pack_queries(&t, q + es * i0 * x.q_row, x.q_row, dim, t.q_scale, w.q_panel, z->ld_d,
+                             w.q_t);
+                pack_queries(&t, grad + es * i0 * grad_row, grad_row, dim_v, 1, w.do_panel,
+                             z->ld_dv, w.do_t);
                 pair_run(&t, from, gk_round_up(to, PAIR),
-                         dq_of(g, slice, h - h_kv * group) + (i0 - seen.row_lo) / NR * z->dq_block, chunk_lo);
+                         dq_of(g, slice, h - h_kv * group) + (i0 - seen.row_lo) / NR * z->dq_block,
+                         chunk_lo);
                 float *sums = t.left ? left_of(g, b, h, chunk) + i0 : NULL;
                 for (int64_t l = 0; sums && l < rows; l += W)
-                    vf_store_first(sums + l, vf_load_first(sums + l, rows - l) + left[l / W], rows - l);
+                    vf_store_first(sums + l, vf_load_first(sums + l, rows - l) + left[l / W],
+                                   rows - l);
             }
         }
         /* 5. */
-        store_rows(g, w.dk, z->ld_d, keys, dim, (float)rules->scale, dk + grad_es * key0 * dk_row, dk_row);
-        store_rows(g, w.dv, z->ld_dv, keys, dim_v, (float)g->dropout.factor, dv + grad_es * key0 * dv_row, dv_row);
+        store_rows(g, w.dk, z->ld_d, keys, dim, (float)rules->scale, dk + grad_es * key0 * dk_row,
+                   dk_row);
+        store_rows(g, w.dv, z->ld_dv, keys, dim_v, (float)g->dropout.factor,
+                   dv + grad_es * key0 * dv_row, dv_row);
     }
     release_tiles();
     if (z->chunks > 1) return;
@@ -420,7 +479,8 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
 static void zero_tail(const job *g, const gk_tensor *t, const gk_tensor *cu_seqlens) {
     const int64_t end = gk_i32_at(cu_seqlens, g->shape.batch);
     for (int64_t h = 0; h < t->shape[1]; ++h)
-        zero_rows(at(t, h * t->stride[1] + end * t->stride[0]), g->grad, t->stride[0], t->shape[0] - end, t->shape[2]);
+        zero_rows(at(t, h * t->stride[1] + end * t->stride[0]), g->grad, t->stride[0],
+                  t->shape[0] - end, t->shape[2]);
 }
 
 /* Heavy sequences first, equal ones in order. */
@@ -433,7 +493,8 @@ static int by_pairs(const void *p, const void *q) {
 static void order_sequences(const job *g, int64_t (*order)[2]) {
     for (int64_t b = 0; b < g->shape.batch; ++b) {
         const attn_seq x = attn_seq_of(&g->args->fwd, &g->shape, b);
-        order[b][0] = x.seq_q * x.seq_k, order[b][1] = b;
+        order[b][0] = x.seq_q * x.seq_k;
+        order[b][1] = b;
     }
     qsort(order, (size_t)g->shape.batch, sizeof *order, by_pairs);
 }
@@ -441,17 +502,25 @@ static void order_sequences(const job *g, int64_t (*order)[2]) {
 static bool plan(const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_bwd_args *a = args;
     job *g = GK_OWN(job, to);
-    *g = (job){.args = a, .shape = attn_shape_of(&a->fwd), .dtype = a->fwd.q.dtype, .grad = a->dq.dtype};
+    *g = (job){
+        .args = a, .shape = attn_shape_of(&a->fwd), .dtype = a->fwd.q.dtype, .grad = a->dq.dtype};
     g->z = sizes_of(ctx, a, &g->shape);
-    to->tile[0] = g->z.tile.bq, to->tile[1] = g->z.tile.bkv, to->tile[2] = g->z.chunk_keys;
-    to->tasks = g->z.tasks, to->chunks = g->z.chunks, to->workspace_bytes = g->z.total_bytes;
+    to->tile[0] = g->z.tile.bq;
+    to->tile[1] = g->z.tile.bkv;
+    to->tile[2] = g->z.chunk_keys;
+    to->tasks = g->z.tasks;
+    to->chunks = g->z.chunks;
+    to->workspace_bytes = g->z.total_bytes;
     return true;
 }
 
 static void run(const gk_context *ctx, const void *args, const gk_plan *planned, void *workspace) {
     const gk_flash_attn_bwd_args *a = args;
     job g = *GK_OWN_CONST(job, planned);
-    g.args = a, g.grad = a->dq.dtype, g.workspace = workspace, g.dropout = gk_attn_keep_of(&a->fwd);
+    g.args = a;
+    g.grad = a->dq.dtype;
+    g.workspace = workspace;
+    g.dropout = gk_attn_keep_of(&a->fwd);
     int64_t (*order)[2] = (int64_t (*)[2])(g.workspace + g.z.order_at);
     order_sequences(&g, order);
     g.order = (const int64_t (*)[2])order;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_pre: the backward's first phase, a row's lse and delta. Included by flash_attn_bwd.c alone. */
+/* flash_attn_bwd_pre: the backward's first phase, a row's lse and delta. Included by
+ * flash_attn_bwd.c alone. */
 /* ---- phase 1: lse and delta ------------------------------------------------------------------ */
 /* lse or delta of head h and sequence b: [rows]. */
 static float *row_values(const job *g, size_t where, int64_t b, int64_t h) {
@@ -26,7 +27,8 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
     const job *g = arg;
     const gk_flash_attn_bwd_args *a = g->args;
     const gk_flash_attn_args *f = &a->fwd;
-    const int64_t b = task / g->shape.heads_q, h = task % g->shape.heads_q, dim = g->shape.head_dim_v;
+    const int64_t b = task / g->shape.heads_q, h = task % g->shape.heads_q,
+                  dim = g->shape.head_dim_v;
     const int r = attn_row_dim(&g->shape);
     const attn_seq x = attn_seq_of(f, &g->shape, b);
     const char *out = at(&f->out, x.out_first + h * x.out_head);
@@ -47,20 +49,25 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
         for (int64_t i = 0; i < W; ++i) {
             const int64_t row = i0 + gk_min_i64(i, rows - 1), key = gk_span_lo(&x.span, row);
             alone[i] = !a->is_part && sink == -INFINITY && gk_span_hi(&x.span, row) == key + 1;
-            o_row[i] =
-                alone[i] ? x.v + es * (h / g->shape.group * x.v_head + key * x.v_row) : out + es * row * x.out_row;
+            o_row[i] = alone[i] ? x.v + es * (h / g->shape.group * x.v_head + key * x.v_row)
+                                : out + es * row * x.out_row;
             d_row[i] = grad + es * row * grad_row;
         }
-        vf sum = vf_set1(0), parts = vf_set1(0), near = vf_set1(0); /* near: for all other rows, of shorter sums */
+        /* near: for all other rows, of shorter sums */
+        vf sum = vf_set1(0), parts = vf_set1(0), near = vf_set1(0);
         for (int64_t c = 0; c < dim; c += PAIR * W) {
-            if (!TILED && c > 0 && c % (PAIR * g->shape.sum_cells) == 0) parts += sum, sum = vf_set1(0);
+            if (!TILED && c > 0 && c % (PAIR * g->shape.sum_cells) == 0) {
+                parts += sum;
+                sum = vf_set1(0);
+            }
             vf part = vf_set1(0);
             vc o[W], d[W];
             for (int64_t i = 0; i < W; ++i) {
                 o[i] = vc_load_along_k(o_row[i], g->dtype, c, dim - c);
                 d[i] = vc_load_along_k(d_row[i], g->dtype, c, dim - c);
             }
-            vc_transpose(o), vc_transpose(d);
+            vc_transpose(o);
+            vc_transpose(d);
             for (int i = 0; i < W; ++i) {
                 if (!TILED) sum = vc_dot(sum, o[i], d[i]);
                 part = vc_dot(part, o[i], d[i]);
@@ -73,16 +80,19 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
             const float l = lse[i * x.lse_row];
             /* no key: P = 0 whatever s is, and whatever dO holds */
             if (l == -INFINITY || gk_span_lo(&x.span, i) >= gk_span_hi(&x.span, i)) {
-                row_lse[i] = INFINITY, delta[i] = 0;
+                row_lse[i] = INFINITY;
+                delta[i] = 0;
                 continue;
             }
             delta[i] = alone[r_i] ? sum[r_i] : near[r_i];
             if (alone[r_i] && g->dropout.most) {
                 const bool kept =
-                    gk_attn_kept(&g->dropout, x.lse_first + h * x.lse_head + i * x.lse_row, gk_span_lo(&x.span, i));
+                    gk_attn_kept(&g->dropout, x.lse_first + h * x.lse_head + i * x.lse_row,
+                                 gk_span_lo(&x.span, i));
                 delta[i] = kept ? delta[i] * (float)g->dropout.factor : 0;
             }
-            if (grad_lse) delta[i] -= ((const float *)grad_lse->data)[dlse + i * grad_lse->stride[r]];
+            if (grad_lse)
+                delta[i] -= ((const float *)grad_lse->data)[dlse + i * grad_lse->stride[r]];
             row_lse[i] = l * ATTN_UNIT;
         }
     }

@@ -1,28 +1,35 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_sums: phase 3 of the backward, sums over chunks of keys. Included by flash_attn_bwd.c alone. */
+/* flash_attn_bwd_sums: phase 3 of the backward, sums over chunks of keys. Included by
+ * flash_attn_bwd.c alone. */
 static void sum_task(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const job *g = arg;
     const gk_flash_attn_bwd_args *a = g->args;
     const sizes *z = &g->z;
-    const int64_t b = task / g->shape.heads_q, h = task % g->shape.heads_q, h_kv = h / g->shape.group;
+    const int64_t b = task / g->shape.heads_q, h = task % g->shape.heads_q,
+                  h_kv = h / g->shape.group;
     const attn_seq x = attn_seq_of(&a->fwd, &g->shape, b);
     const seen seen = seen_of(&x);
-    const int64_t row = a->dq.stride[attn_row_dim(&g->shape)], row0 = row0_of(g, &a->dq, b, h, first_q(g, b));
+    const int64_t row = a->dq.stride[attn_row_dim(&g->shape)],
+                  row0 = row0_of(g, &a->dq, b, h, first_q(g, b));
     zero_dq_unseen(g, &x, &seen, b, h);
     for (int64_t i = seen.row_lo; i < seen.row_hi; i += NR) {
-        const int64_t rows = gk_min_i64(NR, seen.row_hi - i), block = (i - seen.row_lo) / NR * z->dq_block;
+        const int64_t rows = gk_min_i64(NR, seen.row_hi - i),
+                      block = (i - seen.row_lo) / NR * z->dq_block;
         /* the chunks that this block's rows see, all of which wrote it */
         const int64_t lo = gk_span_lo(&x.span, i) / z->chunk_keys;
         const int64_t hi = (gk_span_hi(&x.span, i + rows - 1) - 1) / z->chunk_keys;
         float *sum = NULL;
         for (int64_t c = lo; c <= hi; ++c) {
-            float *part = dq_of(g, (b * g->shape.heads_kv + h_kv) * z->chunks + c, h % g->shape.group) + block;
+            float *part =
+                dq_of(g, (b * g->shape.heads_kv + h_kv) * z->chunks + c, h % g->shape.group) +
+                block;
             if (!sum) {
                 sum = part;
                 continue;
             }
-            for (int64_t d = 0; d < z->dq_block; d += W) vf_store(sum + d, vf_load(sum + d) + vf_load(part + d));
+            for (int64_t d = 0; d < z->dq_block; d += W)
+                vf_store(sum + d, vf_load(sum + d) + vf_load(part + d));
         }
         store_dq(g, sum, rows, at(&a->dq, row0 + i * row), row);
     }

@@ -1,11 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fp8: attention of e4m3 codes by exact conversion, dense and packed, every modifier, compiled once per ISA.
+/* flash_attn_fp8: attention of e4m3 codes by exact conversion, dense and packed, every modifier,
+ * compiled once per ISA.
  *   q q_scale   k k_scale   v v_scale + v_mean   as float32, then the block of flash_attn_fwd.c; sums are float32 throughout
- * Every code is a float32, so that only the product with its scale rounds. v_mean goes into the rows of v: a row of out then has it
- * times the probability that keys took, and a row that sees no key stays 0.
+ * Every code is a float32, so that only the product with its scale rounds. v_mean goes into the
+ * rows of v: a row of out then has it times the probability that keys took, and a row that sees no
+ * key stays 0.
  * q [B, Hq, Sq, D]  k [B, Hkv, Sk, D]  v [B, Hkv, Sk, Dv] e4m3   out [B, Hq, Sq, Dv] bf16, f16, f32   lse [B, Hq, Sq] float32
  * packed: as in flash_attn_fwd.c
- * Work split: that of flash_attn_fwd.c. A worker's scratch has, beside the block's, the block's rows of q as float32. */
+ * Work split: that of flash_attn_fwd.c. A worker's scratch has, beside the block's, the block's
+ * rows of q as float32. */
 #include "../../formats/attn_scales.h"
 #include "attn_tile.h"
 #include "codes_vec.h"
@@ -21,7 +24,7 @@ typedef struct fp8_job {
 } fp8_job;
 GK_PLAN_HOLDS(fp8_job);
 
-/* ---- codes to rows of float32 ------------------------------------------------------------------ */
+/* ---- codes to rows of float32 ---------------------------------------------------------------- */
 /* What a tile of keys of one sequence and kv head is decoded by. */
 typedef struct fp8_keys {
     int64_t head_dim, head_dim_v, k_block, v_block;
@@ -43,7 +46,8 @@ static void decode_row(const char *from, float *to, int64_t n, float scale) {
         vf_store_dtype(to, GK_F32, d, vf_load_code(from, GK_E4M3, d, n - d) * scale, n - d);
 }
 
-static void decode_tile(const attn_keys *keys, int64_t j, int64_t n, const char **k, const char **v, char *to) {
+static void decode_tile(const attn_keys *keys, int64_t j, int64_t n, const char **k, const char **v,
+                        char *to) {
     const fp8_keys *x = keys->codes;
     float *at = (float *)(void *)to;
     for (int64_t i = 0; i < n; ++i, at += x->head_dim) {
@@ -58,7 +62,7 @@ static void decode_tile(const attn_keys *keys, int64_t j, int64_t n, const char 
     }
 }
 
-/* ---- a block ------------------------------------------------------------------------------------ */
+/* ---- a block --------------------------------------------------------------------------------- */
 static fp8_job job_make(const gk_flash_attn_fp8_args *a) {
     fp8_job job = {.args = a, .shape = attn_shape_of(&a->fwd)};
     const attn_shape *s = &job.shape;
@@ -80,8 +84,10 @@ static fp8_job job_make(const gk_flash_attn_fp8_args *a) {
                           .out = a->fwd.out.data,
                           .lse = a->fwd.lse.data,
                           .decoded_bytes = 4 * (s->head_dim + s->head_dim_v)};
-    job.q_scale = gk_attn_scale_of(a->q_scale), job.k_scale = gk_attn_scale_of(a->k_scale);
-    job.v_scale = gk_attn_scale_of(a->v_scale), job.mean = gk_attn_mean_of(a->v_mean);
+    job.q_scale = gk_attn_scale_of(a->q_scale);
+    job.k_scale = gk_attn_scale_of(a->k_scale);
+    job.v_scale = gk_attn_scale_of(a->v_scale);
+    job.mean = gk_attn_mean_of(a->v_mean);
     job.blocks = gk_ceil_div(lanes, job.attn.bq);
     job.tasks = s->batch * s->heads_kv * job.blocks;
     job.q_at = attn_scratch_at(NULL, &job.attn).bytes;
@@ -89,9 +95,10 @@ static fp8_job job_make(const gk_flash_attn_fp8_args *a) {
     return job;
 }
 
-/* The rows of q that the lanes read, one behind the other; heads are side by side in a row's lanes. */
-static void decode_q(const fp8_job *job, const attn_seq *x, attn_lanes *lanes, int64_t b, int64_t h_kv, int64_t first,
-                     float *to) {
+/* The rows of q that the lanes read, one behind the other; heads are side by side in a row's
+ * lanes. */
+static void decode_q(const fp8_job *job, const attn_seq *x, attn_lanes *lanes, int64_t b,
+                     int64_t h_kv, int64_t first, float *to) {
     const attn_shape *s = &job->shape;
     for (int64_t n = 0; n < gk_round_up(lanes->count, NR); ++n) {
         if (n >= lanes->count) {
@@ -110,14 +117,16 @@ static void block_task(void *arg, int64_t task, int64_t worker) {
     const fp8_job *job = arg;
     const attn_shape *s = &job->shape;
     const int64_t heads = s->batch * s->heads_kv;
-    const int64_t block = job->blocks - 1 - task / heads, b = task % heads / s->heads_kv, h_kv = task % s->heads_kv;
+    const int64_t block = job->blocks - 1 - task / heads, b = task % heads / s->heads_kv,
+                  h_kv = task % s->heads_kv;
     const attn_seq x = attn_seq_of(&job->args->fwd, s, b);
     const int64_t first = block * job->attn.bq, lanes_in_all = x.seq_q * s->group;
     if (first >= lanes_in_all) return; /* a sequence shorter than the longest */
 
     char *scratch = job->workspace + worker * job->scratch_bytes;
     attn_lanes lanes;
-    attn_lanes_fill(&lanes, &job->attn, &x, b, h_kv, first, gk_min_i64(job->attn.bq, lanes_in_all - first));
+    attn_lanes_fill(&lanes, &job->attn, &x, b, h_kv, first,
+                    gk_min_i64(job->attn.bq, lanes_in_all - first));
     decode_q(job, &x, &lanes, b, h_kv, first, (float *)(void *)(scratch + job->q_at));
     const fp8_keys codes = {.head_dim = s->head_dim,
                             .head_dim_v = s->head_dim_v,
@@ -125,8 +134,9 @@ static void block_task(void *arg, int64_t task, int64_t worker) {
                             .v_block = job->v_scale.block,
                             .k_scale = scale_at(&job->k_scale, b, h_kv),
                             .v_scale = scale_at(&job->v_scale, b, h_kv),
-                            .mean =
-                                job->mean.data ? job->mean.data + b * job->mean.batch + h_kv * job->mean.head : NULL,
+                            .mean = job->mean.data ? job->mean.data + b * job->mean.batch +
+                                                         h_kv * job->mean.head
+                                                   : NULL,
                             .mean_column = job->mean.column};
     const attn_keys keys = {.k = gk_at(x.k, h_kv * x.k_head),
                             .v = gk_at(x.v, h_kv * x.v_head),
@@ -137,20 +147,25 @@ static void block_task(void *arg, int64_t task, int64_t worker) {
     attn_block(&job->attn, &lanes, &keys, (float)job->args->fwd.rules.scale, 1, scratch);
 }
 
-/* ---- the row of tables.c ------------------------------------------------------------------------ */
+/* ---- the row of tables.c --------------------------------------------------------------------- */
 static bool plan(const gk_context *ctx, const void *args, gk_plan *to) {
     fp8_job *job = GK_OWN(fp8_job, to);
     *job = job_make(args);
-    to->tile[0] = job->attn.bq, to->tile[1] = job->attn.bkv, to->tasks = job->tasks;
+    to->tile[0] = job->attn.bq;
+    to->tile[1] = job->attn.bkv;
+    to->tasks = job->tasks;
     to->workspace_bytes = (size_t)(gk_num_workers(ctx, job->tasks) * job->scratch_bytes);
     return true;
 }
 
 static void run(const gk_context *ctx, const void *args, const gk_plan *planned, void *workspace) {
     fp8_job job = *GK_OWN_CONST(fp8_job, planned);
-    job.args = args, job.attn.rules = &job.args->fwd.rules, job.workspace = workspace;
+    job.args = args;
+    job.attn.rules = &job.args->fwd.rules;
+    job.workspace = workspace;
     if (job.shape.packed)
-        attn_clear_tokens(&job.args->fwd.out, job.attn.lse, gk_i32_at(job.args->fwd.cu_seqlens_q, job.shape.batch));
+        attn_clear_tokens(&job.args->fwd.out, job.attn.lse,
+                          gk_i32_at(job.args->fwd.cu_seqlens_q, job.shape.batch));
     gk_parallel(ctx, job.tasks, block_task, &job);
 }
 

@@ -1,19 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_skinny: out = activation(alpha a b + beta c + bias) for small M, where reading b once is what costs.
+/* gemm_skinny: out = activation(alpha a b + beta c + bias) for small M, where reading b once is
+ * what costs.
  * Compiled once per ISA.   a [M, K]  b [K, N], its rows or its columns dense   out [M, N]
  * A task owns a run of columns over all of K, so nothing is reduced across tasks. Two forms:
  *   across  (rows of b dense, "NN")     for KB rows of b: C[M][columns] += a[M][KB] b[KB][columns]; C waits in a float32
- *           block. b is read in place where it is float32 or M is very small, in runs long enough for the prefetcher
- *           of the machine, else zipped or converted KB rows at a time, and the next ones fetched while these are used
+ *           block. b is read in place where it is float32 or M is very small, in runs long enough
+ *           for the prefetcher of the machine, else zipped or converted KB rows at a time, and the
+ *           next ones fetched while these are used
  *   along   (columns of b dense, "NT")  dot products: TM rows of a against TN columns of b, lanes along k, both in place;
- *           sums of lanes at the end. In chunks of k, so that the columns of b stay in L1 for all rows of a
+ *           sums of lanes at the end. In chunks of k, so that the columns of b stay in L1 for all
+ *           rows of a
  * workspace per worker: C block, KB rows of b and of a (across); lane sums of TN columns (along).
  * Not here: more rows (gemm), b with both strides above 1.
  */
 #include "../blocks.h"
 #include "tile.h"
 
-/* ---- across: lanes along n ------------------------------------------------------------------------ */
+/* ---- across: lanes along n ------------------------------------------------------------------- */
 typedef struct plan {
     gk_gemm_problem p;
     bool along, in_place;
@@ -36,13 +39,18 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     plan x;
     x.p = *p;
     x.along = x.p.b_n != 1;
-    x.in_place = !x.along && (args->a.dtype == GK_F32 || (x.p.m <= bl->place_rows && x.p.n >= bl->long_row));
-    const int64_t unit = x.along ? TN : NR, tasks_per_thread = x.in_place ? 1 : bl->tasks_per_thread;
+    x.in_place =
+        !x.along && (args->a.dtype == GK_F32 || (x.p.m <= bl->place_rows && x.p.n >= bl->long_row));
+    const int64_t unit = x.along ? TN : NR,
+                  tasks_per_thread = x.in_place ? 1 : bl->tasks_per_thread;
     const int64_t per_thread = gk_ceil_div(x.p.n, tasks_per_thread * gk_num_threads(ctx));
     const bool few = x.p.m <= bl->small_m;
-    /* a chunk of a column is so many bytes: cells of pairs, whose table has them, and 16-bit values count half a float */
+    /* a chunk of a column is so many bytes: cells of pairs, whose table has them, and 16-bit values
+     * count half a float */
     const int64_t along_kb = bl->kb_along * (PAIR == 1 && args->a.dtype != GK_F32 ? 2 : 1);
-    x.kb = x.along ? along_kb : x.in_place ? (few ? bl->place_few : bl->place_many) : (few ? bl->kb_few : bl->kb_many);
+    x.kb = x.along      ? along_kb
+           : x.in_place ? (few ? bl->place_few : bl->place_many)
+                        : (few ? bl->kb_few : bl->kb_many);
     const int64_t nb_max = x.in_place ? bl->place_nb : bl->in_flight / (x.along ? TN : x.kb);
     x.nb = gk_round_up(gk_clamp_i64(per_thread, bl->nb_min, nb_max), unit);
     x.n_blocks = gk_ceil_div(x.p.n, x.nb);
@@ -62,17 +70,20 @@ static size_t worker_bytes(const plan *x) {
     return 4 * (size_t)gk_round_up(x->acc_cells + x->b_cells + x->a_cells, 16);
 }
 
-/* c[M][FEW_VECTORS W] (+)= a[M][k] b[k][FEW_VECTORS W], 16-bit rows of b zipped or converted in the registers; a as cells, by
- * broadcast. Its sums run as the register tile's do: which columns come here depends on the tasks, and may not show. */
-INLINE void small_m(const int M, gk_dtype dtype, int64_t k, const cell *a, int64_t a_row, int64_t a_cell, const char *b,
-                    int64_t b_row_bytes, float *c, int64_t ldc, bool accumulate) {
+/* c[M][FEW_VECTORS W] (+)= a[M][k] b[k][FEW_VECTORS W], 16-bit rows of b zipped or converted in the
+ * registers; a as cells, by broadcast. Its sums run as the register tile's do: which columns come
+ * here depends on the tasks, and may not show. */
+INLINE void small_m(const int M, gk_dtype dtype, int64_t k, const cell *a, int64_t a_row,
+                    int64_t a_cell, const char *b, int64_t b_row_bytes, float *c, int64_t ldc,
+                    bool accumulate) {
     vf acc[SMALL_M][FEW_VECTORS];
 #pragma GCC unroll 4
     for (int i = 0; i < M; ++i)
 #pragma GCC unroll 4
         for (int v = 0; v < FEW_VECTORS; ++v) acc[i][v] = vf_set1(0);
     for (int64_t cells = cells_of(k), j = 0; j < cells; ++j) {
-        const char *row0 = b + j * PAIR * b_row_bytes, *row1 = PAIR == 2 && 2 * j + 1 < k ? row0 + b_row_bytes : NULL;
+        const char *row0 = b + j * PAIR * b_row_bytes,
+                   *row1 = PAIR == 2 && 2 * j + 1 < k ? row0 + b_row_bytes : NULL;
         vc x[FEW_VECTORS];
 #pragma GCC unroll 2
         for (int v = 0; v < FEW_VECTORS; v += 2) vc_load2_across_k(row0, row1, dtype, v * W, x + v);
@@ -92,12 +103,13 @@ INLINE void small_m(const int M, gk_dtype dtype, int64_t k, const cell *a, int64
         }
 }
 
-typedef void (*small_m_fn)(int64_t k, const cell *a, int64_t a_row, int64_t a_cell, const char *b, int64_t b_row_bytes,
-                           float *c, int64_t ldc, bool accumulate);
-#define FEW(dt, M)                                                                                                    \
-    static void few_##dt##_##M(int64_t k, const cell *a, int64_t a_row, int64_t a_cell, const char *b, int64_t b_row, \
-                               float *c, int64_t ldc, bool accumulate) {                                              \
-        small_m(M, dt, k, a, a_row, a_cell, b, b_row, c, ldc, accumulate);                                            \
+typedef void (*small_m_fn)(int64_t k, const cell *a, int64_t a_row, int64_t a_cell, const char *b,
+                           int64_t b_row_bytes, float *c, int64_t ldc, bool accumulate);
+#define FEW(dt, M)                                                                      \
+    static void few_##dt##_##M(int64_t k, const cell *a, int64_t a_row, int64_t a_cell, \
+                               const char *b, int64_t b_row, float *c, int64_t ldc,     \
+                               bool accumulate) {                                       \
+        small_m(M, dt, k, a, a_row, a_cell, b, b_row, c, ldc, accumulate);              \
     }
 #define FEW_1_TO_4(X, dt) X(dt, 1) X(dt, 2) X(dt, 3) X(dt, 4)
 #define FEW_NAME(dt, M) few_##dt##_##M,
@@ -110,8 +122,8 @@ static const small_m_fn few_f16[SMALL_M] = {FEW_1_TO_4(FEW_NAME, GK_F16)};
 #define few_f16 few_bf16
 #endif
 
-static void across(const plan *x, gk_dtype dtype, const char *a, const char *b, int64_t cols, float *acc, cell *b_pack,
-                   cell *a_pack) {
+static void across(const plan *x, gk_dtype dtype, const char *a, const char *b, int64_t cols,
+                   float *acc, cell *b_pack, cell *a_pack) {
     const gk_gemm_problem *p = &x->p;
     const int64_t es = dtype == GK_F32 ? 4 : 2, a_ld = gk_round_up(cells_of(x->kb), W);
     const int64_t step = dtype == GK_F32 ? NR : FEW_VECTORS * W;
@@ -125,7 +137,9 @@ static void across(const plan *x, gk_dtype dtype, const char *a, const char *b, 
             pack_rows(a_pack, a_ld, ak, dtype, p->a_m, p->m, kn);
         else
             pack_panel(a_pack, p->m, ak, dtype, p->a_m, p->a_k, p->m, kn);
-        if (whole < cols) pack_panels(b_pack + whole * cells, bk + es * whole, dtype, 1, p->b_k, cols - whole, kn);
+        if (whole < cols)
+            pack_panels(b_pack + whole * cells, bk + es * whole, dtype, 1, p->b_k, cols - whole,
+                        kn);
         if (!x->in_place && k0 + x->kb < p->k) /* the next rows come while these are used */
             for (int64_t i = 0; i < gk_min_i64(x->kb, p->k - k0 - x->kb); ++i)
                 for (int64_t c = 0; c < cols * es; c += 64)
@@ -133,22 +147,22 @@ static void across(const plan *x, gk_dtype dtype, const char *a, const char *b, 
         int64_t j = 0;
         for (; j < whole && dtype != GK_F32; j += step)
             for (int64_t i = 0; i < p->m; i += SMALL_M)
-                few[gk_min_i64(SMALL_M, p->m - i) - 1](kn, a_pack + (a_rows ? i * a_ld : i), a_rows ? a_ld : 1,
-                                                       a_rows ? 1 : p->m, bk + es * j, es * p->b_k, acc + i * x->nb + j,
-                                                       x->nb, k0 > 0);
+                few[gk_min_i64(SMALL_M, p->m - i) - 1](
+                    kn, a_pack + (a_rows ? i * a_ld : i), a_rows ? a_ld : 1, a_rows ? 1 : p->m,
+                    bk + es * j, es * p->b_k, acc + i * x->nb + j, x->nb, k0 > 0);
         for (; j < cols; j += NR) {
             const bool in_place = j < whole;
             const cell *bp = in_place ? (const cell *)(bk + es * j) : b_pack + j * cells;
-            tile_product(SUM_CELLS, a_rows, p->m, gk_min_i64(NR, cols - j), cells, a_pack, a_rows ? a_ld : p->m, bp,
-                         in_place ? p->b_k : NR, acc + j, x->nb, k0 > 0);
+            tile_product(SUM_CELLS, a_rows, p->m, gk_min_i64(NR, cols - j), cells, a_pack,
+                         a_rows ? a_ld : p->m, bp, in_place ? p->b_k : NR, acc + j, x->nb, k0 > 0);
         }
     }
 }
 
-/* ---- along: lanes along k --------------------------------------------------------------------------- */
+/* ---- along: lanes along k -------------------------------------------------------------------- */
 /* sums[i][j] += a[i][k] b[j][k], i < tm, j < tn, lane by lane; strides in elements */
-INLINE void dots(const int tm, const int tn, gk_dtype dtype, int64_t k, const char *a, int64_t a_m, const char *b,
-                 int64_t b_n, vf *sums) {
+INLINE void dots(const int tm, const int tn, gk_dtype dtype, int64_t k, const char *a, int64_t a_m,
+                 const char *b, int64_t b_n, vf *sums) {
     const int64_t es = dtype == GK_F32 ? 4 : 2;
     vf s[TM][TN];
 #pragma GCC unroll 8
@@ -156,7 +170,8 @@ INLINE void dots(const int tm, const int tn, gk_dtype dtype, int64_t k, const ch
 #pragma GCC unroll 8
         for (int j = 0; j < tn; ++j) s[i][j] = sums[i * TN + j];
     int64_t c = 0;
-    const bool split = VC_SPLITS && dtype != GK_F32 && tm <= 2; /* of 3 rows they are more than the registers */
+    /* of 3 rows they are more than the registers */
+    const bool split = VC_SPLITS && dtype != GK_F32 && tm <= 2;
     for (; split && c + 2 * W <= k; c += 2 * W) {
         vc av[TM][2];
 #pragma GCC unroll 8
@@ -166,10 +181,12 @@ INLINE void dots(const int tm, const int tn, gk_dtype dtype, int64_t k, const ch
             vc bv[2];
             vc_load2_split_along_k(b + es * j * b_n, dtype, c, bv);
 #pragma GCC unroll 8
-            for (int i = 0; i < tm; ++i) s[i][j] = vc_dot(vc_dot(s[i][j], av[i][0], bv[0]), av[i][1], bv[1]);
+            for (int i = 0; i < tm; ++i)
+                s[i][j] = vc_dot(vc_dot(s[i][j], av[i][0], bv[0]), av[i][1], bv[1]);
         }
     }
-    /* of more rows the halves come one after the other, from b loaded twice: half the conversions of whole vectors */
+    /* of more rows the halves come one after the other, from b loaded twice: half the conversions
+     * of whole vectors */
     for (; VC_SPLITS && dtype == GK_BF16 && tm > 2 && c + 2 * W <= k; c += 2 * W)
 #pragma GCC unroll 2
         for (int half = 0; half < 2; ++half) {
@@ -209,13 +226,16 @@ INLINE void dots(const int tm, const int tn, gk_dtype dtype, int64_t k, const ch
         for (int j = 0; j < tn; ++j) sums[i * TN + j] = s[i][j];
 }
 
-typedef void (*dots_fn)(int64_t k, const char *a, int64_t a_m, const char *b, int64_t b_n, vf *sums);
-#define DOTS(dt, tm, tn)                                                                                            \
-    static void dots_##dt##_##tm##_##tn(int64_t k, const char *a, int64_t a_m, const char *b, int64_t b_n, vf *s) { \
-        dots(tm, tn, dt, k, a, a_m, b, b_n, s);                                                                     \
+typedef void (*dots_fn)(int64_t k, const char *a, int64_t a_m, const char *b, int64_t b_n,
+                        vf *sums);
+#define DOTS(dt, tm, tn)                                                                      \
+    static void dots_##dt##_##tm##_##tn(int64_t k, const char *a, int64_t a_m, const char *b, \
+                                        int64_t b_n, vf *s) {                                 \
+        dots(tm, tn, dt, k, a, a_m, b, b_n, s);                                               \
     }
 #if W == 16
-#define FOR_TN(X, dt, tm) X(dt, tm, 1) X(dt, tm, 2) X(dt, tm, 3) X(dt, tm, 4) X(dt, tm, 5) X(dt, tm, 6)
+#define FOR_TN(X, dt, tm) \
+    X(dt, tm, 1) X(dt, tm, 2) X(dt, tm, 3) X(dt, tm, 4) X(dt, tm, 5) X(dt, tm, 6)
 #define FOR_TM(X, dt) FOR_TN(X, dt, 1) FOR_TN(X, dt, 2) FOR_TN(X, dt, 3) FOR_TN(X, dt, 4)
 #else
 #define FOR_TN(X, dt, tm) X(dt, tm, 1) X(dt, tm, 2) X(dt, tm, 3) X(dt, tm, 4)
@@ -240,45 +260,51 @@ static const dots_fn *dots_of(gk_dtype dtype) {
     return dots_bf16;
 }
 
-static void along(const plan *x, gk_dtype dtype, const char *a, const char *b, int64_t cols, const gk_gemm_epilogue *e,
-                  const gk_gemm_isa *isa, float *ws) {
+static void along(const plan *x, gk_dtype dtype, const char *a, const char *b, int64_t cols,
+                  const gk_gemm_epilogue *e, const gk_gemm_isa *isa, float *ws) {
     const gk_gemm_problem *p = &x->p;
     const int64_t es = dtype == GK_F32 ? 4 : 2, strips = gk_ceil_div(p->m, TM);
     const int64_t short_bytes = SYM(gk_skinny_blocks).short_bytes;
     const dots_fn *fn = dots_of(dtype);
     vf *sums = (vf *)ws;
-    float *c = ws + strips * TM * TN * W; /* [M][W]: the TN columns of C, with room for whole vectors */
+    /* [M][W]: the TN columns of C, with room for whole vectors */
+    float *c = ws + strips * TM * TN * W;
     for (int64_t j = 0; j < cols; j += TN) {
         const int64_t tn = gk_min_i64(TN, cols - j);
         for (int64_t i = 0; i < strips * TM * TN; ++i) sums[i] = vf_set1(0);
         for (int64_t k0 = 0; k0 < p->k; k0 += x->kb) {
             const int64_t kn = gk_min_i64(x->kb, p->k - k0);
             const char *bk = b + es * (j * p->b_n + k0);
-            /* short columns end before the machine's prefetcher has found them: a share of the next with every strip */
+            /* short columns end before the machine's prefetcher has found them: a share of the next
+             * with every strip */
             const int64_t lines = gk_ceil_div(kn * es, 64);
             const int64_t next = kn * es <= short_bytes ? gk_clamp_i64(cols - j - TN, 0, TN) : 0;
             const int64_t share = gk_ceil_div(next * lines, strips);
             for (int64_t s = 0; s < strips; ++s) {
                 for (int64_t n = s * share; n < gk_min_i64((s + 1) * share, next * lines); ++n)
-                    __builtin_prefetch(bk + es * (TN + n / lines) * p->b_n + 64 * (n % lines), 0, 2);
+                    __builtin_prefetch(bk + es * (TN + n / lines) * p->b_n + 64 * (n % lines), 0,
+                                       2);
                 const int64_t i = s * TM, tm = gk_min_i64(TM, p->m - i);
-                fn[(tm - 1) * TN + tn - 1](kn, a + es * (i * p->a_m + k0), p->a_m, bk, p->b_n, sums + s * TM * TN);
+                fn[(tm - 1) * TN + tn - 1](kn, a + es * (i * p->a_m + k0), p->a_m, bk, p->b_n,
+                                           sums + s * TM * TN);
             }
         }
         /* [M][TN] sums in a row; W of them become one vector */
         float flat[W];
         for (int64_t i0 = 0; i0 < p->m * TN; i0 += W) {
             vf group[W];
-            for (int l = 0; l < W; ++l) group[l] = i0 + l < strips * TM * TN ? sums[i0 + l] : vf_set1(0);
+            for (int l = 0; l < W; ++l)
+                group[l] = i0 + l < strips * TM * TN ? sums[i0 + l] : vf_set1(0);
             vf_store(flat, vf_sums(group));
-            for (int l = 0; l < W && i0 + l < p->m * TN; ++l) c[(i0 + l) / TN * W + (i0 + l) % TN] = flat[l];
+            for (int l = 0; l < W && i0 + l < p->m * TN; ++l)
+                c[(i0 + l) / TN * W + (i0 + l) % TN] = flat[l];
         }
         gk_gemm_epilogue at = gk_epilogue_at(e, 0, j);
         isa->store(&at, c, W, p->m, tn);
     }
 }
 
-/* ---- the task and the row ----------------------------------------------------------------------------- */
+/* ---- the task and the row -------------------------------------------------------------------- */
 typedef struct job {
     const gk_gemm_args *args;
     const plan *x;
@@ -311,7 +337,9 @@ static bool make_plan(const gk_context *ctx, const void *args, gk_plan *to) {
     if (!gk_gemm_is_skinny(&p)) return false;
     plan *x = GK_OWN(plan, to);
     *x = plan_of(ctx, args, &p);
-    to->tile[0] = x->p.m, to->tile[1] = x->nb, to->tile[2] = x->kb;
+    to->tile[0] = x->p.m;
+    to->tile[1] = x->nb;
+    to->tile[2] = x->kb;
     to->tile[3] = x->along ? TM * TN : MR * NR;
     to->tasks = num_tasks(x);
     to->workspace_bytes = (size_t)gk_num_workers(ctx, to->tasks) * worker_bytes(x);

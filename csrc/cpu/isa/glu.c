@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* glu: gated linear units over rows, forward and backward, compiled once per ISA. Shazeer 2020, arXiv:2002.05202.
+/* glu: gated linear units over rows, forward and backward, compiled once per ISA. Shazeer 2020,
+ * arXiv:2002.05202.
  *   out = act(gate) up;   dgate = g up act'(gate),   dup = g act(gate)
- * gate, up, out, g, dgate, dup [M, N] of one dtype (float32, bfloat16, float16). A task is a run of rows, or, of long rows, of
- * columns of one. No workspace. Not here: float64 (ref/). */
+ * gate, up, out, g, dgate, dup [M, N] of one dtype (float32, bfloat16, float16). A task is a run of
+ * rows, or, of long rows, of columns of one. No workspace. Not here: float64 (ref/). */
 #include "activation.h"
 #include "rows.h"
 
@@ -14,8 +15,10 @@ GK_PLAN_HOLDS(glu_plan);
 
 static void plan_rows(const gk_tensor *x, gk_plan *plan) {
     glu_plan *p = GK_OWN(glu_plan, plan);
-    p->rows = rows_of(x), p->n = x->shape[x->ndim - 1];
-    p->each = rows_per_task(p->n), p->cuts = gk_max_i64(1, gk_ceil_div(p->n, ROW_TASK));
+    p->rows = rows_of(x);
+    p->n = x->shape[x->ndim - 1];
+    p->each = rows_per_task(p->n);
+    p->cuts = gk_max_i64(1, gk_ceil_div(p->n, ROW_TASK));
     plan->tasks = p->n == 0 ? 0 : gk_ceil_div(p->rows, p->each) * p->cuts;
 }
 
@@ -38,7 +41,7 @@ static span span_of(const glu_plan *p, int64_t task) {
     case GK_ACT_RELU: break; /* refused by the check */          \
     }
 
-/* ---- forward --------------------------------------------------------------------------------------- */
+/* ---- forward --------------------------------------------------------------------------------- */
 typedef struct fwd_job {
     const gk_glu_args *a;
     const glu_plan *p;
@@ -75,13 +78,14 @@ static bool fwd_plan(const gk_context *ctx, const void *args, gk_plan *plan) {
 static void fwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     (void)workspace;
     const gk_glu_args *a = args;
-    fwd_job job = {a, GK_OWN_CONST(glu_plan, plan), gk_glu_half(&a->gate, a->up, 0), gk_glu_half(&a->gate, a->up, 1)};
+    fwd_job job = {a, GK_OWN_CONST(glu_plan, plan), gk_glu_half(&a->gate, a->up, 0),
+                   gk_glu_half(&a->gate, a->up, 1)};
     gk_parallel(ctx, plan->tasks, fwd_task, &job);
 }
 
 const gk_cpu_kernel SYM(gk_glu_fwd) = {fwd_plan, fwd_run};
 
-/* ---- backward -------------------------------------------------------------------------------------- */
+/* ---- backward -------------------------------------------------------------------------------- */
 typedef struct bwd_job {
     const gk_glu_bwd_args *a;
     const glu_plan *p;
@@ -90,7 +94,8 @@ typedef struct bwd_job {
 
 INLINE void bwd_rows(const bwd_job *job, span s, gk_dtype dtype, gk_activation activation) {
     for (int64_t row = s.row; row < s.end; ++row) {
-        const char *grad = row_at(&job->a->grad_out, row), *gate = row_at(&job->gate, row), *up = row_at(&job->up, row);
+        const char *grad = row_at(&job->a->grad_out, row), *gate = row_at(&job->gate, row),
+                   *up = row_at(&job->up, row);
         char *dgate = row_at(&job->dgate, row), *dup = row_at(&job->dup, row);
         for (int64_t i = s.from; i < s.to; i += W) {
             const int64_t n = s.to - i;

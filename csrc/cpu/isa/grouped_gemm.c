@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* grouped_gemm: products of groups of rows or of k, one after the other by quant_product.h; compiled once per ISA.
+/* grouped_gemm: products of groups of rows or of k, one after the other by quant_product.h;
+ * compiled once per ISA.
  * a [M, K], b [G, K, N] or [K, N] float32 | bfloat16 | float16 | 8-bit floats with scales. Groups are read from offs as they come. */
 #include "quant_product.h"
 
@@ -27,9 +28,15 @@ static bool plan_grouped(const gk_context *ctx, const void *args, gk_plan *plan)
     memset(x, 0, sizeof *x);
     const int nd = g->b.ndim;
     x->by_rows = nd == 3;
-    p->m = g->a.shape[0], p->k = g->a.shape[1], p->n = g->b.shape[nd - 1];
-    p->a_dtype = g->a.dtype, p->a_m = g->a.stride[0], p->a_k = g->a.stride[1];
-    p->b_dtype = g->b.dtype, p->b_k = g->b.stride[nd - 2], p->b_n = g->b.stride[nd - 1];
+    p->m = g->a.shape[0];
+    p->k = g->a.shape[1];
+    p->n = g->b.shape[nd - 1];
+    p->a_dtype = g->a.dtype;
+    p->a_m = g->a.stride[0];
+    p->a_k = g->a.stride[1];
+    p->b_dtype = g->b.dtype;
+    p->b_k = g->b.stride[nd - 2];
+    p->b_n = g->b.stride[nd - 1];
     p->b_by_k = p->b_k != 1 && p->b_n == 1;
     p->read_b = read_matrix;
     if (g->scale_a) p->scale_a = gk_scales_of(g->scale_a, p->m, p->k, false);
@@ -46,11 +53,14 @@ static const char *at(const void *data, int64_t bytes) {
     return data ? (const char *)data + bytes : NULL;
 } /* K may be 0 */
 
-static void run_grouped(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+static void run_grouped(const gk_context *ctx, const void *args, const gk_plan *plan,
+                        void *workspace) {
     const gk_grouped_gemm_args *g = args;
     const grouped_plan *x = GK_OWN_CONST(grouped_plan, plan);
-    const int64_t groups = g->offs.shape[0], a_bytes = (int64_t)gk_dtype_bytes(g->a.dtype), n = x->p.n;
-    const int64_t b_bytes = (int64_t)gk_dtype_bytes(g->b.dtype), out_bytes = (int64_t)gk_dtype_bytes(g->out.dtype);
+    const int64_t groups = g->offs.shape[0], a_bytes = (int64_t)gk_dtype_bytes(g->a.dtype),
+                  n = x->p.n;
+    const int64_t b_bytes = (int64_t)gk_dtype_bytes(g->b.dtype),
+                  out_bytes = (int64_t)gk_dtype_bytes(g->out.dtype);
     int64_t begin = 0;
     if (gk_numel(&g->out) == 0) return;
     for (int64_t i = 0; i < groups; ++i) {
@@ -60,14 +70,17 @@ static void run_grouped(const gk_context *ctx, const void *args, const gk_plan *
         if (g->scale_b) p.scale_b.data = g->scale_b->data;
         p.a = at(g->a.data, a_bytes * begin * (x->by_rows ? p.a_m : p.a_k));
         if (g->bias)
-            p.e.bias = (const char *)g->bias->data +
-                       (int64_t)gk_dtype_bytes(g->bias->dtype) * (g->bias->ndim == 2 ? i * g->bias->stride[0] : 0);
+            p.e.bias =
+                (const char *)g->bias->data + (int64_t)gk_dtype_bytes(g->bias->dtype) *
+                                                  (g->bias->ndim == 2 ? i * g->bias->stride[0] : 0);
         if (x->by_rows) {
-            p.m = end - begin, p.row0 = begin;
+            p.m = end - begin;
+            p.row0 = begin;
             p.b = at(g->b.data, b_bytes * i * g->b.stride[0]);
             if (g->scale_b && g->scale_b->ndim == 3)
-                p.scale_b.data = (const char *)g->scale_b->data +
-                                 (int64_t)gk_dtype_bytes(g->scale_b->dtype) * i * g->scale_b->stride[0];
+                p.scale_b.data =
+                    (const char *)g->scale_b->data +
+                    (int64_t)gk_dtype_bytes(g->scale_b->dtype) * i * g->scale_b->stride[0];
             p.e.out = (char *)g->out.data + out_bytes * begin * n;
         } else {
             p.k = end - begin;
@@ -80,6 +93,7 @@ static void run_grouped(const gk_context *ctx, const void *args, const gk_plan *
         gk_parallel(ctx, tasks, grouped_task, &jb);
     }
     if (x->by_rows && begin < x->p.m)
-        memset((char *)g->out.data + out_bytes * begin * n, 0, (size_t)(out_bytes * (x->p.m - begin) * n));
+        memset((char *)g->out.data + out_bytes * begin * n, 0,
+               (size_t)(out_bytes * (x->p.m - begin) * n));
 }
 const gk_cpu_kernel SYM(gk_grouped_gemm) = {plan_grouped, run_grouped};

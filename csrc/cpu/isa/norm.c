@@ -1,26 +1,29 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* norm: RMSNorm and LayerNorm over rows, forward and backward, compiled once per ISA.
- * Ba, Kiros and Hinton 2016, arXiv:1607.06450 (layer); Zhang and Sennrich 2019, arXiv:1910.07467 (rms).
+ * Ba, Kiros and Hinton 2016, arXiv:1607.06450 (layer); Zhang and Sennrich 2019, arXiv:1910.07467
+ * (rms).
  *
  *   h = x + residual, rounded to x's dtype;   xhat = (h - mean) rstd;   out = xhat w + b,   w = weight + weight_offset
  *   dx = rstd (g w - c1 - xhat c2) + grad_sum,   c1 = mean(g w) (layer alone),   c2 = mean(g w xhat)
  *   dweight = sum over rows of g xhat,   dbias = sum over rows of g
  *
- * x, residual, g [M, N] of one dtype (float32, bfloat16, float16), rows anywhere; weight, bias [N] of that dtype or float32.
- * Forward: a task is a run of rows; a row is read from memory once, and for its statistics and results from the cache.
- * Backward: a task is a chunk of rows, GROUP at a time, so that a column of dweight and dbias is loaded and stored once for
- * GROUP rows. Chunks follow from M and N alone. Their sums are added in order afterwards, a task for each COLUMNS columns.
- * Workspace: room for w and b as float32, [2, N], where they are strided or of two dtypes, and backward the chunks' sums, [chunks, 2, N] float32.
- * Not here: float64 (ref/). */
+ * x, residual, g [M, N] of one dtype (float32, bfloat16, float16), rows anywhere; weight, bias [N]
+ * of that dtype or float32. Forward: a task is a run of rows; a row is read from memory once, and
+ * for its statistics and results from the cache. Backward: a task is a chunk of rows, GROUP at a
+ * time, so that a column of dweight and dbias is loaded and stored once for GROUP rows. Chunks
+ * follow from M and N alone. Their sums are added in order afterwards, a task for each COLUMNS
+ * columns. Workspace: room for w and b as float32, [2, N], where they are strided or of two dtypes,
+ * and backward the chunks' sums, [chunks, 2, N] float32. Not here: float64 (ref/). */
 #include "rows.h"
 
 enum {
-    GROUP =
-        4, /* rows whose g and h of a block are in the L1 together: 4 and 8 measure alike, 1 takes 1.3 times as long */
-    COLUMNS = 1024,          /* of a task that adds up chunks */
-    CHUNK_ROWS = 32,         /* a chunk's at least: fewer would write more sums than they read rows */
-    MOST_CHUNKS = 64,        /* tasks enough for 32 threads */
-    CHUNK_ELEMENTS = 4 << 20 /* of all chunks' sums: 32 MB of workspace at most, but for one chunk */
+    GROUP = 4, /* rows whose g and h of a block are in the L1 together: 4 and 8 measure alike, 1
+                  takes 1.3 times as long */
+    COLUMNS = 1024,   /* of a task that adds up chunks */
+    CHUNK_ROWS = 32,  /* a chunk's at least: fewer would write more sums than they read rows */
+    MOST_CHUNKS = 64, /* tasks enough for 32 threads */
+    CHUNK_ELEMENTS =
+        4 << 20 /* of all chunks' sums: 32 MB of workspace at most, but for one chunk */
 };
 
 typedef struct norm_plan {
@@ -43,7 +46,7 @@ static norm_plan plan_rows(const gk_tensor *x, bool sums) {
     return p;
 }
 
-/* ---- 1. statistics --------------------------------------------------------------------------------- */
+/* ---- 1. statistics --------------------------------------------------------------------------- */
 typedef struct row_in {
     const char *h, *g;
     row_vector w; /* none: 1 */
@@ -72,10 +75,11 @@ INLINE void add_products(const void *arg, int64_t i, int64_t n, vf *s) {
     s[2] = vf_fma(g, d, s[2]);
 }
 
-/* The mean of a row, and about it total[0] of add_squares or total[0 .. 2] of add_products. A block's sums are taken about its own
- * mean, while it is in the L1, and moved to that of the columns so far: a row comes from the L2 once, and a large mean costs no
- * digits. (Chan, Golub and LeVeque 1979.) That mean is a sum about a number near it: where all values are equal it is theirs to the
- * bit, and xhat is 0. */
+/* The mean of a row, and about it total[0] of add_squares or total[0 .. 2] of add_products. A
+ * block's sums are taken about its own mean, while it is in the L1, and moved to that of the
+ * columns so far: a row comes from the L2 once, and a large mean costs no digits. (Chan, Golub and
+ * LeVeque 1979.) That mean is a sum about a number near it: where all values are equal it is theirs
+ * to the bit, and xhat is 0. */
 INLINE double row_moments(gk_norm_kind kind, bool products, row_in *r, int64_t n, double *total) {
     const int k = products ? 3 : 1;
     if (kind == GK_RMS_NORM) {
@@ -83,7 +87,9 @@ INLINE double row_moments(gk_norm_kind kind, bool products, row_in *r, int64_t n
         row_sums(k, products ? add_products : add_squares, r, n, total);
         return 0;
     }
-    double mean = n > 0 ? vf_total(vf_load_dtype(r->h, r->dtype, 0, n) * (1.0f / (float)gk_min_i64(n, W))) : 0;
+    double mean =
+        n > 0 ? vf_total(vf_load_dtype(r->h, r->dtype, 0, n) * (1.0f / (float)gk_min_i64(n, W)))
+              : 0;
     for (int j = 0; j < k; ++j) total[j] = 0;
     for (int64_t begin = 0; begin < n; begin += ROW_BLOCK) {
         const int64_t end = gk_min_i64(n, begin + ROW_BLOCK);
@@ -95,7 +101,8 @@ INLINE double row_moments(gk_norm_kind kind, bool products, row_in *r, int64_t n
         r->mean = (float)exact;
         block_sums(k, products ? add_products : add_squares, r, begin, end, s);
         const double about = r->mean, delta = exact - mean, next = mean + delta * (here / all);
-        total[0] += s[0] - here * (exact - about) * (exact - about) + delta * delta * (before * here / all);
+        total[0] +=
+            s[0] - here * (exact - about) * (exact - about) + delta * delta * (before * here / all);
         if (products) {
             total[2] += (mean - next) * total[1] + s[2] + (about - next) * s[1];
             total[1] += s[1];
@@ -105,9 +112,11 @@ INLINE double row_moments(gk_norm_kind kind, bool products, row_in *r, int64_t n
     return mean;
 }
 
-INLINE float row_rstd(double squares, int64_t n, double eps) { return (float)(1 / sqrt(squares / (double)n + eps)); }
+INLINE float row_rstd(double squares, int64_t n, double eps) {
+    return (float)(1 / sqrt(squares / (double)n + eps));
+}
 
-/* ---- 2. forward ------------------------------------------------------------------------------------ */
+/* ---- 2. forward ------------------------------------------------------------------------------ */
 typedef struct fwd_job {
     const gk_norm_args *a;
     norm_plan p;
@@ -122,7 +131,9 @@ INLINE void fwd_row(const fwd_job *job, int64_t row, gk_dtype dtype, bool wide) 
         const char *x = r.h, *residual = row_at(a->residual, row);
         char *sum = row_at(a->sum, row);
         for (int64_t i = 0; i < n; i += W)
-            vf_store_dtype(sum, dtype, i, vf_load_dtype(x, dtype, i, n - i) + vf_load_dtype(residual, dtype, i, n - i),
+            vf_store_dtype(sum, dtype, i,
+                           vf_load_dtype(x, dtype, i, n - i) +
+                               vf_load_dtype(residual, dtype, i, n - i),
                            n - i);
         r.h = sum;
     }
@@ -175,7 +186,7 @@ static void fwd_run(const gk_context *ctx, const void *args, const gk_plan *plan
 
 const gk_cpu_kernel SYM(gk_norm_fwd) = {fwd_plan, fwd_run};
 
-/* ---- 3. backward ----------------------------------------------------------------------------------- */
+/* ---- 3. backward ----------------------------------------------------------------------------- */
 typedef struct bwd_job {
     const gk_norm_bwd_args *a;
     norm_plan p;
@@ -193,8 +204,11 @@ typedef struct bwd_row {
 INLINE bwd_row bwd_stats(const bwd_job *job, int64_t row, gk_dtype dtype, bool wide) {
     const gk_norm_bwd_args *a = job->a;
     const int64_t n = job->p.n;
-    bwd_row r = {
-        .in = {.h = row_at(&a->h, row), .g = row_at(&a->grad_out, row), .w = job->w, .dtype = dtype, .wide = wide}};
+    bwd_row r = {.in = {.h = row_at(&a->h, row),
+                        .g = row_at(&a->grad_out, row),
+                        .w = job->w,
+                        .dtype = dtype,
+                        .wide = wide}};
     r.grad_sum = a->grad_sum ? row_at(a->grad_sum, row) : NULL;
     r.dx = row_at(&a->dx, row);
     double s[3];
@@ -206,11 +220,13 @@ INLINE bwd_row bwd_stats(const bwd_job *job, int64_t row, gk_dtype dtype, bool w
 }
 
 /* dx of `rows` rows, and their share of dweight and dbias. */
-INLINE void bwd_rows(const bwd_row *r, int rows, float *dw, float *db, int64_t n, gk_dtype dtype, bool wide) {
+INLINE void bwd_rows(const bwd_row *r, int rows, float *dw, float *db, int64_t n, gk_dtype dtype,
+                     bool wide) {
     const row_vector w = r->in.w;
     for (int64_t i = 0; i < n; i += W) {
         const vf weight = w.data ? row_vector_at(&w, dtype, wide, i, n - i) : vf_set1(1);
-        vf sum_w = vf_set1(0), sum_b = vf_set1(0); /* of the group first: fewer steps, less rounding */
+        /* of the group first: fewer steps, less rounding */
+        vf sum_w = vf_set1(0), sum_b = vf_set1(0);
 #pragma GCC unroll 4
         for (int k = 0; k < rows; ++k) {
             const vf g = vf_load_dtype(r[k].in.g, dtype, i, n - i);
@@ -260,7 +276,8 @@ static void add_chunks(const bwd_job *job, const gk_tensor *to, int64_t which, i
     const int64_t ld = job->p.ld, end = gk_min_i64(begin + COLUMNS, job->p.n);
     for (int64_t i = begin; i < end; i += W) {
         vf sum = vf_set1(0);
-        for (int64_t first = 0; first < job->p.chunks; first += 8) { /* eight at a time, for the rounding */
+        /* eight at a time, for the rounding */
+        for (int64_t first = 0; first < job->p.chunks; first += 8) {
             vf some = vf_set1(0);
             for (int64_t c = first; c < gk_min_i64(first + 8, job->p.chunks); ++c)
                 some += vf_load(job->sums + (2 * c + which) * ld + i);
@@ -298,7 +315,8 @@ static void bwd_run(const gk_context *ctx, const void *args, const gk_plan *plan
     float *w = workspace;
     job.sums = w + job.p.ld;
     job.w = row_vector_of(a->weight, (float)a->weight_offset, a->h.dtype, w);
-    if (job.p.chunks && job.p.rows == 0) memset(job.sums, 0, (size_t)(2 * job.p.ld) * sizeof(float));
+    if (job.p.chunks && job.p.rows == 0)
+        memset(job.sums, 0, (size_t)(2 * job.p.ld) * sizeof(float));
     gk_parallel(ctx, plan->tasks, bwd_task, &job);
     if (job.p.chunks) gk_parallel(ctx, gk_ceil_div(job.p.n, COLUMNS), sums_task, &job);
 }

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_codes: pages of 8-bit codes as rows of q's dtype. Every code of e4m3, e5m2 and int8 is a value of bfloat16, float16 and
- * float32, so decoding rounds nothing; a scale of the page, which the row takes along, rounds once. Scales of a head or of all
- * stay outside: they go on the scores and on the sum of values, in float32. */
+/* paged_codes: pages of 8-bit codes as rows of q's dtype. Every code of e4m3, e5m2 and int8 is a
+ * value of bfloat16, float16 and float32, so decoding rounds nothing; a scale of the page, which
+ * the row takes along, rounds once. Scales of a head or of all stay outside: they go on the scores
+ * and on the sum of values, in float32. */
 #ifndef GPUKERN_CPU_PAGED_CODES_H
 #define GPUKERN_CPU_PAGED_CODES_H
 
@@ -29,28 +30,35 @@ INLINE int64_t paged_decoded_bytes(const gk_paged_attn_args *a) {
     return (int64_t)gk_dtype_bytes(a->q.dtype) * (a->q.shape[2] + a->v_cache.shape[3]);
 }
 
-INLINE void decode_row(const void *from, gk_dtype code, void *to, gk_dtype dtype, int64_t n, float scale) {
-    for (int64_t d = 0; d < n; d += W) vf_store_dtype(to, dtype, d, vf_load_code(from, code, d, n - d) * scale, n - d);
+INLINE void decode_row(const void *from, gk_dtype code, void *to, gk_dtype dtype, int64_t n,
+                       float scale) {
+    for (int64_t d = 0; d < n; d += W)
+        vf_store_dtype(to, dtype, d, vf_load_code(from, code, d, n - d) * scale, n - d);
 }
 
-static __attribute__((noinline)) void decode_e4m3(const void *from, void *to, gk_dtype dtype, int64_t n, float scale) {
+static __attribute__((noinline)) void decode_e4m3(const void *from, void *to, gk_dtype dtype,
+                                                  int64_t n, float scale) {
     decode_row(from, GK_E4M3, to, dtype, n, scale);
 }
-static __attribute__((noinline)) void decode_e5m2(const void *from, void *to, gk_dtype dtype, int64_t n, float scale) {
+static __attribute__((noinline)) void decode_e5m2(const void *from, void *to, gk_dtype dtype,
+                                                  int64_t n, float scale) {
     decode_row(from, GK_E5M2, to, dtype, n, scale);
 }
-static __attribute__((noinline)) void decode_i8(const void *from, void *to, gk_dtype dtype, int64_t n, float scale) {
+static __attribute__((noinline)) void decode_i8(const void *from, void *to, gk_dtype dtype,
+                                                int64_t n, float scale) {
     decode_row(from, GK_I8, to, dtype, n, scale);
 }
 
-/* Rows of keys j .. j + n, K or V: at[i] is the first head of key j + i, in the pages and then decoded, head by head, at `to`.
- * Returns the end of what was written. */
-static char *decode_keys(const attn_keys *keys, int64_t j, int64_t n, int64_t heads, const gk_tensor *scale,
-                         int64_t head_bytes, int64_t dim, const char **at, char *to) {
+/* Rows of keys j .. j + n, K or V: at[i] is the first head of key j + i, in the pages and then
+ * decoded, head by head, at `to`. Returns the end of what was written. */
+static char *decode_keys(const attn_keys *keys, int64_t j, int64_t n, int64_t heads,
+                         const gk_tensor *scale, int64_t head_bytes, int64_t dim, const char **at,
+                         char *to) {
     const paged_codes *c = keys->codes;
-    void (*const decode)(const void *, void *, gk_dtype, int64_t, float) = c->code == GK_E4M3   ? decode_e4m3
-                                                                           : c->code == GK_E5M2 ? decode_e5m2
-                                                                                                : decode_i8;
+    void (*const decode)(const void *, void *, gk_dtype, int64_t, float) =
+        c->code == GK_E4M3   ? decode_e4m3
+        : c->code == GK_E5M2 ? decode_e5m2
+                             : decode_i8;
     const int64_t bytes = (int64_t)gk_dtype_bytes(c->dtype) * dim;
     for (int64_t i = 0; i < n; ++i) {
         const char *from = at[i];
@@ -60,20 +68,23 @@ static char *decode_keys(const attn_keys *keys, int64_t j, int64_t n, int64_t he
                      keys->pages[(j + i) / keys->page_size * keys->pages_step] * scale->stride[0];
         at[i] = to;
         for (int64_t h = 0; h < heads; ++h, to += bytes)
-            decode(from + h * head_bytes, to, c->dtype, dim, scales ? scales[h * scale->stride[1]] : 1);
+            decode(from + h * head_bytes, to, c->dtype, dim,
+                   scales ? scales[h * scale->stride[1]] : 1);
     }
     return to;
 }
 
 /* Of `heads` heads from keys->head on. */
-static void paged_decode_heads(const attn_keys *keys, int64_t j, int64_t n, int64_t heads, int64_t k_head,
-                               int64_t v_head, const char **k, const char **v, char *to) {
+static void paged_decode_heads(const attn_keys *keys, int64_t j, int64_t n, int64_t heads,
+                               int64_t k_head, int64_t v_head, const char **k, const char **v,
+                               char *to) {
     const paged_codes *c = keys->codes;
     to = decode_keys(keys, j, n, heads, c->k_scale, k_head, c->head_dim, k, to);
     decode_keys(keys, j, n, heads, c->v_scale, v_head, c->head_dim_v, v, to);
 }
 
-static void paged_decode(const attn_keys *keys, int64_t j, int64_t n, const char **k, const char **v, char *to) {
+static void paged_decode(const attn_keys *keys, int64_t j, int64_t n, const char **k,
+                         const char **v, char *to) {
     paged_decode_heads(keys, j, n, 1, 0, 0, k, v, to);
 }
 

@@ -1,26 +1,30 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_job: a call of paged_attn, what a worker keeps of it, and how it is cut into tasks. Included by paged_attn.c alone. */
+/* paged_job: a call of paged_attn, what a worker keeps of it, and how it is cut into tasks.
+ * Included by paged_attn.c alone. */
 #include "paged_codes.h"
 #include "paged_fetch.h"
 
 enum {
     MAX_LANES = TILED ? 64 : 8,
-    MAX_UNIT = 64,            /* whole vectors */
-    STEP = 16,                /* keys that all heads and lanes go through before the next: whole vectors */
-    UNITS = 4,                /* whose rows are known at once: the one computed, the one fetched, .., the one touched */
-    VECTORS = W == 16 ? 4 : 2 /* of values at once: with 4 lanes they leave registers for the values */
+    MAX_UNIT = 64, /* whole vectors */
+    STEP = 16,     /* keys that all heads and lanes go through before the next: whole vectors */
+    UNITS = 4,     /* whose rows are known at once: the one computed, the one fetched, .., the one
+                      touched */
+    VECTORS =
+        W == 16 ? 4 : 2 /* of values at once: with 4 lanes they leave registers for the values */
 };
 
 typedef struct paged_job {
     const gk_paged_attn_args *args;
     const gk_paged_blocks *blocks;
     int64_t batch, tokens, heads_q, heads_kv;
-    int64_t max_tokens;                 /* upper bound of a sequence's query tokens */
-    attn_job tile;                      /* sequences with many lanes */
-    int64_t chunk, max_chunks;          /* keys of a chunk; chunks of the batch at most */
-    int64_t lanes, heads;               /* few lanes: of a partial, and kv heads of a task */
-    bool near;                          /* few lanes: prefetched into the L1 */
-    int64_t o_step, partial, q_step;    /* elements: O of a lane, O, m and l of a lane, q of a lane as cells */
+    int64_t max_tokens;        /* upper bound of a sequence's query tokens */
+    attn_job tile;             /* sequences with many lanes */
+    int64_t chunk, max_chunks; /* keys of a chunk; chunks of the batch at most */
+    int64_t lanes, heads;      /* few lanes: of a partial, and kv heads of a task */
+    bool near;                 /* few lanes: prefetched into the L1 */
+    int64_t o_step, partial,
+        q_step; /* elements: O of a lane, O, m and l of a lane, q of a lane as cells */
     int64_t *first_block, *first_chunk; /* [B + 1] tasks of the sequences before b */
     float *partials;
     char *scratch;
@@ -35,7 +39,8 @@ static float head_scale(const gk_tensor *t, int64_t h_kv) {
     return ((const float *)t->data)[t->ndim ? h_kv * t->stride[0] : 0];
 }
 
-/* What a worker keeps of a task with few lanes, each [heads][lanes]; the steps are those of a head. */
+/* What a worker keeps of a task with few lanes, each [heads][lanes]; the steps are those of a
+ * head. */
 typedef struct lanes_scratch {
     cell *q, *p;
     float *o, *s;
@@ -49,10 +54,12 @@ INLINE int64_t lanes_with_room(int64_t lanes) { return TILED ? gk_round_up(lanes
 
 static lanes_scratch lanes_scratch_at(void *at, const paged_job *job) {
     const int64_t lanes = lanes_with_room(job->lanes), unit = job->blocks->unit;
-    const int64_t q_head = lanes * job->q_step, o_head = lanes * job->partial, s_head = lanes * unit;
+    const int64_t q_head = lanes * job->q_step, o_head = lanes * job->partial,
+                  s_head = lanes * unit;
     void *o = gk_at(at, 4 * job->heads * q_head), *s = gk_at(o, 4 * job->heads * o_head);
     const int64_t runs = gk_round_up(4 * job->heads * (q_head + o_head + 2 * s_head), 64);
-    const int64_t k = TILED ? 4 * unit * job->q_step : 0, v = TILED ? 4 * cells_of(unit) * job->o_step : 0;
+    const int64_t k = TILED ? 4 * unit * job->q_step : 0,
+                  v = TILED ? 4 * cells_of(unit) * job->o_step : 0;
     const int64_t decoded = gk_round_up(job->heads * unit * job->tile.decoded_bytes, 64);
     void *p = gk_at(s, 4 * job->heads * s_head), *keys = gk_at(at, runs), *values = gk_at(keys, k);
     void *decoded_at = gk_at(keys, gk_round_up(k + v, 64));
@@ -62,8 +69,10 @@ static lanes_scratch lanes_scratch_at(void *at, const paged_job *job) {
 
 static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
     paged_job job = {.args = a, .blocks = &SYM(gk_paged_attn_blocks)};
-    job.batch = a->seq_lens.shape[0], job.tokens = a->q.shape[0];
-    job.heads_q = a->q.shape[1], job.heads_kv = a->k_cache.shape[2];
+    job.batch = a->seq_lens.shape[0];
+    job.tokens = a->q.shape[0];
+    job.heads_q = a->q.shape[1];
+    job.heads_kv = a->k_cache.shape[2];
     const int64_t head_dim = a->q.shape[2], head_dim_v = a->v_cache.shape[3];
     const int64_t group = job.heads_kv ? job.heads_q / job.heads_kv : 1;
     job.max_tokens = !job.batch        ? 0
@@ -80,7 +89,8 @@ static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
                           false};
     const int64_t capacity = a->block_table.shape[1] * a->k_cache.shape[1];
     job.chunk =
-        gk_max_i64(job.blocks->chunk, gk_round_up(gk_ceil_div(job.batch * capacity, job.blocks->max_chunks), W));
+        gk_max_i64(job.blocks->chunk,
+                   gk_round_up(gk_ceil_div(job.batch * capacity, job.blocks->max_chunks), W));
     job.lanes = gk_min_i64(job.max_tokens * group, job.blocks->max_lanes);
     job.max_chunks = group > job.lanes ? 0 : job.batch * gk_ceil_div(capacity, job.chunk);
     job.heads = gk_max_i64(1, job.heads_kv);
@@ -95,7 +105,8 @@ static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
 
     job.plan_bytes = gk_round_up(16 * (job.batch + 1), 64);
     job.partials_bytes = 4 * job.max_chunks * job.heads_kv * job.lanes * job.partial;
-    job.scratch_bytes = gk_max_i64(attn_scratch_at(NULL, &job.tile).bytes, lanes_scratch_at(NULL, &job).bytes);
+    job.scratch_bytes =
+        gk_max_i64(attn_scratch_at(NULL, &job.tile).bytes, lanes_scratch_at(NULL, &job).bytes);
     return job;
 }
 
@@ -108,8 +119,12 @@ static attn_seq seq_of(const paged_job *job, int64_t b) {
     x.seq_q = a->cu_seqlens_q ? gk_i32_at(a->cu_seqlens_q, b + 1) - q0 : each;
     x.seq_k = gk_i32_at(&a->seq_lens, b);
     x.q = gk_at(a->q.data, (int64_t)gk_dtype_bytes(a->q.dtype) * q0 * x.q_row);
-    x.out_row = a->out.stride[0], x.out_head = a->out.stride[1], x.out_first = q0 * x.out_row;
-    x.lse_row = job->heads_q, x.lse_head = 1, x.lse_first = q0 * job->heads_q;
+    x.out_row = a->out.stride[0];
+    x.out_head = a->out.stride[1];
+    x.out_first = q0 * x.out_row;
+    x.lse_row = job->heads_q;
+    x.lse_head = 1;
+    x.lse_first = q0 * job->heads_q;
     x.span = gk_span_paged(a, b, x.seq_q, x.seq_k);
     return x;
 }
@@ -135,24 +150,30 @@ INLINE float scale_of(const paged_job *job, int64_t h_kv) {
     return (float)(job->args->rules.scale * head_scale(job->args->k_scale, h_kv));
 }
 
-/* ---- the plan ----------------------------------------------------------------------------------- */
-INLINE bool few_lanes(const paged_job *job, const attn_seq *x) { return x->seq_q * job->tile.group <= job->lanes; }
+/* ---- the plan -------------------------------------------------------------------------------- */
+INLINE bool few_lanes(const paged_job *job, const attn_seq *x) {
+    return x->seq_q * job->tile.group <= job->lanes;
+}
 
 INLINE int64_t num_chunks(const paged_job *job, const attn_seq *x) {
-    return x->seq_q ? gk_ceil_div(gk_span_hi(&x->span, x->seq_q - 1) - gk_span_lo(&x->span, 0), job->chunk) : 0;
+    return x->seq_q ? gk_ceil_div(gk_span_hi(&x->span, x->seq_q - 1) - gk_span_lo(&x->span, 0),
+                                  job->chunk)
+                    : 0;
 }
 
 static void count_tasks(paged_job *job) {
     int64_t blocks = 0, chunks = 0;
     for (int64_t b = 0; b < job->batch; ++b) {
         const attn_seq x = seq_of(job, b);
-        job->first_block[b] = blocks, job->first_chunk[b] = chunks;
+        job->first_block[b] = blocks;
+        job->first_chunk[b] = chunks;
         if (few_lanes(job, &x))
             chunks += num_chunks(job, &x);
         else
             blocks += gk_ceil_div(x.seq_q * job->tile.group, job->tile.bq) * job->heads_kv;
     }
-    job->first_block[job->batch] = blocks, job->first_chunk[job->batch] = chunks;
+    job->first_block[job->batch] = blocks;
+    job->first_chunk[job->batch] = chunks;
 }
 
 /* The sequence that owns task i: the last b with first[b] <= i. */

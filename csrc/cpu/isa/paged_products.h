@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_products: Q K^T and P V of a unit for 4, 2 or 1 lanes of every head. Included by paged_attn.c alone. */
-/* s[head][j / keys][lane][j % keys] = q[head][lane] . k[j][head] for `lanes` lanes, keys = W / lanes at once: their sums
- * fill one vector. q[head] is [head_dim / (W PAIR)][lanes][W]; k repeats its last key up to whole vectors of keys. */
-INLINE void dots(const int lanes, gk_dtype dtype, int64_t head_dim, const cell *q, int64_t q_head, const key_rows *k,
-                 fetch *next, float *s, int64_t s_head) {
+/* paged_products: Q K^T and P V of a unit for 4, 2 or 1 lanes of every head. Included by
+ * paged_attn.c alone. */
+/* s[head][j / keys][lane][j % keys] = q[head][lane] . k[j][head] for `lanes` lanes, keys = W /
+ * lanes at once: their sums fill one vector. q[head] is [head_dim / (W PAIR)][lanes][W]; k repeats
+ * its last key up to whole vectors of keys. */
+INLINE void dots(const int lanes, gk_dtype dtype, int64_t head_dim, const cell *q, int64_t q_head,
+                 const key_rows *k, fetch *next, float *s, int64_t s_head) {
     const int keys = W / lanes, element = dtype == GK_F32 ? 4 : 2, piece = 2 * W * PAIR * element;
     const int64_t whole = head_dim / (2 * W * PAIR) * (2 * W * PAIR);
     const char *ahead = next->at;
@@ -28,7 +30,8 @@ INLINE void dots(const int lanes, gk_dtype dtype, int64_t head_dim, const cell *
                     for (int w = 0; w < 2; ++w)
 #pragma GCC unroll 4
                         for (int l = 0; l < lanes; ++l)
-                            acc[l * keys + i] = vc_dot(acc[l * keys + i], vc_load(q_d + (w * lanes + l) * W), key[w]);
+                            acc[l * keys + i] = vc_dot(acc[l * keys + i],
+                                                       vc_load(q_d + (w * lanes + l) * W), key[w]);
                 }
             for (int64_t d = whole; d < head_dim; d += W * PAIR, q_d += W * lanes)
 #pragma GCC unroll 16
@@ -50,14 +53,15 @@ INLINE int64_t p_at(const int lanes, int64_t j) {
     return j / keys * (W / PAIR) + j % keys / PAIR;
 }
 
-INLINE void weigh(const int lanes, const int vectors, gk_dtype dtype, int64_t d, int64_t left, const cell *p,
-                  const char *row0, const char *row1, vf acc[4][4]) {
+INLINE void weigh(const int lanes, const int vectors, gk_dtype dtype, int64_t d, int64_t left,
+                  const cell *p, const char *row0, const char *row1, vf acc[4][4]) {
     vc x[4];
     if (vectors == 1)
         x[0] = vc_load_across_k(row0, row1, dtype, d, left);
     else
 #pragma GCC unroll 4
-        for (int w = 0; w < vectors; w += 2) vc_load2_split_across_k(row0, row1, dtype, d + w * W, x + w);
+        for (int w = 0; w < vectors; w += 2)
+            vc_load2_split_across_k(row0, row1, dtype, d + w * W, x + w);
 #pragma GCC unroll 4
     for (int l = 0; l < lanes; ++l) {
         const vc weight = vc_set1(p[l * (W / lanes / PAIR)]);
@@ -67,8 +71,9 @@ INLINE void weigh(const int lanes, const int vectors, gk_dtype dtype, int64_t d,
 }
 
 /* o[lane][d .. d + vectors W] += sum_j p[lane][j] v[j], v[j] + at the row */
-INLINE void weighted_columns(const int lanes, const int vectors, gk_dtype dtype, int64_t d, int64_t left, const cell *p,
-                             const char *const *v, int64_t at, int64_t n, fetch *next, float *o, int64_t o_step) {
+INLINE void weighted_columns(const int lanes, const int vectors, gk_dtype dtype, int64_t d,
+                             int64_t left, const cell *p, const char *const *v, int64_t at,
+                             int64_t n, fetch *next, float *o, int64_t o_step) {
     const int run = W / lanes < 4 ? W / lanes : 4; /* keys whose p lie side by side */
     const int piece = vectors * W * PAIR * (dtype == GK_F32 ? 4 : 2);
     const char *ahead = next->at;
@@ -84,8 +89,8 @@ INLINE void weighted_columns(const int lanes, const int vectors, gk_dtype dtype,
 #pragma GCC unroll 4
         for (int i = 0; i < run; i += PAIR) {
             if (piece >= 64) ahead = fetch_bytes(next, ahead, piece);
-            weigh(lanes, vectors, dtype, d, left, p_j + i / PAIR, v[j + i] + at, PAIR == 2 ? v[j + i + 1] + at : NULL,
-                  acc);
+            weigh(lanes, vectors, dtype, d, left, p_j + i / PAIR, v[j + i] + at,
+                  PAIR == 2 ? v[j + i + 1] + at : NULL, acc);
         }
     }
     for (; j < n; j += PAIR)
@@ -99,8 +104,9 @@ INLINE void weighted_columns(const int lanes, const int vectors, gk_dtype dtype,
 }
 
 /* o[head][lane] += sum_j p[head][lane][j] v[j][head], O in registers for some keys. */
-INLINE void weighted_rows(const int lanes, gk_dtype dtype, int64_t head_dim_v, const cell *p, int64_t p_head,
-                          const key_rows *v, fetch *next, float *o, int64_t o_head, int64_t o_step) {
+INLINE void weighted_rows(const int lanes, gk_dtype dtype, int64_t head_dim_v, const cell *p,
+                          int64_t p_head, const key_rows *v, fetch *next, float *o, int64_t o_head,
+                          int64_t o_step) {
     const int64_t keys = SYM(gk_paged_attn_blocks).v_keys;
     for (int64_t j = 0; j < v->num_keys; j += keys)
         for (int64_t h = 0; h < v->num_heads; ++h) {
@@ -112,6 +118,7 @@ INLINE void weighted_rows(const int lanes, gk_dtype dtype, int64_t head_dim_v, c
             for (; d + VECTORS * W <= head_dim_v; d += VECTORS * W)
                 weighted_columns(lanes, VECTORS, dtype, d, W, p_h, row, at, n, next, o_h, o_step);
             for (; d < head_dim_v; d += W)
-                weighted_columns(lanes, 1, dtype, d, head_dim_v - d, p_h, row, at, n, next, o_h, o_step);
+                weighted_columns(lanes, 1, dtype, d, head_dim_v - d, p_h, row, at, n, next, o_h,
+                                 o_step);
         }
 }

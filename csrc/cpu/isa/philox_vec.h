@@ -22,19 +22,27 @@ INLINE void philox_words(uint64_t seed, uint64_t offset, vu low, vu high, vu wor
     for (int round = 0; round < 10; ++round) {
         const vul a = __builtin_convertvector(c0, vul) * (uint64_t)GK_PHILOX_A;
         const vul b = __builtin_convertvector(c2, vul) * (uint64_t)GK_PHILOX_B;
-        c0 = __builtin_convertvector(b >> 32, vu) ^ c1 ^ k0, c1 = __builtin_convertvector(b, vu);
-        c2 = __builtin_convertvector(a >> 32, vu) ^ c3 ^ k1, c3 = __builtin_convertvector(a, vu);
-        k0 += GK_PHILOX_KEY_A, k1 += GK_PHILOX_KEY_B;
+        c0 = __builtin_convertvector(b >> 32, vu) ^ c1 ^ k0;
+        c1 = __builtin_convertvector(b, vu);
+        c2 = __builtin_convertvector(a >> 32, vu) ^ c3 ^ k1;
+        c3 = __builtin_convertvector(a, vu);
+        k0 += GK_PHILOX_KEY_A;
+        k1 += GK_PHILOX_KEY_B;
     }
-    word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
+    word[0] = c0;
+    word[1] = c1;
+    word[2] = c2;
+    word[3] = c3;
 }
 
 /* Words of counters [index, index + W), four of each, in order. */
-INLINE void philox_block(uint64_t seed, uint64_t offset, uint64_t index, uint32_t to[PHILOX_BLOCK]) {
+INLINE void philox_block(uint64_t seed, uint64_t offset, uint64_t index,
+                         uint32_t to[PHILOX_BLOCK]) {
     vul at;
     for (int i = 0; i < W; ++i) at[i] = index + (uint64_t)i;
     vu word[4];
-    philox_words(seed, offset, __builtin_convertvector(at, vu), __builtin_convertvector(at >> 32, vu), word);
+    philox_words(seed, offset, __builtin_convertvector(at, vu),
+                 __builtin_convertvector(at >> 32, vu), word);
     for (int i = 0; i < W; ++i)
         for (int e = 0; e < 4; ++e) to[4 * i + e] = word[e][i];
 }

@@ -1,13 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* quant_product.h: a product of operands that are decoded block by block, with scales along every dimension.
+/* quant_product.h: a product of operands that are decoded block by block, with scales along every
+ * dimension.
  *
  *   out = activation(sum over blocks of k of scale_a scale_b (A B) + beta c + bias)
  *
- * A task is MB x NB of the result over all of K. A block of k of both operands is decoded into cells (bfloat16 pairs or floats, both
- * of which hold every 8-bit code), multiplied by the register tile, and joins the sums times its scales. So no sum spans more
- * than a block. int8 is multiplied as it is (int8_product.h).
+ * A task is MB x NB of the result over all of K. A block of k of both operands is decoded into
+ * cells (bfloat16 pairs or floats, both of which hold every 8-bit code), multiplied by the register
+ * tile, and joins the sums times its scales. So no sum spans more than a block. int8 is multiplied
+ * as it is (int8_product.h).
  * Of an instruction set with pairs, 16-bit operands are bfloat16.
- * Workspace per worker: cells of a, of b as read and as panels, the block's product, the sums, the scales of b. */
+ * Workspace per worker: cells of a, of b as read and as panels, the block's product, the sums, the
+ * scales of b. */
 #ifndef GPUKERN_CPU_QUANT_PRODUCT_H
 #define GPUKERN_CPU_QUANT_PRODUCT_H
 
@@ -29,9 +32,10 @@ enum {
     KB = 512  /* of k, where no scale ends sooner: operands and sums take 400 KB */
 };
 
-/* Values to[o][i], o < outer, i < inner, from src[o * outer_stride + i * inner_stride]; zeros up to a whole vector of cells. */
-INLINE void decode_as(elem *to, int64_t ld, const char *src, gk_dtype dtype, int64_t outer_stride, int64_t outer,
-                      int64_t inner) {
+/* Values to[o][i], o < outer, i < inner, from src[o * outer_stride + i * inner_stride]; zeros up to
+ * a whole vector of cells. */
+INLINE void decode_as(elem *to, int64_t ld, const char *src, gk_dtype dtype, int64_t outer_stride,
+                      int64_t outer, int64_t inner) {
     const bool code = dtype == GK_E4M3 || dtype == GK_E5M2 || dtype == GK_I8;
     const int64_t bytes = code ? 1 : dtype == GK_F32 ? 4 : 2;
     for (int64_t o = 0; o < outer; ++o) {
@@ -47,8 +51,8 @@ INLINE void decode_as(elem *to, int64_t ld, const char *src, gk_dtype dtype, int
     }
 }
 
-static void decode(elem *to, int64_t ld, const char *src, gk_dtype dtype, int64_t outer_stride, int64_t inner_stride,
-                   int64_t outer, int64_t inner) {
+static void decode(elem *to, int64_t ld, const char *src, gk_dtype dtype, int64_t outer_stride,
+                   int64_t inner_stride, int64_t outer, int64_t inner) {
     if (inner_stride == 1 || inner == 1) {
         switch (dtype) { /* one copy of the loop per dtype */
         case GK_E4M3: decode_as(to, ld, src, GK_E4M3, outer_stride, outer, inner); return;
@@ -62,7 +66,8 @@ static void decode(elem *to, int64_t ld, const char *src, gk_dtype dtype, int64_
     }
     for (int64_t o = 0; o < outer; ++o) {
         for (int64_t i = 0; i < gk_round_up(inner, W * PAIR); ++i) {
-            const float x = i < inner ? (float)gk_load(src, dtype, o * outer_stride + i * inner_stride) : 0;
+            const float x =
+                i < inner ? (float)gk_load(src, dtype, o * outer_stride + i * inner_stride) : 0;
 #if PAIR == 2
             to[o * ld + i] = gk_f32_to_bf16(x);
 #else
@@ -72,16 +77,17 @@ static void decode(elem *to, int64_t ld, const char *src, gk_dtype dtype, int64_
     }
 }
 
-/* ---- a product ------------------------------------------------------------------------------------------ */
+/* ---- a product ------------------------------------------------------------------------------- */
 typedef struct quant_product {
     int64_t m, n, k;
     /* a[i * a_m + kk * a_k] */
     const char *a;
     gk_dtype a_dtype;
     int64_t a_m, a_k;
-    /* reads b's columns [col, col + cols) at [k0, k0 + kn) to[column][ld], or with b_by_k to[k][ld] */
-    void (*read_b)(const struct quant_product *p, elem *to, int64_t ld, int64_t col, int64_t cols, int64_t k0,
-                   int64_t kn);
+    /* reads b's columns [col, col + cols) at [k0, k0 + kn) to[column][ld], or with b_by_k
+     * to[k][ld] */
+    void (*read_b)(const struct quant_product *p, elem *to, int64_t ld, int64_t col, int64_t cols,
+                   int64_t k0, int64_t kn);
     const void *b;
     bool b_by_k;
     gk_dtype b_dtype;
@@ -90,7 +96,8 @@ typedef struct quant_product {
     int64_t row0;                   /* of a whole operand: the row of scale_a that row 0 has */
     int64_t block;                  /* of k: with scales along it their block, else at most KB */
     const struct gk_int8_isa *int8; /* int8_product.h; NULL: operands are decoded */
-    void (*read_codes)(const struct quant_product *p, int8_t *to, int64_t ld, int64_t col, int64_t cols, int64_t k0,
+    void (*read_codes)(const struct quant_product *p, int8_t *to, int64_t ld, int64_t col,
+                       int64_t cols, int64_t k0,
                        int64_t kn); /* of int8: b's columns, k side by side; NULL: b is a matrix */
     bool exact;                     /* int32 sums over all of k */
     gk_gemm_epilogue e;             /* places of row 0, column 0 */
@@ -102,7 +109,8 @@ typedef struct quant_product {
 } quant_product;
 
 static float scale_value(const gk_scales *s, int64_t row, int64_t col) {
-    return s->data ? (float)gk_load(s->data, s->dtype, (row >> s->row_log2) * s->row + (col >> s->col_log2) * s->col)
+    return s->data ? (float)gk_load(s->data, s->dtype,
+                                    (row >> s->row_log2) * s->row + (col >> s->col_log2) * s->col)
                    : 1;
 }
 
@@ -126,8 +134,10 @@ static void quant_memory(quant_product *p, int64_t mb, int64_t nb) {
     p->b_ld = p->b_by_k ? nb + W * PAIR : p->a_ld;
     const int64_t b_rows = p->b_by_k ? p->block : nb;
     const int64_t cells = gk_round_up(p->block / PAIR + 1, 16) * nb + 4 * W;
-    p->worker_bytes = (size_t)gk_round_up(
-        (mb * p->a_ld + b_rows * p->b_ld) * (int64_t)sizeof(elem) + 128 + 4 * (cells + 2 * mb * nb + 2 * nb), 64);
+    p->worker_bytes =
+        (size_t)gk_round_up((mb * p->a_ld + b_rows * p->b_ld) * (int64_t)sizeof(elem) + 128 +
+                                4 * (cells + 2 * mb * nb + 2 * nb),
+                            64);
 }
 
 /* Enough for every part of the planned product. */
@@ -137,11 +147,17 @@ INLINE size_t quant_most_bytes(const quant_product *planned) {
     return p.worker_bytes;
 }
 
-/* What all quantised products say of their results: activation, dtype and bias, whose last dimension is n. */
-static void quant_results(quant_product *p, gk_activation activation, const gk_tensor *out, const gk_tensor *bias) {
-    p->e.alpha = 1, p->e.activation = activation;
+/* What all quantised products say of their results: activation, dtype and bias, whose last
+ * dimension is n. */
+static void quant_results(quant_product *p, gk_activation activation, const gk_tensor *out,
+                          const gk_tensor *bias) {
+    p->e.alpha = 1;
+    p->e.activation = activation;
     p->out_dtype = out->dtype;
-    if (bias) p->e.bias_dtype = bias->dtype, p->e.bias_stride = bias->stride[bias->ndim - 1];
+    if (bias) {
+        p->e.bias_dtype = bias->dtype;
+        p->e.bias_stride = bias->stride[bias->ndim - 1];
+    }
 }
 
 /* Sizes of the tasks; returns how many there are. */
@@ -150,7 +166,8 @@ static int64_t quant_tasks(quant_product *p, const gk_context *ctx) {
     p->row_tasks = gk_ceil_div(p->m, MB);
     p->mb = p->row_tasks ? gk_ceil_div(p->m, p->row_tasks) : 0;
     p->nb = NB;
-    while (p->nb > NB / 4 && p->row_tasks * gk_ceil_div(p->n, p->nb) < 2 * gk_num_threads(ctx)) p->nb /= 2;
+    while (p->nb > NB / 4 && p->row_tasks * gk_ceil_div(p->n, p->nb) < 2 * gk_num_threads(ctx))
+        p->nb /= 2;
     p->col_tasks = gk_ceil_div(p->n, p->nb);
     quant_memory(p, p->mb, p->nb);
     return p->row_tasks * p->col_tasks;
@@ -158,21 +175,26 @@ static int64_t quant_tasks(quant_product *p, const gk_context *ctx) {
 
 static void quant_plan(quant_product *p, const gk_context *ctx, gk_plan *plan) {
     plan->tasks = quant_tasks(p, ctx);
-    plan->tile[0] = p->mb, plan->tile[1] = p->nb, plan->tile[2] = p->block, plan->tile[3] = MR * NR;
+    plan->tile[0] = p->mb;
+    plan->tile[1] = p->nb;
+    plan->tile[2] = p->block;
+    plan->tile[3] = MR * NR;
     plan->workspace_bytes = (size_t)gk_num_workers(ctx, plan->tasks) * p->worker_bytes;
 }
 
-/* Whether a float32 sum of codes times this scale neither overflows nor loses bits: such sums are 0 or between 2^-32
- * and 2^48. */
+/* Whether a float32 sum of codes times this scale neither overflows nor loses bits: such sums are 0
+ * or between 2^-32 and 2^48. */
 static bool moderate(float scale) {
     const float size = scale < 0 ? -scale : scale;
     return size == 0 || (size >= 0x1p-64f && size <= 0x1p64f);
 }
 
-/* sums += part times the scales of the block that begins at k0. The two scales are never multiplied with each other in
- * float32: their product may overflow or underflow although the result does not. */
-static void join_scaled(const quant_product *p, float *sums, const float *part, float *scales, int64_t row,
-                        int64_t rows, int64_t col, int64_t cols, int64_t k0, bool first) {
+/* sums += part times the scales of the block that begins at k0. The two scales are never multiplied
+ * with each other in float32: their product may overflow or underflow although the result does
+ * not. */
+static void join_scaled(const quant_product *p, float *sums, const float *part, float *scales,
+                        int64_t row, int64_t rows, int64_t col, int64_t cols, int64_t k0,
+                        bool first) {
     for (int64_t j = 0; j < cols; ++j) scales[j] = scale_value(&p->scale_b, k0, col + j);
     for (int64_t j = cols; j < gk_round_up(cols, W); ++j) scales[j] = 0;
     for (int64_t i = 0; i < rows; ++i) {
@@ -181,7 +203,8 @@ static void join_scaled(const quant_product *p, float *sums, const float *part, 
         float *to = sums + i * p->nb;
         if (!moderate(sa)) {
             for (int64_t j = 0; j < cols; ++j)
-                to[j] = (float)((double)from[j] * ((double)sa * scales[j]) + (first ? 0 : (double)to[j]));
+                to[j] = (float)((double)from[j] * ((double)sa * scales[j]) +
+                                (first ? 0 : (double)to[j]));
             continue;
         }
         for (int64_t j = 0; j < cols; j += W) {
@@ -191,7 +214,8 @@ static void join_scaled(const quant_product *p, float *sums, const float *part, 
     }
 }
 
-static void join(const quant_product *p, float *sums, const float *part, int64_t rows, int64_t cols, bool first) {
+static void join(const quant_product *p, float *sums, const float *part, int64_t rows, int64_t cols,
+                 bool first) {
     for (int64_t i = 0; i < rows; ++i)
         for (int64_t j = 0; j < cols; j += W) {
             const vf x = vf_load(part + i * p->nb + j);
@@ -200,10 +224,10 @@ static void join(const quant_product *p, float *sums, const float *part, int64_t
         }
 }
 
-/* Sums over all of k become float32, times one scale of a row and one of a column, multiplied in double. excess: of exact ones, what each row's hold too
- * much, modulo 2^32. */
-static void scale_sums(const quant_product *p, void *sums, const uint32_t *excess, float *scales, int64_t row,
-                       int64_t rows, int64_t col, int64_t cols) {
+/* Sums over all of k become float32, times one scale of a row and one of a column, multiplied in
+ * double. excess: of exact ones, what each row's hold too much, modulo 2^32. */
+static void scale_sums(const quant_product *p, void *sums, const uint32_t *excess, float *scales,
+                       int64_t row, int64_t rows, int64_t col, int64_t cols) {
     for (int64_t j = 0; j < cols; ++j) scales[j] = scale_value(&p->scale_b, 0, col + j);
     for (int64_t i = 0; i < rows; ++i) {
         const float sa = scale_value(&p->scale_a, p->row0 + row + i, 0);
@@ -213,19 +237,29 @@ static void scale_sums(const quant_product *p, void *sums, const uint32_t *exces
             for (int64_t j = 0; j < cols; ++j)
                 to[j] = (float)((double)(int32_t)(whole[j] - excess[i]) * ((double)sa * scales[j]));
         else
-            for (int64_t j = 0; j < cols; ++j) to[j] = (float)((double)to[j] * ((double)sa * scales[j]));
+            for (int64_t j = 0; j < cols; ++j)
+                to[j] = (float)((double)to[j] * ((double)sa * scales[j]));
     }
 }
 
-static void store_sums(const quant_product *p, float *sums, float *part, int64_t row, int64_t rows, int64_t col,
-                       int64_t cols) {
+static void store_sums(const quant_product *p, float *sums, float *part, int64_t row, int64_t rows,
+                       int64_t col, int64_t cols) {
     gk_gemm_epilogue at = p->e;
-    if (at.bias) at.bias = (const char *)at.bias + (int64_t)gk_dtype_bytes(at.bias_dtype) * col * at.bias_stride;
-    if (at.c) at.c = (const char *)at.c + (int64_t)gk_dtype_bytes(at.c_dtype) * (row * at.c_row + col * at.c_col);
+    if (at.bias)
+        at.bias =
+            (const char *)at.bias + (int64_t)gk_dtype_bytes(at.bias_dtype) * col * at.bias_stride;
+    if (at.c)
+        at.c = (const char *)at.c +
+               (int64_t)gk_dtype_bytes(at.c_dtype) * (row * at.c_row + col * at.c_col);
     char *out = (char *)at.out + (int64_t)gk_dtype_bytes(p->out_dtype) * (row * at.out_row + col);
-    at.out = out, at.out_dtype = p->out_dtype;
+    at.out = out;
+    at.out_dtype = p->out_dtype;
     const bool code = gk_is_code(p->out_dtype);
-    if (code) at.out = part, at.out_row = p->nb, at.out_dtype = GK_F32;
+    if (code) {
+        at.out = part;
+        at.out_row = p->nb;
+        at.out_dtype = GK_F32;
+    }
     SYM(gk_gemm_isa).store(&at, sums, p->nb, rows, cols);
     if (!code) return;
     for (int64_t i = 0; i < rows; ++i)
@@ -245,37 +279,41 @@ static void quant_task(const quant_product *p, int64_t t, char *memory) {
     const int64_t row = t / p->col_tasks * p->mb, rows = gk_min_i64(p->mb, p->m - row);
     const int64_t col = t % p->col_tasks * p->nb, cols = gk_min_i64(p->nb, p->n - col);
     elem *a = (elem *)(void *)memory, *b = a + p->mb * p->a_ld;
-    cell *panel =
-        (cell *)(void *)gk_at(memory, gk_round_up((char *)(b + (p->b_by_k ? p->block : p->nb) * p->b_ld) - memory, 64));
+    cell *panel = (cell *)(void *)gk_at(
+        memory, gk_round_up((char *)(b + (p->b_by_k ? p->block : p->nb) * p->b_ld) - memory, 64));
     float *part = (float *)(void *)(panel + gk_round_up(p->block / PAIR + 1, 16) * p->nb + 4 * W);
     float *sums = part + p->mb * p->nb, *scales = sums + p->mb * p->nb;
     const bool along_k = scaled_along_k(p);
     memset(sums, 0, (size_t)(4 * p->mb * p->nb));
     for (int64_t k0 = 0; k0 < p->k; k0 += p->block) {
         const int64_t kn = gk_min_i64(p->block, p->k - k0);
-        decode(a, p->a_ld, p->a + (int64_t)gk_dtype_bytes(p->a_dtype) * (row * p->a_m + k0 * p->a_k), p->a_dtype,
-               p->a_m, p->a_k, rows, kn);
+        decode(a, p->a_ld,
+               p->a + (int64_t)gk_dtype_bytes(p->a_dtype) * (row * p->a_m + k0 * p->a_k),
+               p->a_dtype, p->a_m, p->a_k, rows, kn);
         p->read_b(p, b, p->b_ld, col, cols, k0, kn);
         if (p->b_by_k)
             pack_panels(panel, b, ELEM_DTYPE, 1, p->b_ld, cols, kn);
         else
             pack_panels(panel, b, ELEM_DTYPE, p->b_ld, 1, cols, kn);
         for (int64_t j = 0; j < cols; j += NR)
-            tile_product(SUM_CELLS, true, rows, gk_min_i64(NR, cols - j), cells_of(kn), (cell *)(void *)a,
-                         p->a_ld / PAIR, panel + j * cells_of(kn), NR, part + j, p->nb, false);
+            tile_product(SUM_CELLS, true, rows, gk_min_i64(NR, cols - j), cells_of(kn),
+                         (cell *)(void *)a, p->a_ld / PAIR, panel + j * cells_of(kn), NR, part + j,
+                         p->nb, false);
         if (along_k)
             join_scaled(p, sums, part, scales, row, rows, col, cols, k0, k0 == 0);
         else
             join(p, sums, part, rows, cols, k0 == 0);
     }
-    if (!along_k && (p->scale_a.data || p->scale_b.data)) scale_sums(p, sums, NULL, scales, row, rows, col, cols);
+    if (!along_k && (p->scale_a.data || p->scale_b.data))
+        scale_sums(p, sums, NULL, scales, row, rows, col, cols);
     store_sums(p, sums, part, row, rows, col, cols);
 }
 
-/* ---- b as a matrix in memory --------------------------------------------------------------------------- */
-INLINE void read_matrix(const quant_product *p, elem *to, int64_t ld, int64_t col, int64_t cols, int64_t k0,
-                        int64_t kn) {
-    const char *from = (const char *)p->b + (int64_t)gk_dtype_bytes(p->b_dtype) * (k0 * p->b_k + col * p->b_n);
+/* ---- b as a matrix in memory ----------------------------------------------------------------- */
+INLINE void read_matrix(const quant_product *p, elem *to, int64_t ld, int64_t col, int64_t cols,
+                        int64_t k0, int64_t kn) {
+    const char *from =
+        (const char *)p->b + (int64_t)gk_dtype_bytes(p->b_dtype) * (k0 * p->b_k + col * p->b_n);
     if (p->b_by_k)
         decode(to, ld, from, p->b_dtype, p->b_k, p->b_n, kn, cols);
     else

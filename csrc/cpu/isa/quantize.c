@@ -1,13 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* quantize: a matrix, silu(gate) * up, or an RMSNorm, as 8-bit codes and scales; and codes back to floats. Once per ISA.
+/* quantize: a matrix, silu(gate) * up, or an RMSNorm, as 8-bit codes and scales; and codes back to
+ * floats. Once per ISA.
  *
  *   scale = max(amax / q, 2^-126)   codes = saturate(round-even(x / scale))   of each block of gk_granularity
  *
  * x [..., M, K] float32 | bfloat16 | float16, any strides   codes [..., M, K], scale contiguous
- * A task is a run of rows, or of 128 x 128 blocks one row of blocks; for one scale of the whole tensor first every task leaves
- * its amax, then every task writes. A row is made as float32 in the worker's buffer, which amax and codes read; where amax spans
- * rows it is made twice rather than kept.
- * amax is a maximum of bits: those of infinities and NaN are the largest, so that they reach the scale.
+ * A task is a run of rows, or of 128 x 128 blocks one row of blocks; for one scale of the whole
+ * tensor first every task leaves its amax, then every task writes. A row is made as float32 in the
+ * worker's buffer, which amax and codes read; where amax spans rows it is made twice rather than
+ * kept.
+ * amax is a maximum of bits: those of infinities and NaN are the largest, so that they reach the
+ * scale.
  * Workspace: an amax for each task, then per worker the row, and an amax for each block of columns.
  * Not here: float64 (ref/). */
 #include "../../formats/scales.h"
@@ -33,7 +36,7 @@ typedef struct job {
     bool second;
 } job;
 
-/* ---- 1. a row as float32 ---------------------------------------------------------------------------- */
+/* ---- 1. a row as float32 --------------------------------------------------------------------- */
 static char *row_of(const gk_tensor *t, int64_t row) {
     int64_t offset = 0;
     for (int d = t->ndim - 2; d >= 0; --d) {
@@ -80,7 +83,8 @@ static void normalize(const gk_quantize_args *a, int64_t n, float *v) {
         return;
     }
     const gk_tensor *w = a->weight;
-    for (int64_t i = 0; i < n; ++i) v[i] = v[i] * rstd * (float)gk_load(w->data, w->dtype, i * w->stride[0]);
+    for (int64_t i = 0; i < n; ++i)
+        v[i] = v[i] * rstd * (float)gk_load(w->data, w->dtype, i * w->stride[0]);
 }
 
 /* Row `row` of what is quantised; `more` has room for another row. */
@@ -98,7 +102,8 @@ static void make_row(const gk_quantize_args *a, int64_t row, int64_t n, float *v
             load_row(a->residual, row, n, more);
             for (int64_t i = 0; i < n; i += W) vf_store(v + i, vf_load(v + i) + vf_load(more + i));
             for (int64_t i = 0; dtype != GK_F32 && i < n; ++i) /* rounded as it is stored */
-                v[i] = dtype == GK_BF16 ? gk_bf16_to_f32(gk_f32_to_bf16(v[i])) : gk_f16_to_f32(gk_f32_to_f16(v[i]));
+                v[i] = dtype == GK_BF16 ? gk_bf16_to_f32(gk_f32_to_bf16(v[i]))
+                                        : gk_f16_to_f32(gk_f32_to_f16(v[i]));
             if (a->sum) {
                 char *sum = row_of(a->sum, row);
                 for (int64_t i = 0; i < n; ++i) gk_store(sum, dtype, i, v[i]);
@@ -108,7 +113,7 @@ static void make_row(const gk_quantize_args *a, int64_t row, int64_t n, float *v
     }
 }
 
-/* ---- 2. amax and scale ------------------------------------------------------------------------------- */
+/* ---- 2. amax and scale ----------------------------------------------------------------------- */
 /* The bits of the largest size among v[0 .. n). */
 INLINE uint32_t amax_of(const float *v, int64_t n) {
     vi most = vi_set1(0);
@@ -147,7 +152,8 @@ static float scale_at(const gk_quantize_args *a, int64_t block, uint32_t amax) {
 
 INLINE void store_codes_as(uint8_t *to, gk_dtype dtype, const float *v, int64_t n, float scale) {
     const vf s = vf_set1(scale);
-    for (int64_t i = 0; i < n; i += W) vf_store_code(to, dtype, i, vf_load_first(v + i, n - i) / s, n - i);
+    for (int64_t i = 0; i < n; i += W)
+        vf_store_code(to, dtype, i, vf_load_first(v + i, n - i) / s, n - i);
 }
 
 static void store_codes(uint8_t *to, gk_dtype dtype, const float *v, int64_t n, float scale) {
@@ -159,8 +165,10 @@ static void store_codes(uint8_t *to, gk_dtype dtype, const float *v, int64_t n, 
     }
 }
 
-/* ---- 3. tasks ---------------------------------------------------------------------------------------- */
-static float *row_buffer(const job *jb, int64_t worker) { return jb->workers + worker * jb->p.worker_floats; }
+/* ---- 3. tasks -------------------------------------------------------------------------------- */
+static float *row_buffer(const job *jb, int64_t worker) {
+    return jb->workers + worker * jb->p.worker_floats;
+}
 
 /* Blocks of one row. */
 static void rows_task(const job *jb, int64_t task, float *v) {
@@ -170,8 +178,10 @@ static void rows_task(const job *jb, int64_t task, float *v) {
         make_row(a, row, p->k, v, v + gk_round_up(p->k, W));
         for (int64_t c = 0; c < p->col_blocks; ++c) {
             const int64_t begin = c * p->col_block, n = gk_min_i64(p->col_block, p->k - begin);
-            const float scale = scale_at(a, row * p->col_blocks + c, a->given ? 0 : amax_of(v + begin, n));
-            store_codes((uint8_t *)a->codes.data + row * p->k + begin, a->codes.dtype, v + begin, n, scale);
+            const float scale =
+                scale_at(a, row * p->col_blocks + c, a->given ? 0 : amax_of(v + begin, n));
+            store_codes((uint8_t *)a->codes.data + row * p->k + begin, a->codes.dtype, v + begin, n,
+                        scale);
         }
     }
 }
@@ -181,7 +191,8 @@ static void blocks_task(const job *jb, int64_t task, float *v) {
     const quantize_plan *p = &jb->p;
     const gk_quantize_args *a = jb->a;
     const int64_t tall = gk_ceil_div(p->m, GK_SCALE_BLOCK), first = task / tall * p->m;
-    const int64_t begin = first + task % tall * GK_SCALE_BLOCK, end = gk_min_i64(begin + GK_SCALE_BLOCK, first + p->m);
+    const int64_t begin = first + task % tall * GK_SCALE_BLOCK,
+                  end = gk_min_i64(begin + GK_SCALE_BLOCK, first + p->m);
     float *more = v + gk_round_up(p->k, W);
     uint32_t *amax = (uint32_t *)(void *)(more + gk_round_up(p->k, W));
     memset(amax, 0, (size_t)p->col_blocks * sizeof *amax);
@@ -194,7 +205,8 @@ static void blocks_task(const job *jb, int64_t task, float *v) {
         }
     }
     float *scale = (float *)(void *)amax;
-    for (int64_t c = 0; c < p->col_blocks; ++c) scale[c] = scale_at(a, task * p->col_blocks + c, amax[c]);
+    for (int64_t c = 0; c < p->col_blocks; ++c)
+        scale[c] = scale_at(a, task * p->col_blocks + c, amax[c]);
     for (int64_t row = begin; row < end; ++row) {
         make_row(a, row, p->k, v, more);
         for (int64_t c = 0; c < p->col_blocks; ++c) {
@@ -240,31 +252,38 @@ static bool plan_quantize(const gk_context *ctx, const void *args, gk_plan *plan
     quantize_plan *p = GK_OWN(quantize_plan, plan);
     const int nd = a->x.ndim;
     memset(p, 0, sizeof *p);
-    p->k = nd ? a->x.shape[nd - 1] : 1, p->m = nd > 1 ? a->x.shape[nd - 2] : 1, p->batch = 1;
+    p->k = nd ? a->x.shape[nd - 1] : 1;
+    p->m = nd > 1 ? a->x.shape[nd - 2] : 1;
+    p->batch = 1;
     for (int d = 0; d < nd - 2; ++d) p->batch *= a->x.shape[d];
     p->rows = p->batch * p->m;
-    p->col_block = a->granularity == GK_PER_1X128 || a->granularity == GK_PER_128X128 ? GK_SCALE_BLOCK
-                   : a->granularity == GK_PER_1X32                                    ? GK_MX_BLOCK
-                                                                                      : gk_max_i64(1, p->k);
-    p->col_blocks =
-        a->granularity == GK_PER_ROW || a->granularity == GK_PER_TENSOR ? 1 : gk_ceil_div(p->k, p->col_block);
+    p->col_block = a->granularity == GK_PER_1X128 || a->granularity == GK_PER_128X128
+                       ? GK_SCALE_BLOCK
+                   : a->granularity == GK_PER_1X32 ? GK_MX_BLOCK
+                                                   : gk_max_i64(1, p->k);
+    p->col_blocks = a->granularity == GK_PER_ROW || a->granularity == GK_PER_TENSOR
+                        ? 1
+                        : gk_ceil_div(p->k, p->col_block);
     p->each = gk_max_i64(1, TASK_ELEMENTS / gk_max_i64(1, p->k));
-    plan->tasks =
-        a->granularity == GK_PER_128X128 ? p->batch * gk_ceil_div(p->m, GK_SCALE_BLOCK) : gk_ceil_div(p->rows, p->each);
+    plan->tasks = a->granularity == GK_PER_128X128 ? p->batch * gk_ceil_div(p->m, GK_SCALE_BLOCK)
+                                                   : gk_ceil_div(p->rows, p->each);
     p->worker_floats = gk_round_up(2 * gk_round_up(p->k, W) + p->col_blocks, 16);
-    plan->tile[0] = p->each, plan->tile[1] = p->col_block;
-    plan->workspace_bytes =
-        (size_t)(4 * (gk_round_up(plan->tasks, 16) + gk_num_workers(ctx, plan->tasks) * p->worker_floats));
+    plan->tile[0] = p->each;
+    plan->tile[1] = p->col_block;
+    plan->workspace_bytes = (size_t)(4 * (gk_round_up(plan->tasks, 16) +
+                                          gk_num_workers(ctx, plan->tasks) * p->worker_floats));
     return true;
 }
 
-static void run_quantize(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+static void run_quantize(const gk_context *ctx, const void *args, const gk_plan *plan,
+                         void *workspace) {
     job jb = {.a = args, .p = *GK_OWN_CONST(quantize_plan, plan), .task_amax = workspace};
     jb.workers = (float *)workspace + gk_round_up(plan->tasks, 16);
     if (jb.a->granularity == GK_PER_TENSOR) {
         if (!jb.a->given) {
             gk_parallel(ctx, plan->tasks, task, &jb);
-            for (int64_t i = 0; i < plan->tasks; ++i) jb.amax = jb.task_amax[i] > jb.amax ? jb.task_amax[i] : jb.amax;
+            for (int64_t i = 0; i < plan->tasks; ++i)
+                jb.amax = jb.task_amax[i] > jb.amax ? jb.task_amax[i] : jb.amax;
             scale_at(jb.a, 0, jb.amax);
         }
         jb.second = true;
@@ -273,7 +292,7 @@ static void run_quantize(const gk_context *ctx, const void *args, const gk_plan 
 }
 const gk_cpu_kernel SYM(gk_quantize) = {plan_quantize, run_quantize};
 
-/* ---- 4. dequantize ------------------------------------------------------------------------------------ */
+/* ---- 4. dequantize --------------------------------------------------------------------------- */
 typedef struct dequantize_job {
     const gk_dequantize_args *a;
     int64_t m, k, rows, each;
@@ -287,11 +306,13 @@ static void dequantize_task(void *arg, int64_t task, int64_t worker) {
     const gk_scales s = gk_scales_of(&a->scale, jb->m, jb->k, false);
     const int nd = a->codes.ndim;
     const int64_t step = nd ? a->codes.stride[nd - 1] : 1;
-    const int64_t run = s.col_log2 == GK_WHOLE_LOG2 ? gk_max_i64(1, jb->k) : INT64_C(1) << s.col_log2;
+    const int64_t run =
+        s.col_log2 == GK_WHOLE_LOG2 ? gk_max_i64(1, jb->k) : INT64_C(1) << s.col_log2;
     for (int64_t row = task * jb->each; row < gk_min_i64(jb->rows, (task + 1) * jb->each); ++row) {
         const char *from = row_of(&a->codes, row);
         char *to = (char *)a->out.data + row * jb->k * (int64_t)gk_dtype_bytes(a->out.dtype);
-        int64_t at = (row % gk_max_i64(1, jb->m) >> s.row_log2) * s.row, lead = row / gk_max_i64(1, jb->m);
+        int64_t at = (row % gk_max_i64(1, jb->m) >> s.row_log2) * s.row,
+                lead = row / gk_max_i64(1, jb->m);
         for (int d = nd - 3; d >= 0 && a->scale.ndim == nd; --d) {
             at += lead % a->codes.shape[d] * a->scale.stride[d];
             lead /= a->codes.shape[d];
@@ -308,7 +329,8 @@ static void dequantize_task(void *arg, int64_t task, int64_t worker) {
                     default: v = vf_load_code(from, GK_I8, i, n);
                     }
                 } else {
-                    for (int64_t l = 0; l < n; ++l) v[l] = (float)gk_load(from, a->codes.dtype, (i + l) * step);
+                    for (int64_t l = 0; l < n; ++l)
+                        v[l] = (float)gk_load(from, a->codes.dtype, (i + l) * step);
                 }
                 vf_store_dtype(to, a->out.dtype, i, v * scale, n);
             }
@@ -322,7 +344,8 @@ static bool plan_dequantize(const gk_context *ctx, const void *args, gk_plan *pl
     dequantize_job *p = GK_OWN(dequantize_job, plan);
     const int nd = a->codes.ndim;
     if (a->out.dtype == GK_F64) return false;
-    p->k = nd ? a->codes.shape[nd - 1] : 1, p->m = nd > 1 ? a->codes.shape[nd - 2] : 1;
+    p->k = nd ? a->codes.shape[nd - 1] : 1;
+    p->m = nd > 1 ? a->codes.shape[nd - 2] : 1;
     p->rows = p->m;
     for (int d = 0; d < nd - 2; ++d) p->rows *= a->codes.shape[d];
     p->each = gk_max_i64(1, TASK_ELEMENTS / gk_max_i64(1, p->k));
@@ -330,7 +353,8 @@ static bool plan_dequantize(const gk_context *ctx, const void *args, gk_plan *pl
     return true;
 }
 
-static void run_dequantize(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+static void run_dequantize(const gk_context *ctx, const void *args, const gk_plan *plan,
+                           void *workspace) {
     (void)workspace;
     dequantize_job jb = *GK_OWN_CONST(dequantize_job, plan);
     jb.a = args;

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* rope_kv_write: QK norm, rotary embedding and the write into a paged cache, in one pass, compiled once per ISA.
+/* rope_kv_write: QK norm, rotary embedding and the write into a paged cache, in one pass, compiled
+ * once per ISA.
  *   out_q = rotate(norm(q)),   k_cache[slot] = rotate(norm(k)) / k_scale,   v_cache[slot] = v / v_scale
- * q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of float32, bfloat16, float16; caches of that dtype or of 8-bit codes; computed in
- * float32, rounded once. A task is a run of heads, of q, k and v one behind the other; it takes the tokens in order, so that of two
- * tokens with one slot the last stays. No workspace. Not here: float64 (ref/). */
+ * q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of float32, bfloat16, float16; caches of that dtype
+ * or of 8-bit codes; computed in float32, rounded once. A task is a run of heads, of q, k and v one
+ * behind the other; it takes the tokens in order, so that of two tokens with one slot the last
+ * stays. No workspace. Not here: float64 (ref/). */
 #include "codes_vec.h"
 #include "rows.h"
 
@@ -37,17 +39,21 @@ static void norm_row(float *x, int64_t n, const gk_tensor *weight, double eps) {
     const float rstd = (float)(1 / sqrt((double)vf_total(sum) / (double)n + eps));
     if (weight->stride[0] == 1) {
         for (int64_t i = 0; i < n; i += W)
-            vf_store(x + i, vf_load(x + i) * rstd * vf_load_dtype(weight->data, weight->dtype, i, n - i));
+            vf_store(x + i,
+                     vf_load(x + i) * rstd * vf_load_dtype(weight->data, weight->dtype, i, n - i));
         return;
     }
-    for (int64_t i = 0; i < n; ++i) x[i] *= rstd * (float)gk_load(weight->data, weight->dtype, i * weight->stride[0]);
+    for (int64_t i = 0; i < n; ++i)
+        x[i] *= rstd * (float)gk_load(weight->data, weight->dtype, i * weight->stride[0]);
 }
 
-static void rotate_row(float *x, const float *cos, const float *sin, int64_t half, bool interleaved) {
+static void rotate_row(float *x, const float *cos, const float *sin, int64_t half,
+                       bool interleaved) {
     if (interleaved) {
         for (int64_t i = 0; i < half; ++i) {
             const float x1 = x[2 * i], x2 = x[2 * i + 1];
-            x[2 * i] = x1 * cos[i] - x2 * sin[i], x[2 * i + 1] = x2 * cos[i] + x1 * sin[i];
+            x[2 * i] = x1 * cos[i] - x2 * sin[i];
+            x[2 * i + 1] = x2 * cos[i] + x1 * sin[i];
         }
         return;
     }
@@ -55,21 +61,25 @@ static void rotate_row(float *x, const float *cos, const float *sin, int64_t hal
         const int64_t n = half - i;
         const vf c = vf_load_first(cos + i, n), s = vf_load_first(sin + i, n);
         const vf x1 = vf_load_first(x + i, n), x2 = vf_load_first(x + half + i, n);
-        vf_store_first(x + i, x1 * c - x2 * s, n), vf_store_first(x + half + i, x2 * c + x1 * s, n);
+        vf_store_first(x + i, x1 * c - x2 * s, n);
+        vf_store_first(x + half + i, x2 * c + x1 * s, n);
     }
 }
 
 /* to[i] = saturate(x[i] / scale); scale NULL: to[i] = x[i]. */
-static void store_row(const float *x, char *to, int64_t step, gk_dtype dtype, int64_t n, const float *scale) {
+static void store_row(const float *x, char *to, int64_t step, gk_dtype dtype, int64_t n,
+                      const float *scale) {
     const bool code = gk_is_code(dtype);
-    const float by = scale ? *scale : 1, limit = scale && !code ? (float)gk_type_of(dtype)->largest : INFINITY;
+    const float by = scale ? *scale : 1,
+                limit = scale && !code ? (float)gk_type_of(dtype)->largest : INFINITY;
     for (int64_t i = 0; i < n; i += W) {
         vf y = vf_load(x + i);
         if (scale) y = vf_max(vf_set1(-limit), vf_min(vf_set1(limit), y / by)); /* NaN stays */
         if (step != 1) {
             float lane[W];
             vf_store(lane, y);
-            for (int64_t l = 0; l < W && i + l < n; ++l) gk_store(to, dtype, (i + l) * step, lane[l]);
+            for (int64_t l = 0; l < W && i + l < n; ++l)
+                gk_store(to, dtype, (i + l) * step, lane[l]);
         } else if (code) {
             vf_store_code(to, dtype, i, y, n - i);
         } else {
@@ -78,13 +88,15 @@ static void store_row(const float *x, char *to, int64_t step, gk_dtype dtype, in
     }
 }
 
-static void to_cache(const float *x, const gk_tensor *cache, const gk_tensor *scale, int64_t h, int64_t slot) {
+static void to_cache(const float *x, const gk_tensor *cache, const gk_tensor *scale, int64_t h,
+                     int64_t slot) {
     const int64_t page = slot / cache->shape[1], row = slot % cache->shape[1];
     const int64_t at = page * cache->stride[0] + row * cache->stride[1] + h * cache->stride[2];
     const float *by = scale ? (const float *)scale->data : NULL;
-    if (by && scale->ndim) by += h * scale->stride[scale->ndim - 1] + (scale->ndim == 2 ? page * scale->stride[0] : 0);
-    store_row(x, gk_at(cache->data, at * (gk_type_of(cache->dtype)->bits / 8)), cache->stride[3], cache->dtype,
-              cache->shape[3], by);
+    if (by && scale->ndim)
+        by += h * scale->stride[scale->ndim - 1] + (scale->ndim == 2 ? page * scale->stride[0] : 0);
+    store_row(x, gk_at(cache->data, at * (gk_type_of(cache->dtype)->bits / 8)), cache->stride[3],
+              cache->dtype, cache->shape[3], by);
 }
 
 static void take_head(const gk_rope_kv_write_args *a, int64_t h, int64_t t) {
@@ -105,7 +117,8 @@ static void take_head(const gk_rope_kv_write_args *a, int64_t h, int64_t t) {
     if (weight) norm_row(x, n, weight, a->eps);
     if (a->cos.shape[1] > 0) /* else it may have no data */
         rotate_row(x, (const float *)a->cos.data + position * a->cos.stride[0],
-                   (const float *)a->sin.data + position * a->sin.stride[0], a->cos.shape[1], a->interleaved);
+                   (const float *)a->sin.data + position * a->sin.stride[0], a->cos.shape[1],
+                   a->interleaved);
     if (of_q)
         store_row(x, (char *)row_of(&a->out_q, t, h), 1, from->dtype, n, NULL);
     else
@@ -130,7 +143,8 @@ static bool rope_kv_write_plan(const gk_context *ctx, const void *args, gk_plan 
     return true;
 }
 
-static void rope_kv_write_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+static void rope_kv_write_run(const gk_context *ctx, const void *args, const gk_plan *plan,
+                              void *workspace) {
     (void)workspace;
     job j = *GK_OWN_CONST(job, plan);
     j.a = args;

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* rows.h: what the CPU's row operations share. A row is the last dimension of a tensor [..., N], dense; the leading dimensions
- * may have any strides. Values are float32 vectors on their way through the registers, whatever the dtype in memory.
+/* rows.h: what the CPU's row operations share. A row is the last dimension of a tensor [..., N],
+ * dense; the leading dimensions may have any strides. Values are float32 vectors on their way
+ * through the registers, whatever the dtype in memory.
  *
- * Sums over a row are taken in blocks of ROW_BLOCK columns: float32 vectors inside a block, double between blocks. So their
- * error does not grow with the length, and their order depends on the length and the instruction set alone. */
+ * Sums over a row are taken in blocks of ROW_BLOCK columns: float32 vectors inside a block, double
+ * between blocks. So their error does not grow with the length, and their order depends on the
+ * length and the instruction set alone. */
 #ifndef GPUKERN_CPU_ROWS_H
 #define GPUKERN_CPU_ROWS_H
 
@@ -11,9 +13,11 @@
 #include "vec.h"
 
 enum {
-    ROW_BLOCK = 1024,    /* columns; 16 vectors of AVX-512 for each of 4 accumulators, so rounding stays at a few ulp */
-    ROW_TASK = 32 << 10, /* elements of a task: some 10 us of work, past what handing it out costs */
-    ROW_SUMS = 3         /* sums that one pass may take */
+    /* columns; 16 vectors of AVX-512 for each of 4 accumulators, so rounding stays at a few ulp */
+    ROW_BLOCK = 1024,
+    ROW_TASK =
+        32 << 10, /* elements of a task: some 10 us of work, past what handing it out costs */
+    ROW_SUMS = 3  /* sums that one pass may take */
 };
 
 INLINE int64_t rows_of(const gk_tensor *t) {
@@ -43,8 +47,8 @@ INLINE char *row_element(const gk_tensor *t, int64_t row) {
     return (char *)t->data + row_offset(t, t->ndim, row) * (gk_type_of(t->dtype)->bits / 8);
 }
 
-/* The sum of all lanes, and the largest, in one order each; the largest may lose a NaN. Four lanes at a time of what is stored, which
- * every instruction set has. */
+/* The sum of all lanes, and the largest, in one order each; the largest may lose a NaN. Four lanes
+ * at a time of what is stored, which every instruction set has. */
 typedef float four __attribute__((vector_size(16), may_alias));
 typedef int32_t four_ints __attribute__((vector_size(16)));
 INLINE float vf_total(vf v) {
@@ -63,18 +67,21 @@ INLINE float vf_peak(vf v) {
         const four_ints more = x > peak;
         peak = (four)(((four_ints)x & more) | ((four_ints)peak & ~more));
     }
-    const float a = peak[0] > peak[2] ? peak[0] : peak[2], b = peak[1] > peak[3] ? peak[1] : peak[3];
+    const float a = peak[0] > peak[2] ? peak[0] : peak[2],
+                b = peak[1] > peak[3] ? peak[1] : peak[3];
     return a > b ? a : b;
 }
 
 /* Rows of one task, so that it has about ROW_TASK elements. */
 INLINE int64_t rows_per_task(int64_t n) { return gk_max_i64(1, ROW_TASK / gk_max_i64(1, n)); }
 
-/* Adds to s[0 .. k) what columns [i, i + n) contribute; n < W only at a row's end, where lanes from n on must add 0. */
+/* Adds to s[0 .. k) what columns [i, i + n) contribute; n < W only at a row's end, where lanes from
+ * n on must add 0. */
 typedef void (*row_terms)(const void *arg, int64_t i, int64_t n, vf *s);
 
 /* total[0 .. k) of columns [begin, end), at most ROW_BLOCK of them. */
-INLINE void block_sums(int k, row_terms add, const void *arg, int64_t begin, int64_t end, double *total) {
+INLINE void block_sums(int k, row_terms add, const void *arg, int64_t begin, int64_t end,
+                       double *total) {
     vf s[4][ROW_SUMS] = {{{0}}};
     int64_t i = begin;
     for (; i + 4 * W <= end; i += 4 * W) {
@@ -116,15 +123,18 @@ INLINE row_vector row_vector_of(const gk_tensor *t, float more, gk_dtype rows, f
 
 /* The same values as float32 in `room`. */
 INLINE void row_widen(row_vector *v, gk_dtype rows, int64_t n, float *room) {
-    for (int64_t i = 0; i < n; i += W) vf_store_first(room + i, vf_load_dtype(v->data, rows, i, n - i), n - i);
-    v->data = room, v->wide = true;
+    for (int64_t i = 0; i < n; i += W)
+        vf_store_first(room + i, vf_load_dtype(v->data, rows, i, n - i), n - i);
+    v->data = room;
+    v->wide = true;
 }
 
 INLINE vf row_vector_at(const row_vector *v, gk_dtype rows, bool wide, int64_t i, int64_t n) {
     return vf_load_dtype(v->data, wide ? GK_F32 : rows, i, n) + v->more;
 }
 
-/* Calls body(dtype, wide) with a dtype that the compiler knows, and likewise whether vectors are float32. */
+/* Calls body(dtype, wide) with a dtype that the compiler knows, and likewise whether vectors are
+ * float32. */
 #define ROW_DTYPES(dtype, wide, body)                           \
     switch (dtype) {                                            \
     case GK_F32: body(GK_F32, true); break;                     \

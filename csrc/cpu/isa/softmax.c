@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* softmax: softmax and log_softmax over rows, forward and backward, compiled once per ISA.
  *
- *   s = scale x, columns from the row's length on left out;   p = exp(s - max s) / sum exp(s - max s)
+ *   s = scale x, columns from the row's length on left out;   p = exp(s - max s) / sum exp(s - max
+ *   s)
  *   out = p, 0 from the length on;   log: out = s - max s - log sum exp(s - max s)
  *   dx = scale out (g - sum g out);   log: dx = scale (g - exp(out) sum g)
  *
- * x, out, g, dx [M, N] of one dtype (float32, bfloat16, float16). A task is a run of rows. A row is read for its maximum, then for
- * its exponentials, which a worker keeps as float32 until their sum is known: in out where that is float32, else in
- * workspace, [workers, N] float32. log keeps none. Not here: float64 (ref/). */
+ * x, out, g, dx [M, N] of one dtype (float32, bfloat16, float16). A task is a run of rows. A row is
+ * read for its maximum, then for its exponentials, which a worker keeps as float32 until their sum
+ * is known: in out where that is float32, else in workspace, [workers, N] float32. log keeps none.
+ * Not here: float64 (ref/). */
 #include "rows.h"
 
 typedef struct softmax_plan {
@@ -17,7 +19,8 @@ GK_PLAN_HOLDS(softmax_plan);
 
 static softmax_plan plan_rows(const gk_tensor *x) {
     softmax_plan p = {.rows = rows_of(x), .n = x->shape[x->ndim - 1]};
-    p.ld = gk_round_up(p.n, 16), p.each = rows_per_task(p.n);
+    p.ld = gk_round_up(p.n, 16);
+    p.each = rows_per_task(p.n);
     return p;
 }
 
@@ -31,7 +34,7 @@ INLINE void zero_from(char *row, gk_dtype dtype, int64_t from, int64_t n) {
     if (from < n) memset(row + from * bytes, 0, (size_t)((n - from) * bytes));
 }
 
-/* ---- 1. forward ------------------------------------------------------------------------------------ */
+/* ---- 1. forward ------------------------------------------------------------------------------ */
 typedef struct fwd_job {
     const gk_softmax_args *a;
     softmax_plan p;
@@ -49,7 +52,8 @@ INLINE vf exp_of(vf x, gk_dtype dtype) { return dtype == GK_F32 ? vf_exp_near(x)
 
 INLINE void add_exp(const void *arg, int64_t i, int64_t n, vf *s) {
     const row_in *r = arg;
-    const vf e = vf_first(exp_of(vf_load_dtype(r->x, r->dtype, i, n) * r->scale - r->peak, r->dtype), n);
+    const vf e =
+        vf_first(exp_of(vf_load_dtype(r->x, r->dtype, i, n) * r->scale - r->peak, r->dtype), n);
     if (r->kept) vf_store_dtype(r->kept, GK_F32, i, e, n);
     s[0] += e;
 }
@@ -60,7 +64,8 @@ INLINE float row_peak(const row_in *r, int64_t n) {
     int64_t i = 0;
     for (; i + 4 * W <= n; i += 4 * W) {
 #pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) peak[v] = vf_max(peak[v], vf_load_dtype(r->x, r->dtype, i + v * W, W) * r->scale);
+        for (int v = 0; v < 4; ++v)
+            peak[v] = vf_max(peak[v], vf_load_dtype(r->x, r->dtype, i + v * W, W) * r->scale);
     }
     for (; i < n; i += W) {
         const vf s = vf_load_dtype(r->x, r->dtype, i, n - i) * r->scale;
@@ -83,7 +88,8 @@ INLINE void fwd_row(const fwd_job *job, int64_t row, int64_t worker, gk_dtype dt
     if (a->log) {
         const float log_sum = (float)log(sum);
         for (int64_t i = 0; i < n; i += W)
-            vf_store_dtype(out, dtype, i, vf_load_dtype(r.x, dtype, i, n - i) * r.scale - r.peak - log_sum, n - i);
+            vf_store_dtype(out, dtype, i,
+                           vf_load_dtype(r.x, dtype, i, n - i) * r.scale - r.peak - log_sum, n - i);
     } else {
         const float inverse = (float)(1 / sum);
         for (int64_t i = 0; i < n; i += W)
@@ -117,7 +123,7 @@ static void fwd_run(const gk_context *ctx, const void *args, const gk_plan *plan
 
 const gk_cpu_kernel SYM(gk_softmax_fwd) = {fwd_plan, fwd_run};
 
-/* ---- 2. backward ----------------------------------------------------------------------------------- */
+/* ---- 2. backward ----------------------------------------------------------------------------- */
 typedef struct bwd_job {
     const gk_softmax_bwd_args *a;
     softmax_plan p;
@@ -145,7 +151,8 @@ INLINE void bwd_row(const bwd_job *job, int64_t row, gk_dtype dtype, bool is_log
     const float sum = (float)total, scale = (float)a->scale;
     for (int64_t i = 0; i < n; i += W) {
         const vf g = vf_load_dtype(r.g, dtype, i, n - i), y = vf_load_dtype(r.y, dtype, i, n - i);
-        vf_store_dtype(dx, dtype, i, (is_log ? g - exp_of(y, dtype) * sum : y * (g - sum)) * scale, n - i);
+        vf_store_dtype(dx, dtype, i, (is_log ? g - exp_of(y, dtype) * sum : y * (g - sum)) * scale,
+                       n - i);
     }
     zero_from(dx, dtype, n, job->p.n);
 }
@@ -154,8 +161,9 @@ static void bwd_task(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const bwd_job *job = arg;
     const int64_t end = gk_min_i64((task + 1) * job->p.each, job->p.rows);
-#define ROWS(dtype, is_log) \
-    for (int64_t row = task * job->p.each; row < end; ++row) bwd_row(job, row, dtype, job->a->log != 0)
+#define ROWS(dtype, is_log)                                  \
+    for (int64_t row = task * job->p.each; row < end; ++row) \
+    bwd_row(job, row, dtype, job->a->log != 0)
     ROW_DTYPES(job->a->out.dtype, false, ROWS)
 #undef ROWS
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sparse_gemm: a times a 2:4 sparse weight, by quant_product.h: a task spreads the values of its columns block by block, so that what
- * is saved is reading them; of int8 by int8_product.h. Compiled once per ISA. */
+/* sparse_gemm: a times a 2:4 sparse weight, by quant_product.h: a task spreads the values of its
+ * columns block by block, so that what is saved is reading them; of int8 by int8_product.h.
+ * Compiled once per ISA. */
 #include "int8_product.h"
 
 typedef struct sparse_plan {
@@ -20,16 +21,17 @@ typedef struct sparse_job {
 } sparse_job;
 
 /* Rows of the weight at [k0, k0 + kn), zeros where no value stands. */
-static void read_sparse(const quant_product *p, elem *to, int64_t ld, int64_t col, int64_t cols, int64_t k0,
-                        int64_t kn) {
+static void read_sparse(const quant_product *p, elem *to, int64_t ld, int64_t col, int64_t cols,
+                        int64_t k0, int64_t kn) {
     const sparse_source *s = p->b;
     const gk_tensor *values = &s->g->values, *meta = &s->g->meta;
     const int64_t bytes = (int64_t)gk_dtype_bytes(values->dtype);
     elem two[KB * 2 + 2 * W * PAIR]; /* decoded values of a row */
     for (int64_t j = 0; j < cols; ++j) {
         const uint8_t *places = (const uint8_t *)meta->data + (col + j) * meta->stride[0];
-        decode(two, 0, (const char *)values->data + bytes * ((col + j) * values->stride[0] + k0 / 2), values->dtype, 0,
-               1, 1, kn / 2);
+        decode(two, 0,
+               (const char *)values->data + bytes * ((col + j) * values->stride[0] + k0 / 2),
+               values->dtype, 0, 1, 1, kn / 2);
         elem *row = to + j * ld;
         memset(row, 0, (size_t)gk_round_up(kn, W * PAIR) * sizeof *row);
         for (int64_t q = 0; q < kn / 4; ++q) { /* k is a multiple of 4 */
@@ -41,8 +43,8 @@ static void read_sparse(const quant_product *p, elem *to, int64_t ld, int64_t co
     }
 }
 
-static void read_sparse_codes(const quant_product *p, int8_t *to, int64_t ld, int64_t col, int64_t cols, int64_t k0,
-                              int64_t kn) {
+static void read_sparse_codes(const quant_product *p, int8_t *to, int64_t ld, int64_t col,
+                              int64_t cols, int64_t k0, int64_t kn) {
     const sparse_source *s = p->b;
     const gk_tensor *values = &s->g->values, *meta = &s->g->meta;
     for (int64_t j = 0; j < cols; ++j) {
@@ -70,12 +72,17 @@ static void sparse_task(void *arg, int64_t t, int64_t worker) {
 
 bool SYM(gk_plan_sparse_gemm)(const gk_int8_isa *int8, const gk_context *ctx, const void *args,
                               gk_plan *plan); /* int8_amx.c */
-bool SYM(gk_plan_sparse_gemm)(const gk_int8_isa *int8, const gk_context *ctx, const void *args, gk_plan *plan) {
+bool SYM(gk_plan_sparse_gemm)(const gk_int8_isa *int8, const gk_context *ctx, const void *args,
+                              gk_plan *plan) {
     const gk_sparse_gemm_args *g = args;
     quant_product *p = &GK_OWN(sparse_plan, plan)->p;
     memset(p, 0, sizeof *p);
-    p->m = g->a.shape[0], p->k = g->a.shape[1], p->n = g->values.shape[0];
-    p->a_dtype = g->a.dtype, p->a_m = g->a.stride[0], p->a_k = g->a.stride[1];
+    p->m = g->a.shape[0];
+    p->k = g->a.shape[1];
+    p->n = g->values.shape[0];
+    p->a_dtype = g->a.dtype;
+    p->a_m = g->a.stride[0];
+    p->a_k = g->a.stride[1];
     p->read_b = read_sparse;
     if (g->scale_a) p->scale_a = gk_scales_of(g->scale_a, p->m, p->k, false);
     if (g->scale_b) p->scale_b = gk_scales_of(g->scale_b, p->k, p->n, true);
@@ -83,7 +90,8 @@ bool SYM(gk_plan_sparse_gemm)(const gk_int8_isa *int8, const gk_context *ctx, co
     quant_results(p, g->activation, &g->out, g->bias);
     p->e.out_row = p->n;
     if (p->exact) {
-        p->int8 = int8, p->read_codes = read_sparse_codes;
+        p->int8 = int8;
+        p->read_codes = read_sparse_codes;
         int8_plan(p, ctx, plan);
     } else {
         quant_plan(p, ctx, plan);
@@ -95,11 +103,13 @@ static bool plan_sparse(const gk_context *ctx, const void *args, gk_plan *plan) 
     return SYM(gk_plan_sparse_gemm)(&SYM(gk_int8_pairs), ctx, args, plan);
 }
 
-static void run_sparse(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+static void run_sparse(const gk_context *ctx, const void *args, const gk_plan *plan,
+                       void *workspace) {
     const gk_sparse_gemm_args *g = args;
     quant_product p = GK_OWN_CONST(sparse_plan, plan)->p;
     const sparse_source source = {g, p.k};
-    p.a = g->a.data, p.b = &source;
+    p.a = g->a.data;
+    p.b = &source;
     if (g->scale_a) p.scale_a.data = g->scale_a->data;
     if (g->scale_b) p.scale_b.data = g->scale_b->data;
     p.e.out = g->out.data;

@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tile.h: tiles of cells, the register-tile product, and how operands of any dtype and stride become tiles.
+/* tile.h: tiles of cells, the register-tile product, and how operands of any dtype and stride
+ * become tiles.
  *
  *   panel  [ceil(k / PAIR)][width]   k slow, lanes fast: what the product streams as B, and as a packed A
  *   rows   [rows][ceil(k / PAIR)]    k fast: an A operand in its natural order
  *
- * The product: C[m][n] (+)= sum_k A[m][k] B[k][n] with m <= MR rows and nv <= NV vectors of columns, C in float32.
- * Both forms of A are read by broadcast, so a row-major matrix needs no transposition to stand on the left.
- * On tiles A is rows alone, and the cells of both operands are padded with zeros to whole tiles, whole_cells.
+ * The product: C[m][n] (+)= sum_k A[m][k] B[k][n] with m <= MR rows and nv <= NV vectors of
+ * columns, C in float32. Both forms of A are read by broadcast, so a row-major matrix needs no
+ * transposition to stand on the left.
+ * On tiles A is rows alone, and the cells of both operands are padded with zeros to whole tiles,
+ * whole_cells.
  */
 #ifndef GPUKERN_TILE_H
 #define GPUKERN_TILE_H
@@ -22,25 +25,27 @@ extern const gk_gemm_isa SYM(gk_gemm_isa);
 INLINE int64_t cells_of(int64_t k) { return (k + PAIR - 1) / PAIR; }
 INLINE int64_t whole_cells(int64_t k) { return gk_round_up(cells_of(k), K_CELLS); }
 
-/* A sum runs over so many cells at a time, then the parts are added: half the rounding error at head_dim 512, 1.5 % of its
- * time. Few float32 queries have all of a gradient hang on a few scores, and PyTorch's own products sum those in short
- * runs: 32 cells at a time there (error of dk and dv at 3 queries, head_dim 80: 1.5 of PyTorch's, then 1.0). */
+/* A sum runs over so many cells at a time, then the parts are added: half the rounding error at
+ * head_dim 512, 1.5 % of its time. Few float32 queries have all of a gradient hang on a few scores,
+ * and PyTorch's own products sum those in short runs: 32 cells at a time there (error of dk and dv
+ * at 3 queries, head_dim 80: 1.5 of PyTorch's, then 1.0). */
 enum {
     SUM_CELLS = 128,
     SUM_CELLS_FEW = 32
 };
 
-/* C[m][n] (+)= A B for any m and n; n is rounded up to whole vectors, so B and C own that many columns. A sum runs over
- * sum_cells cells at a time. */
+/* C[m][n] (+)= A B for any m and n; n is rounded up to whole vectors, so B and C own that many
+ * columns. A sum runs over sum_cells cells at a time. */
 #if TILED
 /* Strips are whole but the last, sums are not cut: of 16 cells C takes two. */
-INLINE void tile_product(int64_t sum_cells, bool a_is_rows, int64_t m, int64_t n, int64_t cells, const cell *a,
-                         int64_t step, const cell *b, int64_t ldb, float *c, int64_t ldc, bool accumulate) {
+INLINE void tile_product(int64_t sum_cells, bool a_is_rows, int64_t m, int64_t n, int64_t cells,
+                         const cell *a, int64_t step, const cell *b, int64_t ldb, float *c,
+                         int64_t ldc, bool accumulate) {
     (void)sum_cells, (void)a_is_rows;
     for (int64_t j = 0; j < n; j += NR)
         for (int64_t i = 0; i < m; i += MR) SYM(gk_ukr_rows)
-    [n - j > W][gk_min_i64(MR, m - i) - 1](gk_round_up(cells, K_CELLS), a + i * step, step, b + j, ldb, c + i * ldc + j,
-                                           ldc, accumulate);
+    [n - j > W][gk_min_i64(MR, m - i) - 1](gk_round_up(cells, K_CELLS), a + i * step, step, b + j,
+                                           ldb, c + i * ldc + j, ldc, accumulate);
 }
 
 /* At the end of a task: the caller's thread is left as it was. */
@@ -48,23 +53,28 @@ extern void SYM(gk_release_tiles)(void);
 INLINE void release_tiles(void) { SYM(gk_release_tiles)(); }
 
 /* dst[dim][ld] = rows[k][dim], k fast, zero up to whole tiles: an A of what lies along its rows. */
-INLINE void pack_columns(cell *dst, int64_t ld, const char *const *rows, int64_t k, gk_dtype dtype, int64_t dim) {
+INLINE void pack_columns(cell *dst, int64_t ld, const char *const *rows, int64_t k, gk_dtype dtype,
+                         int64_t dim) {
     for (int64_t c = 0; c < whole_cells(k); c += W)
         for (int64_t d = 0; d < dim; d += W) {
             vc r[W];
             for (int64_t i = 0, j = PAIR * c; i < W; ++i, j += PAIR)
-                r[i] =
-                    j < k ? vc_load_across_k(rows[j], j + 1 < k ? rows[j + 1] : NULL, dtype, d, dim - d) : vc_set1(0);
+                r[i] = j < k ? vc_load_across_k(rows[j], j + 1 < k ? rows[j + 1] : NULL, dtype, d,
+                                                dim - d)
+                             : vc_set1(0);
             vc_transpose(r);
-            for (int64_t i = 0; i < gk_min_i64(W, dim - d); ++i) vc_store(dst + (d + i) * ld + c, r[i]);
+            for (int64_t i = 0; i < gk_min_i64(W, dim - d); ++i)
+                vc_store(dst + (d + i) * ld + c, r[i]);
         }
 }
 #else
 INLINE void release_tiles(void) {}
-INLINE void tile_product(int64_t sum_cells, bool a_is_rows, int64_t m, int64_t n, int64_t cells, const cell *a,
-                         int64_t step, const cell *b, int64_t ldb, float *c, int64_t ldc, bool accumulate) {
+INLINE void tile_product(int64_t sum_cells, bool a_is_rows, int64_t m, int64_t n, int64_t cells,
+                         const cell *a, int64_t step, const cell *b, int64_t ldb, float *c,
+                         int64_t ldc, bool accumulate) {
     const gk_ukr_fn(*ukr)[MR] = a_is_rows ? SYM(gk_ukr_rows) : SYM(gk_ukr_panel);
-    int64_t strips = gk_ceil_div(m, MR), base = m / strips, longer = m % strips; /* even strips: 64 = 13 13 13 13 12 */
+    /* even strips: 64 = 13 13 13 13 12 */
+    int64_t strips = gk_ceil_div(m, MR), base = m / strips, longer = m % strips;
     for (int64_t k = 0; k == 0 || k < cells; k += sum_cells) {
         const int64_t part = gk_min_i64(sum_cells, cells - k);
         const cell *ak = a + (a_is_rows ? k : k * step), *bk = b + k * ldb;
@@ -72,8 +82,8 @@ INLINE void tile_product(int64_t sum_cells, bool a_is_rows, int64_t m, int64_t n
             int nv = n - j > W ? NV : 1;
             for (int64_t s = 0, i = 0; s < strips; ++s) {
                 int64_t rows = base + (s < longer);
-                ukr[nv - 1][rows - 1](part, ak + (a_is_rows ? i * step : i), step, bk + j, ldb, c + i * ldc + j, ldc,
-                                      accumulate || k > 0);
+                ukr[nv - 1][rows - 1](part, ak + (a_is_rows ? i * step : i), step, bk + j, ldb,
+                                      c + i * ldc + j, ldc, accumulate || k > 0);
                 i += rows;
             }
         }
@@ -82,9 +92,10 @@ INLINE void tile_product(int64_t sum_cells, bool a_is_rows, int64_t m, int64_t n
 #endif
 
 /* dst[cells_of(k)][width] = src[lane][k]; lanes past `lanes` and values past k are 0.
- * dst has W cells to spare behind its end; src is addressed in elements: src[lane * s_lane + i * s_k]. */
-INLINE void pack_panel(cell *dst, int64_t width, const void *src, gk_dtype dtype, int64_t s_lane, int64_t s_k,
-                       int64_t lanes, int64_t k) {
+ * dst has W cells to spare behind its end; src is addressed in elements: src[lane * s_lane + i *
+ * s_k]. */
+INLINE void pack_panel(cell *dst, int64_t width, const void *src, gk_dtype dtype, int64_t s_lane,
+                       int64_t s_k, int64_t lanes, int64_t k) {
     const int64_t es = dtype == GK_F32 ? 4 : 2; /* signed: strides may be negative */
     const char *p = src;
     const int64_t kc = cells_of(k);
@@ -103,7 +114,8 @@ INLINE void pack_panel(cell *dst, int64_t width, const void *src, gk_dtype dtype
 #endif
             for (int64_t l = 0; l < width; l += W) {
                 vc v = vc_load_across_k(row0, row1, dtype, l, lanes - l);
-                if (l + W <= width || l == 0) /* a narrow panel's spill is overwritten by the next row */
+                if (l + W <= width ||
+                    l == 0) /* a narrow panel's spill is overwritten by the next row */
                     vc_store(dst + c * width + l, v);
                 else
                     vc_store_first(dst + c * width + l, v, width - l);
@@ -116,7 +128,8 @@ INLINE void pack_panel(cell *dst, int64_t width, const void *src, gk_dtype dtype
                 vc r[W];
                 for (int i = 0; i < W; ++i) {
                     if (i < here)
-                        r[i] = vc_load_along_k(p + es * ((l + i) * s_lane), dtype, c * PAIR, k - c * PAIR);
+                        r[i] = vc_load_along_k(p + es * ((l + i) * s_lane), dtype, c * PAIR,
+                                               k - c * PAIR);
                     else
                         r[i] = vc_set1(0);
                 }
@@ -134,18 +147,21 @@ INLINE void pack_panel(cell *dst, int64_t width, const void *src, gk_dtype dtype
             for (int64_t l = 0; l < width; ++l) {
 #if PAIR == 2
                 const uint16_t *q = (const uint16_t *)p + l * s_lane + 2 * c * s_k;
-                dst[c * width + l] = l >= lanes ? 0 : cell_from_bits(q[0], 2 * c + 1 < k ? q[s_k] : (uint16_t)0);
+                dst[c * width + l] =
+                    l >= lanes ? 0 : cell_from_bits(q[0], 2 * c + 1 < k ? q[s_k] : (uint16_t)0);
 #else
-                dst[c * width + l] = l >= lanes ? 0.0f : (float)gk_load(p, dtype, l * s_lane + c * s_k);
+                dst[c * width + l] =
+                    l >= lanes ? 0.0f : (float)gk_load(p, dtype, l * s_lane + c * s_k);
 #endif
             }
     }
 }
 
-/* Panels of NR lanes one behind the other, [ceil(lanes / NR)][cells_of(k)][NR]: the same as pack_panel per panel, but
- * lanes that lie side by side are read row by row across all panels, the order that the prefetcher follows. */
-INLINE void pack_panels(cell *dst, const void *src, gk_dtype dtype, int64_t s_lane, int64_t s_k, int64_t lanes,
-                        int64_t k) {
+/* Panels of NR lanes one behind the other, [ceil(lanes / NR)][cells_of(k)][NR]: the same as
+ * pack_panel per panel, but lanes that lie side by side are read row by row across all panels, the
+ * order that the prefetcher follows. */
+INLINE void pack_panels(cell *dst, const void *src, gk_dtype dtype, int64_t s_lane, int64_t s_k,
+                        int64_t lanes, int64_t k) {
     const int64_t es = dtype == GK_F32 ? 4 : 2, kc = cells_of(k), panel = kc * NR;
     int64_t whole = s_lane == 1 ? lanes / NR : 0;
     for (int64_t c = 0; c < kc && whole; ++c) {
@@ -162,7 +178,8 @@ INLINE void pack_panels(cell *dst, const void *src, gk_dtype dtype, int64_t s_la
                 continue;
             }
 #endif
-            for (int v = 0; v < NV; ++v) vc_store(d + v * W, vc_load_across_k(row0, row1, dtype, p * NR + v * W, W));
+            for (int v = 0; v < NV; ++v)
+                vc_store(d + v * W, vc_load_across_k(row0, row1, dtype, p * NR + v * W, W));
         }
     }
     for (int64_t p = whole; p * NR < lanes; ++p)
@@ -170,9 +187,10 @@ INLINE void pack_panels(cell *dst, const void *src, gk_dtype dtype, int64_t s_la
                    gk_min_i64(NR, lanes - p * NR), k);
 }
 
-/* dst[rows][ld] = src[row][k], k fast, zero up to the next whole vector; ld is a multiple of W with room for it. */
-INLINE void pack_rows(cell *dst, int64_t ld, const void *src, gk_dtype dtype, int64_t row_stride, int64_t rows,
-                      int64_t k) {
+/* dst[rows][ld] = src[row][k], k fast, zero up to the next whole vector; ld is a multiple of W with
+ * room for it. */
+INLINE void pack_rows(cell *dst, int64_t ld, const void *src, gk_dtype dtype, int64_t row_stride,
+                      int64_t rows, int64_t k) {
     const int64_t es = dtype == GK_F32 ? 4 : 2; /* signed: strides may be negative */
     const int64_t kc = cells_of(k);
     for (int64_t i = 0; i < rows; ++i) {

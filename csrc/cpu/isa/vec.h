@@ -1,10 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* vec.h: the vectors of one instruction set. Included by files that are compiled once per ISA with -DGK_ISA=<name>.
+/* vec.h: the vectors of one instruction set. Included by files that are compiled once per ISA with
+ * -DGK_ISA=<name>.
  *
  * vf   W floats            vi   W int32          vm   a mask of W lanes
- * cell one 32-bit multiply operand: a float, or (avx512bf16) a pair of bfloat16 that are neighbours along k.
- *      PAIR = values of k per cell. vc = W cells; vc_dot adds the PAIR products of each lane to a vf.
- * With features.c this is the only file that asks the compiler for an ISA; kernels see W, MR, NV, PAIR and verbs.
+ * cell one 32-bit multiply operand: a float, or (avx512bf16) a pair of bfloat16 that are neighbours
+ * along k.
+ *      PAIR = values of k per cell. vc = W cells; vc_dot adds the PAIR products of each lane to a
+ *      vf.
+ * With features.c this is the only file that asks the compiler for an ISA; kernels see W, MR, NV,
+ * PAIR and verbs.
  */
 #ifndef GPUKERN_VEC_H
 #define GPUKERN_VEC_H
@@ -18,14 +22,15 @@
 #define GK_CAT(a, b) GK_CAT_(a, b)
 #define SYM(name) GK_CAT(name, GK_ISA) /* gk_x -> gk_x_avx2; the full list is in tables.c */
 
-#if defined(GK_SANITIZED) /* functions put into one another take clang's sanitizers ten times as long to compile */
+#if defined(GK_SANITIZED) /* functions put into one another take clang's sanitizers ten times as \
+                             long to compile */
 #define INLINE static inline __attribute__((unused))
 #else
 #define INLINE static inline __attribute__((always_inline, unused))
 #endif
 
-/* The set is GK_ISA's alone. Flags that hold less than it do not compile; flags that hold more would put instructions into a
- * set that runs on machines without them. */
+/* The set is GK_ISA's alone. Flags that hold less than it do not compile; flags that hold more
+ * would put instructions into a set that runs on machines without them. */
 #define GK_LEVEL_base 1
 #define GK_LEVEL_avx2 2
 #define GK_LEVEL_avx512 3
@@ -37,26 +42,33 @@
 #error "GK_ISA is none of base, avx2, avx512, avx512bf16, amx, amx_emulated"
 #elif ISA_LEVEL >= 2 && !(defined(__AVX2__) && defined(__FMA__) && defined(__F16C__))
 #error "compile this instruction set with -mavx2 -mfma -mf16c"
-#elif ISA_LEVEL >= 3 && \
-    !(defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__))
+#elif ISA_LEVEL >= 3 && !(defined(__AVX512F__) && defined(__AVX512BW__) && \
+                          defined(__AVX512DQ__) && defined(__AVX512VL__))
 #error "compile this instruction set with -mavx512f -mavx512bw -mavx512dq -mavx512vl"
 #elif ISA_LEVEL >= 4 && !(defined(__AVX512BF16__) && defined(__AVX512VNNI__))
 #error "compile this instruction set with -mavx512bf16 -mavx512vnni"
 #elif ISA_LEVEL < 2 && defined(__AVX__)
-#error "the base set is compiled without AVX: put -march=x86-64 last, and leave -mavx and what implies it out of CFLAGS"
+#error \
+    "the base set is compiled without AVX: put -march=x86-64 last, and leave -mavx and what implies it out of CFLAGS"
 #elif ISA_LEVEL < 3 && defined(__AVX512F__)
-#error "the avx2 set is compiled without AVX-512: put -march=x86-64 last, and leave -mavx512 out of CFLAGS"
+#error \
+    "the avx2 set is compiled without AVX-512: put -march=x86-64 last, and leave -mavx512 out of CFLAGS"
 #elif ISA_LEVEL < 4 && defined(__AVX512BF16__)
-#error "the avx512 set is compiled without AVX-512 BF16: put -march=x86-64 last, and leave it out of CFLAGS"
+#error \
+    "the avx512 set is compiled without AVX-512 BF16: put -march=x86-64 last, and leave it out of CFLAGS"
 #endif
 #if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
-#error "compile without -Ofast, -ffast-math and -ffinite-math-only: NaN, inf and subnormals keep their meaning"
+#error \
+    "compile without -Ofast, -ffast-math and -ffinite-math-only: NaN, inf and subnormals keep their meaning"
 #endif
 
 #if ISA_LEVEL >= 3
 #include <immintrin.h>
 #define W 16
-#define MR (ISA_LEVEL >= 5 ? 32 : 14) /* two tiles | 28 accumulators: 12, 13, 14 rows all reach 99 % of the peak */
+#define MR          \
+    (ISA_LEVEL >= 5 \
+         ? 32       \
+         : 14) /* two tiles | 28 accumulators: 12, 13, 14 rows all reach 99 % of the peak */
 #elif ISA_LEVEL >= 2
 #include <immintrin.h>
 #define W 8
@@ -65,9 +77,11 @@
 #define W 4
 #define MR 6 /* the same with vectors of any machine */
 #endif
-#define NV 2                   /* vectors in a row of the register tile */
-#define NR (NV * W)            /* its columns */
-#define TILED (ISA_LEVEL >= 5) /* products run on AMX tiles, which take K_CELLS cells of k at a time and A by rows */
+#define NV 2        /* vectors in a row of the register tile */
+#define NR (NV * W) /* its columns */
+#define TILED     \
+    (ISA_LEVEL >= \
+     5) /* products run on AMX tiles, which take K_CELLS cells of k at a time and A by rows */
 #define K_CELLS (TILED ? 16 : 1)
 
 typedef float vf __attribute__((vector_size(4 * W)));
@@ -82,7 +96,9 @@ INLINE vf vf_load(const float *p) { return *(const vf_mem *)p; }
 INLINE void vf_store(float *p, vf v) { *(vf_mem *)p = v; }
 INLINE vi vi_set1(int32_t x) { return x - (vi){0}; }
 INLINE vi vi_load(const int32_t *p) { return (vi) * (const vu_mem *)p; }
-INLINE vi vi_load_bytes(const uint8_t *p) { return (vi) * (const vu_bytes_mem *)p; } /* at any address */
+INLINE vi vi_load_bytes(const uint8_t *p) {
+    return (vi) * (const vu_bytes_mem *)p;
+} /* at any address */
 
 #if ISA_LEVEL >= 3
 typedef __mmask16 vm;
@@ -98,7 +114,9 @@ INLINE bool vm_any(vm m) { return m != 0; }
 INLINE vf vf_select(vm m, vf yes, vf no) { return _mm512_mask_blend_ps(m, no, yes); }
 INLINE vf vf_load_first(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(vm_first(n), p); }
 INLINE void vf_store_first(float *p, vf v, int64_t n) { _mm512_mask_storeu_ps(p, vm_first(n), v); }
-INLINE vf vf_round(vf x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE vf vf_round(vf x) {
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 #else
 typedef vi vm;
 INLINE vm vm_first(int64_t n) {
@@ -111,7 +129,9 @@ INLINE vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
 INLINE vf vf_min(vf a, vf b) { return _mm256_min_ps(a, b); }
 INLINE vf vf_select(vm m, vf yes, vf no) { return _mm256_blendv_ps(no, yes, (vf)m); }
-INLINE vf vf_round(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE vf vf_round(vf x) {
+    return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 INLINE bool vm_any(vm m) { return _mm256_movemask_ps((vf)m) != 0; }
 #else
 INLINE vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
@@ -147,7 +167,8 @@ INLINE void vf_store_first(float *p, vf v, int64_t n) {
 #endif
 
 /* ---- functions -------------------------------------------------------------------------------
- * Minimax polynomials found by a weighted Remez exchange; the stated bound is theirs plus float32 rounding. */
+ * Minimax polynomials found by a weighted Remez exchange; the stated bound is theirs plus float32
+ * rounding. */
 
 /* 2^x, relative error below 1.3e-7 (float) or 4e-6 (POLY4: results that are rounded to bfloat16).
  * 2^-inf = 0, NaN stays NaN, results under 2^-125 may flush to 0, x <= 127.
@@ -197,12 +218,13 @@ INLINE vf vf_exp2(vf x) { return vf_exp2_poly(x, false); }
 INLINE vf vf_exp(vf x) { return vf_exp2(x * GK_LOG2E); }
 /* e^x for x <= 88: relative error below 1.4e-7 */
 INLINE vf vf_exp_near(vf x) {
-    const vf within = vf_max(vf_set1(-200.0f), x), log2 = within * GK_LOG2E; /* 0 there; NaN stays */
+    /* 0 there; NaN stays */
+    const vf within = vf_max(vf_set1(-200.0f), x), log2 = within * GK_LOG2E;
     const vf low = vf_fma(within, vf_set1(GK_LOG2E_LOW), vf_fma(within, vf_set1(GK_LOG2E), -log2));
     return vf_exp2_sum(log2, &low, false);
 }
 
-/* ---- 16-bit floats ---------------------------------------------------------------------------- */
+/* ---- 16-bit floats --------------------------------------------------------------------------- */
 #if ISA_LEVEL >= 3
 INLINE vf vf_from_bf16(__m256i h) { return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16); }
 INLINE __m256i vf_to_bf16(vf v) {
@@ -216,8 +238,12 @@ INLINE __m256i vf_to_bf16(vf v) {
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
 #endif
 }
-INLINE vf vf_load_bf16(const uint16_t *p) { return vf_from_bf16(_mm256_loadu_si256((const __m256i *)p)); }
-INLINE vf vf_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE vf vf_load_bf16(const uint16_t *p) {
+    return vf_from_bf16(_mm256_loadu_si256((const __m256i *)p));
+}
+INLINE vf vf_load_f16(const uint16_t *p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
 INLINE vf vf_load_bf16_first(const uint16_t *p, int64_t n) {
     return vf_from_bf16(_mm256_maskz_loadu_epi16(vm_first(n), p));
 }
@@ -228,13 +254,16 @@ INLINE void vf_store_bf16_first(uint16_t *p, vf v, int64_t n) {
     _mm256_mask_storeu_epi16(p, vm_first(n), vf_to_bf16(v));
 }
 INLINE void vf_store_f16_first(uint16_t *p, vf v, int64_t n) {
-    _mm256_mask_storeu_epi16(p, vm_first(n), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm256_mask_storeu_epi16(p, vm_first(n),
+                             _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 #elif ISA_LEVEL >= 2
 INLINE vf vf_load_bf16(const uint16_t *p) {
     return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
 }
-INLINE vf vf_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INLINE vf vf_load_f16(const uint16_t *p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
 #else
 INLINE vf vf_load_bf16(const uint16_t *p) {
     vi u;
@@ -274,7 +303,8 @@ INLINE void vf_store_bf16_first(uint16_t *p, vf v, int64_t n) {
 INLINE void vf_store_f16_first(uint16_t *p, vf v, int64_t n) {
 #if ISA_LEVEL >= 2
     uint16_t t[W];
-    _mm_storeu_si128((__m128i *)t, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm_storeu_si128((__m128i *)t,
+                     _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     memcpy(p, t, 2 * (size_t)gk_clamp_i64(n, 0, W));
 #else
     for (int i = 0; i < W && i < n; ++i) p[i] = gk_f32_to_f16(v[i]);
@@ -284,7 +314,7 @@ INLINE void vf_store_f16_first(uint16_t *p, vf v, int64_t n) {
 
 #include "vec_dtype.h"
 
-/* ---- cells ------------------------------------------------------------------------------------ */
+/* ---- cells ----------------------------------------------------------------------------------- */
 #if ISA_LEVEL >= 4
 #define PAIR 2
 typedef uint32_t cell;
@@ -293,7 +323,9 @@ INLINE vf vc_dot(vf acc, vc a, vc b) { return _mm512_dpbf16_ps(acc, (__m512bh)a,
 INLINE vc vc_set1(cell x) { return _mm512_set1_epi32((int)x); }
 INLINE vc vc_load(const cell *p) { return _mm512_loadu_si512(p); }
 INLINE void vc_store(cell *p, vc v) { _mm512_storeu_si512(p, v); }
-INLINE void vc_store_first(cell *p, vc v, int64_t n) { _mm512_mask_storeu_epi32(p, vm_first(n), v); }
+INLINE void vc_store_first(cell *p, vc v, int64_t n) {
+    _mm512_mask_storeu_epi32(p, vm_first(n), v);
+}
 /* n values along k starting at p[i], two to a cell; what is past n is 0 */
 INLINE vc vc_load_along_k(const void *p, gk_dtype dtype, int64_t i, int64_t n) {
     (void)dtype;
@@ -302,11 +334,13 @@ INLINE vc vc_load_along_k(const void *p, gk_dtype dtype, int64_t i, int64_t n) {
 }
 /* lane l of the cells pairs row0[l] (low half) with row1[l] */
 INLINE vc vc_zip_bf16(__m256i row0, __m256i row1) {
-    return _mm512_or_epi32(_mm512_cvtepu16_epi32(row0), _mm512_slli_epi32(_mm512_cvtepu16_epi32(row1), 16));
+    return _mm512_or_epi32(_mm512_cvtepu16_epi32(row0),
+                           _mm512_slli_epi32(_mm512_cvtepu16_epi32(row1), 16));
 }
 /* lanes 0..W-1 and W..2W-1 of rows k and k + 1, all present */
 INLINE void vc_zip_two(const uint16_t *row0, const uint16_t *row1, vc out[2]) {
-    /* within each 128-bit lane unpack zips 4 + 4 neighbours; the permutation first puts them where they belong */
+    /* within each 128-bit lane unpack zips 4 + 4 neighbours; the permutation first puts them where
+     * they belong */
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     __m512i r0 = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(row0));
     __m512i r1 = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(row1));
@@ -314,20 +348,24 @@ INLINE void vc_zip_two(const uint16_t *row0, const uint16_t *row1, vc out[2]) {
     out[1] = _mm512_unpackhi_epi16(r0, r1);
 }
 /* n lanes of row k and (where row1 is given) of row k + 1 */
-INLINE vc vc_load_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i, int64_t n) {
+INLINE vc vc_load_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i,
+                           int64_t n) {
     (void)dtype;
-    __m256i r0 = _mm256_maskz_loadu_epi16(vm_first(n), (const uint16_t *)row0 + i), r1 = _mm256_setzero_si256();
+    __m256i r0 = _mm256_maskz_loadu_epi16(vm_first(n), (const uint16_t *)row0 + i),
+            r1 = _mm256_setzero_si256();
     if (row1) r1 = _mm256_maskz_loadu_epi16(vm_first(n), (const uint16_t *)row1 + i);
     return vc_zip_bf16(r0, r1);
 }
 /* 2 W whole lanes of rows k and k + 1, as two vectors */
-INLINE void vc_load2_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i, vc to[2]) {
+INLINE void vc_load2_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i,
+                              vc to[2]) {
     (void)dtype;
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
-                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
+                                         8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     const __m512i r0 = _mm512_loadu_si512((const uint16_t *)row0 + i);
-    const __m512i r1 = row1 ? _mm512_loadu_si512((const uint16_t *)row1 + i) : _mm512_setzero_si512();
+    const __m512i r1 =
+        row1 ? _mm512_loadu_si512((const uint16_t *)row1 + i) : _mm512_setzero_si512();
     to[0] = _mm512_permutex2var_epi16(r0, low, r1);
     to[1] = _mm512_permutex2var_epi16(r0, high, r1);
 }
@@ -336,14 +374,15 @@ INLINE void vc_load2_split_along_k(const void *p, gk_dtype dtype, int64_t i, vc 
     to[0] = vc_load_along_k(p, dtype, i, 2 * W);
     to[1] = vc_load_along_k(p, dtype, i + 2 * W, 2 * W);
 }
-INLINE void vc_load2_split_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i, vc to[2]) {
+INLINE void vc_load2_split_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i,
+                                    vc to[2]) {
     vc_load2_across_k(row0, row1, dtype, i, to);
 }
 #define VC_SPLITS false /* whether they change the order of bfloat16 */
 /* float32 rows k and k + 1 as cells */
 INLINE vc vc_from_rows(vf row0, vf row1) {
-    const __m512i zip = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
-                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i zip = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
+                                         8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return _mm512_permutexvar_epi16(zip, (__m512i)_mm512_cvtne2ps_pbh(row1, row0));
 }
 /* 2 W float32 values along k as W cells */
@@ -363,12 +402,16 @@ INLINE vc vc_set1(cell x) { return vf_set1(x); }
 INLINE vc vc_load(const cell *p) { return vf_load(p); }
 INLINE void vc_store(cell *p, vc v) { vf_store(p, v); }
 INLINE void vc_store_first(cell *p, vc v, int64_t n) { vf_store_first(p, v, n); }
-INLINE vc vc_load_along_k(const void *p, gk_dtype dtype, int64_t i, int64_t n) { return vf_load_dtype(p, dtype, i, n); }
-INLINE vc vc_load_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i, int64_t n) {
+INLINE vc vc_load_along_k(const void *p, gk_dtype dtype, int64_t i, int64_t n) {
+    return vf_load_dtype(p, dtype, i, n);
+}
+INLINE vc vc_load_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i,
+                           int64_t n) {
     (void)row1;
     return vf_load_dtype(row0, dtype, i, n);
 }
-INLINE void vc_load2_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i, vc to[2]) {
+INLINE void vc_load2_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i,
+                              vc to[2]) {
     (void)row1;
     to[0] = vf_load_dtype(row0, dtype, i, W);
     to[1] = vf_load_dtype(row0, dtype, i + W, W);
@@ -376,7 +419,8 @@ INLINE void vc_load2_across_k(const void *row0, const void *row1, gk_dtype dtype
 INLINE void vc_load2_split_along_k(const void *p, gk_dtype dtype, int64_t i, vc to[2]) {
     vf_load2_split(p, dtype, i, to);
 }
-INLINE void vc_load2_split_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i, vc to[2]) {
+INLINE void vc_load2_split_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i,
+                                    vc to[2]) {
     (void)row1;
     vf_load2_split(row0, dtype, i, to);
 }
@@ -405,10 +449,12 @@ INLINE void vc_transpose(vc r[W]) {
         u[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
         u[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
     }
-    /* u[4 g + c]: in 128-bit lane q the rows 4 g .. 4 g + 3 of column 4 q + c; now gather g across, q apart */
+    /* u[4 g + c]: in 128-bit lane q the rows 4 g .. 4 g + 3 of column 4 q + c; now gather g across,
+     * q apart */
 #pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
-        __m512i a = _mm512_shuffle_i32x4(u[c], u[4 + c], 0x88), b = _mm512_shuffle_i32x4(u[c], u[4 + c], 0xdd);
+        __m512i a = _mm512_shuffle_i32x4(u[c], u[4 + c], 0x88),
+                b = _mm512_shuffle_i32x4(u[c], u[4 + c], 0xdd);
         __m512i d = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0x88),
                 e = _mm512_shuffle_i32x4(u[8 + c], u[12 + c], 0xdd);
         r[c] = (vc)_mm512_shuffle_i32x4(a, d, 0x88);
@@ -439,7 +485,8 @@ INLINE void vc_transpose(vc r[W]) {
 #if defined(__clang__)
 #define SHUFFLE(x, y, i, j, k, l) __builtin_shufflevector(x, y, i, j, k, l)
 #else
-#define SHUFFLE(x, y, i, j, k, l) __builtin_shuffle(x, y, (vi){i, j, k, l}) /* gcc has the other from 12 on */
+#define SHUFFLE(x, y, i, j, k, l) \
+    __builtin_shuffle(x, y, (vi){i, j, k, l}) /* gcc has the other from 12 on */
 #endif
 INLINE void vc_transpose(vc r[W]) {
     vf a = SHUFFLE(r[0], r[1], 0, 4, 1, 5), b = SHUFFLE(r[0], r[1], 2, 6, 3, 7);
@@ -454,15 +501,19 @@ INLINE void vc_transpose(vc r[W]) {
 /* Lane i of the result is the sum of x[i]. */
 #if ISA_LEVEL >= 3
 INLINE vf vf_sums(const vf x[W]) {
-    __m512 y[8], z[4], u[2]; /* y: two sums in each 128-bit lane, z: four; then the 128-bit lanes are added */
+    /* y: two sums in each 128-bit lane, z: four; then the 128-bit lanes are added */
+    __m512 y[8], z[4], u[2];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i)
-        y[i] = _mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]) + _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]);
+        y[i] =
+            _mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]) + _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i)
-        z[i] = _mm512_shuffle_ps(y[2 * i], y[2 * i + 1], 0x44) + _mm512_shuffle_ps(y[2 * i], y[2 * i + 1], 0xee);
+        z[i] = _mm512_shuffle_ps(y[2 * i], y[2 * i + 1], 0x44) +
+               _mm512_shuffle_ps(y[2 * i], y[2 * i + 1], 0xee);
     for (int i = 0; i < 2; ++i)
-        u[i] = _mm512_shuffle_f32x4(z[2 * i], z[2 * i + 1], 0x88) + _mm512_shuffle_f32x4(z[2 * i], z[2 * i + 1], 0xdd);
+        u[i] = _mm512_shuffle_f32x4(z[2 * i], z[2 * i + 1], 0x88) +
+               _mm512_shuffle_f32x4(z[2 * i], z[2 * i + 1], 0xdd);
     return _mm512_shuffle_f32x4(u[0], u[1], 0x88) + _mm512_shuffle_f32x4(u[0], u[1], 0xdd);
 }
 #elif ISA_LEVEL >= 2

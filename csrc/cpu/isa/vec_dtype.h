@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* vec_dtype.h: vectors of floats from and to memory of a dtype that the caller names; part of vec.h. */
+/* vec_dtype.h: vectors of floats from and to memory of a dtype that the caller names; part of
+ * vec.h. */
 #ifndef GPUKERN_VEC_DTYPE_H
 #define GPUKERN_VEC_DTYPE_H
 
@@ -9,9 +10,13 @@
 INLINE vf vf_load_dtype(const void *p, gk_dtype dtype, int64_t i, int64_t n) {
     switch (dtype) {
     case GK_BF16:
-        return n >= W ? vf_load_bf16((const uint16_t *)p + i) : vf_load_bf16_first((const uint16_t *)p + i, n);
-    case GK_F16: return n >= W ? vf_load_f16((const uint16_t *)p + i) : vf_load_f16_first((const uint16_t *)p + i, n);
-    case GK_F32: return n >= W ? vf_load((const float *)p + i) : vf_load_first((const float *)p + i, n);
+        return n >= W ? vf_load_bf16((const uint16_t *)p + i)
+                      : vf_load_bf16_first((const uint16_t *)p + i, n);
+    case GK_F16:
+        return n >= W ? vf_load_f16((const uint16_t *)p + i)
+                      : vf_load_f16_first((const uint16_t *)p + i, n);
+    case GK_F32:
+        return n >= W ? vf_load((const float *)p + i) : vf_load_first((const float *)p + i, n);
     default: gk_stop_without_case("vf_load_dtype", dtype);
     }
 }
@@ -24,8 +29,9 @@ INLINE void vf_store_dtype(void *p, gk_dtype dtype, int64_t i, vf v, int64_t n) 
     }
 }
 
-/* 2 W whole values at p[i] in the order that costs least: "split", of bfloat16 first the ones of even index, then the odd
- * ones, a shift and a mask of what is loaded; of other dtypes as they stand. Cells of pairs are never split. */
+/* 2 W whole values at p[i] in the order that costs least: "split", of bfloat16 first the ones of
+ * even index, then the odd ones, a shift and a mask of what is loaded; of other dtypes as they
+ * stand. Cells of pairs are never split. */
 typedef uint32_t vu_pairs __attribute__((vector_size(4 * W), aligned(2), may_alias));
 INLINE void vf_load2_split(const void *p, gk_dtype dtype, int64_t i, vf to[2]) {
     if (dtype == GK_BF16) {
@@ -46,9 +52,11 @@ INLINE vf vf_load_half(const void *p, int half) {
 INLINE void vf_unsplit(vf x[2], gk_dtype dtype) {
     if (dtype != GK_BF16) return;
     float t[2][W], u[2 * W];
-    vf_store(t[0], x[0]), vf_store(t[1], x[1]);
+    vf_store(t[0], x[0]);
+    vf_store(t[1], x[1]);
     for (int i = 0; i < 2 * W; ++i) u[i] = t[i % 2][i / 2];
-    x[0] = vf_load(u), x[1] = vf_load(u + W);
+    x[0] = vf_load(u);
+    x[1] = vf_load(u + W);
 }
 
 #endif

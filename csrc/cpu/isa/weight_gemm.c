@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_gemm: activations times packed weights of few bits, by quant_product.h; packing and unpacking. Compiled once per ISA.
+/* weight_gemm: activations times packed weights of few bits, by quant_product.h; packing and
+ * unpacking. Compiled once per ISA.
  *
  * a [M, K] bfloat16 | float16 | e4m3   packed [ceil(N / 64), ceil(K / 64), bytes] (weight_tile.h)   scale [ceil(K / g), N]
- * A task decodes its columns of the weight block by block: 64 codes of two rows are 16 words, whose shifts and masks are the codes
- * of one row in order. (code - zero) * scale * global_scale is rounded to a's dtype. Of an e4m3 a the codes are multiplied bare, and
- * each group's float32 sum by its scale. */
+ * A task decodes its columns of the weight block by block: 64 codes of two rows are 16 words, whose
+ * shifts and masks are the codes of one row in order. (code - zero) * scale * global_scale is
+ * rounded to a's dtype. Of an e4m3 a the codes are multiplied bare, and each group's float32 sum by
+ * its scale. */
 #include "../../formats/weight_tile.h"
 #include "quant_product.h"
 
@@ -24,7 +26,7 @@ typedef struct weight_plan {
 } weight_plan;
 GK_PLAN_HOLDS(weight_plan);
 
-/* ---- 1. codes of a tile ---------------------------------------------------------------------------------- */
+/* ---- 1. codes of a tile ---------------------------------------------------------------------- */
 typedef uint16_t vh_mem __attribute__((vector_size(2 * W), aligned(2), may_alias));
 
 /* The 64 codes along k of rows r and r + 8 of a tile, r % 16 < 8, in order. */
@@ -44,7 +46,8 @@ static void codes_of(const uint8_t *tile, bool is_4_bit, int r, uint16_t to[2][G
             } else {
                 for (int i = 0; i < 16; ++i) {
                     const uint32_t pair = t[i] >> 16 * h;
-                    to[h][32 * part + 2 * i] = pair & 0xff, to[h][32 * part + 2 * i + 1] = pair >> 8 & 0xff;
+                    to[h][32 * part + 2 * i] = pair & 0xff;
+                    to[h][32 * part + 2 * i + 1] = pair >> 8 & 0xff;
                 }
             }
         }
@@ -60,12 +63,14 @@ INLINE vf values_of(const uint16_t *codes, gk_weight_format format, float zero) 
     case GK_INT8: return vf_from_vi((c ^ 128) - 128);
     case GK_W_E4M3: {
         const vi size = c & 0x7f, sign = (c & 0x80) << 24;
-        const vi u = vi_select(size < 8, (vi)(vf_from_vi(size) * 0x1p-9f), (size << 20) + (120 << 23));
+        const vi u =
+            vi_select(size < 8, (vi)(vf_from_vi(size) * 0x1p-9f), (size << 20) + (120 << 23));
         return (vf)(vi_select(size == 0x7f, vi_set1(0x7fc00000), u) | sign);
     }
     default: {
         const vi size = c & 7, sign = (c & 8) << 28;
-        return (vf)(vi_select(size < 2, (vi)(vf_from_vi(size) * 0.5f), (size << 22) + (126 << 23)) | sign);
+        return (vf)(vi_select(size < 2, (vi)(vf_from_vi(size) * 0.5f), (size << 22) + (126 << 23)) |
+                    sign);
     }
     }
 }
@@ -77,7 +82,9 @@ static float scale_of_group(const weight *w, int64_t n, int64_t group) {
 
 static float zero_of_group(const weight *w, int64_t n, int64_t group) {
     if (w->format != GK_UINT4) return 0;
-    return w->g->zero ? (float)((const uint8_t *)w->g->zero->data)[group * w->zero_k + n * w->zero_n] : 8;
+    return w->g->zero
+               ? (float)((const uint8_t *)w->g->zero->data)[group * w->zero_k + n * w->zero_n]
+               : 8;
 }
 
 /* W values to `to`, rounded to dtype: bfloat16 or float16 (an e4m3 a: exact) */
@@ -87,19 +94,27 @@ INLINE void store_values(elem *to, vf v, gk_dtype dtype) {
     vf_store_bf16_first(to, v, W);
 #else
     uint16_t t[W];
-    if (dtype == GK_BF16) vf_store_bf16_first(t, v, W), v = vf_load_bf16(t);
-    if (dtype == GK_F16) vf_store_f16_first(t, v, W), v = vf_load_f16(t);
+    if (dtype == GK_BF16) {
+        vf_store_bf16_first(t, v, W);
+        v = vf_load_bf16(t);
+    }
+    if (dtype == GK_F16) {
+        vf_store_f16_first(t, v, W);
+        v = vf_load_f16(t);
+    }
     vf_store(to, v);
 #endif
 }
 
 /* Decoded weights of row n at [k0, k0 + kn), which lie in one tile, from its codes there. */
-INLINE void decode_row(const weight *w, gk_weight_format format, gk_dtype dtype, elem *to, const uint16_t *codes,
-                       int64_t n, int64_t k0, int64_t kn) {
+INLINE void decode_row(const weight *w, gk_weight_format format, gk_dtype dtype, elem *to,
+                       const uint16_t *codes, int64_t n, int64_t k0, int64_t kn) {
     for (int64_t i = 0; i < kn;) {
         const int64_t group = (k0 + i) >> w->group_log2;
-        const int64_t end = w->group_log2 > 60 ? kn : gk_min_i64(kn, ((group + 1) << w->group_log2) - k0);
-        const float zero = zero_of_group(w, n, group), scale = w->bare ? 1 : scale_of_group(w, n, group);
+        const int64_t end =
+            w->group_log2 > 60 ? kn : gk_min_i64(kn, ((group + 1) << w->group_log2) - k0);
+        const float zero = zero_of_group(w, n, group),
+                    scale = w->bare ? 1 : scale_of_group(w, n, group);
         for (; i < end; i += W) { /* groups and ends of tiles are multiples of 16 */
             vf v = values_of(codes + i, format, zero);
             if (!w->bare) v = v * scale * w->global_scale;
@@ -108,8 +123,8 @@ INLINE void decode_row(const weight *w, gk_weight_format format, gk_dtype dtype,
     }
 }
 
-static void read_weight(const quant_product *p, elem *to, int64_t ld, int64_t col, int64_t cols, int64_t k0,
-                        int64_t kn) {
+static void read_weight(const quant_product *p, elem *to, int64_t ld, int64_t col, int64_t cols,
+                        int64_t k0, int64_t kn) {
     const weight *w = p->b;
     const bool is_4_bit = gk_is_4_bit(w->format);
     const uint8_t *packed = w->g->packed.const_data;
@@ -118,8 +133,8 @@ static void read_weight(const quant_product *p, elem *to, int64_t ld, int64_t co
         const int64_t inside = k % GK_TILE, here = gk_min_i64(GK_TILE - inside, k0 + kn - k);
         for (int64_t n = col / 16 * 16; n < col + cols; ++n) {
             if (n % 16 >= 8) continue;
-            codes_of(packed + n / GK_TILE * w->tile_row + k / GK_TILE * w->tile_col, is_4_bit, (int)(n % GK_TILE),
-                     codes);
+            codes_of(packed + n / GK_TILE * w->tile_row + k / GK_TILE * w->tile_col, is_4_bit,
+                     (int)(n % GK_TILE), codes);
             for (int h = 0; h < 2; ++h) {
                 const int64_t row = n + 8 * h;
                 if (row < col || row >= col + cols) continue;
@@ -141,7 +156,7 @@ static void read_weight(const quant_product *p, elem *to, int64_t ld, int64_t co
     }
 }
 
-/* ---- 2. the op --------------------------------------------------------------------------------------------- */
+/* ---- 2. the op ------------------------------------------------------------------------------- */
 typedef struct weight_job {
     const quant_product *p;
     char *workspace;
@@ -159,19 +174,31 @@ static bool plan_weight(const gk_context *ctx, const void *args, gk_plan *plan) 
     weight *w = &x->w;
     const int nd = g->a.ndim;
     memset(x, 0, sizeof *x);
-    p->k = g->a.shape[nd - 1], p->n = g->n, p->m = 1;
+    p->k = g->a.shape[nd - 1];
+    p->n = g->n;
+    p->m = 1;
     for (int d = 0; d < nd - 1; ++d) p->m *= g->a.shape[d];
-    p->a_dtype = g->a.dtype, p->a_m = g->a.stride[nd - 2], p->a_k = g->a.stride[nd - 1];
+    p->a_dtype = g->a.dtype;
+    p->a_m = g->a.stride[nd - 2];
+    p->a_k = g->a.stride[nd - 1];
     p->read_b = read_weight;
-    w->format = g->format, w->n = g->n, w->k = p->k;
-    w->tile_row = g->packed.stride[0], w->tile_col = g->packed.stride[1];
+    w->format = g->format;
+    w->n = g->n;
+    w->k = p->k;
+    w->tile_row = g->packed.stride[0];
+    w->tile_col = g->packed.stride[1];
     w->group_log2 = gk_group_log2(p->k, g->scale.shape[0]);
-    w->scale_k = g->scale.stride[0], w->scale_n = g->scale.stride[1];
-    if (g->zero) w->zero_k = g->zero->stride[0], w->zero_n = g->zero->stride[1];
+    w->scale_k = g->scale.stride[0];
+    w->scale_n = g->scale.stride[1];
+    if (g->zero) {
+        w->zero_k = g->zero->stride[0];
+        w->zero_n = g->zero->stride[1];
+    }
     w->bare = g->a.dtype == GK_E4M3;
     if (w->bare) {
         if (g->scale_a) p->scale_a = gk_scales_of(g->scale_a, p->m, p->k, false);
-        p->scale_b = (gk_scales){g->scale.data, g->scale.dtype, w->group_log2, 0, w->scale_k, w->scale_n};
+        p->scale_b =
+            (gk_scales){g->scale.data, g->scale.dtype, w->group_log2, 0, w->scale_k, w->scale_n};
     }
     quant_results(p, g->activation, &g->out, g->bias);
     p->e.out_row = g->n;
@@ -179,14 +206,17 @@ static bool plan_weight(const gk_context *ctx, const void *args, gk_plan *plan) 
     return true;
 }
 
-static void run_weight(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+static void run_weight(const gk_context *ctx, const void *args, const gk_plan *plan,
+                       void *workspace) {
     const gk_weight_gemm_args *g = args;
     weight_plan x = *GK_OWN_CONST(weight_plan, plan);
     x.w.g = g;
     x.w.global_scale = g->global_scale ? *(const float *)g->global_scale->const_data : 1;
-    x.p.a = g->a.data, x.p.b = &x.w;
+    x.p.a = g->a.data;
+    x.p.b = &x.w;
     if (x.w.bare) {
-        x.p.scale_a.data = g->scale_a ? g->scale_a->data : NULL, x.p.scale_b.data = g->scale.data;
+        x.p.scale_a.data = g->scale_a ? g->scale_a->data : NULL;
+        x.p.scale_b.data = g->scale.data;
         x.p.e.alpha = x.w.global_scale;
     }
     x.p.e.out = g->out.data;

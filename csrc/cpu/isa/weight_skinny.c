@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_skinny: up to SKINNY_ROWS rows of activations times a packed weight, as products along k; compiled once per ISA.
+/* weight_skinny: up to SKINNY_ROWS rows of activations times a packed weight, as products along k;
+ * compiled once per ISA.
  *
  * a [M, K] bfloat16 | float16   packed [ceil(N / 64), ceil(K / 64), bytes] (weight_tile.h)   scale [ceil(K / g), N]
- * Reading the weight once is what costs. Codes are multiplied in the order they are stored in, and a is put in that order first,
- * as float32: of a tile's 64 codes of rows r and r + 8, which are 16 words of 4 bits (32 of 8), a shift of all words is the codes
- * of 16 values of k. They are multiplied by the scale of their group and rounded to a's dtype, then by a; sums are float32, lane by
- * lane, and lanes are added at the end. A task is 64 columns of the result, and walks its row of tiles, which lie one behind the other.
- * Workspace: a in that order; per worker the sums and their results. Not here: more rows, an e4m3 a. */
+ * Reading the weight once is what costs. Codes are multiplied in the order they are stored in, and
+ * a is put in that order first, as float32: of a tile's 64 codes of rows r and r + 8, which are 16
+ * words of 4 bits (32 of 8), a shift of all words is the codes of 16 values of k. They are
+ * multiplied by the scale of their group and rounded to a's dtype, then by a; sums are float32,
+ * lane by lane, and lanes are added at the end. A task is 64 columns of the result, and walks its
+ * row of tiles, which lie one behind the other. Workspace: a in that order; per worker the sums and
+ * their results. Not here: more rows, an e4m3 a. */
 #include "../../formats/weight_tile.h"
 #include "codes_vec.h"
 #include "tile.h"
@@ -63,12 +66,14 @@ INLINE vf worth(vi c, gk_weight_format format, float zero) {
     case GK_INT8: return vf_from_vi(((c & 255) ^ 128) - 128);
     case GK_W_E4M3: {
         const vi size = c & 0x7f, sign = (c & 0x80) << 24;
-        const vi u = vi_select(size < 8, (vi)(vf_from_vi(size) * 0x1p-9f), (size << 20) + (120 << 23));
+        const vi u =
+            vi_select(size < 8, (vi)(vf_from_vi(size) * 0x1p-9f), (size << 20) + (120 << 23));
         return (vf)(vi_select(size == 0x7f, vi_set1(0x7fc00000), u) | sign);
     }
     default: {
         const vi size = c & 7, sign = (c & 8) << 28;
-        return (vf)(vi_select(size < 2, (vi)(vf_from_vi(size) * 0.5f), (size << 22) + (126 << 23)) | sign);
+        return (vf)(vi_select(size < 2, (vi)(vf_from_vi(size) * 0.5f), (size << 22) + (126 << 23)) |
+                    sign);
     }
     }
 }
@@ -84,14 +89,16 @@ INLINE vf rounded(vf x, gk_dtype dtype) {
     return vf_load_f16(t);
 }
 
-/* Of row n and a tile of k: the scale (the zero) of each lane's group; groups of 64 and more have one. */
+/* Of row n and a tile of k: the scale (the zero) of each lane's group; groups of 64 and more have
+ * one. */
 static void of_groups(const skinny_job *jb, int64_t n, int64_t tile, bool zeros, float to[WORDS]) {
     const gk_weight_gemm_args *g = jb->g;
     const gk_tensor *t = zeros ? g->zero : &g->scale;
     const bool is_4_bit = gk_is_4_bit(g->format);
     float four[4];
     for (int s = 0; s < 4; ++s) {
-        const int64_t group = gk_min_i64((tile * GK_TILE + 16 * s) >> jb->p.group_log2, g->scale.shape[0] - 1);
+        const int64_t group =
+            gk_min_i64((tile * GK_TILE + 16 * s) >> jb->p.group_log2, g->scale.shape[0] - 1);
         four[s] = (float)gk_load(t->data, t->dtype, group * t->stride[0] + n * t->stride[1]);
         if (jb->p.group_log2 >= 6) {
             for (int lane = 0; lane < WORDS; ++lane) to[lane] = four[0];
@@ -103,8 +110,8 @@ static void of_groups(const skinny_job *jb, int64_t n, int64_t tile, bool zeros,
 }
 
 /* One tile times all rows of a: sums[row of 64][i][lane]. */
-INLINE void tile_times(const skinny_job *jb, gk_weight_format format, gk_dtype dtype, const uint8_t *tile, int64_t n0,
-                       int64_t tile_k, float *sums) {
+INLINE void tile_times(const skinny_job *jb, gk_weight_format format, gk_dtype dtype,
+                       const uint8_t *tile, int64_t n0, int64_t tile_k, float *sums) {
     const int64_t m = jb->p.m, rows = gk_min_i64(GK_TILE, jb->p.n - n0);
     const bool is_4_bit = gk_is_4_bit(format);
     const float *a = jb->a + tile_k * 4 * WORDS;
@@ -123,10 +130,12 @@ INLINE void tile_times(const skinny_job *jb, gk_weight_format format, gk_dtype d
                 for (int v = 0; v < 4; ++v) {
                     const uint8_t *words = tile + 16 * (is_4_bit ? thread : 128 * (v / 2) + thread);
                     const vi w = vi_load_bytes(words + 4 * W * part);
-                    const int shift = is_4_bit ? 4 * (h + 2 * (v / 2) + 4 * (v % 2)) : 8 * (2 * h + v % 2);
+                    const int shift =
+                        is_4_bit ? 4 * (h + 2 * (v / 2) + 4 * (v % 2)) : 8 * (2 * h + v % 2);
                     value[v] = worth(w >> shift, format, 8);
                     if (format == GK_UINT4 && jb->g->zero) value[v] += 8 - vf_load(zero + part * W);
-                    value[v] = rounded(value[v] * vf_load(scale + part * W) * jb->global_scale, dtype);
+                    value[v] =
+                        rounded(value[v] * vf_load(scale + part * W) * jb->global_scale, dtype);
                 }
                 for (int64_t i = 0; i < m; ++i) {
                     const float *x = a + i * a_row + part * W;
@@ -144,7 +153,8 @@ static void skinny_task(void *arg, int64_t t, int64_t worker) {
     const skinny_job *jb = arg;
     const gk_weight_gemm_args *g = jb->g;
     const int64_t m = jb->p.m, n0 = t * GK_TILE, rows = gk_min_i64(GK_TILE, jb->p.n - n0);
-    float *sums = (float *)(void *)(jb->workers + worker * jb->p.worker_bytes), *results = sums + GK_TILE * m * WORDS;
+    float *sums = (float *)(void *)(jb->workers + worker * jb->p.worker_bytes),
+          *results = sums + GK_TILE * m * WORDS;
     memset(sums, 0, (size_t)(GK_TILE * m * WORDS) * sizeof *sums);
     const uint8_t *tiles = (const uint8_t *)g->packed.const_data + t * g->packed.stride[0];
     for (int64_t k = 0; k < jb->p.tiles_k; ++k) {
@@ -170,14 +180,18 @@ static void skinny_task(void *arg, int64_t t, int64_t worker) {
         for (int64_t i = 0; i < m; ++i) {
             const float *s = sums + (row * m + i) * WORDS;
             float total = 0;
-            for (int half = 0; half < 4; ++half) total += (s[half] + s[half + 4]) + (s[half + 8] + s[half + 12]);
+            for (int half = 0; half < 4; ++half)
+                total += (s[half] + s[half + 4]) + (s[half + 8] + s[half + 12]);
             results[i * GK_TILE + row] = total;
         }
-    gk_gemm_epilogue e = {.alpha = 1, .activation = g->activation, .out_dtype = g->out.dtype, .out_row = jb->p.n};
+    gk_gemm_epilogue e = {
+        .alpha = 1, .activation = g->activation, .out_dtype = g->out.dtype, .out_row = jb->p.n};
     e.out = (char *)g->out.data + (int64_t)gk_dtype_bytes(g->out.dtype) * n0;
     if (g->bias) {
-        e.bias_dtype = g->bias->dtype, e.bias_stride = g->bias->stride[0];
-        e.bias = (const char *)g->bias->data + (int64_t)gk_dtype_bytes(e.bias_dtype) * n0 * e.bias_stride;
+        e.bias_dtype = g->bias->dtype;
+        e.bias_stride = g->bias->stride[0];
+        e.bias = (const char *)g->bias->data +
+                 (int64_t)gk_dtype_bytes(e.bias_dtype) * n0 * e.bias_stride;
     }
     SYM(gk_gemm_isa).store(&e, results, GK_TILE, m, rows);
 }
@@ -186,21 +200,29 @@ static bool plan_skinny(const gk_context *ctx, const void *args, gk_plan *plan) 
     const gk_weight_gemm_args *g = args;
     skinny_plan *p = GK_OWN(skinny_plan, plan);
     const int nd = g->a.ndim;
-    p->m = 1, p->n = g->n, p->k = g->a.shape[nd - 1];
+    p->m = 1;
+    p->n = g->n;
+    p->k = g->a.shape[nd - 1];
     for (int d = 0; d < nd - 1; ++d) p->m *= g->a.shape[d];
     p->group_log2 = gk_group_log2(p->k, g->scale.shape[0]);
     /* of 8 bits a lane's four values lie in two halves of the tile, which must share a group */
-    if (p->m > SKINNY_ROWS || p->m == 0 || p->k == 0 || (!gk_is_4_bit(g->format) && p->group_log2 < 6)) return false;
+    if (p->m > SKINNY_ROWS || p->m == 0 || p->k == 0 ||
+        (!gk_is_4_bit(g->format) && p->group_log2 < 6))
+        return false;
     p->tiles_k = gk_ceil_div(p->k, GK_TILE);
     p->a_bytes = gk_round_up(p->m * p->tiles_k * 4 * WORDS * (int64_t)sizeof(float), 64);
     p->worker_bytes = gk_round_up((GK_TILE * p->m * (WORDS + 1) + W) * (int64_t)sizeof(float), 64);
     plan->tasks = gk_ceil_div(p->n, GK_TILE);
-    plan->tile[0] = p->m, plan->tile[1] = GK_TILE, plan->tile[2] = GK_TILE;
-    plan->workspace_bytes = (size_t)(p->a_bytes + gk_num_workers(ctx, plan->tasks) * p->worker_bytes);
+    plan->tile[0] = p->m;
+    plan->tile[1] = GK_TILE;
+    plan->tile[2] = GK_TILE;
+    plan->workspace_bytes =
+        (size_t)(p->a_bytes + gk_num_workers(ctx, plan->tasks) * p->worker_bytes);
     return true;
 }
 
-static void run_skinny(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+static void run_skinny(const gk_context *ctx, const void *args, const gk_plan *plan,
+                       void *workspace) {
     skinny_job jb = {.g = args, .p = *GK_OWN_CONST(skinny_plan, plan), .a = workspace};
     jb.workers = (char *)workspace + jb.p.a_bytes;
     jb.global_scale = jb.g->global_scale ? *(const float *)jb.g->global_scale->const_data : 1;

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* attn_merge: two attentions over different keys become one (Dao et al. 2023, Flash-Decoding).
  *   lse = log(exp(lse_a) + exp(lse_b))      out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
- * out_a, out_b [..., Dv] of one dtype, lse_a, lse_b [...] float32 (float64 with float64), any strides; out, lse dense.
- * A side with lse -inf saw nothing and is not read: the other is returned bit for bit; both give 0 and -inf.
+ * out_a, out_b [..., Dv] of one dtype, lse_a, lse_b [...] float32 (float64 with float64), any
+ * strides; out, lse dense. A side with lse -inf saw nothing and is not read: the other is returned
+ * bit for bit; both give 0 and -inf.
  * A warp owns a row. Bandwidth bound. */
 #include "../host/launch.cuh"
 #include "../tile/convert.cuh"
@@ -10,7 +11,8 @@
 
 namespace {
 
-constexpr int THREADS = 128, WARPS = THREADS / 32; /* no state beyond a row: any count that fills an SM serves */
+/* no state beyond a row: any count that fills an SM serves */
+constexpr int THREADS = 128, WARPS = THREADS / 32;
 
 struct Params {
     const void *out_a, *out_b, *lse_a, *lse_b;
@@ -18,20 +20,24 @@ struct Params {
     int64_t num_rows, head_dim_v;
     int ndim; /* of lse */
     int64_t shape[GK_MAX_DIMS];
-    int64_t out_a_stride[GK_MAX_DIMS], out_b_stride[GK_MAX_DIMS], lse_a_stride[GK_MAX_DIMS], lse_b_stride[GK_MAX_DIMS];
+    int64_t out_a_stride[GK_MAX_DIMS], out_b_stride[GK_MAX_DIMS], lse_a_stride[GK_MAX_DIMS],
+        lse_b_stride[GK_MAX_DIMS];
 };
 
 template <class T> __global__ void __launch_bounds__(THREADS) attn_merge_kernel(Params p) {
     typedef typename element<T>::acc W;
     const int lane = threadIdx.x % 32;
     const int64_t step = (int64_t)gridDim.x * WARPS;
-    for (int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; row < p.num_rows; row += step) {
+    for (int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32; row < p.num_rows;
+         row += step) {
         int64_t rest = row, at_a = 0, at_b = 0, at_lse_a = 0, at_lse_b = 0;
         for (int d = p.ndim - 1; d >= 0; --d) {
             const int64_t x = rest % p.shape[d];
             rest /= p.shape[d];
-            at_a += x * p.out_a_stride[d], at_b += x * p.out_b_stride[d];
-            at_lse_a += x * p.lse_a_stride[d], at_lse_b += x * p.lse_b_stride[d];
+            at_a += x * p.out_a_stride[d];
+            at_b += x * p.out_b_stride[d];
+            at_lse_a += x * p.lse_a_stride[d];
+            at_lse_b += x * p.lse_b_stride[d];
         }
         const W lse_a = ((const W *)p.lse_a)[at_lse_a], lse_b = ((const W *)p.lse_b)[at_lse_b];
         const bool no_a = lse_a == -INFINITY, no_b = lse_b == -INFINITY;
@@ -40,7 +46,8 @@ template <class T> __global__ void __launch_bounds__(THREADS) attn_merge_kernel(
             const RowSoftmax<ExpFull, W> all = {lanes_max2(lse_a, lse_b), 0};
             const W e_a = all.weight(lse_a), e_b = all.weight(lse_b);
             lse = all.peak + log(e_a + e_b);
-            weight_a = e_a / (e_a + e_b), weight_b = e_b / (e_a + e_b);
+            weight_a = e_a / (e_a + e_b);
+            weight_b = e_b / (e_a + e_b);
         }
         const T *a = (const T *)p.out_a + at_a, *b = (const T *)p.out_b + at_b;
         T *out = (T *)p.out + row * p.head_dim_v;
@@ -59,12 +66,19 @@ template <class T> __global__ void __launch_bounds__(THREADS) attn_merge_kernel(
 
 template <class T> gk_status run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
     const gk_attn_merge_args *a = (const gk_attn_merge_args *)args;
-    Params p = {a->out_a.data, a->out_b.data, a->lse_a.data, a->lse_b.data, a->out.data, a->lse.data};
-    p.ndim = a->lse.ndim, p.num_rows = gk_numel(&a->lse), p.head_dim_v = a->out.shape[p.ndim];
-    for (int d = 0; d <= p.ndim; ++d) p.out_a_stride[d] = a->out_a.stride[d], p.out_b_stride[d] = a->out_b.stride[d];
+    Params p = {a->out_a.data, a->out_b.data, a->lse_a.data,
+                a->lse_b.data, a->out.data,   a->lse.data};
+    p.ndim = a->lse.ndim;
+    p.num_rows = gk_numel(&a->lse);
+    p.head_dim_v = a->out.shape[p.ndim];
+    for (int d = 0; d <= p.ndim; ++d) {
+        p.out_a_stride[d] = a->out_a.stride[d];
+        p.out_b_stride[d] = a->out_b.stride[d];
+    }
     for (int d = 0; d < p.ndim; ++d) {
         p.shape[d] = a->lse.shape[d];
-        p.lse_a_stride[d] = a->lse_a.stride[d], p.lse_b_stride[d] = a->lse_b.stride[d];
+        p.lse_a_stride[d] = a->lse_a.stride[d];
+        p.lse_b_stride[d] = a->lse_b.stride[d];
     }
     const dim3 grid((unsigned)gk_min_i64(gk_ceil_div(p.num_rows, WARPS), 1 << 20));
     return launch<attn_merge_kernel<T>>("gk_attn_merge", ctx, grid, THREADS, 0, p);
@@ -79,4 +93,5 @@ const gk_cuda_instance instances[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_attn_merge_table = {instances, sizeof instances / sizeof instances[0], 80, NULL};
+extern "C" const gk_cuda_table gk_attn_merge_table = {
+    instances, sizeof instances / sizeof instances[0], 80, NULL};

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* drop.cuh: attention's dropout on the device, by the law of csrc/formats/attn_dropout.h: bits of eight keys a call of Philox, in the lanes
- * that hold the probabilities. Kernels zero what is not kept of P and leave 1 / (1 - p) to the end of a row; in dS it is a factor
- * of dP. */
+/* drop.cuh: attention's dropout on the device, by the law of csrc/formats/attn_dropout.h: bits of
+ * eight keys a call of Philox, in the lanes that hold the probabilities. Kernels zero what is not
+ * kept of P and leave 1 / (1 - p) to the end of a row; in dS it is a factor of dP. */
 #ifndef GPUKERN_CUDA_DROP_CUH
 #define GPUKERN_CUDA_DROP_CUH
 
@@ -20,9 +20,11 @@ struct Dropout {
 inline Dropout dropout_of(const gk_flash_attn_args *a) {
     Dropout d = {NULL, 0, 0, 1, 1};
     if (!(a->dropout_p > 0)) return d;
-    d.seed = (const int64_t *)a->dropout_seed->data, d.seed_step = a->dropout_seed->stride[0];
+    d.seed = (const int64_t *)a->dropout_seed->data;
+    d.seed_step = a->dropout_seed->stride[0];
     d.most = gk_attn_keep_most(a->dropout_p);
-    d.wide_factor = gk_keep_scale(a->dropout_p), d.factor = (float)d.wide_factor;
+    d.wide_factor = gk_keep_scale(a->dropout_p);
+    d.factor = (float)d.wide_factor;
     return d;
 }
 
@@ -36,7 +38,9 @@ template <class P, bool DROP> struct dropping_if {
 template <class P> struct dropping_if<P, true> {
     typedef Dropping<P> type;
 };
-template <class P> __host__ __device__ inline float drop_factor(const Dropping<P> &p) { return p.drop.factor; }
+template <class P> __host__ __device__ inline float drop_factor(const Dropping<P> &p) {
+    return p.drop.factor;
+}
 template <class P> __host__ __device__ inline float drop_factor(const P &) { return 1; }
 
 /* Number of the row of query 0 of a head: of its element in lse. */
@@ -49,8 +53,10 @@ __device__ __forceinline__ int drop_q0(const Problem &p, int b) {
 }
 
 /* Bit e: whether a row keeps key 8 g + e. */
-__device__ __forceinline__ uint32_t drop_eight(const PhiloxSeed &seed, uint32_t most, int64_t row, int g) {
-    const uint4 c = philox(seed, (uint64_t)gk_attn_counter_high(row) << 32 | gk_attn_counter_low(row, (uint32_t)g));
+__device__ __forceinline__ uint32_t drop_eight(const PhiloxSeed &seed, uint32_t most, int64_t row,
+                                               int g) {
+    const uint4 c = philox(seed, (uint64_t)gk_attn_counter_high(row) << 32 |
+                                     gk_attn_counter_low(row, (uint32_t)g));
     uint32_t bits = 0;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -74,11 +80,11 @@ __device__ __forceinline__ uint32_t quad_or(uint32_t x) {
     return x | __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-/* Rows in accumulators, keys as columns: of s [M][N][4] what is not kept becomes 0. row0: the number of the lane's first row, of
- * which the next is row_step on; key0: column 0 of the tile. */
+/* Rows in accumulators, keys as columns: of s [M][N][4] what is not kept becomes 0. row0: the
+ * number of the lane's first row, of which the next is row_step on; key0: column 0 of the tile. */
 template <int M, int N>
-__device__ __forceinline__ void drop_keys(float (&s)[M][N][4], const Dropout &d, int64_t row0, int64_t row_step,
-                                          int key0) {
+__device__ __forceinline__ void drop_keys(float (&s)[M][N][4], const Dropout &d, int64_t row0,
+                                          int64_t row_step, int key0) {
     constexpr int WORDS = (N + 3) / 4;
     const PhiloxSeed seed(d.seed, d.seed_step);
     const int quad = threadIdx.x % 4, g = key0 / 8, skip = key0 % 8;
@@ -89,30 +95,37 @@ __device__ __forceinline__ void drop_keys(float (&s)[M][N][4], const Dropout &d,
             const int64_t row = row0 + (16 * m + 8 * r) * row_step;
             uint32_t w[WORDS + 1];
 #pragma unroll
-            for (int i = 0; i < WORDS; ++i) w[i] = quad_or(drop_eight(seed, d.most, row, g + 4 * i + quad) << 8 * quad);
-            w[WORDS] = skip ? drop_eight(seed, d.most, row, g + 4 * WORDS) : 0; /* all lanes alike */
+            for (int i = 0; i < WORDS; ++i)
+                w[i] = quad_or(drop_eight(seed, d.most, row, g + 4 * i + quad) << 8 * quad);
+            /* all lanes alike */
+            w[WORDS] = skip ? drop_eight(seed, d.most, row, g + 4 * WORDS) : 0;
 #pragma unroll
             for (int i = 0; i < WORDS; ++i) {
-                w[i] = __funnelshift_r(w[i], w[i + 1], skip) >> 2 * quad; /* bit 0: the lane's first column */
+                /* bit 0: the lane's first column */
+                w[i] = __funnelshift_r(w[i], w[i + 1], skip) >> 2 * quad;
 #pragma unroll
                 for (int n = 4 * i; n < 4 * i + 4 && n < N; ++n)
 #pragma unroll
                     for (int e = 0; e < 2; ++e)
-                        s[m][n][2 * r + e] = w[i] & 1u << (8 * (n % 4) + e) ? s[m][n][2 * r + e] : 0;
+                        s[m][n][2 * r + e] =
+                            w[i] & 1u << (8 * (n % 4) + e) ? s[m][n][2 * r + e] : 0;
             }
         }
 }
 
-/* Keys in accumulators, M x 16 a warp, rows of queries as columns: bits of a lane's two rows of the n-th eight, of which bit
- * 16 m + 8 (r / 2) is of accumulator [m][n][r]. row0: the number of column 0; key0: the warp's first, a multiple of 16. */
+/* Keys in accumulators, M x 16 a warp, rows of queries as columns: bits of a lane's two rows of the
+ * n-th eight, of which bit 16 m + 8 (r / 2) is of accumulator [m][n][r]. row0: the number of column
+ * 0; key0: the warp's first, a multiple of 16. */
 template <int M>
-__device__ __forceinline__ uint2 keep_of_rows(const Dropout &d, int64_t row0, int64_t row_step, int key0, int n) {
+__device__ __forceinline__ uint2 keep_of_rows(const Dropout &d, int64_t row0, int64_t row_step,
+                                              int key0, int n) {
     constexpr int GROUPS = 2 * M < 4 ? 2 * M : 4;
     static_assert(M <= 2, "a word is 32 keys");
     const int lane = threadIdx.x % 32, quad = lane % 4, part = quad % GROUPS;
     const PhiloxSeed seed(d.seed, d.seed_step);
     const uint32_t mine =
-        quad_or(drop_eight(seed, d.most, row0 + (8 * n + lane / 4) * row_step, key0 / 8 + part) << 8 * part);
+        quad_or(drop_eight(seed, d.most, row0 + (8 * n + lane / 4) * row_step, key0 / 8 + part)
+                << 8 * part);
     return make_uint2(__shfl_sync(0xffffffffu, mine, 8 * quad) >> lane / 4,
                       __shfl_sync(0xffffffffu, mine, 8 * quad + 4) >> lane / 4);
 }

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* kv.cuh: a paged_attn call as its kernels see it: one struct by value, the sequence behind a row of the table, the sequence
- * that owns a token, the page that holds a key. Strides count elements.
+/* kv.cuh: a paged_attn call as its kernels see it: one struct by value, the sequence behind a row
+ * of the table, the sequence that owns a token, the page that holds a key. Strides count elements.
  *
- * Index tensors are read on the device alone. What is wrong in them is reported and replaced: a length is clamped, a pair of
- * cu_seqlens_q that cannot be a sequence owns no token, a page outside the cache holds no key. */
+ * Index tensors are read on the device alone. What is wrong in them is reported and replaced: a
+ * length is clamped, a pair of cu_seqlens_q that cannot be a sequence owns no token, a page outside
+ * the cache holds no key. */
 #ifndef GPUKERN_CUDA_KV_CUH
 #define GPUKERN_CUDA_KV_CUH
 
@@ -16,7 +17,8 @@ struct Paged {
     Rules rules;
     const int32_t *table, *lens, *cu_q; /* cu_q NULL: seq_q tokens each */
     int64_t table_row, table_entry, lens_step, cu_q_step;
-    const void *k_scale, *v_scale; /* float, double for float64; NULL = 1; step 0: one for all heads */
+    /* float, double for float64; NULL = 1; step 0: one for all heads */
+    const void *k_scale, *v_scale;
     int64_t k_scale_step, v_scale_step;
     int batch, tokens, heads_q, heads_kv, group;
     int head_dim, head_dim_v;
@@ -44,12 +46,15 @@ __device__ __forceinline__ PagedSequence paged_sequence(const Paged &p, int b) {
     if (p.cu_q) {
         const int start = p.cu_q[b * p.cu_q_step], end = p.cu_q[(b + 1) * p.cu_q_step];
         good = start >= 0 && start <= end && end <= p.tokens;
-        if (b > 1) { /* a start below the entry before it must not take tokens of the sequence before that */
-            const int before = p.cu_q[(b - 2) * p.cu_q_step], its_end = p.cu_q[(b - 1) * p.cu_q_step];
+        /* a start below the entry before it must not take tokens of the sequence before that */
+        if (b > 1) {
+            const int before = p.cu_q[(b - 2) * p.cu_q_step],
+                      its_end = p.cu_q[(b - 1) * p.cu_q_step];
             if (before >= 0 && before <= its_end && its_end <= p.tokens)
                 good = good && min(its_end - before, p.seq_q) <= start - before;
         }
-        s.q0 = good ? start : 0, seq_q = good ? end - start : 0;
+        s.q0 = good ? start : 0;
+        seq_q = good ? end - start : 0;
         good = good && seq_q <= p.seq_q && (b > 0 || start == 0);
     }
     const int length = p.lens[b * p.lens_step];
@@ -63,7 +68,8 @@ __device__ __forceinline__ PagedSequence paged_sequence(const Paged &p, int b) {
     return s;
 }
 
-/* The sequence that serves the token, -1 where none does. All lanes of a warp ask for the same token. */
+/* The sequence that serves the token, -1 where none does. All lanes of a warp ask for the same
+ * token. */
 __device__ __forceinline__ int paged_owner(const Paged &p, int token) {
     if (!p.cu_q) return token / p.seq_q;
     const int likely = owner_of(p.cu_q, p.cu_q_step, p.batch, token);
@@ -85,8 +91,8 @@ __device__ __forceinline__ int paged_owner(const Paged &p, int token) {
     return -1;
 }
 
-/* The page of key j of sequence b, in which it is row j % block_size; -1, and a report, where the table names no page of the
- * cache. The key lies at k.at(page, head_kv, row). */
+/* The page of key j of sequence b, in which it is row j % block_size; -1, and a report, where the
+ * table names no page of the cache. The key lies at k.at(page, head_kv, row). */
 __device__ __forceinline__ int page_of_key(const Paged &p, int b, int j) {
     const int page = p.table[b * p.table_row + j / p.block_size * p.table_entry];
     if ((unsigned)page < (unsigned)p.num_blocks) return page;
@@ -94,7 +100,8 @@ __device__ __forceinline__ int page_of_key(const Paged &p, int b, int j) {
     return -1;
 }
 
-template <class W> __device__ __forceinline__ W paged_scale(const void *scale, int64_t step, int head_kv) {
+template <class W>
+__device__ __forceinline__ W paged_scale(const void *scale, int64_t step, int head_kv) {
     return scale ? ((const W *)scale)[head_kv * step] : W(1);
 }
 
@@ -111,13 +118,14 @@ struct CodeScale {
     }
 };
 
-/* ---- host ---------------------------------------------------------------------------------------------- */
+/* ---- host ------------------------------------------------------------------------------------ */
 inline Rows pages_of(const gk_tensor &t) { return {t.data, t.stride[0], t.stride[2], t.stride[1]}; }
 
 inline CodeScale code_scale(const gk_tensor *t) {
     CodeScale s = {};
     if (!t) return s;
-    s.data = t->data, s.wide = t->dtype == GK_F64;
+    s.data = t->data;
+    s.wide = t->dtype == GK_F64;
     if (t->ndim > 0) s.head = t->stride[t->ndim - 1];
     if (t->ndim == 2) s.page = t->stride[0];
     return s;
@@ -133,24 +141,44 @@ inline int64_t paged_seq_q(const gk_paged_attn_args *a) {
 inline Paged paged_of(const gk_context *ctx, const gk_paged_attn_args *a) {
     Paged p = {};
     gk_attn_rules rules = a->rules;
-    rules.diagonal = 0, rules.kv_end = rules.q_start = NULL;
+    rules.diagonal = 0;
+    rules.kv_end = rules.q_start = NULL;
     if (!(a->flags & GK_PAGED_WINDOW_RIGHT)) rules.window_right = -1;
-    p.q = rows_of(a->q), p.k = pages_of(a->k_cache), p.v = pages_of(a->v_cache);
-    p.out = a->out.data, p.lse = a->lse.data;
+    p.q = rows_of(a->q);
+    p.k = pages_of(a->k_cache);
+    p.v = pages_of(a->v_cache);
+    p.out = a->out.data;
+    p.lse = a->lse.data;
     p.rules = rules_of(rules);
     p.table = (const int32_t *)a->block_table.data;
-    p.table_row = a->block_table.stride[0], p.table_entry = a->block_table.stride[1];
-    p.lens = (const int32_t *)a->seq_lens.data, p.lens_step = a->seq_lens.stride[0];
-    if (a->cu_seqlens_q) p.cu_q = (const int32_t *)a->cu_seqlens_q->data, p.cu_q_step = a->cu_seqlens_q->stride[0];
-    if (a->k_scale) p.k_scale = a->k_scale->data, p.k_scale_step = a->k_scale->ndim ? a->k_scale->stride[0] : 0;
-    if (a->v_scale) p.v_scale = a->v_scale->data, p.v_scale_step = a->v_scale->ndim ? a->v_scale->stride[0] : 0;
-    p.batch = (int)a->seq_lens.shape[0], p.tokens = (int)a->q.shape[0];
-    p.heads_q = (int)a->q.shape[1], p.heads_kv = (int)a->k_cache.shape[2];
+    p.table_row = a->block_table.stride[0];
+    p.table_entry = a->block_table.stride[1];
+    p.lens = (const int32_t *)a->seq_lens.data;
+    p.lens_step = a->seq_lens.stride[0];
+    if (a->cu_seqlens_q) {
+        p.cu_q = (const int32_t *)a->cu_seqlens_q->data;
+        p.cu_q_step = a->cu_seqlens_q->stride[0];
+    }
+    if (a->k_scale) {
+        p.k_scale = a->k_scale->data;
+        p.k_scale_step = a->k_scale->ndim ? a->k_scale->stride[0] : 0;
+    }
+    if (a->v_scale) {
+        p.v_scale = a->v_scale->data;
+        p.v_scale_step = a->v_scale->ndim ? a->v_scale->stride[0] : 0;
+    }
+    p.batch = (int)a->seq_lens.shape[0];
+    p.tokens = (int)a->q.shape[0];
+    p.heads_q = (int)a->q.shape[1];
+    p.heads_kv = (int)a->k_cache.shape[2];
     p.group = p.heads_kv ? p.heads_q / p.heads_kv : 1;
-    p.head_dim = (int)a->q.shape[2], p.head_dim_v = (int)a->v_cache.shape[3];
+    p.head_dim = (int)a->q.shape[2];
+    p.head_dim_v = (int)a->v_cache.shape[3];
     p.num_blocks = (int)gk_min_i64(a->k_cache.shape[0], INT32_MAX);
-    p.block_size = (int)gk_clamp_i64(a->k_cache.shape[1], 1, 1 << 30); /* a length is at most 2^30 */
-    p.capacity = p.num_blocks ? (int)gk_min_i64(a->block_table.shape[1] * p.block_size, 1 << 30) : 0;
+    /* a length is at most 2^30 */
+    p.block_size = (int)gk_clamp_i64(a->k_cache.shape[1], 1, 1 << 30);
+    p.capacity =
+        p.num_blocks ? (int)gk_min_i64(a->block_table.shape[1] * p.block_size, 1 << 30) : 0;
     p.seq_q = (int)paged_seq_q(a);
     /* the kernels report every short length, and no report tells it from a bad one */
     p.error_word = a->flags & GK_PAGED_ALLOW_SHORT ? NULL : ctx->error_word;

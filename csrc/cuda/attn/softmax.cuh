@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* softmax.cuh: the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), for every kernel that attends.
+/* softmax.cuh: the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), for every kernel
+ * that attends.
  *   m = max of the scores so far   l = sum of e^(s - m)   O = sum of e^(s - m) v
  *   RowSoftmax     one row, in the kernels for CUDA cores and over paged caches, and where partial results meet
  *   OnlineSoftmax  rows that lie in accumulators of mma, in flash_attn_fwd_sm80
@@ -14,7 +15,7 @@
 #include "score.cuh"
 #include "tiles.h"
 
-/* ---- 1. one row ------------------------------------------------------------------------------------------- */
+/* ---- 1. one row ------------------------------------------------------------------------------ */
 /* e^x as a kernel needs it. */
 struct ExpFull { /* as the type rounds it */
     template <class W> static __device__ __forceinline__ W of(W x) { return exp(x); }
@@ -30,17 +31,21 @@ struct ExpApprox { /* to 2^-22: differences of scores are small where weights ar
 template <class Exp, class W = float> struct RowSoftmax {
     W peak, sum; /* -inf and 0: nothing seen */
 
-    __device__ __forceinline__ W base() const { return peak == W(-INFINITY) ? W(0) : peak; } /* -inf - -inf is NaN */
+    __device__ __forceinline__ W base() const {
+        return peak == W(-INFINITY) ? W(0) : peak;
+    } /* -inf - -inf is NaN */
     __device__ __forceinline__ W weight(W s) const { return Exp::of(s - base()); }
 
-    /* highest: of the scores that come now. Returns the factor of what was summed before them, of sum, too. */
+    /* highest: of the scores that come now. Returns the factor of what was summed before them, of
+     * sum, too. */
     __device__ __forceinline__ W raise(W highest) {
         const W before = peak;
         peak = lanes_max2(before, highest);
         return Exp::of(before - base());
     }
 
-    /* Adds the sum over other keys, whose peak is at most this one; returns the factor of their O. */
+    /* Adds the sum over other keys, whose peak is at most this one; returns the factor of their
+     * O. */
     __device__ __forceinline__ W join(W their_peak, W their_sum) {
         const W factor = weight(their_peak);
         sum += factor * their_sum;
@@ -48,10 +53,10 @@ template <class Exp, class W = float> struct RowSoftmax {
     }
 };
 
-/* ---- 2. rows in accumulators ------------------------------------------------------------------------------ */
-/* M blocks of 16 rows. A lane holds elements of rows frag_row(lane, 0) and frag_row(lane, 2) of each; four lanes share a
- * row. Scores are in any unit: unit_log2 turns one into log2 units and is positive. peak lags behind the maximum by at most
- * SOFTMAX_SLACK_LOG2. */
+/* ---- 2. rows in accumulators ----------------------------------------------------------------- */
+/* M blocks of 16 rows. A lane holds elements of rows frag_row(lane, 0) and frag_row(lane, 2) of
+ * each; four lanes share a row. Scores are in any unit: unit_log2 turns one into log2 units and is
+ * positive. peak lags behind the maximum by at most SOFTMAX_SLACK_LOG2. */
 template <int M> struct OnlineSoftmax {
     float peak[M][2], total[M][2]; /* total: this lane's share, not yet summed over the four */
 
@@ -65,7 +70,8 @@ template <int M> struct OnlineSoftmax {
 
     /* s [M][N][4], scores, become weights; o [M][ND][4] is rescaled where a maximum has grown. */
     template <int N, int ND>
-    __device__ __forceinline__ void step(float (&s)[M][N][4], float (&o)[M][ND][4], float unit_log2) {
+    __device__ __forceinline__ void step(float (&s)[M][N][4], float (&o)[M][ND][4],
+                                         float unit_log2) {
         float highest[M][2];
         bool grown = false;
 #pragma unroll
@@ -90,8 +96,10 @@ template <int M> struct OnlineSoftmax {
 #pragma unroll
                 for (int n = 0; n < N; ++n) {
                     s[m][n][2 * r] = ex2_approx_ftz(fmaf(s[m][n][2 * r], unit_log2, -shift));
-                    s[m][n][2 * r + 1] = ex2_approx_ftz(fmaf(s[m][n][2 * r + 1], unit_log2, -shift));
-                    sum0 += s[m][n][2 * r], sum1 += s[m][n][2 * r + 1];
+                    s[m][n][2 * r + 1] =
+                        ex2_approx_ftz(fmaf(s[m][n][2 * r + 1], unit_log2, -shift));
+                    sum0 += s[m][n][2 * r];
+                    sum1 += s[m][n][2 * r + 1];
                 }
                 total[m][r] += sum0 + sum1;
             }
@@ -99,31 +107,39 @@ template <int M> struct OnlineSoftmax {
     }
 
     template <int ND>
-    __device__ __forceinline__ void rescale(const float (&highest)[M][2], float (&o)[M][ND][4], float unit_log2) {
+    __device__ __forceinline__ void rescale(const float (&highest)[M][2], float (&o)[M][ND][4],
+                                            float unit_log2) {
 #pragma unroll
         for (int m = 0; m < M; ++m) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float to = highest[m][r] == -INFINITY ? 0.f : highest[m][r];
                 const float shrink = ex2_approx_ftz((peak[m][r] - to) * unit_log2);
-                peak[m][r] = highest[m][r], total[m][r] *= shrink;
+                peak[m][r] = highest[m][r];
+                total[m][r] *= shrink;
 #pragma unroll
-                for (int n = 0; n < ND; ++n) o[m][n][2 * r] *= shrink, o[m][n][2 * r + 1] *= shrink;
+                for (int n = 0; n < ND; ++n) {
+                    o[m][n][2 * r] *= shrink;
+                    o[m][n][2 * r + 1] *= shrink;
+                }
             }
         }
     }
 };
 
-/* ---- 3. the end of a row ---------------------------------------------------------------------------------- */
-/* What a row's sums come to: O times factor is the row's result. sum 0: it saw no key and has no sink. */
+/* ---- 3. the end of a row --------------------------------------------------------------------- */
+/* What a row's sums come to: O times factor is the row's result. sum 0: it saw no key and has no
+ * sink. */
 struct RowSum {
     float top, share, sum;
     __device__ __forceinline__ float factor() const { return sum == 0 ? 0.f : share / sum; }
     __device__ __forceinline__ float lse() const { return sum == 0 ? -INFINITY : top + logf(sum); }
 };
 
-/* peak: natural units; total: the sum of e^(s - peak), 0 where the row saw no key. A sink of -inf takes no part. */
-template <class Exp = ExpByTwo> __device__ __forceinline__ RowSum row_sum(float peak, float total, float sink) {
+/* peak: natural units; total: the sum of e^(s - peak), 0 where the row saw no key. A sink of -inf
+ * takes no part. */
+template <class Exp = ExpByTwo>
+__device__ __forceinline__ RowSum row_sum(float peak, float total, float sink) {
     if (sink == -INFINITY) return {peak, 1.f, total};
     const float top = total == 0 ? sink : fmaxf(peak, sink);
     const float share = total == 0 ? 0.f : Exp::of(peak - top);
@@ -139,15 +155,19 @@ __device__ __forceinline__ RowResult row_result(float peak, float total, float s
 }
 
 /* W is double for float64, whose sinks are too. */
-template <class W = float> __device__ __forceinline__ W load_sink(const void *sinks, gk_dtype dtype, int64_t at) {
+template <class W = float>
+__device__ __forceinline__ W load_sink(const void *sinks, gk_dtype dtype, int64_t at) {
     if (dtype == GK_BF16) return (W)to_acc(((const __nv_bfloat16 *)sinks)[at]);
     if (dtype == GK_F16) return (W)to_acc(((const __half *)sinks)[at]);
     return ((const W *)sinks)[at];
 }
 
 template <class W = float> __device__ __forceinline__ W sink_of(const Rules &rules, int head) {
-    return rules.sinks ? load_sink<W>(rules.sinks, rules.sinks_dtype, head * rules.sink_head) : W(-INFINITY);
+    return rules.sinks ? load_sink<W>(rules.sinks, rules.sinks_dtype, head * rules.sink_head)
+                       : W(-INFINITY);
 }
-__device__ __forceinline__ float sink_of(const Problem &p, int head) { return sink_of(p.rules, head); }
+__device__ __forceinline__ float sink_of(const Problem &p, int head) {
+    return sink_of(p.rules, head);
+}
 
 #endif

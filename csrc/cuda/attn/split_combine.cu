@@ -1,31 +1,36 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* split_combine: attention over parts of the keys becomes attention over all (Flash-Decoding; Dao et al. 2023).
+/* split_combine: attention over parts of the keys becomes attention over all (Flash-Decoding; Dao
+ * et al. 2023).
  *   lse = log(e^sink + sum_s e^lse_s)      out = sum_s e^(lse_s - lse) out_s
- * out_splits [splits][rows][head_dim_v], lse_splits [splits][rows] float32; out in its own dtype and strides, lse [rows]
- * float32. Parts are added in their order: the same bits each time. A part with lse -inf saw nothing and is not read; a row
- * that saw nothing and has no sink gives 0 and -inf. To accumulate, what out and lse hold is one part more.
+ * out_splits [splits][rows][head_dim_v], lse_splits [splits][rows] float32; out in its own dtype
+ * and strides, lse [rows] float32. Parts are added in their order: the same bits each time. A part
+ * with lse -inf saw nothing and is not read; a row that saw nothing and has no sink gives 0 and
+ * -inf. To accumulate, what out and lse hold is one part more.
  *
- * Work split: a warp a row, WARPS rows a block; a lane owns pairs of columns 2 lane, 2 lane + 64, ... Bandwidth bound.
- * Not handled: float64. */
+ * Work split: a warp a row, WARPS rows a block; a lane owns pairs of columns 2 lane, 2 lane + 64,
+ * ... Bandwidth bound. Not handled: float64. */
 #include "../tile/convert.cuh"
 #include "softmax.cuh"
 #include "split_combine.cuh"
 
 namespace {
 
-constexpr int THREADS = 128, WARPS = THREADS / 32; /* rows share nothing: any count that fills an SM serves */
-constexpr int PAIRS = 256 / 64;                    /* of columns of a lane */
+/* rows share nothing: any count that fills an SM serves */
+constexpr int THREADS = 128, WARPS = THREADS / 32;
+constexpr int PAIRS = 256 / 64; /* of columns of a lane */
 
-/* ---- 1. the kernel -------------------------------------------------------------------------------------- */
+/* ---- 1. the kernel --------------------------------------------------------------------------- */
 /* ONTO: out and lse are read as a part, too. */
-template <class T, bool ONTO> __global__ void __launch_bounds__(THREADS) split_combine_kernel(SplitCombine p) {
+template <class T, bool ONTO>
+__global__ void __launch_bounds__(THREADS) split_combine_kernel(SplitCombine p) {
     const int lane = threadIdx.x % 32;
     const int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
     if (row >= p.rows) return;
     const int z = (int)(row % p.size_z), y = (int)(row / p.size_z % p.size_y);
     const int64_t x = row / p.size_z / p.size_y;
 
-    const float sink = p.sinks ? load_sink(p.sinks, p.sinks_dtype, y * p.sink_y + z * p.sink_z) : -INFINITY;
+    const float sink =
+        p.sinks ? load_sink(p.sinks, p.sinks_dtype, y * p.sink_y + z * p.sink_z) : -INFINITY;
     RowSoftmax<ExpByTwo> all = {sink, 0};
     for (int s = 0; s < p.splits; ++s) all.peak = fmaxf(all.peak, p.lse_splits[s * p.rows + row]);
     float held = -INFINITY;
@@ -57,7 +62,8 @@ template <class T, bool ONTO> __global__ void __launch_bounds__(THREADS) split_c
             for (int c = 0; c < PAIRS; ++c) {
                 if (2 * lane + 64 * c >= p.head_dim_v) break;
                 const float2 v = part[lane + 32 * c];
-                sum[c].x = fmaf(weight, v.x, sum[c].x), sum[c].y = fmaf(weight, v.y, sum[c].y);
+                sum[c].x = fmaf(weight, v.x, sum[c].x);
+                sum[c].y = fmaf(weight, v.y, sum[c].y);
             }
         }
     }
@@ -67,21 +73,26 @@ template <class T, bool ONTO> __global__ void __launch_bounds__(THREADS) split_c
     for (int c = 0; c < PAIRS; ++c) {
         const int col = 2 * lane + 64 * c;
         if (col >= p.head_dim_v) break;
-        out[col] = from_acc<T>(sum[c].x * factor), out[col + 1] = from_acc<T>(sum[c].y * factor);
+        out[col] = from_acc<T>(sum[c].x * factor);
+        out[col + 1] = from_acc<T>(sum[c].y * factor);
     }
     if (lane == 0 && p.lse) p.lse[row] = total == 0 ? -INFINITY : all.peak + logf(total);
 }
 
 } // namespace
 
-/* ---- 2. launcher ---------------------------------------------------------------------------------------- */
-gk_status split_combine(const char *op, const gk_context *ctx, gk_dtype dtype, const SplitCombine &p) {
-    const dim3 grid((unsigned)gk_ceil_div(p.rows, WARPS)); /* rows < 2^31: the parts are in the workspace */
+/* ---- 2. launcher ----------------------------------------------------------------------------- */
+gk_status split_combine(const char *op, const gk_context *ctx, gk_dtype dtype,
+                        const SplitCombine &p) {
+    /* rows < 2^31: the parts are in the workspace */
+    const dim3 grid((unsigned)gk_ceil_div(p.rows, WARPS));
     switch (dtype) {
     case GK_F32:
-        return p.accumulates ? launch<split_combine_kernel<float, true>>(op, ctx, grid, THREADS, 0, p)
-                             : launch<split_combine_kernel<float, false>>(op, ctx, grid, THREADS, 0, p);
-    case GK_BF16: return launch<split_combine_kernel<__nv_bfloat16, false>>(op, ctx, grid, THREADS, 0, p);
+        return p.accumulates
+                   ? launch<split_combine_kernel<float, true>>(op, ctx, grid, THREADS, 0, p)
+                   : launch<split_combine_kernel<float, false>>(op, ctx, grid, THREADS, 0, p);
+    case GK_BF16:
+        return launch<split_combine_kernel<__nv_bfloat16, false>>(op, ctx, grid, THREADS, 0, p);
     case GK_F16: return launch<split_combine_kernel<__half, false>>(op, ctx, grid, THREADS, 0, p);
     default: return gk_no_case(op, dtype);
     }

@@ -5,9 +5,11 @@
 
 #include "../host/launch.cuh"
 
-/* A row's number is (x * size_y + y) * size_z + z: its place in lse, which is dense. out and the sink follow from x, y, z. */
+/* A row's number is (x * size_y + y) * size_z + z: its place in lse, which is dense. out and the
+ * sink follow from x, y, z. */
 struct SplitCombine {
-    const float *out_splits; /* [splits][rows][head_dim_v], each normalised; not read where its lse is -inf */
+    /* [splits][rows][head_dim_v], each normalised; not read where its lse is -inf */
+    const float *out_splits;
     const float *lse_splits; /* [splits][rows], natural logarithm, without the sink */
     int splits;
     int64_t rows;
@@ -22,7 +24,8 @@ struct SplitCombine {
     bool accumulates;            /* float32: out and lse hold one part more, which comes first */
 };
 
-gk_status split_combine(const char *op, const gk_context *ctx, gk_dtype dtype, const SplitCombine &p);
+gk_status split_combine(const char *op, const gk_context *ctx, gk_dtype dtype,
+                        const SplitCombine &p);
 
 /* What the splits take in the workspace: out_splits first, then lse_splits. */
 inline size_t split_combine_bytes(int64_t splits, int64_t rows, int64_t head_dim_v) {

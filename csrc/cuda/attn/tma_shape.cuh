@@ -11,21 +11,28 @@ inline TensorShape attn_shape(const gk_tensor &t) {
     TensorShape x = {};
     const bool packed = t.ndim == 3;
     const int rows = packed ? 0 : 2, heads = 1, last = t.ndim - 1;
-    x.data = t.data, x.dtype = t.dtype;
-    x.size[0] = t.shape[last], x.size[1] = t.shape[rows], x.size[2] = t.shape[heads],
+    x.data = t.data;
+    x.dtype = t.dtype;
+    x.size[0] = t.shape[last];
+    x.size[1] = t.shape[rows];
+    x.size[2] = t.shape[heads];
     x.size[3] = packed ? 1 : t.shape[0];
     x.size[4] = 1;
-    x.stride[1] = t.stride[rows], x.stride[2] = t.stride[heads], x.stride[3] = packed ? 1 : t.stride[0];
+    x.stride[1] = t.stride[rows];
+    x.stride[2] = t.stride[heads];
+    x.stride[3] = packed ? 1 : t.stride[0];
     return x;
 }
 
-/* A tile of rows from `row` and columns from `col` on: boxes of so many columns, one panel behind the other (wgmma_panels). One thread. */
+/* A tile of rows from `row` and columns from `col` on: boxes of so many columns, one panel behind
+ * the other (wgmma_panels). One thread. */
 template <class Panels, int COLUMNS = 64>
-__device__ __forceinline__ void load_panels(smem_addr tile_s, const CUtensorMap *map, int row, int head, int b,
-                                            smem_addr barrier_s, int col = 0) {
+__device__ __forceinline__ void load_panels(smem_addr tile_s, const CUtensorMap *map, int row,
+                                            int head, int b, smem_addr barrier_s, int col = 0) {
 #pragma unroll
     for (int c = 0; c < Panels::panels; ++c)
-        tma_load_5d(tile_s + c * Panels::panel_bytes, map, {{col + c * COLUMNS, row, head, b, 0}}, barrier_s);
+        tma_load_5d(tile_s + c * Panels::panel_bytes, map, {{col + c * COLUMNS, row, head, b, 0}},
+                    barrier_s);
 }
 
 #endif

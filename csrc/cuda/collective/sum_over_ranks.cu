@@ -1,15 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sum_over_ranks: out = sum of the ranks' x, float32 in the ranks' order, rounded once, the same bits on every rank. One kernel and one exchange:
+/* sum_over_ranks: out = sum of the ranks' x, float32 in the ranks' order, rounded once, the same
+ * bits on every rank. One kernel and one exchange:
  *
  *   each block    writes its part of x into its rank's part of every other rank's mailbox, then its flag there
  *                 waits for the flags of the same block of all ranks
  *                 adds the parts that its own mailbox holds
  *
- * x [n] float32, out [n] float32, bfloat16 or float16, dense, 16-byte aligned. csrc/core/mailbox.h says how a mailbox lies.
+ * x [n] float32, out [n] float32, bfloat16 or float16, dense, 16-byte aligned. csrc/core/mailbox.h
+ * says how a mailbox lies.
  *
- * Calls are counted, and take the two halves of a mailbox in turn. A call may write into the half of the call before last: the other rank has read it, for
- * it has begun the last call, whose flags this rank has waited for, and a call begins when the one before has ended. So one exchange is enough.
- * No more blocks than run at once beside a few other kernels: all of them wait.
+ * Calls are counted, and take the two halves of a mailbox in turn. A call may write into the half
+ * of the call before last: the other rank has read it, for it has begun the last call, whose flags
+ * this rank has waited for, and a call begins when the one before has ended. So one exchange is
+ * enough. No more blocks than run at once beside a few other kernels: all of them wait.
  *
  * Bound by latency: two passes over NVLink, data and flag; at 2 MB by its bytes. */
 #include "../../core/mailbox.h"
@@ -19,7 +22,8 @@
 
 namespace {
 
-constexpr int THREADS = 512; /* 64 blocks of 16 bytes a thread are 512 KiB a pass: enough stores under way for a link */
+/* 64 blocks of 16 bytes a thread are 512 KiB a pass: enough stores under way for a link */
+constexpr int THREADS = 512;
 
 struct Params {
     const float *x;
@@ -35,13 +39,15 @@ __device__ __forceinline__ unsigned *flag_of(char *mailbox, int rank, unsigned b
 }
 
 /* Until the flag says that call `number` has written; numbers go round. */
-__device__ __forceinline__ void wait_for(const unsigned *flag_g, unsigned number, uint64_t timeout_ns) {
+__device__ __forceinline__ void wait_for(const unsigned *flag_g, unsigned number,
+                                         uint64_t timeout_ns) {
     uint64_t begin = 0;
     for (unsigned polls = 0; (int)(ld_acquire_sys(flag_g) - number) < 0; ++polls) {
         if (polls % 256 != 255) continue;
         const uint64_t now = mov_globaltimer();
         if (begin == 0) begin = now;
-        if (now - begin > timeout_ns) __trap(); /* a rank is gone: no sum is better than a wrong one */
+        /* a rank is gone: no sum is better than a wrong one */
+        if (now - begin > timeout_ns) __trap();
     }
 }
 
@@ -51,7 +57,8 @@ __device__ __forceinline__ float4 load4(const float *x_g, int64_t at, int64_t n)
     return make_float4(x_g[at], at + 1 < n ? x_g[at + 1] : 0, at + 2 < n ? x_g[at + 2] : 0, 0);
 }
 
-template <class T> __device__ __forceinline__ void store4(T *out_g, int64_t at, int64_t n, const float (&sum)[4]) {
+template <class T>
+__device__ __forceinline__ void store4(T *out_g, int64_t at, int64_t n, const float (&sum)[4]) {
     struct __align__(4 * sizeof(T)) Four {
         T v[4];
     } four;
@@ -89,8 +96,9 @@ template <class T> __global__ void __launch_bounds__(THREADS) sum_over_ranks_ker
     for (int64_t i = begin + threadIdx.x; i < end; i += THREADS) {
         float sum[4];
         for (int r = 0; r < p.ranks; ++r) {
-            const float4 v = r == p.rank ? load4(p.x, 4 * i, p.n)
-                                         : __ldcg((const float4 *)((float *)own + half + r * p.part + 4 * i));
+            const float4 v =
+                r == p.rank ? load4(p.x, 4 * i, p.n)
+                            : __ldcg((const float4 *)((float *)own + half + r * p.part + 4 * i));
             const float of_rank[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
             for (int e = 0; e < 4; ++e) sum[e] = r == 0 ? of_rank[e] : sum[e] + of_rank[e];
@@ -98,8 +106,10 @@ template <class T> __global__ void __launch_bounds__(THREADS) sum_over_ranks_ker
         store4((T *)p.out, 4 * i, p.n, sum);
     }
     __syncthreads();
-    if (threadIdx.x == 0 && atomicAdd(done, 1u) == gridDim.x - 1)
-        *done = 0, *calls = number; /* all have read the number */
+    if (threadIdx.x == 0 && atomicAdd(done, 1u) == gridDim.x - 1) {
+        *done = 0;
+        *calls = number;
+    } /* all have read the number */
 }
 
 } // namespace
@@ -107,13 +117,17 @@ template <class T> __global__ void __launch_bounds__(THREADS) sum_over_ranks_ker
 gk_status gk_cuda_sum_over_ranks(const gk_context *ctx, const gk_sum_over_ranks_args *s) {
     Params p = {(const float *)s->x.const_data, s->out.data, gk_numel(&s->x)};
     /* the same in calls of any length */
-    p.part = (int64_t)(s->mailbox_bytes - GK_MAILBOX_HEADER) / (int64_t)(8 * sizeof(float)) / s->num_ranks * 4;
+    p.part = (int64_t)(s->mailbox_bytes - GK_MAILBOX_HEADER) / (int64_t)(8 * sizeof(float)) /
+             s->num_ranks * 4;
     for (int r = 0; r < s->num_ranks; ++r) p.mailboxes[r] = (char *)s->mailboxes[r];
-    p.rank = s->rank, p.ranks = s->num_ranks, p.timeout_ns = (uint64_t)(s->timeout_s * 1e9);
+    p.rank = s->rank;
+    p.ranks = s->num_ranks;
+    p.timeout_ns = (uint64_t)(s->timeout_s * 1e9);
     const unsigned blocks = (unsigned)gk_min_i64(gk_ceil_div(p.n, 4 * THREADS), GK_MAILBOX_BLOCKS);
     const char *const name = "gk_sum_over_ranks";
     switch (s->out.dtype) {
-    case GK_BF16: return launch<sum_over_ranks_kernel<__nv_bfloat16>>(name, ctx, blocks, THREADS, 0, p);
+    case GK_BF16:
+        return launch<sum_over_ranks_kernel<__nv_bfloat16>>(name, ctx, blocks, THREADS, 0, p);
     case GK_F16: return launch<sum_over_ranks_kernel<__half>>(name, ctx, blocks, THREADS, 0, p);
     case GK_F32: return launch<sum_over_ranks_kernel<float>>(name, ctx, blocks, THREADS, 0, p);
     default: return gk_no_case(name, s->out.dtype);
@@ -123,6 +137,7 @@ gk_status gk_cuda_sum_over_ranks(const gk_context *ctx, const gk_sum_over_ranks_
 uint64_t gk_cuda_capture_id(void *stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
-    if (cudaStreamGetCaptureInfo((cudaStream_t)stream, &status, &id) != cudaSuccess) (void)cudaGetLastError();
+    if (cudaStreamGetCaptureInfo((cudaStream_t)stream, &status, &id) != cudaSuccess)
+        (void)cudaGetLastError();
     return status == cudaStreamCaptureStatusActive ? id : 0;
 }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* device.cu: what the runtime says of the GPUs, the current device, and the pinned word that kernels report to. */
+/* device.cu: what the runtime says of the GPUs, the current device, and the pinned word that
+ * kernels report to. */
 #include "gpukern_ranks.h"
 #include "../../core/prefer.h"
 #include "../kernels.h"
@@ -45,7 +46,8 @@ int32_t gk_gpu_count(void) {
     return 0;
 }
 
-/* The GPU, or under a limit of SMs one of that size. Planners compare pointers, so each size of each GPU is one object, kept. */
+/* The GPU, or under a limit of SMs one of that size. Planners compare pointers, so each size of
+ * each GPU is one object, kept. */
 static const gk_gpu *within_limit(const gk_gpu *gpu, int32_t place) {
     static gk_gpu *sizes[MAX_GPUS + NUM_DESCRIBED];
     const int32_t sms = gk_sm_limit();
@@ -54,8 +56,12 @@ static const gk_gpu *within_limit(const gk_gpu *gpu, int32_t place) {
     if (known) return known + sms;
     gk_gpu *made = (gk_gpu *)malloc((size_t)gpu->num_sms * sizeof *made);
     if (!made) return gpu;
-    for (int32_t n = 0; n < gpu->num_sms; ++n) made[n] = *gpu, made[n].num_sms = n;
-    if (__atomic_compare_exchange_n(&sizes[place], &known, made, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+    for (int32_t n = 0; n < gpu->num_sms; ++n) {
+        made[n] = *gpu;
+        made[n].num_sms = n;
+    }
+    if (__atomic_compare_exchange_n(&sizes[place], &known, made, false, __ATOMIC_ACQ_REL,
+                                    __ATOMIC_ACQUIRE))
         return made + sms;
     free(made); /* another thread was first */
     return known + sms;
@@ -66,17 +72,19 @@ const gk_gpu *gk_gpu_of(int32_t index) {
     static gk_gpu gpus[MAX_GPUS];
     static int ready[MAX_GPUS];
     const int32_t number = index - GK_FIRST_DESCRIBED_GPU;
-    if (number >= 0 && number < NUM_DESCRIBED) return within_limit(&described[number], MAX_GPUS + number);
+    if (number >= 0 && number < NUM_DESCRIBED)
+        return within_limit(&described[number], MAX_GPUS + number);
     if (index >= 0 && index < MAX_GPUS && __atomic_load_n(&ready[index], __ATOMIC_ACQUIRE))
         return within_limit(&gpus[index], index);
     if (index < 0 || index >= MAX_GPUS || index >= gk_gpu_count()) {
-        gk_fail(GK_ERR_DEVICE, "there is no CUDA device %d; this machine has %d", (int)index, (int)gk_gpu_count());
+        gk_fail(GK_ERR_DEVICE, "there is no CUDA device %d; this machine has %d", (int)index,
+                (int)gk_gpu_count());
         return NULL;
     }
     gk_gpu *gpu = &gpus[index];
     gk_gpu found = {};
-    found.arch =
-        10 * attribute(cudaDevAttrComputeCapabilityMajor, index) + attribute(cudaDevAttrComputeCapabilityMinor, index);
+    found.arch = 10 * attribute(cudaDevAttrComputeCapabilityMajor, index) +
+                 attribute(cudaDevAttrComputeCapabilityMinor, index);
     found.num_sms = attribute(cudaDevAttrMultiProcessorCount, index);
     found.smem_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
     found.l2_bytes = attribute(cudaDevAttrL2CacheSize, index);
@@ -111,17 +119,20 @@ uint8_t *gk_cuda_error_word(void) {
     static uint8_t *word;
     uint8_t *known = __atomic_load_n(&word, __ATOMIC_ACQUIRE);
     if (known || gk_gpu_count() == 0) return known;
-    /* A capture on this thread would forbid the allocation, though it does not concern the captured stream. */
+    /* A capture on this thread would forbid the allocation, though it does not concern the captured
+     * stream. */
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     void *made = NULL;
-    if (cudaHostAlloc(&made, GK_NUM_DEVICE_ERRORS, cudaHostAllocPortable | cudaHostAllocMapped) == cudaSuccess)
+    if (cudaHostAlloc(&made, GK_NUM_DEVICE_ERRORS, cudaHostAllocPortable | cudaHostAllocMapped) ==
+        cudaSuccess)
         memset(made, 0, GK_NUM_DEVICE_ERRORS);
     else
         (void)cudaGetLastError();
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     uint8_t *expected = NULL;
-    if (__atomic_compare_exchange_n(&word, &expected, (uint8_t *)made, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+    if (__atomic_compare_exchange_n(&word, &expected, (uint8_t *)made, false, __ATOMIC_ACQ_REL,
+                                    __ATOMIC_ACQUIRE))
         return (uint8_t *)made;
     if (made) (void)cudaFreeHost(made); /* another thread was first */
     return expected;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* launch.cuh: one way to launch a kernel: the shared memory it may use, the stream, the failure named after the op.
- * A kernel takes one struct by value. Nothing here waits, and the first launch may stand inside a stream capture. */
+/* launch.cuh: one way to launch a kernel: the shared memory it may use, the stream, the failure
+ * named after the op. A kernel takes one struct by value. Nothing here waits, and the first launch
+ * may stand inside a stream capture. */
 #ifndef GPUKERN_CUDA_LAUNCH_CUH
 #define GPUKERN_CUDA_LAUNCH_CUH
 
@@ -8,15 +9,19 @@
 
 #include <cuda_runtime.h>
 
-/* Past 48 KiB a block's shared memory must be asked for, once per kernel and device; `asked` has a bit per device. */
-inline cudaError_t allow_smem(const void *kernel, uint64_t *asked, int32_t device, size_t smem_bytes) {
+/* Past 48 KiB a block's shared memory must be asked for, once per kernel and device; `asked` has a
+ * bit per device. */
+inline cudaError_t allow_smem(const void *kernel, uint64_t *asked, int32_t device,
+                              size_t smem_bytes) {
     const uint64_t bit = uint64_t(1) << (device & 63);
-    if (smem_bytes <= 48 * 1024 || (__atomic_load_n(asked, __ATOMIC_ACQUIRE) & bit)) return cudaSuccess;
+    if (smem_bytes <= 48 * 1024 || (__atomic_load_n(asked, __ATOMIC_ACQUIRE) & bit))
+        return cudaSuccess;
     /* the call loads the kernel's module, which a capture on this thread would forbid */
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     int most = 0;
-    cudaError_t error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    cudaError_t error =
+        cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     cudaFuncAttributes attributes;
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
     if (error == cudaSuccess)
@@ -27,9 +32,11 @@ inline cudaError_t allow_smem(const void *kernel, uint64_t *asked, int32_t devic
     return error;
 }
 
-/* launch's body, once for all kernels of a file: of hundreds of instances the compiler's time counts. */
-inline gk_status launch_any(const char *op, const gk_context *ctx, const void *kernel, uint64_t *asked, dim3 grid,
-                            unsigned threads, size_t smem_bytes, const void *params, bool after_previous, int cluster) {
+/* launch's body, once for all kernels of a file: of hundreds of instances the compiler's time
+ * counts. */
+inline gk_status launch_any(const char *op, const gk_context *ctx, const void *kernel,
+                            uint64_t *asked, dim3 grid, unsigned threads, size_t smem_bytes,
+                            const void *params, bool after_previous, int cluster) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return GK_OK;
     cudaError_t error = allow_smem(kernel, asked, ctx->index, smem_bytes);
     if (error == cudaSuccess) {
@@ -42,7 +49,8 @@ inline gk_status launch_any(const char *op, const gk_context *ctx, const void *k
         if (cluster > 1) {
             attributes[count].id = cudaLaunchAttributeClusterDimension;
             attributes[count].val.clusterDim.x = (unsigned)cluster;
-            attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1, ++count;
+            attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+            ++count;
         }
         cudaLaunchConfig_t config = {};
         config.gridDim = grid;
@@ -56,19 +64,21 @@ inline gk_status launch_any(const char *op, const gk_context *ctx, const void *k
     }
     if (error == cudaSuccess) return GK_OK;
     (void)cudaGetLastError(); /* or the next launch would report it again */
-    return gk_fail(GK_ERR_DEVICE, "a kernel of %s, %u x %u x %u blocks of %u threads, could not be launched: %s", op,
-                   grid.x, grid.y, grid.z, threads, cudaGetErrorString(error));
+    return gk_fail(GK_ERR_DEVICE,
+                   "a kernel of %s, %u x %u x %u blocks of %u threads, could not be launched: %s",
+                   op, grid.x, grid.y, grid.z, threads, cudaGetErrorString(error));
 }
 
 /* after_previous: the kernel starts while the one before it on the stream drains; it must call
  * griddepcontrol_wait() (ptx/) before it touches memory. cluster: blocks of a cluster along x. */
 template <auto KERNEL, class Params>
-inline gk_status launch(const char *op, const gk_context *ctx, dim3 grid, unsigned threads, size_t smem_bytes,
-                        const Params &params, bool after_previous = false, int cluster = 1) {
+inline gk_status launch(const char *op, const gk_context *ctx, dim3 grid, unsigned threads,
+                        size_t smem_bytes, const Params &params, bool after_previous = false,
+                        int cluster = 1) {
     static uint64_t asked;
     constexpr void (*kernel)(Params) = KERNEL; /* takes these very params */
-    return launch_any(op, ctx, (const void *)kernel, &asked, grid, threads, smem_bytes, &params, after_previous,
-                      cluster);
+    return launch_any(op, ctx, (const void *)kernel, &asked, grid, threads, smem_bytes, &params,
+                      after_previous, cluster);
 }
 
 /* Zeros on the stream. */
@@ -76,12 +86,12 @@ inline gk_status clear_memory(const char *op, const gk_context *ctx, void *memor
     const cudaError_t error = cudaMemsetAsync(memory, 0, bytes, (cudaStream_t)ctx->stream);
     if (error == cudaSuccess) return GK_OK;
     (void)cudaGetLastError();
-    return gk_fail(GK_ERR_DEVICE, "%zu bytes of workspace of %s could not be cleared: %s", bytes, op,
-                   cudaGetErrorString(error));
+    return gk_fail(GK_ERR_DEVICE, "%zu bytes of workspace of %s could not be cleared: %s", bytes,
+                   op, cudaGetErrorString(error));
 }
 
-/* What a row that copies 16 bytes at a time asks of a tensor: every row, along the last dimension, begins at a multiple of
- * 16 bytes. */
+/* What a row that copies 16 bytes at a time asks of a tensor: every row, along the last dimension,
+ * begins at a multiple of 16 bytes. */
 inline bool rows_aligned(const gk_tensor &t) {
     if ((uintptr_t)t.data % 16 != 0) return false;
     for (int d = 0; d < t.ndim - 1; ++d)
@@ -90,15 +100,21 @@ inline bool rows_aligned(const gk_tensor &t) {
 }
 
 /* The plan of an instance that serves every call and needs nothing. */
-inline bool plan_any(const gk_cuda_instance *, const gk_context *, const void *, gk_plan *) { return true; }
+inline bool plan_any(const gk_cuda_instance *, const gk_context *, const void *, gk_plan *) {
+    return true;
+}
 
 /* Devices of 8.6 and 8.9 have less shared memory than the largest tiles ask for. */
-inline bool smem_fits(const gk_context *ctx, int bytes) { return gk_gpu_of(ctx->index)->smem_per_block >= bytes; }
+inline bool smem_fits(const gk_context *ctx, int bytes) {
+    return gk_gpu_of(ctx->index)->smem_per_block >= bytes;
+}
 
 /* Blocks of a kernel that one SM holds at once; for `explain`. */
 template <auto KERNEL> inline int blocks_per_sm(unsigned threads, size_t smem_bytes) {
     int n = 0;
-    if (cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n, KERNEL, (int)threads, smem_bytes) != cudaSuccess) return 1;
+    if (cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n, KERNEL, (int)threads, smem_bytes) !=
+        cudaSuccess)
+        return 1;
     return n > 0 ? n : 1;
 }
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tensor_shape.cuh: a tensor as TMA sees it, and what the driver is told of it, as numbers: no CUDA is needed for it. */
+/* tensor_shape.cuh: a tensor as TMA sees it, and what the driver is told of it, as numbers: no CUDA
+ * is needed for it. */
 #ifndef GPUKERN_CUDA_TENSOR_SHAPE_CUH
 #define GPUKERN_CUDA_TENSOR_SHAPE_CUH
 
@@ -10,7 +11,8 @@ enum {
     TENSOR_DIMS = 5
 };
 
-/* Dimension 0 is dense. Strides in elements, of dimensions 1 .. 4; those of size 1 may be anything. */
+/* Dimension 0 is dense. Strides in elements, of dimensions 1 .. 4; those of size 1 may be
+ * anything. */
 struct TensorShape {
     const void *data;
     gk_dtype dtype;
@@ -18,14 +20,16 @@ struct TensorShape {
     bool tf32; /* float32 is rounded to tf32 on its way to shared memory */
 };
 
-/* Whether the hardware can describe it: 16-byte multiples, and sizes and strides within its fields. */
+/* Whether the hardware can describe it: 16-byte multiples, and sizes and strides within its
+ * fields. */
 inline bool tensor_map_fits(const TensorShape &x) {
     const int64_t bits = gk_bits_of(x.dtype);
     bool good = (uintptr_t)x.data % 16 == 0;
     for (int d = 0; d < TENSOR_DIMS; ++d) {
         good = good && x.size[d] >= 1 && x.size[d] <= (int64_t)1 << 31;
         if (d == 0 || x.size[d] == 1) continue;
-        good = good && x.stride[d] > 0 && x.stride[d] * bits % 128 == 0 && x.stride[d] * bits < (int64_t)8 << 40;
+        good = good && x.stride[d] > 0 && x.stride[d] * bits % 128 == 0 &&
+               x.stride[d] * bits < (int64_t)8 << 40;
     }
     return good;
 }
@@ -46,9 +50,10 @@ inline TensorMapFields tensor_map_fields(const TensorShape &shape, const tma_box
         f.step[d] = 1;
         /* a dimension of one element repeats the stride before it */
         if (d > 0)
-            f.stride_bytes[d - 1] = shape.size[d] > 1 ? (uint64_t)gk_bytes_of(shape.dtype, shape.stride[d])
-                                    : d > 1           ? f.stride_bytes[d - 2]
-                                                      : 16;
+            f.stride_bytes[d - 1] = shape.size[d] > 1
+                                        ? (uint64_t)gk_bytes_of(shape.dtype, shape.stride[d])
+                                    : d > 1 ? f.stride_bytes[d - 2]
+                                            : 16;
     }
     f.swizzle_bytes = box.swizzle_bytes;
     return f;

@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tensormap.cu: the one function of the driver that the library calls, found through the runtime. */
+/* tensormap.cu: the one function of the driver that the library calls, found through the
+ * runtime. */
 #include "tensormap.cuh"
 
 #include <cuda_runtime.h>
 
-typedef CUresult (*Encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
-                           const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
-                           CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+typedef CUresult (*Encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
+                           const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
+                           const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
+                           CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 /* Every thread that looks finds the same address. */
 static Encode encoder() {
@@ -15,8 +17,8 @@ static Encode encoder() {
     if (found) return found;
     void *address = NULL;
     cudaDriverEntryPointQueryResult result;
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &result) !=
-            cudaSuccess ||
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000,
+                                         cudaEnableDefault, &result) != cudaSuccess ||
         result != cudaDriverEntryPointSuccess) {
         (void)cudaGetLastError();
         return NULL;
@@ -30,7 +32,9 @@ static gk_status find_type(const char *op, const TensorShape &x, CUtensorMapData
     switch (x.dtype) {
     case GK_BF16: *type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16; return GK_OK;
     case GK_F16: *type = CU_TENSOR_MAP_DATA_TYPE_FLOAT16; return GK_OK;
-    case GK_F32: *type = x.tf32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32; return GK_OK;
+    case GK_F32:
+        *type = x.tf32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+        return GK_OK;
     case GK_E4M3:
     case GK_E5M2:
     case GK_I8:
@@ -45,31 +49,36 @@ static CUtensorMapSwizzle swizzle_of(int bytes) {
                          : CU_TENSOR_MAP_SWIZZLE_NONE;
 }
 
-gk_status make_tensor_map(const char *op, const TensorShape &shape, const smem_box &smem, CUtensorMap *map) {
+gk_status make_tensor_map(const char *op, const TensorShape &shape, const smem_box &smem,
+                          CUtensorMap *map) {
     CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_UINT8;
     const gk_status known = find_type(op, shape, &type);
     if (known != GK_OK) return known;
     const Encode encode = encoder();
     if (!encode)
-        return gk_fail(GK_ERR_DEVICE, "this driver has no cuTensorMapEncodeTiled (CUDA 12.0), which %s needs", op);
+        return gk_fail(GK_ERR_DEVICE,
+                       "this driver has no cuTensorMapEncodeTiled (CUDA 12.0), which %s needs", op);
     const tma_box box = tma_box_of(smem);
     if (!box.ok)
-        return gk_fail(GK_ERR_DEVICE, "TMA lays no box of %s so in shared memory (dimension %d)", op, box.mode);
+        return gk_fail(GK_ERR_DEVICE, "TMA lays no box of %s so in shared memory (dimension %d)",
+                       op, box.mode);
     const TensorMapFields f = tensor_map_fields(shape, box);
     const auto fill = [&] {
-        /* L2 fetches lines of 128 bytes: with 256, boxes that are narrower than their tensor's rows bring their neighbours'
-         * lines too early, 59.4 us where 128 takes 56.9 (16 x 28672 x 4096, b along n); products that L2 holds take the same */
-        return encode(map, type, TENSOR_DIMS, (void *)shape.data, f.size, f.stride_bytes, f.box, f.step,
-                      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(f.swizzle_bytes), CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        /* L2 fetches lines of 128 bytes: with 256, boxes that are narrower than their tensor's rows
+         * bring their neighbours' lines too early, 59.4 us where 128 takes 56.9 (16 x 28672 x 4096,
+         * b along n); products that L2 holds take the same */
+        return encode(map, type, TENSOR_DIMS, (void *)shape.data, f.size, f.stride_bytes, f.box,
+                      f.step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(f.swizzle_bytes),
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     };
     CUresult result = fill();
     int device = 0;
-    /* the driver, unlike the runtime, wants a current context, which a thread has from its first call of the runtime on that needs
-     * one; an autograd thread's first may be this */
+    /* the driver, unlike the runtime, wants a current context, which a thread has from its first
+     * call of the runtime on that needs one; an autograd thread's first may be this */
     if (result == CUDA_ERROR_INVALID_CONTEXT && cudaGetDevice(&device) == cudaSuccess &&
         cudaSetDevice(device) == cudaSuccess)
         result = fill();
     if (result == CUDA_SUCCESS) return GK_OK;
-    return gk_fail(GK_ERR_DEVICE, "the driver refused a tensor map of %s (error %d)", op, (int)result);
+    return gk_fail(GK_ERR_DEVICE, "the driver refused a tensor map of %s (error %d)", op,
+                   (int)result);
 }

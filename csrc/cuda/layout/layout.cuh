@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // layout: where elements lie, as values that the compiler computes.
 //
-// Plain C++17 for the host compiler and nvcc alike, as all of this room. What is done with layouts (composition, complement,
-// division, products) is torch_gpukern.layout's; kernels need the offset alone.
+// Plain C++17 for the host compiler and nvcc alike, as all of this room. What is done with layouts
+// (composition, complement, division, products) is torch_gpukern.layout's; kernels need the offset
+// alone.
 //
 //   layout       shape:stride per mode; the first mode runs fastest (colexicographic order). (4,8):(8,1) sends index i
 //                to 8 (i % 4) + i / 4. At most LAYOUT_MAX_MODES modes, no nesting.
@@ -20,7 +21,7 @@ struct coord {
     int row, col;
 };
 
-// ---- layouts --------------------------------------------------------------------------------------------------------
+// ---- layouts ------------------------------------------------------------------------------------
 
 enum {
     LAYOUT_MAX_MODES = 8

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// cluster: blocks that run side by side and reach each other's shared memory; registers moved between warpgroups.
-// Checked against PTX ISA 9.0; sm_90, setmaxnreg sm_90a.
+// cluster: blocks that run side by side and reach each other's shared memory; registers moved
+// between warpgroups. Checked against PTX ISA 9.0; sm_90, setmaxnreg sm_90a.
 #ifndef GPUKERN_PTX_CLUSTER_CUH
 #define GPUKERN_PTX_CLUSTER_CUH
 
@@ -13,8 +13,8 @@ static __device__ __forceinline__ unsigned cluster_ctarank() {
     return rank;
 }
 
-// barrier.cluster.arrive.relaxed and .wait: all threads of all blocks of the cluster have come. Releases nothing:
-// what others must see before it needs a fence of its own.
+// barrier.cluster.arrive.relaxed and .wait: all threads of all blocks of the cluster have come.
+// Releases nothing: what others must see before it needs a fence of its own.
 static __device__ __forceinline__ void barrier_cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -35,24 +35,28 @@ static __device__ __forceinline__ uint32_t mapa(uint32_t at_s, unsigned rank) {
     return there;
 }
 
-// st.async.v4.f32: 16 bytes to an address of mapa, counted at the barrier, which lies in the same block of the cluster
-// or more (in one alone it is an illegal instruction). Who waits for the barrier's phase sees them.
-static __device__ __forceinline__ void st_async_128(uint32_t at, float a, float b, float c, float d, uint32_t barrier) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(at),
-        "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
-        : "memory");
+// st.async.v4.f32: 16 bytes to an address of mapa, counted at the barrier, which lies in the same
+// block of the cluster or more (in one alone it is an illegal instruction). Who waits for the
+// barrier's phase sees them.
+static __device__ __forceinline__ void st_async_128(uint32_t at, float a, float b, float c, float d,
+                                                    uint32_t barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, "
+                 "%3, %4}, [%5];" ::"r"(at),
+                 "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
+                 : "memory");
 }
 
-// setmaxnreg: this warpgroup's registers a thread from here on, a multiple of 8 in 24 .. 256. All its warps; inc waits
-// until others have given enough back. Needs a kernel with launch bounds.
+// setmaxnreg: this warpgroup's registers a thread from here on, a multiple of 8 in 24 .. 256. All
+// its warps; inc waits until others have given enough back. Needs a kernel with launch bounds.
 template <int REGISTERS> static __device__ __forceinline__ void setmaxnreg_inc() {
-    static_assert(REGISTERS % 8 == 0 && REGISTERS >= 24 && REGISTERS <= 256, "what setmaxnreg takes");
+    static_assert(REGISTERS % 8 == 0 && REGISTERS >= 24 && REGISTERS <= 256,
+                  "what setmaxnreg takes");
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
 template <int REGISTERS> static __device__ __forceinline__ void setmaxnreg_dec() {
-    static_assert(REGISTERS % 8 == 0 && REGISTERS >= 24 && REGISTERS <= 256, "what setmaxnreg takes");
+    static_assert(REGISTERS % 8 == 0 && REGISTERS >= 24 && REGISTERS <= 256,
+                  "what setmaxnreg takes");
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// cluster_reads: blocks of a cluster read what others left in their shared memory. Checked against PTX ISA 9.0; sm_90.
+// cluster_reads: blocks of a cluster read what others left in their shared memory. Checked against
+// PTX ISA 9.0; sm_90.
 #ifndef GPUKERN_PTX_CLUSTER_READS_CUH
 #define GPUKERN_PTX_CLUSTER_READS_CUH
 
 #include <stdint.h>
 
-// barrier.cluster.arrive.release and .wait.acquire: all threads of all blocks of the cluster have come, and see what each stored to
-// shared memory before.
+// barrier.cluster.arrive.release and .wait.acquire: all threads of all blocks of the cluster have
+// come, and see what each stored to shared memory before.
 static __device__ __forceinline__ void barrier_cluster_ordered() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::
+            : "memory");
 }
 
 // ld.shared::cluster.v4.u32: 16 bytes at an address of mapa.

@@ -5,9 +5,10 @@
 
 #include <stdint.h>
 
-// cvt.rn.f16x2.e4m3x2, twice: bytes 0 and 1 of the codes in *lo, 2 and 3 in *hi. mov.b32 names the halves, which costs
-// nothing; a shift would.
-static __device__ __forceinline__ void cvt_rn_f16x2_e4m3x4(uint32_t *lo, uint32_t *hi, uint32_t codes) {
+// cvt.rn.f16x2.e4m3x2, twice: bytes 0 and 1 of the codes in *lo, 2 and 3 in *hi. mov.b32 names the
+// halves, which costs nothing; a shift would.
+static __device__ __forceinline__ void cvt_rn_f16x2_e4m3x4(uint32_t *lo, uint32_t *hi,
+                                                           uint32_t codes) {
     asm("{\n\t"
         ".reg .b16 l, h;\n\t"
         "mov.b32 {l, h}, %2;\n\t"

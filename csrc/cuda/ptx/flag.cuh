@@ -1,17 +1,22 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Counters in global memory by which blocks of one grid tell each other what is done. Checked against PTX ISA 9.0; sm_70.
+// Counters in global memory by which blocks of one grid tell each other what is done. Checked
+// against PTX ISA 9.0; sm_70.
 #ifndef GPUKERN_PTX_FLAG_CUH
 #define GPUKERN_PTX_FLAG_CUH
 
-// red.release.gpu: adds `amount`. Who acquires the count sees what this thread did before, and what others of its block did before a
-// barrier with it: causality order is transitive (PTX ISA, Memory Consistency Model).
+// red.release.gpu: adds `amount`. Who acquires the count sees what this thread did before, and what
+// others of its block did before a barrier with it: causality order is transitive (PTX ISA, Memory
+// Consistency Model).
 static __device__ __forceinline__ void red_add_release(unsigned *counter_g, unsigned amount = 1) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(counter_g)), "r"(amount)
-                 : "memory");
+    asm volatile(
+        "red.release.gpu.global.add.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(counter_g)),
+        "r"(amount)
+        : "memory");
 }
 
-// atom.acq_rel.gpu: adds one; returns the count before. What this thread did before, and others of its block before a barrier with
-// it, is seen by whoever counts later, and by others of that block behind a barrier (PTX ISA, Memory Consistency Model).
+// atom.acq_rel.gpu: adds one; returns the count before. What this thread did before, and others of
+// its block before a barrier with it, is seen by whoever counts later, and by others of that block
+// behind a barrier (PTX ISA, Memory Consistency Model).
 static __device__ __forceinline__ unsigned atom_inc_acq_rel(unsigned *counter_g) {
     unsigned before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"

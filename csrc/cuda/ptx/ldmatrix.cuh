@@ -1,17 +1,22 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// ldmatrix: 8x8 matrices of 16-bit elements from shared memory into fragments. Checked against PTX ISA 9.0; sm_75.
+// ldmatrix: 8x8 matrices of 16-bit elements from shared memory into fragments. Checked against PTX
+// ISA 9.0; sm_75.
 //
-// All 32 lanes execute it together (.sync). A matrix is 8 rows of 16 bytes; lanes 8i .. 8i+7 give the addresses of the
-// rows of matrix i, each a multiple of 16 (with x1 and x2 the other lanes' addresses count for nothing). r[i] receives
-// two neighbours of a row of matrix i, with _trans of a column: layout/atoms.cuh, ldmatrix_element. Sees what other threads
-// stored before the last barrier.
+// All 32 lanes execute it together (.sync). A matrix is 8 rows of 16 bytes; lanes 8i .. 8i+7 give
+// the addresses of the rows of matrix i, each a multiple of 16 (with x1 and x2 the other lanes'
+// addresses count for nothing). r[i] receives two neighbours of a row of matrix i, with _trans of a
+// column: layout/atoms.cuh, ldmatrix_element. Sees what other threads stored before the last
+// barrier.
 #ifndef GPUKERN_PTX_LDMATRIX_CUH
 #define GPUKERN_PTX_LDMATRIX_CUH
 
 #include "smem.cuh"
 
 static __device__ __forceinline__ void ldmatrix_x1(uint32_t *r, smem_addr row_s) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(row_s) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];"
+                 : "=r"(r[0])
+                 : "r"(row_s)
+                 : "memory");
 }
 
 static __device__ __forceinline__ void ldmatrix_x2(uint32_t *r, smem_addr row_s) {
@@ -29,7 +34,10 @@ static __device__ __forceinline__ void ldmatrix_x4(uint32_t *r, smem_addr row_s)
 }
 
 static __device__ __forceinline__ void ldmatrix_x1_trans(uint32_t *r, smem_addr row_s) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(row_s) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];"
+                 : "=r"(r[0])
+                 : "r"(row_s)
+                 : "memory");
 }
 
 static __device__ __forceinline__ void ldmatrix_x2_trans(uint32_t *r, smem_addr row_s) {

@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// mma_s8: c += a b on the tensor cores of 8-bit integers, int32 sums that wrap. Checked against PTX ISA 9.0; sm_80.
+// mma_s8: c += a b on the tensor cores of 8-bit integers, int32 sums that wrap. Checked against PTX
+// ISA 9.0; sm_80.
 //
-// As mma.cuh, whose fragments of 16 x 16 elements of 16 bits are these of 16 x 32 bytes: a register holds four bytes side by side along
-// k, so that ldmatrix serves both.
+// As mma.cuh, whose fragments of 16 x 16 elements of 16 bits are these of 16 x 32 bytes: a register
+// holds four bytes side by side along k, so that ldmatrix serves both.
 #ifndef GPUKERN_PTX_MMA_S8_CUH
 #define GPUKERN_PTX_MMA_S8_CUH
 
 #include <stdint.h>
 
 // mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32
-static __device__ __forceinline__ void mma_m16n8k32_s8(int *c, const uint32_t *a, const uint32_t *b) {
+static __device__ __forceinline__ void mma_m16n8k32_s8(int *c, const uint32_t *a,
+                                                       const uint32_t *b) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])

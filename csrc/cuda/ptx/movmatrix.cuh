@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// movmatrix: an 8x8 matrix of 16-bit elements, transposed between the lanes of a warp. Checked against PTX ISA 9.0.
+// movmatrix: an 8x8 matrix of 16-bit elements, transposed between the lanes of a warp. Checked
+// against PTX ISA 9.0.
 #ifndef GPUKERN_PTX_MOVMATRIX_CUH
 #define GPUKERN_PTX_MOVMATRIX_CUH
 

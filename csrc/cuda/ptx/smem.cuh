@@ -5,16 +5,18 @@
 
 #include <stdint.h>
 
-// A byte address in the shared window. 32 bits: half the registers of a pointer, and what ldmatrix and cp.async take.
+// A byte address in the shared window. 32 bits: half the registers of a pointer, and what ldmatrix
+// and cp.async take.
 typedef uint32_t smem_addr;
 
-// cvta.to.shared.u64, sm_20. Any thread; orders nothing. p must point into this block's shared memory.
+// cvta.to.shared.u64, sm_20. Any thread; orders nothing. p must point into this block's shared
+// memory.
 static __device__ __forceinline__ smem_addr cvta_to_shared(const void *p) {
     return (smem_addr)__cvta_generic_to_shared(p);
 }
 
-// ld.shared.{u16, u32, v2.u32, v4.u32}, sm_20. Any thread; the address is a multiple of the width. Sees what other
-// threads stored before the last barrier.
+// ld.shared.{u16, u32, v2.u32, v4.u32}, sm_20. Any thread; the address is a multiple of the width.
+// Sees what other threads stored before the last barrier.
 static __device__ __forceinline__ uint16_t ld_shared_16(smem_addr at_s) {
     uint16_t x;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(at_s) : "memory");
@@ -49,8 +51,8 @@ static __device__ __forceinline__ float ld_shared_f32(smem_addr at_s) {
     return x;
 }
 
-// st.shared.{u16, u32, v2.u32, v4.u32}, sm_20. Any thread; the address is a multiple of the width. Other threads see it
-// after the next barrier.
+// st.shared.{u16, u32, v2.u32, v4.u32}, sm_20. Any thread; the address is a multiple of the width.
+// Other threads see it after the next barrier.
 static __device__ __forceinline__ void st_shared_16(smem_addr at_s, uint16_t x) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(at_s), "h"(x) : "memory");
 }
@@ -73,12 +75,14 @@ static __device__ __forceinline__ void st_shared_64(smem_addr at_s, float2 v) {
 }
 
 static __device__ __forceinline__ void st_shared_128(smem_addr at_s, float4 v) {
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at_s), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at_s), "f"(v.x), "f"(v.y),
+                 "f"(v.z), "f"(v.w)
                  : "memory");
 }
 
 static __device__ __forceinline__ void st_shared_128(smem_addr at_s, uint4 v) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at_s), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at_s), "r"(v.x), "r"(v.y),
+                 "r"(v.z), "r"(v.w)
                  : "memory");
 }
 

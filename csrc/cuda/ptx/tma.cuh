@@ -1,36 +1,42 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// tma: boxes of tensors copied between global and shared memory by one thread's instruction. Checked against PTX ISA 9.0;
-// sm_90. The tensor map is a kernel parameter (__grid_constant__), so its address is one of generic memory.
+// tma: boxes of tensors copied between global and shared memory by one thread's instruction.
+// Checked against PTX ISA 9.0; sm_90. The tensor map is a kernel parameter (__grid_constant__), so
+// its address is one of generic memory.
 #ifndef GPUKERN_PTX_TMA_CUH
 #define GPUKERN_PTX_TMA_CUH
 
 #include "smem.cuh"
 
-// Where a box begins, dimension 0 the densest and there at a multiple of 16 bytes, else the kernel ends as an illegal
-// instruction; elements outside the tensor are read as zeros and not written.
+// Where a box begins, dimension 0 the densest and there at a multiple of 16 bytes, else the kernel
+// ends as an illegal instruction; elements outside the tensor are read as zeros and not written.
 struct tma_at {
     int c[5];
 };
 
-// cp.async.bulk.tensor.5d, global to shared: the box goes to dst_s and its bytes count at the barrier. One thread.
-static __device__ __forceinline__ void tma_load_5d(smem_addr dst_s, const void *map, const tma_at &at,
-                                                   smem_addr barrier_s) {
+// cp.async.bulk.tensor.5d, global to shared: the box goes to dst_s and its bytes count at the
+// barrier. One thread.
+static __device__ __forceinline__ void tma_load_5d(smem_addr dst_s, const void *map,
+                                                   const tma_at &at, smem_addr barrier_s) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(dst_s),
-                 "l"(map), "r"(barrier_s), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3]), "r"(at.c[4])
+                 "l"(map), "r"(barrier_s), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3]),
+                 "r"(at.c[4])
                  : "memory");
 }
 
-// cp.async.bulk, global to shared: `bytes`, a multiple of 16 as both addresses are, and they count at the barrier. Any thread.
+// cp.async.bulk, global to shared: `bytes`, a multiple of 16 as both addresses are, and they count
+// at the barrier. Any thread.
 static __device__ __forceinline__ void bulk_load(smem_addr dst_s, const void *src_g, unsigned bytes,
                                                  smem_addr barrier_s) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst_s),
-                 "l"(__cvta_generic_to_global(src_g)), "r"(bytes), "r"(barrier_s)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(dst_s),
+        "l"(__cvta_generic_to_global(src_g)), "r"(bytes), "r"(barrier_s)
+        : "memory");
 }
 
-// What L2 does with the lines of an access that takes a policy: createpolicy.fractional.L2. First out: what is read once.
-// Last out: what is read soon.
+// What L2 does with the lines of an access that takes a policy: createpolicy.fractional.L2. First
+// out: what is read once. Last out: what is read soon.
 static __device__ __forceinline__ uint64_t l2_first_out() {
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -44,39 +50,47 @@ static __device__ __forceinline__ uint64_t l2_last_out() {
 }
 
 // tma_load_5d by such a policy.
-static __device__ __forceinline__ void tma_load_5d_by(smem_addr dst_s, const void *map, const tma_at &at,
-                                                      smem_addr barrier_s, uint64_t policy) {
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+static __device__ __forceinline__ void tma_load_5d_by(smem_addr dst_s, const void *map,
+                                                      const tma_at &at, smem_addr barrier_s,
+                                                      uint64_t policy) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes."
+                 "L2::cache_hint "
                  "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(dst_s),
-                 "l"(map), "r"(barrier_s), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3]), "r"(at.c[4]),
-                 "l"(policy)
+                 "l"(map), "r"(barrier_s), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3]),
+                 "r"(at.c[4]), "l"(policy)
                  : "memory");
 }
 
-// tma_load_5d into every block of the cluster whose bit is set in `blocks`, at the same address of each, counted at the
-// barrier at the same address of each.
-static __device__ __forceinline__ void tma_load_5d_multicast(smem_addr dst_s, const void *map, const tma_at &at,
-                                                             smem_addr barrier_s, uint16_t blocks) {
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+// tma_load_5d into every block of the cluster whose bit is set in `blocks`, at the same address of
+// each, counted at the barrier at the same address of each.
+static __device__ __forceinline__ void tma_load_5d_multicast(smem_addr dst_s, const void *map,
+                                                             const tma_at &at, smem_addr barrier_s,
+                                                             uint16_t blocks) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes."
+                 "multicast::cluster "
                  "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(dst_s),
-                 "l"(map), "r"(barrier_s), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3]), "r"(at.c[4]),
-                 "h"(blocks)
+                 "l"(map), "r"(barrier_s), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3]),
+                 "r"(at.c[4]), "h"(blocks)
                  : "memory");
 }
 
-// cp.async.bulk.tensor.5d, shared to global: what other threads stored in the box must be behind fence_proxy_async and a
-// barrier. One thread; the copy belongs to its next group. Seen on an H200: of a row that ends within 16 bytes all 16 are
-// written, so rows of a stored tensor are multiples of 16 bytes.
-static __device__ __forceinline__ void tma_store_5d(const void *map, const tma_at &at, smem_addr src_s) {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
-        "r"(src_s), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3]), "r"(at.c[4])
-        : "memory");
+// cp.async.bulk.tensor.5d, shared to global: what other threads stored in the box must be behind
+// fence_proxy_async and a barrier. One thread; the copy belongs to its next group. Seen on an H200:
+// of a row that ends within 16 bytes all 16 are written, so rows of a stored tensor are multiples
+// of 16 bytes.
+static __device__ __forceinline__ void tma_store_5d(const void *map, const tma_at &at,
+                                                    smem_addr src_s) {
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, "
+                 "%6}], [%1];" ::"l"(map),
+                 "r"(src_s), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3]), "r"(at.c[4])
+                 : "memory");
 }
 
-// cp.async.bulk, shared to global: contiguous bytes, both addresses and `bytes` multiples of 16. As tma_store_5d.
+// cp.async.bulk, shared to global: contiguous bytes, both addresses and `bytes` multiples of 16. As
+// tma_store_5d.
 static __device__ __forceinline__ void bulk_store(void *dst_g, smem_addr src_s, unsigned bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(dst_g)),
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
+                     __cvta_generic_to_global(dst_g)),
                  "r"(src_s), "r"(bytes)
                  : "memory");
 }
@@ -86,17 +100,20 @@ static __device__ __forceinline__ void tma_store_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// cp.async.bulk.wait_group.read: until shared memory has been read for all but PENDING of this thread's newest groups.
+// cp.async.bulk.wait_group.read: until shared memory has been read for all but PENDING of this
+// thread's newest groups.
 template <int PENDING> static __device__ __forceinline__ void tma_store_wait_group_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// cp.async.bulk.wait_group: until all but PENDING of this thread's newest groups are written, where this thread sees them.
+// cp.async.bulk.wait_group: until all but PENDING of this thread's newest groups are written, where
+// this thread sees them.
 template <int PENDING> static __device__ __forceinline__ void tma_store_wait_group() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// fence.proxy.async.shared::cta: this thread's stores to shared memory come before copies and wgmma that read it later.
+// fence.proxy.async.shared::cta: this thread's stores to shared memory come before copies and wgmma
+// that read it later.
 static __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // wgmma_8bit: products of a warpgroup of 8-bit elements. Checked against PTX ISA 9.0; sm_90a.
 //
-// d [64][N] += a [64][32] b [32][N], both in shared memory, K-major, as descriptors say (layout/wgmma.cuh); d as of wgmma.cuh.
-// e4m3, e5m2: d float, of which the sums within one instruction and those added to it keep some 13 bits (quantised pages of the
-// docs); a sum of more than 128 of k belongs into other registers. int8: d int32, exact.
+// d [64][N] += a [64][32] b [32][N], both in shared memory, K-major, as descriptors say
+// (layout/wgmma.cuh); d as of wgmma.cuh. e4m3, e5m2: d float, of which the sums within one
+// instruction and those added to it keep some 13 bits (quantised pages of the docs); a sum of more
+// than 128 of k belongs into other registers. int8: d int32, exact.
 #ifndef GPUKERN_PTX_WGMMA_8BIT_CUH
 #define GPUKERN_PTX_WGMMA_8BIT_CUH
 
@@ -12,16 +13,16 @@
 struct e4m3 {};
 struct e5m2 {};
 
-#define GK_I8_D(i)                                                                                              \
-    "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), \
-        "+r"(d[i + 7])
+#define GK_I8_D(i)                                                                              \
+    "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), \
+        "+r"(d[i + 6]), "+r"(d[i + 7])
 #define GK_I32_D(i) GK_I8_D(i), GK_I8_D(i + 8), GK_I8_D(i + 16), GK_I8_D(i + 24)
 
-#define GK_WGMMA_FP8(N, TYPES, LIST, i0, i1, i2, ...)                                                   \
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #i2 ", 0;\n\t"                                \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPES " {" LIST "}, %" #i0 ", %" #i1 \
-                 ", p, 1, 1;\n\t}"                                                                      \
-                 : __VA_ARGS__                                                                          \
+#define GK_WGMMA_FP8(N, TYPES, LIST, i0, i1, i2, ...)                                         \
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #i2 ", 0;\n\t"                      \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPES " {" LIST "}, %" #i0 \
+                 ", %" #i1 ", p, 1, 1;\n\t}"                                                  \
+                 : __VA_ARGS__                                                                \
                  : "l"(a), "l"(b), "r"(add))
 
 template <class A, class B, int N> struct wgmma_fp8;
@@ -55,19 +56,22 @@ GK_WGMMA_FP8_TYPES(e5m2, e5m2, "e5m2.e5m2")
 
 // wgmma.mma_async.m64nNk32 of 8-bit floats; add false: d is not read.
 template <class A, class B, int N>
-static __device__ __forceinline__ void wgmma_8bit_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool add) {
+static __device__ __forceinline__ void wgmma_8bit_ss(float (&d)[N / 2], uint64_t a, uint64_t b,
+                                                     bool add) {
     wgmma_fp8<A, B, N>::ss(d, a, b, add);
 }
 
-#define GK_WGMMA_S8(N, LIST, i0, i1, i2, ...)                                                                   \
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #i2 ", 0;\n\t"                                        \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" LIST "}, %" #i0 ", %" #i1 ", p;\n\t}" \
-                 : __VA_ARGS__                                                                                  \
+#define GK_WGMMA_S8(N, LIST, i0, i1, i2, ...)                                             \
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #i2 ", 0;\n\t"                  \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" LIST "}, %" #i0 \
+                 ", %" #i1 ", p;\n\t}"                                                    \
+                 : __VA_ARGS__                                                            \
                  : "l"(a), "l"(b), "r"((int)add))
 
 // wgmma.mma_async.m64nNk32.s32.s8.s8
 template <class A, class B, int N>
-static __device__ __forceinline__ void wgmma_8bit_ss(int32_t (&d)[N / 2], uint64_t a, uint64_t b, bool add) {
+static __device__ __forceinline__ void wgmma_8bit_ss(int32_t (&d)[N / 2], uint64_t a, uint64_t b,
+                                                     bool add) {
     if constexpr (N == 128)
         GK_WGMMA_S8(128, GK_R64, 64, 65, 66, GK_I32_D(0), GK_I32_D(32));
     else if constexpr (N == 64)

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* adamw: one step of AdamW over a list of tensors in one launch (gpukern_train.h has the equations).
- * Parameters and gradients of float32, bfloat16, float16, float64; m and v of that dtype or float32.
- * The tensors' pointers are a table in the kernel's parameters, so that nothing is copied to the device and a captured graph holds
- * them. A block has CHUNK elements of one tensor, which it finds by bisection. Steps, learning rate, scale and clip are read on the
- * device. Lists longer than a table take several launches. No workspace. Bound by memory: 28 bytes an element of float32. */
+/* adamw: one step of AdamW over a list of tensors in one launch (gpukern_train.h has the
+ * equations).
+ * Parameters and gradients of float32, bfloat16, float16, float64; m and v of that dtype or
+ * float32.
+ * The tensors' pointers are a table in the kernel's parameters, so that nothing is copied to the
+ * device and a captured graph holds them. A block has CHUNK elements of one tensor, which it finds
+ * by bisection. Steps, learning rate, scale and clip are read on the device. Lists longer than a
+ * table take several launches. No workspace. Bound by memory: 28 bytes an element of float32. */
 #include "gpukern_train.h"
 #include "philox.cuh"
 #include "row_block.cuh"
@@ -11,9 +14,10 @@
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int EACH = 4; /* vectors of a thread: the search and two exponentials are spread over 4096 elements */
-constexpr int FEW = 48,
-              MANY = 420; /* tensors of a table: a kernel has 4 KiB of parameters cheaply and 32764 bytes at most */
+/* vectors of a thread: the search and two exponentials are spread over 4096 elements */
+constexpr int EACH = 4;
+constexpr int FEW = 48, MANY = 420;  /* tensors of a table: a kernel has 4 KiB of parameters cheaply
+                                        and 32764 bytes at most */
 constexpr int MOST_CHUNKS = 1 << 30; /* blocks of a launch */
 
 struct Entry {
@@ -37,7 +41,8 @@ template <int MOST> struct Params {
     Scalars s;
     Entry entry[MOST];
 };
-static_assert(sizeof(Params<FEW>) <= 4096 && sizeof(Params<MANY>) <= 32764, "what a kernel's parameters may take");
+static_assert(sizeof(Params<FEW>) <= 4096 && sizeof(Params<MANY>) <= 32764,
+              "what a kernel's parameters may take");
 
 __device__ __forceinline__ float root(float x) { return sqrtf(x); }
 __device__ __forceinline__ double root(double x) { return sqrt(x); }
@@ -53,9 +58,14 @@ template <class W> __device__ __forceinline__ Step<W> step_of(const Scalars &s, 
     Step<W> x;
     const W lr = s.lr ? W(*s.lr) : W(s.rate), step = W(*e.step);
     /* 1 - beta^step without cancellation */
-    x.rate = lr / -exp_less_1(step * W(s.log_beta1)), x.inverse_root = 1 / root(-exp_less_1(step * W(s.log_beta2)));
-    x.beta1 = W(s.beta1), x.beta2 = W(s.beta2), x.other1 = W(1 - s.beta1), x.other2 = W(1 - s.beta2);
-    x.keep = 1 - lr * W(s.decay), x.eps = W(s.eps);
+    x.rate = lr / -exp_less_1(step * W(s.log_beta1));
+    x.inverse_root = 1 / root(-exp_less_1(step * W(s.log_beta2)));
+    x.beta1 = W(s.beta1);
+    x.beta2 = W(s.beta2);
+    x.other1 = W(1 - s.beta1);
+    x.other2 = W(1 - s.beta2);
+    x.keep = 1 - lr * W(s.decay);
+    x.eps = W(s.eps);
     x.times = (s.clip ? W(*s.clip) : W(1)) / (s.scale ? W(*s.scale) : W(1));
     if (s.maximize) x.times = -x.times;
     return x;
@@ -63,13 +73,15 @@ template <class W> __device__ __forceinline__ Step<W> step_of(const Scalars &s, 
 
 /* Elements [at, at + V) of a tensor. */
 template <class T, class S, int V>
-__device__ __forceinline__ void update(const Scalars &s, const Entry &e, const Step<typename element<S>::acc> &x,
-                                       int64_t tensor, int64_t at) {
+__device__ __forceinline__ void update(const Scalars &s, const Entry &e,
+                                       const Step<typename element<S>::acc> &x, int64_t tensor,
+                                       int64_t at) {
     typedef typename element<S>::acc W;
     typedef RowSome<T, V> Values;
     typedef RowSome<S, V> States;
     Values g = *(const Values *)((const T *)e.g + at), w;
-    States m = *(const States *)((const S *)e.m + at), v = *(const States *)((const S *)e.v + at), most, master;
+    States m = *(const States *)((const S *)e.m + at), v = *(const States *)((const S *)e.v + at),
+           most, master;
     if (e.master)
         master = *(const States *)((const S *)e.master + at);
     else
@@ -81,7 +93,8 @@ __device__ __forceinline__ void update(const Scalars &s, const Entry &e, const S
         const W grad = x.times * W(to_acc(g.v[i]));
         const W first = x.beta1 * to_acc(m.v[i]) + x.other1 * grad;
         W second = x.beta2 * to_acc(v.v[i]) + x.other2 * (grad * grad);
-        m.v[i] = from_acc<S>(first), v.v[i] = from_acc<S>(second);
+        m.v[i] = from_acc<S>(first);
+        v.v[i] = from_acc<S>(second);
         if (e.most) {
             const W before = to_acc(most.v[i]);
             second = before > second || before != before ? before : second;
@@ -91,7 +104,8 @@ __device__ __forceinline__ void update(const Scalars &s, const Entry &e, const S
         y[i] -= x.rate * first / (root(second) * x.inverse_root + x.eps);
         if (e.master) master.v[i] = from_acc<S>(y[i]);
     }
-    *(States *)((S *)e.m + at) = m, *(States *)((S *)e.v + at) = v;
+    *(States *)((S *)e.m + at) = m;
+    *(States *)((S *)e.v + at) = v;
     if (e.most) *(States *)((S *)e.most + at) = most;
     if (e.master) *(States *)((S *)e.master + at) = master;
     if constexpr (sizeof(T) == 2 && sizeof(S) == 4) {
@@ -103,7 +117,8 @@ __device__ __forceinline__ void update(const Scalars &s, const Entry &e, const S
                 if (i == 0 || V < 4) words = philox(seed, gk_adamw_counter(tensor, (at + i) / 4));
                 uint32_t u = __float_as_uint(y[i]);
                 const bool finite = (u & 0x7f800000u) != 0x7f800000u;
-                if (finite) u = (u + (philox_word(words, (int)((at + i) % 4)) & 0xffff)) & 0xffff0000u;
+                if (finite)
+                    u = (u + (philox_word(words, (int)((at + i) % 4)) & 0xffff)) & 0xffff0000u;
                 y[i] = __uint_as_float(u);
             }
         }
@@ -128,7 +143,8 @@ __global__ void __launch_bounds__(THREADS, 3) adamw_kernel(const __grid_constant
     }
     const Entry &e = p.entry[low];
     const Step<W> x = step_of<W>(p.s, e);
-    const int64_t tensor = p.s.first + low, from = (int64_t)((int)blockIdx.x - e.first) * (THREADS * EACH * V);
+    const int64_t tensor = p.s.first + low,
+                  from = (int64_t)((int)blockIdx.x - e.first) * (THREADS * EACH * V);
     if (e.vectors) {
 #pragma unroll 1
         for (int k = 0; k < EACH; ++k) {
@@ -143,19 +159,29 @@ __global__ void __launch_bounds__(THREADS, 3) adamw_kernel(const __grid_constant
     } else {
         const int64_t end = from + THREADS * EACH * V < e.n ? from + THREADS * EACH * V : e.n;
 #pragma unroll 1
-        for (int64_t i = from + threadIdx.x; i < end; i += THREADS) update<T, S, 1>(p.s, e, x, tensor, i);
+        for (int64_t i = from + threadIdx.x; i < end; i += THREADS)
+            update<T, S, 1>(p.s, e, x, tensor, i);
     }
 }
 
-template <class T> const T *scalar_at(const gk_tensor *t) { return t ? (const T *)t->data : nullptr; }
+template <class T> const T *scalar_at(const gk_tensor *t) {
+    return t ? (const T *)t->data : nullptr;
+}
 
 Scalars scalars_of(const gk_adamw_args *a) {
     Scalars s = {};
     s.lr = scalar_at<float>(a->lr_tensor), s.scale = scalar_at<float>(a->grad_scale);
     s.clip = scalar_at<float>(a->clip), s.found_inf = scalar_at<float>(a->found_inf);
-    s.seed = scalar_at<int64_t>(a->seed), s.seed_stride = a->seed ? a->seed->stride[0] : 0;
-    s.rate = a->lr, s.beta1 = a->beta1, s.beta2 = a->beta2, s.eps = a->eps, s.decay = a->weight_decay;
-    s.log_beta1 = log(a->beta1), s.log_beta2 = log(a->beta2), s.maximize = a->maximize != 0;
+    s.seed = scalar_at<int64_t>(a->seed);
+    s.seed_stride = a->seed ? a->seed->stride[0] : 0;
+    s.rate = a->lr;
+    s.beta1 = a->beta1;
+    s.beta2 = a->beta2;
+    s.eps = a->eps;
+    s.decay = a->weight_decay;
+    s.log_beta1 = log(a->beta1);
+    s.log_beta2 = log(a->beta2);
+    s.maximize = a->maximize != 0;
     return s;
 }
 
@@ -170,32 +196,38 @@ Entry entry_of(const gk_adamw_args *a, int64_t t) {
                gk_numel(&a->params[t]),
                0,
                false};
-    e.vectors =
-        ((uintptr_t)e.w | (uintptr_t)e.g | (uintptr_t)e.m | (uintptr_t)e.v | (uintptr_t)e.most | (uintptr_t)e.master) %
-            16 ==
-        0;
+    e.vectors = ((uintptr_t)e.w | (uintptr_t)e.g | (uintptr_t)e.m | (uintptr_t)e.v |
+                 (uintptr_t)e.most | (uintptr_t)e.master) %
+                    16 ==
+                0;
     return e;
 }
 
-template <class S> int64_t chunks_of(int64_t n) { return gk_ceil_div(n, THREADS * EACH * row_vec<S>); }
+template <class S> int64_t chunks_of(int64_t n) {
+    return gk_ceil_div(n, THREADS * EACH * row_vec<S>);
+}
 
-template <class T, class S, int MOST> gk_status run_tables(const gk_context *ctx, const gk_adamw_args *a) {
+template <class T, class S, int MOST>
+gk_status run_tables(const gk_context *ctx, const gk_adamw_args *a) {
     Params<MOST> p = {scalars_of(a)};
     int64_t chunks = 0;
     for (int64_t t = 0; t <= a->num; ++t) {
         const int64_t more = t < a->num ? chunks_of<S>(gk_numel(&a->params[t])) : 0;
         if (p.s.num == MOST || (p.s.num && (t == a->num || chunks + more > MOST_CHUNKS))) {
-            const gk_status status =
-                launch<adamw_kernel<T, S, MOST>>("gk_adamw", ctx, dim3((unsigned)chunks), THREADS, 0, p);
+            const gk_status status = launch<adamw_kernel<T, S, MOST>>(
+                "gk_adamw", ctx, dim3((unsigned)chunks), THREADS, 0, p);
             if (status != GK_OK) return status;
-            p.s.num = 0, chunks = 0;
+            p.s.num = 0;
+            chunks = 0;
         }
         if (t == a->num || more == 0) { /* an empty tensor */
             if (p.s.num == 0) p.s.first = t + 1;
             continue;
         }
         if (p.s.num == 0) p.s.first = t;
-        p.entry[p.s.num] = entry_of(a, t), p.entry[p.s.num++].first = (int32_t)chunks, chunks += more;
+        p.entry[p.s.num] = entry_of(a, t);
+        p.entry[p.s.num++].first = (int32_t)chunks;
+        chunks += more;
     }
     return GK_OK;
 }
@@ -215,7 +247,8 @@ bool plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_pla
     const gk_adamw_args *a = (const gk_adamw_args *)args;
     for (int64_t t = 0; t < a->num; ++t)
         plan->tasks +=
-            gk_ceil_div(gk_numel(&a->params[t]), THREADS * EACH * 16 / (int64_t)gk_dtype_bytes(a->exp_avgs[t].dtype));
+            gk_ceil_div(gk_numel(&a->params[t]),
+                        THREADS * EACH * 16 / (int64_t)gk_dtype_bytes(a->exp_avgs[t].dtype));
     return true;
 }
 

@@ -5,8 +5,9 @@
 
 #include "../host/launch.cuh"
 
-/* Clusters of a kernel that the GPU holds at once. An SM that its GPC has beyond whole clusters is left over, so that this is no
- * quotient; one cluster more would run when all others are done. Of a GPU that is only described: a guess. */
+/* Clusters of a kernel that the GPU holds at once. An SM that its GPC has beyond whole clusters is
+ * left over, so that this is no quotient; one cluster more would run when all others are done. Of a
+ * GPU that is only described: a guess. */
 template <auto KERNEL>
 inline int clusters_at_once(const gk_context *ctx, unsigned threads, size_t smem_bytes, int size) {
     static int known[64];
@@ -20,10 +21,15 @@ inline int clusters_at_once(const gk_context *ctx, unsigned threads, size_t smem
     cudaLaunchConfig_t config = {};
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = (unsigned)size, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    config.gridDim = dim3((unsigned)size), config.blockDim = dim3(threads), config.dynamicSmemBytes = smem_bytes;
-    config.attrs = &attribute, config.numAttrs = 1;
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed; /* the call may load the kernel's module */
+    attribute.val.clusterDim.x = (unsigned)size;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.gridDim = dim3((unsigned)size);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = smem_bytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    /* the call may load the kernel's module */
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     cudaError_t error = allow_smem((const void *)KERNEL, &asked, ctx->index, smem_bytes);
     if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&n, KERNEL, &config);

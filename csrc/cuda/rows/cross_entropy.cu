@@ -2,12 +2,14 @@
 /* cross_entropy: the loss of each row of logits and its gradient.
  *   z = softcap tanh(logit_scale logits / softcap), or logit_scale logits;   lse = log sum exp z
  *   loss = (1 - e) w[t] (lse - z[t]) + e / V (W lse - sum w[c] z[c]) + z_loss lse^2,   W = sum w[c]
- *   dz[c] = g (exp(z[c] - lse) ((1 - e) w[t] + e W / V + 2 z_loss lse) - (c = t) (1 - e) w[t] - e w[c] / V)
- * logits, dlogits [M, V]: float32, bfloat16, float16, float64; dlogits also of 16 bits beside float32 logits; target [M] int64; w [V],
- * loss, lse [M] float32 (float64). A block has a row and reads it once: forward each thread keeps a running maximum and sum (Milakov
- * and Gimelshein 2018, arXiv:1805.02867), backward needs lse alone and may have some of the columns. A forward call that wants
- * dlogits is both, one launch each (cross_entropy_sm90a has it in one). Vectors of 16 bytes, or elements where rows are not of whole
- * vectors at multiples of 16 bytes.
+ *   dz[c] = g (exp(z[c] - lse) ((1 - e) w[t] + e W / V + 2 z_loss lse) - (c = t) (1 - e) w[t] - e
+ *   w[c] / V)
+ * logits, dlogits [M, V]: float32, bfloat16, float16, float64; dlogits also of 16 bits beside
+ * float32 logits; target [M] int64; w [V], loss, lse [M] float32 (float64). A block has a row and
+ * reads it once: forward each thread keeps a running maximum and sum (Milakov and Gimelshein 2018,
+ * arXiv:1805.02867), backward needs lse alone and may have some of the columns. A forward call that
+ * wants dlogits is both, one launch each (cross_entropy_sm90a has it in one). Vectors of 16 bytes,
+ * or elements where rows are not of whole vectors at multiples of 16 bytes.
  * No workspace. Bound by reading logits, and by writing dlogits. */
 #include "gpukern_loss.h"
 #include "../ptx/regs.cuh"
@@ -15,7 +17,8 @@
 
 namespace {
 
-constexpr int THREADS = 512, UNROLL = 4; /* 32 KB in flight a block, of which an SM holds up to four */
+/* 32 KB in flight a block, of which an SM holds up to four */
+constexpr int THREADS = 512, UNROLL = 4;
 
 struct Params {
     RowTensor logits, target, dlogits, grad_loss;
@@ -33,8 +36,11 @@ __device__ __forceinline__ double e_to(double x) { return exp(x); }
 template <class W> struct Logit {
     W scale, cap, inverse_cap;
     __device__ __forceinline__ explicit Logit(const Params &p)
-        : scale(W(p.scale)), cap(W(p.softcap)), inverse_cap(p.softcap > 0 ? W(1 / p.softcap) : W(0)) {}
-    __device__ __forceinline__ W z(W x) const { return cap == 0 ? scale * x : cap * tanh(scale * x * inverse_cap); }
+        : scale(W(p.scale)), cap(W(p.softcap)),
+          inverse_cap(p.softcap > 0 ? W(1 / p.softcap) : W(0)) {}
+    __device__ __forceinline__ W z(W x) const {
+        return cap == 0 ? scale * x : cap * tanh(scale * x * inverse_cap);
+    }
     /* dz / dx where z is known */
     __device__ __forceinline__ W slope(W z) const {
         return cap == 0 ? scale : scale * (1 - z * inverse_cap * (z * inverse_cap));
@@ -55,7 +61,8 @@ template <class W> __device__ __forceinline__ W all_weights(const Params &p, W *
 }
 
 /* A row's target; false where the row has no loss. One outside [0, V) is reported. */
-__device__ __forceinline__ bool read_target(const Params &p, int64_t row, int64_t &target, bool &bad) {
+__device__ __forceinline__ bool read_target(const Params &p, int64_t row, int64_t &target,
+                                            bool &bad) {
     target = *row_at<int64_t>(p.target, row);
     bad = false;
     if (target == p.ignore_index) return false;
@@ -64,8 +71,9 @@ __device__ __forceinline__ bool read_target(const Params &p, int64_t row, int64_
     return true;
 }
 
-/* Of a row's z = scale x: its maximum over a thread's columns and the sum of exp(z - max). All loads of UNROLL vectors come first, and
- * their maximum is taken before their exponentials, so that the sum is rescaled once for all of them. NaN in a row makes its sum NaN. */
+/* Of a row's z = scale x: its maximum over a thread's columns and the sum of exp(z - max). All
+ * loads of UNROLL vectors come first, and their maximum is taken before their exponentials, so that
+ * the sum is rescaled once for all of them. NaN in a row makes its sum NaN. */
 template <class T, int V>
 __device__ __forceinline__ void plain_sums(const Params &p, const T *x, float &peak, float &sum) {
     typedef RowSome<T, V> Vec;
@@ -83,7 +91,8 @@ __device__ __forceinline__ void plain_sums(const Params &p, const T *x, float &p
 #pragma unroll
                 for (int k = 0; k < V; ++k) top = fmaxf(top, __fmul_rn(scale, to_acc(v[u].v[k])));
         const float base = top == -INFINITY ? 0 : top;
-        sum *= ex2_approx_ftz((peak - base) * log2_e), peak = top;
+        sum *= ex2_approx_ftz((peak - base) * log2_e);
+        peak = top;
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u)
             if (first + u * THREADS < end)
@@ -94,7 +103,8 @@ __device__ __forceinline__ void plain_sums(const Params &p, const T *x, float &p
 }
 
 /* PLAIN: float32, without a soft cap and label smoothing. */
-template <class T, int V, bool PLAIN> __global__ void __launch_bounds__(THREADS, 1) cross_entropy_fwd_kernel(Params p) {
+template <class T, int V, bool PLAIN>
+__global__ void __launch_bounds__(THREADS, 1) cross_entropy_fwd_kernel(Params p) {
     typedef typename element<T>::acc W;
     typedef RowSome<T, V> Vec;
     __shared__ W place[64];
@@ -119,11 +129,15 @@ template <class T, int V, bool PLAIN> __global__ void __launch_bounds__(THREADS,
 #pragma unroll
             for (int k = 0; k < V; ++k) {
                 z[k] = logit.z(to_acc(v.v[k]));
-                nan |= z[k] != z[k], top = lanes_max2(top, z[k]);
+                nan |= z[k] != z[k];
+                top = lanes_max2(top, z[k]);
                 if (p.smoothing != 0) sums[1] += weight_of<W>(p, i * V + k) * z[k];
             }
             if (top == -INFINITY) continue;
-            if (top > peak) sums[0] *= peak == -INFINITY ? W(0) : e_to(peak - top), peak = top;
+            if (top > peak) {
+                sums[0] *= peak == -INFINITY ? W(0) : e_to(peak - top);
+                peak = top;
+            }
 #pragma unroll
             for (int k = 0; k < V; ++k) sums[0] += e_to(z[k] - peak);
         }
@@ -133,10 +147,12 @@ template <class T, int V, bool PLAIN> __global__ void __launch_bounds__(THREADS,
         block_sum(sums, place);
         if (threadIdx.x == 0) {
             const W log_sum = log(sums[0]), lse = all + log_sum;
-            W loss = (1 - e) * weight_of<W>(p, target) * (all - logit.z(to_acc(x[target])) + log_sum);
+            W loss =
+                (1 - e) * weight_of<W>(p, target) * (all - logit.z(to_acc(x[target])) + log_sum);
             if (p.smoothing != 0) loss += e / W(p.n) * (weights * lse - sums[1]);
             if (p.z_loss != 0) loss += W(p.z_loss) * lse * lse;
-            ((W *)p.loss)[row] = loss, ((W *)p.lse)[row] = lse;
+            ((W *)p.loss)[row] = loss;
+            ((W *)p.lse)[row] = lse;
         }
     }
 }
@@ -149,9 +165,11 @@ template <class T, int V> struct alignas(V * sizeof(T) < 16 ? V * sizeof(T) : 16
 /* Of them a thread loads so many before it goes to work: what its registers hold. */
 template <class T, int V> constexpr int AHEAD = V * sizeof(T) > 16 || sizeof(T) == 8 ? 2 : 4;
 
-/* grid: runs of rows x runs of columns of THREADS x AHEAD vectors. D is the gradient's type. All of a thread's loads come before its stores, which may go where the logits are. */
+/* grid: runs of rows x runs of columns of THREADS x AHEAD vectors. D is the gradient's type. All of
+ * a thread's loads come before its stores, which may go where the logits are. */
 template <class T, class D, int V>
-__global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 2) cross_entropy_bwd_kernel(Params p) {
+__global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 2)
+    cross_entropy_bwd_kernel(Params p) {
     typedef typename element<T>::acc W;
     __shared__ W place[32];
     const Logit<W> logit(p);
@@ -167,7 +185,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 2) cross_entropy
         const Run<T, V> *x = (const Run<T, V> *)row_at<T>(p.logits, row);
         const W g = !counts ? W(0) : p.grad_loss.data ? *row_at<W>(p.grad_loss, row) : W(1);
         const W lse = ((const W *)p.lse)[row];
-        const W own = bad ? W(NAN) : W(1 - p.smoothing) * weight_of<W>(p, counts && !bad ? target : 0);
+        const W own =
+            bad ? W(NAN) : W(1 - p.smoothing) * weight_of<W>(p, counts && !bad ? target : 0);
         const W of_p = own + e * weights + 2 * W(p.z_loss) * lse;
         Run<T, V> in[MANY];
 #pragma unroll
@@ -197,10 +216,21 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 2) cross_entropy
 
 Params params_of(const gk_context *ctx, const gk_cross_entropy_args *a, const gk_loss_more &more) {
     Params p = {row_tensor(a->logits), row_elements(&a->target)};
-    if (a->weight) p.weight = a->weight->data, p.weight_stride = a->weight->stride[0];
-    p.loss = a->loss.data, p.lse = a->lse.data, p.rows = num_rows(a->logits), p.n = a->logits.shape[a->logits.ndim - 1];
-    p.ignore_index = a->ignore_index, p.smoothing = a->label_smoothing, p.softcap = a->softcap,
-    p.scale = a->logit_scale, p.z_loss = more.z_loss, p.first = more.first_class, p.classes = more.num_classes;
+    if (a->weight) {
+        p.weight = a->weight->data;
+        p.weight_stride = a->weight->stride[0];
+    }
+    p.loss = a->loss.data;
+    p.lse = a->lse.data;
+    p.rows = num_rows(a->logits);
+    p.n = a->logits.shape[a->logits.ndim - 1];
+    p.ignore_index = a->ignore_index;
+    p.smoothing = a->label_smoothing;
+    p.softcap = a->softcap;
+    p.scale = a->logit_scale;
+    p.z_loss = more.z_loss;
+    p.first = more.first_class;
+    p.classes = more.num_classes;
     p.error_word = ctx->error_word;
     return p;
 }
@@ -213,17 +243,18 @@ gk_status bwd_launch(const gk_context *ctx, Params p, const gk_tensor &dlogits, 
 }
 
 template <class T, class D>
-gk_status bwd_vectors(const gk_context *ctx, const Params &p, const gk_tensor &logits, const gk_tensor &dlogits,
-                      const char *op) {
+gk_status bwd_vectors(const gk_context *ctx, const Params &p, const gk_tensor &logits,
+                      const gk_tensor &dlogits, const char *op) {
     return rows_whole(dlogits, &logits) ? bwd_launch<T, D, row_vec<D>>(ctx, p, dlogits, op)
                                         : bwd_launch<T, D, 1>(ctx, p, dlogits, op);
 }
 
 template <class T>
-gk_status bwd_any(const gk_context *ctx, const Params &p, const gk_tensor &logits, const gk_tensor &dlogits,
-                  const char *op) {
+gk_status bwd_any(const gk_context *ctx, const Params &p, const gk_tensor &logits,
+                  const gk_tensor &dlogits, const char *op) {
     if constexpr (sizeof(T) == 4) {
-        if (dlogits.dtype == GK_BF16) return bwd_vectors<T, __nv_bfloat16>(ctx, p, logits, dlogits, op);
+        if (dlogits.dtype == GK_BF16)
+            return bwd_vectors<T, __nv_bfloat16>(ctx, p, logits, dlogits, op);
         if (dlogits.dtype == GK_F16) return bwd_vectors<T, __half>(ctx, p, logits, dlogits, op);
     }
     return bwd_vectors<T, T>(ctx, p, logits, dlogits, op);
@@ -231,25 +262,30 @@ gk_status bwd_any(const gk_context *ctx, const Params &p, const gk_tensor &logit
 
 const char *const FWD = "gk_cross_entropy_fwd";
 
-template <class T> gk_status losses(const gk_context *ctx, const gk_cross_entropy_args *a, const Params &p) {
+template <class T>
+gk_status losses(const gk_context *ctx, const gk_cross_entropy_args *a, const Params &p) {
     const dim3 grid(row_blocks(p.rows));
     const bool plain = p.smoothing == 0 && p.softcap == 0;
-#define LAUNCH(V, PLAIN) launch<cross_entropy_fwd_kernel<T, V, PLAIN>>(FWD, ctx, grid, THREADS, 0, p)
+#define LAUNCH(V, PLAIN) \
+    launch<cross_entropy_fwd_kernel<T, V, PLAIN>>(FWD, ctx, grid, THREADS, 0, p)
     if constexpr (sizeof(T) <= 4)
         if (plain && rows_whole(a->logits)) return LAUNCH(row_vec<T>, true);
     return rows_whole(a->logits) ? LAUNCH(row_vec<T>, false) : LAUNCH(1, false);
 #undef LAUNCH
 }
 
-template <class T> gk_status fwd_run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
+template <class T>
+gk_status fwd_run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
     const gk_cross_entropy_args *a = (const gk_cross_entropy_args *)args;
     const gk_loss_more more = gk_more_of_fwd(a);
     const Params p = params_of(ctx, a, more);
     const gk_status status = losses<T>(ctx, a, p);
-    return status == GK_OK && more.dlogits ? bwd_any<T>(ctx, p, a->logits, *more.dlogits, FWD) : status;
+    return status == GK_OK && more.dlogits ? bwd_any<T>(ctx, p, a->logits, *more.dlogits, FWD)
+                                           : status;
 }
 
-template <class T> gk_status bwd_run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
+template <class T>
+gk_status bwd_run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
     const gk_cross_entropy_bwd_args *b = (const gk_cross_entropy_bwd_args *)args;
     Params p = params_of(ctx, &b->fwd, gk_more_of_bwd(b));
     p.grad_loss = row_elements(&b->grad_loss);

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* cross_entropy_sm90a: the loss of each row of float32 logits and its gradient in one pass (cross_entropy.cu has the equations), for
- * forward calls that want dlogits [M, V], of float32, bfloat16 or float16. V a multiple of 8, up to 212992; no soft cap, and label
- * smoothing or weights, not both. No workspace. Bound by reading logits once and writing dlogits: 6 bytes a column with 16 bits.
+/* cross_entropy_sm90a: the loss of each row of float32 logits and its gradient in one pass
+ * (cross_entropy.cu has the equations), for forward calls that want dlogits [M, V], of float32,
+ * bfloat16 or float16. V a multiple of 8, up to 212992; no soft cap, and label smoothing or
+ * weights, not both. No workspace. Bound by reading logits once and writing dlogits: 6 bytes a
+ * column with 16 bits.
  *
- * 1, 2, 4 or 8 blocks of a cluster share a row. Each keeps its part in a ring of shared memory, into which bulk copies bring the rows
- * that come next. The row's part is read twice there:
+ * 1, 2, 4 or 8 blocks of a cluster share a row. Each keeps its part in a ring of shared memory,
+ * into which bulk copies bring the rows that come next. The row's part is read twice there:
  *
  *   thread 0      copy row 0, 1, 2 |                    copy row 3 |
  *   all threads   row 0: max, sum  | exchange | dlogits | row 1: max, sum | exchange | ..
@@ -39,8 +41,9 @@ struct Sums {
     float peak, sum, z; /* sum of exp(z - peak); of z */
 };
 
-/* Of a block's part x of a row, `vectors` of 4: what a thread's share gives. All its products stand before the exponentials, so that the sum
- * is rescaled once for 16 of them. NaN makes the sum NaN. */
+/* Of a block's part x of a row, `vectors` of 4: what a thread's share gives. All its products stand
+ * before the exponentials, so that the sum is rescaled once for 16 of them. NaN makes the sum
+ * NaN. */
 __device__ __forceinline__ Sums sums_of(const float4 *x, int vectors, float scale) {
     Sums s = {-INFINITY, 0, 0};
     for (int first = threadIdx.x; first < vectors; first += 4 * THREADS) {
@@ -60,7 +63,8 @@ __device__ __forceinline__ Sums sums_of(const float4 *x, int vectors, float scal
 #pragma unroll
         for (int k = 0; k < 16; ++k) top = fmaxf(top, z[k]);
         const float base = top == -INFINITY ? 0 : top;
-        s.sum *= ex2_approx_ftz((s.peak - base) * LOG2_E), s.peak = top;
+        s.sum *= ex2_approx_ftz((s.peak - base) * LOG2_E);
+        s.peak = top;
 #pragma unroll
         for (int k = 0; k < 16; ++k) s.sum += ex2_approx_ftz((z[k] - base) * LOG2_E);
     }
@@ -80,9 +84,11 @@ template <int CLUSTER> struct Shared {
     uint64_t full[MOST_STAGES], met[2];
 };
 
-/* The row's sums from every block's. round: rows that were exchanged before. Two sets of places, as RowGroup has them. */
+/* The row's sums from every block's. round: rows that were exchanged before. Two sets of places, as
+ * RowGroup has them. */
 template <int CLUSTER>
-__device__ __forceinline__ Sums exchange(Shared<CLUSTER> &shared, const Sums &mine, int rank, unsigned round) {
+__device__ __forceinline__ Sums exchange(Shared<CLUSTER> &shared, const Sums &mine, int rank,
+                                         unsigned round) {
     constexpr int PLACES = Shared<CLUSTER>::PLACES;
     const int set = round & 1, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Sums s = of_warp(mine);
@@ -93,8 +99,8 @@ __device__ __forceinline__ Sums exchange(Shared<CLUSTER> &shared, const Sums &mi
         const smem_addr met = cvta_to_shared(&shared.met[set]);
         if (threadIdx.x == 0) mbarrier_arrive_expect_tx(met, PLACES * 16);
         if (lane < CLUSTER)
-            st_async_128(mapa(cvta_to_shared(&shared.sent[set][rank * WARPS + warp]), lane), s.peak, s.sum, s.z, 0,
-                         mapa(met, lane));
+            st_async_128(mapa(cvta_to_shared(&shared.sent[set][rank * WARPS + warp]), lane), s.peak,
+                         s.sum, s.z, 0, mapa(met, lane));
         while (!mbarrier_try_wait_parity(met, round >> 1 & 1)) {
         }
     }
@@ -103,13 +109,17 @@ __device__ __forceinline__ Sums exchange(Shared<CLUSTER> &shared, const Sums &mi
     for (int at = lane; at < PLACES; at += 32) {
         const float4 v = shared.sent[set][at];
         const float top = fmaxf(all.peak, v.x), base = top == -INFINITY ? 0 : top;
-        all.sum = all.sum * ex2_approx_ftz((all.peak - base) * LOG2_E) + v.y * ex2_approx_ftz((v.x - base) * LOG2_E);
-        all.peak = top, all.z += v.z;
+        all.sum = all.sum * ex2_approx_ftz((all.peak - base) * LOG2_E) +
+                  v.y * ex2_approx_ftz((v.x - base) * LOG2_E);
+        all.peak = top;
+        all.z += v.z;
     }
     return of_warp(all);
 }
 
-__device__ __forceinline__ float exp_of(float x, __nv_bfloat16 *) { return ex2_approx_ftz(x * LOG2_E); }
+__device__ __forceinline__ float exp_of(float x, __nv_bfloat16 *) {
+    return ex2_approx_ftz(x * LOG2_E);
+}
 __device__ __forceinline__ float exp_of(float x, __half *) { return ex2_approx_ftz(x * LOG2_E); }
 __device__ __forceinline__ float exp_of(float x, float *) { return expf(x); }
 
@@ -122,13 +132,16 @@ template <class D> union Eight {
 
 template <class D> __device__ __forceinline__ void put(D *to, int i, const Eight<D> &d) {
 #pragma unroll
-    for (int k = 0; k < (int)sizeof(D) / 2; ++k) ((uint4 *)to)[i * (int)(sizeof(D) / 2) + k] = d.bits[k];
+    for (int k = 0; k < (int)sizeof(D) / 2; ++k)
+        ((uint4 *)to)[i * (int)(sizeof(D) / 2) + k] = d.bits[k];
 }
 
-template <class D, int CLUSTER> __global__ void __launch_bounds__(THREADS, 1) cross_entropy_once_kernel(Params p) {
+template <class D, int CLUSTER>
+__global__ void __launch_bounds__(THREADS, 1) cross_entropy_once_kernel(Params p) {
     extern __shared__ __align__(128) unsigned char ring[];
     __shared__ Shared<CLUSTER> shared;
-    const int rank = CLUSTER > 1 ? cluster_ctarank() : 0, begin = rank * p.part, here = min(p.n - begin, p.part);
+    const int rank = CLUSTER > 1 ? cluster_ctarank() : 0, begin = rank * p.part,
+              here = min(p.n - begin, p.part);
     const int64_t first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
     if (threadIdx.x == 0) {
         for (int i = 0; i < p.stages; ++i) mbarrier_init(cvta_to_shared(&shared.full[i]), 1);
@@ -138,22 +151,31 @@ template <class D, int CLUSTER> __global__ void __launch_bounds__(THREADS, 1) cr
     __syncthreads();
     if constexpr (CLUSTER > 1) barrier_cluster(); /* all blocks run, and their barriers are made */
 
-    const auto target_of = [&](int64_t it) { return shared.target[it / THREADS & 1][it % THREADS]; };
-    const auto has_loss = [&](int64_t target) { return target != p.ignore_index && target >= 0 && target < p.n; };
+    const auto target_of = [&](int64_t it) {
+        return shared.target[it / THREADS & 1][it % THREADS];
+    };
+    const auto has_loss = [&](int64_t target) {
+        return target != p.ignore_index && target >= 0 && target < p.n;
+    };
     unsigned used = 0, issued = 0; /* rows of the ring; issued: of thread 0 */
     int stage = 0, parity = 0;     /* of the row in use */
     int64_t ahead = 0;
     int ahead_stage = 0;
-    /* Thread 0: copies of rows that come next and have a loss, as long as there is room. `known`: targets up to there are shared. */
+    /* Thread 0: copies of rows that come next and have a loss, as long as there is room. `known`:
+     * targets up to there are shared. */
     const auto copy_ahead = [&](int64_t known) {
-        for (; issued - used < (unsigned)p.stages && ahead < known && first + ahead * step < p.rows; ++ahead) {
+        for (; issued - used < (unsigned)p.stages && ahead < known && first + ahead * step < p.rows;
+             ++ahead) {
             if (!has_loss(target_of(ahead))) continue;
-            const char *from = (const char *)(row_at<float>(p.logits, first + ahead * step) + begin);
+            const char *from =
+                (const char *)(row_at<float>(p.logits, first + ahead * step) + begin);
             const smem_addr to = cvta_to_shared(ring + (size_t)ahead_stage * p.part * 4);
             const smem_addr full = cvta_to_shared(&shared.full[ahead_stage]);
             mbarrier_arrive_expect_tx(full, here * 4);
-            for (int at = 0; at < here * 4; at += PIECE) bulk_load(to + at, from + at, min(PIECE, here * 4 - at), full);
-            ++issued, ahead_stage = ahead_stage + 1 == p.stages ? 0 : ahead_stage + 1;
+            for (int at = 0; at < here * 4; at += PIECE)
+                bulk_load(to + at, from + at, min(PIECE, here * 4 - at), full);
+            ++issued;
+            ahead_stage = ahead_stage + 1 == p.stages ? 0 : ahead_stage + 1;
         }
     };
 
@@ -185,13 +207,15 @@ template <class D, int CLUSTER> __global__ void __launch_bounds__(THREADS, 1) cr
         const float *x = (const float *)(ring + (size_t)stage * p.part * 4);
         while (!mbarrier_try_wait_parity(cvta_to_shared(&shared.full[stage]), parity)) {
         }
-        const Sums s = exchange<CLUSTER>(shared, sums_of((const float4 *)x, here / 4, p.scale), rank, used);
+        const Sums s =
+            exchange<CLUSTER>(shared, sums_of((const float4 *)x, here / 4, p.scale), rank, used);
         const float log_sum = logf(s.peak == -INFINITY ? NAN : s.sum), lse = s.peak + log_sum;
         const int mine = target >= begin && target < begin + here ? (int)target - begin : -1;
         if (mine >= 0 && threadIdx.x == 0) {
             float loss = own * (s.peak - p.scale * x[mine] + log_sum) + p.z_loss * lse * lse;
             if (p.smoothing != 0) loss += p.smoothing * (lse - s.z / (float)p.n);
-            p.loss[row] = loss, p.lse[row] = lse;
+            p.loss[row] = loss;
+            p.lse[row] = lse;
         }
         const float of_p = own + p.smoothing + 2 * p.z_loss * lse, each = p.smoothing / (float)p.n;
 #pragma unroll 2
@@ -200,7 +224,8 @@ template <class D, int CLUSTER> __global__ void __launch_bounds__(THREADS, 1) cr
             const float of[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
             float y[8];
 #pragma unroll
-            for (int k = 0; k < 8; ++k) y[k] = exp_of(__fmul_rn(p.scale, of[k]) - lse, (D *)nullptr) * of_p - each;
+            for (int k = 0; k < 8; ++k)
+                y[k] = exp_of(__fmul_rn(p.scale, of[k]) - lse, (D *)nullptr) * of_p - each;
             if (i == mine >> 3) /* mine -1 is in no vector */
 #pragma unroll
                 for (int k = 0; k < 8; ++k) y[k] -= k == (mine & 7) ? own : 0;
@@ -210,7 +235,10 @@ template <class D, int CLUSTER> __global__ void __launch_bounds__(THREADS, 1) cr
             put(dx, i, d);
         }
         ++used;
-        if (++stage == p.stages) stage = 0, parity ^= 1;
+        if (++stage == p.stages) {
+            stage = 0;
+            parity ^= 1;
+        }
         __syncthreads(); /* all have read the row */
         if (threadIdx.x == 0) copy_ahead(it / THREADS * THREADS + 2 * THREADS);
     }
@@ -223,20 +251,31 @@ template <class D, int CLUSTER>
 gk_status once_launch(const gk_context *ctx, const gk_cross_entropy_args *a, const gk_plan *plan) {
     const gk_loss_more more = gk_more_of_fwd(a);
     Params p = {row_tensor(a->logits), row_elements(&a->target), row_tensor(more.dlogits)};
-    if (a->weight) p.weight = (const float *)a->weight->data, p.weight_stride = a->weight->stride[0];
-    p.loss = (float *)a->loss.data, p.lse = (float *)a->lse.data, p.rows = plan->tasks;
-    p.n = (int)gk_classes_of(a), p.part = part_of(p.n, CLUSTER), p.stages = stages_of(p.part);
-    p.ignore_index = a->ignore_index, p.smoothing = (float)a->label_smoothing, p.scale = (float)a->logit_scale;
-    p.z_loss = (float)more.z_loss, p.error_word = ctx->error_word;
+    if (a->weight) {
+        p.weight = (const float *)a->weight->data;
+        p.weight_stride = a->weight->stride[0];
+    }
+    p.loss = (float *)a->loss.data;
+    p.lse = (float *)a->lse.data;
+    p.rows = plan->tasks;
+    p.n = (int)gk_classes_of(a);
+    p.part = part_of(p.n, CLUSTER);
+    p.stages = stages_of(p.part);
+    p.ignore_index = a->ignore_index;
+    p.smoothing = (float)a->label_smoothing;
+    p.scale = (float)a->logit_scale;
+    p.z_loss = (float)more.z_loss;
+    p.error_word = ctx->error_word;
     int64_t most = gk_gpu_of(ctx->index)->num_sms;
     if constexpr (CLUSTER > 1)
         most = clusters_at_once<cross_entropy_once_kernel<D, CLUSTER>>(ctx, THREADS, RING, CLUSTER);
     const dim3 grid((unsigned)gk_min_i64(most, p.rows) * CLUSTER);
-    return launch<cross_entropy_once_kernel<D, CLUSTER>>("gk_cross_entropy_fwd", ctx, grid, THREADS, RING, p, false,
-                                                         CLUSTER);
+    return launch<cross_entropy_once_kernel<D, CLUSTER>>("gk_cross_entropy_fwd", ctx, grid, THREADS,
+                                                         RING, p, false, CLUSTER);
 }
 
-template <int CLUSTER> gk_status once_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
+template <int CLUSTER>
+gk_status once_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
     const gk_cross_entropy_args *a = (const gk_cross_entropy_args *)args;
     const gk_dtype dtype = gk_more_of_fwd(a).dlogits->dtype;
     if (dtype == GK_BF16) return once_launch<__nv_bfloat16, CLUSTER>(ctx, a, plan);
@@ -245,13 +284,16 @@ template <int CLUSTER> gk_status once_run(const gk_context *ctx, const void *arg
 }
 
 /* key: 0 the blocks of a cluster, 1 the fewest rows of its ring */
-bool once_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *plan) {
+bool once_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+               gk_plan *plan) {
     const gk_cross_entropy_args *a = (const gk_cross_entropy_args *)args;
     const gk_tensor *dlogits = gk_more_of_fwd(a).dlogits;
     const int64_t n = gk_classes_of(a);
-    if (!dlogits || n < LEAST || n > RING || n % 8 != 0 || !rows_whole(a->logits, dlogits)) return false;
+    if (!dlogits || n < LEAST || n > RING || n % 8 != 0 || !rows_whole(a->logits, dlogits))
+        return false;
     if (a->softcap != 0 || (a->weight && a->label_smoothing != 0)) return false;
-    if (stages_of(part_of(n, row->key[0])) < row->key[1] || !smem_fits(ctx, RING + (int)sizeof(Shared<8>)))
+    if (stages_of(part_of(n, row->key[0])) < row->key[1] ||
+        !smem_fits(ctx, RING + (int)sizeof(Shared<8>)))
         return false;
     plan->tasks = num_rows(a->logits);
     return true;
@@ -266,4 +308,5 @@ const gk_cuda_instance fwd[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_cross_entropy_fwd_sm90a_table = {fwd, sizeof fwd / sizeof fwd[0], 90, NULL};
+extern "C" const gk_cuda_table gk_cross_entropy_fwd_sm90a_table = {fwd, sizeof fwd / sizeof fwd[0],
+                                                                   90, NULL};

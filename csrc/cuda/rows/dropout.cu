@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* dropout: out = keep / (1 - p) act(x + bias) + residual, and its gradient (gpukern_train.h has the equations and says what is kept).
- * x, residual, g, out [M, N] of one dtype: float32, bfloat16, float16, float64. A thread has a vector of 16 bytes of a row, whose
- * words are one or two Philox blocks; or, where some row is not of whole vectors that begin at multiples of 16 bytes, the four
- * elements of one block, wherever they lie. No workspace. Bound by memory, past the exact GELU's gradient. */
+/* dropout: out = keep / (1 - p) act(x + bias) + residual, and its gradient (gpukern_train.h has the
+ * equations and says what is kept). x, residual, g, out [M, N] of one dtype: float32, bfloat16,
+ * float16, float64. A thread has a vector of 16 bytes of a row, whose words are one or two Philox
+ * blocks; or, where some row is not of whole vectors that begin at multiples of 16 bytes, the four
+ * elements of one block, wherever they lie. No workspace. Bound by memory, past the exact GELU's
+ * gradient. */
 #include "gpukern_train.h"
 #include "../product/gemm/activation.cuh"
 #include "philox.cuh"
@@ -31,8 +33,9 @@ struct Params {
 
 /* V elements, whose words are those of blocks [block, block + V / 4). */
 template <class T, int V, Form FORM>
-__device__ __forceinline__ void drop(const Params &p, const PhiloxSeed &seed, int64_t block, const RowSome<T, V> &x,
-                                     const RowSome<T, V> &bias, const RowSome<T, V> &more, RowSome<T, V> &out) {
+__device__ __forceinline__ void drop(const Params &p, const PhiloxSeed &seed, int64_t block,
+                                     const RowSome<T, V> &x, const RowSome<T, V> &bias,
+                                     const RowSome<T, V> &more, RowSome<T, V> &out) {
     typedef typename element<T>::acc W;
     static_assert(V % 4 == 0, "whole blocks");
     W y[V];
@@ -66,14 +69,16 @@ __device__ __forceinline__ void drop(const Params &p, const PhiloxSeed &seed, in
     for (int v = 0; v < V; ++v) out.v[v] = from_acc<T>(y[v]);
 }
 
-template <class T, Form FORM> __global__ void __launch_bounds__(THREADS) dropout_vectors_kernel(Params p) {
+template <class T, Form FORM>
+__global__ void __launch_bounds__(THREADS) dropout_vectors_kernel(Params p) {
     constexpr int V = row_vec<T>;
     typedef RowSome<T, V> Vec;
     const PhiloxSeed seed(p.seed, p.seed_stride);
     const int64_t each = p.n / V, total = p.rows * each, step = (int64_t)gridDim.x * THREADS;
     const bool small = total <= UINT32_MAX;
     for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < total; i += step) {
-        const int64_t row = small ? (int64_t)((uint32_t)i / (uint32_t)each) : i / each, at = (i - row * each) * V;
+        const int64_t row = small ? (int64_t)((uint32_t)i / (uint32_t)each) : i / each,
+                      at = (i - row * each) * V;
         Vec bias = {}, more = {}, out;
         const Vec x = *(const Vec *)(row_at<T>(p.x, row) + at);
         if (p.more.data) more = *(const Vec *)(row_at<T>(p.more, row) + at);
@@ -83,7 +88,8 @@ template <class T, Form FORM> __global__ void __launch_bounds__(THREADS) dropout
     }
 }
 
-template <class T, Form FORM> __global__ void __launch_bounds__(THREADS) dropout_any_kernel(Params p) {
+template <class T, Form FORM>
+__global__ void __launch_bounds__(THREADS) dropout_any_kernel(Params p) {
     typedef RowSome<T, 4> Some;
     const PhiloxSeed seed(p.seed, p.seed_stride);
     const int64_t total = p.rows * p.n, step = (int64_t)gridDim.x * THREADS;
@@ -93,11 +99,13 @@ template <class T, Form FORM> __global__ void __launch_bounds__(THREADS) dropout
         T *to[4];
 #pragma unroll
         for (int v = 0; v < 4; ++v) {
-            const int64_t e = 4 * i + v, row = small ? (int64_t)((uint32_t)e / (uint32_t)p.n) : e / p.n;
+            const int64_t e = 4 * i + v,
+                          row = small ? (int64_t)((uint32_t)e / (uint32_t)p.n) : e / p.n;
             const int64_t at = e - row * p.n;
             to[v] = nullptr;
             if (e >= total) continue;
-            x.v[v] = row_at<T>(p.x, row)[at], to[v] = row_at<T>(p.out, row) + at;
+            x.v[v] = row_at<T>(p.x, row)[at];
+            to[v] = row_at<T>(p.out, row) + at;
             if (p.more.data) more.v[v] = row_at<T>(p.more, row)[at];
             if (p.bias) bias.v[v] = ((const T *)p.bias)[at];
         }
@@ -108,11 +116,13 @@ template <class T, Form FORM> __global__ void __launch_bounds__(THREADS) dropout
     }
 }
 
-template <class T, Form FORM> gk_status run_form(const gk_context *ctx, const Params &p, bool vectors) {
+template <class T, Form FORM>
+gk_status run_form(const gk_context *ctx, const Params &p, bool vectors) {
     const int64_t total = gk_ceil_div(p.rows * p.n, vectors ? row_vec<T> : 4);
     const dim3 grid((unsigned)gk_min_i64(gk_ceil_div(total, THREADS), 1 << 20));
     if constexpr (sizeof(T) < 8) /* a vector of float64 has half a block */
-        if (vectors) return launch<dropout_vectors_kernel<T, FORM>>("gk_dropout", ctx, grid, THREADS, 0, p);
+        if (vectors)
+            return launch<dropout_vectors_kernel<T, FORM>>("gk_dropout", ctx, grid, THREADS, 0, p);
     return launch<dropout_any_kernel<T, FORM>>("gk_dropout", ctx, grid, THREADS, 0, p);
 }
 
@@ -121,13 +131,20 @@ template <class T> gk_status run(const gk_context *ctx, const void *args, const 
     const gk_tensor *more = a->grad_out ? a->grad_out : a->residual;
     Params p = {row_tensor(a->x), row_tensor(more), row_tensor(a->out)};
     p.bias = a->bias ? a->bias->data : nullptr;
-    p.seed = (const int64_t *)a->seed.data, p.seed_stride = a->seed.stride[0];
-    p.rows = num_rows(a->x), p.n = a->x.shape[a->x.ndim - 1];
+    p.seed = (const int64_t *)a->seed.data;
+    p.seed_stride = a->seed.stride[0];
+    p.rows = num_rows(a->x);
+    p.n = a->x.shape[a->x.ndim - 1];
     const uint64_t keep = gk_keep_below(a->p);
-    p.scale = gk_keep_scale(a->p), p.below = (uint32_t)keep, p.all = keep > UINT32_MAX, p.activation = a->activation;
-    const bool vectors = sizeof(T) < 8 && rows_whole(a->x, more, &a->out) && (uintptr_t)p.bias % 16 == 0;
+    p.scale = gk_keep_scale(a->p);
+    p.below = (uint32_t)keep;
+    p.all = keep > UINT32_MAX;
+    p.activation = a->activation;
+    const bool vectors =
+        sizeof(T) < 8 && rows_whole(a->x, more, &a->out) && (uintptr_t)p.bias % 16 == 0;
     if (a->grad_out) return run_form<T, BACKWARD>(ctx, p, vectors);
-    return a->activation == GK_ACT_NONE ? run_form<T, PLAIN>(ctx, p, vectors) : run_form<T, FORWARD>(ctx, p, vectors);
+    return a->activation == GK_ACT_NONE ? run_form<T, PLAIN>(ctx, p, vectors)
+                                        : run_form<T, FORWARD>(ctx, p, vectors);
 }
 
 bool plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *plan) {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 /* glu: gated linear units over rows, forward and backward. Shazeer 2020, arXiv:2002.05202.
  *   out = act(gate) up;   dgate = g up act'(gate),   dup = g act(gate)
- * gate, up, out, g, dgate, dup [M, N] of one dtype: float32, bfloat16, float16, float64. A thread has a vector of 16 bytes of a
- * row, or an element where some row is not of whole vectors that begin at multiples of 16 bytes. No workspace. Bound by memory. */
+ * gate, up, out, g, dgate, dup [M, N] of one dtype: float32, bfloat16, float16, float64. A thread
+ * has a vector of 16 bytes of a row, or an element where some row is not of whole vectors that
+ * begin at multiples of 16 bytes. No workspace. Bound by memory. */
 #include "../product/gemm/activation.cuh"
 #include "row_block.cuh"
 
@@ -21,14 +22,18 @@ template <class W> __device__ __forceinline__ W value(gk_activation activation, 
     return activation == GK_ACT_SILU ? x / (1 + act_exp(-x)) : activate(activation, x);
 }
 
-template <class T, int V, bool BACKWARD> __global__ void __launch_bounds__(THREADS) glu_kernel(Params p) {
+template <class T, int V, bool BACKWARD>
+__global__ void __launch_bounds__(THREADS) glu_kernel(Params p) {
     typedef typename element<T>::acc W;
     typedef RowSome<T, V> Vec;
     const int64_t each = p.n / V, total = p.rows * each, step = (int64_t)gridDim.x * THREADS;
     for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < total; i += step) {
-        const bool small = total <= UINT32_MAX; /* a division of 32 bits is some 20 instructions shorter */
-        const int64_t row = small ? (int64_t)((uint32_t)i / (uint32_t)each) : i / each, at = (i - row * each) * V;
-        const Vec gate = *(const Vec *)(row_at<T>(p.gate, row) + at), up = *(const Vec *)(row_at<T>(p.up, row) + at);
+        /* a division of 32 bits is some 20 instructions shorter */
+        const bool small = total <= UINT32_MAX;
+        const int64_t row = small ? (int64_t)((uint32_t)i / (uint32_t)each) : i / each,
+                      at = (i - row * each) * V;
+        const Vec gate = *(const Vec *)(row_at<T>(p.gate, row) + at),
+                  up = *(const Vec *)(row_at<T>(p.up, row) + at);
         Vec out, more;
         if (BACKWARD) {
             const Vec grad = *(const Vec *)(row_at<T>(p.grad_out, row) + at);
@@ -48,7 +53,8 @@ template <class T, int V, bool BACKWARD> __global__ void __launch_bounds__(THREA
     }
 }
 
-template <class T, bool BACKWARD> gk_status run(const gk_context *ctx, const Params &p, bool vectors) {
+template <class T, bool BACKWARD>
+gk_status run(const gk_context *ctx, const Params &p, bool vectors) {
     constexpr int V = row_vec<T>;
     const int64_t total = p.rows * p.n / (vectors ? V : 1);
     const dim3 grid((unsigned)gk_min_i64(gk_ceil_div(total, THREADS), 1 << 20));
@@ -57,20 +63,28 @@ template <class T, bool BACKWARD> gk_status run(const gk_context *ctx, const Par
                    : launch<glu_kernel<T, 1, BACKWARD>>(op, ctx, grid, THREADS, 0, p);
 }
 
-template <class T> gk_status fwd_run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
+template <class T>
+gk_status fwd_run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
     const gk_glu_args *a = (const gk_glu_args *)args;
     const gk_tensor gate = gk_glu_half(&a->gate, a->up, 0), up = gk_glu_half(&a->gate, a->up, 1);
     Params p = {{}, row_tensor(gate), row_tensor(up), row_tensor(a->out)};
-    p.rows = num_rows(a->out), p.n = a->out.shape[a->out.ndim - 1], p.activation = a->activation;
+    p.rows = num_rows(a->out);
+    p.n = a->out.shape[a->out.ndim - 1];
+    p.activation = a->activation;
     return run<T, false>(ctx, p, rows_whole(a->out, &gate, &up));
 }
 
-template <class T> gk_status bwd_run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
+template <class T>
+gk_status bwd_run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
     const gk_glu_bwd_args *a = (const gk_glu_bwd_args *)args;
     const gk_tensor gate = gk_glu_half(&a->gate, a->up, 0), up = gk_glu_half(&a->gate, a->up, 1);
-    const gk_tensor dgate = gk_glu_half(&a->dgate, a->dup, 0), dup = gk_glu_half(&a->dgate, a->dup, 1);
-    Params p = {row_tensor(a->grad_out), row_tensor(gate), row_tensor(up), row_tensor(dgate), row_tensor(dup)};
-    p.rows = num_rows(a->grad_out), p.n = a->grad_out.shape[a->grad_out.ndim - 1], p.activation = a->activation;
+    const gk_tensor dgate = gk_glu_half(&a->dgate, a->dup, 0),
+                    dup = gk_glu_half(&a->dgate, a->dup, 1);
+    Params p = {row_tensor(a->grad_out), row_tensor(gate), row_tensor(up), row_tensor(dgate),
+                row_tensor(dup)};
+    p.rows = num_rows(a->grad_out);
+    p.n = a->grad_out.shape[a->grad_out.ndim - 1];
+    p.activation = a->activation;
     return run<T, true>(ctx, p, rows_whole(a->grad_out, &gate, &up, &dgate, &dup));
 }
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* norm_sm90a: RMSNorm and LayerNorm (norm.cuh) of long rows: 2, 4 or 8 blocks of a cluster share one and send each other their
- * sums. Forward for rows past what 512 threads of 4 vectors hold, backward past what they hold with its sums. float32, bfloat16,
- * float16. Workspace of backward: [clusters, 2, N] float32. */
+/* norm_sm90a: RMSNorm and LayerNorm (norm.cuh) of long rows: 2, 4 or 8 blocks of a cluster share
+ * one and send each other their sums. Forward for rows past what 512 threads of 4 vectors hold,
+ * backward past what they hold with its sums. float32, bfloat16, float16. Workspace of backward:
+ * [clusters, 2, N] float32. */
 #include "norm.cuh"
 
 namespace {
@@ -21,15 +22,19 @@ namespace {
      GK_ROW_KEY(T, 512, ITEMS, CLUSTER),                 \
      NULL},
 #define FWD_SHAPES(T, DTYPE, NAME) \
-    FWD(T, DTYPE, NAME, 4, 2) FWD(T, DTYPE, NAME, 4, 4) FWD(T, DTYPE, NAME, 4, 8) FWD(T, DTYPE, NAME, 8, 8)
-#define BWD_SHAPES(T, DTYPE, NAME) BWD(T, DTYPE, NAME, 4, 2) BWD(T, DTYPE, NAME, 4, 4) BWD(T, DTYPE, NAME, 4, 8)
+    FWD(T, DTYPE, NAME, 4, 2)      \
+    FWD(T, DTYPE, NAME, 4, 4) FWD(T, DTYPE, NAME, 4, 8) FWD(T, DTYPE, NAME, 8, 8)
+#define BWD_SHAPES(T, DTYPE, NAME) \
+    BWD(T, DTYPE, NAME, 4, 2) BWD(T, DTYPE, NAME, 4, 4) BWD(T, DTYPE, NAME, 4, 8)
 
-const gk_cuda_instance fwd[] = {FWD_SHAPES(float, GK_F32, "f32") FWD_SHAPES(__nv_bfloat16, GK_BF16, "bf16")
-                                    FWD_SHAPES(__half, GK_F16, "f16")};
-const gk_cuda_instance bwd[] = {BWD_SHAPES(float, GK_F32, "f32") BWD_SHAPES(__nv_bfloat16, GK_BF16, "bf16")
-                                    BWD_SHAPES(__half, GK_F16, "f16")};
+const gk_cuda_instance fwd[] = {FWD_SHAPES(float, GK_F32, "f32") FWD_SHAPES(
+    __nv_bfloat16, GK_BF16, "bf16") FWD_SHAPES(__half, GK_F16, "f16")};
+const gk_cuda_instance bwd[] = {BWD_SHAPES(float, GK_F32, "f32") BWD_SHAPES(
+    __nv_bfloat16, GK_BF16, "bf16") BWD_SHAPES(__half, GK_F16, "f16")};
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_norm_fwd_sm90a_table = {fwd, sizeof fwd / sizeof fwd[0], 90, NULL};
-extern "C" const gk_cuda_table gk_norm_bwd_sm90a_table = {bwd, sizeof bwd / sizeof bwd[0], 90, NULL};
+extern "C" const gk_cuda_table gk_norm_fwd_sm90a_table = {fwd, sizeof fwd / sizeof fwd[0], 90,
+                                                          NULL};
+extern "C" const gk_cuda_table gk_norm_bwd_sm90a_table = {bwd, sizeof bwd / sizeof bwd[0], 90,
+                                                          NULL};

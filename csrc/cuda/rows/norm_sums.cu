@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* norm_sums: the last step of a norm's backward: dweight [N] and dbias [N] from partial sums [parts, 2, N] of workspace.
- * A block has 32 columns, a warp a run of parts, and the warps' sums are added in order. Bound by reading the parts, which the
- * blocks before have just written and which mostly are in the L2. */
+/* norm_sums: the last step of a norm's backward: dweight [N] and dbias [N] from partial sums
+ * [parts, 2, N] of workspace. A block has 32 columns, a warp a run of parts, and the warps' sums
+ * are added in order. Bound by reading the parts, which the blocks before have just written and
+ * which mostly are in the L2. */
 #include "norm_sums.cuh"
 
 namespace {
 
-constexpr int RUNS = 16; /* warps of a block; of 300 parts some 20 a warp, all of whose loads are in flight at once */
+/* warps of a block; of 300 parts some 20 a warp, all of whose loads are in flight at once */
+constexpr int RUNS = 16;
 
 struct Params {
     const void *sums;
@@ -15,7 +17,8 @@ struct Params {
     gk_dtype dtype, dtype_bias;
 };
 
-template <class W> __device__ __forceinline__ void store_as(void *to, gk_dtype dtype, int64_t at, W x) {
+template <class W>
+__device__ __forceinline__ void store_as(void *to, gk_dtype dtype, int64_t at, W x) {
     switch (dtype) {
     case GK_F32: ((float *)to)[at] = (float)x; break;
     case GK_BF16: ((__nv_bfloat16 *)to)[at] = from_f32<__nv_bfloat16>((float)x); break;
@@ -36,7 +39,8 @@ template <class W> __global__ void __launch_bounds__(32 * RUNS, 1) norm_sums_ker
     W sum = 0;
     if (at < p.n)
 #pragma unroll 8
-        for (int64_t i = each * warp; i < end; ++i) sum += ((const W *)p.sums)[(2 * i + which) * p.n + at];
+        for (int64_t i = each * warp; i < end; ++i)
+            sum += ((const W *)p.sums)[(2 * i + which) * p.n + at];
     part[warp][lane] = sum;
     __syncthreads();
     if (warp > 0 || at >= p.n) return;
@@ -46,19 +50,32 @@ template <class W> __global__ void __launch_bounds__(32 * RUNS, 1) norm_sums_ker
 }
 
 template <class W>
-gk_status add_sums(const gk_context *ctx, const gk_norm_bwd_args *a, const void *sums, int64_t parts) {
+gk_status add_sums(const gk_context *ctx, const gk_norm_bwd_args *a, const void *sums,
+                   int64_t parts) {
     Params p = {sums};
-    p.parts = parts, p.n = a->h.shape[a->h.ndim - 1];
-    if (const gk_tensor *w = a->dweight) p.to = w->data, p.dtype = w->dtype, p.stride = w->stride[0];
-    if (const gk_tensor *b = a->dbias) p.to_bias = b->data, p.dtype_bias = b->dtype, p.stride_bias = b->stride[0];
-    return launch<norm_sums_kernel<W>>("gk_norm_bwd", ctx, dim3((unsigned)gk_ceil_div(p.n, 32), 2), 32 * RUNS, 0, p);
+    p.parts = parts;
+    p.n = a->h.shape[a->h.ndim - 1];
+    if (const gk_tensor *w = a->dweight) {
+        p.to = w->data;
+        p.dtype = w->dtype;
+        p.stride = w->stride[0];
+    }
+    if (const gk_tensor *b = a->dbias) {
+        p.to_bias = b->data;
+        p.dtype_bias = b->dtype;
+        p.stride_bias = b->stride[0];
+    }
+    return launch<norm_sums_kernel<W>>("gk_norm_bwd", ctx, dim3((unsigned)gk_ceil_div(p.n, 32), 2),
+                                       32 * RUNS, 0, p);
 }
 
 } // namespace
 
-gk_status norm_add_sums_f32(const gk_context *ctx, const gk_norm_bwd_args *a, const void *sums, int64_t parts) {
+gk_status norm_add_sums_f32(const gk_context *ctx, const gk_norm_bwd_args *a, const void *sums,
+                            int64_t parts) {
     return add_sums<float>(ctx, a, sums, parts);
 }
-gk_status norm_add_sums_f64(const gk_context *ctx, const gk_norm_bwd_args *a, const void *sums, int64_t parts) {
+gk_status norm_add_sums_f64(const gk_context *ctx, const gk_norm_bwd_args *a, const void *sums,
+                            int64_t parts) {
     return add_sums<double>(ctx, a, sums, parts);
 }

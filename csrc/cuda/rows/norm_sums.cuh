@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* norm_sums.cuh: dweight and dbias of a norm from partial sums [parts, 2, N] (float32, or float64) in workspace, added in order. */
+/* norm_sums.cuh: dweight and dbias of a norm from partial sums [parts, 2, N] (float32, or float64)
+ * in workspace, added in order. */
 #ifndef GPUKERN_CUDA_ROWS_NORM_SUMS_CUH
 #define GPUKERN_CUDA_ROWS_NORM_SUMS_CUH
 
@@ -13,13 +14,17 @@ inline size_t norm_sums_bytes(const gk_norm_bwd_args *a, int64_t parts) {
 }
 
 /* norm_sums.cu */
-gk_status norm_add_sums_f32(const gk_context *, const gk_norm_bwd_args *, const void *sums, int64_t parts);
-gk_status norm_add_sums_f64(const gk_context *, const gk_norm_bwd_args *, const void *sums, int64_t parts);
+gk_status norm_add_sums_f32(const gk_context *, const gk_norm_bwd_args *, const void *sums,
+                            int64_t parts);
+gk_status norm_add_sums_f64(const gk_context *, const gk_norm_bwd_args *, const void *sums,
+                            int64_t parts);
 
 template <class W>
-inline gk_status norm_add_sums(const gk_context *ctx, const gk_norm_bwd_args *a, const void *sums, int64_t parts) {
+inline gk_status norm_add_sums(const gk_context *ctx, const gk_norm_bwd_args *a, const void *sums,
+                               int64_t parts) {
     if (!a->dweight && !a->dbias) return GK_OK;
-    return sizeof(W) == 8 ? norm_add_sums_f64(ctx, a, sums, parts) : norm_add_sums_f32(ctx, a, sums, parts);
+    return sizeof(W) == 8 ? norm_add_sums_f64(ctx, a, sums, parts)
+                          : norm_add_sums_f32(ctx, a, sums, parts);
 }
 
 #endif

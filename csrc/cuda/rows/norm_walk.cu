@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* norm_walk: RMSNorm and LayerNorm (norm.cuh has the equations) of rows of any length and alignment, forward and backward.
- * float32, bfloat16, float16, float64.
- * Forward: a block walks a row three times; what is read again comes from the L1 or L2. Backward: the same for dx, and the row's
- * mean and rstd go to workspace; then a thread has a column of a chunk of rows and sums dweight and dbias over them, and
- * norm_sums.cu adds the chunks in order. Workspace: [rows, 2] and [chunks, 2, N], float32 (float64). */
+/* norm_walk: RMSNorm and LayerNorm (norm.cuh has the equations) of rows of any length and
+ * alignment, forward and backward. float32, bfloat16, float16, float64.
+ * Forward: a block walks a row three times; what is read again comes from the L1 or L2. Backward:
+ * the same for dx, and the row's mean and rstd go to workspace; then a thread has a column of a
+ * chunk of rows and sums dweight and dbias over them, and norm_sums.cu adds the chunks in order.
+ * Workspace: [rows, 2] and [chunks, 2, N], float32 (float64). */
 #include "norm.cuh"
 
 namespace {
@@ -14,19 +15,23 @@ constexpr int CHUNK_ROWS = 64;  /* a chunk's at least: the sums are 1/64 of what
 constexpr int MOST_CHUNKS = 64; /* more would not fill a GPU better from 8 blocks of columns on */
 
 template <class T>
-__device__ __forceinline__ typename element<T>::acc load_vector(const void *v, bool wide, int64_t at) {
-    return sizeof(T) < 4 && wide ? (typename element<T>::acc)((const float *)v)[at] : to_acc(((const T *)v)[at]);
+__device__ __forceinline__ typename element<T>::acc load_vector(const void *v, bool wide,
+                                                                int64_t at) {
+    return sizeof(T) < 4 && wide ? (typename element<T>::acc)((const float *)v)[at]
+                                 : to_acc(((const T *)v)[at]);
 }
 
 /* Mean and 1 / sqrt(variance + eps) of a row; `place` is of 64 values. */
 template <class T, class W>
-__device__ __forceinline__ void walk_stats(const T *h, int64_t n, bool layer, W eps, W *place, W &mean, W &rstd) {
+__device__ __forceinline__ void walk_stats(const T *h, int64_t n, bool layer, W eps, W *place,
+                                           W &mean, W &rstd) {
     W s[1] = {0};
     mean = 0;
     if (layer) {
         for (int64_t i = threadIdx.x; i < n; i += THREADS) s[0] += to_acc(h[i]);
         block_sum(s, place);
-        mean = s[0] / W(n), s[0] = 0;
+        mean = s[0] / W(n);
+        s[0] = 0;
     }
     for (int64_t i = threadIdx.x; i < n; i += THREADS) {
         const W d = to_acc(h[i]) - mean;
@@ -36,7 +41,8 @@ __device__ __forceinline__ void walk_stats(const T *h, int64_t n, bool layer, W 
     rstd = norm_rstd(s[0] / W(n) + eps);
 }
 
-template <class T> __global__ void __launch_bounds__(THREADS, 1) norm_fwd_walk_kernel(NormParams p) {
+template <class T>
+__global__ void __launch_bounds__(THREADS, 1) norm_fwd_walk_kernel(NormParams p) {
     typedef typename element<T>::acc W;
     __shared__ W place[32];
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
@@ -53,14 +59,17 @@ template <class T> __global__ void __launch_bounds__(THREADS, 1) norm_fwd_walk_k
         T *out = row_at<T>(p.out, row);
         for (int64_t i = threadIdx.x; i < p.n; i += THREADS) {
             W y = (to_acc(h[i]) - mean) * rstd;
-            if (p.weight) y *= load_vector<T>(p.weight, p.weight_wide, i * p.weight_stride) + W(p.weight_offset);
+            if (p.weight)
+                y *= load_vector<T>(p.weight, p.weight_wide, i * p.weight_stride) +
+                     W(p.weight_offset);
             if (p.bias) y += load_vector<T>(p.bias, p.bias_wide, i * p.bias_stride);
             out[i] = from_acc<T>(y);
         }
     }
 }
 
-template <class T> __global__ void __launch_bounds__(THREADS, 1) norm_bwd_walk_kernel(NormBwdParams p) {
+template <class T>
+__global__ void __launch_bounds__(THREADS, 1) norm_bwd_walk_kernel(NormBwdParams p) {
     typedef typename element<T>::acc W;
     __shared__ W place[64];
     for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
@@ -69,12 +78,15 @@ template <class T> __global__ void __launch_bounds__(THREADS, 1) norm_bwd_walk_k
         walk_stats(h, p.n, p.layer, W(p.eps), place, mean, rstd);
         auto weighted = [&](int64_t i) {
             W y = to_acc(g[i]);
-            if (p.weight) y *= load_vector<T>(p.weight, p.weight_wide, i * p.weight_stride) + W(p.weight_offset);
+            if (p.weight)
+                y *= load_vector<T>(p.weight, p.weight_wide, i * p.weight_stride) +
+                     W(p.weight_offset);
             return y;
         };
         for (int64_t i = threadIdx.x; i < p.n; i += THREADS) {
             const W y = weighted(i);
-            c[0] += y, c[1] += y * ((to_acc(h[i]) - mean) * rstd);
+            c[0] += y;
+            c[1] += y * ((to_acc(h[i]) - mean) * rstd);
         }
         block_sum(c, place);
         const W c1 = p.layer ? c[0] / W(p.n) : W(0), c2 = c[1] / W(p.n);
@@ -85,13 +97,17 @@ template <class T> __global__ void __launch_bounds__(THREADS, 1) norm_bwd_walk_k
             if (grad_sum) y += to_acc(grad_sum[i]);
             dx[i] = from_acc<T>(y);
         }
-        if (p.stats && threadIdx.x == 0) ((W *)p.stats)[2 * row] = mean, ((W *)p.stats)[2 * row + 1] = rstd;
+        if (p.stats && threadIdx.x == 0) {
+            ((W *)p.stats)[2 * row] = mean;
+            ((W *)p.stats)[2 * row + 1] = rstd;
+        }
     }
 }
 
 template <class T> __global__ void __launch_bounds__(COLUMNS) norm_columns_kernel(NormBwdParams p) {
     typedef typename element<T>::acc W;
-    const int64_t at = (int64_t)blockIdx.x * COLUMNS + threadIdx.x, each = (p.rows + gridDim.y - 1) / gridDim.y;
+    const int64_t at = (int64_t)blockIdx.x * COLUMNS + threadIdx.x,
+                  each = (p.rows + gridDim.y - 1) / gridDim.y;
     const int64_t end = each * (blockIdx.y + 1) < p.rows ? each * (blockIdx.y + 1) : p.rows;
     if (at >= p.n) return;
     W sums[2] = {0, 0};
@@ -99,10 +115,12 @@ template <class T> __global__ void __launch_bounds__(COLUMNS) norm_columns_kerne
     for (int64_t row = each * blockIdx.y; row < end; ++row) {
         const W g = to_acc(row_at<T>(p.grad_out, row)[at]), h = to_acc(row_at<T>(p.h, row)[at]);
         const W mean = ((const W *)p.stats)[2 * row], rstd = ((const W *)p.stats)[2 * row + 1];
-        sums[0] += g * ((h - mean) * rstd), sums[1] += g;
+        sums[0] += g * ((h - mean) * rstd);
+        sums[1] += g;
     }
     W *to = (W *)p.sums + (int64_t)blockIdx.y * 2 * p.n + at;
-    to[0] = sums[0], to[p.n] = sums[1];
+    to[0] = sums[0];
+    to[p.n] = sums[1];
 }
 
 bool fwd_plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *plan) {
@@ -110,13 +128,16 @@ bool fwd_plan(const gk_cuda_instance *, const gk_context *, const void *args, gk
     return true;
 }
 
-template <class T> gk_status fwd_run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
+template <class T>
+gk_status fwd_run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
     const NormParams p = norm_params((const gk_norm_args *)args);
-    return launch<norm_fwd_walk_kernel<T>>("gk_norm_fwd", ctx, dim3(row_blocks(p.rows)), THREADS, 0, p);
+    return launch<norm_fwd_walk_kernel<T>>("gk_norm_fwd", ctx, dim3(row_blocks(p.rows)), THREADS, 0,
+                                           p);
 }
 
 int64_t stats_bytes(const gk_norm_bwd_args *a) {
-    return gk_round_up(2 * num_rows(a->h) * (int64_t)gk_dtype_bytes(gk_stats_dtype(a->h.dtype)), 64);
+    return gk_round_up(2 * num_rows(a->h) * (int64_t)gk_dtype_bytes(gk_stats_dtype(a->h.dtype)),
+                       64);
 }
 
 bool bwd_plan(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *plan) {
@@ -128,13 +149,18 @@ bool bwd_plan(const gk_cuda_instance *, const gk_context *, const void *args, gk
     return true;
 }
 
-template <class T> gk_status bwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+template <class T>
+gk_status bwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     typedef typename element<T>::acc W;
     const gk_norm_bwd_args *a = (const gk_norm_bwd_args *)args;
     NormBwdParams p = norm_params(a);
     const bool sums = a->dweight || a->dbias;
-    if (sums) p.stats = workspace, p.sums = gk_at(workspace, stats_bytes(a));
-    gk_status status = launch<norm_bwd_walk_kernel<T>>("gk_norm_bwd", ctx, dim3(row_blocks(p.rows)), THREADS, 0, p);
+    if (sums) {
+        p.stats = workspace;
+        p.sums = gk_at(workspace, stats_bytes(a));
+    }
+    gk_status status = launch<norm_bwd_walk_kernel<T>>("gk_norm_bwd", ctx, dim3(row_blocks(p.rows)),
+                                                       THREADS, 0, p);
     if (status != GK_OK || !sums) return status;
     const dim3 grid((unsigned)gk_ceil_div(p.n, COLUMNS), (unsigned)plan->chunks);
     status = launch<norm_columns_kernel<T>>("gk_norm_bwd", ctx, grid, COLUMNS, 0, p);

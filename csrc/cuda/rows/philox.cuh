@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* philox.cuh: Philox4x32-10, the same words as csrc/formats/philox.h, which names the source. Of a grid's threads the keys are the same, so
- * that a round is two wide products and two three-way logical operations. */
+/* philox.cuh: Philox4x32-10, the same words as csrc/formats/philox.h, which names the source. Of a
+ * grid's threads the keys are the same, so that a round is two wide products and two three-way
+ * logical operations. */
 #ifndef GPUKERN_CUDA_ROWS_PHILOX_CUH
 #define GPUKERN_CUDA_ROWS_PHILOX_CUH
 
@@ -15,12 +16,15 @@ struct PhiloxSeed {
 
 __device__ __forceinline__ uint4 philox(const PhiloxSeed &s, uint64_t index) {
     uint32_t k0 = (uint32_t)s.seed, k1 = (uint32_t)(s.seed >> 32);
-    uint4 c = make_uint4((uint32_t)index, (uint32_t)(index >> 32), (uint32_t)s.offset, (uint32_t)(s.offset >> 32));
+    uint4 c = make_uint4((uint32_t)index, (uint32_t)(index >> 32), (uint32_t)s.offset,
+                         (uint32_t)(s.offset >> 32));
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
         const uint64_t a = (uint64_t)GK_PHILOX_A * c.x, b = (uint64_t)GK_PHILOX_B * c.z;
-        c = make_uint4((uint32_t)(b >> 32) ^ c.y ^ k0, (uint32_t)b, (uint32_t)(a >> 32) ^ c.w ^ k1, (uint32_t)a);
-        k0 += GK_PHILOX_KEY_A, k1 += GK_PHILOX_KEY_B;
+        c = make_uint4((uint32_t)(b >> 32) ^ c.y ^ k0, (uint32_t)b, (uint32_t)(a >> 32) ^ c.w ^ k1,
+                       (uint32_t)a);
+        k0 += GK_PHILOX_KEY_A;
+        k1 += GK_PHILOX_KEY_B;
     }
     return c;
 }

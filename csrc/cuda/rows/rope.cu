@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* rope: rotary embedding of q [B, Hq, S, D] and k [B, Hkv, S, D] in one launch. Su et al. 2021, arXiv:2104.09864.
- *   (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), x1 and x2 half a rotated row apart, or neighbours
- * cos, sin [P, R / 2] float32; float32, bfloat16, float16, float64. A thread has a vector of 16 bytes of a head's row and its partner,
- * or an element and its partner where rows are not of whole vectors at multiples of 16 bytes. Neighbouring threads have
- * neighbouring vectors of a row, then the heads of a token, which share a row of cos and sin. No workspace. */
+/* rope: rotary embedding of q [B, Hq, S, D] and k [B, Hkv, S, D] in one launch. Su et al. 2021,
+ *   arXiv:2104.09864. (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), x1 and x2 half a rotated row
+ *   apart, or neighbours
+ * cos, sin [P, R / 2] float32; float32, bfloat16, float16, float64. A thread has a vector of 16
+ * bytes of a head's row and its partner, or an element and its partner where rows are not of whole
+ * vectors at multiples of 16 bytes. Neighbouring threads have neighbouring vectors of a row, then
+ * the heads of a token, which share a row of cos and sin. No workspace. */
 #include "row_block.cuh"
 
 namespace {
@@ -29,21 +31,27 @@ struct Params {
 template <class T, class W>
 __device__ __forceinline__ void rotate(T &x1, T &x2, const Params &p, int64_t cos, int64_t sin) {
     W c, s;
-    if (sizeof(W) == 8 && p.table_wide)
-        c = W(((const double *)p.cos)[cos]), s = W(((const double *)p.sin)[sin]);
-    else
-        c = ((const float *)p.cos)[cos], s = ((const float *)p.sin)[sin];
+    if (sizeof(W) == 8 && p.table_wide) {
+        c = W(((const double *)p.cos)[cos]);
+        s = W(((const double *)p.sin)[sin]);
+    } else {
+        c = ((const float *)p.cos)[cos];
+        s = ((const float *)p.sin)[sin];
+    }
     if (p.inverse) s = -s;
     const W a = to_acc(x1), b = to_acc(x2);
-    x1 = from_acc<T>(a * c - b * s), x2 = from_acc<T>(b * c + a * s);
+    x1 = from_acc<T>(a * c - b * s);
+    x2 = from_acc<T>(b * c + a * s);
 }
 
 template <class T, int V> __global__ void __launch_bounds__(THREADS) rope_kernel(Params p) {
     typedef typename element<T>::acc W;
     typedef RowSome<T, V> Vec;
-    /* vectors that a thread takes with its partner; in pairs a vector has its partners in itself, unless it is one element */
+    /* vectors that a thread takes with its partner; in pairs a vector has its partners in itself,
+     * unless it is one element */
     const bool within = p.interleaved && V > 1;
-    const int64_t rotated = within ? 2 * p.half / V : p.half / V, each = rotated + (p.head_dim - 2 * p.half) / V;
+    const int64_t rotated = within ? 2 * p.half / V : p.half / V,
+                  each = rotated + (p.head_dim - 2 * p.half) / V;
     const int64_t total = p.batch * p.seq * p.heads * each, step = (int64_t)gridDim.x * THREADS;
     for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < total; i += step) {
         int64_t rest = i / each;
@@ -54,7 +62,8 @@ template <class T, int V> __global__ void __launch_bounds__(THREADS) rope_kernel
         const bool of_k = h >= p.heads_q;
         const Heads &heads = of_k ? p.k : p.q;
         if (of_k) h -= p.heads_q;
-        const T *x = (const T *)heads.x + b * heads.x_stride[0] + h * heads.x_stride[1] + s * heads.x_stride[2];
+        const T *x = (const T *)heads.x + b * heads.x_stride[0] + h * heads.x_stride[1] +
+                     s * heads.x_stride[2];
         T *y = (T *)heads.y + b * heads.y_stride[0] + h * heads.y_stride[1] + s * heads.y_stride[2];
         if (item >= rotated) { /* columns past the rotated ones */
             const int64_t at = 2 * p.half + (int64_t)(item - rotated) * V;
@@ -64,7 +73,8 @@ template <class T, int V> __global__ void __launch_bounds__(THREADS) rope_kernel
         int64_t position = s;
         if (p.positions) {
             const int64_t at = b * p.position_b + s * p.position_s;
-            position = p.wide ? ((const int64_t *)p.positions)[at] : ((const int32_t *)p.positions)[at];
+            position =
+                p.wide ? ((const int64_t *)p.positions)[at] : ((const int32_t *)p.positions)[at];
         }
         if (position < 0 || position >= p.rows_of_cos) {
             report(p.error_word, GK_BAD_POSITIONS);
@@ -75,15 +85,18 @@ template <class T, int V> __global__ void __launch_bounds__(THREADS) rope_kernel
             Vec v = *(const Vec *)(x + item * V);
 #pragma unroll
             for (int e = 0; e + 1 < V; e += 2)
-                rotate<T, W>(v.v[e], v.v[e + 1], p, cos + (item * V + e) / 2, sin + (item * V + e) / 2);
+                rotate<T, W>(v.v[e], v.v[e + 1], p, cos + (item * V + e) / 2,
+                             sin + (item * V + e) / 2);
             *(Vec *)(y + item * V) = v;
         } else {
             const int64_t at1 = p.interleaved ? 2 * item : item * V,
                           at2 = p.interleaved ? 2 * item + 1 : p.half + item * V;
             Vec v1 = *(const Vec *)(x + at1), v2 = *(const Vec *)(x + at2);
 #pragma unroll
-            for (int e = 0; e < V; ++e) rotate<T, W>(v1.v[e], v2.v[e], p, cos + item * V + e, sin + item * V + e);
-            *(Vec *)(y + at1) = v1, *(Vec *)(y + at2) = v2;
+            for (int e = 0; e < V; ++e)
+                rotate<T, W>(v1.v[e], v2.v[e], p, cos + item * V + e, sin + item * V + e);
+            *(Vec *)(y + at1) = v1;
+            *(Vec *)(y + at2) = v2;
         }
     }
 }
@@ -91,7 +104,10 @@ template <class T, int V> __global__ void __launch_bounds__(THREADS) rope_kernel
 Heads heads_of(const gk_tensor &from, const gk_tensor &to) {
     const gk_tensor x = gk_heads_of(&from), y = gk_heads_of(&to);
     Heads h = {x.data, y.data};
-    for (int d = 0; d < 3; ++d) h.x_stride[d] = x.stride[d], h.y_stride[d] = y.stride[d];
+    for (int d = 0; d < 3; ++d) {
+        h.x_stride[d] = x.stride[d];
+        h.y_stride[d] = y.stride[d];
+    }
     return h;
 }
 
@@ -100,19 +116,33 @@ template <class T> gk_status run(const gk_context *ctx, const void *args, const 
     const gk_rope_args *a = (const gk_rope_args *)args;
     Params p = {heads_of(a->q, a->out_q)};
     if (a->k) p.k = heads_of(*a->k, *a->out_k);
-    p.cos = a->cos.data, p.sin = a->sin.data, p.table_wide = a->cos.dtype == GK_F64;
-    p.cos_stride = a->cos.stride[0], p.sin_stride = a->sin.stride[0], p.rows_of_cos = a->cos.shape[0];
+    p.cos = a->cos.data;
+    p.sin = a->sin.data;
+    p.table_wide = a->cos.dtype == GK_F64;
+    p.cos_stride = a->cos.stride[0];
+    p.sin_stride = a->sin.stride[0];
+    p.rows_of_cos = a->cos.shape[0];
     if (const gk_tensor *at = a->positions) {
-        p.positions = at->data, p.wide = at->dtype == GK_I64;
-        p.position_s = at->stride[at->ndim - 1], p.position_b = at->ndim == 2 ? at->stride[0] : 0;
+        p.positions = at->data;
+        p.wide = at->dtype == GK_I64;
+        p.position_s = at->stride[at->ndim - 1];
+        p.position_b = at->ndim == 2 ? at->stride[0] : 0;
     }
     const gk_tensor q = gk_heads_of(&a->q);
-    p.batch = q.shape[0], p.seq = q.shape[2], p.head_dim = q.shape[3], p.half = a->cos.shape[1];
-    p.heads_q = q.shape[1], p.heads = p.heads_q + (a->k ? gk_heads_of(a->k).shape[1] : 0);
-    p.error_word = ctx->error_word, p.interleaved = a->interleaved, p.inverse = a->inverse;
-    const bool vectors = rows_whole(a->q, &a->out_q, a->k, a->out_k) && (p.interleaved ? 2 * p.half : p.half) % V == 0;
+    p.batch = q.shape[0];
+    p.seq = q.shape[2];
+    p.head_dim = q.shape[3];
+    p.half = a->cos.shape[1];
+    p.heads_q = q.shape[1];
+    p.heads = p.heads_q + (a->k ? gk_heads_of(a->k).shape[1] : 0);
+    p.error_word = ctx->error_word;
+    p.interleaved = a->interleaved;
+    p.inverse = a->inverse;
+    const bool vectors = rows_whole(a->q, &a->out_q, a->k, a->out_k) &&
+                         (p.interleaved ? 2 * p.half : p.half) % V == 0;
     const int64_t v = vectors ? V : 1;
-    const int64_t each = (p.interleaved && v > 1 ? 2 * p.half : p.half) / v + (p.head_dim - 2 * p.half) / v;
+    const int64_t each =
+        (p.interleaved && v > 1 ? 2 * p.half : p.half) / v + (p.head_dim - 2 * p.half) / v;
     const int64_t blocks = gk_ceil_div(p.batch * p.seq * p.heads * each, THREADS);
     const dim3 grid((unsigned)gk_min_i64(blocks, 1 << 20));
     return vectors ? launch<rope_kernel<T, V>>("gk_rope", ctx, grid, THREADS, 0, p)

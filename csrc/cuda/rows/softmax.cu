@@ -1,23 +1,28 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* softmax: softmax and log_softmax (softmax.cuh), rows in the registers of one block: forward up to 32K 16-bit values, backward up
- * to 16K. float32, bfloat16, float16; rows of whole vectors of 16 bytes that begin at multiples of 16 bytes; softmax_walk.cu has
- * the others. No workspace. */
+/* softmax: softmax and log_softmax (softmax.cuh), rows in the registers of one block: forward up to
+ * 32K 16-bit values, backward up to 16K. float32, bfloat16, float16; rows of whole vectors of 16
+ * bytes that begin at multiples of 16 bytes; softmax_walk.cu has the others. No workspace. */
 #include "softmax.cuh"
 
 namespace {
 
 #define BWD_SHAPES(X) X(16, 1) X(32, 1) X(32, 4) X(128, 2) X(256, 2) X(512, 2) X(512, 4)
 
-#define FWD_F32(LANES, ITEMS) GK_SOFTMAX_INSTANCE(fwd, float, GK_F32, "_f32_" #LANES "x" #ITEMS, LANES, ITEMS, 1)
+#define FWD_F32(LANES, ITEMS) \
+    GK_SOFTMAX_INSTANCE(fwd, float, GK_F32, "_f32_" #LANES "x" #ITEMS, LANES, ITEMS, 1)
 #define FWD_BF16(LANES, ITEMS) \
     GK_SOFTMAX_INSTANCE(fwd, __nv_bfloat16, GK_BF16, "_bf16_" #LANES "x" #ITEMS, LANES, ITEMS, 1)
-#define FWD_F16(LANES, ITEMS) GK_SOFTMAX_INSTANCE(fwd, __half, GK_F16, "_f16_" #LANES "x" #ITEMS, LANES, ITEMS, 1)
-#define BWD_F32(LANES, ITEMS) GK_SOFTMAX_INSTANCE(bwd, float, GK_F32, "_f32_" #LANES "x" #ITEMS, LANES, ITEMS, 1)
+#define FWD_F16(LANES, ITEMS) \
+    GK_SOFTMAX_INSTANCE(fwd, __half, GK_F16, "_f16_" #LANES "x" #ITEMS, LANES, ITEMS, 1)
+#define BWD_F32(LANES, ITEMS) \
+    GK_SOFTMAX_INSTANCE(bwd, float, GK_F32, "_f32_" #LANES "x" #ITEMS, LANES, ITEMS, 1)
 #define BWD_BF16(LANES, ITEMS) \
     GK_SOFTMAX_INSTANCE(bwd, __nv_bfloat16, GK_BF16, "_bf16_" #LANES "x" #ITEMS, LANES, ITEMS, 1)
-#define BWD_F16(LANES, ITEMS) GK_SOFTMAX_INSTANCE(bwd, __half, GK_F16, "_f16_" #LANES "x" #ITEMS, LANES, ITEMS, 1)
+#define BWD_F16(LANES, ITEMS) \
+    GK_SOFTMAX_INSTANCE(bwd, __half, GK_F16, "_f16_" #LANES "x" #ITEMS, LANES, ITEMS, 1)
 
-const gk_cuda_instance fwd[] = {GK_ROW_SHAPES(FWD_F32) GK_ROW_SHAPES(FWD_BF16) GK_ROW_SHAPES(FWD_F16)};
+const gk_cuda_instance fwd[] = {GK_ROW_SHAPES(FWD_F32) GK_ROW_SHAPES(FWD_BF16)
+                                    GK_ROW_SHAPES(FWD_F16)};
 const gk_cuda_instance bwd[] = {BWD_SHAPES(BWD_F32) BWD_SHAPES(BWD_BF16) BWD_SHAPES(BWD_F16)};
 
 } // namespace

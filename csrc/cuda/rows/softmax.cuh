@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* softmax.cuh: softmax and log_softmax over rows in registers, forward and backward. The files that include it say for which groups
- * of threads they are compiled.
+/* softmax.cuh: softmax and log_softmax over rows in registers, forward and backward. The files that
+ * include it say for which groups of threads they are compiled.
  *
- *   s = scale x, columns from the row's length on left out;   p = exp(s - max s) / sum exp(s - max s)
+ *   s = scale x, columns from the row's length on left out;   p = exp(s - max s) / sum exp(s - max
+ *   s)
  *   out = p, 0 from the length on;   log: out = s - max s - log sum exp(s - max s)
  *   dx = scale out (g - sum g out);   log: dx = scale (g - exp(out) sum g)
  *
- * A row is read once and written once. exp is computed twice rather than kept: the special units are far from the bound. */
+ * A row is read once and written once. exp is computed twice rather than kept: the special units
+ * are far from the bound. */
 #ifndef GPUKERN_CUDA_ROWS_SOFTMAX_CUH
 #define GPUKERN_CUDA_ROWS_SOFTMAX_CUH
 
@@ -27,7 +29,8 @@ template <class T> __device__ __forceinline__ float row_exp(float x) {
 }
 template <class T> __device__ __forceinline__ double row_exp(double x) { return exp(x); }
 
-/* scale x, rounded before the maximum is taken from it: contracted to an FMA the largest would not give 0. */
+/* scale x, rounded before the maximum is taken from it: contracted to an FMA the largest would not
+ * give 0. */
 __device__ __forceinline__ float row_scaled(float scale, float x) { return __fmul_rn(scale, x); }
 __device__ __forceinline__ double row_scaled(double scale, double x) { return __dmul_rn(scale, x); }
 
@@ -38,9 +41,10 @@ __device__ __forceinline__ int64_t row_length(const SoftmaxParams &p, int64_t ro
     return length < 0 ? 0 : length < p.n ? length : p.n;
 }
 
-/* ---- 1. forward -------------------------------------------------------------------------------------- */
+/* ---- 1. forward ------------------------------------------------------------------------------ */
 template <class T, int LANES, int ITEMS, int CLUSTER>
-__global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1) softmax_fwd_kernel(SoftmaxParams p) {
+__global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1)
+    softmax_fwd_kernel(SoftmaxParams p) {
     typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     typedef typename Group::acc W;
     constexpr int VEC = Group::VEC;
@@ -57,13 +61,15 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1
     for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
         for (int v = 0; v < VEC; ++v)
-            if (group.column(i) + v < length) peak[0] = lanes_max2(peak[0], row_scaled(scale, x[i].get(v)));
+            if (group.column(i) + v < length)
+                peak[0] = lanes_max2(peak[0], row_scaled(scale, x[i].get(v)));
     group.peak(peak);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
         for (int v = 0; v < VEC; ++v)
-            if (group.column(i) + v < length) sum[0] += row_exp<T>(row_scaled(scale, x[i].get(v)) - peak[0]);
+            if (group.column(i) + v < length)
+                sum[0] += row_exp<T>(row_scaled(scale, x[i].get(v)) - peak[0]);
     group.sum(sum);
     if (!is_row) return;
     const W inverse = 1 / sum[0], log_sum = p.log ? log(sum[0]) : W(0);
@@ -75,15 +81,18 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             const W s = row_scaled(scale, x[i].get(v)) - peak[0];
-            y.set(v, group.column(i) + v >= length ? W(0) : p.log ? s - log_sum : row_exp<T>(s) * inverse);
+            y.set(v, group.column(i) + v >= length ? W(0)
+                     : p.log                       ? s - log_sum
+                                                   : row_exp<T>(s) * inverse);
         }
         group.store(out, i, y);
     }
 }
 
-/* ---- 2. backward ------------------------------------------------------------------------------------- */
+/* ---- 2. backward ----------------------------------------------------------------------------- */
 template <class T, int LANES, int ITEMS, int CLUSTER>
-__global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1) softmax_bwd_kernel(SoftmaxParams p) {
+__global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1)
+    softmax_bwd_kernel(SoftmaxParams p) {
     typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     typedef typename Group::acc W;
     constexpr int VEC = Group::VEC;
@@ -100,7 +109,8 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1
     for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
         for (int v = 0; v < VEC; ++v)
-            if (group.column(i) + v < length) sum[0] += p.log ? W(g[i].get(v)) : g[i].get(v) * y[i].get(v);
+            if (group.column(i) + v < length)
+                sum[0] += p.log ? W(g[i].get(v)) : g[i].get(v) * y[i].get(v);
     group.sum(sum);
     if (!is_row) return;
     const W scale = W(p.scale);
@@ -119,24 +129,33 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 1
     }
 }
 
-/* ---- 3. plan and run --------------------------------------------------------------------------------- */
+/* ---- 3. plan and run ------------------------------------------------------------------------- */
 inline SoftmaxParams softmax_params(const gk_softmax_args *a) {
     SoftmaxParams p = {row_tensor(a->x), row_elements(a->lengths), row_tensor(a->out)};
-    p.rows = num_rows(a->x), p.n = a->x.shape[a->x.ndim - 1], p.scale = a->scale, p.log = a->log;
+    p.rows = num_rows(a->x);
+    p.n = a->x.shape[a->x.ndim - 1];
+    p.scale = a->scale;
+    p.log = a->log;
     return p;
 }
 inline SoftmaxParams softmax_params(const gk_softmax_bwd_args *a) {
-    SoftmaxParams p = {row_tensor(a->grad_out), row_elements(a->lengths), row_tensor(a->dx), row_tensor(a->out)};
-    p.rows = num_rows(a->out), p.n = a->out.shape[a->out.ndim - 1], p.scale = a->scale, p.log = a->log;
+    SoftmaxParams p = {row_tensor(a->grad_out), row_elements(a->lengths), row_tensor(a->dx),
+                       row_tensor(a->out)};
+    p.rows = num_rows(a->out);
+    p.n = a->out.shape[a->out.ndim - 1];
+    p.scale = a->scale;
+    p.log = a->log;
     return p;
 }
 
-inline bool softmax_fwd_plan(const gk_cuda_instance *row, const gk_context *, const void *args, gk_plan *plan) {
+inline bool softmax_fwd_plan(const gk_cuda_instance *row, const gk_context *, const void *args,
+                             gk_plan *plan) {
     const gk_softmax_args *a = (const gk_softmax_args *)args;
     plan->tasks = gk_ceil_div(num_rows(a->x), row->key[1]);
     return rows_fit(row, a->x, &a->out);
 }
-inline bool softmax_bwd_plan(const gk_cuda_instance *row, const gk_context *, const void *args, gk_plan *plan) {
+inline bool softmax_bwd_plan(const gk_cuda_instance *row, const gk_context *, const void *args,
+                             gk_plan *plan) {
     const gk_softmax_bwd_args *a = (const gk_softmax_bwd_args *)args;
     plan->tasks = gk_ceil_div(num_rows(a->out), row->key[1]);
     return rows_fit(row, a->out, &a->grad_out, &a->dx);
@@ -145,13 +164,15 @@ inline bool softmax_bwd_plan(const gk_cuda_instance *row, const gk_context *, co
 template <class T, int LANES, int ITEMS, int CLUSTER>
 gk_status softmax_fwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
     return launch<softmax_fwd_kernel<T, LANES, ITEMS, CLUSTER>>(
-        "gk_softmax_fwd", ctx, dim3((unsigned)plan->tasks * CLUSTER), RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 0,
+        "gk_softmax_fwd", ctx, dim3((unsigned)plan->tasks * CLUSTER),
+        RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 0,
         softmax_params((const gk_softmax_args *)args), false, CLUSTER);
 }
 template <class T, int LANES, int ITEMS, int CLUSTER>
 gk_status softmax_bwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
     return launch<softmax_bwd_kernel<T, LANES, ITEMS, CLUSTER>>(
-        "gk_softmax_bwd", ctx, dim3((unsigned)plan->tasks * CLUSTER), RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 0,
+        "gk_softmax_bwd", ctx, dim3((unsigned)plan->tasks * CLUSTER),
+        RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS, 0,
         softmax_params((const gk_softmax_bwd_args *)args), false, CLUSTER);
 }
 

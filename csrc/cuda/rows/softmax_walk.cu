@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* softmax_walk: softmax and log_softmax (softmax.cuh has the equations) of rows of any length and alignment. A block walks a row
- * twice; forward the first time with a running maximum and sum (Milakov and Gimelshein 2018, arXiv:1805.02867). What is read
- * again comes from the L1 or L2 as far as it fits. float32, bfloat16, float16, float64. No workspace. */
+/* softmax_walk: softmax and log_softmax (softmax.cuh has the equations) of rows of any length and
+ * alignment. A block walks a row twice; forward the first time with a running maximum and sum
+ * (Milakov and Gimelshein 2018, arXiv:1805.02867). What is read again comes from the L1 or L2 as
+ * far as it fits. float32, bfloat16, float16, float64. No workspace. */
 #include "softmax.cuh"
 
 namespace {
@@ -13,7 +14,8 @@ template <class W> __device__ __forceinline__ W weight_of(W a, W b) {
     return a == -INFINITY ? W(0) : row_exp<W>(a - b);
 }
 
-template <class T> __global__ void __launch_bounds__(THREADS, 1) softmax_fwd_walk_kernel(SoftmaxParams p) {
+template <class T>
+__global__ void __launch_bounds__(THREADS, 1) softmax_fwd_walk_kernel(SoftmaxParams p) {
     typedef typename element<T>::acc W;
     __shared__ W place[32];
     const W scale = W(p.scale);
@@ -25,7 +27,10 @@ template <class T> __global__ void __launch_bounds__(THREADS, 1) softmax_fwd_wal
         for (int64_t i = threadIdx.x; i < length; i += THREADS) {
             const W s = row_scaled(scale, to_acc(x[i]));
             nan |= s != s;
-            if (s > peak) sum[0] *= weight_of(peak, s), peak = s;
+            if (s > peak) {
+                sum[0] *= weight_of(peak, s);
+                peak = s;
+            }
             sum[0] += weight_of(s, peak);
         }
         const W all = block_max(peak, place);
@@ -46,7 +51,8 @@ template <class T> __global__ void __launch_bounds__(THREADS, 1) softmax_fwd_wal
     }
 }
 
-template <class T> __global__ void __launch_bounds__(THREADS, 1) softmax_bwd_walk_kernel(SoftmaxParams p) {
+template <class T>
+__global__ void __launch_bounds__(THREADS, 1) softmax_bwd_walk_kernel(SoftmaxParams p) {
     typedef typename element<T>::acc W;
     __shared__ W place[32];
     const W scale = W(p.scale);
@@ -78,12 +84,16 @@ bool bwd_plan(const gk_cuda_instance *, const gk_context *, const void *args, gk
     return true;
 }
 
-template <class T> gk_status fwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
-    return launch<softmax_fwd_walk_kernel<T>>("gk_softmax_fwd", ctx, dim3(row_blocks(plan->tasks)), THREADS, 0,
+template <class T>
+gk_status fwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
+    return launch<softmax_fwd_walk_kernel<T>>("gk_softmax_fwd", ctx, dim3(row_blocks(plan->tasks)),
+                                              THREADS, 0,
                                               softmax_params((const gk_softmax_args *)args));
 }
-template <class T> gk_status bwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
-    return launch<softmax_bwd_walk_kernel<T>>("gk_softmax_bwd", ctx, dim3(row_blocks(plan->tasks)), THREADS, 0,
+template <class T>
+gk_status bwd_run(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
+    return launch<softmax_bwd_walk_kernel<T>>("gk_softmax_bwd", ctx, dim3(row_blocks(plan->tasks)),
+                                              THREADS, 0,
                                               softmax_params((const gk_softmax_bwd_args *)args));
 }
 

@@ -7,8 +7,12 @@
 #include "codes.cuh"
 
 struct CodesByHardware {
-    static __device__ __forceinline__ uint32_t e4m3x2(float lo, float hi) { return cvt_rn_satfinite_e4m3x2(lo, hi); }
-    static __device__ __forceinline__ uint32_t e5m2x2(float lo, float hi) { return cvt_rn_satfinite_e5m2x2(lo, hi); }
+    static __device__ __forceinline__ uint32_t e4m3x2(float lo, float hi) {
+        return cvt_rn_satfinite_e4m3x2(lo, hi);
+    }
+    static __device__ __forceinline__ uint32_t e5m2x2(float lo, float hi) {
+        return cvt_rn_satfinite_e5m2x2(lo, hi);
+    }
 };
 
 #endif

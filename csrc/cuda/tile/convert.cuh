@@ -9,16 +9,16 @@
 #include "gpukern.h"
 #include "../ptx/regs.cuh"
 
-// The tensor core's instruction that multiplies an element type: operands of 16 bits, K-major or MN-major, or tf32, which is read
-// K-major alone and rounded on its way.
+// The tensor core's instruction that multiplies an element type: operands of 16 bits, K-major or
+// MN-major, or tf32, which is read K-major alone and rounded on its way.
 enum mma_kind {
     MMA_NONE,
     MMA_16,
     MMA_TF32
 };
 
-// What a kernel asks of an element type. bits: of one in memory. acc: what sums are kept in. Rounding is to nearest even, and
-// float16 goes to infinity past 65504.
+// What a kernel asks of an element type. bits: of one in memory. acc: what sums are kept in.
+// Rounding is to nearest even, and float16 goes to infinity past 65504.
 template <typename T> struct element;
 
 template <> struct element<float> {
@@ -45,8 +45,12 @@ template <> struct element<__nv_bfloat16> {
     static constexpr int bits = 16;
     static constexpr mma_kind mma = MMA_16;
     static __device__ __forceinline__ float to_f32(__nv_bfloat16 x) { return __bfloat162float(x); }
-    static __device__ __forceinline__ __nv_bfloat16 from_f32(float x) { return __float2bfloat16_rn(x); }
-    static __device__ __forceinline__ uint32_t pack2(float lo, float hi) { return cvt_rn_bf16x2(lo, hi); }
+    static __device__ __forceinline__ __nv_bfloat16 from_f32(float x) {
+        return __float2bfloat16_rn(x);
+    }
+    static __device__ __forceinline__ uint32_t pack2(float lo, float hi) {
+        return cvt_rn_bf16x2(lo, hi);
+    }
     static __device__ __forceinline__ float2 unpack2(uint32_t x) {
         return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
     }
@@ -59,24 +63,35 @@ template <> struct element<__half> {
     static constexpr mma_kind mma = MMA_16;
     static __device__ __forceinline__ float to_f32(__half x) { return __half2float(x); }
     static __device__ __forceinline__ __half from_f32(float x) { return __float2half_rn(x); }
-    static __device__ __forceinline__ uint32_t pack2(float lo, float hi) { return cvt_rn_f16x2(lo, hi); }
+    static __device__ __forceinline__ uint32_t pack2(float lo, float hi) {
+        return cvt_rn_f16x2(lo, hi);
+    }
     static __device__ __forceinline__ float2 unpack2(uint32_t x) {
         return make_float2(__half2float(__ushort_as_half((unsigned short)x)),
                            __half2float(__ushort_as_half((unsigned short)(x >> 16))));
     }
 };
 
-template <typename T> static __device__ __forceinline__ float to_f32(T x) { return element<T>::to_f32(x); }
-template <typename T> static __device__ __forceinline__ T from_f32(float x) { return element<T>::from_f32(x); }
+template <typename T> static __device__ __forceinline__ float to_f32(T x) {
+    return element<T>::to_f32(x);
+}
+template <typename T> static __device__ __forceinline__ T from_f32(float x) {
+    return element<T>::from_f32(x);
+}
 
 // Two floats as two 16-bit elements of one register, lo in the low half; and back.
 template <typename T> static __device__ __forceinline__ uint32_t pack2(float lo, float hi) {
     return element<T>::pack2(lo, hi);
 }
-template <typename T> static __device__ __forceinline__ float2 unpack2(uint32_t x) { return element<T>::unpack2(x); }
+template <typename T> static __device__ __forceinline__ float2 unpack2(uint32_t x) {
+    return element<T>::unpack2(x);
+}
 
-// An element in the type that sums of it are kept in, and back to nearest even: for kernels that serve float64 too.
-template <typename T> static __device__ __forceinline__ typename element<T>::acc to_acc(T x) { return to_f32(x); }
+// An element in the type that sums of it are kept in, and back to nearest even: for kernels that
+// serve float64 too.
+template <typename T> static __device__ __forceinline__ typename element<T>::acc to_acc(T x) {
+    return to_f32(x);
+}
 template <> __device__ __forceinline__ double to_acc<double>(double x) { return x; }
 
 template <typename T> static __device__ __forceinline__ T from_acc(typename element<T>::acc x) {

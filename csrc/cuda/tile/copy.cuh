@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// copy: tiles between global and shared memory, by all threads of a group (a block, or some of its warps).
+// copy: tiles between global and shared memory, by all threads of a group (a block, or some of its
+// warps).
 //
-// A tile is Tile = smem_tile<ROWS, ROW_BYTES>. `thread` counts 0 .. THREADS-1 inside the group. Strides are in
-// elements. Rows from rows_valid on and columns from cols_valid on become zeros, and nothing there is read.
+// A tile is Tile = smem_tile<ROWS, ROW_BYTES>. `thread` counts 0 .. THREADS-1 inside the group.
+// Strides are in elements. Rows from rows_valid on and columns from cols_valid on become zeros, and
+// nothing there is read.
 #ifndef GPUKERN_TILE_COPY_CUH
 #define GPUKERN_TILE_COPY_CUH
 
@@ -10,17 +12,21 @@
 #include "../ptx/regs.cuh"
 #include "../layout/banks.cuh"
 
-// Which chunk a thread copies in each pass. Neighbouring threads take neighbouring chunks of a row: whole 128-byte
-// lines from global memory, no bank conflicts. For kernels whose rows are scattered (pages), which write the loop
-// themselves:
+// Which chunk a thread copies in each pass. Neighbouring threads take neighbouring chunks of a row:
+// whole 128-byte lines from global memory, no bank conflicts. For kernels whose rows are scattered
+// (pages), which write the loop themselves:
 //
 //   for (int pass = 0; pass < C::passes; ++pass)
 //       if (C::has(thread, pass))
-//           cp_async_cg_16(tile_s + C::offset(thread, pass), chunk source of (C::row, C::chunk)(thread, pass), 16)
+//           cp_async_cg_16(tile_s + C::offset(thread, pass), chunk source of (C::row,
+//           C::chunk)(thread, pass), 16)
 template <typename Tile, int THREADS> struct tile_copy {
-    static constexpr int total = Tile::rows * Tile::chunks, passes = (total + THREADS - 1) / THREADS;
-    static constexpr bool same_chunk = THREADS % Tile::chunks == 0;     // a thread stays in one column of chunks,
-    static constexpr int rows_apart = THREADS / Tile::chunks;           // its rows lie so far apart,
+    static constexpr int total = Tile::rows * Tile::chunks,
+                         passes = (total + THREADS - 1) / THREADS;
+    // a thread stays in one column of chunks,
+    static constexpr bool same_chunk = THREADS % Tile::chunks == 0;
+    // its rows lie so far apart,
+    static constexpr int rows_apart = THREADS / Tile::chunks;
     static constexpr bool same_xor = same_chunk && rows_apart % 8 == 0; // and have one swizzle
 
     static constexpr GK_HD bool has(int thread, int pass) {
@@ -28,7 +34,8 @@ template <typename Tile, int THREADS> struct tile_copy {
     }
     // unsigned: a division by a power of two is one shift
     static constexpr GK_HD int row(unsigned thread, int pass) {
-        return same_chunk ? thread / Tile::chunks + pass * rows_apart : (thread + pass * THREADS) / Tile::chunks;
+        return same_chunk ? thread / Tile::chunks + pass * rows_apart
+                          : (thread + pass * THREADS) / Tile::chunks;
     }
     static constexpr GK_HD int chunk(unsigned thread, int pass) {
         return same_chunk ? thread % Tile::chunks : (thread + pass * THREADS) % Tile::chunks;
@@ -39,13 +46,15 @@ template <typename Tile, int THREADS> struct tile_copy {
     }
 };
 
-// The address of the chunk of a pass, by additions from that of the pass before where the rows allow it.
+// The address of the chunk of a pass, by additions from that of the pass before where the rows
+// allow it.
 template <typename Tile, int THREADS, typename T>
-static __device__ __forceinline__ const T *tile_source(const T *src_g, const T *before_g, int64_t row_stride,
-                                                       int thread, int pass) {
+static __device__ __forceinline__ const T *tile_source(const T *src_g, const T *before_g,
+                                                       int64_t row_stride, int thread, int pass) {
     typedef tile_copy<Tile, THREADS> C;
     if (C::same_chunk && pass > 0) return before_g + C::rows_apart * row_stride;
-    return src_g + C::row(thread, pass) * row_stride + C::chunk(thread, pass) * (16 / (int)sizeof(T));
+    return src_g + C::row(thread, pass) * row_stride +
+           C::chunk(thread, pass) * (16 / (int)sizeof(T));
 }
 
 // Bytes of a 16-byte chunk that lie before column cols_valid.
@@ -54,25 +63,28 @@ template <typename T> static __device__ __forceinline__ int chunk_bytes(int chun
     return min(max(bytes, 0), 16);
 }
 
-// src_g [rows][cols], columns contiguous; src_g and row_stride * sizeof(T) are multiples of 16 bytes. By cp.async: the
-// caller commits, waits and synchronises (pipeline.cuh).
+// src_g [rows][cols], columns contiguous; src_g and row_stride * sizeof(T) are multiples of 16
+// bytes. By cp.async: the caller commits, waits and synchronises (pipeline.cuh).
 template <typename Tile, int THREADS, typename T>
-static __device__ __forceinline__ void copy_tile_async(smem_addr tile_s, const T *src_g, int64_t row_stride,
-                                                       int rows_valid, int thread) {
+static __device__ __forceinline__ void
+copy_tile_async(smem_addr tile_s, const T *src_g, int64_t row_stride, int rows_valid, int thread) {
     typedef tile_copy<Tile, THREADS> C;
     const T *from_g = src_g;
 #pragma unroll
     for (int pass = 0; pass < C::passes; ++pass) {
         if (!C::has(thread, pass)) break;
         from_g = tile_source<Tile, THREADS>(src_g, from_g, row_stride, thread, pass);
-        cp_async_cg_16(tile_s + C::offset(thread, pass), from_g, C::row(thread, pass) < rows_valid ? 16 : 0);
+        cp_async_cg_16(tile_s + C::offset(thread, pass), from_g,
+                       C::row(thread, pass) < rows_valid ? 16 : 0);
     }
 }
 
-// The same with columns that end at cols_valid, at the end of a chunk: cols_valid * sizeof(T) is a multiple of 16.
+// The same with columns that end at cols_valid, at the end of a chunk: cols_valid * sizeof(T) is a
+// multiple of 16.
 template <typename Tile, int THREADS, typename T>
-static __device__ __forceinline__ void copy_tile_async(smem_addr tile_s, const T *src_g, int64_t row_stride,
-                                                       int rows_valid, int cols_valid, int thread) {
+static __device__ __forceinline__ void copy_tile_async(smem_addr tile_s, const T *src_g,
+                                                       int64_t row_stride, int rows_valid,
+                                                       int cols_valid, int thread) {
     typedef tile_copy<Tile, THREADS> C;
     int chunks_valid = cols_valid / (16 / (int)sizeof(T));
     const T *from_g = src_g;
@@ -85,10 +97,12 @@ static __device__ __forceinline__ void copy_tile_async(smem_addr tile_s, const T
     }
 }
 
-// The same with columns that end anywhere: four more instructions per copy, for the bytes of the last chunk.
+// The same with columns that end anywhere: four more instructions per copy, for the bytes of the
+// last chunk.
 template <typename Tile, int THREADS, typename T>
-static __device__ __forceinline__ void copy_tile_async_ragged(smem_addr tile_s, const T *src_g, int64_t row_stride,
-                                                              int rows_valid, int cols_valid, int thread) {
+static __device__ __forceinline__ void copy_tile_async_ragged(smem_addr tile_s, const T *src_g,
+                                                              int64_t row_stride, int rows_valid,
+                                                              int cols_valid, int thread) {
     typedef tile_copy<Tile, THREADS> C;
     const T *from_g = src_g;
 #pragma unroll
@@ -96,15 +110,17 @@ static __device__ __forceinline__ void copy_tile_async_ragged(smem_addr tile_s, 
         if (!C::has(thread, pass)) break;
         int bytes = chunk_bytes<T>(C::chunk(thread, pass), cols_valid);
         from_g = tile_source<Tile, THREADS>(src_g, from_g, row_stride, thread, pass);
-        cp_async_cg_16(tile_s + C::offset(thread, pass), from_g, C::row(thread, pass) < rows_valid ? bytes : 0);
+        cp_async_cg_16(tile_s + C::offset(thread, pass), from_g,
+                       C::row(thread, pass) < rows_valid ? bytes : 0);
     }
 }
 
-// Shared to global: dst_g [rows][cols], columns contiguous, dst_g and row_stride * sizeof(T) multiples of 16 bytes.
-// cols_valid must end a chunk. The caller has put a barrier between the stores into the tile and this.
+// Shared to global: dst_g [rows][cols], columns contiguous, dst_g and row_stride * sizeof(T)
+// multiples of 16 bytes. cols_valid must end a chunk. The caller has put a barrier between the
+// stores into the tile and this.
 template <typename Tile, int THREADS, typename T>
-static __device__ __forceinline__ void copy_tile_out(T *dst_g, int64_t row_stride, smem_addr tile_s, int rows_valid,
-                                                     int cols_valid, int thread) {
+static __device__ __forceinline__ void copy_tile_out(T *dst_g, int64_t row_stride, smem_addr tile_s,
+                                                     int rows_valid, int cols_valid, int thread) {
     typedef tile_copy<Tile, THREADS> C;
     constexpr int per_chunk = 16 / (int)sizeof(T);
 #pragma unroll
@@ -112,7 +128,8 @@ static __device__ __forceinline__ void copy_tile_out(T *dst_g, int64_t row_strid
         if (!C::has(thread, pass)) break;
         int row = C::row(thread, pass), col = C::chunk(thread, pass) * per_chunk;
         if (row >= rows_valid || col >= cols_valid) continue;
-        st_global_128(dst_g + row * row_stride + col, ld_shared_128(tile_s + C::offset(thread, pass)));
+        st_global_128(dst_g + row * row_stride + col,
+                      ld_shared_128(tile_s + C::offset(thread, pass)));
     }
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// pipeline: a ring of STAGES stages that cp.async fills ahead of the arithmetic, one group of copies per stage.
+// pipeline: a ring of STAGES stages that cp.async fills ahead of the arithmetic, one group of
+// copies per stage.
 //
 //   cp_ring<STAGES> ring                                        before the loop, STAGES = 3
 //   for j in 0 .. STAGES - 2                                    stage    0    1    2
@@ -12,8 +13,9 @@
 //       compute on stage ring.read
 //       ring.advance()
 //
-// The one barrier per step closes both hazards: copies of step j are visible to every thread after it, and the stage
-// that is written next is the one that every thread has finished reading before it.
+// The one barrier per step closes both hazards: copies of step j are visible to every thread after
+// it, and the stage that is written next is the one that every thread has finished reading before
+// it.
 #ifndef GPUKERN_TILE_PIPELINE_CUH
 #define GPUKERN_TILE_PIPELINE_CUH
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// tma_ring: a ring of STAGES stages that one thread fills by tma and warpgroups read, in step by mbarriers.
+// tma_ring: a ring of STAGES stages that one thread fills by tma and warpgroups read, in step by
+// mbarriers.
 //
 //   full[s]    ends a phase when the bytes of the copies into stage s have come: 1 arrival, which announces them
 //   empty[s]   ends a phase when all consumers have released stage s: `consumers` arrivals
@@ -10,8 +11,9 @@
 //   tma .. -> stage, ring.full()        arrive(ring.empty())
 //   ring.advance()                      ring.advance()
 //
-// Both sides keep stage and parity in registers and advance once a step, whatever the step held. The producer waits for the
-// other parity: a barrier that no phase has ended of answers as if the phase before its first had.
+// Both sides keep stage and parity in registers and advance once a step, whatever the step held.
+// The producer waits for the other parity: a barrier that no phase has ended of answers as if the
+// phase before its first had.
 #ifndef GPUKERN_TILE_TMA_RING_CUH
 #define GPUKERN_TILE_TMA_RING_CUH
 
@@ -39,29 +41,41 @@ template <int STAGES> struct tma_ring {
     __device__ __forceinline__ smem_addr full() const { return barriers_s + 8 * stage; }
     __device__ __forceinline__ smem_addr empty() const { return barriers_s + 8 * (STAGES + stage); }
     // empty() of the step before
-    __device__ __forceinline__ smem_addr before() const { return empty() + (stage == 0 ? 8 * (STAGES - 1) : -8); }
+    __device__ __forceinline__ smem_addr before() const {
+        return empty() + (stage == 0 ? 8 * (STAGES - 1) : -8);
+    }
     __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), parity); }
     __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty(), parity ^ 1); }
     __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
     }
     // Past steps that other consumers take.
     __device__ __forceinline__ void skip(int count) {
         const int at = stage + count;
-        stage = at % STAGES, parity ^= at / STAGES & 1;
+        stage = at % STAGES;
+        parity ^= at / STAGES & 1;
     }
 };
 
-// The same ring where registers are scarce: its threads count steps, and rings in step share a count. STAGES is a power of
-// two.
+// The same ring where registers are scarce: its threads count steps, and rings in step share a
+// count. STAGES is a power of two.
 template <int STAGES> struct tma_steps {
     static_assert((STAGES & (STAGES - 1)) == 0, "a stage is some bits of the count");
     smem_addr barriers_s;
     static __device__ __forceinline__ int stage(int step) { return step & (STAGES - 1); }
-    __device__ __forceinline__ smem_addr full(int step) const { return barriers_s + 8 * stage(step); }
+    __device__ __forceinline__ smem_addr full(int step) const {
+        return barriers_s + 8 * stage(step);
+    }
     __device__ __forceinline__ smem_addr empty(int step) const { return full(step) + 8 * STAGES; }
-    __device__ __forceinline__ void wait_full(int step) const { mbarrier_wait(full(step), step / STAGES & 1); }
-    __device__ __forceinline__ void wait_empty(int step) const { mbarrier_wait(empty(step), step / STAGES & 1 ^ 1); }
+    __device__ __forceinline__ void wait_full(int step) const {
+        mbarrier_wait(full(step), step / STAGES & 1);
+    }
+    __device__ __forceinline__ void wait_empty(int step) const {
+        mbarrier_wait(empty(step), step / STAGES & 1 ^ 1);
+    }
 };
 
 #endif

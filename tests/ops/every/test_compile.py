@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch.compile, export, AOTInductor, checkpoint, autocast, inference mode, FLOP counter: the ops inside PyTorch's tools."""
+"""torch.compile, export, AOTInductor, checkpoint, autocast, inference mode, FLOP counter: the ops
+inside PyTorch's tools."""
 
 import importlib
 import itertools
@@ -56,7 +57,9 @@ class Counting:
 
             return compiler
 
-        return aot_autograd(fw_compiler=count("forward"), bw_compiler=count("backward"))(graph, inputs)
+        return aot_autograd(fw_compiler=count("forward"), bw_compiler=count("backward"))(
+            graph, inputs
+        )
 
 
 def block(x, w_qkv, w_out, bias, sinks):
@@ -64,7 +67,12 @@ def block(x, w_qkv, w_out, bias, sinks):
     b, s, _ = x.shape
     q, k, v = ops.gemm(x, w_qkv).view(b, s, 8, 16).split((4, 2, 2), 2)
     out = ops.flash_attn(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, window_left=20, sinks=sinks
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        is_causal=True,
+        window_left=20,
+        sinks=sinks,
     )
     return ops.gemm(out.transpose(1, 2).reshape(b, s, 64), w_out, bias, c=x, activation="gelu")
 
@@ -72,7 +80,9 @@ def block(x, w_qkv, w_out, bias, sinks):
 def block_inputs(s, device="cpu", dtype=torch.float32):
     gen = generator("block", s)
     shapes = ((2, s, 32), (32, 128), (64, 32), (32,), (4,))
-    return [randn(gen, *shape, dtype=dtype, device=device, std=0.3).requires_grad_() for shape in shapes]
+    return [
+        randn(gen, *shape, dtype=dtype, device=device, std=0.3).requires_grad_() for shape in shapes
+    ]
 
 
 def run_block(fn, s, device):
@@ -96,19 +106,23 @@ def test_train_block(dynamic, device):
 
 
 def every_gradient(x, w_qkv, w_out, bias, sinks):
-    """block, and what it leaves out: attention without sinks, dense and packed, an lse that is read, attn_merge."""
+    """block, and what it leaves out: attention without sinks, dense and packed, an lse that is
+    read, attn_merge."""
     rows = block(x, w_qkv, w_out, bias, sinks).view(-1, 2, 16)
     heads = rows.view(2, -1, 2, 16).transpose(1, 2)
     dense, lse = torch_gpukern.flash_attn(heads, heads, heads, return_lse=True)
     merged, _ = torch_gpukern.attn_merge(dense, lse, dense, lse)
     cu = torch.tensor([0, rows.shape[0]], dtype=torch.int32, device=x.device)
     packed = torch_gpukern.flash_attn_varlen(rows, rows, rows, cu, cu, rows.shape[0], rows.shape[0])
-    out = torch_gpukern.gemm(merged.flatten(0, 2), packed.flatten(0, 1).mT, alpha=0.01, activation="relu")
+    out = torch_gpukern.gemm(
+        merged.flatten(0, 2), packed.flatten(0, 1).mT, alpha=0.01, activation="relu"
+    )
     return out + 0.01 * lse.mean()
 
 
 def test_train_through_the_cpp_wrapper(device):
-    """Inductor's C++ wrapper calls the raw ops, forward and backward, whatever results they are not asked for."""
+    """Inductor's C++ wrapper calls the raw ops, forward and backward, whatever results they are not
+    asked for."""
     with torch._inductor.config.patch(cpp_wrapper=True):
         got = run_block(torch.compile(every_gradient, fullgraph=True), 12, device)
     assert_same(got, run_block(every_gradient, 12, device))
@@ -116,12 +130,14 @@ def test_train_through_the_cpp_wrapper(device):
 
 @pytest.mark.parametrize("grad", (True, False), ids=("grad", "no_grad"))
 def test_jit_trace(grad, device):
-    """A trace records the public ops, whether a gradient is wanted or not, and has their gradients."""
+    """A trace records the public ops, whether a gradient is wanted or not, and has their
+    gradients."""
     with torch.set_grad_enabled(grad):
         traced = torch.jit.trace(every_gradient, tuple(block_inputs(12, device)))
     nodes = {node.kind() for node in traced.graph.nodes() if node.kind().startswith("gpukern")}
     assert nodes == {
-        f"gpukern::{op}" for op in ("gemm", "flash_attn", "flash_attn_fwd", "flash_attn_varlen", "attn_merge")
+        f"gpukern::{op}"
+        for op in ("gemm", "flash_attn", "flash_attn_fwd", "flash_attn_varlen", "attn_merge")
     }
     assert_same(run_block(traced, 12, device), run_block(every_gradient, 12, device))
 
@@ -132,14 +148,21 @@ RAW = [op.raw for op in OPS.values() if op.raw] + ["flash_attn_bwd", "flash_attn
 @pytest.mark.parametrize("name", RAW)
 def test_raw_ops_return_tensors(name):
     """Never None: neither the C++ wrapper nor a trace can hold an optional result."""
-    assert all(str(result.type) == "Tensor" for result in getattr(ops, name).default._schema.returns)
+    assert all(
+        str(result.type) == "Tensor" for result in getattr(ops, name).default._schema.returns
+    )
 
 
 def with_gradients(call: Bound) -> list:
-    """All results, then the gradients of their sum, times what makes the gradient that comes in a dense tensor."""
+    """All results, then the gradients of their sum, times what makes the gradient that comes in a
+    dense tensor."""
     results = call.results(*(x.clone() for x in call.leaves))
     wanted = [x for x in call.leaves if x.requires_grad]
-    grads = torch.autograd.grad(sum((1.5 * r).sum() for r in results if r.requires_grad), wanted) if wanted else ()
+    grads = (
+        torch.autograd.grad(sum((1.5 * r).sum() for r in results if r.requires_grad), wanted)
+        if wanted
+        else ()
+    )
     return [*(r.detach() for r in results if r is not None), *grads]
 
 
@@ -163,18 +186,23 @@ def test_every_op_in_one_graph(name, variant, grad, device):
 
 
 def opchecks():
-    """What opcheck is asked: of an op's good call both forms, of its variants one each, alternately; all of them with ALL. Every variant runs
-    in one graph in both forms above."""
+    """What opcheck is asked: of an op's good call both forms, of its variants one each,
+    alternately; all of them with ALL. Every variant runs in one graph in both forms above."""
     for name, op in OPS.items():
         for i, variant in enumerate(op.variants):
             both = (torch.float32, True), (torch.bfloat16, False)
-            forms = itertools.product((torch.float32, torch.bfloat16), (True, False)) if ALL else both
-            yield from ((name, variant, *form) for form in (forms if ALL or i == 0 else both[i % 2 :][:1]))
+            forms = (
+                itertools.product((torch.float32, torch.bfloat16), (True, False)) if ALL else both
+            )
+            yield from (
+                (name, variant, *form) for form in (forms if ALL or i == 0 else both[i % 2 :][:1])
+            )
 
 
 @pytest.mark.parametrize("name,variant,dtype,grad", opchecks())
 def test_opcheck(name, variant, dtype, grad, device):
-    """The op, and without gradients the raw op of all results; in bfloat16 of tensors whose dimensions lie in another order."""
+    """The op, and without gradients the raw op of all results; in bfloat16 of tensors whose
+    dimensions lie in another order."""
     grad = grad and bool(OPS[name].gradients)
     call = Bound(name, variant, device, dtype)
     for n, x in call.call.items():
@@ -182,13 +210,24 @@ def test_opcheck(name, variant, dtype, grad, device):
             call.call[n] = swap_last(x) if x.dim() == 2 else swap_middle(x)
     if grad:
         call.want_gradients()
-    for packet in [getattr(ops, name)] + ([getattr(ops, OPS[name].raw)] if OPS[name].raw and not grad else []):
+    for packet in [getattr(ops, name)] + (
+        [getattr(ops, OPS[name].raw)] if OPS[name].raw and not grad else []
+    ):
         torch.library.opcheck(packet.default, (), call.call)
 
 
 def varlen_step(q, k, v, cu, max_seqlen, slopes, sinks):
     out = ops.flash_attn_varlen(
-        q * 2, k, v, cu, cu, max_seqlen, max_seqlen, is_causal=True, alibi_slopes=slopes, sinks=sinks
+        q * 2,
+        k,
+        v,
+        cu,
+        cu,
+        max_seqlen,
+        max_seqlen,
+        is_causal=True,
+        alibi_slopes=slopes,
+        sinks=sinks,
     )
     return out * 3
 
@@ -213,7 +252,8 @@ def test_varlen(dynamic, device):
 def test_merge(dynamic, device):
     def fn(q, k, v, n):
         parts = [
-            torch_gpukern.flash_attn(q, k[:, :, x], v[:, :, x], return_lse=True) for x in (slice(0, n), slice(n, None))
+            torch_gpukern.flash_attn(q, k[:, :, x], v[:, :, x], return_lse=True)
+            for x in (slice(0, n), slice(n, None))
         ]
         out, lse = ops.attn_merge(*parts[0], *parts[1])
         return out, lse
@@ -242,7 +282,16 @@ def decode_inputs(batch, device, dtype=torch.float32):
     last = torch.tensor([n - 1 for n in paged.lengths], device=device)
     page = paged.block_table[torch.arange(batch, device=device), last // 8].long()
     k, v = (randn(gen, batch, 2, 16, dtype=dtype, device=device) for _ in range(2))
-    return [paged.q, k, v, paged.k_cache, paged.v_cache, page * 8 + last % 8, paged.block_table, paged.seq_lens]
+    return [
+        paged.q,
+        k,
+        v,
+        paged.k_cache,
+        paged.v_cache,
+        page * 8 + last % 8,
+        paged.block_table,
+        paged.seq_lens,
+    ]
 
 
 @pytest.mark.parametrize("dynamic", (False, True), ids=("static", "dynamic"))
@@ -258,7 +307,8 @@ def test_decode_step(dynamic, device):
 
 
 def test_cache_write_compiles_without_cloning_the_caches(device):
-    """The op gets the caller's own tensors, and no buffer of the generated code is as large as a cache."""
+    """The op gets the caller's own tensors, and no buffer of the generated code is as large as a
+    cache."""
     inputs = decode_inputs(3, device)
     cache_numel = inputs[3].numel()
     pointers = [t.data_ptr() for t in inputs[3:5]]
@@ -266,7 +316,9 @@ def test_cache_write_compiles_without_cloning_the_caches(device):
     (call,) = re.findall(r"gpukern\.kv_cache_write\.default\(([^)]*)\)", code)
     assert [name.strip()[:3] for name in call.split(",")][:5] == ["arg"] * 5, call
     for shape in re.findall(r"empty_strided\w*\(\(([\d, ]*)\)", code):
-        assert math.prod(int(n) for n in shape.split(",") if n.strip()) < cache_numel, f"a buffer of {shape}"
+        assert math.prod(int(n) for n in shape.split(",") if n.strip()) < cache_numel, (
+            f"a buffer of {shape}"
+        )
     assert not re.search(r"\.clone\(|copy_\(", code)
     assert [t.data_ptr() for t in inputs[3:5]] == pointers
 
@@ -283,7 +335,9 @@ def test_a_write_from_views_of_its_cache(backend, device):
 
     caches = [torch.arange(32.0, device=device).view(2, 2, 1, 8) for _ in range(2)]
     want = caches[0].view(4, 8).flip(0)
-    torch.compile(turn, backend=backend, fullgraph=True)(*caches, torch.arange(4, device=device).flip(0))
+    torch.compile(turn, backend=backend, fullgraph=True)(
+        *caches, torch.arange(4, device=device).flip(0)
+    )
     assert all(torch.equal(c.view(4, 8), want) for c in caches)
 
 
@@ -292,7 +346,9 @@ def test_ten_lengths_with_a_diagonal_of_lengths_make_two_graphs(device):
 
     def fn(q, k, v, w):
         q = ops.gemm(q, w)
-        return ops.flash_attn(q, k, v, is_causal=True, diagonal=k.shape[2] - q.shape[2], window_left=k.shape[2] // 2)
+        return ops.flash_attn(
+            q, k, v, is_causal=True, diagonal=k.shape[2] - q.shape[2], window_left=k.shape[2] // 2
+        )
 
     counting = Counting()
     compiled = torch.compile(fn, fullgraph=True, backend=counting)
@@ -300,7 +356,10 @@ def test_ten_lengths_with_a_diagonal_of_lengths_make_two_graphs(device):
         results = []
         for f in (compiled, fn):
             gen = generator("ten", n)
-            q, k, v = (randn(gen, 2, 2, s, 16, device=device).requires_grad_() for s in (n, n + n // 3, n + n // 3))
+            q, k, v = (
+                randn(gen, 2, 2, s, 16, device=device).requires_grad_()
+                for s in (n, n + n // 3, n + n // 3)
+            )
             w = randn(gen, 16, 16, device=device).requires_grad_()
             out = f(q, k, v, w)
             out.sum().backward()
@@ -310,10 +369,13 @@ def test_ten_lengths_with_a_diagonal_of_lengths_make_two_graphs(device):
 
 
 def test_other_places_make_no_other_graph(device):
-    """q_start and kv_start are values: one graph, forward and backward, whatever they hold; so have exports."""
+    """q_start and kv_start are values: one graph, forward and backward, whatever they hold; so have
+    exports."""
 
     def fn(q, k, v, q_start, kv_start):
-        out = torch_gpukern.flash_attn(q, k, v, is_causal=True, window_left=20, q_start=q_start, kv_start=kv_start)
+        out = torch_gpukern.flash_attn(
+            q, k, v, is_causal=True, window_left=20, q_start=q_start, kv_start=kv_start
+        )
         row = q[:, :, 0].detach()
         table = torch.arange(2, dtype=torch.int32, device=q.device)[:, None]
         pages = k.detach().transpose(1, 2), v.detach().transpose(1, 2)
@@ -325,7 +387,10 @@ def test_other_places_make_no_other_graph(device):
 
     def inputs(seed, *places):
         gen = generator("places", seed)
-        tensors = (randn(gen, 2, h, s, 16, device=device).requires_grad_() for h, s in ((4, 9), (2, 30), (2, 30)))
+        tensors = (
+            randn(gen, 2, h, s, 16, device=device).requires_grad_()
+            for h, s in ((4, 9), (2, 30), (2, 30))
+        )
         return (*tensors, *(torch.tensor(p, dtype=torch.int32, device=device) for p in places))
 
     counting = Counting()
@@ -344,7 +409,8 @@ def test_other_places_make_no_other_graph(device):
 
 
 def attention_of_lengths(name, q, k, window):
-    """The public functions, each number a length or a difference of lengths, which passes through its default."""
+    """The public functions, each number a length or a difference of lengths, which passes through
+    its default."""
     if name == "flash_attn":
         return torch_gpukern.flash_attn(q, k, k, is_causal=True, diagonal=k.shape[2] - q.shape[2])
     if name == "windows":
@@ -353,18 +419,29 @@ def attention_of_lengths(name, q, k, window):
     if name == "flash_attn_varlen":
         lengths = (torch.arange(2, dtype=torch.int32) * x.shape[0] for x in (rows, keys))
         return torch_gpukern.flash_attn_varlen(
-            rows, keys, keys, *lengths, rows.shape[0], keys.shape[0], window_left=window - 4, window_right=window - 4
+            rows,
+            keys,
+            keys,
+            *lengths,
+            rows.shape[0],
+            keys.shape[0],
+            window_left=window - 4,
+            window_right=window - 4,
         )
     pages = keys[:, None], keys[:, None], torch.arange(keys.shape[0], dtype=torch.int32)[None]
-    return torch_gpukern.paged_attn(rows[:1], *pages, torch.ones(1, dtype=torch.int32), window_left=window - 4)
+    return torch_gpukern.paged_attn(
+        rows[:1], *pages, torch.ones(1, dtype=torch.int32), window_left=window - 4
+    )
 
 
-LENGTH_PAIRS = ((10, 14), (12, 12), (12, 15), (13, 13), (30, 20))  # of queries and keys; the window goes 7, 3, 5, 4, 6
+# of queries and keys; the window goes 7, 3, 5, 4, 6
+LENGTH_PAIRS = ((10, 14), (12, 12), (12, 15), (13, 13), (30, 20))
 
 
 @pytest.mark.parametrize("name", ("flash_attn", "windows", "flash_attn_varlen", "paged_attn"))
 def test_public_functions_compare_no_symbol(name):
-    """One dynamic graph serves a diagonal and windows on both sides of their defaults, and so does one export."""
+    """One dynamic graph serves a diagonal and windows on both sides of their defaults, and so does
+    one export."""
 
     def fn(q, k, window):
         return attention_of_lengths(name, q, k, window.shape[0])
@@ -376,9 +453,14 @@ def test_public_functions_compare_no_symbol(name):
     class Module(torch.nn.Module):
         forward = staticmethod(fn)
 
-    shapes = [{d: torch.export.Dim(x, min=2, max=50)} for d, x in ((2, "queries"), (2, "keys"), (0, "window"))]
+    shapes = [
+        {d: torch.export.Dim(x, min=2, max=50)}
+        for d, x in ((2, "queries"), (2, "keys"), (0, "window"))
+    ]
     programs = [
-        torch.export.export(Module(), inputs(10, 14, 7), dynamic_shapes=tuple(shapes), strict=strict).module()
+        torch.export.export(
+            Module(), inputs(10, 14, 7), dynamic_shapes=tuple(shapes), strict=strict
+        ).module()
         for strict in (False, True)
     ]
     counting = Counting()
@@ -447,7 +529,9 @@ def test_graph_has_no_foreign_ops(device):
         return graph.forward
 
     x = torch.ones(2, 2, 8, 8, device=device)
-    torch.compile(lambda x: ops.flash_attn(ops.gemm(x, x), x, x), fullgraph=True, backend=backend)(x)
+    torch.compile(lambda x: ops.flash_attn(ops.gemm(x, x), x, x), fullgraph=True, backend=backend)(
+        x
+    )
     assert len([t for t in seen if "gpukern" in t]) == 2, seen
 
 
@@ -469,7 +553,10 @@ class Model(torch.nn.Module):
         cu = torch.arange(b + 1, dtype=torch.int32, device=q.device) * s
         packed = ops.flash_attn_varlen(rows, rows, rows, cu, cu, s, s)
         merged, _ = ops.attn_merge(
-            dense.transpose(1, 2).reshape(b * s, h, d), lse.transpose(1, 2).reshape(b * s, h), paged, paged_lse
+            dense.transpose(1, 2).reshape(b * s, h, d),
+            lse.transpose(1, 2).reshape(b * s, h),
+            paged,
+            paged_lse,
         )
         return merged + packed
 
@@ -502,12 +589,16 @@ def test_export():
 
 def test_aotinductor(tmp_path):
     """The exported program, compiled ahead of time to a shared library and loaded again."""
-    path = torch._inductor.aoti_compile_and_package(exported(), package_path=str(tmp_path / "model.pt2"))
+    path = torch._inductor.aoti_compile_and_package(
+        exported(), package_path=str(tmp_path / "model.pt2")
+    )
     loaded = torch._inductor.aoti_load_package(path)
     model = Model()
     for s in (10, 25):
         with torch.no_grad():
-            assert torch.allclose(loaded(*model_inputs(s)), model(*model_inputs(s)), rtol=1e-5, atol=1e-6)
+            assert torch.allclose(
+                loaded(*model_inputs(s)), model(*model_inputs(s)), rtol=1e-5, atol=1e-6
+            )
 
 
 @pytest.mark.parametrize("reentrant", (False, True))
@@ -526,12 +617,18 @@ def test_selective_checkpoint_sees_the_raw_op(device):
 
     def policy(ctx, op, *args, **kwargs):
         saw.add(str(op))
-        return CheckpointPolicy.MUST_SAVE if op is ops.flash_attn_fwd.default else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if op is ops.flash_attn_fwd.default
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     def context():
         return create_selective_checkpoint_contexts(policy)
 
-    got = run_block(lambda *t: checkpoint(block, *t, use_reentrant=False, context_fn=context), 33, device)
+    got = run_block(
+        lambda *t: checkpoint(block, *t, use_reentrant=False, context_fn=context), 33, device
+    )
     for x, y in zip(got, run_block(block, 33, device)):
         assert same_bits(x, y)
     assert "gpukern.flash_attn_fwd.default" in saw
@@ -561,7 +658,8 @@ BATCHED += [(name, "lse") for name, op in OPS.items() if op.has_lse and op.gradi
 
 @pytest.mark.parametrize("name,variant", BATCHED)
 def test_batches_of_gradients(name, variant, device):
-    """is_grads_batched and jacobian(vectorize=True), which run a backward under vmap, give what one by one gives."""
+    """is_grads_batched and jacobian(vectorize=True), which run a backward under vmap, give what one
+    by one gives."""
     if variant == "lse":
         call = Bound(name, "", device, torch.float64, return_lse=True)
     elif variant == "float32 of bfloat16":
@@ -572,13 +670,20 @@ def test_batches_of_gradients(name, variant, device):
 
     def fn(*leaves):
         given = dict(zip(wanted, leaves, strict=True))
-        return call.results(*(given.get(n, call.call[n]) for n in call.names))[1 if variant == "lse" else 0]
+        return call.results(*(given.get(n, call.call[n]) for n in call.names))[
+            1 if variant == "lse" else 0
+        ]
 
     leaves = call.want_gradients()
     out = fn(*leaves)
-    grads = torch.stack([randn(generator("cotangent", i), *out.shape, device=device) for i in range(3)]).to(out.dtype)
+    grads = torch.stack(
+        [randn(generator("cotangent", i), *out.shape, device=device) for i in range(3)]
+    ).to(out.dtype)
     # lse does not depend on v
-    one_by_one = [torch.autograd.grad(out, leaves, grad, retain_graph=True, materialize_grads=True) for grad in grads]
+    one_by_one = [
+        torch.autograd.grad(out, leaves, grad, retain_graph=True, materialize_grads=True)
+        for grad in grads
+    ]
     want = [torch.stack(x) for x in zip(*one_by_one, strict=True)]
     for create_graph in (False, True):
         options = {"retain_graph": True, "create_graph": create_graph, "materialize_grads": True}
@@ -594,10 +699,13 @@ def test_batches_of_gradients(name, variant, device):
 @pytest.mark.parametrize("via", (ops, torch_gpukern), ids=("op", "function"))
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.gradients])
 def test_forward_mode_is_refused(name, via, grad, device):
-    """By name, where an input has a tangent; the op has none for its result, which would read as zero."""
+    """By name, where an input has a tangent; the op has none for its result, which would read as
+    zero."""
     call = Bound(name, "", device, fn=getattr(via, name))
     leaves = tuple(call.leaves)
-    refused = pytest.raises(NotImplementedError, match=f"gpukern::{name}: it has no forward-mode derivative")
+    refused = pytest.raises(
+        NotImplementedError, match=f"gpukern::{name}: it has no forward-mode derivative"
+    )
     with torch.set_grad_enabled(grad):
         want = call(*leaves)
         with refused:
@@ -630,18 +738,22 @@ def test_without_a_wanted_gradient_there_is_no_graph(device):
     assert not out.requires_grad and out.grad_fn is None
     for x in (a, b):
         x.requires_grad_()
-        assert torch_gpukern.gemm(a, b).grad_fn is not None and same_bits(torch_gpukern.gemm(a, b).detach(), out)
+        assert torch_gpukern.gemm(a, b).grad_fn is not None and same_bits(
+            torch_gpukern.gemm(a, b).detach(), out
+        )
         with torch.no_grad():
             assert torch_gpukern.gemm(a, b).grad_fn is None
         x.requires_grad_(False)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # autocast
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("name,variant", [(name, variant) for name, variant in VARIANTS if OPS[name].cast])
+@pytest.mark.parametrize(
+    "name,variant", [(name, variant) for name, variant in VARIANTS if OPS[name].cast]
+)
 def test_autocast_casts_the_matrices(name, variant, dtype, device):
     """And nothing else, whatever dtype each of them has; the op and the one of all results."""
     call = drawn(name, variant, device, torch.float32)
@@ -671,7 +783,10 @@ def test_autocast_leaves_the_rest_alone(name, variant, device):
     for dtype in (torch.float64, torch.float32):
         if dtype == torch.float32 and OPS[name].cast:
             continue
-        want, got = (Bound(name, variant, device, dtype, fn=getattr(ops, OPS[name].raw or name)) for _ in range(2))
+        want, got = (
+            Bound(name, variant, device, dtype, fn=getattr(ops, OPS[name].raw or name))
+            for _ in range(2)
+        )
         with torch.autocast(device, dtype=torch.bfloat16):
             results = got.results(*got.leaves)
         for x, y in zip(results, want.results(*want.leaves), strict=True):
@@ -694,34 +809,57 @@ def test_autocast_of_paged_attn_follows_the_cache(dtype, device):
     assert got.dtype == dtype and same_bits(got, want)
 
 
-# Of an op that joins tensors: the call, of tensors of 16 bits and of the float32 stream that they meet; and whether the 16 bits win.
+# Of an op that joins tensors: the call, of tensors of 16 bits and of the float32 stream that they
+# meet; and whether the 16 bits win.
 JOINS = {
     "rms_norm": (lambda x, y, w: torch_gpukern.rms_norm(x, w, residual=y), False),
     "layer_norm": (lambda x, y, w: torch_gpukern.layer_norm(x, w, w, residual=y), False),
     "swiglu": (lambda x, y, w: torch_gpukern.swiglu(x, y), False),
     "geglu": (lambda x, y, w: torch_gpukern.geglu(x, y), False),
     "dropout_add": (lambda x, y, w: torch_gpukern.dropout_add(x, y, 0.5, SEED.to(x.device)), False),
-    "bias_gelu_dropout": (lambda x, y, w: torch_gpukern.bias_gelu_dropout(x, w, 0.5, SEED.to(x.device)), True),
-    "rope": (lambda x, y, w: torch_gpukern.rope(x[None], y[None], *w.detach().expand(5, 16).chunk(2, -1)), False),
-    "attn_merge": (
-        lambda x, y, w: torch_gpukern.attn_merge(x[None], x[None, ..., 0].float(), y[None], y[None, ..., 0].float()),
+    "bias_gelu_dropout": (
+        lambda x, y, w: torch_gpukern.bias_gelu_dropout(x, w, 0.5, SEED.to(x.device)),
+        True,
+    ),
+    "rope": (
+        lambda x, y, w: torch_gpukern.rope(
+            x[None], y[None], *w.detach().expand(5, 16).chunk(2, -1)
+        ),
         False,
     ),
-    "silu_mul_quantize": (lambda x, y, w: torch_gpukern.silu_mul_quantize(x, y, torch.int8, "row"), None),
-    "rms_norm_quantize": (lambda x, y, w: torch_gpukern.rms_norm_quantize(x, w, y, 1e-6, torch.int8), None),
-    "grouped_gemm": (lambda x, y, w: torch_gpukern.grouped_gemm(x[0], y.mT, ENDS.to(x.device)), True),
+    "attn_merge": (
+        lambda x, y, w: torch_gpukern.attn_merge(
+            x[None], x[None, ..., 0].float(), y[None], y[None, ..., 0].float()
+        ),
+        False,
+    ),
+    "silu_mul_quantize": (
+        lambda x, y, w: torch_gpukern.silu_mul_quantize(x, y, torch.int8, "row"),
+        None,
+    ),
+    "rms_norm_quantize": (
+        lambda x, y, w: torch_gpukern.rms_norm_quantize(x, w, y, 1e-6, torch.int8),
+        None,
+    ),
+    "grouped_gemm": (
+        lambda x, y, w: torch_gpukern.grouped_gemm(x[0], y.mT, ENDS.to(x.device)),
+        True,
+    ),
 }
 SEED, ENDS = torch.tensor([3, 5]), torch.tensor([2, 5], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("name", JOINS)
 def test_autocast_where_16_bits_meet_a_float32_stream(name, device):
-    """The widest dtype wins, as in PyTorch's own ops, but for products and the bias of one. Gradients reach each in its own dtype."""
+    """The widest dtype wins, as in PyTorch's own ops, but for products and the bias of one.
+    Gradients reach each in its own dtype."""
     call, short_wins = JOINS[name]
     gen = generator("joins", name)
     x, y, w = (randn(gen, *shape, device=device) for shape in ((2, 5, 16), (2, 5, 16), (16,)))
     x = x.bfloat16()
-    for first, second in ((x, y), (y, x)) if name not in ("bias_gelu_dropout", "grouped_gemm") else ((x, y),):
+    for first, second in (
+        ((x, y), (y, x)) if name not in ("bias_gelu_dropout", "grouped_gemm") else ((x, y),)
+    ):
         leaves = [t.clone().requires_grad_(short_wins is not None) for t in (first, second, w)]
         dtype = torch.bfloat16 if short_wins else torch.float32
         with torch.autocast(device, dtype=torch.bfloat16):
@@ -754,7 +892,7 @@ def test_autocast_backward(compiled, device):
         assert (x - y).norm() < 0.05 * y.norm() + 1e-3
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # FLOP counter
 
 
@@ -778,7 +916,11 @@ def test_flops_of_attention(device):
     gen = generator("flops attention")
     q, k, v = (randn(gen, 2, h, s, 16, device=device) for h, s in ((4, 10), (2, 30), (2, 30)))
     forward = 4 * 2 * 4 * 10 * 30 * 16
-    assert flops(lambda: ops.flash_attn(q, k, v)) == flops(lambda: ops.flash_attn_fwd(q, k, v)) == forward
+    assert (
+        flops(lambda: ops.flash_attn(q, k, v))
+        == flops(lambda: ops.flash_attn_fwd(q, k, v))
+        == forward
+    )
     leaf = [t.clone().requires_grad_() for t in (q, k, v)]
     assert flops(lambda: ops.flash_attn(*leaf).sum().backward()) == 3.5 * forward
     out, lse = ops.flash_attn_fwd(q, k, v)
@@ -797,12 +939,15 @@ def test_flops_of_packed_and_paged_attention(device):
     dense = 4 * 4 * 12 * 12 * 16
     assert flops(lambda: ops.flash_attn_varlen(x, x, x, one, one, 12, 12)) == dense
     leaf = x.clone().requires_grad_()
-    assert flops(lambda: ops.flash_attn_varlen(leaf, leaf, leaf, one, one, 12, 12).sum().backward()) == 3.5 * dense
+    assert (
+        flops(lambda: ops.flash_attn_varlen(leaf, leaf, leaf, one, one, 12, 12).sum().backward())
+        == 3.5 * dense
+    )
     paged = Paged(gen, [16, 16], [1, 1], 4, 2, 16, 16, 8, torch.float32, device)
     assert flops(lambda: ops.paged_attn(*paged.args())) > 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # loading
 
 
@@ -818,7 +963,8 @@ def test_fake_functions_need_no_data(device):
 
 
 def test_a_second_copy_is_refused():
-    """A namespace that exists already is an ImportError that names both, not a crash of the interpreter."""
+    """A namespace that exists already is an ImportError that names both, not a crash of the
+    interpreter."""
     done = run_python(
         """
         import torch
@@ -835,7 +981,8 @@ def test_a_second_copy_is_refused():
 
 
 def test_a_second_import_takes_over():
-    """After sys.modules was purged, as by a tool that reloads: functions of either import work, and so do the ops."""
+    """After sys.modules was purged, as by a tool that reloads: functions of either import work, and
+    so do the ops."""
     run_python(
         """
         import gc, sys, torch
@@ -871,7 +1018,9 @@ def test_a_second_import_takes_over():
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name,variant", [("gemm", "bias, silu"), *((n, "") for n, op in OPS.items() if op.gradients)])
+@pytest.mark.parametrize(
+    "name,variant", [("gemm", "bias, silu"), *((n, "") for n, op in OPS.items() if op.gradients)]
+)
 def test_compiled_gradients_keep_the_dtype(name, variant, dtype, device):
     compiled = torch.compile(public(name), fullgraph=True, backend="aot_eager")
     grads = []
@@ -885,14 +1034,19 @@ def test_compiled_gradients_keep_the_dtype(name, variant, dtype, device):
 
 
 def test_cached_code_is_that_of_this_version():
-    """torch's keys hold an op's name alone: code cached before an upgrade would be run with another schema."""
+    """torch's keys hold an op's name alone: code cached before an upgrade would be run with another
+    schema."""
     from torch_gpukern.ops.define import tag_compiled_code, tag_of
 
     config = torch.compiler.config
     tag = config.cache_key_tag.split("+")[-1]
     assert tag.startswith(f"gpukern-{torch_gpukern.__version__}-")
     schemas = ["gpukern::gemm(Tensor a) -> Tensor", "gpukern::attn_merge(Tensor a) -> Tensor"]
-    assert tag_of(schemas) == tag_of(schemas[::-1]) != tag_of([schemas[0].replace("a)", "a, int b=0)"), schemas[1]])
+    assert (
+        tag_of(schemas)
+        == tag_of(schemas[::-1])
+        != tag_of([schemas[0].replace("a)", "a, int b=0)"), schemas[1]])
+    )
     with config.patch(cache_key_tag="mine"):
         for _ in range(2):
             tag_compiled_code()
@@ -901,7 +1055,8 @@ def test_cached_code_is_that_of_this_version():
 
 
 def test_an_upgrade_compiles_anew():
-    """The same op under another tag, as an earlier version has it, finds nothing in the cache; the same version does."""
+    """The same op under another tag, as an earlier version has it, finds nothing in the cache; the
+    same version does."""
 
     def hits():
         torch._dynamo.reset()
@@ -918,15 +1073,19 @@ def test_an_upgrade_compiles_anew():
 
 
 def compiled_anew():
-    """No graph comes from a file of an earlier run. The precompiled headers, which a fresh cache would lack, may."""
+    """No graph comes from a file of an earlier run. The precompiled headers, which a fresh cache
+    would lack, may."""
     return torch._inductor.config.patch(force_disable_caches=True)
 
 
 @pytest.mark.parametrize("second", ("linear", "gemm of both transposed"))
 def test_casts_of_transposed_operands_in_compiled_code(second, device):
-    """Inductor's CPU code is wrong where it casts several transposed views in one kernel: what is stored is cast."""
+    """Inductor's CPU code is wrong where it casts several transposed views in one kernel: what is
+    stored is cast."""
     gen = generator("transposed casts", second)
-    leaves = [randn(gen, *s, device=device).requires_grad_() for s in ((96, 192), (192, 192), (192, 192))]
+    leaves = [
+        randn(gen, *s, device=device).requires_grad_() for s in ((96, 192), (192, 192), (192, 192))
+    ]
 
     def layers(x, w, w2):
         if second == "linear":
@@ -941,7 +1100,9 @@ def test_casts_of_transposed_operands_in_compiled_code(second, device):
     with compiled_anew():
         got = step(torch.compile(layers, fullgraph=True))
     for x, y, leaf in zip(got, step(layers), leaves, strict=True):
-        assert x.stride() == leaf.stride() and y.stride() == leaf.stride(), "a gradient is stored as its parameter is"
+        assert x.stride() == leaf.stride() and y.stride() == leaf.stride(), (
+            "a gradient is stored as its parameter is"
+        )
         assert torch.allclose(x, y, rtol=2e-2, atol=2e-2 * y.abs().max().item())
 
 
@@ -951,7 +1112,9 @@ def test_compiled_autocast_step_of_the_demos_model(device, monkeypatch):
     demo = importlib.import_module("model")
     monkeypatch.delitem(sys.modules, "model")
     torch.manual_seed(0)
-    config = demo.Config(vocab=64, context=32, layers=2, dim=64, heads_q=2, heads_kv=1, head_dim=32, hidden=96)
+    config = demo.Config(
+        vocab=64, context=32, layers=2, dim=64, heads_q=2, heads_kv=1, head_dim=32, hidden=96
+    )
     model, ours = demo.GPT(config).to(device), demo.GpukernOps()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=p.shape[0] ** -0.5)
@@ -979,20 +1142,29 @@ class NamedRMSNorm(torch.nn.Module):
         self.weight, self.variance_epsilon = torch.nn.Parameter(torch.rand(n)), 1e-6
 
     def forward(self, x):
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (
+            self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        )
 
 
 @pytest.mark.parametrize("what", ("attention", "int8", "norms"))
 def test_defaults_in_two_subgraphs(what):
-    """A default that two checkpointed blocks, or two autograd Functions, read is a constant of a graph of dynamic shapes."""
+    """A default that two checkpointed blocks, or two autograd Functions, read is a constant of a
+    graph of dynamic shapes."""
     gen = generator("subgraphs", 0)
     x = randn(gen, 1, 2, 8, 64, dtype=torch.float32, device="cpu").requires_grad_()
     if what == "attention":
         as_there = torch_gpukern.integrations.flash_attn.flash_attn_func
-        layers = [lambda q: torch_gpukern.flash_attn(q, q, q, is_causal=True), lambda q: as_there(q, q, q)] * 2
+        layers = [
+            lambda q: torch_gpukern.flash_attn(q, q, q, is_causal=True),
+            lambda q: as_there(q, q, q),
+        ] * 2
     elif what == "norms":
         layers = [lambda q: torch_gpukern.layer_norm(torch_gpukern.rms_norm(q))] * 2
-        layers += [kind(64, eps=1e-5) for kind in (torch_gpukern.nn.RMSNorm, torch_gpukern.nn.LayerNorm) * 2]
+        layers += [
+            kind(64, eps=1e-5)
+            for kind in (torch_gpukern.nn.RMSNorm, torch_gpukern.nn.LayerNorm) * 2
+        ]
         net = torch.nn.Sequential(*(NamedRMSNorm(64) for _ in range(2)))
         torch_gpukern.nn.patch(net, say=None)
         assert all("Similar" in str(type(norm).__mro__) for norm in net)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What only a GPU has: graphs, streams, devices, memory that nobody wrote, index contents that nobody checked.
+"""What only a GPU has: graphs, streams, devices, memory that nobody wrote, index contents that
+nobody checked.
 
-All of it is skipped, with the reason shown, where torch finds no CUDA device. What the ops compute is tested by
-tests/ops/ on both devices.
+All of it is skipped, with the reason shown, where torch finds no CUDA device. What the ops compute
+is tested by tests/ops/ on both devices.
 """
 
 import json
@@ -36,7 +37,8 @@ pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
 HOPPER = pytest.mark.skipif(
-    "torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)", reason="Hopper's rows"
+    "torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)",
+    reason="Hopper's rows",
 )
 
 
@@ -45,7 +47,8 @@ def on_gpu(*shape, seed=0, dtype=BF16, std=1.0):
 
 
 def in_layout(letter, make, *shape):
-    """A matrix [.., rows, columns] that `make` fills in the order of its storage; T is stored transposed."""
+    """A matrix [.., rows, columns] that `make` fills in the order of its storage; T is stored
+    transposed."""
     *batch, rows, columns = shape
     return make(*batch, rows, columns) if letter == "N" else make(*batch, columns, rows).mT
 
@@ -68,7 +71,14 @@ def qkv(batch=2, heads=4, heads_kv=2, seq=200, head_dim=64, dtype=BF16, seed=0):
 
 
 def paged(lengths, queries=None, seed=0, dtype=BF16, **shape):
-    shape = {"heads_q": 8, "heads_kv": 2, "head_dim": 64, "head_dim_v": 64, "block_size": 16, **shape}
+    shape = {
+        "heads_q": 8,
+        "heads_kv": 2,
+        "head_dim": 64,
+        "head_dim_v": 64,
+        "block_size": 16,
+        **shape,
+    }
     queries = queries or [1] * len(lengths)
     return Paged(generator("paged", seed), lengths, queries, dtype=dtype, device="cuda", **shape)
 
@@ -79,7 +89,8 @@ def registered(name, variant):
 
 
 def calls():
-    """Every op, small: name -> function of nothing. Those of the registry, and shapes that other kernels serve."""
+    """Every op, small: name -> function of nothing. Those of the registry, and shapes that other
+    kernels serve."""
     a, b, bias = on_gpu(130, 72), on_gpu(72, 96), on_gpu(96)
     x = on_gpu(140, 128, dtype=torch.float32)
     q, k, v = qkv()
@@ -99,36 +110,49 @@ def calls():
         "gemm_act_bwd": lambda: ops.gemm_act_bwd(a, a, "silu"),
         "flash_attn": lambda: ops.flash_attn_fwd(q, k, v, is_causal=True),
         "flash_attn_bwd": lambda: ops.flash_attn_bwd(grad, q, k, v, out, lse, is_causal=True),
-        "flash_attn_varlen": lambda: ops.flash_attn_varlen_fwd(*packed, cu, cu, 170, 170, is_causal=True),
+        "flash_attn_varlen": lambda: ops.flash_attn_varlen_fwd(
+            *packed, cu, cu, 170, 170, is_causal=True
+        ),
         "paged_attn": lambda: ops.paged_attn_fwd(*cache.args()),
-        "kv_cache_write": lambda: ops.kv_cache_write(k_new, v_new, cache.k_cache, cache.v_cache, slots),
+        "kv_cache_write": lambda: ops.kv_cache_write(
+            k_new, v_new, cache.k_cache, cache.v_cache, slots
+        ),
         "attn_merge": lambda: ops.attn_merge(out, lse, out.flip(2), lse.flip(2)),
     }
 
 
 def tensors(result):
     return (
-        [] if result is None else [result] if isinstance(result, torch.Tensor) else [t for t in result if t is not None]
+        []
+        if result is None
+        else [result]
+        if isinstance(result, torch.Tensor)
+        else [t for t in result if t is not None]
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # graphs
 
 
 @pytest.mark.parametrize("op", ("gemm", "flash_attn", "paged_attn", "kv_cache_write"))
 def test_the_very_first_call_may_stand_in_a_capture(op):
-    """Nothing of the plugin has run in the process: modules, attributes and the error word are made inside."""
+    """Nothing of the plugin has run in the process: modules, attributes and the error word are made
+    inside."""
     code = {
-        "gemm": "a, b = r(300, 128), r(128, 200)\nf = lambda: ops.gemm(a, b)\nw = lambda: a.double() @ b.double()",
+        "gemm": "a, b = r(300, 128), r(128, 200)\nf = lambda: ops.gemm(a, b)\nw = lambda: "
+        "a.double() @ b.double()",
         "flash_attn": "q = r(1, 2, 100, 128)\nf = lambda: ops.flash_attn(q, q, q)\n"
         "w = lambda: torch.softmax(q.double() @ q.double().mT / 128**.5, -1) @ q.double()",
-        "paged_attn": "q, c = r(1, 2, 128), r(4, 16, 2, 128)\nt = torch.arange(4, device='cuda').int()[None]\n"
+        "paged_attn": "q, c = r(1, 2, 128), r(4, 16, 2, 128)\nt = torch.arange(4, "
+        "device='cuda').int()[None]\n"
         "n = torch.tensor([64], device='cuda').int()\nf = lambda: ops.paged_attn(q, c, c, t, n)\n"
         "k = c.flatten(0, 1).transpose(0, 1).double()\n"
-        "w = lambda: (torch.softmax(q.double().transpose(0, 1) @ k.mT / 128**.5, -1) @ k).transpose(0, 1)",
+        "w = lambda: (torch.softmax(q.double().transpose(0, 1) @ k.mT / 128**.5, -1) @ "
+        "k).transpose(0, 1)",
         "kv_cache_write": "k, c, d = r(3, 2, 64), r(2, 16, 2, 64), r(2, 16, 2, 64)\n"
-        "s = torch.tensor([0, 20, 7], device='cuda')\nf = lambda: (ops.kv_cache_write(k, k, c, d, s), c.flatten(0, 1)[s])[1]\n"
+        "s = torch.tensor([0, 20, 7], device='cuda')\nf = lambda: (ops.kv_cache_write(k, k, c, d, "
+        "s), c.flatten(0, 1)[s])[1]\n"
         "w = lambda: k.double()",
     }[op]
     run_python(
@@ -149,8 +173,18 @@ assert error < 0.02 * w().abs().max().item(), error
     )
 
 
-CALLS = ("gemm", "gemm_skinny", "gemm_act_bwd", "flash_attn", "flash_attn_bwd", "flash_attn_varlen", "paged_attn",
-         "kv_cache_write", "attn_merge", *(f"{name}: {variant}" for name, variant in VARIANTS))  # fmt: skip
+CALLS = (
+    "gemm",
+    "gemm_skinny",
+    "gemm_act_bwd",
+    "flash_attn",
+    "flash_attn_bwd",
+    "flash_attn_varlen",
+    "paged_attn",
+    "kv_cache_write",
+    "attn_merge",
+    *(f"{name}: {variant}" for name, variant in VARIANTS),
+)
 
 
 @pytest.mark.parametrize("op", CALLS)
@@ -169,7 +203,8 @@ def test_replay_gives_the_bits_of_the_call(op):
 
 
 def test_one_graph_serves_every_length_and_table():
-    """seq_lens, block_table, pages and queries change under a captured paged_attn; so do its neighbours' results."""
+    """seq_lens, block_table, pages and queries change under a captured paged_attn; so do its
+    neighbours' results."""
     first = paged([64] * 5, seed=1)
     graph = torch.cuda.CUDAGraph()
     ops.paged_attn_fwd(*first.args())
@@ -193,23 +228,37 @@ def test_one_graph_serves_every_length_and_table():
 
 def test_one_graph_serves_every_place():
     """q_start and kv_start change under captured attention, dense with its backward and paged."""
-    q, k, v, grad = (on_gpu(3, h, s, 64, seed=h + s) for h, s in ((4, 70), (2, 300), (2, 301), (4, 71)))
+    q, k, v, grad = (
+        on_gpu(3, h, s, 64, seed=h + s) for h, s in ((4, 70), (2, 300), (2, 301), (4, 71))
+    )
     v, grad = v[:, :, :300], grad[:, :, :70]
     q_start, kv_start = (torch.zeros(3, dtype=torch.int32, device="cuda") for _ in range(2))
-    table, lens = torch.arange(3, dtype=torch.int32, device="cuda")[:, None], torch.full_like(q_start, 300)
+    table, lens = (
+        torch.arange(3, dtype=torch.int32, device="cuda")[:, None],
+        torch.full_like(q_start, 300),
+    )
     pages = k.transpose(1, 2), v.transpose(1, 2)
     rules = dict(is_causal=True, window_left=100, q_start=q_start, kv_start=kv_start)
 
     def run():
         out, lse = ops.flash_attn_fwd(q, k, v, **rules)
         gradients = ops.flash_attn_bwd(grad, q, k, v, out, lse, **rules)[:3]
-        return out, lse, *gradients, *ops.paged_attn_fwd(q[:, :, 0], *pages, table, lens, kv_start=kv_start)
+        return (
+            out,
+            lse,
+            *gradients,
+            *ops.paged_attn_fwd(q[:, :, 0], *pages, table, lens, kv_start=kv_start),
+        )
 
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = run()
-    for stands, firsts in (([0, 230, 10], [0, 7, 50]), ([-35, 299, 100], [299, -3, 160]), ([300, -80, 5], [0, 0, 0])):
+    for stands, firsts in (
+        ([0, 230, 10], [0, 7, 50]),
+        ([-35, 299, 100], [299, -3, 160]),
+        ([300, -80, 5], [0, 0, 0]),
+    ):
         q_start.copy_(torch.tensor(stands, dtype=torch.int32))
         kv_start.copy_(torch.tensor(firsts, dtype=torch.int32))
         graph.replay()
@@ -221,11 +270,16 @@ def test_one_graph_serves_every_place():
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize(
     "rules",
-    (dict(is_causal=True), dict(is_causal=True, window_left=200), dict(window_left=90, window_right=70)),
+    (
+        dict(is_causal=True),
+        dict(is_causal=True, window_left=200),
+        dict(window_left=90, window_right=70),
+    ),
     ids=str,
 )
 def test_deterministic_gradients_of_queries_that_stand_anywhere(rules, dtype, dim):
-    """Several tiles of queries and keys: each run has the same bits, and they are those of the sequences one by one."""
+    """Several tiles of queries and keys: each run has the same bits, and they are those of the
+    sequences one by one."""
     stands = [800, 0, -200, 1099, 333]
     shapes = ((8, 600), (2, 1100), (2, 1100), (8, 600))
     q, k, v, grad = (on_gpu(5, h, s, dim, seed=i, dtype=dtype) for i, (h, s) in enumerate(shapes))
@@ -244,11 +298,14 @@ def test_deterministic_gradients_of_queries_that_stand_anywhere(rules, dtype, di
     for x, y in zip(every, gradients((q, k, v, grad), False, q_start=places), strict=True):
         torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
     alone = [
-        gradients([t[b : b + 1] for t in (q, k, v, grad)], True, diagonal=diagonal) for b, diagonal in enumerate(stands)
+        gradients([t[b : b + 1] for t in (q, k, v, grad)], True, diagonal=diagonal)
+        for b, diagonal in enumerate(stands)
     ]
     for i, x in enumerate(every[:4]):
         torch.testing.assert_close(x, torch.cat([one[i] for one in alone]), atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(every[4].float(), sum(one[4].float() for one in alone), atol=0.5, rtol=2e-2)
+    torch.testing.assert_close(
+        every[4].float(), sum(one[4].float() for one in alone), atol=0.5, rtol=2e-2
+    )
 
 
 def test_one_graph_serves_every_packing():
@@ -269,8 +326,8 @@ def test_one_graph_serves_every_packing():
 
 @pytest.mark.parametrize("small", [(512, 512, 512), (128, 512, 64)], ids=str)
 def test_a_result_is_read_past_a_short_neighbour(small):
-    """Launches overlap: the third product reads what the first wrote while the second, which has nothing to do with them,
-    is short enough to wait for its turn beside both."""
+    """Launches overlap: the third product reads what the first wrote while the second, which has
+    nothing to do with them, is short enough to wait for its turn beside both."""
     a, b, c = (on_gpu(4096, 1024, seed=1), on_gpu(1024, 1024, seed=2), on_gpu(1024, 512, seed=3))
     m, n, k = small
     d, e = on_gpu(m, k, seed=4), on_gpu(k, n, seed=5)
@@ -288,7 +345,8 @@ def test_a_result_is_read_past_a_short_neighbour(small):
 
 
 def test_two_graphs_replay_at_once():
-    """No state is shared between calls: graphs on two streams, replayed together, give what each gives alone."""
+    """No state is shared between calls: graphs on two streams, replayed together, give what each
+    gives alone."""
     graphs, outs, wants, streams = [], [], [], [torch.cuda.Stream() for _ in range(2)]
     for seed in range(2):
         case = paged([700, 40, 333], seed=seed)
@@ -309,25 +367,48 @@ def test_two_graphs_replay_at_once():
 
 
 def attentions():
-    """Calls of flash_attn that differ in what they share: rows of a tile, blocks' parts of the keys, heads in a tile."""
+    """Calls of flash_attn that differ in what they share: rows of a tile, blocks' parts of the
+    keys, heads in a tile."""
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device="cuda")
     cu = torch.tensor([0, 1, 3, 6, 7], dtype=torch.int32, device="cuda")
     cu_k = torch.tensor([0, 300, 900, 1000, 1500], dtype=torch.int32, device="cuda")
     return {
         "full": (qkv(seq=300, head_dim=128), ops.flash_attn),
         "causal": (qkv(seq=700), partial(ops.flash_attn, is_causal=True)),
-        "window": (qkv(seq=700, head_dim=256), partial(ops.flash_attn, is_causal=True, window_left=200)),
+        "window": (
+            qkv(seq=700, head_dim=256),
+            partial(ops.flash_attn, is_causal=True, window_left=200),
+        ),
         "softcap": (qkv(seq=300, head_dim=128), partial(ops.flash_attn, softcap=20.0)),
-        "alibi": (qkv(seq=700, head_dim=128), partial(ops.flash_attn, is_causal=True, alibi_slopes=slopes)),
-        "split": ((on_gpu(1, 4, 200, 128), *(on_gpu(1, 2, 4000, 128, seed=s) for s in (1, 2))), ops.flash_attn),
-        "few queries": ((on_gpu(2, 4, 5, 128), *(on_gpu(2, 2, 4000, 128, seed=s) for s in (1, 2))),
-                        partial(ops.flash_attn, is_causal=True, diagonal=3995)),
-        "few queries, packed": ((on_gpu(7, 4, 64), *(on_gpu(1500, 2, 64, seed=s) for s in (1, 2))),
-                                lambda q, k, v: ops.flash_attn_varlen(q, k, v, cu, cu_k, 3, 600, is_causal=True)),
-    }  # fmt: skip
+        "alibi": (
+            qkv(seq=700, head_dim=128),
+            partial(ops.flash_attn, is_causal=True, alibi_slopes=slopes),
+        ),
+        "split": (
+            (on_gpu(1, 4, 200, 128), *(on_gpu(1, 2, 4000, 128, seed=s) for s in (1, 2))),
+            ops.flash_attn,
+        ),
+        "few queries": (
+            (on_gpu(2, 4, 5, 128), *(on_gpu(2, 2, 4000, 128, seed=s) for s in (1, 2))),
+            partial(ops.flash_attn, is_causal=True, diagonal=3995),
+        ),
+        "few queries, packed": (
+            (on_gpu(7, 4, 64), *(on_gpu(1500, 2, 64, seed=s) for s in (1, 2))),
+            lambda q, k, v: ops.flash_attn_varlen(q, k, v, cu, cu_k, 3, 600, is_causal=True),
+        ),
+    }
 
 
-ATTENTIONS = ("full", "causal", "window", "softcap", "alibi", "split", "few queries", "few queries, packed")
+ATTENTIONS = (
+    "full",
+    "causal",
+    "window",
+    "softcap",
+    "alibi",
+    "split",
+    "few queries",
+    "few queries, packed",
+)
 
 
 @pytest.mark.skipif(
@@ -337,8 +418,8 @@ ATTENTIONS = ("full", "causal", "window", "softcap", "alibi", "split", "few quer
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_a_row_does_not_depend_on_its_neighbours(name, dtype):
-    """Every third row stays, the others' scores become huge, or NaN: it keeps its bits, though a warp votes for all its rows
-    on whether a block of keys is taken again."""
+    """Every third row stays, the others' scores become huge, or NaN: it keeps its bits, though a
+    warp votes for all its rows on whether a block of keys is taken again."""
     (q, k, v), call = attentions()[name]
     q, k, v = (x.to(dtype) for x in (q, k, v))
     want = call(q, k, v)
@@ -352,7 +433,8 @@ def test_a_row_does_not_depend_on_its_neighbours(name, dtype):
 
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attention_on_two_streams_and_in_two_graphs(name):
-    """No state is shared: calls side by side, and graphs replayed side by side, give what each gives alone."""
+    """No state is shared: calls side by side, and graphs replayed side by side, give what each
+    gives alone."""
     (q, k, v), call = attentions()[name]
     inputs = [(q, k, v), (q.flip(0), k * 2, v + 1)]
     wants, streams = [call(*x) for x in inputs], [torch.cuda.Stream() for _ in range(2)]
@@ -376,13 +458,14 @@ def test_attention_on_two_streams_and_in_two_graphs(name):
     assert all(same_bits(y, want) for y, want in zip(captured, wants, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # streams, devices, memory
 
 
 @pytest.mark.parametrize("name,variant", VARIANTS)
 def test_work_stays_on_the_current_stream(name, variant):
-    """Inputs are written late on a side stream; an op that ran elsewhere would read what was there before."""
+    """Inputs are written late on a side stream; an op that ran elsewhere would read what was there
+    before."""
     call, stream = Bound(name, variant, "cuda", BF16), torch.cuda.Stream()
 
     def run(leaves):  # what is returned, and what kv_cache_write has written
@@ -409,14 +492,28 @@ def test_tensors_on_the_other_device():
     want = ops.gemm(a, b.mT)
     torch.cuda.set_device(0)
     other = ops.gemm(a.to("cuda:1"), b.mT.to("cuda:1"))
-    assert other.device.index == 1 and torch.cuda.current_device() == 0 and same_bits(other.to("cuda:0"), want)
+    assert (
+        other.device.index == 1
+        and torch.cuda.current_device() == 0
+        and same_bits(other.to("cuda:0"), want)
+    )
     q, k, v = qkv()
     want = ops.flash_attn(q, k, v)
     other = ops.flash_attn(*(t.to("cuda:1") for t in (q, k, v)))
-    assert other.device.index == 1 and torch.cuda.current_device() == 0 and same_bits(other.to("cuda:0"), want)
+    assert (
+        other.device.index == 1
+        and torch.cuda.current_device() == 0
+        and same_bits(other.to("cuda:0"), want)
+    )
     for call, words in (
-        (lambda: ops.flash_attn(q, k.to("cuda:1"), v), "flash_attn: k is on cuda:1, q is on cuda:0"),
-        (lambda: ops.flash_attn(q.to("cuda:1"), k, v), "flash_attn: k is on cuda:0, q is on cuda:1"),
+        (
+            lambda: ops.flash_attn(q, k.to("cuda:1"), v),
+            "flash_attn: k is on cuda:1, q is on cuda:0",
+        ),
+        (
+            lambda: ops.flash_attn(q.to("cuda:1"), k, v),
+            "flash_attn: k is on cuda:0, q is on cuda:1",
+        ),
         (lambda: ops.gemm(a, b.mT.to("cuda:1")), "gemm: b is on cuda:1, a is on cuda:0"),
     ):
         with pytest.raises(ValueError) as caught:
@@ -431,7 +528,9 @@ def test_every_op_on_the_other_device(op):
 
     def alike(got, want):  # two runs of the backward may add in another order
         got = got.to("cuda:0")
-        return same_bits(got, want) or (op == "flash_attn_bwd" and torch.allclose(got, want, rtol=0.02, atol=0.02))
+        return same_bits(got, want) or (
+            op == "flash_attn_bwd" and torch.allclose(got, want, rtol=0.02, atol=0.02)
+        )
 
     want = tensors(calls()[op]())
     with torch.cuda.device(1):
@@ -444,7 +543,8 @@ def test_every_op_on_the_other_device(op):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             late = [t.clone() for t in tensors(call())]
-        with torch.cuda.graph(graph, stream=side):  # torch keeps one stream for captures, of the first device
+        # torch keeps one stream for captures, of the first device
+        with torch.cuda.graph(graph, stream=side):
             got = tensors(call())
         graph.replay()
         torch.cuda.synchronize()
@@ -457,7 +557,9 @@ def test_gradients_on_the_other_device():
     def gradients(device):
         q, k, v = (t.to(device).requires_grad_() for t in qkv())
         w = on_gpu(64, 32).to(device).requires_grad_()
-        torch_gpukern.gemm(torch_gpukern.flash_attn(q, k, v, is_causal=True), w, activation="gelu").sum().backward()
+        torch_gpukern.gemm(
+            torch_gpukern.flash_attn(q, k, v, is_causal=True), w, activation="gelu"
+        ).sum().backward()
         return [t.grad.to("cuda:0") for t in (q, k, v, w)]
 
     for on_first, on_other in zip(gradients("cuda:0"), gradients("cuda:1"), strict=True):
@@ -488,7 +590,10 @@ else:
     )
 
 
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="the device's free memory says nothing beside others")
+@pytest.mark.skipif(
+    "PYTEST_XDIST_WORKER" in os.environ,
+    reason="the device's free memory says nothing beside others",
+)
 def test_memory_comes_from_torch_alone():
     for call in calls().values():
         call()
@@ -505,7 +610,11 @@ def test_memory_comes_from_torch_alone():
 
 def test_results_and_workspace_are_written_before_they_are_read():
     """Everything that torch hands out uninitialised holds NaN here; no result may show it."""
-    want = {name: [t.clone() for t in tensors(call())] for name, call in calls().items() if name != "flash_attn_bwd"}
+    want = {
+        name: [t.clone() for t in tensors(call())]
+        for name, call in calls().items()
+        if name != "flash_attn_bwd"
+    }
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.utils.deterministic.fill_uninitialized_memory
@@ -522,7 +631,8 @@ def test_results_and_workspace_are_written_before_they_are_read():
 @pytest.mark.parametrize("n", (1022, 1023), ids=str)
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 def test_the_last_columns_have_the_same_bits_each_time(dtype, n, activation):
-    """What lies in shared memory past a matrix, here what calls before have left, takes no part in a result."""
+    """What lies in shared memory past a matrix, here what calls before have left, takes no part in
+    a result."""
     a, w = on_gpu(512, 1024, dtype=dtype), on_gpu(n, 1024, dtype=dtype, std=0.03)
     want = ops.gemm(a, w.mT, activation=activation)
     for i, std in enumerate((1e-3, 0.03, 30.0)):
@@ -534,19 +644,27 @@ def test_the_last_columns_have_the_same_bits_each_time(dtype, n, activation):
 @HOPPER
 @pytest.mark.parametrize("which", ("a", "b", "both"))
 def test_unaligned_operands_are_copied(which):
-    """The copies are the workspace, and the product runs on the row of its aligned neighbour; small M alone does not pay
-    for a copy of the weights."""
+    """The copies are the workspace, and the product runs on the row of its aligned neighbour; small
+    M alone does not pay for a copy of the weights."""
     m, n, k = 520, 1030, 770
     rows = {"a": on_gpu(m, k + 6)[:, :k], "b": on_gpu(n, k + 6)[:, :k]}
-    offset = {name: torch.empty(x.numel() + 1, dtype=BF16, device="cuda")[1:].view_as(x) for name, x in rows.items()}
+    offset = {
+        name: torch.empty(x.numel() + 1, dtype=BF16, device="cuda")[1:].view_as(x)
+        for name, x in rows.items()
+    }
     aligned, mixed = {"a": rows["a"], "b": rows["b"].mT}, {}
     for name in "ab":
         x = offset[name].copy_(rows[name]) if which in (name, "both") else rows[name]
         mixed[name] = x if name == "a" else x.mT
     plan = torch_gpukern.explain("gemm", **mixed)
-    assert "_sm90a_" in plan["row"] and plan["row"] == torch_gpukern.explain("gemm", **aligned)["row"]
+    assert (
+        "_sm90a_" in plan["row"] and plan["row"] == torch_gpukern.explain("gemm", **aligned)["row"]
+    )
     bytes_a, bytes_b = m * (k + 6) * 2, n * (k + 6) * 2
-    assert plan["workspace_bytes"] == {"a": bytes_a, "b": bytes_b, "both": -(-bytes_a // 128) * 128 + bytes_b}[which]
+    assert (
+        plan["workspace_bytes"]
+        == {"a": bytes_a, "b": bytes_b, "both": -(-bytes_a // 128) * 128 + bytes_b}[which]
+    )
     assert same_bits(ops.gemm(**mixed), ops.gemm(**aligned))
     few = torch_gpukern.explain("gemm", mixed["a"][:16], mixed["b"])
     assert few["row"].startswith("gemm_swapab_sm90a_") == (which == "a")
@@ -555,7 +673,8 @@ def test_unaligned_operands_are_copied(which):
 @HOPPER
 @pytest.mark.parametrize("m", (1, 16, 64))
 def test_small_m_of_weights_that_are_nowhere_dense(m):
-    """No kernel streams every second element: a copy and a product of small M are faster than plain loads."""
+    """No kernel streams every second element: a copy and a product of small M are faster than plain
+    loads."""
     n, k = 4096, 2048
     a, b = on_gpu(m, k), on_gpu(k, 2 * n, seed=1)[:, ::2]
     for weights in (b, on_gpu(n, 2 * k, seed=2)[:, ::2].mT):
@@ -565,8 +684,11 @@ def test_small_m_of_weights_that_are_nowhere_dense(m):
 
 
 def in_nan(dense, beside, offset):
-    """The same matrix or batch of them, `offset` elements past an aligned place, with `beside` more in each row; NaN in all of them."""
-    rows = torch.full((*dense.shape[:-1], dense.shape[-1] + beside), torch.nan, dtype=dense.dtype, device="cuda")
+    """The same matrix or batch of them, `offset` elements past an aligned place, with `beside` more
+    in each row; NaN in all of them."""
+    rows = torch.full(
+        (*dense.shape[:-1], dense.shape[-1] + beside), torch.nan, dtype=dense.dtype, device="cuda"
+    )
     memory = torch.cat((rows.new_full((offset,), torch.nan), rows.flatten()))
     return memory[offset:].view_as(rows)[..., : dense.shape[-1]].copy_(dense)
 
@@ -576,8 +698,8 @@ def in_nan(dense, beside, offset):
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 @pytest.mark.parametrize("m", (1, 9, 16, 33, 64))
 def test_small_m_of_unaligned_weights(m, dtype, beside):
-    """Up to 16 rows stream without a copy, more are copied first, along k and along n, at every offset and at odd strides; NaN lies
-    beside them."""
+    """Up to 16 rows stream without a copy, more are copied first, along k and along n, at every
+    offset and at odd strides; NaN lies beside them."""
     n, k = 3080, 1037
     a = on_gpu(m, k, dtype=dtype)
     name = "gemm_skinny_misaligned_" if m <= 16 else "gemm_swapab_sm90a_"
@@ -603,8 +725,14 @@ def test_small_m_of_unaligned_weights(m, dtype, beside):
 @pytest.mark.parametrize("layout", ("NN", "NT"))
 @pytest.mark.parametrize("m", (1, 5, 16))
 def test_small_m_of_unaligned_weights_with_all_that_may_follow(m, layout):
-    """bias, c, an activation and the value before it, results at odd places; few tiles and more than there are SMs."""
-    for n, k, beside, offset in ((2055, 300, 1, 1), (4099, 1024, 0, 3), (36865, 256, 2, 0), (1000, 4096, 8, 5)):
+    """bias, c, an activation and the value before it, results at odd places; few tiles and more
+    than there are SMs."""
+    for n, k, beside, offset in (
+        (2055, 300, 1, 1),
+        (4099, 1024, 0, 3),
+        (36865, 256, 2, 0),
+        (1000, 4096, 8, 5),
+    ):
         a = on_gpu(m, k)
         b = in_nan(on_gpu(*((k, n) if layout == "NN" else (n, k)), seed=1), beside, offset)
         b = b if layout == "NN" else b.mT
@@ -617,25 +745,34 @@ def test_small_m_of_unaligned_weights_with_all_that_may_follow(m, layout):
         out, preact = ops.gemm_fwd(a, b, bias, c, activation="silu", alpha=0.5, beta=-1.5)
         assert same_bits(preact, ops.gemm(a, b, **more))
         assert same_bits(out, ops.gemm(a, b, **more, activation="silu"))
-        assert_close_as(torch_gemm(a, b, **more, activation="silu"), out, torch.nn.functional.silu(exact))
+        assert_close_as(
+            torch_gemm(a, b, **more, activation="silu"), out, torch.nn.functional.silu(exact)
+        )
 
 
 @HOPPER
 def test_few_columns_and_strange_rows_of_unaligned_weights():
-    """The product transposed; one row for all tokens; rows that overlap; the first call of a shape in a graph."""
+    """The product transposed; one row for all tokens; rows that overlap; the first call of a shape
+    in a graph."""
     n, k = 3081, 1100
     weights = in_nan(on_gpu(n, k, seed=1), 1, 3)
     tokens = on_gpu(9, k)
     for x in (tokens.mT, in_nan(tokens, 3, 1).mT):
-        assert torch_gpukern.explain("gemm", weights, x)["row"].startswith("gemm_skinny_misaligned_")
+        assert torch_gpukern.explain("gemm", weights, x)["row"].startswith(
+            "gemm_skinny_misaligned_"
+        )
         bias, c = on_gpu(9, seed=2), on_gpu(n, 9, seed=3)
         more = {"bias": bias, "c": c, "beta": 0.5, "activation": "gelu"}
         exact = F.gelu(weights.double() @ x.double() + bias.double() + 0.5 * c.double())
         assert_close_as(torch_gemm(weights, x, **more), ops.gemm(weights, x, **more), exact)
     overlapping = on_gpu(1, k + 40, seed=4)
     for x in (on_gpu(1, k, seed=5).expand(12, k), overlapping.as_strided((7, k), (3, 1), 5)):
-        assert torch_gpukern.explain("gemm", x, weights.mT)["row"].startswith("gemm_skinny_misaligned_")
-        assert_close_as(torch_gemm(x, weights.mT), ops.gemm(x, weights.mT), x.double() @ weights.double().mT)
+        assert torch_gpukern.explain("gemm", x, weights.mT)["row"].startswith(
+            "gemm_skinny_misaligned_"
+        )
+        assert_close_as(
+            torch_gemm(x, weights.mT), ops.gemm(x, weights.mT), x.double() @ weights.double().mT
+        )
     graph = torch.cuda.CUDAGraph()
     odd = on_gpu(11, k + 1, seed=6)[:, 1:]
     with torch.cuda.graph(graph):
@@ -647,7 +784,8 @@ def test_few_columns_and_strange_rows_of_unaligned_weights():
 
 @contextmanager
 def preferred(name, *args, preact=0, **more):
-    """The row `name` serves such calls of gemm; with its plan. explain speaks of a call without a preact."""
+    """The row `name` serves such calls of gemm; with its plan. explain speaks of a call without a
+    preact."""
     plan = json.loads(ops.explain_gemm(*args, **more))
     assert name in plan["rows"]
     asked = plan["device"], plan["class"].replace(" preact=0 ", f" preact={preact} ")
@@ -665,8 +803,8 @@ def preferred(name, *args, preact=0, **more):
 @pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 def test_misaligned_operands_of_every_layout(dtype, layout, beside, offset):
-    """Either or both are copied first; all that may follow the sums; results and c in misaligned rows; batches of either or both;
-    one graph, any contents. NaN around the operands."""
+    """Either or both are copied first; all that may follow the sums; results and c in misaligned
+    rows; batches of either or both; one graph, any contents. NaN around the operands."""
 
     def stored(transposed, dense, misaligned):
         dense = dense.mT if transposed else dense
@@ -682,14 +820,19 @@ def test_misaligned_operands_of_every_layout(dtype, layout, beside, offset):
             ((2,), (), (301, 700, 65)),
         )
     ):
-        dense_a, dense_b = on_gpu(*of_a, m, k, dtype=dtype), on_gpu(*of_b, k, n, seed=1, dtype=dtype, std=0.1)
+        dense_a, dense_b = (
+            on_gpu(*of_a, m, k, dtype=dtype),
+            on_gpu(*of_b, k, n, seed=1, dtype=dtype, std=0.1),
+        )
         bias, exact = on_gpu(n, seed=2, dtype=dtype), dense_a.double() @ dense_b.double()
         c = in_nan(on_gpu(m, n, seed=3, dtype=dtype), 1, 3)
         for which in ("a", "b", "both") if i == 0 else ("both",):
             a = stored(layout[0] == "T", dense_a, which != "b")
             b = stored(layout[1] == "T", dense_b, which != "a")
             plan = json.loads(ops.explain_gemm(a, b))
-            assert re.match("gemm_(pingpong_|swapab_)?sm", plan["row"]) and (i > 0 or plan["workspace_bytes"] > 0)
+            assert re.match("gemm_(pingpong_|swapab_)?sm", plan["row"]) and (
+                i > 0 or plan["workspace_bytes"] > 0
+            )
             for more in (
                 {},
                 {"bias": bias, "activation": "relu"},
@@ -703,8 +846,13 @@ def test_misaligned_operands_of_every_layout(dtype, layout, beside, offset):
                 assert same_bits(out, ops.gemm(a, b, **more))
                 assert_close_as(torch_gemm(dense_a, dense_b, **more), out, want)
             out, preact = ops.gemm_fwd(a, b, activation="silu")
-            assert same_bits(preact, ops.gemm(a, b)) and same_bits(out, ops.gemm(a, b, activation="silu"))
-    a, b = stored(layout[0] == "T", on_gpu(512, 520), True), stored(layout[1] == "T", on_gpu(520, 512), True)
+            assert same_bits(preact, ops.gemm(a, b)) and same_bits(
+                out, ops.gemm(a, b, activation="silu")
+            )
+    a, b = (
+        stored(layout[0] == "T", on_gpu(512, 520), True),
+        stored(layout[1] == "T", on_gpu(520, 512), True),
+    )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = ops.gemm(a, b)
@@ -717,7 +865,8 @@ def test_misaligned_operands_of_every_layout(dtype, layout, beside, offset):
 @pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 def test_ping_pong(dtype, layout):
-    """No tile for the second warpgroup, one each, several, an odd one; all that may follow the sums; batches."""
+    """No tile for the second warpgroup, one each, several, an odd one; all that may follow the
+    sums; batches."""
     name = f"gemm_pingpong_sm90a_{'bf16' if dtype == BF16 else 'f16'}_128x176x64"
 
     def alternately(call, *args, preact=0, **more):
@@ -727,7 +876,13 @@ def test_ping_pong(dtype, layout):
             assert same_bits(x, y)
         return out
 
-    for m, n, k in ((128, 176, 64), (300, 1000, 200), (2048, 2816, 136), (4000, 4096, 64), (6000, 4224, 512)):
+    for m, n, k in (
+        (128, 176, 64),
+        (300, 1000, 200),
+        (2048, 2816, 136),
+        (4000, 4096, 64),
+        (6000, 4224, 512),
+    ):
         for batch in ((), (3,)) if m < 2048 else ((),):
             a = in_layout(layout[0], partial(on_gpu, dtype=dtype), *batch, m, k)
             b = in_layout(layout[1], partial(on_gpu, seed=1, dtype=dtype, std=0.1), *batch, k, n)
@@ -743,19 +898,29 @@ def test_ping_pong(dtype, layout):
                 want = TORCH_ACTIVATION[more.get("activation", "none")](want)
                 assert_close_as(torch_gemm(a, b, **more), out, want)
             if not batch:
-                sums, gated = alternately(ops.gemm, a, b), alternately(ops.gemm, a, b, activation="silu")
+                sums, gated = (
+                    alternately(ops.gemm, a, b),
+                    alternately(ops.gemm, a, b, activation="silu"),
+                )
                 out, preact = alternately(ops.gemm_fwd, a, b, activation="silu", preact=1)
                 assert same_bits(preact, sums) and same_bits(out, gated)
-                for more in ({"c": on_gpu(m, n, seed=3, dtype=dtype), "beta": 1.0}, {"out_dtype": torch.float32}):
-                    assert name not in json.loads(ops.explain_gemm(a, b, **more))["rows"]  # tma does not store it
+                for more in (
+                    {"c": on_gpu(m, n, seed=3, dtype=dtype), "beta": 1.0},
+                    {"out_dtype": torch.float32},
+                ):
+                    # tma does not store it
+                    assert name not in json.loads(ops.explain_gemm(a, b, **more))["rows"]
 
 
 @HOPPER
 @pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
-@pytest.mark.parametrize("tile", ("128x256", "128x224", "128x192", "128x176", "128x128", "64x192", "64x128", "64x64"))
+@pytest.mark.parametrize(
+    "tile", ("128x256", "128x224", "128x192", "128x176", "128x128", "64x192", "64x128", "64x64")
+)
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 def test_clusters_of_1_x_2(dtype, tile, layout):
-    """Three tiles high: clusters of 2 x 1 would make four, and another wave. Neither side ends with a tile."""
+    """Three tiles high: clusters of 2 x 1 would make four, and another wave. Neither side ends with
+    a tile."""
     family = "gemm_pingpong_sm90a" if tile == "128x176" else "gemm_sm90a"
     name = f"{family}_{'bf16' if dtype == BF16 else 'f16'}_{tile}x64"
     high, wide = map(int, tile.split("x"))
@@ -772,7 +937,8 @@ def test_clusters_of_1_x_2(dtype, tile, layout):
 
 @HOPPER
 def test_the_first_call_of_a_thread():
-    """Tensor maps are made by the driver, which asks for a context that a new thread, as autograd's are, may not have yet."""
+    """Tensor maps are made by the driver, which asks for a context that a new thread, as autograd's
+    are, may not have yet."""
     a, b, out = on_gpu(512, 512), on_gpu(512, 512, seed=1), on_gpu(512, 512)
     q, k, v, grad = (on_gpu(2, 4, 256, 64, seed=seed) for seed in range(4))
     attended, lse = ops.flash_attn_fwd(q, k, v)
@@ -800,7 +966,8 @@ def test_the_first_call_of_a_thread():
 @pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 def test_few_columns_of_many_rows(dtype, layout):
-    """Up to 64 columns take narrow tiles from 128 rows and 512 of k on; on the other side of each border other kernels serve."""
+    """Up to 64 columns take narrow tiles from 128 rows and 512 of k on; on the other side of each
+    border other kernels serve."""
     name = f"gemm_sm90a_{'bf16' if dtype == BF16 else 'f16'}_64x64x128_k2"
     gen = generator("few columns", layout)
     for m, n, k, narrow in (
@@ -823,7 +990,10 @@ def test_few_columns_of_many_rows(dtype, layout):
 
 
 # clusters of four tiles and of eight
-FOURS, OTHERS = ("64x96x64_t4", "64x160x64_t4"), ("64x224x64_t4", "64x256x64_t4", "128x128x64_t8", "128x96x64_t8")
+FOURS, OTHERS = (
+    ("64x96x64_t4", "64x160x64_t4"),
+    ("64x224x64_t4", "64x256x64_t4", "128x128x64_t8", "128x96x64_t8"),
+)
 
 
 @HOPPER
@@ -832,14 +1002,23 @@ FOURS, OTHERS = ("64x96x64_t4", "64x160x64_t4"), ("64x224x64_t4", "64x256x64_t4"
     "name",
     [
         f"gemm_sm90a_bf16_{tile}"
-        for tile in ("128x256x64", "128x192x64", "64x192x64", "128x128x64_k4", "64x128x64_k4", *FOURS, *OTHERS)
+        for tile in (
+            "128x256x64",
+            "128x192x64",
+            "64x192x64",
+            "128x128x64_k4",
+            "64x128x64_k4",
+            *FOURS,
+            *OTHERS,
+        )
     ]
     + [f"gemm_swapab_sm90a_bf16_{tile}" for tile in FOURS],
 )
 def test_clusters_share_and_split(name, layout):
-    """Tiles of the last wave halved along k, behind whole waves or alone, k in four parts, and four or eight tiles that share operands: odd
-    steps, parts without any, ends of the result, batches, clusters that lie either way, all that may follow the sums. Small whole
-    numbers, whose sums are exact."""
+    """Tiles of the last wave halved along k, behind whole waves or alone, k in four parts, and four
+    or eight tiles that share operands: odd steps, parts without any, ends of the result, batches,
+    clusters that lie either way, all that may follow the sums. Small whole numbers, whose sums are
+    exact."""
     gen = generator("splits of k", name, layout)
     shapes = [(1024, 1024, 4096), (1024, 1024, 2056), (1000, 200, 72)]
     if name.endswith("_t8"):  # one edge of the result must reach into every part of the last tiles
@@ -858,7 +1037,8 @@ def test_clusters_share_and_split(name, layout):
                     want = torch.relu(exact + bias.double()) if more else exact
                     out = ops.gemm(a, b, **more)
                     assert same_bits(out, want.to(BF16)) and same_bits(out, ops.gemm(a, b, **more))
-                    if "128x256x64" in name and k == 4096:  # 32 tiles, 16 pairs; both MN-major: not halved
+                    # 32 tiles, 16 pairs; both MN-major: not halved
+                    if "128x256x64" in name and k == 4096:
                         halves = 1 if layout == "TN" else 2
                         assert torch_gpukern.explain("gemm", a, b, **more)["tasks"] == halves * 32
 
@@ -866,13 +1046,16 @@ def test_clusters_share_and_split(name, layout):
 @pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
 @pytest.mark.parametrize("tile", ("128x256x16", "128x128x8", "64x64x16"))
 def test_float32_tiles(tile, layout):
-    """Every tile of plain float32, whichever the call's estimate: whole tiles, ends of them, misaligned rows, batches, few
-    steps, all that may follow the sums. Small whole numbers, whose sums are exact."""
+    """Every tile of plain float32, whichever the call's estimate: whole tiles, ends of them,
+    misaligned rows, batches, few steps, all that may follow the sums. Small whole numbers, whose
+    sums are exact."""
     name = f"gemm_plain_f32_{tile}"
     gen = generator("float32 tiles", tile, layout)
 
     def matrix(rows, columns, transposed, batch, pad):
-        x = integers(gen, *batch, *((columns, rows) if transposed else (rows, columns)), dtype=torch.float32).cuda()
+        x = integers(
+            gen, *batch, *((columns, rows) if transposed else (rows, columns)), dtype=torch.float32
+        ).cuda()
         x = in_nan(x, pad, pad)
         return x.mT if transposed else x
 
@@ -882,7 +1065,10 @@ def test_float32_tiles(tile, layout):
         ((131, 257, 1), (), 3),
         ((515, 263, 77), (2, 2), 1),
     ):
-        a, b = matrix(m, k, layout[0] == "T", batch, pad), matrix(k, n, layout[1] == "T", batch[:1], pad)
+        a, b = (
+            matrix(m, k, layout[0] == "T", batch, pad),
+            matrix(k, n, layout[1] == "T", batch[:1], pad),
+        )
         bias, c = (integers(gen, *shape, dtype=torch.float32).cuda() for shape in ((n,), (m, n)))
         exact = a.double() @ b.double()
         for more in ({}, {"bias": bias, "activation": "relu"}, {"c": c, "beta": 0.5, "alpha": 2.0}):
@@ -895,7 +1081,8 @@ def test_float32_tiles(tile, layout):
 
 @pytest.mark.parametrize("size", ((2048, 1152, 4096), (1000, 2100, 3000)), ids=str)
 def test_float32_of_few_large_tiles_errs_as_pytorch_does(size):
-    """144 tiles of 128 x 128 are more than an H200 has SMs; the small ones spread better, and add k up in steps."""
+    """144 tiles of 128 x 128 are more than an H200 has SMs; the small ones spread better, and add k
+    up in steps."""
     m, n, k = size
     gen = generator("f32 few tiles", size)
     a, b = (randn(gen, *shape, device="cuda") for shape in ((m, k), (k, n)))
@@ -908,11 +1095,19 @@ def test_float32_of_few_large_tiles_errs_as_pytorch_does(size):
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 @pytest.mark.parametrize(
     "size",
-    ((64, 66056, 512), (64, 2056, 1024), (7, 4096, 640), (512, 512, 512), (1000, 1016, 264), (1024, 1024, 1024)),
+    (
+        (64, 66056, 512),
+        (64, 2056, 1024),
+        (7, 4096, 640),
+        (512, 512, 512),
+        (1000, 1016, 264),
+        (1024, 1024, 1024),
+    ),
     ids=str,
 )
 def test_sums_alone_are_stored_as_with_all_that_may_follow(size, dtype):
-    """Sums times alpha have a store of their own, large results of small M another; batches change where all of it lies."""
+    """Sums times alpha have a store of their own, large results of small M another; batches change
+    where all of it lies."""
     m, n, k = size
     for batch in ((), (3,)) if n < 60000 else ((),):
         a, b = on_gpu(*batch, m, k, dtype=dtype), on_gpu(*batch, k, n, dtype=dtype, std=0.1)
@@ -941,10 +1136,13 @@ def test_more_than_2_31_elements():
     lens = torch.tensor([30], dtype=torch.int32, device="cuda")
     query = on_gpu(1, 2, 64)
     dense = cache.contiguous()
-    assert same_bits(ops.paged_attn(query, cache, cache, table, lens), ops.paged_attn(query, dense, dense, table, lens))
+    assert same_bits(
+        ops.paged_attn(query, cache, cache, table, lens),
+        ops.paged_attn(query, dense, dense, table, lens),
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # bad contents
 
 
@@ -983,7 +1181,16 @@ def test_a_length_that_cannot_be(value):
     assert same_bits(got[[0, 2]], want[[0, 2]])
 
 
-@pytest.mark.parametrize("ends", ([0, 90, 30, 200], [0, 50, 100, 100_000], [-7, 50, 100, 200], [5, 50, 100, 200], [0, 2**31 - 1, 100, 200]))  # fmt: skip
+@pytest.mark.parametrize(
+    "ends",
+    (
+        [0, 90, 30, 200],
+        [0, 50, 100, 100_000],
+        [-7, 50, 100, 200],
+        [5, 50, 100, 200],
+        [0, 2**31 - 1, 100, 200],
+    ),
+)
 def test_lengths_of_a_packing_that_cannot_be(ends):
     q = on_gpu(200, 2, 64)
     cu = torch.tensor(ends, dtype=torch.int32, device="cuda")
@@ -1002,7 +1209,8 @@ def test_a_sequence_longer_than_max_seqlen():
     got, lse = ops.flash_attn_varlen_fwd(q, q, q, cu, cu, 100, 150)
     assert "at most max_seqlen" in raised()
     assert got[100:150].eq(0).all() and lse[100:150].eq(-torch.inf).all()
-    torch.testing.assert_close(got[150:], want[150:], rtol=0.02, atol=0.01)  # max_seqlen chooses the tile
+    # max_seqlen chooses the tile
+    torch.testing.assert_close(got[150:], want[150:], rtol=0.02, atol=0.01)
 
 
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
@@ -1025,21 +1233,25 @@ def test_the_next_call_tells():
     torch.cuda.synchronize()
     a = on_gpu(8, 8)
     with pytest.raises(
-        IndexError, match="^gpukern::gemm: an earlier call met bad contents on the GPU; paged_attn: block_table"
+        IndexError,
+        match="^gpukern::gemm: an earlier call met bad contents on the GPU; paged_attn: "
+        "block_table",
     ):
         ops.gemm(a, a)
     ops.gemm(a, a)
     assert raised() == ""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # tf32
 
 
 def tf32_operands(gen, m, n, k, layout, *batch):
     """a, b of which T is MN-major or K-major."""
     a, b = (randn(gen, *batch, *shape, device="cuda") for shape in ((m, k), (k, n)))
-    return tuple(x.mT.contiguous().mT if kind == "T" else x for x, kind in zip((a, b), layout, strict=True))
+    return tuple(
+        x.mT.contiguous().mT if kind == "T" else x for x, kind in zip((a, b), layout, strict=True)
+    )
 
 
 def torch_tf32(call):
@@ -1082,15 +1294,20 @@ def test_tf32_errs_as_pytorch_does(size, layout):
 @pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
 @pytest.mark.parametrize("n", (384, 381))
 def test_tf32_with_all_that_follows(layout, n, activation):
-    """bias, c, alpha, beta, the value before the activation, a batch; n decides how results leave the kernel."""
+    """bias, c, alpha, beta, the value before the activation, a batch; n decides how results leave
+    the kernel."""
     gen = generator("tf32 all", layout, n)
     a, b = tf32_operands(gen, 260, n, 320, layout, 3)
     bias, c = randn(gen, n, device="cuda"), randn(gen, 260, n, device="cuda")
     for more in ({}, {"bias": bias}, {"bias": bias, "c": c, "alpha": -0.75, "beta": 0.5}):
         out, preact = ops.gemm_fwd(a, b, activation=activation, fp32_precision="tf32", **more)
-        yards = torch_tf32(lambda more=more: [torch_gemm(a, b, order=o, **more) for o in orders(gen, 320)])
+        yards = torch_tf32(
+            lambda more=more: [torch_gemm(a, b, order=o, **more) for o in orders(gen, 320)]
+        )
         exact = torch_gemm(
-            a.double(), b.double(), **{k: v.double() if k in ("bias", "c") else v for k, v in more.items()}
+            a.double(),
+            b.double(),
+            **{k: v.double() if k in ("bias", "c") else v for k, v in more.items()},
         )
         if activation == "gelu":
             assert_close_as(yards, preact, exact, "preact")
@@ -1100,30 +1317,41 @@ def test_tf32_with_all_that_follows(layout, n, activation):
 
 @HOPPER
 def test_tf32_rows_of_hopper():
-    """A product is swapped (swap-AB) where b is MN-major; a along m, and misaligned rows, are copied first."""
+    """A product is swapped (swap-AB) where b is MN-major; a along m, and misaligned rows, are
+    copied first."""
     gen = generator("tf32 rows")
-    for layout, transposed, copies in (("NN", True, 0), ("NT", False, 0), ("TN", True, 4), ("TT", False, 4)):
+    for layout, transposed, copies in (
+        ("NN", True, 0),
+        ("NT", False, 0),
+        ("TN", True, 4),
+        ("TT", False, 4),
+    ):
         a, b = tf32_operands(gen, 1536, 2048, 1024, layout)
         plan = torch_gpukern.explain("gemm", a, b, fp32_precision="tf32")
-        assert plan["row"].startswith("gemm_tf32_sm90a_") and ("swapab" in plan["row"]) == transposed
+        assert (
+            plan["row"].startswith("gemm_tf32_sm90a_") and ("swapab" in plan["row"]) == transposed
+        )
         assert plan["workspace_bytes"] == copies * 1536 * 1024
         assert "sm90a" not in torch_gpukern.explain("gemm", a, b)["row"]
         want = ops.gemm(a, b, fp32_precision="tf32")
         for x in ("a", "b"):
             odd = torch.empty(3 + (a if x == "a" else b).numel(), device="cuda")[3:]
-            odd = odd.as_strided((a if x == "a" else b).shape, (a if x == "a" else b).stride(), odd.storage_offset())
+            odd = odd.as_strided(
+                (a if x == "a" else b).shape, (a if x == "a" else b).stride(), odd.storage_offset()
+            )
             odd.copy_(a if x == "a" else b)
             pair = (odd, b) if x == "a" else (a, odd)
             assert torch_gpukern.explain("gemm", *pair, fp32_precision="tf32")["row"] == plan["row"]
             assert same_bits(ops.gemm(*pair, fp32_precision="tf32"), want)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # training
 
 
 def test_a_training_run_follows_the_cpu():
-    """A block of attention and linear layers trained on both devices from one start: the loss curves agree."""
+    """A block of attention and linear layers trained on both devices from one start: the loss
+    curves agree."""
 
     def train(device):
         gen = torch.Generator().manual_seed(0)
@@ -1135,10 +1363,16 @@ def test_a_training_run_follows_the_cpu():
         optimizer = torch.optim.SGD(weights, lr=0.05)
         losses = []
         for _ in range(30):
-            q, k, v = torch_gpukern.gemm(x, weights[0]).view(batch, seq, 3, heads, wide // heads).unbind(2)
+            q, k, v = (
+                torch_gpukern.gemm(x, weights[0])
+                .view(batch, seq, 3, heads, wide // heads)
+                .unbind(2)
+            )
             out = torch_gpukern.flash_attn(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
             h = x + torch_gpukern.gemm(out.transpose(1, 2).reshape(batch, seq, wide), weights[1])
-            z = h + torch_gpukern.gemm(torch_gpukern.gemm(h, weights[2], activation="gelu"), weights[3])
+            z = h + torch_gpukern.gemm(
+                torch_gpukern.gemm(h, weights[2], activation="gelu"), weights[3]
+            )
             loss = F.mse_loss(z, y)
             optimizer.zero_grad()
             loss.backward()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""assert_close_as finds errors of the size that it is there for: its bound is stated before a result is looked at."""
+"""assert_close_as finds errors of the size that it is there for: its bound is stated before a
+result is looked at."""
 
 import math
 from functools import partial
@@ -28,7 +29,8 @@ from conftest import (
 
 @pytest.mark.parametrize("values", (1, 63, 64, 65, 1000, SAMPLE - 1, SAMPLE, 10 * SAMPLE))
 def test_number_of_draws_is_known_beforehand(values):
-    """A result that no bound admits is found wrong after draws_of(values) draws, one that is right after the first."""
+    """A result that no bound admits is found wrong after draws_of(values) draws, one that is right
+    after the first."""
     ref, asked = torch.ones(values, dtype=torch.float64), []
 
     def yards(draw):
@@ -41,11 +43,14 @@ def test_number_of_draws_is_known_beforehand(values):
     with pytest.raises(AssertionError, match="max error"):
         assert_close_as(yards, 1.01 * ref.float(), ref)
     assert asked == list(range(draws_of(values)))
-    assert 1 <= len(asked) <= MOST_DRAWS and (len(asked) == MOST_DRAWS or values * len(asked) >= SAMPLE)
+    assert 1 <= len(asked) <= MOST_DRAWS and (
+        len(asked) == MOST_DRAWS or values * len(asked) >= SAMPLE
+    )
 
 
 def test_large_results_are_held_to_their_own_inputs():
-    """Other inputs may make larger errors: nothing that they make excuses a tensor of SAMPLE values."""
+    """Other inputs may make larger errors: nothing that they make excuses a tensor of SAMPLE
+    values."""
     ref = torch.ones(SAMPLE, dtype=torch.float64)
     got = ref.float()
     got[7] += 1e-5
@@ -94,7 +99,10 @@ def test_planted_error_in_attention(dtype, seq_q, which):
         want = reference.flash_attn(*f64(x), return_lse=True)[which]
         return [(run[which], want) for run in reordered(*x, {})]
 
-    got, ref = ops.flash_attn_fwd(q, k, v)[which], reference.flash_attn(*f64((q, k, v)), return_lse=True)[which]
+    got, ref = (
+        ops.flash_attn_fwd(q, k, v)[which],
+        reference.flash_attn(*f64((q, k, v)), return_lse=True)[which],
+    )
     assert_close_as(yards, got, ref)
     got[:, :, -1] = ops.flash_attn_fwd(q[:, :, -1:], k[:, :, :-1], v[:, :, :-1])[which][:, :, 0]
     with pytest.raises(AssertionError, match="max error"):
@@ -103,7 +111,8 @@ def test_planted_error_in_attention(dtype, seq_q, which):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_planted_error_of_twice_the_bound(dtype):
-    """The smallest that it promises to find in a tensor of SAMPLE values: just above the stated bound."""
+    """The smallest that it promises to find in a tensor of SAMPLE values: just above the stated
+    bound."""
     gen = generator("twice", dtype)
     a, b = (randn(gen, 64, 64, dtype=dtype) for _ in range(2))
     ref, narrow = product(*f64((a, b))), yard_dtype(dtype)

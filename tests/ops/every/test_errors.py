@@ -30,7 +30,9 @@ def test_error(op, kwargs, text, error):
     unchanged()
 
 
-@pytest.mark.parametrize("op,kwargs,text,error", [c for c in cases if c[0] in OPS and OPS[c[0]].raw][::5])
+@pytest.mark.parametrize(
+    "op,kwargs,text,error", [c for c in cases if c[0] in OPS and OPS[c[0]].raw][::5]
+)
 def test_other_doors_say_the_same(op, kwargs, text, error):
     """The raw op, the public function, explain, and a call that wants gradients."""
     doors = [getattr(ops, OPS[op].raw), getattr(torch_gpukern, op)]
@@ -40,7 +42,8 @@ def test_other_doors_say_the_same(op, kwargs, text, error):
         with pytest.raises(error, match=re.escape(f"gpukern::{op}: {text}")):
             door(**kwargs)
     leaf = {
-        n: x.detach().requires_grad_() if n in ("a", "q") and x.is_floating_point() else x for n, x in kwargs.items()
+        n: x.detach().requires_grad_() if n in ("a", "q") and x.is_floating_point() else x
+        for n, x in kwargs.items()
     }
     if OPS[op].gradients:
         with pytest.raises(error, match=re.escape(f"gpukern::{op}: {text}")):
@@ -55,7 +58,8 @@ def backward_args(**change):
 
 @pytest.mark.parametrize("change,text", [
     (dict(grad_out=t(2, 4, 5, 8)), "grad_out must have shape [2, 4, 5, 16], got [2, 4, 5, 8]"),
-    (dict(grad_out=t(2, 4, 5, 16, dtype=BF16)), "grad_out has dtype bfloat16, q has float32; they must match"),
+    (dict(grad_out=t(2, 4, 5, 16, dtype=BF16)), "grad_out has dtype bfloat16, q has float32; they "
+                                                "must match"),
     (dict(out=t(2, 4, 6, 16)), "out must have shape [2, 4, 5, 16], got [2, 4, 6, 16]"),
     (dict(lse=t(2, 5, 4)), "lse must have shape [2, 4, 5], got [2, 5, 4]"),
     (dict(lse=t(2, 4, 5, dtype=F64)), "lse must be float32, got float64"),
@@ -80,9 +84,7 @@ def test_overlapping_caches_are_refused():
     lanes = torch.zeros(5, 4, 2, 16)
     ops.kv_cache_write(**write(v=t(3, 2, 8), k_cache=lanes[..., ::2], v_cache=lanes[..., 1::2]))
     assert lanes[0, 0].eq(1).all()
-    text = (
-        "gpukern::kv_cache_write: v_cache overlaps k_cache; they may be views of one tensor but must not share memory"
-    )
+    text = "gpukern::kv_cache_write: v_cache overlaps k_cache; they may be views of one tensor but must not share memory"  # noqa: E501
     for k_cache, v_cache in (
         (both[:, 0], both[:, 0]),
         (both.view(-1)[:320].view(5, 4, 2, 8), both.view(-1)[8:328].view(5, 4, 2, 8)),
@@ -116,10 +118,16 @@ TENSORS = {
 def test_tensors_on_two_devices(op, argument):
     kwargs = TENSORS[op, argument]
     first = next(iter(kwargs))
-    moved = {n: x.cuda() if isinstance(x, torch.Tensor) and n != argument else x for n, x in kwargs.items()}
+    moved = {
+        n: x.cuda() if isinstance(x, torch.Tensor) and n != argument else x
+        for n, x in kwargs.items()
+    }
     with pytest.raises(ValueError) as caught:
         getattr(ops, op)(**moved)
-    assert str(caught.value) == f"gpukern::{op}: {argument} is on cpu, {first} is on cuda:0; they must be on one device"
+    assert (
+        str(caught.value)
+        == f"gpukern::{op}: {argument} is on cpu, {first} is on cuda:0; they must be on one device"
+    )
 
 
 @pytest.mark.parametrize("op,kwargs", [(name, op.make()) for name, op in OPS.items()], ids=OPS)
@@ -148,7 +156,20 @@ FAKE = [
     for op, kwargs, text in VALUE_ERRORS
     if op in OPS.keys() - {"kv_cache_write"}
     and text.split()[0]
-    in ("a", "b", "q", "k", "v", "k_cache", "v_cache", "block_table", "seq_lens", "out_b", "lse_a", "lse_b")
+    in (
+        "a",
+        "b",
+        "q",
+        "k",
+        "v",
+        "k_cache",
+        "v_cache",
+        "block_table",
+        "seq_lens",
+        "out_b",
+        "lse_a",
+        "lse_b",
+    )
     and not re.search("it must be 1 |at most 8|must broadcast|tokens must be a multiple", text)
 ]
 
@@ -235,7 +256,7 @@ for name, entry in OPS.items():  # a process for each, which has all that is imp
             os._exit(0)
     print("EXIT", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     import torch._dynamo  # which some kinds import: the first op meets them without, the others need not import it each
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -251,17 +272,32 @@ def hostile():
 
 @pytest.mark.parametrize("name", OPS)
 def test_hostile_tensors_never_crash(hostile, name):
-    """Integer, complex, sparse, quantized, meta, nested, freed and subclass inputs in every place, in a process of their own."""
+    """Integer, complex, sparse, quantized, meta, nested, freed and subclass inputs in every place,
+    in a process of their own."""
     *lines, code = hostile[name]
     assert lines[-1:] == ["END"] and code == "EXIT 0", f"{code} after {lines[-1:]}"
     results = [json.loads(line[5:]) for line in lines if line.startswith("DONE ")]
     tried = [line for line in lines if line.startswith("START ")]
     skipped = [line for line in lines if line.startswith("SKIP ")]
     tensors = sum(isinstance(x, torch.Tensor) for x in OPS[name].make().values())
-    assert len(results) + len(skipped) == len(tried) == 26 * tensors, "26 kinds in the place of every tensor"
+    assert len(results) + len(skipped) == len(tried) == 26 * tensors, (
+        "26 kinds in the place of every tensor"
+    )
     assert len(skipped) <= 3 * tensors, f"torch itself refused to make {skipped}"
-    silent = ("subclass", "function", "parameter", "buffer", "no_elements", "wrapper", "neg_view", "zero_tensor", "meta", "zero_dim",
-              "nine_dims", "batched")  # fmt: skip
+    silent = (
+        "subclass",
+        "function",
+        "parameter",
+        "buffer",
+        "no_elements",
+        "wrapper",
+        "neg_view",
+        "zero_tensor",
+        "meta",
+        "zero_dim",
+        "nine_dims",
+        "batched",
+    )
     for op, argument, kind, error, text in results:
         floating = argument not in (
             "block_table",
@@ -274,11 +310,15 @@ def test_hostile_tensors_never_crash(hostile, name):
         )
         if kind in ("subclass", "function", "parameter", "buffer"):
             assert error is None, f"{op}: {argument} as {kind} raised {error}: {text}"
-        if error is None and (floating or kind.startswith(("sparse", "mkldnn", "nested", "complex"))):
+        if error is None and (
+            floating or kind.startswith(("sparse", "mkldnn", "nested", "complex"))
+        ):
             valid = kind == "int64" and argument in ("slots", "positions", "target", "seed")
             assert kind in silent or valid, f"{op}: {argument} as {kind} was taken without a word"
         if error is not None:
-            assert error not in ("SystemError", "MemoryError"), f"{op}: {argument} as {kind}: {error}: {text}"
+            assert error not in ("SystemError", "MemoryError"), (
+                f"{op}: {argument} as {kind}: {error}: {text}"
+            )
 
 
 def test_results_of_subclasses_and_views():

@@ -33,9 +33,12 @@ from conftest import (
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-# No shrinking: a smaller example of an error bound missed by little says less, and takes minutes to find.
+# No shrinking: a smaller example of an error bound missed by little says less, and takes minutes to
+# find.
 PHASES = (Phase.explicit, Phase.generate)
-COMMON = dict(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=PHASES)
+COMMON = dict(
+    deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=PHASES
+)
 few = settings(max_examples=300 if ALL else 50, **COMMON)
 
 dtypes = st.sampled_from((torch.float32, torch.bfloat16, torch.float16, torch.float64))
@@ -50,14 +53,23 @@ def attention(draw):
     """Tensors and arguments of one flash_attn call."""
     gen = generator("hypothesis", draw(seeds))
     dtype, hkv = draw(dtypes), draw(st.integers(1, 3))
-    hq, sq, sk, d, dv = hkv * draw(st.integers(1, 4)), draw(lengths), draw(lengths), draw(dims), draw(dims)
-    # Tiny problems come in numbers: the worst error of a handful of elements says little about either side.
+    hq, sq, sk, d, dv = (
+        hkv * draw(st.integers(1, 4)),
+        draw(lengths),
+        draw(lengths),
+        draw(dims),
+        draw(dims),
+    )
+    # Tiny problems come in numbers: the worst error of a handful of elements says little about
+    # either side.
     batch = draw(st.integers(1, 3)) + min(40, 300 // (hkv * min(sq + 1, sk + 1) * min(d, dv)))
     q, k, v = (
         LAYOUTS[draw(layouts)](randn(gen, batch, h, s, x, dtype=dtype))
         for h, s, x in ((hq, sq, d), (hkv, sk, d), (hkv, sk, dv))
     )
-    kwargs = dict(is_causal=draw(st.booleans()), diagonal=draw(st.sampled_from((0, 1, -3, sk - sq, 50, -50))))
+    kwargs = dict(
+        is_causal=draw(st.booleans()), diagonal=draw(st.sampled_from((0, 1, -3, sk - sq, 50, -50)))
+    )
     kwargs["window_left"] = draw(st.sampled_from((-1, -1, 0, 3, 31, 1000)))
     kwargs["window_right"] = draw(st.sampled_from((-1, -1, 0, 2, 40)))
     kwargs["softcap"] = draw(st.sampled_from((0.0, 0.0, 1.0, 20.0)))
@@ -67,12 +79,16 @@ def attention(draw):
         shape = (batch, hq) if draw(st.booleans()) else (hq,)
         kwargs["alibi_slopes"] = randn(gen, *shape, dtype=wide, std=0.2)
     if draw(st.booleans()):
-        kwargs["sinks"] = randn(gen, hq, dtype=wide).masked_fill(torch.rand(hq, generator=gen) < 0.3, -math.inf)
+        kwargs["sinks"] = randn(gen, hq, dtype=wide).masked_fill(
+            torch.rand(hq, generator=gen) < 0.3, -math.inf
+        )
     for name in ("kv_start", "kv_end"):
         if draw(st.integers(0, 3)) == 0:
             kwargs[name] = torch.randint(-2, sk + 3, (batch,), generator=gen, dtype=torch.int32)
     if draw(st.integers(0, 3)) == 0:
-        kwargs["q_start"] = torch.randint(-sq - 2, sk + 3, (batch,), generator=gen, dtype=torch.int32)
+        kwargs["q_start"] = torch.randint(
+            -sq - 2, sk + 3, (batch,), generator=gen, dtype=torch.int32
+        )
         kwargs["diagonal"] = 0
     return gen, q, k, v, kwargs
 
@@ -102,7 +118,9 @@ def test_flash_attn_backward(case):
 
     def gradients(run, tensors, extra):
         leaves = [t.detach().requires_grad_() for t in tensors]
-        out, lse = run(*leaves[:3], **extra, sinks=leaves[3] if sinks is not None else None, return_lse=True)
+        out, lse = run(
+            *leaves[:3], **extra, sinks=leaves[3] if sinks is not None else None, return_lse=True
+        )
         torch.autograd.backward((out, lse), (grad.to(out.dtype), grad_lse.to(lse.dtype)))
         return [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
 
@@ -127,14 +145,23 @@ def product(draw):
     """Tensors and arguments of one gemm call."""
     gen = generator("hypothesis gemm", draw(seeds))
     dtype = draw(dtypes)
-    m, n, k = (draw(st.one_of(st.integers(0, 40), st.sampled_from((64, 127, 200)))) for _ in range(3))
+    m, n, k = (
+        draw(st.one_of(st.integers(0, 40), st.sampled_from((64, 127, 200)))) for _ in range(3)
+    )
     batch_a, batch_b = draw(
-        st.sampled_from((((), ()), ((2,), ()), ((), (3,)), ((2, 1), (3,)), ((2, 3), (2, 3)), ((0,), ())))
+        st.sampled_from(
+            (((), ()), ((2,), ()), ((), (3,)), ((2, 1), (3,)), ((2, 3), (2, 3)), ((0,), ()))
+        )
     )
     a = LAYOUTS[draw(layouts)](randn(gen, *batch_a, m, k, dtype=dtype))
     b = LAYOUTS[draw(layouts)](randn(gen, *batch_b, k, n, dtype=dtype))
-    kwargs = dict(activation=draw(st.sampled_from(ACTIVATIONS)), alpha=draw(st.sampled_from((1.0, -0.5, 0.0, 3.0))))
-    kwargs["out_dtype"] = draw(st.sampled_from((None, dtype, torch.float32 if dtype != torch.float64 else None)))
+    kwargs = dict(
+        activation=draw(st.sampled_from(ACTIVATIONS)),
+        alpha=draw(st.sampled_from((1.0, -0.5, 0.0, 3.0))),
+    )
+    kwargs["out_dtype"] = draw(
+        st.sampled_from((None, dtype, torch.float32 if dtype != torch.float64 else None))
+    )
     kwargs["beta"] = draw(st.sampled_from((1.0, 0.0, -2.0)))
     extra = st.sampled_from((dtype, kwargs["out_dtype"] or dtype))
     if draw(st.booleans()):
@@ -158,9 +185,13 @@ def test_gemm(case):
     got = ops.gemm(a, b, **kwargs)
     ref = reference.gemm(f64(a), f64(b), **{**f64(kwargs), "out_dtype": torch.float64})
     dtype = yard_dtype(kwargs["out_dtype"] or a.dtype)
-    cast = {n: t.to(dtype) if isinstance(t, torch.Tensor) else t for n, t in kwargs.items()} | {"out_dtype": dtype}
+    cast = {n: t.to(dtype) if isinstance(t, torch.Tensor) else t for n, t in kwargs.items()} | {
+        "out_dtype": dtype
+    }
     orders = [None, *(torch.randperm(a.shape[-1], generator=generator(i)) for i in range(5))]
-    assert_close_as([torch_gemm(a.to(dtype), b.to(dtype), order=o, **cast) for o in orders], got, ref)
+    assert_close_as(
+        [torch_gemm(a.to(dtype), b.to(dtype), order=o, **cast) for o in orders], got, ref
+    )
 
 
 @st.composite
@@ -170,11 +201,25 @@ def paged(draw):
     dtype = draw(dtypes)
     hkv = draw(st.integers(1, 3))
     heads = (hkv * draw(st.integers(1, 5)), hkv)
-    contexts = draw(st.lists(st.one_of(st.integers(0, 40), st.integers(100, 400)), min_size=1, max_size=5))
+    contexts = draw(
+        st.lists(st.one_of(st.integers(0, 40), st.integers(100, 400)), min_size=1, max_size=5)
+    )
     queries = [0 if n == 0 else draw(st.integers(0, min(n, 20))) for n in contexts]
-    case = Paged(gen, contexts, queries, *heads, draw(dims), draw(dims), draw(st.integers(1, 40)), dtype,
-                 order=draw(st.sampled_from(("NHD", "HND", "padded", "shared"))))  # fmt: skip
-    kwargs = dict(window_left=draw(st.sampled_from((-1, -1, 0, 7, 90))), softcap=draw(st.sampled_from((0.0, 2.0))))
+    case = Paged(
+        gen,
+        contexts,
+        queries,
+        *heads,
+        draw(dims),
+        draw(dims),
+        draw(st.integers(1, 40)),
+        dtype,
+        order=draw(st.sampled_from(("NHD", "HND", "padded", "shared"))),
+    )
+    kwargs = dict(
+        window_left=draw(st.sampled_from((-1, -1, 0, 7, 90))),
+        softcap=draw(st.sampled_from((0.0, 2.0))),
+    )
     kwargs["is_causal"] = draw(st.booleans())
     wide = logit_dtype(dtype)
     if draw(st.booleans()):
@@ -183,8 +228,12 @@ def paged(draw):
     if draw(st.booleans()):
         kwargs["sinks"] = randn(gen, heads[0], dtype=wide)
     if draw(st.booleans()):
-        kwargs["k_scale"] = torch.rand(hkv if draw(st.booleans()) else (), generator=gen).to(wide) + 0.5
-        kwargs["v_scale"] = torch.rand(hkv if draw(st.booleans()) else (), generator=gen).to(wide) + 0.5
+        kwargs["k_scale"] = (
+            torch.rand(hkv if draw(st.booleans()) else (), generator=gen).to(wide) + 0.5
+        )
+        kwargs["v_scale"] = (
+            torch.rand(hkv if draw(st.booleans()) else (), generator=gen).to(wide) + 0.5
+        )
     return case, kwargs
 
 
@@ -201,8 +250,16 @@ def test_paged_attn(drawn):
 
 
 @few
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=4, max_size=9), dtypes, dims, seeds,
-       st.sampled_from((-1, 0, 9)), st.booleans(), st.sampled_from((0.0, 3.0)), st.booleans())  # fmt: skip
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=4, max_size=9),
+    dtypes,
+    dims,
+    seeds,
+    st.sampled_from((-1, 0, 9)),
+    st.booleans(),
+    st.sampled_from((0.0, 3.0)),
+    st.booleans(),
+)
 def test_varlen(sequences, dtype, dim, seed, window, causal, softcap, with_sinks):
     gen = generator("hypothesis varlen", seed)
     sequences = sequences * (1 + 40 // dim)  # small ones come in numbers, as above
@@ -223,7 +280,11 @@ def test_varlen(sequences, dtype, dim, seed, window, causal, softcap, with_sinks
         out, lse = run(*leaves, *args, **extra, return_lse=True)
         out.backward(grad.to(out.dtype))
         results.append(
-            [out.detach(), lse.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)]
+            [
+                out.detach(),
+                lse.detach(),
+                *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves),
+            ]
         )
     yards = reordered_packed(q, k, v, cu_q, cu_k, kwargs, grad)
     for i, (got, ref) in enumerate(zip(*results)):
@@ -231,7 +292,9 @@ def test_varlen(sequences, dtype, dim, seed, window, causal, softcap, with_sinks
 
 
 @few
-@given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 30), dtypes, layouts, st.booleans(), seeds)
+@given(
+    st.integers(1, 5), st.integers(1, 9), st.integers(0, 30), dtypes, layouts, st.booleans(), seeds
+)
 def test_kv_cache_write(blocks, block_size, count, dtype, layout, strided_cache, seed):
     gen = generator("hypothesis write", seed)
     k, v = (LAYOUTS[layout](randn(gen, count, 2, n, dtype=dtype)) for n in (5, 16))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Arguments by position, by another library's name, and of another type than bool: never taken for something else."""
+"""Arguments by position, by another library's name, and of another type than bool: never taken for
+something else."""
 
 import inspect
 
@@ -12,7 +13,15 @@ CORE = {
     "gemm": ("a", "b", "bias"),
     "linear": ("x", "weight", "bias"),
     "flash_attn": ("q", "k", "v"),
-    "flash_attn_varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+    "flash_attn_varlen": (
+        "q",
+        "k",
+        "v",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "max_seqlen_q",
+        "max_seqlen_k",
+    ),
     "paged_attn": ("q", "k_cache", "v_cache", "block_table", "seq_lens"),
     "kv_cache_write": ("k", "v", "k_cache", "v_cache", "slots"),
     "attn_merge": ("out_a", "lse_a", "out_b", "lse_b"),
@@ -69,7 +78,9 @@ def test_what_follows_the_tensors_is_keyword_only(name):
     ),
 )
 def test_a_foreign_keyword_names_ours(name, keyword, ours):
-    with pytest.raises(TypeError, match=f"^gpukern::{name}: it has no argument '{keyword}'; .*{ours}"):
+    with pytest.raises(
+        TypeError, match=f"^gpukern::{name}: it has no argument '{keyword}'; .*{ours}"
+    ):
         public(name)(**good(name), **{keyword: None})
 
 
@@ -77,7 +88,9 @@ def test_compiled_code_refuses_a_foreign_keyword():
     torch._dynamo.reset()
     q = torch.ones(1, 1, 4, 8)
     with pytest.raises(Exception, match="causal"):
-        torch.compile(lambda q: torch_gpukern.flash_attn(q, q, q, causal=True), backend="aot_eager")(q)
+        torch.compile(
+            lambda q: torch_gpukern.flash_attn(q, q, q, causal=True), backend="aot_eager"
+        )(q)
     torch._dynamo.reset()
 
 
@@ -111,10 +124,14 @@ def test_what_is_true_or_false_is_a_bool(name, value):
 @pytest.mark.parametrize("value", NOT_BOOLS, ids=repr)
 def test_bools_that_only_a_public_function_has(value):
     for name in WITH_BOOLS:
-        with pytest.raises(ValueError, match=rf"^gpukern::{name}: return_lse must be True or False, got "):
+        with pytest.raises(
+            ValueError, match=rf"^gpukern::{name}: return_lse must be True or False, got "
+        ):
             public(name)(**good(name), return_lse=value)
     x, target = torch.ones(3, 4), torch.tensor([0, 1, 2])
-    with pytest.raises(ValueError, match="^gpukern::linear_cross_entropy: low_memory must be True or False, got "):
+    with pytest.raises(
+        ValueError, match="^gpukern::linear_cross_entropy: low_memory must be True or False, got "
+    ):
         torch_gpukern.linear_cross_entropy(x, torch.ones(5, 4), target, low_memory=value)
 
 
@@ -122,9 +139,13 @@ def test_bools_that_only_a_public_function_has(value):
 def test_numbers_and_bools_of_an_op_that_writes_in_place(wrong):
     call = OPS["rope_kv_write"].make()
     for f in (torch_gpukern.rope_kv_write, ops.rope_kv_write, ops.rope_kv_write.default):
-        with pytest.raises(ValueError, match="^gpukern::rope_kv_write: interleaved must be True or False, got "):
+        with pytest.raises(
+            ValueError, match="^gpukern::rope_kv_write: interleaved must be True or False, got "
+        ):
             f(**call, interleaved=wrong)
-        with pytest.raises(ValueError, match="^gpukern::rope_kv_write: eps is a number without a gradient"):
+        with pytest.raises(
+            ValueError, match="^gpukern::rope_kv_write: eps is a number without a gradient"
+        ):
             f(**call, eps=torch.tensor(1e-6, requires_grad=True))
 
 
@@ -132,7 +153,9 @@ def test_bools_of_a_backward():
     x = torch.ones(1, 1, 4, 8)
     out, lse = ops.flash_attn_fwd(x, x, x)
     for argument in ("is_causal", "deterministic"):
-        with pytest.raises(ValueError, match=rf"^gpukern::flash_attn_bwd: {argument} must be True or False, got 1$"):
+        with pytest.raises(
+            ValueError, match=rf"^gpukern::flash_attn_bwd: {argument} must be True or False, got 1$"
+        ):
             ops.flash_attn_bwd(x, x, x, x, out, lse, **{argument: 1})
 
 
@@ -151,13 +174,19 @@ def test_a_bool_that_a_compiler_holds_is_one():
     torch._dynamo.reset()
     q = torch.randn(1, 2, 4, 8)
     for way in (torch_gpukern.flash_attn, ops.flash_attn):
-        assert torch.equal(way(q, q, q, is_causal=torch.tensor(True)), ops.flash_attn(q, q, q, is_causal=True))
+        assert torch.equal(
+            way(q, q, q, is_causal=torch.tensor(True)), ops.flash_attn(q, q, q, is_causal=True)
+        )
 
 
 def test_messages_of_wrong_types():
-    """They name the op, the argument, what was expected and what came, on one line; and are what torch raises, too."""
+    """They name the op, the argument, what was expected and what came, on one line; and are what
+    torch raises, too."""
     t, q, index = torch.ones(4, 4), torch.ones(1, 2, 4, 8), torch.zeros(1, 1, dtype=torch.int32)
-    array, nested = t.numpy(), torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    array, nested = (
+        t.numpy(),
+        torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged),
+    )
     strided = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.strided)
     gk, hint = torch_gpukern, "; torch.as_tensor makes one"
     cases = [
@@ -165,50 +194,135 @@ def test_messages_of_wrong_types():
         (lambda: gk.gemm(t, [[1.0]]), "gemm: b must be a Tensor, got list" + hint),
         (lambda: gk.gemm(t, None), "gemm: b must be a Tensor, got None"),
         (lambda: gk.gemm(t, t, c=1.0), "gemm: c must be a Tensor or None, got 1.0"),
-        (lambda: gk.gemm(t, t, activation=None), "gemm: activation must be none, relu, gelu, gelu_tanh or silu, got None"),
-        (lambda: gk.gemm(t, t, out_dtype="float32"), "gemm: out_dtype must be a torch.dtype or None, got 'float32'"),
+        (
+            lambda: gk.gemm(t, t, activation=None),
+            "gemm: activation must be none, relu, gelu, gelu_tanh or silu, got None",
+        ),
+        (
+            lambda: gk.gemm(t, t, out_dtype="float32"),
+            "gemm: out_dtype must be a torch.dtype or None, got 'float32'",
+        ),
         (lambda: gk.gemm(t, t, alpha="x"), "gemm: alpha must be a number, got 'x'"),
         (lambda: gk.gemm(nested, t), "gemm: a is a nested tensor; pass its parts"),
-        (lambda: gk.gemm(t.to_sparse(), t), "gemm: a has layout torch.sparse_coo, expected a dense tensor"),
+        (
+            lambda: gk.gemm(t.to_sparse(), t),
+            "gemm: a has layout torch.sparse_coo, expected a dense tensor",
+        ),
         (lambda: gk.linear(array, t), "linear: x, weight and bias must be Tensors, got ndarray"),
-        (lambda: gk.flash_attn(q, q, q.numpy()), "flash_attn: v must be a Tensor, got numpy.ndarray" + hint),
-        (lambda: gk.flash_attn(nested, nested, nested), "flash_attn: q is a nested tensor; pass its parts"),
-        (lambda: gk.flash_attn(q, q, q, diagonal=1.5), "flash_attn: diagonal must be an int, got 1.5"),
-        (lambda: gk.flash_attn(q, q, q, window_left=(1, 2)), "flash_attn: window_left must be an int, got tuple"),
-        (lambda: gk.flash_attn(q, q, q, kv_end=[1]), "flash_attn: kv_end must be a Tensor or None, got list" + hint),
-        (lambda: gk.flash_attn_varlen(q[0], q[0], q[0], index[0], index[0], None, 1),
-         "flash_attn_varlen: max_seqlen_q must be an int, got None"),
-        (lambda: gk.paged_attn(q[0], q, q, index, [1]), "paged_attn: seq_lens must be a Tensor, got list" + hint),
-        (lambda: gk.kv_cache_write(q[0], q[0], q, q, [1]), "kv_cache_write: slots must be a Tensor, got list" + hint),
-        (lambda: ops.kv_cache_write(q[0], q[0], q, q, [1]), "kv_cache_write: slots must be a Tensor, got list" + hint),
-        (lambda: gk.attn_merge(array, t, t, t), "attn_merge: out_a must be a Tensor, got numpy.ndarray" + hint),
-        (lambda: gk.flash_attn(q, q, [1.0], return_lse=True), "flash_attn: v must be a Tensor, got list" + hint),
-        (lambda: gk.linear_cross_entropy(t, t, [0]), "linear_cross_entropy: target must be a Tensor, got list" + hint),
-        (lambda: gk.linear_cross_entropy(t, array, index, low_memory=True),
-         "linear_cross_entropy: weight must be a Tensor, got numpy.ndarray" + hint),
+        (
+            lambda: gk.flash_attn(q, q, q.numpy()),
+            "flash_attn: v must be a Tensor, got numpy.ndarray" + hint,
+        ),
+        (
+            lambda: gk.flash_attn(nested, nested, nested),
+            "flash_attn: q is a nested tensor; pass its parts",
+        ),
+        (
+            lambda: gk.flash_attn(q, q, q, diagonal=1.5),
+            "flash_attn: diagonal must be an int, got 1.5",
+        ),
+        (
+            lambda: gk.flash_attn(q, q, q, window_left=(1, 2)),
+            "flash_attn: window_left must be an int, got tuple",
+        ),
+        (
+            lambda: gk.flash_attn(q, q, q, kv_end=[1]),
+            "flash_attn: kv_end must be a Tensor or None, got list" + hint,
+        ),
+        (
+            lambda: gk.flash_attn_varlen(q[0], q[0], q[0], index[0], index[0], None, 1),
+            "flash_attn_varlen: max_seqlen_q must be an int, got None",
+        ),
+        (
+            lambda: gk.paged_attn(q[0], q, q, index, [1]),
+            "paged_attn: seq_lens must be a Tensor, got list" + hint,
+        ),
+        (
+            lambda: gk.kv_cache_write(q[0], q[0], q, q, [1]),
+            "kv_cache_write: slots must be a Tensor, got list" + hint,
+        ),
+        (
+            lambda: ops.kv_cache_write(q[0], q[0], q, q, [1]),
+            "kv_cache_write: slots must be a Tensor, got list" + hint,
+        ),
+        (
+            lambda: gk.attn_merge(array, t, t, t),
+            "attn_merge: out_a must be a Tensor, got numpy.ndarray" + hint,
+        ),
+        (
+            lambda: gk.flash_attn(q, q, [1.0], return_lse=True),
+            "flash_attn: v must be a Tensor, got list" + hint,
+        ),
+        (
+            lambda: gk.linear_cross_entropy(t, t, [0]),
+            "linear_cross_entropy: target must be a Tensor, got list" + hint,
+        ),
+        (
+            lambda: gk.linear_cross_entropy(t, array, index, low_memory=True),
+            "linear_cross_entropy: weight must be a Tensor, got numpy.ndarray" + hint,
+        ),
         (lambda: gk.linear(t, strided), "linear: weight is a nested tensor; pass its parts"),
         (lambda: gk.linear(None, t), "linear: x must be a Tensor, got None"),
         (lambda: gk.linear(t, None), "linear: weight must be a Tensor, got None"),
-        (lambda: gk.linear_cross_entropy(None, t, index), "linear_cross_entropy: x must be a Tensor, got None"),
-        (lambda: gk.linear_cross_entropy(t, t, None, low_memory=True), "linear_cross_entropy: target must be a Tensor, got None"),
+        (
+            lambda: gk.linear_cross_entropy(None, t, index),
+            "linear_cross_entropy: x must be a Tensor, got None",
+        ),
+        (
+            lambda: gk.linear_cross_entropy(t, t, None, low_memory=True),
+            "linear_cross_entropy: target must be a Tensor, got None",
+        ),
         (lambda: gk.dropout(array, 0.5), "dropout: x must be a Tensor, got numpy.ndarray" + hint),
         (lambda: gk.dropout(None, 0.5, index[0]), "dropout: x must be a Tensor, got None"),
         (lambda: gk.dropout_add(t[0, 0], 3, 0.5), "dropout_add: residual must be a Tensor, got 3"),
-        (lambda: gk.bias_gelu_dropout([1.0], None, 0.5), "bias_gelu_dropout: x must be a Tensor, got list" + hint),
-        (lambda: gk.flash_attn(array, q, q, dropout_p=0.5), "flash_attn: q must be a Tensor, got numpy.ndarray" + hint),
-        (lambda: gk.attn_dropout_mask(q, None, 0.5, index), "attn_dropout_mask: k must be a Tensor, got None"),
-        (lambda: gk.attn_dropout_mask(q, q, "x", index), "attn_dropout_mask: p must be a number, got 'x'"),
+        (
+            lambda: gk.bias_gelu_dropout([1.0], None, 0.5),
+            "bias_gelu_dropout: x must be a Tensor, got list" + hint,
+        ),
+        (
+            lambda: gk.flash_attn(array, q, q, dropout_p=0.5),
+            "flash_attn: q must be a Tensor, got numpy.ndarray" + hint,
+        ),
+        (
+            lambda: gk.attn_dropout_mask(q, None, 0.5, index),
+            "attn_dropout_mask: k must be a Tensor, got None",
+        ),
+        (
+            lambda: gk.attn_dropout_mask(q, q, "x", index),
+            "attn_dropout_mask: p must be a number, got 'x'",
+        ),
         (lambda: gk.dropout_mask((2, 3), 0.5, 7), "dropout_mask: seed must be a Tensor, got 7"),
-        (lambda: gk.quantize_attn(q, q, q, hadamard=1), "quantize_attn: hadamard must be True or False, got 1"),
-        (lambda: gk.quantize_attn(q, q, q, center_v=None), "quantize_attn: center_v must be True or False, got None"),
-        (lambda: gk.quantize(t, "e4m3", "row"), "quantize: dtype must be a torch.dtype, got 'e4m3'"),
-        (lambda: gk.quantize(t, torch.int8, None), "quantize: granularity must be a string, got None"),
-        (lambda: gk.pack_weight(t[:4].char(), "int4", scale=[1.0]), "pack_weight: scale must be a Tensor, got list" + hint),
-        (lambda: gk.explain("gemm", array, t), "gemm: a must be a Tensor, got numpy.ndarray" + hint),
-        (lambda: ops.gemm.out(t.detach(), t.detach(), out=array), "gemm: out must be a Tensor, got numpy.ndarray" + hint),
+        (
+            lambda: gk.quantize_attn(q, q, q, hadamard=1),
+            "quantize_attn: hadamard must be True or False, got 1",
+        ),
+        (
+            lambda: gk.quantize_attn(q, q, q, center_v=None),
+            "quantize_attn: center_v must be True or False, got None",
+        ),
+        (
+            lambda: gk.quantize(t, "e4m3", "row"),
+            "quantize: dtype must be a torch.dtype, got 'e4m3'",
+        ),
+        (
+            lambda: gk.quantize(t, torch.int8, None),
+            "quantize: granularity must be a string, got None",
+        ),
+        (
+            lambda: gk.pack_weight(t[:4].char(), "int4", scale=[1.0]),
+            "pack_weight: scale must be a Tensor, got list" + hint,
+        ),
+        (
+            lambda: gk.explain("gemm", array, t),
+            "gemm: a must be a Tensor, got numpy.ndarray" + hint,
+        ),
+        (
+            lambda: ops.gemm.out(t.detach(), t.detach(), out=array),
+            "gemm: out must be a Tensor, got numpy.ndarray" + hint,
+        ),
         (lambda: ops.gemm(array, t), "gemm: a must be a Tensor, got numpy.ndarray" + hint),
         (lambda: ops.gemm.default(t, t, activation=None), "gemm: activation must be none, relu,"),
-    ]  # fmt: skip
+    ]
     for wanted in (False, True):
         t.requires_grad_(wanted)
         for call, text in cases:
@@ -231,13 +345,18 @@ def test_messages_of_what_is_composed():
     torch_gpukern.nn.quantize(layer, "w8")
     cases = [
         (
-            lambda: torch_gpukern.rope_kv_write(q, q, array, q[0], q[0], index, cache.k[0], cache.v[0], index),
+            lambda: torch_gpukern.rope_kv_write(
+                q, q, array, q[0], q[0], index, cache.k[0], cache.v[0], index
+            ),
             "gpukern::rope_kv_write: v",
         ),
         (lambda: cache.append([cache.allocate()], q, array), "PagedKVCache.append: v"),
         (lambda: layer(array), "QuantizedLinear: x"),
         (lambda: torch_gpukern.nn.Fp8Linear(8, 8)(array), "Fp8Linear: x"),
-        (lambda: torch_gpukern.nn.LinearCrossEntropy(8, 4)(array, index), "gpukern::linear_cross_entropy: x"),
+        (
+            lambda: torch_gpukern.nn.LinearCrossEntropy(8, 4)(array, index),
+            "gpukern::linear_cross_entropy: x",
+        ),
         (lambda: torch_gpukern.nn.MLP(8, 8)(array), "gpukern::linear: x"),
     ]
     for call, text in cases:
@@ -269,9 +388,15 @@ def test_sinks_inside_autocast(to, of_q, of_sinks, device):
     with torch.autocast(device, to):
         dense = torch_gpukern.flash_attn(q, q, q, sinks=sinks)
         rows = torch_gpukern.flash_attn_varlen(packed, packed, packed, cu, cu, 4, 4, sinks=sinks)
-        paged = torch_gpukern.paged_attn(packed[:1].float(), cache, cache, cu[None, :1], one, sinks=sinks.detach())
+        paged = torch_gpukern.paged_attn(
+            packed[:1].float(), cache, cache, cu[None, :1], one, sinks=sinks.detach()
+        )
     (dense.float().sum() + rows.float().sum()).backward()
-    assert dense.dtype == rows.dtype == to and paged.dtype == cache.dtype and sinks.grad.dtype == of_sinks
+    assert (
+        dense.dtype == rows.dtype == to
+        and paged.dtype == cache.dtype
+        and sinks.grad.dtype == of_sinks
+    )
     near = torch_gpukern.flash_attn(*(q.float(),) * 3, sinks=sinks.detach().float())
     assert torch.allclose(dense.float(), near, atol=5e-2)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Arguments that are numbers: tensors that want a gradient are refused by name, and floats that float32 cannot hold have
-their limit or are refused.
+"""Arguments that are numbers: tensors that want a gradient are refused by name, and floats that
+float32 cannot hold have their limit or are refused.
 """
 
 import math
@@ -16,12 +16,40 @@ def calls(device):
     packed = torch.ones(4, 2, 8, device=device, requires_grad=True)
     cu = torch.tensor([0, 4], dtype=torch.int32, device=device)
     cache = torch.ones(2, 4, 2, 8, device=device)
-    table, lens = torch.zeros(4, 1, dtype=torch.int32, device=device), torch.ones(4, dtype=torch.int32, device=device)
+    table, lens = (
+        torch.zeros(4, 1, dtype=torch.int32, device=device),
+        torch.ones(4, dtype=torch.int32, device=device),
+    )
     out, lse = ops.flash_attn_fwd(x.detach(), x.detach(), x.detach())
     packed_out = ops.flash_attn_varlen_fwd(*(packed.detach(),) * 3, cu, cu, 4, 4)
-    dense = ("is_causal", "scale", "diagonal", "window_left", "window_right", "softcap", "dropout_p")
-    rest = ("max_seqlen_q", "max_seqlen_k", "is_causal", "scale", "window_left", "window_right", "softcap", "dropout_p")
-    paged = ("max_seqlen_q", "scale", "window_left", "softcap", "is_causal", "window_right", "allow_short")
+    dense = (
+        "is_causal",
+        "scale",
+        "diagonal",
+        "window_left",
+        "window_right",
+        "softcap",
+        "dropout_p",
+    )
+    rest = (
+        "max_seqlen_q",
+        "max_seqlen_k",
+        "is_causal",
+        "scale",
+        "window_left",
+        "window_right",
+        "softcap",
+        "dropout_p",
+    )
+    paged = (
+        "max_seqlen_q",
+        "scale",
+        "window_left",
+        "softcap",
+        "is_causal",
+        "window_right",
+        "allow_short",
+    )
     varlen = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4)
     pages = dict(q=packed, k_cache=cache, v_cache=cache, block_table=table, seq_lens=lens)
     qkv, tokens = dict(q=x, k=x, v=x), dict(q=packed, k=packed, v=packed, **varlen)
@@ -31,21 +59,37 @@ def calls(device):
         "gemm_fwd": (product, ("alpha", "beta")),
         "flash_attn": (qkv, dense),
         "flash_attn_fwd": (qkv, dense),
-        "flash_attn_bwd": (dict(grad_out=out, **qkv, out=out, lse=lse), (*dense, "deterministic", "is_part")),
+        "flash_attn_bwd": (
+            dict(grad_out=out, **qkv, out=out, lse=lse),
+            (*dense, "deterministic", "is_part"),
+        ),
         "flash_attn_varlen": (tokens, rest),
         "flash_attn_varlen_fwd": (tokens, rest),
         "flash_attn_varlen_bwd": (
-            dict(grad_out=packed_out[0], **tokens, out=packed_out[0], lse=packed_out[1]), (*rest, "deterministic", "is_part"),
+            dict(grad_out=packed_out[0], **tokens, out=packed_out[0], lse=packed_out[1]),
+            (*rest, "deterministic", "is_part"),
         ),
         "paged_attn": (pages, paged),
         "paged_attn_fwd": (pages, paged),
-    }  # fmt: skip
+    }
 
 
 def learnable(argument, device):
-    """Of a value that the call would take; of the default where there is one, which no shortcut may drop."""
-    value = {"alpha": 1, "beta": 1, "scale": 1, "diagonal": 0, "softcap": 0, "dropout_p": 0, "max_seqlen_q": 4, "max_seqlen_k": 4,
-             "is_causal": 1, "deterministic": 1, "is_part": 1}.get(argument, -1)  # fmt: skip
+    """Of a value that the call would take; of the default where there is one, which no shortcut may
+    drop."""
+    value = {
+        "alpha": 1,
+        "beta": 1,
+        "scale": 1,
+        "diagonal": 0,
+        "softcap": 0,
+        "dropout_p": 0,
+        "max_seqlen_q": 4,
+        "max_seqlen_k": 4,
+        "is_causal": 1,
+        "deterministic": 1,
+        "is_part": 1,
+    }.get(argument, -1)
     return torch.nn.Parameter(torch.tensor(float(value), device=device))
 
 
@@ -59,13 +103,16 @@ def ways_in(op):
 def test_a_number_that_wants_a_gradient_is_refused_by_name(op, device):
     call, numbers = calls(device)[op]
     schema = [str(a.type) for a in getattr(ops, op).default._schema.arguments]
-    assert len(numbers) == sum(t in ("float", "Optional[float]", "int", "SymInt", "bool") for t in schema)
+    assert len(numbers) == sum(
+        t in ("float", "Optional[float]", "int", "SymInt", "bool") for t in schema
+    )
     for argument in numbers:
         for f in ways_in(op):
             with pytest.raises(ValueError) as error:
                 f(**call | {argument: learnable(argument, device)})
             assert str(error.value) == (
-                f"gpukern::{op.removesuffix('_fwd')}: {argument} is a number without a gradient, got a tensor that requires one; "
+                f"gpukern::{op.removesuffix('_fwd')}: {argument} is a number without a gradient, "
+                f"got a tensor that requires one; "
                 f"pass {argument}.detach()"
             )
 
@@ -80,7 +127,11 @@ def test_it_is_refused_by_position_too_and_taken_without_a_gradient(op, device):
     args = [call.get(n, d) for n, d in zip(names[:place], defaults, strict=False)]
     number = torch.tensor(0.5, device=device, requires_grad=True)
     public = getattr(torch_gpukern, op)
-    for f in (lambda *args: public(**dict(zip(names, args, strict=False))), getattr(ops, op), getattr(ops, op).default):
+    for f in (
+        lambda *args: public(**dict(zip(names, args, strict=False))),
+        getattr(ops, op),
+        getattr(ops, op).default,
+    ):
         with pytest.raises(ValueError, match=f"^gpukern::{op}: {argument} is a number"):
             f(*args, number)
         want = f(*args, 0.5)
@@ -93,7 +144,9 @@ def test_a_number_with_a_tangent_is_refused():
     x = torch.ones(1, 1, 4, 8)
     for f in ways_in("flash_attn"):
         with pytest.raises(ValueError, match="scale is a number without a gradient"):
-            torch.func.jvp(lambda s, f=f: f(x, x, x, scale=s), (torch.tensor(1.0),), (torch.tensor(1.0),))
+            torch.func.jvp(
+                lambda s, f=f: f(x, x, x, scale=s), (torch.tensor(1.0),), (torch.tensor(1.0),)
+            )
         with pytest.raises(ValueError, match="scale is a number without a gradient"):
             torch.func.grad(lambda s, f=f: f(x, x, x, scale=s).sum())(torch.tensor(1.0))
 
@@ -103,26 +156,33 @@ def test_compiled_code_refuses_it_by_name(fullgraph):
     x, s = torch.ones(1, 1, 4, 8, requires_grad=True), torch.nn.Parameter(torch.tensor(1.0))
     for f in (torch_gpukern.flash_attn, ops.flash_attn.default):
         torch._dynamo.reset()
-        compiled = torch.compile(lambda x, s, f=f: f(x, x, x, softcap=s), backend="aot_eager", fullgraph=fullgraph)
+        compiled = torch.compile(
+            lambda x, s, f=f: f(x, x, x, softcap=s), backend="aot_eager", fullgraph=fullgraph
+        )
         with pytest.raises(Exception, match="softcap"):
             compiled(x, s)
     torch._dynamo.reset()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # what float32 does not hold
 
 
 def attend(op, q, k, v, **numbers):
-    """Rows of q [n, d] over keys [m, d] by one of the three attentions: [n, d]; paged has no gradient."""
+    """Rows of q [n, d] over keys [m, d] by one of the three attentions: [n, d]; paged has no
+    gradient."""
     if op == "flash_attn":
         return ops.flash_attn(q[None, None], k[None, None], v[None, None], **numbers)[0, 0]
     if op == "flash_attn_varlen":
         cu = [torch.tensor([0, len(x)], dtype=torch.int32, device=q.device) for x in (q, k)]
-        return ops.flash_attn_varlen(q[:, None], k[:, None], v[:, None], *cu, len(q), len(k), **numbers)[:, 0]
+        return ops.flash_attn_varlen(
+            q[:, None], k[:, None], v[:, None], *cu, len(q), len(k), **numbers
+        )[:, 0]
     table = torch.zeros(1, 1, dtype=torch.int32, device=q.device)
     lens = torch.tensor([len(k)], dtype=torch.int32, device=q.device)
-    return ops.paged_attn(q[:, None], k[None, :, None], v[None, :, None], table, lens, is_causal=False, **numbers)[:, 0]
+    return ops.paged_attn(
+        q[:, None], k[None, :, None], v[None, :, None], table, lens, is_causal=False, **numbers
+    )[:, 0]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -144,14 +204,19 @@ def test_softcap_at_both_ends(op, dtype, device):
             assert abs(out[0, 0].item() - weight) < 4e-3, (softcap, scale)
         if op == "paged_attn":
             continue
-        dq, dk, dv = torch.autograd.grad(attend(op, *leaves, scale=1.0, softcap=softcap).sum(), leaves)
-        change = want * (
-            1 - want
+        dq, dk, dv = torch.autograd.grad(
+            attend(op, *leaves, scale=1.0, softcap=softcap).sum(), leaves
+        )
+        change = (
+            want * (1 - want)
         )  # of the weight by either score, where tanh is not flat: at 0, and everywhere without a cap
         for got, exact in (
-            (dq[0, 0], 0 if want == 0.5 else change), (dk[0, 0], -change), (dk[1, 0], 0 if want == 0.5 else change),
-            (dv[0, 0], 1 - want), (dv[1, 0], want),
-        ):  # fmt: skip
+            (dq[0, 0], 0 if want == 0.5 else change),
+            (dk[0, 0], -change),
+            (dk[1, 0], 0 if want == 0.5 else change),
+            (dv[0, 0], 1 - want),
+            (dv[1, 0], want),
+        ):
             assert abs(got.item() - exact) < 4e-3, (softcap, got, exact)
 
 
@@ -162,7 +227,9 @@ def test_scales_at_both_ends(dtype, device):
     for op in ("flash_attn", "flash_attn_varlen", "paged_attn"):
         for scale in (5e-324, 1e-46, 1e-39, -1e-300, 0.0):  # all scores are equal
             assert (attend(op, x, x, x, scale=scale)[:, 0].double() - 0.5).abs().max() < 1e-6
-            assert (attend(op, x, x, x, scale=scale, softcap=3.0)[:, 0].double() - 0.5).abs().max() < 1e-6
+            assert (
+                attend(op, x, x, x, scale=scale, softcap=3.0)[:, 0].double() - 0.5
+            ).abs().max() < 1e-6
         assert attend(op, x, x, x, scale=1e38)[:, 0].tolist() == [0.5, 1]
         if dtype is torch.float64:
             assert attend(op, x, x, x, scale=1e300)[:, 0].tolist() == [0.5, 1]
@@ -172,7 +239,8 @@ def test_scales_at_both_ends(dtype, device):
             with pytest.raises(ValueError) as error:
                 attend(op, x, x, x, scale=scale)
             assert str(error.value) == (
-                f"gpukern::{op}: scale must be at most 1e38 in size where q is {name}, got {scale:g}"
+                f"gpukern::{op}: scale must be at most 1e38 in size where q is {name}, got "
+                f"{scale:g}"
             )
         with pytest.raises(ValueError, match="scale must be at most 1e37 times softcap in size"):
             attend(op, x, x, x, scale=1e30, softcap=1e-9)
@@ -180,7 +248,10 @@ def test_scales_at_both_ends(dtype, device):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_alpha_and_beta_at_both_ends(dtype, device):
-    one, c = torch.ones(8, 8, dtype=dtype, device=device), torch.ones(8, 8, dtype=dtype, device=device)
+    one, c = (
+        torch.ones(8, 8, dtype=dtype, device=device),
+        torch.ones(8, 8, dtype=dtype, device=device),
+    )
     for name in ("alpha", "beta"):
         for number in (1e39, -1e39, 1e-39, 1e-46, 1e308, 5e-324):
             if dtype is torch.float64:
@@ -191,10 +262,21 @@ def test_alpha_and_beta_at_both_ends(dtype, device):
             with pytest.raises(ValueError) as error:
                 ops.gemm(one, one, c=c, **{name: number})
             assert str(error.value) == (
-                f"gpukern::gemm: {name} must be 0 or a number that float32 holds (1.2e-38 to 3.4e38) where a is "
+                f"gpukern::gemm: {name} must be 0 or a number that float32 holds (1.2e-38 to "
+                f"3.4e38) where a is "
                 f"{str(dtype).removeprefix('torch.')}, got {number:g}"
             )
         for number in (0.0, -0.0, 1.2e-38, -3.4e38, math.inf):
-            got = ops.gemm(one, one, c=c, out_dtype=None if dtype is torch.float64 else torch.float32, **{name: number})
+            got = ops.gemm(
+                one,
+                one,
+                c=c,
+                out_dtype=None if dtype is torch.float64 else torch.float32,
+                **{name: number},
+            )
             want = number * 8 + 1 if name == "alpha" else 8 + number
-            assert abs(got[0, 0].item() - want) <= 1e-6 * abs(want) or got[0, 0].item() == want or abs(want) > 3.4e38
+            assert (
+                abs(got[0, 0].item() - want) <= 1e-6 * abs(want)
+                or got[0, 0].item() == want
+                or abs(want) > 3.4e38
+            )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""GPUKERN_NVTX: the C library's ranges are there when they are asked for, balanced, and without a trace otherwise."""
+"""GPUKERN_NVTX: the C library's ranges are there when they are asked for, balanced, and without a
+trace otherwise."""
 
 import os
 import shutil
@@ -67,7 +68,11 @@ def test_the_library_names_nvtx_only_when_asked(on, compiled):
 def test_ranges_nest_and_end(on, compiled, tmp_path):
     source = tmp_path / "program.c"
     source.write_text(
-        PROGRAM if on else PROGRAM.replace("static int depth;", "#include <nvtx3/nvToolsExt.h>\nstatic int depth;")
+        PROGRAM
+        if on
+        else PROGRAM.replace(
+            "static int depth;", "#include <nvtx3/nvToolsExt.h>\nstatic int depth;"
+        )
     )
     program = compiled(source, *(["-DGPUKERN_NVTX"] if on else []))
     done = subprocess.run([program], capture_output=True, text=True)

@@ -55,7 +55,9 @@ def test_out_may_not_share_memory_with_an_input(name, device):
         given = both[: x.numel()].view(x.shape)
         with pytest.raises(ValueError) as caught:
             out_op(**call | {argument: given}, out=both[: want.numel()].view(want.shape))
-        assert str(caught.value) == f"gpukern::{name}: out shares memory with {argument}; it must not"
+        assert (
+            str(caught.value) == f"gpukern::{name}: out shares memory with {argument}; it must not"
+        )
 
 
 def test_an_addend_is_no_out(device):
@@ -69,7 +71,9 @@ def test_a_gradient_is_refused(name, device):
     out_op, call, want = call_of(name, device=device)
     first = next(iter(call))
     leaf = call | {first: call[first].requires_grad_()}
-    with pytest.raises(NotImplementedError, match=f"gpukern::{name}.out: it has no backward and an input requires"):
+    with pytest.raises(
+        NotImplementedError, match=f"gpukern::{name}.out: it has no backward and an input requires"
+    ):
         out_op(**leaf, out=torch.empty_like(want))
     with torch.no_grad():
         out = torch.empty_like(want)
@@ -139,7 +143,8 @@ def test_out_below_a_dispatch_mode(name, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_allocated_for_the_result(name):
-    """In a captured graph: a second call of the same shape takes no more memory than its workspace, which goes back."""
+    """In a captured graph: a second call of the same shape takes no more memory than its workspace,
+    which goes back."""
     out_op, call, want = call_of(name, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(want)
     out_op(**call, out=out)

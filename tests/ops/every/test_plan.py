@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A call is planned once: what gk_count_calls (csrc/core/plan.h) counts around one call of each op."""
+"""A call is planned once: what gk_count_calls (csrc/core/plan.h) counts around one call of each
+op."""
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,11 @@ from torch_gpukern import _library
 class Counts(ctypes.Structure):
     """gk_call_counts"""
 
-    _fields_ = [("checks", ctypes.c_int64), ("plans", ctypes.c_int64), ("kernel_plans", ctypes.c_int64)]
+    _fields_ = [
+        ("checks", ctypes.c_int64),
+        ("plans", ctypes.c_int64),
+        ("kernel_plans", ctypes.c_int64),
+    ]
 
     def values(self):
         return {name: getattr(self, name) for name, _ in self._fields_}
@@ -50,7 +55,11 @@ def calls(device, dtype):
     yield "flash_attn softcap", lambda: ops.flash_attn(q, k, v, softcap=1e38), 1
     yield "flash_attn_bwd", lambda: ops.flash_attn_bwd(out, q, k, v, out, lse, is_causal=True), 1
     packed, cu = new(90, 4, 64), torch.tensor([0, 11, 90], dtype=torch.int32, device=device)
-    yield "flash_attn_varlen", lambda: ops.flash_attn_varlen(packed, packed, packed, cu, cu, 80, 80), 1
+    yield (
+        "flash_attn_varlen",
+        lambda: ops.flash_attn_varlen(packed, packed, packed, cu, cu, 80, 80),
+        1,
+    )
     paged = Paged(gen, [300, 7, 50], [1, 1, 1], 8, 2, 64, 64, 16, dtype, device)
     yield "paged_attn", lambda: ops.paged_attn(*paged.args()), 1
     parts = (*ops.paged_attn_fwd(*paged.args()), *ops.paged_attn_fwd(*paged.args(), window_left=9))
@@ -78,7 +87,8 @@ def test_a_refused_call_is_checked_once_and_not_planned():
 
 
 def asked(call):
-    """How many kernels and tables of kernels were asked for a plan of `call`, those that gave none among them."""
+    """How many kernels and tables of kernels were asked for a plan of `call`, those that gave none
+    among them."""
     count = ctypes.CDLL(_library.FILE).gk_count_asked
     count.restype = ctypes.c_int64
     before = count()
@@ -88,8 +98,8 @@ def asked(call):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_few_kernels_are_asked(dtype):
-    """On the CPU: of gemm those for small M and for tiles, in AMX's set for its tiles, too, and there of decoding the one for few lanes;
-    of other ops the one."""
+    """On the CPU: of gemm those for small M and for tiles, in AMX's set for its tiles, too, and
+    there of decoding the one for few lanes; of other ops the one."""
     lanes = 2 if torch.ops.gpukern.cpu_isa() == "amx" else 1
     for name, call, times in calls(torch.device("cpu"), dtype):
         most = 3 if name.startswith("gemm ") else lanes if name == "paged_attn" else 1
@@ -106,26 +116,39 @@ def described(m, n, k, layout, dtype, **options):
     return torch_gpukern.explain("gemm", a, b, arch="sm_90", **options)
 
 
-@pytest.mark.skipif(not torch.ops.gpukern.cuda_kernels.default(), reason="a build without CUDA kernels")
+@pytest.mark.skipif(
+    not torch.ops.gpukern.cuda_kernels.default(), reason="a build without CUDA kernels"
+)
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 def test_a_window_that_ends_nowhere_is_dealt_as_causal(head_dim):
-    """Every key lies in a window as wide as the sequence: tiles go in pairs that see as many keys as each other, as under a causal rule."""
+    """Every key lies in a window as wide as the sequence: tiles go in pairs that see as many keys
+    as each other, as under a causal rule."""
     q = torch.empty(2, 4, 4096, head_dim, dtype=torch.bfloat16)
 
     def tasks(**rules):
-        return torch_gpukern.explain("flash_attn", q, q, q, arch="sm_90", is_causal=True, **rules)["tasks"]
+        return torch_gpukern.explain("flash_attn", q, q, q, arch="sm_90", is_causal=True, **rules)[
+            "tasks"
+        ]
 
     assert tasks(window_left=4095) == tasks(window_left=1 << 40) == tasks()
     assert tasks() < tasks(window_left=100)
 
 
-@pytest.mark.skipif(not torch.ops.gpukern.cuda_kernels.default(), reason="a build without CUDA kernels")
+@pytest.mark.skipif(
+    not torch.ops.gpukern.cuda_kernels.default(), reason="a build without CUDA kernels"
+)
 def test_a_choice_does_not_depend_on_the_calls_before():
-    """A thread keeps the choices of its last calls: more of them than it keeps, in another order, and on a thread of its own, and what alone
-    tells two problems apart (layout, dtype, activation, odd rows, batches of the same sizes) must give the same plans."""
-    sizes = [(m, n, k) for m in (64, 200, 1024, 4096) for n in (48, 264, 2048) for k in (72, 640, 4096)]
+    """A thread keeps the choices of its last calls: more of them than it keeps, in another order,
+    and on a thread of its own, and what alone tells two problems apart (layout, dtype, activation,
+    odd rows, batches of the same sizes) must give the same plans."""
+    sizes = [
+        (m, n, k) for m in (64, 200, 1024, 4096) for n in (48, 264, 2048) for k in (72, 640, 4096)
+    ]
     problems = [
-        (*s, layout, dtype, {}) for s in sizes for layout in ("NN", "TT") for dtype in (torch.bfloat16, torch.float16)
+        (*s, layout, dtype, {})
+        for s in sizes
+        for layout in ("NN", "TT")
+        for dtype in (torch.bfloat16, torch.float16)
     ]
     problems += [(*s, "NT", torch.bfloat16, {"activation": "gelu"}) for s in sizes]
     problems += [(*s, "NT", torch.float32, {"fp32_precision": "tf32"}) for s in sizes]
@@ -145,7 +168,8 @@ def test_a_choice_does_not_depend_on_the_calls_before():
 
 
 def test_every_op_with_a_plan_is_explained():
-    """What the library explains is what torch_gpukern.explain offers; a call of each has a row and its bytes."""
+    """What the library explains is what torch_gpukern.explain offers; a call of each has a row and
+    its bytes."""
     known = {
         name.removeprefix("gpukern::explain_")
         for name in torch._C._dispatch_get_all_op_names()
@@ -156,12 +180,24 @@ def test_every_op_with_a_plan_is_explained():
     calls = {
         "quantize": ((x, torch.int8, "row"), 4 * 256 * (4 + 1) + 4 * 4),
         "silu_mul_quantize": ((x, x, torch.int8, "row"), 4 * 256 * (8 + 1) + 4 * 4),
-        "rms_norm_quantize": ((x, torch.ones(256), None, 1e-6, torch.int8, "row"), 4 * 256 * (4 + 1) + 4 * 4 + 256 * 4),
+        "rms_norm_quantize": (
+            (x, torch.ones(256), None, 1e-6, torch.int8, "row"),
+            4 * 256 * (4 + 1) + 4 * 4 + 256 * 4,
+        ),
         "dequantize": ((codes, scale, torch.float32), 4 * 256 * (4 + 1) + 4 * 4),
     }
     for op, (args, moved) in calls.items():
         found = torch_gpukern.explain(op, *args)
         assert found["row"] and found["tasks"] > 0 and found["bytes"] == moved, (op, found)
-    for op in ("rms_norm", "layer_norm", "softmax", "log_softmax", "swiglu", "rope", "dropout", "cross_entropy"):
+    for op in (
+        "rms_norm",
+        "layer_norm",
+        "softmax",
+        "log_softmax",
+        "swiglu",
+        "rope",
+        "dropout",
+        "cross_entropy",
+    ):
         found = torch_gpukern.explain(op, **OPS[op].make())
         assert found["row"] and found["bytes"] > 0, (op, found)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch_gpukern.profiling.nvtx: which ranges a call has, and that nothing is left when it is off. A fake NVTX listens."""
+"""torch_gpukern.profiling.nvtx: which ranges a call has, and that nothing is left when it is off. A
+fake NVTX listens."""
 
 import threading
 import time
@@ -18,7 +19,9 @@ def heard(monkeypatch):
     """Names of the ranges in the order of their beginnings; each must have ended."""
     names, open_ranges = [], []
     monkeypatch.setattr(torch.cuda.nvtx, "mark", lambda name: None)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: (names.append(name), open_ranges.append(name)))
+    monkeypatch.setattr(
+        torch.cuda.nvtx, "range_push", lambda name: (names.append(name), open_ranges.append(name))
+    )
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", open_ranges.pop)
     yield names
     assert not open_ranges
@@ -108,7 +111,9 @@ def test_without_nvtx_it_says_so(monkeypatch):
     assert not profiling._active
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_compiled(heard, ab, backend):
     """No graph break, no second compilation: ranges come and go with the same code."""
     torch._dynamo.reset()
@@ -145,7 +150,8 @@ def _scripted(a: torch.Tensor, b: torch.Tensor):
 
 
 def test_off_costs_nothing(heard, ab):
-    """The same objects are called, so the host's time is the same: of this thread, since machines are noisy, and generously."""
+    """The same objects are called, so the host's time is the same: of this thread, since machines
+    are noisy, and generously."""
 
     def best(repeats=7, calls=400):
         times = []

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Second derivatives: right through gemm, linear and attn_merge, refused by name through attention, never 0 in silence."""
+"""Second derivatives: right through gemm, linear and attn_merge, refused by name through attention,
+never 0 in silence."""
 
 import pytest
 import torch
@@ -26,7 +27,8 @@ def leaves(gen, device, wanted=tuple(SHAPES)):
 @pytest.mark.parametrize("wanted", (tuple(SHAPES), ("a",), ("b",), ("bias",), ("c",)), ids="-".join)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gemm(activation, wanted, device, one_thread):
-    """An operand alone that wants a gradient too: its other operand is all that is kept, beside the value before the activation."""
+    """An operand alone that wants a gradient too: its other operand is all that is kept, beside the
+    value before the activation."""
     t = leaves(generator("twice", activation), device, wanted)
     run = lambda a, b, bias, c: ops.gemm(a, b, bias, c, 0.7, -1.3, activation)  # noqa: E731
     assert torch.autograd.gradgradcheck(run, t)
@@ -38,7 +40,8 @@ def test_gemm(activation, wanted, device, one_thread):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gemm_under_every_way_to_ask(activation, device):
-    """create_graph, functional.hessian, torch.func of both orders of reverse mode, and a third derivative."""
+    """create_graph, functional.hessian, torch.func of both orders of reverse mode, and a third
+    derivative."""
     a, b, bias, c = (x.detach() for x in leaves(generator("ways", activation), device))
 
     def loss(gemm):
@@ -50,7 +53,9 @@ def test_gemm_under_every_way_to_ask(activation, device):
     assert torch.allclose(hessian(ours, a), want)
     assert torch.allclose(hessian(ours, a, vectorize=True), want)
     assert torch.allclose(torch.func.jacrev(torch.func.grad(ours))(a), want)
-    third = [torch.func.grad(lambda x, f=f: torch.func.grad(f)(x).pow(3).sum()) for f in (ours, theirs)]
+    third = [
+        torch.func.grad(lambda x, f=f: torch.func.grad(f)(x).pow(3).sum()) for f in (ours, theirs)
+    ]
     once_more = [torch.func.grad(lambda x, f=f: f(x).pow(2).sum()) for f in third]
     for got, expected in (third, once_more):
         assert torch.allclose(got(a), expected(a))
@@ -72,7 +77,8 @@ def test_gemm_by_hand(device):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 def test_far_from_zero(activation, dtype, device):
-    """Values up to the ends of the dtype: no NaN beside a second derivative of 0, and as near as PyTorch's own elsewhere."""
+    """Values up to the ends of the dtype: no NaN beside a second derivative of 0, and as near as
+    PyTorch's own elsewhere."""
     ends = [torch.finfo(dtype).max, 1e4, 300.0, 41.0, 12.0, 5.0, 1.0, 1e-3, 0.0]
     x = torch.tensor([ends + [-e for e in ends]], dtype=dtype, device=device)
 
@@ -91,7 +97,11 @@ def test_far_from_zero(activation, dtype, device):
 
 
 def test_a_patched_model(device):
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 1)).to(device).double()
+    model = (
+        torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+        .to(device)
+        .double()
+    )
     x, v = (randn(generator("patched"), 3, 4, dtype=torch.float64, device=device) for _ in range(2))
     want = vhp(lambda x: model(x).sum(), x, v)[1]
     with torch_gpukern.nn.patch(model, say=None):

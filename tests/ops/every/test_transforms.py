@@ -9,14 +9,18 @@ from conftest import ops, same_bits, torch_gpukern
 from registry import OPS, VARIANTS, drawn, public
 
 DIFFERENTIABLE = [(name, variant) for name, variant in VARIANTS if OPS[name].gradients]
-BATCHED = [(name, variant) for name, variant in VARIANTS if name not in ("kv_cache_write", "rope_kv_write")]
+BATCHED = [
+    (name, variant) for name, variant in VARIANTS if name not in ("kv_cache_write", "rope_kv_write")
+]
 COPIES = 3
 
 
 @pytest.fixture(autouse=True)
 def _no_slow_loop():
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*performance drop because we have not yet implemented.*")
+        warnings.filterwarnings(
+            "error", message=".*performance drop because we have not yet implemented.*"
+        )
         yield
 
 
@@ -25,7 +29,8 @@ def leaves_of(name: str, call: dict) -> list[str]:
 
 
 def loss_of(name: str, call: dict, fn=None):
-    """(a function of the arguments that have a gradient, those): the sum of all results, each times what makes it count."""
+    """(a function of the arguments that have a gradient, those): the sum of all results, each times
+    what makes it count."""
     names = leaves_of(name, call)
     fn = public(name) if fn is None else fn
 
@@ -33,7 +38,8 @@ def loss_of(name: str, call: dict, fn=None):
         results = fn(**call | dict(zip(names, leaves, strict=True)))
         results = results if isinstance(results, tuple) else (results,)
         return sum(
-            (r * (1 + torch.arange(r.numel(), dtype=r.dtype, device=r.device).view(r.shape))).sum() for r in results
+            (r * (1 + torch.arange(r.numel(), dtype=r.dtype, device=r.device).view(r.shape))).sum()
+            for r in results
         )
 
     return loss, [call[n] for n in names]
@@ -71,11 +77,17 @@ def test_jacrev(name, variant, device):
         return (result[0] if isinstance(result, tuple) else result).flatten()[:4]
 
     x = call[names[0]]
-    assert torch.allclose(torch.func.jacrev(few)(x), torch.autograd.functional.jacobian(few, x), rtol=1e-12, atol=1e-12)
+    assert torch.allclose(
+        torch.func.jacrev(few)(x),
+        torch.autograd.functional.jacobian(few, x),
+        rtol=1e-12,
+        atol=1e-12,
+    )
 
 
 def batches(name: str, variant: str, device: str):
-    """(arguments of COPIES calls, which of them have the dimension): all floating tensors, and each alone."""
+    """(arguments of COPIES calls, which of them have the dimension): all floating tensors, and each
+    alone."""
     many = drawn(name, variant, device, copies=COPIES)
     floating = [n for n, x in many.items() if isinstance(x, torch.Tensor) and x.is_floating_point()]
     for chosen in (floating, *([n] for n in floating)):
@@ -100,16 +112,21 @@ def test_vmap_is_the_calls_one_by_one(name, variant, device):
                 return fn(**call | values)
 
             got = as_tuple(torch.vmap(run)({n: call[n] for n in chosen}))
-            want = zip(*(as_tuple(fn(**one_of(call, chosen, i))) for i in range(COPIES)), strict=True)
+            want = zip(
+                *(as_tuple(fn(**one_of(call, chosen, i))) for i in range(COPIES)), strict=True
+            )
             for x, y in zip(got, want, strict=True):
-                assert torch.allclose(x, torch.stack(y), rtol=1e-12, atol=1e-12, equal_nan=True), chosen
+                assert torch.allclose(x, torch.stack(y), rtol=1e-12, atol=1e-12, equal_nan=True), (
+                    chosen
+                )
 
 
 @pytest.mark.parametrize("name,variant", BATCHED)
 def test_vmap_of_no_call(name, variant, device):
     """An empty result of the right shape and dtype, as PyTorch's own ops give."""
     for call, chosen in batches(name, variant, device):
-        if name == "cross_entropy":  # its mean divides two scalars, of which torch's own vmap takes no batch of 0
+        # its mean divides two scalars, of which torch's own vmap takes no batch of 0
+        if name == "cross_entropy":
             call |= {"reduction": "none"}
         run = lambda values, call=call: public(name)(**call | values)  # noqa: E731
         got = as_tuple(torch.vmap(run)({n: call[n][:0] for n in chosen}))
@@ -118,9 +135,12 @@ def test_vmap_of_no_call(name, variant, device):
 
 
 @pytest.mark.parametrize("sinks", (False, True))
-@pytest.mark.parametrize("chosen", (("q_start",), ("q", "q_start"), ("q", "k", "v", "kv_start", "q_start")), ids=str)
+@pytest.mark.parametrize(
+    "chosen", (("q_start",), ("q", "q_start"), ("q", "k", "v", "kv_start", "q_start")), ids=str
+)
 def test_vmap_over_places(chosen, sinks, device):
-    """Of sequences that stand elsewhere in each call; with sinks, which no batch has, the calls go one by one."""
+    """Of sequences that stand elsewhere in each call; with sinks, which no batch has, the calls go
+    one by one."""
     call = drawn("flash_attn", "sinks, places" if sinks else "places", device)
     call.setdefault("kv_start", torch.tensor([0, 1], dtype=torch.int32, device=device))
     many = {n: torch.stack([call[n]] * COPIES) for n in chosen}
@@ -179,19 +199,25 @@ def test_second_derivatives(device):
     a, b = torch.rand(3, 8, device=device).double(), torch.rand(8, 8, device=device).double()
 
     def twice(fn):
-        return torch.func.grad(lambda x: torch.func.grad(lambda y: fn(y).square().sum())(x).square().sum())(a)
+        return torch.func.grad(
+            lambda x: torch.func.grad(lambda y: fn(y).square().sum())(x).square().sum()
+        )(a)
 
     assert torch.allclose(twice(lambda x: torch_gpukern.gemm(x, b)), twice(lambda x: x @ b))
     silu = twice(lambda x: torch.nn.functional.silu(x @ b))
     assert torch.allclose(twice(lambda x: torch_gpukern.gemm(x, b, activation="silu")), silu)
-    with pytest.raises(NotImplementedError, match="gpukern::flash_attn: it is not twice differentiable"):
+    with pytest.raises(
+        NotImplementedError, match="gpukern::flash_attn: it is not twice differentiable"
+    ):
         twice(lambda x: torch_gpukern.flash_attn(*(x[None, None],) * 3))
 
 
 def test_what_has_no_gradient_says_so(device):
     slopes = torch.rand(4, device=device).double()
     call = drawn("flash_attn", "", device)
-    with pytest.raises(ValueError, match="gpukern::flash_attn: alibi_slopes requires a gradient and has none"):
+    with pytest.raises(
+        ValueError, match="gpukern::flash_attn: alibi_slopes requires a gradient and has none"
+    ):
         torch.func.grad(lambda x: torch_gpukern.flash_attn(**call, alibi_slopes=x).sum())(slopes)
     call = drawn("paged_attn", "", device)
     with pytest.raises(NotImplementedError, match="gpukern::paged_attn: it has no backward"):
@@ -209,7 +235,9 @@ def test_autocast_casts_under_a_transform(device):
         assert out.dtype == torch.bfloat16
         return out.float().sum()
 
-    for got, want in zip(torch.func.grad(loss, argnums=(0, 1))(a, b), wanted(loss, (a, b)), strict=True):
+    for got, want in zip(
+        torch.func.grad(loss, argnums=(0, 1))(a, b), wanted(loss, (a, b)), strict=True
+    ):
         assert got.dtype == torch.float32 and same_bits(got, want)
 
 

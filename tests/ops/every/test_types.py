@@ -44,7 +44,8 @@ BAD = {
     'gk.explain("gemm", x, x)["kernel"]': "typeddict-item",
     "gk.flash_attn(x, x, x, return_lse=1.5)": "call-overload",
 }
-# A torch of a few lines, and nothing of other packages: a checker reads the real ones for half a minute.
+# A torch of a few lines, and nothing of other packages: a checker reads the real ones for half a
+# minute.
 CONFIGURATION = """[mypy]
 python_version = 3.12
 follow_imports = skip
@@ -54,9 +55,11 @@ follow_imports = silent
 follow_imports_for_stubs = True
 """
 TORCH = {
-    "torch/__init__.pyi": "from typing import Any\nclass Tensor: ...\nclass dtype: ...\nclass device: ...\n"
+    "torch/__init__.pyi": "from typing import Any\nclass Tensor: ...\nclass dtype: ...\nclass "
+    "device: ...\n"
     "def __getattr__(name: str) -> Any: ...\n",
-    "torch/autograd/__init__.pyi": "from typing import Any\ndef __getattr__(name: str) -> Any: ...\n",
+    "torch/autograd/__init__.pyi": "from typing import Any\ndef __getattr__(name: str) -> Any: "
+    "...\n",
     "torch/autograd/graph.pyi": "from typing import Any\ndef __getattr__(name: str) -> Any: ...\n",
     "torch/utils/__init__.pyi": "from typing import Any\ndef __getattr__(name: str) -> Any: ...\n",
 }
@@ -78,10 +81,14 @@ def test_types_that_a_checker_sees(tmp_path):
         text=True,
     )
     found = {
-        line.split("error: ")[0] + line.rsplit("[", 1)[-1] for line in done.stdout.splitlines() if "error: " in line
+        line.split("error: ")[0] + line.rsplit("[", 1)[-1]
+        for line in done.stdout.splitlines()
+        if "error: " in line
     }
     first = GOOD.count("\n") + 1
-    assert found == {f"probe.py:{first + i}: {code}]" for i, code in enumerate(BAD.values())}, done.stdout + done.stderr
+    assert found == {f"probe.py:{first + i}: {code}]" for i, code in enumerate(BAD.values())}, (
+        done.stdout + done.stderr
+    )
 
 
 def test_literals_are_what_the_ops_take():
@@ -100,12 +107,18 @@ def test_an_explanation_has_the_entries_of_its_type(device):
     q = torch.ones(1, 1, 8, 8, device=device)
     always = torch_gpukern.Explanation.__required_keys__
     assert set(torch_gpukern.explain("flash_attn", q, q, q)) == always
-    more = torch_gpukern.Explanation.__optional_keys__ - {"accumulate"} if device == "cuda" else set()
+    more = (
+        torch_gpukern.Explanation.__optional_keys__ - {"accumulate"} if device == "cuda" else set()
+    )
     codes = q.to(torch.float8_e4m3fn)
     assert set(torch_gpukern.explain("flash_attn", codes, codes, codes)) == always | {"accumulate"}
     plan = torch_gpukern.explain("gemm", a, a)
     assert set(plan) == always | more
-    kinds = {name: kind for name, kind in typing.get_type_hints(torch_gpukern.Explanation).items() if name in plan}
+    kinds = {
+        name: kind
+        for name, kind in typing.get_type_hints(torch_gpukern.Explanation).items()
+        if name in plan
+    }
     for name, kind in kinds.items():
         expected = {float: (int, float), int: int}.get(kind, typing.get_origin(kind) or kind)
         assert isinstance(plan[name], expected), name

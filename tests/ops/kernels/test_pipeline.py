@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The barrier protocol of Hopper's gemm (csrc/cuda/product/gemm/hopper.cuh) as a model: mbarriers, one copying thread and WGS warpgroups in each block of a
-cluster, copies and products that end whenever they like, under random schedules.
+"""The barrier protocol of Hopper's gemm (csrc/cuda/product/gemm/hopper.cuh) as a model: mbarriers,
+one copying thread and WGS warpgroups in each block of a cluster, copies and products that end
+whenever they like, under random schedules.
 
-A run fails when nothing can go on, when a copy lands in a stage that a product still reads, when a product reads bytes
-that are not those of its step, when parts of sums meet the wrong tile, or when something reaches a block that has left.
-Each rule of the protocol is then broken in turn, and the model must see it.
+A run fails when nothing can go on, when a copy lands in a stage that a product still reads, when a
+product reads bytes that are not those of its step, when parts of sums meet the wrong tile, or when
+something reaches a block that has left. Each rule of the protocol is then broken in turn, and the
+model must see it.
 """
 
 import functools
@@ -17,7 +19,8 @@ from pathlib import Path
 import pytest
 
 SCHEDULES = 60_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 10_000
-A_BYTES, B_BYTES, SUM_BYTES = 12, 12, 8  # of a stage and of the sums that a warpgroup sends; units of no meaning
+# of a stage and of the sums that a warpgroup sends; units of no meaning
+A_BYTES, B_BYTES, SUM_BYTES = 12, 12, 8
 WARPS = 4
 
 
@@ -30,10 +33,11 @@ CUDA = Path(__file__).resolve().parents[3] / "csrc" / "cuda"
 
 @functools.cache
 def arrivals(source, barrier, which=0, warps=WARPS, **names):
-    """How many arrivals end a phase of a barrier: what the kernel's source says where it makes it, so that a count that is changed
-    there breaks the model. which: of several such places; names: values of what the source names; warps: of a warpgroup in the
-    model, in place of the kernel's 4, and of 128 threads."""
-    made = rf"(?:{re.escape(barrier)}\.init\(|mbarrier_init\({re.escape(barrier)}, |bar_(?:sync|arrive)\({re.escape(barrier)}, )([^;]*?)\)[,;]"
+    """How many arrivals end a phase of a barrier: what the kernel's source says where it makes it,
+    so that a count that is changed there breaks the model. which: of several such places; names:
+    values of what the source names; warps: of a warpgroup in the model, in place of the kernel's 4,
+    and of 128 threads."""
+    made = rf"(?:{re.escape(barrier)}\.init\(|mbarrier_init\({re.escape(barrier)}, |bar_(?:sync|arrive)\({re.escape(barrier)}, )([^;]*?)\)[,;]"  # noqa: E501
     found = re.findall(made, (CUDA / source).read_text())
     expression = re.sub(r"\w+::", "", found[which])
     for number, count in ((4, warps), (256, 2 * warps), (128, warps), (32, 1)):
@@ -42,8 +46,8 @@ def arrivals(source, barrier, which=0, warps=WARPS, **names):
 
 
 class Barrier:
-    """A phase ends when `count` arrivals have come and no announced byte is missing; bytes may come before they are
-    announced, so that the count of missing ones goes below 0 for a while."""
+    """A phase ends when `count` arrivals have come and no announced byte is missing; bytes may come
+    before they are announced, so that the count of missing ones goes below 0 for a while."""
 
     __slots__ = ("count", "pending", "missing", "phase")
 
@@ -68,7 +72,8 @@ class Barrier:
             self.pending = self.count
 
     def ended(self, parity):
-        """mbarrier.try_wait.parity: before its first phase has ended, a barrier says yes to parity 1."""
+        """mbarrier.try_wait.parity: before its first phase has ended, a barrier says yes to parity
+        1."""
         return self.phase & 1 != parity
 
 
@@ -90,9 +95,11 @@ class Sync:
 
 
 def interleave(agents, events, rng):
-    """Runs agents, which yield None or what they wait for, and the events that they leave, in any order."""
+    """Runs agents, which yield None or what they wait for, and the events that they leave, in any
+    order."""
     agents = [[agent, None] for agent in agents]
-    slow = rng.randrange(2 * len(agents))  # one may hardly ever come to run, or the copies and products
+    # one may hardly ever come to run, or the copies and products
+    slow = rng.randrange(2 * len(agents))
     misses = 0
     while agents or events:
         i = int(rng.random() * (len(agents) + len(events)))
@@ -130,7 +137,8 @@ class Kernel:
     stages: int = 3
     tiles: int = 2
     steps: int = 4  # of k, before it is cut into parts
-    swapab: bool = False  # tf32.cuh: fragments of a are loaded two products ahead, four products a step
+    # tf32.cuh: fragments of a are loaded two products ahead, four products a step
+    swapab: bool = False
     halved: bool = False  # one more tile, halved along k between the two blocks of a pair
     ping_pong: bool = False  # each warpgroup has whole tiles, and multiplies while the other stores
     broken: str = ""  # the rule that is not kept
@@ -148,7 +156,9 @@ class Cluster:
         self.rng = rng
         self.events = []  # copies on their way and products that run
         self.neighbours = k.cm + k.cn - 1
-        schedule = "pingpong_" if k.ping_pong and k.broken != "ping-pong: both count as consumers" else ""
+        schedule = (
+            "pingpong_" if k.ping_pong and k.broken != "ping-pong: both count as consumers" else ""
+        )
         (consumers,) = BEGIN.findall((CUDA / f"product/gemm/gemm_{schedule}sm90a.cu").read_text())
         consumers = arrivals(
             HOPPER,
@@ -160,17 +170,26 @@ class Cluster:
         blocks, stages = range(k.blocks), range(k.stages)
         self.full = [[Barrier(1) for _ in stages] for _ in blocks]
         self.empty = [[Barrier(consumers) for _ in stages] for _ in blocks]
-        halved = 0 if k.ck > 1 else 1  # hopper.cuh makes these two for split-K, and for the last tiles that are halved
-        self.exchanged = [Barrier(arrivals(HOPPER, "ring_s + S::EXCHANGED", halved)) for _ in blocks]
-        unexchanged = arrivals(HOPPER, "ring_s + S::EXCHANGED + 8", halved, SPLITS=k.ck, WGS=k.warpgroups)
+        # hopper.cuh makes these two for split-K, and for the last tiles that are halved
+        halved = 0 if k.ck > 1 else 1
+        self.exchanged = [
+            Barrier(arrivals(HOPPER, "ring_s + S::EXCHANGED", halved)) for _ in blocks
+        ]
+        unexchanged = arrivals(
+            HOPPER, "ring_s + S::EXCHANGED + 8", halved, SPLITS=k.ck, WGS=k.warpgroups
+        )
         self.unexchanged = [Barrier(unexchanged) for _ in blocks]
         turn_count = (
-            1 if k.broken == "ping-pong: a warp tells for all" else arrivals("product/gemm/gemm_pingpong_sm90a.cu", "order_s")
+            1
+            if k.broken == "ping-pong: a warp tells for all"
+            else arrivals("product/gemm/gemm_pingpong_sm90a.cu", "order_s")
         )
         self.turns = [[Barrier(turn_count) for _ in range(k.warpgroups)] for _ in blocks]
-        self.stages = [[{} for _ in stages] for _ in blocks]  # piece -> the step whose bytes it holds
+        # piece -> the step whose bytes it holds
+        self.stages = [[{} for _ in stages] for _ in blocks]
         self.reading = [[0 for _ in stages] for _ in blocks]
-        self.sums = [[{} for _ in range(k.warpgroups)] for _ in blocks]  # distance of the sender -> the tile that came
+        # distance of the sender -> the tile that came
+        self.sums = [[{} for _ in range(k.warpgroups)] for _ in blocks]
         self.at_end = 0
         self.running = [1 + k.warpgroups for _ in blocks]
 
@@ -214,32 +233,48 @@ class Cluster:
         column = [first + cm * tile_n + j for j in range(cm)]
         a_part = 0 if broken == "all copy the first part" else tile_n
         b_part = 0 if broken == "all copy the first part" else tile_m
-        expected = A_BYTES + B_BYTES + {"b not announced": -B_BYTES, "too much announced": 1}.get(broken, 0)
+        expected = (
+            A_BYTES
+            + B_BYTES
+            + {"b not announced": -B_BYTES, "too much announced": 1}.get(broken, 0)
+        )
         if broken == "no multicast":
             row, column = [block], [block]
         stage = parity = 0
         for tile in range(self.k.tiles + self.k.halved):
             alone = tile == self.k.tiles and broken != "halved: multicast"
             for k in self.steps_of(block, tile):
-                empty, before = self.empty[block][stage], parity if broken == "producer's parity" else parity ^ 1
+                empty, before = (
+                    self.empty[block][stage],
+                    parity if broken == "producer's parity" else parity ^ 1,
+                )
                 if broken != "empty not awaited":
                     yield lambda empty=empty, before=before: empty.ended(before)
                 self.full[block][stage].arrive(expected)
                 yield None
                 if alone:
                     for i in range(cn):
-                        self.events.append((self.land, block, stage, ("a", i), (tile, k), A_BYTES // cn))
+                        self.events.append(
+                            (self.land, block, stage, ("a", i), (tile, k), A_BYTES // cn)
+                        )
                     for i in range(cm):
-                        self.events.append((self.land, block, stage, ("b", i), (tile, k), B_BYTES // cm))
+                        self.events.append(
+                            (self.land, block, stage, ("b", i), (tile, k), B_BYTES // cm)
+                        )
                     stage, parity = self.next_of(stage, parity)
                     continue
                 for there in row:
-                    self.events.append((self.land, there, stage, ("a", a_part), (tile, k), A_BYTES // cn))
+                    self.events.append(
+                        (self.land, there, stage, ("a", a_part), (tile, k), A_BYTES // cn)
+                    )
                 yield None
                 for there in column:
-                    self.events.append((self.land, there, stage, ("b", b_part), (tile, k), B_BYTES // cm))
+                    self.events.append(
+                        (self.land, there, stage, ("b", b_part), (tile, k), B_BYTES // cm)
+                    )
                 stage, parity = self.next_of(stage, parity)
-        for _ in range(self.k.stages if broken != "no barrier at the end" else 0):  # all have released theirs
+        # all have released theirs
+        for _ in range(self.k.stages if broken != "no barrier at the end" else 0):
             empty, before = self.empty[block][stage], parity ^ 1
             yield lambda empty=empty, before=before: empty.ended(before)
             stage, parity = self.next_of(stage, parity)
@@ -271,7 +306,8 @@ class Cluster:
             yield None
 
     def products_swapab(self, block, tile, stage, parity):
-        """multiply_swapab: fragments are read when they are loaded, b while a product runs. Returns stage and parity."""
+        """multiply_swapab: fragments are read when they are loaded, b while a product runs. Returns
+        stage and parity."""
         broken, queue, steps = self.k.broken, [], self.steps_of(block, tile)
         for k in steps:
             full, fresh = self.full[block][stage], k == steps[0]
@@ -304,7 +340,8 @@ class Cluster:
         return stage, parity
 
     def tell(self, block, warpgroup):
-        """Each warp tells the other warpgroup that it is its turn; what a block's last tile tells, nobody awaits."""
+        """Each warp tells the other warpgroup that it is its turn; what a block's last tile tells,
+        nobody awaits."""
         for _ in range(WARPS):
             self.reach(block)
             self.turns[block][warpgroup ^ 1].arrive()
@@ -313,10 +350,14 @@ class Cluster:
     def products(self, block, warpgroup):
         broken, queue, exchanges, ping_pong = self.k.broken, [], 0, self.k.ping_pong
         stage = parity = 0
-        turn = {"ping-pong: nobody is first": 0, "ping-pong: both are first": 1}.get(broken, warpgroup ^ 1)
+        turn = {"ping-pong: nobody is first": 0, "ping-pong: both are first": 1}.get(
+            broken, warpgroup ^ 1
+        )
         if ping_pong and warpgroup > 0:
             stage, parity = self.skip(stage, parity, self.k.steps)
-        for tile in range(warpgroup, self.k.tiles, 2) if ping_pong else range(self.k.tiles + self.k.halved):
+        for tile in (
+            range(warpgroup, self.k.tiles, 2) if ping_pong else range(self.k.tiles + self.k.halved)
+        ):
             steps = () if self.k.swapab else self.steps_of(block, tile)
             if self.k.swapab:
                 stage, parity = yield from self.products_swapab(block, tile, stage, parity)
@@ -346,7 +387,10 @@ class Cluster:
                     parity = 0
             last = (stage - 1) % self.k.stages
             if ping_pong:
-                if broken not in ("ping-pong: tells before its products", "ping-pong: tells nobody"):
+                if broken not in (
+                    "ping-pong: tells before its products",
+                    "ping-pong: tells nobody",
+                ):
                     yield from self.tell(block, warpgroup)
                 stage, parity = self.skip(stage, parity, self.k.steps)
             yield lambda: not queue

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The barrier protocol of flash_attn_fwd_sm90a.cu as a model, run as test_pipeline.py runs that of gemm_sm90a.cu: the thread
-that finds tiles, the thread that loads, and the warps of the consumer warpgroups, whose copies, products and stores end
-whenever they like.
+"""The barrier protocol of flash_attn_fwd_sm90a.cu as a model, run as test_pipeline.py runs that of
+gemm_sm90a.cu: the thread that finds tiles, the thread that loads, and the warps of the consumer
+warpgroups, whose copies, products and stores end whenever they like.
 
-A product of a warpgroup begins to read when its first warp issues it, and is over for all its warps at once, after the
-products before it. A run fails when nothing can go on, when a stage, a row of Q or a tile's description is overwritten while
-it is read, when anything reads bytes that are not its own, or when something is under way in a block that has left. Then
-each rule is broken in turn.
+A product of a warpgroup begins to read when its first warp issues it, and is over for all its warps
+at once, after the products before it. A run fails when nothing can go on, when a stage, a row of Q
+or a tile's description is overwritten while it is read, when anything reads bytes that are not its
+own, or when something is under way in a block that has left. Then each rule is broken in turn.
 """
 
 import itertools
@@ -41,7 +41,9 @@ class Tile:
     blocks: int  # of keys
     own: tuple  # of these, how many a warpgroup's rows see
     ragged: bool  # the last block of V has rows that may hold NaN
-    backwards: bool  # the last block comes first (fwd_block): a warpgroup passes the blocks that it does not see before its own
+    # the last block comes first (fwd_block): a warpgroup passes the blocks that it does not see
+    # before its own
+    backwards: bool
     unseen: tuple  # else, in a window: how many of the first blocks a warpgroup's rows do not see
 
     def lead(self, group):
@@ -59,7 +61,9 @@ class Tile:
         own = [max(n, 0) for n in own]
         ragged, backwards, windowed = rng.random() < 0.3, rng.random() < 0.4, rng.random() < 0.3
         unseen = [rng.randrange(n) if n and windowed and not backwards else 0 for n in own]
-        return Tile(blocks, tuple(n - u for n, u in zip(own, unseen)), ragged, backwards, tuple(unseen))
+        return Tile(
+            blocks, tuple(n - u for n, u in zip(own, unseen)), ragged, backwards, tuple(unseen)
+        )
 
 
 class Ring:
@@ -93,29 +97,51 @@ class Block:
     def __init__(self, kernel, tiles, rng):
         k = self.k = kernel
         self.tiles, self.rng = [*tiles, None], rng
-        kinds = ("tma", "tma", "direct", "parts") if kernel.q_buffers == 2 else ("registers", "parts")
+        kinds = (
+            ("tma", "tma", "direct", "parts") if kernel.q_buffers == 2 else ("registers", "parts")
+        )
         self.store_kind = rng.choice(kinds)
         self.events = []  # copies, products and stores on their way
         warps = k.warpgroups * WARPS
 
         def counts(ring, **names):
-            return arrivals("attn/forward/fwd_loop.cuh", f"typename S::{ring})", warps=WARPS, WARPGROUPS=k.warpgroups, **names)
+            return arrivals(
+                "attn/forward/fwd_loop.cuh",
+                f"typename S::{ring})",
+                warps=WARPS,
+                WARPGROUPS=k.warpgroups,
+                **names,
+            )
 
-        q_counts = k.warpgroups if k.broken == "q counts warpgroups" else counts("QRing(smem_s + S::Q_RING")
+        q_counts = (
+            k.warpgroups
+            if k.broken == "q counts warpgroups"
+            else counts("QRing(smem_s + S::Q_RING")
+        )
         loaders = 0 if k.broken == "description: loader does not count" else 1
-        self.described = Ring(k.descriptions, counts("TileRing(smem_s + S::TILE_RING", LOADERS=loaders))
+        self.described = Ring(
+            k.descriptions, counts("TileRing(smem_s + S::TILE_RING", LOADERS=loaders)
+        )
         self.rings = {
             "q": Ring(k.q_buffers, q_counts),
             "k": Ring(k.stages, counts("KvRing(smem_s + S::K_RING")),
             "v": Ring(k.stages, counts("KvRing(smem_s + S::V_RING")),
         }
-        self.told = [None] * k.descriptions  # the tile that a description is of; None while it is written
+        # the tile that a description is of; None while it is written
+        self.told = [None] * k.descriptions
         self.held = {name: [{} for _ in range(ring.stages)] for name, ring in self.rings.items()}
         self.reading = {name: [0] * ring.stages for name, ring in self.rings.items()}
-        self.cleared = [set() for _ in range(k.stages)]  # warps that have cleared their rows of V's tail
+        # warps that have cleared their rows of V's tail
+        self.cleared = [set() for _ in range(k.stages)]
         groups = range(k.warpgroups)
-        self.turns = [Sync(arrivals("attn/forward/fwd_products.cuh", "1 + warpgroup", warps=WARPS)) for _ in groups]
-        self.meetings = [Sync(arrivals("attn/forward/fwd_products.cuh", "4 + warpgroup", warps=WARPS)) for _ in groups]
+        self.turns = [
+            Sync(arrivals("attn/forward/fwd_products.cuh", "1 + warpgroup", warps=WARPS))
+            for _ in groups
+        ]
+        self.meetings = [
+            Sync(arrivals("attn/forward/fwd_products.cuh", "4 + warpgroup", warps=WARPS))
+            for _ in groups
+        ]
         self.products = [[] for _ in groups]  # of a warpgroup, in order
         self.done = [0 for _ in groups]
         self.issued = [0] * warps
@@ -224,9 +250,13 @@ class Block:
         rows = range(group * WARPS, group * WARPS + WARPS)
         if product.kind == "scores":
             q, k = product.n % self.k.q_buffers, product.step % self.k.stages
-            ours = all(self.held["k"][k].get((box, 0)) == ("k", product.step) for box in range(BOXES))
+            ours = all(
+                self.held["k"][k].get((box, 0)) == ("k", product.step) for box in range(BOXES)
+            )
             held_q = self.held["q"][q]
-            if not ours or any(held_q.get((box, row)) != ("q", product.n) for box in range(BOXES) for row in rows):
+            if not ours or any(
+                held_q.get((box, row)) != ("q", product.n) for box in range(BOXES) for row in rows
+            ):
                 raise Wrong("a product reads other bytes")
             return
         v, t = product.step % self.k.stages, self.tiles[product.n]
@@ -296,9 +326,15 @@ class Block:
             self.rings["q"].release(n)
 
     def follows(self, n):
-        """Whether the first scores of tile n + 1 are issued behind the last values of tile n; the same for all warpgroups."""
+        """Whether the first scores of tile n + 1 are issued behind the last values of tile n; the
+        same for all warpgroups."""
         now, then = self.tell(n), self.tell(n + 1)
-        alike = then and min(now.own) and min(then.own) and not (now.backwards or then.backwards or max(then.unseen))
+        alike = (
+            then
+            and min(now.own)
+            and min(then.own)
+            and not (now.backwards or then.backwards or max(then.unseen))
+        )
         ends = [own + unseen for own, unseen in zip(now.own, now.unseen)]
         return bool(alike and self.store_kind != "parts" and now.blocks - min(ends) < self.k.stages)
 
@@ -309,7 +345,8 @@ class Block:
         end = first + t.own[group]
         k, v = self.rings["k"], self.rings["v"]
         ahead = self.k.q_buffers == 2
-        late = overlap and ahead  # weights are packed under the next scores, which are issued early too
+        # weights are packed under the next scores, which are issued early too
+        late = overlap and ahead
 
         def scores(j):
             if broken == "q released before the last scores" and not ahead and j == end - 1:
@@ -320,7 +357,11 @@ class Block:
                 yield self.wait_group(group, w, int(overlap and j > first))
             if broken not in ("k released before the wait", "k kept") and w == 0:
                 k.release(step + j)
-            if not ahead and j == end - 1 and broken not in ("q kept", "q released before the last scores"):
+            if (
+                not ahead
+                and j == end - 1
+                and broken not in ("q kept", "q released before the last scores")
+            ):
                 yield from self.release_q(me, last_q)
 
         def release_v(j):
@@ -374,7 +415,8 @@ class Block:
             self.w[me] = n, j
             if not overlap or broken == "weights packed before the wait":
                 self.p[me] = self.w[me]
-            if overlap:  # a wait that is over already ends a basic block: on what this warp itself holds
+            # a wait that is over already ends a basic block: on what this warp itself holds
+            if overlap:
                 held = self.rings["q"].is_full(n) if ahead else lambda: True
                 yield v.is_full(step + j - 1) if broken == "v awaited again" else held
                 yield self.wait_group(group, w, 0)
@@ -404,7 +446,8 @@ class Block:
         release_v(end - 1)
 
     def last_and_next(self, group, w, n, step, end, clear_tail, release_v):
-        """The last values of tile n and the first scores of tile n + 1 in one turn; the store runs under the scores."""
+        """The last values of tile n and the first scores of tile n + 1 in one turn; the store runs
+        under the scores."""
         broken, k, v, blocks = self.k.broken, self.rings["k"], self.rings["v"], self.tell(n).blocks
         me, then = group * WARPS + w, step + blocks
         if broken != "next q not awaited":
@@ -431,8 +474,9 @@ class Block:
             k.release(then)
 
     def passes(self, group, w, step, blocks):
-        """Consumer::pass. One warp releases for all: each must have seen the stage full before, or it would wait for a
-        phase that is two behind. A turn brings a warpgroup's warps together as a barrier of their own does."""
+        """Consumer::pass. One warp releases for all: each must have seen the stage full before, or
+        it would wait for a phase that is two behind. A turn brings a warpgroup's warps together as
+        a barrier of their own does."""
         broken, k, v = self.k.broken, self.rings["k"], self.rings["v"]
         late = broken == "pass: released before all warps have waited"
 
@@ -464,7 +508,10 @@ class Block:
         self.see_results(me, n)
 
     def see_results(self, me, n):
-        if any(self.held["q"][n % self.k.q_buffers].get((box, me)) != ("out", n) for box in range(BOXES)):
+        if any(
+            self.held["q"][n % self.k.q_buffers].get((box, me)) != ("out", n)
+            for box in range(BOXES)
+        ):
             raise Wrong("other results are stored")
 
     def store_tile(self, me, n):
@@ -487,7 +534,11 @@ class Block:
 
     def consume(self, group, w):
         broken, q_buffers, me = self.k.broken, self.k.q_buffers, group * WARPS + w
-        if self.k.ordered and group == self.k.warpgroups - 1 and broken != "nobody has the first turn":
+        if (
+            self.k.ordered
+            and group == self.k.warpgroups - 1
+            and broken != "nobody has the first turn"
+        ):
             self.turns[0].arrive()
         step = 0
         for n in itertools.count():
@@ -556,7 +607,13 @@ OVERWRITTEN, STUCK, OTHER, MANY = (
     "reads other bytes",
     "an arrival too many",
 )
-TOLD, WEIGHTS, SCORES, RESULTS, TAIL = "a description is", "other weights", "other scores", "other results", "rows past"
+TOLD, WEIGHTS, SCORES, RESULTS, TAIL = (
+    "a description is",
+    "other weights",
+    "other scores",
+    "other results",
+    "rows past",
+)
 AHEAD, ONE_Q, FREE, SERIAL = (
     "two warpgroups",
     "two warpgroups, one q",

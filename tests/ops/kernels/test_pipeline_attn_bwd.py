@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The barrier protocol of flash_attn_bwd_sm90a.cu as a model, run as test_pipeline_attn.py runs
-the forward's: the warp that loads, and the warps of two consumer warpgroups, whose copies and products end whenever they like.
+the forward's: the warp that loads, and the warps of two consumer warpgroups, whose copies and
+products end whenever they like.
 
-A product of a warpgroup begins to read when its first warp issues it, and is over for all its warps at once, after the
-products before it. A run fails when nothing can go on, when a stage of Q or dO or a buffer of dS is overwritten while it is
-read, or when anything reads bytes that are not its own. Then each rule is broken in turn.
+A product of a warpgroup begins to read when its first warp issues it, and is over for all its warps
+at once, after the products before it. A run fails when nothing can go on, when a stage of Q or dO
+or a buffer of dS is overwritten while it is read, or when anything reads bytes that are not its
+own. Then each rule is broken in turn.
 """
 
 import itertools
@@ -36,7 +38,8 @@ class Kernel:
 
 
 class Block:
-    """A block of the kernel; the names are the kernel's. ragged[n]: the tile of step n has rows that must not be read."""
+    """A block of the kernel; the names are the kernel's. ragged[n]: the tile of step n has rows
+    that must not be read."""
 
     def __init__(self, kernel, ragged, rng):
         self.k, self.ragged, self.rng = kernel, ragged, rng
@@ -48,7 +51,8 @@ class Block:
         self.ds = [[None] * (GROUPS * WARPS) for _ in range(kernel.buffers)]
         self.reading_ds = [0] * kernel.buffers
         self.meeting = Sync(made("BAR_CONSUMERS"))
-        self.products = [[] for _ in range(GROUPS)]  # of a warpgroup, in order: [kind, step, warps that issued it]
+        # of a warpgroup, in order: [kind, step, warps that issued it]
+        self.products = [[] for _ in range(GROUPS)]
         self.done = [0] * GROUPS
         self.issued = [0] * (GROUPS * WARPS)
 
@@ -171,7 +175,12 @@ def test_the_protocol_holds(stages):
     schedules(Kernel(stages=stages), SCHEDULES, f"{stages} stages")
 
 
-OVERWRITTEN, STUCK, OTHER, MANY = "overwritten while", "nothing can go on", "reads other bytes", "an arrival too many"
+OVERWRITTEN, STUCK, OTHER, MANY = (
+    "overwritten while",
+    "nothing can go on",
+    "reads other bytes",
+    "an arrival too many",
+)
 BROKEN = {  # rule -> what may then go wrong first
     "loaded without empty": f"{OVERWRITTEN}|{OTHER}|{MANY}",
     "cleared before the copies have come": f"must not be read|{OTHER}|{MANY}",
@@ -198,9 +207,13 @@ def test_one_buffer_of_ds_is_too_few():
 
 # ---- the turns of ordered kernels: a grid, not a block ----
 def run_turns(visits, sms, rng):
-    """visits[x]: the tiles that block number x adds to, in its order; at a tile, blocks of lower numbers go first. Blocks start in
-    the order of their numbers, `sms` at a time. The order of additions at each tile; Wrong where nothing can go on."""
-    before = [{t: sum(t in other for other in visits[:x]) for t in tiles} for x, tiles in enumerate(visits)]
+    """visits[x]: the tiles that block number x adds to, in its order; at a tile, blocks of lower
+    numbers go first. Blocks start in the order of their numbers, `sms` at a time. The order of
+    additions at each tile; Wrong where nothing can go on."""
+    before = [
+        {t: sum(t in other for other in visits[:x]) for t in tiles}
+        for x, tiles in enumerate(visits)
+    ]
     return play(visits, before, sms, rng)
 
 
@@ -221,7 +234,8 @@ def play(visits, before, sms, rng):
 
 
 def visits_of(rng, up):
-    """Under a bound on the right the tiles [lo, hi) of a block rise with its keys, and the last keys have the lowest number."""
+    """Under a bound on the right the tiles [lo, hi) of a block rise with its keys, and the last
+    keys have the lowest number."""
     blocks, tiles = rng.randint(1, 12), rng.randint(1, 15)
     lo = sorted(rng.randint(0, tiles - 1) if up else 0 for _ in range(blocks))
     hi = sorted(rng.choice((tiles, rng.randint(max(lo) + 1, tiles))) for _ in range(blocks))
@@ -239,7 +253,8 @@ def test_turns_never_stop_the_grid_and_keep_one_order():
 
 
 def test_turns_in_an_order_that_wraps_stop_a_grid_larger_than_the_machine():
-    """What BwdOrderedStep says no to: each block begins at another tile, and at a tile the one that begins there goes first."""
+    """What BwdOrderedStep says no to: each block begins at another tile, and at a tile the one that
+    begins there goes first."""
     blocks = 8
     visits = [[(x + n) % blocks for n in range(blocks)] for x in range(blocks)]
     before = [{t: (t - x) % blocks for t in range(blocks)} for x in range(blocks)]
@@ -250,16 +265,22 @@ def test_turns_in_an_order_that_wraps_stop_a_grid_larger_than_the_machine():
 
 # ---- the turns of ordered kernels: within a block ----
 class Turns:
-    """keep_order() beside the warps that add. others[n]: the blocks before have added to the tile of step n, when they like."""
+    """keep_order() beside the warps that add. others[n]: the blocks before have added to the tile
+    of step n, when they like."""
 
     def __init__(self, steps, broken, rng):
         self.steps, self.broken, self.rng = steps, broken, rng
-        self.turn, self.added = Barrier(made("smem_s + S::TURN")), Barrier(made("smem_s + S::ADDED"))
+        self.turn, self.added = (
+            Barrier(made("smem_s + S::TURN")),
+            Barrier(made("smem_s + S::ADDED")),
+        )
         self.others, self.released, self.adds = [False] * steps, [False] * steps, [0] * steps
         self.events = [(self.others.__setitem__, n, True) for n in range(steps)]
 
     def run(self):
-        interleave([self.keep_order(), *(self.add() for _ in range(GROUPS * WARPS))], self.events, self.rng)
+        interleave(
+            [self.keep_order(), *(self.add() for _ in range(GROUPS * WARPS))], self.events, self.rng
+        )
         assert all(self.released)
 
     def keep_order(self):
@@ -306,7 +327,9 @@ def test_the_next_turn_may_be_told_before_this_one_is_passed_on():
     play_turns("", SCHEDULES)
 
 
-@pytest.mark.parametrize("rule", ("the first turn not awaited", "the additions not awaited", "the turn not awaited"))
+@pytest.mark.parametrize(
+    "rule", ("the first turn not awaited", "the additions not awaited", "the turn not awaited")
+)
 def test_a_broken_turn_is_seen(rule):
     with pytest.raises(Wrong, match="out of turn|passed on before|an arrival too many"):
         play_turns(rule, 4000)

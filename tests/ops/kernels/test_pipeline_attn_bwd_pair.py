@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The barrier protocol of flash_attn_bwd_wide_sm90a.cu as a model, run as test_pipeline_attn_bwd.py runs that of the narrower kernel: two
-blocks of a pair, in each the warp that loads, the warp that sends dS to the other block, and the warps of two warpgroups, whose
-copies and products end whenever they like. That the other block has read a dS needs no barrier: it sends its own of the step after only
-when both its warpgroups are through with this one.
+"""The barrier protocol of flash_attn_bwd_wide_sm90a.cu as a model, run as test_pipeline_attn_bwd.py
+runs that of the narrower kernel: two blocks of a pair, in each the warp that loads, the warp that
+sends dS to the other block, and the warps of two warpgroups, whose copies and products end whenever
+they like. That the other block has read a dS needs no barrier: it sends its own of the step after
+only when both its warpgroups are through with this one.
 
-A run fails when nothing can go on, when something is overwritten while it is read, when anything reads bytes of another step, or
-when a copy or an arrival reaches a block that has left. Then each rule is broken in turn.
+A run fails when nothing can go on, when something is overwritten while it is read, when anything
+reads bytes of another step, or when a copy or an arrival reaches a block that has left. Then each
+rule is broken in turn.
 """
 
 import os
@@ -56,8 +58,13 @@ class Block:
     def __init__(self, kernel, steps, rng, meeting):
         self.k, self.steps, self.rng, self.meeting = kernel, steps, rng, meeting
         self.peer, self.events, self.gone = None, None, 0
-        self.ring = Ring(2, arrivals("attn/backward/bwd_consumer.cuh", "typename S::Ring(smem_s + S::RING)"))
-        self.o_ring = Ring(kernel.o_stages, arrivals("attn/backward/bwd_consumer.cuh", "typename S::ORing(smem_s + S::O_RING)"))
+        self.ring = Ring(
+            2, arrivals("attn/backward/bwd_consumer.cuh", "typename S::Ring(smem_s + S::RING)")
+        )
+        self.o_ring = Ring(
+            kernel.o_stages,
+            arrivals("attn/backward/bwd_consumer.cuh", "typename S::ORing(smem_s + S::O_RING)"),
+        )
         self.peer_ring = Ring(2, 0)  # full alone
         self.places = {
             "q": [Place("Q") for _ in range(2)],

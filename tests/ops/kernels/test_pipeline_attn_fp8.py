@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The barrier protocol of flash_attn_fp8_sm90a.cu as a model, run as test_pipeline_attn.py runs that of flash_attn_fwd_sm90a.cu: the thread
-that finds tiles, the thread that loads, the warps that transpose V and copy its mean, and the warps of the consumer warpgroups.
+"""The barrier protocol of flash_attn_fp8_sm90a.cu as a model, run as test_pipeline_attn.py runs
+that of flash_attn_fwd_sm90a.cu: the thread that finds tiles, the thread that loads, the warps that
+transpose V and copy its mean, and the warps of the consumer warpgroups.
 
-A run fails when nothing can go on, when a stage, a mean or a tile's description is overwritten while it is read, or when anything reads
-bytes that are not its own. Then each rule is broken in turn.
+A run fails when nothing can go on, when a stage, a mean or a tile's description is overwritten
+while it is read, or when anything reads bytes that are not its own. Then each rule is broken in
+turn.
 """
 
 import itertools
@@ -26,19 +28,28 @@ class Kernel:
     stages: int = 2  # of K and of V transposed; the kernel has four
     descriptions: int = 2  # the kernel has four
     q_buffers: int = 2
-    keeps_scores: bool = True  # else a block that is taken again is multiplied again, by all warps of the warpgroup
+    # else a block that is taken again is multiplied again, by all warps of the warpgroup
+    keeps_scores: bool = True
     broken: str = ""  # the rule that is not kept
 
     def block(self, rng):
         tiles = []
         for _ in range(rng.randint(1, 4)):
             blocks = rng.choice((0, 1, 1, 2, 3, 5))
-            tiles.append((blocks, tuple(max(blocks - rng.choice((0, 0, 1, 2)), 0) for _ in range(self.warpgroups))))
+            tiles.append(
+                (
+                    blocks,
+                    tuple(
+                        max(blocks - rng.choice((0, 0, 1, 2)), 0) for _ in range(self.warpgroups)
+                    ),
+                )
+            )
         return Block(self, tiles, rng)
 
 
 class Block:
-    """A block of the kernel; the names are the kernel's. A tile is its blocks of keys, and how many each warpgroup's rows see."""
+    """A block of the kernel; the names are the kernel's. A tile is its blocks of keys, and how many
+    each warpgroup's rows see."""
 
     def __init__(self, kernel, tiles, rng):
         k = self.k = kernel
@@ -47,7 +58,9 @@ class Block:
 
         def counts(ring, transposers=TRANSPOSERS):
             source, ring = "attn/forward/fp8_producer.cuh", f"typename S::{ring})"
-            return arrivals(source, ring, warps=WARPS, WARPGROUPS=k.warpgroups, TRANSPOSERS=transposers)
+            return arrivals(
+                source, ring, warps=WARPS, WARPGROUPS=k.warpgroups, TRANSPOSERS=transposers
+            )
 
         loaders = 0 if k.broken == "description: transposers do not count" else TRANSPOSERS
         self.described = Ring(k.descriptions, counts("TileRing(smem_s + S::TILE_RING", loaders))
@@ -67,7 +80,9 @@ class Block:
         self.products = [[] for _ in range(k.warpgroups)]
         self.done, self.issued = [0] * k.warpgroups, [0] * warps
         blocks = range(sum(t[0] for t in tiles))
-        self.again = [[not k.keeps_scores and rng.random() < 0.3 for _ in blocks] for _ in range(k.warpgroups)]
+        self.again = [
+            [not k.keeps_scores and rng.random() < 0.3 for _ in blocks] for _ in range(k.warpgroups)
+        ]
 
     def run(self):
         warps = [self.consume(g, w) for g in range(self.k.warpgroups) for w in range(WARPS)]
@@ -176,7 +191,10 @@ class Block:
                     raw.release(at)
             self.tell(n)
             step += blocks
-            if broken not in ("description kept by a transposer", "description: transposers do not count"):
+            if broken not in (
+                "description kept by a transposer",
+                "description: transposers do not count",
+            ):
                 self.described.release(n)
 
     # ---- products of a warpgroup ----

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Misaligned matrices, compiled for the host: their copies (csrc/cuda/product/gemm/realign.cuh) and their rows on the way to a tile in
-shared memory (misaligned.cuh): what they hold, and that nothing is read outside.
+"""Misaligned matrices, compiled for the host: their copies (csrc/cuda/product/gemm/realign.cuh) and
+their rows on the way to a tile in shared memory (misaligned.cuh): what they hold, and that nothing
+is read outside.
 """
 
 import os
@@ -15,13 +16,27 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_misaligned_on_the_host(tmp_path):
-    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("clang++")]
+    compiler = shlex.split(os.environ.get("CXX", "")) or [
+        shutil.which("g++") or shutil.which("clang++")
+    ]
     if compiler[0] is None:
         pytest.skip("no C++ compiler: install g++ or clang++, or set CXX")
     program = tmp_path / "check_realign"
     source = ROOT / "tests" / "csrc" / "check_realign.cpp"
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-I", ROOT / "csrc", "-I", ROOT / "csrc" / "include"]
-    result = subprocess.run([*compiler, *flags, source, "-o", program], capture_output=True, text=True)
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-I",
+        ROOT / "csrc",
+        "-I",
+        ROOT / "csrc" / "include",
+    ]
+    result = subprocess.run(
+        [*compiler, *flags, source, "-o", program], capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     result = subprocess.run([program], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout

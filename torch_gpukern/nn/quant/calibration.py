@@ -14,7 +14,8 @@ __all__ = ["Observed", "calibrate"]
 
 
 class Observed(NamedTuple):
-    """Of a layer's input: the largest size, float32 [], and the mean square of each column, float32 [K]."""
+    """Of a layer's input: the largest size, float32 [], and the mean square of each column, float32
+    [K]."""
 
     amax: Tensor
     square: Tensor
@@ -27,12 +28,13 @@ def calibrate(
     *,
     show: bool = True,
 ) -> dict[str, Observed]:
-    """Runs the model, without gradients and in evaluation mode, and returns what each layer was given.
+    """Runs the model, without gradients and in evaluation mode, and returns what each layer was
+    given.
 
     Args:
         model: any module.
-        batches: of each the model is called with ``model(batch)``, ``model(*batch)`` of a tuple or list, ``model(**batch)`` of a
-            mapping.
+        batches: of each the model is called with ``model(batch)``, ``model(*batch)`` of a tuple or
+            list, ``model(**batch)`` of a mapping.
         modules: the layers that are watched, by name; None: every nn.Linear.
         show: a progress bar (a line for each batch where tqdm is not installed), on stderr.
 
@@ -62,7 +64,9 @@ def calibrate(
 
         return hook
 
-    hooks = [m.register_forward_pre_hook(watch(name), with_kwargs=True) for name, m in modules.items()]
+    hooks = [
+        m.register_forward_pre_hook(watch(name), with_kwargs=True) for name, m in modules.items()
+    ]
     modes = {m: m.training for m in model.modules()}
     count = 0
     try:

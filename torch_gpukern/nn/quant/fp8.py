@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Fp8Linear: training in 8-bit floats.
 
-Forward multiplies e4m3 activations and weights; backward rounds the incoming gradient to e5m2 once, and multiplies it by both. The
-rounding itself counts as the identity (straight-through). What backward keeps is 8 bits wide.
+Forward multiplies e4m3 activations and weights; backward rounds the incoming gradient to e5m2 once,
+and multiplies it by both. The rounding itself counts as the identity (straight-through). What
+backward keeps is 8 bits wide.
 
 Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433.
 """
@@ -27,12 +28,20 @@ HISTORIES = "history_x", "history_weight", "history_grad", "calls"  # buffers of
 CALLS = 256  # forwards of a layer that may wait for their backward under activation checkpointing
 
 
-def _product(x: Tensor, w: Tensor, bias: Tensor | None, scale_x, scale_w, grad_history: Tensor | None):
+def _product(
+    x: Tensor, w: Tensor, bias: Tensor | None, scale_x, scale_w, grad_history: Tensor | None
+):
     """And what backward keeps of it."""
     a, scale_a = quantize(x, E4M3, "tensor", scale=scale_x)
     b, scale_b = quantize(w, E4M3, "tensor", scale=scale_w)
     bias = None if bias is None else bias.to(x.dtype)
-    return scaled_gemm(a, b.mT, scale_a, scale_b, bias=bias, out_dtype=x.dtype), a, scale_a, b, scale_b
+    return (
+        scaled_gemm(a, b.mT, scale_a, scale_b, bias=bias, out_dtype=x.dtype),
+        a,
+        scale_a,
+        b,
+        scale_b,
+    )
 
 
 def _note(ctx: Any, inputs: tuple, kept: tuple) -> None:
@@ -51,7 +60,9 @@ def _gradients(ctx: Any, grad: Tensor, *_: Any):
     a, scale_a, b, scale_b = ctx.saved_tensors
     history = ctx.history
     of_x, of_w, of_bias = ctx.dtypes
-    g, scale_g = quantize(grad, E5M2, "tensor", scale=None if history is None else delayed_scale(grad, history, E5M2))
+    g, scale_g = quantize(
+        grad, E5M2, "tensor", scale=None if history is None else delayed_scale(grad, history, E5M2)
+    )
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     dx = scaled_gemm(g, b, scale_g, scale_b, out_dtype=of_x) if need_x else None
     dw = scaled_gemm(g.mT, a, scale_g, scale_a, out_dtype=of_w) if need_w else None
@@ -79,20 +90,23 @@ class _Transformable(torch.autograd.Function):
 
 
 def delayed_scale(x: Tensor, history: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale of the largest size in `history`, into which x's own is written for the calls that follow. Where there is none
-    yet, x's own. An infinity or NaN makes this scale NaN, so that the product shows it, and is not remembered. Nothing waits for the
-    device.
+    """The scale of the largest size in `history`, into which x's own is written for the calls that
+    follow. Where there is none yet, x's own. An infinity or NaN makes this scale NaN, so that the
+    product shows it, and is not remembered. Nothing waits for the device.
     """
     seen, now, by = _sizes(x, history)
     _push(history, now)
     return _scale(seen, by, dtype)
 
 
-def _delayed_scales(x: Tensor, w: Tensor, history_x: Tensor, history_w: Tensor, calls: Tensor) -> tuple[Tensor, Tensor]:
+def _delayed_scales(
+    x: Tensor, w: Tensor, history_x: Tensor, history_w: Tensor, calls: Tensor
+) -> tuple[Tensor, Tensor]:
     """`delayed_scale` of both operands of one call.
 
-    Activation checkpointing calls forward again inside backward. `calls` [3, CALLS] has x's size of the last calls and the sizes that
-    x and w were scaled by. A second forward finds the first one by x's size, takes its scales, and writes nothing.
+    Activation checkpointing calls forward again inside backward. `calls` [3, CALLS] has x's size of
+    the last calls and the sizes that x and w were scaled by. A second forward finds the first one
+    by x's size, takes its scales, and writes nothing.
     """
     seen_x, now_x, by_x = _sizes(x, history_x)
     seen_w, now_w, by_w = _sizes(w, history_w)
@@ -107,7 +121,8 @@ def _delayed_scales(x: Tensor, w: Tensor, history_x: Tensor, history_w: Tensor, 
 
 
 def _sizes(x: Tensor, history: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x's largest size; the same, where it is finite, for the history; the size that x is scaled by."""
+    """x's largest size; the same, where it is finite, for the history; the size that x is scaled
+    by."""
     x, before = x.detach(), history.amax().float()
     seen = x.abs().amax().float() if x.numel() else torch.zeros_like(before)
     now = torch.where(seen.isfinite(), seen, before)
@@ -124,20 +139,25 @@ def _scale(seen: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _recomputing() -> bool:
-    """Whether this call stands inside a backward pass. A compiler that checkpoints records the histories' writes once by itself."""
+    """Whether this call stands inside a backward pass. A compiler that checkpoints records the
+    histories' writes once by itself."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class Fp8Linear(torch.nn.Linear):
-    """`torch.nn.Linear` whose three products are of 8-bit floats: activations and weight e4m3, the gradient e5m2, each with one scale.
+    """`torch.nn.Linear` whose three products are of 8-bit floats: activations and weight e4m3, the
+    gradient e5m2, each with one scale.
 
-    Parameters are nn.Linear's, in their own dtype: an optimizer trains them as ever. The result has x's dtype.
+    Parameters are nn.Linear's, in their own dtype: an optimizer trains them as ever. The result has
+    x's dtype.
 
     Args:
-        scaling: ``"current"``: scales come from the tensors themselves. ``"delayed"``: from the largest of the last `history` calls,
-            so that none is read before it is rounded; what is larger than all of these saturates. The histories are buffers
-            (``history_x``, ``history_weight``, ``history_grad``) and part of the state_dict; they move in training alone. Activation
-            checkpointing recomputes with the scales of the first pass and moves no history, unless it stands around a compiled layer.
+        scaling: ``"current"``: scales come from the tensors themselves. ``"delayed"``: from the
+            largest of the last `history` calls, so that none is read before it is rounded; what is
+            larger than all of these saturates. The histories are buffers (``history_x``,
+            ``history_weight``, ``history_grad``) and part of the state_dict; they move in training
+            alone. Activation checkpointing recomputes with the scales of the first pass and moves
+            no history, unless it stands around a compiled layer.
         history: calls that are remembered.
 
     Raises:
@@ -165,12 +185,15 @@ class Fp8Linear(torch.nn.Linear):
     def _scale_by(self, scaling: Scaling, history: int) -> None:
         if scaling not in get_args(Scaling) or history < 1:
             raise ValueError(
-                f"Fp8Linear: scaling must be {' or '.join(get_args(Scaling))} and history 1 or more, got {scaling!r} and {history}"
+                f"Fp8Linear: scaling must be {' or '.join(get_args(Scaling))} and history 1 or "
+                f"more, got {scaling!r} and {history}"
             )
         self.scaling = scaling
         if scaling == "delayed":
             for name in ("history_x", "history_weight", "history_grad"):
-                self.register_buffer(name, torch.zeros(history, dtype=torch.float32, device=self.weight.device))
+                self.register_buffer(
+                    name, torch.zeros(history, dtype=torch.float32, device=self.weight.device)
+                )
             calls = torch.zeros(3, CALLS, dtype=torch.float32, device=self.weight.device)
             self.register_buffer("calls", calls, persistent=False)
 

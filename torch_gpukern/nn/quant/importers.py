@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Layers of weights that others have quantised: GPTQ, AWQ, torchao's Int4Tensor, compressed-tensors' 8-bit floats.
+"""Layers of weights that others have quantised: GPTQ, AWQ, torchao's Int4Tensor,
+compressed-tensors' 8-bit floats.
 
-Each takes the tensors as their files have them and returns a `QuantizedLinear` that multiplies by exactly the weight they stand for;
-codes are packed again, never rounded again.
+Each takes the tensors as their files have them and returns a `QuantizedLinear` that multiplies by
+exactly the weight they stand for; codes are packed again, never rounded again.
 """
 
 from typing import Any
@@ -25,7 +26,9 @@ def _fields(words: Tensor, bits: int) -> Tensor:
     return (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
 
 
-def _check(owner: str, name: str, t: Any, dtype: torch.dtype | None, shape: tuple[int, ...]) -> None:
+def _check(
+    owner: str, name: str, t: Any, dtype: torch.dtype | None, shape: tuple[int, ...]
+) -> None:
     if not isinstance(t, Tensor):
         raise ValueError(f"{owner}: {name} must be a Tensor, got {type(t).__name__}")
     if dtype is not None and t.dtype is not dtype:
@@ -51,17 +54,25 @@ def _count(owner: str, name: str, t: Any) -> int:
 
 def _groups(owner: str, k: int, count: int) -> None:
     if count < 1 or k % count or (count > 1 and k // count not in (16, 32, 64, 128, 256)):
-        raise ValueError(f"{owner}: groups must have 16, 32, 64, 128, 256 or all of K {k}, got {count} groups")
+        raise ValueError(
+            f"{owner}: groups must have 16, 32, 64, 128, 256 or all of K {k}, got {count} groups"
+        )
 
 
-def _layer(owner: str, recipe: str, n: int, k: int, tensors: Tensors, bias: Tensor | None) -> QuantizedLinear:
+def _layer(
+    owner: str, recipe: str, n: int, k: int, tensors: Tensors, bias: Tensor | None
+) -> QuantizedLinear:
     if bias is not None:
         _check(owner, "bias", bias, None, (n,))
         if bias.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{owner}: bias must be float32, bfloat16 or float16, got {str(bias.dtype)[6:]}")
+            raise ValueError(
+                f"{owner}: bias must be float32, bfloat16 or float16, got {str(bias.dtype)[6:]}"
+            )
     layer = QuantizedLinear.__new__(QuantizedLinear)
     torch.nn.Module.__init__(layer)
-    layer.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False))
+    layer.register_parameter(
+        "bias", None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False)
+    )
     layer._hold(recipe, k, n, tensors)
     return layer
 
@@ -83,7 +94,14 @@ def _with_zeros(
     tensors = {"weight_packed": packed, "weight_scale": scale.contiguous()}
     if bool((zeros == 128).all()):
         return _layer(owner, "w8", n, k, tensors, bias)
-    return _layer(owner, "w8-shift", n, k, {**tensors, "weight_shift": ((128 - zeros) * scale).contiguous()}, bias)
+    return _layer(
+        owner,
+        "w8-shift",
+        n,
+        k,
+        {**tensors, "weight_shift": ((128 - zeros) * scale).contiguous()},
+        bias,
+    )
 
 
 def from_gptq(
@@ -102,8 +120,8 @@ def from_gptq(
         qweight: int32 [K * bits / 32, N], codes along K, low bits first.
         qzeros: int32 [G, N * bits / 32], zero points along N.
         scales: [G, N] floating.
-        g_idx: int32 [K], the group of each k. Where groups are not in order (act-order) the layer sorts its input's columns.
-        bias: [N].
+        g_idx: int32 [K], the group of each k. Where groups are not in order (act-order) the layer
+        sorts its input's columns. bias: [N].
         bits: 4 or 8.
         version: 1: files hold a zero point less one, modulo 2^bits; 2 ("gptq_v2"): the zero point.
 
@@ -131,7 +149,9 @@ def from_gptq(
         order = torch.sort(g_idx, stable=True).indices
         want = torch.arange(groups, device=g_idx.device).repeat_interleave(k // groups)
         if not torch.equal(g_idx[order].long(), want):
-            raise ValueError(f"{who}: g_idx must have {k // groups} columns in each of the {groups} groups")
+            raise ValueError(
+                f"{who}: g_idx must have {k // groups} columns in each of the {groups} groups"
+            )
         if torch.equal(order, torch.arange(k, device=order.device)):
             order = None
         else:
@@ -142,7 +162,9 @@ def from_gptq(
     return layer
 
 
-def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, bias: Tensor | None = None) -> QuantizedLinear:
+def from_awq(
+    qweight: Tensor, qzeros: Tensor, scales: Tensor, *, bias: Tensor | None = None
+) -> QuantizedLinear:
     """A layer of AWQ's 4-bit tensors ("gemm" version).
 
     Args:
@@ -168,11 +190,13 @@ def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, bias: Tensor | 
 
 
 def from_torchao(weight: Any, *, bias: Tensor | None = None) -> QuantizedLinear:
-    """A layer of torchao's Int4Tensor, or of anything with its ``qdata``, ``scale`` and ``zero_point``.
+    """A layer of torchao's Int4Tensor, or of anything with its ``qdata``, ``scale`` and
+    ``zero_point``.
 
     Args:
-        weight: ``qdata`` [N, K / 2] int8 or uint8, two's complement, even k in the low half; ``scale`` and ``zero_point`` [K / g, N]: the
-            weight is ``code * scale + zero_point``. An ``act_pre_scale`` is refused.
+        weight: ``qdata`` [N, K / 2] int8 or uint8, two's complement, even k in the low half;
+            ``scale`` and ``zero_point`` [K / g, N]: the weight is ``code * scale + zero_point``. An
+            ``act_pre_scale`` is refused.
         bias: [N].
 
     Raises:
@@ -184,7 +208,8 @@ def from_torchao(weight: Any, *, bias: Tensor | None = None) -> QuantizedLinear:
     qdata, scale, zero = weight.qdata, weight.scale, weight.zero_point
     if qdata.dim() != 2 or qdata.dtype not in (torch.int8, torch.uint8):
         raise ValueError(
-            f"{who}: qdata must be int8 or uint8 [N, K / 2], got {str(qdata.dtype)[6:]} {list(qdata.shape)}"
+            f"{who}: qdata must be int8 or uint8 [N, K / 2], got {str(qdata.dtype)[6:]} "
+            f"{list(qdata.shape)}"
         )
     n, k, groups = qdata.shape[0], 2 * qdata.shape[1], scale.shape[0]
     _check(who, "scale", scale, None, (groups, n))
@@ -192,27 +217,38 @@ def from_torchao(weight: Any, *, bias: Tensor | None = None) -> QuantizedLinear:
     _groups(who, k, groups)
     raw = qdata.view(torch.uint8)
     codes = ((torch.stack((raw & 15, raw >> 4), -1).flatten(1).int() ^ 8) - 8).to(torch.int8)
-    tensors = {"weight_packed": pack_weight(codes, "int4"), "weight_scale": scale.float().contiguous()}
+    tensors = {
+        "weight_packed": pack_weight(codes, "int4"),
+        "weight_scale": scale.float().contiguous(),
+    }
     if not bool((zero != 0).any()):
         return _layer(who, "w4", n, k, tensors, bias)
-    return _layer(who, "w4-shift", n, k, {**tensors, "weight_shift": zero.float().contiguous()}, bias)
+    return _layer(
+        who, "w4-shift", n, k, {**tensors, "weight_shift": zero.float().contiguous()}, bias
+    )
 
 
 def from_compressed_tensors(
-    weight: Tensor, weight_scale: Tensor, input_scale: Tensor | None = None, *, bias: Tensor | None = None
+    weight: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
 ) -> QuantizedLinear:
-    """A layer of compressed-tensors' 8-bit floats (vLLM's and DeepSeek's files have the same tensors).
+    """A layer of compressed-tensors' 8-bit floats (vLLM's and DeepSeek's files have the same
+    tensors).
 
     Args:
         weight: float8_e4m3fn [N, K].
-        weight_scale: [] or [1], [N] or [N, 1], or [ceil(N / 128), ceil(K / 128)] (blocks), floating; or the powers of two of MXFP8,
-            uint8 or float8_e8m0fnu [N, ceil(K / 32)].
-        input_scale: [] or [1]: the scale of activations (static); None: they have their own as they come, of a row, beside blocks of
-            1x128, beside MXFP8 of 1x32.
+        weight_scale: [] or [1], [N] or [N, 1], or [ceil(N / 128), ceil(K / 128)] (blocks),
+            floating; or the powers of two of MXFP8, uint8 or float8_e8m0fnu [N, ceil(K / 32)].
+        input_scale: [] or [1]: the scale of activations (static); None: they have their own as they
+            come, of a row, beside blocks of 1x128, beside MXFP8 of 1x32.
         bias: [N].
 
     Raises:
-        ValueError: a dtype or shape that does not fit; an input_scale beside blocks, or one that is no finite number above 0.
+        ValueError: a dtype or shape that does not fit; an input_scale beside blocks, or one that is
+        no finite number above 0.
     """
     who = "from_compressed_tensors"
     n, k = _matrix(who, "weight", weight, E4M3)
@@ -220,11 +256,16 @@ def from_compressed_tensors(
         if not isinstance(given, Tensor) and (given is not None or name == "weight_scale"):
             raise ValueError(f"{who}: {name} must be a Tensor, got {type(given).__name__}")
     blocks, thirties = (ceil_div(n, 128), ceil_div(k, 128)), (n, ceil_div(k, 32))
-    is_mx = weight_scale.dtype in (torch.uint8, torch.float8_e8m0fnu) and weight_scale.shape == thirties
+    is_mx = (
+        weight_scale.dtype in (torch.uint8, torch.float8_e8m0fnu) and weight_scale.shape == thirties
+    )
     scale = weight_scale.float()
     tensors = {"weight_codes": weight.detach().contiguous()}
     if is_mx:
-        recipe, tensors["weight_scale"] = "mxfp8", weight_scale.contiguous().view(torch.float8_e8m0fnu)
+        recipe, tensors["weight_scale"] = (
+            "mxfp8",
+            weight_scale.contiguous().view(torch.float8_e8m0fnu),
+        )
     elif not weight_scale.is_floating_point():  # bytes are powers of two, not numbers
         raise ValueError(
             f"{who}: weight_scale must be floating, or uint8 of shape {list(thirties)} (MXFP8), "
@@ -238,16 +279,20 @@ def from_compressed_tensors(
         recipe, tensors["weight_scale"] = "fp8-block", scale.contiguous()
     else:
         raise ValueError(
-            f"{who}: weight_scale must have shape [], [1], [{n}], [{n}, 1] or {list(blocks)}, or as bytes {list(thirties)}, "
+            f"{who}: weight_scale must have shape [], [1], [{n}], [{n}, 1] or {list(blocks)}, or "
+            f"as bytes {list(thirties)}, "
             f"got {list(scale.shape)}"
         )
     if input_scale is not None:
         if recipe in ("fp8-block", "mxfp8") or input_scale.numel() != 1:
             raise ValueError(
-                f"{who}: input_scale must be one number and goes with scales of the whole weight or of rows, "
+                f"{who}: input_scale must be one number and goes with scales of the whole weight "
+                f"or of rows, "
                 f"got {list(input_scale.shape)} beside {list(scale.shape)}"
             )
         if not input_scale.is_meta and not 0 < input_scale.item() < float("inf"):
-            raise ValueError(f"{who}: input_scale must be a finite number above 0, got {input_scale.item()}")
+            raise ValueError(
+                f"{who}: input_scale must be a finite number above 0, got {input_scale.item()}"
+            )
         recipe, tensors["input_scale"] = "fp8-static", input_scale.float().reshape(())
     return _layer(who, recipe, n, k, tensors, bias)

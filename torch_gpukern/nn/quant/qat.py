@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""QatLinear: training for the rounding that will come (fake quantisation), with a scale that is learned.
+"""QatLinear: training for the rounding that will come (fake quantisation), with a scale that is
+learned.
 
-Esser et al., "Learned Step Size Quantization" (2019), arXiv:1902.08153. Of a weight w and its scale s: v = w / s, r = round(clip(v)),
-and w is taken for r s. Backward takes the rounding for the identity where nothing was clipped; so w has the gradient g there, and s
-has g (r - v), where clipped g r, divided by sqrt(weights of a scale times the largest code). The parameter is log2 of s, so that an
-optimizer's step is a share of it, however small scales are.
+Esser et al., "Learned Step Size Quantization" (2019), arXiv:1902.08153. Of a weight w and its scale
+s: v = w / s, r = round(clip(v)), and w is taken for r s. Backward takes the rounding for the
+identity where nothing was clipped; so w has the gradient g there, and s has g (r - v), where
+clipped g r, divided by sqrt(weights of a scale times the largest code). The parameter is log2 of s,
+so that an optimizer's step is a share of it, however small scales are.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +23,8 @@ __all__ = ["QatLinear"]
 
 
 class Way(NamedTuple):
-    """How a scheme rounds weights: between low and high, to integers or e4m3; activations to `codes`, None: not at all."""
+    """How a scheme rounds weights: between low and high, to integers or e4m3; activations to
+    `codes`, None: not at all."""
 
     low: float
     high: float
@@ -44,10 +47,12 @@ def rounded(x: Tensor, way: Way) -> Tensor:
 
 
 class QatLinear(torch.nn.Linear):
-    """`torch.nn.Linear` that multiplies by its weight as it will be rounded, and by activations as they will be.
+    """`torch.nn.Linear` that multiplies by its weight as it will be rounded, and by activations as
+    they will be.
 
-    ``step`` [out_features, groups] is the scale; ``log_step``, its log2, is a parameter that learns with the weight. `Quantized.finish` makes the layer that
-    was trained for. Made by ``torch_gpukern.nn.quantize(model, "qat-w4")`` (or w8, int8, fp8).
+    ``step`` [out_features, groups] is the scale; ``log_step``, its log2, is a parameter that learns
+    with the weight. `Quantized.finish` makes the layer that was trained for. Made by
+    ``torch_gpukern.nn.quantize(model, "qat-w4")`` (or w8, int8, fp8).
     """
 
     recipe: str
@@ -64,11 +69,13 @@ class QatLinear(torch.nn.Linear):
             lambda amax: [amax.clamp_min(2.0**-100) / way.high * r for r in ratios],
             lambda x: rounded(x, way),
         )
-        # A group of zeros shows no scale. It starts with the mean of the others', so that its weights can leave 0.
+        # A group of zeros shows no scale. It starts with the mean of the others', so that its
+        # weights can leave 0.
         zero = scale <= 2.0**-100 / way.high
         known = ~zero & scale.isfinite()
         some = torch.where(known, scale, 0.0).sum() / known.sum().clamp_min(1)
-        some = torch.where(some > 0, some, max(1, self.in_features) ** -0.5 / way.high)  # a weight of zeros: nn.Linear's bound
+        # a weight of zeros: nn.Linear's bound
+        some = torch.where(some > 0, some, max(1, self.in_features) ** -0.5 / way.high)
         self.log_step = torch.nn.Parameter(torch.where(zero, some, scale).float().log2())
 
     @property
@@ -79,7 +86,8 @@ class QatLinear(torch.nn.Linear):
         """The weight as it will be decoded, float32, through which gradients go."""
         way, k = WAYS[self.recipe], self.in_features
         group = way.group or max(1, k)
-        share = (min(group, max(1, k)) * way.high) ** -0.5  # keeps the scale's steps as large as the weight's
+        # keeps the scale's steps as large as the weight's
+        share = (min(group, max(1, k)) * way.high) ** -0.5
         step, w = self.step, self.weight.float()
         with torch.no_grad():
             each = spread(step.detach(), group, k)
@@ -87,8 +95,9 @@ class QatLinear(torch.nn.Linear):
             r = rounded(v, way)
             inside = (v >= way.low) & (v <= way.high)
             slope = torch.where(inside, r - v, r) * share
-        # The forward value is r * each, what the finished layer decodes to. The other two terms are 0 and carry the gradients. A
-        # gradient through w / each would be 0 * inf, NaN, where a weight has left its scale far behind.
+        # The forward value is r * each, what the finished layer decodes to. The other two terms are
+        # 0 and carry the gradients. A gradient through w / each would be 0 * inf, NaN, where a
+        # weight has left its scale far behind.
         w = torch.where(inside, w - w.detach(), 0.0)
         return r * each + w + slope * spread(step - step.detach(), group, k)
 

@@ -25,7 +25,8 @@ RECIPES: dict[str, str] = {
 
 
 class Quantized:
-    """What `quantize` did: `replaced` maps each layer's name to its recipe, `skipped` to why it stayed; `restore` undoes it.
+    """What `quantize` did: `replaced` maps each layer's name to its recipe, `skipped` to why it
+    stayed; `restore` undoes it.
 
     It holds the weights as they were, for `restore`: without it they are freed.
     """
@@ -38,11 +39,13 @@ class Quantized:
         self._changed: dict[str, tuple[torch.nn.Linear, type, torch.nn.Parameter]] = {}
 
     def restore(self) -> None:
-        """Puts every layer back. Weights are bit for bit what they were, on the device and in the dtype that the model was given
-        since; those that have trained since (fp8-train, qat) keep the values they have now. A second call does nothing.
+        """Puts every layer back. Weights are bit for bit what they were, on the device and in the
+        dtype that the model was given since; those that have trained since (fp8-train, qat) keep
+        the values they have now. A second call does nothing.
 
         Raises:
-            RuntimeError: a layer's class or forward was changed since: it stays and is named, all others are put back.
+            RuntimeError: a layer's class or forward was changed since: it stays and is named, all
+            others are put back.
         """
         left = []
         for name, (module, before, weight) in list(self._changed.items()):
@@ -54,17 +57,22 @@ class Quantized:
                 _follow(weight, vars(module).get("weight_like"))
             _strip(module)
             module.__class__ = before
-            module._parameters = {"weight": weight if trained is None else trained, **module._parameters}  # type: ignore[assignment]
+            module._parameters = {
+                "weight": weight if trained is None else trained,
+                **module._parameters,
+            }  # type: ignore[assignment]
             del self._changed[name]
             self.replaced.pop(name, None)
         if left:
             raise RuntimeError(
-                f"gpukern: what was changed since quantize cannot be restored, the rest is: {'; '.join(left)}"
+                f"gpukern: what was changed since quantize cannot be restored, the rest is: "
+                f"{'; '.join(left)}"
             )
         self.replaced.clear()
 
     def finish(self) -> "Quantized":
-        """Makes of each layer that was trained with "qat-..." the one it was trained for, with the scales that it learned.
+        """Makes of each layer that was trained with "qat-..." the one it was trained for, with the
+        scales that it learned.
 
         Raises:
             ValueError: there is none.
@@ -99,8 +107,13 @@ _ATTRIBUTES = ("scheme", "names", "recipe", "scaling", "weight_like")
 
 
 def _follow(weight: torch.nn.Parameter, like: torch.Tensor | None) -> None:
-    """The weight that was put away goes where its layer went since, and takes the dtype that the layer was given."""
-    if like is not None and not like.is_meta and (like.dtype, like.device) != (weight.dtype, weight.device):
+    """The weight that was put away goes where its layer went since, and takes the dtype that the
+    layer was given."""
+    if (
+        like is not None
+        and not like.is_meta
+        and (like.dtype, like.device) != (weight.dtype, weight.device)
+    ):
         weight.data = weight.data.to(like)
 
 
@@ -133,9 +146,11 @@ def quantize(
     calibration: Iterable[Any] | None = None,
     say: Callable[[str], object] | None = print,
 ) -> Quantized:
-    """Makes of each nn.Linear, in place, one whose weight has few bits, and prints a line of what it did.
+    """Makes of each nn.Linear, in place, one whose weight has few bits, and prints a line of what
+    it did.
 
-    =======================  ======================================================================================
+    =======================
+    ======================================================================================
     fp8, fp8-block           e4m3 weights and activations, a scale a row or a block, activations' as they come
     mxfp8                    likewise, with a power of two a 32 (OCP MX), of activations too
     fp8-static               a scale a row, and one calibrated scale of activations
@@ -145,40 +160,55 @@ def quantize(
     2:4, 2:4-fp8             two of four weights, bfloat16 or e4m3
     fp8-train                for training: `Fp8Linear`; fp8-train-delayed with delayed scales
     qat-w4, w8, int8, fp8    for training: `QatLinear`; then ``Quantized.finish``
-    =======================  ======================================================================================
+    =======================
+    ======================================================================================
 
-    The layer is the same object with the same hooks and bias; ``weight`` becomes buffers, which a state_dict has by name. To load one,
-    quantize a model of the same kind with the same recipe first. A weight that an embedding shares stays with the embedding.
+    The layer is the same object with the same hooks and bias; ``weight`` becomes buffers, which a
+    state_dict has by name. To load one, quantize a model of the same kind with the same recipe
+    first. A weight that an embedding shares stays with the embedding.
 
     Args:
         model: any module, or an nn.Linear itself.
         recipe: one of the above (`RECIPES`).
         skip: patterns (``"*.router"``) of whole names or last parts; or ``skip(name, module)``.
-        calibration: batches (see `calibrate`), for the static recipes; w4, mxfp4, nvfp4 and 2:4 choose by what they show which
-            weights count.
+        calibration: batches (see `calibrate`), for the static recipes; w4, mxfp4, nvfp4 and 2:4
+            choose by what they show which weights count.
         say: is called with each line; None says nothing.
 
     Returns:
-        Quantized, whose ``restore()`` undoes all of it while it is held. Where quantize raises, nothing is changed.
+        Quantized, whose ``restore()`` undoes all of it while it is held. Where quantize raises,
+        nothing is changed.
 
     Raises:
         TypeError: model is no module.
-        ValueError: no such recipe; a static one without calibration, or a layer that calibration did not reach, or gave zeros alone;
-            calibration that gave a layer an infinity or NaN.
+        ValueError: no such recipe; a static one without calibration, or a layer that calibration
+            did not reach, or gave zeros alone; calibration that gave a layer an infinity or NaN.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"gpukern quantize: model must be a torch.nn.Module, got {model!r}")
     if recipe not in RECIPES:
-        raise ValueError(f"gpukern quantize: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
+        raise ValueError(
+            f"gpukern quantize: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}"
+        )
     scheme = SCHEMES.get(recipe)
     if scheme is not None and scheme.static and calibration is None:
-        raise ValueError(f"gpukern quantize: recipe {recipe} needs calibration, batches that the model is called with")
+        raise ValueError(
+            f"gpukern quantize: recipe {recipe} needs calibration, batches that the model is "
+            f"called with"
+        )
     done = Quantized(model, recipe)
     found = _found(done, model, recipe, skip)
     seen = {} if calibration is None else calibrate(model, calibration, found, show=say is not None)
     if scheme is not None and scheme.static and found.keys() - seen.keys():
-        raise ValueError(f"gpukern quantize: calibration did not reach {', '.join(sorted(found.keys() - seen.keys()))}")
-    _check_seen(recipe, scheme is not None and scheme.static, {name: seen[name] for name in found if name in seen})
+        raise ValueError(
+            f"gpukern quantize: calibration did not reach "
+            f"{', '.join(sorted(found.keys() - seen.keys()))}"
+        )
+    _check_seen(
+        recipe,
+        scheme is not None and scheme.static,
+        {name: seen[name] for name in found if name in seen},
+    )
     try:
         for name, module in found.items():
             _change(done, name, module, recipe, seen.get(name))
@@ -191,18 +221,30 @@ def quantize(
 
 
 def _check_seen(recipe: str, static: bool, seen: dict[str, Observed]) -> None:
-    """ValueError by the layers' names where calibration showed a layer what no scale and no choice can follow from."""
-    bad = [name for name, one in seen.items() if not (one.amax.isfinite() & one.square.isfinite().all())]
+    """ValueError by the layers' names where calibration showed a layer what no scale and no choice
+    can follow from."""
+    bad = [
+        name
+        for name, one in seen.items()
+        if not (one.amax.isfinite() & one.square.isfinite().all())
+    ]
     zero = [name for name, one in seen.items() if static and one.square.numel() and one.amax == 0]
-    for names, what in ((bad, "values that are infinite or NaN, or whose squares are"), (zero, "zeros alone")):
+    for names, what in (
+        (bad, "values that are infinite or NaN, or whose squares are"),
+        (zero, "zeros alone"),
+    ):
         if names:
             raise ValueError(
-                f"gpukern quantize: recipe {recipe}: calibration gave {', '.join(name or 'the model' for name in names)} {what}; "
-                "expected finite activations, not all 0: mend the batches, or name the layers in skip"
+                f"gpukern quantize: recipe {recipe}: calibration gave "
+                f"{', '.join(name or 'the model' for name in names)} {what}; "
+                "expected finite activations, not all 0: mend the batches, or name the layers in "
+                "skip"
             )
 
 
-def _found(done: Quantized, model: torch.nn.Module, recipe: str, skip: Any) -> dict[str, torch.nn.Linear]:
+def _found(
+    done: Quantized, model: torch.nn.Module, recipe: str, skip: Any
+) -> dict[str, torch.nn.Linear]:
     """The layers to change; why others stay is written down."""
     closed: set[torch.nn.Module] = set()
     for module in model.modules():
@@ -243,7 +285,9 @@ def is_skipped(name: str, module: Any, skip: Any) -> bool:
     return any(fnmatchcase(name, pattern) or last == pattern for pattern in skip)
 
 
-def _change(done: Quantized, name: str, module: torch.nn.Linear, recipe: str, seen: Observed | None) -> None:
+def _change(
+    done: Quantized, name: str, module: torch.nn.Linear, recipe: str, seen: Observed | None
+) -> None:
     before, weight = type(module), module.weight
     done.bytes_before += weight.numel() * weight.element_size()
     if recipe in SCHEMES:

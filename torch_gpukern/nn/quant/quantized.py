@@ -24,7 +24,9 @@ VERSION = 1  # and the version of how codes lie in it
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _product(x: Tensor, bias: Tensor | None, scheme: str, n: int, names: tuple[str, ...], *tensors: Tensor) -> Tensor:
+def _product(
+    x: Tensor, bias: Tensor | None, scheme: str, n: int, names: tuple[str, ...], *tensors: Tensor
+) -> Tensor:
     with torch.no_grad():
         return SCHEMES[scheme].product(x, dict(zip(names, tensors, strict=True)), n, bias, "none")
 
@@ -48,7 +50,8 @@ def _gradients(ctx: Any, grad: Tensor):
 
 
 class _StraightThrough(torch.autograd.Function):
-    """A scheme's product; x has the gradient of a product with the decoded weight, as if nothing had been rounded."""
+    """A scheme's product; x has the gradient of a product with the decoded weight, as if nothing
+    had been rounded."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any):
@@ -68,15 +71,17 @@ class _Transformable(torch.autograd.Function):
 
 
 class QuantizedLinear(torch.nn.Module):
-    """``x @ weight.mT + bias`` with the weight in few bits. `torch_gpukern.nn.quantize` makes it of an nn.Linear; its recipe says
-    how weight and activations are rounded.
+    """``x @ weight.mT + bias`` with the weight in few bits. `torch_gpukern.nn.quantize` makes it of
+    an nn.Linear; its recipe says how weight and activations are rounded.
 
-    x [..., K] float32, bfloat16 or float16; the result has its dtype. Where activations stay 16 bits a float32 x is rounded to
-    bfloat16 on its way in. The gradient of x goes straight through the rounding, by the decoded weight; the weight has none.
-    ``.to(dtype)`` casts the bias alone. The state_dict has the tensors by name, and a magic and a version of how they lie:
-    another version's, and another recipe's, are refused by name.
+    x [..., K] float32, bfloat16 or float16; the result has its dtype. Where activations stay 16
+    bits a float32 x is rounded to bfloat16 on its way in. The gradient of x goes straight through
+    the rounding, by the decoded weight; the weight has none. ``.to(dtype)`` casts the bias alone.
+    The state_dict has the tensors by name, and a magic and a version of how they lie: another
+    version's, and another recipe's, are refused by name.
 
-    ``weight`` decodes the weight whenever it is read, for those who look at it (merges of adapters, tests).
+    ``weight`` decodes the weight whenever it is read, for those who look at it (merges of adapters,
+    tests).
     """
 
     in_features: int
@@ -96,8 +101,12 @@ class QuantizedLinear(torch.nn.Module):
     ):
         super().__init__()
         options: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.register_parameter("bias", torch.nn.Parameter(torch.zeros(out_features, **options)) if bias else None)
-        self._hold(recipe, in_features, out_features, empty_of(recipe, out_features, in_features, device))
+        self.register_parameter(
+            "bias", torch.nn.Parameter(torch.zeros(out_features, **options)) if bias else None
+        )
+        self._hold(
+            recipe, in_features, out_features, empty_of(recipe, out_features, in_features, device)
+        )
 
     def _hold(self, recipe: str, k: int, n: int, tensors: Tensors) -> None:
         self.in_features, self.out_features, self.scheme, self.names = k, n, recipe, tuple(tensors)
@@ -105,7 +114,8 @@ class QuantizedLinear(torch.nn.Module):
             self.register_buffer(name, t)
 
     def order_input(self, order: Tensor) -> None:
-        """Has the layer read column order[i] of x as its column i: groups of k that were not in order (GPTQ's act-order)."""
+        """Has the layer read column order[i] of x as its column i: groups of k that were not in
+        order (GPTQ's act-order)."""
         self.register_buffer("input_order", order)
 
     def _tensors(self) -> Tensors:
@@ -127,24 +137,32 @@ class QuantizedLinear(torch.nn.Module):
         if order is not None:
             rows = rows.index_select(1, order)
         bias, tensors = self.bias, self._tensors()
-        if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        if torch.is_grad_enabled() and (
+            x.requires_grad or (bias is not None and bias.requires_grad)
+        ):
             through = _Transformable if transforms_active() else _StraightThrough
-            out = through.apply(rows, bias, self.scheme, self.out_features, self.names, *tensors.values())
+            out = through.apply(
+                rows, bias, self.scheme, self.out_features, self.names, *tensors.values()
+            )
             out = ACTIVATIONS[self.activation](out)
         else:
-            out = SCHEMES[self.scheme].product(rows, tensors, self.out_features, bias, self.activation)
+            out = SCHEMES[self.scheme].product(
+                rows, tensors, self.out_features, bias, self.activation
+            )
         return out if x.dim() == 2 else out.reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         bits = 8 * sum(t.numel() * t.element_size() for t in self._tensors().values())
         each = bits / max(1, self.in_features * self.out_features)
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, "
             f"recipe={self.scheme}, bits={each:.2f}"
         )
 
     def _apply(self, fn: Callable, recurse: bool = True):
-        """Codes and scales go where the module goes, in the dtypes that they have. One that cannot go leaves all as it was."""
+        """Codes and scales go where the module goes, in the dtypes that they have. One that cannot
+        go leaves all as it was."""
         held, moved, like = self._tensors(), {}, vars(self).get("weight_like")
         for name, t in held.items():
             there = fn(t)
@@ -169,19 +187,30 @@ class QuantizedLinear(torch.nn.Module):
     # ---- what a state_dict says of itself ----
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
-        """Groups may be of another size than the layer was made with, and columns in an order of their own. Another recipe's state is
-        refused before any of it is copied."""
+        """Groups may be of another size than the layer was made with, and columns in an order of
+        their own. Another recipe's state is refused before any of it is copied."""
         if (state := state_dict.get(f"{prefix}_extra_state")) is not None:
             check_state(state, self.scheme)
         order = state_dict.get(f"{prefix}input_order")
         self._buffers.pop("input_order", None)
         if order is not None:
-            self.order_input(torch.empty_like(order, device=next(iter(self._tensors().values())).device))
+            self.order_input(
+                torch.empty_like(order, device=next(iter(self._tensors().values())).device)
+            )
         for name in ("weight_scale", "weight_zero", "weight_shift"):
             held, given = self._buffers.get(name), state_dict.get(prefix + name)
-            if held is None or given is None or held.shape == given.shape or self.scheme not in GROUPED:
+            if (
+                held is None
+                or given is None
+                or held.shape == given.shape
+                or self.scheme not in GROUPED
+            ):
                 continue
-            if held.dtype is given.dtype and given.dim() == 2 and given.shape[1] == self.out_features:
+            if (
+                held.dtype is given.dtype
+                and given.dim() == 2
+                and given.shape[1] == self.out_features
+            ):
                 self._buffers[name] = torch.empty_like(given, device=held.device)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -193,14 +222,17 @@ class QuantizedLinear(torch.nn.Module):
 
 
 def taken(layer: str, x: Tensor, k: int) -> Tensor:
-    """x [..., K] as a layer of few bits takes it: under autocast a float32 one in autocast's dtype; another is refused."""
+    """x [..., K] as a layer of few bits takes it: under autocast a float32 one in autocast's dtype;
+    another is refused."""
     refuse_non_tensors(layer, x=x)
     if torch.is_autocast_enabled(x.device.type) and x.dtype is torch.float32:
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if x.dtype not in _FLOATS:
         raise ValueError(f"{layer}: x must be float32, bfloat16 or float16, got {str(x.dtype)[6:]}")
     if x.shape[-1] != k:
-        raise ValueError(f"{layer}: x has {x.shape[-1]} columns, the weight has {k}; they must match")
+        raise ValueError(
+            f"{layer}: x has {x.shape[-1]} columns, the weight has {k}; they must match"
+        )
     return x
 
 
@@ -216,14 +248,19 @@ def state_of(recipe: str) -> Tensor:
 
 def check_state(state: Any, recipe: str) -> None:
     """ValueError unless `state` is what a layer of this recipe, and of this version, wrote."""
-    text = bytes(state.tolist()).decode(errors="replace") if isinstance(state, Tensor) else repr(state)
+    text = (
+        bytes(state.tolist()).decode(errors="replace") if isinstance(state, Tensor) else repr(state)
+    )
     magic, _, rest = text.partition(" ")
     version, _, scheme = rest.partition(" ")
     who = f"{NAMESPACE}: QuantizedLinear"
     if magic != FORMAT:
         raise ValueError(f"{who}: the state is no {FORMAT}, it begins with {magic[:24]!r}")
     if version != str(VERSION):
-        raise ValueError(f"{who}: the state is {FORMAT} of version {version}, this gpukern reads version {VERSION}")
+        raise ValueError(
+            f"{who}: the state is {FORMAT} of version {version}, this gpukern reads version "
+            f"{VERSION}"
+        )
     if scheme != recipe:
         raise ValueError(f"{who}: the state is of recipe {scheme}, the layer is of {recipe}")
 
@@ -232,6 +269,8 @@ def empty_of(recipe: str, n: int, k: int, device: torch.device | str | None = No
     """A recipe's tensors, zeros."""
     spec = SCHEMES[recipe].spec(n, k)
     return {
-        name: torch.zeros(shape, dtype=torch.uint8 if dtype.itemsize == 1 else dtype, device=device).view(dtype)
+        name: torch.zeros(
+            shape, dtype=torch.uint8 if dtype.itemsize == 1 else dtype, device=device
+        ).view(dtype)
         for name, (shape, dtype) in spec.items()
     }

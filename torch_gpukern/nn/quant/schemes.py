@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Schemes: how a weight [N, K] is rounded, what is stored of it, and how activations [M, K] are multiplied by that.
+"""Schemes: how a weight [N, K] is rounded, what is stored of it, and how activations [M, K] are
+multiplied by that.
 
-A scheme's tensors are named and shaped by `spec`; a layer holds them as buffers (quantized.py). `pack` makes them of a weight,
-`decode` gives back the weight that they stand for, `product` multiplies. None keeps anything of its own.
+A scheme's tensors are named and shaped by `spec`; a layer holds them as buffers (quantized.py).
+`pack` makes them of a weight, `decode` gives back the weight that they stand for, `product`
+multiplies. None keeps anything of its own.
 
-OCP Microscaling Formats 1.0 (2023); Mishra et al., arXiv:2104.08378 (2:4); Frantar et al., arXiv:2408.11743 (weights of 4 bits);
-Micikevicius et al., arXiv:2209.05433 (8-bit floats).
+OCP Microscaling Formats 1.0 (2023); Mishra et al., arXiv:2104.08378 (2:4); Frantar et al.,
+arXiv:2408.11743 (weights of 4 bits); Micikevicius et al., arXiv:2209.05433 (8-bit floats).
 """
 
 from collections.abc import Callable
@@ -52,10 +54,14 @@ def grouped(w: Tensor, group: int) -> Tensor:
 
 
 def best_scale(
-    w: Tensor, importance: Tensor | None, group: int, ways: Callable[[Tensor], list[Tensor]], round_to
+    w: Tensor,
+    importance: Tensor | None,
+    group: int,
+    ways: Callable[[Tensor], list[Tensor]],
+    round_to,
 ) -> Tensor:
-    """[N, ceil(K / group)]: of the scales that ``ways(amax)`` names, each group's that errs least in squares, weighted by
-    `importance` [K]. round_to(x) rounds x / scale to codes' values.
+    """[N, ceil(K / group)]: of the scales that ``ways(amax)`` names, each group's that errs least
+    in squares, weighted by `importance` [K]. round_to(x) rounds x / scale to codes' values.
     """
 
     def make(rows: Tensor) -> Tensor:
@@ -81,7 +87,8 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def e2m1_codes(x: Tensor) -> Tensor:
-    """uint8 codes of the nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 with x's sign; halfway goes to the even code."""
+    """uint8 codes of the nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 with x's sign; halfway goes to the
+    even code."""
     size, code = x.abs(), torch.zeros_like(x, dtype=torch.uint8)
     for lower, half in enumerate(_HALVES.tolist()):
         code += (size >= half) if lower % 2 else (size > half)
@@ -95,11 +102,13 @@ def e2m1_round(x: Tensor) -> Tensor:
 
 
 def prune_2_4(w: Tensor, importance: Tensor | None = None) -> Tensor:
-    """w [N, K], K a multiple of 4, with the two smallest of every four along K made zero: what `torch_gpukern.sparse_pack` takes.
+    """w [N, K], K a multiple of 4, with the two smallest of every four along K made zero: what
+    `torch_gpukern.sparse_pack` takes.
 
     Args:
         w: [N, K] of any floating dtype.
-        importance: [K], the mean square of the activation that each column meets: the size that counts is
+        importance: [K], the mean square of the activation that each column meets: the size that
+        counts is
             ``|w| * sqrt(importance)`` (Sun et al., "Wanda" (2023), arXiv:2306.11695). None: sizes alone.
 
     Raises:
@@ -123,12 +132,13 @@ def half_of(x: Tensor) -> torch.dtype:
 class Scheme(NamedTuple):
     """A scheme by its functions.
 
-    text: what a report says. bits: of a weight's element, scales not counted. static: asks for an input scale.
-    multiple: K must be one of this.
+    text: what a report says. bits: of a weight's element, scales not counted. static: asks for an
+    input scale. multiple: K must be one of this.
     spec(n, k): names, shapes and dtypes of the tensors.
-    pack(w, importance, step): the tensors of w [N, K]; step: the scales to use, [N, groups], None: the best.
-    decode(tensors, n, k, dtype): the weight [N, K] that they stand for.
-    product(x, tensors, n, bias, activation): x [M, K] of any 16- or 32-bit dtype; returns its dtype.
+    pack(w, importance, step): the tensors of w [N, K]; step: the scales to use, [N, groups], None:
+    the best. decode(tensors, n, k, dtype): the weight [N, K] that they stand for.
+    product(x, tensors, n, bias, activation): x [M, K] of any 16- or 32-bit dtype; returns its
+    dtype.
     """
 
     text: str
@@ -141,14 +151,18 @@ class Scheme(NamedTuple):
     multiple: int = 1
 
 
-# ---- 8-bit codes of weight and activation ----------------------------------------------------------------
+# ---- 8-bit codes of weight and activation --------------------------------------------------------
 
 
 def _codes(dtype: torch.dtype, granularity: Granularity, static: bool, text: str) -> Scheme:
     """granularity: of the weight."""
 
     def spec(n: int, k: int) -> Spec:
-        scale = {"row": (n, 1), "128x128": (ceil_div(n, 128), ceil_div(k, 128)), "1x32": (n, ceil_div(k, 32))}
+        scale = {
+            "row": (n, 1),
+            "128x128": (ceil_div(n, 128), ceil_div(k, 128)),
+            "1x32": (n, ceil_div(k, 32)),
+        }
         kept = torch.float8_e8m0fnu if granularity == "1x32" else torch.float32
         more: Spec = {"input_scale": ((), torch.float32)} if static else {}
         return {"weight_codes": ((n, k), dtype), "weight_scale": (scale[granularity], kept), **more}
@@ -160,7 +174,9 @@ def _codes(dtype: torch.dtype, granularity: Granularity, static: bool, text: str
     def decode(t: Tensors, n: int, k: int, as_dtype: torch.dtype) -> Tensor:
         return dequantize(t["weight_codes"], t["weight_scale"], dtype=as_dtype)
 
-    def product(x: Tensor, t: Tensors, n: int, bias: Tensor | None, activation: Activation) -> Tensor:
+    def product(
+        x: Tensor, t: Tensors, n: int, bias: Tensor | None, activation: Activation
+    ) -> Tensor:
         if static:
             codes, scale = quantize(x, dtype, "tensor", scale=t["input_scale"])
         else:
@@ -178,11 +194,13 @@ def _codes(dtype: torch.dtype, granularity: Granularity, static: bool, text: str
     return Scheme(text, 8, spec, pack, decode, product, static=static)
 
 
-# ---- packed weights, 16-bit activations -------------------------------------------------------------------
+# ---- packed weights, 16-bit activations ----------------------------------------------------------
 
 
 def _packed_product(format: str):
-    def product(x: Tensor, t: Tensors, n: int, bias: Tensor | None, activation: Activation) -> Tensor:
+    def product(
+        x: Tensor, t: Tensors, n: int, bias: Tensor | None, activation: Activation
+    ) -> Tensor:
         shift = t.get("weight_shift")
         wide = x.dtype if shift is None else torch.float32
         out = weight_gemm(
@@ -199,8 +217,8 @@ def _packed_product(format: str):
         )
         if shift is None:
             return out
-        # What is added to each weight of a group meets the sum of the group's activations. Both products may be many times their
-        # sum, so that none of the three is rounded before it.
+        # What is added to each weight of a group meets the sum of the group's activations. Both
+        # products may be many times their sum, so that none of the three is rounded before it.
         sums = grouped(x, ceil_div(x.shape[1], shift.shape[0])).sum(-1, dtype=torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             return gemm(sums, shift.float(), c=out, activation=activation).to(x.dtype)
@@ -312,7 +330,14 @@ def _mxfp4() -> Scheme:
             "weight_scale": scale.mT.to(torch.float8_e8m0fnu).contiguous(),
         }
 
-    return Scheme("4-bit floats, a power of two a 32", 4, spec, pack, _packed_decode("mxfp4"), _packed_product("mxfp4"))
+    return Scheme(
+        "4-bit floats, a power of two a 32",
+        4,
+        spec,
+        pack,
+        _packed_decode("mxfp4"),
+        _packed_product("mxfp4"),
+    )
 
 
 def _nvfp4() -> Scheme:
@@ -325,7 +350,9 @@ def _nvfp4() -> Scheme:
 
     def pack(w: Tensor, importance: Tensor | None = None, step: Tensor | None = None) -> Tensors:
         w = w.float()
-        whole = (w.abs().amax() if w.numel() else w.new_zeros(())).clamp_min(2.0**-60) / (6 * MOST[E4M3])
+        whole = (w.abs().amax() if w.numel() else w.new_zeros(())).clamp_min(2.0**-60) / (
+            6 * MOST[E4M3]
+        )
 
         def ways(amax: Tensor) -> list[Tensor]:
             fitting = [amax / 6 * (1 - 0.05 * i) / whole for i in range(6)]
@@ -340,10 +367,17 @@ def _nvfp4() -> Scheme:
             "weight_global_scale": whole,
         }
 
-    return Scheme("4-bit floats, an e4m3 scale a 16", 4, spec, pack, _packed_decode("nvfp4"), _packed_product("nvfp4"))
+    return Scheme(
+        "4-bit floats, an e4m3 scale a 16",
+        4,
+        spec,
+        pack,
+        _packed_decode("nvfp4"),
+        _packed_product("nvfp4"),
+    )
 
 
-# ---- 2:4 ----------------------------------------------------------------------------------------------------
+# ---- 2:4 -----------------------------------------------------------------------------------------
 
 
 def _sparse(dtype: torch.dtype, text: str) -> Scheme:
@@ -351,7 +385,11 @@ def _sparse(dtype: torch.dtype, text: str) -> Scheme:
 
     def spec(n: int, k: int) -> Spec:
         more: Spec = {"weight_scale": ((n, 1), torch.float32)} if eight else {}
-        return {"weight_values": ((n, k // 2), dtype), "weight_meta": ((n, ceil_div(k, 8)), torch.uint8), **more}
+        return {
+            "weight_values": ((n, k // 2), dtype),
+            "weight_meta": ((n, ceil_div(k, 8)), torch.uint8),
+            **more,
+        }
 
     def pack(w: Tensor, importance: Tensor | None = None, step: Tensor | None = None) -> Tensors:
         w = prune_2_4(w, importance)
@@ -366,18 +404,25 @@ def _sparse(dtype: torch.dtype, text: str) -> Scheme:
 
     def decode(t: Tensors, n: int, k: int, as_dtype: torch.dtype) -> Tensor:
         meta = t["weight_meta"]
-        places = torch.stack([meta >> i & 3 for i in (0, 2, 4, 6)], -1).reshape(n, 2 * meta.shape[-1], 2)[:, : k // 4]
+        places = torch.stack([meta >> i & 3 for i in (0, 2, 4, 6)], -1).reshape(
+            n, 2 * meta.shape[-1], 2
+        )[:, : k // 4]
         values = t["weight_values"].float().reshape(n, k // 4, 2)
         w = values.new_zeros(n, k // 4, 4).scatter(-1, places.long(), values).reshape(n, k)
         return (w * t["weight_scale"] if eight else w).to(as_dtype)
 
-    def product(x: Tensor, t: Tensors, n: int, bias: Tensor | None, activation: Activation) -> Tensor:
+    def product(
+        x: Tensor, t: Tensors, n: int, bias: Tensor | None, activation: Activation
+    ) -> Tensor:
         values, meta = t["weight_values"], t["weight_meta"]
         bias = None if bias is None else bias.to(x.dtype)
         how = {"bias": bias, "activation": activation, "out_dtype": x.dtype}
         if not eight:
             if x.dtype is not dtype:
-                how["out_dtype"], how["bias"] = torch.float32, None if bias is None else bias.float()
+                how["out_dtype"], how["bias"] = (
+                    torch.float32,
+                    None if bias is None else bias.float(),
+                )
             return sparse_gemm(x.to(dtype), values, meta, **how).to(x.dtype)
         codes, scale = quantize(x, dtype, "row")
         return sparse_gemm(codes, values, meta, scale_a=scale, scale_b=t["weight_scale"].mT, **how)
@@ -387,14 +432,24 @@ def _sparse(dtype: torch.dtype, text: str) -> Scheme:
 
 SCHEMES: dict[str, Scheme] = {
     "fp8": _codes(E4M3, "row", False, "e4m3, a scale a row, activations by row as they come"),
-    "fp8-block": _codes(E4M3, "128x128", False, "e4m3, a scale a 128x128, activations by 1x128 as they come"),
-    "fp8-static": _codes(E4M3, "row", True, "e4m3, a scale a row, one calibrated scale of activations"),
-    "int8": _codes(torch.int8, "row", False, "int8, a scale a row, activations by row as they come"),
-    "int8-static": _codes(torch.int8, "row", True, "int8, a scale a row, one calibrated scale of activations"),
+    "fp8-block": _codes(
+        E4M3, "128x128", False, "e4m3, a scale a 128x128, activations by 1x128 as they come"
+    ),
+    "fp8-static": _codes(
+        E4M3, "row", True, "e4m3, a scale a row, one calibrated scale of activations"
+    ),
+    "int8": _codes(
+        torch.int8, "row", False, "int8, a scale a row, activations by row as they come"
+    ),
+    "int8-static": _codes(
+        torch.int8, "row", True, "int8, a scale a row, one calibrated scale of activations"
+    ),
     "w8": _integers("int8", 8, None, "int8 weights, a scale a row"),
     "w4": _integers("int4", 4, 128, "int4 weights, a scale a 128"),
     "w4-zero": _with_zero(128),
-    "mxfp8": _codes(E4M3, "1x32", False, "e4m3, a power of two a 32, activations by 1x32 as they come"),
+    "mxfp8": _codes(
+        E4M3, "1x32", False, "e4m3, a power of two a 32, activations by 1x32 as they come"
+    ),
     "mxfp4": _mxfp4(),
     "nvfp4": _nvfp4(),
     "2:4": _sparse(torch.bfloat16, "bfloat16, two of four"),
@@ -403,4 +458,5 @@ SCHEMES: dict[str, Scheme] = {
 SCHEMES["w4-shift"] = _with_shift("int4", SCHEMES["w4"])
 SCHEMES["w8-shift"] = _with_shift("int8", SCHEMES["w8"])
 IMPORTED = ("w4-shift", "w8-shift")  # which `quantize` does not offer
-GROUPED = ("w4", "w8", "w4-zero", *IMPORTED)  # whose groups may have another size than `pack` gives them
+# whose groups may have another size than `pack` gives them
+GROUPED = ("w4", "w8", "w4-zero", *IMPORTED)

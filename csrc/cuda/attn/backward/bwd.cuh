@@ -5,8 +5,9 @@
  *   dQ_i = scale sum_j dS_ij K_j     dK_j = scale sum_i dS_ij Q_i     dV_j = sum_i P_ij dO_i
  *   dsink_h = -sum_i exp(sink_h - lse_i) delta_i
  *
- * Rows of queries are counted in tiles of tile_rows per sequence, so that a tile never spans two sequences and the
- * workspace needs no bounds: sequence b starts at tile q0 / tile_rows + b (packed) or b * tiles (dense). */
+ * Rows of queries are counted in tiles of tile_rows per sequence, so that a tile never spans two
+ * sequences and the workspace needs no bounds: sequence b starts at tile q0 / tile_rows + b
+ * (packed) or b * tiles (dense). */
 #ifndef GPUKERN_CUDA_BWD_CUH
 #define GPUKERN_CUDA_BWD_CUH
 
@@ -19,23 +20,30 @@ struct Bwd {
     Stats grad_lse; /* data NULL = 0 */
     void *dsinks;   /* [Hq] or NULL */
     int64_t dsink_head;
-    void *stats; /* workspace [Hq][row_tiles][tile_rows] of {lse, delta}; rows without keys or past the end: {inf, 0} */
-    bool stats_apart;     /* of a tile first tile_rows of lse, then as many of delta */
-    float *dq_sum;        /* workspace [Hq][row_tiles][tile_rows * columns], zeroed by the pre-pass; NULL = none */
+    /* workspace [Hq][row_tiles][tile_rows] of {lse, delta}; rows without keys or past the end:
+     * {inf, 0} */
+    void *stats;
+    bool stats_apart; /* of a tile first tile_rows of lse, then as many of delta */
+    float *dq_sum; /* workspace [Hq][row_tiles][tile_rows * columns], zeroed by the pre-pass; NULL =
+                      none */
     double lse_factor;    /* the kernels' unit of lse: 1, or log2(e) */
     float scale, softcap; /* the rules' as floats: operands from here take no registers */
     int tile_rows, tiles, row_tiles, columns;
-    int dp_part; /* float32: dP is a sum of sums of so many products, and delta likewise; 0: eight sums, of every eighth */
+    /* float32: dP is a sum of sums of so many products, and delta likewise; 0: eight sums, of every
+     * eighth */
+    int dp_part;
     bool vector_out; /* out and grad_out can be read 16 bytes at a time */
 };
 
-/* The first tile of a sequence. Packed: ceil(n / r) tiles from floor(q0 / r) + b on end before floor((q0 + n) / r) + b
+/* The first tile of a sequence. Packed: ceil(n / r) tiles from floor(q0 / r) + b on end before
+ * floor((q0 + n) / r) + b
  * + 1. */
 __device__ __forceinline__ int row_tile_of(const Bwd &g, const Sequence &s, int b) {
     return g.p.cu_q ? s.q0 / g.tile_rows + b : b * g.tiles;
 }
 
-/* Keys that some row sees: the union of the rows' intervals is one interval. Others may hold anything. */
+/* Keys that some row sees: the union of the rows' intervals is one interval. Others may hold
+ * anything. */
 struct Interval {
     int lo, hi;
 };
@@ -62,21 +70,31 @@ __device__ __forceinline__ Interval full_tiles(const Sequence &s, int j0, int bk
 
 /* P of a visible pair in float32 or float64, and dS without the factor scale. */
 template <class W>
-__device__ __forceinline__ W pair_gradient(const WideScore<W> &x, W qk, W dp, W lse, W delta, int i, int j, W *p) {
+__device__ __forceinline__ W pair_gradient(const WideScore<W> &x, W qk, W dp, W lse, W delta, int i,
+                                           int j, W *p) {
     W derivative;
     *p = exp(score_fine(x, qk, i, j, &derivative) - lse);
     return *p * (dp - delta) * derivative;
 }
 
-/* ---- host -------------------------------------------------------------------------------------------------------- */
-inline Bwd bwd_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, int tile_rows, int columns) {
+/* ---- host ------------------------------------------------------------------------------------ */
+inline Bwd bwd_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, int tile_rows,
+                  int columns) {
     Bwd g = {};
     g.p = problem_of(ctx, &a->fwd);
-    g.grad_out = rows_of(a->grad_out), g.dq = rows_of(a->dq), g.dk = rows_of(a->dk), g.dv = rows_of(a->dv);
+    g.grad_out = rows_of(a->grad_out);
+    g.dq = rows_of(a->dq);
+    g.dk = rows_of(a->dk);
+    g.dv = rows_of(a->dv);
     if (a->grad_lse) g.grad_lse = stats_of(*a->grad_lse);
-    if (a->dsinks) g.dsinks = a->dsinks->data, g.dsink_head = a->dsinks->stride[0];
-    g.tile_rows = tile_rows, g.columns = columns;
-    g.scale = (float)g.p.rules.scale, g.softcap = (float)g.p.rules.softcap;
+    if (a->dsinks) {
+        g.dsinks = a->dsinks->data;
+        g.dsink_head = a->dsinks->stride[0];
+    }
+    g.tile_rows = tile_rows;
+    g.columns = columns;
+    g.scale = (float)g.p.rules.scale;
+    g.softcap = (float)g.p.rules.softcap;
     g.tiles = (int)gk_ceil_div(g.p.seq_q, tile_rows);
     g.row_tiles = g.p.cu_q ? g.p.total_q / tile_rows + g.p.batch : g.p.batch * g.tiles;
     g.vector_out = rows_aligned(a->fwd.out) && rows_aligned(a->grad_out);
@@ -84,31 +102,34 @@ inline Bwd bwd_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, int ti
 }
 
 /* What the tiled kernels take: head_dim is the padded one. */
-inline bool tile_takes(const gk_context *ctx, const gk_flash_attn_bwd_args *a, int head_dim, int smem_bytes) {
+inline bool tile_takes(const gk_context *ctx, const gk_flash_attn_bwd_args *a, int head_dim,
+                       int smem_bytes) {
     const gk_flash_attn_args &f = a->fwd;
     const int last = f.q.ndim - 1;
-    return gk_max_i64(f.q.shape[last], f.v.shape[last]) <= head_dim && rows_aligned(f.q) && rows_aligned(f.k) &&
-           rows_aligned(f.v) && rows_aligned(a->grad_out) && rows_aligned(a->dq) && rows_aligned(a->dk) &&
-           rows_aligned(a->dv) && smem_fits(ctx, smem_bytes);
+    return gk_max_i64(f.q.shape[last], f.v.shape[last]) <= head_dim && rows_aligned(f.q) &&
+           rows_aligned(f.k) && rows_aligned(f.v) && rows_aligned(a->grad_out) &&
+           rows_aligned(a->dq) && rows_aligned(a->dk) && rows_aligned(a->dv) &&
+           smem_fits(ctx, smem_bytes);
 }
 
 inline size_t stats_bytes(const Bwd &g, size_t wide_bytes) {
-    return (size_t)gk_round_up((int64_t)g.p.heads_q * g.row_tiles * g.tile_rows * 2 * (int64_t)wide_bytes, 256);
+    return (size_t)gk_round_up(
+        (int64_t)g.p.heads_q * g.row_tiles * g.tile_rows * 2 * (int64_t)wide_bytes, 256);
 }
 
 inline size_t dq_sum_bytes(const Bwd &g) {
     return (size_t)g.p.heads_q * (size_t)g.row_tiles * (size_t)g.tile_rows * (size_t)g.columns * 4;
 }
 
-/* flash_attn_bwd_pre.cu: fills stats and zeroes dq_sum; writes dsinks; zeroes the gradients of packed tokens that
- * belong to no sequence, which are of dtype `grads`. */
+/* flash_attn_bwd_pre.cu: fills stats and zeroes dq_sum; writes dsinks; zeroes the gradients of
+ * packed tokens that belong to no sequence, which are of dtype `grads`. */
 gk_status bwd_pre(const gk_context *ctx, gk_dtype dtype, const Bwd &g, gk_dtype grads);
 
 /* dsinks alone, 16-bit calls, of stats that are there. */
 gk_status bwd_sinks(const gk_context *ctx, gk_dtype dtype, const Bwd &g);
 
-/* flash_attn_bwd_dq_sm80.cu, flash_attn_bwd_dq_drop_sm80.cu: dq by rows, always in one order; lse in log2. Tile: a BwdDqTile of
- * tiles.h; G: Bwd, or Dropping<Bwd>. */
+/* flash_attn_bwd_dq_sm80.cu, flash_attn_bwd_dq_drop_sm80.cu: dq by rows, always in one order; lse
+ * in log2. Tile: a BwdDqTile of tiles.h; G: Bwd, or Dropping<Bwd>. */
 template <class Tile, class G> gk_status bwd_dq(const gk_context *ctx, gk_dtype dtype, const G &g);
 
 /* flash_attn_bwd_partial_dq_sm80.cu: the same in float32, unrounded. */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_consumer.cuh: what the kernels of the Hopper backward share beside the producer: P and dS from the products, dQ on its
- * way to memory, dK and dV out of registers, the kernel around a consumer, the last pass, and the launcher.
+/* bwd_consumer.cuh: what the kernels of the Hopper backward share beside the producer: P and dS
+ * from the products, dQ on its way to memory, dK and dV out of registers, the kernel around a
+ * consumer, the last pass, and the launcher.
  * A Consumer has a Tile, run(): the steps of one warpgroup, and store(): its dK and dV. */
 #ifndef GPUKERN_CUDA_BWD_CONSUMER_CUH
 #define GPUKERN_CUDA_BWD_CONSUMER_CUH
@@ -18,7 +19,7 @@ namespace {
 
 constexpr const char *OP = "gk_flash_attn_bwd";
 
-/* ---- 1. verbs ------------------------------------------------------------------------------------------- */
+/* ---- 1. verbs -------------------------------------------------------------------------------- */
 /* Both warpgroups see what both have stored, wgmma too. */
 __device__ __forceinline__ void consumers_sync() {
     fence_proxy_async();
@@ -45,8 +46,8 @@ struct BwdMask {
     }
 };
 
-/* This lane's first key of the sequence, worked out where it is asked for: the loop has no register for it. first: the
- * warpgroup's first key of the block. */
+/* This lane's first key of the sequence, worked out where it is asked for: the loop has no register
+ * for it. first: the warpgroup's first key of the block. */
 __device__ __forceinline__ int own_key(const BwdWork &w, int first) {
     const int thread = mov_tid_x();
     return w.j0 + first + thread / 32 % 4 * 16 + thread % 32 / 4;
@@ -55,11 +56,13 @@ __device__ __forceinline__ int own_key(const BwdWork &w, int first) {
 /* lse of this lane's first row of a step's tile; delta BQ floats on. */
 template <class Tile> __device__ __forceinline__ smem_addr own_stats(smem_addr smem_s, int n) {
     typedef BwdSmem<Tile> S;
-    return smem_s + S::STATS_AT + tma_steps<Tile::STAGES>::stage(n) * S::STATS + (mov_tid_x() & 3) * 8;
+    return smem_s + S::STATS_AT + tma_steps<Tile::STAGES>::stage(n) * S::STATS +
+           (mov_tid_x() & 3) * 8;
 }
 
 /* S^T of keys that a row does not see becomes -inf. */
-template <int M> __device__ __forceinline__ void hide(float (&s)[M], const Sequence &seq, int key, int row) {
+template <int M>
+__device__ __forceinline__ void hide(float (&s)[M], const Sequence &seq, int key, int row) {
     const BwdMask mask(seq, key, row);
 #pragma unroll
     for (int i = 0; i < M; ++i)
@@ -67,20 +70,23 @@ template <int M> __device__ __forceinline__ void hide(float (&s)[M], const Seque
 }
 
 /* P^T in place of S^T. lse_s: of the lane's first row, as delta_s below. */
-template <int M> __device__ __forceinline__ void weights(float (&s)[M], smem_addr lse_s, float scale_log2) {
+template <int M>
+__device__ __forceinline__ void weights(float (&s)[M], smem_addr lse_s, float scale_log2) {
 #pragma unroll
     for (int n = 0; n < M / 4; ++n) {
         const uint2 lse = ld_shared_64(lse_s + n * 32);
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-            s[4 * n + e] = ex2_approx_ftz(fmaf(s[4 * n + e], scale_log2, -__uint_as_float(e & 1 ? lse.y : lse.x)));
+            s[4 * n + e] = ex2_approx_ftz(
+                fmaf(s[4 * n + e], scale_log2, -__uint_as_float(e & 1 ? lse.y : lse.x)));
     }
 }
 
 /* P and dS as operands of the next products: p [kk / 4] is the fragment of rows kk .. kk + 15. */
 template <class T, int M>
-__device__ __forceinline__ void gradients(const float (&s)[M], const float (&dp)[M], uint32_t (&p)[M / 2],
-                                          uint32_t (&ds)[M / 2], smem_addr delta_s) {
+__device__ __forceinline__ void gradients(const float (&s)[M], const float (&dp)[M],
+                                          uint32_t (&p)[M / 2], uint32_t (&ds)[M / 2],
+                                          smem_addr delta_s) {
 #pragma unroll
     for (int n = 0; n < M / 4; ++n) {
         const uint2 delta = ld_shared_64(delta_s + n * 32);
@@ -89,16 +95,18 @@ __device__ __forceinline__ void gradients(const float (&s)[M], const float (&dp)
         for (int r = 0; r < 2; ++r) {
             const float w0 = s[4 * n + 2 * r], w1 = s[4 * n + 2 * r + 1];
             p[2 * n + r] = pack2<T>(w0, w1);
-            ds[2 * n + r] = pack2<T>(w0 * (dp[4 * n + 2 * r] - d0), w1 * (dp[4 * n + 2 * r + 1] - d1));
+            ds[2 * n + r] =
+                pack2<T>(w0 * (dp[4 * n + 2 * r] - d0), w1 * (dp[4 * n + 2 * r + 1] - d1));
         }
     }
 }
 
 /* The same with softcap and ALiBi, from S^T itself. key, row: of element 0. */
 template <class T, int M>
-__device__ __forceinline__ void modified_gradients(const float (&s)[M], const float (&dp)[M], uint32_t (&p)[M / 2],
-                                                   uint32_t (&ds)[M / 2], smem_addr lse_s, smem_addr delta_s,
-                                                   const Score &score, const Sequence &seq, int key, int row) {
+__device__ __forceinline__ void
+modified_gradients(const float (&s)[M], const float (&dp)[M], uint32_t (&p)[M / 2],
+                   uint32_t (&ds)[M / 2], smem_addr lse_s, smem_addr delta_s, const Score &score,
+                   const Sequence &seq, int key, int row) {
     const BwdMask mask(seq, key, row);
     const float distance0 = (float)(row + score.position0 - key);
 #pragma unroll
@@ -108,9 +116,13 @@ __device__ __forceinline__ void modified_gradients(const float (&s)[M], const fl
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             float derivative;
-            const float logit = score_fast(score, s[4 * n + e], distance0 + (8 * n + e % 2 - e / 2 * 8), &derivative);
-            w[e] = mask.sees(n, e) ? ex2_approx_ftz(logit * LOG2_E - __uint_as_float(e & 1 ? lse.y : lse.x)) : 0;
-            grad[e] = w[e] * (dp[4 * n + e] - __uint_as_float(e & 1 ? delta.y : delta.x)) * derivative;
+            const float logit = score_fast(score, s[4 * n + e],
+                                           distance0 + (8 * n + e % 2 - e / 2 * 8), &derivative);
+            w[e] = mask.sees(n, e)
+                       ? ex2_approx_ftz(logit * LOG2_E - __uint_as_float(e & 1 ? lse.y : lse.x))
+                       : 0;
+            grad[e] =
+                w[e] * (dp[4 * n + e] - __uint_as_float(e & 1 ? delta.y : delta.x)) * derivative;
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -120,8 +132,10 @@ __device__ __forceinline__ void modified_gradients(const float (&s)[M], const fl
     }
 }
 
-/* A warp adds 512 contiguous bytes at a time, from BYTES on from `to`: offsets are the instruction's own. */
-template <int BYTES, int J = 0, int M> __device__ __forceinline__ void add_dq(uint64_t to, const float (&dq)[M]) {
+/* A warp adds 512 contiguous bytes at a time, from BYTES on from `to`: offsets are the
+ * instruction's own. */
+template <int BYTES, int J = 0, int M>
+__device__ __forceinline__ void add_dq(uint64_t to, const float (&dq)[M]) {
     red_add_128<BYTES + J * 128>(to, dq[J], dq[J + 1], dq[J + 2], dq[J + 3]);
     if constexpr (J + 4 < M) add_dq<BYTES, J + 4>(to, dq);
 }
@@ -131,47 +145,57 @@ template <class Tile> __device__ __forceinline__ void wait_turn(smem_addr smem_s
     mbarrier_wait(smem_s + BwdSmem<Tile>::TURN, n & 1);
 }
 
-/* And this thread's are made. keep_order's thread tells other blocks; what this one did comes before that, in the memory model
- * (causality order is transitive) and on the machine: no fence here, where the warps would wait for it. */
+/* And this thread's are made. keep_order's thread tells other blocks; what this one did comes
+ * before that, in the memory model (causality order is transitive) and on the machine: no fence
+ * here, where the warps would wait for it. */
 template <class Tile> __device__ __forceinline__ void pass_turn(smem_addr smem_s) {
     mbarrier_arrive(smem_s + BwdSmem<Tile>::ADDED);
 }
 
 /* Where the n-th block of a tile of dQ takes this lane's additions. */
-template <class Tile> __device__ __forceinline__ uint64_t own_dq(const Bwd &g, int tile, int block) {
+template <class Tile>
+__device__ __forceinline__ uint64_t own_dq(const Bwd &g, int tile, int block) {
     typedef DqShape<Tile> Dq;
-    return __cvta_generic_to_global(g.dq_sum + (int64_t)tile * Dq::FLOATS + block * (Dq::N * 16) + laneid() * 4);
+    return __cvta_generic_to_global(g.dq_sum + (int64_t)tile * Dq::FLOATS + block * (Dq::N * 16) +
+                                    laneid() * 4);
 }
 
-/* 64 rows of dK or dV, from `first` of the block's keys on, through the same rows of a tile of shared memory. */
+/* 64 rows of dK or dV, from `first` of the block's keys on, through the same rows of a tile of
+ * shared memory. */
 template <class T, class Panels, int N>
-__device__ __forceinline__ void store_rows(const Rows &to, const BwdWork &w, smem_addr tile_s, const float (&d)[N],
-                                           float factor, int columns, int first) {
+__device__ __forceinline__ void store_rows(const Rows &to, const BwdWork &w, smem_addr tile_s,
+                                           const float (&d)[N], float factor, int columns,
+                                           int first) {
     const int lane = laneid(), row0 = first + mov_tid_x() / 32 % 4 * 16;
 #pragma unroll
     for (int n = 0; n < N / 4; n += 2) {
         uint32_t four[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) four[e] = pack2<T>(d[4 * n + 2 * e] * factor, d[4 * n + 2 * e + 1] * factor);
+        for (int e = 0; e < 4; ++e)
+            four[e] = pack2<T>(d[4 * n + 2 * e] * factor, d[4 * n + 2 * e + 1] * factor);
         stmatrix_x4(tile_s + Panels::offset_of(row0 + lane % 16, 8 * n + lane / 16 * 8), four);
     }
     __syncwarp(); /* the warp's 16 rows are whole */
     const int key = w.j0 + row0;
-    T *to_g = (T *)to.data + w.b * to.batch + w.kv_head * to.head + ((int64_t)w.seq.k0 + key) * to.row;
+    T *to_g =
+        (T *)to.data + w.b * to.batch + w.kv_head * to.head + ((int64_t)w.seq.k0 + key) * to.row;
 #pragma unroll 1
     for (int i = lane; i < 16 * (N / 4); i += 32) {
         const int row = i / (N / 4), col = i % (N / 4) * 8;
         if (key + row < w.seq.seq_k && col < columns)
-            st_global_128(to_g + row * to.row + col, ld_shared_128(tile_s + Panels::offset_of(row0 + row, col)));
+            st_global_128(to_g + row * to.row + col,
+                          ld_shared_128(tile_s + Panels::offset_of(row0 + row, col)));
     }
 }
 
 /* The same in float32, from registers. */
 template <int N>
-__device__ __forceinline__ void store_rows(const Rows &to, const BwdWork &w, const float (&d)[N], float factor,
-                                           int columns, int first) {
-    const int key = w.j0 + first + mov_tid_x() / 32 % 4 * 16 + frag_row(laneid(), 0), col = frag_col(laneid(), 0);
-    float *to_g = (float *)to.data + w.b * to.batch + w.kv_head * to.head + ((int64_t)w.seq.k0 + key) * to.row + col;
+__device__ __forceinline__ void store_rows(const Rows &to, const BwdWork &w, const float (&d)[N],
+                                           float factor, int columns, int first) {
+    const int key = w.j0 + first + mov_tid_x() / 32 % 4 * 16 + frag_row(laneid(), 0),
+              col = frag_col(laneid(), 0);
+    float *to_g = (float *)to.data + w.b * to.batch + w.kv_head * to.head +
+                  ((int64_t)w.seq.k0 + key) * to.row + col;
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
@@ -181,7 +205,7 @@ __device__ __forceinline__ void store_rows(const Rows &to, const BwdWork &w, con
                     make_float2(d[4 * n + 2 * r] * factor, d[4 * n + 2 * r + 1] * factor);
 }
 
-/* ---- 2. the kernel -------------------------------------------------------------------------------------- */
+/* ---- 2. the kernel --------------------------------------------------------------------------- */
 template <class Consumer>
 __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
     __launch_bounds__(BwdSmem<typename Consumer::Tile>::THREADS, 1)
@@ -191,19 +215,28 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
     extern __shared__ __align__(1024) unsigned char smem[];
     const smem_addr smem_s = cvta_to_shared(smem);
     BwdWork &w = *(BwdWork *)(smem + S::WORK);
-    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); /* the compiler sees that lanes agree */
+    /* the compiler sees that lanes agree */
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     if (threadIdx.x == 0) { /* the longest; others do the rest meanwhile */
         place_block<Tile>(w, x);
     } else if (threadIdx.x == 8 * 32) {
-        prefetch_tensormap(&x.k), prefetch_tensormap(&x.v), prefetch_tensormap(&x.q), prefetch_tensormap(&x.grad_out);
+        prefetch_tensormap(&x.k);
+        prefetch_tensormap(&x.v);
+        prefetch_tensormap(&x.q);
+        prefetch_tensormap(&x.grad_out);
     } else if (threadIdx.x == 32) {
         typename S::Ring(smem_s + S::RING).init(2);
         if (Tile::PAIR) {
             typename S::ORing(smem_s + S::O_RING).init(2);
-            mbarrier_init(smem_s + S::peer_full(0), 1), mbarrier_init(smem_s + S::peer_full(1), 1);
+            mbarrier_init(smem_s + S::peer_full(0), 1);
+            mbarrier_init(smem_s + S::peer_full(1), 1);
         }
-        mbarrier_init(smem_s + S::KV_FULL, 1), mbarrier_init(smem_s + S::RAW, 1);
-        if (Consumer::ORDERED) mbarrier_init(smem_s + S::TURN, 1), mbarrier_init(smem_s + S::ADDED, 256);
+        mbarrier_init(smem_s + S::KV_FULL, 1);
+        mbarrier_init(smem_s + S::RAW, 1);
+        if (Consumer::ORDERED) {
+            mbarrier_init(smem_s + S::TURN, 1);
+            mbarrier_init(smem_s + S::ADDED, 256);
+        }
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -211,13 +244,15 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
     if (w.task.unit >= x.grid.units) return;
     if (w.task.kind != BWD_KEYS)
         return other_task<typename Consumer::Element, Tile, typename Consumer::Grad>(x, w, smem_s);
-    if (w.j0 - (Tile::PAIR ? w.rank * Tile::BKV : 0) >= w.seq.seq_k) return; /* of packed calls alone */
+    /* of packed calls alone */
+    if (w.j0 - (Tile::PAIR ? w.rank * Tile::BKV : 0) >= w.seq.seq_k) return;
     if (warpgroup == 2) {
         setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
         if (threadIdx.x / 32 == 8) load_tiles<Tile, Consumer::ORDERED>(x, w, smem, smem_s);
         if (Consumer::ORDERED && threadIdx.x == 9 * 32) keep_order<Tile>(x, w, smem_s);
         if (threadIdx.x / 32 == 11 &&
-            x.grid.rows > 0) { /* a release waits for the additions; the consumers store meanwhile */
+            x.grid.rows >
+                0) { /* a release waits for the additions; the consumers store meanwhile */
             bar_sync(BAR_ADDED, 256 + 32);
             if (laneid() == 0) red_add_release(x.keys_done + w.task.unit);
         }
@@ -234,12 +269,14 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
     if (x.grid.rows > 0) bar_arrive(BAR_ADDED, 256 + 32);
     consumers_sync(); /* nobody reads K or V any more */
     c.store(x, w, smem_s, warpgroup);
-    if (Tile::PAIR) barrier_cluster(); /* the other block reaches this one's shared memory until here */
+    /* the other block reaches this one's shared memory until here */
+    if (Tile::PAIR) barrier_cluster();
 }
 
-/* ---- 3. the last pass of packed calls ------------------------------------------------------------------- */
+/* ---- 3. the last pass of packed calls -------------------------------------------------------- */
 template <class T, class Tile, class Grad>
-__global__ void __launch_bounds__(BWD_PRE_THREADS) flash_attn_bwd_round_kernel(const __grid_constant__ Bwd g) {
+__global__ void __launch_bounds__(BWD_PRE_THREADS)
+    flash_attn_bwd_round_kernel(const __grid_constant__ Bwd g) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const int tile = blockIdx.x % g.tiles, head = blockIdx.x / g.tiles % g.p.heads_q,
               b = blockIdx.x / g.tiles / g.p.heads_q;
@@ -249,29 +286,34 @@ __global__ void __launch_bounds__(BWD_PRE_THREADS) flash_attn_bwd_round_kernel(c
         round_tiles<T, Tile, BWD_PRE_THREADS, 1>(g, b, head, tile, 1, cvta_to_shared(smem));
 }
 
-/* ---- 4. launcher ------------------------------------------------------------------------------ */
+/* ---- 4. launcher ----------------------------------------------------------------------------- */
 bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_bwd_args *a) {
     const gk_flash_attn_args &f = a->fwd;
     const int last = f.q.ndim - 1;
     const bool modified = f.rules.softcap > 0 || f.rules.alibi_slopes || !(f.rules.scale > 0);
     return f.q.shape[last] <= row->key[0] && f.v.shape[last] <= row->key[1] &&
-           (modified ? 1 : 0) + (a->deterministic ? 2 : 0) == row->key[2] && tensor_map_fits(attn_shape(f.q)) &&
-           tensor_map_fits(attn_shape(f.k)) && tensor_map_fits(attn_shape(f.v)) &&
-           tensor_map_fits(attn_shape(a->grad_out)) && rows_aligned(a->dq) && rows_aligned(a->dk) &&
-           rows_aligned(a->dv) && smem_fits(ctx, row->key[3]);
+           (modified ? 1 : 0) + (a->deterministic ? 2 : 0) == row->key[2] &&
+           tensor_map_fits(attn_shape(f.q)) && tensor_map_fits(attn_shape(f.k)) &&
+           tensor_map_fits(attn_shape(f.v)) && tensor_map_fits(attn_shape(a->grad_out)) &&
+           rows_aligned(a->dq) && rows_aligned(a->dk) && rows_aligned(a->dv) &&
+           smem_fits(ctx, row->key[3]);
 }
 
 /* Whether a small tile wastes less than a larger one gains. */
 template <class Tile> bool short_enough(const gk_flash_attn_args &a) {
     const int64_t seq_q = a.cu_seqlens_q ? a.max_seqlen_q : a.q.shape[2];
     const bool causal = a.rules.is_causal || a.rules.window_right >= 0;
-    const bool alone = a.q.shape[1] == a.k.shape[1]; /* a group's heads share what a block costs beside its steps */
-    return seq_q <= (causal ? BwdRange<Tile>::MOST_ROWS_CAUSAL : BwdRange<Tile>::MOST_ROWS) / (alone ? 1 : 2);
+    /* a group's heads share what a block costs beside its steps */
+    const bool alone = a.q.shape[1] == a.k.shape[1];
+    return seq_q <= (causal ? BwdRange<Tile>::MOST_ROWS_CAUSAL : BwdRange<Tile>::MOST_ROWS) /
+                        (alone ? 1 : 2);
 }
 
-/* Where blocks differ, the longest must not be the last: their time would be a large part of the whole. */
+/* Where blocks differ, the longest must not be the last: their time would be a large part of the
+ * whole. */
 template <class Tile> bool few_waves(const gk_context *ctx, const BwdGrid &grid) {
-    return (int64_t)grid.units * grid.keys * BwdSmem<Tile>::BLOCKS < 8 * gk_gpu_of(ctx->index)->num_sms;
+    return (int64_t)grid.units * grid.keys * BwdSmem<Tile>::BLOCKS <
+           8 * gk_gpu_of(ctx->index)->num_sms;
 }
 
 /* Of ordered kernels: BwdOrderedStep. */
@@ -279,54 +321,67 @@ template <class Tile> bool goes_up(const gk_context *ctx, const Bwd &g, const Bw
     return g.p.rules.right >= 0 && !few_waves<Tile>(ctx, grid);
 }
 
-/* The grid counts clusters: a task is a cluster's. Packed calls, whose grid holds many empty blocks, and rows of out that 16-byte
- * loads cannot take have kernels for rows and rounding; in others this grid does them, while the tensor cores of other SMs multiply. */
-template <class Tile> BwdGrid grid_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, const Bwd &g) {
+/* The grid counts clusters: a task is a cluster's. Packed calls, whose grid holds many empty
+ * blocks, and rows of out that 16-byte loads cannot take have kernels for rows and rounding; in
+ * others this grid does them, while the tensor cores of other SMs multiply. */
+template <class Tile>
+BwdGrid grid_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, const Bwd &g) {
     constexpr int BLOCKS = BwdSmem<Tile>::BLOCKS;
     const int clusters = gk_gpu_of(ctx->index)->num_sms / BLOCKS; /* at a time */
     BwdGrid grid = {};
-    grid.units = g.p.heads_kv * g.p.batch, grid.keys = (int)gk_ceil_div(g.p.seq_k, BLOCKS * Tile::BKV),
+    grid.units = g.p.heads_kv * g.p.batch;
+    grid.keys = (int)gk_ceil_div(g.p.seq_k, BLOCKS * Tile::BKV);
     grid.together = 1;
     if (grid.units == 0 || grid.keys == 0) return grid;
-    const bool masked = g.p.rules.left >= 0 || g.p.rules.right >= 0, few = few_waves<Tile>(ctx, grid);
-    const int wave = (int)gk_min_i64(gk_max_i64(clusters / grid.keys, 1), grid.units); /* units that run at a time */
+    const bool masked = g.p.rules.left >= 0 || g.p.rules.right >= 0,
+               few = few_waves<Tile>(ctx, grid);
+    /* units that run at a time */
+    const int wave = (int)gk_min_i64(gk_max_i64(clusters / grid.keys, 1), grid.units);
     if (a->deterministic && !goes_up<Tile>(ctx, g, grid)) {
-        grid.together = wave; /* blocks that start at a time are the same of their units, and none waits for another */
+        /* blocks that start at a time are the same of their units, and none waits for another */
+        grid.together = wave;
     } else if (masked && !few && grid.keys >= BWD_SET_KEYS && g.p.rules.left < 0) {
         grid.together = wave; /* the longest of a wave first */
     } else if (masked && few) {
-        const int64_t sets = gk_ceil_div(grid.units, gk_ceil_div(clusters, grid.keys)); /* of a wave each, all alike */
+        /* of a wave each, all alike */
+        const int64_t sets = gk_ceil_div(grid.units, gk_ceil_div(clusters, grid.keys));
         grid.together = (int)gk_ceil_div(grid.units, sets);
     }
     if (g.p.cu_q || !rows_aligned(a->fwd.out)) return grid;
     grid.rows = g.p.group * (int)gk_ceil_div(g.tiles, BLOCKS * Tile::TASK_TILES);
     const int64_t set_keys = (int64_t)grid.together * grid.keys;
-    const int64_t lead = gk_ceil_div(clusters, set_keys + 2 * (int64_t)grid.together * grid.rows); /* rows are quick */
+    /* rows are quick */
+    const int64_t lead = gk_ceil_div(clusters, set_keys + 2 * (int64_t)grid.together * grid.rows);
     /* until a set's last block is done; under a mask it takes twice the mean */
     const int64_t lag = gk_ceil_div(2 * clusters, set_keys) + 1;
-    grid.lead = (int)gk_min_i64(lead, grid.sets()), grid.lag = (int)gk_min_i64(lag, grid.sets());
+    grid.lead = (int)gk_min_i64(lead, grid.sets());
+    grid.lag = (int)gk_min_i64(lag, grid.sets());
     return grid;
 }
 
 /* Of the tasks of each unit, and of the turns at each tile of dQ. */
 template <class Tile> size_t counters_bytes(const BwdGrid &grid, const Bwd &g, bool ordered) {
-    const size_t counters = (grid.rows > 0 ? (size_t)grid.units * 2 : 0) +
-                            (ordered ? (size_t)g.p.heads_q * (size_t)g.row_tiles * BwdSmem<Tile>::BLOCKS : 0);
+    const size_t counters =
+        (grid.rows > 0 ? (size_t)grid.units * 2 : 0) +
+        (ordered ? (size_t)g.p.heads_q * (size_t)g.row_tiles * BwdSmem<Tile>::BLOCKS : 0);
     return counters * sizeof(unsigned);
 }
 
-template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+template <class Tile>
+bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     if (!serves(row, ctx, a) || !short_enough<Tile>(a->fwd)) return false;
     Bwd &g = gk_own<Bwd>(to) = bwd_of(ctx, a, Tile::BQ, Tile::HEAD_DIM);
-    g.stats_apart = true, g.lse_factor = LOG2_E;
-    to->tile[0] = Tile::BQ, to->tile[1] = Tile::BKV;
+    g.stats_apart = true;
+    g.lse_factor = LOG2_E;
+    to->tile[0] = Tile::BQ;
+    to->tile[1] = Tile::BKV;
     const BwdGrid grid = grid_of<Tile>(ctx, a, g);
     to->tasks = (int64_t)grid.blocks() * BwdSmem<Tile>::BLOCKS;
-    to->waves =
-        (double)(grid.units * (int64_t)grid.keys * BwdSmem<Tile>::BLOCKS) / (double)gk_gpu_of(ctx->index)->num_sms;
-    to->workspace_bytes =
-        stats_bytes(g, sizeof(float)) + dq_sum_bytes(g) + counters_bytes<Tile>(grid, g, a->deterministic);
+    to->waves = (double)(grid.units * (int64_t)grid.keys * BwdSmem<Tile>::BLOCKS) /
+                (double)gk_gpu_of(ctx->index)->num_sms;
+    to->workspace_bytes = stats_bytes(g, sizeof(float)) + dq_sum_bytes(g) +
+                          counters_bytes<Tile>(grid, g, a->deterministic);
     return true;
 }
 
@@ -347,22 +402,24 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     unsigned *counters = (unsigned *)((char *)x.g.dq_sum + dq_sum_bytes(x.g));
     const bool alone = x.grid.rows > 0; /* this grid does all but dsinks */
     const size_t cleared = counters_bytes<Tile>(x.grid, x.g, Consumer::ORDERED);
-    x.rows_done = counters, x.keys_done = counters + x.grid.units;
+    x.rows_done = counters;
+    x.keys_done = counters + x.grid.units;
     x.turns = counters + (alone ? 2 * x.grid.units : 0);
     gk_status status = make_tensor_map(OP, attn_shape(a->fwd.q), S::Q::box(), &x.q);
     if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->fwd.k), S::K::box(), &x.k);
     if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->fwd.v), S::V::box(), &x.v);
-    if (status == GK_OK) status = make_tensor_map(OP, attn_shape(a->grad_out), S::O::box(), &x.grad_out);
+    if (status == GK_OK)
+        status = make_tensor_map(OP, attn_shape(a->grad_out), S::O::box(), &x.grad_out);
     if (status == GK_OK && cleared > 0) status = clear_memory(OP, ctx, counters, cleared);
     if (status == GK_OK && !alone) status = bwd_pre(ctx, element<T>::dtype, x.g, a->dq.dtype);
     if (status == GK_OK)
-        status = launch<flash_attn_bwd_sm90a_kernel<Consumer>>(OP, ctx, dim3((unsigned)plan->tasks),
-                                                               BwdSmem<Tile>::THREADS, BwdSmem<Tile>::BYTES, x);
+        status = launch<flash_attn_bwd_sm90a_kernel<Consumer>>(
+            OP, ctx, dim3((unsigned)plan->tasks), BwdSmem<Tile>::THREADS, BwdSmem<Tile>::BYTES, x);
     if (status != GK_OK) return status;
     if (alone) return x.g.dsinks ? bwd_sinks(ctx, element<T>::dtype, x.g) : GK_OK;
     const dim3 grid((unsigned)((int64_t)x.g.tiles * x.g.p.heads_q * x.g.p.batch));
-    return launch<flash_attn_bwd_round_kernel<T, Tile, typename Consumer::Grad>>(OP, ctx, grid, BWD_PRE_THREADS,
-                                                                                 Tile::BQ * Tile::HEAD_DIM * 2, x.g);
+    return launch<flash_attn_bwd_round_kernel<T, Tile, typename Consumer::Grad>>(
+        OP, ctx, grid, BWD_PRE_THREADS, Tile::BQ * Tile::HEAD_DIM * 2, x.g);
 }
 
 /* A kernel of either order of additions to dQ; modified: with softcap or ALiBi. */
@@ -374,19 +431,22 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
      {TILE::HEAD_DIM, TILE::HEAD_DIM_V, MODIFIED + 2 * ORDERED, BwdSmem<TILE>::BYTES, TILE::BQ}, \
      NULL}
 /* Both types, in any order and ordered; without modifiers. */
-#define BWD_UNMODIFIED_ROWS(file, label, CONSUMER, TILE)                                              \
-    BWD_ROW(file "_bf16_" label, __nv_bfloat16, GK_BF16, CONSUMER, TILE, false, false),               \
-        BWD_ROW(file "_f16_" label, __half, GK_F16, CONSUMER, TILE, false, false),                    \
-        BWD_ROW(file "_bf16_" label "_ordered", __nv_bfloat16, GK_BF16, CONSUMER, TILE, false, true), \
+#define BWD_UNMODIFIED_ROWS(file, label, CONSUMER, TILE)                                       \
+    BWD_ROW(file "_bf16_" label, __nv_bfloat16, GK_BF16, CONSUMER, TILE, false, false),        \
+        BWD_ROW(file "_f16_" label, __half, GK_F16, CONSUMER, TILE, false, false),             \
+        BWD_ROW(file "_bf16_" label "_ordered", __nv_bfloat16, GK_BF16, CONSUMER, TILE, false, \
+                true),                                                                         \
         BWD_ROW(file "_f16_" label "_ordered", __half, GK_F16, CONSUMER, TILE, false, true)
 /* All of a head_dim, with modifiers too. */
-#define BWD_ROWS(file, label, CONSUMER, TILE, SCORE_TILE, SCORE_ORDERED_TILE)                                     \
-    BWD_UNMODIFIED_ROWS(file, label, CONSUMER, TILE),                                                             \
-        BWD_ROW(file "_bf16_" label "_score", __nv_bfloat16, GK_BF16, CONSUMER, SCORE_TILE, true, false),         \
-        BWD_ROW(file "_f16_" label "_score", __half, GK_F16, CONSUMER, SCORE_TILE, true, false),                  \
-        BWD_ROW(file "_bf16_" label "_score_ordered", __nv_bfloat16, GK_BF16, CONSUMER, SCORE_ORDERED_TILE, true, \
-                true),                                                                                            \
-        BWD_ROW(file "_f16_" label "_score_ordered", __half, GK_F16, CONSUMER, SCORE_ORDERED_TILE, true, true)
+#define BWD_ROWS(file, label, CONSUMER, TILE, SCORE_TILE, SCORE_ORDERED_TILE)                      \
+    BWD_UNMODIFIED_ROWS(file, label, CONSUMER, TILE),                                              \
+        BWD_ROW(file "_bf16_" label "_score", __nv_bfloat16, GK_BF16, CONSUMER, SCORE_TILE, true,  \
+                false),                                                                            \
+        BWD_ROW(file "_f16_" label "_score", __half, GK_F16, CONSUMER, SCORE_TILE, true, false),   \
+        BWD_ROW(file "_bf16_" label "_score_ordered", __nv_bfloat16, GK_BF16, CONSUMER,            \
+                SCORE_ORDERED_TILE, true, true),                                                   \
+        BWD_ROW(file "_f16_" label "_score_ordered", __half, GK_F16, CONSUMER, SCORE_ORDERED_TILE, \
+                true, true)
 
 } // namespace
 

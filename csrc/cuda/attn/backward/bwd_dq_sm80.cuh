@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_dq_sm80.cuh: the kernel of flash_attn_bwd_dq_sm80, and with DROP of flash_attn_bwd_dq_drop_sm80: dq alone, by rows, in bfloat16 and float16 on the tensor cores (mma.sync): for calls that
- * must give the same bits again (bwd.cuh has the equations; Dao 2023, arXiv:2307.08691, Algorithm 2, with its loops
- * exchanged).
+/* bwd_dq_sm80.cuh: the kernel of flash_attn_bwd_dq_sm80, and with DROP of
+ * flash_attn_bwd_dq_drop_sm80: dq alone, by rows, in bfloat16 and float16 on the tensor cores
+ * (mma.sync): for calls that must give the same bits again (bwd.cuh has the equations; Dao 2023,
+ * arXiv:2307.08691, Algorithm 2, with its loops exchanged).
  *
  * Reads q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], or packed; rows 16-byte aligned; stats of the
  * pre-pass.
  * Writes dq, rounded once.
- * Work split: a block owns BQ rows of one query head, a warp BQ / WARPS of them, and goes over the keys they see, BKV
- * at a time. S = Q K^T and dP = dO V^T are made again; dS goes from accumulators to left operands in registers: dQ +=
- * dS K.
+ * Work split: a block owns BQ rows of one query head, a warp BQ / WARPS of them, and goes over the
+ * keys they see, BKV at a time. S = Q K^T and dP = dO V^T are made again; dS goes from accumulators
+ * to left operands in registers: dQ += dS K.
  * Shared memory: DqSmem<Tile> below. Per step: wait for K_j V_j | barrier | copy K_j+1 V_j+1 | S P dP dS dQ
  * Not here: dk, dv (flash_attn_bwd_sm80); anything unaligned. */
 #ifndef GPUKERN_CUDA_BWD_DQ_SM80_CUH
@@ -19,33 +20,39 @@
 
 namespace {
 
-/* ---- 1. shapes --------------------------------------------------------------------------------------------------- */
+/* ---- 1. shapes ------------------------------------------------------------------------------- */
 template <class Tile> struct DqSmem {
     static constexpr int M = Tile::bq / Tile::warps / 16, THREADS = Tile::warps * 32;
     typedef smem_tile<Tile::bq, Tile::head_dim * 2> Queries; /* Q, dO [BQ][D]; at the end dQ */
     typedef smem_tile<Tile::bkv, Tile::head_dim * 2> Keys;   /* K, V [BKV][D] */
     static constexpr int q = 0, grad_out = q + Queries::bytes;
-    static constexpr int k = grad_out + Queries::bytes, v = k + 2 * Keys::bytes; /* two stages each */
+    /* two stages each */
+    static constexpr int k = grad_out + Queries::bytes, v = k + 2 * Keys::bytes;
     static constexpr int bytes = v + 2 * Keys::bytes;
     static_assert(bytes == Tile::smem_bytes, "what the other pass asks for before it is taken");
-    static_assert(M * 16 * Tile::warps == Tile::bq && Tile::bkv % 16 == 0, "warps share the rows evenly");
+    static_assert(M * 16 * Tile::warps == Tile::bq && Tile::bkv % 16 == 0,
+                  "warps share the rows evenly");
 };
 
-/* A warp stores c[0], c[1] of an accumulator as 4 bytes of a row: 8 rows, 4 neighbours of a chunk. */
+/* A warp stores c[0], c[1] of an accumulator as 4 bytes of a row: 8 rows, 4 neighbours of a
+ * chunk. */
 template <class Queries> constexpr int store_ways() {
     int at[32] = {};
-    for (int lane = 0; lane < 32; ++lane) at[lane] = Queries::offset_of(frag_c(lane, 0).row, frag_c(lane, 0).col, 2);
+    for (int lane = 0; lane < 32; ++lane)
+        at[lane] = Queries::offset_of(frag_c(lane, 0).row, frag_c(lane, 0).col, 2);
     return ways(at, 4);
 }
-static_assert(store_ways<DqSmem<BwdDq64>::Queries>() == 1 && store_ways<DqSmem<BwdDq128>::Queries>() == 1 &&
-                  store_ways<DqSmem<BwdDq256>::Queries>() == 1 && store_ways<DqSmem<BwdDq256Small>::Queries>() == 1,
+static_assert(store_ways<DqSmem<BwdDq64>::Queries>() == 1 &&
+                  store_ways<DqSmem<BwdDq128>::Queries>() == 1 &&
+                  store_ways<DqSmem<BwdDq256>::Queries>() == 1 &&
+                  store_ways<DqSmem<BwdDq256Small>::Queries>() == 1,
               "stores of dQ meet no bank conflicts");
 
-/* ---- 2. dQ ------------------------------------------------------------------------------------------------------- */
+/* ---- 2. dQ ----------------------------------------------------------------------------------- */
 /* row: of the lane's first in the sequence; key0: of the tile. */
 template <int M, int N>
-__device__ __forceinline__ void drop_dp(float (&dp)[M][N][4], const Dropping<Bwd> &g, int b, int head, int q0, int row,
-                                        int key0) {
+__device__ __forceinline__ void drop_dp(float (&dp)[M][N][4], const Dropping<Bwd> &g, int b,
+                                        int head, int q0, int row, int key0) {
     drop_keys(dp, g.drop, drop_row0(g.p, b, head, q0 + row), g.p.lse.row, key0);
 #pragma unroll
     for (int m = 0; m < M; ++m)
@@ -57,10 +64,12 @@ __device__ __forceinline__ void drop_dp(float (&dp)[M][N][4], const Dropping<Bwd
 template <int M, int N>
 __device__ __forceinline__ void drop_dp(float (&)[M][N][4], const Bwd &, int, int, int, int, int) {}
 
-/* dQ of a warp to memory: rounded through the tile of Q, whose rows must then be free; float32 from registers. to: the block's first row. */
+/* dQ of a warp to memory: rounded through the tile of Q, whose rows must then be free; float32 from
+ * registers. to: the block's first row. */
 template <class T, class Tile, class Grad, int M, int N>
-__device__ __forceinline__ void store_dq(Grad *to, int64_t row_stride, smem_addr smem_s, const float (&dq)[M][N][4],
-                                         float scale, int lane_row, int rows, int columns) {
+__device__ __forceinline__ void store_dq(Grad *to, int64_t row_stride, smem_addr smem_s,
+                                         const float (&dq)[M][N][4], float scale, int lane_row,
+                                         int rows, int columns) {
     typedef DqSmem<Tile> S;
     typedef typename S::Queries Queries;
     const int lane = threadIdx.x % 32;
@@ -74,10 +83,12 @@ __device__ __forceinline__ void store_dq(Grad *to, int64_t row_stride, smem_addr
             for (int n = 0; n < N; ++n) {
                 const smem_addr at_n = Queries::down(Queries::along(at, n), 16 * m);
                 st_shared_32(at_n, pack2<T>(dq[m][n][0] * scale, dq[m][n][1] * scale));
-                st_shared_32(Queries::down(at_n, 8), pack2<T>(dq[m][n][2] * scale, dq[m][n][3] * scale));
+                st_shared_32(Queries::down(at_n, 8),
+                             pack2<T>(dq[m][n][2] * scale, dq[m][n][3] * scale));
             }
         __syncthreads(); /* the rows are whole */
-        copy_tile_out<Queries, S::THREADS>(to, row_stride, smem_s + S::q, rows, columns, threadIdx.x);
+        copy_tile_out<Queries, S::THREADS>(to, row_stride, smem_s + S::q, rows, columns,
+                                           threadIdx.x);
     }
 }
 
@@ -93,45 +104,54 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     const Problem &p = g.p;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-    /* 2.1 which rows, which keys; the last rows first: with a causal mask they have the most keys */
+    /* 2.1 which rows, which keys; the last rows first: with a causal mask they have the most
+     * keys */
     const int tiles = (p.seq_q + BQ - 1) / BQ;
     const int i0 = (tiles - 1 - blockIdx.x % tiles) * BQ;
-    const int head = blockIdx.x / tiles % p.heads_q, b = blockIdx.x / tiles / p.heads_q, kv_head = head / p.group;
+    const int head = blockIdx.x / tiles % p.heads_q, b = blockIdx.x / tiles / p.heads_q,
+              kv_head = head / p.group;
     const Sequence s = sequence_of(p, b);
     if (i0 >= s.seq_q) return;
     const Interval seen = seen_keys(s);
     Interval rows = {0, 0};
-    if (seen.lo < seen.hi) rows = seeing_rows(s, seen.lo, seen.hi); /* the others may hold anything */
+    /* the others may hold anything */
+    if (seen.lo < seen.hi) rows = seeing_rows(s, seen.lo, seen.hi);
     const int row_lo = max(i0, rows.lo), row_hi = min(i0 + BQ, rows.hi);
-    const int j_lo = row_lo < row_hi ? s.span.lo(row_lo) : 0, j_hi = row_lo < row_hi ? s.span.hi(row_hi - 1) : 0;
-    const int full_lo = s.span.lo(min(i0 + BQ, s.seq_q) - 1), full_hi = s.span.hi(i0); /* keys that every row sees */
+    const int j_lo = row_lo < row_hi ? s.span.lo(row_lo) : 0,
+              j_hi = row_lo < row_hi ? s.span.hi(row_hi - 1) : 0;
+    /* keys that every row sees */
+    const int full_lo = s.span.lo(min(i0 + BQ, s.seq_q) - 1), full_hi = s.span.hi(i0);
 
     const T *k_g = (const T *)p.k.data + b * p.k.batch + kv_head * p.k.head + s.k0 * p.k.row;
     const T *v_g = (const T *)p.v.data + b * p.v.batch + kv_head * p.v.head + s.k0 * p.v.row;
     if (j_lo < j_hi) {
-        const T *q_g = (const T *)p.q.data + b * p.q.batch + head * p.q.head + ((int64_t)s.q0 + i0) * p.q.row;
-        const T *grad_out_g = (const T *)g.grad_out.data + b * g.grad_out.batch + head * g.grad_out.head +
-                              ((int64_t)s.q0 + i0) * g.grad_out.row;
-        copy_rows<Queries, S::THREADS>(smem_s + S::q, q_g, p.q.row, rows.lo - i0, rows.hi - i0, p.head_dim);
-        copy_rows<Queries, S::THREADS>(smem_s + S::grad_out, grad_out_g, g.grad_out.row, rows.lo - i0, rows.hi - i0,
-                                       p.head_dim_v);
-        copy_rows<Keys, S::THREADS>(smem_s + S::k, k_g + j_lo * p.k.row, p.k.row, seen.lo - j_lo, seen.hi - j_lo,
-                                    p.head_dim);
-        copy_rows<Keys, S::THREADS>(smem_s + S::v, v_g + j_lo * p.v.row, p.v.row, seen.lo - j_lo, seen.hi - j_lo,
-                                    p.head_dim_v);
+        const T *q_g =
+            (const T *)p.q.data + b * p.q.batch + head * p.q.head + ((int64_t)s.q0 + i0) * p.q.row;
+        const T *grad_out_g = (const T *)g.grad_out.data + b * g.grad_out.batch +
+                              head * g.grad_out.head + ((int64_t)s.q0 + i0) * g.grad_out.row;
+        copy_rows<Queries, S::THREADS>(smem_s + S::q, q_g, p.q.row, rows.lo - i0, rows.hi - i0,
+                                       p.head_dim);
+        copy_rows<Queries, S::THREADS>(smem_s + S::grad_out, grad_out_g, g.grad_out.row,
+                                       rows.lo - i0, rows.hi - i0, p.head_dim_v);
+        copy_rows<Keys, S::THREADS>(smem_s + S::k, k_g + j_lo * p.k.row, p.k.row, seen.lo - j_lo,
+                                    seen.hi - j_lo, p.head_dim);
+        copy_rows<Keys, S::THREADS>(smem_s + S::v, v_g + j_lo * p.v.row, p.v.row, seen.lo - j_lo,
+                                    seen.hi - j_lo, p.head_dim_v);
     }
     cp_async_commit_group();
     /* 2.2 lse and delta of the lane's rows */
     const int lane_row = warp * M * 16 + lane / 4;
     float lse[M][2], delta[M][2];
-    const float2 *stats = (const float2 *)g.stats + ((int64_t)head * g.row_tiles + row_tile_of(g, s, b)) * g.tile_rows;
+    const float2 *stats = (const float2 *)g.stats +
+                          ((int64_t)head * g.row_tiles + row_tile_of(g, s, b)) * g.tile_rows;
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int i = i0 + lane_row + m * 16 + half * 8;
             const float2 x = i < s.seq_q ? stats[i] : make_float2(INFINITY, 0);
-            lse[m][half] = x.x, delta[m][half] = x.y;
+            lse[m][half] = x.x;
+            delta[m][half] = x.y;
         }
 
     const smem_addr q_base = frag_a_base<Queries>(smem_s + S::q, lane, warp * M * 16);
@@ -151,10 +171,10 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
         const int next = j0 + BKV;
         if (next < j_hi) {
             const int other = (stage ^ 1) * Keys::bytes;
-            copy_rows<Keys, S::THREADS>(smem_s + S::k + other, k_g + next * p.k.row, p.k.row, seen.lo - next,
-                                        seen.hi - next, p.head_dim);
-            copy_rows<Keys, S::THREADS>(smem_s + S::v + other, v_g + next * p.v.row, p.v.row, seen.lo - next,
-                                        seen.hi - next, p.head_dim_v);
+            copy_rows<Keys, S::THREADS>(smem_s + S::k + other, k_g + next * p.k.row, p.k.row,
+                                        seen.lo - next, seen.hi - next, p.head_dim);
+            copy_rows<Keys, S::THREADS>(smem_s + S::v + other, v_g + next * p.v.row, p.v.row,
+                                        seen.lo - next, seen.hi - next, p.head_dim_v);
         }
         cp_async_commit_group();
 
@@ -164,7 +184,8 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
         float sc[M][N][4] = {}, dp[M][N][4] = {};
 #pragma unroll
         for (int kk = 0; kk < D / 16; ++kk)
-            mma_rows<Queries, Keys, T>(sc, Queries::along(q_base, 2 * kk), Keys::along(k_base + at, 2 * kk));
+            mma_rows<Queries, Keys, T>(sc, Queries::along(q_base, 2 * kk),
+                                       Keys::along(k_base + at, 2 * kk));
 #pragma unroll
         for (int kk = 0; kk < D / 16; ++kk)
             mma_rows<Queries, Keys, T>(dp, Queries::along(q_base + (S::grad_out - S::q), 2 * kk),
@@ -176,11 +197,13 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
             for (int n = 0; n < N; ++n)
 #pragma unroll
                 for (int r = 0; r < 4; ++r) {
-                    const int i = i0 + lane_row + m * 16 + r / 2 * 8, j = j0 + lane % 4 * 2 + n * 8 + r % 2;
+                    const int i = i0 + lane_row + m * 16 + r / 2 * 8,
+                              j = j0 + lane % 4 * 2 + n * 8 + r % 2;
                     float derivative = 1, logit_log2 = sc[m][n][r] * scale_log2;
                     if (MODIFIED)
-                        logit_log2 =
-                            score_fast(score, sc[m][n][r], (float)(i + score.position0 - j), &derivative) * LOG2_E;
+                        logit_log2 = score_fast(score, sc[m][n][r],
+                                                (float)(i + score.position0 - j), &derivative) *
+                                     LOG2_E;
                     const float w = ex2_approx_ftz(logit_log2 - lse[m][r / 2]);
                     dp[m][n][r] = w * (dp[m][n][r] - delta[m][r / 2]) * derivative;
                 }
@@ -191,9 +214,10 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
                 for (int n = 0; n < N; ++n)
 #pragma unroll
                     for (int r = 0; r < 4; ++r) {
-                        const int i = i0 + lane_row + m * 16 + r / 2 * 8, j = j0 + lane % 4 * 2 + n * 8 + r % 2;
-                        const bool sees =
-                            j >= s.span.key_lo && j < s.span.key_hi && (unsigned)(j - i - s.span.lo_off) < width;
+                        const int i = i0 + lane_row + m * 16 + r / 2 * 8,
+                                  j = j0 + lane % 4 * 2 + n * 8 + r % 2;
+                        const bool sees = j >= s.span.key_lo && j < s.span.key_hi &&
+                                          (unsigned)(j - i - s.span.lo_off) < width;
                         dp[m][n][r] = sees ? dp[m][n][r] : 0;
                     }
         }
@@ -211,28 +235,33 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     /* 2.6 dQ through the tile of Q */
     cp_async_wait_group<0>();
     __syncthreads(); /* nobody reads Q any more */
-    Grad *to = (Grad *)g.dq.data + b * g.dq.batch + head * g.dq.head + ((int64_t)s.q0 + i0) * g.dq.row;
-    store_dq<T, Tile, Grad>(to, g.dq.row, smem_s, dq, score.scale, lane_row, s.seq_q - i0, p.head_dim);
+    Grad *to =
+        (Grad *)g.dq.data + b * g.dq.batch + head * g.dq.head + ((int64_t)s.q0 + i0) * g.dq.row;
+    store_dq<T, Tile, Grad>(to, g.dq.row, smem_s, dq, score.scale, lane_row, s.seq_q - i0,
+                            p.head_dim);
 }
 
-/* ---- 3. launch --------------------------------------------------------------------------------------------------- */
+/* ---- 3. launch ------------------------------------------------------------------------------- */
 template <class T, class Tile> gk_status dq_run(const gk_context *ctx, const Bwd &g, dim3 grid) {
     const char *op = "gk_flash_attn_bwd";
-    return g.p.rules.modified ? launch<bwd_dq_kernel<T, Tile, true, false>>(op, ctx, grid, DqSmem<Tile>::THREADS,
-                                                                            DqSmem<Tile>::bytes, g)
-                              : launch<bwd_dq_kernel<T, Tile, false, false>>(op, ctx, grid, DqSmem<Tile>::THREADS,
-                                                                             DqSmem<Tile>::bytes, g);
+    return g.p.rules.modified
+               ? launch<bwd_dq_kernel<T, Tile, true, false>>(op, ctx, grid, DqSmem<Tile>::THREADS,
+                                                             DqSmem<Tile>::bytes, g)
+               : launch<bwd_dq_kernel<T, Tile, false, false>>(op, ctx, grid, DqSmem<Tile>::THREADS,
+                                                              DqSmem<Tile>::bytes, g);
 }
-template <class T, class Tile> gk_status dq_run(const gk_context *ctx, const Dropping<Bwd> &g, dim3 grid) {
-    return launch<bwd_dq_kernel<T, Tile, true, true>>("gk_flash_attn_bwd", ctx, grid, DqSmem<Tile>::THREADS,
-                                                      DqSmem<Tile>::bytes, g);
+template <class T, class Tile>
+gk_status dq_run(const gk_context *ctx, const Dropping<Bwd> &g, dim3 grid) {
+    return launch<bwd_dq_kernel<T, Tile, true, true>>(
+        "gk_flash_attn_bwd", ctx, grid, DqSmem<Tile>::THREADS, DqSmem<Tile>::bytes, g);
 }
 
 } // namespace
 
 template <class Tile, class G> gk_status bwd_dq(const gk_context *ctx, gk_dtype dtype, const G &g) {
     const dim3 grid((unsigned)(gk_ceil_div(g.p.seq_q, Tile::bq) * g.p.heads_q * g.p.batch));
-    return dtype == GK_BF16 ? dq_run<__nv_bfloat16, Tile>(ctx, g, grid) : dq_run<__half, Tile>(ctx, g, grid);
+    return dtype == GK_BF16 ? dq_run<__nv_bfloat16, Tile>(ctx, g, grid)
+                            : dq_run<__half, Tile>(ctx, g, grid);
 }
 
 #endif

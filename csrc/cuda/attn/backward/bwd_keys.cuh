@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_keys.cuh: a consumer warpgroup of flash_attn_bwd_sm90a and flash_attn_bwd_partial_sm90a: 64 keys of its own. */
+/* bwd_keys.cuh: a consumer warpgroup of flash_attn_bwd_sm90a and flash_attn_bwd_partial_sm90a: 64
+ * keys of its own. */
 #ifndef GPUKERN_CUDA_BWD_KEYS_CUH
 #define GPUKERN_CUDA_BWD_KEYS_CUH
 
@@ -13,7 +14,8 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdConsumer
     static constexpr bool ORDERED = ORDERED_;
     typedef BwdSmem<Tile> S;
     typedef DqShape<Tile> Dq;
-    static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, D = Tile::HEAD_DIM, DV = Tile::HEAD_DIM_V, N = BQ / 8;
+    static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, D = Tile::HEAD_DIM, DV = Tile::HEAD_DIM_V,
+                         N = BQ / 8;
     float dk[D / 2], dv[DV / 2];
 
     /* dS [BQ][64 keys of this warpgroup], transposed on its way. */
@@ -36,8 +38,9 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdConsumer
             ldmatrix_x4(a + kk / 4, tile_s + Panels::offset_of(row, kk + lane / 16 * 8));
     }
 
-    __device__ __forceinline__ void run(const BwdHopperParams &x, const BwdWork &w, const unsigned char *smem,
-                                        smem_addr smem_s, int warpgroup) {
+    __device__ __forceinline__ void run(const BwdHopperParams &x, const BwdWork &w,
+                                        const unsigned char *smem, smem_addr smem_s,
+                                        int warpgroup) {
         const Bwd &g = x.g;
         const bool signals = threadIdx.x % 128 == 0;
         const int steps = w.tiles * g.p.group;
@@ -85,23 +88,26 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdConsumer
                 if (now.y) hide(s, w.seq, own_key(w, 64 * warpgroup), t.i0 + laneid() % 4 * 2);
                 weights(s, own_stats<Tile>(smem_s, n), scale_log2);
             }
-            mbarrier_wait(smem_s + S::KV_FULL,
-                          0); /* over for ever: ends a basic block, ptxas moves nothing past the wait */
-            /* here and not sooner: its registers would be those of the additions, and the products would wait for them */
+            mbarrier_wait(
+                smem_s + S::KV_FULL,
+                0); /* over for ever: ends a basic block, ptxas moves nothing past the wait */
+            /* here and not sooner: its registers would be those of the additions, and the products
+             * would wait for them */
             if (n > 0 && signals) mbarrier_arrive(ring.empty(n - 1));
             wgmma_wait_group<0>();
             wgmma_pin(dp);
             const smem_addr stats_s = own_stats<Tile>(smem_s, n);
             if (MODIFIED) {
                 const Score score = {g.scale, g.softcap, t.slope, span_clamp(w.seq.diagonal)};
-                modified_gradients<T>(s, dp, p, ds, stats_s, stats_s + BQ * 4, score, w.seq, own_key(w, 64 * warpgroup),
-                                      t.i0 + laneid() % 4 * 2);
+                modified_gradients<T>(s, dp, p, ds, stats_s, stats_s + BQ * 4, score, w.seq,
+                                      own_key(w, 64 * warpgroup), t.i0 + laneid() % 4 * 2);
             } else {
                 gradients<T>(s, dp, p, ds, stats_s + BQ * 4);
             }
             store_ds(ds_s, ds);
 
-            /* a part of dV keeps the tensor cores busy over the barrier; the rest and dK, while dQ goes to memory */
+            /* a part of dV keeps the tensor cores busy over the barrier; the rest and dK, while dQ
+             * goes to memory */
             wgmma_fence();
 #pragma unroll
             for (int kk = 0; kk < Tile::DV_FIRST; kk += 16)
@@ -113,7 +119,9 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdConsumer
 #pragma unroll
             for (int kk = 0; kk < BKV; kk += 16)
                 wgmma_ss<T, Dq::N, 1, 0>(
-                    dq, S::K::mn_major(smem_s + S::K_AT + (Dq::BY_D ? warpgroup * S::K::panel_bytes : 0), kk),
+                    dq,
+                    S::K::mn_major(
+                        smem_s + S::K_AT + (Dq::BY_D ? warpgroup * S::K::panel_bytes : 0), kk),
                     S::Scores::k_major(ds_s, Dq::BY_D ? 0 : warpgroup * Dq::N, kk), kk > 0);
             wgmma_commit_group();
             wgmma_fence();
@@ -125,10 +133,12 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdConsumer
             wgmma_pin(dq);
             wgmma_fence();
 #pragma unroll
-            for (int kk = 0; kk < BQ; kk += 16) wgmma_rs<T, D, 1>(dk, ds + kk / 4, S::Q::mn_major(q_s, kk), true);
+            for (int kk = 0; kk < BQ; kk += 16)
+                wgmma_rs<T, D, 1>(dk, ds + kk / 4, S::Q::mn_major(q_s, kk), true);
             wgmma_commit_group();
             if (ORDERED) wait_turn<Tile>(smem_s, n);
-            /* the next step's tiles are asked for before the additions below fill the queue that the answer comes through */
+            /* the next step's tiles are asked for before the additions below fill the queue that
+             * the answer comes through */
             const int next = min(n + 1, steps - 1);
             ring.wait_full(next);
             const uint2 then = ld_shared_64(tiles_s + ring.stage(next) * (int)sizeof(BwdTileOf));
@@ -137,16 +147,19 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdConsumer
             if (Dq::BLOCKS == 8 || block < Dq::BLOCKS) add_dq<0>(to, dq);
             if (ORDERED) pass_turn<Tile>(smem_s);
             wgmma_wait_group<0>();
-            wgmma_pin(dv), wgmma_pin(dk);
+            wgmma_pin(dv);
+            wgmma_pin(dk);
             now = then;
         }
     }
 
-    __device__ __forceinline__ void store(const BwdHopperParams &x, const BwdWork &w, smem_addr smem_s,
-                                          int warpgroup) const {
+    __device__ __forceinline__ void store(const BwdHopperParams &x, const BwdWork &w,
+                                          smem_addr smem_s, int warpgroup) const {
         const float scale = (float)x.g.p.rules.scale;
-        store_rows<T, typename S::K>(x.g.dk, w, smem_s + S::K_AT, dk, scale, x.g.p.head_dim, 64 * warpgroup);
-        store_rows<T, typename S::V>(x.g.dv, w, smem_s + S::V_AT, dv, 1.f, x.g.p.head_dim_v, 64 * warpgroup);
+        store_rows<T, typename S::K>(x.g.dk, w, smem_s + S::K_AT, dk, scale, x.g.p.head_dim,
+                                     64 * warpgroup);
+        store_rows<T, typename S::V>(x.g.dv, w, smem_s + S::V_AT, dv, 1.f, x.g.p.head_dim_v,
+                                     64 * warpgroup);
     }
 };
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_mma.cuh: the verbs that the two mma.sync kernels of the backward, bwd_sm80.cuh and bwd_dq_sm80.cuh, are made of. M x 16 rows
- * and N x 8 columns of accumulators a warp. */
+/* bwd_mma.cuh: the verbs that the two mma.sync kernels of the backward, bwd_sm80.cuh and
+ * bwd_dq_sm80.cuh, are made of. M x 16 rows and N x 8 columns of accumulators a warp. */
 #ifndef GPUKERN_CUDA_BWD_MMA_CUH
 #define GPUKERN_CUDA_BWD_MMA_CUH
 
@@ -11,8 +11,8 @@
 
 /* Rows [first, end) of a tile whose row 0 is at src_g; the others become zeros and are not read. */
 template <class Tile, int THREADS, class T>
-__device__ __forceinline__ void copy_rows(smem_addr tile_s, const T *src_g, int64_t row_stride, int first, int end,
-                                          int columns) {
+__device__ __forceinline__ void copy_rows(smem_addr tile_s, const T *src_g, int64_t row_stride,
+                                          int first, int end, int columns) {
     typedef tile_copy<Tile, THREADS> C;
     static_assert(C::same_chunk && C::total % THREADS == 0, "a thread copies one column of chunks");
     const int row = C::row(threadIdx.x, 0), chunk = C::chunk(threadIdx.x, 0);
@@ -21,12 +21,14 @@ __device__ __forceinline__ void copy_rows(smem_addr tile_s, const T *src_g, int6
 #pragma unroll
     for (int pass = 0; pass < C::passes; ++pass) {
         const int at = row + pass * (THREADS / Tile::chunks);
-        cp_async_cg_16(tile_s + C::offset(threadIdx.x, pass), src_g, at >= first && at < end ? 16 : 0);
+        cp_async_cg_16(tile_s + C::offset(threadIdx.x, pass), src_g,
+                       at >= first && at < end ? 16 : 0);
         src_g += row_stride * (THREADS / Tile::chunks);
     }
 }
 
-/* c [16 * M][8 * N] += 16 * M rows and 16 columns of a tile times (8 * N rows and 16 columns of a tile)^T. */
+/* c [16 * M][8 * N] += 16 * M rows and 16 columns of a tile times (8 * N rows and 16 columns of a
+ * tile)^T. */
 template <class TileA, class TileB, class T, int M, int N>
 __device__ __forceinline__ void mma_rows(float (&c)[M][N][4], smem_addr a_at, smem_addr b_at) {
     uint32_t a[M][4];
@@ -46,7 +48,8 @@ __device__ __forceinline__ void mma_rows(float (&c)[M][N][4], smem_addr a_at, sm
 
 /* c [16 * M][8 * N] += a [16 * M][16] times 16 rows and 8 * N columns of a tile. */
 template <class TileB, class T, int M, int N>
-__device__ __forceinline__ void mma_columns(float (&c)[M][N][4], const uint32_t (&a)[M][4], smem_addr b_base) {
+__device__ __forceinline__ void mma_columns(float (&c)[M][N][4], const uint32_t (&a)[M][4],
+                                            smem_addr b_base) {
 #pragma unroll
     for (int n = 0; n < N / 2; ++n) {
         uint32_t b[4];
@@ -59,10 +62,12 @@ __device__ __forceinline__ void mma_columns(float (&c)[M][N][4], const uint32_t 
     }
 }
 
-/* c times factor to memory in float32. row, col: of c[0][0][0] in what to_g begins; of `rows` rows and `columns` columns, an even number. */
+/* c times factor to memory in float32. row, col: of c[0][0][0] in what to_g begins; of `rows` rows
+ * and `columns` columns, an even number. */
 template <int M, int N>
-__device__ __forceinline__ void store_sums(float *to_g, int64_t row_stride, const float (&c)[M][N][4], float factor,
-                                           int row, int col, int rows, int columns) {
+__device__ __forceinline__ void store_sums(float *to_g, int64_t row_stride,
+                                           const float (&c)[M][N][4], float factor, int row,
+                                           int col, int rows, int columns) {
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll

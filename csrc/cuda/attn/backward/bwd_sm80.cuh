@@ -1,17 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_sm80.cuh: the kernels of flash_attn_bwd_sm80, and with DROP of flash_attn_bwd_drop_sm80: the gradients of attention in bfloat16 and float16 on the tensor cores (mma.sync), Dao 2023,
+/* bwd_sm80.cuh: the kernels of flash_attn_bwd_sm80, and with DROP of flash_attn_bwd_drop_sm80: the
+ * gradients of attention in bfloat16 and float16 on the tensor cores (mma.sync), Dao 2023,
  * arXiv:2307.08691, Algorithm 2, and the equations of bwd.cuh.
  *
  * Reads q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], or packed; rows 16-byte aligned; stats of the
  * pre-pass.
- * Writes dk, dv (rounded once) and adds dq into dq_sum (float32), which the post-pass scales, rounds and writes.
- * Work split: a block owns BKV keys of one kv head and goes over the rows that see them, BQ at a time, for every query
- * head of the group; dK and dV stay in registers, 32 keys a warp. S^T = K Q^T and dP^T = V dO^T are made with keys as
- * rows, so that P^T and dS^T are the left operands of dV += P^T dO and dK += dS^T Q as they lie in registers. Only dQ
- * += dS K sums over keys of all warps: dS^T goes through shared memory, dQ to dq_sum by atomic adds, in an order that
+ * Writes dk, dv (rounded once) and adds dq into dq_sum (float32), which the post-pass scales,
+ * rounds and writes. Work split: a block owns BKV keys of one kv head and goes over the rows that
+ * see them, BQ at a time, for every query head of the group; dK and dV stay in registers, 32 keys a
+ * warp. S^T = K Q^T and dP^T = V dO^T are made with keys as rows, so that P^T and dS^T are the left
+ * operands of dV += P^T dO and dK += dS^T Q as they lie in registers. Only dQ += dS K sums over
+ * keys of all warps: dS^T goes through shared memory, dQ to dq_sum by atomic adds, in an order that
  * varies.
- *   SHARED (more warps than WARPS_KV): some warps have the same keys, each a part of the rows in S and dP and a part
- *   of the
+ *   SHARED (more warps than WARPS_KV): some warps have the same keys, each a part of the rows in S
+ *   and dP and a part of the
  *   columns in dK and dV, so P^T goes through shared memory too. PAIRS: two such warps.
  *
  * Shared memory: Smem<Tile> below. Per step, j = rows of one tile and one head:
@@ -33,21 +35,24 @@ namespace {
 
 constexpr const char *OP = "gk_flash_attn_bwd";
 
-/* ---- 1. shapes --------------------------------------------------------------------------------------------------- */
+/* ---- 1. shapes ------------------------------------------------------------------------------- */
 template <class Tile> struct Shape {
     static constexpr int D = Tile::head_dim, BQ = Tile::bq, BKV = Tile::bkv;
     static constexpr int WARPS = Tile::warps, THREADS = WARPS * 32, WARPS_KV = Tile::warps_kv;
     static constexpr int SHARERS = WARPS / WARPS_KV;
-    static constexpr int M = BKV / WARPS_KV / 16;                 /* times 16 keys of a warp */
-    static constexpr int ROWS_W = BQ / SHARERS;                   /* rows of queries of a warp in S and dP */
-    static constexpr int COLS_W = D / SHARERS;                    /* columns of a warp in dK and dV */
+    static constexpr int M = BKV / WARPS_KV / 16; /* times 16 keys of a warp */
+    /* rows of queries of a warp in S and dP */
+    static constexpr int ROWS_W = BQ / SHARERS;
+    /* columns of a warp in dK and dV */
+    static constexpr int COLS_W = D / SHARERS;
     static constexpr int DQ_ROWS = BQ / Tile::dq_warps;           /* of a warp in dQ */
     static constexpr int DQ_COLS = D / (WARPS / Tile::dq_warps);  /* likewise */
     static constexpr int DQ_M = DQ_ROWS / 16, DQ_N = DQ_COLS / 8; /* accumulators */
     typedef smem_tile<BKV, D * 2> Keys;                           /* K, V [BKV][D] */
     typedef smem_tile<BQ, D * 2> Queries;                         /* Q, dO [BQ][D] */
     typedef smem_tile<BKV, BQ * 2> Scores;                        /* P^T, dS^T [BKV][BQ] */
-    static_assert(WARPS_KV * M * 16 == BKV && SHARERS * WARPS_KV == WARPS, "warps share the keys evenly");
+    static_assert(WARPS_KV * M * 16 == BKV && SHARERS * WARPS_KV == WARPS,
+                  "warps share the keys evenly");
     static_assert(ROWS_W % 16 == 0 && COLS_W % 16 == 0 && DQ_ROWS % 16 == 0 && DQ_COLS % 16 == 0,
                   "operands are loaded 16 x 16");
     static_assert((BQ * 8) % 16 == 0 && BQ * 8 / 16 <= THREADS, "one pass copies a tile of stats");
@@ -56,34 +61,44 @@ template <class Tile> struct Shape {
 /* Bytes from the block's first byte of dynamic shared memory. */
 template <class Tile> struct Smem {
     typedef Shape<Tile> X;
-    static constexpr int score_tiles = 2; /* shared: P^T and dS^T; otherwise dS^T of this step and of the one before */
+    /* shared: P^T and dS^T; otherwise dS^T of this step and of the one before */
+    static constexpr int score_tiles = 2;
     static constexpr int k = 0, v = k + X::Keys::bytes;
     static constexpr int q = v + X::Keys::bytes, grad_out = q + Tile::stages * X::Queries::bytes;
     static constexpr int scores = grad_out + Tile::stages * X::Queries::bytes;
-    static constexpr int stats = scores + score_tiles * X::Scores::bytes; /* [stages][BQ] of {lse, delta} */
-    static constexpr int span = stats + Tile::stages * X::BQ * 8;         /* what only edge tiles need: Mask's bounds */
-    static constexpr int source = span + 16;                              /* what only copies need: see store_source */
+    /* [stages][BQ] of {lse, delta} */
+    static constexpr int stats = scores + score_tiles * X::Scores::bytes;
+    /* what only edge tiles need: Mask's bounds */
+    static constexpr int span = stats + Tile::stages * X::BQ * 8;
+    /* what only copies need: see store_source */
+    static constexpr int source = span + 16;
     static constexpr int target = source + 32; /* what only the end needs: dk, dv, their rows */
-    static constexpr int range = target + 32;  /* of the steps: tile_lo, tile_hi, head_end, row_tile */
+    /* of the steps: tile_lo, tile_hi, head_end, row_tile */
+    static constexpr int range = target + 32;
     static constexpr int bytes = range + 16;
-    static_assert(v % 128 == 0 && q % 128 == 0 && grad_out % 128 == 0 && scores % 128 == 0, "tiles start at 128 bytes");
+    static_assert(v % 128 == 0 && q % 128 == 0 && grad_out % 128 == 0 && scores % 128 == 0,
+                  "tiles start at 128 bytes");
 };
 
-/* A warp stores c[0], c[1] of an accumulator of S^T as 4 bytes of a row of Scores: 8 rows, 4 neighbours of a chunk. */
+/* A warp stores c[0], c[1] of an accumulator of S^T as 4 bytes of a row of Scores: 8 rows, 4
+ * neighbours of a chunk. */
 template <class Scores> constexpr int store_ways() {
     int at[32] = {};
-    for (int lane = 0; lane < 32; ++lane) at[lane] = Scores::offset_of(frag_c(lane, 0).row, frag_c(lane, 0).col, 2);
+    for (int lane = 0; lane < 32; ++lane)
+        at[lane] = Scores::offset_of(frag_c(lane, 0).row, frag_c(lane, 0).col, 2);
     return ways(at, 4);
 }
 static_assert(store_ways<Shape<Bwd64>::Scores>() == 1 && store_ways<Shape<Bwd128>::Scores>() == 1 &&
-                  store_ways<Shape<Bwd256>::Scores>() == 1 && store_ways<Shape<Bwd128Small>::Scores>() == 1,
+                  store_ways<Shape<Bwd256>::Scores>() == 1 &&
+                  store_ways<Shape<Bwd128Small>::Scores>() == 1,
               "stores of dS meet no bank conflicts");
 
-/* ---- 2. verbs ---------------------------------------------------------------------------------------------------- */
-/* dQ of a tile: its [BQ][D] accumulators, then into dq_sum, one element of each thread side by side: a warp adds 128
- * contiguous bytes. */
+/* ---- 2. verbs -------------------------------------------------------------------------------- */
+/* dQ of a tile: its [BQ][D] accumulators, then into dq_sum, one element of each thread side by
+ * side: a warp adds 128 contiguous bytes. */
 template <class Tile, class T>
-__device__ __forceinline__ void add_dq(float *sum_g, int tile, smem_addr ds_s, smem_addr k_s, int warp, int lane) {
+__device__ __forceinline__ void add_dq(float *sum_g, int tile, smem_addr ds_s, smem_addr k_s,
+                                       int warp, int lane) {
     typedef Shape<Tile> X;
     float c[X::DQ_M][X::DQ_N][4] = {};
     const int row = warp % Tile::dq_warps * X::DQ_ROWS, col = warp / Tile::dq_warps * X::DQ_COLS;
@@ -103,10 +118,12 @@ __device__ __forceinline__ void add_dq(float *sum_g, int tile, smem_addr ds_s, s
 #pragma unroll
         for (int n = 0; n < X::DQ_N; ++n)
 #pragma unroll
-            for (int r = 0; r < 4; ++r) atomicAdd(to + ((m * X::DQ_N + n) * 4 + r) * X::THREADS, c[m][n][r]);
+            for (int r = 0; r < 4; ++r)
+                atomicAdd(to + ((m * X::DQ_N + n) * 4 + r) * X::THREADS, c[m][n][r]);
 }
 
-/* Which pairs of a lane see each other: row i sees keys i + lo_off .. i + lo_off + width - 1 of [key_lo, key_hi). */
+/* Which pairs of a lane see each other: row i sees keys i + lo_off .. i + lo_off + width - 1 of
+ * [key_lo, key_hi). */
 struct Mask {
     int key, row; /* of c[0] */
     int lo_off, key_lo, key_hi;
@@ -127,7 +144,8 @@ __device__ __forceinline__ Mask load_mask(smem_addr span_s, int key, int row) {
     return {key, row, (int)x.x, (int)x.z, (int)x.w, x.y};
 }
 
-template <int M, int N> __device__ __forceinline__ void hide(float (&s)[M][N][4], const Mask &mask) {
+template <int M, int N>
+__device__ __forceinline__ void hide(float (&s)[M][N][4], const Mask &mask) {
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -143,12 +161,14 @@ __device__ __forceinline__ void weights(float (&s)[M][N][4], int n, uint4 stats,
     for (int m = 0; m < M; ++m)
 #pragma unroll
         for (int r = 0; r < 4; ++r)
-            s[m][n][r] = ex2_approx_ftz(s[m][n][r] * scale_log2 - __uint_as_float(r & 1 ? stats.z : stats.x));
+            s[m][n][r] = ex2_approx_ftz(s[m][n][r] * scale_log2 -
+                                        __uint_as_float(r & 1 ? stats.z : stats.x));
 }
 
 /* dS = P (dP - delta), in place of dP. */
 template <int M, int N>
-__device__ __forceinline__ void gradients(const float (&w)[M][N][4], float (&dp)[M][N][4], int n, uint4 stats) {
+__device__ __forceinline__ void gradients(const float (&w)[M][N][4], float (&dp)[M][N][4], int n,
+                                          uint4 stats) {
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -158,22 +178,25 @@ __device__ __forceinline__ void gradients(const float (&w)[M][N][4], float (&dp)
 
 /* What dropout keeps of the n-th eight rows; b waits in shared memory. */
 template <int M>
-__device__ __forceinline__ uint2 keep_eight(const Dropping<Bwd> &g, smem_addr source_s, int head, int n,
-                                            const Mask &mask) {
+__device__ __forceinline__ uint2 keep_eight(const Dropping<Bwd> &g, smem_addr source_s, int head,
+                                            int n, const Mask &mask) {
     const Problem &p = g.p;
     const int b = (int)ld_shared_128(source_s + 16).w, lane = threadIdx.x % 32;
-    const int64_t row0 = drop_row0(p, b, head, drop_q0(p, b)) + (int64_t)(mask.row - lane % 4 * 2) * p.lse.row;
+    const int64_t row0 =
+        drop_row0(p, b, head, drop_q0(p, b)) + (int64_t)(mask.row - lane % 4 * 2) * p.lse.row;
     return keep_of_rows<M>(g.drop, row0, p.lse.row, mask.key - lane / 4, n);
 }
-template <int M> __device__ __forceinline__ uint2 keep_eight(const Bwd &, smem_addr, int, int, const Mask &) {
+template <int M>
+__device__ __forceinline__ uint2 keep_eight(const Bwd &, smem_addr, int, int, const Mask &) {
     return make_uint2(0, 0);
 }
 
-/* Both, with softcap and ALiBi, and with DROP what is kept times `factor`: qk becomes P, dP becomes dS. */
+/* Both, with softcap and ALiBi, and with DROP what is kept times `factor`: qk becomes P, dP becomes
+ * dS. */
 template <bool DROP, int M, int N>
-__device__ __forceinline__ void modified_gradients(float (&s)[M][N][4], float (&dp)[M][N][4], int n, uint4 stats,
-                                                   const Score &score, float distance0, const Mask &mask, uint2 keep,
-                                                   float factor) {
+__device__ __forceinline__ void modified_gradients(float (&s)[M][N][4], float (&dp)[M][N][4], int n,
+                                                   uint4 stats, const Score &score, float distance0,
+                                                   const Mask &mask, uint2 keep, float factor) {
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -181,11 +204,13 @@ __device__ __forceinline__ void modified_gradients(float (&s)[M][N][4], float (&
             const float distance = distance0 + (n * 8 + r % 2 - m * 16 - r / 2 * 8);
             float derivative;
             const float logit = score_fast(score, s[m][n][r], distance, &derivative);
-            const float w = ex2_approx_ftz(logit * LOG2_E - __uint_as_float(r & 1 ? stats.z : stats.x));
+            const float w =
+                ex2_approx_ftz(logit * LOG2_E - __uint_as_float(r & 1 ? stats.z : stats.x));
             s[m][n][r] = mask.sees(m, n, r) ? w : 0;
             const bool kept = !DROP || ((r & 1 ? keep.y : keep.x) & 1u << (16 * m + 8 * (r / 2)));
             if (DROP) dp[m][n][r] = kept ? dp[m][n][r] * factor : 0;
-            dp[m][n][r] = s[m][n][r] * (dp[m][n][r] - __uint_as_float(r & 1 ? stats.w : stats.y)) * derivative;
+            dp[m][n][r] = s[m][n][r] * (dp[m][n][r] - __uint_as_float(r & 1 ? stats.w : stats.y)) *
+                          derivative;
             if (DROP && !kept) s[m][n][r] = 0;
         }
 }
@@ -203,19 +228,23 @@ __device__ __forceinline__ void store_scores(smem_addr lane_at, const float (&c)
 /* Two addresses as 16 bytes of shared memory. */
 __device__ __forceinline__ void store_pair(smem_addr at_s, const void *first, const void *second) {
     const uint64_t a = (uint64_t)first, b = (uint64_t)second;
-    st_shared_128(at_s, make_uint4((uint32_t)a, (uint32_t)(a >> 32), (uint32_t)b, (uint32_t)(b >> 32)));
+    st_shared_128(at_s,
+                  make_uint4((uint32_t)a, (uint32_t)(a >> 32), (uint32_t)b, (uint32_t)(b >> 32)));
 }
 
-template <class T> __device__ __forceinline__ T *first_of(uint4 pair) { return (T *)((uint64_t)pair.y << 32 | pair.x); }
+template <class T> __device__ __forceinline__ T *first_of(uint4 pair) {
+    return (T *)((uint64_t)pair.y << 32 | pair.x);
+}
 template <class T> __device__ __forceinline__ T *second_of(uint4 pair) {
     return (T *)((uint64_t)pair.w << 32 | pair.z);
 }
 
-/* Registers are short, so what copies alone need waits in shared memory: row 0 of head 0 of q and grad_out, and the
- * rows that see any key: the others may hold anything; and what modified scores need. */
+/* Registers are short, so what copies alone need waits in shared memory: row 0 of head 0 of q and
+ * grad_out, and the rows that see any key: the others may hold anything; and what modified scores
+ * need. */
 template <class T>
-__device__ __forceinline__ void store_source(smem_addr at_s, const T *q, const T *grad_out, Interval rows,
-                                             int position0, int b) {
+__device__ __forceinline__ void store_source(smem_addr at_s, const T *q, const T *grad_out,
+                                             Interval rows, int position0, int b) {
     store_pair(at_s, q, grad_out);
     st_shared_128(at_s + 16, make_uint4(rows.lo, rows.hi, position0, b));
 }
@@ -225,31 +254,36 @@ __device__ __forceinline__ Score load_score(smem_addr at_s, const Bwd &g, int he
     return {g.scale, g.softcap, slope_of<float>(g.p.rules, (int)x.w, head), (int)x.z};
 }
 
-/* Q, dO and stats of one tile of rows of one head, into stage `stage`; stats_tile counts tiles of all heads. */
+/* Q, dO and stats of one tile of rows of one head, into stage `stage`; stats_tile counts tiles of
+ * all heads. */
 template <class T, class Tile>
-__device__ __forceinline__ void copy_step(const Bwd &g, smem_addr smem_s, int stage, int head, int tile,
-                                          int stats_tile) {
+__device__ __forceinline__ void copy_step(const Bwd &g, smem_addr smem_s, int stage, int head,
+                                          int tile, int stats_tile) {
     typedef Shape<Tile> X;
     typedef Smem<Tile> M;
-    const uint4 from = ld_shared_128(smem_s + M::source), rows = ld_shared_128(smem_s + M::source + 16);
+    const uint4 from = ld_shared_128(smem_s + M::source),
+                rows = ld_shared_128(smem_s + M::source + 16);
     const T *q_g = first_of<const T>(from), *grad_out_g = second_of<const T>(from);
     const int64_t i0 = (int64_t)tile * X::BQ;
     const int first = (int)rows.x - (int)i0, end = (int)rows.y - (int)i0;
     copy_rows<typename X::Queries, X::THREADS>(smem_s + M::q + stage * X::Queries::bytes,
-                                               q_g + head * g.p.q.head + i0 * g.p.q.row, g.p.q.row, first, end,
-                                               g.p.head_dim);
+                                               q_g + head * g.p.q.head + i0 * g.p.q.row, g.p.q.row,
+                                               first, end, g.p.head_dim);
     copy_rows<typename X::Queries, X::THREADS>(smem_s + M::grad_out + stage * X::Queries::bytes,
-                                               grad_out_g + head * g.grad_out.head + i0 * g.grad_out.row,
+                                               grad_out_g + head * g.grad_out.head +
+                                                   i0 * g.grad_out.row,
                                                g.grad_out.row, first, end, g.p.head_dim_v);
     if (threadIdx.x < X::BQ * 8 / 16)
         cp_async_cg_16(smem_s + M::stats + stage * X::BQ * 8 + threadIdx.x * 16,
                        (const float2 *)g.stats + (int64_t)stats_tile * X::BQ + threadIdx.x * 2);
 }
 
-/* dK and dV of a warp to memory: rounded through the tiles of K and V, whose rows must then be free; float32 from registers. */
+/* dK and dV of a warp to memory: rounded through the tiles of K and V, whose rows must then be
+ * free; float32 from registers. */
 template <class T, class Tile, class Grad, class G, int M, int N>
 __device__ __forceinline__ void store_keys(const G &g, smem_addr smem_s, const float (&dk)[M][N][4],
-                                           const float (&dv)[M][N][4], int warp_kv, int sharer, int lane) {
+                                           const float (&dv)[M][N][4], int warp_kv, int sharer,
+                                           int lane) {
     typedef Shape<Tile> X;
     typedef Smem<Tile> S;
     typedef typename X::Keys Keys;
@@ -261,13 +295,15 @@ __device__ __forceinline__ void store_keys(const G &g, smem_addr smem_s, const f
         store_sums(first_of<float>(target), g.dk.row, dk, f, key, col, keys, g.p.head_dim);
         store_sums(second_of<float>(target), g.dv.row, dv, f_v, key, col, keys, g.p.head_dim_v);
     } else {
-        const smem_addr k_at =
-            smem_s + S::k + Keys::offset(warp_kv * M * 16 + lane / 4, sharer * X::COLS_W / 8) + lane % 4 * 4;
+        const smem_addr k_at = smem_s + S::k +
+                               Keys::offset(warp_kv * M * 16 + lane / 4, sharer * X::COLS_W / 8) +
+                               lane % 4 * 4;
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
             for (int n = 0; n < N; ++n) {
-                const smem_addr at = Keys::down(Keys::along(k_at, n), 16 * m), at_v = at + (S::v - S::k);
+                const smem_addr at = Keys::down(Keys::along(k_at, n), 16 * m),
+                                at_v = at + (S::v - S::k);
                 st_shared_32(at, pack2<T>(dk[m][n][0] * f, dk[m][n][1] * f));
                 st_shared_32(Keys::down(at, 8), pack2<T>(dk[m][n][2] * f, dk[m][n][3] * f));
                 st_shared_32(at_v, pack2<T>(dv[m][n][0] * f_v, dv[m][n][1] * f_v));
@@ -276,15 +312,16 @@ __device__ __forceinline__ void store_keys(const G &g, smem_addr smem_s, const f
         __syncthreads(); /* the rows are whole */
         const uint4 target = ld_shared_128(smem_s + S::target);
         const int rows_valid = ld_shared_32(smem_s + S::target + 24);
-        copy_tile_out<Keys, X::THREADS>(first_of<T>(target), g.dk.row, smem_s + S::k, rows_valid, g.p.head_dim,
-                                        threadIdx.x);
-        copy_tile_out<Keys, X::THREADS>(second_of<T>(target), g.dv.row, smem_s + S::v, rows_valid, g.p.head_dim_v,
-                                        threadIdx.x);
+        copy_tile_out<Keys, X::THREADS>(first_of<T>(target), g.dk.row, smem_s + S::k, rows_valid,
+                                        g.p.head_dim, threadIdx.x);
+        copy_tile_out<Keys, X::THREADS>(second_of<T>(target), g.dv.row, smem_s + S::v, rows_valid,
+                                        g.p.head_dim_v, threadIdx.x);
     }
 }
 
-/* ---- 3. dK, dV, and dQ added up ---------------------------------------------------------------------------------- */
-/* ADD false: dq is somebody else's. DROP: MODIFIED, with dropout. Grad: of dK and dV, T or float. */
+/* ---- 3. dK, dV, and dQ added up -------------------------------------------------------------- */
+/* ADD false: dq is somebody else's. DROP: MODIFIED, with dropout. Grad: of dK and dV, T or
+ * float. */
 template <class T, class Tile, bool MODIFIED, bool ADD, bool DROP, class Grad = T>
 __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     bwd_sm80_kernel(const __grid_constant__ typename dropping_if<Bwd, DROP>::type g) {
@@ -293,9 +330,11 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     typedef typename X::Keys Keys;
     typedef typename X::Queries Queries;
     typedef typename X::Scores Scores;
-    constexpr int D = X::D, BQ = X::BQ, BKV = X::BKV, NQ = X::ROWS_W / 8, NC = X::COLS_W / 8, KEYS_W = X::M * 16;
+    constexpr int D = X::D, BQ = X::BQ, BKV = X::BKV, NQ = X::ROWS_W / 8, NC = X::COLS_W / 8,
+                  KEYS_W = X::M * 16;
     constexpr bool SHARED = X::SHARERS > 1;
-    constexpr bool PAIRS = X::SHARERS == 2; /* enough scores a warp to be worth a barrier more: see 3.6 */
+    /* enough scores a warp to be worth a barrier more: see 3.6 */
+    constexpr bool PAIRS = X::SHARERS == 2;
     static_assert(Tile::stages == 2, "a step computes on one stage while the other fills");
     extern __shared__ __align__(128) unsigned char smem[];
     const smem_addr smem_s = cvta_to_shared(smem);
@@ -312,28 +351,37 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     const Interval seen = seen_keys(s);
     const int j_lo = max(j0, seen.lo), j_hi = min(j0 + BKV, seen.hi);
     Interval rows = {0, 0}, rows_all = {0, 0}; /* that see these keys, that see any key */
-    if (j_lo < j_hi) rows = seeing_rows(s, j_lo, j_hi), rows_all = seeing_rows(s, seen.lo, seen.hi);
-    const int tile_lo = rows.lo / BQ, tile_hi = rows.hi > rows.lo ? (rows.hi + BQ - 1) / BQ : tile_lo;
+    if (j_lo < j_hi) {
+        rows = seeing_rows(s, j_lo, j_hi);
+        rows_all = seeing_rows(s, seen.lo, seen.hi);
+    }
+    const int tile_lo = rows.lo / BQ,
+              tile_hi = rows.hi > rows.lo ? (rows.hi + BQ - 1) / BQ : tile_lo;
     const int row_tile = row_tile_of(g, s, b);
     if (threadIdx.x == 0) {
         const Interval full = full_tiles(s, j0, BKV, BQ);
         store_pair(smem_s + S::target,
-                   (Grad *)g.dk.data + b * g.dk.batch + kv_head * g.dk.head + ((int64_t)s.k0 + j0) * g.dk.row,
-                   (Grad *)g.dv.data + b * g.dv.batch + kv_head * g.dv.head + ((int64_t)s.k0 + j0) * g.dv.row);
+                   (Grad *)g.dk.data + b * g.dk.batch + kv_head * g.dk.head +
+                       ((int64_t)s.k0 + j0) * g.dk.row,
+                   (Grad *)g.dv.data + b * g.dv.batch + kv_head * g.dv.head +
+                       ((int64_t)s.k0 + j0) * g.dv.row);
         st_shared_128(smem_s + S::target + 16, make_uint4(full.lo, full.hi, s.seq_k - j0, 0));
-        st_shared_128(smem_s + S::range, make_uint4(tile_lo, tile_hi, (kv_head + 1) * p.group, row_tile));
+        st_shared_128(smem_s + S::range,
+                      make_uint4(tile_lo, tile_hi, (kv_head + 1) * p.group, row_tile));
         store_span(smem_s + S::span, s.span);
         store_source(smem_s + S::source, (const T *)p.q.data + b * p.q.batch + s.q0 * p.q.row,
-                     (const T *)g.grad_out.data + b * g.grad_out.batch + s.q0 * g.grad_out.row, rows_all,
-                     span_clamp(s.diagonal), b);
+                     (const T *)g.grad_out.data + b * g.grad_out.batch + s.q0 * g.grad_out.row,
+                     rows_all, span_clamp(s.diagonal), b);
     }
     __syncthreads(); /* they are there for all threads */
     /* 3.2 where a lane reads and writes */
     const smem_addr k_base = frag_a_base<Keys>(smem_s + S::k, lane, warp_kv * KEYS_W);
     const smem_addr q_base = frag_b_base<Queries>(smem_s + S::q, lane, sharer * X::ROWS_W);
     const smem_addr scores_base =
-        smem_s + S::scores + Scores::offset(warp_kv * KEYS_W + lane / 4, sharer * X::ROWS_W / 8) + lane % 4 * 4;
-    const int lane_row = sharer * X::ROWS_W + lane % 4 * 2; /* of the first accumulator of S^T, in the tile */
+        smem_s + S::scores + Scores::offset(warp_kv * KEYS_W + lane / 4, sharer * X::ROWS_W / 8) +
+        lane % 4 * 4;
+    /* of the first accumulator of S^T, in the tile */
+    const int lane_row = sharer * X::ROWS_W + lane % 4 * 2;
     const int lane_key = j0 + warp_kv * KEYS_W + lane / 4;
 
     float dk[X::M][NC][4] = {}, dv[X::M][NC][4] = {};
@@ -343,32 +391,36 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     const float scale_log2 = (float)p.rules.scale * LOG2_E;
 
     if (more) {
-        copy_rows<Keys, X::THREADS>(
-            smem_s + S::k, (const T *)p.k.data + b * p.k.batch + kv_head * p.k.head + ((int64_t)s.k0 + j0) * p.k.row,
-            p.k.row, seen.lo - j0, seen.hi - j0, p.head_dim);
-        copy_rows<Keys, X::THREADS>(
-            smem_s + S::v, (const T *)p.v.data + b * p.v.batch + kv_head * p.v.head + ((int64_t)s.k0 + j0) * p.v.row,
-            p.v.row, seen.lo - j0, seen.hi - j0, p.head_dim_v);
+        copy_rows<Keys, X::THREADS>(smem_s + S::k,
+                                    (const T *)p.k.data + b * p.k.batch + kv_head * p.k.head +
+                                        ((int64_t)s.k0 + j0) * p.k.row,
+                                    p.k.row, seen.lo - j0, seen.hi - j0, p.head_dim);
+        copy_rows<Keys, X::THREADS>(smem_s + S::v,
+                                    (const T *)p.v.data + b * p.v.batch + kv_head * p.v.head +
+                                        ((int64_t)s.k0 + j0) * p.v.row,
+                                    p.v.row, seen.lo - j0, seen.hi - j0, p.head_dim_v);
         copy_step<T, Tile>(g, smem_s, 0, head, tile, head * g.row_tiles + row_tile + tile);
     }
     cp_async_commit_group();
 
 #pragma unroll 1
     while (more) {
-        /* 3.3 the tiles of this step are here, those of the step before are free, its dS^T is complete */
+        /* 3.3 the tiles of this step are here, those of the step before are free, its dS^T is
+         * complete */
         cp_async_wait_group<0>();
         __syncthreads();
         const uint4 range = ld_shared_128(smem_s + S::range);
         const bool last_tile = tile + 1 == (int)range.y;
-        const int next_tile = last_tile ? (int)range.x : tile + 1, next_head = last_tile ? head + 1 : head;
+        const int next_tile = last_tile ? (int)range.x : tile + 1,
+                  next_head = last_tile ? head + 1 : head;
         more = next_head < (int)range.z;
         if (more)
             copy_step<T, Tile>(g, smem_s, stage ^ 1, next_head, next_tile,
                                next_head * g.row_tiles + (int)range.w + next_tile);
         cp_async_commit_group();
         if (ADD && !SHARED && last_dq >= 0)
-            add_dq<Tile, T>(g.dq_sum, last_dq, smem_s + S::scores + (stage ^ 1) * Scores::bytes, smem_s + S::k, warp,
-                            lane);
+            add_dq<Tile, T>(g.dq_sum, last_dq, smem_s + S::scores + (stage ^ 1) * Scores::bytes,
+                            smem_s + S::k, warp, lane);
         last_dq = head * g.row_tiles + (int)range.w + tile;
         /* 3.4 S^T */
         const smem_addr q_s = stage * Queries::bytes, grad_out_s = q_s + (S::grad_out - S::q);
@@ -377,7 +429,8 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
         float sc[X::M][NQ][4] = {}, dp[X::M][NQ][4] = {};
 #pragma unroll
         for (int kk = 0; kk < D / 16; ++kk)
-            mma_rows<Keys, Queries, T>(sc, Keys::along(k_base, 2 * kk), Queries::along(q_base + q_s, 2 * kk));
+            mma_rows<Keys, Queries, T>(sc, Keys::along(k_base, 2 * kk),
+                                       Queries::along(q_base + q_s, 2 * kk));
         const uint2 full = ld_shared_64(smem_s + S::target + 16);
         if (!MODIFIED && (tile < (int)full.x || tile >= (int)full.y))
             hide(sc, load_mask(smem_s + S::span, lane_key, tile * BQ + lane_row));
@@ -401,18 +454,20 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
 #pragma unroll
             for (int n = 0; n < NQ; ++n) {
                 const uint2 keep = keep_eight<X::M>(g, smem_s + S::source, head, n, mask);
-                modified_gradients<DROP>(sc, dp, n, ld_shared_128(stats_s + n * 64), score, distance0, mask, keep,
-                                         drop_factor(g));
+                modified_gradients<DROP>(sc, dp, n, ld_shared_128(stats_s + n * 64), score,
+                                         distance0, mask, keep, drop_factor(g));
                 if (PAIRS) store_scores<Scores, T>(scores_base, sc, n);
             }
         }
 
         /* 3.6 dV += P^T dO, and between its products dS^T; dK += dS^T Q */
         const int lane_here = SHARED ? lane : laneid(); /* the address holds no register but here */
-        const smem_addr q_trans_base = frag_b_trans_base<Queries>(smem_s + S::q, lane_here, 0, sharer * X::COLS_W / 8);
+        const smem_addr q_trans_base =
+            frag_b_trans_base<Queries>(smem_s + S::q, lane_here, 0, sharer * X::COLS_W / 8);
         if (SHARED) {
             if (PAIRS) {
-                bar_sync(1 + warp_kv, X::SHARERS * 32); /* P^T of both sharers; dS^T comes between the products */
+                /* P^T of both sharers; dS^T comes between the products */
+                bar_sync(1 + warp_kv, X::SHARERS * 32);
             } else {
 #pragma unroll
                 for (int n = 0; n < NQ; ++n) {
@@ -422,12 +477,14 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
                 }
                 __syncthreads(); /* P^T and dS^T of all sharers, and for dQ of all warps */
             }
-            const smem_addr p_base = frag_a_base<Scores>(smem_s + S::scores, lane, warp_kv * KEYS_W);
+            const smem_addr p_base =
+                frag_a_base<Scores>(smem_s + S::scores, lane, warp_kv * KEYS_W);
 #pragma unroll
             for (int kk = 0; kk < BQ / 16; ++kk) {
                 uint32_t a[X::M][4];
 #pragma unroll
-                for (int m = 0; m < X::M; ++m) load_frag_a(a[m], Scores::down(Scores::along(p_base, 2 * kk), 16 * m));
+                for (int m = 0; m < X::M; ++m)
+                    load_frag_a(a[m], Scores::down(Scores::along(p_base, 2 * kk), 16 * m));
                 mma_columns<Queries, T>(dv, a, Queries::down(q_trans_base + grad_out_s, 16 * kk));
 #pragma unroll
                 for (int n = NQ * kk / (BQ / 16); PAIRS && n < NQ * (kk + 1) / (BQ / 16); ++n) {
@@ -441,10 +498,13 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
                 uint32_t a[X::M][4];
 #pragma unroll
                 for (int m = 0; m < X::M; ++m)
-                    load_frag_a(a[m], Scores::down(Scores::along(p_base + Scores::bytes, 2 * kk), 16 * m));
+                    load_frag_a(
+                        a[m], Scores::down(Scores::along(p_base + Scores::bytes, 2 * kk), 16 * m));
                 mma_columns<Queries, T>(dk, a, Queries::down(q_trans_base + q_s, 16 * kk));
             }
-            if (ADD) add_dq<Tile, T>(g.dq_sum, last_dq, smem_s + S::scores + Scores::bytes, smem_s + S::k, warp, lane);
+            if (ADD)
+                add_dq<Tile, T>(g.dq_sum, last_dq, smem_s + S::scores + Scores::bytes,
+                                smem_s + S::k, warp, lane);
         } else {
 #pragma unroll
             for (int kk = 0; kk < NQ / 2; ++kk) {
@@ -466,13 +526,16 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
                 mma_columns<Queries, T>(dk, a, Queries::down(q_trans_base + q_s, 16 * kk));
             }
         }
-        tile = next_tile, head = next_head, stage ^= 1;
+        tile = next_tile;
+        head = next_head;
+        stage ^= 1;
     }
     /* 3.7 the last dQ; dK and dV through the tiles of K and V */
     cp_async_wait_group<0>();
     __syncthreads(); /* the last dS^T is complete */
     if (ADD && !SHARED && last_dq >= 0) {
-        add_dq<Tile, T>(g.dq_sum, last_dq, smem_s + S::scores + (stage ^ 1) * Scores::bytes, smem_s + S::k, warp, lane);
+        add_dq<Tile, T>(g.dq_sum, last_dq, smem_s + S::scores + (stage ^ 1) * Scores::bytes,
+                        smem_s + S::k, warp, lane);
         __syncthreads(); /* nobody reads K any more */
     }
     store_keys<T, Tile, Grad>(g, smem_s, dk, dv, warp_kv, sharer, lane);

@@ -7,9 +7,10 @@
 
 namespace {
 
-/* ---- 4. dq = scale * dq_sum -------------------------------------------------------------------------------------- */
+/* ---- 4. dq = scale * dq_sum ------------------------------------------------------------------ */
 template <class T, class Tile>
-__global__ void __launch_bounds__(Tile::warps * 32) bwd_round_kernel(const __grid_constant__ Bwd g) {
+__global__ void __launch_bounds__(Tile::warps * 32)
+    bwd_round_kernel(const __grid_constant__ Bwd g) {
     typedef Shape<Tile> X;
     typedef typename X::Queries Queries;
     extern __shared__ __align__(128) unsigned char smem[];
@@ -21,7 +22,8 @@ __global__ void __launch_bounds__(Tile::warps * 32) bwd_round_kernel(const __gri
     const int i0 = tile * X::BQ;
     if (i0 >= s.seq_q) return;
     const float *from =
-        g.dq_sum + ((int64_t)head * g.row_tiles + row_tile_of(g, s, b) + tile) * (X::BQ * X::D) + threadIdx.x;
+        g.dq_sum + ((int64_t)head * g.row_tiles + row_tile_of(g, s, b) + tile) * (X::BQ * X::D) +
+        threadIdx.x;
     const int row = warp % Tile::dq_warps * X::DQ_ROWS, col = warp / Tile::dq_warps * X::DQ_COLS;
     const smem_addr at_base = smem_s + Queries::offset(row + lane / 4, col / 8) + lane % 4 * 4;
     const float scale = (float)g.p.rules.scale;
@@ -31,7 +33,8 @@ __global__ void __launch_bounds__(Tile::warps * 32) bwd_round_kernel(const __gri
         for (int n = 0; n < X::DQ_N; ++n) {
             float c[4];
 #pragma unroll
-            for (int r = 0; r < 4; ++r) c[r] = from[((m * X::DQ_N + n) * 4 + r) * X::THREADS] * scale;
+            for (int r = 0; r < 4; ++r)
+                c[r] = from[((m * X::DQ_N + n) * 4 + r) * X::THREADS] * scale;
             const smem_addr at = Queries::down(Queries::along(at_base, n), 16 * m);
             st_shared_32(at, pack2<T>(c[0], c[1]));
             st_shared_32(Queries::down(at, 8), pack2<T>(c[2], c[3]));
@@ -42,39 +45,44 @@ __global__ void __launch_bounds__(Tile::warps * 32) bwd_round_kernel(const __gri
                                        g.dq.row, smem_s, s.seq_q - i0, g.p.head_dim, threadIdx.x);
 }
 
-/* ---- 5. launch --------------------------------------------------------------------------------------------------- */
+/* ---- 5. launch ------------------------------------------------------------------------------- */
 template <class Tile> int64_t blocks_of(const Problem &p) {
     return gk_ceil_div(p.seq_k, Tile::bkv) * p.heads_kv * p.batch;
 }
 
 template <class Tile, class DqTile>
 bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
-    constexpr int bytes = Smem<Tile>::bytes > DqTile::smem_bytes ? Smem<Tile>::bytes : DqTile::smem_bytes;
+    constexpr int bytes =
+        Smem<Tile>::bytes > DqTile::smem_bytes ? Smem<Tile>::bytes : DqTile::smem_bytes;
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     if (!tile_takes(ctx, a, Tile::head_dim, bytes)) return false;
     Bwd &g = gk_own<Bwd>(to) = bwd_of(ctx, a, Tile::bq, Tile::head_dim);
     g.lse_factor = LOG2_E;
-    to->tile[0] = Tile::bq, to->tile[1] = Tile::bkv;
+    to->tile[0] = Tile::bq;
+    to->tile[1] = Tile::bkv;
     to->tasks = blocks_of<Tile>(g.p);
     to->workspace_bytes = stats_bytes(g, sizeof(float)) + (a->deterministic ? 0 : dq_sum_bytes(g));
     return true;
 }
 
 inline void take_dropout(Bwd &, const gk_flash_attn_bwd_args *) {}
-inline void take_dropout(Dropping<Bwd> &g, const gk_flash_attn_bwd_args *a) { g.drop = dropout_of(&a->fwd); }
+inline void take_dropout(Dropping<Bwd> &g, const gk_flash_attn_bwd_args *a) {
+    g.drop = dropout_of(&a->fwd);
+}
 
 /* modified: hide() counts on a positive scale. */
 template <class T, class Tile, bool ADD> gk_status launch_dkv(const gk_context *ctx, const Bwd &g) {
     const dim3 grid((unsigned)blocks_of<Tile>(g.p));
     return g.p.rules.modified || !(g.p.rules.scale > 0)
-               ? launch<bwd_sm80_kernel<T, Tile, true, ADD, false>>(OP, ctx, grid, Shape<Tile>::THREADS,
-                                                                    Smem<Tile>::bytes, g)
-               : launch<bwd_sm80_kernel<T, Tile, false, ADD, false>>(OP, ctx, grid, Shape<Tile>::THREADS,
-                                                                     Smem<Tile>::bytes, g);
+               ? launch<bwd_sm80_kernel<T, Tile, true, ADD, false>>(
+                     OP, ctx, grid, Shape<Tile>::THREADS, Smem<Tile>::bytes, g)
+               : launch<bwd_sm80_kernel<T, Tile, false, ADD, false>>(
+                     OP, ctx, grid, Shape<Tile>::THREADS, Smem<Tile>::bytes, g);
 }
-template <class T, class Tile, bool ADD> gk_status launch_dkv(const gk_context *ctx, const Dropping<Bwd> &g) {
-    return launch<bwd_sm80_kernel<T, Tile, true, ADD, true>>(OP, ctx, dim3((unsigned)blocks_of<Tile>(g.p)),
-                                                             Shape<Tile>::THREADS, Smem<Tile>::bytes, g);
+template <class T, class Tile, bool ADD>
+gk_status launch_dkv(const gk_context *ctx, const Dropping<Bwd> &g) {
+    return launch<bwd_sm80_kernel<T, Tile, true, ADD, true>>(
+        OP, ctx, dim3((unsigned)blocks_of<Tile>(g.p)), Shape<Tile>::THREADS, Smem<Tile>::bytes, g);
 }
 
 template <class T, class Tile, class DqTile, bool DROP>
@@ -94,8 +102,8 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     status = launch_dkv<T, Tile, true>(ctx, g);
     if (status != GK_OK) return status;
     const dim3 grid((unsigned)((int64_t)g.tiles * g.p.heads_q * g.p.batch));
-    return launch<bwd_round_kernel<T, Tile>>(OP, ctx, grid, Shape<Tile>::THREADS, Shape<Tile>::Queries::bytes,
-                                             (const Bwd &)g);
+    return launch<bwd_round_kernel<T, Tile>>(OP, ctx, grid, Shape<Tile>::THREADS,
+                                             Shape<Tile>::Queries::bytes, (const Bwd &)g);
 }
 
 } // namespace

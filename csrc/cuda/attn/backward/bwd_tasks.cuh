@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_tasks.cuh: what blocks of the Hopper backward do beside the products: of rows lse, delta and zeros of dQ before, and dQ
- * scaled and rounded after. They take the memory's time, which other blocks' products hide. */
+/* bwd_tasks.cuh: what blocks of the Hopper backward do beside the products: of rows lse, delta and
+ * zeros of dQ before, and dQ scaled and rounded after. They take the memory's time, which other
+ * blocks' products hide. */
 #ifndef GPUKERN_CUDA_BWD_TASKS_CUH
 #define GPUKERN_CUDA_BWD_TASKS_CUH
 
@@ -10,9 +11,10 @@
 #include "../../tile/reduce.cuh"
 #include "bwd_producer.cuh"
 
-/* ---- 1. shapes ------------------------------------------------------------------------------------------ */
-/* dQ^T of a warpgroup is [64][DQ_N]: 64 columns of d of all rows, or where d has no more than 64 all of d of half the
- * rows. In dq_sum a tile is blocks of 16 of d (a warp) by 8 rows, each as the accumulators lie in the warp. */
+/* ---- 1. shapes ------------------------------------------------------------------------------- */
+/* dQ^T of a warpgroup is [64][DQ_N]: 64 columns of d of all rows, or where d has no more than 64
+ * all of d of half the rows. In dq_sum a tile is blocks of 16 of d (a warp) by 8 rows, each as the
+ * accumulators lie in the warp. */
 template <class Tile> struct DqShape {
     static constexpr bool BY_D = Tile::HEAD_DIM > 64;
     static constexpr int N = BY_D ? Tile::BQ : Tile::BQ / 2;
@@ -21,14 +23,15 @@ template <class Tile> struct DqShape {
     static_assert(BLOCKS * N * 16 == FLOATS && N % 16 == 0, "blocks make up the tile");
 };
 
-/* ---- 2. rows -------------------------------------------------------------------------------------------- */
+/* ---- 2. rows --------------------------------------------------------------------------------- */
 /* The bits of eight 16-bit elements of both, multiplied and summed in float32. */
 template <class T> __device__ __forceinline__ float dot8(const uint4 &a, const uint4 &b) {
     union Eight {
         uint4 bits;
         T x[8];
         __device__ Eight(const uint4 &from) : bits(from) {}
-    } left(a), right(b);
+    } left(a);
+    right(b);
     float sum = 0;
 #pragma unroll
     for (int e = 0; e < 8; ++e) sum += to_acc(left.x[e]) * to_acc(right.x[e]);
@@ -41,20 +44,25 @@ template <int PASSES> struct BwdRowLoads {
     float lse[PASSES];
 };
 
-/* stats of `count` tiles of a head, as flash_attn_bwd_pre makes them, and zeros of their dq_sum. LANES threads a row; the
- * loads of the next rows are in flight while these are summed. */
+/* stats of `count` tiles of a head, as flash_attn_bwd_pre makes them, and zeros of their dq_sum.
+ * LANES threads a row; the loads of the next rows are in flight while these are summed. */
 template <class T, class Tile, int THREADS>
-__device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int tile0, int count, smem_addr smem_s) {
-    constexpr int BQ = Tile::BQ, LANES = Tile::HEAD_DIM_V > 128 ? 32 : Tile::HEAD_DIM_V > 64 ? 16 : 8;
+__device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int tile0, int count,
+                                              smem_addr smem_s) {
+    constexpr int BQ = Tile::BQ, LANES = Tile::HEAD_DIM_V > 128  ? 32
+                                         : Tile::HEAD_DIM_V > 64 ? 16
+                                                                 : 8;
     constexpr int STEP = THREADS / LANES, PASSES = 6;
     const Sequence s = sequence_of(g.p, b);
     const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES, i0 = tile0 * BQ;
     const int rows = min(count, g.tiles - tile0) * BQ; /* of the workspace; some are past the end */
     const int64_t tile = (int64_t)head * g.row_tiles + row_tile_of(g, s, b) + tile0;
     const T *out = (const T *)g.p.out.data + b * g.p.out.batch + head * g.p.out.head + lane * 8;
-    const T *grad_out = (const T *)g.grad_out.data + b * g.grad_out.batch + head * g.grad_out.head + lane * 8;
+    const T *grad_out =
+        (const T *)g.grad_out.data + b * g.grad_out.batch + head * g.grad_out.head + lane * 8;
     const float *lse = (const float *)g.p.lse.data + b * g.p.lse.batch + head * g.p.lse.head;
-    const float *grad_lse = (const float *)g.grad_lse.data + b * g.grad_lse.batch + head * g.grad_lse.head;
+    const float *grad_lse =
+        (const float *)g.grad_lse.data + b * g.grad_lse.batch + head * g.grad_lse.head;
     const int end = min(i0 + rows, s.seq_q);
     const bool has_columns = lane * 8 < g.p.head_dim_v;
 
@@ -62,11 +70,13 @@ __device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int
     const auto load = [&](BwdRowLoads<PASSES> &x, int i) {
 #pragma unroll
         for (int p = 0; p < PASSES; ++p, i += STEP) {
-            x.out[p] = x.grad[p] = make_uint4(0, 0, 0, 0), x.lse[p] = -INFINITY;
+            x.out[p] = x.grad[p] = make_uint4(0, 0, 0, 0);
+            x.lse[p] = -INFINITY;
             if (i < end) x.lse[p] = lse[i * g.p.lse.row];
-            if (i < end && has_columns)
-                x.out[p] = *(const uint4 *)(out + i * g.p.out.row),
+            if (i < end && has_columns) {
+                x.out[p] = *(const uint4 *)(out + i * g.p.out.row);
                 x.grad[p] = *(const uint4 *)(grad_out + i * g.grad_out.row);
+            }
         }
     };
     load(now, i0 + first);
@@ -77,16 +87,19 @@ __device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int
     __syncthreads(); /* the zeros are there */
     if (threadIdx.x == 0) {
         for (int n = 0; n < rows / BQ; ++n)
-            bulk_store(g.dq_sum + (tile + n) * BQ * Tile::HEAD_DIM, smem_s, BQ * Tile::HEAD_DIM * 4);
+            bulk_store(g.dq_sum + (tile + n) * BQ * Tile::HEAD_DIM, smem_s,
+                       BQ * Tile::HEAD_DIM * 4);
         tma_store_commit_group();
     }
     float *stats = (float *)g.stats + tile * BQ * 2;
 #pragma unroll 1
     for (int at = 0; at < rows; at += PASSES * STEP) {
         load(next, i0 + first + at + PASSES * STEP);
-        float delta[PASSES]; /* all sums before the first store: side by side they wait for other lanes once */
+        /* all sums before the first store: side by side they wait for other lanes once */
+        float delta[PASSES];
 #pragma unroll
-        for (int p = 0; p < PASSES; ++p) delta[p] = lanes_sum<1, LANES>(dot8<T>(now.out[p], now.grad[p]));
+        for (int p = 0; p < PASSES; ++p)
+            delta[p] = lanes_sum<1, LANES>(dot8<T>(now.out[p], now.grad[p]));
 #pragma unroll
         for (int p = 0; p < PASSES; ++p) {
             const int r = at + first + p * STEP, i = i0 + r;
@@ -95,14 +108,15 @@ __device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int
             const bool alive = now.lse[p] != -INFINITY && s.span.lo(i) < s.span.hi(i);
             if (alive && g.grad_lse.data) delta[p] -= grad_lse[i * g.grad_lse.row];
             float *to = stats + r / BQ * BQ * 2 + r % BQ;
-            to[0] = alive ? now.lse[p] * (float)g.lse_factor : INFINITY, to[BQ] = alive ? delta[p] : 0;
+            to[0] = alive ? now.lse[p] * (float)g.lse_factor : INFINITY;
+            to[BQ] = alive ? delta[p] : 0;
         }
         now = next;
     }
     if (threadIdx.x == 0) tma_store_wait_group<0>();
 }
 
-/* ---- 3. dq = scale * dq_sum ----------------------------------------------------------------------------- */
+/* ---- 3. dq = scale * dq_sum ------------------------------------------------------------------ */
 /* The same in float32, straight to memory: eight lanes write 32 bytes of a row. */
 template <class Tile, int THREADS>
 __device__ __forceinline__ void scale_tiles(const Bwd &g, int b, int head, int tile, int count) {
@@ -111,14 +125,17 @@ __device__ __forceinline__ void scale_tiles(const Bwd &g, int b, int head, int t
     const Sequence s = sequence_of(g.p, b);
     const int lane = threadIdx.x % 32, i0 = tile * Tile::BQ;
     if (i0 >= s.seq_q) return;
-    const float *from = g.dq_sum + ((int64_t)head * g.row_tiles + row_tile_of(g, s, b) + tile) * Dq::FLOATS + lane * 4;
+    const float *from = g.dq_sum +
+                        ((int64_t)head * g.row_tiles + row_tile_of(g, s, b) + tile) * Dq::FLOATS +
+                        lane * 4;
     float *dq = (float *)g.dq.data + b * g.dq.batch + head * g.dq.head + (int64_t)s.q0 * g.dq.row;
     const float scale = (float)g.p.rules.scale;
     const int tiles = min(count, (s.seq_q - i0 + Tile::BQ - 1) / Tile::BQ);
 #pragma unroll 4
     for (int i = threadIdx.x / 32; i < tiles * PARTS; i += THREADS / 32) {
         const int n = i / PARTS, block = i % PARTS / EIGHTS, eight = i % EIGHTS;
-        const float4 d = __ldcg((const float4 *)(from + n * Dq::FLOATS + block * (Dq::N * 16) + eight * 128));
+        const float4 d =
+            __ldcg((const float4 *)(from + n * Dq::FLOATS + block * (Dq::N * 16) + eight * 128));
         const coord c = dq_sum_place(lane, block, eight, Dq::N, Dq::BY_D);
         const int row = i0 + n * Tile::BQ + c.row;
         float *to = dq + row * g.dq.row + c.col;
@@ -129,17 +146,22 @@ __device__ __forceinline__ void scale_tiles(const Bwd &g, int b, int head, int t
     }
 }
 
-/* `count` tiles of a head, at most COUNT, from `tile` on, through as many tiles of shared memory. */
+/* `count` tiles of a head, at most COUNT, from `tile` on, through as many tiles of shared
+ * memory. */
 template <class T, class Tile, int THREADS, int COUNT>
-__device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int tile, int count, smem_addr smem_s) {
+__device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int tile, int count,
+                                            smem_addr smem_s) {
     typedef DqShape<Tile> Dq;
     typedef smem_tile<Tile::BQ, Tile::HEAD_DIM * 2> Queries;
-    static_assert(COUNT * Queries::bytes <= BwdSmem<Tile>::RING, "the tiles lie where the products' would");
+    static_assert(COUNT * Queries::bytes <= BwdSmem<Tile>::RING,
+                  "the tiles lie where the products' would");
     constexpr int PAIRS = Dq::N / 16; /* of 8 rows, a block */
     const Sequence s = sequence_of(g.p, b);
     const int lane = threadIdx.x % 32, i0 = tile * Tile::BQ;
     if (i0 >= s.seq_q) return;
-    const float *from = g.dq_sum + ((int64_t)head * g.row_tiles + row_tile_of(g, s, b) + tile) * Dq::FLOATS + lane * 4;
+    const float *from = g.dq_sum +
+                        ((int64_t)head * g.row_tiles + row_tile_of(g, s, b) + tile) * Dq::FLOATS +
+                        lane * 4;
     const float scale = (float)g.p.rules.scale;
     const int tiles = min(count, (s.seq_q - i0 + Tile::BQ - 1) / Tile::BQ);
     constexpr int PARTS = Dq::BLOCKS * PAIRS; /* of a tile, each a warp's */
@@ -151,7 +173,8 @@ __device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int t
 #pragma unroll
         for (int j = 0; j < 2; ++j) { /* from L2, where the additions were made */
             const float4 d = __ldcg((const float4 *)(part + j * 128));
-            four[2 * j] = pack2<T>(d.x * scale, d.y * scale), four[2 * j + 1] = pack2<T>(d.z * scale, d.w * scale);
+            four[2 * j] = pack2<T>(d.x * scale, d.y * scale);
+            four[2 * j + 1] = pack2<T>(d.z * scale, d.w * scale);
         }
         const coord c = dq_place(lane, block, pair, Dq::N, Dq::BY_D);
         stmatrix_x4_trans(smem_s + n * Queries::bytes + Queries::offset(c.row, c.col / 8), four);
@@ -161,27 +184,30 @@ __device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int t
     for (int n = 0; n < tiles; ++n) {
         const int row = i0 + n * Tile::BQ;
         copy_tile_out<Queries, THREADS>(
-            (T *)g.dq.data + b * g.dq.batch + head * g.dq.head + ((int64_t)s.q0 + row) * g.dq.row, g.dq.row,
-            smem_s + n * Queries::bytes, s.seq_q - row, g.p.head_dim, threadIdx.x);
+            (T *)g.dq.data + b * g.dq.batch + head * g.dq.head + ((int64_t)s.q0 + row) * g.dq.row,
+            g.dq.row, smem_s + n * Queries::bytes, s.seq_q - row, g.p.head_dim, threadIdx.x);
     }
 }
 
-/* ---- 4. a block that has no keys ------------------------------------------------------------------------ */
+/* ---- 4. a block that has no keys ------------------------------------------------------------- */
 /* The blocks of a pair have TASK_TILES each; the last, and the last parts, may have none. */
 template <class T, class Tile, class Grad>
-__device__ __forceinline__ void other_task(const BwdHopperParams &x, const BwdWork &w, smem_addr smem_s) {
+__device__ __forceinline__ void other_task(const BwdHopperParams &x, const BwdWork &w,
+                                           smem_addr smem_s) {
     typedef BwdSmem<Tile> S;
     constexpr int THREADS = S::THREADS;
     const int a_head = x.grid.rows / x.g.p.group;
     const int head = w.kv_head * x.g.p.group + w.task.index / a_head,
-              first = (w.task.index % a_head * S::BLOCKS + (Tile::PAIR ? w.rank : 0)) * Tile::TASK_TILES;
+              first = (w.task.index % a_head * S::BLOCKS + (Tile::PAIR ? w.rank : 0)) *
+                      Tile::TASK_TILES;
     static_assert(Tile::TASK_TILES % BwdGrid::PARTS == 0, "parts are equal");
     const int count = w.task.parts > 1 ? Tile::TASK_TILES / BwdGrid::PARTS : Tile::TASK_TILES,
               tile = first + w.task.part * count;
     if (w.task.kind == BWD_ROWS) {
         if (tile < x.g.tiles) rows_of_tiles<T, Tile, THREADS>(x.g, w.b, head, tile, count, smem_s);
         __syncthreads(); /* stats and zeros are there */
-        if (threadIdx.x == 0) red_add_release(x.rows_done + w.task.unit, w.task.parts > 1 ? 1 : BwdGrid::PARTS);
+        if (threadIdx.x == 0)
+            red_add_release(x.rows_done + w.task.unit, w.task.parts > 1 ? 1 : BwdGrid::PARTS);
     } else {
         if (threadIdx.x == 0) wait_count(x.keys_done + w.task.unit, x.grid.keys * S::BLOCKS);
         __syncthreads(); /* every key's additions are made */

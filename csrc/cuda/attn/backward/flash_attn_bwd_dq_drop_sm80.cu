@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_dq_drop_sm80: dq alone of a call with dropout, by the kernel of bwd_dq_sm80.cuh. */
+/* flash_attn_bwd_dq_drop_sm80: dq alone of a call with dropout, by the kernel of
+ * bwd_dq_sm80.cuh. */
 #include "bwd_dq_sm80.cuh"
 
 template gk_status bwd_dq<BwdDq64>(const gk_context *, gk_dtype, const Dropping<Bwd> &);

@@ -1,13 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_drop_sm80: the gradients of attention with dropout in bfloat16 and float16 on the tensor cores, every modifier, by
- * the kernels of bwd_sm80.cuh.
+/* flash_attn_bwd_drop_sm80: the gradients of attention with dropout in bfloat16 and float16 on the
+ * tensor cores, every modifier, by the kernels of bwd_sm80.cuh.
  * Not here: float32 and float64, unaligned rows (flash_attn_bwd_plain). */
 #include "bwd_sm80_run.cuh"
 
 namespace {
 
-#define ROW(NAME, DTYPE, T, TILE, DQ_TILE) \
-    {NAME, DTYPE, plan<TILE, DQ_TILE>, run<T, TILE, DQ_TILE, true>, {TILE::head_dim, TILE::bq, TILE::bkv}, NULL}
+#define ROW(NAME, DTYPE, T, TILE, DQ_TILE)  \
+    {NAME,                                  \
+     DTYPE,                                 \
+     plan<TILE, DQ_TILE>,                   \
+     run<T, TILE, DQ_TILE, true>,           \
+     {TILE::head_dim, TILE::bq, TILE::bkv}, \
+     NULL}
 
 const gk_cuda_instance table[] = {
     ROW("flash_attn_bwd_drop_sm80_bf16_d64", GK_BF16, __nv_bfloat16, Bwd64Drop, BwdDq64),
@@ -20,4 +25,5 @@ const gk_cuda_instance table[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_bwd_drop_sm80_table = {table, sizeof table / sizeof table[0], 80, NULL};
+extern "C" const gk_cuda_table gk_flash_attn_bwd_drop_sm80_table = {
+    table, sizeof table / sizeof table[0], 80, NULL};

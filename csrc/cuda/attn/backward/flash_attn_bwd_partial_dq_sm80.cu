@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_partial_dq_sm80: dq alone, in float32, by the kernel of bwd_dq_sm80.cuh: for flash_attn_bwd_partial_sm80. Its MODIFIED
- * form serves every call. */
+/* flash_attn_bwd_partial_dq_sm80: dq alone, in float32, by the kernel of bwd_dq_sm80.cuh: for
+ * flash_attn_bwd_partial_sm80. Its MODIFIED form serves every call. */
 #include "bwd_dq_sm80.cuh"
 
 namespace {
@@ -8,8 +8,8 @@ namespace {
 template <class T> gk_status dq(const gk_context *ctx, const Bwd &g) {
     typedef BwdDq128 Tile;
     const dim3 grid((unsigned)(gk_ceil_div(g.p.seq_q, Tile::bq) * g.p.heads_q * g.p.batch));
-    return launch<bwd_dq_kernel<T, Tile, true, false, float>>("gk_flash_attn_bwd", ctx, grid, DqSmem<Tile>::THREADS,
-                                                              DqSmem<Tile>::bytes, g);
+    return launch<bwd_dq_kernel<T, Tile, true, false, float>>(
+        "gk_flash_attn_bwd", ctx, grid, DqSmem<Tile>::THREADS, DqSmem<Tile>::bytes, g);
 }
 
 } // namespace

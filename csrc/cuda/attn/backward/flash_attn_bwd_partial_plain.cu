@@ -1,12 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_partial_plain: flash_attn_bwd_plain of 16-bit calls whose gradients are float32, for what the tiled kernels do not
- * take. */
+/* flash_attn_bwd_partial_plain: flash_attn_bwd_plain of 16-bit calls whose gradients are float32,
+ * for what the tiled kernels do not take. */
 #include "bwd_plain.cuh"
 
 namespace {
 
 const gk_cuda_instance instances[] = {
-    {"flash_attn_bwd_partial_plain_bf16", GK_BF16, plan<__nv_bfloat16>, run<__nv_bfloat16, float>, {}, NULL},
+    {"flash_attn_bwd_partial_plain_bf16",
+     GK_BF16,
+     plan<__nv_bfloat16>,
+     run<__nv_bfloat16, float>,
+     {},
+     NULL},
     {"flash_attn_bwd_partial_plain_f16", GK_F16, plan<__half>, run<__half, float>, {}, NULL},
 };
 

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_partial_sm90a: flash_attn_bwd_sm90a whose gradients are float32, unrounded: shares of a sum that others complete, as of
- * the ranks of a ring. dK and dV go to memory from registers, dQ from dq_sum times scale. Everything else stands there.
- * Not handled, served by flash_attn_bwd_partial_sm80 and _plain: float16, softcap and ALiBi, which would take as long to compile once
- * more each; what TMA cannot take; head_dim over 128. */
+/* flash_attn_bwd_partial_sm90a: flash_attn_bwd_sm90a whose gradients are float32, unrounded: shares
+ * of a sum that others complete, as of the ranks of a ring. dK and dV go to memory from registers,
+ * dQ from dq_sum times scale. Everything else stands there. Not handled, served by
+ * flash_attn_bwd_partial_sm80 and _plain: float16, softcap and ALiBi, which would take as long to
+ * compile once more each; what TMA cannot take; head_dim over 128. */
 #include "bwd_keys.cuh"
 
 namespace {
@@ -11,18 +12,19 @@ template <class T, class Tile, bool MODIFIED, bool ORDERED>
 struct BwdPartialConsumer : BwdConsumer<T, Tile, MODIFIED, ORDERED> {
     typedef float Grad;
 
-    __device__ __forceinline__ void store(const BwdHopperParams &x, const BwdWork &w, smem_addr, int warpgroup) const {
+    __device__ __forceinline__ void store(const BwdHopperParams &x, const BwdWork &w, smem_addr,
+                                          int warpgroup) const {
         const Problem &p = x.g.p;
         store_rows(x.g.dk, w, this->dk, (float)p.rules.scale, p.head_dim, 64 * warpgroup);
         store_rows(x.g.dv, w, this->dv, 1.f, p.head_dim_v, 64 * warpgroup);
     }
 };
 
-#define ROWS(label, TILE)                                                                                          \
-    BWD_ROW("flash_attn_bwd_partial_sm90a_bf16_" label, __nv_bfloat16, GK_BF16, BwdPartialConsumer, TILE, false,   \
-            false),                                                                                                \
-        BWD_ROW("flash_attn_bwd_partial_sm90a_bf16_" label "_ordered", __nv_bfloat16, GK_BF16, BwdPartialConsumer, \
-                TILE, false, true)
+#define ROWS(label, TILE)                                                                      \
+    BWD_ROW("flash_attn_bwd_partial_sm90a_bf16_" label, __nv_bfloat16, GK_BF16,                \
+            BwdPartialConsumer, TILE, false, false),                                           \
+        BWD_ROW("flash_attn_bwd_partial_sm90a_bf16_" label "_ordered", __nv_bfloat16, GK_BF16, \
+                BwdPartialConsumer, TILE, false, true)
 
 const gk_cuda_instance instances[] = {ROWS("d64", BwdHopper64), ROWS("d128", BwdHopper128)};
 

@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_pre: what the backward passes need of each row, and the gradients that need no product.
+/* flash_attn_bwd_pre: what the backward passes need of each row, and the gradients that need no
+ * product.
  *   delta_i = sum_d dO_id O_id - dlse_i       dsink_h = -sum_i exp(sink_h - lse_i) delta_i
- * where row i sees a key; of the others, whatever their dO holds, dlse_i alone reaches the sink, which is their lse.
- * (Dao 2023, arXiv:2307.08691, Algorithm 2, line 4.)
- * Reads out, grad_out [B, Hq, Sq, Dv] or [Tq, Hq, Dv], lse and grad_lse [B, Hq, Sq] or [Tq, Hq], any leading strides.
- * Writes stats {lse in the kernels' unit, delta} and zeros into dq_sum (bwd.cuh), dsinks [Hq], and zeros into the
- * gradients of packed tokens that belong to no sequence.
- * Work split: 1. a block per tile of rows of one head, 8 lanes a row; 2. a block per head, a warp per 32 rows, summed
- * in one order; 3. a warp per token. No shared memory but the block's sum, no pipeline. Bandwidth bound.
+ * where row i sees a key; of the others, whatever their dO holds, dlse_i alone reaches the sink,
+ * which is their lse. (Dao 2023, arXiv:2307.08691, Algorithm 2, line 4.)
+ * Reads out, grad_out [B, Hq, Sq, Dv] or [Tq, Hq, Dv], lse and grad_lse [B, Hq, Sq] or [Tq, Hq],
+ * any leading strides. Writes stats {lse in the kernels' unit, delta} and zeros into dq_sum
+ * (bwd.cuh), dsinks [Hq], and zeros into the gradients of packed tokens that belong to no sequence.
+ * Work split: 1. a block per tile of rows of one head, 8 lanes a row; 2. a block per head, a warp
+ * per 32 rows, summed in one order; 3. a warp per token. No shared memory but the block's sum, no
+ * pipeline. Bandwidth bound.
  * Not here: anything with keys. */
 #include "../../tile/copy.cuh"
 #include "../../tile/reduce.cuh"
@@ -17,7 +19,8 @@
 
 namespace {
 
-constexpr int THREADS = BWD_PRE_THREADS, LANES = 8; /* of a row: one pass of 16 bytes a lane at head_dim 64 */
+/* of a row: one pass of 16 bytes a lane at head_dim 64 */
+constexpr int THREADS = BWD_PRE_THREADS, LANES = 8;
 static_assert(LANES * SIMT_PART == 256, "a lane's columns are a part of dP at any head_dim");
 constexpr int SINK_WARPS = BWD_SINK_THREADS / 32, CLEAR_WARPS = THREADS / 32;
 
@@ -26,18 +29,22 @@ template <class W> struct Stat {
 };
 
 /* Row r of a tile of stats that begins at tile_g. */
-template <class W> __device__ __forceinline__ void store_stat(const Bwd &g, W *tile_g, int r, const Stat<W> &x) {
-    tile_g[g.stats_apart ? r : 2 * r] = x.lse, tile_g[g.stats_apart ? g.tile_rows + r : 2 * r + 1] = x.delta;
+template <class W>
+__device__ __forceinline__ void store_stat(const Bwd &g, W *tile_g, int r, const Stat<W> &x) {
+    tile_g[g.stats_apart ? r : 2 * r] = x.lse;
+    tile_g[g.stats_apart ? g.tile_rows + r : 2 * r + 1] = x.delta;
 }
-template <class W> __device__ __forceinline__ Stat<W> load_stat(const Bwd &g, const W *tile_g, int r) {
+template <class W>
+__device__ __forceinline__ Stat<W> load_stat(const Bwd &g, const W *tile_g, int r) {
     return {tile_g[g.stats_apart ? r : 2 * r], tile_g[g.stats_apart ? g.tile_rows + r : 2 * r + 1]};
 }
 
-/* The part of a row's product dO . O that this lane sums. In float32 and float64 the order is that of the products dP, so
- * that a row that sees one key has dP = delta bit for bit, and dS = 0: dp_part columns a lane, or every eighth. */
+/* The part of a row's product dO . O that this lane sums. In float32 and float64 the order is that
+ * of the products dP, so that a row that sees one key has dP = delta bit for bit, and dS = 0:
+ * dp_part columns a lane, or every eighth. */
 template <class T>
-__device__ __forceinline__ typename element<T>::acc lane_dot(const T *a, const T *b, int n, int lane, bool vector,
-                                                             int dp_part) {
+__device__ __forceinline__ typename element<T>::acc lane_dot(const T *a, const T *b, int n,
+                                                             int lane, bool vector, int dp_part) {
     typename element<T>::acc sum = 0;
     if (sizeof(T) == 2 && vector) {
         union Eight {
@@ -46,9 +53,11 @@ __device__ __forceinline__ typename element<T>::acc lane_dot(const T *a, const T
             __device__ Eight() {}
         } left, right;
         for (int d = lane * 8; d < n; d += LANES * 8) {
-            left.bits = *(const uint4 *)(a + d), right.bits = *(const uint4 *)(b + d);
+            left.bits = *(const uint4 *)(a + d);
+            right.bits = *(const uint4 *)(b + d);
 #pragma unroll
-            for (int e = 0; e < (int)(16 / sizeof(T)); ++e) sum += to_acc(left.x[e]) * to_acc(right.x[e]);
+            for (int e = 0; e < (int)(16 / sizeof(T)); ++e)
+                sum += to_acc(left.x[e]) * to_acc(right.x[e]);
         }
         return sum;
     }
@@ -59,7 +68,8 @@ __device__ __forceinline__ typename element<T>::acc lane_dot(const T *a, const T
     return sum;
 }
 
-/* The sum of the lanes' parts: one after the other, or the tree of eight sums that flash_attn_bwd_plain makes. */
+/* The sum of the lanes' parts: one after the other, or the tree of eight sums that
+ * flash_attn_bwd_plain makes. */
 template <class T> __device__ __forceinline__ T row_dot(T part, int dp_part) {
     if (sizeof(T) != 4 || dp_part == 0) return lanes_sum<1, LANES>(part);
     T sum = 0;
@@ -68,8 +78,9 @@ template <class T> __device__ __forceinline__ T row_dot(T part, int dp_part) {
     return sum;
 }
 
-/* ---- 1. stats, zeros --------------------------------------------------------------------------------------------- */
-template <class T> __global__ void __launch_bounds__(THREADS) bwd_rows_kernel(const __grid_constant__ Bwd g) {
+/* ---- 1. stats, zeros ------------------------------------------------------------------------- */
+template <class T>
+__global__ void __launch_bounds__(THREADS) bwd_rows_kernel(const __grid_constant__ Bwd g) {
     typedef typename element<T>::acc W;
     const int lane = threadIdx.x % LANES;
     const int tile = blockIdx.x % g.tiles, head = blockIdx.x / g.tiles % g.p.heads_q,
@@ -86,16 +97,18 @@ template <class T> __global__ void __launch_bounds__(THREADS) bwd_rows_kernel(co
 
     if (g.dq_sum) {
         float4 *sum = (float4 *)(g.dq_sum + at * g.tile_rows * g.columns);
-        for (int n = threadIdx.x; n < g.tile_rows * g.columns / 4; n += THREADS) sum[n] = make_float4(0, 0, 0, 0);
+        for (int n = threadIdx.x; n < g.tile_rows * g.columns / 4; n += THREADS)
+            sum[n] = make_float4(0, 0, 0, 0);
     }
     for (int r = threadIdx.x / LANES; r < g.tile_rows; r += THREADS / LANES) {
         const int64_t row = s.q0 + i0 + r;
         Stat<W> x = {INFINITY, 0};
         if (i0 + r < s.seq_q) {
             const W l = lse[row * g.p.lse.row];
-            const W sum = lane_dot<T>(out + row * g.p.out.row, grad_out + row * g.grad_out.row, g.p.head_dim_v, lane,
-                                      g.vector_out, g.dp_part);
-            if (l != -INFINITY && s.span.lo(i0 + r) < s.span.hi(i0 + r)) x = {l * (W)g.lse_factor, sum};
+            const W sum = lane_dot<T>(out + row * g.p.out.row, grad_out + row * g.grad_out.row,
+                                      g.p.head_dim_v, lane, g.vector_out, g.dp_part);
+            if (l != -INFINITY && s.span.lo(i0 + r) < s.span.hi(i0 + r))
+                x = {l * (W)g.lse_factor, sum};
         }
         /* a row without keys contributes nothing, whatever its grad_out holds */
         const bool alive = x.lse != INFINITY;
@@ -105,8 +118,9 @@ template <class T> __global__ void __launch_bounds__(THREADS) bwd_rows_kernel(co
     }
 }
 
-/* ---- 2. dsinks --------------------------------------------------------------------------------------------------- */
-template <class T> __global__ void __launch_bounds__(SINK_WARPS * 32) bwd_sinks_kernel(const __grid_constant__ Bwd g) {
+/* ---- 2. dsinks ------------------------------------------------------------------------------- */
+template <class T>
+__global__ void __launch_bounds__(SINK_WARPS * 32) bwd_sinks_kernel(const __grid_constant__ Bwd g) {
     typedef typename element<T>::acc W;
     __shared__ double sums_s[SINK_WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.x;
@@ -120,10 +134,11 @@ template <class T> __global__ void __launch_bounds__(SINK_WARPS * 32) bwd_sinks_
         if (i >= s.seq_q) continue;
         const int64_t tile = (int64_t)head * g.row_tiles + row_tile_of(g, s, b);
         const int64_t row = tile * g.tile_rows + i;
-        const Stat<W> x =
-            load_stat(g, (const W *)g.stats + row / g.tile_rows * g.tile_rows * 2, (int)(row % g.tile_rows));
+        const Stat<W> x = load_stat(g, (const W *)g.stats + row / g.tile_rows * g.tile_rows * 2,
+                                    (int)(row % g.tile_rows));
         if (s.span.lo(i) >= s.span.hi(i)) {
-            const W *grad_lse = (const W *)g.grad_lse.data + b * g.grad_lse.batch + head * g.grad_lse.head;
+            const W *grad_lse =
+                (const W *)g.grad_lse.data + b * g.grad_lse.batch + head * g.grad_lse.head;
             if (g.grad_lse.data) sum += grad_lse[(int64_t)(s.q0 + i) * g.grad_lse.row];
         } else if (x.lse != INFINITY) {
             sum -= exp((double)sink - x.lse * to_natural) * x.delta;
@@ -141,14 +156,16 @@ template <class T> __global__ void __launch_bounds__(SINK_WARPS * 32) bwd_sinks_
         ((W *)g.dsinks)[at] = (W)sum;
 }
 
-/* ---- 3. tokens of no sequence ------------------------------------------------------------------------------------ */
+/* ---- 3. tokens of no sequence ---------------------------------------------------------------- */
 template <class T>
-__device__ __forceinline__ void clear_token(const Rows &to, int token, int heads, int columns, int lane) {
+__device__ __forceinline__ void clear_token(const Rows &to, int token, int heads, int columns,
+                                            int lane) {
     for (int n = lane; n < heads * columns; n += 32)
         ((T *)to.data)[n / columns * to.head + token * to.row + n % columns] = from_acc<T>(0);
 }
 
-template <class T> __global__ void __launch_bounds__(THREADS) bwd_clear_kernel(const __grid_constant__ Bwd g) {
+template <class T>
+__global__ void __launch_bounds__(THREADS) bwd_clear_kernel(const __grid_constant__ Bwd g) {
     const int lane = threadIdx.x % 32, token = blockIdx.x * CLEAR_WARPS + threadIdx.x / 32;
     if (token < g.p.total_q) {
         const int b = owner_of(g.p.cu_q, g.p.cu_q_step, g.p.batch, token);
@@ -173,15 +190,16 @@ template <class T> __global__ void __launch_bounds__(THREADS) bwd_clear_kernel(c
     }
 }
 
-/* ---- 4. launch --------------------------------------------------------------------------------------------------- */
+/* ---- 4. launch ------------------------------------------------------------------------------- */
 template <class T> gk_status sinks(const gk_context *ctx, const Bwd &g) {
-    return launch<bwd_sinks_kernel<T>>("gk_flash_attn_bwd", ctx, dim3(g.p.heads_q), SINK_WARPS * 32, 0, g);
+    return launch<bwd_sinks_kernel<T>>("gk_flash_attn_bwd", ctx, dim3(g.p.heads_q), SINK_WARPS * 32,
+                                       0, g);
 }
 
 template <class T> gk_status clear(const gk_context *ctx, const Bwd &g) {
     const int64_t tokens = gk_max_i64(g.p.total_q, g.p.total_k);
-    return launch<bwd_clear_kernel<T>>("gk_flash_attn_bwd", ctx, dim3((unsigned)gk_ceil_div(tokens, CLEAR_WARPS)),
-                                       THREADS, 0, g);
+    return launch<bwd_clear_kernel<T>>(
+        "gk_flash_attn_bwd", ctx, dim3((unsigned)gk_ceil_div(tokens, CLEAR_WARPS)), THREADS, 0, g);
 }
 
 template <class T> gk_status pre(const gk_context *ctx, const Bwd &g, gk_dtype grads) {
@@ -189,7 +207,8 @@ template <class T> gk_status pre(const gk_context *ctx, const Bwd &g, gk_dtype g
     const int64_t blocks = (int64_t)g.tiles * g.p.heads_q * g.p.batch;
     gk_status status = launch<bwd_rows_kernel<T>>(op, ctx, dim3((unsigned)blocks), THREADS, 0, g);
     if (status == GK_OK && g.dsinks) status = sinks<T>(ctx, g);
-    if (status == GK_OK && g.p.cu_q) status = grads == element<T>::dtype ? clear<T>(ctx, g) : clear<float>(ctx, g);
+    if (status == GK_OK && g.p.cu_q)
+        status = grads == element<T>::dtype ? clear<T>(ctx, g) : clear<float>(ctx, g);
     return status;
 }
 

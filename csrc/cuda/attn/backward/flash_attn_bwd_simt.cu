@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_simt: the gradients of attention in float32 with plain multiply-adds (bwd.cuh has the equations; Dao
- * 2023, arXiv:2307.08691, Algorithm 2, run twice: by rows for dq, by keys for dk and dv).
+/* flash_attn_bwd_simt: the gradients of attention in float32 with plain multiply-adds (bwd.cuh has
+ * the equations; Dao 2023, arXiv:2307.08691, Algorithm 2, run twice: by rows for dq, by keys for dk
+ * and dv).
  * Reads q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], or packed; rows 16-byte aligned; stats of the
  * pre-pass.
  * Writes dq, dk, dv. Sums in float32, in one order: deterministic.
- * Work split: STAY rows stay in a block (keys of a kv head, or queries of a head), the other side passes PASS at a
- * time.
- * Both kernels are one: with K, V staying and Q, dO passing (KEYS) it gives dK = dS^T Q and dV = P^T dO, with Q, dO
- * staying and K, V passing dQ = dS K. 8 warps stand 4 x 2 on a product, lanes 4 x 8, a thread has every 16th row and
- * column.
+ * Work split: STAY rows stay in a block (keys of a kv head, or queries of a head), the other side
+ * passes PASS at a time.
+ * Both kernels are one: with K, V staying and Q, dO passing (KEYS) it gives dK = dS^T Q and dV =
+ * P^T dO, with Q, dO staying and K, V passing dQ = dS K. 8 warps stand 4 x 2 on a product, lanes 4
+ * x 8, a thread has every 16th row and column.
  * Shared memory: SimtSmem<Tile> below. What stays is copied once; per step:
  *   barrier | copy the passing tiles | barrier | S, dP, then P and dS to shared memory | barrier | sums
  * Not here: unaligned rows (flash_attn_bwd_plain), other dtypes. */
@@ -20,15 +21,16 @@ namespace {
 
 constexpr int SIMT_THREADS = 256;
 
-/* ---- 1. shared memory -------------------------------------------------------------------------------------------- */
-/* Rows are 4 floats longer than their contents: neighbouring rows start 4 banks apart, so 8 lanes that read 16 bytes
- * of 8 rows meet no conflict, nor do 4. */
+/* ---- 1. shared memory ------------------------------------------------------------------------ */
+/* Rows are 4 floats longer than their contents: neighbouring rows start 4 banks apart, so 8 lanes
+ * that read 16 bytes of 8 rows meet no conflict, nor do 4. */
 template <class Tile> struct SimtSmem {
     static constexpr int D = Tile::head_dim, STAY = Tile::stay, PASS = Tile::pass;
     static constexpr int row = D + 4, score_row = PASS + 4;        /* floats */
     static constexpr int stay_a = 0, stay_b = stay_a + STAY * row; /* K, V or Q, dO */
     static constexpr int pass_a = stay_b + STAY * row, pass_b = pass_a + PASS * row;
-    static constexpr int p = pass_b + PASS * row, ds = p + STAY * score_row; /* [staying][passing] */
+    /* [staying][passing] */
+    static constexpr int p = pass_b + PASS * row, ds = p + STAY * score_row;
     static constexpr int bytes = (ds + STAY * score_row) * 4;
     static_assert(row % 32 == 4 && score_row % 32 == 4, "rows start 4 banks apart");
 };
@@ -36,30 +38,33 @@ template <class Tile> struct SimtSmem {
 /* A warp stores single floats of 4 rows and 8 columns: two lanes share a bank, once a step. */
 template <class Tile> constexpr int simt_store_ways() {
     int at[32] = {};
-    for (int lane = 0; lane < 32; ++lane) at[lane] = (lane / 8 * SimtSmem<Tile>::score_row + lane % 8) * 4;
+    for (int lane = 0; lane < 32; ++lane)
+        at[lane] = (lane / 8 * SimtSmem<Tile>::score_row + lane % 8) * 4;
     return ways(at, 4);
 }
-static_assert(simt_store_ways<BwdSimt64>() == 2 && simt_store_ways<BwdSimt256>() == 2, "stores of P and dS");
+static_assert(simt_store_ways<BwdSimt64>() == 2 && simt_store_ways<BwdSimt256>() == 2,
+              "stores of P and dS");
 
-/* A tile of `columns` floats a row, rows outside [first, end) and columns from `columns` on as zeros. */
+/* A tile of `columns` floats a row, rows outside [first, end) and columns from `columns` on as
+ * zeros. */
 template <class Tile, int ROWS>
-__device__ __forceinline__ void copy_floats(smem_addr to_s, const float *from_g, int64_t row_stride, int first, int end,
-                                            int columns) {
+__device__ __forceinline__ void copy_floats(smem_addr to_s, const float *from_g, int64_t row_stride,
+                                            int first, int end, int columns) {
     constexpr int CHUNKS = Tile::head_dim / 4, STEP = SIMT_THREADS / CHUNKS;
     const int chunk = threadIdx.x % CHUNKS;
 #pragma unroll
     for (int row = threadIdx.x / CHUNKS; row < ROWS; row += STEP) {
         const bool valid = row >= first && row < end && chunk * 4 < columns;
-        cp_async_cg_16(to_s + (row * SimtSmem<Tile>::row + chunk * 4) * 4, from_g + row * row_stride + chunk * 4,
-                       valid ? 16 : 0);
+        cp_async_cg_16(to_s + (row * SimtSmem<Tile>::row + chunk * 4) * 4,
+                       from_g + row * row_stride + chunk * 4, valid ? 16 : 0);
     }
 }
 
-/* ---- 2. products ------------------------------------------------------------------------------------------------- */
+/* ---- 2. products ----------------------------------------------------------------------------- */
 /* c[a][b] = row (a) of one tile . row (b) of another. */
 template <class Tile>
-__device__ __forceinline__ void dot_rows(float (&c)[Tile::per_stay][Tile::per_pass], const float *a_s,
-                                         const float *b_s) {
+__device__ __forceinline__ void dot_rows(float (&c)[Tile::per_stay][Tile::per_pass],
+                                         const float *a_s, const float *b_s) {
     constexpr int R = Tile::per_stay, P = Tile::per_pass, STEP = 16 * SimtSmem<Tile>::row;
     float part[R][P];
 #pragma unroll
@@ -86,15 +91,19 @@ __device__ __forceinline__ void dot_rows(float (&c)[Tile::per_stay][Tile::per_pa
 #pragma unroll
             for (int x = 0; x < R; ++x)
 #pragma unroll
-                for (int y = 0; y < P; ++y) c[x][y] += part[x][y], part[x][y] = 0;
+                for (int y = 0; y < P; ++y) {
+                    c[x][y] += part[x][y];
+                    part[x][y] = 0;
+                }
     }
 }
 
-/* sum[a][..] += weights [staying][passing] times the passing tile: up to head_dim 128 as a sum of its own that is added at
- * the end, since one chain over all heads of a group rounds worse than PyTorch does; 256 has no registers for it. */
+/* sum[a][..] += weights [staying][passing] times the passing tile: up to head_dim 128 as a sum of
+ * its own that is added at the end, since one chain over all heads of a group rounds worse than
+ * PyTorch does; 256 has no registers for it. */
 template <class Tile>
-__device__ __forceinline__ void add_rows(float4 (&sum)[Tile::per_stay][Tile::head_dim / 64], const float *weights_s,
-                                         const float *pass_s) {
+__device__ __forceinline__ void add_rows(float4 (&sum)[Tile::per_stay][Tile::head_dim / 64],
+                                         const float *weights_s, const float *pass_s) {
     typedef SimtSmem<Tile> S;
     constexpr int R = Tile::per_stay, C = Tile::head_dim / 64;
     constexpr bool OWN = C <= 2;
@@ -106,7 +115,10 @@ __device__ __forceinline__ void add_rows(float4 (&sum)[Tile::per_stay][Tile::hea
 #pragma unroll
         for (int x = 0; x < R; ++x) {
             const float4 four = *(const float4 *)(weights_s + x * 16 * S::score_row + j);
-            w[x][0] = four.x, w[x][1] = four.y, w[x][2] = four.z, w[x][3] = four.w;
+            w[x][0] = four.x;
+            w[x][1] = four.y;
+            w[x][2] = four.z;
+            w[x][3] = four.w;
         }
 #pragma unroll
         for (int e = 0; e < 4; ++e)
@@ -116,7 +128,10 @@ __device__ __forceinline__ void add_rows(float4 (&sum)[Tile::per_stay][Tile::hea
 #pragma unroll
                 for (int x = 0; x < R; ++x) {
                     float4 &to = OWN ? own[x][c] : sum[x][c];
-                    to.x += w[x][e] * b.x, to.y += w[x][e] * b.y, to.z += w[x][e] * b.z, to.w += w[x][e] * b.w;
+                    to.x += w[x][e] * b.x;
+                    to.y += w[x][e] * b.y;
+                    to.z += w[x][e] * b.z;
+                    to.w += w[x][e] * b.w;
                 }
             }
     }
@@ -124,15 +139,17 @@ __device__ __forceinline__ void add_rows(float4 (&sum)[Tile::per_stay][Tile::hea
     for (int x = 0; OWN && x < R; ++x)
 #pragma unroll
         for (int c = 0; c < C; ++c) {
-            sum[x][c].x += own[x][c].x, sum[x][c].y += own[x][c].y;
-            sum[x][c].z += own[x][c].z, sum[x][c].w += own[x][c].w;
+            sum[x][c].x += own[x][c].x;
+            sum[x][c].y += own[x][c].y;
+            sum[x][c].z += own[x][c].z;
+            sum[x][c].w += own[x][c].w;
         }
 }
 
 template <class Tile>
 __device__ __forceinline__ void store_sums(float *to_g, int64_t row_stride,
-                                           const float4 (&sum)[Tile::per_stay][Tile::head_dim / 64], float factor,
-                                           int row, int col, int rows, int columns) {
+                                           const float4 (&sum)[Tile::per_stay][Tile::head_dim / 64],
+                                           float factor, int row, int col, int rows, int columns) {
 #pragma unroll
     for (int x = 0; x < Tile::per_stay; ++x)
 #pragma unroll
@@ -144,27 +161,33 @@ __device__ __forceinline__ void store_sums(float *to_g, int64_t row_stride,
         }
 }
 
-/* ---- 3. one kernel for both sides -------------------------------------------------------------------------------- */
+/* ---- 3. one kernel for both sides ------------------------------------------------------------ */
 template <class Tile, bool KEYS>
-__global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks) bwd_simt_kernel(const __grid_constant__ Bwd g) {
+__global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks)
+    bwd_simt_kernel(const __grid_constant__ Bwd g) {
     typedef SimtSmem<Tile> S;
-    constexpr int R = Tile::per_stay, P = Tile::per_pass, STAY = Tile::stay, PASS = Tile::pass, C = Tile::head_dim / 64;
+    constexpr int R = Tile::per_stay, P = Tile::per_pass, STAY = Tile::stay, PASS = Tile::pass,
+                  C = Tile::head_dim / 64;
     extern __shared__ __align__(16) float smem_f[];
     const smem_addr smem_s = cvta_to_shared(smem_f);
     const Problem &p = g.p;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int my_row = warp / 2 * 4 + lane / 8, my_col = warp % 2 * 8 + lane % 8; /* and every 16th */
+    /* and every 16th */
+    const int my_row = warp / 2 * 4 + lane / 8, my_col = warp % 2 * 8 + lane % 8;
 
     /* 3.1 what stays, what passes */
-    const int tiles = ((KEYS ? p.seq_k : p.seq_q) + STAY - 1) / STAY, heads = KEYS ? p.heads_kv : p.heads_q;
-    const int at = (KEYS ? blockIdx.x % tiles : tiles - 1 - blockIdx.x % tiles) * STAY; /* most work first if causal */
+    const int tiles = ((KEYS ? p.seq_k : p.seq_q) + STAY - 1) / STAY,
+              heads = KEYS ? p.heads_kv : p.heads_q;
+    /* most work first if causal */
+    const int at = (KEYS ? blockIdx.x % tiles : tiles - 1 - blockIdx.x % tiles) * STAY;
     const int my_head = blockIdx.x / tiles % heads, b = blockIdx.x / tiles / heads;
     const int kv_head = KEYS ? my_head : my_head / p.group;
     const Sequence s = sequence_of(p, b);
     const int length = KEYS ? s.seq_k : s.seq_q;
     if (at >= length) return;
     const Interval seen = seen_keys(s);
-    Interval seeing = {0, 0}, pass = {0, 0}; /* rows that see any key; the passing side's part that counts here */
+    /* rows that see any key; the passing side's part that counts here */
+    Interval seeing = {0, 0}, pass = {0, 0};
     if (seen.lo < seen.hi) seeing = seeing_rows(s, seen.lo, seen.hi);
     const Interval &staying = KEYS ? seen : seeing;
     const int lo = max(at, staying.lo), hi = min(at + STAY, staying.hi);
@@ -175,50 +198,59 @@ __global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks) bwd_simt_kernel(co
             pass = {s.span.lo(lo), s.span.hi(hi - 1)};
     }
     const unsigned width = s.span.hi_off - s.span.lo_off;
-    const float *k_g = (const float *)p.k.data + b * p.k.batch + kv_head * p.k.head + s.k0 * p.k.row;
-    const float *v_g = (const float *)p.v.data + b * p.v.batch + kv_head * p.v.head + s.k0 * p.v.row;
+    const float *k_g =
+        (const float *)p.k.data + b * p.k.batch + kv_head * p.k.head + s.k0 * p.k.row;
+    const float *v_g =
+        (const float *)p.v.data + b * p.v.batch + kv_head * p.v.head + s.k0 * p.v.row;
 
     /* 3.2 what stays, once: its addresses would take registers in the steps */
     if (pass.lo < pass.hi) {
-        const float *q_g = (const float *)p.q.data + b * p.q.batch + my_head * p.q.head + s.q0 * p.q.row;
-        const float *grad_out_g =
-            (const float *)g.grad_out.data + b * g.grad_out.batch + my_head * g.grad_out.head + s.q0 * g.grad_out.row;
+        const float *q_g =
+            (const float *)p.q.data + b * p.q.batch + my_head * p.q.head + s.q0 * p.q.row;
+        const float *grad_out_g = (const float *)g.grad_out.data + b * g.grad_out.batch +
+                                  my_head * g.grad_out.head + s.q0 * g.grad_out.row;
         const float *stay_a_g = KEYS ? k_g : q_g, *stay_b_g = KEYS ? v_g : grad_out_g;
-        const int64_t stay_a_row = KEYS ? p.k.row : p.q.row, stay_b_row = KEYS ? p.v.row : g.grad_out.row;
-        copy_floats<Tile, STAY>(smem_s + S::stay_a * 4, stay_a_g + at * stay_a_row, stay_a_row, staying.lo - at,
-                                staying.hi - at, p.head_dim);
-        copy_floats<Tile, STAY>(smem_s + S::stay_b * 4, stay_b_g + at * stay_b_row, stay_b_row, staying.lo - at,
-                                staying.hi - at, p.head_dim_v);
+        const int64_t stay_a_row = KEYS ? p.k.row : p.q.row,
+                      stay_b_row = KEYS ? p.v.row : g.grad_out.row;
+        copy_floats<Tile, STAY>(smem_s + S::stay_a * 4, stay_a_g + at * stay_a_row, stay_a_row,
+                                staying.lo - at, staying.hi - at, p.head_dim);
+        copy_floats<Tile, STAY>(smem_s + S::stay_b * 4, stay_b_g + at * stay_b_row, stay_b_row,
+                                staying.lo - at, staying.hi - at, p.head_dim_v);
     }
 
     float4 sum_a[R][C] = {}, sum_b[R][C] = {}; /* dK, dV; or dQ alone */
 #pragma unroll 1
-    for (int head = KEYS ? kv_head * p.group : my_head; head < (KEYS ? (kv_head + 1) * p.group : my_head + 1); ++head) {
-        const float *q_g = (const float *)p.q.data + b * p.q.batch + head * p.q.head + s.q0 * p.q.row;
-        const float *grad_out_g =
-            (const float *)g.grad_out.data + b * g.grad_out.batch + head * g.grad_out.head + s.q0 * g.grad_out.row;
-        const float2 *stats =
-            (const float2 *)g.stats + ((int64_t)head * g.row_tiles + row_tile_of(g, s, b)) * g.tile_rows;
+    for (int head = KEYS ? kv_head * p.group : my_head;
+         head < (KEYS ? (kv_head + 1) * p.group : my_head + 1); ++head) {
+        const float *q_g =
+            (const float *)p.q.data + b * p.q.batch + head * p.q.head + s.q0 * p.q.row;
+        const float *grad_out_g = (const float *)g.grad_out.data + b * g.grad_out.batch +
+                                  head * g.grad_out.head + s.q0 * g.grad_out.row;
+        const float2 *stats = (const float2 *)g.stats +
+                              ((int64_t)head * g.row_tiles + row_tile_of(g, s, b)) * g.tile_rows;
         const Score score = score_of(p, s, b, head);
         const float *pass_a_g = KEYS ? q_g : k_g, *pass_b_g = KEYS ? grad_out_g : v_g;
-        const int64_t pass_a_row = KEYS ? p.q.row : p.k.row, pass_b_row = KEYS ? g.grad_out.row : p.v.row;
+        const int64_t pass_a_row = KEYS ? p.q.row : p.k.row,
+                      pass_b_row = KEYS ? g.grad_out.row : p.v.row;
         const Interval &passing = KEYS ? seeing : seen;
 #pragma unroll 1
         for (int at2 = pass.lo; at2 < pass.hi; at2 += PASS) {
             /* 3.3 what passes */
             __syncthreads(); /* the tiles of the step before have been read */
-            copy_floats<Tile, PASS>(smem_s + S::pass_a * 4, pass_a_g + at2 * pass_a_row, pass_a_row, passing.lo - at2,
-                                    passing.hi - at2, p.head_dim);
-            copy_floats<Tile, PASS>(smem_s + S::pass_b * 4, pass_b_g + at2 * pass_b_row, pass_b_row, passing.lo - at2,
-                                    passing.hi - at2, p.head_dim_v);
+            copy_floats<Tile, PASS>(smem_s + S::pass_a * 4, pass_a_g + at2 * pass_a_row, pass_a_row,
+                                    passing.lo - at2, passing.hi - at2, p.head_dim);
+            copy_floats<Tile, PASS>(smem_s + S::pass_b * 4, pass_b_g + at2 * pass_b_row, pass_b_row,
+                                    passing.lo - at2, passing.hi - at2, p.head_dim_v);
             cp_async_commit_group();
             cp_async_wait_group<0>();
             __syncthreads(); /* they are there for all threads */
 
             /* 3.4 S and dP, then P and dS */
             float qk[R][P], dp[R][P];
-            dot_rows<Tile>(qk, smem_f + S::stay_a + my_row * S::row, smem_f + S::pass_a + my_col * S::row);
-            dot_rows<Tile>(dp, smem_f + S::stay_b + my_row * S::row, smem_f + S::pass_b + my_col * S::row);
+            dot_rows<Tile>(qk, smem_f + S::stay_a + my_row * S::row,
+                           smem_f + S::pass_a + my_col * S::row);
+            dot_rows<Tile>(dp, smem_f + S::stay_b + my_row * S::row,
+                           smem_f + S::pass_b + my_col * S::row);
 #pragma unroll
             for (int x = 0; x < R; ++x)
 #pragma unroll
@@ -239,56 +271,67 @@ __global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks) bwd_simt_kernel(co
             __syncthreads(); /* P and dS are whole */
 
             /* 3.5 sums */
-            add_rows<Tile>(sum_a, smem_f + S::ds + my_row * S::score_row, smem_f + S::pass_a + my_col * 4);
-            if (KEYS) add_rows<Tile>(sum_b, smem_f + S::p + my_row * S::score_row, smem_f + S::pass_b + my_col * 4);
+            add_rows<Tile>(sum_a, smem_f + S::ds + my_row * S::score_row,
+                           smem_f + S::pass_a + my_col * 4);
+            if (KEYS)
+                add_rows<Tile>(sum_b, smem_f + S::p + my_row * S::score_row,
+                               smem_f + S::pass_b + my_col * 4);
         }
     }
 
     /* 3.6 results */
     const float scale = (float)p.rules.scale;
     if (KEYS) {
-        float *dk = (float *)g.dk.data + b * g.dk.batch + kv_head * g.dk.head + ((int64_t)s.k0 + at) * g.dk.row;
-        float *dv = (float *)g.dv.data + b * g.dv.batch + kv_head * g.dv.head + ((int64_t)s.k0 + at) * g.dv.row;
+        float *dk = (float *)g.dk.data + b * g.dk.batch + kv_head * g.dk.head +
+                    ((int64_t)s.k0 + at) * g.dk.row;
+        float *dv = (float *)g.dv.data + b * g.dv.batch + kv_head * g.dv.head +
+                    ((int64_t)s.k0 + at) * g.dv.row;
         store_sums<Tile>(dk, g.dk.row, sum_a, scale, my_row, my_col * 4, length - at, p.head_dim);
         store_sums<Tile>(dv, g.dv.row, sum_b, 1, my_row, my_col * 4, length - at, p.head_dim_v);
     } else {
-        float *dq = (float *)g.dq.data + b * g.dq.batch + my_head * g.dq.head + ((int64_t)s.q0 + at) * g.dq.row;
+        float *dq = (float *)g.dq.data + b * g.dq.batch + my_head * g.dq.head +
+                    ((int64_t)s.q0 + at) * g.dq.row;
         store_sums<Tile>(dq, g.dq.row, sum_a, scale, my_row, my_col * 4, length - at, p.head_dim);
     }
 }
 
-/* ---- 4. launch --------------------------------------------------------------------------------------------------- */
+/* ---- 4. launch ------------------------------------------------------------------------------- */
 template <class Tile> int64_t key_blocks(const Problem &p) {
     return gk_ceil_div(p.seq_k, Tile::stay) * p.heads_kv * p.batch;
 }
 
-template <class Tile> bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
+template <class Tile>
+bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
     if (!tile_takes(ctx, a, Tile::head_dim, SimtSmem<Tile>::bytes)) return false;
     Bwd &g = gk_own<Bwd>(to) = bwd_of(ctx, a, BWD_PLAIN_ROWS, 0);
-    g.lse_factor = 1, g.dp_part = SIMT_PART;
-    to->tile[0] = Tile::pass, to->tile[1] = Tile::stay;
+    g.lse_factor = 1;
+    g.dp_part = SIMT_PART;
+    to->tile[0] = Tile::pass;
+    to->tile[1] = Tile::stay;
     to->tasks = key_blocks<Tile>(g.p);
     to->workspace_bytes = stats_bytes(g, sizeof(float));
     return true;
 }
 
-template <class Tile> gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
+template <class Tile>
+gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
     const char *op = "gk_flash_attn_bwd";
     Bwd g = gk_own<Bwd>(plan);
     g.stats = workspace;
     gk_status status = bwd_pre(ctx, GK_F32, g, GK_F32);
     const int64_t row_blocks = gk_ceil_div(g.p.seq_q, Tile::stay) * g.p.heads_q * g.p.batch;
     if (status == GK_OK)
-        status = launch<bwd_simt_kernel<Tile, true>>(op, ctx, dim3((unsigned)key_blocks<Tile>(g.p)), SIMT_THREADS,
-                                                     SimtSmem<Tile>::bytes, g);
+        status = launch<bwd_simt_kernel<Tile, true>>(op, ctx, dim3((unsigned)key_blocks<Tile>(g.p)),
+                                                     SIMT_THREADS, SimtSmem<Tile>::bytes, g);
     if (status == GK_OK)
-        status = launch<bwd_simt_kernel<Tile, false>>(op, ctx, dim3((unsigned)row_blocks), SIMT_THREADS,
-                                                      SimtSmem<Tile>::bytes, g);
+        status = launch<bwd_simt_kernel<Tile, false>>(op, ctx, dim3((unsigned)row_blocks),
+                                                      SIMT_THREADS, SimtSmem<Tile>::bytes, g);
     return status;
 }
 
-#define ROW(NAME, TILE) {NAME, GK_F32, plan<TILE>, run<TILE>, {TILE::head_dim, TILE::pass, TILE::stay}, NULL}
+#define ROW(NAME, TILE) \
+    {NAME, GK_F32, plan<TILE>, run<TILE>, {TILE::head_dim, TILE::pass, TILE::stay}, NULL}
 
 const gk_cuda_instance table[] = {
     ROW("flash_attn_bwd_simt_f32_d64", BwdSimt64),
@@ -298,4 +341,5 @@ const gk_cuda_instance table[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_bwd_simt_table = {table, sizeof table / sizeof table[0], 80, NULL};
+extern "C" const gk_cuda_table gk_flash_attn_bwd_simt_table = {
+    table, sizeof table / sizeof table[0], 80, NULL};

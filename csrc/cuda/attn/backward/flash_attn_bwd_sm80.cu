@@ -1,12 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_sm80: the gradients of attention in bfloat16 and float16 on the tensor cores, by the kernels of bwd_sm80.cuh.
- * Not here: dropout (flash_attn_bwd_drop_sm80), float32 (flash_attn_bwd_simt), float64, unaligned rows (flash_attn_bwd_plain). */
+/* flash_attn_bwd_sm80: the gradients of attention in bfloat16 and float16 on the tensor cores, by
+ * the kernels of bwd_sm80.cuh. Not here: dropout (flash_attn_bwd_drop_sm80), float32
+ * (flash_attn_bwd_simt), float64, unaligned rows (flash_attn_bwd_plain). */
 #include "bwd_sm80_run.cuh"
 
 namespace {
 
-#define ROW(NAME, DTYPE, T, TILE, DQ_TILE) \
-    {NAME, DTYPE, plan<TILE, DQ_TILE>, run<T, TILE, DQ_TILE, false>, {TILE::head_dim, TILE::bq, TILE::bkv}, NULL}
+#define ROW(NAME, DTYPE, T, TILE, DQ_TILE)  \
+    {NAME,                                  \
+     DTYPE,                                 \
+     plan<TILE, DQ_TILE>,                   \
+     run<T, TILE, DQ_TILE, false>,          \
+     {TILE::head_dim, TILE::bq, TILE::bkv}, \
+     NULL}
 
 const gk_cuda_instance table[] = {
     ROW("flash_attn_bwd_sm80_bf16_d64", GK_BF16, __nv_bfloat16, Bwd64, BwdDq64),
@@ -23,4 +29,5 @@ const gk_cuda_instance table[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_bwd_sm80_table = {table, sizeof table / sizeof table[0], 80, NULL};
+extern "C" const gk_cuda_table gk_flash_attn_bwd_sm80_table = {
+    table, sizeof table / sizeof table[0], 80, NULL};

@@ -1,17 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_sm90a: the gradients of attention on Hopper's tensor cores, 16-bit, dense and packed, every modifier.
- * FlashAttention-2's backward (Dao 2023, arXiv:2307.08691, Algorithm 2) and the equations of bwd.cuh, transposed
- * so that P and dS are left operands as they lie in registers:
+/* flash_attn_bwd_sm90a: the gradients of attention on Hopper's tensor cores, 16-bit, dense and
+ * packed, every modifier. FlashAttention-2's backward (Dao 2023, arXiv:2307.08691, Algorithm 2) and
+ * the equations of bwd.cuh, transposed so that P and dS are left operands as they lie in registers:
  *   S^T = K Q^T   dP^T = V dO^T   P^T = 2^(c S^T - lse)   dS^T = P^T (dP^T - delta)
  *   dV += P^T dO   dK += dS^T Q   dQ^T = K^T dS^T
  * q, grad_out [.., Sq, D | Dv]  k, v [.., Sk, D | Dv], as TMA can describe them; stats of the pre-pass.
- * Writes dk, dv (rounded once) and adds dQ into dq_sum (float32), which the last pass scales, rounds and writes.
- * D, Dv: multiples of 8 up to HEAD_DIM, HEAD_DIM_V; TMA fills the columns after them with zeros.
+ * Writes dk, dv (rounded once) and adds dQ into dq_sum (float32), which the last pass scales,
+ * rounds and writes. D, Dv: multiples of 8 up to HEAD_DIM, HEAD_DIM_V; TMA fills the columns after
+ * them with zeros.
  *
- * Work split: a block owns 128 keys of one kv head and goes over the rows that see them, BQ at a time, of every query head
- * of the group. One warp of the producer warpgroup loads by TMA. Each of two consumer warpgroups owns 64 keys: S^T,
- * dP^T, dK and dV are its own. dQ sums over all keys: dS goes through shared memory, and each warpgroup makes one half of
- * dQ, which it adds to memory straight from its accumulators, 512 contiguous bytes a warp.
+ * Work split: a block owns 128 keys of one kv head and goes over the rows that see them, BQ at a
+ * time, of every query head of the group. One warp of the producer warpgroup loads by TMA. Each of
+ * two consumer warpgroups owns 64 keys: S^T, dP^T, dK and dV are its own. dQ sums over all keys: dS
+ * goes through shared memory, and each warpgroup makes one half of dQ, which it adds to memory
+ * straight from its accumulators, 512 contiguous bytes a warp.
  *
  * A step of a consumer                                           (tensor cores work in the background)
  *   issue S^T, dP^T;  wait for S^T;  P^T                          runs under dP^T
@@ -26,8 +28,9 @@
 
 namespace {
 
-/* ---- table ------------------------------------------------------------------------------------------- */
-#define ROWS(label, TILE) BWD_ROWS("flash_attn_bwd_sm90a", label, BwdConsumer, TILE, TILE##Score, TILE##ScoreOrdered)
+/* ---- table ----------------------------------------------------------------------------------- */
+#define ROWS(label, TILE) \
+    BWD_ROWS("flash_attn_bwd_sm90a", label, BwdConsumer, TILE, TILE##Score, TILE##ScoreOrdered)
 
 /* Softcap and ALiBi have tiles of 64 rows at any length. */
 const gk_cuda_instance instances[] = {
@@ -37,5 +40,5 @@ const gk_cuda_instance instances[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_bwd_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
-                                                                NULL};
+extern "C" const gk_cuda_table gk_flash_attn_bwd_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, NULL};

@@ -1,14 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_wide_sm90a: flash_attn_bwd_sm90a (see there for the equations) for head_dim up to 256, where dK and dV of 64
- * keys fill the registers of a warpgroup each.
+/* flash_attn_bwd_wide_sm90a: flash_attn_bwd_sm90a (see there for the equations) for head_dim up to
+ * 256, where dK and dV of 64 keys fill the registers of a warpgroup each.
  * q, grad_out [.., Sq, D | Dv]  k, v [.., Sk, D | Dv], as TMA can describe them; stats of the pre-pass.
- * Writes dk, dv (rounded once) and adds dQ into dq_sum (float32), which the last pass scales, rounds and writes.
+ * Writes dk, dv (rounded once) and adds dQ into dq_sum (float32), which the last pass scales,
+ * rounds and writes.
  *
- * Work split: a block owns 64 keys of one kv head and goes over the rows that see them, BQ at a time. Warpgroup 0 makes S^T, P^T
- * and dV, warpgroup 1 dP^T, dS^T and dK, so that P^T and dS^T are left operands as they lie in registers. P goes from 0 to 1
- * through shared memory, in float32. Two blocks of neighbouring keys are a pair, a cluster, and take the same steps: each sends its dS^T
- * to the other, and makes half of the columns of dQ^T = K^T dS^T over the keys of both, 64 of d a warpgroup, which adds them to
- * memory straight from its accumulators. So dQ is added half as often: the additions are what a block without a pair waits for.
+ * Work split: a block owns 64 keys of one kv head and goes over the rows that see them, BQ at a
+ * time. Warpgroup 0 makes S^T, P^T and dV, warpgroup 1 dP^T, dS^T and dK, so that P^T and dS^T are
+ * left operands as they lie in registers. P goes from 0 to 1 through shared memory, in float32. Two
+ * blocks of neighbouring keys are a pair, a cluster, and take the same steps: each sends its dS^T
+ * to the other, and makes half of the columns of dQ^T = K^T dS^T over the keys of both, 64 of d a
+ * warpgroup, which adds them to memory straight from its accumulators. So dQ is added half as
+ * often: the additions are what a block without a pair waits for.
  *
  * A step                                                       (tensor cores work in the background)
  *   warpgroup 0                                            warpgroup 1
@@ -24,11 +27,12 @@
 
 namespace {
 
-/* P^T with softcap and ALiBi, packed, and in place of S^T what dS is a multiple of: P times the cap's derivative. key, row: of
- * element 0. */
+/* P^T with softcap and ALiBi, packed, and in place of S^T what dS is a multiple of: P times the
+ * cap's derivative. key, row: of element 0. */
 template <class T, int M>
-__device__ __forceinline__ void modified_weights(float (&s)[M], uint32_t (&p)[M / 2], smem_addr lse_s,
-                                                 const Score &score, const Sequence &seq, int key, int row) {
+__device__ __forceinline__ void modified_weights(float (&s)[M], uint32_t (&p)[M / 2],
+                                                 smem_addr lse_s, const Score &score,
+                                                 const Sequence &seq, int key, int row) {
     const BwdMask mask(seq, key, row);
     const float distance0 = (float)(row + score.position0 - key);
 #pragma unroll
@@ -38,15 +42,19 @@ __device__ __forceinline__ void modified_weights(float (&s)[M], uint32_t (&p)[M 
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             float derivative;
-            const float logit = score_fast(score, s[4 * n + e], distance0 + (8 * n + e % 2 - e / 2 * 8), &derivative);
-            w[e] = mask.sees(n, e) ? ex2_approx_ftz(logit * LOG2_E - __uint_as_float(e & 1 ? lse.y : lse.x)) : 0;
+            const float logit = score_fast(score, s[4 * n + e],
+                                           distance0 + (8 * n + e % 2 - e / 2 * 8), &derivative);
+            w[e] = mask.sees(n, e)
+                       ? ex2_approx_ftz(logit * LOG2_E - __uint_as_float(e & 1 ? lse.y : lse.x))
+                       : 0;
             s[4 * n + e] = w[e] * derivative;
         }
-        p[2 * n] = pack2<T>(w[0], w[1]), p[2 * n + 1] = pack2<T>(w[2], w[3]);
+        p[2 * n] = pack2<T>(w[0], w[1]);
+        p[2 * n + 1] = pack2<T>(w[2], w[3]);
     }
 }
 
-/* ---- 1. the two consumer warpgroups --------------------------------------------------------------------- */
+/* ---- 1. the two consumer warpgroups ---------------------------------------------------------- */
 template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideConsumer {
     typedef Tile_ Tile;
     typedef T Element, Grad;
@@ -54,7 +62,8 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
     typedef BwdSmem<Tile> S;
     static constexpr int BQ = Tile::BQ, BKV = Tile::BKV, D = Tile::HEAD_DIM, N = BQ / 8;
     static_assert(D == Tile::HEAD_DIM_V && BKV == 64 && D > 128 && Tile::PAIR,
-                  "dV and dK are made alike; of four blocks of 64 of d each of four warpgroups makes one of dQ");
+                  "dV and dK are made alike; of four blocks of 64 of d each of four warpgroups "
+                  "makes one of dQ");
     float sum[D / 2]; /* dV in warpgroup 0, dK in warpgroup 1 */
 
     /* What both warpgroups find everywhere. */
@@ -63,50 +72,67 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
         int warpgroup, dq_block; /* which 64 of d of dQ are this warpgroup's */
         bool signals;            /* this thread arrives for its warpgroup */
 
-        __device__ __forceinline__ tma_steps<Tile::STAGES> ring() const { return {smem_s + S::RING}; }
-        __device__ __forceinline__ tma_steps<Tile::O_STAGES> o_ring() const { return {smem_s + S::O_RING}; }
-        __device__ __forceinline__ smem_addr q(int n) const { return smem_s + S::Q_AT + ring().stage(n) * S::Q::bytes; }
+        __device__ __forceinline__ tma_steps<Tile::STAGES> ring() const {
+            return {smem_s + S::RING};
+        }
+        __device__ __forceinline__ tma_steps<Tile::O_STAGES> o_ring() const {
+            return {smem_s + S::O_RING};
+        }
+        __device__ __forceinline__ smem_addr q(int n) const {
+            return smem_s + S::Q_AT + ring().stage(n) * S::Q::bytes;
+        }
         __device__ __forceinline__ smem_addr o(int n) const {
             return smem_s + S::O_AT + o_ring().stage(n) * S::O::bytes;
         }
-        __device__ __forceinline__ smem_addr ds(int n) const { return smem_s + S::DS_AT + (n & 1) * S::Scores::bytes; }
+        __device__ __forceinline__ smem_addr ds(int n) const {
+            return smem_s + S::DS_AT + (n & 1) * S::Scores::bytes;
+        }
         __device__ __forceinline__ smem_addr peer_ds(int n) const {
             return smem_s + S::PEER_DS_AT + (n & 1) * S::Scores::bytes;
         }
         /* Where this lane has four of its P^T; the next four are 2 KiB on. */
-        __device__ __forceinline__ smem_addr own_p() const { return smem_s + S::P_AT + mov_tid_x() % 128 * 16; }
+        __device__ __forceinline__ smem_addr own_p() const {
+            return smem_s + S::P_AT + mov_tid_x() % 128 * 16;
+        }
     };
 
     /* ---- products; each is a group ---- */
     /* S^T or dP^T. */
-    static __device__ __forceinline__ void issue_scores(float (&s)[N * 4], smem_addr keys_s, smem_addr rows_s) {
+    static __device__ __forceinline__ void issue_scores(float (&s)[N * 4], smem_addr keys_s,
+                                                        smem_addr rows_s) {
         wgmma_fence();
 #pragma unroll
         for (int kk = 0; kk < D; kk += 16)
-            wgmma_ss<T, BQ, 0, 0>(s, S::K::k_major(keys_s, 0, kk), S::Q::k_major(rows_s, 0, kk), kk > 0);
+            wgmma_ss<T, BQ, 0, 0>(s, S::K::k_major(keys_s, 0, kk), S::Q::k_major(rows_s, 0, kk),
+                                  kk > 0);
         wgmma_commit_group();
     }
     /* dV or dK. left: P^T or dS^T; rows_s: dO or Q. */
     __device__ __forceinline__ void issue_sum(const uint32_t (&left)[N * 2], smem_addr rows_s) {
         wgmma_fence();
 #pragma unroll
-        for (int kk = 0; kk < BQ; kk += 16) wgmma_rs<T, D, 1>(sum, left + kk / 4, S::Q::mn_major(rows_s, kk), true);
+        for (int kk = 0; kk < BQ; kk += 16)
+            wgmma_rs<T, D, 1>(sum, left + kk / 4, S::Q::mn_major(rows_s, kk), true);
         wgmma_commit_group();
     }
-    /* 64 of d of dQ^T from one block's keys; panel_s: of its K. Of three panels the fourth is what lies behind K, and what comes of it is
-     * not added to memory. */
-    static __device__ __forceinline__ void issue_dq(float (&dq)[BQ / 2], smem_addr panel_s, smem_addr ds_s, bool add) {
+    /* 64 of d of dQ^T from one block's keys; panel_s: of its K. Of three panels the fourth is what
+     * lies behind K, and what comes of it is not added to memory. */
+    static __device__ __forceinline__ void issue_dq(float (&dq)[BQ / 2], smem_addr panel_s,
+                                                    smem_addr ds_s, bool add) {
         wgmma_fence();
 #pragma unroll
         for (int kk = 0; kk < BKV; kk += 16)
-            wgmma_ss<T, BQ, 1, 1>(dq, S::K::mn_major(panel_s, kk), S::Scores::mn_major(ds_s, kk), add || kk > 0);
+            wgmma_ss<T, BQ, 1, 1>(dq, S::K::mn_major(panel_s, kk), S::Scores::mn_major(ds_s, kk),
+                                  add || kk > 0);
         wgmma_commit_group();
     }
 
     /* ---- P and dS ---- */
-    /* P^T of S^T, packed; and in place of S^T what dS is a multiple of: P, with softcap times its derivative. */
-    static __device__ __forceinline__ void weigh(float (&s)[N * 4], uint32_t (&p)[N * 2], const BwdHopperParams &x,
-                                                 const BwdWork &w, const BwdTileOf &t, smem_addr lse_s) {
+    /* P^T of S^T, packed; and in place of S^T what dS is a multiple of: P, with softcap times its
+     * derivative. */
+    static __device__ __forceinline__ void weigh(float (&s)[N * 4], uint32_t (&p)[N * 2],
+                                                 const BwdHopperParams &x, const BwdWork &w,
+                                                 const BwdTileOf &t, smem_addr lse_s) {
         const Bwd &g = x.g;
         const int row = t.i0 + laneid() % 4 * 2;
         if (MODIFIED) {
@@ -122,19 +148,21 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
     static __device__ __forceinline__ void store_p(smem_addr own_s, const float (&s)[N * 4]) {
 #pragma unroll
         for (int n = 0; n < N; ++n)
-            st_shared_128(own_s + n * 2048, make_uint4(__float_as_uint(s[4 * n]), __float_as_uint(s[4 * n + 1]),
-                                                       __float_as_uint(s[4 * n + 2]), __float_as_uint(s[4 * n + 3])));
+            st_shared_128(own_s + n * 2048,
+                          make_uint4(__float_as_uint(s[4 * n]), __float_as_uint(s[4 * n + 1]),
+                                     __float_as_uint(s[4 * n + 2]), __float_as_uint(s[4 * n + 3])));
     }
-    static __device__ __forceinline__ void make_ds(uint32_t (&ds)[N * 2], const float (&dp)[N * 4], smem_addr own_s,
-                                                   smem_addr delta_s) {
+    static __device__ __forceinline__ void make_ds(uint32_t (&ds)[N * 2], const float (&dp)[N * 4],
+                                                   smem_addr own_s, smem_addr delta_s) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             const uint2 delta = ld_shared_64(delta_s + n * 32);
             const uint4 p = ld_shared_128(own_s + n * 2048);
             const float d0 = __uint_as_float(delta.x), d1 = __uint_as_float(delta.y);
-            ds[2 * n] = pack2<T>(__uint_as_float(p.x) * (dp[4 * n] - d0), __uint_as_float(p.y) * (dp[4 * n + 1] - d1));
-            ds[2 * n + 1] =
-                pack2<T>(__uint_as_float(p.z) * (dp[4 * n + 2] - d0), __uint_as_float(p.w) * (dp[4 * n + 3] - d1));
+            ds[2 * n] = pack2<T>(__uint_as_float(p.x) * (dp[4 * n] - d0),
+                                 __uint_as_float(p.y) * (dp[4 * n + 1] - d1));
+            ds[2 * n + 1] = pack2<T>(__uint_as_float(p.z) * (dp[4 * n + 2] - d0),
+                                     __uint_as_float(p.w) * (dp[4 * n + 3] - d1));
         }
     }
     /* dS^T [64 keys][rows]. */
@@ -149,7 +177,8 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
 
     /* ---- the end of a step: dQ, whose tile is `tile` ---- */
     /* dS of step n is whole. After it nothing is under way, and the next step's Q is there. */
-    __device__ __forceinline__ void make_dq(const Block &k, const Bwd &g, int n, int steps, int tile) {
+    __device__ __forceinline__ void make_dq(const Block &k, const Bwd &g, int n, int steps,
+                                            int tile) {
         float dq[BQ / 2];
         issue_dq(dq, k.smem_s + S::K_AT + k.dq_block * S::K::panel_bytes, k.ds(n), false);
         if (k.warpgroup == 0) { /* dV is over: the next dO can come */
@@ -157,12 +186,15 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
             if (k.signals) mbarrier_arrive(k.o_ring().empty(n));
         }
         mbarrier_wait(k.smem_s + S::peer_full(n), n / 2 & 1);
-        issue_dq(dq, k.smem_s + S::PEER_K_AT + k.warpgroup * S::PeerK::panel_bytes, k.peer_ds(n), true);
+        issue_dq(dq, k.smem_s + S::PEER_K_AT + k.warpgroup * S::PeerK::panel_bytes, k.peer_ds(n),
+                 true);
         if (ORDERED) wait_turn<Tile>(k.smem_s, n);
-        /* the next step's Q is asked for before the additions below fill the queue that the answer comes through */
+        /* the next step's Q is asked for before the additions below fill the queue that the answer
+         * comes through */
         k.ring().wait_full(min(n + 1, steps - 1));
         wgmma_wait_group<0>();
-        wgmma_pin(dq), wgmma_pin(sum);
+        wgmma_pin(dq);
+        wgmma_pin(sum);
         if (k.signals) mbarrier_arrive(k.ring().empty(n));
         if (D == 256 || k.dq_block < D / 64)
             add_dq<0>(own_dq<Tile>(g, tile, 4 * k.dq_block + mov_tid_x() / 32 % 4), dq);
@@ -170,8 +202,9 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
     }
 
     /* ---- the warpgroups ---- */
-    __device__ __forceinline__ void run_weights(const Block &k, const BwdHopperParams &x, const BwdWork &w,
-                                                const BwdTileOf *tiles, int steps) {
+    __device__ __forceinline__ void run_weights(const Block &k, const BwdHopperParams &x,
+                                                const BwdWork &w, const BwdTileOf *tiles,
+                                                int steps) {
 #pragma unroll 1
         for (int n = 0; n < steps; ++n) {
             const BwdTileOf &t = tiles[k.ring().stage(n)];
@@ -191,8 +224,8 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
         }
     }
 
-    __device__ __forceinline__ void run_gradients(const Block &k, const BwdHopperParams &x, const BwdTileOf *tiles,
-                                                  int steps) {
+    __device__ __forceinline__ void run_gradients(const Block &k, const BwdHopperParams &x,
+                                                  const BwdTileOf *tiles, int steps) {
 #pragma unroll 1
         for (int n = 0; n < steps; ++n) {
             const int tile = tiles[k.ring().stage(n)].tile;
@@ -208,15 +241,17 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
             store_ds(k.ds(n), ds);
             fence_proxy_async();
             bar_arrive(BAR_SENT_DS + (n & 1), 128 + 32);
-            bar_arrive(BAR_DS, 256); /* warpgroup 0 stores the next P only after it, when this one is read */
+            /* warpgroup 0 stores the next P only after it, when this one is read */
+            bar_arrive(BAR_DS, 256);
             bar_sync(BAR_OWN_DS, 128);
             issue_sum(ds, k.q(n));
             make_dq(k, x.g, n, steps, tile);
         }
     }
 
-    __device__ __forceinline__ void run(const BwdHopperParams &x, const BwdWork &w, const unsigned char *smem,
-                                        smem_addr smem_s, int warpgroup) {
+    __device__ __forceinline__ void run(const BwdHopperParams &x, const BwdWork &w,
+                                        const unsigned char *smem, smem_addr smem_s,
+                                        int warpgroup) {
         const int steps = w.tiles * x.g.p.group;
         const Block k = {smem_s, warpgroup, 2 * w.rank + warpgroup, threadIdx.x % 128 == 0};
         const BwdTileOf *tiles = (const BwdTileOf *)(smem + S::TILES);
@@ -230,22 +265,24 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
             run_gradients(k, x, tiles, steps);
     }
 
-    __device__ __forceinline__ void store(const BwdHopperParams &x, const BwdWork &w, smem_addr smem_s,
-                                          int warpgroup) const {
+    __device__ __forceinline__ void store(const BwdHopperParams &x, const BwdWork &w,
+                                          smem_addr smem_s, int warpgroup) const {
         const Bwd &g = x.g;
         if (warpgroup == 0)
             store_rows<T, typename S::V>(g.dv, w, smem_s + S::V_AT, sum, 1.f, g.p.head_dim_v, 0);
         else
-            store_rows<T, typename S::K>(g.dk, w, smem_s + S::K_AT, sum, (float)g.p.rules.scale, g.p.head_dim, 0);
+            store_rows<T, typename S::K>(g.dk, w, smem_s + S::K_AT, sum, (float)g.p.rules.scale,
+                                         g.p.head_dim, 0);
     }
 };
 
-/* ---- 2. table ------------------------------------------------------------------------------------------- */
-#define ROWS(label, TILE) BWD_ROWS("flash_attn_bwd_wide_sm90a", label, BwdWideConsumer, TILE, TILE, TILE)
+/* ---- 2. table -------------------------------------------------------------------------------- */
+#define ROWS(label, TILE) \
+    BWD_ROWS("flash_attn_bwd_wide_sm90a", label, BwdWideConsumer, TILE, TILE, TILE)
 
 const gk_cuda_instance instances[] = {ROWS("d192", BwdHopper192), ROWS("d256", BwdHopper256)};
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_bwd_wide_sm90a_table = {instances, sizeof instances / sizeof instances[0],
-                                                                     90, NULL};
+extern "C" const gk_cuda_table gk_flash_attn_bwd_wide_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, NULL};

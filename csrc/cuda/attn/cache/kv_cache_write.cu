@@ -1,14 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* kv_cache_write: new keys and values go to their rows of the paged caches (Kwon et al. 2023, PagedAttention).
+/* kv_cache_write: new keys and values go to their rows of the paged caches (Kwon et al. 2023,
+ * PagedAttention).
  *   cache[s / block_size][s % block_size][h][:] = saturate(x[t][h][:] / scale[h])       s = slots[t]
- * k [T, Hkv, D], v [T, Hkv, Dv], any strides; caches [num_blocks, block_size, Hkv, D | Dv]; slots [T] int64 or int32: a
- * negative one is skipped, one past the cache is skipped and reported. The quotient is float32 (float64 for float64),
- * rounded once to nearest even. Of tokens with one slot any may win, piece by piece.
+ * k [T, Hkv, D], v [T, Hkv, Dv], any strides; caches [num_blocks, block_size, Hkv, D | Dv]; slots
+ * [T] int64 or int32: a negative one is skipped, one past the cache is skipped and reported. The
+ * quotient is float32 (float64 for float64), rounded once to nearest even. Of tokens with one slot
+ * any may win, piece by piece.
  *
- * 8-bit caches hold codes (tile/codes.cuh), with a scale or without one, and a scale may be of a page and head.
+ * 8-bit caches hold codes (tile/codes.cuh), with a scale or without one, and a scale may be of a
+ * page and head.
  *
- * Work split: a block takes up to TOKENS tokens and THREADS pieces of each (16 bytes where every row is dense and aligned,
- * else one element); a thread takes one piece of all the tokens, so it finds its head and column once.
+ * Work split: a block takes up to TOKENS tokens and THREADS pieces of each (16 bytes where every
+ * row is dense and aligned, else one element); a thread takes one piece of all the tokens, so it
+ * finds its head and column once.
  *   1. loads of the pieces: they do not wait for the slots
  *   2. the first threads turn slots into cache offsets, in shared memory: 24 bytes a token
  *   3. divide, store
@@ -36,7 +40,8 @@ struct Params {
     const void *slots;
     int64_t slot_step, capacity;
     int64_t tokens;
-    int block_size, heads, tokens_per_block, groups; /* blocks of tokens: block x takes x % groups */
+    /* blocks of tokens: block x takes x % groups */
+    int block_size, heads, tokens_per_block, groups;
     bool slots_64;
     gk_dtype code; /* of 8-bit caches */
     uint8_t *error_word;
@@ -79,7 +84,8 @@ template <> struct Bits<16> {
 template <class T, int PIECE> struct PlainPiece {
     typedef T stored;
     typedef typename Bits<(int)sizeof(T) * PIECE>::type Vector;
-    static __device__ __forceinline__ Vector of(Vector piece, const Side &side, int head, int64_t page, gk_dtype) {
+    static __device__ __forceinline__ Vector of(Vector piece, const Side &side, int head,
+                                                int64_t page, gk_dtype) {
         if (!side.scale.data) return piece;
         const typename element<T>::acc scale = side.scale.at<typename element<T>::acc>(page, head);
         T x[PIECE];
@@ -93,8 +99,9 @@ template <class T, int PIECE> struct PlainPiece {
 template <class T, int PIECE> struct CodePiece {
     typedef uint8_t stored;
     typedef typename Bits<PIECE>::type Vector;
-    static __device__ __forceinline__ Vector of(const typename Bits<(int)sizeof(T) * PIECE>::type &piece,
-                                                const Side &side, int head, int64_t page, gk_dtype code) {
+    static __device__ __forceinline__ Vector
+    of(const typename Bits<(int)sizeof(T) * PIECE>::type &piece, const Side &side, int head,
+       int64_t page, gk_dtype code) {
         const typename element<T>::acc scale = side.scale.at<typename element<T>::acc>(page, head);
         T from[PIECE];
         memcpy(from, &piece, sizeof from);
@@ -103,7 +110,8 @@ template <class T, int PIECE> struct CodePiece {
         for (int e = 0; e < PIECE; e += 4) {
             float x[4] = {};
 #pragma unroll
-            for (int i = 0; i < 4 && e + i < PIECE; ++i) x[i] = to_odd_f32(to_acc(from[e + i]) / scale);
+            for (int i = 0; i < 4 && e + i < PIECE; ++i)
+                x[i] = to_odd_f32(to_acc(from[e + i]) / scale);
             codes[e / 4] = codes_x4<CodesBySoftware>(code, x);
         }
         Vector to;
@@ -112,7 +120,8 @@ template <class T, int PIECE> struct CodePiece {
     }
 };
 
-template <class T, class Piece, int PIECE> __global__ void __launch_bounds__(THREADS) kv_cache_write_kernel(Params p) {
+template <class T, class Piece, int PIECE>
+__global__ void __launch_bounds__(THREADS) kv_cache_write_kernel(Params p) {
     typedef typename Bits<(int)sizeof(T) * PIECE>::type Vector;
     __shared__ Places places;
     const int group = blockIdx.x % p.groups;
@@ -124,7 +133,8 @@ template <class T, class Piece, int PIECE> __global__ void __launch_bounds__(THR
     const int i = blockIdx.x / p.groups * THREADS + threadIdx.x;
     const int s = i >= pieces_k;
     const Side &side = p.side[s];
-    const int rest = s ? i - pieces_k : i, head = rest / max(side.cols, 1), col = (rest - head * side.cols) * PIECE;
+    const int rest = s ? i - pieces_k : i, head = rest / max(side.cols, 1),
+              col = (rest - head * side.cols) * PIECE;
     const T *x = (const T *)side.x + token0 * side.token + head * side.head + col * side.col;
     Vector piece[TOKENS];
 #pragma unroll
@@ -134,13 +144,17 @@ template <class T, class Piece, int PIECE> __global__ void __launch_bounds__(THR
     /* 2. slots */
     if (threadIdx.x < count) {
         const int64_t at = (token0 + threadIdx.x) * p.slot_step;
-        const int64_t slot = p.slots_64 ? ((const int64_t *)p.slots)[at] : ((const int32_t *)p.slots)[at];
+        const int64_t slot =
+            p.slots_64 ? ((const int64_t *)p.slots)[at] : ((const int32_t *)p.slots)[at];
         const bool good = slot >= 0 && slot < p.capacity;
         if (slot >= p.capacity) report(p.error_word, GK_BAD_SLOTS);
-        const int64_t page = good ? slot / p.block_size : 0, row = good ? slot - page * p.block_size : 0;
-        for (int which = 0; which < 2; ++which)
-            places.page[threadIdx.x] = page,
-            places.at[which][threadIdx.x] = good ? page * p.side[which].page + row * p.side[which].row : NOWHERE;
+        const int64_t page = good ? slot / p.block_size : 0,
+                      row = good ? slot - page * p.block_size : 0;
+        for (int which = 0; which < 2; ++which) {
+            places.page[threadIdx.x] = page;
+            places.at[which][threadIdx.x] =
+                good ? page * p.side[which].page + row * p.side[which].row : NOWHERE;
+        }
     }
     __syncthreads(); /* places are written */
     if (i >= pieces) return;
@@ -155,12 +169,18 @@ template <class T, class Piece, int PIECE> __global__ void __launch_bounds__(THR
                 Piece::of(piece[t], side, head, places.page[t], p.code);
 }
 
-/* ---- launch -------------------------------------------------------------------------------------------- */
+/* ---- launch ---------------------------------------------------------------------------------- */
 Side side_of(const gk_tensor &x, const gk_tensor &cache, const gk_tensor *scale, int piece) {
     Side s = {};
-    s.x = x.data, s.cache = cache.data;
-    s.token = x.stride[0], s.head = x.stride[1], s.col = x.stride[2];
-    s.page = cache.stride[0], s.row = cache.stride[1], s.cache_head = cache.stride[2], s.cache_col = cache.stride[3];
+    s.x = x.data;
+    s.cache = cache.data;
+    s.token = x.stride[0];
+    s.head = x.stride[1];
+    s.col = x.stride[2];
+    s.page = cache.stride[0];
+    s.row = cache.stride[1];
+    s.cache_head = cache.stride[2];
+    s.cache_col = cache.stride[3];
     s.scale = code_scale(scale);
     s.cols = (int)x.shape[2] / piece;
     return s;
@@ -171,8 +191,8 @@ bool plan(const gk_cuda_instance *row, const gk_context *, const void *args, gk_
     const gk_kv_cache_write_args *a = (const gk_kv_cache_write_args *)args;
     const int piece = row->key[0];
     return gk_is_code(a->k_cache.dtype) == (row->key[1] != 0) &&
-           (piece == 1 || (in_pieces(a->k, piece) && in_pieces(a->v, piece) && in_pieces(a->k_cache, piece) &&
-                           in_pieces(a->v_cache, piece)));
+           (piece == 1 || (in_pieces(a->k, piece) && in_pieces(a->v, piece) &&
+                           in_pieces(a->k_cache, piece) && in_pieces(a->v_cache, piece)));
 }
 
 template <class T, class Piece, int PIECE>
@@ -181,17 +201,23 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *, void *) 
     Params p = {};
     p.side[0] = side_of(a->k, a->k_cache, a->k_scale, PIECE);
     p.side[1] = side_of(a->v, a->v_cache, a->v_scale, PIECE);
-    p.slots = a->slots.data, p.slot_step = a->slots.stride[0], p.slots_64 = a->slots.dtype == GK_I64;
+    p.slots = a->slots.data;
+    p.slot_step = a->slots.stride[0];
+    p.slots_64 = a->slots.dtype == GK_I64;
     p.capacity = a->k_cache.shape[0] * a->k_cache.shape[1];
-    p.tokens = a->k.shape[0], p.heads = (int)a->k.shape[1];
+    p.tokens = a->k.shape[0];
+    p.heads = (int)a->k.shape[1];
     p.block_size = (int)gk_max_i64(a->k_cache.shape[1], 1);
-    p.code = a->k_cache.dtype, p.error_word = ctx->error_word;
-    const int64_t chunks = gk_ceil_div((int64_t)p.heads * (p.side[0].cols + p.side[1].cols), THREADS);
+    p.code = a->k_cache.dtype;
+    p.error_word = ctx->error_word;
+    const int64_t chunks =
+        gk_ceil_div((int64_t)p.heads * (p.side[0].cols + p.side[1].cols), THREADS);
     const int64_t blocks = (int64_t)gk_gpu_of(ctx->index)->num_sms * kv_write_tile::blocks_per_sm;
     p.tokens_per_block = (int)gk_clamp_i64(p.tokens * chunks / blocks, 1, TOKENS);
     p.groups = (int)gk_ceil_div(p.tokens, p.tokens_per_block);
     const dim3 grid((unsigned)(p.groups * chunks));
-    return launch<kv_cache_write_kernel<T, Piece, PIECE>>("gk_kv_cache_write", ctx, grid, THREADS, 0, p);
+    return launch<kv_cache_write_kernel<T, Piece, PIECE>>("gk_kv_cache_write", ctx, grid, THREADS,
+                                                          0, p);
 }
 
 #define ROW(NAME, DTYPE, T, PIECE, KIND, CODES) \
@@ -214,4 +240,5 @@ const gk_cuda_instance instances[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_kv_cache_write_table = {instances, sizeof instances / sizeof instances[0], 80, NULL};
+extern "C" const gk_cuda_table gk_kv_cache_write_table = {
+    instances, sizeof instances / sizeof instances[0], 80, NULL};

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* kv_store.cuh: what the kernels share that write into a paged cache: how a value is rounded on its way there, and whether rows are whole
- * pieces of memory. */
+/* kv_store.cuh: what the kernels share that write into a paged cache: how a value is rounded on its
+ * way there, and whether rows are whole pieces of memory. */
 #ifndef GPUKERN_CUDA_KV_STORE_CUH
 #define GPUKERN_CUDA_KV_STORE_CUH
 
@@ -15,7 +15,8 @@ template <> constexpr float largest<float>() { return 3.402823466e38f; }
 template <> constexpr float largest<__nv_bfloat16>() { return 3.3895313892515355e38f; }
 template <> constexpr float largest<__half>() { return 65504.f; }
 
-/* csrc/formats/codes.h: gk_f64_to_odd_f32. A float that rounds to any of the codes as the double does. */
+/* csrc/formats/codes.h: gk_f64_to_odd_f32. A float that rounds to any of the codes as the double
+ * does. */
 __device__ __forceinline__ float to_odd_f32(double x) {
     const float f = (float)x;
     if (x != x || (double)f == x || isinf(f)) return f;
@@ -23,14 +24,14 @@ __device__ __forceinline__ float to_odd_f32(double x) {
 }
 __device__ __forceinline__ float to_odd_f32(float x) { return x; }
 
-/* ---- host ---------------------------------------------------------------------------------------------- */
+/* ---- host ------------------------------------------------------------------------------------ */
 /* Whether every row of t is dense and is whole pieces, each aligned to its size. */
 inline bool in_pieces(const gk_tensor &t, int piece) {
     const int last = t.ndim - 1;
     const int64_t bytes = piece * (int64_t)gk_dtype_bytes(t.dtype);
     if (gk_numel(&t) == 0) return true;
-    bool good =
-        t.shape[last] % piece == 0 && (t.stride[last] == 1 || t.shape[last] <= 1) && (uintptr_t)t.data % bytes == 0;
+    bool good = t.shape[last] % piece == 0 && (t.stride[last] == 1 || t.shape[last] <= 1) &&
+                (uintptr_t)t.data % bytes == 0;
     for (int d = 0; d < last; ++d) good = good && (t.shape[d] <= 1 || t.stride[d] % piece == 0);
     return good;
 }

@@ -1,14 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* rope_kv_write: QK norm, rotary embedding and the write into a paged cache, one launch.
  *   out_q = rotate(norm(q))    k_cache[s] = rotate(norm(k)) / k_scale    v_cache[s] = v / v_scale         s = slots[t]
- *   norm(x) = x / sqrt(mean(x^2) + eps) weight (Henry et al. 2020, arXiv:2010.04245, by an RMS norm), or x without a weight
- *   rotate: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) (Su et al. 2021, arXiv:2104.09864), columns from R on as they are
- * q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], last dimension dense; caches [num_blocks, block_size, Hkv, D | Dv], any strides, of q's
- * dtype or 8-bit codes; cos, sin [P, R / 2]; positions, slots [T]. float32 inside (float64 for float64), rounded once.
+ *   norm(x) = x / sqrt(mean(x^2) + eps) weight (Henry et al. 2020, arXiv:2010.04245, by an RMS
+ *   norm), or x without a weight rotate: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) (Su et al.
+ *   2021, arXiv:2104.09864), columns from R on as they are
+ * q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], last dimension dense; caches [num_blocks,
+ * block_size, Hkv, D | Dv], any strides, of q's dtype or 8-bit codes; cos, sin [P, R / 2];
+ * positions, slots [T]. float32 inside (float64 for float64), rounded once.
  *
- * Work split: blockIdx.x is a token; its heads, of q, then k, then v, have 4 to 32 lanes each. A lane takes an item: a vector of 16
- * bytes and its partner half a rotated row on, or a vector alone (pairs of neighbours, columns past R, v), or one element with its
- * partner where rows are not whole vectors. A norm reads its row twice, the second time from the L1.
+ * Work split: blockIdx.x is a token; its heads, of q, then k, then v, have 4 to 32 lanes each. A
+ * lane takes an item: a vector of 16 bytes and its partner half a rotated row on, or a vector alone
+ * (pairs of neighbours, columns past R, v), or one element with its partner where rows are not
+ * whole vectors. A norm reads its row twice, the second time from the L1.
  * Bandwidth bound for many tokens, else by the launch: the chain position -> cos -> store. */
 #include "gpukern_cache.h"
 #include "kv_store.cuh"
@@ -25,9 +28,10 @@ template <class F, int N> struct alignas(N * sizeof(F) < 16 ? N * sizeof(F) : 16
 struct Line { /* q, k or v, and where its rows go: out_q or a cache */
     const void *x;
     void *to;
-    int64_t token, head;                          /* strides of x */
-    int64_t to_token, page, row, to_head, to_col; /* out_q has the first and to_head, a cache the others */
-    const void *weight;                           /* NULL: no norm */
+    int64_t token, head; /* strides of x */
+    int64_t to_token, page, row, to_head,
+        to_col;         /* out_q has the first and to_head, a cache the others */
+    const void *weight; /* NULL: no norm */
     int64_t weight_step;
     bool weight_f32;
     CodeScale scale;
@@ -45,14 +49,16 @@ struct Params {
     bool codes, interleaved, positions_64, slots_64, angles_64;
 };
 
-template <class F, int N, class W> __device__ __forceinline__ void widen(W (&to)[N], const void *from, int64_t at) {
+template <class F, int N, class W>
+__device__ __forceinline__ void widen(W (&to)[N], const void *from, int64_t at) {
     const Some<F, N> x = *(const Some<F, N> *)((const F *)from + at);
 #pragma unroll
     for (int e = 0; e < N; ++e) to[e] = (W)to_acc(x.v[e]);
 }
 
 /* N angles of a row of cos or of sin. */
-template <int N, class W> __device__ __forceinline__ void angles(W (&to)[N], const void *from, int64_t at, bool wide) {
+template <int N, class W>
+__device__ __forceinline__ void angles(W (&to)[N], const void *from, int64_t at, bool wide) {
     if (sizeof(W) == 8 && wide)
         widen<double, N>(to, from, at);
     else
@@ -64,7 +70,8 @@ __device__ __forceinline__ int64_t index_at(const void *from, int64_t at, bool w
 }
 
 /* The row's elements times rstd and weight. */
-template <class T, int V, class W> __device__ __forceinline__ void weigh(W (&x)[V], const Line &line, int col, W rstd) {
+template <class T, int V, class W>
+__device__ __forceinline__ void weigh(W (&x)[V], const Line &line, int col, W rstd) {
     if (!line.weight) return;
     W w[V];
     if (V == 1)
@@ -108,7 +115,8 @@ __device__ __forceinline__ void put(const Place<W> &at, gk_dtype code, int col, 
         W z = x[e];
         if (at.scaled) {
             const W most = largest<T>();
-            z /= at.scale, z = z > most ? most : z < -most ? -most : z; /* a NaN stays one */
+            z /= at.scale;
+            z = z > most ? most : z < -most ? -most : z; /* a NaN stays one */
         }
         y.v[e] = from_acc<T>(z);
     }
@@ -143,8 +151,10 @@ __global__ void __launch_bounds__(THREADS) rope_kv_write_kernel(const __grid_con
 #pragma unroll
             for (int e = 0; e < V; ++e) squares += a[e] * a[e];
         }
-        const unsigned lanes = p.lanes == 32 ? 0xffffffffu : ((1u << p.lanes) - 1) << (threadIdx.x % 32 - first);
-        for (int bit = p.lanes / 2; bit > 0; bit /= 2) squares += __shfl_xor_sync(lanes, squares, bit);
+        const unsigned lanes =
+            p.lanes == 32 ? 0xffffffffu : ((1u << p.lanes) - 1) << (threadIdx.x % 32 - first);
+        for (int bit = p.lanes / 2; bit > 0; bit /= 2)
+            squares += __shfl_xor_sync(lanes, squares, bit);
         rstd = W(1) / (W)sqrt(squares / W(line.columns) + (W)p.eps);
     }
 
@@ -155,9 +165,13 @@ __global__ void __launch_bounds__(THREADS) rope_kv_write_kernel(const __grid_con
     } else {
         if (slot >= p.capacity && first == 0) report(p.error_word, GK_BAD_SLOTS);
         if (slot < 0 || slot >= p.capacity) return;
-        const int64_t page = slot <= INT32_MAX ? (uint32_t)slot / (uint32_t)p.block_size : slot / (int64_t)p.block_size;
-        const int64_t to = page * line.page + (slot - page * p.block_size) * line.row + head * line.to_head;
-        at.codes = p.codes, at.scaled = line.scale.data, at.step = line.to_col;
+        const int64_t page = slot <= INT32_MAX ? (uint32_t)slot / (uint32_t)p.block_size
+                                               : slot / (int64_t)p.block_size;
+        const int64_t to =
+            page * line.page + (slot - page * p.block_size) * line.row + head * line.to_head;
+        at.codes = p.codes;
+        at.scaled = line.scale.data;
+        at.step = line.to_col;
         at.to = p.codes ? (void *)((uint8_t *)line.to + to) : (void *)((T *)line.to + to);
         at.scale = line.scale.at<W>(page, head);
     }
@@ -176,44 +190,58 @@ __global__ void __launch_bounds__(THREADS) rope_kv_write_kernel(const __grid_con
             weigh<T, V>(a, line, col, rstd);
             if (i < rotated) {
                 W c[(V + 1) / 2], s[(V + 1) / 2];
-                angles(c, p.cos, cos_at + i * (V / 2), p.angles_64),
-                    angles(s, p.sin, sin_at + i * (V / 2), p.angles_64);
+                angles(c, p.cos, cos_at + i * (V / 2), p.angles_64);
+                angles(s, p.sin, sin_at + i * (V / 2), p.angles_64);
 #pragma unroll
                 for (int e = 0; e + 1 < V; e += 2) {
                     const W x1 = a[e], x2 = a[e + 1];
-                    a[e] = x1 * c[e / 2] - x2 * s[e / 2], a[e + 1] = x2 * c[e / 2] + x1 * s[e / 2];
+                    a[e] = x1 * c[e / 2] - x2 * s[e / 2];
+                    a[e + 1] = x2 * c[e / 2] + x1 * s[e / 2];
                 }
             }
             put<T, V>(at, p.code, col, a);
         } else {
             W b[V], c[V], s[V];
-            const int col1 = p.interleaved ? 2 * i : i * V, col2 = p.interleaved ? 2 * i + 1 : half + i * V;
+            const int col1 = p.interleaved ? 2 * i : i * V,
+                      col2 = p.interleaved ? 2 * i + 1 : half + i * V;
             widen<T, V>(a, x, col1), widen<T, V>(b, x, col2);
-            angles(c, p.cos, cos_at + i * V, p.angles_64), angles(s, p.sin, sin_at + i * V, p.angles_64);
+            angles(c, p.cos, cos_at + i * V, p.angles_64);
+            angles(s, p.sin, sin_at + i * V, p.angles_64);
             weigh<T, V>(a, line, col1, rstd), weigh<T, V>(b, line, col2, rstd);
 #pragma unroll
             for (int e = 0; e < V; ++e) {
                 const W x1 = a[e], x2 = b[e];
-                a[e] = x1 * c[e] - x2 * s[e], b[e] = x2 * c[e] + x1 * s[e];
+                a[e] = x1 * c[e] - x2 * s[e];
+                b[e] = x2 * c[e] + x1 * s[e];
             }
             put<T, V>(at, p.code, col1, a), put<T, V>(at, p.code, col2, b);
         }
     }
 }
 
-/* ---- launch -------------------------------------------------------------------------------------------- */
+/* ---- launch ---------------------------------------------------------------------------------- */
 Line line_of(const gk_tensor &x, const gk_tensor *weight) {
     Line line = {};
-    line.x = x.data, line.token = x.stride[0], line.head = x.stride[1];
-    line.heads = (int)x.shape[1], line.columns = (int)x.shape[2];
-    if (weight)
-        line.weight = weight->data, line.weight_step = weight->stride[0], line.weight_f32 = weight->dtype == GK_F32;
+    line.x = x.data;
+    line.token = x.stride[0];
+    line.head = x.stride[1];
+    line.heads = (int)x.shape[1];
+    line.columns = (int)x.shape[2];
+    if (weight) {
+        line.weight = weight->data;
+        line.weight_step = weight->stride[0];
+        line.weight_f32 = weight->dtype == GK_F32;
+    }
     return line;
 }
 
 void to_cache(Line *line, const gk_tensor &cache, const gk_tensor *scale) {
-    line->to = cache.data, line->page = cache.stride[0], line->row = cache.stride[1];
-    line->to_head = cache.stride[2], line->to_col = cache.stride[3], line->scale = code_scale(scale);
+    line->to = cache.data;
+    line->page = cache.stride[0];
+    line->row = cache.stride[1];
+    line->to_head = cache.stride[2];
+    line->to_col = cache.stride[3];
+    line->scale = code_scale(scale);
 }
 
 /* Rows of cos or sin, of which `each` are read at once. */
@@ -233,31 +261,50 @@ bool plan(const gk_cuda_instance *row, const gk_context *, const void *args, gk_
     const int64_t tokens = a->q.shape[0];
     if (tokens > INT32_MAX || a->q.shape[1] + 2 * a->k.shape[1] > 65535) return false;
     to->tasks = tokens;
-    return v == 1 || (in_pieces(a->q, v) && in_pieces(a->k, v) && in_pieces(a->v, v) && in_pieces(a->out_q, v) &&
-                      in_pieces(a->k_cache, v) && in_pieces(a->v_cache, v) && weight_whole(a->q_weight) &&
-                      weight_whole(a->k_weight) && angles_whole(a->cos, a->interleaved ? v / 2 : v) &&
-                      angles_whole(a->sin, a->interleaved ? v / 2 : v));
+    return v == 1 ||
+           (in_pieces(a->q, v) && in_pieces(a->k, v) && in_pieces(a->v, v) &&
+            in_pieces(a->out_q, v) && in_pieces(a->k_cache, v) && in_pieces(a->v_cache, v) &&
+            weight_whole(a->q_weight) && weight_whole(a->k_weight) &&
+            angles_whole(a->cos, a->interleaved ? v / 2 : v) &&
+            angles_whole(a->sin, a->interleaved ? v / 2 : v));
 }
 
-template <class T, int V> gk_status run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
+template <class T, int V>
+gk_status run(const gk_context *ctx, const void *args, const gk_plan *, void *) {
     const gk_rope_kv_write_args *a = (const gk_rope_kv_write_args *)args;
     Params p = {};
-    p.line[0] = line_of(a->q, a->q_weight), p.line[1] = line_of(a->k, a->k_weight), p.line[2] = line_of(a->v, NULL);
+    p.line[0] = line_of(a->q, a->q_weight);
+    p.line[1] = line_of(a->k, a->k_weight);
+    p.line[2] = line_of(a->v, NULL);
     p.line[0].half = p.line[1].half = (int)a->cos.shape[1];
-    p.line[0].to = a->out_q.data, p.line[0].to_token = a->out_q.stride[0], p.line[0].to_head = a->out_q.stride[1];
-    to_cache(&p.line[1], a->k_cache, a->k_scale), to_cache(&p.line[2], a->v_cache, a->v_scale);
-    p.cos = a->cos.data, p.sin = a->sin.data, p.angles_64 = a->cos.dtype == GK_F64;
-    p.cos_stride = a->cos.stride[0], p.sin_stride = a->sin.stride[0], p.rows_of_cos = a->cos.shape[0];
-    p.positions = a->positions.data, p.position_step = a->positions.stride[0];
-    p.slots = a->slots.data, p.slot_step = a->slots.stride[0];
-    p.positions_64 = a->positions.dtype == GK_I64, p.slots_64 = a->slots.dtype == GK_I64;
+    p.line[0].to = a->out_q.data;
+    p.line[0].to_token = a->out_q.stride[0];
+    p.line[0].to_head = a->out_q.stride[1];
+    to_cache(&p.line[1], a->k_cache, a->k_scale);
+    to_cache(&p.line[2], a->v_cache, a->v_scale);
+    p.cos = a->cos.data;
+    p.sin = a->sin.data;
+    p.angles_64 = a->cos.dtype == GK_F64;
+    p.cos_stride = a->cos.stride[0];
+    p.sin_stride = a->sin.stride[0];
+    p.rows_of_cos = a->cos.shape[0];
+    p.positions = a->positions.data;
+    p.position_step = a->positions.stride[0];
+    p.slots = a->slots.data;
+    p.slot_step = a->slots.stride[0];
+    p.positions_64 = a->positions.dtype == GK_I64;
+    p.slots_64 = a->slots.dtype == GK_I64;
     p.capacity = a->k_cache.shape[0] * a->k_cache.shape[1];
     p.block_size = (int)gk_clamp_i64(a->k_cache.shape[1], 1, INT32_MAX);
-    p.codes = gk_is_code(a->k_cache.dtype), p.code = a->k_cache.dtype;
-    p.eps = a->eps, p.interleaved = a->interleaved, p.error_word = ctx->error_word;
+    p.codes = gk_is_code(a->k_cache.dtype);
+    p.code = a->k_cache.dtype;
+    p.eps = a->eps;
+    p.interleaved = a->interleaved;
+    p.error_word = ctx->error_word;
     const int64_t half = a->cos.shape[1], columns = a->q.shape[2];
     const int64_t items = (a->interleaved && V > 1 ? columns : columns - half) / V;
-    for (p.lanes = 4, p.lanes_log2 = 2; p.lanes < 32 && p.lanes < items; p.lanes *= 2) ++p.lanes_log2;
+    for (p.lanes = 4, p.lanes_log2 = 2; p.lanes < 32 && p.lanes < items; p.lanes *= 2)
+        ++p.lanes_log2;
     const int64_t heads = p.line[0].heads + 2 * (int64_t)p.line[1].heads;
     const dim3 grid((unsigned)a->q.shape[0], (unsigned)gk_ceil_div(heads, THREADS >> p.lanes_log2));
     return launch<rope_kv_write_kernel<T, V>>("gk_rope_kv_write", ctx, grid, THREADS, 0, p);
@@ -278,4 +325,5 @@ const gk_cuda_instance instances[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_rope_kv_write_table = {instances, sizeof instances / sizeof instances[0], 80, NULL};
+extern "C" const gk_cuda_table gk_rope_kv_write_table = {
+    instances, sizeof instances / sizeof instances[0], 80, NULL};

@@ -1,15 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fp8_relay: attention of e4m3 codes by the forward kernels of float16, for calls whose products outweigh two passes over q,
- * k, v and out. Sums are float32 whatever `accumulate` says.
+/* flash_attn_fp8_relay: attention of e4m3 codes by the forward kernels of float16, for calls whose
+ * products outweigh two passes over q, k, v and out. Sums are float32 whatever `accumulate` says.
  *   1. decode    q' = q q_scale k_largest   k' = k (k_scale / k_largest)   v' = v (v_scale / v_largest)   float16, in the workspace
  *   2. attend    out', lse = flash_attn_fwd(q', k', v') with every rule of the call, on Hopper by WGMMA
  *   3. finish    out = v_largest out' + v_mean (1 - e^(sink - lse)), 0 where the row saw no key
- * largest: of the scales of a sequence's and head's blocks; with one scale a head k' and v' are the codes themselves, which float16 holds.
+ * largest: of the scales of a sequence's and head's blocks; with one scale a head k' and v' are the
+ * codes themselves, which float16 holds.
  * q [.., Sq, D]  k [.., Sk, D]  v [.., Sk, Dv] e4m3   out [.., Sq, Dv] bf16, f16, f32   lse [.., Sq] float32
  *
- * Workspace: q', k', v', out' contiguous, lse where nobody else keeps it, then that of the attention.
+ * Workspace: q', k', v', out' contiguous, lse where nobody else keeps it, then that of the
+ * attention.
  * Work split of 1 and 3: grid x = (block of 128 tokens, head, sequence).
- * The call of 2 is planned again where it runs: its operands lie in the workspace, whose place a plan does not know. */
+ * The call of 2 is planned again where it runs: its operands lie in the workspace, whose place a
+ * plan does not know. */
 #include "fp8.cuh"
 #include "fp8_tiles.h"
 #include "../softmax.cuh"
@@ -20,7 +23,7 @@ namespace {
 
 constexpr int THREADS = 128, TOKENS = GK_ATTN_SCALE_TOKENS; /* a block of tokens has one scale */
 
-/* ---- 1. codes to float16 ---------------------------------------------------------------------------------- */
+/* ---- 1. codes to float16 --------------------------------------------------------------------- */
 enum operand {
     OPERAND_Q,
     OPERAND_K,
@@ -39,7 +42,10 @@ __device__ __forceinline__ uint2 load_eight(const uint8_t *at, bool aligned) {
     if (aligned) return *(const uint2 *)at;
     uint2 codes = make_uint2(0, 0);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) codes.x |= (uint32_t)at[i] << 8 * i, codes.y |= (uint32_t)at[4 + i] << 8 * i;
+    for (int i = 0; i < 4; ++i) {
+        codes.x |= (uint32_t)at[i] << 8 * i;
+        codes.y |= (uint32_t)at[4 + i] << 8 * i;
+    }
     return codes;
 }
 
@@ -47,15 +53,19 @@ __global__ void __launch_bounds__(THREADS) fp8_decode_kernel(DecodeParams x) {
     const Fp8Params &c = x.call;
     const Problem &p = c.problem;
     const bool is_q = x.which == OPERAND_Q;
-    const int heads = is_q ? p.heads_q : p.heads_kv, dim = x.which == OPERAND_V ? p.head_dim_v : p.head_dim;
-    const int i0 = blockIdx.x % x.blocks * TOKENS, rest = blockIdx.x / x.blocks, head = rest % heads, b = rest / heads;
+    const int heads = is_q ? p.heads_q : p.heads_kv,
+              dim = x.which == OPERAND_V ? p.head_dim_v : p.head_dim;
+    const int i0 = blockIdx.x % x.blocks * TOKENS, rest = blockIdx.x / x.blocks,
+              head = rest % heads, b = rest / heads;
     const Sequence seq = sequence_of(p, b);
-    const int rows = min(TOKENS, (is_q ? seq.seq_q : seq.seq_k) - i0), first = (is_q ? seq.q0 : seq.k0) + i0;
+    const int rows = min(TOKENS, (is_q ? seq.seq_q : seq.seq_k) - i0),
+              first = (is_q ? seq.q0 : seq.k0) + i0;
     if (rows <= 0) return;
 
     const gk_attn_scale &its = x.which == OPERAND_V ? c.v_scale : c.k_scale;
     const float largest = fp8_largest(its, b, is_q ? head / p.group : head, 0, seq.seq_k);
-    const float factor = is_q ? fp8_scale(c.q_scale, b, head, i0) * largest : fp8_share(its, largest, b, head, i0);
+    const float factor =
+        is_q ? fp8_scale(c.q_scale, b, head, i0) * largest : fp8_share(its, largest, b, head, i0);
     const Rows &from = is_q ? p.q : x.which == OPERAND_K ? p.k : p.v;
     const uint8_t *from_g = (const uint8_t *)from.data + from.at(b, head, first);
     __half *to_g = (__half *)x.to.data + x.to.at(b, head, first);
@@ -64,7 +74,8 @@ __global__ void __launch_bounds__(THREADS) fp8_decode_kernel(DecodeParams x) {
         const int row = at / eights, col = at % eights * 8;
         const uint2 codes = load_eight(from_g + row * from.row + col, x.aligned);
         uint32_t h[4];
-        e4m3x4_to_f16x4(h, codes.x), e4m3x4_to_f16x4(h + 2, codes.y);
+        e4m3x4_to_f16x4(h, codes.x);
+        e4m3x4_to_f16x4(h + 2, codes.y);
         if (factor != 1) /* NaN too */
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -75,7 +86,7 @@ __global__ void __launch_bounds__(THREADS) fp8_decode_kernel(DecodeParams x) {
     }
 }
 
-/* ---- 3. results ------------------------------------------------------------------------------------------- */
+/* ---- 3. results ------------------------------------------------------------------------------ */
 struct FinishParams {
     Fp8Params call;
     Rows from; /* float16, contiguous */
@@ -123,11 +134,13 @@ __global__ void __launch_bounds__(THREADS) fp8_finish_kernel(FinishParams x) {
     }
 }
 
-/* ---- 2. the attention between ------------------------------------------------------------------------------ */
+/* ---- 2. the attention between ---------------------------------------------------------------- */
 /* Contiguous float16 of t's shape. */
 gk_tensor half_like(const gk_tensor &t, int64_t last, void *data) {
     gk_tensor made = t;
-    made.dtype = GK_F16, made.data = data, made.shape[t.ndim - 1] = last;
+    made.dtype = GK_F16;
+    made.data = data;
+    made.shape[t.ndim - 1] = last;
     for (int64_t d = t.ndim - 1, step = 1; d >= 0; step *= made.shape[d--]) made.stride[d] = step;
     return made;
 }
@@ -146,20 +159,26 @@ Between between(const gk_flash_attn_fp8_args *a, char *base) {
         to = half_like(like, columns, base + x.bytes);
         x.bytes += (size_t)gk_round_up(2 * gk_numel(&to), 1024);
     };
-    take(x.args.q, f.q, f.q.shape[last]), take(x.args.k, f.k, f.k.shape[last]), take(x.args.v, f.v, f.v.shape[last]);
+    take(x.args.q, f.q, f.q.shape[last]);
+    take(x.args.k, f.k, f.k.shape[last]);
+    take(x.args.v, f.v, f.v.shape[last]);
     take(x.args.out, f.q, f.v.shape[last]);
     if (!f.lse.data) {
         int64_t rows = 1;
         for (int d = 0; d < last; ++d) rows *= f.q.shape[d];
-        x.args.lse.data = base + x.bytes, x.args.lse.dtype = GK_F32;
+        x.args.lse.data = base + x.bytes;
+        x.args.lse.dtype = GK_F32;
         x.bytes += (size_t)gk_round_up(4 * rows, 1024);
     }
     return x;
 }
 
 bool plan_between(const gk_context *ctx, const gk_flash_attn_args *f, gk_plan *to) {
-    const gk_cuda_table *hopper = &gk_flash_attn_fwd_sm90a_table, *any = &gk_flash_attn_fwd_sm80_table;
-    if (gk_gpu_of(ctx->index)->arch == hopper->arch && hopper->plan(ctx, f, gk_plan_begin(to, NULL))) return true;
+    const gk_cuda_table *hopper = &gk_flash_attn_fwd_sm90a_table,
+                        *any = &gk_flash_attn_fwd_sm80_table;
+    if (gk_gpu_of(ctx->index)->arch == hopper->arch &&
+        hopper->plan(ctx, f, gk_plan_begin(to, NULL)))
+        return true;
     for (int i = 0; i < any->num_instances; ++i) {
         const gk_cuda_instance *row = &any->instances[i];
         if (row->dtype == GK_F16 && row->plan(row, ctx, f, gk_plan_begin(to, row))) return true;
@@ -167,7 +186,7 @@ bool plan_between(const gk_context *ctx, const gk_flash_attn_args *f, gk_plan *t
     return false;
 }
 
-/* ---- 4. launcher and table ---------------------------------------------------------------------------------- */
+/* ---- 4. launcher and table ------------------------------------------------------------------- */
 struct Own {
     Fp8Params call;
     size_t inner_bytes;
@@ -183,25 +202,34 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
     const gk_flash_attn_fp8_args *a = (const gk_flash_attn_fp8_args *)args;
     Own &own = gk_own<Own>(to) = {fp8_params(ctx, a, TOKENS), 0};
     const Problem &p = own.call.problem;
-    if (p.seq_k < fp8_relay::least_keys || (int64_t)p.seq_q * p.group < fp8_relay::least_rows) return false;
-    const int64_t tiles_k = gk_ceil_div(p.seq_k, TOKENS); /* a block each, of every head and sequence */
-    if (gk_max_i64(own.call.tiles_q * (int64_t)p.heads_q, tiles_k * p.heads_kv) * p.batch > INT32_MAX) return false;
+    if (p.seq_k < fp8_relay::least_keys || (int64_t)p.seq_q * p.group < fp8_relay::least_rows)
+        return false;
+    /* a block each, of every head and sequence */
+    const int64_t tiles_k = gk_ceil_div(p.seq_k, TOKENS);
+    if (gk_max_i64(own.call.tiles_q * (int64_t)p.heads_q, tiles_k * p.heads_kv) * p.batch >
+        INT32_MAX)
+        return false;
     const Between x = between(a, (char *)1024);
     gk_plan inner;
     if (!plan_between(ctx, &x.args, &inner)) return false;
     for (int i = 0; i < 4; ++i) to->tile[i] = inner.tile[i];
-    to->tasks = inner.tasks, to->chunks = inner.chunks, to->waves = inner.waves;
-    own.inner_bytes = inner.workspace_bytes, to->workspace_bytes = x.bytes + inner.workspace_bytes;
+    to->tasks = inner.tasks;
+    to->chunks = inner.chunks;
+    to->waves = inner.waves;
+    own.inner_bytes = inner.workspace_bytes;
+    to->workspace_bytes = x.bytes + inner.workspace_bytes;
     return true;
 }
 
 gk_status decode(const gk_context *ctx, const Fp8Params &call, operand which, const gk_tensor &from,
                  const gk_tensor &to) {
     const Problem &p = call.problem;
-    const int64_t tokens = which == OPERAND_Q ? p.seq_q : p.seq_k, heads = which == OPERAND_Q ? p.heads_q : p.heads_kv;
-    const DecodeParams x = {call, which, rows_of(to), (int)gk_ceil_div(tokens, TOKENS), in_eights(from)};
-    return launch<fp8_decode_kernel>("gk_flash_attn_fp8", ctx, dim3((unsigned)(x.blocks * heads * p.batch)), THREADS, 0,
-                                     x);
+    const int64_t tokens = which == OPERAND_Q ? p.seq_q : p.seq_k,
+                  heads = which == OPERAND_Q ? p.heads_q : p.heads_kv;
+    const DecodeParams x = {call, which, rows_of(to), (int)gk_ceil_div(tokens, TOKENS),
+                            in_eights(from)};
+    return launch<fp8_decode_kernel>("gk_flash_attn_fp8", ctx,
+                                     dim3((unsigned)(x.blocks * heads * p.batch)), THREADS, 0, x);
 }
 
 gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
@@ -217,13 +245,14 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     if (status == GK_OK) status = decode(ctx, call, OPERAND_K, a->fwd.k, x.args.k);
     if (status == GK_OK) status = decode(ctx, call, OPERAND_V, a->fwd.v, x.args.v);
     if (status == GK_OK)
-        status = ((const gk_cuda_instance *)inner.kernel)->run(ctx, &x.args, &inner, (char *)workspace + x.bytes);
+        status = ((const gk_cuda_instance *)inner.kernel)
+                     ->run(ctx, &x.args, &inner, (char *)workspace + x.bytes);
     if (status != GK_OK) return status;
     const Problem &p = call.problem;
-    const FinishParams finish = {call, rows_of(x.args.out), (const float *)x.args.lse.data, call.tiles_q,
-                                 rows_aligned(a->fwd.out)};
-    status = launch<fp8_finish_kernel>(op, ctx, dim3((unsigned)((int64_t)call.tiles_q * p.heads_q * p.batch)), THREADS,
-                                       0, finish);
+    const FinishParams finish = {call, rows_of(x.args.out), (const float *)x.args.lse.data,
+                                 call.tiles_q, rows_aligned(a->fwd.out)};
+    status = launch<fp8_finish_kernel>(
+        op, ctx, dim3((unsigned)((int64_t)call.tiles_q * p.heads_q * p.batch)), THREADS, 0, finish);
     return status == GK_OK ? fp8_finish(op, ctx, call) : status;
 }
 

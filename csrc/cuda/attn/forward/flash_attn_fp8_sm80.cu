@@ -1,14 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fp8_sm80: attention of e4m3 codes on tensor cores of 16 bits, every GPU, dense and packed, every modifier and alignment.
- * Codes become float16 on their way into shared memory, which holds each of them exactly; then FlashAttention-2 (Dao 2023,
- * arXiv:2307.08691) as in flash_attn_fwd_sm80, with sums in float32 whatever `accumulate` says:
+/* flash_attn_fp8_sm80: attention of e4m3 codes on tensor cores of 16 bits, every GPU, dense and
+ * packed, every modifier and alignment. Codes become float16 on their way into shared memory, which
+ * holds each of them exactly; then FlashAttention-2 (Dao 2023, arXiv:2307.08691) as in
+ * flash_attn_fwd_sm80, with sums in float32 whatever `accumulate` says:
  *   S = scale q_scale k_scale Q K^T, -inf where the row does not see the key   P = e^(s - m)   O = O e^(m_old - m) + (P share) V
  *   out = v_scale O / l + v_mean sum P / l   share: of a block's v_scale in the largest one, which v_scale stands for here
  * q [.., Sq, D]  k [.., Sk, D]  v [.., Sk, Dv] e4m3   out [.., Sq, Dv] bf16, f16, f32   lse [.., Sq] float32
- * D, Dv: multiples of 8 up to the bucket HEAD_DIM; the columns after them are zeros in shared memory.
+ * D, Dv: multiples of 8 up to the bucket HEAD_DIM; the columns after them are zeros in shared
+ * memory.
  *
- * Work split: grid x = (tile of BQ rows, head), the last tiles first. A warp owns 16 rows. Tiles of keys begin at multiples of BKV,
- * so that none lies in two blocks of 128 tokens. Loads are not overlapped with products of the same block: two blocks share an SM. */
+ * Work split: grid x = (tile of BQ rows, head), the last tiles first. A warp owns 16 rows. Tiles of
+ * keys begin at multiples of BKV, so that none lies in two blocks of 128 tokens. Loads are not
+ * overlapped with products of the same block: two blocks share an SM. */
 #include "../../ptx/smem.cuh"
 #include "../../tile/copy.cuh"
 #include "../../tile/fragment.cuh"
@@ -19,19 +22,23 @@
 
 namespace {
 
-constexpr int BQ = fp8_any_gpu::rows, BKV = fp8_any_gpu::keys, WARPS = fp8_any_gpu::warps, THREADS = WARPS * 32;
+constexpr int BQ = fp8_any_gpu::rows, BKV = fp8_any_gpu::keys, WARPS = fp8_any_gpu::warps,
+              THREADS = WARPS * 32;
 
 template <int HEAD_DIM> struct Smem {
     typedef smem_tile<BQ, HEAD_DIM * 2> QTile;
     typedef smem_tile<BKV, HEAD_DIM * 2> KvTile;
-    static constexpr int K = QTile::bytes, V = K + KvTile::bytes, BYTES = V + KvTile::bytes; /* 24, 48 and 96 KiB */
+    /* 24, 48 and 96 KiB */
+    static constexpr int K = QTile::bytes, V = K + KvTile::bytes, BYTES = V + KvTile::bytes;
 };
 
-/* ---- 1. codes come in ------------------------------------------------------------------------------------ */
-/* Rows [from, end) of the tile, columns up to cols, a multiple of 8; the rest becomes zeros, and nothing there is read. */
+/* ---- 1. codes come in ------------------------------------------------------------------------ */
+/* Rows [from, end) of the tile, columns up to cols, a multiple of 8; the rest becomes zeros, and
+ * nothing there is read. */
 template <class Tile>
-__device__ __forceinline__ void load_codes(smem_addr tile_s, const uint8_t *src_g, int64_t row_stride, int from,
-                                           int end, int cols, bool aligned, int thread) {
+__device__ __forceinline__ void load_codes(smem_addr tile_s, const uint8_t *src_g,
+                                           int64_t row_stride, int from, int end, int cols,
+                                           bool aligned, int thread) {
     typedef tile_copy<Tile, THREADS> C;
 #pragma unroll 4
     for (int pass = 0; pass < C::passes; ++pass) {
@@ -43,24 +50,28 @@ __device__ __forceinline__ void load_codes(smem_addr tile_s, const uint8_t *src_
                 codes = *(const uint2 *)at;
             } else {
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    codes.x |= (uint32_t)at[i] << 8 * i, codes.y |= (uint32_t)at[4 + i] << 8 * i;
+                for (int i = 0; i < 4; ++i) {
+                    codes.x |= (uint32_t)at[i] << 8 * i;
+                    codes.y |= (uint32_t)at[4 + i] << 8 * i;
+                }
             }
         }
         uint32_t h[4];
-        e4m3x4_to_f16x4(h, codes.x), e4m3x4_to_f16x4(h + 2, codes.y);
+        e4m3x4_to_f16x4(h, codes.x);
+        e4m3x4_to_f16x4(h + 2, codes.y);
         st_shared_128(tile_s + C::offset(thread, pass), make_uint4(h[0], h[1], h[2], h[3]));
     }
 }
 
-/* ---- 2. the two products of a tile ------------------------------------------------------------------------ */
+/* ---- 2. the two products of a tile ----------------------------------------------------------- */
 template <int HEAD_DIM> struct Fp8Products {
     typedef typename Smem<HEAD_DIM>::QTile QTile;
     typedef typename Smem<HEAD_DIM>::KvTile KvTile;
     static constexpr int N = BKV / 8, ND = HEAD_DIM / 8;
 
     /* S [16][BKV] = Q K^T */
-    static __device__ __forceinline__ void scores(float (&s)[1][N][4], smem_addr q_at, smem_addr k_at) {
+    static __device__ __forceinline__ void scores(float (&s)[1][N][4], smem_addr q_at,
+                                                  smem_addr k_at) {
 #pragma unroll
         for (int n = 0; n < N; ++n) s[0][n][0] = s[0][n][1] = s[0][n][2] = s[0][n][3] = 0;
 #pragma unroll
@@ -76,7 +87,8 @@ template <int HEAD_DIM> struct Fp8Products {
     }
 
     /* O [16][HEAD_DIM] += P V */
-    static __device__ __forceinline__ void values(float (&o)[1][ND][4], const float (&p)[1][N][4], smem_addr v_at) {
+    static __device__ __forceinline__ void values(float (&o)[1][ND][4], const float (&p)[1][N][4],
+                                                  smem_addr v_at) {
 #pragma unroll
         for (int kk = 0; kk < BKV / 16; ++kk) {
             uint32_t a[4], b[4];
@@ -90,13 +102,14 @@ template <int HEAD_DIM> struct Fp8Products {
     }
 };
 
-/* ---- 3. the kernel ----------------------------------------------------------------------------------------- */
+/* ---- 3. the kernel --------------------------------------------------------------------------- */
 struct Params {
     Fp8Params call;
     bool q_aligned, k_aligned, v_aligned; /* rows begin at multiples of 8 bytes */
 };
 
-template <int HEAD_DIM> __global__ void __launch_bounds__(THREADS, 2) flash_attn_fp8_sm80_kernel(Params params) {
+template <int HEAD_DIM>
+__global__ void __launch_bounds__(THREADS, 2) flash_attn_fp8_sm80_kernel(Params params) {
     typedef Smem<HEAD_DIM> S;
     typedef typename S::QTile QTile;
     typedef typename S::KvTile KvTile;
@@ -114,7 +127,8 @@ template <int HEAD_DIM> __global__ void __launch_bounds__(THREADS, 2) flash_attn
     const Sequence seq = sequence_of(p, b);
     if (i0 >= seq.seq_q) return;
     const int rows = min(BQ, seq.seq_q - i0), lo = seq.span.lo(i0), hi = seq.span.hi(i0 + rows - 1);
-    const int plain_lo = seq.span.lo(i0 + rows - 1), plain_hi = seq.span.hi(i0); /* keys that every row sees */
+    /* keys that every row sees */
+    const int plain_lo = seq.span.lo(i0 + rows - 1), plain_hi = seq.span.hi(i0);
     const uint8_t *q_g = (const uint8_t *)p.q.data + p.q.at(b, head, seq.q0 + i0);
     const uint8_t *k_g = (const uint8_t *)p.k.data + p.k.at(b, head_kv, seq.k0);
     const uint8_t *v_g = (const uint8_t *)p.v.data + p.v.at(b, head_kv, seq.k0);
@@ -123,7 +137,8 @@ template <int HEAD_DIM> __global__ void __launch_bounds__(THREADS, 2) flash_attn
     const float largest = fp8_largest(c.v_scale, b, head_kv, lo, hi);
 
     const smem_addr q_at = frag_a_base<QTile>(q_s, lane, warp * 16);
-    const smem_addr k_at = frag_b_base<KvTile>(k_s, lane), v_at = frag_b_trans_base<KvTile>(v_s, lane);
+    const smem_addr k_at = frag_b_base<KvTile>(k_s, lane),
+                    v_at = frag_b_trans_base<KvTile>(v_s, lane);
     const int row0 = i0 + warp * 16 + frag_row(lane, 0), col0 = frag_col(lane, 0);
 
     OnlineSoftmax<1> softmax;
@@ -136,10 +151,10 @@ template <int HEAD_DIM> __global__ void __launch_bounds__(THREADS, 2) flash_attn
     /* 3.2 the keys, tile by tile */
     for (int key0 = lo / BKV * BKV; key0 < hi; key0 += BKV) {
         __syncthreads(); /* all have read the tiles before */
-        load_codes<KvTile>(k_s, k_g + key0 * p.k.row, p.k.row, lo - key0, hi - key0, p.head_dim, params.k_aligned,
-                           thread);
-        load_codes<KvTile>(v_s, v_g + key0 * p.v.row, p.v.row, lo - key0, hi - key0, p.head_dim_v, params.v_aligned,
-                           thread);
+        load_codes<KvTile>(k_s, k_g + key0 * p.k.row, p.k.row, lo - key0, hi - key0, p.head_dim,
+                           params.k_aligned, thread);
+        load_codes<KvTile>(v_s, v_g + key0 * p.v.row, p.v.row, lo - key0, hi - key0, p.head_dim_v,
+                           params.v_aligned, thread);
         __syncthreads(); /* the tiles, and q, are written */
         float s[1][X::N][4];
         X::scores(s, q_at, k_at);
@@ -167,7 +182,9 @@ template <int HEAD_DIM> __global__ void __launch_bounds__(THREADS, 2) flash_attn
         const float seen = total * y.factor(), factor = y.factor() * largest;
         const int64_t row = p.out.at(b, head, seq.q0 + i);
         if (col0 == 0 && p.lse.data)
-            ((float *)p.lse.data)[b * p.lse.batch + head * p.lse.head + (int64_t)(seq.q0 + i) * p.lse.row] = y.lse();
+            ((float *)p.lse
+                 .data)[b * p.lse.batch + head * p.lse.head + (int64_t)(seq.q0 + i) * p.lse.row] =
+                y.lse();
 #pragma unroll
         for (int n = 0; n < X::ND; ++n)
 #pragma unroll
@@ -175,12 +192,13 @@ template <int HEAD_DIM> __global__ void __launch_bounds__(THREADS, 2) flash_attn
                 const int d = 8 * n + col0 + e;
                 if (d >= p.head_dim_v) continue;
                 const float x = o[0][n][2 * r + e] * factor;
-                fp8_store((void *)p.out.data, c.out_dtype, row + d, mean ? x + seen * mean[d * c.mean.column] : x);
+                fp8_store((void *)p.out.data, c.out_dtype, row + d,
+                          mean ? x + seen * mean[d * c.mean.column] : x);
             }
     }
 }
 
-/* ---- 4. launcher and table ---------------------------------------------------------------------------------- */
+/* ---- 4. launcher and table ------------------------------------------------------------------- */
 bool in_eights(const gk_tensor &t) {
     bool all = (uintptr_t)t.data % 8 == 0;
     for (int d = 0; d < t.ndim - 1; ++d) all = all && (t.shape[d] <= 1 || t.stride[d] % 8 == 0);
@@ -194,15 +212,19 @@ template <int HEAD_DIM> int blocks_an_sm() {
 bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_fp8_args *a = (const gk_flash_attn_fp8_args *)args;
     const gk_flash_attn_args *f = &a->fwd;
-    if (gk_max_i64(f->q.shape[f->q.ndim - 1], f->v.shape[f->v.ndim - 1]) > row->key[0]) return false;
+    if (gk_max_i64(f->q.shape[f->q.ndim - 1], f->v.shape[f->v.ndim - 1]) > row->key[0])
+        return false;
     if (!smem_fits(ctx, row->key[1])) return false;
-    const Params &x = gk_own<Params>(to) = {fp8_params(ctx, a, BQ), in_eights(f->q), in_eights(f->k), in_eights(f->v)};
-    to->tile[0] = BQ, to->tile[1] = BKV;
+    const Params &x = gk_own<Params>(to) = {fp8_params(ctx, a, BQ), in_eights(f->q),
+                                            in_eights(f->k), in_eights(f->v)};
+    to->tile[0] = BQ;
+    to->tile[1] = BKV;
     to->tasks = (int64_t)x.call.tiles_q * x.call.problem.heads_q * x.call.problem.batch;
     return true;
 }
 
-template <int HEAD_DIM> gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) {
+template <int HEAD_DIM>
+gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) {
     const Params &x = gk_own<Params>(plan);
     if (plan->tasks > INT32_MAX)
         return gk_fail(GK_ERR_UNSUPPORTED, "%lld tiles of %d rows are more than this kernel counts",
@@ -212,11 +234,12 @@ template <int HEAD_DIM> gk_status run(const gk_context *ctx, const void *, const
     return status == GK_OK ? fp8_finish("gk_flash_attn_fp8", ctx, x.call) : status;
 }
 
-#define ROW(D) {"flash_attn_fp8_sm80_d" #D, GK_E4M3, plan, run<D>, {D, Smem<D>::BYTES}, blocks_an_sm<D>}
+#define ROW(D) \
+    {"flash_attn_fp8_sm80_d" #D, GK_E4M3, plan, run<D>, {D, Smem<D>::BYTES}, blocks_an_sm<D>}
 const gk_cuda_instance instances[] = {ROW(64), ROW(128), ROW(256)};
 #undef ROW
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_fp8_sm80_table = {instances, sizeof instances / sizeof instances[0], 80,
-                                                               NULL};
+extern "C" const gk_cuda_table gk_flash_attn_fp8_sm80_table = {
+    instances, sizeof instances / sizeof instances[0], 80, NULL};

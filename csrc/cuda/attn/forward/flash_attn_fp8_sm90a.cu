@@ -1,16 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fp8_sm90a: attention of e4m3 codes on Hopper's 8-bit tensor cores, dense and packed, `accumulate` fast.
- * FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) with a reference for the softmax that may be stale (docs/numerics.md):
+/* flash_attn_fp8_sm90a: attention of e4m3 codes on Hopper's 8-bit tensor cores, dense and packed,
+ * `accumulate` fast. FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) with a reference for the
+ * softmax that may be stale (docs/numerics.md):
  *   S = Q K^T   s = scale q_scale k_scale S, -inf where the row does not see the key   P = 2^(s - m) as codes   O = O + (P share) V
  *   out = v_scale O / (sum P + 2^(sink - m)) + v_mean sum P / (sum P + 2^(sink - m))
  * share: of a block's v_scale in the largest one, which v_scale stands for here.
  * q [.., Sq, D]  k [.., Sk, D]  v [.., Sk, Dv] e4m3, as TMA can describe them   out [.., Sq, Dv] bf16, f16, f32   lse [.., Sq] float32
  * D, Dv: multiples of 8 up to HEAD_DIM, HEAD_DIM_V; TMA fills the columns after them with zeros.
  *
- * Sums of P V run on over all keys in the tensor cores' 14 bits: right for values without a mean, which v_mean stands for.
+ * Sums of P V run on over all keys in the tensor cores' 14 bits: right for values without a mean,
+ * which v_mean stands for.
  *
- * Work split: that of flash_attn_fwd_sm90a. Of the producer warpgroup one thread loads by TMA, one warp finds the tiles and two
- * transpose V in shared memory; each consumer warpgroup owns 64 rows of S and O.
+ * Work split: that of flash_attn_fwd_sm90a. Of the producer warpgroup one thread loads by TMA, one
+ * warp finds the tiles and two transpose V in shared memory; each consumer warpgroup owns 64 rows
+ * of S and O.
  *
  * A step of a consumer: block j of the keys                        (tensor cores work in the background)
  *   issue S_j = Q K_j^T
@@ -18,50 +21,60 @@
  *   wait for S_j alone, release K_j
  *   P_j = 2^(S_j - m) as codes, in registers of their own          runs under O += P_(j-1) V_(j-1)
  *   wait for O, release V_(j-1); rows whose weights leave the codes take the block again
- * At head_dim 256 O has 128 registers, S 64 and P 32, and the weights take those of S: K_j is released only when no row of the warpgroup
- * takes the block again, for which S_j is multiplied again.
+ * At head_dim 256 O has 128 registers, S 64 and P 32, and the weights take those of S: K_j is
+ * released only when no row of the warpgroup takes the block again, for which S_j is multiplied
+ * again.
  *
- * Not handled, served by flash_attn_fp8_relay and flash_attn_fp8_sm80: `accumulate` precise, softcap, ALiBi, strides
- * and offsets that are no multiples of 16 bytes, scales of blocks with a window to the left or kv_start, scales of q's blocks
- * that end before a tile's rows do, small seq_q of grouped heads. */
+ * Not handled, served by flash_attn_fp8_relay and flash_attn_fp8_sm80: `accumulate` precise,
+ * softcap, ALiBi, strides and offsets that are no multiples of 16 bytes, scales of blocks with a
+ * window to the left or kv_start, scales of q's blocks that end before a tile's rows do, small
+ * seq_q of grouped heads. */
 #include "fp8_consumer.cuh"
 #include "fwd_loop.cuh"
 
 namespace {
 
-/* ---- 1. the kernel -------------------------------------------------------------------------------------- */
+/* ---- 1. the kernel --------------------------------------------------------------------------- */
 template <class Tile, bool BLOCKS>
 __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
     flash_attn_fp8_sm90a_kernel(const __grid_constant__ Fp8HopperParams x) {
-    run_block<Tile>(
-        [](smem_addr smem_s) { fp8_begin_block<Tile>(smem_s); },
-        [&](unsigned char *smem, smem_addr smem_s, const FwdTile *tiles) {
-            const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0); /* lanes agree here, too */
-            if (warp == 1) {
-                find_tiles<Tile, false>(x.f, smem, smem_s, [&](int b) { return sequence_of(x.f.fwd.problem, b); });
-            } else if (warp >= 2) {
-                if (warp == 2 && blockIdx.x == 0 && x.f.fwd.problem.cu_q) {
-                    griddepcontrol_wait();
-                    check_sequences(x.f.fwd.problem);
-                }
-                fp8_transpose_tiles<Tile>(x, tiles, smem_s, warp - 2);
-            } else if (elect_one()) {
-                prefetch_tensormap(&x.f.q), prefetch_tensormap(&x.f.k), prefetch_tensormap(&x.f.v);
-                griddepcontrol_wait(); /* what the kernel before wrote is there, and nobody reads out any more */
-                fp8_load_tiles<Tile>(x.f, tiles, smem_s);
-            }
-        },
-        [&](smem_addr smem_s, const FwdTile *tiles, int warpgroup) {
-            fp8_consume<Tile, BLOCKS>(x, smem_s, tiles, warpgroup);
-        });
+    run_block<Tile>([](smem_addr smem_s) { fp8_begin_block<Tile>(smem_s); },
+                    [&](unsigned char *smem, smem_addr smem_s, const FwdTile *tiles) {
+                        /* lanes agree here, too */
+                        const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
+                        if (warp == 1) {
+                            find_tiles<Tile, false>(x.f, smem, smem_s, [&](int b) {
+                                return sequence_of(x.f.fwd.problem, b);
+                            });
+                        } else if (warp >= 2) {
+                            if (warp == 2 && blockIdx.x == 0 && x.f.fwd.problem.cu_q) {
+                                griddepcontrol_wait();
+                                check_sequences(x.f.fwd.problem);
+                            }
+                            fp8_transpose_tiles<Tile>(x, tiles, smem_s, warp - 2);
+                        } else if (elect_one()) {
+                            prefetch_tensormap(&x.f.q);
+                            prefetch_tensormap(&x.f.k);
+                            prefetch_tensormap(&x.f.v);
+                            /* what the kernel before wrote is there, and nobody reads out any more
+                             */
+                            griddepcontrol_wait();
+                            fp8_load_tiles<Tile>(x.f, tiles, smem_s);
+                        }
+                    },
+                    [&](smem_addr smem_s, const FwdTile *tiles, int warpgroup) {
+                        fp8_consume<Tile, BLOCKS>(x, smem_s, tiles, warpgroup);
+                    });
 }
 
-/* ---- 2. launcher and table ------------------------------------------------------------------------------ */
+/* ---- 2. launcher and table ------------------------------------------------------------------- */
 bool mean_fits(const gk_attn_mean &m) {
-    return !m.data || (m.column == 1 && m.head % 4 == 0 && m.batch % 4 == 0 && (uintptr_t)m.data % 16 == 0);
+    return !m.data ||
+           (m.column == 1 && m.head % 4 == 0 && m.batch % 4 == 0 && (uintptr_t)m.data % 16 == 0);
 }
 
-/* Whether q has a scale for the first row of each of a tile's warpgroups, those behind the last query too. */
+/* Whether q has a scale for the first row of each of a tile's warpgroups, those behind the last
+ * query too. */
 bool q_scale_fits(const gk_flash_attn_fp8_args *a, int rows) {
     const int64_t seq_q = a->fwd.cu_seqlens_q ? a->fwd.max_seqlen_q : a->fwd.q.shape[2];
     return gk_attn_scale_of(a->q_scale).block == 0 ||
@@ -73,28 +86,38 @@ bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_a
     const gk_flash_attn_args &f = a->fwd;
     const gk_attn_rules &rules = f.rules;
     const int last = f.q.ndim - 1;
-    const bool blocks = gk_attn_scale_of(a->k_scale).block != 0 || gk_attn_scale_of(a->v_scale).block != 0;
-    const bool aligned = rules.window_left < 0 && !rules.kv_start; /* tiles of keys begin where blocks of scales do */
-    return !gk_attn_is_precise(a) && f.q.shape[last] <= row->key[0] && f.v.shape[last] <= row->key[1] &&
-           blocks == (row->key[2] != 0) && (!blocks || aligned) && !(rules.softcap > 0) && !rules.alibi_slopes &&
-           mean_fits(gk_attn_mean_of(a->v_mean)) && q_scale_fits(a, row->key[4]) && tensor_map_fits(attn_shape(f.q)) &&
-           tensor_map_fits(attn_shape(f.k)) && tensor_map_fits(attn_shape(f.v)) && rows_aligned(f.out) &&
-           smem_fits(ctx, row->key[3]);
+    const bool blocks =
+        gk_attn_scale_of(a->k_scale).block != 0 || gk_attn_scale_of(a->v_scale).block != 0;
+    /* tiles of keys begin where blocks of scales do */
+    const bool aligned = rules.window_left < 0 && !rules.kv_start;
+    return !gk_attn_is_precise(a) && f.q.shape[last] <= row->key[0] &&
+           f.v.shape[last] <= row->key[1] && blocks == (row->key[2] != 0) && (!blocks || aligned) &&
+           !(rules.softcap > 0) && !rules.alibi_slopes && mean_fits(gk_attn_mean_of(a->v_mean)) &&
+           q_scale_fits(a, row->key[4]) && tensor_map_fits(attn_shape(f.q)) &&
+           tensor_map_fits(attn_shape(f.k)) && tensor_map_fits(attn_shape(f.v)) &&
+           rows_aligned(f.out) && smem_fits(ctx, row->key[3]);
 }
 
-template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+template <class Tile>
+bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_fp8_args *a = (const gk_flash_attn_fp8_args *)args;
     if (!serves(row, ctx, a)) return false;
     Fp8HopperParams &x = gk_own<Fp8HopperParams>(to);
-    x = {fwd_hopper_params<Tile>(ctx, &a->fwd), gk_attn_scale_of(a->q_scale), gk_attn_scale_of(a->k_scale),
-         gk_attn_scale_of(a->v_scale),          gk_attn_mean_of(a->v_mean),   a->fwd.out.dtype};
+    x = {fwd_hopper_params<Tile>(ctx, &a->fwd),
+         gk_attn_scale_of(a->q_scale),
+         gk_attn_scale_of(a->k_scale),
+         gk_attn_scale_of(a->v_scale),
+         gk_attn_mean_of(a->v_mean),
+         a->fwd.out.dtype};
     if (x.f.stacked > 1) return false;
     fwd_plan(ctx, x.f.fwd, Smem<Tile>::BQ, Tile::BKV, 1, x.f.schedule.units, to);
     return true;
 }
 
-gk_status finish(const char *op, const gk_context *ctx, const gk_flash_attn_args *a, const FwdParams &p) {
-    return a->out.dtype == GK_F16 ? fwd_finish<__half>(op, ctx, a, p) : fwd_finish<__nv_bfloat16>(op, ctx, a, p);
+gk_status finish(const char *op, const gk_context *ctx, const gk_flash_attn_args *a,
+                 const FwdParams &p) {
+    return a->out.dtype == GK_F16 ? fwd_finish<__half>(op, ctx, a, p)
+                                  : fwd_finish<__nv_bfloat16>(op, ctx, a, p);
 }
 
 template <class Tile, bool BLOCKS>
@@ -108,8 +131,8 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a.k), S::K::box(), &x.f.k);
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a.v), S::V::box(), &x.f.v);
     if (status != GK_OK) return status;
-    status = launch<flash_attn_fp8_sm90a_kernel<Tile, BLOCKS>>(op, ctx, dim3((unsigned)x.f.schedule.blocks), S::THREADS,
-                                                               S::BYTES, x, true);
+    status = launch<flash_attn_fp8_sm90a_kernel<Tile, BLOCKS>>(
+        op, ctx, dim3((unsigned)x.f.schedule.blocks), S::THREADS, S::BYTES, x, true);
     return status == GK_OK ? finish(op, ctx, &a, x.f.fwd) : status;
 }
 
@@ -121,16 +144,23 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
      {TILE::HEAD_DIM, TILE::HEAD_DIM_V, BLOCKS, Smem<TILE>::BYTES, Smem<TILE>::BQ}, \
      NULL}
 
-const gk_cuda_instance instances[] = {
-    ROW("d64", Fp8Hopper64, false),   ROW("d64_block", Fp8Hopper64, true),   ROW("d128_wide", Fp8Hopper128Wide, false),
-    ROW("d128", Fp8Hopper128, false), ROW("d128_block", Fp8Hopper128, true), ROW("d192", Fp8Hopper192, false),
-    ROW("d256", Fp8Hopper256, false), ROW("d256_block", Fp8Hopper256, true)};
+const gk_cuda_instance instances[] = {ROW("d64", Fp8Hopper64, false),
+                                      ROW("d64_block", Fp8Hopper64, true),
+                                      ROW("d128_wide", Fp8Hopper128Wide, false),
+                                      ROW("d128", Fp8Hopper128, false),
+                                      ROW("d128_block", Fp8Hopper128, true),
+                                      ROW("d192", Fp8Hopper192, false),
+                                      ROW("d256", Fp8Hopper256, false),
+                                      ROW("d256_block", Fp8Hopper256, true)};
 
-/* What waves of tiles of so many rows take, in tiles of 128 rows; without a mask, and about right with one. */
+/* What waves of tiles of so many rows take, in tiles of 128 rows; without a mask, and about right
+ * with one. */
 double waves_of(const gk_context *ctx, const gk_flash_attn_args &f, int rows) {
     const int64_t batch = f.cu_seqlens_q ? f.cu_seqlens_q->shape[0] - 1 : f.q.shape[0];
-    const int64_t tiles = f.cu_seqlens_q ? f.q.shape[0] / rows + batch : batch * gk_ceil_div(f.q.shape[2], rows);
-    return (double)gk_ceil_div(tiles * f.q.shape[1], gk_gpu_of(ctx->index)->num_sms) * (rows > 128 ? FP8_WIDE_TILE : 1);
+    const int64_t tiles =
+        f.cu_seqlens_q ? f.q.shape[0] / rows + batch : batch * gk_ceil_div(f.q.shape[2], rows);
+    return (double)gk_ceil_div(tiles * f.q.shape[1], gk_gpu_of(ctx->index)->num_sms) *
+           (rows > 128 ? FP8_WIDE_TILE : 1);
 }
 
 /* By the first row that serves the call; of d128's two by that whose waves take less. */
@@ -138,7 +168,8 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args &f = ((const gk_flash_attn_fp8_args *)args)->fwd;
     const bool narrow = waves_of(ctx, f, 128) < waves_of(ctx, f, 192);
     for (const gk_cuda_instance &row : instances) {
-        if ((row.run == run<Fp8Hopper128Wide, false> && narrow) || !row.plan(&row, ctx, args, to)) continue;
+        if ((row.run == run<Fp8Hopper128Wide, false> && narrow) || !row.plan(&row, ctx, args, to))
+            continue;
         to->kernel = &row;
         return true;
     }
@@ -147,5 +178,5 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_fp8_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
-                                                                plan_best};
+extern "C" const gk_cuda_table gk_flash_attn_fp8_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, plan_best};

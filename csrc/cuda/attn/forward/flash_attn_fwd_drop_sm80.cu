@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fwd_drop_sm80: attention with dropout on tensor cores, 16-bit, dense and packed, every modifier, by the kernel of
- * fwd_sm80.cuh. Three head_dims serve all: their number is compile time.
+/* flash_attn_fwd_drop_sm80: attention with dropout on tensor cores, 16-bit, dense and packed, every
+ * modifier, by the kernel of fwd_sm80.cuh. Three head_dims serve all: their number is compile time.
  * Not handled: float32, rows that are not aligned (flash_attn_fwd_plain). */
 #include "fwd_sm80.cuh"
 
@@ -21,5 +21,5 @@ const gk_cuda_instance instances[] = {ROWS(64), ROWS(128), ROWS(256)};
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_fwd_drop_sm80_table = {instances, sizeof instances / sizeof instances[0],
-                                                                    80, NULL};
+extern "C" const gk_cuda_table gk_flash_attn_fwd_drop_sm80_table = {
+    instances, sizeof instances / sizeof instances[0], 80, NULL};

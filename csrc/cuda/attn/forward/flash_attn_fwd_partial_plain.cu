@@ -1,20 +1,35 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fwd_partial_plain: flash_attn_fwd_plain whose out is float32 (float64 with float64) beside any q, or joins what out and lse
- * hold: for what the tiled kernels do not take. */
+/* flash_attn_fwd_partial_plain: flash_attn_fwd_plain whose out is float32 (float64 with float64)
+ * beside any q, or joins what out and lse hold: for what the tiled kernels do not take. */
 #include "fwd_plain.cuh"
 
 namespace {
 
 const gk_cuda_instance instances[] = {
-    {"flash_attn_fwd_partial_plain_f32", GK_F32, plan, run<float, true>, {}, blocks_an_sm<float, true>},
+    {"flash_attn_fwd_partial_plain_f32",
+     GK_F32,
+     plan,
+     run<float, true>,
+     {},
+     blocks_an_sm<float, true>},
     {"flash_attn_fwd_partial_plain_bf16",
      GK_BF16,
      plan,
      run<__nv_bfloat16, true>,
      {},
      blocks_an_sm<__nv_bfloat16, true>},
-    {"flash_attn_fwd_partial_plain_f16", GK_F16, plan, run<__half, true>, {}, blocks_an_sm<__half, true>},
-    {"flash_attn_fwd_partial_plain_f64", GK_F64, plan, run<double, true>, {}, blocks_an_sm<double, true>},
+    {"flash_attn_fwd_partial_plain_f16",
+     GK_F16,
+     plan,
+     run<__half, true>,
+     {},
+     blocks_an_sm<__half, true>},
+    {"flash_attn_fwd_partial_plain_f64",
+     GK_F64,
+     plan,
+     run<double, true>,
+     {},
+     blocks_an_sm<double, true>},
 };
 
 } // namespace

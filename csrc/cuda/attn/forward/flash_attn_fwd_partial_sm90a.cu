@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fwd_partial_sm90a: flash_attn_fwd_sm90a whose out is float32, not rounded, or joins the attention over other keys that out and
- * lse hold: what context parallelism adds up. The equations and the pipeline stand there.
+/* flash_attn_fwd_partial_sm90a: flash_attn_fwd_sm90a whose out is float32, not rounded, or joins
+ * the attention over other keys that out and lse hold: what context parallelism adds up. The
+ * equations and the pipeline stand there.
  *   held (out_0, lse_0):  lse = log(e^lse_0 + e^lse_1)    out = out_0 e^(lse_0 - lse) + out_1 e^(lse_1 - lse)
- * The join is the last step of a row's softmax, in the registers that hold O: out is read and written once, and there is no second launch.
+ * The join is the last step of a row's softmax, in the registers that hold O: out is read and
+ * written once, and there is no second launch.
  * q [.., Sq, D]  k [.., Sk, D]  v [.., Sk, Dv] bfloat16;  out [.., Sq, Dv] float32, rows at multiples of 8 bytes;  lse
  * [.., Sq] float32.
- * Not handled, served by parts in the workspace and their merge (fwd_work.cuh): float16, softcap and ALiBi, head_dim over 128, and tiles
- * whose keys are split. */
+ * Not handled, served by parts in the workspace and their merge (fwd_work.cuh): float16, softcap
+ * and ALiBi, head_dim over 128, and tiles whose keys are split. */
 #include "fwd_kernel.cuh"
 
 namespace {
@@ -19,7 +21,8 @@ bool rows_of_pairs(const gk_tensor &t) {
 }
 
 template <class Tile>
-bool plan_partial(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan_partial(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+                  gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     return fwd_by_parts(a) && rows_of_pairs(a->out) && plan<Tile, true>(row, ctx, args, to);
 }

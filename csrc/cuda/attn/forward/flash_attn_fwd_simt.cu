@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_fwd_simt: attention in float32 on CUDA cores, dense and packed, every modifier.
  *   s_j = cap(scale q k_j) - slope |i + diagonal - j|   lse = log(e^sink + sum e^s_j)   out = sum e^(s_j - lse) v_j
- * by FlashAttention-2's order (Dao 2023, arXiv:2307.08691), with multiply-adds that round as float32 does.
+ * by FlashAttention-2's order (Dao 2023, arXiv:2307.08691), with multiply-adds that round as
+ * float32 does.
  * q [.., Sq, D]  k [.., Sk, D]  v [.., Sk, Dv]  out [.., Sq, Dv], rows of 16-byte multiples;  lse [.., Sq].
- * D, Dv: multiples of 8 up to the bucket HEAD_DIM; the columns after them are zeros in shared memory.
+ * D, Dv: multiples of 8 up to the bucket HEAD_DIM; the columns after them are zeros in shared
+ * memory.
  *
- * Work split: grid x = (split, head, tile of BQ rows) as fwd_work.cuh says; 16 x TY threads (tx, ty) a block. A thread owns
- * rows ty + TY i, keys tx + 16 j of S, and columns 4 (tx + 16 c) .. + 3 of O. The 16 threads of a row are half a warp.
+ * Work split: grid x = (split, head, tile of BQ rows) as fwd_work.cuh says; 16 x TY threads (tx,
+ * ty) a block. A thread owns rows ty + TY i, keys tx + 16 j of S, and columns 4 (tx + 16 c) .. + 3
+ * of O. The 16 threads of a row are half a warp.
  *
  * Pipeline: each buffer is refilled when all have read it
  *   cp.async  K0 | V0  | K1            | V1  |
@@ -21,26 +24,30 @@
 
 namespace {
 
-/* ---- 1. shared memory ----------------------------------------------------------------------------------- */
+/* ---- 1. shared memory ------------------------------------------------------------------------ */
 template <class Tile> struct Smem {
     static constexpr int TX = 16, TY = Tile::BQ / Tile::ROWS, THREADS = TX * TY;
     typedef smem_tile<Tile::BQ, Tile::HEAD_DIM * 4> QTile;   /* 16, 32, 64 KiB */
     typedef smem_tile<Tile::BKV, Tile::HEAD_DIM * 4> KvTile; /* 16, 32, 64 KiB, K and V */
     typedef smem_tile<Tile::BQ, Tile::BKV * 4> PTile;        /* 16 KiB */
-    static constexpr int K = QTile::bytes, V = K + KvTile::bytes, P = V + KvTile::bytes, BYTES = P + PTile::bytes;
+    static constexpr int K = QTile::bytes, V = K + KvTile::bytes, P = V + KvTile::bytes,
+                         BYTES = P + PTile::bytes;
     static constexpr int CTAS = 227 * 1024 / BYTES; /* 3, 2, 1: shared memory decides */
-    static_assert(TY % 8 == 0 && Tile::BQ == TY * Tile::ROWS && Tile::BKV % TX == 0 && Tile::HEAD_DIM % (4 * TX) == 0,
+    static_assert(TY % 8 == 0 && Tile::BQ == TY * Tile::ROWS && Tile::BKV % TX == 0 &&
+                      Tile::HEAD_DIM % (4 * TX) == 0,
                   "threads tile S, O");
 };
 
-/* Reading a fragment of K: 16 threads of a row of threads read 16 rows of one chunk, the other 16 the same. */
+/* Reading a fragment of K: 16 threads of a row of threads read 16 rows of one chunk, the other 16
+ * the same. */
 template <class KvTile> constexpr int key_ways() {
     int at[32] = {};
     for (int lane = 0; lane < 32; ++lane) at[lane] = KvTile::offset(lane % 16, 5);
     return ways(at, 16);
 }
 
-/* Writing P: two rows, 16 keys of each in four chunks: both rows lie in the same half of the banks. */
+/* Writing P: two rows, 16 keys of each in four chunks: both rows lie in the same half of the
+ * banks. */
 template <class PTile> constexpr int weight_ways() {
     int at[32] = {};
     for (int lane = 0; lane < 32; ++lane) at[lane] = PTile::offset_of(lane / 16, lane % 16, 4);
@@ -49,7 +56,8 @@ template <class PTile> constexpr int weight_ways() {
 
 __device__ __forceinline__ float4 ld_float4(smem_addr at) {
     const uint4 x = ld_shared_128(at);
-    return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w));
+    return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z),
+                       __uint_as_float(x.w));
 }
 
 __device__ __forceinline__ float dot4(float4 a, float4 b, float sum) {
@@ -57,10 +65,11 @@ __device__ __forceinline__ float dot4(float4 a, float4 b, float sum) {
 }
 
 __device__ __forceinline__ float4 fma4(float a, float4 b, float4 sum) {
-    return make_float4(fmaf(a, b.x, sum.x), fmaf(a, b.y, sum.y), fmaf(a, b.z, sum.z), fmaf(a, b.w, sum.w));
+    return make_float4(fmaf(a, b.x, sum.x), fmaf(a, b.y, sum.y), fmaf(a, b.z, sum.z),
+                       fmaf(a, b.w, sum.w));
 }
 
-/* ---- 2. the kernel -------------------------------------------------------------------------------------- */
+/* ---- 2. the kernel --------------------------------------------------------------------------- */
 template <class Tile, bool MODIFIED>
 __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 : 1)
     flash_attn_fwd_simt_kernel(FwdParams params) {
@@ -73,7 +82,8 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
     static_assert(key_ways<KvTile>() == 1, "K is read without conflicts");
     static_assert(weight_ways<PTile>() == 2, "P is written once and read 16 times as often");
     extern __shared__ __align__(1024) unsigned char smem[];
-    const smem_addr q_s = cvta_to_shared(smem), k_s = q_s + S::K, v_s = q_s + S::V, p_s = q_s + S::P;
+    const smem_addr q_s = cvta_to_shared(smem), k_s = q_s + S::K, v_s = q_s + S::V,
+                    p_s = q_s + S::P;
     const Problem &p = params.problem;
     const int thread = threadIdx.x, tx = thread % TX, ty = thread / TX;
 
@@ -108,7 +118,8 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
         const int j0 = t * Tile::BKV, key0 = keys.lo + j0;
         cp_async_wait_group<0>();
         __syncthreads(); /* K of tile t is here; all have read V of the tile before */
-        copy_tile_async<KvTile, THREADS>(v_s, v_g + j0 * p.v.row, p.v.row, keys.hi - key0, p.head_dim_v, thread);
+        copy_tile_async<KvTile, THREADS>(v_s, v_g + j0 * p.v.row, p.v.row, keys.hi - key0,
+                                         p.head_dim_v, thread);
         cp_async_commit_group();
 
         /* S = Q K^T, then scores in natural units */
@@ -123,7 +134,8 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
                     for (int j = 0; j < KEYS; ++j) part[i][j] = 0;
             float4 k[KEYS];
 #pragma unroll
-            for (int j = 0; j < KEYS; ++j) k[j] = ld_float4(KvTile::down(k_s + KvTile::offset(tx, d), TX * j));
+            for (int j = 0; j < KEYS; ++j)
+                k[j] = ld_float4(KvTile::down(k_s + KvTile::offset(tx, d), TX * j));
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
                 const float4 q = ld_float4(QTile::down(q_s + QTile::offset(ty, d), TY * i));
@@ -144,7 +156,8 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
 #pragma unroll
             for (int j = 0; j < KEYS; ++j) {
                 const int key = key0 + tx + TX * j;
-                s[i][j] = MODIFIED ? score_fine(modifiers, s[i][j], row, key) : s[i][j] * modifiers.scale;
+                s[i][j] =
+                    MODIFIED ? score_fine(modifiers, s[i][j], row, key) : s[i][j] * modifiers.scale;
                 if (edge && (key < lo || key >= hi)) s[i][j] = -INFINITY;
             }
         }
@@ -152,8 +165,8 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
         cp_async_wait_group<0>();
         __syncthreads(); /* V of tile t is here; all have read its K */
         if (t + 1 < keys.tiles)
-            copy_tile_async<KvTile, THREADS>(k_s, k_g + (j0 + Tile::BKV) * p.k.row, p.k.row, keys.hi - key0 - Tile::BKV,
-                                             p.head_dim, thread);
+            copy_tile_async<KvTile, THREADS>(k_s, k_g + (j0 + Tile::BKV) * p.k.row, p.k.row,
+                                             keys.hi - key0 - Tile::BKV, p.head_dim, thread);
         cp_async_commit_group();
 
         /* online softmax; P through shared memory, inside half a warp */
@@ -168,7 +181,8 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
             for (int j = 0; j < KEYS; ++j) {
                 const float weight = softmax[i].weight(s[i][j]);
                 sum += weight;
-                st_shared_32(PTile::down(p_s + PTile::offset_of(ty, tx + TX * j, 4), TY * i), __float_as_uint(weight));
+                st_shared_32(PTile::down(p_s + PTile::offset_of(ty, tx + TX * j, 4), TY * i),
+                             __float_as_uint(weight));
             }
             softmax[i].sum = fmaf(softmax[i].sum, shrink, sum);
 #pragma unroll
@@ -181,7 +195,8 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
         for (int j = 0; j < Tile::BKV / 4; ++j) {
             float4 w[ROWS];
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) w[i] = ld_float4(PTile::down(p_s + PTile::offset(ty, j), TY * i));
+            for (int i = 0; i < ROWS; ++i)
+                w[i] = ld_float4(PTile::down(p_s + PTile::offset(ty, j), TY * i));
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
 #pragma unroll
@@ -189,7 +204,11 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
                     const float4 v = ld_float4(v_s + KvTile::offset(4 * j + e, tx + TX * c));
 #pragma unroll
                     for (int i = 0; i < ROWS; ++i)
-                        o[i][c] = fma4(e == 0 ? w[i].x : e == 1 ? w[i].y : e == 2 ? w[i].z : w[i].w, v, o[i][c]);
+                        o[i][c] = fma4(e == 0   ? w[i].x
+                                       : e == 1 ? w[i].y
+                                       : e == 2 ? w[i].z
+                                                : w[i].w,
+                                       v, o[i][c]);
                 }
             }
         }
@@ -200,7 +219,8 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
     const bool whole = params.splits == 1;
     const float sink = whole ? sink_of(p, work.head) : -INFINITY;
     float *lse_g = whole ? (float *)p.lse.data : params.lse_splits + work.split * params.split_rows;
-    const int64_t lse0 = work.b * p.lse.batch + work.head * p.lse.head + (int64_t)seq.q0 * p.lse.row;
+    const int64_t lse0 =
+        work.b * p.lse.batch + work.head * p.lse.head + (int64_t)seq.q0 * p.lse.row;
     float *out_g = (float *)p.out.data + p.out.at(work.b, work.head, seq.q0);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -209,24 +229,28 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
         if (row >= seq.seq_q) continue;
         const int64_t at = lse0 + row * p.lse.row;
         if (tx == 0 && lse_g) lse_g[at] = y.lse;
-        float *to =
-            whole ? out_g + row * p.out.row : params.out_splits + (work.split * params.split_rows + at) * p.head_dim_v;
+        float *to = whole
+                        ? out_g + row * p.out.row
+                        : params.out_splits + (work.split * params.split_rows + at) * p.head_dim_v;
 #pragma unroll
         for (int c = 0; c < MINE; ++c) {
             const int col = 4 * (tx + TX * c);
-            if (col < p.head_dim_v) *(float4 *)(to + col) = fma4(y.factor, o[i][c], make_float4(0, 0, 0, 0));
+            if (col < p.head_dim_v)
+                *(float4 *)(to + col) = fma4(y.factor, o[i][c], make_float4(0, 0, 0, 0));
         }
     }
 }
 
-/* ---- 3. launcher and table ------------------------------------------------------------------------------ */
+/* ---- 3. launcher and table ------------------------------------------------------------------- */
 bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_args *a) {
     const int64_t head_dim = gk_max_i64(a->q.shape[a->q.ndim - 1], a->v.shape[a->v.ndim - 1]);
     const bool modified = a->rules.softcap > 0 || a->rules.alibi_slopes;
-    return head_dim <= row->key[0] && modified == (row->key[1] != 0) && all_aligned(a) && smem_fits(ctx, row->key[2]);
+    return head_dim <= row->key[0] && modified == (row->key[1] != 0) && all_aligned(a) &&
+           smem_fits(ctx, row->key[2]);
 }
 
-template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+template <class Tile>
+bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     if (!serves(row, ctx, a)) return false;
     const FwdParams &p = gk_own<FwdParams>(to) =
@@ -243,8 +267,11 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
                        (long long)plan->tasks, Tile::BQ);
     fwd_place(&p, workspace);
     const gk_status status = launch<flash_attn_fwd_simt_kernel<Tile, MODIFIED>>(
-        "gk_flash_attn_fwd", ctx, dim3((unsigned)plan->tasks), Smem<Tile>::THREADS, Smem<Tile>::BYTES, p);
-    return status == GK_OK ? fwd_finish<float>("gk_flash_attn_fwd", ctx, (const gk_flash_attn_args *)args, p) : status;
+        "gk_flash_attn_fwd", ctx, dim3((unsigned)plan->tasks), Smem<Tile>::THREADS,
+        Smem<Tile>::BYTES, p);
+    return status == GK_OK
+               ? fwd_finish<float>("gk_flash_attn_fwd", ctx, (const gk_flash_attn_args *)args, p)
+               : status;
 }
 
 #define ROW(D, name, MODIFIED)                        \
@@ -254,11 +281,13 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
      run<FlashFwdSimtTile<D>, MODIFIED>,              \
      {D, MODIFIED, Smem<FlashFwdSimtTile<D>>::BYTES}, \
      NULL}
-#define ROWS_OF(D) ROW(D, "flash_attn_fwd_simt_f32_d" #D, false), ROW(D, "flash_attn_fwd_simt_f32_d" #D "_score", true)
+#define ROWS_OF(D)                                 \
+    ROW(D, "flash_attn_fwd_simt_f32_d" #D, false), \
+        ROW(D, "flash_attn_fwd_simt_f32_d" #D "_score", true)
 
 const gk_cuda_instance instances[] = {ROWS_OF(64), ROWS_OF(128), ROWS_OF(256)};
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_fwd_simt_table = {instances, sizeof instances / sizeof instances[0], 80,
-                                                               NULL};
+extern "C" const gk_cuda_table gk_flash_attn_fwd_simt_table = {
+    instances, sizeof instances / sizeof instances[0], 80, NULL};

@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fwd_sm90a: attention on Hopper's tensor cores, 16-bit, dense and packed, every modifier.
- * FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) with a reference for the softmax that may be stale (stale_softmax.cuh):
+/* flash_attn_fwd_sm90a: attention on Hopper's tensor cores, 16-bit, dense and packed, every
+ * modifier. FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) with a reference for the softmax
+ * that may be stale (stale_softmax.cuh):
  *   S = Q K^T   s = score(S) or -inf where the row does not see the key   P = 2^(s - m)   O = O + P V
  *   out = O / (sum P + 2^(sink - m))   lse = m + log(sum P + 2^(sink - m))
  * q [.., Sq, D]  k [.., Sk, D]  v [.., Sk, Dv]  out [.., Sq, Dv], as TMA can describe them;  lse [.., Sq] float32.
  * D, Dv: multiples of 8 up to HEAD_DIM, HEAD_DIM_V; TMA fills the columns after them with zeros.
  *
- * Work split: a block stays on its SM and takes units of tiles (fwd_schedule.cuh). Of the producer warpgroup one warp
- * finds the tiles and one thread loads Q, K and V by TMA; each consumer warpgroup owns 64 rows of S and O. Where tiles
- * would not fill the GPU the keys of a tile are split; parts go through the workspace.
+ * Work split: a block stays on its SM and takes units of tiles (fwd_schedule.cuh). Of the producer
+ * warpgroup one warp finds the tiles and one thread loads Q, K and V by TMA; each consumer
+ * warpgroup owns 64 rows of S and O. Where tiles would not fill the GPU the keys of a tile are
+ * split; parts go through the workspace.
  *
  * A step of a consumer: block j of the keys                        (tensor cores work in the background)
  *   issue S_j = Q K_j^T
@@ -17,12 +19,13 @@
  *   P_j = 2^(S_j - m)                                              runs under O += P_(j-1) V_(j-1)
  *   wait for O, release V_(j-1); rows that are out of range take the block again
  *
- * Not handled, served by flash_attn_fwd_sm80: strides, offsets and scales that TMA or a stale reference cannot take. */
+ * Not handled, served by flash_attn_fwd_sm80: strides, offsets and scales that TMA or a stale
+ * reference cannot take. */
 #include "fwd_kernel.cuh"
 
 namespace {
 
-/* ---- table ---------------------------------------------------------------------------------------------- */
+/* ---- table ----------------------------------------------------------------------------------- */
 #define ROW(name, T, dtype, TILE, MODIFIED)                                           \
     {name,                                                                            \
      dtype,                                                                           \
@@ -36,10 +39,10 @@ namespace {
         ROW("flash_attn_fwd_sm90a_bf16_" label "_score", __nv_bfloat16, GK_BF16, TILE, true), \
         ROW("flash_attn_fwd_sm90a_f16_" label "_score", __half, GK_F16, TILE, true)
 
-const gk_cuda_instance instances[] = {ROWS("d64", FwdHopper64),           ROWS("d64_short", FwdHopper64Short),
-                                      ROWS("d96", FwdHopper96),           ROWS("d128", FwdHopper128),
-                                      ROWS("d192_128", FwdHopper192v128), ROWS("d192", FwdHopper192),
-                                      ROWS("d256", FwdHopper256)};
+const gk_cuda_instance instances[] = {
+    ROWS("d64", FwdHopper64),   ROWS("d64_short", FwdHopper64Short), ROWS("d96", FwdHopper96),
+    ROWS("d128", FwdHopper128), ROWS("d192_128", FwdHopper192v128),  ROWS("d192", FwdHopper192),
+    ROWS("d256", FwdHopper256)};
 
 /* By the first row that serves the call, but for short sequences one whose tiles waste less. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
@@ -47,7 +50,9 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
     const int64_t seq_q = a->cu_seqlens_q ? a->max_seqlen_q : a->q.shape[2];
     const bool wasteful = seq_q <= (a->rules.is_causal ? FWD_SHORT_CAUSAL : FWD_SHORT);
     for (const gk_cuda_instance &row : instances) {
-        if (row.dtype != a->q.dtype || (row.key[4] > 128 && wasteful) || !row.plan(&row, ctx, args, to)) continue;
+        if (row.dtype != a->q.dtype || (row.key[4] > 128 && wasteful) ||
+            !row.plan(&row, ctx, args, to))
+            continue;
         to->kernel = &row;
         return true;
     }
@@ -56,5 +61,5 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_flash_attn_fwd_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
-                                                                plan_best};
+extern "C" const gk_cuda_table gk_flash_attn_fwd_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, plan_best};

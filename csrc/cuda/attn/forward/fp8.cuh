@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fp8.cuh: what the kernels of flash_attn_fp8 share: the call, its scales on the device, codes to float16, results of any dtype.
+/* fp8.cuh: what the kernels of flash_attn_fp8 share: the call, its scales on the device, codes to
+ * float16, results of any dtype.
  *   s_ij = scale q_scale k_scale (q_i . k_j)     out_i = v_scale sum_j p_ij v_j + v_mean sum_j p_ij, over codes */
 #ifndef GPUKERN_CUDA_ATTN_FP8_CUH
 #define GPUKERN_CUDA_ATTN_FP8_CUH
@@ -8,31 +9,37 @@
 #include "../../tile/convert.cuh"
 #include "fwd_rows.cuh"
 
-/* ---- scales --------------------------------------------------------------------------------------------- */
+/* ---- scales ---------------------------------------------------------------------------------- */
 __device__ __forceinline__ float fp8_scale(const gk_attn_scale &s, int b, int head, int token) {
-    return s.data ? s.data[b * s.batch + head * s.head + token / GK_ATTN_SCALE_TOKENS * s.block] : 1.f;
+    return s.data ? s.data[b * s.batch + head * s.head + token / GK_ATTN_SCALE_TOKENS * s.block]
+                  : 1.f;
 }
 
-/* Of v: the largest of keys [lo, hi), which the sum of all values is multiplied by in the end; a weight P is multiplied by its block's
- * share of it before it meets v, at most 1. All lanes of a warp ask; one scale for all: `largest` alone. */
-__device__ __forceinline__ float fp8_largest(const gk_attn_scale &s, int b, int head, int lo, int hi) {
+/* Of v: the largest of keys [lo, hi), which the sum of all values is multiplied by in the end; a
+ * weight P is multiplied by its block's share of it before it meets v, at most 1. All lanes of a
+ * warp ask; one scale for all: `largest` alone. */
+__device__ __forceinline__ float fp8_largest(const gk_attn_scale &s, int b, int head, int lo,
+                                             int hi) {
     if (s.block == 0 || !s.data) return fp8_scale(s, b, head, 0);
     float largest = 0;
-    for (int block = lo / GK_ATTN_SCALE_TOKENS + threadIdx.x % 32; block * GK_ATTN_SCALE_TOKENS < hi; block += 32)
+    for (int block = lo / GK_ATTN_SCALE_TOKENS + threadIdx.x % 32;
+         block * GK_ATTN_SCALE_TOKENS < hi; block += 32)
         largest = fmaxf(largest, fabsf(fp8_scale(s, b, head, block * GK_ATTN_SCALE_TOKENS)));
-    for (int apart = 16; apart > 0; apart /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, apart));
+    for (int apart = 16; apart > 0; apart /= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, apart));
     return largest;
 }
 
-__device__ __forceinline__ float fp8_share(const gk_attn_scale &s, float largest, int b, int head, int token) {
+__device__ __forceinline__ float fp8_share(const gk_attn_scale &s, float largest, int b, int head,
+                                           int token) {
     if (s.block == 0 || !s.data) return 1.f;
     const float scale = fp8_scale(s, b, head, token);
     return largest > 0 ? scale / largest : scale; /* 0 everywhere, or NaN */
 }
 
-/* ---- codes ---------------------------------------------------------------------------------------------- */
-/* Two e4m3 codes, in the high bytes of a register's halves, as float16: the exponent of one is that of the other less 8. A NaN, all
- * ones, comes out as 480, which no other code is. */
+/* ---- codes ----------------------------------------------------------------------------------- */
+/* Two e4m3 codes, in the high bytes of a register's halves, as float16: the exponent of one is that
+ * of the other less 8. A NaN, all ones, comes out as 480, which no other code is. */
 __device__ __forceinline__ uint32_t e4m3x2_to_f16x2(uint32_t high) {
     const uint32_t bits = (high & 0x80008000u) | (high & 0x7f007f00u) >> 1;
     const __half2 h = __hmul2(*(const __half2 *)&bits, __float2half2_rn(256.f));
@@ -41,14 +48,15 @@ __device__ __forceinline__ uint32_t e4m3x2_to_f16x2(uint32_t high) {
 
 /* Four codes, the first in the low byte. */
 __device__ __forceinline__ void e4m3x4_to_f16x4(uint32_t *to, uint32_t codes) {
-    to[0] = e4m3x2_to_f16x2(prmt(codes, 0, 0x1404)), to[1] = e4m3x2_to_f16x2(prmt(codes, 0, 0x3424));
+    to[0] = e4m3x2_to_f16x2(prmt(codes, 0, 0x1404));
+    to[1] = e4m3x2_to_f16x2(prmt(codes, 0, 0x3424));
     if (((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             if ((codes >> 8 * i & 0x7f) == 0x7f) to[i / 2] |= 0x7e00u << 16 * (i % 2);
 }
 
-/* ---- results -------------------------------------------------------------------------------------------- */
+/* ---- results --------------------------------------------------------------------------------- */
 __device__ __forceinline__ void fp8_store(void *out, gk_dtype dtype, int64_t at, float x) {
     if (dtype == GK_BF16)
         ((__nv_bfloat16 *)out)[at] = __float2bfloat16_rn(x);
@@ -58,7 +66,7 @@ __device__ __forceinline__ void fp8_store(void *out, gk_dtype dtype, int64_t at,
         ((float *)out)[at] = x;
 }
 
-/* ---- the call -------------------------------------------------------------------------------------------- */
+/* ---- the call -------------------------------------------------------------------------------- */
 struct Fp8Params {
     Problem problem;
     gk_attn_scale q_scale, k_scale, v_scale;
@@ -70,16 +78,20 @@ struct Fp8Params {
 inline Fp8Params fp8_params(const gk_context *ctx, const gk_flash_attn_fp8_args *a, int bq) {
     Fp8Params p = {};
     p.problem = problem_of(ctx, &a->fwd);
-    p.q_scale = gk_attn_scale_of(a->q_scale), p.k_scale = gk_attn_scale_of(a->k_scale);
-    p.v_scale = gk_attn_scale_of(a->v_scale), p.mean = gk_attn_mean_of(a->v_mean);
-    p.out_dtype = a->fwd.out.dtype, p.tiles_q = (int)gk_ceil_div(p.problem.seq_q, bq);
+    p.q_scale = gk_attn_scale_of(a->q_scale);
+    p.k_scale = gk_attn_scale_of(a->k_scale);
+    p.v_scale = gk_attn_scale_of(a->v_scale);
+    p.mean = gk_attn_mean_of(a->v_mean);
+    p.out_dtype = a->fwd.out.dtype;
+    p.tiles_q = (int)gk_ceil_div(p.problem.seq_q, bq);
     return p;
 }
 
 /* Rows that no sequence owns. */
 inline gk_status fp8_finish(const char *op, const gk_context *ctx, const Fp8Params &p) {
     if (p.out_dtype == GK_BF16) return clear_unowned<__nv_bfloat16>(op, ctx, p.problem);
-    return p.out_dtype == GK_F16 ? clear_unowned<__half>(op, ctx, p.problem) : clear_unowned<float>(op, ctx, p.problem);
+    return p.out_dtype == GK_F16 ? clear_unowned<__half>(op, ctx, p.problem)
+                                 : clear_unowned<float>(op, ctx, p.problem);
 }
 
 #endif

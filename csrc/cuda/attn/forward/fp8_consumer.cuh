@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fp8_consumer.cuh: what a consumer warpgroup of flash_attn_fp8_sm90a does with a tile: 64 rows of S, of weights and of O, block of keys
- * after block, and its results. */
+/* fp8_consumer.cuh: what a consumer warpgroup of flash_attn_fp8_sm90a does with a tile: 64 rows of
+ * S, of weights and of O, block of keys after block, and its results. */
 #ifndef GPUKERN_CUDA_ATTN_FP8_CONSUMER_CUH
 #define GPUKERN_CUDA_ATTN_FP8_CONSUMER_CUH
 
@@ -12,7 +12,8 @@
 #include "fwd_products.cuh"
 #include "fwd_results.cuh"
 
-/* BLOCKS: k or v has a scale for each 128 tokens. s[4 n + 2 r + e]: row r of the lane's two, column 8 n + e. */
+/* BLOCKS: k or v has a scale for each 128 tokens. s[4 n + 2 r + e]: row r of the lane's two, column
+ * 8 n + e. */
 template <class Tile, bool BLOCKS> struct Fp8Consumer {
     typedef Smem<Tile> S;
     typedef tma_steps<Tile::STAGES> Steps;
@@ -23,13 +24,16 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
     const int warpgroup;
     float s[N * 4], o[ND * 4]; /* scores; O */
     uint32_t p[N], next[N];    /* weights as an operand, and those of the block after it */
-    float m[2], total[2];      /* a row's reference in log2 units; the sum of its weights, this lane's share */
-    float sum[2];              /* the block's */
-    uint32_t ends[2];          /* bit 7 of a byte: a weight of the row is at the end of the codes, or NaN */
-    float score, value;        /* what a product stands for in log2 units, but for k's scale of a block; v's scale */
-    float unit, share;         /* of the block */
+    float m[2],
+        total[2]; /* a row's reference in log2 units; the sum of its weights, this lane's share */
+    float sum[2]; /* the block's */
+    uint32_t ends[2]; /* bit 7 of a byte: a weight of the row is at the end of the codes, or NaN */
+    float score, value; /* what a product stands for in log2 units, but for k's scale of a block;
+                           v's scale */
+    float unit, share;  /* of the block */
 
-    __device__ __forceinline__ Fp8Consumer(const Fp8HopperParams &x, smem_addr smem_s, int warpgroup)
+    __device__ __forceinline__ Fp8Consumer(const Fp8HopperParams &x, smem_addr smem_s,
+                                           int warpgroup)
         : x(x), smem_s(smem_s), warpgroup(warpgroup) {}
 
     __device__ __forceinline__ Steps k_ring() const { return {smem_s + S::K_RING}; }
@@ -40,7 +44,7 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
     }
     __device__ __forceinline__ void together() const { bar_sync(1 + warpgroup, 128); }
 
-    /* ---- scales ------------------------------------------------------------------------------------------ */
+    /* ---- scales ------------------------------------------------------------------------------ */
     __device__ __forceinline__ void begin_tile(const FwdTile &t) {
         const int b = t.work.b, head_kv = t.from.head_kv;
         score = (float)x.f.fwd.problem.rules.scale * LOG2_E *
@@ -55,7 +59,9 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         if (!BLOCKS) value = fp8_scale(x.v_scale, t.work.b, t.from.head_kv, 0);
     }
     /* Of 0, whose product with -inf would be NaN, a number whose products vanish. */
-    static __device__ __forceinline__ float unit_of(float unit) { return unit == 0 ? 0x1p-120f : unit; }
+    static __device__ __forceinline__ float unit_of(float unit) {
+        return unit == 0 ? 0x1p-120f : unit;
+    }
     __device__ __forceinline__ void begin_block(const FwdTile &t, int j) {
         if (!BLOCKS) return;
         const int token = t.keys.lo + j * BKV;
@@ -63,15 +69,15 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         share = fp8_share(x.v_scale, value, t.work.b, t.from.head_kv, token);
     }
 
-    /* ---- products ---------------------------------------------------------------------------------------- */
+    /* ---- products ---------------------------------------------------------------------------- */
     /* S [64][BKV] = Q K^T of this warpgroup's rows. */
     __device__ __forceinline__ void issue_scores(smem_addr q_s, int step) {
         const smem_addr k_s = smem_s + S::K_AT + Steps::stage(step) * S::K::bytes;
         wgmma_fence();
 #pragma unroll
         for (int kk = 0; kk < Tile::HEAD_DIM; kk += 32)
-            wgmma_8bit_ss<e4m3, e4m3, BKV>(s, S::Q::k_major(q_s, 64 * warpgroup, kk), S::K::k_major(k_s, 0, kk),
-                                           kk > 0);
+            wgmma_8bit_ss<e4m3, e4m3, BKV>(s, S::Q::k_major(q_s, 64 * warpgroup, kk),
+                                           S::K::k_major(k_s, 0, kk), kk > 0);
         wgmma_commit_group();
     }
     /* O [64][HEAD_DIM_V] += P V. */
@@ -79,19 +85,23 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         const smem_addr v_s = smem_s + S::VT_AT + Steps::stage(step) * S::Vt::bytes;
         wgmma_fence();
 #pragma unroll
-        for (int kk = 0; kk < BKV; kk += 32) wgmma_e4m3_rs<Tile::HEAD_DIM_V>(o, p + kk / 8, S::Vt::k_major(v_s, 0, kk));
+        for (int kk = 0; kk < BKV; kk += 32)
+            wgmma_e4m3_rs<Tile::HEAD_DIM_V>(o, p + kk / 8, S::Vt::k_major(v_s, 0, kk));
         wgmma_commit_group();
     }
 
-    /* ---- weights ----------------------------------------------------------------------------------------- */
+    /* ---- weights ----------------------------------------------------------------------------- */
     /* Keys that a row does not see get no weight. */
     __device__ __forceinline__ void mask(const FwdTile &t, int j) {
         const float none = unit < 0 ? INFINITY : -INFINITY;
-        const int key0 = t.keys.lo + j * BKV + frag_col(mov_tid_x() % 32, 0), last = t.seq.seq_q - 1;
+        const int key0 = t.keys.lo + j * BKV + frag_col(mov_tid_x() % 32, 0),
+                  last = t.seq.seq_q - 1;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int i = min(t.work.i0 + own_row() + 8 * r, last); /* those past it see what its last row sees */
-            const uint32_t kept = columns_in<BKV / 4>(t.seq.span.lo(i) - key0, t.seq.span.hi(i) - key0);
+            /* those past it see what its last row sees */
+            const int i = min(t.work.i0 + own_row() + 8 * r, last);
+            const uint32_t kept =
+                columns_in<BKV / 4>(t.seq.span.lo(i) - key0, t.seq.span.hi(i) - key0);
 #pragma unroll
             for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -100,9 +110,11 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         }
     }
 
-    /* The weights of a block by the present references, their sums, and which rows' leave the codes. */
+    /* The weights of a block by the present references, their sums, and which rows' leave the
+     * codes. */
     __device__ __forceinline__ void weigh() {
-        float part[4] = {0, 0, 0, 0}; /* two chains a row: an addition waits for the one before it */
+        /* two chains a row: an addition waits for the one before it */
+        float part[4] = {0, 0, 0, 0};
         ends[0] = ends[1] = 0;
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
@@ -112,29 +124,42 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
                     w[e] = ex2_approx_ftz(fmaf(s[4 * (n + e / 2) + 2 * r + e % 2], unit, -m[r]));
-                part[r] += w[0], part[2 + r] += w[1], part[r] += w[2], part[2 + r] += w[3];
-                if (BLOCKS) w[0] *= share, w[1] *= share, w[2] *= share, w[3] *= share;
+                part[r] += w[0];
+                part[2 + r] += w[1];
+                part[r] += w[2];
+                part[2 + r] += w[3];
+                if (BLOCKS) {
+                    w[0] *= share;
+                    w[1] *= share;
+                    w[2] *= share;
+                    w[3] *= share;
+                }
                 const uint32_t codes = cvt_rn_satfinite_e4m3x4(w[0], w[1], w[2], w[3]);
                 next[n + r] = codes;
                 ends[r] |= (BLOCKS ? codes & 0x7f7f7f7fu : codes) + 0x02020202u;
             }
         }
-        sum[0] = part[0] + part[2], sum[1] = part[1] + part[3];
+        sum[0] = part[0] + part[2];
+        sum[1] = part[1] + part[3];
         if (BLOCKS) /* a small share hides them from the codes */
             for (int r = 0; r < 2; ++r) ends[r] |= sum[r] < 0x1p80f ? 0u : 0x80u;
     }
     __device__ __forceinline__ bool leaves(int r) const { return ends[r] & 0x80808080u; }
-    /* Of the warp's rows; where scores are multiplied again, which a warpgroup does together, of the warpgroup's. */
+    /* Of the warp's rows; where scores are multiplied again, which a warpgroup does together, of
+     * the warpgroup's. */
     __device__ __forceinline__ bool any_leaves() const {
         const bool mine = ((ends[0] | ends[1]) & 0x80808080u) != 0;
-        return Tile::KEEPS_SCORES ? __any_sync(0xffffffffu, mine) : bar_or(1 + warpgroup, 128, mine);
+        return Tile::KEEPS_SCORES ? __any_sync(0xffffffffu, mine)
+                                  : bar_or(1 + warpgroup, 128, mine);
     }
 
-    /* The largest score of row r, the same in its four lanes; -inf: the row sees none of the keys. */
+    /* The largest score of row r, the same in its four lanes; -inf: the row sees none of the
+     * keys. */
     __device__ __forceinline__ float row_top(int r) const {
         float top = s[2 * r] * unit;
 #pragma unroll
-        for (int n = 0; n < N; ++n) top = fmaxf(top, fmaxf(s[4 * n + 2 * r] * unit, s[4 * n + 2 * r + 1] * unit));
+        for (int n = 0; n < N; ++n)
+            top = fmaxf(top, fmaxf(s[4 * n + 2 * r] * unit, s[4 * n + 2 * r + 1] * unit));
         return quad_max(top);
     }
     __device__ __forceinline__ void refer() {
@@ -144,7 +169,8 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
             m[r] = top == -INFINITY ? STALE_NOTHING : top - FP8_WEIGHT_LOG2;
         }
     }
-    /* Rows whose weights leave the codes get a new reference from block j; the others' come out as they were. */
+    /* Rows whose weights leave the codes get a new reference from block j; the others' come out as
+     * they were. */
     __device__ __forceinline__ void redo(const FwdTile &t, smem_addr q_s, int first, int j) {
         if (!Tile::KEEPS_SCORES) {
             issue_scores(q_s, first + j);
@@ -167,22 +193,25 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
 #pragma unroll
         for (int i = 0; i < ND * 4; ++i) o[i] *= factor[i / 2 & 1];
     }
-    /* The block's weights become the operand. Opaque, or they would be written there while the product before still reads it. */
+    /* The block's weights become the operand. Opaque, or they would be written there while the
+     * product before still reads it. */
     __device__ __forceinline__ void taken() {
         uint32_t zero = 0;
         opaque(zero);
 #pragma unroll
         for (int i = 0; i < N; ++i) p[i] = next[i] ^ zero;
-        total[0] += sum[0], total[1] += sum[1];
+        total[0] += sum[0];
+        total[1] += sum[1];
     }
 
-    /* ---- a tile ------------------------------------------------------------------------------------------ */
+    /* ---- a tile ------------------------------------------------------------------------------ */
     /* Weights of the tile's first block, which set the reference. */
     __device__ __forceinline__ void first_block(const FwdTile &t, smem_addr q_s, int step) {
         begin_block(t, 0);
         k_ring().wait_full(step);
         issue_scores(q_s, step);
-        clear(o), total[0] = total[1] = 0;
+        clear(o);
+        total[0] = total[1] = 0;
         wgmma_wait_group<0>();
         wgmma_pin(s);
         release(k_ring().empty(step));
@@ -192,8 +221,10 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         taken();
     }
 
-    /* Block j of the tile, behind its first, and O of the block before. true: the weights of some row leave the codes. */
-    template <bool EDGE> __device__ __forceinline__ bool take_block(const FwdTile &t, smem_addr q_s, int first, int j) {
+    /* Block j of the tile, behind its first, and O of the block before. true: the weights of some
+     * row leave the codes. */
+    template <bool EDGE>
+    __device__ __forceinline__ bool take_block(const FwdTile &t, smem_addr q_s, int first, int j) {
         const Steps k = k_ring(), v = v_ring();
         const int step = first + j;
         begin_block(t, j);
@@ -216,9 +247,10 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         return again;
     }
 
-    /* The blocks behind the first one. The loop over blocks that every row sees whole has neither masks nor redos: either one leaves
-     * it and comes back. */
-    __device__ __forceinline__ void other_blocks(const FwdTile &t, smem_addr q_s, int first, int own) {
+    /* The blocks behind the first one. The loop over blocks that every row sees whole has neither
+     * masks nor redos: either one leaves it and comes back. */
+    __device__ __forceinline__ void other_blocks(const FwdTile &t, smem_addr q_s, int first,
+                                                 int own) {
         const int plain_first = t.keys.plain_first, plain_end = min(t.keys.plain_end, own);
 #pragma unroll 1
         for (int j = 1; j < own;) {
@@ -250,30 +282,35 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         release(v.empty(step));
     }
 
-    /* Blocks from step on that only other warpgroups read. All four warps have seen them before they are released. */
+    /* Blocks from step on that only other warpgroups read. All four warps have seen them before
+     * they are released. */
     __device__ __forceinline__ void pass(int step, int blocks) const {
         const Steps k = k_ring(), v = v_ring();
 #pragma unroll 1
         for (int j = step; j < step + blocks; ++j) {
-            k.wait_full(j), v.wait_full(j);
+            k.wait_full(j);
+            v.wait_full(j);
             together();
-            release(k.empty(j)), release(v.empty(j));
+            release(k.empty(j));
+            release(v.empty(j));
         }
     }
 
-    /* ---- results ----------------------------------------------------------------------------------------- */
-    static __device__ __forceinline__ void store_four(void *to, gk_dtype dtype, int64_t at, const float (&y)[4]) {
+    /* ---- results ----------------------------------------------------------------------------- */
+    static __device__ __forceinline__ void store_four(void *to, gk_dtype dtype, int64_t at,
+                                                      const float (&y)[4]) {
         if (dtype == GK_BF16)
             *(uint2 *)((__nv_bfloat16 *)to + at) =
                 make_uint2(pack2<__nv_bfloat16>(y[0], y[1]), pack2<__nv_bfloat16>(y[2], y[3]));
         else if (dtype == GK_F16)
-            *(uint2 *)((__half *)to + at) = make_uint2(pack2<__half>(y[0], y[1]), pack2<__half>(y[2], y[3]));
+            *(uint2 *)((__half *)to + at) =
+                make_uint2(pack2<__half>(y[0], y[1]), pack2<__half>(y[2], y[3]));
         else
             *(float4 *)((float *)to + at) = make_float4(y[0], y[1], y[2], y[3]);
     }
 
-    /* To the tensors, or to a part of the workspace, which sinks are added to later. A lane has four neighbours of each 16 columns.
-     * n: the tile's number, where v_mean lies. */
+    /* To the tensors, or to a part of the workspace, which sinks are added to later. A lane has
+     * four neighbours of each 16 columns. n: the tile's number, where v_mean lies. */
     __device__ __forceinline__ void store(const FwdTile &t, int n) const {
         const FwdParams &f = x.f.fwd;
         const Problem &p = f.problem;
@@ -288,7 +325,8 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
             if (i >= t.seq.seq_q) continue;
             const RowSum y = row_sum(m[r] * LN_2, all, whole ? sink_of(p, head) : -INFINITY);
             const float seen = all * y.factor(), factor = y.sum == 0 ? 0.f : y.factor() * value;
-            const int64_t row = b * p.lse.batch + head * p.lse.head + (int64_t)(t.seq.q0 + i) * p.lse.row;
+            const int64_t row =
+                b * p.lse.batch + head * p.lse.head + (int64_t)(t.seq.q0 + i) * p.lse.row;
             const int64_t part = t.work.split * f.split_rows + row;
             float *lse = whole ? (float *)p.lse.data : f.lse_splits;
             if (quad == 0 && lse) lse[whole ? row : part] = y.lse();
@@ -298,8 +336,10 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
             for (int c = 0; c < ND / 2; ++c) {
                 const int col = 16 * c + 4 * quad;
                 if (col >= p.head_dim_v) continue;
-                const float *left = o + 8 * c + 2 * r, *right = left + 4; /* columns 0, 2 and 1, 3 of the four */
-                float four[4] = {left[0] * factor, right[0] * factor, left[1] * factor, right[1] * factor};
+                /* columns 0, 2 and 1, 3 of the four */
+                const float *left = o + 8 * c + 2 * r, *right = left + 4;
+                float four[4] = {left[0] * factor, right[0] * factor, left[1] * factor,
+                                 right[1] * factor};
                 if (has_mean) {
                     const uint4 add = ld_shared_128(mean_s + c * 64);
                     four[0] = fmaf(seen, __uint_as_float(add.x), four[0]);
@@ -315,8 +355,8 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
 
 /* Tile after tile. */
 template <class Tile, bool BLOCKS>
-__device__ __forceinline__ void fp8_consume(const Fp8HopperParams &x, smem_addr smem_s, const FwdTile *tiles,
-                                            int warpgroup) {
+__device__ __forceinline__ void fp8_consume(const Fp8HopperParams &x, smem_addr smem_s,
+                                            const FwdTile *tiles, int warpgroup) {
     typedef Smem<Tile> S;
     const tma_steps<Tile::Q_BUFFERS> q = {smem_s + S::Q_RING};
     const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
@@ -326,7 +366,9 @@ __device__ __forceinline__ void fp8_consume(const Fp8HopperParams &x, smem_addr 
         q.wait_full(n);
         const FwdTile &t = tiles[n % S::TILE_STAGES];
         const int4 steps = *(const int4 *)&t.steps;
-        const int blocks = steps.w, own = warpgroup == 0 ? steps.x : warpgroup == 1 ? steps.y : steps.z;
+        const int blocks = steps.w, own = warpgroup == 0   ? steps.x
+                                          : warpgroup == 1 ? steps.y
+                                                           : steps.z;
         if (blocks < 0) break;
         c.begin_tile(t);
         if (own > 0) {
@@ -337,7 +379,10 @@ __device__ __forceinline__ void fp8_consume(const Fp8HopperParams &x, smem_addr 
             c.end_tile(t);
             c.last_values(step + own - 1);
         } else {
-            c.value = 0, clear(c.o), c.m[0] = c.m[1] = 0, c.total[0] = c.total[1] = 0;
+            c.value = 0;
+            clear(c.o);
+            c.m[0] = c.m[1] = 0;
+            c.total[0] = c.total[1] = 0;
             c.together(); /* all four warps have seen the barrier's phase */
             c.release(q.empty(n));
         }

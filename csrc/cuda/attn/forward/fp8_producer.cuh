@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fp8_producer.cuh: the half of flash_attn_fp8_sm90a that loads: what a block keeps in shared memory, the loads of Q, K and V by TMA,
- * and V transposed. Which tile comes next and which keys it sees is found as in flash_attn_fwd_sm90a (fwd_producer.cuh). */
+/* fp8_producer.cuh: the half of flash_attn_fp8_sm90a that loads: what a block keeps in shared
+ * memory, the loads of Q, K and V by TMA, and V transposed. Which tile comes next and which keys it
+ * sees is found as in flash_attn_fwd_sm90a (fwd_producer.cuh). */
 #ifndef GPUKERN_CUDA_ATTN_FP8_PRODUCER_CUH
 #define GPUKERN_CUDA_ATTN_FP8_PRODUCER_CUH
 
@@ -12,7 +13,7 @@
 #include "fp8_tiles.h"
 #include "fwd_producer.cuh"
 
-/* ---- 1. parameters and shared memory -------------------------------------------------------------------- */
+/* ---- 1. parameters and shared memory --------------------------------------------------------- */
 struct Fp8HopperParams {
     FwdHopperParams f; /* q, k, v: boxes of 128 columns; out is not stored by TMA */
     gk_attn_scale q_scale, k_scale, v_scale;
@@ -22,7 +23,8 @@ struct Fp8HopperParams {
 
 constexpr int FP8_BOX = 128; /* columns of a box of TMA, and of a panel */
 
-/* Rows of COLS codes, columns past head_dim zero: an operand of wgmma whose columns are k. Panels one behind the other. */
+/* Rows of COLS codes, columns past head_dim zero: an operand of wgmma whose columns are k. Panels
+ * one behind the other. */
 template <int ROWS, int COLS> struct Fp8Rows {
     typedef wgmma_tile<ROWS, false, FP8_BOX> panel;
     static constexpr int panels = (COLS + FP8_BOX - 1) / FP8_BOX, panel_bytes = panel::bytes,
@@ -30,8 +32,9 @@ template <int ROWS, int COLS> struct Fp8Rows {
     static constexpr GK_HD smem_box box() { return wgmma_box(1, ROWS); }
     /* 32 of k from column `col` on, of the rows from `row` on. */
     static constexpr GK_HD uint64_t k_major(uint32_t tile_s, int row, int col) {
-        return wgmma_descriptor_add(panel::descriptor(tile_s),
-                                    col / FP8_BOX * panel_bytes + panel::offset(row) + col % FP8_BOX);
+        return wgmma_descriptor_add(panel::descriptor(tile_s), col / FP8_BOX * panel_bytes +
+                                                                   panel::offset(row) +
+                                                                   col % FP8_BOX);
     }
 };
 
@@ -48,11 +51,13 @@ template <class Tile> struct Fp8Smem {
     typedef tma_ring<Tile::STAGES> Ring;
     typedef tma_ring<Tile::RAW_STAGES> RawRing;
     static constexpr int K_AT = Tile::Q_BUFFERS * Q::bytes, RAW_AT = K_AT + Tile::STAGES * K::bytes;
-    static constexpr int VT_AT = RAW_AT + Tile::RAW_STAGES * V::bytes, Q_RING = VT_AT + Tile::STAGES * Vt::bytes;
+    static constexpr int VT_AT = RAW_AT + Tile::RAW_STAGES * V::bytes,
+                         Q_RING = VT_AT + Tile::STAGES * Vt::bytes;
     static constexpr int K_RING = Q_RING + QRing::bytes, RAW_RING = K_RING + Ring::bytes;
     static constexpr int VT_RING = RAW_RING + RawRing::bytes, TILE_RING = VT_RING + Ring::bytes;
     static constexpr int OVER = TILE_RING + TileRing::bytes, TILES = OVER + 16;
-    static constexpr int MEANS = TILES + TILE_STAGES * (int)sizeof(FwdTile), MEAN_BYTES = Tile::HEAD_DIM_V * 4;
+    static constexpr int MEANS = TILES + TILE_STAGES * (int)sizeof(FwdTile),
+                         MEAN_BYTES = Tile::HEAD_DIM_V * 4;
     static constexpr int BYTES = MEANS + TILE_STAGES * MEAN_BYTES; /* v_mean of a tile's head */
     static_assert(MEANS % 16 == 0, "vectors of four");
     static_assert(BYTES <= 227 * 1024, "a block has an SM's shared memory");
@@ -81,11 +86,13 @@ template <class Tile> __device__ __forceinline__ void fp8_begin_block(smem_addr 
     mbarrier_arrive(smem_s + S::OVER); /* its first phase is over, and there is no second */
 }
 
-/* ---- 2. one thread loads -------------------------------------------------------------------------------- */
-/* K and V in the order in which they are asked for. Q of the next tile after the tile's second blocks; where there is one buffer alone, which
- * is free once all have the tile's last scores, after the next tile's first blocks. */
+/* ---- 2. one thread loads --------------------------------------------------------------------- */
+/* K and V in the order in which they are asked for. Q of the next tile after the tile's second
+ * blocks; where there is one buffer alone, which is free once all have the tile's last scores,
+ * after the next tile's first blocks. */
 template <class Tile>
-__device__ __forceinline__ void fp8_load_tiles(const FwdHopperParams &x, const FwdTile *tiles, smem_addr smem_s) {
+__device__ __forceinline__ void fp8_load_tiles(const FwdHopperParams &x, const FwdTile *tiles,
+                                               smem_addr smem_s) {
     typedef Smem<Tile> S;
     constexpr bool AHEAD = Tile::Q_BUFFERS == 2;
     const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
@@ -103,12 +110,12 @@ __device__ __forceinline__ void fp8_load_tiles(const FwdHopperParams &x, const F
             const int at = step + j, row = t.from.k_row + j * Tile::BKV;
             k.wait_empty(at);
             mbarrier_arrive_expect_tx(k.full(at), S::K::bytes);
-            load_panels<typename S::K, FP8_BOX>(smem_s + S::K_AT + k.stage(at) * S::K::bytes, &x.k, row, t.from.head_kv,
-                                                t.from.b, k.full(at));
+            load_panels<typename S::K, FP8_BOX>(smem_s + S::K_AT + k.stage(at) * S::K::bytes, &x.k,
+                                                row, t.from.head_kv, t.from.b, k.full(at));
             raw.wait_empty(at);
             mbarrier_arrive_expect_tx(raw.full(at), S::V::bytes);
-            load_panels<typename S::V, FP8_BOX>(smem_s + S::RAW_AT + raw.stage(at) * S::V::bytes, &x.v, row,
-                                                t.from.head_kv, t.from.b, raw.full(at));
+            load_panels<typename S::V, FP8_BOX>(smem_s + S::RAW_AT + raw.stage(at) * S::V::bytes,
+                                                &x.v, row, t.from.head_kv, t.from.b, raw.full(at));
             if (AHEAD && j == min(1, blocks - 1)) {
                 described.wait_full(n + 1);
                 load_q<Tile, FP8_BOX>(x, tiles[(n + 1) % S::TILE_STAGES], smem_s, n + 1);
@@ -124,21 +131,24 @@ __device__ __forceinline__ void fp8_load_tiles(const FwdHopperParams &x, const F
         mbarrier_arrive(described.empty(n));
         if (!AHEAD) described.wait_full(n + 1);
     }
-    if (!AHEAD)
-        load_q<Tile, FP8_BOX>(x, tiles[n % S::TILE_STAGES], smem_s, n); /* tells the consumers that there is no more */
+    if (!AHEAD) /* tells the consumers that there is no more */
+        load_q<Tile, FP8_BOX>(x, tiles[n % S::TILE_STAGES], smem_s, n);
 }
 
-/* ---- 3. warps that transpose V --------------------------------------------------------------------------- */
-/* Pairs of 16 columns in the order 0, 1, 3, 2, 4, 5, 7, 6: from one to the next a bit of the swizzled address changes, so that one register
- * holds them all. */
+/* ---- 3. warps that transpose V --------------------------------------------------------------- */
+/* Pairs of 16 columns in the order 0, 1, 3, 2, 4, 5, 7, 6: from one to the next a bit of the
+ * swizzled address changes, so that one register holds them all. */
 constexpr GK_HD int fp8_pair(int i) { return i ^ i / 2 % 2; }
 
-/* wgmma reads 8-bit operands along k alone, so V [keys][columns] becomes [columns][keys]. A lane has two keys of two columns in a
- * register of ldmatrix.trans; two such are four keys of either column. Places follow from what costs nothing:
- *   place 16 m + 4 t + e of a row holds key 16 m + 2 t + e % 2 + 8 (e / 2): a lane's weights lie so in S, and need no exchange
- *   row 16 c + 8 h + g holds column 16 c + 2 g + h: no bank conflict, and a lane's columns of O are four neighbours
+/* wgmma reads 8-bit operands along k alone, so V [keys][columns] becomes [columns][keys]. A lane
+ * has two keys of two columns in a register of ldmatrix.trans; two such are four keys of either
+ * column. Places follow from what costs nothing:
+ *   place 16 m + 4 t + e of a row holds key 16 m + 2 t + e % 2 + 8 (e / 2): a lane's weights lie so
+ *   in S, and need no exchange row 16 c + 8 h + g holds column 16 c + 2 g + h: no bank conflict,
+ *   and a lane's columns of O are four neighbours
  * Groups of 16 keys `part`, part + TRANSPOSERS, ..; one warp. */
-template <class Tile> __device__ __forceinline__ void fp8_transpose(smem_addr raw_s, smem_addr vt_s, int part) {
+template <class Tile>
+__device__ __forceinline__ void fp8_transpose(smem_addr raw_s, smem_addr vt_s, int part) {
     constexpr int PAIRS = Tile::HEAD_DIM_V / 32; /* of 16 columns */
     const int lane = laneid(), r = lane % 8, half = lane / 8 % 2, next = lane / 16;
     smem_addr in_s = raw_s + (16 * part + 8 * half + r) * WGMMA_ROW_BYTES + (next ^ r) * 16;
@@ -152,31 +162,37 @@ template <class Tile> __device__ __forceinline__ void fp8_transpose(smem_addr ra
         for (int i = 0; i < PAIRS; ++i) {
             const int c = fp8_pair(i), then = fp8_pair(i + 1), now = i % 2;
             if (i + 1 < PAIRS) {
-                in_s ^= (c ^ then) % 4 * 32, opaque(in_s);
+                in_s ^= (c ^ then) % 4 * 32;
+                opaque(in_s);
                 ldmatrix_x4_trans(x[1 - now], in_s + then / 4 * Smem<Tile>::V::panel_bytes);
             }
-            y[0] = prmt(x[now][0], x[now][1], 0x6420), y[1] = prmt(x[now][0], x[now][1], 0x7531);
-            y[2] = prmt(x[now][2], x[now][3], 0x6420), y[3] = prmt(x[now][2], x[now][3], 0x7531);
+            y[0] = prmt(x[now][0], x[now][1], 0x6420);
+            y[1] = prmt(x[now][0], x[now][1], 0x7531);
+            y[2] = prmt(x[now][2], x[now][3], 0x6420);
+            y[3] = prmt(x[now][2], x[now][3], 0x7531);
             stmatrix_x4(out_s + c * 32 * WGMMA_ROW_BYTES, y);
         }
-        in_s = (in_s ^ fp8_pair(PAIRS - 1) % 4 * 32) + Smem<Tile>::TRANSPOSERS * 16 * WGMMA_ROW_BYTES;
+        in_s =
+            (in_s ^ fp8_pair(PAIRS - 1) % 4 * 32) + Smem<Tile>::TRANSPOSERS * 16 * WGMMA_ROW_BYTES;
     }
 }
 
 /* v_mean of a tile's head. One lane. */
 template <class Tile>
-__device__ __forceinline__ void fp8_copy_mean(const Fp8HopperParams &x, const FwdTile &t, smem_addr mean_s) {
+__device__ __forceinline__ void fp8_copy_mean(const Fp8HopperParams &x, const FwdTile &t,
+                                              smem_addr mean_s) {
     const float *mean_g = x.mean.data + t.work.b * x.mean.batch + t.from.head_kv * x.mean.head;
 #pragma unroll 1
-    for (int d = 0; d < x.f.fwd.problem.head_dim_v; d += 4) cp_async_cg_16(mean_s + d * 4, mean_g + d);
+    for (int d = 0; d < x.f.fwd.problem.head_dim_v; d += 4)
+        cp_async_cg_16(mean_s + d * 4, mean_g + d);
     cp_async_commit_group();
 }
 
-/* V of tile after tile, keys past its sequence as zeros: a weight of 0 times NaN would be NaN. The first warp copies the tile's v_mean,
- * too, which is there with its last block. */
+/* V of tile after tile, keys past its sequence as zeros: a weight of 0 times NaN would be NaN. The
+ * first warp copies the tile's v_mean, too, which is there with its last block. */
 template <class Tile>
-__device__ __forceinline__ void fp8_transpose_tiles(const Fp8HopperParams &x, const FwdTile *tiles, smem_addr smem_s,
-                                                    int part) {
+__device__ __forceinline__ void fp8_transpose_tiles(const Fp8HopperParams &x, const FwdTile *tiles,
+                                                    smem_addr smem_s, int part) {
     typedef Smem<Tile> S;
     const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
     const tma_steps<Tile::RAW_STAGES> raw = {smem_s + S::RAW_RING};
@@ -193,7 +209,8 @@ __device__ __forceinline__ void fp8_transpose_tiles(const Fp8HopperParams &x, co
 #pragma unroll 1
         for (; left > 0; --left, ++step) {
             const smem_addr raw_s = smem_s + S::RAW_AT + raw.stage(step) * S::V::bytes;
-            raw.wait_full(step), vt.wait_empty(step);
+            raw.wait_full(step);
+            vt.wait_empty(step);
             if (left == 1) cp_async_wait_group<0>();
             if (const int ragged = left == 1 ? tiles[n % S::TILE_STAGES].ragged : 0; ragged > 0) {
 #pragma unroll 1
@@ -201,14 +218,20 @@ __device__ __forceinline__ void fp8_transpose_tiles(const Fp8HopperParams &x, co
                     if (i / 128 % S::TRANSPOSERS == part)
 #pragma unroll
                         for (int c = 0; c < S::V::panels; ++c)
-                            st_shared_128(raw_s + c * S::V::panel_bytes + i * 16, make_uint4(0, 0, 0, 0));
+                            st_shared_128(raw_s + c * S::V::panel_bytes + i * 16,
+                                          make_uint4(0, 0, 0, 0));
                 __syncwarp();
             }
             fp8_transpose<Tile>(raw_s, smem_s + S::VT_AT + vt.stage(step) * S::Vt::bytes, part);
-            fence_proxy_async();     /* this lane's part comes before wgmma's reads, and before TMA's next writes */
-            __syncwarp();            /* and so do all lanes' */
-            opaque(step), opaque(n); /* addresses are made again: they have no registers in between */
-            if (laneid() == 0) mbarrier_arrive(vt.full(step)), mbarrier_arrive(raw.empty(step));
+            /* this lane's part comes before wgmma's reads, and before TMA's next writes */
+            fence_proxy_async();
+            __syncwarp(); /* and so do all lanes' */
+            opaque(step);
+            opaque(n); /* addresses are made again: they have no registers in between */
+            if (laneid() == 0) {
+                mbarrier_arrive(vt.full(step));
+                mbarrier_arrive(raw.empty(step));
+            }
         }
         __syncwarp(); /* all lanes have read t */
         if (laneid() == 0) mbarrier_arrive(described.empty(n));

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_consumer.cuh: what a consumer warpgroup of flash_attn_fwd_sm90a does with a tile: 64 rows of S, of weights and of O, block of
- * keys after block. */
+/* fwd_consumer.cuh: what a consumer warpgroup of flash_attn_fwd_sm90a does with a tile: 64 rows of
+ * S, of weights and of O, block of keys after block. */
 #ifndef GPUKERN_CUDA_FWD_CONSUMER_CUH
 #define GPUKERN_CUDA_FWD_CONSUMER_CUH
 
@@ -37,15 +37,20 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
 
     /* Where a tile's steps lie among all of the block's, and its Q. */
     struct At {
-        int step;          /* of the tile's first block */
-        int from, end;     /* the steps, counted from the tile's first, of which this warpgroup's rows see keys */
-        smem_addr q_s;     /* this tile's Q */
-        smem_addr q_empty; /* AHEAD: that of the tile before, released after the first weights; 0: none */
+        int step;      /* of the tile's first block */
+        int from, end; /* the steps, counted from the tile's first, of which this warpgroup's rows
+                          see keys */
+        smem_addr q_s; /* this tile's Q */
+        smem_addr
+            q_empty; /* AHEAD: that of the tile before, released after the first weights; 0: none */
     };
 
     /* The nearest block comes first: fwd_block. */
-    static __device__ __forceinline__ bool from_nearest(const FwdHopperParams &x) { return MODIFIED && x.units.sloped; }
-    /* How many of a tile's first steps this warpgroup's rows, which see keys of `own` blocks, see none of. */
+    static __device__ __forceinline__ bool from_nearest(const FwdHopperParams &x) {
+        return MODIFIED && x.units.sloped;
+    }
+    /* How many of a tile's first steps this warpgroup's rows, which see keys of `own` blocks, see
+     * none of. */
     __device__ __forceinline__ int lead(const FwdTile &t, int own) const {
         if (from_nearest(x)) return max(t.nearest - own + 1, 0);
         if (S::BQ - 64 < BKV || x.fwd.problem.rules.left < 0 || x.stacked > 1) return 0;
@@ -56,11 +61,13 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     /* Which keys of a block a lane's two rows see. */
     __device__ __forceinline__ KeptColumns columns_of(const FwdTile &t, int block) const {
         KeptColumns y;
-        const int key0 = t.keys.lo + block * BKV + frag_col(mov_tid_x() % 32, 0), last = t.seq.seq_q - 1;
+        const int key0 = t.keys.lo + block * BKV + frag_col(mov_tid_x() % 32, 0),
+                  last = t.seq.seq_q - 1;
         const Span span = t.seq.span;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int i = min(row_of(x, t, own_row() + 8 * r).i, last); /* those past it see what its last row sees */
+            /* those past it see what its last row sees */
+            const int i = min(row_of(x, t, own_row() + 8 * r).i, last);
             y.kept[r] = columns_in<BKV / 4>(span.lo(i) - key0, span.hi(i) - key0);
         }
         if (!MODIFIED) y.agree();
@@ -79,8 +86,11 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         const int key0 = key + frag_col(mov_tid_x() % 32, 0);
         if (x.stacked == 1) {
             y.slope[0] = y.slope[1] = t.score.slope * LOG2_E;
-            y.ahead[0] = (float)(t.work.i0 + own_row() - key0), y.ahead[1] = y.ahead[0] + 8;
-            y.side = key + BKV - 1 <= t.work.i0 ? 1 : key >= t.work.i0 + Smem<Tile>::BQ - 1 ? -1 : 0;
+            y.ahead[0] = (float)(t.work.i0 + own_row() - key0);
+            y.ahead[1] = y.ahead[0] + 8;
+            y.side = key + BKV - 1 <= t.work.i0              ? 1
+                     : key >= t.work.i0 + Smem<Tile>::BQ - 1 ? -1
+                                                             : 0;
         } else { /* each of the heads has its own */
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -93,10 +103,11 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     }
 
     /* ---- weights of a modified call ---- */
-    /* The exponents of a block's scores, less m, in log2 units: take(i, those of scores i and i + 1). */
+    /* The exponents of a block's scores, less m, in log2 units: take(i, those of scores i and i +
+     * 1). */
     template <class Take>
-    __device__ __forceinline__ void visit(const FwdTile &t, int block, bool edge, const float (&m)[2],
-                                          const Take &take) {
+    __device__ __forceinline__ void visit(const FwdTile &t, int block, bool edge,
+                                          const float (&m)[2], const Take &take) {
         const ScoreUnits &u = x.units;
         const Lean lean = lean_of(t, block);
         KeptColumns columns = {};
@@ -114,26 +125,32 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             const LeanSide of = lean_side(lean.slope, lean.ahead, lean.side, m);
 #pragma unroll
             for (int i = 0; i < N * 4; i += 2)
-                take(i, fmaf(s[i], u.unit_log2, of.addend(i)), fmaf(s[i + 1], u.unit_log2, of.addend(i + 1)));
+                take(i, fmaf(s[i], u.unit_log2, of.addend(i)),
+                     fmaf(s[i + 1], u.unit_log2, of.addend(i + 1)));
         } else {
-            const auto e = [&](int i) { return fmaf(s[i], u.unit_log2, lean_addend(i, lean.slope, lean.ahead, m)); };
+            const auto e = [&](int i) {
+                return fmaf(s[i], u.unit_log2, lean_addend(i, lean.slope, lean.ahead, m));
+            };
 #pragma unroll
             for (int i = 0; i < N * 4; i += 2) take(i, kept(i, e(i)), kept(i + 1, e(i + 1)));
         }
     }
-    /* Of any block, packed at once: while products hold P and O there are no registers for w beside what makes it. */
+    /* Of any block, packed at once: while products hold P and O there are no registers for w beside
+     * what makes it. */
     __device__ __forceinline__ void weigh_any(const FwdTile &t, int block, bool edge) {
         uint32_t packed[N * 2];
         sum[0] = sum[1] = 0;
         visit(t, block, edge, softmax.m, [&](int i, float e0, float e1) {
             const float w0 = ex2_approx_ftz(e0), w1 = ex2_approx_ftz(e1);
-            sum[i / 2 & 1] += w0, sum[i / 2 & 1] += w1;
+            sum[i / 2 & 1] += w0;
+            sum[i / 2 & 1] += w1;
             packed[i / 2] = pack2<T>(w0, w1);
         });
 #pragma unroll
         for (int i = 0; i < N * 2; ++i) {
             const float2 two = unpack2<T>(packed[i]);
-            w[2 * i] = two.x, w[2 * i + 1] = two.y;
+            w[2 * i] = two.x;
+            w[2 * i + 1] = two.y;
         }
     }
 
@@ -143,7 +160,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             uint32_t bits = 0;
 #pragma unroll
             for (int i = 0; i < N * 4; i += 2) {
-                w[i] = cap_square(s[i], x.units), w[i + 1] = cap_square(s[i + 1], x.units);
+                w[i] = cap_square(s[i], x.units);
+                w[i + 1] = cap_square(s[i + 1], x.units);
                 bits |= __float_as_uint(w[i]) | __float_as_uint(w[i + 1]);
             }
             return __all_sync(0xffffffffu, bits < __float_as_uint(x.units.end));
@@ -154,7 +172,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         return __all_sync(0xffffffffu, max_nan(top[0], top[1]) < x.units.limit);
     }
 
-    /* Without overlap there are registers for s or w, not both: the exponents, without m, take the place of the scores. */
+    /* Without overlap there are registers for s or w, not both: the exponents, without m, take the
+     * place of the scores. */
     __device__ __forceinline__ void finish_scores(const FwdTile &t, int block, bool edge) {
         if (!edge && x.units.capped && !x.units.sloped && all_near()) {
 #pragma unroll
@@ -162,14 +181,20 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             return;
         }
         const float none[2] = {0, 0};
-        visit(t, block, edge, none, [&](int i, float e0, float e1) { s[i] = e0, s[i + 1] = e1; });
+        visit(t, block, edge, none, [&](int i, float e0, float e1) {
+            s[i] = e0;
+            s[i + 1] = e1;
+        });
     }
 
     /* Of a tile's first block, which set the reference. */
     __device__ __forceinline__ void weigh_first(const FwdTile &t, int block, bool edge) {
         if (OVERLAP) {
             const float none[2] = {0, 0};
-            visit(t, block, edge, none, [&](int i, float e0, float e1) { w[i] = e0, w[i + 1] = e1; });
+            visit(t, block, edge, none, [&](int i, float e0, float e1) {
+                w[i] = e0;
+                w[i + 1] = e1;
+            });
             softmax.template refer<false>(w, 1);
             softmax.weights(w, 1, w, sum);
         } else {
@@ -179,7 +204,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         }
     }
 
-    /* Of a block behind the first one. begin_weights: what ALiBi adds to its products, while they are made. */
+    /* Of a block behind the first one. begin_weights: what ALiBi adds to its products, while they
+     * are made. */
     __device__ __forceinline__ void begin_weights(const FwdTile &t, int block, bool edge) {
         if (!OVERLAP || edge || x.units.capped) return;
         const Lean lean = lean_of(t, block);
@@ -193,22 +219,27 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         } else if (!edge && !u.capped) {
             softmax.weights_of([&](int i) { return fmaf(s[i], u.unit_log2, w[i]); }, w, sum);
         } else if (!edge && !u.sloped && all_near()) {
-            softmax.weights_of([&](int i) { return fmaf(s[i], cap_factor(w[i], u), -softmax.m[i / 2 & 1]); }, w, sum);
+            softmax.weights_of(
+                [&](int i) { return fmaf(s[i], cap_factor(w[i], u), -softmax.m[i / 2 & 1]); }, w,
+                sum);
         } else {
             weigh_any(t, block, edge);
         }
     }
     /* The block once more, for the rows that are out of range. */
-    __device__ __forceinline__ void weigh_again(const FwdTile &t, int block, bool edge, float (&factor)[2]) {
+    __device__ __forceinline__ void weigh_again(const FwdTile &t, int block, bool edge,
+                                                float (&factor)[2]) {
         if (!OVERLAP) {
             softmax.redo(s, 1, w, sum, factor);
             return;
         }
         const float none[2] = {0, 0};
         float top[2] = {-INFINITY, -INFINITY};
-        visit(t, block, edge, none,
-              [&](int i, float e0, float e1) { top[i / 2 & 1] = fmaxf(top[i / 2 & 1], fmaxf(e0, e1)); });
-        top[0] = quad_max(top[0]), top[1] = quad_max(top[1]);
+        visit(t, block, edge, none, [&](int i, float e0, float e1) {
+            top[i / 2 & 1] = fmaxf(top[i / 2 & 1], fmaxf(e0, e1));
+        });
+        top[0] = quad_max(top[0]);
+        top[1] = quad_max(top[1]);
         softmax.refer_again(top, sum, factor);
         weigh_any(t, block, edge);
     }
@@ -220,7 +251,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         return smem_s + S::V_AT + Steps::stage(step) * S::V::bytes;
     }
 
-    /* This warp's rows of a Q that its store has read may be loaded anew; barrier 0: there is none. */
+    /* This warp's rows of a Q that its store has read may be loaded anew; barrier 0: there is
+     * none. */
     static __device__ __forceinline__ void release_q(smem_addr barrier_s) {
         if (!barrier_s || laneid() != 0) return;
         if (AHEAD) tma_store_wait_group_read<0>();
@@ -236,7 +268,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
 
     /* How many blocks from step j on, before step `end`, every row sees all keys of. */
     static __device__ __forceinline__ int plain_run(const FwdTile &t, int j, int end) {
-        const int block = block_at<MODIFIED>(t, j), first = t.keys.plain_first, plain_end = t.keys.plain_end;
+        const int block = block_at<MODIFIED>(t, j), first = t.keys.plain_first,
+                  plain_end = t.keys.plain_end;
         if (block < first || block >= plain_end) return 0;
         const bool down = MODIFIED && j <= t.nearest;
         /* a part of the keys may begin behind the first such block */
@@ -249,7 +282,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             clear_rows<Tile>(v_at(step + j), t.ragged, warpgroup);
     }
 
-    /* V's rows before the first key that any row of the sequence sees, where a box begins before it. */
+    /* V's rows before the first key that any row of the sequence sees, where a box begins before
+     * it. */
     __device__ __forceinline__ void clear_head(const FwdTile &t, int step, int block) const {
         if constexpr (InBoxes<Tile>::value) {
             const int unseen = t.seq.span.lo(0) - t.keys.lo;
@@ -298,9 +332,11 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
                 softmax.redo(s, x.units.unit_log2, w, sum, none);
             }
         }
-        softmax.total[0] = sum[0], softmax.total[1] = sum[1];
+        softmax.total[0] = sum[0];
+        softmax.total[1] = sum[1];
         if (!PACK_LATE) softmax.pack(w, p);
-        if (AHEAD) release_q(at.q_empty); /* the store of the tile before has had the time of a block */
+        /* the store of the tile before has had the time of a block */
+        if (AHEAD) release_q(at.q_empty);
         if (MODIFIED && t.ragged > 0 && block == t.keys.tiles - 1) {
             v_ring().wait_full(step);
             clear_rows<Tile>(v_at(step), t.ragged, warpgroup);
@@ -308,13 +344,15 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         clear_head(t, step, block);
     }
 
-    /* Step j of the tile, behind its first: its weights, and O of the block before. Whether a row must take the block again. */
+    /* Step j of the tile, behind its first: its weights, and O of the block before. Whether a row
+     * must take the block again. */
     __device__ __forceinline__ bool take_block(const FwdTile &t, const At &at, int j, bool edge) {
         const Steps k = k_ring(), v = v_ring();
         const int step = at.step + j;
         smem_addr q_s = at.q_s;
         k.wait_full(step);
-        if (MODIFIED) opaque(q_s); /* or its descriptors stay in registers, where there are none left */
+        /* or its descriptors stay in registers, where there are none left */
+        if (MODIFIED) opaque(q_s);
         turn_begin<Tile>(warpgroup);
         issue_scores<T, Tile>(s, q_s, k_at(step), 64 * warpgroup);
         if (PACK_LATE) {
@@ -369,11 +407,12 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
 
     __device__ __forceinline__ void block_taken() {
         if (OVERLAP && !PACK_LATE) softmax.pack(w, p);
-        softmax.total[0] += sum[0], softmax.total[1] += sum[1];
+        softmax.total[0] += sum[0];
+        softmax.total[1] += sum[1];
     }
 
-    /* The blocks behind the first one. The loop over blocks that every row sees whole has neither masks nor redos: either one leaves
-     * it and comes back. */
+    /* The blocks behind the first one. The loop over blocks that every row sees whole has neither
+     * masks nor redos: either one leaves it and comes back. */
     __device__ __forceinline__ void other_blocks(const FwdTile &t, const At &at) {
 #pragma unroll 1
         for (int j = at.from + 1; j < at.end;) {
@@ -398,9 +437,11 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         }
     }
 
-    /* The last values. next_s: the next tile's Q, whose first scores follow at once, and store() runs under them; 0: not so. */
+    /* The last values. next_s: the next tile's Q, whose first scores follow at once, and store()
+     * runs under them; 0: not so. */
     template <class Store>
-    __device__ __forceinline__ void last_values(const FwdTile &t, const At &at, smem_addr next_s, const Store &store) {
+    __device__ __forceinline__ void last_values(const FwdTile &t, const At &at, smem_addr next_s,
+                                                const Store &store) {
         const Steps k = k_ring(), v = v_ring();
         const int last = at.step + at.end - 1, next = at.step + t.steps.blocks;
         if (PACK_LATE) softmax.pack(w, p);
@@ -425,7 +466,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         }
         v.wait_full(last);
         clear_tail(t, at.step, at.end - 1);
-        if (MODIFIED) clear_head(t, last, block_at<MODIFIED>(t, at.end - 1)); /* the nearest block comes first */
+        /* the nearest block comes first */
+        if (MODIFIED) clear_head(t, last, block_at<MODIFIED>(t, at.end - 1));
         turn_begin<Tile>(warpgroup);
         issue_values<T, Tile>(o, p, v_at(last));
         turn_end<Tile>(warpgroup);
@@ -439,10 +481,15 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         const Steps k = k_ring(), v = v_ring();
 #pragma unroll 1
         for (int j = step; j < step + blocks; ++j) {
-            k.wait_full(j), v.wait_full(j);
-            turn_begin<Tile>(warpgroup); /* brings the four warps together: all have seen the stages full */
+            k.wait_full(j);
+            v.wait_full(j);
+            /* brings the four warps together: all have seen the stages full */
+            turn_begin<Tile>(warpgroup);
             turn_end<Tile>(warpgroup);
-            if (threadIdx.x % 128 == 0) mbarrier_arrive(k.empty(j)), mbarrier_arrive(v.empty(j));
+            if (threadIdx.x % 128 == 0) {
+                mbarrier_arrive(k.empty(j));
+                mbarrier_arrive(v.empty(j));
+            }
         }
     }
 };

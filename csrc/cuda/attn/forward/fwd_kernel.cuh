@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_kernel.cuh: the kernel of flash_attn_fwd_sm90a and of flash_attn_fwd_partial_sm90a, and what plans and launches it. They differ in the
- * store of results. */
+/* fwd_kernel.cuh: the kernel of flash_attn_fwd_sm90a and of flash_attn_fwd_partial_sm90a, and what
+ * plans and launches it. They differ in the store of results. */
 #ifndef GPUKERN_CUDA_FWD_KERNEL_CUH
 #define GPUKERN_CUDA_FWD_KERNEL_CUH
 
@@ -8,40 +8,45 @@
 
 namespace {
 
-/* ---- 1. the kernel -------------------------------------------------------------------------------------- */
+/* ---- 1. the kernel --------------------------------------------------------------------------- */
 /* PARTIAL: out is float32, from registers. */
 template <class T, class Tile, bool MODIFIED, bool PARTIAL = false>
 __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
     flash_attn_fwd_sm90a_kernel(const __grid_constant__ FwdHopperParams x) {
-    run_block<Tile>(
-        [&](smem_addr smem_s) { begin_block<Tile>(x, smem_s); },
-        [&](unsigned char *smem, smem_addr smem_s, const FwdTile *tiles) {
-            const int warp = threadIdx.x / 32 % 4;
-            if (warp == 1) {
-                find_tiles<Tile, MODIFIED>(x, smem, smem_s, [&](int b) { return sequence_of(x.fwd.problem, b); });
-            } else if (warp == 0 && elect_one()) {
-                prefetch_tensormap(&x.q), prefetch_tensormap(&x.k), prefetch_tensormap(&x.v);
-                griddepcontrol_wait(); /* what the kernel before wrote is there, and nobody reads out any more */
-                load_tiles<Tile, MODIFIED>(x, tiles, smem_s);
-            } else if (warp == 2 && blockIdx.x == 0 && x.fwd.problem.cu_q) {
-                griddepcontrol_wait();
-                check_sequences(x.fwd.problem);
-            }
-        },
-        [&](smem_addr smem_s, const FwdTile *tiles, int warpgroup) {
-            consume<T, Tile, MODIFIED, PARTIAL>(x, smem_s, tiles, warpgroup);
-        });
+    run_block<Tile>([&](smem_addr smem_s) { begin_block<Tile>(x, smem_s); },
+                    [&](unsigned char *smem, smem_addr smem_s, const FwdTile *tiles) {
+                        const int warp = threadIdx.x / 32 % 4;
+                        if (warp == 1) {
+                            find_tiles<Tile, MODIFIED>(x, smem, smem_s, [&](int b) {
+                                return sequence_of(x.fwd.problem, b);
+                            });
+                        } else if (warp == 0 && elect_one()) {
+                            prefetch_tensormap(&x.q);
+                            prefetch_tensormap(&x.k);
+                            prefetch_tensormap(&x.v);
+                            /* what the kernel before wrote is there, and nobody reads out any more
+                             */
+                            griddepcontrol_wait();
+                            load_tiles<Tile, MODIFIED>(x, tiles, smem_s);
+                        } else if (warp == 2 && blockIdx.x == 0 && x.fwd.problem.cu_q) {
+                            griddepcontrol_wait();
+                            check_sequences(x.fwd.problem);
+                        }
+                    },
+                    [&](smem_addr smem_s, const FwdTile *tiles, int warpgroup) {
+                        consume<T, Tile, MODIFIED, PARTIAL>(x, smem_s, tiles, warpgroup);
+                    });
 }
 
-/* ---- 2. launcher ---------------------------------------------------------------------------------------- */
+/* ---- 2. launcher ----------------------------------------------------------------------------- */
 bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_args *a) {
     const int last = a->q.ndim - 1;
     const bool modified = a->rules.softcap > 0 || a->rules.alibi_slopes;
     return score_units(a->rules.scale, a->rules.softcap, a->rules.alibi_slopes != NULL).plain &&
-           a->q.shape[last] <= row->key[0] && a->v.shape[last] <= row->key[1] && modified == (row->key[2] != 0) &&
-           tensor_map_fits(attn_shape(a->q)) && tensor_map_fits(attn_shape(a->k)) &&
-           tensor_map_fits(attn_shape(a->v)) && (fwd_by_parts(a) || tensor_map_fits(attn_shape(a->out))) &&
-           smem_fits(ctx, row->key[3]);
+           a->q.shape[last] <= row->key[0] && a->v.shape[last] <= row->key[1] &&
+           modified == (row->key[2] != 0) && tensor_map_fits(attn_shape(a->q)) &&
+           tensor_map_fits(attn_shape(a->k)) && tensor_map_fits(attn_shape(a->v)) &&
+           (fwd_by_parts(a) || tensor_map_fits(attn_shape(a->out))) && smem_fits(ctx, row->key[3]);
 }
 
 template <class Tile, bool PARTIAL = false>
@@ -54,7 +59,9 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     fwd_plan(ctx, x.fwd, Smem<Tile>::BQ, Tile::BKV, 1, x.schedule.units, to);
     if (!PARTIAL && fwd_by_parts(a))
         to->workspace_bytes =
-            fwd_is_part(a, x.fwd) ? 0 : split_combine_bytes(x.fwd.splits, x.fwd.split_rows, x.fwd.problem.head_dim_v);
+            fwd_is_part(a, x.fwd)
+                ? 0
+                : split_combine_bytes(x.fwd.splits, x.fwd.split_rows, x.fwd.problem.head_dim_v);
     return true;
 }
 
@@ -68,18 +75,22 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     const bool parts = fwd_by_parts(a);
     if (PARTIAL)
         x.fwd.lse_splits = gk_accumulates(a) ? (float *)a->lse.data : NULL;
-    else if (fwd_is_part(a, x.fwd))
-        x.fwd.out_splits = (float *)a->out.data, x.fwd.lse_splits = (float *)a->lse.data;
-    else
+    else if (fwd_is_part(a, x.fwd)) {
+        x.fwd.out_splits = (float *)a->out.data;
+        x.fwd.lse_splits = (float *)a->lse.data;
+    } else
         fwd_place(&x.fwd, workspace);
     gk_status status = make_tensor_map(op, attn_shape(a->q), q_box<Tile>(x), &x.q);
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->k), S::K::box(), &x.k);
     if (status == GK_OK) status = make_tensor_map(op, attn_shape(a->v), S::V::box(), &x.v);
-    if (status == GK_OK && !parts) status = make_tensor_map(op, attn_shape(a->out), wgmma_box(2, 16), &x.out);
+    if (status == GK_OK && !parts)
+        status = make_tensor_map(op, attn_shape(a->out), wgmma_box(2, 16), &x.out);
     if (status != GK_OK) return status;
-    if (!PARTIAL && parts && splits == 1) x.fwd.splits = 2; /* the kernel stores parts then, and by_splits finds one */
+    /* the kernel stores parts then, and by_splits finds one */
+    if (!PARTIAL && parts && splits == 1) x.fwd.splits = 2;
     status = launch<flash_attn_fwd_sm90a_kernel<T, Tile, MODIFIED, PARTIAL>>(
-        op, ctx, dim3((unsigned)x.schedule.blocks), Smem<Tile>::THREADS, Smem<Tile>::BYTES, x, true);
+        op, ctx, dim3((unsigned)x.schedule.blocks), Smem<Tile>::THREADS, Smem<Tile>::BYTES, x,
+        true);
     x.fwd.splits = splits;
     if (PARTIAL) return status == GK_OK ? clear_unowned<float>(op, ctx, x.fwd.problem) : status;
     return status == GK_OK ? fwd_finish<T>(op, ctx, a, x.fwd) : status;

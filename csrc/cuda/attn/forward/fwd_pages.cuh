@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_pages.cuh: the producer of paged_prefill_sm90a: where a sequence's keys end, and the loads of K and V by TMA, page by page,
- * into tiles as flash_attn_fwd_sm90a's consumers read them.
+/* fwd_pages.cuh: the producer of paged_prefill_sm90a: where a sequence's keys end, and the loads of
+ * K and V by TMA, page by page, into tiles as flash_attn_fwd_sm90a's consumers read them.
  *
  *   a tile of BKV keys       panels of 64 columns, one behind the other; 2^box_log2 rows of a panel are a box, which lies in one page
  *   a warp for K, one for V  a lane for each box, whose page it looks up and which it copies
@@ -23,12 +23,14 @@ inline bool plain_scores(const gk_attn_rules &r) {
 }
 
 struct PrefillParams {
-    FwdHopperParams f; /* k, v: pages as pages_shape has them. Of the problem seq_k is what a row of the table holds */
+    /* k, v: pages as pages_shape has them. Of the problem seq_k is what a row of the table holds */
+    FwdHopperParams f;
     PrefillPages pages;
 };
 
-/* Reports what is wrong in lengths, also of sequences that have no tile, and in the entries of the table that some tile reads. One warp of
- * each block; a block has the sequences blockIdx.x, blockIdx.x + gridDim.x, .. */
+/* Reports what is wrong in lengths, also of sequences that have no tile, and in the entries of the
+ * table that some tile reads. One warp of each block; a block has the sequences blockIdx.x,
+ * blockIdx.x + gridDim.x, .. */
 __device__ __forceinline__ void check_prefill(const PrefillParams &x) {
 #pragma unroll 1
     for (int b = blockIdx.x; b < x.f.fwd.problem.batch; b += gridDim.x) {
@@ -45,24 +47,26 @@ __device__ __forceinline__ void check_prefill(const PrefillParams &x) {
     }
 }
 
-/* The page of the box whose first key is `key`; num_blocks, which TMA knows as outside the cache, where no row of the tile sees any of its
- * keys, or where the table names none. */
+/* The page of the box whose first key is `key`; num_blocks, which TMA knows as outside the cache,
+ * where no row of the tile sees any of its keys, or where the table names none. */
 __device__ __forceinline__ int prefill_page(const PrefillPages &x, const FwdTile &t, int key) {
     unsigned page = (unsigned)x.num_blocks;
     if (key < t.keys.hi)
-        page =
-            min(page, (unsigned)x.table[t.work.b * x.table_row + (int)x.by_block.into((unsigned)key) * x.table_entry]);
+        page = min(page, (unsigned)x.table[t.work.b * x.table_row +
+                                           (int)x.by_block.into((unsigned)key) * x.table_entry]);
     return (int)page;
 }
 
-/* One warp loads K, and Q: that of the next tile behind this one's third block of K where it has a place of its own. Another warp loads V.
- * Registers are few: what a lane's box is follows from the thread's number each time. */
+/* One warp loads K, and Q: that of the next tile behind this one's third block of K where it has a
+ * place of its own. Another warp loads V. Registers are few: what a lane's box is follows from the
+ * thread's number each time. */
 template <class Tile, bool MODIFIED, bool OF_K> struct PageLoader {
     typedef Smem<Tile> S;
     typedef typename S::K Panels;
     static constexpr bool AHEAD = Tile::Q_BUFFERS == 2;
     static_assert(Tile::HEAD_DIM == Tile::HEAD_DIM_V, "tiles of K and of V are alike");
-    static_assert(Panels::panel_bytes == Tile::BKV * 128, "rows of all panels lie one behind the other");
+    static_assert(Panels::panel_bytes == Tile::BKV * 128,
+                  "rows of all panels lie one behind the other");
     static constexpr int AT = OF_K ? S::K_AT : S::V_AT, RING = OF_K ? S::K_RING : S::V_RING;
     const PrefillParams &x;
     const smem_addr smem_s;
@@ -83,7 +87,8 @@ template <class Tile, bool MODIFIED, bool OF_K> struct PageLoader {
         if (row() < Panels::panels * Tile::BKV) {
             const unsigned key = (unsigned)key_of(t, block);
             const int in_page = (int)(key - x.pages.by_block.into(key) * x.pages.by_block.by);
-            tma_load_5d(smem_s + AT + ring.stage(at) * Panels::bytes + row() * 128, OF_K ? &x.f.k : &x.f.v,
+            tma_load_5d(smem_s + AT + ring.stage(at) * Panels::bytes + row() * 128,
+                        OF_K ? &x.f.k : &x.f.v,
                         {{0, in_page, row() / Tile::BKV, t.from.head_kv, page}}, ring.full(at));
         }
         __syncwarp();
@@ -108,7 +113,8 @@ template <class Tile, bool MODIFIED, bool OF_K> struct PageLoader {
                 if (OF_K && !AHEAD && j == 0) load_its_q(tiles, n);
                 if (OF_K && AHEAD && j == min(2, t.steps.blocks)) {
                     unsigned then = n + 1;
-                    opaque(then); /* or where the next tile and its Q lie would be carried through the loop */
+                    /* or where the next tile and its Q lie would be carried through the loop */
+                    opaque(then);
                     described.wait_full((int)then);
                     load_its_q(tiles, (int)then);
                 }

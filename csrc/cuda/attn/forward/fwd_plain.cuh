@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_plain.cuh: attention, a warp a row, the kernel of flash_attn_fwd_plain and flash_attn_fwd_partial_plain, for what the tiled kernels do not take: float64, and rows that do not begin
- * at a multiple of 16 bytes. Every dtype, every modifier, dense and packed.
+/* fwd_plain.cuh: attention, a warp a row, the kernel of flash_attn_fwd_plain and
+ * flash_attn_fwd_partial_plain, for what the tiled kernels do not take: float64, and rows that do
+ * not begin at a multiple of 16 bytes. Every dtype, every modifier, dense and packed.
  *   s_j = cap(scale q k_j) - slope |i + diagonal - j|   lse = log(e^sink + sum e^s_j)   out = sum e^(s_j - lse) v_j
- * q [.., Sq, D], k [.., Sk, D], v [.., Sk, Dv], out [.., Sq, Dv], lse [.., Sq] float32 (float64 with float64). Online softmax
- * (Milakov and Gimelshein 2018, arXiv:1805.02867), sums in float32 or float64, natural units.
+ * q [.., Sq, D], k [.., Sk, D], v [.., Sk, Dv], out [.., Sq, Dv], lse [.., Sq] float32 (float64
+ * with float64). Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), sums in float32 or
+ * float64, natural units.
  *
- * Work split: grid x = groups of WARPS rows of one head. 32 keys a step: for the scores a lane owns a key, for the values it
- * owns columns lane, lane + 32, ...
+ * Work split: grid x = groups of WARPS rows of one head. 32 keys a step: for the scores a lane owns
+ * a key, for the values it owns columns lane, lane + 32, ...
  * Shared memory: q of each warp, [WARPS][256] wide.
  *
  * Not handled: speed. */
@@ -21,9 +23,10 @@
 
 namespace {
 
-constexpr int THREADS = 128, WARPS = THREADS / 32; /* rows share nothing: any count that fills an SM serves */
-constexpr int MAX_DIM = 256;                       /* what dispatch.c lets through */
-constexpr int COLS = MAX_DIM / 32;                 /* of a lane */
+/* rows share nothing: any count that fills an SM serves */
+constexpr int THREADS = 128, WARPS = THREADS / 32;
+constexpr int MAX_DIM = 256;       /* what dispatch.c lets through */
+constexpr int COLS = MAX_DIM / 32; /* of a lane */
 
 struct Params {
     Problem problem;
@@ -32,7 +35,7 @@ struct Params {
     bool accumulates;
 };
 
-/* ---- 1. the kernel -------------------------------------------------------------------------------------- */
+/* ---- 1. the kernel --------------------------------------------------------------------------- */
 /* PARTIAL: out has the type of the sums, and may join what it holds. */
 template <class T, bool PARTIAL> struct OutOf {
     typedef T type;
@@ -72,7 +75,8 @@ __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_plain_kernel(Params
     for (int j0 = lo; j0 < hi; j0 += 32) {
         const int j = j0 + lane, keys = min(32, hi - j0);
         W s = (W)-INFINITY;
-        if (lane < keys) s = score_fine(score, dot_eighths(q_s, k_g + j * p.k.row, p.head_dim), i, j);
+        if (lane < keys)
+            s = score_fine(score, dot_eighths(q_s, k_g + j * p.k.row, p.head_dim), i, j);
         const W highest = warp_max(s);
         if (highest > softmax.peak) {
             const W shrink = softmax.raise(highest);
@@ -108,17 +112,20 @@ __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_plain_kernel(Params
             softmax.sum += weight;
 #pragma unroll
             for (int c = 0; c < COLS; ++c)
-                if (weight != 0 && c * 32 + lane < p.head_dim_v) o[c] += weight * out_g[c * 32 + lane];
+                if (weight != 0 && c * 32 + lane < p.head_dim_v)
+                    o[c] += weight * out_g[c * 32 + lane];
         }
     }
     const W total = softmax.sum, factor = total == 0 ? 0 : 1 / total;
 #pragma unroll
     for (int c = 0; c < COLS; ++c)
-        if (c * 32 + lane < p.head_dim_v) out_g[c * 32 + lane] = from_acc<Out>(total == 0 ? 0 : o[c] * factor);
-    if (lane == 0 && p.lse.data) ((W *)p.lse.data)[lse_at] = total == 0 ? (W)-INFINITY : softmax.peak + log(total);
+        if (c * 32 + lane < p.head_dim_v)
+            out_g[c * 32 + lane] = from_acc<Out>(total == 0 ? 0 : o[c] * factor);
+    if (lane == 0 && p.lse.data)
+        ((W *)p.lse.data)[lse_at] = total == 0 ? (W)-INFINITY : softmax.peak + log(total);
 }
 
-/* ---- 2. launcher and table ------------------------------------------------------------------------------ */
+/* ---- 2. launcher and table ------------------------------------------------------------------- */
 template <class T, bool PARTIAL = false> int blocks_an_sm() {
     return blocks_per_sm<flash_attn_fwd_plain_kernel<T, PARTIAL>>(THREADS, 0);
 }
@@ -128,7 +135,8 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
     x.drop = dropout_of((const gk_flash_attn_args *)args);
     x.accumulates = gk_accumulates((const gk_flash_attn_args *)args) != 0;
     x.groups = (int)gk_ceil_div(x.problem.seq_q, WARPS);
-    to->tile[0] = WARPS, to->tile[1] = 32;
+    to->tile[0] = WARPS;
+    to->tile[1] = 32;
     to->tasks = gk_ceil_div(x.problem.seq_q, WARPS) * x.problem.heads_q * x.problem.batch;
     return true;
 }
@@ -137,11 +145,13 @@ template <class T, bool PARTIAL = false>
 gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) {
     const Params &x = gk_own<Params>(plan);
     if (plan->tasks > INT32_MAX)
-        return gk_fail(GK_ERR_UNSUPPORTED, "%lld rows in all heads are more than this kernel counts",
+        return gk_fail(GK_ERR_UNSUPPORTED,
+                       "%lld rows in all heads are more than this kernel counts",
                        (long long)plan->tasks * WARPS);
     const gk_status status = launch<flash_attn_fwd_plain_kernel<T, PARTIAL>>(
         "gk_flash_attn_fwd", ctx, dim3((unsigned)plan->tasks), THREADS, 0, x);
-    return status == GK_OK ? clear_unowned<typename OutOf<T, PARTIAL>::type>("gk_flash_attn_fwd", ctx, x.problem)
+    return status == GK_OK ? clear_unowned<typename OutOf<T, PARTIAL>::type>("gk_flash_attn_fwd",
+                                                                             ctx, x.problem)
                            : status;
 }
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_producer.cuh: the half of flash_attn_fwd_sm90a that finds tiles and loads them: what a block keeps in shared memory,
- * which tile comes next and which keys it sees, and the loads of Q, K and V by TMA. */
+/* fwd_producer.cuh: the half of flash_attn_fwd_sm90a that finds tiles and loads them: what a block
+ * keeps in shared memory, which tile comes next and which keys it sees, and the loads of Q, K and V
+ * by TMA. */
 #ifndef GPUKERN_CUDA_FWD_PRODUCER_CUH
 #define GPUKERN_CUDA_FWD_PRODUCER_CUH
 
@@ -15,32 +16,35 @@
 #include "../score.cuh"
 #include "../tma_shape.cuh"
 
-/* ---- 1. parameters and shared memory -------------------------------------------------------------------- */
+/* ---- 1. parameters and shared memory --------------------------------------------------------- */
 struct FwdHopperParams {
-    CUtensorMap q, k, v, out; /* boxes of 64 columns by BQ (a head's, by stacked heads), BKV, BKV, 16 rows */
+    /* boxes of 64 columns by BQ (a head's, by stacked heads), BKV, BKV, 16 rows */
+    CUtensorMap q, k, v, out;
     FwdParams fwd;
     FwdSchedule schedule;
     Sequence seq; /* every sequence, unless `reads` */
     ScoreUnits units;
-    Divisor by_batch, by_group; /* a sequence's heads, as tiles count them; query heads of a kv head */
-    bool reads;                 /* tensors say where a tile's keys lie, or what becomes of its scores */
-    bool simple;                /* results are whole rows of one head, without sinks */
-    int stacked;     /* query heads of a tile: row r of it is query r % seq_q of head r / seq_q. 1: r is the query */
+    /* a sequence's heads, as tiles count them; query heads of a kv head */
+    Divisor by_batch, by_group;
+    bool reads;  /* tensors say where a tile's keys lie, or what becomes of its scores */
+    bool simple; /* results are whole rows of one head, without sinks */
+    int stacked; /* query heads of a tile: row r of it is query r % seq_q of head r / seq_q. 1: r is
+                    the query */
     Divisor by_head; /* rows of a head in a tile; of one head more than there are */
     int q_bytes;     /* of a tile, as TMA counts */
     int box_log2;    /* InBoxes: keys of a box */
 };
 
-/* Whether the keys of a tile come in boxes, each of a page: then tiles begin where a box does, which may be before the first key that
- * any row of the sequence sees. */
+/* Whether the keys of a tile come in boxes, each of a page: then tiles begin where a box does,
+ * which may be before the first key that any row of the sequence sees. */
 template <class Tile> struct InBoxes {
     static constexpr bool value = false;
 };
 
 /* A tile of queries, written by the producer beside Q. */
 struct __align__(16) FwdTile {
-    /* What a consumer needs before anything else, one load. own: blocks of keys that the rows of each warpgroup see;
-     * blocks: of the tile, -1: there are no more tiles */
+    /* What a consumer needs before anything else, one load. own: blocks of keys that the rows of
+     * each warpgroup see; blocks: of the tile, -1: there are no more tiles */
     struct __align__(16) {
         int own[3], blocks;
     } steps;
@@ -54,7 +58,8 @@ struct __align__(16) FwdTile {
     Score score;
     int rows;    /* of all its heads */
     int nearest; /* the block that comes first: fwd_block */
-    int ragged;  /* > 0: so many keys of the last block are the sequence's; V's other rows may hold NaN */
+    int ragged;  /* > 0: so many keys of the last block are the sequence's; V's other rows may hold
+                    NaN */
 };
 
 /* The block of keys that a tile takes at its step `at`. */
@@ -92,8 +97,9 @@ template <class Tile> struct Smem {
                   "registers are moved, not made: setmaxnreg would wait for ever");
 };
 
-/* ---- 2. the producer ------------------------------------------------------------------------------------ */
-/* Reports lengths of a packed call that cannot be, also of sequences that have no tile. One warp. */
+/* ---- 2. the producer ------------------------------------------------------------------------- */
+/* Reports lengths of a packed call that cannot be, also of sequences that have no tile. One
+ * warp. */
 __device__ __forceinline__ void check_sequences(const Problem &p) {
 #pragma unroll 1
     for (int b = laneid(); b < p.batch; b += 32) sequence_of(p, b);
@@ -106,13 +112,15 @@ template <int BQ> __device__ __forceinline__ int packed_tiles(const Problem &p, 
     return (min(end - q0, p.seq_q) + BQ - 1) / BQ;
 }
 
-/* The sequence that a unit of a packed call belongs to, -1: there is no such unit. unit: becomes its number within the
- * sequence. All lanes; 32 sequences at a time, a lane each. */
-template <int BQ> __device__ __forceinline__ int packed_owner(const Problem &p, const FwdSchedule &s, int &unit) {
+/* The sequence that a unit of a packed call belongs to, -1: there is no such unit. unit: becomes
+ * its number within the sequence. All lanes; 32 sequences at a time, a lane each. */
+template <int BQ>
+__device__ __forceinline__ int packed_owner(const Problem &p, const FwdSchedule &s, int &unit) {
 #pragma unroll 1
     for (int first = 0; first < p.batch; first += 32) {
         const int b = first + laneid();
-        const int units = b < p.batch ? fwd_units_of(packed_tiles<BQ>(p, b), s.paired) * s.splits * s.heads : 0;
+        const int units =
+            b < p.batch ? fwd_units_of(packed_tiles<BQ>(p, b), s.paired) * s.splits * s.heads : 0;
         int end = units;
 #pragma unroll 1
         for (int step = 1; step < 32; step *= 2) {
@@ -130,9 +138,10 @@ template <int BQ> __device__ __forceinline__ int packed_owner(const Problem &p, 
     return -1;
 }
 
-/* Where the tile lies that a block takes at step i. i0 < 0: a unit of a packed call has no second one; false: there are no
- * more. All lanes. */
-template <int BQ> __device__ __forceinline__ bool place_tile(const FwdHopperParams &x, int i, FwdWork *work) {
+/* Where the tile lies that a block takes at step i. i0 < 0: a unit of a packed call has no second
+ * one; false: there are no more. All lanes. */
+template <int BQ>
+__device__ __forceinline__ bool place_tile(const FwdHopperParams &x, int i, FwdWork *work) {
     const Problem &p = x.fwd.problem;
     FwdWork found;
     if (p.cu_q) {
@@ -159,20 +168,25 @@ __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams 
     const int filled = x.stacked > 1 ? x.stacked * x.fwd.problem.seq_q : rows;
     const FwdKeys keys = fwd_keys<Tile::BKV>(x.fwd, t.seq.span, t.work.i0, rows, t.work.split,
                                              InBoxes<Tile>::value ? 1 << x.box_log2 : 1);
-    /* TMA makes rows past a dense tensor zero; keys that no row of the sequence sees may hold anything */
-    const int seen = t.seq.span.hi(t.seq.seq_q - 1), left = seen - keys.lo - (keys.tiles - 1) * Tile::BKV;
-    t.keys = keys, t.rows = filled, t.steps.blocks = keys.tiles;
+    /* TMA makes rows past a dense tensor zero; keys that no row of the sequence sees may hold
+     * anything */
+    const int seen = t.seq.span.hi(t.seq.seq_q - 1),
+              left = seen - keys.lo - (keys.tiles - 1) * Tile::BKV;
+    t.keys = keys;
+    t.rows = filled;
+    t.steps.blocks = keys.tiles;
     t.from = {t.seq.q0 + t.work.i0, t.seq.k0 + keys.lo, (int)x.by_group.into((unsigned)t.work.head),
               x.fwd.problem.cu_q ? 0 : t.work.b};
 #pragma unroll 1
     for (int g = 0; g < Tile::WARPGROUPS; ++g) {
         const int last = x.stacked > 1 ? rows - 1 : min(64 * g + 63, rows - 1);
         const int sees = max(t.seq.span.hi(t.work.i0 + last) - t.keys.lo, 0);
-        t.steps.own[g] = 64 * g < filled ? min(t.keys.tiles, (sees + Tile::BKV - 1) / Tile::BKV) : 0;
+        t.steps.own[g] =
+            64 * g < filled ? min(t.keys.tiles, (sees + Tile::BKV - 1) / Tile::BKV) : 0;
     }
     if (MODIFIED) {
-        const int stands =
-            t.work.i0 + rows - 1 + span_clamp(t.seq.diagonal) - keys.lo; /* the last row, among the keys */
+        const int stands = t.work.i0 + rows - 1 + span_clamp(t.seq.diagonal) -
+                           keys.lo; /* the last row, among the keys */
         t.nearest = x.units.sloped ? min(max(stands, 0) / Tile::BKV, max(keys.tiles - 1, 0)) : 0;
     }
     t.ragged = (x.fwd.problem.cu_q || seen < x.fwd.problem.seq_k) && left < Tile::BKV ? left : 0;
@@ -186,11 +200,12 @@ __device__ __forceinline__ void describe(FwdTile &t, const FwdHopperParams &x, s
     mbarrier_arrive(full_s);
 }
 
-/* One warp describes tile after tile in shared memory, while the tile before is still loaded. Registers are few here: what
- * can be read or worked out again is. sequence(b): where sequence b lies, of calls that read it from tensors. */
+/* One warp describes tile after tile in shared memory, while the tile before is still loaded.
+ * Registers are few here: what can be read or worked out again is. sequence(b): where sequence b
+ * lies, of calls that read it from tensors. */
 template <class Tile, bool MODIFIED, class SequenceOf>
-__device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned char *smem, smem_addr smem_s,
-                                           const SequenceOf &sequence) {
+__device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned char *smem,
+                                           smem_addr smem_s, const SequenceOf &sequence) {
     typedef Smem<Tile> S;
     const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
     int n = 0;
@@ -200,7 +215,10 @@ __device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned ch
             described.wait_empty(n);
             FwdTile &t = ((FwdTile *)(smem + S::TILES))[n % S::TILE_STAGES];
             if (!place_tile<S::BQ>(x, n, &t.work)) break;
-            if (laneid() == 0) t.seq = x.seq, describe<Tile, MODIFIED>(t, x, described.full(n));
+            if (laneid() == 0) {
+                t.seq = x.seq;
+                describe<Tile, MODIFIED>(t, x, described.full(n));
+            }
             __syncwarp();
         }
     } else {
@@ -219,28 +237,34 @@ __device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned ch
             __syncwarp();
         }
     }
-    if (laneid() == 0)
-        ((FwdTile *)(smem + S::TILES))[n % S::TILE_STAGES].steps.blocks = -1, mbarrier_arrive(described.full(n));
+    if (laneid() == 0) {
+        ((FwdTile *)(smem + S::TILES))[n % S::TILE_STAGES].steps.blocks = -1;
+        mbarrier_arrive(described.full(n));
+    }
 }
 
-/* One thread loads. Q of tile n, by boxes of so many columns; no load where the tile sees no key or there is no tile. */
+/* One thread loads. Q of tile n, by boxes of so many columns; no load where the tile sees no key or
+ * there is no tile. */
 template <class Tile, int COLUMNS = 64>
-__device__ __forceinline__ void load_q(const FwdHopperParams &x, const FwdTile &t, smem_addr smem_s, int n) {
+__device__ __forceinline__ void load_q(const FwdHopperParams &x, const FwdTile &t, smem_addr smem_s,
+                                       int n) {
     typedef typename Smem<Tile>::Q Q;
     const tma_steps<Tile::Q_BUFFERS> q = {smem_s + Smem<Tile>::Q_RING};
     q.wait_empty(n);
     if (t.steps.blocks > 0) {
         mbarrier_arrive_expect_tx(q.full(n), x.q_bytes);
-        load_panels<Q, COLUMNS>(smem_s + q.stage(n) * Q::bytes, &x.q, t.from.q_row, t.work.head, t.from.b, q.full(n));
+        load_panels<Q, COLUMNS>(smem_s + q.stage(n) * Q::bytes, &x.q, t.from.q_row, t.work.head,
+                                t.from.b, q.full(n));
     } else {
         mbarrier_arrive(q.full(n));
     }
 }
 
-/* K and V in the order in which the consumers ask: K_0, K_1, V_0, K_2, V_1, ..; where there are two buffers the next
- * tile's Q after K_2 and V_1. */
+/* K and V in the order in which the consumers ask: K_0, K_1, V_0, K_2, V_1, ..; where there are two
+ * buffers the next tile's Q after K_2 and V_1. */
 template <class Tile, bool MODIFIED>
-__device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTile *tiles, smem_addr smem_s) {
+__device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTile *tiles,
+                                           smem_addr smem_s) {
     typedef Smem<Tile> S;
     constexpr bool AHEAD = Tile::Q_BUFFERS == 2;
     const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
@@ -259,8 +283,8 @@ __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTi
                 k.wait_empty(at);
                 mbarrier_arrive_expect_tx(k.full(at), S::K::bytes);
                 load_panels<typename S::K>(smem_s + S::K_AT + k.stage(at) * S::K::bytes, &x.k,
-                                           t.from.k_row + block_at<MODIFIED>(t, j) * Tile::BKV, t.from.head_kv,
-                                           t.from.b, k.full(at));
+                                           t.from.k_row + block_at<MODIFIED>(t, j) * Tile::BKV,
+                                           t.from.head_kv, t.from.b, k.full(at));
             }
             if (!AHEAD && j == 0) load_q<Tile>(x, t, smem_s, n);
             if (j > 0) {
@@ -268,10 +292,11 @@ __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTi
                 v.wait_empty(at);
                 mbarrier_arrive_expect_tx(v.full(at), S::V::bytes);
                 load_panels<typename S::V>(smem_s + S::V_AT + v.stage(at) * S::V::bytes, &x.v,
-                                           t.from.k_row + block_at<MODIFIED>(t, j - 1) * Tile::BKV, t.from.head_kv,
-                                           t.from.b, v.full(at));
+                                           t.from.k_row + block_at<MODIFIED>(t, j - 1) * Tile::BKV,
+                                           t.from.head_kv, t.from.b, v.full(at));
             }
-            /* its buffer is free once all have taken their first block; what they need sooner goes first */
+            /* its buffer is free once all have taken their first block; what they need sooner goes
+             * first */
             if (AHEAD && j == min(2, blocks)) {
                 described.wait_full(n + 1);
                 load_q<Tile>(x, tiles[(n + 1) % S::TILE_STAGES], smem_s, n + 1);
@@ -281,7 +306,8 @@ __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTi
         mbarrier_arrive(described.empty(n));
         if (!AHEAD) described.wait_full(n + 1);
     }
-    if (!AHEAD) load_q<Tile>(x, tiles[n % S::TILE_STAGES], smem_s, n); /* tells the consumers that there is no more */
+    /* tells the consumers that there is no more */
+    if (!AHEAD) load_q<Tile>(x, tiles[n % S::TILE_STAGES], smem_s, n);
 }
 
 #endif

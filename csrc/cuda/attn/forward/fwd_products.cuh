@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_products.cuh: what the consumers of flash_attn_fwd_sm90a issue: their turns, the products of a block, and what is done to
- * a product's registers and operands around it. */
+/* fwd_products.cuh: what the consumers of flash_attn_fwd_sm90a issue: their turns, the products of
+ * a block, and what is done to a product's registers and operands around it. */
 #ifndef GPUKERN_CUDA_FWD_PRODUCTS_CUH
 #define GPUKERN_CUDA_FWD_PRODUCTS_CUH
 
@@ -10,26 +10,30 @@
 #include "fwd_producer.cuh"
 
 /* The warpgroup's turn to issue products. */
-template <class Tile> __device__ __forceinline__ void turn_begin(int warpgroup) { bar_sync(1 + warpgroup, 256); }
+template <class Tile> __device__ __forceinline__ void turn_begin(int warpgroup) {
+    bar_sync(1 + warpgroup, 256);
+}
 template <class Tile> __device__ __forceinline__ void turn_end(int warpgroup) {
     bar_arrive(1 + (warpgroup + 1) % Tile::WARPGROUPS, 256);
 }
 
 /* S [64][BKV] = Q K^T of this warpgroup's rows. */
 template <class T, class Tile>
-__device__ __forceinline__ void issue_scores(float (&s)[Tile::BKV / 2], smem_addr q_s, smem_addr k_s, int row) {
+__device__ __forceinline__ void issue_scores(float (&s)[Tile::BKV / 2], smem_addr q_s,
+                                             smem_addr k_s, int row) {
     typedef Smem<Tile> S;
     wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < Tile::HEAD_DIM; kk += 16)
-        wgmma_ss<T, Tile::BKV, 0, 0>(s, S::Q::k_major(q_s, row, kk), S::K::k_major(k_s, 0, kk), kk > 0);
+        wgmma_ss<T, Tile::BKV, 0, 0>(s, S::Q::k_major(q_s, row, kk), S::K::k_major(k_s, 0, kk),
+                                     kk > 0);
     wgmma_commit_group();
 }
 
 /* O [64][HEAD_DIM_V] += P V, P from registers. */
 template <class T, class Tile>
-__device__ __forceinline__ void issue_values(float (&o)[Tile::HEAD_DIM_V / 2], const uint32_t (&p)[Tile::BKV / 4],
-                                             smem_addr v_s) {
+__device__ __forceinline__ void issue_values(float (&o)[Tile::HEAD_DIM_V / 2],
+                                             const uint32_t (&p)[Tile::BKV / 4], smem_addr v_s) {
     typedef Smem<Tile> S;
     wgmma_fence();
 #pragma unroll
@@ -46,11 +50,13 @@ template <int N> __device__ __forceinline__ void clear(float (&d)[N]) {
 
 /* Rows [from, end) of V become zero: a weight of 0 times NaN would be NaN. */
 template <class Tile>
-__device__ __forceinline__ void clear_rows(smem_addr v_s, int from, int warpgroup, int end = Tile::BKV) {
+__device__ __forceinline__ void clear_rows(smem_addr v_s, int from, int warpgroup,
+                                           int end = Tile::BKV) {
     typedef typename Smem<Tile>::V V;
     for (int i = from * 8 + threadIdx.x % 128; i < end * 8; i += 128)
 #pragma unroll
-        for (int c = 0; c < V::panels; ++c) st_shared_128(v_s + c * V::panel_bytes + i * 16, make_uint4(0, 0, 0, 0));
+        for (int c = 0; c < V::panels; ++c)
+            st_shared_128(v_s + c * V::panel_bytes + i * 16, make_uint4(0, 0, 0, 0));
     fence_proxy_async(); /* this thread's zeros come before wgmma's reads */
     bar_sync(4 + warpgroup, 128);
 }

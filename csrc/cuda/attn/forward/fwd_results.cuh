@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_results.cuh: O and lse of a consumer warp's 16 rows of flash_attn_fwd_sm90a to the tensors, or to a part of the workspace. Where
- * the next tile's Q has a place of its own O is staged in its own rows of Q and stored by TMA; else Q is the next tile's
- * already, and O leaves from registers. */
+/* fwd_results.cuh: O and lse of a consumer warp's 16 rows of flash_attn_fwd_sm90a to the tensors,
+ * or to a part of the workspace. Where the next tile's Q has a place of its own O is staged in its
+ * own rows of Q and stored by TMA; else Q is the next tile's already, and O leaves from
+ * registers. */
 #ifndef GPUKERN_CUDA_FWD_RESULTS_CUH
 #define GPUKERN_CUDA_FWD_RESULTS_CUH
 
@@ -11,8 +12,8 @@
 #include "../softmax.cuh"
 #include "../stale_softmax.cuh"
 
-/* This lane's first row of the tile (the other one is 8 on), worked out where it is asked for: the loop has no register
- * for it. */
+/* This lane's first row of the tile (the other one is 8 on), worked out where it is asked for: the
+ * loop has no register for it. */
 __device__ __forceinline__ int own_row() {
     const int thread = mov_tid_x();
     return thread / 32 * 16 + frag_row(thread % 32, 0);
@@ -28,36 +29,41 @@ __device__ __forceinline__ FwdResult result_of(const FwdHopperParams &x, const F
     const Stats &lse = x.fwd.problem.lse;
     const int row = own_row() + 8 * r;
     FwdResult y;
-    y.at = row_of(x, t, row), y.real = row < t.rows && y.at.i < t.seq.seq_q;
+    y.at = row_of(x, t, row);
+    y.real = row < t.rows && y.at.i < t.seq.seq_q;
     y.lse = t.work.b * lse.batch + y.at.head * lse.head + (int64_t)(t.seq.q0 + y.at.i) * lse.row;
     return y;
 }
 
 /* A warp's 16 rows of O, times factor, to its own rows of Q. */
 template <class T, class Tile>
-__device__ __forceinline__ void stage_rows(const float (&o)[Tile::HEAD_DIM_V / 2], const float (&factor)[2],
-                                           smem_addr q_s) {
+__device__ __forceinline__ void stage_rows(const float (&o)[Tile::HEAD_DIM_V / 2],
+                                           const float (&factor)[2], smem_addr q_s) {
     typedef typename Smem<Tile>::Q Q;
     const int warp = mov_tid_x() / 32, lane = laneid();
-    /* stmatrix: 8 x 8 blocks, rows 0-7 and 8-15 of one octet of columns, then of the next. The first one's address gives all */
+    /* stmatrix: 8 x 8 blocks, rows 0-7 and 8-15 of one octet of columns, then of the next. The
+     * first one's address gives all */
     const smem_addr first_s = q_s + Q::offset_of(16 * warp + lane % 16, lane / 16 * 8);
 #pragma unroll
     for (int n = 0; n < Tile::HEAD_DIM_V / 8; n += 2) {
         uint32_t four[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-            four[e] = pack2<T>(o[4 * n + 2 * e] * factor[e & 1], o[4 * n + 2 * e + 1] * factor[e & 1]);
+            four[e] =
+                pack2<T>(o[4 * n + 2 * e] * factor[e & 1], o[4 * n + 2 * e + 1] * factor[e & 1]);
         stmatrix_x4(Q::along(first_s, n), four);
     }
 }
 
 /* The rows that a warp has staged to the tensor. */
 template <class T, class Tile>
-__device__ __forceinline__ void store_rows(const FwdHopperParams &x, const FwdTile &t, smem_addr q_s) {
+__device__ __forceinline__ void store_rows(const FwdHopperParams &x, const FwdTile &t,
+                                           smem_addr q_s) {
     typedef typename Smem<Tile>::Q Q;
     const Problem &p = x.fwd.problem;
     const int warp = mov_tid_x() / 32, lane = laneid(), first = t.work.i0 + 16 * warp;
-    /* TMA leaves out rows past a dense tensor, but not those of the next sequence. A vote: the compiler sees that lanes agree */
+    /* TMA leaves out rows past a dense tensor, but not those of the next sequence. A vote: the
+     * compiler sees that lanes agree */
     if (__all_sync(0xffffffffu, x.stacked == 1 && (!p.cu_q || first + 16 <= t.seq.seq_q))) {
         fence_proxy_async(); /* this lane's part comes before TMA's read */
         __syncwarp();        /* and so do all lanes' */
@@ -65,7 +71,8 @@ __device__ __forceinline__ void store_rows(const FwdHopperParams &x, const FwdTi
 #pragma unroll
             for (int d = 0; d < Tile::HEAD_DIM_V; d += 64)
                 if (d < p.head_dim_v)
-                    tma_store_5d(&x.out, {{d, t.seq.q0 + first, t.work.head, p.cu_q ? 0 : t.work.b, 0}},
+                    tma_store_5d(&x.out,
+                                 {{d, t.seq.q0 + first, t.work.head, p.cu_q ? 0 : t.work.b, 0}},
                                  q_s + Q::offset(16 * warp, d));
         }
         if (lane == 0) tma_store_commit_group();
@@ -113,18 +120,19 @@ __device__ __forceinline__ void store_tile(const FwdHopperParams &x, const FwdTi
 
 /* The same of a `simple` call, in a third of the instructions. */
 template <class T, class Tile>
-__device__ __forceinline__ void store_simple(const FwdHopperParams &x, const FwdTile &t,
-                                             const StaleSoftmax<T, Tile::BKV> &softmax,
-                                             const float (&o)[Tile::HEAD_DIM_V / 2], smem_addr q_s) {
+__device__ __forceinline__ void
+store_simple(const FwdHopperParams &x, const FwdTile &t, const StaleSoftmax<T, Tile::BKV> &softmax,
+             const float (&o)[Tile::HEAD_DIM_V / 2], smem_addr q_s) {
     const Stats &lse = x.fwd.problem.lse;
     const float sum[2] = {softmax.sum_of(0), softmax.sum_of(1)};
-    const float factor[2] = {sum[0] > 0 ? __fdividef(1.f, sum[0]) : 0.f, sum[1] > 0 ? __fdividef(1.f, sum[1]) : 0.f};
+    const float factor[2] = {sum[0] > 0 ? __fdividef(1.f, sum[0]) : 0.f,
+                             sum[1] > 0 ? __fdividef(1.f, sum[1]) : 0.f};
     stage_rows<T, Tile>(o, factor, q_s);
     store_rows<T, Tile>(x, t, q_s);
     if (!lse.data || laneid() % 4 != 0) return;
     const int i = t.work.i0 + own_row();
-    float *lse_g =
-        (float *)lse.data + t.work.b * lse.batch + t.work.head * lse.head + (int64_t)(t.seq.q0 + i) * lse.row;
+    float *lse_g = (float *)lse.data + t.work.b * lse.batch + t.work.head * lse.head +
+                   (int64_t)(t.seq.q0 + i) * lse.row;
     if (i < t.seq.seq_q) lse_g[0] = softmax.lse_of(0, sum[0]);
     if (i + 8 < t.seq.seq_q) lse_g[8 * lse.row] = softmax.lse_of(1, sum[1]);
 }
@@ -143,7 +151,8 @@ __device__ __forceinline__ void store_direct(const FwdHopperParams &x, const Fwd
         const float factor = sum.sum != 0 ? __fdividef(sum.share, sum.sum) : 0.f;
         T *out_g = (T *)p.out.data + t.work.b * p.out.batch + y.at.head * p.out.head +
                    (int64_t)(t.seq.q0 + y.at.i) * p.out.row;
-        /* a lane has two columns of each octet; it takes its neighbour's two of one octet for its own of the next, and stores four */
+        /* a lane has two columns of each octet; it takes its neighbour's two of one octet for its
+         * own of the next, and stores four */
         const int col = 8 * odd + lane % 4 / 2 * 4;
 #pragma unroll
         for (int n = 0; n < Tile::HEAD_DIM_V / 8; n += 2) {
@@ -152,14 +161,15 @@ __device__ __forceinline__ void store_direct(const FwdHopperParams &x, const Fwd
             const uint32_t second = pack2<T>(two[4] * factor, two[5] * factor);
             const uint32_t theirs = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
             if (y.real && 8 * n + col < p.head_dim_v)
-                *(uint2 *)(out_g + 8 * n + col) = odd ? make_uint2(theirs, second) : make_uint2(first, theirs);
+                *(uint2 *)(out_g + 8 * n + col) =
+                    odd ? make_uint2(theirs, second) : make_uint2(first, theirs);
         }
         if (y.real && lane % 4 == 0 && p.lse.data) ((float *)p.lse.data)[y.lse] = sum.lse();
     }
 }
 
-/* O and lse in float32, from registers, any rows. Where fwd.lse_splits is given, out and lse hold the attention over other keys, and become
- * that over both: a side that saw nothing is not read. */
+/* O and lse in float32, from registers, any rows. Where fwd.lse_splits is given, out and lse hold
+ * the attention over other keys, and become that over both: a side that saw nothing is not read. */
 template <class T, class Tile>
 __device__ __forceinline__ void store_partial(const FwdHopperParams &x, const FwdTile &t,
                                               const StaleSoftmax<T, Tile::BKV> &softmax,
@@ -169,13 +179,17 @@ __device__ __forceinline__ void store_partial(const FwdHopperParams &x, const Fw
     for (int r = 0; r < 2; ++r) {
         const FwdResult y = result_of(x, t, r);
         const RowSum sum = softmax.result(r, y.real ? sink_of(p, y.at.head) : -INFINITY);
-        float factor = sum.sum != 0 ? __fdividef(sum.share, sum.sum) : 0.f, lse = sum.lse(), share = 0;
+        float factor = sum.sum != 0 ? __fdividef(sum.share, sum.sum) : 0.f, lse = sum.lse(),
+              share = 0;
         if (x.fwd.lse_splits) {
             const float held = y.real ? x.fwd.lse_splits[y.lse] : -INFINITY;
             __syncwarp(); /* the row's lanes have read it */
             if (held != -INFINITY) {
-                const float peak = fmaxf(held, lse), a = __expf(held - peak), b = __expf(lse - peak);
-                share = __fdividef(a, a + b), factor *= __fdividef(b, a + b), lse = peak + __logf(a + b);
+                const float peak = fmaxf(held, lse), a = __expf(held - peak),
+                            b = __expf(lse - peak);
+                share = __fdividef(a, a + b);
+                factor *= __fdividef(b, a + b);
+                lse = peak + __logf(a + b);
             }
         }
         if (y.real && laneid() % 4 == 0 && p.lse.data) ((float *)p.lse.data)[y.lse] = lse;
@@ -188,7 +202,8 @@ __device__ __forceinline__ void store_partial(const FwdHopperParams &x, const Fw
             float2 z = make_float2(o[4 * n + 2 * r] * factor, o[4 * n + 2 * r + 1] * factor);
             if (share != 0) {
                 const float2 have = *to;
-                z.x = fmaf(share, have.x, z.x), z.y = fmaf(share, have.y, z.y);
+                z.x = fmaf(share, have.x, z.x);
+                z.y = fmaf(share, have.y, z.y);
             }
             *to = z;
         }
@@ -214,7 +229,8 @@ __device__ __forceinline__ void store_part(const FwdHopperParams &x, const FwdTi
         for (int n = 0; n < Tile::HEAD_DIM_V / 8; ++n) {
             const int col = 8 * n + frag_col(laneid(), 0);
             if (col < f.problem.head_dim_v)
-                *(float2 *)(part + col) = make_float2(o[4 * n + 2 * r] * factor, o[4 * n + 2 * r + 1] * factor);
+                *(float2 *)(part + col) =
+                    make_float2(o[4 * n + 2 * r] * factor, o[4 * n + 2 * r + 1] * factor);
         }
     }
 }

@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_score.cuh: softcap and ALiBi in flash_attn_fwd_sm90a, on a block of products while the next ones run. Issue slots decide: a
- * block's weights take 3.5 a score, and beside products in flight each costs some 3 clocks. So every number that a call fixes is a
- * kernel parameter, which an instruction reads as an operand, and a weight's exponent stays one multiply-add of the product s:
+/* fwd_score.cuh: softcap and ALiBi in flash_attn_fwd_sm90a, on a block of products while the next
+ * ones run. Issue slots decide: a block's weights take 3.5 a score, and beside products in flight
+ * each costs some 3 clocks. So every number that a call fixes is a kernel parameter, which an
+ * instruction reads as an operand, and a weight's exponent stays one multiply-add of the product s:
  *   2^(s t - m), t = scale log2(e) P(s^2)        softcap where all of a warp's scores are small: 3 slots, and half a one for the test
  *   2^(s scale log2(e) + a), a = -m - slope |i + diagonal - j|   ALiBi: a is there before the product is, under the wait for it
- * Softcap and ALiBi together, a tile's first block and one that is taken again finish the scores first, in log2 units. */
+ * Softcap and ALiBi together, a tile's first block and one that is taken again finish the scores
+ * first, in log2 units. */
 #ifndef GPUKERN_CUDA_FWD_SCORE_CUH
 #define GPUKERN_CUDA_FWD_SCORE_CUH
 
@@ -13,9 +15,9 @@
 #include <math.h>
 #include <stdint.h>
 
-/* Made on the host. Near scores, x = scale s / cap below 0.272: tanh(x) / x = 1 + a x^2 + b x^4, relative error 1e-6. With q = s^2 + add
- * they are those of q below the power of two `end`, and all q that are have one exponent, so that an `or` of many tells whether
- * all are near. */
+/* Made on the host. Near scores, x = scale s / cap below 0.272: tanh(x) / x = 1 + a x^2 + b x^4,
+ * relative error 1e-6. With q = s^2 + add they are those of q below the power of two `end`, and all
+ * q that are have one exponent, so that an `or` of many tells whether all are near. */
 struct ScoreUnits {
     float unit_log2; /* of a product */
     float add, end;  /* of q */
@@ -30,27 +32,35 @@ struct ScoreUnits {
 inline ScoreUnits score_units(double scale, double softcap, bool sloped) {
     constexpr double log2_e = 1.4426950408889634, a = -0.33321135, b = 0.12795151;
     ScoreUnits u = {};
-    u.capped = softcap > 0, u.sloped = sloped;
+    u.capped = softcap > 0;
+    u.sloped = sloped;
     const double factor = u.capped ? scale / softcap : 1;
     /* the largest product is the largest score, and powers below have full precision */
-    u.plain = scale > 1e-30 &&
-              ((!u.capped && !sloped) || (scale >= 1e-6 && scale <= 1e6 && factor >= 1e-15 && factor <= 1e3));
+    u.plain = scale > 1e-30 && ((!u.capped && !sloped) || (scale >= 1e-6 && scale <= 1e6 &&
+                                                           factor >= 1e-15 && factor <= 1e3));
     const double unit = (float)scale * log2_e;
     u.unit_log2 = (float)unit;
     if (!u.plain || !u.capped) return u;
-    u.power = (float)(-2 * log2_e * factor), u.over = (float)(unit / factor);
-    /* where c2 has no float of full precision any more near scores end earlier, before its term counts */
+    u.power = (float)(-2 * log2_e * factor);
+    u.over = (float)(unit / factor);
+    /* where c2 has no float of full precision any more near scores end earlier, before its term
+     * counts */
     const double most = (factor > 1e-6 ? 0.272 : 1e-3) / factor, x2 = factor * factor;
     const double end = exp2(ceil(log2(most * most)) + 1), add = end - most * most;
-    u.end = (float)end, u.add = (float)add, u.limit = (float)(0.9999 * most);
-    u.c[2] = (float)(unit * b * x2 * x2), u.c[1] = (float)(unit * (a * x2 - 2 * b * x2 * x2 * add));
+    u.end = (float)end;
+    u.add = (float)add;
+    u.limit = (float)(0.9999 * most);
+    u.c[2] = (float)(unit * b * x2 * x2);
+    u.c[1] = (float)(unit * (a * x2 - 2 * b * x2 * x2 * add));
     u.c[0] = (float)(unit * (1 - a * x2 * add + b * x2 * x2 * add * add));
     return u;
 }
 
 inline GK_HD float cap_square(float s, const ScoreUnits &u) { return fmaf(s, s, u.add); }
 /* What s is multiplied by, where q < end. */
-inline GK_HD float cap_factor(float q, const ScoreUnits &u) { return fmaf(fmaf(u.c[2], q, u.c[1]), q, u.c[0]); }
+inline GK_HD float cap_factor(float q, const ScoreUnits &u) {
+    return fmaf(fmaf(u.c[2], q, u.c[1]), q, u.c[0]);
+}
 
 /* Of a lane's columns 0, 1, 8, 9, 16, .. of a block those in [from, to), a bit each. */
 template <int COLUMNS> GK_HD inline uint32_t columns_in(int from, int to) {
@@ -67,7 +77,8 @@ template <int COLUMNS> GK_HD inline uint32_t columns_in(int from, int to) {
 #include "../../ptx/opaque.cuh"
 #include "../score.cuh"
 
-/* Which of a lane's columns its two rows see, and what is common to the rows of the warp: a bit is a column. */
+/* Which of a lane's columns its two rows see, and what is common to the rows of the warp: a bit is
+ * a column. */
 struct KeptColumns {
     uint32_t kept[2];
     uint32_t some, whole; /* some row sees it; all rows do */
@@ -76,14 +87,20 @@ struct KeptColumns {
         some = __reduce_or_sync(0xffffffffu, kept[0] | kept[1]);
         whole = __reduce_and_sync(0xffffffffu, kept[0] & kept[1]);
     }
-    /* Of scores [first, first + 16), four octets of keys: whether any row sees one, whether all rows see all. */
+    /* Of scores [first, first + 16), four octets of keys: whether any row sees one, whether all
+     * rows see all. */
     __device__ __forceinline__ bool any(int first) const { return some >> first / 2 & 255; }
-    __device__ __forceinline__ bool all(int first) const { return (whole >> first / 2 & 255) == 255; }
-    __device__ __forceinline__ bool has(int i) const { return kept[i / 2 & 1] >> (i / 4 * 2 + i % 2) & 1; }
+    __device__ __forceinline__ bool all(int first) const {
+        return (whole >> first / 2 & 255) == 255;
+    }
+    __device__ __forceinline__ bool has(int i) const {
+        return kept[i / 2 & 1] >> (i / 4 * 2 + i % 2) & 1;
+    }
 };
 
 /* Scores of columns that a row does not see become -inf. s[4 n + 2 r + e]: row r, bit 2 n + e. */
-template <int N> __device__ __forceinline__ void keep_columns(float (&s)[N], const KeptColumns &columns) {
+template <int N>
+__device__ __forceinline__ void keep_columns(float (&s)[N], const KeptColumns &columns) {
 #pragma unroll
     for (int first = 0; first < N; first += 16) {
         if (columns.all(first)) continue;
@@ -98,21 +115,26 @@ __device__ __forceinline__ float cap_far(float s, const ScoreUnits &u) {
     return copysignf((1 - y) * rcp_approx_ftz(1 + y), s);
 }
 
-/* What the exponent of score i has beside the product: ALiBi, and the row's reference. ahead: from the lane's first key to where rows 0
- * and 8 stand. Distances are exact where they are small; past 2^24 they round as any float of their size does. slope: in log2 units. */
-__device__ __forceinline__ float lean_addend(int i, const float (&slope)[2], const float (&ahead)[2],
-                                             const float (&m)[2]) {
+/* What the exponent of score i has beside the product: ALiBi, and the row's reference. ahead: from
+ * the lane's first key to where rows 0 and 8 stand. Distances are exact where they are small; past
+ * 2^24 they round as any float of their size does. slope: in log2 units. */
+__device__ __forceinline__ float lean_addend(int i, const float (&slope)[2],
+                                             const float (&ahead)[2], const float (&m)[2]) {
     const int r = i / 2 & 1;
     return fmaf(-slope[r], fabsf(ahead[r] - (float)(i / 4 * 8 + i % 2)), -m[r]);
 }
 
-/* The exponents of scores i and i + 1 under a softcap, with ALiBi or a slope of 0; ahead: of row 0. Far ones stand behind a branch, two by
- * two: for more there are no registers. A score's bits depend on itself alone. */
+/* The exponents of scores i and i + 1 under a softcap, with ALiBi or a slope of 0; ahead: of row 0.
+ * Far ones stand behind a branch, two by two: for more there are no registers. A score's bits
+ * depend on itself alone. */
 template <int N>
-__device__ __forceinline__ void cap_exponents(float (&s)[N], int i, const ScoreUnits &u, float slope, float ahead,
-                                              const float (&m)[2], float (&to)[2]) {
+__device__ __forceinline__ void cap_exponents(float (&s)[N], int i, const ScoreUnits &u,
+                                              float slope, float ahead, const float (&m)[2],
+                                              float (&to)[2]) {
     const int r = i / 2 & 1;
-    const auto addend = [&](int e) { return fmaf(-slope, fabsf(ahead - (float)(i / 4 * 8 + e - 8 * r)), -m[r]); };
+    const auto addend = [&](int e) {
+        return fmaf(-slope, fabsf(ahead - (float)(i / 4 * 8 + e - 8 * r)), -m[r]);
+    };
     bool near = true;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -131,26 +153,29 @@ __device__ __forceinline__ void cap_exponents(float (&s)[N], int i, const ScoreU
     }
 }
 
-/* Addends where all keys lie on one side of all rows: side is 1 where they come before them, -1 behind. What all of them have in common
- * is taken out, and the rest is one multiply-add. */
+/* Addends where all keys lie on one side of all rows: side is 1 where they come before them, -1
+ * behind. What all of them have in common is taken out, and the rest is one multiply-add. */
 struct LeanSide {
     float each[2], common[2];
     __device__ __forceinline__ float addend(int i) const {
         return fmaf(each[i / 2 & 1], (float)(i / 4 * 8 + i % 2), common[i / 2 & 1]);
     }
 };
-__device__ __forceinline__ LeanSide lean_side(const float (&slope)[2], const float (&ahead)[2], int side,
-                                              const float (&m)[2]) {
+__device__ __forceinline__ LeanSide lean_side(const float (&slope)[2], const float (&ahead)[2],
+                                              int side, const float (&m)[2]) {
     LeanSide y;
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
-        y.each[r] = side < 0 ? -slope[r] : slope[r], y.common[r] = -fmaf(y.each[r], ahead[r], m[r]);
+    for (int r = 0; r < 2; ++r) {
+        y.each[r] = side < 0 ? -slope[r] : slope[r];
+        y.common[r] = -fmaf(y.each[r], ahead[r], m[r]);
+    }
     return y;
 }
 
 /* Those of a block. */
 template <int N>
-__device__ __forceinline__ void lean_addends(float (&to)[N], const float (&slope)[2], const float (&ahead)[2], int side,
+__device__ __forceinline__ void lean_addends(float (&to)[N], const float (&slope)[2],
+                                             const float (&ahead)[2], int side,
                                              const float (&m)[2]) {
     if (side == 0) {
 #pragma unroll

@@ -1,20 +1,24 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_sm80.cuh: attention on tensor cores, 16-bit, dense and packed, every modifier: the kernel of flash_attn_fwd_sm80, and with
- * DROP of flash_attn_fwd_drop_sm80.
- * FlashAttention-2 (Dao 2023, arXiv:2307.08691): a block owns BQ rows of one head and walks over the keys that they see.
+/* fwd_sm80.cuh: attention on tensor cores, 16-bit, dense and packed, every modifier: the kernel of
+ * flash_attn_fwd_sm80, and with DROP of flash_attn_fwd_drop_sm80.
+ * FlashAttention-2 (Dao 2023, arXiv:2307.08691): a block owns BQ rows of one head and walks over
+ * the keys that they see.
  *   S = Q K^T   s = score(S) or -inf where the row does not see the key   P = e^(s - m)   O = O e^(m_old - m) + P V
  *   out = O / (sum P + e^(sink - m))   lse = m + log(sum P + e^(sink - m))
  * q [.., Sq, D]  k [.., Sk, D]  v [.., Sk, Dv]  out [.., Sq, Dv], rows of 16-byte multiples;  lse [.., Sq] float32.
- * D, Dv: multiples of 8 up to the bucket HEAD_DIM; the columns after them are zeros in shared memory.
+ * D, Dv: multiples of 8 up to the bucket HEAD_DIM; the columns after them are zeros in shared
+ * memory.
  *
- * Work split: grid x = (split, head, tile of BQ rows), longest first (fwd_work.cuh). A warp owns BQ / WARPS rows of S and O;
- * K and V are shared. Where blocks would not fill the GPU the keys of a tile are split; parts go through the workspace.
+ * Work split: grid x = (split, head, tile of BQ rows), longest first (fwd_work.cuh). A warp owns BQ
+ * / WARPS rows of S and O; K and V are shared. Where blocks would not fill the GPU the keys of a
+ * tile are split; parts go through the workspace.
  *
  * Pipeline, STAGES = 2: one barrier a tile                   STAGES = 1: two, each buffer refilled when all have read it
  *   cp.async  K0 V0 | K1 V1 | K2 V2 |                          cp.async  K0 | V0 | K1 | V1 | K2 |
  *   compute         | Q K0, softmax, P V0 | Q K1, ...          compute        | Q K0 | softmax, P V0 | Q K1 |
  *
- * Not handled: float32 (CUDA cores: flash_attn_fwd_simt), rows that are not aligned (flash_attn_fwd_plain). */
+ * Not handled: float32 (CUDA cores: flash_attn_fwd_simt), rows that are not aligned
+ * (flash_attn_fwd_plain). */
 #ifndef GPUKERN_CUDA_FWD_SM80_CUH
 #define GPUKERN_CUDA_FWD_SM80_CUH
 
@@ -28,8 +32,9 @@
 
 namespace {
 
-/* ---- 1. shared memory ----------------------------------------------------------------------------------- */
-/* What edge tiles and the end of the kernel ask for: kept here, because the loop needs every register. */
+/* ---- 1. shared memory ------------------------------------------------------------------------ */
+/* What edge tiles and the end of the kernel ask for: kept here, because the loop needs every
+ * register. */
 struct Kept {
     FwdWork work;
     Sequence seq;
@@ -39,17 +44,21 @@ struct Kept {
 
 template <class Tile> struct Smem {
     static constexpr int ROW_BYTES = Tile::HEAD_DIM * 2, THREADS = Tile::WARPS * 32;
-    typedef smem_tile<Tile::BQ, ROW_BYTES> QTile;   /* 16..32 KiB; out passes through it at the end */
+    /* 16..32 KiB; out passes through it at the end */
+    typedef smem_tile<Tile::BQ, ROW_BYTES> QTile;
     typedef smem_tile<Tile::BKV, ROW_BYTES> KvTile; /* 8..32 KiB, STAGES of K, then STAGES of V */
     static constexpr int K = QTile::bytes, V = K + Tile::STAGES * KvTile::bytes;
     static constexpr int KEPT = V + Tile::STAGES * KvTile::bytes, BYTES = KEPT + (int)sizeof(Kept);
-    static_assert(QTile::bytes % 128 == 0 && KvTile::bytes % 128 == 0, "every tile begins at a multiple of 128 bytes");
-    static_assert(Tile::BQ % (16 * Tile::WARPS) == 0 && Tile::BKV % 16 == 0 && Tile::HEAD_DIM % 16 == 0,
+    static_assert(QTile::bytes % 128 == 0 && KvTile::bytes % 128 == 0,
+                  "every tile begins at a multiple of 128 bytes");
+    static_assert(Tile::BQ % (16 * Tile::WARPS) == 0 && Tile::BKV % 16 == 0 &&
+                      Tile::HEAD_DIM % 16 == 0,
                   "whole products");
     static_assert(BYTES * Tile::CTAS <= 227 * 1024, "the blocks of an SM share its memory");
 };
 
-/* A lane's two columns of an accumulator go to shared memory as 4 bytes: 8 rows of one chunk, 4 lanes each. */
+/* A lane's two columns of an accumulator go to shared memory as 4 bytes: 8 rows of one chunk, 4
+ * lanes each. */
 template <class QTile> constexpr int store_ways() {
     int most = 0;
     for (int chunk = 0; chunk < QTile::chunks; ++chunk) {
@@ -61,9 +70,10 @@ template <class QTile> constexpr int store_ways() {
     return most;
 }
 
-/* ---- 2. tiles come in ----------------------------------------------------------------------------------- */
-/* A thread's share of the tiles of K or V: chunks of one column (of each panel), rows STEP apart, so that addresses in
- * shared memory differ by constants and those in global memory by one addition. */
+/* ---- 2. tiles come in ------------------------------------------------------------------------ */
+/* A thread's share of the tiles of K or V: chunks of one column (of each panel), rows STEP apart,
+ * so that addresses in shared memory differ by constants and those in global memory by one
+ * addition. */
 template <class T, class Tile, int THREADS> struct TileIn {
     static constexpr int COLS = Tile::chunks % 16 == 0   ? 16
                                 : Tile::chunks % 12 == 0 ? 12
@@ -71,21 +81,24 @@ template <class T, class Tile, int THREADS> struct TileIn {
                                                          : 4;
     static constexpr int STEP = THREADS / COLS / 8 * 8,
                          PANELS = Tile::chunks / COLS; /* the swizzle repeats after 8 rows */
-    static_assert(Tile::chunks % COLS == 0 && STEP > 0 && Tile::rows % STEP == 0, "threads tile the tile");
+    static_assert(Tile::chunks % COLS == 0 && STEP > 0 && Tile::rows % STEP == 0,
+                  "threads tile the tile");
 
     int row, chunk, offset[PANELS];
 
     __device__ __forceinline__ TileIn(int thread) {
-        row = thread < STEP * COLS ? thread / COLS : Tile::rows; /* threads that are left over own no row */
+        /* threads that are left over own no row */
+        row = thread < STEP * COLS ? thread / COLS : Tile::rows;
         chunk = thread % COLS;
 #pragma unroll
-        for (int panel = 0; panel < PANELS; ++panel) offset[panel] = Tile::offset(row, chunk + panel * COLS);
+        for (int panel = 0; panel < PANELS; ++panel)
+            offset[panel] = Tile::offset(row, chunk + panel * COLS);
     }
 
-    /* from_g: this thread's first element of the tile. Rows from rows_valid on become zeros (they may hold NaN), and so do
-     * columns from cols on, a multiple of 8. */
-    __device__ __forceinline__ void copy(smem_addr tile_s, const T *from_g, int64_t row_stride, int rows_valid,
-                                         int cols) const {
+    /* from_g: this thread's first element of the tile. Rows from rows_valid on become zeros (they
+     * may hold NaN), and so do columns from cols on, a multiple of 8. */
+    __device__ __forceinline__ void copy(smem_addr tile_s, const T *from_g, int64_t row_stride,
+                                         int rows_valid, int cols) const {
         if (STEP * COLS != THREADS && row == Tile::rows) return;
 #pragma unroll
         for (int panel = 0; panel < PANELS; ++panel) {
@@ -93,18 +106,22 @@ template <class T, class Tile, int THREADS> struct TileIn {
 #pragma unroll
             for (int i = 0; i < Tile::rows / STEP; ++i)
                 cp_async_cg_16(tile_s + offset[panel] + i * STEP * Tile::row_bytes,
-                               from_g + panel * COLS * 8 + i * STEP * row_stride, row + i * STEP < last ? 16 : 0);
+                               from_g + panel * COLS * 8 + i * STEP * row_stride,
+                               row + i * STEP < last ? 16 : 0);
         }
     }
 
-    __device__ __forceinline__ int64_t start(int64_t row_stride) const { return row * row_stride + chunk * 8; }
+    __device__ __forceinline__ int64_t start(int64_t row_stride) const {
+        return row * row_stride + chunk * 8;
+    }
 };
 
-/* ---- 3. the two products of a tile ---------------------------------------------------------------------- */
+/* ---- 3. the two products of a tile ----------------------------------------------------------- */
 template <class T, class Tile> struct Products {
     typedef typename Smem<Tile>::QTile QTile;
     typedef typename Smem<Tile>::KvTile KvTile;
-    static constexpr int M = Tile::BQ / Tile::WARPS / 16, N = Tile::BKV / 8, ND = Tile::HEAD_DIM / 8;
+    static constexpr int M = Tile::BQ / Tile::WARPS / 16, N = Tile::BKV / 8,
+                         ND = Tile::HEAD_DIM / 8;
 
     /* Q as operands, where they stay in registers. */
     static constexpr int KEPT_STEPS = Tile::Q_IN_REGISTERS ? Tile::HEAD_DIM / 16 : 1;
@@ -116,12 +133,13 @@ template <class T, class Tile> struct Products {
 #pragma unroll
         for (int kk = 0; kk < KEPT_STEPS; ++kk)
 #pragma unroll
-            for (int m = 0; m < M; ++m) load_frag_a(q.a[kk][m], QTile::down(QTile::along(q_at, 2 * kk), 16 * m));
+            for (int m = 0; m < M; ++m)
+                load_frag_a(q.a[kk][m], QTile::down(QTile::along(q_at, 2 * kk), 16 * m));
     }
 
     /* S [BQ][BKV] = Q K^T; K lies as [n][k]. */
-    static __device__ __forceinline__ void scores(float (&s)[M][N][4], const QFragments &q, smem_addr q_at,
-                                                  smem_addr k_at) {
+    static __device__ __forceinline__ void scores(float (&s)[M][N][4], const QFragments &q,
+                                                  smem_addr q_at, smem_addr k_at) {
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -149,7 +167,8 @@ template <class T, class Tile> struct Products {
     }
 
     /* O [BQ][HEAD_DIM] += P V; P is S's registers, V lies as [k][n]. */
-    static __device__ __forceinline__ void values(float (&o)[M][ND][4], const float (&p)[M][N][4], smem_addr v_at) {
+    static __device__ __forceinline__ void values(float (&o)[M][ND][4], const float (&p)[M][N][4],
+                                                  smem_addr v_at) {
 #pragma unroll
         for (int kk = 0; kk < Tile::BKV / 16; ++kk) {
             uint32_t a[M][4], b[4];
@@ -168,8 +187,9 @@ template <class T, class Tile> struct Products {
     }
 };
 
-/* ---- 4. scores of an edge tile -------------------------------------------------------------------------- */
-/* Row of the sequence and column of the tile of s[0][0][0]; computed again where it is asked for. */
+/* ---- 4. scores of an edge tile --------------------------------------------------------------- */
+/* Row of the sequence and column of the tile of s[0][0][0]; computed again where it is asked
+ * for. */
 template <int M> __device__ __forceinline__ int own_row(const Kept &kept) {
     const int thread = mov_tid_x();
     return kept.work.i0 + thread / 32 * 16 * M + frag_row(thread % 32, 0);
@@ -178,16 +198,17 @@ __device__ __forceinline__ int own_col() { return frag_col(mov_tid_x() % 32, 0);
 
 /* Dropout comes after a row's weights are summed. key: of the tile, from the block's first. */
 template <int M, int N>
-__device__ __forceinline__ void drop_weights(float (&s)[M][N][4], const Dropping<FwdParams> &params, const Kept &kept,
-                                             int key) {
+__device__ __forceinline__ void drop_weights(float (&s)[M][N][4], const Dropping<FwdParams> &params,
+                                             const Kept &kept, int key) {
     const Problem &p = params.problem;
     const int64_t row0 = drop_row0(p, kept.work.b, kept.work.head, kept.seq.q0);
     drop_keys(s, params.drop, row0 + own_row<M>(kept) * p.lse.row, p.lse.row, kept.keys.lo + key);
 }
 template <int M, int N>
-__device__ __forceinline__ void drop_weights(float (&)[M][N][4], const FwdParams &, const Kept &, int) {}
+__device__ __forceinline__ void drop_weights(float (&)[M][N][4], const FwdParams &, const Kept &,
+                                             int) {}
 
-/* ---- 5. the kernel -------------------------------------------------------------------------------------- */
+/* ---- 5. the kernel --------------------------------------------------------------------------- */
 /* DROP: MODIFIED, with dropout. */
 template <class T, class Tile, bool MODIFIED, bool DROP>
 __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
@@ -213,16 +234,21 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
     const T *q_g = (const T *)p.q.data + p.q.at(work.b, work.head, seq.q0 + work.i0);
     /* This thread's first element of the tile that is fetched next. */
     const TileIn<T, KvTile, THREADS> in(thread);
-    const T *k_g = (const T *)p.k.data + p.k.at(work.b, head_kv, seq.k0 + keys.lo) + in.start(p.k.row);
-    const T *v_g = (const T *)p.v.data + p.v.at(work.b, head_kv, seq.k0 + keys.lo) + in.start(p.v.row);
+    const T *k_g =
+        (const T *)p.k.data + p.k.at(work.b, head_kv, seq.k0 + keys.lo) + in.start(p.k.row);
+    const T *v_g =
+        (const T *)p.v.data + p.v.at(work.b, head_kv, seq.k0 + keys.lo) + in.start(p.v.row);
 
     const smem_addr q_at = frag_a_base<QTile>(q_s, lane, warp * 16 * M);
-    const smem_addr k_at = frag_b_base<KvTile>(k_s, lane), v_at = frag_b_trans_base<KvTile>(v_s, lane);
+    const smem_addr k_at = frag_b_base<KvTile>(k_s, lane),
+                    v_at = frag_b_trans_base<KvTile>(v_s, lane);
     const float unit = MODIFIED ? 1.f : (float)p.rules.scale, unit_log2 = unit * LOG2_E;
 
     Kept &kept = *(Kept *)(smem + S::KEPT); /* seen by all after the first barrier */
     if (thread == 0) {
-        kept.work = work, kept.seq = seq, kept.keys = keys;
+        kept.work = work;
+        kept.seq = seq;
+        kept.keys = keys;
         if (MODIFIED) kept.score = score_of(p, seq, work.b, work.head);
     }
 
@@ -248,15 +274,19 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
     typename X::QFragments q;
     for (int t = 0; t < keys.tiles; ++t) {
         const int stage = (t & (Tile::STAGES - 1)) * KvTile::bytes;
-        const bool v_later = Tile::STAGES == 2 && t == 0; /* the first product waits for Q and K alone */
+        /* the first product waits for Q and K alone */
+        const bool v_later = Tile::STAGES == 2 && t == 0;
         if (v_later)
             cp_async_wait_group<1>();
         else
             cp_async_wait_group<0>();
-        __syncthreads(); /* tile t (K alone with one stage) is here; all have read what is overwritten next */
+        /* tile t (K alone with one stage) is here; all have read what is overwritten next */
+        __syncthreads();
         if (Tile::Q_IN_REGISTERS && t == 0) X::load_q(q, q_at);
         if (Tile::STAGES == 1) in.copy(v_s, v_g, p.v.row, left, p.head_dim_v);
-        k_g += BKV * p.k.row, v_g += BKV * p.v.row, left -= BKV;
+        k_g += BKV * p.k.row;
+        v_g += BKV * p.v.row;
+        left -= BKV;
         if (Tile::STAGES == 2 && t + 1 < keys.tiles) {
             in.copy(k_s + KvTile::bytes - stage, k_g, p.k.row, left, p.head_dim);
             in.copy(v_s + KvTile::bytes - stage, v_g, p.v.row, left, p.head_dim_v);
@@ -297,7 +327,8 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
     for (int m = 0; m < M; ++m) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            RowResult y = row_result(softmax.peak[m][r] * unit, quad_sum(softmax.total[m][r]), sink);
+            RowResult y =
+                row_result(softmax.peak[m][r] * unit, quad_sum(softmax.total[m][r]), sink);
             if (DROP) y.factor *= drop_factor(params);
             const int i = row0 + 16 * m + 8 * r;
             const int64_t row = lse0 + (int64_t)i * p.lse.row;
@@ -305,15 +336,18 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
             if (whole) {
 #pragma unroll
                 for (int n = 0; n < ND; ++n)
-                    st_shared_32(q_s + QTile::offset_of(i - own.i0, 8 * n + col0, 2),
-                                 pack2<T>(o[m][n][2 * r] * y.factor, o[m][n][2 * r + 1] * y.factor));
+                    st_shared_32(
+                        q_s + QTile::offset_of(i - own.i0, 8 * n + col0, 2),
+                        pack2<T>(o[m][n][2 * r] * y.factor, o[m][n][2 * r + 1] * y.factor));
             } else if (i < seq_q) {
-                float *part = params.out_splits + (own.split * params.split_rows + row) * p.head_dim_v;
+                float *part =
+                    params.out_splits + (own.split * params.split_rows + row) * p.head_dim_v;
 #pragma unroll
                 for (int n = 0; n < ND; ++n) {
                     const int col = 8 * n + col0;
                     if (col < p.head_dim_v)
-                        *(float2 *)(part + col) = make_float2(o[m][n][2 * r] * y.factor, o[m][n][2 * r + 1] * y.factor);
+                        *(float2 *)(part + col) =
+                            make_float2(o[m][n][2 * r] * y.factor, o[m][n][2 * r + 1] * y.factor);
                 }
             }
         }
@@ -321,18 +355,23 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
     if (!whole) return;
     __syncthreads(); /* out is complete */
     T *out_g = (T *)p.out.data + p.out.at(own.b, own.head, q0 + own.i0);
-    copy_tile_out<QTile, THREADS>(out_g, p.out.row, q_s, min(Tile::BQ, seq_q - own.i0), p.head_dim_v, mov_tid_x());
+    copy_tile_out<QTile, THREADS>(out_g, p.out.row, q_s, min(Tile::BQ, seq_q - own.i0),
+                                  p.head_dim_v, mov_tid_x());
 }
 
-/* ---- 6. launcher and table ------------------------------------------------------------------------------ */
+/* ---- 6. launcher and table ------------------------------------------------------------------- */
 bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_args *a) {
     const int64_t head_dim = gk_max_i64(a->q.shape[a->q.ndim - 1], a->v.shape[a->v.ndim - 1]);
-    /* the unmodified body compares raw products and multiplies by the scale later: it must be positive and not vanish */
-    const bool modified = row->key[3] || a->rules.softcap > 0 || a->rules.alibi_slopes || !(a->rules.scale > 1e-30);
-    return head_dim <= row->key[0] && modified == (row->key[1] != 0) && all_aligned(a) && smem_fits(ctx, row->key[2]);
+    /* the unmodified body compares raw products and multiplies by the scale later: it must be
+     * positive and not vanish */
+    const bool modified =
+        row->key[3] || a->rules.softcap > 0 || a->rules.alibi_slopes || !(a->rules.scale > 1e-30);
+    return head_dim <= row->key[0] && modified == (row->key[1] != 0) && all_aligned(a) &&
+           smem_fits(ctx, row->key[2]);
 }
 
-template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+template <class Tile>
+bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args *a = (const gk_flash_attn_args *)args;
     if (!serves(row, ctx, a)) return false;
     const FwdParams &p = gk_own<FwdParams>(to) =
@@ -342,7 +381,9 @@ template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *c
 }
 
 inline void take_dropout(FwdParams &, const gk_flash_attn_args *) {}
-inline void take_dropout(Dropping<FwdParams> &p, const gk_flash_attn_args *a) { p.drop = dropout_of(a); }
+inline void take_dropout(Dropping<FwdParams> &p, const gk_flash_attn_args *a) {
+    p.drop = dropout_of(a);
+}
 
 template <class T, class Tile, bool MODIFIED, bool DROP = false>
 gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
@@ -355,7 +396,8 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
                        (long long)plan->tasks, Tile::BQ);
     fwd_place(&p, workspace);
     const gk_status status = launch<flash_attn_fwd_sm80_kernel<T, Tile, MODIFIED, DROP>>(
-        "gk_flash_attn_fwd", ctx, dim3((unsigned)plan->tasks), Smem<Tile>::THREADS, Smem<Tile>::BYTES, p);
+        "gk_flash_attn_fwd", ctx, dim3((unsigned)plan->tasks), Smem<Tile>::THREADS,
+        Smem<Tile>::BYTES, p);
     return status == GK_OK ? fwd_finish<T>("gk_flash_attn_fwd", ctx, a, p) : status;
 }
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_work.cuh: which tile of queries a block of a tiled forward kernel takes, over which part of the keys, and where the
- * result goes: the tensors, or parts in the workspace for split_combine. */
+/* fwd_work.cuh: which tile of queries a block of a tiled forward kernel takes, over which part of
+ * the keys, and where the result goes: the tensors, or parts in the workspace for split_combine. */
 #ifndef GPUKERN_CUDA_FWD_WORK_CUH
 #define GPUKERN_CUDA_FWD_WORK_CUH
 
@@ -10,8 +10,9 @@
 #include "../split_combine.cuh"
 #include "../tiles.h"
 
-/* Blocks in order: groups of kv heads whose keys fit L2 together; in a group the last tile of queries of every head first
- * (under a causal rule it sees most keys, and long blocks must not begin last); the splits of a tile side by side. */
+/* Blocks in order: groups of kv heads whose keys fit L2 together; in a group the last tile of
+ * queries of every head first (under a causal rule it sees most keys, and long blocks must not
+ * begin last); the splits of a tile side by side. */
 struct FwdParams {
     Problem problem;
     int tiles_q, splits;
@@ -29,42 +30,47 @@ struct FwdWork {
 template <int BQ> __device__ __forceinline__ FwdWork fwd_work(const FwdParams &p, unsigned block) {
     const unsigned heads = p.problem.batch * p.problem.heads_q;
     const unsigned split = block % p.splits, rest = block / p.splits;
-    const unsigned group = rest / (p.together * p.tiles_q), inside = rest - group * (p.together * p.tiles_q);
+    const unsigned group = rest / (p.together * p.tiles_q),
+                   inside = rest - group * (p.together * p.tiles_q);
     const unsigned first = group * p.together, width = min((unsigned)p.together, heads - first);
     const unsigned tile = inside / width, flat = first + inside - tile * width;
-    return {(int)(flat / p.problem.heads_q), (int)(flat % p.problem.heads_q), (int)((p.tiles_q - 1 - tile) * BQ),
-            (int)split};
+    return {(int)(flat / p.problem.heads_q), (int)(flat % p.problem.heads_q),
+            (int)((p.tiles_q - 1 - tile) * BQ), (int)split};
 }
 
-/* This block's keys: `tiles` tiles of BKV from key lo on. Keys in [lo, hi) are seen by rows of the block; keys from hi on
- * may hold anything. */
+/* This block's keys: `tiles` tiles of BKV from key lo on. Keys in [lo, hi) are seen by rows of the
+ * block; keys from hi on may hold anything. */
 struct FwdKeys {
     int lo, hi, tiles;
     int plain_first, plain_end; /* every row sees all keys of tiles [plain_first, plain_end) */
 };
 
-/* The first tile begins at a multiple of `step`, a power of 2: what it has before the first key that it sees may hold anything, too. */
+/* The first tile begins at a multiple of `step`, a power of 2: what it has before the first key
+ * that it sees may hold anything, too. */
 template <int BKV>
-__device__ __forceinline__ FwdKeys fwd_keys(const FwdParams &p, const Span &span, int i0, int rows, int split,
-                                            int step = 1) {
+__device__ __forceinline__ FwdKeys fwd_keys(const FwdParams &p, const Span &span, int i0, int rows,
+                                            int split, int step = 1) {
     FwdKeys k;
     const int seen = span.lo(i0), lo = seen & -step;
     k.hi = span.hi(i0 + rows - 1);
-    const unsigned all = k.hi > seen ? (k.hi - lo + BKV - 1) / BKV : 0; /* times SPLIT_MOST it stays below 2^31 */
+    /* times SPLIT_MOST it stays below 2^31 */
+    const unsigned all = k.hi > seen ? (k.hi - lo + BKV - 1) / BKV : 0;
     const int first = p.by_splits.into(all * split);
-    k.tiles = (int)p.by_splits.into(all * (split + 1)) - first, k.lo = lo + first * BKV;
+    k.tiles = (int)p.by_splits.into(all * (split + 1)) - first;
+    k.lo = lo + first * BKV;
     k.plain_first = (span.lo(i0 + rows - 1) - lo + BKV - 1) / BKV - first;
     k.plain_end = max(span.hi(i0) - lo, 0) / BKV - first;
     return k;
 }
 
-/* ---- host ---------------------------------------------------------------------------------------------- */
+/* ---- host ------------------------------------------------------------------------------------ */
 /* How full the last wave of `blocks` is, where `at_once` run at once. */
 inline double fwd_filled(int64_t blocks, int64_t at_once) {
     return (double)blocks / (double)(gk_ceil_div(blocks, at_once) * at_once);
 }
 
-/* A function of shapes and the number of SMs: the least count that fills the GPU nearly as well as the best does. */
+/* A function of shapes and the number of SMs: the least count that fills the GPU nearly as well as
+ * the best does. */
 inline int fwd_splits(int64_t blocks, int64_t tiles_k, int64_t at_once) {
     const int64_t most = gk_min_i64(SPLIT_MOST, tiles_k / SPLIT_TILES);
     if (blocks == 0 || (double)blocks >= SPLIT_BELOW * (double)at_once) return 1;
@@ -90,34 +96,41 @@ inline int fwd_stacked(const Problem &p, int bq) {
     return 1;
 }
 
-/* ctas: blocks that an SM runs at once; stacked: heads of a tile. The splits of a packed call come from its tensors, not from
- * max_seqlen: a looser bound gives the same bits. least: of splits. */
-inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, int bq, int bkv, int ctas,
-                            int stacked = 1, int least = 1) {
+/* ctas: blocks that an SM runs at once; stacked: heads of a tile. The splits of a packed call come
+ * from its tensors, not from max_seqlen: a looser bound gives the same bits. least: of splits. */
+inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, int bq, int bkv,
+                            int ctas, int stacked = 1, int least = 1) {
     FwdParams p = {};
     p.problem = problem_of(ctx, a);
     const Problem &x = p.problem;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    p.tiles_q = (int)gk_ceil_div(x.seq_q, bq), p.splits = 1;
+    p.tiles_q = (int)gk_ceil_div(x.seq_q, bq);
+    p.splits = 1;
     p.split_rows = (x.cu_q ? x.total_q : (int64_t)x.batch * x.seq_q) * x.heads_q;
-    const int64_t tiles = (x.cu_q ? (x.total_q / bq + x.batch) * (int64_t)x.heads_q : fwd_blocks(p)) / stacked;
+    const int64_t tiles =
+        (x.cu_q ? (x.total_q / bq + x.batch) * (int64_t)x.heads_q : fwd_blocks(p)) / stacked;
     const int64_t keys = x.cu_q ? x.total_k / gk_max_i64(x.batch, 1) : x.seq_k;
-    p.splits = (int)gk_max_i64(least, fwd_splits(tiles, gk_ceil_div(keys, bkv), (int64_t)gpu->num_sms * ctas));
+    p.splits = (int)gk_max_i64(
+        least, fwd_splits(tiles, gk_ceil_div(keys, bkv), (int64_t)gpu->num_sms * ctas));
     p.by_splits = divisor_of(p.splits);
-    const double head_bytes = (double)x.seq_k * (x.head_dim + x.head_dim_v) * (double)gk_dtype_bytes(a->k.dtype);
+    const double head_bytes =
+        (double)x.seq_k * (x.head_dim + x.head_dim_v) * (double)gk_dtype_bytes(a->k.dtype);
     const double fit = FWD_L2_SHARE * (double)gpu->l2_bytes / (head_bytes > 0 ? head_bytes : 1);
     const int64_t heads_kv = (int64_t)x.batch * x.heads_kv;
-    const int64_t kv_together = fit<1 ? 1 : fit>(double) heads_kv ? gk_max_i64(heads_kv, 1) : (int64_t)fit;
+    const int64_t kv_together =
+        fit<1 ? 1 : fit>(double) heads_kv ? gk_max_i64(heads_kv, 1) : (int64_t)fit;
     p.together = (int)gk_max_i64(kv_together * x.group, 1);
     return p;
 }
 
-/* Whether the result comes from parts, however few: it is wider than q, as only parts are, or joins what out holds. */
+/* Whether the result comes from parts, however few: it is wider than q, as only parts are, or joins
+ * what out holds. */
 inline bool fwd_by_parts(const gk_flash_attn_args *a) {
     return gk_accumulates(a) || (a->out.dtype != a->q.dtype && !gk_is_code(a->q.dtype));
 }
 
-/* Whether a result that comes from one part is that part: then out is where the kernel stores it. */
+/* Whether a result that comes from one part is that part: then out is where the kernel stores
+ * it. */
 inline bool fwd_is_part(const gk_flash_attn_args *a, const FwdParams &p) {
     if (!fwd_by_parts(a) || p.splits > 1 || gk_accumulates(a) || a->rules.sinks) return false;
     int64_t dense = 1;
@@ -129,7 +142,8 @@ inline bool fwd_is_part(const gk_flash_attn_args *a, const FwdParams &p) {
 /* Where the splits' results go. */
 inline void fwd_place(FwdParams *p, void *workspace) {
     p->out_splits = (float *)workspace;
-    if (workspace) p->lse_splits = p->out_splits + p->splits * p->split_rows * p->problem.head_dim_v;
+    if (workspace)
+        p->lse_splits = p->out_splits + p->splits * p->split_rows * p->problem.head_dim_v;
 }
 
 inline size_t fwd_workspace_bytes(const FwdParams &p) {
@@ -137,28 +151,46 @@ inline size_t fwd_workspace_bytes(const FwdParams &p) {
 }
 
 /* What every forward plan says. ctas: as in fwd_params; tasks: of its blocks. */
-inline void fwd_plan(const gk_context *ctx, const FwdParams &p, int bq, int bkv, int ctas, int64_t tasks, gk_plan *to) {
-    to->tile[0] = bq, to->tile[1] = bkv;
-    to->tasks = tasks, to->chunks = p.splits;
+inline void fwd_plan(const gk_context *ctx, const FwdParams &p, int bq, int bkv, int ctas,
+                     int64_t tasks, gk_plan *to) {
+    to->tile[0] = bq;
+    to->tile[1] = bkv;
+    to->tasks = tasks;
+    to->chunks = p.splits;
     to->waves = (double)tasks / ((double)gk_gpu_of(ctx->index)->num_sms * ctas);
     to->workspace_bytes = fwd_workspace_bytes(p);
 }
 
 /* What follows the kernel: the merge of the parts, then the rows that no sequence owns. */
 template <class T>
-inline gk_status fwd_finish(const char *op, const gk_context *ctx, const gk_flash_attn_args *a, const FwdParams &p) {
+inline gk_status fwd_finish(const char *op, const gk_context *ctx, const gk_flash_attn_args *a,
+                            const FwdParams &p) {
     const Problem &x = p.problem;
     if ((p.splits > 1 || fwd_by_parts(a)) && !fwd_is_part(a, p) && p.split_rows > 0) {
         SplitCombine c = {};
-        c.out_splits = p.out_splits, c.lse_splits = p.lse_splits, c.splits = p.splits, c.rows = p.split_rows;
-        c.head_dim_v = x.head_dim_v, c.out = (void *)x.out.data, c.lse = (float *)x.lse.data;
-        c.sinks = x.rules.sinks, c.sinks_dtype = x.rules.sinks_dtype, c.accumulates = gk_accumulates(a) != 0;
+        c.out_splits = p.out_splits;
+        c.lse_splits = p.lse_splits;
+        c.splits = p.splits;
+        c.rows = p.split_rows;
+        c.head_dim_v = x.head_dim_v;
+        c.out = (void *)x.out.data;
+        c.lse = (float *)x.lse.data;
+        c.sinks = x.rules.sinks;
+        c.sinks_dtype = x.rules.sinks_dtype;
+        c.accumulates = gk_accumulates(a) != 0;
         if (x.cu_q) {
-            c.size_y = x.total_q, c.size_z = x.heads_q;
-            c.out_y = x.out.row, c.out_z = x.out.head, c.sink_z = x.rules.sink_head;
+            c.size_y = x.total_q;
+            c.size_z = x.heads_q;
+            c.out_y = x.out.row;
+            c.out_z = x.out.head;
+            c.sink_z = x.rules.sink_head;
         } else {
-            c.size_y = x.heads_q, c.size_z = x.seq_q;
-            c.out_x = x.out.batch, c.out_y = x.out.head, c.out_z = x.out.row, c.sink_y = x.rules.sink_head;
+            c.size_y = x.heads_q;
+            c.size_z = x.seq_q;
+            c.out_x = x.out.batch;
+            c.out_y = x.out.head;
+            c.out_z = x.out.row;
+            c.sink_y = x.rules.sink_head;
         }
         const gk_status status = split_combine(op, ctx, a->out.dtype, c);
         if (status != GK_OK) return status;

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_attn_f32: attention of a few query tokens a sequence over a paged cache in float32, multiply-adds in full precision.
+/* paged_attn_f32: attention of a few query tokens a sequence over a paged cache in float32,
+ * multiply-adds in full precision.
  *   out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale         j in [lo(t), hi(t))
- * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D | Dv]; block_table [B, max_blocks], seq_lens [B],
- * cu_seqlens_q [B + 1] int32; out [T, Hq, Dv], lse [T, Hq]. Pages of any size, D and Dv multiples of 4 up to 128.
- * Pages: Kwon et al. 2023; online softmax: Milakov and Gimelshein 2018.
+ * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D | Dv]; block_table [B,
+ * max_blocks], seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, Dv], lse [T, Hq]. Pages of any
+ * size, D and Dv multiples of 4 up to 128. Pages: Kwon et al. 2023; online softmax: Milakov and
+ * Gimelshein 2018.
  *
  * Work split: paged_plan.cuh. Inside a block each warp works alone on 16 keys at a time:
  *   S    lane l owns key l % 16 and half of the dimensions, q comes as a broadcast
@@ -13,7 +15,8 @@
  *   shared memory, per warp:  ring      stages x (K 16 x HEAD_DIM, V 16 x HEAD_DIM)    stages x 128 HEAD_DIM bytes
  *                             q         [ROWS][HEAD_DIM]                              ROWS x 4 HEAD_DIM bytes
  *                             weights   [16][ROWS]                                    64 ROWS bytes
- *   at the end of a tile the rings' bytes hold, per warp, O [ROWS][HEAD_DIM + 4] and (max, sum) [ROWS]
+ *   at the end of a tile the rings' bytes hold, per warp, O [ROWS][HEAD_DIM + 4] and (max, sum)
+ *   [ROWS]
  *
  *   step j of a warp      wait(j)  S   softmax   O   issue(j + stages)
  *
@@ -22,41 +25,49 @@
 
 namespace {
 
-/* ---- 1. shared memory -------------------------------------------------------------------------------------------- */
+/* ---- 1. shared memory ------------------------------------------------------------------------ */
 template <int HEAD_DIM, int ROWS> struct Shared {
-    static constexpr int warps = paged_f32_tile<HEAD_DIM>::warps, stages = paged_f32_tile<HEAD_DIM>::stages;
-    typedef smem_tile<KEYS, HEAD_DIM * 4> Tile; /* 8 rows of a chunk, chunks along a row: no bank conflict */
+    static constexpr int warps = paged_f32_tile<HEAD_DIM>::warps,
+                         stages = paged_f32_tile<HEAD_DIM>::stages;
+    /* 8 rows of a chunk, chunks along a row: no bank conflict */
+    typedef smem_tile<KEYS, HEAD_DIM * 4> Tile;
     static constexpr int stage_bytes = 2 * Tile::bytes, ring_bytes = stages * stage_bytes;
     static constexpr int q_bytes = ROWS * HEAD_DIM * 4, weights_bytes = KEYS * ROWS * 4;
     static constexpr int pitch = HEAD_DIM + 4;
     static constexpr int o_bytes = ROWS * pitch * 4;
     static constexpr int q_at = warps * ring_bytes, weights_at = q_at + warps * q_bytes;
     static constexpr int bytes = weights_at + warps * weights_bytes;
-    static_assert(warps * (o_bytes + ROWS * 8) <= warps * ring_bytes, "what a tile leaves fits the rings");
+    static_assert(warps * (o_bytes + ROWS * 8) <= warps * ring_bytes,
+                  "what a tile leaves fits the rings");
 
-    /* weights: 16 lanes write 16 bytes side by side (ROWS 4), or 32 bytes apart in two stores (ROWS 8) */
+    /* weights: 16 lanes write 16 bytes side by side (ROWS 4), or 32 bytes apart in two stores (ROWS
+     * 8) */
     static constexpr int ways_of_weights() {
         int at[16] = {};
         for (int lane = 0; lane < 16; ++lane) at[lane] = lane * ROWS * 4;
         return ways(at, 16);
     }
-    static_assert(ways_of_weights() <= ROWS / 4, "two ways with 8 rows: two stores a step of 16 keys");
+    static_assert(ways_of_weights() <= ROWS / 4,
+                  "two ways with 8 rows: two stores a step of 16 keys");
 };
 
 __device__ __forceinline__ float4 ld_shared_f4(smem_addr at) {
     const uint4 x = ld_shared_128(at);
-    return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w));
+    return make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z),
+                       __uint_as_float(x.w));
 }
 
 __device__ __forceinline__ void st_shared_f4(smem_addr at, float x, float y, float z, float w) {
-    st_shared_128(at, make_uint4(__float_as_uint(x), __float_as_uint(y), __float_as_uint(z), __float_as_uint(w)));
+    st_shared_128(at, make_uint4(__float_as_uint(x), __float_as_uint(y), __float_as_uint(z),
+                                 __float_as_uint(w)));
 }
 
-/* ---- 2. the stream of a warp ----------------------------------------------------------------------------------------- */
+/* ---- 2. the stream of a warp ----------------------------------------------------------------- */
 template <int HEAD_DIM, int ROWS> struct Stream {
     typedef Shared<HEAD_DIM, ROWS> S;
     typedef typename S::Tile Tile;
-    static constexpr int CHUNKS = HEAD_DIM / 4, KEY_GROUPS = 32 / CHUNKS; /* warps' lanes that share a chunk of O */
+    /* warps' lanes that share a chunk of O */
+    static constexpr int CHUNKS = HEAD_DIM / 4, KEY_GROUPS = 32 / CHUNKS;
     static_assert(CHUNKS * KEY_GROUPS == 32, "a lane has one chunk");
     unsigned char *smem;
 
@@ -88,10 +99,14 @@ template <int HEAD_DIM, int ROWS> struct Stream {
                 if (is && chunk * 4 < p.head_dim) q = *(const float4 *)(q_g + chunk * 4);
                 st_shared_f4(q_s + (r * CHUNKS + chunk) * 16, q.x, q.y, q.z, q.w);
             }
-            index[r] = token, softmax[r] = {-INFINITY, 0}, o[r] = make_float4(0, 0, 0, 0), slope[r] = 0;
+            index[r] = token;
+            softmax[r] = {-INFINITY, 0};
+            o[r] = make_float4(0, 0, 0, 0);
+            slope[r] = 0;
             if (is) slope[r] = slope_of<float>(p.rules, work.b, head);
         }
-        const float scale = (float)p.rules.scale * paged_scale<float>(p.k_scale, p.k_scale_step, work.head_kv);
+        const float scale =
+            (float)p.rules.scale * paged_scale<float>(p.k_scale, p.k_scale_step, work.head_kv);
 
         /* 2.2 16 keys at a time */
 #pragma unroll 1
@@ -108,19 +123,22 @@ template <int HEAD_DIM, int ROWS> struct Stream {
 #pragma unroll
                 for (int r = 0; r < ROWS; ++r) {
                     const float4 q = ld_shared_f4(q_s + (r * CHUNKS + i) * 16);
-                    x[r] += q.x * k.x + q.y * k.y + q.z * k.z + q.w * k.w; /* short sums keep their digits */
+                    /* short sums keep their digits */
+                    x[r] += q.x * k.x + q.y * k.y + q.z * k.z + q.w * k.w;
                 }
             }
 
             const bool here = ring.there >> key_of_lane & 1;
-            const bool inner = j - key_of_lane >= work.inner_lo && j - key_of_lane + KEYS <= work.inner_hi;
+            const bool inner =
+                j - key_of_lane >= work.inner_lo && j - key_of_lane + KEYS <= work.inner_hi;
             float shrink[ROWS];
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
                 const Score score = {scale, (float)p.rules.softcap, slope[r], s.diagonal};
                 const float qk = lanes_sum<16, 32>(x[r]);
                 x[r] = p.rules.modified ? score_fine(score, qk, index[r], j) : scale * qk;
-                if (!here || (!inner && !(j >= s.lo(index[r]) && j < s.hi(index[r])))) x[r] = -INFINITY;
+                if (!here || (!inner && !(j >= s.lo(index[r]) && j < s.hi(index[r]))))
+                    x[r] = -INFINITY;
                 shrink[r] = softmax[r].raise(lanes_max<1, 16>(x[r]));
                 x[r] = softmax[r].weight(x[r]);
                 softmax[r].sum = softmax[r].sum * shrink[r] + x[r];
@@ -128,11 +146,13 @@ template <int HEAD_DIM, int ROWS> struct Stream {
             if (half == 0) {
 #pragma unroll
                 for (int r = 0; r < ROWS; r += 4)
-                    st_shared_f4(weights_s + (key_of_lane * ROWS + r) * 4, x[r], x[r + 1], x[r + 2], x[r + 3]);
+                    st_shared_f4(weights_s + (key_of_lane * ROWS + r) * 4, x[r], x[r + 1], x[r + 2],
+                                 x[r + 3]);
             }
             __syncwarp(); /* the weights are written */
 
-            float4 y[ROWS]; /* these keys by themselves, then to the others: short sums keep their digits */
+            /* these keys by themselves, then to the others: short sums keep their digits */
+            float4 y[ROWS];
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) y[r] = make_float4(0, 0, 0, 0);
 #pragma unroll 4
@@ -141,8 +161,10 @@ template <int HEAD_DIM, int ROWS> struct Stream {
 #pragma unroll
                 for (int r = 0; r < ROWS; r += 4) {
                     const float4 weight = ld_shared_f4(weights_s + (key * ROWS + r) * 4);
-                    add_4(y[r], v, weight.x), add_4(y[r + 1], v, weight.y);
-                    add_4(y[r + 2], v, weight.z), add_4(y[r + 3], v, weight.w);
+                    add_4(y[r], v, weight.x);
+                    add_4(y[r + 1], v, weight.y);
+                    add_4(y[r + 2], v, weight.z);
+                    add_4(y[r + 3], v, weight.w);
                 }
             }
 #pragma unroll
@@ -163,9 +185,11 @@ template <int HEAD_DIM, int ROWS> struct Stream {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const float all = lanes_sum<1, 16>(softmax[r].sum);
-            const float4 y = make_float4(lanes_sum<CHUNKS, 32>(o[r].x), lanes_sum<CHUNKS, 32>(o[r].y),
-                                         lanes_sum<CHUNKS, 32>(o[r].z), lanes_sum<CHUNKS, 32>(o[r].w));
-            if (group_of_lane == 0) *(float4 *)&o_s[(warp * ROWS + r) * S::pitch + chunk_of_lane * 4] = y;
+            const float4 y =
+                make_float4(lanes_sum<CHUNKS, 32>(o[r].x), lanes_sum<CHUNKS, 32>(o[r].y),
+                            lanes_sum<CHUNKS, 32>(o[r].z), lanes_sum<CHUNKS, 32>(o[r].w));
+            if (group_of_lane == 0)
+                *(float4 *)&o_s[(warp * ROWS + r) * S::pitch + chunk_of_lane * 4] = y;
             if (lane == 0) stats_s[warp * ROWS + r] = make_float2(softmax[r].peak, all);
         }
         __syncthreads(); /* the sums of all warps are written */
@@ -175,13 +199,14 @@ template <int HEAD_DIM, int ROWS> struct Stream {
 };
 
 template <int HEAD_DIM, int ROWS>
-__global__ void __launch_bounds__(paged_f32_tile<HEAD_DIM>::warps * 32, 1) paged_attn_f32_kernel(Call c) {
+__global__ void __launch_bounds__(paged_f32_tile<HEAD_DIM>::warps * 32, 1)
+    paged_attn_f32_kernel(Call c) {
     extern __shared__ __align__(128) unsigned char smem[];
     Stream<HEAD_DIM, ROWS> stream = {smem};
     walk<float, paged_f32_tile<HEAD_DIM>::warps>(c, stream);
 }
 
-/* ---- 3. instances ------------------------------------------------------------------------------------------------ */
+/* ---- 3. instances ---------------------------------------------------------------------------- */
 #define ROW(NAME, D, LANES, MOST)                                            \
     {"paged_attn_f32_" NAME,                                                 \
      GK_F32,                                                                 \
@@ -201,4 +226,5 @@ const gk_cuda_instance instances[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_paged_attn_f32_table = {instances, sizeof instances / sizeof instances[0], 80, NULL};
+extern "C" const gk_cuda_table gk_paged_attn_f32_table = {
+    instances, sizeof instances / sizeof instances[0], 80, NULL};

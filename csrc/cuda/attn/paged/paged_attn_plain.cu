@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_attn_plain: attention over a paged cache for every dtype, page size, alignment and number of query tokens, 8-bit
- * caches included; the kernel of float64, and of what the others do not take.
+/* paged_attn_plain: attention over a paged cache for every dtype, page size, alignment and number
+ * of query tokens, 8-bit caches included; the kernel of float64, and of what the others do not
+ * take.
  *   out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale         j in [lo(t), hi(t))
- * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D | Dv]; block_table [B, max_blocks], seq_lens [B],
- * cu_seqlens_q [B + 1] int32; out [T, Hq, Dv], lse [T, Hq].
+ * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D | Dv]; block_table [B,
+ * max_blocks], seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, Dv], lse [T, Hq].
  * Online softmax: Milakov and Gimelshein 2018; pages: Kwon et al. 2023.
  *
- * Work split: a block owns a row, that is one head of one token. Its warps take 32 keys in turn; in a warp
+ * Work split: a block owns a row, that is one head of one token. Its warps take 32 keys in turn; in
+ * a warp
  *   2.1 a lane owns a key: the dot product, q out of shared memory
  *   2.2 a lane owns columns of v: weights by shuffle
  * and at the end the warps' sums meet in shared memory:
@@ -38,11 +40,13 @@ struct Params {
     CodeScale k_scale, v_scale; /* theirs, and p has none */
 };
 
-/* Rows of a cache: of T, or of codes, each worth what it is times the scale of its page and head. */
+/* Rows of a cache: of T, or of codes, each worth what it is times the scale of its page and
+ * head. */
 template <class T> struct PlainRow {
     typedef typename element<T>::acc W;
     const T *at;
-    __device__ __forceinline__ PlainRow(const void *data, int64_t offset, gk_dtype) : at((const T *)data + offset) {}
+    __device__ __forceinline__ PlainRow(const void *data, int64_t offset, gk_dtype)
+        : at((const T *)data + offset) {}
     __device__ __forceinline__ W operator[](int d) const { return to_acc(at[d]); }
 };
 template <class T> struct CodeRow {
@@ -61,13 +65,15 @@ template <class T> struct RowOf<T, true> {
     typedef CodeRow<T> type;
 };
 
-template <class T, bool CODES> __global__ void __launch_bounds__(THREADS, 3) paged_attn_plain_kernel(Params x) {
+template <class T, bool CODES>
+__global__ void __launch_bounds__(THREADS, 3) paged_attn_plain_kernel(Params x) {
     typedef typename element<T>::acc W;
     typedef typename RowOf<T, CODES>::type Row;
     const Paged &p = x.p;
     __shared__ Shared<W> shared;
     const int64_t row = blockIdx.x;
-    const int token = (int)(row / p.heads_q), head = (int)(row % p.heads_q), head_kv = head / p.group;
+    const int token = (int)(row / p.heads_q), head = (int)(row % p.heads_q),
+              head_kv = head / p.group;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     T *out = (T *)p.out + row * p.head_dim_v;
     W *lse = (W *)p.lse + row;
@@ -84,7 +90,8 @@ template <class T, bool CODES> __global__ void __launch_bounds__(THREADS, 3) pag
     const T *q = (const T *)p.q.data + token * p.q.row + head * p.q.head;
     for (int d = threadIdx.x; d < p.head_dim; d += THREADS) shared.q[d] = to_acc(q[d]);
     __syncthreads(); /* q is there */
-    const WideScore<W> score = {(W)p.rules.scale * paged_scale<W>(p.k_scale, p.k_scale_step, head_kv),
+    const WideScore<W> score = {(W)p.rules.scale *
+                                    paged_scale<W>(p.k_scale, p.k_scale_step, head_kv),
                                 (W)p.rules.softcap, slope_of<W>(p.rules, b, head), s.diagonal};
 
     /* 2. 32 keys at a time */
@@ -115,7 +122,8 @@ template <class T, bool CODES> __global__ void __launch_bounds__(THREADS, 3) pag
         /* 2.2: these keys by themselves, then to the others: short sums keep their digits */
         W y[COLS] = {};
         for (int r = 0; r < 32; ++r) {
-            const int page_r = __shfl_sync(0xffffffffu, page, r), row_r = __shfl_sync(0xffffffffu, in_page, r);
+            const int page_r = __shfl_sync(0xffffffffu, page, r),
+                      row_r = __shfl_sync(0xffffffffu, in_page, r);
             if (page_r < 0) continue;
             const W w = __shfl_sync(0xffffffffu, of_v, r);
             const Row v(p.v.data, p.v.at(page_r, head_kv, row_r), x.stored);
@@ -132,7 +140,10 @@ template <class T, bool CODES> __global__ void __launch_bounds__(THREADS, 3) pag
 #pragma unroll
     for (int c = 0; c < COLS; ++c)
         if (c * 32 + lane < p.head_dim_v) shared.o[warp][c * 32 + lane] = o[c];
-    if (lane == 0) shared.peak[warp] = softmax.peak, shared.sum[warp] = its_sum;
+    if (lane == 0) {
+        shared.peak[warp] = softmax.peak;
+        shared.sum[warp] = its_sum;
+    }
     __syncthreads(); /* every warp's sums are written */
     const W sink = sink_of<W>(p.rules, head);
     RowSoftmax<ExpFull, W> all = {sink, W(0)};
@@ -150,10 +161,11 @@ template <class T, bool CODES> __global__ void __launch_bounds__(THREADS, 3) pag
     if (threadIdx.x == 0 && p.lse) *lse = total == 0 ? W(-INFINITY) : all.peak + log(total);
 }
 
-/* ---- launch -------------------------------------------------------------------------------------------- */
+/* ---- launch ---------------------------------------------------------------------------------- */
 bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
-    if (a->q.shape[2] > MAX_DIM || a->v_cache.shape[3] > MAX_DIM || a->q.shape[0] * a->q.shape[1] > INT32_MAX)
+    if (a->q.shape[2] > MAX_DIM || a->v_cache.shape[3] > MAX_DIM ||
+        a->q.shape[0] * a->q.shape[1] > INT32_MAX)
         return false;
     const bool codes = row->key[0];
     if (codes != gk_is_code(a->k_cache.dtype)) return false;
@@ -163,14 +175,17 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     if (codes) {
         x.stored = a->k_cache.dtype;
         x.p.k_scale = x.p.v_scale = NULL;
-        x.k_scale = code_scale(a->k_scale), x.v_scale = code_scale(a->v_scale);
+        x.k_scale = code_scale(a->k_scale);
+        x.v_scale = code_scale(a->v_scale);
     }
-    to->tile[0] = 1, to->tile[1] = THREADS;
+    to->tile[0] = 1;
+    to->tile[1] = THREADS;
     to->tasks = a->q.shape[0] * a->q.shape[1];
     return true;
 }
 
-template <class T, bool CODES> gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) {
+template <class T, bool CODES>
+gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *) {
     const Params &x = gk_own<Params>(plan);
     const dim3 grid((unsigned)((int64_t)x.p.tokens * x.p.heads_q));
     return launch<paged_attn_plain_kernel<T, CODES>>("gk_paged_attn", ctx, grid, THREADS, 0, x);
@@ -190,5 +205,5 @@ const gk_cuda_instance instances[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_paged_attn_plain_table = {instances, sizeof instances / sizeof instances[0], 80,
-                                                            NULL};
+extern "C" const gk_cuda_table gk_paged_attn_plain_table = {
+    instances, sizeof instances / sizeof instances[0], 80, NULL};

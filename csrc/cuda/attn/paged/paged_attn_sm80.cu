@@ -1,29 +1,35 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_attn_sm80: attention of a few query tokens a sequence over a paged cache, on tensor cores, in 16 bits.
+/* paged_attn_sm80: attention of a few query tokens a sequence over a paged cache, on tensor cores,
+ * in 16 bits.
  *   out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale         j in [lo(t), hi(t))
- * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D | Dv]; block_table [B, max_blocks], seq_lens [B],
- * cu_seqlens_q [B + 1] int32; out [T, Hq, Dv], lse [T, Hq]. Pages of any size, D and Dv multiples of 8.
+ * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D | Dv]; block_table [B,
+ * max_blocks], seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, Dv], lse [T, Hq]. Pages of any
+ * size, D and Dv multiples of 8.
  * Pages: Kwon et al. 2023; online softmax: Milakov and Gimelshein 2018.
  *
- * Work split: paged_plan.cuh; LANES rows are the n of the mma. Inside a block each warp works alone: it has a kv head, every
- * so-many-th step of the tile, its own ring of stages, its own max and sum. No barrier but at the end of a tile.
+ * Work split: paged_plan.cuh; LANES rows are the n of the mma. Inside a block each warp works
+ * alone: it has a kv head, every so-many-th step of the tile, its own ring of stages, its own max
+ * and sum. No barrier but at the end of a tile.
  *
  *   shared memory, per warp:  ring    stages x (K 16 x HEAD_DIM, V 16 x HEAD_DIM)    stages x 64 HEAD_DIM bytes
- *   at the end of a tile the same bytes hold, per warp, O [LANES][HEAD_DIM + 4] and (max, sum) [LANES], float32
+ *   at the end of a tile the same bytes hold, per warp, O [LANES][HEAD_DIM + 4] and (max, sum)
+ *   [LANES], float32
  *
  *   step j of a warp      wait(j)  S^T = K Q^T   softmax   O^T += V^T P^T   issue(j + stages)
  *   copies in flight      j .. j + stages - 1 while it waits; page numbers are loaded one step before the copies
  *
- * Not here: float32 (paged_attn_f32); float64, 8-bit caches, rows that are not 16-byte aligned (paged_attn_plain). Many query
- * tokens are right but read the keys once for each LANES rows; on Hopper paged_prefill_sm90a takes them. */
+ * Not here: float32 (paged_attn_f32); float64, 8-bit caches, rows that are not 16-byte aligned
+ * (paged_attn_plain). Many query tokens are right but read the keys once for each LANES rows; on
+ * Hopper paged_prefill_sm90a takes them. */
 #include "../../tile/fragment.cuh"
 #include "paged_combine.cuh"
 
 namespace {
 
-/* ---- 1. shared memory ----------------------------------------------------------------------------- */
+/* ---- 1. shared memory ------------------------------------------------------------------------ */
 template <int HEAD_DIM, int LANES> struct Shared {
-    static constexpr int warps = paged_tile<HEAD_DIM, LANES>::warps, stages = paged_tile<HEAD_DIM, LANES>::stages;
+    static constexpr int warps = paged_tile<HEAD_DIM, LANES>::warps,
+                         stages = paged_tile<HEAD_DIM, LANES>::stages;
     typedef smem_tile<KEYS, HEAD_DIM * 2> Tile; /* proves that its accesses meet no bank conflict */
     static constexpr int stage_bytes = 2 * Tile::bytes, ring_bytes = stages * stage_bytes;
     static constexpr int pitch = HEAD_DIM + 4; /* floats of a row of O: see ways_of_o */
@@ -41,12 +47,13 @@ template <int HEAD_DIM, int LANES> struct Shared {
     static_assert(ways_of_o() == 1, "the pitch spreads rows over banks");
 };
 
-/* ---- 2. the stream of a warp ------------------------------------------------------------------------------------------ */
+/* ---- 2. the stream of a warp ----------------------------------------------------------------- */
 template <class T, int HEAD_DIM, int LANES> struct Stream {
     typedef Shared<HEAD_DIM, LANES> S;
     typedef typename S::Tile Tile;
     static constexpr int STEPS = HEAD_DIM / 16, N = LANES / 8;
-    static constexpr int CHAIN = 4; /* products that the tensor core adds, cutting off; longer sums are rounded */
+    /* products that the tensor core adds, cutting off; longer sums are rounded */
+    static constexpr int CHAIN = 4;
     unsigned char *smem;
 
     __device__ __forceinline__ void attend(const Call &c, const TileShare &work) {
@@ -64,11 +71,15 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
         for (int n = 0; n < N; ++n) {
             const int row = row0 + n * 8 + lane / 4, token = row / p.group;
             const uint16_t *q_g = (const uint16_t *)p.q.data + (s.q0 + token) * p.q.row +
-                                  (head_kv * p.group + row - token * p.group) * p.q.head + lane % 4 * 2;
+                                  (head_kv * p.group + row - token * p.group) * p.q.head +
+                                  lane % 4 * 2;
 #pragma unroll
             for (int k = 0; k < STEPS; ++k) {
-                q[k][n][0] = row <= last_row && k * 16 < p.head_dim ? *(const uint32_t *)(q_g + k * 16) : 0;
-                q[k][n][1] = row <= last_row && k * 16 + 8 < p.head_dim ? *(const uint32_t *)(q_g + k * 16 + 8) : 0;
+                q[k][n][0] =
+                    row <= last_row && k * 16 < p.head_dim ? *(const uint32_t *)(q_g + k * 16) : 0;
+                q[k][n][1] = row <= last_row && k * 16 + 8 < p.head_dim
+                                 ? *(const uint32_t *)(q_g + k * 16 + 8)
+                                 : 0;
             }
         }
         int index[N][2]; /* of this lane's columns of S^T: the token */
@@ -80,11 +91,13 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
             for (int e = 0; e < 2; ++e) {
                 const int row = row0 + n * 8 + lane % 4 * 2 + e, token = row / p.group;
                 index[n][e] = token;
-                softmax[n][e] = {-INFINITY, 0}, slope[n][e] = 0;
+                softmax[n][e] = {-INFINITY, 0};
+                slope[n][e] = 0;
                 const int head = head_kv * p.group + row - token * p.group;
                 if (row <= last_row) slope[n][e] = slope_of<float>(p.rules, work.b, head);
             }
-        const float scale = (float)p.rules.scale * paged_scale<float>(p.k_scale, p.k_scale_step, head_kv);
+        const float scale =
+            (float)p.rules.scale * paged_scale<float>(p.k_scale, p.k_scale_step, head_kv);
         float o[STEPS][N][4] = {}; /* O^T: head_dim_v by rows */
 
         /* 2.2 the stream */
@@ -116,7 +129,8 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
 
             /* scores, -inf where the row does not see the key */
             const unsigned here = (unsigned)(ring.there & 0xffff);
-            const bool inner = key >= work.inner_lo && key + KEYS <= work.inner_hi && here == 0xffff;
+            const bool inner =
+                key >= work.inner_lo && key + KEYS <= work.inner_hi && here == 0xffff;
             uint32_t weights[N][2]; /* P^T as the mma's B */
 #pragma unroll
             for (int n = 0; n < N; ++n) {
@@ -124,14 +138,17 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
                 for (int e = 0; e < 4; ++e) {
                     const int place = lane / 4 + e / 2 * 8, j = key + place;
                     if (p.rules.modified) {
-                        const Score score_of_row = {scale, (float)p.rules.softcap, slope[n][e % 2], s.diagonal};
+                        const Score score_of_row = {scale, (float)p.rules.softcap, slope[n][e % 2],
+                                                    s.diagonal};
                         float derivative;
                         x[n][e] =
-                            score_fast(score_of_row, x[n][e], (float)(index[n][e % 2] + s.diagonal - j), &derivative);
+                            score_fast(score_of_row, x[n][e],
+                                       (float)(index[n][e % 2] + s.diagonal - j), &derivative);
                     } else {
                         x[n][e] *= scale;
                     }
-                    if (!inner && !(j >= s.lo(index[n][e % 2]) && j < s.hi(index[n][e % 2]) && (here >> place & 1)))
+                    if (!inner && !(j >= s.lo(index[n][e % 2]) && j < s.hi(index[n][e % 2]) &&
+                                    (here >> place & 1)))
                         x[n][e] = -INFINITY;
                 }
                 bool moved = false;
@@ -142,7 +159,8 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
                     const float highest = octet_max(fmaxf(x[n][e], x[n][e + 2]));
                     moved |= highest > row.peak;
                     shrink[e] = row.raise(highest);
-                    x[n][e] = row.weight(x[n][e]), x[n][e + 2] = row.weight(x[n][e + 2]);
+                    x[n][e] = row.weight(x[n][e]);
+                    x[n][e + 2] = row.weight(x[n][e + 2]);
                     row.sum = row.sum * shrink[e] + (x[n][e] + x[n][e + 2]);
                 }
                 acc_to_b<T>(weights[n], x[n]);
@@ -169,7 +187,8 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
 
         /* 2.3 the warps' sums meet in the ring's bytes */
         cp_async_wait_group<0>();
-        __syncthreads();                                            /* every warp has read its last stage */
+        /* every warp has read its last stage */
+        __syncthreads();
         float *o_s = (float *)smem;                                 /* [warps][LANES][pitch] */
         float2 *stats_s = (float2 *)(smem + S::warps * S::o_bytes); /* [warps][LANES] */
 #pragma unroll
@@ -193,20 +212,21 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
 };
 
 template <class T, int HEAD_DIM, int LANES>
-__global__ void __launch_bounds__(paged_tile<HEAD_DIM, LANES>::warps * 32, paged_tile<HEAD_DIM, LANES>::blocks)
-    paged_attn_kernel(Call c) {
+__global__ void __launch_bounds__(paged_tile<HEAD_DIM, LANES>::warps * 32,
+                                  paged_tile<HEAD_DIM, LANES>::blocks) paged_attn_kernel(Call c) {
     extern __shared__ __align__(128) unsigned char smem[];
     Stream<T, HEAD_DIM, LANES> stream = {smem};
     walk<T, paged_tile<HEAD_DIM, LANES>::warps>(c, stream);
 }
 
-/* ---- 3. instances ------------------------------------------------------------------------------------------ */
-#define ROW(NAME, DTYPE, T, D, LANES, MOST)                                                                \
-    {"paged_attn_sm80_" NAME,                                                                              \
-     DTYPE,                                                                                                \
-     plan,                                                                                                 \
-     run_pair<T, paged_attn_kernel<T, D, LANES>>,                                                          \
-     {D, LANES, paged_tile<D, LANES>::warps, paged_tile<D, LANES>::blocks, Shared<D, LANES>::bytes, MOST}, \
+/* ---- 3. instances ---------------------------------------------------------------------------- */
+#define ROW(NAME, DTYPE, T, D, LANES, MOST)                                \
+    {"paged_attn_sm80_" NAME,                                              \
+     DTYPE,                                                                \
+     plan,                                                                 \
+     run_pair<T, paged_attn_kernel<T, D, LANES>>,                          \
+     {D, LANES, paged_tile<D, LANES>::warps, paged_tile<D, LANES>::blocks, \
+      Shared<D, LANES>::bytes, MOST},                                      \
      NULL},
 /* clang-format off */
 const gk_cuda_instance instances[] = {
@@ -226,4 +246,5 @@ const gk_cuda_instance instances[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_paged_attn_sm80_table = {instances, sizeof instances / sizeof instances[0], 80, NULL};
+extern "C" const gk_cuda_table gk_paged_attn_sm80_table = {
+    instances, sizeof instances / sizeof instances[0], 80, NULL};

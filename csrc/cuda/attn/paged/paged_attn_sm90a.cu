@@ -1,38 +1,46 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_attn_sm90a: attention of a few query tokens a sequence over a paged cache, at the memory's speed on Hopper; q in 16
- * bits, pages of q's dtype or of 8-bit codes.
+/* paged_attn_sm90a: attention of a few query tokens a sequence over a paged cache, at the memory's
+ * speed on Hopper; q in 16 bits, pages of q's dtype or of 8-bit codes.
  *   out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale         j in [lo(t), hi(t))
- * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D]; block_table [B, max_blocks], seq_lens [B],
- * cu_seqlens_q [B + 1] int32; out [T, Hq, D], lse [T, Hq]. Pages: Kwon et al. 2023; online softmax: Milakov and Gimelshein 2018.
+ * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D]; block_table [B, max_blocks],
+ * seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, D], lse [T, Hq]. Pages: Kwon et al. 2023;
+ * online softmax: Milakov and Gimelshein 2018.
  *
  * Three forms (StreamParams::ranks), of one kernel:
  *   list      one block an SM, 8 warps; each takes an even share of the flat list of chunks (paged_plan.cuh), and the last
- *             of a tile's blocks merges what several found of it (paged_join.cuh). Any lengths, any number of tokens.
- *   clusters  a cluster for each sequence and kv head, whose blocks exchange their sums through shared memory: one launch, no
- *             workspace. Few sequences of like lengths. Where only the lengths can tell, both are launched, and the one whose
- *             call it is not ends at once (by_clusters).
+ *             of a tile's blocks merges what several found of it (paged_join.cuh). Any lengths, any
+ *             number of tokens.
+ *   clusters  a cluster for each sequence and kv head, whose blocks exchange their sums through
+ *             shared memory: one launch, no workspace. Few sequences of like lengths. Where only
+ *             the lengths can tell, both are launched, and the one whose call it is not ends at
+ *             once (by_clusters).
  *   tiles     a block of 4 warps for each sequence and kv head, three and more an SM: no scan, no split, no merge. Many
  *             sequences whose tables are so short that nobody waits long for the longest.
  *
- * A warp works alone: its ring of TMA boxes (paged_stream.cuh), its maximum and sums (paged_step.cuh).
+ * A warp works alone: its ring of TMA boxes (paged_stream.cuh), its maximum and sums
+ * (paged_step.cuh).
  *   step    wait   S^T = K Q^T   lazy maximum   P   O^T += V^T P^T   fill
- * Not here: pages that are not multiples of 16 keys, head_dim other than 64 and 128 (of e5m2 and int8 64), Dv != D, and many small
- * tiles of 16-bit pages, which paged_attn_sm80 reads as fast (paged_tiles.h). Of codes paged_attn_plain serves the rest. */
+ * Not here: pages that are not multiples of 16 keys, head_dim other than 64 and 128 (of e5m2 and
+ * int8 64), Dv != D, and many small tiles of 16-bit pages, which paged_attn_sm80 reads as fast
+ * (paged_tiles.h). Of codes paged_attn_plain serves the rest. */
 #include "../../ptx/griddepcontrol.cuh"
 #include "paged_join.cuh"
 #include "paged_step.cuh"
 
 namespace {
 
-/* ---- 1. results ------------------------------------------------------------------------------------ */
-/* Rows of eight after eight: the warps' sums meet in shared memory, then go out, into the workspace or to the cluster. */
+/* ---- 1. results ------------------------------------------------------------------------------ */
+/* Rows of eight after eight: the warps' sums meet in shared memory, then go out, into the workspace
+ * or to the cluster. */
 template <class T, class Pages, int N>
-__device__ __forceinline__ void finish_share(const StreamParams &a, const TileShare &x, RowsOf<Pages, N> &r,
-                                             unsigned char *smem, const SmemMap &map, const Team &team) {
+__device__ __forceinline__ void finish_share(const StreamParams &a, const TileShare &x,
+                                             RowsOf<Pages, N> &r, unsigned char *smem,
+                                             const SmemMap &map, const Team &team) {
     constexpr int HEAD_DIM = Pages::HEAD_DIM, PITCH = HEAD_DIM + 4, QUADS = HEAD_DIM / 4;
     const Call &c = a.c;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = x.last_row - x.row0 + 1;
-    const int ranks = max(a.ranks, 1), rank = ranks > 1 ? cluster_ctarank() : 0, per_rank = rows * QUADS / ranks;
+    const int ranks = max(a.ranks, 1), rank = ranks > 1 ? cluster_ctarank() : 0,
+              per_rank = rows * QUADS / ranks;
     float *const o_s = (float *)(smem + map.o);
     float2 *const stats_s = (float2 *)(smem + map.stats);
 #pragma unroll
@@ -48,15 +56,16 @@ __device__ __forceinline__ void finish_share(const StreamParams &a, const TileSh
             for (int i = 0; i < Pages::STEPS; ++i)
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
-                    o_s[row * PITCH + Pages::out_col(i, half, lane)] = r.o[i][n][half * 2 + e] * r.v_base;
+                    o_s[row * PITCH + Pages::out_col(i, half, lane)] =
+                        r.o[i][n][half * 2 + e] * r.v_base;
         }
         team.sync(); /* the sums are written */
         for (int i = team.thread; i < team.heads * rows_here * QUADS; i += team.threads) {
             const int line = i / QUADS, quad = i % QUADS;
             const int block_head = team.head0 + line / rows_here, row = line % rows_here;
             const int from = block_head * 8 + row, step = c.block_heads * 8;
-            const Merged all =
-                merge_4<1>(stats_s + from, step, o_s + from * PITCH + quad * 4, step * PITCH, a.warps / c.block_heads);
+            const Merged all = merge_4<1>(stats_s + from, step, o_s + from * PITCH + quad * 4,
+                                          step * PITCH, a.warps / c.block_heads);
             const int row_of_tile = n * 8 + row;
             if (ranks > 1) {
                 const int quad_of_tile = row_of_tile * QUADS + quad, owner = quad_of_tile % ranks;
@@ -66,9 +75,11 @@ __device__ __forceinline__ void finish_share(const StreamParams &a, const TileSh
                 st_async_128(to, all.y.x, all.y.y, all.y.z, all.y.w, barrier);
                 st_async_128(to + 16, all.row.peak, all.row.sum, 0, 0, barrier);
             } else if (x.whole) {
-                write_row<T>(c.p, x, x.head_set * c.block_heads + block_head, x.row0 + row_of_tile, quad * 4, all);
+                write_row<T>(c.p, x, x.head_set * c.block_heads + block_head, x.row0 + row_of_tile,
+                             quad * 4, all);
             } else {
-                const int64_t split = ((int64_t)blockIdx.x * 2 + !x.leading) * c.block_heads + block_head;
+                const int64_t split =
+                    ((int64_t)blockIdx.x * 2 + !x.leading) * c.block_heads + block_head;
                 const int64_t at = split * c.lanes + row_of_tile;
                 *(float4 *)(c.sums + at * HEAD_DIM + quad * 4) = all.y;
                 if (quad == 0) c.stats[at] = make_float2(all.row.peak, all.row.sum);
@@ -80,8 +91,8 @@ __device__ __forceinline__ void finish_share(const StreamParams &a, const TileSh
 
 /* What the blocks of the cluster have sent: this block's part of the tile, rank by rank. */
 template <class T, int HEAD_DIM>
-__device__ __forceinline__ void receive(const StreamParams &a, const TileShare &x, unsigned char *smem,
-                                        const SmemMap &map) {
+__device__ __forceinline__ void receive(const StreamParams &a, const TileShare &x,
+                                        unsigned char *smem, const SmemMap &map) {
     constexpr int QUADS = HEAD_DIM / 4;
     const int rank = cluster_ctarank(), per_rank = (x.last_row - x.row0 + 1) * QUADS / a.ranks;
     mbarrier_wait(cvta_to_shared(smem + map.inbox_barrier), 0);
@@ -89,17 +100,20 @@ __device__ __forceinline__ void receive(const StreamParams &a, const TileShare &
     for (int i = threadIdx.x; i < per_rank; i += blockDim.x) {
         const int quad_of_tile = i * a.ranks + rank;
         Merged all = {{-INFINITY, 0}, make_float4(0, 0, 0, 0)};
-        for (int of = 0; of < a.ranks; ++of) all.row.peak = fmaxf(all.row.peak, inbox[(of * per_rank + i) * 8 + 4]);
+        for (int of = 0; of < a.ranks; ++of)
+            all.row.peak = fmaxf(all.row.peak, inbox[(of * per_rank + i) * 8 + 4]);
         for (int of = 0; of < a.ranks; ++of) {
             const float *const its = inbox + (of * per_rank + i) * 8;
             add_4(all.y, *(const float4 *)its, all.row.join(its[4], its[5]));
         }
-        write_row<T>(a.c.p, x, x.head_kv, x.row0 + quad_of_tile / QUADS, quad_of_tile % QUADS * 4, all);
+        write_row<T>(a.c.p, x, x.head_kv, x.row0 + quad_of_tile / QUADS, quad_of_tile % QUADS * 4,
+                     all);
     }
 }
 
-/* ---- 2. the kernel ------------------------------------------------------------------------------------ */
-template <class Pages, int N> constexpr int BLOCKS_AN_SM = !Pages::CODES && Pages::HEAD_DIM == 64 && N == 1 ? 2 : 1;
+/* ---- 2. the kernel --------------------------------------------------------------------------- */
+template <class Pages, int N>
+constexpr int BLOCKS_AN_SM = !Pages::CODES && Pages::HEAD_DIM == 64 && N == 1 ? 2 : 1;
 
 template <class T, class Pages, int N>
 __global__ void __launch_bounds__(LIST_WARPS * 32, BLOCKS_AN_SM<Pages, N>)
@@ -108,13 +122,16 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, BLOCKS_AN_SM<Pages, N>)
     const Call &c = a.c;
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     const bool clusters = a.ranks > 0; /* or tiles */
-    const SmemMap map = smem_map(Pages::tile_bytes, Pages::HEAD_DIM, N * 8, a.warps, a.stages, clusters);
-    const smem_addr smem_s = cvta_to_shared(smem), barriers_s = smem_s + map.barriers + warp * a.stages * 8;
+    const SmemMap map =
+        smem_map(Pages::tile_bytes, Pages::HEAD_DIM, N * 8, a.warps, a.stages, clusters);
+    const smem_addr smem_s = cvta_to_shared(smem),
+                    barriers_s = smem_s + map.barriers + warp * a.stages * 8;
     if (lane == 0) {
         for (int i = 0; i < a.stages; ++i) mbarrier_init(barriers_s + i * 8, 1);
         if (warp == 0) mbarrier_init(smem_s + map.inbox_barrier, 1);
         fence_mbarrier_init();
-        prefetch_tensormap(&a.k), prefetch_tensormap(&a.v);
+        prefetch_tensormap(&a.k);
+        prefetch_tensormap(&a.v);
     }
     __syncwarp(); /* the warp's barriers are there */
     griddepcontrol_wait();
@@ -131,8 +148,8 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, BLOCKS_AN_SM<Pages, N>)
     Source<Pages::KEYS> source;
     source.begin(a, plan);
     const bool alone = !clusters && c.block_heads == LIST_WARPS;
-    const Team team = {alone ? lane : (int)threadIdx.x, alone ? 32 : (int)blockDim.x, alone ? warp : 0,
-                       alone ? 1 : c.block_heads};
+    const Team team = {alone ? lane : (int)threadIdx.x, alone ? 32 : (int)blockDim.x,
+                       alone ? warp : 0, alone ? 1 : c.block_heads};
     int stage = 0;
     unsigned parity = 0;
     Share share;
@@ -150,11 +167,15 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, BLOCKS_AN_SM<Pages, N>)
             __syncwarp(); /* all lanes have read the stage */
             --loader.on_the_way;
             loader.fill(a, plan);
-            if (++stage == a.stages) stage = 0, parity ^= 1;
+            if (++stage == a.stages) {
+                stage = 0;
+                parity ^= 1;
+            }
         }
         if (a.ranks > 1) {
             if (threadIdx.x == 0)
-                mbarrier_arrive_expect_tx(smem_s + map.inbox_barrier, (x.last_row + 1) * Pages::HEAD_DIM * 8);
+                mbarrier_arrive_expect_tx(smem_s + map.inbox_barrier,
+                                          (x.last_row + 1) * Pages::HEAD_DIM * 8);
             barrier_cluster_wait();
         }
         if (clusters) __syncthreads(); /* every warp has read its ring */
@@ -163,11 +184,12 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, BLOCKS_AN_SM<Pages, N>)
             receive<T, Pages::HEAD_DIM>(a, x, smem, map);
         else if (!x.whole)
             join_splits<T, Pages::HEAD_DIM>(a, x, (int)(share.own / plan.share),
-                                            (int)((share.own + share.chunks - 1) / plan.share), team);
+                                            (int)((share.own + share.chunks - 1) / plan.share),
+                                            team);
     }
 }
 
-/* ---- 3. launch ------------------------------------------------------------------------------------ */
+/* ---- 3. launch ------------------------------------------------------------------------------- */
 struct StreamPlan {
     Planned planned;
     int ranks, boxes; /* ranks 0: the list alone */
@@ -177,10 +199,17 @@ struct StreamPlan {
 /* A cache as TMA sees it: columns of a panel, keys, panels, heads, pages. */
 TensorShape pages_shape(const gk_tensor &t, int cols) {
     TensorShape x = {};
-    x.data = t.data, x.dtype = t.dtype;
-    x.size[0] = cols, x.size[1] = t.shape[1], x.size[2] = t.shape[3] / cols, x.size[3] = t.shape[2],
+    x.data = t.data;
+    x.dtype = t.dtype;
+    x.size[0] = cols;
+    x.size[1] = t.shape[1];
+    x.size[2] = t.shape[3] / cols;
+    x.size[3] = t.shape[2];
     x.size[4] = t.shape[0];
-    x.stride[1] = t.stride[1], x.stride[2] = cols, x.stride[3] = t.stride[2], x.stride[4] = t.stride[0];
+    x.stride[1] = t.stride[1];
+    x.stride[2] = cols;
+    x.stride[3] = t.stride[2];
+    x.stride[4] = t.stride[0];
     return x;
 }
 
@@ -192,11 +221,13 @@ template <class Pages> bool side_by_side(const gk_paged_attn_args *a) {
     return Pages::CODES && rows <= 8 && a->seq_lens.shape[0] >= paged_hopper::side_by_side_batch;
 }
 
-template <class Pages> bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+template <class Pages>
+bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
     if (a->k_cache.dtype != Pages::stored || a->q.shape[2] != Pages::HEAD_DIM ||
-        a->v_cache.shape[3] != Pages::HEAD_DIM || a->k_cache.shape[1] % 16 != 0 || a->k_cache.shape[0] >= INT32_MAX ||
-        !serves(row, ctx, a) || !tensor_map_fits(pages_shape(a->k_cache, Pages::COLS)) ||
+        a->v_cache.shape[3] != Pages::HEAD_DIM || a->k_cache.shape[1] % 16 != 0 ||
+        a->k_cache.shape[0] >= INT32_MAX || !serves(row, ctx, a) ||
+        !tensor_map_fits(pages_shape(a->k_cache, Pages::COLS)) ||
         !tensor_map_fits(pages_shape(a->v_cache, Pages::COLS)))
         return false;
     StreamPlan &own = gk_own<StreamPlan>(to);
@@ -206,8 +237,10 @@ template <class Pages> bool plan(const gk_cuda_instance *row, const gk_context *
     const Sizes &z = own.planned.sizes = sizes_of(&as_planned, ctx, a);
     Call &c = own.planned.call;
     c.p = paged_of(ctx, a);
-    c.block_heads = z.block_heads, c.head_sets = c.p.heads_kv / z.block_heads;
-    c.blocks = z.blocks, c.lanes = row->key[1];
+    c.block_heads = z.block_heads;
+    c.head_sets = c.p.heads_kv / z.block_heads;
+    c.blocks = z.blocks;
+    c.lanes = row->key[1];
     c.chunk_keys = Pages::KEYS * (LIST_WARPS / z.block_heads);
     own.boxes = a->k_cache.shape[1] % Pages::KEYS == 0 ? 1 : Pages::KEYS / 16;
     if (a->k_scale && a->k_scale->ndim == 2) c.p.k_scale = NULL;
@@ -216,31 +249,42 @@ template <class Pages> bool plan(const gk_cuda_instance *row, const gk_context *
     const int64_t tiles = (int64_t)c.p.batch * c.p.heads_kv, sms = gk_gpu_of(ctx->index)->num_sms;
     const int64_t rows = c.p.seq_q * c.p.group;
     own.ranks = !c.p.cu_q && rows <= c.lanes ? 1 : 0;
-    for (int n = 2; n <= paged_hopper::most_ranks && tiles * n <= sms && rows <= c.lanes; n *= 2) own.ranks = n;
+    for (int n = 2; n <= paged_hopper::most_ranks && tiles * n <= sms && rows <= c.lanes; n *= 2)
+        own.ranks = n;
     const bool soon = c.p.capacity <= paged_hopper::tile_keys * own.ranks;
     if (own.ranks == 1 && !soon) own.ranks = 0;
     /* the list of pages of 16 bits and many small tiles: paged_attn_sm80 is as fast or faster */
-    const bool small = Pages::HEAD_DIM == 64 ? c.p.batch >= paged_hopper::narrow_batch
-                                             : rows <= 8 && (c.p.group == 1 || c.p.batch > paged_hopper::wide_batch);
+    const bool small = Pages::HEAD_DIM == 64
+                           ? c.p.batch >= paged_hopper::narrow_batch
+                           : rows <= 8 && (c.p.group == 1 || c.p.batch > paged_hopper::wide_batch);
     if (!Pages::CODES && own.ranks == 0 && small) return false;
     const bool one = c.p.batch == 1 && c.p.capacity <= paged_hopper::cluster_keys;
     own.list = own.ranks == 0 || c.p.cu_q || !(soon || one);
-    to->tile[0] = row->key[1], to->tile[1] = Pages::KEYS, to->tile[2] = c.chunk_keys;
-    to->tasks = own.list ? z.blocks : tiles * own.ranks, to->waves = 1;
+    to->tile[0] = row->key[1];
+    to->tile[1] = Pages::KEYS;
+    to->tile[2] = c.chunk_keys;
+    to->tasks = own.list ? z.blocks : tiles * own.ranks;
+    to->waves = 1;
     if (own.list) to->workspace_bytes = (size_t)(z.shared_bytes + z.stats_bytes + z.sums_bytes);
     return true;
 }
 
 template <class T, class Pages, int N>
-gk_status start(const gk_context *ctx, StreamParams &x, dim3 grid, int warps, int stages, int ranks) {
-    x.warps = warps, x.stages = stages, x.ranks = ranks;
-    const int bytes = smem_map(Pages::tile_bytes, Pages::HEAD_DIM, N * 8, warps, stages, ranks > 0).total;
-    return launch<paged_attn_sm90a_kernel<T, Pages, N>>("gk_paged_attn", ctx, grid, warps * 32, bytes, x, true, ranks);
+gk_status start(const gk_context *ctx, StreamParams &x, dim3 grid, int warps, int stages,
+                int ranks) {
+    x.warps = warps;
+    x.stages = stages;
+    x.ranks = ranks;
+    const int bytes =
+        smem_map(Pages::tile_bytes, Pages::HEAD_DIM, N * 8, warps, stages, ranks > 0).total;
+    return launch<paged_attn_sm90a_kernel<T, Pages, N>>("gk_paged_attn", ctx, grid, warps * 32,
+                                                        bytes, x, true, ranks);
 }
 
 template <class T, class Pages, int N>
 gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
-    constexpr int stage_bytes = 2 * Pages::tile_bytes, stages = paged_hopper::ring_bytes / stage_bytes;
+    constexpr int stage_bytes = 2 * Pages::tile_bytes,
+                  stages = paged_hopper::ring_bytes / stage_bytes;
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
     const StreamPlan &own = gk_own<StreamPlan>(plan);
     const Sizes &z = own.planned.sizes;
@@ -251,29 +295,37 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
         static_assert(2 * sizeof(SharedTile) >= LIST_WARPS * sizeof(unsigned),
                       "the counts lie where others note tiles");
         place_splits(x.c, z, workspace);
-        x.arrived = (unsigned *)x.c.shared, x.c.shared = NULL;
+        x.arrived = (unsigned *)x.c.shared;
+        x.c.shared = NULL;
     }
     const smem_box lies = Pages::box(Pages::KEYS / own.boxes);
-    gk_status status = make_tensor_map("gk_paged_attn", pages_shape(a->k_cache, Pages::COLS), lies, &x.k);
-    if (status == GK_OK) status = make_tensor_map("gk_paged_attn", pages_shape(a->v_cache, Pages::COLS), lies, &x.v);
+    gk_status status =
+        make_tensor_map("gk_paged_attn", pages_shape(a->k_cache, Pages::COLS), lies, &x.k);
+    if (status == GK_OK)
+        status = make_tensor_map("gk_paged_attn", pages_shape(a->v_cache, Pages::COLS), lies, &x.v);
     if (status != GK_OK) return status;
     x.boxes = own.boxes;
-    x.k_scale = page_scale(a->k_scale), x.v_scale = page_scale(a->v_scale);
+    x.k_scale = page_scale(a->k_scale);
+    x.v_scale = page_scale(a->v_scale);
     x.by_page = x.k_scale.data || x.v_scale.data;
     if (x.arrived && (status = launch_begin<T>(ctx, x.c, x.arrived)) != GK_OK) return status;
     if (own.ranks > 0) {
         x.asks = own.list;
         const float key_bytes = 2.f * Pages::HEAD_DIM * gk_dtype_bytes(a->k_cache.dtype);
-        const float of_sm = Pages::CODES ? paged_hopper::sm_code_bytes_per_ns : paged_hopper::sm_bytes_per_ns;
+        const float of_sm =
+            Pages::CODES ? paged_hopper::sm_code_bytes_per_ns : paged_hopper::sm_bytes_per_ns;
         x.ns_per_key = key_bytes / of_sm / own.ranks;
         x.ns_per_total = key_bytes * x.c.p.heads_kv / paged_hopper::device_bytes_per_ns;
         const bool small = own.ranks > 2, tiles = own.ranks == 1;
-        const int warps = small ? paged_hopper::few_warps : tiles ? paged_hopper::tile_warps : LIST_WARPS;
+        const int warps = small   ? paged_hopper::few_warps
+                          : tiles ? paged_hopper::tile_warps
+                                  : LIST_WARPS;
         const int its_stages = small   ? stages
                                : tiles ? paged_hopper::tile_stages
                                        : paged_hopper::pair_ring_bytes / stage_bytes;
         StreamParams of = x;
-        of.c.block_heads = 1, of.c.head_sets = x.c.p.heads_kv;
+        of.c.block_heads = 1;
+        of.c.head_sets = x.c.p.heads_kv;
         const dim3 grid((unsigned)(x.c.p.batch * x.c.p.heads_kv * own.ranks));
         status = start<T, Pages, N>(ctx, of, grid, warps, its_stages, own.ranks);
     }
@@ -296,7 +348,8 @@ constexpr int STATIC_BYTES = 1024;
           STATIC_BYTES,                                                   \
       MOST},                                                              \
      NULL},
-#define BOTH(NAME, DTYPE, T, PAGES) ROW(NAME "x8", DTYPE, T, PAGES, 8, 8) ROW(NAME "x16", DTYPE, T, PAGES, 16, 0)
+#define BOTH(NAME, DTYPE, T, PAGES) \
+    ROW(NAME "x8", DTYPE, T, PAGES, 8, 8) ROW(NAME "x16", DTYPE, T, PAGES, 16, 0)
 typedef WidePages<__nv_bfloat16, 128> Bf16Pages128;
 typedef WidePages<__half, 128> F16Pages128;
 typedef WidePages<__nv_bfloat16, 64> Bf16Pages64;
@@ -326,5 +379,5 @@ const gk_cuda_instance instances[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_paged_attn_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
-                                                            NULL};
+extern "C" const gk_cuda_table gk_paged_attn_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, NULL};

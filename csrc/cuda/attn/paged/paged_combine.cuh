@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_combine.cuh: the second kernel of paged_attn_sm80 and paged_attn_f32. Tiles that several blocks share (paged_plan.cuh) are
- * merged, in the order of their splits; tokens of no sequence become zeros. paged_attn_sm90a merges by itself (paged_join.cuh). */
+/* paged_combine.cuh: the second kernel of paged_attn_sm80 and paged_attn_f32. Tiles that several
+ * blocks share (paged_plan.cuh) are merged, in the order of their splits; tokens of no sequence
+ * become zeros. paged_attn_sm90a merges by itself (paged_join.cuh). */
 #ifndef GPUKERN_CUDA_PAGED_COMBINE_CUH
 #define GPUKERN_CUDA_PAGED_COMBINE_CUH
 
@@ -18,13 +19,15 @@ template <class T> __device__ __forceinline__ void clear_unowned_token(const Pag
     if (token >= p.tokens || paged_owner(p, token) >= 0) return;
     const int64_t row = (int64_t)token * p.heads_q;
     for (int i = lane; p.lse && i < p.heads_q; i += 32) ((float *)p.lse)[row + i] = -INFINITY;
-    for (int i = lane; i < p.heads_q * p.head_dim_v; i += 32) ((T *)p.out)[row * p.head_dim_v + i] = from_acc<T>(0);
+    for (int i = lane; i < p.heads_q * p.head_dim_v; i += 32)
+        ((T *)p.out)[row * p.head_dim_v + i] = from_acc<T>(0);
 }
 
-/* Columns 4 quad .. + 3 of a row of a tile, over its splits of blocks from, from + step, .. up to last; first: the block that began
- * the tile. The loads of SPLITS splits at once. there: the row has so many columns. */
-__device__ __forceinline__ Merged sum_splits(const Call &c, int first, int from, int last, int step, int64_t lane_at,
-                                             int quad, bool there) {
+/* Columns 4 quad .. + 3 of a row of a tile, over its splits of blocks from, from + step, .. up to
+ * last; first: the block that began the tile. The loads of SPLITS splits at once. there: the row
+ * has so many columns. */
+__device__ __forceinline__ Merged sum_splits(const Call &c, int first, int from, int last, int step,
+                                             int64_t lane_at, int quad, bool there) {
     const int64_t split_rows = (int64_t)c.block_heads * c.lanes;
     Merged all = {{-INFINITY, 0}, make_float4(0, 0, 0, 0)};
     for (int i0 = from; i0 <= last; i0 += step * SPLITS) {
@@ -35,22 +38,29 @@ __device__ __forceinline__ Merged sum_splits(const Call &c, int first, int from,
         for (int u = 0; u < SPLITS; ++u) {
             const int i = i0 + u * step;
             const int64_t split = (i * 2 + (i == first)) * split_rows + lane_at;
-            stats[u] = make_float2(-INFINITY, 0), o[u] = make_float4(0, 0, 0, 0);
+            stats[u] = make_float2(-INFINITY, 0);
+            o[u] = make_float4(0, 0, 0, 0);
             if (i <= last) stats[u] = c.stats[split];
-            if (i <= last && there) o[u] = *(const float4 *)(c.sums + split * c.p.head_dim_v + quad * 4);
+            if (i <= last && there)
+                o[u] = *(const float4 *)(c.sums + split * c.p.head_dim_v + quad * 4);
         }
 #pragma unroll
         for (int u = 0; u < SPLITS; ++u) highest = fmaxf(highest, stats[u].x);
         const float shrink = all.row.raise(highest);
-        all.y.x *= shrink, all.y.y *= shrink, all.y.z *= shrink, all.y.w *= shrink, all.row.sum *= shrink;
+        all.y.x *= shrink;
+        all.y.y *= shrink;
+        all.y.z *= shrink;
+        all.y.w *= shrink;
+        all.row.sum *= shrink;
 #pragma unroll
         for (int u = 0; u < SPLITS; ++u) add_4(all.y, o[u], all.row.join(stats[u].x, stats[u].y));
     }
     return all;
 }
 
-/* A block for each split: the blocks of a tile's splits deal its rows out among them, so that many splits of a small tile and few
- * splits of a large one both keep every warp busy. Blocks after them: a warp asks whether a token is anybody's. */
+/* A block for each split: the blocks of a tile's splits deal its rows out among them, so that many
+ * splits of a small tile and few splits of a large one both keep every warp busy. Blocks after
+ * them: a warp asks whether a token is anybody's. */
 template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_combine_kernel(Call c) {
     const Paged &p = c.p;
     __shared__ __align__(16) float sums_s[COMBINE_WARPS][256]; /* 256: the largest head_dim_v */
@@ -62,23 +72,26 @@ template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_comb
         return;
     }
 
-    /* 1.1 this block's rows of the tile, mine, mine + splits, ..; its warps share out rows, and each row's splits */
+    /* 1.1 this block's rows of the tile, mine, mine + splits, ..; its warps share out rows, and
+     * each row's splits */
     const SharedTile tile = c.shared[blockIdx.x];
     if (tile.last < 0) return;
     const int splits = tile.last - tile.first + 1, mine = (int)blockIdx.x / 2 - tile.first;
-    const int lines = c.block_heads * tile.rows - mine, rows = lines > 0 ? (lines + splits - 1) / splits : 0;
+    const int lines = c.block_heads * tile.rows - mine,
+              rows = lines > 0 ? (lines + splits - 1) / splits : 0;
     int warps_of_row = COMBINE_WARPS;
     while (warps_of_row > 1 && COMBINE_WARPS / warps_of_row < rows) warps_of_row /= 2;
     const int at_once = COMBINE_WARPS / warps_of_row, quads = p.head_dim_v / 4;
 
     for (int row0 = 0; row0 < rows; row0 += at_once) {
         /* 1.2 columns to the lanes */
-        const int line = mine + (row0 + warp / warps_of_row) * splits, block_head = line / tile.rows;
+        const int line = mine + (row0 + warp / warps_of_row) * splits,
+                  block_head = line / tile.rows;
         const int64_t lane_at = (int64_t)block_head * c.lanes + line - block_head * tile.rows;
         const bool works = row0 + warp / warps_of_row < rows;
         for (int quad = lane; works && quad - lane < quads; quad += 32) {
-            const Merged all = sum_splits(c, tile.first, tile.first + warp % warps_of_row, tile.last, warps_of_row,
-                                          lane_at, quad, quad < quads);
+            const Merged all = sum_splits(c, tile.first, tile.first + warp % warps_of_row,
+                                          tile.last, warps_of_row, lane_at, quad, quad < quads);
             if (quad < quads) *(float4 *)&sums_s[warp][quad * 4] = all.y;
             if (lane == 0) stats_s[warp] = make_float2(all.row.peak, all.row.sum);
         }
@@ -88,10 +101,12 @@ template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_comb
         const int rows_here = min(at_once, rows - row0);
         for (int x = threadIdx.x; x < rows_here * quads; x += COMBINE_THREADS) {
             const int place = x / quads, quad = x - place * quads, warp0 = place * warps_of_row;
-            const Merged all = merge_4<4>(stats_s + warp0, 1, &sums_s[warp0][quad * 4], 256, warps_of_row);
+            const Merged all =
+                merge_4<4>(stats_s + warp0, 1, &sums_s[warp0][quad * 4], 256, warps_of_row);
             const int its_line = mine + (row0 + place) * splits, block_head = its_line / tile.rows;
             const int row = tile.row0 + its_line - block_head * tile.rows, token = row / p.group;
-            const int head = (tile.head_set * c.block_heads + block_head) * p.group + row - token * p.group;
+            const int head =
+                (tile.head_set * c.block_heads + block_head) * p.group + row - token * p.group;
             const int64_t at = (int64_t)(tile.token0 + token) * p.heads_q + head;
             const RowResult f = finish(p, head, all.row.peak, all.row.sum);
             store_4<T>((T *)p.out + at * p.head_dim_v + quad * 4, all.y, f.factor);
@@ -106,8 +121,10 @@ template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_comb
 inline void place_splits(Call &c, const Sizes &z, void *workspace) {
     if (!z.combines) return;
     char *at = (char *)workspace;
-    c.shared = (SharedTile *)at, at += z.shared_bytes;
-    c.stats = (float2 *)at, at += z.stats_bytes;
+    c.shared = (SharedTile *)at;
+    at += z.shared_bytes;
+    c.stats = (float2 *)at;
+    at += z.stats_bytes;
     c.sums = (float *)at;
 }
 
@@ -124,8 +141,8 @@ gk_status run_pair(const gk_context *ctx, const void *, const gk_plan *plan, voi
     Call c = gk_own<Planned>(plan).call;
     place_splits(c, z, workspace);
     if (c.p.tokens == 0 || c.p.heads_q == 0) return GK_OK;
-    const gk_status status =
-        launch<KERNEL>("gk_paged_attn", ctx, dim3((unsigned)c.blocks), row->key[2] * 32, row->key[4], c);
+    const gk_status status = launch<KERNEL>("gk_paged_attn", ctx, dim3((unsigned)c.blocks),
+                                            row->key[2] * 32, row->key[4], c);
     if (status != GK_OK || !z.combines) return status;
     return launch_combine<T>(ctx, c);
 }

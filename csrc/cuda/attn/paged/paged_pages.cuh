@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_pages.cuh: the keys of one step of a warp in paged_attn_sm90a: how TMA lays them in shared memory, and how they become
- * operands of mma.m16n8k16, K as A [16 keys][16 columns] and V as A [16 columns][16 keys].
+/* paged_pages.cuh: the keys of one step of a warp in paged_attn_sm90a: how TMA lays them in shared
+ * memory, and how they become operands of mma.m16n8k16, K as A [16 keys][16 columns] and V as A [16
+ * columns][16 keys].
  *
  *   WidePages   pages of q's dtype. A step is 16 keys: panels of 64 columns, rows of 128 bytes
  *   CodePages   pages of 8-bit codes. A step is 32 keys, rows of head_dim bytes; operands are float16, which hold every code
  *
- * Sums over columns may be taken in any order, and columns of O too: CodePages permute both so that four bytes of a row are
- * what one lane multiplies, and q and out are permuted alike (q_col, out_col). */
+ * Sums over columns may be taken in any order, and columns of O too: CodePages permute both so that
+ * four bytes of a row are what one lane multiplies, and q and out are permuted alike (q_col,
+ * out_col). */
 #ifndef GPUKERN_CUDA_PAGED_PAGES_CUH
 #define GPUKERN_CUDA_PAGED_PAGES_CUH
 
@@ -43,9 +45,13 @@ template <class T_, int HEAD_DIM_> struct WidePages {
         load_frag_a_trans(a[1], at(base, i + 1));
     }
     /* The first of the two columns that a lane has as operand register `half` of the i-th 16. */
-    static __device__ __forceinline__ int q_col(int i, int half, int lane) { return i * 16 + half * 8 + lane % 4 * 2; }
+    static __device__ __forceinline__ int q_col(int i, int half, int lane) {
+        return i * 16 + half * 8 + lane % 4 * 2;
+    }
     /* The column of a lane's accumulator rows `half` of the i-th 16. */
-    static __device__ __forceinline__ int out_col(int i, int half, int lane) { return i * 16 + half * 8 + lane / 4; }
+    static __device__ __forceinline__ int out_col(int i, int half, int lane) {
+        return i * 16 + half * 8 + lane / 4;
+    }
 };
 
 __device__ __forceinline__ uint32_t f16x2_minus(uint32_t a, uint32_t b) {
@@ -54,11 +60,13 @@ __device__ __forceinline__ uint32_t f16x2_minus(uint32_t a, uint32_t b) {
 }
 
 /* Four codes as float16: bytes 0 and 1 in *lo, 2 and 3 in *hi. */
-template <gk_dtype CODE> __device__ __forceinline__ void codes_to_f16(uint32_t *lo, uint32_t *hi, uint32_t x) {
+template <gk_dtype CODE>
+__device__ __forceinline__ void codes_to_f16(uint32_t *lo, uint32_t *hi, uint32_t x) {
     if (CODE == GK_E4M3) {
         cvt_rn_f16x2_e4m3x4(lo, hi, x);
     } else if (CODE == GK_E5M2) { /* the upper byte of a float16 */
-        *lo = prmt(x, 0, 0x1404), *hi = prmt(x, 0, 0x3424);
+        *lo = prmt(x, 0, 0x1404);
+        *hi = prmt(x, 0, 0x3424);
     } else { /* int8: 1024 + (x + 128) by its bits, then the difference, exact */
         const uint32_t above = x ^ 0x80808080u;
         *lo = f16x2_minus(prmt(above, 0x64646464u, 0x4140), 0x64806480u);
@@ -66,8 +74,9 @@ template <gk_dtype CODE> __device__ __forceinline__ void codes_to_f16(uint32_t *
     }
 }
 
-/* K: ldmatrix gives a lane bytes 4 (lane % 4) .. + 3 of a chunk of 16. V: its pairs of bytes are columns 2 g and 2 g + 1
- * of two keys, g = lane / 4; a permutation of bytes brings the keys of a column together. */
+/* K: ldmatrix gives a lane bytes 4 (lane % 4) .. + 3 of a chunk of 16. V: its pairs of bytes are
+ * columns 2 g and 2 g + 1 of two keys, g = lane / 4; a permutation of bytes brings the keys of a
+ * column together. */
 template <gk_dtype CODE, int HEAD_DIM_> struct CodePages {
     typedef __half T;
     static constexpr int HEAD_DIM = HEAD_DIM_, KEYS = 32, STEPS = HEAD_DIM / 16;
@@ -81,8 +90,11 @@ template <gk_dtype CODE, int HEAD_DIM_> struct CodePages {
     static __device__ __forceinline__ smem_addr k_base(smem_addr tile_s, int lane) {
         return frag_down_base<Tile>(tile_s, lane, 0, 0);
     }
-    static __device__ __forceinline__ smem_addr v_base(smem_addr tile_s, int lane) { return k_base(tile_s, lane); }
-    static __device__ __forceinline__ void load_k(uint32_t (&a)[2][4], smem_addr base, int i, int half) {
+    static __device__ __forceinline__ smem_addr v_base(smem_addr tile_s, int lane) {
+        return k_base(tile_s, lane);
+    }
+    static __device__ __forceinline__ void load_k(uint32_t (&a)[2][4], smem_addr base, int i,
+                                                  int half) {
         uint32_t x[4];
         ldmatrix_x4(x, Tile::along(Tile::down(base, half * 16), i));
 #pragma unroll
@@ -91,7 +103,8 @@ template <gk_dtype CODE, int HEAD_DIM_> struct CodePages {
             codes_to_f16<CODE>(&a[j][1], &a[j][3], x[2 * j + 1]);
         }
     }
-    static __device__ __forceinline__ void load_v(uint32_t (&a)[2][4], smem_addr base, int i, int half) {
+    static __device__ __forceinline__ void load_v(uint32_t (&a)[2][4], smem_addr base, int i,
+                                                  int half) {
         uint32_t x[4];
         ldmatrix_x4_trans(x, Tile::along(Tile::down(base, half * 16), i));
 #pragma unroll
@@ -100,8 +113,12 @@ template <gk_dtype CODE, int HEAD_DIM_> struct CodePages {
             codes_to_f16<CODE>(&a[j][2], &a[j][3], prmt(x[2 * j + 1], 0, 0x3120));
         }
     }
-    static __device__ __forceinline__ int q_col(int i, int half, int lane) { return i * 16 + lane % 4 * 4 + half * 2; }
-    static __device__ __forceinline__ int out_col(int i, int half, int lane) { return i * 16 + lane / 4 * 2 + half; }
+    static __device__ __forceinline__ int q_col(int i, int half, int lane) {
+        return i * 16 + lane % 4 * 4 + half * 2;
+    }
+    static __device__ __forceinline__ int out_col(int i, int half, int lane) {
+        return i * 16 + lane / 4 * 2 + half;
+    }
 };
 
 #endif

@@ -1,15 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_plan.cuh: how paged_attn's work is shared out, and how what several warps or blocks found becomes one; for the
- * kernels that stream a cache (paged_attn_sm80, paged_attn_f32).
+/* paged_plan.cuh: how paged_attn's work is shared out, and how what several warps or blocks found
+ * becomes one; for the kernels that stream a cache (paged_attn_sm80, paged_attn_f32).
  *
- * A row is a query token and a head of the group that shares a kv head; `lanes` rows of a kernel go together. A tile is
- * (sequence, lanes rows, a set of kv heads side by side). The keys of a tile are cut into chunks: a step of KEYS keys of each
- * warp of the block. The tiles one behind the other are one list of chunks, each tile's own behind TILE_COST more that stand
- * for what beginning a tile costs; each block takes the same number of them; nothing but the lengths is read for it. A block
- * that holds all of a tile writes out; else it writes its split (sums, max) to the workspace, and paged_combine.cuh merges a
- * tile's splits in order. So a block leaves at most two splits: of the tile that it shares with the block before, and of the
- * one that it shares with the block after.
- * Even shares: Stream-K, Osama et al. 2023; splits of a context: Flash-Decoding, Dao et al. 2023. */
+ * A row is a query token and a head of the group that shares a kv head; `lanes` rows of a kernel go
+ * together. A tile is (sequence, lanes rows, a set of kv heads side by side). The keys of a tile
+ * are cut into chunks: a step of KEYS keys of each warp of the block. The tiles one behind the
+ * other are one list of chunks, each tile's own behind TILE_COST more that stand for what beginning
+ * a tile costs; each block takes the same number of them; nothing but the lengths is read for it. A
+ * block that holds all of a tile writes out; else it writes its split (sums, max) to the workspace,
+ * and paged_combine.cuh merges a tile's splits in order. So a block leaves at most two splits: of
+ * the tile that it shares with the block before, and of the one that it shares with the block
+ * after.
+ * Even shares: Stream-K, Osama et al. 2023; splits of a context: Flash-Decoding, Dao et al.
+ * 2023. */
 #ifndef GPUKERN_CUDA_PAGED_PLAN_CUH
 #define GPUKERN_CUDA_PAGED_PLAN_CUH
 
@@ -34,10 +37,12 @@ struct Call {
     float *sums;               /* [blocks][2][block_heads][lanes][head_dim_v]: its O, not divided */
 };
 
-/* A tile that several blocks have splits of: [0] of a block was begun by one before it, [1] goes on in the one after it. */
+/* A tile that several blocks have splits of: [0] of a block was begun by one before it, [1] goes on
+ * in the one after it. */
 struct SharedTile {
-    int first, last;                  /* these blocks; last -1: there is no such tile */
-    int token0, row0, rows, head_set; /* rows [row0, row0 + rows) of the sequence whose first token is token0 */
+    int first, last; /* these blocks; last -1: there is no such tile */
+    int token0, row0, rows,
+        head_set; /* rows [row0, row0 + rows) of the sequence whose first token is token0 */
     int unused[2];
 };
 static_assert(sizeof(SharedTile) == 32, "one sector");
@@ -59,9 +64,10 @@ __device__ __forceinline__ Work work_of(const Call &c, const PagedSequence &s) {
     return w;
 }
 
-/* Sums over the block's threads before this one (exclusive), and of all of them. `scratch` holds one number a warp and is
- * free again after the next barrier. */
-template <int WARPS_> __device__ __forceinline__ int64_t block_scan(int64_t x, int64_t *scratch, int64_t *total) {
+/* Sums over the block's threads before this one (exclusive), and of all of them. `scratch` holds
+ * one number a warp and is free again after the next barrier. */
+template <int WARPS_>
+__device__ __forceinline__ int64_t block_scan(int64_t x, int64_t *scratch, int64_t *total) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int64_t upto = x;
 #pragma unroll
@@ -82,8 +88,9 @@ template <int WARPS_> __device__ __forceinline__ int64_t block_scan(int64_t x, i
     return before + upto - x;
 }
 
-/* What a block does of a tile, and what of that its warp does: the keys of step i start at first_key + i chunk_keys, for i
- * in [step0, steps); of those the warp reads the ones in [lo, hi). */
+/* What a block does of a tile, and what of that its warp does: the keys of step i start at
+ * first_key + i chunk_keys, for i in [step0, steps); of those the warp reads the ones in [lo,
+ * hi). */
 struct TileShare {
     PagedSequence s;
     int b, row0, last_row, head_set;
@@ -108,9 +115,11 @@ __device__ __forceinline__ Keys keys_at(const Paged &p, int b, int first, int lo
     return k;
 }
 
-/* Copies the keys into a stage, zeros where there is none; returns the bits of those that are there. */
+/* Copies the keys into a stage, zeros where there is none; returns the bits of those that are
+ * there. */
 template <class T, class Tile>
-__device__ __forceinline__ unsigned issue(const Paged &p, const Keys &k, int head_kv, smem_addr stage_s) {
+__device__ __forceinline__ unsigned issue(const Paged &p, const Keys &k, int head_kv,
+                                          smem_addr stage_s) {
     typedef tile_copy<Tile, 32> Copy;
     const int lane = threadIdx.x % 32;
     const unsigned there = __ballot_sync(0xffffffffu, k.page >= 0) & ((1u << KEYS) - 1);
@@ -118,10 +127,13 @@ __device__ __forceinline__ unsigned issue(const Paged &p, const Keys &k, int hea
     const int64_t k_at = p.k.at(page, head_kv, in_page), v_at = p.v.at(page, head_kv, in_page);
 #pragma unroll
     for (int pass = 0; pass < Copy::passes; ++pass) {
-        const int row = Copy::row(lane, pass), col = Copy::chunk(lane, pass) * (16 / (int)sizeof(T));
-        const int64_t from_k = __shfl_sync(0xffffffffu, k_at, row), from_v = __shfl_sync(0xffffffffu, v_at, row);
+        const int row = Copy::row(lane, pass),
+                  col = Copy::chunk(lane, pass) * (16 / (int)sizeof(T));
+        const int64_t from_k = __shfl_sync(0xffffffffu, k_at, row),
+                      from_v = __shfl_sync(0xffffffffu, v_at, row);
         const bool good = there >> row & 1;
-        const T *k_g = (const T *)p.k.data + from_k + col, *v_g = (const T *)p.v.data + from_v + col;
+        const T *k_g = (const T *)p.k.data + from_k + col,
+                *v_g = (const T *)p.v.data + from_v + col;
         const int at = Copy::offset(lane, pass);
         cp_async_cg_16(stage_s + at, k_g, good && col < p.head_dim ? 16 : 0);
         cp_async_cg_16(stage_s + Tile::bytes + at, v_g, good && col < p.head_dim_v ? 16 : 0);
@@ -129,7 +141,8 @@ __device__ __forceinline__ unsigned issue(const Paged &p, const Keys &k, int hea
     return there;
 }
 
-/* A warp's stages: STAGES steps of its keys on the way, a group of copies each, the oldest next to be read. */
+/* A warp's stages: STAGES steps of its keys on the way, a group of copies each, the oldest next to
+ * be read. */
 template <class T, class Tile, int STAGES> struct Ring {
     static constexpr int stage_bytes = 2 * Tile::bytes;
     static_assert(KEYS * STAGES <= 64, "a bit a key on the way");
@@ -138,7 +151,8 @@ template <class T, class Tile, int STAGES> struct Ring {
     int at;         /* of the oldest stage, in bytes */
 
     __device__ __forceinline__ void begin(const Call &c, const TileShare &work, smem_addr ring_s) {
-        there = 0, at = 0;
+        there = 0;
+        at = 0;
         keys = keys_at(c.p, work.b, work.first_key + work.step0 * c.chunk_keys, work.lo,
                        work.step0 < work.steps ? work.hi : 0);
 #pragma unroll
@@ -147,24 +161,28 @@ template <class T, class Tile, int STAGES> struct Ring {
     }
 
     /* `step` has been read by all lanes: its stage takes the keys of STAGES steps later. */
-    __device__ __forceinline__ void next(const Call &c, const TileShare &work, smem_addr ring_s, int step) {
+    __device__ __forceinline__ void next(const Call &c, const TileShare &work, smem_addr ring_s,
+                                         int step) {
         there >>= 16;
         fill(c, work, step + STAGES, STAGES - 1, ring_s + at);
         at = at + stage_bytes == STAGES * stage_bytes ? 0 : at + stage_bytes;
     }
 
-    __device__ __forceinline__ void fill(const Call &c, const TileShare &work, int step, int place, smem_addr stage_s) {
+    __device__ __forceinline__ void fill(const Call &c, const TileShare &work, int step, int place,
+                                         smem_addr stage_s) {
         if (step < work.steps) {
             const Keys now = keys;
-            keys = keys_at(c.p, work.b, now.first + c.chunk_keys, work.lo, step + 1 < work.steps ? work.hi : 0);
+            keys = keys_at(c.p, work.b, now.first + c.chunk_keys, work.lo,
+                           step + 1 < work.steps ? work.hi : 0);
             there |= (uint64_t)issue<T, Tile>(c.p, now, work.head_kv, stage_s) << (16 * place);
         }
         cp_async_commit_group();
     }
 };
 
-/* ---- 3. out and splits ----------------------------------------------------------------------------------------- */
-/* Sums over keys and their max, with the sink and the scale of v: the factor of the sums, and the row's lse. */
+/* ---- 3. out and splits ----------------------------------------------------------------------- */
+/* Sums over keys and their max, with the sink and the scale of v: the factor of the sums, and the
+ * row's lse. */
 __device__ __forceinline__ RowResult finish(const Paged &p, int head, float peak, float sum) {
     const RowSum x = row_sum<ExpFull>(peak, sum, sink_of(p.rules, head));
     const float v_scale = paged_scale<float>(p.v_scale, p.v_scale_step, head / p.group);
@@ -173,25 +191,30 @@ __device__ __forceinline__ RowResult finish(const Paged &p, int head, float peak
 
 template <class T> __device__ __forceinline__ void store_4(T *out, float4 x, float factor) {
     /* an empty row's factor is 0, and so are its sums */
-    *(uint2 *)out = make_uint2(pack2<T>(x.x * factor, x.y * factor), pack2<T>(x.z * factor, x.w * factor));
+    *(uint2 *)out =
+        make_uint2(pack2<T>(x.x * factor, x.y * factor), pack2<T>(x.z * factor, x.w * factor));
 }
 template <> __device__ __forceinline__ void store_4<float>(float *out, float4 x, float factor) {
     *(float4 *)out = make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
 }
 
 __device__ __forceinline__ void add_4(float4 &sum, float4 x, float weight) {
-    sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
+    sum.x += weight * x.x;
+    sum.y += weight * x.y;
+    sum.z += weight * x.z;
+    sum.w += weight * x.w;
 }
 
-/* Four columns of O and their row's softmax, as `count` warps summed them over keys of their own, become one. UNROLL: 1
- * where the kernel's loop should keep the instruction cache. */
+/* Four columns of O and their row's softmax, as `count` warps summed them over keys of their own,
+ * become one. UNROLL: 1 where the kernel's loop should keep the instruction cache. */
 struct Merged {
     RowSoftmax<ExpFull> row;
     float4 y;
 };
 
 template <int UNROLL>
-__device__ __forceinline__ Merged merge_4(const float2 *stats, int stats_step, const float *o, int o_step, int count) {
+__device__ __forceinline__ Merged merge_4(const float2 *stats, int stats_step, const float *o,
+                                          int o_step, int count) {
     Merged all = {{-INFINITY, 0}, make_float4(0, 0, 0, 0)};
 #pragma unroll UNROLL
     for (int v = 0; v < count; ++v) all.row.peak = fmaxf(all.row.peak, stats[v * stats_step].x);
@@ -205,19 +228,23 @@ __device__ __forceinline__ Merged merge_4(const float2 *stats, int stats_step, c
 
 /* Rows of a sequence without keys. */
 template <class T, int THREADS>
-__device__ __forceinline__ void write_nothing(const Call &c, const PagedSequence &s, int row0, int rows, int head_set) {
+__device__ __forceinline__ void write_nothing(const Call &c, const PagedSequence &s, int row0,
+                                              int rows, int head_set) {
     const Paged &p = c.p;
     for (int line = 0; line < c.block_heads * rows; ++line) {
-        const int block_head = line / rows, row = row0 + line - block_head * rows, token = row / p.group;
-        const int head = (head_set * c.block_heads + block_head) * p.group + (row - token * p.group);
+        const int block_head = line / rows, row = row0 + line - block_head * rows,
+                  token = row / p.group;
+        const int head =
+            (head_set * c.block_heads + block_head) * p.group + (row - token * p.group);
         const int64_t at = (int64_t)(s.q0 + token) * p.heads_q + head;
-        for (int d = threadIdx.x; d < p.head_dim_v; d += THREADS) ((T *)p.out)[at * p.head_dim_v + d] = from_acc<T>(0);
+        for (int d = threadIdx.x; d < p.head_dim_v; d += THREADS)
+            ((T *)p.out)[at * p.head_dim_v + d] = from_acc<T>(0);
         if (threadIdx.x == 0 && p.lse) ((float *)p.lse)[at] = finish(p, head, -INFINITY, 0).lse;
     }
 }
 
-/* The sums of the block's warps, o_s [warps][LANES][PITCH] and stats_s [warps][LANES], become one for each head; out, or
- * the block's split. The caller has put a barrier before. */
+/* The sums of the block's warps, o_s [warps][LANES][PITCH] and stats_s [warps][LANES], become one
+ * for each head; out, or the block's split. The caller has put a barrier before. */
 template <class T, int WARPS_, int LANES, int PITCH>
 __device__ __forceinline__ void merge_warps(const Call &c, const TileShare &x, const float *o_s,
                                             const float2 *stats_s) {
@@ -227,12 +254,14 @@ __device__ __forceinline__ void merge_warps(const Call &c, const TileShare &x, c
     for (int i = threadIdx.x; i < c.block_heads * rows_here * quads; i += WARPS_ * 32) {
         const int line = i / quads, col = (i - line * quads) * 4;
         const int block_head = line / rows_here, r = line - block_head * rows_here;
-        const int first = block_head * LANES + r, step = c.block_heads * LANES; /* block_heads divides the warps */
-        const Merged all =
-            merge_4<1>(stats_s + first, step, o_s + first * PITCH + col, step * PITCH, WARPS_ / c.block_heads);
+        /* block_heads divides the warps */
+        const int first = block_head * LANES + r, step = c.block_heads * LANES;
+        const Merged all = merge_4<1>(stats_s + first, step, o_s + first * PITCH + col,
+                                      step * PITCH, WARPS_ / c.block_heads);
         if (x.whole) {
             const int token = (x.row0 + r) / p.group;
-            const int head = (x.head_set * c.block_heads + block_head) * p.group + (x.row0 + r - token * p.group);
+            const int head = (x.head_set * c.block_heads + block_head) * p.group +
+                             (x.row0 + r - token * p.group);
             const int64_t at = (int64_t)(x.s.q0 + token) * p.heads_q + head;
             const RowResult f = finish(p, head, all.row.peak, all.row.sum);
             store_4<T>((T *)p.out + at * p.head_dim_v + col, all.y, f.factor);
@@ -246,7 +275,8 @@ __device__ __forceinline__ void merge_warps(const Call &c, const TileShare &x, c
 }
 
 /* ---- 4. the walk ------------------------------------------------------------ */
-/* This block's chunks [begin, end), the sequence that holds the first, and the first chunk of that sequence. */
+/* This block's chunks [begin, end), the sequence that holds the first, and the first chunk of that
+ * sequence. */
 template <int WARPS_> struct Chunks {
     int64_t scratch[WARPS_], found_at;
     int found;
@@ -254,41 +284,58 @@ template <int WARPS_> struct Chunks {
 };
 
 /* All threads. false: there are none. */
-template <int WARPS_> __device__ __forceinline__ bool find_chunks(const Call &c, Chunks<WARPS_> &plan) {
+template <int WARPS_>
+__device__ __forceinline__ bool find_chunks(const Call &c, Chunks<WARPS_> &plan) {
     constexpr int THREADS = WARPS_ * 32;
     const Paged &p = c.p;
     int64_t total, carry = 0, cost = 0, more = 0;
     if (threadIdx.x < p.batch) cost = work_of(c, paged_sequence(p, threadIdx.x)).cost;
-    for (int b = threadIdx.x + THREADS; b < p.batch; b += THREADS) more += work_of(c, paged_sequence(p, b)).cost;
+    for (int b = threadIdx.x + THREADS; b < p.batch; b += THREADS)
+        more += work_of(c, paged_sequence(p, b)).cost;
     int64_t at = block_scan<WARPS_>(cost + more, plan.scratch, &total);
     const int64_t share = (total + gridDim.x - 1) / gridDim.x;
     const int64_t begin = blockIdx.x * share, end = min(begin + share, total);
     SharedTile *const shared = c.shared + 2 * blockIdx.x; /* thread 0 alone writes there */
     if (threadIdx.x == 0 && c.shared) shared[0].last = shared[1].last = -1;
     if (begin >= end) return false;
-    for (int b = threadIdx.x;; b += THREADS) { /* one round, unless there are more sequences than threads */
+    /* one round, unless there are more sequences than threads */
+    for (int b = threadIdx.x;; b += THREADS) {
         if (p.batch > THREADS) {
             cost = b < p.batch ? work_of(c, paged_sequence(p, b)).cost : 0;
             at = carry + block_scan<WARPS_>(cost, plan.scratch, &total);
             carry += total;
         }
-        if (at <= begin && begin < at + cost) plan.found = b, plan.found_at = at;
+        if (at <= begin && begin < at + cost) {
+            plan.found = b;
+            plan.found_at = at;
+        }
         if (p.batch <= THREADS || carry > begin) break;
     }
-    if (threadIdx.x == 0) plan.begin = begin, plan.end = end, plan.share = share;
+    if (threadIdx.x == 0) {
+        plan.begin = begin;
+        plan.end = end;
+        plan.share = share;
+    }
     __syncthreads(); /* the plan is written */
     return true;
 }
 
-/* A tile of which several blocks have splits: the entry of the block whose chunks end at `begin + share`. One thread. */
-__device__ __forceinline__ void note_shared(SharedTile *shared, const TileShare &x, int64_t own, int chunks,
-                                            int64_t share) {
-    shared[!x.leading] = {
-        (int)(own / share), (int)((own + chunks - 1) / share), x.s.q0, x.row0, x.last_row - x.row0 + 1, x.head_set};
+/* A tile of which several blocks have splits: the entry of the block whose chunks end at `begin +
+ * share`. One thread. */
+__device__ __forceinline__ void note_shared(SharedTile *shared, const TileShare &x, int64_t own,
+                                            int chunks, int64_t share) {
+    shared[!x.leading] = {(int)(own / share),
+                          (int)((own + chunks - 1) / share),
+                          x.s.q0,
+                          x.row0,
+                          x.last_row - x.row0 + 1,
+                          x.head_set};
 }
 
-/* Every block calls it; stream.attend(c, share) is called by all threads of a block for each of its shares of tiles. */
-template <class T, int WARPS_, class Stream> __device__ __forceinline__ void walk(const Call &c, Stream &stream) {
+/* Every block calls it; stream.attend(c, share) is called by all threads of a block for each of its
+ * shares of tiles. */
+template <class T, int WARPS_, class Stream>
+__device__ __forceinline__ void walk(const Call &c, Stream &stream) {
     constexpr int THREADS = WARPS_ * 32;
     const Paged &p = c.p;
     __shared__ Chunks<WARPS_> plan; /* here, because the streams need the registers */
@@ -304,8 +351,10 @@ template <class T, int WARPS_, class Stream> __device__ __forceinline__ void wal
         const int64_t first = next;
         next += w.cost;
         const int num_tiles = w.row_groups * c.head_sets;
-        for (int tile = (int)(max(plan.begin - first, (int64_t)0) / w.cost_of_tile); tile < num_tiles; ++tile) {
-            const int64_t own = first + tile * w.cost_of_tile + TILE_COST; /* where its chunks begin */
+        for (int tile = (int)(max(plan.begin - first, (int64_t)0) / w.cost_of_tile);
+             tile < num_tiles; ++tile) {
+            /* where its chunks begin */
+            const int64_t own = first + tile * w.cost_of_tile + TILE_COST;
             const int row_group = tile / c.head_sets, head_set = tile - row_group * c.head_sets;
             const int row0 = row_group * c.lanes, last_row = min(row0 + c.lanes, w.rows) - 1;
             if (w.chunks == 0 && own - TILE_COST >= plan.begin && own - TILE_COST < plan.end)
@@ -318,11 +367,15 @@ template <class T, int WARPS_, class Stream> __device__ __forceinline__ void wal
             TileShare x = {s, b, row0, last_row, head_set, leading, whole};
             if (!whole && threadIdx.x == 0) note_shared(shared, x, own, w.chunks, plan.share);
             x.head_kv = head_set * c.block_heads + warp % c.block_heads;
-            x.lo = s.lo(row0 / p.group), x.hi = s.hi(last_row / p.group);
-            x.inner_lo = s.lo(last_row / p.group), x.inner_hi = s.hi(row0 / p.group);
+            x.lo = s.lo(row0 / p.group);
+            x.hi = s.hi(last_row / p.group);
+            x.inner_lo = s.lo(last_row / p.group);
+            x.inner_hi = s.hi(row0 / p.group);
             x.first_key = (w.first_chunk + chunk0) * c.chunk_keys + warp / c.block_heads * KEYS;
-            x.step0 = x.first_key + KEYS <= x.lo ? (x.lo - x.first_key - KEYS) / c.chunk_keys + 1 : 0;
-            x.steps = min(chunk1 - chunk0, x.hi > x.first_key ? (x.hi - x.first_key - 1) / c.chunk_keys + 1 : 0);
+            x.step0 =
+                x.first_key + KEYS <= x.lo ? (x.lo - x.first_key - KEYS) / c.chunk_keys + 1 : 0;
+            x.steps = min(chunk1 - chunk0,
+                          x.hi > x.first_key ? (x.hi - x.first_key - 1) / c.chunk_keys + 1 : 0);
             stream.attend(c, x);
         }
     }
@@ -330,23 +383,29 @@ template <class T, int WARPS_, class Stream> __device__ __forceinline__ void wal
 
 /* ---- 5. launch ------------------------------------------------------------ */
 /* key = {head_dim, lanes, warps, blocks an SM, bytes of shared memory, rows of a sequence
- * that it takes at most (0: any)}. The grid is what fills the device: it does not depend on lengths. */
+ * that it takes at most (0: any)}. The grid is what fills the device: it does not depend on
+ * lengths. */
 struct Sizes {
     int blocks, block_heads;
     bool combines; /* blocks may share a tile, or tokens may be nobody's */
     int64_t shared_bytes, stats_bytes, sums_bytes;
 };
 
-inline Sizes sizes_of(const gk_cuda_instance *row, const gk_context *ctx, const gk_paged_attn_args *a) {
+inline Sizes sizes_of(const gk_cuda_instance *row, const gk_context *ctx,
+                      const gk_paged_attn_args *a) {
     Sizes z = {};
     const int64_t heads_kv = a->k_cache.shape[2];
     z.blocks = gk_gpu_of(ctx->index)->num_sms * row->key[3];
-    /* Heads side by side read whole lines of the cache together, but make few tiles, that is many splits of each. */
+    /* Heads side by side read whole lines of the cache together, but make few tiles, that is many
+     * splits of each. */
     const int64_t few = z.blocks / paged_plan::splits, batch = a->seq_lens.shape[0];
     z.block_heads = 1;
-    for (int n = 2; n <= row->key[2] && heads_kv > 0 && heads_kv % n == 0 && batch * (heads_kv / n) >= few; n *= 2)
+    for (int n = 2;
+         n <= row->key[2] && heads_kv > 0 && heads_kv % n == 0 && batch * (heads_kv / n) >= few;
+         n *= 2)
         z.block_heads = n;
-    /* a row of the block table that holds one chunk makes tiles of one chunk, which nobody shares: no second launch, no workspace */
+    /* a row of the block table that holds one chunk makes tiles of one chunk, which nobody shares:
+     * no second launch, no workspace */
     const int64_t chunk_keys = KEYS * (row->key[2] / z.block_heads);
     z.combines = a->cu_seqlens_q || a->block_table.shape[1] * a->k_cache.shape[1] > chunk_keys;
     if (!z.combines) return z;
@@ -362,13 +421,14 @@ inline bool in_16_bytes(const gk_tensor &t) {
     return gk_numel(&t) == 0 || (t.shape[t.ndim - 1] % each == 0 && rows_aligned(t));
 }
 
-inline bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_paged_attn_args *a) {
+inline bool serves(const gk_cuda_instance *row, const gk_context *ctx,
+                   const gk_paged_attn_args *a) {
     const int64_t tokens = a->q.shape[0], heads_q = a->q.shape[1], heads_kv = a->k_cache.shape[2];
     if (tokens * heads_q > INT32_MAX || heads_kv == 0) return false;
     if (a->q.shape[2] > row->key[0] || a->v_cache.shape[3] > row->key[0]) return false;
     if (row->key[5] && paged_seq_q(a) * (heads_q / heads_kv) > row->key[5]) return false;
-    return in_16_bytes(a->q) && in_16_bytes(a->k_cache) && in_16_bytes(a->v_cache) && in_16_bytes(a->out) &&
-           smem_fits(ctx, row->key[4] + 1024);
+    return in_16_bytes(a->q) && in_16_bytes(a->k_cache) && in_16_bytes(a->v_cache) &&
+           in_16_bytes(a->out) && smem_fits(ctx, row->key[4] + 1024);
 }
 
 /* A plan's own part: the launch, whose places in the workspace are still to be found. */
@@ -377,18 +437,24 @@ struct Planned {
     Call call;
 };
 
-inline bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+inline bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+                 gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
     if (a->k_cache.dtype != a->q.dtype || !serves(row, ctx, a)) return false;
     Planned &own = gk_own<Planned>(to);
     const Sizes &z = own.sizes = sizes_of(row, ctx, a);
     Call &c = own.call = {};
     c.p = paged_of(ctx, a);
-    c.block_heads = z.block_heads, c.head_sets = c.p.heads_kv / z.block_heads;
+    c.block_heads = z.block_heads;
+    c.head_sets = c.p.heads_kv / z.block_heads;
     c.blocks = z.blocks;
-    c.lanes = row->key[1], c.chunk_keys = KEYS * (row->key[2] / z.block_heads);
-    to->tile[0] = row->key[1], to->tile[1] = KEYS, to->tile[2] = c.chunk_keys;
-    to->tasks = z.blocks, to->waves = 1;
+    c.lanes = row->key[1];
+    c.chunk_keys = KEYS * (row->key[2] / z.block_heads);
+    to->tile[0] = row->key[1];
+    to->tile[1] = KEYS;
+    to->tile[2] = c.chunk_keys;
+    to->tasks = z.blocks;
+    to->waves = 1;
     to->workspace_bytes = (size_t)(z.shared_bytes + z.stats_bytes + z.sums_bytes);
     return true;
 }

@@ -1,14 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_prefill_sm90a: attention of many query tokens a sequence over a paged cache, on Hopper's tensor cores, 16 bits: prefill and chunked
- * prefill. The consumers of flash_attn_fwd_sm90a (its title has the algorithm), and a producer that walks the pages (fwd_pages.cuh).
+/* paged_prefill_sm90a: attention of many query tokens a sequence over a paged cache, on Hopper's
+ * tensor cores, 16 bits: prefill and chunked prefill. The consumers of flash_attn_fwd_sm90a (its
+ * title has the algorithm), and a producer that walks the pages (fwd_pages.cuh).
  *   out[t] = sum_j softmax_j(score(scale q[t] k[j]), sink) v[j]         j in [lo(t), hi(t))
- * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D]; block_table [B, max_blocks], seq_lens [B], cu_seqlens_q [B + 1]
- * int32; out [T, Hq, D], lse [T, Hq]. Pages: Kwon et al. 2023.
+ * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D]; block_table [B, max_blocks],
+ * seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, D], lse [T, Hq]. Pages: Kwon et al. 2023.
  *
- * Work split: as flash_attn_fwd_sm90a, tiles of 128 queries of a head, or of several heads of a group where a sequence has few.
+ * Work split: as flash_attn_fwd_sm90a, tiles of 128 queries of a head, or of several heads of a
+ * group where a sequence has few.
  *
- * Not here: pages that are no multiples of 8 keys, head_dim other than 64, 128 and (bfloat16) 256, windows that reach to the right, scales, ALiBi where
- * keys begin late and no causal rule ends them; 8-bit pages, which come through paged_prefill_relay_sm90a; and calls of few tokens a
+ * Not here: pages that are no multiples of 8 keys, head_dim other than 64, 128 and (bfloat16) 256,
+ * windows that reach to the right, scales, ALiBi where keys begin late and no causal rule ends
+ * them; 8-bit pages, which come through paged_prefill_relay_sm90a; and calls of few tokens a
  * sequence, which are bound by reading the cache: paged_attn_sm90a and paged_attn_sm80. */
 #include "../../ptx/cluster.cuh"
 #include "../../ptx/griddepcontrol.cuh"
@@ -20,7 +23,7 @@
 
 namespace {
 
-/* ---- 1. the kernel -------------------------------------------------------------------------------------- */
+/* ---- 1. the kernel --------------------------------------------------------------------------- */
 template <class T, class Tile, bool MODIFIED>
 __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
     paged_prefill_sm90a_kernel(const __grid_constant__ PrefillParams a) {
@@ -29,7 +32,8 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
     const FwdHopperParams &x = a.f;
     const smem_addr smem_s = cvta_to_shared(smem);
     FwdTile *tiles = (FwdTile *)(smem + S::TILES);
-    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0); /* the compiler sees that lanes agree */
+    /* the compiler sees that lanes agree */
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     begin_block<Tile, 2>(x, smem_s);
     griddepcontrol_launch_dependents();
     __syncthreads();
@@ -37,11 +41,17 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
         setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
         const int warp = threadIdx.x / 32 % 4;
         if (warp == 1) {
-            find_tiles<Tile, MODIFIED>(x, smem, smem_s,
-                                       [&](int b) { return prefill_sequence(x.fwd.problem, a.pages, b); });
+            find_tiles<Tile, MODIFIED>(x, smem, smem_s, [&](int b) {
+                return prefill_sequence(x.fwd.problem, a.pages, b);
+            });
         } else if (warp == 0) {
-            if (elect_one()) prefetch_tensormap(&x.q), prefetch_tensormap(&x.k), prefetch_tensormap(&x.v);
-            griddepcontrol_wait(); /* what the kernel before wrote is there, and nobody reads out any more */
+            if (elect_one()) {
+                prefetch_tensormap(&x.q);
+                prefetch_tensormap(&x.k);
+                prefetch_tensormap(&x.v);
+            }
+            /* what the kernel before wrote is there, and nobody reads out any more */
+            griddepcontrol_wait();
             PageLoader<Tile, MODIFIED, true>{a, smem_s}.all(tiles);
         } else if (warp == 3) {
             griddepcontrol_wait();
@@ -56,13 +66,21 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
     }
 }
 
-/* ---- 2. launcher and table ------------------------------------------------------------------------------ */
+/* ---- 2. launcher and table ------------------------------------------------------------------- */
 /* A cache as TMA sees it: columns of a panel, keys, panels, heads, pages. */
 TensorShape pages_shape(const gk_tensor &t) {
     TensorShape x = {};
-    x.data = t.data, x.dtype = t.dtype;
-    x.size[0] = 64, x.size[1] = t.shape[1], x.size[2] = t.shape[3] / 64, x.size[3] = t.shape[2], x.size[4] = t.shape[0];
-    x.stride[1] = t.stride[1], x.stride[2] = 64, x.stride[3] = t.stride[2], x.stride[4] = t.stride[0];
+    x.data = t.data;
+    x.dtype = t.dtype;
+    x.size[0] = 64;
+    x.size[1] = t.shape[1];
+    x.size[2] = t.shape[3] / 64;
+    x.size[3] = t.shape[2];
+    x.size[4] = t.shape[0];
+    x.stride[1] = t.stride[1];
+    x.stride[2] = 64;
+    x.stride[3] = t.stride[2];
+    x.stride[4] = t.stride[0];
     return x;
 }
 
@@ -73,16 +91,19 @@ int box_log2(int64_t block_size, int bkv) {
     return n;
 }
 
-template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
+template <class Tile>
+bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
     const gk_attn_rules &r = a->rules;
     const bool modified = r.softcap > 0 || r.alibi_slopes, late = r.window_left >= 0 || r.kv_start;
-    const bool to_right = a->flags & GK_PAGED_WINDOW_RIGHT && r.window_right >= 0, causal = prefill_is_causal(a);
-    if (a->k_cache.dtype != a->q.dtype || a->q.shape[2] != Tile::HEAD_DIM || a->v_cache.shape[3] != Tile::HEAD_DIM ||
-        modified != (row->key[2] != 0) || a->k_cache.shape[1] % 8 != 0 || a->k_cache.shape[0] >= INT32_MAX ||
-        a->k_cache.shape[2] == 0 || a->q.shape[0] * a->q.shape[1] > INT32_MAX || (to_right && !causal) ||
-        (r.alibi_slopes && late && !causal) || !plain_scores(r) || a->k_scale || a->v_scale ||
-        !in_32_bits(a->block_table))
+    const bool to_right = a->flags & GK_PAGED_WINDOW_RIGHT && r.window_right >= 0,
+               causal = prefill_is_causal(a);
+    if (a->k_cache.dtype != a->q.dtype || a->q.shape[2] != Tile::HEAD_DIM ||
+        a->v_cache.shape[3] != Tile::HEAD_DIM || modified != (row->key[2] != 0) ||
+        a->k_cache.shape[1] % 8 != 0 || a->k_cache.shape[0] >= INT32_MAX ||
+        a->k_cache.shape[2] == 0 || a->q.shape[0] * a->q.shape[1] > INT32_MAX ||
+        (to_right && !causal) || (r.alibi_slopes && late && !causal) || !plain_scores(r) ||
+        a->k_scale || a->v_scale || !in_32_bits(a->block_table))
         return false;
     const gk_flash_attn_args flash = as_flash(a);
     if (!tensor_map_fits(attn_shape(flash.q)) || !tensor_map_fits(attn_shape(flash.out)) ||
@@ -99,15 +120,26 @@ template <class Tile> bool plan(const gk_cuda_instance *row, const gk_context *c
     return true;
 }
 
-/* The merge of splits: a row of theirs is a token and a head, packed or not. Then the tokens of no sequence. */
+/* The merge of splits: a row of theirs is a token and a head, packed or not. Then the tokens of no
+ * sequence. */
 template <class T> gk_status finish(const char *op, const gk_context *ctx, const FwdParams &f) {
     const Problem &p = f.problem;
     if (f.splits > 1 && f.split_rows > 0) {
         SplitCombine c = {};
-        c.out_splits = f.out_splits, c.lse_splits = f.lse_splits, c.splits = f.splits, c.rows = f.split_rows;
-        c.head_dim_v = p.head_dim_v, c.out = (void *)p.out.data, c.lse = (float *)p.lse.data;
-        c.sinks = p.rules.sinks, c.sinks_dtype = p.rules.sinks_dtype, c.sink_z = p.rules.sink_head;
-        c.size_y = (int)(f.split_rows / p.heads_q), c.size_z = p.heads_q, c.out_y = p.out.row, c.out_z = p.out.head;
+        c.out_splits = f.out_splits;
+        c.lse_splits = f.lse_splits;
+        c.splits = f.splits;
+        c.rows = f.split_rows;
+        c.head_dim_v = p.head_dim_v;
+        c.out = (void *)p.out.data;
+        c.lse = (float *)p.lse.data;
+        c.sinks = p.rules.sinks;
+        c.sinks_dtype = p.rules.sinks_dtype;
+        c.sink_z = p.rules.sink_head;
+        c.size_y = (int)(f.split_rows / p.heads_q);
+        c.size_z = p.heads_q;
+        c.out_y = p.out.row;
+        c.out_z = p.out.head;
         const gk_status status = split_combine(op, ctx, element<T>::dtype, c);
         if (status != GK_OK) return status;
     }
@@ -126,10 +158,12 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     gk_status status = make_tensor_map(op, attn_shape(flash.q), q_box<Tile>(x.f), &x.f.q);
     if (status == GK_OK) status = make_tensor_map(op, pages_shape(a->k_cache), pages, &x.f.k);
     if (status == GK_OK) status = make_tensor_map(op, pages_shape(a->v_cache), pages, &x.f.v);
-    if (status == GK_OK) status = make_tensor_map(op, attn_shape(flash.out), wgmma_box(2, 16), &x.f.out);
+    if (status == GK_OK)
+        status = make_tensor_map(op, attn_shape(flash.out), wgmma_box(2, 16), &x.f.out);
     if (status != GK_OK) return status;
-    status = launch<paged_prefill_sm90a_kernel<T, Tile, MODIFIED>>(op, ctx, dim3((unsigned)x.f.schedule.blocks),
-                                                                   Smem<Tile>::THREADS, Smem<Tile>::BYTES, x, true);
+    status = launch<paged_prefill_sm90a_kernel<T, Tile, MODIFIED>>(
+        op, ctx, dim3((unsigned)x.f.schedule.blocks), Smem<Tile>::THREADS, Smem<Tile>::BYTES, x,
+        true);
     return status == GK_OK ? finish<T>(op, ctx, x.f.fwd) : status;
 }
 
@@ -141,12 +175,14 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
      run<T, PagedTile<TILE>, MODIFIED>,             \
      {TILE::HEAD_DIM, Smem<TILE>::BYTES, MODIFIED}, \
      NULL}
-#define ROWS(LABEL, DTYPE, T, TILE) ROW(LABEL, DTYPE, T, TILE, false), ROW(LABEL "_score", DTYPE, T, TILE, true)
+#define ROWS(LABEL, DTYPE, T, TILE) \
+    ROW(LABEL, DTYPE, T, TILE, false), ROW(LABEL "_score", DTYPE, T, TILE, true)
 
-const gk_cuda_instance instances[] = {
-    ROWS("bf16_d64", GK_BF16, __nv_bfloat16, FwdHopper64Short), ROWS("f16_d64", GK_F16, __half, FwdHopper64Short),
-    ROWS("bf16_d128", GK_BF16, __nv_bfloat16, FwdHopper128), ROWS("f16_d128", GK_F16, __half, FwdHopper128),
-    ROWS("bf16_d256", GK_BF16, __nv_bfloat16, FwdHopper256)};
+const gk_cuda_instance instances[] = {ROWS("bf16_d64", GK_BF16, __nv_bfloat16, FwdHopper64Short),
+                                      ROWS("f16_d64", GK_F16, __half, FwdHopper64Short),
+                                      ROWS("bf16_d128", GK_BF16, __nv_bfloat16, FwdHopper128),
+                                      ROWS("f16_d128", GK_F16, __half, FwdHopper128),
+                                      ROWS("bf16_d256", GK_BF16, __nv_bfloat16, FwdHopper256)};
 #undef ROWS
 #undef ROW
 
@@ -165,5 +201,5 @@ bool plan_many(const gk_context *ctx, const void *args, gk_plan *to) {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_paged_prefill_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
-                                                               plan_many};
+extern "C" const gk_cuda_table gk_paged_prefill_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, plan_many};

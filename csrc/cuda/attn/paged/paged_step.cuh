@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_step.cuh: what a warp of paged_attn_sm90a does with one step of keys (paged_pages.cuh), and the rows that it does it for.
+/* paged_step.cuh: what a warp of paged_attn_sm90a does with one step of keys (paged_pages.cuh), and
+ * the rows that it does it for.
  *
- * The maximum is lazy: a lane looks at its own keys, and only where a row grows by more than 2^8 do lanes exchange and O is
- * rescaled. Codes are multiplied as float16, which holds them all; q is scaled by a power of two a row. */
+ * The maximum is lazy: a lane looks at its own keys, and only where a row grows by more than 2^8 do
+ * lanes exchange and O is rescaled. Codes are multiplied as float16, which holds them all; q is
+ * scaled by a power of two a row. */
 #ifndef GPUKERN_CUDA_PAGED_STEP_CUH
 #define GPUKERN_CUDA_PAGED_STEP_CUH
 
@@ -11,7 +13,7 @@
 
 namespace {
 
-/* ---- 1. rows ------------------------------------------------------------------------------------ */
+/* ---- 1. rows --------------------------------------------------------------------------------- */
 /* A lane's rows of a share: columns n 8 + 2 (lane % 4) + e of S^T. */
 template <class Pages, int N> struct RowsOf {
     static constexpr int STEPS = Pages::STEPS;
@@ -23,10 +25,12 @@ template <class Pages, int N> struct RowsOf {
     int index[N][2]; /* the token */
     float v_base;
 
-    template <class T> __device__ __forceinline__ void begin(const StreamParams &a, const TileShare &x) {
+    template <class T>
+    __device__ __forceinline__ void begin(const StreamParams &a, const TileShare &x) {
         const Paged &p = a.c.p;
         const int lane = threadIdx.x % 32;
-        const float scale = (float)p.rules.scale * paged_scale<float>(p.k_scale, p.k_scale_step, x.head_kv);
+        const float scale =
+            (float)p.rules.scale * paged_scale<float>(p.k_scale, p.k_scale_step, x.head_kv);
         v_base = Pages::CODES && a.by_page ? 0 : 1;
 #pragma unroll
         for (int n = 0; n < N; ++n) {
@@ -37,18 +41,24 @@ template <class Pages, int N> struct RowsOf {
             for (int i = 0; i < STEPS; ++i)
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
-                    q[i][n][half] = row <= x.last_row ? *(const uint32_t *)(q_g + Pages::q_col(i, half, lane)) : 0;
+                    q[i][n][half] = row <= x.last_row
+                                        ? *(const uint32_t *)(q_g + Pages::q_col(i, half, lane))
+                                        : 0;
             float row_factor = 1;
             if (Pages::CODES) row_factor = to_halves<T>(n);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const int col = lane % 4 * 2 + e, its = x.row0 + n * 8 + col, its_token = its / p.group;
+                const int col = lane % 4 * 2 + e, its = x.row0 + n * 8 + col,
+                          its_token = its / p.group;
                 factor[n][e] = scale;
                 if (Pages::CODES) factor[n][e] *= __shfl_sync(0xffffffffu, row_factor, col * 4);
-                index[n][e] = its_token, slope[n][e] = 0;
+                index[n][e] = its_token;
+                slope[n][e] = 0;
                 if (its <= x.last_row)
-                    slope[n][e] = slope_of<float>(p.rules, x.b, x.head_kv * p.group + its - its_token * p.group);
-                peak[n][e] = -INFINITY, sum[n][e] = 0;
+                    slope[n][e] = slope_of<float>(p.rules, x.b,
+                                                  x.head_kv * p.group + its - its_token * p.group);
+                peak[n][e] = -INFINITY;
+                sum[n][e] = 0;
             }
 #pragma unroll
             for (int i = 0; i < STEPS; ++i)
@@ -57,7 +67,8 @@ template <class Pages, int N> struct RowsOf {
         }
     }
 
-    /* Row n 8 + lane / 4 of q becomes float16, its largest element in [1, 2); returns what it was divided by. */
+    /* Row n 8 + lane / 4 of q becomes float16, its largest element in [1, 2); returns what it was
+     * divided by. */
     template <class T> __device__ __forceinline__ float to_halves(int n) {
         float most = 0;
 #pragma unroll
@@ -81,15 +92,20 @@ template <class Pages, int N> struct RowsOf {
 
     __device__ __forceinline__ void scale_o(int n, int e, float by) {
 #pragma unroll
-        for (int i = 0; i < STEPS; ++i) o[i][n][e] *= by, o[i][n][e + 2] *= by;
+        for (int i = 0; i < STEPS; ++i) {
+            o[i][n][e] *= by;
+            o[i][n][e + 2] *= by;
+        }
     }
 };
 
-/* ---- 2. a step ------------------------------------------------------------------------------------ */
-constexpr int CHAIN = 4; /* products that the tensor core adds, cutting off; longer sums are rounded */
+/* ---- 2. a step ------------------------------------------------------------------------------- */
+constexpr int CHAIN =
+    4; /* products that the tensor core adds, cutting off; longer sums are rounded */
 
 template <class Pages, int N>
-__device__ __forceinline__ void multiply_k(const RowsOf<Pages, N> &r, float (&x)[N][4], smem_addr k_s, int half) {
+__device__ __forceinline__ void multiply_k(const RowsOf<Pages, N> &r, float (&x)[N][4],
+                                           smem_addr k_s, int half) {
 #pragma unroll
     for (int k = 0; k < Pages::STEPS; k += CHAIN) {
         float y[N][4] = {};
@@ -110,7 +126,8 @@ __device__ __forceinline__ void multiply_k(const RowsOf<Pages, N> &r, float (&x)
 }
 
 /* Rows of V that no row sees become zeros, so that what lies there, NaN perhaps, does not count. */
-template <class Pages> __device__ __forceinline__ void clear_unseen(smem_addr v_s, int key, int lo, int hi) {
+template <class Pages>
+__device__ __forceinline__ void clear_unseen(smem_addr v_s, int key, int lo, int hi) {
     constexpr int chunks = Pages::COLS * (Pages::CODES ? 1 : 2) / 16;
     for (int i = threadIdx.x % 32; i < Pages::tile_bytes / 16; i += 32) {
         const int j = key + i / chunks % Pages::KEYS;
@@ -122,8 +139,9 @@ template <class Pages> __device__ __forceinline__ void clear_unseen(smem_addr v_
 
 /* Products of a step become scores to base 2, -inf where the row does not see the key. */
 template <class Pages, int N>
-__device__ __forceinline__ void score(const StreamParams &a, const TileShare &share, const RowsOf<Pages, N> &r,
-                                      float (&x)[N][4], int key, bool inner, bool there, float k_scale) {
+__device__ __forceinline__ void score(const StreamParams &a, const TileShare &share,
+                                      const RowsOf<Pages, N> &r, float (&x)[N][4], int key,
+                                      bool inner, bool there, float k_scale) {
     const Paged &p = a.c.p;
     const int j0 = key + threadIdx.x % 32 / 4;
     if (Pages::CODES && a.by_page) {
@@ -138,9 +156,11 @@ __device__ __forceinline__ void score(const StreamParams &a, const TileShare &sh
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int j = j0 + e / 2 * 8;
-                const Score of = {r.factor[n][e % 2], (float)p.rules.softcap, r.slope[n][e % 2], share.s.diagonal};
+                const Score of = {r.factor[n][e % 2], (float)p.rules.softcap, r.slope[n][e % 2],
+                                  share.s.diagonal};
                 float derivative;
-                x[n][e] = score_fast(of, x[n][e], (float)(r.index[n][e % 2] + share.s.diagonal - j), &derivative);
+                x[n][e] = score_fast(of, x[n][e], (float)(r.index[n][e % 2] + share.s.diagonal - j),
+                                     &derivative);
                 x[n][e] *= LOG2_E;
             }
     } else {
@@ -160,7 +180,8 @@ __device__ __forceinline__ void score(const StreamParams &a, const TileShare &sh
 }
 
 template <class Pages, int N, int HALVES>
-__device__ __forceinline__ void weigh(RowsOf<Pages, N> &r, float (&x)[HALVES][N][4], uint32_t (&weights)[HALVES][N][2],
+__device__ __forceinline__ void weigh(RowsOf<Pages, N> &r, float (&x)[HALVES][N][4],
+                                      uint32_t (&weights)[HALVES][N][2],
                                       const float (&v_scale)[HALVES]) {
     bool grown = false;
 #pragma unroll
@@ -176,10 +197,13 @@ __device__ __forceinline__ void weigh(RowsOf<Pages, N> &r, float (&x)[HALVES][N]
             for (int e = 0; e < 2; ++e) {
                 float highest = r.peak[n][e];
 #pragma unroll
-                for (int h = 0; h < HALVES; ++h) highest = fmaxf(highest, fmaxf(x[h][n][e], x[h][n][e + 2]));
+                for (int h = 0; h < HALVES; ++h)
+                    highest = fmaxf(highest, fmaxf(x[h][n][e], x[h][n][e + 2]));
                 highest = octet_max(highest);
-                const float shrink = ex2_approx_ftz(r.peak[n][e] - (highest == -INFINITY ? 0.f : highest));
-                r.peak[n][e] = highest, r.sum[n][e] *= shrink;
+                const float shrink =
+                    ex2_approx_ftz(r.peak[n][e] - (highest == -INFINITY ? 0.f : highest));
+                r.peak[n][e] = highest;
+                r.sum[n][e] *= shrink;
                 r.scale_o(n, e, shrink);
             }
     }
@@ -191,7 +215,10 @@ __device__ __forceinline__ void weigh(RowsOf<Pages, N> &r, float (&x)[HALVES][N]
         if (v_scale[h] > r.v_base) { /* of a page; the same in all lanes */
             const float shrink = r.v_base / v_scale[h];
 #pragma unroll
-            for (int n = 0; n < N; ++n) r.scale_o(n, 0, shrink), r.scale_o(n, 1, shrink);
+            for (int n = 0; n < N; ++n) {
+                r.scale_o(n, 0, shrink);
+                r.scale_o(n, 1, shrink);
+            }
 #pragma unroll
             for (int before = 0; before < h; ++before) factor[before] *= shrink;
             r.v_base = v_scale[h];
@@ -205,23 +232,29 @@ __device__ __forceinline__ void weigh(RowsOf<Pages, N> &r, float (&x)[HALVES][N]
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const float base = r.peak[n][e] == -INFINITY ? 0.f : r.peak[n][e];
-                x[h][n][e] = ex2_approx_ftz(x[h][n][e] - base), x[h][n][e + 2] = ex2_approx_ftz(x[h][n][e + 2] - base);
+                x[h][n][e] = ex2_approx_ftz(x[h][n][e] - base);
+                x[h][n][e + 2] = ex2_approx_ftz(x[h][n][e + 2] - base);
                 r.sum[n][e] += x[h][n][e] + x[h][n][e + 2];
-                if (Pages::CODES) x[h][n][e] *= factor[h], x[h][n][e + 2] *= factor[h];
+                if (Pages::CODES) {
+                    x[h][n][e] *= factor[h];
+                    x[h][n][e + 2] *= factor[h];
+                }
             }
             acc_to_b<typename Pages::T>(weights[h][n], x[h][n]);
         }
 }
 
 template <class Pages, int N>
-__device__ __forceinline__ void attend_step(const StreamParams &a, const TileShare &share, RowsOf<Pages, N> &r,
-                                            smem_addr stage_s, smem_addr scales_s, int key, unsigned here) {
+__device__ __forceinline__ void attend_step(const StreamParams &a, const TileShare &share,
+                                            RowsOf<Pages, N> &r, smem_addr stage_s,
+                                            smem_addr scales_s, int key, unsigned here) {
     constexpr int HALVES = Pages::KEYS / 16;
     const int lane = threadIdx.x % 32;
     const unsigned all = (1u << a.boxes) - 1;
     const bool inner = key >= share.inner_lo && key + Pages::KEYS <= share.inner_hi && here == all;
     if (!inner) clear_unseen<Pages>(stage_s + Pages::tile_bytes, key, share.lo, share.hi);
-    const smem_addr k_s = Pages::k_base(stage_s, lane), v_s = Pages::v_base(stage_s + Pages::tile_bytes, lane);
+    const smem_addr k_s = Pages::k_base(stage_s, lane),
+                    v_s = Pages::v_base(stage_s + Pages::tile_bytes, lane);
     float x[HALVES][N][4], v_scale[HALVES];
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
@@ -246,7 +279,8 @@ __device__ __forceinline__ void attend_step(const StreamParams &a, const TileSha
 #pragma unroll
             for (int j = 0; j < 2; ++j)
 #pragma unroll
-                for (int n = 0; n < N; ++n) mma_add<typename Pages::T>(r.o[i + j][n], b[j], weights[h][n]);
+                for (int n = 0; n < N; ++n)
+                    mma_add<typename Pages::T>(r.o[i + j][n], b[j], weights[h][n]);
         }
 }
 

@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_stream.cuh: what a warp of paged_attn_sm90a loads, and in which order.
  *
- * A share is what a warp does of one tile (paged_plan.cuh). A source gives a block's shares one after the other: of the flat
- * list of chunks, or the one share of a block in a cluster. Each warp asks its sources by itself, one for what it multiplies
- * and one, some steps ahead, for what it loads: so the ring of a warp runs on from one sequence into the next.
+ * A share is what a warp does of one tile (paged_plan.cuh). A source gives a block's shares one
+ * after the other: of the flat list of chunks, or the one share of a block in a cluster. Each warp
+ * asks its sources by itself, one for what it multiplies and one, some steps ahead, for what it
+ * loads: so the ring of a warp runs on from one sequence into the next.
  *
  *   ring of a warp   stages x (K KEYS rows, V KEYS rows), a full barrier each; lane 0 issues, no barrier of the block
  *   page numbers     32 boxes by one load, a lane each; the next 32 are on the way meanwhile. A box is what of a step lies in
- *                    one page. Without a page: a box outside the tensor, which TMA fills with zeros */
+ *                    one page. Without a page: a box outside the tensor, which TMA fills with
+ *                    zeros */
 #ifndef GPUKERN_CUDA_PAGED_STREAM_CUH
 #define GPUKERN_CUDA_PAGED_STREAM_CUH
 
@@ -24,24 +26,29 @@ namespace {
 struct StreamParams {
     Call c; /* shared: NULL; */
     unsigned *
-        arrived; /* workspace, [blocks][LIST_WARPS]: splits that are stored of the tile that this block began, by head; */
+        /* workspace, [blocks][LIST_WARPS]: splits that are stored of the tile that this block
+         * began, by head; */
+        arrived;
     CUtensorMap k, v;
     CodeScale k_scale, v_scale; /* of codes, by page; */
     bool by_page;               /* one of them is there */
-    int ranks;                  /* blocks of a cluster, that share a tile; 1: a tile is a block's; 0: the flat list */
-    int warps, stages, boxes;   /* boxes of a step: pages that it lies in */
-    bool asks;                  /* clusters and the list are both launched: by_clusters tells whose call it is */
+    int ranks; /* blocks of a cluster, that share a tile; 1: a tile is a block's; 0: the flat list
+                */
+    int warps, stages, boxes; /* boxes of a step: pages that it lies in */
+    bool asks; /* clusters and the list are both launched: by_clusters tells whose call it is */
     float ns_per_key, ns_per_total;
 };
 
-/* ---- 1. shared memory ------------------------------------------------------------------------------------ */
-/* Bytes from the start; ring [warps][stages][2 tiles]. O of a cluster's warps lies where their rings were. */
+/* ---- 1. shared memory ------------------------------------------------------------------------ */
+/* Bytes from the start; ring [warps][stages][2 tiles]. O of a cluster's warps lies where their
+ * rings were. */
 struct SmemMap {
     int o, stats, barriers, scales, inbox_barrier, inbox, chunks, total;
 };
 constexpr int LIST_WARPS = 8;
 
-constexpr GK_HD SmemMap smem_map(int tile_bytes, int head_dim, int lanes, int warps, int stages, bool cluster) {
+constexpr GK_HD SmemMap smem_map(int tile_bytes, int head_dim, int lanes, int warps, int stages,
+                                 bool cluster) {
     SmemMap m = {};
     const int ring = warps * stages * 2 * tile_bytes, o = warps * 8 * (head_dim + 4) * 4;
     m.o = cluster ? 0 : ring;
@@ -63,12 +70,15 @@ struct Share {
 };
 
 __device__ __forceinline__ void see_keys(TileShare &x, const Paged &p) {
-    x.lo = x.s.lo(x.row0 / p.group), x.hi = x.s.hi(x.last_row / p.group);
-    x.inner_lo = x.s.lo(x.last_row / p.group), x.inner_hi = x.s.hi(x.row0 / p.group);
+    x.lo = x.s.lo(x.row0 / p.group);
+    x.hi = x.s.hi(x.last_row / p.group);
+    x.inner_lo = x.s.lo(x.last_row / p.group);
+    x.inner_hi = x.s.hi(x.row0 / p.group);
 }
 
 /* The first step that reaches a key, and one past the last. */
-template <int STEP_KEYS> __device__ __forceinline__ void see_steps(TileShare &x, int stride, int most) {
+template <int STEP_KEYS>
+__device__ __forceinline__ void see_steps(TileShare &x, int stride, int most) {
     x.step0 = x.first_key + STEP_KEYS <= x.lo ? (x.lo - x.first_key - STEP_KEYS) / stride + 1 : 0;
     x.steps = min(most, x.hi > x.first_key ? (x.hi - x.first_key - 1) / stride + 1 : 0);
 }
@@ -78,8 +88,13 @@ template <int STEP_KEYS> struct Source {
     int64_t first; /* its sequence's first chunk */
 
     __device__ __forceinline__ void begin(const StreamParams &a, const Chunks<LIST_WARPS> &plan) {
-        b = 0, tile = -1, first = 0;
-        if (a.ranks == 0) b = plan.found, first = plan.found_at;
+        b = 0;
+        tile = -1;
+        first = 0;
+        if (a.ranks == 0) {
+            b = plan.found;
+            first = plan.found_at;
+        }
     }
 
     /* The block's one share. */
@@ -89,44 +104,58 @@ template <int STEP_KEYS> struct Source {
         tile = 0;
         const int tile_of_cluster = blockIdx.x / a.ranks, warp = threadIdx.x / 32;
         TileShare &x = share.x;
-        x.b = tile_of_cluster / p.heads_kv, x.head_kv = x.head_set = tile_of_cluster - x.b * p.heads_kv;
+        x.b = tile_of_cluster / p.heads_kv;
+        x.head_kv = x.head_set = tile_of_cluster - x.b * p.heads_kv;
         x.s = paged_sequence(p, x.b);
-        x.row0 = 0, x.last_row = x.s.rows * p.group - 1;
-        x.leading = false, x.whole = true;
+        x.row0 = 0;
+        x.last_row = x.s.rows * p.group - 1;
+        x.leading = false;
+        x.whole = true;
         see_keys(x, p);
-        if (x.s.rows == 0) x.lo = x.hi = 0; /* without a query no key is seen, and no page is read */
+        /* without a query no key is seen, and no page is read */
+        if (x.s.rows == 0) x.lo = x.hi = 0;
         share.stride = a.ranks * a.warps * STEP_KEYS;
-        x.first_key = x.lo / STEP_KEYS * STEP_KEYS + (cluster_ctarank() * a.warps + warp) * STEP_KEYS;
+        x.first_key =
+            x.lo / STEP_KEYS * STEP_KEYS + (cluster_ctarank() * a.warps + warp) * STEP_KEYS;
         see_steps<STEP_KEYS>(x, share.stride, INT32_MAX);
         return true;
     }
 
     /* The next tile that the block has chunks of, or that has none and is the block's to write. */
-    __device__ __forceinline__ bool of_list(const StreamParams &a, const Chunks<LIST_WARPS> &plan, Share &share) {
+    __device__ __forceinline__ bool of_list(const StreamParams &a, const Chunks<LIST_WARPS> &plan,
+                                            Share &share) {
         const Call &c = a.c;
         const Paged &p = c.p;
         TileShare &x = share.x;
         for (; first < plan.end; ++b, tile = -1) {
             const PagedSequence s = paged_sequence(p, b);
             const Work w = work_of(c, s);
-            if (tile < 0) tile = w.cost ? (int)(max(plan.begin - first, (int64_t)0) / w.cost_of_tile) : 0;
+            if (tile < 0)
+                tile = w.cost ? (int)(max(plan.begin - first, (int64_t)0) / w.cost_of_tile) : 0;
             const int num_tiles = w.row_groups * c.head_sets;
             for (; tile < num_tiles; ++tile) {
                 const int64_t own = first + tile * w.cost_of_tile + TILE_COST;
-                const bool empty = w.chunks == 0 && own - TILE_COST >= plan.begin && own - TILE_COST < plan.end;
+                const bool empty =
+                    w.chunks == 0 && own - TILE_COST >= plan.begin && own - TILE_COST < plan.end;
                 if (own >= plan.end && !empty) return false; /* later tiles are further on */
                 const int chunk0 = (int)max(plan.begin - own, (int64_t)0),
                           chunk1 = (int)min(plan.end - own, (int64_t)w.chunks);
                 if (chunk0 >= chunk1 && !empty) continue;
                 const int row_group = tile / c.head_sets, warp = threadIdx.x / 32;
-                x.s = s, x.b = b;
+                x.s = s;
+                x.b = b;
                 x.head_set = tile - row_group * c.head_sets;
-                x.row0 = row_group * c.lanes, x.last_row = min(x.row0 + c.lanes, w.rows) - 1;
-                x.leading = !empty && own < plan.begin, x.whole = empty || (!x.leading && own + w.chunks <= plan.end);
+                x.row0 = row_group * c.lanes;
+                x.last_row = min(x.row0 + c.lanes, w.rows) - 1;
+                x.leading = !empty && own < plan.begin;
+                x.whole = empty || (!x.leading && own + w.chunks <= plan.end);
                 x.head_kv = x.head_set * c.block_heads + warp % c.block_heads;
                 see_keys(x, p);
-                share.stride = c.chunk_keys, share.own = own, share.chunks = w.chunks;
-                x.first_key = (w.first_chunk + chunk0) * c.chunk_keys + warp / c.block_heads * STEP_KEYS;
+                share.stride = c.chunk_keys;
+                share.own = own;
+                share.chunks = w.chunks;
+                x.first_key =
+                    (w.first_chunk + chunk0) * c.chunk_keys + warp / c.block_heads * STEP_KEYS;
                 see_steps<STEP_KEYS>(x, share.stride, chunk1 - chunk0);
                 ++tile;
                 return true;
@@ -136,7 +165,8 @@ template <int STEP_KEYS> struct Source {
         return false;
     }
 
-    __device__ __forceinline__ bool next(const StreamParams &a, const Chunks<LIST_WARPS> &plan, Share &share) {
+    __device__ __forceinline__ bool next(const StreamParams &a, const Chunks<LIST_WARPS> &plan,
+                                         Share &share) {
         return a.ranks > 0 ? of_cluster(a, share) : of_list(a, plan, share);
     }
 };
@@ -146,30 +176,38 @@ template <class Pages> struct Loader {
     static constexpr int stage_bytes = 2 * Pages::tile_bytes;
     Source<Pages::KEYS> source;
     int b, head_kv, first_key, stride, step, steps, lo, hi; /* of the share that is loaded */
-    int base;                                               /* step of the first box that lanes hold */
-    int page, row, next_page, next_row;                     /* this lane's box, and the one 32 boxes on */
+    int base;                           /* step of the first box that lanes hold */
+    int page, row, next_page, next_row; /* this lane's box, and the one 32 boxes on */
     float k_scale, v_scale, next_k, next_v;
     int stage, on_the_way;
-    unsigned here; /* two bits a stage: the box has a page, or lies outside of the keys that are seen */
+    /* two bits a stage: the box has a page, or lies outside of the keys that are seen */
+    unsigned here;
     smem_addr ring_s, barriers_s, scales_s;
     uint64_t policy; /* pages are read once */
 
-    __device__ __forceinline__ void begin(const StreamParams &a, const Chunks<LIST_WARPS> &plan, smem_addr ring_,
-                                          smem_addr barriers_, smem_addr scales_) {
+    __device__ __forceinline__ void begin(const StreamParams &a, const Chunks<LIST_WARPS> &plan,
+                                          smem_addr ring_, smem_addr barriers_, smem_addr scales_) {
         source.begin(a, plan);
-        ring_s = ring_, barriers_s = barriers_, scales_s = scales_;
+        ring_s = ring_;
+        barriers_s = barriers_;
+        scales_s = scales_;
         policy = l2_first_out();
-        step = steps = base = 0, stage = on_the_way = 0, here = 0;
+        step = steps = base = 0;
+        stage = on_the_way = 0;
+        here = 0;
     }
 
     /* The box of this lane among those from step `from` on. */
-    __device__ __forceinline__ void look_up(const StreamParams &a, int from, int &page_, int &row_, float &k_,
-                                            float &v_) {
+    __device__ __forceinline__ void look_up(const StreamParams &a, int from, int &page_, int &row_,
+                                            float &k_, float &v_) {
         const Paged &p = a.c.p;
         const int lane = threadIdx.x % 32, box_keys = Pages::KEYS / a.boxes;
-        const int at = from + lane / a.boxes, key = first_key + at * stride + lane % a.boxes * box_keys;
+        const int at = from + lane / a.boxes,
+                  key = first_key + at * stride + lane % a.boxes * box_keys;
         const int entry = key / p.block_size;
-        row_ = key - entry * p.block_size, page_ = p.num_blocks, k_ = v_ = 1;
+        row_ = key - entry * p.block_size;
+        page_ = p.num_blocks;
+        k_ = v_ = 1;
         if (at >= steps || key >= hi || key + box_keys <= lo) return;
         page_ = p.table[b * p.table_row + entry * p.table_entry];
         if ((unsigned)page_ >= (unsigned)p.num_blocks) {
@@ -188,19 +226,29 @@ template <class Pages> struct Loader {
                 Share share;
                 if (!source.next(a, plan, share)) return;
                 const TileShare &x = share.x;
-                b = x.b, head_kv = x.head_kv, first_key = x.first_key, stride = share.stride;
-                step = base = x.step0, steps = x.steps, lo = x.lo, hi = x.hi;
+                b = x.b;
+                head_kv = x.head_kv;
+                first_key = x.first_key;
+                stride = share.stride;
+                step = base = x.step0;
+                steps = x.steps;
+                lo = x.lo;
+                hi = x.hi;
                 if (step >= steps) continue;
                 look_up(a, base, page, row, k_scale, v_scale);
                 look_up(a, base + 32 / a.boxes, next_page, next_row, next_k, next_v);
             }
             if (step - base >= 32 / a.boxes) {
                 base += 32 / a.boxes;
-                page = next_page, row = next_row, k_scale = next_k, v_scale = next_v;
+                page = next_page;
+                row = next_row;
+                k_scale = next_k;
+                v_scale = next_v;
                 look_up(a, base + 32 / a.boxes, next_page, next_row, next_k, next_v);
             }
             issue(a);
-            ++step, ++on_the_way;
+            ++step;
+            ++on_the_way;
             stage = stage + 1 == a.stages ? 0 : stage + 1;
         }
     }
@@ -213,7 +261,8 @@ template <class Pages> struct Loader {
         unsigned there = 0;
         for (int i = 0; i < a.boxes; ++i) {
             const int from = (step - base) * a.boxes + i;
-            const int its_page = __shfl_sync(0xffffffffu, page, from), its_row = __shfl_sync(0xffffffffu, row, from);
+            const int its_page = __shfl_sync(0xffffffffu, page, from),
+                      its_row = __shfl_sync(0xffffffffu, row, from);
             there |= (unsigned)(its_page >= 0) << i;
             if (leads) {
                 const tma_at at = {{0, its_row, 0, head_kv, its_page}};
@@ -231,15 +280,18 @@ template <class Pages> struct Loader {
 };
 
 /* ---- 4. whose call it is ------------------------------------------------------------ */
-/* Clusters share out each sequence by itself, the list all of them together. The same answer in every warp of both launches. */
+/* Clusters share out each sequence by itself, the list all of them together. The same answer in
+ * every warp of both launches. */
 __device__ __forceinline__ bool by_clusters(const StreamParams &a) {
     int longest = 0, total = 0;
     for (int b = threadIdx.x % 32; b < a.c.p.batch; b += 32) {
         const PagedSequence s = paged_sequence(a.c.p, b);
         const int keys = s.rows ? max(s.hi(s.rows - 1) - s.lo(0), 0) : 0;
-        longest = max(longest, keys), total += min(keys, (1 << 30) / a.c.p.batch);
+        longest = max(longest, keys);
+        total += min(keys, (1 << 30) / a.c.p.batch);
     }
-    longest = __reduce_max_sync(0xffffffffu, longest), total = __reduce_add_sync(0xffffffffu, total);
+    longest = __reduce_max_sync(0xffffffffu, longest);
+    total = __reduce_add_sync(0xffffffffu, total);
     return longest * a.ns_per_key <= total * a.ns_per_total + paged_hopper::list_costs_ns;
 }
 

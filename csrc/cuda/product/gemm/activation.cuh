@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* activation.cuh: the activations of gemm and their derivatives, in float or double (gk_activation in gpukern.h).
- * Hendrycks and Gimpel 2016, arXiv:1606.08415 (GELU and SiLU). */
+/* activation.cuh: the activations of gemm and their derivatives, in float or double (gk_activation
+ * in gpukern.h). Hendrycks and Gimpel 2016, arXiv:1606.08415 (GELU and SiLU). */
 #ifndef GPUKERN_CUDA_ACTIVATION_CUH
 #define GPUKERN_CUDA_ACTIVATION_CUH
 
@@ -17,7 +17,8 @@ __device__ __forceinline__ float act_silu(float x) { return __fdividef(x, 1.f + 
 __device__ __forceinline__ double act_silu(double x) { return x / (1 + exp(-x)); }
 
 template <class W> __device__ __forceinline__ W activate(gk_activation activation, W x) {
-    const W sqrt_half = W(0.70710678118654752440), sqrt_2_over_pi = W(0.79788456080286535588), cubic = W(0.044715);
+    const W sqrt_half = W(0.70710678118654752440), sqrt_2_over_pi = W(0.79788456080286535588),
+            cubic = W(0.044715);
     switch (activation) {
     case GK_ACT_NONE: break;
     case GK_ACT_RELU: return x <= 0 ? W(0) : x; /* a NaN stays one */
@@ -28,9 +29,10 @@ template <class W> __device__ __forceinline__ W activate(gk_activation activatio
     return x;
 }
 
-/* Two at a time by one body, past which the values move: the exact curves of eight are longer than the rest of an epilogue, and
- * most of what the compiler takes for it. */
-template <int N, class W> __device__ __forceinline__ void activate_in_place(gk_activation activation, W *v) {
+/* Two at a time by one body, past which the values move: the exact curves of eight are longer than
+ * the rest of an epilogue, and most of what the compiler takes for it. */
+template <int N, class W>
+__device__ __forceinline__ void activate_in_place(gk_activation activation, W *v) {
     constexpr int EACH = N % 2 == 0 ? 2 : 1;
 #pragma unroll 1
     for (int n = 0; n < N; n += EACH) {
@@ -44,25 +46,30 @@ template <int N, class W> __device__ __forceinline__ void activate_in_place(gk_a
     }
 }
 
-/* ---- for results of 16 bits, two at a time: the special units give one exponential each and one inverse for both -------- */
-/* x / (1 + 2^u) and y / (1 + 2^w), u and w up to 63, where the product of both denominators still is finite. fminf: a NaN stays
- * in its own result. */
+/* ---- for results of 16 bits, two at a time: the special units give one exponential each and one
+ * inverse for both ---- */
+/* x / (1 + 2^u) and y / (1 + 2^w), u and w up to 63, where the product of both denominators still
+ * is finite. fminf: a NaN stays in its own result. */
 __device__ __forceinline__ void act_logistic_2(float &x, float &y, float u, float w) {
     const float a = 1.f + ex2_approx_ftz(fminf(u, 63.f)), b = 1.f + ex2_approx_ftz(fminf(w, 63.f));
     const float inverse = rcp_approx_ftz(a * b);
-    x *= inverse * b, y *= inverse * a;
+    x *= inverse * b;
+    y *= inverse * a;
 }
 
 /* Below -40 as at -40: -2e-16. */
 __device__ __forceinline__ void act_silu_2(float &x, float &y) {
-    x = max_nan(x, -40.f), y = max_nan(y, -40.f);
+    x = max_nan(x, -40.f);
+    y = max_nan(y, -40.f);
     act_logistic_2(x, y, x * -1.44269504088896340736f, y * -1.44269504088896340736f);
 }
 
 /* 1/2 (1 + tanh u) = 1 / (1 + e^-2u); below -7.25 as there: -7e-17. */
 __device__ __forceinline__ void act_gelu_tanh_2(float &x, float &y) {
-    constexpr float once = -1.44269504088896340736f * 2 * 0.79788456080286535588f, cubed = once * 0.044715f;
-    x = max_nan(x, -7.25f), y = max_nan(y, -7.25f);
+    constexpr float once = -1.44269504088896340736f * 2 * 0.79788456080286535588f,
+                    cubed = once * 0.044715f;
+    x = max_nan(x, -7.25f);
+    y = max_nan(y, -7.25f);
     act_logistic_2(x, y, x * fmaf(x * x, cubed, once), y * fmaf(y * y, cubed, once));
 }
 
@@ -70,7 +77,9 @@ __device__ __forceinline__ void act_gelu_tanh_2(float &x, float &y) {
  * on it is 0. */
 __device__ __forceinline__ float act_gelu_tail(float x, float t) {
     float q = fmaf(t, 0.5f * 1.061405429f, 0.5f * -1.453152027f);
-    q = fmaf(t, q, 0.5f * 1.421413741f), q = fmaf(t, q, 0.5f * -0.284496736f), q = fmaf(t, q, 0.5f * 0.254829592f);
+    q = fmaf(t, q, 0.5f * 1.421413741f);
+    q = fmaf(t, q, 0.5f * -0.284496736f);
+    q = fmaf(t, q, 0.5f * 0.254829592f);
     return q * (t * x) * ex2_approx_ftz(x * (x * (-0.5f * 1.44269504088896340736f)));
 }
 
@@ -78,7 +87,8 @@ __device__ __forceinline__ void act_gelu_2(float &x, float &y) {
     constexpr float p = 0.3275911f * 0.70710678118654752440f;
     const float u = fminf(fabsf(x), 14.f), w = fminf(fabsf(y), 14.f);
     const float a = fmaf(u, p, 1.f), b = fmaf(w, p, 1.f), inverse = rcp_approx_ftz(a * b);
-    x = max_nan(x, 0.f) - act_gelu_tail(u, inverse * b), y = max_nan(y, 0.f) - act_gelu_tail(w, inverse * a);
+    x = max_nan(x, 0.f) - act_gelu_tail(u, inverse * b);
+    y = max_nan(y, 0.f) - act_gelu_tail(w, inverse * a);
 }
 
 /* One choice for all: between two of them the elements' latencies would add up. N: even. */
@@ -98,19 +108,22 @@ template <int N> __device__ __forceinline__ void activate_16(gk_activation activ
     }
 }
 
-/* saved is the value before the activation; for relu the output. One that overflowed has the slope of the curve's end, 0 or
- * 1, as all have from 1000 on; NaN stays. */
+/* saved is the value before the activation; for relu the output. One that overflowed has the slope
+ * of the curve's end, 0 or 1, as all have from 1000 on; NaN stays. */
 template <class W> __device__ __forceinline__ W act_derivative(gk_activation activation, W x) {
-    const W sqrt_half = W(0.70710678118654752440), sqrt_2_over_pi = W(0.79788456080286535588), cubic = W(0.044715);
+    const W sqrt_half = W(0.70710678118654752440), sqrt_2_over_pi = W(0.79788456080286535588),
+            cubic = W(0.044715);
     const W inv_sqrt_2pi = W(0.39894228040143267794);
     x = x > W(1000) ? W(1000) : x < W(-1000) ? W(-1000) : x;
     switch (activation) {
     case GK_ACT_NONE: break;
     case GK_ACT_RELU: return x <= 0 ? W(0) : W(1);
-    case GK_ACT_GELU: return W(0.5) * (1 + erf(x * sqrt_half)) + x * inv_sqrt_2pi * act_exp(W(-0.5) * x * x);
+    case GK_ACT_GELU:
+        return W(0.5) * (1 + erf(x * sqrt_half)) + x * inv_sqrt_2pi * act_exp(W(-0.5) * x * x);
     case GK_ACT_GELU_TANH: {
         const W t = tanh(sqrt_2_over_pi * (x + cubic * x * x * x));
-        return W(0.5) * (1 + t) + W(0.5) * x * (1 - t * t) * sqrt_2_over_pi * (1 + 3 * cubic * x * x);
+        return W(0.5) * (1 + t) +
+               W(0.5) * x * (1 - t * t) * sqrt_2_over_pi * (1 + 3 * cubic * x * x);
     }
     case GK_ACT_SILU: {
         const W s = act_sigmoid(x);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bias.cuh: the bias and c as the accumulators' lanes want them, and what the stores will ask of memory, asked early. */
+/* bias.cuh: the bias and c as the accumulators' lanes want them, and what the stores will ask of
+ * memory, asked early. */
 #ifndef GPUKERN_CUDA_GEMM_BIAS_CUH
 #define GPUKERN_CUDA_GEMM_BIAS_CUH
 
@@ -7,56 +8,64 @@
 #include "../../ptx/regs.cuh"
 #include "epilogue.cuh"
 
-/* The bias of a lane's columns from col0 on, two of every eight, all read before one is used; what lies past the last column
- * is not stored. ANY: one that cannot be read in pairs, too. */
+/* The bias of a lane's columns from col0 on, two of every eight, all read before one is used; what
+ * lies past the last column is not stored. ANY: one that cannot be read in pairs, too. */
 template <class R, bool ANY, int N>
-__device__ __forceinline__ void read_bias(const GemmProblem &p, int64_t col0, int lane, float (&bias)[N]) {
+__device__ __forceinline__ void read_bias(const GemmProblem &p, int64_t col0, int lane,
+                                          float (&bias)[N]) {
     const GemmEpilogue &e = p.epilogue;
     const int64_t col = col0 + lane % 4 * 2, last = p.n - 2;
     if (ANY && !e.bias_vectors) {
 #pragma unroll
         for (int i = 0; i < N; i += 2) {
             const int64_t first = min(col + i * 4, p.n - 1);
-            read_any<R, 2>(e.bias, e.bias_dtype, first * e.bias_col, e.bias_col, false, first < p.n - 1 ? 2 : 1,
-                           bias + i);
+            read_any<R, 2>(e.bias, e.bias_dtype, first * e.bias_col, e.bias_col, false,
+                           first < p.n - 1 ? 2 : 1, bias + i);
         }
     } else if (e.bias_dtype == GK_F32) {
 #pragma unroll
         for (int i = 0; i < N; i += 2) {
             const float2 two = *(const float2 *)((const float *)e.bias + min(col + i * 4, last));
-            bias[i] = two.x, bias[i + 1] = two.y;
+            bias[i] = two.x;
+            bias[i + 1] = two.y;
         }
     } else if constexpr (element<R>::bits == 16) {
         uint32_t two[N / 2];
 #pragma unroll
-        for (int i = 0; i < N / 2; ++i) two[i] = *(const uint32_t *)((const R *)e.bias + min(col + i * 8, last));
+        for (int i = 0; i < N / 2; ++i)
+            two[i] = *(const uint32_t *)((const R *)e.bias + min(col + i * 8, last));
 #pragma unroll
         for (int i = 0; i < N; ++i) bias[i] = to_acc(((const R *)&two[i / 2])[i % 2]);
     }
 }
 
-/* c beside N of a warp's accumulators, whose first row and column are row0 and col0; all read before one is used. c has c_vectors, and p.n
- * is a multiple of 8; what lies past the last row or column is not stored. */
+/* c beside N of a warp's accumulators, whose first row and column are row0 and col0; all read
+ * before one is used. c has c_vectors, and p.n is a multiple of 8; what lies past the last row or
+ * column is not stored. */
 template <class R, int N>
-__device__ __forceinline__ void read_c_pairs(const GemmProblem &p, int64_t c_batch, int64_t row0, int64_t col0,
-                                             int lane, float *x) {
+__device__ __forceinline__ void read_c_pairs(const GemmProblem &p, int64_t c_batch, int64_t row0,
+                                             int64_t col0, int lane, float *x) {
     const GemmEpilogue &e = p.epilogue;
-    const int64_t col = col0 + lane % 4 * 2, low = min(row0 + lane / 4, p.m - 1), high = min(low + 8, p.m - 1);
+    const int64_t col = col0 + lane % 4 * 2, low = min(row0 + lane / 4, p.m - 1),
+                  high = min(low + 8, p.m - 1);
     const int64_t at[2] = {c_batch + low * e.c_row + col, c_batch + high * e.c_row + col};
     const int left = (int)(p.n - col0);
     if (e.c_dtype == GK_F32) {
 #pragma unroll
         for (int i = 0; i < N; i += 2) {
             float2 two = {};
-            if (i / 4 * 8 < left) two = *(const float2 *)((const float *)e.c + at[i / 2 % 2] + i / 4 * 8);
-            x[i] = two.x, x[i + 1] = two.y;
+            if (i / 4 * 8 < left)
+                two = *(const float2 *)((const float *)e.c + at[i / 2 % 2] + i / 4 * 8);
+            x[i] = two.x;
+            x[i + 1] = two.y;
         }
     } else if constexpr (element<R>::bits == 16) {
         uint32_t two[N / 2];
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) {
             two[i] = 0;
-            if (i / 2 * 8 < left) two[i] = *(const uint32_t *)((const R *)e.c + at[i % 2] + i / 2 * 8);
+            if (i / 2 * 8 < left)
+                two[i] = *(const uint32_t *)((const R *)e.c + at[i % 2] + i / 2 * 8);
         }
 #pragma unroll
         for (int i = 0; i < N; ++i) x[i] = to_acc(((const R *)&two[i / 2])[i % 2]);
@@ -64,7 +73,8 @@ __device__ __forceinline__ void read_c_pairs(const GemmProblem &p, int64_t c_bat
 }
 
 /* Brings the bias of BN columns from col0 on into L1, where the stores will look for it. */
-template <int BN> __device__ __forceinline__ void touch_bias(const GemmProblem &p, int64_t col0, int lane) {
+template <int BN>
+__device__ __forceinline__ void touch_bias(const GemmProblem &p, int64_t col0, int lane) {
     const GemmEpilogue &e = p.epilogue;
     const int bytes = e.bias_dtype == GK_F32 ? 4 : 2;
     static_assert(BN * 4 <= 32 * 32, "a sector a lane");
@@ -72,9 +82,11 @@ template <int BN> __device__ __forceinline__ void touch_bias(const GemmProblem &
         touch_global((const char *)e.bias + min(col0 * bytes + lane * 32, p.n * bytes - bytes));
 }
 
-/* Brings c of a warp's 16 rows of BN columns into L2 under the products, where rows of c are dense. */
+/* Brings c of a warp's 16 rows of BN columns into L2 under the products, where rows of c are
+ * dense. */
 template <int BN>
-__device__ __forceinline__ void touch_c(const GemmProblem &p, unsigned batch, int64_t row0, int64_t col0, int lane) {
+__device__ __forceinline__ void touch_c(const GemmProblem &p, unsigned batch, int64_t row0,
+                                        int64_t col0, int lane) {
     const GemmEpilogue &e = p.epilogue;
     if (!e.c_vectors) return;
     const int bytes = e.c_dtype == GK_F32 ? 4 : 2;
@@ -90,7 +102,10 @@ __device__ __forceinline__ void touch_c(const GemmProblem &p, unsigned batch, in
 
 /* Brings what the stores ask of the call into the constant cache. */
 __device__ __forceinline__ void touch_epilogue(const GemmEpilogue &e) {
-    have(e.alpha), have(e.out), have(e.out_row), have((int)e.activation);
+    have(e.alpha);
+    have(e.out);
+    have(e.out_row);
+    have((int)e.activation);
 }
 
 #endif

@@ -10,27 +10,32 @@
 template <int PARTS, int N, int ALL>
 __device__ __forceinline__ float of_part(const float (&sum)[ALL], int i, int part) {
     if (PARTS == 2) return part ? sum[N + i] : sum[i];
-    const float low = part & 1 ? sum[N + i] : sum[i], high = part & 1 ? sum[3 * N + i] : sum[2 * N + i];
+    const float low = part & 1 ? sum[N + i] : sum[i],
+                high = part & 1 ? sum[3 * N + i] : sum[2 * N + i];
     return part & 2 ? high : low;
 }
 
-/* Each block has a part of the sum over k. It keeps its share of the columns, and sends each other block's share to that block.
- * What came is added in the order of the distances, for every column always the same. A block's place for what comes from
- * `distance` before it: from_s + (distance - 1) * place_bytes, 16 bytes a thread and step of four. */
+/* Each block has a part of the sum over k. It keeps its share of the columns, and sends each other
+ * block's share to that block. What came is added in the order of the distances, for every column
+ * always the same. A block's place for what comes from `distance` before it: from_s + (distance -
+ * 1) * place_bytes, 16 bytes a thread and step of four. */
 template <int PARTS, int MT, int N, int ALL>
-__device__ __forceinline__ void exchange_parts(const float (&sum)[MT][ALL], float (&mine)[MT][N], int part,
-                                               int place_bytes, smem_addr from_s, smem_addr full_s, unsigned parity) {
+__device__ __forceinline__ void exchange_parts(const float (&sum)[MT][ALL], float (&mine)[MT][N],
+                                               int part, int place_bytes, smem_addr from_s,
+                                               smem_addr full_s, unsigned parity) {
     static_assert(PARTS == 2 || PARTS == 4, "of_part");
 #pragma unroll
     for (int distance = 1; distance < PARTS; ++distance) {
         const int there = (part + distance) % PARTS;
-        const uint32_t to = mapa(from_s + (distance - 1) * place_bytes, there), full_there = mapa(full_s, there);
+        const uint32_t to = mapa(from_s + (distance - 1) * place_bytes, there),
+                       full_there = mapa(full_s, there);
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int i = 0; i < N; i += 4)
                 st_async_128(to + (m * N + i) / 4 * 128 * 16, of_part<PARTS, N>(sum[m], i, there),
-                             of_part<PARTS, N>(sum[m], i + 1, there), of_part<PARTS, N>(sum[m], i + 2, there),
+                             of_part<PARTS, N>(sum[m], i + 1, there),
+                             of_part<PARTS, N>(sum[m], i + 2, there),
                              of_part<PARTS, N>(sum[m], i + 3, there), full_there);
     }
 #pragma unroll
@@ -44,9 +49,12 @@ __device__ __forceinline__ void exchange_parts(const float (&sum)[MT][ALL], floa
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int i = 0; i < N; i += 4) {
-                const uint4 x = ld_shared_128(from_s + (distance - 1) * place_bytes + (m * N + i) / 4 * 128 * 16);
-                mine[m][i] += __uint_as_float(x.x), mine[m][i + 1] += __uint_as_float(x.y);
-                mine[m][i + 2] += __uint_as_float(x.z), mine[m][i + 3] += __uint_as_float(x.w);
+                const uint4 x = ld_shared_128(from_s + (distance - 1) * place_bytes +
+                                              (m * N + i) / 4 * 128 * 16);
+                mine[m][i] += __uint_as_float(x.x);
+                mine[m][i + 1] += __uint_as_float(x.y);
+                mine[m][i + 2] += __uint_as_float(x.z);
+                mine[m][i + 3] += __uint_as_float(x.w);
             }
 }
 

@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_act_bwd: grad_in = grad_out * activation'(saved); saved is the preact, for relu the output.
- * grad_out, saved, grad_in [...] of one shape, any strides; saved may have another dtype. Bandwidth bound.
- * A thread owns VALUES elements that follow each other; where all three tensors are dense it moves them in 16-byte accesses. */
+ * grad_out, saved, grad_in [...] of one shape, any strides; saved may have another dtype. Bandwidth
+ * bound.
+ * A thread owns VALUES elements that follow each other; where all three tensors are dense it moves
+ * them in 16-byte accesses. */
 #include "../../host/launch.cuh"
 #include "../../tile/convert.cuh"
 #include "activation.cuh"
@@ -15,38 +17,46 @@ struct Params {
     void *grad_in;
     int64_t n;
     int ndim;
-    int64_t shape[GK_MAX_DIMS], out_stride[GK_MAX_DIMS], saved_stride[GK_MAX_DIMS], in_stride[GK_MAX_DIMS];
+    int64_t shape[GK_MAX_DIMS], out_stride[GK_MAX_DIMS], saved_stride[GK_MAX_DIMS],
+        in_stride[GK_MAX_DIMS];
     gk_activation activation;
 };
 
 template <class T> using Wide = typename element<T>::acc;
 
-template <class T, class S> __device__ __forceinline__ T act_bwd(gk_activation activation, T grad, S saved) {
+template <class T, class S>
+__device__ __forceinline__ T act_bwd(gk_activation activation, T grad, S saved) {
     const Wide<T> slope = act_derivative<Wide<T>>(activation, to_acc(saved));
     /* relu selects: where it is off, an infinite or NaN gradient stops there */
     if (activation == GK_ACT_RELU && slope == 0) return from_acc<T>(Wide<T>(0));
     return from_acc<T>(to_acc(grad) * slope);
 }
 
-template <class T, class S> __global__ void __launch_bounds__(THREADS) act_bwd_strided_kernel(Params p) {
-    const int64_t first = (int64_t)blockIdx.x * THREADS + threadIdx.x, step = (int64_t)gridDim.x * THREADS;
+template <class T, class S>
+__global__ void __launch_bounds__(THREADS) act_bwd_strided_kernel(Params p) {
+    const int64_t first = (int64_t)blockIdx.x * THREADS + threadIdx.x,
+                  step = (int64_t)gridDim.x * THREADS;
     for (int64_t i = first; i < p.n; i += step) {
         int64_t rest = i, at_out = 0, at_saved = 0, at_in = 0;
         for (int d = p.ndim - 1; d >= 0; --d) {
             const int64_t x = rest % p.shape[d];
             rest /= p.shape[d];
-            at_out += x * p.out_stride[d], at_saved += x * p.saved_stride[d], at_in += x * p.in_stride[d];
+            at_out += x * p.out_stride[d];
+            at_saved += x * p.saved_stride[d];
+            at_in += x * p.in_stride[d];
         }
-        ((T *)p.grad_in)[at_in] =
-            act_bwd<T, S>(p.activation, ((const T *)p.grad_out)[at_out], ((const S *)p.saved)[at_saved]);
+        ((T *)p.grad_in)[at_in] = act_bwd<T, S>(p.activation, ((const T *)p.grad_out)[at_out],
+                                                ((const S *)p.saved)[at_saved]);
     }
 }
 
 /* All dense, data 16-byte aligned, T and S of one size. */
-template <class T, class S> __global__ void __launch_bounds__(THREADS) act_bwd_dense_kernel(Params p) {
+template <class T, class S>
+__global__ void __launch_bounds__(THREADS) act_bwd_dense_kernel(Params p) {
     constexpr int VALUES = 16 / sizeof(T);
     static_assert(sizeof(T) == sizeof(S), "one vector of each holds the same elements");
-    const int64_t first = (int64_t)blockIdx.x * THREADS + threadIdx.x, step = (int64_t)gridDim.x * THREADS;
+    const int64_t first = (int64_t)blockIdx.x * THREADS + threadIdx.x,
+                  step = (int64_t)gridDim.x * THREADS;
     for (int64_t i = first; i < p.n / VALUES; i += step) {
         const uint4 grad4 = ((const uint4 *)p.grad_out)[i], saved4 = ((const uint4 *)p.saved)[i];
         uint4 result4;
@@ -59,7 +69,8 @@ template <class T, class S> __global__ void __launch_bounds__(THREADS) act_bwd_d
     }
     const int64_t tail = p.n / VALUES * VALUES + first;
     if (tail < p.n)
-        ((T *)p.grad_in)[tail] = act_bwd<T, S>(p.activation, ((const T *)p.grad_out)[tail], ((const S *)p.saved)[tail]);
+        ((T *)p.grad_in)[tail] =
+            act_bwd<T, S>(p.activation, ((const T *)p.grad_out)[tail], ((const S *)p.saved)[tail]);
 }
 
 bool dense(const gk_tensor &t) {
@@ -71,18 +82,24 @@ bool dense(const gk_tensor &t) {
     return (uintptr_t)t.data % 16 == 0;
 }
 
-template <class T, class S> gk_status run_typed(const gk_context *ctx, const gk_gemm_act_bwd_args *a) {
+template <class T, class S>
+gk_status run_typed(const gk_context *ctx, const gk_gemm_act_bwd_args *a) {
     Params p = {a->grad_out.data, a->saved.data, a->grad_in.data, gk_numel(&a->grad_in)};
-    p.ndim = a->grad_in.ndim, p.activation = a->activation;
+    p.ndim = a->grad_in.ndim;
+    p.activation = a->activation;
     for (int d = 0; d < p.ndim; ++d) {
-        p.shape[d] = a->grad_in.shape[d], p.out_stride[d] = a->grad_out.stride[d];
-        p.saved_stride[d] = a->saved.stride[d], p.in_stride[d] = a->grad_in.stride[d];
+        p.shape[d] = a->grad_in.shape[d];
+        p.out_stride[d] = a->grad_out.stride[d];
+        p.saved_stride[d] = a->saved.stride[d];
+        p.in_stride[d] = a->grad_in.stride[d];
     }
-    const bool vectors = sizeof(T) == sizeof(S) && dense(a->grad_out) && dense(a->saved) && dense(a->grad_in);
+    const bool vectors =
+        sizeof(T) == sizeof(S) && dense(a->grad_out) && dense(a->saved) && dense(a->grad_in);
     const int64_t each = vectors ? 16 / (int64_t)sizeof(T) : 1;
     const dim3 grid((unsigned)gk_min_i64(gk_ceil_div(gk_ceil_div(p.n, each), THREADS), 1 << 16));
     if constexpr (sizeof(T) == sizeof(S))
-        if (vectors) return launch<act_bwd_dense_kernel<T, S>>("gk_gemm_act_bwd", ctx, grid, THREADS, 0, p);
+        if (vectors)
+            return launch<act_bwd_dense_kernel<T, S>>("gk_gemm_act_bwd", ctx, grid, THREADS, 0, p);
     return launch<act_bwd_strided_kernel<T, S>>("gk_gemm_act_bwd", ctx, grid, THREADS, 0, p);
 }
 

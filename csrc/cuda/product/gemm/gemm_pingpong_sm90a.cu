@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_pingpong_sm90a: gemm_sm90a's product by the ping-pong schedule: each of two consumer warpgroups has whole tiles, every second
- * one of the block's, and one stores while the other multiplies. For results that TMA can store. hopper.cuh says what all
- * schedules share.
+/* gemm_pingpong_sm90a: gemm_sm90a's product by the ping-pong schedule: each of two consumer
+ * warpgroups has whole tiles, every second one of the block's, and one stores while the other
+ * multiplies. For results that TMA can store. hopper.cuh says what all schedules share.
  *
  * Pipeline (stages full and empty: tma_ring.cuh):
  *   producer        k0 k1 k2 k3 | k4      k5         ..  tile after tile
@@ -12,16 +12,21 @@
 namespace {
 
 template <class T, class Tile, int MODE>
-__global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREADS<Tile>, (Smem<T, Tile, MODE>::BLOCKS))
-    gemm_pingpong_sm90a_kernel(const __grid_constant__ Params x) {
+__global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
+    __launch_bounds__(THREADS<Tile>, (Smem<T, Tile, MODE>::BLOCKS))
+        gemm_pingpong_sm90a_kernel(const __grid_constant__ Params x) {
     typedef Block<T, Tile, MODE> Block;
     typedef typename Block::S S;
     constexpr int MT = S::MT, N = Tile::BN / 2;
     static_assert(Tile::PING_PONG, "a tile for each warpgroup");
     extern __shared__ __align__(1024) unsigned char smem[];
     Block block(x, smem);
-    const smem_addr order_s = block.ring_s + S::EXCHANGED; /* a barrier for each warpgroup: it may issue its products */
-    block.begin(1, [&] { mbarrier_init(order_s, 4), mbarrier_init(order_s + 8, 4); });
+    /* a barrier for each warpgroup: it may issue its products */
+    const smem_addr order_s = block.ring_s + S::EXCHANGED;
+    block.begin(1, [&] {
+        mbarrier_init(order_s, 4);
+        mbarrier_init(order_s + 8, 4);
+    });
     if (block.warpgroup == Tile::WGS) {
         block.produce();
     } else {
@@ -34,10 +39,12 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
         tma_at at = {};
         for (unsigned t = mine; t < block.all; t += next) {
             if (t == mine) griddepcontrol_wait(); /* for the bias */
-            mbarrier_wait(order_s + 8 * warpgroup, phase_parity), phase_parity ^= 1;
+            mbarrier_wait(order_s + 8 * warpgroup, phase_parity);
+            phase_parity ^= 1;
             block.multiply(sum, 0, block.steps);
             const smem_addr last = block.ring.before();
-            if (block.lane == 0) mbarrier_arrive(order_s + 8 * (warpgroup ^ 1)); /* all products are on their way */
+            /* all products are on their way */
+            if (block.lane == 0) mbarrier_arrive(order_s + 8 * (warpgroup ^ 1));
             block.ring.skip(block.steps);
             block.end_products(sum, last);
 
@@ -48,13 +55,15 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
             const int lane = laneid();
             const smem_addr staging_s = block.staging_s();
             const auto store = [&](auto &sums, int m) {
-                at.c[0] = tile.col, at.c[1] = tile.row + m * 64 + block.warp * 16;
+                at.c[0] = tile.col;
+                at.c[1] = tile.row + m * 64 + block.warp * 16;
                 if (x.bare)
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_BARE, true>(x, sums, staging_s, at, batch,
-                                                                                       lane);
-                else if (x.plain) /* one body serves all: its time is hidden, and it takes fewer registers */
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_CURVED, true>(x, sums, staging_s, at, batch,
-                                                                                         lane);
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_BARE, true>(
+                        x, sums, staging_s, at, batch, lane);
+                else if (x.plain) /* one body serves all: its time is hidden, and it takes fewer
+                                     registers */
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_CURVED, true>(
+                        x, sums, staging_s, at, batch, lane);
             };
             /* one body, past which the sums move */
 #pragma unroll 1
@@ -64,17 +73,19 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
                 for (int i = 0; i < N; ++i) sum[0][i] = sum[MT - 1][i];
             }
         }
-        if (block.lane == 0) tma_store_wait_group_read<0>(); /* shared memory stays until it has been read */
+        /* shared memory stays until it has been read */
+        if (block.lane == 0) tma_store_wait_group_read<0>();
     }
     block.leave();
 }
 
 template <class T, class Tile>
 gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
-    static constexpr Instance of_mode[] = {instance_of<T, Tile, 0, gemm_pingpong_sm90a_kernel<T, Tile, 0>>(),
-                                           instance_of<T, Tile, 1, gemm_pingpong_sm90a_kernel<T, Tile, 1>>(),
-                                           instance_of<T, Tile, 2, gemm_pingpong_sm90a_kernel<T, Tile, 2>>(),
-                                           instance_of<T, Tile, 3, gemm_pingpong_sm90a_kernel<T, Tile, 3>>()};
+    static constexpr Instance of_mode[] = {
+        instance_of<T, Tile, 0, gemm_pingpong_sm90a_kernel<T, Tile, 0>>(),
+        instance_of<T, Tile, 1, gemm_pingpong_sm90a_kernel<T, Tile, 1>>(),
+        instance_of<T, Tile, 2, gemm_pingpong_sm90a_kernel<T, Tile, 2>>(),
+        instance_of<T, Tile, 3, gemm_pingpong_sm90a_kernel<T, Tile, 3>>()};
     return run_row(of_mode, ctx, plan, workspace);
 }
 
@@ -85,5 +96,5 @@ const gk_cuda_instance instances[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_pingpong_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
-                                                               planned_elsewhere};
+extern "C" const gk_cuda_table gk_gemm_pingpong_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, planned_elsewhere};

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_plain: out = activation(alpha a b + beta c + bias) on the ordinary multiply-add units, float32 and float64.
- * Volkov and Demmel 2008, "Benchmarking GPUs to tune dense linear algebra": sums in registers, operands in shared
- * memory.
+/* gemm_plain: out = activation(alpha a b + beta c + bias) on the ordinary multiply-add units,
+ * float32 and float64. Volkov and Demmel 2008, "Benchmarking GPUs to tune dense linear algebra":
+ * sums in registers, operands in shared memory.
  *
  * a [batch, M, K]  b [batch, K, N]  any strides and alignment, zero and negative too     out [batch, M, N]
- * Grid: one block per tile BM x BN of one split of k of one batch entry. Warps stand WARPS_M x WARPS_N, lanes 4 x 8;
- * a thread owns GM x GN groups of V x V sums (V elements are 16 bytes), a group of all lanes apart, so that the lanes of
- * one load read neighbours.
+ * Grid: one block per tile BM x BN of one split of k of one batch entry. Warps stand WARPS_M x
+ * WARPS_N, lanes 4 x 8; a thread owns GM x GN groups of V x V sums (V elements are 16 bytes), a
+ * group of all lanes apart, so that the lanes of one load read neighbours.
  *
  * Shared memory, STAGES stages of
  *   a [BK][BM + V]   BK (BM + V) sizeof(T) bytes     k outside, so that a thread's V rows are one 16-byte load
@@ -31,17 +31,23 @@ constexpr int LANES_M = 4, LANES_N = 8;
 
 template <class Tile> constexpr int threads_of() { return Tile::WARPS_M * Tile::WARPS_N * 32; }
 
-/* ---- 1 the tile ---------------------------------------------------------------------------------------------- */
+/* ---- 1 the tile ------------------------------------------------------------------------------ */
 template <class T, class Tile> struct Map {
     static constexpr int V = 16 / (int)sizeof(T);
-    static constexpr int WM = Tile::BM / Tile::WARPS_M, WN = Tile::BN / Tile::WARPS_N; /* a warp's tile */
-    static constexpr int GM = WM / (V * LANES_M), GN = WN / (V * LANES_N);             /* groups a thread */
-    static constexpr int TM = GM * V, TN = GN * V;                                     /* its sums */
+    /* a warp's tile */
+    static constexpr int WM = Tile::BM / Tile::WARPS_M, WN = Tile::BN / Tile::WARPS_N;
+    /* groups a thread */
+    static constexpr int GM = WM / (V * LANES_M), GN = WN / (V * LANES_N);
+    /* its sums */
+    static constexpr int TM = GM * V, TN = GN * V;
     static constexpr int A_LD = Tile::BM + V, B_LD = Tile::BN + V;
-    static constexpr int A_BYTES = Tile::BK * A_LD * (int)sizeof(T), B_BYTES = Tile::BK * B_LD * (int)sizeof(T);
+    static constexpr int A_BYTES = Tile::BK * A_LD * (int)sizeof(T),
+                         B_BYTES = Tile::BK * B_LD * (int)sizeof(T);
     static constexpr int SMEM_BYTES = Tile::STAGES * (A_BYTES + B_BYTES);
-    /* lanes l and l ^ 1 share their columns, l and l ^ 2 their rows: a 16-byte load then needs no pass per 8 lanes */
-    static_assert(WM == TM * LANES_M && WN == TN * LANES_N, "whole groups of V rows and of V columns a thread");
+    /* lanes l and l ^ 1 share their columns, l and l ^ 2 their rows: a 16-byte load then needs no
+     * pass per 8 lanes */
+    static_assert(WM == TM * LANES_M && WN == TN * LANES_N,
+                  "whole groups of V rows and of V columns a thread");
     static constexpr GK_HD int row(int warp, int lane, int group) {
         return warp % Tile::WARPS_M * WM + group * (WM / GM) + (lane / 16 * 2 + lane % 2) * V;
     }
@@ -50,44 +56,54 @@ template <class T, class Tile> struct Map {
     }
 };
 
-/* One operand's way into the ring: [BK][BX] elements a step by cp.async. Lanes run along x where that is dense
+/* One operand's way into the ring: [BK][BX] elements a step by cp.async. Lanes run along x where
+ * that is dense
  * (in 16-byte copies where it is aligned too), else 8 of them along k. */
 template <class T, int BX, class Tile, bool ALONG_K> struct PlainCopy {
     static constexpr int BK = Tile::BK, THREADS = threads_of<Tile>();
     static constexpr int V = 16 / (int)sizeof(T), LD = BX + V, EACH = BX * BK / THREADS;
-    static constexpr int K_PASSES = ALONG_K ? BK / 8 : EACH, X_PASSES = EACH / K_PASSES; /* passes: x outside k */
-    static constexpr int K_STEP = ALONG_K ? 8 : THREADS / BX, X_STEP = THREADS / 8;      /* between passes */
+    /* passes: x outside k */
+    static constexpr int K_PASSES = ALONG_K ? BK / 8 : EACH, X_PASSES = EACH / K_PASSES;
+    /* between passes */
+    static constexpr int K_STEP = ALONG_K ? 8 : THREADS / BX, X_STEP = THREADS / 8;
     static constexpr int VECTOR_ROWS = THREADS * V / BX;
-    static_assert(BX * BK % THREADS == 0 && BK % 8 == 0 && BX % 32 == 0 && (THREADS % BX == 0 || ALONG_K),
+    static_assert(BX * BK % THREADS == 0 && BK % 8 == 0 && BX % 32 == 0 &&
+                      (THREADS % BX == 0 || ALONG_K),
                   "whole passes");
     static constexpr GK_HD int thread_k(int thread) { return ALONG_K ? thread % 8 : thread / BX; }
     static constexpr GK_HD int thread_x(int thread) { return ALONG_K ? thread / 8 : thread % BX; }
     static constexpr GK_HD int conflicts() { /* 32 lanes store an element each */
         int bytes[32] = {};
-        for (int lane = 0; lane < 32; ++lane) bytes[lane] = (thread_k(lane) * LD + thread_x(lane)) * (int)sizeof(T);
+        for (int lane = 0; lane < 32; ++lane)
+            bytes[lane] = (thread_k(lane) * LD + thread_x(lane)) * (int)sizeof(T);
         return ways(bytes, (int)sizeof(T));
     }
-    static_assert(conflicts() == 1, "8 rows of LD elements and 4 neighbours fall into different banks");
+    static_assert(conflicts() == 1,
+                  "8 rows of LD elements and 4 neighbours fall into different banks");
 
     const T *from_g; /* this thread's element of pass 0 */
     int64_t step_x, step_k;
     int k, x;
     bool vectors;
 
-    __device__ __forceinline__ PlainCopy(const T *tile_g, int64_t x_stride, int64_t k_stride, bool aligned, int thread)
+    __device__ __forceinline__ PlainCopy(const T *tile_g, int64_t x_stride, int64_t k_stride,
+                                         bool aligned, int thread)
         : step_x(x_stride), step_k(k_stride), vectors(!ALONG_K && aligned) {
-        k = vectors ? thread * V / BX : thread_k(thread), x = vectors ? thread * V % BX : thread_x(thread);
+        k = vectors ? thread * V / BX : thread_k(thread);
+        x = vectors ? thread * V % BX : thread_x(thread);
         from_g = tile_g + x * step_x + k * step_k;
     }
 
-    /* and moves on to the next step; rows from k_valid on and columns from x_valid on become zeros */
+    /* and moves on to the next step; rows from k_valid on and columns from x_valid on become
+     * zeros */
     __device__ __forceinline__ void run(smem_addr tile_s, int x_valid, int k_valid) {
         const smem_addr to_s = tile_s + (k * LD + x) * (int)sizeof(T);
         if (vectors) {
             const int bytes = min(max(x_valid - x, 0), V) * (int)sizeof(T);
 #pragma unroll
             for (int i = 0; i < EACH / V; ++i)
-                cp_async_cg_16(to_s + i * VECTOR_ROWS * LD * (int)sizeof(T), from_g + i * VECTOR_ROWS * step_k,
+                cp_async_cg_16(to_s + i * VECTOR_ROWS * LD * (int)sizeof(T),
+                               from_g + i * VECTOR_ROWS * step_k,
                                k + i * VECTOR_ROWS < k_valid ? bytes : 0);
         } else {
             const T *at_g = from_g;
@@ -95,9 +111,10 @@ template <class T, int BX, class Tile, bool ALONG_K> struct PlainCopy {
             for (int i = 0; i < X_PASSES; ++i, at_g += X_STEP * step_x)
 #pragma unroll
                 for (int j = 0; j < K_PASSES; ++j)
-                    cp_async_ca<sizeof(T)>(to_s + (j * K_STEP * LD + i * X_STEP) * (int)sizeof(T),
-                                           at_g + j * K_STEP * step_k,
-                                           k + j * K_STEP < k_valid && x + i * X_STEP < x_valid ? (int)sizeof(T) : 0);
+                    cp_async_ca<sizeof(T)>(
+                        to_s + (j * K_STEP * LD + i * X_STEP) * (int)sizeof(T),
+                        at_g + j * K_STEP * step_k,
+                        k + j * K_STEP < k_valid && x + i * X_STEP < x_valid ? (int)sizeof(T) : 0);
         }
         from_g += BK * step_k;
     }
@@ -108,7 +125,7 @@ struct Params {
     bool a_along_k, a_vectors, b_along_k, b_vectors;
 };
 
-/* ---- 2 the kernel -------------------------------------------------------------------------------------------- */
+/* ---- 2 the kernel ---------------------------------------------------------------------------- */
 template <class T, int V> __device__ __forceinline__ void load_group(T *v, const T *from_s) {
     union {
         uint4 quad;
@@ -120,9 +137,11 @@ template <class T, int V> __device__ __forceinline__ void load_group(T *v, const
 }
 
 template <class T, class Tile, bool A_ALONG_K, bool B_ALONG_K>
-__global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM) gemm_plain_kernel(Params params) {
+__global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM)
+    gemm_plain_kernel(Params params) {
     typedef Map<T, Tile> M;
-    constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, STAGES = Tile::STAGES, V = M::V, TM = M::TM, TN = M::TN;
+    constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, STAGES = Tile::STAGES, V = M::V,
+                  TM = M::TM, TN = M::TN;
     extern __shared__ __align__(16) unsigned char smem[];
     const GemmProblem &p = params.p;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -133,13 +152,14 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM) gemm_plain_k
     const GemmPlace at = gemm_place(p, batch);
     const int64_t row0 = (int64_t)tile.row * BM, col0 = (int64_t)tile.col * BN;
     const int64_t k0 = split * p.split_k, k_end = min(p.k, k0 + p.split_k);
-    const int m_valid = (int)min((int64_t)BM, p.m - row0), n_valid = (int)min((int64_t)BN, p.n - col0);
+    const int m_valid = (int)min((int64_t)BM, p.m - row0),
+              n_valid = (int)min((int64_t)BN, p.n - col0);
     const int steps = (int)((k_end - k0 + BK - 1) / BK);
 
-    PlainCopy<T, BM, Tile, A_ALONG_K> a_copy((const T *)p.a + at.a + row0 * p.a_m + k0 * p.a_k, p.a_m, p.a_k,
-                                             params.a_vectors, thread);
-    PlainCopy<T, BN, Tile, B_ALONG_K> b_copy((const T *)p.b + at.b + col0 * p.b_n + k0 * p.b_k, p.b_n, p.b_k,
-                                             params.b_vectors, thread);
+    PlainCopy<T, BM, Tile, A_ALONG_K> a_copy((const T *)p.a + at.a + row0 * p.a_m + k0 * p.a_k,
+                                             p.a_m, p.a_k, params.a_vectors, thread);
+    PlainCopy<T, BN, Tile, B_ALONG_K> b_copy((const T *)p.b + at.b + col0 * p.b_n + k0 * p.b_k,
+                                             p.b_n, p.b_k, params.b_vectors, thread);
     const smem_addr a_s = cvta_to_shared(smem), b_s = a_s + STAGES * M::A_BYTES;
     int64_t k_left = k_end - k0; /* of the step that is copied next */
     cp_ring<STAGES> ring;
@@ -170,9 +190,11 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM) gemm_plain_k
         for (int k = 0; k < BK; ++k) {
             T a[TM], b[TN];
 #pragma unroll
-            for (int g = 0; g < M::GM; ++g) load_group<T, V>(a + g * V, a_at + k * M::A_LD + g * (M::WM / M::GM));
+            for (int g = 0; g < M::GM; ++g)
+                load_group<T, V>(a + g * V, a_at + k * M::A_LD + g * (M::WM / M::GM));
 #pragma unroll
-            for (int g = 0; g < M::GN; ++g) load_group<T, V>(b + g * V, b_at + k * M::B_LD + g * (M::WN / M::GN));
+            for (int g = 0; g < M::GN; ++g)
+                load_group<T, V>(b + g * V, b_at + k * M::B_LD + g * (M::WN / M::GN));
 #pragma unroll
             for (int i = 0; i < TM; ++i)
 #pragma unroll
@@ -182,7 +204,10 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM) gemm_plain_k
 #pragma unroll
             for (int i = 0; i < TM; ++i)
 #pragma unroll
-                for (int n = 0; n < TN; ++n) total[i][n] += sum[i][n], sum[i][n] = 0;
+                for (int n = 0; n < TN; ++n) {
+                    total[i][n] += sum[i][n];
+                    sum[i][n] = 0;
+                }
         }
         ring.advance();
     }
@@ -193,7 +218,8 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM) gemm_plain_k
             for (int n = 0; n < TN; ++n) sum[i][n] = total[i][n];
     }
 
-    /* ---- 3 the results: V columns at a time, by one body, past which the rows of sums move ---- */
+    /* ---- 3 the results: V columns at a time, by one body, past which the rows of sums move
+     * ---- */
 #pragma unroll 1
     for (int i = 0; i < TM; ++i) {
         const int64_t r = row0 + M::row(warp, lane, i / V) + i % V;
@@ -204,7 +230,8 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM) gemm_plain_k
             if (p.splits > 1)
                 write_partials<V>(p, split, batch, r, c, &sum[0][g * V]);
             else
-                epilogue_row<T, V>(p.epilogue, at, r, c, (int)min((int64_t)V, p.n - c), &sum[0][g * V]);
+                epilogue_row<T, V>(p.epilogue, at, r, c, (int)min((int64_t)V, p.n - c),
+                                   &sum[0][g * V]);
         }
 #pragma unroll
         for (int n = 0; n + 1 < TM; ++n)
@@ -213,10 +240,11 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM) gemm_plain_k
     }
 }
 
-/* ---- 4 the launch -------------------------------------------------------------------------------------------- */
+/* ---- 4 the launch ---------------------------------------------------------------------------- */
 int64_t magnitude(int64_t stride) { return stride < 0 ? -stride : stride; }
 
-/* The dimension that lies denser is the one that lanes run along; a broadcast one is as good as dense. */
+/* The dimension that lies denser is the one that lanes run along; a broadcast one is as good as
+ * dense. */
 template <class T> Params params_of(const gk_gemm_args *args) {
     Params x = {};
     GemmProblem &p = x.p = gemm_problem_of(args);
@@ -238,28 +266,41 @@ template <class Tile> int64_t splits_of(const GemmProblem &p, int64_t sms) {
     return gk_clamp_i64(sms * Tile::PER_SM / tiles_of<Tile>(p), 1, most);
 }
 
-int64_t blocks_of(const GemmProblem &p) { return (int64_t)p.tiles_m * p.tiles_n * p.splits * p.batch; }
+int64_t blocks_of(const GemmProblem &p) {
+    return (int64_t)p.tiles_m * p.tiles_n * p.splits * p.batch;
+}
 
 template <class T, class Tile>
-void plan_tiles(const gk_cuda_instance *row, const gk_context *ctx, const Params &given, gk_plan *to) {
+void plan_tiles(const gk_cuda_instance *row, const gk_context *ctx, const Params &given,
+                gk_plan *to) {
     Params &x = gk_own<Params>(to) = given;
     GemmProblem &p = x.p;
-    p.tiles_m = (int)gk_ceil_div(p.m, Tile::BM), p.tiles_n = (int)gk_ceil_div(p.n, Tile::BN), p.group = GROUP_ROWS;
+    p.tiles_m = (int)gk_ceil_div(p.m, Tile::BM);
+    p.tiles_n = (int)gk_ceil_div(p.n, Tile::BN);
+    p.group = GROUP_ROWS;
     p.splits = (int)splits_of<Tile>(p, gk_gpu_of(ctx->index)->num_sms);
     p.split_k = gk_round_up(gk_ceil_div(gk_max_i64(p.k, 1), p.splits), Tile::BK);
     p.splits = (int)gk_max_i64(1, gk_ceil_div(p.k, p.split_k));
     to->kernel = row;
-    to->tile[0] = Tile::BM, to->tile[1] = Tile::BN, to->tile[2] = Tile::BK;
-    to->tasks = blocks_of(p), to->chunks = p.splits;
+    to->tile[0] = Tile::BM;
+    to->tile[1] = Tile::BN;
+    to->tile[2] = Tile::BK;
+    to->tasks = blocks_of(p);
+    to->chunks = p.splits;
     to->workspace_bytes = partials_bytes(p, p.splits, sizeof(T));
 }
 
-/* Expected time: that of the busiest SM's tiles, of which it runs PER_SM at once, and the pass that adds split sums. */
+/* Expected time: that of the busiest SM's tiles, of which it runs PER_SM at once, and the pass that
+ * adds split sums. */
 template <class Tile> double us_of(const GemmProblem &p, const gk_gpu *gpu, int percent) {
     const int64_t splits = splits_of<Tile>(p, gpu->num_sms);
-    const int64_t busiest = gk_ceil_div(tiles_of<Tile>(p) * splits, gpu->num_sms), last = busiest % Tile::PER_SM;
-    const double least = PLAIN_ALONE_PERCENT * 0.01 * Tile::PER_SM; /* of a few: nothing hides their waits */
-    const double tiles = (double)(busiest - last) + (last == 0 ? 0 : (double)last > least ? (double)last : least);
+    const int64_t busiest = gk_ceil_div(tiles_of<Tile>(p) * splits, gpu->num_sms),
+                  last = busiest % Tile::PER_SM;
+    /* of a few: nothing hides their waits */
+    const double least = PLAIN_ALONE_PERCENT * 0.01 * Tile::PER_SM;
+    const double tiles = (double)(busiest - last) + (last == 0              ? 0
+                                                     : (double)last > least ? (double)last
+                                                                            : least);
     const double flops = 2.0 * tiles * Tile::BM * Tile::BN * (double)p.k / (double)splits;
     return flops / (256 * gpu->clock_khz * 1e-3 * percent * 0.01) +
            PLAIN_ROUND_US * (double)gk_ceil_div(busiest, Tile::PER_SM) + reduce_us(p, splits);
@@ -287,14 +328,17 @@ bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
     const Params x = params_of<float>(args);
     const GemmProblem &p = x.p;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    /* where cuBLAS would cut k, sums of one chain err more than twice as much; and calls whose host time counts end here */
+    /* where cuBLAS would cut k, sums of one chain err more than twice as much; and calls whose host
+     * time counts end here */
     if (tiles_of<PlainF32Middle>(p) < gpu->num_sms) {
         plan_tiles<float, PlainF32Small>(&plain_rows[F32_SMALL], ctx, x, to);
         return true;
     }
-    const bool aligned = gemm_aligned(p.a, GK_F32, x.a_along_k ? p.a_m : p.a_k, p.a_batch, p.ndim) &&
-                         gemm_aligned(p.b, GK_F32, x.b_along_k ? p.b_n : p.b_k, p.b_batch, p.ndim);
-    const double large_us = us_of<PlainF32>(p, gpu, aligned ? PlainF32::PERCENT : PLAIN_UNALIGNED_PERCENT),
+    const bool aligned =
+        gemm_aligned(p.a, GK_F32, x.a_along_k ? p.a_m : p.a_k, p.a_batch, p.ndim) &&
+        gemm_aligned(p.b, GK_F32, x.b_along_k ? p.b_n : p.b_k, p.b_batch, p.ndim);
+    const double large_us =
+                     us_of<PlainF32>(p, gpu, aligned ? PlainF32::PERCENT : PLAIN_UNALIGNED_PERCENT),
                  middle_us = us_of<PlainF32Middle>(p, gpu, PlainF32Middle::PERCENT),
                  small_us = us_of<PlainF32Small>(p, gpu, PlainF32Small::PERCENT);
     if (large_us <= middle_us && large_us <= small_us)
@@ -307,7 +351,8 @@ bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
 }
 
 template <class T, class Tile> int blocks_an_sm() {
-    return blocks_per_sm<gemm_plain_kernel<T, Tile, true, false>>(threads_of<Tile>(), Map<T, Tile>::SMEM_BYTES);
+    return blocks_per_sm<gemm_plain_kernel<T, Tile, true, false>>(threads_of<Tile>(),
+                                                                  Map<T, Tile>::SMEM_BYTES);
 }
 
 template <class T, class Tile>
@@ -321,16 +366,20 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
     const int bytes = Map<T, Tile>::SMEM_BYTES;
     gk_status status;
     if (x.a_along_k)
-        status = x.b_along_k ? launch<gemm_plain_kernel<T, Tile, true, true>>("gk_gemm", ctx, grid, THREADS, bytes, x)
-                             : launch<gemm_plain_kernel<T, Tile, true, false>>("gk_gemm", ctx, grid, THREADS, bytes, x);
+        status = x.b_along_k ? launch<gemm_plain_kernel<T, Tile, true, true>>("gk_gemm", ctx, grid,
+                                                                              THREADS, bytes, x)
+                             : launch<gemm_plain_kernel<T, Tile, true, false>>("gk_gemm", ctx, grid,
+                                                                               THREADS, bytes, x);
     else
-        status = x.b_along_k
-                     ? launch<gemm_plain_kernel<T, Tile, false, true>>("gk_gemm", ctx, grid, THREADS, bytes, x)
-                     : launch<gemm_plain_kernel<T, Tile, false, false>>("gk_gemm", ctx, grid, THREADS, bytes, x);
+        status = x.b_along_k ? launch<gemm_plain_kernel<T, Tile, false, true>>("gk_gemm", ctx, grid,
+                                                                               THREADS, bytes, x)
+                             : launch<gemm_plain_kernel<T, Tile, false, false>>(
+                                   "gk_gemm", ctx, grid, THREADS, bytes, x);
     return status == GK_OK && p.splits > 1 ? launch_reduce<T>(ctx, p) : status;
 }
 
-#define ROW(name, T, Tile) {name, element<T>::dtype, plan<T, Tile>, run<T, Tile>, {}, blocks_an_sm<T, Tile>}
+#define ROW(name, T, Tile) \
+    {name, element<T>::dtype, plan<T, Tile>, run<T, Tile>, {}, blocks_an_sm<T, Tile>}
 
 const gk_cuda_instance instances[] = {
     ROW("gemm_plain_f32_128x256x16", float, PlainF32), /* in the order of the enum */
@@ -342,4 +391,5 @@ const gk_cuda_instance *const plain_rows = instances;
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_plain_table = {instances, sizeof instances / sizeof instances[0], 80, plan_best};
+extern "C" const gk_cuda_table gk_gemm_plain_table = {
+    instances, sizeof instances / sizeof instances[0], 80, plan_best};

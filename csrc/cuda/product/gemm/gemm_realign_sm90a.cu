@@ -1,18 +1,23 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_realign_sm90a: copies matrices to where tma and wgmma can read them; realign.cuh says what from and to.
+/* gemm_realign_sm90a: copies matrices to where tma and wgmma can read them; realign.cuh says what
+ * from and to.
  *
- * Grid: a block per THREADS chunks of 16 bytes of the copies, one matrix after the other. A thread owns one chunk, so that a
- * warp writes 512 bytes in a row and reads as many; several chunks a thread, or rounds of them, took longer: more of the
- * code's lines, which are new to the SM in every launch.
- * A chunk of a dense row: the one or two aligned 16 bytes around it, shifted. The second is what the next lane loads as
- * its first and comes from L1. Both lie in the batch entry, or between its rows: nothing outside is read, not even to be
- * dropped. What lies across its ends, and rows that are not dense, are read element by element.
- * Bytes: (2 read + 2 written) an element; the second half stays in L2 for the product as far as it fits.
- * For small matrices the launches are the time. This kernel starts, and finds its places, while the one before it drains, and
- * the product's blocks get ready beside it. (So no __ldg: the compiler may move such loads before the wait.)
+ * Grid: a block per THREADS chunks of 16 bytes of the copies, one matrix after the other. A thread
+ * owns one chunk, so that a warp writes 512 bytes in a row and reads as many; several chunks a
+ * thread, or rounds of them, took longer: more of the code's lines, which are new to the SM in
+ * every launch.
+ * A chunk of a dense row: the one or two aligned 16 bytes around it, shifted. The second is what
+ * the next lane loads as its first and comes from L1. Both lie in the batch entry, or between its
+ * rows: nothing outside is read, not even to be dropped. What lies across its ends, and rows that
+ * are not dense, are read element by element.
+ * Bytes: (2 read + 2 written) an element; the second half stays in L2 for the product as far as it
+ * fits.
+ * For small matrices the launches are the time. This kernel starts, and finds its places, while the
+ * one before it drains, and the product's blocks get ready beside it. (So no __ldg: the compiler
+ * may move such loads before the wait.)
  *
- * Transposed: a block per tile of elements of 32 bits, which a warp reads along `outer` one by one and writes, through shared
- * memory, in chunks of 16 bytes along `inner`. */
+ * Transposed: a block per tile of elements of 32 bits, which a warp reads along `outer` one by one
+ * and writes, through shared memory, in chunks of 16 bytes along `inner`. */
 #include "../../host/launch.cuh"
 #include "../../layout/banks.cuh"
 #include "../../ptx/griddepcontrol.cuh"
@@ -29,16 +34,19 @@ struct Params {
     uint32_t blocks; /* of the first */
 };
 
-template <bool BATCHED> __device__ __forceinline__ uint4 by_elements(const RealignMatrix &x, uint32_t chunk) {
+template <bool BATCHED>
+__device__ __forceinline__ uint4 by_elements(const RealignMatrix &x, uint32_t chunk) {
     const RealignPlace at = realign_place<BATCHED>(x, chunk);
     uint32_t e[REALIGN_EACH];
 #pragma unroll
-    for (int i = 0; i < REALIGN_EACH; ++i) e[i] = at.col + i < x.inner ? at.row[(at.col + i) * x.inner_stride] : 0;
+    for (int i = 0; i < REALIGN_EACH; ++i)
+        e[i] = at.col + i < x.inner ? at.row[(at.col + i) * x.inner_stride] : 0;
     return make_uint4(e[0] | e[1] << 16, e[2] | e[3] << 16, e[4] | e[5] << 16, e[6] | e[7] << 16);
 }
 
 template <bool BATCHED>
-__global__ void __launch_bounds__(THREADS, REALIGN_PER_SM) realign_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(THREADS, REALIGN_PER_SM)
+    realign_kernel(const __grid_constant__ Params p) {
     const bool second = blockIdx.x >= p.blocks;
     const RealignMatrix &x = p.matrix[second];
     const uint32_t chunk = (blockIdx.x - (second ? p.blocks : 0)) * THREADS + threadIdx.x;
@@ -48,7 +56,8 @@ __global__ void __launch_bounds__(THREADS, REALIGN_PER_SM) realign_kernel(const 
     const uint16_t *from_g = at.row + at.col - shift;
     griddepcontrol_launch_dependents(); /* the product's blocks may get ready */
     griddepcontrol_wait();              /* `from` is written, and what was in `to` is read */
-    const uint4 low = ld_global_if_128(from_g, whole), high = ld_global_if_128(from_g + REALIGN_EACH, whole && shift);
+    const uint4 low = ld_global_if_128(from_g, whole),
+                high = ld_global_if_128(from_g + REALIGN_EACH, whole && shift);
     if (chunk >= x.total) return;
     uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     realign_shift(words, shift);
@@ -95,7 +104,8 @@ __global__ void __launch_bounds__(THREADS) transpose_kernel(const __grid_constan
         const uint32_t *from_s = tile + transpose_at(chunk.col, chunk.row);
         if (transpose_has(at, chunk.col, chunk.row))
             ((uint4 *)x.to)[transpose_to(x, at, chunk)] =
-                make_uint4(from_s[0], from_s[TRANSPOSE_LD], from_s[2 * TRANSPOSE_LD], from_s[3 * TRANSPOSE_LD]);
+                make_uint4(from_s[0], from_s[TRANSPOSE_LD], from_s[2 * TRANSPOSE_LD],
+                           from_s[3 * TRANSPOSE_LD]);
     }
 }
 
@@ -118,7 +128,8 @@ gk_status realign(const char *op, const gk_context *ctx, const RealignMatrix *ma
             if (status != GK_OK) return status;
             continue;
         }
-        p.matrix[together] = matrices[i], batched |= matrices[i].ndim > 0;
+        p.matrix[together] = matrices[i];
+        batched |= matrices[i].ndim > 0;
         blocks[together++] = (uint32_t)gk_ceil_div(matrices[i].total, THREADS);
     }
     p.blocks = blocks[0];

@@ -1,25 +1,31 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_skinny: out = activation(alpha a b + beta c + bias) for at most 16 rows of a, bfloat16 and float16: the weights
- * b are read once, as fast as memory gives them. With at most 16 columns of b the transposed product, out^T = b^T a^T.
+/* gemm_skinny: out = activation(alpha a b + beta c + bias) for at most 16 rows of a, bfloat16 and
+ * float16: the weights b are read once, as fast as memory gives them. With at most 16 columns of b
+ * the transposed product, out^T = b^T a^T.
  *
  * a [batch, M <= 16, K] tokens, K-major    b [batch, K, N] weights, K-major or MN-major   out [batch, M, N]
  * any strides of out. Bytes of b over bandwidth is the bound.
- * Aligned: rows of 16-byte chunks, K a multiple of 8. Misaligned: other rows, any K (misaligned.cuh).
- * Grid: at most one block an SM, all with equally many tiles of R <= ROWS weights and all of k (R: `plan`). The warps
- * split k, 32 at a time in turn; their sums meet in shared memory and are added in the order of the warps.
+ * Aligned: rows of 16-byte chunks, K a multiple of 8. Misaligned: other rows, any K
+ * (misaligned.cuh).
+ * Grid: at most one block an SM, all with equally many tiles of R <= ROWS weights and all of k (R:
+ * `plan`). The warps split k, 32 at a time in turn; their sums meet in shared memory and are added
+ * in the order of the warps.
  * In mma.m16n8k16 weights take the 16 rows, tokens the 8 columns.
  *
  * Shared memory:
- *   ring  [warp][STAGES] of weights [ROWS][32], or [32][ROWS] where they are MN-major, and tokens [TOKENS][32]
- *   sums  [WARPS][8 tokens][ROWS + 4] float
- * Misaligned: the ring holds the rows' chunks as they lie in memory, and a warp shifts each step into one pair of such tiles.
+ *   ring  [warp][STAGES] of weights [ROWS][32], or [32][ROWS] where they are MN-major, and tokens
+ *   [TOKENS][32] sums  [WARPS][8 tokens][ROWS + 4] float
+ * Misaligned: the ring holds the rows' chunks as they lie in memory, and a warp shifts each step
+ * into one pair of such tiles.
  *
- * Pipeline: every warp has a ring of its own and waits for no other; it runs on into the block's next tile, so that
- * memory is busy while the sums of a tile are added (4 stages, tiles of 3 steps):
+ * Pipeline: every warp has a ring of its own and waits for no other; it runs on into the block's
+ * next tile, so that memory is busy while the sums of a tile are added (4 stages, tiles of 3
+ * steps):
  *   copy     s0 s1 s2 | s0' s1' s2'        s0'' ..
  *   mma               | s0  s1  s2  [sums] s0'  ..
  *
- * Not here: more rows (gemm_sm80, gemm_sm90a), tokens MN-major, float32 and float64 (gemm_plain). */
+ * Not here: more rows (gemm_sm80, gemm_sm90a), tokens MN-major, float32 and float64
+ * (gemm_plain). */
 #include "../../tile/copy.cuh"
 #include "../../tile/fragment.cuh"
 #include "../../tile/pipeline.cuh"
@@ -32,20 +38,25 @@ namespace {
 
 constexpr int THREADS = SKINNY_WARPS * 32, STEP = 32, BLOCK_STEP = SKINNY_WARPS * STEP;
 
-/* ---- 1 shared memory ----------------------------------------------------------------------------------------- */
+/* ---- 1 shared memory ------------------------------------------------------------------------- */
 template <int TOKENS, int ROWS, bool ALONG_N, bool MISALIGNED> struct Smem {
     typedef smem_tile<ALONG_N ? STEP : ROWS, (ALONG_N ? ROWS : STEP) * 2> Weights;
     typedef smem_tile<TOKENS, STEP * 2> Tokens;
-    static constexpr int TILES = Weights::bytes + Tokens::bytes; /* of a step, as the fragments are read */
-    static constexpr int RAW_WEIGHTS = raw_rows<Weights>::bytes, RAW = RAW_WEIGHTS + raw_rows<Tokens>::bytes;
-    static constexpr int STAGE = MISALIGNED ? RAW : TILES, SHIFTED = MISALIGNED ? SKINNY_WARPS * TILES : 0;
+    /* of a step, as the fragments are read */
+    static constexpr int TILES = Weights::bytes + Tokens::bytes;
+    static constexpr int RAW_WEIGHTS = raw_rows<Weights>::bytes,
+                         RAW = RAW_WEIGHTS + raw_rows<Tokens>::bytes;
+    static constexpr int STAGE = MISALIGNED ? RAW : TILES,
+                         SHIFTED = MISALIGNED ? SKINNY_WARPS * TILES : 0;
     static constexpr int STAGES = skinny_stages(STAGE * SKINNY_WARPS, SHIFTED);
     static constexpr int SUM_LD = ROWS + 4, WARP_SUMS = 8 * SUM_LD; /* floats */
     static constexpr int RING = SKINNY_WARPS * STAGES * STAGE, SUMS = RING + SHIFTED;
     static constexpr int BYTES = SUMS + SKINNY_WARPS * WARP_SUMS * 4;
-    static constexpr GK_HD int sums_ways() { /* a lane stores place g of token 2q: two tokens are 8 banks apart */
+    /* a lane stores place g of token 2q: two tokens are 8 banks apart */
+    static constexpr GK_HD int sums_ways() {
         int bytes[32] = {};
-        for (int lane = 0; lane < 32; ++lane) bytes[lane] = (frag_c(lane, 0).col * SUM_LD + frag_c(lane, 0).row) * 4;
+        for (int lane = 0; lane < 32; ++lane)
+            bytes[lane] = (frag_c(lane, 0).col * SUM_LD + frag_c(lane, 0).row) * 4;
         return ways(bytes, 4);
     }
     static_assert(sums_ways() == 1, "sums are stored without bank conflicts");
@@ -59,14 +70,17 @@ struct Params {
     uintptr_t first_w, first_x; /* misaligned: the lowest address of weights and tokens */
 };
 
-/* ---- 2 copies of one warp ------------------------------------------------------------------------------------ */
-/* Rows of a tile, a lane's chunk of every ROWS-th of them; rows and columns that are not valid become zeros. */
+/* ---- 2 copies of one warp -------------------------------------------------------------------- */
+/* Rows of a tile, a lane's chunk of every ROWS-th of them; rows and columns that are not valid
+ * become zeros. */
 template <class T, class Tile>
-__device__ __forceinline__ void copy_rows(smem_addr tile_s, const T *from_g, int64_t row_stride, int rows_valid,
-                                          int cols_valid, int lane) {
+__device__ __forceinline__ void copy_rows(smem_addr tile_s, const T *from_g, int64_t row_stride,
+                                          int rows_valid, int cols_valid, int lane) {
     constexpr int ROWS = 32 / Tile::chunks, PASSES = Tile::rows / ROWS;
-    static_assert(32 % Tile::chunks == 0 && Tile::rows % ROWS == 0 && 8 % ROWS == 0, "whole passes");
-    const int row = lane / Tile::chunks, chunk = lane % Tile::chunks, bytes = chunk_bytes<T>(chunk, cols_valid);
+    static_assert(32 % Tile::chunks == 0 && Tile::rows % ROWS == 0 && 8 % ROWS == 0,
+                  "whole passes");
+    const int row = lane / Tile::chunks, chunk = lane % Tile::chunks,
+              bytes = chunk_bytes<T>(chunk, cols_valid);
     const T *at_g = from_g + row * row_stride + chunk * 8;
 #pragma unroll
     for (int i = 0; i < PASSES; ++i, at_g += ROWS * row_stride)
@@ -74,19 +88,23 @@ __device__ __forceinline__ void copy_rows(smem_addr tile_s, const T *from_g, int
                                row + i * ROWS < rows_valid ? bytes : 0);
 }
 
-/* Where a warp copies from next: it walks the steps of a tile, then those of the block's next tile. */
+/* Where a warp copies from next: it walks the steps of a tile, then those of the block's next
+ * tile. */
 template <class T, bool ALONG_N, bool MISALIGNED> struct Cursor {
     const T *w_g, *x_g; /* first weight and token of the step */
     int64_t tile, k;    /* k: of the warp's next step */
     int64_t steps_left; /* of the tile */
     int rows_valid;
 
-    /* Along k, blocks start at different steps and wrap around: all at the same tokens would wait for one part of L2.
-     * Along n, neighbours read the same pages of memory, and so do better side by side. */
+    /* Along k, blocks start at different steps and wrap around: all at the same tokens would wait
+     * for one part of L2. Along n, neighbours read the same pages of memory, and so do better side
+     * by side. */
     __device__ __forceinline__ void enter(const GemmProblem &p, int64_t tile_, int warp) {
         const unsigned steps = (unsigned)(p.split_k / BLOCK_STEP);
         const unsigned first = ALONG_N ? 0 : blockIdx.x % steps;
-        tile = tile_, k = warp * STEP + (int64_t)first * BLOCK_STEP, steps_left = steps;
+        tile = tile_;
+        k = warp * STEP + (int64_t)first * BLOCK_STEP;
+        steps_left = steps;
         if (tile >= (int64_t)p.tiles_n * p.batch) {
             rows_valid = 0; /* past the last tile nothing is read */
             return;
@@ -97,27 +115,37 @@ template <class T, bool ALONG_N, bool MISALIGNED> struct Cursor {
         w_g = (const T *)p.b + at.b + n0 * p.b_n + k * p.b_k;
         x_g = (const T *)p.a + at.a + k;
     }
-    template <class S> __device__ __forceinline__ void copy(const Params &x, smem_addr stage_s, int warp, int lane) {
+    template <class S>
+    __device__ __forceinline__ void copy(const Params &x, smem_addr stage_s, int warp, int lane) {
         const GemmProblem &p = x.p;
         const int k_valid = rows_valid > 0 ? (int)max((int64_t)0, min((int64_t)STEP, p.k - k)) : 0;
         if constexpr (MISALIGNED) {
-            copy_raw_rows<typename S::Weights>(stage_s, w_g, ALONG_N ? p.b_k : p.b_n, ALONG_N ? k_valid : rows_valid,
+            copy_raw_rows<typename S::Weights>(stage_s, w_g, ALONG_N ? p.b_k : p.b_n,
+                                               ALONG_N ? k_valid : rows_valid,
                                                ALONG_N ? rows_valid : k_valid, x.first_w, lane);
-            copy_raw_rows<typename S::Tokens>(stage_s + S::RAW_WEIGHTS, x_g, p.a_m, (int)p.m, k_valid, x.first_x, lane);
+            copy_raw_rows<typename S::Tokens>(stage_s + S::RAW_WEIGHTS, x_g, p.a_m, (int)p.m,
+                                              k_valid, x.first_x, lane);
         } else {
             if constexpr (ALONG_N)
                 copy_rows<T, typename S::Weights>(stage_s, w_g, p.b_k, k_valid, rows_valid, lane);
             else
                 copy_rows<T, typename S::Weights>(stage_s, w_g, p.b_n, rows_valid, k_valid, lane);
-            copy_rows<T, typename S::Tokens>(stage_s + S::Weights::bytes, x_g, p.a_m, (int)p.m, k_valid, lane);
+            copy_rows<T, typename S::Tokens>(stage_s + S::Weights::bytes, x_g, p.a_m, (int)p.m,
+                                             k_valid, lane);
         }
-        w_g += BLOCK_STEP * p.b_k, x_g += BLOCK_STEP, k += BLOCK_STEP;
-        if (k >= p.split_k) w_g -= p.split_k * p.b_k, x_g -= p.split_k, k -= p.split_k;
+        w_g += BLOCK_STEP * p.b_k;
+        x_g += BLOCK_STEP;
+        k += BLOCK_STEP;
+        if (k >= p.split_k) {
+            w_g -= p.split_k * p.b_k;
+            x_g -= p.split_k;
+            k -= p.split_k;
+        }
         if (--steps_left == 0) enter(p, tile + gridDim.x, warp);
     }
 };
 
-/* ---- 3 the kernel -------------------------------------------------------------------------------------------- */
+/* ---- 3 the kernel ---------------------------------------------------------------------------- */
 /* p.group: R, weights of a tile; p.split_k: k rounded up to BLOCK_STEP */
 template <class T, int TOKENS, int ROWS, bool ALONG_N, bool MISALIGNED>
 __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_kernel(const __grid_constant__ Params x) {
@@ -131,11 +159,13 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_kernel(const __grid_co
     const int64_t tiles = (int64_t)p.tiles_n * p.batch;
     const smem_addr ring_s = cvta_to_shared(smem) + warp * (S::STAGES * S::STAGE);
     float *sums = (float *)(smem + S::SUMS);
-    const smem_addr tiles_s =
-        MISALIGNED ? cvta_to_shared(smem) + S::RING + warp * S::TILES : ring_s; /* of the first step */
-    const smem_addr w_base = ALONG_N ? frag_a_trans_base<Weights>(tiles_s, lane) : frag_a_base<Weights>(tiles_s, lane);
+    const smem_addr tiles_s = MISALIGNED ? cvta_to_shared(smem) + S::RING + warp * S::TILES
+                                         : ring_s; /* of the first step */
+    const smem_addr w_base =
+        ALONG_N ? frag_a_trans_base<Weights>(tiles_s, lane) : frag_a_base<Weights>(tiles_s, lane);
     /* one ldmatrix is 8 tokens by 32 k: matrix i is chunk i */
-    const smem_addr x_base = tiles_s + Weights::bytes + Tokens::offset(ldmatrix_row(lane), ldmatrix_matrix(lane));
+    const smem_addr x_base =
+        tiles_s + Weights::bytes + Tokens::offset(ldmatrix_row(lane), ldmatrix_matrix(lane));
 
     cp_ring<S::STAGES> ring;
     Cursor<T, ALONG_N, MISALIGNED> next;
@@ -147,17 +177,21 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_kernel(const __grid_co
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float sum[MT][NT][4] = {};
         for (int64_t k = 0; k < p.split_k; k += BLOCK_STEP) {
-            ring.wait_warp(); /* the step is in; the stage that is filled next has been read by all lanes */
+            /* the step is in; the stage that is filled next has been read by all lanes */
+            ring.wait_warp();
             next.template copy<S>(x, ring_s + ring.write * S::STAGE, warp, lane);
             ring.commit();
-            if constexpr (MISALIGNED) { /* a warp's steps lie multiples of 16 bytes apart in every row */
+            /* a warp's steps lie multiples of 16 bytes apart in every row */
+            if constexpr (MISALIGNED) {
                 const GemmPlace at = gemm_place(p, tile / p.tiles_n);
                 const smem_addr raw_s = ring_s + ring.read * S::STAGE;
                 const T *w_g = (const T *)p.b + at.b + tile % p.tiles_n * p.group * p.b_n;
                 shift_rows<Weights>(tiles_s, raw_s, w_g, ALONG_N ? p.b_k : p.b_n, lane);
-                shift_rows<Tokens>(tiles_s + Weights::bytes, raw_s + S::RAW_WEIGHTS, (const T *)p.a + at.a, p.a_m,
-                                   lane);
-                __syncwarp(); /* the step's tiles are whole; the last step's have been read since ring.wait_warp */
+                shift_rows<Tokens>(tiles_s + Weights::bytes, raw_s + S::RAW_WEIGHTS,
+                                   (const T *)p.a + at.a, p.a_m, lane);
+                /* the step's tiles are whole; the last step's have been read since
+                 * ring.wait_warp */
+                __syncwarp();
             }
             const int step_at = MISALIGNED ? 0 : ring.read * S::STAGE;
             uint32_t b[NT][4];
@@ -190,8 +224,8 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_kernel(const __grid_co
             for (int i = 0; i < MT; ++i)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    sums[warp * S::WARP_SUMS + frag_col(lane, e) * S::SUM_LD + i * 16 + frag_row(lane, e)] =
-                        sum[i][t][e];
+                    sums[warp * S::WARP_SUMS + frag_col(lane, e) * S::SUM_LD + i * 16 +
+                         frag_row(lane, e)] = sum[i][t][e];
             __syncthreads(); /* all sums are in */
             const int tokens = min(8, (int)p.m - t * 8);
 #pragma unroll 1
@@ -199,7 +233,8 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_kernel(const __grid_co
                 const int token = i / ROWS, place = i % ROWS;
                 float total = 0;
 #pragma unroll
-                for (int w = 0; w < SKINNY_WARPS; ++w) total += sums[w * S::WARP_SUMS + token * S::SUM_LD + place];
+                for (int w = 0; w < SKINNY_WARPS; ++w)
+                    total += sums[w * S::WARP_SUMS + token * S::SUM_LD + place];
                 if (place < p.group && n0 + place < p.n)
                     epilogue_row<T, 1>(p.epilogue, at, t * 8 + token, n0 + place, 1, &total);
             }
@@ -208,8 +243,9 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_kernel(const __grid_co
     cp_async_wait_group<0>();
 }
 
-/* ---- 5 the plan ---------------------------------------------------------------------------------------------- */
-enum Key { /* of a kernel: the most tokens, the most weights a tile, bytes of shared memory, whether it is for misaligned rows */
+/* ---- 5 the plan ------------------------------------------------------------------------------ */
+enum Key { /* of a kernel: the most tokens, the most weights a tile, bytes of shared memory, whether
+              it is for misaligned rows */
     KEY_TOKENS,
     KEY_ROWS,
     KEY_SMEM,
@@ -235,7 +271,10 @@ bool find_problem(const gk_gemm_args *args, bool misaligned, GemmProblem *p) {
     bool good = fits(*p, dtype, misaligned);
     if (p->n <= SKINNY_MAX_TOKENS && (!good || p->n < p->m)) {
         const GemmProblem swapped = gemm_swapped(*p);
-        if (fits(swapped, dtype, misaligned)) *p = swapped, good = true;
+        if (fits(swapped, dtype, misaligned)) {
+            *p = swapped;
+            good = true;
+        }
     }
     return good;
 }
@@ -250,9 +289,14 @@ bool plan_problem(const gk_context *ctx, const void *args, bool misaligned, Gemm
     } else { /* along n a tile must be whole sectors of 32 bytes */
         int64_t least = INT64_MAX;
         for (int r = 16; r <= SKINNY_ROWS; r *= 2)
-            if (gk_ceil_div(rows, r * sms) * r <= least) least = gk_ceil_div(rows, r * sms) * r, p->group = r;
+            if (gk_ceil_div(rows, r * sms) * r <= least) {
+                least = gk_ceil_div(rows, r * sms) * r;
+                p->group = r;
+            }
     }
-    p->tiles_m = 1, p->tiles_n = (int)gk_ceil_div(p->n, p->group), p->splits = 1;
+    p->tiles_m = 1;
+    p->tiles_n = (int)gk_ceil_div(p->n, p->group);
+    p->splits = 1;
     p->split_k = gk_round_up(p->k, BLOCK_STEP);
     return true;
 }
@@ -260,16 +304,18 @@ bool plan_problem(const gk_context *ctx, const void *args, bool misaligned, Gemm
 /* Blocks: equally many tiles each, at most one block an SM. */
 int64_t blocks_of(const gk_context *ctx, const GemmProblem &p) {
     const int64_t tiles = (int64_t)p.tiles_n * p.batch;
-    return gk_max_i64(1, gk_ceil_div(tiles, gk_max_i64(1, gk_ceil_div(tiles, gk_gpu_of(ctx->index)->num_sms))));
+    return gk_max_i64(
+        1, gk_ceil_div(tiles, gk_max_i64(1, gk_ceil_div(tiles, gk_gpu_of(ctx->index)->num_sms))));
 }
 
 bool serves(const gk_cuda_instance *row, const gk_context *ctx, const GemmProblem &p) {
-    return p.m <= row->key[KEY_TOKENS] && p.group <= row->key[KEY_ROWS] && smem_fits(ctx, row->key[KEY_SMEM]);
+    return p.m <= row->key[KEY_TOKENS] && p.group <= row->key[KEY_ROWS] &&
+           smem_fits(ctx, row->key[KEY_SMEM]);
 }
 
 /* The lowest address of a [batch][x][k] operand. */
-uintptr_t lowest(const void *data, int64_t x, int64_t k, int64_t x_stride, int64_t k_stride, const GemmProblem &p,
-                 const int64_t *batch) {
+uintptr_t lowest(const void *data, int64_t x, int64_t k, int64_t x_stride, int64_t k_stride,
+                 const GemmProblem &p, const int64_t *batch) {
     int64_t at = gk_min_i64(0, (x - 1) * x_stride) + gk_min_i64(0, (k - 1) * k_stride);
     for (int d = 0; d < p.ndim; ++d) at += gk_min_i64(0, (p.shape[d] - 1) * batch[d]);
     return (uintptr_t)data + (uintptr_t)(at * 2);
@@ -282,14 +328,18 @@ void plan_row(const gk_cuda_instance *row, const gk_context *ctx, gk_plan *to) {
     x.first_w = lowest(p.b, p.n, p.k, p.b_n, p.b_k, p, p.b_batch);
     x.first_x = lowest(p.a, p.m, p.k, p.a_m, p.a_k, p, p.a_batch);
     to->kernel = row;
-    to->tile[0] = row->key[KEY_TOKENS], to->tile[1] = p.group, to->tile[2] = BLOCK_STEP;
+    to->tile[0] = row->key[KEY_TOKENS];
+    to->tile[1] = p.group;
+    to->tile[2] = BLOCK_STEP;
     to->tasks = (int64_t)p.tiles_n * p.batch;
-    to->waves = (double)gk_ceil_div(to->tasks, blocks_of(ctx, p)); /* tiles that a block takes one after the other */
+    /* tiles that a block takes one after the other */
+    to->waves = (double)gk_ceil_div(to->tasks, blocks_of(ctx, p));
 }
 
 bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
     GemmProblem &p = gk_own<Params>(to).p;
-    if (!plan_problem(ctx, args, row->key[KEY_MISALIGNED], &p) || !serves(row, ctx, p)) return false;
+    if (!plan_problem(ctx, args, row->key[KEY_MISALIGNED], &p) || !serves(row, ctx, p))
+        return false;
     plan_row(row, ctx, to);
     return true;
 }
@@ -304,7 +354,8 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
     bool misaligned = false;
     if (!plan_problem(ctx, args, false, &p)) {
         misaligned = true;
-        if (!plan_problem(ctx, args, true, &p) || p.n * p.batch < SKINNY_MISALIGNED_LEAST) return false;
+        if (!plan_problem(ctx, args, true, &p) || p.n * p.batch < SKINNY_MISALIGNED_LEAST)
+            return false;
     }
     for (const gk_cuda_instance *row = skinny_rows; row < skinny_rows + num_skinny_rows; ++row)
         if (row->dtype == dtype && row->key[KEY_MISALIGNED] == misaligned && serves(row, ctx, p)) {
@@ -314,12 +365,12 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
     return false;
 }
 
-/* ---- 6 the launch -------------------------------------------------------------------------------------------- */
+/* ---- 6 the launch ---------------------------------------------------------------------------- */
 template <class T, int TOKENS, int ROWS, bool ALONG_N, bool MISALIGNED>
 gk_status start(const gk_context *ctx, const Params &x) {
     return launch<gemm_skinny_kernel<T, TOKENS, ROWS, ALONG_N, MISALIGNED>>(
-        "gk_gemm", ctx, dim3((unsigned)blocks_of(ctx, x.p)), THREADS, Smem<TOKENS, ROWS, ALONG_N, MISALIGNED>::BYTES,
-        x);
+        "gk_gemm", ctx, dim3((unsigned)blocks_of(ctx, x.p)), THREADS,
+        Smem<TOKENS, ROWS, ALONG_N, MISALIGNED>::BYTES, x);
 }
 
 template <class T, int TOKENS, int ROWS, bool MISALIGNED>
@@ -343,9 +394,10 @@ template <int TOKENS, int ROWS, bool MISALIGNED> constexpr int smem_of() {
      run<T, tokens, rows, misaligned>,                                \
      {tokens, rows, smem_of<tokens, rows, misaligned>(), misaligned}, \
      NULL}
-#define ROWS_16(name, T)                                                                                              \
-    ROW(name, T, 8, 32, false), ROW(name, T, 8, 64, false), ROW(name, T, 16, 32, false), ROW(name, T, 16, 64, false), \
-        ROW("misaligned_" name, T, 16, 32, true), ROW("misaligned_" name, T, 16, 64, true)
+#define ROWS_16(name, T)                                                                 \
+    ROW(name, T, 8, 32, false), ROW(name, T, 8, 64, false), ROW(name, T, 16, 32, false), \
+        ROW(name, T, 16, 64, false), ROW("misaligned_" name, T, 16, 32, true),           \
+        ROW("misaligned_" name, T, 16, 64, true)
 
 const gk_cuda_instance instances[] = {ROWS_16("bf16", __nv_bfloat16), ROWS_16("f16", __half)};
 const gk_cuda_instance *const skinny_rows = instances;
@@ -353,5 +405,5 @@ const int num_skinny_rows = sizeof instances / sizeof instances[0];
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_skinny_table = {instances, sizeof instances / sizeof instances[0], 80,
-                                                       plan_best};
+extern "C" const gk_cuda_table gk_gemm_skinny_table = {
+    instances, sizeof instances / sizeof instances[0], 80, plan_best};

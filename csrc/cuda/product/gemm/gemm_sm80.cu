@@ -1,14 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_sm80: out = activation(alpha a b + beta c + bias) on the tensor cores by mma.sync: bfloat16, float16, tf32.
+/* gemm_sm80: out = activation(alpha a b + beta c + bias) on the tensor cores by mma.sync: bfloat16,
+ * float16, tf32.
  *
  * a [batch, M, K]  b [batch, K, N]   each K-major or MN-major, other strides any (NN NT TN TT)
  * bias [N], c broadcasts, out [batch, M, N], preact like out; float32 sums, one rounding
- * Grid: a block per tile BM x BN of one split of k of one batch entry, in the order of order.cuh; a warp owns WM x WN.
+ * Grid: a block per tile BM x BN of one split of k of one batch entry, in the order of order.cuh; a
+ * warp owns WM x WN.
  *
- * Shared memory: the ring of mainloop_sm80.cuh; afterwards the same bytes hold the sums, a warp each:
+ * Shared memory: the ring of mainloop_sm80.cuh; afterwards the same bytes hold the sums, a warp
+ * each:
  *   sums  [warp][WM][WN + 8] float
  *
- * Few tiles: k is split (split.cuh). The instance is the one of least time by `plan_of`: whole waves first.
+ * Few tiles: k is split (split.cuh). The instance is the one of least time by `plan_of`: whole
+ * waves first.
  * Not here: ieee float32, float64, misaligned tf32 (gemm_plain). */
 #include "mainloop_sm80.cuh"
 #include "order.cuh"
@@ -17,13 +21,14 @@
 
 namespace {
 
-/* ---- 1 the kernel -------------------------------------------------------------------------------------------- */
+/* ---- 1 the kernel ---------------------------------------------------------------------------- */
 template <class T, class Tile, int MODE> struct Smem {
     static constexpr int SUM_LD = Tile::WN + 8, WARP_SUMS = Tile::WM * SUM_LD * 4;
     static constexpr int RING = Ring<T, Tile, MODE>::BYTES, SUMS = Tile::THREADS / 32 * WARP_SUMS;
     static constexpr int BYTES = RING > SUMS ? RING : SUMS;
 
-    /* byte of a lane's pair of sums; of the two halves of the octet that a lane reads, the later first in lanes 4-7 */
+    /* byte of a lane's pair of sums; of the two halves of the octet that a lane reads, the later
+     * first in lanes 4-7 */
     static constexpr GK_HD int pair_at(int lane) { return (lane / 4 * SUM_LD + lane % 4 * 2) * 4; }
     static constexpr GK_HD int octet_at(int lane) {
         return (lane / (Tile::WN / 8) * SUM_LD + lane % (Tile::WN / 8) * 8) * 4;
@@ -34,13 +39,15 @@ template <class T, class Tile, int MODE> struct Smem {
         for (int lane = 0; lane < 32; ++lane) bytes[lane] = halves ? half_at(lane) : pair_at(lane);
         return ways(bytes, halves ? 16 : 8);
     }
-    static_assert(sum_ways(false) == 1 && sum_ways(true) == 1, "sums go through shared memory without conflicts");
+    static_assert(sum_ways(false) == 1 && sum_ways(true) == 1,
+                  "sums go through shared memory without conflicts");
 };
 
 template <class T, class Tile, int MODE>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) gemm_sm80_kernel(GemmProblem p) {
     typedef Smem<T, Tile, MODE> S;
-    constexpr int BM = Tile::BM, BN = Tile::BN, WM = Tile::WM, WN = Tile::WN, MT = WM / 16, NT = WN / 16;
+    constexpr int BM = Tile::BM, BN = Tile::BN, WM = Tile::WM, WN = Tile::WN, MT = WM / 16,
+                  NT = WN / 16;
     extern __shared__ __align__(128) unsigned char smem[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int warp_m = warp % (BM / WM) * WM, warp_n = warp / (BM / WM) * WN;
@@ -51,18 +58,21 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) gemm_sm80_kernel(
     const int64_t batch = blockIdx.x / tiles / p.splits;
     const int64_t row0 = (int64_t)tile.row * BM, col0 = (int64_t)tile.col * BN;
     const int64_t k0 = split * p.split_k, k_end = min(p.k, k0 + p.split_k);
-    const int m_valid = (int)min((int64_t)BM, p.m - row0), n_valid = (int)min((int64_t)BN, p.n - col0);
+    const int m_valid = (int)min((int64_t)BM, p.m - row0),
+              n_valid = (int)min((int64_t)BN, p.n - col0);
 
     const GemmPlace at = gemm_place(p, batch);
     const Operand<T> a = {(const T *)p.a + at.a + row0 * p.a_m + k0 * p.a_k, p.a_m, p.a_k, m_valid};
     const Operand<T> b = {(const T *)p.b + at.b + col0 * p.b_n + k0 * p.b_k, p.b_n, p.b_k, n_valid};
     float sum[MT][2 * NT][4] = {};
     MmaProduct<T> product;
-    multiply_sm80<T, Tile, MODE>(product, sum, a, b, k_end - k0, cvta_to_shared(smem), warp_m, warp_n);
+    multiply_sm80<T, Tile, MODE>(product, sum, a, b, k_end - k0, cvta_to_shared(smem), warp_m,
+                                 warp_n);
 
     /* ---- 2 the results: a warp's sums through shared memory, 8 columns a lane ---- */
     cp_async_wait_group<0>();
-    __syncthreads(); /* no thread reads the ring any more, and no copy writes it: the sums may lie there */
+    /* no thread reads the ring any more, and no copy writes it: the sums may lie there */
+    __syncthreads();
     float *sums = (float *)(smem + warp * S::WARP_SUMS);
 #pragma unroll
     for (int i = 0; i < MT; ++i)
@@ -70,8 +80,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) gemm_sm80_kernel(
         for (int n = 0; n < 2 * NT; ++n)
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-                *(float2 *)((char *)(sums + (i * 16 + h * 8) * S::SUM_LD + n * 8) + S::pair_at(lane)) =
-                    make_float2(sum[i][n][2 * h], sum[i][n][2 * h + 1]);
+                *(float2 *)((char *)(sums + (i * 16 + h * 8) * S::SUM_LD + n * 8) +
+                            S::pair_at(lane)) = make_float2(sum[i][n][2 * h], sum[i][n][2 * h + 1]);
     __syncwarp(); /* the warp's lanes read what the others stored */
 
     constexpr int OCTETS = WN / 8, ROWS = 32 / OCTETS; /* lanes of a row; rows of a pass */
@@ -84,9 +94,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) gemm_sm80_kernel(
     for (int r = 0; r < WM; r += ROWS) {
         const int64_t row = row0 + warp_m + r + lane / OCTETS;
         if (row >= p.m) break;
-        const float *from_s = (const float *)((const char *)(sums + r * S::SUM_LD) + S::octet_at(lane));
+        const float *from_s =
+            (const float *)((const char *)(sums + r * S::SUM_LD) + S::octet_at(lane));
         const bool late = lane / 4 % 2;
-        const float4 x = *(const float4 *)(from_s + (late ? 4 : 0)), y = *(const float4 *)(from_s + (late ? 0 : 4));
+        const float4 x = *(const float4 *)(from_s + (late ? 4 : 0)),
+                     y = *(const float4 *)(from_s + (late ? 0 : 4));
         float v[8] = {late ? y.x : x.x, late ? y.y : x.y, late ? y.z : x.z, late ? y.w : x.w,
                       late ? x.x : y.x, late ? x.y : y.y, late ? x.z : y.z, late ? x.w : y.w};
         if (p.splits > 1)
@@ -96,8 +108,9 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) gemm_sm80_kernel(
     }
 }
 
-/* ---- 3 the plan ---------------------------------------------------------------------------------------------- */
-/* Mode of a problem for elements of `dtype`: ANY where either operand's rows are not whole chunks of 16 bytes. */
+/* ---- 3 the plan ------------------------------------------------------------------------------ */
+/* Mode of a problem for elements of `dtype`: ANY where either operand's rows are not whole chunks
+ * of 16 bytes. */
 int mode_of(const GemmProblem &p, gk_dtype dtype) {
     const bool a_k = p.a_k == 1 && gemm_aligned(p.a, dtype, p.a_m, p.a_batch, p.ndim);
     const bool a_m = p.a_m == 1 && gemm_aligned(p.a, dtype, p.a_k, p.a_batch, p.ndim);
@@ -125,14 +138,15 @@ struct Plan {
 };
 constexpr double FOREVER_US = 1e30;
 
-/* Time of a row: the busiest SM's blocks, one after the other or together, and the pass that adds split sums. Only a time
- * below `below` counts: where there is none, us is `below` itself. */
+/* Time of a row: the busiest SM's blocks, one after the other or together, and the pass that adds
+ * split sums. Only a time below `below` counts: where there is none, us is `below` itself. */
 Plan plan_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem &p, double below) {
     const int32_t *key = row->key;
     const int64_t bm = key[KEY_BM], bn = key[KEY_BN], bk = key[KEY_BK], per_sm = key[KEY_PER_SM];
     const int64_t tiles = gk_ceil_div(p.m, bm) * gk_ceil_div(p.n, bn) * p.batch;
     const int64_t steps = gk_max_i64(1, gk_ceil_div(p.k, bk));
-    const double peak = (gpu->arch == 90 ? 4096 : 2048) / (row->dtype == GK_F32 ? 2.0 : 1.0) * gpu->clock_khz * 1e-3;
+    const double peak = (gpu->arch == 90 ? 4096 : 2048) / (row->dtype == GK_F32 ? 2.0 : 1.0) *
+                        gpu->clock_khz * 1e-3;
     const double step_us = 2.0 * (double)(bm * bn * bk) / (peak * key[KEY_PERCENT] * 0.01);
     Plan best = {1, steps * bk, below};
     const int64_t most = gk_clamp_i64(steps / 4, 1, MAX_SPLITS);
@@ -145,9 +159,10 @@ Plan plan_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem &
         const double reduce = reduce_us(p, parts);
         if (parts > 1 && BLOCK_US + reduce >= best.us) break; /* it only grows with s */
         const int64_t busiest = gk_ceil_div(tiles * parts, gpu->num_sms);
-        const double alone = busiest < per_sm ? PERCENT_ALONE * 0.01 : 1; /* nothing hides a lone block's waits */
-        const double us =
-            (double)(busiest * each) * step_us * alone + BLOCK_US * (double)gk_ceil_div(busiest, per_sm) + reduce;
+        /* nothing hides a lone block's waits */
+        const double alone = busiest < per_sm ? PERCENT_ALONE * 0.01 : 1;
+        const double us = (double)(busiest * each) * step_us * alone +
+                          BLOCK_US * (double)gk_ceil_div(busiest, per_sm) + reduce;
         if (us < best.us) best = {(int)parts, each * bk, us};
     }
     return best;
@@ -160,17 +175,26 @@ extern const int num_sm80_rows;
 bool serves(const gk_gemm_args *args, const GemmProblem &p) {
     if (args->a.dtype == GK_F64) return false;
     if (args->a.dtype != GK_F32) return true;
-    /* a matrix times a vector is bound by memory: gemm_plain gives it whole float32 at the same speed */
+    /* a matrix times a vector is bound by memory: gemm_plain gives it whole float32 at the same
+     * speed */
     return args->fp32_precision == GK_TF32 && p.m > 1 && p.n > 1 && !(mode_of(p, GK_F32) & ANY);
 }
 
-bool plan_row(const gk_cuda_instance *row, const GemmProblem &problem, const Plan &best, gk_plan *to) {
+bool plan_row(const gk_cuda_instance *row, const GemmProblem &problem, const Plan &best,
+              gk_plan *to) {
     GemmProblem &p = gk_own<GemmProblem>(to) = problem;
-    p.tiles_m = (int)gk_ceil_div(p.m, row->key[KEY_BM]), p.tiles_n = (int)gk_ceil_div(p.n, row->key[KEY_BN]);
-    p.group = GROUP_ROWS, p.splits = best.splits, p.split_k = best.split_k;
-    to->kernel = row, to->us = best.us;
-    to->tile[0] = row->key[KEY_BM], to->tile[1] = row->key[KEY_BN], to->tile[2] = row->key[KEY_BK];
-    to->tasks = (int64_t)p.tiles_m * p.tiles_n * p.splits * p.batch, to->chunks = p.splits;
+    p.tiles_m = (int)gk_ceil_div(p.m, row->key[KEY_BM]);
+    p.tiles_n = (int)gk_ceil_div(p.n, row->key[KEY_BN]);
+    p.group = GROUP_ROWS;
+    p.splits = best.splits;
+    p.split_k = best.split_k;
+    to->kernel = row;
+    to->us = best.us;
+    to->tile[0] = row->key[KEY_BM];
+    to->tile[1] = row->key[KEY_BN];
+    to->tile[2] = row->key[KEY_BK];
+    to->tasks = (int64_t)p.tiles_m * p.tiles_n * p.splits * p.batch;
+    to->chunks = p.splits;
     to->workspace_bytes = partials_bytes(p, p.splits, sizeof(float));
     return true;
 }
@@ -178,7 +202,8 @@ bool plan_row(const gk_cuda_instance *row, const GemmProblem &problem, const Pla
 bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
     const GemmProblem p = gemm_problem_of(args);
-    if (!serves(args, p) || row->key[KEY_ANY] != (mode_of(p, row->dtype) & ANY) || !smem_fits(ctx, row->key[KEY_SMEM]))
+    if (!serves(args, p) || row->key[KEY_ANY] != (mode_of(p, row->dtype) & ANY) ||
+        !smem_fits(ctx, row->key[KEY_SMEM]))
         return false;
     return plan_row(row, p, plan_of(row, gk_gpu_of(ctx->index), p, FOREVER_US), to);
 }
@@ -194,17 +219,24 @@ bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
     Plan best_plan = {1, 0, FOREVER_US};
     for (int i = 0; i < num_sm80_rows; ++i) {
         const gk_cuda_instance *r = &sm80_rows[i];
-        if (r->dtype != args->a.dtype || r->key[KEY_ANY] != any || r->key[KEY_SMEM] > gpu->smem_per_block) continue;
+        if (r->dtype != args->a.dtype || r->key[KEY_ANY] != any ||
+            r->key[KEY_SMEM] > gpu->smem_per_block)
+            continue;
         const Plan plan = plan_of(r, gpu, p, best_plan.us);
-        if (!best || plan.us < best_plan.us) best = r, best_plan = plan;
+        if (!best || plan.us < best_plan.us) {
+            best = r;
+            best_plan = plan;
+        }
     }
     return best && plan_row(best, p, best_plan, to);
 }
 
-/* ---- 4 the launch -------------------------------------------------------------------------------------------- */
-template <class T, class Tile, int MODE> gk_status start(const gk_context *ctx, const GemmProblem &p) {
+/* ---- 4 the launch ---------------------------------------------------------------------------- */
+template <class T, class Tile, int MODE>
+gk_status start(const gk_context *ctx, const GemmProblem &p) {
     const dim3 grid((unsigned)((int64_t)p.tiles_m * p.tiles_n * p.splits * p.batch));
-    return launch<gemm_sm80_kernel<T, Tile, MODE>>("gk_gemm", ctx, grid, Tile::THREADS, Smem<T, Tile, MODE>::BYTES, p);
+    return launch<gemm_sm80_kernel<T, Tile, MODE>>("gk_gemm", ctx, grid, Tile::THREADS,
+                                                   Smem<T, Tile, MODE>::BYTES, p);
 }
 
 /* FIRST: 0, or ANY for the rows that serve every alignment. */
@@ -224,15 +256,17 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
 }
 
 template <class T, class Tile, int FIRST> int blocks_an_sm() {
-    return blocks_per_sm<gemm_sm80_kernel<T, Tile, FIRST>>(Tile::THREADS, Smem<T, Tile, FIRST>::BYTES);
+    return blocks_per_sm<gemm_sm80_kernel<T, Tile, FIRST>>(Tile::THREADS,
+                                                           Smem<T, Tile, FIRST>::BYTES);
 }
 
-#define ROW(name, T, Tile, first, percent)                                                          \
-    {name,                                                                                          \
-     element<T>::dtype,                                                                             \
-     plan,                                                                                          \
-     run<T, Tile, first>,                                                                           \
-     {Tile::BM, Tile::BN, Tile::BK, Tile::PER_SM, percent, Smem<T, Tile, first + 3>::BYTES, first}, \
+#define ROW(name, T, Tile, first, percent)                                                  \
+    {name,                                                                                  \
+     element<T>::dtype,                                                                     \
+     plan,                                                                                  \
+     run<T, Tile, first>,                                                                   \
+     {Tile::BM, Tile::BN, Tile::BK, Tile::PER_SM, percent, Smem<T, Tile, first + 3>::BYTES, \
+      first},                                                                               \
      blocks_an_sm<T, Tile, first>}
 #define ROWS_16(name, T)                                                             \
     ROW("gemm_sm80_" name "_256x128x64", T, Tile16_256x128, 0, PERCENT_256x128),     \
@@ -252,4 +286,5 @@ const int num_sm80_rows = sizeof instances / sizeof instances[0];
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_sm80_table = {instances, sizeof instances / sizeof instances[0], 80, plan_best};
+extern "C" const gk_cuda_table gk_gemm_sm80_table = {
+    instances, sizeof instances / sizeof instances[0], 80, plan_best};

@@ -1,34 +1,38 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_sm90a: out = activation(alpha a b + beta c + bias) on Hopper's tensor cores by WGMMA, fed by TMA; bfloat16, float16. The
- * cooperative schedule: the consumer warpgroups of a block share a tile, BM / WGS rows each. hopper.cuh says what all schedules
- * share.
+/* gemm_sm90a: out = activation(alpha a b + beta c + bias) on Hopper's tensor cores by WGMMA, fed by
+ * TMA; bfloat16, float16. The cooperative schedule: the consumer warpgroups of a block share a
+ * tile, BM / WGS rows each. hopper.cuh says what all schedules share.
  *
  * a [batch, M, K]  b [batch, K, N]   each K-major or MN-major, other strides multiples of 16 bytes;
- *                                    one that is not is copied first (gemm_realign_sm90a), into the call's workspace
+ *                                    one that is not is copied first (gemm_realign_sm90a), into the
+ *                                    call's workspace
  * bias [N], c broadcasts, out [batch, M, N], preact like out; float32 sums, one rounding
  *
  * Pipeline (stages full and empty: tma_ring.cuh):
  *   producer    k0 k1 k2 k3 | k4      k5         ..  runs on into the next tile while this one's sums are stored
  *   consumers               | 0 .. 1 .. 2 ..         stage j - 1 is released when step j is issued and step j - 1 is done
- * Results of a's dtype go through staging tiles and leave by TMA behind the warp's back, or, where a block has one tile or TMA
- * cannot write its rows, from registers in chunks of 16 bytes; float32 of 16-bit operands, and sums with a c that no wide read takes or
- * in rows that TMA cannot write, are stored from registers, 8 columns each, or 8 rows where rows of the result do not begin at
+ * Results of a's dtype go through staging tiles and leave by TMA behind the warp's back, or, where
+ * a block has one tile or TMA cannot write its rows, from registers in chunks of 16 bytes; float32
+ * of 16-bit operands, and sums with a c that no wide read takes or in rows that TMA cannot write,
+ * are stored from registers, 8 columns each, or 8 rows where rows of the result do not begin at
  * multiples of 16 bytes. c of a large tile comes into L2 under its products.
  *
  * Workspace: the copies, (rows or columns) x (k rounded up to 16 bytes) each, or with both changed.
- * Not here: float32 (gemm_tf32_sm90a, gemm_plain), K = 0 (gemm_sm80), few columns of small M or short k, small M (gemm_swapab_sm90a,
- * gemm_skinny). */
+ * Not here: float32 (gemm_tf32_sm90a, gemm_plain), K = 0 (gemm_sm80), few columns of small M or
+ * short k, small M (gemm_swapab_sm90a, gemm_skinny). */
 #include "hopper_launch.cuh"
 
 namespace {
 
 template <class T, class Tile, int MODE>
-__global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREADS<Tile>, (Smem<T, Tile, MODE>::BLOCKS))
-    gemm_sm90a_kernel(const __grid_constant__ Params x) {
+__global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
+    __launch_bounds__(THREADS<Tile>, (Smem<T, Tile, MODE>::BLOCKS))
+        gemm_sm90a_kernel(const __grid_constant__ Params x) {
     typedef Block<T, Tile, MODE> Block;
     typedef typename Block::S S;
     constexpr bool TMA = BY_TMA<T, Tile>;
-    static_assert(S::MT == 1 && !Tile::SWAP_AB && !Tile::PING_PONG, "a cooperative tile of 64 rows a warpgroup");
+    static_assert(S::MT == 1 && !Tile::SWAP_AB && !Tile::PING_PONG,
+                  "a cooperative tile of 64 rows a warpgroup");
     extern __shared__ __align__(1024) unsigned char smem[];
     Block block(x, smem);
     block.begin(Tile::WGS, [] {});
@@ -48,8 +52,8 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
             touch_epilogue(p.epilogue);
             if (x.plain) touch_bias<S::COLS>(p, tile.col + block.part * S::COLS, block.lane);
             if (TMA && !x.across) /* in small tiles its loop would cost every step 5 instructions */
-                touch_c<S::COLS>(p, batch, tile.row + row0 + block.warp * 16, tile.col + block.part * S::COLS,
-                                 block.lane);
+                touch_c<S::COLS>(p, batch, tile.row + row0 + block.warp * 16,
+                                 tile.col + block.part * S::COLS, block.lane);
             block.multiply(sum, row0, block.steps_of(t));
             block.end_products(sum, block.ring.before());
             if constexpr (TAIL<T, Tile, MODE>)
@@ -59,19 +63,20 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
             const smem_addr staging_s = block.staging_s();
             const auto store = [&](auto &sums) {
                 const int row = tile.row + row0, col = tile.col + block.part * S::COLS;
-                at.c[0] = col, at.c[1] = row + block.warp * 16;
+                at.c[0] = col;
+                at.c[1] = row + block.warp * 16;
                 if (x.bare)
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_BARE, TMA>(x, sums, staging_s, at, batch,
-                                                                                      lane);
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_BARE, TMA>(
+                        x, sums, staging_s, at, batch, lane);
                 else if (x.straight)
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_STRAIGHT, TMA>(x, sums, staging_s, at, batch,
-                                                                                          lane);
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_STRAIGHT, TMA>(
+                        x, sums, staging_s, at, batch, lane);
                 else if (x.plain || x.ragged)
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_RAGGED, TMA>(x, sums, staging_s, at, batch,
-                                                                                        lane);
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_RAGGED, TMA>(
+                        x, sums, staging_s, at, batch, lane);
                 else
-                    store_any<T, S::COLS>(p, gemm_place(p, batch), sums, staging_s, row + block.warp * 16, p.m, col,
-                                          x.across, lane);
+                    store_any<T, S::COLS>(p, gemm_place(p, batch), sums, staging_s,
+                                          row + block.warp * 16, p.m, col, x.across, lane);
             };
             if constexpr (Tile::SPLITS > 1) {
                 float mine[1][Tile::BN / 2 / Tile::SPLITS];
@@ -81,28 +86,31 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
                 store(sum[0]);
             }
         }
-        if (TMA && block.lane == 0) tma_store_wait_group_read<0>(); /* shared memory stays until it has been read */
+        /* shared memory stays until it has been read */
+        if (TMA && block.lane == 0) tma_store_wait_group_read<0>();
         block.end_exchange(exchange_parity);
     }
     block.leave();
 }
 
-/* ---- the plan of all schedules, and the launch -------------------------------------------------------------------- */
-extern "C" const gk_cuda_table gk_gemm_sm90a_table, gk_gemm_pingpong_sm90a_table, gk_gemm_swapab_sm90a_table,
-    gk_gemm_tf32_sm90a_table;
+/* ---- the plan of all schedules, and the launch ----------------------------------------------- */
+extern "C" const gk_cuda_table gk_gemm_sm90a_table, gk_gemm_pingpong_sm90a_table,
+    gk_gemm_swapab_sm90a_table, gk_gemm_tf32_sm90a_table;
 
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
-    static const gk_cuda_table *const schedules[] = {&gk_gemm_sm90a_table, &gk_gemm_pingpong_sm90a_table,
-                                                     &gk_gemm_swapab_sm90a_table, &gk_gemm_tf32_sm90a_table};
+    static const gk_cuda_table *const schedules[] = {
+        &gk_gemm_sm90a_table, &gk_gemm_pingpong_sm90a_table, &gk_gemm_swapab_sm90a_table,
+        &gk_gemm_tf32_sm90a_table};
     return plan_hopper(schedules, sizeof schedules / sizeof schedules[0], ctx, args, to);
 }
 
 template <class T, class Tile>
 gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
-    static constexpr Instance of_mode[] = {instance_of<T, Tile, 0, gemm_sm90a_kernel<T, Tile, 0>>(),
-                                           instance_of<T, Tile, 1, gemm_sm90a_kernel<T, Tile, 1>>(),
-                                           instance_of<T, Tile, 2, gemm_sm90a_kernel<T, Tile, 2>>(),
-                                           instance_of<T, Tile, 3, gemm_sm90a_kernel<T, Tile, 3>>()};
+    static constexpr Instance of_mode[] = {
+        instance_of<T, Tile, 0, gemm_sm90a_kernel<T, Tile, 0>>(),
+        instance_of<T, Tile, 1, gemm_sm90a_kernel<T, Tile, 1>>(),
+        instance_of<T, Tile, 2, gemm_sm90a_kernel<T, Tile, 2>>(),
+        instance_of<T, Tile, 3, gemm_sm90a_kernel<T, Tile, 3>>()};
     return run_row(of_mode, ctx, plan, workspace);
 }
 
@@ -129,4 +137,5 @@ const gk_cuda_instance instances[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", _
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90, plan_best};
+extern "C" const gk_cuda_table gk_gemm_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, plan_best};

@@ -1,16 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_swapab_sm90a: gemm_sm90a's product for small M: a and b change places (out^T = b^T a^T), so that the weights fill WGMMA's 64
- * rows, and the M rows of a its columns. Two blocks split k for up to 64 rows; four share b's tile past that. hopper.cuh has the rest.
+/* gemm_swapab_sm90a: gemm_sm90a's product for small M: a and b change places (out^T = b^T a^T), so
+ * that the weights fill WGMMA's 64 rows, and the M rows of a its columns. Two blocks split k for up
+ * to 64 rows; four share b's tile past that. hopper.cuh has the rest.
  *
- * Pipeline (stages full and empty: tma_ring.cuh): as gemm_sm90a's, with one consumer warpgroup. The sums' transpose goes through
- * shared memory on its way to rows of the result. */
+ * Pipeline (stages full and empty: tma_ring.cuh): as gemm_sm90a's, with one consumer warpgroup. The
+ * sums' transpose goes through shared memory on its way to rows of the result. */
 #include "hopper_launch.cuh"
 
 namespace {
 
 template <class T, class Tile, int MODE>
-__global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREADS<Tile>, (Smem<T, Tile, MODE>::BLOCKS))
-    gemm_swapab_sm90a_kernel(const __grid_constant__ Params x) {
+__global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
+    __launch_bounds__(THREADS<Tile>, (Smem<T, Tile, MODE>::BLOCKS))
+        gemm_swapab_sm90a_kernel(const __grid_constant__ Params x) {
     typedef Block<T, Tile, MODE> Block;
     typedef typename Block::S S;
     static_assert(Tile::SWAP_AB && Tile::WGS == 1 && S::MT == 1, "64 weights");
@@ -31,10 +33,12 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
             touch_epilogue(p.epilogue);
             block.multiply(sum, 0, block.steps);
             block.end_products(sum, block.ring.before());
-            float *const staging = (float *)(smem + (block.ring_s + S::PANELS - cvta_to_shared(smem)));
+            float *const staging =
+                (float *)(smem + (block.ring_s + S::PANELS - cvta_to_shared(smem)));
             const auto store = [&](const auto &sums) {
-                store_transposed<T, S::COLS, S::SWAPAB_LD>(p, gemm_place(p, batch), sums, staging, tile.row,
-                                                           tile.col + block.part * S::COLS, x.bare, x.keep);
+                store_transposed<T, S::COLS, S::SWAPAB_LD>(
+                    p, gemm_place(p, batch), sums, staging, tile.row,
+                    tile.col + block.part * S::COLS, x.bare, x.keep);
             };
             if constexpr (Tile::SPLITS > 1) {
                 float mine[1][Tile::BN / 2 / Tile::SPLITS];
@@ -51,10 +55,11 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1) __launch_bounds__(THREA
 
 template <class T, class Tile>
 gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
-    static constexpr Instance of_mode[] = {instance_of<T, Tile, 0, gemm_swapab_sm90a_kernel<T, Tile, 0>>(),
-                                           instance_of<T, Tile, 1, gemm_swapab_sm90a_kernel<T, Tile, 1>>(),
-                                           instance_of<T, Tile, 2, gemm_swapab_sm90a_kernel<T, Tile, 2>>(),
-                                           instance_of<T, Tile, 3, gemm_swapab_sm90a_kernel<T, Tile, 3>>()};
+    static constexpr Instance of_mode[] = {
+        instance_of<T, Tile, 0, gemm_swapab_sm90a_kernel<T, Tile, 0>>(),
+        instance_of<T, Tile, 1, gemm_swapab_sm90a_kernel<T, Tile, 1>>(),
+        instance_of<T, Tile, 2, gemm_swapab_sm90a_kernel<T, Tile, 2>>(),
+        instance_of<T, Tile, 3, gemm_swapab_sm90a_kernel<T, Tile, 3>>()};
     return run_row(of_mode, ctx, plan, workspace);
 }
 
@@ -69,5 +74,5 @@ const gk_cuda_instance instances[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", _
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_swapab_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
-                                                             planned_elsewhere};
+extern "C" const gk_cuda_table gk_gemm_swapab_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, planned_elsewhere};

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_tf32_sm90a: gemm_sm90a's product of float32 operands, rounded to tf32 by TMA while it copies. The cooperative schedule.
+/* gemm_tf32_sm90a: gemm_sm90a's product of float32 operands, rounded to tf32 by TMA while it
+ * copies. The cooperative schedule.
  *
- * WGMMA reads tf32 from shared memory along k alone. So an MN-major operand b becomes its A, from registers, with swap-AB
- * (out^T = b^T a^T; tf32.cuh has that product); any other operand that is not K-major is transposed first
- * (gemm_realign_sm90a), into the call's workspace. hopper.cuh says what all schedules share.
+ * WGMMA reads tf32 from shared memory along k alone. So an MN-major operand b becomes its A, from
+ * registers, with swap-AB (out^T = b^T a^T; tf32.cuh has that product); any other operand that is
+ * not K-major is transposed first (gemm_realign_sm90a), into the call's workspace. hopper.cuh says
+ * what all schedules share.
  * Not here: float32 in full precision (gemm_plain), small M. */
 #include "hopper_launch.cuh"
 #include "tf32.cuh"
@@ -39,17 +41,20 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
             if (!SWAP_AB) block.find_results(t, batch, tile, at);
             if (t == block.first) griddepcontrol_wait(); /* for the bias and c */
             touch_epilogue(p.epilogue);
-            if (!SWAP_AB && x.plain) touch_bias<S::COLS>(p, tile.col + block.part * S::COLS, block.lane);
+            if (!SWAP_AB && x.plain)
+                touch_bias<S::COLS>(p, tile.col + block.part * S::COLS, block.lane);
             if constexpr (SWAP_AB)
-                multiply_swapab<B, S::STAGE_BYTES>(sum, block.ring,
-                                                   block.ring_s + A::offset((block.warpgroup * 4 + block.warp) * 32),
-                                                   block.ring_s + A::bytes, block.steps, block.lane,
-                                                   [&](smem_addr barrier_s) { block.release(barrier_s); });
+                multiply_swapab<B, S::STAGE_BYTES>(
+                    sum, block.ring,
+                    block.ring_s + A::offset((block.warpgroup * 4 + block.warp) * 32),
+                    block.ring_s + A::bytes, block.steps, block.lane,
+                    [&](smem_addr barrier_s) { block.release(barrier_s); });
             else
                 block.multiply(sum, row0, block.steps);
             block.end_products(sum, block.ring.before());
 
-            if (SWAP_AB) block.find_results(t, batch, tile, at); /* no register keeps it over the products */
+            /* no register keeps it over the products */
+            if (SWAP_AB) block.find_results(t, batch, tile, at);
             const int lane = SWAP_AB ? laneid() : threadIdx.x % 32;
             const smem_addr staging_s = block.staging_s();
             const auto store = [&](auto &sums) {
@@ -57,23 +62,26 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                     const int row = tile.col + block.part * S::COLS,
                               col = tile.row + (block.warpgroup * 4 + block.warp) * 32;
                     if (x.plain) {
-                        at.c[0] = col, at.c[1] = row;
-                        store_plain_transposed<typename S::Panel, Tile::PANELS>(x, sums, staging_s, panel, at, lane);
+                        at.c[0] = col;
+                        at.c[1] = row;
+                        store_plain_transposed<typename S::Panel, Tile::PANELS>(x, sums, staging_s,
+                                                                                panel, at, lane);
                     } else {
                         store_any_transposed(p, gemm_place(p, batch), sums, row, col, lane);
                     }
                 } else {
                     const int row = tile.row + row0, col = tile.col + block.part * S::COLS;
-                    at.c[0] = col, at.c[1] = row + block.warp * 16;
+                    at.c[0] = col;
+                    at.c[1] = row + block.warp * 16;
                     if (x.bare)
-                        store_panels<float, typename S::Panel, Tile::PANELS, STORE_BARE, true>(x, sums[0], staging_s,
-                                                                                               at, batch, lane);
+                        store_panels<float, typename S::Panel, Tile::PANELS, STORE_BARE, true>(
+                            x, sums[0], staging_s, at, batch, lane);
                     else if (x.plain)
                         store_panels<float, typename S::Panel, Tile::PANELS, STORE_STRAIGHT, true>(
                             x, sums[0], staging_s, at, batch, lane);
                     else
-                        store_any<float, S::COLS>(p, gemm_place(p, batch), sums[0], staging_s, row + block.warp * 16,
-                                                  p.m, col, x.across, lane);
+                        store_any<float, S::COLS>(p, gemm_place(p, batch), sums[0], staging_s,
+                                                  row + block.warp * 16, p.m, col, x.across, lane);
                 }
             };
             if constexpr (Tile::SPLITS > 1) {
@@ -84,7 +92,8 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                 store(sum);
             }
         }
-        if (block.lane == 0) tma_store_wait_group_read<0>(); /* shared memory stays until it has been read */
+        /* shared memory stays until it has been read */
+        if (block.lane == 0) tma_store_wait_group_read<0>();
         block.end_exchange(exchange_parity);
     }
     block.leave();
@@ -93,7 +102,8 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
 template <class T, class Tile>
 gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
     constexpr int MODE = Tile::SWAP_AB ? A_ALONG_M : 0;
-    static constexpr Instance only[] = {instance_of<T, Tile, MODE, gemm_tf32_sm90a_kernel<Tile, MODE>>()};
+    static constexpr Instance only[] = {
+        instance_of<T, Tile, MODE, gemm_tf32_sm90a_kernel<Tile, MODE>>()};
     return run_row(only, ctx, plan, workspace);
 }
 
@@ -112,5 +122,5 @@ const gk_cuda_instance instances[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_gemm_tf32_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
-                                                           planned_elsewhere};
+extern "C" const gk_cuda_table gk_gemm_tf32_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, planned_elsewhere};

@@ -1,15 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* hopper.cuh: what the kernels of Hopper's gemm share: the call, shared memory, the tiles that a block takes, its producer, and
- * the products from shared memory. Each schedule is a file of its own: gemm_sm90a (cooperative), gemm_pingpong_sm90a,
- * gemm_swapab_sm90a, gemm_tf32_sm90a.
+/* hopper.cuh: what the kernels of Hopper's gemm share: the call, shared memory, the tiles that a
+ * block takes, its producer, and the products from shared memory. Each schedule is a file of its
+ * own: gemm_sm90a (cooperative), gemm_pingpong_sm90a, gemm_swapab_sm90a, gemm_tf32_sm90a.
  *
- * Grid: as many clusters, of two, four or eight blocks, as fit the GPU; each takes tiles BM x BN, in the order of order.cuh, until
- * none is left. A cluster's tiles lie in a column, where all read the same of b, which is multicast, or in a row, where the same of a,
- * as fits the result better; eight are 4 x 2. Each block copies its share of that to all, since L2 gives the SMs some 8 TB/s and
- * single 128 x 256 tiles would ask for 12. Split-K: the two or four blocks of a cluster sum a split of k each, exchange their sums
- * and store a share of the columns each.
- * The last wave: where at most half of the clusters have tiles left, each takes one tile, not two, and its blocks half of k each; the
- * second one's sums go into the first one's ring, which nobody needs any more, and are added there (TAIL).
+ * Grid: as many clusters, of two, four or eight blocks, as fit the GPU; each takes tiles BM x BN,
+ * in the order of order.cuh, until none is left. A cluster's tiles lie in a column, where all read
+ * the same of b, which is multicast, or in a row, where the same of a, as fits the result better;
+ * eight are 4 x 2. Each block copies its share of that to all, since L2 gives the SMs some 8 TB/s
+ * and single 128 x 256 tiles would ask for 12. Split-K: the two or four blocks of a cluster sum a
+ * split of k each, exchange their sums and store a share of the columns each.
+ * The last wave: where at most half of the clusters have tiles left, each takes one tile, not two,
+ * and its blocks half of k each; the second one's sums go into the first one's ring, which nobody
+ * needs any more, and are added there (TAIL).
  * Block: WGS consumer warpgroups, and a producer warpgroup, of which a single thread copies.
  *
  * Shared memory (struct Smem): a ring of stages, each K64 times
@@ -17,8 +19,9 @@
  *   tf32: 32 for 64
  * then the warps' epilogue staging tiles, the exchanged sums, the barriers.
  *
- * The next kernel on the stream may start its own prologue meanwhile. A launch finds neither code nor parameters in its SM's
- * caches, and every line costs 200 to 300 clocks: what the first copy waits for, and the plainest store, are each in one place. */
+ * The next kernel on the stream may start its own prologue meanwhile. A launch finds neither code
+ * nor parameters in its SM's caches, and every line costs 200 to 300 clocks: what the first copy
+ * waits for, and the plainest store, are each in one place. */
 #ifndef GPUKERN_CUDA_GEMM_HOPPER_CUH
 #define GPUKERN_CUDA_GEMM_HOPPER_CUH
 
@@ -42,9 +45,10 @@
 
 namespace {
 
-template <class Tile> constexpr int THREADS = (Tile::WGS + 1) * 128;         /* a warpgroup of producers */
+/* a warpgroup of producers */
+template <class Tile> constexpr int THREADS = (Tile::WGS + 1) * 128;
 template <class Tile> constexpr int CLUSTER_OF = Tile::TILES * Tile::SPLITS; /* blocks */
-constexpr int K_STEPS = WGMMA_ROW_BYTES / 32;                                /* of wgmma in a K_BLOCK */
+constexpr int K_STEPS = WGMMA_ROW_BYTES / 32; /* of wgmma in a K_BLOCK */
 template <class T> constexpr int K_BLOCK = WGMMA_ROW_BYTES * 8 / element<T>::bits;
 template <class T> constexpr bool TF32 = element<T>::mma == MMA_TF32;
 /* A comes through registers, and the product is swapped (swap-AB) */
@@ -53,27 +57,35 @@ template <class T, class Tile> constexpr bool SWAPAB_TF32 = TF32<T> && Tile::SWA
 template <class T, class Tile> constexpr bool ONCE = !TF32<T> && Tile::SWAP_AB && Tile::SPLITS > 1;
 /* the last wave's tiles may be halved along k */
 template <class T, class Tile, int MODE>
-constexpr bool TAIL = !TF32<T> && Tile::TILES == 2 && Tile::WGS == 2 && !Tile::SWAP_AB && !Tile::PING_PONG &&
-                      may_halve(Tile::BM, Tile::BN, MODE == (A_ALONG_M | B_ALONG_N));
-/* results leave the panels by tma, under the next tile's products; one warpgroup's block seldom has a next, but columns that are no
- * whole panels overlap in theirs */
-template <class R, class Tile> constexpr bool BY_TMA = element<R>::bits == 32 || Tile::WGS > 1 || Tile::BN % 64 != 0;
+constexpr bool TAIL =
+    !TF32<T> && Tile::TILES == 2 && Tile::WGS == 2 && !Tile::SWAP_AB && !Tile::PING_PONG &&
+    may_halve(Tile::BM, Tile::BN, MODE == (A_ALONG_M | B_ALONG_N));
+/* results leave the panels by tma, under the next tile's products; one warpgroup's block seldom has
+ * a next, but columns that are no whole panels overlap in theirs */
+template <class R, class Tile>
+constexpr bool BY_TMA = element<R>::bits == 32 || Tile::WGS > 1 || Tile::BN % 64 != 0;
 
-/* ---- the call and shared memory --------------------------------------------------------------------------------- */
+/* ---- the call and shared memory -------------------------------------------------------------- */
 struct Params {
-    CUtensorMap a, b;         /* [batch dimensions, up to 3][m or n][k], or with k and the other changed */
-    CUtensorMap a_end, b_end; /* along k: boxes of the last rows of m or n, where they do not fill one of a's or b's */
+    /* [batch dimensions, up to 3][m or n][k], or with k and the other changed */
+    CUtensorMap a, b;
+    CUtensorMap a_end, b_end; /* along k: boxes of the last rows of m or n, where they do not fill
+                                 one of a's or b's */
     CUtensorMap out, preact;  /* where `plain`, by tma */
-    /* what a block begins with stands together: what is not in the constant cache takes 200 clocks a line */
-    TileOrder order;    /* of clusters' tiles */
-    unsigned whole;     /* of these in turn as many are whole; each of the others is two tasks, halved along k */
-    bool batched;       /* more than one product */
-    bool in_row;        /* a cluster's two tiles, not one above the other */
-    bool plain, ragged; /* store_panels serves the call: rows of whole chunks of 16 bytes; others, without c */
+    /* what a block begins with stands together: what is not in the constant cache takes 200 clocks
+     * a line */
+    TileOrder order; /* of clusters' tiles */
+    unsigned whole;  /* of these in turn as many are whole; each of the others is two tasks, halved
+                        along k */
+    bool batched;    /* more than one product */
+    bool in_row;     /* a cluster's two tiles, not one above the other */
+    bool plain, ragged; /* store_panels serves the call: rows of whole chunks of 16 bytes; others,
+                           without c */
     bool straight;      /* such rows, without c and what takes many instructions */
     bool bare;          /* such rows, of nothing but the sums times alpha; swap-AB ones, too */
     bool keep;          /* swap-AB: the next kernel should find the results in L2 */
-    bool across; /* store_any: the lanes' values lie down the rows; in the epilogue rows and columns change places */
+    bool across; /* store_any: the lanes' values lie down the rows; in the epilogue rows and columns
+                    change places */
     GemmProblem p;
 };
 
@@ -84,44 +96,54 @@ template <class T, class Tile, int MODE, class R = T> struct Smem {
     typedef wgmma_tile<Tile::BN, ALONG_N, K_BLOCK<T>> B;
     template <int SHARERS> using APart = wgmma_part<Tile::BM, ALONG_M, SHARERS, K_BLOCK<T>>;
     template <int SHARERS> using BPart = wgmma_part<Tile::BN, ALONG_N, SHARERS, K_BLOCK<T>>;
-    static constexpr int BLOCK = A::bytes + B::bytes, STAGE_BYTES = Tile::K64 * BLOCK; /* K_BLOCK of k; a step */
-    static constexpr int STAGES = Tile::STAGES * STAGE_BYTES <= MOST_RING ? Tile::STAGES : MOST_RING / STAGE_BYTES,
+    /* K_BLOCK of k; a step */
+    static constexpr int BLOCK = A::bytes + B::bytes, STAGE_BYTES = Tile::K64 * BLOCK;
+    static constexpr int STAGES = Tile::STAGES * STAGE_BYTES <= MOST_RING ? Tile::STAGES
+                                                                          : MOST_RING / STAGE_BYTES,
                          RING = STAGES * STAGE_BYTES;
 
-    /* The columns of a tile that a block finishes, and a warp's 16 rows of up to 128 bytes on their way from the accumulators'
-     * order to that of rows; swap-AB: all columns as rows of 64 floats, 4 more to spread them over the banks. */
-    static constexpr int COLS = Tile::BN / Tile::SPLITS, PANEL_COLS = COLS >= 64 && element<R>::bits == 16 ? 64 : 32;
+    /* The columns of a tile that a block finishes, and a warp's 16 rows of up to 128 bytes on their
+     * way from the accumulators' order to that of rows; swap-AB: all columns as rows of 64 floats,
+     * 4 more to spread them over the banks. */
+    static constexpr int COLS = Tile::BN / Tile::SPLITS,
+                         PANEL_COLS = COLS >= 64 && element<R>::bits == 16 ? 64 : 32;
     typedef smem_tile<16, PANEL_COLS * element<R>::bits / 8> Panel;
     static constexpr bool BY_PANELS = !Tile::SWAP_AB || SWAPAB_TF32<T, Tile>;
-    static constexpr int SWAPAB_LD = 64 + 4, WARP_PANELS = BY_PANELS ? Tile::PANELS * 2048 : COLS * SWAPAB_LD;
+    static constexpr int SWAPAB_LD = 64 + 4,
+                         WARP_PANELS = BY_PANELS ? Tile::PANELS * 2048 : COLS * SWAPAB_LD;
 
     static constexpr int PANELS = RING, EXCHANGE = PANELS + Tile::WGS * 4 * WARP_PANELS;
     /* wgmma a step of 64 rows of a warpgroup */
     static constexpr int MT = Tile::BM / (Tile::PING_PONG ? 1 : Tile::WGS) / 64;
     /* what another block, and what all others, send of their splits of k */
-    static constexpr int FROM_BLOCK = MT * COLS * 256, WARPGROUP_EXCHANGE = (Tile::SPLITS - 1) * FROM_BLOCK;
+    static constexpr int FROM_BLOCK = MT * COLS * 256,
+                         WARPGROUP_EXCHANGE = (Tile::SPLITS - 1) * FROM_BLOCK;
     static constexpr int BARRIERS = EXCHANGE + Tile::WGS * WARPGROUP_EXCHANGE,
                          EXCHANGED = BARRIERS + tma_ring<STAGES>::bytes;
     /* two barriers more, of exchanged sums or of ping-pong; and to align the ring */
     static constexpr int BYTES = EXCHANGED + 16 + WGMMA_BLOCK_BYTES;
-    /* whose registers an SM can hold. Two: the next kernel's get ready beside this one's, or at least a copy's */
+    /* whose registers an SM can hold. Two: the next kernel's get ready beside this one's, or at
+     * least a copy's */
     static constexpr int BLOCKS =
         THREADS<Tile> <= 256 && (TF32<T> ? BYTES <= 113 * 1024 : MT * Tile::BN <= 128) ? 2 : 1;
     static_assert(BYTES <= 232448 && PANELS % 1024 == 0, "shared memory of a block");
     static_assert(BLOCKS == 1 || THREADS<Tile> <= 256, "a thread keeps 128 registers");
     static_assert(Tile::SWAP_AB || COLS % 8 == 0, "panels begin at multiples of 16 bytes");
-    static_assert(!BY_PANELS || COLS >= PANEL_COLS, "put_panels and store_any take whole panels of sums");
+    static_assert(!BY_PANELS || COLS >= PANEL_COLS,
+                  "put_panels and store_any take whole panels of sums");
     static_assert((Tile::TILES == 1 || Tile::SPLITS == 1) && (BY_PANELS || Tile::WGS == 1),
                   "blocks share or exchange; one ping-pongs");
     static_assert(!Tile::PING_PONG || (Tile::WGS == 2 && Tile::SPLITS == 1 && !Tile::SWAP_AB),
                   "two warpgroups ping-pong");
-    static_assert(!TAIL<T, Tile, MODE> || Tile::BM * Tile::BN * 4 <= RING, "the ring holds a tile's sums");
+    static_assert(!TAIL<T, Tile, MODE> || Tile::BM * Tile::BN * 4 <= RING,
+                  "the ring holds a tile's sums");
     static_assert(MT <= 2, "sums of a warpgroup are stored by one body, past which they move once");
 };
 
-/* ---- a block and its tiles --------------------------------------------------------------------------------------- */
+/* ---- a block and its tiles ------------------------------------------------------------------- */
 /* Where a batch entry's boxes begin; dimensions without a stride are not in the map. */
-__device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t *strides, unsigned batch, tma_at &at) {
+__device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t *strides,
+                                            unsigned batch, tma_at &at) {
 #pragma unroll
     for (int d = TENSOR_DIMS - 3; d >= 0; --d) {
         if (d >= p.ndim) continue;
@@ -130,58 +152,73 @@ __device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t 
     }
 }
 
-/* A thread's view of its block: who it is, the tiles and the split of k that its cluster takes, the ring. */
+/* A thread's view of its block: who it is, the tiles and the split of k that its cluster takes, the
+ * ring. */
 template <class T, class Tile, int MODE, class R = T> struct Block {
     typedef Smem<T, Tile, MODE, R> S;
     static constexpr bool GRID = Tile::ACROSS > 0;
-    static constexpr int ACROSS = GRID ? Tile::ACROSS : Tile::TILES, DOWN = GRID ? Tile::TILES / ACROSS : 1;
+    static constexpr int ACROSS = GRID ? Tile::ACROSS : Tile::TILES,
+                         DOWN = GRID ? Tile::TILES / ACROSS : 1;
     typedef Copies<S, ACROSS, DOWN, ONCE<T, Tile>> SideBySide; /* the cluster's tiles */
     typedef Copies<S, GRID ? ACROSS : 1, GRID ? DOWN : Tile::TILES, ONCE<T, Tile>> Stacked;
     static constexpr int MATES = ACROSS + DOWN - 1; /* blocks that copy into this one, itself too */
-    static constexpr int TILES = Tile::TILES, SPLITS = Tile::SPLITS, CLUSTER = CLUSTER_OF<Tile>, WGS = Tile::WGS;
+    static constexpr int TILES = Tile::TILES, SPLITS = Tile::SPLITS, CLUSTER = CLUSTER_OF<Tile>,
+                         WGS = Tile::WGS;
     static constexpr int BK = Tile::K64 * K_BLOCK<T>;
-    static_assert(Tile::BM % (64 * WGS) == 0 && Tile::BN % 16 == 0 && Tile::BN <= 256, "whole wgmma");
+    static_assert(Tile::BM % (64 * WGS) == 0 && Tile::BN % 16 == 0 && Tile::BN <= 256,
+                  "whole wgmma");
 
     const Params &x;
     const int lane, block_warp, warpgroup, warp, rank, part; /* part: of k */
     const bool side_by_side, tells; /* tells: a lane for each block that copies into this one */
     const smem_addr ring_s;
     tma_ring<S::STAGES> ring;
-    unsigned all, first, step; /* tasks: of the call, this cluster's first, and from one to its next */
-    int step0, steps;          /* of k, of the ring's stages */
+    /* tasks: of the call, this cluster's first, and from one to its next */
+    unsigned all, first, step;
+    int step0, steps; /* of k, of the ring's stages */
     Source a_from, b_from;
 
     __device__ __forceinline__ Block(const Params &call, unsigned char *smem)
         : x(call), lane(threadIdx.x % 32), block_warp(__shfl_sync(0xffffffff, threadIdx.x / 32, 0)),
-          warpgroup(block_warp / 4), warp(block_warp % 4), rank(CLUSTER > 1 ? (int)cluster_ctarank() : 0),
-          part(SPLITS > 1 ? rank : 0), side_by_side(GRID || (TILES > 1 && call.in_row)),
-          tells(warp == 0 && lane < MATES),
-          ring_s((cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES),
+          warpgroup(block_warp / 4), warp(block_warp % 4),
+          rank(CLUSTER > 1 ? (int)cluster_ctarank() : 0), part(SPLITS > 1 ? rank : 0),
+          side_by_side(GRID || (TILES > 1 && call.in_row)), tells(warp == 0 && lane < MATES),
+          ring_s((cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES *
+                 WGMMA_BLOCK_BYTES),
           ring(ring_s + S::BARRIERS) {}
 
-    /* Makes the barriers, those of `more` too, and finds the first copies under the wait for all blocks' barriers. */
+    /* Makes the barriers, those of `more` too, and finds the first copies under the wait for all
+     * blocks' barriers. */
     template <class More> __device__ __forceinline__ void begin(int consumers, const More &more) {
         if (threadIdx.x == 0) {
             prefetch_tensormap(&x.a);
             prefetch_tensormap(&x.b);
             ring.init(consumers * MATES);
             more();
-            if (SPLITS > 1)
-                mbarrier_init(ring_s + S::EXCHANGED, 1),
-                    mbarrier_init(ring_s + S::EXCHANGED + 8, (SPLITS - 1) * WGS * 4);
-            if (TAIL<T, Tile, MODE>)
-                mbarrier_init(ring_s + S::EXCHANGED, 1), mbarrier_init(ring_s + S::EXCHANGED + 8, WGS * 4);
+            if (SPLITS > 1) {
+                mbarrier_init(ring_s + S::EXCHANGED, 1);
+                mbarrier_init(ring_s + S::EXCHANGED + 8, (SPLITS - 1) * WGS * 4);
+            }
+            if (TAIL<T, Tile, MODE>) {
+                mbarrier_init(ring_s + S::EXCHANGED, 1);
+                mbarrier_init(ring_s + S::EXCHANGED + 8, WGS * 4);
+            }
             fence_mbarrier_init();
         }
         if (CLUSTER > 1) barrier_cluster_arrive();
         all = x.order.tiles.by * (unsigned)x.p.batch;
         if (TAIL<T, Tile, MODE>) all += all - x.whole;
-        first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
-        const int all_steps = (int)((x.p.k + BK - 1) / BK), part_steps = (all_steps + SPLITS - 1) / SPLITS;
-        step0 = part * part_steps, steps = max(0, min(part_steps, all_steps - step0));
+        first = blockIdx.x / CLUSTER;
+        step = gridDim.x / CLUSTER;
+        const int all_steps = (int)((x.p.k + BK - 1) / BK),
+                  part_steps = (all_steps + SPLITS - 1) / SPLITS;
+        step0 = part * part_steps;
+        steps = max(0, min(part_steps, all_steps - step0));
         if (block_warp == WGS * 4) {
             find_copies(first);
-            have(a_from.x), have(b_from.x), have(a_from.bytes + b_from.bytes);
+            have(a_from.x);
+            have(b_from.x);
+            have(a_from.bytes + b_from.bytes);
         }
         /* the barriers are there before any block's copies or arrivals reach them */
         if (CLUSTER > 1)
@@ -191,8 +228,11 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
         griddepcontrol_launch_dependents(); /* the next kernel's start may overlap this one's end */
     }
 
-    /* Whether a task is a tile halved along k; and which tiles a task's are, in the order of order.cuh. */
-    __device__ __forceinline__ bool halved(unsigned t) const { return TAIL<T, Tile, MODE> && t >= x.whole; }
+    /* Whether a task is a tile halved along k; and which tiles a task's are, in the order of
+     * order.cuh. */
+    __device__ __forceinline__ bool halved(unsigned t) const {
+        return TAIL<T, Tile, MODE> && t >= x.whole;
+    }
     __device__ __forceinline__ unsigned tiles_of(unsigned t) const {
         return halved(t) ? x.whole + (t - x.whole) / 2 : t;
     }
@@ -214,24 +254,32 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
             SideBySide::find(x, tile, rank, a_from, b_from);
         else
             Stacked::find(x, tile, rank, a_from, b_from);
-        if (x.batched) place_batch(x.p, x.p.a_batch, batch, a_from.at), place_batch(x.p, x.p.b_batch, batch, b_from.at);
+        if (x.batched) {
+            place_batch(x.p, x.p.a_batch, batch, a_from.at);
+            place_batch(x.p, x.p.b_batch, batch, b_from.at);
+        }
     }
 
     /* Of the ring's stages that a block takes of a task: past the end of k they are zeros. */
-    __device__ __forceinline__ int steps_of(unsigned t) const { return halved(t) ? (steps + 1) / 2 : steps; }
+    __device__ __forceinline__ int steps_of(unsigned t) const {
+        return halved(t) ? (steps + 1) / 2 : steps;
+    }
 
-    /* The producer: one thread fills the ring, and runs on into the next tile while this one's sums are stored. */
+    /* The producer: one thread fills the ring, and runs on into the next tile while this one's sums
+     * are stored. */
     __device__ __forceinline__ void produce() {
         if (WGS > 1) setmaxnreg_dec<producer_regs(Tile::PING_PONG)>();
         if (warp != 0 || !elect_one()) return;
-        /* what the kernel before wrote is there, and what it read may be overwritten; without a tile, too: no block ends
-         * before that kernel has */
+        /* what the kernel before wrote is there, and what it read may be overwritten; without a
+         * tile, too: no block ends before that kernel has */
         griddepcontrol_wait();
         for (unsigned t = first; t < all; t += step) {
             if (t != first) find_copies(t);
             const int count = steps_of(t), from = halved(t) ? rank * count : step0;
             for (int k = from; k < from + count; ++k) {
-                ring.wait_empty(); /* all consumers of what this step overwrites, here and in the others, have released it */
+                /* all consumers of what this step overwrites, here and in the others, have released
+                 * it */
+                ring.wait_empty();
                 mbarrier_arrive_expect_tx(ring.full(), Tile::K64 * (a_from.bytes + b_from.bytes));
 #pragma unroll
                 for (int kb = 0; kb < Tile::K64; ++kb) {
@@ -250,10 +298,14 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
             }
         }
         /* all consumers' last arrivals have come: none is on its way to a block that has left */
-        for (int s = 0; s < S::STAGES; ++s) ring.wait_empty(), ring.advance();
+        for (int s = 0; s < S::STAGES; ++s) {
+            ring.wait_empty();
+            ring.advance();
+        }
     }
 
-    /* The lane's block among those that copy into this one: its row, then the rest of its column. */
+    /* The lane's block among those that copy into this one: its row, then the rest of its
+     * column. */
     __device__ __forceinline__ int mate() const {
         const int row = rank / ACROSS, other = lane - ACROSS;
         return other < 0 ? row * ACROSS + lane : (other + (other >= row)) * ACROSS + rank % ACROSS;
@@ -269,23 +321,28 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
             mbarrier_arrive(barrier_s);
     }
 
-    /* A tile's sums from shared memory, rows row0 .. of it; one step of products stays under way while the next is issued. */
-    template <int MT, int N> __device__ __forceinline__ void multiply(float (&sum)[MT][N], int row0, int steps) {
+    /* A tile's sums from shared memory, rows row0 .. of it; one step of products stays under way
+     * while the next is issued. */
+    template <int MT, int N>
+    __device__ __forceinline__ void multiply(float (&sum)[MT][N], int row0, int steps) {
         typedef typename S::A A;
         typedef typename S::B B;
         for (int k = 0; k < steps; ++k) {
-            const smem_addr a_s = ring_s + ring.stage * S::STAGE_BYTES, b_s = a_s + A::bytes, before = ring.before();
+            const smem_addr a_s = ring_s + ring.stage * S::STAGE_BYTES, b_s = a_s + A::bytes,
+                            before = ring.before();
             ring.wait_full();
             wgmma_pin(sum);
             wgmma_fence(); /* sums may have been touched by other code */
-            const uint64_t a_first = A::descriptor(a_s + A::offset(row0)), b_first = B::descriptor(b_s);
+            const uint64_t a_first = A::descriptor(a_s + A::offset(row0)),
+                           b_first = B::descriptor(b_s);
 #pragma unroll
             for (int kk = 0; kk < Tile::K64 * K_STEPS; ++kk) {
                 const int block = kk / K_STEPS * S::BLOCK, at = kk % K_STEPS;
                 const uint64_t b = wgmma_descriptor_add(b_first, block + at * B::step_bytes);
 #pragma unroll
                 for (int m = 0; m < MT; ++m) {
-                    const uint64_t a = wgmma_descriptor_add(a_first, block + A::offset(m * 64) + at * A::step_bytes);
+                    const uint64_t a = wgmma_descriptor_add(a_first, block + A::offset(m * 64) +
+                                                                         at * A::step_bytes);
                     if constexpr (TF32<T>)
                         wgmma_tf32_ss<2 * N>(sum[m], a, b, k + kk > 0);
                     else
@@ -300,7 +357,8 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
     }
 
     /* Waits for a tile's last products. last: ring.before() behind its last step. */
-    template <int MT, int N> __device__ __forceinline__ void end_products(float (&sum)[MT][N], smem_addr last) {
+    template <int MT, int N>
+    __device__ __forceinline__ void end_products(float (&sum)[MT][N], smem_addr last) {
         wgmma_wait_group<0>();
         wgmma_pin(sum);
         if (steps > 0) release(last);
@@ -312,11 +370,12 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
 
     /* Split-K: this block's share of the columns, of all blocks' sums. */
     template <int MT, int N>
-    __device__ __forceinline__ void exchange(const float (&sum)[MT][N], float (&mine)[MT][N / SPLITS],
-                                             unsigned &parity) {
+    __device__ __forceinline__ void exchange(const float (&sum)[MT][N],
+                                             float (&mine)[MT][N / SPLITS], unsigned &parity) {
         const int mailbox = S::EXCHANGE + warpgroup * S::WARPGROUP_EXCHANGE;
         const smem_addr full_s = ring_s + S::EXCHANGED, empty_s = full_s + 8;
-        const smem_addr from_s = ring_s + mailbox + mov_tid_x() % 128 * 16; /* no register keeps it */
+        /* no register keeps it */
+        const smem_addr from_s = ring_s + mailbox + mov_tid_x() % 128 * 16;
         if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full_s, WGS * S::WARPGROUP_EXCHANGE);
         mbarrier_wait(empty_s, parity ^ 1); /* the others have read what came of the last tile */
         exchange_parts<SPLITS>(sum, mine, part, S::FROM_BLOCK, from_s, full_s, parity);
@@ -324,11 +383,12 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
         if (lane < SPLITS && lane != part) mbarrier_arrive_cluster(empty_s, lane);
         parity ^= 1;
     }
-    /* A halved tile: the second block's sums go to the first, whose ring's last stages have been read by then. false: this is
-     * the second one, which stores nothing. */
+    /* A halved tile: the second block's sums go to the first, whose ring's last stages have been
+     * read by then. false: this is the second one, which stores nothing. */
     template <int N> __device__ __forceinline__ bool add_halves(float (&sum)[N]) const {
         constexpr int STEP = WGS * 128 * 16; /* bytes of four sums of every thread */
-        const smem_addr full_s = ring_s + S::EXCHANGED, free_s = full_s + 8, from_s = ring_s + mov_tid_x() * 16;
+        const smem_addr full_s = ring_s + S::EXCHANGED, free_s = full_s + 8,
+                        from_s = ring_s + mov_tid_x() * 16;
         if (rank == 0) {
             if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full_s, STEP * (N / 4));
             __syncwarp();
@@ -337,8 +397,10 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
 #pragma unroll
             for (int i = 0; i < N; i += 4) {
                 const uint4 y = ld_shared_128(from_s + i / 4 * STEP);
-                sum[i] += __uint_as_float(y.x), sum[i + 1] += __uint_as_float(y.y);
-                sum[i + 2] += __uint_as_float(y.z), sum[i + 3] += __uint_as_float(y.w);
+                sum[i] += __uint_as_float(y.x);
+                sum[i + 1] += __uint_as_float(y.y);
+                sum[i + 2] += __uint_as_float(y.z);
+                sum[i + 3] += __uint_as_float(y.w);
             }
             return true;
         }
@@ -358,8 +420,10 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
     }
 
     /* A tile's place in the result, and in the batch. */
-    __device__ __forceinline__ void find_results(unsigned t, unsigned &batch, coord &tile, tma_at &at) const {
-        batch = x.order.tiles.into(tiles_of(t)), tile = place(t, batch);
+    __device__ __forceinline__ void find_results(unsigned t, unsigned &batch, coord &tile,
+                                                 tma_at &at) const {
+        batch = x.order.tiles.into(tiles_of(t));
+        tile = place(t, batch);
         if (x.batched) place_batch(x.p, x.p.out_batch, batch, at);
     }
     /* A warp's epilogue staging tiles. */

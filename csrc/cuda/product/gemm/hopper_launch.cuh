@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* hopper_launch.cuh: the host's half of Hopper's gemm kernels, the same for each schedule: what a kernel takes, its tensor maps and
- * its launch, and the table of its instances. */
+/* hopper_launch.cuh: the host's half of Hopper's gemm kernels, the same for each schedule: what a
+ * kernel takes, its tensor maps and its launch, and the table of its instances. */
 #ifndef GPUKERN_CUDA_GEMM_HOPPER_LAUNCH_CUH
 #define GPUKERN_CUDA_GEMM_HOPPER_LAUNCH_CUH
 
@@ -12,8 +12,9 @@ namespace {
 
 /* What the host asks of an instance of the kernel. */
 struct Instance {
-    bool along_m, along_n;  /* as a and b lie in shared memory */
-    int a_box[2], b_box[2]; /* rows of a copy, as a cluster's tiles lie: a_box[in_row], b_box[!in_row] */
+    bool along_m, along_n; /* as a and b lie in shared memory */
+    int a_box[2],
+        b_box[2]; /* rows of a copy, as a cluster's tiles lie: a_box[in_row], b_box[!in_row] */
     bool by_panels, by_tma; /* how results leave */
     smem_box panel;         /* of results */
     gk_dtype result;        /* the kernel's narrow type of them */
@@ -22,10 +23,12 @@ struct Instance {
 
 template <class Smem, class Tile, auto KERNEL>
 gk_status launch_instance(const gk_context *ctx, unsigned blocks, const Params &x) {
-    return launch<KERNEL>("gk_gemm", ctx, dim3(blocks), THREADS<Tile>, (size_t)Smem::BYTES, x, true);
+    return launch<KERNEL>("gk_gemm", ctx, dim3(blocks), THREADS<Tile>, (size_t)Smem::BYTES, x,
+                          true);
 }
 
-template <class T, class Tile, int MODE, auto KERNEL, class R = T> constexpr Instance instance_of() {
+template <class T, class Tile, int MODE, auto KERNEL, class R = T>
+constexpr Instance instance_of() {
     typedef Smem<T, Tile, MODE, R> S;
     typedef typename Block<T, Tile, MODE, R>::SideBySide SideBySide;
     typedef typename Block<T, Tile, MODE, R>::Stacked Stacked;
@@ -41,20 +44,24 @@ template <class T, class Tile, int MODE, auto KERNEL, class R = T> constexpr Ins
 }
 
 /* An operand's maps, the second where the last box of its rows is lower. */
-gk_status make_maps(const TensorShape &x, int box, int end, CUtensorMap *inside, CUtensorMap *last) {
+gk_status make_maps(const TensorShape &x, int box, int end, CUtensorMap *inside,
+                    CUtensorMap *last) {
     const int each = (int)gk_dtype_bytes(x.dtype);
     const gk_status status = make_tensor_map("gk_gemm", x, wgmma_box(each, box), inside);
-    return status == GK_OK && end > 0 ? make_tensor_map("gk_gemm", x, wgmma_box(each, end), last) : status;
+    return status == GK_OK && end > 0 ? make_tensor_map("gk_gemm", x, wgmma_box(each, end), last)
+                                      : status;
 }
 
-gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_context *ctx, const HopperPlan &plan,
-                TensorShape a, TensorShape b, Params *x) {
+gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_context *ctx,
+                const HopperPlan &plan, TensorShape a, TensorShape b, Params *x) {
     const gk_dtype dtype = in.result;
     const bool swapab = is(row, SWAPAB);
-    x->in_row = plan.in_row, x->whole = plan.whole;
+    x->in_row = plan.in_row;
+    x->whole = plan.whole;
     a.tf32 = b.tf32 = row->dtype == GK_F32;
     const int a_box = in.a_box[x->in_row], b_box = in.b_box[!x->in_row];
-    const int a_end = in.along_m ? 0 : (int)(x->p.m % a_box), b_end = in.along_n ? 0 : (int)(x->p.n % b_box);
+    const int a_end = in.along_m ? 0 : (int)(x->p.m % a_box),
+              b_end = in.along_n ? 0 : (int)(x->p.n % b_box);
     gk_status status = make_maps(a, a_box, a_end, &x->a, &x->a_end);
     if (status == GK_OK) status = make_maps(b, b_box, b_end, &x->b, &x->b_end);
     if (status != GK_OK) return status;
@@ -63,30 +70,39 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
     const bool alike = e.out_dtype == dtype && (!e.c || (dtype != GK_F32 && e.c_vectors));
     /* activations of float32 results are exact: too many instructions for every panel's own */
     const bool by_panels =
-        in.by_panels && alike && (dtype != GK_F32 || e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
+        in.by_panels && alike &&
+        (dtype != GK_F32 || e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
     const TensorShape out = result_of(x->p, swapab, false), preact = result_of(x->p, swapab, true);
     const bool chunks = whole_chunks(x->p, dtype, swapab);
     const auto maps = [&](const TensorShape &t, CUtensorMap *map) {
         return tensor_map_fits(t) && make_tensor_map("gk_gemm", t, in.panel, map) == GK_OK;
     };
-    x->plain = by_panels && chunks && (!in.by_tma || (maps(out, &x->out) && (!e.preact || maps(preact, &x->preact))));
-    /* two columns share an activation's inverse, and what stands past an odd last column is not the same in every run */
-    x->ragged = by_panels && !x->plain && !e.c && dtype != GK_F32 && (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
+    x->plain = by_panels && chunks &&
+               (!in.by_tma || (maps(out, &x->out) && (!e.preact || maps(preact, &x->preact))));
+    /* two columns share an activation's inverse, and what stands past an odd last column is not the
+     * same in every run */
+    x->ragged = by_panels && !x->plain && !e.c && dtype != GK_F32 &&
+                (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
     x->straight = x->plain && !e.c &&
-                  (dtype == GK_F32 || (e.activation <= GK_ACT_RELU && !e.preact && (!e.bias || e.bias_vectors)));
-    x->bare = (x->plain || (!in.by_panels && chunks)) && !e.c && !e.bias && !e.preact && e.activation == GK_ACT_NONE;
+                  (dtype == GK_F32 ||
+                   (e.activation <= GK_ACT_RELU && !e.preact && (!e.bias || e.bias_vectors)));
+    x->bare = (x->plain || (!in.by_panels && chunks)) && !e.c && !e.bias && !e.preact &&
+              e.activation == GK_ACT_NONE;
     if (is(row, PING_PONG) && !x->plain)
-        return gk_fail(GK_ERR_UNSUPPORTED, "a ping-pong instance stores by TMA, which it cannot here");
+        return gk_fail(GK_ERR_UNSUPPORTED,
+                       "a ping-pong instance stores by TMA, which it cannot here");
     x->batched = x->p.ndim > 0;
     x->keep = x->p.m * x->p.n * x->p.batch * gk_bits_of(dtype) <= 8 * KEEP_BYTES;
     x->order = tile_order(x->p.tiles_m, x->p.tiles_n, x->p.group);
-    if (x->ragged && cols % 2 != 0) x->p.epilogue.bias_vectors = false; /* two columns are read at a time */
+    /* two columns are read at a time */
+    if (x->ragged && cols % 2 != 0) x->p.epilogue.bias_vectors = false;
     x->across = !swapab && !x->ragged && !e.out_vectors;
     if (x->across) x->p.epilogue = gemm_swapped(x->p).epilogue;
     return in.launch(ctx, plan.clusters * (unsigned)cluster_of(row), *x);
 }
 
-gk_status run_row(const Instance *of_mode, const gk_context *ctx, const gk_plan *plan, void *workspace) {
+gk_status run_row(const Instance *of_mode, const gk_context *ctx, const gk_plan *plan,
+                  void *workspace) {
     const gk_cuda_instance *row = (const gk_cuda_instance *)plan->kernel;
     const HopperPlan &own = gk_own<HopperPlan>(plan);
     const Instance &in = of_mode[row->dtype == GK_F32 ? 0 : own.operands.mode];
@@ -105,25 +121,26 @@ gk_status run_row(const Instance *of_mode, const gk_context *ctx, const gk_plan 
 
 /* Of all modes: narrow panels may leave room for more stages. */
 template <class T, class Tile> constexpr int smem_of() {
-    constexpr int some[] = {Smem<T, Tile, 0>::BYTES, Smem<T, Tile, 1>::BYTES, Smem<T, Tile, 2>::BYTES,
-                            Smem<T, Tile, 3>::BYTES};
+    constexpr int some[] = {Smem<T, Tile, 0>::BYTES, Smem<T, Tile, 1>::BYTES,
+                            Smem<T, Tile, 2>::BYTES, Smem<T, Tile, 3>::BYTES};
     int most = 0;
     for (int bytes : some) most = bytes > most ? bytes : most;
     return most;
 }
 
 template <class T, class Tile> constexpr int traits_of() {
-    return (Tile::SWAP_AB ? SWAPAB : 0) | (Tile::PING_PONG ? PING_PONG : 0) | (Tile::NARROW ? NARROW : 0) |
-           (TAIL<T, Tile, 0> ? HALVES : 0) | (Tile::ACROSS ? GRID : 0);
+    return (Tile::SWAP_AB ? SWAPAB : 0) | (Tile::PING_PONG ? PING_PONG : 0) |
+           (Tile::NARROW ? NARROW : 0) | (TAIL<T, Tile, 0> ? HALVES : 0) |
+           (Tile::ACROSS ? GRID : 0);
 }
 
-#define HOPPER_ROW(name, T, Tile)                                                                             \
-    {name,                                                                                                    \
-     element<T>::dtype,                                                                                       \
-     plan_hopper_row,                                                                                         \
-     run<T, Tile>,                                                                                            \
-     {Tile::BM, Tile::BN, Tile::TILES, PERCENT<Tile>, smem_of<T, Tile>(), Tile::SPLITS, traits_of<T, Tile>(), \
-      Tile::K64 * K_BLOCK<T>},                                                                                \
+#define HOPPER_ROW(name, T, Tile)                                                       \
+    {name,                                                                              \
+     element<T>::dtype,                                                                 \
+     plan_hopper_row,                                                                   \
+     run<T, Tile>,                                                                      \
+     {Tile::BM, Tile::BN, Tile::TILES, PERCENT<Tile>, smem_of<T, Tile>(), Tile::SPLITS, \
+      traits_of<T, Tile>(), Tile::K64 * K_BLOCK<T>},                                    \
      NULL}
 
 } // namespace

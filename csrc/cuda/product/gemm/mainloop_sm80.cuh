@@ -1,17 +1,21 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* mainloop_sm80.cuh: a tile BM x BN of a product by mma.sync, which gemm_sm80 and the sm_80 kernels of quant/ share.
+/* mainloop_sm80.cuh: a tile BM x BN of a product by mma.sync, which gemm_sm80 and the sm_80 kernels
+ * of quant/ share.
  *
  * Shared memory, STAGES stages of two tiles:
  *   a  [BM][BK], or [BK][BM] where a is MN-major        swizzled (banks.cuh); tf32 [BK][BM] is padded instead,
  *   b  [BN][BK], or [BK][BN] where b is MN-major        since ldmatrix cannot transpose 32-bit elements
  *
- * Pipeline: copies run STAGES - 1 steps ahead, fragments one k16 (tf32: k8, 8 bits: k32) ahead of their mma, across the barrier too:
+ * Pipeline: copies run STAGES - 1 steps ahead, fragments one k16 (tf32: k8, 8 bits: k32) ahead of
+ * their mma, across the barrier too:
  *   copy       k0 k1 | k2                k3
  *   fragments      f00 | f01  f02  f03 | f10  f11 ..       the barrier stands between the last two of a step:
  *   mma                |  00   01   02   03   10  ..       all have read stage j when j's last fragments are in
  *
- * Rows of ANY alignment: plain loads at the step's start, stores to shared memory at its end, else the same.
- * What fragments become before they are multiplied, and what follows, says a Product: MmaProduct here, others in quant/. */
+ * Rows of ANY alignment: plain loads at the step's start, stores to shared memory at its end, else
+ * the same.
+ * What fragments become before they are multiplied, and what follows, says a Product: MmaProduct
+ * here, others in quant/. */
 #ifndef GPUKERN_CUDA_GEMM_MAINLOOP_SM80_CUH
 #define GPUKERN_CUDA_GEMM_MAINLOOP_SM80_CUH
 
@@ -28,19 +32,24 @@ enum Mode {
     ANY = 4 /* alignment and strides */
 };
 
-/* ---- 1 tiles in shared memory -------------------------------------------------------------------------------- */
-/* 32-bit elements [k][x], read one by one: 8 elements more a row put the 4 k and 8 x of a fragment into 32 banks. */
+/* ---- 1 tiles in shared memory ---------------------------------------------------------------- */
+/* 32-bit elements [k][x], read one by one: 8 elements more a row put the 4 k and 8 x of a fragment
+ * into 32 banks. */
 template <int ROWS, int ROW_BYTES> struct PaddedTile {
-    static constexpr int rows = ROWS, chunks = ROW_BYTES / 16, ld_bytes = ROW_BYTES + 32, bytes = ROWS * ld_bytes;
+    static constexpr int rows = ROWS, chunks = ROW_BYTES / 16, ld_bytes = ROW_BYTES + 32,
+                         bytes = ROWS * ld_bytes;
     static constexpr GK_HD int offset(int row, int chunk) { return row * ld_bytes + chunk * 16; }
-    static constexpr GK_HD unsigned down(unsigned at, int rows_down) { return at + rows_down * ld_bytes; }
+    static constexpr GK_HD unsigned down(unsigned at, int rows_down) {
+        return at + rows_down * ld_bytes;
+    }
     static constexpr GK_HD int fragment_ways() {
         int bytes_of[32] = {};
         for (int lane = 0; lane < 32; ++lane)
             bytes_of[lane] = frag_b32(lane, 0).row * ld_bytes + frag_b32(lane, 0).col * 4;
         return ways(bytes_of, 4);
     }
-    static_assert(ROW_BYTES % 128 == 0 && fragment_ways() == 1, "no bank conflict between the lanes of a fragment");
+    static_assert(ROW_BYTES % 128 == 0 && fragment_ways() == 1,
+                  "no bank conflict between the lanes of a fragment");
 };
 
 template <class T, int BX, int BK, bool ALONG_X> struct OperandTile {
@@ -53,37 +62,45 @@ template <int BX, int BK> struct OperandTile<float, BX, BK, true> {
     typedef PaddedTile<BK, BX * 4> type;
 };
 
-/* ---- 2 from global memory into a tile ------------------------------------------------------------------------ */
-/* Tile row r, column c is element r row_stride + c col_stride; a thread keeps its chunk of the rows r0, r0 + STEP .. */
+/* ---- 2 from global memory into a tile -------------------------------------------------------- */
+/* Tile row r, column c is element r row_stride + c col_stride; a thread keeps its chunk of the rows
+ * r0, r0 + STEP .. */
 template <class T, class Tile, int THREADS> struct Feed {
-    static constexpr int STEP = THREADS / Tile::chunks, PASSES = Tile::rows / STEP, EACH = 16 / (int)sizeof(T);
+    static constexpr int STEP = THREADS / Tile::chunks, PASSES = Tile::rows / STEP,
+                         EACH = 16 / (int)sizeof(T);
     static_assert(THREADS % Tile::chunks == 0 && Tile::rows % STEP == 0, "whole passes");
     static_assert(STEP % 8 == 0 || sizeof(T) == 4, "one swizzle for all rows of a thread");
 
-    const T *from_g, *at_g; /* the thread's chunk of row r0 in the next step; of the next pass in this one */
+    /* the thread's chunk of row r0 in the next step; of the next pass in this one */
+    const T *from_g, *at_g;
     int64_t pass_step, col_stride, k_step;
     int row, chunk, rows_left, bytes;
     unsigned offset;
 
-    __device__ __forceinline__ Feed(const T *tile_g, int64_t row_stride, int64_t col_stride_, int64_t k_step_,
-                                    int thread)
+    __device__ __forceinline__ Feed(const T *tile_g, int64_t row_stride, int64_t col_stride_,
+                                    int64_t k_step_, int thread)
         : pass_step(STEP * row_stride), col_stride(col_stride_), k_step(k_step_) {
-        row = thread / Tile::chunks, chunk = thread % Tile::chunks;
+        row = thread / Tile::chunks;
+        chunk = thread % Tile::chunks;
         offset = Tile::offset(row, chunk);
         from_g = tile_g + row * row_stride + chunk * EACH * col_stride;
     }
     /* a step is begin, then pass 0 .. PASSES - 1, in order */
     __device__ __forceinline__ void begin(int rows_valid, int cols_valid) {
-        rows_left = rows_valid - row, bytes = chunk_bytes<T>(chunk, cols_valid);
-        at_g = from_g, from_g += k_step;
+        rows_left = rows_valid - row;
+        bytes = chunk_bytes<T>(chunk, cols_valid);
+        at_g = from_g;
+        from_g += k_step;
     }
     __device__ __forceinline__ void pass(smem_addr tile_s, int i) {
-        cp_async_cg_16(Tile::down(tile_s + offset, i * STEP), at_g, i * STEP < rows_left ? bytes : 0);
+        cp_async_cg_16(Tile::down(tile_s + offset, i * STEP), at_g,
+                       i * STEP < rows_left ? bytes : 0);
         at_g += pass_step;
     }
     __device__ __forceinline__ void fetch(uint4 *chunks, int rows_valid, int cols_valid) {
         const int count = cols_valid - chunk * EACH;
-        at_g = from_g, from_g += k_step;
+        at_g = from_g;
+        from_g += k_step;
 #pragma unroll
         for (int i = 0; i < PASSES; ++i, at_g += pass_step) {
             union {
@@ -93,21 +110,24 @@ template <class T, class Tile, int THREADS> struct Feed {
             const int valid = row + i * STEP < rows_valid ? count : 0;
 #pragma unroll
             for (int c = 0; c < 8; ++c)
-                u.halves[c] = c < valid ? ((const unsigned short *)at_g)[c * col_stride] : (unsigned short)0;
+                u.halves[c] =
+                    c < valid ? ((const unsigned short *)at_g)[c * col_stride] : (unsigned short)0;
             chunks[i] = u.quad;
         }
     }
     __device__ __forceinline__ void put(smem_addr tile_s, const uint4 *chunks) const {
 #pragma unroll
-        for (int i = 0; i < PASSES; ++i) st_shared_128(Tile::down(tile_s + offset, i * STEP), chunks[i]);
+        for (int i = 0; i < PASSES; ++i)
+            st_shared_128(Tile::down(tile_s + offset, i * STEP), chunks[i]);
     }
 };
 
-/* ---- 3 from a tile into fragments ---------------------------------------------------------------------------- */
+/* ---- 3 from a tile into fragments ------------------------------------------------------------ */
 /* kk counts k16 (tf32: k8) of the step, i blocks of 16 rows of a or columns of b. */
 template <class T, class Tile, bool ALONG_X> struct LoadA {
     static __device__ __forceinline__ smem_addr base(smem_addr tile_s, int lane, int m) {
-        return ALONG_X ? frag_a_trans_base<Tile>(tile_s, lane, 0, m / 8) : frag_a_base<Tile>(tile_s, lane, m, 0);
+        return ALONG_X ? frag_a_trans_base<Tile>(tile_s, lane, 0, m / 8)
+                       : frag_a_base<Tile>(tile_s, lane, m, 0);
     }
     static __device__ __forceinline__ void load(uint32_t *a, smem_addr at_s, int kk, int i) {
         if constexpr (ALONG_X)
@@ -118,7 +138,8 @@ template <class T, class Tile, bool ALONG_X> struct LoadA {
 };
 template <class T, class Tile, bool ALONG_X> struct LoadB {
     static __device__ __forceinline__ smem_addr base(smem_addr tile_s, int lane, int n) {
-        return ALONG_X ? frag_b_trans_base<Tile>(tile_s, lane, 0, n / 8) : frag_b_base<Tile>(tile_s, lane, n, 0);
+        return ALONG_X ? frag_b_trans_base<Tile>(tile_s, lane, 0, n / 8)
+                       : frag_b_base<Tile>(tile_s, lane, n, 0);
     }
     static __device__ __forceinline__ void load(uint32_t *b, smem_addr at_s, int kk, int i) {
         if constexpr (ALONG_X)
@@ -127,7 +148,8 @@ template <class T, class Tile, bool ALONG_X> struct LoadB {
             load_frag_b(b, Tile::down(Tile::along(at_s, 2 * kk), 16 * i));
     }
 };
-/* tf32 from [k][x]; either operand's element e of a lane is (k, x) = (lane % 4, lane / 4) plus a constant */
+/* tf32 from [k][x]; either operand's element e of a lane is (k, x) = (lane % 4, lane / 4) plus a
+ * constant */
 template <class Tile> struct LoadA<float, Tile, true> {
     static __device__ __forceinline__ smem_addr base(smem_addr tile_s, int lane, int m) {
         return tile_s + lane % 4 * Tile::ld_bytes + (lane / 4 + m) * 4;
@@ -149,7 +171,8 @@ template <class Tile> struct LoadB<float, Tile, true> {
     }
 };
 
-/* Two fragments of k16, one behind the other: registers 4 h + j are columns 8 h, k 8 j (bytes: k 16 j). */
+/* Two fragments of k16, one behind the other: registers 4 h + j are columns 8 h, k 8 j (bytes: k 16
+ * j). */
 template <class Tile> struct LoadTwoB {
     static __device__ __forceinline__ smem_addr base(smem_addr tile_s, int lane, int n) {
         return tile_s + Tile::offset(n + lane % 8, lane / 8);
@@ -167,8 +190,9 @@ template <class T, class Tile> struct LoadBs<2, T, Tile, false> {
     typedef LoadTwoB<Tile> type;
 };
 
-/* The tensor cores cut tf32 operands off. A factor of 1 + 2^-10 / 3 first adds a third to two thirds of a unit in the
- * last place: rounding to 5% more error than to nearest, in one instruction instead of two, exact where x is exact. */
+/* The tensor cores cut tf32 operands off. A factor of 1 + 2^-10 / 3 first adds a third to two
+ * thirds of a unit in the last place: rounding to 5% more error than to nearest, in one instruction
+ * instead of two, exact where x is exact. */
 template <class T> __device__ __forceinline__ void round_operand(uint32_t *x) {
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
@@ -180,15 +204,18 @@ template <class T, class Tile, int MODE, int SHARE = 1> struct Ring {
     typedef typename OperandTile<T, Tile::BM, Tile::BK / SHARE, (MODE & A_ALONG_M) != 0>::type A;
     typedef typename OperandTile<T, Tile::BN, Tile::BK, (MODE & B_ALONG_N) != 0>::type B;
     static constexpr int BYTES = Tile::STAGES * (A::bytes + B::bytes);
-    static_assert(A::bytes % 128 == 0 && B::bytes % 128 == 0, "every tile starts on a multiple of 128");
+    static_assert(A::bytes % 128 == 0 && B::bytes % 128 == 0,
+                  "every tile starts on a multiple of 128");
 };
 
-/* ---- 4 what is multiplied ------------------------------------------------------------------------------------ */
+/* ---- 4 what is multiplied -------------------------------------------------------------------- */
 /* What a Product may do around its steps. */
 struct BareProduct {
-    static constexpr int SHARE = 1; /* 2: a holds two of each four along k, a fragment of it meets two of b */
-    __device__ __forceinline__ void begin() {}             /* step 0 is in */
-    __device__ __forceinline__ void before_barrier(int) {} /* of step j, after which step j + 1 is in */
+    /* 2: a holds two of each four along k, a fragment of it meets two of b */
+    static constexpr int SHARE = 1;
+    __device__ __forceinline__ void begin() {} /* step 0 is in */
+    __device__ __forceinline__ void before_barrier(int) {
+    } /* of step j, after which step j + 1 is in */
     /* after the q-th k16 (k8, k32), of which it may be the last */
     template <class Sums> __device__ __forceinline__ void join(Sums &, int, bool) {}
 };
@@ -209,7 +236,8 @@ template <class T> struct MmaProduct : BareProduct {
     static __device__ __forceinline__ B ready_b(const uint32_t *x) { return ready(x); }
     /* 16 rows, the i-th of the warp, times 16 NT columns; kk: of the step */
     template <int NT>
-    static __device__ __forceinline__ void multiply(Sum (&sum)[2 * NT][4], const A &a, const B (&b)[NT], int, int) {
+    static __device__ __forceinline__ void multiply(Sum (&sum)[2 * NT][4], const A &a,
+                                                    const B (&b)[NT], int, int) {
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
             mma_add<T>(sum[2 * n], a.r, b[n].r);
@@ -218,7 +246,7 @@ template <class T> struct MmaProduct : BareProduct {
     }
 };
 
-/* ---- 5 the loop ---------------------------------------------------------------------------------------------- */
+/* ---- 5 the loop ------------------------------------------------------------------------------ */
 /* Strides in elements. */
 template <class T> struct Operand {
     const T *from_g; /* the tile's first element */
@@ -226,12 +254,13 @@ template <class T> struct Operand {
     int valid;       /* rows of m or n inside the matrix */
 };
 
-/* sum += a b over k, of the warp's rows from warp_m and columns from warp_n on. No thread may read or write the ring before the caller's
- * next barrier, which all copies have passed. */
+/* sum += a b over k, of the warp's rows from warp_m and columns from warp_n on. No thread may read
+ * or write the ring before the caller's next barrier, which all copies have passed. */
 template <class T, class Tile, int MODE, class Product>
 __device__ __forceinline__ void
-multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4], const Operand<T> &a_from,
-              const Operand<T> &b_from, int64_t k, smem_addr ring_s, int warp_m, int warp_n) {
+multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4],
+              const Operand<T> &a_from, const Operand<T> &b_from, int64_t k, smem_addr ring_s,
+              int warp_m, int warp_n) {
     constexpr int SHARE = Product::SHARE;
     typedef Ring<T, Tile, MODE, SHARE> R;
     typedef typename R::A A;
@@ -239,14 +268,18 @@ multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile
     typedef LoadA<T, A, (MODE & A_ALONG_M) != 0> LA;
     typedef typename LoadBs<SHARE, T, B, (MODE & B_ALONG_N) != 0>::type LB;
     constexpr int BK = Tile::BK, STAGES = Tile::STAGES, THREADS = Tile::THREADS;
-    constexpr int WM = Tile::WM, WN = Tile::WN, MT = WM / 16, NT = WN / 16, KK = BK * (int)sizeof(T) / (32 * SHARE);
+    constexpr int WM = Tile::WM, WN = Tile::WN, MT = WM / 16, NT = WN / 16,
+                  KK = BK * (int)sizeof(T) / (32 * SHARE);
     constexpr int AP = Feed<T, A, THREADS>::PASSES, BP = Feed<T, B, THREADS>::PASSES;
-    constexpr int GROUPS = (KK - 1) * MT; /* of products in a step, before its barrier; the copies spread over them */
-    static_assert(KK % 2 == 0, "fragments alternate between two buffers, and a step ends where it began");
+    /* of products in a step, before its barrier; the copies spread over them */
+    constexpr int GROUPS = (KK - 1) * MT;
+    static_assert(KK % 2 == 0,
+                  "fragments alternate between two buffers, and a step ends where it began");
     const int thread = threadIdx.x, lane = thread % 32, steps = (int)((k + BK - 1) / BK);
     const int m_valid = a_from.valid, n_valid = b_from.valid;
     Feed<T, A, THREADS> a_feed(a_from.from_g, MODE & A_ALONG_M ? a_from.k : a_from.x,
-                               MODE & A_ALONG_M ? a_from.x : a_from.k, BK / SHARE * a_from.k, thread);
+                               MODE & A_ALONG_M ? a_from.x : a_from.k, BK / SHARE * a_from.k,
+                               thread);
     Feed<T, B, THREADS> b_feed(b_from.from_g, MODE & B_ALONG_N ? b_from.k : b_from.x,
                                MODE & B_ALONG_N ? b_from.x : b_from.k, BK * b_from.k, thread);
     const smem_addr a_s = ring_s, b_s = a_s + STAGES * A::bytes;
@@ -254,17 +287,21 @@ multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile
     uint4 a_chunks[MODE & ANY ? AP : 1], b_chunks[MODE & ANY ? BP : 1];
 
 /* rows and columns of a tile that lie inside the matrix, k of it ending at k_valid */
-#define A_VALID (MODE & A_ALONG_M ? k_valid : m_valid), (MODE & A_ALONG_M ? m_valid : k_valid / SHARE)
+#define A_VALID \
+    (MODE & A_ALONG_M ? k_valid : m_valid), (MODE & A_ALONG_M ? m_valid : k_valid / SHARE)
 #define B_VALID (MODE & B_ALONG_N ? k_valid : n_valid), (MODE & B_ALONG_N ? n_valid : k_valid)
     cp_ring<STAGES> ring;
     for (int j = 0; j < STAGES - 1; ++j) {
         const int k_valid = (int)max((int64_t)0, min((int64_t)BK, k_left));
         k_left -= BK;
         if constexpr (MODE & ANY) {
-            a_feed.fetch(a_chunks, A_VALID), b_feed.fetch(b_chunks, B_VALID);
-            a_feed.put(a_s + j * A::bytes, a_chunks), b_feed.put(b_s + j * B::bytes, b_chunks);
+            a_feed.fetch(a_chunks, A_VALID);
+            b_feed.fetch(b_chunks, B_VALID);
+            a_feed.put(a_s + j * A::bytes, a_chunks);
+            b_feed.put(b_s + j * B::bytes, b_chunks);
         } else {
-            a_feed.begin(A_VALID), b_feed.begin(B_VALID);
+            a_feed.begin(A_VALID);
+            b_feed.begin(B_VALID);
 #pragma unroll
             for (int i = 0; i < AP; ++i) a_feed.pass(a_s + j * A::bytes, i);
 #pragma unroll
@@ -286,28 +323,36 @@ multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile
     for (int j = 0; j < steps; ++j) {
         smem_addr a_at = a_base + ring.read * A::bytes, b_at = b_base + ring.read * B::bytes;
         const smem_addr a_fill = a_s + ring.write * A::bytes,
-                        b_fill = b_s + ring.write * B::bytes;               /* read in step j - 1 */
-        const int k_valid = (int)max((int64_t)0, min((int64_t)BK, k_left)); /* 0 past the end: nothing is read */
+                        b_fill = b_s + ring.write * B::bytes; /* read in step j - 1 */
+        const int k_valid =
+            (int)max((int64_t)0, min((int64_t)BK, k_left)); /* 0 past the end: nothing is read */
         k_left -= BK;
-        if constexpr (MODE & ANY)
-            a_feed.fetch(a_chunks, A_VALID), b_feed.fetch(b_chunks, B_VALID);
-        else
-            a_feed.begin(A_VALID), b_feed.begin(B_VALID);
+        if constexpr (MODE & ANY) {
+            a_feed.fetch(a_chunks, A_VALID);
+            b_feed.fetch(b_chunks, B_VALID);
+        } else {
+            a_feed.begin(A_VALID);
+            b_feed.begin(B_VALID);
+        }
 #pragma unroll
         for (int kk = 0; kk < KK; ++kk) {
             if (kk == KK - 1) {
-                if constexpr (MODE & ANY) a_feed.put(a_fill, a_chunks), b_feed.put(b_fill, b_chunks);
+                if constexpr (MODE & ANY) {
+                    a_feed.put(a_fill, a_chunks);
+                    b_feed.put(b_fill, b_chunks);
+                }
                 product.before_barrier(j);
                 ring.commit();
                 ring.wait(); /* step j + 1 is in; all have read the last fragments of step j */
                 ring.advance();
-                a_at = a_base + ring.read * A::bytes, b_at = b_base + ring.read * B::bytes;
+                a_at = a_base + ring.read * A::bytes;
+                b_at = b_base + ring.read * B::bytes;
             }
             typename Product::B b_now[NT];
 #pragma unroll
             for (int n = 0; n < NT; ++n) b_now[n] = product.ready_b(b[kk % 2][n]);
-            /* loads of the next fragments and copies stand between the products, so that neither starves the other;
-             * after the last step they read a stage of zeros */
+            /* loads of the next fragments and copies stand between the products, so that neither
+             * starves the other; after the last step they read a stage of zeros */
 #pragma unroll
             for (int i = 0; i < MT; ++i) {
                 const typename Product::A a_now = product.ready_a(a[kk % 2][i]);
@@ -319,7 +364,8 @@ multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile
                     const int group = kk * MT + i;
                     if (group < GROUPS) {
 #pragma unroll
-                        for (int c = group * (AP + BP) / GROUPS; c < (group + 1) * (AP + BP) / GROUPS; ++c) {
+                        for (int c = group * (AP + BP) / GROUPS;
+                             c < (group + 1) * (AP + BP) / GROUPS; ++c) {
                             if (c < AP)
                                 a_feed.pass(a_fill, c);
                             else

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* misaligned.cuh: misaligned rows of 16-bit elements, on their way through shared memory: copied as the aligned chunks of
- * 16 bytes that hold them, one more than the row of a tile has, and then shifted into that tile.
+/* misaligned.cuh: misaligned rows of 16-bit elements, on their way through shared memory: copied as
+ * the aligned chunks of 16 bytes that hold them, one more than the row of a tile has, and then
+ * shifted into that tile.
  *
  *   memory   . . x0 x1 x2 .. | .. x13 x14 0        `before` elements lie before the row in its first chunk, and are dropped
  *   tile     x0 x1 x2 .. x7  | x8 .. x14 0         zeros from the last valid element on
@@ -19,7 +20,8 @@ template <class Tile> struct raw_rows {
 /* Elements from the multiple of 16 bytes before an element to it. */
 GK_HD inline int elements_before(uintptr_t address) { return (int)(address / 2 % REALIGN_EACH); }
 
-/* Bytes of chunk `chunk` that are copied: up to the end of the row's `valid` elements. None of a row without any. */
+/* Bytes of chunk `chunk` that are copied: up to the end of the row's `valid` elements. None of a
+ * row without any. */
 GK_HD inline int raw_bytes(int chunk, int before, int valid) {
     const int bytes = (before + valid) * 2 - chunk * 16;
     return valid <= 0 || bytes <= 0 ? 0 : bytes < 16 ? bytes : 16;
@@ -29,11 +31,13 @@ GK_HD inline int raw_bytes(int chunk, int before, int valid) {
 #include "../../ptx/cp_async.cuh"
 #include "../../ptx/smem.cuh"
 
-/* By a warp: the chunks of a tile's rows; those of rows and columns that are not valid become zeros. first: the lowest address of
- * the tensor. Nothing before it and nothing behind a row's end is read: the chunk that `first` lies in is copied by elements. */
+/* By a warp: the chunks of a tile's rows; those of rows and columns that are not valid become
+ * zeros. first: the lowest address of the tensor. Nothing before it and nothing behind a row's end
+ * is read: the chunk that `first` lies in is copied by elements. */
 template <class Tile, class T>
-__device__ __forceinline__ void copy_raw_rows(smem_addr raw_s, const T *from_g, int64_t row_stride, int rows_valid,
-                                              int cols_valid, uintptr_t first, int lane) {
+__device__ __forceinline__ void copy_raw_rows(smem_addr raw_s, const T *from_g, int64_t row_stride,
+                                              int rows_valid, int cols_valid, uintptr_t first,
+                                              int lane) {
     typedef raw_rows<Tile> Raw;
 #pragma unroll
     for (int i = 0; i < Raw::count; i += 32) {
@@ -56,11 +60,11 @@ __device__ __forceinline__ void copy_raw_rows(smem_addr raw_s, const T *from_g, 
     }
 }
 
-/* By a warp: the tile itself. from_g, row_stride: of the rows in memory, which say how far each is shifted; from_g may stand whole
- * multiples of 16 bytes elsewhere in every row. */
+/* By a warp: the tile itself. from_g, row_stride: of the rows in memory, which say how far each is
+ * shifted; from_g may stand whole multiples of 16 bytes elsewhere in every row. */
 template <class Tile, class T>
-__device__ __forceinline__ void shift_rows(smem_addr tile_s, smem_addr raw_s, const T *from_g, int64_t row_stride,
-                                           int lane) {
+__device__ __forceinline__ void shift_rows(smem_addr tile_s, smem_addr raw_s, const T *from_g,
+                                           int64_t row_stride, int lane) {
     static_assert(Tile::rows * Tile::chunks % 32 == 0, "whole passes");
 #pragma unroll
     for (int i = 0; i < Tile::rows * Tile::chunks; i += 32) {
@@ -69,7 +73,8 @@ __device__ __forceinline__ void shift_rows(smem_addr tile_s, smem_addr raw_s, co
         const uint4 low = ld_shared_128(at_s), high = ld_shared_128(at_s + 16);
         uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
         realign_shift(words, elements_before((uintptr_t)(from_g + row * row_stride)));
-        st_shared_128(tile_s + Tile::offset(row, chunk), make_uint4(words[0], words[1], words[2], words[3]));
+        st_shared_128(tile_s + Tile::offset(row, chunk),
+                      make_uint4(words[0], words[1], words[2], words[3]));
     }
 }
 #endif

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* operands.cuh: what TMA reads for a product: the operands where they lie, or aligned copies of them (realign.cuh). */
+/* operands.cuh: what TMA reads for a product: the operands where they lie, or aligned copies of
+ * them (realign.cuh). */
 #ifndef GPUKERN_CUDA_GEMM_OPERANDS_CUH
 #define GPUKERN_CUDA_GEMM_OPERANDS_CUH
 
@@ -13,12 +14,18 @@ enum Mode {
 };
 
 /* An operand as tma sees it: rows of m or n and k. */
-inline TensorShape operand_of(const void *data, gk_dtype dtype, int64_t x, int64_t k, int64_t x_stride,
-                              int64_t k_stride, const GemmProblem &p, const int64_t *batch, bool along_x) {
-    TensorShape s = {
-        data, dtype, {along_x ? x : k, along_x ? k : x, 1, 1, 1}, {1, along_x ? k_stride : x_stride, 0, 0, 0}};
+inline TensorShape operand_of(const void *data, gk_dtype dtype, int64_t x, int64_t k,
+                              int64_t x_stride, int64_t k_stride, const GemmProblem &p,
+                              const int64_t *batch, bool along_x) {
+    TensorShape s = {data,
+                     dtype,
+                     {along_x ? x : k, along_x ? k : x, 1, 1, 1},
+                     {1, along_x ? k_stride : x_stride, 0, 0, 0}};
     for (int d = 0; d < p.ndim && d < TENSOR_DIMS - 2; ++d)
-        if (batch[d]) s.size[2 + d] = p.shape[d], s.stride[2 + d] = batch[d];
+        if (batch[d]) {
+            s.size[2 + d] = p.shape[d];
+            s.stride[2 + d] = batch[d];
+        }
     return s;
 }
 
@@ -33,10 +40,11 @@ struct Operands {
     int64_t bytes; /* of the copies */
 };
 
-/* 0 where TMA reads an operand, K-major, as it lies; 1 where MN-major; else -1. needed: the only answer that
- * suits, or -1. */
-inline int as_it_lies(const void *data, gk_dtype dtype, int64_t x, int64_t k, int64_t x_stride, int64_t k_stride,
-                      const GemmProblem &p, const int64_t *batch, int needed, TensorShape *s) {
+/* 0 where TMA reads an operand, K-major, as it lies; 1 where MN-major; else -1. needed: the only
+ * answer that suits, or -1. */
+inline int as_it_lies(const void *data, gk_dtype dtype, int64_t x, int64_t k, int64_t x_stride,
+                      int64_t k_stride, const GemmProblem &p, const int64_t *batch, int needed,
+                      TensorShape *s) {
     for (int along = 0; along < 2; ++along) {
         if ((along ? x_stride : k_stride) != 1 || (needed >= 0 && along != needed)) continue;
         *s = operand_of(data, dtype, x, k, x_stride, k_stride, p, batch, along);
@@ -52,14 +60,18 @@ inline int copy_along(int64_t x, int64_t k, int64_t x_stride, int64_t k_stride) 
     return llabs(x_stride) < llabs(k_stride);
 }
 
-/* float32: wgmma reads k dense alone, but its A of a swap-AB product comes through registers, MN-major (tf32.cuh). */
-inline int needed_along(gk_dtype dtype, bool swapab, bool b) { return dtype != GK_F32 ? -1 : swapab && !b; }
+/* float32: wgmma reads k dense alone, but its A of a swap-AB product comes through registers,
+ * MN-major (tf32.cuh). */
+inline int needed_along(gk_dtype dtype, bool swapab, bool b) {
+    return dtype != GK_F32 ? -1 : swapab && !b;
+}
 
 /* Counts of tiles and, past the last, their coordinates are 32 bits wide. */
 inline bool counts_fit(const GemmProblem &p) {
     if (p.m < 1 || p.n < 1 || p.k < 1 || p.batch < 1) return false;
     if (p.m > INT32_MAX - 512 || p.n > INT32_MAX - 512) return false;
-    return (double)gk_ceil_div(p.m, 32) * (double)gk_ceil_div(p.n, 32) * (double)p.batch <= INT32_MAX;
+    return (double)gk_ceil_div(p.m, 32) * (double)gk_ceil_div(p.n, 32) * (double)p.batch <=
+           INT32_MAX;
 }
 
 /* Operand i, a or b: where it lies, or a copy. copy: in any case. false: there is none. */
@@ -67,21 +79,25 @@ inline bool find_operand(int i, gk_dtype dtype, int needed, bool copy, Operands 
     GemmProblem &p = o->p;
     const int64_t each = gk_chunk_of(dtype);
     const void *&data = i ? p.b : p.a;
-    int64_t &x_stride = i ? p.b_n : p.a_m, &k_stride = i ? p.b_k : p.a_k, *batch = i ? p.b_batch : p.a_batch;
+    int64_t &x_stride = i ? p.b_n : p.a_m, &k_stride = i ? p.b_k : p.a_k,
+            *batch = i ? p.b_batch : p.a_batch;
     const int64_t x = i ? p.n : p.m;
-    const bool short_rows = i && dtype != GK_F32 && x > 1 && x <= REALIGN_ROW && x_stride == 1 && k_stride != 1;
+    const bool short_rows =
+        i && dtype != GK_F32 && x > 1 && x <= REALIGN_ROW && x_stride == 1 && k_stride != 1;
     if (short_rows) needed = 0;
-    int along = copy ? -1 : as_it_lies(data, dtype, x, p.k, x_stride, k_stride, p, batch, needed, &o->x[i]);
+    int along =
+        copy ? -1 : as_it_lies(data, dtype, x, p.k, x_stride, k_stride, p, batch, needed, &o->x[i]);
     o->copied[i] = along < 0;
     if (o->copied[i]) {
         RealignMatrix &matrix = o->copies[i];
         along = needed < 0 ? copy_along(x, p.k, x_stride, k_stride) : needed;
         const auto plan = dtype == GK_F32 ? realign_plan_32 : realign_plan;
-        if (!plan(data, along ? x : p.k, along ? p.k : x, along ? x_stride : k_stride, along ? k_stride : x_stride,
-                  p.ndim, p.shape, batch, &matrix))
+        if (!plan(data, along ? x : p.k, along ? p.k : x, along ? x_stride : k_stride,
+                  along ? k_stride : x_stride, p.ndim, p.shape, batch, &matrix))
             return false;
         o->bytes = gk_round_up(o->bytes, 128);
-        data = NULL, o->at[i] = o->bytes; /* place_copies */
+        data = NULL;
+        o->at[i] = o->bytes; /* place_copies */
         o->bytes += realign_bytes(matrix);
         (along ? x_stride : k_stride) = 1;
         (along ? k_stride : x_stride) = gk_round_up(along ? x : p.k, each);
@@ -90,13 +106,15 @@ inline bool find_operand(int i, gk_dtype dtype, int needed, bool copy, Operands 
     return true;
 }
 
-/* From o->p, the problem. false: neither the operands nor copies of them suit. The copies have no places yet. */
+/* From o->p, the problem. false: neither the operands nor copies of them suit. The copies have no
+ * places yet. */
 inline bool operands_of(gk_dtype dtype, bool swapab, Operands *o) {
     GemmProblem &p = o->p;
     if (!counts_fit(p)) return false;
     if (p.ndim > TENSOR_DIMS - 2) gemm_join_batch(p);
     const bool both = p.ndim > TENSOR_DIMS - 2; /* dense copies may have fewer batch dimensions */
-    o->mode = 0, o->bytes = 0;
+    o->mode = 0;
+    o->bytes = 0;
     for (int i = 0; i < 2; ++i)
         if (!find_operand(i, dtype, needed_along(dtype, swapab, i), both, o)) return false;
     if (o->bytes == 0) return true;
@@ -107,13 +125,16 @@ inline bool operands_of(gk_dtype dtype, bool swapab, Operands *o) {
     return tensor_map_fits(o->x[0]) && tensor_map_fits(o->x[1]);
 }
 
-/* Gives the copies their places in the call's workspace. Returns how many there are; they stand in `copies` from 0 on. */
+/* Gives the copies their places in the call's workspace. Returns how many there are; they stand in
+ * `copies` from 0 on. */
 inline int place_copies(void *workspace, Operands *o) {
     int count = 0;
     for (int i = 0; i < 2; ++i) {
         if (!o->copied[i]) continue;
         void *const to = (char *)workspace + o->at[i];
-        o->copies[i].to = to, o->x[i].data = to, (i ? o->p.b : o->p.a) = to;
+        o->copies[i].to = to;
+        o->x[i].data = to;
+        (i ? o->p.b : o->p.a) = to;
         o->copies[count++] = o->copies[i];
     }
     return count;

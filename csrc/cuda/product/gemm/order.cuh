@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* order.cuh: which tile a block takes. Blocks that run at once should share rows of a and columns of b in L2: they walk
- * `group` rows of tiles together, column by column.
+/* order.cuh: which tile a block takes. Blocks that run at once should share rows of a and columns
+ * of b in L2: they walk `group` rows of tiles together, column by column.
  *
  *   group 2, 4 x 3 tiles:    0  2  4
  *                            1  3  5
@@ -15,27 +15,31 @@ struct TilePlace {
     int row, col; /* counted in tiles */
 };
 
-__device__ __forceinline__ TilePlace tile_place(unsigned tile, int tiles_m, int tiles_n, int group) {
-    const unsigned in_group = (unsigned)group * tiles_n, first = tile / in_group * group, rest = tile % in_group;
+__device__ __forceinline__ TilePlace tile_place(unsigned tile, int tiles_m, int tiles_n,
+                                                int group) {
+    const unsigned in_group = (unsigned)group * tiles_n, first = tile / in_group * group,
+                   rest = tile % in_group;
     const unsigned rows = min((unsigned)group, tiles_m - first); /* the last group may be lower */
     return {(int)(first + rest % rows), (int)(rest / rows)};
 }
 
 /* The same order for blocks that find their first tile while others wait for its copies. */
 struct TileOrder {
-    Divisor tiles, in_group, rows, last_rows; /* of a batch entry; of a group; a group's, the last's */
+    /* of a batch entry; of a group; a group's, the last's */
+    Divisor tiles, in_group, rows, last_rows;
     int tiles_m;
 };
 
 inline TileOrder tile_order(int tiles_m, int tiles_n, int group) {
     const unsigned last = tiles_m % group;
-    return {divisor_of((unsigned)tiles_m * tiles_n), divisor_of((unsigned)group * tiles_n), divisor_of(group),
-            divisor_of(last ? last : group), tiles_m};
+    return {divisor_of((unsigned)tiles_m * tiles_n), divisor_of((unsigned)group * tiles_n),
+            divisor_of(group), divisor_of(last ? last : group), tiles_m};
 }
 
 /* tile: of its batch entry */
 __device__ __forceinline__ TilePlace tile_place(unsigned tile, const TileOrder &o) {
-    const unsigned group = o.in_group.into(tile), rest = tile - group * o.in_group.by, first = group * o.rows.by;
+    const unsigned group = o.in_group.into(tile), rest = tile - group * o.in_group.by,
+                   first = group * o.rows.by;
     const Divisor rows = first + o.rows.by > (unsigned)o.tiles_m ? o.last_rows : o.rows;
     const unsigned col = rows.into(rest);
     return {(int)(first + rest - col * rows.by), (int)col};

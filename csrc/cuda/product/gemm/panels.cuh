@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* panels.cuh: a warp's epilogue staging tiles (panels): 16 rows of up to 128 bytes, in which its sums change from the accumulators'
- * order to that of rows; and the three ways on from there: by TMA, in chunks of 16 bytes from registers, or row by row where the
- * result is misaligned. */
+/* panels.cuh: a warp's epilogue staging tiles (panels): 16 rows of up to 128 bytes, in which its
+ * sums change from the accumulators' order to that of rows; and the three ways on from there: by
+ * TMA, in chunks of 16 bytes from registers, or row by row where the result is misaligned. */
 #ifndef GPUKERN_CUDA_GEMM_PANELS_CUH
 #define GPUKERN_CUDA_GEMM_PANELS_CUH
 
@@ -13,22 +13,28 @@
 #include "realign.cuh"
 
 /* 16 rows of 32 floats, the first of v, in the accumulators' order. */
-template <class Panel> __device__ __forceinline__ void put_floats(smem_addr panel_s, const float *v, int lane) {
+template <class Panel>
+__device__ __forceinline__ void put_floats(smem_addr panel_s, const float *v, int lane) {
 #pragma unroll
     for (int i = 0; i < 16; i += 2) {
         const int row = lane / 4 + i / 2 % 2 * 8, byte = i / 4 * 32 + lane % 4 * 8;
-        st_shared_64(panel_s + Panel::offset(row, byte / 16) + byte % 16, make_float2(v[i], v[i + 1]));
+        st_shared_64(panel_s + Panel::offset(row, byte / 16) + byte % 16,
+                     make_float2(v[i], v[i + 1]));
     }
 }
 
-/* Where the i-th of several panels begins: the last one ends where they all do, and holds what the one before it holds, too,
- * where they are not whole. */
-constexpr GK_HD int panel_first(int i, int each, int all) { return i * each < all - each ? i * each : all - each; }
+/* Where the i-th of several panels begins: the last one ends where they all do, and holds what the
+ * one before it holds, too, where they are not whole. */
+constexpr GK_HD int panel_first(int i, int each, int all) {
+    return i * each < all - each ? i * each : all - each;
+}
 
-/* A warp's 16 rows of N / 8 octets of columns go to its panels, once their last contents have been read. */
+/* A warp's 16 rows of N / 8 octets of columns go to its panels, once their last contents have been
+ * read. */
 template <class R, class Panel, int N, bool TMA>
 __device__ __forceinline__ void put_panels(const float *v, smem_addr panels_s, int lane) {
-    constexpr int EACH = Panel::row_bytes / (2 * (element<R>::bits / 8)), NUM = (N + EACH - 1) / EACH;
+    constexpr int EACH = Panel::row_bytes / (2 * (element<R>::bits / 8)),
+                  NUM = (N + EACH - 1) / EACH;
     if (TMA && lane == 0) tma_store_wait_group_read<0>();
     __syncwarp(); /* the panels' last contents have been read */
 #pragma unroll
@@ -39,19 +45,22 @@ __device__ __forceinline__ void put_panels(const float *v, smem_addr panels_s, i
         } else {
             const unsigned put = Panel::offset(lane % 16, 0);
 #pragma unroll
-            for (int j = 0; j < Panel::chunks; j += 2) { /* rows 0-7, 8-15 of one octet of columns, then of the next */
-                const uint32_t two[4] = {pack2<R>(w[4 * j], w[4 * j + 1]), pack2<R>(w[4 * j + 2], w[4 * j + 3]),
-                                         pack2<R>(w[4 * j + 4], w[4 * j + 5]), pack2<R>(w[4 * j + 6], w[4 * j + 7])};
+            /* rows 0-7, 8-15 of one octet of columns, then of the next */
+            for (int j = 0; j < Panel::chunks; j += 2) {
+                const uint32_t two[4] = {
+                    pack2<R>(w[4 * j], w[4 * j + 1]), pack2<R>(w[4 * j + 2], w[4 * j + 3]),
+                    pack2<R>(w[4 * j + 4], w[4 * j + 5]), pack2<R>(w[4 * j + 6], w[4 * j + 7])};
                 stmatrix_x4(panels_s + i * Panel::bytes + Panel::chunk(put, j + lane / 16), two);
             }
         }
     }
 }
 
-/* They leave by tma while the warp goes on. at: their first column and row. One fence for all panels: each waits until the
- * warp's stores have come. */
+/* They leave by tma while the warp goes on. at: their first column and row. One fence for all
+ * panels: each waits until the warp's stores have come. */
 template <class R, class Panel, int N>
-__device__ __forceinline__ void send_panels(const CUtensorMap *map, smem_addr panels_s, const tma_at &at, int lane) {
+__device__ __forceinline__ void send_panels(const CUtensorMap *map, smem_addr panels_s,
+                                            const tma_at &at, int lane) {
     constexpr int COLS = Panel::row_bytes / (element<R>::bits / 8), NUM = (2 * N + COLS - 1) / COLS;
     fence_proxy_async();
     __syncwarp(); /* all of the panels is written */
@@ -66,7 +75,8 @@ __device__ __forceinline__ void send_panels(const CUtensorMap *map, smem_addr pa
     }
 }
 
-/* Rows of COLS 16-bit results, in panels side by side, as chunks of 16 bytes: a pass has whole rows. */
+/* Rows of COLS 16-bit results, in panels side by side, as chunks of 16 bytes: a pass has whole
+ * rows. */
 template <class Panel, int COLS> struct panel_rows {
     static constexpr int CHUNKS = COLS / 8, IN_PASS = 32 / CHUNKS;
     /* rows of two narrow panels, and of two that overlap, lie at the same banks */
@@ -74,9 +84,11 @@ template <class Panel, int COLS> struct panel_rows {
     static_assert(16 % IN_PASS == 0, "whole passes");
     static constexpr GK_HD int offset(int row, int chunk) {
         const int panel = chunk / Panel::chunks;
-        return panel * Panel::bytes + Panel::offset(row, chunk - panel_first(panel, Panel::chunks, CHUNKS));
+        return panel * Panel::bytes +
+               Panel::offset(row, chunk - panel_first(panel, Panel::chunks, CHUNKS));
     }
-    static constexpr GK_HD int read_ways(int further) { /* of the lanes' chunks, or of those `further` on */
+    /* of the lanes' chunks, or of those `further` on */
+    static constexpr GK_HD int read_ways(int further) {
         int bytes[32] = {};
         for (int lane = 0; lane < 32; ++lane) {
             const int chunk = lane % CHUNKS + further;
@@ -86,19 +98,21 @@ template <class Panel, int COLS> struct panel_rows {
     }
 };
 
-/* Or from registers, which end sooner than tma begins to read what they wrote. to_g: element (0, 0), inside the matrix with
- * `rows` and `cols` from there on. */
+/* Or from registers, which end sooner than tma begins to read what they wrote. to_g: element (0,
+ * 0), inside the matrix with `rows` and `cols` from there on. */
 template <class Panel, int COLS>
-__device__ __forceinline__ void send_chunks(uint16_t *to_g, int64_t row_stride, int rows, int cols, smem_addr panels_s,
-                                            int lane) {
+__device__ __forceinline__ void send_chunks(uint16_t *to_g, int64_t row_stride, int rows, int cols,
+                                            smem_addr panels_s, int lane) {
     typedef panel_rows<Panel, COLS> Rows;
     constexpr int PASSES = 16 / Rows::IN_PASS;
-    static_assert(Rows::IN_PASS * Rows::CHUNKS == 32 && Rows::read_ways(0) <= Rows::WAYS, "chunks of whole rows");
+    static_assert(Rows::IN_PASS * Rows::CHUNKS == 32 && Rows::read_ways(0) <= Rows::WAYS,
+                  "chunks of whole rows");
     const int chunk = lane % Rows::CHUNKS, row = lane / Rows::CHUNKS;
     __syncwarp(); /* all of the panels is written */
     uint4 x[PASSES];
 #pragma unroll
-    for (int i = 0; i < PASSES; ++i) x[i] = ld_shared_128(panels_s + Rows::offset(row + i * Rows::IN_PASS, chunk));
+    for (int i = 0; i < PASSES; ++i)
+        x[i] = ld_shared_128(panels_s + Rows::offset(row + i * Rows::IN_PASS, chunk));
     uint16_t *const at_g = to_g + row * row_stride + 8 * chunk;
 #pragma unroll
     for (int i = 0; i < PASSES; ++i)
@@ -106,14 +120,17 @@ __device__ __forceinline__ void send_chunks(uint16_t *to_g, int64_t row_stride, 
             *(uint4 *)(at_g + i * Rows::IN_PASS * row_stride) = x[i];
 }
 
-/* Or from registers, where rows of the result are misaligned or end within 16 bytes: each row's chunks that lie at multiples of
- * 16 bytes are put together from two of the panels', what is left at its ends goes by elements. */
+/* Or from registers, where rows of the result are misaligned or end within 16 bytes: each row's
+ * chunks that lie at multiples of 16 bytes are put together from two of the panels', what is left
+ * at its ends goes by elements. */
 template <class Panel, int COLS>
-__device__ __forceinline__ void send_rows(uint16_t *to_g, int64_t row_stride, int rows, int cols, smem_addr panels_s,
-                                          int lane) {
+__device__ __forceinline__ void send_rows(uint16_t *to_g, int64_t row_stride, int rows, int cols,
+                                          smem_addr panels_s, int lane) {
     typedef panel_rows<Panel, COLS> Rows;
-    static_assert(Rows::read_ways(0) <= Rows::WAYS && Rows::read_ways(1) <= Rows::WAYS, "chunks of whole rows");
-    const auto before = [](const uint16_t *row_g) { return (int)(-((uintptr_t)row_g / 2) % 8); }; /* its first chunk */
+    static_assert(Rows::read_ways(0) <= Rows::WAYS && Rows::read_ways(1) <= Rows::WAYS,
+                  "chunks of whole rows");
+    /* its first chunk */
+    const auto before = [](const uint16_t *row_g) { return (int)(-((uintptr_t)row_g / 2) % 8); };
     const int chunk = lane % Rows::CHUNKS, row0 = lane / Rows::CHUNKS;
     __syncwarp(); /* all of the panels is written */
 #pragma unroll 2
@@ -121,7 +138,8 @@ __device__ __forceinline__ void send_rows(uint16_t *to_g, int64_t row_stride, in
         uint16_t *const row_g = to_g + r * row_stride;
         const int head = before(row_g), col = head + 8 * chunk;
         const uint4 low = ld_shared_128(panels_s + Rows::offset(r, chunk)),
-                    high = ld_shared_128(panels_s + Rows::offset(r, min(chunk + 1, Rows::CHUNKS - 1)));
+                    high =
+                        ld_shared_128(panels_s + Rows::offset(r, min(chunk + 1, Rows::CHUNKS - 1)));
         uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
         realign_shift(words, head);
         if (r >= rows || col + 8 > COLS) continue;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* problem.cuh: a gemm call as every gemm kernel sees it: one struct by value. Batch dimensions that can join the rows
- * have joined them, broadcasts have stride 0, and rows and columns may have changed places. Strides count elements. */
+/* problem.cuh: a gemm call as every gemm kernel sees it: one struct by value. Batch dimensions that
+ * can join the rows have joined them, broadcasts have stride 0, and rows and columns may have
+ * changed places. Strides count elements. */
 #ifndef GPUKERN_CUDA_GEMM_PROBLEM_CUH
 #define GPUKERN_CUDA_GEMM_PROBLEM_CUH
 
@@ -8,7 +9,8 @@
 
 constexpr int GEMM_BATCH_DIMS = GK_MAX_DIMS - 2;
 
-/* What happens to an element of the product on its way out; pointers stand at row 0, column 0 of batch 0. */
+/* What happens to an element of the product on its way out; pointers stand at row 0, column 0 of
+ * batch 0. */
 struct GemmEpilogue {
     double alpha, beta;
     const void *bias, *c; /* NULL = none; c is NULL where beta is 0 */
@@ -16,7 +18,8 @@ struct GemmEpilogue {
     int64_t bias_row, bias_col, c_row, c_col, out_row, out_col, preact_row, preact_col;
     gk_dtype bias_dtype, c_dtype, out_dtype; /* each a's dtype or float32; preact has out's */
     gk_activation activation;
-    bool bias_vectors, c_vectors, out_vectors; /* 16-byte accesses work wherever a column is a multiple of 8 */
+    /* 16-byte accesses work wherever a column is a multiple of 8 */
+    bool bias_vectors, c_vectors, out_vectors;
 };
 
 struct GemmProblem {
@@ -25,16 +28,16 @@ struct GemmProblem {
     int64_t a_m, a_k, b_k, b_n;
     GemmEpilogue epilogue;
     int ndim; /* batch dimensions left */
-    int64_t shape[GEMM_BATCH_DIMS], a_batch[GEMM_BATCH_DIMS], b_batch[GEMM_BATCH_DIMS], c_batch[GEMM_BATCH_DIMS],
-        out_batch[GEMM_BATCH_DIMS], preact_batch[GEMM_BATCH_DIMS];
+    int64_t shape[GEMM_BATCH_DIMS], a_batch[GEMM_BATCH_DIMS], b_batch[GEMM_BATCH_DIMS],
+        c_batch[GEMM_BATCH_DIMS], out_batch[GEMM_BATCH_DIMS], preact_batch[GEMM_BATCH_DIMS];
     /* the launch's plan: block = tile + tiles_m tiles_n (split + splits batch) */
     int tiles_m, tiles_n, group; /* group: rows of tiles that are walked together (order.cuh) */
-    int splits;                  /* 1: the kernel runs the epilogue; else it writes partials (split.cuh) */
-    int64_t split_k;             /* k of a split but the last */
+    int splits;      /* 1: the kernel runs the epilogue; else it writes partials (split.cuh) */
+    int64_t split_k; /* k of a split but the last */
     void *partials;
 };
 
-/* ---- device ------------------------------------------------------------------------------------------------ */
+/* ---- device ---------------------------------------------------------------------------------- */
 struct GemmPlace { /* offsets of a batch entry, in elements */
     int64_t a, b, c, out, preact;
 };
@@ -44,20 +47,24 @@ __device__ __forceinline__ GemmPlace gemm_place(const GemmProblem &p, int64_t ba
     for (int d = p.ndim - 1; d >= 0; --d) {
         const int64_t x = batch % p.shape[d];
         batch /= p.shape[d];
-        at.a += x * p.a_batch[d], at.b += x * p.b_batch[d], at.c += x * p.c_batch[d];
-        at.out += x * p.out_batch[d], at.preact += x * p.preact_batch[d];
+        at.a += x * p.a_batch[d];
+        at.b += x * p.b_batch[d];
+        at.c += x * p.c_batch[d];
+        at.out += x * p.out_batch[d];
+        at.preact += x * p.preact_batch[d];
     }
     return at;
 }
 
-/* ---- host -------------------------------------------------------------------------------------------------- */
+/* ---- host ------------------------------------------------------------------------------------ */
 /* Dimensions align at the end; missing ones and those of size 1 broadcast. */
 inline int64_t gemm_stride(const gk_tensor &t, int ndim, int d) {
     const int i = d - (ndim - t.ndim);
     return i < 0 || t.shape[i] == 1 ? 0 : t.stride[i];
 }
 
-inline bool gemm_aligned(const void *data, gk_dtype dtype, int64_t row, const int64_t *batch, int ndim) {
+inline bool gemm_aligned(const void *data, gk_dtype dtype, int64_t row, const int64_t *batch,
+                         int ndim) {
     const int64_t bits = gk_bits_of(dtype);
     bool good = (uintptr_t)data % 16 == 0 && row * bits % 128 == 0;
     for (int d = 0; d < ndim; ++d) good = good && batch[d] * bits % 128 == 0;
@@ -66,9 +73,11 @@ inline bool gemm_aligned(const void *data, gk_dtype dtype, int64_t row, const in
 
 inline void gemm_vectors(GemmProblem &p) {
     GemmEpilogue &e = p.epilogue;
-    e.bias_vectors = e.bias && e.bias_col == 1 && gemm_aligned(e.bias, e.bias_dtype, e.bias_row, NULL, 0);
+    e.bias_vectors =
+        e.bias && e.bias_col == 1 && gemm_aligned(e.bias, e.bias_dtype, e.bias_row, NULL, 0);
     e.c_vectors = e.c && e.c_col == 1 && gemm_aligned(e.c, e.c_dtype, e.c_row, p.c_batch, p.ndim);
-    e.out_vectors = e.out_col == 1 && gemm_aligned(e.out, e.out_dtype, e.out_row, p.out_batch, p.ndim);
+    e.out_vectors =
+        e.out_col == 1 && gemm_aligned(e.out, e.out_dtype, e.out_row, p.out_batch, p.ndim);
     if (e.preact)
         e.out_vectors = e.out_vectors && e.preact_col == 1 &&
                         gemm_aligned(e.preact, e.out_dtype, e.preact_row, p.preact_batch, p.ndim);
@@ -80,48 +89,84 @@ inline GemmProblem gemm_problem_of(const gk_gemm_args *args) {
     const gk_tensor &a = args->a, &b = args->b, &out = args->out;
     const gk_tensor *c = args->c && args->beta != 0 ? args->c : NULL;
     const int nd = out.ndim;
-    p.a = a.data, p.b = b.data;
-    p.m = out.shape[nd - 2], p.n = out.shape[nd - 1], p.k = a.shape[a.ndim - 1];
-    p.a_m = a.stride[a.ndim - 2], p.a_k = a.stride[a.ndim - 1];
-    p.b_k = b.stride[b.ndim - 2], p.b_n = b.stride[b.ndim - 1];
-    e.alpha = args->alpha, e.beta = args->beta, e.activation = args->activation;
-    e.out = out.data, e.out_dtype = out.dtype, e.out_row = out.stride[nd - 2], e.out_col = 1;
-    if (args->preact) e.preact = args->preact->data, e.preact_row = args->preact->stride[nd - 2], e.preact_col = 1;
-    if (args->bias) e.bias = args->bias->data, e.bias_dtype = args->bias->dtype, e.bias_col = args->bias->stride[0];
+    p.a = a.data;
+    p.b = b.data;
+    p.m = out.shape[nd - 2];
+    p.n = out.shape[nd - 1];
+    p.k = a.shape[a.ndim - 1];
+    p.a_m = a.stride[a.ndim - 2];
+    p.a_k = a.stride[a.ndim - 1];
+    p.b_k = b.stride[b.ndim - 2];
+    p.b_n = b.stride[b.ndim - 1];
+    e.alpha = args->alpha;
+    e.beta = args->beta;
+    e.activation = args->activation;
+    e.out = out.data;
+    e.out_dtype = out.dtype;
+    e.out_row = out.stride[nd - 2];
+    e.out_col = 1;
+    if (args->preact) {
+        e.preact = args->preact->data;
+        e.preact_row = args->preact->stride[nd - 2];
+        e.preact_col = 1;
+    }
+    if (args->bias) {
+        e.bias = args->bias->data;
+        e.bias_dtype = args->bias->dtype;
+        e.bias_col = args->bias->stride[0];
+    }
     if (c) {
-        e.c = c->data, e.c_dtype = c->dtype;
-        e.c_row = gemm_stride(*c, nd, nd - 2), e.c_col = gemm_stride(*c, nd, nd - 1);
+        e.c = c->data;
+        e.c_dtype = c->dtype;
+        e.c_row = gemm_stride(*c, nd, nd - 2);
+        e.c_col = gemm_stride(*c, nd, nd - 1);
     }
     p.batch = 1;
     for (int d = 0; d < nd - 2; ++d) {
         const int i = p.ndim;
         if (out.shape[d] == 1) continue;
         p.shape[i] = out.shape[d];
-        p.a_batch[i] = gemm_stride(a, nd, d), p.b_batch[i] = gemm_stride(b, nd, d);
+        p.a_batch[i] = gemm_stride(a, nd, d);
+        p.b_batch[i] = gemm_stride(b, nd, d);
         p.c_batch[i] = c ? gemm_stride(*c, nd, d) : 0;
-        p.out_batch[i] = out.stride[d], p.preact_batch[i] = args->preact ? args->preact->stride[d] : 0;
+        p.out_batch[i] = out.stride[d];
+        p.preact_batch[i] = args->preact ? args->preact->stride[d] : 0;
         p.batch *= p.shape[i];
         ++p.ndim;
     }
     /* a row alone has no stride of its own: let the batch give it one */
     if (p.m == 1 && p.ndim > 0) {
         const int i = p.ndim - 1;
-        p.a_m = p.a_batch[i], e.out_row = p.out_batch[i], e.preact_row = p.preact_batch[i];
+        p.a_m = p.a_batch[i];
+        e.out_row = p.out_batch[i];
+        e.preact_row = p.preact_batch[i];
         if (c) e.c_row = p.c_batch[i];
     }
-    /* the innermost batch dimension joins the rows where b does not change along it and all others are dense */
+    /* the innermost batch dimension joins the rows where b does not change along it and all others
+     * are dense */
     while (p.ndim > 0 && p.m > 0 && p.batch > 0) {
         const int i = p.ndim - 1;
-        if (p.b_batch[i] != 0 || p.a_batch[i] != p.m * p.a_m || p.out_batch[i] != p.m * e.out_row) break;
+        if (p.b_batch[i] != 0 || p.a_batch[i] != p.m * p.a_m || p.out_batch[i] != p.m * e.out_row)
+            break;
         if (args->preact && p.preact_batch[i] != p.m * e.preact_row) break;
         if (c && p.c_batch[i] != p.m * e.c_row) break;
-        p.batch /= p.shape[i], p.m *= p.shape[i];
+        p.batch /= p.shape[i];
+        p.m *= p.shape[i];
         --p.ndim;
     }
     /* a stride along a dimension of size 1 says nothing: the one that suits is 1 along k, else 0 */
-    if (p.m == 1) p.a_m = 0, e.out_row = e.preact_row = e.c_row = 0;
-    if (p.n == 1) p.b_n = 0, e.c_col = 0;
-    if (p.k == 1) p.a_k = 1, p.b_k = p.b_n == 1 ? 0 : 1;
+    if (p.m == 1) {
+        p.a_m = 0;
+        e.out_row = e.preact_row = e.c_row = 0;
+    }
+    if (p.n == 1) {
+        p.b_n = 0;
+        e.c_col = 0;
+    }
+    if (p.k == 1) {
+        p.a_k = 1;
+        p.b_k = p.b_n == 1 ? 0 : 1;
+    }
     gemm_vectors(p);
     return p;
 }
@@ -146,13 +191,26 @@ inline void gemm_join_batch(GemmProblem &p) {
 inline GemmProblem gemm_swapped(const GemmProblem &p) {
     GemmProblem s = p;
     GemmEpilogue &e = s.epilogue;
-    s.m = p.n, s.n = p.m, s.a = p.b, s.b = p.a;
-    s.a_m = p.b_n, s.a_k = p.b_k, s.b_k = p.a_k, s.b_n = p.a_m;
-    for (int d = 0; d < p.ndim; ++d) s.a_batch[d] = p.b_batch[d], s.b_batch[d] = p.a_batch[d];
-    e.bias_row = p.epilogue.bias_col, e.bias_col = p.epilogue.bias_row;
-    e.c_row = p.epilogue.c_col, e.c_col = p.epilogue.c_row;
-    e.out_row = p.epilogue.out_col, e.out_col = p.epilogue.out_row;
-    e.preact_row = p.epilogue.preact_col, e.preact_col = p.epilogue.preact_row;
+    s.m = p.n;
+    s.n = p.m;
+    s.a = p.b;
+    s.b = p.a;
+    s.a_m = p.b_n;
+    s.a_k = p.b_k;
+    s.b_k = p.a_k;
+    s.b_n = p.a_m;
+    for (int d = 0; d < p.ndim; ++d) {
+        s.a_batch[d] = p.b_batch[d];
+        s.b_batch[d] = p.a_batch[d];
+    }
+    e.bias_row = p.epilogue.bias_col;
+    e.bias_col = p.epilogue.bias_row;
+    e.c_row = p.epilogue.c_col;
+    e.c_col = p.epilogue.c_row;
+    e.out_row = p.epilogue.out_col;
+    e.out_col = p.epilogue.out_row;
+    e.preact_row = p.epilogue.preact_col;
+    e.preact_col = p.epilogue.preact_row;
     gemm_vectors(s);
     return s;
 }

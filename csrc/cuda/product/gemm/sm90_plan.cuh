@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sm90_plan.cuh: which instance of Hopper's four files serves a call, how its clusters lie over the result, how it reads the operands: by
- * estimates of time, whose figures are in tiles.h. Host only. */
+/* sm90_plan.cuh: which instance of Hopper's four files serves a call, how its clusters lie over the
+ * result, how it reads the operands: by estimates of time, whose figures are in tiles.h. Host
+ * only. */
 #ifndef GPUKERN_CUDA_GEMM_SM90_PLAN_CUH
 #define GPUKERN_CUDA_GEMM_SM90_PLAN_CUH
 
@@ -29,7 +30,7 @@ enum Trait {
 };
 inline bool is(const gk_cuda_instance *row, Trait trait) { return row->key[KEY_TRAITS] & trait; }
 
-/* ---- tiles ----------------------------------------------------------------------------------------------------- */
+/* ---- tiles ----------------------------------------------------------------------------------- */
 /* The call as a row computes it: swap-AB, the results stay where they are. */
 inline GemmProblem problem_of(const GemmProblem &p, bool swapab) {
     if (!swapab) return p;
@@ -39,12 +40,16 @@ inline GemmProblem problem_of(const GemmProblem &p, bool swapab) {
 }
 
 /* Blocks of a row's clusters. */
-inline int cluster_of(const gk_cuda_instance *row) { return row->key[KEY_TILES] * row->key[KEY_SPLITS]; }
+inline int cluster_of(const gk_cuda_instance *row) {
+    return row->key[KEY_TILES] * row->key[KEY_SPLITS];
+}
 
 /* As many fit the GPU: four or eight blocks find their SMs side by side less often than two. */
 inline int64_t most_clusters(const gk_cuda_instance *row, const gk_gpu *gpu) {
     const int blocks = cluster_of(row);
-    const int64_t most = gpu->num_sms / blocks, found = blocks > 4 ? most - 1 : blocks > 2 ? most - most / 11 : most;
+    const int64_t most = gpu->num_sms / blocks, found = blocks > 4   ? most - 1
+                                                        : blocks > 2 ? most - most / 11
+                                                                     : most;
     return found > 1 ? found : 1; /* of a part of a GPU, too */
 }
 
@@ -54,30 +59,35 @@ struct Clusters {
     int tiles_m, tiles_n; /* of clusters */
 };
 
-/* Tiles lie as they make fewer waves. Else four are 4 x 1, and pairs as was measured: 1 x 2 where that makes much fewer clusters, or, of
- * small tiles, no more and a is not much the shorter operand. Clusters that follow each other read the same of b, so what one shares is
- * better a's. */
+/* Tiles lie as they make fewer waves. Else four are 4 x 1, and pairs as was measured: 1 x 2 where
+ * that makes much fewer clusters, or, of small tiles, no more and a is not much the shorter
+ * operand. Clusters that follow each other read the same of b, so what one shares is better a's. */
 inline Clusters clusters_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem &p) {
-    const int64_t tiles_m = gk_ceil_div(p.m, row->key[KEY_BM]), tiles_n = gk_ceil_div(p.n, row->key[KEY_BN]);
-    const int64_t tiles = row->key[KEY_TILES], in_m = gk_ceil_div(tiles_m, tiles), in_n = gk_ceil_div(tiles_n, tiles);
+    const int64_t tiles_m = gk_ceil_div(p.m, row->key[KEY_BM]),
+                  tiles_n = gk_ceil_div(p.n, row->key[KEY_BN]);
+    const int64_t tiles = row->key[KEY_TILES], in_m = gk_ceil_div(tiles_m, tiles),
+                  in_n = gk_ceil_div(tiles_n, tiles);
     if (tiles == 1) return {false, (int)tiles_m, (int)tiles_n};
-    if (is(row, GRID)) return {true, (int)gk_ceil_div(tiles_m, tiles / 2), (int)gk_ceil_div(tiles_n, 2)};
-    const int64_t most = most_clusters(row, gpu), row_waves = gk_ceil_div(tiles_m * in_n * p.batch, most),
+    if (is(row, GRID))
+        return {true, (int)gk_ceil_div(tiles_m, tiles / 2), (int)gk_ceil_div(tiles_n, 2)};
+    const int64_t most = most_clusters(row, gpu),
+                  row_waves = gk_ceil_div(tiles_m * in_n * p.batch, most),
                   column_waves = gk_ceil_div(in_m * tiles_n * p.batch, most);
     const int64_t in_row = tiles_m * in_n, in_column = in_m * tiles_n;
     const bool small = row->key[KEY_BM] * row->key[KEY_BN] <= 128 * 128;
     bool across = row_waves < column_waves;
     if (row_waves == column_waves && tiles == 2)
-        across = row->dtype == GK_F32
-                     ? is(row, SWAPAB)
-                     : 10 * in_row <= 7 * in_column || (small && in_row <= in_column && 10 * p.m >= 3 * p.n);
+        across = row->dtype == GK_F32 ? is(row, SWAPAB)
+                                      : 10 * in_row <= 7 * in_column ||
+                                            (small && in_row <= in_column && 10 * p.m >= 3 * p.n);
     if (across) return {true, (int)tiles_m, (int)in_n};
     return {false, (int)in_m, (int)tiles_n};
 }
 
-/* A cluster of two columns of tiles keeps in step by what its blocks copy for each other. Past both edges of the result a block may get
- * nothing from its row and nothing from most of its column: it would run ahead, and release a stage for a second time that a third
- * block still reads. So along one edge the last tile must have some of every part that is copied. */
+/* A cluster of two columns of tiles keeps in step by what its blocks copy for each other. Past both
+ * edges of the result a block may get nothing from its row and nothing from most of its column: it
+ * would run ahead, and release a stage for a second time that a third block still reads. So along
+ * one edge the last tile must have some of every part that is copied. */
 inline bool keeps_step(const gk_cuda_instance *row, const GemmProblem &p) {
     if (!is(row, GRID)) return true;
     const int64_t bm = row->key[KEY_BM], bn = row->key[KEY_BN], down = row->key[KEY_TILES] / 2;
@@ -90,28 +100,32 @@ struct Estimate {
     int64_t halved; /* tiles of clusters, those of the last wave: halved along k */
 };
 
-/* The longest of a tile's products, of its copies into the SM and of those of all `blocks` at once out of L2; two that take as
- * long hinder each other. */
+/* The longest of a tile's products, of its copies into the SM and of those of all `blocks` at once
+ * out of L2; two that take as long hinder each other. */
 inline double tile_us(double products_us, double bytes, double l2_bytes, double blocks) {
     const double copies_us = bytes / SM_BYTES_PER_US, l2_us = l2_bytes * blocks / L2_BYTES_PER_US;
     const double a = products_us * products_us, b = copies_us * copies_us, c = l2_us * l2_us;
     return sqrt(sqrt(a * a + b * b + c * c));
 }
 
-/* Waves of clusters one after the other; the last has fewer, which find L2 less busy. mode: as the operands lie (Mode). */
-inline Estimate estimate_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem &p, int mode) {
+/* Waves of clusters one after the other; the last has fewer, which find L2 less busy. mode: as the
+ * operands lie (Mode). */
+inline Estimate estimate_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem &p,
+                            int mode) {
     const int64_t bm = row->key[KEY_BM], bn = row->key[KEY_BN], splits = row->key[KEY_SPLITS];
     const Clusters clusters = clusters_of(row, gpu, p);
-    const int64_t all = (int64_t)clusters.tiles_m * clusters.tiles_n * p.batch, most = most_clusters(row, gpu);
+    const int64_t all = (int64_t)clusters.tiles_m * clusters.tiles_n * p.batch,
+                  most = most_clusters(row, gpu);
     const int64_t last = all % most, waves = all / most;
-    const double element = (double)gk_bits_of(row->dtype) / 8, size = (double)(bm * bn) / (128 * 256);
+    const double element = (double)gk_bits_of(row->dtype) / 8,
+                 size = (double)(bm * bn) / (128 * 256);
     const double peak = 8192 / element * gpu->clock_khz * 1e-3 * row->key[KEY_PERCENT] * 0.01;
     const double k = (double)gk_round_up(p.k, WGMMA_ROW_BYTES / (int64_t)element) / (double)splits;
     const double products_us = 2.0 * (double)(bm * bn) * k / peak;
     /* what is not K-major is copied in boxes of 64 */
     const double a = k * element * (double)(mode & A_ALONG_M ? gk_round_up(bm, 64) : bm),
                  b = k * element * (double)(mode & B_ALONG_N ? gk_round_up(bn, 64) : bn);
-    const double sharers = row->key[KEY_TILES], l2_bytes = is(row, GRID)     ? a / 2 + 2 * b / sharers
+    const double sharers = row->key[KEY_TILES], l2_bytes = is(row, GRID) ? a / 2 + 2 * b / sharers
                                                            : clusters.in_row ? a / sharers + b
                                                                              : a + b / sharers;
     const auto wave_us = [&](int64_t count) {
@@ -121,26 +135,33 @@ inline Estimate estimate_of(const gk_cuda_instance *row, const gk_gpu *gpu, cons
                  last_us = last > 0 ? wave_us(last) : full_us;
     /* results leave under the next tile's products, if these take as long */
     if (is(row, PING_PONG))
-        return {(double)(last > 0 ? waves : waves - 1) * ((full_us > PING_PONG_US ? full_us : PING_PONG_US) + TILE_US) +
+        return {(double)(last > 0 ? waves : waves - 1) *
+                        ((full_us > PING_PONG_US ? full_us : PING_PONG_US) + TILE_US) +
                     last_us + ALONE_US + launch_us,
                 0};
-    const double store_us = TILE_US + size * (STORE_US + (splits > 2 ? EXCHANGE4_US : splits > 1 ? EXCHANGE_US : 0));
+    const double store_us = TILE_US + size * (STORE_US + (splits > 2   ? EXCHANGE4_US
+                                                          : splits > 1 ? EXCHANGE_US
+                                                                       : 0));
     const double results = (double)p.m * (double)p.n * (double)p.batch;
-    const double curve_us = p.epilogue.activation > GK_ACT_RELU ? CURVE_US * results / (128 * 256 * gpu->num_sms) : 0;
+    const double curve_us =
+        p.epilogue.activation > GK_ACT_RELU ? CURVE_US * results / (128 * 256 * gpu->num_sms) : 0;
     const double before_us = (double)waves * (full_us + store_us) + launch_us + curve_us;
     if (last == 0) return {before_us, 0};
-    if (is(row, HALVES) && may_halve((int)bm, (int)bn, mode == (A_ALONG_M | B_ALONG_N)) && 2 * last <= most) {
+    if (is(row, HALVES) && may_halve((int)bm, (int)bn, mode == (A_ALONG_M | B_ALONG_N)) &&
+        2 * last <= most) {
         const double halves_us =
-            tile_us(products_us / 2, (a + b) / 2, (a + b) / 2, (double)(4 * last)) + HALVES_US + HALVES_SUM_US * size;
+            tile_us(products_us / 2, (a + b) / 2, (a + b) / 2, (double)(4 * last)) + HALVES_US +
+            HALVES_SUM_US * size;
         if (halves_us < last_us) return {before_us + halves_us + store_us, last};
     }
     return {before_us + last_us + store_us, 0};
 }
 
-/* ---- operands -------------------------------------------------------------------------------------------------- */
+/* ---- operands -------------------------------------------------------------------------------- */
 /* Time of a product of small M or few columns: its operands' bytes. */
 inline double swapab_us(const GemmProblem &p) {
-    return SWAPAB_US + 2.0 * (double)(p.m + p.n) * (double)p.k * (double)p.batch / SWAPAB_BYTES_PER_US;
+    return SWAPAB_US +
+           2.0 * (double)(p.m + p.n) * (double)p.k * (double)p.batch / SWAPAB_BYTES_PER_US;
 }
 
 /* The least that gemm_sm80's rows take: k split so that every SM has work. */
@@ -149,34 +170,42 @@ inline double other_us(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, 
     const bool tf32 = dtype == GK_F32;
     const int64_t tiles = gk_ceil_div(p.m, Any::BM) * gk_ceil_div(p.n, Any::BN) * p.batch;
     const int64_t steps = gk_ceil_div(p.k, Any::BK);
-    const int64_t splits = gk_clamp_i64(gpu->num_sms / tiles, 1, gk_clamp_i64(steps / 4, 1, MAX_SPLITS));
+    const int64_t splits =
+        gk_clamp_i64(gpu->num_sms / tiles, 1, gk_clamp_i64(steps / 4, 1, MAX_SPLITS));
     const int64_t busiest = gk_ceil_div(tiles * splits, gpu->num_sms);
-    const int percent = chunks ? (tf32 ? PERCENT_TF32 : PERCENT_128x128) : tf32 ? PERCENT_PLAIN : PERCENT_ANY;
+    const int percent = chunks ? (tf32 ? PERCENT_TF32 : PERCENT_128x128)
+                        : tf32 ? PERCENT_PLAIN
+                               : PERCENT_ANY;
     const double peak = (tf32 ? 2048 : 4096) * gpu->clock_khz * 1e-3 * percent * 0.01;
     const double step_us = 2.0 * Any::BM * Any::BN * Any::BK / peak;
-    return (double)(busiest * gk_ceil_div(steps, splits)) * step_us + BLOCK_US + (splits > 1 ? REDUCE_US : 0);
+    return (double)(busiest * gk_ceil_div(steps, splits)) * step_us + BLOCK_US +
+           (splits > 1 ? REDUCE_US : 0);
 }
 
 /* Rows and k in chunks of 16 bytes, as the kernels that copy by cp.async want them. */
-inline bool in_chunks(const void *data, gk_dtype dtype, int64_t x_stride, int64_t k_stride, const int64_t *batch,
-                      int ndim) {
+inline bool in_chunks(const void *data, gk_dtype dtype, int64_t x_stride, int64_t k_stride,
+                      const int64_t *batch, int ndim) {
     return (k_stride == 1 && gemm_aligned(data, dtype, x_stride, batch, ndim)) ||
            (x_stride == 1 && gemm_aligned(data, dtype, k_stride, batch, ndim));
 }
 
 inline double copies_us(const Operands &o) {
     const double bytes = 2.0 * (double)o.bytes, many = bytes - REALIGN_FAST_BYTES;
-    return o.bytes > 0 ? REALIGN_US + bytes / REALIGN_BYTES_PER_US + (many > 0 ? many / REALIGN_MANY_PER_US : 0) : 0;
+    return o.bytes > 0 ? REALIGN_US + bytes / REALIGN_BYTES_PER_US +
+                             (many > 0 ? many / REALIGN_MANY_PER_US : 0)
+                       : 0;
 }
 
-/* Whether copies and a product are worth their `us`. p: the problem before them; o: if all is copied that can be. */
-inline bool worth_while(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, const Operands &o, bool few,
-                        double us) {
+/* Whether copies and a product are worth their `us`. p: the problem before them; o: if all is
+ * copied that can be. */
+inline bool worth_while(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, const Operands &o,
+                        bool few, double us) {
     const bool chunks = in_chunks(p.a, dtype, p.a_m, p.a_k, p.a_batch, p.ndim) &&
                         in_chunks(p.b, dtype, p.b_n, p.b_k, p.b_batch, p.ndim);
-    /* small M: gemm_skinny streams the weights of up to 16 rows sooner than they are copied, but those dense nowhere; repeated ones
-     * would grow */
-    const bool streamed = p.b_k == 0 || p.b_n == 0 || (p.m <= SKINNY_MAX_TOKENS && (p.b_k == 1 || p.b_n == 1));
+    /* small M: gemm_skinny streams the weights of up to 16 rows sooner than they are copied, but
+     * those dense nowhere; repeated ones would grow */
+    const bool streamed =
+        p.b_k == 0 || p.b_n == 0 || (p.m <= SKINNY_MAX_TOKENS && (p.b_k == 1 || p.b_n == 1));
     if (few && o.copied[0] && (chunks || streamed || o.bytes > REALIGN_FEW_BYTES)) return false;
     return us < other_us(gpu, dtype, p, chunks);
 }
@@ -184,12 +213,13 @@ inline bool worth_while(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p,
 /* The result, or preact, as tma would write it. */
 inline TensorShape result_of(const GemmProblem &p, bool swapab, bool preact) {
     const GemmEpilogue &e = p.epilogue;
-    return operand_of(preact ? e.preact : e.out, e.out_dtype, swapab ? p.n : p.m, swapab ? p.m : p.n,
-                      preact ? e.preact_row : e.out_row, 1, p, preact ? p.preact_batch : p.out_batch, false);
+    return operand_of(preact ? e.preact : e.out, e.out_dtype, swapab ? p.n : p.m,
+                      swapab ? p.m : p.n, preact ? e.preact_row : e.out_row, 1, p,
+                      preact ? p.preact_batch : p.out_batch, false);
 }
 
-/* Results of the operands' dtype in rows of whole chunks of 16 bytes: tma would write past a last column that ends
- * within one. */
+/* Results of the operands' dtype in rows of whole chunks of 16 bytes: tma would write past a last
+ * column that ends within one. */
 inline bool whole_chunks(const GemmProblem &p, gk_dtype dtype, bool swapab) {
     const GemmEpilogue &e = p.epilogue;
     return e.out_dtype == dtype && e.out_vectors && gk_whole_chunks(dtype, swapab ? p.m : p.n);
@@ -197,11 +227,12 @@ inline bool whole_chunks(const GemmProblem &p, gk_dtype dtype, bool swapab) {
 
 /* Whether a row of ping-pong can store the results: by tma alone. */
 inline bool ping_pong_fits(const GemmProblem &p, gk_dtype dtype) {
-    return !p.epilogue.c && whole_chunks(p, dtype, false) && tensor_map_fits(result_of(p, false, false)) &&
+    return !p.epilogue.c && whole_chunks(p, dtype, false) &&
+           tensor_map_fits(result_of(p, false, false)) &&
            (!p.epilogue.preact || tensor_map_fits(result_of(p, false, true)));
 }
 
-/* ---- rows ------------------------------------------------------------------------------------------------------ */
+/* ---- rows ------------------------------------------------------------------------------------ */
 /* A plan's own part. */
 struct HopperPlan {
     Operands operands; /* p has its tiles */
@@ -215,14 +246,19 @@ inline bool plan_row(const gk_cuda_instance *row, const gk_gpu *gpu, int64_t hal
     HopperPlan &own = gk_own<HopperPlan>(to);
     GemmProblem &p = own.operands.p;
     const Clusters clusters = clusters_of(row, gpu, p);
-    p.tiles_m = clusters.tiles_m, p.tiles_n = clusters.tiles_n, own.in_row = clusters.in_row;
-    p.group = GROUP_HEIGHT_SM90 / (row->key[KEY_BM] * (own.in_row ? 1 : row->key[KEY_TILES])), p.splits = 1;
+    p.tiles_m = clusters.tiles_m;
+    p.tiles_n = clusters.tiles_n;
+    own.in_row = clusters.in_row;
+    p.group = GROUP_HEIGHT_SM90 / (row->key[KEY_BM] * (own.in_row ? 1 : row->key[KEY_TILES]));
+    p.splits = 1;
     const int64_t tiles = (int64_t)p.tiles_m * p.tiles_n * p.batch, most = most_clusters(row, gpu);
     own.whole = (unsigned)(tiles - halved);
     const int64_t tasks = tiles + halved;
     own.clusters = (unsigned)(tasks * LEAST_IDLE < most ? tasks : most);
     to->kernel = row;
-    to->tile[0] = row->key[KEY_BM], to->tile[1] = row->key[KEY_BN], to->tile[2] = row->key[KEY_BK];
+    to->tile[0] = row->key[KEY_BM];
+    to->tile[1] = row->key[KEY_BN];
+    to->tile[2] = row->key[KEY_BK];
     to->tasks = tasks * cluster_of(row);
     to->waves = (double)to->tasks / (double)(most * cluster_of(row));
     to->workspace_bytes = (size_t)own.operands.bytes;
@@ -230,19 +266,24 @@ inline bool plan_row(const gk_cuda_instance *row, const gk_gpu *gpu, int64_t hal
 }
 
 /* By this row, if it serves the call. */
-inline bool plan_hopper_row(const gk_cuda_instance *row, const gk_context *ctx, const void *arguments, gk_plan *to) {
+inline bool plan_hopper_row(const gk_cuda_instance *row, const gk_context *ctx,
+                            const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     const bool tf32 = row->dtype == GK_F32, swapab = is(row, SWAPAB);
-    if ((tf32 && args->fp32_precision != GK_TF32) || gpu->smem_per_block < row->key[KEY_SMEM]) return false;
+    if ((tf32 && args->fp32_precision != GK_TF32) || gpu->smem_per_block < row->key[KEY_SMEM])
+        return false;
     Operands &o = gk_own<HopperPlan>(to).operands;
     o.p = problem_of(gemm_problem_of(args), swapab);
-    if (!operands_of(row->dtype, swapab, &o) || (is(row, PING_PONG) && !ping_pong_fits(o.p, row->dtype))) return false;
-    return (tf32 || !swapab || row->key[KEY_SPLITS] == 1 || o.p.n <= row->key[KEY_BN]) && keeps_step(row, o.p) &&
+    if (!operands_of(row->dtype, swapab, &o) ||
+        (is(row, PING_PONG) && !ping_pong_fits(o.p, row->dtype)))
+        return false;
+    return (tf32 || !swapab || row->key[KEY_SPLITS] == 1 || o.p.n <= row->key[KEY_BN]) &&
+           keeps_step(row, o.p) &&
            plan_row(row, gpu, estimate_of(row, gpu, o.p, o.mode).halved, to);
 }
 
-/* ---- the choice -------------------------------------------------------------------------------------------------- */
+/* ---- the choice ------------------------------------------------------------------------------ */
 /* All that the choice of a row depends on. */
 struct Question {
     const gk_gpu *gpu;
@@ -258,27 +299,34 @@ struct Choice {
     Estimate estimate;
 };
 
-/* The row of least time among those that fit the GPU; small M, or few columns: the smallest of those rows that holds them. p: as it is
- * computed, with tokens as its columns. */
-inline void choose(const gk_cuda_table *const *schedules, int num_schedules, const GemmProblem &p, Choice *to) {
+/* The row of least time among those that fit the GPU; small M, or few columns: the smallest of
+ * those rows that holds them. p: as it is computed, with tokens as its columns. */
+inline void choose(const gk_cuda_table *const *schedules, int num_schedules, const GemmProblem &p,
+                   Choice *to) {
     const Question &q = to->question;
-    to->row = NULL, to->estimate = {1e31, 0};
+    to->row = NULL;
+    to->estimate = {1e31, 0};
     for (int s = 0; s < num_schedules; ++s)
         for (const gk_cuda_instance *r = schedules[s]->instances;
              r < schedules[s]->instances + schedules[s]->num_instances; ++r) {
             if ((int)r->dtype != q.dtype || r->key[KEY_SMEM] > q.gpu->smem_per_block) continue;
             if (is(r, SWAPAB) != q.swapab || (q.few && p.n > r->key[KEY_BN])) continue;
-            if (q.swapab && !q.few && q.dtype != GK_F32 && r->key[KEY_SPLITS] > 1) continue; /* for small M alone */
+            /* for small M alone */
+            if (q.swapab && !q.few && q.dtype != GK_F32 && r->key[KEY_SPLITS] > 1) continue;
             if (is(r, NARROW) != q.narrow || (q.narrow && p.n > r->key[KEY_BN])) continue;
             if (is(r, PING_PONG) && !q.ping_pong) continue;
             if (!keeps_step(r, p)) continue;
-            const Estimate found =
-                q.few || q.narrow ? Estimate{(double)r->key[KEY_BN], 0} : estimate_of(r, q.gpu, p, q.mode);
-            if (found.us < to->estimate.us) to->row = r, to->estimate = found;
+            const Estimate found = q.few || q.narrow ? Estimate{(double)r->key[KEY_BN], 0}
+                                                     : estimate_of(r, q.gpu, p, q.mode);
+            if (found.us < to->estimate.us) {
+                to->row = r;
+                to->estimate = found;
+            }
         }
 }
 
-/* Choices of this thread's last calls: a model repeats a few dozen, and the estimates of all rows take 0.4 us. */
+/* Choices of this thread's last calls: a model repeats a few dozen, and the estimates of all rows
+ * take 0.4 us. */
 constexpr unsigned KEPT_CHOICES = 64;
 
 inline Choice &kept_choice(const Question &q) {
@@ -289,8 +337,8 @@ inline Choice &kept_choice(const Question &q) {
 }
 
 /* The choice for operands that are found. */
-inline Choice choice_of(const gk_cuda_table *const *schedules, int num_schedules, const gk_gpu *gpu, gk_dtype dtype,
-                        const Operands &o, bool swapab, bool few, bool narrow) {
+inline Choice choice_of(const gk_cuda_table *const *schedules, int num_schedules, const gk_gpu *gpu,
+                        gk_dtype dtype, const Operands &o, bool swapab, bool few, bool narrow) {
     const Question question = {gpu,
                                o.p.m,
                                o.p.n,
@@ -313,14 +361,17 @@ inline Choice choice_of(const gk_cuda_table *const *schedules, int num_schedules
 }
 
 /* By the row of the choice; tf32: a swap-AB one where b is MN-major. */
-inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules, const gk_context *ctx,
-                        const void *arguments, gk_plan *to) {
+inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules,
+                        const gk_context *ctx, const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
     const bool tf32 = args->a.dtype == GK_F32;
-    if (tf32 ? args->fp32_precision != GK_TF32 : args->a.dtype != GK_BF16 && args->a.dtype != GK_F16) return false;
+    if (tf32 ? args->fp32_precision != GK_TF32
+             : args->a.dtype != GK_BF16 && args->a.dtype != GK_F16)
+        return false;
     const GemmProblem p = gemm_problem_of(args);
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    /* a long operand that is read once, past a small one; else tiles, of 17 rows and columns at least */
+    /* a long operand that is read once, past a small one; else tiles, of 17 rows and columns at
+     * least */
     const bool long_k = !tf32 && p.k >= SM90_SWAPAB_K;
     const bool few = long_k && p.m <= SM90_SWAPAB_ROWS && p.n >= 2 * SM90_SWAPAB_ROWS;
     const bool narrow = long_k && p.n <= SM90_SWAPAB_ROWS && p.m >= 2 * SM90_SWAPAB_ROWS;
@@ -330,24 +381,31 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
     o.p = problem_of(p, swapab);
     if (!operands_of(args->a.dtype, swapab, &o)) return false;
     Choice best = choice_of(schedules, num_schedules, gpu, args->a.dtype, o, swapab, few, narrow);
-    /* Or the result's rows are WGMMA's columns, whose number fits them better. Of 47 products that the estimate gave to such a tile, those
-     * with more rows than columns or short k took up to 23 % longer by it than by the best other one (docs/worklog/gemm.md). */
+    /* Or the result's rows are WGMMA's columns, whose number fits them better. Of 47 products that
+     * the estimate gave to such a tile, those with more rows than columns or short k took up to 23
+     * % longer by it than by the best other one (docs/worklog/gemm.md). */
     if (long_k && !few && !narrow && p.m < p.n && p.m * p.n <= SM90_SWAPPED_RESULTS) {
         Operands swapped;
         swapped.p = problem_of(p, true);
         if (operands_of(args->a.dtype, true, &swapped) && swapped.bytes == o.bytes) {
-            const Choice other = choice_of(schedules, num_schedules, gpu, args->a.dtype, swapped, true, false, false);
-            if (other.row && other.estimate.us < best.estimate.us) best = other, o = swapped;
+            const Choice other = choice_of(schedules, num_schedules, gpu, args->a.dtype, swapped,
+                                           true, false, false);
+            if (other.row && other.estimate.us < best.estimate.us) {
+                best = other;
+                o = swapped;
+            }
         }
     }
     if (!best.row) return false;
     const double us = (few || narrow ? swapab_us(p) : best.estimate.us) + copies_us(o);
     if (narrow && o.copied[0])
-        return false; /* a is nearly all that is read: a kernel that reads it as it lies is faster */
+        /* a is nearly all that is read: a kernel that reads it as it lies is faster */
+        return false;
     if (o.bytes > 0 && !worth_while(gpu, args->a.dtype, p, o, few, us)) return false;
     /* few tiles of tf32: gemm_sm80 cuts k into as many splits as there are SMs */
     gk_plan other;
-    if (tf32 && us < FEW_TILES_US && gk_gemm_sm80_table.plan(ctx, arguments, &other) && other.us + SM80_US < us)
+    if (tf32 && us < FEW_TILES_US && gk_gemm_sm80_table.plan(ctx, arguments, &other) &&
+        other.us + SM80_US < us)
         return false;
     to->us = us;
     return plan_row(best.row, gpu, best.estimate.halved, to);

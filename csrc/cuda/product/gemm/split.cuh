@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* split.cuh: k cut into parts where there are too few tiles to fill the GPU. Each part writes its sums to workspace,
+/* split.cuh: k cut into parts where there are too few tiles to fill the GPU. Each part writes its
+ * sums to workspace,
  *   partials [splits][batch][m][ld]   float (double for float64), ld = n rounded up to 8
- * and a second kernel adds them in the order of the parts, always the same, and runs the epilogue. */
+ * and a second kernel adds them in the order of the parts, always the same, and runs the
+ * epilogue. */
 #ifndef GPUKERN_CUDA_GEMM_SPLIT_CUH
 #define GPUKERN_CUDA_GEMM_SPLIT_CUH
 
@@ -23,8 +25,8 @@ inline double reduce_us(const GemmProblem &p, int64_t splits) {
 
 /* Columns past n but below ld may be written: they are padding. */
 template <int COLS, class W>
-__device__ __forceinline__ void write_partials(const GemmProblem &p, int split, int64_t batch, int64_t row, int64_t col,
-                                               const W *v) {
+__device__ __forceinline__ void write_partials(const GemmProblem &p, int split, int64_t batch,
+                                               int64_t row, int64_t col, const W *v) {
     const int64_t ld = partials_ld(p.n);
     W *to_g = (W *)p.partials + (((int64_t)split * p.batch + batch) * p.m + row) * ld + col;
     write_cols<W, COLS>(to_g, 1, true, COLS, v);
@@ -33,7 +35,8 @@ __device__ __forceinline__ void write_partials(const GemmProblem &p, int split, 
 constexpr int REDUCE_THREADS = 128,
               REDUCE_COLS = 4; /* small blocks: the pass is short and should spread over the SMs */
 
-template <class T> __global__ void __launch_bounds__(REDUCE_THREADS) gemm_reduce_kernel(GemmProblem p) {
+template <class T>
+__global__ void __launch_bounds__(REDUCE_THREADS) gemm_reduce_kernel(GemmProblem p) {
     typedef typename element<T>::acc W;
     const int64_t ld = partials_ld(p.n), quads = ld / REDUCE_COLS;
     const int64_t i = (int64_t)blockIdx.x * REDUCE_THREADS + threadIdx.x;
@@ -50,14 +53,14 @@ template <class T> __global__ void __launch_bounds__(REDUCE_THREADS) gemm_reduce
 #pragma unroll
         for (int c = 0; c < REDUCE_COLS; ++c) sum[c] += x[c];
     }
-    epilogue_row<T, REDUCE_COLS>(p.epilogue, gemm_place(p, batch), row, col, (int)min((int64_t)REDUCE_COLS, p.n - col),
-                                 sum);
+    epilogue_row<T, REDUCE_COLS>(p.epilogue, gemm_place(p, batch), row, col,
+                                 (int)min((int64_t)REDUCE_COLS, p.n - col), sum);
 }
 
 template <class T> inline gk_status launch_reduce(const gk_context *ctx, const GemmProblem &p) {
     const int64_t quads = p.batch * p.m * (partials_ld(p.n) / REDUCE_COLS);
-    return launch<gemm_reduce_kernel<T>>("gk_gemm", ctx, dim3((unsigned)gk_ceil_div(quads, REDUCE_THREADS)),
-                                         REDUCE_THREADS, 0, p);
+    return launch<gemm_reduce_kernel<T>>(
+        "gk_gemm", ctx, dim3((unsigned)gk_ceil_div(quads, REDUCE_THREADS)), REDUCE_THREADS, 0, p);
 }
 
 #endif

@@ -1,18 +1,21 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* store_any.cuh: the store that serves every call: from registers, through one panel of floats, with any epilogue, any dtype of the
- * result, any strides. */
+/* store_any.cuh: the store that serves every call: from registers, through one panel of floats,
+ * with any epilogue, any dtype of the result, any strides. */
 #ifndef GPUKERN_CUDA_GEMM_STORE_ANY_CUH
 #define GPUKERN_CUDA_GEMM_STORE_ANY_CUH
 
 #include "epilogue.cuh"
 #include "panels.cuh"
 
-/* 32 columns of floats at a time: one body, past which the sums move instead of the code. A lane has 8
- * columns of a row; across, 8 rows of a column: without wide stores, the lanes of one should fall beside each other. */
+/* 32 columns of floats at a time: one body, past which the sums move instead of the code. A lane
+ * has 8
+ * columns of a row; across, 8 rows of a column: without wide stores, the lanes of one should fall
+ * beside each other. */
 template <class R, int BN, class Scales = NoScales>
-__device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace &at, float (&sum)[BN / 2],
-                                          smem_addr panel_s, int64_t row0, int64_t rows, int64_t col0, bool across,
-                                          int lane, const Scales &scales = {}) {
+__device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace &at,
+                                          float (&sum)[BN / 2], smem_addr panel_s, int64_t row0,
+                                          int64_t rows, int64_t col0, bool across, int lane,
+                                          const Scales &scales = {}) {
     typedef smem_tile<16, 128> Panel;
 #pragma unroll 1
     for (int c = 0; c < BN; c += 32) {
@@ -31,9 +34,16 @@ __device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace 
                     bits[i] = ld_shared_32(panel_s + Panel::offset(r + i, lane / 4) + lane % 4 * 4);
             } else {
                 const uint4 x = ld_shared_128(panel_s + Panel::offset(r + lane / 4, lane % 4 * 2)),
-                            y = ld_shared_128(panel_s + Panel::offset(r + lane / 4, lane % 4 * 2 + 1));
-                bits[0] = x.x, bits[1] = x.y, bits[2] = x.z, bits[3] = x.w;
-                bits[4] = y.x, bits[5] = y.y, bits[6] = y.z, bits[7] = y.w;
+                            y = ld_shared_128(panel_s +
+                                              Panel::offset(r + lane / 4, lane % 4 * 2 + 1));
+                bits[0] = x.x;
+                bits[1] = x.y;
+                bits[2] = x.z;
+                bits[3] = x.w;
+                bits[4] = y.x;
+                bits[5] = y.y;
+                bits[6] = y.z;
+                bits[7] = y.w;
             }
             float v[8];
 #pragma unroll

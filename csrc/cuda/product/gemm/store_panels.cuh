@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* store_panels.cuh: the store of results of the kernel's narrow type, or float32 of tf32: through a warp's panels, by TMA
- * under the next tile's products or, where a block seldom has another, from registers. x: the kernel's Params, with tensor maps `out`
- * and `preact`. */
+/* store_panels.cuh: the store of results of the kernel's narrow type, or float32 of tf32: through a
+ * warp's panels, by TMA under the next tile's products or, where a block seldom has another, from
+ * registers. x: the kernel's Params, with tensor maps `out` and `preact`. */
 #ifndef GPUKERN_CUDA_GEMM_STORE_PANELS_CUH
 #define GPUKERN_CUDA_GEMM_STORE_PANELS_CUH
 
@@ -12,16 +12,20 @@
 
 /* How results of a's dtype leave. */
 enum Store {
-    STORE_BARE, /* in whole chunks of 16 bytes, nothing but the sums times alpha: in a launch's only tile all code is new */
-    STORE_STRAIGHT, /* no activation, or one that costs nothing; 16 bits: no preact, a bias that is read in pairs */
+    /* in whole chunks of 16 bytes, nothing but the sums times alpha: in a launch's only tile all
+     * code is new */
+    STORE_BARE,
+    STORE_STRAIGHT, /* no activation, or one that costs nothing; 16 bits: no preact, a bias that is
+                       read in pairs */
     STORE_CURVED,   /* after any activation */
-    STORE_RAGGED /* the same, also after c, or in rows that do not consist of whole chunks: a body for all is a third less to compile */
+    STORE_RAGGED /* the same, also after c, or in rows that do not consist of whole chunks: a body
+                    for all is a third less to compile */
 };
 
 /* What is in the panels goes to the result, or to preact, from at on. */
 template <class R, class Panel, int N, bool RAGGED, bool TMA, class Params>
-__device__ __forceinline__ void send(const Params &x, bool to_preact, smem_addr panels_s, const tma_at &at,
-                                     unsigned batch, int lane) {
+__device__ __forceinline__ void send(const Params &x, bool to_preact, smem_addr panels_s,
+                                     const tma_at &at, unsigned batch, int lane) {
     if (TMA && !(RAGGED && x.ragged)) {
         if (to_preact) /* a map chosen in a register would be read back lane by lane */
             send_panels<R, Panel, N>(&x.preact, panels_s, at, lane);
@@ -31,25 +35,32 @@ __device__ __forceinline__ void send(const Params &x, bool to_preact, smem_addr 
         const GemmEpilogue &e = x.p.epilogue;
         const GemmPlace place = gemm_place(x.p, batch);
         const int64_t row = at.c[1], col = at.c[0], stride = to_preact ? e.preact_row : e.out_row;
-        uint16_t *const to_g = (uint16_t *)(to_preact ? e.preact : e.out) + (to_preact ? place.preact : place.out);
+        uint16_t *const to_g =
+            (uint16_t *)(to_preact ? e.preact : e.out) + (to_preact ? place.preact : place.out);
         const int rows = (int)(x.p.m - row), cols = (int)(x.p.n - col);
         if (RAGGED && x.ragged) {
             /* asked anew for wide tiles: no register keeps what derives of it over the products */
             const int late = TMA ? laneid() : lane;
             send_rows<Panel, 2 * N>(to_g + row * stride + col, stride, rows, cols, panels_s, late);
         } else if constexpr (!TMA)
-            send_chunks<Panel, 2 * N>(to_g + row * stride + col, stride, rows, cols, panels_s, lane);
+            send_chunks<Panel, 2 * N>(to_g + row * stride + col, stride, rows, cols, panels_s,
+                                      lane);
     }
 }
 
-/* A warp's 16 rows of 2 N columns of results of R, as the accumulators hold them. x: the kernel's Params. */
-template <class R, class Panel, int N, Store STORE, bool TMA, class Params> struct Accumulators : EveryEpilogue {
+/* A warp's 16 rows of 2 N columns of results of R, as the accumulators hold them. x: the kernel's
+ * Params. */
+template <class R, class Panel, int N, Store STORE, bool TMA, class Params>
+struct Accumulators : EveryEpilogue {
     static constexpr bool RAGGED = STORE == STORE_RAGGED, CURVED = STORE >= STORE_CURVED;
-    static constexpr bool ALL = CURVED || (STORE == STORE_STRAIGHT && element<R>::bits == 32); /* preact, any bias */
+    /* preact, any bias */
+    static constexpr bool ALL = CURVED || (STORE == STORE_STRAIGHT && element<R>::bits == 32);
     static constexpr bool C = RAGGED, PREACT = ALL, OWN_BIAS = true;
-    /* else twice: after that loop the small tiles' stages are in no uniform register, 5 instructions more a step */
+    /* else twice: after that loop the small tiles' stages are in no uniform register, 5
+     * instructions more a step */
     static constexpr bool ONE_WRITE = TMA;
-    static constexpr int PART = N % 32 == 0 ? 32 : N; /* whose bias, or c, is read at once: more takes registers */
+    /* whose bias, or c, is read at once: more takes registers */
+    static constexpr int PART = N % 32 == 0 ? 32 : N;
     template <int> static constexpr int C_AT_ONCE = PART;
 
     const Params &x;
@@ -58,8 +69,8 @@ template <class R, class Panel, int N, Store STORE, bool TMA, class Params> stru
     const unsigned batch;
     const int lane;
 
-    __device__ __forceinline__ Accumulators(const Params &call, smem_addr panels, const tma_at &place, unsigned entry,
-                                            int of_warp)
+    __device__ __forceinline__ Accumulators(const Params &call, smem_addr panels,
+                                            const tma_at &place, unsigned entry, int of_warp)
         : x(call), panels_s(panels), at(place), batch(entry), lane(of_warp) {}
     __device__ __forceinline__ int64_t row(int i) const {
         return min((int64_t)at.c[1] + wgmma_d(0, lane, i).row, x.p.m - 1);
@@ -74,7 +85,8 @@ template <class R, class Panel, int N, Store STORE, bool TMA, class Params> stru
                 float some[PART / 2];
                 read_bias<R, ALL>(x.p, at.c[0] + 2 * j, lane, some);
 #pragma unroll
-                for (int i = 0; i < PART; ++i) v[j + i] = fmaf(v[j + i], alpha, some[i / 4 * 2 + i % 2]);
+                for (int i = 0; i < PART; ++i)
+                    v[j + i] = fmaf(v[j + i], alpha, some[i / 4 * 2 + i % 2]);
             }
         } else {
 #pragma unroll
@@ -98,39 +110,46 @@ template <class R, class Panel, int N, Store STORE, bool TMA, class Params> stru
 
 /* 2 N columns of a warp's 16 rows; at moves past them. */
 template <class R, class Panel, int N, Store STORE, bool TMA, class Params, class Scales>
-__device__ __forceinline__ void store_some(const Params &x, const Scales &scales, float *v, smem_addr panels_s,
-                                           tma_at &at, unsigned batch, int lane) {
+__device__ __forceinline__ void store_some(const Params &x, const Scales &scales, float *v,
+                                           smem_addr panels_s, tma_at &at, unsigned batch,
+                                           int lane) {
     Accumulators<R, Panel, N, STORE, TMA, Params> where(x, panels_s, at, batch, lane);
     finish<N>(x.p.epilogue, (float)x.p.epilogue.alpha, scales, where, v);
     at.c[0] += 2 * N;
 }
 
-/* How many of N sums a body of store_panels takes, of which ROOM fit a warp's panels and PANEL one: what is bare goes by whole
- * panels, else all bodies are alike. */
+/* How many of N sums a body of store_panels takes, of which ROOM fit a warp's panels and PANEL one:
+ * what is bare goes by whole panels, else all bodies are alike. */
 constexpr int sums_at_once(int n, Store store, int room, int panel) {
     if (store == STORE_BARE && n % panel == 0) return room < n ? room : n;
     return n / ((n + room - 1) / room);
 }
 
-/* A lane's N sums. All but bare ones are stored by one body, past which the sums move instead of the code. */
-template <class R, class Panel, int PANELS, Store STORE, bool TMA, class Params, int N, class Scales = NoScales>
-__device__ __forceinline__ void store_panels(const Params &x, float (&sum)[N], smem_addr panels_s, tma_at at,
-                                             unsigned batch, int lane, const Scales &scales = {}) {
+/* A lane's N sums. All but bare ones are stored by one body, past which the sums move instead of
+ * the code. */
+template <class R, class Panel, int PANELS, Store STORE, bool TMA, class Params, int N,
+          class Scales = NoScales>
+__device__ __forceinline__ void store_panels(const Params &x, float (&sum)[N], smem_addr panels_s,
+                                             tma_at at, unsigned batch, int lane,
+                                             const Scales &scales = {}) {
     constexpr int EACH = Panel::row_bytes / (2 * (element<R>::bits / 8));
-    constexpr int SOME = sums_at_once(N, STORE, PANELS * 2048 / Panel::bytes * EACH, EACH), REST = N % SOME;
+    constexpr int SOME = sums_at_once(N, STORE, PANELS * 2048 / Panel::bytes * EACH, EACH),
+                  REST = N % SOME;
     constexpr bool MOVE = STORE != STORE_BARE && N > SOME;
     static_assert(STORE == STORE_BARE || REST == 0, "bodies that are alike");
     constexpr int UNROLLED = MOVE ? 1 : N / SOME;
 #pragma unroll UNROLLED
     for (int i = 0; i + SOME <= N; i += SOME) {
-        store_some<R, Panel, SOME, STORE, TMA>(x, scales, sum + (MOVE ? 0 : i), panels_s, at, batch, lane);
+        store_some<R, Panel, SOME, STORE, TMA>(x, scales, sum + (MOVE ? 0 : i), panels_s, at, batch,
+                                               lane);
         if (MOVE) {
 #pragma unroll
             for (int j = 0; j + SOME < N; ++j) sum[j] = sum[j + SOME];
         }
     }
     if constexpr (REST > 0)
-        store_some<R, Panel, REST, STORE, TMA>(x, scales, sum + N - REST, panels_s, at, batch, lane);
+        store_some<R, Panel, REST, STORE, TMA>(x, scales, sum + N - REST, panels_s, at, batch,
+                                               lane);
 }
 
 #endif

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* store_transposed.cuh: the store of swap-AB products, whose accumulators hold the result's transpose: through shared memory, a
- * warpgroup's 64 rows as columns of the result. Those of tf32, whose lanes hold four neighbours, have one of their own (tf32.cuh). */
+/* store_transposed.cuh: the store of swap-AB products, whose accumulators hold the result's
+ * transpose: through shared memory, a warpgroup's 64 rows as columns of the result. Those of tf32,
+ * whose lanes hold four neighbours, have one of their own (tf32.cuh). */
 #ifndef GPUKERN_CUDA_GEMM_STORE_TRANSPOSED_CUH
 #define GPUKERN_CUDA_GEMM_STORE_TRANSPOSED_CUH
 
@@ -9,15 +10,16 @@
 #include "../../layout/wgmma.cuh"
 #include "epilogue.cuh"
 
-/* Eight neighbours, the sums times alpha, as one chunk of 16 bytes. keep: the next kernel should find it in L2. */
+/* Eight neighbours, the sums times alpha, as one chunk of 16 bytes. keep: the next kernel should
+ * find it in L2. */
 template <class R> struct BareChunk : EveryEpilogue {
     static constexpr bool C = false, PREACT = false, OWN_BIAS = true;
     const GemmEpilogue &e;
     const GemmPlace &at;
     const int row0, col0;
     const bool keep;
-    __device__ __forceinline__ BareChunk(const GemmEpilogue &epilogue, const GemmPlace &place, int row, int col,
-                                         bool keep_it)
+    __device__ __forceinline__ BareChunk(const GemmEpilogue &epilogue, const GemmPlace &place,
+                                         int row, int col, bool keep_it)
         : e(epilogue), at(place), row0(row), col0(col), keep(keep_it) {}
     __device__ __forceinline__ int64_t row(int) const { return row0; }
     __device__ __forceinline__ int64_t col(int i) const { return col0 + i; }
@@ -39,11 +41,13 @@ template <class R> struct BareChunk : EveryEpilogue {
     }
 };
 
-/* A warpgroup's 64 rows are columns of the result, its COLS columns rows. bare: the sums times alpha, in whole chunks of 16 bytes. */
+/* A warpgroup's 64 rows are columns of the result, its COLS columns rows. bare: the sums times
+ * alpha, in whole chunks of 16 bytes. */
 template <class R, int COLS, int LD, class Scales = NoScales>
 __device__ __forceinline__ void store_transposed(const GemmProblem &p, const GemmPlace &at,
-                                                 const float (&sum)[COLS / 2], float *staging, int row0, int col0,
-                                                 bool bare, bool keep, const Scales &scales = {}) {
+                                                 const float (&sum)[COLS / 2], float *staging,
+                                                 int row0, int col0, bool bare, bool keep,
+                                                 const Scales &scales = {}) {
     static_assert(wgmma_transposed_ways(LD) == 1, "the lanes' sums fall into 32 banks");
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const GemmEpilogue &e = p.epilogue;
@@ -54,7 +58,8 @@ __device__ __forceinline__ void store_transposed(const GemmProblem &p, const Gem
     }
     bar_sync(1, 128); /* all sums are there */
     const auto store = [&](int i, const auto &leave) {
-        const int row = col0 + i / 8, col = row0 + i % 8 * 8, valid = (int)min((int64_t)8, p.m - col);
+        const int row = col0 + i / 8, col = row0 + i % 8 * 8,
+                  valid = (int)min((int64_t)8, p.m - col);
         const float4 x = *(const float4 *)(staging + i / 8 * LD + i % 8 * 8),
                      y = *(const float4 *)(staging + i / 8 * LD + i % 8 * 8 + 4);
         float v[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};

@@ -1,13 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tf32.cuh: what gemm_tf32_sm90a alone does, with float32 operands. TMA rounds them to tf32 while it copies.
+/* tf32.cuh: what gemm_tf32_sm90a alone does, with float32 operands. TMA rounds them to tf32 while
+ * it copies.
  *
- * WGMMA reads tf32 from shared memory along k only. So an MN-major operand b [K, N] becomes WGMMA's A, in registers,
- * and the product is swapped (swap-AB) (out^T = b^T a^T); any other operand that is not K-major is copied first (realign.cuh).
+ * WGMMA reads tf32 from shared memory along k only. So an MN-major operand b [K, N] becomes WGMMA's
+ * A, in registers, and the product is swapped (swap-AB) (out^T = b^T a^T); any other operand that
+ * is not K-major is copied first (realign.cuh).
  *
- * Pipeline of a swap-AB product, 8 of k after the other: four sets of fragments, three of them loaded ahead
+ * Pipeline of a swap-AB product, 8 of k after the other: four sets of fragments, three of them
+ * loaded ahead
  *   loads      f0 f1 f2 |   f3 |    f0'  |  f1'        of the next step from product 1 on
  *   products            0      1    2       3    0'    one is under way while the next is issued
- * With two sets a load's latency stood between products: 128 x 128 tiles of one warpgroup took 1.6 times as long. */
+ * With two sets a load's latency stood between products: 128 x 128 tiles of one warpgroup took 1.6
+ * times as long. */
 #ifndef GPUKERN_CUDA_GEMM_TF32_CUH
 #define GPUKERN_CUDA_GEMM_TF32_CUH
 
@@ -18,37 +22,47 @@
 #include "../../layout/wgmma.cuh"
 #include "epilogue.cuh"
 
-/* ---- fragments ----------------------------------------------------------------------------------------------- */
+/* ---- fragments ------------------------------------------------------------------------------- */
 constexpr GK_HD int tf32_load_ways(int k) {
     int bytes[32] = {};
     for (int lane = 0; lane < 32; ++lane) bytes[lane] = tf32_offset(lane, lane % 4 + k);
     return ways(bytes, 16);
 }
-static_assert(tf32_load_ways(0) == 1 && tf32_load_ways(4) == 1, "the lanes' loads fall into 32 banks");
+static_assert(tf32_load_ways(0) == 1 && tf32_load_ways(4) == 1,
+              "the lanes' loads fall into 32 banks");
 
 /* A of two products, 8 of k from 8 kk on. at_s: tf32_offset(lane, lane % 4) in the warp's panel. */
 __device__ __forceinline__ void load_tf32(uint32_t (&a)[2][4], smem_addr at_s, int kk) {
     /* 4 of k further on the swizzle has changed bit 2 of the chunk */
     const uint4 x = ld_shared_128(at_s + kk * WGMMA_BLOCK_BYTES),
                 y = ld_shared_128((at_s ^ 64) + WGMMA_BLOCK_BYTES / 2 + kk * WGMMA_BLOCK_BYTES);
-    a[0][0] = x.x, a[0][1] = x.y, a[0][2] = y.x, a[0][3] = y.y;
-    a[1][0] = x.z, a[1][1] = x.w, a[1][2] = y.z, a[1][3] = y.w;
+    a[0][0] = x.x;
+    a[0][1] = x.y;
+    a[0][2] = y.x;
+    a[0][3] = y.y;
+    a[1][0] = x.z;
+    a[1][1] = x.w;
+    a[1][2] = y.z;
+    a[1][3] = y.w;
 }
 static_assert(tf32_offset(0, 4) == (tf32_offset(0, 0) ^ 64) + 512 &&
                   tf32_offset(31, 7) == (tf32_offset(31, 3) ^ 64) + 512 &&
                   tf32_offset(13, 25) == tf32_offset(13, 1) + 3 * WGMMA_BLOCK_BYTES,
               "the steps of load_tf32");
 
-/* A tile's sums over `steps` stages. panel_s: the warp's panel in the first stage, b_s: B there. release: of a stage's barrier. */
+/* A tile's sums over `steps` stages. panel_s: the warp's panel in the first stage, b_s: B there.
+ * release: of a stage's barrier. */
 template <class B, int STAGE_BYTES, int N, int STAGES, class Release>
-__device__ __forceinline__ void multiply_swapab(float (&sum)[2][N], tma_ring<STAGES> &ring, smem_addr panel_s,
-                                                smem_addr b_s, int steps, int lane, const Release &release) {
+__device__ __forceinline__ void multiply_swapab(float (&sum)[2][N], tma_ring<STAGES> &ring,
+                                                smem_addr panel_s, smem_addr b_s, int steps,
+                                                int lane, const Release &release) {
     constexpr int SETS = 4; /* as many as products in a step, so that each has its own */
     const smem_addr lane_s = panel_s + tf32_offset(lane, lane % 4);
     uint32_t a[SETS][2][4];
     if (steps == 0) return; /* of a split of k */
     ring.wait_full();
-    load_tf32(a[0], lane_s + ring.stage * STAGE_BYTES, 0), load_tf32(a[1], lane_s + ring.stage * STAGE_BYTES, 1);
+    load_tf32(a[0], lane_s + ring.stage * STAGE_BYTES, 0);
+    load_tf32(a[1], lane_s + ring.stage * STAGE_BYTES, 1);
     for (int k = 0; k < steps; ++k) {
         const smem_addr stage_b_s = b_s + ring.stage * STAGE_BYTES;
         const smem_addr before = ring.empty() + (ring.stage == 0 ? 8 * (STAGES - 1) : -8);
@@ -58,13 +72,16 @@ __device__ __forceinline__ void multiply_swapab(float (&sum)[2][N], tma_ring<STA
             wgmma_fence(); /* a has been loaded, sums may have been touched by other code */
 #pragma unroll
             for (int m = 0; m < 2; ++m)
-                wgmma_tf32_rs<2 * N>(sum[m], a[kk][m], B::descriptor(stage_b_s + kk * B::step_bytes), k + kk > 0);
+                wgmma_tf32_rs<2 * N>(sum[m], a[kk][m],
+                                     B::descriptor(stage_b_s + kk * B::step_bytes), k + kk > 0);
             wgmma_commit_group();
-            wgmma_wait_group<2>(); /* all but these products and those before are done: of those a is loaded anew */
+            /* all but these products and those before are done: of those a is loaded anew */
+            wgmma_wait_group<2>();
             if (kk == 1 && k > 0) release(before); /* all of the step before is done */
             if (kk == 2) {
                 ring.advance();
-                /* after the last step what is loaded is not used: a branch would put the loads' latency between products */
+                /* after the last step what is loaded is not used: a branch would put the loads'
+                 * latency between products */
                 if (k + 1 < steps) ring.wait_full();
             }
             load_tf32(a[(kk + 2) % SETS], lane_s + ring.stage * STAGE_BYTES, (kk + 2) % SETS);
@@ -72,22 +89,30 @@ __device__ __forceinline__ void multiply_swapab(float (&sum)[2][N], tma_ring<STA
     }
 }
 
-/* ---- results ------------------------------------------------------------------------------------------------- */
-/* Four columns of row 8 j + 2 (lane % 4) + e of the result, from column 4 tf32_chunk(lane) of the warp's 32 on. */
-template <int N> __device__ __forceinline__ void tf32_four(const float (&sum)[2][N], int j, int e, float *v) {
-    v[0] = sum[0][4 * j + e], v[1] = sum[0][4 * j + 2 + e], v[2] = sum[1][4 * j + e], v[3] = sum[1][4 * j + 2 + e];
+/* ---- results --------------------------------------------------------------------------------- */
+/* Four columns of row 8 j + 2 (lane % 4) + e of the result, from column 4 tf32_chunk(lane) of the
+ * warp's 32 on. */
+template <int N>
+__device__ __forceinline__ void tf32_four(const float (&sum)[2][N], int j, int e, float *v) {
+    v[0] = sum[0][4 * j + e];
+    v[1] = sum[0][4 * j + 2 + e];
+    v[2] = sum[1][4 * j + e];
+    v[3] = sum[1][4 * j + 2 + e];
 }
 
 template <class Panel> constexpr GK_HD int tf32_store_ways(int e) {
     int bytes[32] = {};
-    for (int lane = 0; lane < 32; ++lane) bytes[lane] = Panel::offset(lane % 4 * 2 + e, tf32_chunk(lane));
+    for (int lane = 0; lane < 32; ++lane)
+        bytes[lane] = Panel::offset(lane % 4 * 2 + e, tf32_chunk(lane));
     return ways(bytes, 16);
 }
 
-/* 16 rows of the warp's 32 columns, without c, activation none or relu: to a panel, from which they leave by tma. */
+/* 16 rows of the warp's 32 columns, without c, activation none or relu: to a panel, from which they
+ * leave by tma. */
 template <class Panel, int PANELS, class Params> struct TransposedPanel : EveryEpilogue {
     static constexpr bool C = false, OWN_BIAS = true;
-    static_assert(tf32_store_ways<Panel>(0) == 1 && tf32_store_ways<Panel>(1) == 1, "stores without conflict");
+    static_assert(tf32_store_ways<Panel>(0) == 1 && tf32_store_ways<Panel>(1) == 1,
+                  "stores without conflict");
     const Params &x;
     const smem_addr panels_s;
     int &panel; /* the one written longest ago */
@@ -95,8 +120,9 @@ template <class Panel, int PANELS, class Params> struct TransposedPanel : EveryE
     const float (&biases)[4];
     const int lane;
 
-    __device__ __forceinline__ TransposedPanel(const Params &call, smem_addr panels, int &oldest, const tma_at &place,
-                                               const float (&of_cols)[4], int of_warp)
+    __device__ __forceinline__ TransposedPanel(const Params &call, smem_addr panels, int &oldest,
+                                               const tma_at &place, const float (&of_cols)[4],
+                                               int of_warp)
         : x(call), panels_s(panels), panel(oldest), at(place), biases(of_cols), lane(of_warp) {}
     __device__ __forceinline__ void alpha_and_bias(float alpha, float *v) const {
 #pragma unroll
@@ -114,7 +140,8 @@ template <class Panel, int PANELS, class Params> struct TransposedPanel : EveryE
         __syncwarp(); /* the panel's last contents have been read */
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            st_shared_128(panel_s + Panel::offset(i / 2 * 8 + lane % 4 * 2 + i % 2, tf32_chunk(lane)),
+            st_shared_128(panel_s +
+                              Panel::offset(i / 2 * 8 + lane % 4 * 2 + i % 2, tf32_chunk(lane)),
                           make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]));
         fence_proxy_async();
         __syncwarp(); /* all of the panel is written */
@@ -128,14 +155,17 @@ template <class Panel, int PANELS, class Params> struct TransposedPanel : EveryE
 
 /* A warp's 32 columns of 2 N rows. at: their first column and row. */
 template <class Panel, int PANELS, class Params, int N>
-__device__ __forceinline__ void store_plain_transposed(const Params &x, const float (&sum)[2][N], smem_addr panels_s,
-                                                       int &panel, tma_at at, int lane) {
+__device__ __forceinline__ void store_plain_transposed(const Params &x, const float (&sum)[2][N],
+                                                       smem_addr panels_s, int &panel, tma_at at,
+                                                       int lane) {
     const GemmEpilogue &e = x.p.epilogue;
     const float alpha = (float)e.alpha;
     const int64_t col = at.c[0] + 4 * tf32_chunk(lane);
     const int valid = (int)max((int64_t)0, min((int64_t)4, x.p.m - col));
     float bias[4] = {};
-    if (e.bias) read_any<float, 4>(e.bias, GK_F32, col * e.bias_col, e.bias_col, e.bias_vectors, valid, bias);
+    if (e.bias)
+        read_any<float, 4>(e.bias, GK_F32, col * e.bias_col, e.bias_col, e.bias_vectors, valid,
+                           bias);
     TransposedPanel<Panel, PANELS, Params> where(x, panels_s, panel, at, bias, lane);
 #pragma unroll
     for (int j = 0; j < N / 4; j += 2) {
@@ -147,10 +177,12 @@ __device__ __forceinline__ void store_plain_transposed(const Params &x, const fl
     }
 }
 
-/* Everything else, from the registers: eight lanes store 128 bytes of a row. One body, past which the sums move. */
+/* Everything else, from the registers: eight lanes store 128 bytes of a row. One body, past which
+ * the sums move. */
 template <int N>
-__device__ __forceinline__ void store_any_transposed(const GemmProblem &p, const GemmPlace &at, float (&sum)[2][N],
-                                                     int64_t row0, int64_t col0, int lane) {
+__device__ __forceinline__ void store_any_transposed(const GemmProblem &p, const GemmPlace &at,
+                                                     float (&sum)[2][N], int64_t row0, int64_t col0,
+                                                     int lane) {
     const int64_t col = col0 + 4 * tf32_chunk(lane);
     const int valid = (int)min((int64_t)4, p.m - col);
 #pragma unroll 1
@@ -163,7 +195,10 @@ __device__ __forceinline__ void store_any_transposed(const GemmProblem &p, const
             if (row < p.n && valid > 0) epilogue_row<float, 4>(p.epilogue, at, row, col, valid, v);
         }
 #pragma unroll
-        for (int i = 0; i + 4 < N; ++i) sum[0][i] = sum[0][i + 4], sum[1][i] = sum[1][i + 4];
+        for (int i = 0; i + 4 < N; ++i) {
+            sum[0][i] = sum[0][i + 4];
+            sum[1][i] = sum[1][i + 4];
+        }
     }
 }
 

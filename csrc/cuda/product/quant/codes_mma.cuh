@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* codes_mma.cuh: products of mainloop_sm80.cuh whose operands are bytes: int8 as it is, and 8-bit floats, which become float16 in registers.
+/* codes_mma.cuh: products of mainloop_sm80.cuh whose operands are bytes: int8 as it is, and 8-bit
+ * floats, which become float16 in registers.
  *
- * A fragment of 16 x 32 bytes has four codes side by side along k in each register. Of them 0 and 2 become one register of float16, 1 and 3
- * another: two fragments' worth of k16, in an order of k that a and b share.
+ * A fragment of 16 x 32 bytes has four codes side by side along k in each register. Of them 0 and 2
+ * become one register of float16, 1 and 3 another: two fragments' worth of k16, in an order of k
+ * that a and b share.
  *   e5m2 is the upper byte of a float16.
- *   e4m3 stands one bit lower in it, as the code's value times 2^-8, subnormal ones too; the sums are multiplied by
- *   2^8 for each such operand at their end (down_of). */
+ *   e4m3 stands one bit lower in it, as the code's value times 2^-8, subnormal ones too; the sums
+ *   are multiplied by 2^8 for each such operand at their end (down_of). */
 #ifndef GPUKERN_CUDA_QUANT_CODES_MMA_CUH
 #define GPUKERN_CUDA_QUANT_CODES_MMA_CUH
 
@@ -15,8 +17,8 @@
 
 namespace {
 
-/* Where the bits of a code go, for a kernel that serves both kinds: right by `shift` from a half's upper byte; nan: what carries into bit
- * 14 where all others are one. */
+/* Where the bits of a code go, for a kernel that serves both kinds: right by `shift` from a half's
+ * upper byte; nan: what carries into bit 14 where all others are one. */
 struct CodeBits {
     int shift;
     uint32_t size, nan;
@@ -31,7 +33,7 @@ inline CodeBits code_bits_of(gk_dtype dtype) {
 }
 inline int down_of(gk_dtype dtype) { return dtype == GK_E4M3 ? 8 : 0; }
 
-/* ---- 1 int8 --------------------------------------------------------------------------------------------------- */
+/* ---- 1 int8 ---------------------------------------------------------------------------------- */
 struct Int8Product : BareProduct {
     typedef int Sum;
     struct A {
@@ -40,10 +42,13 @@ struct Int8Product : BareProduct {
     typedef A B;
 
     __device__ __forceinline__ explicit Int8Product(const TwoCodeBits &) {}
-    static __device__ __forceinline__ A ready_a(const uint32_t *x) { return {{x[0], x[1], x[2], x[3]}}; }
+    static __device__ __forceinline__ A ready_a(const uint32_t *x) {
+        return {{x[0], x[1], x[2], x[3]}};
+    }
     static __device__ __forceinline__ B ready_b(const uint32_t *x) { return ready_a(x); }
     template <int NT>
-    static __device__ __forceinline__ void multiply(Sum (&sum)[2 * NT][4], const A &a, const B (&b)[NT], int, int) {
+    static __device__ __forceinline__ void multiply(Sum (&sum)[2 * NT][4], const A &a,
+                                                    const B (&b)[NT], int, int) {
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
             mma_m16n8k32_s8(sum[2 * n], a.r, b[n].r);
@@ -52,18 +57,22 @@ struct Int8Product : BareProduct {
     }
 };
 
-/* ---- 2 8-bit floats -------------------------------------------------------------------------------------------- */
+/* ---- 2 8-bit floats -------------------------------------------------------------------------- */
 __device__ __forceinline__ uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
     union {
         uint32_t bits;
         __half2 pair;
     } x, y, z;
-    x.bits = a, y.bits = b, z.bits = c, x.pair = __hfma2(x.pair, y.pair, z.pair);
+    x.bits = a;
+    y.bits = b;
+    z.bits = c;
+    x.pair = __hfma2(x.pair, y.pair, z.pair);
     return x.bits;
 }
 
-/* Two e4m3 codes in the upper bytes of x's halves. 1.75, the largest finite one, times 9 2^12 is finite and 1.875, which is a NaN's, is
- * not: times 0 nothing, or NaN. These two run beside the integer units. */
+/* Two e4m3 codes in the upper bytes of x's halves. 1.75, the largest finite one, times 9 2^12 is
+ * finite and 1.875, which is a NaN's, is not: times 0 nothing, or NaN. These two run beside the
+ * integer units. */
 __device__ __forceinline__ uint32_t e4m3_pair(uint32_t x) {
     const uint32_t pair = (x >> 1 & 0x3f803f80u) | (x & 0x80008000u);
     return fma_f16x2(fma_f16x2(pair, 0x78807880u, 0), 0, pair);
@@ -85,7 +94,8 @@ template <gk_dtype OF_A, gk_dtype OF_B> struct FloatProduct : BareProduct {
     const TwoCodeBits &bits;
 
     __device__ __forceinline__ explicit FloatProduct(const TwoCodeBits &x) : bits(x) {}
-    template <gk_dtype OF> static __device__ __forceinline__ uint32_t pair(uint32_t x, const CodeBits &of) {
+    template <gk_dtype OF>
+    static __device__ __forceinline__ uint32_t pair(uint32_t x, const CodeBits &of) {
         return OF == GK_E4M3 ? e4m3_pair(x) : OF == GK_E5M2 ? x & 0xff00ff00u : any_pair(x, of);
     }
     /* x[h + 2 j]: rows 8 h, bytes 16 j of k */
@@ -109,7 +119,8 @@ template <gk_dtype OF_A, gk_dtype OF_B> struct FloatProduct : BareProduct {
         return y;
     }
     template <int NT>
-    static __device__ __forceinline__ void multiply(Sum (&sum)[2 * NT][4], const A &x, const B (&y)[NT], int, int) {
+    static __device__ __forceinline__ void multiply(Sum (&sum)[2 * NT][4], const A &x,
+                                                    const B (&y)[NT], int, int) {
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -120,7 +131,7 @@ template <gk_dtype OF_A, gk_dtype OF_B> struct FloatProduct : BareProduct {
     }
 };
 
-/* ---- 3 scales along k ------------------------------------------------------------------------------------------ */
+/* ---- 3 scales along k ------------------------------------------------------------------------ */
 /* A matrix's scales by row (or column) and k. */
 struct ScalesAlongK {
     const void *data;
@@ -136,12 +147,14 @@ struct Blocks {
     bool along_k; /* false: one block, and no scales */
 };
 
-/* The sums of a block of k meet its scales in float32, `total`. Scales lie in shared memory as floats, of three steps: of the one that is
- * multiplied, of the next, and of the one before, which slower warps still read; each thread reads those of one row or column from global
- * memory two steps ahead. */
+/* The sums of a block of k meet its scales in float32, `total`. Scales lie in shared memory as
+ * floats, of three steps: of the one that is multiplied, of the next, and of the one before, which
+ * slower warps still read; each thread reads those of one row or column from global memory two
+ * steps ahead. */
 template <class Inner, class Tile> struct BlockProduct : Inner {
     typedef typename Inner::Sum Sum;
-    static constexpr int MT = Tile::WM / 16, NT = Tile::WN / 16, KK = Tile::BK / 32, ROWS = Tile::BM + Tile::BN;
+    static constexpr int MT = Tile::WM / 16, NT = Tile::WN / 16, KK = Tile::BK / 32,
+                         ROWS = Tile::BM + Tile::BN;
     static constexpr int STEP_BYTES = KK * ROWS * 4, BYTES = 3 * STEP_BYTES;
     static_assert(Tile::THREADS >= ROWS, "a row or a column a thread");
 
@@ -152,15 +165,19 @@ template <class Inner, class Tile> struct BlockProduct : Inner {
     int warp_m, warp_n;
     float ahead[KK]; /* of the next step */
 
-    __device__ __forceinline__ BlockProduct(const Inner &inner, const Blocks &blocks, smem_addr at_s, int row0,
-                                            int col0, int m, int n)
+    __device__ __forceinline__ BlockProduct(const Inner &inner, const Blocks &blocks,
+                                            smem_addr at_s, int row0, int col0, int m, int n)
         : Inner(inner), p(blocks), scales_s(at_s), warp_m(m), warp_n(n) {
 #pragma unroll
-        for (int i = 0; i < MT * 2 * NT * 4; ++i) total[i / (2 * NT * 4)][i / 4 % (2 * NT)][i % 4] = 0;
+        for (int i = 0; i < MT * 2 * NT * 4; ++i)
+            total[i / (2 * NT * 4)][i / 4 % (2 * NT)][i % 4] = 0;
         const int thread = threadIdx.x;
-        mine = thread < Tile::BM ? min(row0 + thread, (int)p.m - 1) : min(col0 + thread - Tile::BM, (int)p.n - 1);
+        mine = thread < Tile::BM ? min(row0 + thread, (int)p.m - 1)
+                                 : min(col0 + thread - Tile::BM, (int)p.n - 1);
         if (!p.along_k) return;
-        read(0), write(0), read(1);
+        read(0);
+        write(0);
+        read(1);
     }
     __device__ __forceinline__ void read(int j) {
         const ScalesAlongK &s = threadIdx.x < Tile::BM ? p.a : p.b;
@@ -170,7 +187,8 @@ template <class Inner, class Tile> struct BlockProduct : Inner {
             if (i && p.mask) break;
             const int64_t k = (int64_t)(j * KK + i) * 32;
             ahead[i] = 1; /* what meets sums of nothing is finite */
-            if (k < p.k && threadIdx.x < ROWS) ahead[i] = scale_value(s.data, s.dtype, at + (k >> s.k_log2) * s.k);
+            if (k < p.k && threadIdx.x < ROWS)
+                ahead[i] = scale_value(s.data, s.dtype, at + (k >> s.k_log2) * s.k);
         }
     }
     __device__ __forceinline__ void write(int j) const {
@@ -182,7 +200,10 @@ template <class Inner, class Tile> struct BlockProduct : Inner {
         }
     }
     __device__ __forceinline__ void before_barrier(int j) {
-        if (p.along_k) write(j + 1), read(j + 2);
+        if (p.along_k) {
+            write(j + 1);
+            read(j + 2);
+        }
     }
     __device__ __forceinline__ void join(Sum (&sum)[MT][2 * NT][4], int q, bool last) {
         if (!last && (!p.along_k || (q & p.mask) != p.mask)) return;
@@ -193,7 +214,8 @@ template <class Inner, class Tile> struct BlockProduct : Inner {
         for (int i = 0; i < 4 * NT; ++i) b[i / 2][i % 2] = 1;
         if (p.along_k) {
             const int lane = threadIdx.x % 32;
-            const smem_addr of_q = scales_s + (unsigned)(q / KK) % 3 * STEP_BYTES + (p.mask ? 0 : q % KK) * (ROWS * 4);
+            const smem_addr of_q =
+                scales_s + (unsigned)(q / KK) % 3 * STEP_BYTES + (p.mask ? 0 : q % KK) * (ROWS * 4);
             const smem_addr rows_s = of_q + 4 * (warp_m + lane / 4),
                             cols_s = of_q + 4 * (Tile::BM + warp_n + lane % 4 * 2);
 #pragma unroll
@@ -201,7 +223,8 @@ template <class Inner, class Tile> struct BlockProduct : Inner {
 #pragma unroll
             for (int n = 0; n < 2 * NT; ++n) {
                 const uint2 x = ld_shared_64(cols_s + 4 * 8 * n);
-                b[n][0] = __uint_as_float(x.x), b[n][1] = __uint_as_float(x.y);
+                b[n][0] = __uint_as_float(x.x);
+                b[n][1] = __uint_as_float(x.y);
             }
         }
 #pragma unroll
@@ -210,7 +233,8 @@ template <class Inner, class Tile> struct BlockProduct : Inner {
             for (int n = 0; n < 2 * NT; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    total[i][n][e] = fmaf((float)sum[i][n][e] * a[i][e / 2], b[n][e % 2], total[i][n][e]);
+                    total[i][n][e] =
+                        fmaf((float)sum[i][n][e] * a[i][e / 2], b[n][e % 2], total[i][n][e]);
                     sum[i][n][e] = 0;
                 }
     }

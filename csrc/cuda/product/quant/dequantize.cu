@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* dequantize: out = codes * scale, rounded once (gk_dequantize).
  * codes [..., M, K], scale [] or [..., Sm, Sk], any strides; out contiguous.
- * A thread has N groups of VEC columns of a row, loads all their codes, then writes 16 bytes and more at a time. Bandwidth bound. */
+ * A thread has N groups of VEC columns of a row, loads all their codes, then writes 16 bytes and
+ * more at a time. Bandwidth bound. */
 #include "../../../formats/scales.h"
 #include "../../host/launch.cuh"
 #include "../../tile/codes.cuh"
@@ -17,8 +18,8 @@ struct Params {
     gk_scales scales;
     int64_t rows, m, k, col;
     int64_t shape[GK_MAX_DIMS], stride[GK_MAX_DIMS], scale_stride[GK_MAX_DIMS];
-    int ndim, lanes,
-        groups; /* dimensions of codes without the last; threads of a row, or of a segment of it; rows of a block */
+    int ndim, lanes, groups; /* dimensions of codes without the last; threads of a row, or of a
+                                segment of it; rows of a block */
     unsigned segments;
     gk_dtype dtype;
     bool vec, wide; /* loads of 8 codes, stores of a group */
@@ -29,7 +30,8 @@ template <class T> struct alignas(16) Group {
 };
 
 __device__ __forceinline__ float scale_of(const gk_scales &s, int64_t at) {
-    return s.dtype == GK_E8M0 ? e8m0_to_f32(((const uint8_t *)s.data)[at]) : ((const float *)s.data)[at];
+    return s.dtype == GK_E8M0 ? e8m0_to_f32(((const uint8_t *)s.data)[at])
+                              : ((const float *)s.data)[at];
 }
 
 template <class T> __device__ __forceinline__ T product(float value, float scale) {
@@ -39,27 +41,31 @@ template <class T> __device__ __forceinline__ T product(float value, float scale
         return from_f32<T>(value * scale);
 }
 
-/* The groups of codes of this thread: at columns col, col + pitch .. of a row whose scales begin at scale_at. */
+/* The groups of codes of this thread: at columns col, col + pitch .. of a row whose scales begin at
+ * scale_at. */
 template <gk_dtype DTYPE, class T>
-__device__ __forceinline__ void write_groups(const Params &p, const uint2 (&codes)[N], T *out, int64_t col, int pitch,
-                                             int64_t scale_at) {
+__device__ __forceinline__ void write_groups(const Params &p, const uint2 (&codes)[N], T *out,
+                                             int64_t col, int pitch, int64_t scale_at) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
         const int64_t at = col + n * pitch;
         if (at >= p.k) return;
         const bool one = p.scales.col_log2 >= 3; /* scale of the whole group */
-        float scale = one ? scale_of(p.scales, scale_at + (at >> p.scales.col_log2) * p.scales.col) : 0;
+        float scale =
+            one ? scale_of(p.scales, scale_at + (at >> p.scales.col_log2) * p.scales.col) : 0;
         Group<T> g;
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
             const uint32_t code = (i < 4 ? codes[n].x : codes[n].y) >> 8 * (i % 4) & 0xff;
             if (!one && at + i < p.k)
-                scale = scale_of(p.scales, scale_at + ((at + i) >> p.scales.col_log2) * p.scales.col);
+                scale =
+                    scale_of(p.scales, scale_at + ((at + i) >> p.scales.col_log2) * p.scales.col);
             g.v[i] = product<T>(code_value(DTYPE, code), scale);
         }
         if (p.wide) {
 #pragma unroll
-            for (int i = 0; i < (int)sizeof g / 16; ++i) ((uint4 *)(out + at))[i] = ((const uint4 *)&g)[i];
+            for (int i = 0; i < (int)sizeof g / 16; ++i)
+                ((uint4 *)(out + at))[i] = ((const uint4 *)&g)[i];
         } else {
 #pragma unroll
             for (int i = 0; i < VEC; ++i)
@@ -72,28 +78,32 @@ template <class T> __global__ void __launch_bounds__(THREADS) dequantize_kernel(
     const unsigned block = blockIdx.x / p.segments;
     const int64_t row = (int64_t)block * p.groups + threadIdx.x / p.lanes;
     const int pitch = p.lanes * VEC;
-    const int64_t col = (int64_t)(blockIdx.x - block * p.segments) * pitch * N + threadIdx.x % p.lanes * VEC;
+    const int64_t col =
+        (int64_t)(blockIdx.x - block * p.segments) * pitch * N + threadIdx.x % p.lanes * VEC;
     if (row >= p.rows) return;
     int64_t rest = row, at = 0, scale_at = 0;
     for (int d = p.ndim - 1; d >= 0; --d) {
         const int64_t x = d ? rest % p.shape[d] : rest;
         if (d) rest /= p.shape[d];
         at += x * p.stride[d];
-        scale_at += d == p.ndim - 1 ? (x >> p.scales.row_log2) * p.scales.row : x * p.scale_stride[d];
+        scale_at +=
+            d == p.ndim - 1 ? (x >> p.scales.row_log2) * p.scales.row : x * p.scale_stride[d];
     }
     const uint8_t *const from = p.codes + at + col * p.col;
     uint2 codes[N];
     if (p.vec) {
 #pragma unroll
         for (int n = 0; n < N; ++n)
-            codes[n] = col + n * pitch < p.k ? *(const uint2 *)(from + n * pitch) : make_uint2(0, 0);
+            codes[n] =
+                col + n * pitch < p.k ? *(const uint2 *)(from + n * pitch) : make_uint2(0, 0);
     } else {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             uint32_t word[2] = {0, 0};
 #pragma unroll
             for (int i = 0; i < VEC; ++i)
-                if (col + n * pitch + i < p.k) word[i / 4] |= (uint32_t)from[(n * pitch + i) * p.col] << 8 * (i % 4);
+                if (col + n * pitch + i < p.k)
+                    word[i / 4] |= (uint32_t)from[(n * pitch + i) * p.col] << 8 * (i % 4);
             codes[n] = make_uint2(word[0], word[1]);
         }
     }
@@ -110,12 +120,19 @@ template <class T> gk_status run(const gk_context *ctx, const void *args, const 
     const gk_dequantize_args *a = (const gk_dequantize_args *)args;
     Params p = {};
     const int nd = a->codes.ndim;
-    p.codes = (const uint8_t *)a->codes.data, p.out = a->out.data, p.dtype = a->codes.dtype;
-    p.k = nd ? a->codes.shape[nd - 1] : 1, p.m = nd > 1 ? a->codes.shape[nd - 2] : 1, p.rows = 1;
-    p.col = nd ? a->codes.stride[nd - 1] : 1, p.ndim = nd > 1 ? nd - 1 : 0;
+    p.codes = (const uint8_t *)a->codes.data;
+    p.out = a->out.data;
+    p.dtype = a->codes.dtype;
+    p.k = nd ? a->codes.shape[nd - 1] : 1;
+    p.m = nd > 1 ? a->codes.shape[nd - 2] : 1;
+    p.rows = 1;
+    p.col = nd ? a->codes.stride[nd - 1] : 1;
+    p.ndim = nd > 1 ? nd - 1 : 0;
     p.scales = gk_scales_of(&a->scale, p.m, p.k, false);
     for (int d = 0; d < p.ndim; ++d) {
-        p.shape[d] = a->codes.shape[d], p.stride[d] = a->codes.stride[d], p.rows *= p.shape[d];
+        p.shape[d] = a->codes.shape[d];
+        p.stride[d] = a->codes.stride[d];
+        p.rows *= p.shape[d];
         if (a->scale.ndim == nd && d < nd - 2) p.scale_stride[d] = a->scale.stride[d];
     }
     p.wide = p.k % VEC == 0 && (uintptr_t)p.out % 16 == 0;
@@ -126,7 +143,8 @@ template <class T> gk_status run(const gk_context *ctx, const void *args, const 
     p.groups = THREADS / 2 / p.lanes > 0 ? THREADS / 2 / p.lanes : 1;
     p.segments = (unsigned)gk_ceil_div(groups, (int64_t)p.lanes * N);
     const dim3 grid((unsigned)gk_ceil_div(p.rows, p.groups) * p.segments);
-    return launch<dequantize_kernel<T>>("dequantize", ctx, grid, (unsigned)(p.lanes * p.groups), 0, p);
+    return launch<dequantize_kernel<T>>("dequantize", ctx, grid, (unsigned)(p.lanes * p.groups), 0,
+                                        p);
 }
 
 const gk_cuda_instance instances[] = {
@@ -138,4 +156,5 @@ const gk_cuda_instance instances[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_dequantize_table = {instances, sizeof instances / sizeof instances[0], 80, NULL};
+extern "C" const gk_cuda_table gk_dequantize_table = {
+    instances, sizeof instances / sizeof instances[0], 80, NULL};

@@ -1,15 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* grouped.cuh: a grouped product on Hopper: everything but the products themselves, which a Kind has (`take`).
+/* grouped.cuh: a grouped product on Hopper: everything but the products themselves, which a Kind
+ * has (`take`).
  *
- * Grid: clusters of one block, or of two whose tiles lie side by side and share rows of a, which each copies half of to both. They
- * take the tasks of groups.cuh in turn; rows past the last end are tasks that store zeros.
- * A block of 3 warpgroups takes tiles of 256 x 128: one producer warp fills a ring of 128-byte rows of k by TMA; two warpgroups multiply,
- * warpgroup w the blocks of 64 rows w and w + 2. Blocks of rows that lie past the tile's end are neither copied nor multiplied, so a
- * group of one row costs a fourth of a tile's products. What a copy brings of the next group's rows meets no result that is stored.
- * Groups of k: of the last step the rows of both operands that are another group's become zeros in shared memory, before they are
- * multiplied: they may be NaN.
- * Results of 16 bits leave through a warp's staging tile in rows of 128 bytes, clipped to the group's rows; what takes a bias or an
- * activation, is float32 or misaligned as floats, four columns a lane.
+ * Grid: clusters of one block, or of two whose tiles lie side by side and share rows of a, which
+ * each copies half of to both. They take the tasks of groups.cuh in turn; rows past the last end
+ * are tasks that store zeros.
+ * A block of 3 warpgroups takes tiles of 256 x 128: one producer warp fills a ring of 128-byte rows
+ * of k by TMA; two warpgroups multiply, warpgroup w the blocks of 64 rows w and w + 2. Blocks of
+ * rows that lie past the tile's end are neither copied nor multiplied, so a group of one row costs
+ * a fourth of a tile's products. What a copy brings of the next group's rows meets no result that
+ * is stored. Groups of k: of the last step the rows of both operands that are another group's
+ * become zeros in shared memory, before they are multiplied: they may be NaN.
+ * Results of 16 bits leave through a warp's staging tile in rows of 128 bytes, clipped to the
+ * group's rows; what takes a bias or an activation, is float32 or misaligned as floats, four
+ * columns a lane.
  * Gale et al. 2022, arXiv:2211.15841. */
 #ifndef GPUKERN_CUDA_QUANT_GROUPED_CUH
 #define GPUKERN_CUDA_QUANT_GROUPED_CUH
@@ -29,17 +33,21 @@
 
 namespace {
 
-/* Shared memory of a kind that multiplies elements of BYTES, a M-major (groups of k) or K-major, b N-major or K-major. */
+/* Shared memory of a kind that multiplies elements of BYTES, a M-major (groups of k) or K-major, b
+ * N-major or K-major. */
 template <int BYTES, bool BY_K_, bool ALONG_N_> struct GroupedTile {
     static constexpr bool BY_K = BY_K_, ALONG_M = BY_K, ALONG_N = ALONG_N_;
     static constexpr int BM = GROUPED_BM, BN = GROUPED_BN, BK = WGMMA_ROW_BYTES / BYTES;
-    typedef wgmma_tile<64, ALONG_M, BK> TileA; /* a fourth of the rows: one copy, one instruction's */
+    /* a fourth of the rows: one copy, one instruction's */
+    typedef wgmma_tile<64, ALONG_M, BK> TileA;
     typedef wgmma_tile<BN, ALONG_N, BK> TileB;
     typedef smem_tile<16, 128> Panel; /* a warp's 16 rows on their way out */
-    static constexpr int A_BYTES = 4 * TileA::bytes, STAGE_BYTES = A_BYTES + TileB::bytes, STAGES = GROUPED_STAGES;
+    static constexpr int A_BYTES = 4 * TileA::bytes, STAGE_BYTES = A_BYTES + TileB::bytes,
+                         STAGES = GROUPED_STAGES;
     static constexpr int STAGING = STAGES * STAGE_BYTES,
                          SCALES = STAGING + 8 * Panel::bytes, /* of 8 bits: two tiles' columns */
-        BARRIERS = SCALES + (BYTES == 1 ? 2 * BN * 4 : 0), LIST = BARRIERS + tma_ring<STAGES>::bytes;
+        BARRIERS = SCALES + (BYTES == 1 ? 2 * BN * 4 : 0),
+                         LIST = BARRIERS + tma_ring<STAGES>::bytes;
     static constexpr int SMEM = LIST + (int)sizeof(GroupList) + WGMMA_BLOCK_BYTES, THREADS = 384;
     static_assert(SMEM <= 232448, "shared memory of a block");
 };
@@ -48,21 +56,24 @@ struct Params {
     CUtensorMap a, b; /* a: [rows][k] or [k][rows]; b: [groups][n][k], [groups][k][n] or [k][n] */
     Groups groups;
     Finish f;
-    int64_t bias_group;                  /* elements of bias from group to group */
-    int m, n, k, pair, clusters;         /* pair: blocks of a cluster */
-    bool bare;                           /* nothing but rounding to 16 bits, 16 bytes of a row at a time */
-    bool fours;                          /* else: rows begin where four results are aligned */
-    gk_scales sa, sb;                    /* 8 bits */
-    int64_t scale_group, step_a, step_b; /* scales of b from group to group; of both from one block of k to the next */
+    int64_t bias_group;          /* elements of bias from group to group */
+    int m, n, k, pair, clusters; /* pair: blocks of a cluster */
+    bool bare;                   /* nothing but rounding to 16 bits, 16 bytes of a row at a time */
+    bool fours;                  /* else: rows begin where four results are aligned */
+    gk_scales sa, sb;            /* 8 bits */
+    int64_t scale_group, step_a,
+        step_b; /* scales of b from group to group; of both from one block of k to the next */
 };
 
-/* ---- 1. the epilogue ---------------------------------------------------------------------------------------- */
+/* ---- 1. the epilogue ------------------------------------------------------------------------- */
 __device__ __forceinline__ float bias_at(const Finish &f, int64_t at) {
     if (f.bias_dtype == GK_F32) return ((const float *)f.bias)[at];
-    return f.bias_dtype == GK_BF16 ? to_f32(((const __nv_bfloat16 *)f.bias)[at]) : to_f32(((const __half *)f.bias)[at]);
+    return f.bias_dtype == GK_BF16 ? to_f32(((const __nv_bfloat16 *)f.bias)[at])
+                                   : to_f32(((const __half *)f.bias)[at]);
 }
 
-template <class R> __device__ __forceinline__ void write_four(R *to, bool at_once, int cols, const float (&v)[4]) {
+template <class R>
+__device__ __forceinline__ void write_four(R *to, bool at_once, int cols, const float (&v)[4]) {
     if (at_once && cols >= 4 && sizeof(R) == 2) {
         *(uint2 *)to = make_uint2(pack2<R>(v[0], v[1]), pack2<R>(v[2], v[3]));
         return;
@@ -71,7 +82,8 @@ template <class R> __device__ __forceinline__ void write_four(R *to, bool at_onc
     for (int e = 0; e < 4; ++e)
         if (e < cols) to[e] = from_f32<R>(v[e]);
 }
-template <> __device__ __forceinline__ void write_four(float *to, bool at_once, int cols, const float (&v)[4]) {
+template <>
+__device__ __forceinline__ void write_four(float *to, bool at_once, int cols, const float (&v)[4]) {
     if (at_once && cols >= 4) {
         *(float4 *)to = make_float4(v[0], v[1], v[2], v[3]);
         return;
@@ -81,11 +93,11 @@ template <> __device__ __forceinline__ void write_four(float *to, bool at_once, 
         if (e < cols) to[e] = v[e];
 }
 
-/* Any result: 16 rows x 32 columns of sums from a warp's staging tile, row `row` and column `col0` on. A lane has 4 columns of each
- * fourth row. */
+/* Any result: 16 rows x 32 columns of sums from a warp's staging tile, row `row` and column `col0`
+ * on. A lane has 4 columns of each fourth row. */
 template <class R, class Panel>
-__device__ __forceinline__ void finish_some(const Params &p, int group, int64_t row, int rows, int col0,
-                                            smem_addr panel_s, int lane) {
+__device__ __forceinline__ void finish_some(const Params &p, int group, int64_t row, int rows,
+                                            int col0, smem_addr panel_s, int lane) {
     const int col = col0 + lane % 8 * 4, cols = p.n - col;
     const bool given = group < p.groups.count; /* rows of none are zeros */
     float bias[4] = {};
@@ -96,7 +108,8 @@ __device__ __forceinline__ void finish_some(const Params &p, int group, int64_t 
 #pragma unroll 1
     for (int r = lane / 8; r < min(rows, 16); r += 4) {
         const uint4 x = ld_shared_128(panel_s + Panel::offset(r, lane % 8));
-        float v[4] = {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)};
+        float v[4] = {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z),
+                      __uint_as_float(x.w)};
         if (p.f.bias && given) /* not + 0: -0 stays */
 #pragma unroll
             for (int e = 0; e < 4; ++e) v[e] += bias[e];
@@ -111,10 +124,11 @@ __device__ __forceinline__ void finish_some(const Params &p, int group, int64_t 
     }
 }
 
-/* R: the 16-bit type of results. A warp's 16 x 128 sums; row: the first, of the result; rows: how many of them are the group's. */
+/* R: the 16-bit type of results. A warp's 16 x 128 sums; row: the first, of the result; rows: how
+ * many of them are the group's. */
 template <class R, class Panel>
-__device__ __forceinline__ void store_sums(const Params &p, float (&v)[64], int group, int64_t row, int rows, int col0,
-                                           smem_addr panel_s) {
+__device__ __forceinline__ void store_sums(const Params &p, float (&v)[64], int group, int64_t row,
+                                           int rows, int col0, smem_addr panel_s) {
     const int lane = laneid(); /* asked anew: no register keeps it over the products */
     if (rows <= 0) return;
     if (p.bare) {
@@ -137,19 +151,21 @@ __device__ __forceinline__ void store_sums(const Params &p, float (&v)[64], int 
     }
 }
 
-/* ---- 2. a block ---------------------------------------------------------------------------------------------- */
+/* ---- 2. a block ------------------------------------------------------------------------------ */
 /* What both sides know of a task. */
 template <class K> struct Work {
     Task task;
-    int row, blocks,
-        steps; /* row: the tile's first, of a and of a group's result; blocks of 64 that have rows; steps of k */
-    int valid; /* groups of k: k of the last step */
+    int row, blocks, steps; /* row: the tile's first, of a and of a group's result; blocks of 64
+                               that have rows; steps of k */
+    int valid;              /* groups of k: k of the last step */
 
     __device__ __forceinline__ Work(const Params &p, const GroupList &list, int t)
         : task(find_task<K::BY_K, K::BM>(p.groups, list, t, p.clusters)) {
         const int k = K::BY_K ? task.end - task.begin : task.group < p.groups.count ? p.k : 0;
         row = (K::BY_K ? 0 : task.begin) + task.row;
-        blocks = (task.limit - task.row + 63) / 64, steps = (k + K::BK - 1) / K::BK, valid = k - (steps - 1) * K::BK;
+        blocks = (task.limit - task.row + 63) / 64;
+        steps = (k + K::BK - 1) / K::BK;
+        valid = k - (steps - 1) * K::BK;
     }
 };
 
@@ -169,32 +185,36 @@ __device__ __forceinline__ void clear_rows(smem_addr panel_s, int valid) {
         st_shared_128(panel_s + 16 * i, make_uint4(0, 0, 0, 0));
 }
 
-/* Of the last step of a group of k, the rows of both operands behind its last `valid` become zeros: those of this warpgroup's blocks of
- * a, and half of b's. */
+/* Of the last step of a group of k, the rows of both operands behind its last `valid` become zeros:
+ * those of this warpgroup's blocks of a, and half of b's. */
 template <class K>
-__device__ __forceinline__ void clear_rest(smem_addr a_s, smem_addr b_s, int warpgroup, int blocks, int valid) {
+__device__ __forceinline__ void clear_rest(smem_addr a_s, smem_addr b_s, int warpgroup, int blocks,
+                                           int valid) {
     for (int m = 0; m < blocks; ++m) clear_rows(a_s + 2 * m * K::TileA::bytes, valid);
     clear_rows(b_s + warpgroup * K::TileB::panel_bytes, valid);
     fence_proxy_async();
     bar_sync(1, 256);
 }
 
-/* The products of a task; COUNT blocks of 64 rows are this warpgroup's, of which none reads nothing, but must say so. */
+/* The products of a task; COUNT blocks of 64 rows are this warpgroup's, of which none reads
+ * nothing, but must say so. */
 template <class K>
-__device__ __forceinline__ void pass(tma_ring<K::STAGES> &ring, smem_addr ring_s, const Work<K> &x, int pair) {
+__device__ __forceinline__ void pass(tma_ring<K::STAGES> &ring, smem_addr ring_s, const Work<K> &x,
+                                     int pair) {
     const int warpgroup = threadIdx.x / 128 - 1;
     for (int step = 0; step < x.steps; ++step) {
         ring.wait_full();
         const smem_addr b_s = ring_s + ring.stage * K::STAGE_BYTES + K::A_BYTES;
-        if (K::BY_K && step == x.steps - 1 && x.valid < K::BK) clear_rest<K>(0, b_s, warpgroup, 0, x.valid);
+        if (K::BY_K && step == x.steps - 1 && x.valid < K::BK)
+            clear_rest<K>(0, b_s, warpgroup, 0, x.valid);
         release(ring.empty(), pair);
         ring.advance();
     }
 }
 
 template <class K>
-__device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ring, smem_addr ring_s,
-                                        const GroupList &list, float *scales) {
+__device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ring,
+                                        smem_addr ring_s, const GroupList &list, float *scales) {
     const int warpgroup = threadIdx.x / 128 - 1;
     int turn = 0;
     for (int t = blockIdx.x / p.pair; t < tasks_in(p.groups, list); t += p.clusters, turn ^= 1) {
@@ -212,13 +232,15 @@ __device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ri
     }
 }
 
-/* Where this warp's block m of 64 rows lies: its first row in a, in the result, and how many of its 16 are the tile's. */
+/* Where this warp's block m of 64 rows lies: its first row in a, in the result, and how many of its
+ * 16 are the tile's. */
 struct WarpRows {
     int64_t out;
     int a, count;
 };
 template <class K>
-__device__ __forceinline__ WarpRows warp_rows(const Params &p, const Work<K> &x, int m, unsigned thread) {
+__device__ __forceinline__ WarpRows warp_rows(const Params &p, const Work<K> &x, int m,
+                                              unsigned thread) {
     const int at = 64 * ((int)thread / 128 - 1 + 2 * m) + (int)thread / 32 % 4 * 16;
     return {(K::BY_K ? (int64_t)x.task.group * p.m : 0) + x.row + at, x.row + at,
             min(16, x.task.limit - x.task.row - at)};
@@ -228,21 +250,23 @@ template <class K> __device__ __forceinline__ smem_addr staging(smem_addr ring_s
 }
 
 template <class K>
-__device__ __forceinline__ void produce(const Params &p, tma_ring<K::STAGES> &ring, smem_addr ring_s,
-                                        const GroupList &list, int rank) {
+__device__ __forceinline__ void produce(const Params &p, tma_ring<K::STAGES> &ring,
+                                        smem_addr ring_s, const GroupList &list, int rank) {
     if (threadIdx.x >= 32 || !elect_one()) return;
     for (int t = blockIdx.x / p.pair; t < tasks_in(p.groups, list); t += p.clusters) {
         const Work<K> x(p, list, t);
         const int col = (x.task.col * p.pair + rank) * K::BN, k0 = K::BY_K ? x.task.begin : 0;
         for (int step = 0; step < x.steps; ++step) {
-            ring.wait_empty(); /* all consumers have read what is overwritten, the other block's of what both get */
+            /* all consumers have read what is overwritten, the other block's of what both get */
+            ring.wait_empty();
             const smem_addr a_s = ring_s + ring.stage * K::STAGE_BYTES, b_s = a_s + K::A_BYTES;
             const int k = k0 + step * K::BK;
             mbarrier_arrive_expect_tx(ring.full(), x.blocks * K::TileA::bytes + K::TileB::bytes);
 #pragma unroll
             for (int i = 0; i < K::TileB::panels; ++i) {
                 const int n = col + 64 * i;
-                const tma_at at = {{K::ALONG_N ? n : k, K::ALONG_N ? k : n, K::BY_K ? 0 : x.task.group}};
+                const tma_at at = {
+                    {K::ALONG_N ? n : k, K::ALONG_N ? k : n, K::BY_K ? 0 : x.task.group}};
                 tma_load_5d(b_s + i * K::TileB::panel_bytes, &p.b, at, ring.full());
             }
             for (int i = rank; i < x.blocks; i += p.pair) {
@@ -257,13 +281,18 @@ __device__ __forceinline__ void produce(const Params &p, tma_ring<K::STAGES> &ri
         }
     }
     /* all consumers' last arrivals have come: none is on its way to a block that has left */
-    for (int s = 0; s < K::STAGES; ++s) ring.wait_empty(), ring.advance();
+    for (int s = 0; s < K::STAGES; ++s) {
+        ring.wait_empty();
+        ring.advance();
+    }
 }
 
 template <class K>
-__global__ void __launch_bounds__(K::THREADS, 1) grouped_gemm_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(K::THREADS, 1)
+    grouped_gemm_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char smem[];
-    const smem_addr ring_s = (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
+    const smem_addr ring_s =
+        (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
     GroupList &list = *(GroupList *)(smem + (ring_s - cvta_to_shared(smem)) + K::LIST);
     tma_ring<K::STAGES> ring(ring_s + K::BARRIERS);
     const int rank = p.pair == 1 ? 0 : (int)cluster_ctarank();
@@ -283,17 +312,22 @@ __global__ void __launch_bounds__(K::THREADS, 1) grouped_gemm_kernel(const __gri
         produce<K>(p, ring, ring_s, list, rank);
     } else {
         setmaxnreg_inc<240>();
-        consume<K>(p, ring, ring_s, list, (float *)(smem + (ring_s - cvta_to_shared(smem)) + K::SCALES));
+        consume<K>(p, ring, ring_s, list,
+                   (float *)(smem + (ring_s - cvta_to_shared(smem)) + K::SCALES));
     }
     if (p.pair > 1) barrier_cluster();
 }
 
-/* ---- 3. plan and run ------------------------------------------------------------------------------------------ */
+/* ---- 3. plan and run ------------------------------------------------------------------------- */
 /* x [rows][cols], or `groups` of them, as TMA reads it, its columns side by side. */
 TensorShape shape_of(const gk_tensor &t, bool transposed) {
     const int r = t.ndim - 2 + transposed, c = t.ndim - 1 - transposed;
-    TensorShape s = {t.data, t.dtype, {t.shape[c], t.shape[r], 1, 1, 1}, {1, t.stride[r], 0, 0, 0}, false};
-    if (t.ndim == 3) s.size[2] = t.shape[0], s.stride[2] = t.stride[0];
+    TensorShape s = {
+        t.data, t.dtype, {t.shape[c], t.shape[r], 1, 1, 1}, {1, t.stride[r], 0, 0, 0}, false};
+    if (t.ndim == 3) {
+        s.size[2] = t.shape[0];
+        s.stride[2] = t.stride[0];
+    }
     return s;
 }
 
@@ -304,40 +338,55 @@ bool reads(const gk_tensor &t, bool transposed) {
 
 /* What every kind asks of a call. */
 inline bool grouped_fits(const gk_grouped_gemm_args *g, bool by_k, bool along_n, gk_plan *plan) {
-    const int64_t m = g->a.shape[0], k = g->a.shape[1], n = g->b.shape[g->b.ndim - 1], groups = g->offs.shape[0];
+    const int64_t m = g->a.shape[0], k = g->a.shape[1], n = g->b.shape[g->b.ndim - 1],
+                  groups = g->offs.shape[0];
     if (by_k != (g->b.ndim == 2) || groups < 1 || groups > GROUPED_MOST) return false;
     if (m < 1 || n < 1 || k < 1 || m > 1 << 30 || n > 1 << 30 || k > 1 << 30) return false;
     if (!reads(g->a, by_k) || !reads(g->b, !along_n)) return false;
-    const int64_t across = gk_ceil_div(n, GROUPED_BN), down = gk_ceil_div(m, GROUPED_BM) * (by_k ? groups : 1) + groups;
+    const int64_t across = gk_ceil_div(n, GROUPED_BN),
+                  down = gk_ceil_div(m, GROUPED_BM) * (by_k ? groups : 1) + groups;
     if (across * down > INT32_MAX / 2) return false;
-    plan->tile[0] = GROUPED_BM, plan->tile[1] = GROUPED_BN, plan->tasks = across * down;
+    plan->tile[0] = GROUPED_BM;
+    plan->tile[1] = GROUPED_BN;
+    plan->tasks = across * down;
     return true;
 }
 
 /* All of p but scales. */
 template <class K>
-gk_status run_grouped(const gk_context *ctx, const gk_grouped_gemm_args *g, const gk_plan *plan, Params &p) {
+gk_status run_grouped(const gk_context *ctx, const gk_grouped_gemm_args *g, const gk_plan *plan,
+                      Params &p) {
     const int bytes = (int)gk_dtype_bytes(g->a.dtype);
-    gk_status status = make_tensor_map("grouped_gemm", shape_of(g->a, K::ALONG_M), wgmma_box(bytes, 64), &p.a);
+    gk_status status =
+        make_tensor_map("grouped_gemm", shape_of(g->a, K::ALONG_M), wgmma_box(bytes, 64), &p.a);
     if (status == GK_OK)
-        status = make_tensor_map("grouped_gemm", shape_of(g->b, !K::ALONG_N), wgmma_box(bytes, K::ALONG_N ? 64 : K::BN),
-                                 &p.b);
+        status = make_tensor_map("grouped_gemm", shape_of(g->b, !K::ALONG_N),
+                                 wgmma_box(bytes, K::ALONG_N ? 64 : K::BN), &p.b);
     if (status != GK_OK) return status;
-    p.m = (int)g->a.shape[0], p.k = (int)g->a.shape[1], p.n = (int)g->b.shape[g->b.ndim - 1];
+    p.m = (int)g->a.shape[0];
+    p.k = (int)g->a.shape[1];
+    p.n = (int)g->b.shape[g->b.ndim - 1];
     p.f = finish_of(g->out, g->bias, nullptr, 0, nullptr, g->activation);
     if (g->bias) {
         p.f.bias_step = g->bias->stride[g->bias->ndim - 1];
         if (g->bias->ndim == 2) p.bias_group = g->bias->stride[0];
     }
     const bool aligned = (uintptr_t)g->out.data % 16 == 0;
-    p.bare = !g->bias && g->activation == GK_ACT_NONE && g->out.dtype != GK_F32 && p.n % 8 == 0 && aligned;
+    p.bare = !g->bias && g->activation == GK_ACT_NONE && g->out.dtype != GK_F32 && p.n % 8 == 0 &&
+             aligned;
     p.fours = p.n % 4 == 0 && aligned;
     const int tiles_n = (int)gk_ceil_div(p.n, K::BN), sms = gk_gpu_of(ctx->index)->num_sms;
     p.pair = tiles_n % 2 == 0 || tiles_n > GROUPED_PAIRS ? 2 : 1;
-    p.groups = {(const int32_t *)g->offs.data,     g->offs.stride[0], K::BY_K ? p.k : p.m, (int)g->offs.shape[0], p.m,
-                (int)gk_ceil_div(tiles_n, p.pair), ctx->error_word};
+    p.groups = {(const int32_t *)g->offs.data,
+                g->offs.stride[0],
+                K::BY_K ? p.k : p.m,
+                (int)g->offs.shape[0],
+                p.m,
+                (int)gk_ceil_div(tiles_n, p.pair),
+                ctx->error_word};
     p.clusters = (int)gk_min_i64(gk_ceil_div(plan->tasks, p.pair) + 1, sms / p.pair);
-    return launch<grouped_gemm_kernel<K>>("grouped_gemm", ctx, dim3((unsigned)(p.clusters * p.pair)), K::THREADS,
+    return launch<grouped_gemm_kernel<K>>("grouped_gemm", ctx,
+                                          dim3((unsigned)(p.clusters * p.pair)), K::THREADS,
                                           K::SMEM, p, true, p.pair);
 }
 

@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* grouped_gemm of e4m3 on Hopper: groups of rows, sums in two levels (grouped.cuh, and scaled_gemm_sm90a.cu of which the sums are).
+/* grouped_gemm of e4m3 on Hopper: groups of rows, sums in two levels (grouped.cuh, and
+ * scaled_gemm_sm90a.cu of which the sums are).
  *
  *   out[rows of g] = activation(sum over blocks of k of scale_a scale_b (a[rows of g] b[g]) + bias)      both K-major
  *
- * Four instructions, 128 of k, into fresh registers, which then join the sums: what an instruction adds up keeps 13 bits. Scales that
- * do not change along k wait for the epilogue, those of columns in shared memory; block scales (BLOCKS) multiply what joins, read a block
- * of k ahead by those who use them, in any order and stride, counted over all rows of a.
- * DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2. Not here: e5m2, groups of k, scales of each column along k, blocks of 32, powers of
- * two in a byte (grouped_gemm_plain). */
+ * Four instructions, 128 of k, into fresh registers, which then join the sums: what an instruction
+ * adds up keeps 13 bits. Scales that do not change along k wait for the epilogue, those of columns
+ * in shared memory; block scales (BLOCKS) multiply what joins, read a block of k ahead by those who
+ * use them, in any order and stride, counted over all rows of a.
+ * DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2. Not here: e5m2, groups of k, scales of each
+ * column along k, blocks of 32, powers of two in a byte (grouped_gemm_plain). */
 #include "../../ptx/wgmma_8bit.cuh"
 #include "grouped.cuh"
 
@@ -17,20 +19,23 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
     typedef tma_ring<STAGES> Ring;
 
     /* The scales of a tile's columns, where they do not change along k. */
-    static __device__ __forceinline__ void prepare(const Params &p, const Work<Kind> &x, int col0, float *scales) {
+    static __device__ __forceinline__ void prepare(const Params &p, const Work<Kind> &x, int col0,
+                                                   float *scales) {
         if (BLOCKS) return;
         const int i = (int)threadIdx.x - 128;
         if (i < BN) {
             gk_scales sb = p.sb;
-            sb.data = (const float *)sb.data + min(x.task.group, p.groups.count - 1) * p.scale_group;
+            sb.data =
+                (const float *)sb.data + min(x.task.group, p.groups.count - 1) * p.scale_group;
             scales[i] = scale_of(sb, 0, min(col0 + i, p.n - 1));
         }
         bar_sync(1, 256);
     }
 
     template <int COUNT>
-    static __device__ __forceinline__ void take(const Params &p, Ring &ring, smem_addr ring_s, const Work<Kind> &x,
-                                                int col0, const float *scales) {
+    static __device__ __forceinline__ void take(const Params &p, Ring &ring, smem_addr ring_s,
+                                                const Work<Kind> &x, int col0,
+                                                const float *scales) {
         const int warpgroup = threadIdx.x / 128 - 1;
         float sum[COUNT][64], part[64];
 #pragma unroll
@@ -38,15 +43,18 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
         float ahead_a[COUNT][2], ahead_b = 0;
         int from_a[COUNT][2], from_b = 0; /* elements: a plan's scales are fewer than 2^31 */
         if (BLOCKS) {
-            const unsigned thread = mov_tid_x(); /* asked anew: no register keeps what derives of it */
+            /* asked anew: no register keeps what derives of it */
+            const unsigned thread = mov_tid_x();
 #pragma unroll
             for (int m = 0; m < COUNT; ++m)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    const int row = min(warp_rows<Kind>(p, x, m, thread).a + (int)thread % 32 / 4 + 8 * h, p.m - 1);
+                    const int row = min(
+                        warp_rows<Kind>(p, x, m, thread).a + (int)thread % 32 / 4 + 8 * h, p.m - 1);
                     from_a[m][h] = (row >> min(p.sa.row_log2, 31)) * (int)p.sa.row;
                 }
-            from_b = x.task.group * (int)p.scale_group + (min(col0, p.n - 1) >> min(p.sb.col_log2, 31)) * (int)p.sb.col;
+            from_b = x.task.group * (int)p.scale_group +
+                     (min(col0, p.n - 1) >> min(p.sb.col_log2, 31)) * (int)p.sb.col;
         }
         const auto look =
             [&](int step) { /* the scales of a block of k */
@@ -55,9 +63,11 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
                             for (int m = 0; m < COUNT; ++m)
 #pragma unroll
                                 for (int h = 0; h < 2; ++h)
-                                    ahead_a[m][h] = __ldg((const float *)p.sa.data +
-                                                          (uint32_t)(from_a[m][h] + step * (int)p.step_a));
-                            ahead_b = __ldg((const float *)p.sb.data + (uint32_t)(from_b + step * (int)p.step_b));
+                                    ahead_a[m][h] =
+                                        __ldg((const float *)p.sa.data +
+                                              (uint32_t)(from_a[m][h] + step * (int)p.step_a));
+                            ahead_b = __ldg((const float *)p.sb.data +
+                                            (uint32_t)(from_b + step * (int)p.step_b));
             };
         if (BLOCKS && x.steps > 0) look(0);
         for (int step = 0; step < x.steps; ++step) {
@@ -68,16 +78,19 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
             float scale[COUNT][2];
             if (BLOCKS) {
 #pragma unroll
-                for (int m = 0; m < COUNT; ++m)
-                    scale[m][0] = ahead_a[m][0] * ahead_b, scale[m][1] = ahead_a[m][1] * ahead_b;
+                for (int m = 0; m < COUNT; ++m) {
+                    scale[m][0] = ahead_a[m][0] * ahead_b;
+                    scale[m][1] = ahead_a[m][1] * ahead_b;
+                }
             }
 #pragma unroll
             for (int m = 0; m < COUNT; ++m) {
                 wgmma_fence();
 #pragma unroll
                 for (int kk = 0; kk < 4; ++kk)
-                    wgmma_8bit_ss<e4m3, e4m3, BN>(part, wgmma_descriptor_add(a, 2 * m * TileA::bytes + 32 * kk),
-                                                  wgmma_descriptor_add(b, 32 * kk), kk > 0);
+                    wgmma_8bit_ss<e4m3, e4m3, BN>(
+                        part, wgmma_descriptor_add(a, 2 * m * TileA::bytes + 32 * kk),
+                        wgmma_descriptor_add(b, 32 * kk), kk > 0);
                 wgmma_commit_group();
                 if (BLOCKS && m == 0) look(step + 1);
                 wgmma_wait_group<0>();
@@ -97,16 +110,19 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
         for (int m = 0; m < COUNT; ++m) store(p, sum[m], x, m, col0, scales, ring_s);
     }
 
-    static __device__ __forceinline__ void store(const Params &p, float (&sum)[64], const Work<Kind> &x, int m,
-                                                 int col0, const float *scales, smem_addr ring_s) {
-        const unsigned thread = mov_tid_x(); /* asked anew: no register keeps it over the products */
+    static __device__ __forceinline__ void store(const Params &p, float (&sum)[64],
+                                                 const Work<Kind> &x, int m, int col0,
+                                                 const float *scales, smem_addr ring_s) {
+        /* asked anew: no register keeps it over the products */
+        const unsigned thread = mov_tid_x();
         const int lane = (int)thread % 32;
         const smem_addr panel_s = staging<Kind>(ring_s, thread);
         const WarpRows rows = warp_rows<Kind>(p, x, m, thread);
         if (!BLOCKS && x.steps > 0) { /* rows of none are zeros, whatever their scales */
             float sa[2];
 #pragma unroll
-            for (int h = 0; h < 2; ++h) sa[h] = scale_of(p.sa, min(rows.a + lane / 4 + 8 * h, p.m - 1), 0);
+            for (int h = 0; h < 2; ++h)
+                sa[h] = scale_of(p.sa, min(rows.a + lane / 4 + 8 * h, p.m - 1), 0);
 #pragma unroll
             for (int j = 0; j < 16; ++j) {
                 const float2 sb = *(const float2 *)(scales + 8 * j + 2 * (lane % 4));
@@ -120,7 +136,8 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
         if (p.f.out_dtype == GK_F16)
             store_sums<__half, Panel>(p, sum, x.task.group, rows.out, rows.count, col0, panel_s);
         else
-            store_sums<__nv_bfloat16, Panel>(p, sum, x.task.group, rows.out, rows.count, col0, panel_s);
+            store_sums<__nv_bfloat16, Panel>(p, sum, x.task.group, rows.out, rows.count, col0,
+                                             panel_s);
     }
 };
 
@@ -148,22 +165,29 @@ bool plan_fp8(const gk_cuda_instance *row, const gk_context *, const void *args,
     return grouped_fits(g, false, false, plan);
 }
 
-template <class K> gk_status run_fp8(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
+template <class K>
+gk_status run_fp8(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
     const gk_grouped_gemm_args *g = (const gk_grouped_gemm_args *)args;
     Params p = {};
     p.sa = gk_scales_of(g->scale_a, g->a.shape[0], g->a.shape[1], false);
     p.sb = gk_scales_of(g->scale_b, g->a.shape[1], g->b.shape[2], true);
-    p.step_a = p.sa.col_log2 == 7 ? p.sa.col : 0, p.step_b = p.sb.row_log2 == 7 ? p.sb.row : 0;
+    p.step_a = p.sa.col_log2 == 7 ? p.sa.col : 0;
+    p.step_b = p.sb.row_log2 == 7 ? p.sb.row : 0;
     p.scale_group = g->scale_b->ndim == 3 ? g->scale_b->stride[0] : 0;
     return run_grouped<K>(ctx, g, plan, p);
 }
 
 const gk_cuda_instance instances[] = {
     {"grouped_gemm_fp8_sm90a_e4m3_256x128", GK_E4M3, plan_fp8, run_fp8<Kind<false>>, {0}, NULL},
-    {"grouped_gemm_fp8_sm90a_e4m3_block_256x128", GK_E4M3, plan_fp8, run_fp8<Kind<true>>, {1}, NULL},
+    {"grouped_gemm_fp8_sm90a_e4m3_block_256x128",
+     GK_E4M3,
+     plan_fp8,
+     run_fp8<Kind<true>>,
+     {1},
+     NULL},
 };
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_grouped_gemm_fp8_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
-                                                                  NULL};
+extern "C" const gk_cuda_table gk_grouped_gemm_fp8_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, NULL};

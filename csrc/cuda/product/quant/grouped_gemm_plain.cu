@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* grouped_gemm on every GPU (plain.cuh): groups of rows or of k, read from offs on the device.
- * A block is a tile of a group: of rows the grid has as many as all of a could fill, and those beyond their group end at once; the
- * last plane of the grid writes zeros behind the last end. Bad ends are clamped and reported. */
+ * A block is a tile of a group: of rows the grid has as many as all of a could fill, and those
+ * beyond their group end at once; the last plane of the grid writes zeros behind the last end. Bad
+ * ends are clamped and reported. */
 #include "plain.cuh"
 
 namespace {
@@ -52,7 +53,8 @@ __global__ void __launch_bounds__(256) grouped_plain_kernel(Params x) {
         if (p.sb.data) p.sb.data = (const char *)p.sb.data + g * x.scale_group;
         plain_tile(p, b, row0, min(row0 + PLAIN_TILE, end), col0, 0, p.k);
     } else {
-        const int64_t row0 = (int64_t)blockIdx.y * PLAIN_TILE, bytes = p.f.out_dtype == GK_F32 ? 4 : 2;
+        const int64_t row0 = (int64_t)blockIdx.y * PLAIN_TILE,
+                      bytes = p.f.out_dtype == GK_F32 ? 4 : 2;
         p.f.out = (char *)p.f.out + g * p.m * p.n * bytes;
         plain_tile(p, b, row0, min(row0 + PLAIN_TILE, p.m), col0, begin, end);
     }
@@ -68,12 +70,19 @@ gk_status run_grouped(const gk_context *ctx, const void *args, const gk_plan *, 
     Params x = {};
     PlainProduct &p = x.p;
     const int nd = g->b.ndim;
-    x.by_rows = nd == 3, x.groups = (int)g->offs.shape[0];
-    p.m = g->a.shape[0], p.k = g->a.shape[1], p.n = g->b.shape[nd - 1];
-    p.a = g->a.data, p.a_dtype = g->a.dtype, p.a_m = g->a.stride[0], p.a_k = g->a.stride[1];
+    x.by_rows = nd == 3;
+    x.groups = (int)g->offs.shape[0];
+    p.m = g->a.shape[0];
+    p.k = g->a.shape[1];
+    p.n = g->b.shape[nd - 1];
+    p.a = g->a.data;
+    p.a_dtype = g->a.dtype;
+    p.a_m = g->a.stride[0];
+    p.a_k = g->a.stride[1];
     x.b = {g->b.data, g->b.stride[nd - 2], g->b.stride[nd - 1], g->b.dtype};
     x.b_group = x.by_rows ? g->b.stride[0] * (int64_t)gk_dtype_bytes(g->b.dtype) : 0;
-    p.sa = gk_scales_of(g->scale_a, p.m, p.k, false), p.sb = gk_scales_of(g->scale_b, p.k, p.n, true);
+    p.sa = gk_scales_of(g->scale_a, p.m, p.k, false);
+    p.sb = gk_scales_of(g->scale_b, p.k, p.n, true);
     if (g->scale_b && g->scale_b->ndim == 3)
         x.scale_group = g->scale_b->stride[0] * (int64_t)gk_dtype_bytes(g->scale_b->dtype);
     p.along_k = p.sa.col_log2 < GK_WHOLE_LOG2 || p.sb.row_log2 < GK_WHOLE_LOG2;
@@ -81,21 +90,25 @@ gk_status run_grouped(const gk_context *ctx, const void *args, const gk_plan *, 
     p.f.out_row = p.n;
     if (g->bias) {
         p.f.bias_step = g->bias->stride[g->bias->ndim - 1];
-        if (g->bias->ndim == 2) x.bias_group = g->bias->stride[0] * (int64_t)gk_dtype_bytes(g->bias->dtype);
+        if (g->bias->ndim == 2)
+            x.bias_group = g->bias->stride[0] * (int64_t)gk_dtype_bytes(g->bias->dtype);
     }
-    x.offs = (const int32_t *)g->offs.data, x.offs_step = g->offs.stride[0], x.error_word = ctx->error_word;
-    const dim3 grid((unsigned)gk_ceil_div(p.n, PLAIN_TILE), (unsigned)gk_max_i64(1, gk_ceil_div(p.m, PLAIN_TILE)),
-                    (unsigned)x.groups + 1);
+    x.offs = (const int32_t *)g->offs.data;
+    x.offs_step = g->offs.stride[0];
+    x.error_word = ctx->error_word;
+    const dim3 grid((unsigned)gk_ceil_div(p.n, PLAIN_TILE),
+                    (unsigned)gk_max_i64(1, gk_ceil_div(p.m, PLAIN_TILE)), (unsigned)x.groups + 1);
     return launch<grouped_plain_kernel>("grouped_gemm", ctx, grid, 256, 0, x);
 }
 
 #define OF(name, dtype) {name, dtype, plan_grouped, run_grouped, {}, NULL}
 
-const gk_cuda_instance instances[] = {OF("grouped_gemm_plain_f32", GK_F32), OF("grouped_gemm_plain_bf16", GK_BF16),
-                                      OF("grouped_gemm_plain_f16", GK_F16), OF("grouped_gemm_plain_e4m3", GK_E4M3),
-                                      OF("grouped_gemm_plain_e5m2", GK_E5M2)};
+const gk_cuda_instance instances[] = {
+    OF("grouped_gemm_plain_f32", GK_F32), OF("grouped_gemm_plain_bf16", GK_BF16),
+    OF("grouped_gemm_plain_f16", GK_F16), OF("grouped_gemm_plain_e4m3", GK_E4M3),
+    OF("grouped_gemm_plain_e5m2", GK_E5M2)};
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_grouped_gemm_plain_table = {instances, sizeof instances / sizeof instances[0], 80,
-                                                              NULL};
+extern "C" const gk_cuda_table gk_grouped_gemm_plain_table = {
+    instances, sizeof instances / sizeof instances[0], 80, NULL};

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* grouped_gemm by mma.sync: bfloat16 and float16, on GPUs without WGMMA and for what Hopper's kernel does not take. One launch that
- * reads where groups end itself (groups.cuh).
+/* grouped_gemm by mma.sync: bfloat16 and float16, on GPUs without WGMMA and for what Hopper's
+ * kernel does not take. One launch that reads where groups end itself (groups.cuh).
  *
  *   groups of rows   out[rows of g] = activation(a[rows of g] b[g] + bias)      a K-major; b[g] K-major or N-major
  *   groups of k      out[g] = activation(a[:, k of g] b[k of g] + bias)         a M-major, b N-major
  *
- * Blocks stay and take tiles in turn, up to 128 x 128 of a group, in mainloop_sm80.cuh. Rows behind the last end become zeros. Rows of
- * other strides, or none of whole 16 bytes, come by plain loads (`any`).
+ * Blocks stay and take tiles in turn, up to 128 x 128 of a group, in mainloop_sm80.cuh. Rows behind
+ * the last end become zeros. Rows of other strides, or none of whole 16 bytes, come by plain loads
+ * (`any`).
  * Workspace: none. Not here: float32 and 8 bits, over 1024 groups (grouped_gemm_plain). */
 #include "../gemm/mainloop_sm80.cuh"
 #include "groups.cuh"
@@ -24,7 +25,7 @@ struct Params {
     Vectors vectors;
 };
 
-/* ---- 1 the kernel -------------------------------------------------------------------------------------------- */
+/* ---- 1 the kernel ---------------------------------------------------------------------------- */
 template <int MODE> struct TileOf {
     typedef TileGroups_128x128 type;
 };
@@ -45,44 +46,50 @@ __global__ void __launch_bounds__(TileOf<MODE>::type::THREADS, TileOf<MODE>::typ
     grouped_gemm_sm80_kernel(Params p) {
     typedef typename TileOf<MODE>::type Tile;
     typedef Smem<T, Tile, MODE> S;
-    constexpr int BM = Tile::BM, BN = Tile::BN, WM = Tile::WM, WN = Tile::WN, OCTETS = SumStage<Tile>::OCTETS;
+    constexpr int BM = Tile::BM, BN = Tile::BN, WM = Tile::WM, WN = Tile::WN,
+                  OCTETS = SumStage<Tile>::OCTETS;
     extern __shared__ __align__(128) unsigned char smem[];
     GroupList &list = *(GroupList *)(smem + S::LIST);
-    const int warp = threadIdx.x / 32, warp_m = warp % (BM / WM) * WM, warp_n = warp / (BM / WM) * WN;
+    const int warp = threadIdx.x / 32, warp_m = warp % (BM / WM) * WM,
+              warp_n = warp / (BM / WM) * WN;
     if (warp == 0) list_groups<BY_K, BM>(p.groups, list, threadIdx.x);
     __syncthreads();
     for (int t = blockIdx.x; t < tasks_in(p.groups, list); t += gridDim.x) {
         const Task task = find_task<BY_K, BM>(p.groups, list, t, gridDim.x);
         const bool given = task.group < p.groups.count; /* rows of none are zeros */
-        const int col0 = task.col * BN, row0 = BY_K ? task.row : task.begin + task.row, rows = task.limit - task.row;
+        const int col0 = task.col * BN, row0 = BY_K ? task.row : task.begin + task.row,
+                  rows = task.limit - task.row;
         const int k0 = BY_K ? task.begin : 0, k = BY_K ? task.end - task.begin : given ? p.k : 0;
         const Operand<T> a = {(const T *)p.a + row0 * p.a_m + k0 * p.a_k, p.a_m, p.a_k, rows};
-        const Operand<T> b = {(const T *)p.b + (BY_K || !given ? 0 : task.group * p.b_group) + col0 * p.b_n +
-                                  k0 * p.b_k,
+        const Operand<T> b = {(const T *)p.b + (BY_K || !given ? 0 : task.group * p.b_group) +
+                                  col0 * p.b_n + k0 * p.b_k,
                               p.b_n, p.b_k, min(BN, p.n - col0)};
         float sum[WM / 16][WN / 8][4] = {};
         MmaProduct<T> product;
         multiply_sm80<T, Tile, MODE>(product, sum, a, b, k, cvta_to_shared(smem), warp_m, warp_n);
         cp_async_wait_group<0>();
-        __syncthreads(); /* no thread reads the ring any more, and no copy writes it: the sums may lie there */
+        /* no thread reads the ring any more, and no copy writes it: the sums may lie there */
+        __syncthreads();
 
         const int col = col0 + warp_n + threadIdx.x % 32 % OCTETS * 8, valid = min(8, p.n - col);
         Finish f = p.f;
         float bias[8] = {};
-        if (!given)
-            f.bias = nullptr, f.activation = GK_ACT_NONE;
-        else if (f.bias && valid > 0)
-            read_octet(f.bias, f.bias_dtype, task.group * p.bias_group + col * f.bias_step, f.bias_step, false, valid,
-                       bias);
+        if (!given) {
+            f.bias = nullptr;
+            f.activation = GK_ACT_NONE;
+        } else if (f.bias && valid > 0)
+            read_octet(f.bias, f.bias_dtype, task.group * p.bias_group + col * f.bias_step,
+                       f.bias_step, false, valid, bias);
         const int64_t out_row = (BY_K ? (int64_t)task.group * p.m : 0) + row0;
         take_octets<Tile>(smem, sum, [&](int r, float (&v)[8]) {
-            if (warp_m + r < rows && valid > 0) finish_octet(f, p.vectors, out_row + warp_m + r, col, valid, v, bias);
+            if (warp_m + r < rows && valid > 0)
+                finish_octet(f, p.vectors, out_row + warp_m + r, col, valid, v, bias);
         });
         __syncthreads(); /* the next tile's copies go where the sums lay */
     }
 }
 
-/* ---- 2 plan and run ------------------------------------------------------------------------------------------- */
+/* ---- 2 plan and run -------------------------------------------------------------------------- */
 enum Key { /* of an instance */
     KEY_BY_K,
     KEY_MODE,
@@ -97,19 +104,25 @@ bool reads_rows(const gk_tensor &t, bool transposed) {
     return t.shape[rows] == 1 || gk_whole_chunks(t.dtype, t.stride[rows]);
 }
 
-bool plan_grouped(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *plan) {
+bool plan_grouped(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+                  gk_plan *plan) {
     const gk_grouped_gemm_args *g = (const gk_grouped_gemm_args *)args;
-    const int64_t m = g->a.shape[0], k = g->a.shape[1], n = g->b.shape[g->b.ndim - 1], groups = g->offs.shape[0];
+    const int64_t m = g->a.shape[0], k = g->a.shape[1], n = g->b.shape[g->b.ndim - 1],
+                  groups = g->offs.shape[0];
     const bool by_k = g->b.ndim == 2;
     const int mode = row->key[KEY_MODE];
     if (by_k != (bool)row->key[KEY_BY_K] || groups < 1 || groups > GROUPED_MOST) return false;
     if (m < 1 || n < 1 || k < 1 || m > 1 << 30 || n > 1 << 30 || k > 1 << 30) return false;
-    if (!(mode & ANY) && !(reads_rows(g->a, (mode & A_ALONG_M) != 0) && reads_rows(g->b, (mode & B_ALONG_N) == 0)))
+    if (!(mode & ANY) &&
+        !(reads_rows(g->a, (mode & A_ALONG_M) != 0) && reads_rows(g->b, (mode & B_ALONG_N) == 0)))
         return false;
     if (!smem_fits(ctx, row->key[KEY_SMEM])) return false;
-    const int64_t across = gk_ceil_div(n, 128), down = gk_ceil_div(m, 128) * (by_k ? groups : 1) + groups;
+    const int64_t across = gk_ceil_div(n, 128),
+                  down = gk_ceil_div(m, 128) * (by_k ? groups : 1) + groups;
     if (across * down > INT32_MAX / 2) return false;
-    plan->tile[0] = plan->tile[1] = 128, plan->tile[2] = 32, plan->tasks = across * down;
+    plan->tile[0] = plan->tile[1] = 128;
+    plan->tile[2] = 32;
+    plan->tasks = across * down;
     return true;
 }
 
@@ -119,9 +132,15 @@ gk_status run_grouped(const gk_context *ctx, const void *args, const gk_plan *pl
     const gk_grouped_gemm_args *g = (const gk_grouped_gemm_args *)args;
     const int nd = g->b.ndim;
     Params p = {};
-    p.a = g->a.data, p.b = g->b.data;
-    p.m = (int)g->a.shape[0], p.k = (int)g->a.shape[1], p.n = (int)g->b.shape[nd - 1];
-    p.a_m = g->a.stride[0], p.a_k = g->a.stride[1], p.b_k = g->b.stride[nd - 2], p.b_n = g->b.stride[nd - 1];
+    p.a = g->a.data;
+    p.b = g->b.data;
+    p.m = (int)g->a.shape[0];
+    p.k = (int)g->a.shape[1];
+    p.n = (int)g->b.shape[nd - 1];
+    p.a_m = g->a.stride[0];
+    p.a_k = g->a.stride[1];
+    p.b_k = g->b.stride[nd - 2];
+    p.b_n = g->b.stride[nd - 1];
     p.b_group = nd == 3 ? g->b.stride[0] : 0;
     p.f = finish_of(g->out, g->bias, nullptr, 0, nullptr, g->activation);
     p.f.out_row = p.n;
@@ -130,11 +149,17 @@ gk_status run_grouped(const gk_context *ctx, const void *args, const gk_plan *pl
         if (g->bias->ndim == 2) p.bias_group = g->bias->stride[0];
     }
     p.vectors = vectors_of(p.f);
-    p.groups = {(const int32_t *)g->offs.data,   g->offs.stride[0], BY_K ? p.k : p.m, (int)g->offs.shape[0], p.m,
-                (int)gk_ceil_div(p.n, Tile::BN), ctx->error_word};
-    const int64_t blocks = gk_min_i64(plan->tasks, (int64_t)gk_gpu_of(ctx->index)->num_sms * Tile::PER_SM);
-    return launch<grouped_gemm_sm80_kernel<T, BY_K, MODE>>("grouped_gemm", ctx, dim3((unsigned)blocks), Tile::THREADS,
-                                                           Smem<T, Tile, MODE>::BYTES, p);
+    p.groups = {(const int32_t *)g->offs.data,
+                g->offs.stride[0],
+                BY_K ? p.k : p.m,
+                (int)g->offs.shape[0],
+                p.m,
+                (int)gk_ceil_div(p.n, Tile::BN),
+                ctx->error_word};
+    const int64_t blocks =
+        gk_min_i64(plan->tasks, (int64_t)gk_gpu_of(ctx->index)->num_sms * Tile::PER_SM);
+    return launch<grouped_gemm_sm80_kernel<T, BY_K, MODE>>(
+        "grouped_gemm", ctx, dim3((unsigned)blocks), Tile::THREADS, Smem<T, Tile, MODE>::BYTES, p);
 }
 
 #define ROW(name, T, by_k, mode)                             \
@@ -144,14 +169,15 @@ gk_status run_grouped(const gk_context *ctx, const void *args, const gk_plan *pl
      run_grouped<T, by_k, mode>,                             \
      {by_k, mode, Smem<T, TileOf<mode>::type, mode>::BYTES}, \
      NULL}
-#define ROWS(name, T)                                                                                       \
-    ROW(name "_128x128", T, false, 0), ROW(name "_128x128_n", T, false, B_ALONG_N),                         \
-        ROW(name "_128x128_k", T, true, A_ALONG_M | B_ALONG_N), ROW("any_" name "_128x128", T, false, ANY), \
+#define ROWS(name, T)                                                               \
+    ROW(name "_128x128", T, false, 0), ROW(name "_128x128_n", T, false, B_ALONG_N), \
+        ROW(name "_128x128_k", T, true, A_ALONG_M | B_ALONG_N),                     \
+        ROW("any_" name "_128x128", T, false, ANY),                                 \
         ROW("any_" name "_128x128_k", T, true, ANY | A_ALONG_M | B_ALONG_N)
 
 const gk_cuda_instance instances[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half)};
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_grouped_gemm_sm80_table = {instances, sizeof instances / sizeof instances[0], 80,
-                                                             NULL};
+extern "C" const gk_cuda_table gk_grouped_gemm_sm80_table = {
+    instances, sizeof instances / sizeof instances[0], 80, NULL};

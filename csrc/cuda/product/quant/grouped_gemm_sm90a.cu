@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* grouped_gemm on Hopper: WGMMA of bfloat16 and float16, fed by TMA, in one launch that reads where groups end itself (grouped.cuh).
+/* grouped_gemm on Hopper: WGMMA of bfloat16 and float16, fed by TMA, in one launch that reads where
+ * groups end itself (grouped.cuh).
  *
  *   groups of rows   out[rows of g] = activation(a[rows of g] b[g] + bias)      a K-major; b[g] K-major or N-major
  *   groups of k      out[g] = activation(a[:, k of g] b[k of g] + bias)         a M-major, b N-major, misaligned k too
  *
- * Not here: K = 0, other layouts, rows that TMA cannot read, over 1024 groups, float32 (grouped_gemm_plain), 8 bits
- * (grouped_gemm_fp8_sm90a). */
+ * Not here: K = 0, other layouts, rows that TMA cannot read, over 1024 groups, float32
+ * (grouped_gemm_plain), 8 bits (grouped_gemm_fp8_sm90a). */
 #include "grouped.cuh"
 
 namespace {
@@ -16,15 +17,17 @@ template <class T, bool BY_K_, bool ALONG_N_> struct Kind : GroupedTile<2, BY_K_
     typedef typename Tile::TileB B;
     typedef tma_ring<Tile::STAGES> Ring;
 
-    static __device__ __forceinline__ void prepare(const Params &, const Work<Kind> &, int, float *) {}
+    static __device__ __forceinline__ void prepare(const Params &, const Work<Kind> &, int,
+                                                   float *) {}
 
     /* COUNT blocks of 64 rows of a warpgroup, one step under way while the next is issued. */
     template <int COUNT>
-    static __device__ __forceinline__ void multiply(Ring &ring, smem_addr ring_s, float (&sum)[COUNT][64],
-                                                    const Work<Kind> &x, int pair) {
+    static __device__ __forceinline__ void
+    multiply(Ring &ring, smem_addr ring_s, float (&sum)[COUNT][64], const Work<Kind> &x, int pair) {
         const int warpgroup = threadIdx.x / 128 - 1;
 #pragma unroll
-        for (int i = 0; i < COUNT * 64; ++i) sum[i / 64][i % 64] = 0; /* what a group without k has */
+        /* what a group without k has */
+        for (int i = 0; i < COUNT * 64; ++i) sum[i / 64][i % 64] = 0;
         for (int step = 0; step < x.steps; ++step) {
             ring.wait_full();
             const smem_addr a_s = ring_s + ring.stage * Tile::STAGE_BYTES + warpgroup * A::bytes,
@@ -39,7 +42,8 @@ template <class T, bool BY_K_, bool ALONG_N_> struct Kind : GroupedTile<2, BY_K_
 #pragma unroll
                 for (int m = 0; m < COUNT; ++m)
                     wgmma_ss<T, Tile::BN, Tile::ALONG_M, Tile::ALONG_N>(
-                        sum[m], wgmma_descriptor_add(a_first, 2 * m * A::bytes + kk * A::step_bytes),
+                        sum[m],
+                        wgmma_descriptor_add(a_first, 2 * m * A::bytes + kk * A::step_bytes),
                         wgmma_descriptor_add(b_first, kk * B::step_bytes), true);
             wgmma_commit_group();
             wgmma_wait_group<1>(); /* the step before has read its stage */
@@ -52,11 +56,12 @@ template <class T, bool BY_K_, bool ALONG_N_> struct Kind : GroupedTile<2, BY_K_
     }
 
     template <int COUNT>
-    static __device__ __forceinline__ void take(const Params &p, Ring &ring, smem_addr ring_s, const Work<Kind> &x,
-                                                int col0, const float *) {
+    static __device__ __forceinline__ void take(const Params &p, Ring &ring, smem_addr ring_s,
+                                                const Work<Kind> &x, int col0, const float *) {
         float sum[COUNT][64];
         multiply<COUNT>(ring, ring_s, sum, x, p.pair);
-        const unsigned thread = mov_tid_x(); /* asked anew: no register keeps it over the products */
+        /* asked anew: no register keeps it over the products */
+        const unsigned thread = mov_tid_x();
 #pragma unroll
         for (int m = 0; m < COUNT; ++m) {
             const WarpRows rows = warp_rows<Kind>(p, x, m, thread);
@@ -72,20 +77,30 @@ bool plan_16(const gk_cuda_instance *row, const gk_context *, const void *args, 
     return grouped_fits((const gk_grouped_gemm_args *)args, row->key[0], row->key[1], plan);
 }
 
-template <class K> gk_status run_16(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
+template <class K>
+gk_status run_16(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
     Params p = {};
     return run_grouped<K>(ctx, (const gk_grouped_gemm_args *)args, plan, p);
 }
 
-#define ROWS(name, dtype, T)                                                                                     \
-    {"grouped_gemm_sm90a_" name "_256x128", dtype, plan_16, run_16<Kind<T, false, false>>, {0, 0}, NULL},        \
-        {"grouped_gemm_sm90a_" name "_256x128_n", dtype, plan_16, run_16<Kind<T, false, true>>, {0, 1}, NULL}, { \
-        "grouped_gemm_sm90a_" name "_256x128_k", dtype, plan_16, run_16<Kind<T, true, true>>, {1, 1}, NULL       \
+#define ROWS(name, dtype, T)                                                                  \
+    {"grouped_gemm_sm90a_" name "_256x128", dtype,  plan_16,                                  \
+     run_16<Kind<T, false, false>>,         {0, 0}, NULL},                                    \
+        {"grouped_gemm_sm90a_" name "_256x128_n",                                             \
+         dtype,                                                                               \
+         plan_16,                                                                             \
+         run_16<Kind<T, false, true>>,                                                        \
+         {0, 1},                                                                              \
+         NULL},                                                                               \
+    {                                                                                         \
+        "grouped_gemm_sm90a_" name "_256x128_k", dtype, plan_16, run_16<Kind<T, true, true>>, \
+            {1, 1}, NULL                                                                      \
     }
 
-const gk_cuda_instance instances[] = {ROWS("bf16", GK_BF16, __nv_bfloat16), ROWS("f16", GK_F16, __half)};
+const gk_cuda_instance instances[] = {ROWS("bf16", GK_BF16, __nv_bfloat16),
+                                      ROWS("f16", GK_F16, __half)};
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_grouped_gemm_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
-                                                              NULL};
+extern "C" const gk_cuda_table gk_grouped_gemm_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, NULL};

@@ -1,17 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* groups.cuh: the tiles of a grouped product, found on the device from where its groups end.
  *
- * A task is the tile, or the `pair` tiles side by side, that a cluster of blocks takes. Tasks are numbered group by group, and a block
- * scans the ends once, into shared memory, and then finds each task by a binary search:
+ * A task is the tile, or the `pair` tiles side by side, that a cluster of blocks takes. Tasks are
+ * numbered group by group, and a block scans the ends once, into shared memory, and then finds each
+ * task by a binary search:
  *
  *   ends       300      300      1000     of rows, tiles of up to 256, 2 tasks across, M = 1100
  *   begin   0  300      300      1000
  *   first   0  4        4        10  12   where a group's tasks begin; behind the groups, rows of none, which become zeros
  *
- * A group's tiles are of equal height, a multiple of 64, so that none is nearly empty. Within a group tasks run as in order.cuh: up to
- * GROUPED_ROWS tiles that share columns of b one behind the other. Clusters take tasks in turn, so where the number of clusters and that
- * of a group's tiles have a divisor a cluster would meet the last tiles of all groups, or none: which tile of a column comes first
- * changes from turn to turn.
+ * A group's tiles are of equal height, a multiple of 64, so that none is nearly empty. Within a
+ * group tasks run as in order.cuh: up to GROUPED_ROWS tiles that share columns of b one behind the
+ * other. Clusters take tasks in turn, so where the number of clusters and that of a group's tiles
+ * have a divisor a cluster would meet the last tiles of all groups, or none: which tile of a column
+ * comes first changes from turn to turn.
  * Ends that decrease or pass the last row are clamped and reported. */
 #ifndef GPUKERN_CUDA_QUANT_GROUPS_CUH
 #define GPUKERN_CUDA_QUANT_GROUPS_CUH
@@ -45,8 +47,10 @@ template <bool BY_K, int BM> __device__ __forceinline__ int tasks_of(const Group
 }
 
 /* One warp, all lanes: each has some neighbouring groups. */
-template <bool BY_K, int BM> __device__ __forceinline__ void list_groups(const Groups &x, GroupList &list, int lane) {
-    const int each = (x.count + 31) / 32, from = min(lane * each, x.count), to = min(from + each, x.count);
+template <bool BY_K, int BM>
+__device__ __forceinline__ void list_groups(const Groups &x, GroupList &list, int lane) {
+    const int each = (x.count + 31) / 32, from = min(lane * each, x.count),
+              to = min(from + each, x.count);
     const int total = (int)x.total;
     int most = 0;
 #pragma unroll 4
@@ -78,14 +82,18 @@ template <bool BY_K, int BM> __device__ __forceinline__ void list_groups(const G
     if (lane == 31) {
         const int rest = BY_K ? 0 : tasks_of<false, BM>(x, total - min(most, total));
         list.begin[0] = 0;
-        list.first[x.count] = before + tasks, list.first[x.count + 1] = before + tasks + rest;
+        list.first[x.count] = before + tasks;
+        list.first[x.count + 1] = before + tasks + rest;
     }
 }
 
-__device__ __forceinline__ int tasks_in(const Groups &x, const GroupList &list) { return list.first[x.count + 1]; }
+__device__ __forceinline__ int tasks_in(const Groups &x, const GroupList &list) {
+    return list.first[x.count + 1];
+}
 
 template <bool BY_K, int BM>
-__device__ __forceinline__ Task find_task(const Groups &x, const GroupList &list, int task, int clusters) {
+__device__ __forceinline__ Task find_task(const Groups &x, const GroupList &list, int task,
+                                          int clusters) {
     int low = 0, high = x.count; /* first[low] <= task < first[high + 1] */
     while (low < high) {
         const int middle = (low + high + 1) / 2;
@@ -97,8 +105,10 @@ __device__ __forceinline__ Task find_task(const Groups &x, const GroupList &list
     const int begin = list.begin[low], end = low < x.count ? list.begin[low + 1] : (int)x.total;
     const int rows = BY_K ? x.m : end - begin, tiles = tiles_in<BM>(rows);
     const int height = ((rows + tiles - 1) / tiles + 63) / 64 * 64;
-    const int in_group = task - list.first[low], strip = in_group / (GROUPED_ROWS * x.across) * GROUPED_ROWS;
-    const int rest = in_group - strip * x.across, down = min(GROUPED_ROWS, tiles - strip), col = rest / down;
+    const int in_group = task - list.first[low],
+              strip = in_group / (GROUPED_ROWS * x.across) * GROUPED_ROWS;
+    const int rest = in_group - strip * x.across, down = min(GROUPED_ROWS, tiles - strip),
+              col = rest / down;
     const int turn = (task - rest + col * down) / clusters; /* of the column's first task */
     const int row = (strip + (rest - col * down + turn) % down) * height;
     return {low, begin, end, row, min(row + height, rows), col};

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* load_bits.cuh: scales and biases of several dtypes, read so that no load waits for another. A choice of the width beside each load makes two
- * loads into one register, of which the second waits for the first; here the choice stands around all of them, and values are made of bits
- * where they are used. */
+/* load_bits.cuh: scales and biases of several dtypes, read so that no load waits for another. A
+ * choice of the width beside each load makes two loads into one register, of which the second waits
+ * for the first; here the choice stands around all of them, and values are made of bits where they
+ * are used. */
 #ifndef GPUKERN_CUDA_QUANT_LOAD_BITS_CUH
 #define GPUKERN_CUDA_QUANT_LOAD_BITS_CUH
 
@@ -19,7 +20,8 @@ __device__ __forceinline__ void load_bits_as(uint32_t (&bits)[N], const void *da
 
 /* bits[i] of element at(i), or 0 where at(i) is negative; log2: of an element's bytes. */
 template <int N, class At>
-__device__ __forceinline__ void load_bits(uint32_t (&bits)[N], const void *data, int log2, const At &at) {
+__device__ __forceinline__ void load_bits(uint32_t (&bits)[N], const void *data, int log2,
+                                          const At &at) {
     if (log2 == 2)
         load_bits_as<uint32_t>(bits, data, at);
     else if (log2 == 1)
@@ -28,9 +30,11 @@ __device__ __forceinline__ void load_bits(uint32_t (&bits)[N], const void *data,
         load_bits_as<uint8_t>(bits, data, at);
 }
 
-/* float32 or powers of two in a byte: the checks of products take no other scales of operands of 8 bits. No scales: 1. */
+/* float32 or powers of two in a byte: the checks of products take no other scales of operands of 8
+ * bits. No scales: 1. */
 template <int N, class At>
-__device__ __forceinline__ void load_scale_bits(uint32_t (&bits)[N], const gk_scales &s, const At &at) {
+__device__ __forceinline__ void load_scale_bits(uint32_t (&bits)[N], const gk_scales &s,
+                                                const At &at) {
     if (!s.data) {
 #pragma unroll
         for (int i = 0; i < N; ++i) bits[i] = __float_as_uint(1.f);
@@ -50,14 +54,16 @@ __device__ __forceinline__ int64_t scale_at(const gk_scales &s, int row, int col
 }
 
 /* Biases: float32 or of 16 bits. */
-template <int N, class At> __device__ __forceinline__ void load_bias(float (&bias)[N], const Finish &f, const At &at) {
+template <int N, class At>
+__device__ __forceinline__ void load_bias(float (&bias)[N], const Finish &f, const At &at) {
     uint32_t bits[N];
     if (!f.bias) {
 #pragma unroll
         for (int i = 0; i < N; ++i) bias[i] = -0.f; /* -0 + x is x */
         return;
     }
-    load_bits(bits, f.bias, f.bias_dtype == GK_F32 ? 2 : 1, [&](int i) { return at(i) * f.bias_step; });
+    load_bits(bits, f.bias, f.bias_dtype == GK_F32 ? 2 : 1,
+              [&](int i) { return at(i) * f.bias_step; });
 #pragma unroll
     for (int i = 0; i < N; ++i)
         bias[i] = f.bias_dtype == GK_F32    ? __uint_as_float(bits[i])

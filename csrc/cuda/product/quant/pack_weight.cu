@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* pack_weight, unpack_weight: codes [N, K] to tiles (csrc/formats/weight_tile.h) and back. A thread of packing makes one byte of a tile, one of
- * unpacking reads one code. Done once for a weight: bandwidth is not the point. */
+/* pack_weight, unpack_weight: codes [N, K] to tiles (csrc/formats/weight_tile.h) and back. A thread
+ * of packing makes one byte of a tile, one of unpacking reads one code. Done once for a weight:
+ * bandwidth is not the point. */
 #include "weight.cuh"
 
 namespace {
@@ -18,15 +19,25 @@ __device__ __forceinline__ int2 place_of(bool is_4_bit, int bit) {
     int thread, s, j, h, i;
     if (is_4_bit) {
         const int nibble = inside / 4;
-        thread = word / 4, s = word % 4, h = nibble & 1, j = nibble >> 1 & 1, i = nibble >> 2;
+        thread = word / 4;
+        s = word % 4;
+        h = nibble & 1;
+        j = nibble >> 1 & 1;
+        i = nibble >> 2;
     } else {
         const int byte = inside / 8, high = word / 512;
-        thread = word / 4 % 128, s = 2 * high + (word >> 1 & 1), j = word & 1, h = byte >> 1, i = byte & 1;
+        thread = word / 4 % 128;
+        s = 2 * high + (word >> 1 & 1);
+        j = word & 1;
+        h = byte >> 1;
+        i = byte & 1;
     }
-    return make_int2(16 * (thread / 32) + thread % 32 / 4 + 8 * h, 16 * s + 8 * j + 2 * (thread % 4) + i);
+    return make_int2(16 * (thread / 32) + thread % 32 / 4 + 8 * h,
+                     16 * s + 8 * j + 2 * (thread % 4) + i);
 }
 
-__device__ __forceinline__ uint32_t code_of(const PackParams &p, int64_t tile_n, int64_t tile_k, int bit) {
+__device__ __forceinline__ uint32_t code_of(const PackParams &p, int64_t tile_n, int64_t tile_k,
+                                            int bit) {
     const int2 at = place_of(p.is_4_bit, bit);
     const int64_t n = tile_n * GK_TILE + at.x, k = tile_k * GK_TILE + at.y;
     return n < p.n && k < p.k ? p.q[n * p.step_n + k * p.step_k] : 0;
@@ -52,8 +63,8 @@ gk_status run_pack(const gk_context *ctx, const void *args, const gk_plan *, voi
                           x->q.stride[1],
                           x->packed.shape[1],
                           gk_is_4_bit(x->format)};
-    return launch<pack_kernel>("pack_weight", ctx, dim3((unsigned)(x->packed.shape[0] * x->packed.shape[1])), 256, 0,
-                               p);
+    return launch<pack_kernel>(
+        "pack_weight", ctx, dim3((unsigned)(x->packed.shape[0] * x->packed.shape[1])), 256, 0, p);
 }
 
 struct UnpackParams {
@@ -63,7 +74,8 @@ struct UnpackParams {
 };
 
 __global__ void __launch_bounds__(256) unpack_kernel(UnpackParams p) {
-    for (int64_t e = (int64_t)blockIdx.x * 256 + threadIdx.x; e < p.n * p.k; e += (int64_t)gridDim.x * 256) {
+    for (int64_t e = (int64_t)blockIdx.x * 256 + threadIdx.x; e < p.n * p.k;
+         e += (int64_t)gridDim.x * 256) {
         const uint32_t code = weight_code(p.w, e / p.k, e % p.k);
         p.q[e] = (uint8_t)(p.w.format == GK_INT4 ? (code ^ 8) - 8 : code);
     }
@@ -72,10 +84,14 @@ __global__ void __launch_bounds__(256) unpack_kernel(UnpackParams p) {
 gk_status run_unpack(const gk_context *ctx, const void *args, const gk_plan *, void *) {
     const gk_unpack_weight_args *x = (const gk_unpack_weight_args *)args;
     UnpackParams p = {};
-    p.w.packed = (const uint8_t *)x->packed.data, p.w.tile_row = x->packed.stride[0],
+    p.w.packed = (const uint8_t *)x->packed.data;
+    p.w.tile_row = x->packed.stride[0];
     p.w.tile_col = x->packed.stride[1];
-    p.w.format = x->format, p.w.is_4_bit = gk_is_4_bit(x->format);
-    p.q = (uint8_t *)x->q.data, p.n = x->n, p.k = x->k;
+    p.w.format = x->format;
+    p.w.is_4_bit = gk_is_4_bit(x->format);
+    p.q = (uint8_t *)x->q.data;
+    p.n = x->n;
+    p.k = x->k;
     const dim3 grid((unsigned)gk_min_i64(gk_ceil_div(x->n * x->k, 256), 1 << 16));
     return launch<unpack_kernel>("unpack_weight", ctx, grid, 256, 0, p);
 }
@@ -89,5 +105,7 @@ const gk_cuda_instance unpacks[] = {{"unpack_weight_u8", GK_U8, plan_any, run_un
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_pack_weight_table = {packs, sizeof packs / sizeof packs[0], 80, NULL};
-extern "C" const gk_cuda_table gk_unpack_weight_table = {unpacks, sizeof unpacks / sizeof unpacks[0], 80, NULL};
+extern "C" const gk_cuda_table gk_pack_weight_table = {packs, sizeof packs / sizeof packs[0], 80,
+                                                       NULL};
+extern "C" const gk_cuda_table gk_unpack_weight_table = {
+    unpacks, sizeof unpacks / sizeof unpacks[0], 80, NULL};

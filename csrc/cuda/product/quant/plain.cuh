@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* plain.cuh: a tile of a quantised product on every GPU, of any shape and strides: both operands are decoded into shared memory as
- * floats, PLAIN_K of k at a time, 64 x 64 results a block, 4 x 4 a thread. Sums of such a stretch are exact for int8; they join int32
- * sums, or float32 ones times the scales of the block of k they lie in. */
+/* plain.cuh: a tile of a quantised product on every GPU, of any shape and strides: both operands
+ * are decoded into shared memory as floats, PLAIN_K of k at a time, 64 x 64 results a block, 4 x 4
+ * a thread. Sums of such a stretch are exact for int8; they join int32 sums, or float32 ones times
+ * the scales of the block of k they lie in. */
 #ifndef GPUKERN_CUDA_QUANT_PLAIN_CUH
 #define GPUKERN_CUDA_QUANT_PLAIN_CUH
 
@@ -17,10 +18,12 @@ struct PlainProduct {
     bool exact, along_k;
 };
 
-/* Rows [row0, row_end) of at most 64, columns from col0 on, over k [k_begin, k_end). b(k, column) reads the other operand. */
+/* Rows [row0, row_end) of at most 64, columns from col0 on, over k [k_begin, k_end). b(k, column)
+ * reads the other operand. */
 template <class ReadB>
-__device__ __forceinline__ void plain_tile(const PlainProduct &p, const ReadB &b, int64_t row0, int64_t row_end,
-                                           int64_t col0, int64_t k_begin, int64_t k_end) {
+__device__ __forceinline__ void plain_tile(const PlainProduct &p, const ReadB &b, int64_t row0,
+                                           int64_t row_end, int64_t col0, int64_t k_begin,
+                                           int64_t k_end) {
     __shared__ float a_s[PLAIN_K][PLAIN_TILE + 1], b_s[PLAIN_K][PLAIN_TILE + 1];
     const int tr = threadIdx.x / 16, tc = threadIdx.x % 16; /* rows tr + 16 i, columns tc + 16 j */
     float sum[4][4] = {};
@@ -30,8 +33,9 @@ __device__ __forceinline__ void plain_tile(const PlainProduct &p, const ReadB &b
         for (int i = threadIdx.x; i < PLAIN_TILE * PLAIN_K; i += 256) {
             const int k = i % PLAIN_K, x = i / PLAIN_K;
             const bool in_k = k0 + k < k_end;
-            a_s[k][x] =
-                in_k && row0 + x < row_end ? load_any(p.a, p.a_dtype, (row0 + x) * p.a_m + (k0 + k) * p.a_k) : 0.f;
+            a_s[k][x] = in_k && row0 + x < row_end
+                            ? load_any(p.a, p.a_dtype, (row0 + x) * p.a_m + (k0 + k) * p.a_k)
+                            : 0.f;
             b_s[k][x] = in_k && col0 + x < p.n ? b(k0 + k, col0 + x) : 0.f;
         }
         __syncthreads();
@@ -41,16 +45,19 @@ __device__ __forceinline__ void plain_tile(const PlainProduct &p, const ReadB &b
 #pragma unroll
             for (int i = 0; i < 4; ++i)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) part[i][j] = fmaf(a_s[k][tr + 16 * i], b_s[k][tc + 16 * j], part[i][j]);
+                for (int j = 0; j < 4; ++j)
+                    part[i][j] = fmaf(a_s[k][tr + 16 * i], b_s[k][tc + 16 * j], part[i][j]);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const int64_t row = min(row0 + tr + 16 * i, row_end - 1), col = min(col0 + tc + 16 * j, p.n - 1);
+                const int64_t row = min(row0 + tr + 16 * i, row_end - 1),
+                              col = min(col0 + tc + 16 * j, p.n - 1);
                 if (p.exact)
                     whole[i][j] += (int)part[i][j];
                 else if (p.along_k)
-                    sum[i][j] = fmaf(part[i][j] * scale_of(p.sa, row, k0), scale_of(p.sb, k0, col), sum[i][j]);
+                    sum[i][j] = fmaf(part[i][j] * scale_of(p.sa, row, k0), scale_of(p.sb, k0, col),
+                                     sum[i][j]);
                 else
                     sum[i][j] += part[i][j];
             }
@@ -82,15 +89,19 @@ template <class ReadB> struct PlainParams {
     ReadB b;
 };
 
-template <class ReadB> __global__ void __launch_bounds__(256) product_plain_kernel(PlainParams<ReadB> x) {
+template <class ReadB>
+__global__ void __launch_bounds__(256) product_plain_kernel(PlainParams<ReadB> x) {
     const int64_t row0 = (int64_t)blockIdx.y * PLAIN_TILE;
-    plain_tile(x.p, x.b, row0, min(row0 + PLAIN_TILE, x.p.m), (int64_t)blockIdx.x * PLAIN_TILE, 0, x.p.k);
+    plain_tile(x.p, x.b, row0, min(row0 + PLAIN_TILE, x.p.m), (int64_t)blockIdx.x * PLAIN_TILE, 0,
+               x.p.k);
 }
 
 inline bool plain_in_grid(int64_t m) { return m <= (int64_t)PLAIN_TILE * 65535; }
 
-template <class ReadB> gk_status start_plain(const gk_context *ctx, const char *op, const PlainParams<ReadB> &x) {
-    const dim3 grid((unsigned)gk_ceil_div(x.p.n, PLAIN_TILE), (unsigned)gk_ceil_div(x.p.m, PLAIN_TILE));
+template <class ReadB>
+gk_status start_plain(const gk_context *ctx, const char *op, const PlainParams<ReadB> &x) {
+    const dim3 grid((unsigned)gk_ceil_div(x.p.n, PLAIN_TILE),
+                    (unsigned)gk_ceil_div(x.p.m, PLAIN_TILE));
     return launch<product_plain_kernel<ReadB>>(op, ctx, grid, 256, 0, x);
 }
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* product.cuh: what the CUDA kernels of quantised products share: scales, and the way from a sum to the result. */
+/* product.cuh: what the CUDA kernels of quantised products share: scales, and the way from a sum to
+ * the result. */
 #ifndef GPUKERN_CUDA_QUANT_PRODUCT_CUH
 #define GPUKERN_CUDA_QUANT_PRODUCT_CUH
 
@@ -20,8 +21,8 @@ __device__ __forceinline__ float scale_of(const gk_scales &s, int64_t row, int64
     return scale_value(s.data, s.dtype, (row >> s.row_log2) * s.row + (col >> s.col_log2) * s.col);
 }
 
-/* A sum times two scales, one after the other. The product of the scales alone may overflow where the sum is 0 or small,
- * and underflow where it is large. */
+/* A sum times two scales, one after the other. The product of the scales alone may overflow where
+ * the sum is 0 or small, and underflow where it is large. */
 __device__ __forceinline__ float times_scales(float sum, float a, float b) { return sum * a * b; }
 
 __device__ __forceinline__ float load_any(const void *data, gk_dtype dtype, int64_t at) {
@@ -48,7 +49,8 @@ __device__ __forceinline__ float finish(const Finish &f, int64_t row, int64_t co
     return f.out_scale ? __fdiv_rn(x, *f.out_scale) : x;
 }
 
-template <class Codes> __device__ __forceinline__ void store_value(const Finish &f, int64_t row, int64_t col, float x) {
+template <class Codes>
+__device__ __forceinline__ void store_value(const Finish &f, int64_t row, int64_t col, float x) {
     const int64_t at = row * f.out_row + col;
     if (f.out_dtype == GK_F32) {
         ((float *)f.out)[at] = x;
@@ -63,16 +65,29 @@ template <class Codes> __device__ __forceinline__ void store_value(const Finish 
 }
 
 inline int64_t step_of(const gk_tensor *t, int from_end) {
-    return t->ndim < from_end || t->shape[t->ndim - from_end] == 1 ? 0 : t->stride[t->ndim - from_end];
+    return t->ndim < from_end || t->shape[t->ndim - from_end] == 1 ? 0
+                                                                   : t->stride[t->ndim - from_end];
 }
 
-inline Finish finish_of(const gk_tensor &out, const gk_tensor *bias, const gk_tensor *c, double beta,
-                        const gk_tensor *out_scale, gk_activation activation) {
+inline Finish finish_of(const gk_tensor &out, const gk_tensor *bias, const gk_tensor *c,
+                        double beta, const gk_tensor *out_scale, gk_activation activation) {
     Finish f = {};
-    f.out = out.data, f.out_row = out.ndim > 1 ? out.stride[out.ndim - 2] : 0, f.out_dtype = out.dtype;
-    if (bias) f.bias = bias->data, f.bias_dtype = bias->dtype, f.bias_step = bias->stride[0];
-    if (c && beta != 0) f.c = c->data, f.c_dtype = c->dtype, f.c_row = step_of(c, 2), f.c_col = step_of(c, 1);
-    f.beta = (float)beta, f.activation = activation;
+    f.out = out.data;
+    f.out_row = out.ndim > 1 ? out.stride[out.ndim - 2] : 0;
+    f.out_dtype = out.dtype;
+    if (bias) {
+        f.bias = bias->data;
+        f.bias_dtype = bias->dtype;
+        f.bias_step = bias->stride[0];
+    }
+    if (c && beta != 0) {
+        f.c = c->data;
+        f.c_dtype = c->dtype;
+        f.c_row = step_of(c, 2);
+        f.c_col = step_of(c, 1);
+    }
+    f.beta = (float)beta;
+    f.activation = activation;
     f.out_scale = out_scale ? (const float *)out_scale->data : nullptr;
     return f;
 }

@@ -18,4 +18,5 @@ const gk_cuda_instance instances[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_quantize_table = {instances, sizeof instances / sizeof instances[0], 80, NULL};
+extern "C" const gk_cuda_table gk_quantize_table = {
+    instances, sizeof instances / sizeof instances[0], 80, NULL};

@@ -4,11 +4,13 @@
  *   scale = max(amax / q, 2^-126)   codes = saturate(round-even(x / scale))   of each block of gk_granularity
  *
  * x [..., M, K] float32 | bfloat16 | float16, any strides   codes, scale, sum contiguous
- * Blocks within a row (row, 1x128, 1x32): up to 16 warps share a row, a thread has 32 columns of it in registers; a longer row, where
- * a statistic needs all of it, is read again for each. 128x128: a block owns one, a thread 32 values. One scale for all: a first
- * kernel leaves an amax for each of its blocks; a second one reads them all, and x from its end on, which the L2 still has. An
+ * Blocks within a row (row, 1x128, 1x32): up to 16 warps share a row, a thread has 32 columns of it
+ * in registers; a longer row, where a statistic needs all of it, is read again for each. 128x128: a
+ * block owns one, a thread 32 values. One scale for all: a first kernel leaves an amax for each of
+ * its blocks; a second one reads them all, and x from its end on, which the L2 still has. An
  * RMSNorm whose scales span rows is first written as float32.
- * Workspace: amax of the first kernel's blocks; the RMSNorm in float32. Bandwidth bound: x once, with one scale for all twice. */
+ * Workspace: amax of the first kernel's blocks; the RMSNorm in float32. Bandwidth bound: x once,
+ * with one scale for all twice. */
 #ifndef GPUKERN_CUDA_QUANT_QUANTIZE_CUH
 #define GPUKERN_CUDA_QUANT_QUANTIZE_CUH
 
@@ -16,7 +18,7 @@
 
 namespace {
 
-/* ---- 1. blocks within a row ------------------------------------------------------------------------------ */
+/* ---- 1. blocks within a row ------------------------------------------------------------------ */
 /* A thread's place in a row. Its groups begin at columns col, col + pitch .. */
 template <class T> struct Row {
     int lane, pitch;
@@ -27,8 +29,10 @@ template <class T> struct Row {
     __device__ __forceinline__ explicit Row(const Params &p) {
         const int lanes = 32 * p.warps;
         const unsigned block = blockIdx.x / p.segments;
-        lane = threadIdx.x % lanes, pitch = lanes * VEC;
-        row = (int64_t)block * p.groups + threadIdx.x / lanes, is_row = row < p.rows;
+        lane = threadIdx.x % lanes;
+        pitch = lanes * VEC;
+        row = (int64_t)block * p.groups + threadIdx.x / lanes;
+        is_row = row < p.rows;
         first = (int64_t)(blockIdx.x - block * p.segments) * pitch * N + lane * VEC;
         x = (const T *)p.x.data + row_offset(p, p.x, row);
         more = p.more.data ? (const T *)p.more.data + row_offset(p, p.more, row) : nullptr;
@@ -41,27 +45,29 @@ template <class T> struct Row {
     }
 
     template <int FORM, class V>
-    __device__ __forceinline__ void make(const Params &p, int64_t col, bool keeps_sum, V (&v)[N]) const {
-        const Place<T> at = {x + col * p.x.col, more ? more + col * p.more.col : nullptr, pitch * p.x.col,
-                             pitch * p.more.col};
+    __device__ __forceinline__ void make(const Params &p, int64_t col, bool keeps_sum,
+                                         V (&v)[N]) const {
+        const Place<T> at = {x + col * p.x.col, more ? more + col * p.more.col : nullptr,
+                             pitch * p.x.col, pitch * p.more.col};
         T *const sum = p.sum && keeps_sum ? (T *)p.sum + row * p.k + col : nullptr;
         make_groups<FORM>(p, at, [&](int n) { return left(p, col, n); }, v, sum, pitch);
     }
 
     template <class W>
-    __device__ __forceinline__ void multiply(const Params &p, int64_t col, float rstd, const W *weight,
-                                             Group<float> (&v)[N]) const {
+    __device__ __forceinline__ void multiply(const Params &p, int64_t col, float rstd,
+                                             const W *weight, Group<float> (&v)[N]) const {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             Group<W> w[1];
-            load_groups(w, weight + (col + n * pitch) * p.weight_step, 0, p.weight_step, p.weight_vec,
-                        [&](int) { return left(p, col, n); });
+            load_groups(w, weight + (col + n * pitch) * p.weight_step, 0, p.weight_step,
+                        p.weight_vec, [&](int) { return left(p, col, n); });
 #pragma unroll
             for (int i = 0; i < VEC; ++i) v[n].v[i] = v[n].v[i] * rstd * w[0].get(i);
         }
     }
     /* A norm's values of its row. */
-    __device__ __forceinline__ void norm(const Params &p, int64_t col, float rstd, Group<float> (&v)[N]) const {
+    __device__ __forceinline__ void norm(const Params &p, int64_t col, float rstd,
+                                         Group<float> (&v)[N]) const {
         if (!p.weight) {
 #pragma unroll
             for (int n = 0; n < N; ++n)
@@ -78,7 +84,8 @@ template <class T> struct Row {
         return 1.f / sqrtf(sum_of_warps(squares, place, p.warps) / (float)p.k + p.eps);
     }
     /* The scale of a whole row, or tensor, from amax of the thread's values. */
-    __device__ __forceinline__ Quotient by_row(const Params &p, uint32_t most, uint32_t *place) const {
+    __device__ __forceinline__ Quotient by_row(const Params &p, uint32_t most,
+                                               uint32_t *place) const {
         if (!p.given) most = max_of_warps(most, place, p.warps);
         if (!is_row) return {};
         return Quotient::by(scale_at(p, p.granularity == GK_PER_ROW ? row : 0, most, lane == 0));
@@ -86,7 +93,8 @@ template <class T> struct Row {
 
     /* Codes by one scale, codes by a scale for each 128 or 32 columns, or values. */
     template <class Codes, int FORM, class V>
-    __device__ __forceinline__ void store(const Params &p, int64_t col, const V (&v)[N], const Quotient &by) const {
+    __device__ __forceinline__ void store(const Params &p, int64_t col, const V (&v)[N],
+                                          const Quotient &by) const {
         const int64_t to = row * p.k + col;
         if (FORM == MADE && p.values) {
 #pragma unroll
@@ -98,13 +106,15 @@ template <class T> struct Row {
             }
         } else if (p.granularity <= GK_PER_ROW) {
 #pragma unroll
-            for (int n = 0; n < N; ++n) store_codes<Codes>(p, p.codes + to + n * pitch, left(p, col, n), v[n], by);
+            for (int n = 0; n < N; ++n)
+                store_codes<Codes>(p, p.codes + to + n * pitch, left(p, col, n), v[n], by);
         } else {
             const int log2 = p.granularity == GK_PER_1X128 ? 7 : 5;
             const int64_t across = (p.k + (1 << log2) - 1) >> log2;
 #pragma unroll
             for (int n = 0; n < N; ++n) {
-                uint32_t bits = amax_bits(v[n]); /* of the 16 or 4 neighbours that share the block */
+                /* of the 16 or 4 neighbours that share the block */
+                uint32_t bits = amax_bits(v[n]);
                 bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, 1));
                 bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, 2));
                 if (log2 == 7) {
@@ -113,7 +123,8 @@ template <class T> struct Row {
                 }
                 const int64_t at = col + n * pitch;
                 if (left(p, col, n) <= 0) continue;
-                const float scale = scale_at(p, row * across + (at >> log2), bits, (at & ((1 << log2) - 1)) == 0);
+                const float scale =
+                    scale_at(p, row * across + (at >> log2), bits, (at & ((1 << log2) - 1)) == 0);
                 const bool power = log2 == 5 && !p.given;
                 store_codes<Codes>(p, p.codes + to + n * pitch, left(p, col, n), v[n],
                                    power ? Quotient::by_power(scale) : Quotient::by(scale),
@@ -138,8 +149,11 @@ template <class V> __device__ __forceinline__ uint32_t amax_of(const V (&v)[N]) 
     return most;
 }
 
-/* Granularities up to this one have a scale for a row at least: of one scale for all it is given, or all is one row. */
-__device__ __forceinline__ bool by_rows(const Params &p) { return p.granularity <= GK_PER_ROW && !p.values; }
+/* Granularities up to this one have a scale for a row at least: of one scale for all it is given,
+ * or all is one row. */
+__device__ __forceinline__ bool by_rows(const Params &p) {
+    return p.granularity <= GK_PER_ROW && !p.values;
+}
 
 template <class T, class Codes, int FORM>
 __global__ void __launch_bounds__(32 * MOST_WARPS) quantize_rows_kernel(Params p) {
@@ -149,14 +163,16 @@ __global__ void __launch_bounds__(32 * MOST_WARPS) quantize_rows_kernel(Params p
     typename values_of<FORM, T>::type v[N];
     row.template make<FORM>(p, row.first, true, v);
     if constexpr (FORM != PLAIN)
-        if (p.what == GK_QUANTIZE_RMS_NORM) row.norm(p, row.first, row.rstd_of(p, squares_of(v), sums), v);
+        if (p.what == GK_QUANTIZE_RMS_NORM)
+            row.norm(p, row.first, row.rstd_of(p, squares_of(v), sums), v);
     Quotient by = {};
     if (by_rows(p)) by = row.by_row(p, p.given ? 0 : amax_of(v), peaks);
     row.template store<Codes, FORM>(p, row.first, v, by);
 }
 
 /* Rows too long for registers: read for the norm, for amax and for codes. */
-template <class T, class Codes> __global__ void __launch_bounds__(32 * MOST_WARPS) quantize_walk_kernel(Params p) {
+template <class T, class Codes>
+__global__ void __launch_bounds__(32 * MOST_WARPS) quantize_walk_kernel(Params p) {
     __shared__ uint32_t peaks[MOST_WARPS];
     __shared__ float sums[MOST_WARPS];
     const Row<T> row(p);
@@ -193,37 +209,48 @@ template <class T, class Codes> __global__ void __launch_bounds__(32 * MOST_WARP
     }
 }
 
-/* ---- 2. blocks of 128 x 128 ------------------------------------------------------------------------------ */
+/* ---- 2. blocks of 128 x 128 ------------------------------------------------------------------ */
 constexpr int BLOCK_THREADS = GK_SCALE_BLOCK / VEC * GK_SCALE_BLOCK / N;
 
 template <class T, class Codes, int FORM>
 __global__ void __launch_bounds__(BLOCK_THREADS, sizeof(T) == 4  ? 1
                                                  : FORM == PLAIN ? 3
-                                                                 : 2) quantize_blocks_kernel(Params p) {
+                                                                 : 2)
+    quantize_blocks_kernel(Params p) {
     __shared__ uint32_t peaks[MOST_WARPS];
-    constexpr int APART = GK_SCALE_BLOCK / N, ACROSS = GK_SCALE_BLOCK / VEC; /* rows between a thread's groups */
-    const unsigned down = blockIdx.x / p.segments, across = blockIdx.x - down * p.segments, matrix = down / p.tiles;
-    const int64_t in_matrix = (int64_t)(down - matrix * p.tiles) * GK_SCALE_BLOCK + threadIdx.x / ACROSS;
-    const int64_t col = (int64_t)across * GK_SCALE_BLOCK + threadIdx.x % ACROSS * VEC, first = matrix * p.m;
-    const int rows_left = (int)(p.m - in_matrix < GK_SCALE_BLOCK ? p.m - in_matrix : GK_SCALE_BLOCK);
+    /* rows between a thread's groups */
+    constexpr int APART = GK_SCALE_BLOCK / N, ACROSS = GK_SCALE_BLOCK / VEC;
+    const unsigned down = blockIdx.x / p.segments, across = blockIdx.x - down * p.segments,
+                   matrix = down / p.tiles;
+    const int64_t in_matrix =
+        (int64_t)(down - matrix * p.tiles) * GK_SCALE_BLOCK + threadIdx.x / ACROSS;
+    const int64_t col = (int64_t)across * GK_SCALE_BLOCK + threadIdx.x % ACROSS * VEC,
+                  first = matrix * p.m;
+    const int rows_left =
+        (int)(p.m - in_matrix < GK_SCALE_BLOCK ? p.m - in_matrix : GK_SCALE_BLOCK);
     const int cols_left = (int)(p.k - col < VEC ? p.k - col : VEC);
     auto left = [&](int n) { return n * APART < rows_left ? cols_left : 0; };
     auto begin = [&](const Source &s) {
         return (const T *)s.data + row_offset(p, s, first) + in_matrix * s.row + col * s.col;
     };
-    const Place<T> at = {begin(p.x), p.more.data ? begin(p.more) : nullptr, APART * p.x.row, APART * p.more.row};
+    const Place<T> at = {begin(p.x), p.more.data ? begin(p.more) : nullptr, APART * p.x.row,
+                         APART * p.more.row};
     typename values_of<FORM, T>::type v[N];
     make_groups<FORM>(p, at, left, v);
     const uint32_t most = max_of_warps(amax_of(v), peaks, MOST_WARPS);
     const Quotient by = Quotient::by(scale_at(p, blockIdx.x, most, threadIdx.x == 0));
 #pragma unroll
     for (int n = 0; n < N; ++n)
-        store_codes<Codes>(p, p.codes + (first + in_matrix + n * APART) * p.k + col, left(n), v[n], by);
+        store_codes<Codes>(p, p.codes + (first + in_matrix + n * APART) * p.k + col, left(n), v[n],
+                           by);
 }
 static_assert(BLOCK_THREADS == 32 * MOST_WARPS, "max_of_warps");
 
-/* ---- 3. one scale ---------------------------------------------------------------------------------------- */
-template <class T, int FORM> constexpr int tensor_blocks = sizeof(T) == 4 ? 2 : FORM == PLAIN ? 4 : 3; /* of an SM */
+/* ---- 3. one scale ---------------------------------------------------------------------------- */
+template <class T, int FORM>
+constexpr int tensor_blocks = sizeof(T) == 4  ? 2
+                              : FORM == PLAIN ? 4
+                                              : 3; /* of an SM */
 
 template <class T, class Codes, int FORM, bool FIRST>
 __global__ void __launch_bounds__(256) quantize_tensor_kernel(Params p) {
@@ -247,8 +274,11 @@ __global__ void __launch_bounds__(256) quantize_tensor_kernel(Params p) {
             const int64_t left = p.k - col - n * pitch;
             return (int)(left < VEC ? left : VEC);
         };
-        auto begin = [&](const Source &s) { return (const T *)s.data + row_offset(p, s, row) + col * s.col; };
-        const Place<T> at = {begin(p.x), p.more.data ? begin(p.more) : nullptr, pitch * p.x.col, pitch * p.more.col};
+        auto begin = [&](const Source &s) {
+            return (const T *)s.data + row_offset(p, s, row) + col * s.col;
+        };
+        const Place<T> at = {begin(p.x), p.more.data ? begin(p.more) : nullptr, pitch * p.x.col,
+                             pitch * p.more.col};
         typename values_of<FORM, T>::type v[N];
         make_groups<FORM>(p, at, left, v);
 #pragma unroll
@@ -264,40 +294,56 @@ __global__ void __launch_bounds__(256) quantize_tensor_kernel(Params p) {
     if (threadIdx.x == 0) p.amax[blockIdx.x] = most;
 }
 
-/* ---- 4. launches ------------------------------------------------------------------------------------------- */
+/* ---- 4. launches ----------------------------------------------------------------------------- */
 Params params_of(const gk_quantize_args *a) {
     Params p = {};
     const gk_tensor *const more = a->up ? a->up : a->residual;
     const int nd = a->x.ndim;
-    p.k = nd ? a->x.shape[nd - 1] : 1, p.m = nd > 1 ? a->x.shape[nd - 2] : 1, p.rows = 1;
-    p.ndim = 1, p.shape[0] = 1;
+    p.k = nd ? a->x.shape[nd - 1] : 1;
+    p.m = nd > 1 ? a->x.shape[nd - 2] : 1;
+    p.rows = 1;
+    p.ndim = 1;
+    p.shape[0] = 1;
     p.vec = p.k % VEC == 0;
     auto open = [&](Source &s, const gk_tensor &t) {
-        s.data = t.data, s.col = nd ? t.stride[nd - 1] : 1, s.row = nd > 1 ? t.stride[nd - 2] : 0;
+        s.data = t.data;
+        s.col = nd ? t.stride[nd - 1] : 1;
+        s.row = nd > 1 ? t.stride[nd - 2] : 0;
         if (!rows_aligned(t) || (s.col != 1 && p.k != 1)) p.vec = false;
     };
     open(p.x, a->x);
     if (more) open(p.more, *more);
     for (int d = 0; d < nd - 1; ++d) {
-        const int64_t size = a->x.shape[d], step = a->x.stride[d], more_step = more ? more->stride[d] : 0;
+        const int64_t size = a->x.shape[d], step = a->x.stride[d],
+                      more_step = more ? more->stride[d] : 0;
         p.rows *= size;
         if (size == 1) continue;
         int last = p.ndim - 1;
         const bool first = last == 0 && p.shape[0] == 1;
-        const bool merges = p.x.stride[last] == size * step && (!more || p.more.stride[last] == size * more_step);
+        const bool merges =
+            p.x.stride[last] == size * step && (!more || p.more.stride[last] == size * more_step);
         if (!first && !merges) p.shape[last = p.ndim++] = 1;
-        p.shape[last] *= size, p.x.stride[last] = step, p.more.stride[last] = more_step;
+        p.shape[last] *= size;
+        p.x.stride[last] = step;
+        p.more.stride[last] = more_step;
     }
     if (a->weight) {
-        p.weight = a->weight->data, p.weight_step = a->weight->stride[0], p.weight_f32 = a->weight->dtype == GK_F32;
+        p.weight = a->weight->data;
+        p.weight_step = a->weight->stride[0];
+        p.weight_f32 = a->weight->dtype == GK_F32;
         p.weight_vec = p.k % VEC == 0 && p.weight_step == 1 && (uintptr_t)p.weight % 16 == 0;
     }
     p.given = a->given ? a->given->data : nullptr;
     p.scale_ub = a->scale_ub ? (const float *)a->scale_ub->data : nullptr;
-    p.codes = (uint8_t *)a->codes.data, p.scale = a->scale.data, p.sum = a->sum ? a->sum->data : nullptr;
+    p.codes = (uint8_t *)a->codes.data;
+    p.scale = a->scale.data;
+    p.sum = a->sum ? a->sum->data : nullptr;
     p.wide = p.k % VEC == 0 && (uintptr_t)p.codes % VEC == 0 && (uintptr_t)p.sum % 16 == 0;
     p.scale_e8m0 = (a->given ? a->given->dtype : a->scale.dtype) == GK_E8M0;
-    p.what = a->what, p.granularity = a->granularity, p.eps = (float)a->eps, p.dtype = a->codes.dtype;
+    p.what = a->what;
+    p.granularity = a->granularity;
+    p.eps = (float)a->eps;
+    p.dtype = a->codes.dtype;
     p.largest = a->codes.dtype == GK_E4M3 ? 448.f : a->codes.dtype == GK_E5M2 ? 57344.f : 127.f;
     p.inverse_largest = 1 / p.largest;
     return p;
@@ -311,12 +357,14 @@ bool spans_rows(const gk_quantize_args *a) {
 bool plan_quantize(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *plan) {
     const gk_quantize_args *a = (const gk_quantize_args *)args;
     plan->workspace_bytes = 4 * 1088; /* of AMAX_BLOCKS, in whole lines */
-    if (a->what == GK_QUANTIZE_RMS_NORM && spans_rows(a)) plan->workspace_bytes += 4 * (size_t)gk_numel(&a->x);
+    if (a->what == GK_QUANTIZE_RMS_NORM && spans_rows(a))
+        plan->workspace_bytes += 4 * (size_t)gk_numel(&a->x);
     plan->tasks = a->x.ndim ? gk_numel(&a->x) / gk_max_i64(1, a->x.shape[a->x.ndim - 1]) : 1;
     return true;
 }
 
-/* Warps for `groups` groups of columns, so that no thread has more than N; more of them where rows alone would leave SMs idle. */
+/* Warps for `groups` groups of columns, so that no thread has more than N; more of them where rows
+ * alone would leave SMs idle. */
 int warps_for(int64_t groups, int64_t rows, int most) {
     int64_t warps = gk_clamp_i64(gk_ceil_div(groups, 32 * N), 1, most);
     while (2 * warps <= most && rows * warps < AMAX_BLOCKS && 32 * warps < groups) warps *= 2;
@@ -332,7 +380,8 @@ template <class T, class Codes> gk_status run_rows(const gk_context *ctx, Params
     p.groups = (int)gk_clamp_i64(p.rows / AMAX_BLOCKS, 1, gk_max_i64(1, 4 / p.warps));
     const dim3 grid((unsigned)gk_ceil_div(p.rows, p.groups) * p.segments);
     const unsigned threads = 32u * (unsigned)(p.warps * p.groups);
-    if (whole && !fits) return launch<quantize_walk_kernel<T, Codes>>("quantize", ctx, grid, threads, 0, p);
+    if (whole && !fits)
+        return launch<quantize_walk_kernel<T, Codes>>("quantize", ctx, grid, threads, 0, p);
     if (p.what == GK_QUANTIZE_X)
         return launch<quantize_rows_kernel<T, Codes, PLAIN>>("quantize", ctx, grid, threads, 0, p);
     return launch<quantize_rows_kernel<T, Codes, MADE>>("quantize", ctx, grid, threads, 0, p);
@@ -344,22 +393,29 @@ template <class T, class Codes> gk_status run_blocks(const gk_context *ctx, Para
     const dim3 grid((unsigned)(p.rows / gk_max_i64(1, p.m)) * p.tiles * p.segments);
     if (p.rows == 0) return GK_OK;
     if (p.what == GK_QUANTIZE_X)
-        return launch<quantize_blocks_kernel<T, Codes, PLAIN>>("quantize", ctx, grid, BLOCK_THREADS, 0, p);
-    return launch<quantize_blocks_kernel<T, Codes, MADE>>("quantize", ctx, grid, BLOCK_THREADS, 0, p);
+        return launch<quantize_blocks_kernel<T, Codes, PLAIN>>("quantize", ctx, grid, BLOCK_THREADS,
+                                                               0, p);
+    return launch<quantize_blocks_kernel<T, Codes, MADE>>("quantize", ctx, grid, BLOCK_THREADS, 0,
+                                                          p);
 }
 
 template <class T, class Codes, int FORM> gk_status run_tensor(const gk_context *ctx, Params &p) {
     const int64_t groups = gk_max_i64(1, gk_ceil_div(p.k, VEC));
     p.warps = (int)gk_clamp_i64(gk_ceil_div(groups, 32 * N), 1, 8);
-    while (p.warps > 1 && p.rows * gk_ceil_div(groups, 32 * N * p.warps) < AMAX_BLOCKS / 8) p.warps /= 2;
-    p.segments = (unsigned)gk_ceil_div(groups, 32 * N * p.warps), p.tiles = (unsigned)p.rows * p.segments;
-    p.amax_blocks =
-        (int)gk_clamp_i64(p.tiles, 1, gk_min_i64(AMAX_BLOCKS, tensor_blocks<T, FORM> * gk_gpu_of(ctx->index)->num_sms));
+    while (p.warps > 1 && p.rows * gk_ceil_div(groups, 32 * N * p.warps) < AMAX_BLOCKS / 8)
+        p.warps /= 2;
+    p.segments = (unsigned)gk_ceil_div(groups, 32 * N * p.warps);
+    p.tiles = (unsigned)p.rows * p.segments;
+    p.amax_blocks = (int)gk_clamp_i64(
+        p.tiles, 1,
+        gk_min_i64(AMAX_BLOCKS, tensor_blocks<T, FORM> * gk_gpu_of(ctx->index)->num_sms));
     const dim3 grid((unsigned)p.amax_blocks);
     const unsigned threads = 32u * (unsigned)p.warps;
-    const gk_status status = launch<quantize_tensor_kernel<T, Codes, FORM, true>>("quantize", ctx, grid, threads, 0, p);
+    const gk_status status =
+        launch<quantize_tensor_kernel<T, Codes, FORM, true>>("quantize", ctx, grid, threads, 0, p);
     if (status != GK_OK) return status;
-    return launch<quantize_tensor_kernel<T, Codes, FORM, false>>("quantize", ctx, grid, threads, 0, p, Codes::overlaps);
+    return launch<quantize_tensor_kernel<T, Codes, FORM, false>>("quantize", ctx, grid, threads, 0,
+                                                                 p, Codes::overlaps);
 }
 
 template <class T, class Codes> gk_status run_spanning(const gk_context *ctx, Params &p) {
@@ -369,12 +425,16 @@ template <class T, class Codes> gk_status run_spanning(const gk_context *ctx, Pa
         return (s.col == 1 || p.k == 1) && (p.rows == 1 || (p.ndim == 1 && s.stride[0] == p.k));
     };
     if (any && dense(p.x) && (!more || dense(p.more))) { /* one row */
-        p.k *= p.rows, p.rows = 1, p.x.col = p.more.col = 1;
-        p.vec = p.k % VEC == 0 && (uintptr_t)p.x.data % 16 == 0 && (!more || (uintptr_t)p.more.data % 16 == 0);
+        p.k *= p.rows;
+        p.rows = 1;
+        p.x.col = p.more.col = 1;
+        p.vec = p.k % VEC == 0 && (uintptr_t)p.x.data % 16 == 0 &&
+                (!more || (uintptr_t)p.more.data % 16 == 0);
         p.wide = p.k % VEC == 0 && (uintptr_t)p.codes % VEC == 0;
         if (p.k <= 32 * N * VEC * MOST_WARPS) return run_rows<T, Codes>(ctx, p);
     }
-    return p.what == GK_QUANTIZE_X ? run_tensor<T, Codes, PLAIN>(ctx, p) : run_tensor<T, Codes, MADE>(ctx, p);
+    return p.what == GK_QUANTIZE_X ? run_tensor<T, Codes, PLAIN>(ctx, p)
+                                   : run_tensor<T, Codes, MADE>(ctx, p);
 }
 
 template <class T, class Codes>
@@ -390,8 +450,15 @@ gk_status run_quantize(const gk_context *ctx, const void *args, const gk_plan *,
         if (status != GK_OK) return status;
     }
     Params q = p; /* the norm, dense */
-    q.what = GK_QUANTIZE_X, q.values = nullptr, q.sum = nullptr, q.weight = nullptr, q.more = Source{};
-    q.x = Source{p.values, {p.k}, p.k, 1}, q.ndim = 1, q.shape[0] = p.rows, q.vec = p.k % VEC == 0;
+    q.what = GK_QUANTIZE_X;
+    q.values = nullptr;
+    q.sum = nullptr;
+    q.weight = nullptr;
+    q.more = Source{};
+    q.x = Source{p.values, {p.k}, p.k, 1};
+    q.ndim = 1;
+    q.shape[0] = p.rows;
+    q.vec = p.k % VEC == 0;
     q.wide = p.k % VEC == 0 && (uintptr_t)p.codes % VEC == 0;
     return run_spanning<float, Codes>(ctx, q);
 }

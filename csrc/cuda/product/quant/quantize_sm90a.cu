@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* quantize: codes and scales (quantize.cuh) on Hopper, rounded by cvt: in plain arithmetic 12 instructions a value would take
- * longer than its bytes. */
+/* quantize: codes and scales (quantize.cuh) on Hopper, rounded by cvt: in plain arithmetic 12
+ * instructions a value would take longer than its bytes. */
 #include "../../ptx/griddepcontrol.cuh"
 #include "../../tile/codes_sm90a.cuh"
 #include "quantize.cuh"
@@ -21,4 +21,5 @@ const gk_cuda_instance instances[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_quantize_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90, NULL};
+extern "C" const gk_cuda_table gk_quantize_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, NULL};

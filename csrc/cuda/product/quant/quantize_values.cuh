@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* quantize_values.cuh: what the kernels of quantize share: a call's parameters, values as they are loaded and made, scales from amax,
- * and codes.
+/* quantize_values.cuh: what the kernels of quantize share: a call's parameters, values as they are
+ * loaded and made, scales from amax, and codes.
  *
- * A thread has N groups of VEC columns. All of a source's groups are loaded before the first one is used: what a kernel reaches is
- * the bytes that its threads have under way. A plain x stays as it lies in memory, 16 bytes for VEC columns of 16 bits.
- * amax is a maximum of bits, those of infinities and NaN the largest. x / scale is a correctly rounded quotient: a product with
- * 1 / scale and one Newton step on its remainder (Markstein 1990), which takes 3 instructions. */
+ * A thread has N groups of VEC columns. All of a source's groups are loaded before the first one is
+ * used: what a kernel reaches is the bytes that its threads have under way. A plain x stays as it
+ * lies in memory, 16 bytes for VEC columns of 16 bits. amax is a maximum of bits, those of
+ * infinities and NaN the largest. x / scale is a correctly rounded quotient: a product with 1 /
+ * scale and one Newton step on its remainder (Markstein 1990), which takes 3 instructions. */
 #ifndef GPUKERN_CUDA_QUANT_QUANTIZE_VALUES_CUH
 #define GPUKERN_CUDA_QUANT_QUANTIZE_VALUES_CUH
 
@@ -67,7 +68,7 @@ __device__ __forceinline__ int64_t row_offset(const Params &p, const Source &s, 
     return at + row * s.stride[0];
 }
 
-/* ---- 1. values ---------------------------------------------------------------------------------------- */
+/* ---- 1. values ------------------------------------------------------------------------------- */
 template <class T> struct alignas(16) Group {
     T v[VEC];
     __device__ __forceinline__ float get(int i) const { return to_f32(v[i]); }
@@ -75,8 +76,8 @@ template <class T> struct alignas(16) Group {
 
 /* Groups `pitch` elements apart, zeros from column left(n) of each on. */
 template <class T, int COUNT, class Left>
-__device__ __forceinline__ void load_groups(Group<T> (&to)[COUNT], const T *from, int64_t pitch, int64_t step, bool vec,
-                                            Left left) {
+__device__ __forceinline__ void load_groups(Group<T> (&to)[COUNT], const T *from, int64_t pitch,
+                                            int64_t step, bool vec, Left left) {
     constexpr int WORDS = sizeof(Group<T>) / 16;
 #pragma unroll
     for (int n = 0; n < COUNT; ++n)
@@ -87,7 +88,8 @@ __device__ __forceinline__ void load_groups(Group<T> (&to)[COUNT], const T *from
         for (int n = 0; n < COUNT; ++n)
             if (left(n) > 0)
 #pragma unroll
-                for (int i = 0; i < WORDS; ++i) ((uint4 *)&to[n])[i] = ((const uint4 *)(from + n * pitch))[i];
+                for (int i = 0; i < WORDS; ++i)
+                    ((uint4 *)&to[n])[i] = ((const uint4 *)(from + n * pitch))[i];
     } else {
 #pragma unroll
         for (int n = 0; n < COUNT; ++n)
@@ -97,11 +99,13 @@ __device__ __forceinline__ void load_groups(Group<T> (&to)[COUNT], const T *from
     }
 }
 
-template <class T> __device__ __forceinline__ void store_group(T *to, const Group<T> &g, int left, bool wide) {
+template <class T>
+__device__ __forceinline__ void store_group(T *to, const Group<T> &g, int left, bool wide) {
     if (left <= 0) return;
     if (wide) {
 #pragma unroll
-        for (int i = 0; i < (int)sizeof(Group<T>) / 16; ++i) ((uint4 *)to)[i] = ((const uint4 *)&g)[i];
+        for (int i = 0; i < (int)sizeof(Group<T>) / 16; ++i)
+            ((uint4 *)to)[i] = ((const uint4 *)&g)[i];
     } else {
 #pragma unroll
         for (int i = 0; i < VEC; ++i)
@@ -117,7 +121,8 @@ template <class T> __device__ __forceinline__ uint32_t amax_bits(const Group<T> 
 }
 /* Two values at a time; the maximum of a NaN is one. */
 template <class T2> __device__ __forceinline__ T2 amax_of_pairs(const T2 *v) {
-    return __hmax2_nan(__hmax2_nan(__habs2(v[0]), __habs2(v[1])), __hmax2_nan(__habs2(v[2]), __habs2(v[3])));
+    return __hmax2_nan(__hmax2_nan(__habs2(v[0]), __habs2(v[1])),
+                       __hmax2_nan(__habs2(v[2]), __habs2(v[3])));
 }
 template <> __device__ __forceinline__ uint32_t amax_bits(const Group<__nv_bfloat16> &g) {
     const __nv_bfloat162 most = amax_of_pairs((const __nv_bfloat162 *)&g);
@@ -128,7 +133,8 @@ template <> __device__ __forceinline__ uint32_t amax_bits(const Group<__half> &g
     return __float_as_uint(to_f32(__hmax_nan(most.x, most.y)));
 }
 
-/* Where a thread's groups of a row, or of several, lie: the first one, and elements from each to the next. */
+/* Where a thread's groups of a row, or of several, lie: the first one, and elements from each to
+ * the next. */
 template <class T> struct Place {
     const T *x, *more;
     int64_t x_pitch, more_pitch;
@@ -141,11 +147,12 @@ template <class T> struct values_of<PLAIN, T> {
     typedef Group<T> type;
 };
 
-/* x itself, silu(x) * up, or x + residual rounded to x's dtype, which is then kept as `sum`, too. */
+/* x itself, silu(x) * up, or x + residual rounded to x's dtype, which is then kept as `sum`,
+ * too. */
 template <int FORM, class T, class Left>
 __device__ __forceinline__ void make_groups(const Params &p, const Place<T> &at, Left left,
-                                            typename values_of<FORM, T>::type (&v)[N], T *sum = nullptr,
-                                            int64_t sum_pitch = 0) {
+                                            typename values_of<FORM, T>::type (&v)[N],
+                                            T *sum = nullptr, int64_t sum_pitch = 0) {
     if constexpr (FORM == PLAIN) {
         load_groups(v, at.x, at.x_pitch, p.x.col, p.vec, left);
     } else {
@@ -156,7 +163,8 @@ __device__ __forceinline__ void make_groups(const Params &p, const Place<T> &at,
             auto left_here = [&](int n) { return left(begin + n); };
             load_groups(x, at.x + begin * at.x_pitch, at.x_pitch, p.x.col, p.vec, left_here);
             if (at.more)
-                load_groups(more, at.more + begin * at.more_pitch, at.more_pitch, p.more.col, p.vec, left_here);
+                load_groups(more, at.more + begin * at.more_pitch, at.more_pitch, p.more.col, p.vec,
+                            left_here);
 #pragma unroll
             for (int n = 0; n < AT_ONCE; ++n) {
                 Group<float> &to = v[begin + n];
@@ -170,7 +178,8 @@ __device__ __forceinline__ void make_groups(const Params &p, const Place<T> &at,
                 }
                 if (at.more) {
 #pragma unroll
-                    for (int i = 0; i < VEC; ++i) x[n].v[i] = from_f32<T>(x[n].get(i) + more[n].get(i));
+                    for (int i = 0; i < VEC; ++i)
+                        x[n].v[i] = from_f32<T>(x[n].get(i) + more[n].get(i));
                     if (sum) store_group(sum + (begin + n) * sum_pitch, x[n], left_here(n), p.wide);
                 }
 #pragma unroll
@@ -180,8 +189,9 @@ __device__ __forceinline__ void make_groups(const Params &p, const Place<T> &at,
     }
 }
 
-/* ---- 2. scales ---------------------------------------------------------------------------------------- */
-/* Of the `warps` warps that share a row, in each of their threads; one use of `place` [MOST_WARPS] a kernel or a barrier apart. */
+/* ---- 2. scales ------------------------------------------------------------------------------- */
+/* Of the `warps` warps that share a row, in each of their threads; one use of `place` [MOST_WARPS]
+ * a kernel or a barrier apart. */
 __device__ __forceinline__ uint32_t max_of_warps(uint32_t x, uint32_t *place, int warps) {
     x = __reduce_max_sync(0xffffffffu, x);
     if (warps == 1) return x;
@@ -199,14 +209,15 @@ __device__ __forceinline__ float sum_of_warps(float x, float *place, int warps) 
     return warp_sum(lane < warps ? place[warp / warps * warps + lane] : 0.f);
 }
 
-/* amax / largest, correctly rounded as a quotient below is. 1x32: the next power of two, so the exponent's difference, and one more
- * where amax has the larger fraction. */
+/* amax / largest, correctly rounded as a quotient below is. 1x32: the next power of two, so the
+ * exponent's difference, and one more where amax has the larger fraction. */
 __device__ __forceinline__ float scale_of(const Params &p, uint32_t bits) {
     if (bits >= 0x7f800000u) return __uint_as_float(0x7fc00000u);
     if (p.scale_ub) bits = __float_as_uint(fminf(__uint_as_float(bits), *p.scale_ub));
     if (p.granularity == GK_PER_1X32) {
         const uint32_t largest = __float_as_uint(p.largest);
-        const int code = (int)((bits + 0x7fffffu - (largest & 0x7fffffu)) >> 23) - (int)(largest >> 23) + 127;
+        const int code =
+            (int)((bits + 0x7fffffu - (largest & 0x7fffffu)) >> 23) - (int)(largest >> 23) + 127;
         return __uint_as_float((uint32_t)max(code, 1) << 23);
     }
     const float amax = __uint_as_float(bits), near = amax * p.inverse_largest;
@@ -214,8 +225,11 @@ __device__ __forceinline__ float scale_of(const Params &p, uint32_t bits) {
 }
 
 /* The scale of a block, made or given; `writes`: this thread keeps it. */
-__device__ __forceinline__ float scale_at(const Params &p, int64_t block, uint32_t bits, bool writes) {
-    if (p.given) return p.scale_e8m0 ? e8m0_to_f32(((const uint8_t *)p.given)[block]) : ((const float *)p.given)[block];
+__device__ __forceinline__ float scale_at(const Params &p, int64_t block, uint32_t bits,
+                                          bool writes) {
+    if (p.given)
+        return p.scale_e8m0 ? e8m0_to_f32(((const uint8_t *)p.given)[block])
+                            : ((const float *)p.given)[block];
     const float scale = scale_of(p, bits);
     if (writes) {
         if (p.scale_e8m0)
@@ -226,13 +240,16 @@ __device__ __forceinline__ float scale_at(const Params &p, int64_t block, uint32
     return scale;
 }
 
-/* ---- 3. codes ----------------------------------------------------------------------------------------- */
-/* x / scale; shift is 0 where the scale is a power of two. A scale so small or large that 1 / scale or a remainder would leave the normal numbers is first brought near 1, and x
- * with it, by a power of two: what then overflows is saturated, and what then is rounded has the code 0. */
+/* ---- 3. codes -------------------------------------------------------------------------------- */
+/* x / scale; shift is 0 where the scale is a power of two. A scale so small or large that 1 / scale
+ * or a remainder would leave the normal numbers is first brought near 1, and x with it, by a power
+ * of two: what then overflows is saturated, and what then is rounded has the code 0. */
 struct Quotient {
     float scale, inverse, shift;
     static __device__ __forceinline__ Quotient by(float s) {
-        const float size = fabsf(s), shift = size < 0x1p-60f ? 0x1p100f : size > 0x1p60f ? 0x1p-100f : 1.f;
+        const float size = fabsf(s), shift = size < 0x1p-60f  ? 0x1p100f
+                                             : size > 0x1p60f ? 0x1p-100f
+                                                              : 1.f;
         s *= shift;
         return {size == INFINITY ? 0.f : s, __frcp_rn(s), shift};
     }
@@ -241,10 +258,13 @@ struct Quotient {
         return {s, s == s ? __uint_as_float(0x7f000000u - __float_as_uint(s)) : s, 0.f};
     }
     __device__ __forceinline__ float better(float x, float near) const {
-        return __fmaf_rn(-__fmaf_rn(near, scale, -x), inverse, near); /* by x - near * scale, -0 would become 0 */
+        /* by x - near * scale, -0 would become 0 */
+        return __fmaf_rn(-__fmaf_rn(near, scale, -x), inverse, near);
     }
-    /* plain: no quotient overflows, or 1 / scale is a power of two; shorter, for scales of a few values each. */
-    template <class V> __device__ __forceinline__ void of(const V &values, float (&q)[VEC], bool plain) const {
+    /* plain: no quotient overflows, or 1 / scale is a power of two; shorter, for scales of a few
+     * values each. */
+    template <class V>
+    __device__ __forceinline__ void of(const V &values, float (&q)[VEC], bool plain) const {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) q[i] = values.get(i);
         if (shift != 1.f)
@@ -265,8 +285,8 @@ struct Quotient {
 };
 
 template <class Codes, class V>
-__device__ __forceinline__ void store_codes(const Params &p, uint8_t *to, int left, const V &values, const Quotient &by,
-                                            bool plain = false) {
+__device__ __forceinline__ void store_codes(const Params &p, uint8_t *to, int left, const V &values,
+                                            const Quotient &by, bool plain = false) {
     if (left <= 0) return;
     float q[VEC];
     by.of(values, q, plain);

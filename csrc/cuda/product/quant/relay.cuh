@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* relay.cuh: an operand of bytes [rows, k] of any strides as TMA wants it, K-major with rows of whole 16 bytes: as it stands, or
- * laid anew in the workspace. A block moves 64 x 64 bytes through shared memory, so that both sides are read and written in rows. */
+/* relay.cuh: an operand of bytes [rows, k] of any strides as TMA wants it, K-major with rows of
+ * whole 16 bytes: as it stands, or laid anew in the workspace. A block moves 64 x 64 bytes through
+ * shared memory, so that both sides are read and written in rows. */
 #ifndef GPUKERN_CUDA_QUANT_RELAY_CUH
 #define GPUKERN_CUDA_QUANT_RELAY_CUH
 
@@ -10,8 +11,10 @@
 /* b [K, N] as rows of n. */
 inline gk_tensor rows_of_n(const gk_tensor &b) {
     gk_tensor x = b;
-    x.shape[0] = b.shape[1], x.shape[1] = b.shape[0];
-    x.stride[0] = b.stride[1], x.stride[1] = b.stride[0];
+    x.shape[0] = b.shape[1];
+    x.shape[1] = b.shape[0];
+    x.stride[0] = b.stride[1];
+    x.stride[1] = b.stride[0];
     return x;
 }
 
@@ -27,7 +30,8 @@ inline Relay relay_plan(const gk_tensor &t, size_t *bytes) {
     r.moves = (t.stride[1] != 1 && t.shape[1] > 1) || (uintptr_t)t.data % 16 != 0 ||
               (t.shape[0] > 1 && (t.stride[0] % 16 != 0 || t.stride[0] <= 0));
     if (!r.moves) return r;
-    r.ld = gk_round_up(t.shape[1], 16), r.offset = *bytes;
+    r.ld = gk_round_up(t.shape[1], 16);
+    r.offset = *bytes;
     *bytes += (size_t)gk_round_up(t.shape[0] * r.ld, 256);
     return r;
 }
@@ -43,8 +47,10 @@ static __global__ void __launch_bounds__(256) relay_kernel(RelayParams p) {
     const int64_t row0 = (int64_t)blockIdx.y * 64, k0 = (int64_t)blockIdx.x * 64;
     const bool along_rows = p.row_step == 1; /* which of the two is side by side */
     for (int i = threadIdx.x; i < 64 * 64; i += 256) {
-        const int fast = i % 64, slow = i / 64, r = along_rows ? fast : slow, k = along_rows ? slow : fast;
-        if (row0 + r < p.rows && k0 + k < p.k) tile[r][k] = p.from[(row0 + r) * p.row_step + (k0 + k) * p.k_step];
+        const int fast = i % 64, slow = i / 64, r = along_rows ? fast : slow,
+                  k = along_rows ? slow : fast;
+        if (row0 + r < p.rows && k0 + k < p.k)
+            tile[r][k] = p.from[(row0 + r) * p.row_step + (k0 + k) * p.k_step];
     }
     __syncthreads();
     for (int i = threadIdx.x; i < 64 * 64; i += 256) {
@@ -53,17 +59,25 @@ static __global__ void __launch_bounds__(256) relay_kernel(RelayParams p) {
     }
 }
 
-inline gk_status relay_run(const char *op, const gk_context *ctx, const Relay &r, const gk_tensor &t, void *workspace,
-                           TensorShape *shape) {
+inline gk_status relay_run(const char *op, const gk_context *ctx, const Relay &r,
+                           const gk_tensor &t, void *workspace, TensorShape *shape) {
     constexpr int64_t most = 64 * INT64_C(65535); /* rows of a launch: blocks along y */
     const int64_t rows = t.shape[0], k = t.shape[1];
     *shape = {t.data, GK_U8, {k, rows, 1, 1, 1}, {1, r.ld, 0, 0, 0}, false};
     if (!r.moves) return GK_OK;
-    RelayParams p = {(const uint8_t *)t.data, (uint8_t *)workspace + r.offset, rows, k, t.stride[0], t.stride[1], r.ld};
+    RelayParams p = {(const uint8_t *)t.data,
+                     (uint8_t *)workspace + r.offset,
+                     rows,
+                     k,
+                     t.stride[0],
+                     t.stride[1],
+                     r.ld};
     shape->data = p.to;
     gk_status status = GK_OK;
-    for (; p.rows > 0 && status == GK_OK; p.rows -= most, p.from += most * p.row_step, p.to += most * p.ld) {
-        const dim3 grid((unsigned)gk_ceil_div(k, 64), (unsigned)gk_ceil_div(gk_min_i64(p.rows, most), 64));
+    for (; p.rows > 0 && status == GK_OK;
+         p.rows -= most, p.from += most * p.row_step, p.to += most * p.ld) {
+        const dim3 grid((unsigned)gk_ceil_div(k, 64),
+                        (unsigned)gk_ceil_div(gk_min_i64(p.rows, most), 64));
         status = launch<relay_kernel>(op, ctx, grid, 256, 0, p);
     }
     return status;

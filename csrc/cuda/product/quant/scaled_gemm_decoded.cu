@@ -1,17 +1,21 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_gemm_decoded: scaled_gemm of operands whose scales are powers of two in a byte, MXFP8 above all, as a product of bfloat16.
+/* scaled_gemm_decoded: scaled_gemm of operands whose scales are powers of two in a byte, MXFP8
+ * above all, as a product of bfloat16.
  *   1. decode   a' = a scale_a   b' = b scale_b   bfloat16, in the workspace
  *   2. multiply out = activation(a' b' + beta c + bias), by gemm's kernels
  * a [M, K], b [K, N] e4m3, e5m2 in any mix, or int8   out [M, N] bf16 or f32
  *
- * Decoding is exact: a code has up to 4 bits of e4m3 (8 of int8), bfloat16 8 and the exponents of float32. Below 2^-126 its last bit is
- * 2^-133, so that of e4m3 scales from 2^-124 on are exact, of e5m2 from 2^-117; smaller ones round, to nearest even. What is beyond
- * float32 becomes an infinity. NaN codes and scales stay.
- * It costs 3 bytes an element, where a scale for each 32 of k costs WGMMA of 8 bits a multiplication and a multiply-add for each 32
- * products, more than the tensor cores gain: of many rows the rate of bfloat16 is the better one.
+ * Decoding is exact: a code has up to 4 bits of e4m3 (8 of int8), bfloat16 8 and the exponents of
+ * float32. Below 2^-126 its last bit is 2^-133, so that of e4m3 scales from 2^-124 on are exact, of
+ * e5m2 from 2^-117; smaller ones round, to nearest even. What is beyond float32 becomes an
+ * infinity. NaN codes and scales stay.
+ * It costs 3 bytes an element, where a scale for each 32 of k costs WGMMA of 8 bits a
+ * multiplication and a multiply-add for each 32 products, more than the tensor cores gain: of many
+ * rows the rate of bfloat16 is the better one.
  *
- * Workspace: a', b', then that of the product, which is planned again where it runs: its operands lie in the workspace, whose place a plan
- * does not know. Work split of 1: a thread decodes 16 neighbours; the blocks of b come behind those of a. */
+ * Workspace: a', b', then that of the product, which is planned again where it runs: its operands
+ * lie in the workspace, whose place a plan does not know. Work split of 1: a thread decodes 16
+ * neighbours; the blocks of b come behind those of a. */
 #include "../../../core/op.h"
 #include "product.cuh"
 #include "scaled_kinds.cuh"
@@ -22,8 +26,9 @@ namespace {
 
 constexpr int THREADS = 256, EACH = 16;
 
-/* ---- 1. decode ------------------------------------------------------------------------------------------------ */
-/* A matrix [high][wide], along whose second dimension elements lie side by side, unless they do nowhere. */
+/* ---- 1. decode ------------------------------------------------------------------------------- */
+/* A matrix [high][wide], along whose second dimension elements lie side by side, unless they do
+ * nowhere. */
 struct Codes {
     const uint8_t *from;
     __nv_bfloat16 *to; /* rows of ld, a multiple of EACH */
@@ -39,12 +44,14 @@ struct DecodeParams {
 };
 
 template <class Value>
-__device__ __forceinline__ void decode_each(float (&v)[EACH], const uint32_t (&codes)[4], const Value &value) {
+__device__ __forceinline__ void decode_each(float (&v)[EACH], const uint32_t (&codes)[4],
+                                            const Value &value) {
 #pragma unroll
     for (int i = 0; i < EACH; ++i) v[i] *= value(codes[i / 4] >> 8 * (i % 4) & 0xff);
 }
 
-__global__ void __launch_bounds__(THREADS) scaled_decode_kernel(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(THREADS)
+    scaled_decode_kernel(const __grid_constant__ DecodeParams p) {
     const bool is_b = blockIdx.x >= p.first_of_b;
     const Codes &x = p.of[is_b];
     const int64_t each = (int64_t)(blockIdx.x - (is_b ? p.first_of_b : 0)) * THREADS + threadIdx.x;
@@ -55,7 +62,10 @@ __global__ void __launch_bounds__(THREADS) scaled_decode_kernel(const __grid_con
     uint32_t codes[4] = {};
     if (x.vectors && col + EACH <= x.wide) {
         const uint4 all = __ldg((const uint4 *)from);
-        codes[0] = all.x, codes[1] = all.y, codes[2] = all.z, codes[3] = all.w;
+        codes[0] = all.x;
+        codes[1] = all.y;
+        codes[2] = all.z;
+        codes[3] = all.w;
     } else {
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
@@ -92,8 +102,10 @@ Codes codes_of(const gk_tensor &t, const gk_scales &scale) {
     Codes x = {(const uint8_t *)t.data, nullptr,       t.dtype, t.shape[row], t.shape[col],
                t.stride[row],           t.stride[col], 0,       scale,        false};
     if (across) {
-        x.scale.row_log2 = scale.col_log2, x.scale.col_log2 = scale.row_log2;
-        x.scale.row = scale.col, x.scale.col = scale.row;
+        x.scale.row_log2 = scale.col_log2;
+        x.scale.col_log2 = scale.row_log2;
+        x.scale.row = scale.col;
+        x.scale.col = scale.row;
     }
     x.ld = gk_round_up(x.wide, EACH);
     x.vectors = (x.col == 1 || x.wide == 1) && x.row % 16 == 0 && (uintptr_t)x.from % 16 == 0;
@@ -102,7 +114,7 @@ Codes codes_of(const gk_tensor &t, const gk_scales &scale) {
 
 int64_t blocks_of(const Codes &x) { return gk_ceil_div(x.high * (x.ld / EACH), THREADS); }
 
-/* ---- 2. the product -------------------------------------------------------------------------------------------- */
+/* ---- 2. the product -------------------------------------------------------------------------- */
 struct Inner {
     DecodeParams decode;
     gk_gemm_args gemm;
@@ -112,7 +124,10 @@ struct Inner {
 gk_tensor decoded(const gk_tensor &t, const Codes &x) {
     gk_tensor made = t;
     const bool across = t.stride[0] == 1 && t.stride[1] != 1;
-    made.data = x.to, made.dtype = GK_BF16, made.stride[across] = x.ld, made.stride[!across] = 1;
+    made.data = x.to;
+    made.dtype = GK_BF16;
+    made.stride[across] = x.ld;
+    made.stride[!across] = 1;
     return made;
 }
 
@@ -123,11 +138,19 @@ Inner inner_of(const gk_scaled_gemm_args *g, char *base) {
     Codes &a = x.decode.of[0] = codes_of(g->a, gk_scales_of(&g->scale_a, m, k, false));
     Codes &b = x.decode.of[1] = codes_of(g->b, gk_scales_of(&g->scale_b, k, n, true));
     x.decode.first_of_b = (unsigned)blocks_of(a);
-    a.to = (__nv_bfloat16 *)base, x.bytes = (size_t)gk_round_up(2 * a.high * a.ld, 1024);
-    b.to = (__nv_bfloat16 *)(base + x.bytes), x.bytes += (size_t)gk_round_up(2 * b.high * b.ld, 1024);
+    a.to = (__nv_bfloat16 *)base;
+    x.bytes = (size_t)gk_round_up(2 * a.high * a.ld, 1024);
+    b.to = (__nv_bfloat16 *)(base + x.bytes);
+    x.bytes += (size_t)gk_round_up(2 * b.high * b.ld, 1024);
     x.gemm.size = sizeof x.gemm;
-    x.gemm.a = decoded(g->a, a), x.gemm.b = decoded(g->b, b), x.gemm.out = g->out;
-    x.gemm.bias = g->bias, x.gemm.c = g->c, x.gemm.alpha = 1, x.gemm.beta = g->beta, x.gemm.activation = g->activation;
+    x.gemm.a = decoded(g->a, a);
+    x.gemm.b = decoded(g->b, b);
+    x.gemm.out = g->out;
+    x.gemm.bias = g->bias;
+    x.gemm.c = g->c;
+    x.gemm.alpha = 1;
+    x.gemm.beta = g->beta;
+    x.gemm.activation = g->activation;
     return x;
 }
 
@@ -141,32 +164,39 @@ bool plan_inner(const gk_context *ctx, const gk_gemm_args *gemm, gk_plan *to) {
         if (table.plan && table.plan(ctx, gemm, gk_plan_begin(to, NULL))) return true;
         for (int i = 0; !table.plan && i < table.num_instances; ++i) {
             const gk_cuda_instance *row = &table.instances[i];
-            if (row->dtype == GK_BF16 && row->plan(row, ctx, gemm, gk_plan_begin(to, row))) return true;
+            if (row->dtype == GK_BF16 && row->plan(row, ctx, gemm, gk_plan_begin(to, row)))
+                return true;
         }
     }
     return false;
 }
 
-/* ---- 3. launcher and table ---------------------------------------------------------------------------------- */
+/* ---- 3. launcher and table ------------------------------------------------------------------- */
 struct Own {
     size_t inner_bytes;
 };
 
-bool addend_fits(const gk_tensor *t, gk_dtype out) { return !t || t->dtype == out || t->dtype == GK_BF16; }
+bool addend_fits(const gk_tensor *t, gk_dtype out) {
+    return !t || t->dtype == out || t->dtype == GK_BF16;
+}
 
 bool plan_row(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const int64_t m = g->a.shape[0], n = g->b.shape[1], k = g->a.shape[1];
     const gk_dtype out = g->out.dtype;
     if (k == 0 || m == 0 || n == 0 || m > 1 << 30 || n > 1 << 30 || k > 1 << 30) return false;
-    if (g->scale_a.dtype != GK_E8M0 || g->scale_b.dtype != GK_E8M0 || scales_along_k(g) == 0) return false;
-    if ((out != GK_BF16 && out != GK_F32) || !addend_fits(g->bias, out) || !addend_fits(g->c, out)) return false;
+    if (g->scale_a.dtype != GK_E8M0 || g->scale_b.dtype != GK_E8M0 || scales_along_k(g) == 0)
+        return false;
+    if ((out != GK_BF16 && out != GK_F32) || !addend_fits(g->bias, out) || !addend_fits(g->c, out))
+        return false;
     const Inner x = inner_of(g, (char *)1024);
     if (blocks_of(x.decode.of[0]) + blocks_of(x.decode.of[1]) > INT32_MAX) return false;
     gk_plan inner;
     if (!plan_inner(ctx, &x.gemm, &inner)) return false;
     for (int i = 0; i < 4; ++i) to->tile[i] = inner.tile[i];
-    to->tasks = inner.tasks, to->chunks = inner.chunks, to->waves = inner.waves;
+    to->tasks = inner.tasks;
+    to->chunks = inner.chunks;
+    to->waves = inner.waves;
     gk_own<Own>(to).inner_bytes = inner.workspace_bytes;
     to->workspace_bytes = x.bytes + inner.workspace_bytes;
     return true;
@@ -178,25 +208,29 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     if (!plan_inner(ctx, &x.gemm, &inner) || inner.workspace_bytes > gk_own<Own>(plan).inner_bytes)
         return gk_fail(GK_ERR_DEVICE, "the product of the decoded operands could not be planned");
     const unsigned blocks = x.decode.first_of_b + (unsigned)blocks_of(x.decode.of[1]);
-    const gk_status status = launch<scaled_decode_kernel>("scaled_gemm", ctx, dim3(blocks), THREADS, 0, x.decode);
+    const gk_status status =
+        launch<scaled_decode_kernel>("scaled_gemm", ctx, dim3(blocks), THREADS, 0, x.decode);
     if (status != GK_OK) return status;
-    return ((const gk_cuda_instance *)inner.kernel)->run(ctx, &x.gemm, &inner, (char *)workspace + x.bytes);
+    return ((const gk_cuda_instance *)inner.kernel)
+        ->run(ctx, &x.gemm, &inner, (char *)workspace + x.bytes);
 }
 
-const gk_cuda_instance instances[] = {{"scaled_gemm_decoded_e4m3", GK_E4M3, plan_row, run, {}, NULL},
-                                      {"scaled_gemm_decoded_e5m2", GK_E5M2, plan_row, run, {}, NULL},
-                                      {"scaled_gemm_decoded_i8", GK_I8, plan_row, run, {}, NULL}};
+const gk_cuda_instance instances[] = {
+    {"scaled_gemm_decoded_e4m3", GK_E4M3, plan_row, run, {}, NULL},
+    {"scaled_gemm_decoded_e5m2", GK_E5M2, plan_row, run, {}, NULL},
+    {"scaled_gemm_decoded_i8", GK_I8, plan_row, run, {}, NULL}};
 
 /* Fewer rows are left to kernels that read codes. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     if (g->a.shape[0] < SCALED_DECODED_ROWS) return false;
     for (const gk_cuda_instance &row : instances)
-        if (row.dtype == g->a.dtype && plan_row(&row, ctx, args, gk_plan_begin(plan, &row))) return true;
+        if (row.dtype == g->a.dtype && plan_row(&row, ctx, args, gk_plan_begin(plan, &row)))
+            return true;
     return false;
 }
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_scaled_gemm_decoded_table = {instances, sizeof instances / sizeof instances[0], 80,
-                                                               plan_best};
+extern "C" const gk_cuda_table gk_scaled_gemm_decoded_table = {
+    instances, sizeof instances / sizeof instances[0], 80, plan_best};

@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_gemm by mma.sync, on GPUs without WGMMA and for what Hopper's kernels do not take: int8 by its own instruction, 8-bit floats as
- * float16, which holds every one of them (codes_mma.cuh).
+/* scaled_gemm by mma.sync, on GPUs without WGMMA and for what Hopper's kernels do not take: int8 by
+ * its own instruction, 8-bit floats as float16, which holds every one of them (codes_mma.cuh).
  *
  *   a [M, K], b [K, N]   read K-major, rows of whole 16 bytes; others are laid anew in the workspace (relay.cuh)
  *   out = activation(sum_k a scale_a b scale_b + beta c + bias)
  *
- * A block is a tile of the result, in the order of order.cuh. Scales of rows and columns meet the sums at their end (LARGE), those along k
- * after each 128 or 32 of k (BLOCKS); tiles of 16 rows take either (SMALL). int8 sums are exact within one scale's block.
- * Sums are float32: `accumulate` makes no difference. */
+ * A block is a tile of the result, in the order of order.cuh. Scales of rows and columns meet the
+ * sums at their end (LARGE), those along k after each 128 or 32 of k (BLOCKS); tiles of 16 rows
+ * take either (SMALL). int8 sums are exact within one scale's block. Sums are float32: `accumulate`
+ * makes no difference. */
 #include "../gemm/order.cuh"
 #include "codes_mma.cuh"
 #include "relay.cuh"
@@ -29,7 +30,7 @@ struct Params {
     int tiles_m, tiles_n;
 };
 
-/* ---- 1 the kernel -------------------------------------------------------------------------------------------- */
+/* ---- 1 the kernel ---------------------------------------------------------------------------- */
 enum Kind {
     LARGE,
     BLOCKS,
@@ -56,16 +57,17 @@ template <class Tile> struct Smem {
 };
 
 template <class Tile, class Sum>
-__device__ __forceinline__ void store_tile(const Params &p, unsigned char *smem,
-                                           Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4], int64_t row0, int64_t col0,
-                                           int warp_m, int warp_n, const float *edge) {
+__device__ __forceinline__ void
+store_tile(const Params &p, unsigned char *smem, Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4],
+           int64_t row0, int64_t col0, int warp_m, int warp_n, const float *edge) {
     constexpr int OCTETS = SumStage<Tile>::OCTETS;
     const int at = warp_n + threadIdx.x % 32 % OCTETS * 8;
     const int64_t col = col0 + at;
     const int valid = (int)min((int64_t)8, p.n - col);
     float bias[8] = {}, by[8];
     if (p.f.bias && valid > 0)
-        read_octet(p.f.bias, p.f.bias_dtype, col * p.f.bias_step, p.f.bias_step, false, valid, bias);
+        read_octet(p.f.bias, p.f.bias_dtype, col * p.f.bias_step, p.f.bias_step, false, valid,
+                   bias);
 #pragma unroll
     for (int i = 0; i < 8; ++i) by[i] = p.blocks.along_k ? 1 : edge[Tile::BM + at + i];
     take_octets<Tile>(smem, sum, [&](int r, float (&v)[8]) {
@@ -85,16 +87,19 @@ __global__ void __launch_bounds__(TileOf<KIND>::type::THREADS, TileOf<KIND>::typ
     typedef Smem<Tile> S;
     constexpr int BM = Tile::BM, BN = Tile::BN, WM = Tile::WM, WN = Tile::WN;
     extern __shared__ __align__(128) unsigned char smem[];
-    const int warp = threadIdx.x / 32, warp_m = warp % (BM / WM) * WM, warp_n = warp / (BM / WM) * WN;
+    const int warp = threadIdx.x / 32, warp_m = warp % (BM / WM) * WM,
+              warp_n = warp / (BM / WM) * WN;
     const TilePlace tile = tile_place(blockIdx.x, p.tiles_m, p.tiles_n, SCALED_GROUP);
     const int64_t row0 = (int64_t)tile.row * BM, col0 = (int64_t)tile.col * BN;
-    const Operand<uint8_t> a = {p.a + row0 * p.a_row, p.a_row, 1, (int)min((int64_t)BM, p.m - row0)};
-    const Operand<uint8_t> b = {p.b + col0 * p.b_row, p.b_row, 1, (int)min((int64_t)BN, p.n - col0)};
+    const Operand<uint8_t> a = {p.a + row0 * p.a_row, p.a_row, 1,
+                                (int)min((int64_t)BM, p.m - row0)};
+    const Operand<uint8_t> b = {p.b + col0 * p.b_row, p.b_row, 1,
+                                (int)min((int64_t)BN, p.n - col0)};
     float *const edge = (float *)(smem + S::EDGE);
     if (!p.blocks.along_k) /* read behind the barriers of the loop */
         for (int i = threadIdx.x; i < BM + BN; i += Tile::THREADS)
-            edge[i] =
-                i < BM ? scale_of(p.sa, min(row0 + i, p.m - 1), 0) : scale_of(p.sb, 0, min(col0 + i - BM, p.n - 1));
+            edge[i] = i < BM ? scale_of(p.sa, min(row0 + i, p.m - 1), 0)
+                             : scale_of(p.sb, 0, min(col0 + i - BM, p.n - 1));
 
     typename Product::Sum sum[WM / 16][WN / 8][4] = {};
     Product product(p.bits);
@@ -102,10 +107,12 @@ __global__ void __launch_bounds__(TileOf<KIND>::type::THREADS, TileOf<KIND>::typ
     if constexpr (KIND == LARGE) {
         multiply_sm80<uint8_t, Tile, 0>(product, sum, a, b, p.k, ring_s, warp_m, warp_n);
         cp_async_wait_group<0>();
-        __syncthreads(); /* no thread reads the ring any more, and no copy writes it: the sums may lie there */
+        /* no thread reads the ring any more, and no copy writes it: the sums may lie there */
+        __syncthreads();
         store_tile<Tile>(p, smem, sum, row0, col0, warp_m, warp_n, edge);
     } else {
-        BlockProduct<Product, Tile> blocks(product, p.blocks, ring_s + S::BLOCKS, (int)row0, (int)col0, warp_m, warp_n);
+        BlockProduct<Product, Tile> blocks(product, p.blocks, ring_s + S::BLOCKS, (int)row0,
+                                           (int)col0, warp_m, warp_n);
         multiply_sm80<uint8_t, Tile, 0>(blocks, sum, a, b, p.k, ring_s, warp_m, warp_n);
         cp_async_wait_group<0>();
         __syncthreads();
@@ -113,7 +120,7 @@ __global__ void __launch_bounds__(TileOf<KIND>::type::THREADS, TileOf<KIND>::typ
     }
 }
 
-/* ---- 2 plan and run ------------------------------------------------------------------------------------------- */
+/* ---- 2 plan and run -------------------------------------------------------------------------- */
 struct Plan {
     Relay a, b;
 };
@@ -132,7 +139,8 @@ bool along_k(const gk_scales &a, const gk_scales &b) {
     return a.col_log2 < GK_WHOLE_LOG2 || b.row_log2 < GK_WHOLE_LOG2;
 }
 
-bool plan_scaled(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *plan) {
+bool plan_scaled(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+                 gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const int32_t *key = row->key;
     const int64_t m = g->a.shape[0], n = g->b.shape[1], k = g->a.shape[1];
@@ -146,26 +154,38 @@ bool plan_scaled(const gk_cuda_instance *row, const gk_context *ctx, const void 
     if (tiles > INT32_MAX) return false;
     Plan &x = gk_own<Plan>(plan);
     size_t bytes = 0;
-    x.a = relay_plan(g->a, &bytes), x.b = relay_plan(rows_of_n(g->b), &bytes);
+    x.a = relay_plan(g->a, &bytes);
+    x.b = relay_plan(rows_of_n(g->b), &bytes);
     plan->workspace_bytes = bytes;
-    plan->tile[0] = key[KEY_BM], plan->tile[1] = key[KEY_BN], plan->tile[2] = key[KEY_BK], plan->tasks = tiles;
+    plan->tile[0] = key[KEY_BM];
+    plan->tile[1] = key[KEY_BN];
+    plan->tile[2] = key[KEY_BK];
+    plan->tasks = tiles;
     plan->kernel = row;
     return true;
 }
 
 template <class Product, Kind KIND>
-gk_status run_scaled(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+gk_status run_scaled(const gk_context *ctx, const void *args, const gk_plan *plan,
+                     void *workspace) {
     typedef typename TileOf<KIND>::type Tile;
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const Plan &x = gk_own<Plan>(plan);
     TensorShape a, b;
     gk_status status = relay_run("scaled_gemm", ctx, x.a, g->a, workspace, &a);
-    if (status == GK_OK) status = relay_run("scaled_gemm", ctx, x.b, rows_of_n(g->b), workspace, &b);
+    if (status == GK_OK)
+        status = relay_run("scaled_gemm", ctx, x.b, rows_of_n(g->b), workspace, &b);
     if (status != GK_OK) return status;
     Params p = {};
-    p.a = (const uint8_t *)a.data, p.b = (const uint8_t *)b.data, p.a_row = x.a.ld, p.b_row = x.b.ld;
-    p.m = g->a.shape[0], p.n = g->b.shape[1], p.k = g->a.shape[1];
-    p.sa = gk_scales_of(&g->scale_a, p.m, p.k, false), p.sb = gk_scales_of(&g->scale_b, p.k, p.n, true);
+    p.a = (const uint8_t *)a.data;
+    p.b = (const uint8_t *)b.data;
+    p.a_row = x.a.ld;
+    p.b_row = x.b.ld;
+    p.m = g->a.shape[0];
+    p.n = g->b.shape[1];
+    p.k = g->a.shape[1];
+    p.sa = gk_scales_of(&g->scale_a, p.m, p.k, false);
+    p.sb = gk_scales_of(&g->scale_b, p.k, p.n, true);
     p.blocks = {{p.sa.data, p.sa.dtype, p.sa.row_log2, p.sa.col_log2, p.sa.row, p.sa.col},
                 {p.sb.data, p.sb.dtype, p.sb.col_log2, p.sb.row_log2, p.sb.col, p.sb.row},
                 p.m,
@@ -177,9 +197,10 @@ gk_status run_scaled(const gk_context *ctx, const void *args, const gk_plan *pla
     p.vectors = vectors_of(p.f);
     p.bits = {code_bits_of(g->a.dtype), code_bits_of(g->b.dtype)};
     p.up = (float)(1 << (down_of(g->a.dtype) + down_of(g->b.dtype)));
-    p.tiles_m = (int)gk_ceil_div(p.m, Tile::BM), p.tiles_n = (int)gk_ceil_div(p.n, Tile::BN);
-    return launch<scaled_gemm_sm80_kernel<Product, KIND>>("scaled_gemm", ctx, dim3((unsigned)plan->tasks),
-                                                          Tile::THREADS, Smem<Tile>::bytes(KIND), p);
+    p.tiles_m = (int)gk_ceil_div(p.m, Tile::BM);
+    p.tiles_n = (int)gk_ceil_div(p.n, Tile::BN);
+    return launch<scaled_gemm_sm80_kernel<Product, KIND>>(
+        "scaled_gemm", ctx, dim3((unsigned)plan->tasks), Tile::THREADS, Smem<Tile>::bytes(KIND), p);
 }
 
 #define ROW(name, dtype, Product, kind, b_dtype)                                             \
@@ -212,14 +233,17 @@ const gk_cuda_instance instances[] = {
     ROW("i8_16x64", GK_I8, Int8Product, SMALL, GK_I8),
 };
 
-/* The first large one that serves the call, unless tiles of 16 rows are better: of small M, or where most SMs would have no large one. */
+/* The first large one that serves the call, unless tiles of 16 rows are better: of small M, or
+ * where most SMs would have no large one. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const int64_t large = gk_ceil_div(g->a.shape[0], 128) * gk_ceil_div(g->b.shape[1], 128);
-    const bool small = g->a.shape[0] <= SCALED_SMALL_M || 2 * large <= gk_gpu_of(ctx->index)->num_sms;
+    const bool small =
+        g->a.shape[0] <= SCALED_SMALL_M || 2 * large <= gk_gpu_of(ctx->index)->num_sms;
     for (int other = 0; other < 2; ++other)
         for (const gk_cuda_instance &row : instances)
-            if (row.dtype == g->a.dtype && (row.key[KEY_KIND] == SMALL) == (small != (other == 1)) &&
+            if (row.dtype == g->a.dtype &&
+                (row.key[KEY_KIND] == SMALL) == (small != (other == 1)) &&
                 plan_scaled(&row, ctx, args, plan))
                 return true;
     return false;
@@ -227,5 +251,5 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_scaled_gemm_sm80_table = {instances, sizeof instances / sizeof instances[0], 80,
-                                                            plan_best};
+extern "C" const gk_cuda_table gk_scaled_gemm_sm80_table = {
+    instances, sizeof instances / sizeof instances[0], 80, plan_best};

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_gemm_swapab_sm90a: scaled_gemm on Hopper with one scale along k or blocks of 128 (scaled_swapab.cuh): of up to 64 rows of a;
- * of more where the scales along k are not those of scaled_gemm_sm90a. */
+/* scaled_gemm_swapab_sm90a: scaled_gemm on Hopper with one scale along k or blocks of 128
+ * (scaled_swapab.cuh): of up to 64 rows of a; of more where the scales along k are not those of
+ * scaled_gemm_sm90a. */
 #include "scaled_swapab.cuh"
 
 namespace {
@@ -19,13 +20,15 @@ const gk_cuda_instance instances[] = {
     ROW("i8_block_64x64", GK_I8, int8_t, int32_t, float, 1, 64),
 };
 
-/* The narrowest that holds the tokens; of two, the one of more weights where it has tiles for all SMs. */
+/* The narrowest that holds the tokens; of two, the one of more weights where it has tiles for all
+ * SMs. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     if (g->a.shape[0] > 64 && (scales_along_k(g) == 0 || scales_in_tiles(g))) return false;
     for (const gk_cuda_instance &row : instances) {
         if (g->a.shape[0] > row.key[KEY_BN] && row.key[KEY_BN] < 64) continue;
-        if (row.key[KEY_WGS] == 2 && swapab_tiles(&row, g) < gk_gpu_of(ctx->index)->num_sms) continue;
+        if (row.key[KEY_WGS] == 2 && swapab_tiles(&row, g) < gk_gpu_of(ctx->index)->num_sms)
+            continue;
         if (g->a.dtype == row.dtype && swapab_plan_row(&row, ctx, args, plan)) return true;
     }
     return false;
@@ -33,5 +36,5 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_scaled_gemm_swapab_sm90a_table = {instances, sizeof instances / sizeof instances[0],
-                                                                    90, plan_best};
+extern "C" const gk_cuda_table gk_scaled_gemm_swapab_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, plan_best};

@@ -1,13 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sparse_gemm by sparse mma.sync: bfloat16, float16 and int8, on GPUs without WGMMA and for what Hopper's kernel does not take.
+/* sparse_gemm by sparse mma.sync: bfloat16, float16 and int8, on GPUs without WGMMA and for what
+ * Hopper's kernel does not take.
  *
  *   out^T [N, M] = activation(scale_b scale_a (W A^T) + bias)
  *
- * a [M, K] K-major, values [N, K / 2] and meta [N, K / 8] as sparse_pack leaves them. Only the instruction's first operand may be sparse:
- * the weight's rows are the tile's, the rows of a (tokens) its columns, and results are transposed on their way through shared memory.
- * The loop is mainloop_sm80.cuh's, with half of k in a's tile; meta comes through shared memory, a stage with the tiles of its step.
- * Mishra et al. 2021, arXiv:2104.08378. Workspace: an a of 8 bits that is laid anew (relay.cuh). Not here: K that is no multiple of 32 (16
- * bits: 16), rows that are not of whole 16 bytes, 8-bit floats (product_plain). */
+ * a [M, K] K-major, values [N, K / 2] and meta [N, K / 8] as sparse_pack leaves them. Only the
+ * instruction's first operand may be sparse: the weight's rows are the tile's, the rows of a
+ * (tokens) its columns, and results are transposed on their way through shared memory. The loop is
+ * mainloop_sm80.cuh's, with half of k in a's tile; meta comes through shared memory, a stage with
+ * the tiles of its step. Mishra et al. 2021, arXiv:2104.08378. Workspace: an a of 8 bits that is
+ * laid anew (relay.cuh). Not here: K that is no multiple of 32 (16 bits: 16), rows that are not of
+ * whole 16 bytes, 8-bit floats (product_plain). */
 #include "../gemm/mainloop_sm80.cuh"
 #include "../gemm/order.cuh"
 #include "../../ptx/mma_s8.cuh"
@@ -31,7 +34,7 @@ struct Params {
     int tiles_m, tiles_n;
 };
 
-/* ---- 1 products ---------------------------------------------------------------------------------------------- */
+/* ---- 1 products ------------------------------------------------------------------------------ */
 template <class T> struct SumOf {
     typedef float type;
 };
@@ -50,7 +53,8 @@ template <class T, class Tile> struct SparseProduct : BareProduct {
         uint32_t r[2][4];
     };
     /* Of 16 bits word i serves both instructions of a step. */
-    static constexpr int WORDS = BYTES ? 2 * MT : MT, ROW = BYTES ? 16 : 8, STAGE = Tile::BM * ROW; /* bytes of meta */
+    /* bytes of meta */
+    static constexpr int WORDS = BYTES ? 2 * MT : MT, ROW = BYTES ? 16 : 8, STAGE = Tile::BM * ROW;
     uint32_t now[WORDS];
     const Params &p;
     const uint8_t *mine_g; /* meta of the row that this thread copies */
@@ -83,7 +87,8 @@ template <class T, class Tile> struct SparseProduct : BareProduct {
                 if (4 * i < left) words[i] = __ldg((const uint32_t *)(mine_g + at) + i);
             } else {
                 if (4 * i < left) words[i] = __ldg((const uint16_t *)(mine_g + at) + 2 * i);
-                if (4 * i + 2 < left) words[i] |= (uint32_t)__ldg((const uint16_t *)(mine_g + at) + 2 * i + 1) << 16;
+                if (4 * i + 2 < left)
+                    words[i] |= (uint32_t)__ldg((const uint16_t *)(mine_g + at) + 2 * i + 1) << 16;
             }
         }
 #pragma unroll
@@ -92,7 +97,8 @@ template <class T, class Tile> struct SparseProduct : BareProduct {
     /* Where the values of the lane's rows stand in step j. */
     __device__ __forceinline__ void read(int j) {
         const int lane = threadIdx.x % 32;
-        const smem_addr from_s = meta_s + (unsigned)j % Tile::STAGES * STAGE + (warp_m + lane / 4) * ROW;
+        const smem_addr from_s =
+            meta_s + (unsigned)j % Tile::STAGES * STAGE + (warp_m + lane / 4) * ROW;
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) {
             if constexpr (BYTES) {
@@ -105,17 +111,21 @@ template <class T, class Tile> struct SparseProduct : BareProduct {
         }
     }
     __device__ __forceinline__ void begin() { read(0); }
-    /* Part of the ring's copies of that step. All warps have read what lay there behind the last barrier but one. */
+    /* Part of the ring's copies of that step. All warps have read what lay there behind the last
+     * barrier but one. */
     __device__ __forceinline__ void before_barrier(int j) { copy(j + Tile::STAGES - 1); }
     template <class Sums> __device__ __forceinline__ void join(Sums &, int q, bool) {
         if (q % KK == KK - 1) read(q / KK + 1);
     }
-    static __device__ __forceinline__ A ready_a(const uint32_t *x) { return {{x[0], x[1], x[2], x[3]}}; }
+    static __device__ __forceinline__ A ready_a(const uint32_t *x) {
+        return {{x[0], x[1], x[2], x[3]}};
+    }
     static __device__ __forceinline__ B ready_b(const uint32_t *x) {
         return {{{x[0], x[1], x[2], x[3]}, {x[4], x[5], x[6], x[7]}}};
     }
     template <int NT>
-    __device__ __forceinline__ void multiply(Sum (&sum)[2 * NT][4], const A &a, const B (&b)[NT], int i, int kk) const {
+    __device__ __forceinline__ void multiply(Sum (&sum)[2 * NT][4], const A &a, const B (&b)[NT],
+                                             int i, int kk) const {
 #pragma unroll
         for (int n = 0; n < 2 * NT; ++n) {
             const uint32_t *const of_n = b[n / 2].r[n % 2];
@@ -129,7 +139,7 @@ template <class T, class Tile> struct SparseProduct : BareProduct {
     }
 };
 
-/* ---- 2 the kernel -------------------------------------------------------------------------------------------- */
+/* ---- 2 the kernel ---------------------------------------------------------------------------- */
 template <class T, class Tile> struct Smem {
     static constexpr int RING = Ring<T, Tile, 0, 2>::BYTES, SUMS = SumStageAcross<Tile>::BYTES;
     static constexpr int META = RING > SUMS ? RING : SUMS;
@@ -140,32 +150,39 @@ template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) sparse_gemm_sm80_kernel(Params p) {
     constexpr int BM = Tile::BM, BN = Tile::BN, WM = Tile::WM, WN = Tile::WN;
     extern __shared__ __align__(128) unsigned char smem[];
-    const int warp = threadIdx.x / 32, warp_m = warp % (BM / WM) * WM, warp_n = warp / (BM / WM) * WN;
+    const int warp = threadIdx.x / 32, warp_m = warp % (BM / WM) * WM,
+              warp_n = warp / (BM / WM) * WN;
     const TilePlace tile = tile_place(blockIdx.x, p.tiles_m, p.tiles_n, SPARSE_GROUP);
     const int weight0 = tile.row * BM, token0 = tile.col * BN;
-    const Operand<T> w = {(const T *)p.values + weight0 * p.values_row, p.values_row, 1, min(BM, p.n - weight0)};
+    const Operand<T> w = {(const T *)p.values + weight0 * p.values_row, p.values_row, 1,
+                          min(BM, p.n - weight0)};
     const Operand<T> a = {(const T *)p.a + token0 * p.a_row, p.a_row, 1, min(BN, p.m - token0)};
     typedef SparseProduct<T, Tile> Product;
     typename Product::Sum sum[WM / 16][WN / 8][4] = {};
     Product product(p, cvta_to_shared(smem) + Smem<T, Tile>::META, weight0, warp_m);
     multiply_sm80<T, Tile, 0>(product, sum, w, a, p.k, cvta_to_shared(smem), warp_m, warp_n);
     cp_async_wait_group<0>();
-    __syncthreads(); /* no thread reads the ring any more, and no copy writes it: the sums may lie there */
+    /* no thread reads the ring any more, and no copy writes it: the sums may lie there */
+    __syncthreads();
     take_octets_across<Tile>(smem, sum, [&](int c, int r, float (&v)[8]) {
-        const int token = token0 + warp_n + c, weight = weight0 + warp_m + r, valid = min(8, p.n - weight);
+        const int token = token0 + warp_n + c, weight = weight0 + warp_m + r,
+                  valid = min(8, p.n - weight);
         if (token >= p.m || valid <= 0) return;
         float bias[8] = {};
-        if (p.f.bias) read_octet(p.f.bias, p.f.bias_dtype, weight * p.f.bias_step, p.f.bias_step, false, valid, bias);
+        if (p.f.bias)
+            read_octet(p.f.bias, p.f.bias_dtype, weight * p.f.bias_step, p.f.bias_step, false,
+                       valid, bias);
         if constexpr (sizeof(T) == 1) {
             const float sa = scale_of(p.sa, token, 0);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) v[i] = times_scales(v[i], sa, scale_of(p.sb, 0, min(weight + i, p.n - 1)));
+            for (int i = 0; i < 8; ++i)
+                v[i] = times_scales(v[i], sa, scale_of(p.sb, 0, min(weight + i, p.n - 1)));
         }
         finish_octet(p.f, p.vectors, token, weight, valid, v, bias);
     });
 }
 
-/* ---- 3 plan and run ------------------------------------------------------------------------------------------- */
+/* ---- 3 plan and run -------------------------------------------------------------------------- */
 struct Plan {
     Relay a;
 };
@@ -177,11 +194,14 @@ enum Key { /* of an instance */
     KEY_SMALL
 };
 
-bool plan_sparse(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *plan) {
+bool plan_sparse(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+                 gk_plan *plan) {
     const gk_sparse_gemm_args *g = (const gk_sparse_gemm_args *)args;
     const int64_t m = g->a.shape[0], k = g->a.shape[1], n = g->values.shape[0];
     const bool eight = g->a.dtype == GK_I8;
-    if (m < 1 || n < 1 || k < 1 || m > 1 << 30 || n > 1 << 30 || k > 1 << 30 || k % (eight ? 32 : 16)) return false;
+    if (m < 1 || n < 1 || k < 1 || m > 1 << 30 || n > 1 << 30 || k > 1 << 30 ||
+        k % (eight ? 32 : 16))
+        return false;
     if (!rows_aligned(g->values) || !smem_fits(ctx, row->key[KEY_SMEM])) return false;
     if ((uintptr_t)g->meta.data % 4 || (n > 1 && g->meta.stride[0] % (eight ? 4 : 2))) return false;
     Plan &x = gk_own<Plan>(plan);
@@ -192,34 +212,49 @@ bool plan_sparse(const gk_cuda_instance *row, const gk_context *ctx, const void 
         return false;
     const int64_t tiles = gk_ceil_div(n, row->key[KEY_BM]) * gk_ceil_div(m, row->key[KEY_BN]);
     if (tiles > INT32_MAX) return false;
-    plan->workspace_bytes = bytes, plan->tasks = tiles, plan->kernel = row;
-    plan->tile[0] = row->key[KEY_BN], plan->tile[1] = row->key[KEY_BM], plan->tile[2] = eight ? 128 : 64;
+    plan->workspace_bytes = bytes;
+    plan->tasks = tiles;
+    plan->kernel = row;
+    plan->tile[0] = row->key[KEY_BN];
+    plan->tile[1] = row->key[KEY_BM];
+    plan->tile[2] = eight ? 128 : 64;
     return true;
 }
 
 template <class T, class Tile>
-gk_status run_sparse(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+gk_status run_sparse(const gk_context *ctx, const void *args, const gk_plan *plan,
+                     void *workspace) {
     const gk_sparse_gemm_args *g = (const gk_sparse_gemm_args *)args;
     Params p = {};
-    p.a = g->a.data, p.a_row = g->a.stride[0];
+    p.a = g->a.data;
+    p.a_row = g->a.stride[0];
     if (sizeof(T) == 1) {
         const Relay &x = gk_own<Plan>(plan).a;
         TensorShape a;
         const gk_status status = relay_run("sparse_gemm", ctx, x, g->a, workspace, &a);
         if (status != GK_OK) return status;
-        p.a = a.data, p.a_row = x.ld;
+        p.a = a.data;
+        p.a_row = x.ld;
     }
-    p.values = g->values.data, p.values_row = g->values.stride[0];
-    p.meta = (const uint8_t *)g->meta.data, p.meta_row = g->meta.stride[0], p.meta_bytes = (int)g->meta.shape[1];
+    p.values = g->values.data;
+    p.values_row = g->values.stride[0];
+    p.meta = (const uint8_t *)g->meta.data;
+    p.meta_row = g->meta.stride[0];
+    p.meta_bytes = (int)g->meta.shape[1];
     const int row = SparseProduct<T, Tile>::ROW;
     p.whole = (uintptr_t)p.meta % row == 0 && (p.meta_row % row == 0 || g->meta.shape[0] == 1);
-    p.m = (int)g->a.shape[0], p.k = (int)g->a.shape[1], p.n = (int)g->values.shape[0];
-    p.sa = gk_scales_of(g->scale_a, p.m, p.k, false), p.sb = gk_scales_of(g->scale_b, p.k, p.n, true);
+    p.m = (int)g->a.shape[0];
+    p.k = (int)g->a.shape[1];
+    p.n = (int)g->values.shape[0];
+    p.sa = gk_scales_of(g->scale_a, p.m, p.k, false);
+    p.sb = gk_scales_of(g->scale_b, p.k, p.n, true);
     p.f = finish_of(g->out, g->bias, nullptr, 0, nullptr, g->activation);
-    p.f.out_row = p.n, p.vectors = vectors_of(p.f);
-    p.tiles_m = (int)gk_ceil_div(p.n, Tile::BM), p.tiles_n = (int)gk_ceil_div(p.m, Tile::BN);
-    return launch<sparse_gemm_sm80_kernel<T, Tile>>("sparse_gemm", ctx, dim3((unsigned)plan->tasks), Tile::THREADS,
-                                                    Smem<T, Tile>::BYTES, p);
+    p.f.out_row = p.n;
+    p.vectors = vectors_of(p.f);
+    p.tiles_m = (int)gk_ceil_div(p.n, Tile::BM);
+    p.tiles_n = (int)gk_ceil_div(p.m, Tile::BN);
+    return launch<sparse_gemm_sm80_kernel<T, Tile>>("sparse_gemm", ctx, dim3((unsigned)plan->tasks),
+                                                    Tile::THREADS, Smem<T, Tile>::BYTES, p);
 }
 
 #define ROW(name, dtype, T, Tile, small)                \
@@ -233,20 +268,22 @@ gk_status run_sparse(const gk_context *ctx, const void *args, const gk_plan *pla
     ROW(name "_128x128", dtype, T, TileSparse_128x128<sizeof(T)>, false), \
         ROW(name "_64x32", dtype, T, TileSparse_64x32<sizeof(T)>, true)
 
-const gk_cuda_instance instances[] = {ROWS("bf16", GK_BF16, __nv_bfloat16), ROWS("f16", GK_F16, __half),
-                                      ROWS("i8", GK_I8, int8_t)};
+const gk_cuda_instance instances[] = {ROWS("bf16", GK_BF16, __nv_bfloat16),
+                                      ROWS("f16", GK_F16, __half), ROWS("i8", GK_I8, int8_t)};
 
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_sparse_gemm_args *g = (const gk_sparse_gemm_args *)args;
-    const int64_t m = g->a.shape[0], large = gk_ceil_div(m, 128) * gk_ceil_div(g->values.shape[0], 128);
+    const int64_t m = g->a.shape[0],
+                  large = gk_ceil_div(m, 128) * gk_ceil_div(g->values.shape[0], 128);
     const bool small = m <= SPARSE_SMALL_M || 2 * large <= gk_gpu_of(ctx->index)->num_sms;
     for (const gk_cuda_instance &row : instances)
-        if (row.dtype == g->a.dtype && (row.key[KEY_SMALL] != 0) == small && plan_sparse(&row, ctx, args, plan))
+        if (row.dtype == g->a.dtype && (row.key[KEY_SMALL] != 0) == small &&
+            plan_sparse(&row, ctx, args, plan))
             return true;
     return false;
 }
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_sparse_gemm_sm80_table = {instances, sizeof instances / sizeof instances[0], 80,
-                                                            plan_best};
+extern "C" const gk_cuda_table gk_sparse_gemm_sm80_table = {
+    instances, sizeof instances / sizeof instances[0], 80, plan_best};

@@ -3,15 +3,18 @@
  *
  *   out^T [N, M] = activation(scale_b scale_a (W A^T) + bias)
  *
- * a [M, K] K-major, values [N, K / 2] and meta [N, K / 8] as sparse_pack leaves them. Only WGMMA's first operand may be sparse: swap-AB,
- * the weight's rows are WGMMA's, the rows of a (tokens) its columns.
- * A persistent block of 3 warpgroups takes tiles of BW = 128 MS weights x BT tokens: one producer warp fills a ring of 128-byte rows of a and
- * 64-byte rows of values by TMA, its other three warps bring meta, a stage each in turn; two warpgroups multiply 64 MS weights each.
- * The sums of 8-bit floats are in two levels: 256 of k, 128 products, into fresh registers, which then join the sums
+ * a [M, K] K-major, values [N, K / 2] and meta [N, K / 8] as sparse_pack leaves them. Only WGMMA's
+ * first operand may be sparse: swap-AB, the weight's rows are WGMMA's, the rows of a (tokens) its
+ * columns.
+ * A persistent block of 3 warpgroups takes tiles of BW = 128 MS weights x BT tokens: one producer
+ * warp fills a ring of 128-byte rows of a and 64-byte rows of values by TMA, its other three warps
+ * bring meta, a stage each in turn; two warpgroups multiply 64 MS weights each. The sums of 8-bit
+ * floats are in two levels: 256 of k, 128 products, into fresh registers, which then join the sums
  * (DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2).
- * Results are transposed by stmatrix, 32 tokens at a time, where they are of 16 bits and rows of whole chunks; else stored one by one.
- * Mishra et al. 2021, arXiv:2104.08378. Workspace: an a of 8 bits that is laid anew. Not here: K that is no multiple of 32 (16 bits: 16),
- * a of 16 bits that is not K-major with rows of whole 16 bytes, e5m2 (product_plain). */
+ * Results are transposed by stmatrix, 32 tokens at a time, where they are of 16 bits and rows of
+ * whole chunks; else stored one by one. Mishra et al. 2021, arXiv:2104.08378. Workspace: an a of 8
+ * bits that is laid anew. Not here: K that is no multiple of 32 (16 bits: 16), a of 16 bits that is
+ * not K-major with rows of whole 16 bytes, e5m2 (product_plain). */
 #include "../gemm/order.cuh"
 #include "../../host/tensormap.cuh"
 #include "../../layout/wgmma.cuh"
@@ -45,14 +48,17 @@ template <class T_, int MS_, int BT_> struct Kind {
     typedef T_ T;
     typedef typename SumOf<T>::type D;
     static constexpr bool PARTS = SumOf<T>::parts;
-    static constexpr int BYTES = sizeof(T), MS = MS_, BW = 128 * MS, BT = BT_, BK = WGMMA_ROW_BYTES / BYTES,
-                         THREADS = 384;
+    static constexpr int BYTES = sizeof(T), MS = MS_, BW = 128 * MS, BT = BT_,
+                         BK = WGMMA_ROW_BYTES / BYTES, THREADS = 384;
     typedef wgmma_tile<BT, false, BK> Tokens;
-    static constexpr int VALUES = BW * 64, META_ROW = BK / 8, META = BW * META_ROW; /* bytes of a stage */
+    /* bytes of a stage */
+    static constexpr int VALUES = BW * 64, META_ROW = BK / 8, META = BW * META_ROW;
     static constexpr int STAGE_BYTES = VALUES + Tokens::bytes;
-    typedef smem_tile<32, 128> Panel; /* 32 tokens x 64 results of a warpgroup on their way out: two each */
+    /* 32 tokens x 64 results of a warpgroup on their way out: two each */
+    typedef smem_tile<32, 128> Panel;
     static constexpr int STAGING = 4 * Panel::bytes, SCALES = BYTES == 1 ? 2 * 2 * BT * 4 : 0;
-    static constexpr int MOST = (SPARSE_SMEM - STAGING - SCALES - WGMMA_BLOCK_BYTES) / (STAGE_BYTES + META + 16);
+    static constexpr int MOST =
+        (SPARSE_SMEM - STAGING - SCALES - WGMMA_BLOCK_BYTES) / (STAGE_BYTES + META + 16);
     static constexpr int STAGES = MOST < 8 ? MOST : 8;
     static constexpr int STAGING_AT = STAGES * STAGE_BYTES, META_AT = STAGING_AT + STAGING,
                          SCALES_AT = META_AT + STAGES * META, BARRIERS_AT = SCALES_AT + SCALES;
@@ -60,7 +66,8 @@ template <class T_, int MS_, int BT_> struct Kind {
 };
 
 struct Params {
-    CUtensorMap a, values; /* [tokens][k], boxes of half of BT x 128 bytes; [weights][k / 2], boxes of BW x 64 bytes */
+    /* [tokens][k], boxes of half of BT x 128 bytes; [weights][k / 2], boxes of BW x 64 bytes */
+    CUtensorMap a, values;
     const uint8_t *meta;
     gk_scales sa, sb;
     Finish f;
@@ -75,40 +82,49 @@ struct Params {
 /* Clusters take tasks in turn: a tile of tokens, and a tile of weights for each of their blocks. */
 __device__ __forceinline__ int first_task(const Params &p) { return (int)blockIdx.x / p.pair; }
 __device__ __forceinline__ int tasks_apart(const Params &p) { return (int)gridDim.x / p.pair; }
-template <class K> __device__ __forceinline__ int weights_of(const Params &p, const TilePlace &at, int rank) {
+template <class K>
+__device__ __forceinline__ int weights_of(const Params &p, const TilePlace &at, int rank) {
     return (at.col * p.pair + rank) * K::BW;
 }
 
-/* ---- 1. the producer's warps ---------------------------------------------------------------------------------- */
+/* ---- 1. the producer's warps ----------------------------------------------------------------- */
 template <class K>
-__device__ __forceinline__ void produce(const Params &p, tma_ring<K::STAGES> &ring, smem_addr ring_s, int rank) {
+__device__ __forceinline__ void produce(const Params &p, tma_ring<K::STAGES> &ring,
+                                        smem_addr ring_s, int rank) {
     prefetch_tensormap(&p.a);
     prefetch_tensormap(&p.values);
     for (int t = first_task(p); t < p.tiles_m * p.tiles_n; t += tasks_apart(p)) {
         const TilePlace at = tile_place(t, p.tiles_m, p.tiles_n, p.group);
         for (int step = 0; step < p.steps; ++step) {
-            ring.wait_empty(); /* all consumers have read what is overwritten, the other block's of what both get */
-            const smem_addr stage_s = ring_s + ring.stage * K::STAGE_BYTES, half_s = stage_s + K::VALUES;
+            /* all consumers have read what is overwritten, the other block's of what both get */
+            ring.wait_empty();
+            const smem_addr stage_s = ring_s + ring.stage * K::STAGE_BYTES,
+                            half_s = stage_s + K::VALUES;
             const int k = step * K::BK, token = at.row * K::BT;
             mbarrier_arrive_expect_tx(ring.full(), K::STAGE_BYTES);
             tma_load_5d(stage_s, &p.values, {{k / 2, weights_of<K>(p, at, rank)}}, ring.full());
             if (p.pair == 2) {
-                tma_load_5d_multicast(half_s + rank * (K::Tokens::bytes / 2), &p.a, {{k, token + rank * (K::BT / 2)}},
-                                      ring.full(), 3);
+                tma_load_5d_multicast(half_s + rank * (K::Tokens::bytes / 2), &p.a,
+                                      {{k, token + rank * (K::BT / 2)}}, ring.full(), 3);
             } else {
                 tma_load_5d(half_s, &p.a, {{k, token}}, ring.full());
-                tma_load_5d(half_s + K::Tokens::bytes / 2, &p.a, {{k, token + K::BT / 2}}, ring.full());
+                tma_load_5d(half_s + K::Tokens::bytes / 2, &p.a, {{k, token + K::BT / 2}},
+                            ring.full());
             }
             ring.advance();
         }
     }
     /* all consumers' last arrivals have come: none is on its way to a block that has left */
-    for (int s = 0; s < K::STAGES; ++s) ring.wait_empty(), ring.advance();
+    for (int s = 0; s < K::STAGES; ++s) {
+        ring.wait_empty();
+        ring.advance();
+    }
 }
 
 /* Meta of every third stage, [weight][META_ROW bytes]; 0 behind the ends. */
 template <class K>
-__device__ __forceinline__ void load_meta(const Params &p, tma_ring<K::STAGES> &ring, smem_addr ring_s, int rank) {
+__device__ __forceinline__ void load_meta(const Params &p, tma_ring<K::STAGES> &ring,
+                                          smem_addr ring_s, int rank) {
     const int lane = threadIdx.x % 32;
     int turn = threadIdx.x / 32; /* stages until this warp's */
     for (int t = first_task(p); t < p.tiles_m * p.tiles_n; t += tasks_apart(p)) {
@@ -133,10 +149,14 @@ __device__ __forceinline__ void load_meta(const Params &p, tma_ring<K::STAGES> &
                         if (row >= p.n || byte0 >= p.meta_bytes) continue;
                         if constexpr (K::META_ROW == 16) {
                             const uint4 x = __ldg((const uint4 *)(from + row * p.meta_row));
-                            words[i][0] = x.x, words[i][1] = x.y, words[i][2] = x.z, words[i][3] = x.w;
+                            words[i][0] = x.x;
+                            words[i][1] = x.y;
+                            words[i][2] = x.z;
+                            words[i][3] = x.w;
                         } else {
                             const uint2 x = __ldg((const uint2 *)(from + row * p.meta_row));
-                            words[i][0] = x.x, words[i][1] = x.y;
+                            words[i][0] = x.x;
+                            words[i][1] = x.y;
                         }
                     }
                 } else {
@@ -146,8 +166,10 @@ __device__ __forceinline__ void load_meta(const Params &p, tma_ring<K::STAGES> &
                         for (int b = 0; b < K::META_ROW; ++b) {
                             const int row = row0 + lane + 32 * (i0 + i);
                             uint32_t x = 0;
-                            if (row < p.n && byte0 + b < p.meta_bytes) x = __ldg(from + row * p.meta_row + b);
-                            if constexpr (K::META_ROW == 16) { /* bytes come in at the top and move down */
+                            if (row < p.n && byte0 + b < p.meta_bytes)
+                                x = __ldg(from + row * p.meta_row + b);
+                            /* bytes come in at the top and move down */
+                            if constexpr (K::META_ROW == 16) {
                                 words[i][0] = __funnelshift_r(words[i][0], words[i][1], 8);
                                 words[i][1] = __funnelshift_r(words[i][1], words[i][2], 8);
                                 words[i][2] = __funnelshift_r(words[i][2], words[i][3], 8);
@@ -163,7 +185,8 @@ __device__ __forceinline__ void load_meta(const Params &p, tma_ring<K::STAGES> &
                 for (int i = 0; i < 4; ++i) {
                     const smem_addr at_s = to_s + (lane + 32 * (i0 + i)) * K::META_ROW;
                     if constexpr (K::META_ROW == 16)
-                        st_shared_128(at_s, make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]));
+                        st_shared_128(
+                            at_s, make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]));
                     else
                         st_shared_64(at_s, make_uint2(words[i][0], words[i][1]));
                 }
@@ -174,34 +197,40 @@ __device__ __forceinline__ void load_meta(const Params &p, tma_ring<K::STAGES> &
     }
 }
 
-/* ---- 2. products ------------------------------------------------------------------------------------------------ */
+/* ---- 2. products ----------------------------------------------------------------------------- */
 /* 64-byte rows, 8 of them a block of 512 bytes, chunks swizzled as smem_tile<.., 64> does. */
 __device__ __forceinline__ uint64_t values_descriptor(smem_addr at_s) {
-    return (uint64_t)((at_s & 0x3ffff) >> 4) | (uint64_t)1 << 16 | (uint64_t)(512 >> 4) << 32 | (uint64_t)2 << 62;
+    return (uint64_t)((at_s & 0x3ffff) >> 4) | (uint64_t)1 << 16 | (uint64_t)(512 >> 4) << 32 |
+           (uint64_t)2 << 62;
 }
 
-/* Two instructions, a stage: where the values of this lane's rows stand. One word serves both of 16 bits. */
+/* Two instructions, a stage: where the values of this lane's rows stand. One word serves both of 16
+ * bits. */
 struct Places {
     uint32_t word[2];
 };
 
-template <class K> __device__ __forceinline__ Places places_of(const Params &p, smem_addr meta_s, int row0) {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = row0 + 16 * warp + lane / 4;
+template <class K>
+__device__ __forceinline__ Places places_of(const Params &p, smem_addr meta_s, int row0) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32,
+              row = row0 + 16 * warp + lane / 4;
     if constexpr (K::BYTES == 1) {
         const smem_addr at_s = meta_s + (row + 8 * (lane % 2)) * K::META_ROW + lane / 2 % 2 * 4;
         return {{ld_shared_32(at_s), ld_shared_32(at_s + 8)}};
     } else {
         const smem_addr at_s = meta_s + row * K::META_ROW + lane % 4 * 2;
-        const uint32_t x = ld_shared_16(at_s) | (uint32_t)ld_shared_16(at_s + 8 * K::META_ROW) << 16;
+        const uint32_t x = ld_shared_16(at_s) | (uint32_t)ld_shared_16(at_s + 8 * K::META_ROW)
+                                                    << 16;
         return {{x, x}};
     }
 }
 
 template <class K, class D>
-__device__ __forceinline__ void multiply(D (&d)[K::BT / 2], uint64_t a, uint64_t b, const Places &places, bool add) {
+__device__ __forceinline__ void multiply(D (&d)[K::BT / 2], uint64_t a, uint64_t b,
+                                         const Places &places, bool add) {
     wgmma_sp_ss<typename K::T, K::BT, 0>(d, a, b, places.word[0], add);
-    wgmma_sp_ss<typename K::T, K::BT, K::BYTES == 2>(d, wgmma_descriptor_add(a, 32), wgmma_descriptor_add(b, 64),
-                                                     places.word[1], true);
+    wgmma_sp_ss<typename K::T, K::BT, K::BYTES == 2>(
+        d, wgmma_descriptor_add(a, 32), wgmma_descriptor_add(b, 64), places.word[1], true);
 }
 
 /* A warp tells each block of the cluster that it has read a stage. */
@@ -216,26 +245,31 @@ __device__ __forceinline__ void release(smem_addr empty_s, int pair) {
 }
 
 template <class K>
-__device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ring, smem_addr ring_s, int rank,
-                                        float *scales_s) {
+__device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ring,
+                                        smem_addr ring_s, int rank, float *scales_s) {
     typedef typename K::D D;
     const int warpgroup = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
     int turn = 0;
-    uint32_t next_sa[K::BT / 128 + (K::BT < 128)]; /* of the thread's tokens of the next tile: read a tile ahead */
+    /* of the thread's tokens of the next tile: read a tile ahead */
+    uint32_t next_sa[K::BT / 128 + (K::BT < 128)];
     const auto look_ahead = [&](int t) {
         const int token0 = tile_place(t, p.tiles_m, p.tiles_n, p.group).row * K::BT;
-        load_scale_bits(next_sa, p.sa,
-                        [&](int i) { return scale_at(p.sa, min(token0 + thread + 128 * i, p.m - 1), 0); });
+        load_scale_bits(next_sa, p.sa, [&](int i) {
+            return scale_at(p.sa, min(token0 + thread + 128 * i, p.m - 1), 0);
+        });
     };
     if (K::BYTES == 1) look_ahead(first_task(p));
     for (int t = first_task(p); t < p.tiles_m * p.tiles_n; t += tasks_apart(p), turn ^= 1) {
         const TilePlace at = tile_place(t, p.tiles_m, p.tiles_n, p.group);
-        const int token0 = at.row * K::BT, row0 = weights_of<K>(p, at, rank) + warpgroup * 64 * K::MS;
+        const int token0 = at.row * K::BT,
+                  row0 = weights_of<K>(p, at, rank) + warpgroup * 64 * K::MS;
         float *const scales =
-            scales_s + (2 * warpgroup + turn) * K::BT; /* a warp that is a tile ahead writes the other */
+            scales_s +
+            (2 * warpgroup + turn) * K::BT; /* a warp that is a tile ahead writes the other */
         uint32_t sb[2 * K::MS];
         const auto weight = [&](int i) { /* of the thread's rows */
-                                         return min(row0 + i / 2 * 64 + thread / 32 * 16 + thread % 32 / 4 + i % 2 * 8,
+                                         return min(row0 + i / 2 * 64 + thread / 32 * 16 +
+                                                        thread % 32 / 4 + i % 2 * 8,
                                                     p.n - 1);
         };
         if (K::BYTES == 1) {
@@ -248,13 +282,15 @@ __device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ri
         }
         float bias[2 * K::MS];
         load_bias(bias, p.f, weight);
-        const auto descriptors = [&](const tma_ring<K::STAGES> &r, int m, uint64_t &a, uint64_t &b) {
+        const auto descriptors = [&](const tma_ring<K::STAGES> &r, int m, uint64_t &a,
+                                     uint64_t &b) {
             const smem_addr stage_s = ring_s + r.stage * K::STAGE_BYTES;
             a = values_descriptor(stage_s + (warpgroup * K::MS + m) * 64 * 64);
             b = K::Tokens::descriptor(stage_s + K::VALUES);
         };
         const auto places = [&](const tma_ring<K::STAGES> &r, int m) {
-            return places_of<K>(p, ring_s + K::META_AT + r.stage * K::META, (warpgroup * K::MS + m) * 64);
+            return places_of<K>(p, ring_s + K::META_AT + r.stage * K::META,
+                                (warpgroup * K::MS + m) * 64);
         };
         D sum[K::MS][K::BT / 2];
 #pragma unroll
@@ -282,11 +318,13 @@ __device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ri
                 if (K::BYTES == 1 || step + 1 < p.steps) follow(odd, even, step + 1);
             }
             wgmma_wait_group<0>();
-            wgmma_pin_meta(even.word), wgmma_pin_meta(odd.word);
+            wgmma_pin_meta(even.word);
+            wgmma_pin_meta(odd.word);
             wgmma_pin(sum[0]);
             release(ring.before(), p.pair);
         } else {
-            for (int step = 0; step < p.steps; step += 2) { /* two stages together: steps are even */
+            /* two stages together: steps are even */
+            for (int step = 0; step < p.steps; step += 2) {
                 tma_ring<K::STAGES> next = ring;
                 next.advance();
                 ring.wait_full();
@@ -302,7 +340,8 @@ __device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ri
                     multiply<K>(part, a, b, second, true);
                     wgmma_commit_group();
                     wgmma_wait_group<0>();
-                    wgmma_pin_meta(first.word), wgmma_pin_meta(second.word);
+                    wgmma_pin_meta(first.word);
+                    wgmma_pin_meta(second.word);
                     wgmma_pin(part);
                     if (m == K::MS - 1) {
                         release(ring.empty(), p.pair);
@@ -334,9 +373,11 @@ __device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ri
 }
 
 template <class K>
-__global__ void __launch_bounds__(K::THREADS, 1) sparse_gemm_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(K::THREADS, 1)
+    sparse_gemm_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char smem[];
-    const smem_addr ring_s = (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
+    const smem_addr ring_s =
+        (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
     tma_ring<K::STAGES> ring(ring_s + K::BARRIERS_AT);
     const int rank = p.pair == 1 ? 0 : (int)cluster_ctarank();
     if (threadIdx.x == 0) {
@@ -353,12 +394,13 @@ __global__ void __launch_bounds__(K::THREADS, 1) sparse_gemm_kernel(const __grid
             produce<K>(p, ring, ring_s, rank);
     } else {
         setmaxnreg_inc<232>();
-        consume<K>(p, ring, ring_s, rank, (float *)(smem + (ring_s - cvta_to_shared(smem)) + K::SCALES_AT));
+        consume<K>(p, ring, ring_s, rank,
+                   (float *)(smem + (ring_s - cvta_to_shared(smem)) + K::SCALES_AT));
     }
     if (p.pair > 1) barrier_cluster();
 }
 
-/* ---- 3. plan and run ------------------------------------------------------------------------------------------ */
+/* ---- 3. plan and run ------------------------------------------------------------------------- */
 enum {
     KEY_BW,
     KEY_BT
@@ -387,38 +429,50 @@ bool plan_row(const gk_cuda_instance *row, const gk_context *, const void *args,
     else if (g->a.stride[1] != 1 || !tensor_map_fits(shape_of(g->a)))
         return false;
     plan->workspace_bytes = bytes;
-    plan->tile[0] = row->key[KEY_BT], plan->tile[1] = row->key[KEY_BW],
+    plan->tile[0] = row->key[KEY_BT];
+    plan->tile[1] = row->key[KEY_BW];
     plan->tile[2] = 128 / gk_dtype_bytes(g->a.dtype);
     plan->tasks = gk_ceil_div(m, plan->tile[0]) * gk_ceil_div(n, plan->tile[1]);
     plan->kernel = row;
     return plan->tasks <= INT32_MAX;
 }
 
-template <class K> gk_status run_row(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+template <class K>
+gk_status run_row(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
     const gk_sparse_gemm_args *g = (const gk_sparse_gemm_args *)args;
     Params p;
     TensorShape a = shape_of(g->a);
     gk_status status = GK_OK;
-    if (K::BYTES == 1) status = relay_run("sparse_gemm", ctx, gk_own<Plan>(plan).a, g->a, workspace, &a);
-    if (status == GK_OK) status = make_tensor_map("sparse_gemm", a, wgmma_box(K::BYTES, K::BT / 2), &p.a);
+    if (K::BYTES == 1)
+        status = relay_run("sparse_gemm", ctx, gk_own<Plan>(plan).a, g->a, workspace, &a);
     if (status == GK_OK)
-        status = make_tensor_map("sparse_gemm", shape_of(g->values), smem_rows(K::BYTES, 64, K::BW), &p.values);
+        status = make_tensor_map("sparse_gemm", a, wgmma_box(K::BYTES, K::BT / 2), &p.a);
+    if (status == GK_OK)
+        status = make_tensor_map("sparse_gemm", shape_of(g->values), smem_rows(K::BYTES, 64, K::BW),
+                                 &p.values);
     if (status != GK_OK) return status;
-    p.m = (int)g->a.shape[0], p.n = (int)g->values.shape[0];
-    p.meta = (const uint8_t *)g->meta.data, p.meta_row = g->meta.stride[0], p.meta_bytes = (int)g->meta.shape[1];
-    p.whole = (uintptr_t)p.meta % K::META_ROW == 0 && p.meta_row % K::META_ROW == 0 && p.meta_bytes % K::META_ROW == 0;
-    p.sa = gk_scales_of(g->scale_a, p.m, g->a.shape[1], false),
+    p.m = (int)g->a.shape[0];
+    p.n = (int)g->values.shape[0];
+    p.meta = (const uint8_t *)g->meta.data;
+    p.meta_row = g->meta.stride[0];
+    p.meta_bytes = (int)g->meta.shape[1];
+    p.whole = (uintptr_t)p.meta % K::META_ROW == 0 && p.meta_row % K::META_ROW == 0 &&
+              p.meta_bytes % K::META_ROW == 0;
+    p.sa = gk_scales_of(g->scale_a, p.m, g->a.shape[1], false);
     p.sb = gk_scales_of(g->scale_b, g->a.shape[1], p.n, true);
     p.f = finish_of(g->out, g->bias, nullptr, 0, nullptr, g->activation);
-    p.staged = g->out.dtype != GK_F32 && p.n % 8 == 0 && p.f.out_row % 8 == 0 && (uintptr_t)p.f.out % 16 == 0;
+    p.staged = g->out.dtype != GK_F32 && p.n % 8 == 0 && p.f.out_row % 8 == 0 &&
+               (uintptr_t)p.f.out % 16 == 0;
     p.steps = (int)gk_ceil_div(g->a.shape[1], K::BK);
     if (K::BYTES == 1) p.steps += p.steps % 2; /* the last may be zeros */
     const int tiles_n = (int)gk_ceil_div(p.n, K::BW), sms = gk_gpu_of(ctx->index)->num_sms;
     p.pair = tiles_n % 2 == 0 || tiles_n > SPARSE_PAIRS ? 2 : 1;
-    p.tiles_m = (int)gk_ceil_div(p.m, K::BT), p.tiles_n = (int)gk_ceil_div(tiles_n, p.pair), p.group = SPARSE_GROUP;
+    p.tiles_m = (int)gk_ceil_div(p.m, K::BT);
+    p.tiles_n = (int)gk_ceil_div(tiles_n, p.pair);
+    p.group = SPARSE_GROUP;
     const int64_t clusters = gk_min_i64((int64_t)p.tiles_m * p.tiles_n, sms / p.pair);
-    return launch<sparse_gemm_kernel<K>>("sparse_gemm", ctx, dim3((unsigned)(clusters * p.pair)), K::THREADS, K::SMEM,
-                                         p, false, p.pair);
+    return launch<sparse_gemm_kernel<K>>("sparse_gemm", ctx, dim3((unsigned)(clusters * p.pair)),
+                                         K::THREADS, K::SMEM, p, false, p.pair);
 }
 
 #define ROW(name, dtype, T, MS, BT) \
@@ -447,5 +501,5 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_sparse_gemm_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
-                                                             plan_best};
+extern "C" const gk_cuda_table gk_sparse_gemm_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, plan_best};

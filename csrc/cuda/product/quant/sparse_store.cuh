@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sparse_store.cuh: sums of sparse_gemm_sm90a on their way to the result: scaled, biased, activated, and transposed, since WGMMA's rows are the
- * weight's. By stmatrix and a staging tile, 32 tokens at a time, where results are of 16 bits and rows are whole chunks; else one by one. */
+/* sparse_store.cuh: sums of sparse_gemm_sm90a on their way to the result: scaled, biased,
+ * activated, and transposed, since WGMMA's rows are the weight's. By stmatrix and a staging tile,
+ * 32 tokens at a time, where results are of 16 bits and rows are whole chunks; else one by one. */
 #ifndef GPUKERN_CUDA_QUANT_SPARSE_STORE_CUH
 #define GPUKERN_CUDA_QUANT_SPARSE_STORE_CUH
 
@@ -20,7 +21,8 @@ template <class K> struct SparseOut {
     float sb[2], bias[2];
 
     /* 32 tokens x 64 weights: scaled, biased. */
-    template <class D> __device__ __forceinline__ void finish_some(float (&v)[16], const D *sum, int part) const {
+    template <class D>
+    __device__ __forceinline__ void finish_some(float (&v)[16], const D *sum, int part) const {
         const int t = threadIdx.x % 4;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -39,14 +41,18 @@ template <class K> struct SparseOut {
         const smem_addr to_s = panel_s + part % 2 * K::Panel::bytes;
 #pragma unroll
         for (int j = 0; j < 4; j += 2) { /* matrices: tokens 8 j, weights 0 and 8; tokens 8 j + 8 */
-            const uint32_t r[4] = {pack2<R>(v[4 * j], v[4 * j + 1]), pack2<R>(v[4 * j + 2], v[4 * j + 3]),
-                                   pack2<R>(v[4 * j + 4], v[4 * j + 5]), pack2<R>(v[4 * j + 6], v[4 * j + 7])};
-            stmatrix_x4_trans(to_s + K::Panel::offset(8 * j + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2), r);
+            const uint32_t r[4] = {
+                pack2<R>(v[4 * j], v[4 * j + 1]), pack2<R>(v[4 * j + 2], v[4 * j + 3]),
+                pack2<R>(v[4 * j + 4], v[4 * j + 5]), pack2<R>(v[4 * j + 6], v[4 * j + 7])};
+            stmatrix_x4_trans(
+                to_s + K::Panel::offset(8 * j + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2),
+                r);
         }
         bar_sync(1 + (int)threadIdx.x / 128, 128);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int row = thread / 8 + 16 * i, token = token0 + 32 * part + row, col = n0 + thread % 8 * 8;
+            const int row = thread / 8 + 16 * i, token = token0 + 32 * part + row,
+                      col = n0 + thread % 8 * 8;
             if (token < m && col < n)
                 *(uint4 *)((uint16_t *)f.out + token * f.out_row + col) =
                     ld_shared_128(to_s + K::Panel::offset(row, thread % 8));
@@ -57,7 +63,8 @@ template <class K> struct SparseOut {
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
             const coord d = wgmma_d(warp, lane, i);
-            const int64_t token = token0 + 32 * part + d.col, col = n0 + d.row, at = token * f.out_row + col;
+            const int64_t token = token0 + 32 * part + d.col, col = n0 + d.row,
+                          at = token * f.out_row + col;
             if (token >= m || col >= n) continue;
             if (f.out_dtype == GK_F32)
                 ((float *)f.out)[at] = v[i];

@@ -1,20 +1,23 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* store_octets.cuh: sums of mma.sync on their way to a quantised product's result: through shared memory, 32 rows of a warp at a time, so
- * that a lane has 8 columns of a row; then what `finish` of product.cuh says of one element, for 8 at once. */
+/* store_octets.cuh: sums of mma.sync on their way to a quantised product's result: through shared
+ * memory, 32 rows of a warp at a time, so that a lane has 8 columns of a row; then what `finish` of
+ * product.cuh says of one element, for 8 at once. */
 #ifndef GPUKERN_CUDA_QUANT_STORE_OCTETS_CUH
 #define GPUKERN_CUDA_QUANT_STORE_OCTETS_CUH
 
 #include "../gemm/epilogue.cuh"
 #include "product.cuh"
 
-/* ---- sums through shared memory ------------------------------------------------------------------------------ */
+/* ---- sums through shared memory -------------------------------------------------------------- */
 template <class Tile> struct SumStage {
-    static constexpr int ROWS = Tile::WM < 32 ? Tile::WM : 32, LD = Tile::WN + 8, WARP_BYTES = ROWS * LD * 4;
+    static constexpr int ROWS = Tile::WM < 32 ? Tile::WM : 32, LD = Tile::WN + 8,
+                         WARP_BYTES = ROWS * LD * 4;
     static constexpr int BYTES = Tile::THREADS / 32 * WARP_BYTES, OCTETS = Tile::WN / 8;
 };
 
 /* Those behind the first BY take their place. */
-template <int BY, class Sum, int MT, int NT> __device__ __forceinline__ void move_sums(Sum (&sum)[MT][NT][4]) {
+template <int BY, class Sum, int MT, int NT>
+__device__ __forceinline__ void move_sums(Sum (&sum)[MT][NT][4]) {
 #pragma unroll
     for (int i = 0; i + BY < MT; ++i)
 #pragma unroll
@@ -23,11 +26,11 @@ template <int BY, class Sum, int MT, int NT> __device__ __forceinline__ void mov
             for (int e = 0; e < 4; ++e) sum[i][n][e] = sum[i + BY][n][e];
 }
 
-/* take(row, v) of each row of the warp's WM that the lane has, and its 8 columns, which begin at 8 (lane % OCTETS). smem: of the block, and
- * of nothing else since the last barrier. */
+/* take(row, v) of each row of the warp's WM that the lane has, and its 8 columns, which begin at 8
+ * (lane % OCTETS). smem: of the block, and of nothing else since the last barrier. */
 template <class Tile, class Sum, class Take>
-__device__ __forceinline__ void take_octets(unsigned char *smem, Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4],
-                                            const Take &take) {
+__device__ __forceinline__ void
+take_octets(unsigned char *smem, Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4], const Take &take) {
     typedef SumStage<Tile> S;
     constexpr int AT_ONCE = S::ROWS / 16;
     const int lane = threadIdx.x % 32;
@@ -46,8 +49,10 @@ __device__ __forceinline__ void take_octets(unsigned char *smem, Sum (&sum)[Tile
 #pragma unroll 1
         for (int r = lane / S::OCTETS; r < S::ROWS; r += 32 / S::OCTETS) {
             const float *from_s = sums + r * S::LD + lane % S::OCTETS * 8;
-            const bool late = lane / 4 % 2; /* half of the lanes read the second four first: no bank conflicts */
-            const float4 x = *(const float4 *)(from_s + (late ? 4 : 0)), y = *(const float4 *)(from_s + (late ? 0 : 4));
+            /* half of the lanes read the second four first: no bank conflicts */
+            const bool late = lane / 4 % 2;
+            const float4 x = *(const float4 *)(from_s + (late ? 4 : 0)),
+                         y = *(const float4 *)(from_s + (late ? 0 : 4));
             float v[8] = {late ? y.x : x.x, late ? y.y : x.y, late ? y.z : x.z, late ? y.w : x.w,
                           late ? x.x : y.x, late ? x.y : y.y, late ? x.z : y.z, late ? x.w : y.w};
             take(row0 + r, v);
@@ -59,11 +64,13 @@ __device__ __forceinline__ void take_octets(unsigned char *smem, Sum (&sum)[Tile
 
 /* The same of a transposed result: take(column, row, v), rows row .. row + 7 of the warp. */
 template <class Tile> struct SumStageAcross {
-    static constexpr int ROWS = Tile::WM < 32 ? Tile::WM : 32, LD = ROWS + 4, WARP_BYTES = Tile::WN * LD * 4;
+    static constexpr int ROWS = Tile::WM < 32 ? Tile::WM : 32, LD = ROWS + 4,
+                         WARP_BYTES = Tile::WN * LD * 4;
     static constexpr int BYTES = Tile::THREADS / 32 * WARP_BYTES, OCTETS = ROWS / 8;
 };
 template <class Tile, class Sum, class Take>
-__device__ __forceinline__ void take_octets_across(unsigned char *smem, Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4],
+__device__ __forceinline__ void take_octets_across(unsigned char *smem,
+                                                   Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4],
                                                    const Take &take) {
     typedef SumStageAcross<Tile> S;
     constexpr int AT_ONCE = S::ROWS / 16;
@@ -77,7 +84,8 @@ __device__ __forceinline__ void take_octets_across(unsigned char *smem, Sum (&su
             for (int n = 0; n < Tile::WN / 8; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    sums[(n * 8 + lane % 4 * 2 + e % 2) * S::LD + i * 16 + e / 2 * 8 + lane / 4] = (float)sum[i][n][e];
+                    sums[(n * 8 + lane % 4 * 2 + e % 2) * S::LD + i * 16 + e / 2 * 8 + lane / 4] =
+                        (float)sum[i][n][e];
         __syncwarp();
 #pragma unroll 1
         for (int c = lane / S::OCTETS; c < Tile::WN; c += 32 / S::OCTETS) {
@@ -91,8 +99,9 @@ __device__ __forceinline__ void take_octets_across(unsigned char *smem, Sum (&su
     }
 }
 
-/* ---- 8 neighbours of a row ------------------------------------------------------------------------------------ */
-/* Which of them are read or written 16 bytes at a time, 8 of codes: they are dense and begin at multiples of 16 bytes. */
+/* ---- 8 neighbours of a row ------------------------------------------------------------------- */
+/* Which of them are read or written 16 bytes at a time, 8 of codes: they are dense and begin at
+ * multiples of 16 bytes. */
 struct Vectors {
     bool c, out;
 };
@@ -105,8 +114,8 @@ inline Vectors vectors_of(const Finish &f) {
             octets_aligned(f.out, f.out_dtype, f.out_row)};
 }
 
-__device__ __forceinline__ void read_octet(const void *data, gk_dtype dtype, int64_t at, int64_t step, bool vectors,
-                                           int valid, float (&v)[8]) {
+__device__ __forceinline__ void read_octet(const void *data, gk_dtype dtype, int64_t at,
+                                           int64_t step, bool vectors, int valid, float (&v)[8]) {
     if (dtype == GK_F32) {
         read_cols<float, 8>((const float *)data + at, step, vectors, valid, v);
     } else if (dtype == GK_BF16) {
@@ -119,7 +128,8 @@ __device__ __forceinline__ void read_octet(const void *data, gk_dtype dtype, int
     }
 }
 
-__device__ __forceinline__ void write_octet(const Finish &f, int64_t at, bool vectors, int valid, const float (&v)[8]) {
+__device__ __forceinline__ void write_octet(const Finish &f, int64_t at, bool vectors, int valid,
+                                            const float (&v)[8]) {
     if (f.out_dtype == GK_F32) {
         write_cols<float, 8>((float *)f.out + at, 1, vectors, valid, v);
     } else if (f.out_dtype == GK_BF16) {
@@ -128,8 +138,8 @@ __device__ __forceinline__ void write_octet(const Finish &f, int64_t at, bool ve
         write_cols<__half, 8>((__half *)f.out + at, 1, vectors, valid, v);
     } else { /* codes: the check takes no other */
         uint8_t *const to_g = (uint8_t *)f.out + at;
-        const uint2 codes =
-            make_uint2(codes_x4<CodesBySoftware>(f.out_dtype, v), codes_x4<CodesBySoftware>(f.out_dtype, v + 4));
+        const uint2 codes = make_uint2(codes_x4<CodesBySoftware>(f.out_dtype, v),
+                                       codes_x4<CodesBySoftware>(f.out_dtype, v + 4));
         if (vectors && valid == 8) {
             *(uint2 *)to_g = codes;
         } else {
@@ -140,9 +150,11 @@ __device__ __forceinline__ void write_octet(const Finish &f, int64_t at, bool ve
     }
 }
 
-/* v: of columns col, col + 1 .., of which `valid` are inside the result, of row `row`; bias: theirs */
-__device__ __forceinline__ void finish_octet(const Finish &f, const Vectors &vectors, int64_t row, int64_t col,
-                                             int valid, float (&v)[8], const float (&bias)[8]) {
+/* v: of columns col, col + 1 .., of which `valid` are inside the result, of row `row`; bias:
+ * theirs */
+__device__ __forceinline__ void finish_octet(const Finish &f, const Vectors &vectors, int64_t row,
+                                             int64_t col, int valid, float (&v)[8],
+                                             const float (&bias)[8]) {
     if (f.c) {
         float x[8];
         read_octet(f.c, f.c_dtype, row * f.c_row + col * f.c_col, f.c_col, vectors.c, valid, x);

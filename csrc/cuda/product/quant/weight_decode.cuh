@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_decode.cuh: words of a packed weight (csrc/formats/weight_tile.h) to the first operand of mma.m16n8k16, one k16 step at a time, exactly
- * and without their scale: e4m3, int8, e2m1 and code - zero are numbers of 16 bits in either dtype.
+/* weight_decode.cuh: words of a packed weight (csrc/formats/weight_tile.h) to the first operand of
+ * mma.m16n8k16, one k16 step at a time, exactly and without their scale: e4m3, int8, e2m1 and code
+ * - zero are numbers of 16 bits in either dtype.
  *
- * A code's bits become the low bits of a number's fraction (nibbles, int8), whose constant part one subtraction takes away again; or they
- * become exponent and fraction (e4m3, e2m1), which one product by a power of two puts right, subnormal codes too.
- * Kim et al. 2022, arXiv:2211.10017. */
+ * A code's bits become the low bits of a number's fraction (nibbles, int8), whose constant part one
+ * subtraction takes away again; or they become exponent and fraction (e4m3, e2m1), which one
+ * product by a power of two puts right, subnormal codes too. Kim et al. 2022, arXiv:2211.10017. */
 #ifndef GPUKERN_CUDA_QUANT_WEIGHT_DECODE_CUH
 #define GPUKERN_CUDA_QUANT_WEIGHT_DECODE_CUH
 
@@ -19,7 +20,10 @@ enum Code {
 };
 
 inline Code code_of(gk_weight_format f) {
-    return f == GK_INT4 || f == GK_UINT4 ? NIBBLES : f == GK_INT8 ? INT8 : f == GK_W_E4M3 ? E4M3 : E2M1;
+    return f == GK_INT4 || f == GK_UINT4 ? NIBBLES
+           : f == GK_INT8                ? INT8
+           : f == GK_W_E4M3              ? E4M3
+                                         : E2M1;
 }
 
 /* Two numbers of 16 bits in a register. */
@@ -27,15 +31,18 @@ template <class T> struct Two;
 template <> struct Two<__nv_bfloat16> {
     typedef __nv_bfloat162 pair;
     static constexpr uint32_t WHOLE = 0x43004300u,
-                              NOTHING = 0x43004300u + 0x00080008u;          /* 128; 136: of uint4 without zero */
+                              NOTHING =
+                                  0x43004300u + 0x00080008u; /* 128; 136: of uint4 without zero */
     static constexpr uint32_t E2M1_UP = 0x7e807e80u, E4M3_UP = 0x7b807b80u; /* 2^126, 2^120 */
     static constexpr int E2M1_AT = 6, E4M3_AT = 4; /* where fraction's lowest bit of a code goes */
     static constexpr uint32_t NANS = 0x7fc07fc0u;
 };
 template <> struct Two<__half> {
     typedef __half2 pair;
-    static constexpr uint32_t WHOLE = 0x64006400u, NOTHING = 0x64006400u + 0x00080008u; /* 1024; 1032 */
-    static constexpr uint32_t E2M1_UP = 0x74007400u, E4M3_UP = 0x5c005c00u;             /* 2^14, 2^8 */
+    /* 1024; 1032 */
+    static constexpr uint32_t WHOLE = 0x64006400u, NOTHING = 0x64006400u + 0x00080008u;
+    /* 2^14, 2^8 */
+    static constexpr uint32_t E2M1_UP = 0x74007400u, E4M3_UP = 0x5c005c00u;
     static constexpr int E2M1_AT = 9, E4M3_AT = 7;
     static constexpr uint32_t NANS = 0x7e007e00u;
 };
@@ -45,55 +52,68 @@ template <class T> union TwoBits {
 };
 template <class T> __device__ __forceinline__ uint32_t sub_two(uint32_t x, uint32_t y) {
     TwoBits<T> a, b;
-    a.bits = x, b.bits = y, a.pair = __hsub2(a.pair, b.pair);
+    a.bits = x;
+    b.bits = y;
+    a.pair = __hsub2(a.pair, b.pair);
     return a.bits;
 }
 template <class T> __device__ __forceinline__ uint32_t mul_two(uint32_t x, uint32_t y) {
     TwoBits<T> a, b;
-    a.bits = x, b.bits = y, a.pair = __hmul2(a.pair, b.pair);
+    a.bits = x;
+    b.bits = y;
+    a.pair = __hmul2(a.pair, b.pair);
     return a.bits;
 }
 
-__device__ __forceinline__ uint32_t shift(uint32_t x, int left) { return left >= 0 ? x << left : x >> -left; }
+__device__ __forceinline__ uint32_t shift(uint32_t x, int left) {
+    return left >= 0 ? x << left : x >> -left;
+}
 
-/* a[h + 2 j]: row 8 h, k 8 j and its neighbour. zero[h]: what NIBBLES take away from rows 8 h, in both halves; whole: Two::WHOLE, with
- * bit 3 set for int4, whose sign it inverts. */
+/* a[h + 2 j]: row 8 h, k 8 j and its neighbour. zero[h]: what NIBBLES take away from rows 8 h, in
+ * both halves; whole: Two::WHOLE, with bit 3 set for int4, whose sign it inverts. */
 template <class T>
 __device__ __forceinline__ void decode_nibbles(uint32_t (&a)[4], uint32_t word, uint32_t whole,
                                                const uint32_t (&zero)[2]) {
 #pragma unroll
-    for (int q = 0; q < 4; ++q) a[q] = sub_two<T>(((word >> 4 * q) & 0x000f000fu) ^ whole, zero[q % 2]);
+    for (int q = 0; q < 4; ++q)
+        a[q] = sub_two<T>(((word >> 4 * q) & 0x000f000fu) ^ whole, zero[q % 2]);
 }
 
 template <class T> __device__ __forceinline__ void decode_e2m1(uint32_t (&a)[4], uint32_t word) {
     constexpr int AT = Two<T>::E2M1_AT;
 #pragma unroll
     for (int q = 0; q < 4; ++q)
-        a[q] = mul_two<T>((shift(word, AT - 4 * q) & 0x00070007u << AT) | (shift(word, 12 - 4 * q) & 0x80008000u),
+        a[q] = mul_two<T>((shift(word, AT - 4 * q) & 0x00070007u << AT) |
+                              (shift(word, 12 - 4 * q) & 0x80008000u),
                           Two<T>::E2M1_UP);
 }
 
 /* x: the words of j = 0 and 1, bytes 2 h + i */
-template <class T> __device__ __forceinline__ void decode_int8(uint32_t (&a)[4], uint32_t x0, uint32_t x1) {
+template <class T>
+__device__ __forceinline__ void decode_int8(uint32_t (&a)[4], uint32_t x0, uint32_t x1) {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
         const uint32_t two = prmt(q < 2 ? x0 : x1, 0, q % 2 ? 0x4342 : 0x4140); /* 0x00yy00xx */
         if constexpr (element<T>::dtype == GK_BF16) /* 128 + the low seven bits, less 128 or 256 */
-            a[q] = sub_two<T>((two & 0x007f007fu) | Two<T>::WHOLE, (two & 0x00800080u) | Two<T>::WHOLE);
+            a[q] = sub_two<T>((two & 0x007f007fu) | Two<T>::WHOLE,
+                              (two & 0x00800080u) | Two<T>::WHOLE);
         else /* 1024 + 128 + code, less 1152 */
             a[q] = sub_two<T>(two ^ (Two<T>::WHOLE | 0x00800080u), Two<T>::WHOLE | 0x00800080u);
     }
 }
 
-template <class T> __device__ __forceinline__ void decode_e4m3(uint32_t (&a)[4], uint32_t x0, uint32_t x1) {
+template <class T>
+__device__ __forceinline__ void decode_e4m3(uint32_t (&a)[4], uint32_t x0, uint32_t x1) {
     constexpr int AT = Two<T>::E4M3_AT;
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
         const uint32_t two = prmt(q < 2 ? x0 : x1, 0, q % 2 ? 0x3424 : 0x1404); /* 0xyy00xx00 */
-        a[q] = mul_two<T>((two >> (8 - AT) & 0x007f007fu << AT) | (two & 0x80008000u), Two<T>::E4M3_UP);
+        a[q] = mul_two<T>((two >> (8 - AT) & 0x007f007fu << AT) | (two & 0x80008000u),
+                          Two<T>::E4M3_UP);
     }
     constexpr uint32_t SIZE = 0x7f7f7f7fu, ONE = 0x01010101u;
-    if ((((x0 & SIZE) + ONE) | ((x1 & SIZE) + ONE)) & 0x80808080u) { /* a code is NaN, read as 480 so far */
+    /* a code is NaN, read as 480 so far */
+    if ((((x0 & SIZE) + ONE) | ((x1 & SIZE) + ONE)) & 0x80808080u) {
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
             const uint32_t two = prmt(q < 2 ? x0 : x1, 0, q % 2 ? 0x4342 : 0x4140) & 0x007f007fu;
@@ -105,8 +125,8 @@ template <class T> __device__ __forceinline__ void decode_e4m3(uint32_t (&a)[4],
 
 /* Step s of four; words: of 4 bits w[0 .. 3], of 8 bits w[0 .. 7] */
 template <class T, Code C>
-__device__ __forceinline__ void decode_step(uint32_t (&a)[4], const uint32_t *w, int s, uint32_t whole,
-                                            const uint32_t (&zero)[2]) {
+__device__ __forceinline__ void decode_step(uint32_t (&a)[4], const uint32_t *w, int s,
+                                            uint32_t whole, const uint32_t (&zero)[2]) {
     if constexpr (C == NIBBLES)
         decode_nibbles<T>(a, w[s], whole, zero);
     else if constexpr (C == E2M1)

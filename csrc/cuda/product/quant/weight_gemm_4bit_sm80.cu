@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_gemm_4bit_sm80: weight_gemm of int4, uint4, mxfp4 and nvfp4 by mma.sync (weight_gemm_sm80.cuh). */
+/* weight_gemm_4bit_sm80: weight_gemm of int4, uint4, mxfp4 and nvfp4 by mma.sync
+ * (weight_gemm_sm80.cuh). */
 #include "weight_gemm_sm80.cuh"
 
 namespace {
@@ -13,5 +14,5 @@ const gk_cuda_instance instances[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_weight_gemm_4bit_sm80_table = {instances, sizeof instances / sizeof instances[0], 80,
-                                                                 NULL};
+extern "C" const gk_cuda_table gk_weight_gemm_4bit_sm80_table = {
+    instances, sizeof instances / sizeof instances[0], 80, NULL};

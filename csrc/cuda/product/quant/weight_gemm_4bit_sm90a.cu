@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_gemm_4bit_sm90a: weight_gemm of int4, uint4, mxfp4 and nvfp4 by WGMMA (weight_gemm_sm90a.cuh). */
+/* weight_gemm_4bit_sm90a: weight_gemm of int4, uint4, mxfp4 and nvfp4 by WGMMA
+ * (weight_gemm_sm90a.cuh). */
 #include "weight_gemm_sm90a.cuh"
 
 namespace {
@@ -17,5 +18,5 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_weight_gemm_4bit_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
-                                                                  plan_best};
+extern "C" const gk_cuda_table gk_weight_gemm_4bit_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, plan_best};

@@ -13,5 +13,5 @@ const gk_cuda_instance instances[] = {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_weight_gemm_8bit_sm80_table = {instances, sizeof instances / sizeof instances[0], 80,
-                                                                 NULL};
+extern "C" const gk_cuda_table gk_weight_gemm_8bit_sm80_table = {
+    instances, sizeof instances / sizeof instances[0], 80, NULL};

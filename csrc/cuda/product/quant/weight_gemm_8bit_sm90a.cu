@@ -17,5 +17,5 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
 
 } // namespace
 
-extern "C" const gk_cuda_table gk_weight_gemm_8bit_sm90a_table = {instances, sizeof instances / sizeof instances[0], 90,
-                                                                  plan_best};
+extern "C" const gk_cuda_table gk_weight_gemm_8bit_sm90a_table = {
+    instances, sizeof instances / sizeof instances[0], 90, plan_best};

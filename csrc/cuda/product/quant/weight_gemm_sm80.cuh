@@ -1,16 +1,21 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_gemm_sm80.cuh: weight_gemm by mma.sync, for decode-shaped calls on every GPU and for all others on those without WGMMA.
+/* weight_gemm_sm80.cuh: weight_gemm by mma.sync, for decode-shaped calls on every GPU and for all
+ * others on those without WGMMA.
  *
  *   out^T [N, M] = sum over groups of k of scale (codes - zero) a^T
  *
- * The weight is the instruction's first operand, as its tiles lie in memory: a thread copies the 16 bytes that hold its own codes of a tile
- * (cp.async, a ring of stages that no other thread reads) and decodes them in registers. Tokens are the second operand, 8 NT of them.
- * A block of 8 warps has 16 RW rows of the weight and all of k: warp w the rows 16 (w % RW), and of each stage every 8 / RW-th tile. A
- * stage is CHUNK of k. At the end the warps' sums meet in shared memory, in their order.
- * A group's sum of exact codes meets the group's scale in float32, so that no weight is rounded. Scales, of any dtype and strides, are
- * read two stages ahead by all threads and lie in shared memory as floats, zero points beside them.
+ * The weight is the instruction's first operand, as its tiles lie in memory: a thread copies the 16
+ * bytes that hold its own codes of a tile (cp.async, a ring of stages that no other thread reads)
+ * and decodes them in registers. Tokens are the second operand, 8 NT of them. A block of 8 warps
+ * has 16 RW rows of the weight and all of k: warp w the rows 16 (w % RW), and of each stage every 8
+ * / RW-th tile. A stage is CHUNK of k. At the end the warps' sums meet in shared memory, in their
+ * order.
+ * A group's sum of exact codes meets the group's scale in float32, so that no weight is rounded.
+ * Scales, of any dtype and strides, are read two stages ahead by all threads and lie in shared
+ * memory as floats, zero points beside them.
  *
- * Workspace: none. Not here: 8-bit a, packed tiles that do not begin at multiples of 16 bytes (product_plain). */
+ * Workspace: none. Not here: 8-bit a, packed tiles that do not begin at multiples of 16 bytes
+ * (product_plain). */
 #ifndef GPUKERN_CUDA_QUANT_WEIGHT_GEMM_SM80_CUH
 #define GPUKERN_CUDA_QUANT_WEIGHT_GEMM_SM80_CUH
 
@@ -34,8 +39,10 @@ struct WeightParams {
 };
 
 template <Code C, int NT> struct WeightStage {
-    static constexpr int CHUNK = WEIGHT_CHUNK / NT, CHUNK_TILES = CHUNK / GK_TILE, STAGES = WEIGHT_STAGES;
-    static constexpr int WORDS = C == NIBBLES || C == E2M1 ? 4 : 8; /* of a thread's codes in a tile */
+    static constexpr int CHUNK = WEIGHT_CHUNK / NT, CHUNK_TILES = CHUNK / GK_TILE,
+                         STAGES = WEIGHT_STAGES;
+    /* of a thread's codes in a tile */
+    static constexpr int WORDS = C == NIBBLES || C == E2M1 ? 4 : 8;
     static constexpr int WARPS = WEIGHT_WARPS, THREADS = 32 * WARPS;
     static constexpr int SCALE_BYTES = C == NIBBLES ? 8 : 4; /* with the zero point */
     static constexpr int MOST_RW = NT == 1 ? 2 : 4;
@@ -45,19 +52,25 @@ template <Code C, int NT> struct WeightStage {
 
     /* of a in a stage: those there are, or all, whose addresses are constants apart */
     static constexpr GK_HD int rows(int64_t m) { return NT <= 2 && m < 8 * NT ? (int)m : 8 * NT; }
-    static constexpr GK_HD int token_bytes(int rows) { return (rows * 2 * CHUNK + 127) / 128 * 128; }
-    static constexpr GK_HD int stage_bytes(int rw, int rows) { return token_bytes(rows) + 16 * rw * CHUNK * WORDS / 8; }
+    static constexpr GK_HD int token_bytes(int rows) {
+        return (rows * 2 * CHUNK + 127) / 128 * 128;
+    }
+    static constexpr GK_HD int stage_bytes(int rw, int rows) {
+        return token_bytes(rows) + 16 * rw * CHUNK * WORDS / 8;
+    }
     static constexpr GK_HD int groups(int log2) { return CHUNK >> log2 == 0 ? 1 : CHUNK >> log2; }
     static constexpr GK_HD int scales(int rw, int log2) { return groups(log2) * 16 * rw; }
     static constexpr GK_HD int smem(int rw, int rows, int log2) {
-        const int ring = STAGES * stage_bytes(rw, rows), sums = WARPS / rw * 8 * NT * (16 * rw + 4) * 4;
+        const int ring = STAGES * stage_bytes(rw, rows),
+                  sums = WARPS / rw * 8 * NT * (16 * rw + 4) * 4;
         return (ring > sums ? ring : sums) + 2 * scales(rw, log2) * SCALE_BYTES;
     }
 };
 
-/* ---- 1 what a stage is copied from --------------------------------------------------------------------------- */
+/* ---- 1 what a stage is copied from ----------------------------------------------------------- */
 template <class T, class S>
-__device__ __forceinline__ void copy_tokens(const WeightParams &p, smem_addr to_s, int row0, int k0) {
+__device__ __forceinline__ void copy_tokens(const WeightParams &p, smem_addr to_s, int row0,
+                                            int k0) {
     constexpr unsigned CHUNKS = S::Tokens::chunks;
     for (unsigned i = threadIdx.x; i < p.rows * CHUNKS; i += S::THREADS) {
         const int row = i / CHUNKS, chunk = i % CHUNKS, k = k0 + 8 * chunk;
@@ -74,26 +87,32 @@ __device__ __forceinline__ void copy_tokens(const WeightParams &p, smem_addr to_
             } u;
 #pragma unroll
             for (int e = 0; e < 8; ++e)
-                u.halves[e] = is_row && e < valid ? ((const uint16_t *)from_g)[e * p.a_k] : (uint16_t)0;
+                u.halves[e] =
+                    is_row && e < valid ? ((const uint16_t *)from_g)[e * p.a_k] : (uint16_t)0;
             st_shared_128(at_s, u.quad);
         }
     }
 }
 
-/* A thread's own codes of its warp's tiles. codes_g: of the first tile of k, for this thread; NULL where the rows are past N. */
+/* A thread's own codes of its warp's tiles. codes_g: of the first tile of k, for this thread; NULL
+ * where the rows are past N. */
 template <class S>
-__device__ __forceinline__ void copy_codes(const WeightParams &p, smem_addr to_s, const uint8_t *codes_g, int tile,
-                                           int tiles_k, int warps_k) {
-    for (int at = 0; at < S::CHUNK_TILES; at += warps_k, tile += warps_k, to_s += S::THREADS * S::WORDS * 4) {
+__device__ __forceinline__ void copy_codes(const WeightParams &p, smem_addr to_s,
+                                           const uint8_t *codes_g, int tile, int tiles_k,
+                                           int warps_k) {
+    for (int at = 0; at < S::CHUNK_TILES;
+         at += warps_k, tile += warps_k, to_s += S::THREADS * S::WORDS * 4) {
         const int bytes = codes_g && tile < tiles_k ? 16 : 0;
         const uint8_t *from_g = bytes ? codes_g + tile * p.w.tile_col : p.w.packed;
         cp_async_cg_16_l2_128b(to_s, from_g, bytes);
-        if constexpr (S::WORDS == 8) cp_async_cg_16_l2_128b(to_s + S::THREADS * 16, from_g + (bytes ? 2048 : 0), bytes);
+        if constexpr (S::WORDS == 8)
+            cp_async_cg_16_l2_128b(to_s + S::THREADS * 16, from_g + (bytes ? 2048 : 0), bytes);
     }
 }
 
-/* ---- 2 scales ------------------------------------------------------------------------------------------------- */
-/* Of a stage, as they stand in memory, on their way to shared memory, where they become floats. Past the weight's end bits of 0. */
+/* ---- 2 scales -------------------------------------------------------------------------------- */
+/* Of a stage, as they stand in memory, on their way to shared memory, where they become floats.
+ * Past the weight's end bits of 0. */
 template <class T, Code C, class S> struct StageScales {
     uint32_t bits[S::SCALES], zero[C == NIBBLES ? S::SCALES : 1];
 
@@ -133,7 +152,8 @@ template <class T, Code C, class S> struct StageScales {
         const gk_dtype dtype = p.w.scale_dtype;
         if (dtype == GK_F32) return;
 #pragma unroll 1
-        for (int at = threadIdx.x; at < p.scales; at += S::THREADS) { /* each its own; one body for all */
+        /* each its own; one body for all */
+        for (int at = threadIdx.x; at < p.scales; at += S::THREADS) {
             const smem_addr at_s = to_s + at * S::SCALE_BYTES;
             const uint32_t x = ld_shared_32(at_s);
             const float f = dtype == GK_BF16  ? __uint_as_float(x << 16)
@@ -144,16 +164,20 @@ template <class T, Code C, class S> struct StageScales {
     }
 };
 
-/* ---- 3 a tile times the tokens -------------------------------------------------------------------------------- */
+/* ---- 3 a tile times the tokens --------------------------------------------------------------- */
 /* STEPS: of 16 that a group has in the tile, 4 of all that are longer; 0: 1 or 2, as p says. */
 template <class T, Code C, int NT, int STEPS, class S>
-__device__ __forceinline__ void multiply_tile(float (&sum)[NT][4], const WeightParams &p, smem_addr codes_s,
-                                              const smem_addr (&tokens_s)[NT], smem_addr scales_s, int tile) {
+__device__ __forceinline__ void multiply_tile(float (&sum)[NT][4], const WeightParams &p,
+                                              smem_addr codes_s, const smem_addr (&tokens_s)[NT],
+                                              smem_addr scales_s, int tile) {
     uint32_t w[S::WORDS];
 #pragma unroll
     for (int i = 0; i < S::WORDS / 4; ++i) {
         const uint4 q = ld_shared_128(codes_s + i * S::THREADS * 16);
-        w[4 * i] = q.x, w[4 * i + 1] = q.y, w[4 * i + 2] = q.z, w[4 * i + 3] = q.w;
+        w[4 * i] = q.x;
+        w[4 * i + 1] = q.y;
+        w[4 * i + 2] = q.z;
+        w[4 * i + 3] = q.w;
     }
     const int steps = STEPS ? STEPS : p.log2 == 5 ? 2 : 1;
     float part[NT][4] = {}, scale[2][2];
@@ -170,12 +194,14 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[NT][4], const WeightP
                 for (int h = 0; h < 2; ++h)
                     if constexpr (C == NIBBLES) {
                         const uint2 x = ld_shared_64(at_s + 8 * h * S::SCALE_BYTES);
-                        scale[e][h] = __uint_as_float(x.x), zero[h] = x.y;
+                        scale[e][h] = __uint_as_float(x.x);
+                        zero[h] = x.y;
                     } else {
                         scale[e][h] = ld_shared_f32(at_s + 8 * h * S::SCALE_BYTES);
                     }
             } else if (e) {
-                scale[1][0] = scale[0][0], scale[1][1] = scale[0][1];
+                scale[1][0] = scale[0][0];
+                scale[1][1] = scale[0][1];
             }
             decode_step<T, C>(a[e], w, s + e, p.whole, zero);
         }
@@ -188,8 +214,10 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[NT][4], const WeightP
                 mma_add<T>(part[i], a[e], b + 2 * e);
                 if (((s + e + 1) & (steps - 1)) == 0)
 #pragma unroll
-                    for (int c = 0; c < 4; ++c)
-                        sum[i][c] = fmaf(scale[e][c / 2], part[i][c], sum[i][c]), part[i][c] = 0;
+                    for (int c = 0; c < 4; ++c) {
+                        sum[i][c] = fmaf(scale[e][c / 2], part[i][c], sum[i][c]);
+                        part[i][c] = 0;
+                    }
             }
         }
     }
@@ -197,27 +225,29 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[NT][4], const WeightP
 
 /* A warp's tiles of a stage. */
 template <class T, Code C, int NT, int STEPS, class S>
-__device__ __forceinline__ void multiply_stage(float (&sum)[NT][4], const WeightParams &p, smem_addr codes_s,
-                                               const smem_addr (&tokens_s)[NT], smem_addr scales_s, int my_k,
-                                               int warps_k) {
+__device__ __forceinline__ void multiply_stage(float (&sum)[NT][4], const WeightParams &p,
+                                               smem_addr codes_s, const smem_addr (&tokens_s)[NT],
+                                               smem_addr scales_s, int my_k, int warps_k) {
 #pragma unroll(STEPS &&NT <= 2 ? 2 : 1)
-    for (int tile = my_k; tile < S::CHUNK_TILES; tile += warps_k, codes_s += S::THREADS * S::WORDS * 4)
+    for (int tile = my_k; tile < S::CHUNK_TILES;
+         tile += warps_k, codes_s += S::THREADS * S::WORDS * 4)
         multiply_tile<T, C, NT, STEPS, S>(sum, p, codes_s, tokens_s, scales_s, tile);
 }
 
-/* ---- 4 the kernel --------------------------------------------------------------------------------------------- */
+/* ---- 4 the kernel ---------------------------------------------------------------------------- */
 template <class T, Code C, int NT>
 __global__ void __launch_bounds__(256, NT == 1 ? 3 : 2) weight_gemm_sm80_kernel(WeightParams p) {
     typedef WeightStage<C, NT> S;
     extern __shared__ __align__(128) unsigned char smem[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = 16 * p.rw;
-    const int my_rows = warp & (p.rw - 1), my_k = warp >> p.rw_log2, warps_k = S::WARPS >> p.rw_log2;
+    const int my_rows = warp & (p.rw - 1), my_k = warp >> p.rw_log2,
+              warps_k = S::WARPS >> p.rw_log2;
     const int token0 = blockIdx.x % p.tiles_m * 8 * NT, row0 = blockIdx.x / p.tiles_m * rows;
     const int chunks = (p.k + S::CHUNK - 1) / S::CHUNK, tiles_k = (p.k + GK_TILE - 1) / GK_TILE;
     const int my_row0 = row0 + 16 * my_rows;
-    const uint8_t *codes_g =
-        my_row0 < p.n ? p.w.packed + my_row0 / GK_TILE * p.w.tile_row + (my_row0 % GK_TILE / 16 * 32 + lane) * 16
-                      : nullptr;
+    const uint8_t *codes_g = my_row0 < p.n ? p.w.packed + my_row0 / GK_TILE * p.w.tile_row +
+                                                 (my_row0 % GK_TILE / 16 * 32 + lane) * 16
+                                           : nullptr;
     const int stage_bytes = S::stage_bytes(p.rw, p.rows), token_bytes = S::token_bytes(p.rows);
     const smem_addr ring_s = cvta_to_shared(smem);
     const int scale_bytes = p.scales * S::SCALE_BYTES;
@@ -226,8 +256,8 @@ __global__ void __launch_bounds__(256, NT == 1 ? 3 : 2) weight_gemm_sm80_kernel(
     const auto copy = [&](int j) {
         if (j < chunks) {
             const smem_addr to_s = ring_s + j % S::STAGES * stage_bytes;
-            copy_codes<S>(p, to_s + token_bytes + threadIdx.x * 16, codes_g, j * S::CHUNK_TILES + my_k, tiles_k,
-                          warps_k);
+            copy_codes<S>(p, to_s + token_bytes + threadIdx.x * 16, codes_g,
+                          j * S::CHUNK_TILES + my_k, tiles_k, warps_k);
             copy_tokens<T, S>(p, to_s, token0, j * S::CHUNK);
         }
         cp_async_commit_group();
@@ -254,7 +284,8 @@ __global__ void __launch_bounds__(256, NT == 1 ? 3 : 2) weight_gemm_sm80_kernel(
 #pragma unroll
         for (int i = 0; i < NT; ++i) tokens_s[i] = stage_s + token_at[i];
         const smem_addr codes_s = stage_s + token_bytes + threadIdx.x * 16;
-        const smem_addr at_s = scales_s + j % 2 * scale_bytes + (16 * my_rows + lane / 4) * S::SCALE_BYTES;
+        const smem_addr at_s =
+            scales_s + j % 2 * scale_bytes + (16 * my_rows + lane / 4) * S::SCALE_BYTES;
         if (p.log2 >= 6)
             multiply_stage<T, C, NT, 4, S>(sum, p, codes_s, tokens_s, at_s, my_k, warps_k);
         else
@@ -270,7 +301,8 @@ __global__ void __launch_bounds__(256, NT == 1 ? 3 : 2) weight_gemm_sm80_kernel(
     for (int i = 0; i < NT; ++i)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-            sums[(my_k * 8 * NT + 8 * i + frag_col(lane, e)) * ld + 16 * my_rows + frag_row(lane, e)] = sum[i][e];
+            sums[(my_k * 8 * NT + 8 * i + frag_col(lane, e)) * ld + 16 * my_rows +
+                 frag_row(lane, e)] = sum[i][e];
     __syncthreads();
     for (int i = threadIdx.x; i < 8 * NT * rows; i += S::THREADS) {
         const int token = i >> (4 + p.rw_log2), row = i & (rows - 1);
@@ -278,33 +310,39 @@ __global__ void __launch_bounds__(256, NT == 1 ? 3 : 2) weight_gemm_sm80_kernel(
         if (row0 + row >= p.n) continue;
         float x = 0;
         for (int w = 0; w < warps_k; ++w) x += sums[(w * 8 * NT + token) * ld + row];
-        store_value<CodesBySoftware>(p.f, token0 + token, row0 + row, finish(p.f, token0 + token, row0 + row, x));
+        store_value<CodesBySoftware>(p.f, token0 + token, row0 + row,
+                                     finish(p.f, token0 + token, row0 + row, x));
     }
 }
 
-/* ---- 6 plan and run -------------------------------------------------------------------------------------------- */
+/* ---- 6 plan and run -------------------------------------------------------------------------- */
 enum {
     WEIGHT_KEY_CODE,
     WEIGHT_KEY_NT
 };
 
-/* Rows of the weight a block, over 16: as many as still give every SM some blocks, since each block reads all tokens. */
+/* Rows of the weight a block, over 16: as many as still give every SM some blocks, since each block
+ * reads all tokens. */
 template <Code C, int NT> int weight_rw(const gk_gpu *gpu, int64_t m, int64_t n, int log2) {
     typedef WeightStage<C, NT> S;
     const int rows = S::rows(m), least = S::CHUNK_TILES < S::WARPS ? S::WARPS / S::CHUNK_TILES : 1;
     for (int rw = S::MOST_RW; rw > least; rw /= 2) {
         if (S::smem(rw, rows, log2) > gpu->smem_per_block) continue;
-        if (gk_ceil_div(n, 16 * rw) * gk_ceil_div(m, 8 * NT) * 2 >= WEIGHT_BLOCKS_PER_2_SMS * gpu->num_sms) return rw;
+        if (gk_ceil_div(n, 16 * rw) * gk_ceil_div(m, 8 * NT) * 2 >=
+            WEIGHT_BLOCKS_PER_2_SMS * gpu->num_sms)
+            return rw;
     }
     return least;
 }
 
 template <Code C, int NT>
-bool plan_weight_sm80(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *plan) {
+bool plan_weight_sm80(const gk_cuda_instance *, const gk_context *ctx, const void *args,
+                      gk_plan *plan) {
     typedef WeightStage<C, NT> S;
     const gk_weight_gemm_args *g = (const gk_weight_gemm_args *)args;
     const int64_t m = weight_rows(g->a), k = g->a.shape[g->a.ndim - 1], n = g->n;
-    if (code_of(g->format) != C || m == 0 || n == 0 || k == 0 || k > 1 << 30 || n > 1 << 30 || m > 1 << 30)
+    if (code_of(g->format) != C || m == 0 || n == 0 || k == 0 || k > 1 << 30 || n > 1 << 30 ||
+        m > 1 << 30)
         return false;
     if ((NT < 4 && m > 8 * NT) || (uintptr_t)g->packed.data % 16 || g->packed.stride[0] % 16 ||
         g->packed.stride[1] % 16)
@@ -313,7 +351,9 @@ bool plan_weight_sm80(const gk_cuda_instance *, const gk_context *ctx, const voi
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     const int rw = weight_rw<C, NT>(gpu, m, n, log2), rows = S::rows(m);
     if (S::smem(rw, rows, log2) > gpu->smem_per_block) return false;
-    plan->tile[0] = 8 * NT, plan->tile[1] = 16 * rw, plan->tile[2] = S::CHUNK;
+    plan->tile[0] = 8 * NT;
+    plan->tile[1] = 16 * rw;
+    plan->tile[2] = S::CHUNK;
     plan->tasks = gk_ceil_div(m, 8 * NT) * gk_ceil_div(n, 16 * rw);
     return plan->tasks < INT32_MAX;
 }
@@ -326,22 +366,35 @@ gk_status run_weight_sm80(const gk_context *ctx, const void *args, const gk_plan
     WeightParams p = {};
     p.w = weight_of(g);
     p.f = finish_of(g->out, g->bias, nullptr, 0, nullptr, g->activation);
-    p.f.out_row = g->n, p.f.alpha = p.w.global_scale;
-    p.a = g->a.data, p.m = weight_rows(g->a), p.n = g->n, p.k = (int)g->a.shape[nd - 1];
-    p.a_m = g->a.stride[nd - 2], p.a_k = g->a.stride[nd - 1];
+    p.f.out_row = g->n;
+    p.f.alpha = p.w.global_scale;
+    p.a = g->a.data;
+    p.m = weight_rows(g->a);
+    p.n = g->n;
+    p.k = (int)g->a.shape[nd - 1];
+    p.a_m = g->a.stride[nd - 2];
+    p.a_k = g->a.stride[nd - 1];
     p.groups = (int)g->scale.shape[0];
     p.log2 = (int)gk_min_i64(p.w.group_log2, 30);
-    p.rw = (int)plan->tile[1] / 16, p.rw_log2 = p.rw / 2, p.scales = S::scales(p.rw, p.log2);
-    p.scale_log2 = p.w.scale_dtype == GK_F32 ? 2 : p.w.scale_dtype == GK_BF16 || p.w.scale_dtype == GK_F16 ? 1 : 0;
-    p.tiles_m = (int)gk_ceil_div(p.m, 8 * NT), p.rows = S::rows(p.m);
+    p.rw = (int)plan->tile[1] / 16;
+    p.rw_log2 = p.rw / 2;
+    p.scales = S::scales(p.rw, p.log2);
+    p.scale_log2 = p.w.scale_dtype == GK_F32                                 ? 2
+                   : p.w.scale_dtype == GK_BF16 || p.w.scale_dtype == GK_F16 ? 1
+                                                                             : 0;
+    p.tiles_m = (int)gk_ceil_div(p.m, 8 * NT);
+    p.rows = S::rows(p.m);
     p.whole = Two<T>::WHOLE ^ (g->format == GK_INT4 ? 0x00080008u : 0);
-    p.vectors = (p.a_k == 1 || p.k == 1) && (uintptr_t)p.a % 16 == 0 && (p.m == 1 || p.a_m % 8 == 0);
-    return launch<weight_gemm_sm80_kernel<T, C, NT>>("weight_gemm", ctx, dim3((unsigned)plan->tasks), S::THREADS,
+    p.vectors =
+        (p.a_k == 1 || p.k == 1) && (uintptr_t)p.a % 16 == 0 && (p.m == 1 || p.a_m % 8 == 0);
+    return launch<weight_gemm_sm80_kernel<T, C, NT>>("weight_gemm", ctx,
+                                                     dim3((unsigned)plan->tasks), S::THREADS,
                                                      S::smem(p.rw, p.rows, p.log2), p);
 }
 
-#define WEIGHT_ROW(name, T, C, NT) \
-    {"weight_gemm_sm80_" name, element<T>::dtype, plan_weight_sm80<C, NT>, run_weight_sm80<T, C, NT>, {C, NT}, NULL}
+#define WEIGHT_ROW(name, T, C, NT)                                          \
+    {"weight_gemm_sm80_" name,  element<T>::dtype, plan_weight_sm80<C, NT>, \
+     run_weight_sm80<T, C, NT>, {C, NT},           NULL}
 #define WEIGHT_ROWS(name, T, C) \
     WEIGHT_ROW(name "_8", T, C, 1), WEIGHT_ROW(name "_16", T, C, 2), WEIGHT_ROW(name "_32", T, C, 4)
 

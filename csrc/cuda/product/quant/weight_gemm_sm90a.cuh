@@ -3,16 +3,19 @@
  *
  *   out^T [N, M] = (scale (codes - zero)) a^T, each weight rounded to a's dtype
  *
- * The weight is WGMMA's first operand, from registers: a packed tile holds the fragments of 64 rows, which a warpgroup reads as they lie,
- * decodes and scales while the other warpgroup multiplies. Tokens are the second operand, BT of them, by TMA.
- * A persistent block of 3 warpgroups takes tiles of BW x BT results. One producer thread fills a ring of stages, 128 weights x 64 of k, or
- * where KS is 2, 64 weights x 128 of k; two warpgroups take a packed tile of each. KS 2: their sums meet in the epilogue.
- * The producer's other three warps bring scales and zero points of any strides, a stage each in turn, twice in a word as the decoder takes
- * them: read by those who multiply, a step ahead, their latency was most of a step (scales in registers: 436 us, 2048 x 8192 x 8192).
- * The epilogue transposes 32 tokens at a time through shared memory.
+ * The weight is WGMMA's first operand, from registers: a packed tile holds the fragments of 64
+ * rows, which a warpgroup reads as they lie, decodes and scales while the other warpgroup
+ * multiplies. Tokens are the second operand, BT of them, by TMA.
+ * A persistent block of 3 warpgroups takes tiles of BW x BT results. One producer thread fills a
+ * ring of stages, 128 weights x 64 of k, or where KS is 2, 64 weights x 128 of k; two warpgroups
+ * take a packed tile of each. KS 2: their sums meet in the epilogue. The producer's other three
+ * warps bring scales and zero points of any strides, a stage each in turn, twice in a word as the
+ * decoder takes them: read by those who multiply, a step ahead, their latency was most of a step
+ * (scales in registers: 436 us, 2048 x 8192 x 8192). The epilogue transposes 32 tokens at a time
+ * through shared memory.
  *
- * Workspace: none. Not here: e8m0 scales beside float16, rows of a that are not whole chunks of 16 bytes, 8-bit a (weight_gemm_sm80,
- * product_plain). */
+ * Workspace: none. Not here: e8m0 scales beside float16, rows of a that are not whole chunks of 16
+ * bytes, 8-bit a (weight_gemm_sm80, product_plain). */
 #ifndef GPUKERN_CUDA_QUANT_WEIGHT_GEMM_SM90A_CUH
 #define GPUKERN_CUDA_QUANT_WEIGHT_GEMM_SM90A_CUH
 
@@ -32,18 +35,24 @@ template <class T_, Code C_, int BT_, int KS_> struct WeightKind {
     typedef T_ T;
     static constexpr Code C = C_;
     static constexpr int BT = BT_, KS = KS_, BW = 128 / KS, BK = 64 * KS, THREADS = 384;
-    static constexpr int WORDS = C == NIBBLES || C == E2M1 ? 4 : 8; /* of a thread's codes in a packed tile */
-    static constexpr int TILE_BYTES = 512 * WORDS;                  /* a packed tile */
-    typedef wgmma_tile<BT, false> Tokens;                           /* of 64 of k */
-    static constexpr int ENTRY = C == NIBBLES ? 8 : 4;              /* a scale, and what codes are less */
-    static constexpr int SCALES = GK_TILE / 16 * 128 * ENTRY;       /* of a stage, by groups of 16 */
+    /* of a thread's codes in a packed tile */
+    static constexpr int WORDS = C == NIBBLES || C == E2M1 ? 4 : 8;
+    static constexpr int TILE_BYTES = 512 * WORDS; /* a packed tile */
+    typedef wgmma_tile<BT, false> Tokens;          /* of 64 of k */
+    /* a scale, and what codes are less */
+    static constexpr int ENTRY = C == NIBBLES ? 8 : 4;
+    /* of a stage, by groups of 16 */
+    static constexpr int SCALES = GK_TILE / 16 * 128 * ENTRY;
     static constexpr int CODES_AT = KS * Tokens::bytes, SCALES_AT = CODES_AT + 2 * TILE_BYTES;
-    static constexpr int COPIED = SCALES_AT, STAGE_BYTES = SCALES_AT + SCALES; /* tokens, codes, scales */
-    static constexpr int PART = 32, LD = 68; /* tokens that go through shared memory at once; floats of one's row */
+    /* tokens, codes, scales */
+    static constexpr int COPIED = SCALES_AT, STAGE_BYTES = SCALES_AT + SCALES;
+    /* tokens that go through shared memory at once; floats of one's row */
+    static constexpr int PART = 32, LD = 68;
     static constexpr int STAGING = 2 * PART * LD * 4;
     static constexpr int MOST = WEIGHT_SMEM - STAGING - 2 * WGMMA_BLOCK_BYTES;
     static constexpr int STAGES = MOST / STAGE_BYTES < 8 ? MOST / STAGE_BYTES : 8;
-    static constexpr int SMEM = STAGES * STAGE_BYTES + tma_ring<STAGES>::bytes + STAGING + WGMMA_BLOCK_BYTES;
+    static constexpr int SMEM =
+        STAGES * STAGE_BYTES + tma_ring<STAGES>::bytes + STAGING + WGMMA_BLOCK_BYTES;
     static_assert(STAGE_BYTES % WGMMA_BLOCK_BYTES == 0, "stages begin at whole blocks");
     static_assert(wgmma_transposed_ways(LD) == 1, "the lanes' sums fall into 32 banks");
 };
@@ -58,8 +67,9 @@ struct WeightWgmmaParams {
     bool vectors;                /* rows of the result are whole chunks of 16 bytes */
 };
 
-/* ---- 1 scales ------------------------------------------------------------------------------------------------- */
-/* Twice in a word: a scale of a's dtype as it stands, or a code of a byte, which is a number of that dtype too. float32 as it stands. */
+/* ---- 1 scales -------------------------------------------------------------------------------- */
+/* Twice in a word: a scale of a's dtype as it stands, or a code of a byte, which is a number of
+ * that dtype too. float32 as it stands. */
 template <class T> __device__ __forceinline__ uint32_t two_scales(gk_dtype dtype, uint32_t x) {
     if (dtype == GK_F32) return x;
     if (dtype == GK_E8M0) {
@@ -72,11 +82,12 @@ template <class T> __device__ __forceinline__ uint32_t two_scales(gk_dtype dtype
     return prmt(x, x, 0x1010);
 }
 
-/* bits[g ROWS + i]: of row i of a lane in group g, `groups` of them; 0 where there is none. A choice of the width beside each load would make
- * several loads into one register, which wait for each other: it stands around all. */
+/* bits[g ROWS + i]: of row i of a lane in group g, `groups` of them; 0 where there is none. A
+ * choice of the width beside each load would make several loads into one register, which wait for
+ * each other: it stands around all. */
 template <int ROWS, class U, int N, class There>
-__device__ __forceinline__ void load_rows_as(uint32_t (&bits)[N], const U *from, int groups, int64_t along_k,
-                                             int64_t along_n, const There &there) {
+__device__ __forceinline__ void load_rows_as(uint32_t (&bits)[N], const U *from, int groups,
+                                             int64_t along_k, int64_t along_n, const There &there) {
 #pragma unroll
     for (int i = 0; i < N; ++i) bits[i] = 0;
 #pragma unroll
@@ -88,8 +99,9 @@ __device__ __forceinline__ void load_rows_as(uint32_t (&bits)[N], const U *from,
     }
 }
 template <int ROWS, int N, class There>
-__device__ __forceinline__ void load_rows(uint32_t (&bits)[N], const void *data, int log2, int groups, int64_t first,
-                                          int64_t along_k, int64_t along_n, const There &there) {
+__device__ __forceinline__ void load_rows(uint32_t (&bits)[N], const void *data, int log2,
+                                          int groups, int64_t first, int64_t along_k,
+                                          int64_t along_n, const There &there) {
     if (log2 == 2)
         load_rows_as<ROWS>(bits, (const uint32_t *)data + first, groups, along_k, along_n, there);
     else if (log2 == 1)
@@ -98,13 +110,17 @@ __device__ __forceinline__ void load_rows(uint32_t (&bits)[N], const void *data,
         load_rows_as<ROWS>(bits, (const uint8_t *)data + first, groups, along_k, along_n, there);
 }
 
-/* A warp brings those of every third stage, [group][row]; row0: of the tile. Past the weight's end 0. */
+/* A warp brings those of every third stage, [group][row]; row0: of the tile. Past the weight's end
+ * 0. */
 template <class K>
-__device__ __forceinline__ void load_scales(const WeightWgmmaParams &p, tma_ring<K::STAGES> &ring, smem_addr ring_s) {
+__device__ __forceinline__ void load_scales(const WeightWgmmaParams &p, tma_ring<K::STAGES> &ring,
+                                            smem_addr ring_s) {
     typedef typename K::T T;
     constexpr int ROWS = K::BW / 32,
-                  AT_ONCE = K::C == NIBBLES ? 1 : 2; /* rows of a lane, and groups that are under way */
-    const int lane = threadIdx.x % 32, steps = (p.k + K::BK - 1) / K::BK, count = max(1, K::BK >> p.log2);
+                  AT_ONCE =
+                      K::C == NIBBLES ? 1 : 2; /* rows of a lane, and groups that are under way */
+    const int lane = threadIdx.x % 32, steps = (p.k + K::BK - 1) / K::BK,
+              count = max(1, K::BK >> p.log2);
     int turn = 4 - threadIdx.x / 32; /* stages until this warp's */
     for (int t = blockIdx.x; t < p.tiles_m * p.tiles_n; t += gridDim.x) {
         const int row0 = tile_place(t, p.tiles_m, p.tiles_n, p.group).col * K::BW + lane;
@@ -119,11 +135,12 @@ __device__ __forceinline__ void load_scales(const WeightWgmmaParams &p, tma_ring
                 const int groups = min(AT_ONCE, min(count, p.groups - group0) - first);
                 const auto row_of = [&](int i) { return row0 + 32 * i < p.n; };
                 load_rows<ROWS>(bits, p.w.scale, p.scale_log2, groups,
-                                (group0 + first) * p.w.scale_k + row0 * p.w.scale_n, p.w.scale_k, 32 * p.w.scale_n,
-                                row_of);
+                                (group0 + first) * p.w.scale_k + row0 * p.w.scale_n, p.w.scale_k,
+                                32 * p.w.scale_n, row_of);
                 if constexpr (K::C == NIBBLES) {
                     if (p.w.zero)
-                        load_rows<ROWS>(zero, p.w.zero, 0, groups, (group0 + first) * p.w.zero_k + row0 * p.w.zero_n,
+                        load_rows<ROWS>(zero, p.w.zero, 0, groups,
+                                        (group0 + first) * p.w.zero_k + row0 * p.w.zero_n,
                                         p.w.zero_k, 32 * p.w.zero_n, row_of);
                     else
 #pragma unroll
@@ -147,10 +164,10 @@ __device__ __forceinline__ void load_scales(const WeightWgmmaParams &p, tma_ring
     }
 }
 
-/* ---- 2 the two sides ------------------------------------------------------------------------------------------ */
+/* ---- 2 the two sides ------------------------------------------------------------------------- */
 template <class K>
-__device__ __forceinline__ void produce_weight(const WeightWgmmaParams &p, tma_ring<K::STAGES> &ring,
-                                               smem_addr ring_s) {
+__device__ __forceinline__ void produce_weight(const WeightWgmmaParams &p,
+                                               tma_ring<K::STAGES> &ring, smem_addr ring_s) {
     if (threadIdx.x >= 32) return load_scales<K>(p, ring, ring_s);
     if (!elect_one()) return;
     prefetch_tensormap(&p.a);
@@ -164,25 +181,29 @@ __device__ __forceinline__ void produce_weight(const WeightWgmmaParams &p, tma_r
             mbarrier_arrive_expect_tx(ring.full(), K::COPIED);
 #pragma unroll
             for (int i = 0; i < K::KS; ++i)
-                tma_load_5d(stage_s + i * K::Tokens::bytes, &p.a, {{step * K::BK + 64 * i, at.row * K::BT}},
-                            ring.full());
+                tma_load_5d(stage_s + i * K::Tokens::bytes, &p.a,
+                            {{step * K::BK + 64 * i, at.row * K::BT}}, ring.full());
 #pragma unroll
             for (int i = 0; i < 2;
-                 ++i) { /* past the end the last once more: k there is zeros of a, rows are not stored */
+                 /* past the end the last once more: k there is zeros of a, rows are not stored */
+                 ++i) {
                 const int row = min(K::KS == 2 ? at.col : 2 * at.col + i, packed_n - 1);
                 const int col = min(K::KS == 2 ? 2 * step + i : step, packed_k - 1);
                 bulk_load(stage_s + K::CODES_AT + i * K::TILE_BYTES,
-                          p.w.packed + row * p.w.tile_row + col * p.w.tile_col, K::TILE_BYTES, ring.full());
+                          p.w.packed + row * p.w.tile_row + col * p.w.tile_col, K::TILE_BYTES,
+                          ring.full());
             }
             ring.advance();
         }
     }
 }
 
-/* A packed tile's fragments, scaled. scales_s: of the thread's first row in the stage's first group; k: of the tile in the stage. */
+/* A packed tile's fragments, scaled. scales_s: of the thread's first row in the stage's first
+ * group; k: of the tile in the stage. */
 template <class K>
 __device__ __forceinline__ void decode_tile(uint32_t (&a)[4][4], const WeightWgmmaParams &p,
-                                            const uint32_t (&words)[K::WORDS], smem_addr scales_s, int k) {
+                                            const uint32_t (&words)[K::WORDS], smem_addr scales_s,
+                                            int k) {
     uint32_t scale[2], less[2];
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
@@ -192,7 +213,8 @@ __device__ __forceinline__ void decode_tile(uint32_t (&a)[4][4], const WeightWgm
             for (int h = 0; h < 2; ++h)
                 if constexpr (K::C == NIBBLES) {
                     const uint2 x = ld_shared_64(at_s + 8 * h * K::ENTRY);
-                    scale[h] = x.x, less[h] = x.y;
+                    scale[h] = x.x;
+                    less[h] = x.y;
                 } else {
                     scale[h] = ld_shared_32(at_s + 8 * h * K::ENTRY);
                 }
@@ -212,11 +234,11 @@ __device__ __forceinline__ void decode_tile(uint32_t (&a)[4][4], const WeightWgm
     }
 }
 
-/* ---- 3 the epilogue --------------------------------------------------------------------------------------------- */
+/* ---- 3 the epilogue -------------------------------------------------------------------------- */
 /* Eight neighbours of a token's row. */
 template <class T>
-__device__ __forceinline__ void store_octet(const WeightWgmmaParams &p, int token, int col, float (&v)[8],
-                                            const float (&bias)[8], float alpha) {
+__device__ __forceinline__ void store_octet(const WeightWgmmaParams &p, int token, int col,
+                                            float (&v)[8], const float (&bias)[8], float alpha) {
     const Finish &f = p.f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] = fmaf(v[i], alpha, bias[i]);
@@ -235,8 +257,8 @@ __device__ __forceinline__ void store_octet(const WeightWgmmaParams &p, int toke
     }
     activate_16<8>(f.activation, v);
     if (p.vectors) {
-        *(uint4 *)((T *)f.out + at) =
-            make_uint4(pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]), pack2<T>(v[4], v[5]), pack2<T>(v[6], v[7]));
+        *(uint4 *)((T *)f.out + at) = make_uint4(pack2<T>(v[0], v[1]), pack2<T>(v[2], v[3]),
+                                                 pack2<T>(v[4], v[5]), pack2<T>(v[6], v[7]));
     } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i)
@@ -246,17 +268,21 @@ __device__ __forceinline__ void store_octet(const WeightWgmmaParams &p, int toke
 
 /* row0, token0: of the tile. staging: two of [PART][LD]. */
 template <class K>
-__device__ __forceinline__ void store_weight(const WeightWgmmaParams &p, float (&sum)[K::BT / 2], float *staging,
-                                             int row0, int token0) {
+__device__ __forceinline__ void store_weight(const WeightWgmmaParams &p, float (&sum)[K::BT / 2],
+                                             float *staging, int row0, int token0) {
     constexpr int THREADS = K::KS == 2 ? 256 : 128;
-    const int warpgroup = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const int thread = K::KS == 2 ? threadIdx.x - 128 : threadIdx.x % 128, barrier = K::KS == 2 ? 1 : 1 + warpgroup;
+    const int warpgroup = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4,
+              lane = threadIdx.x % 32;
+    const int thread = K::KS == 2 ? threadIdx.x - 128 : threadIdx.x % 128,
+              barrier = K::KS == 2 ? 1 : 1 + warpgroup;
     const int col = row0 + (K::KS == 2 ? 0 : 64 * warpgroup) + thread % 8 * 8;
     float *const mine = staging + warpgroup * K::PART * K::LD;
     float bias[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-        bias[i] = p.f.bias && col + i < p.n ? load_any(p.f.bias, p.f.bias_dtype, (col + i) * p.f.bias_step) : 0.f;
+        bias[i] = p.f.bias && col + i < p.n
+                      ? load_any(p.f.bias, p.f.bias_dtype, (col + i) * p.f.bias_step)
+                      : 0.f;
     const float alpha = p.f.alpha ? *p.f.alpha : 1.f;
 #pragma unroll 1
     for (int part = 0; part < K::BT; part += K::PART) { /* one body, past which the values move */
@@ -274,14 +300,16 @@ __device__ __forceinline__ void store_weight(const WeightWgmmaParams &p, float (
             const float *from = (K::KS == 2 ? staging : mine) + i / 8 * K::LD + i % 8 * 8;
             float v[8];
 #pragma unroll
-            for (int e = 0; e < 8; ++e) v[e] = from[e] + (K::KS == 2 ? from[K::PART * K::LD + e] : 0.f);
+            for (int e = 0; e < 8; ++e)
+                v[e] = from[e] + (K::KS == 2 ? from[K::PART * K::LD + e] : 0.f);
             if (token < p.m && col < p.n) store_octet<typename K::T>(p, token, col, v, bias, alpha);
         }
         bar_sync(barrier, THREADS);
     }
 }
 
-/* What a warpgroup multiplies next: fragments, the descriptor of the tokens, and whom to tell that both have been read. */
+/* What a warpgroup multiplies next: fragments, the descriptor of the tokens, and whom to tell that
+ * both have been read. */
 struct WeightStep {
     uint32_t a[4][4];
     uint64_t b;
@@ -289,11 +317,13 @@ struct WeightStep {
 };
 
 template <class K>
-__device__ __forceinline__ void consume_weight(const WeightWgmmaParams &p, tma_ring<K::STAGES> &ring, smem_addr ring_s,
+__device__ __forceinline__ void consume_weight(const WeightWgmmaParams &p,
+                                               tma_ring<K::STAGES> &ring, smem_addr ring_s,
                                                float *staging) {
     const int warpgroup = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
     const int steps = (p.k + K::BK - 1) / K::BK, k_of_mine = K::KS == 2 ? 64 * warpgroup : 0;
-    const int row = (K::KS == 2 ? 0 : 64 * warpgroup) + thread / 32 * 16 + thread % 32 / 4; /* in the tile */
+    /* in the tile */
+    const int row = (K::KS == 2 ? 0 : 64 * warpgroup) + thread / 32 * 16 + thread % 32 / 4;
     const smem_addr codes_at = K::CODES_AT + warpgroup * K::TILE_BYTES + thread * 16,
                     scales_at = K::SCALES_AT + row * K::ENTRY;
     const auto fetch = [&](WeightStep &next) {
@@ -303,15 +333,19 @@ __device__ __forceinline__ void consume_weight(const WeightWgmmaParams &p, tma_r
 #pragma unroll
         for (int i = 0; i < K::WORDS / 4; ++i) {
             const uint4 q = ld_shared_128(stage_s + codes_at + i * 2048);
-            words[4 * i] = q.x, words[4 * i + 1] = q.y, words[4 * i + 2] = q.z, words[4 * i + 3] = q.w;
+            words[4 * i] = q.x;
+            words[4 * i + 1] = q.y;
+            words[4 * i + 2] = q.z;
+            words[4 * i + 3] = q.w;
         }
         decode_tile<K>(next.a, p, words, stage_s + scales_at, k_of_mine);
         next.b = K::Tokens::descriptor(stage_s + (K::KS == 2 ? warpgroup * K::Tokens::bytes : 0));
         next.empty = ring.empty();
         ring.advance();
     };
-    /* The warpgroups multiply one after the other: an instruction whose operand is in registers holds its warp until it has read them, so that two
-     * that began together would decode together, and the tensor cores wait. */
+    /* The warpgroups multiply one after the other: an instruction whose operand is in registers
+     * holds its warp until it has read them, so that two that began together would decode together,
+     * and the tensor cores wait. */
     constexpr int ORDER = 3; /* named barriers */
     if (warpgroup == 1) bar_arrive(ORDER, 256);
     for (int t = blockIdx.x; t < p.tiles_m * p.tiles_n; t += gridDim.x) {
@@ -323,8 +357,9 @@ __device__ __forceinline__ void consume_weight(const WeightWgmmaParams &p, tma_r
             wgmma_fence();
 #pragma unroll
             for (int s = 0; s < 4; ++s)
-                wgmma_rs<typename K::T, K::BT, 0>(sum, now.a[s], wgmma_descriptor_add(now.b, s * K::Tokens::step_bytes),
-                                                  add || s > 0);
+                wgmma_rs<typename K::T, K::BT, 0>(
+                    sum, now.a[s], wgmma_descriptor_add(now.b, s * K::Tokens::step_bytes),
+                    add || s > 0);
             wgmma_commit_group();
             bar_arrive(ORDER + (warpgroup ^ 1), 256);
         };
@@ -350,9 +385,11 @@ __device__ __forceinline__ void consume_weight(const WeightWgmmaParams &p, tma_r
 }
 
 template <class K>
-__global__ void __launch_bounds__(K::THREADS, 1) weight_gemm_sm90a_kernel(const __grid_constant__ WeightWgmmaParams p) {
+__global__ void __launch_bounds__(K::THREADS, 1)
+    weight_gemm_sm90a_kernel(const __grid_constant__ WeightWgmmaParams p) {
     extern __shared__ __align__(1024) unsigned char smem[];
-    const smem_addr ring_s = (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
+    const smem_addr ring_s =
+        (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
     tma_ring<K::STAGES> ring(ring_s + K::STAGES * K::STAGE_BYTES);
     if (threadIdx.x == 0) {
         ring.init(2, 2);
@@ -365,12 +402,12 @@ __global__ void __launch_bounds__(K::THREADS, 1) weight_gemm_sm90a_kernel(const 
     } else {
         setmaxnreg_inc<224>();
         consume_weight<K>(p, ring, ring_s,
-                          (float *)(smem + (ring_s - cvta_to_shared(smem)) + K::STAGES * K::STAGE_BYTES +
-                                    tma_ring<K::STAGES>::bytes));
+                          (float *)(smem + (ring_s - cvta_to_shared(smem)) +
+                                    K::STAGES * K::STAGE_BYTES + tma_ring<K::STAGES>::bytes));
     }
 }
 
-/* ---- 4 plan and run ---------------------------------------------------------------------------------------------- */
+/* ---- 4 plan and run -------------------------------------------------------------------------- */
 enum {
     WEIGHT_KEY_CODE,
     WEIGHT_KEY_BT,
@@ -381,64 +418,84 @@ enum {
 inline bool weight_wgmma_serves(const gk_weight_gemm_args *g) {
     const int64_t m = weight_rows(g->a), k = g->a.shape[g->a.ndim - 1], n = g->n, most = 1 << 30;
     const gk_dtype s = g->scale.dtype;
-    if (m == 0 || n == 0 || k == 0 || m > most || n > most || k > most || g->a.dtype == GK_E4M3) return false;
+    if (m == 0 || n == 0 || k == 0 || m > most || n > most || k > most || g->a.dtype == GK_E4M3)
+        return false;
     if (s == GK_E8M0 && g->a.dtype == GK_F16) return false; /* its powers of two reach further */
-    if ((uintptr_t)g->packed.data % 16 || g->packed.stride[0] % 16 || g->packed.stride[1] % 16) return false;
+    if ((uintptr_t)g->packed.data % 16 || g->packed.stride[0] % 16 || g->packed.stride[1] % 16)
+        return false;
     const int64_t step_m = g->a.stride[g->a.ndim - 2], step_k = g->a.stride[g->a.ndim - 1];
-    return (step_k == 1 || k == 1) && (uintptr_t)g->a.data % 16 == 0 && (m == 1 || (step_m > 0 && step_m % 8 == 0));
+    return (step_k == 1 || k == 1) && (uintptr_t)g->a.data % 16 == 0 &&
+           (m == 1 || (step_m > 0 && step_m % 8 == 0));
 }
 
-/* Time of a row of the table, in steps of a whole SM's 128 x 256 x 64: waves of tiles, each of its share of the peak. */
+/* Time of a row of the table, in steps of a whole SM's 128 x 256 x 64: waves of tiles, each of its
+ * share of the peak. */
 inline double weight_waves(const gk_cuda_instance *row, const gk_gpu *gpu, int64_t m, int64_t n) {
-    const int64_t tiles = gk_ceil_div(m, row->key[WEIGHT_KEY_BT]) * gk_ceil_div(n, row->key[WEIGHT_KEY_BW]);
-    return (double)gk_ceil_div(tiles, gpu->num_sms) * row->key[WEIGHT_KEY_BT] * row->key[WEIGHT_KEY_BW] * 100.0 /
-           row->key[WEIGHT_KEY_PERCENT];
+    const int64_t tiles =
+        gk_ceil_div(m, row->key[WEIGHT_KEY_BT]) * gk_ceil_div(n, row->key[WEIGHT_KEY_BW]);
+    return (double)gk_ceil_div(tiles, gpu->num_sms) * row->key[WEIGHT_KEY_BT] *
+           row->key[WEIGHT_KEY_BW] * 100.0 / row->key[WEIGHT_KEY_PERCENT];
 }
 
-inline bool plan_weight_row(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *plan) {
+inline bool plan_weight_row(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+                            gk_plan *plan) {
     const gk_weight_gemm_args *g = (const gk_weight_gemm_args *)args;
     if (row->key[WEIGHT_KEY_CODE] != code_of(g->format) || !weight_wgmma_serves(g)) return false;
     (void)ctx;
-    plan->tile[0] = row->key[WEIGHT_KEY_BT], plan->tile[1] = row->key[WEIGHT_KEY_BW], plan->tile[2] = 64;
+    plan->tile[0] = row->key[WEIGHT_KEY_BT];
+    plan->tile[1] = row->key[WEIGHT_KEY_BW];
+    plan->tile[2] = 64;
     plan->tasks = gk_ceil_div(weight_rows(g->a), plan->tile[0]) * gk_ceil_div(g->n, plan->tile[1]);
     plan->kernel = row;
     return plan->tasks < INT32_MAX;
 }
 
-inline bool plan_weight_best(const gk_cuda_instance *rows, int count, const gk_context *ctx, const void *args,
-                             gk_plan *plan) {
+inline bool plan_weight_best(const gk_cuda_instance *rows, int count, const gk_context *ctx,
+                             const void *args, gk_plan *plan) {
     const gk_weight_gemm_args *g = (const gk_weight_gemm_args *)args;
     const int64_t m = weight_rows(g->a);
     if (m < WEIGHT_WGMMA_TOKENS) return false;
     const gk_cuda_instance *best = NULL;
     double least = 0;
     for (int i = 0; i < count; ++i) {
-        if (rows[i].dtype != g->a.dtype || rows[i].key[WEIGHT_KEY_CODE] != code_of(g->format)) continue;
+        if (rows[i].dtype != g->a.dtype || rows[i].key[WEIGHT_KEY_CODE] != code_of(g->format))
+            continue;
         const double waves = weight_waves(&rows[i], gk_gpu_of(ctx->index), m, g->n);
-        if (!best || waves < least) best = &rows[i], least = waves;
+        if (!best || waves < least) {
+            best = &rows[i];
+            least = waves;
+        }
     }
     return best && plan_weight_row(best, ctx, args, plan);
 }
 
-template <class K> gk_status run_weight_wgmma(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
+template <class K>
+gk_status run_weight_wgmma(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
     const gk_weight_gemm_args *g = (const gk_weight_gemm_args *)args;
     const int nd = g->a.ndim;
     WeightWgmmaParams p;
-    p.m = (int)weight_rows(g->a), p.n = (int)g->n, p.k = (int)g->a.shape[nd - 1];
+    p.m = (int)weight_rows(g->a);
+    p.n = (int)g->n;
+    p.k = (int)g->a.shape[nd - 1];
     const int64_t ld = p.m == 1 ? gk_round_up(p.k, 8) : g->a.stride[nd - 2];
     const TensorShape a = {g->a.data, g->a.dtype, {p.k, p.m, 1, 1, 1}, {1, ld, 0, 0, 0}, false};
     const gk_status status = make_tensor_map("weight_gemm", a, wgmma_box(2, K::BT), &p.a);
     if (status != GK_OK) return status;
     p.w = weight_of(g);
     p.f = finish_of(g->out, g->bias, nullptr, 0, nullptr, g->activation);
-    p.f.out_row = g->n, p.f.alpha = p.w.global_scale;
-    p.groups = (int)g->scale.shape[0], p.log2 = (int)gk_min_i64(p.w.group_log2, 30);
+    p.f.out_row = g->n;
+    p.f.alpha = p.w.global_scale;
+    p.groups = (int)g->scale.shape[0];
+    p.log2 = (int)gk_min_i64(p.w.group_log2, 30);
     p.scale_log2 = p.w.scale_dtype == GK_F32 ? 2 : p.w.scale_dtype == g->a.dtype ? 1 : 0;
-    p.tiles_m = (int)gk_ceil_div(p.m, K::BT), p.tiles_n = (int)gk_ceil_div(p.n, K::BW), p.group = WEIGHT_GROUP;
+    p.tiles_m = (int)gk_ceil_div(p.m, K::BT);
+    p.tiles_n = (int)gk_ceil_div(p.n, K::BW);
+    p.group = WEIGHT_GROUP;
     p.whole = Two<typename K::T>::WHOLE ^ (g->format == GK_INT4 ? 0x00080008u : 0);
     p.vectors = p.n % 8 == 0 && (uintptr_t)p.f.out % 16 == 0;
     const int64_t blocks = gk_min_i64(plan->tasks, gk_gpu_of(ctx->index)->num_sms);
-    return launch<weight_gemm_sm90a_kernel<K>>("weight_gemm", ctx, dim3((unsigned)blocks), K::THREADS, K::SMEM, p);
+    return launch<weight_gemm_sm90a_kernel<K>>("weight_gemm", ctx, dim3((unsigned)blocks),
+                                               K::THREADS, K::SMEM, p);
 }
 
 #define WGMMA_ROW(name, T, C, BT, KS, percent)   \
@@ -448,8 +505,9 @@ template <class K> gk_status run_weight_wgmma(const gk_context *ctx, const void 
      run_weight_wgmma<WeightKind<T, C, BT, KS>>, \
      {C, BT, 128 / KS, percent},                 \
      NULL}
-#define WGMMA_ROWS(name, T, C)                                                                                   \
-    WGMMA_ROW(name "_256x128", T, C, 256, 1, 100), WGMMA_ROW(name "_128x128", T, C, 128, 1, WEIGHT_PERCENT_128), \
+#define WGMMA_ROWS(name, T, C)                                        \
+    WGMMA_ROW(name "_256x128", T, C, 256, 1, 100),                    \
+        WGMMA_ROW(name "_128x128", T, C, 128, 1, WEIGHT_PERCENT_128), \
         WGMMA_ROW(name "_64x64_k2", T, C, 64, 2, WEIGHT_PERCENT_64)
 
 #endif
