@@ -127,7 +127,7 @@ struct takes<Args, std::index_sequence<I...>,
              std::void_t<decltype(Args{(static_cast<void>(I), std::declval<Slot>())...})>>
     : std::true_type {};
 
-template <class Args, size_t n = 24> constexpr size_t count_members() {
+template <class Args, size_t n = 40> constexpr size_t count_members() {
     if constexpr (takes<Args, std::make_index_sequence<n>>::value)
         return n;
     else

@@ -1,25 +1,28 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // flash_attn.cpp: flash_attn and flash_attn_varlen with their gradients, attn_merge,
 // flash_attn_accumulate and flash_attn_into.
-#include "attn_rules.h"
 #include "gpukern_ranks.h"
+#include "rules.h"
 
 namespace gk {
 namespace {
 
 // ---- arguments of csrc --------------------------------------------------------------------------
-template <class O> void fill_qkv(const O &op, gk_flash_attn_args &to) {
-    to.size = sizeof to;
-    to.q = op.q.view;
-    to.k = op.k.view;
-    to.v = op.v.view;
-    fill_rules(op, to.rules);
-    to.rules.window_right = op.window_right;
+// What every op here has: the forward's arguments stand in `to`, a backward's in its `fwd`.
+template <class O, class C> void fill_call(const O &op, C &to) {
+    gk_flash_attn_args &fwd = forward_of(to);
+    fwd.size = sizeof fwd;
+    fwd.q = op.q.view;
+    fwd.k = op.k.view;
+    fwd.v = op.v.view;
+    op.fill_rules(to);
 }
 
-template <class O> void fill_dropout(const O &op, gk_flash_attn_args &to) {
-    to.dropout_p = op.dropout_p;
-    to.dropout_seed = op.dropout_seed.view_or_null();
+template <class O> void fill_lengths(const O &op, gk_flash_attn_args &to) {
+    to.cu_seqlens_q = &op.cu_seqlens_q.view;
+    to.cu_seqlens_k = &op.cu_seqlens_k.view;
+    to.max_seqlen_q = op.max_seqlen_q;
+    to.max_seqlen_k = op.max_seqlen_k;
 }
 
 // A result's dtype: the one that was asked for, or q's.
@@ -27,32 +30,13 @@ template <class O> gk_dtype dtype_of_result(const O &op, const OptDtype &asked) 
     return asked.given ? gk_of(asked.code) : op.q.view.dtype;
 }
 
-template <class O> void fill_dense(const O &op, gk_flash_attn_args &to) {
-    fill_qkv(op, to);
-    to.rules.diagonal = op.diagonal;
-    to.rules.kv_start = op.kv_start.view_or_null();
-    to.rules.kv_end = op.kv_end.view_or_null();
-    to.rules.q_start = op.q_start.view_or_null();
-}
-
-template <class O> void fill_packed(const O &op, gk_flash_attn_args &to) {
-    fill_qkv(op, to);
-    to.cu_seqlens_q = &op.cu_seqlens_q.view;
-    to.cu_seqlens_k = &op.cu_seqlens_k.view;
-    to.max_seqlen_q = op.max_seqlen_q;
-    to.max_seqlen_k = op.max_seqlen_k;
-}
-
-// The forward's arguments stand in `to.fwd` by then.
 template <class O> void fill_gradients(const O &op, gk_flash_attn_bwd_args &to) {
+    fill_call(op, to);
     to.grad_out = op.grad_out.view;
     to.fwd.out = op.out.view;
     to.fwd.lse = op.lse.view;
     to.grad_lse = op.grad_lse.view_or_null();
-    to.deterministic = op.deterministic;
-    to.is_part = op.is_part;
     to.dq.dtype = dtype_of_result(op, op.grad_dtype);
-    fill_dropout(op, to.fwd);
 }
 
 // (out, lse)
@@ -72,22 +56,13 @@ void place_gradients(gk_flash_attn_bwd_args &to, std::array<Tensor, 4> &r) {
 // ---- dense --------------------------------------------------------------------------------------
 struct FlashAttn {
     Tensor q, k, v; // [B, Hq, Sq, D], [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]
-    bool is_causal;
-    OptDouble scale;
-    int64_t diagonal, window_left, window_right;
-    double softcap;
-    OptTensor alibi_slopes, sinks;       // [Hq] or [B, Hq], [Hq]
-    OptTensor kv_start, kv_end, q_start; // [B] int32
-    OptDtype out_dtype;
-    double dropout_p;
-    OptTensor dropout_seed; // [2] int64
+    GK_RULES(flash_attn)
 
     GK_OP(flash_attn_fwd, gk_flash_attn_args, "flash_attn", 2)
-    GK_TENSORS(q, k, v, alibi_slopes, sinks, kv_start, kv_end, q_start, dropout_seed)
+    GK_TENSORS_AND_RULES(flash_attn, q, k, v)
 
     void fill(C &to) {
-        fill_dense(*this, to);
-        fill_dropout(*this, to);
+        fill_call(*this, to);
         to.out.dtype = dtype_of_result(*this, out_dtype);
     }
     static void place(C &to, Results &r) { place_forward(to, r); }
@@ -97,25 +72,12 @@ struct FlashAttn {
 struct FlashAttnBwd {
     Tensor grad_out, q, k, v, out, lse; // grad_out like out [B, Hq, Sq, Dv]; lse [B, Hq, Sq]
     OptTensor grad_lse;                 // like lse
-    bool is_causal;
-    OptDouble scale;
-    int64_t diagonal, window_left, window_right;
-    double softcap;
-    OptTensor alibi_slopes, sinks, kv_start, kv_end, q_start;
-    bool deterministic;
-    OptDtype grad_dtype;
-    bool is_part;
-    double dropout_p;
-    OptTensor dropout_seed;
+    GK_RULES(flash_attn_bwd)
 
     GK_OP(flash_attn_bwd, gk_flash_attn_bwd_args, "flash_attn_bwd", 4)
-    GK_TENSORS(grad_out, q, k, v, out, lse, grad_lse, alibi_slopes, sinks, kv_start, kv_end,
-               q_start, dropout_seed)
+    GK_TENSORS_AND_RULES(flash_attn_bwd, grad_out, q, k, v, out, lse, grad_lse)
 
-    void fill(C &to) {
-        fill_dense(*this, to.fwd);
-        fill_gradients(*this, to);
-    }
+    void fill(C &to) { fill_gradients(*this, to); }
     static void place(C &to, Results &r) { place_gradients(to, r); }
     const Tensor *stored_like(int i) const {
         return i == 0 ? &q : i == 1 ? &k : i == 2 ? &v : nullptr;
@@ -127,21 +89,14 @@ struct FlashAttnVarlen {
     Tensor q, k, v;                    // [Tq, Hq, D], [Tk, Hkv, D], [Tk, Hkv, Dv]
     Tensor cu_seqlens_q, cu_seqlens_k; // [B+1] int32
     int64_t max_seqlen_q, max_seqlen_k;
-    bool is_causal;
-    OptDouble scale;
-    int64_t window_left, window_right;
-    double softcap;
-    OptTensor alibi_slopes, sinks;
-    OptDtype out_dtype;
-    double dropout_p;
-    OptTensor dropout_seed;
+    GK_RULES(varlen)
 
     GK_OP(flash_attn_fwd, gk_flash_attn_args, "flash_attn_varlen", 2)
-    GK_TENSORS(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, dropout_seed)
+    GK_TENSORS_AND_RULES(varlen, q, k, v, cu_seqlens_q, cu_seqlens_k)
 
     void fill(C &to) {
-        fill_packed(*this, to);
-        fill_dropout(*this, to);
+        fill_call(*this, to);
+        fill_lengths(*this, to);
         to.out.dtype = dtype_of_result(*this, out_dtype);
     }
     static void place(C &to, Results &r) { place_forward(to, r); }
@@ -153,24 +108,15 @@ struct FlashAttnVarlenBwd {
     Tensor cu_seqlens_q, cu_seqlens_k;
     int64_t max_seqlen_q, max_seqlen_k;
     OptTensor grad_lse;
-    bool is_causal;
-    OptDouble scale;
-    int64_t window_left, window_right;
-    double softcap;
-    OptTensor alibi_slopes, sinks;
-    bool deterministic;
-    OptDtype grad_dtype;
-    bool is_part;
-    double dropout_p;
-    OptTensor dropout_seed;
+    GK_RULES(varlen_bwd)
 
     GK_OP(flash_attn_bwd, gk_flash_attn_bwd_args, "flash_attn_varlen_bwd", 4)
-    GK_TENSORS(grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, grad_lse, alibi_slopes,
-               sinks, dropout_seed)
+    GK_TENSORS_AND_RULES(varlen_bwd, grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k,
+                         grad_lse)
 
     void fill(C &to) {
-        fill_packed(*this, to.fwd);
         fill_gradients(*this, to);
+        fill_lengths(*this, to.fwd);
     }
     static void place(C &to, Results &r) { place_gradients(to, r); }
     static constexpr bool runs_empty = true;
@@ -221,17 +167,13 @@ struct AccumulateArgs : gk_flash_attn_accumulate_args {
 template <bool JOINS> struct Written {
     Tensor q, k, v;         // [B, Hq, Sq, D], [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]
     WrittenTensor out, lse; // [B, Hq, Sq, Dv], [B, Hq, Sq]
-    bool is_causal;
-    OptDouble scale;
-    int64_t diagonal, window_left, window_right;
-    double softcap;
-    OptTensor alibi_slopes, sinks, kv_start, kv_end, q_start;
+    GK_RULES(flash_attn_into)
 
     using C = AccumulateArgs;
     using Results = std::array<Tensor, 0>;
     static constexpr const char *name = JOINS ? "flash_attn_accumulate" : "flash_attn_into";
     static constexpr int num_results = 0;
-    GK_TENSORS(q, k, v, out, lse, alibi_slopes, sinks, kv_start, kv_end, q_start)
+    GK_TENSORS_AND_RULES(flash_attn_into, q, k, v, out, lse)
 
     static gk_status check(const gk_context *ctx, const C *x, gk_io *io) {
         return gk_check_flash_attn_fwd(ctx, &x->fwd, io);
@@ -245,7 +187,7 @@ template <bool JOINS> struct Written {
     }
 
     void fill(C &to) {
-        fill_dense(*this, to.fwd);
+        fill_call(*this, to);
         to.fwd.size = sizeof(gk_flash_attn_accumulate_args);
         to.fwd.out = out.view;
         to.fwd.lse = lse.view;

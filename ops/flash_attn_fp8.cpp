@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // flash_attn_fp8.cpp: flash_attn and flash_attn_varlen of float8_e4m3fn q, k and v.
-#include "attn_rules.h"
+#include "rules.h"
 #include "words.h"
 
 namespace gk {
@@ -12,13 +12,8 @@ template <class O> void fill_fp8(const O &op, gk_flash_attn_fp8_args &to) {
     to.fwd.q = op.q.view;
     to.fwd.k = op.k.view;
     to.fwd.v = op.v.view;
-    fill_rules(op, to.fwd.rules);
-    to.fwd.rules.window_right = op.window_right;
+    op.fill_rules(to);
     to.fwd.out.dtype = op.out_dtype.given ? gk_of(op.out_dtype.code) : GK_BF16;
-    to.q_scale = op.q_scale.view_or_null();
-    to.k_scale = op.k_scale.view_or_null();
-    to.v_scale = op.v_scale.view_or_null();
-    to.v_mean = op.v_mean.view_or_null();
     to.accumulate =
         static_cast<gk_attn_accumulate>(parse_word(O::name, "accumulate", op.accumulate, words));
 }
@@ -30,28 +25,12 @@ void place_fp8(gk_flash_attn_fp8_args &to, std::array<Tensor, 2> &r) {
 
 struct FlashAttnFp8 {
     Tensor q, k, v; // [B, Hq, Sq, D], [B, Hkv, Sk, D], [B, Hkv, Sk, Dv] e4m3
-    bool is_causal;
-    OptDouble scale;
-    int64_t diagonal, window_left, window_right;
-    double softcap;
-    OptTensor alibi_slopes, sinks;       // [Hq] or [B, Hq], [Hq]
-    OptTensor kv_start, kv_end, q_start; // [B] int32
-    OptDtype out_dtype;
-    // [], [H], [B, H] or [B, H, blocks]; [Hkv, Dv] or [B, Hkv, Dv]
-    OptTensor q_scale, k_scale, v_scale, v_mean;
-    String accumulate;
+    GK_RULES(flash_attn_fp8)
 
     GK_OP(flash_attn_fp8, gk_flash_attn_fp8_args, "flash_attn", 2)
-    GK_TENSORS(q, k, v, alibi_slopes, sinks, kv_start, kv_end, q_start, q_scale, k_scale, v_scale,
-               v_mean)
+    GK_TENSORS_AND_RULES(flash_attn_fp8, q, k, v)
 
-    void fill(C &to) {
-        fill_fp8(*this, to);
-        to.fwd.rules.diagonal = diagonal;
-        to.fwd.rules.kv_start = kv_start.view_or_null();
-        to.fwd.rules.kv_end = kv_end.view_or_null();
-        to.fwd.rules.q_start = q_start.view_or_null();
-    }
+    void fill(C &to) { fill_fp8(*this, to); }
     static void place(C &to, Results &r) { place_fp8(to, r); }
     const Tensor *stored_like(int i) const { return i == 0 ? &q : nullptr; }
 };
@@ -60,18 +39,10 @@ struct FlashAttnVarlenFp8 {
     Tensor q, k, v;                    // [Tq, Hq, D], [Tk, Hkv, D], [Tk, Hkv, Dv] e4m3
     Tensor cu_seqlens_q, cu_seqlens_k; // [B+1] int32
     int64_t max_seqlen_q, max_seqlen_k;
-    bool is_causal;
-    OptDouble scale;
-    int64_t window_left, window_right;
-    double softcap;
-    OptTensor alibi_slopes, sinks;
-    OptDtype out_dtype;
-    OptTensor q_scale, k_scale, v_scale, v_mean;
-    String accumulate;
+    GK_RULES(varlen_fp8)
 
     GK_OP(flash_attn_fp8, gk_flash_attn_fp8_args, "flash_attn_varlen", 2)
-    GK_TENSORS(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, q_scale, k_scale, v_scale,
-               v_mean)
+    GK_TENSORS_AND_RULES(varlen_fp8, q, k, v, cu_seqlens_q, cu_seqlens_k)
 
     void fill(C &to) {
         fill_fp8(*this, to);

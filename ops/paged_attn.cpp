@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // paged_attn.cpp: paged_attn, kv_cache_write and rope_kv_write.
-#include "attn_rules.h"
+#include "rules.h"
 
 namespace gk {
 namespace {
@@ -12,18 +12,10 @@ struct PagedAttn {
     Tensor seq_lens;         // [B] int32
     OptTensor cu_seqlens_q;  // [B+1] int32
     int64_t max_seqlen_q;
-    OptDouble scale;
-    int64_t window_left;
-    double softcap;
-    OptTensor alibi_slopes, sinks, k_scale, v_scale; // [Hq] or [B, Hq], [Hq], [] or [Hkv]
-    bool is_causal;
-    OptTensor kv_start; // [B] int32
-    int64_t window_right;
-    bool allow_short;
+    GK_RULES(paged_attn)
 
     GK_OP(paged_attn, gk_paged_attn_args, "paged_attn", 2)
-    GK_TENSORS(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, alibi_slopes, sinks,
-               k_scale, v_scale, kv_start)
+    GK_TENSORS_AND_RULES(paged_attn, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q)
 
     void fill(C &to) {
         to.q = q.view;
@@ -33,13 +25,9 @@ struct PagedAttn {
         to.seq_lens = seq_lens.view;
         to.cu_seqlens_q = cu_seqlens_q.view_or_null();
         to.max_seqlen_q = max_seqlen_q;
-        fill_rules(*this, to.rules);
-        to.rules.window_right = window_right;
+        fill_rules(to);
         to.flags = GK_PAGED_WINDOW_RIGHT;
         if (allow_short) to.flags |= GK_PAGED_ALLOW_SHORT;
-        to.rules.kv_start = kv_start.view_or_null();
-        to.k_scale = k_scale.view_or_null();
-        to.v_scale = v_scale.view_or_null();
     }
     static void place(C &to, Results &r) {
         to.out = r[0].view;

@@ -10,59 +10,34 @@
 #include "call.h"
 #include "gpukern_ranks.h"
 #include "gpukern_sums.h"
+#include "rules.h"
 
 #define GEMM_ARGS                                                                               \
     "(Tensor a, Tensor b, Tensor? bias=None, Tensor? c=None, float alpha=1.0, float beta=1.0, " \
     "str activation=\"none\", ScalarType? out_dtype=None, str fp32_precision=\"ieee\")"
 
-#define DENSE_RULES                                                                              \
-    "bool is_causal=False, float? scale=None, SymInt diagonal=0, SymInt window_left=-1, "        \
-    "SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, " \
-    "Tensor? kv_start=None, Tensor? kv_end=None, Tensor? q_start=None"
+#define QKV "(Tensor q, Tensor k, Tensor v"
+#define PACKED_LENGTHS \
+    ", Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+#define FORWARD_RESULTS "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 
-#define DROPOUT ", float dropout_p=0.0, Tensor? dropout_seed=None)"
-#define OUT_DTYPE ", ScalarType? out_dtype=None" DROPOUT
-#define BACKWARD \
-    ", bool deterministic=False, ScalarType? grad_dtype=None, bool is_part=False" DROPOUT
-
-#define FLASH_ATTN_ARGS "(Tensor q, Tensor k, Tensor v, " DENSE_RULES OUT_DTYPE
-
+#define FLASH_ATTN_ARGS QKV GK_RULES_SCHEMA(flash_attn) ")"
+#define FLASH_ATTN_BWD_ARGS \
+    FORWARD_RESULTS ", Tensor? grad_lse=None" GK_RULES_SCHEMA(flash_attn_bwd) ")"
+#define FLASH_ATTN_FP8_ARGS QKV GK_RULES_SCHEMA(flash_attn_fp8) ")"
 // a, b: how out and lse are annotated
 #define ACCUMULATE_ARGS(a, b) \
-    "(Tensor q, Tensor k, Tensor v, Tensor" a " out, Tensor" b " lse, " DENSE_RULES ")"
+    QKV ", Tensor" a " out, Tensor" b " lse" GK_RULES_SCHEMA(flash_attn_into) ")"
 
-#define FLASH_ATTN_BWD_ARGS                                                    \
-    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " \
-    "Tensor? grad_lse=None, " DENSE_RULES BACKWARD
-
-#define PACKED_LENGTHS \
-    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-
-#define PACKED_RULES                                                                           \
-    "bool is_causal=False, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, " \
-    "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None"
-
-#define FLASH_ATTN_VARLEN_ARGS \
-    "(Tensor q, Tensor k, Tensor v, " PACKED_LENGTHS PACKED_RULES OUT_DTYPE
-
+#define FLASH_ATTN_VARLEN_ARGS QKV PACKED_LENGTHS GK_RULES_SCHEMA(varlen) ")"
 // The lengths have no default, so they stand before grad_lse.
-#define FLASH_ATTN_VARLEN_BWD_ARGS                                                            \
-    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " PACKED_LENGTHS \
-    "Tensor? grad_lse=None, " PACKED_RULES BACKWARD
+#define FLASH_ATTN_VARLEN_BWD_ARGS \
+    FORWARD_RESULTS PACKED_LENGTHS ", Tensor? grad_lse=None" GK_RULES_SCHEMA(varlen_bwd) ")"
+#define FLASH_ATTN_VARLEN_FP8_ARGS QKV PACKED_LENGTHS GK_RULES_SCHEMA(varlen_fp8) ")"
 
-// What follows the arguments of flash_attn and flash_attn_varlen where q, k and v are
-// float8_e4m3fn.
-#define FP8_SCALES                                                                       \
-    ", ScalarType? out_dtype=None, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? " \
-    "v_scale=None, "                                                                     \
-    "Tensor? v_mean=None, str accumulate=\"auto\")"
-
-#define PAGED_ATTN_ARGS                                                                            \
-    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "             \
-    "Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=1, float? scale=None, SymInt window_left=-1, " \
-    "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, "     \
-    "Tensor? v_scale=None, bool is_causal=True, Tensor? kv_start=None, SymInt window_right=-1, "   \
-    "bool allow_short=False)"
+#define PAGED_ATTN_ARGS                                                                \
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, " \
+    "Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=1" GK_RULES_SCHEMA(paged_attn) ")"
 
 // a, b: how the caches are annotated
 #define ROPE_KV_WRITE_ARGS(a, b)                                                        \
@@ -119,6 +94,15 @@
 #define CROSS_ENTROPY_GRAD_ARGS(a, b, c)                                         \
     "(Tensor logits, Tensor target, Tensor" a " loss, Tensor" b " lse, Tensor" c \
     " dlogits, " CROSS_ENTROPY_RULES ")"
+
+// Of linear_cross_entropy and of its raw ops.
+#define LCE_RULES                                                                                  \
+    "Tensor? bias, Tensor? class_weight, int ignore_index, float label_smoothing, float softcap, " \
+    "float logit_scale, float z_loss, str fp32_precision"
+#define LCE_NEEDS ", bool need_x, bool need_weight, bool need_bias"
+
+// Of context_parallel_attn and context_parallel_attn_varlen, behind their tensors.
+#define RANKS_RULES ", SymInt seq_len, str group" GK_RULES_SCHEMA(ranks) ")"
 
 #define OUT_LSE " -> (Tensor out, Tensor lse)"
 #define GRADIENTS " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
@@ -204,6 +188,61 @@ void define_train(gk::Library &m) {
           "maximize=False) -> ()");
 }
 
+// Ops that Python is made of, over the others: their kernels are registered by define_op
+// (torch_gpukern/ops/define.py).
+void define_composed(gk::Library &m) {
+    m.def("linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, "
+          "Tensor? class_weight=None, int ignore_index=-100, float label_smoothing=0.0, float "
+          "softcap=0.0, "
+          "float logit_scale=1.0, str reduction=\"mean\", bool low_memory=False, float z_loss=0.0) "
+          "-> Tensor");
+    m.def("linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, " LCE_RULES
+          ", str reduction" LCE_NEEDS
+          ") -> (Tensor loss, Tensor factor, Tensor dx, Tensor kept, Tensor dbias)");
+    m.def("linear_cross_entropy_bwd(Tensor grad_loss, Tensor factor, Tensor dx, Tensor kept, "
+          "Tensor dbias, Tensor x, "
+          "str fp32_precision) -> (Tensor dx_scaled, Tensor dweight, Tensor dbias_scaled)");
+    m.def("linear_cross_entropy_rows(Tensor x, Tensor weight, Tensor target, " LCE_RULES
+          ") -> (Tensor loss, Tensor lse)");
+    m.def("linear_cross_entropy_rows_bwd(Tensor grad_loss, Tensor x, Tensor weight, Tensor target, "
+          "Tensor lse, " LCE_RULES LCE_NEEDS ") -> (Tensor dx, Tensor dweight, Tensor dbias)");
+}
+
+// Ops of several ranks (torch_gpukern/distributed); group is the name of a process group.
+void define_ranks(gk::Library &m) {
+    m.def("cp_attn_fwd" QKV ", str layout, str mode" RANKS_RULES OUT_LSE);
+    m.def("cp_attn_bwd" FORWARD_RESULTS
+          ", Tensor? grad_lse, str layout, str mode" RANKS_RULES GRADIENTS);
+    m.def("cp_attn_varlen_fwd" QKV
+          ", Tensor cu_seqlens, SymInt max_seqlen, str layout" RANKS_RULES OUT_LSE);
+    m.def("cp_attn_varlen_bwd" FORWARD_RESULTS
+          ", Tensor cu_seqlens, SymInt max_seqlen, Tensor? grad_lse, str layout" RANKS_RULES
+              GRADIENTS);
+    m.def("cp_paged_attn(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor "
+          "local_seq_lens, "
+          "Tensor? cu_seqlens_q, SymInt max_seqlen_q, str group" GK_RULES_SCHEMA(
+              ranks_paged) ")" OUT_LSE);
+
+    m.def("all_gather_gemm_fwd(Tensor a, Tensor b, Tensor? bias, str activation, bool keep, str "
+          "group) -> "
+          "(Tensor out, Tensor gathered, Tensor preact)");
+    m.def("rows_to_owners(Tensor x, Tensor b, SymInt rows, str group) -> Tensor out");
+    m.def("product_to_owners(Tensor a, Tensor b, SymInt rows, str group) -> Tensor out");
+    m.def("gemm_reduce_scatter(Tensor a, Tensor b, str group) -> Tensor out");
+    m.def("gather_rows(Tensor x, SymInt rows, str group) -> Tensor out");
+    m.def("gathered_product(Tensor x, Tensor b, SymInt rows, str group) -> (Tensor out, Tensor "
+          "gathered)");
+    m.def("gemm_all_reduce(Tensor a, Tensor b, str group) -> Tensor out");
+    m.def(
+        "gather_sequence(Tensor x, int dim, str layout, SymInt seq_len, str group) -> Tensor out");
+
+    m.def("vocab_parallel_lce_fwd(Tensor x, Tensor weight, Tensor target, " LCE_RULES
+          ", SymInt classes, str group) -> (Tensor loss, Tensor lse)");
+    m.def("vocab_parallel_lce_bwd(Tensor grad_loss, Tensor x, Tensor weight, Tensor target, Tensor "
+          "lse, " LCE_RULES ", SymInt classes, str group" LCE_NEEDS
+          ") -> (Tensor dx, Tensor dweight, Tensor dbias)");
+}
+
 void define(gk::Library &m) {
     def_op(m, "gemm", GEMM_ARGS, " -> (Tensor out, Tensor preact)");
     def_out(m, "gemm", GEMM_ARGS);
@@ -218,9 +257,8 @@ void define(gk::Library &m) {
     def_out(m, "flash_attn_varlen", FLASH_ATTN_VARLEN_ARGS);
     def_all(m, "flash_attn_varlen_bwd", FLASH_ATTN_VARLEN_BWD_ARGS, GRADIENTS);
 
-    def_op(m, "flash_attn_fp8", "(Tensor q, Tensor k, Tensor v, " DENSE_RULES FP8_SCALES, OUT_LSE);
-    def_op(m, "flash_attn_varlen_fp8",
-           "(Tensor q, Tensor k, Tensor v, " PACKED_LENGTHS PACKED_RULES FP8_SCALES, OUT_LSE);
+    def_op(m, "flash_attn_fp8", FLASH_ATTN_FP8_ARGS, OUT_LSE);
+    def_op(m, "flash_attn_varlen_fp8", FLASH_ATTN_VARLEN_FP8_ARGS, OUT_LSE);
 
     def_all(m, "attn_merge", "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)", OUT_LSE);
 
@@ -271,6 +309,8 @@ void define(gk::Library &m) {
     def_explain(m, "sparse_gemm", SPARSE_GEMM_ARGS);
     define_rows(m);
     define_train(m);
+    define_composed(m);
+    define_ranks(m);
 
     m.def("version() -> str");
     m.def("cpu_isa() -> str");

@@ -321,7 +321,7 @@ static coord flipped(coord c) { return {c.col, c.row}; }
 
 static void check_fragment_loads() {
     coord (*down)(int) = ldmatrix_down_first;
-    (*along)(int) = ldmatrix_along_first;
+    coord (*along)(int) = ldmatrix_along_first;
     for (int lane = 0; lane < 32; ++lane) {
         check(ldmatrix_matrix(lane) == lane / 8 && ldmatrix_row(lane) == lane % 8,
               "ldmatrix addresses, lane %d", lane);

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import ARCHS, _in_memory, explain
 from .._library import ops
+from ..ops.fakes import stats_dtype
 from ..tuning import timing
 from ..tuning.gemm import ACTIVATIONS, DTYPES
 from .terminal import device_of, fields, whole
@@ -151,8 +152,10 @@ def _varlen(args: argparse.Namespace) -> tuple[list, dict]:
 
 def _flash_bwd(args: argparse.Namespace) -> tuple[list, dict]:
     (q, k, v), rules = _flash(args)
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=lse_dtype, device=args.device)
+    out, lse = (
+        torch.empty_like(q),
+        torch.empty(q.shape[:3], dtype=stats_dtype(q), device=args.device),
+    )
     if args.measure:
         out, lse = ops.flash_attn_fwd.default(q, k, v, **rules)
     return [_dense(args, *q.shape), q, k, v, out, lse], rules

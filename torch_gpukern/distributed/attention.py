@@ -18,15 +18,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .._library import are_deterministic, library, ops
+from .._library import are_deterministic, ops
 from ..ops import flash_attn, flash_attn_varlen
-from ..ops.attention import autocast
+from ..ops.attention import autocast, backward_of
 from ..ops.fakes import stats_dtype
 from . import gathered, ring, transport, ulysses
-from .declare import declare
 from .local import Call, empty_results, sum_sinks
 from .ranks import Group, Ranks, agree, checked, facts, process_group, ranks_of, refuse
 from .sequence import Cut, Layout, check_alone, check_layout, cut_of, total_of, whole_cut
+from .symmetric import define_op_of_ranks
 
 __all__ = ["Mode", "context_parallel_attn", "context_parallel_attn_varlen", "mode_of"]
 
@@ -106,6 +106,15 @@ def context_parallel_attn(
             mode or layout that does not exist, or ranks that pass different things; on every rank
             alike.
     """
+    rules = dict(
+        is_causal=is_causal,
+        scale=scale,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
     group, what = process_group(group), "context_parallel_attn"
     if mode not in _MODES:
         refuse(group, what, q.device, f"mode must be one of {', '.join(_MODES)}, got {mode!r}")
@@ -115,42 +124,13 @@ def context_parallel_attn(
     if group.size() == 1:
         if q.dim() == k.dim() == v.dim() == 4:  # what else is no call is refused by the op
             check_alone(what, seq_len, q=q.shape[2], k=k.shape[2], v=v.shape[2])
-        return flash_attn(
-            q,
-            k,
-            v,
-            is_causal=is_causal,
-            scale=scale,
-            window_left=window_left,
-            window_right=window_right,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            return_lse=return_lse,
-        )
+        return flash_attn(q, k, v, return_lse=return_lse, **rules)
     total = -1 if seq_len is None else seq_len
-    rules = (is_causal, scale, window_left, window_right, softcap)
-    out, lse = ops.cp_attn_fwd(
-        q, k, v, alibi_slopes, sinks, *rules, layout, mode, total, group.group_name
-    )
+    out, lse = ops.cp_attn_fwd(q, k, v, layout, mode, total, group.group_name, **rules)
     return (out, lse) if return_lse else out
 
 
 # ---- dense: the ops ------------------------------------------------------------------------------
-
-_RULES = "bool is_causal, float? scale, SymInt window_left, SymInt window_right, float softcap"
-library.define(
-    f"cp_attn_fwd(Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? sinks, {_RULES}, "
-    f"str layout, str mode, "
-    "SymInt seq_len, str group) -> (Tensor out, Tensor lse)"
-)
-library.define(
-    "cp_attn_bwd(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
-    "Tensor lse, "
-    f"Tensor? alibi_slopes, Tensor? sinks, {_RULES}, str layout, str mode, SymInt seq_len, str "
-    f"group) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
-)
 
 
 def _begin(
@@ -215,49 +195,15 @@ _begun: dict[tuple, tuple[Cut, str]] = {}
 _MOST_KINDS = 1024
 
 
-def _fwd(
-    q,
-    k,
-    v,
-    alibi_slopes,
-    sinks,
-    is_causal,
-    scale,
-    window_left,
-    window_right,
-    softcap,
-    layout,
-    mode,
-    seq_len,
-    group,
-):
-    call = Call(alibi_slopes, sinks, is_causal, scale, window_left, window_right, softcap)
+def _fwd(q, k, v, layout, mode, seq_len, group, **rules):
+    call = Call(rules)
     ranks, cut, mode = _begin("context_parallel_attn", q, k, v, call, layout, mode, seq_len, group)
     attend = {"ulysses": ulysses.attend, "ring": ring.attend, "all_gather": gathered.attend}[mode]
     return attend(q, k, v, call, cut, ranks)
 
 
-def _bwd(
-    grad_out,
-    grad_lse,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    alibi_slopes,
-    sinks,
-    is_causal,
-    scale,
-    window_left,
-    window_right,
-    softcap,
-    layout,
-    mode,
-    seq_len,
-    group,
-):
-    call = Call(alibi_slopes, sinks, is_causal, scale, window_left, window_right, softcap)
+def _bwd(grad_out, q, k, v, out, lse, grad_lse, layout, mode, seq_len, group, **rules):
+    call = Call(rules)
     ranks = ranks_of(group)  # they agreed in the forward
     cut = cut_of(total_of(q.shape[2], ranks.size, seq_len), ranks.size, layout)
     mode = mode_of(k, v, ranks.size) if mode == "auto" else mode
@@ -269,9 +215,9 @@ def _bwd(
     }[mode]
     dq, dk, dv, dsinks = how(*given, call, cut, ranks)
     stored = tuple(_stored_like(x, grad) for x, grad in ((q, dq), (k, dk), (v, dv)))
-    if sinks is None:
+    if call.sinks is None:
         return *stored, q.new_empty(0, dtype=lse.dtype)
-    return *stored, dsinks.to(sinks.dtype)
+    return *stored, dsinks.to(call.sinks.dtype)
 
 
 def _stored_like(x: Tensor, grad: Tensor) -> Tensor:
@@ -281,35 +227,32 @@ def _stored_like(x: Tensor, grad: Tensor) -> Tensor:
     return grad.to(x.dtype).contiguous()
 
 
-def _fwd_fake(q, k, v, *_):
+def _fwd_fake(q, v, **_):
     return empty_results(q, v)
 
 
-def _bwd_fake(grad_out, grad_lse, q, k, v, out, lse, alibi_slopes, sinks, *_):
+def _bwd_fake(q, k, v, lse, sinks, **_):
     grads = (empty_results(x, x)[0] for x in (q, k, v))
     return *grads, q.new_empty(0, dtype=lse.dtype) if sinks is None else sinks.new_empty(
         sinks.shape
     )
 
 
-def _context(ctx, inputs, output) -> None:
-    q, k, v, alibi_slopes, sinks, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, *output, alibi_slopes, sinks)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, grad_out, grad_lse):
-    q, k, v, out, lse, alibi_slopes, sinks = ctx.saved_tensors
-    if grad_out is None:  # the loss reads lse alone
-        grad_out = torch.zeros_like(out)
-    dq, dk, dv, dsinks = ops.cp_attn_bwd(
-        grad_out, grad_lse, q, k, v, out, lse, alibi_slopes, sinks, *ctx.rest
-    )
-    return dq, dk, dv, None, None if sinks is None else dsinks, *(None for _ in ctx.rest)
-
-
-declare("cp_attn_fwd", _fwd, _fwd_fake, _backward, _context, autocast)
-declare("cp_attn_bwd", _bwd, _bwd_fake)
+_cp_attn_bwd = define_op_of_ranks(
+    "cp_attn_bwd",
+    kernel=_bwd,
+    symbolic=_bwd_fake,
+    refuse="cp_attn_bwd: it has no backward",
+)
+_cp_attn = define_op_of_ranks(
+    "cp_attn_fwd",
+    kernel=_fwd,
+    symbolic=_fwd_fake,
+    backward=backward_of(_cp_attn_bwd),
+    without_gradient=("alibi_slopes",),
+    autocast=autocast,
+)
+_cp_attn.said = "context_parallel_attn"
 
 
 # ---- packed --------------------------------------------------------------------------------------
@@ -362,6 +305,15 @@ def context_parallel_attn_varlen(
         ValueError: as `context_parallel_attn`. IndexError: contents of cu_seqlens, as
         `flash_attn_varlen`: on a GPU by a later call.
     """
+    rules = dict(
+        is_causal=is_causal,
+        scale=scale,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
     group, what = process_group(group), "context_parallel_attn_varlen"
     check_layout(group, what, q.device, layout)
     if alibi_slopes is not None and alibi_slopes.requires_grad:
@@ -369,53 +321,13 @@ def context_parallel_attn_varlen(
     if group.size() == 1:
         if q.dim() == k.dim() == v.dim() == 3:  # what else is no call is refused by the op
             check_alone(what, seq_len, q=q.shape[0], k=k.shape[0], v=v.shape[0])
-        return flash_attn_varlen(
-            q,
-            k,
-            v,
-            cu_seqlens,
-            cu_seqlens,
-            max_seqlen,
-            max_seqlen,
-            is_causal=is_causal,
-            scale=scale,
-            window_left=window_left,
-            window_right=window_right,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            return_lse=return_lse,
-        )
+        lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+        return flash_attn_varlen(q, k, v, *lengths, return_lse=return_lse, **rules)
     total = -1 if seq_len is None else seq_len
-    rules = (is_causal, scale, window_left, window_right, softcap)
     out, lse = ops.cp_attn_varlen_fwd(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        max_seqlen,
-        alibi_slopes,
-        sinks,
-        *rules,
-        layout,
-        total,
-        group.group_name,
+        q, k, v, cu_seqlens, max_seqlen, layout, total, group.group_name, **rules
     )
     return (out, lse) if return_lse else out
-
-
-library.define(
-    "cp_attn_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, SymInt max_seqlen, "
-    "Tensor? alibi_slopes, Tensor? sinks, "
-    f"{_RULES}, str layout, SymInt seq_len, str group) -> (Tensor out, Tensor lse)"
-)
-library.define(
-    "cp_attn_varlen_bwd(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor "
-    "out, Tensor lse, Tensor cu_seqlens, "
-    f"SymInt max_seqlen, Tensor? alibi_slopes, Tensor? sinks, {_RULES}, str layout, SymInt "
-    f"seq_len, str group) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
-)
 
 
 class _Packed:
@@ -516,62 +428,28 @@ def _check_cu_seqlens(what: str, cu_seqlens: Tensor, max_seqlen: int, total: int
         )
 
 
-def _varlen_fwd(
-    q,
-    k,
-    v,
-    cu_seqlens,
-    max_seqlen,
-    alibi_slopes,
-    sinks,
-    is_causal,
-    scale,
-    window_left,
-    window_right,
-    softcap,
-    layout,
-    seq_len,
-    group,
-):
-    call = Call(alibi_slopes, sinks, is_causal, scale, window_left, window_right, softcap)
+def _varlen_fwd(q, k, v, cu_seqlens, max_seqlen, layout, seq_len, group, **rules):
+    call = Call(rules)
     ranks, cut = _begin_packed(q, k, v, cu_seqlens, max_seqlen, call, layout, seq_len, group)
     moving = transport.Gather(cut, ranks, k, v)
     refused = _refused_cu_seqlens(cu_seqlens, max_seqlen, cut.length)
-    out, lse = _varlen_fwd_fake(q, k, v)
+    out, lse = _varlen_fwd_fake(q, v)
     moving.done()
     whole_k, whole_v = moving.whole
     for at, start, end in cut.segments(ranks.rank):
         rows = slice(at, at + end - start)
         packed = _Packed(call, cu_seqlens, refused, max_seqlen, cut.length, start, end)
         found = ops.flash_attn_varlen_fwd(
-            packed.padded(q[rows]), whole_k, whole_v, *packed.lengths(), **call.arguments()
+            packed.padded(q[rows]), whole_k, whole_v, *packed.lengths(), **call
         )
         out[rows], lse[rows] = (x[: end - start] for x in found)
     return out, lse
 
 
 def _varlen_bwd(
-    grad_out,
-    grad_lse,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    cu_seqlens,
-    max_seqlen,
-    alibi_slopes,
-    sinks,
-    is_causal,
-    scale,
-    window_left,
-    window_right,
-    softcap,
-    layout,
-    seq_len,
-    group,
+    grad_out, q, k, v, out, lse, cu_seqlens, max_seqlen, grad_lse, layout, seq_len, group, **rules
 ):
-    call = Call(alibi_slopes, sinks, is_causal, scale, window_left, window_right, softcap)
+    call = Call(rules)
     ranks = ranks_of(group)  # they agreed in the forward
     cut = cut_of(total_of(q.shape[0], ranks.size, seq_len), ranks.size, layout)
     moving = transport.Gather(cut, ranks, k, v)
@@ -597,59 +475,49 @@ def _varlen_bwd(
             grad_lse=None if grad_lse is None else packed.padded(grad_lse[rows]),
             deterministic=are_deterministic(),
             grad_dtype=lse.dtype,
-            **call.arguments(),
+            **call,
         )
         dq[rows] = grads[0][: end - start].to(q.dtype)
         for total, grad in zip(sums, grads[1:3]):
             total += grad
-        if sinks is not None:
+        if call.sinks is not None:
             dsinks = grads[3].to(lse.dtype) if dsinks is None else dsinks + grads[3]
     mine = (transport.tokens_of(x, cut, ranks.rank) for x in sums)
     dk, dv = transport.ToOwners(cut, ranks, *sums).send_all(*sums).add(*mine, dtype=q.dtype)
     total = sum_sinks(dsinks, call, lse, ranks)
-    return dq, dk, dv, q.new_empty(0, dtype=lse.dtype) if sinks is None else total.to(sinks.dtype)
+    return (
+        dq,
+        dk,
+        dv,
+        q.new_empty(0, dtype=lse.dtype) if total is None else total.to(call.sinks.dtype),
+    )
 
 
-def _varlen_fwd_fake(q, k, v, *_):
+def _varlen_fwd_fake(q, v, **_):
     return q.new_empty((q.shape[0], q.shape[1], v.shape[2])), q.new_empty(
         q.shape[:2], dtype=stats_dtype(q)
     )
 
 
-def _varlen_bwd_fake(
-    grad_out, grad_lse, q, k, v, out, lse, cu_seqlens, max_seqlen, alibi_slopes, sinks, *_
-):
+def _varlen_bwd_fake(q, k, v, lse, sinks, **_):
     grads = (x.new_empty(x.shape) for x in (q, k, v))
     return *grads, q.new_empty(0, dtype=lse.dtype) if sinks is None else sinks.new_empty(
         sinks.shape
     )
 
 
-def _varlen_context(ctx, inputs, output) -> None:
-    q, k, v, cu_seqlens, ctx.max_seqlen, alibi_slopes, sinks, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens, alibi_slopes, sinks)
-    ctx.set_materialize_grads(False)
-
-
-def _varlen_backward(ctx, grad_out, grad_lse):
-    q, k, v, out, lse, cu_seqlens, alibi_slopes, sinks = ctx.saved_tensors
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    given = (grad_out, grad_lse, q, k, v, out, lse, cu_seqlens, ctx.max_seqlen, alibi_slopes, sinks)
-    dq, dk, dv, dsinks = ops.cp_attn_varlen_bwd(*given, *ctx.rest)
-    return (
-        dq,
-        dk,
-        dv,
-        None,
-        None,
-        None,
-        None if sinks is None else dsinks,
-        *(None for _ in ctx.rest),
-    )
-
-
-declare(
-    "cp_attn_varlen_fwd", _varlen_fwd, _varlen_fwd_fake, _varlen_backward, _varlen_context, autocast
+_cp_attn_varlen_bwd = define_op_of_ranks(
+    "cp_attn_varlen_bwd",
+    kernel=_varlen_bwd,
+    symbolic=_varlen_bwd_fake,
+    refuse="cp_attn_varlen_bwd: it has no backward",
 )
-declare("cp_attn_varlen_bwd", _varlen_bwd, _varlen_bwd_fake)
+_cp_attn_varlen = define_op_of_ranks(
+    "cp_attn_varlen_fwd",
+    kernel=_varlen_fwd,
+    symbolic=_varlen_fwd_fake,
+    backward=backward_of(_cp_attn_varlen_bwd),
+    without_gradient=("alibi_slopes",),
+    autocast=autocast,
+)
+_cp_attn_varlen.said = "context_parallel_attn_varlen"

@@ -2,7 +2,6 @@
 """A rank's own attention: queries of one run of tokens over a run of keys, both somewhere in the
 whole sequence."""
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -10,57 +9,41 @@ from torch import Tensor
 
 from .._library import are_deterministic, ops
 from ..ops.fakes import stats_dtype
+from ..ops.rules import Rules
 from . import transport
 from .ranks import Ranks
 
 
-@dataclasses.dataclass
-class Call:
-    """What an attention call says beside q, k and v."""
-
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    is_causal: bool
-    scale: float | None
-    window_left: int
-    window_right: int
-    softcap: float
-
-    def arguments(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+class Call(Rules):
+    """What an attention call says beside q, k and v: the rules that this package's ops take."""
 
     def facts(self) -> dict[str, Any]:
         """For the ranks' agreement."""
         return {
             name: f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else x
-            for name, x in self.arguments().items()
+            for name, x in self.items()
         }
 
     def kind(self) -> tuple:
         """The same, as a key: of tensors what a call may be refused for."""
         return tuple(
-            (x.dtype, x.shape, x.device) if isinstance(x, Tensor) else x
-            for x in self.arguments().values()
+            (x.dtype, x.shape, x.device) if isinstance(x, Tensor) else x for x in self.values()
         )
 
     def check(self, what: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Raises what the op would, before anything is sent: by a call of no token."""
         try:
             none = (x[:, :, :0] for x in (q, k, v))
-            ops.flash_attn_fwd(*none, **self.arguments())
+            ops.flash_attn_fwd(*none, **self)
         except ValueError as error:
             raise ValueError(f"{what}: {str(error).partition(': ')[2] or error}") from None
 
-    def without_sinks(self) -> "Call":
-        return dataclasses.replace(self, sinks=None)
-
     def of_heads(self, first: int, heads: int) -> "Call":
         """The call of some of q's heads."""
-        slopes = self.alibi_slopes
-        return dataclasses.replace(
-            self,
+        slopes, sinks = self.alibi_slopes, self.sinks
+        return self.but(
             alibi_slopes=None if slopes is None else slopes[..., first : first + heads],
-            sinks=None if self.sinks is None else self.sinks[first : first + heads],
+            sinks=None if sinks is None else sinks[first : first + heads],
         )
 
     def last_seen(self, end: int, tokens: int) -> int:
@@ -91,13 +74,13 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of queries that stand at key `diagonal` and after. dtype: out's, q's or float32."""
-    return ops.flash_attn_fwd(q, k, v, diagonal=diagonal, out_dtype=dtype, **call.arguments())
+    return ops.flash_attn_fwd(q, k, v, diagonal=diagonal, out_dtype=dtype, **call)
 
 
 def forward_into(out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int) -> Tensor:
     """lse; out [B, Hq, Sq, Dv] may be some rows of a larger tensor."""
     lse = q.new_empty(q.shape[:3], dtype=stats_dtype(q))
-    ops.flash_attn_into(q, k, v, out, lse, diagonal=diagonal, **call.arguments())
+    ops.flash_attn_into(q, k, v, out, lse, diagonal=diagonal, **call)
     return lse
 
 
@@ -105,7 +88,7 @@ def accumulate(
     q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, out: Tensor, lse: Tensor
 ) -> None:
     """Joins the attention over more keys to out and lse, which are float32 (float64)."""
-    ops.flash_attn_accumulate(q, k, v, out, lse, diagonal=diagonal, **call.arguments())
+    ops.flash_attn_accumulate(q, k, v, out, lse, diagonal=diagonal, **call)
 
 
 def backward(
@@ -127,7 +110,7 @@ def backward(
     """
     grads = ops.flash_attn_bwd(
         grad_out, q, k, v, out, lse, grad_lse, diagonal=diagonal, deterministic=are_deterministic(),
-        grad_dtype=lse.dtype, is_part=part, **call.arguments(),
+        grad_dtype=lse.dtype, is_part=part, **call,
     )  # fmt: skip
     return *grads[:3], None if call.sinks is None else grads[3]
 

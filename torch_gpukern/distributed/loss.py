@@ -13,16 +13,16 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from .._library import library, ops
+from .._library import ops
 from ..ops import linear_cross_entropy
 from ..ops import linear_cross_entropy_chunks as chunks
 from ..ops.cross_entropy import Reduction, reduce_rows, weight_of_mean
 from ..ops.gemm import _torch_allows_tf32
 from ..ops.wrong_types import refuse_non_tensors
 from . import transport
-from .declare import declare
 from .ranks import Group, Ranks, agree, facts, process_group, refuse
 from .sequence import Cut
+from .symmetric import define_op_of_ranks
 
 __all__ = ["vocab_parallel_linear_cross_entropy"]
 
@@ -122,21 +122,6 @@ def vocab_parallel_linear_cross_entropy(
 
 # ---- the ops -------------------------------------------------------------------------------------
 
-_RULES = (
-    "Tensor? bias, Tensor? class_weight, int ignore_index, float label_smoothing, float softcap, "
-    "float logit_scale, float z_loss, str fp32_precision, "
-    "SymInt classes, str group"
-)
-library.define(
-    f"vocab_parallel_lce_fwd(Tensor x, Tensor weight, Tensor target, {_RULES}) -> (Tensor loss, "
-    f"Tensor lse)"
-)
-library.define(
-    "vocab_parallel_lce_bwd(Tensor grad_loss, Tensor x, Tensor weight, Tensor target, Tensor lse, "
-    f"{_RULES}, bool need_x, bool need_weight, bool need_bias) -> (Tensor dx, Tensor dweight, "
-    f"Tensor dbias)"
-)
-
 
 def _require(holds: bool, text: str) -> None:
     if not holds:
@@ -206,24 +191,8 @@ def _check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
         )
 
 
-def _fwd(
-    x,
-    weight,
-    target,
-    bias,
-    class_weight,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    logit_scale,
-    z_loss,
-    fp32_precision,
-    classes,
-    group,
-):
-    rules = chunks.Rules(
-        class_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision
-    )
+def _fwd(x, weight, target, bias, classes, group, **rules):
+    rules = chunks.Rules(**rules)
     ranks, first, whole = _begin(x, weight, target, bias, rules, classes, group)
     flat = target.reshape(-1)
     mine = chunks.part_of_rows(
@@ -232,17 +201,18 @@ def _fwd(
     parts = transport.all_of(mine, ranks)
     lse = torch.stack([part[0] for part in parts]).logsumexp(0)
     own, *logits = transport.in_rank_order([part[1:] for part in parts])
+    smoothing, class_weight = rules.label_smoothing, rules.class_weight
     if class_weight is None:
-        loss = lse - (1 - label_smoothing) * own if label_smoothing else lse - own
+        loss = lse - (1 - smoothing) * own if smoothing else lse - own
     else:
-        loss = (1 - label_smoothing) * class_weight[flat.clamp(0, whole - 1)] * (lse - own)
-        if label_smoothing:
-            loss = loss + (label_smoothing / whole) * class_weight.sum() * lse
+        loss = (1 - smoothing) * class_weight[flat.clamp(0, whole - 1)] * (lse - own)
+        if smoothing:
+            loss = loss + (smoothing / whole) * class_weight.sum() * lse
     for total in logits:
-        loss = loss - (label_smoothing / whole) * total
-    if z_loss:
-        loss = loss + z_loss * lse.square()
-    kept = flat != ignore_index
+        loss = loss - (smoothing / whole) * total
+    if rules.z_loss:
+        loss = loss + rules.z_loss * lse.square()
+    kept = flat != rules.ignore_index
     loss = loss.masked_fill(~kept, 0)
     if x.is_cuda:
         loss = loss.masked_fill(kept & ((flat < 0) | (flat >= whole)), float("nan"))
@@ -250,28 +220,8 @@ def _fwd(
 
 
 def _bwd(
-    grad_loss,
-    x,
-    weight,
-    target,
-    lse,
-    bias,
-    class_weight,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    logit_scale,
-    z_loss,
-    fp32_precision,
-    classes,
-    group,
-    need_x,
-    need_weight,
-    need_bias,
+    grad_loss, x, weight, target, lse, bias, classes, group, need_x, need_weight, need_bias, **rules
 ):
-    rules = chunks.Rules(
-        class_weight, ignore_index, label_smoothing, softcap, logit_scale, z_loss, fp32_precision
-    )
     ranks = Ranks(group)  # they agreed in the forward
     first, whole = _own_classes(weight, ranks, classes)
     flat = target.reshape(-1)
@@ -283,7 +233,7 @@ def _bwd(
         flat,
         lse.reshape(-1),
         bias,
-        rules,
+        chunks.Rules(**rules),
         need_x,
         need_weight,
         need_bias,
@@ -296,36 +246,43 @@ def _bwd(
     return transport.reduced(share, rows_cut, ranks, x.dtype).view(x.shape), dweight, dbias
 
 
-def _fwd_fake(x, weight, target, *_):
+def _fwd_fake(x, target, **_):
     return tuple(x.new_empty(target.shape, dtype=chunks.accumulator(x)) for _ in range(2))
 
 
-def _bwd_fake(grad_loss, x, weight, target, lse, bias, *more):
-    need_x, need_weight, need_bias = more[-3:]
+def _bwd_fake(x, weight, need_x, need_weight, need_bias, **_):
     shapes = ((x.shape, need_x), (weight.shape, need_weight), (weight.shape[:1], need_bias))
     return tuple(x.new_empty(shape if needed else 0) for shape, needed in shapes)
 
 
-def _context(ctx, inputs, output) -> None:
-    x, weight, target, bias, class_weight, *ctx.rest = inputs
-    ctx.save_for_backward(x, weight, target, bias, class_weight, output[1])
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+def _save(needs, args, loss, lse):
+    x, weight, target, bias, class_weight = args[:5]
+    return (x, weight, target, bias, class_weight, lse), {}
 
 
-def _backward(ctx, grad_loss, _):
-    x, weight, target, *vectors, lse = ctx.saved_tensors
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-    if grad_loss is None or not any(needs):
-        return (None,) * (5 + len(ctx.rest))
-    dx, dweight, dbias = ops.vocab_parallel_lce_bwd(
-        grad_loss, x, weight, target, lse, *vectors, *ctx.rest, *needs
-    )
-    found = [grad if needed else None for grad, needed in zip((dx, dweight, dbias), needs)]
-    return found[0], found[1], None, found[2], None, *(None for _ in ctx.rest)
+def _backward(needs, grad_loss, grad_lse, **kept):
+    # lse is of no other use than backward
+    if grad_loss is None or not needs & {"x", "weight", "bias"}:
+        return {}
+    wanted = {f"need_{name}": name in needs for name in ("x", "weight", "bias")}
+    grads = _vocab_parallel_lce_bwd.call_named(**kept, **wanted, grad_loss=grad_loss)
+    return dict(zip(("x", "weight", "bias"), grads, strict=True))
 
 
-declare(
-    "vocab_parallel_lce_fwd", _fwd, _fwd_fake, _backward, _context, autocast=("x", "weight", "bias")
+_vocab_parallel_lce_bwd = define_op_of_ranks(
+    "vocab_parallel_lce_bwd",
+    kernel=_bwd,
+    symbolic=_bwd_fake,
+    refuse="vocab_parallel_lce_bwd: it has no backward",
 )
-declare("vocab_parallel_lce_bwd", _bwd, _bwd_fake)
+_vocab_parallel_lce = define_op_of_ranks(
+    "vocab_parallel_lce_fwd",
+    kernel=_fwd,
+    symbolic=_fwd_fake,
+    save=_save,
+    saved=("x", "weight", "target", "bias", "class_weight", "lse"),
+    backward=_backward,
+    without_gradient=("class_weight",),
+    autocast=("x", "weight", "bias"),
+)
+_vocab_parallel_lce.said = _NAME

@@ -3,15 +3,18 @@
 
 from torch import Tensor
 
-from .._library import library, ops
+from .._library import ops
 from ..ops import paged_attn
 from ..ops.fakes import stats_dtype
 from ..ops.paged_attn import _cast
+from ..ops.rules import Rules
 from . import transport
-from .declare import declare
 from .ranks import Group, agree, facts, process_group, ranks_of
+from .symmetric import define_op_of_ranks
 
 __all__ = ["context_parallel_paged_attn"]
+
+_OWN = ("sinks", "k_scale", "v_scale")  # tensors where they are given
 
 
 def context_parallel_paged_attn(
@@ -61,94 +64,36 @@ def context_parallel_paged_attn(
         IndexError: as `paged_attn`.
     """
     group = process_group(group)
-    given = (
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        local_seq_lens,
-        cu_seqlens_q,
-        max_seqlen_q,
-        scale,
-        softcap,
-        sinks,
-        k_scale,
-        v_scale,
-    )
+    given = q, k_cache, v_cache, block_table, local_seq_lens
+    rules = dict(scale=scale, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
     if group.size() == 1:
-        named = dict(
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            is_causal=False,
-        )
-        return paged_attn(
-            *given[:5],
-            cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q,
-            return_lse=return_lse,
-            **named,
-        )
-    out, lse = ops.cp_paged_attn(*given, group.group_name)
+        lengths = dict(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
+        return paged_attn(*given, **lengths, **rules, is_causal=False, return_lse=return_lse)
+    out, lse = ops.cp_paged_attn(*given, cu_seqlens_q, max_seqlen_q, group.group_name, **rules)
     return (out, lse) if return_lse else out
 
 
-library.define(
-    "cp_paged_attn(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor "
-    "local_seq_lens, Tensor? cu_seqlens_q, "
-    "SymInt max_seqlen_q, float? scale, float softcap, Tensor? sinks, Tensor? k_scale, Tensor? "
-    "v_scale, str group) "
-    "-> (Tensor out, Tensor lse)"
-)
-
-
 def _fwd(
-    q,
-    k_cache,
-    v_cache,
-    block_table,
-    local_seq_lens,
-    cu_seqlens_q,
-    max_seqlen_q,
-    scale,
-    softcap,
-    sinks,
-    k_scale,
-    v_scale,
-    group,
+    q, k_cache, v_cache, block_table, local_seq_lens, cu_seqlens_q, max_seqlen_q, group, **rules
 ):
-    ranks, found = ranks_of(group), []
+    ranks, rules, found = ranks_of(group), Rules(rules), []
+    mine = rules if ranks.rank == 0 else rules.but(sinks=None)  # the sinks count once
 
     def describe() -> dict:
         # This rank's own keys first: what is wrong with its pages, be it their contents, is then
         # said before anything is sent.
+        lengths = local_seq_lens, cu_seqlens_q, max_seqlen_q
         found.extend(
-            ops.paged_attn_fwd(
-                q,
-                k_cache,
-                v_cache,
-                block_table,
-                local_seq_lens,
-                cu_seqlens_q,
-                max_seqlen_q,
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks if ranks.rank == 0 else None,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                is_causal=False,
-            )
+            ops.paged_attn_fwd(q, k_cache, v_cache, block_table, *lengths, is_causal=False, **mine)
         )
         heads = f"{k_cache.dtype} {list(k_cache.shape[2:])} {list(v_cache.shape[2:])}"
-        same = facts(q=q, local_seq_lens=local_seq_lens, cu_seqlens_q=cu_seqlens_q, sinks=sinks)
-        return same | {
-            "heads of the caches": heads,
-            "scale": scale,
-            "softcap": softcap,
-            "max_seqlen_q": max_seqlen_q,
+        same = facts(
+            q=q, local_seq_lens=local_seq_lens, cu_seqlens_q=cu_seqlens_q, sinks=rules.sinks
+        )
+        numbers = {
+            name: x for name, x in rules.items() if not isinstance(x, Tensor) and name not in _OWN
         }
+        return same | {"heads of the caches": heads, **numbers, "max_seqlen_q": max_seqlen_q}
 
     agree(ranks, "context_parallel_paged_attn", q.device, describe)
     out, lse = found
@@ -159,10 +104,17 @@ def _fwd(
     return merged[0].to(q.dtype), merged[1]
 
 
-def _fake(q, k_cache, v_cache, *_):
+def _fake(q, v_cache, **_):
     return q.new_empty((*q.shape[:2], v_cache.shape[3])), q.new_empty(
         q.shape[:2], dtype=stats_dtype(q)
     )
 
 
-declare("cp_paged_attn", _fwd, _fake, autocast=_cast)
+_cp_paged_attn = define_op_of_ranks(
+    "cp_paged_attn",
+    kernel=_fwd,
+    symbolic=_fake,
+    refuse="cp_paged_attn: it has no backward",
+    autocast=_cast,
+)
+_cp_paged_attn.said = "context_parallel_paged_attn"

@@ -9,13 +9,13 @@ before and scattered after.
 import torch
 from torch import Tensor
 
-from .._library import library, ops
+from .._library import ops
 from ..ops.linear_cross_entropy_chunks import accumulator
 from . import transport
 from .alike import alike
-from .declare import declare
 from .ranks import Group, Ranks, agree, checked, process_group, ranks_of, size_of
 from .sequence import Cut, cut_of
+from .symmetric import define_op_of_ranks
 
 __all__ = ["all_gather_gemm", "gemm_all_reduce", "gemm_reduce_scatter"]
 
@@ -135,14 +135,6 @@ def all_gather_gemm(
     return (out, gathered) if return_gathered else out
 
 
-library.define(
-    "all_gather_gemm_fwd(Tensor a, Tensor b, Tensor? bias, str activation, bool keep, str group) "
-    "-> (Tensor out, Tensor gathered, Tensor preact)"
-)
-library.define("rows_to_owners(Tensor x, Tensor b, SymInt rows, str group) -> Tensor")
-library.define("product_to_owners(Tensor a, Tensor b, SymInt rows, str group) -> Tensor")
-
-
 def _gather_fwd(a, b, bias, activation, keep, group):
     ranks = ranks_of(group)
     what = "all_gather_gemm"
@@ -214,37 +206,35 @@ def _gather_fake(a, b, bias, activation, keep, group):
     )
 
 
-def _gather_context(ctx, inputs, output) -> None:
-    a, b, bias, ctx.activation, _, ctx.group = inputs
-    out, gathered, preact = output
-    ctx.rows, ctx.has_bias = a.shape[0], bias is not None
-    saved = out if ctx.activation == "relu" else preact
-    ctx.save_for_backward(b, gathered, saved)
-    ctx.set_materialize_grads(False)
+def _gather_save(needs, args, out, gathered, preact):
+    a, b, _, activation = args[:4]
+    saved = out if activation == "relu" else preact
+    return (b, gathered, saved), {"rows": a.shape[0]}
 
 
-def _gather_backward(ctx, grad_out, grad_gathered, grad_preact):
+def _gather_backward(
+    needs, b, gathered, saved, activation, group, rows, grad_out, grad_gathered, grad_preact, **_
+):
     """grad_preact: of a second derivative, which goes through the value before the activation."""
-    b, gathered, saved = ctx.saved_tensors
-    grad_a = grad_b = grad_bias = None
-    if grad_out is not None and ctx.activation != "none":
-        grad_out = ops.gemm_act_bwd(grad_out, saved, ctx.activation)
+    grads = {}
+    if grad_out is not None and activation != "none":
+        grad_out = ops.gemm_act_bwd(grad_out, saved, activation)
     if grad_preact is not None:
         grad_out = grad_preact if grad_out is None else grad_out + grad_preact
     if grad_out is not None:
-        if ctx.needs_input_grad[1]:
-            grad_b = ops.gemm(gathered.t(), grad_out)
-        if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = grad_out.sum(0, dtype=accumulator(b)).to(b.dtype)
-    if ctx.needs_input_grad[0]:
+        if "b" in needs:
+            grads["b"] = ops.gemm(gathered.t(), grad_out)
+        if "bias" in needs:
+            grads["bias"] = grad_out.sum(0, dtype=accumulator(b)).to(b.dtype)
+    if "a" in needs:
         if grad_gathered is None and grad_out is not None:
-            grad_a = ops.product_to_owners(grad_out, b.t(), ctx.rows, ctx.group)
+            grads["a"] = ops.product_to_owners(grad_out, b.t(), rows, group)
         elif grad_gathered is not None:
             share = grad_gathered.to(accumulator(b))
             if grad_out is not None:
                 share = share + _product(grad_out, b.t())
-            grad_a = ops.rows_to_owners(share, b, ctx.rows, ctx.group)
-    return grad_a, grad_b, grad_bias, None, None, None
+            grads["a"] = ops.rows_to_owners(share, b, rows, group)
+    return grads
 
 
 def _rows_by_rank(rows: int, like: Tensor, ranks: Ranks) -> _Rows:
@@ -261,17 +251,14 @@ def _product_to_owners(a, b, rows, group):
     return _scattered_product(a, b, _rows_by_rank(rows, a, ranks), ranks)
 
 
-def _product_to_owners_context(ctx, inputs, output) -> None:
-    a, b, _, ctx.group = inputs
-    ctx.save_for_backward(a, b)
+def _operands(needs, args, *results):
+    """What the gradients of a product read."""
+    return args[:2], {}
 
 
-def _product_to_owners_backward(ctx, grad):
-    a, b = ctx.saved_tensors
-    grad_a, whole, _ = ops.all_gather_gemm_fwd(
-        grad, b.t(), None, "none", ctx.needs_input_grad[1], ctx.group
-    )
-    return grad_a, ops.gemm(a.t(), whole) if ctx.needs_input_grad[1] else None, None, None
+def _product_to_owners_backward(needs, a, b, group, grad_out, **_):
+    grad_a, whole, _ = ops.all_gather_gemm_fwd(grad_out, b.t(), None, "none", "b" in needs, group)
+    return {"a": grad_a, "b": ops.gemm(a.t(), whole) if "b" in needs else None}
 
 
 def _product_to_owners_fake(a, b, rows, group):
@@ -282,21 +269,29 @@ def _to_owners_fake(x, b, rows, group):
     return b.new_empty((rows, x.shape[1]))
 
 
-declare(
+_all_gather_gemm = define_op_of_ranks(
     "all_gather_gemm_fwd",
-    _gather_fwd,
-    _gather_fake,
-    _gather_backward,
-    _gather_context,
-    ("a", "b", "bias"),
+    kernel=_gather_fwd,
+    symbolic=_gather_fake,
+    save=_gather_save,
+    saved=("b", "gathered", "saved"),
+    backward=_gather_backward,
+    autocast=("a", "b", "bias"),
 )
-declare("rows_to_owners", _to_owners, _to_owners_fake)
-declare(
+_all_gather_gemm.said = "all_gather_gemm"
+define_op_of_ranks(
+    "rows_to_owners",
+    kernel=_to_owners,
+    symbolic=_to_owners_fake,
+    refuse="rows_to_owners: it has no backward",
+)
+define_op_of_ranks(
     "product_to_owners",
-    _product_to_owners,
-    _product_to_owners_fake,
-    _product_to_owners_backward,
-    _product_to_owners_context,
+    kernel=_product_to_owners,
+    symbolic=_product_to_owners_fake,
+    save=_operands,
+    saved=("a", "b"),
+    backward=_product_to_owners_backward,
 )
 
 
@@ -324,13 +319,6 @@ def gemm_reduce_scatter(a: Tensor, b: Tensor, group: Group = None) -> Tensor:
         rank alike.
     """
     return ops.gemm_reduce_scatter(a, b, process_group(group).group_name)
-
-
-library.define("gemm_reduce_scatter(Tensor a, Tensor b, str group) -> Tensor")
-library.define("gather_rows(Tensor x, SymInt rows, str group) -> Tensor")
-library.define(
-    "gathered_product(Tensor x, Tensor b, SymInt rows, str group) -> (Tensor out, Tensor gathered)"
-)
 
 
 def _scatter_fwd(a, b, group):
@@ -407,21 +395,15 @@ def _scatter_fake(a, b, group):
     return a.new_empty((rows, b.shape[1]))
 
 
-def _scatter_context(ctx, inputs, output) -> None:
-    a, b, ctx.group = inputs
-    ctx.save_for_backward(a, b)
-
-
-def _scatter_backward(ctx, grad):
-    a, b = ctx.saved_tensors
-    grad_a = grad_b = None
-    if ctx.needs_input_grad[0]:
-        grad_a, whole = ops.gathered_product(grad, b.t(), a.shape[0], ctx.group)
+def _scatter_backward(needs, a, b, group, grad_out, **_):
+    grads = {}
+    if "a" in needs:
+        grads["a"], whole = ops.gathered_product(grad_out, b.t(), a.shape[0], group)
     else:
-        whole = ops.gather_rows(grad, a.shape[0], ctx.group)
-    if ctx.needs_input_grad[1]:
-        grad_b = ops.gemm(a.t(), whole)
-    return grad_a, grad_b, None
+        whole = ops.gather_rows(grad_out, a.shape[0], group)
+    if "b" in needs:
+        grads["b"] = ops.gemm(a.t(), whole)
+    return grads
 
 
 def _rows_product(x, b, rows, group):
@@ -442,16 +424,27 @@ def _gather_rows_fake(x, rows, group):
     return x.new_empty((rows, x.shape[1]))
 
 
-declare(
+define_op_of_ranks(
     "gemm_reduce_scatter",
-    _scatter_fwd,
-    _scatter_fake,
-    _scatter_backward,
-    _scatter_context,
-    ("a", "b"),
+    kernel=_scatter_fwd,
+    symbolic=_scatter_fake,
+    save=_operands,
+    saved=("a", "b"),
+    backward=_scatter_backward,
+    autocast=("a", "b"),
 )
-declare("gather_rows", _gather_rows, _gather_rows_fake)
-declare("gathered_product", _rows_product, _rows_product_fake)
+define_op_of_ranks(
+    "gather_rows",
+    kernel=_gather_rows,
+    symbolic=_gather_rows_fake,
+    refuse="gather_rows: it has no backward",
+)
+define_op_of_ranks(
+    "gathered_product",
+    kernel=_rows_product,
+    symbolic=_rows_product_fake,
+    refuse="gathered_product: it has no backward",
+)
 
 
 # ---- gemm_all_reduce -----------------------------------------------------------------------------
@@ -480,9 +473,6 @@ def gemm_all_reduce(a: Tensor, b: Tensor, group: Group = None) -> Tensor:
     return ops.gemm_all_reduce(a, b, process_group(group).group_name)
 
 
-library.define("gemm_all_reduce(Tensor a, Tensor b, str group) -> Tensor")
-
-
 def _reduce_fwd(a, b, group):
     ranks = ranks_of(group)
     _agree_about_sum(ranks, "gemm_all_reduce", a, b)
@@ -493,17 +483,20 @@ def _reduce_fake(a, b, group):
     return a.new_empty((a.shape[0], b.shape[1]))
 
 
-def _reduce_context(ctx, inputs, output) -> None:
-    a, b, ctx.group = inputs
-    ctx.save_for_backward(a, b)
+def _reduce_backward(needs, a, b, group, grad_out, **_):
+    grad = alike(grad_out, group)
+    return {
+        "a": ops.gemm(grad, b.t()) if "a" in needs else None,
+        "b": ops.gemm(a.t(), grad) if "b" in needs else None,
+    }
 
 
-def _reduce_backward(ctx, grad):
-    a, b = ctx.saved_tensors
-    grad = alike(grad, ctx.group)
-    grad_a = ops.gemm(grad, b.t()) if ctx.needs_input_grad[0] else None
-    grad_b = ops.gemm(a.t(), grad) if ctx.needs_input_grad[1] else None
-    return grad_a, grad_b, None
-
-
-declare("gemm_all_reduce", _reduce_fwd, _reduce_fake, _reduce_backward, _reduce_context, ("a", "b"))
+define_op_of_ranks(
+    "gemm_all_reduce",
+    kernel=_reduce_fwd,
+    symbolic=_reduce_fake,
+    save=_operands,
+    saved=("a", "b"),
+    backward=_reduce_backward,
+    autocast=("a", "b"),
+)

@@ -2,8 +2,6 @@
 """context_parallel_attn, mode ring: K and V go round the ranks, and with them in backward the sums
 of their gradients."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -56,7 +54,7 @@ def attend(
                 if first:
                     merged[i] = forward(queries, *keys, call, start - key_start, wide)
                 else:
-                    accumulate(queries, *keys, call.without_sinks(), start - key_start, *merged[i])
+                    accumulate(queries, *keys, call.but(sinks=None), start - key_start, *merged[i])
         for work in posted:
             work.wait()
         held = met
@@ -92,7 +90,7 @@ def differentiate(
         if call.sinks is None or q.device.type != "cpu"
         else call.sinks.new_zeros(call.sinks.shape, dtype=wide)
     )
-    bare = replace(call, sinks=None if shares is None else call.sinks.to(wide))
+    bare = call.but(sinks=None if shares is None else call.sinks.to(wide))
     for step in range(ranks.size):
         owner = (ranks.rank - step) % ranks.size
         before = (owner - 1) % ranks.size

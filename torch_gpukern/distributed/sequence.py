@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .._library import library
 from . import transport
 from .alike import alike
-from .declare import declare
 from .ranks import Group, Ranks, agree, process_group, rank_in, refuse, size_of
+from .symmetric import define_op_of_ranks
 
 __all__ = ["Cut", "Layout", "gather_sequence", "positions", "shard_sequence"]
 
@@ -228,10 +227,6 @@ def gather_sequence(
 
 # ---- the op --------------------------------------------------------------------------------------
 
-library.define(
-    "gather_sequence(Tensor x, int dim, str layout, SymInt seq_len, str group) -> Tensor"
-)
-
 
 def _gather(x: Tensor, dim: int, layout: str, seq_len: int, group: str) -> Tensor:
     ranks = Ranks(group)
@@ -255,20 +250,20 @@ def _gather_fake(x: Tensor, dim: int, layout: str, seq_len: int, group: str) -> 
     return x.new_empty(shape)
 
 
-def _gather_context(ctx, inputs, output) -> None:
-    _, ctx.dim, ctx.layout, _, ctx.group = inputs
+def _gather_save(needs, args, out):
+    return (), {}
 
 
-def _gather_backward(ctx, grad):
-    spans = Cut(grad.shape[ctx.dim], size_of(ctx.group), ctx.layout).spans[rank_in(ctx.group)]
-    grad = alike(grad, ctx.group)
-    return (
-        torch.cat([grad.narrow(ctx.dim, s, e - s) for s, e in spans], ctx.dim),
-        None,
-        None,
-        None,
-        None,
-    )
+def _gather_backward(needs, grad_out, dim, layout, group, **_):
+    spans = Cut(grad_out.shape[dim], size_of(group), layout).spans[rank_in(group)]
+    grad = alike(grad_out, group)
+    return {"x": torch.cat([grad.narrow(dim, s, e - s) for s, e in spans], dim)}
 
 
-declare("gather_sequence", _gather, _gather_fake, _gather_backward, _gather_context)
+define_op_of_ranks(
+    "gather_sequence",
+    kernel=_gather,
+    symbolic=_gather_fake,
+    save=_gather_save,
+    backward=_gather_backward,
+)

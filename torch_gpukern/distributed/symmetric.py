@@ -9,7 +9,7 @@ every rank of the group; a barrier on the stream says that it is written, or rea
 It may be written again once a barrier followed: then every rank has read it. Ranks make the same
 calls with the same sizes, so all take the same buffer. A barrier speaks for its stream alone: a
 stream goes on behind the one that used the pool before. An op holds buffers no longer than it runs;
-one that raises gives them back (`declare`).
+one that raises gives them back (`define_op_of_ranks`).
 
 Only copies between two GPUs are used, no multicast. ``GPUKERN_DIST_SYMMETRIC=0`` switches it off,
 NCCL then serves; so it does in a CUDA graph's capture, for small transfers and for groups that span
@@ -18,6 +18,7 @@ hosts.
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
 import socket
@@ -28,9 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ops.define import define_op
 from .ranks import Ranks
 
-__all__ = ["Pool", "Symmetric", "give_back", "pool_for", "reaches_all"]
+__all__ = ["Pool", "Symmetric", "define_op_of_ranks", "pool_for", "reaches_all"]
 
 _LEAST_BYTES, _MOST_BYTES, _MOST_BUFFERS = 1 << 20, 1 << 30, 8
 _MOST_VIEWS = 64  # of a buffer
@@ -171,11 +173,16 @@ def pool_for(device: torch.device, ranks: Ranks, size: int) -> Pool | None:
     return _pools[name][1]
 
 
-def give_back(group: str) -> None:
-    """An op raised: the buffers that it took from the group's pool are free again."""
+def give_back(group: str, **_: Any) -> None:
+    """An op of these arguments raised: the buffers that it took from the group's pool are free
+    again."""
     _, pool = _pools.get(group, (None, None))
     if pool is not None:
         pool.give_back()
+
+
+# Declares an op whose kernel may hold buffers of the pool.
+define_op_of_ranks = functools.partial(define_op, after_error=give_back)
 
 
 def reaches_all(device: torch.device, ranks: Ranks) -> bool:

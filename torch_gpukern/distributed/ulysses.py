@@ -42,7 +42,7 @@ def attend(
     """(out, lse)."""
     out, lse = empty_results(q, v)
     whole = (_to_heads(x, cut, ranks) for x in (q, k, v))
-    found = ops.flash_attn_fwd(*whole, **_mine(call, q, ranks).arguments())
+    found = ops.flash_attn_fwd(*whole, **_mine(call, q, ranks))
     out.copy_(_to_tokens(found[0], cut, ranks))
     lse.copy_(_to_tokens(found[1], cut, ranks))
     return out, lse
@@ -69,7 +69,7 @@ def differentiate(
         whole[5].contiguous(),
         whole[6],
         deterministic=are_deterministic(),
-        **_mine(call, q, ranks).arguments(),
+        **_mine(call, q, ranks),
     )
     dsinks = None if call.sinks is None else torch.cat(transport.all_of(grads[3], ranks))
     return *(_to_tokens(x, cut, ranks) for x in grads[:3]), dsinks

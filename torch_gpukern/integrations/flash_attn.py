@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._library import below_autocast
 from ..ops import flash_attn, flash_attn_varlen, kv_cache_write, paged_attn, rope, rope_kv_write
+from ..ops.fakes import stats_dtype
 from ..ops.keywords import keep_defaults_constant
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -184,10 +185,6 @@ def _short(q: Tensor, longest: int, rules: dict) -> bool:
     return longest > 1 and (not q.is_cuda or rules["is_causal"] or rules["window_right"] == 0)
 
 
-def _wide(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
 def _rotated(
     x: Tensor, lengths: Tensor, cos: Tensor, sin: Tensor, step: int, interleaved: bool
 ) -> Tensor:
@@ -283,7 +280,7 @@ def flash_attn_with_kvcache(
         try:
             if rotary_cos is not None and rotary_sin is not None:
                 here = causal or tuple(window_size) != (-1, -1)
-                angles = rotary_cos.to(_wide(q)), rotary_sin.to(_wide(q))
+                angles = rotary_cos.to(stats_dtype(q)), rotary_sin.to(stats_dtype(q))
                 together = here and seq_q == k.shape[1]  # q and k stand at the same positions
                 if not together:
                     q = _rotated(q, lengths, *angles, 1 if here else 0, rotary_interleaved)

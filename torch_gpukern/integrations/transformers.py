@@ -17,6 +17,7 @@ from transformers import masking_utils as hf
 
 from .._library import are_deterministic
 from ..ops import flash_attn, flash_attn_varlen
+from ..ops.fakes import stats_dtype
 
 __all__ = ["register", "register_continuous_batching"]
 
@@ -403,8 +404,7 @@ def _attention(
             raise _refuse(what, _EAGER)
     rules = {"scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout}
     if s_aux is not None:
-        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-        rules["sinks"] = s_aux if s_aux.dtype == query.dtype else s_aux.to(wide)
+        rules["sinks"] = s_aux if s_aux.dtype == query.dtype else s_aux.to(stats_dtype(query))
     if attention_mask is not None:
         rule = Rule.from_tensor(attention_mask)
     else:

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..ops import layer_norm, linear, linear_cross_entropy, rms_norm, rope
 from ..ops.cross_entropy import Reduction
+from ..ops.fakes import stats_dtype
 from ..ops.linear import PLAIN, has_a_function_of_its_own
 
 __all__ = [
@@ -61,10 +62,6 @@ def normalised_rms(
     factor = weight if weight is None or not weight_offset else weight + weight_offset
     out = F.rms_norm(h, h.shape[-1:], factor, eps)
     return out if residual is None else (out, h)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 def _columns(owner: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -120,7 +117,7 @@ class RMSNorm(torch.nn.RMSNorm):
         if len(shape) > 1:
             weight = None if weight is None else weight.flatten()
             residual = None if residual is None else residual.flatten(-len(shape))
-        eps = torch.finfo(_wide(x)).eps if self.eps is None else self.eps
+        eps = torch.finfo(stats_dtype(x)).eps if self.eps is None else self.eps
         return _like(normalised_rms(rows, weight, eps, self.weight_offset, residual), x, shape)
 
 

@@ -111,22 +111,21 @@ def empty_dsinks(q: Tensor, sinks: Tensor | None) -> Tensor:
 
 def backward_of(bwd: Op) -> Callable:
     """The backward of define_op by the op `bwd`, whose arguments are those of the forward, its
-    results and their gradients."""
+    results and their gradients, and whose results are named after the arguments that they are
+    gradients of.
+    """
+    names = tuple(result.removeprefix("d") for result in bwd.results)
+    more = {"deterministic"} & set(bwd.names)
 
-    def backward(needs, q, out, grad_out, grad_lse, out_dtype, **kept):
+    def backward(needs, q, out, grad_out, grad_lse, out_dtype=None, **kept):
         if grad_out is None:  # the loss reads lse alone
             grad_out = torch.zeros_like(out)
         if out_dtype is not None:
             out, grad_out = out.to(q.dtype), grad_out.to(q.dtype)
-        grads = bwd.call_named(
-            **kept,
-            q=q,
-            out=out,
-            grad_out=grad_out,
-            grad_lse=grad_lse,
-            deterministic=are_deterministic(),
-        )
-        return dict(zip(("q", "k", "v", "sinks"), grads, strict=True))
+        if more:
+            kept["deterministic"] = are_deterministic()
+        grads = bwd.call_named(**kept, q=q, out=out, grad_out=grad_out, grad_lse=grad_lse)
+        return dict(zip(names, grads, strict=True))
 
     return backward
 
@@ -162,16 +161,20 @@ _HEADS_SECOND = ("q", "k", "v", "out", "lse", "grad_out", "grad_lse")
 _OF_SEQUENCES = ("kv_start", "kv_end", "q_start")
 
 
-def _drops(given: dict) -> bool:
-    """Whether there is dropout, whose mask follows from a row's number, which a fold would change."""
-    return given["dropout_seed"] is not None
+_FOLDED = {*_HEADS_SECOND, *_OF_SEQUENCES, "sinks", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k"}
+
+
+def _folds(given: dict) -> bool:
+    """Whether the folds know each tensor. Dropout's mask follows from a row's number, which a fold
+    would change."""
+    return all(name in _FOLDED for name, x in given.items() if isinstance(x, Tensor))
 
 
 def fold_into_heads(size, batched, sinks, alibi_slopes, **given):
     """[B, H, S, D] and [T, H, D], `size` of each, as `size` times the heads; query head h still
     reads its kv head."""
     lengths = {*_OF_SEQUENCES, "cu_seqlens_q", "cu_seqlens_k"}
-    if batched & lengths or _drops(given):
+    if batched & lengths or not _folds(given):
         return None
 
     def in_front(name: str, x: Tensor) -> Tensor:
@@ -202,7 +205,7 @@ def fold_into_batch(size, batched, q, sinks, alibi_slopes, **given):
     """[B, H, S, D], `size` of each, as a batch of `size` times B. Sinks are no batch's, so those go
     into the heads."""
     given["q"] = q
-    if _drops(given):
+    if not _folds(given):
         return None
     if sinks is not None:
         return fold_into_heads(size, batched, sinks=sinks, alibi_slopes=alibi_slopes, **given)

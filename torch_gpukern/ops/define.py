@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """define_op: what Python adds to an op, declared once.
 
-An op has its schema and its CPU and CUDA kernels in C++. Names, places and defaults of its
-arguments are read from the schema; what is declared here is handed arguments, saved tensors and
-gradients by those names. From a declaration an op gets, each on the dispatch key of that purpose:
+An op has its schema in C++, and its CPU and CUDA kernels there or, where it is made of others or of
+several ranks, in Python. Names, places and defaults of its arguments are read from the schema; what
+is declared here is handed arguments, saved tensors and gradients by those names. From a declaration
+an op gets, each on the dispatch key of that purpose:
 
 - a fake function: dtype, shape and strides of the results, for torch.compile, torch.export and meta
   tensors;
@@ -133,7 +134,8 @@ def define_op(
     flops: Callable | None = None,
     fold: Callable | None = None,
     whole_sequences: bool = False,
-    composed: bool = False,
+    kernel: Callable | None = None,
+    after_error: Callable | None = None,
 ) -> Op:
     """Registers all of an op that Python knows, and returns it; X_fwd, where there is one, with it
     (`.all`).
@@ -165,10 +167,14 @@ def define_op(
         flops: ``flops(**arguments)`` of shapes in place of tensors.
         fold: how torch.vmap's dimension folds into those of the op (batching.py).
         whole_sequences: the op must see all keys of a query: it is refused where a rank has a part
-        of them (parallel.py). composed: the op is made of others in Python, so that `symbolic`
-        states its results also where all sizes are numbers.
+        of them (parallel.py). kernel: ``kernel(**arguments)`` of an op that is made of others in
+        Python: it serves the CPU and CUDA, nothing is cast below
+            it, and `symbolic` states its results also where all sizes are numbers.
+        after_error: ``after_error(**arguments)`` is called where the kernel raises.
     """
     op = Op(name)
+    if kernel is not None:
+        _register_kernel(op, kernel, after_error)
     doors = [op]
     if hasattr(ops, f"{name}_fwd"):
         op.all = Op(f"{name}_fwd")
@@ -183,11 +189,12 @@ def define_op(
             gradients.refuse(door, no_backward)
         else:
             gradients.differentiate(door, op, backward, save, saved, reads_all, without_gradient)
-        fakes.register(door, symbolic, first=door is not op.all, composed=composed)
+        fakes.register(door, symbolic, first=door is not op.all, composed=kernel is not None)
         register_autograd(door, _autograd_kernel(door))
-        if autocast:
+        if autocast or kernel is not None:
             _register_autocast(door, autocast)
-        batching.register(door, fold)
+        if "group" not in op.names:  # ranks that batch differently would wait for each other
+            batching.register(door, fold)
         guard(door)
         if flops is not None:
             register_flops(door, flops)
@@ -213,6 +220,20 @@ def register_autograd(op: Op, kernel: Callable) -> None:
         return kernel(*args)
 
     library.impl(op.name, checked, "Autograd")
+
+
+def _register_kernel(op: Op, kernel: Callable, after_error: Callable | None) -> None:
+    def run(*args):
+        given = op.named(args)
+        try:
+            return kernel(**given)
+        except BaseException:
+            if after_error is not None:
+                after_error(**given)
+            raise
+
+    for device in ("CPU", "CUDA"):
+        library.impl(op.name, run, device)
 
 
 def _autograd_kernel(op: Op) -> Callable:

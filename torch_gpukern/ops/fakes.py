@@ -42,6 +42,8 @@ def register(op: Op, symbolic: Callable, first: bool = False, composed: bool = F
     def fake(*args, **kwargs):
         given = op.named(args) | kwargs
         results = symbolic(**given) if composed else made(op, symbolic, given)
+        if isinstance(results, Tensor):
+            return results
         return results[0] if first or len(results) == 1 else results or None
 
     torch.library.register_fake(op.qualified, fake, lib=library)
@@ -75,5 +77,6 @@ def sizes(op: str, **letters: tuple[Tensor | None, str]) -> dict[str, int]:
 
 
 def stats_dtype(first: Tensor) -> torch.dtype:
-    """The dtype of lse, sinks and slopes: float64 where the op computes in float64."""
+    """The dtype of sums, of lse, sinks and slopes: float64 where the op computes in float64, else
+    float32."""
     return torch.float64 if first.dtype is torch.float64 else torch.float32

@@ -9,9 +9,17 @@ import torch
 
 from .._library import NAMESPACE
 from . import attention
-from .define import define_op
+from .define import Op, define_op
 
-__all__ = ["FP8", "declare", "refuse_dropout", "refuse_scales", "symbolic", "varlen_symbolic"]
+__all__ = [
+    "FP8",
+    "Coded",
+    "declare",
+    "refuse_dropout",
+    "refuse_scales",
+    "symbolic",
+    "varlen_symbolic",
+]
 
 FP8 = torch.float8_e4m3fn
 
@@ -40,6 +48,24 @@ def refuse_dropout(name: str, p: Any) -> None:
         raise ValueError(
             f"{NAMESPACE}::{name}: dropout_p must be 0 where q is float8_e4m3fn, got {p}"
         )
+
+
+class Coded:
+    """The op of codes, called as the op `plain` of other dtypes is: it takes the arguments up to
+    out_dtype, and its own scales."""
+
+    def __init__(self, op: Op, plain: Op, *scales: Any):
+        self.op, self.plain, self.scales = op, plain, scales
+
+    def call(self, *args: Any) -> Any:
+        shared = self.op.places["q_scale"]
+        for name, x in zip(self.plain.names[shared:], args[shared:]):
+            # which refuse_dropout has seen
+            if x is not None and name not in ("dropout_p", "dropout_seed"):
+                raise ValueError(
+                    f"{self.op.said}: {name} must be left out where q is float8_e4m3fn"
+                )
+        return self.op.call(*args[:shared], *self.scales)
 
 
 # ---- fake functions ------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 """flash_attn_varlen: the public function and its declaration: fake function, gradients, autocast
 rule, FLOPs, vmap.
 
-Types of the public function by the value of return_lse stand in flash_attn_varlen.pyi.
+Its types by the value of return_lse are made from its signature at build time (cmake/stubs.py).
 """
 
 from typing import Literal, NoReturn
@@ -13,7 +13,7 @@ from torch import Tensor
 from . import attention, fakes
 from .attn_dropout import seed_of
 from .define import define_op
-from .flash_attn_fp8 import FP8, declare, refuse_dropout, refuse_scales, varlen_symbolic
+from .flash_attn_fp8 import FP8, Coded, declare, refuse_dropout, refuse_scales, varlen_symbolic
 from .keywords import refuse_unknown
 from .wrong_types import refuse_non_bool
 
@@ -113,13 +113,13 @@ def flash_attn_varlen(
         refuse_non_bool(_flash_attn_varlen.said, "return_lse", return_lse)
     if getattr(q, "dtype", None) is FP8:
         refuse_dropout("flash_attn_varlen", dropout_p)
-        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        rules = is_causal, scale, window_left, window_right, softcap, alibi_slopes, sinks, out_dtype
         op = _flash_attn_varlen_fp8.all if return_lse else _flash_attn_varlen_fp8
-        return op.call(q, k, v, *lengths, *rules, q_scale, k_scale, v_scale, v_mean, accumulate)
-    if accumulate != "auto" or not (q_scale is k_scale is v_scale is v_mean is None):
-        refuse_scales("flash_attn_varlen", q, q_scale, k_scale, v_scale, v_mean, accumulate)
-    op = _flash_attn_varlen.all if return_lse else _flash_attn_varlen
+        op = Coded(op, _flash_attn_varlen, q_scale, k_scale, v_scale, v_mean, accumulate)
+    else:
+        if accumulate != "auto" or not (q_scale is k_scale is v_scale is v_mean is None):
+            refuse_scales("flash_attn_varlen", q, q_scale, k_scale, v_scale, v_mean, accumulate)
+        dropout_seed = seed_of("flash_attn_varlen", q, dropout_p, dropout_seed)
+        op = _flash_attn_varlen.all if return_lse else _flash_attn_varlen
     return op.call(
         q,
         k,
@@ -137,7 +137,7 @@ def flash_attn_varlen(
         sinks,
         out_dtype,
         dropout_p,
-        seed_of("flash_attn_varlen", q, dropout_p, dropout_seed),
+        dropout_seed,
     )
 
 

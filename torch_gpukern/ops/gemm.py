@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._library import NAMESPACE
-from . import batching, parallel
+from . import batching, fakes, parallel
 from .define import define_op, is_transposed
 from .keywords import refuse_unknown
 
@@ -125,7 +125,7 @@ def _sum_to(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         added + i for i, s in enumerate(shape) if s == 1 and x.shape[added + i] != 1
     ]
     if dims:
-        x = x.sum(dims, keepdim=True, dtype=x.dtype if x.dtype is torch.float64 else torch.float32)
+        x = x.sum(dims, keepdim=True, dtype=fakes.stats_dtype(x))
     return x.reshape(shape).to(dtype)
 
 
@@ -140,7 +140,7 @@ def _summed_product(
         return _gemm.call_named(a=y.mT, b=x.mT, **how).mT
     if complete or torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]) == shape[:-2]:
         return _gemm.call_named(a=x, b=y, **how)
-    acc = x.dtype if x.dtype is torch.float64 else torch.float32
+    acc = fakes.stats_dtype(x)
     return _sum_to(_gemm.call_named(a=x, b=y, **how, out_dtype=acc), shape, x.dtype)
 
 
@@ -219,7 +219,7 @@ def _backward_of_act_bwd(needs, grad_out, saved, activation, grad_grad_in, **_):
             grad_out=grad_grad_in, saved=saved, activation=activation
         )
     if "saved" in needs:
-        acc = torch.float64 if saved.dtype is torch.float64 else torch.float32
+        acc = fakes.stats_dtype(saved)
         second = _second_derivative(activation, saved.to(acc))
         made["saved"] = (grad_grad_in.to(acc) * grad_out.to(acc) * second).to(saved.dtype)
     return made

@@ -127,39 +127,6 @@ def linear_cross_entropy(
     return _scalar.call(x, weight, target, bias, *rules, reduction, *wants)[0]
 
 
-# ---- schemas -------------------------------------------------------------------------------------
-
-_RULES = "Tensor? class_weight, int ignore_index, float label_smoothing, float softcap, float logit_scale, float z_loss, str fp32_precision"  # noqa: E501
-_NEEDS = "bool need_x, bool need_weight, bool need_bias"
-
-library.define(
-    "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, Tensor? "
-    "class_weight=None, "
-    "int ignore_index=-100, float label_smoothing=0.0, float softcap=0.0, float logit_scale=1.0, "
-    "str reduction='mean', "
-    "bool low_memory=False, float z_loss=0.0) -> Tensor"
-)
-library.define(
-    f"linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, {_RULES}, "
-    f"str reduction, {_NEEDS}) "
-    "-> (Tensor loss, Tensor factor, Tensor dx, Tensor kept, Tensor dbias)"
-)
-library.define(
-    "linear_cross_entropy_bwd(Tensor grad_loss, Tensor factor, Tensor dx, Tensor kept, Tensor "
-    "dbias, Tensor x, "
-    "str fp32_precision) -> (Tensor dx_scaled, Tensor dweight, Tensor dbias_scaled)"
-)
-library.define(
-    f"linear_cross_entropy_rows(Tensor x, Tensor weight, Tensor target, Tensor? bias, {_RULES}) "
-    f"-> (Tensor loss, Tensor lse)"
-)
-library.define(
-    f"linear_cross_entropy_rows_bwd(Tensor grad_loss, Tensor x, Tensor weight, Tensor target, "
-    f"Tensor lse, Tensor? bias, {_RULES}, "
-    f"{_NEEDS}) -> (Tensor dx, Tensor dweight, Tensor dbias)"
-)
-
-
 # ---- checks --------------------------------------------------------------------------------------
 
 
@@ -250,9 +217,8 @@ def _flat(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return x.reshape(target.numel(), x.shape[-1]), target.reshape(-1)
 
 
-def _scalar_kernel(x, weight, target, bias, *more):
-    *rules, reduction, need_x, need_weight, need_bias = more
-    rules = chunks.Rules(*rules)
+def _scalar_kernel(x, weight, target, bias, reduction, need_x, need_weight, need_bias, **rules):
+    rules = chunks.Rules(**rules)
     _check(x, weight, target, bias, **rules._asdict())
     flat, classes = _flat(x, target)
     _check_targets(classes, weight.shape[0], rules.ignore_index)
@@ -275,40 +241,24 @@ def _scalar_bwd_kernel(grad_loss, factor, dx, kept, dbias, x, fp32_precision):
     return made, dweight, dbias
 
 
-def _rows_kernel(x, weight, target, bias, *rules):
-    rules = chunks.Rules(*rules)
+def _rows_kernel(x, weight, target, bias, **rules):
+    rules = chunks.Rules(**rules)
     _check(x, weight, target, bias, **rules._asdict())
     flat, classes = _flat(x, target)
     _check_targets(classes, weight.shape[0], rules.ignore_index)
     return tuple(r.view(target.shape) for r in chunks.rows(flat, weight, classes, bias, rules))
 
 
-def _rows_bwd_kernel(grad_loss, x, weight, target, lse, bias, *more):
-    *rules, need_x, need_weight, need_bias = more
+def _rows_bwd_kernel(
+    grad_loss, x, weight, target, lse, bias, need_x, need_weight, need_bias, **rules
+):
     flat, classes = _flat(x, target)
-    dx, dweight, dbias = chunks.rows_backward(
-        grad_loss.reshape(-1),
-        flat,
-        weight,
-        classes,
-        lse.reshape(-1),
-        bias,
-        chunks.Rules(*rules),
-        need_x,
-        need_weight,
-        need_bias,
-    )
+    needs = need_x, need_weight, need_bias
+    of_rows = grad_loss.reshape(-1), flat, weight, classes, lse.reshape(-1), bias
+    dx, dweight, dbias = chunks.rows_backward(*of_rows, chunks.Rules(**rules), *needs)
     return dx.view(x.shape) if need_x else dx, dweight, dbias
 
 
-for _name, _kernel in (
-    ("linear_cross_entropy_fwd", _scalar_kernel),
-    ("linear_cross_entropy_bwd", _scalar_bwd_kernel),
-    ("linear_cross_entropy_rows", _rows_kernel),
-    ("linear_cross_entropy_rows_bwd", _rows_bwd_kernel),
-):
-    library.impl(_name, _kernel, "CPU")
-    library.impl(_name, _kernel, "CUDA")
 library.impl("linear_cross_entropy", linear_cross_entropy, "CompositeImplicitAutograd")
 
 
@@ -380,12 +330,13 @@ def _flops(times: int):
 
 _scalar_bwd = define_op(
     "linear_cross_entropy_bwd",
+    kernel=_scalar_bwd_kernel,
     symbolic=_scalar_bwd_fake,
     refuse="linear_cross_entropy: it is not twice differentiable",
-    composed=True,
 )
 _scalar = define_op(
     "linear_cross_entropy_fwd",
+    kernel=_scalar_kernel,
     symbolic=_scalar_fake,
     save=_scalar_save,
     saved=("factor", "dx", "kept", "dbias", "x"),
@@ -393,17 +344,17 @@ _scalar = define_op(
     without_gradient=("class_weight",),
     autocast=("x", "weight", "bias"),
     flops=_flops(1),
-    composed=True,
 )
 _rows_bwd = define_op(
     "linear_cross_entropy_rows_bwd",
+    kernel=_rows_bwd_kernel,
     symbolic=_rows_bwd_fake,
     refuse="linear_cross_entropy: it is not twice differentiable",
     flops=_flops(1),
-    composed=True,
 )
 _rows = define_op(
     "linear_cross_entropy_rows",
+    kernel=_rows_kernel,
     symbolic=_rows_fake,
     save=_rows_save,
     saved=("x", "weight", "target", "bias", "class_weight", "lse"),
@@ -411,6 +362,5 @@ _rows = define_op(
     without_gradient=("class_weight",),
     autocast=("x", "weight", "bias"),
     flops=_flops(1),
-    composed=True,
 )
 _scalar.said = _rows.said = _NAME

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from .._library import ops
+from .fakes import stats_dtype
 
 __all__ = [
     "FLOATS",
@@ -70,8 +71,7 @@ class Rules(NamedTuple):
         return self[:-1]
 
 
-def accumulator(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
+accumulator = stats_dtype
 
 
 def _rows_of_sum(x: Tensor) -> int:

@@ -2,7 +2,8 @@
 """paged_attn and kv_cache_write: public functions and declarations: fakes, autocast rule, FLOPs.
 Neither has a gradient.
 
-Types of paged_attn by the value of return_lse stand in paged_attn.pyi.
+The types of paged_attn by the value of return_lse are made from its signature at build time
+(cmake/stubs.py).
 """
 
 from typing import NoReturn

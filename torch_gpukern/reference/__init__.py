@@ -15,11 +15,13 @@ tokens. Strides of the results are not stated here: see `torch_gpukern.flash_att
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ops.attn_dropout import attn_dropout_mask
+from ..ops.rules import Rules, states
 from .attn_fp8 import decoded_attn, quantize_attn, scale_of_sequence
 from .quantised import (
     ACTIVATIONS,
@@ -116,12 +118,8 @@ def _attend(
     position: Tensor,  # [B or 1, Sq] the key index at which each query stands: the diagonal
     first: Tensor,  # [B or 1, Sq] the first key that each query sees
     end: Tensor,  # [B or 1, Sq] one past the last key that it sees
-    scale: float | None,
-    softcap: float,
-    alibi_slopes: Tensor | None,  # [Hq] or [B, Hq]
-    sinks: Tensor | None,  # [Hq]
+    rules: Rules,
     kept: Tensor | None = None,  # [B, Hq, Sq, Sk] what dropout keeps
-    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # out [B, Hq, Sq, Dv] in q's dtype, lse [B, Hq, Sq]
     acc = _accumulator(q.dtype)
     key = torch.arange(k.shape[2], device=q.device)
@@ -133,16 +131,20 @@ def _attend(
     k = k.to(acc).masked_fill(unseen, 0).repeat_interleave(groups, dim=1)
     v = v.to(acc).masked_fill(unseen, 0).repeat_interleave(groups, dim=1)
 
-    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    scale = 1 / math.sqrt(q.shape[3]) if rules.scale is None else rules.scale
     s = scale * (q.to(acc) @ k.transpose(-2, -1))  # [B, Hq, Sq, Sk]
-    if softcap > 0:
-        s = softcap * torch.tanh(s / softcap)
-    if alibi_slopes is not None:
-        s = s - alibi_slopes.to(acc)[..., None, None] * (position[:, None, :, None] - key).abs()
+    if rules.softcap > 0:
+        s = rules.softcap * torch.tanh(s / rules.softcap)
+    if rules.alibi_slopes is not None:
+        s = (
+            s
+            - rules.alibi_slopes.to(acc)[..., None, None] * (position[:, None, :, None] - key).abs()
+        )
     s = s.masked_fill(~sees[:, None], -torch.inf)
 
     # Softmax over the keys and the sink. A row that sees neither has total 0: its out is 0, its lse
     # -inf.
+    sinks = rules.sinks
     peak = s.detach().amax(dim=-1) if k.shape[2] else s.new_full(s.shape[:-1], -torch.inf)
     if sinks is not None:
         peak = torch.maximum(peak, sinks.detach().to(acc)[:, None])
@@ -156,7 +158,7 @@ def _attend(
     lse = (peak + torch.log(total)).masked_fill(empty, -torch.inf)
     p = p / total[..., None]
     if kept is not None:
-        p = p * kept / (1 - dropout_p)
+        p = p * kept / (1 - rules.dropout_p)
     p = p.to(q.dtype)
     # out of a row without keys is a constant: whatever gradient arrives for it, 0 * inf included,
     # ends here
@@ -164,18 +166,16 @@ def _attend(
     return out.to(q.dtype), lse
 
 
-def _window(
-    position: Tensor, left: int, right: int, is_causal: bool, keys: int
-) -> tuple[Tensor, Tensor]:
+def _window(position: Tensor, rules: Rules, keys: int) -> tuple[Tensor, Tensor]:
     """The keys [first, end) that a query at `position` sees, before any limit of its
     sequence.
     """
     end = torch.full_like(position, keys)
-    if is_causal:
+    if rules.is_causal:
         end = torch.minimum(end, position + 1)
-    if right >= 0:
-        end = torch.minimum(end, position + right + 1)
-    first = position - left if left >= 0 else torch.zeros_like(position)
+    if rules.window_right >= 0:
+        end = torch.minimum(end, position + rules.window_right + 1)
+    first = position - rules.window_left if rules.window_left >= 0 else torch.zeros_like(position)
     return first, end
 
 
@@ -186,55 +186,44 @@ def linear(
     return gemm(x, weight.mT, bias, activation=activation)
 
 
+@states("flash_attn", "flash_attn_fp8")
 def flash_attn(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    is_causal: bool = False,
-    scale: float | None = None,
-    diagonal: int = 0,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    kv_start: Tensor | None = None,
-    kv_end: Tensor | None = None,
-    q_start: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    v_mean: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
     kept: Tensor | None = None,
+    **given: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out [B, Hq, Sq, Dv] = softmax(scale * q k^T + ...) v for q [B, Hq, Sq, D], k [B, Hkv, Sk, D],
     v [B, Hkv, Sk, Dv]. kept: of the dropout, in place of what dropout_seed says. float8_e4m3fn
     codes are first what they stand for, in float64.
     """
-    if dropout_p > 0 and kept is None:
-        kept = attn_dropout_mask(q, k, dropout_p, dropout_seed)
+    rules = Rules(given)
+    if rules.dropout_p > 0 and kept is None:
+        kept = attn_dropout_mask(q, k, rules.dropout_p, rules.dropout_seed)
+    out_dtype = rules.out_dtype
     if q.dtype is torch.float8_e4m3fn:
-        q, k, v = decoded_attn(q, k, v, q_scale, k_scale, v_scale, v_mean)
+        q, k, v = decoded_attn(q, k, v, rules.q_scale, rules.k_scale, rules.v_scale, rules.v_mean)
         out_dtype = out_dtype or torch.bfloat16
     keys = k.shape[2]
-    starts = torch.full((1,), diagonal, device=q.device) if q_start is None else q_start.long()
-    position = torch.arange(q.shape[2], device=q.device) + starts[:, None]
-    first, end = _window(position, window_left, window_right, is_causal, keys)
-    if kv_start is not None:
-        first = torch.maximum(first, kv_start.long()[:, None])
-    if kv_end is not None:
-        end = torch.minimum(end, kv_end.long()[:, None])
-    out, lse = _attend(
-        q, k, v, position, first, end, scale, softcap, alibi_slopes, sinks, kept, dropout_p
+    starts = (
+        torch.full((1,), rules.diagonal, device=q.device)
+        if rules.q_start is None
+        else rules.q_start.long()
     )
+    position = torch.arange(q.shape[2], device=q.device) + starts[:, None]
+    first, end = _window(position, rules, keys)
+    if rules.kv_start is not None:
+        first = torch.maximum(first, rules.kv_start.long()[:, None])
+    if rules.kv_end is not None:
+        end = torch.minimum(end, rules.kv_end.long()[:, None])
+    out, lse = _attend(q, k, v, position, first, end, rules, kept)
     out = out.to(out_dtype or q.dtype)
     return (out, lse) if return_lse else out
 
 
+@states("flash_attn_varlen", "flash_attn_varlen_fp8")
 def flash_attn_varlen(
     q: Tensor,
     k: Tensor,
@@ -243,52 +232,41 @@ def flash_attn_varlen(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_left: int = -1,
-    window_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    v_mean: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
+    **given: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out [Tq, Hq, Dv]: flash_attn of each sequence b of a packed batch, with diagonal Sk_b - Sq_b.
 
     q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]; sequence b owns tokens cu_seqlens[b] to
     cu_seqlens[b + 1].
     """
+    rules = Rules(given)
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    kept = attn_dropout_mask(q, k, dropout_p, dropout_seed) if dropout_p > 0 else None
+    kept = (
+        attn_dropout_mask(q, k, rules.dropout_p, rules.dropout_seed)
+        if rules.dropout_p > 0
+        else None
+    )
     outs, lses = [], []
     for b in range(len(starts_q) - 1):
         rows, keys = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
+        queries, length = rows.stop - rows.start, keys.stop - keys.start
+        mean = rules.v_mean
+        of_sequence = rules.but(
+            diagonal=length - queries,
+            alibi_slopes=_slopes_of(b, rules.alibi_slopes),
+            q_scale=scale_of_sequence(rules.q_scale, b, queries),
+            k_scale=scale_of_sequence(rules.k_scale, b, length),
+            v_scale=scale_of_sequence(rules.v_scale, b, length),
+            v_mean=mean if mean is None or mean.dim() == 2 else mean[b : b + 1],
+        )
         out, lse = flash_attn(
             _as_batch(q[rows]),
             _as_batch(k[keys]),
             _as_batch(v[keys]),
-            is_causal=is_causal,
-            scale=scale,
-            diagonal=(keys.stop - keys.start) - (rows.stop - rows.start),
-            window_left=window_left,
-            window_right=window_right,
-            softcap=softcap,
-            alibi_slopes=_slopes_of(b, alibi_slopes),
-            sinks=sinks,
-            out_dtype=out_dtype,
-            q_scale=scale_of_sequence(q_scale, b, rows.stop - rows.start),
-            k_scale=scale_of_sequence(k_scale, b, keys.stop - keys.start),
-            v_scale=scale_of_sequence(v_scale, b, keys.stop - keys.start),
-            v_mean=v_mean if v_mean is None or v_mean.dim() == 2 else v_mean[b : b + 1],
-            dropout_p=dropout_p,
-            kept=None if kept is None else kept[None, :, rows, : keys.stop - keys.start],
+            kept=None if kept is None else kept[None, :, rows, :length],
             return_lse=True,
+            **of_sequence,
         )
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0].transpose(0, 1))
@@ -315,26 +293,15 @@ def _join(q: Tensor, v: Tensor, outs: list[Tensor], lses: list[Tensor], return_l
     return (out, lse) if return_lse else out
 
 
+@states("paged_attn")
 def paged_attn(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int = 1,
-    scale: float | None = None,
-    window_left: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    is_causal: bool = True,
-    kv_start: Tensor | None = None,
-    window_right: int = -1,
-    allow_short: bool = False,
     return_lse: bool = False,
+    **given: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out [T, Hq, Dv]: attention of each sequence's newest tokens over the keys that its pages
     hold. Caches may be of 8 bits, their scales then also [num_blocks, Hkv].
@@ -342,10 +309,11 @@ def paged_attn(
     q [T, Hq, D]; k_cache [num_blocks, block_size, Hkv, D], v_cache [num_blocks, block_size, Hkv,
     Dv]; block_table [B, max_blocks]; seq_lens [B] counts the new tokens too.
     """
+    rules = Rules(given)
     num_blocks, block_size = k_cache.shape[:2]
     batch, acc = seq_lens.shape[0], _accumulator(q.dtype)
-    if cu_seqlens_q is not None:
-        starts = cu_seqlens_q.tolist()
+    if rules.cu_seqlens_q is not None:
+        starts = rules.cu_seqlens_q.tolist()
     else:
         starts = [b * (q.shape[0] // max(batch, 1)) for b in range(batch + 1)]
     outs, lses = [], []
@@ -353,25 +321,17 @@ def paged_attn(
         rows = q[starts[b] : starts[b + 1]]
         # Entries of pages left of every window may hold anything; their keys are masked below.
         pages = block_table[b, : -(-length // block_size)].long().clamp(0, num_blocks - 1)
-        k = _of_pages(k_cache, k_scale, pages, acc)[:length]  # [length, Hkv, D]
-        v = _of_pages(v_cache, v_scale, pages, acc)[:length]
+        k = _of_pages(k_cache, rules.k_scale, pages, acc)[:length]  # [length, Hkv, D]
+        v = _of_pages(v_cache, rules.v_scale, pages, acc)[:length]
         position = torch.arange(rows.shape[0], device=q.device)[None] + (length - rows.shape[0])
-        first, end = _window(position, window_left, window_right, is_causal, length)
-        if not allow_short:
+        first, end = _window(position, rules, length)
+        if not rules.allow_short:
             end = end.masked_fill(position < 0, 0)
-        if kv_start is not None:
-            first = first.clamp(min=int(kv_start[b]))
+        if rules.kv_start is not None:
+            first = first.clamp(min=int(rules.kv_start[b]))
+        of_sequence = rules.but(alibi_slopes=_slopes_of(b, rules.alibi_slopes))
         out, lse = _attend(
-            _as_batch(rows),
-            _as_batch(k),
-            _as_batch(v),
-            position,
-            first,
-            end,
-            scale,
-            softcap,
-            _slopes_of(b, alibi_slopes),
-            sinks,
+            _as_batch(rows), _as_batch(k), _as_batch(v), position, first, end, of_sequence
         )
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0].transpose(0, 1))

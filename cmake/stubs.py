@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Writes the .pyi of a module whose functions return a pair with return_lse=True, which one
+signature cannot say.
+
+    python cmake/stubs.py torch_gpukern/ops/flash_attn.py build/stubs/flash_attn.pyi
+
+Each public function of the module gets its own signature, without defaults; one that has return_lse
+gets an overload for False, True and a bool of unknown value. The build runs this, so that a
+signature is written once, in the module.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+PAIR = "Tensor | tuple[Tensor, Tensor]"
+BY_RETURN_LSE = {  # the type of return_lse: whether it may be left out, what the call returns
+    "Literal[False]": (True, "Tensor"),
+    "Literal[True]": (False, "tuple[Tensor, Tensor]"),
+    "bool": (True, PAIR),
+}
+
+
+def argument(a: ast.arg, default: ast.expr | None) -> str:
+    return f"    {a.arg}: {ast.unparse(a.annotation)}{'' if default is None else ' = ...'},\n"
+
+
+def stub(function: ast.FunctionDef, return_lse: str = "") -> str:
+    """The function's signature; return_lse: the type that it has in this overload."""
+    optional, result = BY_RETURN_LSE.get(return_lse, (True, ast.unparse(function.returns)))
+    args = function.args
+    defaults = [None] * (len(args.args) - len(args.defaults)) + args.defaults
+    text = "".join(map(argument, args.args, defaults))
+    if args.kwonlyargs:
+        text += "    *,\n"
+    for a, default in zip(args.kwonlyargs, args.kw_defaults):
+        if return_lse and a.arg == "return_lse":
+            text += f"    return_lse: {return_lse}{' = ...' if optional else ''},\n"
+        else:
+            text += argument(a, default)
+    head = "@overload\n" if return_lse else ""
+    return f"{head}def {function.name}(\n{text}) -> {result}: ...\n"
+
+
+def imports(tree: ast.Module, text: str) -> str:
+    """The imports of the module that bind names of `text`."""
+    used = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)} - {
+        "Literal",
+        "overload",
+    }
+    kept = ast.parse("from typing import Literal, overload").body
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            node.names = [x for x in node.names if (x.asname or x.name) in used]
+            kept += [node] if node.names else []
+    return "".join(f"{ast.unparse(node)}\n" for node in kept)
+
+
+def stubs(module: str, name: str) -> str:
+    tree = ast.parse(module)
+    functions = [
+        x for x in tree.body if isinstance(x, ast.FunctionDef) and not x.name.startswith("_")
+    ]
+    text = ""
+    for function in functions:
+        overloaded = any(a.arg == "return_lse" for a in function.args.kwonlyargs)
+        text += (
+            "".join(stub(function, kind) for kind in BY_RETURN_LSE)
+            if overloaded
+            else stub(function)
+        )
+    made = (
+        f'"""Types of {name} by the value of return_lse, from {name}.py by cmake/stubs.py."""\n\n'
+    )
+    return f"# SPDX-License-Identifier: BSD-3-Clause\n{made}{imports(tree, text)}\n{text}"
+
+
+if __name__ == "__main__":
+    source, to = map(Path, sys.argv[1:])
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.write_text(stubs(source.read_text(), source.stem))
