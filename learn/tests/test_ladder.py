@@ -114,12 +114,6 @@ def test_those_between_stand_between(rungs):
         assert rate < model.predict(below + 1).tflops or number == 17
 
 
-def test_the_short_rung_has_fifty_lines():
-    """Of code, its includes and its launch among them."""
-    text = re.sub(r"/\*.*?\*/", "", (LADDER / "18_short_sm90a.cu").read_text(), flags=re.DOTALL)
-    assert sum(bool(line.strip()) for line in text.splitlines()) <= 50
-
-
 def test_model_counts_what_the_kernels_assert():
     """Accesses whose conflicts the kernels state by static_assert, counted by the model's own
     functions."""

@@ -491,7 +491,7 @@ def test_what_cannot_be_served_is_said_in_a_line(line, text, capsys, monkeypatch
 
 
 def test_the_same_word_is_not_said_twice(capsys, monkeypatch):
-    from torch_gpukern import cli
+    from torch_gpukern.cli import commands
 
     for text, said in (
         ("occupancy: x", "occupancy: x"),
@@ -500,7 +500,7 @@ def test_the_same_word_is_not_said_twice(capsys, monkeypatch):
         ("", "occupancy: ValueError"),
         ("x\nException raised from f at a.cpp:1\nframe #0: g", "occupancy: x"),
     ):
-        assert cli._said("occupancy", ValueError(text)) == said
+        assert commands._said("occupancy", ValueError(text)) == said
 
 
 @pytest.mark.parametrize(

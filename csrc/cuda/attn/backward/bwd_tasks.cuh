@@ -30,8 +30,7 @@ template <class T> __device__ __forceinline__ float dot8(const uint4 &a, const u
         uint4 bits;
         T x[8];
         __device__ Eight(const uint4 &from) : bits(from) {}
-    } left(a);
-    right(b);
+    } left(a), right(b);
     float sum = 0;
 #pragma unroll
     for (int e = 0; e < 8; ++e) sum += to_acc(left.x[e]) * to_acc(right.x[e]);

@@ -136,25 +136,29 @@ struct Round {
     gk_tensor slopes, sinks;
     size_t bytes; /* of the workspace up to the attention's own */
 
-    Round(const gk_paged_attn_args *a, const Own &own, int head0, char *base) : args(*a);
-    bytes(0) {
+    Round(const gk_paged_attn_args *a, const Own &own, int head0, char *base) : args(*a), bytes(0) {
         const int64_t group = a->q.shape[1] / a->k_cache.shape[2], first = head0 * group,
                       count = own.heads * group;
         const bool all = own.heads == a->k_cache.shape[2];
         const int64_t entries = a->block_table.shape[0] * a->block_table.shape[1];
         args.k_scale = args.v_scale = NULL;
-        args.q = heads_of(a->q, first, count, 1), args.out = heads_of(a->out, first, count, 1);
+        args.q = heads_of(a->q, first, count, 1);
+        args.out = heads_of(a->out, first, count, 1);
         gk_tensor *const caches[2] = {&args.k_cache, &args.v_cache};
         for (gk_tensor *t : caches) {
             const int64_t dim = t->shape[3], size = t->shape[1];
-            t->dtype = a->q.dtype, t->shape[0] = own.by_page ? t->shape[0] : entries,
+            t->dtype = a->q.dtype;
+            t->shape[0] = own.by_page ? t->shape[0] : entries;
             t->shape[2] = own.heads;
-            t->stride[0] = own.heads * size * dim, t->stride[1] = dim, t->stride[2] = size * dim,
+            t->stride[0] = own.heads * size * dim;
+            t->stride[1] = dim;
+            t->stride[2] = size * dim;
             t->stride[3] = 1;
             t->data = take(base, gk_numel(t) * 2);
         }
         if (!own.by_page) {
-            args.block_table.stride[0] = a->block_table.shape[1], args.block_table.stride[1] = 1;
+            args.block_table.stride[0] = a->block_table.shape[1];
+            args.block_table.stride[1] = 1;
             args.block_table.data = take(base, entries * 4);
         }
         if (!all && a->lse.data) {
@@ -166,8 +170,10 @@ struct Round {
                 heads_of(*a->rules.alibi_slopes, first, count, a->rules.alibi_slopes->ndim - 1);
             args.rules.alibi_slopes = &slopes;
         }
-        if (a->rules.sinks)
-            sinks = heads_of(*a->rules.sinks, first, count, 0), args.rules.sinks = &sinks;
+        if (a->rules.sinks) {
+            sinks = heads_of(*a->rules.sinks, first, count, 0);
+            args.rules.sinks = &sinks;
+        }
     }
     Round(const Round &) = delete; /* it points into itself */
 
