@@ -80,7 +80,7 @@ def test_explain_of_few_bits():
     if torch.ops.gpukern.cuda_kernels.default():
         assert (
             json.loads(run("explain", *call, "--arch", "sm_90")[1])["row"]
-            == "scaled_gemm_sm90a_e4m3_block_128x128"
+            == "scaled_gemm_sm90a_e4m3_block_any_128x128"
         )
     assert "_i8_" in json.loads(run("explain", *call[:-3], "--dtype", "int8", "--json")[1])["row"]
     for format, group in (("int4", 128), ("mxfp4", 32), ("nvfp4", 16), ("e4m3", 64)):

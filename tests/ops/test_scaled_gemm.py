@@ -534,6 +534,32 @@ def test_several_tiles_a_block():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("order", ("k", "k padded", "rows"))
+def test_scales_along_k_in_any_order(order):
+    """Tiles of every width, groups of four steps of k that are not whole, and one block of b beside
+    single columns where these are fewer than 128."""
+    gen = generator("orders", order)
+
+    def laid(x):
+        if order == "rows":
+            return x.mT.contiguous().mT
+        pad = -x.shape[1] % 4 if order == "k padded" else 0
+        return torch.nn.functional.pad(x, (0, pad))[:, : x.shape[1]]
+
+    for m, n, k in itertools.product((1, 16, 20, 64, 130, 300), (32, 128, 264), (256, 640, 2048)):
+        a, b = whole(gen, (m, k), E4M3, "cuda"), whole(gen, (n, k), E4M3, "cuda")
+        blocks = k // 128
+        scale_a = laid(powers(gen, (m, blocks), "cuda"))
+        spread_a = (a.float() * scale_a.repeat_interleave(128, 1)).double()
+        for columns in (1, 128):
+            scale_b = laid(powers(gen, (-(-n // columns), blocks), "cuda"))
+            spread_b = scale_b.repeat_interleave(128, 1).repeat_interleave(columns, 0)[:n]
+            want = spread_a @ (b.float() * spread_b).double().mT
+            got = torch_gpukern.scaled_gemm(a, b.mT, scale_a, scale_b.mT)
+            assert_bits(got, want.bfloat16())
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("block", (32, 128))
 def test_several_tiles_with_a_scale_for_each_row_of_both(block):
     """Scales of every row of a and every column of b along k: tiles of tokens and of weights beside

@@ -20,17 +20,13 @@ inline ScaledOperands scaled_operands_plan(const gk_scaled_gemm_args *g, size_t 
     return x;
 }
 
-/* Lays them where they must be and makes their tensor maps, of boxes of so many rows. */
-inline gk_status scaled_operands_run(const gk_context *ctx, const ScaledOperands &x,
-                                     const gk_scaled_gemm_args *g, void *workspace, int rows_a,
-                                     int rows_b, CUtensorMap *map_a, CUtensorMap *map_b) {
-    TensorShape a, b;
-    gk_status status = relay_run("scaled_gemm", ctx, x.a, g->a, workspace, &a);
-    if (status == GK_OK)
-        status = relay_run("scaled_gemm", ctx, x.b, rows_of_n(g->b), workspace, &b);
-    if (status == GK_OK) status = make_tensor_map("scaled_gemm", a, wgmma_box(1, rows_a), map_a);
-    if (status == GK_OK) status = make_tensor_map("scaled_gemm", b, wgmma_box(1, rows_b), map_b);
-    return status;
+/* As TMA reads them, rows of m and of n: where they are, or copied into the workspace. */
+inline gk_status place_operands(const gk_context *ctx, const ScaledOperands &x,
+                                const gk_scaled_gemm_args *g, void *workspace, TensorShape *a,
+                                TensorShape *b) {
+    const gk_status status = relay_run("scaled_gemm", ctx, x.a, g->a, workspace, a);
+    return status == GK_OK ? relay_run("scaled_gemm", ctx, x.b, rows_of_n(g->b), workspace, b)
+                           : status;
 }
 
 #endif

@@ -4,17 +4,10 @@
 #define GPUKERN_CUDA_QUANT_TILES_H
 
 enum {
-    SCALED_STAGES_256 = 4, /* of 48 KB: what fits */
-    SCALED_STAGES_128 = 6, /* of 32 KB: what fits */
-    SCALED_GROUP = 8, /* rows of tiles that run beside each other, so that they share columns of b
-                         in L2; not measured */
-    SCALED_SMEM = 227 * 1024, /* of an SM's blocks of up to 64 rows of a */
-    SCALED_SPLITS =
-        8, /* of k: blocks of a cluster that every GPU has. On an H100 clusters of four or more fill
-              three fourths of it at once: 4096 x 14336 took 27 us by four, 23 by two */
-    SCALED_SPLIT_16 = 16, /* steps of 256 k of a split up to 32 rows: 16 x 4096 x 4096 takes 9.1 us
-                             by one, 11.1 by two */
-    SCALED_SPLIT_64 = 8,  /* up to 64: 12.6 and 11.7 us */
+    /* rows of tiles that run beside each other, so that they share columns of b in L2; not
+     * measured */
+    SCALED_GROUP = 8,
+    SCALED_RING = 192 * 1024, /* what fits: 4 stages of 48 KB, 6 of 32, 8 of 24 */
     SPARSE_SMEM = 227 * 1024, /* of a block on Hopper */
     SPARSE_PAIRS = 8,    /* from so many tiles across on, clusters of two, though the last of an odd
                             number idles */

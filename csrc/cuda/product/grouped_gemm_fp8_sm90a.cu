@@ -10,7 +10,7 @@
  * use them, in any order and stride, counted over all rows of a.
  * DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2. Not here: e5m2, groups of k, scales of each
  * column along k, blocks of 32, powers of two in a byte (grouped_gemm_plain). */
-#include "../../ptx/wgmma_8bit.cuh"
+#include "../ptx/wgmma_8bit.cuh"
 #include "grouped.cuh"
 
 namespace {
@@ -19,10 +19,10 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
     typedef tma_ring<STAGES> Ring;
 
     /* The scales of a tile's columns, where they do not change along k. */
-    static __device__ __forceinline__ void prepare(const Params &p, const Work<Kind> &x, int col0,
-                                                   float *scales) {
+    static __device__ __forceinline__ void prepare(const GroupedParams &p, const Work<Kind> &x,
+                                                   int col0, float *scales) {
         if (BLOCKS) return;
-        const int i = (int)threadIdx.x - 128;
+        const int i = (int)threadIdx.x;
         if (i < BN) {
             gk_scales sb = p.sb;
             sb.data =
@@ -33,10 +33,10 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
     }
 
     template <int COUNT>
-    static __device__ __forceinline__ void take(const Params &p, Ring &ring, smem_addr ring_s,
-                                                const Work<Kind> &x, int col0,
-                                                const float *scales) {
-        const int warpgroup = threadIdx.x / 128 - 1;
+    static __device__ __forceinline__ void take(const GroupedParams &p, Ring &ring,
+                                                smem_addr ring_s, const Work<Kind> &x, int col0,
+                                                const float *scales, const Releaser &release) {
+        const int warpgroup = threadIdx.x / 128;
         float sum[COUNT][64], part[64];
 #pragma unroll
         for (int i = 0; i < COUNT * 64; ++i) sum[i / 64][i % 64] = 0;
@@ -95,7 +95,7 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
                 if (BLOCKS && m == 0) look(step + 1);
                 wgmma_wait_group<0>();
                 wgmma_pin(part);
-                if (m == COUNT - 1) release(ring.empty(), p.pair);
+                if (m == COUNT - 1) release(ring.empty());
 #pragma unroll
                 for (int i = 0; i < 64; ++i) {
                     if (BLOCKS)
@@ -110,7 +110,7 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
         for (int m = 0; m < COUNT; ++m) store(p, sum[m], x, m, col0, scales, ring_s);
     }
 
-    static __device__ __forceinline__ void store(const Params &p, float (&sum)[64],
+    static __device__ __forceinline__ void store(const GroupedParams &p, float (&sum)[64],
                                                  const Work<Kind> &x, int m, int col0,
                                                  const float *scales, smem_addr ring_s) {
         /* asked anew: no register keeps it over the products */
@@ -168,7 +168,7 @@ bool plan_fp8(const gk_cuda_instance *row, const gk_context *, const void *args,
 template <class K>
 gk_status run_fp8(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
     const gk_grouped_gemm_args *g = (const gk_grouped_gemm_args *)args;
-    Params p = {};
+    GroupedParams p = {};
     p.sa = gk_scales_of(g->scale_a, g->a.shape[0], g->a.shape[1], false);
     p.sb = gk_scales_of(g->scale_b, g->a.shape[1], g->b.shape[2], true);
     p.step_a = p.sa.col_log2 == 7 ? p.sa.col : 0;

@@ -17,14 +17,15 @@ template <class T, bool BY_K_, bool ALONG_N_> struct Kind : GroupedTile<2, BY_K_
     typedef typename Tile::TileB B;
     typedef tma_ring<Tile::STAGES> Ring;
 
-    static __device__ __forceinline__ void prepare(const Params &, const Work<Kind> &, int,
+    static __device__ __forceinline__ void prepare(const GroupedParams &, const Work<Kind> &, int,
                                                    float *) {}
 
     /* COUNT blocks of 64 rows of a warpgroup, one step under way while the next is issued. */
     template <int COUNT>
-    static __device__ __forceinline__ void
-    multiply(Ring &ring, smem_addr ring_s, float (&sum)[COUNT][64], const Work<Kind> &x, int pair) {
-        const int warpgroup = threadIdx.x / 128 - 1;
+    static __device__ __forceinline__ void multiply(Ring &ring, smem_addr ring_s,
+                                                    float (&sum)[COUNT][64], const Work<Kind> &x,
+                                                    const Releaser &release) {
+        const int warpgroup = threadIdx.x / 128;
 #pragma unroll
         /* what a group without k has */
         for (int i = 0; i < COUNT * 64; ++i) sum[i / 64][i % 64] = 0;
@@ -47,19 +48,20 @@ template <class T, bool BY_K_, bool ALONG_N_> struct Kind : GroupedTile<2, BY_K_
                         wgmma_descriptor_add(b_first, kk * B::step_bytes), true);
             wgmma_commit_group();
             wgmma_wait_group<1>(); /* the step before has read its stage */
-            if (step > 0) release(ring.before(), pair);
+            if (step > 0) release(ring.before());
             ring.advance();
         }
         wgmma_wait_group<0>();
         wgmma_pin(sum);
-        if (x.steps > 0) release(ring.before(), pair);
+        if (x.steps > 0) release(ring.before());
     }
 
     template <int COUNT>
-    static __device__ __forceinline__ void take(const Params &p, Ring &ring, smem_addr ring_s,
-                                                const Work<Kind> &x, int col0, const float *) {
+    static __device__ __forceinline__ void take(const GroupedParams &p, Ring &ring,
+                                                smem_addr ring_s, const Work<Kind> &x, int col0,
+                                                const float *, const Releaser &release) {
         float sum[COUNT][64];
-        multiply<COUNT>(ring, ring_s, sum, x, p.pair);
+        multiply<COUNT>(ring, ring_s, sum, x, release);
         /* asked anew: no register keeps it over the products */
         const unsigned thread = mov_tid_x();
 #pragma unroll
@@ -79,7 +81,7 @@ bool plan_16(const gk_cuda_instance *row, const gk_context *, const void *args, 
 
 template <class K>
 gk_status run_16(const gk_context *ctx, const void *args, const gk_plan *plan, void *) {
-    Params p = {};
+    GroupedParams p = {};
     return run_grouped<K>(ctx, (const gk_grouped_gemm_args *)args, plan, p);
 }
 

@@ -1,35 +1,35 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* grouped.cuh: a grouped product on Hopper: everything but the products themselves, which a Kind
- * has (`take`).
+/* grouped.cuh: a grouped product on Hopper: the policy of the shell (shell.cuh) but for the
+ * products
+ * themselves, which a Kind has (`take`).
  *
  * Grid: clusters of one block, or of two whose tiles lie side by side and share rows of a, which
- * each copies half of to both. They take the tasks of groups.cuh in turn; rows past the last end
- * are tasks that store zeros.
- * A block of 3 warpgroups takes tiles of 256 x 128: one producer warp fills a ring of 128-byte rows
- * of k by TMA; two warpgroups multiply, warpgroup w the blocks of 64 rows w and w + 2. Blocks of
- * rows that lie past the tile's end are neither copied nor multiplied, so a group of one row costs
- * a fourth of a tile's products. What a copy brings of the next group's rows meets no result that
- * is stored. Groups of k: of the last step the rows of both operands that are another group's
- * become zeros in shared memory, before they are multiplied: they may be NaN.
+ * each copies
+ * half of to both. They take the tasks of groups.cuh in turn. Rows behind the last end are tasks
+ * that store
+ * zeros.
+ * A block takes tiles of 256 x 128. A stage holds 128-byte rows of k. Two warpgroups multiply,
+ * warpgroup w the blocks of 64 rows w and w + 2. Blocks of rows behind the tile's end are neither
+ * copied nor multiplied, so a group of one row costs a fourth of a tile's products. A copy may
+ * bring rows of the next group; no result
+ * that is stored depends on them.
+ * Groups of k: in the last step the rows of both operands that belong to another group become zeros
+ * in
+ * shared memory before they are multiplied, because they may be NaN.
  * Results of 16 bits leave through a warp's staging tile in rows of 128 bytes, clipped to the
- * group's rows; what takes a bias or an activation, is float32 or misaligned as floats, four
- * columns a lane.
+ * group's rows. Results with a bias or an activation, float32 or misaligned ones leave as floats,
+ * four columns a lane.
  * Gale et al. 2022, arXiv:2211.15841. */
-#ifndef GPUKERN_CUDA_QUANT_GROUPED_CUH
-#define GPUKERN_CUDA_QUANT_GROUPED_CUH
+#ifndef GPUKERN_CUDA_PRODUCT_GROUPED_CUH
+#define GPUKERN_CUDA_PRODUCT_GROUPED_CUH
 
-#include "../../host/tensormap.cuh"
-#include "../gemm/panels.cuh"
-#include "../../layout/wgmma.cuh"
-#include "../../ptx/bar.cuh"
-#include "../../ptx/cluster.cuh"
-#include "../../ptx/griddepcontrol.cuh"
-#include "../../ptx/laneid.cuh"
-#include "../../ptx/tma.cuh"
-#include "../../ptx/wgmma.cuh"
-#include "../../tile/tma_ring.cuh"
-#include "groups.cuh"
-#include "product.cuh"
+#include "../host/tensormap.cuh"
+#include "gemm/panels.cuh"
+#include "../ptx/bar.cuh"
+#include "../ptx/wgmma.cuh"
+#include "quant/groups.cuh"
+#include "quant/product.cuh"
+#include "shell.cuh"
 
 namespace {
 
@@ -46,13 +46,10 @@ template <int BYTES, bool BY_K_, bool ALONG_N_> struct GroupedTile {
                          STAGES = GROUPED_STAGES;
     static constexpr int STAGING = STAGES * STAGE_BYTES,
                          SCALES = STAGING + 8 * Panel::bytes, /* of 8 bits: two tiles' columns */
-        BARRIERS = SCALES + (BYTES == 1 ? 2 * BN * 4 : 0),
-                         LIST = BARRIERS + tma_ring<STAGES>::bytes;
-    static constexpr int SMEM = LIST + (int)sizeof(GroupList) + WGMMA_BLOCK_BYTES, THREADS = 384;
-    static_assert(SMEM <= 232448, "shared memory of a block");
+        LIST = SCALES + (BYTES == 1 ? 2 * BN * 4 : 0);
 };
 
-struct Params {
+struct GroupedParams {
     CUtensorMap a, b; /* a: [rows][k] or [k][rows]; b: [groups][n][k], [groups][k][n] or [k][n] */
     Groups groups;
     Finish f;
@@ -96,8 +93,8 @@ __device__ __forceinline__ void write_four(float *to, bool at_once, int cols, co
 /* Any result: 16 rows x 32 columns of sums from a warp's staging tile, row `row` and column `col0`
  * on. A lane has 4 columns of each fourth row. */
 template <class R, class Panel>
-__device__ __forceinline__ void finish_some(const Params &p, int group, int64_t row, int rows,
-                                            int col0, smem_addr panel_s, int lane) {
+__device__ __forceinline__ void finish_some(const GroupedParams &p, int group, int64_t row,
+                                            int rows, int col0, smem_addr panel_s, int lane) {
     const int col = col0 + lane % 8 * 4, cols = p.n - col;
     const bool given = group < p.groups.count; /* rows of none are zeros */
     float bias[4] = {};
@@ -127,8 +124,8 @@ __device__ __forceinline__ void finish_some(const Params &p, int group, int64_t 
 /* R: the 16-bit type of results. A warp's 16 x 128 sums; row: the first, of the result; rows: how
  * many of them are the group's. */
 template <class R, class Panel>
-__device__ __forceinline__ void store_sums(const Params &p, float (&v)[64], int group, int64_t row,
-                                           int rows, int col0, smem_addr panel_s) {
+__device__ __forceinline__ void store_sums(const GroupedParams &p, float (&v)[64], int group,
+                                           int64_t row, int rows, int col0, smem_addr panel_s) {
     const int lane = laneid(); /* asked anew: no register keeps it over the products */
     if (rows <= 0) return;
     if (p.bare) {
@@ -159,7 +156,7 @@ template <class K> struct Work {
                                that have rows; steps of k */
     int valid;              /* groups of k: k of the last step */
 
-    __device__ __forceinline__ Work(const Params &p, const GroupList &list, int t)
+    __device__ __forceinline__ Work(const GroupedParams &p, const GroupList &list, int t)
         : task(find_task<K::BY_K, K::BM>(p.groups, list, t, p.clusters)) {
         const int k = K::BY_K ? task.end - task.begin : task.group < p.groups.count ? p.k : 0;
         row = (K::BY_K ? 0 : task.begin) + task.row;
@@ -169,15 +166,20 @@ template <class K> struct Work {
     }
 };
 
-/* Thread `rank` of a warpgroup tells block `rank` of the cluster that it has read a stage. */
-__device__ __forceinline__ void release(smem_addr empty_s, int pair) {
-    const unsigned rank = threadIdx.x % 128;
-    if (pair == 1) {
-        if (rank == 0) mbarrier_arrive(empty_s);
-    } else if (rank < 2) {
-        mbarrier_arrive_cluster(empty_s, rank);
+/* The consumer threads of a block, which tell each block of the cluster that a stage has been
+ * read. */
+struct Releaser {
+    const GroupedParams &p;
+
+    __device__ __forceinline__ void operator()(smem_addr empty_s) const {
+        const unsigned rank = threadIdx.x % 128;
+        if (p.pair == 1) {
+            if (rank == 0) mbarrier_arrive(empty_s);
+        } else if (rank < 2) {
+            mbarrier_arrive_cluster(empty_s, rank);
+        }
     }
-}
+};
 
 /* Rows `valid` .. 63 of a panel, [64][64] elements, become zeros: 128 threads. */
 __device__ __forceinline__ void clear_rows(smem_addr panel_s, int valid) {
@@ -200,35 +202,15 @@ __device__ __forceinline__ void clear_rest(smem_addr a_s, smem_addr b_s, int war
  * nothing, but must say so. */
 template <class K>
 __device__ __forceinline__ void pass(tma_ring<K::STAGES> &ring, smem_addr ring_s, const Work<K> &x,
-                                     int pair) {
-    const int warpgroup = threadIdx.x / 128 - 1;
+                                     const Releaser &release) {
+    const int warpgroup = threadIdx.x / 128;
     for (int step = 0; step < x.steps; ++step) {
         ring.wait_full();
         const smem_addr b_s = ring_s + ring.stage * K::STAGE_BYTES + K::A_BYTES;
         if (K::BY_K && step == x.steps - 1 && x.valid < K::BK)
             clear_rest<K>(0, b_s, warpgroup, 0, x.valid);
-        release(ring.empty(), pair);
+        release(ring.empty());
         ring.advance();
-    }
-}
-
-template <class K>
-__device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ring,
-                                        smem_addr ring_s, const GroupList &list, float *scales) {
-    const int warpgroup = threadIdx.x / 128 - 1;
-    int turn = 0;
-    for (int t = blockIdx.x / p.pair; t < tasks_in(p.groups, list); t += p.clusters, turn ^= 1) {
-        const Work<K> x(p, list, t);
-        const int rank = p.pair == 1 ? 0 : (int)cluster_ctarank();
-        const int col0 = (x.task.col * p.pair + rank) * K::BN;
-        float *const mine = scales + turn * K::BN; /* who is a tile ahead writes the other half */
-        K::prepare(p, x, col0, mine);
-        if (x.blocks + 1 - warpgroup >= 4)
-            K::template take<2>(p, ring, ring_s, x, col0, mine);
-        else if (x.blocks + 1 - warpgroup >= 2)
-            K::template take<1>(p, ring, ring_s, x, col0, mine);
-        else
-            pass<K>(ring, ring_s, x, p.pair);
     }
 }
 
@@ -239,84 +221,107 @@ struct WarpRows {
     int a, count;
 };
 template <class K>
-__device__ __forceinline__ WarpRows warp_rows(const Params &p, const Work<K> &x, int m,
+__device__ __forceinline__ WarpRows warp_rows(const GroupedParams &p, const Work<K> &x, int m,
                                               unsigned thread) {
-    const int at = 64 * ((int)thread / 128 - 1 + 2 * m) + (int)thread / 32 % 4 * 16;
+    const int at = 64 * ((int)thread / 128 + 2 * m) + (int)thread / 32 % 4 * 16;
     return {(K::BY_K ? (int64_t)x.task.group * p.m : 0) + x.row + at, x.row + at,
             min(16, x.task.limit - x.task.row - at)};
 }
 template <class K> __device__ __forceinline__ smem_addr staging(smem_addr ring_s, unsigned thread) {
-    return ring_s + K::STAGING + (thread / 32 - 4) * K::Panel::bytes;
+    return ring_s + K::STAGING + thread / 32 * K::Panel::bytes;
 }
 
-template <class K>
-__device__ __forceinline__ void produce(const Params &p, tma_ring<K::STAGES> &ring,
-                                        smem_addr ring_s, const GroupList &list, int rank) {
-    if (threadIdx.x >= 32 || !elect_one()) return;
-    for (int t = blockIdx.x / p.pair; t < tasks_in(p.groups, list); t += p.clusters) {
-        const Work<K> x(p, list, t);
-        const int col = (x.task.col * p.pair + rank) * K::BN, k0 = K::BY_K ? x.task.begin : 0;
-        for (int step = 0; step < x.steps; ++step) {
-            /* all consumers have read what is overwritten, the other block's of what both get */
-            ring.wait_empty();
-            const smem_addr a_s = ring_s + ring.stage * K::STAGE_BYTES, b_s = a_s + K::A_BYTES;
-            const int k = k0 + step * K::BK;
-            mbarrier_arrive_expect_tx(ring.full(), x.blocks * K::TileA::bytes + K::TileB::bytes);
+/* The policy. K: a kind, which has `prepare` and `take`. */
+template <class K> struct Grouped : OneResult {
+    typedef GroupedParams Params;
+    typedef Work<K> Tile;
+    /* block scales leave no register */
+    static constexpr bool SHARES = true, LISTS = true, OPAQUE_BASE = false;
+    static constexpr int CONSUMERS = 2, PRODUCER_WARPS = 4, PER_SM = 1, CONSUMER_REGS = 240,
+                         PRODUCER_REGS = 24;
+    static constexpr int STAGES = K::STAGES, EMPTY_ARRIVALS = 2;
+    static constexpr int BARRIERS_AT = (K::LIST + (int)sizeof(GroupList) + 15) / 16 * 16;
+    static GK_HD int cluster(const Params &p) { return p.pair; }
+    static __device__ __forceinline__ unsigned stride(const Params &p) {
+        return (unsigned)p.clusters;
+    }
+
+    static __device__ __forceinline__ void begin(const Params &p, smem_addr) {
+        prefetch_tensormap(&p.a);
+        prefetch_tensormap(&p.b);
+    }
+    template <class S> static __device__ __forceinline__ GroupList &list_of(const S &shell) {
+        return *(GroupList *)(shell.base + K::LIST);
+    }
+    template <class S> static __device__ __forceinline__ void list(const S &shell) {
+        list_groups<K::BY_K, K::BM>(shell.p.groups, list_of(shell), threadIdx.x % 32);
+    }
+    template <class S> static __device__ __forceinline__ unsigned tiles(const S &shell) {
+        return (unsigned)tasks_in(shell.p.groups, list_of(shell));
+    }
+    template <class S> static __device__ __forceinline__ Tile tile(const S &shell, unsigned t) {
+        return Tile(shell.p, list_of(shell), (int)t);
+    }
+    template <class S> static __device__ __forceinline__ int steps(const S &, const Tile &x) {
+        return x.steps;
+    }
+
+    struct Source {
+        const Tile &x;
+        int rank, col, k0;
+
+        template <class S>
+        __device__ __forceinline__ Source(const Params &p, const S &shell, const Tile &tile)
+            : x(tile), rank((int)shell.rank),
+              col((tile.task.col * p.pair + (int)shell.rank) * K::BN),
+              k0(K::BY_K ? tile.task.begin : 0) {}
+
+        __device__ __forceinline__ void fill(const Params &p, const ProductStage &s) const {
+            const smem_addr a_s = s.base_s + s.stage * K::STAGE_BYTES, b_s = a_s + K::A_BYTES;
+            const int k = k0 + s.step * K::BK;
+            mbarrier_arrive_expect_tx(s.full_s, x.blocks * K::TileA::bytes + K::TileB::bytes);
 #pragma unroll
             for (int i = 0; i < K::TileB::panels; ++i) {
                 const int n = col + 64 * i;
                 const tma_at at = {
                     {K::ALONG_N ? n : k, K::ALONG_N ? k : n, K::BY_K ? 0 : x.task.group}};
-                tma_load_5d(b_s + i * K::TileB::panel_bytes, &p.b, at, ring.full());
+                tma_load_5d(b_s + i * K::TileB::panel_bytes, &p.b, at, s.full_s);
             }
             for (int i = rank; i < x.blocks; i += p.pair) {
                 const int row = x.row + 64 * i;
                 const tma_at at = {{K::ALONG_M ? row : k, K::ALONG_M ? k : row}};
                 if (p.pair == 1)
-                    tma_load_5d(a_s + i * K::TileA::bytes, &p.a, at, ring.full());
+                    tma_load_5d(a_s + i * K::TileA::bytes, &p.a, at, s.full_s);
                 else
-                    tma_load_5d_multicast(a_s + i * K::TileA::bytes, &p.a, at, ring.full(), 3);
+                    tma_load_5d_multicast(a_s + i * K::TileA::bytes, &p.a, at, s.full_s, 3);
             }
-            ring.advance();
         }
-    }
-    /* all consumers' last arrivals have come: none is on its way to a block that has left */
-    for (int s = 0; s < K::STAGES; ++s) {
-        ring.wait_empty();
-        ring.advance();
-    }
-}
+    };
 
-template <class K>
-__global__ void __launch_bounds__(K::THREADS, 1)
-    grouped_gemm_kernel(const __grid_constant__ Params p) {
-    extern __shared__ __align__(1024) unsigned char smem[];
-    const smem_addr ring_s =
-        (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
-    GroupList &list = *(GroupList *)(smem + (ring_s - cvta_to_shared(smem)) + K::LIST);
-    tma_ring<K::STAGES> ring(ring_s + K::BARRIERS);
-    const int rank = p.pair == 1 ? 0 : (int)cluster_ctarank();
-    if (threadIdx.x == 32) {
-        prefetch_tensormap(&p.a);
-        prefetch_tensormap(&p.b);
-        ring.init(2 * p.pair);
-        fence_mbarrier_init();
-    }
-    griddepcontrol_wait(); /* what the kernel before wrote, the ends too, is there */
-    if (threadIdx.x < 32) list_groups<K::BY_K, K::BM>(p.groups, list, threadIdx.x);
-    if (p.pair > 1) barrier_cluster();
-    __syncthreads();
-    griddepcontrol_launch_dependents();
-    if (threadIdx.x < 128) {
-        setmaxnreg_dec<24>();
-        produce<K>(p, ring, ring_s, list, rank);
-    } else {
-        setmaxnreg_inc<240>();
-        consume<K>(p, ring, ring_s, list,
-                   (float *)(smem + (ring_s - cvta_to_shared(smem)) + K::SCALES));
-    }
-    if (p.pair > 1) barrier_cluster();
-}
+    struct Consumer {
+        Releaser release;
+
+        template <class S>
+        __device__ __forceinline__ explicit Consumer(const S &shell) : release{shell.p} {}
+
+        template <class S> __device__ __forceinline__ void take(S &shell, const Tile &x, int turn) {
+            const Params &p = shell.p;
+            const int warpgroup = (int)threadIdx.x / 128,
+                      rank = p.pair == 1 ? 0 : (int)cluster_ctarank();
+            const int col0 = (x.task.col * p.pair + rank) * K::BN;
+            float *const scales = (float *)(shell.base + K::SCALES) + turn % 2 * K::BN;
+            /* a warpgroup that is a tile ahead writes the other half */
+            K::prepare(p, x, col0, scales);
+            if (x.blocks + 1 - warpgroup >= 4)
+                K::template take<2>(p, shell.ring, shell.base_s, x, col0, scales, release);
+            else if (x.blocks + 1 - warpgroup >= 2)
+                K::template take<1>(p, shell.ring, shell.base_s, x, col0, scales, release);
+            else
+                pass<K>(shell.ring, shell.base_s, x, release);
+        }
+        template <class S> __device__ __forceinline__ void end(const S &) const {}
+    };
+};
 
 /* ---- 3. plan and run ------------------------------------------------------------------------- */
 /* x [rows][cols], or `groups` of them, as TMA reads it, its columns side by side. */
@@ -355,7 +360,7 @@ inline bool grouped_fits(const gk_grouped_gemm_args *g, bool by_k, bool along_n,
 /* All of p but scales. */
 template <class K>
 gk_status run_grouped(const gk_context *ctx, const gk_grouped_gemm_args *g, const gk_plan *plan,
-                      Params &p) {
+                      GroupedParams &p) {
     const int bytes = (int)gk_dtype_bytes(g->a.dtype);
     gk_status status =
         make_tensor_map("grouped_gemm", shape_of(g->a, K::ALONG_M), wgmma_box(bytes, 64), &p.a);
@@ -385,9 +390,7 @@ gk_status run_grouped(const gk_context *ctx, const gk_grouped_gemm_args *g, cons
                 (int)gk_ceil_div(tiles_n, p.pair),
                 ctx->error_word};
     p.clusters = (int)gk_min_i64(gk_ceil_div(plan->tasks, p.pair) + 1, sms / p.pair);
-    return launch<grouped_gemm_kernel<K>>("grouped_gemm", ctx,
-                                          dim3((unsigned)(p.clusters * p.pair)), K::THREADS,
-                                          K::SMEM, p, true, p.pair);
+    return launch_clusters<Grouped<K>>("grouped_gemm", ctx, p, p.clusters);
 }
 
 } // namespace

@@ -1,0 +1,235 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* shell.cuh: the kernel that all of Hopper's products share.
+ *
+ * The shell walks the tiles of a result, fills a ring of stages, and starts and ends a block. A
+ * policy P
+ * says what a tile is: which copies a stage has, how a stage is multiplied, how the sums leave.
+ *
+ * Grid: as many blocks, or clusters of blocks, as the GPU holds at once. Each takes tiles first,
+ * first + step, .. until none is left. The ring runs on over the ends of tiles. The blocks of a
+ * cluster take
+ * the same tiles, and either each a split of k (P::SPLITS_K), or each its own columns and copies
+ * that
+ * all of them read (P::SHARES).
+ * Block: P::CONSUMERS warpgroups multiply. Behind them stand P::PRODUCER_WARPS warps: a thread of
+ * the
+ * first one fills the ring, and the others may help (P::HELPERS).
+ *
+ * Shared memory: what P lays out from 0 to P::BARRIERS_AT, where the ring's barriers and P's own
+ * (P::MORE_BARRIERS) follow. Address 0 is a multiple of 1024.
+ *
+ * A policy has (OneResult below has the common answers):
+ *   Params                     the kernel's parameter
+ *   CONSUMERS, PRODUCER_WARPS, PER_SM (blocks), STAGES, BARRIERS_AT, MORE_BARRIERS
+ *   SPLITS_K, SHARES, cluster(p)   at most one of the two, and the blocks of a cluster: 1 or 2
+ *   stride(p)                  clusters of the grid: tiles from one of a cluster to its next
+ *   OPAQUE_BASE                keeps the base address in a register; false if no register is left
+ *   CONSUMER_REGS, PRODUCER_REGS   for setmaxnreg; 0 leaves the registers as they are
+ *   FULL_ARRIVALS, EMPTY_ARRIVALS  of a stage: of its producers, of one block's consumers
+ *   begin(p, base_s)           one thread: initialises P's own barriers
+ *   LISTS, list(shell)         if LISTS: one warp finds the tiles, from what the kernel before wrote
+ *   Tile, tiles(shell), tile(shell, t), steps(shell, tile)   the walk: how many tiles, a tile, its steps of k
+ *   Source                     where a tile's copies begin: Source(p, shell, tile)
+ *   Source::fill(p, stage)     one thread: announces a stage's bytes and starts its copies
+ *   help(shell)                if HELPERS: the other producer warps
+ *   Consumer                   state of a consumer thread over all tiles: Consumer(shell)
+ *   Consumer::take(shell, tile, turn)  one tile: its stages, then its results
+ *   Consumer::end(shell)       what must have ended before the block may leave
+ *
+ * No branch on a dtype or a kind of scale stands between two waits of a policy's loop. Measured on
+ * an
+ * H200, such branches cost 10 to 15 % of an 8-bit product (docs/worklog/scaled_gemm.md). */
+#ifndef GPUKERN_CUDA_PRODUCT_SHELL_CUH
+#define GPUKERN_CUDA_PRODUCT_SHELL_CUH
+
+#include "gemm/order.cuh"
+#include "../host/launch.cuh"
+#include "../host/tensormap.cuh"
+#include "../layout/wgmma.cuh"
+#include "../ptx/cluster.cuh"
+#include "../ptx/griddepcontrol.cuh"
+#include "../ptx/laneid.cuh"
+#include "../ptx/opaque.cuh"
+#include "../ptx/tma.cuh"
+#include "../tile/tma_ring.cuh"
+
+/* Made on the host: the tiles of one result, and its steps of k, of which a stage holds one. */
+struct ProductWalk {
+    TileOrder order;
+    unsigned tiles;
+    int steps;
+};
+
+inline ProductWalk product_walk(int64_t tiles_m, int64_t tiles_n, int group, int64_t steps) {
+    ProductWalk w;
+    w.order = tile_order((int)tiles_m, (int)tiles_n, group);
+    w.tiles = (unsigned)(tiles_m * tiles_n);
+    w.steps = (int)steps;
+    return w;
+}
+
+/* What a policy inherits that walks the tiles of one result; its Params have `ProductWalk walk`. */
+struct OneResult {
+    typedef TilePlace Tile;
+    static constexpr bool SPLITS_K = false, SHARES = false, LISTS = false, HELPERS = false;
+    static constexpr bool OPAQUE_BASE = true;
+    static constexpr int CONSUMER_REGS = 0, PRODUCER_REGS = 0, FULL_ARRIVALS = 1, MORE_BARRIERS = 0;
+    template <class Params> static GK_HD int cluster(const Params &) { return 1; }
+    template <class Params> static __device__ __forceinline__ unsigned stride(const Params &) {
+        return gridDim.x;
+    }
+    template <class S> static __device__ __forceinline__ unsigned tiles(const S &shell) {
+        return shell.p.walk.tiles;
+    }
+    template <class S> static __device__ __forceinline__ Tile tile(const S &shell, unsigned t) {
+        return tile_place(t, shell.p.walk.order);
+    }
+    template <class S> static __device__ __forceinline__ int steps(const S &shell, const Tile &) {
+        return shell.part_steps;
+    }
+};
+
+/* A stage that the producer is about to fill. */
+struct ProductStage {
+    smem_addr base_s; /* of the block's shared memory */
+    smem_addr full_s; /* the barrier that its bytes count at */
+    int stage;
+    int step;      /* of k, counted over all of k */
+    int tile_step; /* counted from the first step that this block takes of the tile */
+    int turn;      /* tiles that this block has taken before */
+};
+
+template <class P> struct Shell {
+    static constexpr int CONSUMER_WARPS = 4 * P::CONSUMERS;
+    static constexpr int THREADS = 32 * (CONSUMER_WARPS + P::PRODUCER_WARPS);
+    static constexpr int MORE_BARRIERS_AT = P::BARRIERS_AT + tma_ring<P::STAGES>::bytes;
+    static constexpr int SMEM = MORE_BARRIERS_AT + 8 * P::MORE_BARRIERS + WGMMA_BLOCK_BYTES;
+    static constexpr bool CLUSTERS = P::SPLITS_K || P::SHARES;
+    static_assert(SMEM * P::PER_SM + 1024 * (P::PER_SM - 1) <= 227 * 1024,
+                  "shared memory of an SM");
+    static_assert(!(P::SPLITS_K && P::SHARES), "a cluster does one of the two");
+
+    const typename P::Params &p;
+    const smem_addr base_s;
+    unsigned char *const base; /* the same for ordinary loads and stores */
+    tma_ring<P::STAGES> ring;
+    const int warp;             /* of the block, the same in all lanes */
+    const unsigned rank;        /* of the block in its cluster */
+    int first_step, part_steps; /* SPLITS_K: of k, that this block takes of each tile */
+
+    __device__ __forceinline__ Shell(const typename P::Params &params, smem_addr base_at,
+                                     unsigned char *memory)
+        : p(params), base_s(base_at), base(memory), ring(base_at + P::BARRIERS_AT),
+          warp(__shfl_sync(0xffffffff, threadIdx.x / 32, 0)),
+          rank(CLUSTERS ? cluster_ctarank() : 0), first_step(0), part_steps(0) {
+        if constexpr (P::SPLITS_K) {
+            const int part = (p.walk.steps + 1) / 2;
+            first_step = (int)rank * part;
+            part_steps = max(0, min(part, p.walk.steps - first_step));
+        } else if constexpr (!P::LISTS) {
+            part_steps = p.walk.steps;
+        }
+    }
+
+    /* Tiles: of this cluster the first, and from one to the next. */
+    __device__ __forceinline__ unsigned first() const { return blockIdx.x / P::cluster(p); }
+    __device__ __forceinline__ unsigned stride() const { return P::stride(p); }
+
+    __device__ __forceinline__ void sync_all() const {
+        if (CLUSTERS && P::cluster(p) > 1) barrier_cluster();
+        if (!P::SPLITS_K) __syncthreads();
+    }
+
+    /* Barriers are ready when all threads return. The next kernel may then start its own
+     * prologue. */
+    __device__ __forceinline__ void begin() const {
+        if (threadIdx.x == 0) {
+            ring.init(P::EMPTY_ARRIVALS * (P::SHARES ? P::cluster(p) : 1), P::FULL_ARRIVALS);
+            P::begin(p, base_s);
+            fence_mbarrier_init();
+        }
+        if constexpr (P::LISTS) {
+            griddepcontrol_wait();
+            if (warp == CONSUMER_WARPS) P::list(*this);
+        }
+        sync_all();
+        griddepcontrol_launch_dependents();
+    }
+
+    __device__ __forceinline__ void produce() {
+        griddepcontrol_wait();
+        int turn = 0;
+        for (unsigned t = first(); t < P::tiles(*this); t += stride(), ++turn) {
+            const typename P::Tile tile = P::tile(*this, t);
+            const typename P::Source source(p, *this, tile);
+            const int steps = P::steps(*this, tile);
+#pragma unroll 1
+            for (int i = 0; i < steps; ++i) {
+                ring.wait_empty();
+                source.fill(p, {base_s, ring.full(), ring.stage, first_step + i, i, turn});
+                ring.advance();
+            }
+        }
+        /* All consumers' last arrivals have come: none is on its way to a block that has left. */
+        if constexpr (P::SHARES)
+            for (int s = 0; s < P::STAGES; ++s) {
+                ring.wait_empty();
+                ring.advance();
+            }
+    }
+
+    __device__ __forceinline__ void consume() {
+        griddepcontrol_wait();
+        typename P::Consumer consumer(*this);
+        int turn = 0;
+        for (unsigned t = first(); t < P::tiles(*this); t += stride(), ++turn)
+            consumer.take(*this, P::tile(*this, t), turn);
+        consumer.end(*this);
+    }
+};
+
+template <class P>
+__global__ void __launch_bounds__(Shell<P>::THREADS, P::PER_SM)
+    product_kernel(const __grid_constant__ typename P::Params p) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    smem_addr base_s =
+        (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
+    /* The compiler otherwise computes every address anew from the block's base (5 % of a precise
+     * product). */
+    if constexpr (P::OPAQUE_BASE) opaque(base_s);
+    Shell<P> shell(p, base_s, smem + (base_s - cvta_to_shared(smem)));
+    shell.begin();
+    if (shell.warp < Shell<P>::CONSUMER_WARPS) {
+        if constexpr (P::CONSUMER_REGS > 0) setmaxnreg_inc<P::CONSUMER_REGS>();
+        shell.consume();
+    } else {
+        if constexpr (P::PRODUCER_REGS > 0) setmaxnreg_dec<P::PRODUCER_REGS>();
+        if (shell.warp == Shell<P>::CONSUMER_WARPS) {
+            if (elect_one()) shell.produce();
+        } else if constexpr (P::HELPERS) {
+            griddepcontrol_wait();
+            P::help(shell);
+        }
+    }
+    if constexpr (Shell<P>::CLUSTERS) {
+        __syncwarp();
+        /* no block leaves while the other still writes to it */
+        if (P::cluster(p) > 1) barrier_cluster();
+    }
+}
+
+/* clusters: as many as have tiles and as the GPU holds at once. */
+template <class P>
+gk_status launch_clusters(const char *op, const gk_context *ctx, const typename P::Params &p,
+                          int64_t clusters) {
+    return launch<product_kernel<P>>(op, ctx, dim3((unsigned)(clusters * P::cluster(p))),
+                                     Shell<P>::THREADS, Shell<P>::SMEM, p, true, P::cluster(p));
+}
+/* most: blocks that the GPU holds at once. */
+template <class P>
+gk_status launch_product(const char *op, const gk_context *ctx, const typename P::Params &p,
+                         int64_t most) {
+    return launch_clusters<P>(op, ctx, p, gk_min_i64(p.walk.tiles, most / P::cluster(p)));
+}
+
+#endif
