@@ -22,7 +22,9 @@ BY_RETURN_LSE = {  # the type of return_lse: whether it may be left out, what th
 
 
 def argument(a: ast.arg, default: ast.expr | None) -> str:
-    return f"    {a.arg}: {ast.unparse(a.annotation)}{'' if default is None else ' = ...'},\n"
+    quoted = isinstance(a.annotation, ast.Constant)  # a type that is imported for annotations alone
+    annotation = a.annotation.value if quoted else ast.unparse(a.annotation)
+    return f"    {a.arg}: {annotation}{'' if default is None else ' = ...'},\n"
 
 
 def stub(function: ast.FunctionDef, return_lse: str = "") -> str:
@@ -49,7 +51,12 @@ def imports(tree: ast.Module, text: str) -> str:
         "overload",
     }
     kept = ast.parse("from typing import Literal, overload").body
-    for node in tree.body:
+    checking = [
+        node.body
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    for node in sum(checking, tree.body):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             node.names = [x for x in node.names if (x.asname or x.name) in used]
             kept += [node] if node.names else []

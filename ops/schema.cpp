@@ -24,6 +24,16 @@
 #define FLASH_ATTN_ARGS QKV GK_RULES_SCHEMA(flash_attn) ")"
 #define FLASH_ATTN_BWD_ARGS \
     FORWARD_RESULTS ", Tensor? grad_lse=None" GK_RULES_SCHEMA(flash_attn_bwd) ")"
+// A mask or biases: attn_mask is what the op of that name stores, of mask_seq_q queries and
+// mask_seq_k keys.
+#define SCORES                                                                               \
+    ", Tensor? attn_mask=None, int mask_store=0, SymInt mask_seq_q=0, SymInt mask_seq_k=0, " \
+    "Tensor? bias=None, Tensor? distance_bias=None"
+#define FLASH_ATTN_MASKED_ARGS QKV SCORES GK_RULES_SCHEMA(flash_attn) ")"
+#define FLASH_ATTN_MASKED_BWD_ARGS                                                           \
+    FORWARD_RESULTS ", Tensor? grad_lse=None" SCORES                                         \
+                    ", bool need_bias=False, bool need_distance_bias=False" GK_RULES_SCHEMA( \
+                        flash_attn_bwd) ")"
 #define FLASH_ATTN_FP8_ARGS QKV GK_RULES_SCHEMA(flash_attn_fp8) ")"
 // a, b: how out and lse are annotated
 #define ACCUMULATE_ARGS(a, b) \
@@ -253,6 +263,11 @@ void define(gk::Library &m) {
     def_all(m, "flash_attn_bwd", FLASH_ATTN_BWD_ARGS, GRADIENTS);
     def_explain(m, "flash_attn_bwd", FLASH_ATTN_BWD_ARGS);
 
+    def_op(m, "flash_attn_masked", FLASH_ATTN_MASKED_ARGS, OUT_LSE);
+    def_all(m, "flash_attn_masked_bwd", FLASH_ATTN_MASKED_BWD_ARGS,
+            " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dbias, Tensor "
+            "ddistance_bias)");
+
     def_op(m, "flash_attn_varlen", FLASH_ATTN_VARLEN_ARGS, OUT_LSE);
     def_out(m, "flash_attn_varlen", FLASH_ATTN_VARLEN_ARGS);
     def_all(m, "flash_attn_varlen_bwd", FLASH_ATTN_VARLEN_BWD_ARGS, GRADIENTS);
@@ -260,6 +275,12 @@ void define(gk::Library &m) {
     def_op(m, "flash_attn_fp8", FLASH_ATTN_FP8_ARGS, OUT_LSE);
     def_op(m, "flash_attn_varlen_fp8", FLASH_ATTN_VARLEN_FP8_ARGS, OUT_LSE);
 
+    def_all(m, "attn_mask",
+            "(Tensor first, str source, SymInt seq_q, SymInt seq_k, Tensor? kv_indices=None, "
+            "Tensor? full_kv_num_blocks=None, Tensor? full_kv_indices=None, Tensor? mask=None, "
+            "bool is_bits=False, "
+            "bool is_causal=False, bool twins=False)",
+            " -> Tensor out");
     def_all(m, "attn_merge", "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)", OUT_LSE);
 
     m.def("flash_attn_accumulate" ACCUMULATE_ARGS("(a!)", "(b!)") " -> ()");

@@ -20,6 +20,14 @@ from typing import get_args as _get_args
 from torch import float8_e4m3fn as _e4m3
 
 from ._library import ops as _ops
+from .masks import (
+    AttnMask,
+    MaskTiles,
+    attn_mask_blocks,
+    attn_mask_columns,
+    attn_mask_of,
+    attn_mask_ranges,
+)
 from .ops import (
     QuantizedAttn,
     attn_dropout_mask,
@@ -58,6 +66,7 @@ from .ops import (
     weight_gemm,
 )
 from .ops.define import Op as _Op
+from .ops.flash_attn_masked import scores_of as _scores_of
 from .paged.kv_cache import KVCacheScales, OutOfPages, PagedKVCache
 from .tuning import cache as _cache
 
@@ -70,12 +79,18 @@ if TYPE_CHECKING:
     from . import profiling as profiling
 
 __all__ = [
+    "AttnMask",
     "Explanation",
     "KVCacheScales",
+    "MaskTiles",
     "OutOfPages",
     "PagedKVCache",
     "QuantizedAttn",
     "attn_dropout_mask",
+    "attn_mask_blocks",
+    "attn_mask_columns",
+    "attn_mask_of",
+    "attn_mask_ranges",
     "attn_merge",
     "bias_gelu_dropout",
     "check_errors",
@@ -233,6 +248,8 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
         "flash_attn_varlen",
     ):
         op = f"{op}_fp8"  # the raw op that the function of that name calls
+    if op == "flash_attn" and {"attn_mask", "bias", "distance_bias"} & set(kwargs):
+        op, kwargs = _masked_call(args, kwargs)
     declared = next(x for x in _Op.every if x.name == op)
     declared.refuse_types(args, kwargs)
     declared.refuse_non_bools(args, kwargs)
@@ -250,6 +267,16 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
     finally:
         if arch is not None:
             _ops.explain_for.default("")
+
+
+def _masked_call(args: tuple, kwargs: dict[str, _Any]) -> tuple[str, dict[str, _Any]]:
+    """flash_attn with a mask or a bias as a call of the raw op behind it."""
+    q, k = (kwargs[name] if name in kwargs else args[i] for i, name in enumerate("qk"))
+    names = ("attn_mask", "mask_store", "mask_seq_q", "mask_seq_k", "bias", "distance_bias")
+    given = {name: kwargs.get(name) for name in ("attn_mask", "bias", "distance_bias")}
+    return "flash_attn_masked", kwargs | dict(
+        zip(names, _scores_of("flash_attn", q, k, **given), strict=True)
+    )
 
 
 @_contextlib.contextmanager

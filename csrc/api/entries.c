@@ -25,7 +25,7 @@ static gk_status check_call(gk_io *io, bool writes) {
  * can: with what stands behind them, as their size says (gk_flash_attn_accumulate_args), up to
  * MOST_BEHIND bytes. */
 enum {
-    MOST_BEHIND = 32
+    MOST_BEHIND = 64
 };
 #define SETTLE(args, copy, first, rules)                                                       \
     do {                                                                                       \
@@ -37,6 +37,11 @@ enum {
         (copy).args.size = bytes, (copy).args.rules.softcap = softcap, (args) = &(copy).args;  \
     } while (0)
 _Static_assert(sizeof(gk_flash_attn_accumulate_args) <= sizeof(gk_flash_attn_args) + MOST_BEHIND,
+               "a copy has no room");
+_Static_assert(sizeof(gk_flash_attn_masked_args) <= sizeof(gk_flash_attn_args) + MOST_BEHIND,
+               "a copy has no room");
+_Static_assert(sizeof(gk_flash_attn_masked_bwd_args) <=
+                   sizeof(gk_flash_attn_bwd_args) + MOST_BEHIND,
                "a copy has no room");
 #define COPY_OF(arguments)        \
     struct {                      \

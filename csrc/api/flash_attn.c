@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn: what a call of gk_flash_attn_fwd, gk_flash_attn_bwd or gk_flash_attn_fp8 must be, and
  * what it costs. */
+#include "../core/attn_mask.h"
 #include "../formats/attn_scales.h"
 #include "../core/checks.h"
 #include "../core/dispatch.h"
@@ -81,6 +82,72 @@ static gk_status check_rules(const gk_flash_attn_args *f, gk_io *io, gk_dtype dt
     return GK_OK;
 }
 
+/* [B or 1, Hq or 1, Sq or 1, Sk or 1] */
+static gk_status check_bias(const gk_flash_attn_args *f, const gk_tensor *t, gk_io *io) {
+    const int64_t all[4] = {f->q.shape[0], f->q.shape[1], f->q.shape[2], f->k.shape[2]};
+    GK_TRY(gk_take(io, "bias", t, GK_ANY_STRIDES));
+    GK_TRY(gk_check_dtypes(io, "bias", t, f->q.dtype, GK_F32));
+    bool fits = t->ndim == 4;
+    for (int d = 0; fits && d < 4; ++d) fits = t->shape[d] == 1 || t->shape[d] == all[d];
+    GK_REQUIRE(fits, "bias must have 4 dimensions that broadcast to %s, got %s",
+               gk_text_of(4, all).text, gk_text_of(t->ndim, t->shape).text);
+    return GK_OK;
+}
+
+static gk_status check_mask(const gk_flash_attn_args *f, const gk_attn_scores *x, gk_io *io) {
+    const gk_tensor *t = x->mask;
+    const int64_t seq_q = f->q.shape[2], seq_k = f->k.shape[2];
+    GK_TRY(gk_take(io, "attn_mask", t, GK_CONTIGUOUS));
+    GK_TRY(gk_check_dtype(io, "attn_mask", t, GK_I32));
+    GK_TRY(gk_check_dims("attn_mask", t, 3, "[B, H, n]"));
+    GK_REQUIRE(x->mask_seq_q == seq_q && x->mask_seq_k == seq_k,
+               "attn_mask is of %lld queries and %lld keys, q and k have %lld and %lld",
+               (long long)x->mask_seq_q, (long long)x->mask_seq_k, (long long)seq_q,
+               (long long)seq_k);
+    GK_REQUIRE(t->shape[0] == 1 || t->shape[0] == f->q.shape[0],
+               "attn_mask has batch size %lld, expected 1 or %lld", (long long)t->shape[0],
+               (long long)f->q.shape[0]);
+    GK_REQUIRE(t->shape[1] == 1 || t->shape[1] == f->q.shape[1],
+               "attn_mask has %lld heads, expected 1 or %lld, the heads of q",
+               (long long)t->shape[1], (long long)f->q.shape[1]);
+    GK_REQUIRE(x->store >= GK_MASK_DENSE && x->store <= GK_MASK_COLUMNS,
+               "attn_mask has store %d, expected a gk_mask_store", (int)x->store);
+    const int64_t plain = gk_attn_mask_ints(x->store, seq_q, seq_k, 0),
+                  twins = gk_attn_mask_ints(x->store, seq_q, seq_k, 1);
+    GK_REQUIRE(t->shape[2] == plain || t->shape[2] == twins,
+               "attn_mask must have %lld or %lld int32 a head, got %lld; make it with gk_attn_mask",
+               (long long)plain, (long long)twins, (long long)t->shape[2]);
+    return GK_OK;
+}
+
+static gk_status check_scores(const gk_context *ctx, const gk_flash_attn_args *f,
+                              const gk_attn_scores *x, gk_io *io) {
+    if (!x) return GK_OK;
+    GK_REQUIRE(form_of(f) == &dense, "attn_mask, bias and distance_bias are for dense calls");
+    if (x->mask) GK_TRY(check_mask(f, x, io));
+    if (x->bias) GK_TRY(check_bias(f, x->bias, io));
+    if (x->distance_bias) {
+        const gk_tensor *t = x->distance_bias;
+        const int64_t expected[2] = {f->q.shape[1],
+                                     gk_max_i64(0, f->q.shape[2] + f->k.shape[2] - 1)};
+        GK_TRY(gk_take(io, "distance_bias", t, GK_ANY_STRIDES));
+        GK_TRY(gk_check_dtype(io, "distance_bias", t, gk_stats_dtype(f->q.dtype)));
+        GK_REQUIRE(t->ndim == 2 && (t->shape[0] == 1 || t->shape[0] == expected[0]) &&
+                       t->shape[1] == expected[1],
+                   "distance_bias must have shape %s or [1, %lld], got %s",
+                   gk_text_of(2, expected).text, (long long)expected[1],
+                   gk_text_of(t->ndim, t->shape).text);
+        GK_REQUIRE(
+            !f->rules.q_start,
+            "distance_bias must be missing where q_start is given: its entries count from query 0");
+    }
+    if (ctx->device == GK_CUDA)
+        return gk_fail(
+            GK_ERR_UNSUPPORTED,
+            "attn_mask, bias and distance_bias have no kernel on CUDA; supported is the CPU");
+    return GK_OK;
+}
+
 static gk_status check_dropout(const gk_flash_attn_args *f, gk_io *io) {
     GK_REQUIRE(f->dropout_p >= 0 && f->dropout_p < 1,
                "dropout_p must be at least 0 and less than 1, got %g", f->dropout_p);
@@ -133,6 +200,9 @@ gk_status gk_check_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_arg
     if (form_of(f) == &packed) GK_TRY(check_lengths(f, io));
     GK_TRY(check_rules(f, io, f->q.dtype));
     GK_TRY(check_dropout(f, io));
+    GK_TRY(check_scores(ctx, f, gk_scores_of(f), io));
+    GK_REQUIRE(!gk_scores_of(f) || !gk_accumulates(f),
+               "attn_mask, bias and distance_bias must be missing where results accumulate");
     GK_TRY(check_contents(ctx, f, io));
     GK_TRY(gk_accumulates(f) ? check_accumulates(f, io)
                              : check_result_dtype(io, "out_dtype", &f->q, f->out.dtype));
@@ -171,7 +241,11 @@ gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd
     }
     GK_TRY(check_rules(f, io, f->q.dtype));
     GK_TRY(check_dropout(f, io));
+    const gk_attn_scores *scores = gk_scores_of_bwd(g);
+    GK_TRY(check_scores(ctx, f, scores, io));
     GK_TRY(check_contents(ctx, f, io));
+    GK_REQUIRE(!scores || !g->is_part,
+               "attn_mask, bias and distance_bias must be missing where is_part is true");
     const gk_tensor *sinks = f->rules.sinks;
     GK_REQUIRE(sinks || !g->dsinks, "dsinks is given but sinks is not");
     GK_REQUIRE(!g->is_part || !sinks || ctx->device == GK_CPU,
@@ -186,6 +260,18 @@ gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd
     gk_give(io, "dv", &g->dv, g->dq.dtype, ndim, f->v.shape, GK_DENSE_LAST);
     gk_give(io, "dsinks", g->dsinks, sinks ? sinks->dtype : stats, 1, sinks ? sinks->shape : &none,
             GK_ANY_STRIDES)
+        ->optional = true;
+    if (!scores) return GK_OK;
+    const gk_tensor *bias = scores->bias, *distance = scores->distance_bias;
+    GK_REQUIRE(bias || !gk_dbias_of(g), "dbias is given but bias is not");
+    GK_REQUIRE(distance || !gk_ddistance_of(g), "ddistance_bias is given but distance_bias is not");
+    if (!gk_dbias_of(g)) bias = NULL;
+    if (!gk_ddistance_of(g)) distance = NULL;
+    gk_give(io, "dbias", gk_dbias_of(g), bias ? bias->dtype : stats, bias ? 4 : 1,
+            bias ? bias->shape : &none, GK_CONTIGUOUS)
+        ->optional = true;
+    gk_give(io, "ddistance_bias", gk_ddistance_of(g), stats, distance ? 2 : 1,
+            distance ? distance->shape : &none, GK_CONTIGUOUS)
         ->optional = true;
     return GK_OK;
 }

@@ -5,6 +5,7 @@
 
 #include "gpukern_attn_fp8.h"
 #include "gpukern_cache.h"
+#include "gpukern_mask.h"
 #include "gpukern_train.h"
 #include "io.h"
 #include "plan.h"

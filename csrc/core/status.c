@@ -51,6 +51,9 @@ const char *gk_device_error_text(gk_device_error kind) {
                "skip";
     case GK_BAD_POSITIONS: return "rope: positions is expected to hold rows of cos and sin";
     case GK_BAD_TARGETS: return "cross_entropy: target is expected to hold classes or ignore_index";
+    case GK_BAD_MASK_BLOCKS:
+        return "attn_mask_blocks: kv_num_blocks is expected to hold counts of the lists, and "
+               "kv_indices blocks of the keys";
     case GK_NUM_DEVICE_ERRORS: break;
     }
     return "unknown gk_device_error";

@@ -172,6 +172,9 @@ static const gk_cpu_instance cross_entropy_fwd_rows[] = {EVERY_ISA(cross_entropy
 static const gk_cpu_instance cross_entropy_bwd_rows[] = {EVERY_ISA(cross_entropy_bwd),
                                                          REF_ROW(cross_entropy_bwd)};
 static const gk_cpu_instance dropout_rows[] = {EVERY_ISA(dropout), REF_ROW(dropout)};
+/* bits alone: ref/ serves */
+static const gk_cpu_instance attn_mask_rows[] = {
+    {"attn_mask", GK_I32, GK_ISA_BASE, &attn_mask_ref}};
 static const gk_cpu_instance adamw_rows[] = {EVERY_ISA(adamw), REF_ROW(adamw)};
 
 const gk_cpu_instance *gk_cpu_instances(gk_op op, int *num_rows) {

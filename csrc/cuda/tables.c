@@ -49,7 +49,7 @@ extern const gk_cuda_table gk_softmax_bwd_table, gk_softmax_bwd_sm90a_table,
 extern const gk_cuda_table gk_glu_fwd_table, gk_glu_bwd_table, gk_rope_table;
 extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_fwd_sm90a_table,
     gk_cross_entropy_bwd_table;
-extern const gk_cuda_table gk_dropout_table, gk_adamw_table;
+extern const gk_cuda_table gk_dropout_table, gk_adamw_table, gk_attn_mask_table;
 
 /* plans for the three behind it, too */
 static const gk_cuda_table *const gemm_tables[] = {
@@ -110,6 +110,7 @@ static const gk_cuda_table *const cross_entropy_fwd_tables[] = {&gk_cross_entrop
 static const gk_cuda_table *const cross_entropy_bwd_tables[] = {&gk_cross_entropy_bwd_table};
 static const gk_cuda_table *const dropout_tables[] = {&gk_dropout_table};
 static const gk_cuda_table *const adamw_tables[] = {&gk_adamw_table};
+static const gk_cuda_table *const attn_mask_tables[] = {&gk_attn_mask_table};
 
 const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
     switch (op) {

@@ -129,6 +129,7 @@ typedef enum gk_device_error {
     GK_BAD_SLOTS = 3,        /* kv_cache_write: a slot past the cache */
     GK_BAD_POSITIONS = 4,    /* rope: a position outside cos and sin */
     GK_BAD_TARGETS = 5,      /* cross_entropy: a target outside [0, V) that is not ignore_index */
+    GK_BAD_MASK_BLOCKS = 6,  /* attn_mask: a count or an index of blocks out of range */
     GK_NUM_DEVICE_ERRORS = 8 /* some to come: one read for all */
 } gk_device_error;
 

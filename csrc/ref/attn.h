@@ -5,7 +5,10 @@
 #define GPUKERN_REF_ATTN_H
 
 #include "../formats/attn_dropout.h"
+#include "../core/attn_mask.h"
 #include "../core/internal.h"
+
+#include <float.h>
 
 enum {
     REF_ROWS = 4,           /* rows that share each key that is loaded */
@@ -101,6 +104,54 @@ static inline double ref_logit(const ref_score *s, double qk, int64_t i, int64_t
     return x;
 }
 
+/* ---- masks and biases ------------------------------------------------------------------------ */
+/* Those of head h of sequence b. */
+typedef struct ref_scores {
+    const gk_attn_scores *x; /* NULL = none */
+    gk_mask mask;
+    int64_t b, h, seq_q;
+} ref_scores;
+
+static inline int64_t ref_place(const gk_tensor *t, const int64_t *at) {
+    int64_t offset = 0;
+    for (int d = 0; d < t->ndim; ++d) offset += t->shape[d] == 1 ? 0 : at[d] * t->stride[d];
+    return offset;
+}
+
+static inline ref_scores ref_scores_make(const gk_attn_scores *x, int64_t b, int64_t h,
+                                         int64_t seq_q, int64_t seq_k) {
+    ref_scores s = {.x = x, .b = b, .h = h, .seq_q = seq_q};
+    if (!x || !x->mask) return s;
+    const int64_t at[3] = {b, h, 0};
+    const gk_mask_layout layout = gk_mask_layout_of(x->store, seq_q, seq_k, false);
+    s.mask = gk_mask_at((const int32_t *)x->mask->data + ref_place(x->mask, at), &layout, x->store,
+                        seq_q, seq_k);
+    return s;
+}
+
+static inline double ref_lowest(gk_dtype dtype) {
+    return dtype == GK_F64    ? -DBL_MAX
+           : dtype == GK_F16  ? -65504.0
+           : dtype == GK_BF16 ? -0x1.fep127
+                              : -(double)FLT_MAX;
+}
+
+/* Adds biases to the logit of row i and key j; false: the key is hidden. */
+static inline bool ref_scores_add(const ref_scores *s, int64_t i, int64_t j, double *logit) {
+    if (!s->x) return true;
+    const int64_t at[4] = {s->b, s->h, i, j}, distance_at[2] = {s->h, j - i + s->seq_q - 1};
+    if (s->x->mask && !gk_mask_sees(&s->mask, i, j)) return false;
+    const gk_tensor *bias[2] = {s->x->bias, s->x->distance_bias};
+    for (int n = 0; n < 2; ++n) {
+        if (!bias[n]) continue;
+        const double value =
+            gk_load(bias[n]->data, bias[n]->dtype, ref_place(bias[n], n ? distance_at : at));
+        if (value <= ref_lowest(bias[n]->dtype)) return false;
+        *logit += value;
+    }
+    return true;
+}
+
 /* ---- one block of rows ----------------------------------------------------------------------- */
 /* Key j of one sequence and one head: its row in k and v, in pages or side by side. */
 typedef struct ref_keys {
@@ -151,6 +202,7 @@ typedef struct ref_block {
     int64_t drop_row[REF_ROWS];  /* its rows */
     bool
         accumulates; /* out and lse hold the attention over other keys, and become that over both */
+    const ref_scores *scores; /* NULL = none */
 } ref_block;
 
 static inline void ref_attend(const ref_block *x) {
@@ -179,15 +231,20 @@ static inline void ref_attend(const ref_block *x) {
     /* 2. key by key: logits of the rows that see it, then their share of its value */
     for (int64_t j = first; j < end; ++j) {
         const double *k = NULL, *v = NULL;
+        bool sees[REF_ROWS];
         for (int64_t r = 0; r < x->rows; ++r) {
             p[r] = 0;
-            if (j < x->lo[r] || j >= x->hi[r]) continue;
+            sees[r] = j >= x->lo[r] && j < x->hi[r];
+            double none = 0;
+            if (sees[r] && x->scores) sees[r] = ref_scores_add(x->scores, x->i0 + r, j, &none);
+            if (!sees[r]) continue;
             if (!k)
                 k = ref_row(x->keys->k,
                             ref_key_offset(x->keys, x->keys->k, x->keys->k_at, x->keys->k_step, j),
                             head_dim, key);
             double qk = ref_dot(q[r], k, head_dim) * ref_page_scale(x->keys, x->keys->k_scale, j);
             double slope_of_cap, s = ref_logit(x->score, qk, x->i0 + r, j, &slope_of_cap);
+            if (x->scores) (void)ref_scores_add(x->scores, x->i0 + r, j, &s);
             if (s > peak[r]) {
                 double shrink = exp(peak[r] - s);
                 total[r] *= shrink;
@@ -202,7 +259,7 @@ static inline void ref_attend(const ref_block *x) {
             total_part[r] += p[r];
         }
         for (int64_t r = 0; r < x->rows; ++r) {
-            if (j < x->lo[r] || j >= x->hi[r]) continue;
+            if (!sees[r]) continue;
             if (!v)
                 v = ref_row(x->keys->v,
                             ref_key_offset(x->keys, x->keys->v, x->keys->v_at, x->keys->v_step, j),

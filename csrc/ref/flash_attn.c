@@ -23,6 +23,7 @@ typedef struct flash_job {
     int64_t tokens_q, tokens_k, heads_q, heads_kv, group, head_dim, head_dim_v;
     bool packed;
     gk_attn_keep dropout;
+    const gk_attn_scores *scores; /* a mask or biases; NULL = none */
 } flash_job;
 
 static flash_job job_make(const gk_flash_attn_args *x) {
@@ -100,6 +101,7 @@ static void fwd_rows(const flash_job *job, const sequence *s, int64_t h, int64_t
     keys.k_step = token_step(job, &x->k);
     keys.v_step = token_step(job, &x->v);
     ref_score score = ref_score_make(&x->rules, s->b, h, s->diagonal, 1);
+    ref_scores scores = ref_scores_make(job->scores, s->b, h, s->seq_q, s->seq_k);
     ref_block block = {.q = &x->q,
                        .out = &x->out,
                        .lse = &x->lse,
@@ -109,6 +111,7 @@ static void fwd_rows(const flash_job *job, const sequence *s, int64_t h, int64_t
                        .v_scale = job->dropout.factor,
                        .dropout = job->dropout.most ? &job->dropout : NULL,
                        .accumulates = gk_accumulates(x),
+                       .scores = job->scores ? &scores : NULL,
                        .head = h,
                        .i0 = i0,
                        .rows = rows};
@@ -148,6 +151,7 @@ static void fwd_task(void *arg, int64_t task, int64_t worker) {
 
 void gk_ref_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args) {
     flash_job job = job_make(args);
+    job.scores = gk_scores_of(args);
     gk_parallel(ctx, gk_ceil_div(job.tokens_q, REF_TOKENS) * job.heads_q, fwd_task, &job);
 }
 
@@ -177,15 +181,24 @@ static bool row_load(row *to, const flash_job *job, const sequence *s, int64_t h
     return true;
 }
 
-/* p_ij, as it counts in dv, and ds_ij of a visible pair. */
-static double pair_gradient(const flash_job *job, const ref_score *score, const row *r,
-                            const double *k, const double *v, int64_t i, int64_t j, double *p) {
+/* p_ij, as it counts in dv, ds_ij and what it is before softcap, of a pair that the span shows.
+ * false: a mask or a bias hides it. */
+static bool pair_gradient(const flash_job *job, const ref_score *score, const ref_scores *scores,
+                          const row *r, const double *k, const double *v, int64_t i, int64_t j,
+                          double *p, double *ds, double *raw) {
     double slope_of_cap,
         logit = ref_logit(score, ref_dot(r->q, k, job->head_dim), i, j, &slope_of_cap);
+    if (!ref_scores_add(scores, i, j, &logit)) return false;
     const double factor = gk_attn_kept(&job->dropout, r->drop_row, j) ? job->dropout.factor : 0;
     const double all = exp(logit - r->lse);
     *p = factor * all;
-    return all * (factor * ref_dot(r->dout, v, job->head_dim_v) - r->delta) * slope_of_cap;
+    *raw = all * (factor * ref_dot(r->dout, v, job->head_dim_v) - r->delta);
+    *ds = *raw * slope_of_cap;
+    return true;
+}
+
+static ref_scores scores_of(const flash_job *job, const sequence *s, int64_t h) {
+    return ref_scores_make(job->scores, s->b, h, s->seq_q, s->seq_k);
 }
 
 /* ---- backward by rows: dq -------------------------------------------------------------------- */
@@ -195,6 +208,7 @@ static void dq_row(const flash_job *job, const sequence *s, int64_t h, int64_t i
     int64_t h_kv = h / job->group;
     double sum[REF_MAX_HEAD_DIM] = {0}, k_buf[REF_MAX_HEAD_DIM], v_buf[REF_MAX_HEAD_DIM];
     ref_score score = ref_score_make(&x->rules, s->b, h, s->diagonal, 1);
+    ref_scores scores = scores_of(job, s, h);
     int64_t lo = gk_span_lo(&s->span, i), hi = gk_span_hi(&s->span, i);
     row r;
     if (lo < hi && row_load(&r, job, s, h, i)) {
@@ -203,8 +217,9 @@ static void dq_row(const flash_job *job, const sequence *s, int64_t h, int64_t i
                 ref_row(&x->k, at(job, &x->k, s->b, s->start_k, h_kv, j), job->head_dim, k_buf);
             const double *v =
                 ref_row(&x->v, at(job, &x->v, s->b, s->start_k, h_kv, j), job->head_dim_v, v_buf);
-            double p, ds = pair_gradient(job, &score, &r, k, v, i, j, &p);
-            ref_add_scaled(sum, ds, k, job->head_dim);
+            double p, ds, raw;
+            if (pair_gradient(job, &score, &scores, &r, k, v, i, j, &p, &ds, &raw))
+                ref_add_scaled(sum, ds, k, job->head_dim);
         }
     }
     store_row(dq, at(job, dq, s->b, s->start_q, h, i), sum, x->rules.scale, job->head_dim);
@@ -246,13 +261,17 @@ static void dkv_keys(const flash_job *job, const sequence *s, int64_t h_kv, int6
     }
     for (int64_t h = h_kv * job->group; h < (h_kv + 1) * job->group; ++h) {
         ref_score score = ref_score_make(&x->rules, s->b, h, s->diagonal, 1);
+        ref_scores scores = scores_of(job, s, h);
         for (int64_t i = 0; i < s->seq_q; ++i) {
             int64_t lo = gk_max_i64(gk_span_lo(&s->span, i), j0),
                     hi = gk_min_i64(gk_span_hi(&s->span, i), j0 + keys);
             row r;
             bool seen = lo < hi && row_load(&r, job, s, h, i);
             for (int64_t j = lo; seen && j < hi; ++j) {
-                double p, ds = pair_gradient(job, &score, &r, k[j - j0], v[j - j0], i, j, &p);
+                double p, ds, raw;
+                if (!pair_gradient(job, &score, &scores, &r, k[j - j0], v[j - j0], i, j, &p, &ds,
+                                   &raw))
+                    continue;
                 ref_add_scaled(dk_part[j - j0], ds, r.q, job->head_dim);
                 ref_add_scaled(dv_part[j - j0], p, r.dout, job->head_dim_v);
             }
@@ -317,6 +336,16 @@ static double part_of_row(const flash_job *job, const sequence *s, const row *r,
     return sum;
 }
 
+/* Whether row i of head h sees a key. */
+static bool sees_any(const flash_job *job, const sequence *s, int64_t h, int64_t i) {
+    const int64_t lo = gk_span_lo(&s->span, i), hi = gk_span_hi(&s->span, i);
+    const ref_scores scores = scores_of(job, s, h);
+    double none = 0;
+    for (int64_t j = lo; j < hi; ++j)
+        if (ref_scores_add(&scores, i, j, &none)) return true;
+    return false;
+}
+
 /* Rows that see no key but the sink count too, whatever their dO holds: their lse is the sink. */
 static void dsink_task(void *arg, int64_t task, int64_t worker) {
     (void)worker;
@@ -330,7 +359,7 @@ static void dsink_task(void *arg, int64_t task, int64_t worker) {
         for (int64_t i = 0; i < s.seq_q; ++i) {
             row r;
             double x = 0;
-            if (gk_span_lo(&s.span, i) < gk_span_hi(&s.span, i)) {
+            if (sees_any(job, &s, task, i)) {
                 if (!row_load(&r, job, &s, task, i)) continue;
                 x = -exp(sink - r.lse) *
                     (job->bwd->is_part ? part_of_row(job, &s, &r, task, i) : r.delta);
@@ -346,10 +375,82 @@ static void dsink_task(void *arg, int64_t task, int64_t worker) {
              isfinite(sum) ? sum + lost : sum);
 }
 
+/* ---- backward of biases ---------------------------------------------------------------------- */
+/* dS before softcap of row i of head h and keys [j0, j0 + n), added to `sum`; a bias of one column
+ * has all of them in sum[0]. */
+static void add_row_gradients(const flash_job *job, const sequence *s, int64_t h, int64_t i,
+                              int64_t j0, int64_t n, double *sum, int64_t step) {
+    const gk_flash_attn_args *x = job->x;
+    const int64_t h_kv = h / job->group;
+    const int64_t lo = gk_max_i64(gk_span_lo(&s->span, i), j0),
+                  hi = gk_min_i64(gk_span_hi(&s->span, i), j0 + n);
+    double k_buf[REF_MAX_HEAD_DIM], v_buf[REF_MAX_HEAD_DIM];
+    const ref_score score = ref_score_make(&x->rules, s->b, h, s->diagonal, 1);
+    const ref_scores scores = scores_of(job, s, h);
+    row r;
+    if (lo >= hi || !row_load(&r, job, s, h, i)) return;
+    for (int64_t j = lo; j < hi; ++j) {
+        const double *k =
+            ref_row(&x->k, at(job, &x->k, s->b, s->start_k, h_kv, j), job->head_dim, k_buf);
+        const double *v =
+            ref_row(&x->v, at(job, &x->v, s->b, s->start_k, h_kv, j), job->head_dim_v, v_buf);
+        double p, ds, raw;
+        if (pair_gradient(job, &score, &scores, &r, k, v, i, j, &p, &ds, &raw))
+            sum[(j - j0) * step] += raw;
+    }
+}
+
+/* A task owns up to REF_TOKENS columns of one row of dbias. */
+static void dbias_task(void *arg, int64_t task, int64_t worker) {
+    (void)worker;
+    const flash_job *job = arg;
+    const gk_tensor *t = gk_dbias_of(job->bwd);
+    const int64_t parts = gk_ceil_div(t->shape[3], REF_TOKENS), col = task % parts * REF_TOKENS,
+                  row_of = task / parts;
+    const int64_t i_of = row_of % t->shape[2], h_of = row_of / t->shape[2] % t->shape[1];
+    const int64_t b_of = row_of / t->shape[2] / t->shape[1];
+    const bool all_keys = t->shape[3] == 1;
+    const int64_t cols = gk_min_i64(REF_TOKENS, t->shape[3] - col);
+    double sum[REF_TOKENS] = {0};
+    for (int64_t b = b_of; b < (t->shape[0] == 1 ? job->q.batch : b_of + 1); ++b) {
+        const sequence s = sequence_make(job, b);
+        for (int64_t h = h_of; h < (t->shape[1] == 1 ? job->heads_q : h_of + 1); ++h)
+            for (int64_t i = i_of; i < (t->shape[2] == 1 ? s.seq_q : i_of + 1); ++i)
+                add_row_gradients(job, &s, h, i, all_keys ? 0 : col, all_keys ? s.seq_k : cols, sum,
+                                  !all_keys);
+    }
+    for (int64_t c = 0; c < cols; ++c)
+        gk_store(t->data, t->dtype, row_of * t->shape[3] + col + c, sum[c]);
+}
+
+/* A task owns one distance of one head. */
+static void ddistance_task(void *arg, int64_t task, int64_t worker) {
+    (void)worker;
+    const flash_job *job = arg;
+    const gk_tensor *t = gk_ddistance_of(job->bwd);
+    const int64_t h_of = task / t->shape[1], distance = task % t->shape[1] - (job->q.length - 1);
+    double sum = 0;
+    for (int64_t b = 0; b < job->q.batch; ++b) {
+        const sequence s = sequence_make(job, b);
+        for (int64_t h = h_of; h < (t->shape[0] == 1 ? job->heads_q : h_of + 1); ++h)
+            for (int64_t i = gk_max_i64(0, -distance); i < gk_min_i64(s.seq_q, s.seq_k - distance);
+                 ++i)
+                add_row_gradients(job, &s, h, i, i + distance, 1, &sum, 0);
+    }
+    gk_store(t->data, t->dtype, task, sum);
+}
+
 void gk_ref_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *args) {
     flash_job job = job_make(&args->fwd);
     job.bwd = args;
+    job.scores = gk_scores_of_bwd(args);
     gk_parallel(ctx, gk_ceil_div(job.tokens_q, REF_TOKENS) * job.heads_q, dq_task, &job);
     gk_parallel(ctx, gk_ceil_div(job.tokens_k, REF_TOKENS) * job.heads_kv, dkv_task, &job);
     if (args->dsinks && args->fwd.rules.sinks) gk_parallel(ctx, job.heads_q, dsink_task, &job);
+    const gk_tensor *dbias = gk_dbias_of(args), *ddistance = gk_ddistance_of(args);
+    if (dbias) {
+        const int64_t rows = dbias->shape[0] * dbias->shape[1] * dbias->shape[2];
+        gk_parallel(ctx, rows * gk_ceil_div(dbias->shape[3], REF_TOKENS), dbias_task, &job);
+    }
+    if (ddistance) gk_parallel(ctx, gk_numel(ddistance), ddistance_task, &job);
 }

@@ -19,7 +19,7 @@ def calls():
     return {
         **{name: op.make() for name, op in OPS.items()},
         "gemm": product(bias=t(5), c=t(3, 5)),
-        "flash_attn": dense(alibi_slopes=t(4), sinks=t(4)),
+        "flash_attn": dense(alibi_slopes=t(4), sinks=t(4), bias=t(5, 6), distance_bias=t(4, 10)),
         "flash_attn_varlen": packed(alibi_slopes=t(4), sinks=t(4)),
         "paged_attn": paged(alibi_slopes=t(4), sinks=t(4)),
         "rms_norm": normed(bias=t(8), residual=t(2, 3, 8)),
@@ -31,6 +31,10 @@ def calls():
             q=t(1, 2, 3, 8).int(), k=t(1, 2, 5, 8).int(), p=0.5, seed=torch.tensor([1, 2])
         ),
         "dropout_mask": dict(shape=(3, 4), p=0.5, seed=torch.tensor([1, 2])),
+        "attn_mask_of": dict(mask=t(3, 4).bool()),
+        "attn_mask_ranges": dict(ranges=t(3, 2).int(), seq_k=4),
+        "attn_mask_columns": dict(rows=t(4, 1).int(), seq_q=3, is_causal=True),
+        "attn_mask_blocks": dict(kv_num_blocks=t(1).int(), kv_indices=t(1, 1).int() * 0, seq_q=3, seq_k=4),
         "linear": dict(x=t(3, 4), weight=t(5, 4), bias=t(5)),
         "linear_cross_entropy": dict(
             x=t(3, 4), weight=t(7, 4), target=torch.tensor([0, 6, 1]), bias=t(7), class_weight=t(7)

@@ -11,6 +11,8 @@
  * of terms)). */
 #include "check.h"
 
+#include "core/attn_mask.h"
+
 static int num_isas;
 
 typedef struct flash_case {
@@ -22,6 +24,7 @@ typedef struct flash_case {
     int alibi;    /* 0 none, 1 [Hq], 2 [B, Hq] */
     int64_t diagonal, window_left, window_right;
     double scale, softcap, dropout;
+    bool mask, bias; /* dense: random blocks, and a bias of all dimensions */
 } flash_case;
 
 /* All that a case owns. */
@@ -32,6 +35,9 @@ typedef struct flash_data {
     gk_tensor seed_t;
     gk_flash_attn_args args;
     double max_logit;
+    check_tensor bias;
+    gk_tensor mask;        /* stored, [1, Hq, n] */
+    gk_attn_scores scores; /* where the case has a mask or a bias */
 } flash_data;
 
 /* ---- inputs ---------------------------------------------------------------------------------- */
@@ -128,6 +134,42 @@ static void poison(const flash_case *x, flash_data *d) {
     }
 }
 
+/* A mask of each head whose blocks are empty, full or random, with rows that see nothing; and a
+ * bias that hides some keys. */
+static void make_scores(const flash_case *x, flash_data *d) {
+    const int64_t shape[4] = {x->batch, x->heads_q, x->seq_q, x->seq_k},
+                  pairs = x->heads_q * x->seq_q * x->seq_k;
+    uint8_t *bytes = check_alloc((size_t)pairs + 1);
+    for (int64_t e = 0; e < pairs; ++e) {
+        const int64_t j = e % x->seq_k, i = e / x->seq_k % x->seq_q, h = e / x->seq_k / x->seq_q;
+        const int64_t kind = (i / 128 * 5 + j / 128 * 3 + h) % 4; /* 0 empty, 1 full, else random */
+        bytes[e] = i % 37 == 5 ? 0 : kind == 0 ? 0 : kind == 1 ? 1 : (uint8_t)check_below(2);
+    }
+    const gk_tensor mask = {.data = bytes,
+                            .dtype = GK_U8,
+                            .ndim = 4,
+                            .shape = {1, x->heads_q, x->seq_q, x->seq_k},
+                            .stride = {pairs, x->seq_q * x->seq_k, x->seq_k, 1}};
+    const int64_t ints = gk_attn_mask_ints(GK_MASK_DENSE, x->seq_q, x->seq_k, 0);
+    d->mask = (gk_tensor){.data = check_alloc((size_t)(4 * x->heads_q * ints) + 4),
+                          .dtype = GK_I32,
+                          .ndim = 3,
+                          .shape = {1, x->heads_q, ints},
+                          .stride = {x->heads_q * ints, ints, 1}};
+    const gk_attn_mask_args args = {.size = sizeof args,
+                                    .source = GK_MASK_OF_BOOL,
+                                    .mask = &mask,
+                                    .seq_q = x->seq_q,
+                                    .seq_k = x->seq_k,
+                                    .out = d->mask};
+    gk_context serial = check_context(NULL, 1);
+    const gk_status status = gk_attn_mask(&serial, &args);
+    check_result(status == GK_OK, "%s", gk_last_error());
+    d->bias = check_dense(x->dtype, 4, shape);
+    check_fill_normal(&d->bias, 1);
+    for (int64_t e = 0; e < gk_numel(&d->bias.t); e += 11) check_set(&d->bias.t, e, -INFINITY);
+}
+
 static flash_data make_data(const flash_case *x) {
     flash_data d;
     memset(&d, 0, sizeof d);
@@ -183,6 +225,7 @@ static flash_data make_data(const flash_case *x) {
                                             .diagonal = x->q_start ? 0 : x->diagonal,
                                             .window_left = x->window_left,
                                             .window_right = x->window_right}};
+    if (x->mask || x->bias) make_scores(x, &d);
     return d;
 }
 
@@ -201,8 +244,14 @@ static void bind(const flash_case *x, flash_data *d) {
         (gk_tensor){.data = d->seed, .dtype = GK_I64, .ndim = 1, .shape = {2}, .stride = {1}};
     d->args.dropout_p = x->dropout;
     d->args.dropout_seed = x->dropout > 0 ? &d->seed_t : NULL;
+    d->scores = (gk_attn_scores){.mask = x->mask ? &d->mask : NULL,
+                                 .store = GK_MASK_DENSE,
+                                 .mask_seq_q = x->seq_q,
+                                 .mask_seq_k = x->seq_k,
+                                 .bias = x->bias ? &d->bias.t : NULL};
     poison(x, d);
     d->max_logit = 1 + fabs(x->scale) * check_longest_row(&d->q.t) * check_longest_row(&d->k.t);
+    if (x->bias) d->max_logit += 6;
     if (x->alibi)
         d->max_logit += 0.3 * (double)(x->seq_q + x->seq_k + llabs((long long)x->diagonal));
 }
@@ -237,6 +286,15 @@ static void add_pair(const flash_case *x, const flash_data *d, const flash_value
     int64_t q_at = row_at(x, &d->q.t, b, s->q0, h, i), v_at = row_at(x, &d->v.t, b, s->k0, h_kv, j);
     int64_t dout_at = row_at(x, &d->dout.t, b, s->q0, h, i);
     double logit = 0, reach = row_size;
+    const gk_mask_layout layout = gk_mask_layout_of(GK_MASK_DENSE, x->seq_q, x->seq_k, false);
+    if (x->mask) {
+        const gk_mask mask = gk_mask_at((const int32_t *)d->mask.data + h * d->mask.stride[1],
+                                        &layout, GK_MASK_DENSE, x->seq_q, x->seq_k);
+        if (!gk_mask_sees(&mask, i, j)) return;
+    }
+    const double bias =
+        x->bias ? check_get(&d->bias.t, ((b * x->heads_q + h) * x->seq_q + i) * x->seq_k + j) : 0;
+    if (bias == -INFINITY) return;
     const double *q = of->q + q_at, *k = of->k + k_at, *v = of->v + v_at,
                  *dout = of->dout + dout_at;
     for (int64_t e = 0; e < x->head_dim; ++e) logit += q[e] * k[e];
@@ -245,6 +303,7 @@ static void add_pair(const flash_case *x, const flash_data *d, const flash_value
     if (x->alibi)
         logit -= check_get(&d->slopes.t, x->alibi == 2 ? b * x->heads_q + h : h) *
                  fabs((double)(i + s->diagonal - j));
+    logit += bias;
     const double p = exp(logit - lse), kept = 1 / (1 - x->dropout);
     double *dv = (double *)z->dv.t.data + row_at(x, &z->dv.t, b, s->k0, h_kv, j);
     for (int64_t e = 0; e < x->head_dim_v; ++e) {
@@ -312,14 +371,16 @@ static void check_fwd(const flash_case *x, const flash_data *d) {
     check_tensor size = check_dense(GK_F64, ndim, d->out_shape),
                  lse_size = check_dense(GK_F64, ndim - 1, d->lse_shape);
     check_tensor abs_v = check_map(&d->v, fabs);
-    gk_flash_attn_args args = d->args;
-    args.v = abs_v.t;
-    args.out = size.t;
-    args.lse = lse.t;
-    gk_ref_flash_attn_fwd(&serial, &args);
-    args.v = d->args.v;
-    args.out = exact.t;
-    gk_ref_flash_attn_fwd(&serial, &args);
+    gk_flash_attn_masked_args all = {.fwd = d->args, .scores = d->scores};
+    gk_flash_attn_args *args = &all.fwd;
+    if (x->mask || x->bias) args->size = sizeof all;
+    args->v = abs_v.t;
+    args->out = size.t;
+    args->lse = lse.t;
+    gk_ref_flash_attn_fwd(&serial, args);
+    args->v = d->args.v;
+    args->out = exact.t;
+    gk_ref_flash_attn_fwd(&serial, args);
     check_fill(&lse_size, d->max_logit);
 
     bool half = x->dtype == GK_BF16 || x->dtype == GK_F16;
@@ -341,9 +402,9 @@ static void check_fwd(const flash_case *x, const flash_data *d) {
             got_lse[w] = check_dense(stats, ndim - 1, d->lse_shape);
             check_remember(&out[w]);
             check_remember(&got_lse[w]);
-            args.out = out[w].t;
-            args.lse = got_lse[w].t;
-            run_fwd(check_isa_names[i], w == 0 ? 1 : CHECK_WORKERS, &args);
+            args->out = out[w].t;
+            args->lse = got_lse[w].t;
+            run_fwd(check_isa_names[i], w == 0 ? 1 : CHECK_WORKERS, args);
             check_untouched(&out[w], "out");
             check_untouched(&got_lse[w], "lse");
         }
@@ -378,13 +439,18 @@ static void check_bwd(const flash_case *x, const flash_data *d) {
     gk_dtype stats = gk_stats_dtype(x->dtype);
     check_tensor out = check_dense(x->dtype, (int)d->ndim, d->out_shape);
     check_tensor lse = check_dense(stats, (int)d->ndim - 1, d->lse_shape);
-    gk_flash_attn_bwd_args args = {.size = sizeof args,
-                                   .fwd = d->args,
-                                   .grad_out = d->dout.t,
-                                   .grad_lse = x->grad_lse ? &d->dlse.t : NULL};
-    args.fwd.out = out.t;
-    args.fwd.lse = lse.t;
-    gk_ref_flash_attn_fwd(&serial, &args.fwd);
+    gk_flash_attn_masked_args forward = {.fwd = d->args, .scores = d->scores};
+    if (x->mask || x->bias) forward.fwd.size = sizeof forward;
+    forward.fwd.out = out.t;
+    forward.fwd.lse = lse.t;
+    gk_ref_flash_attn_fwd(&serial, &forward.fwd);
+    gk_flash_attn_masked_bwd_args all = {.scores = d->scores};
+    gk_flash_attn_bwd_args *args = &all.bwd;
+    args->size = x->mask || x->bias ? sizeof all : sizeof *args;
+    args->fwd = forward.fwd;
+    args->fwd.size = sizeof args->fwd;
+    args->grad_out = d->dout.t;
+    args->grad_lse = x->grad_lse ? &d->dlse.t : NULL;
 
     /* 2. exact gradients and their sizes */
     check_tensor exact[4], *size[4];
@@ -402,12 +468,12 @@ static void check_bwd(const flash_case *x, const flash_data *d) {
     exact[3] = check_dense(GK_F64, 1, &x->heads_q);
     sizes.dsinks = check_dense(GK_F64, 1, &x->heads_q);
     check_fill(&sizes.dsinks, 0);
-    args.dq = exact[0].t;
-    args.dk = exact[1].t;
-    args.dv = exact[2].t;
-    args.dsinks = x->sinks ? &exact[3].t : NULL;
-    gk_ref_flash_attn_bwd(&serial, &args);
-    add_sizes(x, d, &sizes, &args.fwd);
+    args->dq = exact[0].t;
+    args->dk = exact[1].t;
+    args->dv = exact[2].t;
+    args->dsinks = x->sinks ? &exact[3].t : NULL;
+    gk_ref_flash_attn_bwd(&serial, args);
+    add_sizes(x, d, &sizes, &args->fwd);
 
     /* 3. the kernels; a sum over rows runs over the whole group */
     static const char *const names[4] = {"dq", "dk", "dv", "dsinks"};
@@ -432,11 +498,11 @@ static void check_bwd(const flash_case *x, const flash_data *d) {
             }
             got[w][3] = check_tensor_make(d->sinks.t.dtype, 1, &x->heads_q, NULL, 1 + w, 0);
             for (int t = 0; t < 4; ++t) check_remember(&got[w][t]);
-            args.dq = got[w][0].t;
-            args.dk = got[w][1].t;
-            args.dv = got[w][2].t;
-            args.dsinks = x->sinks ? &got[w][3].t : NULL;
-            run_bwd(check_isa_names[i], w == 0 ? 1 : CHECK_WORKERS, &args);
+            args->dq = got[w][0].t;
+            args->dk = got[w][1].t;
+            args->dv = got[w][2].t;
+            args->dsinks = x->sinks ? &got[w][3].t : NULL;
+            run_bwd(check_isa_names[i], w == 0 ? 1 : CHECK_WORKERS, args);
             for (int t = 0; t < 4; ++t) check_untouched(&got[w][t], names[t]);
         }
         for (int t = 0; t < (x->sinks ? 4 : 3); ++t) {
@@ -453,13 +519,13 @@ static void check_flash_case(const flash_case *x) {
              "flash_attn %s %s B %lld H %lld/%lld S %lld/%lld D %lld/%lld causal %d diagonal %lld "
              "window %lld,%lld cap %g scale %g"
              " alibi %d sinks %d own_sinks %d kv_start %d kv_end %d q_start %d tokens_first %d "
-             "grad_lse %d dropout %g",
+             "grad_lse %d dropout %g mask %d bias %d",
              x->packed ? "packed" : "dense", gk_dtype_name(x->dtype), (long long)x->batch,
              (long long)x->heads_q, (long long)x->heads_kv, (long long)x->seq_q,
              (long long)x->seq_k, (long long)x->head_dim, (long long)x->head_dim_v, x->is_causal,
              (long long)x->diagonal, (long long)x->window_left, (long long)x->window_right,
              x->softcap, x->scale, x->alibi, x->sinks, x->own_sinks, x->kv_start, x->kv_end,
-             x->q_start, x->tokens_first, x->grad_lse, x->dropout);
+             x->q_start, x->tokens_first, x->grad_lse, x->dropout, x->mask, x->bias);
     flash_data d = make_data(x);
     bind(x, &d);
     check_fwd(x, &d);
@@ -751,6 +817,30 @@ static void check_extremes(void) {
     check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "expected at most 2^44");
 }
 
+/* Masks of every class of block and biases, alone, together and with the other rules. */
+static void check_masks(gk_dtype dtype) {
+    static const int64_t lengths[][2] = {{1, 300}, {140, 260}, {128, 128}, {300, 129}, {17, 1100}};
+    for (int i = 0; i < CHECK_COUNT(lengths); ++i)
+        for (int j = 0; j < 4; ++j) {
+            if (check_small() && (i + j) % 4) continue;
+            check_seed = (uint64_t)(i * 4 + j) * 64 + dtype + 7777;
+            flash_case x = plain(dtype, lengths[i][0], lengths[i][1], 40, j == 1 ? 24 : 40);
+            x.mask = j != 1;
+            x.bias = j != 0;
+            x.batch = 2;
+            x.heads_q = j == 2 ? 6 : 2;
+            x.heads_kv = j == 2 ? 2 : 1;
+            x.sinks = x.grad_lse = j >= 2;
+            if (j == 3) {
+                x.is_causal = x.kv_end = true;
+                x.diagonal = 60;
+                x.softcap = 4;
+                x.alibi = 1;
+            }
+            check_flash_case(&x);
+        }
+}
+
 int main(void) {
     num_isas = check_isas();
     for (int d = 0; d < CHECK_COUNT(dtypes); ++d) {
@@ -758,6 +848,7 @@ int main(void) {
         check_lengths(dtypes[d]);
         check_modifiers(dtypes[d]);
         check_shapes_without_elements(dtypes[d]);
+        check_masks(dtypes[d]);
     }
     check_refusals();
     check_extremes();

@@ -12,12 +12,14 @@ implementations.
     restore_flash_attention_impl()
 
 Every call that PyTorch sends to its flash kernels, forward and backward, on the CPU and on CUDA,
-runs gpukern's; so do nn.MultiheadAttention and what else is made of SDPA. A call that gpukern does
-not serve (a mask, a debug mask, shapes or dtypes beyond its kernels') goes to PyTorch's own kernel
-with the arguments it came with. PyTorch chooses before us: calls that it gives to cuDNN, to its
-memory-efficient or its math kernel, and the inference fast path of nn.MultiheadAttention and
-nn.TransformerEncoderLayer, never come here.
-``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` insists.
+runs gpukern's; so do nn.MultiheadAttention and what else is made of SDPA. On the CPU that includes
+calls with attn_mask, bool or float: PyTorch hands a float mask down, which is a bias here. A row
+that the mask hides from all keys gives 0, and so does one whose mask is the lowest finite number
+throughout, which PyTorch averages. A call that gpukern does not serve (a debug mask, a mask on
+CUDA, shapes or dtypes beyond its kernels') goes to PyTorch's own kernel with the arguments it came with.
+PyTorch chooses before us: calls that it gives to cuDNN, to its memory-efficient or its math kernel,
+and the inference fast path of nn.MultiheadAttention and nn.TransformerEncoderLayer, never come
+here. ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` insists.
 """
 
 import functools
@@ -31,7 +33,8 @@ from torch import Tensor
 
 from .._library import are_deterministic, ops
 from ..ops.dropout import drawn
-from ..ops.flash_attn import _flash_attn, _flash_attn_bwd
+from ..ops.flash_attn import _flash_attn, _flash_attn_bwd, _flash_attn_masked
+from ..ops.op import unwrapped
 
 __all__ = ["register"]
 
@@ -113,6 +116,10 @@ def _as_torch_calls(ours: Callable, schema: torch.FunctionSchema) -> Callable:
 # Past what the ops do for callers of theirs: PyTorch has made this call of its own, inside
 # context_parallel too, which hands us the parts of a sequence and merges what we make of them.
 _forward_op, _backward_op = _flash_attn.all.bare, _flash_attn_bwd.bare
+_masked_op, _masked_backward_op = (
+    _flash_attn_masked.all.bare,
+    unwrapped(ops.flash_attn_masked_bwd.default),
+)
 
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
@@ -140,6 +147,14 @@ def _serves(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     return _serves_head_dim(of_q[3], q.is_cuda) and _serves_head_dim(of_v[3], q.is_cuda)
 
 
+def _bias_of(q: Tensor, k: Tensor, mask: Tensor) -> Tensor | None:
+    """A float mask as a bias, where one is taken."""
+    if mask.dtype not in (q.dtype, torch.float32) or not 2 <= mask.dim() <= 4:
+        return None
+    bias, full = mask[(None,) * (4 - mask.dim())], (*q.shape[:3], k.shape[2])
+    return bias if all(n in (1, all_) for n, all_ in zip(bias.shape, full, strict=True)) else None
+
+
 def _stored(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     """x where compiled code expects it: it learnt the strides of PyTorch's own kernel."""
     return x if x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
@@ -157,17 +172,29 @@ def _is_dense(x: Tensor) -> bool:
 
 # ---- kernels -------------------------------------------------------------------------------------
 # Parameters have the schema's names. `more` and `others` are arguments that only another torch has:
-# where they are given, its own kernel knows what they mean. So it does with masks and debug masks,
-# and on the CPU with dropout, which PyTorch gives to its math kernel before. On CUDA our seed,
-# int64 [2], stands where PyTorch keeps the state of its generator, uint64 [2].
+# where they are given, its own kernel knows what they mean. So it does with debug masks, on CUDA
+# with masks, and on the CPU with dropout, which PyTorch gives to its math kernel before. On CUDA
+# our seed, int64 [2], stands where PyTorch keeps the state of its generator, uint64 [2].
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, **dropout: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    mask: Tensor | None = None,
+    **dropout: Any,
 ) -> tuple[Tensor, Tensor] | None:
     if not _serves(q, k, v, is_causal):
         return None
-    found = _forward_op(q, k, v, is_causal, scale, **dropout)
+    if mask is not None:
+        bias = _bias_of(q, k, mask)
+        if bias is None:
+            return None
+        found = _masked_op(q, k, v, bias=bias, is_causal=is_causal, scale=scale)
+    else:
+        found = _forward_op(q, k, v, is_causal, scale, **dropout)
     if _is_dense(q):
         return found
     out, lse = found
@@ -183,10 +210,19 @@ def _backward(
     lse: Tensor,
     is_causal: bool,
     scale: float | None,
+    mask: Tensor | None = None,
     **dropout: Any,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     if not _serves(q, k, v, is_causal):
         return None
+    if mask is not None:
+        bias = _bias_of(q, k, mask)
+        if bias is None:
+            return None
+        return _masked_backward_op(
+            grad_out, q, k, v, out, lse.contiguous(), bias=bias, is_causal=is_causal, scale=scale,
+            deterministic=are_deterministic(),
+        )[:3]  # fmt: skip
     return _backward_op(
         grad_out,
         q,
@@ -205,9 +241,9 @@ def _backward(
 def _forward_cpu(
     query, key, value, dropout_p=0.0, is_causal=False, *more, attn_mask=None, scale=None, **others
 ) -> tuple | None:
-    if dropout_p or attn_mask is not None or more or others:
+    if dropout_p or more or others:
         return None
-    found = _forward(query, key, value, is_causal, scale)
+    found = _forward(query, key, value, is_causal, scale, attn_mask)
     if found is None:
         return None
     out, lse = found
@@ -229,9 +265,9 @@ def _backward_cpu(
     scale=None,
     **others,
 ) -> tuple | None:
-    if dropout_p or attn_mask is not None or more or others:
+    if dropout_p or more or others:
         return None
-    found = _backward(grad_out, query, key, value, out, logsumexp, is_causal, scale)
+    found = _backward(grad_out, query, key, value, out, logsumexp, is_causal, scale, attn_mask)
     return None if found is None else tuple(_stored(x, _heads_inside(x)) for x in found)
 
 

@@ -116,6 +116,8 @@ def backward_of(bwd: Op) -> Callable:
     """
     names = tuple(result.removeprefix("d") for result in bwd.results)
     more = {"deterministic"} & set(bwd.names)
+    # gradients that are made only where they are wanted
+    asked = tuple(name for name in bwd.names if name.startswith("need_"))
 
     def backward(needs, q, out, grad_out, grad_lse, out_dtype=None, **kept):
         if grad_out is None:  # the loss reads lse alone
@@ -124,6 +126,8 @@ def backward_of(bwd: Op) -> Callable:
             out, grad_out = out.to(q.dtype), grad_out.to(q.dtype)
         if more:
             kept["deterministic"] = are_deterministic()
+        for name in asked:
+            kept[name] = name.removeprefix("need_") in needs
         grads = bwd.call_named(**kept, q=q, out=out, grad_out=grad_out, grad_lse=grad_lse)
         return dict(zip(names, grads, strict=True))
 

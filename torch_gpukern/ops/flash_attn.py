@@ -5,7 +5,7 @@ FLOPs, vmap.
 Its types by the value of return_lse are made from its signature at build time (cmake/stubs.py).
 """
 
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,8 +14,13 @@ from . import attention, fakes
 from .attn_dropout import seed_of
 from .define import define_op
 from .flash_attn_fp8 import FP8, Coded, declare, refuse_dropout, refuse_scales, symbolic
+from .flash_attn_masked import Scored, refuse_scores, scores_of
+from .flash_attn_masked import declare as declare_masked
 from .keywords import refuse_unknown
 from .wrong_types import refuse_non_bool
+
+if TYPE_CHECKING:
+    from ..masks import AttnMask
 
 __all__ = ["flash_attn"]
 
@@ -44,6 +49,9 @@ def flash_attn(
     accumulate: Literal["auto", "fast", "precise"] = "auto",
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
+    attn_mask: "Tensor | AttnMask | None" = None,
+    bias: Tensor | None = None,
+    distance_bias: Tensor | None = None,
     return_lse: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -56,6 +64,8 @@ def flash_attn(
         s = scale * q_i . k_j
         s = softcap * tanh(s / softcap)                   where softcap > 0
         s = s - alibi_slopes[h] * |i + diagonal - j|      where alibi_slopes is given
+        s = s + bias[b, h, i, j]                          where bias is given
+        s = s + distance_bias[h, j - i + Sq - 1]          where distance_bias is given
 
     Args:
         q: [B, Hq, Sq, D] float32, bfloat16, float16, float64, or float8_e4m3fn codes (see below).
@@ -108,6 +118,16 @@ def flash_attn(
             `attn_dropout_mask` shows it. By default both are drawn from torch's generator of the
             device. They are read on the device: who writes others into the tensor gets another mask
             from a captured graph.
+        attn_mask: bool, broadcastable to [B, Hq, Sq, Sk], true where the query sees the key; or an
+            `AttnMask`, which is built once for many calls and skips tiles of 128 x 128 that are
+            hidden. A query sees the keys that attn_mask, is_causal, windows and lengths all show. A
+            float mask is a bias.
+        bias: 2 to 4 dimensions, broadcastable to [B, Hq, Sq, Sk], q's dtype or float32,
+            differentiable; any strides. -inf and the lowest finite number of its dtype hide the
+            key.
+        distance_bias: [Hq, Sq + Sk - 1] or [1, Sq + Sk - 1] float32 (float64 with float64 inputs),
+            differentiable: a bias by the distance of key and query. It ignores diagonal and does
+            not go with q_start.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -116,14 +136,16 @@ def flash_attn(
         contiguous, float32
         (float64 with float64 inputs): the natural logarithm of the sum of exp(s), sink included. A
         query that sees no key gives out 0 and lse -inf (its sink where there is one). Keys that no
-        query of their sequence sees may hold NaN.
+        query of their sequence sees may hold NaN; with attn_mask or a bias so may every hidden
+        pair.
 
     float8_e4m3fn has no gradient: NotImplementedError. Autocast leaves it alone; sinks are float32
     or have the result's dtype.
 
-    Gradients: q, k, v and sinks, from those of out and lse; rows that see no key have none. Those
-    of q, k and v are stored by the rule of out, that of sinks has their dtype. A second backward
-    raises NotImplementedError.
+    Gradients: q, k, v, sinks, bias and distance_bias, from those of out and lse; rows that see no
+    key have none. Those of q, k and v are stored by the rule of out, the others have their input's
+    dtype; those of biases are summed in float32 over what broadcasts. A second backward raises
+    NotImplementedError.
 
     Under autocast q, k and v are cast, and sinks of 16 bits. With GPUKERN_DEBUG=1 in the
     environment a q and a k whose dimensions 1 and 2 look swapped are warned of.
@@ -143,6 +165,7 @@ def flash_attn(
         refuse_non_bool(_flash_attn.said, "return_lse", return_lse)
     if getattr(q, "dtype", None) is FP8:
         refuse_dropout("flash_attn", dropout_p)
+        refuse_scores("flash_attn", attn_mask, bias, distance_bias, "where q is float8_e4m3fn")
         op = _flash_attn_fp8.all if return_lse else _flash_attn_fp8
         op = Coded(op, _flash_attn, q_scale, k_scale, v_scale, v_mean, accumulate)
     else:
@@ -150,6 +173,9 @@ def flash_attn(
             refuse_scales("flash_attn", q, q_scale, k_scale, v_scale, v_mean, accumulate)
         dropout_seed = seed_of("flash_attn", q, dropout_p, dropout_seed)
         op = _flash_attn.all if return_lse else _flash_attn
+        if not (attn_mask is bias is distance_bias is None):
+            op = _flash_attn_masked.all if return_lse else _flash_attn_masked
+            op = Scored(op, scores_of("flash_attn", q, k, attn_mask, bias, distance_bias))
     # by place, and not as a tuple: a call with *arguments takes 0.2 us longer
     return op.call(
         q,
@@ -240,3 +266,4 @@ _flash_attn = define_op(
     whole_sequences=True,
 )
 _flash_attn_fp8 = declare("flash_attn", symbolic, _flops)
+_flash_attn_masked = declare_masked(_flops, _bwd_flops)

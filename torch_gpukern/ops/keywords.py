@@ -36,9 +36,9 @@ _OURS: dict[str, tuple[str, ...] | str] = {
     "k_descale": ("k_scale",),
     "v_descale": ("v_scale",),
     "attn_mask": _MASK,
-    "attention_mask": _MASK,
-    "attn_bias": _MASK,
-    "block_mask": _MASK,
+    "attention_mask": ("attn_mask",),
+    "attn_bias": ("bias",),
+    "block_mask": ("attn_mask",),
     "score_mod": "scores are changed by scale, softcap, alibi_slopes and sinks alone",
     "dropout_p": _NO_DROPOUT,  # of functions without it
     "dropout": ("dropout_p",),

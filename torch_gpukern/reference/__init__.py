@@ -120,16 +120,22 @@ def _attend(
     end: Tensor,  # [B or 1, Sq] one past the last key that it sees
     rules: Rules,
     kept: Tensor | None = None,  # [B, Hq, Sq, Sk] what dropout keeps
+    attn_mask: Tensor | None = None,  # bool, broadcastable to [B, Hq, Sq, Sk]
+    bias: Tensor | None = None,  # likewise
 ) -> tuple[Tensor, Tensor]:  # out [B, Hq, Sq, Dv] in q's dtype, lse [B, Hq, Sq]
     acc = _accumulator(q.dtype)
     key = torch.arange(k.shape[2], device=q.device)
-    sees = (first[:, :, None] <= key) & (key < end[:, :, None])  # [B or 1, Sq, Sk]
+    sees = ((first[:, :, None] <= key) & (key < end[:, :, None]))[:, None]  # [B or 1, 1, Sq, Sk]
+    if attn_mask is not None:
+        sees = sees & attn_mask
+    if bias is not None:
+        sees = sees & (bias > torch.finfo(bias.dtype).min)
 
     # A key that nobody sees may hold NaN; 0 * NaN would bring it back.
-    unseen = ~sees.any(dim=1)[:, None, :, None]  # [B or 1, 1, Sk, 1]
+    unseen = ~sees.any(dim=2)[..., None]  # [B or 1, Hq or 1, Sk, 1]
     groups = q.shape[1] // k.shape[1] if k.shape[1] else 1
-    k = k.to(acc).masked_fill(unseen, 0).repeat_interleave(groups, dim=1)
-    v = v.to(acc).masked_fill(unseen, 0).repeat_interleave(groups, dim=1)
+    k = k.to(acc).repeat_interleave(groups, dim=1).masked_fill(unseen, 0)
+    v = v.to(acc).repeat_interleave(groups, dim=1).masked_fill(unseen, 0)
 
     scale = 1 / math.sqrt(q.shape[3]) if rules.scale is None else rules.scale
     s = scale * (q.to(acc) @ k.transpose(-2, -1))  # [B, Hq, Sq, Sk]
@@ -140,7 +146,9 @@ def _attend(
             s
             - rules.alibi_slopes.to(acc)[..., None, None] * (position[:, None, :, None] - key).abs()
         )
-    s = s.masked_fill(~sees[:, None], -torch.inf)
+    if bias is not None:
+        s = s + bias.to(acc).masked_fill(~sees, 0)
+    s = s.masked_fill(~sees, -torch.inf)
 
     # Softmax over the keys and the sink. A row that sees neither has total 0: its out is 0, its lse
     # -inf.
@@ -162,7 +170,7 @@ def _attend(
     p = p.to(q.dtype)
     # out of a row without keys is a constant: whatever gradient arrives for it, 0 * inf included,
     # ends here
-    out = (p.to(acc) @ v).masked_fill(~sees.any(dim=2)[:, None, :, None], 0)
+    out = (p.to(acc) @ v).masked_fill(~sees.any(dim=3)[..., None], 0)
     return out.to(q.dtype), lse
 
 
@@ -193,6 +201,9 @@ def flash_attn(
     v: Tensor,
     return_lse: bool = False,
     kept: Tensor | None = None,
+    attn_mask: Any = None,
+    bias: Tensor | None = None,
+    distance_bias: Tensor | None = None,
     **given: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out [B, Hq, Sq, Dv] = softmax(scale * q k^T + ...) v for q [B, Hq, Sq, D], k [B, Hkv, Sk, D],
@@ -218,9 +229,27 @@ def flash_attn(
         first = torch.maximum(first, rules.kv_start.long()[:, None])
     if rules.kv_end is not None:
         end = torch.minimum(end, rules.kv_end.long()[:, None])
-    out, lse = _attend(q, k, v, position, first, end, rules, kept)
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):
+        attn_mask = attn_mask.dense()
+    if distance_bias is not None:
+        by_distance = distance_bias[
+            :, torch.arange(keys) - torch.arange(q.shape[2])[:, None] + q.shape[2] - 1
+        ]
+        hidden = by_distance <= torch.finfo(by_distance.dtype).min
+        attn_mask = ~hidden if attn_mask is None else attn_mask & ~hidden
+        bias = _sum_of(bias, by_distance.masked_fill(hidden, 0))
+    out, lse = _attend(q, k, v, position, first, end, rules, kept, attn_mask, bias)
     out = out.to(out_dtype or q.dtype)
     return (out, lse) if return_lse else out
+
+
+def _sum_of(bias: Tensor | None, by_distance: Tensor) -> Tensor:
+    """Both biases in float64; what hides stays the lowest number."""
+    if bias is None:
+        return by_distance
+    hidden = bias <= torch.finfo(bias.dtype).min
+    total = bias.double().masked_fill(hidden, 0) + by_distance.double()
+    return total.masked_fill(hidden, -torch.inf)
 
 
 @states("flash_attn_varlen", "flash_attn_varlen_fp8")

@@ -15,6 +15,7 @@
  *     s  [bkv up to PAIR][NR] floats      scores of one strip; p takes their place, as cells
  *     o  [bq / NR][Dv][NR] floats         O^T
  *     decoded  [bkv][D + Dv]              keys and values of 8-bit pages, in q's dtype
+ *     bias  [bkv][NR] floats              what a call with a bias adds to the scores of one strip
  *
  * Per tile of keys:  pack K, V | per strip: K Q^T -> s | s -> p, m, l | rescale O^T where m moved | O^T += V^T p
  * The strip's s stays in L1 from product to product; K and V tiles stream from L2 once per strip.
@@ -25,6 +26,7 @@
 
 #include "attn.h"
 #include "attn_drop.h"
+#include "attn_scores.h"
 #include "../blocks.h"
 
 enum {
@@ -98,6 +100,7 @@ typedef struct attn_job {
     int64_t decoded_bytes; /* of a key and a value of 8-bit pages as rows of dtype; else 0 */
     bool accumulates; /* out, float32, and lse hold the attention over other keys, and become that
                          over both */
+    const attn_scores *scores; /* a mask or a bias (attn_masked.h); NULL = none */
 } attn_job;
 
 /* Lanes first .. first + count of kv head h_kv in sequence x (number b of the batch). */
@@ -126,7 +129,7 @@ INLINE void attn_lanes_fill(attn_lanes *to, const attn_job *job, const attn_seq 
 /* ---- scratch --------------------------------------------------------------------------------- */
 typedef struct attn_scratch {
     cell *q, *k, *v;
-    float *s, *o;
+    float *s, *o, *bias;
     char *decoded;
     int64_t q_strip, o_strip, k_step, v_step; /* elements */
     int64_t bytes;
@@ -153,6 +156,8 @@ INLINE attn_scratch attn_scratch_at(char *base, const attn_job *job) {
     at += gk_round_up(4 * strips * x.o_strip, 64);
     x.decoded = gk_at(base, at);
     at += gk_round_up(job->bkv * job->decoded_bytes, 64);
+    x.bias = gk_at(base, at);
+    if (job->scores && attn_has_bias(job->scores)) at += 4 * job->bkv * NR;
     x.bytes = at;
     return x;
 }
@@ -206,13 +211,23 @@ INLINE vi attn_relative(const int64_t *bounds, int64_t j0, int64_t n) {
     return vi_load(t);
 }
 
+/* What a strip's scores meet beside the rules. */
+typedef struct attn_strip_scores {
+    vi word[4][NV];    /* bits of the block of 128 keys */
+    int64_t column;    /* of key j0 in that block */
+    const float *bias; /* [n][NR] in ATTN_UNIT */
+} attn_strip_scores;
+
 /* Keys j0 .. j0 + n against nv vectors of lanes. On the way in s [n][NR] holds dot products, on the
  * way out p as cells [cells(n)][NR]; *shrink is what O^T must be multiplied by where the result is
  * true. s times `scale` is the scaled score. m starts at -FLT_MAX and stays finite, so a masked
- * score (-inf) gives exactly 0 and never inf - inf; NaN reaches l. */
+ * score (-inf) gives exactly 0 and never inf - inf; NaN reaches l. own: NULL, or of a call with a
+ * mask or a bias: then a lane's m moves by itself, so that its bits do not depend on what the mask
+ * shows to its neighbours. words, biased: whether own->word and own->bias count. */
 INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int64_t lane,
                          const attn_job *job, float scale, vf shrink[NV], const int nv,
-                         const bool score_step, const bool edge) {
+                         const bool score_step, const bool edge, const attn_strip_scores *own,
+                         const bool words, const bool biased) {
     const float softcap = (float)job->rules->softcap;
     const float cap_in = score_step && softcap > 0 ? scale / softcap : 0;
     vf top[NV], slope[NV], position[NV];
@@ -243,16 +258,21 @@ INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int
                 vf distance = position[v] - (float)j;
                 x = x - slope[v] * vf_max(-distance, distance);
             }
+            if (biased) x = attn_biased(x, vf_load(own->bias + j * NR + v * W));
+            if (words)
+                x = vf_select(attn_sees(&own->word[0][v], NV, own->column + j), x,
+                              vf_set1(-INFINITY));
             if (edge) {
                 const vi row = vi_set1((int32_t)j);
                 x = vf_select(vi_lt(row, lo[v]), vf_set1(-INFINITY), x);
                 x = vf_select(vi_lt(row, hi[v]), x, vf_set1(-INFINITY));
             }
-            if (score_step || edge) vf_store(at, x);
+            if (score_step || edge || words || biased) vf_store(at, x);
             top[v] = vf_max(top[v], x);
         }
 
-    /* m moves for a whole vector as soon as one of its lanes lags too far */
+    /* m moves for a whole vector as soon as one of its lanes lags too far; with a mask or a bias
+     * for that lane alone */
     const float factor = score_step || PAIR == 1 ? 1 : scale * ATTN_UNIT;
     vf m[NV], sum[NV];
     bool moved = false;
@@ -262,8 +282,10 @@ INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int
         sum[v] = vf_set1(0);
         shrink[v] = vf_set1(1);
         top[v] = top[v] * factor;
-        if (vm_any(vf_lt(m[v] + attn_lag, top[v]))) {
+        const vm lags = vf_lt(m[v] + attn_lag, top[v]);
+        if (vm_any(lags)) {
             vf to = vf_max(m[v], top[v]);
+            if (own) to = vf_select(lags, to, m[v]);
             shrink[v] = attn_p(m[v], 1, to);
             m[v] = to;
             moved |= vm_any(vf_lt(vf_set1(0), l));
@@ -410,13 +432,17 @@ INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *
             tile_product(job->sum_cells, true, n, width, cells_of(head_dim), x.k, x.k_step,
                          x.q + strip * x.q_strip, NR, x.s, NR, false);
             if (nv == 1)
-                moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, 1, true, true);
+                moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, 1, true, true, NULL,
+                                     false, false);
             else if (score_step)
-                moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, NV, true, true);
+                moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, NV, true, true,
+                                     NULL, false, false);
             else if (edge)
-                moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, NV, false, true);
+                moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, NV, false, true,
+                                     NULL, false, false);
             else
-                moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, NV, false, false);
+                moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, NV, false, false,
+                                     NULL, false, false);
             if (keys->dropout) attn_drop((cell *)x.s, n, j, lanes, lane, nv, keys->dropout);
             if (moved && started[strip])
                 for (int64_t d = 0; d < head_dim_v; ++d)

@@ -33,10 +33,12 @@
  * Shapes alone fix tiles and chunks, so the bits do not depend on the number of workers.
  * Workspace: dQ in float32, once per worker (one chunk) or per task (more), two floats per row,
  * and per worker one tile of everything.
+ * A mask or a bias: flash_attn_bwd_masked.h; gradients of biases: flash_attn_bwd_bias.h.
  * Not here: float64 (ref/), gradients of the ALiBi slopes.
  */
 #include "attn.h"
 #include "attn_drop.h"
+#include "attn_scores.h"
 #include "../blocks.h"
 #include "../kernels.h"
 
@@ -59,6 +61,9 @@ typedef struct job {
     char *workspace;
     const int64_t (*order)[2]; /* [batch] {pairs, sequence}, most pairs first */
     gk_attn_keep dropout;
+    attn_scores scores; /* a mask or biases */
+    bool has_scores;
+    int64_t phase; /* of those that add to one sum, flash_attn_bwd_bias.h */
 } job;
 GK_PLAN_HOLDS(job);
 
@@ -82,6 +87,14 @@ static void zero_rows(void *dst, gk_dtype dtype, int64_t row_stride, int64_t row
         memset((char *)dst + (int64_t)es * i * row_stride, 0, es * (size_t)dim);
 }
 
+/* With a mask or a bias no row and no key counts as unseen: tiles then begin at multiples of a
+ * mask's blocks. */
+static seen seen_whole(const attn_seq *x) {
+    const seen part = seen_of(x);
+    if (part.row_lo >= part.row_hi) return part;
+    return (seen){0, x->seq_q, 0, x->seq_k};
+}
+
 #include "flash_attn_bwd_pre.h"
 
 /* ---- phase 2: one pair of tiles -------------------------------------------------------------- */
@@ -101,6 +114,14 @@ typedef struct pair {
     vi *keep; /* dropout: of a strip, words of bits of 32 keys, KEEP_STEP apart; NULL = none */
     float keep_factor;
     int64_t keep_row0; /* row 0 of the head */
+    /* with a mask or a bias, flash_attn_bwd_masked.h */
+    const attn_row *own; /* [lanes]; NULL = neither */
+    vi *word;            /* [4][KEEP_STEP] bits of a strip's block; NULL = no mask */
+    int64_t column;      /* of the strip's first key in that block */
+    const char *k_at;    /* row key0 of K in memory */
+    int num_bad;         /* keys of the tile whose K holds NaN or infinity */
+    const int16_t *bad;
+    int64_t b, h, chunk;
 } pair;
 
 /* A strip of scores: keys [key, key + keys) of the key tile, multiples of PAIR, and the lanes
@@ -110,7 +131,8 @@ typedef struct strip {
 } strip;
 
 /* S, dP -> P, dS. */
-INLINE void score_strip(const pair *t, const strip *r, const bool masked, const bool modified) {
+INLINE void score_strip(const pair *t, const strip *r, const bool masked, const bool modified,
+                        const bool own) {
     const scratch *w = t->w;
     const int64_t ld = t->g->z.ld_q, ld_c = t->g->z.ld_qc;
     const int64_t key = r->key;
@@ -135,17 +157,24 @@ INLINE void score_strip(const pair *t, const strip *r, const bool masked, const 
                             x = x * t->factor;
                         }
                         const vf distance = iota + (t->distance + (float)(l + v * W - key - k - u));
-                        x = x - t->slope * vf_max(-distance, distance) - t->lse[lane];
+                        x = x - t->slope * vf_max(-distance, distance);
+                        if (own && w->bias)
+                            x = attn_biased(x, vf_load(w->bias + (k + u) * ld + l + v * W));
+                        x = x - t->lse[lane];
                     } else {
                         x = PAIR == 2 ? vf_fma(x, vf_set1(t->factor), -t->lse[lane])
                                       : x - t->lse[lane];
                     }
                     vf y = PAIR == 2 ? vf_exp2_poly(x, true) : vf_exp_near(x);
-                    if (masked) {
-                        const vi j = vi_set1((int32_t)(key + k + u));
-                        const vm sees = vm_and(vi_lt(t->lo[lane] - 1, j), vi_lt(j, t->hi[lane]));
-                        y = vf_select(sees, y, vf_set1(0));
-                    }
+                    const vi j = vi_set1((int32_t)(key + k + u));
+                    vm sees = vm_and(vi_lt(t->lo[lane] - 1, j), vi_lt(j, t->hi[lane]));
+                    if (own && t->word)
+                        sees =
+                            vm_and(sees, attn_sees(t->word + lane, KEEP_STEP, t->column + k + u));
+                    if (own && w->bias)
+                        sees = vm_and(sees, vf_lt(vf_set1(-INFINITY),
+                                                  vf_load(w->bias + (k + u) * ld + l + v * W)));
+                    if (masked) y = vf_select(sees, y, vf_set1(0));
                     vf d = vf_load(dp + at);
                     p[u][v] = y;
                     if (modified && t->keep) {
@@ -155,6 +184,9 @@ INLINE void score_strip(const pair *t, const strip *r, const bool masked, const 
                         d = (vf)((vi)(d * t->keep_factor) & kept);
                     }
                     ds[u][v] = y * (d - t->delta[lane]);
+                    /* dP of a hidden pair may be NaN */
+                    if (own) ds[u][v] = vf_select(sees, ds[u][v], vf_set1(0));
+                    if (own && w->raw) vf_store(w->raw + (k + u) * ld + l + v * W, ds[u][v]);
                     if (modified && t->left) t->left[lane] += ds[u][v];
                     if (modified) ds[u][v] = ds[u][v] * slope_of_cap;
                 }
@@ -172,10 +204,12 @@ INLINE void score_strip(const pair *t, const strip *r, const bool masked, const 
         }
 }
 
-static void score_plain(const pair *t, const strip *r) { score_strip(t, r, false, false); }
-static void score_masked(const pair *t, const strip *r) { score_strip(t, r, true, false); }
-static void score_modified(const pair *t, const strip *r) { score_strip(t, r, false, true); }
-static void score_both(const pair *t, const strip *r) { score_strip(t, r, true, true); }
+static void score_plain(const pair *t, const strip *r) { score_strip(t, r, false, false, false); }
+static void score_masked(const pair *t, const strip *r) { score_strip(t, r, true, false, false); }
+static void score_modified(const pair *t, const strip *r) { score_strip(t, r, false, true, false); }
+static void score_both(const pair *t, const strip *r) { score_strip(t, r, true, true, false); }
+
+static void score_own(const pair *t, const strip *r) { score_strip(t, r, true, true, true); }
 
 /* What dropout keeps of a strip. */
 static void keep_strip(const pair *t, const strip *r) {
@@ -245,6 +279,9 @@ static void pair_run(const pair *t, int64_t from, int64_t to, float *dq, int64_t
                      ld_q, dq, NR, has_sum);
     }
 }
+
+#include "flash_attn_bwd_bias.h"
+#include "flash_attn_bwd_masked.h"
 
 /* ---- phase 2: a task ------------------------------------------------------------------------- */
 /* A block [dim][NR] of dQ, transposed into rows. */
@@ -368,6 +405,7 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
     const gk_flash_attn_bwd_args *a = g->args;
     const gk_attn_rules *rules = &a->fwd.rules;
     const sizes *z = &g->z;
+    task = phase_task(g, task);
     const int64_t dim = g->shape.head_dim, dim_v = g->shape.head_dim_v, group = g->shape.group;
     const int64_t chunk = task / z->heads, h_kv = task % z->heads % g->shape.heads_kv;
     const int64_t b = g->order[task % z->heads / g->shape.heads_kv][1],
@@ -376,7 +414,7 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
         z->chunks == 1 ? worker : (b * g->shape.heads_kv + h_kv) * z->chunks + chunk;
     const int r = attn_row_dim(&g->shape);
     const attn_seq x = attn_seq_of(&a->fwd, &g->shape, b);
-    const seen seen = seen_of(&x);
+    const seen seen = g->has_scores ? seen_whole(&x) : seen_of(&x);
     const int64_t grad_es = (int64_t)gk_dtype_bytes(g->grad), grad_row = a->grad_out.stride[r],
                   dk_row = a->dk.stride[r], dv_row = a->dv.stride[r];
     char *const dk = at(&a->dk, row0_of(g, &a->dk, b, h_kv, first_k(g, b)));
@@ -398,6 +436,17 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
         t.keep_factor = (float)g->dropout.factor;
     }
     t.modified = rules->softcap > 0 || rules->alibi_slopes || t.left || t.keep;
+    vi word[4 * KEEP_STEP];
+    int16_t bad[MAX_BKV];
+    attn_row own[MAX_BQ];
+    if (g->has_scores) {
+        t.own = own;
+        t.bad = bad;
+        t.b = b;
+        t.chunk = chunk;
+        if (g->scores.mask) t.word = word;
+        begin_own_sums(g, b, h_kv, chunk, slice);
+    }
 
     const int64_t chunk_lo = chunk * z->chunk_keys,
                   chunk_hi = gk_min_i64(chunk_lo + z->chunk_keys, x.seq_k);
@@ -424,6 +473,7 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
             memset(w.v_rows + keys * z->ld_kdv, 0, 4 * (size_t)((keys_even - keys) * z->ld_kdv));
             pack_keys(&w, z, k, g->dtype, x.k_row, keys, dim);
         }
+        if (t.own) find_bad_keys(&t, k, bad);
         memset(w.dk, 0, 4 * (size_t)(keys_even * z->ld_d));
         memset(w.dv, 0, 4 * (size_t)(keys_even * z->ld_dv));
 
@@ -445,9 +495,17 @@ static void main_task(void *arg, int64_t task, int64_t worker) {
                              w.q_t);
                 pack_queries(&t, grad + es * i0 * grad_row, grad_row, dim_v, 1, w.do_panel,
                              z->ld_dv, w.do_t);
-                pair_run(&t, from, gk_round_up(to, PAIR),
-                         dq_of(g, slice, h - h_kv * group) + (i0 - seen.row_lo) / NR * z->dq_block,
-                         chunk_lo);
+                float *dq =
+                    dq_of(g, slice, h - h_kv * group) + (i0 - seen.row_lo) / NR * z->dq_block;
+                if (t.own) {
+                    t.h = h;
+                    for (int64_t i = 0; i < t.lanes; ++i)
+                        own[i] = attn_row_of(&g->scores, b, h, i0 + gk_min_i64(i, rows - 1));
+                    clear_empty_rows(&t);
+                    pair_run_masked(&t, from, gk_round_up(to, PAIR), dq);
+                } else {
+                    pair_run(&t, from, gk_round_up(to, PAIR), dq, chunk_lo);
+                }
                 float *sums = t.left ? left_of(g, b, h, chunk) + i0 : NULL;
                 for (int64_t l = 0; sums && l < rows; l += W)
                     vf_store_first(sums + l, vf_load_first(sums + l, rows - l) + left[l / W],
@@ -521,6 +579,9 @@ static void run(const gk_context *ctx, const void *args, const gk_plan *planned,
     g.grad = a->dq.dtype;
     g.workspace = workspace;
     g.dropout = gk_attn_keep_of(&a->fwd);
+    g.scores = attn_scores_of(gk_scores_of_bwd(a), g.shape.max_seq_q, g.shape.max_seq_k);
+    g.has_scores = gk_scores_of_bwd(a) != NULL;
+    const int64_t phases = begin_dbias(&g);
     int64_t (*order)[2] = (int64_t (*)[2])(g.workspace + g.z.order_at);
     order_sequences(&g, order);
     g.order = (const int64_t (*)[2])order;
@@ -530,7 +591,9 @@ static void run(const gk_context *ctx, const void *args, const gk_plan *planned,
         zero_tail(&g, &a->dv, a->fwd.cu_seqlens_k);
     }
     gk_parallel(ctx, g.shape.batch * g.shape.heads_q, pre_task, &g);
-    gk_parallel(ctx, g.z.tasks, main_task, &g);
+    for (g.phase = 0; g.phase < phases; ++g.phase)
+        gk_parallel(ctx, g.z.tasks / phases, main_task, &g);
+    end_dbias(&g);
     if (g.z.chunks > 1) gk_parallel(ctx, g.shape.batch * g.shape.heads_q, sum_task, &g);
     if (a->dsinks) {
         gk_parallel(ctx, g.shape.batch * g.shape.heads_q, dsink_task, &g);

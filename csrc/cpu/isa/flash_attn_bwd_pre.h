@@ -39,6 +39,8 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
     const gk_tensor *grad_lse = a->grad_lse;
     const int64_t dlse = grad_lse ? row0_of(g, grad_lse, b, h, first_q(g, b)) : 0;
     const float sink = (float)gk_sink_of(&f->rules, h);
+    /* mask and bias may hide all but the sink */
+    const bool own_empty = g->has_scores && sink != -INFINITY;
 
     for (int64_t i0 = 0; i0 < x.seq_q; i0 += W) {
         const int64_t rows = gk_min_i64(W, x.seq_q - i0);
@@ -79,7 +81,13 @@ static void pre_task(void *arg, int64_t task, int64_t worker) {
         for (int64_t r_i = 0, i = i0; r_i < rows; ++r_i, ++i) {
             const float l = lse[i * x.lse_row];
             /* no key: P = 0 whatever s is, and whatever dO holds */
-            if (l == -INFINITY || gk_span_lo(&x.span, i) >= gk_span_hi(&x.span, i)) {
+            bool empty = l == -INFINITY || gk_span_lo(&x.span, i) >= gk_span_hi(&x.span, i);
+            if (own_empty && !empty) {
+                const attn_row row = attn_row_of(&g->scores, b, h, i);
+                empty = !attn_row_sees_any(&g->scores, &row, gk_span_lo(&x.span, i),
+                                           gk_span_hi(&x.span, i));
+            }
+            if (empty) {
                 row_lse[i] = INFINITY;
                 delta[i] = 0;
                 continue;

@@ -11,6 +11,9 @@ typedef struct sizes {
     int64_t dq_blocks, dq_block; /* blocks [D][NR] of dQ of a head at most; floats of one */
     int64_t chunk_keys, chunks, heads, tasks; /* heads: sequences x kv heads */
     int64_t workers;
+    /* a tile of biases; one of dS before softcap, for the gradients of biases */
+    bool has_bias, has_raw;
+    size_t dbias_at, ddistance_at; /* float32 sums, flash_attn_bwd_bias.h */
     size_t order_at, lse_at, delta_at, left_at, dsink_at, worker_at, worker_bytes, dq_at,
         total_bytes;
 } sizes;
@@ -28,6 +31,7 @@ typedef struct scratch {
     cell *ds_panel;           /* [cells_of(BKV)][ld_q]: B of dQ; PAIR 1: ds_rows */
     float *s, *dp;            /* [STRIP][ld_q]; PAIR 1: inside p_rows, ds_rows */
     float *dk, *dv;           /* [BKV][ld_d], [BKV][ld_dv] */
+    float *bias, *raw;        /* [STRIP][ld_q]; NULL = none */
 } scratch;
 
 /* Lays the tiles out from `base`; returns the bytes they take. */
@@ -58,9 +62,14 @@ static size_t scratch_make(scratch *w, const sizes *z, const attn_shape *s, char
         PLACE(s, z->tile.strip, z->ld_q);
         PLACE(dp, z->tile.strip, z->ld_q);
     }
+    w->bias = w->raw = NULL;
+    if (z->has_bias) PLACE(bias, z->tile.strip, z->ld_q);
+    if (z->has_raw) PLACE(raw, z->tile.strip, z->ld_q);
 #undef PLACE
     return at;
 }
+
+static int64_t dbias_floats(const gk_flash_attn_bwd_args *a, const sizes *z, const attn_shape *s);
 
 static sizes sizes_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, const attn_shape *s) {
     sizes z;
@@ -87,6 +96,9 @@ static sizes sizes_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, co
     z.chunks = gk_max_i64(1, gk_ceil_div(s->max_seq_k, z.chunk_keys));
     z.tasks = z.heads * z.chunks;
     z.workers = gk_num_workers(ctx, z.tasks);
+    const gk_attn_scores *scores = gk_scores_of_bwd(a);
+    z.has_bias = scores && (scores->bias || scores->distance_bias);
+    z.has_raw = gk_dbias_of(a) || gk_ddistance_of(a);
 
     scratch unused;
     size_t at = 0;
@@ -99,6 +111,10 @@ static sizes sizes_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, co
     z.worker_bytes = (size_t)gk_round_up((int64_t)scratch_make(&unused, &z, s, NULL), 64);
     PLACE(worker_at, z.worker_bytes * (size_t)z.workers);
     PLACE(dq_at, 4 * (z.chunks == 1 ? z.workers : z.tasks) * s->group * z.dq_blocks * z.dq_block);
+    PLACE(dbias_at, 4 * dbias_floats(a, &z, s));
+    PLACE(ddistance_at, gk_ddistance_of(a)
+                            ? 4 * s->batch * s->heads_q * z.chunks * (s->max_seq_q + s->max_seq_k)
+                            : 0);
 #undef PLACE
     z.total_bytes = at;
     return z;

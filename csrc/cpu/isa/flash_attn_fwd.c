@@ -5,11 +5,11 @@
  * packed: q [Tq, Hq, D]  k [Tk, Hkv, D]  v [Tk, Hkv, Dv]  out [Tq, Hq, Dv]  lse [Tq, Hq]
  * Work split: a task is a block of bq lanes (query row x head of the group) of one kv head of one
  * sequence; the blocks of the last rows come first, because under a causal mask they see the most
- * keys. A worker owns one scratch. Dropout: what is kept of p is what V^T multiplies, 1 / (1 - p)
- * joins 1 / l.
+ * keys. A worker owns one scratch.
+ * Calls with a mask or a bias go by attn_masked.h.
+ * Dropout: what is kept of p is what V^T multiplies, 1 / (1 - p) joins 1 / l.
  * Not here: float64 (ref/), keys in pages (paged_attn.c). */
-#include "gpukern_ranks.h"
-#include "attn_tile.h"
+#include "attn_masked.h"
 
 typedef struct fwd_job {
     const gk_flash_attn_args *args;
@@ -20,6 +20,7 @@ typedef struct fwd_job {
     int64_t scratch_bytes;
     char *workspace;
     gk_attn_keep dropout;
+    attn_scores scores; /* where attn.scores points while the call runs; a mask or a bias */
 } fwd_job;
 GK_PLAN_HOLDS(fwd_job);
 
@@ -28,9 +29,15 @@ static fwd_job job_make(const gk_flash_attn_args *a) {
     const attn_shape *s = &job.shape;
     const gk_attn_blocks *row = TILED ? gk_attn_fwd_blocks_tiled : gk_attn_fwd_blocks;
     while (row->max_head_dim < gk_max_i64(s->head_dim, s->head_dim_v)) ++row;
-    job.attn = (attn_job){&a->rules,   a->q.dtype, a->out.dtype,     s->head_dim,  s->head_dim_v,
-                          s->group,    row->bq,    row->bkv,         s->sum_cells, a->out.data,
-                          a->lse.data, 0,          gk_accumulates(a)};
+    job.attn = (attn_job){&a->rules,   a->q.dtype, a->out.dtype,      s->head_dim,  s->head_dim_v,
+                          s->group,    row->bq,    row->bkv,          s->sum_cells, a->out.data,
+                          a->lse.data, 0,          gk_accumulates(a), NULL};
+    const gk_attn_scores *scores = gk_scores_of(a);
+    if (scores) {
+        job.scores = attn_scores_of(scores, s->max_seq_q, s->max_seq_k);
+        job.attn.scores = &job.scores;
+        job.attn.bkv = ATTN_MASKED_BKV;
+    }
     const int64_t lanes = s->max_seq_q * s->group;
     int64_t bq = gk_min_i64(row->bq, gk_round_up(lanes, NR));
     while (bq >= 2 * NR && s->batch * s->heads_kv * gk_ceil_div(lanes, bq) < row->min_tasks)
@@ -62,8 +69,13 @@ static void block_task(void *arg, int64_t task, int64_t worker) {
                             .k_row_bytes = element_bytes * x.k_row,
                             .v_row_bytes = element_bytes * x.v_row,
                             .dropout = job->dropout.most ? &job->dropout : NULL};
-    attn_block(&job->attn, &lanes, &keys, (float)a->rules.scale, (float)job->dropout.factor,
-               job->workspace + worker * job->scratch_bytes);
+    char *scratch = job->workspace + worker * job->scratch_bytes;
+    if (job->attn.scores)
+        attn_block_masked(&job->attn, &lanes, &keys, &x, b, h_kv, first, (float)a->rules.scale,
+                          (float)job->dropout.factor, scratch);
+    else
+        attn_block(&job->attn, &lanes, &keys, (float)a->rules.scale, (float)job->dropout.factor,
+                   scratch);
 }
 
 /* ---- the row of tables.c --------------------------------------------------------------------- */
@@ -82,6 +94,10 @@ static void run(const gk_context *ctx, const void *args, const gk_plan *planned,
     job.args = args;
     job.attn.rules = &job.args->rules;
     job.workspace = workspace;
+    if (job.attn.scores) {
+        job.scores = attn_scores_of(gk_scores_of(args), job.shape.max_seq_q, job.shape.max_seq_k);
+        job.attn.scores = &job.scores;
+    }
     job.dropout = gk_attn_keep_of(job.args); /* the seed is read as late as q is */
     if (job.shape.packed)
         attn_clear_tokens(&job.args->out, job.attn.lse,

@@ -86,7 +86,7 @@ static paged_job job_make(const gk_context *ctx, const gk_paged_attn_args *a) {
                           head_dim,    head_dim_v,  group,
                           bq,          row->bkv,    attn_sum_cells(a->q.dtype, job.max_tokens),
                           a->out.data, a->lse.data, paged_decoded_bytes(a),
-                          false};
+                          false,       NULL};
     const int64_t capacity = a->block_table.shape[1] * a->k_cache.shape[1];
     job.chunk =
         gk_max_i64(job.blocks->chunk,

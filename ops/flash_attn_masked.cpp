@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// flash_attn_masked.cpp: flash_attn with a mask or a bias, and its gradients.
+#include "gpukern_mask.h"
+#include "rules.h"
+
+namespace gk {
+namespace {
+
+// What every op's arguments have is `size`; csrc reads fwd.size or bwd.size.
+struct MaskedArgs : gk_flash_attn_masked_args {
+    size_t size;
+};
+struct MaskedBwdArgs : gk_flash_attn_masked_bwd_args {
+    size_t size;
+    gk_tensor wanted[2]; // stand for dbias and ddistance_bias until there are results
+};
+
+template <class O> void fill_scores(const O &op, gk_attn_scores &to) {
+    to.mask = op.attn_mask.view_or_null();
+    to.store = static_cast<gk_mask_store>(op.mask_store);
+    to.mask_seq_q = op.mask_seq_q;
+    to.mask_seq_k = op.mask_seq_k;
+    to.bias = op.bias.view_or_null();
+    to.distance_bias = op.distance_bias.view_or_null();
+}
+
+#define GK_SCORES                                                                                 \
+    OptTensor attn_mask; /* [B or 1, Hq or 1, n] int32 */                                         \
+    int64_t mask_store, mask_seq_q, mask_seq_k;                                                   \
+    OptTensor bias, distance_bias; /* [B or 1, Hq or 1, Sq or 1, Sk or 1]; [Hq or 1, Sq + Sk - 1] \
+                                    */
+
+struct FlashAttnMasked {
+    Tensor q, k, v; // [B, Hq, Sq, D], [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]
+    GK_SCORES
+    GK_RULES(flash_attn)
+
+    using C = MaskedArgs;
+    using Results = std::array<Tensor, 2>;
+    static constexpr const char *name = "flash_attn";
+    static constexpr int num_results = 2;
+    GK_TENSORS_AND_RULES(flash_attn, q, k, v, attn_mask, bias, distance_bias)
+
+    static gk_status check(const gk_context *ctx, const C *x, gk_io *io) {
+        return gk_check_flash_attn_fwd(ctx, &x->fwd, io);
+    }
+    static gk_status plan(const gk_context *ctx, const C *x, gk_plan *to) {
+        return gk_plan_flash_attn_fwd(ctx, &x->fwd, to);
+    }
+    static gk_status run(const gk_context *ctx, const C *x, const gk_plan *plan, void *workspace,
+                         size_t bytes) {
+        return gk_run_flash_attn_fwd(ctx, &x->fwd, plan, workspace, bytes);
+    }
+    static gk_status describe(const gk_context *ctx, const C *x, gk_explanation *out) {
+        return gk_describe_flash_attn_fwd(ctx, &x->fwd, out);
+    }
+
+    void fill(C &to) {
+        to.fwd.size = sizeof(gk_flash_attn_masked_args);
+        to.fwd.q = q.view;
+        to.fwd.k = k.view;
+        to.fwd.v = v.view;
+        fill_rules(to.fwd);
+        to.fwd.out.dtype = out_dtype.given ? gk_of(out_dtype.code) : q.view.dtype;
+        fill_scores(*this, to.scores);
+    }
+    static void place(C &to, Results &r) {
+        to.fwd.out = r[0].view;
+        if (r[1]) to.fwd.lse = r[1].view;
+    }
+    const Tensor *stored_like(int i) const { return i == 0 ? &q : nullptr; }
+};
+
+struct FlashAttnMaskedBwd {
+    Tensor grad_out, q, k, v, out, lse; // grad_out like out [B, Hq, Sq, Dv]; lse [B, Hq, Sq]
+    OptTensor grad_lse;                 // like lse
+    GK_SCORES
+    bool need_bias, need_distance_bias;
+    GK_RULES(flash_attn_bwd)
+
+    using C = MaskedBwdArgs;
+    using Results = std::array<Tensor, 6>;
+    static constexpr const char *name = "flash_attn_bwd";
+    static constexpr int num_results = 6;
+    GK_TENSORS_AND_RULES(flash_attn_bwd, grad_out, q, k, v, out, lse, grad_lse, attn_mask, bias,
+                         distance_bias)
+
+    static gk_status check(const gk_context *ctx, const C *x, gk_io *io) {
+        return gk_check_flash_attn_bwd(ctx, &x->bwd, io);
+    }
+    static gk_status plan(const gk_context *ctx, const C *x, gk_plan *to) {
+        return gk_plan_flash_attn_bwd(ctx, &x->bwd, to);
+    }
+    static gk_status run(const gk_context *ctx, const C *x, const gk_plan *plan, void *workspace,
+                         size_t bytes) {
+        return gk_run_flash_attn_bwd(ctx, &x->bwd, plan, workspace, bytes);
+    }
+
+    void fill(C &to) {
+        to.bwd.size = sizeof(gk_flash_attn_masked_bwd_args);
+        to.bwd.fwd.size = sizeof to.bwd.fwd;
+        to.bwd.fwd.q = q.view;
+        to.bwd.fwd.k = k.view;
+        to.bwd.fwd.v = v.view;
+        to.bwd.fwd.out = out.view;
+        to.bwd.fwd.lse = lse.view;
+        to.bwd.grad_out = grad_out.view;
+        to.bwd.grad_lse = grad_lse.view_or_null();
+        to.bwd.dq.dtype = grad_dtype.given ? gk_of(grad_dtype.code) : q.view.dtype;
+        fill_rules(to.bwd);
+        fill_scores(*this, to.scores);
+        if (need_bias) to.dbias = &to.wanted[0];
+        if (need_distance_bias) to.ddistance_bias = &to.wanted[1];
+    }
+
+    // (dq, dk, dv, dsinks, dbias, ddistance_bias); what is not there, or not wanted, is empty.
+    static void place(C &to, Results &r) {
+        to.bwd.dq = r[0].view;
+        to.bwd.dk = r[1].view;
+        to.bwd.dv = r[2].view;
+        if (to.bwd.fwd.rules.sinks) to.bwd.dsinks = &r[3].view;
+        if (to.dbias) to.dbias = &r[4].view;
+        if (to.ddistance_bias) to.ddistance_bias = &r[5].view;
+    }
+    const Tensor *stored_like(int i) const {
+        return i == 0 ? &q : i == 1 ? &k : i == 2 ? &v : nullptr;
+    }
+};
+
+void backward(StableIValue *stack, uint64_t num_args, uint64_t) {
+    FlashAttnMaskedBwd op = read_args<FlashAttnMaskedBwd>(stack, num_args);
+    Checked<FlashAttnMaskedBwd> c(op);
+    FlashAttnMaskedBwd::Results results;
+    for (int i = 0; i < op.num_results; ++i) results[i] = c.make(i);
+    op.place(c.args, results);
+    if (op.grad_out.numel() > 0 && op.k.size(2) > 0) {
+        c.run();
+    } else {
+        for (Tensor &result : results) zero(op.name, result);
+    }
+    give_all(stack, results);
+}
+
+void implement(Library &m) {
+    m.impl("flash_attn_masked", op_first<FlashAttnMasked>);
+    m.impl("flash_attn_masked_fwd", op_all<FlashAttnMasked>);
+    m.impl("explain_flash_attn_masked", op_explain<FlashAttnMasked>);
+    m.impl("flash_attn_masked_bwd", backward);
+}
+
+void implement_shapes(Library &m) {
+    m.impl("flash_attn_masked_results", op_results<FlashAttnMasked>);
+    m.impl("flash_attn_masked_bwd_results", op_results<FlashAttnMaskedBwd>);
+}
+
+} // namespace
+} // namespace gk
+
+GK_IMPLEMENT()

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""FlexAttention's signature by gpukern, beside FlexAttention."""
+
+import pytest
+import torch
+from conftest import assert_bits, generator, randn
+from torch.nn.attention import flex_attention as flex
+
+import torch_gpukern as gk
+from torch_gpukern.integrations.flex import alibi, bias, flex_attention, mask_of, softcap
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+def window_and_documents(b, h, i, j):
+    return (i >= j) & (i - j < 150) & (i // 200 == j // 200) | (j < 20 + h)
+
+
+def tensors(heads=(4, 4), seq=300):
+    gen = generator("flex", heads, seq)
+    return [randn(gen, 2, h, seq, 32) for h in (heads[0], heads[1], heads[1])]
+
+
+@pytest.mark.parametrize("block", (128, 64))
+def test_masks_of_mods(block):
+    q, k, v = tensors()
+    mask = flex.create_block_mask(
+        window_and_documents, 1, 4, 300, 300, device="cpu", BLOCK_SIZE=block
+    )
+    want, want_lse = flex.flex_attention(q, k, v, block_mask=mask, return_lse=True)
+    out, lse = flex_attention(q, k, v, block_mask=mask, return_lse=True)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+    assert mask_of(mask) is mask_of(mask)
+    assert_bits(
+        mask_of(mask).dense(), flex.create_mask(window_and_documents, 1, 4, 300, 300, device="cpu")
+    )
+
+
+def test_grouped_heads():
+    q, k, v = tensors((4, 2))
+    mask = flex.create_block_mask(window_and_documents, None, None, 300, 300, device="cpu")
+    want = flex.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask, enable_gqa=True), want)
+    with pytest.raises(
+        ValueError, match="flex_attention: key has 2 heads, query has 4; pass enable_gqa=True"
+    ):
+        flex_attention(q, k, v)
+
+
+def test_changes_of_scores():
+    q, k, v = tensors()
+    slopes, table = torch.tensor([0.5, 0.25, 0.1, 0.0]), randn(generator("table"), 1, 4, 300, 300)
+    for ours, theirs in (
+        (alibi(slopes), lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()),
+        (softcap(2.0), lambda s, b, h, i, j: 2.0 * torch.tanh(s / 2.0)),
+        (bias(table), lambda s, b, h, i, j: s + table[0, h, i, j]),
+    ):
+        torch.testing.assert_close(
+            flex_attention(q, k, v, ours), flex.flex_attention(q, k, v, theirs)
+        )
+    with pytest.raises(
+        ValueError, match="score_mod must be None, alibi\\(slopes\\), softcap\\(x\\) or bias\\(t\\)"
+    ):
+        flex_attention(q, k, v, lambda s, b, h, i, j: s)
+
+
+def test_an_attn_mask_is_taken():
+    q, k, v = tensors()
+    mask = torch.ones(300, 300).tril().bool()
+    assert_bits(
+        flex_attention(q, k, v, block_mask=gk.attn_mask_of(mask)),
+        gk.flash_attn(q, k, v, attn_mask=mask),
+    )

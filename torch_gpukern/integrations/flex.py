@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""FlexAttention's signature on gpukern: masks by BlockMask, and three changes of scores.
+
+::
+
+    from torch.nn.attention.flex_attention import create_block_mask
+    from torch_gpukern.integrations.flex import alibi, flex_attention
+
+    block_mask = create_block_mask(mask_mod, B, H, Sq, Sk, device=q.device)
+    out = flex_attention(q, k, v, score_mod=alibi(slopes), block_mask=block_mask)
+
+A BlockMask of any mask_mod is taken: its lists say which blocks are seen whole and in part, and
+mask_mod is evaluated once for the partial ones. A score_mod is a program, which kernels that are
+compiled ahead cannot run: only those that this module makes are taken.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .._library import NAMESPACE
+from ..masks import AttnMask, attn_mask_blocks, attn_mask_of
+from ..ops.attn_mask import TILE
+from ..ops.flash_attn import flash_attn
+
+__all__ = ["ScoreMod", "alibi", "bias", "flex_attention", "mask_of", "softcap"]
+
+
+@dataclass(frozen=True)
+class ScoreMod:
+    """A change of scores as arguments of `flash_attn`. alibi, softcap and bias make one."""
+
+    arguments: dict[str, Any]
+
+
+def alibi(slopes: Tensor) -> ScoreMod:
+    """score - slopes[h] * |i - j|; slopes [Hq] or [B, Hq] float32."""
+    return ScoreMod({"alibi_slopes": slopes})
+
+
+def softcap(x: float) -> ScoreMod:
+    """x * tanh(score / x)."""
+    return ScoreMod({"softcap": x})
+
+
+def bias(t: Tensor) -> ScoreMod:
+    """score + t[b, h, i, j]; t broadcasts to [B, Hq, Sq, Sk] and has a gradient."""
+    return ScoreMod({"bias": t})
+
+
+def mask_of(block_mask: Any) -> AttnMask:
+    """A BlockMask as an `AttnMask`, made once for each BlockMask and kept with it."""
+    kept = getattr(block_mask, "_gpukern_mask", None)
+    if kept is None:
+        kept = block_mask._gpukern_mask = _made(block_mask)
+    return kept
+
+
+def _made(block_mask: Any) -> AttnMask:
+    from torch.nn.attention.flex_attention import create_mask
+
+    seq_q, seq_k = block_mask.seq_lengths
+    batch, heads = block_mask.kv_num_blocks.shape[:2]
+    dense = create_mask(
+        block_mask.mask_mod, batch, heads, seq_q, seq_k, device=block_mask.kv_num_blocks.device
+    )
+    if tuple(block_mask.BLOCK_SIZE) != (TILE, TILE):
+        return attn_mask_of(dense)
+    lists = (
+        block_mask.kv_num_blocks,
+        block_mask.kv_indices,
+        block_mask.full_kv_num_blocks,
+        block_mask.full_kv_indices,
+    )
+    return attn_mask_blocks(*lists, mask=dense, seq_q=seq_q, seq_k=seq_k)
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """torch.nn.attention.flex_attention.flex_attention by `flash_attn`.
+
+    Args:
+        query, key, value: [B, Hq, Sq, D], [B, Hkv, Sk, D], [B, Hkv, Sk, Dv].
+        score_mod: None, or what `alibi`, `softcap` or `bias` of this module returned.
+        block_mask: None, a BlockMask, or an `AttnMask`.
+        scale: as in `flash_attn`.
+        enable_gqa: whether key and value may have fewer heads than query.
+        return_lse: also return lse [B, Hq, Sq], natural logarithms.
+        kernel_options: ignored; they choose among FlexAttention's own kernels.
+
+    Raises:
+        ValueError: a score_mod of one's own; fewer heads of key without enable_gqa.
+    """
+    if score_mod is not None and not isinstance(score_mod, ScoreMod):
+        raise ValueError(
+            f"{NAMESPACE}::flex_attention: score_mod must be None, alibi(slopes), softcap(x) or "
+            f"bias(t) of "
+            f"torch_gpukern.integrations.flex, got {score_mod!r}"
+        )
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"{NAMESPACE}::flex_attention: key has {key.shape[1]} heads, query has "
+            f"{query.shape[1]}; pass enable_gqa=True"
+        )
+    if block_mask is not None and not isinstance(block_mask, AttnMask):
+        block_mask = mask_of(block_mask)
+    changes = score_mod.arguments if score_mod is not None else {}
+    return flash_attn(
+        query, key, value, scale=scale, attn_mask=block_mask, return_lse=return_lse, **changes
+    )

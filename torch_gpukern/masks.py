@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""AttnMask: any mask of attention in the form that the kernels read, and the functions that make
+one.
+
+A mask is cut into tiles of 128 queries x 128 keys. Attention skips the empty tiles, runs the full
+ones as if there were no mask, and reads 128 bits a row of the partial ones. It is built once, on
+the mask's device without waiting for it, and serves forward and backward of every layer.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ._library import NAMESPACE
+from .ops.attn_mask import DENSE, KEPT, RANGES, STORES, TILE, Layout
+from .ops.attn_mask import attn_mask as _attn_mask
+
+__all__ = [
+    "AttnMask",
+    "MaskTiles",
+    "attn_mask_blocks",
+    "attn_mask_columns",
+    "attn_mask_of",
+    "attn_mask_ranges",
+]
+
+
+class AttnMask:
+    """A mask for `flash_attn`: which keys each query sees. It holds a copy of what it was made of.
+
+    Make one with `attn_mask_of`, `attn_mask_ranges`, `attn_mask_columns` or `attn_mask_blocks`. The
+    same mask gives the same bits of attention, whichever function made it.
+
+    Attributes:
+        shape: (B, H, Sq, Sk); B and H are 1 where all sequences or all heads share the mask.
+        device: where it is.
+        data: the stored mask, opaque (csrc/core/attn_mask.h has the layout).
+    """
+
+    def __init__(self, data: Tensor, store: int, seq_q: int, seq_k: int):
+        self.data = data
+        self.store = store
+        self.seq_q = seq_q
+        self.seq_k = seq_k
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return (self.data.shape[0], self.data.shape[1], self.seq_q, self.seq_k)
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the mask takes."""
+        return self.data.numel() * 4
+
+    def __repr__(self) -> str:
+        return f"AttnMask(shape={tuple(self.shape)}, device='{self.device}', {self.nbytes / 1e6:.1f} MB)"
+
+    def dense(self) -> Tensor:
+        """The mask as a bool tensor [B, H, Sq, Sk], true where the query sees the key."""
+        layout = Layout(self.store, self.seq_q, self.seq_k, False)
+        batch, heads, seq_q, seq_k = self.shape
+        out = torch.empty(self.shape, dtype=torch.bool, device=self.device)
+        for tile in range(layout.tiles_q):
+            rows = slice(tile * TILE, min((tile + 1) * TILE, seq_q))
+            out[:, :, rows] = self._rows_of(layout, tile)[:, :, : rows.stop - rows.start, :seq_k]
+        return out
+
+    def tiles(self) -> "MaskTiles":
+        """Which tiles of 128 x 128 are empty, partial and full. `print` shows a picture."""
+        layout = Layout(self.store, self.seq_q, self.seq_k, False)
+        classes = self._flags(layout) & 3
+        table = torch.tensor([0, 2, 1, 1], dtype=torch.uint8, device=self.device)
+        return MaskTiles(table[classes.long()])
+
+    def _flags(self, layout: Layout) -> Tensor:
+        """[B, H, nq, nk] uint8"""
+        flags = self.data[..., layout.flags : layout.tiles].contiguous().view(torch.uint8)
+        return flags[..., : layout.tiles_q * layout.tiles_k].unflatten(
+            2, (layout.tiles_q, layout.tiles_k)
+        )
+
+    def _rows_of(self, layout: Layout, tile: int) -> Tensor:
+        """The 128 rows of a tile of queries, [B, H, 128, 128 nk]."""
+        flag = self._flags(layout)[:, :, tile]
+        kind = (flag & 3).long()
+        words = self.data[..., layout.words : layout.source].unflatten(2, (-1, 512))
+        if self.store == DENSE:
+            words = words[:, :, tile * layout.tiles_k : (tile + 1) * layout.tiles_k]
+        else:
+            slot = (tile * KEPT + (flag.long() >> 2)).clamp(max=words.shape[2] - 1)
+            words = words.take_along_dim(slot[..., None], 2)
+        row, column = torch.meshgrid(*2 * [torch.arange(TILE, device=self.device)], indexing="ij")
+        word = 2 * (32 * (row // 16) + 4 * (row % 8) + column % 8 // 2) + row % 16 // 8
+        bits = words[..., word] >> (2 * (column // 8) + column % 2) & 1  # [B, H, nk, 128, 128]
+        sees = torch.where((kind == 2)[..., None, None], bits.bool(), (kind == 1)[..., None, None])
+        if self.store != DENSE:
+            sees = torch.where((kind == 3)[..., None, None], self._made(layout, tile), sees)
+        return sees.transpose(2, 3).flatten(3)
+
+    def _made(self, layout: Layout, tile: int) -> Tensor:
+        """All blocks of a tile of queries by the ranges of the mask, [B, H, nk, 128, 128]."""
+        count = self.seq_q if self.store == RANGES else self.seq_k
+        source = self.data[..., layout.source : layout.source + 4 * count].unflatten(2, (count, 4))
+        row = torch.arange(tile * TILE, (tile + 1) * TILE, device=self.device)[:, None]
+        key = torch.arange(layout.tiles_k * TILE, device=self.device)
+        if self.store == RANGES:
+            a, b, c, d = source[:, :, row[:, 0].clamp(max=count - 1)][..., None].unbind(3)
+            sees = ((a <= key) & (key < b)) | ((c <= key) & (key < d))
+        else:
+            a, b, c, d = source[:, :, key.clamp(max=count - 1)][:, :, None].unbind(4)
+            sees = ~(((a <= row) & (row < b)) | ((c <= row) & (row < d)))
+        return sees.unflatten(3, (layout.tiles_k, TILE)).transpose(2, 3)
+
+
+def _flatten(mask: AttnMask) -> tuple[list[Tensor], tuple[int, int, int]]:
+    return [mask.data], (mask.store, mask.seq_q, mask.seq_k)
+
+
+def _unflatten(tensors: Any, context: tuple[int, int, int]) -> AttnMask:
+    (data,) = tensors
+    return AttnMask(data, *context)
+
+
+pytree.register_pytree_node(
+    AttnMask, _flatten, _unflatten, serialized_type_name="torch_gpukern.AttnMask"
+)
+
+
+class MaskTiles:
+    """What `AttnMask.tiles` returns: the class of each tile, with a table of counts and a picture.
+
+    Attributes:
+        classes: uint8 [B, H, ceil(Sq / 128), ceil(Sk / 128)]: 0 empty, 1 partial, 2 full.
+    """
+
+    EMPTY, PARTIAL, FULL = 0, 1, 2
+    CHARACTERS = "·▒█"
+
+    def __init__(self, classes: Tensor):
+        self.classes = classes
+
+    def counts(self) -> dict[str, int]:
+        """Tiles of each class, over all sequences and heads."""
+        names = ("empty", "partial", "full")
+        return {name: int((self.classes == i).sum()) for i, name in enumerate(names)}
+
+    def picture(self, sequence: int = 0, head: int = 0) -> str:
+        """One line a tile of queries, one character a tile of keys: · empty, ▒ partial, █ full."""
+        rows = self.classes[sequence, head].tolist()
+        return "\n".join("".join(self.CHARACTERS[x] for x in row) for row in rows)
+
+    def __repr__(self) -> str:
+        batch, heads, tiles_q, tiles_k = self.classes.shape
+        counts = ", ".join(f"{n} {name}" for name, n in self.counts().items())
+        head = f"{tiles_q} x {tiles_k} tiles of 128 queries x 128 keys, {batch} x {heads} masks: {counts}"
+        return f"{head}\n{self.picture()}" if self.classes.numel() else head
+
+
+# ---- what makes one ------------------------------------------------------------------------------
+
+
+def _fail(name: str, text: str, error: type[Exception] = ValueError) -> Exception:
+    return error(f"{NAMESPACE}::{name}: {text}")
+
+
+def _by_head(name: str, argument: str, x: Tensor, dims: int, letters: str) -> Tensor:
+    """x with all of its dimensions; leading ones that are missing are 1."""
+    if not isinstance(x, Tensor):
+        raise _fail(name, f"{argument} must be a tensor, got {type(x).__name__}", TypeError)
+    if not dims - 2 <= x.dim() <= dims:
+        raise _fail(
+            name, f"{argument} must have {dims - 2} to {dims} dimensions {letters}, got {x.dim()}"
+        )
+    return x[(None,) * (dims - x.dim())]
+
+
+def _made(
+    source: str, first: Tensor, seq_q: int, seq_k: int, is_causal: bool = False, **blocks: Any
+) -> AttnMask:
+    data = _attn_mask.call_named(
+        first=first,
+        source=source,
+        seq_q=seq_q,
+        seq_k=seq_k,
+        is_causal=is_causal,
+        twins=first.device.type == "cuda",
+        **blocks,
+    )
+    return AttnMask(data, STORES[source], seq_q, seq_k)
+
+
+def attn_mask_of(mask: Tensor, *, seq_k: int | None = None) -> AttnMask:
+    """A mask from a bool tensor or from packed bits.
+
+    Args:
+        mask: bool [B|1, H|1, Sq, Sk], true where the query sees the key; or uint8
+            [B|1, H|1, Sq, ceil(Sk / 8)], whose bit j % 8 of byte j // 8 is key j. 2 or
+            3 dimensions leave out B and H. Any strides.
+        seq_k: the number of keys, with bits alone, whose last byte may have bits to spare. By
+        default 8 times the bytes of a row.
+
+    Raises:
+        ValueError: another dtype or shape.
+    """
+    name = "attn_mask_of"
+    mask = _by_head(name, "mask", mask, 4, "[B, H, Sq, Sk]")
+    if mask.dtype is torch.bool:
+        if seq_k is not None:
+            raise _fail(name, "seq_k is for bits (uint8): leave it out")
+        return _made("bool", mask.view(torch.uint8), mask.shape[2], mask.shape[3])
+    if mask.dtype is not torch.uint8:
+        what = "; pass it as bias" if mask.dtype.is_floating_point else ""
+        raise _fail(name, f"mask must be bool, or uint8 of packed bits, got {mask.dtype}{what}")
+    return _made("bits", mask, mask.shape[2], 8 * mask.shape[3] if seq_k is None else seq_k)
+
+
+def attn_mask_ranges(ranges: Tensor, seq_k: int) -> AttnMask:
+    """A mask from one or two ranges of keys for each query.
+
+    131,072 queries with any ranges of as many keys take 20 MB on CUDA.
+
+    Args:
+        ranges: int32 [B|1, H|1, Sq, 2 or 4]: a query sees keys [x, y) and, with 4, also [z, w). A
+            range is empty where x >= y, and is cut to [0, seq_k). 2 or 3 dimensions
+            leave out B and H.
+        seq_k: the number of keys.
+
+    Raises:
+        ValueError: another dtype or shape.
+    """
+    ranges = _by_head("attn_mask_ranges", "ranges", ranges, 4, "[B, H, Sq, 2 or 4]")
+    return _made("ranges", ranges, ranges.shape[2], seq_k)
+
+
+def attn_mask_columns(rows: Tensor, seq_q: int, *, is_causal: bool) -> AttnMask:
+    """A mask from ranges of queries that do not see a key: FlashMask's ``startend_row_indices``.
+
+    Args:
+        rows: int32 [B|1, H|1, Sk, n]. With is_causal: n = 1: key j is hidden from queries i >= c0;
+            n = 2: from c0 <= i < c1; and from i < j in both. Without: n = 2: from i >=
+            c0 and from i < c1; n = 4: from c0 <= i <
+            c1 and from c2 <= i < c3.
+        seq_q: the number of queries.
+        is_causal: which of the two; it stands in the mask.
+
+    Raises:
+        ValueError: another dtype or shape.
+
+    Wang et al., "FlashMask: Efficient and Rich Mask Extension of FlashAttention" (2024),
+    arXiv:2410.01359.
+    """
+    rows = _by_head("attn_mask_columns", "rows", rows, 4, "[B, H, Sk, n]")
+    return _made("columns", rows, seq_q, rows.shape[2], is_causal)
+
+
+def attn_mask_blocks(
+    kv_num_blocks: Tensor,
+    kv_indices: Tensor,
+    full_kv_num_blocks: Tensor | None = None,
+    full_kv_indices: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    seq_q: int,
+    seq_k: int,
+) -> AttnMask:
+    """A mask from lists of blocks of 128 x 128, as FlexAttention's BlockMask has them.
+
+    Args:
+        kv_num_blocks: int32 [B|1, H|1, ceil(seq_q / 128)]: how many blocks of keys each tile of queries sees in part.
+        kv_indices: int32 [B|1, H|1, ceil(seq_q / 128), n]: which ones, in any order. Entries past
+            the count are not read.
+        full_kv_num_blocks, full_kv_indices: likewise the blocks that are seen whole.
+        mask: what is seen of the partial blocks, bool or bits as in `attn_mask_of`. Without it they
+        are seen whole. seq_q, seq_k: the number of queries and keys.
+
+    Raises:
+        ValueError: another dtype or shape.
+        IndexError: a count or an index out of range, on the CPU; on CUDA the next call, or
+        `check_errors`, says it.
+    """
+    name = "attn_mask_blocks"
+    num = _by_head(name, "kv_num_blocks", kv_num_blocks, 3, "[B, H, nq]")
+    given = {"kv_indices": _by_head(name, "kv_indices", kv_indices, 4, "[B, H, nq, n]")}
+    if full_kv_num_blocks is not None:
+        given["full_kv_num_blocks"] = _by_head(
+            name, "full_kv_num_blocks", full_kv_num_blocks, 3, "[B, H, nq]"
+        )
+    if full_kv_indices is not None:
+        given["full_kv_indices"] = _by_head(
+            name, "full_kv_indices", full_kv_indices, 4, "[B, H, nq, n]"
+        )
+    is_bits = False
+    if mask is not None:
+        mask = _by_head(name, "mask", mask, 4, "[B, H, Sq, Sk]")
+        if mask.dtype not in (torch.bool, torch.uint8):
+            raise _fail(name, f"mask must be bool, or uint8 of packed bits, got {mask.dtype}")
+        is_bits = mask.dtype is torch.uint8
+        given["mask"] = mask if is_bits else mask.view(torch.uint8)
+    every = {"first": num, **given}
+    heads = torch.broadcast_shapes(*(x.shape[:2] for x in every.values()))
+    every = {n: x.expand(*heads, *x.shape[2:]) for n, x in every.items()}
+    return _made("blocks", every.pop("first"), seq_q, seq_k, is_bits=is_bits, **every)
