@@ -58,11 +58,10 @@ static const gk_cuda_table *const gemm_tables[] = {
     &gk_gemm_plain_table};
 static const gk_cuda_table *const gemm_act_bwd_tables[] = {&gk_gemm_act_bwd_table};
 static const gk_cuda_table *const flash_attn_fwd_tables[] = {
-    &gk_flash_attn_fwd_masked_sm90a_table,
-    &gk_flash_attn_fwd_partial_sm90a_table, &gk_flash_attn_fwd_sm90a_table,
-    &gk_flash_attn_fwd_sm80_table,          &gk_flash_attn_fwd_drop_sm80_table,
-    &gk_flash_attn_fwd_simt_table,          &gk_flash_attn_fwd_plain_table,
-    &gk_flash_attn_fwd_partial_plain_table};
+    &gk_flash_attn_fwd_masked_sm90a_table, &gk_flash_attn_fwd_partial_sm90a_table,
+    &gk_flash_attn_fwd_sm90a_table,        &gk_flash_attn_fwd_sm80_table,
+    &gk_flash_attn_fwd_drop_sm80_table,    &gk_flash_attn_fwd_simt_table,
+    &gk_flash_attn_fwd_plain_table,        &gk_flash_attn_fwd_partial_plain_table};
 static const gk_cuda_table *const flash_attn_bwd_tables[] = {
     &gk_flash_attn_bwd_sm90a_table,         &gk_flash_attn_bwd_wide_sm90a_table,
     &gk_flash_attn_bwd_sm80_table,          &gk_flash_attn_bwd_drop_sm80_table,

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+
 import torch_gpukern as gk
 from torch_gpukern import reference
 
