@@ -58,10 +58,10 @@ class Coded:
         self.op, self.plain, self.scales = op, plain, scales
 
     def call(self, *args: Any) -> Any:
-        shared = self.op.places["q_scale"]
-        for name, x in zip(self.plain.names[shared:], args[shared:]):
-            # which refuse_dropout has seen
-            if x is not None and name not in ("dropout_p", "dropout_seed"):
+        shared, plain = self.op.places["q_scale"], self.plain
+        for name, default, x in zip(plain.names[shared:], plain.defaults[shared:], args[shared:]):
+            given = x is not None if default is None else x != default
+            if given and name not in ("dropout_p", "dropout_seed"):  # refuse_dropout has seen those
                 raise ValueError(
                     f"{self.op.said}: {name} must be left out where q is float8_e4m3fn"
                 )
