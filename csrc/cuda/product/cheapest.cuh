@@ -1,0 +1,23 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* cheapest.cuh: which instance of a table serves a call: the one whose plan expects the least
+ * time. */
+#ifndef GPUKERN_CUDA_PRODUCT_CHEAPEST_CUH
+#define GPUKERN_CUDA_PRODUCT_CHEAPEST_CUH
+
+#include "../kernels.h"
+
+/* The first of the instances that take the least time. Every plan of the table sets `us`. */
+inline bool plan_cheapest(const gk_cuda_instance *instances, int count, const gk_context *ctx,
+                          const void *args, gk_plan *plan) {
+    const gk_cuda_instance *best = NULL;
+    double us = 0;
+    for (int i = 0; i < count; ++i) {
+        if (!instances[i].plan(&instances[i], ctx, args, gk_plan_begin(plan, NULL))) continue;
+        if (best && plan->us >= us) continue;
+        best = &instances[i];
+        us = plan->us;
+    }
+    return best && best->plan(best, ctx, args, gk_plan_begin(plan, NULL));
+}
+
+#endif
