@@ -28,6 +28,7 @@
 #include "../ptx/cvt_f16_fp8.cuh"
 #include "../ptx/griddepcontrol.cuh"
 #include "../ptx/laneid.cuh"
+#include "../ptx/packed.cuh"
 #include "../ptx/tma.cuh"
 #include "quant/weight_decode.cuh"
 #include "cheapest.cuh"

@@ -307,14 +307,16 @@ template <class K> int64_t weight_mma_clusters(const gk_context *ctx, int64_t n)
 }
 
 template <class K>
-bool plan_weight_mma(const gk_cuda_instance *, const gk_context *ctx, const void *args,
+bool plan_weight_mma(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                      gk_plan *plan) {
     const gk_weight_gemm_args *g = (const gk_weight_gemm_args *)args;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    if (weight_rows(g->a) > K::NT || !weight_form_serves<typename K::F>(g) ||
-        gpu->smem_per_block < K::SMEM)
-        return false;
+    const int64_t m =
+        weight_rows(g->a); /* the box of tokens has a whole panel's rows: box_tokens */
+    if (m > K::NT || m <= K::NT - 8 || !weight_form_serves<typename K::F>(g)) return false;
+    if (gpu->smem_per_block < K::SMEM) return false;
     const int64_t tiles = gk_ceil_div(g->n, K::ROWS), clusters = weight_mma_clusters<K>(ctx, g->n);
+    plan->kernel = instance;
     plan->tile[0] = K::NT;
     plan->tile[1] = K::ROWS;
     plan->tile[2] = GK_TILE * K::TILES;

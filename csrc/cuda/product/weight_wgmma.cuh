@@ -25,7 +25,6 @@
 #include "../ptx/cluster.cuh"
 #include "../ptx/cluster_reads.cuh"
 #include "../ptx/opaque.cuh"
-#include "../ptx/wgmma.cuh"
 #include "quant/tiles.h"
 #include "weight_form.cuh"
 #include "weight_price.cuh"
@@ -58,6 +57,8 @@ template <class F_, int NT_, int RT_> struct WeightWgmma {
 };
 
 /* blocks of a cluster: clusters of 3 and 4 fill fewer SMs and gained nowhere */
+constexpr int TOKEN_TILES_TOGETHER =
+    8; /* that read the same rows of the weight from L2; not measured */
 constexpr int MOST_SPLITS = 2;
 
 struct WeightWgmma90Params {
@@ -186,8 +187,7 @@ consume_weight_wgmma(const WeightWgmma90Params &p, tma_ring<K::STAGES> &ring, sm
         wgmma_fence();
 #pragma unroll
         for (int s = 0; s < 4; ++s)
-            wgmma_rs<typename F::T, K::NT, 0>(sum, set[s], wgmma_descriptor_add(tokens, 32 * s),
-                                              true);
+            wgmma_rs_add<typename F::T, K::NT>(sum, set[s], wgmma_descriptor_add(tokens, 32 * s));
         wgmma_commit_group();
         if (tile == K::EACH - 1) ring.advance();
     };
@@ -350,13 +350,14 @@ __global__ void __launch_bounds__(K::THREADS, 1)
 
 /* ---- 4 plan and run -------------------------------------------------------------------------- */
 template <class K>
-bool plan_weight_wgmma(const gk_cuda_instance *, const gk_context *ctx, const void *args,
+bool plan_weight_wgmma(const gk_cuda_instance *instance, const gk_context *ctx, const void *args,
                        gk_plan *plan) {
     const gk_weight_gemm_args *g = (const gk_weight_gemm_args *)args;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     if (!weight_form_serves<typename K::F>(g) || gpu->smem_per_block < K::SMEM) return false;
     const int64_t m = weight_rows(g->a), tiles = gk_ceil_div(m, K::NT) * gk_ceil_div(g->n, K::ROWS);
     if (tiles * MOST_SPLITS > INT32_MAX) return false;
+    plan->kernel = instance;
     plan->tile[0] = K::NT;
     plan->tile[1] = K::ROWS;
     plan->tile[2] = GK_TILE * K::TILES;
@@ -388,7 +389,7 @@ gk_status run_weight_wgmma90(const gk_context *ctx, const void *args, const gk_p
     p.n = (int)g->n;
     p.tiles_m = (int)gk_ceil_div(p.m, K::NT);
     p.tiles_n = (int)gk_ceil_div(p.n, K::ROWS);
-    p.order = tile_order(p.tiles_m, p.tiles_n, WEIGHT_GROUP);
+    p.order = tile_order(p.tiles_m, p.tiles_n, TOKEN_TILES_TOGETHER);
     p.splits = (int)plan->chunks;
     p.steps = (int)gk_ceil_div(p.w.cols, K::TILES) / p.splits;
     p.more = (int)gk_ceil_div(p.w.cols, K::TILES) % p.splits;

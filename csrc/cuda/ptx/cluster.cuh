@@ -13,14 +13,6 @@ static __device__ __forceinline__ unsigned cluster_ctarank() {
     return rank;
 }
 
-// %clusterid.x: this block's cluster in the grid; of a launch without clusters the block's own
-// number.
-static __device__ __forceinline__ unsigned clusterid_x() {
-    uint32_t id;
-    asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(id));
-    return id;
-}
-
 // barrier.cluster.arrive.relaxed and .wait: all threads of all blocks of the cluster have come.
 // Releases nothing: what others must see before it needs a fence of its own.
 static __device__ __forceinline__ void barrier_cluster_arrive() {
@@ -52,16 +44,6 @@ static __device__ __forceinline__ void st_async_128(uint32_t at, float a, float 
                  "%3, %4}, [%5];" ::"r"(at),
                  "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
                  : "memory");
-}
-
-// st.async.v2.f32: 8 bytes, as above.
-static __device__ __forceinline__ void st_async_64(uint32_t at, float a, float b,
-                                                   uint32_t barrier) {
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
-            "r"(at),
-        "f"(a), "f"(b), "r"(barrier)
-        : "memory");
 }
 
 // setmaxnreg: this warpgroup's registers a thread from here on, a multiple of 8 in 24 .. 256. All

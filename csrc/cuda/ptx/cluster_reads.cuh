@@ -24,14 +24,4 @@ static __device__ __forceinline__ uint4 ld_cluster_128(uint32_t at) {
     return v;
 }
 
-// The same as floats.
-static __device__ __forceinline__ float4 ld_cluster_f32x4(uint32_t at) {
-    float4 v;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(at)
-                 : "memory");
-    return v;
-}
-
 #endif

@@ -15,14 +15,8 @@ static __device__ __forceinline__ smem_addr cvta_to_shared(const void *p) {
     return (smem_addr)__cvta_generic_to_shared(p);
 }
 
-// ld.shared.{u8, u16, u32, v2.u32, v4.u32}, sm_20. Any thread; the address is a multiple of the
-// width. Sees what other threads stored before the last barrier.
-static __device__ __forceinline__ uint32_t ld_shared_8(smem_addr at_s) {
-    uint32_t x;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(at_s) : "memory");
-    return x;
-}
-
+// ld.shared.{u16, u32, v2.u32, v4.u32}, sm_20. Any thread; the address is a multiple of the width.
+// Sees what other threads stored before the last barrier.
 static __device__ __forceinline__ uint16_t ld_shared_16(smem_addr at_s) {
     uint16_t x;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(at_s) : "memory");

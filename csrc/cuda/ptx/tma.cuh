@@ -61,16 +61,6 @@ static __device__ __forceinline__ void tma_load_5d_by(smem_addr dst_s, const voi
                  : "memory");
 }
 
-// bulk_load by such a policy.
-static __device__ __forceinline__ void bulk_load_by(smem_addr dst_s, const void *src_g,
-                                                    unsigned bytes, smem_addr barrier_s,
-                                                    uint64_t policy) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-                 "[%0], [%1], %2, [%3], %4;" ::"r"(dst_s),
-                 "l"(__cvta_generic_to_global(src_g)), "r"(bytes), "r"(barrier_s), "l"(policy)
-                 : "memory");
-}
-
 // tma_load_5d into every block of the cluster whose bit is set in `blocks`, at the same address of
 // each, counted at the barrier at the same address of each.
 static __device__ __forceinline__ void tma_load_5d_multicast(smem_addr dst_s, const void *map,

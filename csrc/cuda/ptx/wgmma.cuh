@@ -132,9 +132,7 @@ template <class T> struct wgmma_16;
         template <int N, int B_T>                                                                  \
         static __device__ __forceinline__ void rs(float *d, const uint32_t *a, uint64_t b,         \
                                                   int add) {                                       \
-            if constexpr (N == 32)                                                                 \
-                GK_WGMMA_RS(32, TYPE, GK_R16, 16, 17, 18, 19, 20, 21, 22, GK_D8(0), GK_D8(8));     \
-            else if constexpr (N == 64)                                                            \
+            if constexpr (N == 64)                                                                 \
                 GK_WGMMA_RS(64, TYPE, GK_R32, 32, 33, 34, 35, 36, 37, 38, GK_D32(0));              \
             else if constexpr (N == 80)                                                            \
                 GK_WGMMA_RS(80, TYPE, GK_R40, 40, 41, 42, 43, 44, 45, 46, GK_D32(0), GK_D8(32));   \
