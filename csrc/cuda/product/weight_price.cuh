@@ -42,8 +42,9 @@ inline double weight_wgmma_us(int nt, int rt, Code code, int64_t tiles, int spli
     static const struct {
         int nt, rt;
         double each, slope;
-    } prices[] = {{32, 2, 1.5, 0.205}, {64, 2, 2.3, 0.27},  {128, 2, 3.3, 0.35},  {256, 2, 7.0, 0.66}, {32, 1, 2.2, 0.10},
-                  {64, 1, 2.5, 0.135}, {128, 1, 3.5, 0.185}};
+    } prices[] = {{32, 2, 1.5, 0.205}, {64, 2, 2.3, 0.27}, {128, 2, 3.3, 0.35},
+                  {256, 2, 7.0, 0.66}, {32, 1, 2.2, 0.10}, {64, 1, 2.5, 0.135},
+                  {128, 1, 3.5, 0.185}};
     for (const auto &x : prices) {
         if (x.nt != nt || x.rt != rt) continue;
         const double bits = code == NIBBLES ? 1 : code == E2M1 ? 1.17 : 1.38;
