@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* weight_decoded: weight_gemm in two steps, for many rows of a and every form of weight.
  *
- *   1. decode    w [N, K] = (code - zero) scale global_scale, rounded to a's dtype, in the workspace
+ *   1. decode    w [N, K] = (code - zero) scale global_scale, in a's dtype, in the workspace
  *   2. multiply  out = activation(a w^T + bias), by gemm's kernels
  *
  * Decoding costs the weight's bytes and 2 bytes an element written (46 us for 8192 x 8192 of 4 bits

@@ -13,8 +13,8 @@
  *
  *   codes    one bulk copy of TILES tiles for each 64 rows
  *   tokens   one TMA box, 64 of k x NT tokens x TILES panels, swizzled by 128 bytes
- *   scales   one TMA box of the caller's [ceil(K / g), N] tensor; if a group is longer than 128, one box of one row
- *            for each 128 of k
+ *   scales   one TMA box of the caller's [ceil(K / g), N] tensor; if a group is longer than 128,
+ *            one box of one row for each 128 of k
  *   zeros    as scales
  *
  * A weight whose N or K is no whole number of stages: codes past the end repeat the last tile,
