@@ -38,7 +38,9 @@ extern const gk_cuda_table gk_grouped_gemm_sm80_table, gk_grouped_gemm_plain_tab
     gk_sparse_pack_table, gk_sparse_gemm_sm90a_table, gk_sparse_gemm_sm80_table,
     gk_sparse_gemm_plain_table;
 extern const gk_cuda_table gk_pack_weight_table, gk_unpack_weight_table, gk_weight_gemm_plain_table;
-extern const gk_cuda_table gk_weight_gemm_4bit_sm90a_table, gk_weight_gemm_8bit_sm90a_table;
+extern const gk_cuda_table gk_weight_mma_4bit_table, gk_weight_mma_8bit_table;
+extern const gk_cuda_table gk_weight_wgmma_4bit_table, gk_weight_wgmma_8bit_table;
+extern const gk_cuda_table gk_weight_decoded_table;
 extern const gk_cuda_table gk_weight_gemm_4bit_sm80_table, gk_weight_gemm_8bit_sm80_table;
 extern const gk_cuda_table gk_norm_fwd_table, gk_norm_fwd_sm90a_table, gk_norm_fwd_walk_table;
 extern const gk_cuda_table gk_norm_bwd_table, gk_norm_bwd_sm90a_table, gk_norm_bwd_walk_table;
@@ -92,8 +94,9 @@ static const gk_cuda_table *const sparse_pack_tables[] = {&gk_sparse_pack_table}
 static const gk_cuda_table *const sparse_gemm_tables[] = {
     &gk_sparse_gemm_sm90a_table, &gk_sparse_gemm_sm80_table, &gk_sparse_gemm_plain_table};
 static const gk_cuda_table *const weight_gemm_tables[] = {
-    &gk_weight_gemm_4bit_sm90a_table, &gk_weight_gemm_8bit_sm90a_table,
-    &gk_weight_gemm_4bit_sm80_table, &gk_weight_gemm_8bit_sm80_table, &gk_weight_gemm_plain_table};
+    &gk_weight_mma_4bit_table,       &gk_weight_mma_8bit_table,  &gk_weight_wgmma_4bit_table,
+    &gk_weight_wgmma_8bit_table,     &gk_weight_decoded_table,   &gk_weight_gemm_4bit_sm80_table,
+    &gk_weight_gemm_8bit_sm80_table, &gk_weight_gemm_plain_table};
 static const gk_cuda_table *const norm_fwd_tables[] = {&gk_norm_fwd_sm90a_table, &gk_norm_fwd_table,
                                                        &gk_norm_fwd_walk_table};
 static const gk_cuda_table *const norm_bwd_tables[] = {&gk_norm_bwd_sm90a_table, &gk_norm_bwd_table,

@@ -145,6 +145,84 @@ def test_float64(format, device):
             )
 
 
+GROUPS = [(f, g) for f in ("int4", "uint4") for g in (32, 64, 128, 256)]
+GROUPS += [(f, g) for f in ("int8", "e4m3") for g in (64, 128, None)]
+GROUPS += [("mxfp4", 32), ("nvfp4", 16)]
+
+# Tokens at both sides of every tile's edge: 8, 16, 32, 64, 128, 256.
+TOKENS = (1, 7, 8, 9, 16, 17, 32, 33, 40, 64, 65, 128, 129, 250, 256, 300)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize(("format", "group"), GROUPS)
+def test_tiles_and_their_edges(format, group, dtype, device):
+    """Whole and partial tiles of tokens, rows and k, of the forms that Hopper has kernels for, and
+    next to them."""
+    for n, k in ((208, 64), (336, 1088), (64, 2112)):
+        gen = generator("edges", n, k)
+        q, scale, more = weight(gen, n, k, format, group, device, dtype)
+        packed = torch_gpukern.pack_weight(q, format)
+        exact = reference_quantised.decoded(q, scale, format, **more)
+        bias = randn(gen, n).to(device)
+        for m in TOKENS if torch.device(device).type == "cuda" else (1, 9, 40):
+            a = randn(gen, m, k).to(dtype).to(device)
+            got = torch_gpukern.weight_gemm(
+                a, packed, scale, n, format, **more, out_dtype=torch.float32
+            )
+            want = a.double() @ exact.mT
+            # weights may be rounded to a's dtype, sums are float32
+            yard = a.double().abs() @ exact.mT.abs() * (torch.finfo(dtype).eps / 2 + 1e-6)
+            assert ((got.double() - want).abs() <= yard).all(), (m, n, k)
+            own = torch_gpukern.weight_gemm(a, packed, scale, n, format, **more)
+            assert (
+                (own.double() - got.double()).abs()
+                <= got.double().abs() * torch.finfo(dtype).eps + yard
+            ).all()
+            biased = torch_gpukern.weight_gemm(
+                a, packed, scale, n, format, **more, bias=bias, activation="relu"
+            )
+            torch.testing.assert_close(
+                biased.double(),
+                (got.double() + bias.double()).relu(),
+                rtol=torch.finfo(dtype).eps,
+                atol=1e-4,
+            )
+
+
+def test_nan_codes_of_e4m3_spoil_their_row_alone(device):
+    n, k = 208, 576
+    gen = generator("nan codes")
+    q, scale, _ = weight(gen, n, k, "e4m3", 128, device)
+    bits = q.view(torch.uint8)
+    bits[5, 77], bits[40, k - 1], bits[207, 0] = 0x7F, 0xFF, 0x7F
+    packed = torch_gpukern.pack_weight(q, "e4m3")
+    for dtype, m in itertools.product((torch.bfloat16, torch.float16), (1, 16, 40, 130, 300)):
+        a = randn(gen, m, k, dtype=dtype).to(device)
+        got = torch_gpukern.weight_gemm(a, packed, scale.to(dtype), n, "e4m3")
+        rows = got.isnan().all(0).nonzero().flatten().tolist()
+        assert rows == [5, 40, 207] and got.isnan().sum() == 3 * m
+
+
+def test_scales_at_the_ends_of_e8m0(device):
+    """Code 0 is 2^-127, 255 is NaN."""
+    n, k = 64, 256
+    gen = generator("ends of e8m0")
+    q = torch.randint(0, 16, (n, k), generator=gen, dtype=torch.uint8).to(device)
+    bits = torch.full((k // 32, n), 127, dtype=torch.uint8)
+    bits[:, 3], bits[2, 9] = 0, 255
+    scale = bits.to(device).view(torch.float8_e8m0fnu)
+    packed = torch_gpukern.pack_weight(q, "mxfp4")
+    exact = reference_quantised.decoded(q, scale, "mxfp4")
+    for m in (1, 16, 40):
+        a = (randn(gen, m, k) * 1e3).bfloat16().to(device)
+        got = torch_gpukern.weight_gemm(a, packed, scale, n, "mxfp4", out_dtype=torch.float32)
+        assert got[:, 9].isnan().all() and got.isnan().sum() == m
+        keep = [i for i in range(n) if i != 9]
+        want = a.double() @ exact.mT
+        torch.testing.assert_close(got[:, keep].double(), want[:, keep], rtol=1e-2, atol=1.0)
+        assert got[:, 3].abs().max() <= 1e-30
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_activations_of_8_bits(format, device):
     for m, n, k, group in [(1, 70, 128, 32), (40, 130, 400, 128), (7, 64, 100, None)]:

@@ -17,24 +17,17 @@ enum {
                             own work is spread */
     WEIGHT_STAGES = 3,   /* of 16 KB of codes: two blocks an SM keep 64 KB under way */
     WEIGHT_BLOCKS_PER_2_SMS =
-        3, /* fewer rows a block below it: of 4096 rows, 16 tokens, blocks of 16, 32, 64
-              take 14.6, 14.4, 19.2 us on an H100; of 8192 49, 31, 34; of 28672 90, 58, 48 */
-    WEIGHT_WGMMA_TOKENS = 17, /* of 8192 squared, 32 tokens take 33 us by WGMMA and 54 by mma.sync
-                                 on an H100; 16 take 37 and 34 */
-    WEIGHT_PERCENT_128 = 80,  /* of the speed of 256 tokens a tile: 65 against 96 us for half the
-                                 work, the loaders' share taken off */
-    WEIGHT_PERCENT_64 = 50,   /* 26 us for an eighth */
-    WEIGHT_GROUP = 8,         /* tiles of tokens side by side; not measured */
-    WEIGHT_SMEM = 227 * 1024, /* of a block on Hopper */
-    GROUPED_BM = 256,         /* four blocks of 64 rows, two a warpgroup */
-    GROUPED_BN = 128,         /* what 64 sums a thread and block hold */
-    GROUPED_STAGES = 4,       /* of 48 KB: what fits beside the staging tiles */
-    GROUPED_MOST = 1024,      /* groups whose ends fit there, too */
-    GROUPED_ROWS = 8,         /* of tiles of a group that run beside each other, as SCALED_GROUP */
-    GROUPED_PAIRS = 8, /* from so many tiles across on, clusters of two, though the last of an odd
-                          number idles */
-    PLAIN_TILE = 64,   /* the plain product: 4 x 4 sums a thread of 256 */
-    PLAIN_K = 16       /* no block of scales is shorter */
+        3,            /* fewer rows a block below it: of 4096 rows, 16 tokens, blocks of 16, 32, 64
+                         take 14.6, 14.4, 19.2 us on an H100; of 8192 49, 31, 34; of 28672 90, 58, 48 */
+    GROUPED_BM = 256, /* four blocks of 64 rows, two a warpgroup */
+    GROUPED_BN = 128, /* what 64 sums a thread and block hold */
+    GROUPED_STAGES = 4,  /* of 48 KB: what fits beside the staging tiles */
+    GROUPED_MOST = 1024, /* groups whose ends fit there, too */
+    GROUPED_ROWS = 8,    /* of tiles of a group that run beside each other, as SCALED_GROUP */
+    GROUPED_PAIRS = 8,   /* from so many tiles across on, clusters of two, though the last of an odd
+                            number idles */
+    PLAIN_TILE = 64,     /* the plain product: 4 x 4 sums a thread of 256 */
+    PLAIN_K = 16         /* no block of scales is shorter */
 };
 
 #endif

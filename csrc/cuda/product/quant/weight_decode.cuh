@@ -102,8 +102,9 @@ __device__ __forceinline__ void decode_int8(uint32_t (&a)[4], uint32_t x0, uint3
     }
 }
 
+/* A NaN code is read as 480. */
 template <class T>
-__device__ __forceinline__ void decode_e4m3(uint32_t (&a)[4], uint32_t x0, uint32_t x1) {
+__device__ __forceinline__ void decode_e4m3_finite(uint32_t (&a)[4], uint32_t x0, uint32_t x1) {
     constexpr int AT = Two<T>::E4M3_AT;
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
@@ -111,8 +112,12 @@ __device__ __forceinline__ void decode_e4m3(uint32_t (&a)[4], uint32_t x0, uint3
         a[q] = mul_two<T>((two >> (8 - AT) & 0x007f007fu << AT) | (two & 0x80008000u),
                           Two<T>::E4M3_UP);
     }
+}
+
+template <class T>
+__device__ __forceinline__ void decode_e4m3(uint32_t (&a)[4], uint32_t x0, uint32_t x1) {
+    decode_e4m3_finite<T>(a, x0, x1);
     constexpr uint32_t SIZE = 0x7f7f7f7fu, ONE = 0x01010101u;
-    /* a code is NaN, read as 480 so far */
     if ((((x0 & SIZE) + ONE) | ((x1 & SIZE) + ONE)) & 0x80808080u) {
 #pragma unroll
         for (int q = 0; q < 4; ++q) {

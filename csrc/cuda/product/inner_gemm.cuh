@@ -1,0 +1,33 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* inner_gemm.cuh: gemm's kernels as the second step of another op, whose first step writes an
+ * operand to the workspace. A plan does not know where the workspace lies, so the product is
+ * planned with an address that is merely aligned, and once more where it runs. */
+#ifndef GPUKERN_CUDA_PRODUCT_INNER_GEMM_CUH
+#define GPUKERN_CUDA_PRODUCT_INNER_GEMM_CUH
+
+#include "../kernels.h"
+#include "../../core/op.h"
+
+extern "C" const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables);
+
+/* Plans a product of operands of `dtype` by the first table that serves it. false: none does. */
+inline bool plan_inner_gemm(const gk_context *ctx, gk_dtype dtype, const gk_gemm_args *gemm,
+                            gk_plan *to) {
+    int num_tables;
+    const gk_cuda_table *const *tables = gk_cuda_tables(GK_OP_GEMM, &num_tables);
+    const int arch = gk_gpu_of(ctx->index)->arch;
+    for (int t = 0; t < num_tables; ++t) {
+        const gk_cuda_table &table = *tables[t];
+        if (table.arch == 90 ? arch != 90 : arch < table.arch) continue;
+        if (table.plan && table.plan(ctx, gemm, gk_plan_begin(to, NULL))) return true;
+        for (int i = 0; !table.plan && i < table.num_instances; ++i) {
+            const gk_cuda_instance *instance = &table.instances[i];
+            if (instance->dtype == dtype &&
+                instance->plan(instance, ctx, gemm, gk_plan_begin(to, instance)))
+                return true;
+        }
+    }
+    return false;
+}
+
+#endif

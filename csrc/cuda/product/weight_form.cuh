@@ -1,0 +1,305 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* weight_form.cuh: the forms of packed weight that weight_gemm's Hopper kernels are compiled for,
+ * and how a stage of the weight comes into shared memory.
+ *
+ * A form fixes the dtype of the activations, the code, the group of k that shares a scale, the
+ * scale's dtype and whether there are zero points. Nothing of these is looked up between two waits
+ * of a kernel. Every other call of weight_gemm is served by kernels that decide at run time
+ * (quant/weight_gemm_sm80.cuh, weight_decoded.cu).
+ *
+ * A stage holds TILES packed tiles (64 rows x 64 of k, csrc/formats or weight_tile.h) of ROWS rows
+ * of the weight, the tokens' panels of the same k, and the groups' scales and zero points,
+ * [group][row]:
+ *
+ *   codes    one bulk copy of TILES tiles for each 64 rows
+ *   tokens   one TMA box, 64 of k x NT tokens x TILES panels, swizzled by 128 bytes
+ *   scales   one TMA box of the caller's [ceil(K / g), N] tensor; if a group is longer than 128,
+ *            one box of one row for each 128 of k
+ *   zeros    as scales
+ *
+ * A weight whose N or K is no whole number of stages: codes past the end repeat the last tile,
+ * tokens past the end are zeros, scales past the end are zeros or the last group's, and rows past N
+ * are not stored. */
+#ifndef GPUKERN_CUDA_PRODUCT_WEIGHT_FORM_CUH
+#define GPUKERN_CUDA_PRODUCT_WEIGHT_FORM_CUH
+
+#include "../host/tensormap.cuh"
+#include "../layout/wgmma.cuh"
+#include "../ptx/cvt_f16_fp8.cuh"
+#include "../ptx/griddepcontrol.cuh"
+#include "../ptx/laneid.cuh"
+#include "../ptx/packed.cuh"
+#include "../ptx/tma.cuh"
+#include "quant/weight_decode.cuh"
+#include "cheapest.cuh"
+#include "../tile/tma_ring.cuh"
+
+/* GROUP: 16, 32, 64, or 128 for every longer group. */
+template <class T_, Code C_, int GROUP_, bool ZERO_> struct WeightForm {
+    typedef T_ T;
+    static constexpr Code C = C_;
+    static constexpr int GROUP = GROUP_;
+    static constexpr bool ZERO = ZERO_;
+    /* of a thread's codes in a tile */
+    static constexpr int WORDS = C == NIBBLES || C == E2M1 ? 4 : 8;
+    static constexpr int TILE_BYTES = 512 * WORDS;
+    static constexpr gk_dtype SCALE = C != E2M1     ? element<T>::dtype
+                                      : GROUP == 32 ? GK_E8M0
+                                                    : GK_E4M3;
+    static constexpr int SCALE_BYTES = C == E2M1 ? 1 : 2;
+    static_assert(!ZERO || C == NIBBLES, "zero points belong to uint4");
+};
+
+/* What a stage of ROWS rows, TILES tiles along k and NT tokens consists of. */
+template <class F, int ROWS, int TILES, int NT> struct WeightStage90 {
+    typedef wgmma_panels<NT, 64 * TILES> Tokens;
+    static constexpr int CODES = ROWS / GK_TILE * TILES * F::TILE_BYTES;
+    static constexpr int GROUPS = 64 * TILES < F::GROUP ? 1 : 64 * TILES / F::GROUP;
+    static constexpr int SCALES = GROUPS * ROWS * F::SCALE_BYTES;
+    static constexpr int ZEROS = F::ZERO ? GROUPS * ROWS : 0;
+    /* tokens come first: their panels start at multiples of 1024 */
+    static constexpr int CODES_AT = Tokens::bytes;
+    static constexpr int BYTES = Tokens::bytes + CODES;
+    /* lies behind all stages, which are whole blocks of 1024 bytes */
+    static constexpr int SIDE = (SCALES + ZEROS + 127) / 128 * 128;
+    static_assert(BYTES % WGMMA_BLOCK_BYTES == 0 && SCALES % 128 == 0,
+                  "TMA writes to multiples of 128");
+    /* of which `tokens`, a multiple of 8, have rows in the box */
+    static constexpr GK_HD int copied(int tokens) {
+        return BYTES - (NT - tokens) * 128 * TILES + SCALES + ZEROS;
+    }
+};
+
+/* A kernel's parameters that say where the operands are. */
+struct WeightOperands {
+    CUtensorMap a, scale, zero; /* boxes as above */
+    CUtensorMap a_end;          /* boxes of the tokens of the last tile, if these are fewer */
+    const uint8_t *packed;
+    int64_t tile_row; /* bytes from a row of tiles to the next */
+    int rows, cols;   /* of tiles */
+    int log2;         /* of the group */
+    uint32_t whole;   /* decode_nibbles */
+    bool keep;        /* several blocks read the same codes: L2 should keep them */
+};
+
+/* ---- 1 producer ------------------------------------------------------------------------------ */
+/* The first thing that a producer does: the maps come into the cache that TMA reads them from (1
+ * us, 16 tokens). */
+template <class F>
+__device__ __forceinline__ void prefetch_maps(const WeightOperands &w, const CUtensorMap *a) {
+    prefetch_tensormap(a);
+    prefetch_tensormap(&w.scale);
+    if constexpr (F::ZERO) prefetch_tensormap(&w.zero);
+}
+
+/* One thread copies the codes of stage tile0 .. tile0 + TILES of the weight's tile columns to
+ * stage_s. row: of tiles. */
+template <class F, class S, int ROWS, int TILES>
+__device__ __forceinline__ void produce_codes(const WeightOperands &w, smem_addr stage_s,
+                                              smem_addr full, int row, int tile0, uint64_t policy) {
+    const int left = min(TILES, w.cols - tile0);
+#pragma unroll
+    for (int h = 0; h < ROWS / GK_TILE; ++h) {
+        const uint8_t *from_g =
+            w.packed + min(row + h, w.rows - 1) * w.tile_row + (int64_t)tile0 * F::TILE_BYTES;
+        const smem_addr to_s = stage_s + S::CODES_AT + h * TILES * F::TILE_BYTES;
+        bulk_load_by(to_s, from_g, left * F::TILE_BYTES, full, policy);
+#pragma unroll 1
+        for (int i = left; i < TILES; ++i)
+            bulk_load_by(to_s + i * F::TILE_BYTES, from_g + (left - 1) * F::TILE_BYTES,
+                         F::TILE_BYTES, full, policy);
+    }
+}
+
+/* Rows of the box that reads the tokens of a tile from token0 on: TMA fills rows outside a tensor
+ * at a third of the speed, so the box of the last tile has fewer rows. What the second operand
+ * holds in the rows behind them goes to sums that are not stored. */
+template <int NT> GK_HD int box_tokens(int m, int token0) {
+    const int left = m - token0;
+    return left >= NT ? NT : (left + 7) / 8 * 8;
+}
+
+/* The tokens, scales and zero points of the same stage. n0: the first row of the weight; a: the map
+ * for token0's tile. */
+template <class F, class S, int ROWS, int TILES>
+__device__ __forceinline__ void
+produce_rest(const WeightOperands &w, const CUtensorMap *a, smem_addr stage_s, smem_addr side_s,
+             smem_addr full, int n0, int tile0, int token0, uint64_t again, uint64_t once) {
+    tma_load_5d_by(stage_s, a, {{0, token0, tile0}}, full, again);
+    if (F::GROUP < 128 || w.log2 == 7) {
+        const int group = tile0 * GK_TILE / F::GROUP;
+        tma_load_5d_by(side_s, &w.scale, {{n0, group}}, full, once);
+        if constexpr (F::ZERO)
+            tma_load_5d_by(side_s + S::SCALES, &w.zero, {{n0, group}}, full, once);
+    } else {
+#pragma unroll
+        for (int i = 0; i < S::GROUPS; ++i) {
+            const int group = (tile0 * GK_TILE + 128 * i) >> w.log2;
+            tma_load_5d_by(side_s + i * ROWS * F::SCALE_BYTES, &w.scale, {{n0, group}}, full, once);
+        }
+    }
+}
+
+/* ---- 2 scales and zero points in shared memory ----------------------------------------------- */
+/* The scale at at_s in float32. */
+template <class F> __device__ __forceinline__ float load_scale(smem_addr at_s) {
+    if constexpr (F::SCALE == GK_BF16)
+        return __uint_as_float((uint32_t)ld_shared_16(at_s) << 16);
+    else if constexpr (F::SCALE == GK_F16)
+        return to_f32(__ushort_as_half(ld_shared_16(at_s)));
+    else if constexpr (F::SCALE == GK_E8M0) { /* code 0 is 2^-127, 255 NaN: both have the fraction's
+                                                 first bit */
+        const uint32_t code = ld_shared_8(at_s);
+        return __uint_as_float(code << 23 | (((code + 1) & 0xfe) == 0 ? 1u << 22 : 0));
+    } else {
+        uint32_t lo, hi;
+        cvt_rn_f16x2_e4m3x4(&lo, &hi, ld_shared_8(at_s));
+        return to_f32(__ushort_as_half((unsigned short)lo));
+    }
+}
+
+/* The scale at at_s as a number of T, twice in a word. */
+template <class F> __device__ __forceinline__ uint32_t load_two_scales(smem_addr at_s) {
+    if constexpr (F::SCALE_BYTES == 2) {
+        return ld_shared_16(at_s) * 0x10001u;
+    } else if constexpr (F::SCALE == GK_E8M0) {
+        static_assert(element<typename F::T>::dtype == GK_BF16,
+                      "float16 holds not all powers of two of e8m0");
+        const uint32_t code = ld_shared_8(at_s);
+        return (code << 7 | (((code + 1) & 0xfe) == 0 ? 1u << 6 : 0)) * 0x10001u;
+    } else if constexpr (element<typename F::T>::dtype == GK_F16) {
+        uint32_t lo, hi;
+        cvt_rn_f16x2_e4m3x4(&lo, &hi, ld_shared_8(at_s) * 0x101u);
+        return lo;
+    } else {
+        const float f = load_scale<F>(at_s);
+        return pack2<typename F::T>(f, f);
+    }
+}
+
+/* What NIBBLES subtract, twice in a word. */
+template <class F> __device__ __forceinline__ uint32_t load_zero(smem_addr at_s) {
+    return Two<typename F::T>::WHOLE + ld_shared_8(at_s) * 0x10001u;
+}
+
+/* ---- 3 NaN codes of e4m3 --------------------------------------------------------------------- */
+/* decode_e4m3_finite reads a NaN code as 480. A NaN makes its whole row of the result NaN, so it is
+ * enough to collect which of a lane's two rows (bytes 0, 1 and bytes 2, 3 of a word) have one, and
+ * to spoil their sums at the end. */
+template <class F> struct NanRows {
+    static constexpr bool NEEDED = F::C == E4M3 && element<typename F::T>::dtype == GK_BF16;
+    uint32_t seen = 0;
+    __device__ __forceinline__ void look(const uint32_t *words) {
+        if constexpr (NEEDED)
+#pragma unroll
+            for (int i = 0; i < F::WORDS; ++i) seen |= (words[i] & 0x7f7f7f7fu) + 0x01010101u;
+    }
+    /* sum[4 j + e] is of row e / 2 */
+    template <int N> __device__ __forceinline__ void spoil(float (&sum)[N]) {
+        if constexpr (NEEDED) {
+            seen |= __shfl_xor_sync(~0u, seen, 1);
+            seen |= __shfl_xor_sync(~0u, seen, 2);
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+                if (seen & (i % 4 < 2 ? 0x00008080u : 0x80800000u))
+                    sum[i] = __uint_as_float(0x7fc00000u);
+        }
+    }
+};
+
+/* Step s of four of a tile: the fragment of 16 rows x 16 of k, without its scale. */
+template <class F>
+__device__ __forceinline__ void decode_fragment(uint32_t (&a)[4], const uint32_t *words, int s,
+                                                uint32_t whole, const uint32_t (&zero)[2]) {
+    if constexpr (F::C == E4M3 && !NanRows<F>::NEEDED) {
+        cvt_rn_f16x2_e4m3x4(&a[0], &a[1], words[2 * s]); /* keeps NaN */
+        cvt_rn_f16x2_e4m3x4(&a[2], &a[3], words[2 * s + 1]);
+    } else if constexpr (F::C == E4M3)
+        decode_e4m3_finite<typename F::T>(a, words[2 * s], words[2 * s + 1]);
+    else
+        decode_step<typename F::T, F::C>(a, words, s, whole, zero);
+}
+
+template <class F> __device__ __forceinline__ void load_words(uint32_t *words, smem_addr at_s) {
+#pragma unroll
+    for (int i = 0; i < F::WORDS / 4; ++i) {
+        const uint4 q = ld_shared_128(at_s + i * 2048);
+        words[4 * i] = q.x;
+        words[4 * i + 1] = q.y;
+        words[4 * i + 2] = q.z;
+        words[4 * i + 3] = q.w;
+    }
+}
+
+/* ---- 4 epilogue ------------------------------------------------------------------------------ */
+/* The usual result: no bias, activation or factor, and a's dtype. */
+inline bool is_plain(const Finish &f, gk_dtype a) {
+    return !f.bias && !f.alpha && f.activation == GK_ACT_NONE && f.out_dtype == a;
+}
+
+/* ---- 5 host ---------------------------------------------------------------------------------- */
+inline int64_t weight_k(const gk_weight_gemm_args *g) { return g->a.shape[g->a.ndim - 1]; }
+
+/* Rows of [groups, N] that TMA can read. */
+inline bool weight_side_fits(const gk_tensor &t) {
+    return t.stride[1] == 1 && (uintptr_t)t.data % 16 == 0 &&
+           (t.shape[0] == 1 || gk_whole_chunks(t.dtype, t.stride[0]));
+}
+
+/* Whether form F is that of the call, and TMA and bulk copies can read the operands. */
+template <class F> bool weight_form_serves(const gk_weight_gemm_args *g) {
+    const int64_t m = weight_rows(g->a), n = g->n, k = weight_k(g), most = 1 << 30;
+    if (g->a.dtype != element<typename F::T>::dtype || code_of(g->format) != F::C) return false;
+    if (g->scale.dtype != F::SCALE || (g->zero != NULL) != F::ZERO) return false;
+    if (m == 0 || n == 0 || k == 0 || m > most || n > most || k > most || k % GK_TILE) return false;
+    const int log2 = gk_group_log2(k, g->scale.shape[0]);
+    /* TMA cannot write single rows of 64 zero points, so groups longer than 128 have none */
+    if (F::GROUP == 128 ? log2 < 7 || (F::ZERO && log2 > 7) : log2 > 6 || 1 << log2 != F::GROUP)
+        return false;
+    if ((uintptr_t)g->packed.data % 16 || g->packed.stride[0] % 16) return false;
+    if (g->packed.stride[1] != F::TILE_BYTES && k > GK_TILE) return false;
+    if (!weight_side_fits(g->scale) || (g->zero && !weight_side_fits(*g->zero))) return false;
+    const int64_t step_m = g->a.stride[g->a.ndim - 2];
+    return g->a.stride[g->a.ndim - 1] == 1 && (uintptr_t)g->a.data % 16 == 0 &&
+           (m == 1 || (step_m > 0 && step_m % 8 == 0));
+}
+
+template <class F, class S, int ROWS, int TILES, int NT>
+gk_status weight_operands(const gk_weight_gemm_args *g, WeightOperands *w) {
+    const int64_t m = weight_rows(g->a), k = weight_k(g), n = g->n;
+    const int64_t ld = m == 1 ? gk_round_up(k, 8) : g->a.stride[g->a.ndim - 2];
+    const TensorShape a = {g->a.data, g->a.dtype, {64, m, k / 64, 1, 1}, {1, ld, 64, 0, 0}, false};
+    const int whole = (int)(m / NT * NT), rest = box_tokens<NT>((int)m, whole);
+    if (whole > 0)
+        if (const gk_status failed =
+                make_tensor_map("weight_gemm", a, wgmma_box(2, NT, TILES), &w->a))
+            return failed;
+    if (rest > 0)
+        if (const gk_status failed =
+                make_tensor_map("weight_gemm", a, wgmma_box(2, rest, TILES), &w->a_end))
+            return failed;
+    w->log2 = gk_group_log2(k, g->scale.shape[0]);
+    if (w->log2 > 30) w->log2 = 30;
+    const int box_rows = F::GROUP < 128 || w->log2 == 7 ? S::GROUPS : 1;
+    const auto side = [&](const gk_tensor &t, int bytes, CUtensorMap *map) {
+        const int64_t step = t.shape[0] > 1 ? t.stride[0] : gk_round_up(n, 16);
+        const TensorShape shape = {t.data,
+                                   bytes == 2 ? GK_BF16 : GK_U8,
+                                   {n, t.shape[0], 1, 1, 1},
+                                   {1, step, 0, 0, 0},
+                                   false};
+        const smem_box box = {{3, {ROWS, box_rows, 1}, {1, ROWS, ROWS * box_rows}}, bytes, 0};
+        return make_tensor_map("weight_gemm", shape, box, map);
+    };
+    if (const gk_status failed = side(g->scale, F::SCALE_BYTES, &w->scale)) return failed;
+    if constexpr (F::ZERO)
+        if (const gk_status failed = side(*g->zero, 1, &w->zero)) return failed;
+    w->packed = (const uint8_t *)g->packed.data;
+    w->tile_row = g->packed.stride[0];
+    w->rows = (int)gk_ceil_div(n, GK_TILE);
+    w->cols = (int)(k / GK_TILE);
+    w->whole = Two<typename F::T>::WHOLE ^ (g->format == GK_INT4 ? 0x00080008u : 0);
+    return GK_OK;
+}
+
+#endif
