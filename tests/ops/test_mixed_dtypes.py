@@ -10,8 +10,11 @@ from conftest import HALF, assert_bits, generator, randn, reference, torch_gpuke
 
 gk = torch_gpukern
 E4M3, E5M2, I8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
-ADDENDS = [(out, addend) for out, addend in itertools.product((torch.float32, *HALF), (torch.float32, *HALF))
-           if addend in (out, torch.float32) or out is torch.float32]  # fmt: skip
+ADDENDS = [
+    (out, addend)
+    for out, addend in itertools.product((torch.float32, *HALF), (torch.float32, *HALF))
+    if addend in (out, torch.float32) or out is torch.float32
+]
 
 
 def whole(gen, *shape, most=4):
@@ -206,44 +209,74 @@ def test_what_to_do_instead(device):
     for call, text in (
         (lambda: gk.paged_attn(q, byte, byte, table, lens), view),
         (lambda: gk.kv_cache_write(q, q, byte, byte.clone(), slot), view),
-        (lambda: gk.rope_kv_write(q, q, q, one.expand(1, 2), one.expand(1, 2), slot, byte, byte.clone(), slot), view),
+        (
+            lambda: gk.rope_kv_write(
+                q, q, q, one.expand(1, 2), one.expand(1, 2), slot, byte, byte.clone(), slot
+            ),
+            view,
+        ),
         (lambda: gk.scaled_gemm(flat, flat.mT, one, one), view),
-        (lambda: gk.scaled_gemm(flat.view(E4M3), flat.view(E4M3).mT, one.byte(), one), r"x\.view\(torch\.float8_e8m0fnu\)"),
+        (
+            lambda: gk.scaled_gemm(flat.view(E4M3), flat.view(E4M3).mT, one.byte(), one),
+            r"x\.view\(torch\.float8_e8m0fnu\)",
+        ),
         (lambda: gk.grouped_gemm(flat, flat.mT[None], lens), view),
         (lambda: gk.sparse_gemm(flat, flat[:, :32], flat[:, :8]), view),
         (lambda: gk.dequantize(flat, one), view),
-        (lambda: gk.paged_attn(q, codes, codes, table, lens, k_scale=one.expand(1, 2)), "is written to each of its pages"),
+        (
+            lambda: gk.paged_attn(q, codes, codes, table, lens, k_scale=one.expand(1, 2)),
+            "is written to each of its pages",
+        ),
         (lambda: gk.cross_entropy(logits, logits), "torch.nn.functional.cross_entropy takes them"),
-        (lambda: gk.linear_cross_entropy(logits, logits, logits), "torch.nn.functional.cross_entropy takes them"),
+        (
+            lambda: gk.linear_cross_entropy(logits, logits, logits),
+            "torch.nn.functional.cross_entropy takes them",
+        ),
         (lambda: gk.rms_norm(q.half(), residual=q), "for a float32 residual stream pass x.float()"),
         (lambda: gk.dropout(q, 0.5, 42), r"pass torch.tensor\(\[42, 0\]\)"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=text):
             call()
     for call, text in (
-        (lambda: gk.flash_attn(q[None], q[None], q[None], one), r"3 positional arguments \(q, k, "
-                                                                r"v\), got 4; pass is_causal, "),
-        (lambda: gk.attn_merge(q, q[..., 0], q, q[..., 0], one), "4 positional arguments .*, got "
-                                                                 "5; there are no others"),
-        (lambda: gk.cross_entropy(logits, classes, one), "2 positional arguments .logits, "
-                                                         "target., got 3; pass weight, "),
-        (lambda: gk.paged_attn(q, codes, codes, table, lens, output_scale=one), "output_scale'; "
-                                                                                "the result has "
-                                                                                "16 or 32 bits"),
-        (lambda: gk.attn_merge(q, q[..., 0], q, q[..., 0], output_scale=one), "the result has 16 "
-                                                                              "or 32 bits"),
+        (
+            lambda: gk.flash_attn(q[None], q[None], q[None], one),
+            r"3 positional arguments \(q, k, "
+            r"v\), got 4; pass is_causal, ",
+        ),
+        (
+            lambda: gk.attn_merge(q, q[..., 0], q, q[..., 0], one),
+            "4 positional arguments .*, got 5; there are no others",
+        ),
+        (
+            lambda: gk.cross_entropy(logits, classes, one),
+            "2 positional arguments .logits, target., got 3; pass weight, ",
+        ),
+        (
+            lambda: gk.paged_attn(q, codes, codes, table, lens, output_scale=one),
+            "output_scale'; the result has 16 or 32 bits",
+        ),
+        (
+            lambda: gk.attn_merge(q, q[..., 0], q, q[..., 0], output_scale=one),
+            "the result has 16 or 32 bits",
+        ),
         (lambda: gk.scaled_gemm(flat, flat.mT, one, one, zero_a=3), "operands have no zero point"),
         (lambda: gk.quantize(q, E4M3, "1x32", rounding="floor"), "rounded up to a power of two"),
-        (lambda: gk.cross_entropy(logits, classes, return_predicted_tokens=True), r"logits\.argmax\(-1\)"),
+        (
+            lambda: gk.cross_entropy(logits, classes, return_predicted_tokens=True),
+            r"logits\.argmax\(-1\)",
+        ),
         (lambda: gk.cross_entropy(logits, classes, return_z_loss=True), "take the difference"),
         (lambda: gk.cross_entropy(logits, classes, precomputed_lse=one), "leave it out"),
-        (lambda: gk.cross_entropy(logits, classes, lse_square_scale=1e-4), "z_loss is what says "
-                                                                           "it here"),
-        (lambda: gk.linear_cross_entropy(logits, logits, classes, ce_weight=one), "class_weight "
-                                                                                  "is what says "
-                                                                                  "it here"),
+        (
+            lambda: gk.cross_entropy(logits, classes, lse_square_scale=1e-4),
+            "z_loss is what says it here",
+        ),
+        (
+            lambda: gk.linear_cross_entropy(logits, logits, classes, ce_weight=one),
+            "class_weight is what says it here",
+        ),
         (lambda: gk.layer_norm(q, normalized_shape=(64,)), "over the last dimension"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(TypeError, match=text):
             call()
 

@@ -12,7 +12,10 @@ __all__ = ["hide_unknown", "keep_defaults_constant", "number", "refuse_unknown"]
 
 _MASK = "which keys a query sees is said by is_causal, windows, lengths and slopes, not by a tensor of scores' size"
 _NO_DROPOUT = "there is no dropout: leave it out"
-_NO_ZERO = "operands have no zero point: a zero point z of a is worth -z * scale_a * scale_b * b.sum(0), which bias or c adds"
+_NO_ZERO = (
+    "operands have no zero point: a zero point z of a is worth -z * scale_a * scale_b * b.sum(0), "
+    "which bias or c adds"
+)
 _SCALES_ROUND_UP = (
     "scales of 1x32 are rounded up to a power of two, so that nothing saturates; codes made with "
     "other scales (torchao's FLOOR "
