@@ -145,7 +145,11 @@ VALUE_ERRORS = [
         "scale_b must be float32 or float8_e8m0fnu, got bfloat16",
     ),
     ("scaled_gemm", codes(bias=t(4, dtype=BF16)), "bias must have shape [5], got [4]"),
-    ("scaled_gemm", codes(bias=t(5)), "bias must be bfloat16 (as the result), got float32"),
+    (
+        "scaled_gemm",
+        codes(bias=t(5, dtype=torch.float16)),
+        "bias must be bfloat16 (as the result) or float32, got float16",
+    ),
     (
         "scaled_gemm",
         codes(out_dtype=F64),

@@ -66,8 +66,8 @@ gk_status gk_check_grouped_gemm(const gk_context *ctx, const gk_grouped_gemm_arg
     const gk_tensor *a = &g->a, *b = &g->b;
     GK_TRY(gk_take(io, "a", a, GK_ANY_STRIDES));
     GK_REQUIRE(a->dtype == GK_F32 || a->dtype == GK_BF16 || a->dtype == GK_F16 || is_fp8(a->dtype),
-               "a must be float32, bfloat16, float16, float8_e4m3fn or float8_e5m2, got %s",
-               io->dtype_name(a->dtype));
+               "a must be float32, bfloat16, float16, float8_e4m3fn or float8_e5m2, got %s%s",
+               io->dtype_name(a->dtype), gk_bytes_hint(a->dtype));
     GK_TRY(gk_check_dims("a", a, 2, "[M, K]"));
     GK_TRY(gk_take(io, "b", b, GK_ANY_STRIDES));
     if (!(is_fp8(a->dtype) && is_fp8(b->dtype))) GK_TRY(gk_check_same_dtype(io, "b", b, "a", a));

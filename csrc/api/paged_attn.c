@@ -15,6 +15,9 @@ static gk_status check_cache_dtype(gk_io *io, const char *name, const gk_tensor 
     const gk_dtype dtype = cache->dtype;
     if (gk_is_code(k_cache->dtype) && k_cache != cache)
         return gk_check_same_dtype(io, name, cache, "k_cache", k_cache);
+    GK_REQUIRE(dtype != GK_U8,
+               "%s has dtype uint8, expected %s, float8_e4m3fn, float8_e5m2 or int8%s", name,
+               io->dtype_name(first->dtype), gk_bytes_hint(dtype));
     if (k_cache != cache || (dtype != GK_E4M3 && dtype != GK_E5M2 && dtype != GK_I8))
         return gk_check_same_dtype(io, name, cache, first_name, first);
     return GK_OK;
@@ -49,7 +52,12 @@ static gk_status take_scale(gk_io *io, const char *name, const gk_tensor *t, gk_
     GK_TRY(gk_take(io, name, t, GK_ANY_STRIDES));
     if (gk_is_code(cache->dtype)) {
         GK_TRY(gk_check_dtypes(io, name, t, GK_F32, gk_stats_dtype(dtype)));
-        if (t->ndim == 2) return gk_check_shape(name, t, 2, by_page);
+        GK_REQUIRE(t->ndim != 2 || (t->shape[0] == by_page[0] && t->shape[1] == by_page[1]),
+                   "%s must have shape [], [Hkv] or [num_blocks, Hkv], here %s, got %s; a scale of "
+                   "a sequence is written "
+                   "to each of its pages",
+                   name, gk_text_of(2, by_page).text, gk_text_of(2, t->shape).text);
+        if (t->ndim == 2) return GK_OK;
     } else {
         GK_TRY(gk_check_dtype(io, name, t, gk_stats_dtype(dtype)));
     }

@@ -16,7 +16,8 @@ gk_status gk_check_above_0(const char *name, const gk_tensor *t, bool nan);
 gk_status gk_take_scale(gk_io *io, const char *name, const gk_tensor *t, const char *of_name,
                         const gk_tensor *of, bool k_is_row);
 
-/* bias and c: of the result's dtype, beside an 8-bit one float32 or bfloat16 (scaled_gemm.c). */
+/* bias and c: float32, or 16 bits: the dtype of a 16-bit result, either beside a result of 8 or 32
+ * bits (scaled_gemm.c). */
 gk_status gk_check_addend(gk_io *io, const char *name, const gk_tensor *t, gk_dtype out);
 gk_status gk_check_activation(gk_activation activation);
 /* out_dtype of a product of a: a's or float32, of 8 bits a 16-bit one or float32

@@ -8,8 +8,8 @@
 /* ---- what quantised arguments have in common (quant.h) --------------------------------------- */
 gk_status gk_check_codes(gk_io *io, const char *name, const gk_tensor *t) {
     GK_REQUIRE(t->dtype == GK_E4M3 || t->dtype == GK_E5M2 || t->dtype == GK_I8,
-               "%s must be float8_e4m3fn, float8_e5m2 or int8, got %s", name,
-               io->dtype_name(t->dtype));
+               "%s must be float8_e4m3fn, float8_e5m2 or int8, got %s%s", name,
+               io->dtype_name(t->dtype), gk_bytes_hint(t->dtype));
     return GK_OK;
 }
 

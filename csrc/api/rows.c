@@ -6,11 +6,16 @@
 #include "gpukern_loss.h"
 
 /* ---- what several have ----------------------------------------------------------------------- */
-/* A float tensor [..., N], N >= 1, its last dimension dense. */
-static gk_status take_rows(gk_io *io, const char *name, const gk_tensor *t) {
+/* A float tensor [..., N], its last dimension dense. */
+static gk_status take_any_rows(gk_io *io, const char *name, const gk_tensor *t) {
     GK_TRY(gk_take(io, name, t, GK_DENSE_LAST));
     GK_TRY(gk_check_float(io, name, t));
-    GK_TRY(gk_check_least_dims(name, t, 1));
+    return gk_check_least_dims(name, t, 1);
+}
+
+/* Likewise, with N >= 1, where a row without columns has no mean and no target. */
+static gk_status take_rows(gk_io *io, const char *name, const gk_tensor *t) {
+    GK_TRY(take_any_rows(io, name, t));
     GK_REQUIRE(t->shape[t->ndim - 1] >= 1, "%s must have a last dimension of at least 1, got 0",
                name);
     return GK_OK;
@@ -54,6 +59,12 @@ gk_status gk_check_norm_fwd(const gk_context *ctx, const gk_norm_args *a, gk_io 
     GK_TRY(take_rows(io, "x", x));
     GK_TRY(gk_take_vector(io, "weight", a->weight, x));
     GK_TRY(gk_take_vector(io, "bias", a->bias, x));
+    GK_REQUIRE(!a->residual || a->residual->dtype == x->dtype,
+               "residual has dtype %s, x has %s; they must match%s",
+               io->dtype_name(a->residual->dtype), io->dtype_name(x->dtype),
+               a->residual->dtype == GK_F32
+                   ? ", for a float32 residual stream pass x.float() and cast what is normalised"
+                   : "");
     GK_TRY(take_like(io, "residual", a->residual, "x", x));
     GK_TRY(check_norm(a->kind, a->eps, a->weight_offset));
     give_like(io, "out", &a->out, x)->in_place = true;
@@ -111,7 +122,7 @@ static gk_status take_lengths(gk_io *io, const gk_tensor *lengths, const gk_tens
 
 gk_status gk_check_softmax_fwd(const gk_context *ctx, const gk_softmax_args *a, gk_io *io) {
     (void)ctx;
-    GK_TRY(take_rows(io, "x", &a->x));
+    GK_TRY(take_any_rows(io, "x", &a->x));
     GK_TRY(take_lengths(io, a->lengths, &a->x));
     GK_REQUIRE(isfinite(a->scale), "scale must be finite, got %g", a->scale);
     give_like(io, "out", &a->out, &a->x)->in_place = true;
@@ -126,7 +137,7 @@ void gk_cost_softmax_fwd(const gk_context *ctx, const gk_softmax_args *a, gk_exp
 
 gk_status gk_check_softmax_bwd(const gk_context *ctx, const gk_softmax_bwd_args *a, gk_io *io) {
     (void)ctx;
-    GK_TRY(take_rows(io, "grad_out", &a->grad_out));
+    GK_TRY(take_any_rows(io, "grad_out", &a->grad_out));
     GK_TRY(take_like(io, "out", &a->out, "grad_out", &a->grad_out));
     GK_TRY(take_lengths(io, a->lengths, &a->out));
     GK_REQUIRE(isfinite(a->scale), "scale must be finite, got %g", a->scale);
@@ -152,7 +163,7 @@ static gk_status check_gate(gk_activation activation) {
 /* gate, and up where it is given; `shape` becomes that of one of them alone. */
 static gk_status take_gate(gk_io *io, const gk_tensor *gate, const gk_tensor *up,
                            gk_activation activation, int64_t *shape) {
-    GK_TRY(take_rows(io, "gate", gate));
+    GK_TRY(take_any_rows(io, "gate", gate));
     GK_TRY(take_like(io, "up", up, "gate", gate));
     GK_TRY(check_gate(activation));
     const int last = gate->ndim - 1;
@@ -183,7 +194,7 @@ gk_status gk_check_glu_bwd(const gk_context *ctx, const gk_glu_bwd_args *a, gk_i
     (void)ctx;
     int64_t shape[GK_MAX_DIMS];
     const gk_tensor *gate = &a->gate;
-    GK_TRY(take_rows(io, "grad_out", &a->grad_out));
+    GK_TRY(take_any_rows(io, "grad_out", &a->grad_out));
     GK_TRY(take_gate(io, gate, a->up, a->activation, shape));
     GK_TRY(gk_check_same_dtype(io, "gate", gate, "grad_out", &a->grad_out));
     GK_TRY(gk_check_shape("grad_out", &a->grad_out, gate->ndim, shape));
@@ -277,7 +288,11 @@ static gk_status take_cross_entropy(const gk_context *ctx, const gk_cross_entrop
     const gk_tensor *logits = &a->logits;
     GK_TRY(take_rows(io, "logits", logits));
     GK_TRY(gk_take(io, "target", &a->target, GK_ANY_STRIDES));
-    GK_TRY(gk_check_dtype(io, "target", &a->target, GK_I64));
+    GK_REQUIRE(a->target.dtype == GK_I64, "target must be int64, got %s%s",
+               io->dtype_name(a->target.dtype),
+               gk_is_float(a->target.dtype) ? "; probabilities of classes are not taken, "
+                                              "torch.nn.functional.cross_entropy takes them"
+                                            : "");
     GK_TRY(gk_check_shape("target", &a->target, logits->ndim - 1, logits->shape));
     if (a->weight) {
         GK_TRY(gk_take(io, "weight", a->weight, GK_ANY_STRIDES));

@@ -9,9 +9,13 @@ enum {
 };
 
 gk_status gk_check_addend(gk_io *io, const char *name, const gk_tensor *t, gk_dtype out) {
-    if (gk_is_code(out)) return gk_check_dtypes(io, name, t, GK_F32, GK_BF16);
-    GK_REQUIRE(t->dtype == out, "%s must be %s (as the result), got %s", name, gk_dtype_name(out),
-               io->dtype_name(t->dtype));
+    /* either 16-bit dtype fits beside the result */
+    const bool any = out == GK_F32 || gk_is_code(out);
+    const bool fits =
+        t->dtype == GK_F32 || (any ? t->dtype == GK_BF16 || t->dtype == GK_F16 : t->dtype == out);
+    GK_REQUIRE(fits, "%s must be %s%s, got %s", name,
+               any ? "float32, bfloat16 or float16" : gk_dtype_name(out),
+               any ? "" : " (as the result) or float32", io->dtype_name(t->dtype));
     return GK_OK;
 }
 

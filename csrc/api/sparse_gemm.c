@@ -28,8 +28,8 @@ gk_status gk_check_sparse_pack(const gk_context *ctx, const gk_sparse_pack_args 
     const gk_tensor *w = &x->w;
     GK_TRY(gk_take(io, "w", w, GK_ANY_STRIDES));
     GK_REQUIRE(is_sparse_dtype(w->dtype),
-               "w must be bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, got %s",
-               io->dtype_name(w->dtype));
+               "w must be bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, got %s%s",
+               io->dtype_name(w->dtype), gk_bytes_hint(w->dtype));
     GK_TRY(gk_check_dims("w", w, 2, "[N, K]"));
     GK_REQUIRE(w->shape[1] % 4 == 0, "w has %lld columns, expected a multiple of 4",
                (long long)w->shape[1]);
@@ -51,8 +51,8 @@ gk_status gk_check_sparse_gemm(const gk_context *ctx, const gk_sparse_gemm_args 
     const gk_tensor *a = &x->a, *values = &x->values;
     GK_TRY(gk_take(io, "a", a, GK_ANY_STRIDES));
     GK_REQUIRE(is_sparse_dtype(a->dtype),
-               "a must be bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, got %s",
-               io->dtype_name(a->dtype));
+               "a must be bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, got %s%s",
+               io->dtype_name(a->dtype), gk_bytes_hint(a->dtype));
     GK_TRY(gk_check_dims("a", a, 2, "[M, K]"));
     const int64_t k = a->shape[1];
     GK_REQUIRE(k % 4 == 0, "a has %lld columns, expected a multiple of 4", (long long)k);

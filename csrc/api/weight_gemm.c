@@ -102,7 +102,8 @@ gk_status gk_check_weight_gemm(const gk_context *ctx, const gk_weight_gemm_args 
     const gk_tensor *a = &x->a;
     GK_TRY(gk_take(io, "a", a, a->ndim == 2 ? GK_ANY_STRIDES : GK_CONTIGUOUS));
     GK_REQUIRE(a->dtype == GK_BF16 || a->dtype == GK_F16 || a->dtype == GK_E4M3,
-               "a must be bfloat16, float16 or float8_e4m3fn, got %s", io->dtype_name(a->dtype));
+               "a must be bfloat16, float16 or float8_e4m3fn, got %s%s", io->dtype_name(a->dtype),
+               gk_bytes_hint(a->dtype));
     GK_TRY(gk_check_least_dims("a", a, 2));
     const int64_t k = a->shape[a->ndim - 1];
     GK_TRY(check_format(x->format));
@@ -143,7 +144,7 @@ gk_status gk_check_weight_gemm(const gk_context *ctx, const gk_weight_gemm_args 
                io->dtype_name(out));
     if (x->bias) {
         GK_TRY(gk_take(io, "bias", x->bias, GK_ANY_STRIDES));
-        GK_TRY(gk_check_dtypes(io, "bias", x->bias, out, GK_F32));
+        GK_TRY(gk_check_addend(io, "bias", x->bias, out));
         GK_TRY(gk_check_length_of("bias", x->bias, x->n));
     }
     GK_TRY(gk_check_activation(x->activation));

@@ -104,17 +104,32 @@ gk_status gk_check_float(gk_io *io, const char *name, const gk_tensor *t) {
     return GK_OK;
 }
 
+const char *gk_bytes_hint(gk_dtype got) {
+    return got == GK_U8
+               ? "; bytes that are 8-bit floats must be viewed as such, x.view(torch.float8_e4m3fn)"
+               : "";
+}
+
+static const char *hint_of(gk_dtype got, gk_dtype one, gk_dtype other) {
+    if (got != GK_U8) return "";
+    if (one == GK_E8M0 || other == GK_E8M0) return "; view the bytes, x.view(torch.float8_e8m0fnu)";
+    return one == GK_E4M3 || other == GK_E4M3 || one == GK_E5M2 || other == GK_E5M2
+               ? gk_bytes_hint(got)
+               : "";
+}
+
 gk_status gk_check_dtype(gk_io *io, const char *name, const gk_tensor *t, gk_dtype expected) {
-    GK_REQUIRE(t->dtype == expected, "%s must be %s, got %s", name, gk_dtype_name(expected),
-               io->dtype_name(t->dtype));
+    GK_REQUIRE(t->dtype == expected, "%s must be %s, got %s%s", name, gk_dtype_name(expected),
+               io->dtype_name(t->dtype), hint_of(t->dtype, expected, expected));
     return GK_OK;
 }
 
 gk_status gk_check_dtypes(gk_io *io, const char *name, const gk_tensor *t, gk_dtype one,
                           gk_dtype other) {
     if (one == other) return gk_check_dtype(io, name, t, one);
-    GK_REQUIRE(t->dtype == one || t->dtype == other, "%s must be %s or %s, got %s", name,
-               gk_dtype_name(one), gk_dtype_name(other), io->dtype_name(t->dtype));
+    GK_REQUIRE(t->dtype == one || t->dtype == other, "%s must be %s or %s, got %s%s", name,
+               gk_dtype_name(one), gk_dtype_name(other), io->dtype_name(t->dtype),
+               hint_of(t->dtype, one, other));
     return GK_OK;
 }
 

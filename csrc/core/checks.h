@@ -38,6 +38,9 @@ gk_status gk_take_unread(gk_io *io, const char *name, const gk_tensor *t);
 void gk_taken_is_written(gk_io *io);
 
 gk_status gk_check_float(gk_io *io, const char *name, const gk_tensor *t);
+/* Ends the refusal of a dtype where 8-bit floats are taken: caches and checkpoints often hold them
+ * as bytes. */
+const char *gk_bytes_hint(gk_dtype got);
 gk_status gk_check_dtype(gk_io *io, const char *name, const gk_tensor *t, gk_dtype expected);
 gk_status gk_check_dtypes(gk_io *io, const char *name, const gk_tensor *t, gk_dtype one,
                           gk_dtype other);

@@ -300,7 +300,7 @@ typedef struct gk_flash_attn_args {
     gk_tensor lse; /* written forward, read backward; forward, data NULL = not wanted */
     void *workspace;
     size_t workspace_bytes;
-    double dropout_p;              /* 0 <= p < 1 */
+    double dropout_p;              /* 0 <= p <= 1; 1: out is 0 */
     const gk_tensor *dropout_seed; /* [2] int64: seed and offset, read on the device; NULL with
                                       dropout_p 0 alone */
 } gk_flash_attn_args;

@@ -87,8 +87,9 @@ typedef struct gk_scaled_gemm_args {
     gk_tensor a;                /* [M, K] GK_E4M3 or GK_E5M2, or GK_I8; any strides */
     gk_tensor b;                /* [K, N] likewise, GK_I8 with GK_I8 alone */
     gk_tensor scale_a, scale_b; /* one number, or [Sm, Sk] and [Sk, Sn]; any strides */
-    const gk_tensor *bias;      /* [N], float32 or the result's dtype; NULL = none */
-    const gk_tensor *c; /* broadcasts to out, likewise; not read when beta == 0; NULL = none */
+    const gk_tensor *bias; /* [N]: float32, or of 16 bits: a 16-bit result's dtype, any beside 8 or
+                              32 bits; NULL = none */
+    const gk_tensor *c;    /* broadcasts to out, likewise; not read when beta == 0; NULL = none */
     double beta;
     /* [] or [1] float32: an 8-bit result is divided by it; NULL = other results */
     const gk_tensor *out_scale;
@@ -167,7 +168,7 @@ typedef struct gk_weight_gemm_args {
     const gk_tensor *zero;         /* GK_UINT4: uint8 like scale; NULL = 8 */
     const gk_tensor *global_scale; /* GK_NVFP4: float32 [] or [1]; NULL = 1 */
     const gk_tensor *scale_a;      /* GK_E4M3 a: float32, one number or [M, 1]; else NULL */
-    const gk_tensor *bias;         /* [N], the result's dtype or float32 */
+    const gk_tensor *bias;         /* [N], as of gk_scaled_gemm_args */
     gk_activation activation;
     /* [..., M, N] contiguous, a's dtype (of an e4m3 a bfloat16 or float16) or float32 */
     gk_tensor out;
@@ -194,7 +195,7 @@ typedef struct gk_grouped_gemm_args {
     const gk_tensor
         *scale_a; /* 8 bits: one number or [Sm, Sk], counted over all of a; groups of k: [M, 1] */
     const gk_tensor *scale_b; /* 8 bits: one number or [G, Sk, Sn]; groups of k: [1, N] */
-    const gk_tensor *bias;    /* [N] or [G, N], the result's dtype; NULL = none */
+    const gk_tensor *bias;    /* [N] or [G, N], as of gk_scaled_gemm_args; NULL = none */
     gk_activation activation;
     gk_accumulate accumulate;
     /* [M, N] or [G, M, N] contiguous; a's dtype or float32, of 8 bits bfloat16, float16 or
@@ -236,7 +237,7 @@ typedef struct gk_sparse_gemm_args {
     gk_tensor values, meta;   /* of gk_sparse_pack; last strides 1 */
     const gk_tensor *scale_a; /* 8 bits: one number or [M, 1]; NULL = 1 */
     const gk_tensor *scale_b; /* 8 bits: one number or [1, N]; NULL = 1 */
-    const gk_tensor *bias;    /* [N], the result's dtype; NULL = none */
+    const gk_tensor *bias;    /* [N], as of gk_scaled_gemm_args; NULL = none */
     gk_activation activation;
     /* [M, N] contiguous; a's dtype or float32, of 8 bits bfloat16, float16 or float32 */
     gk_tensor out;

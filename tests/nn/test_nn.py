@@ -215,10 +215,8 @@ def test_attention_drops_in_training_alone():
         runs.append(layer.train(training)(x))
     assert torch.equal(runs[0], runs[1]) and torch.equal(runs[3], runs[4])
     assert not torch.equal(runs[0], runs[2]) and not torch.equal(runs[0], runs[3])
-    with pytest.raises(
-        ValueError, match="Attention: dropout must be at least 0 and less than 1, got 1"
-    ):
-        gnn.Attention(32, 4, dropout=1)
+    with pytest.raises(ValueError, match="Attention: dropout must be between 0 and 1, got 1.5"):
+        gnn.Attention(32, 4, dropout=1.5)
 
 
 def test_patch_and_restore():

@@ -36,6 +36,13 @@ def weight_of(q, zero, scale, group_of=None):
 def words(x, bits, order=None):
     """int32 words along the last dimension; order[i] is the place, of those in a word, whose code
     is field i."""
+    if bits == 3:  # a stream of bits
+        streams = [sum(code << (3 * i) for i, code in enumerate(row)) for row in x.tolist()]
+        count = x.shape[1] * 3 // 32 if x.shape[1] % 32 == 0 else (x.shape[1] + 31) // 32 * 3
+        rows = [[stream >> (32 * i) & 0xFFFFFFFF for i in range(count)] for stream in streams]
+        return torch.tensor(
+            [[w - 2**32 if w >= 2**31 else w for w in row] for row in rows], dtype=torch.int32
+        )
     each = 32 // bits
     order = range(each) if order is None else order
     rows = []
@@ -67,7 +74,7 @@ def check(layer, w, exact=True):
 
 
 @pytest.mark.parametrize("version", (1, 2))
-@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("bits", (2, 3, 4, 8))
 def test_gptq(bits, version):
     q, zero, scale = parts(bits)
     stored = (zero - 1) % 2**bits if version == 1 else zero
@@ -180,7 +187,7 @@ def test_what_is_refused():
         ({"qzeros": good[1][:, :3]}, "from_gptq: qzeros must have shape \\[4, 6\\], got \\[4, "
                                      "3\\]"),
         ({"scales": scale[:, :3]}, "from_gptq: scales must have shape \\[4, 48\\], got \\[4, 3\\]"),
-        ({"bits": 3}, "from_gptq: bits must be 4 or 8"),
+        ({"bits": 5}, "from_gptq: bits must be 2, 3, 4 or 8"),
         ({"g_idx": torch.zeros(K, dtype=torch.int32)}, "from_gptq: g_idx must have 32 columns in "
                                                        "each of the 4 groups"),
         ({"scales": scale.repeat(3, 1), "qzeros": good[1].repeat(3, 1)}, "groups must have 16, "

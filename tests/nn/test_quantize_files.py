@@ -109,6 +109,10 @@ def test_what_is_refused(tmp_path, capsys):
             "was not written by gpukern quantize",
         ),
         (
+            lambda: gnn.quantize_directory(tmp_path / "plain", tmp_path / "x", "w8", skip=["*"]),
+            "no tensor of .* is the weight of an nn.Linear",
+        ),
+        (
             lambda: gnn.load_quantized(nn.Linear(2, 2), tmp_path / "w8"),
             "the model has no nn.Linear layers.0, layers.1",
         ),
@@ -121,3 +125,119 @@ def test_what_is_refused(tmp_path, capsys):
     with pytest.raises(ValueError, match="is of version 2, this gpukern reads version 1"):
         gnn.load_quantized(Model(), tmp_path / "w8")
     assert cli.main(["quantize", str(tmp_path)]) == 1 and "quantize: " in capsys.readouterr().err
+
+
+def snapshot(model):
+    """What a failed load must leave: classes, attributes, and values by their bits."""
+    return [
+        (
+            type(m),
+            {n: v for n, v in vars(m).items() if not n.startswith("_")},
+            set(m._parameters),
+            set(m._buffers),
+        )
+        for m in model.modules()
+    ], {name: t.clone() for name, t in model.state_dict().items() if t is not None}
+
+
+@pytest.mark.parametrize("fault", ("lacks", "beside", "shape", "state"))
+def test_a_failed_load_changes_nothing(fault, tmp_path):
+    write(tmp_path / "plain", Model())
+    gnn.quantize_directory(tmp_path / "plain", tmp_path / "w8", "w8", show=False, say=None)
+    file = sorted((tmp_path / "w8").glob("*.safetensors"))[-1]
+    with safetensors.safe_open(file, "pt") as held:
+        about = held.metadata()
+    tensors = load_file(file)
+    if fault == "lacks":
+        del tensors["norm.weight"]
+    elif fault == "beside":
+        tensors["other.weight"] = torch.ones(2)
+    elif fault == "shape":
+        tensors["norm.weight"] = torch.ones(63)
+    else:
+        tensors["layers.1._extra_state"] = torch.tensor(
+            list(b"gpukern-weight 1 w4"), dtype=torch.uint8
+        )
+    save_file(tensors, file, about)
+    model = Model()
+    before, values = snapshot(model)
+    with pytest.raises(ValueError, match="load_quantized|QuantizedLinear"):
+        gnn.load_quantized(model, tmp_path / "w8")
+    after, now = snapshot(model)
+    assert after == before and now.keys() == values.keys()
+    for name, t in values.items():
+        assert_bits(now[name], t)
+
+
+@pytest.mark.parametrize("recipe", ("w8", "nvfp4", "fp8"))
+def test_parameters_on_meta_become_the_files(recipe, tmp_path):
+    """Nothing stays on meta, the head stays the embedding, and results are those of a model that
+    was on the CPU."""
+    torch.manual_seed(1)
+    write(tmp_path / "plain", Model())
+    gnn.quantize_directory(tmp_path / "plain", tmp_path / "few", recipe, show=False, say=None)
+    here, model = Model(), Model().to("meta")
+    model.lm_head.weight = model.embed_tokens.weight
+    for m in (here, model):
+        gnn.load_quantized(m, tmp_path / "few")
+    assert not any(t.is_meta for t in model.state_dict().values())
+    assert model.lm_head.weight is model.embed_tokens.weight
+    tokens = torch.arange(14).view(2, 7)
+    with torch.no_grad():
+        assert_bits(model(tokens), here(tokens))
+    model.register_buffer("angles", torch.ones(3, device="meta"), persistent=False)
+    other = Model().to("meta")
+    other.register_buffer("angles", torch.ones(3, device="meta"), persistent=False)
+    with pytest.raises(ValueError, match="angles are on meta and in no file"):
+        gnn.load_quantized(other, tmp_path / "few")
+
+
+def test_models_of_transformers(tmp_path):
+    """GPT-2's Conv1D stays, Mixtral's joined experts are refused before a file is written, and
+    transformers refuses the directory."""
+    transformers = pytest.importorskip("transformers")
+    size = dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+    torch.manual_seed(2)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size))
+    llama.save_pretrained(tmp_path / "llama")
+    assert (
+        len(
+            gnn.quantize_directory(tmp_path / "llama", tmp_path / "few", "w8", show=False, say=None)
+        )
+        == 7
+    )
+    with pytest.raises(ValueError, match="quant_method"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "few")
+    made = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(tmp_path / "few")
+    )
+    gnn.load_quantized(made, tmp_path / "few")
+    gnn.quantize(llama, "w8", say=None)
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        assert_bits(made.eval()(tokens).logits, llama.eval()(tokens).logits)
+    for config, model, text in (
+        (
+            transformers.MixtralConfig(**size, num_local_experts=2),
+            transformers.MixtralForCausalLM,
+            "renames or joins them",
+        ),
+        (
+            transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=64),
+            transformers.GPT2LMHeadModel,
+            "weight of an nn.Linear",
+        ),
+    ):
+        model(config).save_pretrained(tmp_path / model.__name__)
+        with pytest.raises(ValueError, match=text):
+            gnn.quantize_directory(
+                tmp_path / model.__name__, tmp_path / "x", "w8", show=False, say=None
+            )
+        assert not (tmp_path / "x").exists()

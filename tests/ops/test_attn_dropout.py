@@ -299,16 +299,12 @@ def test_opcheck():
         )
 
 
-@pytest.mark.parametrize("p", (-0.1, 1.0, 1.5, math.nan, math.inf))
+@pytest.mark.parametrize("p", (-0.1, 1.5, math.nan, math.inf))
 def test_p_is_refused_by_name(p):
     q = torch.ones(1, 1, 2, 8)
-    with pytest.raises(
-        ValueError, match=r"flash_attn: dropout_p must be at least 0 and less than 1, got"
-    ):
+    with pytest.raises(ValueError, match=r"flash_attn: dropout_p must be between 0 and 1, got"):
         gk.flash_attn(q, q, q, dropout_p=p)
-    with pytest.raises(
-        ValueError, match=r"attn_dropout_mask: p must be at least 0 and less than 1, got"
-    ):
+    with pytest.raises(ValueError, match=r"attn_dropout_mask: p must be between 0 and 1, got"):
         gk.attn_dropout_mask(q, q, p, seed_of(1, 2))
 
 

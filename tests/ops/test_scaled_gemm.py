@@ -426,8 +426,8 @@ def test_what_is_refused(device):
             "accumulate must be precise or fast, got 'slow'",
         ),
         (
-            lambda: scaled_gemm(a, b, one, one, bias=torch.ones(16, device=device)),
-            "bias must be bfloat16 \\(as the result\\), got float32",
+            lambda: scaled_gemm(a, b, one, one, bias=torch.ones(16, device=device).half()),
+            "bias must be bfloat16 \\(as the result\\) or float32, got float16",
         ),
         (
             lambda: scaled_gemm(a, b, one, one, activation="swish"),

@@ -18,6 +18,7 @@ from ..ops import linear_cross_entropy
 from ..ops import linear_cross_entropy_chunks as chunks
 from ..ops.cross_entropy import Reduction, reduce_rows, weight_of_mean
 from ..ops.gemm import _torch_allows_tf32
+from ..ops.vectors import widened
 from ..ops.wrong_types import refuse_non_tensors
 from . import transport
 from .ranks import Group, Ranks, agree, facts, process_group, refuse
@@ -56,9 +57,8 @@ def vocab_parallel_linear_cross_entropy(
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks. With one
             rank this is `linear_cross_entropy` with low_memory.
         bias: [V of this rank], x's dtype.
-        class_weight: [V of the whole] float32 (float64 with float64), the same on every rank,
-        `cross_entropy`'s weight. It has no gradient. classes: V of the whole; needed where the
-        ranks have unequal numbers of classes.
+        class_weight: [V of the whole], the same on every rank, `cross_entropy`'s weight. It has no
+        gradient. classes: V of the whole; needed where the ranks have unequal numbers of classes.
         ignore_index, label_smoothing, softcap, logit_scale, reduction, z_loss: as for
         `linear_cross_entropy`.
 
@@ -83,6 +83,7 @@ def vocab_parallel_linear_cross_entropy(
     group = process_group(group)
     if reduction not in get_args(Reduction):
         refuse(group, _NAME, x.device, f"reduction must be none, mean or sum, got '{reduction}'")
+    class_weight = widened(class_weight, x, own=False)
     rules = dict(
         class_weight=class_weight,
         ignore_index=ignore_index,

@@ -164,10 +164,8 @@ class Attention(torch.nn.Module):
         if window is not None and window < 1:
             raise ValueError(f"Attention: window must be 1 or more, or None, got {window}")
         self.head_dim = head_dim or hidden_size // num_heads
-        if not 0 <= dropout < 1:
-            raise ValueError(
-                f"Attention: dropout must be at least 0 and less than 1, got {dropout}"
-            )
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"Attention: dropout must be between 0 and 1, got {dropout}")
         self.is_causal, self.window, self.softcap, self.dropout = (
             is_causal,
             window,

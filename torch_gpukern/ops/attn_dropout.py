@@ -28,7 +28,7 @@ def attn_dropout_mask(q: Tensor, k: Tensor, p: float, seed: Tensor) -> Tensor:
     Args:
         q: [B, Hq, Sq, D], or packed [Tq, Hq, D].
         k: [B, Hkv, Sk, D], or packed [Tk, Hkv, D].
-        p: at least 0, less than 1.
+        p: 0 to 1.
         seed: int64 [2], (seed, offset).
 
     Returns:
@@ -37,7 +37,7 @@ def attn_dropout_mask(q: Tensor, k: Tensor, p: float, seed: Tensor) -> Tensor:
         ``mask[:, cu_q[b]:cu_q[b + 1], :cu_k[b + 1] - cu_k[b]]``.
 
     Raises:
-        ValueError: p outside [0, 1); a seed that is no int64 [2]; a q of other than 3 or 4
+        ValueError: p outside [0, 1]; a seed that is no int64 [2]; a q of other than 3 or 4
         dimensions.
 
     The words are Philox4x32-10's (Salmon, Moraes, Dror and Shaw 2011): eight neighbouring keys of a
@@ -52,8 +52,8 @@ def attn_dropout_mask(q: Tensor, k: Tensor, p: float, seed: Tensor) -> Tensor:
             f"{NAMESPACE}::{name}: q and k must both have 3 or 4 dimensions, got {q.dim()} and "
             f"{k.dim()}"
         )
-    if not 0 <= p < 1:
-        raise ValueError(f"{NAMESPACE}::{name}: p must be at least 0 and less than 1, got {p:g}")
+    if not 0 <= p <= 1:
+        raise ValueError(f"{NAMESPACE}::{name}: p must be between 0 and 1, got {p:g}")
     if seed.dtype is not torch.int64 or tuple(seed.shape) != (2,):
         raise ValueError(
             f"{NAMESPACE}::{name}: seed must be int64 [2], got {seed.dtype} {list(seed.shape)}"
@@ -69,7 +69,7 @@ def attn_dropout_mask(q: Tensor, k: Tensor, p: float, seed: Tensor) -> Tensor:
         (row >> 3 & _WORD).expand(rows, groups.numel()),
     )
     halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], -1)
-    below = max(int((1 - p) * 65536 + 0.5), 1)
+    below = max(int((1 - p) * 65536 + 0.5), 1) if p < 1 else 0
     kept = (
         (halves < below).flatten(1)[:, :keys].unflatten(0, tuple(lse))
         if rows
@@ -92,7 +92,7 @@ def philox(seed: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, ...]:
 def seed_of(name: str, q: Tensor, p: float, seed: Tensor | None) -> Tensor | None:
     """A call's seed: the one given, else one drawn where there is dropout."""
     # what is no p the op refuses
-    if seed is not None or isinstance(p, (int, float)) and not 0 < p < 1:
+    if seed is not None or isinstance(p, (int, float)) and not 0 < p <= 1:
         return seed
     if not _is_plain(q):
         raise ValueError(

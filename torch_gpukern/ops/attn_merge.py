@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """attn_merge: the public function and its declaration: fake function, gradients, vmap."""
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
 from . import autocast, batching
 from .define import define_op
+from .keywords import refuse_unknown
 
 __all__ = ["attn_merge"]
 
 
-def attn_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def attn_merge(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *more: NoReturn, **unknown: NoReturn
+) -> tuple[Tensor, Tensor]:
     """Joins the attention of the same queries over two disjoint sets of keys.
 
     In float32, rounded once (float64 for float64)::
@@ -35,6 +40,8 @@ def attn_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tu
 
     Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), arXiv:1805.02867.
     """
+    if more or unknown:
+        refuse_unknown(attn_merge, unknown, more)
     return _attn_merge.call(out_a, lse_a, out_b, lse_b)
 
 

@@ -2,7 +2,7 @@
 """cross_entropy of logits: the public function and the declaration of the op, which gives each
 row's loss."""
 
-from typing import Literal, get_args
+from typing import Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from .._library import NAMESPACE
 from . import batching, fakes
 from .define import define_op
 from .in_place import define_in_place
+from .keywords import refuse_unknown
+from .vectors import widened
 
 __all__ = ["Reduction", "cross_entropy", "reduce_rows", "total_weight", "weight_of_mean"]
 
@@ -20,7 +22,7 @@ Reduction = Literal["none", "mean", "sum"]
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
-    *,
+    *more: NoReturn,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -28,6 +30,7 @@ def cross_entropy(
     logit_scale: float = 1.0,
     reduction: Reduction = "mean",
     z_loss: float = 0.0,
+    **unknown: NoReturn,
 ) -> Tensor:
     """Cross entropy of logits and classes, without a second tensor of the logits' size before the
     gradient.
@@ -42,7 +45,7 @@ def cross_entropy(
         logits: [..., V], float32, bfloat16, float16 or float64; V is 1 or more. Leading dimensions
             may have any strides; where the last one is not dense logits are copied first.
         target: [...] int64, classes in [0, V) or ignore_index.
-        weight: [V] float32 (float64 with float64).
+        weight: [V] float32 (float64 with float64); of fewer bits it is copied to that dtype first.
         ignore_index: rows with this target have loss 0 and gradient 0, and are not read.
         label_smoothing: between 0 and 1.
         softcap: 0 (off) or more.
@@ -63,6 +66,9 @@ def cross_entropy(
         IndexError: a target that is no class. On CUDA that row's loss is NaN, and the error is
             raised by the next call of an op or by `check_errors`.
     """
+    if more or unknown:
+        refuse_unknown(cross_entropy, unknown, more)
+    weight = widened(weight, logits, own=False)
     if weight is not None and z_loss != 0 and reduction == "mean":
         weight = weight_of_mean(weight, target, ignore_index)
     rows, _ = _cross_entropy.call(

@@ -29,7 +29,7 @@ def flash_attn(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *more: NoReturn,
     is_causal: bool = False,
     scale: float | None = None,
     diagonal: int = 0,
@@ -112,8 +112,8 @@ def flash_attn(
             to 1 % of what the values have in common at 8k keys, 2 % at 30k, unless v_mean stands
             for it; ``"precise"`` sums in float32, as kernels of 16 and 32 bits, the CPU's too, do
             always; ``"auto"``: fast with a v_mean, else precise. `explain` says which.
-        dropout_p: each probability is 0 with this probability, else divided by 1 - dropout_p: at
-            least 0, less than 1; float8_e4m3fn has none. lse and a row's sum are of all of them.
+        dropout_p: each probability is 0 with this probability, else divided by 1 - dropout_p: 0 to
+            1; float8_e4m3fn has none. lse and a row's sum are of all of them.
         dropout_seed: int64 [2] on q's device, (seed, offset), which says what is kept:
             `attn_dropout_mask` shows it. By default both are drawn from torch's generator of the
             device. They are read on the device: who writes others into the tensor gets another mask
@@ -158,8 +158,8 @@ def flash_attn(
     Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023),
     arXiv:2307.08691.
     """
-    if unknown:
-        refuse_unknown(flash_attn, unknown)
+    if more or unknown:
+        refuse_unknown(flash_attn, unknown, more)
     attention.warn_of_swapped(q, k)
     if return_lse is not False:
         refuse_non_bool(_flash_attn.said, "return_lse", return_lse)

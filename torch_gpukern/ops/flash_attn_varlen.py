@@ -28,7 +28,7 @@ def flash_attn_varlen(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *,
+    *more: NoReturn,
     is_causal: bool = False,
     scale: float | None = None,
     window_left: int = -1,
@@ -80,8 +80,8 @@ def flash_attn_varlen(
         q_scale, k_scale, v_scale: as in `flash_attn`: [], [H], [B, H], or [B, H, ceil(max_seqlen /
             128)], blocks counted from a sequence's first token.
         v_mean, accumulate: as in `flash_attn`.
-        dropout_p: each probability is 0 with this probability, else divided by 1 - dropout_p: at
-            least 0, less than 1; float8_e4m3fn has none. lse and a row's sum are of all of them.
+        dropout_p: each probability is 0 with this probability, else divided by 1 - dropout_p: 0 to
+            1; float8_e4m3fn has none. lse and a row's sum are of all of them.
         dropout_seed: int64 [2] on q's device, (seed, offset), which says what is kept:
             `attn_dropout_mask` shows it. By default both are drawn from torch's generator of the
             device. They are read on the device: who writes others into the tensor gets another mask
@@ -107,8 +107,8 @@ def flash_attn_varlen(
     Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023),
     arXiv:2307.08691.
     """
-    if unknown:
-        refuse_unknown(flash_attn_varlen, unknown)
+    if more or unknown:
+        refuse_unknown(flash_attn_varlen, unknown, more)
     if return_lse is not False:
         refuse_non_bool(_flash_attn_varlen.said, "return_lse", return_lse)
     if getattr(q, "dtype", None) is FP8:

@@ -25,7 +25,7 @@ def gemm(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None = None,
-    *,
+    *more: NoReturn,
     c: Tensor | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
@@ -76,8 +76,8 @@ def gemm(
     The loops are those of Goto and van de Geijn, "Anatomy of High-Performance Matrix
     Multiplication" (2008).
     """
-    if unknown:
-        refuse_unknown(gemm, unknown)
+    if more or unknown:
+        refuse_unknown(gemm, unknown, more)
     if fp32_precision is None:
         tf32 = getattr(a, "is_cuda", False) and a.dtype == _float32 and _torch_allows_tf32()
         fp32_precision = "tf32" if tf32 else "ieee"

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """grouped_gemm: the public function and its declaration: shapes, gradients, FLOPs."""
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
 from .._library import NAMESPACE
 from .define import define_op
 from .gemm import Activation
+from .keywords import refuse_unknown
 from .scaled_gemm import Accumulate
 
 __all__ = ["grouped_gemm"]
@@ -16,13 +19,14 @@ def grouped_gemm(
     a: Tensor,
     b: Tensor,
     offs: Tensor,
-    *,
+    *more: NoReturn,
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
     bias: Tensor | None = None,
     activation: Activation = "none",
     out_dtype: torch.dtype | None = None,
     accumulate: Accumulate = "precise",
+    **unknown: NoReturn,
 ) -> Tensor:
     """Products of groups, in one call: what a mixture of experts multiplies, and the gradient of
     its weights.
@@ -40,8 +44,8 @@ def grouped_gemm(
         scale_a: of 8 bits: float32 or float8_e8m0fnu [] or [Sm, Sk], as in `scaled_gemm`, counted
         over all of a; groups of k: [M, 1]. scale_b: likewise [] or [G, Sk, Sn]; groups of k: [1,
         N].
-        bias: [N] or [G, N] of the result's dtype.
-        activation: as in `gemm`.
+        bias: [N] or [G, N], float32 or the dtype of a 16-bit result; beside a float32 result any of
+        16 bits too. activation: as in `gemm`.
         out_dtype: a's dtype (the default; of 8 bits bfloat16 or float16) or float32.
         accumulate: as in `scaled_gemm`; wider operands are always summed in float32, and take
         ``"precise"`` alone.
@@ -59,6 +63,8 @@ def grouped_gemm(
 
     Gale et al., "MegaBlocks" (2022), arXiv:2211.15841: experts without padding.
     """
+    if more or unknown:
+        refuse_unknown(grouped_gemm, unknown, more)
     return _grouped_gemm.call(a, b, offs, scale_a, scale_b, bias, activation, out_dtype, accumulate)
 
 

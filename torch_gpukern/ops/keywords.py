@@ -12,6 +12,15 @@ __all__ = ["hide_unknown", "keep_defaults_constant", "number", "refuse_unknown"]
 
 _MASK = "which keys a query sees is said by is_causal, windows, lengths and slopes, not by a tensor of scores' size"
 _NO_DROPOUT = "there is no dropout: leave it out"
+_NO_ZERO = (
+    "operands have no zero point: a zero point z of a is worth -z * scale_a * scale_b * b.sum(0), "
+    "which bias or c adds"
+)
+_SCALES_ROUND_UP = (
+    "scales of 1x32 are rounded up to a power of two, so that nothing saturates; codes made with "
+    "other scales (torchao's FLOOR "
+    "or EVEN) are taken by scaled_gemm and dequantize as they are"
+)
 
 # Foreign keyword: the names that it may have here, of which a function has one or the other; or
 # what to do instead.
@@ -52,15 +61,49 @@ _OURS: dict[str, tuple[str, ...] | str] = {
     "dtype": ("out_dtype",),
     "allow_tf32": ("fp32_precision",),
     "out": "the op's .out overload, below torch.ops.gpukern, writes into the caller's tensor",
+    "output_scale": "the result has 16 or 32 bits: divide it by the scale, clamp it and cast it "
+    "to the 8-bit dtype",
+    "zero_a": _NO_ZERO,
+    "input_zero_point": _NO_ZERO,
+    "zero_point": _NO_ZERO,
+    "azp": _NO_ZERO,
+    "rounding": _SCALES_ROUND_UP,
+    "rounding_mode": _SCALES_ROUND_UP,
+    "scale_calculation_mode": _SCALES_ROUND_UP,
+    "scaling_mode": _SCALES_ROUND_UP,
+    "lse_square_scale": ("z_loss",),
+    "ce_weight": ("class_weight",),
+    "return_z_loss": "the loss holds z_loss * lse^2: call it without z_loss too and take the "
+    "difference",
+    "return_predicted_tokens": "no class is returned beside the loss: logits.argmax(-1) finds it",
+    "return_token_accuracy": "no accuracy is returned beside the loss: logits.argmax(-1) == "
+    "target is it",
+    "precomputed_lse": "lse is computed in the same pass as the loss: leave it out",
+    "size_average": ("reduction",),
+    "normalized_shape": "norms are over the last dimension: leave it out",
+    "residual_in_fp32": "a float32 residual wants a float32 x: pass x.float() and cast what is "
+    "normalised",
 }
 
 
-def refuse_unknown(public: Callable, unknown: dict[str, Any]) -> NoReturn:
-    """TypeError for keywords that `public` does not have."""
-    name, given = public.__name__, next(iter(unknown))
-    names = [
-        p.name for p in inspect.signature(public).parameters.values() if p.kind is not p.VAR_KEYWORD
+def refuse_unknown(public: Callable, unknown: dict[str, Any], more: tuple = ()) -> NoReturn:
+    """TypeError for keywords that `public` does not have, and for arguments by position, `more`,
+    that it wants by name."""
+    name = public.__name__
+    parameters = [
+        p for p in inspect.signature(public).parameters.values() if p.kind not in _REFUSED
     ]
+    names = [p.name for p in parameters]
+    if more:
+        first = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        rest = names[len(first) :]
+        by_name = f"pass {', '.join(rest)} by name" if rest else "there are no others"
+        raise TypeError(
+            f"{NAMESPACE}::{name}: it takes {len(first)} positional arguments "
+            f"({', '.join(first)}), "
+            f"got {len(first) + len(more)}; {by_name}"
+        )
+    given = next(iter(unknown))
     ours = _OURS.get(given)
     if isinstance(ours, tuple):
         ours = [n for n in ours if n in names]
@@ -75,11 +118,14 @@ def refuse_unknown(public: Callable, unknown: dict[str, Any]) -> NoReturn:
     )
 
 
+_REFUSED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
 def hide_unknown(public: Callable) -> None:
-    """inspect, help() and editors see the arguments that there are: `**unknown` only serves to
-    refuse the rest."""
+    """inspect, help() and editors see the arguments that there are: `*more` and `**unknown` only
+    serve to refuse the rest."""
     signature = inspect.signature(public)
-    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters = [p for p in signature.parameters.values() if p.kind not in _REFUSED]
     public.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
 
 

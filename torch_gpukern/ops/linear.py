@@ -22,7 +22,7 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    *,
+    *more: NoReturn,
     activation: Activation = "none",
     **unknown: NoReturn,
 ) -> Tensor:
@@ -48,8 +48,8 @@ def linear(
     Raises:
         ValueError: a shape, dtype, device or activation name that it does not take.
     """
-    if unknown:
-        refuse_unknown(linear, unknown)
+    if more or unknown:
+        refuse_unknown(linear, unknown, more)
     if any(type(t) not in PLAIN and has_a_function_of_its_own(t) for t in (x, weight, bias)):
         if activation not in reference.ACTIVATIONS:
             raise ValueError(
@@ -75,9 +75,12 @@ def linear(
     return gemm(x, weight.mT, bias, activation=activation)
 
 
-def has_a_function_of_its_own(x: Tensor) -> bool:
-    """Whether a tensor says by __torch_function__ how functions of it are computed."""
+def has_a_function_of_its_own(x: Tensor, refuses: bool = True) -> bool:
+    """Whether a tensor says by __torch_function__ how functions of it are computed. What is no
+    tensor is refused in linear's name."""
     if not isinstance(x, Tensor) and not hasattr(type(x), "__torch_function__"):
+        if not refuses:
+            return False
         raise WrongType(
             f"{NAMESPACE}::linear: x, weight and bias must be Tensors, got {type(x).__name__}"
         )

@@ -3,7 +3,7 @@
 gemm and cross_entropy."""
 
 import math
-from typing import get_args
+from typing import NoReturn, get_args
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,9 @@ from . import linear_cross_entropy_chunks as chunks
 from .cross_entropy import Reduction, cross_entropy, reduce_rows, total_weight, weight_of_mean
 from .define import define_op
 from .gemm import _torch_allows_tf32
+from .keywords import hide_unknown, refuse_unknown
 from .linear import PLAIN, has_a_function_of_its_own
+from .vectors import widened
 from .wrong_types import refuse_non_bool, refuse_non_tensors
 
 __all__ = ["linear_cross_entropy"]
@@ -27,7 +29,7 @@ def linear_cross_entropy(
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None = None,
-    *,
+    *more: NoReturn,
     class_weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -36,6 +38,7 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     low_memory: bool = False,
     z_loss: float = 0.0,
+    **unknown: NoReturn,
 ) -> Tensor:
     """Cross entropy of a linear layer's results, without the logits in memory.
 
@@ -47,7 +50,7 @@ def linear_cross_entropy(
         weight: [V, H], x's dtype, any strides.
         target: [...] int64, classes in [0, V) or ignore_index.
         bias: [V], x's dtype.
-        class_weight: [V] float32 (float64 with float64), `cross_entropy`'s weight.
+        class_weight: [V], `cross_entropy`'s weight.
         ignore_index, label_smoothing, softcap, logit_scale, z_loss: as in `cross_entropy`.
         reduction: ``"mean"``, ``"sum"``, or ``"none"``; as in `cross_entropy`.
         low_memory: keeps nothing for backward but the inputs and a float32 number a row; backward
@@ -85,9 +88,14 @@ def linear_cross_entropy(
     Your Losses in Large-Vocabulary Language Models" (2024), arXiv:2411.09009, compute the logits
     again.
     """
+    if more or unknown:
+        refuse_unknown(linear_cross_entropy, unknown, more)
     if reduction not in get_args(Reduction):
         raise ValueError(f"{_NAME}: reduction must be none, mean or sum, got '{reduction}'")
-    if any(type(t) not in PLAIN and has_a_function_of_its_own(t) for t in (x, weight, bias)):
+    if any(
+        type(t) not in PLAIN and has_a_function_of_its_own(t, refuses=False)
+        for t in (x, weight, bias)
+    ):
         refuse_non_bool(_NAME, "low_memory", low_memory)
         return cross_entropy(
             F.linear(x, weight, bias),
@@ -101,6 +109,7 @@ def linear_cross_entropy(
             z_loss=z_loss,
         )
     tf32 = getattr(x, "is_cuda", False) and x.dtype == torch.float32 and _torch_allows_tf32()
+    class_weight = widened(class_weight, x, own=False)
     if class_weight is not None and reduction == "mean":
         # In float16 the gradients of rows would underflow with small weights and overflow with
         # large ones.
@@ -155,7 +164,14 @@ def _check(
         weight.shape[1] == x.shape[-1],
         f"weight has {weight.shape[1]} columns, x has {x.shape[-1]}; they must match",
     )
-    _require(target.dtype is torch.int64, f"target must be int64, got {_dtype(target.dtype)}")
+    probabilities = (
+        "; probabilities of classes are not taken, torch.nn.functional.cross_entropy takes them"
+    )
+    _require(
+        target.dtype is torch.int64,
+        f"target must be int64, got "
+        f"{_dtype(target.dtype)}{probabilities if target.is_floating_point() else ''}",
+    )
     _require(
         target.dim() == x.dim() - 1 and all(a == b for a, b in zip(target.shape, x.shape)),
         f"target must have shape {list(x.shape[:-1])}, got {list(target.shape)}",
@@ -364,3 +380,4 @@ _rows = define_op(
     flops=_flops(1),
 )
 _scalar.said = _rows.said = _NAME
+hide_unknown(linear_cross_entropy)

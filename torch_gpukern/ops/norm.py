@@ -2,14 +2,16 @@
 """rms_norm and layer_norm: the public functions and their declarations: fakes, gradients, vmap."""
 
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from . import autocast, batching
 from .define import define_op
-from .keywords import number
+from .keywords import number, refuse_unknown
 from .op import Op
+from .vectors import widened
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -17,11 +19,12 @@ __all__ = ["layer_norm", "rms_norm"]
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
-    *,
+    *more: NoReturn,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Root mean square normalisation over the last dimension.
 
@@ -32,7 +35,8 @@ def rms_norm(
     Args:
         x: [..., N], float32, bfloat16, float16 or float64; N is 1 or more. Leading dimensions may
             have any strides; where the last one is not dense x is copied first.
-        weight: [N] in x's dtype, or float32 beside a 16-bit x; 1 where it is not given.
+        weight: [N] in x's dtype or of 16 or 32 bits; 1 where it is not given. In another 16-bit
+            dtype than x's it is copied to float32 first.
         bias: [N], likewise; 0 where it is not given.
         residual: x's shape and dtype, added to x before it is normalised.
         eps: finite, 0 or more. With 0 a row whose squares underflow gives inf or NaN, as PyTorch's
@@ -53,6 +57,9 @@ def rms_norm(
 
     Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), arXiv:1910.07467.
     """
+    if more or unknown:
+        refuse_unknown(rms_norm, unknown, more)
+    weight, bias = widened(weight, x), widened(bias, x)
     out, h = _rms_norm.call(x, weight, bias, residual, number(eps), weight_offset)
     return out if residual is None else (out, h)
 
@@ -61,9 +68,10 @@ def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    *,
+    *more: NoReturn,
     residual: Tensor | None = None,
     eps: float = 1e-5,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Layer normalisation over the last dimension.
 
@@ -74,7 +82,8 @@ def layer_norm(
     Args:
         x: [..., N], float32, bfloat16, float16 or float64; N is 1 or more. Leading dimensions may
             have any strides; where the last one is not dense x is copied first.
-        weight: [N] in x's dtype, or float32 beside a 16-bit x; 1 where it is not given.
+        weight: [N] in x's dtype or of 16 or 32 bits; 1 where it is not given. In another 16-bit
+            dtype than x's it is copied to float32 first.
         bias: [N], likewise; 0 where it is not given.
         residual: x's shape and dtype, added to x before it is normalised.
         eps: finite, 0 or more. With 0 a row whose squares underflow gives inf or NaN, as PyTorch's
@@ -95,6 +104,9 @@ def layer_norm(
 
     Ba, Kiros and Hinton, "Layer Normalization" (2016), arXiv:1607.06450.
     """
+    if more or unknown:
+        refuse_unknown(layer_norm, unknown, more)
+    weight, bias = widened(weight, x), widened(bias, x)
     out, h = _layer_norm.call(x, weight, bias, residual, number(eps), 0.0)
     return out if residual is None else (out, h)
 

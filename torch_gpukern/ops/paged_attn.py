@@ -27,7 +27,7 @@ def paged_attn(
     v_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
-    *,
+    *more: NoReturn,
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int = 1,
     scale: float | None = None,
@@ -112,8 +112,8 @@ def paged_attn(
     (2023), arXiv:2309.06180; the split of long contexts is that of Flash-Decoding (Dao et al.
     2023).
     """
-    if unknown:
-        refuse_unknown(paged_attn, unknown)
+    if more or unknown:
+        refuse_unknown(paged_attn, unknown, more)
     if return_lse is not False:
         refuse_non_bool(_paged_attn.said, "return_lse", return_lse)
     op = _paged_attn.all if return_lse else _paged_attn
@@ -145,7 +145,7 @@ def kv_cache_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
-    *,
+    *more: NoReturn,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     **unknown: NoReturn,
@@ -183,8 +183,8 @@ def kv_cache_write(
     Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention"
     (2023), arXiv:2309.06180.
     """
-    if unknown:
-        refuse_unknown(kv_cache_write, unknown)
+    if more or unknown:
+        refuse_unknown(kv_cache_write, unknown, more)
     args = k, v, k_cache, v_cache, slots, k_scale, v_scale
     if traced() or (is_grad_enabled() and any_requires_grad(*args)):
         _kv_cache_write.overload(*args)

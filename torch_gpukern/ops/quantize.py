@@ -2,7 +2,7 @@
 """quantize, silu_mul_quantize, rms_norm_quantize and dequantize: the public functions and their
 declarations."""
 
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -10,7 +10,8 @@ from torch import Tensor
 from .._library import NAMESPACE
 from . import autocast
 from .define import define_op
-from .keywords import number
+from .keywords import number, refuse_unknown
+from .vectors import widened
 
 __all__ = ["Granularity", "dequantize", "quantize", "rms_norm_quantize", "silu_mul_quantize"]
 
@@ -21,9 +22,10 @@ def quantize(
     x: Tensor,
     dtype: torch.dtype,
     granularity: Granularity,
-    *,
+    *more: NoReturn,
     scale_ub: Tensor | float | None = None,
     scale: Tensor | None = None,
+    **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor]:
     """x as 8-bit codes and scales: ``codes * scale`` is x, rounded to what the codes can hold.
 
@@ -59,6 +61,8 @@ def quantize(
     Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433; OCP Microscaling
     Formats 1.0 (2023).
     """
+    if more or unknown:
+        refuse_unknown(quantize, unknown, more)
     codes, made = _quantize.call(x, dtype, granularity, _bound("quantize", scale_ub, x), scale)
     return codes, made if scale is None else scale
 
@@ -110,7 +114,7 @@ def rms_norm_quantize(
 
     Args:
         x: [..., M, K] float32, bfloat16 or float16, any strides.
-        weight: [K] in x's dtype or float32; None is 1.
+        weight: [K] of 16 or 32 bits; None is 1.
         residual: shape and dtype of x; None is 0.
         eps: 0 or more.
         dtype: as in `quantize`.
@@ -129,6 +133,7 @@ def rms_norm_quantize(
     Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), arXiv:1910.07467.
     """
     bound = _bound("rms_norm_quantize", scale_ub, x)
+    weight = widened(weight, x)
     codes, scale, h = _rms_norm_quantize.call(
         x, weight, residual, number(eps), dtype, granularity, bound
     )

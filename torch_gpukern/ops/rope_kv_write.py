@@ -7,6 +7,7 @@ from .._library import any_requires_grad, is_grad_enabled, traced
 from . import fakes
 from .in_place import define_in_place
 from .keywords import number
+from .vectors import widened
 from .wrong_types import refuse_non_bool, refuse_non_tensors
 
 __all__ = ["rope_kv_write"]
@@ -50,7 +51,7 @@ def rope_kv_write(
         k_cache: [num_blocks, block_size, Hkv, D], q's dtype or of 8 bits, written in place.
         v_cache: [num_blocks, block_size, Hkv, Dv], likewise.
         slots: [T] int64 or int32. A token with a negative slot is not written; its query is rotated
-        all the same. q_weight: [D] q's dtype, or float32 beside 16 bits; None: q is not normalised.
+        all the same. q_weight: [D] in q's dtype or of 16 or 32 bits; None: q is not normalised.
         k_weight: [D], likewise for k.
         eps: of the norm.
         interleaved: as in `rope`.
@@ -79,6 +80,7 @@ def rope_kv_write(
         _op.said, **needed, **{name: x for name, x in other.items() if x is not None}
     )
     refuse_non_bool(_op.said, "interleaved", interleaved)
+    q_weight, k_weight = widened(q_weight, q), widened(k_weight, k)
     args = *needed.values(), q_weight, k_weight, number(eps), interleaved, k_scale, v_scale
     if traced() or (is_grad_enabled() and any_requires_grad(*args)):
         return _op.overload(*args)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """scaled_gemm: the public function and its declaration."""
 
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from .._library import NAMESPACE
 from .define import define_op
 from .gemm import Activation
+from .keywords import refuse_unknown
 
 __all__ = ["Accumulate", "scaled_gemm"]
 
@@ -20,7 +21,7 @@ def scaled_gemm(
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
-    *,
+    *more: NoReturn,
     bias: Tensor | None = None,
     c: Tensor | None = None,
     beta: float = 1.0,
@@ -28,6 +29,7 @@ def scaled_gemm(
     activation: Activation = "none",
     out_dtype: torch.dtype | None = None,
     accumulate: Accumulate = "precise",
+    **unknown: NoReturn,
 ) -> Tensor:
     """The product of two quantised matrices, each element a code times a scale.
 
@@ -45,7 +47,8 @@ def scaled_gemm(
             and Sk of 1, ceil(K / 128), ceil(K / 32): element (i, k) has the scale of its row or
             block. `quantize` makes them.
         scale_b: likewise [Sk, Sn]; a transposed scale of a transposed weight is one.
-        bias: [N] of the result's dtype; beside an 8-bit result float32 or bfloat16.
+        bias: [N] float32, or the dtype of a 16-bit result; beside a float32 or 8-bit result any of
+        16 bits too.
         c: likewise, broadcasts to [M, N]; with ``beta=0`` it is not read.
         beta: factor of c.
         out_scale: float32 [] or [1]: an 8-bit result is divided by it, rounded to nearest even and
@@ -68,6 +71,8 @@ def scaled_gemm(
     DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), arXiv:2412.19437, section 3.3 (blocks, and
     sums in two levels).
     """
+    if more or unknown:
+        refuse_unknown(scaled_gemm, unknown, more)
     return _scaled_gemm.call(
         a, b, scale_a, scale_b, bias, c, beta, out_scale, activation, out_dtype, accumulate
     )

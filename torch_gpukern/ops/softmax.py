@@ -2,17 +2,25 @@
 """softmax and log_softmax over the last dimension: the public functions and their declarations."""
 
 from collections.abc import Callable
+from typing import NoReturn
 
 from torch import Tensor
 
 from . import batching
 from .define import define_op
+from .keywords import refuse_unknown
 from .op import Op
 
 __all__ = ["log_softmax", "softmax"]
 
 
-def softmax(x: Tensor, *, scale: float = 1.0, lengths: Tensor | None = None) -> Tensor:
+def softmax(
+    x: Tensor,
+    *more: NoReturn,
+    scale: float = 1.0,
+    lengths: Tensor | None = None,
+    **unknown: NoReturn,
+) -> Tensor:
     """Softmax of scale * x over the last dimension, of each row's first columns.
 
     In float32, rounded once (float64 for float64)::
@@ -20,8 +28,9 @@ def softmax(x: Tensor, *, scale: float = 1.0, lengths: Tensor | None = None) -> 
         out = exp(scale * x - max) / sum(exp(scale * x - max))
 
     Args:
-        x: [..., N], float32, bfloat16, float16 or float64; N is 1 or more. Leading dimensions may
-            have any strides; where the last one is not dense x is copied first.
+        x: [..., N], float32, bfloat16, float16 or float64; N may be 0. Leading dimensions may have
+        any
+            strides; where the last one is not dense x is copied first.
         scale: finite.
         lengths: [...] int32, x's shape without the last dimension: how many columns of the row take
             part. The others give 0 and are not read; so does every column of a row of length 0.
@@ -39,10 +48,12 @@ def softmax(x: Tensor, *, scale: float = 1.0, lengths: Tensor | None = None) -> 
 
     Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), arXiv:1805.02867.
     """
+    if more or unknown:
+        refuse_unknown(softmax, unknown, more)
     return _softmax.call(x, scale, lengths)
 
 
-def log_softmax(x: Tensor, *, scale: float = 1.0) -> Tensor:
+def log_softmax(x: Tensor, *more: NoReturn, scale: float = 1.0, **unknown: NoReturn) -> Tensor:
     """Logarithm of the softmax of scale * x over the last dimension.
 
     In float32, rounded once (float64 for float64)::
@@ -50,8 +61,9 @@ def log_softmax(x: Tensor, *, scale: float = 1.0) -> Tensor:
         out = scale * x - max - log(sum(exp(scale * x - max)))
 
     Args:
-        x: [..., N], float32, bfloat16, float16 or float64; N is 1 or more. Leading dimensions may
-            have any strides; where the last one is not dense x is copied first.
+        x: [..., N], float32, bfloat16, float16 or float64; N may be 0. Leading dimensions may have
+        any
+            strides; where the last one is not dense x is copied first.
         scale: finite.
 
     Returns:
@@ -63,6 +75,8 @@ def log_softmax(x: Tensor, *, scale: float = 1.0) -> Tensor:
     Raises:
         ValueError: a shape, dtype or value that the op does not take.
     """
+    if more or unknown:
+        refuse_unknown(log_softmax, unknown, more)
     return _log_softmax.call(x, scale, None)
 
 

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """sparse_pack and sparse_gemm: the public functions and their declarations."""
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
 from .define import define_op
 from .gemm import Activation
+from .keywords import refuse_unknown
 
 __all__ = ["sparse_gemm", "sparse_pack"]
 
@@ -36,12 +39,13 @@ def sparse_gemm(
     a: Tensor,
     values: Tensor,
     meta: Tensor,
-    *,
+    *more: NoReturn,
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
     bias: Tensor | None = None,
     activation: Activation = "none",
     out_dtype: torch.dtype | None = None,
+    **unknown: NoReturn,
 ) -> Tensor:
     """Activations times a 2:4 sparse weight: ``out = activation((a @ w.T) * scale_a * scale_b +
     bias)``.
@@ -55,7 +59,8 @@ def sparse_gemm(
         undefined.
         scale_a: of 8 bits: float32 or float8_e8m0fnu [], [1] or [M, 1]; None is 1.
         scale_b: likewise [], [1] or [1, N].
-        bias: [N] of the result's dtype.
+        bias: [N] float32, or the dtype of a 16-bit result; beside a float32 result any of 16 bits
+        too.
         activation: as in `gemm`.
         out_dtype: a's dtype (the default; of 8 bits bfloat16 or float16) or float32.
 
@@ -70,6 +75,8 @@ def sparse_gemm(
 
     Mishra et al., "Accelerating Sparse Deep Neural Networks" (2021), arXiv:2104.08378.
     """
+    if more or unknown:
+        refuse_unknown(sparse_gemm, unknown, more)
     return _sparse_gemm.call(a, values, meta, scale_a, scale_b, bias, activation, out_dtype)
 
 

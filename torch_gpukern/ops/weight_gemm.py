@@ -2,7 +2,7 @@
 """pack_weight, unpack_weight and weight_gemm: the public functions and their declarations."""
 
 import math
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from .._library import NAMESPACE
 from .define import define_op
 from .gemm import Activation, gemm
+from .keywords import refuse_unknown
 from .wrong_types import refuse_non_tensors
 
 __all__ = ["WeightFormat", "pack_weight", "unpack_weight", "weight_gemm"]
@@ -104,13 +105,14 @@ def weight_gemm(
     scale: Tensor,
     n: int,
     format: WeightFormat,
-    *,
+    *more: NoReturn,
     zero: Tensor | None = None,
     global_scale: Tensor | None = None,
     scale_a: Tensor | None = None,
     bias: Tensor | None = None,
     activation: Activation = "none",
     out_dtype: torch.dtype | None = None,
+    **unknown: NoReturn,
 ) -> Tensor:
     """Activations times a packed weight of few bits.
 
@@ -130,7 +132,8 @@ def weight_gemm(
         zero: uint8 like scale, for "uint4"; None is 8.
         global_scale: float32 [] or [1], for "nvfp4".
         scale_a: float32 [], [1] or [..., M, 1], for a float8_e4m3fn a: of its rows, as `quantize`
-        makes them. bias: [N] in the result's dtype or float32.
+        makes them. bias: [N] float32, or the dtype of a 16-bit result; beside a float32 result any
+        of 16 bits too.
         activation: as in `gemm`.
         out_dtype: a's dtype (the default; of a float8_e4m3fn a bfloat16 or float16) or float32.
 
@@ -146,6 +149,8 @@ def weight_gemm(
 
     Frantar et al., "MARLIN" (2024), arXiv:2408.11743.
     """
+    if more or unknown:
+        refuse_unknown(weight_gemm, unknown, more)
     if isinstance(scale_a, Tensor) and scale_a.dim() > 2 and scale_a.shape[:-1] == a.shape[:-1]:
         scale_a = scale_a.flatten(0, -2)  # the op counts rows over all leading dimensions
     return _weight_gemm.call(

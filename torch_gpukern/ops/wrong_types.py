@@ -32,6 +32,8 @@ def refuse_types(op: str, arguments: Iterable[tuple[str, str, Any]]) -> None:
     """
     for name, kind, x in arguments:
         text = _wrong(kind, x)
+        if text is not None and name.endswith("seed") and type(x) is int:
+            text += f"; a seed is int64 [2]: pass torch.tensor([{x}, 0]) on the device of the other tensors"
         if name == "activation" and text is not None:
             text = f"must be none, relu, gelu, gelu_tanh or silu, got {_kind(x)}"
         if text is not None:

@@ -291,7 +291,14 @@ def test_messages_of_wrong_types():
             lambda: gk.attn_dropout_mask(q, q, "x", index),
             "attn_dropout_mask: p must be a number, got 'x'",
         ),
-        (lambda: gk.dropout_mask((2, 3), 0.5, 7), "dropout_mask: seed must be a Tensor, got 7"),
+        (
+            lambda: gk.dropout_mask((2, 3), 0.5, 7),
+            "dropout_mask: seed must be a Tensor, got 7; a seed is int64 [2]: pass torch.tensor([7",
+        ),
+        (
+            lambda: gk.flash_attn(q, q, q, dropout_p=0.5, dropout_seed=42),
+            "flash_attn: dropout_seed must be a Tensor or None, got 42; a seed is int64 [2]: pass",
+        ),
         (
             lambda: gk.quantize_attn(q, q, q, hadamard=1),
             "quantize_attn: hadamard must be True or False, got 1",

@@ -10,21 +10,22 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...cli.terminal import progress
 from .quantize import RECIPES, _become, is_skipped
-from .quantized import FORMAT, VERSION, empty_of, state_of
-from .schemes import IMPORTED, SCHEMES
+from .quantized import FORMAT, VERSION, check_state, empty_of, state_of
+from .schemes import GROUPED, IMPORTED, SCHEMES
 
 __all__ = ["SKIP", "load_quantized", "quantize_directory"]
 
 INDEX = "model.safetensors.index.json"
 # names of matrices that are no Linear's weight, or whose rounding costs more than it gives
 SKIP = ("*embed*", "*wte*", "*wpe*", "lm_head", "*norm*", "*router*", "gate", "shared_expert_gate")
+CONFIG = "config.json"
 
 
 def _safetensors() -> Any:
@@ -58,7 +59,8 @@ def quantize_directory(
         recipe: as in `quantize`, without calibration or training.
         skip: patterns of names ("model.layers.0.self_attn.q_proj", without ".weight") or last parts
             that stay; by default embeddings, the head, norms and routers. What is no 2-dimensional
-            floating ".weight" stays, too.
+            floating ".weight" stays, too, and where transformers knows the model what is no
+            nn.Linear of it (GPT-2's Conv1D).
         device: where weights are rounded.
         show: a progress bar on stderr.
         say: is called with a line at the end.
@@ -67,8 +69,10 @@ def quantize_directory(
         The names of the layers that have few bits now.
 
     Raises:
-        ValueError: no such recipe, no safetensors, a target with something in it, weights that are
-        quantised already. ImportError: safetensors is not installed.
+        ValueError: no such recipe, no safetensors, no weight of an nn.Linear, a target with
+            something in it, weights that are quantised already, tensors that transformers renames
+            or joins while it loads them (Mixtral's experts), which `load_quantized` cannot.
+        ImportError: safetensors is not installed.
     """
     source, target = Path(source), Path(target)
     files = sorted(source.glob("*.safetensors"))
@@ -81,6 +85,17 @@ def quantize_directory(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"quantize: {target} exists and is not an empty directory")
     held = [(file, _header(file)) for file in files]
+    linear = _linear_layers(source, [name for _, (names, _) in held for name in names])
+    stays = _Stays(skip, linear)
+    if all(
+        stays(n.removesuffix(".weight"), None)
+        for _, (names, _) in held
+        for n in names
+        if n.endswith(".weight")
+    ):
+        raise ValueError(
+            f"quantize: no tensor of {source} is the weight of an nn.Linear that is not skipped"
+        )
     target.mkdir(parents=True, exist_ok=True)
     names = [(file, name) for file, (names, _) in held for name in names]
     steps, changed, where, sizes = (
@@ -90,7 +105,7 @@ def quantize_directory(
         [0, 0],
     )
     for file, (_, metadata) in held:
-        made = _file(file, recipe, skip, device, steps, changed, sizes)
+        made = _file(file, recipe, stays, device, steps, changed, sizes)
         about = {
             FORMAT: VERSION,
             "recipe": recipe,
@@ -112,12 +127,69 @@ def quantize_directory(
             and path.name != INDEX
         ):
             shutil.copy2(path, target / path.name)
+    _mark(target / CONFIG, recipe)
     if say is not None:
         say(
             f"gpukern: {len(changed)} of {len(names)} tensors -> {recipe} ({RECIPES[recipe]}); "
             f"{sizes[0] / 2**20:.1f} -> {sizes[1] / 2**20:.1f} MiB in {target}"
         )
     return changed
+
+
+def _linear_layers(source: Path, names: list[str]) -> set[str] | None:
+    """The nn.Linear of the model whose tensors have these names, as transformers makes it of the
+    configuration; None if it knows none."""
+    config = source / CONFIG
+    if not config.exists() or "model_type" not in json.loads(config.read_text()):
+        return None
+    try:
+        import transformers
+    except ImportError:
+        return None
+    try:
+        about = transformers.AutoConfig.from_pretrained(source)
+        kind = next((getattr(transformers, n, None) for n in about.architectures or ()), None)
+        with torch.device("meta"):
+            model = kind._from_config(about) if kind else transformers.AutoModel.from_config(about)
+    except Exception:  # a model of its own code, or of another transformers: names alone decide
+        return None
+    for root in (model, getattr(model, "base_model", model)):
+        if set(names) <= root.state_dict().keys():
+            return {name for name, m in root.named_modules() if isinstance(m, torch.nn.Linear)}
+    unknown = sorted(set(names) - model.state_dict().keys())
+    raise ValueError(
+        f"quantize: {source} has tensors that are no tensors of {type(model).__name__} "
+        f"({unknown[0]}, {len(unknown)} of "
+        f"{len(names)}): transformers renames or joins them, load_quantized does not; load the "
+        f"model and use torch_gpukern.nn.quantize"
+    )
+
+
+class _Stays(NamedTuple):
+    """What `is_skipped` asks: by patterns, and what is no nn.Linear of the model."""
+
+    skip: Sequence[str]
+    linear: set[str] | None
+
+    def __call__(self, name: str, module: Any) -> bool:
+        return is_skipped(name, module, self.skip) or (
+            self.linear is not None and name not in self.linear
+        )
+
+
+def _mark(config: Path, recipe: str) -> None:
+    """A quantization_config without a method, which transformers and others refuse: else they would
+    take the model for one whose weights are missing, and fill them with random numbers."""
+    if not config.exists():
+        return
+    about = json.loads(config.read_text())
+    gpukern = {
+        FORMAT: VERSION,
+        "recipe": recipe,
+        "load_with": "torch_gpukern.nn.load_quantized(model, directory)",
+    }
+    about["quantization_config"] = {"quant_method": None, "gpukern": gpukern}
+    config.write_text(json.dumps(about, indent=2) + "\n")
 
 
 def _header(file: Path) -> tuple[list[str], dict[str, str]]:
@@ -168,14 +240,17 @@ def load_quantized(model: torch.nn.Module, directory: str | Path) -> list[str]:
 
     Args:
         model: its nn.Linear modules have the names of the files' layers; values do not matter
-        (``AutoModel.from_config``). directory: of the files.
+            (``AutoModel.from_config``). Parameters on meta become the files' tensors, on the CPU.
+        directory: of the files.
 
     Returns:
         The names of those layers.
 
     Raises:
         ValueError: files of another version, or not of gpukern; layers that the model lacks;
-        tensors that the files lack. ImportError: safetensors is not installed.
+            tensors that the files lack, or have in another shape; buffers on meta. The model is
+            then as it was.
+        ImportError: safetensors is not installed.
     """
     files, layers = sorted(Path(directory).glob("*.safetensors")), {}
     if not files:
@@ -195,6 +270,35 @@ def load_quantized(model: torch.nn.Module, directory: str | Path) -> list[str]:
     missing = [name for name in layers if not isinstance(modules.get(name), torch.nn.Linear)]
     if missing:
         raise ValueError(f"load_quantized: the model has no nn.Linear {', '.join(sorted(missing))}")
+    _check_tensors(model, files, layers, directory)
+    before = [(module, module.__class__, dict(vars(module))) for module in modules.values()]
+    kept = [
+        (dict(m._parameters), dict(m._buffers), set(m._non_persistent_buffers_set))
+        for m in modules.values()
+    ]
+    try:
+        _load(model, files, layers, modules)
+    except BaseException:
+        for (module, kind, attributes), (parameters, buffers, others) in zip(
+            before, kept, strict=True
+        ):
+            module.__class__ = kind
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._parameters, module._buffers, module._non_persistent_buffers_set = (
+                parameters,
+                buffers,
+                others,
+            )
+        raise
+    return list(layers)
+
+
+def _load(
+    model: torch.nn.Module, files: list[Path], layers: dict[str, str], modules: dict[str, Any]
+) -> None:
+    """Fills the model. What is on meta takes the files' tensors as they are, on the CPU; tensors
+    that were one stay one."""
     for name, recipe in layers.items():
         module = modules[name]
         _become(
@@ -202,22 +306,91 @@ def load_quantized(model: torch.nn.Module, directory: str | Path) -> list[str]:
             recipe,
             empty_of(recipe, module.out_features, module.in_features, module.weight.device),
         )
-    absent, unknown = set(model.state_dict()), []
+    shared: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+    for module in modules.values():
+        for name, t in module._parameters.items():
+            if t is not None and t.is_meta:
+                shared.setdefault(id(t), []).append((module, name))
     for file in files:
         given: dict[str, Tensor] = _safetensors().torch.load_file(file)
-        unknown += model.load_state_dict(given, strict=False).unexpected_keys
-        absent -= given.keys()
-    tensors = model.state_dict()
-    there = {
-        t.data_ptr() for name, t in tensors.items() if name not in absent and isinstance(t, Tensor)
+        here = {n: t for n, t in given.items() if _on_meta(modules, n)}
+        if here:
+            model.load_state_dict(here, strict=False, assign=True)
+        model.load_state_dict({n: t for n, t in given.items() if n not in here}, strict=False)
+    for places in shared.values():
+        made = next(
+            (t for m, n in places if (t := m._parameters[n]) is not None and not t.is_meta), None
+        )
+        for module, name in places if made is not None else ():
+            module._parameters[name] = made
+    for name in layers:
+        module = modules[name]
+        module.weight_like = torch.empty(
+            0, dtype=module.weight_like.dtype, device=next(iter(module._tensors().values())).device
+        )
+
+
+def _on_meta(modules: dict[str, Any], name: str) -> bool:
+    owner, _, last = name.rpartition(".")
+    module = modules.get(owner)
+    if last == "_extra_state" or module is None:
+        return False
+    t = module._parameters.get(last, module._buffers.get(last))
+    return t is not None and t.is_meta
+
+
+def _check_tensors(
+    model: torch.nn.Module, files: list[Path], layers: dict[str, str], directory: Any
+) -> None:
+    """ValueError, before anything is changed, where the files' tensors are not the model's."""
+    modules, held = dict(model.named_modules()), model.state_dict()
+    if any(m._load_state_dict_pre_hooks for m in modules.values()):
+        return  # which may rename them
+    wanted = {name: (list(t.shape), False) for name, t in held.items() if isinstance(t, Tensor)}
+    for layer, recipe in layers.items():
+        module = modules[layer]
+        del wanted[f"{layer}.weight"]
+        spec = SCHEMES[recipe].spec(module.out_features, module.in_features)
+        wanted |= {
+            f"{layer}.{part}": (list(shape), recipe in GROUPED and part != "weight_packed")
+            for part, (shape, _) in spec.items()
+        }
+        wanted[f"{layer}._extra_state"] = ([], True)
+    there: dict[str, list[int]] = {}
+    for file in files:
+        with _safetensors().safe_open(file, "pt") as opened:
+            there |= {name: list(opened.get_slice(name).get_shape()) for name in opened.keys()}
+            for layer, recipe in layers.items():
+                if f"{layer}._extra_state" in opened.keys():
+                    check_state(opened.get_tensor(f"{layer}._extra_state"), recipe)
+    optional = {
+        f"{layer}.{part}"
+        for layer in layers
+        for part in ("input_order", "weight_zero", "weight_shift")
     }
-    absent = {name for name in absent if tensors[name].data_ptr() not in there}  # but for tied ones
+    unknown = sorted(there.keys() - wanted.keys() - optional)
+    tied = {
+        id(t): name for name, t in model.named_parameters(remove_duplicate=False) if name in there
+    }
+    absent = {n for n in wanted.keys() - there.keys() if n not in optional}
+    absent -= {n for n, t in model.named_parameters(remove_duplicate=False) if id(t) in tied}
     if absent or unknown:
         raise ValueError(
             f"load_quantized: {directory} lacks {', '.join(sorted(absent)) or 'nothing'}, "
-            f"and has beside {', '.join(sorted(unknown)) or 'nothing'}"
+            f"and has beside {', '.join(unknown) or 'nothing'}"
         )
-    return list(layers)
+    for name, (shape, free) in wanted.items():
+        if name in there and not free and there[name] != shape:
+            raise ValueError(
+                f"load_quantized: {name} must have shape {shape}, {directory} has {there[name]}"
+            )
+    lost = [n for n, t in model.named_buffers() if t.is_meta and n not in there]
+    if lost:
+        raise ValueError(
+            f"load_quantized: {', '.join(lost)} are on meta and in no file: the model computes "
+            f"them when it is made; make it on the "
+            "CPU or a device, or with its parameters alone on meta"
+        )
 
 
 # ---- the command line ----------------------------------------------------------------------------

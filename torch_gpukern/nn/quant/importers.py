@@ -21,7 +21,14 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, of eight, whose code is nib
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:
-    """int32 [..., W] -> int32 [..., W, 32 / bits], low bits first"""
+    """int32 [..., W] -> codes int32 [..., W, 32 / bits], low bits first; of 3 bits [..., W / 3,
+    32]: 32 codes lie in 3 words."""
+    if bits == 3:
+        low, middle, high = (words.long() & 0xFFFFFFFF).unflatten(-1, (-1, 3)).unbind(-1)
+        places = torch.arange(0, 63, 3, device=words.device)
+        first = ((low | middle << 32).unsqueeze(-1) >> places) & 7
+        rest = ((middle >> 31 | high << 1).unsqueeze(-1) >> places[:11]) & 7
+        return torch.cat([first, rest], -1).int()
     shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
     return (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
 
@@ -83,7 +90,7 @@ def _with_zeros(
     """codes [N, K] and zeros [G, N] int32, from 0; scales [G, N]"""
     n, k = codes.shape
     scale = scales.float()
-    if bits == 4:
+    if bits <= 4:
         tensors = {
             "weight_packed": pack_weight(codes.to(torch.uint8), "uint4"),
             "weight_scale": scale.contiguous(),
@@ -122,7 +129,7 @@ def from_gptq(
         scales: [G, N] floating.
         g_idx: int32 [K], the group of each k. Where groups are not in order (act-order) the layer
         sorts its input's columns. bias: [N].
-        bits: 4 or 8.
+        bits: 2, 3, 4 or 8. Codes of 2 and 3 bits take 4 bits in the layer.
         version: 1: files hold a zero point less one, modulo 2^bits; 2 ("gptq_v2"): the zero point.
 
     Raises:
@@ -131,13 +138,21 @@ def from_gptq(
     Frantar et al., "GPTQ" (2022), arXiv:2210.17323.
     """
     who = "from_gptq"
-    if bits not in (4, 8) or version not in (1, 2):
-        raise ValueError(f"{who}: bits must be 4 or 8 and version 1 or 2, got {bits} and {version}")
+    if bits not in (2, 3, 4, 8) or version not in (1, 2):
+        raise ValueError(
+            f"{who}: bits must be 2, 3, 4 or 8 and version 1 or 2, got {bits} and {version}"
+        )
     rows, n = _matrix(who, "qweight", qweight, torch.int32)
-    each, groups = 32 // bits, _count(who, "scales", scales)
-    k = rows * each
+    groups = _count(who, "scales", scales)
+    # that many codes lie in that many words
+    words, each = (3, 32) if bits == 3 else (1, 32 // bits)
+    if rows % words:
+        raise ValueError(
+            f"{who}: qweight must have a multiple of 3 rows for codes of 3 bits, got {rows}"
+        )
+    k = rows // words * each
     _check(who, "scales", scales, None, (groups, n))
-    _check(who, "qzeros", qzeros, torch.int32, (groups, ceil_div(n, each)))
+    _check(who, "qzeros", qzeros, torch.int32, (groups, ceil_div(n, each) * words))
     _groups(who, k, groups)
     codes = _fields(qweight.mT, bits).flatten(1)
     zeros = _fields(qzeros, bits).flatten(1)[:, :n]
