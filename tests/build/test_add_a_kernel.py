@@ -73,7 +73,7 @@ def test_the_page_lists_every_file_of_an_op(op):
     patterns = [
         re.compile(
             re.sub(r"<op>\\\.\w+", r"\\w+\\.\\w+", re.escape(x))
-            .replace("<room>", r"\w+")
+            .replace("<room>", r"[\w/]+")
             .replace("<family>", r"\w+")
         )
         for x in listed
