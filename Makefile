@@ -15,7 +15,7 @@
 #   make patterns      the examples of learn/patterns: checked, predicted and measured; without a GPU compiled and predicted
 #   make hub           build/hub in the layout of Hugging Face's kernels hub, with a namespace of its own
 #   make bench         every benchmark, into benchmarks/results/
-#   make results       docs/results.md and the plots, from benchmarks/results/
+#   make results       docs/results.md from benchmarks/results/; every case and plot into build/results/
 #   make docs          the pages and both APIs as a site, docs/_build/html/index.html
 #   make wheel         dist/gpukern-*.whl: one for every Python >= 3.10 and torch >= 2.10 on Linux
 #   make build fmt lint clean
@@ -219,7 +219,7 @@ hub: build
 bench: build
 	$(PY) benchmarks/run_all.py $(BENCH_ARGS)
 
-results: $(INSTALLED)
+results: build
 	$(PY) benchmarks/plots.py
 	$(PY) tools/results.py
 

@@ -2,7 +2,7 @@
 """transformers' models with attn_implementation="gpukern" beside "sdpa", or "eager" where a model
 refuses that.
 
-python benchmarks/bench_integrations.py [--device cuda|cpu] [--only llama gemma2 ...] [--json FILE]
+python benchmarks/bench_integrations.py [--device cuda|cpu] [--only llama gemma2 ...] [--save]
 [--seconds 1.0] Random weights, 0.3e9 of them on CUDA in bfloat16, both in one process on the same
 inputs, interleaved; medians and half the distance between the quartiles. Prefill: 2 x 4096 tokens,
 no cache. Training: forward and backward of 2 x 2048 tokens. Left-padded: prefill of 8 sequences of
@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
-import json
 import statistics
 import time
 import warnings
@@ -36,8 +35,9 @@ from pathlib import Path
 
 import torch
 from devices import nvidia_driver
-from harness import rounded
+from harness import RESULTS
 
+from torch_gpukern import results
 from torch_gpukern.integrations import transformers as integration
 
 import transformers  # isort: skip
@@ -348,6 +348,33 @@ def command_line(args: argparse.Namespace) -> str:
     return " ".join(words + (["--only", *args.only] if args.only != list(families(SMALL)) else []))
 
 
+def stored(rows: list[dict], dtype: str) -> dict:
+    """The rows as results.py writes them; a step that failed is a fact of one failure, with the
+    reason."""
+    cases, facts = [], []
+    for row in rows:
+        if "failed" in row:
+            fact = {"group": row["family"], "label": row["step"], "value": 1.0, "unit": "failure"}
+            facts.append(fact | {"note": " ".join(row["failed"].split())})
+            continue
+        peer = {"us": 1e3 * row["peer_ms"], "spread": row["peer_spread"] / row["peer_ms"]}
+        worst = f"worst token {row['worst']:.4g}/{row['peer_worst']:.4g}" if "worst" in row else ""
+        case = {
+            "group": row["family"],
+            "label": row["step"],
+            "dtype": dtype,
+            "us": 1e3 * row["ours_ms"],
+        }
+        case |= {
+            "spread": row["ours_spread"] / row["ours_ms"],
+            "error": row.get("error"),
+            "unit": "",
+            "note": worst,
+        }
+        cases.append(case | {"peers": {row["peer"]: peer | {"error": row.get("peer_error")}}})
+    return {"rows": cases, "facts": facts}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
@@ -358,22 +385,22 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=1.0, help="for each row")
     parser.add_argument(
-        "--json", type=Path, help="where the rows go, each as soon as it is measured"
-    )
+        "--save", type=Path, nargs="?", const=RESULTS, metavar="FOLDER",
+        help="stores each row as soon as it is measured, in benchmarks/results/ or another folder",
+    )  # fmt: skip
     args = parser.parse_args()
     integration.register()
     bench = Bench(args.device, args.seconds)
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     stamp = {
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
         "driver": nvidia_driver() if args.device == "cuda" else "",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "date": datetime.date.today().isoformat(),
         "command": command_line(args),
-        "dtype": str(bench.dtype).removeprefix("torch."),
     }
     print(
-        "; ".join(stamp.values())
+        "; ".join([device, *stamp.values()])
         + "; ms; ratio > 1: ours is faster; error of the middle and the worst token (peer's)"
     )
     started = time.perf_counter()
@@ -394,9 +421,12 @@ def main() -> None:
                 bench.rows.append({"family": family, "step": name, "failed": str(error)[:300]})
                 words = str(error).splitlines()[0][:200]
                 print(f"{family:12} {name:28} failed: {type(error).__name__}: {words}", flush=True)
-            if args.json:
-                args.json.write_text(
-                    json.dumps({**stamp, "rows": rounded(bench.rows)}, indent=1) + "\n"
+            if args.save:
+                results.store(
+                    args.save,
+                    device,
+                    "transformers",
+                    stamp | stored(bench.rows, "bf16" if args.device == "cuda" else "f32"),
                 )
         del model
         if args.device == "cuda":

@@ -33,6 +33,7 @@ class Cpu:
     """This machine's cores, through torch's thread pool."""
 
     most_calls = 10_000
+    host_bound = None  # the device is the host
     carries_over = False
 
     kind = "cpu"
@@ -277,6 +278,7 @@ class Cuda:
         self._side = torch.cuda.Stream()
         self._sensors = Sensors()
         self._state = 0.0, 0.0
+        self.host_bound: bool | None = None  # of the last block
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Callable]] = {}
 
     def name(self) -> str:
@@ -334,9 +336,12 @@ class Cuda:
         if live:
             torch.cuda._sleep(1_000_000)  # the first launch does not count
             start.record()
+            began = time.perf_counter()
             for _ in range(calls):
                 call()
+            issuing = time.perf_counter() - began
         else:
+            issuing = 0.0
             graph = self._graph(call, calls)
             start.record()
             graph.replay()
@@ -344,6 +349,8 @@ class Cuda:
         start.synchronize()
         self._state = self._sensors.read()
         end.synchronize()
+        # the device works through the calls as fast as the host issues them, or faster
+        self.host_bound = issuing * 1e3 > 0.9 * start.elapsed_time(end)
         return start.elapsed_time(end) / calls * 1e3
 
     def can_replay(self, call: Callable[[], object]) -> bool:

@@ -4,7 +4,6 @@ them."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import statistics
@@ -13,8 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import shapes
-from harness import QUICK, RESULTS, Effort, Row, Run, geomean, rounded
-from plots import PLOTS
+from harness import QUICK, RESULTS, Effort, Row, Run, geomean
+
+from torch_gpukern import results
+
+OP = "gemm_random"  # and the seed
 
 LAYOUTS = ("NN", "NT", "TN", "TT")
 # dtype of a product, and how often it is drawn
@@ -108,25 +110,16 @@ def report(run: Run, kernels: dict[str, str]) -> None:
 
 
 def store(run: Run, rows: list[Row], kernels: dict[str, str]) -> None:
-    """Beside the other results, by device and seed, for they are another draw each time."""
-    slug = "-".join(
-        filter(
-            None, "".join(c if c.isalnum() else "-" for c in run.device.name().lower()).split("-")
-        )
-    )
-    name = f"{slug}-gemm-random-{run.args.seed}"
-    path: Path = RESULTS / "random" / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    stored = {"device": run.device.name(), **run.stamp(), "facts": run.facts}
+    """An op of its own for each seed in the device's file, because each seed draws other products."""
+    stored = run.stamp() | {"facts": run.facts, "groups": []}
     stored["rows"] = [
-        asdict(row) | {"kernel": kernels.get(f"{row.label} {row.dtype}", "")} for row in rows
+        asdict(row) | {"note": kernels.get(f"{row.label} {row.dtype}", "")} for row in rows
     ]
-    path.write_text(json.dumps(rounded(stored), indent=1) + "\n")
-    print(f"results: {path}")
-    if draw_ratios(
-        rows, f"gemm on {run.device.name()}, {len(rows)} random products", PLOTS / f"{name}.png"
-    ):
-        print(f"plot: {PLOTS / name}.png")
+    op = f"{OP}_{run.args.seed}"
+    print(
+        f"results: {results.store(RESULTS, run.device.name(), op, stored)}; `make results` draws "
+        f"the picture"
+    )
 
 
 def intensity(label: str, element: int) -> float:
@@ -137,7 +130,7 @@ def intensity(label: str, element: int) -> float:
     return 2.0 * m * n * k / (element * (m * k + k * n + m * n))
 
 
-def draw_ratios(rows: list[Row], title: str, path: Path) -> bool:
+def draw_ratios(rows: list[dict], title: str, path: Path) -> bool:
     """Ratio to the best peer over arithmetic intensity, a mark a product. False without
     matplotlib."""
     try:
@@ -149,19 +142,21 @@ def draw_ratios(rows: list[Row], title: str, path: Path) -> bool:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.0, 4.2), layout="constrained")
-    for dtype in dict.fromkeys(row.dtype for row in rows):
-        part = [row for row in rows if row.dtype == dtype]
-        at = [intensity(row.label, 2 if dtype in ("bf16", "f16") else 4) for row in part]
-        axes.plot(at, [row.ratio for row in part], ".", color=COLORS[dtype], label=dtype, alpha=0.7)
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        part = [row for row in rows if row["dtype"] == dtype]
+        at = [intensity(row["label"], 2 if dtype in ("bf16", "f16") else 4) for row in part]
+        axes.plot(
+            at, [row["ratio"] for row in part], ".", color=COLORS[dtype], label=dtype, alpha=0.7
+        )
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_yscale("log", base=2)
     axes.set_xlabel("FLOP a byte")
-    axes.set_ylabel(f"speed beside {rows[0].best_peer}")
+    axes.set_ylabel(f"speed beside {rows[0]['best_peer']}")
     axes.grid(alpha=0.3, linewidth=0.5)
     axes.legend(fontsize=8)
     axes.set_title(title, fontsize=10)
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)
     return True

@@ -3,11 +3,13 @@
 
 Rules
 - Peers run in the same process, on the same inputs, in interleaved blocks whose order is drawn anew
-  each round (rounds.py). A ratio is the median, over rounds, of (peer's time / our time) within a
-  round, so that a drift of the clock cancels.
+  each round (rounds.py), so that a drift of the clock reaches all of them. A ratio is the peer's
+  time over ours, of the medians over rounds: what a reader gets who divides the columns of a table.
+  Its spread is half the interquartile range of the ratios of single rounds, over their median.
 - SM clock and power of every block are recorded, and the ratio in clocks stands beside that in
   time.
 - The peer of a ratio is the fastest of the row, whoever that is.
+- A row says whether ours or that peer waited for the host.
 - A correctness figure stands beside every time: the largest error over max|ref|, ours and the
   peer's, against a float64 reference.
 - A percent of the roofline stands beside every time: max(FLOPs / peak, bytes / bandwidth) over the
@@ -38,9 +40,10 @@ from pathlib import Path
 
 import torch
 from devices import DTYPES, ROTATE_BYTES, Cpu, Cuda, open_device
-from plots import PLOTS, draw, panels_of
 from rounds import FULL, QUICK, Effort, Rotation, interleave
 from torch import Tensor
+
+from torch_gpukern import results
 
 __all__ = [
     "DTYPES",
@@ -147,7 +150,7 @@ class Case:
 
 @dataclass
 class Row:
-    """A measured line, as it is stored in JSON."""
+    """A measured case: a line of the device's CSV file."""
 
     group: str
     label: str
@@ -168,6 +171,9 @@ class Row:
     bar: str
     verdict: str
     ratio_clocks: float | None = None  # best peer's clocks of the SMs over ours
+    # whether ours or the best peer waited for the host: yes, no, or "" on the CPU
+    host_bound: str = ""
+    note: str = ""
 
 
 # ---- measuring ----------------------------------------------------------------------------------
@@ -283,14 +289,16 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
         }
         for name in case.peers
     }
-    best_peer = min(case.peers, key=median.get) if case.peers else ""
+    best_peer = results.best_peer({"peers": peers})
     ratios = ratios_of(times, best_peer)
-    ratio = statistics.median(ratios) if ratios else None
-    in_clocks = ratios_of(clocks, best_peer)
+    ratio = results.ratio_of({"us": median["gpukern"], "peers": peers})
+    in_clocks = [
+        statistics.median(clocks[name]) for name in (best_peer, "gpukern") if name in clocks
+    ]
     share = None
     if case.limits:
-        fastest = min(case.limits, key=median.get)
-        share = statistics.median(f / o for f, o in zip(times[fastest], times["gpukern"]))
+        share = min(median[name] for name in case.limits) / median["gpukern"]
+    waited = [block.host_bound for name in ("gpukern", best_peer) for block in blocks.get(name, ())]
     rate = amount / median["gpukern"] / 1e3
     judged = ""
     if case.bar.each is not None:
@@ -317,7 +325,8 @@ def measure(case: Case, device: Cpu | Cuda, peaks: dict, effort: Effort) -> Row:
         **state["gpukern"],
         bar=case.bar.text(" " + case.unit),
         verdict=judged,
-        ratio_clocks=statistics.median(in_clocks) if in_clocks else None,
+        ratio_clocks=in_clocks[0] / in_clocks[1] if best_peer and all(in_clocks) else None,
+        host_bound="" if None in waited else "yes" if any(waited) else "no",
     )
 
 
@@ -469,7 +478,7 @@ class Run:
         print(f"{line} {entry['bar']:<16} {judged} {note}".rstrip(), flush=True)
 
     def finish(self, group_bars: dict[str, Bar]) -> None:
-        """Judges the groups, prints the summary, stores JSON and plot."""
+        """Judges the groups, prints the summary, stores the rows."""
         if self.args.list:
             for name, labels in self.listed.items():
                 print(f"{name}: {', '.join(labels)}".rstrip(": "))
@@ -522,25 +531,10 @@ class Run:
         }
 
     def _store(self, groups: list[Group]) -> None:
-        slug = "".join(c if c.isalnum() else "-" for c in self.device.name().lower())
-        slug = "-".join(filter(None, slug.split("-")))
-        path = RESULTS / f"{slug}.json"
-        stored = json.loads(path.read_text()) if path.exists() else {"benches": {}}
-        stored["device"] = self.device.name()
-        stored["benches"][self.op] = {
-            **self.stamp(),
-            "rows": [asdict(row) for row in self.rows],
-            "groups": [asdict(group) for group in groups],
-            "facts": self.facts,
-        }
-        RESULTS.mkdir(exist_ok=True)
-        stored = rounded(stored)
-        path.write_text(json.dumps(stored, indent=1) + "\n")
-        print(f"results: {path.relative_to(HERE.parent)}")
-        plot = PLOTS / f"{slug}-{self.op}.png"
-        rows = [row for row in stored["benches"][self.op]["rows"] if row["peers"]]
-        if draw(panels_of(rows), f"{self.op} on {stored['device']}", plot):
-            print(f"plot: {plot.relative_to(HERE.parent)}")
+        bench = self.stamp() | {"rows": [asdict(row) for row in self.rows], "facts": self.facts}
+        bench["groups"] = [asdict(group) for group in groups]
+        path = results.store(RESULTS, self.device.name(), self.op, bench)
+        print(f"results: {path}; `make results` writes the pages and plots")
 
 
 # ---- cost of use and instruction sets ------------------------------------------------------------
@@ -685,15 +679,6 @@ def _cpu_seconds() -> tuple[float, float, float]:
     hertz = os.sysconf("SC_CLK_TCK")
     idle = ticks[3] + ticks[4]
     return sum(ticks) / hertz, (sum(ticks) - idle) / hertz, own
-
-
-def rounded(value):
-    """Four significant digits: what a timing is worth, and a diff that can be read."""
-    if isinstance(value, dict):
-        return {key: rounded(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [rounded(entry) for entry in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def format_row(row: Row) -> str:

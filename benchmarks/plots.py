@@ -2,10 +2,10 @@
 """Plots of a bench: TFLOP/s, GFLOP/s or GB/s over the size, a line a provider, a panel for each
 group, mask and head_dim.
 
-python benchmarks/plots.py           draws every plot, and docs/speed.png of README.md, again from benchmarks/results/
-python benchmarks/plots.py --check   exits 1 and names the plots that other results were drawn for; needs no matplotlib
+python benchmarks/plots.py           draws every plot into build/results/, and docs/speed.png, from benchmarks/results/
+python benchmarks/plots.py --check   exits 1 if docs/speed.png shows other results; needs no matplotlib
 
-A plot's file holds the digest of the figures in it, by which it is compared.
+docs/speed.png holds the digest of the figures in it, by which it is compared.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import re
 import sys
 from pathlib import Path
 
+from torch_gpukern import results
+
 HERE = Path(__file__).resolve().parent
-PLOTS = HERE / "plots"
-SPEED = HERE.parent / "docs" / "speed.png"  # the picture of README.md
+PLOTS = HERE.parent / "build" / "results"
+SPEED = HERE.parent / "docs" / "speed.png"  # the picture of docs/results.md
 # Its panels: bench, and how the name of a panel begins. Each is of the GPU that was measured last.
 SPEED_PANELS = (
     ("gemm", "square bf16"),
@@ -52,7 +54,7 @@ COLORS = {
     "FlexAttention": "#ad494a",
 }
 SPARE = ("#e7ba52", "#843c39", "#a55194", "#6b6ecf", "#31a354", "#3182bd", "#636363", "#fd8d3c")
-STYLE = 2  # counts changes of how plots look: with one they are all drawn again
+STYLE = 3  # counts changes of how plots look: with one they are all drawn again
 
 # How the benches write a label: what the panel says beyond its group, and the size, whose name
 # stands beside.
@@ -119,7 +121,7 @@ def draw_panel(axes, name: str, rows: list[dict], spare: dict[str, str]) -> None
         order = sorted(range(len(rows)), key=lambda i: (math.prod(sizes[i]), sizes[i]))
         rows, sizes = [rows[i] for i in order], [sizes[i] for i in order]
         labels = [" x ".join(map(str, size)) for size in sizes]
-        axes.set_xlabel(place(rows[0]["group"], rows[0]["label"])[2], fontsize=7)
+        axes.set_xlabel(place(rows[0]["group"], rows[0]["label"])[2], fontsize=8)
     else:
         labels = [row["label"] for row in rows]
     at = range(len(rows))
@@ -142,18 +144,19 @@ def draw_panel(axes, name: str, rows: list[dict], spare: dict[str, str]) -> None
             linewidth=(2.0 if ours else 1.0) if over_sizes else 0,
             zorder=3 if ours else 2,
         )
-    axes.set_xticks(at, labels, fontsize=6, rotation=0 if over_sizes and len(at) < 7 else 90)
+    flat = over_sizes and max(map(len, labels)) < 6 and len(at) < 7
+    axes.set_xticks(at, labels, fontsize=8, rotation=0 if flat else 90)
     axes.set_ylim(0, 1.08 * one * max(max(rates(row).values()) for row in rows))
-    axes.tick_params(axis="y", labelsize=6)
+    axes.tick_params(axis="y", labelsize=8)
     axes.grid(alpha=0.3, linewidth=0.5)
-    axes.set_title(name, fontsize=8)
-    axes.set_ylabel(unit, fontsize=7)
+    axes.set_title(name, fontsize=9)
+    axes.set_ylabel(unit, fontsize=8)
 
 
-def speed_panels(results: list[dict]) -> dict[str, list[dict]]:
-    """The panels of README.md's picture. A bench with a note, marked by a star, goes behind one
+def speed_panels(saved: list[dict]) -> dict[str, list[dict]]:
+    """The panels of docs/speed.png. A bench with a note, marked by a star, goes behind one
     without."""
-    gpus = [result for result in results if "NVIDIA" in result["device"]] or results
+    gpus = [result for result in saved if "NVIDIA" in result["device"]] or saved
     panels = {}
     for bench, begins in SPEED_PANELS:
         found = []
@@ -188,8 +191,9 @@ def digest_in(path: Path) -> str:
     return found[1].decode() if found else ""
 
 
-def draw(panels: dict[str, list[dict]], title: str, path: Path) -> bool:
-    """A plot of panels_of() some rows; False without matplotlib or without rows that have a peer."""
+def draw(panels: dict[str, list[dict]], title: str, path: Path, columns: int = 3) -> bool:
+    """A plot of panels_of() some rows, 380 pixels a column, so that two columns are readable on a
+    page of 760 pixels. False without matplotlib or without rows that have a peer."""
     try:
         import matplotlib
     except ImportError:
@@ -200,12 +204,12 @@ def draw(panels: dict[str, list[dict]], title: str, path: Path) -> bool:
 
     if not panels:
         return False
-    columns = min(3, len(panels))
+    columns = min(columns, len(panels))
     lines = math.ceil(len(panels) / columns)
     figure, grid = plt.subplots(
         lines,
         columns,
-        figsize=(4.2 * columns, 2.7 * lines + 0.6),
+        figsize=(3.8 * columns, 2.9 * lines + 0.8),
         squeeze=False,
         layout="constrained",
     )
@@ -221,47 +225,58 @@ def draw(panels: dict[str, list[dict]], title: str, path: Path) -> bool:
         handles.values(),
         handles,
         loc="outside lower center",
-        ncols=min(6, len(handles)),
+        ncols=min(2 * columns, len(handles)),
         fontsize=8,
     )
     if title:
         figure.suptitle(title, fontsize=10)
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None, "Comment": digest(panels)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100, metadata={"Software": None, "Comment": digest(panels)})
     plt.close(figure)
     return True
 
 
 def all_plots() -> dict[Path, tuple[str, dict[str, list[dict]]]]:
     """Every plot's title and panels by its path."""
-    results, plots = [], {}
-    for stored in sorted((HERE / "results").glob("*.json")):
-        result = json.loads(stored.read_text())
-        results.append(result)
+    saved, plots = [], {}
+    for stored in sorted((HERE / "results").glob("*.csv")):
+        result = results.load(stored)
+        saved.append(result)
         for bench, content in result["benches"].items():
-            panels = panels_of([row for row in content["rows"] if row["peers"]])
-            if bench != "ladder" and panels:
+            panels = panels_of([row for row in content["rows"] if row["peers"] and row["rate"]])
+            if panels and bench != "ladder" and not bench.startswith("gemm_random"):
                 plots[PLOTS / f"{stored.stem}-{bench}.png"] = (
                     f"{bench} on {result['device']}",
                     panels,
                 )
-    plots[SPEED] = "", speed_panels(results)
+    plots[SPEED] = "", speed_panels(saved)
     return plots
+
+
+def random_plots() -> None:
+    """The ratios of random products over FLOP a byte."""
+    from gemm_random import OP, draw_ratios  # imports torch, which the other plots do not need
+
+    for stored in sorted((HERE / "results").glob("*.csv")):
+        result = results.load(stored)
+        for bench, content in result["benches"].items():
+            if bench.startswith(OP):
+                title = f"{len(content['rows'])} random products on {result['device']}"
+                draw_ratios(content["rows"], title, PLOTS / f"{stored.stem}-{bench}.png")
 
 
 def main(argv: list[str]) -> int:
     plots = all_plots()
     old = [path for path, (_, panels) in plots.items() if digest_in(path) != digest(panels)]
     if argv == ["--check"]:
-        for path in old:
-            print(
-                f"{path.relative_to(HERE.parent)} is not what the results give; run `make results`"
-            )
-        return bool(old)
+        if SPEED in old:
+            print("docs/speed.png is not what the results give; run `make results`")
+        return SPEED in old
     for path in old:
         title, panels = plots[path]
-        if draw(panels, title, path):
+        if draw(panels, title, path, columns=2 if path == SPEED else 3):
             print(path.relative_to(HERE.parent))
+    random_plots()
     return 0
 
 

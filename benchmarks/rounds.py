@@ -46,12 +46,14 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Block:
-    """A timed block of calls: us of one, and clock and power of the device while it ran (0: not
-    known)."""
+    """A timed block of calls: us of one, clock and power of the device while it ran (0: not known),
+    and whether
+    the device waited for the host (None: not known)."""
 
     us: float
     clock_mhz: float
     watts: float
+    host_bound: bool | None = None
 
 
 def interleave(
@@ -79,6 +81,6 @@ def interleave(
             if device.carries_over:
                 device.time_block(calls[name], count[name], name in live)
             us = device.time_block(calls[name], count[name], name in live)
-            blocks[name].append(Block(us, *device.state()))
+            blocks[name].append(Block(us, *device.state(), device.host_bound))
         rounds += 1
     return blocks

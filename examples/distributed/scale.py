@@ -5,15 +5,15 @@
     python examples/distributed/scale.py [--out PICTURE]
 
 Prints the table with what it assumes. --out draws the time of one layer's attention over ranks: the
-model's line, and what two GPUs measured (benchmarks/results/distributed/).
+model's line, and what two GPUs measured (benchmarks/results/2-x-*.csv).
 """
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 
 from torch_gpukern import distributed as gd
+from torch_gpukern import results
 
 MODEL = dict(layers=32, hidden=4096, intermediate=14336, heads_q=32, heads_kv=8, head_dim=128)
 TOKENS = 1 << 20
@@ -22,7 +22,7 @@ FORMS = (
     dict(tensor=8, context=8),
     dict(data=8, tensor=8, context=16),
 )
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "distributed"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 def table() -> str:
@@ -54,19 +54,14 @@ def table() -> str:
 def measured() -> list[tuple[str, int, dict[int, float]]]:
     """(card, tokens, ms by ranks) of a layer's attention, forward and backward."""
     found = []
-    for path in sorted(RESULTS.glob("*.json")):
-        card = json.loads(path.read_text())
-        rows = card.get("rows") or card["calls"][0]["rows"]  # of one call, or of several
-        for row in (row for row in rows if row["group"] == "cp forward+backward"):
-            tokens = 2 * int(row["label"].split()[0])
-            best = min(row["us"][mode] for mode in ("all_gather", "ring", "ulysses"))
-            found.append(
-                (
-                    card["device"].split("NVIDIA ")[1].split()[0],
-                    tokens,
-                    {1: row["us"]["one GPU"] / 1e3, 2: best / 1e3},
-                )
-            )
+    for path in sorted(RESULTS.glob("2-x-*.csv")):
+        saved = results.load(path)
+        card = saved["device"].split("NVIDIA ")[1].split()[0]
+        for row in saved["benches"]["distributed"]["rows"]:
+            if row["group"] == "cp forward+backward":
+                tokens = 2 * int(row["label"].split()[0])
+                times = {1: row["beside"]["one GPU"]["us"] / 1e3, 2: row["us"] / 1e3}
+                found.append((card, tokens, times))
     return found
 
 

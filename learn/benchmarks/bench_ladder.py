@@ -2,23 +2,25 @@
 """The gemm ladder beside torch.matmul (cuBLAS): every rung at 4096 cubed, the last three at 16384
 too.
 
-python learn/benchmarks/bench_ladder.py --device cuda [--counters FILE LARGE]     measures, and stores beside the predictions
-python learn/benchmarks/bench_ladder.py --stored [--counters FILE LARGE]          draws what is stored again, on any machine
-python learn/benchmarks/bench_ladder.py --metrics                                 prints what a profiler should count
+python learn/benchmarks/bench_ladder.py --device cuda [--counters FILE LARGE]
+    measures, and stores the results beside the predictions
+python learn/benchmarks/bench_ladder.py --stored [--counters FILE LARGE]
+    draws what is stored again, on any machine
+python learn/benchmarks/bench_ladder.py --metrics
+    prints what a profiler should count
 
 FILE is what it counted in one call of every rung and of torch.matmul, LARGE the same of `ladder.py
 16384 11 12 13`:
   ncu --clock-control none --csv --print-units base --kernel-name 'regex:ladder_|gemm|nvjet' \\
       --metrics $(python learn/benchmarks/bench_ladder.py --metrics) --log-file FILE python
       learn/benchmarks/ladder.py
-Results go to benchmarks/results/ladder-<device>.json and learn/ladder.png; tools/results.py writes
-the tables of learn/ladder.md from them.
-"""  # noqa: E501
+Results go to the op "ladder" of benchmarks/results/<device>.csv and to learn/ladder.png;
+tools/results.py writes the tables of learn/ladder.md from them.
+"""
 
 from __future__ import annotations
 
 import csv
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -30,8 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import ladder  # noqa: E402
 import ladder_model  # noqa: E402
 import torch  # noqa: E402
-from harness import HERE, RESULTS, Bar, Case, Run, arguments, open_device, rounded  # noqa: E402
+from harness import HERE, RESULTS, Bar, Case, Run, arguments, open_device  # noqa: E402
 from torch import Tensor  # noqa: E402
+
+from torch_gpukern import results  # noqa: E402
 
 SIZE, LARGE, LARGE_RUNGS = 4096, 16384, (11, 12, 13)
 PNG = HERE.parent / "learn" / "ladder.png"
@@ -97,20 +101,6 @@ def case(rung: ladder.Rung, size: int) -> Case:
     )
 
 
-def about(rung: ladder.Rung, size: int) -> dict:
-    """What is known of a rung before it runs."""
-    found = ladder_model.predict(rung.number, size, size, size)
-    return {
-        "number": rung.number,
-        "name": rung.name,
-        "change": rung.change,
-        "source": rung.source,
-        "predicted": float(f"{found.tflops:.3g}"),
-        "limiter": found.limiter,
-        "moved": MOVED.get(rung.number, ""),
-    }
-
-
 def profile(path: Path) -> list[dict]:
     """What ncu wrote, kernel by kernel in the order of their launches: {"kernel": its name, metric:
     value, ..}."""
@@ -150,17 +140,17 @@ def draw(bench: dict, device: str, path: Path) -> None:
         return "#97a6c4" if number < 6 else "#4269d0" if number < 8 else "#efb118"
 
     rows = [row for row in bench["rows"] if row["group"] == f"{SIZE} cubed"]
-    rungs, places = bench["rungs"], range(len(rows))
+    expected = [fact for fact in bench["facts"] if fact["group"] == f"predicted, {SIZE} cubed"]
+    numbers, places = [int(row["label"].split()[0]) for row in rows], range(len(rows))
     figure, (all_of_them, near) = plt.subplots(
         1, 2, figsize=(13, 4.8), width_ratios=(13, 8), layout="constrained"
     )
     rates = [row["rate"] / 1e3 for row in rows]
     cublas = [row["peers"]["torch.matmul"]["rate"] / 1e3 for row in rows]
-    all_of_them.bar(places, rates, color=[color(rung["number"]) for rung in rungs], width=0.7)
-    predicted = [rung["predicted"] for rung in rungs]
+    all_of_them.bar(places, rates, color=[color(number) for number in numbers], width=0.7)
     all_of_them.plot(
         places,
-        predicted,
+        [fact["value"] for fact in expected],
         "k_",
         markersize=22,
         markeredgewidth=1.6,
@@ -179,11 +169,11 @@ def draw(bench: dict, device: str, path: Path) -> None:
     all_of_them.set_ylabel("TFLOP/s")
     all_of_them.legend(loc=(0.03, 0.72), fontsize=8)
 
-    close = [i for i in places if rungs[i]["number"] >= 6]
+    close = [i for i in places if numbers[i] >= 6]
     near.bar(
         range(len(close)),
         [rows[i]["ratio"] for i in close],
-        color=[color(rungs[i]["number"]) for i in close],
+        color=[color(numbers[i]) for i in close],
     )
     for at, i in enumerate(close):
         near.annotate(
@@ -206,51 +196,56 @@ def draw(bench: dict, device: str, path: Path) -> None:
     plt.close(figure)
 
 
-class LadderRun(Run):
-    """A run whose results stand in a file and a plot of their own: they compare rungs, not
-    releases."""
+def predicted(rungs: Sequence[ladder.Rung], size: int) -> list[dict]:
+    """What was expected of rungs before they ran, as facts: TFLOP/s, what limits them, the counter
+    that their change was meant to move, the source, the change."""
+    facts = []
+    for rung in rungs:
+        found = ladder_model.predict(rung.number, size, size, size)
+        note = (found.limiter, MOVED.get(rung.number, ""), rung.source, rung.change)
+        fact = {
+            "group": f"predicted, {size} cubed",
+            "label": f"{rung.number} {rung.name}",
+            "unit": "TFLOP/s",
+        }
+        facts.append(fact | {"value": float(f"{found.tflops:.3g}"), "note": " | ".join(note)})
+    return facts
 
-    rungs: list[dict] = []
-    large: list[dict] = []
-    counted: dict[str, dict] = {}
+
+def counted(paths: Sequence[Path]) -> list[dict]:
+    """Both profiles as facts: a line a rung and counter."""
+    facts = []
+    profiles = zip((SIZE, LARGE), paths, (tuple(MOVED | {1: ""}), LARGE_RUNGS))
+    for size, path, numbers in profiles:
+        for name, profile_ in counters(path, sorted(numbers)).items():
+            fact = {"group": f"counted, {size} cubed", "label": name, "note": profile_["kernel"]}
+            facts += [
+                fact | {"value": v, "unit": metric}
+                for metric, v in profile_.items()
+                if metric != "kernel"
+            ]
+    return facts
+
+
+class LadderRun(Run):
+    """A run that stores what was predicted and counted beside what was measured."""
 
     def _store(self, groups: list) -> None:
-        slug = "-".join(
-            filter(
-                None,
-                "".join(c if c.isalnum() else "-" for c in self.device.name().lower()).split("-"),
-            )
-        )
-        bench = {
-            **self.stamp(),
-            "rows": [asdict(row) for row in self.rows],
-            "groups": [asdict(group) for group in groups],
-            "facts": self.facts,
-            "rungs": self.rungs,
-            "large": self.large,
-            **self.counted,
-        }
         # where the profile lay says nothing
-        bench["command"] = re.sub(r"\S+/(?=\w+\.csv)", "", bench["command"])
-        store(
-            {"device": self.device.name(), "benches": {"ladder": bench}},
-            RESULTS / f"ladder-{slug}.json",
-        )
+        stamp = self.stamp() | {"command": re.sub(r"\S+/(?=\w+\.csv)", "", self.stamp()["command"])}
+        bench = stamp | {"rows": [asdict(row) for row in self.rows], "facts": self.facts}
+        bench["groups"] = [asdict(group) for group in groups]
+        path = results.store(RESULTS, self.device.name(), "ladder", bench)
+        print(f"results: {path}")
+        redraw(path)
 
 
-def store(result: dict, path: Path) -> None:
-    path.write_text(json.dumps(rounded(result), indent=1) + "\n")
-    print(f"results: {path.relative_to(HERE.parent)}")
+def redraw(path: Path) -> None:
+    saved = results.load(path)
     try:
-        draw(result["benches"]["ladder"], result["device"], PNG)
+        draw(saved["benches"]["ladder"], saved["device"], PNG)
     except ImportError:
         print("plot: skipped, matplotlib is not installed (pip install matplotlib)")
-
-
-def counted(paths: Sequence[Path]) -> dict[str, dict]:
-    """The two profiles as they are stored."""
-    profiles = zip(("counters", "counters_large"), paths, (tuple(MOVED | {1: ""}), LARGE_RUNGS))
-    return {name: counters(path, sorted(numbers)) for name, path, numbers in profiles}
 
 
 def main() -> None:
@@ -270,19 +265,27 @@ def main() -> None:
         print(",".join(METRICS))
         return
     if args.stored:
-        for path in sorted(RESULTS.glob("ladder-*.json")):
-            result = json.loads(path.read_text())
-            result["benches"]["ladder"].update(counted(args.counters))
-            store(result, path)
+        for path in sorted(RESULTS.glob("*.csv")):
+            saved = results.load(path)
+            if bench := saved["benches"].get("ladder"):
+                kept = [
+                    fact
+                    for fact in bench["facts"]
+                    if not (args.counters and fact["group"].startswith("counted"))
+                ]
+                bench["facts"] = kept + counted(args.counters)
+                results.save(path, saved)
+                redraw(path)
         return
     if args.device != "cuda":
         raise SystemExit("bench_ladder: the ladder has CUDA kernels alone: --device cuda")
     run = LadderRun("ladder", args, open_device(args.device))
-    run.counted = counted(args.counters)
     # ladder_sizes.py has those between them
     rungs = [rung for rung in ladder.rungs() if rung.after == 0]
-    run.rungs = [about(rung, SIZE) for rung in rungs]
-    run.large = [about(rungs[number - 1], LARGE) for number in LARGE_RUNGS]
+    run.facts += predicted(rungs, SIZE) + predicted(
+        [rungs[number - 1] for number in LARGE_RUNGS], LARGE
+    )
+    run.facts += counted(args.counters)
     for rung in rungs:
         run.add(case(rung, SIZE))
     for number in LARGE_RUNGS:

@@ -7,13 +7,14 @@ python learn/benchmarks/pattern_charts.py    needs matplotlib
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
+from torch_gpukern import results
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "learn"
-SAVED = ROOT / "benchmarks" / "results" / "nvidia-h100-80gb-hbm3.json"
+SAVED = ROOT / "benchmarks" / "results" / "nvidia-h100-80gb-hbm3.csv"
 LAST_RUNG = (
     "forward full",
     "d64 B4 S4096",
@@ -82,7 +83,7 @@ def main() -> None:
         PAGES / "latency.png",
     )
     rungs = {**measured(page, "attn_ladder"), **measured(page, "attn_mma")}
-    rows = json.loads(SAVED.read_text())["benches"]["flash_attn"]["rows"]
+    rows = results.load(SAVED)["benches"]["flash_attn"]["rows"]
     (row,) = [
         row for row in rows if (row["group"], row["label"]) == LAST_RUNG and row["dtype"] == "bf16"
     ]

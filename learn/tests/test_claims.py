@@ -8,7 +8,6 @@ the rows cite.
 
 import inspect
 import itertools
-import json
 import re
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_gpukern import cli
+from torch_gpukern import cli, results
 from torch_gpukern import layout as L
 from torch_gpukern.cli import devices
 from torch_gpukern.cli.roofline import NOMINAL
@@ -373,14 +372,12 @@ def pattern(name, variant, gpu):
 
 
 def saved(file, bench, group):
-    rows = json.loads((ROOT / "benchmarks" / "results" / file).read_text())["benches"][bench][
-        "rows"
-    ]
+    rows = results.load(ROOT / "benchmarks" / "results" / file)["benches"][bench]["rows"]
     return [row for row in rows if row["group"] == group]
 
 
 def test_gain_of_a_fused_epilogue():
-    row = saved("nvidia-h200.json", "gemm", "bias + gelu")[0]
+    row = saved("nvidia-h200.csv", "gemm", "bias + gelu")[0]
     apart, addmm = (row["peers"][name]["us"] for name in ("mm + add + gelu", "gelu(addmm)"))
     assert row["label"] == "4096"
     says(f"{apart / row['us']:.2f}", apart, row["us"], f"{addmm / row['us']:.2f}")
@@ -470,12 +467,12 @@ def test_gain_of_a_fused_softmax():
 
 
 def test_cost_of_paging():
-    for file in ("nvidia-h100-80gb-hbm3.json", "nvidia-h200.json"):
+    for file in ("nvidia-h100-80gb-hbm3.csv", "nvidia-h200.csv"):
         rows = [
             row for row in saved(file, "paged_attn", "decode") if row["label"].endswith("page 16")
         ]
         longer = [row["us"] / row["peers"]["cuDNN, dense cache"]["us"] for row in rows]
         says(f"{min(longer):.2f}", f"{max(longer):.2f}")
-    rows = saved("nvidia-h100-80gb-hbm3.json", "claims", "paging")
+    rows = saved("nvidia-h100-80gb-hbm3.csv", "claims", "paging")
     longer = [row["us"] / row["peers"]["pages of 256 in order"]["us"] for row in rows]
     says(f"{min(longer):.3f}", f"{max(longer):.2f}")

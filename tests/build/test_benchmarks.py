@@ -2,13 +2,14 @@
 """What the benchmarks say: against whom a ratio is, and where a row stands in a plot."""
 
 import importlib.machinery
-import json
 import os
 import statistics
 import sys
 
 import pytest
 import torch
+
+from torch_gpukern import results
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -43,6 +44,8 @@ class FakeDevice:
 
     most_calls = 4
     carries_over = False
+
+    host_bound = False
 
     def sync(self):
         pass
@@ -83,8 +86,34 @@ def test_a_ratio_is_against_the_fastest_peer(bench):
     harness = bench("harness")
     peaks = {"bf16": 1.0, "read": 1.0}
     row = harness.measure(fake_case(harness), FakeDevice(), peaks, harness.QUICK)
-    assert row.best_peer == "fast" and row.ratio == 0.5
+    assert row.best_peer == "fast" and row.ratio == 0.5 and row.host_bound == "no"
     assert "against" not in harness.Case.__dataclass_fields__
+
+
+class DriftingDevice(FakeDevice):
+    """Times grow by a quarter with each block."""
+
+    now = 1.0
+
+    def time_block(self, call, calls, live=False):
+        self.now *= 1.25
+        self.host_bound = live
+        return call() * self.now
+
+
+def test_a_ratio_is_of_the_medians_that_stand_beside_it(bench):
+    """Ratios within rounds have another median where the clock drifts; their half interquartile
+    range is the spread. A row is bound by the host if ours or the fastest peer waited for it,
+    whatever slower peers do."""
+    harness = bench("harness")
+    peaks = {"bf16": 1.0, "read": 1.0}
+    row = harness.measure(fake_case(harness, live=["fast"]), DriftingDevice(), peaks, harness.QUICK)
+    assert row.ratio == row.peers["fast"]["us"] / row.us
+    assert row.ratio_spread > 0.05 and row.host_bound == "yes"
+    other = harness.measure(
+        fake_case(harness, live=["slow"]), DriftingDevice(), peaks, harness.QUICK
+    )
+    assert other.host_bound == "no"
 
 
 class PoweredDevice(FakeDevice):
@@ -372,9 +401,16 @@ def test_random_products_report_their_spread(bench, monkeypatch, capsys, tmp_pat
     device = types.SimpleNamespace(kind="cuda", name=lambda: "A GPU")
     args = types.SimpleNamespace(seed=3, save=True, budget=None)
     run = types.SimpleNamespace(
-        rows=rows, facts=facts, device=device, args=args, left_out=0, stamp=dict
+        rows=rows,
+        facts=facts,
+        device=device,
+        args=args,
+        left_out=0,
+        stamp=lambda: {"date": "", "command": "", "peaks": {}},
     )
-    run.fact = lambda group, label, value, *rest: facts.append((label, value))
+    run.fact = lambda group, label, value, *rest: facts.append(
+        dict(group=group, label=label, value=value, unit="x")
+    )
     monkeypatch.setattr(module, "RESULTS", tmp_path)
     monkeypatch.setattr(module, "draw_ratios", lambda *_: False)
     module.report(run, {"NN 64x216x64 bf16": "gemm_worst"})
@@ -384,16 +420,16 @@ def test_random_products_report_their_spread(bench, monkeypatch, capsys, tmp_pat
         and "gemm_worst" in worst[0]
         and "64x144x64" in worst[9]
     )
-    assert dict(facts)["worst"] == pytest.approx(0.525) and dict(facts)[
-        "5th percentile"
-    ] == pytest.approx(0.54875)
-    assert (tmp_path / "random" / "a-gpu-gemm-random-3.json").exists()
-    run.left_out, args.budget = 1, 60.0
-    (tmp_path / "random" / "a-gpu-gemm-random-3.json").unlink()
-    module.report(run, {})
-    assert "nothing is stored" in capsys.readouterr().out and not list(
-        (tmp_path / "random").iterdir()
+    found = {fact["label"]: fact["value"] for fact in facts}
+    assert found["worst"] == pytest.approx(0.525) and found["5th percentile"] == pytest.approx(
+        0.54875
     )
+    stored = results.load(tmp_path / "a-gpu.csv")["benches"]["gemm_random_3"]
+    assert len(stored["rows"]) == 20 and "gemm_worst" in {row["note"] for row in stored["rows"]}
+    run.left_out, args.budget = 1, 60.0
+    (tmp_path / "a-gpu.csv").unlink()
+    module.report(run, {})
+    assert "nothing is stored" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 def test_lora_rows_are_its_six_products(bench, monkeypatch):
@@ -560,7 +596,6 @@ def test_integrations_store_each_row_as_it_comes(bench, monkeypatch, tmp_path):
         raise RuntimeError("no\nmore")
 
     monkeypatch.setattr(module.Bench, "training", failing)
-    file = tmp_path / "rows.json"
     command = [
         "bench_integrations.py",
         "--device",
@@ -569,21 +604,28 @@ def test_integrations_store_each_row_as_it_comes(bench, monkeypatch, tmp_path):
         "mistral",
         "--seconds",
         "0.01",
-        "--json",
-        str(file),
+        "--save",
+        str(tmp_path),
     ]
     monkeypatch.setattr(sys, "argv", command)
     module.main()
-    stored = json.loads(file.read_text())
+    stored = results.load(tmp_path / "cpu.csv")["benches"]["transformers"]
     assert stored["torch"] == torch.__version__ and stored["command"].endswith(
         "--device cpu --seconds 0.01 --only mistral"
     )
-    prefill, training = stored["rows"]
-    assert (
-        prefill["step"] == "prefill 2 x 128"
-        and max(prefill["worst"], prefill["peer_worst"]) < 1e-5 < prefill["ratio"]
+    (prefill,), (training,) = stored["rows"], stored["facts"]
+    assert (prefill["group"], prefill["label"]) == ("mistral", "prefill 2 x 128") and prefill[
+        "error"
+    ] < 1e-5
+    worst = [float(x) for x in prefill["note"].removeprefix("worst token ").split("/")]
+    assert max(worst) < 1e-5 and prefill["ratio"] == pytest.approx(
+        results.ratio_of(prefill), rel=1e-3
     )
-    assert training == {"family": "mistral", "step": "training step", "failed": "no\nmore"}
+    assert (training["group"], training["label"], training["note"]) == (
+        "mistral",
+        "training step",
+        "no more",
+    )
 
 
 def test_a_run_of_every_instance_is_judged(bench):

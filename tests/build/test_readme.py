@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The README's table of ops names the arguments that have a gradient, and no other."""
+"""The README's figures are those of the committed results; docs/operators.md names the arguments
+that have a gradient."""
 
 import re
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 import torch
@@ -10,6 +12,10 @@ from conftest import torch_gpukern
 from registry import OPS, dense, i32, normed, packed, paged, product, t
 from registry_quantised import codes, experts, packed_weight, sparse
 
+from torch_gpukern import results
+
+ROOT = Path(__file__).resolve().parents[2]
+H100, H200, EPYC = "nvidia-h100-80gb-hbm3", "nvidia-h200", "amd-epyc-2-threads-avx512bf16"
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
@@ -69,7 +75,7 @@ def calls():
 
 def table():
     """op -> the cell of its gradients"""
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+    text = (ROOT / "docs" / "operators.md").read_text()
     rows = re.search(r"\| op \| does \| gradients \|\n\|[-|]+\n((?:\|.*\n)+)", text).group(1)
     cells = [row.strip("|\n").split(" | ") for row in rows.splitlines()]
     return {name: row[-1] for row in cells for name in re.findall(r"`(\w+)`", row[0])}
@@ -107,3 +113,66 @@ def test_gradients(op):
     found = {name for name in numbers if has_gradient(op, call, name)}
     assert found == {name for name in numbers if re.search(rf"\b{name}\b", cell)}
     assert bool(found) != cell.startswith("none")
+
+
+def ratio(file, op, keep=lambda row: True):
+    """The geometric mean of an op's cases on a device, as a page writes it, and the date of the
+    run."""
+    bench = results.load(ROOT / "benchmarks" / "results" / f"{file}.csv")["benches"][op]
+    rows = [row for row in bench["rows"] if row["peers"] and keep(row)]
+    assert rows
+    return f"{geometric_mean(map(results.ratio_of, rows)):.2f}", bench["date"]
+
+
+def attention(direction, head_dim):
+    """Sequences of 1k to 16k on the H100."""
+
+    def keep(row):
+        return row["label"].startswith(f"d{head_dim} ") and not row["label"].endswith(" S512")
+
+    return ratio(H100, "flash_attn", lambda row: row["group"].startswith(direction) and keep(row))
+
+
+def of_group(*names):
+    return lambda row: row["group"] in names
+
+
+def of_sdpa(step):
+    return lambda row: row["label"].startswith(step) and "sdpa" in row["peers"]
+
+
+def of_cpu(start):
+    return lambda row: row["group"].startswith(start) and row["dtype"] == "bf16"
+
+
+FIGURES = {
+    "attention forward": [attention("forward", head_dim) for head_dim in (64, 128, 256)],
+    "attention backward": [attention("backward", head_dim) for head_dim in (64, 128, 256)],
+    "FP8 attention": [ratio(H200, "flash_attn_fp8", of_group(f"{mask} d128, fast")) for mask in ("full", "causal")],
+    "products": [ratio(H200, "gemm", of_group("square bf16")), ratio(H200, "gemm", of_group("tall bf16")),
+                 ratio(H100, "gemm_random_80808")],
+    "decoding": [ratio(H200, "paged_attn"), ratio(H100, "paged_attn")],
+    "transformers": [ratio(H100, "transformers", of_sdpa(step)) for step in ("prefill", "training")],
+    "mixtures": [ratio(H200, "moe", of_group(name)) for name in ("forward", "forward and backward")],
+    "on two cores": [
+        ratio(EPYC, "flash_attn", of_cpu("forward")),
+        ratio(EPYC, "flash_attn", of_cpu("backward")),
+        ratio(EPYC, "gemm", lambda row: row["dtype"] == "bf16" and "call" not in row["group"]),
+    ],
+}  # fmt: skip
+
+
+def test_the_figures_are_those_of_the_results():
+    """Each with the dates of the runs that it is from."""
+    text = (ROOT / "README.md").read_text()
+    rows = re.search(r"\| measured, bf16 \|.*\n\|[-|]+\n((?:\|.*\n)+)", text)[1].splitlines()
+    assert len(rows) == len(FIGURES)
+    for row, (name, figures) in zip(rows, FIGURES.items(), strict=True):
+        case, said, where = (cell.strip() for cell in row.strip("|").split("|"))
+        assert case.startswith(name)
+        assert re.findall(r"\d\.\d\d", said) == [figure for figure, _ in figures], row
+        assert set(re.findall(r"2026-\d\d-\d\d", where)) == {date for _, date in figures}, row
+
+
+def test_it_answers_in_a_minute():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 90

@@ -469,8 +469,11 @@ def test_layout_prints_its_table():
         ),
         ("occupancy --registers 30 --threads 0", "occupancy: threads is 0; a block has 1 to 1024"),
         ("occupancy --registers 30", "occupancy: --registers stands for a kernel"),
-        ("roofline README.md", "roofline: README.md: no JSON of benchmarks/results/: "),
-        ("roofline pyproject.toml", "roofline: pyproject.toml: no JSON of benchmarks/results/: "),
+        ("roofline README.md", "roofline: README.md: no results of benchmarks/results/: "),
+        (
+            "roofline pyproject.toml",
+            "roofline: pyproject.toml: no results of benchmarks/results/: ",
+        ),
         (
             "bench gemm --dtype bfloat16 --quick",
             "bench: --quick is an option of the repository's benchmarks",

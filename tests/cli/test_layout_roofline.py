@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """python -m torch_gpukern roofline, on the saved rows."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from torch_gpukern import cli
+from torch_gpukern import cli, results
 from torch_gpukern.cli.roofline import counted_points, point_of, read_points
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -49,9 +48,9 @@ def test_short_calls_are_bound_by_latency():
         point_of("gemm", low, PEAKS, 2.0).bound == "latency"
         and point_of("gemm", low, PEAKS).bound == "memory"
     )
-    _, _, points, _ = read_points(RESULTS / "nvidia-h200.json")
+    _, _, points, _ = read_points(RESULTS / "nvidia-h200.csv")
     assert {p.bound for p in points} == {"memory", "compute", "latency"}
-    _, _, points, _ = read_points(RESULTS / "amd-epyc-2-threads-avx512bf16.json")
+    _, _, points, _ = read_points(RESULTS / "amd-epyc-2-threads-avx512bf16.csv")
     # a CPU's own cost of a call is not measured
     assert {p.bound for p in points} <= {"memory", "compute"}
 
@@ -139,7 +138,7 @@ def test_counters_of_little_work_of_no_work_and_of_two_devices(tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["x.json", "--counters", "x.csv", "--flops", "1"], ["--counters", "x.csv"]]
+    "words", [[], ["x.csv", "--counters", "x.csv", "--flops", "1"], ["--counters", "x.csv"]]
 )
 def test_results_or_counters(words, capsys):
     assert cli.main(["roofline", *words]) == 1
@@ -151,9 +150,9 @@ def test_results_or_counters(words, capsys):
 )
 def test_saved_rows_lie_under_their_ceilings(name, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    _, peaks, points, _ = read_points(RESULTS / f"{name}.json")
+    _, peaks, points, _ = read_points(RESULTS / f"{name}.csv")
     over = [p for p in points if p.gflops > 1.06 * min(peaks[p.dtype], p.intensity * peaks["read"])]
-    saved = json.loads((RESULTS / f"{name}.json").read_text())["benches"]
+    saved = results.load(RESULTS / f"{name}.csv")["benches"]
     saved = [
         bench["rows"]
         for name, bench in saved.items()
@@ -162,9 +161,7 @@ def test_saved_rows_lie_under_their_ceilings(name, tmp_path, capsys):
     assert len(points) > 0.6 * sum(map(len, saved)) and not over
     png, page = tmp_path / "r.png", tmp_path / "r.html"
     assert (
-        cli.main(
-            ["roofline", str(RESULTS / f"{name}.json"), "--png", str(png), "--html", str(page)]
-        )
+        cli.main(["roofline", str(RESULTS / f"{name}.csv"), "--png", str(png), "--html", str(page)])
         == 0
     )
     assert "bound by memory" in capsys.readouterr().out and png.read_bytes()[:4] == b"\x89PNG"
@@ -172,22 +169,44 @@ def test_saved_rows_lie_under_their_ceilings(name, tmp_path, capsys):
 
 
 def test_wrong_files(tmp_path, capsys):
-    (tmp_path / "x.json").write_text("{}")
-    assert cli.main(["roofline", str(tmp_path / "x.json")]) == 1
-    assert "expected the keys" in capsys.readouterr().err
+    (tmp_path / "x.csv").write_text("{}")
+    assert cli.main(["roofline", str(tmp_path / "x.csv")]) == 1
+    assert (
+        "expected a CSV file whose first line names the columns op, kind" in capsys.readouterr().err
+    )
 
 
-def test_files_without_what_a_row_has_are_refused_by_name(tmp_path, capsys):
-    path = tmp_path / "rows.json"
-    whole = row()
-    for bench, said in (
+@pytest.mark.parametrize(
+    "changed, said",
+    (
+        ({"ours": ""}, "line 4: a case of gemm has no ours"),
         (
-            {"peaks": PEAKS, "rows": [{k: x for k, x in whole.items() if k != "us"}]},
-            "a row of gemm has no us",
+            {"rate": "", "roofline_percent": ""},
+            "line 4: a case of gemm has no rate, roofline_percent",
         ),
-        ({"peaks": PEAKS}, "gemm has no benchmark results; expected the keys peaks and rows"),
-        ([], "gemm has no benchmark results; expected the keys peaks and rows"),
+        ({"kind": "row"}, "line 4: kind must be device, case, group, fact, peak or run, got 'row'"),
+        ({"rate": "fast"}, "line 4: could not convert string to float: 'fast'"),
+        ({"peers": "torch.matmul=1"}, "line 4: zip() argument 2 is shorter than argument 1"),
+    ),
+)
+def test_files_without_what_a_row_has_are_refused_by_name(tmp_path, capsys, changed, said):
+    path = tmp_path / "rows.csv"
+    case = {
+        "op": "gemm",
+        "kind": "case",
+        "ours": "2",
+        "unit": "us",
+        "rate": "9",
+        "rate_unit": "GFLOP/s",
+    }
+    peak = {"op": "gemm", "kind": "peak", "case": "bf16", "ours": "9"}
+    lines = [",".join(results.COLUMNS)]
+    for line in (
+        {"kind": "device", "case": "any"},
+        peak,
+        case | {"roofline_percent": "50"} | changed,
     ):
-        path.write_text(json.dumps({"device": "any", "benches": {"gemm": bench}}))
-        assert cli.main(["roofline", str(path)]) == 1
-        assert f"roofline: {path}: {said}" in capsys.readouterr().err
+        lines.append(",".join(line.get(name, "") for name in results.COLUMNS))
+    path.write_text("\n".join(lines) + "\n")
+    assert cli.main(["roofline", str(path)]) == 1
+    assert f"roofline: {path}: {said}" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .. import results
 from .._library import ops
 from .occupancy import SMS
 from .roofline import NOMINAL
@@ -33,14 +34,11 @@ def saved_peaks(name: str) -> dict[str, float]:
     """GFLOP/s by dtype, and GB/s of reading, the highest of a saved run on a device of this name;
     empty where none is saved."""
     found: dict[str, float] = {}
-    for path in sorted(RESULTS.glob("*.json")):
-        saved = json.loads(path.read_text())
-        if not isinstance(saved, dict) or saved.get("device") != name or "benches" not in saved:
-            continue
-        for run_ in saved["benches"].values():
+    path = RESULTS / f"{results.slug(name)}.csv"
+    if path.exists():
+        for run_ in results.load(path)["benches"].values():
             for what, rate in run_["peaks"].items():
-                if isinstance(rate, (int, float)):
-                    found[what] = max(found.get(what, 0.0), rate)
+                found[what] = max(found.get(what, 0.0), rate)
     return found
 
 

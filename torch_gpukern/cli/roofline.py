@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import re
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from .. import results
 from .charts import decades, short
 from .terminal import table
 
@@ -77,9 +77,6 @@ class Point:
     bound: str
 
 
-_KEYS = {"group", "label", "dtype", "us", "rate", "unit"}  # of every saved row
-
-
 def _of_shape(bench: str, row: dict) -> float | None:
     """FLOPs per byte by the row's label; None where the label does not say enough."""
     size = ELEM_BYTES[row["dtype"]]
@@ -128,41 +125,17 @@ def point_of(bench: str, row: dict, peaks: dict, latency_us: float = 0.0) -> Poi
 
 def read_points(path: Path, benches: list[str] | None = None) -> tuple[str, dict, list[Point], int]:
     """(device, peaks by dtype, points, rows without a place) of a file of benchmarks/results/."""
-    try:
-        saved = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: no JSON of benchmarks/results/: {error}") from None
-    if (
-        not isinstance(saved, dict)
-        or not isinstance(saved.get("benches"), dict)
-        or "device" not in saved
-    ):
-        raise ValueError(f"{path}: no benchmark results; expected the keys benches and device")
+    saved = results.load(path)
     peaks: dict[str, float] = {}
     points, without = [], 0
     latency_us = LATENCY_US if saved["device"] in NOMINAL else 0.0
     for bench, run_ in saved["benches"].items():
         if benches and bench not in benches:
             continue
-        if (
-            not isinstance(run_, dict)
-            or not isinstance(run_.get("peaks"), dict)
-            or not isinstance(run_.get("rows"), list)
-        ):
-            raise ValueError(
-                f"{path}: {bench} has no benchmark results; expected the keys peaks and rows"
-            )
-        mine = {
-            name: peak for name, peak in run_["peaks"].items() if isinstance(peak, (int, float))
-        }
+        mine = run_["peaks"]
         peaks.update({name: max(peaks.get(name, 0.0), peak) for name, peak in mine.items()})
         for row in run_["rows"]:
-            if lacking := _KEYS - row.keys():
-                raise ValueError(
-                    f"{path}: a row of {bench} has no {', '.join(sorted(lacking))}; expected rows "
-                    f"of benchmarks/results/"
-                )
-            point = point_of(bench, row, mine, latency_us)
+            point = point_of(bench, row, mine, latency_us) if mine and row["unit"] else None
             if point:
                 points.append(point)
             without += point is None

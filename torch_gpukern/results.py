@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Reads and writes measured results: one CSV file a device, one line a case.
+
+Benchmarks write the files of benchmarks/results/ with save(); tools, tests and the commands
+`device` and `roofline` read them with load(). A line says, by its kind:
+
+    case    a measurement: us of one call, ours and each peer's
+    group   geomean and worst ratio of the cases of one group, with the bar that they must reach
+    fact    one figure that is no ratio of two times
+    peak    what this device reached in the same run: GFLOP/s of a dtype, or GB/s of reading
+    run     a property of the run that all lines of its op share: torch, driver, threads, ..
+    device  the first line: the device's name
+
+`peers` and `beside` hold several calls in one cell, separated by "; ", each as
+`name=us/spread/error/MHz`; unknown figures are empty. `beside` has what was timed in the same
+rounds and is no peer, such as one GPU beside two. The ratio is the fastest peer's time over ours,
+of the medians; `ratio_spread` is half the interquartile range of the ratios of single rounds, over
+their median. `host_bound` is yes if ours or that peer waited for the host, no if not, and empty
+where it was not recorded. Figures have four significant digits.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+COLUMNS = (
+    "op", "kind", "group", "case", "dtype", "ours", "unit", "spread", "peers", "beside",
+    "best_peer", "ratio", "ratio_spread", "rate", "rate_unit", "roofline_percent", "share", "error",
+    "clock_mhz", "watts", "host_bound", "bar", "verdict", "note", "date", "command",
+)  # fmt: skip
+NUMBERS = {"spread", "ratio", "ratio_spread", "rate", "roofline_percent", "share", "error"}
+NUMBERS |= {"clock_mhz", "watts"}
+NEEDED = ("ours", "rate", "roofline_percent")  # without which a case has no place under a roofline
+CALL = ("us", "spread", "error", "clock_mhz")
+
+
+def ratio_of(row: dict[str, Any]) -> float | None:
+    """The fastest peer's time over ours, of the medians; None without a peer."""
+    if not row["peers"]:
+        return None
+    return min(peer["us"] for peer in row["peers"].values()) / row["us"]
+
+
+def best_peer(row: dict[str, Any]) -> str:
+    """The fastest peer; "" without one."""
+    return min(row["peers"], key=lambda name: row["peers"][name]["us"], default="")
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        short = f"{value:.4g}"
+        return str(int(float(short))) if "e+" in short else short
+    return str(value)
+
+
+def _calls(text: str) -> dict[str, dict[str, float | None]]:
+    """The calls in a cell: name -> us, spread, error, clock_mhz."""
+    found = {}
+    for call in filter(None, text.split("; ")):
+        name, _, figures = call.rpartition("=")
+        found[name] = dict(zip(CALL, map(_number, figures.split("/")), strict=True))
+    return found
+
+
+def _cell(calls: dict[str, dict]) -> str:
+    for name in calls:
+        if "; " in name or "=" in name:
+            raise ValueError(f"the name of a peer must not contain '; ' or '=', got {name!r}")
+    cells = ("/".join(_text(call.get(key)) for key in CALL) for call in calls.values())
+    return "; ".join(f"{name}={cell}" for name, cell in zip(calls, cells, strict=True))
+
+
+def _as_stored(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with times as they are written, so that the ratio is that of the written times."""
+    peers = {
+        name: peer | {"us": float(_text(float(peer["us"])))} for name, peer in row["peers"].items()
+    }
+    return row | {"us": float(_text(float(row["us"]))), "peers": peers}
+
+
+def _case(line: dict[str, str]) -> dict[str, Any]:
+    row: dict[str, Any] = {"group": line["group"], "label": line["case"], "dtype": line["dtype"]}
+    row |= {key: _number(line[key]) for key in NUMBERS}
+    row |= {key: line[key] for key in ("best_peer", "bar", "verdict", "host_bound", "note")}
+    row |= {"us": float(line["ours"]), "unit": line["rate_unit"]}
+    row |= {"peers": _calls(line["peers"]), "beside": _calls(line["beside"])}
+    if row["rate"] is not None:
+        for call in row["peers"].values():
+            call["rate"] = row["rate"] * row["us"] / call["us"]
+    return row
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The results of one device: {"device": name, "benches": {op: its runs' properties, "peaks",
+    "rows", "groups", "facts"}}. A file of another form is a ValueError that names the line."""
+    result: dict[str, Any] = {"device": "", "benches": {}}
+    with path.open(newline="") as file:
+        lines = csv.DictReader(file)
+        head = lines.fieldnames or []
+        if missing := [name for name in COLUMNS if name not in head]:
+            raise ValueError(
+                f"{path}: no results of benchmarks/results/: expected a CSV file whose first line "
+                f"names the "
+                f"columns {', '.join(COLUMNS[:6])}, ..; it has no {', '.join(missing[:3])}"
+            )
+        for line in lines:
+            try:
+                _take(line, result)
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path}: line {lines.line_num}: {error}") from None
+    if not result["device"]:
+        raise ValueError(f"{path}: no line of kind device names the device")
+    return result
+
+
+def _take(line: dict[str, str], result: dict[str, Any]) -> None:
+    """Adds what one line says."""
+    kind, op = line["kind"], line["op"]
+    if kind == "device":
+        result["device"] = line["case"]
+        return
+    empty: dict[str, Any] = {"date": line["date"], "command": line["command"], "peaks": {}}
+    bench = result["benches"].setdefault(op, empty | {"rows": [], "groups": [], "facts": []})
+    if kind == "case":
+        needed = NEEDED if line["rate_unit"] else ("ours",)
+        if lacking := [name for name in needed if not line[name]]:
+            raise ValueError(f"a case of {op} has no {', '.join(lacking)}")
+        bench["rows"].append(_case(line))
+    elif kind == "group":
+        group = {
+            "group": line["group"],
+            "rows": int(line["note"].split()[0]),
+            "geomean": float(line["ours"]),
+        }
+        bench["groups"].append(
+            group | {"worst": float(line["ratio"])} | {k: line[k] for k in ("bar", "verdict")}
+        )
+    elif kind == "fact":
+        fact = {
+            "group": line["group"],
+            "label": line["case"],
+            "value": float(line["ours"]),
+            "unit": line["unit"],
+        }
+        bench["facts"].append(fact | {key: line[key] for key in ("bar", "verdict", "note")})
+    elif kind == "peak":
+        bench["peaks"][line["case"]] = float(line["ours"])
+    elif kind == "run":
+        value = line["note"]
+        bench[line["case"]] = float(value) if line["case"] == "others_percent" else value
+    else:
+        raise ValueError(f"kind must be device, case, group, fact, peak or run, got {kind!r}")
+
+
+def _lines(op: str, bench: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines of one op."""
+    lists = ("rows", "groups", "facts", "peaks")
+    lines = [
+        {"kind": "run", "case": key, "note": value}
+        for key, value in bench.items()
+        if key not in (*lists, "date", "command") and value not in ("", None)
+    ]
+    for name, peak in bench.get("peaks", {}).items():
+        if isinstance(peak, (int, float)):
+            unit = "GB/s" if name == "read" else "GFLOP/s"
+            lines.append({"kind": "peak", "case": name, "ours": float(peak), "unit": unit})
+    for row in map(_as_stored, bench["rows"]):
+        line = {key: row.get(key) for key in NUMBERS}
+        line |= {"kind": "case", "group": row["group"], "case": row["label"], "dtype": row["dtype"]}
+        line |= {
+            "ours": float(row["us"]),
+            "unit": "us",
+            "rate_unit": row["unit"],
+            "ratio": ratio_of(row),
+        }
+        line |= {"peers": _cell(row["peers"]), "beside": _cell(row.get("beside", {}))}
+        line |= {key: row.get(key, "") for key in ("bar", "verdict", "host_bound", "note")}
+        lines.append(line | {"best_peer": best_peer(row)})
+    for group in bench.get("groups", ()):
+        line = {
+            "kind": "group",
+            "group": group["group"],
+            "ours": float(group["geomean"]),
+            "unit": "x",
+        }
+        line |= {"ratio": float(group["worst"]), "note": f"{group['rows']} rows"}
+        lines.append(line | {key: group[key] for key in ("bar", "verdict")})
+    for fact in bench.get("facts", ()):
+        line = {
+            "kind": "fact",
+            "group": fact["group"],
+            "case": fact["label"],
+            "ours": float(fact["value"]),
+        }
+        lines.append(line | {key: fact.get(key, "") for key in ("unit", "bar", "verdict", "note")})
+    return [{"op": op, "date": bench["date"], "command": bench["command"]} | line for line in lines]
+
+
+def save(path: Path, result: dict[str, Any]) -> None:
+    """Writes what load() reads."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [{"kind": "device", "case": result["device"]}]
+    for op, bench in result["benches"].items():
+        lines += _lines(op, bench)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", restval="")
+        writer.writeheader()
+        for line in lines:
+            writer.writerow({key: _text(value) for key, value in line.items()})
+
+
+def slug(device: str) -> str:
+    """The name of a device's file, without its suffix."""
+    return "-".join(
+        filter(None, "".join(c if c.isalnum() else "-" for c in device.lower()).split("-"))
+    )
+
+
+def store(folder: Path, device: str, op: str, bench: dict[str, Any]) -> Path:
+    """Replaces one op's lines in the file of a device."""
+    path = folder / f"{slug(device)}.csv"
+    result = load(path) if path.exists() else {"device": device, "benches": {}}
+    result["benches"][op] = bench
+    save(path, result)
+    return path
