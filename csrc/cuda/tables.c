@@ -151,7 +151,8 @@ bool gk_cuda_takes(const gk_cuda_table *table, gk_op op, const void *args) {
     if (!takes_partial(table, a, g)) return false;
     if (g ? gk_scores_of_bwd(g) : gk_scores_of(a)) { /* a mask or a bias */
         if (g) return table == &gk_flash_attn_bwd_plain_table;
-        if (table == &gk_flash_attn_fwd_masked_sm90a_table) return !(a->dropout_p > 0);
+        /* Hopper's masked forward takes no call before its last form has run on a GPU: then this
+         * line becomes `if (table == &gk_flash_attn_fwd_masked_sm90a_table) return !dropout`. */
         return table == &gk_flash_attn_fwd_plain_table ||
                table == &gk_flash_attn_fwd_partial_plain_table;
     }
