@@ -147,3 +147,14 @@ def test_commands_exist(page):
         assert command in commands, f"{ident(page)}: python -m torch_gpukern {command}"
     for script in re.findall(r"python3? ([\w/]+\.py)", text):
         assert (ROOT / script).exists(), f"{ident(page)}: python {script}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ident)
+def test_no_table_is_torn(page):
+    """Rows behind a blank line are a paragraph of pipes: a table begins with a head and a rule."""
+    for block in re.split(r"\n\s*\n", prose(page)):
+        lines = block.strip("\n").splitlines()
+        if lines and lines[0].startswith("|"):
+            assert len(lines) > 1 and re.fullmatch(r"\|[-| :]+\|", lines[1]), (
+                f"{ident(page)}: {lines[0][:60]}"
+            )
