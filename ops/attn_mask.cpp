@@ -16,7 +16,7 @@ struct AttnMask {
     String source;
     int64_t seq_q, seq_k;
     OptTensor kv_indices, full_kv_num_blocks, full_kv_indices, mask; // of blocks
-    bool is_bits, is_causal, twins;
+    bool is_bits, is_causal, transposed;
 
     GK_OP(attn_mask, gk_attn_mask_args, "attn_mask", 1)
     GK_TENSORS(first, kv_indices, full_kv_num_blocks, full_kv_indices, mask)
@@ -33,7 +33,7 @@ struct AttnMask {
         to.full = full_kv_indices.view_or_null();
         to.is_bits = is_bits;
         to.is_causal = is_causal;
-        to.twins = twins;
+        to.transposed = transposed;
         to.seq_q = seq_q;
         to.seq_k = seq_k;
     }

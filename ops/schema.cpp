@@ -279,7 +279,7 @@ void define(gk::Library &m) {
             "(Tensor first, str source, SymInt seq_q, SymInt seq_k, Tensor? kv_indices=None, "
             "Tensor? full_kv_num_blocks=None, Tensor? full_kv_indices=None, Tensor? mask=None, "
             "bool is_bits=False, "
-            "bool is_causal=False, bool twins=False)",
+            "bool is_causal=False, bool transposed=False)",
             " -> Tensor out");
     def_all(m, "attn_merge", "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b)", OUT_LSE);
 

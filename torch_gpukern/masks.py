@@ -189,7 +189,7 @@ def _made(
         seq_q=seq_q,
         seq_k=seq_k,
         is_causal=is_causal,
-        twins=first.device.type == "cuda",
+        transposed=first.device.type == "cuda",
         **blocks,
     )
     return AttnMask(data, STORES[source], seq_q, seq_k)

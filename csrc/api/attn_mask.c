@@ -111,8 +111,8 @@ static gk_status take_blocks(const gk_context *ctx, gk_io *io, const gk_attn_mas
                : GK_OK;
 }
 
-int64_t gk_attn_mask_ints(gk_mask_store store, int64_t seq_q, int64_t seq_k, int32_t twins) {
-    return gk_mask_layout_of(store, seq_q, seq_k, twins != 0).total;
+int64_t gk_attn_mask_ints(gk_mask_store store, int64_t seq_q, int64_t seq_k, int32_t transposed) {
+    return gk_mask_layout_of(store, seq_q, seq_k, transposed != 0).total;
 }
 
 static gk_status check_length(const char *name, int64_t n) {
@@ -144,7 +144,7 @@ gk_status gk_check_attn_mask(const gk_context *ctx, const gk_attn_mask_args *a, 
     }
     const int64_t shape[3] = {
         first->shape[0], first->shape[1],
-        gk_attn_mask_ints(gk_mask_store_of(a->source), a->seq_q, a->seq_k, a->twins)};
+        gk_attn_mask_ints(gk_mask_store_of(a->source), a->seq_q, a->seq_k, a->transposed)};
     gk_give(io, "out", &a->out, GK_I32, 3, shape, GK_CONTIGUOUS);
     return GK_OK;
 }

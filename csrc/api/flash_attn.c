@@ -113,10 +113,10 @@ static gk_status check_mask(const gk_flash_attn_args *f, const gk_attn_scores *x
     GK_REQUIRE(x->store >= GK_MASK_DENSE && x->store <= GK_MASK_COLUMNS,
                "attn_mask has store %d, expected a gk_mask_store", (int)x->store);
     const int64_t plain = gk_attn_mask_ints(x->store, seq_q, seq_k, 0),
-                  twins = gk_attn_mask_ints(x->store, seq_q, seq_k, 1);
-    GK_REQUIRE(t->shape[2] == plain || t->shape[2] == twins,
+                  transposed = gk_attn_mask_ints(x->store, seq_q, seq_k, 1);
+    GK_REQUIRE(t->shape[2] == plain || t->shape[2] == transposed,
                "attn_mask must have %lld or %lld int32 a head, got %lld; make it with gk_attn_mask",
-               (long long)plain, (long long)twins, (long long)t->shape[2]);
+               (long long)plain, (long long)transposed, (long long)t->shape[2]);
     return GK_OK;
 }
 

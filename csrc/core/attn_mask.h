@@ -4,13 +4,13 @@
  * The mask of one head is cut into blocks of 128 queries x 128 keys; nq tiles of queries, nk tiles
  * of keys. Its parts, in order, each a whole number of 128-byte lines, counted in int32:
  *
- *   flags    [nq][nk] uint8    class of a block | 4 slot
+ *   flags    [nq][nk] uint8    kind of a block | 4 slot
  *   tiles    [nq][4]           {blocks in the list, full ones among them, tile, 0}, longest list first
- *   lists    [nq][nk] uint16   4 block | class of the blocks of a tile that are not empty, ascending
+ *   lists    [nq][nk] uint16   4 block | kind of the blocks of a tile that are not empty, ascending
  *   words    [slots][512]      bits of the partial blocks
  *   source   [Sq or Sk][4]     ranges: keys [x, y) and [z, w) that a query sees; columns: rows that do not see a key
- *   and with twins, tables by keys: tiles_t [nk][4], lists_t [nk][nq] uint16 of query tiles,
- *   words_t [slots][512]
+ *   and where transposed tables are wanted, by keys: tiles_t [nk][4], lists_t [nk][nq] uint16 of
+ * query tiles, words_t [slots][512]
  *
  * Words stand in the order in which threads of a warpgroup hold the accumulator of a 128 x 128
  * product: row r, column c is bit 2 (c / 8) + c % 2 of the word of thread 32 (r / 16) + 4 (r % 8) +
@@ -20,7 +20,7 @@
  * A dense store has a slot for each block, number tile nk + block (words_t: block nq + tile). The
  * other stores keep words of the first GK_MASK_KEPT partial blocks of each tile, in slots
  * GK_MASK_KEPT tile + slot, and kernels make the words of the rest from `source`. So 131,072 tokens
- * take 20 MB with twins, whatever the ranges are. Bits outside Sq x Sk are 0. */
+ * take 20 MB with transposed tables, whatever the ranges are. Bits outside Sq x Sk are 0. */
 #ifndef GPUKERN_ATTN_MASK_H
 #define GPUKERN_ATTN_MASK_H
 
@@ -67,7 +67,7 @@ GK_MASK_FN int64_t gk_mask_lines(int64_t ints) {
 }
 
 GK_MASK_FN gk_mask_layout gk_mask_layout_of(gk_mask_store store, int64_t seq_q, int64_t seq_k,
-                                            bool twins) {
+                                            bool transposed) {
     gk_mask_layout x;
     const int64_t nq = (seq_q + GK_MASK_TILE - 1) / GK_MASK_TILE,
                   nk = (seq_k + GK_MASK_TILE - 1) / GK_MASK_TILE;
@@ -82,10 +82,10 @@ GK_MASK_FN gk_mask_layout gk_mask_layout_of(gk_mask_store store, int64_t seq_q, 
     x.source = x.words + GK_MASK_BLOCK_INTS * nq * (dense ? nk : (int64_t)GK_MASK_KEPT);
     x.tiles_t =
         x.source + (dense ? 0 : gk_mask_lines(4 * (store == GK_MASK_RANGES ? seq_q : seq_k)));
-    x.lists_t = x.tiles_t + (twins ? gk_mask_lines(4 * nk) : 0);
-    x.words_t = x.lists_t + (twins ? list_ints : 0);
-    x.total =
-        x.words_t + (twins ? GK_MASK_BLOCK_INTS * nk * (dense ? nq : (int64_t)GK_MASK_KEPT) : 0);
+    x.lists_t = x.tiles_t + (transposed ? gk_mask_lines(4 * nk) : 0);
+    x.words_t = x.lists_t + (transposed ? list_ints : 0);
+    x.total = x.words_t +
+              (transposed ? GK_MASK_BLOCK_INTS * nk * (dense ? nq : (int64_t)GK_MASK_KEPT) : 0);
     return x;
 }
 

@@ -49,9 +49,9 @@ typedef struct gk_attn_mask_args {
     const gk_tensor *mask; /* of bool and bits; of blocks optional */
     const gk_tensor *rows; /* of ranges and columns */
     const gk_tensor *num_blocks, *blocks, *num_full, *full;
-    int32_t is_bits;   /* blocks: mask holds bits */
-    int32_t is_causal; /* columns */
-    int32_t twins;     /* 1: the tables by keys, which the backward of CUDA reads, are made too */
+    int32_t is_bits;    /* blocks: mask holds bits */
+    int32_t is_causal;  /* columns */
+    int32_t transposed; /* 1: the tables by keys, which the backward of CUDA reads, are made too */
     int64_t seq_q, seq_k;
     gk_tensor out; /* [B, H, gk_attn_mask_ints] int32, contiguous */
 } gk_attn_mask_args;
@@ -62,7 +62,8 @@ GK_API gk_status gk_explain_attn_mask(const gk_context *, const gk_attn_mask_arg
                                       gk_explanation *);
 
 /* int32 elements of one head of a stored mask. */
-GK_API int64_t gk_attn_mask_ints(gk_mask_store store, int64_t seq_q, int64_t seq_k, int32_t twins);
+GK_API int64_t gk_attn_mask_ints(gk_mask_store store, int64_t seq_q, int64_t seq_k,
+                                 int32_t transposed);
 
 /* ---- attention with a mask or a bias --------------------------------------------------------- */
 /* What hides scores and what is added to them, beside gk_attn_rules. A bias is added to scale q k^T

@@ -2,10 +2,10 @@
 /* ref/attn_mask: builds a stored mask (csrc/core/attn_mask.h). It is the builder of the CPU and the
  * judge of the one of CUDA.
  *
- * Work split: a task owns one tile of queries of one head: its flags, list and words. With twins
- * more tasks own a tile of keys each. A last pass sorts the tiles of a head, longest list first.
- * A block is made of 128 rows of 128 bits. Blocks of ranges or columns that no edge crosses are
- * classified without bits. */
+ * Work split: a task owns one tile of queries of one head: its flags, list and words. For the
+ * transposed tables more tasks own a tile of keys each. A last pass sorts the tiles of a head,
+ * longest list first. A block is made of 128 rows of 128 bits. Blocks of ranges or columns that no
+ * edge crosses are classified without bits. */
 #include "../core/attn_mask.h"
 #include "../core/dispatch.h"
 #include "../core/internal.h"
@@ -200,7 +200,7 @@ static void hulls_of(const head *x, int64_t tile, hull to[2]) {
     }
 }
 
-/* The class of block (tile, kb) where its hulls tell, else -1. */
+/* The kind of block (tile, kb) where its hulls tell, else -1. */
 static int class_by_hulls(const head *x, const hull hulls[2], int64_t tile, int64_t kb) {
     const bool ranges = x->g->store == GK_MASK_RANGES;
     const int64_t from = (ranges ? kb : tile) * GK_MASK_TILE;
@@ -243,9 +243,9 @@ static void build_tile(const head *x, int64_t major, bool by_keys) {
                 flag = class = GK_BLOCK_MADE;
             } else {
                 if (g->store != GK_MASK_DENSE) flag |= kept++ << 2;
-                block turned;
-                if (by_keys) block_transpose(&turned, &made);
-                const block *from = by_keys ? &turned : &made;
+                block flipped;
+                if (by_keys) block_transpose(&flipped, &made);
+                const block *from = by_keys ? &flipped : &made;
                 int32_t *to =
                     words + gk_mask_slot(g->store, major, minor, n, flag) * GK_MASK_BLOCK_INTS;
                 for (int r = 0; r < GK_MASK_TILE; ++r)
@@ -268,7 +268,7 @@ static void build_tile(const head *x, int64_t major, bool by_keys) {
 static void tile_task(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const builder *g = arg;
-    const int64_t per_head = g->at.tiles_q + (g->a->twins ? g->at.tiles_k : 0),
+    const int64_t per_head = g->at.tiles_q + (g->a->transposed ? g->at.tiles_k : 0),
                   tile = task % per_head;
     const head x = head_of(g, task / per_head);
     const bool by_keys = tile >= g->at.tiles_q;
@@ -295,7 +295,7 @@ static void head_task(void *arg, int64_t task, int64_t worker) {
     const head x = head_of(g, task);
     const gk_mask_layout *at = &g->at;
     sort_tiles(x.out + at->tiles, at->tiles_q);
-    if (g->a->twins) sort_tiles(x.out + at->tiles_t, at->tiles_k);
+    if (g->a->transposed) sort_tiles(x.out + at->tiles_t, at->tiles_k);
     if (g->store == GK_MASK_DENSE) return;
     int32_t *to = x.out + at->source;
     const bool ranges = g->store == GK_MASK_RANGES;
@@ -310,10 +310,10 @@ static void head_task(void *arg, int64_t task, int64_t worker) {
 void gk_ref_attn_mask(const gk_context *ctx, const gk_attn_mask_args *a) {
     const gk_tensor *out = &a->out;
     builder g = {.a = a, .store = gk_mask_store_of(a->source), .heads = out->shape[1]};
-    g.at = gk_mask_layout_of(g.store, a->seq_q, a->seq_k, a->twins != 0);
+    g.at = gk_mask_layout_of(g.store, a->seq_q, a->seq_k, a->transposed != 0);
     g.masks = out->shape[0] * out->shape[1];
     /* ends of lists and words of other blocks are 0, so that equal masks are equal memory */
     if (g.masks * g.at.total > 0) memset(out->data, 0, 4 * (size_t)(g.masks * g.at.total));
-    gk_parallel(ctx, g.masks * (g.at.tiles_q + (a->twins ? g.at.tiles_k : 0)), tile_task, &g);
+    gk_parallel(ctx, g.masks * (g.at.tiles_q + (a->transposed ? g.at.tiles_k : 0)), tile_task, &g);
     gk_parallel(ctx, g.masks, head_task, &g);
 }

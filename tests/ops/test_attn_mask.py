@@ -163,7 +163,7 @@ def test_tables_of_both_sides(form):
         first = torch.randint(-20, seq_q + 40, (1, 1, seq_k, 4), generator=gen, dtype=torch.int32)
         dense = seen_by_columns(first, seq_q, False)[0, 0]
     store = {"bool": DENSE, "ranges": RANGES, "columns": COLUMNS}[form]
-    x = gk.AttnMask(ops.attn_mask(first, form, seq_q, seq_k, twins=True), store, seq_q, seq_k)
+    x = gk.AttnMask(ops.attn_mask(first, form, seq_q, seq_k, transposed=True), store, seq_q, seq_k)
     assert_bits(x.dense()[0, 0], dense)
     for by_keys, mask in ((False, dense), (True, dense.mT)):
         tiles, lists, words = tables(x, by_keys)
@@ -197,8 +197,10 @@ def test_ranges_of_128k_tokens_take_20_megabytes():
     tokens = 131072
     i = torch.arange(tokens, dtype=torch.int32)
     documents = torch.stack([i // 5000 * 5000, i + 1], -1)
-    with_twins = ops.attn_mask(documents[None, None], "ranges", tokens, tokens, twins=True)
-    assert with_twins.numel() * 4 <= 20e6
+    with_transposed = ops.attn_mask(
+        documents[None, None], "ranges", tokens, tokens, transposed=True
+    )
+    assert with_transposed.numel() * 4 <= 20e6
     mask = gk.attn_mask_ranges(documents, tokens)
     assert mask.nbytes <= 12e6
     counts = mask.tiles().counts()

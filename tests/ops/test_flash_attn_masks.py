@@ -570,7 +570,7 @@ def test_opcheck():
         torch.library.opcheck(
             ops.attn_mask.default,
             (torch.ones(1, 1, 9, 2, dtype=torch.int32), "ranges", 9, 140),
-            dict(twins=True),
+            dict(transposed=True),
         )
 
 

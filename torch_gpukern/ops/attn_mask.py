@@ -19,7 +19,7 @@ class Layout:
     """Where the parts of one head of a stored mask begin, in int32: csrc/core/attn_mask.h says it
     again. Sizes may be symbols."""
 
-    def __init__(self, store: int, seq_q: int, seq_k: int, twins: bool):
+    def __init__(self, store: int, seq_q: int, seq_k: int, transposed: bool):
         nq, nk = (seq_q + TILE - 1) // TILE, (seq_k + TILE - 1) // TILE
         dense = store == DENSE
         lists = _lines((nq * nk + 1) // 2)
@@ -32,17 +32,17 @@ class Layout:
         self.tiles_t = self.source + (
             0 if dense else _lines(4 * (seq_q if store == RANGES else seq_k))
         )
-        self.lists_t = self.tiles_t + (_lines(4 * nk) if twins else 0)
-        self.words_t = self.lists_t + (lists if twins else 0)
-        self.total = self.words_t + (BLOCK_INTS * nk * (nq if dense else KEPT) if twins else 0)
+        self.lists_t = self.tiles_t + (_lines(4 * nk) if transposed else 0)
+        self.words_t = self.lists_t + (lists if transposed else 0)
+        self.total = self.words_t + (BLOCK_INTS * nk * (nq if dense else KEPT) if transposed else 0)
 
 
 def _lines(ints: int) -> int:
     return (ints + 31) // 32 * 32
 
 
-def _symbolic(first, source, seq_q, seq_k, twins, **_):
-    total = Layout(STORES[source], seq_q, seq_k, twins).total
+def _symbolic(first, source, seq_q, seq_k, transposed, **_):
+    total = Layout(STORES[source], seq_q, seq_k, transposed).total
     return (first.new_empty((first.shape[0], first.shape[1], total), dtype=torch.int32),)
 
 

@@ -30,7 +30,7 @@ typedef enum strip_state {
     STRIP_PARTIAL
 } strip_state;
 
-/* What a strip has of a block by the classes of its lanes. */
+/* What a strip has of a block by the kinds of its lanes. */
 INLINE strip_state strip_state_of(const attn_row *rows, int64_t count, int64_t block) {
     bool any = false, all = true;
     for (int64_t n = 0; n < count; ++n) {

@@ -3,8 +3,8 @@
  * does. No host waits for it.
  *
  * Three launches behind a memset of what no kernel writes:
- *   mark    a block owns 128 queries x 128 keys: makes their bits, stores the class and, in a dense store, the words
- *   list    a block owns one tile of queries, or with twins of keys: its list and, in other stores, the words of GK_MASK_KEPT blocks
+ *   mark    a block owns 128 queries x 128 keys: makes their bits, stores the kind and, in a dense store, the words
+ *   list    a block owns one tile of queries, or of keys for the transposed tables: its list and, in other stores, the words of GK_MASK_KEPT blocks
  *   order   a block owns one head: sorts its tiles, longest list first
  * The bits of 128 rows stand in shared memory, four words a row in order of columns. Thread t
  * stores the words 2 t and 2 t + 1.
@@ -27,7 +27,7 @@ struct Build {
     View mask, rows, num, list, num_full, full;
     gk_mask_source source;
     gk_mask_store store;
-    bool is_bits, is_causal, twins;
+    bool is_bits, is_causal, transposed;
     int heads, seq_q, seq_k, tiles_q, tiles_k;
     gk_mask_layout at;
     int32_t *out;
@@ -171,14 +171,14 @@ __device__ void make_bits(const Build &x, const Head &y, int tile, int kb,
     rows_s[r][tid % 2 * 2 + 1] = bits[1];
 }
 
-/* This thread's two words of a block; turned: a row is a key and a column is a query. */
-__device__ __forceinline__ uint2 words_of(const uint32_t (&rows_s)[128][4], bool turned) {
+/* This thread's two words of a block; flipped: a row is a key and a column is a query. */
+__device__ __forceinline__ uint2 words_of(const uint32_t (&rows_s)[128][4], bool flipped) {
     const int first = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, q = threadIdx.x % 4;
     uint32_t word[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int r = first + 8 * i;
-        if (!turned) {
+        if (!flipped) {
             const uint32_t bits[4] = {rows_s[r][0], rows_s[r][1], rows_s[r][2], rows_s[r][3]};
             word[i] = gk_mask_word(bits, q);
         } else {
@@ -189,7 +189,7 @@ __device__ __forceinline__ uint2 words_of(const uint32_t (&rows_s)[128][4], bool
     return make_uint2(word[0], word[1]);
 }
 
-/* ---- 1. the class of a block, and in a dense store its words --------------------------------- */
+/* ---- 1. the kind of a block, and in a dense store its words --------------------------------- */
 __global__ void __launch_bounds__(THREADS) attn_mask_mark_kernel(const __grid_constant__ Build x) {
     __shared__ uint32_t rows_s[128][4];
     const int kb = blockIdx.x, tile = blockIdx.y, tid = threadIdx.x;
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(THREADS) attn_mask_mark_kernel(const __grid_co
     uint2 *to =
         (uint2 *)(y.out + x.at.words + ((int64_t)tile * x.tiles_k + kb) * GK_MASK_BLOCK_INTS);
     to[tid] = flag == GK_BLOCK_WORDS ? words_of(rows_s, false) : none;
-    if (!x.twins) return;
+    if (!x.transposed) return;
     to = (uint2 *)(y.out + x.at.words_t + ((int64_t)kb * x.tiles_q + tile) * GK_MASK_BLOCK_INTS);
     to[tid] = flag == GK_BLOCK_WORDS ? words_of(rows_s, true) : none;
 }
@@ -248,11 +248,11 @@ __global__ void __launch_bounds__(THREADS) attn_mask_list_kernel(const __grid_co
                            parts = __ballot_sync(~0u, flag > GK_BLOCK_FULL);
             int kind = flag;
             if (compact && flag > GK_BLOCK_FULL) {
-                const int slot = partial + __popc(parts & before);
-                kind = slot < GK_MASK_KEPT ? GK_BLOCK_WORDS : GK_BLOCK_MADE;
-                if (slot < GK_MASK_KEPT) kept_s[slot] = minor;
+                const int place = partial + __popc(parts & before);
+                kind = place < GK_MASK_KEPT ? GK_BLOCK_WORDS : GK_BLOCK_MADE;
+                if (place < GK_MASK_KEPT) kept_s[place] = minor;
                 if (!by_keys)
-                    flags[at] = (uint8_t)(kind == GK_BLOCK_WORDS ? kind | slot << 2 : kind);
+                    flags[at] = (uint8_t)(kind == GK_BLOCK_WORDS ? kind | place << 2 : kind);
             }
             if (flag != GK_BLOCK_EMPTY)
                 list[count + __popc(is & before)] = (uint16_t)(minor << 2 | kind);
@@ -267,12 +267,12 @@ __global__ void __launch_bounds__(THREADS) attn_mask_list_kernel(const __grid_co
     }
     if (!compact) return;
     __syncthreads();
-    for (int slot = 0; slot < GK_MASK_KEPT && kept_s[slot] >= 0; ++slot) {
-        const int minor = kept_s[slot];
+    for (int place = 0; place < GK_MASK_KEPT && kept_s[place] >= 0; ++place) {
+        const int minor = kept_s[place];
         make_bits(x, y, by_keys ? minor : major, by_keys ? major : minor, rows_s);
         __syncthreads();
         uint2 *to = (uint2 *)(y.out + (by_keys ? x.at.words_t : x.at.words) +
-                              ((int64_t)major * GK_MASK_KEPT + slot) * GK_MASK_BLOCK_INTS);
+                              ((int64_t)major * GK_MASK_KEPT + place) * GK_MASK_BLOCK_INTS);
         to[tid] = words_of(rows_s, by_keys);
         __syncthreads();
     }
@@ -331,11 +331,11 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *, void *) 
     x.store = gk_mask_store_of(a->source);
     x.is_bits = a->is_bits != 0;
     x.is_causal = a->is_causal != 0;
-    x.twins = a->twins != 0;
+    x.transposed = a->transposed != 0;
     x.heads = (int)a->out.shape[1];
     x.seq_q = (int)a->seq_q;
     x.seq_k = (int)a->seq_k;
-    x.at = gk_mask_layout_of(x.store, a->seq_q, a->seq_k, x.twins);
+    x.at = gk_mask_layout_of(x.store, a->seq_q, a->seq_k, x.transposed);
     x.tiles_q = (int)x.at.tiles_q;
     x.tiles_k = (int)x.at.tiles_k;
     x.out = (int32_t *)a->out.data;
@@ -349,17 +349,17 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *, void *) 
             (long long)masks);
     const bool dense = x.store == GK_MASK_DENSE; /* whose words are written whole */
     gk_status status = clear_part(op, ctx, x, (int)masks, 0, dense ? x.at.words : x.at.total);
-    if (status == GK_OK && dense && x.twins)
+    if (status == GK_OK && dense && x.transposed)
         status = clear_part(op, ctx, x, (int)masks, x.at.tiles_t, x.at.words_t);
     const dim3 blocks((unsigned)gk_max_i64(x.tiles_k, 1), (unsigned)gk_max_i64(x.tiles_q, 1),
                       (unsigned)masks);
     if (status == GK_OK) status = launch<attn_mask_mark_kernel>(op, ctx, blocks, THREADS, 0, x);
-    const dim3 tiles((unsigned)(x.tiles_q + (x.twins ? x.tiles_k : 0)), (unsigned)masks);
+    const dim3 tiles((unsigned)(x.tiles_q + (x.transposed ? x.tiles_k : 0)), (unsigned)masks);
     if (status == GK_OK) status = launch<attn_mask_list_kernel>(op, ctx, tiles, THREADS, 0, x);
-    const size_t bytes = 8 * (size_t)gk_max_i64(x.tiles_q, x.twins ? x.tiles_k : 0);
+    const size_t bytes = 8 * (size_t)gk_max_i64(x.tiles_q, x.transposed ? x.tiles_k : 0);
     if (status == GK_OK)
-        status = launch<attn_mask_order_kernel>(op, ctx, dim3((unsigned)masks, x.twins ? 2 : 1),
-                                                THREADS, bytes, x);
+        status = launch<attn_mask_order_kernel>(
+            op, ctx, dim3((unsigned)masks, x.transposed ? 2 : 1), THREADS, bytes, x);
     return status;
 }
 

@@ -37,18 +37,20 @@ template <class W> struct HeadScores {
 
     __device__ __forceinline__ bool read_bias(int i, int j, W *value) const {
         const int64_t at = i * row + j * col;
-        switch (dtype) {
-        case GK_F32:
+        if (dtype == GK_F32) {
             *value = (W)((const float *)bias)[at];
             return *value > (W)-FLT_MAX || *value != *value;
-        case GK_F64:
+        }
+        if (dtype == GK_F64) {
             *value = (W)((const double *)bias)[at];
             return *value > (W)-DBL_MAX || *value != *value;
-        case GK_F16: *value = (W)to_acc(((const __half *)bias)[at]); return !(*value <= (W)-65504);
-        default:
-            *value = (W)to_acc(((const __nv_bfloat16 *)bias)[at]);
-            return !(*value <= (W)-0x1.fep127);
         }
+        if (dtype == GK_F16) {
+            *value = (W)to_acc(((const __half *)bias)[at]);
+            return !(*value <= (W)-65504);
+        }
+        *value = (W)to_acc(((const __nv_bfloat16 *)bias)[at]);
+        return !(*value <= (W)-0x1.fep127);
     }
     /* Adds the biases of row i and key j to s; false: the key is hidden. */
     __device__ __forceinline__ bool add(int i, int j, W *s) const {

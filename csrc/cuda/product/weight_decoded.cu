@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr int WARPS = 8, ROW_BYTES = 128;
+constexpr int ROW_BYTES = 128;
 
 struct DecodeParams {
     Weight w;
@@ -31,14 +31,15 @@ struct DecodeParams {
 
 /* ---- 1 decode -------------------------------------------------------------------------------- */
 template <class T, Code C>
-__global__ void __launch_bounds__(32 * WARPS) weight_decode_kernel(DecodeParams p) {
-    __shared__ __align__(1024) unsigned char rows[WARPS][16 * ROW_BYTES];
+__global__ void __launch_bounds__(32 * WEIGHT_DECODE_WARPS) weight_decode_kernel(DecodeParams p) {
+    __shared__ __align__(1024) unsigned char rows[WEIGHT_DECODE_WARPS][16 * ROW_BYTES];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const smem_addr rows_s = cvta_to_shared(rows[warp]);
     const float global = p.w.global_scale ? *p.w.global_scale : 1.f;
     const bool has_global = p.w.global_scale != nullptr;
     const int64_t all = (int64_t)p.strips * p.cols;
-    for (int64_t i = (int64_t)blockIdx.x * WARPS + warp; i < all; i += (int64_t)gridDim.x * WARPS) {
+    for (int64_t i = (int64_t)blockIdx.x * WEIGHT_DECODE_WARPS + warp; i < all;
+         i += (int64_t)gridDim.x * WEIGHT_DECODE_WARPS) {
         /* the four strips of a packed tile are neighbours */
         const int strip = (int)(i / 4 / p.cols * 4 + i % 4), col = (int)(i / 4 % p.cols);
         const uint8_t *from = p.w.packed + strip / 4 * p.w.tile_row + col * p.w.tile_col +
@@ -178,10 +179,10 @@ gk_status run_decoded(const gk_context *ctx, const void *args, const gk_plan *pl
     p.strips = (int)gk_ceil_div(g->n, GK_TILE) * 4;
     p.cols = (int)(p.ld / GK_TILE);
     p.whole = Two<T>::WHOLE ^ (g->format == GK_INT4 ? 0x00080008u : 0);
-    const int64_t blocks = gk_min_i64(gk_ceil_div((int64_t)p.strips * p.cols, WARPS),
+    const int64_t blocks = gk_min_i64(gk_ceil_div((int64_t)p.strips * p.cols, WEIGHT_DECODE_WARPS),
                                       6 * gk_gpu_of(ctx->index)->num_sms);
     const gk_status status = launch<weight_decode_kernel<T, C>>(
-        "weight_gemm", ctx, dim3((unsigned)blocks), 32 * WARPS, 0, p);
+        "weight_gemm", ctx, dim3((unsigned)blocks), 32 * WEIGHT_DECODE_WARPS, 0, p);
     if (status != GK_OK) return status;
     return ((const gk_cuda_instance *)inner.kernel)
         ->run(ctx, &gemm, &inner, (char *)workspace + decoded_bytes(g));

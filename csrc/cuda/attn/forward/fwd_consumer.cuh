@@ -4,8 +4,6 @@
 #ifndef GPUKERN_CUDA_FWD_CONSUMER_CUH
 #define GPUKERN_CUDA_FWD_CONSUMER_CUH
 
-#include "../../ptx/ldmatrix.cuh"
-#include "fwd_masked.cuh"
 #include "fwd_products.cuh"
 #include "fwd_results.cuh"
 
@@ -26,23 +24,16 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     /* A warpgroup may see no key of a tile's first blocks. */
     static constexpr bool LEADS = MODIFIED || S::BQ - 64 >= BKV;
 
-    static constexpr bool MASK = S::MASK, BIAS = S::BIAS;
-    typedef typename ParamsOf<Tile>::type Params;
-
-    const Params &x;
+    const FwdHopperParams &x;
     const smem_addr smem_s;
     const int warpgroup;
     StaleSoftmax<T, BKV> softmax;
     float s[N * 4], w[N * 4], o[ND * 4], sum[2]; /* scores, weights and their sums by row, O */
     uint32_t p[N * 2];                           /* weights as an operand */
     bool ready;                                  /* s holds the scores of the tile's first block */
-    int words_taken, biases_taken;               /* MASK, BIAS: steps of their rings */
 
-    __device__ __forceinline__ Consumer(const Params &x, smem_addr smem_s, int warpgroup)
-        : x(x), smem_s(smem_s), warpgroup(warpgroup), ready(false) {
-        if (MASK) words_taken = 0;
-        if (BIAS) biases_taken = 0;
-    }
+    __device__ __forceinline__ Consumer(const FwdHopperParams &x, smem_addr smem_s, int warpgroup)
+        : x(x), smem_s(smem_s), warpgroup(warpgroup), ready(false) {}
 
     /* Where a tile's steps lie among all of the block's, and its Q. */
     struct At {
@@ -68,24 +59,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     }
 
     /* Which keys of a block a lane's two rows see. */
-    __device__ __forceinline__ KeptColumns columns_of(const FwdTile &t, int block) {
+    __device__ __forceinline__ KeptColumns columns_of(const FwdTile &t, int block) const {
         KeptColumns y;
-        if constexpr (MASK) {
-            const tma_steps<S::WORDS_STAGES> ring = {smem_s + S::WORDS_RING};
-            ring.wait_full(words_taken);
-            const uint2 two = ld_shared_64(
-                smem_s + S::WORDS_AT + ring.stage(words_taken) * S::WORDS_BYTES + mov_tid_x() * 8);
-            /* no vote: two reductions and the branches that they feed cost as much as they save
-             * (1.86 us a block, 1.55 without) */
-            y.kept[0] = two.x;
-            y.kept[1] = two.y;
-            y.some = ~0u;
-            y.whole = 0;
-            __syncwarp();
-            if (laneid() == 0) mbarrier_arrive(ring.empty(words_taken));
-            ++words_taken;
-            return y;
-        }
         const int key0 = t.keys.lo + block * BKV + frag_col(mov_tid_x() % 32, 0),
                   last = t.seq.seq_q - 1;
         const Span span = t.seq.span;
@@ -97,61 +72,6 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         }
         if (!MODIFIED) y.agree();
         return y;
-    }
-
-    /* ---- a bias [.., Sq, Sk] ---- */
-    /* What the exponents of a block have beside the products, bias log2(e) - m, into w. */
-    __device__ __forceinline__ float addend_of(float bias, float m) const {
-        /* float16's lowest number */
-        if (sizeof(T) == 2 && StaleRange<T>::LIMIT < 0x1p16f && bias <= -65504.f) return -INFINITY;
-        return fmaf(bias, LOG2_E, -m);
-    }
-    __device__ __forceinline__ void bias_addends(const float (&m)[2]) {
-        typedef typename S::Bias B;
-        const int tid = mov_tid_x();
-        const tma_steps<1> ring = {smem_s + S::BIAS_RING + 16 * warpgroup};
-        const smem_addr first_s = smem_s + S::BIAS_AT + warpgroup * B::bytes +
-                                  B::offset_of(tid % 128 / 32 * 16 + tid % 16, tid % 32 / 16 * 8);
-        ring.wait_full(biases_taken);
-#pragma unroll
-        for (int n = 0; n < N; n += 2) {
-            uint32_t four[4];
-            ldmatrix_x4(four, B::along(first_s, n));
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const float2 two = unpack2<T>(four[e]);
-                w[4 * n + 2 * e] = addend_of(two.x, m[e & 1]);
-                w[4 * n + 2 * e + 1] = addend_of(two.y, m[e & 1]);
-            }
-        }
-        __syncwarp();
-        if (laneid() == 0) mbarrier_arrive(ring.empty(biases_taken));
-        ++biases_taken;
-    }
-    /* Scores become exponents without m; w holds the addends. */
-    __device__ __forceinline__ void add_bias() {
-#pragma unroll
-        for (int i = 0; i < N * 4; ++i) s[i] = fmaf(s[i], x.units.unit_log2, w[i]);
-    }
-    /* The same for a block that is taken again, whose stage is gone: from memory. */
-    __device__ __noinline__ static uint32_t bias_word(const Params &x, const FwdTile &t, int row,
-                                                      int col) {
-        if (col >= t.seq.seq_k) return 0;
-        return *(const uint32_t *)((const T *)x.bias.data + t.work.b * x.bias.batch +
-                                   t.work.head * x.bias.head +
-                                   min(row, t.seq.seq_q - 1) * x.bias.row + col);
-    }
-    __device__ __forceinline__ void add_bias_again(const FwdTile &t, int j) {
-        int block = j;
-        if constexpr (MASK) block = __ldg(list_of(x.mask, S::marks_of(t)) + j) >> 2;
-        const int col = t.keys.lo + block * BKV + frag_col(mov_tid_x() % 32, 0),
-                  row = t.work.i0 + own_row();
-#pragma unroll
-        for (int n = 0; n < N * 2; ++n) {
-            const float2 v = unpack2<T>(bias_word(x, t, row + 8 * (n & 1), col + n / 2 * 8));
-            s[2 * n] = fmaf(s[2 * n], x.units.unit_log2, addend_of(v.x, 0));
-            s[2 * n + 1] = fmaf(s[2 * n + 1], x.units.unit_log2, addend_of(v.y, 0));
-        }
     }
 
     /* ALiBi of a lane's two rows in a block of keys; slopes of 0 without it. */
@@ -348,10 +268,6 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
 
     /* How many blocks from step j on, before step `end`, every row sees all keys of. */
     static __device__ __forceinline__ int plain_run(const FwdTile &t, int j, int end) {
-        if constexpr (MASK) { /* 32 at most */
-            const uint32_t partial = S::marks_of(t).partial[j / 32] >> j % 32;
-            return min(partial ? __ffs(partial) - 1 : 32 - j % 32, end - j);
-        }
         const int block = block_at<MODIFIED>(t, j), first = t.keys.plain_first,
                   plain_end = t.keys.plain_end;
         if (block < first || block >= plain_end) return 0;
@@ -387,8 +303,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     /* Weights of the tile's first block, which set the reference. */
     __device__ __forceinline__ void first_block(const FwdTile &t, const At &at) {
         const int step = at.step + at.from, block = block_at<MODIFIED>(t, at.from);
-        bool edge = block < t.keys.plain_first || block >= t.keys.plain_end;
-        if constexpr (MASK) edge = S::marks_of(t).is_partial(at.from);
+        const bool edge = block < t.keys.plain_first || block >= t.keys.plain_end;
         KeptColumns columns = {};
         if (!MODIFIED && edge) columns = columns_of(t, block);
         if (!EARLY || !ready) {
@@ -405,17 +320,6 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         clear(o);
         if (MODIFIED) {
             weigh_first(t, block, edge);
-        } else if constexpr (MASK || BIAS) {
-            if constexpr (BIAS) {
-                const float none[2] = {0, 0};
-                bias_addends(none);
-                add_bias();
-            }
-            const float unit = BIAS ? 1.f : x.units.unit_log2;
-            if (edge) keep_columns(s, columns);
-            /* a sample would make a row's bits depend on other rows' masks */
-            softmax.template refer<false>(s, unit);
-            softmax.weights(s, unit, w, sum);
         } else {
             if (edge) keep_columns(s, columns);
             if (EARLY && !edge)
@@ -462,7 +366,6 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         KeptColumns columns = {};
         if (!MODIFIED && edge) columns = columns_of(t, block);
         if (MODIFIED) begin_weights(t, block, edge);
-        if constexpr (BIAS) bias_addends(softmax.m);
         wgmma_wait_group<OVERLAP>();
         scores_over(at, j);
         if (!OVERLAP) {
@@ -473,10 +376,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             weigh_next(t, block, edge);
         } else {
             if (edge) keep_columns(s, columns);
-            if constexpr (BIAS)
-                softmax.weights_of([&](int i) { return fmaf(s[i], x.units.unit_log2, w[i]); }, w,
-                                   sum);
-            else if (edge && PACK_LATE) /* elsewhere registers are short */
+            if (edge && PACK_LATE) /* elsewhere registers are short */
                 softmax.weights_kept(s, x.units.unit_log2, columns, w, sum);
             else
                 softmax.weights(s, x.units.unit_log2, w, sum);
@@ -498,10 +398,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         float factor[2];
         if (MODIFIED)
             weigh_again(t, block_at<MODIFIED>(t, j), edge, factor);
-        else if constexpr (BIAS) {
-            add_bias_again(t, j);
-            softmax.redo(s, 1.f, w, sum, factor);
-        } else
+        else
             softmax.redo(s, x.units.unit_log2, w, sum, factor);
         if (!OVERLAP) softmax.pack(w, p);
 #pragma unroll
@@ -534,8 +431,6 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
                 continue;
             }
             if (j >= at.end) break;
-            if constexpr (MASK) /* plain_run ends with a word of marks */
-                if (!S::marks_of(t).is_partial(j)) continue;
             if (take_block(t, at, j, SPLIT || run == 0)) take_again(t, j, SPLIT || run == 0);
             block_taken();
             ++j;
@@ -579,21 +474,6 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         wgmma_wait_group<0>();
         wgmma_pin(o);
         release(v.empty(last));
-    }
-
-    /* Notes where a result has a NaN or inf: V of a hidden key may hold one, and 0 times it is
-     * NaN. */
-    __device__ __forceinline__ void note_spoilt(const FwdTile &t) const {
-        if constexpr (MASK || BIAS) {
-            /* four chains */
-            float none[4] = {softmax.total[0] * 0.f, softmax.total[1] * 0.f, 0, 0};
-#pragma unroll
-            for (int i = 0; i < ND * 4; ++i) none[i % 4] = fmaf(o[i], 0.f, none[i % 4]);
-            const float all = (none[0] + none[1]) + (none[2] + none[3]);
-            if (all != all)
-                x.spoilt[(t.work.b * (int)x.by_batch.by + t.work.head) * x.fwd.tiles_q +
-                         t.work.i0 / S::BQ] = 1;
-        }
     }
 
     /* Blocks from step on that only other warpgroups read; turns are taken all the same. */
