@@ -5,7 +5,7 @@
  * A form fixes the dtype of the activations, the code, the group of k that shares a scale, the
  * scale's dtype and whether there are zero points. Nothing of these is looked up between two waits
  * of a kernel. Every other call of weight_gemm is served by kernels that decide at run time
- * (quant/weight_gemm_sm80.cuh, weight_decoded.cu).
+ * (quant/weight_gemm_sm80.cuh, weight_decoded_sm90a.cu).
  *
  * A stage holds TILES packed tiles (64 rows x 64 of k, csrc/formats or weight_tile.h) of ROWS rows
  * of the weight, the tokens' panels of the same k, and the groups' scales and zero points,

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_decoded: weight_gemm in two steps, for many rows of a and every form of weight.
+/* weight_decoded_sm90a: weight_gemm in two steps, for many rows of a and every form of weight.
  *
  *   1. decode    w [N, K] = (code - zero) scale global_scale, in a's dtype, in the workspace
  *   2. multiply  out = activation(a w^T + bias), by gemm's kernels
