@@ -13,6 +13,7 @@
  *
  * Workspace: w, then that of the product. Not here: 8-bit a. */
 #include "../ptx/stmatrix.cuh"
+#include "quant/tiles.h"
 #include "quant/weight_decode.cuh"
 #include "inner_gemm.cuh"
 #include "weight_price.cuh"
