@@ -149,11 +149,6 @@ bool gk_cuda_takes(const gk_cuda_table *table, gk_op op, const void *args) {
     const gk_flash_attn_bwd_args *g = forward ? NULL : args;
     const gk_flash_attn_args *a = forward ? args : &g->fwd;
     if (!takes_partial(table, a, g)) return false;
-    if (g ? gk_scores_of_bwd(g) : gk_scores_of(a)) { /* a mask or a bias */
-        if (g) return table == &gk_flash_attn_bwd_plain_table;
-        return table == &gk_flash_attn_fwd_plain_table ||
-               table == &gk_flash_attn_fwd_partial_plain_table;
-    }
     const bool drops =
         table == &gk_flash_attn_fwd_drop_sm80_table || table == &gk_flash_attn_bwd_drop_sm80_table;
     const bool either = table == &gk_flash_attn_fwd_plain_table ||

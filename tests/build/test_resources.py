@@ -175,6 +175,8 @@ WITHOUT_PRODUCTS = (
     "norm_",
     "softmax_",
     "paged_",
+    "weight_decode_",
+    "weight_mma_",
 )
 
 

@@ -39,7 +39,7 @@ def test_masks_of_mods(block):
 
 def test_grouped_heads():
     q, k, v = tensors((4, 2))
-    mask = flex.create_block_mask(window_and_documents, None, None, 300, 300, device="cpu")
+    mask = flex.create_block_mask(window_and_documents, 1, 4, 300, 300, device="cpu")
     want = flex.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask, enable_gqa=True), want)
     with pytest.raises(

@@ -264,10 +264,10 @@ PADDED = torch.tensor([[False] * 7, [False] * 5 + [True] * 2])
 MODULES = {  # how it is made, and how many of its attentions ours serves
     "MultiheadAttention": (lambda x: heads_of_self(x), 1),
     "MultiheadAttention causal": (lambda x: heads_of_self(x, attn_mask=CAUSAL, is_causal=True), 1),
-    "MultiheadAttention padded": (lambda x: heads_of_self(x, key_padding_mask=PADDED), 0),
+    "MultiheadAttention padded": (lambda x: heads_of_self(x, key_padding_mask=PADDED), 1),
     "TransformerEncoderLayer": (lambda x: encoder_layer(), 1),
     "TransformerEncoderLayer causal": (lambda x: encoder_layer(src_mask=CAUSAL, is_causal=True), 1),
-    "TransformerEncoderLayer padded": (lambda x: encoder_layer(src_key_padding_mask=PADDED), 0),
+    "TransformerEncoderLayer padded": (lambda x: encoder_layer(src_key_padding_mask=PADDED), 1),
     "timm": (vision, 2),
 }
 

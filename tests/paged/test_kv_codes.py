@@ -232,7 +232,7 @@ def test_refused_by_name():
         paged_attn(q, plain, plain, table, lens, k_scale=torch.ones(2, 2))
     with pytest.raises(ValueError, match="k_scale must have shape"):
         paged_attn(q, cache, cache, table, lens, k_scale=torch.ones(3))
-    with pytest.raises(ValueError, match=r"k_scale must have shape \[2, 2\]"):
+    with pytest.raises(ValueError, match=r"k_scale must have shape .*, here \[2, 2\]"):
         paged_attn(q, cache, cache, table, lens, k_scale=torch.ones(3, 2))
     with pytest.raises(ValueError, match="k_scale must be float32"):
         paged_attn(q, cache, cache, table, lens, k_scale=torch.ones(2, dtype=torch.bfloat16))

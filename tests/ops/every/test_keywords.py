@@ -56,7 +56,7 @@ def test_what_follows_the_tensors_is_keyword_only(name):
         ("flash_attn", "causal", "is_causal is what says it here"),
         ("flash_attn", "softmax_scale", "scale is what says it here"),
         ("flash_attn", "window_size", "window_left and window_right are what says it here"),
-        ("flash_attn", "attn_mask", "is_causal, windows, lengths and slopes"),
+        ("flash_attn", "attention_mask", "attn_mask is what says it here"),
         ("flash_attn", "dropout", "dropout_p is what says it here"),
         ("paged_attn", "dropout_p", "there is no dropout"),
         ("flash_attn", "enable_gqa", "leave it out"),

@@ -15,20 +15,11 @@
 
 #include "bwd.cuh"
 #include "../drop.cuh"
-#include "../scores.cuh"
 #include "../tiles.h"
 
 namespace {
 
 constexpr int WARPS_PLAIN = BWD_PLAIN_WARPS, COLUMNS = 256, PER_LANE = COLUMNS / 32;
-
-struct BwdPlain : Dropping<Bwd> {
-    Scores scores;
-    /* contiguous, of the shapes of what they are gradients of; NULL = not wanted */
-    void *dbias, *ddistance;
-    int bias_shape[4];
-    int distance_heads;
-};
 
 /* A row of q or k, and the row of grad_out or v beside it. All lanes read the same element: no bank
  * conflicts. */
@@ -89,29 +80,10 @@ __device__ __forceinline__ void take_task(const Bwd &g, const Take &take) {
     take(head, b, i, s);
 }
 
-/* As pair_gradient, with a mask or biases. The gradient of the score, behind softcap. The pair is
- * visible. */
-template <class W>
-__device__ __forceinline__ W biased_gradient(const WideScore<W> &x, const HeadScores<W> &scores,
-                                             W qk, W dp, W lse, W delta, int i, int j, W *weight,
-                                             W *derivative) {
-    W s = score_fine(x, qk, i, j, derivative);
-    scores.add(i, j, &s);
-    *weight = exp(s - lse);
-    return *weight * (dp - delta);
-}
-
-/* Whether a mask or a bias hides the pair. */
-template <class W>
-__device__ __forceinline__ bool sees(const BwdPlain &g, const HeadScores<W> &scores, int i, int j) {
-    W unused = 0;
-    return !g.scores.any || scores.add(i, j, &unused);
-}
-
 /* ---- 1. dq: a warp per query row ------------------------------------------------------------- */
 template <class T, class Grad>
 __global__ void __launch_bounds__(WARPS_PLAIN * 32)
-    bwd_plain_dq_kernel(const __grid_constant__ BwdPlain g) {
+    bwd_plain_dq_kernel(const __grid_constant__ Dropping<Bwd> g) {
     typedef typename element<T>::acc W;
     __shared__ Pair<W> rows_s[WARPS_PLAIN];
     const Problem &p = g.p;
@@ -133,34 +105,22 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32)
                      p.head_dim_v, lane);
             __syncwarp(); /* the row is there for all lanes */
             const WideScore<W> score = score_of<W>(p, s, b, head);
-            const HeadScores<W> scores = head_scores<W>(g.scores, b, head);
             const T *k = (const T *)p.k.data + b * p.k.batch + kv_head * p.k.head + s.k0 * p.k.row;
             const T *v = (const T *)p.v.data + b * p.v.batch + kv_head * p.v.head + s.k0 * p.v.row;
             for (int j0 = lo; j0 < hi; j0 += 32) {
                 const int j = j0 + lane, n = min(hi - j0, 32);
                 W ds = 0, weight = 0;
-                const bool visible = lane < n && sees(g, scores, i, j);
-                const unsigned keys = __ballot_sync(0xffffffffu, visible);
-                if (visible) {
+                if (lane < n) {
                     const W qk = dot_eighths(rows_s[warp].left, k + j * p.k.row, p.head_dim);
                     const W keep = drop_of<W>(g.drop, drop_row0(p, b, head, s.q0 + i), j);
                     const W dp =
                         keep * dot_eighths(rows_s[warp].right, v + j * p.v.row, p.head_dim_v);
-                    if (g.scores.any) {
-                        W derivative;
-                        ds = biased_gradient(score, scores, qk, dp, lse, delta, i, j, &weight,
-                                             &derivative) *
-                             derivative;
-                    } else {
-                        ds = pair_gradient(score, qk, dp, lse, delta, i, j, &weight);
-                    }
+                    ds = pair_gradient(score, qk, dp, lse, delta, i, j, &weight);
                 }
 #pragma unroll 1
-                for (int c = 0; c < n; ++c) {
-                    const W ds_c = __shfl_sync(0xffffffffu, ds, c);
-                    if (keys >> c & 1)
-                        add_scaled(sum, ds_c, k + (j0 + c) * p.k.row, p.head_dim, lane);
-                }
+                for (int c = 0; c < n; ++c)
+                    add_scaled(sum, __shfl_sync(0xffffffffu, ds, c), k + (j0 + c) * p.k.row,
+                               p.head_dim, lane);
             }
         }
         store_row((Grad *)g.dq.data + b * g.dq.batch + head * g.dq.head + (s.q0 + i) * g.dq.row,
@@ -171,7 +131,7 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32)
 /* ---- 2. dk, dv: a warp per key --------------------------------------------------------------- */
 template <class T, class Grad>
 __global__ void __launch_bounds__(WARPS_PLAIN * 32)
-    bwd_plain_dkv_kernel(const __grid_constant__ BwdPlain g) {
+    bwd_plain_dkv_kernel(const __grid_constant__ Dropping<Bwd> g) {
     typedef typename element<T>::acc W;
     __shared__ Pair<W> rows_s[WARPS_PLAIN];
     const Problem &p = g.p;
@@ -190,7 +150,6 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32)
             __syncwarp(); /* the key is there for all lanes */
             for (int head = kv_head * p.group; head < (kv_head + 1) * p.group; ++head) {
                 const WideScore<W> score = score_of<W>(p, s, b, head);
-                const HeadScores<W> scores = head_scores<W>(g.scores, b, head);
                 const int64_t at = (int64_t)head * g.row_tiles + row_tile_of(g, s, b);
                 const W *stats = (const W *)g.stats + at * g.tile_rows * 2;
                 const T *q = (const T *)p.q.data + b * p.q.batch + head * p.q.head + s.q0 * p.q.row;
@@ -202,7 +161,7 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32)
                     bool counts = false;
                     if (lane < n) {
                         const W lse = stats[(int64_t)i * 2], delta = stats[(int64_t)i * 2 + 1];
-                        counts = lse != INFINITY && sees(g, scores, i, j);
+                        counts = lse != INFINITY;
                         if (counts) {
                             const W qk =
                                 dot_eighths(rows_s[warp].left, q + i * p.q.row, p.head_dim);
@@ -210,14 +169,7 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32)
                             const W dp =
                                 keep * dot_eighths(rows_s[warp].right,
                                                    grad_out + i * g.grad_out.row, p.head_dim_v);
-                            if (g.scores.any) {
-                                W derivative;
-                                ds = biased_gradient(score, scores, qk, dp, lse, delta, i, j,
-                                                     &weight, &derivative) *
-                                     derivative;
-                            } else {
-                                ds = pair_gradient(score, qk, dp, lse, delta, i, j, &weight);
-                            }
+                            ds = pair_gradient(score, qk, dp, lse, delta, i, j, &weight);
                             weight *= keep;
                         }
                     }
@@ -241,106 +193,7 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32)
     });
 }
 
-/* ---- 3. gradients of biases: a thread an element, which makes its pairs once more and sums them
- * in double ---- */
-template <class T, class W> __device__ __forceinline__ W dot_rows(const T *a, const T *b, int n) {
-    W part[8] = {};
-#pragma unroll 1
-    for (int d = 0; d < n; d += 8)
-#pragma unroll
-        for (int e = 0; e < 8; ++e) part[e] = fma(to_acc(a[d + e]), to_acc(b[d + e]), part[e]);
-    return ((part[0] + part[1]) + (part[2] + part[3])) +
-           ((part[4] + part[5]) + (part[6] + part[7]));
-}
-
-/* The gradient of the score of row i and key j; 0 where the pair is hidden. */
-template <class T, class W>
-__device__ __forceinline__ W score_gradient(const BwdPlain &g, const Sequence &s,
-                                            const WideScore<W> &score, const HeadScores<W> &scores,
-                                            int b, int head, int i, int j) {
-    const Problem &p = g.p;
-    if (j < s.span.lo(i) || j >= s.span.hi(i) || !sees(g, scores, i, j)) return 0;
-    const W *stat = (const W *)g.stats +
-                    (((int64_t)head * g.row_tiles + row_tile_of(g, s, b)) * g.tile_rows + i) * 2;
-    if (stat[0] == (W)INFINITY) return 0;
-    const int kv_head = head / p.group;
-    const W qk = dot_rows<T, W>((const T *)p.q.data + p.q.at(b, head, i),
-                                (const T *)p.k.data + p.k.at(b, kv_head, j), p.head_dim);
-    const W keep = drop_of<W>(g.drop, drop_row0(p, b, head, i), j);
-    const W dp = keep * dot_rows<T, W>((const T *)g.grad_out.data + g.grad_out.at(b, head, i),
-                                       (const T *)p.v.data + p.v.at(b, kv_head, j), p.head_dim_v);
-    W weight, derivative;
-    return biased_gradient(score, scores, qk, dp, stat[0], stat[1], i, j, &weight, &derivative);
-}
-
-__device__ __forceinline__ void store_bias(void *to, gk_dtype dtype, int64_t at, double value) {
-    if (dtype == GK_F32)
-        ((float *)to)[at] = (float)value;
-    else if (dtype == GK_F64)
-        ((double *)to)[at] = value;
-    else if (dtype == GK_F16)
-        ((__half *)to)[at] = from_acc<__half>((float)value);
-    else
-        ((__nv_bfloat16 *)to)[at] = from_acc<__nv_bfloat16>((float)value);
-}
-
-template <class T>
-__global__ void __launch_bounds__(WARPS_PLAIN * 32)
-    bwd_plain_dbias_kernel(const __grid_constant__ BwdPlain g) {
-    typedef typename element<T>::acc W;
-    const int *shape = g.bias_shape;
-    const int64_t at = (int64_t)blockIdx.x * WARPS_PLAIN * 32 + threadIdx.x;
-    if (at >= (int64_t)shape[0] * shape[1] * shape[2] * shape[3]) return;
-    int64_t rest = at;
-    int place[4];
-    for (int d = 3; d >= 0; --d) {
-        place[d] = (int)(rest % shape[d]);
-        rest /= shape[d];
-    }
-    const int all[4] = {g.p.batch, g.p.heads_q, g.p.seq_q, g.p.seq_k};
-    int from[4], end[4];
-    for (int d = 0; d < 4; ++d) {
-        from[d] = shape[d] == 1 ? 0 : place[d];
-        end[d] = shape[d] == 1 ? all[d] : place[d] + 1;
-    }
-    double sum = 0;
-    for (int b = from[0]; b < end[0]; ++b) {
-        const Sequence s = sequence_of(g.p, b);
-        for (int head = from[1]; head < end[1]; ++head) {
-            const WideScore<W> score = score_of<W>(g.p, s, b, head);
-            const HeadScores<W> scores = head_scores<W>(g.scores, b, head);
-            for (int i = from[2]; i < end[2]; ++i)
-                for (int j = from[3]; j < end[3]; ++j)
-                    sum += score_gradient<T, W>(g, s, score, scores, b, head, i, j);
-        }
-    }
-    store_bias(g.dbias, g.scores.bias_dtype, at, sum);
-}
-
-template <class T>
-__global__ void __launch_bounds__(WARPS_PLAIN * 32)
-    bwd_plain_ddistance_kernel(const __grid_constant__ BwdPlain g) {
-    typedef typename element<T>::acc W;
-    const int distances = g.p.seq_q + g.p.seq_k - 1;
-    const int64_t at = (int64_t)blockIdx.x * WARPS_PLAIN * 32 + threadIdx.x;
-    if (at >= (int64_t)g.distance_heads * distances) return;
-    /* j - i */
-    const int own = (int)(at / distances), ahead = (int)(at % distances) - (g.p.seq_q - 1);
-    const int end = g.distance_heads == 1 ? g.p.heads_q : own + 1;
-    double sum = 0;
-    for (int b = 0; b < g.p.batch; ++b) {
-        const Sequence s = sequence_of(g.p, b);
-        for (int head = own; head < end; ++head) {
-            const WideScore<W> score = score_of<W>(g.p, s, b, head);
-            const HeadScores<W> scores = head_scores<W>(g.scores, b, head);
-            for (int i = max(0, -ahead); i < min(g.p.seq_q, g.p.seq_k - ahead); ++i)
-                sum += score_gradient<T, W>(g, s, score, scores, b, head, i, i + ahead);
-        }
-    }
-    store_bias(g.ddistance, sizeof(W) == 8 ? GK_F64 : GK_F32, at, sum);
-}
-
-/* ---- 4. launch ------------------------------------------------------------------------------- */
+/* ---- 3. launch ------------------------------------------------------------------------------- */
 int64_t blocks_of(int64_t rows, int heads) { return gk_ceil_div(rows * heads, WARPS_PLAIN); }
 
 template <class T>
@@ -355,19 +208,9 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
 
 template <class T, class Grad = T>
 gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
-    const gk_flash_attn_bwd_args *a = (const gk_flash_attn_bwd_args *)args;
-    BwdPlain g = {};
+    Dropping<Bwd> g;
     (Bwd &)g = gk_own<Bwd>(plan);
-    g.drop = dropout_of(&a->fwd);
-    const gk_attn_scores *scores = gk_scores_of_bwd(a);
-    g.scores = scores_of(scores, g.p.seq_q, g.p.seq_k);
-    const gk_tensor *dbias = gk_dbias_of(a), *ddistance = gk_ddistance_of(a);
-    if (dbias) g.dbias = dbias->data;
-    if (ddistance) {
-        g.ddistance = ddistance->data;
-        g.distance_heads = (int)ddistance->shape[0];
-    }
-    for (int d = 0; dbias && d < 4; ++d) g.bias_shape[d] = (int)dbias->shape[d];
+    g.drop = dropout_of(&((const gk_flash_attn_bwd_args *)args)->fwd);
     g.stats = workspace;
     gk_status status = bwd_pre(ctx, element<T>::dtype, g, element<Grad>::dtype);
     const Problem &p = g.p;
@@ -381,18 +224,6 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
         status = launch<bwd_plain_dkv_kernel<T, Grad>>(
             "gk_flash_attn_bwd", ctx, dim3((unsigned)blocks_of(rows_k, p.heads_kv)),
             WARPS_PLAIN * 32, 0, g);
-    /* gradients of 16-bit operands in float32 are parts, which take no biases */
-    if constexpr (sizeof(T) == sizeof(Grad)) {
-        const auto blocks = [](const gk_tensor *t) {
-            return dim3((unsigned)gk_ceil_div(gk_numel(t), WARPS_PLAIN * 32));
-        };
-        if (status == GK_OK && dbias)
-            status = launch<bwd_plain_dbias_kernel<T>>("gk_flash_attn_bwd", ctx, blocks(dbias),
-                                                       WARPS_PLAIN * 32, 0, g);
-        if (status == GK_OK && ddistance)
-            status = launch<bwd_plain_ddistance_kernel<T>>(
-                "gk_flash_attn_bwd", ctx, blocks(ddistance), WARPS_PLAIN * 32, 0, g);
-    }
     return status;
 }
 

@@ -56,7 +56,7 @@ __device__ __forceinline__ void plain_tile(const PlainProduct &p, const ReadB &b
                 if (p.exact)
                     whole[i][j] += (int)part[i][j];
                 else if (p.along_k)
-                    sum[i][j] = fmaf(part[i][j] * scale_of(p.sa, row, k0), scale_of(p.sb, k0, col),
+                    sum[i][j] = fmaf(part[i][j], scale_of(p.sa, row, k0) * scale_of(p.sb, k0, col),
                                      sum[i][j]);
                 else
                     sum[i][j] += part[i][j];
@@ -69,7 +69,7 @@ __device__ __forceinline__ void plain_tile(const PlainProduct &p, const ReadB &b
             const int64_t row = row0 + tr + 16 * i, col = col0 + tc + 16 * j;
             if (row >= row_end || col >= p.n) continue;
             float x = p.exact ? (float)whole[i][j] : sum[i][j];
-            if (!p.along_k) x = times_scales(x, scale_of(p.sa, row, 0), scale_of(p.sb, 0, col));
+            if (!p.along_k) x *= scale_of(p.sa, row, 0) * scale_of(p.sb, 0, col);
             store_value<CodesBySoftware>(p.f, row, col, finish(p.f, row, col, x));
         }
 }
