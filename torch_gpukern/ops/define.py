@@ -333,10 +333,11 @@ def tag_compiled_code() -> None:
     """
     # gradients and casts, which graphs hold
     rules = [path.read_text() for path in Path(__file__).parent.glob("*.py")]
-    config, tag = (
-        torch.compiler.config,
-        tag_of([*(str(op.overload._schema) for op in Op.every), *rules]),
-    )
+    # the library's own list: it is whole before the last module of Python has declared its ops
+    every = torch._C._jit_get_all_schemas()
+    schemas = [str(s) for s in every if s.name.startswith(f"{NAMESPACE}::")]
+    config = torch.compiler.config
+    tag = tag_of([*schemas, *rules])
     tags = config.cache_key_tag.split("+") if config.cache_key_tag else []
     if tag not in tags:  # the package may be imported again
         config.cache_key_tag = "+".join([*tags, tag])
