@@ -39,8 +39,8 @@ class nvtx:
     `stop`.
 
     Args:
-        shapes: whether a range's name also has the shapes of the op's tensors: ``gpukern::gemm [64,
-        32] [32, 16]``.
+        shapes: whether a range's name also has the shapes of the op's tensors:
+            ``gpukern::gemm [64, 32] [32, 16]``.
 
     Raises:
         RuntimeError: on entering, where torch is built without NVTX (a CPU build).

@@ -282,14 +282,15 @@ def context_parallel_attn_varlen(
 
     Args:
         q: [T of this rank, Hq, D] float32, bfloat16, float16 or float64, a shard by
-        `shard_sequence(..., dim=0, layout=layout)`. k: [T of this rank, Hkv, D], q's dtype, cut
-        alike.
+            `shard_sequence(..., dim=0, layout=layout)`.
+        k: [T of this rank, Hkv, D], q's dtype, cut alike.
         v: [T of this rank, Hkv, Dv], q's dtype, cut alike.
         cu_seqlens: [B + 1] int32, of the whole packed batch, the same on every rank.
         max_seqlen: upper bound of the sequences' lengths.
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
         is_causal, scale, window_left, window_right, softcap, alibi_slopes, sinks: as for
-        `flash_attn_varlen`. layout: that of `shard_sequence`.
+            `flash_attn_varlen`.
+        layout: that of `shard_sequence`.
         seq_len: T of the whole; needed where the shards have unequal lengths.
         return_lse: return ``(out, lse)``.
 
@@ -302,8 +303,8 @@ def context_parallel_attn_varlen(
     for `flash_attn_varlen`.
 
     Raises:
-        ValueError: as `context_parallel_attn`. IndexError: contents of cu_seqlens, as
-        `flash_attn_varlen`: on a GPU by a later call.
+        ValueError: as `context_parallel_attn`.
+        IndexError: contents of cu_seqlens, as `flash_attn_varlen`: on a GPU by a later call.
     """
     rules = dict(
         is_causal=is_causal,

@@ -52,13 +52,15 @@ def vocab_parallel_linear_cross_entropy(
     Args:
         x: [..., H] float32, bfloat16, float16 or float64, the same on every rank.
         weight: [V of this rank, H], x's dtype: rank r of W holds chunk r of
-        `torch.tensor_split(whole, W)`. target: [...] int64, classes in [0, V) of the whole or
-        ignore_index, the same on every rank.
+            `torch.tensor_split(whole, W)`.
+        target: [...] int64, classes in [0, V) of the whole or ignore_index, the same on every
+            rank.
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks. With one
             rank this is `linear_cross_entropy` with low_memory.
         bias: [V of this rank], x's dtype.
-        class_weight: [V of the whole], the same on every rank, `cross_entropy`'s weight. It has no
-        gradient. classes: V of the whole; needed where the ranks have unequal numbers of classes.
+        class_weight: [V of the whole], the same on every rank, `cross_entropy`'s weight. It has
+            no gradient.
+        classes: V of the whole; needed where the ranks have unequal numbers of classes.
         ignore_index, label_smoothing, softcap, logit_scale, reduction, z_loss: as for
         `linear_cross_entropy`.
 

@@ -149,8 +149,7 @@ def quantize(
     """Makes of each nn.Linear, in place, one whose weight has few bits, and prints a line of what
     it did.
 
-    =======================
-    ======================================================================================
+    =======================  ============================================================================
     fp8, fp8-block           e4m3 weights and activations, a scale a row or a block, activations' as they come
     mxfp8                    likewise, with a power of two a 32 (OCP MX), of activations too
     fp8-static               a scale a row, and one calibrated scale of activations
@@ -160,8 +159,7 @@ def quantize(
     2:4, 2:4-fp8             two of four weights, bfloat16 or e4m3
     fp8-train                for training: `Fp8Linear`; fp8-train-delayed with delayed scales
     qat-w4, w8, int8, fp8    for training: `QatLinear`; then ``Quantized.finish``
-    =======================
-    ======================================================================================
+    =======================  ============================================================================
 
     The layer is the same object with the same hooks and bias; ``weight`` becomes buffers, which a
     state_dict has by name. To load one, quantize a model of the same kind with the same recipe
