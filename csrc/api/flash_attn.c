@@ -149,8 +149,8 @@ static gk_status check_scores(const gk_context *ctx, const gk_flash_attn_args *f
 }
 
 static gk_status check_dropout(const gk_flash_attn_args *f, gk_io *io) {
-    GK_REQUIRE(f->dropout_p >= 0 && f->dropout_p < 1,
-               "dropout_p must be at least 0 and less than 1, got %g", f->dropout_p);
+    GK_REQUIRE(f->dropout_p >= 0 && f->dropout_p <= 1, "dropout_p must be between 0 and 1, got %g",
+               f->dropout_p);
     if (f->dropout_seed) {
         GK_TRY(gk_take(io, "dropout_seed", f->dropout_seed, GK_ANY_STRIDES));
         GK_TRY(gk_check_dtype(io, "dropout_seed", f->dropout_seed, GK_I64));

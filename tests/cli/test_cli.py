@@ -171,7 +171,8 @@ def test_every_op_that_is_explained_has_options(monkeypatch):
     [
         (("gemm", "4096", "4096", "4096", "--dtype", "bfloat16"), "sm_90", "gemm_sm90a_bf16_"),
         (("gemm", "4096", "4096", "4096", "--dtype", "bfloat16"), "sm_89", "gemm_sm80_bf16_"),
-        (("gemm", "1024", "1024", "1024"), "sm_80", "gemm_plain_f32_"),
+        (("gemm", "1024", "1024", "1024"), "sm_80", "gemm_sm80_bf16_"),
+        (("gemm", "1024", "1024", "1024", "--dtype", "float32"), "sm_80", "gemm_plain_f32_"),
         (
             ("flash_attn", "--dtype", "float16", "--head-dim", "128"),
             "sm_90",
