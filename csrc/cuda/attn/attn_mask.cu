@@ -4,8 +4,10 @@
  *
  * A memset clears what no kernel writes. Three launches follow:
  *
- *  mark    a block owns 128 queries x 128 keys: makes their bits, stores the block's kind and, in a dense store, its words
- *  list    a block owns one tile of queries, or of keys for the transposed tables: its list and, in other stores, the words of GK_MASK_KEPT blocks
+ *  mark    a block owns 128 queries x 128 keys: makes their bits, stores the block's kind and, in
+ *          a dense store, its words
+ *  list    a block owns one tile of queries, or of keys for the transposed tables: stores its list
+ *          and, in other stores, the words of GK_MASK_KEPT blocks
  *  order   a block owns one head: sorts its tiles, longest list first
  *
  * The bits of 128 rows are in shared memory, four words a row in column order. Thread t stores

@@ -4,7 +4,7 @@
  *
  *  m = max of the scores so far   l = sum of e^(s - m)   O = sum of e^(s - m) v
  *
- *  RowSoftmax     one row: kernels on CUDA cores, kernels over paged caches, merges of partial results
+ *  RowSoftmax     one row: kernels on CUDA cores and over paged caches, merges of partial results
  *  OnlineSoftmax  rows in mma accumulators: flash_attn_fwd_sm80
  *  row_sum        the final sum of a row, with the sink
  *
@@ -26,7 +26,7 @@ struct ExpFull { /* rounded as the type's exp */
 struct ExpByTwo { /* about the same error in fewer instructions */
     static __device__ __forceinline__ float of(float x) { return exp2f(x * LOG2_E); }
 };
-/* error 2^-22 relative to an argument near 0: weights that count have small exponents */
+/* relative error 2^-22; the rounding of x LOG2_E grows with |x|, where the weight is small */
 struct ExpApprox {
     static __device__ __forceinline__ float of(float x) { return ex2_approx_ftz(x * LOG2_E); }
 };

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* bwd.cuh: the backward call as its kernels see it, and the workspace that its passes share.
  *
- *  delta_i = sum_d dO_id O_id - dlse_i     P_ij = exp(s_ij - lse_i)     dS_ij = P_ij (dO_i . V_j - delta_i) cap'
+ *  delta_i = sum_d dO_id O_id - dlse_i     P_ij = exp(s_ij - lse_i)
+ *  dS_ij = P_ij (dO_i . V_j - delta_i) cap'
  *  dQ_i = scale sum_j dS_ij K_j     dK_j = scale sum_i dS_ij Q_i     dV_j = sum_i P_ij dO_i
  *  dsink_h = -sum_i exp(sink_h - lse_i) delta_i
  *

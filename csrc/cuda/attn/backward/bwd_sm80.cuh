@@ -13,9 +13,9 @@
  * of dV += P^T dO and dK += dS^T Q. Only dQ += dS K sums over the keys of all warps: dS^T goes
  * through shared memory, and dQ to dq_sum by atomic adds in no fixed order.
  *
- *  SHARED   more warps than WARPS_KV: several warps have the same keys. Each has a part of the rows in
- *           S and dP and a part of the columns in dK and dV, so P^T goes through shared memory,
- * too.
+ *  SHARED   more warps than WARPS_KV: several warps have the same keys. Each has a part of the rows
+ *           in S and dP and a part of the columns in dK and dV, so P^T also goes through shared
+ *           memory.
  *  PAIRS    SHARED with two warps for the same keys.
  *
  * Shared memory: Smem<Tile> below. The steps of tile j, which is a tile of rows of one head:

@@ -4,9 +4,9 @@
  * stored from registers, dQ is dq_sum times scale; all else is in bwd_keys.cuh and
  * bwd_consumer.cuh.
  *
- * Not handled: float16, softcap and ALiBi, each of which would double the compile time; strides
- * that TMA cannot describe; head_dim over 128. flash_attn_bwd_partial_sm80 and _plain serve those.
- */
+ * Not handled: float16, softcap and ALiBi, each of which takes as long to compile again; strides
+ * that TMA cannot describe; head_dim over 128. flash_attn_bwd_partial_sm80 and
+ * flash_attn_bwd_partial_plain serve those. */
 #include "bwd_keys.cuh"
 
 namespace {

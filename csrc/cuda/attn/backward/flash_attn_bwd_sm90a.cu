@@ -18,12 +18,12 @@
  * goes through shared memory, and each warpgroup computes one half of dQ. It adds that half to
  * memory straight from its accumulators, 512 contiguous bytes a warp.
  *
- *  A step of a consumer                                           (tensor cores work in the background)
- *    issue S^T, dP^T;  wait for S^T;  P^T                          runs under dP^T
+ *  A step of a consumer                                   (tensor cores work in the background)
+ *    issue S^T, dP^T;  wait for S^T;  P^T                  runs under dP^T
  *    wait for dP^T;  dS^T, to registers and to shared memory
  *    issue most of dV;  barrier of both warpgroups;  issue dQ and the rest of dV
  *    wait for dQ;  issue dK;  wait for the next step's Q and dO
- *    add dQ to memory                                            runs under dK
+ *    add dQ to memory                                    runs under dK
  *    wait for dK;  the step after releases Q and dO, once its S^T is there
  *
  * Not handled: strides and offsets that TMA cannot describe (flash_attn_bwd_sm80). */

@@ -13,14 +13,14 @@
  * both, 64 columns a warpgroup. The warpgroups add them to memory straight from their accumulators.
  * So dQ is added half as often. Those additions were the bound of a kernel without pairs.
  *
- *  A step                                                       (tensor cores work in the background)
- *    warpgroup 0                                            warpgroup 1
- *    issue S^T;  wait for it                                issue dP^T;  wait for it
- *    P^T, also to shared memory                             wait for P^T
- *    issue dV                                               dS^T, also to shared memory, and to the other block
- *    wait for dS^T;  issue dQ of its own keys               issue dK, dQ of its own keys
+ *  A step                                          (tensor cores work in the background)
+ *    warpgroup 0                                       warpgroup 1
+ *    issue S^T;  wait for it                           issue dP^T;  wait for it
+ *    P^T, also to shared memory                        wait for P^T
+ *    issue dV                                          dS^T to shared memory and the other block
+ *    wait for dS^T;  issue dQ of its own keys          issue dK, dQ of its own keys
  *    wait for dS^T of the other block;  issue dQ of its keys
- *    wait for dQ, add it to memory                          likewise
+ *    wait for dQ, add it to memory                     likewise
  *
  * Not handled: strides and offsets that TMA cannot describe (flash_attn_bwd_sm80). */
 #include "bwd_consumer.cuh"

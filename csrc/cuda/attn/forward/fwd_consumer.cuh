@@ -49,7 +49,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         int step; /* ring step of the tile's first key block */
         /* key blocks that this warpgroup's rows see, counted from the tile's first */
         int from, end;
-        smem_addr q_s;     /* this tile's Q */
+        smem_addr q_s; /* this tile's Q */
         /* two Q buffers: the barrier that frees the previous tile's Q after the first weights;
          * 0: none */
         smem_addr q_empty;

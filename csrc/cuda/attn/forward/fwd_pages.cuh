@@ -2,10 +2,12 @@
 /* fwd_pages.cuh: the producer of paged_prefill_sm90a. It finds where a sequence's keys end and
  * loads K and V by TMA, page by page, into tiles that the consumers of flash_attn_fwd_sm90a read.
  *
- *  a tile of BKV keys       panels of 64 columns, one behind the other; a box is 2^box_log2 rows of a panel and lies in one page
+ *  a tile of BKV keys       panels of 64 columns, one behind the other; a box is 2^box_log2 rows of
+ *                           a panel and lies in one page
  *  a warp for K, one for V  each lane looks up the page of one box and copies it
  *  behind the last key      a box of a page outside the tensor, which TMA fills with zeros
- *  before the first key     a tile begins at a box boundary; consumers clear the rows of V that no row of the sequence sees */
+ *  before the first key     a tile begins at a box boundary; consumers clear the rows of V that no
+ *                           row of the sequence sees */
 #ifndef GPUKERN_CUDA_FWD_PAGES_CUH
 #define GPUKERN_CUDA_FWD_PAGES_CUH
 

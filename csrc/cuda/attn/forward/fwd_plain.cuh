@@ -3,7 +3,8 @@
  * flash_attn_fwd_plain and flash_attn_fwd_partial_plain use it for what the tiled kernels refuse:
  * float64, and rows that do not begin at a multiple of 16 bytes.
  *
- *  s_j = cap(scale q k_j) - slope |i + diagonal - j|   lse = log(e^sink + sum e^s_j)   out = sum e^(s_j - lse) v_j
+ *  s_j = cap(scale q k_j) - slope |i + diagonal - j|   lse = log(e^sink + sum e^s_j)
+ *  out = sum e^(s_j - lse) v_j
  *
  * q [.., Sq, D], k [.., Sk, D], v [.., Sk, Dv], out [.., Sq, Dv], lse [.., Sq] float32 (float64 for
  * float64 inputs). Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) in natural units;

@@ -7,8 +7,9 @@
  * parameter, which an instruction reads as an operand, and the exponent of a weight stays one
  * multiply-add of the product s:
  *
- *  softcap, all scores of a warp small   2^(s t - m), t = scale log2(e) P(s^2)       3 instructions, and half a one for the test
- *  ALiBi                                 2^(s scale log2(e) + a), a = -m - slope |i + diagonal - j|
+ *   softcap   2^(s t - m), t = scale log2(e) P(s^2)
+ *             if all scores of a warp are small: 3 instructions, and half a one for the test
+ *   ALiBi     2^(s scale log2(e) + a), a = -m - slope |i + diagonal - j|
  *
  * The ALiBi addend a is computed while the kernel waits for the product. Three cases compute the
  * complete score in log2 units first: softcap with ALiBi, a tile's first block, and a block that is
