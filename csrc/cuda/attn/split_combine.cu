@@ -35,18 +35,18 @@ __global__ void __launch_bounds__(THREADS) split_combine_kernel(SplitCombine p) 
         p.sinks ? load_sink(p.sinks, p.sinks_dtype, y * p.sink_y + z * p.sink_z) : -INFINITY;
     RowSoftmax<ExpByTwo> all = {sink, 0};
     for (int s = 0; s < p.splits; ++s) all.peak = fmaxf(all.peak, p.lse_splits[s * p.rows + row]);
-    float held = -INFINITY;
+    float old_lse = -INFINITY;
     if (ONTO) {
-        held = p.lse[row];
-        all.peak = fmaxf(all.peak, held);
+        old_lse = p.lse[row];
+        all.peak = fmaxf(all.peak, old_lse);
         __syncwarp(); /* all lanes have read it before it is overwritten */
     }
 
     if (sink != -INFINITY) all.sum = all.weight(sink);
     float2 sum[PAIRS] = {};
     T *out = (T *)p.out + x * p.out_x + y * p.out_y + z * p.out_z;
-    if (ONTO && held != -INFINITY) {
-        const float weight = all.join(held, 1);
+    if (ONTO && old_lse != -INFINITY) {
+        const float weight = all.join(old_lse, 1);
 #pragma unroll
         for (int c = 0; c < PAIRS; ++c) {
             const int col = 2 * lane + 64 * c;

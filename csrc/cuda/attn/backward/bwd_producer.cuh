@@ -171,10 +171,10 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
     /* of a pair: the other block's first key, and the pair's first key */
     const int peer_j0 = Tile::PAIR ? w.j0 + (w.rank == 0 ? Tile::BKV : -Tile::BKV) : w.j0,
               pair_j0 = min(w.j0, peer_j0);
-    const bool kv_ragged = w.keys.lo > pair_j0 || w.keys.hi < pair_j0 + S::BLOCKS * Tile::BKV;
+    const bool kv_incomplete = w.keys.lo > pair_j0 || w.keys.hi < pair_j0 + S::BLOCKS * Tile::BKV;
     unsigned raw_parity = 0;
     if (laneid() == 0) {
-        const smem_addr to_s = kv_ragged ? raw_s : kv_s;
+        const smem_addr to_s = kv_incomplete ? raw_s : kv_s;
         mbarrier_arrive_expect_tx(to_s,
                                   S::K::bytes + S::V::bytes + (Tile::PAIR ? S::PeerK::bytes : 0));
         load_panels<typename S::K>(smem_s + S::K_AT, &x.k, w.seq.k0 + w.j0, w.kv_head, b, to_s);
@@ -183,7 +183,7 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
             load_panels<typename S::PeerK>(smem_s + S::PEER_K_AT, &x.k, w.seq.k0 + peer_j0,
                                            w.kv_head, b, to_s, S::PeerK::cols * w.rank);
     }
-    if (kv_ragged) {
+    if (kv_incomplete) {
         mbarrier_wait(raw_s, raw_parity);
         raw_parity ^= 1;
         clear_outside<typename S::K>(smem_s + S::K_AT, w.keys.lo - w.j0, w.keys.hi - w.j0);
@@ -206,10 +206,10 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
         const int stage = ring.stage(n), row = w.seq.q0 + i0;
         const smem_addr q_s = smem_s + S::Q_AT + stage * S::Q::bytes,
                         o_s = smem_s + S::O_AT + o_ring.stage(n) * S::O::bytes;
-        const bool ragged = w.rows.lo > i0 || w.rows.hi < i0 + Tile::BQ;
+        const bool incomplete = w.rows.lo > i0 || w.rows.hi < i0 + Tile::BQ;
         ring.wait_empty(n);
         if (laneid() == 0) {
-            const smem_addr to_s = ragged ? raw_s : ring.full(n);
+            const smem_addr to_s = incomplete ? raw_s : ring.full(n);
             ((BwdTileOf *)(smem + S::TILES))[stage] = {
                 stats_tile, at.tile < w.full.lo || at.tile >= w.full.hi, i0,
                 slope_of<float>(g.p.rules, w.b, at.head)};
@@ -230,7 +230,7 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
                       (const char *)g.stats + (int64_t)stats_tile * S::STATS, S::STATS, to_s);
         }
         __syncwarp();
-        if (ragged) {
+        if (incomplete) {
             mbarrier_wait(raw_s, raw_parity);
             raw_parity ^= 1;
             clear_outside<typename S::Q>(q_s, w.rows.lo - i0, w.rows.hi - i0);
@@ -243,12 +243,12 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
         if constexpr (Tile::PAIR) {
             o_ring.wait_empty(n);
             if (laneid() == 0) {
-                const smem_addr to_s = ragged ? raw_s : o_ring.full(n);
+                const smem_addr to_s = incomplete ? raw_s : o_ring.full(n);
                 mbarrier_arrive_expect_tx(to_s, S::O::bytes);
                 load_panels<typename S::O>(o_s, &x.grad_out, row, at.head, b, to_s);
             }
             __syncwarp();
-            if (ragged) {
+            if (incomplete) {
                 mbarrier_wait(raw_s, raw_parity);
                 raw_parity ^= 1;
                 clear_outside<typename S::O>(o_s, w.rows.lo - i0, w.rows.hi - i0);

@@ -150,17 +150,17 @@ gk_tensor half_like(const gk_tensor &t, int64_t last, void *data) {
     return made;
 }
 
-struct Between {
+struct InnerCall {
     gk_flash_attn_args args;
     size_t bytes; /* bytes of the workspace before the inner attention's own */
 };
 
 /* Builds the inner call. base: the workspace. While planning, its address is not known, and any
  * aligned address serves. */
-Between between(const gk_flash_attn_fp8_args *a, char *base) {
+InnerCall inner_call(const gk_flash_attn_fp8_args *a, char *base) {
     const gk_flash_attn_args &f = a->fwd;
     const int last = f.q.ndim - 1;
-    Between x = {f, 0};
+    InnerCall x = {f, 0};
     auto take = [&](gk_tensor &to, const gk_tensor &like, int64_t columns) {
         to = half_like(like, columns, base + x.bytes);
         x.bytes += (size_t)gk_round_up(2 * gk_numel(&to), 1024);
@@ -179,7 +179,7 @@ Between between(const gk_flash_attn_fp8_args *a, char *base) {
     return x;
 }
 
-bool plan_between(const gk_context *ctx, const gk_flash_attn_args *f, gk_plan *to) {
+bool plan_inner(const gk_context *ctx, const gk_flash_attn_args *f, gk_plan *to) {
     const gk_cuda_table *hopper = &gk_flash_attn_fwd_sm90a_table,
                         *any = &gk_flash_attn_fwd_sm80_table;
     if (gk_gpu_of(ctx->index)->arch == hopper->arch &&
@@ -215,9 +215,9 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
     if (gk_max_i64(own.call.tiles_q * (int64_t)p.heads_q, tiles_k * p.heads_kv) * p.batch >
         INT32_MAX)
         return false;
-    const Between x = between(a, (char *)1024);
+    const InnerCall x = inner_call(a, (char *)1024);
     gk_plan inner;
-    if (!plan_between(ctx, &x.args, &inner)) return false;
+    if (!plan_inner(ctx, &x.args, &inner)) return false;
     for (int i = 0; i < 4; ++i) to->tile[i] = inner.tile[i];
     to->tasks = inner.tasks;
     to->chunks = inner.chunks;
@@ -243,9 +243,9 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     const gk_flash_attn_fp8_args *a = (const gk_flash_attn_fp8_args *)args;
     const Own &own = gk_own<Own>(plan);
     Fp8Params call = own.call;
-    const Between x = between(a, (char *)workspace);
+    const InnerCall x = inner_call(a, (char *)workspace);
     gk_plan inner;
-    if (!plan_between(ctx, &x.args, &inner) || inner.workspace_bytes > own.inner_bytes)
+    if (!plan_inner(ctx, &x.args, &inner) || inner.workspace_bytes > own.inner_bytes)
         return gk_fail(GK_ERR_DEVICE, "the attention between the passes could not be planned");
     gk_status status = decode(ctx, call, OPERAND_Q, a->fwd.q, x.args.q);
     if (status == GK_OK) status = decode(ctx, call, OPERAND_K, a->fwd.k, x.args.k);

@@ -114,7 +114,7 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
          gk_attn_scale_of(a->v_scale),
          gk_attn_mean_of(a->v_mean),
          a->fwd.out.dtype};
-    if (x.f.stacked > 1) return false;
+    if (x.f.tile_heads > 1) return false;
     fwd_plan(ctx, x.f.fwd, Smem<Tile>::BQ, Tile::BKV, 1, x.f.schedule.units, to);
     return true;
 }

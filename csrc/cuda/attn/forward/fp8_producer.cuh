@@ -220,9 +220,10 @@ __device__ __forceinline__ void fp8_transpose_tiles(const Fp8HopperParams &x, co
             raw.wait_full(step);
             vt.wait_empty(step);
             if (left == 1) cp_async_wait_group<0>();
-            if (const int ragged = left == 1 ? tiles[n % S::TILE_STAGES].ragged : 0; ragged > 0) {
+            if (const int incomplete = left == 1 ? tiles[n % S::TILE_STAGES].incomplete : 0;
+                incomplete > 0) {
 #pragma unroll 1
-                for (int i = ragged * 8 + laneid(); i < Tile::BKV * 8; i += 32)
+                for (int i = incomplete * 8 + laneid(); i < Tile::BKV * 8; i += 32)
                     if (i / 128 % S::TRANSPOSERS == part)
 #pragma unroll
                         for (int c = 0; c < S::V::panels; ++c)

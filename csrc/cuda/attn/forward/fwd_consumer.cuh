@@ -57,13 +57,13 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
 
     /* With ALiBi the key block nearest to the queries comes first (fwd_block). */
     static __device__ __forceinline__ bool from_nearest(const FwdHopperParams &x) {
-        return MODIFIED && x.units.sloped;
+        return MODIFIED && x.units.has_alibi;
     }
     /* The number of leading steps of a tile whose keys this warpgroup's rows do not see. own:
      * key blocks that they do see. */
     __device__ __forceinline__ int lead(const FwdTile &t, int own) const {
         if (from_nearest(x)) return max(t.nearest - own + 1, 0);
-        if (S::BQ - 64 < BKV || x.fwd.problem.rules.left < 0 || x.stacked > 1) return 0;
+        if (S::BQ - 64 < BKV || x.fwd.problem.rules.left < 0 || x.tile_heads > 1) return 0;
         const int unseen = max(t.seq.span.lo(t.work.i0 + 64 * warpgroup) - t.keys.lo, 0) / BKV;
         return unseen < own ? unseen : 0;
     }
@@ -85,17 +85,17 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     }
 
     /* ALiBi terms of a lane's two rows in one key block. The slopes are 0 without ALiBi. */
-    struct Lean {
+    struct AlibiRows {
         float slope[2], ahead[2];
         int side; /* 1: all keys come before all rows; -1: all come after; 0: mixed */
     };
-    __device__ __forceinline__ Lean lean_of(const FwdTile &t, int block) const {
-        Lean y = {};
-        if (!x.units.sloped) return y;
+    __device__ __forceinline__ AlibiRows alibi_of(const FwdTile &t, int block) const {
+        AlibiRows y = {};
+        if (!x.units.has_alibi) return y;
         const int key = t.keys.lo + block * BKV -
                         t.score.position0; /* position of the block's first key, row 0 being 0 */
         const int key0 = key + frag_col(mov_tid_x() % 32, 0);
-        if (x.stacked == 1) {
+        if (x.tile_heads == 1) {
             y.slope[0] = y.slope[1] = t.score.slope * LOG2_E;
             y.ahead[0] = (float)(t.work.i0 + own_row() - key0);
             y.ahead[1] = y.ahead[0] + 8;
@@ -120,7 +120,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     __device__ __forceinline__ void visit(const FwdTile &t, int block, bool edge,
                                           const float (&m)[2], const Take &take) {
         const ScoreUnits &u = x.units;
-        const Lean lean = lean_of(t, block);
+        const AlibiRows alibi = alibi_of(t, block);
         KeptColumns columns = {};
         if (edge) columns = columns_of(t, block);
         const auto kept = [&](int i, float e) { return !edge || columns.has(i) ? e : -INFINITY; };
@@ -129,19 +129,19 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             for (int at = 0; at < N * 2; ++at) { /* row by row, which needs fewer registers */
                 const int i = at / N * 2 + at % N * 4;
                 float e[2];
-                cap_exponents(s, i, u, lean.slope[0], lean.ahead[0], m, e);
+                cap_exponents(s, i, u, alibi.slope[0], alibi.ahead[0], m, e);
                 take(i, kept(i, e[0]), kept(i + 1, e[1]));
             }
         } else if (!edge &&
-                   lean.side != 0) { /* the same arithmetic as alibi_addends, so the same bits */
-            const LeanSide of = lean_side(lean.slope, lean.ahead, lean.side, m);
+                   alibi.side != 0) { /* the same arithmetic as alibi_addends, so the same bits */
+            const OneSidedAlibi of = one_sided_alibi(alibi.slope, alibi.ahead, alibi.side, m);
 #pragma unroll
             for (int i = 0; i < N * 4; i += 2)
                 take(i, fmaf(s[i], u.unit_log2, of.addend(i)),
                      fmaf(s[i + 1], u.unit_log2, of.addend(i + 1)));
         } else {
             const auto e = [&](int i) {
-                return fmaf(s[i], u.unit_log2, lean_addend(i, lean.slope, lean.ahead, m));
+                return fmaf(s[i], u.unit_log2, alibi_addend(i, alibi.slope, alibi.ahead, m));
             };
 #pragma unroll
             for (int i = 0; i < N * 4; i += 2) take(i, kept(i, e(i)), kept(i + 1, e(i + 1)));
@@ -188,7 +188,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     /* Without OVERLAP the registers hold s or w, not both. The exponents before m is subtracted
      * overwrite the scores. */
     __device__ __forceinline__ void finish_scores(const FwdTile &t, int block, bool edge) {
-        if (!edge && x.units.capped && !x.units.sloped && all_near()) {
+        if (!edge && x.units.capped && !x.units.has_alibi && all_near()) {
 #pragma unroll
             for (int i = 0; i < N * 4; ++i) s[i] *= cap_factor(cap_square(s[i], x.units), x.units);
             return;
@@ -221,8 +221,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
      * with the ALiBi addends while the product runs. */
     __device__ __forceinline__ void begin_weights(const FwdTile &t, int block, bool edge) {
         if (!OVERLAP || edge || x.units.capped) return;
-        const Lean lean = lean_of(t, block);
-        lean_addends(w, lean.slope, lean.ahead, lean.side, softmax.m);
+        const AlibiRows alibi = alibi_of(t, block);
+        alibi_addends(w, alibi.slope, alibi.ahead, alibi.side, softmax.m);
     }
     __device__ __forceinline__ void weigh_next(const FwdTile &t, int block, bool edge) {
         const ScoreUnits &u = x.units;
@@ -231,7 +231,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             softmax.weights(s, 1, w, sum);
         } else if (!edge && !u.capped) {
             softmax.weights_of([&](int i) { return fmaf(s[i], u.unit_log2, w[i]); }, w, sum);
-        } else if (!edge && !u.sloped && all_near()) {
+        } else if (!edge && !u.has_alibi && all_near()) {
             softmax.weights_of(
                 [&](int i) { return fmaf(s[i], cap_factor(w[i], u), -softmax.m[i / 2 & 1]); }, w,
                 sum);
@@ -292,8 +292,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
 
     /* Clears the rows of V past the sequence if step j is that of the last key block. */
     __device__ __forceinline__ void clear_tail(const FwdTile &t, int step, int j) const {
-        if (t.ragged > 0 && block_at<MODIFIED>(t, j) == t.keys.tiles - 1)
-            clear_rows<Tile>(v_at(step + j), t.ragged, warpgroup);
+        if (t.incomplete > 0 && block_at<MODIFIED>(t, j) == t.keys.tiles - 1)
+            clear_rows<Tile>(v_at(step + j), t.incomplete, warpgroup);
     }
 
     /* Clears the rows of V before the first key that any row of the sequence sees. Only paged
@@ -352,9 +352,9 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         if (!PACK_LATE) softmax.pack(w, p);
         /* by now the previous tile's store has had a whole step to read Q */
         if (AHEAD) release_q(at.q_empty);
-        if (MODIFIED && t.ragged > 0 && block == t.keys.tiles - 1) {
+        if (MODIFIED && t.incomplete > 0 && block == t.keys.tiles - 1) {
             v_ring().wait_full(step);
-            clear_rows<Tile>(v_at(step), t.ragged, warpgroup);
+            clear_rows<Tile>(v_at(step), t.incomplete, warpgroup);
         }
         clear_head(t, step, block);
     }

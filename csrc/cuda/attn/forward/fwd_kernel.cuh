@@ -55,7 +55,7 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     if (!serves(row, ctx, a)) return false;
     FwdHopperParams &x = gk_own<FwdHopperParams>(to) = fwd_hopper_params<Tile>(ctx, a);
     if (PARTIAL && x.fwd.splits > 1) return false;
-    if (PARTIAL) x.simple = x.stacked == 1 && !a->rules.sinks;
+    if (PARTIAL) x.simple = x.tile_heads == 1 && !a->rules.sinks;
     fwd_plan(ctx, x.fwd, Smem<Tile>::BQ, Tile::BKV, 1, x.schedule.units, to);
     if (!PARTIAL && fwd_by_parts(a))
         to->workspace_bytes =

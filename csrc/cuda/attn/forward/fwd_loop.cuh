@@ -51,7 +51,7 @@ __device__ __forceinline__ void begin_block(const FwdHopperParams &x, smem_addr 
         mbarrier_arrive(smem_s +
                         S::OVER); /* completes the only phase of this barrier (see take_block) */
     }
-    if (x.stacked > 1) { /* rows without a head must be finite */
+    if (x.tile_heads > 1) { /* rows without a head must be finite */
         for (int i = threadIdx.x; i < S::K_AT / 16; i += S::THREADS)
             st_shared_128(smem_s + i * 16, make_uint4(0, 0, 0, 0));
         fence_proxy_async();
@@ -69,7 +69,7 @@ __device__ __forceinline__ bool follows(const FwdHopperParams &x, const FwdTile 
     const int4 a = *(const int4 *)&now.steps, b = *(const int4 *)&then.steps;
     const int least = Tile::WARPGROUPS == 2 ? min(a.x, a.y) : min(min(a.x, a.y), a.z);
     const int least_then = Tile::WARPGROUPS == 2 ? min(b.x, b.y) : min(min(b.x, b.y), b.z);
-    return x.simple && !x.units.sloped && a.w >= FWD_FOLLOWED && a.w - least < Tile::STAGES &&
+    return x.simple && !x.units.has_alibi && a.w >= FWD_FOLLOWED && a.w - least < Tile::STAGES &&
            b.w > 0 && least_then > 0;
 }
 
@@ -155,13 +155,14 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
 /* The box of Q that one TMA copy loads, 64 columns wide: all rows of the tile or, with several
  * heads in a tile, seq_q rows of each. */
 template <class Tile> inline smem_box q_box(const FwdHopperParams &x) {
-    return x.stacked > 1 ? wgmma_box(2, x.fwd.problem.seq_q, x.stacked) : Smem<Tile>::Q::box();
+    return x.tile_heads > 1 ? wgmma_box(2, x.fwd.problem.seq_q, x.tile_heads)
+                            : Smem<Tile>::Q::box();
 }
 
 /* The number of a head's first tiles that see fewer keys than the later ones, because their
  * window reaches back to key 0. All tiles if there is no left bound, 0 if device tensors say
  * where the queries stand. */
-inline int fwd_young(const Problem &p, int bq, int tiles) {
+inline int fwd_short_tiles(const Problem &p, int bq, int tiles) {
     const int64_t left = p.rules.left;
     if (left < 0 || left >= p.seq_k - 1) return tiles;
     if (p.cu_q || p.rules.q_start) return 0;
@@ -173,27 +174,27 @@ inline FwdHopperParams fwd_hopper_params(const gk_context *ctx, const gk_flash_a
     constexpr int BQ = Smem<Tile>::BQ;
     FwdHopperParams x = {};
     x.units = score_units(a->rules.scale, a->rules.softcap, a->rules.alibi_slopes != NULL);
-    x.stacked = x.units.capped && x.units.sloped ? 1 : fwd_stacked(problem_of(ctx, a), BQ);
-    x.fwd = fwd_params(ctx, a, BQ, Tile::BKV, 1, x.stacked);
+    x.tile_heads = x.units.capped && x.units.has_alibi ? 1 : fwd_tile_heads(problem_of(ctx, a), BQ);
+    x.fwd = fwd_params(ctx, a, BQ, Tile::BKV, 1, x.tile_heads);
     const Problem &p = x.fwd.problem;
-    x.by_head = divisor_of(x.stacked > 1 ? (uint32_t)p.seq_q : INT32_MAX);
+    x.by_head = divisor_of(x.tile_heads > 1 ? (uint32_t)p.seq_q : INT32_MAX);
     x.q_bytes = Smem<Tile>::Q::panels * tma_box_of(q_box<Tile>(x)).bytes;
     x.schedule.tiles = x.fwd.tiles_q;
     x.schedule.splits = x.fwd.splits;
-    x.schedule.heads = (p.cu_q ? p.heads_q : p.batch * p.heads_q) / x.stacked;
-    const int young = fwd_young(p, BQ, x.schedule.tiles);
-    x.schedule.paired = p.rules.right >= 0 && young == x.schedule.tiles && x.fwd.splits == 1;
+    x.schedule.heads = (p.cu_q ? p.heads_q : p.batch * p.heads_q) / x.tile_heads;
+    const int short_tiles = fwd_short_tiles(p, BQ, x.schedule.tiles);
+    x.schedule.paired = p.rules.right >= 0 && short_tiles == x.schedule.tiles && x.fwd.splits == 1;
     /* The short tiles of all heads come last. Their keys are then read a second time, so this is
      * done only if those keys stay in L2. */
-    const double young_bytes = (double)p.batch * p.heads_kv * (double)p.rules.left *
+    const double short_bytes = (double)p.batch * p.heads_kv * (double)p.rules.left *
                                (p.head_dim + p.head_dim_v) * gk_dtype_bytes(a->k.dtype);
-    if (p.rules.right >= 0 && young < x.schedule.tiles && x.fwd.splits == 1 &&
-        young_bytes <= FWD_L2_SHARE * gk_gpu_of(ctx->index)->l2_bytes)
-        x.schedule.young = young;
+    if (p.rules.right >= 0 && short_tiles < x.schedule.tiles && x.fwd.splits == 1 &&
+        short_bytes <= FWD_L2_SHARE * gk_gpu_of(ctx->index)->l2_bytes)
+        x.schedule.short_tiles = short_tiles;
     x.by_group = divisor_of((uint32_t)gk_max_i64(p.group, 1));
-    x.by_batch = divisor_of((uint32_t)gk_max_i64(p.heads_q / x.stacked, 1));
+    x.by_batch = divisor_of((uint32_t)gk_max_i64(p.heads_q / x.tile_heads, 1));
     const int sms = gk_gpu_of(ctx->index)->num_sms;
-    fwd_deal(&x.schedule, sms);
+    fwd_make_schedule(&x.schedule, sms);
     if (p.cu_q) { /* each sequence may end in a partial tile or pair, hence the bound */
         const int64_t units =
             x.schedule.heads * (p.total_q / BQ + (int64_t)p.batch) * x.schedule.splits;
@@ -202,7 +203,7 @@ inline FwdHopperParams fwd_hopper_params(const gk_context *ctx, const gk_flash_a
     }
     const Rules &r = p.rules;
     x.reads = p.cu_q || r.alibi_slopes || r.kv_start || r.kv_end || r.q_start;
-    x.simple = x.fwd.splits == 1 && x.stacked == 1 && !r.sinks && !fwd_by_parts(a);
+    x.simple = x.fwd.splits == 1 && x.tile_heads == 1 && !r.sinks && !fwd_by_parts(a);
     if (!x.reads) x.seq = dense_sequence(p);
     return x;
 }

@@ -104,15 +104,15 @@ __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_plain_kernel(Params
     if constexpr (PARTIAL) {
         /* the old value counts as one more key whose score is its lse */
         if (params.accumulates) {
-            const W held = ((const W *)p.lse.data)[lse_at];
+            const W old_lse = ((const W *)p.lse.data)[lse_at];
             __syncwarp(); /* all lanes have read it before it is overwritten */
-            if (held > softmax.peak) {
-                const W shrink = softmax.raise(held);
+            if (old_lse > softmax.peak) {
+                const W shrink = softmax.raise(old_lse);
                 softmax.sum *= shrink;
 #pragma unroll
                 for (int c = 0; c < COLS; ++c) o[c] *= shrink;
             }
-            const W weight = held == (W)-INFINITY ? 0 : softmax.weight(held);
+            const W weight = old_lse == (W)-INFINITY ? 0 : softmax.weight(old_lse);
             softmax.sum += weight;
 #pragma unroll
             for (int c = 0; c < COLS; ++c)

@@ -30,10 +30,10 @@ struct FwdHopperParams {
     ScoreUnits units;
     /* tile heads in a sequence; query heads per kv head */
     Divisor by_batch, by_group;
-    bool reads;  /* device tensors give lengths, positions or slopes */
-    bool simple; /* each warp's results are whole rows of one head; no sinks, no splits */
-    int stacked; /* query heads in a tile. Row r of it is query r % seq_q of head r / seq_q. With 1,
-                    row r is the query */
+    bool reads;     /* device tensors give lengths, positions or slopes */
+    bool simple;    /* each warp's results are whole rows of one head; no sinks, no splits */
+    int tile_heads; /* query heads in a tile. Row r of it is query r % seq_q of head r / seq_q. With
+                    1, row r is the query */
     Divisor by_head; /* rows of a head in a tile; with one head, a divisor that always gives 0 */
     int q_bytes;     /* bytes of a tile's Q, as TMA counts them */
     int box_log2;    /* InBoxes: log2 of the keys of a box */
@@ -60,10 +60,10 @@ struct __align__(16) FwdTile {
     Sequence seq;
     FwdKeys keys;
     Score score;
-    int rows;    /* rows in use, over all heads of the tile */
-    int nearest; /* the key block that comes first (fwd_block) */
-    int ragged;  /* > 0: only this many keys of the last block belong to the sequence; further rows
-                    of V may hold NaN */
+    int rows;       /* rows in use, over all heads of the tile */
+    int nearest;    /* the key block that comes first (fwd_block) */
+    int incomplete; /* > 0: only this many keys of the last block belong to the sequence; further
+                   rows of V may hold NaN */
 };
 
 /* The key block that a tile takes at step `at`. */
@@ -153,12 +153,12 @@ __device__ __forceinline__ bool place_tile(const FwdHopperParams &x, int i, FwdW
         const int b = unit < x.schedule.units ? packed_owner<BQ>(p, x.schedule, unit) : -1;
         if (b < 0) return false;
         const FwdUnit u = fwd_unit(packed_tiles<BQ>(p, b), x.schedule, unit);
-        found = {b, u.head * x.stacked, (i & 1 ? u.tile[1] : u.tile[0]) * BQ, u.split};
+        found = {b, u.head * x.tile_heads, (i & 1 ? u.tile[1] : u.tile[0]) * BQ, u.split};
     } else {
         const FwdPlace at = fwd_place_of(x.schedule, blockIdx.x, i);
         if (at.head < 0) return false;
         const int b = (int)x.by_batch.into((unsigned)at.head);
-        found = {b, (at.head - b * (int)x.by_batch.by) * x.stacked, at.tile * BQ, at.split};
+        found = {b, (at.head - b * (int)x.by_batch.by) * x.tile_heads, at.tile * BQ, at.split};
     }
     if (laneid() == 0) *work = found;
     __syncwarp();
@@ -169,7 +169,7 @@ __device__ __forceinline__ bool place_tile(const FwdHopperParams &x, int i, FwdW
 template <class Tile, bool MODIFIED>
 __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams &x) {
     const int rows = min(t.seq.seq_q - t.work.i0, Smem<Tile>::BQ); /* queries */
-    const int filled = x.stacked > 1 ? x.stacked * x.fwd.problem.seq_q : rows;
+    const int filled = x.tile_heads > 1 ? x.tile_heads * x.fwd.problem.seq_q : rows;
     const FwdKeys keys = fwd_keys<Tile::BKV>(x.fwd, t.seq.span, t.work.i0, rows, t.work.split,
                                              InBoxes<Tile>::value ? 1 << x.box_log2 : 1);
     /* TMA zero-fills rows past a dense tensor. Other keys that no row of the sequence sees may
@@ -183,7 +183,7 @@ __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams 
               x.fwd.problem.cu_q ? 0 : t.work.b};
 #pragma unroll 1
     for (int g = 0; g < Tile::WARPGROUPS; ++g) {
-        const int last = x.stacked > 1 ? rows - 1 : min(64 * g + 63, rows - 1);
+        const int last = x.tile_heads > 1 ? rows - 1 : min(64 * g + 63, rows - 1);
         const int sees = max(t.seq.span.hi(t.work.i0 + last) - t.keys.lo, 0);
         t.steps.own[g] =
             64 * g < filled ? min(t.keys.tiles, (sees + Tile::BKV - 1) / Tile::BKV) : 0;
@@ -191,9 +191,10 @@ __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams 
     if (MODIFIED) {
         const int stands = t.work.i0 + rows - 1 + span_clamp(t.seq.diagonal) -
                            keys.lo; /* the last row's position, relative to the first key */
-        t.nearest = x.units.sloped ? min(max(stands, 0) / Tile::BKV, max(keys.tiles - 1, 0)) : 0;
+        t.nearest = x.units.has_alibi ? min(max(stands, 0) / Tile::BKV, max(keys.tiles - 1, 0)) : 0;
     }
-    t.ragged = (x.fwd.problem.cu_q || seen < x.fwd.problem.seq_k) && left < Tile::BKV ? left : 0;
+    t.incomplete =
+        (x.fwd.problem.cu_q || seen < x.fwd.problem.seq_k) && left < Tile::BKV ? left : 0;
 }
 
 /* Completes the description of a tile and marks it full. One thread. */

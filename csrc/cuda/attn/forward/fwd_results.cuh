@@ -66,7 +66,7 @@ __device__ __forceinline__ void store_rows(const FwdHopperParams &x, const FwdTi
     const int warp = mov_tid_x() / 32, lane = laneid(), first = t.work.i0 + 16 * warp;
     /* TMA skips rows past a dense tensor, but in a packed one those rows are the next
      * sequence's. The vote tells the compiler that all lanes agree. */
-    if (__all_sync(0xffffffffu, x.stacked == 1 && (!p.cu_q || first + 16 <= t.seq.seq_q))) {
+    if (__all_sync(0xffffffffu, x.tile_heads == 1 && (!p.cu_q || first + 16 <= t.seq.seq_q))) {
         fence_proxy_async(); /* orders this lane's writes before TMA's read */
         __syncwarp();        /* waits for the writes of all lanes */
         if (lane == 0 && first < t.seq.seq_q) {
@@ -184,10 +184,10 @@ __device__ __forceinline__ void store_partial(const FwdHopperParams &x, const Fw
         float factor = sum.sum != 0 ? __fdividef(sum.share, sum.sum) : 0.f, lse = sum.lse(),
               share = 0;
         if (x.fwd.lse_splits) {
-            const float held = y.real ? x.fwd.lse_splits[y.lse] : -INFINITY;
+            const float old_lse = y.real ? x.fwd.lse_splits[y.lse] : -INFINITY;
             __syncwarp(); /* all lanes of the row have read it before it is overwritten */
-            if (held != -INFINITY) {
-                const float peak = fmaxf(held, lse), a = __expf(held - peak),
+            if (old_lse != -INFINITY) {
+                const float peak = fmaxf(old_lse, lse), a = __expf(old_lse - peak),
                             b = __expf(lse - peak);
                 share = __fdividef(a, a + b);
                 factor *= __fdividef(b, a + b);
@@ -203,9 +203,9 @@ __device__ __forceinline__ void store_partial(const FwdHopperParams &x, const Fw
             float2 *to = (float2 *)(out_g + 8 * n);
             float2 z = make_float2(o[4 * n + 2 * r] * factor, o[4 * n + 2 * r + 1] * factor);
             if (share != 0) {
-                const float2 have = *to;
-                z.x = fmaf(share, have.x, z.x);
-                z.y = fmaf(share, have.y, z.y);
+                const float2 old_out = *to;
+                z.x = fmaf(share, old_out.x, z.x);
+                z.y = fmaf(share, old_out.y, z.y);
             }
             *to = z;
         }

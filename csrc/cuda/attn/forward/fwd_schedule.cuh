@@ -27,14 +27,14 @@ struct FwdSingles {
 };
 
 struct FwdSchedule {
-    int tiles;  /* tiles of a head; packed call: of its longest sequence */
-    int splits; /* parts into which a tile's keys are split; each part is a unit */
-    int paired; /* 1: a unit is the pair of tiles i and n - 1 - i */
-    int young;  /* number of a head's first tiles that see fewer keys and are scheduled last; 0 with
-                   pairs */
-    int heads;  /* batch x heads; packed call: heads of one sequence */
-    int units;  /* of all heads; packed call: an upper bound */
-    int blocks; /* size of the grid */
+    int tiles;       /* tiles of a head; packed call: of its longest sequence */
+    int splits;      /* parts into which a tile's keys are split; each part is a unit */
+    int paired;      /* 1: a unit is the pair of tiles i and n - 1 - i */
+    int short_tiles; /* number of a head's first tiles that see fewer keys and are scheduled last; 0
+                  with pairs */
+    int heads;       /* batch x heads; packed call: heads of one sequence */
+    int units;       /* of all heads; packed call: an upper bound */
+    int blocks;      /* size of the grid */
     /* Dense calls only: */
     Divisor by_splits, by_unit; /* splits; units of a head */
     int rounds;                 /* full rounds of units; the remaining tiles are in `singles` */
@@ -101,8 +101,8 @@ inline GK_HD FwdPlace fwd_place_of(const FwdSchedule &s, int c, int i) {
 constexpr int FWD_SINGLES = 20;
 
 /* Fills in the units, the grid and the one-by-one tiles of a dense call on `sms` SMs. */
-inline void fwd_deal(FwdSchedule *s, int sms) {
-    const int64_t of_head = s->paired ? s->tiles / 2 : s->tiles - s->young,
+inline void fwd_make_schedule(FwdSchedule *s, int sms) {
+    const int64_t of_head = s->paired ? s->tiles / 2 : s->tiles - s->short_tiles,
                   units = s->heads * of_head;
     const int64_t tiles = (int64_t)s->heads * s->tiles * s->splits, all = s->paired ? units : tiles;
     s->units = (int)(all < INT32_MAX ? all : INT32_MAX);
@@ -110,15 +110,15 @@ inline void fwd_deal(FwdSchedule *s, int sms) {
     s->by_splits = divisor_of((uint32_t)s->splits);
     s->by_unit = divisor_of((uint32_t)(of_head > 1 ? of_head : 1));
     s->rounds = INT32_MAX / 2;
-    if ((!s->paired && s->young == 0) || s->blocks == 0) return;
+    if ((!s->paired && s->short_tiles == 0) || s->blocks == 0) return;
     const int whole = (int)(units / s->blocks);
     s->rounds = !s->paired || s->tiles < FWD_SINGLES || whole == 0 ? whole : whole - 1;
     /* Whole rounds cover all heads before `first`, and the units before u0 of head `first`. */
-    const int64_t dealt = (int64_t)s->rounds * s->blocks;
-    const int first = of_head ? (int)(dealt / of_head) : s->heads,
-              u0 = of_head ? (int)(dealt % of_head) : 0;
+    const int64_t scheduled = (int64_t)s->rounds * s->blocks;
+    const int first = of_head ? (int)(scheduled / of_head) : s->heads,
+              u0 = of_head ? (int)(scheduled % of_head) : 0;
     const int part = s->heads - first - 1, rest = s->heads - first, left = (int)of_head - u0;
-    const int middle = s->paired ? s->tiles % 2 : s->young;
+    const int middle = s->paired ? s->tiles % 2 : s->short_tiles;
     const int lengths[5] = {u0, left, middle, s->paired ? left : 0, s->paired ? u0 : 0};
     const int heads[5] = {part, rest, s->heads, rest, part};
     for (int i = 0, tile = s->tiles - 1; i < 5; tile -= lengths[i++]) {

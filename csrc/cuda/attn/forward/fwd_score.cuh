@@ -33,19 +33,19 @@ struct ScoreUnits {
     float c[3];      /* scale log2(e) tanh(x) / x = c0 + c1 q + c2 q^2 */
     float power;     /* e^(-2 scale s / cap) is 2^(s power) */
     float over;      /* cap in log2 units */
-    bool capped, sloped;
+    bool capped, has_alibi;
     bool plain; /* false: scale or softcap is outside the range that these formulas serve */
 };
 
-inline ScoreUnits score_units(double scale, double softcap, bool sloped) {
+inline ScoreUnits score_units(double scale, double softcap, bool has_alibi) {
     constexpr double log2_e = 1.4426950408889634, a = -0.33321135, b = 0.12795151;
     ScoreUnits u = {};
     u.capped = softcap > 0;
-    u.sloped = sloped;
+    u.has_alibi = has_alibi;
     const double factor = u.capped ? scale / softcap : 1;
     /* the bounds keep the largest score finite and the powers below at full precision */
-    u.plain = scale > 1e-30 && ((!u.capped && !sloped) || (scale >= 1e-6 && scale <= 1e6 &&
-                                                           factor >= 1e-15 && factor <= 1e3));
+    u.plain = scale > 1e-30 && ((!u.capped && !has_alibi) || (scale >= 1e-6 && scale <= 1e6 &&
+                                                              factor >= 1e-15 && factor <= 1e3));
     const double unit = (float)scale * log2_e;
     u.unit_log2 = (float)unit;
     if (!u.plain || !u.capped) return u;
@@ -128,8 +128,8 @@ __device__ __forceinline__ float cap_far(float s, const ScoreUnits &u) {
 /* The addend of score i's exponent: ALiBi minus the row's reference m. ahead: the positions of
  * rows 0 and 8, relative to the lane's first key. Distances up to 2^24 are exact; larger ones
  * are rounded to float. slope: in log2 units. */
-__device__ __forceinline__ float lean_addend(int i, const float (&slope)[2],
-                                             const float (&ahead)[2], const float (&m)[2]) {
+__device__ __forceinline__ float alibi_addend(int i, const float (&slope)[2],
+                                              const float (&ahead)[2], const float (&m)[2]) {
     const int r = i / 2 & 1;
     return fmaf(-slope[r], fabsf(ahead[r] - (float)(i / 4 * 8 + i % 2)), -m[r]);
 }
@@ -165,15 +165,16 @@ __device__ __forceinline__ void cap_exponents(float (&s)[N], int i, const ScoreU
 
 /* ALiBi addends for a block whose keys all lie on one side of all rows. side: 1 if the keys come
  * first, -1 if the rows do. The common part is taken out, so an addend is one multiply-add. */
-struct LeanSide {
+struct OneSidedAlibi {
     float each[2], common[2];
     __device__ __forceinline__ float addend(int i) const {
         return fmaf(each[i / 2 & 1], (float)(i / 4 * 8 + i % 2), common[i / 2 & 1]);
     }
 };
-__device__ __forceinline__ LeanSide lean_side(const float (&slope)[2], const float (&ahead)[2],
-                                              int side, const float (&m)[2]) {
-    LeanSide y;
+__device__ __forceinline__ OneSidedAlibi one_sided_alibi(const float (&slope)[2],
+                                                         const float (&ahead)[2], int side,
+                                                         const float (&m)[2]) {
+    OneSidedAlibi y;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         y.each[r] = side < 0 ? -slope[r] : slope[r];
@@ -184,14 +185,14 @@ __device__ __forceinline__ LeanSide lean_side(const float (&slope)[2], const flo
 
 /* The ALiBi addends of all scores of a block. */
 template <int N>
-__device__ __forceinline__ void lean_addends(float (&to)[N], const float (&slope)[2],
-                                             const float (&ahead)[2], int side,
-                                             const float (&m)[2]) {
+__device__ __forceinline__ void alibi_addends(float (&to)[N], const float (&slope)[2],
+                                              const float (&ahead)[2], int side,
+                                              const float (&m)[2]) {
     if (side == 0) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) to[i] = lean_addend(i, slope, ahead, m);
+        for (int i = 0; i < N; ++i) to[i] = alibi_addend(i, slope, ahead, m);
     } else {
-        const LeanSide of = lean_side(slope, ahead, side, m);
+        const OneSidedAlibi of = one_sided_alibi(slope, ahead, side, m);
 #pragma unroll
         for (int i = 0; i < N; ++i) to[i] = of.addend(i);
     }

@@ -91,7 +91,7 @@ inline int64_t fwd_blocks(const FwdParams &p) {
 }
 
 /* The largest number of query heads of one kv head that fit in a tile of bq rows. */
-inline int fwd_stacked(const Problem &p, int bq) {
+inline int fwd_tile_heads(const Problem &p, int bq) {
     if (p.seq_q == 0) return 1; /* a packed call with empty sequences only */
     for (int heads = (int)gk_min_i64(p.group, bq / p.seq_q); heads > 1; --heads)
         if (p.group % heads == 0) return heads;
@@ -102,7 +102,7 @@ inline int fwd_stacked(const Problem &p, int bq) {
  * tensors, not from max_seqlen, so a looser bound gives the same bits. least: the smallest
  * number of splits. */
 inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, int bq, int bkv,
-                            int ctas, int stacked = 1, int least = 1) {
+                            int ctas, int tile_heads = 1, int least = 1) {
     FwdParams p = {};
     p.problem = problem_of(ctx, a);
     const Problem &x = p.problem;
@@ -111,7 +111,7 @@ inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, 
     p.splits = 1;
     p.split_rows = (x.cu_q ? x.total_q : (int64_t)x.batch * x.seq_q) * x.heads_q;
     const int64_t tiles =
-        (x.cu_q ? (x.total_q / bq + x.batch) * (int64_t)x.heads_q : fwd_blocks(p)) / stacked;
+        (x.cu_q ? (x.total_q / bq + x.batch) * (int64_t)x.heads_q : fwd_blocks(p)) / tile_heads;
     const int64_t keys = x.cu_q ? x.total_k / gk_max_i64(x.batch, 1) : x.seq_k;
     p.splits = (int)gk_max_i64(
         least, fwd_splits(tiles, gk_ceil_div(keys, bkv), (int64_t)gpu->num_sms * ctas));

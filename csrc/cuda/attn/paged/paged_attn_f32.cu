@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(paged_f32_tile<HEAD_DIM>::warps * 32, 1)
     paged_attn_f32_kernel(Call c) {
     extern __shared__ __align__(128) unsigned char smem[];
     Stream<HEAD_DIM, ROWS> stream = {smem};
-    walk<float, paged_f32_tile<HEAD_DIM>::warps>(c, stream);
+    each_tile<float, paged_f32_tile<HEAD_DIM>::warps>(c, stream);
 }
 
 /* ---- 3. instances ---------------------------------------------------------------------------- */

@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(paged_tile<HEAD_DIM, LANES>::warps * 32,
                                   paged_tile<HEAD_DIM, LANES>::blocks) paged_attn_kernel(Call c) {
     extern __shared__ __align__(128) unsigned char smem[];
     Stream<T, HEAD_DIM, LANES> stream = {smem};
-    walk<T, paged_tile<HEAD_DIM, LANES>::warps>(c, stream);
+    each_tile<T, paged_tile<HEAD_DIM, LANES>::warps>(c, stream);
 }
 
 /* ---- 3. instances ---------------------------------------------------------------------------- */

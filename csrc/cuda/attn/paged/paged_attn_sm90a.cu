@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, BLOCKS_AN_SM<Pages, N>)
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     Chunks<LIST_WARPS> &plan = *(Chunks<LIST_WARPS> *)(smem + map.chunks);
-    if (a.asks && by_clusters(a) != clusters) return;
+    if (a.both_launched && by_clusters(a) != clusters) return;
     /* the inbox barriers of all blocks are initialised */
     if (a.ranks > 1) barrier_cluster_arrive();
     if (!clusters && !find_chunks<LIST_WARPS>(c, plan)) return;
@@ -305,11 +305,12 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
         x.arrived = (unsigned *)x.c.shared;
         x.c.shared = NULL;
     }
-    const smem_box lies = Pages::box(Pages::KEYS / own.boxes);
+    const smem_box page_box = Pages::box(Pages::KEYS / own.boxes);
     gk_status status =
-        make_tensor_map("gk_paged_attn", pages_shape(a->k_cache, Pages::COLS), lies, &x.k);
+        make_tensor_map("gk_paged_attn", pages_shape(a->k_cache, Pages::COLS), page_box, &x.k);
     if (status == GK_OK)
-        status = make_tensor_map("gk_paged_attn", pages_shape(a->v_cache, Pages::COLS), lies, &x.v);
+        status =
+            make_tensor_map("gk_paged_attn", pages_shape(a->v_cache, Pages::COLS), page_box, &x.v);
     if (status != GK_OK) return status;
     x.boxes = own.boxes;
     x.k_scale = page_scale(a->k_scale);
@@ -317,7 +318,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     x.by_page = x.k_scale.data || x.v_scale.data;
     if (x.arrived && (status = launch_begin<T>(ctx, x.c, x.arrived)) != GK_OK) return status;
     if (own.ranks > 0) {
-        x.asks = own.list;
+        x.both_launched = own.list;
         const float key_bytes = 2.f * Pages::HEAD_DIM * gk_dtype_bytes(a->k_cache.dtype);
         const float of_sm =
             Pages::CODES ? paged_hopper::sm_code_bytes_per_ns : paged_hopper::sm_bytes_per_ns;

@@ -131,8 +131,8 @@ inline void place_splits(Call &c, const Sizes &z, void *workspace) {
 }
 
 template <class T> gk_status launch_combine(const gk_context *ctx, const Call &c) {
-    const int64_t askers = c.p.cu_q ? gk_ceil_div(c.p.tokens, COMBINE_WARPS) : 0;
-    const dim3 grid((unsigned)(2 * c.blocks + askers));
+    const int64_t token_blocks = c.p.cu_q ? gk_ceil_div(c.p.tokens, COMBINE_WARPS) : 0;
+    const dim3 grid((unsigned)(2 * c.blocks + token_blocks));
     return launch<paged_combine_kernel<T>>("gk_paged_attn", ctx, grid, COMBINE_THREADS, 0, c);
 }
 

@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(COMBINE_THREADS) paged_begin_kernel(BeginParam
 
 template <class T> gk_status launch_begin(const gk_context *ctx, const Call &c, unsigned *arrived) {
     const BeginParams x = {c.p, arrived, c.blocks * LIST_WARPS};
-    const int64_t askers = c.p.cu_q ? gk_ceil_div(c.p.tokens, COMBINE_WARPS) : 0;
-    return launch<paged_begin_kernel<T>>("gk_paged_attn", ctx, dim3((unsigned)(1 + askers)),
+    const int64_t token_blocks = c.p.cu_q ? gk_ceil_div(c.p.tokens, COMBINE_WARPS) : 0;
+    return launch<paged_begin_kernel<T>>("gk_paged_attn", ctx, dim3((unsigned)(1 + token_blocks)),
                                          COMBINE_THREADS, 0, x, true);
 }
 

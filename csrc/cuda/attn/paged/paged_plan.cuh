@@ -344,7 +344,7 @@ __device__ __forceinline__ void note_shared(SharedTile *shared, const TileShare 
 /* Calls stream.attend(c, share) for each tile of which the block has chunks. All blocks and all
  * threads call it. */
 template <class T, int WARPS_, class Stream>
-__device__ __forceinline__ void walk(const Call &c, Stream &stream) {
+__device__ __forceinline__ void each_tile(const Call &c, Stream &stream) {
     constexpr int THREADS = WARPS_ * 32;
     const Paged &p = c.p;
     __shared__ Chunks<WARPS_> plan; /* in shared memory, because the streams need the registers */

@@ -119,7 +119,7 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     as_paged(&x.f.fwd.problem, a);
     x.pages = prefill_pages(a);
     x.f.box_log2 = box_log2(a->k_cache.shape[1], late ? PREFILL_LATE_BOX : Tile::BKV);
-    fwd_plan(ctx, x.f.fwd, Smem<Tile>::BQ, Tile::BKV, 1, fwd_blocks(x.f.fwd) / x.f.stacked, to);
+    fwd_plan(ctx, x.f.fwd, Smem<Tile>::BQ, Tile::BKV, 1, fwd_blocks(x.f.fwd) / x.f.tile_heads, to);
     return true;
 }
 

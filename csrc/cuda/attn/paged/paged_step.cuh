@@ -19,7 +19,7 @@ template <class Pages, int N> struct RowsOf {
     static constexpr int STEPS = Pages::STEPS;
     uint32_t q[STEPS][N][2];     /* B operand of the mma */
     float o[STEPS][N][4];        /* O^T; with a v scale per page it is divided by v_base */
-    float peak[N][2], sum[N][2]; /* in log2 units; sum: this lane's share */
+    float peak[N][2], sum[N][2]; /* to base 2; sum: this lane's share */
     float factor[N][2];          /* score / (q k) */
     float slope[N][2];
     int index[N][2]; /* query token */
@@ -137,7 +137,7 @@ __device__ __forceinline__ void clear_unseen(smem_addr v_s, int key, int lo, int
     __syncwarp();        /* all lanes have stored */
 }
 
-/* Turns the products of a step into scores in log2 units, -inf for keys that a row does not see. */
+/* Turns the products of a step into scores to base 2, -inf for keys that a row does not see. */
 template <class Pages, int N>
 __device__ __forceinline__ void score(const StreamParams &a, const TileShare &share,
                                       const RowsOf<Pages, N> &r, float (&x)[N][4], int key,

@@ -37,7 +37,7 @@ struct StreamParams {
     int ranks;
     int warps, stages, boxes; /* boxes of a step, that is pages that it spans */
     /* both clusters and the list are launched, and by_clusters decides which one works */
-    bool asks;
+    bool both_launched;
     float ns_per_key, ns_per_total;
 };
 
