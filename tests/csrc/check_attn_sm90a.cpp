@@ -179,7 +179,7 @@ static void check_schedules() {
     check(long_one.rounds == 6 && worst < 1.02 * 16 * 128 * 129 / 2 / 132, "singles end even",
           worst, long_one.rounds);
     /* windows: every tile once, a head's first ones last; of 32 heads of 64 tiles, eight of them
-     * young, blocks end within 2 % of the mean */
+     * short, blocks end within 2 % of the mean */
     for (int tiles = 1; tiles <= 40; ++tiles)
         for (int short_tiles = 1; short_tiles < tiles; short_tiles += 1 + short_tiles / 2)
             for (int blocks : some_blocks)

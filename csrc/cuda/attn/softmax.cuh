@@ -36,9 +36,8 @@ struct ExpApprox {
 template <class Exp, class W = float> struct RowSoftmax {
     W peak, sum; /* -inf and 0: no key seen yet */
 
-    __device__ __forceinline__ W base() const {
-        return peak == W(-INFINITY) ? W(0) : peak;
-    } /* avoids -inf - -inf, which is NaN */
+    /* avoids -inf - -inf, which is NaN */
+    __device__ __forceinline__ W base() const { return peak == W(-INFINITY) ? W(0) : peak; }
     __device__ __forceinline__ W weight(W s) const { return Exp::of(s - base()); }
 
     /* Raises the maximum to `highest`, the largest new score. Returns the factor for the earlier

@@ -153,10 +153,10 @@ constexpr double FWD_L2_SHARE = 0.4;
 
 /* ---- backward -------------------------------------------------------------------------------- */
 constexpr int BWD_PRE_THREADS = 256; /* 32 rows at a time: a tile in one or two passes */
-constexpr int BWD_SINK_THREADS =
-    1024; /* one block for each head, with as many rows at a time as a block can hold */
-constexpr int BWD_PLAIN_WARPS =
-    4; /* a warp for each row; float64 rows of q and dO of four warps take 16 KiB */
+/* one block for each head, with as many rows at a time as a block can hold */
+constexpr int BWD_SINK_THREADS = 1024;
+/* a warp for each row; float64 rows of q and dO of four warps take 16 KiB */
+constexpr int BWD_PLAIN_WARPS = 4;
 constexpr int BWD_PLAIN_ROWS = 64; /* rows of a tile of stats; nothing else depends on it */
 
 /* HEAD_DIM is the padded head_dim. WARPS_KV groups of warps divide the tile's keys among them.
@@ -272,8 +272,8 @@ template <int HEAD_DIM, int PER_STAY, int PER_PASS, int BLOCKS_> struct BwdSimtT
 /* 174 KiB; 20.9 TFLOP/s at 2k. 4 x 4 with two blocks an SM is as fast but spills. */
 typedef BwdSimtTile<64, 8, 4, 1> BwdSimt64;
 typedef BwdSimtTile<128, 4, 4, 1> BwdSimt128; /* 170 KiB; 21.0 TFLOP/s */
-typedef BwdSimtTile<256, 4, 2, 1>
-    BwdSimt256; /* 217 KiB; 16.9 TFLOP/s; 2 x 2 reaches 13.7; 4 x 4 would need 301 KiB */
+/* 217 KiB; 16.9 TFLOP/s; 2 x 2 reaches 13.7; 4 x 4 would need 301 KiB */
+typedef BwdSimtTile<256, 4, 2, 1> BwdSimt256;
 
 /* ---- paged ----------------------------------------------------------------------------------- */
 

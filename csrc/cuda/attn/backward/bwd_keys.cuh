@@ -88,9 +88,9 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdConsumer
                 if (now.y) hide(s, w.seq, own_key(w, 64 * warpgroup), t.i0 + laneid() % 4 * 2);
                 weights(s, own_stats<Tile>(smem_s, n), scale_log2);
             }
-            mbarrier_wait(smem_s + S::KV_FULL,
-                          0); /* This barrier completed long ago. Its loop ends a basic block, so
-                                 ptxas moves nothing past the wait. */
+            /* This barrier completed long ago. Its loop ends a basic block, so ptxas moves
+             * nothing past the wait. */
+            mbarrier_wait(smem_s + S::KV_FULL, 0);
             /* Not sooner: the address would then share registers with the additions of dQ, and
              * the products would wait for those. */
             if (n > 0 && signals) mbarrier_arrive(ring.empty(n - 1));

@@ -47,8 +47,8 @@ struct BwdGrid {
     /* set by prepare(): */
     int last;            /* sets from `last` on have no rows tasks among their keys */
     Divisor by_together; /* divisors; for a set: */
-    Divisor by_rows, by_keys, by_keys_rows,
-        by_all; /* rows, keys, keys + rows, keys + rows + rounding */
+    /* rows, keys, keys + rows, keys + rows + rounding */
+    Divisor by_rows, by_keys, by_keys_rows, by_all;
 
     GK_HD int sets() const { return (units + together - 1) / together; }
     GK_HD int blocks() const {

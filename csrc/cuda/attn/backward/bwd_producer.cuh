@@ -88,12 +88,11 @@ template <class Tile> struct BwdSmem {
     static constexpr int K_AT = 0, V_AT = K_AT + K::bytes, PEER_K_AT = V_AT + V::bytes,
                          Q_AT = PEER_K_AT + (Tile::PAIR ? PeerK::bytes : 0),
                          O_AT = Q_AT + Tile::STAGES * Q::bytes;
+    /* P_AT: P^T of the wide kernel in float32, in accumulator order */
     static constexpr int DS_AT = O_AT + Tile::O_STAGES * O::bytes,
                          PEER_DS_AT = DS_AT + 2 * Scores::bytes,
                          P_AT = PEER_DS_AT + (Tile::PAIR ? 2 * Scores::bytes : 0),
-                         STATS_AT =
-                             P_AT + (Tile::PAIR ? BQ * BKV * 4
-                                                : 0); /* P^T in float32, in accumulator order */
+                         STATS_AT = P_AT + (Tile::PAIR ? BQ * BKV * 4 : 0);
     /* RING: Q, stats and, without pairs, dO. O_RING: dO of pairs. PEER_FULL: two alternating
      * barriers for the other block's dS. */
     static constexpr int RING = STATS_AT + Tile::STAGES * STATS;

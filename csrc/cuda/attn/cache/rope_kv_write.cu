@@ -33,8 +33,8 @@ struct Line { /* q, k or v, and where its rows go: out_q or a cache */
     const void *x;
     void *to;
     int64_t token, head; /* strides of x */
-    int64_t to_token, page, row, to_head,
-        to_col;         /* out_q uses to_token and to_head, a cache the others and to_head */
+    /* out_q uses to_token and to_head, a cache the others and to_head */
+    int64_t to_token, page, row, to_head, to_col;
     const void *weight; /* NULL: no norm */
     int64_t weight_step;
     bool weight_f32;

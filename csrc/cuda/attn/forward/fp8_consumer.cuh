@@ -29,9 +29,9 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
     const int warpgroup;
     float s[N * 4], o[ND * 4]; /* scores; output */
     uint32_t p[N], next[N];    /* weights as the A operand of P V; weights of the next block */
-    float m[2], total[2]; /* the reference of each row in log2 units; this lane's share of the sum
-                             of weights */
-    float sum[2];         /* the sum of the current block's weights */
+    /* the reference of each row in log2 units; this lane's share of the sum of weights */
+    float m[2], total[2];
+    float sum[2]; /* the sum of the current block's weights */
     /* bit 7 of a byte is set if a weight of the row reached the largest code or is NaN */
     uint32_t ends[2];
     /* scale of Q K^T in log2 units, without a per-block scale of k; scale of v */

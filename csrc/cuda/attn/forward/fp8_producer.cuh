@@ -134,8 +134,8 @@ __device__ __forceinline__ void fp8_load_tiles(const FwdHopperParams &x, const F
         mbarrier_arrive(described.empty(n));
         if (!AHEAD) described.wait_full(n + 1);
     }
-    if (!AHEAD) /* signals the end to the consumers */
-        load_q<Tile, FP8_BOX>(x, tiles[n % S::TILE_STAGES], smem_s, n);
+    /* signals the end to the consumers */
+    if (!AHEAD) load_q<Tile, FP8_BOX>(x, tiles[n % S::TILE_STAGES], smem_s, n);
 }
 
 /* ---- 3. warps that transpose V --------------------------------------------------------------- */

@@ -14,9 +14,8 @@ struct fp8_any_gpu {
  * because flash_attn_fp8_sm80 has a tenth of the float16 forward's rate: 1147 us against about
  * 290 us at 384 x 384, 16k tokens, head_dim 128. */
 struct fp8_relay {
-    static constexpr int
-        least_keys = 129,
-        least_rows = 1; /* up to 128 keys, which are two tiles, one more launch is half the time */
+    /* up to 128 keys, which are two tiles, one more launch is half the time */
+    static constexpr int least_keys = 129, least_rows = 1;
 };
 
 /* flash_attn_fp8_sm90a. A consumer warpgroup owns 64 rows of queries. Registers: S BKV / 2, O

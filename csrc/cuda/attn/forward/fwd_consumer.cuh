@@ -92,8 +92,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     __device__ __forceinline__ AlibiRows alibi_of(const FwdTile &t, int block) const {
         AlibiRows y = {};
         if (!x.units.has_alibi) return y;
-        const int key = t.keys.lo + block * BKV -
-                        t.score.position0; /* position of the block's first key, row 0 being 0 */
+        /* position of the block's first key, row 0 being 0 */
+        const int key = t.keys.lo + block * BKV - t.score.position0;
         const int key0 = key + frag_col(mov_tid_x() % 32, 0);
         if (x.tile_heads == 1) {
             y.slope[0] = y.slope[1] = t.score.slope * LOG2_E;
@@ -132,8 +132,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
                 cap_exponents(s, i, u, alibi.slope[0], alibi.ahead[0], m, e);
                 take(i, kept(i, e[0]), kept(i + 1, e[1]));
             }
-        } else if (!edge &&
-                   alibi.side != 0) { /* the same arithmetic as alibi_addends, so the same bits */
+        } else if (!edge && alibi.side != 0) {
+            /* the same arithmetic as alibi_addends, so the same bits */
             const OneSidedAlibi of = one_sided_alibi(alibi.slope, alibi.ahead, alibi.side, m);
 #pragma unroll
             for (int i = 0; i < N * 4; i += 2)
@@ -323,9 +323,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         if (!EARLY || !ready) {
             k_ring().wait_full(step);
             smem_addr q_s = at.q_s;
-            if (!AHEAD && Tile::HEAD_DIM > 192)
-                opaque(q_s); /* keeps the compiler from holding descriptors of this fixed address in
-                                registers */
+            /* keeps the compiler from holding descriptors of this fixed address in registers */
+            if (!AHEAD && Tile::HEAD_DIM > 192) opaque(q_s);
             turn_begin<Tile>(warpgroup);
             issue_scores<T, Tile>(s, q_s, k_at(step), 64 * warpgroup);
             turn_end<Tile>(warpgroup);
@@ -464,8 +463,9 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         const int last = at.step + at.end - 1, next = at.step + t.steps.blocks;
         if (PACK_LATE) softmax.pack(w, p);
         ready = EARLY && next_s;
-        if (ready) { /* the code from issue to wait stays inside one branch, or ptxas serialises the
-                        WGMMAs (C7515) */
+        /* the code from issue to wait stays inside one branch, or ptxas serialises the WGMMAs
+         * (C7515) */
+        if (ready) {
             pass(at.step + at.end, t.steps.blocks - at.end);
             v.wait_full(last);
             clear_tail(t, at.step, at.end - 1);

@@ -48,8 +48,8 @@ __device__ __forceinline__ void begin_block(const FwdHopperParams &x, smem_addr 
         typename S::KvRing(smem_s + S::V_RING).init(Tile::WARPGROUPS);
         mbarrier_init(smem_s + S::OVER, 1);
         fence_mbarrier_init();
-        mbarrier_arrive(smem_s +
-                        S::OVER); /* completes the only phase of this barrier (see take_block) */
+        /* completes the only phase of this barrier (see take_block) */
+        mbarrier_arrive(smem_s + S::OVER);
     }
     if (x.tile_heads > 1) { /* rows without a head must be finite */
         for (int i = threadIdx.x; i < S::K_AT / 16; i += S::THREADS)
@@ -97,8 +97,8 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
         typename C::At at = {step, lead, C::from_nearest(x) ? lead + own : own, q_s,
                              C::AHEAD && n > 0 ? q.empty(n - 1) : 0};
         c.softmax.clear();
-        if (C::LEADS && lead > 0) { /* the loader sends V of these blocks after the next Q, so Q
-                                       must be released now */
+        /* the loader sends V of these blocks after the next Q, so Q must be released now */
+        if (C::LEADS && lead > 0) {
             if (C::AHEAD) {
                 c.release_q(at.q_empty);
                 at.q_empty = 0;
@@ -129,9 +129,8 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
         }
         if (!C::EARLY || !c.ready) {
             c.pass(step + at.end, blocks - at.end);
-            if (own == 0 &&
-                blocks > 0) /* the turn of the last P V, which this warpgroup does not compute */
-                turn_begin<Tile>(warpgroup), turn_end<Tile>(warpgroup);
+            /* the turn of the last P V, which this warpgroup does not compute */
+            if (own == 0 && blocks > 0) turn_begin<Tile>(warpgroup), turn_end<Tile>(warpgroup);
             if constexpr (PARTIAL)
                 store_partial<T, Tile>(x, t, c.softmax, c.o);
             else if (x.fwd.splits > 1)

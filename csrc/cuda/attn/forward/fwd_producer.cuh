@@ -30,10 +30,11 @@ struct FwdHopperParams {
     ScoreUnits units;
     /* tile heads in a sequence; query heads per kv head */
     Divisor by_batch, by_group;
-    bool reads;     /* device tensors give lengths, positions or slopes */
-    bool simple;    /* each warp's results are whole rows of one head; no sinks, no splits */
-    int tile_heads; /* query heads in a tile. Row r of it is query r % seq_q of head r / seq_q. With
-                    1, row r is the query */
+    bool reads;  /* device tensors give lengths, positions or slopes */
+    bool simple; /* each warp's results are whole rows of one head; no sinks, no splits */
+    /* query heads in a tile. Row r of it is query r % seq_q of head r / seq_q. With 1, row r is
+     * the query */
+    int tile_heads;
     Divisor by_head; /* rows of a head in a tile; with one head, a divisor that always gives 0 */
     int q_bytes;     /* bytes of a tile's Q, as TMA counts them */
     int box_log2;    /* InBoxes: log2 of the keys of a box */
@@ -60,10 +61,11 @@ struct __align__(16) FwdTile {
     Sequence seq;
     FwdKeys keys;
     Score score;
-    int rows;       /* rows in use, over all heads of the tile */
-    int nearest;    /* the key block that comes first (fwd_block) */
-    int incomplete; /* > 0: only this many keys of the last block belong to the sequence; further
-                   rows of V may hold NaN */
+    int rows;    /* rows in use, over all heads of the tile */
+    int nearest; /* the key block that comes first (fwd_block) */
+    /* > 0: only this many keys of the last block belong to the sequence; further rows of V may
+     * hold NaN */
+    int incomplete;
 };
 
 /* The key block that a tile takes at step `at`. */
@@ -86,8 +88,8 @@ template <class Tile> struct Smem {
     typedef wgmma_panels<Tile::BKV, Tile::HEAD_DIM> K;
     typedef wgmma_panels<Tile::BKV, Tile::HEAD_DIM_V> V;
     typedef tma_ring<Tile::Q_BUFFERS> QRing;
-    static constexpr int TILE_STAGES =
-        4; /* finding a tile takes longer than multiplying one with few keys */
+    /* finding a tile takes longer than multiplying one with few keys */
+    static constexpr int TILE_STAGES = 4;
     typedef tma_ring<TILE_STAGES> TileRing;
     typedef tma_ring<Tile::STAGES> KvRing;
     static constexpr int K_AT = Tile::Q_BUFFERS * Q::bytes, V_AT = K_AT + Tile::STAGES * K::bytes;
@@ -189,8 +191,8 @@ __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams 
             64 * g < filled ? min(t.keys.tiles, (sees + Tile::BKV - 1) / Tile::BKV) : 0;
     }
     if (MODIFIED) {
-        const int stands = t.work.i0 + rows - 1 + span_clamp(t.seq.diagonal) -
-                           keys.lo; /* the last row's position, relative to the first key */
+        /* the last row's position, relative to the first key */
+        const int stands = t.work.i0 + rows - 1 + span_clamp(t.seq.diagonal) - keys.lo;
         t.nearest = x.units.has_alibi ? min(max(stands, 0) / Tile::BKV, max(keys.tiles - 1, 0)) : 0;
     }
     t.incomplete =
@@ -214,8 +216,8 @@ __device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned ch
     typedef Smem<Tile> S;
     const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
     int n = 0;
-    if (!x.reads) { /* all sequences are alike: one lane works, without waiting for the previous
-                       kernel */
+    /* all sequences are alike: one lane works, without waiting for the previous kernel */
+    if (!x.reads) {
 #pragma unroll 1
         for (;; ++n) {
             described.wait_empty(n);

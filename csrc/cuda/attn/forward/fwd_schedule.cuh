@@ -27,14 +27,14 @@ struct FwdSingles {
 };
 
 struct FwdSchedule {
-    int tiles;       /* tiles of a head; packed call: of its longest sequence */
-    int splits;      /* parts into which a tile's keys are split; each part is a unit */
-    int paired;      /* 1: a unit is the pair of tiles i and n - 1 - i */
-    int short_tiles; /* number of a head's first tiles that see fewer keys and are scheduled last; 0
-                  with pairs */
-    int heads;       /* batch x heads; packed call: heads of one sequence */
-    int units;       /* of all heads; packed call: an upper bound */
-    int blocks;      /* size of the grid */
+    int tiles;  /* tiles of a head; packed call: of its longest sequence */
+    int splits; /* parts into which a tile's keys are split; each part is a unit */
+    int paired; /* 1: a unit is the pair of tiles i and n - 1 - i */
+    /* number of a head's first tiles that see fewer keys and are scheduled last; 0 with pairs */
+    int short_tiles;
+    int heads;  /* batch x heads; packed call: heads of one sequence */
+    int units;  /* of all heads; packed call: an upper bound */
+    int blocks; /* size of the grid */
     /* Dense calls only: */
     Divisor by_splits, by_unit; /* splits; units of a head */
     int rounds;                 /* full rounds of units; the remaining tiles are in `singles` */
@@ -83,8 +83,8 @@ inline GK_HD FwdPlace fwd_single(const FwdSchedule &s, int at) {
 
 /* The tile that block c of a dense call takes at its step i. */
 inline GK_HD FwdPlace fwd_place_of(const FwdSchedule &s, int c, int i) {
-    const int last =
-        i - (s.paired ? 2 * s.rounds : s.rounds); /* the round among the one-by-one tiles */
+    /* the round among the one-by-one tiles */
+    const int last = i - (s.paired ? 2 * s.rounds : s.rounds);
     if (last >= 0) return fwd_single(s, last * s.blocks + (last % 2 ? s.blocks - 1 - c : c));
     const int unit = c + (s.paired ? i / 2 : i) * s.blocks;
     if (unit >= s.units) return {-1, 0, 0};

@@ -83,10 +83,8 @@ template <class T, class Tile, int THREADS> struct TileIn {
                                 : Tile::chunks % 12 == 0 ? 12
                                 : Tile::chunks % 8 == 0  ? 8
                                                          : 4;
-    static constexpr int
-        STEP = THREADS / COLS / 8 * 8,
-        PANELS = Tile::chunks /
-                 COLS; /* STEP is a multiple of 8, because the swizzle repeats after 8 rows */
+    /* STEP is a multiple of 8, because the swizzle repeats after 8 rows */
+    static constexpr int STEP = THREADS / COLS / 8 * 8, PANELS = Tile::chunks / COLS;
     static_assert(Tile::chunks % COLS == 0 && STEP > 0 && Tile::rows % STEP == 0,
                   "threads tile the tile");
 

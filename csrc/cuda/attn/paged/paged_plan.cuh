@@ -46,8 +46,8 @@ struct Call {
  * began. Entry [1]: a tile that this block began and that continues in the next one. */
 struct SharedTile {
     int first, last; /* first and last of these blocks; last -1: no such tile */
-    int token0, row0, rows,
-        head_set; /* rows [row0, row0 + rows) of the sequence whose first token is token0 */
+    /* rows [row0, row0 + rows) of the sequence whose first token is token0 */
+    int token0, row0, rows, head_set;
     int unused[2];
 };
 static_assert(sizeof(SharedTile) == 32, "one sector");

@@ -32,8 +32,8 @@ namespace {
 
 /* keys of a block: with more, a short context would give too few blocks */
 constexpr int THREADS = 256, KEYS = 16;
-constexpr int BOX =
-    PREFILL_LONGEST_BOX; /* decoded ranges begin and end at boundaries of the longest box */
+/* decoded ranges begin and end at boundaries of the longest box */
+constexpr int BOX = PREFILL_LONGEST_BOX;
 
 /* ---- 1. codes to q's dtype ------------------------------------------------------------------- */
 struct DecodeParams {
@@ -42,8 +42,8 @@ struct DecodeParams {
     Rows k, v; /* the caches */
     CodeScale k_scale, v_scale;
     void *to_k, *to_v; /* [pages, heads, block_size, head_dim] */
-    int32_t *to_table; /* [B, max_blocks]; NULL: decoded pages keep their index, and the call's own
-                          table serves */
+    /* [B, max_blocks]; NULL: decoded pages keep their index, and the call's own table serves */
+    int32_t *to_table;
     int max_blocks, head_dim, chunks_log2; /* chunks of 16 columns */
     int head0, heads;                      /* kv heads of this round */
     Divisor by_heads;

@@ -100,8 +100,9 @@ template <class Pages, int N> struct RowsOf {
 };
 
 /* ---- 2. a step ------------------------------------------------------------------------------- */
-constexpr int CHAIN = 4; /* Products in one chain of the tensor core, which truncates its sums.
-                            Longer sums are added in float32. */
+/* Products in one chain of the tensor core, which truncates its sums. Longer sums are added in
+ * float32. */
+constexpr int CHAIN = 4;
 
 template <class Pages, int N>
 __device__ __forceinline__ void multiply_k(const RowsOf<Pages, N> &r, float (&x)[N][4],
