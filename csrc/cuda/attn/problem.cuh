@@ -117,7 +117,7 @@ __device__ __forceinline__ int owner_of(const int32_t *cu, int64_t step, int bat
     return lo <= batch ? lo - 1 : -1;
 }
 
-/* What sequence_of returns for every sequence of a dense call without index tensors. */
+/* The result of sequence_of for every sequence of a dense call without index tensors. */
 inline Sequence dense_sequence(const Problem &p) {
     Sequence s = {};
     s.seq_q = p.seq_q;

@@ -10,7 +10,7 @@
 /* flash_attn_fwd_sm80. HEAD_DIM is the bucket: head_dim and head_dim_v are at most that. STAGES
  * is the number of K and V tiles in shared memory, CTAS the blocks that share an SM. A warp owns
  * BQ / WARPS rows. With 32 rows each fragment of K and V feeds four products, and shared memory
- * keeps up with the tensor cores. Where the accumulators of 32 rows do not fit, a warp owns 16. */
+ * keeps up with the tensor cores. A warp owns 16 rows if the accumulators of 32 do not fit. */
 template <int HEAD_DIM_> struct FlashFwdTile;
 template <int HEAD_DIM_> struct FlashFwdScoreTile; /* for scores with softcap or ALiBi */
 
@@ -168,9 +168,9 @@ struct BwdTile {
                          warps_kv = WARPS_KV_, dq_warps = DQ_WARPS_, blocks = BLOCKS_, stages = 2;
 };
 /* 32 keys a warp: every operand of dO and Q that is loaded serves two products. The tile is
- * small, so that S and dP (64 registers) fit beside dK and dV (128), and two blocks share an SM,
- * so that one multiplies while the other waits. 326 TFLOP/s at 8k; 252 with 64 rows, 16 keys a
- * warp and one block; 280 with 32 rows and 256 keys; 262 with 64 rows and pairs of warps. */
+ * small, so that S and dP (64 registers) fit beside dK and dV (128). Two blocks share an SM, so
+ * that one multiplies while the other waits. 326 TFLOP/s at 8k; 252 with 64 rows, 16 keys a warp
+ * and one block; 280 with 32 rows and 256 keys; 262 with 64 rows and pairs of warps. */
 typedef BwdTile<64, 32, 128, 4, 4, 2, 2> Bwd64;
 /* 32 keys a warp need pairs of warps here: 338 at 8k; 300 with 16 keys a warp; 267 with tiles of
  * 32 x 64 and two blocks an SM. dQ in one or four groups of rows is 2 % slower. */

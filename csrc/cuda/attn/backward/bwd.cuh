@@ -37,9 +37,9 @@ struct Bwd {
     bool vector_out; /* out and grad_out can be read 16 bytes at a time */
 };
 
-/* The first tile of a sequence. A packed sequence of n rows has ceil(n / r) tiles from floor(q0
- * / r) + b on, so it ends before tile floor((q0 + n) / r) + b + 1, where the next sequence
- * starts. */
+/* The first tile of a sequence. With r = tile_rows, a packed sequence of n rows has ceil(n / r)
+ * tiles from floor(q0 / r) + b on. They end before tile floor((q0 + n) / r) + b + 1, where the
+ * next sequence starts. */
 __device__ __forceinline__ int row_tile_of(const Bwd &g, const Sequence &s, int b) {
     return g.p.cu_q ? s.q0 / g.tile_rows + b : b * g.tiles;
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_consumer.cuh: shared by the kernels of the Hopper backward: P and dS from the products, the
- * additions of dQ to memory, the stores of dK and dV, the kernel itself, the last pass of packed
- * calls, and the launcher.
+/* bwd_consumer.cuh: the kernel of the Hopper backward and its launcher. It also has the steps that
+ * all consumers share: P and dS from the products, the additions of dQ to memory, and the stores of
+ * dK and dV.
  *
  * The kernel is a template over a Consumer. A Consumer has a Tile; run(), the steps of one
  * warpgroup; and store(), which writes its dK and dV. bwd_keys.cuh defines the one for head_dim up

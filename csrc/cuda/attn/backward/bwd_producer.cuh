@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* bwd_producer.cuh: the producer warpgroup of the Hopper backward, and what a block keeps in
- * shared memory. It finds the block's task and the rows that see its keys, loads K, V, Q and dO
- * by TMA, sends dS to the other block of a pair (send_ds) and keeps the order of additions
- * (keep_order). */
+ * shared memory. It finds the block's task and the rows that see its keys, and loads K, V, Q and
+ * dO by TMA. It also sends dS to the other block of a pair (send_ds) and keeps the order of
+ * additions (keep_order). */
 #ifndef GPUKERN_CUDA_BWD_PRODUCER_CUH
 #define GPUKERN_CUDA_BWD_PRODUCER_CUH
 
@@ -45,9 +45,9 @@ struct BwdHopperParams {
     Divisor by_heads, by_keys; /* kv heads of a batch entry; keys tasks of a unit */
 };
 
-/* What a block does. A keys task has the keys [j0, j0 + BKV) of one kv head and, for every query
- * head of the group, the tiles of rows that see some of them (in a pair: some keys of either
- * block). Rows and keys count from the sequence's first. */
+/* A block's task. A keys task has the keys [j0, j0 + BKV) of one kv head. For every query head
+ * of the group it has the tiles of rows that see some of these keys; in a pair, some keys of
+ * either block. Rows and keys count from the sequence's first. */
 struct BwdWork {
     BwdTask task;
     Sequence seq;
@@ -63,7 +63,7 @@ struct BwdWork {
     int rank;
 };
 
-/* What the consumers need to know about a step, written by the producer. */
+/* The description of a step, written by the producer for the consumers. */
 struct BwdTileOf {
     int tile;    /* index in the workspace, over all heads */
     int edge;    /* 1: the tile needs a mask */

@@ -9,9 +9,9 @@
  *
  * Work split: a block owns BKV keys of one kv head. It loops over the rows that see them, BQ at a
  * time, for every query head of the group. dK and dV stay in registers, 32 keys a warp. S^T = K Q^T
- * and dP^T = V dO^T have keys as rows, so that P^T and dS^T in registers are already the A operands
- * of dV += P^T dO and dK += dS^T Q. Only dQ += dS K sums over the keys of all warps: dS^T goes
- * through shared memory, and dQ to dq_sum by atomic adds in no fixed order.
+ * and dP^T = V dO^T have keys as rows. P^T and dS^T in registers are then already the A operands of
+ * dV += P^T dO and dK += dS^T Q. Only dQ += dS K sums over the keys of all warps: dS^T goes through
+ * shared memory, and dQ to dq_sum by atomic adds in no fixed order.
  *
  *  SHARED   more warps than WARPS_KV: several warps have the same keys. Each has a part of the rows
  *           in S and dP and a part of the columns in dK and dV, so P^T also goes through shared

@@ -38,7 +38,7 @@ template <class T> __device__ __forceinline__ float dot8(const uint4 &a, const u
     return sum;
 }
 
-/* What a thread has loaded of PASSES rows, which are STEP rows apart. */
+/* A thread's loads of PASSES rows, which are STEP rows apart. */
 template <int PASSES> struct BwdRowLoads {
     uint4 out[PASSES], grad[PASSES];
     float lse[PASSES];

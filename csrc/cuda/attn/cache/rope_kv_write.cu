@@ -89,7 +89,7 @@ __device__ __forceinline__ void weigh(W (&x)[V], const Line &line, int col, W rs
     for (int e = 0; e < V; ++e) x[e] *= rstd * w[e];
 }
 
-/* Where a row goes, and its scale. */
+/* The destination of a row, and its scale. */
 template <class W> struct Place {
     void *to;     /* first element of the row */
     int64_t step; /* column stride */

@@ -168,8 +168,8 @@ double waves_of(const gk_context *ctx, const gk_flash_attn_args &f, int rows) {
            (rows > 128 ? FP8_WIDE_TILE : 1);
 }
 
-/* Takes the first instance that serves the call. Of the two for head_dim 128 it takes the one
- * whose waves take less time. */
+/* Takes the first instance that serves the call. For head_dim 128 there are two, and the one
+ * whose waves take less time is taken. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args &f = ((const gk_flash_attn_fp8_args *)args)->fwd;
     const bool narrow = waves_of(ctx, f, 128) < waves_of(ctx, f, 192);

@@ -7,7 +7,7 @@
  *
  * fwd_loop.cuh calls, for each tile: first_block, other_blocks, last_values, and `pass` for key
  * blocks that this warpgroup's rows do not see. S of block j and O of block j - 1 are issued
- * together, and with OVERLAP the weights of block j are computed while O of block j - 1 runs. */
+ * together. With OVERLAP the weights of block j are computed while O of block j - 1 runs. */
 #ifndef GPUKERN_CUDA_FWD_CONSUMER_CUH
 #define GPUKERN_CUDA_FWD_CONSUMER_CUH
 

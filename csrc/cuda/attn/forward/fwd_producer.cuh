@@ -2,9 +2,9 @@
 /* fwd_producer.cuh: the producer warpgroup of flash_attn_fwd_sm90a, and what the block keeps in
  * shared memory.
  *
- * One warp (find_tiles) finds the block's next tile, works out which keys its rows see, and writes
- * the description into shared memory, up to four tiles ahead. One thread of another warp
- * (load_tiles) reads the descriptions and loads Q, K and V by TMA. */
+ * One warp (find_tiles) finds the block's next tile and the keys that its rows see. It writes them
+ * into shared memory, up to four tiles ahead. One thread of another warp (load_tiles) reads the
+ * descriptions and loads Q, K and V by TMA. */
 #ifndef GPUKERN_CUDA_FWD_PRODUCER_CUH
 #define GPUKERN_CUDA_FWD_PRODUCER_CUH
 
@@ -48,8 +48,8 @@ template <class Tile> struct InBoxes {
 
 /* The description of a tile of queries, written by the producer. */
 struct __align__(16) FwdTile {
-    /* What a consumer reads first, in one load. own: the key blocks that the rows of each
-     * warpgroup see. blocks: key blocks of the tile; -1 means that there are no more tiles. */
+    /* The part that a consumer reads first, in one load. own: the key blocks that the rows of
+     * each warpgroup see. blocks: key blocks of the tile; -1 means that there are no more tiles. */
     struct __align__(16) {
         int own[3], blocks;
     } steps;

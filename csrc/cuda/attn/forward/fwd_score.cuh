@@ -3,9 +3,9 @@
  * next products run.
  *
  * Issue slots decide the speed. The weights of a block take 3.5 instructions a score, and beside
- * products in flight each takes some 3 clocks. So every number that a call fixes is a kernel
- * parameter, which an instruction reads as an operand, and the exponent of a weight stays one
- * multiply-add of the product s:
+ * products in flight each takes some 3 clocks. So every constant of a call is a kernel parameter,
+ * which an instruction reads as an operand. The exponent of a weight stays one multiply-add of the
+ * product s:
  *
  *   softcap   2^(s t - m), t = scale log2(e) P(s^2)
  *             if all scores of a warp are small: 3 instructions, and half a one for the test
@@ -65,7 +65,7 @@ inline ScoreUnits score_units(double scale, double softcap, bool has_alibi) {
 }
 
 inline GK_HD float cap_square(float s, const ScoreUnits &u) { return fmaf(s, s, u.add); }
-/* What s is multiplied by if it is near (q < end). */
+/* The factor of s if it is near (q < end). */
 inline GK_HD float cap_factor(float q, const ScoreUnits &u) {
     return fmaf(fmaf(u.c[2], q, u.c[1]), q, u.c[0]);
 }

@@ -38,8 +38,8 @@
 namespace {
 
 /* ---- 1. shared memory ------------------------------------------------------------------------ */
-/* What masked tiles and the end of the kernel read. It is in shared memory, because the loop
- * needs every register. */
+/* The values that masked tiles and the end of the kernel read. They are in shared memory,
+ * because the loop needs every register. */
 struct Kept {
     FwdWork work;
     Sequence seq;

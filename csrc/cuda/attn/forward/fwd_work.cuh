@@ -11,8 +11,8 @@
 #include "../split_combine.cuh"
 #include "../tiles.h"
 
-/* The order of blocks in the kernels that use fwd_work. kv heads form groups whose keys fit in L2
- * together. Within a group, the last tile of queries of every head comes first, because under a
+/* The order of blocks in the kernels that use fwd_work. kv heads form groups whose keys fit in
+ * L2 together. Within a group, the last tile of queries of every head comes first: under a
  * causal mask it sees the most keys, and long blocks must not start last. The splits of one tile
  * are neighbours. */
 struct FwdParams {

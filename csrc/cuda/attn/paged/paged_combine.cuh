@@ -59,9 +59,9 @@ __device__ __forceinline__ Merged sum_splits(const Call &c, int first, int from,
     return all;
 }
 
-/* One block for each split. The blocks of a tile's splits divide its rows among them, so that
- * both many splits of a small tile and few splits of a large one keep every warp busy. In the
- * blocks after those, a warp checks whether a token belongs to a sequence. */
+/* One block for each split. The blocks of a tile's splits divide its rows among them. This keeps
+ * every warp busy with many splits of a small tile as well as with few splits of a large one. In
+ * the blocks after those, a warp checks whether a token belongs to a sequence. */
 template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_combine_kernel(Call c) {
     const Paged &p = c.p;
     __shared__ __align__(16) float sums_s[COMBINE_WARPS][256]; /* 256: the largest head_dim_v */

@@ -8,9 +8,9 @@
  *
  * k_cache, v_cache [num_blocks, block_size, Hkv, D] e4m3, e5m2 or int8; k_scale, v_scale [], [Hkv]
  * or [num_blocks, Hkv]; k', v' [pages, heads, block_size, D] and table' [B, max_blocks] int32 in
- * the workspace. There are as many decoded pages as the cache has, each at its own index, or one
- * for each entry of the table if the table has fewer entries. Finite products beyond float16 become
- * its largest number.
+ * the workspace. The workspace has a page for each page of the cache, at the same index. If the
+ * table has fewer entries than that, it has a page for each entry. Finite products beyond float16
+ * become its largest number.
  *
  * A key of one head costs D + Dv bytes read, twice that written, and read again. The workspace is
  * bounded: if the pages of all heads do not fit, heads are processed in rounds.

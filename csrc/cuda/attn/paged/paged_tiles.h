@@ -8,8 +8,8 @@
  * serves. Up to 16 tokens fill the one mma that paged_attn_sm90a issues for them. */
 constexpr int PREFILL_TOKENS = 17;
 
-/* paged_attn_sm90a. Its two main forms are a flat list, with one block an SM whose rings run on
- * across sequences, and clusters, one for each sequence and kv head. */
+/* paged_attn_sm90a. It has two main forms. The flat list has one block an SM, whose rings run on
+ * across sequences. Clusters serve one sequence and kv head each. */
 struct paged_hopper {
     /* Ring bytes of a warp of the list; 2 stages, 128 KiB in flight on an SM. 3 stages are 1 to
      * 2 % slower on an H100, 5 to 14 % with e4m3. */
@@ -22,7 +22,7 @@ struct paged_hopper {
     /* the largest cluster size that every device can launch */
     static constexpr int most_ranks = 8;
     /* From this batch on, blocks of the list take neighbouring kv heads, for codes and up to 8
-     * rows. Such blocks read whole cache lines, but there are fewer tiles: 5 % faster at 256 x
+     * rows. These blocks read whole cache lines, but there are fewer tiles: 5 % faster at 256 x
      * 1k, up to 30 % slower with fewer sequences (16 x 2k). It is never faster for 16-bit pages. */
     static constexpr int side_by_side_batch = 32;
     /* above this batch paged_attn_sm80 serves: 0.7 % faster at 256 x 1k, equal at 64 x 4k */
@@ -39,9 +39,9 @@ struct paged_hopper {
     static constexpr float list_costs_ns = 4000;
     /* for one sequence: up to this many keys the list is never faster */
     static constexpr int cluster_keys = 16384;
-    /* If a row of the block table holds at most this many keys for each block of a cluster, one
-     * block reads them in 9 us, and the list's merge would take half of that. Clusters then
-     * serve without asking for the lengths. */
+    /* One block reads this many keys in 9 us, and the list's merge would take half of that. So
+     * if a row of the block table holds at most this many keys for each block of a cluster,
+     * clusters serve the call, whatever the lengths are. */
     static constexpr int tile_keys = 1152;
     /* 8 warps are 0 to 6 % slower, 3 stages 0 to 2 % */
     static constexpr int tile_warps = 4, tile_stages = 2;

@@ -36,7 +36,7 @@ __device__ __forceinline__ Sequence prefill_sequence(const Problem &p, const Pre
     s.seq_k = min(max(length, 0), p.seq_k);
     if (!good || s.seq_k != length || (length > 0 && length < tokens))
         report(p.error_word, GK_BAD_SEQ_LENS);
-    /* Without a causal rule, queries before the first key would see keys. Such a length was
+    /* Without a causal rule, queries before the first key would see keys. That length was
      * reported above, so the sequence gets no keys at all. */
     if (p.rules.right < 0 && s.seq_k < tokens) s.seq_k = 0;
     s.diagonal = s.seq_k - tokens;
