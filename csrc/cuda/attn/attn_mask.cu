@@ -195,7 +195,7 @@ __device__ __forceinline__ uint2 words_of(const uint32_t (&rows_s)[128][4], bool
     return make_uint2(word[0], word[1]);
 }
 
-/* ---- 1. the kind of a block, and in a dense store its words --------------------------------- */
+/* ---- 1. the kind of a block, and in a dense store its words ---------------------------------- */
 __global__ void __launch_bounds__(THREADS) attn_mask_mark_kernel(const __grid_constant__ Build x) {
     __shared__ uint32_t rows_s[128][4];
     const int kb = blockIdx.x, tile = blockIdx.y, tid = threadIdx.x;

@@ -29,9 +29,9 @@ struct BwdTask {
 /* The order of a grid's tasks. `keys` and `rows` are tasks of one unit; there are as many rounding
  * tasks as rows tasks. If rows is 0, other kernels do both, and the grid has keys tasks only.
  *
- * Units are scheduled in sets of `set_size`. Within a set, the first key tile of every unit comes
- * first: under a causal mask these blocks are the longest, and they must not start last. The last
- * set may be incomplete; tasks of missing units exit at once.
+ * Units are scheduled in sets of `together` units. Within a set, the first key tile of every unit
+ * comes first. Under a causal mask these blocks are the longest, and they must not start last. The
+ * last set may be incomplete; tasks of missing units exit at once.
  *
  * Blocks start in the order of their numbers, and a block waits only for blocks with lower numbers.
  * The grid begins with the rows tasks of `lead` sets. Then come the keys tasks, set after set.

@@ -83,8 +83,7 @@ __device__ __forceinline__ void take_task(const Bwd &g, const Take &take) {
     take(head, b, i, s);
 }
 
-/* ---- 1. dq: a warp for each query row
- * --------------------------------------------------------- */
+/* ---- 1. dq: a warp for each query row -------------------------------------------------------- */
 template <class T, class Grad>
 __global__ void __launch_bounds__(WARPS_PLAIN * 32)
     bwd_plain_dq_kernel(const __grid_constant__ Dropping<Bwd> g) {
@@ -132,8 +131,7 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32)
     });
 }
 
-/* ---- 2. dk, dv: a warp for each key
- * ----------------------------------------------------------- */
+/* ---- 2. dk, dv: a warp for each key ---------------------------------------------------------- */
 template <class T, class Grad>
 __global__ void __launch_bounds__(WARPS_PLAIN * 32)
     bwd_plain_dkv_kernel(const __grid_constant__ Dropping<Bwd> g) {

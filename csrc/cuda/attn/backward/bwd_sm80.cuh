@@ -99,7 +99,7 @@ static_assert(store_ways<Shape<Bwd64>::Scores>() == 1 && store_ways<Shape<Bwd128
                   store_ways<Shape<Bwd128Small>::Scores>() == 1,
               "stores of dS meet no bank conflicts");
 
-/* ---- 2. helpers ----------------------------------------------------------------------------- */
+/* ---- 2. helpers ------------------------------------------------------------------------------ */
 /* Computes dQ [BQ][D] of a tile and adds it into dq_sum. The threads of a warp add to 128
  * contiguous bytes. */
 template <class Tile, class T>
@@ -325,7 +325,7 @@ __device__ __forceinline__ void store_keys(const G &g, smem_addr smem_s, const f
     }
 }
 
-/* ---- 3. dK, dV, and dQ added up ------------------------------------------------------------- */
+/* ---- 3. dK, dV, and dQ added up -------------------------------------------------------------- */
 /* ADD false: another kernel computes dq. DROP: dropout; requires MODIFIED. Grad: type of dK and
  * dV, T or float. */
 template <class T, class Tile, bool MODIFIED, bool ADD, bool DROP, class Grad = T>

@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(THREADS) fp8_finish_kernel(FinishParams x) {
     }
 }
 
-/* ---- 2. the inner attention ----------------------------------------------------------------- */
+/* ---- 2. the inner attention ------------------------------------------------------------------ */
 /* A contiguous float16 tensor of t's shape. */
 gk_tensor half_like(const gk_tensor &t, int64_t last, void *data) {
     gk_tensor made = t;

@@ -297,7 +297,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     }
 
     /* Clears the rows of V before the first key that any row of the sequence sees. Only paged
-     * tiles have such rows, since their boxes begin at a page boundary. */
+     * tiles have such rows, since they begin at a box boundary. */
     __device__ __forceinline__ void clear_head(const FwdTile &t, int step, int block) const {
         if constexpr (InBoxes<Tile>::value) {
             const int unseen = t.seq.span.lo(0) - t.keys.lo;

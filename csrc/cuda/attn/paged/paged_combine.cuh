@@ -9,8 +9,7 @@
 
 namespace {
 
-/* ---- 1. the kernel
- * ----------------------------------------------------------------------------- */
+/* ---- 1. the kernel --------------------------------------------------------------------------- */
 constexpr int COMBINE_WARPS = paged_plan::combine_warps, COMBINE_THREADS = COMBINE_WARPS * 32;
 constexpr int SPLITS = paged_plan::combine_splits;
 
@@ -117,8 +116,7 @@ template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_comb
     }
 }
 
-/* ---- 2. launch
- * --------------------------------------------------------------------------------- */
+/* ---- 2. launch ------------------------------------------------------------------------------- */
 /* Sets the addresses of a call's splits in the workspace. */
 inline void place_splits(Call &c, const Sizes &z, void *workspace) {
     if (!z.combines) return;

@@ -41,8 +41,7 @@ template <class T> gk_status launch_begin(const gk_context *ctx, const Call &c, 
                                          COMBINE_THREADS, 0, x, true);
 }
 
-/* ---- 2. the merge
- * ------------------------------------------------------------------------------ */
+/* ---- 2. the merge ---------------------------------------------------------------------------- */
 /* The threads that merge a share's sums: one warp if it alone has the tile's head, otherwise the
  * block. */
 struct Team {

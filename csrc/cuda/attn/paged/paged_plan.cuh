@@ -7,8 +7,8 @@
  * rows together. A tile is (sequence, `lanes` rows, a set of neighbouring kv heads). The keys of a
  * tile are cut into chunks; a chunk is one step of KEYS keys for each warp of the block.
  *
- * All tiles form one list of chunks. In front of each tile's chunks stand TILE_COST extra ones,
- * which stand for the cost of starting a tile. Each block takes the same number of chunks. The list
+ * All tiles form one list of chunks. Each tile's chunks follow TILE_COST extra ones, which
+ * represent the cost of starting a tile. Each block takes the same number of chunks. The list
  * depends on the lengths only. A block that holds a whole tile writes out. Otherwise it writes a
  * split (sums, max) to the workspace, and paged_combine.cuh merges the splits of a tile in order. A
  * block leaves at most two splits: one of the tile that it shares with the block before, one of the
@@ -29,8 +29,7 @@ namespace {
 
 constexpr int KEYS = paged_plan::keys, TILE_COST = paged_plan::tile_cost;
 
-/* ---- 1. the plan
- * ------------------------------------------------------------------------------ */
+/* ---- 1. the plan ----------------------------------------------------------------------------- */
 struct Call {
     Paged p;
     int block_heads, head_sets; /* neighbouring kv heads of a block; sets of them */
@@ -106,8 +105,7 @@ struct TileShare {
     int first_key, step0, steps;
 };
 
-/* ---- 2. keys
- * ---------------------------------------------------------------------------------- */
+/* ---- 2. keys --------------------------------------------------------------------------------- */
 /* The 16 keys of a step. Lane l holds the page of key l % 16. */
 struct Keys {
     int first, page; /* page -1: no key */
@@ -282,8 +280,7 @@ __device__ __forceinline__ void merge_warps(const Call &c, const TileShare &x, c
     }
 }
 
-/* ---- 4. the loop over a block's shares
- * -------------------------------------------------------- */
+/* ---- 4. the loop over a block's shares ------------------------------------------------------- */
 /* This block's chunks [begin, end), the sequence that holds the first one (`found`), and that
  * sequence's first chunk (`found_at`). */
 template <int WARPS_> struct Chunks {
@@ -390,8 +387,7 @@ __device__ __forceinline__ void each_tile(const Call &c, Stream &stream) {
     }
 }
 
-/* ---- 5. launch
- * -------------------------------------------------------------------------------- */
+/* ---- 5. launch ------------------------------------------------------------------------------- */
 /* key = {head_dim, lanes, warps, blocks an SM, bytes of shared memory, the most rows of a
  * sequence (0: any)}. The grid fills the device and does not depend on the lengths. */
 struct Sizes {

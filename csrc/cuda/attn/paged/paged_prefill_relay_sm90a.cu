@@ -119,8 +119,7 @@ __global__ void __launch_bounds__(THREADS) relay_pages_kernel(DecodeParams x) {
     }
 }
 
-/* ---- 2. the inner call
- * ------------------------------------------------------------------------ */
+/* ---- 2. the inner call ----------------------------------------------------------------------- */
 struct Own {
     size_t inner_bytes;
     int heads; /* kv heads of a round */

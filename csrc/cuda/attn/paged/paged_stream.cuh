@@ -63,8 +63,7 @@ constexpr GK_HD SmemMap smem_map(int tile_bytes, int head_dim, int lanes, int wa
     return m;
 }
 
-/* ---- 2. shares
- * -------------------------------------------------------------------------------- */
+/* ---- 2. shares ------------------------------------------------------------------------------- */
 struct Share {
     TileShare x;
     int stride;  /* keys from step to step */
@@ -175,8 +174,7 @@ template <int STEP_KEYS> struct Source {
     }
 };
 
-/* ---- 3. the ring
- * ------------------------------------------------------------------------------ */
+/* ---- 3. the ring ----------------------------------------------------------------------------- */
 template <class Pages> struct Loader {
     static constexpr int stage_bytes = 2 * Pages::tile_bytes;
     Source<Pages::KEYS> source;
@@ -285,8 +283,7 @@ template <class Pages> struct Loader {
     }
 };
 
-/* ---- 4. which launch serves the call
- * ---------------------------------------------------------- */
+/* ---- 4. which launch serves the call --------------------------------------------------------- */
 /* Estimates whether clusters, which divide each sequence on its own, finish before the list,
  * which divides all sequences together. Every warp of both launches gets the same answer. */
 __device__ __forceinline__ bool by_clusters(const StreamParams &a) {
