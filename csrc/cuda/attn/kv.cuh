@@ -48,7 +48,7 @@ __device__ __forceinline__ PagedSequence paged_sequence(const Paged &p, int b) {
     if (p.cu_q) {
         const int start = p.cu_q[b * p.cu_q_step], end = p.cu_q[(b + 1) * p.cu_q_step];
         good = start >= 0 && start <= end && end <= p.tokens;
-        /* a start below the previous entry must not take tokens of the sequence before */
+        /* a start below cu_q[b - 1] must not reach into the tokens of sequence b - 2 */
         if (b > 1) {
             const int before = p.cu_q[(b - 2) * p.cu_q_step],
                       its_end = p.cu_q[(b - 1) * p.cu_q_step];

@@ -308,7 +308,7 @@ struct paged_plan {
     static constexpr int keys = 16; /* keys of a warp's step: the m of mma m16n8k16 */
     /* If a tile would have more splits than about this, its kv heads go to separate blocks. */
     static constexpr int splits = 16;
-    /* cost of starting a sequence, in steps of the block */
+    /* cost of starting a tile, in chunks */
     static constexpr int tile_cost = 2;
     /* warps of a combine block; each reads one of a tile's splits */
     static constexpr int combine_warps = 8;

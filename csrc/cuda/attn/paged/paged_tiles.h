@@ -27,8 +27,8 @@ struct paged_hopper {
     static constexpr int side_by_side_batch = 32;
     /* above this batch paged_attn_sm80 serves: 0.7 % faster at 256 x 1k, equal at 64 x 4k */
     static constexpr int wide_batch = 64;
-    /* the same limit at head_dim 64: time over paged_attn_sm80's 0.86 at 16 x 2k, 1.00 at 32 x
-     * 2k, 1.03 at 64 x 4k */
+    /* from this batch on paged_attn_sm80 serves head_dim 64: time over paged_attn_sm80's 0.86 at
+     * 16 x 2k, 1.00 at 32 x 2k, 1.03 at 64 x 4k */
     static constexpr int narrow_batch = 32;
     /* The rate at which one SM of a cluster reads. Measured at 1 x 128k: 43 bytes a ns with
      * 16-bit pages, where clusters and the list take the same time; 30 with codes, where the
