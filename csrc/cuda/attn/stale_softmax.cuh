@@ -21,9 +21,8 @@
 /* Weights in the block that sets m are at most 1. A lane's sum of weights per block must stay
  * below LIMIT. */
 template <class T> struct StaleRange;
-template <>
 /* bfloat16 has float's exponent range; O is weights times v, so part of the range is left for v */
-struct StaleRange<__nv_bfloat16> {
+template <> struct StaleRange<__nv_bfloat16> {
     static constexpr float LIMIT = 0x1p80f;
 };
 template <> struct StaleRange<__half> { /* the largest float16 is 65504 */

@@ -255,10 +255,9 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
         setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
         if (threadIdx.x / 32 == 8) load_tiles<Tile, Consumer::ORDERED>(x, w, smem, smem_s);
         if (Consumer::ORDERED && threadIdx.x == 9 * 32) keep_order<Tile>(x, w, smem_s);
-        if (threadIdx.x / 32 == 11 && x.grid.rows >
-                                          /* The release waits for the additions. This warp does it,
-                                           * so that the consumers can store dK and dV meanwhile. */
-                                          0) {
+        /* The release waits for the additions. This warp does it, so that the consumers can store
+         * dK and dV meanwhile. */
+        if (threadIdx.x / 32 == 11 && x.grid.rows > 0) {
             bar_sync(BAR_ADDED, 256 + 32);
             if (laneid() == 0) red_add_release(x.keys_done + w.task.unit);
         }

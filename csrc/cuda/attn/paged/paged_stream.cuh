@@ -26,10 +26,9 @@ namespace {
 
 struct StreamParams {
     Call c; /* c.shared is NULL */
-    unsigned *
-        /* workspace, [blocks][LIST_WARPS]: for each head, how many splits are stored of the tile
-         * that this block began */
-        arrived;
+    /* workspace, [blocks][LIST_WARPS]: for each head, how many splits are stored of the tile that
+     * this block began */
+    unsigned *arrived;
     CUtensorMap k, v;
     CodeScale k_scale, v_scale; /* of codes, per page */
     bool by_page;               /* at least one of them exists */
