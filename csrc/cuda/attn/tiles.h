@@ -145,9 +145,9 @@ constexpr int SPLIT_MOST = 32, SPLIT_TILES = 4;
  * parts that reaches SPLIT_NEAR of the best fill is taken, which is FlashAttention-2's rule. */
 constexpr double SPLIT_BELOW = 0.8, SPLIT_NEAR = 0.85;
 
-/* Blocks process kv heads in groups whose K and V take this share of L2, longest rows first.
- * Each head's keys then come from DRAM once. The rest of L2 is for Q, O and the heads of the
- * neighbouring groups. */
+/* Blocks process kv heads in groups whose K and V take this share of L2. Within a group, the
+ * rows with the most keys come first. Each head's keys then come from DRAM once. The rest of L2
+ * is for Q, O and the heads of the neighbouring groups. */
 constexpr double FWD_L2_SHARE = 0.4;
 /* ======== end of forward ======== */
 

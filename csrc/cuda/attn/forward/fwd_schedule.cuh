@@ -9,8 +9,8 @@
  * An incomplete last round of pairs would take as long as a whole pair. So the tiles of the last
  * one or two rounds, and the middle tile of an odd number, are scheduled one by one instead:
  * longest first, from block 0 to the last block, then back from the last to block 0. With a sliding
- * window, all tiles of a head but the first few are equally long. Those few come last, in the same
- * way.
+ * window, all tiles of a head but the first few are equally long. The first few come last, in the
+ * same way.
  *
  * Everything here is a plain function that tests/csrc/check_attn_sm90a.cpp also runs on the CPU. */
 #ifndef GPUKERN_CUDA_FWD_SCHEDULE_CUH
