@@ -62,30 +62,30 @@ static void check_schedule(int tiles, int heads, int splits, int paired, int sms
     s.splits = splits;
     s.paired = paired;
     s.heads = heads;
-    fwd_deal(&s, sms);
-    Walk walk = {tiles,
-                 heads,
-                 splits,
-                 bq,
-                 bkv,
-                 std::vector<char>((size_t)heads * splits * tiles),
-                 std::vector<long>(s.blocks)};
+    fwd_make_schedule(&s, sms);
+    Walk each_tile = {tiles,
+                      heads,
+                      splits,
+                      bq,
+                      bkv,
+                      std::vector<char>((size_t)heads * splits * tiles),
+                      std::vector<long>(s.blocks)};
     for (int block = 0; block < s.blocks; ++block) {
         long taken = 0;
-        for (FwdPlace at; (at = fwd_place_of(s, block, (int)taken)).head >= 0 && walk.inside;
+        for (FwdPlace at; (at = fwd_place_of(s, block, (int)taken)).head >= 0 && each_tile.inside;
              ++taken)
-            walk.take(block, at.head, at.split, at.tile);
-        walk.most = taken > walk.most ? taken : walk.most;
+            each_tile.take(block, at.head, at.split, at.tile);
+        each_tile.most = taken > each_tile.most ? taken : each_tile.most;
     }
     check(s.blocks <= sms && (s.blocks == sms || s.blocks == tiles * heads * splits),
           "blocks: tiles, heads", tiles, heads);
-    check(walk.once(), "every tile once: tiles, blocks", tiles, s.blocks);
+    check(each_tile.once(), "every tile once: tiles, blocks", tiles, s.blocks);
     if (!paired) return;
     /* The worst block has at most a tile more than the mean, of few tiles a pair; where a tile's
      * rows are no whole blocks of keys each rounds up by half a block beside that. */
-    const long unit = tiles < FWD_SINGLES ? walk.longest + 2 : walk.longest;
-    check((double)walk.worst() <=
-              walk.mean() + (double)unit + (bq % bkv ? (double)walk.most / 2 : 0) + 1e-6,
+    const long unit = tiles < FWD_SINGLES ? each_tile.longest + 2 : each_tile.longest;
+    check((double)each_tile.worst() <=
+              each_tile.mean() + (double)unit + (bq % bkv ? (double)each_tile.most / 2 : 0) + 1e-6,
           "the worst block's keys: tiles, blocks", tiles, s.blocks);
 }
 
@@ -95,31 +95,31 @@ static void check_packed(int tiles, int heads, int splits, int paired, int block
     s.splits = splits;
     s.paired = paired;
     s.heads = heads;
-    Walk walk = {tiles,
-                 heads,
-                 splits,
-                 128,
-                 128,
-                 std::vector<char>((size_t)heads * splits * tiles),
-                 std::vector<long>(blocks)};
+    Walk each_tile = {tiles,
+                      heads,
+                      splits,
+                      128,
+                      128,
+                      std::vector<char>((size_t)heads * splits * tiles),
+                      std::vector<long>(blocks)};
     const int units = heads * fwd_units_of(tiles, paired) * splits;
     for (int unit = 0; unit < units; ++unit) {
         const FwdUnit u = fwd_unit(tiles, s, unit);
         for (int tile : u.tile)
-            if (tile >= 0) walk.take(unit % blocks, u.head, u.split, tile);
+            if (tile >= 0) each_tile.take(unit % blocks, u.head, u.split, tile);
     }
-    check(walk.once(), "packed: every tile once: tiles, blocks", tiles, blocks);
+    check(each_tile.once(), "packed: every tile once: tiles, blocks", tiles, blocks);
 }
 
-/* A window of `young` tiles and one more: the worst block's keys in `most` of the mean, or a tile
- * more. */
-static void check_window(int tiles, int young, int heads, int sms, double most) {
+/* A window of `short_tiles` tiles and one more: the worst block's keys in `most` of the mean, or a
+ * tile more. */
+static void check_window(int tiles, int short_tiles, int heads, int sms, double most) {
     FwdSchedule s = {};
     s.tiles = tiles;
     s.splits = 1;
     s.heads = heads;
-    s.young = young;
-    fwd_deal(&s, sms);
+    s.short_tiles = short_tiles;
+    fwd_make_schedule(&s, sms);
     std::vector<char> hits((size_t)heads * tiles);
     bool inside = true;
     long total = 0, worst = 0;
@@ -131,7 +131,7 @@ static void check_window(int tiles, int young, int heads, int sms, double most) 
                      i <= tiles * heads;
             if (inside) {
                 ++hits[(size_t)at.head * tiles + at.tile];
-                load += at.tile < young ? at.tile + 1 : young + 1;
+                load += at.tile < short_tiles ? at.tile + 1 : short_tiles + 1;
             }
         }
         total += load;
@@ -139,10 +139,10 @@ static void check_window(int tiles, int young, int heads, int sms, double most) 
     }
     bool once = inside;
     for (char hit : hits) once = once && hit == 1;
-    check(once, "windows: every tile once: tiles, young", tiles, young);
+    check(once, "windows: every tile once: tiles, young", tiles, short_tiles);
     const double mean = (double)total / s.blocks;
-    check((double)worst <= fmax(most * mean, most > 2 ? mean + young + 1 : 0) + 1e-6,
-          "windows: the worst block's keys: tiles, young", tiles, young);
+    check((double)worst <= fmax(most * mean, most > 2 ? mean + short_tiles + 1 : 0) + 1e-6,
+          "windows: the worst block's keys: tiles, young", tiles, short_tiles);
 }
 
 static void check_schedules() {
@@ -168,7 +168,7 @@ static void check_schedules() {
     long_one.splits = 1;
     long_one.paired = 1;
     long_one.heads = 16;
-    fwd_deal(&long_one, 132);
+    fwd_make_schedule(&long_one, 132);
     long worst = 0;
     for (int c = 0; c < 132; ++c) {
         long load = 0;
@@ -179,11 +179,11 @@ static void check_schedules() {
     check(long_one.rounds == 6 && worst < 1.02 * 16 * 128 * 129 / 2 / 132, "singles end even",
           worst, long_one.rounds);
     /* windows: every tile once, a head's first ones last; of 32 heads of 64 tiles, eight of them
-     * young, blocks end within 2 % of the mean */
+     * short, blocks end within 2 % of the mean */
     for (int tiles = 1; tiles <= 40; ++tiles)
-        for (int young = 1; young < tiles; young += 1 + young / 2)
+        for (int short_tiles = 1; short_tiles < tiles; short_tiles += 1 + short_tiles / 2)
             for (int blocks : some_blocks)
-                for (int heads : some_heads) check_window(tiles, young, heads, blocks, 4);
+                for (int heads : some_heads) check_window(tiles, short_tiles, heads, blocks, 4);
     check_window(64, 8, 32, 132, 1.02);
     check_window(66, 8, 32, 132, 1.02);
     /* longest first, and a pair sees as many keys as any other */
@@ -221,7 +221,7 @@ static void check_blocks() {
         }
 }
 
-/* row_of: a tile of one head has more rows to a head than there are; of stacked heads seq_q. */
+/* row_of: a tile of one head has more rows to a head than there are; of several heads seq_q. */
 static void check_stacked() {
     const Divisor alone = divisor_of(INT32_MAX);
     for (uint32_t row : {0u, 1u, 191u, 1u << 20, 1u << 30, (1u << 30) + 191, 2147483646u})

@@ -1,15 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* attn_mask: builds a stored mask (../../attn_mask.h) on the device, bit for bit as ref/attn_mask.c
- * does. No host waits for it.
+/* attn_mask: builds a stored mask (../../core/attn_mask.h) on the device, with the same bits as
+ * ref/attn_mask.c. It does not synchronise with the host.
  *
- * Three launches behind a memset of what no kernel writes:
- *   mark    a block owns 128 queries x 128 keys: makes their bits, stores the kind and, in a dense store, the words
- *   list    a block owns one tile of queries, or of keys for the transposed tables: its list and, in other stores, the words of GK_MASK_KEPT blocks
- *   order   a block owns one head: sorts its tiles, longest list first
- * The bits of 128 rows stand in shared memory, four words a row in order of columns. Thread t
- * stores the words 2 t and 2 t + 1.
+ * A memset clears what no kernel writes. Three launches follow:
  *
- * Counts and indices of blocks that are out of range are cut or skipped, and reported. */
+ *  mark    a block owns 128 queries x 128 keys: makes their bits, stores the block's kind and, in
+ *          a dense store, its words
+ *  list    a block owns one tile of queries, or of keys for the transposed tables: stores its list
+ *          and, in other stores, the words of GK_MASK_KEPT blocks
+ *  order   a block owns one head: sorts its tiles, longest list first
+ *
+ * The bits of 128 rows are in shared memory, four words a row in column order. Thread t stores
+ * words 2 t and 2 t + 1.
+ *
+ * Block counts and indices that are out of range are clamped or skipped, and reported. */
 #include "../../core/attn_mask.h"
 #include "../host/launch.cuh"
 
@@ -18,9 +22,9 @@ namespace {
 constexpr int THREADS = 256;
 
 struct View {
-    const void *data; /* NULL: not there */
+    const void *data; /* NULL: this tensor is absent */
     int64_t stride[4];
-    int last; /* elements of the last dimension */
+    int last; /* size of the last dimension */
 };
 
 struct Build {
@@ -34,7 +38,7 @@ struct Build {
     uint8_t *error_word;
 };
 
-/* The head of one mask of the call. */
+/* One mask of the call: its batch, head and place in the result. */
 struct Head {
     int64_t b, h;
     int32_t *out;
@@ -70,7 +74,7 @@ __device__ __forceinline__ int4 column_of(const Build &x, const Head &y, int key
     return make_int4(c[0], c[1], c[2], c[3]);
 }
 
-/* Whether the list of a tile has the block. All threads. */
+/* True if the list of a tile contains block kb. All threads take part. */
 __device__ bool lists(const Build &x, const Head &y, const View &num, const View &list, int tile,
                       int kb) {
     if (!num.data) return false;
@@ -86,7 +90,7 @@ __device__ bool lists(const Build &x, const Head &y, const View &num, const View
     return __syncthreads_or(has);
 }
 
-/* Bools as bits; any byte but 0 is true. */
+/* Four bool bytes as four bits. Any byte but 0 counts as true. */
 __device__ __forceinline__ uint32_t four_bools(uint32_t x) {
     return (__vsetgtu4(x, 0) * 0x01020408u >> 24) & 15;
 }
@@ -94,7 +98,7 @@ __device__ __forceinline__ uint32_t sixteen_bools(uint4 v) {
     return four_bools(v.x) | four_bools(v.y) << 4 | four_bools(v.z) << 8 | four_bools(v.w) << 12;
 }
 
-/* 64 columns of a row from col on, of which `n` are within the keys, n > 0. */
+/* bools_of and packed_of: the bits of 64 columns of a row, of which the first n > 0 are keys. */
 __device__ __forceinline__ void bools_of(const View &mask, const uint8_t *at, int n,
                                          uint32_t bits[2]) {
     bits[0] = bits[1] = 0;
@@ -120,11 +124,13 @@ __device__ __forceinline__ void packed_of(const View &mask, const uint8_t *at, i
     bits[1] &= gk_mask_below(n - 32);
 }
 
-/* The bits of block (tile, kb). All threads; they stand in rows_s behind a barrier of the block. */
+/* Makes the bits of block (tile, kb) in rows_s. All threads take part; the caller synchronises
+ * before reading them. */
 __device__ void make_bits(const Build &x, const Head &y, int tile, int kb,
                           uint32_t (&rows_s)[128][4]) {
     const int tid = threadIdx.x, i0 = tile * GK_MASK_TILE, j0 = kb * GK_MASK_TILE;
-    if (x.source == GK_MASK_OF_COLUMNS) { /* a lane owns a column, a warp 32 of them and 64 rows */
+    /* a lane owns a column; a warp owns 32 columns and 64 rows */
+    if (x.source == GK_MASK_OF_COLUMNS) {
         const int group = tid / 32 % 4, key = j0 + 32 * group + tid % 32;
         const int4 c = key < x.seq_k ? column_of(x, y, key) : make_int4(0, 0, 0, 0);
         const int32_t hidden[4] = {c.x, c.y, c.z, c.w};
@@ -139,12 +145,12 @@ __device__ void make_bits(const Build &x, const Head &y, int tile, int kb,
     bool none = false, whole = false;
     if (x.source == GK_MASK_OF_BLOCKS) {
         whole = lists(x, y, x.num_full, x.full, tile, kb);
-        /* asked for all the same: it reports */
+        /* called even if `whole` is true, because it reports bad entries */
         const bool part = lists(x, y, x.num, x.list, tile, kb);
         none = !whole && !part;
         whole = whole || !x.mask.data;
     }
-    const int r = tid / 2, row = i0 + r, col = tid % 2 * 64; /* half a row a thread */
+    const int r = tid / 2, row = i0 + r, col = tid % 2 * 64; /* a thread makes half a row */
     const int n = min(x.seq_k - j0 - col, 64);
     uint32_t bits[2] = {0, 0};
     if (row < x.seq_q && n > 0 && !none) {
@@ -171,7 +177,7 @@ __device__ void make_bits(const Build &x, const Head &y, int tile, int kb,
     rows_s[r][tid % 2 * 2 + 1] = bits[1];
 }
 
-/* This thread's two words of a block; flipped: a row is a key and a column is a query. */
+/* This thread's two words of a block. flipped: a row is a key and a column is a query. */
 __device__ __forceinline__ uint2 words_of(const uint32_t (&rows_s)[128][4], bool flipped) {
     const int first = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, q = threadIdx.x % 4;
     uint32_t word[2] = {0, 0};
@@ -189,7 +195,7 @@ __device__ __forceinline__ uint2 words_of(const uint32_t (&rows_s)[128][4], bool
     return make_uint2(word[0], word[1]);
 }
 
-/* ---- 1. the kind of a block, and in a dense store its words --------------------------------- */
+/* ---- 1. the kind of a block, and in a dense store its words ---------------------------------- */
 __global__ void __launch_bounds__(THREADS) attn_mask_mark_kernel(const __grid_constant__ Build x) {
     __shared__ uint32_t rows_s[128][4];
     const int kb = blockIdx.x, tile = blockIdx.y, tid = threadIdx.x;
@@ -201,7 +207,8 @@ __global__ void __launch_bounds__(THREADS) attn_mask_mark_kernel(const __grid_co
         if (tid < GK_MASK_TILE && x.store == GK_MASK_COLUMNS && i < x.seq_k)
             *to = column_of(x, y, i);
     }
-    if (kb >= x.tiles_k || tile >= x.tiles_q) return; /* the grid of an empty side has one block */
+    /* the grid has one block for an empty side */
+    if (kb >= x.tiles_k || tile >= x.tiles_q) return;
     make_bits(x, y, tile, kb, rows_s);
     __syncthreads();
     const int left = x.seq_k - kb * GK_MASK_TILE, col = tid % 2 * 64;
@@ -278,7 +285,7 @@ __global__ void __launch_bounds__(THREADS) attn_mask_list_kernel(const __grid_co
     }
 }
 
-/* ---- 3. longest lists first; of equal ones the later tile ------------------------------------ */
+/* ---- 3. sorts tiles: longest list first; equal lists, later tile first ----------------------- */
 __global__ void __launch_bounds__(THREADS) attn_mask_order_kernel(const __grid_constant__ Build x) {
     extern __shared__ int2 counts_s[];
     const bool by_keys = blockIdx.y == 1;
@@ -347,7 +354,8 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *, void *) 
             GK_ERR_UNSUPPORTED,
             "%s: %lld masks, B x H, are more than the 65535 of one call; build them in parts", op,
             (long long)masks);
-    const bool dense = x.store == GK_MASK_DENSE; /* whose words are written whole */
+    /* a dense store's words are all written by the kernels */
+    const bool dense = x.store == GK_MASK_DENSE;
     gk_status status = clear_part(op, ctx, x, (int)masks, 0, dense ? x.at.words : x.at.total);
     if (status == GK_OK && dense && x.transposed)
         status = clear_part(op, ctx, x, (int)masks, x.at.tiles_t, x.at.words_t);

@@ -1,24 +1,27 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* attn_merge: two attentions over different keys become one (Dao et al. 2023, Flash-Decoding).
- *   lse = log(exp(lse_a) + exp(lse_b))      out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
- * out_a, out_b [..., Dv] of one dtype, lse_a, lse_b [...] float32 (float64 with float64), any
- * strides; out, lse dense. A side with lse -inf saw nothing and is not read: the other is returned
- * bit for bit; both give 0 and -inf.
- * A warp owns a row. Bandwidth bound. */
+/* attn_merge: merges two attentions over different keys (Dao et al. 2023, Flash-Decoding).
+ *
+ *  lse = log(exp(lse_a) + exp(lse_b))      out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
+ *
+ * out_a, out_b [..., Dv] of one dtype, lse_a, lse_b [...] float32 (float64 for float64), any
+ * strides; out, lse dense. A side with lse -inf saw no key and is not read: the other side is
+ * returned bit for bit. If both are -inf, the result is 0 and -inf.
+ *
+ * Work split: a warp owns a row. The kernel is bound by memory bandwidth. */
 #include "../host/launch.cuh"
 #include "../tile/convert.cuh"
 #include "softmax.cuh"
 
 namespace {
 
-/* no state beyond a row: any count that fills an SM serves */
+/* warps share nothing, so any block size that fills an SM serves */
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 
 struct Params {
     const void *out_a, *out_b, *lse_a, *lse_b;
     void *out, *lse;
     int64_t num_rows, head_dim_v;
-    int ndim; /* of lse */
+    int ndim; /* dimensions of lse */
     int64_t shape[GK_MAX_DIMS];
     int64_t out_a_stride[GK_MAX_DIMS], out_b_stride[GK_MAX_DIMS], lse_a_stride[GK_MAX_DIMS],
         lse_b_stride[GK_MAX_DIMS];

@@ -1,7 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* drop.cuh: attention's dropout on the device, by the law of csrc/formats/attn_dropout.h: bits of
- * eight keys a call of Philox, in the lanes that hold the probabilities. Kernels zero what is not
- * kept of P and leave 1 / (1 - p) to the end of a row; in dS it is a factor of dP. */
+/* drop.cuh: attention's dropout on the device. csrc/formats/attn_dropout.h defines which
+ * probabilities are kept.
+ *
+ * One call of Philox gives the bits of eight keys, in the lanes that hold the probabilities.
+ * Kernels zero the probabilities of P that are not kept and apply 1 / (1 - p) at the end of a row.
+ * In dS the bits and the factor apply to dP. */
 #ifndef GPUKERN_CUDA_DROP_CUH
 #define GPUKERN_CUDA_DROP_CUH
 
@@ -13,7 +16,7 @@ struct Dropout {
     const int64_t *seed; /* [2] */
     int64_t seed_step;
     uint32_t most; /* gk_attn_keep_most; 0: no dropout */
-    float factor;  /* of what is kept, 1 where there is none */
+    float factor;  /* 1 / (1 - p); 1 without dropout */
     double wide_factor;
 };
 
@@ -28,7 +31,7 @@ inline Dropout dropout_of(const gk_flash_attn_args *a) {
     return d;
 }
 
-/* What a kernel takes that has dropout, by value: what it takes without, and the dropout. */
+/* The parameters of a kernel with dropout: those of the kernel without it, and the dropout. */
 template <class P> struct Dropping : P {
     Dropout drop;
 };
@@ -43,16 +46,16 @@ template <class P> __host__ __device__ inline float drop_factor(const Dropping<P
 }
 template <class P> __host__ __device__ inline float drop_factor(const P &) { return 1; }
 
-/* Number of the row of query 0 of a head: of its element in lse. */
+/* The row number of query q0 of a head in the dropout's counter: the index of its lse. */
 __device__ __forceinline__ int64_t drop_row0(const Problem &p, int b, int head, int q0) {
     return b * p.lse.batch + head * p.lse.head + (int64_t)q0 * p.lse.row;
 }
-/* The first token of sequence b, 0 of a dense call. */
+/* The first token of sequence b; 0 in a dense call. */
 __device__ __forceinline__ int drop_q0(const Problem &p, int b) {
     return p.cu_q ? min(max(p.cu_q[b * p.cu_q_step], 0), p.total_q) : 0;
 }
 
-/* Bit e: whether a row keeps key 8 g + e. */
+/* Bit e tells whether the row keeps key 8 g + e. */
 __device__ __forceinline__ uint32_t drop_eight(const PhiloxSeed &seed, uint32_t most, int64_t row,
                                                int g) {
     const uint4 c = philox(seed, (uint64_t)gk_attn_counter_high(row) << 32 |
@@ -67,21 +70,22 @@ __device__ __forceinline__ uint32_t drop_eight(const PhiloxSeed &seed, uint32_t 
     return bits;
 }
 
-/* The factor of one probability: 0, 1 / (1 - p), or 1 where there is no dropout. */
+/* The factor of one probability: 0 or 1 / (1 - p); 1 without dropout. */
 template <class W> __device__ __forceinline__ W drop_of(const Dropout &d, int64_t row, int key) {
     if (d.most == 0) return 1;
     const uint32_t bits = drop_eight(PhiloxSeed(d.seed, d.seed_step), d.most, row, key / 8);
     return bits >> key % 8 & 1 ? (W)d.wide_factor : 0;
 }
 
-/* The four lanes of a quad have each other's bytes. */
+/* The `or` of x over the four lanes of a quad. */
 __device__ __forceinline__ uint32_t quad_or(uint32_t x) {
     x |= __shfl_xor_sync(0xffffffffu, x, 1);
     return x | __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-/* Rows in accumulators, keys as columns: of s [M][N][4] what is not kept becomes 0. row0: the
- * number of the lane's first row, of which the next is row_step on; key0: column 0 of the tile. */
+/* Zeroes the elements of s [M][N][4] that are not kept; rows are queries, columns are keys.
+ * row0: the row number of the lane's first row; row_step: the distance of consecutive rows;
+ * key0: the key of the tile's column 0. */
 template <int M, int N>
 __device__ __forceinline__ void drop_keys(float (&s)[M][N][4], const Dropout &d, int64_t row0,
                                           int64_t row_step, int key0) {
@@ -97,11 +101,11 @@ __device__ __forceinline__ void drop_keys(float (&s)[M][N][4], const Dropout &d,
 #pragma unroll
             for (int i = 0; i < WORDS; ++i)
                 w[i] = quad_or(drop_eight(seed, d.most, row, g + 4 * i + quad) << 8 * quad);
-            /* all lanes alike */
+            /* the same in all lanes */
             w[WORDS] = skip ? drop_eight(seed, d.most, row, g + 4 * WORDS) : 0;
 #pragma unroll
             for (int i = 0; i < WORDS; ++i) {
-                /* bit 0: the lane's first column */
+                /* bit 0 is the lane's first column */
                 w[i] = __funnelshift_r(w[i], w[i + 1], skip) >> 2 * quad;
 #pragma unroll
                 for (int n = 4 * i; n < 4 * i + 4 && n < N; ++n)
@@ -113,9 +117,10 @@ __device__ __forceinline__ void drop_keys(float (&s)[M][N][4], const Dropout &d,
         }
 }
 
-/* Keys in accumulators, M x 16 a warp, rows of queries as columns: bits of a lane's two rows of the
- * n-th eight, of which bit 16 m + 8 (r / 2) is of accumulator [m][n][r]. row0: the number of column
- * 0; key0: the warp's first, a multiple of 16. */
+/* The kept bits for accumulators of M x 16 keys as rows and queries as columns. Returns the bits
+ * of the lane's two queries in the n-th group of eight; bit 16 m + 8 (r / 2) belongs to
+ * accumulator [m][n][r]. row0: the row number of column 0; key0: the warp's first key, a
+ * multiple of 16. */
 template <int M>
 __device__ __forceinline__ uint2 keep_of_rows(const Dropout &d, int64_t row0, int64_t row_step,
                                               int key0, int n) {

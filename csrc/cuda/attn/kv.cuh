@@ -1,40 +1,42 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* kv.cuh: a paged_attn call as its kernels see it: one struct by value, the sequence behind a row
- * of the table, the sequence that owns a token, the page that holds a key. Strides count elements.
+/* kv.cuh: a paged_attn call as its kernels see it, as one struct by value. It also finds the
+ * sequence of a table row, the sequence that owns a token, and the page that holds a key. Strides
+ * count elements.
  *
- * Index tensors are read on the device alone. What is wrong in them is reported and replaced: a
- * length is clamped, a pair of cu_seqlens_q that cannot be a sequence owns no token, a page outside
- * the cache holds no key. */
+ * Index tensors are read on the device only. Errors in them are reported and repaired: a length is
+ * clamped, an impossible pair of cu_seqlens_q owns no token, and a page outside the cache holds no
+ * key. */
 #ifndef GPUKERN_CUDA_KV_CUH
 #define GPUKERN_CUDA_KV_CUH
 
 #include "softmax.cuh"
 
 struct Paged {
-    Rows q;          /* [T, heads_q, head_dim] */
-    Rows k, v;       /* [num_blocks, block_size, heads_kv, last]: batch is the page */
-    void *out, *lse; /* [T, heads_q, head_dim_v], [T, heads_q]: dense; lse NULL = not wanted */
+    Rows q; /* [T, heads_q, head_dim] */
+    /* [num_blocks, block_size, heads_kv, last]; the batch dimension is the page */
+    Rows k, v;
+    void *out, *lse; /* [T, heads_q, head_dim_v], [T, heads_q], dense; lse may be NULL */
     Rules rules;
-    const int32_t *table, *lens, *cu_q; /* cu_q NULL: seq_q tokens each */
+    const int32_t *table, *lens, *cu_q; /* cu_q NULL: seq_q tokens in each sequence */
     int64_t table_row, table_entry, lens_step, cu_q_step;
-    /* float, double for float64; NULL = 1; step 0: one for all heads */
+    /* float, double for float64; NULL = 1; step 0: one value for all heads */
     const void *k_scale, *v_scale;
     int64_t k_scale_step, v_scale_step;
     int batch, tokens, heads_q, heads_kv, group;
     int head_dim, head_dim_v;
     int num_blocks, block_size;
-    int capacity; /* keys that a row of the table holds */
-    int seq_q;    /* query tokens of a sequence; with cu_q their upper bound */
+    int capacity; /* keys that a row of the block table holds */
+    int seq_q;    /* query tokens of a sequence; with cu_q an upper bound */
     uint8_t *error_word;
 };
 
 struct PagedSequence {
-    int q0, rows; /* its query tokens that are served: [q0, q0 + rows) */
+    int q0, rows; /* its query tokens are [q0, q0 + rows) */
     int seq_k, diagonal;
     Span span;
 
     __device__ __forceinline__ int lo(int i) const { return span.lo(i); }
-    /* a query before the first key sees none, causal or not */
+    /* a query at a position before key 0 sees no key, causal or not */
     __device__ __forceinline__ int hi(int i) const { return i + diagonal < 0 ? 0 : span.hi(i); }
 };
 
@@ -46,7 +48,7 @@ __device__ __forceinline__ PagedSequence paged_sequence(const Paged &p, int b) {
     if (p.cu_q) {
         const int start = p.cu_q[b * p.cu_q_step], end = p.cu_q[(b + 1) * p.cu_q_step];
         good = start >= 0 && start <= end && end <= p.tokens;
-        /* a start below the entry before it must not take tokens of the sequence before that */
+        /* a start below cu_q[b - 1] must not reach into the tokens of sequence b - 2 */
         if (b > 1) {
             const int before = p.cu_q[(b - 2) * p.cu_q_step],
                       its_end = p.cu_q[(b - 1) * p.cu_q_step];
@@ -68,8 +70,7 @@ __device__ __forceinline__ PagedSequence paged_sequence(const Paged &p, int b) {
     return s;
 }
 
-/* The sequence that serves the token, -1 where none does. All lanes of a warp ask for the same
- * token. */
+/* The sequence that owns the token, or -1. All lanes of a warp ask for the same token. */
 __device__ __forceinline__ int paged_owner(const Paged &p, int token) {
     if (!p.cu_q) return token / p.seq_q;
     const int likely = owner_of(p.cu_q, p.cu_q_step, p.batch, token);
@@ -77,7 +78,7 @@ __device__ __forceinline__ int paged_owner(const Paged &p, int token) {
         const PagedSequence s = paged_sequence(p, likely);
         if (token >= s.q0 && token - s.q0 < s.rows) return likely;
     }
-    /* a bad entry has misled the search, or the token is nobody's */
+    /* a bad entry may have misled the search, so all sequences are searched */
     for (int first = 0; first < p.batch; first += 32) {
         const int b = first + threadIdx.x % 32;
         bool owns = false;
@@ -91,8 +92,8 @@ __device__ __forceinline__ int paged_owner(const Paged &p, int token) {
     return -1;
 }
 
-/* The page of key j of sequence b, in which it is row j % block_size; -1, and a report, where the
- * table names no page of the cache. The key lies at k.at(page, head_kv, row). */
+/* The page of key j of sequence b. The key is row j % block_size of it, at k.at(page, head_kv,
+ * row). Returns -1 and reports an error if the table names no page of the cache. */
 __device__ __forceinline__ int page_of_key(const Paged &p, int b, int j) {
     const int page = p.table[b * p.table_row + j / p.block_size * p.table_entry];
     if ((unsigned)page < (unsigned)p.num_blocks) return page;
@@ -105,10 +106,11 @@ __device__ __forceinline__ W paged_scale(const void *scale, int64_t step, int he
     return scale ? ((const W *)scale)[head_kv * step] : W(1);
 }
 
-/* A scale of 8-bit caches, by page and head, by head or one for all: strides of 0. NULL = 1. */
+/* A scale of an 8-bit cache: per page and head, per head, or one for all (strides of 0). NULL =
+ * 1. */
 struct CodeScale {
     const void *data;
-    bool wide; /* double, else float */
+    bool wide; /* true: double, false: float */
     int64_t page, head;
 
     template <class W> __device__ __forceinline__ W at(int64_t its_page, int head_kv) const {
@@ -131,7 +133,7 @@ inline CodeScale code_scale(const gk_tensor *t) {
     return s;
 }
 
-/* Query tokens of a sequence, at most: what shapes and arguments tell. */
+/* The largest number of query tokens of a sequence that shapes and arguments allow. */
 inline int64_t paged_seq_q(const gk_paged_attn_args *a) {
     const int64_t tokens = a->q.shape[0], batch = a->seq_lens.shape[0];
     if (a->cu_seqlens_q) return gk_clamp_i64(a->max_seqlen_q, 0, tokens);
@@ -180,7 +182,8 @@ inline Paged paged_of(const gk_context *ctx, const gk_paged_attn_args *a) {
     p.capacity =
         p.num_blocks ? (int)gk_min_i64(a->block_table.shape[1] * p.block_size, 1 << 30) : 0;
     p.seq_q = (int)paged_seq_q(a);
-    /* the kernels report every short length, and no report tells it from a bad one */
+    /* with ALLOW_SHORT nothing is reported, since the kernels could not tell a short length from
+     * a bad one */
     p.error_word = a->flags & GK_PAGED_ALLOW_SHORT ? NULL : ctx->error_word;
     return p;
 }

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* mask.cuh: what happens to a tile of scores between the product and the softmax: the mask of edge
- * tiles, and softcap and ALiBi. Scores lie as accumulators: s[m][n][2 r + e] is row 16 m + 8 r and
- * column 8 n + e from the lane's first. */
+/* mask.cuh: applies the mask, softcap and ALiBi to a tile of scores between the product and the
+ * softmax. The scores are mma accumulators: s[m][n][2 r + e] is row 16 m + 8 r and column 8 n +
+ * e, relative to the lane's first. */
 #ifndef GPUKERN_CUDA_MASK_CUH
 #define GPUKERN_CUDA_MASK_CUH
 
 #include "score.cuh"
 
-/* Keys that a row does not see become -inf. row0, key0: of s[0][0][0]. Rows past the sequence see
- * what its last row sees. */
+/* Sets the scores of keys that a row does not see to -inf. row0, key0: of s[0][0][0]. Rows past
+ * the sequence use the mask of its last row. */
 template <int M, int N>
 __device__ __forceinline__ void mask(float (&s)[M][N][4], const Sequence &seq, int row0, int key0) {
     const Span span = seq.span;
@@ -29,9 +29,9 @@ __device__ __forceinline__ void mask(float (&s)[M][N][4], const Sequence &seq, i
     }
 }
 
-/* Softcap, ALiBi, or a scale that is not positive: S becomes scores in natural units. Distances
- * from the tile's first key are exact where they are small; past 2^24 they round as any float of
- * their size does. */
+/* Applies scale, softcap and ALiBi: S becomes scores in natural units. It serves softcap, ALiBi
+ * and scales that are not positive. Distances from the tile's first key up to 2^24 are exact;
+ * larger ones are rounded to float. */
 template <int M, int N>
 __device__ __forceinline__ void modify(float (&s)[M][N][4], const Score &kept, int row0, int key0) {
     const Score x = kept;

@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* problem.cuh: an attention call as every attention kernel sees it: one struct by value, dense and
- * packed alike, and the sequence that a block works on. Strides count elements. */
+/* problem.cuh: an attention call as every attention kernel sees it: one struct by value for
+ * dense and packed calls, and the sequence that a block works on. Strides count elements. */
 #ifndef GPUKERN_CUDA_PROBLEM_CUH
 #define GPUKERN_CUDA_PROBLEM_CUH
 
 #include "../host/launch.cuh"
 #include "span.cuh"
 
-/* q, k, v, out, their gradients: [batch, heads, row, last], last dense; packed tensors have batch
- * stride 0. A paged cache is the same: its pages are the batch, a key's place in the page the row
- * (kv.cuh). */
+/* q, k, v, out and their gradients: [batch, heads, row, column], columns dense. Packed tensors
+ * have batch stride 0. In a paged cache the page is the batch and a key's place in the page is
+ * the row (kv.cuh). */
 struct Rows {
     const void *data;
     int64_t batch, head, row;
 
-    /* Where a row begins, in elements: of a query or a key, dense, packed or paged. */
+    /* The offset of a row, in elements. */
     __device__ __forceinline__ int64_t at(int64_t b, int64_t h, int64_t i) const {
         return b * batch + h * head + i * row;
     }
@@ -28,21 +28,22 @@ struct Stats {
 
 struct Rules {
     double scale, softcap;    /* softcap 0 = off */
-    int64_t diagonal;         /* dense only */
+    int64_t diagonal;         /* dense calls only */
     int64_t left, right;      /* -1 = unbounded; causal makes right 0 */
     const void *alibi_slopes; /* [Hq] or [B, Hq] float, double for float64; NULL = none */
     int64_t slope_batch, slope_head;
     const void *sinks; /* [Hq] of sinks_dtype; NULL = none */
     int64_t sink_head;
-    gk_dtype sinks_dtype;             /* float, double for float64, or q's */
-    const int32_t *kv_start, *kv_end; /* [B], kv_end dense only; NULL = none */
+    gk_dtype sinks_dtype;             /* float, double for float64, or q's dtype */
+    const int32_t *kv_start, *kv_end; /* [B]; kv_end only in dense calls; NULL = none */
     int64_t start_step, end_step;
-    const int32_t *q_start; /* [B], dense only: diagonals; NULL = `diagonal` is everyone's */
+    /* [B], dense calls only: a diagonal for each sequence; NULL = `diagonal` for all */
+    const int32_t *q_start;
     int64_t q_start_step;
-    bool modified; /* softcap or ALiBi: scores are not scale * qk alone */
+    bool modified; /* softcap or ALiBi: scores are more than scale * qk */
 };
 
-/* The ALiBi slope of a head, 0 = none; W is double for float64. */
+/* The ALiBi slope of a head; 0 = none. W is double for float64. */
 template <class W> __device__ __forceinline__ W slope_of(const Rules &rules, int b, int head) {
     return rules.alibi_slopes
                ? ((const W *)rules.alibi_slopes)[b * rules.slope_batch + head * rules.slope_head]
@@ -62,7 +63,7 @@ struct Problem {
     uint8_t *error_word;
 };
 
-/* One sequence: its first row in the packed tensors (0 when dense), its lengths, its spans. */
+/* One sequence: its first row in the packed tensors (0 in a dense call), its lengths, its span. */
 struct Sequence {
     int q0, k0, seq_q, seq_k;
     int64_t diagonal;
@@ -100,11 +101,11 @@ __device__ __forceinline__ Sequence sequence_of(const Problem &p, int b) {
     return s;
 }
 
-/* The b with cu[b] <= token < cu[b + 1] for a packed token, cu [batch + 1]; -1: there is none.
- * Entries are unchecked: where they decrease it is one of several such b, or -1 although there is
- * one. */
+/* The b with cu[b] <= token < cu[b + 1] for a packed token, cu [batch + 1]; -1 if there is none.
+ * Entries are not checked. If they decrease, the result is one of several such b, or -1 although
+ * one exists. */
 __device__ __forceinline__ int owner_of(const int32_t *cu, int64_t step, int batch, int token) {
-    /* lo == 0 or cu[lo - 1] <= token, hi == batch + 1 or token < cu[hi] */
+    /* invariant: lo == 0 or cu[lo - 1] <= token; hi == batch + 1 or token < cu[hi] */
     int lo = 0, hi = batch + 1;
     while (lo < hi) {
         const int mid = (lo + hi) / 2;
@@ -116,7 +117,7 @@ __device__ __forceinline__ int owner_of(const int32_t *cu, int64_t step, int bat
     return lo <= batch ? lo - 1 : -1;
 }
 
-/* What sequence_of finds of every sequence of a dense call that has no index tensors. */
+/* The result of sequence_of for every sequence of a dense call without index tensors. */
 inline Sequence dense_sequence(const Problem &p) {
     Sequence s = {};
     s.seq_q = p.seq_q;
@@ -137,8 +138,8 @@ inline Stats stats_of(const gk_tensor &t) {
     return {t.data, 0, t.stride[1], t.stride[0]};
 }
 
-/* The places of a forward's lse, which is dense: also where nobody wants it and only parts of the
- * keys store one. */
+/* The strides of lse, which is dense. They hold also if the caller wants no lse and only partial
+ * results store one. */
 inline Stats dense_stats(void *data, const gk_tensor &q) {
     if (q.ndim == 4) return {data, q.shape[1] * q.shape[2], q.shape[2], 1};
     return {data, 0, 1, q.shape[1]};
@@ -148,7 +149,8 @@ inline Rules rules_of(const gk_attn_rules &r) {
     Rules rules = {};
     rules.scale = r.scale;
     rules.softcap = r.softcap;
-    const int64_t far = INT64_C(1) << 32; /* past every length: sums with it do not overflow */
+    /* larger than every length, so sums with it do not overflow */
+    const int64_t far = INT64_C(1) << 32;
     rules.diagonal = gk_clamp_i64(r.diagonal, -far, far);
     rules.left = gk_min_i64(r.window_left, 4 * far);
     rules.right = gk_min_i64(r.window_right, 4 * far);

@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* score.cuh: what becomes of scale * q k before the softmax: softcap, then ALiBi.
- *   s = cap tanh(scale qk / cap) - slope |i + diagonal - j|
- * Kernels work in log2 units: weights are exp2(s log2(e) - m). */
+/* score.cuh: what is applied to scale * q k before the softmax: softcap, then ALiBi.
+ *
+ *  s = cap tanh(scale qk / cap) - slope |i + diagonal - j|
+ *
+ * Weights are exp2(s log2(e) - m): most kernels work in log2 units. */
 #ifndef GPUKERN_CUDA_SCORE_CUH
 #define GPUKERN_CUDA_SCORE_CUH
 
@@ -11,7 +13,7 @@
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-template <class W> struct WideScore { /* W: float, double for float64 */
+template <class W> struct WideScore { /* W: float, or double for float64 */
     W scale;                          /* of qk, natural units */
     W softcap;                        /* 0 = off */
     W slope;                          /* of this head, 0 = off */
@@ -26,23 +28,24 @@ __device__ __forceinline__ WideScore<W> score_of(const Problem &p, const Sequenc
             span_clamp(s.diagonal)};
 }
 
-/* tanh through one exponential: exact to 1e-7 of 1, so nothing near 0. 2^x may be infinite: 1 / x
- * is 0 then. */
+/* tanh by one exponential. Its absolute error is 1e-7, so values near 0 lose their relative
+ * precision. If 2^x overflows to infinity, its reciprocal is 0, which is right. */
 __device__ __forceinline__ float tanh_fast(float x) {
     return fmaf(-2.f, rcp_approx_ftz(ex2_approx_ftz(2 * LOG2_E * x) + 1), 1.f);
 }
 
-/* tanh to a relative error of 1e-6, which 16 bits need of every score, however large the cap: below
- * 1/8 its series, of which the next term is 2e-7. Both sides, no branch. */
+/* tanh with a relative error of 1e-6. 16-bit results need that for every score, however large
+ * the cap is. Below 1/8 it uses the series, whose next term is 2e-7. Both forms are computed;
+ * there is no branch. */
 __device__ __forceinline__ float tanh_near(float x) {
     const float square = x * x;
     const float near = fmaf(x * square, fmaf(2.f / 15, square, -1.f / 3), x), far = tanh_fast(x);
     return fabsf(x) < 0.125f ? near : far;
 }
 
-/* tanh within a few units of the last place, near 0 too, where tanh_fast has lost them: there a
- * polynomial in x^2, fitted to (tanh(x) / x - 1) / x^2 over [0, 0.36], error 8e-8. Both sides, no
- * branch. */
+/* tanh within a few units in the last place, also near 0, where tanh_fast loses its digits.
+ * There it uses a polynomial in x^2 that is fitted to (tanh(x) / x - 1) / x^2 over [0, 0.36],
+ * with an error of 8e-8. Both forms are computed; there is no branch. */
 __device__ __forceinline__ float tanh_fine(float x) {
     const float square = x * x;
     const float tail = fmaf(fmaf(fmaf(0.015608073f, square, -0.052207918f), square, 0.13313011f),
@@ -52,7 +55,8 @@ __device__ __forceinline__ float tanh_fine(float x) {
 }
 __device__ __forceinline__ double tanh_fine(double x) { return tanh(x); }
 
-/* qk -> s in natural units, and ds / d(scale qk). distance: i + position0 - j. For 16 bits. */
+/* Converts qk to the score in natural units and gives ds / d(scale qk). distance: i + position0
+ * - j. For 16-bit inputs. */
 __device__ __forceinline__ float score_fast(const Score &x, float qk, float distance,
                                             float *derivative) {
     float s = qk * x.scale;
@@ -65,8 +69,8 @@ __device__ __forceinline__ float score_fast(const Score &x, float qk, float dist
     return s - x.slope * fabsf(distance);
 }
 
-/* The same for float32 and float64: every step rounded as W rounds it, so that a score is the same
- * in forward, in lse and in backward. */
+/* score_fast for float32 and float64. Every step is rounded to W, so that a score has the same
+ * bits in forward, in lse and in backward. */
 template <class W>
 __device__ __forceinline__ W score_fine(const WideScore<W> &x, W qk, int i, int j, W *derivative) {
     W s = qk * x.scale;
@@ -85,9 +89,9 @@ __device__ __forceinline__ W score_fine(const WideScore<W> &x, W qk, int i, int 
     return score_fine(x, qk, i, j, &derivative);
 }
 
-/* A product of rows in the kernels for any alignment, n a multiple of 8: eight sums, of every
- * eighth product. Short sums round less, and none waits for the last. One order for scores, dP and
- * delta (Bwd::dp_part). */
+/* The dot product of two rows in the kernels that take any alignment; n is a multiple of 8.
+ * Eight partial sums take every eighth product each: short sums round less, and no addition
+ * waits for the one before it. Scores, dP and delta use the same order (Bwd::dp_part). */
 template <class T, class W>
 __device__ __forceinline__ W dot_eighths(const W *a_s, const T *b_g, int n) {
     W part[8] = {};

@@ -1,11 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* softmax.cuh: the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), for every kernel
- * that attends.
- *   m = max of the scores so far   l = sum of e^(s - m)   O = sum of e^(s - m) v
- *   RowSoftmax     one row, in the kernels for CUDA cores and over paged caches, and where partial results meet
- *   OnlineSoftmax  rows that lie in accumulators of mma, in flash_attn_fwd_sm80
- *   row_sum        what a row's sums come to, with the sink
- * StaleSoftmax (stale_softmax.cuh) is Hopper's. */
+/* softmax.cuh: the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) of the attention
+ * kernels.
+ *
+ *  m = max of the scores so far   l = sum of e^(s - m)   O = sum of e^(s - m) v
+ *
+ *  RowSoftmax     one row: kernels on CUDA cores and over paged caches, merges of partial results
+ *  OnlineSoftmax  rows in mma accumulators: flash_attn_fwd_sm80
+ *  row_sum        the final sum of a row, with the sink
+ *
+ * Hopper's forward uses StaleSoftmax (stale_softmax.cuh). */
 #ifndef GPUKERN_CUDA_SOFTMAX_CUH
 #define GPUKERN_CUDA_SOFTMAX_CUH
 
@@ -16,36 +19,37 @@
 #include "tiles.h"
 
 /* ---- 1. one row ------------------------------------------------------------------------------ */
-/* e^x as a kernel needs it. */
-struct ExpFull { /* as the type rounds it */
+/* e^x in three precisions. */
+struct ExpFull { /* rounded as the type's exp */
     template <class W> static __device__ __forceinline__ W of(W x) { return exp(x); }
 };
-struct ExpByTwo { /* the same size of error, in fewer instructions */
+struct ExpByTwo { /* about the same error in fewer instructions */
     static __device__ __forceinline__ float of(float x) { return exp2f(x * LOG2_E); }
 };
-struct ExpApprox { /* to 2^-22: differences of scores are small where weights are not */
+/* relative error 2^-22; the rounding of x LOG2_E grows with |x|, where the weight is small */
+struct ExpApprox {
     static __device__ __forceinline__ float of(float x) { return ex2_approx_ftz(x * LOG2_E); }
 };
 
-/* Natural units. The caller keeps O, and multiplies it by what raise returns. */
+/* A running maximum and sum, in natural units. The caller keeps O and multiplies it by what
+ * raise returns. */
 template <class Exp, class W = float> struct RowSoftmax {
-    W peak, sum; /* -inf and 0: nothing seen */
+    W peak, sum; /* -inf and 0: no key seen yet */
 
-    __device__ __forceinline__ W base() const {
-        return peak == W(-INFINITY) ? W(0) : peak;
-    } /* -inf - -inf is NaN */
+    /* avoids -inf - -inf, which is NaN */
+    __device__ __forceinline__ W base() const { return peak == W(-INFINITY) ? W(0) : peak; }
     __device__ __forceinline__ W weight(W s) const { return Exp::of(s - base()); }
 
-    /* highest: of the scores that come now. Returns the factor of what was summed before them, of
-     * sum, too. */
+    /* Raises the maximum to `highest`, the largest new score. Returns the factor for the earlier
+     * sum and O. */
     __device__ __forceinline__ W raise(W highest) {
         const W before = peak;
         peak = lanes_max2(before, highest);
         return Exp::of(before - base());
     }
 
-    /* Adds the sum over other keys, whose peak is at most this one; returns the factor of their
-     * O. */
+    /* Adds the sum over other keys, whose maximum is at most this one. Returns the factor of
+     * their O. */
     __device__ __forceinline__ W join(W their_peak, W their_sum) {
         const W factor = weight(their_peak);
         sum += factor * their_sum;
@@ -55,10 +59,10 @@ template <class Exp, class W = float> struct RowSoftmax {
 
 /* ---- 2. rows in accumulators ----------------------------------------------------------------- */
 /* M blocks of 16 rows. A lane holds elements of rows frag_row(lane, 0) and frag_row(lane, 2) of
- * each; four lanes share a row. Scores are in any unit: unit_log2 turns one into log2 units and is
- * positive. peak lags behind the maximum by at most SOFTMAX_SLACK_LOG2. */
+ * each; four lanes share a row. Scores may have any unit: unit_log2 > 0 converts them to log2
+ * units. peak lags behind the maximum by at most SOFTMAX_SLACK_LOG2. */
 template <int M> struct OnlineSoftmax {
-    float peak[M][2], total[M][2]; /* total: this lane's share, not yet summed over the four */
+    float peak[M][2], total[M][2]; /* total: this lane's share of the row's sum */
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -68,7 +72,8 @@ template <int M> struct OnlineSoftmax {
         }
     }
 
-    /* s [M][N][4], scores, become weights; o [M][ND][4] is rescaled where a maximum has grown. */
+    /* Turns the scores s [M][N][4] into weights, and rescales o [M][ND][4] if a maximum has
+     * grown. */
     template <int N, int ND>
     __device__ __forceinline__ void step(float (&s)[M][N][4], float (&o)[M][ND][4],
                                          float unit_log2) {
@@ -82,7 +87,7 @@ template <int M> struct OnlineSoftmax {
 #pragma unroll
                 for (int n = 0; n < N; ++n) x = fmaxf(x, fmaxf(s[m][n][2 * r], s[m][n][2 * r + 1]));
                 highest[m][r] = fmaxf(quad_max(x), peak[m][r]);
-                /* -inf - -inf is NaN: not grown */
+                /* -inf - -inf is NaN, which counts as not grown */
                 grown |= (highest[m][r] - peak[m][r]) * unit_log2 > SOFTMAX_SLACK_LOG2;
             }
         }
@@ -92,7 +97,8 @@ template <int M> struct OnlineSoftmax {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float shift = peak[m][r] == -INFINITY ? 0.f : peak[m][r] * unit_log2;
-                float sum0 = 0, sum1 = 0; /* two chains: an addition waits for the one before it */
+                /* two chains, because consecutive additions wait for each other */
+                float sum0 = 0, sum1 = 0;
 #pragma unroll
                 for (int n = 0; n < N; ++n) {
                     s[m][n][2 * r] = ex2_approx_ftz(fmaf(s[m][n][2 * r], unit_log2, -shift));
@@ -128,16 +134,16 @@ template <int M> struct OnlineSoftmax {
 };
 
 /* ---- 3. the end of a row --------------------------------------------------------------------- */
-/* What a row's sums come to: O times factor is the row's result. sum 0: it saw no key and has no
- * sink. */
+/* The final sum of a row. The result is O times factor. A sum of 0 means that the row saw no key
+ * and has no sink. */
 struct RowSum {
     float top, share, sum;
     __device__ __forceinline__ float factor() const { return sum == 0 ? 0.f : share / sum; }
     __device__ __forceinline__ float lse() const { return sum == 0 ? -INFINITY : top + logf(sum); }
 };
 
-/* peak: natural units; total: the sum of e^(s - peak), 0 where the row saw no key. A sink of -inf
- * takes no part. */
+/* peak is in natural units; total is the sum of e^(s - peak), 0 if the row saw no key. A sink of
+ * -inf counts as no sink. */
 template <class Exp = ExpByTwo>
 __device__ __forceinline__ RowSum row_sum(float peak, float total, float sink) {
     if (sink == -INFINITY) return {peak, 1.f, total};
@@ -154,7 +160,7 @@ __device__ __forceinline__ RowResult row_result(float peak, float total, float s
     return {x.factor(), x.lse()};
 }
 
-/* W is double for float64, whose sinks are too. */
+/* W is double for float64, whose sinks are double. */
 template <class W = float>
 __device__ __forceinline__ W load_sink(const void *sinks, gk_dtype dtype, int64_t at) {
     if (dtype == GK_BF16) return (W)to_acc(((const __nv_bfloat16 *)sinks)[at]);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* span.cuh: which keys a row sees, and which rows see a key. The device's counterpart of gk_span
- * (internal.h), in 32 bits. Row i of a sequence stands at key position i + diagonal and sees keys
- * [lo(i), hi(i)); both ends grow with i. */
+/* span.cuh: which keys a row sees, and which rows see a key. It is the device counterpart of
+ * gk_span (internal.h), in 32 bits. Row i of a sequence is at key position i + diagonal and sees
+ * keys [lo(i), hi(i)). Both ends grow with i. */
 #ifndef GPUKERN_CUDA_SPAN_CUH
 #define GPUKERN_CUDA_SPAN_CUH
 
@@ -10,8 +10,8 @@
 #include <stdint.h>
 
 struct Span {
-    int key_lo, key_hi; /* hold for every row */
-    int lo_off, hi_off; /* of the row's own interval [i + lo_off, i + hi_off) */
+    int key_lo, key_hi; /* bounds that hold for every row */
+    int lo_off, hi_off; /* the row's own interval is [i + lo_off, i + hi_off) */
 
     __device__ __forceinline__ int lo(int i) const { return min(max(i + lo_off, key_lo), key_hi); }
     __device__ __forceinline__ int hi(int i) const { return min(max(i + hi_off, key_lo), key_hi); }
@@ -23,14 +23,14 @@ struct Span {
     }
 };
 
-/* Lengths are at most 2^30, so sums of a row and an offset stay within 32 bits. */
+/* Lengths are at most 2^30, so the sum of a row and an offset fits 32 bits. */
 constexpr int SPAN_FAR = 1 << 30;
 
 inline GK_HD int span_clamp(int64_t x) {
     return (int)(x < -SPAN_FAR ? -SPAN_FAR : x > SPAN_FAR ? SPAN_FAR : x);
 }
 
-/* left, right: -1 = unbounded; is_causal is in right already. */
+/* left, right: -1 = unbounded. right already includes is_causal. */
 inline GK_HD Span span_make(int seq_k, int64_t diagonal, int64_t left, int64_t right) {
     Span s;
     s.key_lo = 0;

@@ -1,26 +1,28 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* split_combine: attention over parts of the keys becomes attention over all (Flash-Decoding; Dao
- * et al. 2023).
- *   lse = log(e^sink + sum_s e^lse_s)      out = sum_s e^(lse_s - lse) out_s
- * out_splits [splits][rows][head_dim_v], lse_splits [splits][rows] float32; out in its own dtype
- * and strides, lse [rows] float32. Parts are added in their order: the same bits each time. A part
- * with lse -inf saw nothing and is not read; a row that saw nothing and has no sink gives 0 and
- * -inf. To accumulate, what out and lse hold is one part more.
+/* split_combine: merges attention over parts of the keys into attention over all of them
+ * (Flash-Decoding; Dao et al. 2023). The forward kernels launch it after a call with split keys.
  *
- * Work split: a warp a row, WARPS rows a block; a lane owns pairs of columns 2 lane, 2 lane + 64,
- * ... Bandwidth bound. Not handled: float64. */
+ *  lse = log(e^sink + sum_s e^lse_s)      out = sum_s e^(lse_s - lse) out_s
+ *
+ * out_splits [splits][rows][head_dim_v], lse_splits [splits][rows] float32; out in its own dtype
+ * and strides, lse [rows] float32. Parts are added in a fixed order, so results repeat bit for bit.
+ * A part with lse -inf saw no key and is not read. A row that saw no key and has no sink gives 0
+ * and -inf. To accumulate, the old out and lse count as one more part.
+ *
+ * Work split: a warp owns a row, a block WARPS rows; a lane owns column pairs 2 lane, 2 lane + 64,
+ * and so on. The kernel is bound by memory bandwidth. It does not serve float64. */
 #include "../tile/convert.cuh"
 #include "softmax.cuh"
 #include "split_combine.cuh"
 
 namespace {
 
-/* rows share nothing: any count that fills an SM serves */
+/* warps share nothing, so any block size that fills an SM serves */
 constexpr int THREADS = 128, WARPS = THREADS / 32;
-constexpr int PAIRS = 256 / 64; /* of columns of a lane */
+constexpr int PAIRS = 256 / 64; /* column pairs of a lane */
 
 /* ---- 1. the kernel --------------------------------------------------------------------------- */
-/* ONTO: out and lse are read as a part, too. */
+/* ONTO: out and lse are read as one more part. */
 template <class T, bool ONTO>
 __global__ void __launch_bounds__(THREADS) split_combine_kernel(SplitCombine p) {
     const int lane = threadIdx.x % 32;
@@ -33,18 +35,18 @@ __global__ void __launch_bounds__(THREADS) split_combine_kernel(SplitCombine p) 
         p.sinks ? load_sink(p.sinks, p.sinks_dtype, y * p.sink_y + z * p.sink_z) : -INFINITY;
     RowSoftmax<ExpByTwo> all = {sink, 0};
     for (int s = 0; s < p.splits; ++s) all.peak = fmaxf(all.peak, p.lse_splits[s * p.rows + row]);
-    float held = -INFINITY;
+    float old_lse = -INFINITY;
     if (ONTO) {
-        held = p.lse[row];
-        all.peak = fmaxf(all.peak, held);
-        __syncwarp(); /* all lanes have read it */
+        old_lse = p.lse[row];
+        all.peak = fmaxf(all.peak, old_lse);
+        __syncwarp(); /* all lanes have read it before it is overwritten */
     }
 
     if (sink != -INFINITY) all.sum = all.weight(sink);
     float2 sum[PAIRS] = {};
     T *out = (T *)p.out + x * p.out_x + y * p.out_y + z * p.out_z;
-    if (ONTO && held != -INFINITY) {
-        const float weight = all.join(held, 1);
+    if (ONTO && old_lse != -INFINITY) {
+        const float weight = all.join(old_lse, 1);
 #pragma unroll
         for (int c = 0; c < PAIRS; ++c) {
             const int col = 2 * lane + 64 * c;
@@ -84,7 +86,7 @@ __global__ void __launch_bounds__(THREADS) split_combine_kernel(SplitCombine p) 
 /* ---- 2. launcher ----------------------------------------------------------------------------- */
 gk_status split_combine(const char *op, const gk_context *ctx, gk_dtype dtype,
                         const SplitCombine &p) {
-    /* rows < 2^31: the parts are in the workspace */
+    /* rows < 2^31, because the parts fit in the workspace */
     const dim3 grid((unsigned)gk_ceil_div(p.rows, WARPS));
     switch (dtype) {
     case GK_F32:

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* split_combine.cuh: attention over parts of the keys, put together. See split_combine.cu. */
+/* split_combine.cuh: merges attention over parts of the keys. See split_combine.cu. */
 #ifndef GPUKERN_CUDA_SPLIT_COMBINE_CUH
 #define GPUKERN_CUDA_SPLIT_COMBINE_CUH
 
 #include "../host/launch.cuh"
 
-/* A row's number is (x * size_y + y) * size_z + z: its place in lse, which is dense. out and the
- * sink follow from x, y, z. */
+/* The number of a row is (x * size_y + y) * size_z + z: its index in lse, which is dense. The
+ * offsets of out and of the sink follow from x, y, z. */
 struct SplitCombine {
-    /* [splits][rows][head_dim_v], each normalised; not read where its lse is -inf */
+    /* [splits][rows][head_dim_v], each normalised; not read if its lse is -inf */
     const float *out_splits;
     const float *lse_splits; /* [splits][rows], natural logarithm, without the sink */
     int splits;
@@ -18,16 +18,17 @@ struct SplitCombine {
     float *lse; /* NULL = not wanted */
     int size_y, size_z;
     int64_t out_x, out_y, out_z; /* strides of out, elements */
-    const void *sinks;           /* of heads, NULL = none */
+    const void *sinks;           /* one for each head; NULL = none */
     gk_dtype sinks_dtype;        /* float32 or out's */
     int64_t sink_y, sink_z;      /* strides; one of them is 0 */
-    bool accumulates;            /* float32: out and lse hold one part more, which comes first */
+    /* float32 only: out and lse hold one more part, which comes first */
+    bool accumulates;
 };
 
 gk_status split_combine(const char *op, const gk_context *ctx, gk_dtype dtype,
                         const SplitCombine &p);
 
-/* What the splits take in the workspace: out_splits first, then lse_splits. */
+/* Bytes of the splits in the workspace: out_splits first, then lse_splits. */
 inline size_t split_combine_bytes(int64_t splits, int64_t rows, int64_t head_dim_v) {
     return (size_t)(splits * rows * (head_dim_v + 1)) * sizeof(float);
 }

@@ -1,11 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* stale_softmax.cuh: the online softmax of 16 rows of a warp with a reference that stays
- * (docs/numerics.md, "A maximum that may be stale").
- *   softmax(s) v = (sum 2^(c s - m) v) / (sum 2^(c s - m))   for any m that keeps the powers inside the float range
- * The first block of keys sets m to its largest score. Later blocks reuse it: no maximum, no
- * exchange between lanes, no rescaling of O. A row whose partial sum leaves the range takes its
- * block again with a new m (redo); what a row does depends on its own scores alone. s[4 n + 2 r +
- * e]: row r of the lane's two, column 8 n + e. */
+/* stale_softmax.cuh: the online softmax of Hopper's forward kernels, for 16 rows of a warp, with a
+ * reference m that rarely changes (docs/numerics.md, "A maximum that may be stale").
+ *
+ *   softmax(s) v = (sum 2^(c s - m) v) / (sum 2^(c s - m))
+ *
+ * This holds for any m that keeps the powers inside the range of float.
+ *
+ * The first key block sets m to its largest score. Later blocks reuse m: they need no maximum, no
+ * exchange between lanes and no rescaling of O. If a row's partial sum leaves the range, the row
+ * recomputes its block with a new m (redo). A row's bits depend on its own scores alone.
+ *
+ * Layout: s[4 n + 2 r + e] is row r of the lane's two rows, column 8 n + e. */
 #ifndef GPUKERN_CUDA_STALE_SOFTMAX_CUH
 #define GPUKERN_CUDA_STALE_SOFTMAX_CUH
 
@@ -13,33 +18,33 @@
 #include "../tile/reduce.cuh"
 #include "forward/fwd_score.cuh"
 
-/* The largest weight of a row's reference block is 1; a lane's sum of weights must stay below
- * LIMIT. */
+/* Weights in the block that sets m are at most 1. A lane's sum of weights per block must stay
+ * below LIMIT. */
 template <class T> struct StaleRange;
-template <>
-/* the exponents of float; O is weights times v, so some are left for v */
-struct StaleRange<__nv_bfloat16> {
+/* bfloat16 has float's exponent range; O is weights times v, so part of the range is left for v */
+template <> struct StaleRange<__nv_bfloat16> {
     static constexpr float LIMIT = 0x1p80f;
 };
-template <> struct StaleRange<__half> { /* weights end at 65504 */
+template <> struct StaleRange<__half> { /* the largest float16 is 65504 */
     static constexpr float LIMIT = 0x1p15f;
 };
 
-/* m of a row that has seen no key: any score asks for a redo */
+/* m of a row that has seen no key; any score then triggers a redo */
 constexpr float STALE_NOTHING = -3e38f;
 
 template <class T, int BKV> struct StaleSoftmax {
     static constexpr int N = BKV / 8;
     typedef StaleRange<T> Range;
-    float m[2], total[2]; /* m in log2 units; total: this lane's share */
+    float m[2], total[2]; /* m is in log2 units; total is this lane's share of the row's sum */
 
     __device__ __forceinline__ void clear() {
         m[0] = m[1] = STALE_NOTHING;
         total[0] = total[1] = 0;
     }
 
-    /* Weights of scores [first, end) by the present m, added to part: of this lane, two chains a
-     * row, since an addition waits for the one before it. */
+    /* Computes the weights of scores [first, end) with the present m and adds them to part. Each
+     * row of a lane has two partial sums, because consecutive additions to one sum wait for each
+     * other. */
     __device__ __forceinline__ void weigh(const float (&s)[N * 4], float unit_log2,
                                           float (&w)[N * 4], float (&part)[4], int first,
                                           int end) const {
@@ -53,7 +58,7 @@ template <class T, int BKV> struct StaleSoftmax {
         }
     }
 
-    /* Of a block; sum: of this lane, by row. */
+    /* Weights of a block; sum: this lane's sums by row. */
     __device__ __forceinline__ void weights(const float (&s)[N * 4], float unit_log2,
                                             float (&w)[N * 4], float (&sum)[2]) const {
         float part[4] = {0, 0, 0, 0};
@@ -62,8 +67,8 @@ template <class T, int BKV> struct StaleSoftmax {
         sum[1] = part[1] + part[3];
     }
 
-    /* Of exponents as they are; exponent(i): that of score i. One chain a row: registers are short,
-     * and powers come no faster. */
+    /* Weights of the exponents that exponent(i) gives. One sum per row: registers are short, and
+     * the exponentials are not faster than one chain of additions. */
     template <class Exponent>
     __device__ __forceinline__ void weights_of(const Exponent &exponent, float (&w)[N * 4],
                                                float (&sum)[2]) const {
@@ -75,7 +80,8 @@ template <class T, int BKV> struct StaleSoftmax {
         }
     }
 
-    /* Of masked scores: keys that no row of the warp sees have no weight, and cost nothing. */
+    /* Weights of masked scores. Groups of columns that no row of the warp sees get weight 0
+     * without an exponential. */
     __device__ __forceinline__ void weights_kept(const float (&s)[N * 4], float unit_log2,
                                                  const KeptColumns &columns, float (&w)[N * 4],
                                                  float (&sum)[2]) const {
@@ -93,14 +99,14 @@ template <class T, int BKV> struct StaleSoftmax {
         sum[1] = part[1] + part[3];
     }
 
-    /* Weights as operands of the next product. */
+    /* Packs weights to 16 bits, as the A operand of P V. */
     static __device__ __forceinline__ void pack(const float (&w)[N * 4], uint32_t (&p)[N * 2]) {
 #pragma unroll
         for (int i = 0; i < N * 2; ++i) p[i] = pack2<T>(w[2 * i], w[2 * i + 1]);
     }
 
-    /* The m that the largest score of row r asks for, the same in its four lanes; of every EACH-th
-     * octet of keys. -inf: the row sees none of them. */
+    /* The value of m that the largest score of row r asks for, the same in its four lanes. Looks
+     * at every EACH-th group of 8 keys. -inf: the row sees none of them. */
     template <int EACH = 1>
     static __device__ __forceinline__ float row_top(const float (&s)[N * 4], float unit_log2,
                                                     int r) {
@@ -111,13 +117,13 @@ template <class T, int BKV> struct StaleSoftmax {
         return quad_max(top) * unit_log2;
     }
 
-    /* Whether a row of this lane must take its block again; NaN does. */
+    /* True if a row of this lane must redo its block. NaN counts as out of range. */
     static __device__ __forceinline__ bool out_of_range(const float (&sum)[2]) {
         return !(sum[0] < Range::LIMIT) || !(sum[1] < Range::LIMIT);
     }
 
-    /* Rows that are out of range get the m that `top` asks for. factor: what a row's older sums
-     * must be multiplied by. */
+    /* Sets m of the rows that are out of range to `top`. factor: what the row's earlier sums and
+     * O must be multiplied by. */
     __device__ __forceinline__ void refer_again(const float (&top)[2], const float (&sum)[2],
                                                 float (&factor)[2]) {
 #pragma unroll
@@ -130,8 +136,8 @@ template <class T, int BKV> struct StaleSoftmax {
         }
     }
 
-    /* That from this block; all weights are computed again, those of other rows to the same
-     * bits. */
+    /* Recomputes the block with new m for the rows that are out of range. The weights of other
+     * rows get the same bits as before. */
     __device__ __forceinline__ void redo(const float (&s)[N * 4], float unit_log2,
                                          float (&w)[N * 4], float (&sum)[2], float (&factor)[2]) {
         const float top[2] = {row_top(s, unit_log2, 0), row_top(s, unit_log2, 1)};
@@ -139,15 +145,15 @@ template <class T, int BKV> struct StaleSoftmax {
         weights(s, unit_log2, w, sum);
     }
 
-    /* A row that sees no key of its first block asks for a redo later. */
+    /* Sets m of the first block. A row that sees no key of it triggers a redo later. */
     __device__ __forceinline__ void refer_to(const float (&top)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) m[r] = top[r] == -INFINITY ? STALE_NOTHING : top[r];
     }
 
-    /* The first block of a tile sets m to its largest score. SAMPLED: to the largest of a quarter
-     * of them, in as many instructions; whoever asks so asks also whether a row is out of range
-     * then. */
+    /* Sets m to the largest score of a tile's first block. SAMPLED: looks at a quarter of the
+     * scores and takes a quarter of the instructions; the caller must then check out_of_range
+     * for this block, too. */
     template <bool SAMPLED>
     __device__ __forceinline__ void refer(const float (&s)[N * 4], float unit_log2) {
         const float top[2] = {row_top<SAMPLED ? 4 : 1>(s, unit_log2, 0),
@@ -155,13 +161,13 @@ template <class T, int BKV> struct StaleSoftmax {
         refer_to(top);
     }
 
-    /* The sum of a row's weights, and lse from it where there is no sink. */
+    /* The sum of a row's weights, and the lse that follows from it without a sink. */
     __device__ __forceinline__ float sum_of(int r) const { return quad_sum(total[r]); }
     __device__ __forceinline__ float lse_of(int r, float sum) const {
         return (m[r] + __log2f(sum)) * LN_2;
     }
 
-    /* What the row's sums come to, in natural units. */
+    /* The row's final sums in natural units, with its sink. */
     __device__ __forceinline__ RowSum result(int r, float sink) const {
         return row_sum(m[r] * LN_2, quad_sum(total[r]), sink);
     }

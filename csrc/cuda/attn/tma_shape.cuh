@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tma_shape.cuh: attention's tensors as TMA sees them, and the loads of their tiles. */
+/* tma_shape.cuh: attention's tensors as TMA shapes, and the loads of their tiles. */
 #ifndef GPUKERN_CUDA_TMA_SHAPE_CUH
 #define GPUKERN_CUDA_TMA_SHAPE_CUH
 
 #include "../host/tensormap.cuh"
 #include "../ptx/tma.cuh"
 
-/* [batch, heads, rows, columns] as TMA sees it: columns, rows, heads, batch. */
+/* The TMA shape of [batch, heads, rows, columns]: columns, rows, heads, batch. */
 inline TensorShape attn_shape(const gk_tensor &t) {
     TensorShape x = {};
     const bool packed = t.ndim == 3;
@@ -24,8 +24,8 @@ inline TensorShape attn_shape(const gk_tensor &t) {
     return x;
 }
 
-/* A tile of rows from `row` and columns from `col` on: boxes of so many columns, one panel behind
- * the other (wgmma_panels). One thread. */
+/* Loads a tile of rows from `row` on and of columns from `col` on: one box of COLUMNS columns
+ * for each panel (wgmma_panels). One thread. */
 template <class Panels, int COLUMNS = 64>
 __device__ __forceinline__ void load_panels(smem_addr tile_s, const CUtensorMap *map, int row,
                                             int head, int b, smem_addr barrier_s, int col = 0) {

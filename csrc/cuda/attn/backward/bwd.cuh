@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd.cuh: the backward call as its kernels see it, and what its passes hand to each other.
+/* bwd.cuh: the backward call as its kernels see it, and the workspace that its passes share.
  *
- *   delta_i = sum_d dO_id O_id - dlse_i     P_ij = exp(s_ij - lse_i)     dS_ij = P_ij (dO_i . V_j - delta_i) cap'
- *   dQ_i = scale sum_j dS_ij K_j     dK_j = scale sum_i dS_ij Q_i     dV_j = sum_i P_ij dO_i
- *   dsink_h = -sum_i exp(sink_h - lse_i) delta_i
+ *  delta_i = sum_d dO_id O_id - dlse_i     P_ij = exp(s_ij - lse_i)
+ *  dS_ij = P_ij (dO_i . V_j - delta_i) cap'
+ *  dQ_i = scale sum_j dS_ij K_j     dK_j = scale sum_i dS_ij Q_i     dV_j = sum_i P_ij dO_i
+ *  dsink_h = -sum_i exp(sink_h - lse_i) delta_i
  *
- * Rows of queries are counted in tiles of tile_rows per sequence, so that a tile never spans two
- * sequences and the workspace needs no bounds: sequence b starts at tile q0 / tile_rows + b
- * (packed) or b * tiles (dense). */
+ * cap' is the derivative of the softcap. Query rows are counted in tiles of tile_rows within each
+ * sequence, so a tile never spans two sequences and the workspace has a fixed size. Sequence b
+ * starts at tile q0 / tile_rows + b (packed) or b * tiles (dense). */
 #ifndef GPUKERN_CUDA_BWD_CUH
 #define GPUKERN_CUDA_BWD_CUH
 
@@ -20,30 +21,31 @@ struct Bwd {
     Stats grad_lse; /* data NULL = 0 */
     void *dsinks;   /* [Hq] or NULL */
     int64_t dsink_head;
-    /* workspace [Hq][row_tiles][tile_rows] of {lse, delta}; rows without keys or past the end:
-     * {inf, 0} */
+    /* workspace [Hq][row_tiles][tile_rows] of {lse, delta}; {inf, 0} for rows without keys or
+     * past the end */
     void *stats;
-    bool stats_apart; /* of a tile first tile_rows of lse, then as many of delta */
-    float *dq_sum; /* workspace [Hq][row_tiles][tile_rows * columns], zeroed by the pre-pass; NULL =
-                      none */
-    double lse_factor;    /* the kernels' unit of lse: 1, or log2(e) */
-    float scale, softcap; /* the rules' as floats: operands from here take no registers */
+    bool stats_apart; /* a tile has tile_rows values of lse, then as many of delta */
+    /* workspace [Hq][row_tiles][tile_rows * columns], zeroed by the pre-pass; NULL = none */
+    float *dq_sum;
+    double lse_factor; /* what the kernels multiply lse by: 1, or log2(e) */
+    /* the rules' values as floats: kernels read them as operands, without a register */
+    float scale, softcap;
     int tile_rows, tiles, row_tiles, columns;
-    /* float32: dP is a sum of sums of so many products, and delta likewise; 0: eight sums, of every
-     * eighth */
+    /* float32 only: the length of the partial sums of dP and delta. 0: eight partial sums, of
+     * every eighth product (dot_eighths) */
     int dp_part;
     bool vector_out; /* out and grad_out can be read 16 bytes at a time */
 };
 
-/* The first tile of a sequence. Packed: ceil(n / r) tiles from floor(q0 / r) + b on end before
- * floor((q0 + n) / r) + b
- * + 1. */
+/* The first tile of a sequence. With r = tile_rows, a packed sequence of n rows has ceil(n / r)
+ * tiles from floor(q0 / r) + b on. They end before tile floor((q0 + n) / r) + b + 1, where the
+ * next sequence starts. */
 __device__ __forceinline__ int row_tile_of(const Bwd &g, const Sequence &s, int b) {
     return g.p.cu_q ? s.q0 / g.tile_rows + b : b * g.tiles;
 }
 
-/* Keys that some row sees: the union of the rows' intervals is one interval. Others may hold
- * anything. */
+/* The keys that some row sees: the union of the rows' intervals, which is one interval. Other
+ * keys may hold anything. */
 struct Interval {
     int lo, hi;
 };
@@ -54,12 +56,13 @@ __device__ __forceinline__ Interval seen_keys(const Sequence &s) {
     return {max(x.key_lo, x.lo_off), min(x.key_hi, s.seq_q - 1 + x.hi_off)};
 }
 
-/* Rows that see some key of [lo, hi), hi > lo. */
+/* The rows that see some key of [lo, hi), hi > lo. */
 __device__ __forceinline__ Interval seeing_rows(const Sequence &s, int lo, int hi) {
     return {s.span.row_lo(lo), s.span.row_hi(hi - 1, s.seq_q)};
 }
 
-/* Tiles of rows in which every row sees all of keys [j0, j0 + bkv): only others compare. */
+/* The tiles of rows in which every row sees all of keys [j0, j0 + bkv). Only other tiles need a
+ * mask. */
 __device__ __forceinline__ Interval full_tiles(const Sequence &s, int j0, int bkv, int bq) {
     const Span &x = s.span;
     if (j0 < x.key_lo || j0 + bkv > x.key_hi) return {0, 0};
@@ -101,7 +104,7 @@ inline Bwd bwd_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, int ti
     return g;
 }
 
-/* What the tiled kernels take: head_dim is the padded one. */
+/* True if the tiled kernels of the padded head_dim can serve the call. */
 inline bool tile_takes(const gk_context *ctx, const gk_flash_attn_bwd_args *a, int head_dim,
                        int smem_bytes) {
     const gk_flash_attn_args &f = a->fwd;
@@ -121,18 +124,18 @@ inline size_t dq_sum_bytes(const Bwd &g) {
     return (size_t)g.p.heads_q * (size_t)g.row_tiles * (size_t)g.tile_rows * (size_t)g.columns * 4;
 }
 
-/* flash_attn_bwd_pre.cu: fills stats and zeroes dq_sum; writes dsinks; zeroes the gradients of
- * packed tokens that belong to no sequence, which are of dtype `grads`. */
+/* flash_attn_bwd_pre.cu: fills in stats, zeroes dq_sum and writes dsinks. In packed calls it
+ * zeroes the gradients of tokens that belong to no sequence; `grads` is their dtype. */
 gk_status bwd_pre(const gk_context *ctx, gk_dtype dtype, const Bwd &g, gk_dtype grads);
 
-/* dsinks alone, 16-bit calls, of stats that are there. */
+/* Computes dsinks alone from existing stats; 16-bit calls. */
 gk_status bwd_sinks(const gk_context *ctx, gk_dtype dtype, const Bwd &g);
 
-/* flash_attn_bwd_dq_sm80.cu, flash_attn_bwd_dq_drop_sm80.cu: dq by rows, always in one order; lse
- * in log2. Tile: a BwdDqTile of tiles.h; G: Bwd, or Dropping<Bwd>. */
+/* flash_attn_bwd_dq_sm80.cu, flash_attn_bwd_dq_drop_sm80.cu: dq by rows, summed in a fixed
+ * order. lse is in log2 units. Tile: a BwdDqTile of tiles.h; G: Bwd or Dropping<Bwd>. */
 template <class Tile, class G> gk_status bwd_dq(const gk_context *ctx, gk_dtype dtype, const G &g);
 
-/* flash_attn_bwd_partial_dq_sm80.cu: the same in float32, unrounded. */
+/* flash_attn_bwd_partial_dq_sm80.cu: bwd_dq with an unrounded float32 result. */
 gk_status bwd_partial_dq(const gk_context *ctx, gk_dtype dtype, const Bwd &g);
 
 #endif

@@ -1,8 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_consumer.cuh: what the kernels of the Hopper backward share beside the producer: P and dS
- * from the products, dQ on its way to memory, dK and dV out of registers, the kernel around a
- * consumer, the last pass, and the launcher.
- * A Consumer has a Tile, run(): the steps of one warpgroup, and store(): its dK and dV. */
+/* bwd_consumer.cuh: the kernel of the Hopper backward and its launcher. It also has the steps that
+ * all consumers share: P and dS from the products, the additions of dQ to memory, and the stores of
+ * dK and dV.
+ *
+ * The kernel is a template over a Consumer. A Consumer has a Tile; run(), the steps of one
+ * warpgroup; and store(), which writes its dK and dV. bwd_keys.cuh defines the one for head_dim up
+ * to 128, flash_attn_bwd_wide_sm90a.cu the one for larger head_dims. */
 #ifndef GPUKERN_CUDA_BWD_CONSUMER_CUH
 #define GPUKERN_CUDA_BWD_CONSUMER_CUH
 
@@ -19,17 +22,18 @@ namespace {
 
 constexpr const char *OP = "gk_flash_attn_bwd";
 
-/* ---- 1. verbs -------------------------------------------------------------------------------- */
-/* Both warpgroups see what both have stored, wgmma too. */
+/* ---- 1. helpers ------------------------------------------------------------------------------ */
+/* A barrier of both consumer warpgroups. WGMMA also sees what they stored before. */
 __device__ __forceinline__ void consumers_sync() {
     fence_proxy_async();
     bar_sync(BAR_CONSUMERS, 256);
 }
 
-/* Which pairs of a lane see each other. Element 4 n + e: key e / 2, row 8 n + e % 2. */
+/* Which of a lane's pairs are visible. Element 4 n + e is key 8 (e / 2) and row 8 n + e % 2,
+ * relative to the lane's first. */
 struct BwdMask {
-    int ahead[2];     /* key minus the first row's first key */
-    unsigned keys[2]; /* how many a row sees; 0 where nobody sees the key */
+    int ahead[2];     /* key minus the first key that the lane's first row may see */
+    unsigned keys[2]; /* number of keys that a row sees; 0 if no row sees this key */
 
     __device__ __forceinline__ BwdMask(const Sequence &s, int key, int row) {
 #pragma unroll
@@ -46,21 +50,21 @@ struct BwdMask {
     }
 };
 
-/* This lane's first key of the sequence, worked out where it is asked for: the loop has no register
- * for it. first: the warpgroup's first key of the block. */
+/* This lane's first key, counted from the sequence's first. It is computed at each use, because
+ * the loop has no register for it. first: the warpgroup's first key in the block. */
 __device__ __forceinline__ int own_key(const BwdWork &w, int first) {
     const int thread = mov_tid_x();
     return w.j0 + first + thread / 32 % 4 * 16 + thread % 32 / 4;
 }
 
-/* lse of this lane's first row of a step's tile; delta BQ floats on. */
+/* The address of lse of this lane's first row in a step's tile. delta follows BQ floats later. */
 template <class Tile> __device__ __forceinline__ smem_addr own_stats(smem_addr smem_s, int n) {
     typedef BwdSmem<Tile> S;
     return smem_s + S::STATS_AT + tma_steps<Tile::STAGES>::stage(n) * S::STATS +
            (mov_tid_x() & 3) * 8;
 }
 
-/* S^T of keys that a row does not see becomes -inf. */
+/* Sets S^T of keys that a row does not see to -inf. */
 template <int M>
 __device__ __forceinline__ void hide(float (&s)[M], const Sequence &seq, int key, int row) {
     const BwdMask mask(seq, key, row);
@@ -69,7 +73,7 @@ __device__ __forceinline__ void hide(float (&s)[M], const Sequence &seq, int key
         if (!mask.sees(i / 4, i % 4)) s[i] = -INFINITY;
 }
 
-/* P^T in place of S^T. lse_s: of the lane's first row, as delta_s below. */
+/* Turns S^T into P^T. lse_s: address of the lane's first row; delta_s below likewise. */
 template <int M>
 __device__ __forceinline__ void weights(float (&s)[M], smem_addr lse_s, float scale_log2) {
 #pragma unroll
@@ -82,7 +86,8 @@ __device__ __forceinline__ void weights(float (&s)[M], smem_addr lse_s, float sc
     }
 }
 
-/* P and dS as operands of the next products: p [kk / 4] is the fragment of rows kk .. kk + 15. */
+/* Packs P and dS as A operands of the next products: p [kk / 4] is the fragment of rows kk .. kk
+ * + 15. */
 template <class T, int M>
 __device__ __forceinline__ void gradients(const float (&s)[M], const float (&dp)[M],
                                           uint32_t (&p)[M / 2], uint32_t (&ds)[M / 2],
@@ -101,7 +106,7 @@ __device__ __forceinline__ void gradients(const float (&s)[M], const float (&dp)
     }
 }
 
-/* The same with softcap and ALiBi, from S^T itself. key, row: of element 0. */
+/* weights and gradients with softcap and ALiBi. key, row: of element 0. */
 template <class T, int M>
 __device__ __forceinline__ void
 modified_gradients(const float (&s)[M], const float (&dp)[M], uint32_t (&p)[M / 2],
@@ -132,27 +137,27 @@ modified_gradients(const float (&s)[M], const float (&dp)[M], uint32_t (&p)[M / 
     }
 }
 
-/* A warp adds 512 contiguous bytes at a time, from BYTES on from `to`: offsets are the
- * instruction's own. */
+/* Adds dQ to memory, 512 contiguous bytes of a warp at a time. The offsets are immediates of the
+ * instruction. */
 template <int BYTES, int J = 0, int M>
 __device__ __forceinline__ void add_dq(uint64_t to, const float (&dq)[M]) {
     red_add_128<BYTES + J * 128>(to, dq[J], dq[J + 1], dq[J + 2], dq[J + 3]);
     if constexpr (J + 4 < M) add_dq<BYTES, J + 4>(to, dq);
 }
 
-/* An ordered kernel's additions of a step: from this block's turn on. */
+/* Ordered kernels: waits until this block may add dQ of step n. */
 template <class Tile> __device__ __forceinline__ void wait_turn(smem_addr smem_s, int n) {
     mbarrier_wait(smem_s + BwdSmem<Tile>::TURN, n & 1);
 }
 
-/* And this thread's are made. keep_order's thread tells other blocks; what this one did comes
- * before that, in the memory model (causality order is transitive) and on the machine: no fence
- * here, where the warps would wait for it. */
+/* Ordered kernels: signals that this thread has added. keep_order's thread then tells other
+ * blocks. No fence is needed here: the additions happen before keep_order's release, since
+ * causality order is transitive. A fence would make these warps wait. */
 template <class Tile> __device__ __forceinline__ void pass_turn(smem_addr smem_s) {
     mbarrier_arrive(smem_s + BwdSmem<Tile>::ADDED);
 }
 
-/* Where the n-th block of a tile of dQ takes this lane's additions. */
+/* The address of this lane's additions to the `block`-th block of a dQ tile. */
 template <class Tile>
 __device__ __forceinline__ uint64_t own_dq(const Bwd &g, int tile, int block) {
     typedef DqShape<Tile> Dq;
@@ -160,8 +165,8 @@ __device__ __forceinline__ uint64_t own_dq(const Bwd &g, int tile, int block) {
                                     laneid() * 4);
 }
 
-/* 64 rows of dK or dV, from `first` of the block's keys on, through the same rows of a tile of
- * shared memory. */
+/* Stores 64 rows of dK or dV, from the block's key `first` on, through the same rows of a tile
+ * in shared memory. */
 template <class T, class Panels, int N>
 __device__ __forceinline__ void store_rows(const Rows &to, const BwdWork &w, smem_addr tile_s,
                                            const float (&d)[N], float factor, int columns,
@@ -175,7 +180,7 @@ __device__ __forceinline__ void store_rows(const Rows &to, const BwdWork &w, sme
             four[e] = pack2<T>(d[4 * n + 2 * e] * factor, d[4 * n + 2 * e + 1] * factor);
         stmatrix_x4(tile_s + Panels::offset_of(row0 + lane % 16, 8 * n + lane / 16 * 8), four);
     }
-    __syncwarp(); /* the warp's 16 rows are whole */
+    __syncwarp(); /* the warp's 16 rows are complete */
     const int key = w.j0 + row0;
     T *to_g =
         (T *)to.data + w.b * to.batch + w.kv_head * to.head + ((int64_t)w.seq.k0 + key) * to.row;
@@ -188,7 +193,7 @@ __device__ __forceinline__ void store_rows(const Rows &to, const BwdWork &w, sme
     }
 }
 
-/* The same in float32, from registers. */
+/* store_rows in float32, from registers. */
 template <int N>
 __device__ __forceinline__ void store_rows(const Rows &to, const BwdWork &w, const float (&d)[N],
                                            float factor, int columns, int first) {
@@ -215,9 +220,9 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
     extern __shared__ __align__(1024) unsigned char smem[];
     const smem_addr smem_s = cvta_to_shared(smem);
     BwdWork &w = *(BwdWork *)(smem + S::WORK);
-    /* the compiler sees that lanes agree */
+    /* the shuffle tells the compiler that the value is uniform over the warp */
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-    if (threadIdx.x == 0) { /* the longest; others do the rest meanwhile */
+    if (threadIdx.x == 0) { /* takes longest; other warps do the rest meanwhile */
         place_block<Tile>(w, x);
     } else if (threadIdx.x == 8 * 32) {
         prefetch_tensormap(&x.k);
@@ -240,19 +245,19 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
         fence_mbarrier_init();
     }
     __syncthreads();
-    if (Tile::PAIR) barrier_cluster(); /* both blocks have their barriers */
+    if (Tile::PAIR) barrier_cluster(); /* both blocks have initialised their barriers */
     if (w.task.unit >= x.grid.units) return;
     if (w.task.kind != BWD_KEYS)
         return other_task<typename Consumer::Element, Tile, typename Consumer::Grad>(x, w, smem_s);
-    /* of packed calls alone */
+    /* happens in packed calls only */
     if (w.j0 - (Tile::PAIR ? w.rank * Tile::BKV : 0) >= w.seq.seq_k) return;
     if (warpgroup == 2) {
         setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
         if (threadIdx.x / 32 == 8) load_tiles<Tile, Consumer::ORDERED>(x, w, smem, smem_s);
         if (Consumer::ORDERED && threadIdx.x == 9 * 32) keep_order<Tile>(x, w, smem_s);
-        if (threadIdx.x / 32 == 11 &&
-            x.grid.rows >
-                0) { /* a release waits for the additions; the consumers store meanwhile */
+        /* The release waits for the additions. This warp does it, so that the consumers can store
+         * dK and dV meanwhile. */
+        if (threadIdx.x / 32 == 11 && x.grid.rows > 0) {
             bar_sync(BAR_ADDED, 256 + 32);
             if (laneid() == 0) red_add_release(x.keys_done + w.task.unit);
         }
@@ -267,9 +272,9 @@ __global__ void __cluster_dims__(BwdSmem<typename Consumer::Tile>::BLOCKS, 1, 1)
     Consumer c;
     c.run(x, w, smem, smem_s, warpgroup);
     if (x.grid.rows > 0) bar_arrive(BAR_ADDED, 256 + 32);
-    consumers_sync(); /* nobody reads K or V any more */
+    consumers_sync(); /* K and V are no longer read */
     c.store(x, w, smem_s, warpgroup);
-    /* the other block reaches this one's shared memory until here */
+    /* the other block may access this block's shared memory until here */
     if (Tile::PAIR) barrier_cluster();
 }
 
@@ -299,35 +304,37 @@ bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_a
            smem_fits(ctx, row->key[3]);
 }
 
-/* Whether a small tile wastes less than a larger one gains. */
+/* True if the call is short enough for this tile: a tile with fewer rows wastes less at the
+ * ends, and a larger one is faster otherwise. */
 template <class Tile> bool short_enough(const gk_flash_attn_args &a) {
     const int64_t seq_q = a.cu_seqlens_q ? a.max_seqlen_q : a.q.shape[2];
     const bool causal = a.rules.is_causal || a.rules.window_right >= 0;
-    /* a group's heads share what a block costs beside its steps */
+    /* with GQA, the heads of a group share the fixed cost of a block */
     const bool alone = a.q.shape[1] == a.k.shape[1];
     return seq_q <= (causal ? BwdRange<Tile>::MOST_ROWS_CAUSAL : BwdRange<Tile>::MOST_ROWS) /
                         (alone ? 1 : 2);
 }
 
-/* Where blocks differ, the longest must not be the last: their time would be a large part of the
- * whole. */
+/* True if the grid has fewer than eight waves. Under a mask, the longest blocks must then not
+ * start last, because their time is a large part of the whole. */
 template <class Tile> bool few_waves(const gk_context *ctx, const BwdGrid &grid) {
     return (int64_t)grid.units * grid.keys * BwdSmem<Tile>::BLOCKS <
            8 * gk_gpu_of(ctx->index)->num_sms;
 }
 
-/* Of ordered kernels: BwdOrderedStep. */
+/* The direction in which ordered kernels process keys and rows: see BwdOrderedStep. */
 template <class Tile> bool goes_up(const gk_context *ctx, const Bwd &g, const BwdGrid &grid) {
     return g.p.rules.right >= 0 && !few_waves<Tile>(ctx, grid);
 }
 
-/* The grid counts clusters: a task is a cluster's. Packed calls, whose grid holds many empty
- * blocks, and rows of out that 16-byte loads cannot take have kernels for rows and rounding; in
- * others this grid does them, while the tensor cores of other SMs multiply. */
+/* Plans the grid. A task is one cluster's. In dense calls the grid also contains the tasks for
+ * rows and rounding, which run while the tensor cores of other SMs multiply. Separate kernels do
+ * them in packed calls, whose grid has many empty blocks, and if rows of out are not aligned to
+ * 16 bytes. */
 template <class Tile>
 BwdGrid grid_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, const Bwd &g) {
     constexpr int BLOCKS = BwdSmem<Tile>::BLOCKS;
-    const int clusters = gk_gpu_of(ctx->index)->num_sms / BLOCKS; /* at a time */
+    const int clusters = gk_gpu_of(ctx->index)->num_sms / BLOCKS; /* that run at a time */
     BwdGrid grid = {};
     grid.units = g.p.heads_kv * g.p.batch;
     grid.keys = (int)gk_ceil_div(g.p.seq_k, BLOCKS * Tile::BKV);
@@ -335,31 +342,32 @@ BwdGrid grid_of(const gk_context *ctx, const gk_flash_attn_bwd_args *a, const Bw
     if (grid.units == 0 || grid.keys == 0) return grid;
     const bool masked = g.p.rules.left >= 0 || g.p.rules.right >= 0,
                few = few_waves<Tile>(ctx, grid);
-    /* units that run at a time */
+    /* work units (kv heads) that run at a time */
     const int wave = (int)gk_min_i64(gk_max_i64(clusters / grid.keys, 1), grid.units);
     if (a->deterministic && !goes_up<Tile>(ctx, g, grid)) {
-        /* blocks that start at a time are the same of their units, and none waits for another */
+        /* blocks that start together have the same index in their unit, so none waits for
+         * another */
         grid.together = wave;
     } else if (masked && !few && grid.keys >= BWD_SET_KEYS && g.p.rules.left < 0) {
-        grid.together = wave; /* the longest of a wave first */
+        grid.together = wave; /* the longest blocks of a wave first */
     } else if (masked && few) {
-        /* of a wave each, all alike */
+        /* sets of equal size, of at most about a wave */
         const int64_t sets = gk_ceil_div(grid.units, gk_ceil_div(clusters, grid.keys));
         grid.together = (int)gk_ceil_div(grid.units, sets);
     }
     if (g.p.cu_q || !rows_aligned(a->fwd.out)) return grid;
     grid.rows = g.p.group * (int)gk_ceil_div(g.tiles, BLOCKS * Tile::TASK_TILES);
     const int64_t set_keys = (int64_t)grid.together * grid.keys;
-    /* rows are quick */
+    /* rows tasks are short, so a few sets of lead are enough */
     const int64_t lead = gk_ceil_div(clusters, set_keys + 2 * (int64_t)grid.together * grid.rows);
-    /* until a set's last block is done; under a mask it takes twice the mean */
+    /* until a set's last block is done; under a mask a block takes up to twice the mean time */
     const int64_t lag = gk_ceil_div(2 * clusters, set_keys) + 1;
     grid.lead = (int)gk_min_i64(lead, grid.sets());
     grid.lag = (int)gk_min_i64(lag, grid.sets());
     return grid;
 }
 
-/* Of the tasks of each unit, and of the turns at each tile of dQ. */
+/* Bytes of the counters: two for each unit and, in ordered kernels, one for each tile of dQ. */
 template <class Tile> size_t counters_bytes(const BwdGrid &grid, const Bwd &g, bool ordered) {
     const size_t counters =
         (grid.rows > 0 ? (size_t)grid.units * 2 : 0) +
@@ -400,7 +408,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     x.g.dq_sum = (float *)((char *)workspace + stats_bytes(x.g, sizeof(float)));
     x.up = Consumer::ORDERED && goes_up<Tile>(ctx, x.g, x.grid);
     unsigned *counters = (unsigned *)((char *)x.g.dq_sum + dq_sum_bytes(x.g));
-    const bool alone = x.grid.rows > 0; /* this grid does all but dsinks */
+    const bool alone = x.grid.rows > 0; /* this grid does everything but dsinks */
     const size_t cleared = counters_bytes<Tile>(x.grid, x.g, Consumer::ORDERED);
     x.rows_done = counters;
     x.keys_done = counters + x.grid.units;
@@ -422,7 +430,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
         OP, ctx, grid, BWD_PRE_THREADS, Tile::BQ * Tile::HEAD_DIM * 2, x.g);
 }
 
-/* A kernel of either order of additions to dQ; modified: with softcap or ALiBi. */
+/* One instance. MODIFIED: with softcap or ALiBi. ORDERED: dQ is added in a fixed order. */
 #define BWD_ROW(name, T, dtype, CONSUMER, TILE, MODIFIED, ORDERED)                               \
     {name,                                                                                       \
      dtype,                                                                                      \
@@ -430,14 +438,14 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
      run<T, CONSUMER<T, TILE, MODIFIED, ORDERED>>,                                               \
      {TILE::HEAD_DIM, TILE::HEAD_DIM_V, MODIFIED + 2 * ORDERED, BwdSmem<TILE>::BYTES, TILE::BQ}, \
      NULL}
-/* Both types, in any order and ordered; without modifiers. */
+/* Instances without softcap and ALiBi: both types, unordered and ordered. */
 #define BWD_UNMODIFIED_ROWS(file, label, CONSUMER, TILE)                                       \
     BWD_ROW(file "_bf16_" label, __nv_bfloat16, GK_BF16, CONSUMER, TILE, false, false),        \
         BWD_ROW(file "_f16_" label, __half, GK_F16, CONSUMER, TILE, false, false),             \
         BWD_ROW(file "_bf16_" label "_ordered", __nv_bfloat16, GK_BF16, CONSUMER, TILE, false, \
                 true),                                                                         \
         BWD_ROW(file "_f16_" label "_ordered", __half, GK_F16, CONSUMER, TILE, false, true)
-/* All of a head_dim, with modifiers too. */
+/* All instances of a head_dim. */
 #define BWD_ROWS(file, label, CONSUMER, TILE, SCORE_TILE, SCORE_ORDERED_TILE)                      \
     BWD_UNMODIFIED_ROWS(file, label, CONSUMER, TILE),                                              \
         BWD_ROW(file "_bf16_" label "_score", __nv_bfloat16, GK_BF16, CONSUMER, SCORE_TILE, true,  \

@@ -1,17 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_dq_sm80.cuh: the kernel of flash_attn_bwd_dq_sm80, and with DROP of
- * flash_attn_bwd_dq_drop_sm80: dq alone, by rows, in bfloat16 and float16 on the tensor cores
- * (mma.sync): for calls that must give the same bits again (bwd.cuh has the equations; Dao 2023,
- * arXiv:2307.08691, Algorithm 2, with its loops exchanged).
+/* bwd_dq_sm80.cuh: dq alone, by rows, in bfloat16 and float16 on the tensor cores (mma.sync), for
+ * deterministic calls. It is the kernel of flash_attn_bwd_dq_sm80 and, with DROP, of
+ * flash_attn_bwd_dq_drop_sm80 (Dao 2023, arXiv:2307.08691, Algorithm 2, with its loops exchanged).
+ * The equations are in bwd.cuh.
  *
- * Reads q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], or packed; rows 16-byte aligned; stats of the
- * pre-pass.
- * Writes dq, rounded once.
- * Work split: a block owns BQ rows of one query head, a warp BQ / WARPS of them, and goes over the
- * keys they see, BKV at a time. S = Q K^T and dP = dO V^T are made again; dS goes from accumulators
- * to left operands in registers: dQ += dS K.
- * Shared memory: DqSmem<Tile> below. Per step: wait for K_j V_j | barrier | copy K_j+1 V_j+1 | S P dP dS dQ
- * Not here: dk, dv (flash_attn_bwd_sm80); anything unaligned. */
+ * Reads q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], or packed, with rows aligned to
+ * 16 bytes, and the stats of the pre-pass. Writes dq, rounded once.
+ *
+ * Work split: a block owns BQ rows of one query head, a warp BQ / WARPS of them. The block loops
+ * over the keys that they see, BKV at a time. S = Q K^T and dP = dO V^T are computed again. dS goes
+ * from the accumulators into A operands in registers, for dQ += dS K. Shared memory: DqSmem<Tile>
+ * below. A step: wait for K_j V_j | barrier | copy K_j+1 V_j+1 | S P dP dS dQ
+ *
+ * Not handled: dk and dv (flash_attn_bwd_sm80); unaligned rows. */
 #ifndef GPUKERN_CUDA_BWD_DQ_SM80_CUH
 #define GPUKERN_CUDA_BWD_DQ_SM80_CUH
 
@@ -23,10 +24,11 @@ namespace {
 /* ---- 1. shapes ------------------------------------------------------------------------------- */
 template <class Tile> struct DqSmem {
     static constexpr int M = Tile::bq / Tile::warps / 16, THREADS = Tile::warps * 32;
-    typedef smem_tile<Tile::bq, Tile::head_dim * 2> Queries; /* Q, dO [BQ][D]; at the end dQ */
-    typedef smem_tile<Tile::bkv, Tile::head_dim * 2> Keys;   /* K, V [BKV][D] */
+    /* Q, dO [BQ][D]; dQ is staged here at the end */
+    typedef smem_tile<Tile::bq, Tile::head_dim * 2> Queries;
+    typedef smem_tile<Tile::bkv, Tile::head_dim * 2> Keys; /* K, V [BKV][D] */
     static constexpr int q = 0, grad_out = q + Queries::bytes;
-    /* two stages each */
+    /* two stages of each */
     static constexpr int k = grad_out + Queries::bytes, v = k + 2 * Keys::bytes;
     static constexpr int bytes = v + 2 * Keys::bytes;
     static_assert(bytes == Tile::smem_bytes, "what the other pass asks for before it is taken");
@@ -34,8 +36,8 @@ template <class Tile> struct DqSmem {
                   "warps share the rows evenly");
 };
 
-/* A warp stores c[0], c[1] of an accumulator as 4 bytes of a row: 8 rows, 4 neighbours of a
- * chunk. */
+/* Bank conflicts of staging dQ: a warp stores c[0], c[1] of an accumulator as 4 bytes of a row,
+ * that is 8 rows and 4 neighbours of a chunk. */
 template <class Queries> constexpr int store_ways() {
     int at[32] = {};
     for (int lane = 0; lane < 32; ++lane)
@@ -49,7 +51,7 @@ static_assert(store_ways<DqSmem<BwdDq64>::Queries>() == 1 &&
               "stores of dQ meet no bank conflicts");
 
 /* ---- 2. dQ ----------------------------------------------------------------------------------- */
-/* row: of the lane's first in the sequence; key0: of the tile. */
+/* Applies dropout to dP. row: the lane's first row in the sequence; key0: the tile's first key. */
 template <int M, int N>
 __device__ __forceinline__ void drop_dp(float (&dp)[M][N][4], const Dropping<Bwd> &g, int b,
                                         int head, int q0, int row, int key0) {
@@ -64,8 +66,8 @@ __device__ __forceinline__ void drop_dp(float (&dp)[M][N][4], const Dropping<Bwd
 template <int M, int N>
 __device__ __forceinline__ void drop_dp(float (&)[M][N][4], const Bwd &, int, int, int, int, int) {}
 
-/* dQ of a warp to memory: rounded through the tile of Q, whose rows must then be free; float32 from
- * registers. to: the block's first row. */
+/* Stores a warp's dQ. 16-bit results are rounded into the shared tile of Q, whose rows must no
+ * longer be read; float32 results are stored from registers. to: the block's first row. */
 template <class T, class Tile, class Grad, int M, int N>
 __device__ __forceinline__ void store_dq(Grad *to, int64_t row_stride, smem_addr smem_s,
                                          const float (&dq)[M][N][4], float scale, int lane_row,
@@ -86,7 +88,7 @@ __device__ __forceinline__ void store_dq(Grad *to, int64_t row_stride, smem_addr
                 st_shared_32(Queries::down(at_n, 8),
                              pack2<T>(dq[m][n][2] * scale, dq[m][n][3] * scale));
             }
-        __syncthreads(); /* the rows are whole */
+        __syncthreads(); /* all rows are complete */
         copy_tile_out<Queries, S::THREADS>(to, row_stride, smem_s + S::q, rows, columns,
                                            threadIdx.x);
     }
@@ -104,8 +106,8 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     const Problem &p = g.p;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-    /* 2.1 which rows, which keys; the last rows first: with a causal mask they have the most
-     * keys */
+    /* 2.1 which rows, which keys; the last rows first, because under a causal mask they see the
+     * most keys */
     const int tiles = (p.seq_q + BQ - 1) / BQ;
     const int i0 = (tiles - 1 - blockIdx.x % tiles) * BQ;
     const int head = blockIdx.x / tiles % p.heads_q, b = blockIdx.x / tiles / p.heads_q,
@@ -114,7 +116,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     if (i0 >= s.seq_q) return;
     const Interval seen = seen_keys(s);
     Interval rows = {0, 0};
-    /* the others may hold anything */
+    /* rows that see no key may hold anything */
     if (seen.lo < seen.hi) rows = seeing_rows(s, seen.lo, seen.hi);
     const int row_lo = max(i0, rows.lo), row_hi = min(i0 + BQ, rows.hi);
     const int j_lo = row_lo < row_hi ? s.span.lo(row_lo) : 0,
@@ -165,7 +167,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
 
 #pragma unroll 1
     for (int j0 = j_lo; j0 < j_hi; j0 += BKV) {
-        /* 2.3 the keys of this step are here, the stage of the step before is free */
+        /* 2.3 the keys of this step have arrived, the previous stage may be overwritten */
         cp_async_wait_group<0>();
         __syncthreads();
         const int next = j0 + BKV;
@@ -234,7 +236,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     }
     /* 2.6 dQ through the tile of Q */
     cp_async_wait_group<0>();
-    __syncthreads(); /* nobody reads Q any more */
+    __syncthreads(); /* Q is no longer read */
     Grad *to =
         (Grad *)g.dq.data + b * g.dq.batch + head * g.dq.head + ((int64_t)s.q0 + i0) * g.dq.row;
     store_dq<T, Tile, Grad>(to, g.dq.row, smem_s, dq, score.scale, lane_row, s.seq_q - i0,

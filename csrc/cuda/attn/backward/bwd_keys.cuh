@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_keys.cuh: a consumer warpgroup of flash_attn_bwd_sm90a and flash_attn_bwd_partial_sm90a: 64
- * keys of its own. */
+/* bwd_keys.cuh: a consumer warpgroup of flash_attn_bwd_sm90a and flash_attn_bwd_partial_sm90a,
+ * which owns 64 of the block's 128 keys. flash_attn_bwd_sm90a.cu describes its steps. */
 #ifndef GPUKERN_CUDA_BWD_KEYS_CUH
 #define GPUKERN_CUDA_BWD_KEYS_CUH
 
@@ -18,7 +18,7 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdConsumer
                          N = BQ / 8;
     float dk[D / 2], dv[DV / 2];
 
-    /* dS [BQ][64 keys of this warpgroup], transposed on its way. */
+    /* Stores dS [BQ][64 keys of this warpgroup]; stmatrix transposes it. */
     static __device__ __forceinline__ void store_ds(smem_addr ds_s, const uint32_t (&ds)[N * 2]) {
         const coord c = ds_place(mov_tid_x(), 0);
         const smem_addr at = ds_s + S::Scores::offset_of(c.row, c.col);
@@ -29,7 +29,7 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdConsumer
         }
     }
 
-    /* The warp's 16 keys of K or V as operands of the products S^T or dP^T. */
+    /* Loads the warp's 16 keys of K or V as register operands of S^T or dP^T. */
     template <class Panels, int M>
     static __device__ __forceinline__ void load_rows(uint32_t (&a)[M], smem_addr tile_s) {
         const int lane = laneid(), row = mov_tid_x() / 32 * 16 + lane % 16;
@@ -88,11 +88,11 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdConsumer
                 if (now.y) hide(s, w.seq, own_key(w, 64 * warpgroup), t.i0 + laneid() % 4 * 2);
                 weights(s, own_stats<Tile>(smem_s, n), scale_log2);
             }
-            mbarrier_wait(
-                smem_s + S::KV_FULL,
-                0); /* over for ever: ends a basic block, ptxas moves nothing past the wait */
-            /* here and not sooner: its registers would be those of the additions, and the products
-             * would wait for them */
+            /* This barrier completed long ago. Its loop ends a basic block, so ptxas moves
+             * nothing past the wait. */
+            mbarrier_wait(smem_s + S::KV_FULL, 0);
+            /* Not sooner: the address would then share registers with the additions of dQ, and
+             * the products would wait for those. */
             if (n > 0 && signals) mbarrier_arrive(ring.empty(n - 1));
             wgmma_wait_group<0>();
             wgmma_pin(dp);
@@ -106,14 +106,14 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdConsumer
             }
             store_ds(ds_s, ds);
 
-            /* a part of dV keeps the tensor cores busy over the barrier; the rest and dK, while dQ
-             * goes to memory */
+            /* One part of dV keeps the tensor cores busy during the barrier. The rest and dK run
+             * while dQ goes to memory. */
             wgmma_fence();
 #pragma unroll
             for (int kk = 0; kk < Tile::DV_FIRST; kk += 16)
                 wgmma_rs<T, DV, 1>(dv, p + kk / 4, S::O::mn_major(o_s, kk), true);
             wgmma_commit_group();
-            consumers_sync(); /* dS is whole; and nobody reads dS of the step before any more */
+            consumers_sync(); /* dS is complete, and dS of the previous step is no longer read */
             float dq[Dq::N / 2];
             wgmma_fence();
 #pragma unroll
@@ -137,12 +137,12 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdConsumer
                 wgmma_rs<T, D, 1>(dk, ds + kk / 4, S::Q::mn_major(q_s, kk), true);
             wgmma_commit_group();
             if (ORDERED) wait_turn<Tile>(smem_s, n);
-            /* the next step's tiles are asked for before the additions below fill the queue that
-             * the answer comes through */
+            /* ask for the next step's tiles before the additions fill the queue that the answer
+             * comes through */
             const int next = min(n + 1, steps - 1);
             ring.wait_full(next);
             const uint2 then = ld_shared_64(tiles_s + ring.stage(next) * (int)sizeof(BwdTileOf));
-            const int block = mov_tid_x() / 32; /* 4 warpgroup + warp */
+            const int block = mov_tid_x() / 32; /* 4 x warpgroup + warp */
             const uint64_t to = own_dq<Tile>(g, now.x, block);
             if (Dq::BLOCKS == 8 || block < Dq::BLOCKS) add_dq<0>(to, dq);
             if (ORDERED) pass_turn<Tile>(smem_s);

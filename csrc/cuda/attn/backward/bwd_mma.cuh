@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_mma.cuh: the verbs that the two mma.sync kernels of the backward, bwd_sm80.cuh and
- * bwd_dq_sm80.cuh, are made of. M x 16 rows and N x 8 columns of accumulators a warp. */
+/* bwd_mma.cuh: copies, products and stores of the backward's two mma.sync kernels, bwd_sm80.cuh
+ * and bwd_dq_sm80.cuh. A warp has M x 16 rows and N x 8 columns of accumulators. */
 #ifndef GPUKERN_CUDA_BWD_MMA_CUH
 #define GPUKERN_CUDA_BWD_MMA_CUH
 
@@ -9,7 +9,8 @@
 #include "bwd.cuh"
 #include "../tiles.h"
 
-/* Rows [first, end) of a tile whose row 0 is at src_g; the others become zeros and are not read. */
+/* Copies rows [first, end) of a tile whose row 0 is at src_g. The other rows become zeros and
+ * are not read. */
 template <class Tile, int THREADS, class T>
 __device__ __forceinline__ void copy_rows(smem_addr tile_s, const T *src_g, int64_t row_stride,
                                           int first, int end, int columns) {
@@ -27,8 +28,8 @@ __device__ __forceinline__ void copy_rows(smem_addr tile_s, const T *src_g, int6
     }
 }
 
-/* c [16 * M][8 * N] += 16 * M rows and 16 columns of a tile times (8 * N rows and 16 columns of a
- * tile)^T. */
+/* c [16 * M][8 * N] += A B^T, where A is 16 * M rows and 16 columns of one tile and B is 8 * N
+ * rows and 16 columns of another. */
 template <class TileA, class TileB, class T, int M, int N>
 __device__ __forceinline__ void mma_rows(float (&c)[M][N][4], smem_addr a_at, smem_addr b_at) {
     uint32_t a[M][4];
@@ -46,7 +47,7 @@ __device__ __forceinline__ void mma_rows(float (&c)[M][N][4], smem_addr a_at, sm
     }
 }
 
-/* c [16 * M][8 * N] += a [16 * M][16] times 16 rows and 8 * N columns of a tile. */
+/* c [16 * M][8 * N] += a [16 * M][16] B, where B is 16 rows and 8 * N columns of a tile. */
 template <class TileB, class T, int M, int N>
 __device__ __forceinline__ void mma_columns(float (&c)[M][N][4], const uint32_t (&a)[M][4],
                                             smem_addr b_base) {
@@ -62,8 +63,8 @@ __device__ __forceinline__ void mma_columns(float (&c)[M][N][4], const uint32_t 
     }
 }
 
-/* c times factor to memory in float32. row, col: of c[0][0][0] in what to_g begins; of `rows` rows
- * and `columns` columns, an even number. */
+/* Stores c times factor in float32. row, col: the place of c[0][0][0] in to_g, which has `rows`
+ * rows and `columns` columns, an even number. */
 template <int M, int N>
 __device__ __forceinline__ void store_sums(float *to_g, int64_t row_stride,
                                            const float (&c)[M][N][4], float factor, int row,

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_order.cuh: what the blocks of the Hopper backward do, in which order a block takes its steps,
- * and where its warps put dS, P and dQ. Plain functions, which a CPU test walks too
- * (tests/csrc/check_attn_sm90a.cpp). A thread counts over both warpgroups. */
+/* bwd_order.cuh: scheduling of the Hopper backward: which task each block of the grid has, in
+ * which order a block takes its steps, and the shared-memory coordinates of dS, P and dQ.
+ * Everything here is a plain function that tests/csrc/check_attn_sm90a.cpp also runs on the CPU.
+ * A thread index counts over both consumer warpgroups. */
 #ifndef GPUKERN_CUDA_BWD_ORDER_CUH
 #define GPUKERN_CUDA_BWD_ORDER_CUH
 
@@ -9,9 +10,9 @@
 #include "../../tile/divisor.cuh"
 
 /* ---- the order of a grid's blocks ------------------------------------------------------------ */
-/* What a block does for a unit, a kv head of a batch entry with the query heads of its group: rows:
- * lse, delta and zeros of dQ for some tiles; keys: the products of one tile of keys; round: dQ of
- * some tiles, scaled and rounded. */
+/* The kinds of task. A work unit is one kv head of one batch entry, with the query heads of its
+ * group. BWD_ROWS: lse, delta and zeros of dQ for some tiles of rows. BWD_KEYS: the products of
+ * one tile of keys. BWD_ROUND: scales and rounds dQ of some tiles. */
 enum BwdKind : unsigned char {
     BWD_ROWS,
     BWD_KEYS,
@@ -20,28 +21,34 @@ enum BwdKind : unsigned char {
 
 struct BwdTask {
     BwdKind kind;
-    /* of rows and of rounding: which of how many equal parts of the task */
+    /* rows and rounding only: the task is cut into `parts` equal parts */
     unsigned char part, parts;
     int unit, index;
 };
 
-/* keys, rows: tasks a unit; as many of round as of rows. rows 0: other kernels do both, and the
- * grid is keys alone. `together` units are a set, whose first keys come first: where a mask makes
- * blocks of one unit differ, the long ones of the last units must not be the last. The last set may
- * lack units: its tasks are of units that are not there.
- * Blocks start in the order of their numbers, and a block waits for blocks of lower numbers alone.
- * A grid begins with the rows of `lead` sets. Then, set after set, come its keys; spread among them
- * the rows of the set `lead` on, and the rounding of the set `lag` before. It ends with the
- * rounding of `lag` sets. Both are 1 to sets(); with rows 0 both are 0. What it begins and ends
- * with is in PARTS, a block each, since nothing else runs then. */
+/* The order of a grid's tasks. `keys` and `rows` are tasks of one unit; there are as many rounding
+ * tasks as rows tasks. If rows is 0, other kernels do both, and the grid has keys tasks only.
+ *
+ * Units are scheduled in sets of `together` units. Within a set, the first key tile of every unit
+ * comes first. Under a causal mask these blocks are the longest, and they must not start last. The
+ * last set may be incomplete; tasks of missing units exit at once.
+ *
+ * Blocks start in the order of their numbers, and a block waits only for blocks with lower numbers.
+ * The grid begins with the rows tasks of `lead` sets. Then come the keys tasks, set after set.
+ * Spread among the keys tasks of set n are the rows tasks of set n + lead and the rounding tasks of
+ * set n - lag. The grid ends with the rounding tasks of the last `lag` sets. lead and lag are
+ * between 1 and sets(); without rows tasks both are 0.
+ *
+ * The rows tasks at the beginning and the rounding tasks at the end are cut into PARTS blocks each,
+ * because nothing else runs then. */
 struct BwdGrid {
     static constexpr int PARTS = 4;
     int units, keys, rows, together, lead, lag;
-    /* prepare(): */
-    int last;            /* sets from `last` on bring no rows */
-    Divisor by_together; /* and of a set: */
-    Divisor by_rows, by_keys, by_keys_rows,
-        by_all; /* its rows, its keys, both, and its keys with rows and rounding */
+    /* set by prepare(): */
+    int last;            /* sets from `last` on have no rows tasks among their keys */
+    Divisor by_together; /* divisors; for a set: */
+    /* rows, keys, keys + rows, keys + rows + rounding */
+    Divisor by_rows, by_keys, by_keys_rows, by_all;
 
     GK_HD int sets() const { return (units + together - 1) / together; }
     GK_HD int blocks() const {
@@ -66,7 +73,7 @@ struct BwdGrid {
         const int index = (int)by_together.into((uint32_t)x);
         return {kind, 0, 1, set * together + x - index * together, index};
     }
-    /* Part x of the rows, or of the rounding, of sets from `first` on. */
+    /* Part x of the rows or rounding tasks of the sets from `first` on. */
     GK_HD BwdTask of_part(BwdKind kind, int first, int x) const {
         const int whole = x / PARTS, set = (int)by_rows.into((uint32_t)whole);
         BwdTask t = of_set(kind, first + set, whole - set * (int)by_rows.by);
@@ -78,8 +85,9 @@ struct BwdGrid {
         const int k = keys * together, r = rows * together;
         if (x < lead * r * PARTS) return of_part(BWD_ROWS, 0, x);
         x -= lead * r * PARTS;
-        const bool few = last < lag; /* some sets have neither rows nor rounding among their keys,
-                                        else some have both */
+        /* few: some sets have neither rows nor rounding among their keys; otherwise some sets
+         * have both */
+        const bool few = last < lag;
         const int a = few ? last : lag, b = few ? lag : last, middle = few ? k : k + 2 * r;
         int set = 0;
         if (x < a * (k + r)) {
@@ -96,7 +104,7 @@ struct BwdGrid {
         } else {
             return of_part(BWD_ROUND, last + lead - lag, x - (last + lead - b) * (k + r));
         }
-        /* of the set's blocks, evenly spread */
+        /* the other tasks are spread evenly over the set's blocks */
         const int others = (set < last ? r : 0) + (set >= lag ? r : 0);
         if (others == 0) return of_set(BWD_KEYS, set, x);
         const Divisor &by = others == r ? by_keys_rows : by_all;
@@ -109,7 +117,8 @@ struct BwdGrid {
 
 /* ---- the order of a block's steps ------------------------------------------------------------ */
 
-/* Head after head of a group, of each the tiles [lo, lo + tiles) from lo + start on and around. */
+/* The steps of a keys task: for each head of the group, tiles [lo, lo + tiles), beginning at lo
+ * + start and wrapping around. */
 struct BwdStep {
     int head, tile;
 
@@ -119,11 +128,13 @@ struct BwdStep {
     }
 };
 
-/* Where dQ must be added in one order: tile after tile, of each every head of the group. Blocks of
- * keys add to a tile one after the other, in the order in which they start. `up`, in large grids
- * under a bound on the right: the last keys start first, and each block at the first tile that sees
- * it, where no other has been; the block before is ahead of it from there on. Else down: the first
- * keys start first, each at the last tile. So a turn seldom has to be waited for. */
+/* The steps of an ordered keys task: for each tile, every head of the group. Blocks add to a tile
+ * of dQ one after the other, in the order in which the blocks start.
+ *
+ * up, for large grids with a bound on the right: the last keys start first, and each block begins
+ * at the first tile that sees its keys. No other block has added there yet, and the previous block
+ * stays one step ahead from then on. Otherwise the first keys start first, each at the last tile.
+ * In both cases a block seldom waits for the one before. */
 struct BwdOrderedStep {
     int head, tile;
 
@@ -142,31 +153,31 @@ template <> struct BwdSteps<true> {
     typedef BwdOrderedStep type;
 };
 
-/* ---- places ---------------------------------------------------------------------------------- */
-/* The row and the column that a lane gives to stmatrix.x4 for eight columns n and n + 1 of its
- * accumulators.
- * dS^T [128 keys][rows] is stored transposed, as dS [rows][keys]. */
+/* ---- coordinates ----------------------------------------------------------------------------- */
+/* The row and column that a lane passes to stmatrix.x4 for groups of eight columns n and n + 1
+ * of its accumulators. dS^T [128 keys][rows] is stored transposed, as dS [rows][keys]. */
 constexpr GK_HD coord ds_place(int thread, int n) {
     const int lane = thread & 31;
     return {8 * n + (lane >> 4) * 8 + (lane & 7), (thread >> 5) * 16 + (lane >> 3 & 1) * 8};
 }
 
-/* dS^T [64 keys][rows] of the wide kernel lies as it is: it is warpgroup 1's alone. */
+/* The same for the wide kernel, which stores dS^T [64 keys][rows] untransposed. Only warpgroup 1
+ * does so. */
 constexpr GK_HD coord scores_place(int thread, int n) {
     const int lane = thread & 31;
     return {(thread >> 5 & 3) * 16 + (lane & 15), 8 * n + (lane >> 4) * 8};
 }
 
-/* dQ^T of a warp is [16 of d][n rows], a block of dq_sum; the last pass stores pairs of eight rows
- * transposed. by_d: blocks are of all rows, else blocks 4 .. 7 are of the second half of the rows.
- * Row and column of dQ. */
+/* Row and column of dQ for a lane of the last pass, which stores pairs of eight rows transposed.
+ * A block of dq_sum is dQ^T [16 of d][n rows] of one warp. by_d: a block has all rows of the
+ * tile; otherwise blocks 4 to 7 have the second half of the rows. */
 constexpr GK_HD coord dq_place(int lane, int block, int pair, int rows, bool by_d) {
     return {(by_d ? 0 : (block >> 2) * rows) + 16 * pair + (lane >> 4) * 8 + (lane & 7),
             16 * (by_d ? block : block & 3) + (lane >> 3 & 1) * 8};
 }
 
-/* The first of a lane's four sums of eight rows of a block: x, y of rows one after the other, z, w
- * of the column eight on. */
+/* Row and column of the first of a lane's four sums in eight rows of a block. x and y are two
+ * consecutive rows; z and w are those rows in the column 8 further. */
 constexpr GK_HD coord dq_sum_place(int lane, int block, int eight, int rows, bool by_d) {
     return {(by_d ? 0 : (block >> 2) * rows) + 8 * eight + (lane & 3) * 2,
             16 * (by_d ? block : block & 3) + (lane >> 2)};

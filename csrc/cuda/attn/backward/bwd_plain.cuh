@@ -1,15 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_plain.cuh: the kernels of flash_attn_bwd_plain and flash_attn_bwd_partial_plain: the
- * gradients of attention for every dtype, alignment and modifier (bwd.cuh has the equations;
- * Dao 2023, arXiv:2307.08691, Algorithm 2, run twice: by rows for dq, by keys for dk and dv).
- * Reads q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], or packed, any leading strides; stats of the
- * pre-pass.
- * Writes dq, dk, dv. Sums in float, double for float64.
- * Work split: a warp per row and head; lanes hold 32 keys (or rows) while scores are made, then
- * columns while they are added. One order of sums for every launch: deterministic, no atomics.
- * Shared memory: per warp its own row of both operands, Pair<W>. No pipeline: loads go through L1.
- * Not here: speed. Others take 16 bits and float32 whose rows are aligned; of float32 with dropout
- * nothing else takes any. */
+/* bwd_plain.cuh: the gradients of attention for every dtype, alignment and modifier. The kernels of
+ * flash_attn_bwd_plain and flash_attn_bwd_partial_plain (Dao 2023, arXiv:2307.08691, Algorithm 2,
+ * run twice: by rows for dq, by keys for dk and dv). The equations are in bwd.cuh.
+ *
+ * Reads q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], or packed, with any leading
+ * strides, and the stats of the pre-pass. Writes dq, dk, dv. Sums are float, or double for float64.
+ *
+ * Work split: a warp for each row or key and head. While scores are computed, a lane holds one of
+ * 32 keys (or rows); while they are added up, it holds columns. The order of sums is fixed, so
+ * results are deterministic; there are no atomics. Shared memory: each warp's own row of both
+ * operands, Pair<W>. Loads go through L1 without a pipeline.
+ *
+ * These kernels are not tuned for speed. Other kernels take 16-bit and float32 calls with aligned
+ * rows; float32 with dropout is served here only. */
 #ifndef GPUKERN_CUDA_BWD_PLAIN_CUH
 #define GPUKERN_CUDA_BWD_PLAIN_CUH
 
@@ -21,8 +24,8 @@ namespace {
 
 constexpr int WARPS_PLAIN = BWD_PLAIN_WARPS, COLUMNS = 256, PER_LANE = COLUMNS / 32;
 
-/* A row of q or k, and the row of grad_out or v beside it. All lanes read the same element: no bank
- * conflicts. */
+/* A row of q or k, and the row of grad_out or v that belongs to it. All lanes read the same
+ * element, so there are no bank conflicts. */
 template <class W> struct Pair {
     W left[COLUMNS], right[COLUMNS];
 };
@@ -46,8 +49,8 @@ __device__ __forceinline__ void store_row(T *to_g, const W *sum, W factor, int n
         if (lane + c * 32 < n) to_g[lane + c * 32] = from_acc<T>(sum[c] * factor);
 }
 
-/* Row or key `unit` of all that the tensors hold, as sequence and place; false: it belongs to
- * none. */
+/* Finds the sequence and the index in it of row or key `unit`, counted over the whole tensor.
+ * Returns false if it belongs to no sequence. */
 __device__ __forceinline__ bool place_of(const Bwd &g, const int32_t *cu, int64_t step, int seq,
                                          int64_t unit, int *b, int *i) {
     if (!cu) {
@@ -59,8 +62,8 @@ __device__ __forceinline__ bool place_of(const Bwd &g, const int32_t *cu, int64_
     return *b >= 0;
 }
 
-/* take(head, b, i, sequence): row, or key, i that is this warp's; none where the pre-pass has
- * cleared it. */
+/* Calls take(head, b, i, sequence) for this warp's row or key i. A token of no sequence has
+ * none; the pre-pass has cleared its gradients. */
 template <bool QUERIES, class Take>
 __device__ __forceinline__ void take_task(const Bwd &g, const Take &take) {
     const Problem &p = g.p;
@@ -80,7 +83,7 @@ __device__ __forceinline__ void take_task(const Bwd &g, const Take &take) {
     take(head, b, i, s);
 }
 
-/* ---- 1. dq: a warp per query row ------------------------------------------------------------- */
+/* ---- 1. dq: a warp for each query row -------------------------------------------------------- */
 template <class T, class Grad>
 __global__ void __launch_bounds__(WARPS_PLAIN * 32)
     bwd_plain_dq_kernel(const __grid_constant__ Dropping<Bwd> g) {
@@ -103,7 +106,7 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32)
                      (const T *)g.grad_out.data + b * g.grad_out.batch + head * g.grad_out.head +
                          row * g.grad_out.row,
                      p.head_dim_v, lane);
-            __syncwarp(); /* the row is there for all lanes */
+            __syncwarp(); /* the row is visible to all lanes */
             const WideScore<W> score = score_of<W>(p, s, b, head);
             const T *k = (const T *)p.k.data + b * p.k.batch + kv_head * p.k.head + s.k0 * p.k.row;
             const T *v = (const T *)p.v.data + b * p.v.batch + kv_head * p.v.head + s.k0 * p.v.row;
@@ -128,7 +131,7 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32)
     });
 }
 
-/* ---- 2. dk, dv: a warp per key --------------------------------------------------------------- */
+/* ---- 2. dk, dv: a warp for each key ---------------------------------------------------------- */
 template <class T, class Grad>
 __global__ void __launch_bounds__(WARPS_PLAIN * 32)
     bwd_plain_dkv_kernel(const __grid_constant__ Dropping<Bwd> g) {
@@ -147,7 +150,7 @@ __global__ void __launch_bounds__(WARPS_PLAIN * 32)
             load_row((W *)rows_s[warp].right,
                      (const T *)p.v.data + b * p.v.batch + kv_head * p.v.head + key * p.v.row,
                      p.head_dim_v, lane);
-            __syncwarp(); /* the key is there for all lanes */
+            __syncwarp(); /* the key is visible to all lanes */
             for (int head = kv_head * p.group; head < (kv_head + 1) * p.group; ++head) {
                 const WideScore<W> score = score_of<W>(p, s, b, head);
                 const int64_t at = (int64_t)head * g.row_tiles + row_tile_of(g, s, b);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_producer.cuh: the half of flash_attn_bwd_sm90a that decides what a block does and loads it:
- * what a block keeps in shared memory, which rows see its keys, and the loads of K, V, Q and dO by
- * TMA. */
+/* bwd_producer.cuh: the producer warpgroup of the Hopper backward, and what a block keeps in
+ * shared memory. It finds the block's task and the rows that see its keys, and loads K, V, Q and
+ * dO by TMA. It also sends dS to the other block of a pair (send_ds) and keeps the order of
+ * additions (keep_order). */
 #ifndef GPUKERN_CUDA_BWD_PRODUCER_CUH
 #define GPUKERN_CUDA_BWD_PRODUCER_CUH
 
@@ -19,54 +20,55 @@
 
 /* Named barriers of a block; 0 is __syncthreads. */
 enum {
-    BAR_CONSUMERS = 1, /* both warpgroups */
-    /* of a pair; one warpgroup arrives, the other waits */
+    BAR_CONSUMERS = 1, /* both consumer warpgroups */
+    /* wide kernel only; one warpgroup arrives, the other waits */
     BAR_P = 2,       /* warpgroup 0 has stored P */
-    BAR_DS = 3,      /* warpgroup 1 has stored dS: for warpgroup 0 */
-    BAR_OWN_DS = 4,  /* for itself */
-    BAR_SENT_DS = 5, /* and 6, of steps in turn; for send_ds */
-    /* of every kernel */
-    BAR_ADDED =
-        7 /* both warpgroups have made their last additions: for the warp that tells other blocks */
+    BAR_DS = 3,      /* warpgroup 1 has stored dS; warpgroup 0 waits */
+    BAR_OWN_DS = 4,  /* the same, warpgroup 1 waits */
+    BAR_SENT_DS = 5, /* and 6, alternating by step; send_ds waits */
+    /* every kernel */
+    BAR_ADDED = 7 /* both warpgroups have made their last additions; the warp that tells other
+                     blocks waits */
 };
 
 /* ---- 1. parameters and shared memory --------------------------------------------------------- */
 struct BwdHopperParams {
-    CUtensorMap q, k, v, grad_out; /* boxes of 64 columns by BQ, BKV, BKV, BQ rows */
+    CUtensorMap q, k, v, grad_out; /* boxes of 64 columns and BQ, BKV, BKV, BQ rows */
     Bwd g;
     BwdGrid grid;
-    unsigned *rows_done, *keys_done; /* of each unit, how many of these tasks are done */
-    /* Of each tile of dq_sum, of a pair of each half of its columns: how many blocks have added to
-     * it. Ordered kernels alone. */
+    /* for each unit, the number of finished rows and keys tasks */
+    unsigned *rows_done, *keys_done;
+    /* Ordered kernels only: how many blocks have added to each tile of dq_sum, or for a pair to
+     * each half of its columns. */
     unsigned *turns;
-    bool up;                   /* of BwdOrderedStep */
-    Divisor by_heads, by_keys; /* kv heads of a batch entry; tasks of keys of a unit */
+    bool up;                   /* direction, see BwdOrderedStep */
+    Divisor by_heads, by_keys; /* kv heads of a batch entry; keys tasks of a unit */
 };
 
-/* What a block does. Of a task of keys: the keys [j0, j0 + BKV) of one kv head, and the tiles of
- * rows that see some of them, or of a pair some of either's, of every query head of the group. Rows
- * and keys count from the sequence's first. */
+/* A block's task. A keys task has the keys [j0, j0 + BKV) of one kv head. For every query head
+ * of the group it has the tiles of rows that see some of these keys; in a pair, some keys of
+ * either block. Rows and keys count from the sequence's first. */
 struct BwdWork {
     BwdTask task;
     Sequence seq;
     int b, kv_head, j0;
-    int first_head;     /* query head of the group */
-    int tile_lo, tiles; /* tiles of rows; 0: nobody sees these keys */
-    int start;          /* the tile that comes first; after the last comes tile_lo */
+    int first_head;     /* first query head of the group */
+    int tile_lo, tiles; /* tiles of rows; 0: no row sees these keys */
+    int start;          /* offset of the first tile in the loop, which wraps around to tile_lo */
     int row_tile;       /* the sequence's first tile in the workspace */
-    Interval keys;      /* that some row sees: the others may hold anything */
-    Interval rows;      /* that see some key: likewise */
+    Interval keys;      /* keys that some row sees; other keys may hold anything */
+    Interval rows;      /* rows that see some key; other rows may hold anything */
     Interval full;      /* tiles in which every row sees every key of the block */
-    int rank; /* in the pair: its first block has the first keys, and the first half of the columns
-                 of dQ */
+    /* index in the pair: block 0 has the first keys and adds the first half of dQ's columns */
+    int rank;
 };
 
-/* What the consumers ask of a step, written by the producer beside Q. */
+/* The description of a step, written by the producer for the consumers. */
 struct BwdTileOf {
-    int tile;    /* in the workspace, over all heads */
-    int edge;    /* 1: some row does not see some key */
+    int tile;    /* index in the workspace, over all heads */
+    int edge;    /* 1: the tile needs a mask */
     int i0;      /* the tile's first row */
-    float slope; /* of ALiBi, 0 = none */
+    float slope; /* ALiBi slope, 0 = none */
 };
 
 template <class Tile> struct BwdSmem {
@@ -75,25 +77,24 @@ template <class Tile> struct BwdSmem {
     typedef wgmma_panels<BKV, Tile::HEAD_DIM_V> V;
     typedef wgmma_panels<BQ, Tile::HEAD_DIM> Q;
     typedef wgmma_panels<BQ, Tile::HEAD_DIM_V> O; /* dO */
-    /* dS [rows][keys], a panel of 64 keys a warpgroup; of a pair dS^T [keys][rows] */
+    /* dS [rows][keys] with a panel of 64 keys for each warpgroup; wide kernel: dS^T [keys][rows] */
     typedef wgmma_panels<Tile::PAIR ? BKV : BQ, Tile::PAIR ? BQ : BKV> Scores;
     typedef tma_ring<Tile::STAGES> Ring;
     typedef tma_ring<Tile::O_STAGES> ORing;
-    static constexpr int BLOCKS = Tile::PAIR ? 2 : 1; /* of a cluster */
-    /* of the other block's K the columns that this block makes dQ of */
+    static constexpr int BLOCKS = Tile::PAIR ? 2 : 1; /* blocks of a cluster */
+    /* the columns of the other block's K for which this block computes dQ */
     typedef wgmma_panels<BKV, Tile::PAIR ? 128 : 64> PeerK;
-    static constexpr int STATS = BQ * 8; /* of a tile's rows lse, then delta */
+    static constexpr int STATS = BQ * 8; /* lse of a tile's rows, then delta */
     static constexpr int K_AT = 0, V_AT = K_AT + K::bytes, PEER_K_AT = V_AT + V::bytes,
                          Q_AT = PEER_K_AT + (Tile::PAIR ? PeerK::bytes : 0),
                          O_AT = Q_AT + Tile::STAGES * Q::bytes;
+    /* P_AT: P^T of the wide kernel in float32, in accumulator order */
     static constexpr int DS_AT = O_AT + Tile::O_STAGES * O::bytes,
                          PEER_DS_AT = DS_AT + 2 * Scores::bytes,
                          P_AT = PEER_DS_AT + (Tile::PAIR ? 2 * Scores::bytes : 0),
-                         STATS_AT =
-                             P_AT + (Tile::PAIR ? BQ * BKV * 4
-                                                : 0); /* P^T in float32, as it lies in lanes */
-    /* of Q and stats, and but for pairs of dO; of pairs: of dO, and two barriers in turn for dS of
-     * the other block */
+                         STATS_AT = P_AT + (Tile::PAIR ? BQ * BKV * 4 : 0);
+    /* RING: Q, stats and, without pairs, dO. O_RING: dO of pairs. PEER_FULL: two alternating
+     * barriers for the other block's dS. */
     static constexpr int RING = STATS_AT + Tile::STAGES * STATS;
     static constexpr int O_RING = RING + Ring::bytes, PEER_FULL = O_RING + ORing::bytes;
     /* barriers */
@@ -109,8 +110,8 @@ template <class Tile> struct BwdSmem {
 };
 
 /* ---- 2. which rows --------------------------------------------------------------------------- */
-/* Blocks of one head are neighbours: they read the same rows. Under a causal rule the first keys
- * are seen by most rows and come first. */
+/* Fills in the block's task. Blocks of one head are neighbours, because they read the same rows.
+ * Under a causal mask the first keys come first, because most rows see them. */
 template <class Tile>
 __device__ __forceinline__ void place_block(BwdWork &w, const BwdHopperParams &x) {
     constexpr int BQ = Tile::BQ, BKV = Tile::BKV, BLOCKS = BwdSmem<Tile>::BLOCKS;
@@ -122,7 +123,7 @@ __device__ __forceinline__ void place_block(BwdWork &w, const BwdHopperParams &x
     w.first_head = w.kv_head * g.p.group;
     if (w.task.unit >= x.grid.units || w.task.kind != BWD_KEYS) return;
     const int kv_tiles = x.grid.keys, tile_kv = x.up ? kv_tiles - 1 - w.task.index : w.task.index;
-    const int first = tile_kv * BLOCKS * BKV; /* key of the pair */
+    const int first = tile_kv * BLOCKS * BKV; /* first key of the pair */
     w.j0 = first + w.rank * BKV;
     w.seq = sequence_of(g.p, w.b);
     w.keys = seen_keys(w.seq);
@@ -137,13 +138,13 @@ __device__ __forceinline__ void place_block(BwdWork &w, const BwdHopperParams &x
     }
     w.tile_lo = see.lo / BQ;
     w.tiles = see.hi > see.lo ? (see.hi + BQ - 1) / BQ - w.tile_lo : 0;
-    /* blocks of a head add to different rows of dQ at a time */
+    /* so that blocks of a head add to different rows of dQ at a time */
     w.start = BwdGrid::share(x.by_keys, tile_kv, w.tiles);
 }
 
 /* ---- 3. the producer ------------------------------------------------------------------------- */
-/* Rows of a tile outside [first, end) become zeros: what lies there may be NaN, which times 0 would
- * be NaN. One warp. */
+/* Zeroes the rows of a tile outside [first, end). They may hold NaN, and NaN times 0 is NaN. One
+ * warp. */
 template <class Panels>
 __device__ __forceinline__ void clear_outside(smem_addr tile_s, int first, int end) {
 #pragma unroll 1
@@ -155,10 +156,10 @@ __device__ __forceinline__ void clear_outside(smem_addr tile_s, int first, int e
     }
 }
 
-/* One warp loads: K and V once, of a pair also the columns of the other block's K that this one
- * makes dQ of; then Q with its stats, and dO, tile after tile. Of a pair dO has a ring of its own.
- * A tile with rows that must not be read goes through a barrier of its own, and is whole once those
- * rows are zero. */
+/* One warp loads K and V once, in a pair also the part of the other block's K for which this
+ * block computes dQ. Then it loads Q with its stats, and dO, tile after tile. In a pair dO has a
+ * ring of its own. A tile with rows that must not be read arrives on the barrier RAW, is cleared
+ * there, and is then marked full. */
 template <class Tile, bool ORDERED>
 __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWork &w,
                                            unsigned char *smem, smem_addr smem_s) {
@@ -166,13 +167,13 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
     const Bwd &g = x.g;
     const int b = g.p.cu_q ? 0 : w.b, steps = w.tiles * g.p.group;
     const smem_addr raw_s = smem_s + S::RAW, kv_s = smem_s + S::KV_FULL;
-    /* of a pair: the other block's first key, and the first of both */
+    /* of a pair: the other block's first key, and the pair's first key */
     const int peer_j0 = Tile::PAIR ? w.j0 + (w.rank == 0 ? Tile::BKV : -Tile::BKV) : w.j0,
               pair_j0 = min(w.j0, peer_j0);
-    const bool kv_ragged = w.keys.lo > pair_j0 || w.keys.hi < pair_j0 + S::BLOCKS * Tile::BKV;
+    const bool kv_incomplete = w.keys.lo > pair_j0 || w.keys.hi < pair_j0 + S::BLOCKS * Tile::BKV;
     unsigned raw_parity = 0;
     if (laneid() == 0) {
-        const smem_addr to_s = kv_ragged ? raw_s : kv_s;
+        const smem_addr to_s = kv_incomplete ? raw_s : kv_s;
         mbarrier_arrive_expect_tx(to_s,
                                   S::K::bytes + S::V::bytes + (Tile::PAIR ? S::PeerK::bytes : 0));
         load_panels<typename S::K>(smem_s + S::K_AT, &x.k, w.seq.k0 + w.j0, w.kv_head, b, to_s);
@@ -181,7 +182,7 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
             load_panels<typename S::PeerK>(smem_s + S::PEER_K_AT, &x.k, w.seq.k0 + peer_j0,
                                            w.kv_head, b, to_s, S::PeerK::cols * w.rank);
     }
-    if (kv_ragged) {
+    if (kv_incomplete) {
         mbarrier_wait(raw_s, raw_parity);
         raw_parity ^= 1;
         clear_outside<typename S::K>(smem_s + S::K_AT, w.keys.lo - w.j0, w.keys.hi - w.j0);
@@ -189,7 +190,7 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
         if constexpr (Tile::PAIR)
             clear_outside<typename S::PeerK>(smem_s + S::PEER_K_AT, w.keys.lo - peer_j0,
                                              w.keys.hi - peer_j0);
-        fence_proxy_async(); /* this lane's zeros come before wgmma's reads */
+        fence_proxy_async(); /* orders this lane's zeros before WGMMA's reads */
         __syncwarp();
         if (laneid() == 0) mbarrier_arrive(kv_s);
     }
@@ -204,29 +205,31 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
         const int stage = ring.stage(n), row = w.seq.q0 + i0;
         const smem_addr q_s = smem_s + S::Q_AT + stage * S::Q::bytes,
                         o_s = smem_s + S::O_AT + o_ring.stage(n) * S::O::bytes;
-        const bool ragged = w.rows.lo > i0 || w.rows.hi < i0 + Tile::BQ;
+        const bool incomplete = w.rows.lo > i0 || w.rows.hi < i0 + Tile::BQ;
         ring.wait_empty(n);
         if (laneid() == 0) {
-            const smem_addr to_s = ragged ? raw_s : ring.full(n);
+            const smem_addr to_s = incomplete ? raw_s : ring.full(n);
             ((BwdTileOf *)(smem + S::TILES))[stage] = {
                 stats_tile, at.tile < w.full.lo || at.tile >= w.full.hi, i0,
                 slope_of<float>(g.p.rules, w.b, at.head)};
             load_panels<typename S::Q>(q_s, &x.q, row, at.head, b, to_s);
             if constexpr (!Tile::PAIR)
                 load_panels<typename S::O>(o_s, &x.grad_out, row, at.head, b, to_s);
-            if (n == 0 && x.grid.rows > 0) { /* while the first Q and dO come */
+            if (n == 0 && x.grid.rows > 0) { /* while the first Q and dO are in flight */
                 wait_count(x.rows_done + w.task.unit, x.grid.rows * S::BLOCKS * BwdGrid::PARTS);
-                /* stats are there for TMA; zeros for whoever sees a full stage */
+                /* TMA may read the stats after this, and consumers may add to the zeros once the
+                 * stage is full */
                 fence_proxy_async_global();
             }
-            /* not before that wait: whoever sees a full stage sees what it waited for */
+            /* After the wait: a consumer that sees the stage full then also sees what was waited
+             * for. */
             mbarrier_arrive_expect_tx(to_s,
                                       S::Q::bytes + (Tile::PAIR ? 0 : S::O::bytes) + S::STATS);
             bulk_load(smem_s + S::STATS_AT + stage * S::STATS,
                       (const char *)g.stats + (int64_t)stats_tile * S::STATS, S::STATS, to_s);
         }
         __syncwarp();
-        if (ragged) {
+        if (incomplete) {
             mbarrier_wait(raw_s, raw_parity);
             raw_parity ^= 1;
             clear_outside<typename S::Q>(q_s, w.rows.lo - i0, w.rows.hi - i0);
@@ -239,12 +242,12 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
         if constexpr (Tile::PAIR) {
             o_ring.wait_empty(n);
             if (laneid() == 0) {
-                const smem_addr to_s = ragged ? raw_s : o_ring.full(n);
+                const smem_addr to_s = incomplete ? raw_s : o_ring.full(n);
                 mbarrier_arrive_expect_tx(to_s, S::O::bytes);
                 load_panels<typename S::O>(o_s, &x.grad_out, row, at.head, b, to_s);
             }
             __syncwarp();
-            if (ragged) {
+            if (incomplete) {
                 mbarrier_wait(raw_s, raw_parity);
                 raw_parity ^= 1;
                 clear_outside<typename S::O>(o_s, w.rows.lo - i0, w.rows.hi - i0);
@@ -260,10 +263,11 @@ __device__ __forceinline__ void load_tiles(const BwdHopperParams &x, const BwdWo
     }
 }
 
-/* One warp of a block of a pair: sends dS of a step to the other block once warpgroup 1 has stored
- * it. Nobody tells that it has been read: this block stores dS of two steps on only when it has the
- * other's dS of one step on, which that block stored when both its warpgroups were through with
- * this one. So two named barriers in turn are enough, too. */
+/* One warp of a pair's block sends dS of a step to the other block, once warpgroup 1 has stored
+ * it. There is no signal that dS has been read. Instead, a block stores dS of step n + 2 only
+ * after it has received the other block's dS of step n + 1. The other block stored that after
+ * both its warpgroups had finished step n. For the same reason two alternating named barriers
+ * are enough. */
 template <class Tile>
 __device__ __forceinline__ void send_ds(const BwdHopperParams &x, const BwdWork &w,
                                         smem_addr smem_s) {
@@ -284,24 +288,25 @@ __device__ __forceinline__ void send_ds(const BwdHopperParams &x, const BwdWork 
     }
 }
 
-/* One thread of an ordered kernel: tells the consumers when it is this block's turn at a step's
- * tile, and passes the turn on when they have added. It waits for blocks of lower numbers alone.
- * The next turn is looked for while the consumers add, and told before this one is passed on, which
- * takes until the additions are made; the consumers are at most one step ahead then. */
+/* One thread of an ordered kernel. It tells the consumers when this block may add to a step's
+ * tile, and tells the next block when they have added. It waits only for blocks with lower
+ * numbers. While the consumers add, it already polls the next tile's counter. It signals the
+ * next step before it releases this one, because the release waits until the additions are done.
+ * The consumers are at most one step ahead then. */
 template <class Tile>
 __device__ __forceinline__ void keep_order(const BwdHopperParams &x, const BwdWork &w,
                                            smem_addr smem_s) {
     typedef BwdSmem<Tile> S;
     const Bwd &g = x.g;
-    /* of a pair: its blocks add to halves of their own */
+    /* of a pair, whose blocks add to separate halves of the columns */
     constexpr int KEYS = S::BLOCKS * Tile::BKV;
     const int steps = w.tiles * g.p.group;
     if (steps == 0) return;
     BwdOrderedStep at = {w.first_head, w.tile_lo + (x.up ? 0 : w.tiles - 1)};
     unsigned *turn = NULL;
-    /* turn: the counter of the tile at hand. How many blocks add to it before this one: those that
-     * have keys which the tile's rows see are neighbours, and this one adds after those on one
-     * side. */
+    /* Sets `turn` to the counter of the current tile and returns how many blocks add to it
+     * before this one. The blocks whose keys the tile's rows see are neighbours; those on one
+     * side add first. */
     const auto look = [&]() {
         const int i0 = at.tile * Tile::BQ, last_row = min(i0 + Tile::BQ, w.seq.seq_q) - 1,
                   own = w.j0 / KEYS;

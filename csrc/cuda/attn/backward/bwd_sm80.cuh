@@ -1,28 +1,33 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_sm80.cuh: the kernels of flash_attn_bwd_sm80, and with DROP of flash_attn_bwd_drop_sm80: the
- * gradients of attention in bfloat16 and float16 on the tensor cores (mma.sync), Dao 2023,
- * arXiv:2307.08691, Algorithm 2, and the equations of bwd.cuh.
+/* bwd_sm80.cuh: the kernel of flash_attn_bwd_sm80 and, with DROP, of flash_attn_bwd_drop_sm80. It
+ * computes the gradients of attention in bfloat16 and float16 with mma.sync (Dao 2023,
+ * arXiv:2307.08691, Algorithm 2). The equations are in bwd.cuh.
  *
- * Reads q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], or packed; rows 16-byte aligned; stats of the
- * pre-pass.
- * Writes dk, dv (rounded once) and adds dq into dq_sum (float32), which the post-pass scales,
- * rounds and writes. Work split: a block owns BKV keys of one kv head and goes over the rows that
- * see them, BQ at a time, for every query head of the group; dK and dV stay in registers, 32 keys a
- * warp. S^T = K Q^T and dP^T = V dO^T are made with keys as rows, so that P^T and dS^T are the left
- * operands of dV += P^T dO and dK += dS^T Q as they lie in registers. Only dQ += dS K sums over
- * keys of all warps: dS^T goes through shared memory, dQ to dq_sum by atomic adds, in an order that
- * varies.
- *   SHARED (more warps than WARPS_KV): some warps have the same keys, each a part of the rows in S
- *   and dP and a part of the
- *   columns in dK and dV, so P^T goes through shared memory too. PAIRS: two such warps.
+ * Reads q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], or packed, with rows aligned to
+ * 16 bytes, and the stats of the pre-pass. Writes dk and dv, rounded once. Adds dq into dq_sum
+ * (float32), which the post-pass scales, rounds and writes.
  *
- * Shared memory: Smem<Tile> below. Per step, j = rows of one tile and one head:
- *   wait for Q_j dO_j | barrier | copy Q_j+1 dO_j+1 ..............................................
- *     one warp a key            | dQ_j-1 from dS_j-1 | S | dP, P | dV, dS | dK
- *     PAIRS                     | S | dP, P | barrier of the pair | dV, dS | barrier | dK | dQ
- *     SHARED otherwise          | S | dP, P | dS | barrier | dV | dK | dQ
- * Where the order must not vary, flash_attn_bwd_dq_sm80 makes dq, and this kernel leaves it out.
- * Not here: float32 (flash_attn_bwd_simt); float64, unaligned rows (flash_attn_bwd_plain). */
+ * Work split: a block owns BKV keys of one kv head. It loops over the rows that see them, BQ at a
+ * time, for every query head of the group. dK and dV stay in registers, 32 keys a warp. S^T = K Q^T
+ * and dP^T = V dO^T have keys as rows. P^T and dS^T in registers are then already the A operands of
+ * dV += P^T dO and dK += dS^T Q. Only dQ += dS K sums over the keys of all warps: dS^T goes through
+ * shared memory, and dQ to dq_sum by atomic adds in no fixed order.
+ *
+ *  SHARED   more warps than WARPS_KV: several warps have the same keys. Each has a part of the rows
+ *           in S and dP and a part of the columns in dK and dV, so P^T also goes through shared
+ *           memory.
+ *  PAIRS    SHARED with two warps for the same keys.
+ *
+ * Shared memory: Smem<Tile> below. The steps of tile j, which is a tile of rows of one head:
+ *
+ *  wait for Q_j dO_j | barrier | copy Q_j+1 dO_j+1 ..............................................
+ *    not SHARED                | dQ_j-1 from dS_j-1 | S | dP, P | dV, dS | dK
+ *    PAIRS                     | S | dP, P | barrier of the pair | dV, dS | barrier | dK | dQ
+ *    SHARED otherwise          | S | dP, P | dS | barrier | dV | dK | dQ
+ *
+ * In deterministic calls flash_attn_bwd_dq_sm80 computes dq and this kernel leaves it out (ADD
+ * false). Not handled: float32 (flash_attn_bwd_simt); float64 and unaligned rows
+ * (flash_attn_bwd_plain). */
 #ifndef GPUKERN_CUDA_BWD_SM80_CUH
 #define GPUKERN_CUDA_BWD_SM80_CUH
 
@@ -40,14 +45,14 @@ template <class Tile> struct Shape {
     static constexpr int D = Tile::head_dim, BQ = Tile::bq, BKV = Tile::bkv;
     static constexpr int WARPS = Tile::warps, THREADS = WARPS * 32, WARPS_KV = Tile::warps_kv;
     static constexpr int SHARERS = WARPS / WARPS_KV;
-    static constexpr int M = BKV / WARPS_KV / 16; /* times 16 keys of a warp */
+    static constexpr int M = BKV / WARPS_KV / 16; /* a warp has M x 16 keys */
     /* rows of queries of a warp in S and dP */
     static constexpr int ROWS_W = BQ / SHARERS;
     /* columns of a warp in dK and dV */
     static constexpr int COLS_W = D / SHARERS;
-    static constexpr int DQ_ROWS = BQ / Tile::dq_warps;           /* of a warp in dQ */
-    static constexpr int DQ_COLS = D / (WARPS / Tile::dq_warps);  /* likewise */
-    static constexpr int DQ_M = DQ_ROWS / 16, DQ_N = DQ_COLS / 8; /* accumulators */
+    static constexpr int DQ_ROWS = BQ / Tile::dq_warps;           /* rows of a warp in dQ */
+    static constexpr int DQ_COLS = D / (WARPS / Tile::dq_warps);  /* columns of a warp in dQ */
+    static constexpr int DQ_M = DQ_ROWS / 16, DQ_N = DQ_COLS / 8; /* accumulators of dQ */
     typedef smem_tile<BKV, D * 2> Keys;                           /* K, V [BKV][D] */
     typedef smem_tile<BQ, D * 2> Queries;                         /* Q, dO [BQ][D] */
     typedef smem_tile<BKV, BQ * 2> Scores;                        /* P^T, dS^T [BKV][BQ] */
@@ -58,30 +63,31 @@ template <class Tile> struct Shape {
     static_assert((BQ * 8) % 16 == 0 && BQ * 8 / 16 <= THREADS, "one pass copies a tile of stats");
 };
 
-/* Bytes from the block's first byte of dynamic shared memory. */
+/* Byte offsets in the block's dynamic shared memory. */
 template <class Tile> struct Smem {
     typedef Shape<Tile> X;
-    /* shared: P^T and dS^T; otherwise dS^T of this step and of the one before */
+    /* SHARED: P^T and dS^T; otherwise dS^T of this step and of the previous one */
     static constexpr int score_tiles = 2;
     static constexpr int k = 0, v = k + X::Keys::bytes;
     static constexpr int q = v + X::Keys::bytes, grad_out = q + Tile::stages * X::Queries::bytes;
     static constexpr int scores = grad_out + Tile::stages * X::Queries::bytes;
     /* [stages][BQ] of {lse, delta} */
     static constexpr int stats = scores + score_tiles * X::Scores::bytes;
-    /* what only edge tiles need: Mask's bounds */
+    /* the bounds of Mask, which only masked tiles read */
     static constexpr int span = stats + Tile::stages * X::BQ * 8;
-    /* what only copies need: see store_source */
+    /* what copies read; see store_source */
     static constexpr int source = span + 16;
-    static constexpr int target = source + 32; /* what only the end needs: dk, dv, their rows */
-    /* of the steps: tile_lo, tile_hi, head_end, row_tile */
+    /* what the end of the kernel reads: the addresses and rows of dk and dv */
+    static constexpr int target = source + 32;
+    /* loop bounds: tile_lo, tile_hi, head_end, row_tile */
     static constexpr int range = target + 32;
     static constexpr int bytes = range + 16;
     static_assert(v % 128 == 0 && q % 128 == 0 && grad_out % 128 == 0 && scores % 128 == 0,
                   "tiles start at 128 bytes");
 };
 
-/* A warp stores c[0], c[1] of an accumulator of S^T as 4 bytes of a row of Scores: 8 rows, 4
- * neighbours of a chunk. */
+/* Bank conflicts of a store of S^T: a warp stores c[0], c[1] of an accumulator as 4 bytes of a
+ * row of Scores, that is 8 rows and 4 neighbours of a chunk. */
 template <class Scores> constexpr int store_ways() {
     int at[32] = {};
     for (int lane = 0; lane < 32; ++lane)
@@ -93,9 +99,9 @@ static_assert(store_ways<Shape<Bwd64>::Scores>() == 1 && store_ways<Shape<Bwd128
                   store_ways<Shape<Bwd128Small>::Scores>() == 1,
               "stores of dS meet no bank conflicts");
 
-/* ---- 2. verbs -------------------------------------------------------------------------------- */
-/* dQ of a tile: its [BQ][D] accumulators, then into dq_sum, one element of each thread side by
- * side: a warp adds 128 contiguous bytes. */
+/* ---- 2. helpers ------------------------------------------------------------------------------ */
+/* Computes dQ [BQ][D] of a tile and adds it into dq_sum. The threads of a warp add to 128
+ * contiguous bytes. */
 template <class Tile, class T>
 __device__ __forceinline__ void add_dq(float *sum_g, int tile, smem_addr ds_s, smem_addr k_s,
                                        int warp, int lane) {
@@ -122,10 +128,10 @@ __device__ __forceinline__ void add_dq(float *sum_g, int tile, smem_addr ds_s, s
                 atomicAdd(to + ((m * X::DQ_N + n) * 4 + r) * X::THREADS, c[m][n][r]);
 }
 
-/* Which pairs of a lane see each other: row i sees keys i + lo_off .. i + lo_off + width - 1 of
- * [key_lo, key_hi). */
+/* Which of a lane's pairs are visible: row i sees keys i + lo_off .. i + lo_off + width - 1
+ * within [key_lo, key_hi). */
 struct Mask {
-    int key, row; /* of c[0] */
+    int key, row; /* of element [0][0][0] */
     int lo_off, key_lo, key_hi;
     unsigned width;
 
@@ -154,7 +160,8 @@ __device__ __forceinline__ void hide(float (&s)[M][N][4], const Mask &mask) {
             for (int r = 0; r < 4; ++r) s[m][n][r] = mask.sees(m, n, r) ? s[m][n][r] : -INFINITY;
 }
 
-/* The n-th eight rows. stats: {lse, delta} of the lane's two rows. P = 2^(scale qk - lse). */
+/* P = 2^(scale qk - lse) for the n-th group of eight rows. stats: {lse, delta} of the lane's two
+ * rows. */
 template <int M, int N>
 __device__ __forceinline__ void weights(float (&s)[M][N][4], int n, uint4 stats, float scale_log2) {
 #pragma unroll
@@ -176,7 +183,7 @@ __device__ __forceinline__ void gradients(const float (&w)[M][N][4], float (&dp)
             dp[m][n][r] = w[m][n][r] * (dp[m][n][r] - __uint_as_float(r & 1 ? stats.w : stats.y));
 }
 
-/* What dropout keeps of the n-th eight rows; b waits in shared memory. */
+/* The dropout bits of the n-th group of eight rows. The batch index is in shared memory. */
 template <int M>
 __device__ __forceinline__ uint2 keep_eight(const Dropping<Bwd> &g, smem_addr source_s, int head,
                                             int n, const Mask &mask) {
@@ -191,8 +198,8 @@ __device__ __forceinline__ uint2 keep_eight(const Bwd &, smem_addr, int, int, co
     return make_uint2(0, 0);
 }
 
-/* Both, with softcap and ALiBi, and with DROP what is kept times `factor`: qk becomes P, dP becomes
- * dS. */
+/* weights and gradients with softcap, ALiBi and, with DROP, dropout: qk becomes P, dP becomes
+ * dS. factor: 1 / (1 - p) of dropout. */
 template <bool DROP, int M, int N>
 __device__ __forceinline__ void modified_gradients(float (&s)[M][N][4], float (&dp)[M][N][4], int n,
                                                    uint4 stats, const Score &score, float distance0,
@@ -225,7 +232,7 @@ __device__ __forceinline__ void store_scores(smem_addr lane_at, const float (&c)
     }
 }
 
-/* Two addresses as 16 bytes of shared memory. */
+/* Stores two addresses as 16 bytes of shared memory. */
 __device__ __forceinline__ void store_pair(smem_addr at_s, const void *first, const void *second) {
     const uint64_t a = (uint64_t)first, b = (uint64_t)second;
     st_shared_128(at_s,
@@ -239,9 +246,8 @@ template <class T> __device__ __forceinline__ T *second_of(uint4 pair) {
     return (T *)((uint64_t)pair.w << 32 | pair.z);
 }
 
-/* Registers are short, so what copies alone need waits in shared memory: row 0 of head 0 of q and
- * grad_out, and the rows that see any key: the others may hold anything; and what modified scores
- * need. */
+/* Stores what only copies and modified scores read, because registers are short: row 0 of head 0
+ * of q and grad_out, the rows that see any key (other rows may hold anything), position0 and b. */
 template <class T>
 __device__ __forceinline__ void store_source(smem_addr at_s, const T *q, const T *grad_out,
                                              Interval rows, int position0, int b) {
@@ -254,8 +260,8 @@ __device__ __forceinline__ Score load_score(smem_addr at_s, const Bwd &g, int he
     return {g.scale, g.softcap, slope_of<float>(g.p.rules, (int)x.w, head), (int)x.z};
 }
 
-/* Q, dO and stats of one tile of rows of one head, into stage `stage`; stats_tile counts tiles of
- * all heads. */
+/* Copies Q, dO and stats of one tile of rows of one head into a stage. stats_tile counts tiles
+ * over all heads. */
 template <class T, class Tile>
 __device__ __forceinline__ void copy_step(const Bwd &g, smem_addr smem_s, int stage, int head,
                                           int tile, int stats_tile) {
@@ -278,8 +284,8 @@ __device__ __forceinline__ void copy_step(const Bwd &g, smem_addr smem_s, int st
                        (const float2 *)g.stats + (int64_t)stats_tile * X::BQ + threadIdx.x * 2);
 }
 
-/* dK and dV of a warp to memory: rounded through the tiles of K and V, whose rows must then be
- * free; float32 from registers. */
+/* Stores a warp's dK and dV. 16-bit results are rounded into the shared tiles of K and V, whose
+ * rows must no longer be read; float32 results are stored from registers. */
 template <class T, class Tile, class Grad, class G, int M, int N>
 __device__ __forceinline__ void store_keys(const G &g, smem_addr smem_s, const float (&dk)[M][N][4],
                                            const float (&dv)[M][N][4], int warp_kv, int sharer,
@@ -309,7 +315,7 @@ __device__ __forceinline__ void store_keys(const G &g, smem_addr smem_s, const f
                 st_shared_32(at_v, pack2<T>(dv[m][n][0] * f_v, dv[m][n][1] * f_v));
                 st_shared_32(Keys::down(at_v, 8), pack2<T>(dv[m][n][2] * f_v, dv[m][n][3] * f_v));
             }
-        __syncthreads(); /* the rows are whole */
+        __syncthreads(); /* all rows are complete */
         const uint4 target = ld_shared_128(smem_s + S::target);
         const int rows_valid = ld_shared_32(smem_s + S::target + 24);
         copy_tile_out<Keys, X::THREADS>(first_of<T>(target), g.dk.row, smem_s + S::k, rows_valid,
@@ -320,8 +326,8 @@ __device__ __forceinline__ void store_keys(const G &g, smem_addr smem_s, const f
 }
 
 /* ---- 3. dK, dV, and dQ added up -------------------------------------------------------------- */
-/* ADD false: dq is somebody else's. DROP: MODIFIED, with dropout. Grad: of dK and dV, T or
- * float. */
+/* ADD false: another kernel computes dq. DROP: dropout; requires MODIFIED. Grad: type of dK and
+ * dV, T or float. */
 template <class T, class Tile, bool MODIFIED, bool ADD, bool DROP, class Grad = T>
 __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     bwd_sm80_kernel(const __grid_constant__ typename dropping_if<Bwd, DROP>::type g) {
@@ -333,7 +339,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     constexpr int D = X::D, BQ = X::BQ, BKV = X::BKV, NQ = X::ROWS_W / 8, NC = X::COLS_W / 8,
                   KEYS_W = X::M * 16;
     constexpr bool SHARED = X::SHARERS > 1;
-    /* enough scores a warp to be worth a barrier more: see 3.6 */
+    /* two sharers have enough scores a warp to be worth one more barrier: see 3.6 */
     constexpr bool PAIRS = X::SHARERS == 2;
     static_assert(Tile::stages == 2, "a step computes on one stage while the other fills");
     extern __shared__ __align__(128) unsigned char smem[];
@@ -350,7 +356,8 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     if (j0 >= s.seq_k) return;
     const Interval seen = seen_keys(s);
     const int j_lo = max(j0, seen.lo), j_hi = min(j0 + BKV, seen.hi);
-    Interval rows = {0, 0}, rows_all = {0, 0}; /* that see these keys, that see any key */
+    /* rows that see these keys; rows that see any key */
+    Interval rows = {0, 0}, rows_all = {0, 0};
     if (j_lo < j_hi) {
         rows = seeing_rows(s, j_lo, j_hi);
         rows_all = seeing_rows(s, seen.lo, seen.hi);
@@ -373,21 +380,21 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
                      (const T *)g.grad_out.data + b * g.grad_out.batch + s.q0 * g.grad_out.row,
                      rows_all, span_clamp(s.diagonal), b);
     }
-    __syncthreads(); /* they are there for all threads */
-    /* 3.2 where a lane reads and writes */
+    __syncthreads(); /* the values above are visible to all threads */
+    /* 3.2 a lane's addresses */
     const smem_addr k_base = frag_a_base<Keys>(smem_s + S::k, lane, warp_kv * KEYS_W);
     const smem_addr q_base = frag_b_base<Queries>(smem_s + S::q, lane, sharer * X::ROWS_W);
     const smem_addr scores_base =
         smem_s + S::scores + Scores::offset(warp_kv * KEYS_W + lane / 4, sharer * X::ROWS_W / 8) +
         lane % 4 * 4;
-    /* of the first accumulator of S^T, in the tile */
+    /* row and key of the lane's first accumulator of S^T */
     const int lane_row = sharer * X::ROWS_W + lane % 4 * 2;
     const int lane_key = j0 + warp_kv * KEYS_W + lane / 4;
 
     float dk[X::M][NC][4] = {}, dv[X::M][NC][4] = {};
     int head = kv_head * p.group, tile = tile_lo, stage = 0;
     bool more = tile_lo < tile_hi;
-    int last_dq = -1; /* where the dQ of the step before belongs, in tiles of dq_sum */
+    int last_dq = -1; /* where the previous step's dQ belongs, in tiles of dq_sum */
     const float scale_log2 = (float)p.rules.scale * LOG2_E;
 
     if (more) {
@@ -405,8 +412,8 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
 
 #pragma unroll 1
     while (more) {
-        /* 3.3 the tiles of this step are here, those of the step before are free, its dS^T is
-         * complete */
+        /* 3.3 this step's tiles have arrived, the previous step's may be overwritten, its dS^T
+         * is complete */
         cp_async_wait_group<0>();
         __syncthreads();
         const uint4 range = ld_shared_128(smem_s + S::range);
@@ -450,7 +457,8 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
         if (MODIFIED) {
             const Mask mask = load_mask(smem_s + S::span, lane_key, tile * BQ + lane_row);
             const Score score = load_score(smem_s + S::source, g, head);
-            const float distance0 = (float)(mask.row + score.position0 - mask.key); /* of c[0] */
+            /* for element [0][0][0] */
+            const float distance0 = (float)(mask.row + score.position0 - mask.key);
 #pragma unroll
             for (int n = 0; n < NQ; ++n) {
                 const uint2 keep = keep_eight<X::M>(g, smem_s + S::source, head, n, mask);
@@ -461,12 +469,13 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
         }
 
         /* 3.6 dV += P^T dO, and between its products dS^T; dK += dS^T Q */
-        const int lane_here = SHARED ? lane : laneid(); /* the address holds no register but here */
+        /* recomputed, so that the address takes no register elsewhere */
+        const int lane_here = SHARED ? lane : laneid();
         const smem_addr q_trans_base =
             frag_b_trans_base<Queries>(smem_s + S::q, lane_here, 0, sharer * X::COLS_W / 8);
         if (SHARED) {
             if (PAIRS) {
-                /* P^T of both sharers; dS^T comes between the products */
+                /* P^T of both sharers is stored; dS^T is made between the products */
                 bar_sync(1 + warp_kv, X::SHARERS * 32);
             } else {
 #pragma unroll
@@ -475,7 +484,8 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
                     if (!MODIFIED) gradients(sc, dp, n, ld_shared_128(stats_s + n * 64));
                     store_scores<Scores, T>(ds_at, dp, n);
                 }
-                __syncthreads(); /* P^T and dS^T of all sharers, and for dQ of all warps */
+                /* P^T and dS^T of all sharers are stored; for dQ, those of all warps */
+                __syncthreads();
             }
             const smem_addr p_base =
                 frag_a_base<Scores>(smem_s + S::scores, lane, warp_kv * KEYS_W);
@@ -492,7 +502,8 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
                     store_scores<Scores, T>(ds_at, dp, n);
                 }
             }
-            if (PAIRS) __syncthreads(); /* dS^T of both sharers, and for dQ of all warps */
+            /* dS^T of both sharers is stored; for dQ, that of all warps */
+            if (PAIRS) __syncthreads();
 #pragma unroll
             for (int kk = 0; kk < BQ / 16; ++kk) {
                 uint32_t a[X::M][4];
@@ -536,7 +547,7 @@ __global__ void __launch_bounds__(Tile::warps * 32, Tile::blocks)
     if (ADD && !SHARED && last_dq >= 0) {
         add_dq<Tile, T>(g.dq_sum, last_dq, smem_s + S::scores + (stage ^ 1) * Scores::bytes,
                         smem_s + S::k, warp, lane);
-        __syncthreads(); /* nobody reads K any more */
+        __syncthreads(); /* K is no longer read */
     }
     store_keys<T, Tile, Grad>(g, smem_s, dk, dv, warp_kv, sharer, lane);
 }

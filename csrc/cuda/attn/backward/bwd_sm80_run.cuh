@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_sm80_run.cuh: dq's rounding, and how the kernels of bwd_sm80.cuh are planned and launched. */
+/* bwd_sm80_run.cuh: the plan and launch of the kernels of bwd_sm80.cuh, and the kernel that
+ * rounds dq. */
 #ifndef GPUKERN_CUDA_BWD_SM80_RUN_CUH
 #define GPUKERN_CUDA_BWD_SM80_RUN_CUH
 
@@ -39,7 +40,7 @@ __global__ void __launch_bounds__(Tile::warps * 32)
             st_shared_32(at, pack2<T>(c[0], c[1]));
             st_shared_32(Queries::down(at, 8), pack2<T>(c[2], c[3]));
         }
-    __syncthreads(); /* the rows are whole */
+    __syncthreads(); /* all rows are complete */
     copy_tile_out<Queries, X::THREADS>((T *)g.dq.data + b * g.dq.batch + head * g.dq.head +
                                            ((int64_t)s.q0 + i0) * g.dq.row,
                                        g.dq.row, smem_s, s.seq_q - i0, g.p.head_dim, threadIdx.x);
@@ -70,7 +71,8 @@ inline void take_dropout(Dropping<Bwd> &g, const gk_flash_attn_bwd_args *a) {
     g.drop = dropout_of(&a->fwd);
 }
 
-/* modified: hide() counts on a positive scale. */
+/* Scales that are not positive use the modified kernel, because hide() requires a positive
+ * scale. */
 template <class T, class Tile, bool ADD> gk_status launch_dkv(const gk_context *ctx, const Bwd &g) {
     const dim3 grid((unsigned)blocks_of<Tile>(g.p));
     return g.p.rules.modified || !(g.p.rules.scale > 0)

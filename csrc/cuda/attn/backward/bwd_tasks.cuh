@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bwd_tasks.cuh: what blocks of the Hopper backward do beside the products: of rows lse, delta and
- * zeros of dQ before, and dQ scaled and rounded after. They take the memory's time, which other
- * blocks' products hide. */
+/* bwd_tasks.cuh: the rows and rounding tasks of the Hopper backward: lse, delta and zeros of dQ
+ * before the products, and scaling and rounding of dQ after them. They are bound by memory, and
+ * the products of other blocks hide them. */
 #ifndef GPUKERN_CUDA_BWD_TASKS_CUH
 #define GPUKERN_CUDA_BWD_TASKS_CUH
 
@@ -12,19 +12,20 @@
 #include "bwd_producer.cuh"
 
 /* ---- 1. shapes ------------------------------------------------------------------------------- */
-/* dQ^T of a warpgroup is [64][DQ_N]: 64 columns of d of all rows, or where d has no more than 64
- * all of d of half the rows. In dq_sum a tile is blocks of 16 of d (a warp) by 8 rows, each as the
- * accumulators lie in the warp. */
+/* The layout of dq_sum. dQ^T of a warpgroup is [64][DQ_N]: 64 columns of d and all rows or, if
+ * head_dim is at most 64, all of d and half of the rows. A tile of dq_sum consists of blocks of
+ * 16 columns of d (one warp) by 8 rows, in the order of the warp's accumulators. */
 template <class Tile> struct DqShape {
     static constexpr bool BY_D = Tile::HEAD_DIM > 64;
     static constexpr int N = BY_D ? Tile::BQ : Tile::BQ / 2;
-    static constexpr int BLOCKS = BY_D ? Tile::HEAD_DIM / 16 : 8; /* of a warp each */
+    /* blocks of a tile, each from one warp */
+    static constexpr int BLOCKS = BY_D ? Tile::HEAD_DIM / 16 : 8;
     static constexpr int FLOATS = Tile::BQ * Tile::HEAD_DIM;
     static_assert(BLOCKS * N * 16 == FLOATS && N % 16 == 0, "blocks make up the tile");
 };
 
 /* ---- 2. rows --------------------------------------------------------------------------------- */
-/* The bits of eight 16-bit elements of both, multiplied and summed in float32. */
+/* The dot product of eight 16-bit elements, summed in float32. */
 template <class T> __device__ __forceinline__ float dot8(const uint4 &a, const uint4 &b) {
     union Eight {
         uint4 bits;
@@ -37,14 +38,15 @@ template <class T> __device__ __forceinline__ float dot8(const uint4 &a, const u
     return sum;
 }
 
-/* What a thread has of PASSES rows, STEP rows apart, on its way from memory. */
+/* A thread's loads of PASSES rows, which are STEP rows apart. */
 template <int PASSES> struct BwdRowLoads {
     uint4 out[PASSES], grad[PASSES];
     float lse[PASSES];
 };
 
-/* stats of `count` tiles of a head, as flash_attn_bwd_pre makes them, and zeros of their dq_sum.
- * LANES threads a row; the loads of the next rows are in flight while these are summed. */
+/* Computes the stats of `count` tiles of a head, as flash_attn_bwd_pre does, and zeroes their
+ * dq_sum. LANES threads share a row. The loads of the next rows are in flight while these are
+ * summed. */
 template <class T, class Tile, int THREADS>
 __device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int tile0, int count,
                                               smem_addr smem_s) {
@@ -54,7 +56,8 @@ __device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int
     constexpr int STEP = THREADS / LANES, PASSES = 6;
     const Sequence s = sequence_of(g.p, b);
     const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES, i0 = tile0 * BQ;
-    const int rows = min(count, g.tiles - tile0) * BQ; /* of the workspace; some are past the end */
+    /* rows of the workspace, some of them past the sequence */
+    const int rows = min(count, g.tiles - tile0) * BQ;
     const int64_t tile = (int64_t)head * g.row_tiles + row_tile_of(g, s, b) + tile0;
     const T *out = (const T *)g.p.out.data + b * g.p.out.batch + head * g.p.out.head + lane * 8;
     const T *grad_out =
@@ -79,11 +82,11 @@ __device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int
         }
     };
     load(now, i0 + first);
-    /* a tile of zeros, which the copy engine multiplies: stores would delay the loads */
+    /* the copy engine copies one tile of zeros to every tile: stores would delay the loads */
     for (int n = threadIdx.x; n < BQ * Tile::HEAD_DIM / 4; n += THREADS)
         st_shared_128(smem_s + n * 16, make_uint4(0, 0, 0, 0));
     fence_proxy_async();
-    __syncthreads(); /* the zeros are there */
+    __syncthreads(); /* the zeros are complete */
     if (threadIdx.x == 0) {
         for (int n = 0; n < rows / BQ; ++n)
             bulk_store(g.dq_sum + (tile + n) * BQ * Tile::HEAD_DIM, smem_s,
@@ -94,7 +97,8 @@ __device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int
 #pragma unroll 1
     for (int at = 0; at < rows; at += PASSES * STEP) {
         load(next, i0 + first + at + PASSES * STEP);
-        /* all sums before the first store: side by side they wait for other lanes once */
+        /* all sums before the first store: independent shuffles overlap, so the latency is paid
+         * once */
         float delta[PASSES];
 #pragma unroll
         for (int p = 0; p < PASSES; ++p)
@@ -116,11 +120,12 @@ __device__ __forceinline__ void rows_of_tiles(const Bwd &g, int b, int head, int
 }
 
 /* ---- 3. dq = scale * dq_sum ------------------------------------------------------------------ */
-/* The same in float32, straight to memory: eight lanes write 32 bytes of a row. */
+/* Writes dq in float32 from dq_sum; eight lanes write 32 bytes of a row. */
 template <class Tile, int THREADS>
 __device__ __forceinline__ void scale_tiles(const Bwd &g, int b, int head, int tile, int count) {
     typedef DqShape<Tile> Dq;
-    constexpr int EIGHTS = Dq::N / 8, PARTS = Dq::BLOCKS * EIGHTS; /* of rows, a block; of a tile */
+    /* groups of 8 rows in a block; groups in a tile */
+    constexpr int EIGHTS = Dq::N / 8, PARTS = Dq::BLOCKS * EIGHTS;
     const Sequence s = sequence_of(g.p, b);
     const int lane = threadIdx.x % 32, i0 = tile * Tile::BQ;
     if (i0 >= s.seq_q) return;
@@ -145,8 +150,8 @@ __device__ __forceinline__ void scale_tiles(const Bwd &g, int b, int head, int t
     }
 }
 
-/* `count` tiles of a head, at most COUNT, from `tile` on, through as many tiles of shared
- * memory. */
+/* Writes dq in 16 bits, for `count` <= COUNT tiles of a head from `tile` on, through as many
+ * tiles of shared memory. */
 template <class T, class Tile, int THREADS, int COUNT>
 __device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int tile, int count,
                                             smem_addr smem_s) {
@@ -154,7 +159,7 @@ __device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int t
     typedef smem_tile<Tile::BQ, Tile::HEAD_DIM * 2> Queries;
     static_assert(COUNT * Queries::bytes <= BwdSmem<Tile>::RING,
                   "the tiles lie where the products' would");
-    constexpr int PAIRS = Dq::N / 16; /* of 8 rows, a block */
+    constexpr int PAIRS = Dq::N / 16; /* pairs of 8 rows in a block */
     const Sequence s = sequence_of(g.p, b);
     const int lane = threadIdx.x % 32, i0 = tile * Tile::BQ;
     if (i0 >= s.seq_q) return;
@@ -163,7 +168,7 @@ __device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int t
                         lane * 4;
     const float scale = (float)g.p.rules.scale;
     const int tiles = min(count, (s.seq_q - i0 + Tile::BQ - 1) / Tile::BQ);
-    constexpr int PARTS = Dq::BLOCKS * PAIRS; /* of a tile, each a warp's */
+    constexpr int PARTS = Dq::BLOCKS * PAIRS; /* pairs in a tile, one for each warp */
 #pragma unroll COUNT> 1 ? 8 : 1
     for (int i = threadIdx.x / 32; i < tiles * PARTS; i += THREADS / 32) {
         const int n = i / PARTS, block = i % PARTS / PAIRS, pair = i % PAIRS;
@@ -178,7 +183,7 @@ __device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int t
         const coord c = dq_place(lane, block, pair, Dq::N, Dq::BY_D);
         stmatrix_x4_trans(smem_s + n * Queries::bytes + Queries::offset(c.row, c.col / 8), four);
     }
-    __syncthreads(); /* the rows are whole */
+    __syncthreads(); /* all rows are complete */
 #pragma unroll 1
     for (int n = 0; n < tiles; ++n) {
         const int row = i0 + n * Tile::BQ;
@@ -188,8 +193,9 @@ __device__ __forceinline__ void round_tiles(const Bwd &g, int b, int head, int t
     }
 }
 
-/* ---- 4. a block that has no keys ------------------------------------------------------------- */
-/* The blocks of a pair have TASK_TILES each; the last, and the last parts, may have none. */
+/* ---- 4. a block with a rows or rounding task ------------------------------------------------- */
+/* Runs a rows or rounding task. Each block of a pair has TASK_TILES tiles. The last task, and
+ * the last parts of a task, may have none. */
 template <class T, class Tile, class Grad>
 __device__ __forceinline__ void other_task(const BwdHopperParams &x, const BwdWork &w,
                                            smem_addr smem_s) {
@@ -204,12 +210,12 @@ __device__ __forceinline__ void other_task(const BwdHopperParams &x, const BwdWo
               tile = first + w.task.part * count;
     if (w.task.kind == BWD_ROWS) {
         if (tile < x.g.tiles) rows_of_tiles<T, Tile, THREADS>(x.g, w.b, head, tile, count, smem_s);
-        __syncthreads(); /* stats and zeros are there */
+        __syncthreads(); /* all stats and zeros are written */
         if (threadIdx.x == 0)
             red_add_release(x.rows_done + w.task.unit, w.task.parts > 1 ? 1 : BwdGrid::PARTS);
     } else {
         if (threadIdx.x == 0) wait_count(x.keys_done + w.task.unit, x.grid.keys * S::BLOCKS);
-        __syncthreads(); /* every key's additions are made */
+        __syncthreads(); /* all keys tasks have made their additions */
         if constexpr (sizeof(Grad) == 4)
             scale_tiles<Tile, THREADS>(x.g, w.b, head, tile, count);
         else

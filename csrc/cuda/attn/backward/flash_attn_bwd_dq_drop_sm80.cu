@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_dq_drop_sm80: dq alone of a call with dropout, by the kernel of
+/* flash_attn_bwd_dq_drop_sm80: dq of deterministic calls with dropout. The kernel is in
  * bwd_dq_sm80.cuh. */
 #include "bwd_dq_sm80.cuh"
 

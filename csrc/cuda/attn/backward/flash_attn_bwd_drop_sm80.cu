@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_drop_sm80: the gradients of attention with dropout in bfloat16 and float16 on the
- * tensor cores, every modifier, by the kernels of bwd_sm80.cuh.
- * Not here: float32 and float64, unaligned rows (flash_attn_bwd_plain). */
+/* flash_attn_bwd_drop_sm80: the gradients of attention with dropout in bfloat16 and float16 on
+ * the tensor cores, every modifier. The kernels are in bwd_sm80.cuh. Not handled: float32,
+ * float64 and unaligned rows (flash_attn_bwd_plain). */
 #include "bwd_sm80_run.cuh"
 
 namespace {

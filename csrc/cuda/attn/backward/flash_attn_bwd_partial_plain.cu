@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_partial_plain: flash_attn_bwd_plain of 16-bit calls whose gradients are float32,
- * for what the tiled kernels do not take. */
+/* flash_attn_bwd_partial_plain: flash_attn_bwd_plain with float32 gradients for 16-bit inputs.
+ * It serves what the tiled kernels refuse. */
 #include "bwd_plain.cuh"
 
 namespace {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_partial_sm80: flash_attn_bwd_sm80 whose gradients are float32, unrounded: shares
- * of a sum that others complete. By the kernels that repeat bit for bit, in their MODIFIED form,
- * which serves every call: one instance a dtype.
- * Not here: head_dim over 128, dropout, unaligned rows (flash_attn_bwd_partial_plain). */
+/* flash_attn_bwd_partial_sm80: flash_attn_bwd_sm80 with unrounded float32 gradients, which are
+ * shares of a sum that the caller completes. It uses the deterministic kernels in their MODIFIED
+ * form, which serves every call, so there is one instance for each dtype. Not handled: head_dim
+ * over 128, dropout, unaligned rows (flash_attn_bwd_partial_plain). */
 #include "bwd_sm80_run.cuh"
 
 namespace {

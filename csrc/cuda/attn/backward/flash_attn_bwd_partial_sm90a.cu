@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_partial_sm90a: flash_attn_bwd_sm90a whose gradients are float32, unrounded: shares
- * of a sum that others complete, as of the ranks of a ring. dK and dV go to memory from registers,
- * dQ from dq_sum times scale. Everything else stands there. Not handled, served by
- * flash_attn_bwd_partial_sm80 and _plain: float16, softcap and ALiBi, which would take as long to
- * compile once more each; what TMA cannot take; head_dim over 128. */
+/* flash_attn_bwd_partial_sm90a: flash_attn_bwd_sm90a with unrounded float32 gradients. They are
+ * shares of a sum that the caller completes, such as those of the ranks of a ring. dK and dV are
+ * stored from registers, dQ is dq_sum times scale; all else is in bwd_keys.cuh and
+ * bwd_consumer.cuh.
+ *
+ * Not handled: float16, softcap and ALiBi, each of which takes as long to compile again; strides
+ * that TMA cannot describe; head_dim over 128. flash_attn_bwd_partial_sm80 and
+ * flash_attn_bwd_partial_plain serve those. */
 #include "bwd_keys.cuh"
 
 namespace {

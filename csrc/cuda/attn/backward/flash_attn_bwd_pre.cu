@@ -1,16 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_pre: what the backward passes need of each row, and the gradients that need no
- * product.
- *   delta_i = sum_d dO_id O_id - dlse_i       dsink_h = -sum_i exp(sink_h - lse_i) delta_i
- * where row i sees a key; of the others, whatever their dO holds, dlse_i alone reaches the sink,
- * which is their lse. (Dao 2023, arXiv:2307.08691, Algorithm 2, line 4.)
+/* flash_attn_bwd_pre: the pre-pass of the backward kernels (Dao 2023, arXiv:2307.08691, Algorithm
+ * 2, line 4). It computes the stats of each row and the gradients that need no product.
+ *
+ *  delta_i = sum_d dO_id O_id - dlse_i       dsink_h = -sum_i exp(sink_h - lse_i) delta_i
+ *
+ * Both hold for rows that see a key. In a row without keys lse is the sink, so the row adds dlse_i
+ * to dsink, whatever its dO holds.
+ *
  * Reads out, grad_out [B, Hq, Sq, Dv] or [Tq, Hq, Dv], lse and grad_lse [B, Hq, Sq] or [Tq, Hq],
- * any leading strides. Writes stats {lse in the kernels' unit, delta} and zeros into dq_sum
- * (bwd.cuh), dsinks [Hq], and zeros into the gradients of packed tokens that belong to no sequence.
- * Work split: 1. a block per tile of rows of one head, 8 lanes a row; 2. a block per head, a warp
- * per 32 rows, summed in one order; 3. a warp per token. No shared memory but the block's sum, no
- * pipeline. Bandwidth bound.
- * Not here: anything with keys. */
+ * any leading strides. Writes stats {lse in the kernels' unit, delta}, zeros into dq_sum (bwd.cuh),
+ * dsinks [Hq], and zeros into the gradients of packed tokens that belong to no sequence.
+ *
+ * Work split: 1. a block for each tile of rows of one head, 8 lanes a row. 2. A block for each
+ * head, a warp for each 32 rows, summed in a fixed order. 3. A warp for each token. The kernels are
+ * bound by memory bandwidth. */
 #include "../../tile/copy.cuh"
 #include "../../tile/reduce.cuh"
 #include "bwd.cuh"
@@ -19,7 +22,7 @@
 
 namespace {
 
-/* of a row: one pass of 16 bytes a lane at head_dim 64 */
+/* lanes of a row: at head_dim 64 each loads 16 bytes once */
 constexpr int THREADS = BWD_PRE_THREADS, LANES = 8;
 static_assert(LANES * SIMT_PART == 256, "a lane's columns are a part of dP at any head_dim");
 constexpr int SINK_WARPS = BWD_SINK_THREADS / 32, CLEAR_WARPS = THREADS / 32;
@@ -39,9 +42,9 @@ __device__ __forceinline__ Stat<W> load_stat(const Bwd &g, const W *tile_g, int 
     return {tile_g[g.stats_apart ? r : 2 * r], tile_g[g.stats_apart ? g.tile_rows + r : 2 * r + 1]};
 }
 
-/* The part of a row's product dO . O that this lane sums. In float32 and float64 the order is that
- * of the products dP, so that a row that sees one key has dP = delta bit for bit, and dS = 0:
- * dp_part columns a lane, or every eighth. */
+/* The part of a row's dot product dO . O that this lane sums. In float32 and float64 the order
+ * is that of the products dP: runs of dp_part columns for each lane, or every eighth column. A
+ * row that sees one key then has dP = delta bit for bit, and dS = 0. */
 template <class T>
 __device__ __forceinline__ typename element<T>::acc lane_dot(const T *a, const T *b, int n,
                                                              int lane, bool vector, int dp_part) {
@@ -69,7 +72,7 @@ __device__ __forceinline__ typename element<T>::acc lane_dot(const T *a, const T
 }
 
 /* The sum of the lanes' parts: one after the other, or the tree of eight sums that
- * flash_attn_bwd_plain makes. */
+ * flash_attn_bwd_plain uses. */
 template <class T> __device__ __forceinline__ T row_dot(T part, int dp_part) {
     if (sizeof(T) != 4 || dp_part == 0) return lanes_sum<1, LANES>(part);
     T sum = 0;
@@ -146,7 +149,7 @@ __global__ void __launch_bounds__(SINK_WARPS * 32) bwd_sinks_kernel(const __grid
     }
     sum = warp_sum(sum);
     if (lane == 0) sums_s[warp] = sum;
-    __syncthreads(); /* every warp's sum is there */
+    __syncthreads(); /* every warp's sum is written */
     if (threadIdx.x > 0) return;
     for (int w = 1; w < SINK_WARPS; ++w) sum += sums_s[w];
     const int64_t at = head * g.dsink_head;

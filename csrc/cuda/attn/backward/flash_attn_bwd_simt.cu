@@ -1,18 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_simt: the gradients of attention in float32 with plain multiply-adds (bwd.cuh has
- * the equations; Dao 2023, arXiv:2307.08691, Algorithm 2, run twice: by rows for dq, by keys for dk
- * and dv).
- * Reads q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], or packed; rows 16-byte aligned; stats of the
- * pre-pass.
- * Writes dq, dk, dv. Sums in float32, in one order: deterministic.
- * Work split: STAY rows stay in a block (keys of a kv head, or queries of a head), the other side
- * passes PASS at a time.
- * Both kernels are one: with K, V staying and Q, dO passing (KEYS) it gives dK = dS^T Q and dV =
- * P^T dO, with Q, dO staying and K, V passing dQ = dS K. 8 warps stand 4 x 2 on a product, lanes 4
- * x 8, a thread has every 16th row and column.
- * Shared memory: SimtSmem<Tile> below. What stays is copied once; per step:
- *   barrier | copy the passing tiles | barrier | S, dP, then P and dS to shared memory | barrier | sums
- * Not here: unaligned rows (flash_attn_bwd_plain), other dtypes. */
+/* flash_attn_bwd_simt: the gradients of attention in float32 on CUDA cores (Dao 2023,
+ * arXiv:2307.08691, Algorithm 2, run twice: by rows for dq, by keys for dk and dv). The equations
+ * are in bwd.cuh.
+ *
+ * Reads q, grad_out [B, Hq, Sq, D | Dv], k, v [B, Hkv, Sk, D | Dv], or packed, with rows aligned to
+ * 16 bytes, and the stats of the pre-pass. Writes dq, dk, dv. The order of the float32 sums is
+ * fixed, so results are deterministic.
+ *
+ * Work split: STAY rows stay in a block (keys of a kv head, or queries of a head), and the other
+ * side passes through it, PASS rows at a time. One kernel serves both sides. With KEYS, K and V
+ * stay while Q and dO pass, which gives dK = dS^T Q and dV = P^T dO. Without KEYS, Q and dO stay
+ * while K and V pass, which gives dQ = dS K. The 8 warps cover a product as 4 x 2, the lanes as 4 x
+ * 8; a thread has every 16th row and column.
+ *
+ * Shared memory: SimtSmem<Tile> below. The staying rows are copied once. A step:
+ *  barrier | copy the passing tiles | barrier | S, dP, P and dS to shared memory | barrier | sums
+ *
+ * Not handled: unaligned rows (flash_attn_bwd_plain), other dtypes. */
 #include "../../tile/copy.cuh"
 #include "bwd.cuh"
 #include "../tiles.h"
@@ -22,8 +26,8 @@ namespace {
 constexpr int SIMT_THREADS = 256;
 
 /* ---- 1. shared memory ------------------------------------------------------------------------ */
-/* Rows are 4 floats longer than their contents: neighbouring rows start 4 banks apart, so 8 lanes
- * that read 16 bytes of 8 rows meet no conflict, nor do 4. */
+/* Rows are 4 floats longer than their contents, so neighbouring rows start 4 banks apart. Then 4
+ * or 8 lanes that read 16 bytes of as many rows have no bank conflict. */
 template <class Tile> struct SimtSmem {
     static constexpr int D = Tile::head_dim, STAY = Tile::stay, PASS = Tile::pass;
     static constexpr int row = D + 4, score_row = PASS + 4;        /* floats */
@@ -35,7 +39,8 @@ template <class Tile> struct SimtSmem {
     static_assert(row % 32 == 4 && score_row % 32 == 4, "rows start 4 banks apart");
 };
 
-/* A warp stores single floats of 4 rows and 8 columns: two lanes share a bank, once a step. */
+/* Bank conflicts of storing P and dS: a warp stores single floats of 4 rows and 8 columns, so
+ * two lanes share a bank, once a step. */
 template <class Tile> constexpr int simt_store_ways() {
     int at[32] = {};
     for (int lane = 0; lane < 32; ++lane)
@@ -45,8 +50,8 @@ template <class Tile> constexpr int simt_store_ways() {
 static_assert(simt_store_ways<BwdSimt64>() == 2 && simt_store_ways<BwdSimt256>() == 2,
               "stores of P and dS");
 
-/* A tile of `columns` floats a row, rows outside [first, end) and columns from `columns` on as
- * zeros. */
+/* Copies a tile of `columns` floats a row. Rows outside [first, end) and columns from `columns`
+ * on become zeros. */
 template <class Tile, int ROWS>
 __device__ __forceinline__ void copy_floats(smem_addr to_s, const float *from_g, int64_t row_stride,
                                             int first, int end, int columns) {
@@ -98,16 +103,17 @@ __device__ __forceinline__ void dot_rows(float (&c)[Tile::per_stay][Tile::per_pa
     }
 }
 
-/* sum[a][..] += weights [staying][passing] times the passing tile: up to head_dim 128 as a sum of
- * its own that is added at the end, since one chain over all heads of a group rounds worse than
- * PyTorch does; 256 has no registers for it. */
+/* sum[a][..] += weights [staying][passing] times the passing tile. Up to head_dim 128 each tile
+ * has a sum of its own, which is added at the end: one chain over all heads of a group rounds
+ * worse than PyTorch does. 256 has no registers for that. */
 template <class Tile>
 __device__ __forceinline__ void add_rows(float4 (&sum)[Tile::per_stay][Tile::head_dim / 64],
                                          const float *weights_s, const float *pass_s) {
     typedef SimtSmem<Tile> S;
     constexpr int R = Tile::per_stay, C = Tile::head_dim / 64;
     constexpr bool OWN = C <= 2;
-    constexpr int AHEAD = C > 2 ? 1 : 2; /* four columns of 4 rows leave no registers for more */
+    /* four column groups of 4 rows leave no registers for more */
+    constexpr int AHEAD = C > 2 ? 1 : 2;
     float4 own[R][C] = {};
 #pragma unroll AHEAD
     for (int j = 0; j < Tile::pass; j += 4) {
@@ -172,13 +178,13 @@ __global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks)
     const smem_addr smem_s = cvta_to_shared(smem_f);
     const Problem &p = g.p;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    /* and every 16th */
+    /* this thread's first row and column; the others follow every 16 */
     const int my_row = warp / 2 * 4 + lane / 8, my_col = warp % 2 * 8 + lane % 8;
 
     /* 3.1 what stays, what passes */
     const int tiles = ((KEYS ? p.seq_k : p.seq_q) + STAY - 1) / STAY,
               heads = KEYS ? p.heads_kv : p.heads_q;
-    /* most work first if causal */
+    /* under a causal mask, the tiles with the most work first */
     const int at = (KEYS ? blockIdx.x % tiles : tiles - 1 - blockIdx.x % tiles) * STAY;
     const int my_head = blockIdx.x / tiles % heads, b = blockIdx.x / tiles / heads;
     const int kv_head = KEYS ? my_head : my_head / p.group;
@@ -186,7 +192,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks)
     const int length = KEYS ? s.seq_k : s.seq_q;
     if (at >= length) return;
     const Interval seen = seen_keys(s);
-    /* rows that see any key; the passing side's part that counts here */
+    /* rows that see any key; the rows or keys of the passing side that this block needs */
     Interval seeing = {0, 0}, pass = {0, 0};
     if (seen.lo < seen.hi) seeing = seeing_rows(s, seen.lo, seen.hi);
     const Interval &staying = KEYS ? seen : seeing;
@@ -203,7 +209,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks)
     const float *v_g =
         (const float *)p.v.data + b * p.v.batch + kv_head * p.v.head + s.k0 * p.v.row;
 
-    /* 3.2 what stays, once: its addresses would take registers in the steps */
+    /* 3.2 what stays, copied once: its addresses would take registers in the steps */
     if (pass.lo < pass.hi) {
         const float *q_g =
             (const float *)p.q.data + b * p.q.batch + my_head * p.q.head + s.q0 * p.q.row;
@@ -236,14 +242,14 @@ __global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks)
 #pragma unroll 1
         for (int at2 = pass.lo; at2 < pass.hi; at2 += PASS) {
             /* 3.3 what passes */
-            __syncthreads(); /* the tiles of the step before have been read */
+            __syncthreads(); /* the previous step's tiles have been read */
             copy_floats<Tile, PASS>(smem_s + S::pass_a * 4, pass_a_g + at2 * pass_a_row, pass_a_row,
                                     passing.lo - at2, passing.hi - at2, p.head_dim);
             copy_floats<Tile, PASS>(smem_s + S::pass_b * 4, pass_b_g + at2 * pass_b_row, pass_b_row,
                                     passing.lo - at2, passing.hi - at2, p.head_dim_v);
             cp_async_commit_group();
             cp_async_wait_group<0>();
-            __syncthreads(); /* they are there for all threads */
+            __syncthreads(); /* the tiles are visible to all threads */
 
             /* 3.4 S and dP, then P and dS */
             float qk[R][P], dp[R][P];
@@ -268,7 +274,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, Tile::blocks)
                     smem_f[S::ds + to] = ds;
                     if (KEYS) smem_f[S::p + to] = w;
                 }
-            __syncthreads(); /* P and dS are whole */
+            __syncthreads(); /* P and dS are complete */
 
             /* 3.5 sums */
             add_rows<Tile>(sum_a, smem_f + S::ds + my_row * S::score_row,

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_sm80: the gradients of attention in bfloat16 and float16 on the tensor cores, by
- * the kernels of bwd_sm80.cuh. Not here: dropout (flash_attn_bwd_drop_sm80), float32
- * (flash_attn_bwd_simt), float64, unaligned rows (flash_attn_bwd_plain). */
+/* flash_attn_bwd_sm80: the gradients of attention in bfloat16 and float16 on the tensor cores
+ * (mma.sync). The kernels are in bwd_sm80.cuh. Not handled: dropout (flash_attn_bwd_drop_sm80),
+ * float32 (flash_attn_bwd_simt), float64 and unaligned rows (flash_attn_bwd_plain). */
 #include "bwd_sm80_run.cuh"
 
 namespace {

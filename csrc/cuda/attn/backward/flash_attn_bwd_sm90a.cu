@@ -1,29 +1,32 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_bwd_sm90a: the gradients of attention on Hopper's tensor cores, 16-bit, dense and
- * packed, every modifier. FlashAttention-2's backward (Dao 2023, arXiv:2307.08691, Algorithm 2) and
- * the equations of bwd.cuh, transposed so that P and dS are left operands as they lie in registers:
- *   S^T = K Q^T   dP^T = V dO^T   P^T = 2^(c S^T - lse)   dS^T = P^T (dP^T - delta)
- *   dV += P^T dO   dK += dS^T Q   dQ^T = K^T dS^T
- * q, grad_out [.., Sq, D | Dv]  k, v [.., Sk, D | Dv], as TMA can describe them; stats of the pre-pass.
- * Writes dk, dv (rounded once) and adds dQ into dq_sum (float32), which the last pass scales,
- * rounds and writes. D, Dv: multiples of 8 up to HEAD_DIM, HEAD_DIM_V; TMA fills the columns after
- * them with zeros.
+ * packed, every modifier, head_dim up to 128. FlashAttention-2's backward (Dao 2023,
+ * arXiv:2307.08691, Algorithm 2) with the equations of bwd.cuh. The products are transposed, so
+ * that P^T and dS^T in registers are already A operands of the next products:
  *
- * Work split: a block owns 128 keys of one kv head and goes over the rows that see them, BQ at a
- * time, of every query head of the group. One warp of the producer warpgroup loads by TMA. Each of
- * two consumer warpgroups owns 64 keys: S^T, dP^T, dK and dV are its own. dQ sums over all keys: dS
- * goes through shared memory, and each warpgroup makes one half of dQ, which it adds to memory
- * straight from its accumulators, 512 contiguous bytes a warp.
+ *  S^T = K Q^T   dP^T = V dO^T   P^T = 2^(c S^T - lse)   dS^T = P^T (dP^T - delta)
+ *  dV += P^T dO   dK += dS^T Q   dQ^T = K^T dS^T
  *
- * A step of a consumer                                           (tensor cores work in the background)
- *   issue S^T, dP^T;  wait for S^T;  P^T                          runs under dP^T
- *   wait for dP^T;  dS^T, to registers and to shared memory
- *   issue most of dV;  barrier of both warpgroups;  issue dQ and the rest of dV
- *   wait for dQ;  issue dK;  wait for the next step's Q and dO
- *   add dQ to memory                                            runs under dK
- *   wait for dK;  the step after releases Q and dO, once its S^T is there
+ * q, grad_out [.., Sq, D | Dv], k, v [.., Sk, D | Dv], with strides that TMA can describe. D and Dv
+ * are multiples of 8 up to HEAD_DIM and HEAD_DIM_V; TMA fills the remaining columns with zeros.
+ * Writes dk and dv, rounded once. Adds dQ into dq_sum (float32), which the rounding tasks scale,
+ * round and write.
  *
- * Not handled, served by flash_attn_bwd_sm80: strides and offsets that TMA cannot take. */
+ * Work split: a block owns 128 keys of one kv head. It loops over the rows that see them, BQ at a
+ * time, for every query head of the group. One warp of the producer warpgroup loads by TMA. Each of
+ * two consumer warpgroups owns 64 keys, with their S^T, dP^T, dK and dV. dQ sums over all keys: dS
+ * goes through shared memory, and each warpgroup computes one half of dQ. It adds that half to
+ * memory straight from its accumulators, 512 contiguous bytes a warp.
+ *
+ *  A step of a consumer                                   (tensor cores work in the background)
+ *    issue S^T, dP^T;  wait for S^T;  P^T                  runs under dP^T
+ *    wait for dP^T;  dS^T, to registers and to shared memory
+ *    issue most of dV;  barrier of both warpgroups;  issue dQ and the rest of dV
+ *    wait for dQ;  issue dK;  wait for the next step's Q and dO
+ *    add dQ to memory                                    runs under dK
+ *    wait for dK;  the step after releases Q and dO, once its S^T is there
+ *
+ * Not handled: strides and offsets that TMA cannot describe (flash_attn_bwd_sm80). */
 #include "bwd_keys.cuh"
 
 namespace {
@@ -32,7 +35,7 @@ namespace {
 #define ROWS(label, TILE) \
     BWD_ROWS("flash_attn_bwd_sm90a", label, BwdConsumer, TILE, TILE##Score, TILE##ScoreOrdered)
 
-/* Softcap and ALiBi have tiles of 64 rows at any length. */
+/* Softcap and ALiBi use tiles of 64 rows at any length. */
 const gk_cuda_instance instances[] = {
     ROWS("d64", BwdHopper64), ROWS("d96", BwdHopper96),
     BWD_UNMODIFIED_ROWS("flash_attn_bwd_sm90a", "d128_short", BwdConsumer, BwdHopper128Short),

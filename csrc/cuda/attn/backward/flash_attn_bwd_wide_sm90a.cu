@@ -1,34 +1,34 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_bwd_wide_sm90a: flash_attn_bwd_sm90a (see there for the equations) for head_dim up to
- * 256, where dK and dV of 64 keys fill the registers of a warpgroup each.
- * q, grad_out [.., Sq, D | Dv]  k, v [.., Sk, D | Dv], as TMA can describe them; stats of the pre-pass.
- * Writes dk, dv (rounded once) and adds dQ into dq_sum (float32), which the last pass scales,
- * rounds and writes.
+/* flash_attn_bwd_wide_sm90a: flash_attn_bwd_sm90a for head_dim from 129 to 256. The equations,
+ * inputs and results are described there. At this size dK of 64 keys fills the registers of one
+ * warpgroup, and dV those of another.
  *
- * Work split: a block owns 64 keys of one kv head and goes over the rows that see them, BQ at a
- * time. Warpgroup 0 makes S^T, P^T and dV, warpgroup 1 dP^T, dS^T and dK, so that P^T and dS^T are
- * left operands as they lie in registers. P goes from 0 to 1 through shared memory, in float32. Two
- * blocks of neighbouring keys are a pair, a cluster, and take the same steps: each sends its dS^T
- * to the other, and makes half of the columns of dQ^T = K^T dS^T over the keys of both, 64 of d a
- * warpgroup, which adds them to memory straight from its accumulators. So dQ is added half as
- * often: the additions are what a block without a pair waits for.
+ * Work split: a block owns 64 keys of one kv head and loops over the rows that see them, BQ at a
+ * time. Warpgroup 0 computes S^T, P^T and dV, warpgroup 1 dP^T, dS^T and dK, so that P^T and dS^T
+ * in registers are already A operands. P goes from warpgroup 0 to 1 through shared memory, in
+ * float32.
  *
- * A step                                                       (tensor cores work in the background)
- *   warpgroup 0                                            warpgroup 1
- *   issue S^T;  wait for it                                issue dP^T;  wait for it
- *   P^T, also to shared memory                             wait for P^T
- *   issue dV                                               dS^T, also to shared memory, and from there to the other block
- *   wait for dS^T;  issue dQ of its own keys               issue dK, dQ of its own keys
- *   wait for dS^T of the other block;  issue dQ of its keys
- *   wait for dQ, add it to memory                          likewise
+ * Two blocks of neighbouring keys form a pair, which is a cluster, and take the same steps. Each
+ * sends its dS^T to the other and computes half of the columns of dQ^T = K^T dS^T over the keys of
+ * both, 64 columns a warpgroup. The warpgroups add them to memory straight from their accumulators.
+ * So dQ is added half as often. Those additions were the bound of a kernel without pairs.
  *
- * Not handled, served by flash_attn_bwd_sm80: strides and offsets that TMA cannot take. */
+ *  A step                                          (tensor cores work in the background)
+ *    warpgroup 0                                       warpgroup 1
+ *    issue S^T;  wait for it                           issue dP^T;  wait for it
+ *    P^T, also to shared memory                        wait for P^T
+ *    issue dV                                          dS^T to shared memory and the other block
+ *    wait for dS^T;  issue dQ of its own keys          issue dK, dQ of its own keys
+ *    wait for dS^T of the other block;  issue dQ of its keys
+ *    wait for dQ, add it to memory                     likewise
+ *
+ * Not handled: strides and offsets that TMA cannot describe (flash_attn_bwd_sm80). */
 #include "bwd_consumer.cuh"
 
 namespace {
 
-/* P^T with softcap and ALiBi, packed, and in place of S^T what dS is a multiple of: P times the
- * cap's derivative. key, row: of element 0. */
+/* P^T with softcap and ALiBi, packed. S^T is replaced by P times the cap's derivative, of which
+ * dS is a multiple. key, row: of element 0. */
 template <class T, int M>
 __device__ __forceinline__ void modified_weights(float (&s)[M], uint32_t (&p)[M / 2],
                                                  smem_addr lse_s, const Score &score,
@@ -66,10 +66,10 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
                   "makes one of dQ");
     float sum[D / 2]; /* dV in warpgroup 0, dK in warpgroup 1 */
 
-    /* What both warpgroups find everywhere. */
+    /* Addresses and roles that both warpgroups use. */
     struct Block {
         smem_addr smem_s;
-        int warpgroup, dq_block; /* which 64 of d of dQ are this warpgroup's */
+        int warpgroup, dq_block; /* index of the 64 columns of dQ that this warpgroup computes */
         bool signals;            /* this thread arrives for its warpgroup */
 
         __device__ __forceinline__ tma_steps<Tile::STAGES> ring() const {
@@ -90,13 +90,13 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
         __device__ __forceinline__ smem_addr peer_ds(int n) const {
             return smem_s + S::PEER_DS_AT + (n & 1) * S::Scores::bytes;
         }
-        /* Where this lane has four of its P^T; the next four are 2 KiB on. */
+        /* Address of this lane's first four elements of P^T; the next four are 2 KiB further. */
         __device__ __forceinline__ smem_addr own_p() const {
             return smem_s + S::P_AT + mov_tid_x() % 128 * 16;
         }
     };
 
-    /* ---- products; each is a group ---- */
+    /* ---- products; each is one WGMMA group ---- */
     /* S^T or dP^T. */
     static __device__ __forceinline__ void issue_scores(float (&s)[N * 4], smem_addr keys_s,
                                                         smem_addr rows_s) {
@@ -115,8 +115,8 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
             wgmma_rs<T, D, 1>(sum, left + kk / 4, S::Q::mn_major(rows_s, kk), true);
         wgmma_commit_group();
     }
-    /* 64 of d of dQ^T from one block's keys; panel_s: of its K. Of three panels the fourth is what
-     * lies behind K, and what comes of it is not added to memory. */
+    /* 64 columns of dQ^T from one block's keys; panel_s: a panel of its K. At head_dim 192 the
+     * fourth panel lies behind K; its result is not added to memory. */
     static __device__ __forceinline__ void issue_dq(float (&dq)[BQ / 2], smem_addr panel_s,
                                                     smem_addr ds_s, bool add) {
         wgmma_fence();
@@ -128,8 +128,8 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
     }
 
     /* ---- P and dS ---- */
-    /* P^T of S^T, packed; and in place of S^T what dS is a multiple of: P, with softcap times its
-     * derivative. */
+    /* Packs P^T of S^T. S^T is replaced by P, with softcap times the cap's derivative, of which
+     * dS is a multiple. */
     static __device__ __forceinline__ void weigh(float (&s)[N * 4], uint32_t (&p)[N * 2],
                                                  const BwdHopperParams &x, const BwdWork &w,
                                                  const BwdTileOf &t, smem_addr lse_s) {
@@ -165,7 +165,7 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
                                      __uint_as_float(p.w) * (dp[4 * n + 3] - d1));
         }
     }
-    /* dS^T [64 keys][rows]. */
+    /* Stores dS^T [64 keys][rows]. */
     static __device__ __forceinline__ void store_ds(smem_addr ds_s, const uint32_t (&ds)[N * 2]) {
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
@@ -175,13 +175,14 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
         }
     }
 
-    /* ---- the end of a step: dQ, whose tile is `tile` ---- */
-    /* dS of step n is whole. After it nothing is under way, and the next step's Q is there. */
+    /* ---- the end of a step: dQ of `tile` ---- */
+    /* Called when dS of step n is complete. On return no product is in flight and the next
+     * step's Q has arrived. */
     __device__ __forceinline__ void make_dq(const Block &k, const Bwd &g, int n, int steps,
                                             int tile) {
         float dq[BQ / 2];
         issue_dq(dq, k.smem_s + S::K_AT + k.dq_block * S::K::panel_bytes, k.ds(n), false);
-        if (k.warpgroup == 0) { /* dV is over: the next dO can come */
+        if (k.warpgroup == 0) { /* dV is complete: the next dO can be loaded */
             wgmma_wait_group<1>();
             if (k.signals) mbarrier_arrive(k.o_ring().empty(n));
         }
@@ -189,8 +190,8 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
         issue_dq(dq, k.smem_s + S::PEER_K_AT + k.warpgroup * S::PeerK::panel_bytes, k.peer_ds(n),
                  true);
         if (ORDERED) wait_turn<Tile>(k.smem_s, n);
-        /* the next step's Q is asked for before the additions below fill the queue that the answer
-         * comes through */
+        /* ask for the next step's Q before the additions fill the queue that the answer comes
+         * through */
         k.ring().wait_full(min(n + 1, steps - 1));
         wgmma_wait_group<0>();
         wgmma_pin(dq);
@@ -236,12 +237,13 @@ template <class T, class Tile_, bool MODIFIED, bool ORDERED_> struct BwdWideCons
             wgmma_wait_group<0>();
             wgmma_pin(dp);
             if (k.signals) mbarrier_arrive(k.o_ring().empty(n));
-            bar_sync(BAR_P, 256); /* and warpgroup 0 is through with dS of two steps before */
+            /* P is complete, and warpgroup 0 no longer reads dS of step n - 2 */
+            bar_sync(BAR_P, 256);
             make_ds(ds, dp, k.own_p(), own_stats<Tile>(k.smem_s, n) + BQ * 4);
             store_ds(k.ds(n), ds);
             fence_proxy_async();
             bar_arrive(BAR_SENT_DS + (n & 1), 128 + 32);
-            /* warpgroup 0 stores the next P only after it, when this one is read */
+            /* warpgroup 0 stores the next P only after this barrier, when this P has been read */
             bar_arrive(BAR_DS, 256);
             bar_sync(BAR_OWN_DS, 128);
             issue_sum(ds, k.q(n));

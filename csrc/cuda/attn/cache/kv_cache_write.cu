@@ -1,22 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* kv_cache_write: new keys and values go to their rows of the paged caches (Kwon et al. 2023,
+/* kv_cache_write: writes new keys and values to their rows of the paged caches (Kwon et al. 2023,
  * PagedAttention).
- *   cache[s / block_size][s % block_size][h][:] = saturate(x[t][h][:] / scale[h])       s = slots[t]
+ *
+ *  cache[s / block_size][s % block_size][h][:] = saturate(x[t][h][:] / scale[h])       s = slots[t]
+ *
  * k [T, Hkv, D], v [T, Hkv, Dv], any strides; caches [num_blocks, block_size, Hkv, D | Dv]; slots
- * [T] int64 or int32: a negative one is skipped, one past the cache is skipped and reported. The
- * quotient is float32 (float64 for float64), rounded once to nearest even. Of tokens with one slot
- * any may win, piece by piece.
+ * [T] int64 or int32. A negative slot is skipped; a slot past the cache is skipped and reported.
+ * The quotient is float32 (float64 for float64), rounded once to nearest even. If tokens share a
+ * slot, any of them may win, separately for each piece. 8-bit caches hold codes (tile/codes.cuh),
+ * with or without a scale; a scale may be per page and head.
  *
- * 8-bit caches hold codes (tile/codes.cuh), with a scale or without one, and a scale may be of a
- * page and head.
+ * Work split: a block takes up to TOKENS tokens and THREADS pieces of each. A piece is 16 bytes if
+ * every row is dense and aligned, otherwise one element. A thread takes the same piece of all the
+ * tokens, so it computes its head and column once. The kernel is bound by memory bandwidth.
  *
- * Work split: a block takes up to TOKENS tokens and THREADS pieces of each (16 bytes where every
- * row is dense and aligned, else one element); a thread takes one piece of all the tokens, so it
- * finds its head and column once.
- *   1. loads of the pieces: they do not wait for the slots
- *   2. the first threads turn slots into cache offsets, in shared memory: 24 bytes a token
- *   3. divide, store
- * Bandwidth bound. */
+ *  1. load the pieces; these loads do not wait for the slots
+ *  2. the first threads turn slots into cache offsets, in shared memory: 24 bytes a token
+ *  3. divide, store */
 #include "../../host/launch.cuh"
 #include "../../ptx/regs.cuh"
 #include "kv_store.cuh"
@@ -40,18 +40,19 @@ struct Params {
     const void *slots;
     int64_t slot_step, capacity;
     int64_t tokens;
-    /* blocks of tokens: block x takes x % groups */
+    /* groups of tokens; block x takes group x % groups */
     int block_size, heads, tokens_per_block, groups;
     bool slots_64;
-    gk_dtype code; /* of 8-bit caches */
+    gk_dtype code; /* the code format of 8-bit caches */
     uint8_t *error_word;
 };
 
-constexpr int64_t NOWHERE = INT64_MIN; /* no offset: strides may be negative */
+/* marks a skipped token; no real offset, since strides may be negative */
+constexpr int64_t NOWHERE = INT64_MIN;
 
-/* Where each of the block's tokens goes. */
+/* Cache offsets of the block's tokens. */
 struct Places {
-    int64_t at[2][TOKENS]; /* offsets into the two caches */
+    int64_t at[2][TOKENS]; /* offsets into the caches of k and v */
     int64_t page[TOKENS];
 };
 static_assert(sizeof(Places) == 24 * TOKENS, "the map in the title");
@@ -59,11 +60,11 @@ static_assert(sizeof(Places) == 24 * TOKENS, "the map in the title");
 template <class T> __device__ __forceinline__ T scaled(T x, typename element<T>::acc scale) {
     typename element<T>::acc y = to_acc(x) / scale;
     const typename element<T>::acc most = largest<T>();
-    y = y > most ? most : y < -most ? -most : y; /* a NaN stays one */
+    y = y > most ? most : y < -most ? -most : y; /* NaN stays NaN */
     return from_acc<T>(y);
 }
 
-template <int BYTES> struct Bits; /* what one load moves */
+template <int BYTES> struct Bits; /* the type of one load */
 template <> struct Bits<1> {
     typedef uint8_t type;
 };
@@ -80,7 +81,7 @@ template <> struct Bits<16> {
     typedef uint4 type;
 };
 
-/* A piece as it lies in the cache: of T, or of codes. */
+/* PlainPiece and CodePiece: a piece as the cache stores it, in T or in codes. */
 template <class T, int PIECE> struct PlainPiece {
     typedef T stored;
     typedef typename Bits<(int)sizeof(T) * PIECE>::type Vector;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* kv_store.cuh: what the kernels share that write into a paged cache: how a value is rounded on its
- * way there, and whether rows are whole pieces of memory. */
+/* kv_store.cuh: shared by the kernels that write into a paged cache: saturation and rounding of
+ * a value, and the check that rows can be moved in aligned vectors ("pieces"). */
 #ifndef GPUKERN_CUDA_KV_STORE_CUH
 #define GPUKERN_CUDA_KV_STORE_CUH
 
@@ -8,15 +8,15 @@
 #include "../../tile/convert.cuh"
 #include "../kv.cuh"
 
-/* The largest finite value of a cache that is not of codes. */
+/* The largest finite value of a cache dtype. */
 template <class T> constexpr typename element<T>::acc largest();
 template <> constexpr double largest<double>() { return 1.7976931348623157e308; }
 template <> constexpr float largest<float>() { return 3.402823466e38f; }
 template <> constexpr float largest<__nv_bfloat16>() { return 3.3895313892515355e38f; }
 template <> constexpr float largest<__half>() { return 65504.f; }
 
-/* csrc/formats/codes.h: gk_f64_to_odd_f32. A float that rounds to any of the codes as the double
- * does. */
+/* csrc/formats/codes.h, gk_f64_to_odd_f32: converts a double to a float that rounds to the same
+ * 8-bit code. */
 __device__ __forceinline__ float to_odd_f32(double x) {
     const float f = (float)x;
     if (x != x || (double)f == x || isinf(f)) return f;
@@ -25,7 +25,7 @@ __device__ __forceinline__ float to_odd_f32(double x) {
 __device__ __forceinline__ float to_odd_f32(float x) { return x; }
 
 /* ---- host ------------------------------------------------------------------------------------ */
-/* Whether every row of t is dense and is whole pieces, each aligned to its size. */
+/* True if every row of t is dense and consists of whole pieces, each aligned to its size. */
 inline bool in_pieces(const gk_tensor &t, int piece) {
     const int last = t.ndim - 1;
     const int64_t bytes = piece * (int64_t)gk_dtype_bytes(t.dtype);

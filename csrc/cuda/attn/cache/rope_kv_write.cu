@@ -1,18 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* rope_kv_write: QK norm, rotary embedding and the write into a paged cache, one launch.
- *   out_q = rotate(norm(q))    k_cache[s] = rotate(norm(k)) / k_scale    v_cache[s] = v / v_scale         s = slots[t]
- *   norm(x) = x / sqrt(mean(x^2) + eps) weight (Henry et al. 2020, arXiv:2010.04245, by an RMS
- *   norm), or x without a weight rotate: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) (Su et al.
- *   2021, arXiv:2104.09864), columns from R on as they are
- * q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], last dimension dense; caches [num_blocks,
- * block_size, Hkv, D | Dv], any strides, of q's dtype or 8-bit codes; cos, sin [P, R / 2];
- * positions, slots [T]. float32 inside (float64 for float64), rounded once.
+/* rope_kv_write: QK norm, rotary embedding and the write into a paged cache in one launch.
  *
- * Work split: blockIdx.x is a token; its heads, of q, then k, then v, have 4 to 32 lanes each. A
- * lane takes an item: a vector of 16 bytes and its partner half a rotated row on, or a vector alone
- * (pairs of neighbours, columns past R, v), or one element with its partner where rows are not
- * whole vectors. A norm reads its row twice, the second time from the L1.
- * Bandwidth bound for many tokens, else by the launch: the chain position -> cos -> store. */
+ *  out_q = rotate(norm(q))    k_cache[s] = rotate(norm(k)) / k_scale    v_cache[s] = v / v_scale
+ *  s = slots[t]
+ *  norm(x) = x / sqrt(mean(x^2) + eps) weight; x itself without a weight
+ *  rotate: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin); columns from R on are unchanged
+ *
+ * RMS norm of q and k: Henry et al. 2020, arXiv:2010.04245. Rotation: Su et al. 2021,
+ * arXiv:2104.09864. q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], last dimension dense; caches
+ * [num_blocks, block_size, Hkv, D | Dv], any strides, of q's dtype or 8-bit codes; cos, sin [P, R /
+ * 2]; positions, slots [T]. Arithmetic is float32 (float64 for float64), rounded once.
+ *
+ * Work split: blockIdx.x is a token. Each of its heads, of q, then k, then v, has 4 to 32 lanes. A
+ * lane takes one item at a time. An item is a 16-byte vector and its partner half a rotated row
+ * further; a vector alone (interleaved pairs, columns past R, v); or, if rows are not whole
+ * vectors, one element with its partner. A norm reads its row twice, the second time from L1. With
+ * many tokens the kernel is bound by memory bandwidth, otherwise by the latency of the chain
+ * position -> cos -> store. */
 #include "gpukern_cache.h"
 #include "kv_store.cuh"
 
@@ -29,13 +33,13 @@ struct Line { /* q, k or v, and where its rows go: out_q or a cache */
     const void *x;
     void *to;
     int64_t token, head; /* strides of x */
-    int64_t to_token, page, row, to_head,
-        to_col;         /* out_q has the first and to_head, a cache the others */
+    /* out_q uses to_token and to_head, a cache the others and to_head */
+    int64_t to_token, page, row, to_head, to_col;
     const void *weight; /* NULL: no norm */
     int64_t weight_step;
     bool weight_f32;
     CodeScale scale;
-    int heads, columns, half; /* half: pairs that are rotated, 0 for v */
+    int heads, columns, half; /* half: the number of rotated pairs, 0 for v */
 };
 
 struct Params {
@@ -44,7 +48,7 @@ struct Params {
     int64_t cos_stride, sin_stride, rows_of_cos, position_step, slot_step, capacity;
     double eps;
     uint8_t *error_word;
-    gk_dtype code; /* of 8-bit caches */
+    gk_dtype code; /* the code format of 8-bit caches */
     int block_size, lanes, lanes_log2;
     bool codes, interleaved, positions_64, slots_64, angles_64;
 };
@@ -56,7 +60,7 @@ __device__ __forceinline__ void widen(W (&to)[N], const void *from, int64_t at) 
     for (int e = 0; e < N; ++e) to[e] = (W)to_acc(x.v[e]);
 }
 
-/* N angles of a row of cos or of sin. */
+/* N consecutive elements of a row of cos or sin. */
 template <int N, class W>
 __device__ __forceinline__ void angles(W (&to)[N], const void *from, int64_t at, bool wide) {
     if (sizeof(W) == 8 && wide)
@@ -69,7 +73,7 @@ __device__ __forceinline__ int64_t index_at(const void *from, int64_t at, bool w
     return wide ? ((const int64_t *)from)[at] : ((const int32_t *)from)[at];
 }
 
-/* The row's elements times rstd and weight. */
+/* Multiplies elements of a row by rstd and weight. */
 template <class T, int V, class W>
 __device__ __forceinline__ void weigh(W (&x)[V], const Line &line, int col, W rstd) {
     if (!line.weight) return;
@@ -85,10 +89,10 @@ __device__ __forceinline__ void weigh(W (&x)[V], const Line &line, int col, W rs
     for (int e = 0; e < V; ++e) x[e] *= rstd * w[e];
 }
 
-/* Where a row goes, and by which scale. */
+/* The destination of a row, and its scale. */
 template <class W> struct Place {
-    void *to;     /* its first element */
-    int64_t step; /* of its columns */
+    void *to;     /* first element of the row */
+    int64_t step; /* column stride */
     W scale;
     bool codes, scaled;
 };
@@ -116,7 +120,7 @@ __device__ __forceinline__ void put(const Place<W> &at, gk_dtype code, int col, 
         if (at.scaled) {
             const W most = largest<T>();
             z /= at.scale;
-            z = z > most ? most : z < -most ? -most : z; /* a NaN stays one */
+            z = z > most ? most : z < -most ? -most : z; /* NaN stays NaN */
         }
         y.v[e] = from_acc<T>(z);
     }
@@ -132,11 +136,11 @@ __global__ void __launch_bounds__(THREADS) rope_kv_write_kernel(const __grid_con
     int kind = 0;
     while (kind < 2 && head >= p.line[kind].heads) head -= p.line[kind++].heads;
     const Line &line = p.line[kind];
-    if (head >= line.heads) return; /* all lanes of the row */
+    if (head >= line.heads) return; /* the same for all lanes of the row */
     int64_t position = index_at(p.positions, token * p.position_step, p.positions_64);
     const int64_t slot = index_at(p.slots, token * p.slot_step, p.slots_64);
     const T *x = (const T *)line.x + token * line.token + head * line.head;
-    /* pairs of neighbours lie in one vector, unless it is one element */
+    /* interleaved pairs are in one vector, unless a vector is one element */
     const bool within = p.interleaved && V > 1;
     const int half = line.half, rotated = (within ? 2 * half : half) / V,
               items = rotated + (line.columns - 2 * half) / V;
@@ -158,7 +162,7 @@ __global__ void __launch_bounds__(THREADS) rope_kv_write_kernel(const __grid_con
         rstd = W(1) / (W)sqrt(squares / W(line.columns) + (W)p.eps);
     }
 
-    /* 2. where it goes */
+    /* 2. the destination */
     Place<W> at = {nullptr, 1, W(1), false, false};
     if (kind == 0) {
         at.to = (T *)line.to + token * line.to_token + head * line.to_head;
@@ -244,7 +248,7 @@ void to_cache(Line *line, const gk_tensor &cache, const gk_tensor *scale) {
     line->scale = code_scale(scale);
 }
 
-/* Rows of cos or sin, of which `each` are read at once. */
+/* True if rows of cos or sin can be read `each` elements at a time. */
 bool angles_whole(const gk_tensor &t, int each) {
     const int64_t bytes = gk_min_i64(16, each * (int64_t)gk_dtype_bytes(t.dtype));
     return t.shape[1] % each == 0 && (uintptr_t)t.data % bytes == 0 &&

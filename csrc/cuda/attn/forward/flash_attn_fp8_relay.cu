@@ -1,18 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fp8_relay: attention of e4m3 codes by the forward kernels of float16, for calls whose
- * products outweigh two passes over q, k, v and out. Sums are float32 whatever `accumulate` says.
- *   1. decode    q' = q q_scale k_largest   k' = k (k_scale / k_largest)   v' = v (v_scale / v_largest)   float16, in the workspace
- *   2. attend    out', lse = flash_attn_fwd(q', k', v') with every rule of the call, on Hopper by WGMMA
- *   3. finish    out = v_largest out' + v_mean (1 - e^(sink - lse)), 0 where the row saw no key
- * largest: of the scales of a sequence's and head's blocks; with one scale a head k' and v' are the
- * codes themselves, which float16 holds.
- * q [.., Sq, D]  k [.., Sk, D]  v [.., Sk, Dv] e4m3   out [.., Sq, Dv] bf16, f16, f32   lse [.., Sq] float32
+/* flash_attn_fp8_relay: attention of e4m3 codes by the float16 forward kernels, for calls whose
+ * products outweigh two more passes over q, k, v and out. Sums are float32 whatever `accumulate`
+ * says.
  *
- * Workspace: q', k', v', out' contiguous, lse where nobody else keeps it, then that of the
- * attention.
- * Work split of 1 and 3: grid x = (block of 128 tokens, head, sequence).
- * The call of 2 is planned again where it runs: its operands lie in the workspace, whose place a
- * plan does not know. */
+ *  1. decode    q' = q q_scale k_largest   k' = k (k_scale / k_largest)
+ *               v' = v (v_scale / v_largest)   float16, in the workspace
+ *  2. attend    out', lse = flash_attn_fwd(q', k', v') with every rule of the call; WGMMA on Hopper
+ *  3. finish    out = v_largest out' + v_mean (1 - e^(sink - lse)); 0 if the row saw no key
+ *
+ * largest: over the scales of a sequence's and head's blocks. With one scale a head, k' and v' are
+ * the codes themselves, which float16 holds exactly.
+ *
+ * q [.., Sq, D], k [.., Sk, D], v [.., Sk, Dv] e4m3; out [.., Sq, Dv] bf16, f16 or f32; lse [..,
+ * Sq] float32.
+ *
+ * Workspace: q', k', v', out' contiguous, lse if the caller wants none, then the workspace of step
+ * 2. Work split of steps 1 and 3: grid x = (block of 128 tokens, head, sequence). Step 2 is planned
+ * again at run time: its operands are in the workspace, whose address the plan does not know. */
 #include "fp8.cuh"
 #include "fp8_tiles.h"
 #include "../softmax.cuh"
@@ -21,7 +25,8 @@ extern "C" const gk_cuda_table gk_flash_attn_fwd_sm90a_table, gk_flash_attn_fwd_
 
 namespace {
 
-constexpr int THREADS = 128, TOKENS = GK_ATTN_SCALE_TOKENS; /* a block of tokens has one scale */
+/* a block of tokens shares one scale */
+constexpr int THREADS = 128, TOKENS = GK_ATTN_SCALE_TOKENS;
 
 /* ---- 1. codes to float16 --------------------------------------------------------------------- */
 enum operand {
@@ -76,7 +81,7 @@ __global__ void __launch_bounds__(THREADS) fp8_decode_kernel(DecodeParams x) {
         uint32_t h[4];
         e4m3x4_to_f16x4(h, codes.x);
         e4m3x4_to_f16x4(h + 2, codes.y);
-        if (factor != 1) /* NaN too */
+        if (factor != 1) /* true for NaN, too */
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float2 two = unpack2<__half>(h[i]);
@@ -120,7 +125,7 @@ __global__ void __launch_bounds__(THREADS) fp8_finish_kernel(FinishParams x) {
         for (int i = 0; i < 8; ++i) {
             const float2 two = unpack2<__half>(h[i / 2]);
             y[i] = (i % 2 ? two.y : two.x) * largest;
-            if (lse == -INFINITY) y[i] = 0; /* also where the scale is NaN */
+            if (lse == -INFINITY) y[i] = 0; /* also if the scale is NaN */
             if (mean) y[i] += seen * mean[(col + i) * c.mean.column];
         }
         if (x.vectors && c.out_dtype == GK_BF16) {
@@ -134,8 +139,8 @@ __global__ void __launch_bounds__(THREADS) fp8_finish_kernel(FinishParams x) {
     }
 }
 
-/* ---- 2. the attention between ---------------------------------------------------------------- */
-/* Contiguous float16 of t's shape. */
+/* ---- 2. the inner attention ------------------------------------------------------------------ */
+/* A contiguous float16 tensor of t's shape. */
 gk_tensor half_like(const gk_tensor &t, int64_t last, void *data) {
     gk_tensor made = t;
     made.dtype = GK_F16;
@@ -145,16 +150,17 @@ gk_tensor half_like(const gk_tensor &t, int64_t last, void *data) {
     return made;
 }
 
-struct Between {
+struct InnerCall {
     gk_flash_attn_args args;
-    size_t bytes; /* of the workspace up to the attention's own */
+    size_t bytes; /* bytes of the workspace before the inner attention's own */
 };
 
-/* base: the workspace; where a plan does not know it any address that is aligned serves. */
-Between between(const gk_flash_attn_fp8_args *a, char *base) {
+/* Builds the inner call. base: the workspace. While planning, its address is not known, and any
+ * aligned address serves. */
+InnerCall inner_call(const gk_flash_attn_fp8_args *a, char *base) {
     const gk_flash_attn_args &f = a->fwd;
     const int last = f.q.ndim - 1;
-    Between x = {f, 0};
+    InnerCall x = {f, 0};
     auto take = [&](gk_tensor &to, const gk_tensor &like, int64_t columns) {
         to = half_like(like, columns, base + x.bytes);
         x.bytes += (size_t)gk_round_up(2 * gk_numel(&to), 1024);
@@ -173,7 +179,7 @@ Between between(const gk_flash_attn_fp8_args *a, char *base) {
     return x;
 }
 
-bool plan_between(const gk_context *ctx, const gk_flash_attn_args *f, gk_plan *to) {
+bool plan_inner(const gk_context *ctx, const gk_flash_attn_args *f, gk_plan *to) {
     const gk_cuda_table *hopper = &gk_flash_attn_fwd_sm90a_table,
                         *any = &gk_flash_attn_fwd_sm80_table;
     if (gk_gpu_of(ctx->index)->arch == hopper->arch &&
@@ -204,14 +210,14 @@ bool plan(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_
     const Problem &p = own.call.problem;
     if (p.seq_k < fp8_relay::least_keys || (int64_t)p.seq_q * p.group < fp8_relay::least_rows)
         return false;
-    /* a block each, of every head and sequence */
+    /* blocks of the grid, over all heads and sequences */
     const int64_t tiles_k = gk_ceil_div(p.seq_k, TOKENS);
     if (gk_max_i64(own.call.tiles_q * (int64_t)p.heads_q, tiles_k * p.heads_kv) * p.batch >
         INT32_MAX)
         return false;
-    const Between x = between(a, (char *)1024);
+    const InnerCall x = inner_call(a, (char *)1024);
     gk_plan inner;
-    if (!plan_between(ctx, &x.args, &inner)) return false;
+    if (!plan_inner(ctx, &x.args, &inner)) return false;
     for (int i = 0; i < 4; ++i) to->tile[i] = inner.tile[i];
     to->tasks = inner.tasks;
     to->chunks = inner.chunks;
@@ -237,9 +243,9 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     const gk_flash_attn_fp8_args *a = (const gk_flash_attn_fp8_args *)args;
     const Own &own = gk_own<Own>(plan);
     Fp8Params call = own.call;
-    const Between x = between(a, (char *)workspace);
+    const InnerCall x = inner_call(a, (char *)workspace);
     gk_plan inner;
-    if (!plan_between(ctx, &x.args, &inner) || inner.workspace_bytes > own.inner_bytes)
+    if (!plan_inner(ctx, &x.args, &inner) || inner.workspace_bytes > own.inner_bytes)
         return gk_fail(GK_ERR_DEVICE, "the attention between the passes could not be planned");
     gk_status status = decode(ctx, call, OPERAND_Q, a->fwd.q, x.args.q);
     if (status == GK_OK) status = decode(ctx, call, OPERAND_K, a->fwd.k, x.args.k);

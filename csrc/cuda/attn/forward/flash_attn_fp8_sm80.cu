@@ -1,17 +1,23 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fp8_sm80: attention of e4m3 codes on tensor cores of 16 bits, every GPU, dense and
- * packed, every modifier and alignment. Codes become float16 on their way into shared memory, which
- * holds each of them exactly; then FlashAttention-2 (Dao 2023, arXiv:2307.08691) as in
- * flash_attn_fwd_sm80, with sums in float32 whatever `accumulate` says:
- *   S = scale q_scale k_scale Q K^T, -inf where the row does not see the key   P = e^(s - m)   O = O e^(m_old - m) + (P share) V
- *   out = v_scale O / l + v_mean sum P / l   share: of a block's v_scale in the largest one, which v_scale stands for here
- * q [.., Sq, D]  k [.., Sk, D]  v [.., Sk, Dv] e4m3   out [.., Sq, Dv] bf16, f16, f32   lse [.., Sq] float32
- * D, Dv: multiples of 8 up to the bucket HEAD_DIM; the columns after them are zeros in shared
- * memory.
+/* flash_attn_fp8_sm80: attention of e4m3 codes on 16-bit tensor cores, for every GPU, dense and
+ * packed, with every modifier and alignment. Codes become float16 on their way into shared memory,
+ * which is exact. The rest is FlashAttention-2 (Dao 2023, arXiv:2307.08691) as in
+ * flash_attn_fwd_sm80, with float32 sums whatever `accumulate` says:
  *
- * Work split: grid x = (tile of BQ rows, head), the last tiles first. A warp owns 16 rows. Tiles of
- * keys begin at multiples of BKV, so that none lies in two blocks of 128 tokens. Loads are not
- * overlapped with products of the same block: two blocks share an SM. */
+ *  S = scale q_scale k_scale Q K^T, -inf for keys that a row does not see
+ *  P = e^(s - m)   O = O e^(m_old - m) + (P share) V
+ *  out = v_scale O / l + v_mean sum P / l
+ *
+ * With a v scale for each block, v_scale above is the largest one and share is the block's scale
+ * relative to it.
+ *
+ * q [.., Sq, D], k [.., Sk, D], v [.., Sk, Dv] e4m3; out [.., Sq, Dv] bf16, f16 or f32; lse [..,
+ * Sq] float32. D and Dv are multiples of 8 up to the bucket HEAD_DIM; the remaining columns are
+ * zeros in shared memory.
+ *
+ * Work split: grid x = (tile of BQ rows, head), the last tiles first. A warp owns 16 rows. Key
+ * tiles begin at multiples of BKV, so that none spans two blocks of 128 tokens. The loads of a
+ * block do not overlap its own products: two blocks share an SM instead. */
 #include "../../ptx/smem.cuh"
 #include "../../tile/copy.cuh"
 #include "../../tile/fragment.cuh"
@@ -32,9 +38,9 @@ template <int HEAD_DIM> struct Smem {
     static constexpr int K = QTile::bytes, V = K + KvTile::bytes, BYTES = V + KvTile::bytes;
 };
 
-/* ---- 1. codes come in ------------------------------------------------------------------------ */
-/* Rows [from, end) of the tile, columns up to cols, a multiple of 8; the rest becomes zeros, and
- * nothing there is read. */
+/* ---- 1. loading codes ------------------------------------------------------------------------ */
+/* Loads rows [from, end) of the tile and columns up to cols, a multiple of 8. The rest becomes
+ * zeros and is not read. */
 template <class Tile>
 __device__ __forceinline__ void load_codes(smem_addr tile_s, const uint8_t *src_g,
                                            int64_t row_stride, int from, int end, int cols,
@@ -150,12 +156,12 @@ __global__ void __launch_bounds__(THREADS, 2) flash_attn_fp8_sm80_kernel(Params 
 
     /* 3.2 the keys, tile by tile */
     for (int key0 = lo / BKV * BKV; key0 < hi; key0 += BKV) {
-        __syncthreads(); /* all have read the tiles before */
+        __syncthreads(); /* all threads have read the previous tiles */
         load_codes<KvTile>(k_s, k_g + key0 * p.k.row, p.k.row, lo - key0, hi - key0, p.head_dim,
                            params.k_aligned, thread);
         load_codes<KvTile>(v_s, v_g + key0 * p.v.row, p.v.row, lo - key0, hi - key0, p.head_dim_v,
                            params.v_aligned, thread);
-        __syncthreads(); /* the tiles, and q, are written */
+        __syncthreads(); /* the tiles and q are written */
         float s[1][X::N][4];
         X::scores(s, q_at, k_at);
         score.scale = scale * fp8_scale(c.k_scale, b, head_kv, key0);

@@ -1,34 +1,39 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* flash_attn_fp8_sm90a: attention of e4m3 codes on Hopper's 8-bit tensor cores, dense and packed,
- * `accumulate` fast. FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) with a reference for the
- * softmax that may be stale (docs/numerics.md):
- *   S = Q K^T   s = scale q_scale k_scale S, -inf where the row does not see the key   P = 2^(s - m) as codes   O = O + (P share) V
- *   out = v_scale O / (sum P + 2^(sink - m)) + v_mean sum P / (sum P + 2^(sink - m))
- * share: of a block's v_scale in the largest one, which v_scale stands for here.
- * q [.., Sq, D]  k [.., Sk, D]  v [.., Sk, Dv] e4m3, as TMA can describe them   out [.., Sq, Dv] bf16, f16, f32   lse [.., Sq] float32
- * D, Dv: multiples of 8 up to HEAD_DIM, HEAD_DIM_V; TMA fills the columns after them with zeros.
+ * for accumulate="fast". FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608) with a stale softmax
+ * reference (docs/numerics.md):
  *
- * Sums of P V run on over all keys in the tensor cores' 14 bits: right for values without a mean,
- * which v_mean stands for.
+ *  S = Q K^T   s = scale q_scale k_scale S, -inf for keys that a row does not see
+ *  P = 2^(s - m) as codes   O = O + (P share) V
+ *  out = v_scale O / (sum P + 2^(sink - m)) + v_mean sum P / (sum P + 2^(sink - m))
  *
- * Work split: that of flash_attn_fwd_sm90a. Of the producer warpgroup one thread loads by TMA, one
- * warp finds the tiles and two transpose V in shared memory; each consumer warpgroup owns 64 rows
- * of S and O.
+ * With a v scale for each block, v_scale above is the largest one and share is the block's scale
+ * relative to it.
  *
- * A step of a consumer: block j of the keys                        (tensor cores work in the background)
- *   issue S_j = Q K_j^T
- *   issue O  += P_(j-1) V_(j-1)
- *   wait for S_j alone, release K_j
- *   P_j = 2^(S_j - m) as codes, in registers of their own          runs under O += P_(j-1) V_(j-1)
- *   wait for O, release V_(j-1); rows whose weights leave the codes take the block again
- * At head_dim 256 O has 128 registers, S 64 and P 32, and the weights take those of S: K_j is
- * released only when no row of the warpgroup takes the block again, for which S_j is multiplied
+ * q [.., Sq, D], k [.., Sk, D], v [.., Sk, Dv] e4m3, with strides that TMA can describe; out [..,
+ * Sq, Dv] bf16, f16 or f32; lse [.., Sq] float32. D and Dv are multiples of 8 up to HEAD_DIM and
+ * HEAD_DIM_V; TMA fills the remaining columns with zeros. Sums of P V run over all keys in the
+ * tensor cores' 14 bits. That is accurate enough for values without a mean, which v_mean restores.
+ *
+ * Work split: as in flash_attn_fwd_sm90a. In the producer warpgroup one thread loads by TMA, one
+ * warp finds the tiles and two warps transpose V in shared memory. Each consumer warpgroup owns 64
+ * rows of S and O.
+ *
+ *  A step of a consumer, key block j                        (tensor cores work in the background)
+ *    issue S_j = Q K_j^T
+ *    issue O  += P_(j-1) V_(j-1)
+ *    wait for S_j alone, release K_j
+ *    P_j = 2^(S_j - m) as codes, in registers of their own  runs under O += P_(j-1) V_(j-1)
+ *    wait for O, release V_(j-1); rows whose weights leave the codes redo the block
+ *
+ * At head_dim 256 O takes 128 registers, S 64 and P 32, and the weights overwrite S. K_j is then
+ * released only when no row of the warpgroup must redo the block, because a redo multiplies S_j
  * again.
  *
- * Not handled, served by flash_attn_fp8_relay and flash_attn_fp8_sm80: `accumulate` precise,
- * softcap, ALiBi, strides and offsets that are no multiples of 16 bytes, scales of blocks with a
- * window to the left or kv_start, scales of q's blocks that end before a tile's rows do, small
- * seq_q of grouped heads. */
+ * Not handled: accumulate="precise", softcap, ALiBi, strides and offsets that are not multiples of
+ * 16 bytes, per-block scales with a left window or kv_start, per-block scales of q that end before
+ * a tile's rows do, small seq_q with GQA. flash_attn_fp8_relay and flash_attn_fp8_sm80 serve those.
+ */
 #include "fp8_consumer.cuh"
 #include "fwd_loop.cuh"
 
@@ -40,7 +45,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
     flash_attn_fp8_sm90a_kernel(const __grid_constant__ Fp8HopperParams x) {
     run_block<Tile>([](smem_addr smem_s) { fp8_begin_block<Tile>(smem_s); },
                     [&](unsigned char *smem, smem_addr smem_s, const FwdTile *tiles) {
-                        /* lanes agree here, too */
+                        /* tells the compiler that the value is uniform over the warp */
                         const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);
                         if (warp == 1) {
                             find_tiles<Tile, false>(x.f, smem, smem_s, [&](int b) {
@@ -56,8 +61,8 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
                             prefetch_tensormap(&x.f.q);
                             prefetch_tensormap(&x.f.k);
                             prefetch_tensormap(&x.f.v);
-                            /* what the kernel before wrote is there, and nobody reads out any more
-                             */
+                            /* wait until the previous kernel has written its results and read
+                             * `out` */
                             griddepcontrol_wait();
                             fp8_load_tiles<Tile>(x.f, tiles, smem_s);
                         }
@@ -73,22 +78,22 @@ bool mean_fits(const gk_attn_mean &m) {
            (m.column == 1 && m.head % 4 == 0 && m.batch % 4 == 0 && (uintptr_t)m.data % 16 == 0);
 }
 
-/* Whether q has a scale for the first row of each of a tile's warpgroups, those behind the last
- * query too. */
+/* True if q has a scale for the first row of each warpgroup of a tile, including rows past the
+ * last query. */
 bool q_scale_fits(const gk_flash_attn_fp8_args *a, int rows) {
     const int64_t seq_q = a->fwd.cu_seqlens_q ? a->fwd.max_seqlen_q : a->fwd.q.shape[2];
     return gk_attn_scale_of(a->q_scale).block == 0 ||
            gk_round_up(seq_q, rows) <= gk_round_up(seq_q, GK_ATTN_SCALE_TOKENS);
 }
 
-/* key = {head_dim, head_dim_v, scales of blocks, bytes of shared memory, rows of a tile} */
+/* key = {head_dim, head_dim_v, per-block scales, bytes of shared memory, rows of a tile} */
 bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_fp8_args *a) {
     const gk_flash_attn_args &f = a->fwd;
     const gk_attn_rules &rules = f.rules;
     const int last = f.q.ndim - 1;
     const bool blocks =
         gk_attn_scale_of(a->k_scale).block != 0 || gk_attn_scale_of(a->v_scale).block != 0;
-    /* tiles of keys begin where blocks of scales do */
+    /* key blocks begin where blocks of scales do */
     const bool aligned = rules.window_left < 0 && !rules.kv_start;
     return !gk_attn_is_precise(a) && f.q.shape[last] <= row->key[0] &&
            f.v.shape[last] <= row->key[1] && blocks == (row->key[2] != 0) && (!blocks || aligned) &&
@@ -109,7 +114,7 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
          gk_attn_scale_of(a->v_scale),
          gk_attn_mean_of(a->v_mean),
          a->fwd.out.dtype};
-    if (x.f.stacked > 1) return false;
+    if (x.f.tile_heads > 1) return false;
     fwd_plan(ctx, x.f.fwd, Smem<Tile>::BQ, Tile::BKV, 1, x.f.schedule.units, to);
     return true;
 }
@@ -153,8 +158,8 @@ const gk_cuda_instance instances[] = {ROW("d64", Fp8Hopper64, false),
                                       ROW("d256", Fp8Hopper256, false),
                                       ROW("d256_block", Fp8Hopper256, true)};
 
-/* What waves of tiles of so many rows take, in tiles of 128 rows; without a mask, and about right
- * with one. */
+/* The time of the waves of tiles with this many rows, in units of a 128-row tile. Exact without
+ * a mask, roughly right with one. */
 double waves_of(const gk_context *ctx, const gk_flash_attn_args &f, int rows) {
     const int64_t batch = f.cu_seqlens_q ? f.cu_seqlens_q->shape[0] - 1 : f.q.shape[0];
     const int64_t tiles =
@@ -163,7 +168,8 @@ double waves_of(const gk_context *ctx, const gk_flash_attn_args &f, int rows) {
            (rows > 128 ? FP8_WIDE_TILE : 1);
 }
 
-/* By the first row that serves the call; of d128's two by that whose waves take less. */
+/* Takes the first instance that serves the call. For head_dim 128 there are two, and the one
+ * whose waves take less time is taken. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_flash_attn_args &f = ((const gk_flash_attn_fp8_args *)args)->fwd;
     const bool narrow = waves_of(ctx, f, 128) < waves_of(ctx, f, 192);

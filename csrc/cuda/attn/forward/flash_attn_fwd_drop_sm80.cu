@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fwd_drop_sm80: attention with dropout on tensor cores, 16-bit, dense and packed, every
- * modifier, by the kernel of fwd_sm80.cuh. Three head_dims serve all: their number is compile time.
- * Not handled: float32, rows that are not aligned (flash_attn_fwd_plain). */
+/* flash_attn_fwd_drop_sm80: attention with dropout on tensor cores, 16-bit, dense and packed,
+ * every modifier. The kernel is in fwd_sm80.cuh. Three head_dims serve all, to save compile
+ * time. Not handled: float32, unaligned rows (flash_attn_fwd_plain). */
 #include "fwd_sm80.cuh"
 
 namespace {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fwd_partial_plain: flash_attn_fwd_plain whose out is float32 (float64 with float64)
- * beside any q, or joins what out and lse hold: for what the tiled kernels do not take. */
+/* flash_attn_fwd_partial_plain: flash_attn_fwd_plain with a float32 out for any q (float64 for
+ * float64 inputs), which may be merged with what out and lse hold. It serves what the tiled
+ * kernels refuse. */
 #include "fwd_plain.cuh"
 
 namespace {

@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fwd_partial_sm90a: flash_attn_fwd_sm90a whose out is float32, not rounded, or joins
- * the attention over other keys that out and lse hold: what context parallelism adds up. The
- * equations and the pipeline stand there.
- *   held (out_0, lse_0):  lse = log(e^lse_0 + e^lse_1)    out = out_0 e^(lse_0 - lse) + out_1 e^(lse_1 - lse)
- * The join is the last step of a row's softmax, in the registers that hold O: out is read and
- * written once, and there is no second launch.
- * q [.., Sq, D]  k [.., Sk, D]  v [.., Sk, Dv] bfloat16;  out [.., Sq, Dv] float32, rows at multiples of 8 bytes;  lse
- * [.., Sq] float32.
- * Not handled, served by parts in the workspace and their merge (fwd_work.cuh): float16, softcap
- * and ALiBi, head_dim over 128, and tiles whose keys are split. */
+/* flash_attn_fwd_partial_sm90a: flash_attn_fwd_sm90a with an unrounded float32 out, which context
+ * parallelism adds up. The result may be merged with an attention over other keys (out_0, lse_0)
+ * that out and lse hold:
+ *
+ *  lse = log(e^lse_0 + e^lse_1)    out = out_0 e^(lse_0 - lse) + out_1 e^(lse_1 - lse)
+ *
+ * The merge happens in the registers that hold O: out is read and written once, without a second
+ * launch. q [.., Sq, D], k [.., Sk, D], v [.., Sk, Dv] bfloat16; out [.., Sq, Dv] float32, rows
+ * aligned to 8 bytes; lse [.., Sq] float32. The kernel is in fwd_kernel.cuh.
+ *
+ * Not handled: float16, softcap and ALiBi, head_dim over 128, split keys. Partial results in the
+ * workspace and a merge serve those (fwd_work.cuh). */
 #include "fwd_kernel.cuh"
 
 namespace {

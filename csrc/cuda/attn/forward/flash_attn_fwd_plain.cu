@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fwd_plain: attention, a warp a row, for what the tiled kernels do not take: float64,
- * and rows that do not begin at a multiple of 16 bytes. Every dtype, every modifier, dense and
- * packed, by the kernel of fwd_plain.cuh. */
+/* flash_attn_fwd_plain: attention with one warp a row, for what the tiled kernels refuse:
+ * float64, and rows that are not aligned to 16 bytes. The kernel, in fwd_plain.cuh, takes every
+ * dtype and modifier, dense and packed. */
 #include "fwd_plain.cuh"
 
 namespace {

@@ -1,21 +1,23 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fwd_simt: attention in float32 on CUDA cores, dense and packed, every modifier.
- *   s_j = cap(scale q k_j) - slope |i + diagonal - j|   lse = log(e^sink + sum e^s_j)   out = sum e^(s_j - lse) v_j
- * by FlashAttention-2's order (Dao 2023, arXiv:2307.08691), with multiply-adds that round as
- * float32 does.
- * q [.., Sq, D]  k [.., Sk, D]  v [.., Sk, Dv]  out [.., Sq, Dv], rows of 16-byte multiples;  lse [.., Sq].
- * D, Dv: multiples of 8 up to the bucket HEAD_DIM; the columns after them are zeros in shared
- * memory.
+/* flash_attn_fwd_simt: attention in float32 on CUDA cores, dense and packed, every modifier, in
+ * FlashAttention-2's order (Dao 2023, arXiv:2307.08691). Every multiply-add is rounded to float32.
  *
- * Work split: grid x = (split, head, tile of BQ rows) as fwd_work.cuh says; 16 x TY threads (tx,
- * ty) a block. A thread owns rows ty + TY i, keys tx + 16 j of S, and columns 4 (tx + 16 c) .. + 3
- * of O. The 16 threads of a row are half a warp.
+ *  s_j = cap(scale q k_j) - slope |i + diagonal - j|   lse = log(e^sink + sum e^s_j)
+ *  out = sum e^(s_j - lse) v_j
  *
- * Pipeline: each buffer is refilled when all have read it
- *   cp.async  K0 | V0  | K1            | V1  |
- *   compute      | QK0 | softmax, P V0 | QK1 |
+ * q [.., Sq, D], k [.., Sk, D], v [.., Sk, Dv], out [.., Sq, Dv], rows aligned to 16 bytes; lse
+ * [.., Sq]. D and Dv are multiples of 8 up to the bucket HEAD_DIM; the remaining columns are zeros
+ * in shared memory.
  *
- * Not handled: rows that are not aligned (flash_attn_fwd_plain). */
+ * Work split: grid x = (split, head, tile of BQ rows) as in fwd_work.cuh; a block has 16 x TY
+ * threads (tx, ty). A thread owns rows ty + TY i, keys tx + 16 j of S, and columns 4 (tx + 16 c) ..
+ * + 3 of O. The 16 threads of a row are half a warp.
+ *
+ *  Pipeline: a buffer is refilled when all threads have read it
+ *    cp.async  K0 | V0  | K1            | V1  |
+ *    compute      | QK0 | softmax, P V0 | QK1 |
+ *
+ * Not handled: unaligned rows (flash_attn_fwd_plain). */
 #include "../../tile/copy.cuh"
 #include "../../tile/pipeline.cuh"
 #include "../../tile/reduce.cuh"
@@ -32,22 +34,21 @@ template <class Tile> struct Smem {
     typedef smem_tile<Tile::BQ, Tile::BKV * 4> PTile;        /* 16 KiB */
     static constexpr int K = QTile::bytes, V = K + KvTile::bytes, P = V + KvTile::bytes,
                          BYTES = P + PTile::bytes;
-    static constexpr int CTAS = 227 * 1024 / BYTES; /* 3, 2, 1: shared memory decides */
+    static constexpr int CTAS = 227 * 1024 / BYTES; /* 3, 2, 1: shared memory sets the limit */
     static_assert(TY % 8 == 0 && Tile::BQ == TY * Tile::ROWS && Tile::BKV % TX == 0 &&
                       Tile::HEAD_DIM % (4 * TX) == 0,
                   "threads tile S, O");
 };
 
-/* Reading a fragment of K: 16 threads of a row of threads read 16 rows of one chunk, the other 16
- * the same. */
+/* Bank conflicts of reading K: 16 threads read 16 rows of one chunk; the other 16 read the same. */
 template <class KvTile> constexpr int key_ways() {
     int at[32] = {};
     for (int lane = 0; lane < 32; ++lane) at[lane] = KvTile::offset(lane % 16, 5);
     return ways(at, 16);
 }
 
-/* Writing P: two rows, 16 keys of each in four chunks: both rows lie in the same half of the
- * banks. */
+/* Bank conflicts of writing P: two rows with 16 keys each, in four chunks. Both rows are in the
+ * same half of the banks. */
 template <class PTile> constexpr int weight_ways() {
     int at[32] = {};
     for (int lane = 0; lane < 32; ++lane) at[lane] = PTile::offset_of(lane / 16, lane % 16, 4);
@@ -108,7 +109,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
         for (int c = 0; c < MINE; ++c) o[i][c] = make_float4(0, 0, 0, 0);
     }
 
-    /* 2.2 the keys, tile by tile. Rows from keys.hi on become zeros: they may hold NaN. */
+    /* 2.2 the keys, tile by tile. Rows from keys.hi on, which may hold NaN, become zeros. */
     if (keys.tiles > 0) {
         copy_tile_async<QTile, THREADS>(q_s, q_g, p.q.row, rows, p.head_dim, thread);
         copy_tile_async<KvTile, THREADS>(k_s, k_g, p.k.row, keys.hi - keys.lo, p.head_dim, thread);
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
     for (int t = 0; t < keys.tiles; ++t) {
         const int j0 = t * Tile::BKV, key0 = keys.lo + j0;
         cp_async_wait_group<0>();
-        __syncthreads(); /* K of tile t is here; all have read V of the tile before */
+        __syncthreads(); /* K of tile t has arrived; all have read V of the previous tile */
         copy_tile_async<KvTile, THREADS>(v_s, v_g + j0 * p.v.row, p.v.row, keys.hi - key0,
                                          p.head_dim_v, thread);
         cp_async_commit_group();
@@ -163,13 +164,13 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
         }
 
         cp_async_wait_group<0>();
-        __syncthreads(); /* V of tile t is here; all have read its K */
+        __syncthreads(); /* V of tile t has arrived; all have read its K */
         if (t + 1 < keys.tiles)
             copy_tile_async<KvTile, THREADS>(k_s, k_g + (j0 + Tile::BKV) * p.k.row, p.k.row,
                                              keys.hi - key0 - Tile::BKV, p.head_dim, thread);
         cp_async_commit_group();
 
-        /* online softmax; P through shared memory, inside half a warp */
+        /* online softmax; P goes through shared memory, within half a warp */
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             float highest = s[i][0];
@@ -212,10 +213,10 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, Smem<Tile>::CTAS > 2 ? 2 
                 }
             }
         }
-        __syncwarp(); /* P is read before the next tile writes it */
+        __syncwarp(); /* P must be read before the next tile overwrites it */
     }
 
-    /* 2.3 results: the tensors, or a part of the workspace */
+    /* 2.3 results: to the tensors, or to a partial result in the workspace */
     const bool whole = params.splits == 1;
     const float sink = whole ? sink_of(p, work.head) : -INFINITY;
     float *lse_g = whole ? (float *)p.lse.data : params.lse_splits + work.split * params.split_rows;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn_fwd_sm80: attention on tensor cores, 16-bit, dense and packed, every modifier, by the
- * kernel of fwd_sm80.cuh. Not handled: dropout (flash_attn_fwd_drop_sm80), float32
- * (flash_attn_fwd_simt), rows that are not aligned (flash_attn_fwd_plain). */
+/* flash_attn_fwd_sm80: attention on tensor cores by mma.sync, 16-bit, dense and packed, every
+ * modifier. The kernel is in fwd_sm80.cuh. Not handled: dropout (flash_attn_fwd_drop_sm80),
+ * float32 (flash_attn_fwd_simt), unaligned rows (flash_attn_fwd_plain). */
 #include "fwd_sm80.cuh"
 
 namespace {

@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fp8.cuh: what the kernels of flash_attn_fp8 share: the call, its scales on the device, codes to
- * float16, results of any dtype.
- *   s_ij = scale q_scale k_scale (q_i . k_j)     out_i = v_scale sum_j p_ij v_j + v_mean sum_j p_ij, over codes */
+/* fp8.cuh: shared by the kernels of flash_attn_fp8: the call, its scales on the device, the
+ * conversion of e4m3 codes to float16, and stores of any result dtype. q, k and v are codes:
+ *
+ *  s_ij = scale q_scale k_scale (q_i . k_j)
+ *  out_i = v_scale sum_j p_ij v_j + v_mean sum_j p_ij */
 #ifndef GPUKERN_CUDA_ATTN_FP8_CUH
 #define GPUKERN_CUDA_ATTN_FP8_CUH
 
@@ -15,9 +17,9 @@ __device__ __forceinline__ float fp8_scale(const gk_attn_scale &s, int b, int he
                   : 1.f;
 }
 
-/* Of v: the largest of keys [lo, hi), which the sum of all values is multiplied by in the end; a
- * weight P is multiplied by its block's share of it before it meets v, at most 1. All lanes of a
- * warp ask; one scale for all: `largest` alone. */
+/* The largest v scale of keys [lo, hi). The final sum is multiplied by it, and each weight by
+ * its block's share (fp8_share, at most 1) before it meets v. With one scale for all keys,
+ * `largest` is that scale. All lanes of a warp take part. */
 __device__ __forceinline__ float fp8_largest(const gk_attn_scale &s, int b, int head, int lo,
                                              int hi) {
     if (s.block == 0 || !s.data) return fp8_scale(s, b, head, 0);
@@ -34,19 +36,19 @@ __device__ __forceinline__ float fp8_share(const gk_attn_scale &s, float largest
                                            int token) {
     if (s.block == 0 || !s.data) return 1.f;
     const float scale = fp8_scale(s, b, head, token);
-    return largest > 0 ? scale / largest : scale; /* 0 everywhere, or NaN */
+    return largest > 0 ? scale / largest : scale; /* all scales are 0, or one is NaN */
 }
 
 /* ---- codes ----------------------------------------------------------------------------------- */
-/* Two e4m3 codes, in the high bytes of a register's halves, as float16: the exponent of one is that
- * of the other less 8. A NaN, all ones, comes out as 480, which no other code is. */
+/* Converts two e4m3 codes, in the high bytes of a register's halves, to float16, whose exponent
+ * bias is 8 larger. The NaN code comes out as 480, which no other code gives. */
 __device__ __forceinline__ uint32_t e4m3x2_to_f16x2(uint32_t high) {
     const uint32_t bits = (high & 0x80008000u) | (high & 0x7f007f00u) >> 1;
     const __half2 h = __hmul2(*(const __half2 *)&bits, __float2half2_rn(256.f));
     return *(const uint32_t *)&h;
 }
 
-/* Four codes, the first in the low byte. */
+/* Converts four codes, the first in the low byte. NaN codes become NaN. */
 __device__ __forceinline__ void e4m3x4_to_f16x4(uint32_t *to, uint32_t codes) {
     to[0] = e4m3x2_to_f16x2(prmt(codes, 0, 0x1404));
     to[1] = e4m3x2_to_f16x2(prmt(codes, 0, 0x3424));
@@ -87,7 +89,7 @@ inline Fp8Params fp8_params(const gk_context *ctx, const gk_flash_attn_fp8_args 
     return p;
 }
 
-/* Rows that no sequence owns. */
+/* Clears the rows of out that no sequence owns. */
 inline gk_status fp8_finish(const char *op, const gk_context *ctx, const Fp8Params &p) {
     if (p.out_dtype == GK_BF16) return clear_unowned<__nv_bfloat16>(op, ctx, p.problem);
     return p.out_dtype == GK_F16 ? clear_unowned<__half>(op, ctx, p.problem)

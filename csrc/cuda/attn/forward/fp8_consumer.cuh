@@ -1,6 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fp8_consumer.cuh: what a consumer warpgroup of flash_attn_fp8_sm90a does with a tile: 64 rows of
- * S, of weights and of O, block of keys after block, and its results. */
+/* fp8_consumer.cuh: a consumer warpgroup's work on one tile of flash_attn_fp8_sm90a, and the store
+ * of its results.
+ *
+ * The warpgroup owns 64 rows of queries. For each block of BKV keys it computes S = Q K^T, the
+ * weights P as e4m3 codes, and O += P V. The row reference m stays until a weight leaves the range
+ * of the codes; the row then redoes its block with a new m. flash_attn_fp8_sm90a.cu describes the
+ * steps. */
 #ifndef GPUKERN_CUDA_ATTN_FP8_CONSUMER_CUH
 #define GPUKERN_CUDA_ATTN_FP8_CONSUMER_CUH
 
@@ -12,8 +17,8 @@
 #include "fwd_products.cuh"
 #include "fwd_results.cuh"
 
-/* BLOCKS: k or v has a scale for each 128 tokens. s[4 n + 2 r + e]: row r of the lane's two, column
- * 8 n + e. */
+/* BLOCKS: k or v has a scale for each 128 tokens. Layout: s[4 n + 2 r + e] is row r of the
+ * lane's two rows, column 8 n + e. */
 template <class Tile, bool BLOCKS> struct Fp8Consumer {
     typedef Smem<Tile> S;
     typedef tma_steps<Tile::STAGES> Steps;
@@ -22,15 +27,17 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
     const Fp8HopperParams &x;
     const smem_addr smem_s;
     const int warpgroup;
-    float s[N * 4], o[ND * 4]; /* scores; O */
-    uint32_t p[N], next[N];    /* weights as an operand, and those of the block after it */
-    float m[2],
-        total[2]; /* a row's reference in log2 units; the sum of its weights, this lane's share */
-    float sum[2]; /* the block's */
-    uint32_t ends[2]; /* bit 7 of a byte: a weight of the row is at the end of the codes, or NaN */
-    float score, value; /* what a product stands for in log2 units, but for k's scale of a block;
-                           v's scale */
-    float unit, share;  /* of the block */
+    float s[N * 4], o[ND * 4]; /* scores; output */
+    uint32_t p[N], next[N];    /* weights as the A operand of P V; weights of the next block */
+    /* the reference of each row in log2 units; this lane's share of the sum of weights */
+    float m[2], total[2];
+    float sum[2]; /* the sum of the current block's weights */
+    /* bit 7 of a byte is set if a weight of the row reached the largest code or is NaN */
+    uint32_t ends[2];
+    /* scale of Q K^T in log2 units, without a per-block scale of k; scale of v */
+    float score, value;
+    /* the block's scale of S in log2 units; the block's v scale relative to `value` */
+    float unit, share;
 
     __device__ __forceinline__ Fp8Consumer(const Fp8HopperParams &x, smem_addr smem_s,
                                            int warpgroup)
@@ -38,7 +45,7 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
 
     __device__ __forceinline__ Steps k_ring() const { return {smem_s + S::K_RING}; }
     __device__ __forceinline__ Steps v_ring() const { return {smem_s + S::VT_RING}; }
-    /* One thread of a warpgroup releases what its product has read. */
+    /* One thread releases a stage for its warpgroup, after the product that read it is complete. */
     static __device__ __forceinline__ void release(smem_addr barrier_s) {
         if (mov_tid_x() % 128 == 0) mbarrier_arrive(barrier_s);
     }
@@ -54,11 +61,12 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         else
             unit = unit_of(score * fp8_scale(x.k_scale, b, head_kv, 0));
     }
-    /* Before the last values, which hide it: the loop has no register for it. */
+    /* Called right before the last P V, which hides the load. The loop has no register for the
+     * value. */
     __device__ __forceinline__ void end_tile(const FwdTile &t) {
         if (!BLOCKS) value = fp8_scale(x.v_scale, t.work.b, t.from.head_kv, 0);
     }
-    /* Of 0, whose product with -inf would be NaN, a number whose products vanish. */
+    /* Replaces a scale of 0, because 0 times -inf is NaN, by a number whose products vanish. */
     static __device__ __forceinline__ float unit_of(float unit) {
         return unit == 0 ? 0x1p-120f : unit;
     }
@@ -70,7 +78,7 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
     }
 
     /* ---- products ---------------------------------------------------------------------------- */
-    /* S [64][BKV] = Q K^T of this warpgroup's rows. */
+    /* S [64][BKV] = Q K^T for this warpgroup's rows. */
     __device__ __forceinline__ void issue_scores(smem_addr q_s, int step) {
         const smem_addr k_s = smem_s + S::K_AT + Steps::stage(step) * S::K::bytes;
         wgmma_fence();
@@ -91,14 +99,14 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
     }
 
     /* ---- weights ----------------------------------------------------------------------------- */
-    /* Keys that a row does not see get no weight. */
+    /* Gives weight 0 to the keys that a row does not see. */
     __device__ __forceinline__ void mask(const FwdTile &t, int j) {
         const float none = unit < 0 ? INFINITY : -INFINITY;
         const int key0 = t.keys.lo + j * BKV + frag_col(mov_tid_x() % 32, 0),
                   last = t.seq.seq_q - 1;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            /* those past it see what its last row sees */
+            /* rows past the sequence use the mask of its last row */
             const int i = min(t.work.i0 + own_row() + 8 * r, last);
             const uint32_t kept =
                 columns_in<BKV / 4>(t.seq.span.lo(i) - key0, t.seq.span.hi(i) - key0);
@@ -110,10 +118,10 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         }
     }
 
-    /* The weights of a block by the present references, their sums, and which rows' leave the
-     * codes. */
+    /* Computes the weights of a block with the present references, their sums, and which rows
+     * left the range of the codes. */
     __device__ __forceinline__ void weigh() {
-        /* two chains a row: an addition waits for the one before it */
+        /* two chains a row, because consecutive additions wait for each other */
         float part[4] = {0, 0, 0, 0};
         ends[0] = ends[1] = 0;
 #pragma unroll
@@ -141,20 +149,20 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         }
         sum[0] = part[0] + part[2];
         sum[1] = part[1] + part[3];
-        if (BLOCKS) /* a small share hides them from the codes */
+        if (BLOCKS) /* a small share may hide large weights from the codes */
             for (int r = 0; r < 2; ++r) ends[r] |= sum[r] < 0x1p80f ? 0u : 0x80u;
     }
     __device__ __forceinline__ bool leaves(int r) const { return ends[r] & 0x80808080u; }
-    /* Of the warp's rows; where scores are multiplied again, which a warpgroup does together, of
-     * the warpgroup's. */
+    /* True if a row of the warp left the range. Without KEEPS_SCORES the whole warpgroup
+     * decides, because it multiplies the scores again. */
     __device__ __forceinline__ bool any_leaves() const {
         const bool mine = ((ends[0] | ends[1]) & 0x80808080u) != 0;
         return Tile::KEEPS_SCORES ? __any_sync(0xffffffffu, mine)
                                   : bar_or(1 + warpgroup, 128, mine);
     }
 
-    /* The largest score of row r, the same in its four lanes; -inf: the row sees none of the
-     * keys. */
+    /* The largest score of row r, the same in its four lanes; -inf if the row sees no key of the
+     * block. */
     __device__ __forceinline__ float row_top(int r) const {
         float top = s[2 * r] * unit;
 #pragma unroll
@@ -169,8 +177,8 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
             m[r] = top == -INFINITY ? STALE_NOTHING : top - FP8_WEIGHT_LOG2;
         }
     }
-    /* Rows whose weights leave the codes get a new reference from block j; the others' come out as
-     * they were. */
+    /* Redoes block j: rows that left the range get a new reference, and O is rescaled. Other
+     * rows get the same bits as before. */
     __device__ __forceinline__ void redo(const FwdTile &t, smem_addr q_s, int first, int j) {
         if (!Tile::KEEPS_SCORES) {
             issue_scores(q_s, first + j);
@@ -193,8 +201,8 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
 #pragma unroll
         for (int i = 0; i < ND * 4; ++i) o[i] *= factor[i / 2 & 1];
     }
-    /* The block's weights become the operand. Opaque, or they would be written there while the
-     * product before still reads it. */
+    /* Moves the block's weights into the operand registers. The opaque zero keeps the compiler
+     * from writing them there while the previous product still reads them. */
     __device__ __forceinline__ void taken() {
         uint32_t zero = 0;
         opaque(zero);
@@ -205,7 +213,7 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
     }
 
     /* ---- a tile ------------------------------------------------------------------------------ */
-    /* Weights of the tile's first block, which set the reference. */
+    /* S and weights of the tile's first key block, which set the reference. */
     __device__ __forceinline__ void first_block(const FwdTile &t, smem_addr q_s, int step) {
         begin_block(t, 0);
         k_ring().wait_full(step);
@@ -221,8 +229,8 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         taken();
     }
 
-    /* Block j of the tile, behind its first, and O of the block before. true: the weights of some
-     * row leave the codes. */
+    /* Step j > 0 of the tile: S of this block and P V of the previous one, then the weights.
+     * Returns true if some row left the range of the codes. */
     template <bool EDGE>
     __device__ __forceinline__ bool take_block(const FwdTile &t, smem_addr q_s, int first, int j) {
         const Steps k = k_ring(), v = v_ring();
@@ -239,7 +247,8 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         weigh();
         const bool again = any_leaves();
         if (!Tile::KEEPS_SCORES && !again) release(k.empty(step));
-        /* over for ever: ends a basic block, or ptxas moves the powers past the wait below */
+        /* This barrier completed its only phase at the start. Its loop ends a basic block:
+         * without that, ptxas moves the exponentials below the wait for O. */
         mbarrier_wait(smem_s + S::OVER, 0);
         wgmma_wait_group<0>();
         wgmma_pin(o);
@@ -247,8 +256,8 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         return again;
     }
 
-    /* The blocks behind the first one. The loop over blocks that every row sees whole has neither
-     * masks nor redos: either one leaves it and comes back. */
+    /* All key blocks after the first. The inner loop serves blocks without a mask and contains
+     * neither masking nor redo code. A masked block or a redo leaves the loop and re-enters it. */
     __device__ __forceinline__ void other_blocks(const FwdTile &t, smem_addr q_s, int first,
                                                  int own) {
         const int plain_first = t.keys.plain_first, plain_end = min(t.keys.plain_end, own);
@@ -282,8 +291,8 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
         release(v.empty(step));
     }
 
-    /* Blocks from step on that only other warpgroups read. All four warps have seen them before
-     * they are released. */
+    /* Releases key blocks that only other warpgroups read, after all four warps have seen them
+     * full. */
     __device__ __forceinline__ void pass(int step, int blocks) const {
         const Steps k = k_ring(), v = v_ring();
 #pragma unroll 1
@@ -309,8 +318,9 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
             *(float4 *)((float *)to + at) = make_float4(y[0], y[1], y[2], y[3]);
     }
 
-    /* To the tensors, or to a part of the workspace, which sinks are added to later. A lane has
-     * four neighbours of each 16 columns. n: the tile's number, where v_mean lies. */
+    /* Stores O and lse to the tensors, or without the sink to a split's part of the workspace. A
+     * lane has four neighbouring columns of each 16. n: the tile's number, which selects its
+     * v_mean. */
     __device__ __forceinline__ void store(const FwdTile &t, int n) const {
         const FwdParams &f = x.f.fwd;
         const Problem &p = f.problem;
@@ -353,7 +363,7 @@ template <class Tile, bool BLOCKS> struct Fp8Consumer {
     }
 };
 
-/* Tile after tile. */
+/* Processes tile after tile. */
 template <class Tile, bool BLOCKS>
 __device__ __forceinline__ void fp8_consume(const Fp8HopperParams &x, smem_addr smem_s,
                                             const FwdTile *tiles, int warpgroup) {
@@ -383,7 +393,7 @@ __device__ __forceinline__ void fp8_consume(const Fp8HopperParams &x, smem_addr 
             clear(c.o);
             c.m[0] = c.m[1] = 0;
             c.total[0] = c.total[1] = 0;
-            c.together(); /* all four warps have seen the barrier's phase */
+            c.together(); /* all four warps have seen this phase of the barrier */
             c.release(q.empty(n));
         }
         c.pass(step + own, blocks - own);

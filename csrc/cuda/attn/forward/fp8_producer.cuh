@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fp8_producer.cuh: the half of flash_attn_fp8_sm90a that loads: what a block keeps in shared
- * memory, the loads of Q, K and V by TMA, and V transposed. Which tile comes next and which keys it
- * sees is found as in flash_attn_fwd_sm90a (fwd_producer.cuh). */
+/* fp8_producer.cuh: the producer warpgroup of flash_attn_fp8_sm90a, and what the block keeps in
+ * shared memory. One thread loads Q, K and V by TMA; two warps transpose V. The next tile and
+ * its keys are found as in flash_attn_fwd_sm90a (find_tiles in fwd_producer.cuh). */
 #ifndef GPUKERN_CUDA_ATTN_FP8_PRODUCER_CUH
 #define GPUKERN_CUDA_ATTN_FP8_PRODUCER_CUH
 
@@ -17,20 +17,20 @@
 struct Fp8HopperParams {
     FwdHopperParams f; /* q, k, v: boxes of 128 columns; out is not stored by TMA */
     gk_attn_scale q_scale, k_scale, v_scale;
-    gk_attn_mean mean; /* whole vectors of four */
+    gk_attn_mean mean; /* vectors of four, aligned to 16 bytes */
     gk_dtype out_dtype;
 };
 
-constexpr int FP8_BOX = 128; /* columns of a box of TMA, and of a panel */
+constexpr int FP8_BOX = 128; /* columns of a TMA box and of a panel */
 
-/* Rows of COLS codes, columns past head_dim zero: an operand of wgmma whose columns are k. Panels
- * one behind the other. */
+/* A WGMMA operand of ROWS rows and COLS codes; columns are k. Columns past head_dim are zero.
+ * Panels of 128 columns follow each other. */
 template <int ROWS, int COLS> struct Fp8Rows {
     typedef wgmma_tile<ROWS, false, FP8_BOX> panel;
     static constexpr int panels = (COLS + FP8_BOX - 1) / FP8_BOX, panel_bytes = panel::bytes,
                          bytes = panels * panel_bytes;
     static constexpr GK_HD smem_box box() { return wgmma_box(1, ROWS); }
-    /* 32 of k from column `col` on, of the rows from `row` on. */
+    /* The descriptor of 32 columns from `col` on, rows from `row` on. */
     static constexpr GK_HD uint64_t k_major(uint32_t tile_s, int row, int col) {
         return wgmma_descriptor_add(panel::descriptor(tile_s), col / FP8_BOX * panel_bytes +
                                                                    panel::offset(row) +
@@ -43,8 +43,9 @@ template <class Tile> struct Fp8Smem {
     static constexpr int TRANSPOSERS = 2; /* warps */
     typedef Fp8Rows<BQ, Tile::HEAD_DIM> Q;
     typedef Fp8Rows<Tile::BKV, Tile::HEAD_DIM> K;
-    typedef Fp8Rows<Tile::BKV, Tile::HEAD_DIM_V> V;  /* as it comes */
-    typedef Fp8Rows<Tile::HEAD_DIM_V, Tile::BKV> Vt; /* keys along a row, BKV of 128 */
+    typedef Fp8Rows<Tile::BKV, Tile::HEAD_DIM_V> V; /* as loaded */
+    /* transposed: a row holds BKV keys of its 128 places */
+    typedef Fp8Rows<Tile::HEAD_DIM_V, Tile::BKV> Vt;
     typedef tma_ring<Tile::Q_BUFFERS> QRing;
     static constexpr int TILE_STAGES = Tile::TILE_STAGES;
     typedef tma_ring<TILE_STAGES> TileRing;
@@ -58,7 +59,8 @@ template <class Tile> struct Fp8Smem {
     static constexpr int OVER = TILE_RING + TileRing::bytes, TILES = OVER + 16;
     static constexpr int MEANS = TILES + TILE_STAGES * (int)sizeof(FwdTile),
                          MEAN_BYTES = Tile::HEAD_DIM_V * 4;
-    static constexpr int BYTES = MEANS + TILE_STAGES * MEAN_BYTES; /* v_mean of a tile's head */
+    /* MEANS: v_mean of each described tile's head */
+    static constexpr int BYTES = MEANS + TILE_STAGES * MEAN_BYTES;
     static_assert(MEANS % 16 == 0, "vectors of four");
     static_assert(BYTES <= 227 * 1024, "a block has an SM's shared memory");
     static_assert(Tile::BKV % 32 == 0 && Tile::BKV <= 128, "a row holds the keys of a tile");
@@ -72,7 +74,7 @@ template <> struct Smem<Fp8Hopper64> : Fp8Smem<Fp8Hopper64> {};
 template <> struct Smem<Fp8Hopper192> : Fp8Smem<Fp8Hopper192> {};
 template <> struct Smem<Fp8Hopper256> : Fp8Smem<Fp8Hopper256> {};
 
-/* The barriers of a block. A barrier of the block must follow. */
+/* Initialises the barriers. The caller must synchronise the block afterwards. */
 template <class Tile> __device__ __forceinline__ void fp8_begin_block(smem_addr smem_s) {
     typedef Smem<Tile> S;
     if (threadIdx.x != 0) return;
@@ -83,13 +85,14 @@ template <class Tile> __device__ __forceinline__ void fp8_begin_block(smem_addr 
     typename S::Ring(smem_s + S::VT_RING).init(Tile::WARPGROUPS, S::TRANSPOSERS);
     mbarrier_init(smem_s + S::OVER, 1);
     fence_mbarrier_init();
-    mbarrier_arrive(smem_s + S::OVER); /* its first phase is over, and there is no second */
+    /* completes the only phase of this barrier (see take_block) */
+    mbarrier_arrive(smem_s + S::OVER);
 }
 
 /* ---- 2. one thread loads --------------------------------------------------------------------- */
-/* K and V in the order in which they are asked for. Q of the next tile after the tile's second
- * blocks; where there is one buffer alone, which is free once all have the tile's last scores,
- * after the next tile's first blocks. */
+/* Loads K and V in the order in which consumers read them. With two Q buffers, the next tile's Q
+ * follows the second key block. With one, a tile's Q follows its first key block, since the
+ * buffer is free only after the previous tile's last scores. */
 template <class Tile>
 __device__ __forceinline__ void fp8_load_tiles(const FwdHopperParams &x, const FwdTile *tiles,
                                                smem_addr smem_s) {
@@ -131,32 +134,35 @@ __device__ __forceinline__ void fp8_load_tiles(const FwdHopperParams &x, const F
         mbarrier_arrive(described.empty(n));
         if (!AHEAD) described.wait_full(n + 1);
     }
-    if (!AHEAD) /* tells the consumers that there is no more */
-        load_q<Tile, FP8_BOX>(x, tiles[n % S::TILE_STAGES], smem_s, n);
+    /* signals the end to the consumers */
+    if (!AHEAD) load_q<Tile, FP8_BOX>(x, tiles[n % S::TILE_STAGES], smem_s, n);
 }
 
 /* ---- 3. warps that transpose V --------------------------------------------------------------- */
-/* Pairs of 16 columns in the order 0, 1, 3, 2, 4, 5, 7, 6: from one to the next a bit of the
- * swizzled address changes, so that one register holds them all. */
+/* The order of pairs of 16 columns: 0, 1, 3, 2, 4, 5, 7, 6. From one pair to the next a single
+ * bit pattern of the swizzled address changes, so one register holds all addresses. */
 constexpr GK_HD int fp8_pair(int i) { return i ^ i / 2 % 2; }
 
-/* wgmma reads 8-bit operands along k alone, so V [keys][columns] becomes [columns][keys]. A lane
- * has two keys of two columns in a register of ldmatrix.trans; two such are four keys of either
- * column. Places follow from what costs nothing:
- *   place 16 m + 4 t + e of a row holds key 16 m + 2 t + e % 2 + 8 (e / 2): a lane's weights lie so
- *   in S, and need no exchange row 16 c + 8 h + g holds column 16 c + 2 g + h: no bank conflict,
- *   and a lane's columns of O are four neighbours
- * Groups of 16 keys `part`, part + TRANSPOSERS, ..; one warp. */
+/* Transposes V [keys][columns] to [columns][keys], because WGMMA reads 8-bit operands along k only.
+ * ldmatrix.trans gives a lane two keys of two columns in a register; two registers make four keys
+ * of either column. The places are chosen so that nothing else must be moved:
+ *
+ *  place 16 m + 4 t + e of a row    key 16 m + 2 t + e % 2 + 8 (e / 2), which is where a lane has
+ *                                   its weights in S: weights need no exchange
+ *  row 16 c + 8 h + g               column 16 c + 2 g + h: no bank conflict, and a lane's columns
+ *                                   of O are four neighbours
+ *
+ * One warp; it transposes groups of 16 keys `part`, part + TRANSPOSERS, and so on. */
 template <class Tile>
 __device__ __forceinline__ void fp8_transpose(smem_addr raw_s, smem_addr vt_s, int part) {
-    constexpr int PAIRS = Tile::HEAD_DIM_V / 32; /* of 16 columns */
+    constexpr int PAIRS = Tile::HEAD_DIM_V / 32; /* pairs of 16 columns */
     const int lane = laneid(), r = lane % 8, half = lane / 8 % 2, next = lane / 16;
     smem_addr in_s = raw_s + (16 * part + 8 * half + r) * WGMMA_ROW_BYTES + (next ^ r) * 16;
     const smem_addr to_s = vt_s + (16 * next + 8 * half + r) * WGMMA_ROW_BYTES;
 #pragma unroll 1
     for (int m = part; m < Tile::BKV / 16; m += Smem<Tile>::TRANSPOSERS) {
         const smem_addr out_s = to_s + (m ^ r) * 16;
-        uint32_t x[2][4], y[4]; /* a load is under way while the one before it is stored */
+        uint32_t x[2][4], y[4]; /* one load is in flight while the previous one is stored */
         ldmatrix_x4_trans(x[0], in_s);
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
@@ -177,7 +183,7 @@ __device__ __forceinline__ void fp8_transpose(smem_addr raw_s, smem_addr vt_s, i
     }
 }
 
-/* v_mean of a tile's head. One lane. */
+/* Copies v_mean of a tile's head. One lane. */
 template <class Tile>
 __device__ __forceinline__ void fp8_copy_mean(const Fp8HopperParams &x, const FwdTile &t,
                                               smem_addr mean_s) {
@@ -188,8 +194,9 @@ __device__ __forceinline__ void fp8_copy_mean(const Fp8HopperParams &x, const Fw
     cp_async_commit_group();
 }
 
-/* V of tile after tile, keys past its sequence as zeros: a weight of 0 times NaN would be NaN. The
- * first warp copies the tile's v_mean, too, which is there with its last block. */
+/* Transposes V of tile after tile. Keys past the sequence become zeros, because a weight of 0
+ * times NaN would be NaN. The first warp also copies the tile's v_mean, which is complete with
+ * the tile's last block. */
 template <class Tile>
 __device__ __forceinline__ void fp8_transpose_tiles(const Fp8HopperParams &x, const FwdTile *tiles,
                                                     smem_addr smem_s, int part) {
@@ -197,14 +204,15 @@ __device__ __forceinline__ void fp8_transpose_tiles(const Fp8HopperParams &x, co
     const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
     const tma_steps<Tile::RAW_STAGES> raw = {smem_s + S::RAW_RING};
     const tma_steps<Tile::STAGES> vt = {smem_s + S::VT_RING};
-    uint32_t step = 0; /* the block of keys, over all tiles */
+    uint32_t step = 0; /* key block, counted over all tiles */
 #pragma unroll 1
     for (uint32_t n = 0;; ++n) {
         described.wait_full(n);
         const FwdTile &t = tiles[n % S::TILE_STAGES];
         int left = t.steps.blocks;
         if (left < 0) break;
-        if (left > 0 && part == 0 && laneid() == 0 && x.mean.data) /* the lane that arrives */
+        /* the same lane arrives below */
+        if (left > 0 && part == 0 && laneid() == 0 && x.mean.data)
             fp8_copy_mean<Tile>(x, t, smem_s + S::MEANS + n % S::TILE_STAGES * S::MEAN_BYTES);
 #pragma unroll 1
         for (; left > 0; --left, ++step) {
@@ -212,9 +220,10 @@ __device__ __forceinline__ void fp8_transpose_tiles(const Fp8HopperParams &x, co
             raw.wait_full(step);
             vt.wait_empty(step);
             if (left == 1) cp_async_wait_group<0>();
-            if (const int ragged = left == 1 ? tiles[n % S::TILE_STAGES].ragged : 0; ragged > 0) {
+            if (const int incomplete = left == 1 ? tiles[n % S::TILE_STAGES].incomplete : 0;
+                incomplete > 0) {
 #pragma unroll 1
-                for (int i = ragged * 8 + laneid(); i < Tile::BKV * 8; i += 32)
+                for (int i = incomplete * 8 + laneid(); i < Tile::BKV * 8; i += 32)
                     if (i / 128 % S::TRANSPOSERS == part)
 #pragma unroll
                         for (int c = 0; c < S::V::panels; ++c)
@@ -223,11 +232,11 @@ __device__ __forceinline__ void fp8_transpose_tiles(const Fp8HopperParams &x, co
                 __syncwarp();
             }
             fp8_transpose<Tile>(raw_s, smem_s + S::VT_AT + vt.stage(step) * S::Vt::bytes, part);
-            /* this lane's part comes before wgmma's reads, and before TMA's next writes */
+            /* orders this lane's stores before WGMMA's reads and before TMA's next writes */
             fence_proxy_async();
-            __syncwarp(); /* and so do all lanes' */
+            __syncwarp(); /* waits for the stores of all lanes */
             opaque(step);
-            opaque(n); /* addresses are made again: they have no registers in between */
+            opaque(n); /* addresses are recomputed, because they have no registers in between */
             if (laneid() == 0) {
                 mbarrier_arrive(vt.full(step));
                 mbarrier_arrive(raw.empty(step));

@@ -1,6 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_consumer.cuh: what a consumer warpgroup of flash_attn_fwd_sm90a does with a tile: 64 rows of
- * S, of weights and of O, block of keys after block. */
+/* fwd_consumer.cuh: a consumer warpgroup's work on one tile of flash_attn_fwd_sm90a.
+ *
+ * The warpgroup owns 64 rows of queries. For each block of BKV keys it computes S = Q K^T, the
+ * weights P = 2^(S - m) and O += P V. S, P and O stay in registers. The row reference m changes
+ * only when a row's sum leaves the number range (stale_softmax.cuh).
+ *
+ * fwd_loop.cuh calls, for each tile: first_block, other_blocks, last_values, and `pass` for key
+ * blocks that this warpgroup's rows do not see. S of block j and O of block j - 1 are issued
+ * together. With OVERLAP the weights of block j are computed while O of block j - 1 runs. */
 #ifndef GPUKERN_CUDA_FWD_CONSUMER_CUH
 #define GPUKERN_CUDA_FWD_CONSUMER_CUH
 
@@ -12,53 +19,56 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
     typedef tma_steps<Tile::STAGES> Steps;
     static constexpr int BKV = Tile::BKV, N = BKV / 8, ND = Tile::HEAD_DIM_V / 8;
     static constexpr bool OVERLAP = Tile::OVERLAP;
-    /* The next tile's Q has a place of its own. */
+    /* There are two Q buffers, so the next tile's Q arrives while this tile is multiplied. */
     static constexpr bool AHEAD = Tile::Q_BUFFERS == 2;
-    /* Weights wait in float32 until the next scores are issued, and are packed under them. */
+    /* Weights stay in float32 until the next S is issued, and are packed to 16 bits while it
+     * runs. */
     static constexpr bool PACK_LATE = OVERLAP && AHEAD;
-    /* Blocks that every row sees whole have a loop of their own. */
+    /* Key blocks without a mask run in a loop of their own. */
     static constexpr bool SPLIT = !MODIFIED || OVERLAP;
-    /* The next tile's first scores are issued behind this tile's last values. */
+    /* The first S of the next tile may be issued right behind the last P V of this tile. */
     static constexpr bool EARLY = OVERLAP && AHEAD && !MODIFIED;
 
-    /* A warpgroup may see no key of a tile's first blocks. */
+    /* A warpgroup's rows may see no key of a tile's first blocks. */
     static constexpr bool LEADS = MODIFIED || S::BQ - 64 >= BKV;
 
     const FwdHopperParams &x;
     const smem_addr smem_s;
     const int warpgroup;
     StaleSoftmax<T, BKV> softmax;
-    float s[N * 4], w[N * 4], o[ND * 4], sum[2]; /* scores, weights and their sums by row, O */
-    uint32_t p[N * 2];                           /* weights as an operand */
-    bool ready;                                  /* s holds the scores of the tile's first block */
+    /* scores; weights; output; each row's sum of this block's weights */
+    float s[N * 4], w[N * 4], o[ND * 4], sum[2];
+    uint32_t p[N * 2]; /* weights in 16 bits, the A operand of P V */
+    bool ready;        /* s already holds the scores of the tile's first key block */
 
     __device__ __forceinline__ Consumer(const FwdHopperParams &x, smem_addr smem_s, int warpgroup)
         : x(x), smem_s(smem_s), warpgroup(warpgroup), ready(false) {}
 
-    /* Where a tile's steps lie among all of the block's, and its Q. */
+    /* A tile's place in the block's sequence of K and V stages. */
     struct At {
-        int step;      /* of the tile's first block */
-        int from, end; /* the steps, counted from the tile's first, of which this warpgroup's rows
-                          see keys */
+        int step; /* ring step of the tile's first key block */
+        /* key blocks that this warpgroup's rows see, counted from the tile's first */
+        int from, end;
         smem_addr q_s; /* this tile's Q */
-        smem_addr
-            q_empty; /* AHEAD: that of the tile before, released after the first weights; 0: none */
+        /* two Q buffers: the barrier that frees the previous tile's Q after the first weights;
+         * 0: none */
+        smem_addr q_empty;
     };
 
-    /* The nearest block comes first: fwd_block. */
+    /* With ALiBi the key block nearest to the queries comes first (fwd_block). */
     static __device__ __forceinline__ bool from_nearest(const FwdHopperParams &x) {
-        return MODIFIED && x.units.sloped;
+        return MODIFIED && x.units.has_alibi;
     }
-    /* How many of a tile's first steps this warpgroup's rows, which see keys of `own` blocks, see
-     * none of. */
+    /* The number of leading steps of a tile whose keys this warpgroup's rows do not see. own:
+     * key blocks that they do see. */
     __device__ __forceinline__ int lead(const FwdTile &t, int own) const {
         if (from_nearest(x)) return max(t.nearest - own + 1, 0);
-        if (S::BQ - 64 < BKV || x.fwd.problem.rules.left < 0 || x.stacked > 1) return 0;
+        if (S::BQ - 64 < BKV || x.fwd.problem.rules.left < 0 || x.tile_heads > 1) return 0;
         const int unseen = max(t.seq.span.lo(t.work.i0 + 64 * warpgroup) - t.keys.lo, 0) / BKV;
         return unseen < own ? unseen : 0;
     }
 
-    /* Which keys of a block a lane's two rows see. */
+    /* The keys of a block that a lane's two rows see. */
     __device__ __forceinline__ KeptColumns columns_of(const FwdTile &t, int block) const {
         KeptColumns y;
         const int key0 = t.keys.lo + block * BKV + frag_col(mov_tid_x() % 32, 0),
@@ -66,7 +76,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         const Span span = t.seq.span;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            /* those past it see what its last row sees */
+            /* rows past the sequence use the mask of its last row */
             const int i = min(row_of(x, t, own_row() + 8 * r).i, last);
             y.kept[r] = columns_in<BKV / 4>(span.lo(i) - key0, span.hi(i) - key0);
         }
@@ -74,24 +84,25 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         return y;
     }
 
-    /* ALiBi of a lane's two rows in a block of keys; slopes of 0 without it. */
-    struct Lean {
+    /* ALiBi terms of a lane's two rows in one key block. The slopes are 0 without ALiBi. */
+    struct AlibiRows {
         float slope[2], ahead[2];
-        int side; /* 1: all keys lie before all rows, -1: behind, 0: neither */
+        int side; /* 1: all keys come before all rows; -1: all come after; 0: mixed */
     };
-    __device__ __forceinline__ Lean lean_of(const FwdTile &t, int block) const {
-        Lean y = {};
-        if (!x.units.sloped) return y;
-        const int key = t.keys.lo + block * BKV - t.score.position0; /* row 0 stands at key 0 */
+    __device__ __forceinline__ AlibiRows alibi_of(const FwdTile &t, int block) const {
+        AlibiRows y = {};
+        if (!x.units.has_alibi) return y;
+        /* position of the block's first key, row 0 being 0 */
+        const int key = t.keys.lo + block * BKV - t.score.position0;
         const int key0 = key + frag_col(mov_tid_x() % 32, 0);
-        if (x.stacked == 1) {
+        if (x.tile_heads == 1) {
             y.slope[0] = y.slope[1] = t.score.slope * LOG2_E;
             y.ahead[0] = (float)(t.work.i0 + own_row() - key0);
             y.ahead[1] = y.ahead[0] + 8;
             y.side = key + BKV - 1 <= t.work.i0              ? 1
                      : key >= t.work.i0 + Smem<Tile>::BQ - 1 ? -1
                                                              : 0;
-        } else { /* each of the heads has its own */
+        } else { /* each head of the tile has its own slope */
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const FwdRow row = row_of(x, t, own_row() + 8 * r);
@@ -102,41 +113,42 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         return y;
     }
 
-    /* ---- weights of a modified call ---- */
-    /* The exponents of a block's scores, less m, in log2 units: take(i, those of scores i and i +
-     * 1). */
+    /* ---- weights of a call with softcap or ALiBi ---- */
+    /* Calls take(i, e0, e1) with the exponents of scores i and i + 1: score in log2 units minus
+     * m. */
     template <class Take>
     __device__ __forceinline__ void visit(const FwdTile &t, int block, bool edge,
                                           const float (&m)[2], const Take &take) {
         const ScoreUnits &u = x.units;
-        const Lean lean = lean_of(t, block);
+        const AlibiRows alibi = alibi_of(t, block);
         KeptColumns columns = {};
         if (edge) columns = columns_of(t, block);
         const auto kept = [&](int i, float e) { return !edge || columns.has(i) ? e : -INFINITY; };
         if (u.capped) {
 #pragma unroll
-            for (int at = 0; at < N * 2; ++at) { /* row by row: fewer registers */
+            for (int at = 0; at < N * 2; ++at) { /* row by row, which needs fewer registers */
                 const int i = at / N * 2 + at % N * 4;
                 float e[2];
-                cap_exponents(s, i, u, lean.slope[0], lean.ahead[0], m, e);
+                cap_exponents(s, i, u, alibi.slope[0], alibi.ahead[0], m, e);
                 take(i, kept(i, e[0]), kept(i + 1, e[1]));
             }
-        } else if (!edge && lean.side != 0) { /* as lean_addends has them */
-            const LeanSide of = lean_side(lean.slope, lean.ahead, lean.side, m);
+        } else if (!edge && alibi.side != 0) {
+            /* the same arithmetic as alibi_addends, so the same bits */
+            const OneSidedAlibi of = one_sided_alibi(alibi.slope, alibi.ahead, alibi.side, m);
 #pragma unroll
             for (int i = 0; i < N * 4; i += 2)
                 take(i, fmaf(s[i], u.unit_log2, of.addend(i)),
                      fmaf(s[i + 1], u.unit_log2, of.addend(i + 1)));
         } else {
             const auto e = [&](int i) {
-                return fmaf(s[i], u.unit_log2, lean_addend(i, lean.slope, lean.ahead, m));
+                return fmaf(s[i], u.unit_log2, alibi_addend(i, alibi.slope, alibi.ahead, m));
             };
 #pragma unroll
             for (int i = 0; i < N * 4; i += 2) take(i, kept(i, e(i)), kept(i + 1, e(i + 1)));
         }
     }
-    /* Of any block, packed at once: while products hold P and O there are no registers for w beside
-     * what makes it. */
+    /* Weights of any key block, packed at once. While P and O are operands of running products,
+     * no registers are left for float32 weights beside their temporaries. */
     __device__ __forceinline__ void weigh_any(const FwdTile &t, int block, bool edge) {
         uint32_t packed[N * 2];
         sum[0] = sum[1] = 0;
@@ -154,7 +166,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         }
     }
 
-    /* Whether all scores of a warp are near. OVERLAP: their squares go to w. */
+    /* True if every score of the warp is small enough for the softcap polynomial (cap_factor).
+     * With OVERLAP the squares of the scores stay in w. */
     __device__ __forceinline__ bool all_near() {
         if (OVERLAP) {
             uint32_t bits = 0;
@@ -166,16 +179,16 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             }
             return __all_sync(0xffffffffu, bits < __float_as_uint(x.units.end));
         }
-        float top[2] = {0, 0}; /* two chains */
+        float top[2] = {0, 0}; /* two chains, to shorten the dependency */
 #pragma unroll
         for (int i = 0; i < N * 4; ++i) top[i & 1] = max_nan(top[i & 1], fabsf(s[i]));
         return __all_sync(0xffffffffu, max_nan(top[0], top[1]) < x.units.limit);
     }
 
-    /* Without overlap there are registers for s or w, not both: the exponents, without m, take the
-     * place of the scores. */
+    /* Without OVERLAP the registers hold s or w, not both. The exponents before m is subtracted
+     * overwrite the scores. */
     __device__ __forceinline__ void finish_scores(const FwdTile &t, int block, bool edge) {
-        if (!edge && x.units.capped && !x.units.sloped && all_near()) {
+        if (!edge && x.units.capped && !x.units.has_alibi && all_near()) {
 #pragma unroll
             for (int i = 0; i < N * 4; ++i) s[i] *= cap_factor(cap_square(s[i], x.units), x.units);
             return;
@@ -187,7 +200,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         });
     }
 
-    /* Of a tile's first block, which set the reference. */
+    /* Weights of a tile's first key block, which also sets m. */
     __device__ __forceinline__ void weigh_first(const FwdTile &t, int block, bool edge) {
         if (OVERLAP) {
             const float none[2] = {0, 0};
@@ -204,12 +217,12 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         }
     }
 
-    /* Of a block behind the first one. begin_weights: what ALiBi adds to its products, while they
-     * are made. */
+    /* begin_weights and weigh_next compute the weights of a later block. begin_weights fills w
+     * with the ALiBi addends while the product runs. */
     __device__ __forceinline__ void begin_weights(const FwdTile &t, int block, bool edge) {
         if (!OVERLAP || edge || x.units.capped) return;
-        const Lean lean = lean_of(t, block);
-        lean_addends(w, lean.slope, lean.ahead, lean.side, softmax.m);
+        const AlibiRows alibi = alibi_of(t, block);
+        alibi_addends(w, alibi.slope, alibi.ahead, alibi.side, softmax.m);
     }
     __device__ __forceinline__ void weigh_next(const FwdTile &t, int block, bool edge) {
         const ScoreUnits &u = x.units;
@@ -218,7 +231,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             softmax.weights(s, 1, w, sum);
         } else if (!edge && !u.capped) {
             softmax.weights_of([&](int i) { return fmaf(s[i], u.unit_log2, w[i]); }, w, sum);
-        } else if (!edge && !u.sloped && all_near()) {
+        } else if (!edge && !u.has_alibi && all_near()) {
             softmax.weights_of(
                 [&](int i) { return fmaf(s[i], cap_factor(w[i], u), -softmax.m[i / 2 & 1]); }, w,
                 sum);
@@ -226,7 +239,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             weigh_any(t, block, edge);
         }
     }
-    /* The block once more, for the rows that are out of range. */
+    /* Recomputes a block's weights after choosing a new m for the rows that left the range. */
     __device__ __forceinline__ void weigh_again(const FwdTile &t, int block, bool edge,
                                                 float (&factor)[2]) {
         if (!OVERLAP) {
@@ -251,8 +264,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         return smem_s + S::V_AT + Steps::stage(step) * S::V::bytes;
     }
 
-    /* This warp's rows of a Q that its store has read may be loaded anew; barrier 0: there is
-     * none. */
+    /* Releases this warp's rows of Q to the loader, once the TMA store has read O from them.
+     * barrier_s of 0: there is nothing to release. */
     static __device__ __forceinline__ void release_q(smem_addr barrier_s) {
         if (!barrier_s || laneid() != 0) return;
         if (AHEAD) tma_store_wait_group_read<0>();
@@ -261,29 +274,30 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
 
     __device__ __forceinline__ Steps k_ring() const { return {smem_s + S::K_RING}; }
     __device__ __forceinline__ Steps v_ring() const { return {smem_s + S::V_RING}; }
-    /* One thread of a warpgroup releases what its product has read. */
+    /* One thread releases a stage for its warpgroup, after the product that read it is complete. */
     static __device__ __forceinline__ void release(smem_addr barrier_s) {
         if (mov_tid_x() % 128 == 0) mbarrier_arrive(barrier_s);
     }
 
-    /* How many blocks from step j on, before step `end`, every row sees all keys of. */
+    /* The number of consecutive steps in [j, end) whose keys every row sees, so that no mask is
+     * needed. */
     static __device__ __forceinline__ int plain_run(const FwdTile &t, int j, int end) {
         const int block = block_at<MODIFIED>(t, j), first = t.keys.plain_first,
                   plain_end = t.keys.plain_end;
         if (block < first || block >= plain_end) return 0;
         const bool down = MODIFIED && j <= t.nearest;
-        /* a part of the keys may begin behind the first such block */
+        /* with split keys, plain_first may be negative */
         return min(down ? block - max(first, 0) + 1 : plain_end - block, end - j);
     }
 
-    /* V's rows past the sequence, where the tile's step j is that of the last block. */
+    /* Clears the rows of V past the sequence if step j is that of the last key block. */
     __device__ __forceinline__ void clear_tail(const FwdTile &t, int step, int j) const {
-        if (t.ragged > 0 && block_at<MODIFIED>(t, j) == t.keys.tiles - 1)
-            clear_rows<Tile>(v_at(step + j), t.ragged, warpgroup);
+        if (t.incomplete > 0 && block_at<MODIFIED>(t, j) == t.keys.tiles - 1)
+            clear_rows<Tile>(v_at(step + j), t.incomplete, warpgroup);
     }
 
-    /* V's rows before the first key that any row of the sequence sees, where a box begins before
-     * it. */
+    /* Clears the rows of V before the first key that any row of the sequence sees. Only paged
+     * tiles have such rows, since they begin at a box boundary. */
     __device__ __forceinline__ void clear_head(const FwdTile &t, int step, int block) const {
         if constexpr (InBoxes<Tile>::value) {
             const int unseen = t.seq.span.lo(0) - t.keys.lo;
@@ -293,14 +307,14 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         }
     }
 
-    /* The block's scores are there: K is free, and Q after the tile's last. */
+    /* S is complete: releases the stage of K and, after the tile's last S with one Q buffer, Q. */
     __device__ __forceinline__ void scores_over(const At &at, int j) {
         wgmma_pin(s);
         release(k_ring().empty(at.step + j));
         if (!AHEAD && j == at.end - 1) release_q(smem_s + S::Q_RING + 8 * Tile::Q_BUFFERS);
     }
 
-    /* Weights of the tile's first block, which set the reference. */
+    /* S and weights of the tile's first key block, which set m. */
     __device__ __forceinline__ void first_block(const FwdTile &t, const At &at) {
         const int step = at.step + at.from, block = block_at<MODIFIED>(t, at.from);
         const bool edge = block < t.keys.plain_first || block >= t.keys.plain_end;
@@ -309,8 +323,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         if (!EARLY || !ready) {
             k_ring().wait_full(step);
             smem_addr q_s = at.q_s;
-            if (!AHEAD && Tile::HEAD_DIM > 192)
-                opaque(q_s); /* always the same, so its descriptors would stay in registers */
+            /* keeps the compiler from holding descriptors of this fixed address in registers */
+            if (!AHEAD && Tile::HEAD_DIM > 192) opaque(q_s);
             turn_begin<Tile>(warpgroup);
             issue_scores<T, Tile>(s, q_s, k_at(step), 64 * warpgroup);
             turn_end<Tile>(warpgroup);
@@ -324,7 +338,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             if (edge) keep_columns(s, columns);
             if (EARLY && !edge)
                 softmax.template refer<true>(s, x.units.unit_log2);
-            else /* of an edge some rows see a few keys, and none of a sample */
+            else /* in a masked block a row may see keys, but none of the sample */
                 softmax.template refer<false>(s, x.units.unit_log2);
             softmax.weights(s, x.units.unit_log2, w, sum);
             if (EARLY && __any_sync(0xffffffffu, softmax.out_of_range(sum))) {
@@ -335,28 +349,29 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         softmax.total[0] = sum[0];
         softmax.total[1] = sum[1];
         if (!PACK_LATE) softmax.pack(w, p);
-        /* the store of the tile before has had the time of a block */
+        /* by now the previous tile's store has had a whole step to read Q */
         if (AHEAD) release_q(at.q_empty);
-        if (MODIFIED && t.ragged > 0 && block == t.keys.tiles - 1) {
+        if (MODIFIED && t.incomplete > 0 && block == t.keys.tiles - 1) {
             v_ring().wait_full(step);
-            clear_rows<Tile>(v_at(step), t.ragged, warpgroup);
+            clear_rows<Tile>(v_at(step), t.incomplete, warpgroup);
         }
         clear_head(t, step, block);
     }
 
-    /* Step j of the tile, behind its first: its weights, and O of the block before. Whether a row
-     * must take the block again. */
+    /* Step j > from of the tile: issues S of this block and P V of the previous one, then
+     * computes the weights. Returns true if some row left the range, so that the block must be
+     * redone. */
     __device__ __forceinline__ bool take_block(const FwdTile &t, const At &at, int j, bool edge) {
         const Steps k = k_ring(), v = v_ring();
         const int step = at.step + j;
         smem_addr q_s = at.q_s;
         k.wait_full(step);
-        /* or its descriptors stay in registers, where there are none left */
+        /* keeps descriptors out of registers, of which none are left */
         if (MODIFIED) opaque(q_s);
         turn_begin<Tile>(warpgroup);
         issue_scores<T, Tile>(s, q_s, k_at(step), 64 * warpgroup);
         if (PACK_LATE) {
-            wgmma_pin(w); /* not before the scores are issued */
+            wgmma_pin(w); /* keeps the packing behind the issue of S */
             softmax.pack(w, p);
         }
         v.wait_full(step - 1);
@@ -376,7 +391,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
             weigh_next(t, block, edge);
         } else {
             if (edge) keep_columns(s, columns);
-            if (edge && PACK_LATE) /* elsewhere registers are short */
+            if (edge && PACK_LATE) /* the other instances have no registers for it */
                 softmax.weights_kept(s, x.units.unit_log2, columns, w, sum);
             else
                 softmax.weights(s, x.units.unit_log2, w, sum);
@@ -384,7 +399,9 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         if (!OVERLAP) softmax.pack(w, p);
         const bool again = __any_sync(0xffffffffu, softmax.out_of_range(sum));
         if (OVERLAP) {
-            /* over for ever: ends a basic block, or ptxas moves the powers past the wait below */
+            /* This barrier completed its only phase at the start, so the wait never blocks. Its
+             * loop ends a basic block: without that, ptxas moves the exponentials below the wait
+             * for O. */
             mbarrier_wait(smem_s + S::OVER, 0);
             wgmma_wait_group<0>();
             wgmma_pin(o);
@@ -393,7 +410,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         return again;
     }
 
-    /* The tile's step j once more, for the rows that are out of range. */
+    /* Recomputes step j with a new m for the rows that left the range, and rescales O. */
     __device__ __forceinline__ void take_again(const FwdTile &t, int j, bool edge) {
         float factor[2];
         if (MODIFIED)
@@ -411,8 +428,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         softmax.total[1] += sum[1];
     }
 
-    /* The blocks behind the first one. The loop over blocks that every row sees whole has neither
-     * masks nor redos: either one leaves it and comes back. */
+    /* All key blocks after the first. The inner loop serves blocks without a mask and contains
+     * neither masking nor redo code. A masked block or a redo leaves the loop and re-enters it. */
     __device__ __forceinline__ void other_blocks(const FwdTile &t, const At &at) {
 #pragma unroll 1
         for (int j = at.from + 1; j < at.end;) {
@@ -437,8 +454,8 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         }
     }
 
-    /* The last values. next_s: the next tile's Q, whose first scores follow at once, and store()
-     * runs under them; 0: not so. */
+    /* The last P V of the tile. If next_s is not 0, it is the next tile's Q: the next tile's
+     * first S is issued right behind, and store() runs while that S does. */
     template <class Store>
     __device__ __forceinline__ void last_values(const FwdTile &t, const At &at, smem_addr next_s,
                                                 const Store &store) {
@@ -446,7 +463,9 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         const int last = at.step + at.end - 1, next = at.step + t.steps.blocks;
         if (PACK_LATE) softmax.pack(w, p);
         ready = EARLY && next_s;
-        if (ready) { /* the whole way from issue to wait stands in a branch */
+        /* the code from issue to wait stays inside one branch, or ptxas serialises the WGMMAs
+         * (C7515) */
+        if (ready) {
             pass(at.step + at.end, t.steps.blocks - at.end);
             v.wait_full(last);
             clear_tail(t, at.step, at.end - 1);
@@ -466,7 +485,7 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         }
         v.wait_full(last);
         clear_tail(t, at.step, at.end - 1);
-        /* the nearest block comes first */
+        /* with ALiBi the first keys may come last */
         if (MODIFIED) clear_head(t, last, block_at<MODIFIED>(t, at.end - 1));
         turn_begin<Tile>(warpgroup);
         issue_values<T, Tile>(o, p, v_at(last));
@@ -476,14 +495,15 @@ template <class T, class Tile, bool MODIFIED> struct Consumer {
         release(v.empty(last));
     }
 
-    /* Blocks from step on that only other warpgroups read; turns are taken all the same. */
+    /* Releases key blocks that only other warpgroups read. The warpgroup still takes its turn
+     * for each of them, because turns are counted. */
     __device__ __forceinline__ void pass(int step, int blocks) const {
         const Steps k = k_ring(), v = v_ring();
 #pragma unroll 1
         for (int j = step; j < step + blocks; ++j) {
             k.wait_full(j);
             v.wait_full(j);
-            /* brings the four warps together: all have seen the stages full */
+            /* synchronises the four warps: all of them have seen both stages full */
             turn_begin<Tile>(warpgroup);
             turn_end<Tile>(warpgroup);
             if (threadIdx.x % 128 == 0) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_kernel.cuh: the kernel of flash_attn_fwd_sm90a and of flash_attn_fwd_partial_sm90a, and what
- * plans and launches it. They differ in the store of results. */
+/* fwd_kernel.cuh: the kernel of flash_attn_fwd_sm90a and flash_attn_fwd_partial_sm90a, with its
+ * plan and launch. The two differ in the type of out and in the store (PARTIAL). */
 #ifndef GPUKERN_CUDA_FWD_KERNEL_CUH
 #define GPUKERN_CUDA_FWD_KERNEL_CUH
 
@@ -9,7 +9,7 @@
 namespace {
 
 /* ---- 1. the kernel --------------------------------------------------------------------------- */
-/* PARTIAL: out is float32, from registers. */
+/* PARTIAL: out is float32 and is stored from registers. */
 template <class T, class Tile, bool MODIFIED, bool PARTIAL = false>
 __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
     flash_attn_fwd_sm90a_kernel(const __grid_constant__ FwdHopperParams x) {
@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
                             prefetch_tensormap(&x.q);
                             prefetch_tensormap(&x.k);
                             prefetch_tensormap(&x.v);
-                            /* what the kernel before wrote is there, and nobody reads out any more
-                             */
+                            /* wait until the previous kernel has written its results and read
+                             * `out` */
                             griddepcontrol_wait();
                             load_tiles<Tile, MODIFIED>(x, tiles, smem_s);
                         } else if (warp == 2 && blockIdx.x == 0 && x.fwd.problem.cu_q) {
@@ -55,7 +55,7 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     if (!serves(row, ctx, a)) return false;
     FwdHopperParams &x = gk_own<FwdHopperParams>(to) = fwd_hopper_params<Tile>(ctx, a);
     if (PARTIAL && x.fwd.splits > 1) return false;
-    if (PARTIAL) x.simple = x.stacked == 1 && !a->rules.sinks;
+    if (PARTIAL) x.simple = x.tile_heads == 1 && !a->rules.sinks;
     fwd_plan(ctx, x.fwd, Smem<Tile>::BQ, Tile::BKV, 1, x.schedule.units, to);
     if (!PARTIAL && fwd_by_parts(a))
         to->workspace_bytes =
@@ -86,7 +86,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     if (status == GK_OK && !parts)
         status = make_tensor_map(op, attn_shape(a->out), wgmma_box(2, 16), &x.out);
     if (status != GK_OK) return status;
-    /* the kernel stores parts then, and by_splits finds one */
+    /* the kernel chooses store_part by splits > 1; by_splits still divides by one */
     if (!PARTIAL && parts && splits == 1) x.fwd.splits = 2;
     status = launch<flash_attn_fwd_sm90a_kernel<T, Tile, MODIFIED, PARTIAL>>(
         op, ctx, dim3((unsigned)x.schedule.blocks), Smem<Tile>::THREADS, Smem<Tile>::BYTES, x,

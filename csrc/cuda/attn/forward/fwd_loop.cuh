@@ -1,7 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_loop.cuh: the loop of a consumer warpgroup of Hopper's forward kernels over its tiles, and
- * the parameters of a call: what flash_attn_fwd_sm90a and paged_prefill_sm90a share. They differ in
- * where keys lie. */
+/* fwd_loop.cuh: the tile loop of a consumer warpgroup in Hopper's forward kernels, and the
+ * parameters of a call.
+ *
+ * flash_attn_fwd_sm90a, its float32 variant (PARTIAL) and paged_prefill_sm90a share this file. They
+ * differ in the producer, that is in where the keys are. A block has WARPGROUPS consumer warpgroups
+ * and one producer warpgroup. It stays on its SM and processes tile after tile in the order of
+ * fwd_schedule.cuh. */
 #ifndef GPUKERN_CUDA_FWD_LOOP_CUH
 #define GPUKERN_CUDA_FWD_LOOP_CUH
 
@@ -9,15 +13,15 @@
 #include "fwd_consumer.cuh"
 
 /* ---- 0. a block ------------------------------------------------------------------------------ */
-/* begin(smem_s) makes the barriers. Then the last warpgroup finds tiles and loads, produce(smem,
- * smem_s, tiles), and each other one consumes, consume(smem_s, tiles, warpgroup). */
+/* Runs one block. begin(smem_s) initialises the barriers. The last warpgroup runs produce(smem,
+ * smem_s, tiles), the others consume(smem_s, tiles, warpgroup). */
 template <class Tile, class Begin, class Produce, class Consume>
 __device__ __forceinline__ void run_block(const Begin &begin, const Produce &produce,
                                           const Consume &consume) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const smem_addr smem_s = cvta_to_shared(smem);
     const FwdTile *tiles = (const FwdTile *)(smem + Smem<Tile>::TILES);
-    /* the compiler sees that lanes agree */
+    /* the shuffle tells the compiler that the value is uniform over the warp */
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     begin(smem_s);
     griddepcontrol_launch_dependents();
@@ -31,22 +35,23 @@ __device__ __forceinline__ void run_block(const Begin &begin, const Produce &pro
     }
 }
 
-/* The barriers of a block, and what shared memory holds at first. A barrier of the block must
- * follow. LOADERS: warps that load, and so read what tiles are. */
+/* Initialises the barriers and, with several heads in a tile, Q. The caller must synchronise the
+ * block afterwards. LOADERS: the number of warps that load, and so read tile descriptions. */
 template <class Tile, int LOADERS = 1>
 __device__ __forceinline__ void begin_block(const FwdHopperParams &x, smem_addr smem_s) {
     typedef Smem<Tile> S;
     if (threadIdx.x == 0) {
-        /* a warp's rows of Q are its own until its store has read them */
+        /* each warp releases its own 16 rows of Q, after its store has read them */
         typename S::QRing(smem_s + S::Q_RING).init(Tile::WARPGROUPS * 4);
         typename S::TileRing(smem_s + S::TILE_RING).init(Tile::WARPGROUPS * 4 + LOADERS);
         typename S::KvRing(smem_s + S::K_RING).init(Tile::WARPGROUPS);
         typename S::KvRing(smem_s + S::V_RING).init(Tile::WARPGROUPS);
         mbarrier_init(smem_s + S::OVER, 1);
         fence_mbarrier_init();
-        mbarrier_arrive(smem_s + S::OVER); /* its first phase is over, and there is no second */
+        /* completes the only phase of this barrier (see take_block) */
+        mbarrier_arrive(smem_s + S::OVER);
     }
-    if (x.stacked > 1) { /* rows that no head fills are finite */
+    if (x.tile_heads > 1) { /* rows without a head must be finite */
         for (int i = threadIdx.x; i < S::K_AT / 16; i += S::THREADS)
             st_shared_128(smem_s + i * 16, make_uint4(0, 0, 0, 0));
         fence_proxy_async();
@@ -54,9 +59,9 @@ __device__ __forceinline__ void begin_block(const FwdHopperParams &x, smem_addr 
 }
 
 /* ---- 1. a consumer warpgroup ----------------------------------------------------------------- */
-/* The tile's next step of a consumer warpgroup; the same for all of a block, since turns are
- * counted. true: tile `then` follows tile `now` so that its first scores can be issued behind this
- * one's last values. Of a shorter tile the next Q is not there yet. */
+/* True if the next tile's first S may be issued right behind this tile's last P V. All
+ * warpgroups of a block must agree, because they alternate on counted barriers. A tile of fewer
+ * than FWD_FOLLOWED key blocks is excluded, because the next Q has not arrived yet. */
 template <class Tile>
 __device__ __forceinline__ bool follows(const FwdHopperParams &x, const FwdTile &now,
                                         const FwdTile &then) {
@@ -64,11 +69,11 @@ __device__ __forceinline__ bool follows(const FwdHopperParams &x, const FwdTile 
     const int4 a = *(const int4 *)&now.steps, b = *(const int4 *)&then.steps;
     const int least = Tile::WARPGROUPS == 2 ? min(a.x, a.y) : min(min(a.x, a.y), a.z);
     const int least_then = Tile::WARPGROUPS == 2 ? min(b.x, b.y) : min(min(b.x, b.y), b.z);
-    return x.simple && !x.units.sloped && a.w >= FWD_FOLLOWED && a.w - least < Tile::STAGES &&
+    return x.simple && !x.units.has_alibi && a.w >= FWD_FOLLOWED && a.w - least < Tile::STAGES &&
            b.w > 0 && least_then > 0;
 }
 
-/* Tile after tile. PARTIAL: out is float32. */
+/* Processes tile after tile. PARTIAL: out is float32. */
 template <class T, class Tile, bool MODIFIED, bool PARTIAL = false>
 __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem_s,
                                         const FwdTile *tiles, int warpgroup) {
@@ -76,7 +81,7 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
     typedef Consumer<T, Tile, MODIFIED> C;
     const tma_steps<Tile::Q_BUFFERS> q = {smem_s + S::Q_RING};
     const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
-    if (warpgroup == Tile::WARPGROUPS - 1) bar_arrive(1, 256); /* warpgroup 0 has the first turn */
+    if (warpgroup == Tile::WARPGROUPS - 1) bar_arrive(1, 256); /* warpgroup 0 issues first */
     C c(x, smem_s, warpgroup);
 #pragma unroll 1
     for (int n = 0, step = 0;; ++n) {
@@ -92,7 +97,8 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
         typename C::At at = {step, lead, C::from_nearest(x) ? lead + own : own, q_s,
                              C::AHEAD && n > 0 ? q.empty(n - 1) : 0};
         c.softmax.clear();
-        if (C::LEADS && lead > 0) { /* V of these blocks comes after the next Q */
+        /* the loader sends V of these blocks after the next Q, so Q must be released now */
+        if (C::LEADS && lead > 0) {
             if (C::AHEAD) {
                 c.release_q(at.q_empty);
                 at.q_empty = 0;
@@ -123,8 +129,8 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
         }
         if (!C::EARLY || !c.ready) {
             c.pass(step + at.end, blocks - at.end);
-            if (own == 0 && blocks > 0) /* that of the last product */
-                turn_begin<Tile>(warpgroup), turn_end<Tile>(warpgroup);
+            /* the turn of the last P V, which this warpgroup does not compute */
+            if (own == 0 && blocks > 0) turn_begin<Tile>(warpgroup), turn_end<Tile>(warpgroup);
             if constexpr (PARTIAL)
                 store_partial<T, Tile>(x, t, c.softmax, c.o);
             else if (x.fwd.splits > 1)
@@ -140,20 +146,22 @@ __device__ __forceinline__ void consume(const FwdHopperParams &x, smem_addr smem
         __syncwarp(); /* all lanes have read t */
         if (laneid() == 0) mbarrier_arrive(described.empty(n));
     }
-    /* shared memory stays until TMA has read it */
+    /* shared memory must live until TMA has read it */
     if (laneid() == 0) tma_store_wait_group_read<0>();
 }
 
 /* ---- 2. host: the parameters ----------------------------------------------------------------- */
-/* What TMA copies of Q at once, 64 columns: a tile's rows, or by stacked heads those of each. */
+/* The box of Q that one TMA copy loads, 64 columns wide: all rows of the tile or, with several
+ * heads in a tile, seq_q rows of each. */
 template <class Tile> inline smem_box q_box(const FwdHopperParams &x) {
-    return x.stacked > 1 ? wgmma_box(2, x.fwd.problem.seq_q, x.stacked) : Smem<Tile>::Q::box();
+    return x.tile_heads > 1 ? wgmma_box(2, x.fwd.problem.seq_q, x.tile_heads)
+                            : Smem<Tile>::Q::box();
 }
 
-/* The first tiles of a head, from whose queries the window reaches back to the sequence's first
- * key: they see fewer keys than the others do. All of them where the window ends nowhere; 0 where
- * tensors say where queries stand. */
-inline int fwd_young(const Problem &p, int bq, int tiles) {
+/* The number of a head's first tiles that see fewer keys than the later ones, because their
+ * window reaches back to key 0. All tiles if there is no left bound, 0 if device tensors say
+ * where the queries stand. */
+inline int fwd_short_tiles(const Problem &p, int bq, int tiles) {
     const int64_t left = p.rules.left;
     if (left < 0 || left >= p.seq_k - 1) return tiles;
     if (p.cu_q || p.rules.q_start) return 0;
@@ -165,27 +173,28 @@ inline FwdHopperParams fwd_hopper_params(const gk_context *ctx, const gk_flash_a
     constexpr int BQ = Smem<Tile>::BQ;
     FwdHopperParams x = {};
     x.units = score_units(a->rules.scale, a->rules.softcap, a->rules.alibi_slopes != NULL);
-    x.stacked = x.units.capped && x.units.sloped ? 1 : fwd_stacked(problem_of(ctx, a), BQ);
-    x.fwd = fwd_params(ctx, a, BQ, Tile::BKV, 1, x.stacked);
+    x.tile_heads = x.units.capped && x.units.has_alibi ? 1 : fwd_tile_heads(problem_of(ctx, a), BQ);
+    x.fwd = fwd_params(ctx, a, BQ, Tile::BKV, 1, x.tile_heads);
     const Problem &p = x.fwd.problem;
-    x.by_head = divisor_of(x.stacked > 1 ? (uint32_t)p.seq_q : INT32_MAX);
+    x.by_head = divisor_of(x.tile_heads > 1 ? (uint32_t)p.seq_q : INT32_MAX);
     x.q_bytes = Smem<Tile>::Q::panels * tma_box_of(q_box<Tile>(x)).bytes;
     x.schedule.tiles = x.fwd.tiles_q;
     x.schedule.splits = x.fwd.splits;
-    x.schedule.heads = (p.cu_q ? p.heads_q : p.batch * p.heads_q) / x.stacked;
-    const int young = fwd_young(p, BQ, x.schedule.tiles);
-    x.schedule.paired = p.rules.right >= 0 && young == x.schedule.tiles && x.fwd.splits == 1;
-    /* those of all heads come last where their keys stay in L2: they are read at several times */
-    const double young_bytes = (double)p.batch * p.heads_kv * (double)p.rules.left *
+    x.schedule.heads = (p.cu_q ? p.heads_q : p.batch * p.heads_q) / x.tile_heads;
+    const int short_tiles = fwd_short_tiles(p, BQ, x.schedule.tiles);
+    x.schedule.paired = p.rules.right >= 0 && short_tiles == x.schedule.tiles && x.fwd.splits == 1;
+    /* The short tiles of all heads come last. Their keys are then read a second time, so this is
+     * done only if those keys stay in L2. */
+    const double short_bytes = (double)p.batch * p.heads_kv * (double)p.rules.left *
                                (p.head_dim + p.head_dim_v) * gk_dtype_bytes(a->k.dtype);
-    if (p.rules.right >= 0 && young < x.schedule.tiles && x.fwd.splits == 1 &&
-        young_bytes <= FWD_L2_SHARE * gk_gpu_of(ctx->index)->l2_bytes)
-        x.schedule.young = young;
+    if (p.rules.right >= 0 && short_tiles < x.schedule.tiles && x.fwd.splits == 1 &&
+        short_bytes <= FWD_L2_SHARE * gk_gpu_of(ctx->index)->l2_bytes)
+        x.schedule.short_tiles = short_tiles;
     x.by_group = divisor_of((uint32_t)gk_max_i64(p.group, 1));
-    x.by_batch = divisor_of((uint32_t)gk_max_i64(p.heads_q / x.stacked, 1));
+    x.by_batch = divisor_of((uint32_t)gk_max_i64(p.heads_q / x.tile_heads, 1));
     const int sms = gk_gpu_of(ctx->index)->num_sms;
-    fwd_deal(&x.schedule, sms);
-    if (p.cu_q) { /* each sequence ends in a tile, or a pair, of its own */
+    fwd_make_schedule(&x.schedule, sms);
+    if (p.cu_q) { /* each sequence may end in a partial tile or pair, hence the bound */
         const int64_t units =
             x.schedule.heads * (p.total_q / BQ + (int64_t)p.batch) * x.schedule.splits;
         x.schedule.units = (int)gk_min_i64(units, INT32_MAX);
@@ -193,7 +202,7 @@ inline FwdHopperParams fwd_hopper_params(const gk_context *ctx, const gk_flash_a
     }
     const Rules &r = p.rules;
     x.reads = p.cu_q || r.alibi_slopes || r.kv_start || r.kv_end || r.q_start;
-    x.simple = x.fwd.splits == 1 && x.stacked == 1 && !r.sinks && !fwd_by_parts(a);
+    x.simple = x.fwd.splits == 1 && x.tile_heads == 1 && !r.sinks && !fwd_by_parts(a);
     if (!x.reads) x.seq = dense_sequence(p);
     return x;
 }

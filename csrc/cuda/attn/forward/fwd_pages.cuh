@@ -1,18 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_pages.cuh: the producer of paged_prefill_sm90a: where a sequence's keys end, and the loads of
- * K and V by TMA, page by page, into tiles as flash_attn_fwd_sm90a's consumers read them.
+/* fwd_pages.cuh: the producer of paged_prefill_sm90a. It finds where a sequence's keys end and
+ * loads K and V by TMA, page by page, into tiles that the consumers of flash_attn_fwd_sm90a read.
  *
- *   a tile of BKV keys       panels of 64 columns, one behind the other; 2^box_log2 rows of a panel are a box, which lies in one page
- *   a warp for K, one for V  a lane for each box, whose page it looks up and which it copies
- *   behind the last key      a box without a page: outside the tensor, which TMA fills with zeros
- *   before the first key     a tile begins where a box does; consumers clear the rows of V that no row of the sequence sees */
+ *  a tile of BKV keys       panels of 64 columns, one behind the other; a box is 2^box_log2 rows of
+ *                           a panel and lies in one page
+ *  a warp for K, one for V  each lane looks up the page of one box and copies it
+ *  behind the last key      a box of a page outside the tensor, which TMA fills with zeros
+ *  before the first key     a tile begins at a box boundary; consumers clear the rows of V that no
+ *                           row of the sequence sees */
 #ifndef GPUKERN_CUDA_FWD_PAGES_CUH
 #define GPUKERN_CUDA_FWD_PAGES_CUH
 
 #include "fwd_producer.cuh"
 #include "../paged/prefill_call.cuh"
 
-/* The tiles of the forward, over pages. */
+/* A tile of the dense forward, over pages. */
 template <class Tile> struct PagedTile : Tile {};
 template <class Tile> struct InBoxes<PagedTile<Tile>> {
     static constexpr bool value = true;
@@ -23,14 +25,15 @@ inline bool plain_scores(const gk_attn_rules &r) {
 }
 
 struct PrefillParams {
-    /* k, v: pages as pages_shape has them. Of the problem seq_k is what a row of the table holds */
+    /* f.k and f.v map the pages as pages_shape describes them. problem.seq_k is the number of
+     * keys that a row of the block table holds. */
     FwdHopperParams f;
     PrefillPages pages;
 };
 
-/* Reports what is wrong in lengths, also of sequences that have no tile, and in the entries of the
- * table that some tile reads. One warp of each block; a block has the sequences blockIdx.x,
- * blockIdx.x + gridDim.x, .. */
+/* Reports errors in the lengths, also of sequences without a tile, and in the block-table
+ * entries that some tile reads. One warp of each block; block c checks sequences c, c +
+ * gridDim.x, and so on. */
 __device__ __forceinline__ void check_prefill(const PrefillParams &x) {
 #pragma unroll 1
     for (int b = blockIdx.x; b < x.f.fwd.problem.batch; b += gridDim.x) {
@@ -47,8 +50,8 @@ __device__ __forceinline__ void check_prefill(const PrefillParams &x) {
     }
 }
 
-/* The page of the box whose first key is `key`; num_blocks, which TMA knows as outside the cache,
- * where no row of the tile sees any of its keys, or where the table names none. */
+/* The page of the box whose first key is `key`. It is num_blocks, a page outside the tensor, if
+ * no row of the tile sees the box or if the table entry is out of range. */
 __device__ __forceinline__ int prefill_page(const PrefillPages &x, const FwdTile &t, int key) {
     unsigned page = (unsigned)x.num_blocks;
     if (key < t.keys.hi)
@@ -57,9 +60,9 @@ __device__ __forceinline__ int prefill_page(const PrefillPages &x, const FwdTile
     return (int)page;
 }
 
-/* One warp loads K, and Q: that of the next tile behind this one's third block of K where it has a
- * place of its own. Another warp loads V. Registers are few: what a lane's box is follows from the
- * thread's number each time. */
+/* One warp loads K and Q. With two Q buffers, the next tile's Q follows the third key block of
+ * this tile. Another warp loads V. Registers are few, so a lane's box is computed from the
+ * thread index each time. */
 template <class Tile, bool MODIFIED, bool OF_K> struct PageLoader {
     typedef Smem<Tile> S;
     typedef typename S::K Panels;
@@ -71,19 +74,19 @@ template <class Tile, bool MODIFIED, bool OF_K> struct PageLoader {
     const PrefillParams &x;
     const smem_addr smem_s;
 
-    /* The first row of this lane's box, counted on through the panels of a tile. */
+    /* The first row of this lane's box; rows continue from one panel of the tile to the next. */
     __device__ __forceinline__ int row() const { return (mov_tid_x() % 32) << x.f.box_log2; }
     __device__ __forceinline__ int key_of(const FwdTile &t, int block) const {
         return t.keys.lo + block * Tile::BKV + row() % Tile::BKV;
     }
 
-    /* The page is looked up while the stage is still read. */
+    /* Looks up the page while the stage may still be in use. */
     __device__ __forceinline__ void load(const FwdTile &t, int at, int block) const {
         const tma_steps<Tile::STAGES> ring = {smem_s + RING};
         const int page = prefill_page(x.pages, t, key_of(t, block));
         ring.wait_empty(at);
         if (elect_one()) mbarrier_arrive_expect_tx(ring.full(at), Panels::bytes);
-        __syncwarp(); /* the bytes are announced */
+        __syncwarp(); /* the expected bytes are set before any copy starts */
         if (row() < Panels::panels * Tile::BKV) {
             const unsigned key = (unsigned)key_of(t, block);
             const int in_page = (int)(key - x.pages.by_block.into(key) * x.pages.by_block.by);
@@ -101,7 +104,7 @@ template <class Tile, bool MODIFIED, bool OF_K> struct PageLoader {
 
     __device__ __forceinline__ void all(const FwdTile *tiles) const {
         const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
-        int n = 0, step = 0; /* step: blocks of keys of earlier tiles */
+        int n = 0, step = 0; /* step: key blocks of earlier tiles */
         described.wait_full(0);
         if (OF_K && AHEAD) load_its_q(tiles, 0);
 #pragma unroll 1
@@ -113,7 +116,8 @@ template <class Tile, bool MODIFIED, bool OF_K> struct PageLoader {
                 if (OF_K && !AHEAD && j == 0) load_its_q(tiles, n);
                 if (OF_K && AHEAD && j == min(2, t.steps.blocks)) {
                     unsigned then = n + 1;
-                    /* or where the next tile and its Q lie would be carried through the loop */
+                    /* keeps the compiler from carrying the next tile's addresses through the
+                     * loop */
                     opaque(then);
                     described.wait_full((int)then);
                     load_its_q(tiles, (int)then);
@@ -124,7 +128,7 @@ template <class Tile, bool MODIFIED, bool OF_K> struct PageLoader {
             if (elect_one()) mbarrier_arrive(described.empty(n));
             if (!OF_K || !AHEAD) described.wait_full(n + 1);
         }
-        if (OF_K && !AHEAD) load_its_q(tiles, n); /* tells the consumers that there is no more */
+        if (OF_K && !AHEAD) load_its_q(tiles, n); /* signals the end to the consumers */
     }
 };
 

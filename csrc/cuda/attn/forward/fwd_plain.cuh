@@ -1,17 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_plain.cuh: attention, a warp a row, the kernel of flash_attn_fwd_plain and
- * flash_attn_fwd_partial_plain, for what the tiled kernels do not take: float64, and rows that do
- * not begin at a multiple of 16 bytes. Every dtype, every modifier, dense and packed.
- *   s_j = cap(scale q k_j) - slope |i + diagonal - j|   lse = log(e^sink + sum e^s_j)   out = sum e^(s_j - lse) v_j
- * q [.., Sq, D], k [.., Sk, D], v [.., Sk, Dv], out [.., Sq, Dv], lse [.., Sq] float32 (float64
- * with float64). Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), sums in float32 or
- * float64, natural units.
+/* fwd_plain.cuh: attention with one warp a row, for every dtype, modifier, alignment and layout.
+ * flash_attn_fwd_plain and flash_attn_fwd_partial_plain use it for what the tiled kernels refuse:
+ * float64, and rows that do not begin at a multiple of 16 bytes.
  *
- * Work split: grid x = groups of WARPS rows of one head. 32 keys a step: for the scores a lane owns
- * a key, for the values it owns columns lane, lane + 32, ...
- * Shared memory: q of each warp, [WARPS][256] wide.
+ *  s_j = cap(scale q k_j) - slope |i + diagonal - j|   lse = log(e^sink + sum e^s_j)
+ *  out = sum e^(s_j - lse) v_j
  *
- * Not handled: speed. */
+ * q [.., Sq, D], k [.., Sk, D], v [.., Sk, Dv], out [.., Sq, Dv], lse [.., Sq] float32 (float64 for
+ * float64 inputs). Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) in natural units;
+ * sums are float32 or float64.
+ *
+ * Work split: a block takes WARPS rows of one head. A step takes 32 keys. For the scores a lane
+ * owns one key; for the values it owns columns lane, lane + 32, and so on. Shared memory: q of each
+ * warp, [WARPS][256].
+ *
+ * This kernel is not tuned for speed. */
 #ifndef GPUKERN_CUDA_FWD_PLAIN_CUH
 #define GPUKERN_CUDA_FWD_PLAIN_CUH
 
@@ -23,20 +26,20 @@
 
 namespace {
 
-/* rows share nothing: any count that fills an SM serves */
+/* warps share nothing, so any block size that fills an SM serves */
 constexpr int THREADS = 128, WARPS = THREADS / 32;
-constexpr int MAX_DIM = 256;       /* what dispatch.c lets through */
-constexpr int COLS = MAX_DIM / 32; /* of a lane */
+constexpr int MAX_DIM = 256;       /* the largest head_dim that dispatch.c lets through */
+constexpr int COLS = MAX_DIM / 32; /* columns of a lane */
 
 struct Params {
     Problem problem;
-    int groups; /* of WARPS rows in a head */
+    int groups; /* groups of WARPS rows in a head */
     Dropout drop;
     bool accumulates;
 };
 
 /* ---- 1. the kernel --------------------------------------------------------------------------- */
-/* PARTIAL: out has the type of the sums, and may join what it holds. */
+/* PARTIAL: out has the accumulator's type, and may be merged with its old value. */
 template <class T, bool PARTIAL> struct OutOf {
     typedef T type;
 };
@@ -59,14 +62,14 @@ __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_plain_kernel(Params
     W *q_s = q_all_s[warp];
     const T *q_g = (const T *)p.q.data + p.q.at(b, head, seq.q0 + i);
     for (int d = lane; d < p.head_dim; d += 32) q_s[d] = to_acc(q_g[d]);
-    __syncwarp(); /* q_s is read by all lanes */
+    __syncwarp(); /* all lanes read q_s */
 
     const int head_kv = head / p.group;
     const T *k_g = (const T *)p.k.data + p.k.at(b, head_kv, seq.k0);
     const T *v_g = (const T *)p.v.data + p.v.at(b, head_kv, seq.k0);
     const WideScore<W> score = score_of<W>(p, seq, b, head);
 
-    /* The sink opens the softmax. */
+    /* The sink is the first term of the softmax. */
     const W sink = sink_of<W>(p.rules, head);
     RowSoftmax<ExpFull, W> softmax = {sink, W(sink == (W)-INFINITY ? 0 : 1)};
     W o[COLS] = {};
@@ -99,16 +102,17 @@ __global__ void __launch_bounds__(THREADS, 4) flash_attn_fwd_plain_kernel(Params
     Out *out_g = (Out *)p.out.data + p.out.at(b, head, seq.q0 + i);
     const int64_t lse_at = b * p.lse.batch + head * p.lse.head + (int64_t)(seq.q0 + i) * p.lse.row;
     if constexpr (PARTIAL) {
-        if (params.accumulates) { /* what is held is one more key, whose score is its lse */
-            const W held = ((const W *)p.lse.data)[lse_at];
-            __syncwarp(); /* all lanes have read it */
-            if (held > softmax.peak) {
-                const W shrink = softmax.raise(held);
+        /* the old value counts as one more key whose score is its lse */
+        if (params.accumulates) {
+            const W old_lse = ((const W *)p.lse.data)[lse_at];
+            __syncwarp(); /* all lanes have read it before it is overwritten */
+            if (old_lse > softmax.peak) {
+                const W shrink = softmax.raise(old_lse);
                 softmax.sum *= shrink;
 #pragma unroll
                 for (int c = 0; c < COLS; ++c) o[c] *= shrink;
             }
-            const W weight = held == (W)-INFINITY ? 0 : softmax.weight(held);
+            const W weight = old_lse == (W)-INFINITY ? 0 : softmax.weight(old_lse);
             softmax.sum += weight;
 #pragma unroll
             for (int c = 0; c < COLS; ++c)

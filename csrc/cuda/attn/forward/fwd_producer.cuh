@@ -1,7 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_producer.cuh: the half of flash_attn_fwd_sm90a that finds tiles and loads them: what a block
- * keeps in shared memory, which tile comes next and which keys it sees, and the loads of Q, K and V
- * by TMA. */
+/* fwd_producer.cuh: the producer warpgroup of flash_attn_fwd_sm90a, and what the block keeps in
+ * shared memory.
+ *
+ * One warp (find_tiles) finds the block's next tile and the keys that its rows see. It writes them
+ * into shared memory, up to four tiles ahead. One thread of another warp (load_tiles) reads the
+ * descriptions and loads Q, K and V by TMA. */
 #ifndef GPUKERN_CUDA_FWD_PRODUCER_CUH
 #define GPUKERN_CUDA_FWD_PRODUCER_CUH
 
@@ -18,37 +21,39 @@
 
 /* ---- 1. parameters and shared memory --------------------------------------------------------- */
 struct FwdHopperParams {
-    /* boxes of 64 columns by BQ (a head's, by stacked heads), BKV, BKV, 16 rows */
+    /* boxes of 64 columns and BQ rows (with several heads in a tile: seq_q rows of each), BKV,
+     * BKV and 16 rows */
     CUtensorMap q, k, v, out;
     FwdParams fwd;
     FwdSchedule schedule;
-    Sequence seq; /* every sequence, unless `reads` */
+    Sequence seq; /* the same for every sequence, unless `reads` is set */
     ScoreUnits units;
-    /* a sequence's heads, as tiles count them; query heads of a kv head */
+    /* tile heads in a sequence; query heads per kv head */
     Divisor by_batch, by_group;
-    bool reads;  /* tensors say where a tile's keys lie, or what becomes of its scores */
-    bool simple; /* results are whole rows of one head, without sinks */
-    int stacked; /* query heads of a tile: row r of it is query r % seq_q of head r / seq_q. 1: r is
-                    the query */
-    Divisor by_head; /* rows of a head in a tile; of one head more than there are */
-    int q_bytes;     /* of a tile, as TMA counts */
-    int box_log2;    /* InBoxes: keys of a box */
+    bool reads;  /* device tensors give lengths, positions or slopes */
+    bool simple; /* each warp's results are whole rows of one head; no sinks, no splits */
+    /* query heads in a tile. Row r of it is query r % seq_q of head r / seq_q. With 1, row r is
+     * the query */
+    int tile_heads;
+    Divisor by_head; /* rows of a head in a tile; with one head, a divisor that always gives 0 */
+    int q_bytes;     /* bytes of a tile's Q, as TMA counts them */
+    int box_log2;    /* InBoxes: log2 of the keys of a box */
 };
 
-/* Whether the keys of a tile come in boxes, each of a page: then tiles begin where a box does,
- * which may be before the first key that any row of the sequence sees. */
+/* True if a tile's keys are loaded in boxes, each from one page. A tile then begins at a box
+ * boundary, which may lie before the first key that any row of the sequence sees. */
 template <class Tile> struct InBoxes {
     static constexpr bool value = false;
 };
 
-/* A tile of queries, written by the producer beside Q. */
+/* The description of a tile of queries, written by the producer. */
 struct __align__(16) FwdTile {
-    /* What a consumer needs before anything else, one load. own: blocks of keys that the rows of
-     * each warpgroup see; blocks: of the tile, -1: there are no more tiles */
+    /* The part that a consumer reads first, in one load. own: the key blocks that the rows of
+     * each warpgroup see. blocks: key blocks of the tile; -1 means that there are no more tiles. */
     struct __align__(16) {
         int own[3], blocks;
     } steps;
-    /* Where the loads begin. b: of a packed call 0 */
+    /* Coordinates at which the loads begin; b is 0 in a packed call. */
     struct __align__(16) {
         int q_row, k_row, head_kv, b;
     } from;
@@ -56,18 +61,19 @@ struct __align__(16) FwdTile {
     Sequence seq;
     FwdKeys keys;
     Score score;
-    int rows;    /* of all its heads */
-    int nearest; /* the block that comes first: fwd_block */
-    int ragged;  /* > 0: so many keys of the last block are the sequence's; V's other rows may hold
-                    NaN */
+    int rows;    /* rows in use, over all heads of the tile */
+    int nearest; /* the key block that comes first (fwd_block) */
+    /* > 0: only this many keys of the last block belong to the sequence; further rows of V may
+     * hold NaN */
+    int incomplete;
 };
 
-/* The block of keys that a tile takes at its step `at`. */
+/* The key block that a tile takes at step `at`. */
 template <bool MODIFIED> __device__ __forceinline__ int block_at(const FwdTile &t, int at) {
     return MODIFIED ? fwd_block(at, t.nearest) : at;
 }
 
-/* Row `row` of a tile, that of a query past the sequence too. */
+/* Head and query of a tile's row. The query may lie past the sequence. */
 struct FwdRow {
     int head, i;
 };
@@ -82,7 +88,8 @@ template <class Tile> struct Smem {
     typedef wgmma_panels<Tile::BKV, Tile::HEAD_DIM> K;
     typedef wgmma_panels<Tile::BKV, Tile::HEAD_DIM_V> V;
     typedef tma_ring<Tile::Q_BUFFERS> QRing;
-    static constexpr int TILE_STAGES = 4; /* the finder is slower than a tile of few keys */
+    /* finding a tile takes longer than multiplying one with few keys */
+    static constexpr int TILE_STAGES = 4;
     typedef tma_ring<TILE_STAGES> TileRing;
     typedef tma_ring<Tile::STAGES> KvRing;
     static constexpr int K_AT = Tile::Q_BUFFERS * Q::bytes, V_AT = K_AT + Tile::STAGES * K::bytes;
@@ -98,22 +105,21 @@ template <class Tile> struct Smem {
 };
 
 /* ---- 2. the producer ------------------------------------------------------------------------- */
-/* Reports lengths of a packed call that cannot be, also of sequences that have no tile. One
- * warp. */
+/* Reports impossible cu_seqlens of a packed call, also for sequences without a tile. One warp. */
 __device__ __forceinline__ void check_sequences(const Problem &p) {
 #pragma unroll 1
     for (int b = laneid(); b < p.batch; b += 32) sequence_of(p, b);
 }
 
-/* Tiles of sequence b of a packed call. */
+/* The number of tiles of sequence b in a packed call. */
 template <int BQ> __device__ __forceinline__ int packed_tiles(const Problem &p, int b) {
     const int q0 = min(max(p.cu_q[b * p.cu_q_step], 0), p.total_q);
     const int end = min(max(p.cu_q[(b + 1) * p.cu_q_step], q0), p.total_q);
     return (min(end - q0, p.seq_q) + BQ - 1) / BQ;
 }
 
-/* The sequence that a unit of a packed call belongs to, -1: there is no such unit. unit: becomes
- * its number within the sequence. All lanes; 32 sequences at a time, a lane each. */
+/* The sequence that contains a unit of a packed call, or -1. On return `unit` is the index
+ * within that sequence. All lanes of a warp take part; each pass looks at 32 sequences. */
 template <int BQ>
 __device__ __forceinline__ int packed_owner(const Problem &p, const FwdSchedule &s, int &unit) {
 #pragma unroll 1
@@ -138,8 +144,8 @@ __device__ __forceinline__ int packed_owner(const Problem &p, const FwdSchedule 
     return -1;
 }
 
-/* Where the tile lies that a block takes at step i. i0 < 0: a unit of a packed call has no second
- * one; false: there are no more. All lanes. */
+/* Finds the tile that the block takes at step i. Returns false if there are no more. work->i0 <
+ * 0 means that this unit of a packed call has no second tile. All lanes take part. */
 template <int BQ>
 __device__ __forceinline__ bool place_tile(const FwdHopperParams &x, int i, FwdWork *work) {
     const Problem &p = x.fwd.problem;
@@ -149,27 +155,27 @@ __device__ __forceinline__ bool place_tile(const FwdHopperParams &x, int i, FwdW
         const int b = unit < x.schedule.units ? packed_owner<BQ>(p, x.schedule, unit) : -1;
         if (b < 0) return false;
         const FwdUnit u = fwd_unit(packed_tiles<BQ>(p, b), x.schedule, unit);
-        found = {b, u.head * x.stacked, (i & 1 ? u.tile[1] : u.tile[0]) * BQ, u.split};
+        found = {b, u.head * x.tile_heads, (i & 1 ? u.tile[1] : u.tile[0]) * BQ, u.split};
     } else {
         const FwdPlace at = fwd_place_of(x.schedule, blockIdx.x, i);
         if (at.head < 0) return false;
         const int b = (int)x.by_batch.into((unsigned)at.head);
-        found = {b, (at.head - b * (int)x.by_batch.by) * x.stacked, at.tile * BQ, at.split};
+        found = {b, (at.head - b * (int)x.by_batch.by) * x.tile_heads, at.tile * BQ, at.split};
     }
     if (laneid() == 0) *work = found;
     __syncwarp();
     return true;
 }
 
-/* Which keys the tile's rows see; stacked heads are all alike. One thread. */
+/* Fills in which keys the tile's rows see. All heads of a tile see the same. One thread. */
 template <class Tile, bool MODIFIED>
 __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams &x) {
     const int rows = min(t.seq.seq_q - t.work.i0, Smem<Tile>::BQ); /* queries */
-    const int filled = x.stacked > 1 ? x.stacked * x.fwd.problem.seq_q : rows;
+    const int filled = x.tile_heads > 1 ? x.tile_heads * x.fwd.problem.seq_q : rows;
     const FwdKeys keys = fwd_keys<Tile::BKV>(x.fwd, t.seq.span, t.work.i0, rows, t.work.split,
                                              InBoxes<Tile>::value ? 1 << x.box_log2 : 1);
-    /* TMA makes rows past a dense tensor zero; keys that no row of the sequence sees may hold
-     * anything */
+    /* TMA zero-fills rows past a dense tensor. Other keys that no row of the sequence sees may
+     * hold anything, including NaN. */
     const int seen = t.seq.span.hi(t.seq.seq_q - 1),
               left = seen - keys.lo - (keys.tiles - 1) * Tile::BKV;
     t.keys = keys;
@@ -179,20 +185,21 @@ __device__ __forceinline__ void describe_keys(FwdTile &t, const FwdHopperParams 
               x.fwd.problem.cu_q ? 0 : t.work.b};
 #pragma unroll 1
     for (int g = 0; g < Tile::WARPGROUPS; ++g) {
-        const int last = x.stacked > 1 ? rows - 1 : min(64 * g + 63, rows - 1);
+        const int last = x.tile_heads > 1 ? rows - 1 : min(64 * g + 63, rows - 1);
         const int sees = max(t.seq.span.hi(t.work.i0 + last) - t.keys.lo, 0);
         t.steps.own[g] =
             64 * g < filled ? min(t.keys.tiles, (sees + Tile::BKV - 1) / Tile::BKV) : 0;
     }
     if (MODIFIED) {
-        const int stands = t.work.i0 + rows - 1 + span_clamp(t.seq.diagonal) -
-                           keys.lo; /* the last row, among the keys */
-        t.nearest = x.units.sloped ? min(max(stands, 0) / Tile::BKV, max(keys.tiles - 1, 0)) : 0;
+        /* the last row's position, relative to the first key */
+        const int stands = t.work.i0 + rows - 1 + span_clamp(t.seq.diagonal) - keys.lo;
+        t.nearest = x.units.has_alibi ? min(max(stands, 0) / Tile::BKV, max(keys.tiles - 1, 0)) : 0;
     }
-    t.ragged = (x.fwd.problem.cu_q || seen < x.fwd.problem.seq_k) && left < Tile::BKV ? left : 0;
+    t.incomplete =
+        (x.fwd.problem.cu_q || seen < x.fwd.problem.seq_k) && left < Tile::BKV ? left : 0;
 }
 
-/* Tile n's description is complete. One thread. */
+/* Completes the description of a tile and marks it full. One thread. */
 template <class Tile, bool MODIFIED>
 __device__ __forceinline__ void describe(FwdTile &t, const FwdHopperParams &x, smem_addr full_s) {
     describe_keys<Tile, MODIFIED>(t, x);
@@ -200,16 +207,17 @@ __device__ __forceinline__ void describe(FwdTile &t, const FwdHopperParams &x, s
     mbarrier_arrive(full_s);
 }
 
-/* One warp describes tile after tile in shared memory, while the tile before is still loaded.
- * Registers are few here: what can be read or worked out again is. sequence(b): where sequence b
- * lies, of calls that read it from tensors. */
+/* One warp writes tile descriptions while earlier tiles are being loaded. The producer has few
+ * registers, so values are recomputed or reread instead of kept. sequence(b): the range of
+ * sequence b, for calls that read it from device tensors. */
 template <class Tile, bool MODIFIED, class SequenceOf>
 __device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned char *smem,
                                            smem_addr smem_s, const SequenceOf &sequence) {
     typedef Smem<Tile> S;
     const tma_steps<S::TILE_STAGES> described = {smem_s + S::TILE_RING};
     int n = 0;
-    if (!x.reads) { /* every sequence is alike: one lane, and no wait */
+    /* all sequences are alike: one lane works, without waiting for the previous kernel */
+    if (!x.reads) {
 #pragma unroll 1
         for (;; ++n) {
             described.wait_empty(n);
@@ -222,7 +230,7 @@ __device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned ch
             __syncwarp();
         }
     } else {
-        griddepcontrol_wait(); /* what the kernel before wrote of them is there */
+        griddepcontrol_wait(); /* wait until the previous kernel has written those tensors */
 #pragma unroll 1
         for (int i = 0;; ++i) {
             described.wait_empty(n);
@@ -243,8 +251,8 @@ __device__ __forceinline__ void find_tiles(const FwdHopperParams &x, unsigned ch
     }
 }
 
-/* One thread loads. Q of tile n, by boxes of so many columns; no load where the tile sees no key or
- * there is no tile. */
+/* Loads Q of tile n in boxes of COLUMNS columns. One thread. A tile without keys, or the end
+ * marker, completes the barrier without a load. */
 template <class Tile, int COLUMNS = 64>
 __device__ __forceinline__ void load_q(const FwdHopperParams &x, const FwdTile &t, smem_addr smem_s,
                                        int n) {
@@ -260,8 +268,8 @@ __device__ __forceinline__ void load_q(const FwdHopperParams &x, const FwdTile &
     }
 }
 
-/* K and V in the order in which the consumers ask: K_0, K_1, V_0, K_2, V_1, ..; where there are two
- * buffers the next tile's Q after K_2 and V_1. */
+/* Loads K and V in the order in which the consumers read them: K_0, K_1, V_0, K_2, V_1, and so
+ * on. With two Q buffers, the next tile's Q follows K_2 and V_1 of this tile. */
 template <class Tile, bool MODIFIED>
 __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTile *tiles,
                                            smem_addr smem_s) {
@@ -271,7 +279,7 @@ __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTi
     const tma_steps<Tile::STAGES> k = {smem_s + S::K_RING}, v = {smem_s + S::V_RING};
     described.wait_full(0);
     if (AHEAD) load_q<Tile>(x, tiles[0], smem_s, 0);
-    int n = 0, step = 0; /* step: blocks of keys of earlier tiles */
+    int n = 0, step = 0; /* step: key blocks of earlier tiles */
 #pragma unroll 1
     for (; tiles[n % S::TILE_STAGES].steps.blocks >= 0; ++n) {
         const FwdTile &t = tiles[n % S::TILE_STAGES];
@@ -295,8 +303,8 @@ __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTi
                                            t.from.k_row + block_at<MODIFIED>(t, j - 1) * Tile::BKV,
                                            t.from.head_kv, t.from.b, v.full(at));
             }
-            /* its buffer is free once all have taken their first block; what they need sooner goes
-             * first */
+            /* its buffer becomes free after all warps' first weights; loads that are needed
+             * sooner go first */
             if (AHEAD && j == min(2, blocks)) {
                 described.wait_full(n + 1);
                 load_q<Tile>(x, tiles[(n + 1) % S::TILE_STAGES], smem_s, n + 1);
@@ -306,7 +314,7 @@ __device__ __forceinline__ void load_tiles(const FwdHopperParams &x, const FwdTi
         mbarrier_arrive(described.empty(n));
         if (!AHEAD) described.wait_full(n + 1);
     }
-    /* tells the consumers that there is no more */
+    /* signals the end to the consumers */
     if (!AHEAD) load_q<Tile>(x, tiles[n % S::TILE_STAGES], smem_s, n);
 }
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_products.cuh: what the consumers of flash_attn_fwd_sm90a issue: their turns, the products of
- * a block, and what is done to a product's registers and operands around it. */
+/* fwd_products.cuh: the WGMMA products that the consumers of flash_attn_fwd_sm90a issue, the
+ * order in which warpgroups issue them, and the clearing of registers and of V's rows. */
 #ifndef GPUKERN_CUDA_FWD_PRODUCTS_CUH
 #define GPUKERN_CUDA_FWD_PRODUCTS_CUH
 
@@ -9,7 +9,9 @@
 #include "../../ptx/wgmma.cuh"
 #include "fwd_producer.cuh"
 
-/* The warpgroup's turn to issue products. */
+/* turn_begin waits until the previous warpgroup has issued its products, turn_end lets the next
+ * one issue. The order keeps the warpgroups out of step, so that one multiplies while another
+ * computes weights. */
 template <class Tile> __device__ __forceinline__ void turn_begin(int warpgroup) {
     bar_sync(1 + warpgroup, 256);
 }
@@ -17,7 +19,7 @@ template <class Tile> __device__ __forceinline__ void turn_end(int warpgroup) {
     bar_arrive(1 + (warpgroup + 1) % Tile::WARPGROUPS, 256);
 }
 
-/* S [64][BKV] = Q K^T of this warpgroup's rows. */
+/* S [64][BKV] = Q K^T for this warpgroup's rows. */
 template <class T, class Tile>
 __device__ __forceinline__ void issue_scores(float (&s)[Tile::BKV / 2], smem_addr q_s,
                                              smem_addr k_s, int row) {
@@ -30,7 +32,7 @@ __device__ __forceinline__ void issue_scores(float (&s)[Tile::BKV / 2], smem_add
     wgmma_commit_group();
 }
 
-/* O [64][HEAD_DIM_V] += P V, P from registers. */
+/* O [64][HEAD_DIM_V] += P V, with P in registers. */
 template <class T, class Tile>
 __device__ __forceinline__ void issue_values(float (&o)[Tile::HEAD_DIM_V / 2],
                                              const uint32_t (&p)[Tile::BKV / 4], smem_addr v_s) {
@@ -42,13 +44,13 @@ __device__ __forceinline__ void issue_values(float (&o)[Tile::HEAD_DIM_V / 2],
     wgmma_commit_group();
 }
 
-/* Where it stands, not where d is first used. */
+/* Zeroes d here and not at its first use. */
 template <int N> __device__ __forceinline__ void clear(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) zero_here(d[i]);
 }
 
-/* Rows [from, end) of V become zero: a weight of 0 times NaN would be NaN. */
+/* Zeroes rows [from, end) of V. A weight of 0 times NaN would be NaN. */
 template <class Tile>
 __device__ __forceinline__ void clear_rows(smem_addr v_s, int from, int warpgroup,
                                            int end = Tile::BKV) {
@@ -57,7 +59,7 @@ __device__ __forceinline__ void clear_rows(smem_addr v_s, int from, int warpgrou
 #pragma unroll
         for (int c = 0; c < V::panels; ++c)
             st_shared_128(v_s + c * V::panel_bytes + i * 16, make_uint4(0, 0, 0, 0));
-    fence_proxy_async(); /* this thread's zeros come before wgmma's reads */
+    fence_proxy_async(); /* orders this thread's zeros before WGMMA's reads */
     bar_sync(4 + warpgroup, 128);
 }
 

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_results.cuh: O and lse of a consumer warp's 16 rows of flash_attn_fwd_sm90a to the tensors,
- * or to a part of the workspace. Where the next tile's Q has a place of its own O is staged in its
- * own rows of Q and stored by TMA; else Q is the next tile's already, and O leaves from
- * registers. */
+/* fwd_results.cuh: writes O and lse of a consumer warp's 16 rows of flash_attn_fwd_sm90a, either to
+ * the tensors or to a partial result in the workspace.
+ *
+ * With two Q buffers, O is staged in the warp's own rows of Q and stored by TMA. With one, the next
+ * Q is already on its way into that space, so O is stored from registers. */
 #ifndef GPUKERN_CUDA_FWD_RESULTS_CUH
 #define GPUKERN_CUDA_FWD_RESULTS_CUH
 
@@ -12,14 +13,15 @@
 #include "../softmax.cuh"
 #include "../stale_softmax.cuh"
 
-/* This lane's first row of the tile (the other one is 8 on), worked out where it is asked for: the
- * loop has no register for it. */
+/* This lane's first row of the tile; the second is 8 further. It is computed at each use,
+ * because the loop has no register for it. */
 __device__ __forceinline__ int own_row() {
     const int thread = mov_tid_x();
     return thread / 32 * 16 + frag_row(thread % 32, 0);
 }
 
-/* One of a lane's two rows of a tile: where it lies, and whether it is a query's. */
+/* One of a lane's two rows of a tile: its head and query, whether that query exists, and the
+ * index of its lse. */
 struct FwdResult {
     FwdRow at;
     bool real;
@@ -35,14 +37,14 @@ __device__ __forceinline__ FwdResult result_of(const FwdHopperParams &x, const F
     return y;
 }
 
-/* A warp's 16 rows of O, times factor, to its own rows of Q. */
+/* Writes a warp's 16 rows of O, times factor, into its rows of Q. */
 template <class T, class Tile>
 __device__ __forceinline__ void stage_rows(const float (&o)[Tile::HEAD_DIM_V / 2],
                                            const float (&factor)[2], smem_addr q_s) {
     typedef typename Smem<Tile>::Q Q;
     const int warp = mov_tid_x() / 32, lane = laneid();
-    /* stmatrix: 8 x 8 blocks, rows 0-7 and 8-15 of one octet of columns, then of the next. The
-     * first one's address gives all */
+    /* stmatrix stores 8 x 8 blocks: rows 0-7 and 8-15 of one group of 8 columns, then of the
+     * next group. All addresses follow from the first one. */
     const smem_addr first_s = q_s + Q::offset_of(16 * warp + lane % 16, lane / 16 * 8);
 #pragma unroll
     for (int n = 0; n < Tile::HEAD_DIM_V / 8; n += 2) {
@@ -55,18 +57,18 @@ __device__ __forceinline__ void stage_rows(const float (&o)[Tile::HEAD_DIM_V / 2
     }
 }
 
-/* The rows that a warp has staged to the tensor. */
+/* Stores the rows that a warp has staged. */
 template <class T, class Tile>
 __device__ __forceinline__ void store_rows(const FwdHopperParams &x, const FwdTile &t,
                                            smem_addr q_s) {
     typedef typename Smem<Tile>::Q Q;
     const Problem &p = x.fwd.problem;
     const int warp = mov_tid_x() / 32, lane = laneid(), first = t.work.i0 + 16 * warp;
-    /* TMA leaves out rows past a dense tensor, but not those of the next sequence. A vote: the
-     * compiler sees that lanes agree */
-    if (__all_sync(0xffffffffu, x.stacked == 1 && (!p.cu_q || first + 16 <= t.seq.seq_q))) {
-        fence_proxy_async(); /* this lane's part comes before TMA's read */
-        __syncwarp();        /* and so do all lanes' */
+    /* TMA skips rows past a dense tensor, but in a packed one those rows are the next
+     * sequence's. The vote tells the compiler that all lanes agree. */
+    if (__all_sync(0xffffffffu, x.tile_heads == 1 && (!p.cu_q || first + 16 <= t.seq.seq_q))) {
+        fence_proxy_async(); /* orders this lane's writes before TMA's read */
+        __syncwarp();        /* waits for the writes of all lanes */
         if (lane == 0 && first < t.seq.seq_q) {
 #pragma unroll
             for (int d = 0; d < Tile::HEAD_DIM_V; d += 64)
@@ -88,12 +90,12 @@ __device__ __forceinline__ void store_rows(const FwdHopperParams &x, const FwdTi
                 st_global_128(out_g + at.head * p.out.head + (int64_t)at.i * p.out.row + col,
                               ld_shared_128(q_s + Q::offset_of(row, col)));
         }
-        fence_proxy_async(); /* these accesses come before TMA's next load of Q */
+        fence_proxy_async(); /* orders these accesses before TMA's next load of Q */
         __syncwarp();
     }
 }
 
-/* By TMA, any whole rows. */
+/* Stores through the staging rows. Serves every call with one split. */
 template <class T, class Tile>
 __device__ __forceinline__ void store_tile(const FwdHopperParams &x, const FwdTile &t,
                                            const StaleSoftmax<T, Tile::BKV> &softmax,
@@ -105,12 +107,12 @@ __device__ __forceinline__ void store_tile(const FwdHopperParams &x, const FwdTi
     for (int r = 0; r < 2; ++r) {
         const FwdResult y = result_of(x, t, r);
         sum[r] = softmax.result(r, y.real ? sink_of(p, y.at.head) : -INFINITY);
-        /* rows that stacked heads leave free stay finite in Q */
+        /* rows that no head fills must stay finite in Q */
         factor[r] = y.real && sum[r].sum != 0 ? __fdividef(sum[r].share, sum[r].sum) : 0.f;
     }
     stage_rows<T, Tile>(o, factor, q_s);
     store_rows<T, Tile>(x, t, q_s);
-    /* lse comes last: the fence before TMA would wait until it has arrived */
+    /* lse comes last: the fence before TMA waits for all earlier stores */
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const FwdResult y = result_of(x, t, r);
@@ -118,7 +120,7 @@ __device__ __forceinline__ void store_tile(const FwdHopperParams &x, const FwdTi
     }
 }
 
-/* The same of a `simple` call, in a third of the instructions. */
+/* store_tile for a `simple` call, in a third of the instructions. */
 template <class T, class Tile>
 __device__ __forceinline__ void
 store_simple(const FwdHopperParams &x, const FwdTile &t, const StaleSoftmax<T, Tile::BKV> &softmax,
@@ -137,7 +139,7 @@ store_simple(const FwdHopperParams &x, const FwdTile &t, const StaleSoftmax<T, T
     if (i + 8 < t.seq.seq_q) lse_g[8 * lse.row] = softmax.lse_of(1, sum[1]);
 }
 
-/* From registers, any whole rows. */
+/* Stores from registers. Serves every call with one split. */
 template <class T, class Tile>
 __device__ __forceinline__ void store_direct(const FwdHopperParams &x, const FwdTile &t,
                                              const StaleSoftmax<T, Tile::BKV> &softmax,
@@ -151,8 +153,8 @@ __device__ __forceinline__ void store_direct(const FwdHopperParams &x, const Fwd
         const float factor = sum.sum != 0 ? __fdividef(sum.share, sum.sum) : 0.f;
         T *out_g = (T *)p.out.data + t.work.b * p.out.batch + y.at.head * p.out.head +
                    (int64_t)(t.seq.q0 + y.at.i) * p.out.row;
-        /* a lane has two columns of each octet; it takes its neighbour's two of one octet for its
-         * own of the next, and stores four */
+        /* A lane has two columns of each group of 8. It exchanges two columns of one group for
+         * its neighbour's two of the other group, and stores four columns. */
         const int col = 8 * odd + lane % 4 / 2 * 4;
 #pragma unroll
         for (int n = 0; n < Tile::HEAD_DIM_V / 8; n += 2) {
@@ -168,8 +170,8 @@ __device__ __forceinline__ void store_direct(const FwdHopperParams &x, const Fwd
     }
 }
 
-/* O and lse in float32, from registers, any rows. Where fwd.lse_splits is given, out and lse hold
- * the attention over other keys, and become that over both: a side that saw nothing is not read. */
+/* Stores O and lse in float32 from registers. If fwd.lse_splits is set, out and lse hold the
+ * attention over other keys and are merged with this result. A side that saw no key is not read. */
 template <class T, class Tile>
 __device__ __forceinline__ void store_partial(const FwdHopperParams &x, const FwdTile &t,
                                               const StaleSoftmax<T, Tile::BKV> &softmax,
@@ -182,10 +184,10 @@ __device__ __forceinline__ void store_partial(const FwdHopperParams &x, const Fw
         float factor = sum.sum != 0 ? __fdividef(sum.share, sum.sum) : 0.f, lse = sum.lse(),
               share = 0;
         if (x.fwd.lse_splits) {
-            const float held = y.real ? x.fwd.lse_splits[y.lse] : -INFINITY;
-            __syncwarp(); /* the row's lanes have read it */
-            if (held != -INFINITY) {
-                const float peak = fmaxf(held, lse), a = __expf(held - peak),
+            const float old_lse = y.real ? x.fwd.lse_splits[y.lse] : -INFINITY;
+            __syncwarp(); /* all lanes of the row have read it before it is overwritten */
+            if (old_lse != -INFINITY) {
+                const float peak = fmaxf(old_lse, lse), a = __expf(old_lse - peak),
                             b = __expf(lse - peak);
                 share = __fdividef(a, a + b);
                 factor *= __fdividef(b, a + b);
@@ -201,16 +203,16 @@ __device__ __forceinline__ void store_partial(const FwdHopperParams &x, const Fw
             float2 *to = (float2 *)(out_g + 8 * n);
             float2 z = make_float2(o[4 * n + 2 * r] * factor, o[4 * n + 2 * r + 1] * factor);
             if (share != 0) {
-                const float2 have = *to;
-                z.x = fmaf(share, have.x, z.x);
-                z.y = fmaf(share, have.y, z.y);
+                const float2 old_out = *to;
+                z.x = fmaf(share, old_out.x, z.x);
+                z.y = fmaf(share, old_out.y, z.y);
             }
             *to = z;
         }
     }
 }
 
-/* A part of the keys' O and lse to the workspace, in float32. */
+/* Stores O and lse over one split of the keys to the workspace, in float32. */
 template <class T, class Tile>
 __device__ __forceinline__ void store_part(const FwdHopperParams &x, const FwdTile &t,
                                            const StaleSoftmax<T, Tile::BKV> &softmax,

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_rows.cuh: the pieces that the forward kernels share: rows of packed tensors that no sequence
- * owns, and what a copy in units of 16 bytes asks of strides. */
+/* fwd_rows.cuh: shared by the forward kernels. It fills the rows of packed results that no
+ * sequence owns, and checks the alignment that 16-byte copies need. */
 #ifndef GPUKERN_CUDA_FWD_ROWS_CUH
 #define GPUKERN_CUDA_FWD_ROWS_CUH
 
 #include "../../tile/convert.cuh"
 #include "../problem.cuh"
 
-/* out 0 and lse -inf for rows at or after cu_seqlens_q[batch] and for rows of a sequence past
- * max_seqlen_q. Block x looks after the end of sequence x, the last one after the end of the
- * tensor; blocks y share its rows. */
+/* Writes out = 0 and lse = -inf for rows from cu_seqlens_q[batch] on and for rows of a sequence
+ * past max_seqlen_q. Block x serves the end of sequence x, the last block the end of the tensor;
+ * the blocks y share its rows. */
 template <class T> __global__ void __launch_bounds__(128) clear_unowned_kernel(Problem p) {
     typedef typename element<T>::acc W;
     const int b = blockIdx.x;

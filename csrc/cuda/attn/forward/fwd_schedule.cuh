@@ -1,40 +1,43 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_schedule.cuh: which tiles of queries a block of flash_attn_fwd_sm90a takes, one after the
- * other. No counter in memory: the order follows from shapes alone. Units of one head are
- * neighbours, so that blocks that run together read the same keys from L2. Plain functions, which a
- * CPU test walks too (tests/csrc/check_attn_sm90a.cpp).
+/* fwd_schedule.cuh: the order in which the blocks of flash_attn_fwd_sm90a take tiles of queries.
  *
- * A unit is one tile of one head, or under a causal rule the two tiles i and n - 1 - i, whose keys
- * add up to the same number for every i. Block c takes units c, c + blocks, c + 2 blocks, .. A part
- * of a round would take a whole pair's time: the last one to two rounds of pairs, and the tiles in
- * the middle of an odd number, are dealt as single tiles instead, longest first, from block 0 to
- * the last and back. In a window all tiles but a head's first ones are equally long: those come
- * last, in the same way. */
+ * The order follows from shapes alone; there is no counter in memory. A work unit is one tile of
+ * one head. Under a causal mask a unit is a pair of tiles, i and n - 1 - i: the keys of a pair add
+ * up to the same number for every i. Block c takes units c, c + blocks, c + 2 blocks, and so on.
+ * Units of one head are neighbours, so blocks that run at the same time read the same keys from L2.
+ *
+ * An incomplete last round of pairs would take as long as a whole pair. So the tiles of the last
+ * one or two rounds, and the middle tile of an odd number, are scheduled one by one instead:
+ * longest first, from block 0 to the last block, then back from the last to block 0. With a sliding
+ * window, all tiles of a head but the first few are equally long. The first few come last, in the
+ * same way.
+ *
+ * Everything here is a plain function that tests/csrc/check_attn_sm90a.cpp also runs on the CPU. */
 #ifndef GPUKERN_CUDA_FWD_SCHEDULE_CUH
 #define GPUKERN_CUDA_FWD_SCHEDULE_CUH
 
 #include "../../layout/layout.cuh" /* GK_HD */
 #include "../../tile/divisor.cuh"
 
-/* Tiles that are dealt one by one: `count` tiles, of the last `heads` heads one of each length, the
- * longest `tile`. */
+/* A group of tiles that are scheduled one by one: `count` tiles, longest first. For each length
+ * there is one tile from each of the last `heads` heads; `tile` is the index of the longest. */
 struct FwdSingles {
     int count, heads, tile;
     Divisor by_heads;
 };
 
 struct FwdSchedule {
-    int tiles;  /* of a head; of a packed call: of its longest sequence */
-    int splits; /* parts of the keys of a tile, each a unit */
-    int paired; /* 1: a unit is tiles i and n - 1 - i */
-    int young;  /* a head's first tiles that see fewer keys than those behind them, where these come
-                   last; not paired */
-    int heads;  /* over batch and heads; of a packed call those of one sequence */
-    int units;  /* of all heads; of a packed call an upper bound */
-    int blocks; /* of the grid */
-    /* Dense calls alone: */
+    int tiles;  /* tiles of a head; packed call: of its longest sequence */
+    int splits; /* parts into which a tile's keys are split; each part is a unit */
+    int paired; /* 1: a unit is the pair of tiles i and n - 1 - i */
+    /* number of a head's first tiles that see fewer keys and are scheduled last; 0 with pairs */
+    int short_tiles;
+    int heads;  /* batch x heads; packed call: heads of one sequence */
+    int units;  /* of all heads; packed call: an upper bound */
+    int blocks; /* size of the grid */
+    /* Dense calls only: */
     Divisor by_splits, by_unit; /* splits; units of a head */
-    int rounds; /* of units that are dealt in order; the other tiles are dealt one by one: */
+    int rounds;                 /* full rounds of units; the remaining tiles are in `singles` */
     FwdSingles singles[5];
 };
 
@@ -46,9 +49,10 @@ struct FwdUnit {
 
 constexpr GK_HD int fwd_units_of(int tiles, int paired) { return paired ? (tiles + 1) / 2 : tiles; }
 
-/* A unit of a packed call, within its sequence of so many tiles. Tiles come longest first where a
- * causal rule makes the last one longest. Where pairs leave a tile in the middle over, those of all
- * heads come last: half a unit each, they would fall to the same blocks time and again. */
+/* Unit `unit` of a packed call, within a sequence of `tiles` tiles. The last tile comes first,
+ * because under a causal mask it is the longest. With pairs, the middle tile of an odd number is
+ * half a unit. The middle tiles of all heads come last, so that they do not fall to the same
+ * blocks in every round. */
 constexpr GK_HD FwdUnit fwd_unit(int tiles, const FwdSchedule &s, int unit) {
     const int split = unit % s.splits, rest = unit / s.splits;
     if (!s.paired) return {rest / tiles, split, {tiles - 1 - rest % tiles, -1}};
@@ -58,13 +62,13 @@ constexpr GK_HD FwdUnit fwd_unit(int tiles, const FwdSchedule &s, int unit) {
 }
 
 struct FwdPlace {
-    int head, tile, split; /* head -1: there is none */
+    int head, tile, split; /* head -1: no tile */
 };
 
-/* Single tile `at` of a dense call, longest first. */
+/* The at-th tile of a dense call's one-by-one tiles, longest first. */
 inline GK_HD FwdPlace fwd_single(const FwdSchedule &s, int at) {
 #ifdef __CUDACC__
-#pragma unroll 1 /* registers are few where it is called */
+#pragma unroll 1 /* the caller has few registers */
 #endif
     for (int i = 0; i < 5; ++i) {
         const FwdSingles &of = s.singles[i];
@@ -79,7 +83,8 @@ inline GK_HD FwdPlace fwd_single(const FwdSchedule &s, int at) {
 
 /* The tile that block c of a dense call takes at its step i. */
 inline GK_HD FwdPlace fwd_place_of(const FwdSchedule &s, int c, int i) {
-    const int last = i - (s.paired ? 2 * s.rounds : s.rounds); /* rounds of single tiles */
+    /* the round among the one-by-one tiles */
+    const int last = i - (s.paired ? 2 * s.rounds : s.rounds);
     if (last >= 0) return fwd_single(s, last * s.blocks + (last % 2 ? s.blocks - 1 - c : c));
     const int unit = c + (s.paired ? i / 2 : i) * s.blocks;
     if (unit >= s.units) return {-1, 0, 0};
@@ -89,14 +94,15 @@ inline GK_HD FwdPlace fwd_place_of(const FwdSchedule &s, int c, int i) {
     return {head, s.paired && i % 2 ? rest : s.tiles - 1 - rest, unit - whole * s.splits};
 }
 
-/* Heads of fewer tiles are short sequences, which live off memory: single tiles longest first would
- * read each head's keys at several times, so only a part of a round is dealt so. Measured, tiles
- * against pairs alone: 0.87 to 0.97 at 4 and 8 tiles, 0.99 to 1.01 at 16, 1.02 from 32 on. */
+/* Heads with fewer tiles than this come from short sequences, which are bound by memory.
+ * One-by-one tiles read each head's keys at several times, so only the incomplete round is
+ * scheduled that way. Measured, speed with one-by-one tiles over pairs only: 0.87 to 0.97 at 4
+ * and 8 tiles, 0.99 to 1.01 at 16 tiles, 1.02 from 32 tiles on. */
 constexpr int FWD_SINGLES = 20;
 
-/* units and blocks of a dense call on so many SMs, and how its units end. */
-inline void fwd_deal(FwdSchedule *s, int sms) {
-    const int64_t of_head = s->paired ? s->tiles / 2 : s->tiles - s->young,
+/* Fills in the units, the grid and the one-by-one tiles of a dense call on `sms` SMs. */
+inline void fwd_make_schedule(FwdSchedule *s, int sms) {
+    const int64_t of_head = s->paired ? s->tiles / 2 : s->tiles - s->short_tiles,
                   units = s->heads * of_head;
     const int64_t tiles = (int64_t)s->heads * s->tiles * s->splits, all = s->paired ? units : tiles;
     s->units = (int)(all < INT32_MAX ? all : INT32_MAX);
@@ -104,15 +110,15 @@ inline void fwd_deal(FwdSchedule *s, int sms) {
     s->by_splits = divisor_of((uint32_t)s->splits);
     s->by_unit = divisor_of((uint32_t)(of_head > 1 ? of_head : 1));
     s->rounds = INT32_MAX / 2;
-    if ((!s->paired && s->young == 0) || s->blocks == 0) return;
+    if ((!s->paired && s->short_tiles == 0) || s->blocks == 0) return;
     const int whole = (int)(units / s->blocks);
     s->rounds = !s->paired || s->tiles < FWD_SINGLES || whole == 0 ? whole : whole - 1;
-    /* of head `first` the units before u0 are dealt, of the heads behind it none */
-    const int64_t dealt = (int64_t)s->rounds * s->blocks;
-    const int first = of_head ? (int)(dealt / of_head) : s->heads,
-              u0 = of_head ? (int)(dealt % of_head) : 0;
+    /* Whole rounds cover all heads before `first`, and the units before u0 of head `first`. */
+    const int64_t scheduled = (int64_t)s->rounds * s->blocks;
+    const int first = of_head ? (int)(scheduled / of_head) : s->heads,
+              u0 = of_head ? (int)(scheduled % of_head) : 0;
     const int part = s->heads - first - 1, rest = s->heads - first, left = (int)of_head - u0;
-    const int middle = s->paired ? s->tiles % 2 : s->young;
+    const int middle = s->paired ? s->tiles % 2 : s->short_tiles;
     const int lengths[5] = {u0, left, middle, s->paired ? left : 0, s->paired ? u0 : 0};
     const int heads[5] = {part, rest, s->heads, rest, part};
     for (int i = 0, tile = s->tiles - 1; i < 5; tile -= lengths[i++]) {
@@ -122,9 +128,9 @@ inline void fwd_deal(FwdSchedule *s, int sms) {
     }
 }
 
-/* Which block of a tile's keys comes at step `at`. With ALiBi the nearest one first, since weights
- * fall from there: towards it they would grow by more than a stale reference takes. 0: from the
- * first to the last. */
+/* The key block that comes at step `at`. With ALiBi the block nearest to the queries comes
+ * first, because weights fall with distance from it. In the other direction they would grow by
+ * more than a stale reference allows. nearest of 0 means first to last. */
 constexpr GK_HD int fwd_block(int at, int nearest) { return at <= nearest ? nearest - at : at; }
 
 #endif

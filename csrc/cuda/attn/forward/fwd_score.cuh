@@ -1,12 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_score.cuh: softcap and ALiBi in flash_attn_fwd_sm90a, on a block of products while the next
- * ones run. Issue slots decide: a block's weights take 3.5 a score, and beside products in flight
- * each costs some 3 clocks. So every number that a call fixes is a kernel parameter, which an
- * instruction reads as an operand, and a weight's exponent stays one multiply-add of the product s:
- *   2^(s t - m), t = scale log2(e) P(s^2)        softcap where all of a warp's scores are small: 3 slots, and half a one for the test
- *   2^(s scale log2(e) + a), a = -m - slope |i + diagonal - j|   ALiBi: a is there before the product is, under the wait for it
- * Softcap and ALiBi together, a tile's first block and one that is taken again finish the scores
- * first, in log2 units. */
+/* fwd_score.cuh: softcap and ALiBi in flash_attn_fwd_sm90a, applied to a block of scores while the
+ * next products run.
+ *
+ * Issue slots decide the speed. The weights of a block take 3.5 instructions a score, and beside
+ * products in flight each takes some 3 clocks. So every constant of a call is a kernel parameter,
+ * which an instruction reads as an operand. The exponent of a weight stays one multiply-add of the
+ * product s:
+ *
+ *   softcap   2^(s t - m), t = scale log2(e) P(s^2)
+ *             if all scores of a warp are small: 3 instructions, and half a one for the test
+ *   ALiBi     2^(s scale log2(e) + a), a = -m - slope |i + diagonal - j|
+ *
+ * The ALiBi addend a is computed while the kernel waits for the product. Three cases compute the
+ * complete score in log2 units first: softcap with ALiBi, a tile's first block, and a block that is
+ * redone. */
 #ifndef GPUKERN_CUDA_FWD_SCORE_CUH
 #define GPUKERN_CUDA_FWD_SCORE_CUH
 
@@ -15,36 +22,37 @@
 #include <math.h>
 #include <stdint.h>
 
-/* Made on the host. Near scores, x = scale s / cap below 0.272: tanh(x) / x = 1 + a x^2 + b x^4,
- * relative error 1e-6. With q = s^2 + add they are those of q below the power of two `end`, and all
- * q that are have one exponent, so that an `or` of many tells whether all are near. */
+/* The constants of a call, computed on the host. A score is near if x = scale s / cap is below
+ * 0.272; then tanh(x) / x = 1 + a x^2 + b x^4 with a relative error of 1e-6. With q = s^2 + add,
+ * a score is near if q is below the power of two `end`. All q of near scores have the same
+ * exponent, so the `or` of many q tells whether all scores are near. */
 struct ScoreUnits {
-    float unit_log2; /* of a product */
-    float add, end;  /* of q */
-    float limit;     /* |s| below this is near */
+    float unit_log2; /* scale log2(e) */
+    float add, end;  /* for q: the offset, and the bound of near scores */
+    float limit;     /* scores with |s| below this are near */
     float c[3];      /* scale log2(e) tanh(x) / x = c0 + c1 q + c2 q^2 */
     float power;     /* e^(-2 scale s / cap) is 2^(s power) */
     float over;      /* cap in log2 units */
-    bool capped, sloped;
-    bool plain; /* false: numbers that these do not take */
+    bool capped, has_alibi;
+    bool plain; /* false: scale or softcap is outside the range that these formulas serve */
 };
 
-inline ScoreUnits score_units(double scale, double softcap, bool sloped) {
+inline ScoreUnits score_units(double scale, double softcap, bool has_alibi) {
     constexpr double log2_e = 1.4426950408889634, a = -0.33321135, b = 0.12795151;
     ScoreUnits u = {};
     u.capped = softcap > 0;
-    u.sloped = sloped;
+    u.has_alibi = has_alibi;
     const double factor = u.capped ? scale / softcap : 1;
-    /* the largest product is the largest score, and powers below have full precision */
-    u.plain = scale > 1e-30 && ((!u.capped && !sloped) || (scale >= 1e-6 && scale <= 1e6 &&
-                                                           factor >= 1e-15 && factor <= 1e3));
+    /* the bounds keep the largest score finite and the powers below at full precision */
+    u.plain = scale > 1e-30 && ((!u.capped && !has_alibi) || (scale >= 1e-6 && scale <= 1e6 &&
+                                                              factor >= 1e-15 && factor <= 1e3));
     const double unit = (float)scale * log2_e;
     u.unit_log2 = (float)unit;
     if (!u.plain || !u.capped) return u;
     u.power = (float)(-2 * log2_e * factor);
     u.over = (float)(unit / factor);
-    /* where c2 has no float of full precision any more near scores end earlier, before its term
-     * counts */
+    /* For very small factors c2 is no normal float. The near range then ends at x = 1e-3, where
+     * the term with c2 does not count. */
     const double most = (factor > 1e-6 ? 0.272 : 1e-3) / factor, x2 = factor * factor;
     const double end = exp2(ceil(log2(most * most)) + 1), add = end - most * most;
     u.end = (float)end;
@@ -57,12 +65,13 @@ inline ScoreUnits score_units(double scale, double softcap, bool sloped) {
 }
 
 inline GK_HD float cap_square(float s, const ScoreUnits &u) { return fmaf(s, s, u.add); }
-/* What s is multiplied by, where q < end. */
+/* The factor of s if it is near (q < end). */
 inline GK_HD float cap_factor(float q, const ScoreUnits &u) {
     return fmaf(fmaf(u.c[2], q, u.c[1]), q, u.c[0]);
 }
 
-/* Of a lane's columns 0, 1, 8, 9, 16, .. of a block those in [from, to), a bit each. */
+/* The columns of a lane that lie in [from, to), one bit each. A lane holds columns 0, 1, 8, 9,
+ * 16, 17 and so on of a block, relative to its first. */
 template <int COLUMNS> GK_HD inline uint32_t columns_in(int from, int to) {
     uint32_t bits[2];
     for (int i = 0; i < 2; ++i) {
@@ -77,18 +86,18 @@ template <int COLUMNS> GK_HD inline uint32_t columns_in(int from, int to) {
 #include "../../ptx/opaque.cuh"
 #include "../score.cuh"
 
-/* Which of a lane's columns its two rows see, and what is common to the rows of the warp: a bit is
- * a column. */
+/* The columns of a lane that its two rows see, one bit a column, and their union and
+ * intersection over the rows of the warp. */
 struct KeptColumns {
     uint32_t kept[2];
-    uint32_t some, whole; /* some row sees it; all rows do */
+    uint32_t some, whole; /* columns that some row sees; columns that all rows see */
 
     __device__ __forceinline__ void agree() {
         some = __reduce_or_sync(0xffffffffu, kept[0] | kept[1]);
         whole = __reduce_and_sync(0xffffffffu, kept[0] & kept[1]);
     }
-    /* Of scores [first, first + 16), four octets of keys: whether any row sees one, whether all
-     * rows see all. */
+    /* For scores [first, first + 16), which are four groups of 8 keys: whether any row sees one
+     * of them, and whether all rows see all of them. */
     __device__ __forceinline__ bool any(int first) const { return some >> first / 2 & 255; }
     __device__ __forceinline__ bool all(int first) const {
         return (whole >> first / 2 & 255) == 255;
@@ -98,7 +107,8 @@ struct KeptColumns {
     }
 };
 
-/* Scores of columns that a row does not see become -inf. s[4 n + 2 r + e]: row r, bit 2 n + e. */
+/* Sets scores of columns that a row does not see to -inf. s[4 n + 2 r + e] is row r, bit 2 n +
+ * e. */
 template <int N>
 __device__ __forceinline__ void keep_columns(float (&s)[N], const KeptColumns &columns) {
 #pragma unroll
@@ -115,18 +125,18 @@ __device__ __forceinline__ float cap_far(float s, const ScoreUnits &u) {
     return copysignf((1 - y) * rcp_approx_ftz(1 + y), s);
 }
 
-/* What the exponent of score i has beside the product: ALiBi, and the row's reference. ahead: from
- * the lane's first key to where rows 0 and 8 stand. Distances are exact where they are small; past
- * 2^24 they round as any float of their size does. slope: in log2 units. */
-__device__ __forceinline__ float lean_addend(int i, const float (&slope)[2],
-                                             const float (&ahead)[2], const float (&m)[2]) {
+/* The addend of score i's exponent: ALiBi minus the row's reference m. ahead: the positions of
+ * rows 0 and 8, relative to the lane's first key. Distances up to 2^24 are exact; larger ones
+ * are rounded to float. slope: in log2 units. */
+__device__ __forceinline__ float alibi_addend(int i, const float (&slope)[2],
+                                              const float (&ahead)[2], const float (&m)[2]) {
     const int r = i / 2 & 1;
     return fmaf(-slope[r], fabsf(ahead[r] - (float)(i / 4 * 8 + i % 2)), -m[r]);
 }
 
-/* The exponents of scores i and i + 1 under a softcap, with ALiBi or a slope of 0; ahead: of row 0.
- * Far ones stand behind a branch, two by two: for more there are no registers. A score's bits
- * depend on itself alone. */
+/* The exponents of scores i and i + 1 under a softcap, with ALiBi or a slope of 0. ahead: for
+ * row 0. Scores that are not near take a branch two at a time; there are no registers for more.
+ * A score's bits depend on itself alone. */
 template <int N>
 __device__ __forceinline__ void cap_exponents(float (&s)[N], int i, const ScoreUnits &u,
                                               float slope, float ahead, const float (&m)[2],
@@ -138,7 +148,7 @@ __device__ __forceinline__ void cap_exponents(float (&s)[N], int i, const ScoreU
     bool near = true;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-        opaque(s[i + e]); /* or all polynomials move ahead of the tests */
+        opaque(s[i + e]); /* without it the compiler moves all polynomials ahead of the tests */
         const float q = cap_square(s[i + e], u);
         near = near && q < u.end;
         to[e] = fmaf(s[i + e], cap_factor(q, u), addend(e));
@@ -146,24 +156,25 @@ __device__ __forceinline__ void cap_exponents(float (&s)[N], int i, const ScoreU
     if (__all_sync(0xffffffffu, near)) return;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-        opaque(to[e]); /* or it becomes a branch a score */
+        opaque(to[e]); /* without it the compiler makes a branch for each score */
         float far = fmaf(cap_far(s[i + e], u), u.over, addend(e));
         opaque(far);
         to[e] = cap_square(s[i + e], u) < u.end ? to[e] : far;
     }
 }
 
-/* Addends where all keys lie on one side of all rows: side is 1 where they come before them, -1
- * behind. What all of them have in common is taken out, and the rest is one multiply-add. */
-struct LeanSide {
+/* ALiBi addends for a block whose keys all lie on one side of all rows. side: 1 if the keys come
+ * first, -1 if the rows do. The common part is taken out, so an addend is one multiply-add. */
+struct OneSidedAlibi {
     float each[2], common[2];
     __device__ __forceinline__ float addend(int i) const {
         return fmaf(each[i / 2 & 1], (float)(i / 4 * 8 + i % 2), common[i / 2 & 1]);
     }
 };
-__device__ __forceinline__ LeanSide lean_side(const float (&slope)[2], const float (&ahead)[2],
-                                              int side, const float (&m)[2]) {
-    LeanSide y;
+__device__ __forceinline__ OneSidedAlibi one_sided_alibi(const float (&slope)[2],
+                                                         const float (&ahead)[2], int side,
+                                                         const float (&m)[2]) {
+    OneSidedAlibi y;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         y.each[r] = side < 0 ? -slope[r] : slope[r];
@@ -172,16 +183,16 @@ __device__ __forceinline__ LeanSide lean_side(const float (&slope)[2], const flo
     return y;
 }
 
-/* Those of a block. */
+/* The ALiBi addends of all scores of a block. */
 template <int N>
-__device__ __forceinline__ void lean_addends(float (&to)[N], const float (&slope)[2],
-                                             const float (&ahead)[2], int side,
-                                             const float (&m)[2]) {
+__device__ __forceinline__ void alibi_addends(float (&to)[N], const float (&slope)[2],
+                                              const float (&ahead)[2], int side,
+                                              const float (&m)[2]) {
     if (side == 0) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) to[i] = lean_addend(i, slope, ahead, m);
+        for (int i = 0; i < N; ++i) to[i] = alibi_addend(i, slope, ahead, m);
     } else {
-        const LeanSide of = lean_side(slope, ahead, side, m);
+        const OneSidedAlibi of = one_sided_alibi(slope, ahead, side, m);
 #pragma unroll
         for (int i = 0; i < N; ++i) to[i] = of.addend(i);
     }

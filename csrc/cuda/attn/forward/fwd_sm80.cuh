@@ -1,24 +1,29 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_sm80.cuh: attention on tensor cores, 16-bit, dense and packed, every modifier: the kernel of
- * flash_attn_fwd_sm80, and with DROP of flash_attn_fwd_drop_sm80.
- * FlashAttention-2 (Dao 2023, arXiv:2307.08691): a block owns BQ rows of one head and walks over
+/* fwd_sm80.cuh: attention on tensor cores by mma.sync, 16-bit, dense and packed, every modifier. It
+ * is the kernel of flash_attn_fwd_sm80 and, with DROP, of flash_attn_fwd_drop_sm80.
+ * FlashAttention-2 (Dao 2023, arXiv:2307.08691): a block owns BQ rows of one head and loops over
  * the keys that they see.
- *   S = Q K^T   s = score(S) or -inf where the row does not see the key   P = e^(s - m)   O = O e^(m_old - m) + P V
- *   out = O / (sum P + e^(sink - m))   lse = m + log(sum P + e^(sink - m))
- * q [.., Sq, D]  k [.., Sk, D]  v [.., Sk, Dv]  out [.., Sq, Dv], rows of 16-byte multiples;  lse [.., Sq] float32.
- * D, Dv: multiples of 8 up to the bucket HEAD_DIM; the columns after them are zeros in shared
- * memory.
  *
- * Work split: grid x = (split, head, tile of BQ rows), longest first (fwd_work.cuh). A warp owns BQ
- * / WARPS rows of S and O; K and V are shared. Where blocks would not fill the GPU the keys of a
- * tile are split; parts go through the workspace.
+ *  S = Q K^T   s = score(S), -inf for keys that a row does not see
+ *  P = e^(s - m)   O = O e^(m_old - m) + P V
+ *  out = O / (sum P + e^(sink - m))   lse = m + log(sum P + e^(sink - m))
  *
- * Pipeline, STAGES = 2: one barrier a tile                   STAGES = 1: two, each buffer refilled when all have read it
- *   cp.async  K0 V0 | K1 V1 | K2 V2 |                          cp.async  K0 | V0 | K1 | V1 | K2 |
- *   compute         | Q K0, softmax, P V0 | Q K1, ...          compute        | Q K0 | softmax, P V0 | Q K1 |
+ * q [.., Sq, D], k [.., Sk, D], v [.., Sk, Dv], out [.., Sq, Dv], rows aligned to 16 bytes; lse
+ * [.., Sq] float32. D and Dv are multiples of 8 up to the bucket HEAD_DIM; the remaining columns
+ * are zeros in shared memory.
  *
- * Not handled: float32 (CUDA cores: flash_attn_fwd_simt), rows that are not aligned
- * (flash_attn_fwd_plain). */
+ * Work split: grid x = (split, head, tile of BQ rows), longest tiles first (fwd_work.cuh). A warp
+ * owns BQ / WARPS rows of S and O and reads the shared K and V. If the blocks would not fill the
+ * GPU, the keys of a tile are split; partial results go through the workspace.
+ *
+ *  Pipeline, STAGES = 2: one barrier a tile
+ *    cp.async  K0 V0 | K1 V1 | K2 V2 |
+ *    compute         | Q K0, softmax, P V0 | Q K1, ...
+ *  Pipeline, STAGES = 1: two barriers a tile; a buffer is refilled when all have read it
+ *    cp.async  K0 | V0 | K1 | V1 | K2 |
+ *    compute        | Q K0 | softmax, P V0 | Q K1 |
+ *
+ * Not handled: float32 (flash_attn_fwd_simt), unaligned rows (flash_attn_fwd_plain). */
 #ifndef GPUKERN_CUDA_FWD_SM80_CUH
 #define GPUKERN_CUDA_FWD_SM80_CUH
 
@@ -33,8 +38,8 @@
 namespace {
 
 /* ---- 1. shared memory ------------------------------------------------------------------------ */
-/* What edge tiles and the end of the kernel ask for: kept here, because the loop needs every
- * register. */
+/* The values that masked tiles and the end of the kernel read. They are in shared memory,
+ * because the loop needs every register. */
 struct Kept {
     FwdWork work;
     Sequence seq;
@@ -44,9 +49,9 @@ struct Kept {
 
 template <class Tile> struct Smem {
     static constexpr int ROW_BYTES = Tile::HEAD_DIM * 2, THREADS = Tile::WARPS * 32;
-    /* 16..32 KiB; out passes through it at the end */
+    /* 16..32 KiB; out is staged here at the end */
     typedef smem_tile<Tile::BQ, ROW_BYTES> QTile;
-    typedef smem_tile<Tile::BKV, ROW_BYTES> KvTile; /* 8..32 KiB, STAGES of K, then STAGES of V */
+    typedef smem_tile<Tile::BKV, ROW_BYTES> KvTile; /* 8..32 KiB; STAGES of K, then STAGES of V */
     static constexpr int K = QTile::bytes, V = K + Tile::STAGES * KvTile::bytes;
     static constexpr int KEPT = V + Tile::STAGES * KvTile::bytes, BYTES = KEPT + (int)sizeof(Kept);
     static_assert(QTile::bytes % 128 == 0 && KvTile::bytes % 128 == 0,
@@ -57,8 +62,8 @@ template <class Tile> struct Smem {
     static_assert(BYTES * Tile::CTAS <= 227 * 1024, "the blocks of an SM share its memory");
 };
 
-/* A lane's two columns of an accumulator go to shared memory as 4 bytes: 8 rows of one chunk, 4
- * lanes each. */
+/* Bank conflicts of staging out: a lane stores two columns of an accumulator as 4 bytes; a warp
+ * stores 8 rows of one chunk. */
 template <class QTile> constexpr int store_ways() {
     int most = 0;
     for (int chunk = 0; chunk < QTile::chunks; ++chunk) {
@@ -70,24 +75,23 @@ template <class QTile> constexpr int store_ways() {
     return most;
 }
 
-/* ---- 2. tiles come in ------------------------------------------------------------------------ */
-/* A thread's share of the tiles of K or V: chunks of one column (of each panel), rows STEP apart,
- * so that addresses in shared memory differ by constants and those in global memory by one
- * addition. */
+/* ---- 2. loading tiles ------------------------------------------------------------------------ */
+/* A thread's share of the tiles of K or V: chunks of one column in each panel, rows STEP apart.
+ * Shared-memory addresses then differ by constants, and global addresses by one addition. */
 template <class T, class Tile, int THREADS> struct TileIn {
     static constexpr int COLS = Tile::chunks % 16 == 0   ? 16
                                 : Tile::chunks % 12 == 0 ? 12
                                 : Tile::chunks % 8 == 0  ? 8
                                                          : 4;
-    static constexpr int STEP = THREADS / COLS / 8 * 8,
-                         PANELS = Tile::chunks / COLS; /* the swizzle repeats after 8 rows */
+    /* STEP is a multiple of 8, because the swizzle repeats after 8 rows */
+    static constexpr int STEP = THREADS / COLS / 8 * 8, PANELS = Tile::chunks / COLS;
     static_assert(Tile::chunks % COLS == 0 && STEP > 0 && Tile::rows % STEP == 0,
                   "threads tile the tile");
 
     int row, chunk, offset[PANELS];
 
     __device__ __forceinline__ TileIn(int thread) {
-        /* threads that are left over own no row */
+        /* surplus threads own no row */
         row = thread < STEP * COLS ? thread / COLS : Tile::rows;
         chunk = thread % COLS;
 #pragma unroll
@@ -95,8 +99,8 @@ template <class T, class Tile, int THREADS> struct TileIn {
             offset[panel] = Tile::offset(row, chunk + panel * COLS);
     }
 
-    /* from_g: this thread's first element of the tile. Rows from rows_valid on become zeros (they
-     * may hold NaN), and so do columns from cols on, a multiple of 8. */
+    /* Copies a tile. from_g: this thread's first element. Rows from rows_valid on, which may
+     * hold NaN, and columns from cols on become zeros; cols is a multiple of 8. */
     __device__ __forceinline__ void copy(smem_addr tile_s, const T *from_g, int64_t row_stride,
                                          int rows_valid, int cols) const {
         if (STEP * COLS != THREADS && row == Tile::rows) return;
@@ -123,7 +127,7 @@ template <class T, class Tile> struct Products {
     static constexpr int M = Tile::BQ / Tile::WARPS / 16, N = Tile::BKV / 8,
                          ND = Tile::HEAD_DIM / 8;
 
-    /* Q as operands, where they stay in registers. */
+    /* Q as operands, for tiles that keep it in registers. */
     static constexpr int KEPT_STEPS = Tile::Q_IN_REGISTERS ? Tile::HEAD_DIM / 16 : 1;
     struct QFragments {
         uint32_t a[KEPT_STEPS][M][4];
@@ -137,7 +141,7 @@ template <class T, class Tile> struct Products {
                 load_frag_a(q.a[kk][m], QTile::down(QTile::along(q_at, 2 * kk), 16 * m));
     }
 
-    /* S [BQ][BKV] = Q K^T; K lies as [n][k]. */
+    /* S [BQ][BKV] = Q K^T; K is stored as [n][k]. */
     static __device__ __forceinline__ void scores(float (&s)[M][N][4], const QFragments &q,
                                                   smem_addr q_at, smem_addr k_at) {
 #pragma unroll
@@ -166,7 +170,7 @@ template <class T, class Tile> struct Products {
         }
     }
 
-    /* O [BQ][HEAD_DIM] += P V; P is S's registers, V lies as [k][n]. */
+    /* O [BQ][HEAD_DIM] += P V; P is in the registers of S, V is stored as [k][n]. */
     static __device__ __forceinline__ void values(float (&o)[M][ND][4], const float (&p)[M][N][4],
                                                   smem_addr v_at) {
 #pragma unroll
@@ -187,16 +191,17 @@ template <class T, class Tile> struct Products {
     }
 };
 
-/* ---- 4. scores of an edge tile --------------------------------------------------------------- */
-/* Row of the sequence and column of the tile of s[0][0][0]; computed again where it is asked
- * for. */
+/* ---- 4. masked tiles ------------------------------------------------------------------------- */
+/* own_row, own_col: the sequence's row and the tile's column of s[0][0][0]. They are recomputed
+ * at each use. */
 template <int M> __device__ __forceinline__ int own_row(const Kept &kept) {
     const int thread = mov_tid_x();
     return kept.work.i0 + thread / 32 * 16 * M + frag_row(thread % 32, 0);
 }
 __device__ __forceinline__ int own_col() { return frag_col(mov_tid_x() % 32, 0); }
 
-/* Dropout comes after a row's weights are summed. key: of the tile, from the block's first. */
+/* Applies dropout, after a row's weights are summed. key: the tile's first key, from the block's
+ * first. */
 template <int M, int N>
 __device__ __forceinline__ void drop_weights(float (&s)[M][N][4], const Dropping<FwdParams> &params,
                                              const Kept &kept, int key) {
@@ -209,7 +214,7 @@ __device__ __forceinline__ void drop_weights(float (&)[M][N][4], const FwdParams
                                              int) {}
 
 /* ---- 5. the kernel --------------------------------------------------------------------------- */
-/* DROP: MODIFIED, with dropout. */
+/* DROP: dropout; requires MODIFIED. */
 template <class T, class Tile, bool MODIFIED, bool DROP>
 __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
     flash_attn_fwd_sm80_kernel(typename dropping_if<FwdParams, DROP>::type params) {
@@ -232,7 +237,7 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
     const FwdKeys keys = fwd_keys<BKV>(params, seq.span, work.i0, rows, work.split);
     const int head_kv = work.head / p.group;
     const T *q_g = (const T *)p.q.data + p.q.at(work.b, work.head, seq.q0 + work.i0);
-    /* This thread's first element of the tile that is fetched next. */
+    /* This thread's first element of the next tile to load. */
     const TileIn<T, KvTile, THREADS> in(thread);
     const T *k_g =
         (const T *)p.k.data + p.k.at(work.b, head_kv, seq.k0 + keys.lo) + in.start(p.k.row);
@@ -244,7 +249,7 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
                     v_at = frag_b_trans_base<KvTile>(v_s, lane);
     const float unit = MODIFIED ? 1.f : (float)p.rules.scale, unit_log2 = unit * LOG2_E;
 
-    Kept &kept = *(Kept *)(smem + S::KEPT); /* seen by all after the first barrier */
+    Kept &kept = *(Kept *)(smem + S::KEPT); /* visible to all threads after the first barrier */
     if (thread == 0) {
         kept.work = work;
         kept.seq = seq;
@@ -260,7 +265,7 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
 #pragma unroll
         for (int n = 0; n < ND; ++n) o[m][n][0] = o[m][n][1] = o[m][n][2] = o[m][n][3] = 0;
 
-    /* 5.2 the keys, tile by tile; left: how many from the tile on that is fetched next */
+    /* 5.2 the keys, tile by tile; left: keys from the next tile to load on */
     int left = keys.hi - keys.lo;
     if (keys.tiles > 0) {
         copy_tile_async<QTile, THREADS>(q_s, q_g, p.q.row, rows, p.head_dim, thread);
@@ -274,13 +279,13 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
     typename X::QFragments q;
     for (int t = 0; t < keys.tiles; ++t) {
         const int stage = (t & (Tile::STAGES - 1)) * KvTile::bytes;
-        /* the first product waits for Q and K alone */
+        /* the first product waits for Q and K only */
         const bool v_later = Tile::STAGES == 2 && t == 0;
         if (v_later)
             cp_async_wait_group<1>();
         else
             cp_async_wait_group<0>();
-        /* tile t (K alone with one stage) is here; all have read what is overwritten next */
+        /* tile t (with one stage: its K) has arrived; all have read what is overwritten next */
         __syncthreads();
         if (Tile::Q_IN_REGISTERS && t == 0) X::load_q(q, q_at);
         if (Tile::STAGES == 1) in.copy(v_s, v_g, p.v.row, left, p.head_dim_v);
@@ -301,21 +306,23 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
 
         if (Tile::STAGES == 1) {
             cp_async_wait_group<0>();
-            __syncthreads(); /* V of tile t is here; all have read its K */
+            __syncthreads(); /* V of tile t has arrived; all have read its K */
             if (t + 1 < keys.tiles) in.copy(k_s, k_g, p.k.row, left, p.head_dim);
             cp_async_commit_group();
         }
         if (v_later) {
             cp_async_wait_group<1>();
-            __syncthreads(); /* V of the first tile is here; the next tile is still under way */
+            /* V of the first tile has arrived; the next tile is still in flight */
+            __syncthreads();
         }
         softmax.step(s, o, unit_log2);
         drop_weights<M>(s, params, kept, t * BKV);
         X::values(o, s, v_at + stage);
     }
 
-    /* 5.3 results: the tensors, or a part of the workspace */
-    __syncthreads(); /* kept, where there was no tile; all have read Q, whose place out takes */
+    /* 5.3 results: to the tensors, or to a partial result in the workspace */
+    /* makes `kept` visible if there was no tile; all have read Q, whose space out takes */
+    __syncthreads();
     const FwdWork own = kept.work;
     const int row0 = own_row<M>(kept), col0 = own_col();
     const int q0 = kept.seq.q0, seq_q = kept.seq.seq_q;
@@ -359,11 +366,11 @@ __global__ void __launch_bounds__(Tile::WARPS * 32, Tile::CTAS)
                                   p.head_dim_v, mov_tid_x());
 }
 
-/* ---- 6. launcher and table ------------------------------------------------------------------- */
+/* ---- 6. launcher ----------------------------------------------------------------------------- */
 bool serves(const gk_cuda_instance *row, const gk_context *ctx, const gk_flash_attn_args *a) {
     const int64_t head_dim = gk_max_i64(a->q.shape[a->q.ndim - 1], a->v.shape[a->v.ndim - 1]);
-    /* the unmodified body compares raw products and multiplies by the scale later: it must be
-     * positive and not vanish */
+    /* The unmodified kernel takes the maximum of raw products and multiplies by the scale later,
+     * so the scale must be positive and must not vanish. */
     const bool modified =
         row->key[3] || a->rules.softcap > 0 || a->rules.alibi_slopes || !(a->rules.scale > 1e-30);
     return head_dim <= row->key[0] && modified == (row->key[1] != 0) && all_aligned(a) &&

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fwd_work.cuh: which tile of queries a block of a tiled forward kernel takes, over which part of
- * the keys, and where the result goes: the tensors, or parts in the workspace for split_combine. */
+/* fwd_work.cuh: shared by the tiled forward kernels. It says which tile of queries a block
+ * takes, which part of the keys the tile attends to, and where results go: the tensors, or
+ * partial results in the workspace that split_combine merges. */
 #ifndef GPUKERN_CUDA_FWD_WORK_CUH
 #define GPUKERN_CUDA_FWD_WORK_CUH
 
@@ -10,9 +11,10 @@
 #include "../split_combine.cuh"
 #include "../tiles.h"
 
-/* Blocks in order: groups of kv heads whose keys fit L2 together; in a group the last tile of
- * queries of every head first (under a causal rule it sees most keys, and long blocks must not
- * begin last); the splits of a tile side by side. */
+/* The order of blocks in the kernels that use fwd_work. kv heads form groups whose keys fit in
+ * L2 together. Within a group, the last tile of queries of every head comes first: under a
+ * causal mask it sees the most keys, and long blocks must not start last. The splits of one tile
+ * are neighbours. */
 struct FwdParams {
     Problem problem;
     int tiles_q, splits;
@@ -20,7 +22,7 @@ struct FwdParams {
     int together;       /* query heads of a group, a multiple of problem.group */
     float *out_splits;  /* splits > 1: [splits][rows][head_dim_v] */
     float *lse_splits;  /* splits > 1: [splits][rows] */
-    int64_t split_rows; /* of all heads */
+    int64_t split_rows; /* rows of all heads */
 };
 
 struct FwdWork {
@@ -38,22 +40,22 @@ template <int BQ> __device__ __forceinline__ FwdWork fwd_work(const FwdParams &p
             (int)((p.tiles_q - 1 - tile) * BQ), (int)split};
 }
 
-/* This block's keys: `tiles` tiles of BKV from key lo on. Keys in [lo, hi) are seen by rows of the
- * block; keys from hi on may hold anything. */
+/* The keys of a block: `tiles` key tiles of BKV from key lo on. Some row of the block sees keys
+ * in [lo, hi). Keys from hi on may hold anything. */
 struct FwdKeys {
     int lo, hi, tiles;
-    int plain_first, plain_end; /* every row sees all keys of tiles [plain_first, plain_end) */
+    int plain_first, plain_end; /* every row sees all keys of key tiles [plain_first, plain_end) */
 };
 
-/* The first tile begins at a multiple of `step`, a power of 2: what it has before the first key
- * that it sees may hold anything, too. */
+/* Computes the keys of one split. The first key tile begins at a multiple of `step`, a power of
+ * 2. Keys before the first visible one may hold anything. */
 template <int BKV>
 __device__ __forceinline__ FwdKeys fwd_keys(const FwdParams &p, const Span &span, int i0, int rows,
                                             int split, int step = 1) {
     FwdKeys k;
     const int seen = span.lo(i0), lo = seen & -step;
     k.hi = span.hi(i0 + rows - 1);
-    /* times SPLIT_MOST it stays below 2^31 */
+    /* below 2^31 even after multiplication by SPLIT_MOST */
     const unsigned all = k.hi > seen ? (k.hi - lo + BKV - 1) / BKV : 0;
     const int first = p.by_splits.into(all * split);
     k.tiles = (int)p.by_splits.into(all * (split + 1)) - first;
@@ -64,13 +66,13 @@ __device__ __forceinline__ FwdKeys fwd_keys(const FwdParams &p, const Span &span
 }
 
 /* ---- host ------------------------------------------------------------------------------------ */
-/* How full the last wave of `blocks` is, where `at_once` run at once. */
+/* How full the waves of `blocks` blocks are on average, if `at_once` blocks run at a time. */
 inline double fwd_filled(int64_t blocks, int64_t at_once) {
     return (double)blocks / (double)(gk_ceil_div(blocks, at_once) * at_once);
 }
 
-/* A function of shapes and the number of SMs: the least count that fills the GPU nearly as well as
- * the best does. */
+/* The number of parts for the keys: the smallest that fills the GPU nearly as well as the best.
+ * It depends on shapes and the number of SMs only. */
 inline int fwd_splits(int64_t blocks, int64_t tiles_k, int64_t at_once) {
     const int64_t most = gk_min_i64(SPLIT_MOST, tiles_k / SPLIT_TILES);
     if (blocks == 0 || (double)blocks >= SPLIT_BELOW * (double)at_once) return 1;
@@ -88,18 +90,19 @@ inline int64_t fwd_blocks(const FwdParams &p) {
     return (int64_t)p.tiles_q * p.problem.heads_q * p.problem.batch * p.splits;
 }
 
-/* Query heads of one kv head that share a tile of bq rows: as many as fit. */
-inline int fwd_stacked(const Problem &p, int bq) {
-    if (p.seq_q == 0) return 1; /* a packed call of nothing but empty sequences */
+/* The largest number of query heads of one kv head that fit in a tile of bq rows. */
+inline int fwd_tile_heads(const Problem &p, int bq) {
+    if (p.seq_q == 0) return 1; /* a packed call with empty sequences only */
     for (int heads = (int)gk_min_i64(p.group, bq / p.seq_q); heads > 1; --heads)
         if (p.group % heads == 0) return heads;
     return 1;
 }
 
-/* ctas: blocks that an SM runs at once; stacked: heads of a tile. The splits of a packed call come
- * from its tensors, not from max_seqlen: a looser bound gives the same bits. least: of splits. */
+/* ctas: blocks that run on one SM at a time. The splits of a packed call follow from its
+ * tensors, not from max_seqlen, so a looser bound gives the same bits. least: the smallest
+ * number of splits. */
 inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, int bq, int bkv,
-                            int ctas, int stacked = 1, int least = 1) {
+                            int ctas, int tile_heads = 1, int least = 1) {
     FwdParams p = {};
     p.problem = problem_of(ctx, a);
     const Problem &x = p.problem;
@@ -108,7 +111,7 @@ inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, 
     p.splits = 1;
     p.split_rows = (x.cu_q ? x.total_q : (int64_t)x.batch * x.seq_q) * x.heads_q;
     const int64_t tiles =
-        (x.cu_q ? (x.total_q / bq + x.batch) * (int64_t)x.heads_q : fwd_blocks(p)) / stacked;
+        (x.cu_q ? (x.total_q / bq + x.batch) * (int64_t)x.heads_q : fwd_blocks(p)) / tile_heads;
     const int64_t keys = x.cu_q ? x.total_k / gk_max_i64(x.batch, 1) : x.seq_k;
     p.splits = (int)gk_max_i64(
         least, fwd_splits(tiles, gk_ceil_div(keys, bkv), (int64_t)gpu->num_sms * ctas));
@@ -123,14 +126,14 @@ inline FwdParams fwd_params(const gk_context *ctx, const gk_flash_attn_args *a, 
     return p;
 }
 
-/* Whether the result comes from parts, however few: it is wider than q, as only parts are, or joins
- * what out holds. */
+/* True if the result is built from float32 partial results even with one split: out is wider
+ * than q, or the result is merged with what out already holds. */
 inline bool fwd_by_parts(const gk_flash_attn_args *a) {
     return gk_accumulates(a) || (a->out.dtype != a->q.dtype && !gk_is_code(a->q.dtype));
 }
 
-/* Whether a result that comes from one part is that part: then out is where the kernel stores
- * it. */
+/* True if the single partial result is the result, so that the kernel can store it to `out`
+ * directly. */
 inline bool fwd_is_part(const gk_flash_attn_args *a, const FwdParams &p) {
     if (!fwd_by_parts(a) || p.splits > 1 || gk_accumulates(a) || a->rules.sinks) return false;
     int64_t dense = 1;
@@ -139,7 +142,7 @@ inline bool fwd_is_part(const gk_flash_attn_args *a, const FwdParams &p) {
     return (uintptr_t)a->out.data % 8 == 0;
 }
 
-/* Where the splits' results go. */
+/* Sets where the splits' results go in the workspace. */
 inline void fwd_place(FwdParams *p, void *workspace) {
     p->out_splits = (float *)workspace;
     if (workspace)
@@ -150,7 +153,8 @@ inline size_t fwd_workspace_bytes(const FwdParams &p) {
     return p.splits > 1 ? split_combine_bytes(p.splits, p.split_rows, p.problem.head_dim_v) : 0;
 }
 
-/* What every forward plan says. ctas: as in fwd_params; tasks: of its blocks. */
+/* The fields that every forward plan fills in. ctas: as in fwd_params; tasks: blocks of the
+ * grid. */
 inline void fwd_plan(const gk_context *ctx, const FwdParams &p, int bq, int bkv, int ctas,
                      int64_t tasks, gk_plan *to) {
     to->tile[0] = bq;
@@ -161,7 +165,8 @@ inline void fwd_plan(const gk_context *ctx, const FwdParams &p, int bq, int bkv,
     to->workspace_bytes = fwd_workspace_bytes(p);
 }
 
-/* What follows the kernel: the merge of the parts, then the rows that no sequence owns. */
+/* Runs what follows the kernel: the merge of partial results, then the rows of `out` that belong
+ * to no sequence. */
 template <class T>
 inline gk_status fwd_finish(const char *op, const gk_context *ctx, const gk_flash_attn_args *a,
                             const FwdParams &p) {

@@ -1,26 +1,31 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_attn_f32: attention of a few query tokens a sequence over a paged cache in float32,
+/* paged_attn_f32: attention of a few query tokens a sequence over a paged cache in float32, with
  * multiply-adds in full precision.
- *   out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale         j in [lo(t), hi(t))
+ *
+ *  out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale,  j in [lo(t),
+ * hi(t))
+ *
  * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D | Dv]; block_table [B,
  * max_blocks], seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, Dv], lse [T, Hq]. Pages of any
  * size, D and Dv multiples of 4 up to 128. Pages: Kwon et al. 2023; online softmax: Milakov and
  * Gimelshein 2018.
  *
- * Work split: paged_plan.cuh. Inside a block each warp works alone on 16 keys at a time:
- *   S    lane l owns key l % 16 and half of the dimensions, q comes as a broadcast
- *   O    lane l owns 4 dimensions (and with 64 of them every other key), weights come as a broadcast
- * No barrier but at the end of a tile.
+ * Work split: paged_plan.cuh. Within a block each warp works alone on 16 keys at a time:
  *
- *   shared memory, per warp:  ring      stages x (K 16 x HEAD_DIM, V 16 x HEAD_DIM)    stages x 128 HEAD_DIM bytes
- *                             q         [ROWS][HEAD_DIM]                              ROWS x 4 HEAD_DIM bytes
- *                             weights   [16][ROWS]                                    64 ROWS bytes
- *   at the end of a tile the rings' bytes hold, per warp, O [ROWS][HEAD_DIM + 4] and (max, sum)
- *   [ROWS]
+ *  S    lane l owns key l % 16 and half of the dimensions; q is read as a broadcast
+ *  O    lane l owns 4 dimensions (at head_dim 64, of every other key); weights are broadcast
  *
- *   step j of a warp      wait(j)  S   softmax   O   issue(j + stages)
+ * Warps synchronise at the end of a tile only.
  *
- * Not here: larger head_dim, rows that are not 16-byte aligned, float64 (paged_attn_plain). */
+ *  shared memory, per warp:  ring      stages x (K 16 x HEAD_DIM, V 16 x HEAD_DIM)
+ *                            q         [ROWS][HEAD_DIM]
+ *                            weights   [16][ROWS]
+ *  at the end of a tile the rings' bytes hold, per warp, O [ROWS][HEAD_DIM + 4] and (max, sum)
+ *  [ROWS]
+ *
+ *  step j of a warp      wait(j)  S   softmax   O   issue(j + stages)
+ *
+ * Not handled: larger head_dim, rows not aligned to 16 bytes, float64 (paged_attn_plain). */
 #include "paged_combine.cuh"
 
 namespace {
@@ -29,7 +34,7 @@ namespace {
 template <int HEAD_DIM, int ROWS> struct Shared {
     static constexpr int warps = paged_f32_tile<HEAD_DIM>::warps,
                          stages = paged_f32_tile<HEAD_DIM>::stages;
-    /* 8 rows of a chunk, chunks along a row: no bank conflict */
+    /* reads of 8 rows of a chunk and of chunks along a row have no bank conflict */
     typedef smem_tile<KEYS, HEAD_DIM * 4> Tile;
     static constexpr int stage_bytes = 2 * Tile::bytes, ring_bytes = stages * stage_bytes;
     static constexpr int q_bytes = ROWS * HEAD_DIM * 4, weights_bytes = KEYS * ROWS * 4;
@@ -40,8 +45,8 @@ template <int HEAD_DIM, int ROWS> struct Shared {
     static_assert(warps * (o_bytes + ROWS * 8) <= warps * ring_bytes,
                   "what a tile leaves fits the rings");
 
-    /* weights: 16 lanes write 16 bytes side by side (ROWS 4), or 32 bytes apart in two stores (ROWS
-     * 8) */
+    /* Bank conflicts of storing weights: 16 lanes write neighbouring 16 bytes (ROWS 4), or 32
+     * bytes apart in two stores (ROWS 8). */
     static constexpr int ways_of_weights() {
         int at[16] = {};
         for (int lane = 0; lane < 16; ++lane) at[lane] = lane * ROWS * 4;
@@ -66,7 +71,7 @@ __device__ __forceinline__ void st_shared_f4(smem_addr at, float x, float y, flo
 template <int HEAD_DIM, int ROWS> struct Stream {
     typedef Shared<HEAD_DIM, ROWS> S;
     typedef typename S::Tile Tile;
-    /* warps' lanes that share a chunk of O */
+    /* lanes that share a row of V; groups of lanes with different keys */
     static constexpr int CHUNKS = HEAD_DIM / 4, KEY_GROUPS = 32 / CHUNKS;
     static_assert(CHUNKS * KEY_GROUPS == 32, "a lane has one chunk");
     unsigned char *smem;
@@ -81,10 +86,10 @@ template <int HEAD_DIM, int ROWS> struct Stream {
         const int key_of_lane = lane % KEYS, half = lane / KEYS;
         const int chunk_of_lane = lane % CHUNKS, group_of_lane = lane / CHUNKS;
 
-        /* 2.1 the stream begins; rows: q to shared memory */
+        /* 2.1 the copies begin; rows: q to shared memory */
         Ring<float, Tile, S::stages> ring;
         ring.begin(c, work, ring_s);
-        int index[ROWS]; /* tokens */
+        int index[ROWS]; /* query tokens */
         float slope[ROWS];
         RowSoftmax<ExpFull> softmax[ROWS]; /* sum: this lane's share */
         float4 o[ROWS];
@@ -112,7 +117,7 @@ template <int HEAD_DIM, int ROWS> struct Stream {
 #pragma unroll 1
         for (int step = work.step0; step < work.steps; ++step) {
             cp_async_wait_group<S::stages - 1>();
-            __syncwarp(); /* the copies of all lanes have landed, q is written */
+            __syncwarp(); /* the copies of all lanes have arrived, q is written */
             const int j = work.first_key + step * c.chunk_keys + key_of_lane;
             const smem_addr k_s = ring_s + ring.at, v_s = k_s + Tile::bytes;
 
@@ -123,7 +128,7 @@ template <int HEAD_DIM, int ROWS> struct Stream {
 #pragma unroll
                 for (int r = 0; r < ROWS; ++r) {
                     const float4 q = ld_shared_f4(q_s + (r * CHUNKS + i) * 16);
-                    /* short sums keep their digits */
+                    /* short sums round less */
                     x[r] += q.x * k.x + q.y * k.y + q.z * k.z + q.w * k.w;
                 }
             }
@@ -151,7 +156,7 @@ template <int HEAD_DIM, int ROWS> struct Stream {
             }
             __syncwarp(); /* the weights are written */
 
-            /* these keys by themselves, then to the others: short sums keep their digits */
+            /* sums over these keys first, then added to the others: short sums round less */
             float4 y[ROWS];
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) y[r] = make_float4(0, 0, 0, 0);
@@ -177,7 +182,7 @@ template <int HEAD_DIM, int ROWS> struct Stream {
             ring.next(c, work, ring_s, step);
         }
 
-        /* 2.3 the warps' sums meet in the rings' bytes */
+        /* 2.3 merge the warps' sums; they overlay the rings */
         cp_async_wait_group<0>();
         __syncthreads(); /* every warp has read its last stage */
         float *o_s = (float *)smem;
@@ -203,7 +208,7 @@ __global__ void __launch_bounds__(paged_f32_tile<HEAD_DIM>::warps * 32, 1)
     paged_attn_f32_kernel(Call c) {
     extern __shared__ __align__(128) unsigned char smem[];
     Stream<HEAD_DIM, ROWS> stream = {smem};
-    walk<float, paged_f32_tile<HEAD_DIM>::warps>(c, stream);
+    each_tile<float, paged_f32_tile<HEAD_DIM>::warps>(c, stream);
 }
 
 /* ---- 3. instances ---------------------------------------------------------------------------- */

@@ -1,21 +1,27 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_attn_plain: attention over a paged cache for every dtype, page size, alignment and number
- * of query tokens, 8-bit caches included; the kernel of float64, and of what the others do not
- * take.
- *   out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale         j in [lo(t), hi(t))
- * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D | Dv]; block_table [B,
- * max_blocks], seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, Dv], lse [T, Hq].
- * Online softmax: Milakov and Gimelshein 2018; pages: Kwon et al. 2023.
+ * of query tokens, including 8-bit caches. It serves float64 and what the other kernels refuse.
  *
- * Work split: a block owns a row, that is one head of one token. Its warps take 32 keys in turn; in
- * a warp
- *   2.1 a lane owns a key: the dot product, q out of shared memory
- *   2.2 a lane owns columns of v: weights by shuffle
- * and at the end the warps' sums meet in shared memory:
- *   q        D doubles              2048 bytes
- *   o        warps x Dv sums        8192 bytes
- *   stats    warps x (max, sum)       64 bytes
- * Not for speed: nothing is shared between heads of a group or tokens of a sequence. */
+ *  out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale,  j in [lo(t),
+ * hi(t))
+ *
+ * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D | Dv]; block_table [B,
+ * max_blocks], seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, Dv], lse [T, Hq]. Online
+ * softmax: Milakov and Gimelshein 2018; pages: Kwon et al. 2023.
+ *
+ * Work split: a block owns a row, that is one head of one token. Its warps take groups of 32 keys
+ * in turn. In a warp
+ *
+ *  2.1 a lane owns a key: the dot product, with q from shared memory
+ *  2.2 a lane owns columns of v: weights by shuffle
+ *
+ * and at the end the warps' sums are merged through shared memory:
+ *
+ *  q        D doubles              2048 bytes
+ *  o        warps x Dv sums        8192 bytes
+ *  stats    warps x (max, sum)       64 bytes
+ *
+ * This kernel is not tuned for speed: heads of a group and tokens of a sequence share nothing. */
 #include "../../tile/codes.cuh"
 #include "../../tile/convert.cuh"
 #include "../../tile/reduce.cuh"
@@ -36,12 +42,12 @@ static_assert(sizeof(Shared<double>) == 2048 + 8192 + 64, "the map in the title"
 
 struct Params {
     Paged p;
-    gk_dtype stored;            /* of 8-bit caches; */
-    CodeScale k_scale, v_scale; /* theirs, and p has none */
+    gk_dtype stored;            /* the code format of 8-bit caches */
+    CodeScale k_scale, v_scale; /* scales of 8-bit caches; p has none then */
 };
 
-/* Rows of a cache: of T, or of codes, each worth what it is times the scale of its page and
- * head. */
+/* A row of the cache as T (PlainRow) or as codes (CodeRow). Codes are multiplied by the scale of
+ * their page and head later. */
 template <class T> struct PlainRow {
     typedef typename element<T>::acc W;
     const T *at;
@@ -89,7 +95,7 @@ __global__ void __launch_bounds__(THREADS, 3) paged_attn_plain_kernel(Params x) 
     const int i = token - s.q0, lo = s.lo(i), hi = s.hi(i);
     const T *q = (const T *)p.q.data + token * p.q.row + head * p.q.head;
     for (int d = threadIdx.x; d < p.head_dim; d += THREADS) shared.q[d] = to_acc(q[d]);
-    __syncthreads(); /* q is there */
+    __syncthreads(); /* q is visible to all threads */
     const WideScore<W> score = {(W)p.rules.scale *
                                     paged_scale<W>(p.k_scale, p.k_scale_step, head_kv),
                                 (W)p.rules.softcap, slope_of<W>(p.rules, b, head), s.diagonal};
@@ -107,7 +113,8 @@ __global__ void __launch_bounds__(THREADS, 3) paged_attn_plain_kernel(Params x) 
             const Row k(p.k.data, p.k.at(page, head_kv, in_page), x.stored);
             const W k_factor = CODES ? x.k_scale.at<W>(page, head_kv) : W(1);
             if (CODES) v_factor = x.v_scale.at<W>(page, head_kv);
-            W dot[4] = {}; /* independent sums: a single one would wait for each addition */
+            /* four sums, because consecutive additions to one sum wait for each other */
+            W dot[4] = {};
             int d = 0;
             for (; d + 4 <= p.head_dim; d += 4)
 #pragma unroll
@@ -119,7 +126,7 @@ __global__ void __launch_bounds__(THREADS, 3) paged_attn_plain_kernel(Params x) 
         const W shrink = softmax.raise(warp_max(logit)), weight = softmax.weight(logit);
         softmax.sum = softmax.sum * shrink + weight;
         const W of_v = CODES ? weight * v_factor : weight;
-        /* 2.2: these keys by themselves, then to the others: short sums keep their digits */
+        /* 2.2: sums over these keys first, then added to the others: short sums round less */
         W y[COLS] = {};
         for (int r = 0; r < 32; ++r) {
             const int page_r = __shfl_sync(0xffffffffu, page, r),
@@ -135,7 +142,7 @@ __global__ void __launch_bounds__(THREADS, 3) paged_attn_plain_kernel(Params x) 
         for (int c = 0; c < COLS; ++c) o[c] = o[c] * shrink + y[c];
     }
 
-    /* 3. the warps' sums become one; the sink joins them */
+    /* 3. merge the warps' sums, and the sink */
     const W its_sum = warp_sum(softmax.sum);
 #pragma unroll
     for (int c = 0; c < COLS; ++c)
@@ -149,7 +156,7 @@ __global__ void __launch_bounds__(THREADS, 3) paged_attn_plain_kernel(Params x) 
     RowSoftmax<ExpFull, W> all = {sink, W(0)};
     for (int w = 0; w < WARPS_A_ROW; ++w) all.peak = lanes_max2(all.peak, shared.peak[w]);
     W factor[WARPS_A_ROW];
-    all.join(sink, 1); /* nothing where there is none */
+    all.join(sink, 1); /* adds nothing without a sink */
     for (int w = 0; w < WARPS_A_ROW; ++w) factor[w] = all.join(shared.peak[w], shared.sum[w]);
     const W total = all.sum;
     const W v_scale = paged_scale<W>(p.v_scale, p.v_scale_step, head_kv);

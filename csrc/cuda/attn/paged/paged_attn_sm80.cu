@@ -1,26 +1,30 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_attn_sm80: attention of a few query tokens a sequence over a paged cache, on tensor cores,
- * in 16 bits.
- *   out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale         j in [lo(t), hi(t))
+/* paged_attn_sm80: attention of a few query tokens a sequence over a paged cache, on tensor cores
+ * (mma.sync), in 16 bits.
+ *
+ *  out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale,  j in [lo(t),
+ * hi(t))
+ *
  * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D | Dv]; block_table [B,
  * max_blocks], seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, Dv], lse [T, Hq]. Pages of any
- * size, D and Dv multiples of 8.
- * Pages: Kwon et al. 2023; online softmax: Milakov and Gimelshein 2018.
+ * size, D and Dv multiples of 8. Pages: Kwon et al. 2023; online softmax: Milakov and Gimelshein
+ * 2018.
  *
- * Work split: paged_plan.cuh; LANES rows are the n of the mma. Inside a block each warp works
- * alone: it has a kv head, every so-many-th step of the tile, its own ring of stages, its own max
- * and sum. No barrier but at the end of a tile.
+ * Work split: paged_plan.cuh; LANES rows are the n of the mma. Within a block each warp works
+ * alone: it has a kv head, some of the tile's steps, its own ring of stages, its own max and sum.
+ * Warps synchronise at the end of a tile only.
  *
- *   shared memory, per warp:  ring    stages x (K 16 x HEAD_DIM, V 16 x HEAD_DIM)    stages x 64 HEAD_DIM bytes
- *   at the end of a tile the same bytes hold, per warp, O [LANES][HEAD_DIM + 4] and (max, sum)
- *   [LANES], float32
+ *  shared memory, per warp: a ring of stages x (K 16 x HEAD_DIM, V 16 x HEAD_DIM), 64 HEAD_DIM
+ *  bytes a stage. At the end of a tile the same bytes hold, per warp, O [LANES][HEAD_DIM + 4] and
+ *  (max, sum) [LANES], float32
  *
- *   step j of a warp      wait(j)  S^T = K Q^T   softmax   O^T += V^T P^T   issue(j + stages)
- *   copies in flight      j .. j + stages - 1 while it waits; page numbers are loaded one step before the copies
+ *  step j of a warp      wait(j)  S^T = K Q^T   softmax   O^T += V^T P^T   issue(j + stages)
+ *  copies in flight      j .. j + stages - 1 during the wait; page numbers are loaded one step
+ *                        before the copies
  *
- * Not here: float32 (paged_attn_f32); float64, 8-bit caches, rows that are not 16-byte aligned
- * (paged_attn_plain). Many query tokens are right but read the keys once for each LANES rows; on
- * Hopper paged_prefill_sm90a takes them. */
+ * Not handled: float32 (paged_attn_f32); float64, 8-bit caches, rows not aligned to 16 bytes
+ * (paged_attn_plain). Many query tokens are served, but the keys are read once for each LANES rows;
+ * on Hopper paged_prefill_sm90a takes those calls. */
 #include "../../tile/fragment.cuh"
 #include "paged_combine.cuh"
 
@@ -30,7 +34,8 @@ namespace {
 template <int HEAD_DIM, int LANES> struct Shared {
     static constexpr int warps = paged_tile<HEAD_DIM, LANES>::warps,
                          stages = paged_tile<HEAD_DIM, LANES>::stages;
-    typedef smem_tile<KEYS, HEAD_DIM * 2> Tile; /* proves that its accesses meet no bank conflict */
+    /* its type proves that accesses have no bank conflict */
+    typedef smem_tile<KEYS, HEAD_DIM * 2> Tile;
     static constexpr int stage_bytes = 2 * Tile::bytes, ring_bytes = stages * stage_bytes;
     static constexpr int pitch = HEAD_DIM + 4; /* floats of a row of O: see ways_of_o */
     static constexpr int o_bytes = LANES * pitch * 4;
@@ -38,7 +43,7 @@ template <int HEAD_DIM, int LANES> struct Shared {
     static_assert(warps * (o_bytes + LANES * 8) <= bytes, "what a tile leaves fits the ring");
     static_assert(o_bytes % 16 == 0, "rows of O are read in 16 bytes");
 
-    /* A store of accumulators: lane l writes rows 2 (l % 4) + e, column l / 4. */
+    /* Bank conflicts of storing accumulators: lane l writes rows 2 (l % 4) + e, column l / 4. */
     static constexpr int ways_of_o() {
         int at[32] = {};
         for (int lane = 0; lane < 32; ++lane) at[lane] = (lane % 4 * 2 * pitch + lane / 4) * 4;
@@ -52,7 +57,8 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
     typedef Shared<HEAD_DIM, LANES> S;
     typedef typename S::Tile Tile;
     static constexpr int STEPS = HEAD_DIM / 16, N = LANES / 8;
-    /* products that the tensor core adds, cutting off; longer sums are rounded */
+    /* products in one chain of the tensor core, which truncates its sums; longer sums are added
+     * in float32 */
     static constexpr int CHAIN = 4;
     unsigned char *smem;
 
@@ -65,7 +71,7 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
         const smem_addr k_frag_s = frag_a_base<Tile>(ring_s, lane);
         const smem_addr v_frag_s = frag_a_trans_base<Tile>(ring_s + Tile::bytes, lane);
 
-        /* 2.1 rows: q as the mma's B */
+        /* 2.1 rows: q as the B operand */
         uint32_t q[STEPS][N][2];
 #pragma unroll
         for (int n = 0; n < N; ++n) {
@@ -82,7 +88,7 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
                                  : 0;
             }
         }
-        int index[N][2]; /* of this lane's columns of S^T: the token */
+        int index[N][2]; /* the query token of this lane's columns of S^T */
         float slope[N][2];
         RowSoftmax<ExpApprox> softmax[N][2]; /* sum: this lane's share */
 #pragma unroll
@@ -106,7 +112,7 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
 #pragma unroll 1
         for (int step = work.step0; step < work.steps; ++step) {
             cp_async_wait_group<S::stages - 1>();
-            __syncwarp(); /* the copies of all lanes have landed */
+            __syncwarp(); /* the copies of all lanes have arrived */
             const int key = work.first_key + step * c.chunk_keys;
 
             /* S^T [16 keys][LANES rows] */
@@ -127,11 +133,11 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
                     for (int e = 0; e < 4; ++e) x[n][e] = k == 0 ? y[n][e] : x[n][e] + y[n][e];
             }
 
-            /* scores, -inf where the row does not see the key */
+            /* scores, -inf for keys that a row does not see */
             const unsigned here = (unsigned)(ring.there & 0xffff);
             const bool inner =
                 key >= work.inner_lo && key + KEYS <= work.inner_hi && here == 0xffff;
-            uint32_t weights[N][2]; /* P^T as the mma's B */
+            uint32_t weights[N][2]; /* P^T as the B operand */
 #pragma unroll
             for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -185,7 +191,7 @@ template <class T, int HEAD_DIM, int LANES> struct Stream {
             ring.next(c, work, ring_s, step);
         }
 
-        /* 2.3 the warps' sums meet in the ring's bytes */
+        /* 2.3 merge the warps' sums; they overlay the rings */
         cp_async_wait_group<0>();
         /* every warp has read its last stage */
         __syncthreads();
@@ -216,7 +222,7 @@ __global__ void __launch_bounds__(paged_tile<HEAD_DIM, LANES>::warps * 32,
                                   paged_tile<HEAD_DIM, LANES>::blocks) paged_attn_kernel(Call c) {
     extern __shared__ __align__(128) unsigned char smem[];
     Stream<T, HEAD_DIM, LANES> stream = {smem};
-    walk<T, paged_tile<HEAD_DIM, LANES>::warps>(c, stream);
+    each_tile<T, paged_tile<HEAD_DIM, LANES>::warps>(c, stream);
 }
 
 /* ---- 3. instances ---------------------------------------------------------------------------- */

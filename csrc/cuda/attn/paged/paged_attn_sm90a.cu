@@ -1,28 +1,32 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_attn_sm90a: attention of a few query tokens a sequence over a paged cache, at the memory's
- * speed on Hopper; q in 16 bits, pages of q's dtype or of 8-bit codes.
- *   out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale         j in [lo(t), hi(t))
+/* paged_attn_sm90a: attention of a few query tokens a sequence over a paged cache, bound by reading
+ * the cache, on Hopper. q has 16 bits; pages have q's dtype or 8-bit codes.
+ *
+ *  out[t] = sum_j softmax_j(score(scale k_scale q[t] k[j]), sink) v[j] v_scale,  j in [lo(t),
+ * hi(t))
+ *
  * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D]; block_table [B, max_blocks],
  * seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, D], lse [T, Hq]. Pages: Kwon et al. 2023;
  * online softmax: Milakov and Gimelshein 2018.
  *
- * Three forms (StreamParams::ranks), of one kernel:
- *   list      one block an SM, 8 warps; each takes an even share of the flat list of chunks (paged_plan.cuh), and the last
- *             of a tile's blocks merges what several found of it (paged_join.cuh). Any lengths, any
- *             number of tokens.
- *   clusters  a cluster for each sequence and kv head, whose blocks exchange their sums through
- *             shared memory: one launch, no workspace. Few sequences of like lengths. Where only
- *             the lengths can tell, both are launched, and the one whose call it is not ends at
- *             once (by_clusters).
- *   tiles     a block of 4 warps for each sequence and kv head, three and more an SM: no scan, no split, no merge. Many
- *             sequences whose tables are so short that nobody waits long for the longest.
+ * Work split: one kernel in three forms, chosen by StreamParams::ranks.
  *
- * A warp works alone: its ring of TMA boxes (paged_stream.cuh), its maximum and sums
- * (paged_step.cuh).
- *   step    wait   S^T = K Q^T   lazy maximum   P   O^T += V^T P^T   fill
- * Not here: pages that are not multiples of 16 keys, head_dim other than 64 and 128 (of e5m2 and
- * int8 64), Dv != D, and many small tiles of 16-bit pages, which paged_attn_sm80 reads as fast
- * (paged_tiles.h). Of codes paged_attn_plain serves the rest. */
+ *  list      One block of 8 warps an SM. Each takes an even share of the flat list of chunks
+ *            (paged_plan.cuh). The last block of a tile merges its splits (paged_join.cuh). For any
+ *            lengths and any number of tokens.
+ *  clusters  A cluster for each sequence and kv head. Its blocks exchange sums through shared
+ * memory: one launch, no workspace. For few sequences of similar lengths. If only the lengths can
+ *            tell, both forms are launched, and one of them exits at once (by_clusters).
+ *  tiles     A block of 4 warps for each sequence and kv head, three or more on an SM: no scan, no
+ *            split, no merge. For many sequences with block tables so short that the longest
+ * sequence does not delay the end.
+ *
+ * Each warp works alone, with its own ring of TMA boxes (paged_stream.cuh), maximum and sums
+ * (paged_step.cuh). A step: wait, S^T = K Q^T, lazy maximum, P, O^T += V^T P^T, fill.
+ *
+ * Not handled: pages that are not a multiple of 16 keys; head_dim other than 64 and 128 (e5m2 and
+ * int8: other than 128); Dv != D; many small tiles of 16-bit pages, which paged_attn_sm80 reads as
+ * fast (paged_tiles.h). paged_attn_plain serves the other code caches. */
 #include "../../ptx/griddepcontrol.cuh"
 #include "paged_join.cuh"
 #include "paged_step.cuh"
@@ -30,8 +34,8 @@
 namespace {
 
 /* ---- 1. results ------------------------------------------------------------------------------ */
-/* Rows of eight after eight: the warps' sums meet in shared memory, then go out, into the workspace
- * or to the cluster. */
+/* Merges the warps' sums in shared memory, eight rows at a time, and writes them to out, to the
+ * workspace or to the other blocks of the cluster. */
 template <class T, class Pages, int N>
 __device__ __forceinline__ void finish_share(const StreamParams &a, const TileShare &x,
                                              RowsOf<Pages, N> &r, unsigned char *smem,
@@ -89,7 +93,8 @@ __device__ __forceinline__ void finish_share(const StreamParams &a, const TileSh
     }
 }
 
-/* What the blocks of the cluster have sent: this block's part of the tile, rank by rank. */
+/* Merges what the blocks of the cluster have sent for this block's part of the tile, in rank
+ * order. */
 template <class T, int HEAD_DIM>
 __device__ __forceinline__ void receive(const StreamParams &a, const TileShare &x,
                                         unsigned char *smem, const SmemMap &map) {
@@ -133,12 +138,13 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, BLOCKS_AN_SM<Pages, N>)
         prefetch_tensormap(&a.k);
         prefetch_tensormap(&a.v);
     }
-    __syncwarp(); /* the warp's barriers are there */
+    __syncwarp(); /* the warp's barriers are initialised */
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     Chunks<LIST_WARPS> &plan = *(Chunks<LIST_WARPS> *)(smem + map.chunks);
-    if (a.asks && by_clusters(a) != clusters) return;
-    if (a.ranks > 1) barrier_cluster_arrive(); /* inboxes are there */
+    if (a.both_launched && by_clusters(a) != clusters) return;
+    /* the inbox barriers of all blocks are initialised */
+    if (a.ranks > 1) barrier_cluster_arrive();
     if (!clusters && !find_chunks<LIST_WARPS>(c, plan)) return;
 
     Loader<Pages> loader;
@@ -159,7 +165,7 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, BLOCKS_AN_SM<Pages, N>)
         rows.template begin<T>(a, x);
 #pragma unroll 1
         for (int step = x.step0; step < x.steps; ++step) {
-            __syncwarp(); /* what lane 0 stored beside its copies is there */
+            __syncwarp(); /* the scales that lane 0 stored are visible */
             mbarrier_wait(barriers_s + stage * 8, parity);
             attend_step<Pages, N>(a, x, rows, loader.ring_s + stage * Loader<Pages>::stage_bytes,
                                   loader.scales_s + stage * 16, x.first_key + step * share.stride,
@@ -192,11 +198,11 @@ __global__ void __launch_bounds__(LIST_WARPS * 32, BLOCKS_AN_SM<Pages, N>)
 /* ---- 3. launch ------------------------------------------------------------------------------- */
 struct StreamPlan {
     Planned planned;
-    int ranks, boxes; /* ranks 0: the list alone */
+    int ranks, boxes; /* ranks 0: the list only */
     bool list;
 };
 
-/* A cache as TMA sees it: columns of a panel, keys, panels, heads, pages. */
+/* The TMA shape of a cache: columns of a panel, keys, panels, heads, pages. */
 TensorShape pages_shape(const gk_tensor &t, int cols) {
     TensorShape x = {};
     x.data = t.data;
@@ -215,7 +221,7 @@ TensorShape pages_shape(const gk_tensor &t, int cols) {
 
 CodeScale page_scale(const gk_tensor *t) { return t && t->ndim == 2 ? code_scale(t) : CodeScale(); }
 
-/* Whether a block of the list takes kv heads side by side. */
+/* True if a block of the list takes neighbouring kv heads. */
 template <class Pages> bool side_by_side(const gk_paged_attn_args *a) {
     const int64_t rows = paged_seq_q(a) * (a->q.shape[1] / a->k_cache.shape[2]);
     return Pages::CODES && rows <= 8 && a->seq_lens.shape[0] >= paged_hopper::side_by_side_batch;
@@ -233,7 +239,8 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     StreamPlan &own = gk_own<StreamPlan>(to);
     own = {};
     gk_cuda_instance as_planned = *row;
-    if (!side_by_side<Pages>(a)) as_planned.key[2] = 1; /* heads of a block are at most its warps */
+    /* heads of a block are at most its warps */
+    if (!side_by_side<Pages>(a)) as_planned.key[2] = 1;
     const Sizes &z = own.planned.sizes = sizes_of(&as_planned, ctx, a);
     Call &c = own.planned.call;
     c.p = paged_of(ctx, a);
@@ -253,7 +260,7 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
         own.ranks = n;
     const bool soon = c.p.capacity <= paged_hopper::tile_keys * own.ranks;
     if (own.ranks == 1 && !soon) own.ranks = 0;
-    /* the list of pages of 16 bits and many small tiles: paged_attn_sm80 is as fast or faster */
+    /* with 16-bit pages and many small tiles, paged_attn_sm80 is as fast as the list or faster */
     const bool small = Pages::HEAD_DIM == 64
                            ? c.p.batch >= paged_hopper::narrow_batch
                            : rows <= 8 && (c.p.group == 1 || c.p.batch > paged_hopper::wide_batch);
@@ -298,11 +305,12 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
         x.arrived = (unsigned *)x.c.shared;
         x.c.shared = NULL;
     }
-    const smem_box lies = Pages::box(Pages::KEYS / own.boxes);
+    const smem_box page_box = Pages::box(Pages::KEYS / own.boxes);
     gk_status status =
-        make_tensor_map("gk_paged_attn", pages_shape(a->k_cache, Pages::COLS), lies, &x.k);
+        make_tensor_map("gk_paged_attn", pages_shape(a->k_cache, Pages::COLS), page_box, &x.k);
     if (status == GK_OK)
-        status = make_tensor_map("gk_paged_attn", pages_shape(a->v_cache, Pages::COLS), lies, &x.v);
+        status =
+            make_tensor_map("gk_paged_attn", pages_shape(a->v_cache, Pages::COLS), page_box, &x.v);
     if (status != GK_OK) return status;
     x.boxes = own.boxes;
     x.k_scale = page_scale(a->k_scale);
@@ -310,7 +318,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     x.by_page = x.k_scale.data || x.v_scale.data;
     if (x.arrived && (status = launch_begin<T>(ctx, x.c, x.arrived)) != GK_OK) return status;
     if (own.ranks > 0) {
-        x.asks = own.list;
+        x.both_launched = own.list;
         const float key_bytes = 2.f * Pages::HEAD_DIM * gk_dtype_bytes(a->k_cache.dtype);
         const float of_sm =
             Pages::CODES ? paged_hopper::sm_code_bytes_per_ns : paged_hopper::sm_bytes_per_ns;
@@ -334,7 +342,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     return status;
 }
 
-/* serves() adds as much for what paged_attn_sm80 declares beside its ring */
+/* serves() adds this much for the static shared memory of paged_attn_sm80 */
 constexpr int STATIC_BYTES = 1024;
 #define ROW(NAME, DTYPE, T, PAGES, LANES, MOST)                           \
     {"paged_attn_sm90a_" NAME,                                            \

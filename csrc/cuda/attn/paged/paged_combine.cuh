@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_combine.cuh: the second kernel of paged_attn_sm80 and paged_attn_f32. Tiles that several
- * blocks share (paged_plan.cuh) are merged, in the order of their splits; tokens of no sequence
- * become zeros. paged_attn_sm90a merges by itself (paged_join.cuh). */
+/* paged_combine.cuh: the second kernel of paged_attn_sm80 and paged_attn_f32. It merges the
+ * tiles that several blocks share (paged_plan.cuh), in the order of their splits, and zeroes
+ * tokens of no sequence. paged_attn_sm90a merges in its own kernel (paged_join.cuh). */
 #ifndef GPUKERN_CUDA_PAGED_COMBINE_CUH
 #define GPUKERN_CUDA_PAGED_COMBINE_CUH
 
@@ -9,11 +9,11 @@
 
 namespace {
 
-/* ---- 1. the kernel ------------------------------------------------------------ */
+/* ---- 1. the kernel --------------------------------------------------------------------------- */
 constexpr int COMBINE_WARPS = paged_plan::combine_warps, COMBINE_THREADS = COMBINE_WARPS * 32;
 constexpr int SPLITS = paged_plan::combine_splits;
 
-/* A token of no sequence becomes zeros. One warp. */
+/* Zeroes a token that belongs to no sequence. One warp. */
 template <class T> __device__ __forceinline__ void clear_unowned_token(const Paged &p, int token) {
     const int lane = threadIdx.x % 32;
     if (token >= p.tokens || paged_owner(p, token) >= 0) return;
@@ -23,9 +23,9 @@ template <class T> __device__ __forceinline__ void clear_unowned_token(const Pag
         ((T *)p.out)[row * p.head_dim_v + i] = from_acc<T>(0);
 }
 
-/* Columns 4 quad .. + 3 of a row of a tile, over its splits of blocks from, from + step, .. up to
- * last; first: the block that began the tile. The loads of SPLITS splits at once. there: the row
- * has so many columns. */
+/* Merges columns 4 quad .. + 3 of a row over the tile's splits of blocks from, from + step, and
+ * so on up to last; first: the block that began the tile. Loads SPLITS splits at once. there:
+ * the row has these columns. */
 __device__ __forceinline__ Merged sum_splits(const Call &c, int first, int from, int last, int step,
                                              int64_t lane_at, int quad, bool there) {
     const int64_t split_rows = (int64_t)c.block_heads * c.lanes;
@@ -58,9 +58,9 @@ __device__ __forceinline__ Merged sum_splits(const Call &c, int first, int from,
     return all;
 }
 
-/* A block for each split: the blocks of a tile's splits deal its rows out among them, so that many
- * splits of a small tile and few splits of a large one both keep every warp busy. Blocks after
- * them: a warp asks whether a token is anybody's. */
+/* One block for each split. The blocks of a tile's splits divide its rows among them. This keeps
+ * every warp busy with many splits of a small tile as well as with few splits of a large one. In
+ * the blocks after those, a warp checks whether a token belongs to a sequence. */
 template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_combine_kernel(Call c) {
     const Paged &p = c.p;
     __shared__ __align__(16) float sums_s[COMBINE_WARPS][256]; /* 256: the largest head_dim_v */
@@ -72,8 +72,8 @@ template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_comb
         return;
     }
 
-    /* 1.1 this block's rows of the tile, mine, mine + splits, ..; its warps share out rows, and
-     * each row's splits */
+    /* 1.1 this block's rows of the tile: mine, mine + splits, and so on. Its warps divide the
+     * rows, and the splits of each row. */
     const SharedTile tile = c.shared[blockIdx.x];
     if (tile.last < 0) return;
     const int splits = tile.last - tile.first + 1, mine = (int)blockIdx.x / 2 - tile.first;
@@ -84,7 +84,7 @@ template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_comb
     const int at_once = COMBINE_WARPS / warps_of_row, quads = p.head_dim_v / 4;
 
     for (int row0 = 0; row0 < rows; row0 += at_once) {
-        /* 1.2 columns to the lanes */
+        /* 1.2 a lane takes four columns at a time */
         const int line = mine + (row0 + warp / warps_of_row) * splits,
                   block_head = line / tile.rows;
         const int64_t lane_at = (int64_t)block_head * c.lanes + line - block_head * tile.rows;
@@ -97,7 +97,7 @@ template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_comb
         }
         __syncthreads(); /* every warp's sums are written */
 
-        /* 1.3 the warps of a row become one */
+        /* 1.3 merge the warps of a row */
         const int rows_here = min(at_once, rows - row0);
         for (int x = threadIdx.x; x < rows_here * quads; x += COMBINE_THREADS) {
             const int place = x / quads, quad = x - place * quads, warp0 = place * warps_of_row;
@@ -116,8 +116,8 @@ template <class T> __global__ void __launch_bounds__(COMBINE_THREADS) paged_comb
     }
 }
 
-/* ---- 2. launch ------------------------------------------------------------ */
-/* The places of a call in the workspace. */
+/* ---- 2. launch ------------------------------------------------------------------------------- */
+/* Sets the addresses of a call's splits in the workspace. */
 inline void place_splits(Call &c, const Sizes &z, void *workspace) {
     if (!z.combines) return;
     char *at = (char *)workspace;
@@ -129,8 +129,8 @@ inline void place_splits(Call &c, const Sizes &z, void *workspace) {
 }
 
 template <class T> gk_status launch_combine(const gk_context *ctx, const Call &c) {
-    const int64_t askers = c.p.cu_q ? gk_ceil_div(c.p.tokens, COMBINE_WARPS) : 0;
-    const dim3 grid((unsigned)(2 * c.blocks + askers));
+    const int64_t token_blocks = c.p.cu_q ? gk_ceil_div(c.p.tokens, COMBINE_WARPS) : 0;
+    const dim3 grid((unsigned)(2 * c.blocks + token_blocks));
     return launch<paged_combine_kernel<T>>("gk_paged_attn", ctx, grid, COMBINE_THREADS, 0, c);
 }
 

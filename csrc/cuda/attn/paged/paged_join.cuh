@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_join.cuh: how splits of paged_attn_sm90a's list become one inside the kernel. Each block
- * stores its split, then counts itself at the tile; the one that comes last merges all of them, in
- * the order of the splits: so whoever it is, the bits are the same, and nobody waits.
+/* paged_join.cuh: the merge of splits inside paged_attn_sm90a's list kernel. Each block stores its
+ * split and then increments the tile's counter. The last block to arrive merges all splits in their
+ * order. So the bits do not depend on which block is last, and no block waits.
  *
- * Counts are zeroed by a small kernel ahead of the list: memory that is left zeroed for the next
- * call would be a state, which two graphs that replay at once would share. */
+ * A small kernel ahead of the list zeroes the counters. Counters that each call leaves at zero
+ * would be shared state between two graphs that replay at the same time. */
 #ifndef GPUKERN_CUDA_PAGED_JOIN_CUH
 #define GPUKERN_CUDA_PAGED_JOIN_CUH
 
@@ -22,7 +22,8 @@ struct BeginParams {
     int count;
 };
 
-/* Block 0 zeroes the counts; a warp of those after it asks whether a token is anybody's. */
+/* Block 0 zeroes the counters. In the other blocks a warp checks whether a token belongs to a
+ * sequence. */
 template <class T>
 __global__ void __launch_bounds__(COMBINE_THREADS) paged_begin_kernel(BeginParams x) {
     griddepcontrol_launch_dependents();
@@ -35,16 +36,16 @@ __global__ void __launch_bounds__(COMBINE_THREADS) paged_begin_kernel(BeginParam
 
 template <class T> gk_status launch_begin(const gk_context *ctx, const Call &c, unsigned *arrived) {
     const BeginParams x = {c.p, arrived, c.blocks * LIST_WARPS};
-    const int64_t askers = c.p.cu_q ? gk_ceil_div(c.p.tokens, COMBINE_WARPS) : 0;
-    return launch<paged_begin_kernel<T>>("gk_paged_attn", ctx, dim3((unsigned)(1 + askers)),
+    const int64_t token_blocks = c.p.cu_q ? gk_ceil_div(c.p.tokens, COMBINE_WARPS) : 0;
+    return launch<paged_begin_kernel<T>>("gk_paged_attn", ctx, dim3((unsigned)(1 + token_blocks)),
                                          COMBINE_THREADS, 0, x, true);
 }
 
-/* ---- 2. the merge ------------------------------------------------------------ */
-/* Threads that merge a share's sums: of the warp, if it alone has the tile's head, else of the
+/* ---- 2. the merge ---------------------------------------------------------------------------- */
+/* The threads that merge a share's sums: one warp if it alone has the tile's head, otherwise the
  * block. */
 struct Team {
-    int thread, threads, head0, heads; /* heads [head0, head0 + heads) of the block's */
+    int thread, threads, head0, heads; /* heads [head0, head0 + heads) of the block's heads */
     __device__ __forceinline__ void sync() const {
         if (threads == 32)
             __syncwarp();
@@ -66,8 +67,8 @@ __device__ __forceinline__ void write_row(const Paged &p, const TileShare &x, in
     if (col == 0 && p.lse) ((float *)p.lse)[at] = f.lse;
 }
 
-/* Blocks first .. last have splits of the tile; this one's is stored, and a barrier of the team is
- * behind it. */
+/* Merges the splits of blocks first .. last if this block is the last to arrive. Its own split
+ * is stored, and the team has synchronised since. */
 template <class T, int HEAD_DIM>
 __device__ __forceinline__ void join_splits(const StreamParams &a, const TileShare &x, int first,
                                             int last, const Team &team) {

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_pages.cuh: the keys of one step of a warp in paged_attn_sm90a: how TMA lays them in shared
- * memory, and how they become operands of mma.m16n8k16, K as A [16 keys][16 columns] and V as A [16
- * columns][16 keys].
+/* paged_pages.cuh: the keys of one step of a warp in paged_attn_sm90a: their layout in shared
+ * memory after TMA, and their loads as operands of mma.m16n8k16, K as A [16 keys][16 columns] and V
+ * as A [16 columns][16 keys].
  *
- *   WidePages   pages of q's dtype. A step is 16 keys: panels of 64 columns, rows of 128 bytes
- *   CodePages   pages of 8-bit codes. A step is 32 keys, rows of head_dim bytes; operands are float16, which hold every code
+ *  WidePages   pages of q's dtype. A step is 16 keys: panels of 64 columns, rows of 128 bytes
+ *  CodePages   pages of 8-bit codes. A step is 32 keys, rows of head_dim bytes; operands are
+ *              float16, which hold every code
  *
- * Sums over columns may be taken in any order, and columns of O too: CodePages permute both so that
- * four bytes of a row are what one lane multiplies, and q and out are permuted alike (q_col,
- * out_col). */
+ * Columns may be summed in any order. CodePages permutes the columns of K, V and O so that four
+ * consecutive bytes of a row belong to one lane; q and out are permuted to match (q_col, out_col).
+ */
 #ifndef GPUKERN_CUDA_PAGED_PAGES_CUH
 #define GPUKERN_CUDA_PAGED_PAGES_CUH
 
@@ -16,7 +17,7 @@
 #include "../../tile/fragment.cuh"
 
 template <class T_, int HEAD_DIM_> struct WidePages {
-    typedef T_ T; /* of the operands */
+    typedef T_ T; /* type of the operands */
     static constexpr int HEAD_DIM = HEAD_DIM_, KEYS = 16, STEPS = HEAD_DIM / 16;
     static constexpr bool CODES = false;
     static constexpr gk_dtype stored = element<T>::dtype;
@@ -25,7 +26,7 @@ template <class T_, int HEAD_DIM_> struct WidePages {
     static constexpr int tile_bytes = PLANES * Panel::bytes;
     static smem_box box(int rows) { return smem_rows(2, COLS * 2, rows, PLANES); }
 
-    /* tile_s of K, of V: what a lane steps from */
+    /* base address of a lane in a tile of K, of V */
     static __device__ __forceinline__ smem_addr k_base(smem_addr tile_s, int lane) {
         return frag_a_base<Panel>(tile_s, lane);
     }
@@ -35,7 +36,7 @@ template <class T_, int HEAD_DIM_> struct WidePages {
     static __device__ __forceinline__ smem_addr at(smem_addr base, int i) {
         return Panel::along(base + i / 4 * Panel::bytes, i % 4 * 2);
     }
-    /* Columns 16 i .. 16 i + 31 of the step's 16 keys, i even; half: 0. */
+    /* Loads columns 16 i .. 16 i + 31 of the step's 16 keys; i is even, half is 0. */
     static __device__ __forceinline__ void load_k(uint32_t (&a)[2][4], smem_addr base, int i, int) {
         load_frag_a(a[0], at(base, i));
         load_frag_a(a[1], at(base, i + 1));
@@ -44,11 +45,12 @@ template <class T_, int HEAD_DIM_> struct WidePages {
         load_frag_a_trans(a[0], at(base, i));
         load_frag_a_trans(a[1], at(base, i + 1));
     }
-    /* The first of the two columns that a lane has as operand register `half` of the i-th 16. */
+    /* The first of the two columns of q in a lane's operand register `half` of the i-th 16
+     * columns. */
     static __device__ __forceinline__ int q_col(int i, int half, int lane) {
         return i * 16 + half * 8 + lane % 4 * 2;
     }
-    /* The column of a lane's accumulator rows `half` of the i-th 16. */
+    /* The column of O in a lane's accumulators of the i-th 16 columns, rows `half`. */
     static __device__ __forceinline__ int out_col(int i, int half, int lane) {
         return i * 16 + half * 8 + lane / 4;
     }
@@ -59,15 +61,15 @@ __device__ __forceinline__ uint32_t f16x2_minus(uint32_t a, uint32_t b) {
     return *(const uint32_t *)&y;
 }
 
-/* Four codes as float16: bytes 0 and 1 in *lo, 2 and 3 in *hi. */
+/* Converts four codes to float16: bytes 0 and 1 to *lo, 2 and 3 to *hi. */
 template <gk_dtype CODE>
 __device__ __forceinline__ void codes_to_f16(uint32_t *lo, uint32_t *hi, uint32_t x) {
     if (CODE == GK_E4M3) {
         cvt_rn_f16x2_e4m3x4(lo, hi, x);
-    } else if (CODE == GK_E5M2) { /* the upper byte of a float16 */
+    } else if (CODE == GK_E5M2) { /* a code is the upper byte of a float16 */
         *lo = prmt(x, 0, 0x1404);
         *hi = prmt(x, 0, 0x3424);
-    } else { /* int8: 1024 + (x + 128) by its bits, then the difference, exact */
+    } else { /* int8: the bits of 1024 + (x + 128), then an exact subtraction */
         const uint32_t above = x ^ 0x80808080u;
         *lo = f16x2_minus(prmt(above, 0x64646464u, 0x4140), 0x64806480u);
         *hi = f16x2_minus(prmt(above, 0x64646464u, 0x4342), 0x64806480u);
@@ -75,7 +77,7 @@ __device__ __forceinline__ void codes_to_f16(uint32_t *lo, uint32_t *hi, uint32_
 }
 
 /* K: ldmatrix gives a lane bytes 4 (lane % 4) .. + 3 of a chunk of 16. V: its pairs of bytes are
- * columns 2 g and 2 g + 1 of two keys, g = lane / 4; a permutation of bytes brings the keys of a
+ * columns 2 g and 2 g + 1 of two keys, g = lane / 4; a byte permutation brings the keys of one
  * column together. */
 template <gk_dtype CODE, int HEAD_DIM_> struct CodePages {
     typedef __half T;

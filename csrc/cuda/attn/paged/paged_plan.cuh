@@ -1,18 +1,21 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_plan.cuh: how paged_attn's work is shared out, and how what several warps or blocks found
- * becomes one; for the kernels that stream a cache (paged_attn_sm80, paged_attn_f32).
+/* paged_plan.cuh: how the work of paged_attn is divided, and how partial results of warps and
+ * blocks are merged. The kernels that stream a cache (paged_attn_sm80, paged_attn_f32,
+ * paged_attn_sm90a) use it.
  *
- * A row is a query token and a head of the group that shares a kv head; `lanes` rows of a kernel go
- * together. A tile is (sequence, lanes rows, a set of kv heads side by side). The keys of a tile
- * are cut into chunks: a step of KEYS keys of each warp of the block. The tiles one behind the
- * other are one list of chunks, each tile's own behind TILE_COST more that stand for what beginning
- * a tile costs; each block takes the same number of them; nothing but the lengths is read for it. A
- * block that holds all of a tile writes out; else it writes its split (sums, max) to the workspace,
- * and paged_combine.cuh merges a tile's splits in order. So a block leaves at most two splits: of
- * the tile that it shares with the block before, and of the one that it shares with the block
- * after.
- * Even shares: Stream-K, Osama et al. 2023; splits of a context: Flash-Decoding, Dao et al.
- * 2023. */
+ * A row is one query token and one head of the group that shares a kv head. A kernel takes `lanes`
+ * rows together. A tile is (sequence, `lanes` rows, a set of neighbouring kv heads). The keys of a
+ * tile are cut into chunks; a chunk is one step of KEYS keys for each warp of the block.
+ *
+ * All tiles form one list of chunks. Each tile's chunks follow TILE_COST extra ones, which
+ * represent the cost of starting a tile. Each block takes the same number of chunks. The list
+ * depends on the lengths only. A block that holds a whole tile writes out. Otherwise it writes a
+ * split (sums, max) to the workspace, and paged_combine.cuh merges the splits of a tile in order. A
+ * block leaves at most two splits: one of the tile that it shares with the block before, one of the
+ * tile that it shares with the block after.
+ *
+ * Even shares: Stream-K, Osama et al. 2023. Splits of a context: Flash-Decoding, Dao et al. 2023.
+ */
 #ifndef GPUKERN_CUDA_PAGED_PLAN_CUH
 #define GPUKERN_CUDA_PAGED_PLAN_CUH
 
@@ -26,28 +29,29 @@ namespace {
 
 constexpr int KEYS = paged_plan::keys, TILE_COST = paged_plan::tile_cost;
 
-/* ---- 1. the plan ------------------------------------------------------------ */
+/* ---- 1. the plan ----------------------------------------------------------------------------- */
 struct Call {
     Paged p;
-    int block_heads, head_sets; /* kv heads side by side in a block; sets of them */
+    int block_heads, head_sets; /* neighbouring kv heads of a block; sets of them */
     int blocks;
     int lanes, chunk_keys;     /* rows of a tile; keys of a chunk: KEYS x (warps / block_heads) */
-    struct SharedTile *shared; /* workspace, [blocks][2]; NULL where no tile is shared; */
-    float2 *stats;             /* [blocks][2][block_heads][lanes]: (max, sum) of a split; */
-    float *sums;               /* [blocks][2][block_heads][lanes][head_dim_v]: its O, not divided */
+    struct SharedTile *shared; /* workspace, [blocks][2]; NULL if no tile is shared */
+    float2 *stats;             /* [blocks][2][block_heads][lanes]: (max, sum) of a split */
+    /* [blocks][2][block_heads][lanes][head_dim_v]: O of a split, not divided by the sum */
+    float *sums;
 };
 
-/* A tile that several blocks have splits of: [0] of a block was begun by one before it, [1] goes on
- * in the one after it. */
+/* A tile of which several blocks have splits. Entry [0] of a block: a tile that an earlier block
+ * began. Entry [1]: a tile that this block began and that continues in the next one. */
 struct SharedTile {
-    int first, last; /* these blocks; last -1: there is no such tile */
-    int token0, row0, rows,
-        head_set; /* rows [row0, row0 + rows) of the sequence whose first token is token0 */
+    int first, last; /* first and last of these blocks; last -1: no such tile */
+    /* rows [row0, row0 + rows) of the sequence whose first token is token0 */
+    int token0, row0, rows, head_set;
     int unused[2];
 };
 static_assert(sizeof(SharedTile) == 32, "one sector");
 
-struct Work { /* of one sequence */
+struct Work { /* the work of one sequence */
     int rows, row_groups, first_chunk, chunks;
     int64_t cost_of_tile, cost; /* in chunks */
 };
@@ -64,8 +68,8 @@ __device__ __forceinline__ Work work_of(const Call &c, const PagedSequence &s) {
     return w;
 }
 
-/* Sums over the block's threads before this one (exclusive), and of all of them. `scratch` holds
- * one number a warp and is free again after the next barrier. */
+/* Exclusive prefix sum of x over the block's threads; *total is the sum over all of them.
+ * `scratch` holds one number for each warp and is free after the next barrier. */
 template <int WARPS_>
 __device__ __forceinline__ int64_t block_scan(int64_t x, int64_t *scratch, int64_t *total) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -75,7 +79,7 @@ __device__ __forceinline__ int64_t block_scan(int64_t x, int64_t *scratch, int64
         const int64_t left = __shfl_up_sync(0xffffffffu, upto, step);
         if (lane >= step) upto += left;
     }
-    __syncthreads(); /* scratch is free */
+    __syncthreads(); /* scratch may be overwritten */
     if (lane == 31) scratch[warp] = upto;
     __syncthreads(); /* every warp's sum is written */
     int64_t before = 0, all = 0;
@@ -88,26 +92,26 @@ __device__ __forceinline__ int64_t block_scan(int64_t x, int64_t *scratch, int64
     return before + upto - x;
 }
 
-/* What a block does of a tile, and what of that its warp does: the keys of step i start at
- * first_key + i chunk_keys, for i in [step0, steps); of those the warp reads the ones in [lo,
- * hi). */
+/* A block's share of a tile, and this warp's part of it. The keys of step i start at first_key +
+ * i chunk_keys, for i in [step0, steps); the warp reads those in [lo, hi). */
 struct TileShare {
     PagedSequence s;
     int b, row0, last_row, head_set;
-    bool leading, whole; /* a block before this one began it; no other block has any of it */
+    /* leading: a block before this one began the tile; whole: no other block has any of it */
+    bool leading, whole;
     int head_kv;
     int lo, hi;             /* keys that some row sees */
     int inner_lo, inner_hi; /* keys that all rows see */
     int first_key, step0, steps;
 };
 
-/* ---- 2. keys ------------------------------------------------------------ */
-/* The 16 keys of a step: lane l knows the page of key l % 16. */
+/* ---- 2. keys --------------------------------------------------------------------------------- */
+/* The 16 keys of a step. Lane l holds the page of key l % 16. */
 struct Keys {
-    int first, page; /* page -1: no key there */
+    int first, page; /* page -1: no key */
 };
 
-/* Table entries of keys outside [lo, hi) are not read. */
+/* Looks up the pages of a step. Table entries of keys outside [lo, hi) are not read. */
 __device__ __forceinline__ Keys keys_at(const Paged &p, int b, int first, int lo, int hi) {
     Keys k = {first, -1};
     const int j = first + threadIdx.x % KEYS;
@@ -115,8 +119,8 @@ __device__ __forceinline__ Keys keys_at(const Paged &p, int b, int first, int lo
     return k;
 }
 
-/* Copies the keys into a stage, zeros where there is none; returns the bits of those that are
- * there. */
+/* Starts the copies of a step's keys into a stage; missing keys become zeros. Returns a bit for
+ * each key that exists. */
 template <class T, class Tile>
 __device__ __forceinline__ unsigned issue(const Paged &p, const Keys &k, int head_kv,
                                           smem_addr stage_s) {
@@ -141,14 +145,15 @@ __device__ __forceinline__ unsigned issue(const Paged &p, const Keys &k, int hea
     return there;
 }
 
-/* A warp's stages: STAGES steps of its keys on the way, a group of copies each, the oldest next to
- * be read. */
+/* A warp's ring: STAGES steps of its keys are in flight, one group of copies each; the oldest is
+ * read next. */
 template <class T, class Tile, int STAGES> struct Ring {
     static constexpr int stage_bytes = 2 * Tile::bytes;
     static_assert(KEYS * STAGES <= 64, "a bit a key on the way");
-    Keys keys;      /* of the step after the last one issued: pages are looked up a step ahead */
-    uint64_t there; /* 16 bits a stage, the oldest lowest */
-    int at;         /* of the oldest stage, in bytes */
+    /* pages of the step after the last one issued: they are looked up one step early */
+    Keys keys;
+    uint64_t there; /* 16 bits for each stage, the oldest lowest */
+    int at;         /* offset of the oldest stage in bytes */
 
     __device__ __forceinline__ void begin(const Call &c, const TileShare &work, smem_addr ring_s) {
         there = 0;
@@ -160,7 +165,7 @@ template <class T, class Tile, int STAGES> struct Ring {
             fill(c, work, work.step0 + stage, stage, ring_s + stage * stage_bytes);
     }
 
-    /* `step` has been read by all lanes: its stage takes the keys of STAGES steps later. */
+    /* Called when all lanes have read `step`: its stage takes the keys of step + STAGES. */
     __device__ __forceinline__ void next(const Call &c, const TileShare &work, smem_addr ring_s,
                                          int step) {
         there >>= 16;
@@ -181,7 +186,7 @@ template <class T, class Tile, int STAGES> struct Ring {
 };
 
 /* ---- 3. out and splits ----------------------------------------------------------------------- */
-/* Sums over keys and their max, with the sink and the scale of v: the factor of the sums, and the
+/* Turns a row's maximum and sum, with the sink and the scale of v, into the factor of O and the
  * row's lse. */
 __device__ __forceinline__ RowResult finish(const Paged &p, int head, float peak, float sum) {
     const RowSum x = row_sum<ExpFull>(peak, sum, sink_of(p.rules, head));
@@ -190,7 +195,7 @@ __device__ __forceinline__ RowResult finish(const Paged &p, int head, float peak
 }
 
 template <class T> __device__ __forceinline__ void store_4(T *out, float4 x, float factor) {
-    /* an empty row's factor is 0, and so are its sums */
+    /* an empty row's sums are 0, and so is its factor */
     *(uint2 *)out =
         make_uint2(pack2<T>(x.x * factor, x.y * factor), pack2<T>(x.z * factor, x.w * factor));
 }
@@ -205,8 +210,8 @@ __device__ __forceinline__ void add_4(float4 &sum, float4 x, float weight) {
     sum.w += weight * x.w;
 }
 
-/* Four columns of O and their row's softmax, as `count` warps summed them over keys of their own,
- * become one. UNROLL: 1 where the kernel's loop should keep the instruction cache. */
+/* Merges four columns of O and the softmax of their row over `count` warps with different keys.
+ * UNROLL: 1 if the loop should stay small in the instruction cache. */
 struct Merged {
     RowSoftmax<ExpFull> row;
     float4 y;
@@ -226,7 +231,7 @@ __device__ __forceinline__ Merged merge_4(const float2 *stats, int stats_step, c
     return all;
 }
 
-/* Rows of a sequence without keys. */
+/* Writes the rows of a tile without keys. */
 template <class T, int THREADS>
 __device__ __forceinline__ void write_nothing(const Call &c, const PagedSequence &s, int row0,
                                               int rows, int head_set) {
@@ -243,8 +248,9 @@ __device__ __forceinline__ void write_nothing(const Call &c, const PagedSequence
     }
 }
 
-/* The sums of the block's warps, o_s [warps][LANES][PITCH] and stats_s [warps][LANES], become one
- * for each head; out, or the block's split. The caller has put a barrier before. */
+/* Merges the sums of the block's warps, o_s [warps][LANES][PITCH] and stats_s [warps][LANES],
+ * for each head, and writes out or the block's split. The caller must synchronise the block
+ * before. */
 template <class T, int WARPS_, int LANES, int PITCH>
 __device__ __forceinline__ void merge_warps(const Call &c, const TileShare &x, const float *o_s,
                                             const float2 *stats_s) {
@@ -254,7 +260,7 @@ __device__ __forceinline__ void merge_warps(const Call &c, const TileShare &x, c
     for (int i = threadIdx.x; i < c.block_heads * rows_here * quads; i += WARPS_ * 32) {
         const int line = i / quads, col = (i - line * quads) * 4;
         const int block_head = line / rows_here, r = line - block_head * rows_here;
-        /* block_heads divides the warps */
+        /* block_heads divides the number of warps */
         const int first = block_head * LANES + r, step = c.block_heads * LANES;
         const Merged all = merge_4<1>(stats_s + first, step, o_s + first * PITCH + col,
                                       step * PITCH, WARPS_ / c.block_heads);
@@ -274,16 +280,16 @@ __device__ __forceinline__ void merge_warps(const Call &c, const TileShare &x, c
     }
 }
 
-/* ---- 4. the walk ------------------------------------------------------------ */
-/* This block's chunks [begin, end), the sequence that holds the first, and the first chunk of that
- * sequence. */
+/* ---- 4. the loop over a block's shares ------------------------------------------------------- */
+/* This block's chunks [begin, end), the sequence that holds the first one (`found`), and that
+ * sequence's first chunk (`found_at`). */
 template <int WARPS_> struct Chunks {
     int64_t scratch[WARPS_], found_at;
     int found;
     int64_t begin, end, share;
 };
 
-/* All threads. false: there are none. */
+/* Finds the block's chunks. All threads take part. Returns false if there are none. */
 template <int WARPS_>
 __device__ __forceinline__ bool find_chunks(const Call &c, Chunks<WARPS_> &plan) {
     constexpr int THREADS = WARPS_ * 32;
@@ -295,7 +301,7 @@ __device__ __forceinline__ bool find_chunks(const Call &c, Chunks<WARPS_> &plan)
     int64_t at = block_scan<WARPS_>(cost + more, plan.scratch, &total);
     const int64_t share = (total + gridDim.x - 1) / gridDim.x;
     const int64_t begin = blockIdx.x * share, end = min(begin + share, total);
-    SharedTile *const shared = c.shared + 2 * blockIdx.x; /* thread 0 alone writes there */
+    SharedTile *const shared = c.shared + 2 * blockIdx.x; /* written by thread 0 only */
     if (threadIdx.x == 0 && c.shared) shared[0].last = shared[1].last = -1;
     if (begin >= end) return false;
     /* one round, unless there are more sequences than threads */
@@ -320,8 +326,8 @@ __device__ __forceinline__ bool find_chunks(const Call &c, Chunks<WARPS_> &plan)
     return true;
 }
 
-/* A tile of which several blocks have splits: the entry of the block whose chunks end at `begin +
- * share`. One thread. */
+/* Writes the SharedTile entry of a tile that other blocks share. own: the tile's first chunk.
+ * One thread. */
 __device__ __forceinline__ void note_shared(SharedTile *shared, const TileShare &x, int64_t own,
                                             int chunks, int64_t share) {
     shared[!x.leading] = {(int)(own / share),
@@ -332,13 +338,13 @@ __device__ __forceinline__ void note_shared(SharedTile *shared, const TileShare 
                           x.head_set};
 }
 
-/* Every block calls it; stream.attend(c, share) is called by all threads of a block for each of its
- * shares of tiles. */
+/* Calls stream.attend(c, share) for each tile of which the block has chunks. All blocks and all
+ * threads call it. */
 template <class T, int WARPS_, class Stream>
-__device__ __forceinline__ void walk(const Call &c, Stream &stream) {
+__device__ __forceinline__ void each_tile(const Call &c, Stream &stream) {
     constexpr int THREADS = WARPS_ * 32;
     const Paged &p = c.p;
-    __shared__ Chunks<WARPS_> plan; /* here, because the streams need the registers */
+    __shared__ Chunks<WARPS_> plan; /* in shared memory, because the streams need the registers */
     const int warp = threadIdx.x / 32;
     SharedTile *const shared = c.shared + 2 * blockIdx.x;
     if (!find_chunks<WARPS_>(c, plan)) return;
@@ -353,7 +359,7 @@ __device__ __forceinline__ void walk(const Call &c, Stream &stream) {
         const int num_tiles = w.row_groups * c.head_sets;
         for (int tile = (int)(max(plan.begin - first, (int64_t)0) / w.cost_of_tile);
              tile < num_tiles; ++tile) {
-            /* where its chunks begin */
+            /* where the tile's chunks begin */
             const int64_t own = first + tile * w.cost_of_tile + TILE_COST;
             const int row_group = tile / c.head_sets, head_set = tile - row_group * c.head_sets;
             const int row0 = row_group * c.lanes, last_row = min(row0 + c.lanes, w.rows) - 1;
@@ -381,13 +387,12 @@ __device__ __forceinline__ void walk(const Call &c, Stream &stream) {
     }
 }
 
-/* ---- 5. launch ------------------------------------------------------------ */
-/* key = {head_dim, lanes, warps, blocks an SM, bytes of shared memory, rows of a sequence
- * that it takes at most (0: any)}. The grid is what fills the device: it does not depend on
- * lengths. */
+/* ---- 5. launch ------------------------------------------------------------------------------- */
+/* key = {head_dim, lanes, warps, blocks an SM, bytes of shared memory, the most rows of a
+ * sequence (0: any)}. The grid fills the device and does not depend on the lengths. */
 struct Sizes {
     int blocks, block_heads;
-    bool combines; /* blocks may share a tile, or tokens may be nobody's */
+    bool combines; /* blocks may share a tile, or tokens may belong to no sequence */
     int64_t shared_bytes, stats_bytes, sums_bytes;
 };
 
@@ -396,7 +401,7 @@ inline Sizes sizes_of(const gk_cuda_instance *row, const gk_context *ctx,
     Sizes z = {};
     const int64_t heads_kv = a->k_cache.shape[2];
     z.blocks = gk_gpu_of(ctx->index)->num_sms * row->key[3];
-    /* Heads side by side read whole lines of the cache together, but make few tiles, that is many
+    /* Blocks with neighbouring heads read whole cache lines, but make fewer tiles and so more
      * splits of each. */
     const int64_t few = z.blocks / paged_plan::splits, batch = a->seq_lens.shape[0];
     z.block_heads = 1;
@@ -404,8 +409,8 @@ inline Sizes sizes_of(const gk_cuda_instance *row, const gk_context *ctx,
          n <= row->key[2] && heads_kv > 0 && heads_kv % n == 0 && batch * (heads_kv / n) >= few;
          n *= 2)
         z.block_heads = n;
-    /* a row of the block table that holds one chunk makes tiles of one chunk, which nobody shares:
-     * no second launch, no workspace */
+    /* If a row of the block table holds at most one chunk, a tile is one chunk and nobody shares
+     * it. Then there is no second launch and no workspace. */
     const int64_t chunk_keys = KEYS * (row->key[2] / z.block_heads);
     z.combines = a->cu_seqlens_q || a->block_table.shape[1] * a->k_cache.shape[1] > chunk_keys;
     if (!z.combines) return z;
@@ -431,7 +436,7 @@ inline bool serves(const gk_cuda_instance *row, const gk_context *ctx,
            in_16_bytes(a->out) && smem_fits(ctx, row->key[4] + 1024);
 }
 
-/* A plan's own part: the launch, whose places in the workspace are still to be found. */
+/* A plan's own data: the launch, without the addresses in the workspace. */
 struct Planned {
     Sizes sizes;
     Call call;

@@ -1,18 +1,23 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_prefill_relay_sm90a: attention of many query tokens a sequence over a paged cache of 8-bit
- * codes, by paged_prefill_sm90a: for calls whose products outweigh one more pass over the keys.
- *   1. decode   k' = k k_scale   v' = v v_scale    q's dtype, rounded once; every code without a scale is exact
- *   2. attend   out, lse = paged_attn(q, k', v') with every rule of the call
- * k_cache, v_cache [num_blocks, block_size, Hkv, D] e4m3, e5m2, int8   k_scale, v_scale [], [Hkv] or [num_blocks, Hkv]
- * k', v' [pages, heads, block_size, D] in the workspace, table' [B, max_blocks] int32. Decoded
- * pages are as many as the cache has, each in its place, or, where the table has fewer entries than
- * that, one an entry. Finite products beyond float16 become its largest number.
+/* paged_prefill_relay_sm90a: attention with many query tokens a sequence over a paged cache of
+ * 8-bit codes, for calls whose products outweigh one more pass over the keys. It decodes the pages
+ * and then calls paged_prefill_sm90a.
  *
- * Bytes of a key and head: D + Dv read, twice that written, and read again. The workspace is
- * bounded: where pages of all heads do not fit, heads go in rounds.
- * Work split of 1: grid x = 16 keys after 16; y = sequence; a thread has 16 codes of K and of V.
- * The calls of 2 are planned again where they run: their operands lie in the workspace, whose place
- * a plan does not know. */
+ *  1. decode   k' = k k_scale   v' = v v_scale    q's dtype, rounded once; exact without a scale
+ *  2. attend   out, lse = paged_attn(q, k', v') with every rule of the call
+ *
+ * k_cache, v_cache [num_blocks, block_size, Hkv, D] e4m3, e5m2 or int8; k_scale, v_scale [], [Hkv]
+ * or [num_blocks, Hkv]; k', v' [pages, heads, block_size, D] and table' [B, max_blocks] int32 in
+ * the workspace. The workspace has a page for each page of the cache, at the same index. If the
+ * table has fewer entries than that, it has a page for each entry. Finite products beyond float16
+ * become its largest number.
+ *
+ * A key of one head costs D + Dv bytes read, twice that written, and read again. The workspace is
+ * bounded: if the pages of all heads do not fit, heads are processed in rounds.
+ *
+ * Work split of step 1: grid y = sequence, x = groups of 16 keys; a thread has 16 codes of K and of
+ * V. Step 2 is planned again at run time: its operands are in the workspace, whose address the plan
+ * does not know. */
 #include "../../layout/banks.cuh"
 #include "../../ptx/griddepcontrol.cuh"
 #include "../../tile/convert.cuh"
@@ -25,10 +30,10 @@ extern "C" const gk_cuda_table gk_paged_prefill_sm90a_table;
 
 namespace {
 
-/* of a block: few, or a short context has too few blocks */
+/* keys of a block: with more, a short context would give too few blocks */
 constexpr int THREADS = 256, KEYS = 16;
-constexpr int BOX =
-    PREFILL_LONGEST_BOX; /* what is decoded begins and ends where the longest box may */
+/* decoded ranges begin and end at boundaries of the longest box */
+constexpr int BOX = PREFILL_LONGEST_BOX;
 
 /* ---- 1. codes to q's dtype ------------------------------------------------------------------- */
 struct DecodeParams {
@@ -37,14 +42,14 @@ struct DecodeParams {
     Rows k, v; /* the caches */
     CodeScale k_scale, v_scale;
     void *to_k, *to_v; /* [pages, heads, block_size, head_dim] */
-    int32_t
-        *to_table; /* [B, max_blocks]; NULL = the call's own table, whose page a decoded page is */
-    int max_blocks, head_dim, chunks_log2; /* of 16 columns */
+    /* [B, max_blocks]; NULL: decoded pages keep their index, and the call's own table serves */
+    int32_t *to_table;
+    int max_blocks, head_dim, chunks_log2; /* chunks of 16 columns */
     int head0, heads;                      /* kv heads of this round */
     Divisor by_heads;
 };
 
-/* Infinities and NaN stay what they are. */
+/* Clamps finite values to float16's range; infinities and NaN pass. */
 __device__ __forceinline__ float within_f16(float x) {
     return fabsf(x) < INFINITY ? fminf(fmaxf(x, -65504.f), 65504.f) : x;
 }
@@ -78,7 +83,7 @@ __device__ __forceinline__ void decode_16(void *to, int64_t at, const Rows &from
 
 template <class T, gk_dtype CODE>
 __global__ void __launch_bounds__(THREADS) relay_pages_kernel(DecodeParams x) {
-    griddepcontrol_launch_dependents(); /* who attends waits for the end of this grid */
+    griddepcontrol_launch_dependents(); /* the attention kernel waits for the end of this grid */
     const Problem &p = x.problem;
     const PrefillPages &pages = x.pages;
     const int b = blockIdx.y, block_size = (int)pages.by_block.by;
@@ -99,7 +104,7 @@ __global__ void __launch_bounds__(THREADS) relay_pages_kernel(DecodeParams x) {
             const int page = table[entry * pages.table_entry];
             const bool there = (unsigned)page < (unsigned)pages.num_blocks;
             const int64_t to_page = x.to_table ? (int64_t)b * x.max_blocks + entry : page;
-            /* of a page that comes to several blocks each writes the same */
+            /* blocks that share a page all write the same value */
             if (x.to_table && head == 0 && chunk == 0 && (in_page == 0 || in_tile == 0))
                 x.to_table[(int64_t)b * x.max_blocks + entry] = there ? (int32_t)to_page : -1;
             if (!there) continue;
@@ -114,14 +119,14 @@ __global__ void __launch_bounds__(THREADS) relay_pages_kernel(DecodeParams x) {
     }
 }
 
-/* ---- 2. the call that attends ---------------------------------------------------------------- */
+/* ---- 2. the inner call ----------------------------------------------------------------------- */
 struct Own {
     size_t inner_bytes;
     int heads; /* kv heads of a round */
     bool by_page;
 };
 
-/* Heads [head0, head0 + heads) of the last but one dimension, or of a vector. */
+/* Heads [head0, head0 + heads) of a tensor, which are its dimension `dim`. */
 gk_tensor heads_of(const gk_tensor &t, int64_t head0, int64_t heads, int dim) {
     gk_tensor x = t;
     x.shape[dim] = heads;
@@ -129,12 +134,12 @@ gk_tensor heads_of(const gk_tensor &t, int64_t head0, int64_t heads, int dim) {
     return x;
 }
 
-/* A round's call, and where it finds its operands. base: the workspace; where a plan does not know
- * it any address that is aligned serves. */
+/* The call of one round, with the addresses of its operands. base: the workspace. While
+ * planning, its address is not known, and any aligned address serves. */
 struct Round {
     gk_paged_attn_args args;
     gk_tensor slopes, sinks;
-    size_t bytes; /* of the workspace up to the attention's own */
+    size_t bytes; /* bytes of the workspace before the inner call's own */
 
     Round(const gk_paged_attn_args *a, const Own &own, int head0, char *base) : args(*a), bytes(0) {
         const int64_t group = a->q.shape[1] / a->k_cache.shape[2], first = head0 * group,
@@ -175,7 +180,7 @@ struct Round {
             args.rules.sinks = &sinks;
         }
     }
-    Round(const Round &) = delete; /* it points into itself */
+    Round(const Round &) = delete; /* holds pointers to its own members */
 
     void *take(char *base, int64_t size) {
         void *at = base + bytes;
@@ -232,7 +237,7 @@ gk_status decode(const char *op, const gk_context *ctx, gk_dtype code, const Dec
     }
 }
 
-/* A round's lse to its columns of the call's. */
+/* Copies a round's lse into its columns of the call's lse. */
 gk_status place_lse(const char *op, const gk_context *ctx, const gk_tensor &to,
                     const gk_tensor &from, int64_t first) {
     const size_t width = (size_t)from.shape[1] * sizeof(float);

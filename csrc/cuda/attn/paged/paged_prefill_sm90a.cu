@@ -1,18 +1,21 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_prefill_sm90a: attention of many query tokens a sequence over a paged cache, on Hopper's
- * tensor cores, 16 bits: prefill and chunked prefill. The consumers of flash_attn_fwd_sm90a (its
- * title has the algorithm), and a producer that walks the pages (fwd_pages.cuh).
- *   out[t] = sum_j softmax_j(score(scale q[t] k[j]), sink) v[j]         j in [lo(t), hi(t))
+/* paged_prefill_sm90a: attention with many query tokens a sequence over a paged cache, on Hopper's
+ * tensor cores, 16 bits: prefill and chunked prefill. It combines the consumers of
+ * flash_attn_fwd_sm90a, whose file describes the algorithm, with a producer that loads pages
+ * (fwd_pages.cuh).
+ *
+ *  out[t] = sum_j softmax_j(score(scale q[t] k[j]), sink) v[j]         j in [lo(t), hi(t))
+ *
  * q [T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D]; block_table [B, max_blocks],
  * seq_lens [B], cu_seqlens_q [B + 1] int32; out [T, Hq, D], lse [T, Hq]. Pages: Kwon et al. 2023.
  *
- * Work split: as flash_attn_fwd_sm90a, tiles of 128 queries of a head, or of several heads of a
- * group where a sequence has few.
+ * Work split: as in flash_attn_fwd_sm90a, in tiles of 128 queries of a head, or of several heads of
+ * a group if sequences have few queries.
  *
- * Not here: pages that are no multiples of 8 keys, head_dim other than 64, 128 and (bfloat16) 256,
- * windows that reach to the right, scales, ALiBi where keys begin late and no causal rule ends
- * them; 8-bit pages, which come through paged_prefill_relay_sm90a; and calls of few tokens a
- * sequence, which are bound by reading the cache: paged_attn_sm90a and paged_attn_sm80. */
+ * Not handled: pages that are not a multiple of 8 keys; head_dim other than 64, 128 and (bfloat16)
+ * 256; right windows; scales; ALiBi with a left window or kv_start and no causal rule; 8-bit pages,
+ * which paged_prefill_relay_sm90a decodes first; few tokens a sequence, which are bound by reading
+ * the cache (paged_attn_sm90a, paged_attn_sm80). */
 #include "../../ptx/cluster.cuh"
 #include "../../ptx/griddepcontrol.cuh"
 #include "../forward/fwd_loop.cuh"
@@ -32,7 +35,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
     const FwdHopperParams &x = a.f;
     const smem_addr smem_s = cvta_to_shared(smem);
     FwdTile *tiles = (FwdTile *)(smem + S::TILES);
-    /* the compiler sees that lanes agree */
+    /* the shuffle tells the compiler that the value is uniform over the warp */
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     begin_block<Tile, 2>(x, smem_s);
     griddepcontrol_launch_dependents();
@@ -50,7 +53,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
                 prefetch_tensormap(&x.k);
                 prefetch_tensormap(&x.v);
             }
-            /* what the kernel before wrote is there, and nobody reads out any more */
+            /* wait until the previous kernel has written its results and read `out` */
             griddepcontrol_wait();
             PageLoader<Tile, MODIFIED, true>{a, smem_s}.all(tiles);
         } else if (warp == 3) {
@@ -67,7 +70,7 @@ __global__ void __launch_bounds__(Smem<Tile>::THREADS, 1)
 }
 
 /* ---- 2. launcher and table ------------------------------------------------------------------- */
-/* A cache as TMA sees it: columns of a panel, keys, panels, heads, pages. */
+/* The TMA shape of a cache: columns of a panel, keys, panels, heads, pages. */
 TensorShape pages_shape(const gk_tensor &t) {
     TensorShape x = {};
     x.data = t.data;
@@ -84,7 +87,7 @@ TensorShape pages_shape(const gk_tensor &t) {
     return x;
 }
 
-/* Keys of a page that are one box: 2^n, the largest power of 2 up to a tile that divides a page. */
+/* log2 of the keys of a box: the largest power of 2 that divides a page, at most a tile. */
 int box_log2(int64_t block_size, int bkv) {
     int n = 3;
     while (1 << n < bkv && block_size % (2 << n) == 0) ++n;
@@ -116,12 +119,12 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     as_paged(&x.f.fwd.problem, a);
     x.pages = prefill_pages(a);
     x.f.box_log2 = box_log2(a->k_cache.shape[1], late ? PREFILL_LATE_BOX : Tile::BKV);
-    fwd_plan(ctx, x.f.fwd, Smem<Tile>::BQ, Tile::BKV, 1, fwd_blocks(x.f.fwd) / x.f.stacked, to);
+    fwd_plan(ctx, x.f.fwd, Smem<Tile>::BQ, Tile::BKV, 1, fwd_blocks(x.f.fwd) / x.f.tile_heads, to);
     return true;
 }
 
-/* The merge of splits: a row of theirs is a token and a head, packed or not. Then the tokens of no
- * sequence. */
+/* Merges the splits; a row of theirs is a token and a head, packed or not. Then it clears the
+ * tokens of no sequence. */
 template <class T> gk_status finish(const char *op, const gk_context *ctx, const FwdParams &f) {
     const Problem &p = f.problem;
     if (f.splits > 1 && f.split_rows > 0) {
@@ -167,7 +170,7 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
     return status == GK_OK ? finish<T>(op, ctx, x.f.fwd) : status;
 }
 
-/* key = {head_dim, bytes of shared memory, scores have a softcap or ALiBi} */
+/* key = {head_dim, bytes of shared memory, softcap or ALiBi} */
 #define ROW(NAME, DTYPE, T, TILE, MODIFIED)         \
     {"paged_prefill_sm90a_" NAME,                   \
      DTYPE,                                         \
@@ -186,7 +189,7 @@ const gk_cuda_instance instances[] = {ROWS("bf16_d64", GK_BF16, __nv_bfloat16, F
 #undef ROWS
 #undef ROW
 
-/* Calls of many tokens a sequence, on the average of packed ones. */
+/* Serves calls with many tokens a sequence; packed calls count on average. */
 bool plan_many(const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_paged_attn_args *a = (const gk_paged_attn_args *)args;
     const int64_t batch = a->seq_lens.shape[0];

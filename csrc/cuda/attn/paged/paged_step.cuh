@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_step.cuh: what a warp of paged_attn_sm90a does with one step of keys (paged_pages.cuh), and
- * the rows that it does it for.
+/* paged_step.cuh: one step of keys of a warp in paged_attn_sm90a (paged_pages.cuh), and the state
+ * of the rows that the warp serves.
  *
- * The maximum is lazy: a lane looks at its own keys, and only where a row grows by more than 2^8 do
- * lanes exchange and O is rescaled. Codes are multiplied as float16, which holds them all; q is
- * scaled by a power of two a row. */
+ * The maximum is lazy: a lane looks at its own keys, and only if a row grows by more than 2^8 do
+ * the lanes exchange maxima and rescale O. 8-bit codes are multiplied as float16, which holds them
+ * exactly; q is scaled by a power of two for each row. */
 #ifndef GPUKERN_CUDA_PAGED_STEP_CUH
 #define GPUKERN_CUDA_PAGED_STEP_CUH
 
@@ -14,15 +14,15 @@
 namespace {
 
 /* ---- 1. rows --------------------------------------------------------------------------------- */
-/* A lane's rows of a share: columns n 8 + 2 (lane % 4) + e of S^T. */
+/* A lane's rows of a share: columns 8 n + 2 (lane % 4) + e of S^T. */
 template <class Pages, int N> struct RowsOf {
     static constexpr int STEPS = Pages::STEPS;
-    uint32_t q[STEPS][N][2];     /* the mma's B */
-    float o[STEPS][N][4];        /* O^T, divided by v_base where v has a scale a page */
+    uint32_t q[STEPS][N][2];     /* B operand of the mma */
+    float o[STEPS][N][4];        /* O^T; with a v scale per page it is divided by v_base */
     float peak[N][2], sum[N][2]; /* to base 2; sum: this lane's share */
-    float factor[N][2];          /* a score over its product q k */
+    float factor[N][2];          /* score / (q k) */
     float slope[N][2];
-    int index[N][2]; /* the token */
+    int index[N][2]; /* query token */
     float v_base;
 
     template <class T>
@@ -67,8 +67,8 @@ template <class Pages, int N> struct RowsOf {
         }
     }
 
-    /* Row n 8 + lane / 4 of q becomes float16, its largest element in [1, 2); returns what it was
-     * divided by. */
+    /* Converts row 8 n + lane / 4 of q to float16 with its largest element in [1, 2). Returns
+     * what the row was divided by. */
     template <class T> __device__ __forceinline__ float to_halves(int n) {
         float most = 0;
 #pragma unroll
@@ -100,8 +100,9 @@ template <class Pages, int N> struct RowsOf {
 };
 
 /* ---- 2. a step ------------------------------------------------------------------------------- */
-constexpr int CHAIN =
-    4; /* products that the tensor core adds, cutting off; longer sums are rounded */
+/* Products in one chain of the tensor core, which truncates its sums. Longer sums are added in
+ * float32. */
+constexpr int CHAIN = 4;
 
 template <class Pages, int N>
 __device__ __forceinline__ void multiply_k(const RowsOf<Pages, N> &r, float (&x)[N][4],
@@ -125,7 +126,7 @@ __device__ __forceinline__ void multiply_k(const RowsOf<Pages, N> &r, float (&x)
     }
 }
 
-/* Rows of V that no row sees become zeros, so that what lies there, NaN perhaps, does not count. */
+/* Zeroes the rows of V that no row sees: they may hold NaN. */
 template <class Pages>
 __device__ __forceinline__ void clear_unseen(smem_addr v_s, int key, int lo, int hi) {
     constexpr int chunks = Pages::COLS * (Pages::CODES ? 1 : 2) / 16;
@@ -133,11 +134,11 @@ __device__ __forceinline__ void clear_unseen(smem_addr v_s, int key, int lo, int
         const int j = key + i / chunks % Pages::KEYS;
         if (j < lo || j >= hi) st_shared_128(v_s + i * 16, make_uint4(0, 0, 0, 0));
     }
-    fence_proxy_async(); /* TMA writes there next */
+    fence_proxy_async(); /* orders these stores before TMA's next write */
     __syncwarp();        /* all lanes have stored */
 }
 
-/* Products of a step become scores to base 2, -inf where the row does not see the key. */
+/* Turns the products of a step into scores to base 2, -inf for keys that a row does not see. */
 template <class Pages, int N>
 __device__ __forceinline__ void score(const StreamParams &a, const TileShare &share,
                                       const RowsOf<Pages, N> &r, float (&x)[N][4], int key,
@@ -212,7 +213,7 @@ __device__ __forceinline__ void weigh(RowsOf<Pages, N> &r, float (&x)[HALVES][N]
     for (int h = 0; h < HALVES; ++h) {
         factor[h] = 1;
         if (!Pages::CODES) continue;
-        if (v_scale[h] > r.v_base) { /* of a page; the same in all lanes */
+        if (v_scale[h] > r.v_base) { /* the scale of a page, the same in all lanes */
             const float shrink = r.v_base / v_scale[h];
 #pragma unroll
             for (int n = 0; n < N; ++n) {

@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* paged_stream.cuh: what a warp of paged_attn_sm90a loads, and in which order.
  *
- * A share is what a warp does of one tile (paged_plan.cuh). A source gives a block's shares one
- * after the other: of the flat list of chunks, or the one share of a block in a cluster. Each warp
- * asks its sources by itself, one for what it multiplies and one, some steps ahead, for what it
- * loads: so the ring of a warp runs on from one sequence into the next.
+ * A share is a warp's part of one tile (paged_plan.cuh). A Source yields the shares of a block one
+ * after the other: those of the flat list, or the single share of a block in a cluster. Each warp
+ * has two sources, one for what it multiplies and one, some steps ahead, for what it loads. So the
+ * ring of a warp runs on from one sequence into the next.
  *
- *   ring of a warp   stages x (K KEYS rows, V KEYS rows), a full barrier each; lane 0 issues, no barrier of the block
- *   page numbers     32 boxes by one load, a lane each; the next 32 are on the way meanwhile. A box is what of a step lies in
- *                    one page. Without a page: a box outside the tensor, which TMA fills with
- *                    zeros */
+ *  ring of a warp   stages x (K KEYS rows, V KEYS rows) with a full barrier each; lane 0 issues;
+ *                   no block-wide barrier
+ *  page numbers     32 boxes by one load, one for each lane, while the next 32 are in flight. A box
+ *                   is the part of a step that lies in one page. A box without a page lies outside
+ *                   the tensor, and TMA fills it with zeros */
 #ifndef GPUKERN_CUDA_PAGED_STREAM_CUH
 #define GPUKERN_CUDA_PAGED_STREAM_CUH
 
@@ -24,24 +25,24 @@
 namespace {
 
 struct StreamParams {
-    Call c; /* shared: NULL; */
-    unsigned *
-        /* workspace, [blocks][LIST_WARPS]: splits that are stored of the tile that this block
-         * began, by head; */
-        arrived;
+    Call c; /* c.shared is NULL */
+    /* workspace, [blocks][LIST_WARPS]: for each head, how many splits are stored of the tile that
+     * this block began */
+    unsigned *arrived;
     CUtensorMap k, v;
-    CodeScale k_scale, v_scale; /* of codes, by page; */
-    bool by_page;               /* one of them is there */
-    int ranks; /* blocks of a cluster, that share a tile; 1: a tile is a block's; 0: the flat list
-                */
-    int warps, stages, boxes; /* boxes of a step: pages that it lies in */
-    bool asks; /* clusters and the list are both launched: by_clusters tells whose call it is */
+    CodeScale k_scale, v_scale; /* of codes, per page */
+    bool by_page;               /* at least one of them exists */
+    /* blocks of a cluster that share a tile; 1: one block for each tile; 0: the flat list */
+    int ranks;
+    int warps, stages, boxes; /* boxes of a step, that is pages that it spans */
+    /* both clusters and the list are launched, and by_clusters decides which one works */
+    bool both_launched;
     float ns_per_key, ns_per_total;
 };
 
 /* ---- 1. shared memory ------------------------------------------------------------------------ */
-/* Bytes from the start; ring [warps][stages][2 tiles]. O of a cluster's warps lies where their
- * rings were. */
+/* Byte offsets. The ring [warps][stages][2 tiles] comes first. In a cluster, O of the warps
+ * overlays their rings. */
 struct SmemMap {
     int o, stats, barriers, scales, inbox_barrier, inbox, chunks, total;
 };
@@ -61,11 +62,11 @@ constexpr GK_HD SmemMap smem_map(int tile_bytes, int head_dim, int lanes, int wa
     return m;
 }
 
-/* ---- 2. shares ------------------------------------------------------------ */
+/* ---- 2. shares ------------------------------------------------------------------------------- */
 struct Share {
     TileShare x;
     int stride;  /* keys from step to step */
-    int64_t own; /* the tile's first chunk in the list, and its chunks */
+    int64_t own; /* the tile's first chunk in the list; its number of chunks */
     int chunks;
 };
 
@@ -76,7 +77,7 @@ __device__ __forceinline__ void see_keys(TileShare &x, const Paged &p) {
     x.inner_hi = x.s.hi(x.row0 / p.group);
 }
 
-/* The first step that reaches a key, and one past the last. */
+/* Finds the first step that reaches a visible key, and the end of the steps. */
 template <int STEP_KEYS>
 __device__ __forceinline__ void see_steps(TileShare &x, int stride, int most) {
     x.step0 = x.first_key + STEP_KEYS <= x.lo ? (x.lo - x.first_key - STEP_KEYS) / stride + 1 : 0;
@@ -84,8 +85,8 @@ __device__ __forceinline__ void see_steps(TileShare &x, int stride, int most) {
 }
 
 template <int STEP_KEYS> struct Source {
-    int b, tile;   /* the next tile; tile -1: sequence b has not been looked at */
-    int64_t first; /* its sequence's first chunk */
+    int b, tile;   /* the next tile; tile -1: sequence b has not been looked at yet */
+    int64_t first; /* first chunk of sequence b */
 
     __device__ __forceinline__ void begin(const StreamParams &a, const Chunks<LIST_WARPS> &plan) {
         b = 0;
@@ -97,7 +98,7 @@ template <int STEP_KEYS> struct Source {
         }
     }
 
-    /* The block's one share. */
+    /* The single share of a block in a cluster. */
     __device__ __forceinline__ bool of_cluster(const StreamParams &a, Share &share) {
         const Paged &p = a.c.p;
         if (tile >= 0) return false;
@@ -112,7 +113,7 @@ template <int STEP_KEYS> struct Source {
         x.leading = false;
         x.whole = true;
         see_keys(x, p);
-        /* without a query no key is seen, and no page is read */
+        /* without a query, no key is seen and no page is read */
         if (x.s.rows == 0) x.lo = x.hi = 0;
         share.stride = a.ranks * a.warps * STEP_KEYS;
         x.first_key =
@@ -121,7 +122,8 @@ template <int STEP_KEYS> struct Source {
         return true;
     }
 
-    /* The next tile that the block has chunks of, or that has none and is the block's to write. */
+    /* The next tile of which the block has chunks, or a tile without keys that the block must
+     * write. */
     __device__ __forceinline__ bool of_list(const StreamParams &a, const Chunks<LIST_WARPS> &plan,
                                             Share &share) {
         const Call &c = a.c;
@@ -137,7 +139,7 @@ template <int STEP_KEYS> struct Source {
                 const int64_t own = first + tile * w.cost_of_tile + TILE_COST;
                 const bool empty =
                     w.chunks == 0 && own - TILE_COST >= plan.begin && own - TILE_COST < plan.end;
-                if (own >= plan.end && !empty) return false; /* later tiles are further on */
+                if (own >= plan.end && !empty) return false; /* later tiles begin even later */
                 const int chunk0 = (int)max(plan.begin - own, (int64_t)0),
                           chunk1 = (int)min(plan.end - own, (int64_t)w.chunks);
                 if (chunk0 >= chunk1 && !empty) continue;
@@ -171,19 +173,20 @@ template <int STEP_KEYS> struct Source {
     }
 };
 
-/* ---- 3. the ring ------------------------------------------------------------ */
+/* ---- 3. the ring ----------------------------------------------------------------------------- */
 template <class Pages> struct Loader {
     static constexpr int stage_bytes = 2 * Pages::tile_bytes;
     Source<Pages::KEYS> source;
-    int b, head_kv, first_key, stride, step, steps, lo, hi; /* of the share that is loaded */
-    int base;                           /* step of the first box that lanes hold */
-    int page, row, next_page, next_row; /* this lane's box, and the one 32 boxes on */
+    /* of the share that is being loaded */
+    int b, head_kv, first_key, stride, step, steps, lo, hi;
+    int base;                           /* step of the first box that the lanes hold */
+    int page, row, next_page, next_row; /* this lane's box, and the one 32 boxes later */
     float k_scale, v_scale, next_k, next_v;
     int stage, on_the_way;
-    /* two bits a stage: the box has a page, or lies outside of the keys that are seen */
+    /* two bits for each stage: whether each box has a page, or lies outside the visible keys */
     unsigned here;
     smem_addr ring_s, barriers_s, scales_s;
-    uint64_t policy; /* pages are read once */
+    uint64_t policy; /* L2 policy: evict first, since pages are read once */
 
     __device__ __forceinline__ void begin(const StreamParams &a, const Chunks<LIST_WARPS> &plan,
                                           smem_addr ring_, smem_addr barriers_, smem_addr scales_) {
@@ -197,7 +200,7 @@ template <class Pages> struct Loader {
         here = 0;
     }
 
-    /* The box of this lane among those from step `from` on. */
+    /* Looks up this lane's box among those from step `from` on. */
     __device__ __forceinline__ void look_up(const StreamParams &a, int from, int &page_, int &row_,
                                             float &k_, float &v_) {
         const Paged &p = a.c.p;
@@ -219,7 +222,7 @@ template <class Pages> struct Loader {
         k_ = a.k_scale.at<float>(page_, head_kv), v_ = a.v_scale.at<float>(page_, head_kv);
     }
 
-    /* Fills the free stages of the ring. All lanes. */
+    /* Fills the free stages of the ring. All lanes take part. */
     __device__ __forceinline__ void fill(const StreamParams &a, const Chunks<LIST_WARPS> &plan) {
         while (on_the_way < a.stages) {
             while (step >= steps) {
@@ -279,9 +282,9 @@ template <class Pages> struct Loader {
     }
 };
 
-/* ---- 4. whose call it is ------------------------------------------------------------ */
-/* Clusters share out each sequence by itself, the list all of them together. The same answer in
- * every warp of both launches. */
+/* ---- 4. which launch serves the call --------------------------------------------------------- */
+/* Estimates whether clusters, which divide each sequence on its own, finish before the list,
+ * which divides all sequences together. Every warp of both launches gets the same answer. */
 __device__ __forceinline__ bool by_clusters(const StreamParams &a) {
     int longest = 0, total = 0;
     for (int b = threadIdx.x % 32; b < a.c.p.batch; b += 32) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* prefill_call.cuh: a paged_attn call of many query tokens as the forward's kernels see it: a
- * Problem whose keys lie nowhere, where lengths and pages stand, and where a sequence's keys end.
- * For paged_prefill_sm90a and paged_prefill_relay_sm90a. */
+/* prefill_call.cuh: a paged_attn call with many query tokens as the forward kernels see it, for
+ * paged_prefill_sm90a and paged_prefill_relay_sm90a. It consists of a Problem without key
+ * tensors, the block table and lengths, and the function that finds where a sequence's keys end. */
 #ifndef GPUKERN_CUDA_PREFILL_CALL_CUH
 #define GPUKERN_CUDA_PREFILL_CALL_CUH
 
@@ -12,12 +12,12 @@
 struct PrefillPages {
     const int32_t *table, *lens;
     int64_t lens_step;
-    int table_row, table_entry; /* 32 bits hold the place of every entry */
+    int table_row, table_entry; /* 32 bits hold the offset of every entry */
     int num_blocks;
-    Divisor by_block; /* block_size */
+    Divisor by_block; /* divides by block_size */
 };
 
-/* Sequence b. What is wrong in lengths is reported and clamped. */
+/* Sequence b. Errors in the lengths are reported and clamped. */
 __device__ __forceinline__ Sequence prefill_sequence(const Problem &p, const PrefillPages &pages,
                                                      int b) {
     Sequence s;
@@ -36,7 +36,8 @@ __device__ __forceinline__ Sequence prefill_sequence(const Problem &p, const Pre
     s.seq_k = min(max(length, 0), p.seq_k);
     if (!good || s.seq_k != length || (length > 0 && length < tokens))
         report(p.error_word, GK_BAD_SEQ_LENS);
-    /* a query before the first key sees none, causal or not */
+    /* Without a causal rule, queries before the first key would see keys. That length was
+     * reported above, so the sequence gets no keys at all. */
     if (p.rules.right < 0 && s.seq_k < tokens) s.seq_k = 0;
     s.diagonal = s.seq_k - tokens;
     s.span = span_make(s.seq_k, s.diagonal, p.rules.left, p.rules.right);
@@ -45,7 +46,7 @@ __device__ __forceinline__ Sequence prefill_sequence(const Problem &p, const Pre
 }
 
 /* ---- 2. host --------------------------------------------------------------------------------- */
-/* Tokens of as many in each sequence as [B, H, S, last]. */
+/* Views [T, H, last] with equally long sequences as [B, H, S, last]. */
 inline gk_tensor by_sequence(const gk_tensor &t, int64_t batch) {
     gk_tensor x = t;
     const int64_t each = batch ? t.shape[0] / batch : 0;
@@ -61,13 +62,13 @@ inline gk_tensor by_sequence(const gk_tensor &t, int64_t batch) {
     return x;
 }
 
-/* Whether no query sees a key behind its own place. */
+/* True if no query sees a key behind its own position. */
 inline bool prefill_is_causal(const gk_paged_attn_args *a) {
     return a->rules.is_causal || (a->flags & GK_PAGED_WINDOW_RIGHT && a->rules.window_right == 0);
 }
 
-/* The call as flash_attn_fwd has it: its keys are as many as a row of the table holds, and lie
- * nowhere. */
+/* The call as flash_attn_fwd arguments. Its number of keys is what a row of the block table
+ * holds; k and v have shapes but no contiguous keys. */
 inline gk_flash_attn_args as_flash(const gk_paged_attn_args *a) {
     gk_flash_attn_args x = {};
     const int64_t batch = a->seq_lens.shape[0];
@@ -79,7 +80,7 @@ inline gk_flash_attn_args as_flash(const gk_paged_attn_args *a) {
     x.rules.is_causal = prefill_is_causal(a);
     x.rules.kv_end = x.rules.q_start = NULL;
     x.rules.window_right = -1;
-    /* for the order of tiles alone: kernels have each sequence's own */
+    /* used for the order of tiles only; the kernel computes each sequence's own diagonal */
     x.rules.diagonal = batch ? gk_max_i64(capacity - a->q.shape[0] / batch, 0) : 0;
     x.cu_seqlens_q = x.cu_seqlens_k = a->cu_seqlens_q;
     x.max_seqlen_q = a->max_seqlen_q;
@@ -106,14 +107,14 @@ inline gk_flash_attn_args as_flash(const gk_paged_attn_args *a) {
     return x;
 }
 
-/* What a problem of as_flash has otherwise: lse [T, Hq], and the error word of the call. */
+/* Adapts a problem of as_flash to the paged call: batch, lse [T, Hq], and the error word. */
 inline void as_paged(Problem *p, const gk_paged_attn_args *a) {
     p->batch = (int)a->seq_lens.shape[0];
     p->lse = {a->lse.data, p->cu_q ? 0 : (int64_t)p->seq_q * p->heads_q, 1, p->heads_q};
     if (a->flags & GK_PAGED_ALLOW_SHORT) p->error_word = NULL;
 }
 
-/* Whether 32 bits hold the place of each element. */
+/* True if 32 bits hold the offset of each element. */
 inline bool in_32_bits(const gk_tensor &t) {
     int64_t most = 0;
     for (int d = 0; d < t.ndim; ++d) {
@@ -124,7 +125,7 @@ inline bool in_32_bits(const gk_tensor &t) {
     return most <= INT32_MAX;
 }
 
-/* Of a table in_32_bits, and fewer than 2^31 pages. */
+/* Requires a table that is in_32_bits, and fewer than 2^31 pages. */
 inline PrefillPages prefill_pages(const gk_paged_attn_args *a) {
     PrefillPages x = {};
     x.table = (const int32_t *)a->block_table.data;
