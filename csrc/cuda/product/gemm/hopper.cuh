@@ -182,8 +182,8 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
 
     const Params &x;
     const int lane, block_warp, warpgroup, warp, rank, part; /* part: index of the split of k */
-    const bool side_by_side;
-    const bool tells; /* this lane signals one of the MATES blocks that a stage is empty */
+    /* tells: this lane signals one of the MATES blocks that a stage is empty */
+    const bool side_by_side, tells;
     const smem_addr ring_s;
     tma_ring<S::STAGES> ring;
     /* Tasks: their number, this cluster's first, and the step to its next. */
