@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* hopper_launch.cuh: the host's half of Hopper's gemm kernels, the same for each schedule: what a
- * kernel takes, its tensor maps and its launch, and the table of its instances. */
+/* hopper_launch.cuh: the host's half of Hopper's gemm kernels, the same for each schedule. It
+ * makes tensor maps and parameters, launches the kernel, and defines the rows of the instance
+ * tables. */
 #ifndef GPUKERN_CUDA_GEMM_HOPPER_LAUNCH_CUH
 #define GPUKERN_CUDA_GEMM_HOPPER_LAUNCH_CUH
 
@@ -10,14 +11,14 @@
 
 namespace {
 
-/* What the host asks of an instance of the kernel. */
+/* What the host needs to know about an instance of a kernel. */
 struct Instance {
-    bool along_m, along_n; /* as a and b lie in shared memory */
-    int a_box[2],
-        b_box[2]; /* rows of a copy, as a cluster's tiles lie: a_box[in_row], b_box[!in_row] */
-    bool by_panels, by_tma; /* how results leave */
-    smem_box panel;         /* of results */
-    gk_dtype result;        /* the kernel's narrow type of them */
+    bool along_m, along_n; /* a is M-major, b is N-major */
+    /* Rows of one box, by the shape of the cluster: a_box[in_row], b_box[!in_row]. */
+    int a_box[2], b_box[2];
+    bool by_panels, by_tma; /* how results are stored */
+    smem_box panel;         /* the box of results that TMA stores */
+    gk_dtype result;        /* the kernel's narrow result type */
     gk_status (*launch)(const gk_context *ctx, unsigned blocks, const Params &x);
 };
 
@@ -43,7 +44,8 @@ constexpr Instance instance_of() {
             launch_instance<S, Tile, KERNEL>};
 }
 
-/* An operand's maps, the second where the last box of its rows is lower. */
+/* Makes an operand's tensor map, and a second map with a lower box if its last rows do not fill
+ * a box. */
 gk_status make_maps(const TensorShape &x, int box, int end, CUtensorMap *inside,
                     CUtensorMap *last) {
     const int each = (int)gk_dtype_bytes(x.dtype);
@@ -68,7 +70,8 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
     const GemmEpilogue &e = x->p.epilogue;
     const int64_t cols = swapab ? x->p.m : x->p.n;
     const bool alike = e.out_dtype == dtype && (!e.c || (dtype != GK_F32 && e.c_vectors));
-    /* activations of float32 results are exact: too many instructions for every panel's own */
+    /* Activations of float32 results are exact, which is too many instructions to repeat in
+     * every panel's code. */
     const bool by_panels =
         in.by_panels && alike &&
         (dtype != GK_F32 || e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
@@ -79,8 +82,8 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
     };
     x->plain = by_panels && chunks &&
                (!in.by_tma || (maps(out, &x->out) && (!e.preact || maps(preact, &x->preact))));
-    /* two columns share an activation's inverse, and what stands past an odd last column is not the
-     * same in every run */
+    /* Two columns share the reciprocal of an activation. Beside an odd last column stands an
+     * undefined value, so the result would differ from run to run. */
     x->ragged = by_panels && !x->plain && !e.c && dtype != GK_F32 &&
                 (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
     x->straight = x->plain && !e.c &&
@@ -94,7 +97,7 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
     x->batched = x->p.ndim > 0;
     x->keep = x->p.m * x->p.n * x->p.batch * gk_bits_of(dtype) <= 8 * KEEP_BYTES;
     x->order = tile_order(x->p.tiles_m, x->p.tiles_n, x->p.group);
-    /* two columns are read at a time */
+    /* The store reads the bias two columns at a time. */
     if (x->ragged && cols % 2 != 0) x->p.epilogue.bias_vectors = false;
     x->across = !swapab && !x->ragged && !e.out_vectors;
     if (x->across) x->p.epilogue = gemm_swapped(x->p).epilogue;
@@ -119,7 +122,7 @@ gk_status run_row(const Instance *of_mode, const gk_context *ctx, const gk_plan 
     return start(row, in, ctx, own, o.x[0], o.x[1], &x);
 }
 
-/* Of all modes: narrow panels may leave room for more stages. */
+/* The most over all modes, since narrower panels may leave room for more stages. */
 template <class T, class Tile> constexpr int smem_of() {
     constexpr int some[] = {Smem<T, Tile, 0>::BYTES, Smem<T, Tile, 1>::BYTES,
                             Smem<T, Tile, 2>::BYTES, Smem<T, Tile, 3>::BYTES};
