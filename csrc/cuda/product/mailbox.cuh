@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* mailbox.cuh: adds the sums of two blocks of a cluster that took half of k each. Used by the
- * swap-AB and mma.sync products of small M.
+/* mailbox.cuh: adds the sums of two blocks of a cluster that took half of k each. Used by
+ * scaled_swapped.cuh.
  *
  * The sums are WGMMA or mma.sync accumulators: value 4 j + e of a thread lies in row lane / 4 +
  * 8 (e / 2) of its warp's 16. Block 0 finishes rows 0 to 7 of each 16, block 1 rows 8 to 15.

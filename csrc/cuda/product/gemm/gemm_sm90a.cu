@@ -1,25 +1,28 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_sm90a: out = activation(alpha a b + beta c + bias) on Hopper's tensor cores by WGMMA, fed by
- * TMA; bfloat16, float16. The cooperative schedule: the consumer warpgroups of a block share a
- * tile, BM / WGS rows each. hopper.cuh says what all schedules share.
+/* gemm_sm90a: out = activation(alpha a b + beta c + bias) on Hopper for bfloat16 and float16, by
+ * WGMMA with operands copied by TMA. It uses the cooperative schedule: the consumer warpgroups
+ * of a block share a tile, BM / WGS rows each. hopper.cuh describes what all schedules share.
+ * This file also has the plan for all of Hopper's gemm tables.
  *
- * a [batch, M, K]  b [batch, K, N]   each K-major or MN-major, other strides multiples of 16 bytes;
- *                                    one that is not is copied first (gemm_realign_sm90a), into the
- *                                    call's workspace
- * bias [N], c broadcasts, out [batch, M, N], preact like out; float32 sums, one rounding
+ * a [batch, M, K], b [batch, K, N]: each K-major or MN-major, with other strides that are
+ * multiples of 16 bytes. Any other operand is first copied into the call's workspace
+ * (gemm_realign_sm90a). bias [N], c broadcasts, out [batch, M, N], preact like out. Sums are
+ * float32 and rounded once.
  *
  * Pipeline (stages full and empty: tma_ring.cuh):
- *   producer    k0 k1 k2 k3 | k4      k5         ..  runs on into the next tile while this one's sums are stored
- *   consumers               | 0 .. 1 .. 2 ..         stage j - 1 is released when step j is issued and step j - 1 is done
- * Results of a's dtype go through staging tiles and leave by TMA behind the warp's back, or, where
- * a block has one tile or TMA cannot write its rows, from registers in chunks of 16 bytes; float32
- * of 16-bit operands, and sums with a c that no wide read takes or in rows that TMA cannot write,
- * are stored from registers, 8 columns each, or 8 rows where rows of the result do not begin at
- * multiples of 16 bytes. c of a large tile comes into L2 under its products.
+ *   producer    k0 k1 k2 k3 | k4      k5         ..  goes on with the next tile under this one's epilogue
+ *   consumers               | 0 .. 1 .. 2 ..         issue step j, wait for step j - 1, release its stage
  *
- * Workspace: the copies, (rows or columns) x (k rounded up to 16 bytes) each, or with both changed.
- * Not here: float32 (gemm_tf32_sm90a, gemm_plain), K = 0 (gemm_sm80), few columns of small M or
- * short k, small M (gemm_swapab_sm90a, gemm_skinny). */
+ * Results of a's dtype go through staging tiles and leave by TMA. If a block has one tile, or
+ * TMA cannot write the rows, they are stored from registers in 16-byte chunks. Three kinds of
+ * results are stored from registers 8 elements at a time: float32 results of 16-bit operands, a
+ * c that cannot be read in pairs, and rows that are not dense. c of a large tile is prefetched
+ * into L2 under its products.
+ *
+ * Workspace: the copies, (rows or columns) x (k rounded up to 16 bytes) each, or transposed.
+ *
+ * Refuses: float32 (gemm_tf32_sm90a, gemm_plain), K = 0 (gemm_sm80), M or N of at most 16 with
+ * small K (gemm_skinny). Small M is gemm_swapab_sm90a's. */
 #include "hopper_launch.cuh"
 
 namespace {
@@ -86,7 +89,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                 store(sum[0]);
             }
         }
-        /* shared memory stays until it has been read */
+        /* Shared memory must stay allocated until TMA has read it. */
         if (TMA && block.lane == 0) tma_store_wait_group_read<0>();
         block.end_exchange(exchange_parity);
     }

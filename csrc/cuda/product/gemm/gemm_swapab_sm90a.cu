@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_swapab_sm90a: gemm_sm90a's product for small M: a and b change places (out^T = b^T a^T), so
- * that the weights fill WGMMA's 64 rows, and the M rows of a its columns. Two blocks split k for up
- * to 64 rows; four share b's tile past that. hopper.cuh has the rest.
+/* gemm_swapab_sm90a: gemm_sm90a's product for small M. It computes out^T = b^T a^T, so that the
+ * weights fill WGMMA's 64 rows and the M rows of a are its columns. For M up to 64, two blocks
+ * split k. For larger M, four blocks share b's tile. hopper.cuh describes what all schedules
+ * share.
  *
- * Pipeline (stages full and empty: tma_ring.cuh): as gemm_sm90a's, with one consumer warpgroup. The
- * sums' transpose goes through shared memory on its way to rows of the result. */
+ * Pipeline (stages full and empty: tma_ring.cuh): as in gemm_sm90a, with one consumer warpgroup.
+ * The sums are transposed through shared memory. */
 #include "hopper_launch.cuh"
 
 namespace {

@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_tf32_sm90a: gemm_sm90a's product of float32 operands, rounded to tf32 by TMA while it
- * copies. The cooperative schedule.
+/* gemm_tf32_sm90a: gemm_sm90a's product for float32 operands, which TMA rounds to tf32 while it
+ * copies. It uses the cooperative schedule.
  *
- * WGMMA reads tf32 from shared memory along k alone. So an MN-major operand b becomes its A, from
- * registers, with swap-AB (out^T = b^T a^T; tf32.cuh has that product); any other operand that is
- * not K-major is transposed first (gemm_realign_sm90a), into the call's workspace. hopper.cuh says
- * what all schedules share.
- * Not here: float32 in full precision (gemm_plain), small M. */
+ * WGMMA reads tf32 from shared memory K-major only. So an MN-major b becomes WGMMA's A, from
+ * registers, with swap-AB (out^T = b^T a^T; tf32.cuh). Any other operand that is not K-major is
+ * first transposed into the call's workspace (gemm_realign_sm90a). hopper.cuh describes what all
+ * schedules share. Refuses: float32 in full precision (gemm_plain), small M. */
 #include "hopper_launch.cuh"
 #include "tf32.cuh"
 
@@ -33,7 +32,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
         const GemmProblem &p = x.p;
         float sum[MT][N];
         unsigned exchange_parity = 0, batch = 0;
-        int panel = 0; /* the staging tile that was written longest ago */
+        int panel = 0; /* the staging panel written longest ago */
         const int row0 = block.warpgroup * MT * 64;
         coord tile = {};
         tma_at at = {};
@@ -53,7 +52,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                 block.multiply(sum, row0, block.steps);
             block.end_products(sum, block.ring.before());
 
-            /* no register keeps it over the products */
+            /* Found only now, so that no register holds it over the products. */
             if (SWAP_AB) block.find_results(t, batch, tile, at);
             const int lane = SWAP_AB ? laneid() : threadIdx.x % 32;
             const smem_addr staging_s = block.staging_s();
@@ -92,7 +91,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                 store(sum);
             }
         }
-        /* shared memory stays until it has been read */
+        /* Shared memory must stay allocated until TMA has read it. */
         if (block.lane == 0) tma_store_wait_group_read<0>();
         block.end_exchange(exchange_parity);
     }
