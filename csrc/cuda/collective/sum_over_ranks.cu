@@ -2,7 +2,8 @@
 /* sum_over_ranks: out = sum of the ranks' x, added in float32 in the ranks' order and rounded
  * once, so that every rank gets the same bits. One kernel with one exchange:
  *
- *   each block    writes its part of x into its rank's place in every other rank's mailbox, then sets its flag there
+ *   each block    writes its part of x into its rank's place in every other rank's mailbox
+ *                 sets its flag in those mailboxes
  *                 waits for the flags of the same block of all ranks
  *                 adds the parts that its own mailbox holds
  *

@@ -3,10 +3,10 @@
 // accesses have none.
 //
 //   swizzle      the xor that spreads rows over banks
-//   ways         how many passes one access of a warp needs, 1 being best. Kernels prove by static_assert
-//                that their accesses are free of conflicts.
-//   smem_box     the layout of rows in shared memory with its swizzle, as one value, from which tensor
-//                maps are made (tma_box.cuh)
+//   ways         how many passes one access of a warp needs, 1 being best. Kernels prove by
+//                static_assert that their accesses are free of conflicts.
+//   smem_box     the layout of rows in shared memory with its swizzle, as one value, from which
+//                tensor maps are made (tma_box.cuh)
 //   smem_tile    rows of 16-byte chunks in shared memory, swizzled
 #ifndef GPUKERN_LAYOUT_BANKS_CUH
 #define GPUKERN_LAYOUT_BANKS_CUH
@@ -109,11 +109,11 @@ constexpr GK_HD smem_box smem_rows(int elem_bytes, int row_bytes, int rows, int 
 // 64 and 128 bytes have TMA's layout.
 //
 // The swizzle depends only on row % 8. So a lane computes one address and steps from it:
-//   down(at, rows)     rows is a multiple of 8: one addition, or an immediate of the load if rows is constant
-//   along(at, chunks)  one xor of a constant, and an immediate. The low 3 bits of chunks and those
-//   of the
-//                      chunk of `at` must have no bit in common (true for even steps from chunk 0
-//                      or 1)
+//   down(at, rows)     rows is a multiple of 8. Costs one addition, or nothing if rows is a
+//                      constant, which becomes an immediate of the load.
+//   along(at, chunks)  Costs one xor of a constant, and an immediate. The low 3 bits of chunks
+//                      and of the chunk of `at` must have no bit in common, which holds for even
+//                      steps from chunk 0 or 1.
 template <int ROWS, int ROW_BYTES> struct smem_tile {
     static_assert(ROWS > 0 && ROW_BYTES > 0 && ROW_BYTES % 16 == 0,
                   "rows are whole chunks of 16 bytes");

@@ -5,8 +5,9 @@
 // operations on layouts (composition, complement, division, products) are in
 // torch_gpukern.layout.
 //
-//   layout       shape:stride per mode; the first mode runs fastest (colexicographic order). (4,8):(8,1) maps
-//                index i to 8 (i % 4) + i / 4. At most LAYOUT_MAX_MODES modes, no nesting.
+// A layout is shape:stride per mode. The first mode runs fastest (colexicographic order). For
+// example, (4,8):(8,1) maps index i to 8 (i % 4) + i / 4. There are at most LAYOUT_MAX_MODES
+// modes, and no nesting.
 #ifndef GPUKERN_LAYOUT_LAYOUT_CUH
 #define GPUKERN_LAYOUT_LAYOUT_CUH
 

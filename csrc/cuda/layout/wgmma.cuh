@@ -6,7 +6,7 @@
 // 16-byte chunk c of row r lies at chunk c ^ r % 8 (swizzle<3, 4, 3>). Panels start at multiples
 // of 1024 bytes. A row has EACH elements: 64 of 16 bits or 32 of tf32.
 //   along k (K-major)    rows are m or n, a panel has EACH of k        [x][EACH k]
-//   along x (MN-major)   rows are k, a panel has EACH of m or n        [EACH k][EACH x], consecutive panels
+//   along x (MN-major)   rows are k, a panel has EACH of m or n        [EACH k][EACH x]
 // WGMMA reads tf32 K-major only. For MN-major tf32, the lanes load fragments and WGMMA takes
 // them from registers (load_tf32).
 #ifndef GPUKERN_LAYOUT_WGMMA_CUH

@@ -58,8 +58,8 @@ __device__ __forceinline__ void finish_values(const Finish &f, float (&v)[N], co
     }
 }
 
-/* ---- a warp's panel --------------------------------------------------------------------------
- * A staging buffer of 16 rows x 64 results of 16 bits. WGMMA accumulators are written to it by
+/* ---- a warp's panel -------------------------------------------------------------------------- */
+/* A staging buffer of 16 rows x 64 results of 16 bits. WGMMA accumulators are written to it by
  * stmatrix. TMA stores it while the warp goes on. */
 struct Panel {
     typedef smem_tile<16, 128> Tile;

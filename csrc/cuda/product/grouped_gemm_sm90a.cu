@@ -2,8 +2,11 @@
 /* grouped_gemm_sm90a: grouped_gemm of bfloat16 and float16 on Hopper, by WGMMA and TMA. One
  * launch reads the groups' ends itself (grouped.cuh).
  *
- *   groups of rows   out[rows of g] = activation(a[rows of g] b[g] + bias)      a K-major; b[g] K-major or N-major
- *   groups of k      out[g] = activation(a[:, k of g] b[k of g] + bias)         a M-major, b N-major; groups may end at any k
+ *   groups of rows   out[rows of g] = activation(a[rows of g] b[g] + bias)
+ *   groups of k      out[g] = activation(a[:, k of g] b[k of g] + bias)
+ *
+ * Groups of rows: a is K-major, b[g] K-major or N-major. Groups of k: a is M-major, b N-major, and
+ * groups may end at any k.
  *
  * Refuses: K = 0, other layouts, rows that TMA cannot read, more than 1024 groups, float32
  * (grouped_gemm_plain), 8 bits (grouped_gemm_fp8_sm90a). */

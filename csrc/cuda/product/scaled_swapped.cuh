@@ -2,19 +2,19 @@
 /* scaled_swapped.cuh: the policy of scaled_gemm for small M (rows of a, called tokens), which is
  * bound by reading b (the weights).
  *
- *   out^T = activation(sum over blocks of k of scale_b (B^T A^T) scale_a + beta c^T + bias) /
- * out_scale
+ *   out^T = activation(sum over blocks of k of scale_b (B^T A^T) scale_a + beta c^T + bias)
+ *           / out_scale
  *
  * It computes the transposed product (swap-AB): 64 columns of b fill WGMMA's rows for each of
  * WGS warpgroups, and NT tokens its columns. The two blocks of a cluster take half of k each and
  * add their sums through mailboxes (mailbox.cuh). Ways of summing (Sums, scaled_params.cuh):
  *   ALL      one sum over all of k
  *   PARTS    sums of 128 of k in fresh registers, which are then added
- *   BLOCKS   sums of BLOCK of k, 128 or 32, in fresh registers, each multiplied by a scale of the token and
- *            one of the column of b
+ *   BLOCKS   sums of BLOCK of k, 128 or 32, in fresh registers, each multiplied by a scale of
+ *            the token and one of the column of b
  * ANY false: float32 scales and a bfloat16 result with no other epilogue. BLOCKS then reads
  * scales along k by TMA (block_scales_of). ANY true: every other form. BLOCKS then has three
- * helper warps, which take turns reading the scales of a stage, of any dtype and strides.
+ * helper warps, which alternate in reading the scales of a stage, of any dtype and strides.
  *
  * A sum is multiplied by one scale and then by the other. So a sum of 0 gives 0 even if the
  * product of both scales overflows.

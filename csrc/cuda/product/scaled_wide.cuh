@@ -10,8 +10,8 @@
  *   ALL      one sum over all of k: int8, whose sums are exact, and the fast mode of 8-bit floats
  *   PARTS    sums of 128 of k in fresh registers, which are then added in float32, because the
  *            instruction's own sums of 8-bit floats keep 13 bits
- *   BLOCKS   the same, also for int8, with each part multiplied by a scale of its row and one of the
- *            tile's columns
+ *   BLOCKS   the same, also for int8, with each part multiplied by a scale of its row and one
+ *            of the tile's columns
  *
  * Scales that do not change along k are read before a tile's products and applied in its
  * epilogue: FFMA beside WGMMA costs more than FADD. A sum is multiplied by one scale and then by
@@ -140,7 +140,7 @@ struct ScaledWide : OneResult {
         }
     };
 
-    /* The helper warps (ANY, scales along k): three warps take turns. Each reads the scales of a
+    /* The helper warps (ANY, scales along k): three warps alternate. Each reads the scales of a
      * few steps, of any strides, and writes the products of a's and b's scales to shared memory. */
     static __device__ __forceinline__ void help(Block &shell) {
         constexpr int EACH = BM / 32, FEW = 16 / EACH; /* rows of a lane; steps of one turn */

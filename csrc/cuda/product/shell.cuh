@@ -22,14 +22,15 @@
  *   CONSUMERS, PRODUCER_WARPS, PER_SM (blocks), STAGES, BARRIERS_AT, MORE_BARRIERS
  *   SPLITS_K, SHARES           what a cluster does; at most one of the two is true
  *   cluster(p)                 blocks of a cluster: 1 or 2
- *   stride(p)                  clusters of the grid, which is the step from a cluster's tile to its next
+ *   stride(p)                  clusters of the grid: the step from a cluster's tile to its next
  *   OPAQUE_BASE                keeps the base address in a register; false if no register is left
  *   CONSUMER_REGS, PRODUCER_REGS   for setmaxnreg; 0 leaves the registers as they are
  *   FULL_ARRIVALS              arrivals at a stage's full barrier, by its producers
  *   EMPTY_ARRIVALS             arrivals at a stage's empty barrier, by the consumers of one block
  *   begin(p, base_s)           one thread: initialises P's own barriers
  *   LISTS, list(shell)         if LISTS: one warp derives the tiles from data on the device
- *   Tile, tiles(shell), tile(shell, t), steps(shell, tile)   number of tiles, tile t, its steps of k
+ *   Tile, tiles(shell)         the type of a tile, and their number
+ *   tile(shell, t), steps(shell, tile)   tile t, and its steps of k
  *   Source                     where a tile's copies begin: Source(p, shell, tile)
  *   Source::fill(p, stage)     one thread: announces a stage's bytes and starts its copies
  *   help(shell)                if HELPERS: the loop of the other producer warps

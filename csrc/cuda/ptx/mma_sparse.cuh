@@ -6,8 +6,9 @@
 // bits, 16 x 32 bytes). b is two consecutive fragments along k, of 8 columns. meta gives the
 // values' positions: two numbers of 2 bits for every four elements, in increasing order, from
 // the lowest bits on.
-//   16 bits   SELECT 0 uses lanes 0 and 1 of each quad, SELECT 1 lanes 2 and 3. Lane 2 SELECT + i of
-//             quad q holds 16 of k from 16 i on: row q in its low half, row q + 8 in its high half.
+//   16 bits   SELECT 0 uses lanes 0 and 1 of each quad, SELECT 1 lanes 2 and 3. Lane 2 SELECT + i
+//             of quad q holds 16 of k from 16 i on: row q in its low half, and row q + 8 in its
+//             high half.
 //   8 bits    Lane i of quad q holds 32 of k from 32 (i / 2) on of row q + 8 (i % 2).
 #ifndef GPUKERN_PTX_MMA_SPARSE_CUH
 #define GPUKERN_PTX_MMA_SPARSE_CUH

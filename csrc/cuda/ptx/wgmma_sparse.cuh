@@ -6,10 +6,11 @@
 // only its K / 2 values, 32 bytes a row. d has the layout of wgmma.cuh. meta gives the values'
 // positions: two numbers of 2 bits for every four elements, the lower first, from the lowest
 // bits on:
-//   16 bits   SELECT 0 uses lanes 0 and 1 of each quad, SELECT 1 lanes 2 and 3. Lane 2 SELECT + i of
-//             quad q holds 16 of k from 16 i on: row 16 warp + q in its low half, row 16 warp + q +
-//             8 in its high half.
-//   8 bits    Lane i of quad q holds 32 of k from 32 (i / 2) on of row 16 warp + q + 8 (i % 2); SELECT 0.
+//   16 bits   SELECT 0 uses lanes 0 and 1 of each quad, SELECT 1 lanes 2 and 3. Lane 2 SELECT + i
+//             of quad q holds 16 of k from 16 i on: row 16 warp + q in its low half, and row
+//             16 warp + q + 8 in its high half.
+//   8 bits    Lane i of quad q holds 32 of k from 32 (i / 2) on, of row 16 warp + q + 8 (i % 2).
+//             SELECT is 0.
 // The instruction reads meta's registers while it runs.
 #ifndef GPUKERN_PTX_WGMMA_SPARSE_CUH
 #define GPUKERN_PTX_WGMMA_SPARSE_CUH

@@ -9,7 +9,7 @@
 //   for j in 0 .. steps - 1
 //       ring.wait()                                             step j has arrived, for all threads
 //       if (j + STAGES - 1 < steps) copy that step into stage ring.write
-//       ring.commit()                                           always, even an empty group: wait counts groups
+//       ring.commit()                                           always: wait counts groups
 //       compute on stage ring.read
 //       ring.advance()
 //

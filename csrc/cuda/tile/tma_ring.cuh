@@ -2,7 +2,8 @@
 // tma_ring: a ring of STAGES stages that one thread fills by TMA and warpgroups read,
 // synchronised by mbarriers.
 //
-//   full[s]    ends a phase when the bytes of the copies into stage s have arrived: 1 arrival, which announces them
+//   full[s]    ends a phase when the bytes of the copies into stage s have arrived. It takes one
+//              arrival, which announces the bytes.
 //   empty[s]   ends a phase when all consumers have released stage s: `consumers` arrivals
 //
 //   producer                            consumer

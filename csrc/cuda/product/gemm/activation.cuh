@@ -47,8 +47,8 @@ __device__ __forceinline__ void activate_in_place(gk_activation activation, W *v
     }
 }
 
-/* ---- fast activations for results of 16 bits -------------------------------------------------
- * They take two values at a time: one exponential each, and one reciprocal for both. */
+/* ---- fast activations for results of 16 bits ------------------------------------------------- */
+/* They take two values at a time: one exponential each, and one reciprocal for both. */
 
 /* Computes x / (1 + 2^u) and y / (1 + 2^w). u and w are limited to 63, so that the product of
  * the denominators stays finite. fminf drops a NaN in u; it stays in x. */

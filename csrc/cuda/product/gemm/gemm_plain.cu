@@ -221,8 +221,8 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM)
             for (int n = 0; n < TN; ++n) sum[i][n] = total[i][n];
     }
 
-    /* ---- 3 the results -----------------------------------------------------------------------
-     * V columns at a time. The loop is not unrolled and shifts the rows of sums up. */
+    /* ---- 3 the results ----------------------------------------------------------------------- */
+    /* V columns at a time. The loop is not unrolled and shifts the rows of sums up. */
 #pragma unroll 1
     for (int i = 0; i < TM; ++i) {
         const int64_t r = row0 + M::row(warp, lane, i / V) + i % V;

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(THREADS, REALIGN_PER_SM)
     const bool whole = chunk < x.total && realign_whole(x, at, shift);
     const uint16_t *from_g = at.row + at.col - shift;
     griddepcontrol_launch_dependents(); /* the product's blocks may start */
-    griddepcontrol_wait(); /* `from` has been written, and old readers of `to` are done */
+    griddepcontrol_wait(); /* `from` has been written, and reads of `to`'s old contents are done */
     const uint4 low = ld_global_if_128(from_g, whole),
                 high = ld_global_if_128(from_g + REALIGN_EACH, whole && shift);
     if (chunk >= x.total) return;

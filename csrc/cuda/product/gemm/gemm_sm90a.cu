@@ -10,8 +10,10 @@
  * float32 and rounded once.
  *
  * Pipeline (stages full and empty: tma_ring.cuh):
- *   producer    k0 k1 k2 k3 | k4      k5         ..  goes on with the next tile under this one's epilogue
- *   consumers               | 0 .. 1 .. 2 ..         issue step j, wait for step j - 1, release its stage
+ *   producer    k0 k1 k2 k3 | k4      k5         ..
+ *   consumers               | 0 .. 1 .. 2 ..
+ * A consumer issues step j, waits for step j - 1, and releases the stage of step j - 1. The
+ * producer goes on with the next tile while this tile's sums are stored.
  *
  * Results of a's dtype go through staging tiles and leave by TMA. If a block has one tile, or
  * TMA cannot write the rows, they are stored from registers in 16-byte chunks. Three kinds of

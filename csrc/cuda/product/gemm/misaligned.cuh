@@ -3,8 +3,11 @@
  * gemm_skinny. First it copies the aligned 16-byte chunks that hold a row, one more than the
  * tile's row has. Then it shifts them into the tile.
  *
- *   memory   . . x0 x1 x2 .. | .. x13 x14 0        `before` elements precede the row in its first chunk and are dropped
- *   tile     x0 x1 x2 .. x7  | x8 .. x14 0         zeros after the last valid element
+ *   memory   . . x0 x1 x2 .. | .. x13 x14 0
+ *   tile     x0 x1 x2 .. x7  | x8 .. x14 0
+ *
+ * `before` elements precede the row in its first chunk and are dropped. Zeros follow the last valid
+ * element.
  *
  * The arithmetic is plain C++, so that the tests run the same functions. */
 #ifndef GPUKERN_CUDA_GEMM_MISALIGNED_CUH

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* realign.cuh: plans an aligned copy, in a call's workspace, of a matrix of 16-bit elements that
  * cannot be read 16 bytes at a time in place.
- *   from [entries][outer][inner], any strides   ->   to [entries][outer][ld], ld = inner rounded up to 8, zeros from inner on
- * inner is the dense dimension, or the one with the smaller stride. An entry that the batch
- * broadcasts is copied once.
+ *   from [entries][outer][inner], any strides   ->   to [entries][outer][ld]
+ * ld is inner rounded up to 8; the padding is zeros. inner is the dense dimension, or the one with
+ * the smaller stride. An entry that the batch broadcasts is copied once.
  *
  * Rows of float32 are treated as rows of twice as many 16-bit elements. A float32 matrix whose
  * inner dimension is not dense is transposed in tiles.
@@ -83,8 +83,8 @@ GK_HD inline void realign_cut(uint32_t *words, int valid) {
     for (int i = 0; i < 4; ++i) words[i] &= valid >= 2 * i + 2 ? ~0u : valid > 2 * i ? 0xffffu : 0;
 }
 
-/* ---- transposed ------------------------------------------------------------------------------
- * A block takes a tile of REALIGN_TRANSPOSE x REALIGN_TRANSPOSE 32-bit elements. */
+/* ---- transposed ------------------------------------------------------------------------------ */
+/* A block takes a tile of REALIGN_TRANSPOSE x REALIGN_TRANSPOSE 32-bit elements. */
 struct Transpose {
     RealignMatrix matrix;
     uint32_t tiles_inner, tiles_outer;

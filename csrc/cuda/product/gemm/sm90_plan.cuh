@@ -238,8 +238,8 @@ inline bool ping_pong_fits(const GemmProblem &p, gk_dtype dtype) {
            (!p.epilogue.preact || tensor_map_fits(result_of(p, false, true)));
 }
 
-/* ---- instances -------------------------------------------------------------------------------
- * This file's part of a plan. */
+/* ---- instances ------------------------------------------------------------------------------- */
+/* This file's part of a plan. */
 struct HopperPlan {
     Operands operands; /* its p has the number of tiles */
     unsigned clusters; /* to launch */

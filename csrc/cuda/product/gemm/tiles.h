@@ -58,8 +58,8 @@ constexpr double REDUCE_US = 2.5, REDUCE_BYTES_PER_US = 3e6;
 /* Start and end of a block in us: prologue latency and stores. */
 constexpr double BLOCK_US = 1.5;
 
-/* ---- Hopper's gemm ---------------------------------------------------------------------------
- * Tiles of BM x BN. A stage holds 64 K64 elements of k in 16 bits (32 K64 in tf32), and the ring
+/* ---- Hopper's gemm --------------------------------------------------------------------------- */
+/* Tiles of BM x BN. A stage holds 64 K64 elements of k in 16 bits (32 K64 in tf32), and the ring
  * has STAGES stages. WGS consumer warpgroups take BM / WGS rows each, or whole tiles with
  * ping-pong. Each warp has PANELS staging panels of 16 rows x 128 bytes, through which results
  * are stored. Measured ratios are speeds relative to cuBLAS. The defaults: */
@@ -370,8 +370,8 @@ constexpr int64_t REALIGN_ROW = 8;
  * copied at 128 MB in 0.1 ms. */
 constexpr int64_t REALIGN_FEW_BYTES = 128 << 20;
 
-/* ---- gemm_plain ------------------------------------------------------------------------------
- * Tiles of BM x BN x BK, a ring of STAGES, WARPS_M x WARPS_N warps, PER_SM blocks an SM. */
+/* ---- gemm_plain ------------------------------------------------------------------------------ */
+/* Tiles of BM x BN x BK, a ring of STAGES, WARPS_M x WARPS_N warps, PER_SM blocks an SM. */
 struct PlainF32 {
     /* 8 x 16 sums a thread: 128 multiply-adds for six 16-byte loads. 4096 cubed NN: 0.90 of
      * cuBLAS, NT: 0.86. 8 x 8 sums with two blocks an SM reached 0.88 and 0.81, 16 x 8 sums

@@ -7,7 +7,7 @@
  * Their order of k differs from memory's, but it is the same for a and b.
  *   e5m2: the code is the upper byte of a float16.
  *   e4m3: the code is placed one bit lower, which gives its value times 2^-8, also for subnormal
- * codes. The sums are multiplied by 2^8 for each e4m3 operand at the end (down_of). */
+ *         codes. The sums are multiplied by 2^8 for each e4m3 operand at the end (down_of). */
 #ifndef GPUKERN_CUDA_QUANT_CODES_MMA_CUH
 #define GPUKERN_CUDA_QUANT_CODES_MMA_CUH
 

@@ -3,8 +3,10 @@
  * and for calls that Hopper's kernel does not take. One launch reads the groups' ends itself
  * (groups.cuh).
  *
- *   groups of rows   out[rows of g] = activation(a[rows of g] b[g] + bias)      a K-major; b[g] K-major or N-major
- *   groups of k      out[g] = activation(a[:, k of g] b[k of g] + bias)         a M-major, b N-major
+ *   groups of rows   out[rows of g] = activation(a[rows of g] b[g] + bias)
+ *   groups of k      out[g] = activation(a[:, k of g] b[k of g] + bias)
+ *
+ * Groups of rows: a is K-major, b[g] K-major or N-major. Groups of k: a is M-major, b N-major.
  *
  * Blocks are persistent and take tiles of up to 128 x 128 of a group, multiplied by
  * mainloop_sm80.cuh. Rows after the last group's end become zeros. Rows of other strides or

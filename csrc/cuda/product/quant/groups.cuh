@@ -5,9 +5,10 @@
  * are numbered group by group. A block scans the ends once into shared memory and then finds
  * each task by binary search:
  *
- *   ends       300      300      1000     groups of rows, tiles of up to 256, 2 tasks across, M = 1100
- *   begin   0  300      300      1000
- *   first   0  4        4        10  12   each group's first task; the last tasks zero the rows of no group
+ *   ends       300      300      1000          groups of rows, tiles of up to 256
+ *   begin   0  300      300      1000          2 tasks across, M = 1100
+ *   first   0  4        4        10  12        each group's first task
+ * The last tasks, 10 and 11, zero the rows of no group.
  *
  * A group's tiles have equal height, a multiple of 64, so that none is nearly empty. Within a
  * group, tasks run as in order.cuh: up to GROUPED_ROWS consecutive tiles share columns of b.

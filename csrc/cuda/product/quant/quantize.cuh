@@ -2,16 +2,21 @@
 /* quantize.cuh: converts a matrix, silu(gate) * up, or an RMSNorm to 8-bit codes and scales
  * (gk_quantize).
  *
- *   scale = max(amax / q, 2^-126)   codes = saturate(round-even(x / scale))   of each block of gk_granularity
+ *   scale = max(amax / q, 2^-126)   codes = saturate(round-even(x / scale))
  *
+ * gk_granularity gives the block of values that shares a scale.
  * x [..., M, K] float32 | bfloat16 | float16, any strides. codes, scale and sum are contiguous.
  *
  * Blocks within a row (row, 1x128, 1x32): up to 16 warps share a row, and a thread holds 32 of
  * its columns in registers. If a longer row needs a statistic of the whole row, it is read again
- * for each statistic (quantize_walk_kernel). Blocks of 128x128: one thread block each, 32 values
- * a thread. One scale for the tensor: a first kernel writes one amax for each of its blocks. A
- * second kernel reads them all, and reads x backwards, because L2 still holds its end. An
- * RMSNorm whose scales span several rows is first written as float32.
+ * for each statistic (quantize_walk_kernel).
+ *
+ * Blocks of 128x128: one thread block each, 32 values a thread.
+ *
+ * One scale for the tensor: a first kernel writes one amax for each of its blocks. A second kernel
+ * reads them all, and reads x backwards, because L2 still holds its end.
+ *
+ * An RMSNorm whose scales span several rows is first written as float32.
  *
  * Workspace: the first kernel's amax values, and the RMSNorm in float32. Bandwidth bound: x is
  * read once, or twice with one scale for the tensor. */
@@ -370,7 +375,7 @@ bool plan_quantize(const gk_cuda_instance *, const gk_context *, const void *arg
 }
 
 /* Number of warps for `groups` groups of columns, so that no thread has more than N. Takes more
- * warps if there are too few rows to fill the SMs. */
+ * warps if the rows alone would leave SMs idle. */
 int warps_for(int64_t groups, int64_t rows, int most) {
     int64_t warps = gk_clamp_i64(gk_ceil_div(groups, 32 * N), 1, most);
     while (2 * warps <= most && rows * warps < AMAX_BLOCKS && 32 * warps < groups) warps *= 2;

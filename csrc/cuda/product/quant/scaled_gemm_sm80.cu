@@ -3,8 +3,10 @@
  * kernels do not take. int8 has its own instruction. 8-bit floats are converted to float16,
  * which holds all of them (codes_mma.cuh).
  *
- *   a [M, K], b [K, N]   read K-major in rows of whole 16 bytes; other layouts are first copied (relay.cuh)
  *   out = activation(sum_k a scale_a b scale_b + beta c + bias)
+ *
+ * a [M, K] and b [K, N] are read K-major in rows of whole 16 bytes. Other layouts are first copied
+ * (relay.cuh).
  *
  * A block computes a tile of the result, in the order of order.cuh. LARGE tiles multiply the
  * final sums by scales of rows and columns. BLOCKS tiles multiply by scales along k after each

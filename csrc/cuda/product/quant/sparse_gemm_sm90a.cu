@@ -10,7 +10,7 @@
  *
  * Grid: persistent blocks, or clusters of two that share tokens. A block of 3 warpgroups takes
  * tiles of BW = 128 MS weights x BT tokens. Warp 0 fills a ring by TMA with rows of 128 bytes of
- * a and 64 bytes of values. Warps 1 to 3 take turns loading meta, one stage each. The other two
+ * a and 64 bytes of values. Warps 1 to 3 load meta, every third stage each. The other two
  * warpgroups multiply 64 MS weights each.
  *
  * Sums of 8-bit floats have two levels: 256 of k, which are 128 products, are summed in fresh
