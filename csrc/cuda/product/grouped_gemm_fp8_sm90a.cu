@@ -58,19 +58,17 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
             from_b = x.task.group * (int)p.scale_group +
                      (min(col0, p.n - 1) >> min(p.sb.col_log2, 31)) * (int)p.sb.col;
         }
-        const auto look =
-            [&](int step) { /* the scales of a block of k */
-                            if (step == x.steps) return;
+        /* Reads the scales of a block of k. */
+        const auto look = [&](int step) {
+            if (step == x.steps) return;
 #pragma unroll
-                            for (int m = 0; m < COUNT; ++m)
+            for (int m = 0; m < COUNT; ++m)
 #pragma unroll
-                                for (int h = 0; h < 2; ++h)
-                                    ahead_a[m][h] =
-                                        __ldg((const float *)p.sa.data +
-                                              (uint32_t)(from_a[m][h] + step * (int)p.step_a));
-                            ahead_b = __ldg((const float *)p.sb.data +
-                                            (uint32_t)(from_b + step * (int)p.step_b));
-            };
+                for (int h = 0; h < 2; ++h)
+                    ahead_a[m][h] = __ldg((const float *)p.sa.data +
+                                          (uint32_t)(from_a[m][h] + step * (int)p.step_a));
+            ahead_b = __ldg((const float *)p.sb.data + (uint32_t)(from_b + step * (int)p.step_b));
+        };
         if (BLOCKS && x.steps > 0) look(0);
         for (int step = 0; step < x.steps; ++step) {
             ring.wait_full();

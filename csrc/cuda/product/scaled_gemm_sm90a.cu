@@ -18,8 +18,8 @@ enum {
     KEY_ANY,
     KEY_B_DTYPE,
     KEY_STEP_NS, /* ns for 128 of k of a tile on an H200 (docs/worklog/scaled_gemm.md) */
-    WIDE_TILE_NS =
-        1800, /* prologue and epilogue of a tile: 1024 cubed takes 3.8 us in 8 steps of 128 x 64 */
+    /* Prologue and epilogue of a tile: 1024 cubed takes 3.8 us in 8 steps of 128 x 64. */
+    WIDE_TILE_NS = 1800,
     WIDE_GROUP = 8 /* rows of tiles scheduled together; 16 is equally fast at 4096 and 8192 cubed */
 };
 

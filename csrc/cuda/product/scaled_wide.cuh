@@ -229,8 +229,8 @@ struct ScaledWide : OneResult {
         /* Kept in a register: otherwise threadIdx.x would be read and compared in every step. */
         uint32_t releases;
         unsigned buffer; /* index of the buffer of scales along k */
-        smem_addr
-            my_a; /* ALONG_K: address of the scale of the thread's first row in buffer or stage 0 */
+        /* ALONG_K: address of the scale of the thread's first row in buffer or stage 0. */
+        smem_addr my_a;
 
         __device__ __forceinline__ explicit Consumer(const Block &shell)
             : releases(threadIdx.x % RELEASERS == 0), buffer(BUFFERS - 1), my_a(0) {

@@ -91,10 +91,10 @@ struct Params {
     /* store_panels serves the call. plain: rows of whole chunks of 16 bytes. ragged: rows of any
      * alignment, without c. */
     bool plain, ragged;
-    bool straight;   /* plain, without c, and with an epilogue of few instructions */
-    bool bare;   /* rows of whole chunks, and an epilogue that only multiplies by alpha; also set
-                    for swap-AB */
-    bool keep;   /* swap-AB: keep the results in L2 for the next kernel */
+    bool straight; /* plain, without c, and with an epilogue of few instructions */
+    bool bare;     /* rows of whole chunks, and an epilogue that only multiplies by alpha; also set
+                      for swap-AB */
+    bool keep;     /* swap-AB: keep the results in L2 for the next kernel */
     bool across; /* store_any: a lane stores values of one column, because the result's rows are not
                     dense; the epilogue has rows and columns swapped */
     GemmProblem p;
@@ -172,8 +172,8 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
                          DOWN = GRID ? Tile::TILES / ACROSS : 1;
     typedef Copies<S, ACROSS, DOWN, ONCE<T, Tile>> SideBySide; /* the cluster's tiles form a row */
     typedef Copies<S, GRID ? ACROSS : 1, GRID ? DOWN : Tile::TILES, ONCE<T, Tile>> Stacked;
-    static constexpr int MATES =
-        ACROSS + DOWN - 1; /* blocks that copy into this one, with itself */
+    /* Blocks that copy into this one, including itself. */
+    static constexpr int MATES = ACROSS + DOWN - 1;
     static constexpr int TILES = Tile::TILES, SPLITS = Tile::SPLITS, CLUSTER = CLUSTER_OF<Tile>,
                          WGS = Tile::WGS;
     static constexpr int BK = Tile::K64 * K_BLOCK<T>;

@@ -329,8 +329,8 @@ multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile
         smem_addr a_at = a_base + ring.read * A::bytes, b_at = b_base + ring.read * B::bytes;
         const smem_addr a_fill = a_s + ring.write * A::bytes,
                         b_fill = b_s + ring.write * B::bytes; /* read in step j - 1 */
-        const int k_valid =
-            (int)max((int64_t)0, min((int64_t)BK, k_left)); /* 0 after the last step */
+        /* 0 after the last step. */
+        const int k_valid = (int)max((int64_t)0, min((int64_t)BK, k_left));
         k_left -= BK;
         if constexpr (MODE & ANY) {
             a_feed.fetch(a_chunks, A_VALID);

@@ -8,7 +8,8 @@
  *
  * Pipeline, in products of 8 of k: four sets of fragments, each loaded two products ahead.
  *   loads      f0 f1 f2 |   f3 |    f0'  |  f1'        of the next step from product 1 on
- *   products            0      1    2       3    0'    one is under way while the next is issued
+ *   products            0      1    2       3    0'    one is in flight while the next is issued
+ *
  * With two sets, a load's latency stood between products: 128 x 128 tiles of one warpgroup took
  * 1.6 times as long. */
 #ifndef GPUKERN_CUDA_GEMM_TF32_CUH

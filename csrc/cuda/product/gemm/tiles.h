@@ -39,8 +39,8 @@ enum {
     PERCENT_ANY = 10,        /* 104 TFLOP/s */
     PERCENT_TF32 = 33,       /* 175 TFLOP/s of half the peak */
     PERCENT_TF32_64x64 = 20, /* 107 TFLOP/s */
-    PERCENT_PLAIN =
-        8, /* 42 TFLOP/s of half the peak: tf32 outside Hopper's tensor-core instances */
+    /* 42 TFLOP/s of half the peak: tf32 outside Hopper's tensor-core instances. */
+    PERCENT_PLAIN = 8,
     /* Time of blocks that do not fill their SM, in percent: no other block hides their waits
      * (1024 cubed). */
     PERCENT_ALONE = 115

@@ -63,9 +63,8 @@ __device__ __forceinline__ void list_groups(const Groups &x, GroupList &list, in
         most = max(most, end);
     }
 #pragma unroll
-    for (int d = 1; d < 32; d *= 2)
-        most =
-            max(most, __shfl_up_sync(~0u, most, d)); /* returns the lane's own value if lane < d */
+    for (int d = 1; d < 32; d *= 2) /* If lane < d, the shuffle returns the lane's own value. */
+        most = max(most, __shfl_up_sync(~0u, most, d));
     int end = __shfl_up_sync(~0u, most, 1), tasks = 0;
     end = lane == 0 ? 0 : min(end, total);
     for (int g = from; g < to; ++g) {

@@ -13,8 +13,8 @@ enum {
     SPARSE_GROUP = 8, /* tiles of tokens scheduled together (not measured) */
     WEIGHT_DECODE_WARPS = 8, /* 46 us for 8192 x 8192 of 4 bits, as fast as a copy (H200) */
     WEIGHT_WARPS = 8,        /* of a block; two blocks an SM have 16 (16 a block: not measured) */
-    WEIGHT_CHUNK =
-        1024, /* of k in a stage for 8 tokens: four tiles a warp share a stage's overhead */
+    /* Of k in a stage for 8 tokens: four tiles a warp share a stage's overhead. */
+    WEIGHT_CHUNK = 1024,
     WEIGHT_STAGES = 3, /* of 16 KB of codes: two blocks an SM keep 64 KB in flight */
     /* With fewer blocks than this, a block takes fewer weight rows. Measured on an H100, 16
      * tokens, blocks of 16, 32 and 64 rows: N = 4096 takes 14.6, 14.4, 19.2 us; 8192 takes 49,
