@@ -54,7 +54,7 @@ struct GroupedParams {
     Finish f;
     int64_t bias_group;          /* elements of bias from group to group */
     int m, n, k, pair, clusters; /* pair: blocks of a cluster */
-    bool bare;                   /* no epilogue: rounds to 16 bits, and rows are whole 16 bytes */
+    bool no_epilogue;            /* no epilogue: rounds to 16 bits, and rows are whole 16 bytes */
     bool fours;                  /* otherwise: four results of a row are aligned */
     gk_scales sa, sb;            /* 8 bits */
     /* Distances in elements: of b's scales from group to group; of both operands' scales from one
@@ -128,7 +128,7 @@ __device__ __forceinline__ void store_sums(const GroupedParams &p, float (&v)[64
                                            int64_t row, int rows, int col0, smem_addr panel_s) {
     const int lane = laneid(); /* read again, so that no register holds it over the products */
     if (rows <= 0) return;
-    if (p.bare) {
+    if (p.no_epilogue) {
         uint16_t *const to = (uint16_t *)p.f.out + row * p.n + col0;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -377,8 +377,8 @@ gk_status run_grouped(const gk_context *ctx, const gk_grouped_gemm_args *g, cons
         if (g->bias->ndim == 2) p.bias_group = g->bias->stride[0];
     }
     const bool aligned = (uintptr_t)g->out.data % 16 == 0;
-    p.bare = !g->bias && g->activation == GK_ACT_NONE && g->out.dtype != GK_F32 && p.n % 8 == 0 &&
-             aligned;
+    p.no_epilogue = !g->bias && g->activation == GK_ACT_NONE && g->out.dtype != GK_F32 &&
+                    p.n % 8 == 0 && aligned;
     p.fours = p.n % 4 == 0 && aligned;
     const int tiles_n = (int)gk_ceil_div(p.n, K::BN), sms = gk_gpu_of(ctx->index)->num_sms;
     p.pair = tiles_n % 2 == 0 || tiles_n > GROUPED_PAIRS ? 2 : 1;

@@ -100,8 +100,8 @@ gk_status run_wide(const gk_context *ctx, const void *args, const gk_plan *plan,
                                      block_scales_box(x.b, x.b.k_inner ? 1 : 4), &p.block_b);
     }
     if (status != GK_OK) return status;
-    p.walk = product_walk(gk_ceil_div(m, P::BM), gk_ceil_div(n, P::BN), WIDE_GROUP,
-                          gk_ceil_div(k, P::BK));
+    p.scheduler = tile_scheduler(gk_ceil_div(m, P::BM), gk_ceil_div(n, P::BN), WIDE_GROUP,
+                                 gk_ceil_div(k, P::BK));
     return launch_product<P>("scaled_gemm", ctx, p, gk_gpu_of(ctx->index)->num_sms);
 }
 

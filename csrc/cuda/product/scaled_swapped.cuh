@@ -32,7 +32,7 @@
 #include "shell.cuh"
 
 struct SwappedParams {
-    ProductWalk walk;
+    TileScheduler scheduler;
     CUtensorMap weights, tokens; /* [rows][k] bytes, boxes of 64 WGS and of `box` rows x 128 */
     /* BLOCKS, not ANY: scales, boxes of 4 steps x NT tokens and x 1 block of columns. */
     CUtensorMap block_a, block_b;
@@ -186,7 +186,7 @@ struct ScaledSwapped : OneResult {
     static __device__ __forceinline__ void help(Block &shell) {
         const Params &p = shell.p;
         int turn = shell.warp - Block::CONSUMER_WARPS; /* stages until this warp's */
-        for (unsigned t = shell.first(); t < p.walk.tiles; t += shell.stride()) {
+        for (unsigned t = shell.first(); t < p.scheduler.tiles; t += shell.stride()) {
             const TilePlace tile = OneResult::tile(shell, t);
             const int token0 = tile.row * NT, row0 = tile.col * BW;
             for (int step = 0; step < shell.part_steps; ++step, shell.ring.advance()) {

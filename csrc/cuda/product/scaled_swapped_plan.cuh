@@ -94,8 +94,8 @@ gk_status swapped_run(const gk_context *ctx, const void *args, const gk_plan *pl
                                      block_scales_box(x.b, x.b.k_inner ? 1 : 4), &p.block_b);
     }
     if (status != GK_OK) return status;
-    p.walk = product_walk(gk_ceil_div(m, P::NT), gk_ceil_div(n, P::BW), SWAPPED_GROUP,
-                          gk_ceil_div(k, P::BK));
+    p.scheduler = tile_scheduler(gk_ceil_div(m, P::NT), gk_ceil_div(n, P::BW), SWAPPED_GROUP,
+                                 gk_ceil_div(k, P::BK));
     return launch_product<P>("scaled_gemm", ctx, p,
                              (int64_t)gk_gpu_of(ctx->index)->num_sms * P::PER_SM);
 }

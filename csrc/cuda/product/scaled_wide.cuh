@@ -36,7 +36,7 @@
 #include "shell.cuh"
 
 struct ScaledParams {
-    ProductWalk walk;
+    TileScheduler scheduler;
     CUtensorMap a, b;         /* [rows][k] bytes, boxes of BM and BN rows x 128 */
     CUtensorMap a_end, b_end; /* boxes for the rows of the last tile, if these are fewer */
     CUtensorMap out;          /* if panels: boxes of a Panel */
@@ -123,7 +123,7 @@ struct ScaledWide : OneResult {
             const smem_addr to_s = s.base_s + s.stage * STAGE_BYTES;
             if (ALONG_K && !ANY && s.tile_step % BLOCK_STEPS == 0) {
                 const unsigned group =
-                    (unsigned)s.turn * groups_of(p.walk.steps) + s.tile_step / BLOCK_STEPS;
+                    (unsigned)s.turn * groups_of(p.scheduler.steps) + s.tile_step / BLOCK_STEPS;
                 const smem_addr buffer_s = s.base_s + BLOCKS_AT + group % BUFFERS * BUFFER_BYTES;
                 mbarrier_arrive_expect_tx(s.full_s, bytes + BM * 4 * BLOCK_STEPS + p.sb_bytes);
                 const tma_at of_a = {{p.k_inner_a ? s.step : row, p.k_inner_a ? row : s.step}};
@@ -146,9 +146,9 @@ struct ScaledWide : OneResult {
         constexpr int EACH = BM / 32, FEW = 16 / EACH; /* rows of a lane; steps of one turn */
         static_assert(FEW == 2 || FEW == 4, "one load reads a row's");
         const Params &p = shell.p;
-        const int lane = threadIdx.x % 32, steps = p.walk.steps;
+        const int lane = threadIdx.x % 32, steps = p.scheduler.steps;
         int turn = shell.warp - Block::CONSUMER_WARPS; /* turns until this warp's own */
-        for (unsigned t = shell.first(); t < p.walk.tiles; t += shell.stride()) {
+        for (unsigned t = shell.first(); t < p.scheduler.tiles; t += shell.stride()) {
             const TilePlace tile = OneResult::tile(shell, t);
             const float *const from_b =
                 (const float *)p.sb.data + ((int64_t)tile.col * BN >> p.sb.col_log2) * p.sb.col;
@@ -272,7 +272,7 @@ struct ScaledWide : OneResult {
         }
 
         __device__ __forceinline__ void multiply_tile(Block &shell, int col, Sum (&sum)[MS][N]) {
-            const int warpgroup = shell.warp / 4, steps = shell.p.walk.steps;
+            const int warpgroup = shell.warp / 4, steps = shell.p.scheduler.steps;
             tma_ring<STAGES> &ring = shell.ring;
             smem_addr b_at = 0;
             if constexpr (ALONG_K && !ANY)

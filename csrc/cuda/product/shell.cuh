@@ -57,21 +57,22 @@
 
 /* The tiles of one result in their order, and how many steps of k (one stage each) a tile has.
  * Made on the host. */
-struct ProductWalk {
+struct TileScheduler {
     TileOrder order;
     unsigned tiles;
     int steps;
 };
 
-inline ProductWalk product_walk(int64_t tiles_m, int64_t tiles_n, int group, int64_t steps) {
-    ProductWalk w;
+inline TileScheduler tile_scheduler(int64_t tiles_m, int64_t tiles_n, int group, int64_t steps) {
+    TileScheduler w;
     w.order = tile_order((int)tiles_m, (int)tiles_n, group);
     w.tiles = (unsigned)(tiles_m * tiles_n);
     w.steps = (int)steps;
     return w;
 }
 
-/* Base of policies that compute one result. Their Params have a member `ProductWalk walk`. */
+/* Base of policies that compute one result. Their Params have a member `TileScheduler scheduler`.
+ */
 struct OneResult {
     typedef TilePlace Tile;
     static constexpr bool SPLITS_K = false, SHARES = false, LISTS = false, HELPERS = false;
@@ -82,10 +83,10 @@ struct OneResult {
         return gridDim.x;
     }
     template <class S> static __device__ __forceinline__ unsigned tiles(const S &shell) {
-        return shell.p.walk.tiles;
+        return shell.p.scheduler.tiles;
     }
     template <class S> static __device__ __forceinline__ Tile tile(const S &shell, unsigned t) {
-        return tile_place(t, shell.p.walk.order);
+        return tile_place(t, shell.p.scheduler.order);
     }
     template <class S> static __device__ __forceinline__ int steps(const S &shell, const Tile &) {
         return shell.part_steps;
@@ -126,11 +127,11 @@ template <class P> struct Shell {
           warp(__shfl_sync(0xffffffff, threadIdx.x / 32, 0)),
           rank(CLUSTERS ? cluster_ctarank() : 0), first_step(0), part_steps(0) {
         if constexpr (P::SPLITS_K) {
-            const int part = (p.walk.steps + 1) / 2;
+            const int part = (p.scheduler.steps + 1) / 2;
             first_step = (int)rank * part;
-            part_steps = max(0, min(part, p.walk.steps - first_step));
+            part_steps = max(0, min(part, p.scheduler.steps - first_step));
         } else if constexpr (!P::LISTS) {
-            part_steps = p.walk.steps;
+            part_steps = p.scheduler.steps;
         }
     }
 
@@ -233,7 +234,7 @@ gk_status launch_clusters(const char *op, const gk_context *ctx, const typename 
 template <class P>
 gk_status launch_product(const char *op, const gk_context *ctx, const typename P::Params &p,
                          int64_t most) {
-    return launch_clusters<P>(op, ctx, p, gk_min_i64(p.walk.tiles, most / P::cluster(p)));
+    return launch_clusters<P>(op, ctx, p, gk_min_i64(p.scheduler.tiles, most / P::cluster(p)));
 }
 
 #endif

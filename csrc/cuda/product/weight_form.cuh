@@ -195,7 +195,7 @@ template <class F> struct NanRows {
             for (int i = 0; i < F::WORDS; ++i) seen |= (words[i] & 0x7f7f7f7fu) + 0x01010101u;
     }
     /* sum[4 j + e] belongs to row e / 2. */
-    template <int N> __device__ __forceinline__ void spoil(float (&sum)[N]) {
+    template <int N> __device__ __forceinline__ void set_nan(float (&sum)[N]) {
         if constexpr (NEEDED) {
             seen |= __shfl_xor_sync(~0u, seen, 1);
             seen |= __shfl_xor_sync(~0u, seen, 2);

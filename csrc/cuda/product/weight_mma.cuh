@@ -194,7 +194,7 @@ consume_weight_mma(const WeightMmaParams &p, tma_ring<K::STAGES> &ring, smem_add
             __syncwarp();
             if (lane == 0) mbarrier_arrive(ring.empty());
         }
-        nan.spoil(sum);
+        nan.set_nan(sum);
 
         /* Add the second warpgroup's sums to the first's. */
         const smem_addr sums_s = smem_s + K::SUMS_AT + thread * 16;

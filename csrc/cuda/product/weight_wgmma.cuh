@@ -134,7 +134,7 @@ template <class K> struct WeightTile {
 
 /* Emits no instruction. It keeps the compiler from moving or reusing the fragments' registers
  * while WGMMA reads them. */
-__device__ __forceinline__ void hold_fragments(uint32_t (&a)[4][4]) {
+__device__ __forceinline__ void pin_fragments(uint32_t (&a)[4][4]) {
 #pragma unroll
     for (int s = 0; s < 4; ++s)
 #pragma unroll
@@ -174,7 +174,7 @@ consume_weight_wgmma(const WeightWgmma90Params &p, tma_ring<K::STAGES> &ring, sm
         };
         if (K::READ_FIRST) load();
         wgmma_wait_group<1>();
-        hold_fragments(set);
+        pin_fragments(set);
         if (before && lane == 0) mbarrier_arrive(before);
         before = last;
         if (!K::READ_FIRST) load();
@@ -184,7 +184,7 @@ consume_weight_wgmma(const WeightWgmma90Params &p, tma_ring<K::STAGES> &ring, sm
         next.decode(set, p.w.whole);
         const uint64_t tokens = wgmma_descriptor_add(
             wgmma_descriptor(stage_s, 16, WGMMA_BLOCK_BYTES), k0 / GK_TILE * panel_bytes);
-        hold_fragments(set);
+        pin_fragments(set);
         wgmma_pin(sum);
         wgmma_fence();
 #pragma unroll
@@ -207,10 +207,10 @@ consume_weight_wgmma(const WeightWgmma90Params &p, tma_ring<K::STAGES> &ring, sm
             for (int tile = 0; tile < K::EACH; ++tile) multiply(a[tile % 2], tile);
     }
     wgmma_wait_group<0>();
-    hold_fragments(a[0]);
-    hold_fragments(a[1]);
+    pin_fragments(a[0]);
+    pin_fragments(a[1]);
     wgmma_pin(sum);
-    nan.spoil(sum);
+    nan.set_nan(sum);
 }
 
 /* ---- 3 epilogue ------------------------------------------------------------------------------ */
@@ -247,7 +247,7 @@ __device__ __forceinline__ void store_eight(const WeightWgmma90Params &p, int to
 
 /* Writes the warpgroups' sums to this block's shared memory, [share of k][token][row]. */
 template <class K>
-__device__ __forceinline__ void leave_sums(smem_addr smem_s, const float (&sum)[K::NT / 2]) {
+__device__ __forceinline__ void stage_sums(smem_addr smem_s, const float (&sum)[K::NT / 2]) {
     const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int part = K::RT == 2 ? warpgroup : 0, share = K::RT == 2 ? 0 : warpgroup;
 #pragma unroll
@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(K::THREADS, 1)
         consume_weight_wgmma<K>(p, ring, smem_s, sum,
                                 box_tokens<K::NT>(p.m, at.row * K::NT) * WGMMA_ROW_BYTES, steps);
         bar_sync(1, 256); /* both warpgroups have finished reading the stages */
-        leave_sums<K>(smem_s, sum);
+        stage_sums<K>(smem_s, sum);
         if (p.splits > 1) {
             barrier_cluster_ordered();
             store_sums<K>(p, smem_s, at, rank);

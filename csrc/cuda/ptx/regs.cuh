@@ -99,7 +99,7 @@ static __device__ __forceinline__ void red_add_128(uint64_t at, float a, float b
 // ---- global memory, 16 bytes; the address is a multiple of 16 -----------------------------------
 
 // ld.global.u8 whose value is not used: it brings the sector into L1, and nothing waits for it.
-static __device__ __forceinline__ void touch_global(const void *p_g) {
+static __device__ __forceinline__ void prefetch_l1(const void *p_g) {
     asm volatile(
         "{\n\t.reg .u8 x;\n\tld.global.u8 x, [%0];\n\t}" ::"l"(__cvta_generic_to_global(p_g))
         : "memory");

@@ -74,19 +74,19 @@ __device__ __forceinline__ void read_c_pairs(const GemmProblem &p, int64_t c_bat
 
 /* Prefetches the bias of BN columns from col0 on into L1. */
 template <int BN>
-__device__ __forceinline__ void touch_bias(const GemmProblem &p, int64_t col0, int lane) {
+__device__ __forceinline__ void prefetch_bias(const GemmProblem &p, int64_t col0, int lane) {
     const GemmEpilogue &e = p.epilogue;
     const int bytes = e.bias_dtype == GK_F32 ? 4 : 2;
     static_assert(BN * 4 <= 32 * 32, "a sector a lane");
     if (e.bias_vectors && lane < BN * bytes / 32)
-        touch_global((const char *)e.bias + min(col0 * bytes + lane * 32, p.n * bytes - bytes));
+        prefetch_l1((const char *)e.bias + min(col0 * bytes + lane * 32, p.n * bytes - bytes));
 }
 
 /* Prefetches c of a warp's 16 rows x BN columns into L2 under the products, if rows of c are
  * dense. */
 template <int BN>
-__device__ __forceinline__ void touch_c(const GemmProblem &p, unsigned batch, int64_t row0,
-                                        int64_t col0, int lane) {
+__device__ __forceinline__ void prefetch_c(const GemmProblem &p, unsigned batch, int64_t row0,
+                                           int64_t col0, int lane) {
     const GemmEpilogue &e = p.epilogue;
     if (!e.c_vectors) return;
     const int bytes = e.c_dtype == GK_F32 ? 4 : 2;
@@ -101,7 +101,7 @@ __device__ __forceinline__ void touch_c(const GemmProblem &p, unsigned batch, in
 }
 
 /* Loads the epilogue's parameters into the constant cache. */
-__device__ __forceinline__ void touch_epilogue(const GemmEpilogue &e) {
+__device__ __forceinline__ void prefetch_epilogue(const GemmEpilogue &e) {
     have(e.alpha);
     have(e.out);
     have(e.out_row);

@@ -59,11 +59,11 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
             const auto store = [&](auto &sums, int m) {
                 at.c[0] = tile.col;
                 at.c[1] = tile.row + m * 64 + block.warp * 16;
-                if (x.bare)
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_BARE, true>(
+                if (x.no_epilogue)
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_SUMS, true>(
                         x, sums, staging_s, at, batch, lane);
                 else if (x.plain) /* one variant for the rest: ping-pong hides its time */
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_CURVED, true>(
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_ACTIVATED, true>(
                         x, sums, staging_s, at, batch, lane);
             };
             /* One copy of the code; sums of the second 64 rows are shifted down. */
@@ -87,12 +87,12 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
         instance_of<T, Tile, 1, gemm_pingpong_sm90a_kernel<T, Tile, 1>>(),
         instance_of<T, Tile, 2, gemm_pingpong_sm90a_kernel<T, Tile, 2>>(),
         instance_of<T, Tile, 3, gemm_pingpong_sm90a_kernel<T, Tile, 3>>()};
-    return run_row(of_mode, ctx, plan, workspace);
+    return run_instance(of_mode, ctx, plan, workspace);
 }
 
 const gk_cuda_instance instances[] = {
-    HOPPER_ROW("gemm_pingpong_sm90a_bf16_128x176x64", __nv_bfloat16, PingPong128x176),
-    HOPPER_ROW("gemm_pingpong_sm90a_f16_128x176x64", __half, PingPong128x176),
+    HOPPER_INSTANCE("gemm_pingpong_sm90a_bf16_128x176x64", __nv_bfloat16, PingPong128x176),
+    HOPPER_INSTANCE("gemm_pingpong_sm90a_f16_128x176x64", __half, PingPong128x176),
 };
 
 } // namespace

@@ -315,7 +315,7 @@ enum {
     F32_SMALL,
     F64
 };
-extern const gk_cuda_instance *const plain_rows;
+extern const gk_cuda_instance *const plain_instances;
 
 template <class T, class Tile>
 bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
@@ -326,7 +326,8 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
 /* Plans the call with the tile of the least expected time. */
 bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
-    if (args->a.dtype == GK_F64) return plan<double, PlainF64>(&plain_rows[F64], ctx, args, to);
+    if (args->a.dtype == GK_F64)
+        return plan<double, PlainF64>(&plain_instances[F64], ctx, args, to);
     if (args->a.dtype != GK_F32) return false;
     const Params x = params_of<float>(args);
     const GemmProblem &p = x.p;
@@ -335,7 +336,7 @@ bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
      * errs more than twice as much as a split of k would. It also spares small calls the host
      * time of the estimates. */
     if (tiles_of<PlainF32Middle>(p) < gpu->num_sms) {
-        plan_tiles<float, PlainF32Small>(&plain_rows[F32_SMALL], ctx, x, to);
+        plan_tiles<float, PlainF32Small>(&plain_instances[F32_SMALL], ctx, x, to);
         return true;
     }
     const bool aligned =
@@ -346,11 +347,13 @@ bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
                  middle_us = us_of<PlainF32Middle>(p, gpu, PlainF32Middle::PERCENT),
                  small_us = us_of<PlainF32Small>(p, gpu, PlainF32Small::PERCENT);
     if (large_us <= middle_us && large_us <= small_us)
-        plan_tiles<float, PlainF32>(&plain_rows[F32_LARGE], ctx, x, to), to->us = large_us;
+        plan_tiles<float, PlainF32>(&plain_instances[F32_LARGE], ctx, x, to), to->us = large_us;
     else if (middle_us <= small_us)
-        plan_tiles<float, PlainF32Middle>(&plain_rows[F32_MIDDLE], ctx, x, to), to->us = middle_us;
+        plan_tiles<float, PlainF32Middle>(&plain_instances[F32_MIDDLE], ctx, x, to),
+            to->us = middle_us;
     else
-        plan_tiles<float, PlainF32Small>(&plain_rows[F32_SMALL], ctx, x, to), to->us = small_us;
+        plan_tiles<float, PlainF32Small>(&plain_instances[F32_SMALL], ctx, x, to),
+            to->us = small_us;
     return true;
 }
 
@@ -391,7 +394,7 @@ const gk_cuda_instance instances[] = {
     ROW("gemm_plain_f32_64x64x16", float, PlainF32Small),
     ROW("gemm_plain_f64_64x64x16", double, PlainF64),
 };
-const gk_cuda_instance *const plain_rows = instances;
+const gk_cuda_instance *const plain_instances = instances;
 
 } // namespace
 

@@ -324,7 +324,7 @@ uintptr_t lowest(const void *data, int64_t x, int64_t k, int64_t x_stride, int64
 }
 
 /* Fills in the rest of the plan; x.p has been planned. */
-void plan_row(const gk_cuda_instance *row, const gk_context *ctx, gk_plan *to) {
+void plan_instance(const gk_cuda_instance *row, const gk_context *ctx, gk_plan *to) {
     Params &x = gk_own<Params>(to);
     const GemmProblem &p = x.p;
     x.first_w = lowest(p.b, p.n, p.k, p.b_n, p.b_k, p, p.b_batch);
@@ -342,12 +342,12 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     GemmProblem &p = gk_own<Params>(to).p;
     if (!plan_problem(ctx, args, row->key[KEY_MISALIGNED], &p) || !serves(row, ctx, p))
         return false;
-    plan_row(row, ctx, to);
+    plan_instance(row, ctx, to);
     return true;
 }
 
-extern const gk_cuda_instance *const skinny_rows;
-extern const int num_skinny_rows;
+extern const gk_cuda_instance *const skinny_instances;
+extern const int num_skinny_instances;
 
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_dtype dtype = ((const gk_gemm_args *)args)->a.dtype;
@@ -359,9 +359,10 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
         if (!plan_problem(ctx, args, true, &p) || p.n * p.batch < SKINNY_MISALIGNED_LEAST)
             return false;
     }
-    for (const gk_cuda_instance *row = skinny_rows; row < skinny_rows + num_skinny_rows; ++row)
+    for (const gk_cuda_instance *row = skinny_instances;
+         row < skinny_instances + num_skinny_instances; ++row)
         if (row->dtype == dtype && row->key[KEY_MISALIGNED] == misaligned && serves(row, ctx, p)) {
-            plan_row(row, ctx, to);
+            plan_instance(row, ctx, to);
             return true;
         }
     return false;
@@ -402,8 +403,8 @@ template <int TOKENS, int ROWS, bool MISALIGNED> constexpr int smem_of() {
         ROW("misaligned_" name, T, 16, 64, true)
 
 const gk_cuda_instance instances[] = {ROWS_16("bf16", __nv_bfloat16), ROWS_16("f16", __half)};
-const gk_cuda_instance *const skinny_rows = instances;
-const int num_skinny_rows = sizeof instances / sizeof instances[0];
+const gk_cuda_instance *const skinny_instances = instances;
+const int num_skinny_instances = sizeof instances / sizeof instances[0];
 
 } // namespace
 

@@ -171,8 +171,8 @@ Plan plan_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem &
     return best;
 }
 
-extern const gk_cuda_instance *const sm80_rows;
-extern const int num_sm80_rows;
+extern const gk_cuda_instance *const sm80_instances;
+extern const int num_sm80_instances;
 
 /* Whether any instance serves the call. */
 bool serves(const gk_gemm_args *args, const GemmProblem &p) {
@@ -183,8 +183,8 @@ bool serves(const gk_gemm_args *args, const GemmProblem &p) {
     return args->fp32_precision == GK_TF32 && p.m > 1 && p.n > 1 && !(mode_of(p, GK_F32) & ANY);
 }
 
-bool plan_row(const gk_cuda_instance *row, const GemmProblem &problem, const Plan &best,
-              gk_plan *to) {
+bool plan_instance(const gk_cuda_instance *row, const GemmProblem &problem, const Plan &best,
+                   gk_plan *to) {
     GemmProblem &p = gk_own<GemmProblem>(to) = problem;
     p.tiles_m = (int)gk_ceil_div(p.m, row->key[KEY_BM]);
     p.tiles_n = (int)gk_ceil_div(p.n, row->key[KEY_BN]);
@@ -208,7 +208,7 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *argume
     if (!serves(args, p) || row->key[KEY_ANY] != (mode_of(p, row->dtype) & ANY) ||
         !smem_fits(ctx, row->key[KEY_SMEM]))
         return false;
-    return plan_row(row, p, plan_of(row, gk_gpu_of(ctx->index), p, FOREVER_US), to);
+    return plan_instance(row, p, plan_of(row, gk_gpu_of(ctx->index), p, FOREVER_US), to);
 }
 
 /* Plans the call with the fastest instance among those that fit the GPU and serve the mode. */
@@ -220,8 +220,8 @@ bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
     const int any = mode_of(p, args->a.dtype) & ANY;
     const gk_cuda_instance *best = NULL;
     Plan best_plan = {1, 0, FOREVER_US};
-    for (int i = 0; i < num_sm80_rows; ++i) {
-        const gk_cuda_instance *r = &sm80_rows[i];
+    for (int i = 0; i < num_sm80_instances; ++i) {
+        const gk_cuda_instance *r = &sm80_instances[i];
         if (r->dtype != args->a.dtype || r->key[KEY_ANY] != any ||
             r->key[KEY_SMEM] > gpu->smem_per_block)
             continue;
@@ -231,7 +231,7 @@ bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
             best_plan = plan;
         }
     }
-    return best && plan_row(best, p, best_plan, to);
+    return best && plan_instance(best, p, best_plan, to);
 }
 
 /* ---- 4 the launch ---------------------------------------------------------------------------- */
@@ -284,8 +284,8 @@ const gk_cuda_instance instances[] = {
     ROW("gemm_sm80_tf32_128x128x32", float, Tile32_128x128, 0, PERCENT_TF32),
     ROW("gemm_sm80_tf32_64x64x32", float, Tile32_64x64, 0, PERCENT_TF32_64x64),
 };
-const gk_cuda_instance *const sm80_rows = instances;
-const int num_sm80_rows = sizeof instances / sizeof instances[0];
+const gk_cuda_instance *const sm80_instances = instances;
+const int num_sm80_instances = sizeof instances / sizeof instances[0];
 
 } // namespace
 

@@ -54,11 +54,11 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
         for (unsigned t = block.first; t < block.all; t += block.step) {
             block.find_results(t, batch, tile, at);
             if (t == block.first) griddepcontrol_wait(); /* for the bias and c */
-            touch_epilogue(p.epilogue);
-            if (x.plain) touch_bias<S::COLS>(p, tile.col + block.part * S::COLS, block.lane);
+            prefetch_epilogue(p.epilogue);
+            if (x.plain) prefetch_bias<S::COLS>(p, tile.col + block.part * S::COLS, block.lane);
             if (TMA && !x.across) /* in small tiles its loop would cost every step 5 instructions */
-                touch_c<S::COLS>(p, batch, tile.row + row0 + block.warp * 16,
-                                 tile.col + block.part * S::COLS, block.lane);
+                prefetch_c<S::COLS>(p, batch, tile.row + row0 + block.warp * 16,
+                                    tile.col + block.part * S::COLS, block.lane);
             block.multiply(sum, row0, block.steps_of(t));
             block.end_products(sum, block.ring.before());
             if constexpr (TAIL<T, Tile, MODE>)
@@ -70,14 +70,14 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                 const int row = tile.row + row0, col = tile.col + block.part * S::COLS;
                 at.c[0] = col;
                 at.c[1] = row + block.warp * 16;
-                if (x.bare)
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_BARE, TMA>(
+                if (x.no_epilogue)
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_SUMS, TMA>(
                         x, sums, staging_s, at, batch, lane);
-                else if (x.straight)
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_STRAIGHT, TMA>(
+                else if (x.cheap_epilogue)
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_CHEAP, TMA>(
                         x, sums, staging_s, at, batch, lane);
-                else if (x.plain || x.ragged)
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_RAGGED, TMA>(
+                else if (x.plain || x.unaligned)
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_UNALIGNED, TMA>(
                         x, sums, staging_s, at, batch, lane);
                 else
                     store_any<T, S::COLS>(p, gemm_place(p, batch), sums, staging_s,
@@ -116,27 +116,27 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
         instance_of<T, Tile, 1, gemm_sm90a_kernel<T, Tile, 1>>(),
         instance_of<T, Tile, 2, gemm_sm90a_kernel<T, Tile, 2>>(),
         instance_of<T, Tile, 3, gemm_sm90a_kernel<T, Tile, 3>>()};
-    return run_row(of_mode, ctx, plan, workspace);
+    return run_instance(of_mode, ctx, plan, workspace);
 }
 
-#define ROWS(name, T)                                                         \
-    HOPPER_ROW("gemm_sm90a_" name "_128x256x64", T, Coop128x256),             \
-        HOPPER_ROW("gemm_sm90a_" name "_128x224x64", T, Coop128x224),         \
-        HOPPER_ROW("gemm_sm90a_" name "_128x192x64", T, Coop128x192),         \
-        HOPPER_ROW("gemm_sm90a_" name "_128x128x64", T, Coop128x128),         \
-        HOPPER_ROW("gemm_sm90a_" name "_64x128x64", T, Coop64x128),           \
-        HOPPER_ROW("gemm_sm90a_" name "_64x192x64", T, Coop64x192),           \
-        HOPPER_ROW("gemm_sm90a_" name "_64x96x64_t4", T, Coop64x96Four),      \
-        HOPPER_ROW("gemm_sm90a_" name "_64x160x64_t4", T, Coop64x160Four),    \
-        HOPPER_ROW("gemm_sm90a_" name "_64x224x64_t4", T, Coop64x224Four),    \
-        HOPPER_ROW("gemm_sm90a_" name "_64x256x64_t4", T, Coop64x256Four),    \
-        HOPPER_ROW("gemm_sm90a_" name "_128x128x64_t8", T, Coop128x128Eight), \
-        HOPPER_ROW("gemm_sm90a_" name "_128x96x64_t8", T, Coop128x96Eight),   \
-        HOPPER_ROW("gemm_sm90a_" name "_64x64x64", T, Coop64x64),             \
-        HOPPER_ROW("gemm_sm90a_" name "_64x64x64_k2", T, Coop64x64Split),     \
-        HOPPER_ROW("gemm_sm90a_" name "_128x128x64_k4", T, Coop128x128By4),   \
-        HOPPER_ROW("gemm_sm90a_" name "_64x128x64_k4", T, Coop64x128By4),     \
-        HOPPER_ROW("gemm_sm90a_" name "_64x64x128_k2", T, Narrow64x64)
+#define ROWS(name, T)                                                              \
+    HOPPER_INSTANCE("gemm_sm90a_" name "_128x256x64", T, Coop128x256),             \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_128x224x64", T, Coop128x224),         \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_128x192x64", T, Coop128x192),         \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_128x128x64", T, Coop128x128),         \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x128x64", T, Coop64x128),           \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x192x64", T, Coop64x192),           \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x96x64_t4", T, Coop64x96Four),      \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x160x64_t4", T, Coop64x160Four),    \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x224x64_t4", T, Coop64x224Four),    \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x256x64_t4", T, Coop64x256Four),    \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_128x128x64_t8", T, Coop128x128Eight), \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_128x96x64_t8", T, Coop128x96Eight),   \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x64x64", T, Coop64x64),             \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x64x64_k2", T, Coop64x64Split),     \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_128x128x64_k4", T, Coop128x128By4),   \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x128x64_k4", T, Coop64x128By4),     \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x64x128_k2", T, Narrow64x64)
 
 const gk_cuda_instance instances[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half)};
 

@@ -39,9 +39,9 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
         for (unsigned t = block.first; t < block.all; t += block.step) {
             if (!SWAP_AB) block.find_results(t, batch, tile, at);
             if (t == block.first) griddepcontrol_wait(); /* for the bias and c */
-            touch_epilogue(p.epilogue);
+            prefetch_epilogue(p.epilogue);
             if (!SWAP_AB && x.plain)
-                touch_bias<S::COLS>(p, tile.col + block.part * S::COLS, block.lane);
+                prefetch_bias<S::COLS>(p, tile.col + block.part * S::COLS, block.lane);
             if constexpr (SWAP_AB)
                 multiply_swapab<B, S::STAGE_BYTES>(
                     sum, block.ring,
@@ -72,11 +72,11 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                     const int row = tile.row + row0, col = tile.col + block.part * S::COLS;
                     at.c[0] = col;
                     at.c[1] = row + block.warp * 16;
-                    if (x.bare)
-                        store_panels<float, typename S::Panel, Tile::PANELS, STORE_BARE, true>(
+                    if (x.no_epilogue)
+                        store_panels<float, typename S::Panel, Tile::PANELS, STORE_SUMS, true>(
                             x, sums[0], staging_s, at, batch, lane);
                     else if (x.plain)
-                        store_panels<float, typename S::Panel, Tile::PANELS, STORE_STRAIGHT, true>(
+                        store_panels<float, typename S::Panel, Tile::PANELS, STORE_CHEAP, true>(
                             x, sums[0], staging_s, at, batch, lane);
                     else
                         store_any<float, S::COLS>(p, gemm_place(p, batch), sums[0], staging_s,
@@ -103,20 +103,20 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
     constexpr int MODE = Tile::SWAP_AB ? A_ALONG_M : 0;
     static constexpr Instance only[] = {
         instance_of<T, Tile, MODE, gemm_tf32_sm90a_kernel<Tile, MODE>>()};
-    return run_row(only, ctx, plan, workspace);
+    return run_instance(only, ctx, plan, workspace);
 }
 
 const gk_cuda_instance instances[] = {
-    HOPPER_ROW("gemm_tf32_sm90a_128x256x32", float, Tf32_128x256),
-    HOPPER_ROW("gemm_tf32_sm90a_128x192x32", float, Tf32_128x192),
-    HOPPER_ROW("gemm_tf32_sm90a_128x128x32", float, Tf32_128x128),
-    HOPPER_ROW("gemm_tf32_sm90a_64x128x32", float, Tf32_64x128),
-    HOPPER_ROW("gemm_tf32_sm90a_128x128x32_k2", float, Tf32_128x128Split),
-    HOPPER_ROW("gemm_tf32_sm90a_64x64x32_k2", float, Tf32_64x64Split),
-    HOPPER_ROW("gemm_tf32_sm90a_swapab_256x128x32", float, Tf32SwapAB256x128),
-    HOPPER_ROW("gemm_tf32_sm90a_swapab_128x128x32", float, Tf32SwapAB128x128),
-    HOPPER_ROW("gemm_tf32_sm90a_swapab_128x128x32_k2", float, Tf32SwapAB128x128Split),
-    HOPPER_ROW("gemm_tf32_sm90a_swapab_128x64x32_k2", float, Tf32SwapAB128x64Split),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_128x256x32", float, Tf32_128x256),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_128x192x32", float, Tf32_128x192),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_128x128x32", float, Tf32_128x128),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_64x128x32", float, Tf32_64x128),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_128x128x32_k2", float, Tf32_128x128Split),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_64x64x32_k2", float, Tf32_64x64Split),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_swapab_256x128x32", float, Tf32SwapAB256x128),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_swapab_128x128x32", float, Tf32SwapAB128x128),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_swapab_128x128x32_k2", float, Tf32SwapAB128x128Split),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_swapab_128x64x32_k2", float, Tf32SwapAB128x64Split),
 };
 
 } // namespace

@@ -88,13 +88,13 @@ struct Params {
                         are two tasks each */
     bool batched;    /* more than one product */
     bool in_row;     /* the tiles of a cluster form a row, not a column */
-    /* store_panels serves the call. plain: rows of whole chunks of 16 bytes. ragged: rows of any
+    /* store_panels serves the call. plain: rows of whole chunks of 16 bytes. unaligned: rows of any
      * alignment, without c. */
-    bool plain, ragged;
-    bool straight; /* plain, without c, and with an epilogue of few instructions */
-    bool bare;     /* rows of whole chunks, and an epilogue that only multiplies by alpha; also set
-                      for swap-AB */
-    bool keep;     /* swap-AB: keep the results in L2 for the next kernel */
+    bool plain, unaligned;
+    bool cheap_epilogue; /* plain, without c, and with an epilogue of few instructions */
+    bool no_epilogue; /* rows of whole chunks, and an epilogue that only multiplies by alpha; also
+                  set for swap-AB */
+    bool keep;        /* swap-AB: keep the results in L2 for the next kernel */
     bool across; /* store_any: a lane stores values of one column, because the result's rows are not
                     dense; the epilogue has rows and columns swapped */
     GemmProblem p;
@@ -170,10 +170,10 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
     static constexpr bool GRID = Tile::ACROSS > 0;
     static constexpr int ACROSS = GRID ? Tile::ACROSS : Tile::TILES,
                          DOWN = GRID ? Tile::TILES / ACROSS : 1;
-    typedef Copies<S, ACROSS, DOWN, ONCE<T, Tile>> SideBySide; /* the cluster's tiles form a row */
-    typedef Copies<S, GRID ? ACROSS : 1, GRID ? DOWN : Tile::TILES, ONCE<T, Tile>> Stacked;
+    typedef Copies<S, ACROSS, DOWN, ONCE<T, Tile>> InRow; /* the cluster's tiles form a row */
+    typedef Copies<S, GRID ? ACROSS : 1, GRID ? DOWN : Tile::TILES, ONCE<T, Tile>> InColumn;
     /* Blocks that copy into this one, including itself. */
-    static constexpr int MATES = ACROSS + DOWN - 1;
+    static constexpr int WRITERS = ACROSS + DOWN - 1;
     static constexpr int TILES = Tile::TILES, SPLITS = Tile::SPLITS, CLUSTER = CLUSTER_OF<Tile>,
                          WGS = Tile::WGS;
     static constexpr int BK = Tile::K64 * K_BLOCK<T>;
@@ -182,8 +182,8 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
 
     const Params &x;
     const int lane, block_warp, warpgroup, warp, rank, part; /* part: index of the split of k */
-    /* tells: this lane signals one of the MATES blocks that a stage is empty */
-    const bool side_by_side, tells;
+    /* signals_empty: this lane signals one of the WRITERS blocks that a stage is empty */
+    const bool side_by_side, signals_empty;
     const smem_addr ring_s;
     tma_ring<S::STAGES> ring;
     /* Tasks: their number, this cluster's first, and the step to its next. */
@@ -195,7 +195,8 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
         : x(call), lane(threadIdx.x % 32), block_warp(__shfl_sync(0xffffffff, threadIdx.x / 32, 0)),
           warpgroup(block_warp / 4), warp(block_warp % 4),
           rank(CLUSTER > 1 ? (int)cluster_ctarank() : 0), part(SPLITS > 1 ? rank : 0),
-          side_by_side(GRID || (TILES > 1 && call.in_row)), tells(warp == 0 && lane < MATES),
+          side_by_side(GRID || (TILES > 1 && call.in_row)),
+          signals_empty(warp == 0 && lane < WRITERS),
           ring_s((cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES *
                  WGMMA_BLOCK_BYTES),
           ring(ring_s + S::BARRIERS) {}
@@ -206,7 +207,7 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
         if (threadIdx.x == 0) {
             prefetch_tensormap(&x.a);
             prefetch_tensormap(&x.b);
-            ring.init(consumers * MATES);
+            ring.init(consumers * WRITERS);
             more();
             if (SPLITS > 1) {
                 mbarrier_init(ring_s + S::EXCHANGED, 1);
@@ -264,9 +265,9 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
         const coord tile = place(t, batch);
         const int rank = (int)cluster_ctarank(); /* read again, as in place() */
         if (side_by_side)
-            SideBySide::find(x, tile, rank, a_from, b_from);
+            InRow::find(x, tile, rank, a_from, b_from);
         else
-            Stacked::find(x, tile, rank, a_from, b_from);
+            InColumn::find(x, tile, rank, a_from, b_from);
         if (x.batched) {
             place_batch(x.p, x.p.a_batch, batch, a_from.at);
             place_batch(x.p, x.p.b_batch, batch, b_from.at);
@@ -300,13 +301,13 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
                     const int at_k = k * BK + kb * K_BLOCK<T>;
                     const smem_addr to_s = ring_s + ring.stage * S::STAGE_BYTES + kb * S::BLOCK;
                     if (halved(t) && side_by_side)
-                        SideBySide::copy_alone(x, a_from, b_from, to_s, at_k, ring.full());
+                        InRow::copy_alone(x, a_from, b_from, to_s, at_k, ring.full());
                     else if (halved(t))
-                        Stacked::copy_alone(x, a_from, b_from, to_s, at_k, ring.full());
+                        InColumn::copy_alone(x, a_from, b_from, to_s, at_k, ring.full());
                     else if (side_by_side)
-                        SideBySide::copy(a_from, b_from, to_s, at_k, rank, ring.full());
+                        InRow::copy(a_from, b_from, to_s, at_k, rank, ring.full());
                     else
-                        Stacked::copy(a_from, b_from, to_s, at_k, rank, ring.full());
+                        InColumn::copy(a_from, b_from, to_s, at_k, rank, ring.full());
                 }
                 ring.advance();
             }
@@ -321,17 +322,17 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
 
     /* The rank that this lane signals: lanes 0 to ACROSS - 1 take the blocks of this row, the
      * next lanes the other blocks of this column. */
-    __device__ __forceinline__ int mate() const {
+    __device__ __forceinline__ int writer_rank() const {
         const int row = rank / ACROSS, other = lane - ACROSS;
         return other < 0 ? row * ACROSS + lane : (other + (other >= row)) * ACROSS + rank % ACROSS;
     }
     /* A warpgroup releases a stage to each block that copies into this one. */
     __device__ __forceinline__ void release(smem_addr barrier_s) const {
-        if (tells) release_by_lane(barrier_s);
+        if (signals_empty) release_by_lane(barrier_s);
     }
     __device__ __forceinline__ void release_by_lane(smem_addr barrier_s) const {
         if (CLUSTER > 1)
-            mbarrier_arrive_cluster(barrier_s, GRID ? mate() : TILES > 1 ? lane : rank);
+            mbarrier_arrive_cluster(barrier_s, GRID ? writer_rank() : TILES > 1 ? lane : rank);
         else
             mbarrier_arrive(barrier_s);
     }
@@ -366,7 +367,7 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
             }
             wgmma_commit_group();
             wgmma_wait_group<1>(); /* the previous step is done: its stage may be overwritten */
-            if (k > 0 && tells) release_by_lane(before);
+            if (k > 0 && signals_empty) release_by_lane(before);
             ring.advance();
         }
     }

@@ -31,12 +31,12 @@ gk_status launch_instance(const gk_context *ctx, unsigned blocks, const Params &
 template <class T, class Tile, int MODE, auto KERNEL, class R = T>
 constexpr Instance instance_of() {
     typedef Smem<T, Tile, MODE, R> S;
-    typedef typename Block<T, Tile, MODE, R>::SideBySide SideBySide;
-    typedef typename Block<T, Tile, MODE, R>::Stacked Stacked;
+    typedef typename Block<T, Tile, MODE, R>::InRow InRow;
+    typedef typename Block<T, Tile, MODE, R>::InColumn InColumn;
     return {S::ALONG_M,
             S::ALONG_N,
-            {Stacked::APart::box_rows, SideBySide::APart::box_rows},
-            {SideBySide::BPart::box_rows, Stacked::BPart::box_rows},
+            {InColumn::APart::box_rows, InRow::APart::box_rows},
+            {InRow::BPart::box_rows, InColumn::BPart::box_rows},
             S::BY_PANELS,
             BY_TMA<R, Tile>,
             S::Panel::box(element<R>::bits / 8),
@@ -84,13 +84,13 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
                (!in.by_tma || (maps(out, &x->out) && (!e.preact || maps(preact, &x->preact))));
     /* Two columns share the reciprocal of an activation. Beside an odd last column stands an
      * undefined value, so the result would differ from run to run. */
-    x->ragged = by_panels && !x->plain && !e.c && dtype != GK_F32 &&
-                (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
-    x->straight = x->plain && !e.c &&
-                  (dtype == GK_F32 ||
-                   (e.activation <= GK_ACT_RELU && !e.preact && (!e.bias || e.bias_vectors)));
-    x->bare = (x->plain || (!in.by_panels && chunks)) && !e.c && !e.bias && !e.preact &&
-              e.activation == GK_ACT_NONE;
+    x->unaligned = by_panels && !x->plain && !e.c && dtype != GK_F32 &&
+                   (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
+    x->cheap_epilogue = x->plain && !e.c &&
+                        (dtype == GK_F32 ||
+                         (e.activation <= GK_ACT_RELU && !e.preact && (!e.bias || e.bias_vectors)));
+    x->no_epilogue = (x->plain || (!in.by_panels && chunks)) && !e.c && !e.bias && !e.preact &&
+                     e.activation == GK_ACT_NONE;
     if (is(row, PING_PONG) && !x->plain)
         return gk_fail(GK_ERR_UNSUPPORTED,
                        "a ping-pong instance stores by TMA, which it cannot here");
@@ -98,14 +98,14 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
     x->keep = x->p.m * x->p.n * x->p.batch * gk_bits_of(dtype) <= 8 * KEEP_BYTES;
     x->order = tile_order(x->p.tiles_m, x->p.tiles_n, x->p.group);
     /* The store reads the bias two columns at a time. */
-    if (x->ragged && cols % 2 != 0) x->p.epilogue.bias_vectors = false;
-    x->across = !swapab && !x->ragged && !e.out_vectors;
+    if (x->unaligned && cols % 2 != 0) x->p.epilogue.bias_vectors = false;
+    x->across = !swapab && !x->unaligned && !e.out_vectors;
     if (x->across) x->p.epilogue = gemm_swapped(x->p).epilogue;
     return in.launch(ctx, plan.clusters * (unsigned)cluster_of(row), *x);
 }
 
-gk_status run_row(const Instance *of_mode, const gk_context *ctx, const gk_plan *plan,
-                  void *workspace) {
+gk_status run_instance(const Instance *of_mode, const gk_context *ctx, const gk_plan *plan,
+                       void *workspace) {
     const gk_cuda_instance *row = (const gk_cuda_instance *)plan->kernel;
     const HopperPlan &own = gk_own<HopperPlan>(plan);
     const Instance &in = of_mode[row->dtype == GK_F32 ? 0 : own.operands.mode];
@@ -137,10 +137,10 @@ template <class T, class Tile> constexpr int traits_of() {
            (Tile::ACROSS ? GRID : 0);
 }
 
-#define HOPPER_ROW(name, T, Tile)                                                       \
+#define HOPPER_INSTANCE(name, T, Tile)                                                  \
     {name,                                                                              \
      element<T>::dtype,                                                                 \
-     plan_hopper_row,                                                                   \
+     plan_hopper_instance,                                                              \
      run<T, Tile>,                                                                      \
      {Tile::BM, Tile::BN, Tile::TILES, PERCENT<Tile>, smem_of<T, Tile>(), Tile::SPLITS, \
       traits_of<T, Tile>(), Tile::K64 * K_BLOCK<T>},                                    \

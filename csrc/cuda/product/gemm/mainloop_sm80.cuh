@@ -215,7 +215,7 @@ template <class T, class Tile, int MODE, int SHARE = 1> struct Ring {
 
 /* ---- 4 what is multiplied -------------------------------------------------------------------- */
 /* Defaults of a Product: hooks around the steps that do nothing. */
-struct BareProduct {
+struct DefaultProduct {
     /* 2: a holds two of every four elements along k, and a fragment of a meets two of b. */
     static constexpr int SHARE = 1;
     __device__ __forceinline__ void begin() {} /* step 0 has arrived */
@@ -226,7 +226,7 @@ struct BareProduct {
 };
 
 /* Multiplies fragments as they are loaded. */
-template <class T> struct MmaProduct : BareProduct {
+template <class T> struct MmaProduct : DefaultProduct {
     typedef float Sum;
     struct A {
         uint32_t r[4];

@@ -249,7 +249,8 @@ struct HopperPlan {
 };
 
 /* Fills in the plan for this instance; its operands have been found. */
-inline bool plan_row(const gk_cuda_instance *row, const gk_gpu *gpu, int64_t halved, gk_plan *to) {
+inline bool plan_instance(const gk_cuda_instance *row, const gk_gpu *gpu, int64_t halved,
+                          gk_plan *to) {
     HopperPlan &own = gk_own<HopperPlan>(to);
     GemmProblem &p = own.operands.p;
     const Clusters clusters = clusters_of(row, gpu, p);
@@ -273,8 +274,8 @@ inline bool plan_row(const gk_cuda_instance *row, const gk_gpu *gpu, int64_t hal
 }
 
 /* Plans the call with this instance, if it serves the call. */
-inline bool plan_hopper_row(const gk_cuda_instance *row, const gk_context *ctx,
-                            const void *arguments, gk_plan *to) {
+inline bool plan_hopper_instance(const gk_cuda_instance *row, const gk_context *ctx,
+                                 const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     const bool tf32 = row->dtype == GK_F32, swapab = is(row, SWAPAB);
@@ -287,7 +288,7 @@ inline bool plan_hopper_row(const gk_cuda_instance *row, const gk_context *ctx,
         return false;
     return (tf32 || !swapab || row->key[KEY_SPLITS] == 1 || o.p.n <= row->key[KEY_BN]) &&
            keeps_step(row, o.p) &&
-           plan_row(row, gpu, estimate_of(row, gpu, o.p, o.mode).halved, to);
+           plan_instance(row, gpu, estimate_of(row, gpu, o.p, o.mode).halved, to);
 }
 
 /* ---- the choice ------------------------------------------------------------------------------ */
@@ -418,7 +419,7 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
         other.us + SM80_US < us)
         return false;
     to->us = us;
-    return plan_row(best.row, gpu, best.estimate.halved, to);
+    return plan_instance(best.row, gpu, best.estimate.halved, to);
 }
 
 /* The plan function of the tables whose instances gemm_sm90a's plan chooses. */

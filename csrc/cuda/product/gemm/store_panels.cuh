@@ -15,33 +15,33 @@
 enum Store {
     /* Sums times alpha, in rows of whole 16-byte chunks. Straight-line code, because all code is
      * cold in a launch that has one tile a block. */
-    STORE_BARE,
+    STORE_SUMS,
     /* Rows of whole chunks. No activation, or relu; for 16 bits no preact, and a bias that is
      * read in pairs. */
-    STORE_STRAIGHT,
-    STORE_CURVED, /* rows of whole chunks, any activation */
+    STORE_CHEAP,
+    STORE_ACTIVATED, /* rows of whole chunks, any activation */
     /* Any activation, c, and rows of any alignment. One variant for all of these takes a third
      * less time to compile. */
-    STORE_RAGGED
+    STORE_UNALIGNED
 };
 
 /* Stores the panels' contents to the result, or to preact, at position `at`. */
-template <class R, class Panel, int N, bool RAGGED, bool TMA, class Params>
+template <class R, class Panel, int N, bool UNALIGNED, bool TMA, class Params>
 __device__ __forceinline__ void send(const Params &x, bool to_preact, smem_addr panels_s,
                                      const tma_at &at, unsigned batch, int lane) {
-    if (TMA && !(RAGGED && x.ragged)) {
+    if (TMA && !(UNALIGNED && x.unaligned)) {
         if (to_preact) /* two calls: a pointer chosen at run time would be read back lane by lane */
             send_panels<R, Panel, N>(&x.preact, panels_s, at, lane);
         else
             send_panels<R, Panel, N>(&x.out, panels_s, at, lane);
-    } else if constexpr (RAGGED || !TMA) {
+    } else if constexpr (UNALIGNED || !TMA) {
         const GemmEpilogue &e = x.p.epilogue;
         const GemmPlace place = gemm_place(x.p, batch);
         const int64_t row = at.c[1], col = at.c[0], stride = to_preact ? e.preact_row : e.out_row;
         uint16_t *const to_g =
             (uint16_t *)(to_preact ? e.preact : e.out) + (to_preact ? place.preact : place.out);
         const int rows = (int)(x.p.m - row), cols = (int)(x.p.n - col);
-        if (RAGGED && x.ragged) {
+        if (UNALIGNED && x.unaligned) {
             /* Wide tiles read laneid() again, so that no register holds it, or values derived
              * from it, over the products. */
             const int late = TMA ? laneid() : lane;
@@ -56,10 +56,11 @@ __device__ __forceinline__ void send(const Params &x, bool to_preact, smem_addr 
  * x: the kernel's Params. */
 template <class R, class Panel, int N, Store STORE, bool TMA, class Params>
 struct Accumulators : EveryEpilogue {
-    static constexpr bool RAGGED = STORE == STORE_RAGGED, CURVED = STORE >= STORE_CURVED;
+    static constexpr bool UNALIGNED = STORE == STORE_UNALIGNED,
+                          ACTIVATED = STORE >= STORE_ACTIVATED;
     /* True if it handles preact and any bias. */
-    static constexpr bool ALL = CURVED || (STORE == STORE_STRAIGHT && element<R>::bits == 32);
-    static constexpr bool C = RAGGED, PREACT = ALL, OWN_BIAS = true;
+    static constexpr bool ALL = ACTIVATED || (STORE == STORE_CHEAP && element<R>::bits == 32);
+    static constexpr bool C = UNALIGNED, PREACT = ALL, OWN_BIAS = true;
     /* Small tiles write twice: after a loop over the two writes, the compiler keeps the stages'
      * addresses out of uniform registers, which costs every step 5 instructions. */
     static constexpr bool ONE_WRITE = TMA;
@@ -83,7 +84,7 @@ struct Accumulators : EveryEpilogue {
         return min((int64_t)at.c[0] + wgmma_d(0, lane, i).col, x.p.n - 1);
     }
     __device__ __forceinline__ void alpha_and_bias(float alpha, float *v) const {
-        if (STORE != STORE_BARE && x.p.epilogue.bias) { /* a branch: adding 0 turns -0 into +0 */
+        if (STORE != STORE_SUMS && x.p.epilogue.bias) { /* a branch: adding 0 turns -0 into +0 */
 #pragma unroll
             for (int j = 0; j < N; j += PART) {
                 float some[PART / 2];
@@ -101,14 +102,14 @@ struct Accumulators : EveryEpilogue {
         read_c_pairs<R, PART>(x.p, gemm_place(x.p, batch).c, at.c[1], at.c[0] + 2 * i, lane, c);
     }
     __device__ __forceinline__ void activate(float *v) const {
-        if (CURVED)
+        if (ACTIVATED)
             activate_16<N>(x.p.epilogue.activation, v);
-        else if (STORE == STORE_STRAIGHT && x.p.epilogue.activation == GK_ACT_RELU)
+        else if (STORE == STORE_CHEAP && x.p.epilogue.activation == GK_ACT_RELU)
             activate_16<N>(GK_ACT_RELU, v);
     }
     __device__ __forceinline__ void write(bool to_preact, const float *v) const {
         put_panels<R, Panel, N, TMA>(v, panels_s, lane);
-        send<R, Panel, N, RAGGED, TMA>(x, to_preact, panels_s, at, batch, lane);
+        send<R, Panel, N, UNALIGNED, TMA>(x, to_preact, panels_s, at, batch, lane);
     }
 };
 
@@ -123,14 +124,14 @@ __device__ __forceinline__ void store_some(const Params &x, const Scales &scales
 }
 
 /* How many of a lane's n accumulators one store_some call takes. At most `room` fit the warp's
- * panels, `panel` fit one. STORE_BARE takes whole panels. The others take equal parts, so that
+ * panels, `panel` fit one. STORE_SUMS takes whole panels. The others take equal parts, so that
  * their code is emitted once. */
 constexpr int sums_at_once(int n, Store store, int room, int panel) {
-    if (store == STORE_BARE && n % panel == 0) return room < n ? room : n;
+    if (store == STORE_SUMS && n % panel == 0) return room < n ? room : n;
     return n / ((n + room - 1) / room);
 }
 
-/* Stores a lane's N sums. All variants but STORE_BARE use one copy of the code in a loop that
+/* Stores a lane's N sums. All variants but STORE_SUMS use one copy of the code in a loop that
  * shifts the sums down. */
 template <class R, class Panel, int PANELS, Store STORE, bool TMA, class Params, int N,
           class Scales = NoScales>
@@ -140,8 +141,8 @@ __device__ __forceinline__ void store_panels(const Params &x, float (&sum)[N], s
     constexpr int EACH = Panel::row_bytes / (2 * (element<R>::bits / 8));
     constexpr int SOME = sums_at_once(N, STORE, PANELS * 2048 / Panel::bytes * EACH, EACH),
                   REST = N % SOME;
-    constexpr bool MOVE = STORE != STORE_BARE && N > SOME;
-    static_assert(STORE == STORE_BARE || REST == 0, "bodies that are alike");
+    constexpr bool MOVE = STORE != STORE_SUMS && N > SOME;
+    static_assert(STORE == STORE_SUMS || REST == 0, "bodies that are alike");
     constexpr int UNROLLED = MOVE ? 1 : N / SOME;
 #pragma unroll UNROLLED
     for (int i = 0; i + SOME <= N; i += SOME) {

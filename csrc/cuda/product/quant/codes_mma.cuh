@@ -35,7 +35,7 @@ inline CodeBits code_bits_of(gk_dtype dtype) {
 inline int down_of(gk_dtype dtype) { return dtype == GK_E4M3 ? 8 : 0; }
 
 /* ---- 1 int8 ---------------------------------------------------------------------------------- */
-struct Int8Product : BareProduct {
+struct Int8Product : DefaultProduct {
     typedef int Sum;
     struct A {
         uint32_t r[4];
@@ -84,7 +84,7 @@ __device__ __forceinline__ uint32_t any_pair(uint32_t x, const CodeBits &bits) {
 }
 
 /* OF_A, OF_B: the formats of a's and b's codes. GK_U8: any format, by its CodeBits. */
-template <gk_dtype OF_A, gk_dtype OF_B> struct FloatProduct : BareProduct {
+template <gk_dtype OF_A, gk_dtype OF_B> struct FloatProduct : DefaultProduct {
     typedef float Sum;
     struct A { /* register 2 i + j of x becomes [j][i] and [j][i + 2] */
         uint32_t r[2][4];

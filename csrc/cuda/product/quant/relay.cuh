@@ -19,14 +19,14 @@ inline gk_tensor rows_of_n(const gk_tensor &b) {
     return x;
 }
 
-struct Relay {
+struct KMajorCopy {
     bool moves;    /* the operand is copied */
     size_t offset; /* of the copy in the workspace */
     int64_t ld;    /* bytes from row to row */
 };
 
-inline Relay relay_plan(const gk_tensor &t, size_t *bytes) {
-    Relay r = {};
+inline KMajorCopy plan_k_major(const gk_tensor &t, size_t *bytes) {
+    KMajorCopy r = {};
     r.ld = t.stride[0];
     r.moves = (t.stride[1] != 1 && t.shape[1] > 1) || (uintptr_t)t.data % 16 != 0 ||
               (t.shape[0] > 1 && (t.stride[0] % 16 != 0 || t.stride[0] <= 0));
@@ -60,8 +60,8 @@ static __global__ void __launch_bounds__(256) relay_kernel(RelayParams p) {
     }
 }
 
-inline gk_status relay_run(const char *op, const gk_context *ctx, const Relay &r,
-                           const gk_tensor &t, void *workspace, TensorShape *shape) {
+inline gk_status copy_k_major(const char *op, const gk_context *ctx, const KMajorCopy &r,
+                              const gk_tensor &t, void *workspace, TensorShape *shape) {
     constexpr int64_t most = 64 * INT64_C(65535); /* rows of a launch, limited by gridDim.y */
     const int64_t rows = t.shape[0], k = t.shape[1];
     *shape = {t.data, GK_U8, {k, rows, 1, 1, 1}, {1, r.ld, 0, 0, 0}, false};

@@ -184,7 +184,7 @@ bool addend_fits(const gk_tensor *t, gk_dtype out) {
     return !t || t->dtype == out || t->dtype == GK_BF16;
 }
 
-bool plan_row(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan_instance(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const int64_t m = g->a.shape[0], n = g->b.shape[1], k = g->a.shape[1];
     const gk_dtype out = g->out.dtype;
@@ -220,16 +220,16 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
 }
 
 const gk_cuda_instance instances[] = {
-    {"scaled_gemm_decoded_e4m3", GK_E4M3, plan_row, run, {}, NULL},
-    {"scaled_gemm_decoded_e5m2", GK_E5M2, plan_row, run, {}, NULL},
-    {"scaled_gemm_decoded_i8", GK_I8, plan_row, run, {}, NULL}};
+    {"scaled_gemm_decoded_e4m3", GK_E4M3, plan_instance, run, {}, NULL},
+    {"scaled_gemm_decoded_e5m2", GK_E5M2, plan_instance, run, {}, NULL},
+    {"scaled_gemm_decoded_i8", GK_I8, plan_instance, run, {}, NULL}};
 
 /* With fewer rows, kernels that read codes are faster. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     if (g->a.shape[0] < SCALED_DECODED_ROWS) return false;
     for (const gk_cuda_instance &row : instances)
-        if (row.dtype == g->a.dtype && plan_row(&row, ctx, args, gk_plan_begin(plan, &row)))
+        if (row.dtype == g->a.dtype && plan_instance(&row, ctx, args, gk_plan_begin(plan, &row)))
             return true;
     return false;
 }

@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(TileOf<KIND>::type::THREADS, TileOf<KIND>::typ
 
 /* ---- 2 plan and run -------------------------------------------------------------------------- */
 struct Plan {
-    Relay a, b;
+    KMajorCopy a, b;
 };
 
 enum Key { /* of an instance */
@@ -157,8 +157,8 @@ bool plan_scaled(const gk_cuda_instance *row, const gk_context *ctx, const void 
     if (tiles > INT32_MAX) return false;
     Plan &x = gk_own<Plan>(plan);
     size_t bytes = 0;
-    x.a = relay_plan(g->a, &bytes);
-    x.b = relay_plan(rows_of_n(g->b), &bytes);
+    x.a = plan_k_major(g->a, &bytes);
+    x.b = plan_k_major(rows_of_n(g->b), &bytes);
     plan->workspace_bytes = bytes;
     plan->tile[0] = key[KEY_BM];
     plan->tile[1] = key[KEY_BN];
@@ -175,9 +175,9 @@ gk_status run_scaled(const gk_context *ctx, const void *args, const gk_plan *pla
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const Plan &x = gk_own<Plan>(plan);
     TensorShape a, b;
-    gk_status status = relay_run("scaled_gemm", ctx, x.a, g->a, workspace, &a);
+    gk_status status = copy_k_major("scaled_gemm", ctx, x.a, g->a, workspace, &a);
     if (status == GK_OK)
-        status = relay_run("scaled_gemm", ctx, x.b, rows_of_n(g->b), workspace, &b);
+        status = copy_k_major("scaled_gemm", ctx, x.b, rows_of_n(g->b), workspace, &b);
     if (status != GK_OK) return status;
     Params p = {};
     p.a = (const uint8_t *)a.data;

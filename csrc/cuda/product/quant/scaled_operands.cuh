@@ -10,13 +10,13 @@
 #include "scaled_kinds.cuh"
 
 struct ScaledOperands {
-    Relay a, b;
+    KMajorCopy a, b;
 };
 
 inline ScaledOperands scaled_operands_plan(const gk_scaled_gemm_args *g, size_t *bytes) {
     ScaledOperands x;
-    x.a = relay_plan(g->a, bytes);
-    x.b = relay_plan(rows_of_n(g->b), bytes);
+    x.a = plan_k_major(g->a, bytes);
+    x.b = plan_k_major(rows_of_n(g->b), bytes);
     return x;
 }
 
@@ -24,8 +24,8 @@ inline ScaledOperands scaled_operands_plan(const gk_scaled_gemm_args *g, size_t 
 inline gk_status place_operands(const gk_context *ctx, const ScaledOperands &x,
                                 const gk_scaled_gemm_args *g, void *workspace, TensorShape *a,
                                 TensorShape *b) {
-    const gk_status status = relay_run("scaled_gemm", ctx, x.a, g->a, workspace, a);
-    return status == GK_OK ? relay_run("scaled_gemm", ctx, x.b, rows_of_n(g->b), workspace, b)
+    const gk_status status = copy_k_major("scaled_gemm", ctx, x.a, g->a, workspace, a);
+    return status == GK_OK ? copy_k_major("scaled_gemm", ctx, x.b, rows_of_n(g->b), workspace, b)
                            : status;
 }
 

@@ -46,7 +46,7 @@ template <> struct SumOf<int8_t> {
     typedef int type;
 };
 
-template <class T, class Tile> struct SparseProduct : BareProduct {
+template <class T, class Tile> struct SparseProduct : DefaultProduct {
     static constexpr int SHARE = 2, MT = Tile::WM / 16, KK = 2;
     static constexpr bool BYTES = sizeof(T) == 1;
     typedef typename SumOf<T>::type Sum;
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) sparse_gemm_sm80_
 
 /* ---- 3 plan and run -------------------------------------------------------------------------- */
 struct Plan {
-    Relay a;
+    KMajorCopy a;
 };
 
 enum Key { /* of an instance */
@@ -211,7 +211,7 @@ bool plan_sparse(const gk_cuda_instance *row, const gk_context *ctx, const void 
     Plan &x = gk_own<Plan>(plan);
     size_t bytes = 0;
     if (eight)
-        x.a = relay_plan(g->a, &bytes);
+        x.a = plan_k_major(g->a, &bytes);
     else if ((g->a.stride[1] != 1 && k > 1) || !rows_aligned(g->a))
         return false;
     const int64_t tiles = gk_ceil_div(n, row->key[KEY_BM]) * gk_ceil_div(m, row->key[KEY_BN]);
@@ -233,9 +233,9 @@ gk_status run_sparse(const gk_context *ctx, const void *args, const gk_plan *pla
     p.a = g->a.data;
     p.a_row = g->a.stride[0];
     if (sizeof(T) == 1) {
-        const Relay &x = gk_own<Plan>(plan).a;
+        const KMajorCopy &x = gk_own<Plan>(plan).a;
         TensorShape a;
-        const gk_status status = relay_run("sparse_gemm", ctx, x, g->a, workspace, &a);
+        const gk_status status = copy_k_major("sparse_gemm", ctx, x, g->a, workspace, &a);
         if (status != GK_OK) return status;
         p.a = a.data;
         p.a_row = x.ld;

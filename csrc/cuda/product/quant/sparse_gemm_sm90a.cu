@@ -265,13 +265,13 @@ __device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ri
     int turn = 0;
     /* Scales of the thread's tokens of the next tile, read one tile ahead. */
     uint32_t next_sa[K::BT / 128 + (K::BT < 128)];
-    const auto look_ahead = [&](int t) {
+    const auto prefetch_scales = [&](int t) {
         const int token0 = tile_place(t, p.tiles_m, p.tiles_n, p.group).row * K::BT;
         load_scale_bits(next_sa, p.sa, [&](int i) {
             return scale_at(p.sa, min(token0 + thread + 128 * i, p.m - 1), 0);
         });
     };
-    if (K::BYTES == 1) look_ahead(first_task(p));
+    if (K::BYTES == 1) prefetch_scales(first_task(p));
     for (int t = first_task(p); t < p.tiles_m * p.tiles_n; t += tasks_apart(p), turn ^= 1) {
         const TilePlace at = tile_place(t, p.tiles_m, p.tiles_n, p.group);
         const int token0 = at.row * K::BT,
@@ -289,7 +289,7 @@ __device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ri
             for (int i = 0; i < K::BT; i += 128)
                 if (thread + i < K::BT) scales[thread + i] = scale_from(p.sa, next_sa[i / 128]);
             bar_sync(2 + warpgroup, 128);
-            look_ahead(min(t + tasks_apart(p), p.tiles_m * p.tiles_n - 1));
+            prefetch_scales(min(t + tasks_apart(p), p.tiles_m * p.tiles_n - 1));
             load_scale_bits(sb, p.sb, [&](int i) { return scale_at(p.sb, 0, weight(i)); });
         }
         float bias[2 * K::MS];
@@ -419,7 +419,7 @@ enum {
 };
 
 struct Plan {
-    Relay a; /* 8 bits */
+    KMajorCopy a; /* 8 bits */
 };
 
 TensorShape shape_of(const gk_tensor &t) {
@@ -427,7 +427,8 @@ TensorShape shape_of(const gk_tensor &t) {
     return {t.data, dtype, {t.shape[1], t.shape[0], 1, 1, 1}, {1, t.stride[0], 0, 0, 0}, false};
 }
 
-bool plan_row(const gk_cuda_instance *row, const gk_context *, const void *args, gk_plan *plan) {
+bool plan_instance(const gk_cuda_instance *row, const gk_context *, const void *args,
+                   gk_plan *plan) {
     const gk_sparse_gemm_args *g = (const gk_sparse_gemm_args *)args;
     const int64_t m = g->a.shape[0], k = g->a.shape[1], n = g->values.shape[0], most = 1 << 30;
     if (m == 0 || n == 0 || k == 0 || m > most || n > most || k > most) return false;
@@ -437,7 +438,7 @@ bool plan_row(const gk_cuda_instance *row, const gk_context *, const void *args,
     size_t bytes = 0;
     *x = {};
     if (gk_dtype_bytes(g->a.dtype) == 1)
-        x->a = relay_plan(g->a, &bytes);
+        x->a = plan_k_major(g->a, &bytes);
     else if (g->a.stride[1] != 1 || !tensor_map_fits(shape_of(g->a)))
         return false;
     plan->workspace_bytes = bytes;
@@ -450,13 +451,14 @@ bool plan_row(const gk_cuda_instance *row, const gk_context *, const void *args,
 }
 
 template <class K>
-gk_status run_row(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+gk_status run_instance(const gk_context *ctx, const void *args, const gk_plan *plan,
+                       void *workspace) {
     const gk_sparse_gemm_args *g = (const gk_sparse_gemm_args *)args;
     Params p;
     TensorShape a = shape_of(g->a);
     gk_status status = GK_OK;
     if (K::BYTES == 1)
-        status = relay_run("sparse_gemm", ctx, gk_own<Plan>(plan).a, g->a, workspace, &a);
+        status = copy_k_major("sparse_gemm", ctx, gk_own<Plan>(plan).a, g->a, workspace, &a);
     if (status == GK_OK)
         status = make_tensor_map("sparse_gemm", a, wgmma_box(K::BYTES, K::BT / 2), &p.a);
     if (status == GK_OK)
@@ -487,8 +489,9 @@ gk_status run_row(const gk_context *ctx, const void *args, const gk_plan *plan, 
                                          K::THREADS, K::SMEM, p, false, p.pair);
 }
 
-#define ROW(name, dtype, T, MS, BT) \
-    {"sparse_gemm_sm90a_" name, dtype, plan_row, run_row<Kind<T, MS, BT>>, {128 * MS, BT}, NULL}
+#define ROW(name, dtype, T, MS, BT)                                \
+    {"sparse_gemm_sm90a_" name,     dtype,          plan_instance, \
+     run_instance<Kind<T, MS, BT>>, {128 * MS, BT}, NULL}
 
 const gk_cuda_instance instances[] = {
     ROW("bf16_256x128", GK_BF16, __nv_bfloat16, 1, 256),
@@ -505,7 +508,7 @@ const gk_cuda_instance instances[] = {
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_sparse_gemm_args *g = (const gk_sparse_gemm_args *)args;
     for (const gk_cuda_instance &row : instances) {
-        if (row.dtype != g->a.dtype || !plan_row(&row, ctx, args, plan)) continue;
+        if (row.dtype != g->a.dtype || !plan_instance(&row, ctx, args, plan)) continue;
         if (row.key[KEY_BT] == 64 || 2 * plan->tasks >= gk_gpu_of(ctx->index)->num_sms) return true;
     }
     return false;
