@@ -13,8 +13,8 @@
  * tile's products. A copy may bring rows of the next group, but no stored result depends on
  * them.
  *
- * Groups of k: in the last step, rows of k of both operands that belong to another group are
- * overwritten with zeros in shared memory before they are multiplied, because they may hold NaN.
+ * Groups of k: a group's last step may bring rows of k of another group, which may hold NaN. They
+ * are overwritten with zeros in shared memory before they are multiplied.
  *
  * 16-bit results go through a warp's staging tile in rows of 128 bytes, clipped to the group's
  * rows. Results with a bias or an activation, float32 results and misaligned ones go through it

@@ -48,7 +48,7 @@ template <class T, class Tile> struct Map {
     static constexpr int A_BYTES = Tile::BK * A_LD * (int)sizeof(T),
                          B_BYTES = Tile::BK * B_LD * (int)sizeof(T);
     static constexpr int SMEM_BYTES = Tile::STAGES * (A_BYTES + B_BYTES);
-    /* Lanes l and l ^ 1 share columns, lanes l and l ^ 2 share rows, so that a 16-byte load does
+    /* Lanes l and l ^ 1 share columns, and lanes l and l ^ 2 share rows. So a 16-byte load does
      * not take one pass for every 8 lanes. */
     static_assert(WM == TM * LANES_M && WN == TN * LANES_N,
                   "whole groups of V rows and of V columns a thread");

@@ -91,12 +91,14 @@ struct Params {
     /* store_panels serves the call. plain: rows of whole chunks of 16 bytes. unaligned: rows of any
      * alignment, without c. */
     bool plain, unaligned;
-    bool cheap_epilogue; /* plain, without c, and with an epilogue of few instructions */
-    bool no_epilogue; /* rows of whole chunks, and an epilogue that only multiplies by alpha; also
-                  set for swap-AB */
-    bool keep;        /* swap-AB: keep the results in L2 for the next kernel */
-    bool across; /* store_any: a lane stores values of one column, because the result's rows are not
-                    dense; the epilogue has rows and columns swapped */
+    /* Plain, without c, and with an epilogue of few instructions. */
+    bool cheap_epilogue;
+    /* Rows of whole chunks, and an epilogue that only multiplies by alpha. Also set for swap-AB. */
+    bool no_epilogue;
+    bool keep; /* swap-AB: keep the results in L2 for the next kernel */
+    /* store_any: a lane stores values of one column, because the result's rows are not dense. The
+     * epilogue then has rows and columns exchanged. */
+    bool across;
     GemmProblem p;
 };
 
