@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tables.c: the tables of instances that CUDA kernel files end with, by op, best first. dispatch.c
- * asks those that run on the device's architecture in this order: a table with a plan of its own
- * finds the best of its instances, of another the first that can serves. */
+/* tables.c: for each op, the tables of instances from its CUDA kernel files, best first.
+ * dispatch.c asks them in this order, skipping those for other architectures. A table with a
+ * plan function chooses among its own instances; otherwise the first instance that can serve the
+ * call is used. */
 #include "../core/dispatch.h"
 #include "gpukern_ranks.h"
 
@@ -53,7 +54,7 @@ extern const gk_cuda_table gk_cross_entropy_fwd_table, gk_cross_entropy_fwd_sm90
     gk_cross_entropy_bwd_table;
 extern const gk_cuda_table gk_dropout_table, gk_adamw_table, gk_attn_mask_table;
 
-/* plans for the three behind it, too */
+/* gk_gemm_sm90a_table also plans for the next three tables. */
 static const gk_cuda_table *const gemm_tables[] = {
     &gk_gemm_sm90a_table,      &gk_gemm_pingpong_sm90a_table, &gk_gemm_swapab_sm90a_table,
     &gk_gemm_tf32_sm90a_table, &gk_gemm_skinny_table,         &gk_gemm_sm80_table,
@@ -126,8 +127,9 @@ const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables) {
     }
 }
 
-/* Results wider than q, or joined with what out holds: of the forward all but the plain kernels
- * make them, from parts of the keys; the gradients have kernels of their own. */
+/* Partial results: a result wider than q, or merged with the contents of out. In the forward
+ * pass, every kernel except the plain one can make them. Gradients of partial results have
+ * kernels of their own. */
 static bool takes_partial(const gk_cuda_table *table, const gk_flash_attn_args *a,
                           const gk_flash_attn_bwd_args *g) {
     if (!g) {

@@ -30,7 +30,7 @@ struct ScaledParams {
     GemmProblem p;
     GemmScales scales;
     CUtensorMap out, preact; // not used: results leave from registers
-    bool ragged;
+    bool unaligned;
 };
 
 static __host__ __device__ float scaled_sum(int row, int col) {
@@ -53,7 +53,7 @@ static __global__ void __launch_bounds__(128)
     } else if constexpr (STORE == SCALED_PANELS) {
         tma_at to = {};
         to.c[1] = warp * 16;
-        store_panels<bf16, smem_tile<16, EPILOGUE_COLS * 2>, 1, STORE_CURVED, false>(
+        store_panels<bf16, smem_tile<16, EPILOGUE_COLS * 2>, 1, STORE_ACTIVATED, false>(
             x, sum, staging_s, to, 0, lane, x.scales);
     } else {
         store_any<bf16, EPILOGUE_COLS>(x.p, at, sum, staging_s, warp * 16, x.p.m, 0,
@@ -84,7 +84,7 @@ static void check_scaled(const buffer &in, const buffer &out, int m, int n, int 
     p.m = m;
     p.n = n;
     p.batch = 1;
-    x.ragged = false;
+    x.unaligned = false;
     e.alpha = 1;
     e.bias = device + 128;
     e.bias_dtype = GK_F32;

@@ -1,20 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sum_over_ranks: out = sum of the ranks' x, float32 in the ranks' order, rounded once, the same
- * bits on every rank. One kernel and one exchange:
+/* sum_over_ranks: out = sum of the ranks' x, added in float32 in the ranks' order and rounded
+ * once, so that every rank gets the same bits. One kernel with one exchange:
  *
- *   each block    writes its part of x into its rank's part of every other rank's mailbox, then its flag there
+ *   each block    writes its part of x into its rank's place in every other rank's mailbox
+ *                 sets its flag in those mailboxes
  *                 waits for the flags of the same block of all ranks
  *                 adds the parts that its own mailbox holds
  *
- * x [n] float32, out [n] float32, bfloat16 or float16, dense, 16-byte aligned. csrc/core/mailbox.h
- * says how a mailbox lies.
+ * x [n] float32, out [n] float32, bfloat16 or float16, dense, aligned to 16 bytes.
+ * csrc/core/mailbox.h gives the layout of a mailbox.
  *
- * Calls are counted, and take the two halves of a mailbox in turn. A call may write into the half
- * of the call before last: the other rank has read it, for it has begun the last call, whose flags
- * this rank has waited for, and a call begins when the one before has ended. So one exchange is
- * enough. No more blocks than run at once beside a few other kernels: all of them wait.
+ * Calls are numbered and alternate between the two halves of a mailbox. A call may overwrite the
+ * half of the call before last. The other rank has finished reading it: this rank waited for the
+ * other's flags of the last call, and a call begins only after the call before it has ended. So
+ * one exchange is enough. All blocks wait for each other, so the grid is limited to what runs at
+ * once, even beside a few other kernels.
  *
- * Bound by latency: two passes over NVLink, data and flag; at 2 MB by its bytes. */
+ * Bound by latency: two passes over NVLink, data and flag. At 2 MB it is bound by bytes. */
 #include "../../core/mailbox.h"
 #include "../host/launch.cuh"
 #include "../ptx/flag_sys.cuh"
@@ -22,13 +24,14 @@
 
 namespace {
 
-/* 64 blocks of 16 bytes a thread are 512 KiB a pass: enough stores under way for a link */
+/* 64 blocks of 512 threads with 16 bytes each store 512 KiB at a time, which is enough in flight
+ * for a link. */
 constexpr int THREADS = 512;
 
 struct Params {
     const float *x;
     void *out;
-    int64_t n, part; /* elements of x, and of a rank's part of half a mailbox */
+    int64_t n, part; /* elements of x; elements of a rank's place in half a mailbox */
     char *mailboxes[GK_MOST_RANKS];
     int rank, ranks;
     uint64_t timeout_ns;
@@ -38,7 +41,7 @@ __device__ __forceinline__ unsigned *flag_of(char *mailbox, int rank, unsigned b
     return (unsigned *)(mailbox + GK_MAILBOX_FLAGS) + rank * GK_MAILBOX_BLOCKS + block;
 }
 
-/* Until the flag says that call `number` has written; numbers go round. */
+/* Waits until the flag says that call `number` has written. Numbers wrap around. */
 __device__ __forceinline__ void wait_for(const unsigned *flag_g, unsigned number,
                                          uint64_t timeout_ns) {
     uint64_t begin = 0;
@@ -46,12 +49,12 @@ __device__ __forceinline__ void wait_for(const unsigned *flag_g, unsigned number
         if (polls % 256 != 255) continue;
         const uint64_t now = mov_globaltimer();
         if (begin == 0) begin = now;
-        /* a rank is gone: no sum is better than a wrong one */
+        /* A rank is gone. No sum is better than a wrong one. */
         if (now - begin > timeout_ns) __trap();
     }
 }
 
-/* x's last four may be fewer. */
+/* Loads four floats; the last group of x may have fewer. */
 __device__ __forceinline__ float4 load4(const float *x_g, int64_t at, int64_t n) {
     if (at + 4 <= n) return *(const float4 *)(x_g + at);
     return make_float4(x_g[at], at + 1 < n ? x_g[at + 1] : 0, at + 2 < n ? x_g[at + 2] : 0, 0);
@@ -109,14 +112,14 @@ template <class T> __global__ void __launch_bounds__(THREADS) sum_over_ranks_ker
     if (threadIdx.x == 0 && atomicAdd(done, 1u) == gridDim.x - 1) {
         *done = 0;
         *calls = number;
-    } /* all have read the number */
+    } /* all blocks have read the number */
 }
 
 } // namespace
 
 gk_status gk_cuda_sum_over_ranks(const gk_context *ctx, const gk_sum_over_ranks_args *s) {
     Params p = {(const float *)s->x.const_data, s->out.data, gk_numel(&s->x)};
-    /* the same in calls of any length */
+    /* The place of a rank does not depend on n, so that calls of any length agree. */
     p.part = (int64_t)(s->mailbox_bytes - GK_MAILBOX_HEADER) / (int64_t)(8 * sizeof(float)) /
              s->num_ranks * 4;
     for (int r = 0; r < s->num_ranks; ++r) p.mailboxes[r] = (char *)s->mailboxes[r];

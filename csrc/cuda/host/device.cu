@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* device.cu: what the runtime says of the GPUs, the current device, and the pinned word that
- * kernels report to. */
+/* device.cu: properties of the GPUs as the runtime reports them, the current device, and the
+ * pinned word that kernels report errors to. */
 #include "gpukern_ranks.h"
 #include "../../core/prefer.h"
 #include "../kernels.h"
@@ -13,7 +13,8 @@ enum {
     MAX_GPUS = 64
 };
 
-/* One GPU for each architecture: what gk_gpu_of would say of it, by its vendor's data sheet. */
+/* One described GPU for each architecture: what gk_gpu_of would return, from the vendor's data
+ * sheet. */
 static const gk_gpu described[] = {
     {80, 108, 166912, 41943040, 1410e3, 2039, "A100 SXM 80GB (described)", 0},
     {86, 82, 101376, 6291456, 1695e3, 936, "RTX 3090 (described)", 0},
@@ -42,12 +43,13 @@ static int32_t attribute(cudaDeviceAttr what, int32_t index) {
 int32_t gk_gpu_count(void) {
     int n = 0;
     if (cudaGetDeviceCount(&n) == cudaSuccess) return n;
-    (void)cudaGetLastError(); /* no driver, no GPU: not an error of the next launch */
+    (void)cudaGetLastError(); /* no driver or no GPU: clear the error, or the next launch reports it
+                               */
     return 0;
 }
 
-/* The GPU, or under a limit of SMs one of that size. Planners compare pointers, so each size of
- * each GPU is one object, kept. */
+/* Returns the GPU, or under a limit of SMs a copy of it with that many. Planners compare
+ * pointers, so there is one object for each size of each GPU, which is never freed. */
 static const gk_gpu *within_limit(const gk_gpu *gpu, int32_t place) {
     static gk_gpu *sizes[MAX_GPUS + NUM_DESCRIBED];
     const int32_t sms = gk_sm_limit();
@@ -68,7 +70,7 @@ static const gk_gpu *within_limit(const gk_gpu *gpu, int32_t place) {
 }
 
 const gk_gpu *gk_gpu_of(int32_t index) {
-    /* Every thread that fills an entry writes the same bytes; `ready` is set behind them. */
+    /* Threads that fill the same entry write the same bytes. `ready` is set after them. */
     static gk_gpu gpus[MAX_GPUS];
     static int ready[MAX_GPUS];
     const int32_t number = index - GK_FIRST_DESCRIBED_GPU;
@@ -89,7 +91,7 @@ const gk_gpu *gk_gpu_of(int32_t index) {
     found.smem_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
     found.l2_bytes = attribute(cudaDevAttrL2CacheSize, index);
     found.clock_khz = attribute(cudaDevAttrClockRate, index);
-    /* two transfers a clock */
+    /* Two transfers per clock. */
     found.memory_gbs = 2e3 * attribute(cudaDevAttrMemoryClockRate, index) *
                        (attribute(cudaDevAttrGlobalMemoryBusWidth, index) / 8) / 1e9;
     cudaDeviceProp properties;
@@ -119,8 +121,8 @@ uint8_t *gk_cuda_error_word(void) {
     static uint8_t *word;
     uint8_t *known = __atomic_load_n(&word, __ATOMIC_ACQUIRE);
     if (known || gk_gpu_count() == 0) return known;
-    /* A capture on this thread would forbid the allocation, though it does not concern the captured
-     * stream. */
+    /* A capture in this thread would forbid the allocation, although it does not concern the
+     * captured stream. */
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     void *made = NULL;

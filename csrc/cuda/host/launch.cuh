@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* launch.cuh: one way to launch a kernel: the shared memory it may use, the stream, the failure
- * named after the op. A kernel takes one struct by value. Nothing here waits, and the first launch
- * may stand inside a stream capture. */
+/* launch.cuh: the one way to launch a kernel. It sets the shared-memory limit and the stream,
+ * and names the op in a failure. A kernel takes one struct by value. Nothing here waits, and the
+ * first launch may happen inside a stream capture. */
 #ifndef GPUKERN_CUDA_LAUNCH_CUH
 #define GPUKERN_CUDA_LAUNCH_CUH
 
@@ -9,14 +9,14 @@
 
 #include <cuda_runtime.h>
 
-/* Past 48 KiB a block's shared memory must be asked for, once per kernel and device; `asked` has a
- * bit per device. */
+/* More than 48 KiB of shared memory a block must be allowed once per kernel and device. `asked`
+ * has a bit per device. */
 inline cudaError_t allow_smem(const void *kernel, uint64_t *asked, int32_t device,
                               size_t smem_bytes) {
     const uint64_t bit = uint64_t(1) << (device & 63);
     if (smem_bytes <= 48 * 1024 || (__atomic_load_n(asked, __ATOMIC_ACQUIRE) & bit))
         return cudaSuccess;
-    /* the call loads the kernel's module, which a capture on this thread would forbid */
+    /* The call loads the kernel's module, which a capture in this thread would forbid. */
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     int most = 0;
@@ -32,8 +32,8 @@ inline cudaError_t allow_smem(const void *kernel, uint64_t *asked, int32_t devic
     return error;
 }
 
-/* launch's body, once for all kernels of a file: of hundreds of instances the compiler's time
- * counts. */
+/* The body of launch, compiled once for all kernels of a file. With hundreds of instances,
+ * compile time matters. */
 inline gk_status launch_any(const char *op, const gk_context *ctx, const void *kernel,
                             uint64_t *asked, dim3 grid, unsigned threads, size_t smem_bytes,
                             const void *params, bool after_previous, int cluster) {
@@ -63,25 +63,25 @@ inline gk_status launch_any(const char *op, const gk_context *ctx, const void *k
         error = cudaLaunchKernelExC(&config, kernel, args);
     }
     if (error == cudaSuccess) return GK_OK;
-    (void)cudaGetLastError(); /* or the next launch would report it again */
+    (void)cudaGetLastError(); /* clear it, or the next launch would report it again */
     return gk_fail(GK_ERR_DEVICE,
                    "a kernel of %s, %u x %u x %u blocks of %u threads, could not be launched: %s",
                    op, grid.x, grid.y, grid.z, threads, cudaGetErrorString(error));
 }
 
-/* after_previous: the kernel starts while the one before it on the stream drains; it must call
- * griddepcontrol_wait() (ptx/) before it touches memory. cluster: blocks of a cluster along x. */
+/* after_previous: the kernel starts while the previous one on the stream drains. It must call
+ * griddepcontrol_wait() (ptx/) before it accesses memory. cluster: blocks of a cluster along x. */
 template <auto KERNEL, class Params>
 inline gk_status launch(const char *op, const gk_context *ctx, dim3 grid, unsigned threads,
                         size_t smem_bytes, const Params &params, bool after_previous = false,
                         int cluster = 1) {
     static uint64_t asked;
-    constexpr void (*kernel)(Params) = KERNEL; /* takes these very params */
+    constexpr void (*kernel)(Params) = KERNEL; /* checks that the kernel takes these params */
     return launch_any(op, ctx, (const void *)kernel, &asked, grid, threads, smem_bytes, &params,
                       after_previous, cluster);
 }
 
-/* Zeros on the stream. */
+/* Zeros memory on the stream. */
 inline gk_status clear_memory(const char *op, const gk_context *ctx, void *memory, size_t bytes) {
     const cudaError_t error = cudaMemsetAsync(memory, 0, bytes, (cudaStream_t)ctx->stream);
     if (error == cudaSuccess) return GK_OK;
@@ -90,8 +90,8 @@ inline gk_status clear_memory(const char *op, const gk_context *ctx, void *memor
                    op, cudaGetErrorString(error));
 }
 
-/* What a row that copies 16 bytes at a time asks of a tensor: every row, along the last dimension,
- * begins at a multiple of 16 bytes. */
+/* True if every row along the last dimension begins at a multiple of 16 bytes, which kernels
+ * that copy 16 bytes at a time need. */
 inline bool rows_aligned(const gk_tensor &t) {
     if ((uintptr_t)t.data % 16 != 0) return false;
     for (int d = 0; d < t.ndim - 1; ++d)
@@ -99,12 +99,13 @@ inline bool rows_aligned(const gk_tensor &t) {
     return true;
 }
 
-/* The plan of an instance that serves every call and needs nothing. */
+/* The plan function of instances that serve every call and need no workspace. */
 inline bool plan_any(const gk_cuda_instance *, const gk_context *, const void *, gk_plan *) {
     return true;
 }
 
-/* Devices of 8.6 and 8.9 have less shared memory than the largest tiles ask for. */
+/* True if a block may have this much shared memory. Devices of 8.6 and 8.9 have less than the
+ * largest tiles need. */
 inline bool smem_fits(const gk_context *ctx, int bytes) {
     return gk_gpu_of(ctx->index)->smem_per_block >= bytes;
 }
@@ -118,7 +119,7 @@ template <auto KERNEL> inline int blocks_per_sm(unsigned threads, size_t smem_by
     return n > 0 ? n : 1;
 }
 
-/* Kernels tell of bad index contents here; see gk_device_error. */
+/* Kernels report bad contents of index tensors here; see gk_device_error. */
 __device__ __forceinline__ void report(uint8_t *error_word, gk_device_error kind) {
     if (error_word) *(volatile uint8_t *)(error_word + kind) = 1;
 }

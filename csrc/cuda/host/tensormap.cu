@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tensormap.cu: the one function of the driver that the library calls, found through the
- * runtime. */
+/* tensormap.cu: encodes tensor maps. It calls the only driver function that the library uses,
+ * whose address it gets from the runtime. */
 #include "tensormap.cuh"
 
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@ typedef CUresult (*Encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void 
                            const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-/* Every thread that looks finds the same address. */
+/* Every thread that looks it up finds the same address. */
 static Encode encoder() {
     static Encode known;
     Encode found = __atomic_load_n(&known, __ATOMIC_ACQUIRE);
@@ -64,17 +64,17 @@ gk_status make_tensor_map(const char *op, const TensorShape &shape, const smem_b
                        op, box.mode);
     const TensorMapFields f = tensor_map_fields(shape, box);
     const auto fill = [&] {
-        /* L2 fetches lines of 128 bytes: with 256, boxes that are narrower than their tensor's rows
-         * bring their neighbours' lines too early, 59.4 us where 128 takes 56.9 (16 x 28672 x 4096,
-         * b along n); products that L2 holds take the same */
+        /* L2 fetches lines of 128 bytes. With 256, boxes narrower than their tensor's rows fetch
+         * neighbouring lines too early: 59.4 us instead of 56.9 (16 x 28672 x 4096, b N-major).
+         * Products that fit L2 take equally long. */
         return encode(map, type, TENSOR_DIMS, (void *)shape.data, f.size, f.stride_bytes, f.box,
                       f.step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(f.swizzle_bytes),
                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     };
     CUresult result = fill();
     int device = 0;
-    /* the driver, unlike the runtime, wants a current context, which a thread has from its first
-     * call of the runtime on that needs one; an autograd thread's first may be this */
+    /* Unlike the runtime, the driver needs a current context. A thread gets one with its first
+     * runtime call that needs it. In an autograd thread, this call may come before that. */
     if (result == CUDA_ERROR_INVALID_CONTEXT && cudaGetDevice(&device) == cudaSuccess &&
         cudaSetDevice(device) == cudaSuccess)
         result = fill();

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// atoms: which element each register of an mma, ldmatrix or movmatrix holds.
+// atoms: which matrix element each register of an mma, ldmatrix or movmatrix holds.
 #ifndef GPUKERN_LAYOUT_ATOMS_CUH
 #define GPUKERN_LAYOUT_ATOMS_CUH
 
 #include "layout.cuh"
 
 // ---- fragments ----------------------------------------------------------------------------------
-// e counts a lane's elements: of 16 bits, two to a register (register e / 2, low half first); of 32
-// bits, one. Written in shifts, since a kernel's lane is a signed number that the compiler does not
-// know to be positive.
+// e counts a lane's elements. With 16 bits, a register holds two (register e / 2, low half
+// first); with 32 bits, one. The maps are written in shifts, because a kernel's lane is a signed
+// number that the compiler does not know to be non-negative.
 
 // Accumulator of m16n8, any k: (m, n) of c[e], e < 4.
 constexpr GK_HD coord frag_c(int lane, int e) {
@@ -29,8 +29,8 @@ constexpr GK_HD coord frag_a32(int lane, int e) {
 }
 constexpr GK_HD coord frag_b32(int lane, int e) { return {(lane & 3) + e * 4, lane >> 2}; }
 
-// ldmatrix: lane l gives the address of row ldmatrix_row(l) of matrix ldmatrix_matrix(l); then
-// register i of a lane holds elements (row, col) of matrix i, half 0 and 1.
+// ldmatrix: lane l gives the address of row ldmatrix_row(l) of matrix ldmatrix_matrix(l). Then
+// register i of a lane holds elements (row, col) of matrix i, halves 0 and 1.
 constexpr GK_HD int ldmatrix_matrix(int lane) { return lane >> 3; }
 constexpr GK_HD int ldmatrix_row(int lane) { return lane & 7; }
 constexpr GK_HD coord ldmatrix_element(int lane, int half, bool trans) {
@@ -38,15 +38,15 @@ constexpr GK_HD coord ldmatrix_element(int lane, int half, bool trans) {
                  : coord{lane >> 2, (lane & 3) * 2 + half};
 }
 
-// movmatrix.trans: the element (row, col) of its source that a lane receives; the source lies as a
-// matrix of ldmatrix.
+// movmatrix.trans: the element (row, col) of the source that a lane receives. The source has the
+// layout of an ldmatrix matrix.
 constexpr GK_HD coord movmatrix_element(int lane, int half) {
     return ldmatrix_element(lane, half, true);
 }
 
-// Where the lanes of an ldmatrix.x4 point in a tile for a block of 16 rows and 2 chunks, as (row,
-// chunk). The four matrices come down the rows first (for A from [m][k] and, transposed, B from
-// [k][n]) or along them first (B from [n][k] and, transposed, A from [k][m]).
+// The (row, chunk) that each lane of an ldmatrix.x4 addresses for a block of 16 rows and 2
+// chunks. The order of the four matrices is rows first (A from [m][k], or B from [k][n] with
+// transposition) or chunks first (B from [n][k], or A from [k][m] with transposition).
 constexpr GK_HD coord ldmatrix_down_first(int lane) { return {lane & 15, lane >> 4}; }
 constexpr GK_HD coord ldmatrix_along_first(int lane) {
     return {(lane & 7) + (lane >> 4) * 8, lane >> 3 & 1};

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// banks: swizzles, the bank conflicts of a warp's access, and tiles in shared memory whose accesses
-// have none.
+// banks: swizzles, the bank conflicts of a warp's access, and tiles in shared memory whose
+// accesses have none.
 //
 //   swizzle      the xor that spreads rows over banks
-//   ways         how many passes one access of a warp needs, 1 being best: a kernel proves by static_assert that its accesses
-//                are free of conflicts, for their own width
-//   smem_box     rows in shared memory as one value, swizzle included: what a tensor map is made from (tma_box.cuh)
+//   ways         how many passes one access of a warp needs, 1 being best. Kernels prove by
+//                static_assert that their accesses are free of conflicts.
+//   smem_box     the layout of rows in shared memory with its swizzle, as one value, from which
+//                tensor maps are made (tma_box.cuh)
 //   smem_tile    rows of 16-byte chunks in shared memory, swizzled
 #ifndef GPUKERN_LAYOUT_BANKS_CUH
 #define GPUKERN_LAYOUT_BANKS_CUH
@@ -14,8 +15,9 @@
 
 // ---- swizzle ------------------------------------------------------------------------------------
 
-// Bits BASE + SHIFT .. of an offset, BITS of them, xored into bits BASE ..; its own inverse. TMA's
-// 32, 64 and 128-byte modes are swizzle<1, 4, 3>, <2, 4, 3> and <3, 4, 3> of byte addresses.
+// Xors BITS bits of an offset, from bit BASE + SHIFT on, into the bits from BASE on. It is its
+// own inverse. TMA's 32, 64 and 128-byte modes are swizzle<1, 4, 3>, <2, 4, 3> and <3, 4, 3> of
+// byte addresses.
 template <int BITS, int BASE, int SHIFT> struct swizzle {
     static_assert(BITS >= 0 && BASE >= 0 && SHIFT >= BITS,
                   "source and target bits must not overlap");
@@ -26,8 +28,8 @@ template <int BITS, int BASE, int SHIFT> struct swizzle {
 
 // ---- bank conflicts -----------------------------------------------------------------------------
 
-// Passes that shared memory needs for the lanes first .. first + count - 1: the most different
-// 4-byte words that one of the 32 banks must give. Lanes that want the same word share it.
+// Passes that shared memory needs for lanes first to first + count - 1: the largest number of
+// different 4-byte words in one of the 32 banks. Lanes that access the same word share it.
 constexpr GK_HD int ways_of_phase(const int *bytes, int first, int count, int access_bytes) {
     int words[32] = {}, num_words = 0, words_of_bank[32] = {}, most = 0;
     for (int lane = first; lane < first + count; ++lane) {
@@ -42,10 +44,10 @@ constexpr GK_HD int ways_of_phase(const int *bytes, int first, int count, int ac
     return most;
 }
 
-// The bank-conflict degree of one access: the worst of its phases; 1 is free of conflicts. bytes:
-// the byte address of each lane, a multiple of access_bytes (1 to 16). A phase serves 128 bytes: 8
-// lanes of 16 bytes, 16 of 8, 32 of fewer. An ldmatrix is an access of 16 bytes by as many lanes as
-// give it addresses: 8, 16 or 32.
+// The bank-conflict degree of one access: the worst of its phases; 1 is free of conflicts.
+// bytes: the byte address of each lane, a multiple of access_bytes (1 to 16). A phase serves 128
+// bytes: 8 lanes of 16 bytes, 16 of 8, or 32 of fewer. An ldmatrix is a 16-byte access by the
+// lanes that give it addresses: 8, 16 or 32.
 template <int LANES> constexpr GK_HD int ways(const int (&bytes)[LANES], int access_bytes) {
     int lanes = access_bytes > 8 ? 8 : access_bytes > 4 ? 16 : 32, most = 0;
     for (int first = 0; first < LANES; first += lanes) {
@@ -58,8 +60,8 @@ template <int LANES> constexpr GK_HD int ways(const int (&bytes)[LANES], int acc
 
 // ---- a tile in shared memory --------------------------------------------------------------------
 
-// How many bits of the chunk's number a tile xors: its rows start on so many different multiples of
-// 16 bytes less.
+// Number of bits of the chunk's index that a tile xors. Wider rows need more, since more of them
+// start in the same bank.
 constexpr GK_HD int smem_xor_bits(int row_bytes) {
     return row_bytes % 128 == 0 ? 3 : row_bytes % 64 == 0 ? 2 : row_bytes % 32 == 0 ? 1 : 0;
 }
@@ -69,8 +71,8 @@ constexpr GK_HD int smem_offset(int row_bytes, int row, int chunk) {
     return row * row_bytes + (chunk ^ ((row >> (3 - bits)) & ((1 << bits) - 1))) * 16;
 }
 
-// The worst conflict degree of: ldmatrix, trans or not (8 rows, one chunk); 16-byte accesses that
-// run along the rows (cp.async, ld, st). Rows repeat after 8.
+// The worst conflict degree of two access patterns: ldmatrix, transposed or not (8 rows, one
+// chunk), and 16-byte accesses along rows (cp.async, ld, st). The pattern repeats after 8 rows.
 constexpr GK_HD int smem_tile_ways(int row_bytes) {
     int chunks = row_bytes / 16, most = 0;
     for (int c = 0; c < chunks; ++c) {
@@ -86,15 +88,15 @@ constexpr GK_HD int smem_tile_ways(int row_bytes) {
     return most;
 }
 
-// Rows in shared memory as one value: the element at a coordinate (column, row, plane) lies at
-// `lies` of it, its byte then swizzled by swizzle<swizzle_bits, 4, 3>.
+// The layout of rows in shared memory as one value. The element at coordinate (column, row,
+// plane) has the offset that `lies` gives, whose byte address is then swizzled by
+// swizzle<swizzle_bits, 4, 3>.
 struct smem_box {
     layout lies;
     int elem_bytes, swizzle_bits;
 };
 
-// Rows of row_bytes one behind the other, planes too, swizzled as far as a row of up to 128 bytes
-// is wide.
+// Consecutive rows of row_bytes, in consecutive planes. Rows of 64 and 128 bytes are swizzled.
 constexpr GK_HD smem_box smem_rows(int elem_bytes, int row_bytes, int rows, int planes = 1) {
     const int cols = row_bytes / elem_bytes;
     return {{3, {cols, rows, planes}, {1, cols, cols * rows}},
@@ -102,15 +104,16 @@ constexpr GK_HD smem_box smem_rows(int elem_bytes, int row_bytes, int rows, int 
             row_bytes == 128 || row_bytes == 64 ? smem_xor_bits(row_bytes) : 0};
 }
 
-// ROWS rows of ROW_BYTES (a multiple of 16, rows one behind the other), 16-byte chunks swizzled
-// inside their row so that ldmatrix and 16-byte accesses along rows meet no bank conflict. Rows of
-// 32, 64 and 128 bytes lie as TMA lays them.
+// ROWS consecutive rows of ROW_BYTES (a multiple of 16). The 16-byte chunks of a row are
+// swizzled so that ldmatrix and 16-byte accesses along rows have no bank conflicts. Rows of 32,
+// 64 and 128 bytes have TMA's layout.
 //
-// The swizzle depends on row % 8 alone. So a lane computes one address and steps from it:
-//   down(at, rows)     rows a multiple of 8: one addition, an immediate of the load when rows is constant
-//   along(at, chunks)  one xor of a constant and an immediate; the low 3 bits of chunks and those
-//                      of the chunk that `at` was made for must have no bit in common (even steps
-//                      from chunk 0 or 1 do not)
+// The swizzle depends only on row % 8. So a lane computes one address and steps from it:
+//   down(at, rows)     rows is a multiple of 8. Costs one addition, or nothing if rows is a
+//                      constant, which becomes an immediate of the load.
+//   along(at, chunks)  Costs one xor of a constant, and an immediate. The low 3 bits of chunks
+//                      and of the chunk of `at` must have no bit in common, which holds for even
+//                      steps from chunk 0 or 1.
 template <int ROWS, int ROW_BYTES> struct smem_tile {
     static_assert(ROWS > 0 && ROW_BYTES > 0 && ROW_BYTES % 16 == 0,
                   "rows are whole chunks of 16 bytes");
@@ -118,7 +121,7 @@ template <int ROWS, int ROW_BYTES> struct smem_tile {
                   "ldmatrix, cp.async and row accesses must be free of conflicts");
     static constexpr int rows = ROWS, row_bytes = ROW_BYTES, chunks = ROW_BYTES / 16,
                          bytes = ROWS * ROW_BYTES;
-    static constexpr int align_bytes = 128; // of the tile's first byte: every xor stays below it
+    static constexpr int align_bytes = 128; // of the tile's first byte, so that a xor never carries
     static constexpr int xor_mask = (1 << smem_xor_bits(ROW_BYTES)) - 1;
 
     static constexpr GK_HD int offset(int row, int chunk) {
@@ -128,7 +131,7 @@ template <int ROWS, int ROW_BYTES> struct smem_tile {
     static constexpr GK_HD int offset_of(int row, int col, int elem_bytes) {
         return offset(row, col * elem_bytes / 16) + col * elem_bytes % 16;
     }
-    // The chunk of a row whose chunk 0 lies at `row`.
+    // The address of a chunk of the row whose chunk 0 lies at `row`.
     static constexpr GK_HD unsigned chunk(unsigned row, int chunk) {
         static_assert(ROW_BYTES == 64 || ROW_BYTES == 128,
                       "the swizzle moves chunks within the row");

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// layout: where elements lie, as values that the compiler computes.
+// layout: maps of coordinates to offsets, computed at compile time.
 //
-// Plain C++17 for the host compiler and nvcc alike, as all of this room. What is done with layouts
-// (composition, complement, division, products) is torch_gpukern.layout's; kernels need the offset
-// alone.
+// Like all of layout/, plain C++17 for the host compiler and nvcc. Kernels only need offsets;
+// operations on layouts (composition, complement, division, products) are in
+// torch_gpukern.layout.
 //
-//   layout       shape:stride per mode; the first mode runs fastest (colexicographic order). (4,8):(8,1) sends index i
-//                to 8 (i % 4) + i / 4. At most LAYOUT_MAX_MODES modes, no nesting.
+// A layout is shape:stride per mode. The first mode runs fastest (colexicographic order). For
+// example, (4,8):(8,1) maps index i to 8 (i % 4) + i / 4. There are at most LAYOUT_MAX_MODES
+// modes, and no nesting.
 #ifndef GPUKERN_LAYOUT_LAYOUT_CUH
 #define GPUKERN_LAYOUT_LAYOUT_CUH
 
@@ -16,7 +17,7 @@
 #define GK_HD
 #endif
 
-// A place in a matrix.
+// A position in a matrix.
 struct coord {
     int row, col;
 };

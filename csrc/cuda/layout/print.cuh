@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// print: a layout or a tile as text, from inside a kernel or on the host, where a kernel is looked
-// for faults. Nothing of the library includes it: printf takes a stack and registers.
+// print: prints a layout or a tile from inside a kernel or on the host, for debugging. No
+// library code includes it, because printf needs a stack and registers.
 //
-//   if (threadIdx.x == 0 && blockIdx.x == 0) device_print(l);       (4,8):(8,1), and the offsets of
-//   its rows
-//   if (threadIdx.x == 0 && blockIdx.x == 0) device_print<Tile>();  the byte at which each 16-byte
-//   chunk of a smem_tile lies
+//   if (threadIdx.x == 0 && blockIdx.x == 0) device_print(l);       prints (4,8):(8,1) and offsets
+//   if (threadIdx.x == 0 && blockIdx.x == 0) device_print<Tile>();  prints the byte offset of each
+//                                                                   16-byte chunk of a smem_tile
 #ifndef GPUKERN_LAYOUT_PRINT_CUH
 #define GPUKERN_LAYOUT_PRINT_CUH
 
@@ -13,8 +12,8 @@
 
 #include "banks.cuh"
 
-// One mode: its offsets in a row. Two: a row for each index of mode 0. More: shape and stride
-// alone.
+// One mode: prints its offsets in a row. Two modes: a row for each index of mode 0. More: only
+// shape and stride.
 static inline GK_HD void device_print(const layout &l) {
     for (int m = 0; m < l.modes; ++m) printf("%s%d", m ? "," : "(", l.shape[m]);
     printf("):");

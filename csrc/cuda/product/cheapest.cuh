@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* cheapest.cuh: which instance of a table serves a call: the one whose plan expects the least
- * time. */
+/* cheapest.cuh: plans a call by the instance of a table whose plan expects the least time. */
 #ifndef GPUKERN_CUDA_PRODUCT_CHEAPEST_CUH
 #define GPUKERN_CUDA_PRODUCT_CHEAPEST_CUH
 
 #include "../kernels.h"
 
-/* The first of the instances that take the least time. Every plan of the table sets `us`. */
+/* On a tie the first instance wins. Every plan of the table must set `us`. */
 inline bool plan_cheapest(const gk_cuda_instance *instances, int count, const gk_context *ctx,
                           const void *args, gk_plan *plan) {
     const gk_cuda_instance *best = NULL;

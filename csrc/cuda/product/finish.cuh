@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* finish.cuh: from the sums of a product to its result.
  *
- *   out = activation(sum + beta c + bias) / out_scale        in float32, rounded once
+ *   out = activation(alpha sum + beta c + bias) / out_scale        in float32, rounded once
  *
- * `finish_values` is that law. It divides by __fdiv_rn, because codes of 8 bits must round as the
- * CPU's
- * do, and takes the fast curves of activation.cuh for results of 16 bits. Two stores follow it: a
- * warp's panel, which leaves by TMA, and single elements. */
+ * `finish_values` computes this for every kernel built on shell.cuh. It divides by out_scale
+ * with __fdiv_rn, because 8-bit codes must round as the CPU's do. For 16-bit results it uses the
+ * fast activations of activation.cuh. Two stores call it: single elements, and a warp's staging
+ * panel (Panel), which leaves by TMA. */
 #ifndef GPUKERN_CUDA_PRODUCT_FINISH_CUH
 #define GPUKERN_CUDA_PRODUCT_FINISH_CUH
 
@@ -16,14 +16,14 @@
 #include "../ptx/tma.cuh"
 #include "quant/load_bits.cuh"
 
-/* ---- the law --------------------------------------------------------------------------------- */
+/* ---- the formula ----------------------------------------------------------------------------- */
 __device__ __forceinline__ float float_of_bits(gk_dtype dtype, uint32_t bits) {
     return dtype == GK_F32    ? __uint_as_float(bits)
            : dtype == GK_BF16 ? __uint_as_float(bits << 16)
                               : to_f32(__ushort_as_half((unsigned short)bits));
 }
 
-/* row(i), col(i): of value i, inside the result. */
+/* row(i), col(i): coordinates of value i, always inside the result. */
 template <int N, class Row, class Col>
 __device__ __forceinline__ void finish_values(const Finish &f, float (&v)[N], const Row &row,
                                               const Col &col) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void finish_values(const Finish &f, float (&v)[N], co
 #pragma unroll
         for (int i = 0; i < N; ++i) v[i] = fmaf(f.beta, float_of_bits(f.c_dtype, bits[i]), v[i]);
     }
-    if (f.bias) { /* no addition of 0 instead: -0 stays -0 */
+    if (f.bias) { /* a branch, since adding 0 would turn -0 into +0 */
         float bias[N];
         load_bias(bias, f, col);
 #pragma unroll
@@ -59,21 +59,20 @@ __device__ __forceinline__ void finish_values(const Finish &f, float (&v)[N], co
 }
 
 /* ---- a warp's panel -------------------------------------------------------------------------- */
-/* 16 rows of 64 results of 16 bits. Accumulators of WGMMA go there by stmatrix, and leave by TMA
- * while the
- * warp goes on. */
+/* A staging buffer of 16 rows x 64 results of 16 bits. WGMMA accumulators are written to it by
+ * stmatrix. TMA stores it while the warp goes on. */
 struct Panel {
     typedef smem_tile<16, 128> Tile;
     static constexpr int bytes = Tile::bytes, cols = 64;
     static constexpr GK_HD smem_box box() { return Tile::box(2); }
 
-    /* The panel's last contents have left. */
+    /* Waits until TMA has read the panel's previous contents. */
     static __device__ __forceinline__ void reuse() {
         if (threadIdx.x % 32 == 0) tma_store_wait_group_read<0>();
         __syncwarp();
     }
-    /* words: of 16 columns from 16 c on: rows 0-7 and 8-15 of the first 8 columns, then of the
-     * other 8. */
+    /* words: an 8 x 8 matrix each, of columns 16 c to 16 c + 15: rows 0-7 and 8-15 of the first
+     * 8 columns, then of the other 8. */
     static __device__ __forceinline__ void put(smem_addr panel_s, int c,
                                                const uint32_t (&words)[4]) {
         const int lane = threadIdx.x % 32;
@@ -89,27 +88,27 @@ struct Panel {
             tma_store_commit_group();
         }
     }
-    /* Before the block leaves. */
+    /* Before the block exits. */
     static __device__ __forceinline__ void end() {
         if (threadIdx.x % 32 == 0) tma_store_wait_group<0>();
     }
 };
 
-/* Whether TMA can write the result: 16-bit elements, rows that begin and end at multiples of 16
+/* True if TMA can write the result: 16-bit elements, rows that begin and end at multiples of 16
  * bytes. */
 inline bool panels_fit(const Finish &f, int64_t n) {
     return (f.out_dtype == GK_BF16 || f.out_dtype == GK_F16) && n % 8 == 0 && f.out_row % 8 == 0 &&
            (uintptr_t)f.out % 16 == 0;
 }
 
-/* The result as TMA writes it. */
+/* The tensor map that TMA writes the result through. */
 inline gk_status make_panel_map(const char *op, const Finish &f, int64_t m, int64_t n,
                                 CUtensorMap *map) {
     const TensorShape out = {f.out, f.out_dtype, {n, m, 1, 1, 1}, {1, f.out_row, 0, 0, 0}, false};
     return make_tensor_map(op, out, Panel::box(), map);
 }
 
-/* Nothing happens to a sum but its scales and the rounding to bfloat16. */
+/* True if the epilogue only applies the scales and rounds to bfloat16. */
 inline bool only_rounds(const Finish &f) {
     return !f.alpha && !f.c && !f.bias && !f.out_scale && f.activation == GK_ACT_NONE;
 }

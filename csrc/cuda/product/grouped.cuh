@@ -1,25 +1,24 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* grouped.cuh: a grouped product on Hopper: the policy of the shell (shell.cuh) but for the
- * products
- * themselves, which a Kind has (`take`).
+/* grouped.cuh: grouped_gemm on Hopper as a policy of shell.cuh. A Kind supplies the products
+ * (`take`): grouped_gemm_sm90a.cu for 16 bits, grouped_gemm_fp8_sm90a.cu for e4m3. Gale et al.
+ * 2022, arXiv:2211.15841.
  *
- * Grid: clusters of one block, or of two whose tiles lie side by side and share rows of a, which
- * each copies
- * half of to both. They take the tasks of groups.cuh in turn. Rows behind the last end are tasks
- * that store
- * zeros.
- * A block takes tiles of 256 x 128. A stage holds 128-byte rows of k. Two warpgroups multiply,
- * warpgroup w the blocks of 64 rows w and w + 2. Blocks of rows behind the tile's end are neither
- * copied nor multiplied, so a group of one row costs a fourth of a tile's products. A copy may
- * bring rows of the next group; no result
- * that is stored depends on them.
- * Groups of k: in the last step the rows of both operands that belong to another group become zeros
- * in
- * shared memory before they are multiplied, because they may be NaN.
- * Results of 16 bits leave through a warp's staging tile in rows of 128 bytes, clipped to the
- * group's rows. Results with a bias or an activation, float32 or misaligned ones leave as floats,
- * four columns a lane.
- * Gale et al. 2022, arXiv:2211.15841. */
+ * Grid: clusters of one block, or of two blocks whose tiles lie side by side. The two share rows
+ * of a: each copies half of them to both. A cluster takes every p.clusters-th task of
+ * groups.cuh. Rows after the last group's end are tasks that store zeros.
+ *
+ * A block takes tiles of 256 x 128. A stage holds 128 bytes of k of each row. Two warpgroups
+ * multiply; warpgroup w takes the blocks of 64 rows w and w + 2. Blocks of rows after the
+ * group's end are neither copied nor multiplied, so a group of one row costs a quarter of a
+ * tile's products. A copy may bring rows of the next group, but no stored result depends on
+ * them.
+ *
+ * Groups of k: a group's last step may bring rows of k of another group, which may hold NaN. They
+ * are overwritten with zeros in shared memory before they are multiplied.
+ *
+ * 16-bit results go through a warp's staging tile in rows of 128 bytes, clipped to the group's
+ * rows. Results with a bias or an activation, float32 results and misaligned ones go through it
+ * as floats, and a lane stores four columns. */
 #ifndef GPUKERN_CUDA_PRODUCT_GROUPED_CUH
 #define GPUKERN_CUDA_PRODUCT_GROUPED_CUH
 
@@ -33,19 +32,19 @@
 
 namespace {
 
-/* Shared memory of a kind that multiplies elements of BYTES, a M-major (groups of k) or K-major, b
+/* Shared memory of a Kind. Elements have BYTES bytes. a is M-major (groups of k) or K-major, b
  * N-major or K-major. */
 template <int BYTES, bool BY_K_, bool ALONG_N_> struct GroupedTile {
     static constexpr bool BY_K = BY_K_, ALONG_M = BY_K, ALONG_N = ALONG_N_;
     static constexpr int BM = GROUPED_BM, BN = GROUPED_BN, BK = WGMMA_ROW_BYTES / BYTES;
-    /* a fourth of the rows: one copy, one instruction's */
+    /* A quarter of the tile's rows: one copy and one WGMMA. */
     typedef wgmma_tile<64, ALONG_M, BK> TileA;
     typedef wgmma_tile<BN, ALONG_N, BK> TileB;
-    typedef smem_tile<16, 128> Panel; /* a warp's 16 rows on their way out */
+    typedef smem_tile<16, 128> Panel; /* a warp's staging tile of 16 rows */
     static constexpr int A_BYTES = 4 * TileA::bytes, STAGE_BYTES = A_BYTES + TileB::bytes,
                          STAGES = GROUPED_STAGES;
     static constexpr int STAGING = STAGES * STAGE_BYTES,
-                         SCALES = STAGING + 8 * Panel::bytes, /* of 8 bits: two tiles' columns */
+                         SCALES = STAGING + 8 * Panel::bytes, /* 8 bits: columns of two tiles */
         LIST = SCALES + (BYTES == 1 ? 2 * BN * 4 : 0);
 };
 
@@ -55,11 +54,12 @@ struct GroupedParams {
     Finish f;
     int64_t bias_group;          /* elements of bias from group to group */
     int m, n, k, pair, clusters; /* pair: blocks of a cluster */
-    bool bare;                   /* nothing but rounding to 16 bits, 16 bytes of a row at a time */
-    bool fours;                  /* else: rows begin where four results are aligned */
+    bool no_epilogue;            /* no epilogue: rounds to 16 bits, and rows are whole 16 bytes */
+    bool fours;                  /* otherwise: four results of a row are aligned */
     gk_scales sa, sb;            /* 8 bits */
-    int64_t scale_group, step_a,
-        step_b; /* scales of b from group to group; of both from one block of k to the next */
+    /* Distances in elements: of b's scales from group to group; of both operands' scales from one
+     * block of k to the next. */
+    int64_t scale_group, step_a, step_b;
 };
 
 /* ---- 1. the epilogue ------------------------------------------------------------------------- */
@@ -90,13 +90,13 @@ __device__ __forceinline__ void write_four(float *to, bool at_once, int cols, co
         if (e < cols) to[e] = v[e];
 }
 
-/* Any result: 16 rows x 32 columns of sums from a warp's staging tile, row `row` and column `col0`
- * on. A lane has 4 columns of each fourth row. */
+/* Stores any kind of result: 16 rows x 32 columns of sums from a warp's staging tile, from row
+ * `row` and column `col0` on. A lane takes 4 columns of every fourth row. */
 template <class R, class Panel>
 __device__ __forceinline__ void finish_some(const GroupedParams &p, int group, int64_t row,
                                             int rows, int col0, smem_addr panel_s, int lane) {
     const int col = col0 + lane % 8 * 4, cols = p.n - col;
-    const bool given = group < p.groups.count; /* rows of none are zeros */
+    const bool given = group < p.groups.count; /* rows of no group are zeros */
     float bias[4] = {};
     if (p.f.bias && given)
 #pragma unroll
@@ -107,7 +107,7 @@ __device__ __forceinline__ void finish_some(const GroupedParams &p, int group, i
         const uint4 x = ld_shared_128(panel_s + Panel::offset(r, lane % 8));
         float v[4] = {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z),
                       __uint_as_float(x.w)};
-        if (p.f.bias && given) /* not + 0: -0 stays */
+        if (p.f.bias && given) /* a branch, since adding 0 would turn -0 into +0 */
 #pragma unroll
             for (int e = 0; e < 4; ++e) v[e] += bias[e];
         const int64_t at = (row + r) * p.n + col;
@@ -121,14 +121,14 @@ __device__ __forceinline__ void finish_some(const GroupedParams &p, int group, i
     }
 }
 
-/* R: the 16-bit type of results. A warp's 16 x 128 sums; row: the first, of the result; rows: how
- * many of them are the group's. */
+/* Stores a warp's 16 x 128 sums. R: 16-bit type of results. row: the first row in the result.
+ * rows: how many of the 16 belong to the group. */
 template <class R, class Panel>
 __device__ __forceinline__ void store_sums(const GroupedParams &p, float (&v)[64], int group,
                                            int64_t row, int rows, int col0, smem_addr panel_s) {
-    const int lane = laneid(); /* asked anew: no register keeps it over the products */
+    const int lane = laneid(); /* read again, so that no register holds it over the products */
     if (rows <= 0) return;
-    if (p.bare) {
+    if (p.no_epilogue) {
         uint16_t *const to = (uint16_t *)p.f.out + row * p.n + col0;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -138,7 +138,7 @@ __device__ __forceinline__ void store_sums(const GroupedParams &p, float (&v)[64
         return;
     }
 #pragma unroll 1
-    for (int i = 0; i < 4; ++i) { /* one body, past which the values move */
+    for (int i = 0; i < 4; ++i) { /* not unrolled: shifts the values down */
         __syncwarp();             /* the panel's last contents have been read */
         put_floats<Panel>(panel_s, v, lane);
         __syncwarp();
@@ -149,12 +149,13 @@ __device__ __forceinline__ void store_sums(const GroupedParams &p, float (&v)[64
 }
 
 /* ---- 2. a block ------------------------------------------------------------------------------ */
-/* What both sides know of a task. */
+/* A task, as both producer and consumers see it. */
 template <class K> struct Work {
     Task task;
-    int row, blocks, steps; /* row: the tile's first, of a and of a group's result; blocks of 64
-                               that have rows; steps of k */
-    int valid;              /* groups of k: k of the last step */
+    /* row: the tile's first row, in a and in a group's result. blocks: blocks of 64 rows that have
+     * rows of the group. steps: of k. */
+    int row, blocks, steps;
+    int valid; /* groups of k: rows of k in the last step */
 
     __device__ __forceinline__ Work(const GroupedParams &p, const GroupList &list, int t)
         : task(find_task<K::BY_K, K::BM>(p.groups, list, t, p.clusters)) {
@@ -166,8 +167,7 @@ template <class K> struct Work {
     }
 };
 
-/* The consumer threads of a block, which tell each block of the cluster that a stage has been
- * read. */
+/* Releases a stage to each block of the cluster; all consumer threads call it. */
 struct Releaser {
     const GroupedParams &p;
 
@@ -181,14 +181,14 @@ struct Releaser {
     }
 };
 
-/* Rows `valid` .. 63 of a panel, [64][64] elements, become zeros: 128 threads. */
+/* 128 threads set rows `valid` to 63 of a panel of [64][64] elements to zero. */
 __device__ __forceinline__ void clear_rows(smem_addr panel_s, int valid) {
     for (int i = valid * 8 + (int)threadIdx.x % 128; i < 64 * 8; i += 128)
         st_shared_128(panel_s + 16 * i, make_uint4(0, 0, 0, 0));
 }
 
-/* Of the last step of a group of k, the rows of both operands behind its last `valid` become zeros:
- * those of this warpgroup's blocks of a, and half of b's. */
+/* In the last step of a group of k, sets the rows of k after the group's end to zero: in this
+ * warpgroup's blocks of a, and in half of b. */
 template <class K>
 __device__ __forceinline__ void clear_rest(smem_addr a_s, smem_addr b_s, int warpgroup, int blocks,
                                            int valid) {
@@ -198,8 +198,8 @@ __device__ __forceinline__ void clear_rest(smem_addr a_s, smem_addr b_s, int war
     bar_sync(1, 256);
 }
 
-/* The products of a task; COUNT blocks of 64 rows are this warpgroup's, of which none reads
- * nothing, but must say so. */
+/* A warpgroup without rows in the task: it multiplies nothing but must still release every
+ * stage. */
 template <class K>
 __device__ __forceinline__ void pass(tma_ring<K::STAGES> &ring, smem_addr ring_s, const Work<K> &x,
                                      const Releaser &release) {
@@ -214,8 +214,8 @@ __device__ __forceinline__ void pass(tma_ring<K::STAGES> &ring, smem_addr ring_s
     }
 }
 
-/* Where this warp's block m of 64 rows lies: its first row in a, in the result, and how many of its
- * 16 are the tile's. */
+/* Rows of this warp's block m of 64 rows: the first row in a and in the result, and how many of
+ * the warp's 16 belong to the tile. */
 struct WarpRows {
     int64_t out;
     int a, count;
@@ -231,11 +231,11 @@ template <class K> __device__ __forceinline__ smem_addr staging(smem_addr ring_s
     return ring_s + K::STAGING + thread / 32 * K::Panel::bytes;
 }
 
-/* The policy. K: a kind, which has `prepare` and `take`. */
+/* The policy of shell.cuh. K: a Kind, which has `prepare` and `take`. */
 template <class K> struct Grouped : OneResult {
     typedef GroupedParams Params;
     typedef Work<K> Tile;
-    /* block scales leave no register */
+    /* With block scales, no register is left for an opaque base. */
     static constexpr bool SHARES = true, LISTS = true, OPAQUE_BASE = false;
     static constexpr int CONSUMERS = 2, PRODUCER_WARPS = 4, PER_SM = 1, CONSUMER_REGS = 240,
                          PRODUCER_REGS = 24;
@@ -310,7 +310,7 @@ template <class K> struct Grouped : OneResult {
                       rank = p.pair == 1 ? 0 : (int)cluster_ctarank();
             const int col0 = (x.task.col * p.pair + rank) * K::BN;
             float *const scales = (float *)(shell.base + K::SCALES) + turn % 2 * K::BN;
-            /* a warpgroup that is a tile ahead writes the other half */
+            /* Two sets of scales: a warpgroup may be one tile ahead of the other. */
             K::prepare(p, x, col0, scales);
             if (x.blocks + 1 - warpgroup >= 4)
                 K::template take<2>(p, shell.ring, shell.base_s, x, col0, scales, release);
@@ -324,7 +324,7 @@ template <class K> struct Grouped : OneResult {
 };
 
 /* ---- 3. plan and run ------------------------------------------------------------------------- */
-/* x [rows][cols], or `groups` of them, as TMA reads it, its columns side by side. */
+/* x [rows][cols], or `groups` of them, as a tensor for TMA, with dense columns. */
 TensorShape shape_of(const gk_tensor &t, bool transposed) {
     const int r = t.ndim - 2 + transposed, c = t.ndim - 1 - transposed;
     TensorShape s = {
@@ -341,7 +341,7 @@ bool reads(const gk_tensor &t, bool transposed) {
     return (t.stride[c] == 1 || t.shape[c] == 1) && tensor_map_fits(shape_of(t, transposed));
 }
 
-/* What every kind asks of a call. */
+/* The conditions that every Kind has in common. */
 inline bool grouped_fits(const gk_grouped_gemm_args *g, bool by_k, bool along_n, gk_plan *plan) {
     const int64_t m = g->a.shape[0], k = g->a.shape[1], n = g->b.shape[g->b.ndim - 1],
                   groups = g->offs.shape[0];
@@ -357,7 +357,7 @@ inline bool grouped_fits(const gk_grouped_gemm_args *g, bool by_k, bool along_n,
     return true;
 }
 
-/* All of p but scales. */
+/* Fills in all of p but the scales, and launches. */
 template <class K>
 gk_status run_grouped(const gk_context *ctx, const gk_grouped_gemm_args *g, const gk_plan *plan,
                       GroupedParams &p) {
@@ -377,8 +377,8 @@ gk_status run_grouped(const gk_context *ctx, const gk_grouped_gemm_args *g, cons
         if (g->bias->ndim == 2) p.bias_group = g->bias->stride[0];
     }
     const bool aligned = (uintptr_t)g->out.data % 16 == 0;
-    p.bare = !g->bias && g->activation == GK_ACT_NONE && g->out.dtype != GK_F32 && p.n % 8 == 0 &&
-             aligned;
+    p.no_epilogue = !g->bias && g->activation == GK_ACT_NONE && g->out.dtype != GK_F32 &&
+                    p.n % 8 == 0 && aligned;
     p.fours = p.n % 4 == 0 && aligned;
     const int tiles_n = (int)gk_ceil_div(p.n, K::BN), sms = gk_gpu_of(ctx->index)->num_sms;
     p.pair = tiles_n % 2 == 0 || tiles_n > GROUPED_PAIRS ? 2 : 1;

@@ -1,15 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* grouped_gemm of e4m3 on Hopper: groups of rows, sums in two levels (grouped.cuh, and
- * scaled_gemm_sm90a.cu of which the sums are).
+/* grouped_gemm_fp8_sm90a: grouped_gemm of e4m3 on Hopper, for groups of rows, with sums in two
+ * levels (grouped.cuh; scaled_wide.cuh sums the same way).
  *
- *   out[rows of g] = activation(sum over blocks of k of scale_a scale_b (a[rows of g] b[g]) + bias)      both K-major
+ *   out[rows of g] = activation(sum over blocks of k of scale_a scale_b (a[rows of g] b[g]) + bias)
  *
- * Four instructions, 128 of k, into fresh registers, which then join the sums: what an instruction
- * adds up keeps 13 bits. Scales that do not change along k wait for the epilogue, those of columns
- * in shared memory; block scales (BLOCKS) multiply what joins, read a block of k ahead by those who
- * use them, in any order and stride, counted over all rows of a.
- * DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2. Not here: e5m2, groups of k, scales of each
- * column along k, blocks of 32, powers of two in a byte (grouped_gemm_plain). */
+ * Both operands are K-major. Four instructions sum 128 of k in fresh registers, which are then
+ * added to float32 sums, because the instruction's own sums keep 13 bits. Scales that do not
+ * change along k are applied in the epilogue; those of columns wait in shared memory. Block
+ * scales (BLOCKS) multiply each part. The consumers read them one block of k ahead, with any
+ * strides, indexed over all rows of a.
+ *
+ * DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2. Refuses: e5m2, groups of k; along k, scales
+ * of single columns, for 32 of k, or powers of two in a byte (grouped_gemm_plain). */
 #include "../ptx/wgmma_8bit.cuh"
 #include "grouped.cuh"
 
@@ -18,7 +20,7 @@ namespace {
 template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
     typedef tma_ring<STAGES> Ring;
 
-    /* The scales of a tile's columns, where they do not change along k. */
+    /* Reads the scales of a tile's columns, if they do not change along k. */
     static __device__ __forceinline__ void prepare(const GroupedParams &p, const Work<Kind> &x,
                                                    int col0, float *scales) {
         if (BLOCKS) return;
@@ -41,9 +43,9 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
 #pragma unroll
         for (int i = 0; i < COUNT * 64; ++i) sum[i / 64][i % 64] = 0;
         float ahead_a[COUNT][2], ahead_b = 0;
-        int from_a[COUNT][2], from_b = 0; /* elements: a plan's scales are fewer than 2^31 */
+        int from_a[COUNT][2], from_b = 0; /* offsets, which fit 31 bits: few_elements */
         if (BLOCKS) {
-            /* asked anew: no register keeps what derives of it */
+            /* Read again, so that no register holds it, or values derived from it. */
             const unsigned thread = mov_tid_x();
 #pragma unroll
             for (int m = 0; m < COUNT; ++m)
@@ -56,19 +58,17 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
             from_b = x.task.group * (int)p.scale_group +
                      (min(col0, p.n - 1) >> min(p.sb.col_log2, 31)) * (int)p.sb.col;
         }
-        const auto look =
-            [&](int step) { /* the scales of a block of k */
-                            if (step == x.steps) return;
+        /* Reads the scales of a block of k. */
+        const auto look = [&](int step) {
+            if (step == x.steps) return;
 #pragma unroll
-                            for (int m = 0; m < COUNT; ++m)
+            for (int m = 0; m < COUNT; ++m)
 #pragma unroll
-                                for (int h = 0; h < 2; ++h)
-                                    ahead_a[m][h] =
-                                        __ldg((const float *)p.sa.data +
-                                              (uint32_t)(from_a[m][h] + step * (int)p.step_a));
-                            ahead_b = __ldg((const float *)p.sb.data +
-                                            (uint32_t)(from_b + step * (int)p.step_b));
-            };
+                for (int h = 0; h < 2; ++h)
+                    ahead_a[m][h] = __ldg((const float *)p.sa.data +
+                                          (uint32_t)(from_a[m][h] + step * (int)p.step_a));
+            ahead_b = __ldg((const float *)p.sb.data + (uint32_t)(from_b + step * (int)p.step_b));
+        };
         if (BLOCKS && x.steps > 0) look(0);
         for (int step = 0; step < x.steps; ++step) {
             ring.wait_full();
@@ -113,12 +113,12 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
     static __device__ __forceinline__ void store(const GroupedParams &p, float (&sum)[64],
                                                  const Work<Kind> &x, int m, int col0,
                                                  const float *scales, smem_addr ring_s) {
-        /* asked anew: no register keeps it over the products */
+        /* Read again, so that no register holds it over the products. */
         const unsigned thread = mov_tid_x();
         const int lane = (int)thread % 32;
         const smem_addr panel_s = staging<Kind>(ring_s, thread);
         const WarpRows rows = warp_rows<Kind>(p, x, m, thread);
-        if (!BLOCKS && x.steps > 0) { /* rows of none are zeros, whatever their scales */
+        if (!BLOCKS && x.steps > 0) { /* rows of no group are zeros, whatever their scales */
             float sa[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h)
@@ -141,7 +141,7 @@ template <bool BLOCKS> struct Kind : GroupedTile<1, false, false> {
     }
 };
 
-/* Whether 31 bits say where each element lies. */
+/* True if offsets of all elements fit 31 bits. */
 bool few_elements(const gk_tensor &t) {
     int64_t last = 0;
     for (int d = 0; d < t.ndim; ++d) {
@@ -151,7 +151,7 @@ bool few_elements(const gk_tensor &t) {
     return last <= INT32_MAX;
 }
 
-/* A row of the table: key = {block scales}. */
+/* Plans an instance; key = {block scales}. */
 bool plan_fp8(const gk_cuda_instance *row, const gk_context *, const void *args, gk_plan *plan) {
     const gk_grouped_gemm_args *g = (const gk_grouped_gemm_args *)args;
     if (g->b.dtype != GK_E4M3) return false;

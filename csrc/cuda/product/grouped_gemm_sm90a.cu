@@ -1,11 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* grouped_gemm on Hopper: WGMMA of bfloat16 and float16, fed by TMA, in one launch that reads where
- * groups end itself (grouped.cuh).
+/* grouped_gemm_sm90a: grouped_gemm of bfloat16 and float16 on Hopper, by WGMMA and TMA. One
+ * launch reads the groups' ends itself (grouped.cuh).
  *
- *   groups of rows   out[rows of g] = activation(a[rows of g] b[g] + bias)      a K-major; b[g] K-major or N-major
- *   groups of k      out[g] = activation(a[:, k of g] b[k of g] + bias)         a M-major, b N-major, misaligned k too
+ *   groups of rows   out[rows of g] = activation(a[rows of g] b[g] + bias)
+ *   groups of k      out[g] = activation(a[:, k of g] b[k of g] + bias)
  *
- * Not here: K = 0, other layouts, rows that TMA cannot read, over 1024 groups, float32
+ * Groups of rows: a is K-major, b[g] K-major or N-major. Groups of k: a is M-major, b N-major, and
+ * groups may end at any k.
+ *
+ * Refuses: K = 0, other layouts, rows that TMA cannot read, more than 1024 groups, float32
  * (grouped_gemm_plain), 8 bits (grouped_gemm_fp8_sm90a). */
 #include "grouped.cuh"
 
@@ -20,14 +23,15 @@ template <class T, bool BY_K_, bool ALONG_N_> struct Kind : GroupedTile<2, BY_K_
     static __device__ __forceinline__ void prepare(const GroupedParams &, const Work<Kind> &, int,
                                                    float *) {}
 
-    /* COUNT blocks of 64 rows of a warpgroup, one step under way while the next is issued. */
+    /* Sums COUNT blocks of 64 rows of a warpgroup. One step is in flight while the next is
+     * issued. */
     template <int COUNT>
     static __device__ __forceinline__ void multiply(Ring &ring, smem_addr ring_s,
                                                     float (&sum)[COUNT][64], const Work<Kind> &x,
                                                     const Releaser &release) {
         const int warpgroup = threadIdx.x / 128;
 #pragma unroll
-        /* what a group without k has */
+        /* a group without k has sums of 0 */
         for (int i = 0; i < COUNT * 64; ++i) sum[i / 64][i % 64] = 0;
         for (int step = 0; step < x.steps; ++step) {
             ring.wait_full();
@@ -47,7 +51,7 @@ template <class T, bool BY_K_, bool ALONG_N_> struct Kind : GroupedTile<2, BY_K_
                         wgmma_descriptor_add(a_first, 2 * m * A::bytes + kk * A::step_bytes),
                         wgmma_descriptor_add(b_first, kk * B::step_bytes), true);
             wgmma_commit_group();
-            wgmma_wait_group<1>(); /* the step before has read its stage */
+            wgmma_wait_group<1>(); /* the previous step has finished reading its stage */
             if (step > 0) release(ring.before());
             ring.advance();
         }
@@ -62,7 +66,7 @@ template <class T, bool BY_K_, bool ALONG_N_> struct Kind : GroupedTile<2, BY_K_
                                                 const float *, const Releaser &release) {
         float sum[COUNT][64];
         multiply<COUNT>(ring, ring_s, sum, x, release);
-        /* asked anew: no register keeps it over the products */
+        /* Read again, so that no register holds it over the products. */
         const unsigned thread = mov_tid_x();
 #pragma unroll
         for (int m = 0; m < COUNT; ++m) {
@@ -73,7 +77,7 @@ template <class T, bool BY_K_, bool ALONG_N_> struct Kind : GroupedTile<2, BY_K_
     }
 };
 
-/* A row of the table: key = {groups of k, b N-major}. */
+/* Plans an instance; key = {groups of k, b N-major}. */
 bool plan_16(const gk_cuda_instance *row, const gk_context *, const void *args, gk_plan *plan) {
     plan->tile[2] = WGMMA_ROW_BYTES / 2;
     return grouped_fits((const gk_grouped_gemm_args *)args, row->key[0], row->key[1], plan);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* inner_gemm.cuh: gemm's kernels as the second step of another op, whose first step writes an
- * operand to the workspace. A plan does not know where the workspace lies, so the product is
- * planned with an address that is merely aligned, and once more where it runs. */
+/* inner_gemm.cuh: gemm as the second step of another op, whose first step writes an operand to
+ * the workspace. The workspace's address is unknown while planning. So the caller plans the
+ * product with a placeholder address that is only aligned, and plans it again when it runs. */
 #ifndef GPUKERN_CUDA_PRODUCT_INNER_GEMM_CUH
 #define GPUKERN_CUDA_PRODUCT_INNER_GEMM_CUH
 
@@ -10,7 +10,8 @@
 
 extern "C" const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables);
 
-/* Plans a product of operands of `dtype` by the first table that serves it. false: none does. */
+/* Plans a product of operands of `dtype` with the first table that serves it. Returns false if
+ * none does. */
 inline bool plan_inner_gemm(const gk_context *ctx, gk_dtype dtype, const gk_gemm_args *gemm,
                             gk_plan *to) {
     int num_tables;

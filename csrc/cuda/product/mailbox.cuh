@@ -1,23 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* mailbox.cuh: two blocks of a cluster take a half of k each and add their sums.
+/* mailbox.cuh: adds the sums of two blocks of a cluster that took half of k each. Used by
+ * scaled_swapped.cuh.
  *
- * A warpgroup's sums are accumulators of WGMMA or mma.sync: value 4 j + e of a thread lies in row
- * lane / 4 + 8 (e / 2) of its warp's 16. Block 0 finishes the rows 0 to 7 of each 16, block 1 the
- * rows 8
- * to 15. Each sends the other half of its own sums by st.async, which counts at the other block's
- * barrier, so that no thread waits for its own stores.
+ * The sums are WGMMA or mma.sync accumulators: value 4 j + e of a thread lies in row lane / 4 +
+ * 8 (e / 2) of its warp's 16. Block 0 finishes rows 0 to 7 of each 16, block 1 rows 8 to 15.
+ * Each block sends the half that it does not finish by st.async, whose bytes count at the
+ * receiver's barrier. So no thread waits for its own stores.
  *
- * Shared memory of a warpgroup: N / 2 words of each of 128 threads. Barriers: `full` (1 arrival,
- * which
- * announces the bytes) and `empty` (128 arrivals: all threads of the other block have read their
- * mail). */
+ * Shared memory of a warpgroup: N / 2 words for each of its 128 threads. Barriers: `full` (1
+ * arrival, which announces the bytes) and `empty` (128 arrivals: every thread of the other block
+ * has read what this block sent). */
 #ifndef GPUKERN_CUDA_PRODUCT_MAILBOX_CUH
 #define GPUKERN_CUDA_PRODUCT_MAILBOX_CUH
 
 #include "../ptx/cluster.cuh"
 #include "../tile/tma_ring.cuh"
 
-/* Sums as the words that st.async takes, and back. Exact: no value is converted. */
+/* Sums as the words that st.async takes, and back. Exact: bits are moved, nothing is converted. */
 __device__ __forceinline__ float mail_word(float x) { return x; }
 __device__ __forceinline__ float mail_word(int32_t x) { return __int_as_float(x); }
 __device__ __forceinline__ float add_mail(float x, uint32_t word) {
@@ -25,7 +24,7 @@ __device__ __forceinline__ float add_mail(float x, uint32_t word) {
 }
 __device__ __forceinline__ int32_t add_mail(int32_t x, uint32_t word) { return x + (int32_t)word; }
 
-/* N sums of a thread, a multiple of 8. */
+/* N: sums of a thread, a multiple of 8. */
 template <class D, int N> struct Mailbox {
     static_assert(N % 8 == 0, "a message is two pairs of a row");
     static constexpr int bytes = 128 * (N / 2) * 4;
@@ -40,11 +39,11 @@ template <class D, int N> struct Mailbox {
         mbarrier_init(barriers_s + 8, 128);
     }
 
-    /* mine[2 j + e]: value 4 j + 2 rank + e of both blocks' sums. */
+    /* mine[2 j + e] becomes value 4 j + 2 rank + e, summed over both blocks. */
     __device__ __forceinline__ void exchange(const D (&sum)[N], D (&mine)[N / 2], unsigned rank) {
         const unsigned other = rank ^ 1;
         if (threadIdx.x % 128 == 0) mbarrier_arrive_expect_tx(full_s, bytes);
-        /* the other block has read the mail of the tile before */
+        /* The other block has read what came for the tile before. */
         mbarrier_wait(empty_s, parity ^ 1);
         const uint32_t to = mapa(mail_s, other), full_there = mapa(full_s, other);
 #pragma unroll
@@ -66,7 +65,7 @@ template <class D, int N> struct Mailbox {
         parity ^= 1;
     }
 
-    /* Before the block leaves: the arrivals of the last exchange have come. */
+    /* Before the block exits: waits until the other block has read the last exchange. */
     __device__ __forceinline__ void end() const { mbarrier_wait(empty_s, parity ^ 1); }
 };
 

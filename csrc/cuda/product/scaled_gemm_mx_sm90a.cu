@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_gemm_mx_sm90a: scaled_gemm on Hopper of e4m3 with scales of 32 along k, in float32 or
- * powers of two in a byte, of one operand or both (scaled_swapped.cuh). A sum of 32 of k is one
- * WGMMA. */
+/* scaled_gemm_mx_sm90a: scaled_gemm on Hopper for e4m3 with scales for each 32 of k, of one
+ * operand or both. Scales are float32, or powers of two in a byte (MXFP8). A sum over 32 of k is
+ * one WGMMA (scaled_swapped.cuh). */
 #include "scaled_swapped_plan.cuh"
 
 namespace {
@@ -15,8 +15,8 @@ const gk_cuda_instance instances[] = {
     MX("e4m3_64x64", 64, 5),
 };
 
-/* The narrowest that holds the tokens; 32 of them also if there is a pair of SMs for each such
- * tile. */
+/* Chooses the narrowest tile that holds the tokens. 32 tokens a tile are also used for more
+ * tokens, if each such tile gets a pair of SMs. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     for (const gk_cuda_instance &instance : instances) {

@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_gemm_sm90a: the wide tiles of scaled_gemm on Hopper (scaled_wide.cuh): instances, plan and
- * launch.
+/* scaled_gemm_sm90a: scaled_gemm on Hopper with wide tiles (scaled_wide.cuh): instances, plan
+ * and launch.
  *
- * Operands that are not K-major with rows of whole 16 bytes are copied so first, into the
- * workspace.
- * Not here: K = 0, scales of each column along k, blocks of 32, powers of two in a byte along k,
- * mixed
- * floats with scales along k. */
+ * Operands that are not K-major with rows of whole 16 bytes are first copied into the workspace.
+ *
+ * Refuses: K = 0; along k, scales of single columns, for 32 of k, or powers of two in a byte;
+ * e5m2 with scales along k. */
 #include "cheapest.cuh"
 #include "scaled_wide.cuh"
 
@@ -18,11 +17,10 @@ enum {
     KEY_BN,
     KEY_ANY,
     KEY_B_DTYPE,
-    KEY_STEP_NS, /* time of 128 k of a tile on an H200 (docs/worklog/scaled_gemm.md) */
-    WIDE_TILE_NS =
-        1800, /* a tile's prologue and epilogue; 1024 cubed takes 3.8 us by 8 steps of 128 x 64 */
-    WIDE_GROUP =
-        8 /* rows of tiles that are walked together; 16 takes the same at 4096 and 8192 cubed */
+    KEY_STEP_NS, /* ns for 128 of k of a tile on an H200 (docs/worklog/scaled_gemm.md) */
+    /* Prologue and epilogue of a tile: 1024 cubed takes 3.8 us in 8 steps of 128 x 64. */
+    WIDE_TILE_NS = 1800,
+    WIDE_GROUP = 8 /* rows of tiles scheduled together; 16 is equally fast at 4096 and 8192 cubed */
 };
 
 struct Plan {
@@ -102,8 +100,8 @@ gk_status run_wide(const gk_context *ctx, const void *args, const gk_plan *plan,
                                      block_scales_box(x.b, x.b.k_inner ? 1 : 4), &p.block_b);
     }
     if (status != GK_OK) return status;
-    p.walk = product_walk(gk_ceil_div(m, P::BM), gk_ceil_div(n, P::BN), WIDE_GROUP,
-                          gk_ceil_div(k, P::BK));
+    p.scheduler = tile_scheduler(gk_ceil_div(m, P::BM), gk_ceil_div(n, P::BN), WIDE_GROUP,
+                                 gk_ceil_div(k, P::BK));
     return launch_product<P>("scaled_gemm", ctx, p, gk_gpu_of(ctx->index)->num_sms);
 }
 
@@ -119,7 +117,8 @@ gk_status run_wide(const gk_context *ctx, const void *args, const gk_plan *plan,
 #define INT8(name, MS, BN, sums, any, step_ns) \
     WIDE("i8_" name, GK_I8, int8_t, int8_t, int32_t, MS, BN, sums, any, GK_I8, step_ns)
 
-/* step_ns of the plain forms: 1024, 2048 and 4096 cubed on an H200; of the others 8 % more. */
+/* step_ns is measured for the plain forms at 1024, 2048 and 4096 cubed on an H200. The "any"
+ * forms have about 8 % more. */
 const gk_cuda_instance instances[] = {
     E4M3("fast_256x128", 2, 128, ALL, false, 850),
     E4M3("fast_128x128", 1, 128, ALL, false, 430),
@@ -150,7 +149,7 @@ const gk_cuda_instance instances[] = {
     INT8("block_any_128x128", 1, 128, BLOCKS, true, 700),
 };
 
-/* The instance that takes the least time. */
+/* Chooses the instance with the least estimated time. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     return plan_cheapest(instances, sizeof instances / sizeof instances[0], ctx, args, plan);
 }

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_gemm_swapab_sm90a: scaled_gemm on Hopper with swapped operands (scaled_swapped.cuh): up to
- * 64 rows
- * of a; more rows if the scales along k are not those of scaled_gemm_sm90a's tiles.
+/* scaled_gemm_swapab_sm90a: scaled_gemm on Hopper with swap-AB (scaled_swapped.cuh), for up to
+ * 64 rows of a. It also takes more rows if their scales along k are not those of
+ * scaled_gemm_sm90a.
  *
- * Operands that are not K-major with rows of whole 16 bytes are copied so first, into the
- * workspace.
- * Not here: K = 0, e5m2, blocks of 32 of int8. */
+ * Operands that are not K-major with rows of whole 16 bytes are first copied into the workspace.
+ *
+ * Refuses: K = 0, e5m2, int8 with scales for 32 of k. */
 #include "scaled_swapped_plan.cuh"
 
 namespace {
@@ -17,8 +17,8 @@ namespace {
     SWAPPED("scaled_gemm_swapab_sm90a_i8_" name, GK_I8, int8_t, int32_t, NT, KS, STAGES, sums, \
             any, 128)
 
-/* The narrowest first. Of 64 tokens, stages of 512 k take 32.3 us instead of 32.9 (64 x 28672 x
- * 4096), and 6.66 instead of 6.59 (64 x 4096 x 4096). */
+/* The narrowest come first. For 64 tokens, stages of 512 of k take 32.3 us instead of 32.9 with
+ * 256 (64 x 28672 x 4096), and 6.66 instead of 6.59 (64 x 4096 x 4096). */
 const gk_cuda_instance instances[] = {
     E4M3("fast_64x16", 16, 4, 5, ALL, false),
     E4M3("fast_64x32", 32, 4, 4, ALL, false),
@@ -42,7 +42,8 @@ const gk_cuda_instance instances[] = {
     INT8("block_any_64x64", 64, 2, 5, BLOCKS, true),
 };
 
-/* The first that serves the call and holds all tokens; of more tokens, tiles of 64. */
+/* Chooses the first instance that serves the call and holds all tokens; for more tokens, tiles
+ * of 64. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     if (g->a.shape[0] > 64 && (scales_along_k(g) == 0 || scales_in_tiles(g))) return false;

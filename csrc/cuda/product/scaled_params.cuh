@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_params.cuh: what the policies of scaled_gemm share: how they sum, and scales along k as
- * TMA reads them. */
+/* scaled_params.cuh: shared by the two policies of scaled_gemm (scaled_wide.cuh,
+ * scaled_swapped.cuh): the ways of summing over k, and scales along k as TMA reads them. */
 #ifndef GPUKERN_CUDA_PRODUCT_SCALED_PARAMS_CUH
 #define GPUKERN_CUDA_PRODUCT_SCALED_PARAMS_CUH
 
@@ -8,22 +8,21 @@
 #include "quant/scaled_operands.cuh"
 #include "finish.cuh"
 
+/* How a policy sums over k. */
 enum Sums {
-    ALL,
-    PARTS,
-    BLOCKS
+    ALL,   /* one sum */
+    PARTS, /* sums of 128 of k, which are added in float32 */
+    BLOCKS /* sums of a block of k, each multiplied by its scales */
 };
 
-/* Scales along k in shared memory. The steps of k come in groups of four, one buffer a group. */
+/* Scales along k in shared memory: one buffer for each group of four steps of k. */
 enum {
     BLOCK_STEPS = 4,
-    BLOCK_SB_BYTES =
-        128 /* 4 steps of b's scales, and 3 neighbours if columns of blocks lie side by side */
+    BLOCK_SB_BYTES = 128 /* 4 steps of b's scales, with 3 neighbours if columns are dense */
 };
 
-/* A part's element as a float. Of int8 exact up to 2^22, where 128 products reach 2^21: they are
- * the low
- * bits of 1.5 2^23, which is subtracted. An addition and a subtraction take less than the
+/* A part's element as float32. int8 is exact up to 2^22; a sum of 128 products reaches 2^21. The
+ * value is added to the bits of 1.5 2^23, and 1.5 2^23 is subtracted. That is faster than a
  * conversion. */
 __device__ __forceinline__ float part_value(float x) { return x; }
 __device__ __forceinline__ float part_value(int32_t x) {
@@ -37,7 +36,7 @@ template <class D> struct SumOf<ALL, D> {
     typedef D type;
 };
 
-/* Scales along k as TMA reads them: rows x steps, of which one lies side by side. */
+/* Scales along k as TMA reads them: rows x steps, one of which has stride 1. */
 struct BlockScales {
     bool fit, k_inner;
     TensorShape shape;
@@ -55,7 +54,8 @@ inline BlockScales block_scales_of(const void *data, int64_t rows, int64_t steps
     return x;
 }
 
-/* Both operands' scales along k as TMA reads them: float32, a's of each row, b's of 128 columns. */
+/* The scales along k of both operands, if TMA can read them: float32, one for each row of a and
+ * for each 128 columns of b. */
 struct BlockScalesOfBoth {
     bool fit;
     BlockScales a, b;
@@ -77,13 +77,14 @@ inline BlockScalesOfBoth block_scales_of_both(const gk_scaled_gemm_args *g) {
     return x;
 }
 
-/* How a box of 4 steps and `rows` rows of such scales lies in shared memory: not swizzled. */
+/* The box of 4 steps and `rows` rows of such scales in shared memory, not swizzled. */
 inline smem_box block_scales_box(const BlockScales &x, int rows) {
     const int inner = x.k_inner ? BLOCK_STEPS : rows, outer = x.k_inner ? rows : BLOCK_STEPS;
     return {{3, {inner, outer, 1}, {1, inner, inner * outer}}, 4, 0};
 }
 
-/* Bytes of a copy of b's scales: of one block, or of 4 neighbours if these lie side by side. */
+/* Bytes of a copy of b's scales: of one block of columns, or of 4 neighbours if columns are
+ * dense. */
 inline int block_sb_bytes(const BlockScales &x) {
     return x.k_inner ? 4 * BLOCK_STEPS : 16 * BLOCK_STEPS;
 }
@@ -92,16 +93,16 @@ inline Finish finish_of(const gk_scaled_gemm_args *g) {
     return finish_of(g->out, g->bias, g->c, g->beta, g->out_scale, g->activation);
 }
 
-/* The form of the fast instances but for scales along k: float32 scales, and a result that is only
- * rounded. */
+/* True if a call may use the fast instances, apart from its scales along k: float32 scales, and
+ * a bfloat16 result with no epilogue. */
 inline bool plain_form(const gk_scaled_gemm_args *g, const Finish &f) {
     return g->scale_a.data && g->scale_b.data && g->scale_a.dtype == GK_F32 &&
            g->scale_b.dtype == GK_F32 && f.out_dtype == GK_BF16 && only_rounds(f);
 }
 
-/* Maps of boxes of `rows` rows, and of the rows that remain at the end, because TMA fills rows
- * outside a tensor at a third of the speed (192 x 4096 x 4096 took 15.0 us, 256 x 4096 x 4096
- * 9.6). */
+/* Makes a map with boxes of `rows` rows, and one for the remaining rows at the end. TMA fills
+ * rows outside a tensor at a third of its speed (192 x 4096 x 4096 took 15.0 us, 256 x 4096 x
+ * 4096 9.6). */
 inline gk_status make_row_maps(const TensorShape &x, int rows, CUtensorMap *inside,
                                CUtensorMap *last) {
     const int rest = (int)(x.size[1] % rows);

@@ -1,31 +1,26 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_swapped.cuh: the policy of scaled_gemm for small M (rows of a, the tokens), bound by
- * reading b (weights).
+/* scaled_swapped.cuh: the policy of scaled_gemm for small M (rows of a, called tokens), which is
+ * bound by reading b (the weights).
  *
- *   out^T = activation(sum over blocks of k of scale_b (B^T A^T) scale_a + beta c^T + bias) /
- *   out_scale
+ *   out^T = activation(sum over blocks of k of scale_b (B^T A^T) scale_a + beta c^T + bias)
+ *           / out_scale
  *
- * 64 columns of b fill WGMMA's rows for each of WGS warpgroups, and NT tokens its columns
- * (swap-AB). The two blocks of a cluster take a half of k each and add their sums through mailboxes
- * (mailbox.cuh). How they
- * sum (Sums, scaled_params.cuh):
+ * It computes the transposed product (swap-AB): 64 columns of b fill WGMMA's rows for each of
+ * WGS warpgroups, and NT tokens its columns. The two blocks of a cluster take half of k each and
+ * add their sums through mailboxes (mailbox.cuh). Ways of summing (Sums, scaled_params.cuh):
  *   ALL      one sum over all of k
- *   PARTS    128 of k go into fresh registers and are then added
- *   BLOCKS   BLOCK of k, 128 or 32, go into fresh registers and are multiplied by a scale of the token and
- *            one of the column of b
- * ANY false: float32 scales and a bfloat16 result with no other epilogue. BLOCKS then reads scales
- * along k
- * by TMA (block_scales_of). ANY true: every other form; BLOCKS then has three helper warps that
- * read scales
- * of any dtype and strides, a stage each in turn.
+ *   PARTS    sums of 128 of k in fresh registers, which are then added
+ *   BLOCKS   sums of BLOCK of k, 128 or 32, in fresh registers, each multiplied by a scale of
+ *            the token and one of the column of b
+ * ANY false: float32 scales and a bfloat16 result with no other epilogue. BLOCKS then reads
+ * scales along k by TMA (block_scales_of). ANY true: every other form. BLOCKS then has three
+ * helper warps, which alternate in reading the scales of a stage, of any dtype and strides.
  *
- * A sum is multiplied by one scale and then by the other, so that a sum of 0 gives 0 even if the
- * product of
- * both scales overflows.
+ * A sum is multiplied by one scale and then by the other. So a sum of 0 gives 0 even if the
+ * product of both scales overflows.
  *
- * Shared memory: stages of KS times b [64 WGS][128], then KS times a [NT][128] | scales along k of
- * each
- * stage | mail, a part for each warpgroup | barriers. */
+ * Shared memory: stages of KS times b [64 WGS][128], then KS times a [NT][128] | scales along k
+ * of each stage | a mailbox for each warpgroup | barriers. */
 #ifndef GPUKERN_CUDA_PRODUCT_SCALED_SWAPPED_CUH
 #define GPUKERN_CUDA_PRODUCT_SCALED_SWAPPED_CUH
 
@@ -37,18 +32,18 @@
 #include "shell.cuh"
 
 struct SwappedParams {
-    ProductWalk walk;
+    TileScheduler scheduler;
     CUtensorMap weights, tokens; /* [rows][k] bytes, boxes of 64 WGS and of `box` rows x 128 */
-    CUtensorMap block_a,
-        block_b; /* BLOCKS, not ANY: scales, boxes of 4 steps x NT tokens and x 1 block */
+    /* BLOCKS, not ANY: scales, boxes of 4 steps x NT tokens and x 1 block of columns. */
+    CUtensorMap block_a, block_b;
     gk_scales sa, sb;
     Finish f;
     int m, n, k;
-    int stage_bytes;           /* of a stage's copies: `box` ends at m */
-    bool once;                 /* weights are read by one tile alone */
-    bool k_inner_a, k_inner_b; /* BLOCKS, not ANY: the 4 steps of a row lie side by side */
-    bool eights_a,
-        eights_b; /* BLOCK 32: the eight scales of a row in a stage are eight aligned bytes */
+    int stage_bytes;           /* bytes of a stage's copies; the box of tokens ends at m */
+    bool once;                 /* one tile of tokens: the weights are read once */
+    bool k_inner_a, k_inner_b; /* BLOCKS, not ANY: the 4 steps of a row are contiguous */
+    /* BLOCK 32: the eight scales of a row in a stage are eight aligned bytes. */
+    bool eights_a, eights_b;
 };
 
 template <class E_, class D_, int WGS_, int NT_, int KS_, int STAGES_, Sums SUMS_, bool ANY_,
@@ -78,15 +73,15 @@ struct ScaledSwapped : OneResult {
     static constexpr bool HELPERS = ALONG_K && ANY;
     static constexpr int PRODUCER_WARPS = HELPERS ? 4 : 1;
     static constexpr int FULL_ARRIVALS = HELPERS ? 2 : 1;
-    /* With scales along k each warp reads scales of a stage, so each warp releases it. */
+    /* With scales along k, every warp reads scales of a stage, so every warp releases it. */
     static constexpr int RELEASERS = ALONG_K ? 32 : 128, EMPTY_ARRIVALS = 128 * WGS / RELEASERS;
 
     static constexpr int PARTS = BK / BLOCK; /* of a stage */
-    /* of these, begun together */
+    /* Parts whose products are issued together. */
     static constexpr int AT_ONCE = PARTS <= 4 ? PARTS : NT < 64 ? 4 : 2;
     static constexpr int TOKENS_AT = KS * Weights::bytes,
                          STAGE_BYTES = TOKENS_AT + KS * Tokens::bytes;
-    static constexpr int ENTRIES = NT + BW; /* scales of a part: of tokens, of weights */
+    static constexpr int ENTRIES = NT + BW; /* scales of a part: of tokens, then of weights */
     static constexpr int BUFFER_BYTES = !ALONG_K ? 0
                                         : ANY    ? PARTS * ENTRIES * 4
                                                  : NT * 4 * BLOCK_STEPS + BLOCK_SB_BYTES;
@@ -106,7 +101,7 @@ struct ScaledSwapped : OneResult {
     /* ---- 1. copies --------------------------------------------------------------------------- */
     struct Source {
         int token, row;
-        uint64_t weights_by, tokens_by; /* policies of L2: tokens are read by every tile */
+        uint64_t weights_by, tokens_by; /* L2 policies; every tile reads the tokens */
 
         __device__ __forceinline__ Source(const Params &p, const Block &, TilePlace tile)
             : token(tile.row * NT), row(tile.col * BW),
@@ -134,9 +129,9 @@ struct ScaledSwapped : OneResult {
         }
     };
 
-    /* A lane's scales of R rows, first to last, in the parts of a stage: entries lane + 32 i of
-     * [part][row],
-     * or, if `eights`, the eight bytes of rows lane + 32 i. at(row, k): the scale's place. */
+    /* Reads a lane's scales of R rows, from `first` to `last`, for the parts of a stage. The
+     * lane takes entries lane + 32 i of [part][row], or with `eights` the eight bytes of rows
+     * lane + 32 i. at(row, k): offset of a scale. */
     template <int R, class At>
     static __device__ __forceinline__ void read_scales(uint32_t (&bits)[PARTS * R / 32],
                                                        const gk_scales &s, bool eights, int first,
@@ -186,13 +181,12 @@ struct ScaledSwapped : OneResult {
         }
     }
 
-    /* ANY, scales along k: [part][tokens, weights] of every third stage. Scales outside a and b are
-     * those of
-     * zero bits, which is no NaN: their codes are 0. */
+    /* The helper warps (ANY, scales along k). Each writes [part][tokens, weights] of every third
+     * stage. Scales outside a and b are read as zero bits, which is not NaN; their codes are 0. */
     static __device__ __forceinline__ void help(Block &shell) {
         const Params &p = shell.p;
         int turn = shell.warp - Block::CONSUMER_WARPS; /* stages until this warp's */
-        for (unsigned t = shell.first(); t < p.walk.tiles; t += shell.stride()) {
+        for (unsigned t = shell.first(); t < p.scheduler.tiles; t += shell.stride()) {
             const TilePlace tile = OneResult::tile(shell, t);
             const int token0 = tile.row * NT, row0 = tile.col * BW;
             for (int step = 0; step < shell.part_steps; ++step, shell.ring.advance()) {
@@ -217,7 +211,7 @@ struct ScaledSwapped : OneResult {
     struct Consumer {
         Mail mail;
         uint32_t releases;
-        float sa[NT / 4]; /* not ALONG_K: of the thread's tokens */
+        float sa[NT / 4]; /* not ALONG_K: scales of the thread's tokens */
 
         __device__ __forceinline__ explicit Consumer(const Block &shell)
             : mail(shell.base_s + MAIL_AT + shell.warp / 4 * Mail::bytes,
@@ -242,7 +236,7 @@ struct ScaledSwapped : OneResult {
         }
 
         /* ---- 2. products --------------------------------------------------------------------- */
-        /* Until at most `later` of the groups that were begun are under way. */
+        /* Waits until at most `later` of the committed groups are in flight. */
         template <int MOST> static __device__ __forceinline__ void wait_until(int later) {
             if constexpr (MOST > 0) {
                 if (later < MOST) return wait_until<MOST - 1>(later);
@@ -250,8 +244,8 @@ struct ScaledSwapped : OneResult {
             wgmma_wait_group<MOST>();
         }
 
-        /* ALONG_K: sum += part scale_a scale_b. part: counted in the stage; block: the tile's block
-         * of 128 of b. */
+        /* ALONG_K: sum += part scale_a scale_b. part: index in the stage. block: the tile's
+         * block of 128 columns of b. */
         static __device__ __forceinline__ void join_scaled(const Block &shell, int part, int block,
                                                            const D (&x)[NT / 2],
                                                            Sum (&sum)[NT / 2]) {
@@ -291,7 +285,7 @@ struct ScaledSwapped : OneResult {
         __device__ __forceinline__ void take(Block &shell, TilePlace tile, int) {
             const Params &p = shell.p;
             const int warpgroup = shell.warp / 4, lane = threadIdx.x % 32;
-            /* The column of b that the thread finishes, and its tokens'. */
+            /* The column of b that this thread finishes, and the tile's first token. */
             const int col = tile.col * BW + shell.warp * 16 + (int)shell.rank * 8 + lane / 4,
                       token0 = tile.row * NT;
             float sb = 1;

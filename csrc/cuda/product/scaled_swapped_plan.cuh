@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_swapped_plan.cuh: plan and launch of the swapped instances of scaled_gemm. */
+/* scaled_swapped_plan.cuh: plan and launch of scaled_gemm's swap-AB instances. */
 #ifndef GPUKERN_CUDA_PRODUCT_SCALED_SWAPPED_PLAN_CUH
 #define GPUKERN_CUDA_PRODUCT_SCALED_SWAPPED_PLAN_CUH
 
@@ -11,8 +11,7 @@ enum {
     KEY_ANY,
     KEY_BLOCK,
     KEY_KS,
-    SWAPPED_GROUP =
-        8 /* tiles of tokens that are walked together: they read the same weights from L2 */
+    SWAPPED_GROUP = 8 /* tiles of tokens scheduled together, which read the same weights from L2 */
 };
 
 struct SwappedPlan {
@@ -35,7 +34,7 @@ inline bool swapped_plan(const gk_cuda_instance *instance, const gk_context *, c
     const bool any = instance->key[KEY_ANY];
     const Sums sums = (Sums)instance->key[KEY_SUMS];
     if ((sums == BLOCKS) != (block > 0)) return false;
-    /* sums of parts serve fast calls, too */
+    /* Instances with PARTS also serve fast calls. */
     if (sums == ALL && g->a.dtype != GK_I8 && g->accumulate != GK_FAST) return false;
     if (!any && (!plain_form(g, finish_of(g)) || (block > 0 && !block_scales_of_both(g).fit)))
         return false;
@@ -51,7 +50,7 @@ inline bool swapped_plan(const gk_cuda_instance *instance, const gk_context *, c
     return plan->tasks <= INT32_MAX;
 }
 
-/* Scales of MXFP8 as quantize leaves them: of a row, those of 256 k are 8 aligned bytes. */
+/* True if a row's scales for 256 of k are 8 aligned bytes, as quantize writes MXFP8 scales. */
 inline bool eight_bytes(const gk_scales &s, int k_log2, int64_t along_k, int64_t along_rows,
                         int64_t k) {
     return s.dtype == GK_E8M0 && k_log2 == 5 && along_k == 1 && along_rows % 8 == 0 &&
@@ -95,8 +94,8 @@ gk_status swapped_run(const gk_context *ctx, const void *args, const gk_plan *pl
                                      block_scales_box(x.b, x.b.k_inner ? 1 : 4), &p.block_b);
     }
     if (status != GK_OK) return status;
-    p.walk = product_walk(gk_ceil_div(m, P::NT), gk_ceil_div(n, P::BW), SWAPPED_GROUP,
-                          gk_ceil_div(k, P::BK));
+    p.scheduler = tile_scheduler(gk_ceil_div(m, P::NT), gk_ceil_div(n, P::BW), SWAPPED_GROUP,
+                                 gk_ceil_div(k, P::BK));
     return launch_product<P>("scaled_gemm", ctx, p,
                              (int64_t)gk_gpu_of(ctx->index)->num_sms * P::PER_SM);
 }

@@ -1,28 +1,28 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_wide.cuh: the policy of scaled_gemm's wide tiles: WGMMA of 8-bit operands, sums in two
- * levels.
+/* scaled_wide.cuh: the policy of scaled_gemm's wide tiles: WGMMA with 8-bit operands, and sums
+ * in two levels.
  *
  *   out = activation(sum over blocks of k of scale_a scale_b (A B) + beta c + bias) / out_scale
  *
- * a [M, K], b [K, N], both K-major in memory (scaled_operands.cuh). A block takes tiles of 128 MS x
- * BN:
- * two warpgroups multiply 64 MS rows each. A stage holds 128 of k. How they sum:
+ * DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2. a [M, K] and b [K, N] are both K-major in
+ * memory (scaled_operands.cuh). A block takes tiles of 128 MS x BN. Two warpgroups multiply 64
+ * MS rows each. A stage holds 128 of k. Ways of summing:
  *   ALL      one sum over all of k: int8, whose sums are exact, and the fast mode of 8-bit floats
- *   PARTS    128 of k go into fresh registers and are then added: within an instruction, sums of 8-bit
- *            floats keep 13 bits
- *   BLOCKS   the same, of int8 too, and each part is multiplied by a scale of its row and one of the
- *            tile's columns
- * Scales that do not change along k are read before a tile's products and used in its epilogue:
- * FFMA
- * beside WGMMA costs more than FADD. A sum is multiplied by one scale and then by the other, so
- * that a sum
- * of 0 gives 0 even if the product of both scales overflows.
- * ANY false: float32 scales, a bfloat16 result, no other epilogue, and scales along k that TMA can
- * read (block_scales_fit). ANY true: every other form; helper warps then read the scales along k.
- * DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2.
+ *   PARTS    sums of 128 of k in fresh registers, which are then added in float32, because the
+ *            instruction's own sums of 8-bit floats keep 13 bits
+ *   BLOCKS   the same, also for int8, with each part multiplied by a scale of its row and one
+ *            of the tile's columns
  *
- * Shared memory: stages of a [BM][128] and b [BN][128] | panels, one a warp | scales along k | scales of
- * the tile's columns, one set a warpgroup | barriers. */
+ * Scales that do not change along k are read before a tile's products and applied in its
+ * epilogue: FFMA beside WGMMA costs more than FADD. A sum is multiplied by one scale and then by
+ * the other, so a sum of 0 gives 0 even if the product of both scales overflows.
+ *
+ * ANY false: float32 scales, a bfloat16 result, no other epilogue, and scales along k that TMA
+ * can read (block_scales_of_both). ANY true: every other form; helper warps then read the scales
+ * along k.
+ *
+ * Shared memory: stages of a [BM][128] and b [BN][128] | panels, one a warp | scales along k |
+ * scales of the tile's columns, one set a warpgroup | barriers. */
 #ifndef GPUKERN_CUDA_PRODUCT_SCALED_WIDE_CUH
 #define GPUKERN_CUDA_PRODUCT_SCALED_WIDE_CUH
 
@@ -36,24 +36,25 @@
 #include "shell.cuh"
 
 struct ScaledParams {
-    ProductWalk walk;
+    TileScheduler scheduler;
     CUtensorMap a, b;         /* [rows][k] bytes, boxes of BM and BN rows x 128 */
-    CUtensorMap a_end, b_end; /* boxes of the rows of the last tile, if these are fewer */
+    CUtensorMap a_end, b_end; /* boxes for the rows of the last tile, if these are fewer */
     CUtensorMap out;          /* if panels: boxes of a Panel */
-    CUtensorMap block_a,
-        block_b; /* BLOCKS, not ANY: scales, boxes of 4 steps x BM rows and x 1 block */
+    /* BLOCKS, not ANY: scales, boxes of 4 steps x BM rows and x 1 block of columns. */
+    CUtensorMap block_a, block_b;
     gk_scales sa, sb;
     Finish f;
     int m, n;
-    bool panels; /* results leave by TMA; always if not ANY */
+    bool panels; /* results are stored by TMA; always if not ANY */
     bool pairs;  /* ANY: float32 results, of which two neighbours are 8 aligned bytes */
-    bool k_inner_a, k_inner_b; /* BLOCKS, not ANY: the 4 steps of a row lie side by side */
-    int sb_bytes;              /* BLOCKS, not ANY: of a copy of b's scales */
+    bool k_inner_a, k_inner_b; /* BLOCKS, not ANY: the 4 steps of a row are contiguous */
+    int sb_bytes;              /* BLOCKS, not ANY: bytes of a copy of b's scales */
     int64_t step_a, step_b;    /* BLOCKS, ANY: from a block of k to the next */
-    bool fours;                /* BLOCKS, ANY: the 4 scales of a row can be read as 16 bytes */
+    bool fours;                /* BLOCKS, ANY: 4 scales of a row can be read as 16 bytes */
 };
 
-/* The scale of a block of k: finite unless a scale is NaN, so that a part of 0 adds 0. */
+/* The product of the scales of a block of k. It is finite unless a scale is NaN, so that a part
+ * of 0 adds 0. */
 __device__ __forceinline__ float block_scale(float a, float b) {
     return min_nan(a * b, 3.402823466e38f);
 }
@@ -62,11 +63,11 @@ template <class A_, class B_, class D_, int MS_, int BN_, Sums SUMS_, bool ANY_>
 struct ScaledWide : OneResult {
     typedef A_ A;
     typedef B_ B;
-    typedef D_ D; /* of the instruction's sums */
+    typedef D_ D; /* type of WGMMA's sums */
     typedef typename SumOf<SUMS_, D_>::type Sum;
     static constexpr Sums SUMS = SUMS_;
     static constexpr bool ANY = ANY_, ALONG_K = SUMS == BLOCKS;
-    /* N: sums of a thread and 64 rows */
+    /* N: a thread's sums for 64 rows. */
     static constexpr int MS = MS_, BM = 128 * MS, BN = BN_, BK = 128, N = BN / 2;
     typedef ScaledParams Params;
     typedef Shell<ScaledWide> Block;
@@ -77,16 +78,16 @@ struct ScaledWide : OneResult {
     static constexpr bool HELPERS = ALONG_K && ANY;
     static constexpr int CONSUMER_REGS = HELPERS ? 224 : 232, PRODUCER_REGS = HELPERS ? 56 : 40;
     static constexpr int FULL_ARRIVALS = HELPERS ? 2 : 1;
-    /* With scales along k each warp reads scales of a stage, so each warp releases it. */
+    /* With scales along k, every warp reads scales of a stage, so every warp releases it. */
     static constexpr int RELEASERS = ALONG_K ? 32 : 128, EMPTY_ARRIVALS = 256 / RELEASERS;
 
     static constexpr int STAGE_BYTES = TileA::bytes + TileB::bytes;
     static constexpr int STAGES = SCALED_RING / STAGE_BYTES;
     static constexpr int PANELS_AT = STAGES * STAGE_BYTES;
     static constexpr int BLOCKS_AT = PANELS_AT + 8 * Panel::bytes;
-    /* The copy into a buffer waits until the stage STAGES steps before has been released. The
-     * BUFFERS - 1 groups between the buffer's last use and this one have at least 2 (BUFFERS - 1)
-     * steps if K > 128. */
+    /* No buffer is overwritten while it is read. Before a copy into a buffer, the stage STAGES
+     * steps earlier has been released. The BUFFERS - 1 groups since the buffer's last use have
+     * at least 2 (BUFFERS - 1) steps if K > 128. */
     static constexpr int BUFFERS = STAGES / 2 + 1,
                          BUFFER_BYTES = BM * 4 * BLOCK_STEPS + BLOCK_SB_BYTES;
     static_assert(2 * (BUFFERS - 1) >= STAGES - 1, "no buffer is overwritten while it is read");
@@ -122,7 +123,7 @@ struct ScaledWide : OneResult {
             const smem_addr to_s = s.base_s + s.stage * STAGE_BYTES;
             if (ALONG_K && !ANY && s.tile_step % BLOCK_STEPS == 0) {
                 const unsigned group =
-                    (unsigned)s.turn * groups_of(p.walk.steps) + s.tile_step / BLOCK_STEPS;
+                    (unsigned)s.turn * groups_of(p.scheduler.steps) + s.tile_step / BLOCK_STEPS;
                 const smem_addr buffer_s = s.base_s + BLOCKS_AT + group % BUFFERS * BUFFER_BYTES;
                 mbarrier_arrive_expect_tx(s.full_s, bytes + BM * 4 * BLOCK_STEPS + p.sb_bytes);
                 const tma_at of_a = {{p.k_inner_a ? s.step : row, p.k_inner_a ? row : s.step}};
@@ -139,16 +140,15 @@ struct ScaledWide : OneResult {
         }
     };
 
-    /* ANY, scales along k: three warps alternate. One reads the scales of a few steps, of any
-     * strides, and
-     * writes the products of a's and b's to shared memory. */
+    /* The helper warps (ANY, scales along k): three warps alternate. Each reads the scales of a
+     * few steps, of any strides, and writes the products of a's and b's scales to shared memory. */
     static __device__ __forceinline__ void help(Block &shell) {
-        constexpr int EACH = BM / 32, FEW = 16 / EACH; /* rows of a lane; steps of a turn */
+        constexpr int EACH = BM / 32, FEW = 16 / EACH; /* rows of a lane; steps of one turn */
         static_assert(FEW == 2 || FEW == 4, "one load reads a row's");
         const Params &p = shell.p;
-        const int lane = threadIdx.x % 32, steps = p.walk.steps;
-        int turn = shell.warp - Block::CONSUMER_WARPS; /* turns until this warp's */
-        for (unsigned t = shell.first(); t < p.walk.tiles; t += shell.stride()) {
+        const int lane = threadIdx.x % 32, steps = p.scheduler.steps;
+        int turn = shell.warp - Block::CONSUMER_WARPS; /* turns until this warp's own */
+        for (unsigned t = shell.first(); t < p.scheduler.tiles; t += shell.stride()) {
             const TilePlace tile = OneResult::tile(shell, t);
             const float *const from_b =
                 (const float *)p.sb.data + ((int64_t)tile.col * BN >> p.sb.col_log2) * p.sb.col;
@@ -159,8 +159,8 @@ struct ScaledWide : OneResult {
             for (int first = 0; first < steps; first += FEW) {
                 const int count = min(FEW, steps - first);
                 if (--turn > 0) {
-                    /* A warp that did not wait could be two rounds of the ring ahead, where
-                     * parities repeat. */
+                    /* Wait here, too. Otherwise a warp could get two rounds of the ring ahead,
+                     * where parities repeat. */
                     for (int s = 0; s < count; ++s) {
                         shell.ring.wait_empty();
                         shell.ring.advance();
@@ -212,7 +212,7 @@ struct ScaledWide : OneResult {
     }
 
     /* ---- 2. products ------------------------------------------------------------------------- */
-    /* 64 M rows times BN columns of one stage, 128 of k, into d. */
+    /* Multiplies 64 M rows by BN columns of one stage, 128 of k, into d. */
     template <int M>
     static __device__ __forceinline__ void multiply(D (&d)[M][N], uint64_t a, uint64_t b,
                                                     bool fresh) {
@@ -226,11 +226,11 @@ struct ScaledWide : OneResult {
     }
 
     struct Consumer {
-        /* in a register: asked anew, threadIdx.x would be read and compared each step */
+        /* Kept in a register: otherwise threadIdx.x would be read and compared in every step. */
         uint32_t releases;
-        unsigned buffer; /* of scales along k */
-        smem_addr
-            my_a; /* ALONG_K: where the scale of the thread's first row lies in buffer or stage 0 */
+        unsigned buffer; /* index of the buffer of scales along k */
+        /* ALONG_K: address of the scale of the thread's first row in buffer or stage 0. */
+        smem_addr my_a;
 
         __device__ __forceinline__ explicit Consumer(const Block &shell)
             : releases(threadIdx.x % RELEASERS == 0), buffer(BUFFERS - 1), my_a(0) {
@@ -242,8 +242,8 @@ struct ScaledWide : OneResult {
             opaque(my_a);
         }
 
-        /* ALONG_K: the scales of the thread's rows times that of the tile's columns, of the ring's
-         * stage. */
+        /* ALONG_K: the scales of the thread's rows times that of the tile's columns, for the
+         * ring's current stage. */
         __device__ __forceinline__ void read_scales(const Block &shell, int step, smem_addr b_at,
                                                     float (&by)[MS][2]) {
             if constexpr (ANY) {
@@ -272,7 +272,7 @@ struct ScaledWide : OneResult {
         }
 
         __device__ __forceinline__ void multiply_tile(Block &shell, int col, Sum (&sum)[MS][N]) {
-            const int warpgroup = shell.warp / 4, steps = shell.p.walk.steps;
+            const int warpgroup = shell.warp / 4, steps = shell.p.scheduler.steps;
             tma_ring<STAGES> &ring = shell.ring;
             smem_addr b_at = 0;
             if constexpr (ALONG_K && !ANY)
@@ -293,7 +293,7 @@ struct ScaledWide : OneResult {
                     wgmma_fence();
                     multiply(sum, a, b, step == 0);
                     wgmma_commit_group();
-                    wgmma_wait_group<1>(); /* the step before has read its stage */
+                    wgmma_wait_group<1>(); /* the previous step has finished reading its stage */
                     if (step > 0 && releases) mbarrier_arrive(ring.before());
                 } else {
                     float by[MS][2];
@@ -303,11 +303,11 @@ struct ScaledWide : OneResult {
                         wgmma_fence();
                         multiply(part, wgmma_descriptor_add(a, TileA::offset(64 * m)), b, true);
                         wgmma_commit_group();
-                        /* under the products */
+                        /* Read the scales while WGMMA runs. */
                         if (ALONG_K && m == 0) read_scales(shell, step, b_at, by);
                         const smem_addr empty_s = ring.empty();
                         wgmma_wait_group<0>();
-                        if (m == MS - 1) { /* at once: the producer waits for this */
+                        if (m == MS - 1) { /* release at once: the producer waits for this */
                             if (ALONG_K) __syncwarp();
                             if (releases) mbarrier_arrive(empty_s);
                         }
@@ -357,7 +357,7 @@ struct ScaledWide : OneResult {
             Sum sum[MS][N];
             multiply_tile(shell, col0, sum);
             if constexpr (!ALONG_K) {
-                bar_sync(1 + warpgroup, 128); /* the tile before has been stored */
+                bar_sync(1 + warpgroup, 128); /* the previous tile has been stored */
                 st_shared_f32(columns_s + threadIdx.x % BN * 4, column);
                 bar_sync(1 + warpgroup, 128);
             }
@@ -372,8 +372,8 @@ struct ScaledWide : OneResult {
             }
         }
 
-        /* Columns of a warp's 16 rows, value i in row lane / 4 + 8 (i / 2 % 2) and column
-         * 8 (i / 4) + 2 (lane % 4) + i % 2, times their scales. */
+        /* Multiplies columns of a warp's 16 rows by their scales. Value i lies in row lane / 4 +
+         * 8 (i / 2 % 2) and column 8 (i / 4) + 2 (lane % 4) + i % 2. */
         template <int COUNT>
         static __device__ __forceinline__ void
         scale_columns(float (&v)[COUNT], const float (&sa)[2], smem_addr pairs_s) {
@@ -387,7 +387,7 @@ struct ScaledWide : OneResult {
             }
         }
 
-        /* 64 rows of a warpgroup. */
+        /* Stores 64 rows of a warpgroup. */
         static __device__ __forceinline__ void store(const Params &p, const Sum (&sum)[N],
                                                      const float (&sa)[2], smem_addr pair_s,
                                                      smem_addr panel_s, int row, int col) {
@@ -409,8 +409,8 @@ struct ScaledWide : OneResult {
             }
         }
 
-        /* The same for every form of result: 32 columns at a time by one body, past which the sums
-         * move. */
+        /* The same for every form of result, 32 columns at a time. The loop is not unrolled: it
+         * shifts the sums down. */
         static __device__ __forceinline__ void store_any(const Params &p, Sum (&sum)[N],
                                                          const float (&sa)[2], smem_addr pair_s,
                                                          smem_addr panel_s, int row, int col) {

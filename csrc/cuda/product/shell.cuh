@@ -1,44 +1,46 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* shell.cuh: the kernel that all of Hopper's products share.
+/* shell.cuh: the persistent kernel that Hopper's scaled and grouped products share.
  *
- * The shell walks the tiles of a result, fills a ring of stages, and starts and ends a block. A
- * policy P
- * says what a tile is: which copies a stage has, how a stage is multiplied, how the sums leave.
+ * The shell loops over the tiles of a result, fills a ring of shared-memory stages, and starts
+ * and ends a block. A policy P says what a tile is: which copies a stage has, how a stage is
+ * multiplied, and how the sums are stored.
  *
- * Grid: as many blocks, or clusters of blocks, as the GPU holds at once. Each takes tiles first,
- * first + step, .. until none is left. The ring runs on over the ends of tiles. The blocks of a
- * cluster take
- * the same tiles, and either each a split of k (P::SPLITS_K), or each its own columns and copies
- * that
- * all of them read (P::SHARES).
- * Block: P::CONSUMERS warpgroups multiply. Behind them stand P::PRODUCER_WARPS warps: a thread of
- * the
- * first one fills the ring, and the others may help (P::HELPERS).
+ * Grid: as many blocks, or clusters of blocks, as the GPU holds at once. Cluster c takes tiles
+ * c, c + stride, c + 2 stride and so on. The ring is not drained between tiles: the producer
+ * already fills stages for the next tile while the consumers store this one. All blocks of a
+ * cluster take the same tiles. Either each block sums its own split of k (P::SPLITS_K), or each
+ * has its own columns and they share multicast copies (P::SHARES).
  *
- * Shared memory: what P lays out from 0 to P::BARRIERS_AT, where the ring's barriers and P's own
- * (P::MORE_BARRIERS) follow. Address 0 is a multiple of 1024.
+ * Block: P::CONSUMERS warpgroups multiply. They are followed by P::PRODUCER_WARPS warps: one
+ * thread of the first such warp fills the ring, and the other warps may help (P::HELPERS).
  *
- * A policy has (OneResult below has the common answers):
+ * Shared memory: P lays out bytes 0 to P::BARRIERS_AT. The barriers of the ring and P's own
+ * barriers (P::MORE_BARRIERS) follow. Address 0 is a multiple of 1024.
+ *
+ * A policy has these members (OneResult below supplies the common answers):
  *   Params                     the kernel's parameter
  *   CONSUMERS, PRODUCER_WARPS, PER_SM (blocks), STAGES, BARRIERS_AT, MORE_BARRIERS
- *   SPLITS_K, SHARES, cluster(p)   at most one of the two, and the blocks of a cluster: 1 or 2
- *   stride(p)                  clusters of the grid: tiles from one of a cluster to its next
+ *   SPLITS_K, SHARES           what a cluster does; at most one of the two is true
+ *   cluster(p)                 blocks of a cluster: 1 or 2
+ *   stride(p)                  clusters of the grid: the step from a cluster's tile to its next
  *   OPAQUE_BASE                keeps the base address in a register; false if no register is left
  *   CONSUMER_REGS, PRODUCER_REGS   for setmaxnreg; 0 leaves the registers as they are
- *   FULL_ARRIVALS, EMPTY_ARRIVALS  of a stage: of its producers, of one block's consumers
+ *   FULL_ARRIVALS              arrivals at a stage's full barrier, by its producers
+ *   EMPTY_ARRIVALS             arrivals at a stage's empty barrier, by the consumers of one block
  *   begin(p, base_s)           one thread: initialises P's own barriers
- *   LISTS, list(shell)         if LISTS: one warp finds the tiles, from what the kernel before wrote
- *   Tile, tiles(shell), tile(shell, t), steps(shell, tile)   the walk: how many tiles, a tile, its steps of k
+ *   LISTS, list(shell)         if LISTS: one warp derives the tiles from data on the device
+ *   Tile, tiles(shell)         the type of a tile, and their number
+ *   tile(shell, t), steps(shell, tile)   tile t, and its steps of k
  *   Source                     where a tile's copies begin: Source(p, shell, tile)
  *   Source::fill(p, stage)     one thread: announces a stage's bytes and starts its copies
- *   help(shell)                if HELPERS: the other producer warps
+ *   help(shell)                if HELPERS: the loop of the other producer warps
  *   Consumer                   state of a consumer thread over all tiles: Consumer(shell)
- *   Consumer::take(shell, tile, turn)  one tile: its stages, then its results
- *   Consumer::end(shell)       what must have ended before the block may leave
+ *   Consumer::take(shell, tile, turn)  one tile: multiplies its stages, then stores its results
+ *   Consumer::end(shell)       waits for what must have ended before the block may exit
  *
- * No branch on a dtype or a kind of scale stands between two waits of a policy's loop. Measured on
- * an
- * H200, such branches cost 10 to 15 % of an 8-bit product (docs/worklog/scaled_gemm.md). */
+ * Inside its loop over stages, a policy does not branch on a dtype or on a kind of scale. Such
+ * branches cost 10 to 15 % of an 8-bit product (measured on an H200,
+ * docs/worklog/scaled_gemm.md). */
 #ifndef GPUKERN_CUDA_PRODUCT_SHELL_CUH
 #define GPUKERN_CUDA_PRODUCT_SHELL_CUH
 
@@ -53,22 +55,24 @@
 #include "../ptx/tma.cuh"
 #include "../tile/tma_ring.cuh"
 
-/* Made on the host: the tiles of one result, and its steps of k, of which a stage holds one. */
-struct ProductWalk {
+/* The tiles of one result in their order, and how many steps of k (one stage each) a tile has.
+ * Made on the host. */
+struct TileScheduler {
     TileOrder order;
     unsigned tiles;
     int steps;
 };
 
-inline ProductWalk product_walk(int64_t tiles_m, int64_t tiles_n, int group, int64_t steps) {
-    ProductWalk w;
+inline TileScheduler tile_scheduler(int64_t tiles_m, int64_t tiles_n, int group, int64_t steps) {
+    TileScheduler w;
     w.order = tile_order((int)tiles_m, (int)tiles_n, group);
     w.tiles = (unsigned)(tiles_m * tiles_n);
     w.steps = (int)steps;
     return w;
 }
 
-/* What a policy inherits that walks the tiles of one result; its Params have `ProductWalk walk`. */
+/* Base of policies that compute one result. Their Params have a member `TileScheduler scheduler`.
+ */
 struct OneResult {
     typedef TilePlace Tile;
     static constexpr bool SPLITS_K = false, SHARES = false, LISTS = false, HELPERS = false;
@@ -79,10 +83,10 @@ struct OneResult {
         return gridDim.x;
     }
     template <class S> static __device__ __forceinline__ unsigned tiles(const S &shell) {
-        return shell.p.walk.tiles;
+        return shell.p.scheduler.tiles;
     }
     template <class S> static __device__ __forceinline__ Tile tile(const S &shell, unsigned t) {
-        return tile_place(t, shell.p.walk.order);
+        return tile_place(t, shell.p.scheduler.order);
     }
     template <class S> static __device__ __forceinline__ int steps(const S &shell, const Tile &) {
         return shell.part_steps;
@@ -91,12 +95,12 @@ struct OneResult {
 
 /* A stage that the producer is about to fill. */
 struct ProductStage {
-    smem_addr base_s; /* of the block's shared memory */
-    smem_addr full_s; /* the barrier that its bytes count at */
+    smem_addr base_s; /* base of the block's shared memory */
+    smem_addr full_s; /* the barrier that counts the stage's bytes */
     int stage;
-    int step;      /* of k, counted over all of k */
-    int tile_step; /* counted from the first step that this block takes of the tile */
-    int turn;      /* tiles that this block has taken before */
+    int step;      /* step of k, counted over all of k */
+    int tile_step; /* the same step, counted from this block's first step of the tile */
+    int turn;      /* number of tiles that this block has taken before */
 };
 
 template <class P> struct Shell {
@@ -111,11 +115,11 @@ template <class P> struct Shell {
 
     const typename P::Params &p;
     const smem_addr base_s;
-    unsigned char *const base; /* the same for ordinary loads and stores */
+    unsigned char *const base; /* the same address for ordinary loads and stores */
     tma_ring<P::STAGES> ring;
-    const int warp;             /* of the block, the same in all lanes */
+    const int warp;             /* index in the block; uniform over the warp's lanes */
     const unsigned rank;        /* of the block in its cluster */
-    int first_step, part_steps; /* SPLITS_K: of k, that this block takes of each tile */
+    int first_step, part_steps; /* this block's steps of k of each tile (SPLITS_K: of its split) */
 
     __device__ __forceinline__ Shell(const typename P::Params &params, smem_addr base_at,
                                      unsigned char *memory)
@@ -123,15 +127,15 @@ template <class P> struct Shell {
           warp(__shfl_sync(0xffffffff, threadIdx.x / 32, 0)),
           rank(CLUSTERS ? cluster_ctarank() : 0), first_step(0), part_steps(0) {
         if constexpr (P::SPLITS_K) {
-            const int part = (p.walk.steps + 1) / 2;
+            const int part = (p.scheduler.steps + 1) / 2;
             first_step = (int)rank * part;
-            part_steps = max(0, min(part, p.walk.steps - first_step));
+            part_steps = max(0, min(part, p.scheduler.steps - first_step));
         } else if constexpr (!P::LISTS) {
-            part_steps = p.walk.steps;
+            part_steps = p.scheduler.steps;
         }
     }
 
-    /* Tiles: of this cluster the first, and from one to the next. */
+    /* This cluster's first tile, and the step to its next. */
     __device__ __forceinline__ unsigned first() const { return blockIdx.x / P::cluster(p); }
     __device__ __forceinline__ unsigned stride() const { return P::stride(p); }
 
@@ -140,8 +144,8 @@ template <class P> struct Shell {
         if (!P::SPLITS_K) __syncthreads();
     }
 
-    /* Barriers are ready when all threads return. The next kernel may then start its own
-     * prologue. */
+    /* Initialises the barriers; they are visible to all threads of the cluster when it returns.
+     * From then on the next kernel of the stream may start its prologue. */
     __device__ __forceinline__ void begin() const {
         if (threadIdx.x == 0) {
             ring.init(P::EMPTY_ARRIVALS * (P::SHARES ? P::cluster(p) : 1), P::FULL_ARRIVALS);
@@ -170,7 +174,8 @@ template <class P> struct Shell {
                 ring.advance();
             }
         }
-        /* All consumers' last arrivals have come: none is on its way to a block that has left. */
+        /* Wait for the last arrivals at every stage. Otherwise an arrival from the other block
+         * could reach shared memory of a block that has exited. */
         if constexpr (P::SHARES)
             for (int s = 0; s < P::STAGES; ++s) {
                 ring.wait_empty();
@@ -194,8 +199,8 @@ __global__ void __launch_bounds__(Shell<P>::THREADS, P::PER_SM)
     extern __shared__ __align__(1024) unsigned char smem[];
     smem_addr base_s =
         (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
-    /* The compiler otherwise computes every address anew from the block's base (5 % of a precise
-     * product). */
+    /* Without this, the compiler recomputes every address from the block's base (5 % of a
+     * precise product). */
     if constexpr (P::OPAQUE_BASE) opaque(base_s);
     Shell<P> shell(p, base_s, smem + (base_s - cvta_to_shared(smem)));
     shell.begin();
@@ -213,23 +218,23 @@ __global__ void __launch_bounds__(Shell<P>::THREADS, P::PER_SM)
     }
     if constexpr (Shell<P>::CLUSTERS) {
         __syncwarp();
-        /* no block leaves while the other still writes to it */
+        /* No block exits while the other may still write into its shared memory. */
         if (P::cluster(p) > 1) barrier_cluster();
     }
 }
 
-/* clusters: as many as have tiles and as the GPU holds at once. */
+/* Launches `clusters` clusters. */
 template <class P>
 gk_status launch_clusters(const char *op, const gk_context *ctx, const typename P::Params &p,
                           int64_t clusters) {
     return launch<product_kernel<P>>(op, ctx, dim3((unsigned)(clusters * P::cluster(p))),
                                      Shell<P>::THREADS, Shell<P>::SMEM, p, true, P::cluster(p));
 }
-/* most: blocks that the GPU holds at once. */
+/* Launches min(tiles, what fits) clusters. most: blocks that the GPU holds at once. */
 template <class P>
 gk_status launch_product(const char *op, const gk_context *ctx, const typename P::Params &p,
                          int64_t most) {
-    return launch_clusters<P>(op, ctx, p, gk_min_i64(p.walk.tiles, most / P::cluster(p)));
+    return launch_clusters<P>(op, ctx, p, gk_min_i64(p.scheduler.tiles, most / P::cluster(p)));
 }
 
 #endif

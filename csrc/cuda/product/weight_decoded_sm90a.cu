@@ -4,14 +4,14 @@
  *   1. decode    w [N, K] = (code - zero) scale global_scale, in a's dtype, in the workspace
  *   2. multiply  out = activation(a w^T + bias), by gemm's kernels
  *
- * Decoding costs the weight's bytes and 2 bytes an element written (46 us for 8192 x 8192 of 4 bits
- * on an H200, a copy's speed), whatever M is. The product then runs at gemm's speed.
+ * Decoding reads the packed weight and writes 2 bytes an element, whatever M is: 46 us for 8192
+ * x 8192 of 4 bits, as fast as a copy (H200). The product then runs at gemm's speed.
  *
- * A warp decodes 16 rows x 64 of k: the fragments of a packed tile (weight_tile.h) go through
- * shared memory by stmatrix and leave as rows of 128 bytes. Scales and zero points may have any
- * strides and dtype.
+ * A warp decodes 16 rows x 64 of k. It writes the fragments of a packed tile
+ * (csrc/formats/weight_tile.h) to shared memory by stmatrix and stores rows of 128 bytes. Scales
+ * and zero points may have any strides and dtype.
  *
- * Workspace: w, then that of the product. Not here: 8-bit a. */
+ * Workspace: w, then the product's own workspace. Refuses 8-bit a. */
 #include "../ptx/stmatrix.cuh"
 #include "quant/tiles.h"
 #include "quant/weight_decode.cuh"
@@ -26,7 +26,7 @@ struct DecodeParams {
     Weight w;
     void *to; /* [n][ld] */
     int64_t n, ld, groups;
-    int strips, cols; /* 16 rows each; tiles along k */
+    int strips, cols; /* strips of 16 rows; tiles along k */
     uint32_t whole;   /* decode_nibbles */
 };
 
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(32 * WEIGHT_DECODE_WARPS) weight_decode_kernel
     const int64_t all = (int64_t)p.strips * p.cols;
     for (int64_t i = (int64_t)blockIdx.x * WEIGHT_DECODE_WARPS + warp; i < all;
          i += (int64_t)gridDim.x * WEIGHT_DECODE_WARPS) {
-        /* the four strips of a packed tile are neighbours */
+        /* The four strips of a packed tile are consecutive. */
         const int strip = (int)(i / 4 / p.cols * 4 + i % 4), col = (int)(i / 4 % p.cols);
         const uint8_t *from = p.w.packed + strip / 4 * p.w.tile_row + col * p.w.tile_col +
                               (strip % 4 * 32 + lane) * 16;
@@ -202,8 +202,8 @@ const gk_cuda_instance instances[] = {
     DECODED("f16_e4m3", __half, E4M3),
 };
 
-/* Calls that the kernels of packed codes refuse come here from WEIGHT_GENERAL_ROWS on, all others
- * from WEIGHT_DECODED_ROWS on. */
+/* Calls that the packed-code kernels refuse come here from WEIGHT_GENERAL_ROWS rows on, all
+ * others from WEIGHT_DECODED_ROWS on. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_weight_gemm_args *g = (const gk_weight_gemm_args *)args;
     if (weight_rows(g->a) < WEIGHT_GENERAL_ROWS) return false;

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_form.cuh: the forms of packed weight that weight_gemm's Hopper kernels are compiled for,
- * and how a stage of the weight comes into shared memory.
+/* weight_form.cuh: the forms of packed weight that weight_gemm's Hopper kernels are compiled
+ * for, and the copies of a stage into shared memory. weight_mma.cuh and weight_wgmma.cuh use it.
  *
- * A form fixes the dtype of the activations, the code, the group of k that shares a scale, the
- * scale's dtype and whether there are zero points. Nothing of these is looked up between two waits
- * of a kernel. Every other call of weight_gemm is served by kernels that decide at run time
- * (quant/weight_gemm_sm80.cuh, weight_decoded_sm90a.cu).
+ * A form fixes the activations' dtype, the code, the group of k that shares a scale, the scale's
+ * dtype, and whether there are zero points. So no kernel looks any of these up inside its loop.
+ * Kernels that decide at run time serve all other calls (quant/weight_gemm_sm80.cuh,
+ * weight_decoded_sm90a.cu).
  *
- * A stage holds TILES packed tiles (64 rows x 64 of k, csrc/formats or weight_tile.h) of ROWS rows
- * of the weight, the tokens' panels of the same k, and the groups' scales and zero points,
- * [group][row]:
+ * A stage holds TILES packed tiles (64 rows x 64 of k, csrc/formats/weight_tile.h) along k for
+ * each 64 of ROWS weight rows, the tokens' panels of the same k, and the groups' scales and zero
+ * points, [group][row]:
  *
  *   codes    one bulk copy of TILES tiles for each 64 rows
  *   tokens   one TMA box, 64 of k x NT tokens x TILES panels, swizzled by 128 bytes
@@ -17,9 +17,9 @@
  *            one box of one row for each 128 of k
  *   zeros    as scales
  *
- * A weight whose N or K is no whole number of stages: codes past the end repeat the last tile,
- * tokens past the end are zeros, scales past the end are zeros or the last group's, and rows past N
- * are not stored. */
+ * If N or K is no whole number of stages: codes beyond the end repeat the last tile, tokens
+ * beyond the end are zeros, scales beyond the end are zeros or the last group's, and rows beyond
+ * N are not stored. */
 #ifndef GPUKERN_CUDA_PRODUCT_WEIGHT_FORM_CUH
 #define GPUKERN_CUDA_PRODUCT_WEIGHT_FORM_CUH
 
@@ -40,7 +40,7 @@ template <class T_, Code C_, int GROUP_, bool ZERO_> struct WeightForm {
     static constexpr Code C = C_;
     static constexpr int GROUP = GROUP_;
     static constexpr bool ZERO = ZERO_;
-    /* of a thread's codes in a tile */
+    /* 32-bit words of a thread's codes in a tile. */
     static constexpr int WORDS = C == NIBBLES || C == E2M1 ? 4 : 8;
     static constexpr int TILE_BYTES = 512 * WORDS;
     static constexpr gk_dtype SCALE = C != E2M1     ? element<T>::dtype
@@ -50,41 +50,41 @@ template <class T_, Code C_, int GROUP_, bool ZERO_> struct WeightForm {
     static_assert(!ZERO || C == NIBBLES, "zero points belong to uint4");
 };
 
-/* What a stage of ROWS rows, TILES tiles along k and NT tokens consists of. */
+/* Layout of a stage of ROWS weight rows, TILES tiles along k and NT tokens. */
 template <class F, int ROWS, int TILES, int NT> struct WeightStage90 {
     typedef wgmma_panels<NT, 64 * TILES> Tokens;
     static constexpr int CODES = ROWS / GK_TILE * TILES * F::TILE_BYTES;
     static constexpr int GROUPS = 64 * TILES < F::GROUP ? 1 : 64 * TILES / F::GROUP;
     static constexpr int SCALES = GROUPS * ROWS * F::SCALE_BYTES;
     static constexpr int ZEROS = F::ZERO ? GROUPS * ROWS : 0;
-    /* tokens come first: their panels start at multiples of 1024 */
+    /* Tokens come first, so that their panels start at multiples of 1024 bytes. */
     static constexpr int CODES_AT = Tokens::bytes;
     static constexpr int BYTES = Tokens::bytes + CODES;
-    /* lies behind all stages, which are whole blocks of 1024 bytes */
+    /* Scales and zero points lie behind all stages, which are whole blocks of 1024 bytes. */
     static constexpr int SIDE = (SCALES + ZEROS + 127) / 128 * 128;
     static_assert(BYTES % WGMMA_BLOCK_BYTES == 0 && SCALES % 128 == 0,
                   "TMA writes to multiples of 128");
-    /* of which `tokens`, a multiple of 8, have rows in the box */
+    /* Bytes copied into a stage if the box of tokens has `tokens` rows, a multiple of 8. */
     static constexpr GK_HD int copied(int tokens) {
         return BYTES - (NT - tokens) * 128 * TILES + SCALES + ZEROS;
     }
 };
 
-/* A kernel's parameters that say where the operands are. */
+/* The part of a kernel's parameters that locates the operands. */
 struct WeightOperands {
     CUtensorMap a, scale, zero; /* boxes as above */
-    CUtensorMap a_end;          /* boxes of the tokens of the last tile, if these are fewer */
+    CUtensorMap a_end; /* a lower box for the tokens of the last tile, if these are fewer */
     const uint8_t *packed;
     int64_t tile_row; /* bytes from a row of tiles to the next */
-    int rows, cols;   /* of tiles */
-    int log2;         /* of the group */
+    int rows, cols;   /* in tiles */
+    int log2;         /* of the group's length */
     uint32_t whole;   /* decode_nibbles */
-    bool keep;        /* several blocks read the same codes: L2 should keep them */
+    bool keep;        /* several blocks read the same codes, so L2 should keep them */
 };
 
 /* ---- 1 producer ------------------------------------------------------------------------------ */
-/* The first thing that a producer does: the maps come into the cache that TMA reads them from (1
- * us, 16 tokens). */
+/* Brings the tensor maps into TMA's cache; the producer calls it first (saves 1 us with 16
+ * tokens). */
 template <class F>
 __device__ __forceinline__ void prefetch_maps(const WeightOperands &w, const CUtensorMap *a) {
     prefetch_tensormap(a);
@@ -92,8 +92,8 @@ __device__ __forceinline__ void prefetch_maps(const WeightOperands &w, const CUt
     if constexpr (F::ZERO) prefetch_tensormap(&w.zero);
 }
 
-/* One thread copies the codes of stage tile0 .. tile0 + TILES of the weight's tile columns to
- * stage_s. row: of tiles. */
+/* One thread copies the codes of tile columns tile0 to tile0 + TILES - 1 to stage_s. row: row of
+ * tiles. */
 template <class F, class S, int ROWS, int TILES>
 __device__ __forceinline__ void produce_codes(const WeightOperands &w, smem_addr stage_s,
                                               smem_addr full, int row, int tile0, uint64_t policy) {
@@ -111,16 +111,16 @@ __device__ __forceinline__ void produce_codes(const WeightOperands &w, smem_addr
     }
 }
 
-/* Rows of the box that reads the tokens of a tile from token0 on: TMA fills rows outside a tensor
- * at a third of the speed, so the box of the last tile has fewer rows. What the second operand
- * holds in the rows behind them goes to sums that are not stored. */
+/* Rows of the box of tokens from token0 on. TMA fills rows outside a tensor at a third of its
+ * speed, so the last tile has a lower box. Its remaining rows in shared memory hold old values,
+ * which only reach sums that are not stored. */
 template <int NT> GK_HD int box_tokens(int m, int token0) {
     const int left = m - token0;
     return left >= NT ? NT : (left + 7) / 8 * 8;
 }
 
-/* The tokens, scales and zero points of the same stage. n0: the first row of the weight; a: the map
- * for token0's tile. */
+/* Copies the tokens, scales and zero points of the same stage. n0: first row of the weight. a:
+ * the map for token0's tile. */
 template <class F, class S, int ROWS, int TILES>
 __device__ __forceinline__ void
 produce_rest(const WeightOperands &w, const CUtensorMap *a, smem_addr stage_s, smem_addr side_s,
@@ -141,14 +141,14 @@ produce_rest(const WeightOperands &w, const CUtensorMap *a, smem_addr stage_s, s
 }
 
 /* ---- 2 scales and zero points in shared memory ----------------------------------------------- */
-/* The scale at at_s in float32. */
+/* Loads the scale at at_s as float32. */
 template <class F> __device__ __forceinline__ float load_scale(smem_addr at_s) {
     if constexpr (F::SCALE == GK_BF16)
         return __uint_as_float((uint32_t)ld_shared_16(at_s) << 16);
     else if constexpr (F::SCALE == GK_F16)
         return to_f32(__ushort_as_half(ld_shared_16(at_s)));
-    else if constexpr (F::SCALE == GK_E8M0) { /* code 0 is 2^-127, 255 NaN: both have the fraction's
-                                                 first bit */
+    else if constexpr (F::SCALE == GK_E8M0) { /* codes 0 (2^-127) and 255 (NaN) both need the first
+                                                 bit of the fraction */
         const uint32_t code = ld_shared_8(at_s);
         return __uint_as_float(code << 23 | (((code + 1) & 0xfe) == 0 ? 1u << 22 : 0));
     } else {
@@ -158,7 +158,7 @@ template <class F> __device__ __forceinline__ float load_scale(smem_addr at_s) {
     }
 }
 
-/* The scale at at_s as a number of T, twice in a word. */
+/* Loads the scale at at_s as type T, twice in a word. */
 template <class F> __device__ __forceinline__ uint32_t load_two_scales(smem_addr at_s) {
     if constexpr (F::SCALE_BYTES == 2) {
         return ld_shared_16(at_s) * 0x10001u;
@@ -177,15 +177,15 @@ template <class F> __device__ __forceinline__ uint32_t load_two_scales(smem_addr
     }
 }
 
-/* What NIBBLES subtract, twice in a word. */
+/* Loads the value that NIBBLES codes subtract, twice in a word. */
 template <class F> __device__ __forceinline__ uint32_t load_zero(smem_addr at_s) {
     return Two<typename F::T>::WHOLE + ld_shared_8(at_s) * 0x10001u;
 }
 
 /* ---- 3 NaN codes of e4m3 --------------------------------------------------------------------- */
-/* decode_e4m3_finite reads a NaN code as 480. A NaN makes its whole row of the result NaN, so it is
- * enough to collect which of a lane's two rows (bytes 0, 1 and bytes 2, 3 of a word) have one, and
- * to spoil their sums at the end. */
+/* decode_e4m3_finite reads a NaN code as 480. A NaN makes its whole row of the result NaN. So it
+ * is enough to record which of a lane's two rows (bytes 0, 1 and bytes 2, 3 of a word) contain a
+ * NaN, and to set their sums to NaN at the end. */
 template <class F> struct NanRows {
     static constexpr bool NEEDED = F::C == E4M3 && element<typename F::T>::dtype == GK_BF16;
     uint32_t seen = 0;
@@ -194,8 +194,8 @@ template <class F> struct NanRows {
 #pragma unroll
             for (int i = 0; i < F::WORDS; ++i) seen |= (words[i] & 0x7f7f7f7fu) + 0x01010101u;
     }
-    /* sum[4 j + e] is of row e / 2 */
-    template <int N> __device__ __forceinline__ void spoil(float (&sum)[N]) {
+    /* sum[4 j + e] belongs to row e / 2. */
+    template <int N> __device__ __forceinline__ void set_nan(float (&sum)[N]) {
         if constexpr (NEEDED) {
             seen |= __shfl_xor_sync(~0u, seen, 1);
             seen |= __shfl_xor_sync(~0u, seen, 2);
@@ -207,7 +207,7 @@ template <class F> struct NanRows {
     }
 };
 
-/* Step s of four of a tile: the fragment of 16 rows x 16 of k, without its scale. */
+/* Decodes step s of a tile's four: a fragment of 16 rows x 16 of k, without its scale. */
 template <class F>
 __device__ __forceinline__ void decode_fragment(uint32_t (&a)[4], const uint32_t *words, int s,
                                                 uint32_t whole, const uint32_t (&zero)[2]) {
@@ -232,7 +232,7 @@ template <class F> __device__ __forceinline__ void load_words(uint32_t *words, s
 }
 
 /* ---- 4 epilogue ------------------------------------------------------------------------------ */
-/* The usual result: no bias, activation or factor, and a's dtype. */
+/* True for the usual result: no bias, activation or global scale, and a's dtype. */
 inline bool is_plain(const Finish &f, gk_dtype a) {
     return !f.bias && !f.alpha && f.activation == GK_ACT_NONE && f.out_dtype == a;
 }
@@ -240,20 +240,21 @@ inline bool is_plain(const Finish &f, gk_dtype a) {
 /* ---- 5 host ---------------------------------------------------------------------------------- */
 inline int64_t weight_k(const gk_weight_gemm_args *g) { return g->a.shape[g->a.ndim - 1]; }
 
-/* Rows of [groups, N] that TMA can read. */
+/* True if TMA can read t, of shape [groups, N]. */
 inline bool weight_side_fits(const gk_tensor &t) {
     return t.stride[1] == 1 && (uintptr_t)t.data % 16 == 0 &&
            (t.shape[0] == 1 || gk_whole_chunks(t.dtype, t.stride[0]));
 }
 
-/* Whether form F is that of the call, and TMA and bulk copies can read the operands. */
+/* True if the call has form F, and TMA and bulk copies can read its operands. */
 template <class F> bool weight_form_serves(const gk_weight_gemm_args *g) {
     const int64_t m = weight_rows(g->a), n = g->n, k = weight_k(g), most = 1 << 30;
     if (g->a.dtype != element<typename F::T>::dtype || code_of(g->format) != F::C) return false;
     if (g->scale.dtype != F::SCALE || (g->zero != NULL) != F::ZERO) return false;
     if (m == 0 || n == 0 || k == 0 || m > most || n > most || k > most || k % GK_TILE) return false;
     const int log2 = gk_group_log2(k, g->scale.shape[0]);
-    /* TMA cannot write single rows of 64 zero points, so groups longer than 128 have none */
+    /* TMA cannot write a single row of 64 zero points (64 bytes), so groups longer than 128 have
+     * none. */
     if (F::GROUP == 128 ? log2 < 7 || (F::ZERO && log2 > 7) : log2 > 6 || 1 << log2 != F::GROUP)
         return false;
     if ((uintptr_t)g->packed.data % 16 || g->packed.stride[0] % 16) return false;

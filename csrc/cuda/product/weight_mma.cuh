@@ -1,25 +1,25 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_mma.cuh: weight_gemm of up to 16 tokens on Hopper, by mma.sync.
+/* weight_mma.cuh: weight_gemm for up to 16 tokens on Hopper, by mma.sync.
  *
  *   out^T [N, M] = sum over groups of k of scale (codes - zero) a^T
  *
- * The weight is the instruction's first operand: a packed tile holds the fragments of 64 rows, 16
- * rows a warp, and a lane decodes the 16 bytes that are its own. Tokens are the second operand, NT
- * of them, read by ldmatrix. mma.sync is faster than WGMMA here, whose first operand from registers
- * bounds it (8 and 16 tokens: 4 to 10 % slower, H200). A group's sum of exact codes meets the
- * group's scale in float32, so no weight is rounded.
+ * The weight is the instruction's first operand. A packed tile holds the fragments of 64 rows,
+ * 16 rows a warp, and a lane decodes its own 16 bytes. NT tokens are the second operand, read by
+ * ldmatrix. WGMMA is 4 to 10 % slower here (8 and 16 tokens, H200), because its first operand
+ * from registers bounds it. A group's sum of exact codes is multiplied by the group's scale in
+ * float32, so no weight is rounded.
  *
- * A cluster of two blocks takes 64 rows of the weight, one half of k each. A block has a producer
- * warp and two warpgroups that take the stages of its ring alternately; a stage is 256 or 512 of k.
- * The warpgroups' sums meet in shared memory; then each block sends half its sums to the other
- * block by st.async and finishes the other half. Clusters are persistent and take every so manieth
- * tile of 64 rows; the ring runs on over the ends of tiles.
+ * A cluster of two blocks takes 64 rows of the weight, half of k each. A block has a producer
+ * warp and two consumer warpgroups, which take the stages of its ring alternately. A stage is
+ * 256 to 1024 of k. The warpgroups add their sums in shared memory. Then each block sends half
+ * of its sums to the other block by st.async and finishes the other half. Clusters are
+ * persistent: each takes every gridDim.x / 2-th tile, and the ring is not drained between tiles.
  *
- * Two blocks fit an SM. The producer copies codes before griddepcontrol.wait: they are read-only
- * for every kernel that lets its successor start early (8.1 us instead of 8.6, 16 x 5120 x 5120,
- * H200).
+ * Two blocks fit an SM (OCC 2), or one with longer stages ("wide"). With OCC 2 and nibbles, the
+ * producer copies codes before griddepcontrol.wait. They are read-only for every kernel that
+ * lets its successor start early (8.1 us instead of 8.6, 16 x 5120 x 5120, H200).
  *
- * Workspace: none. Forms and operands that are refused: weight_form.cuh. */
+ * Workspace: none. Refused forms and operands: weight_form.cuh. */
 #ifndef GPUKERN_CUDA_PRODUCT_WEIGHT_MMA_CUH
 #define GPUKERN_CUDA_PRODUCT_WEIGHT_MMA_CUH
 
@@ -34,18 +34,17 @@ template <class F_, int NT_, int OCC_> struct WeightMma {
     typedef F_ F;
     static constexpr int NT = NT_, OCC = OCC_, ROWS = GK_TILE, WARPGROUPS = 2,
                          THREADS = 128 * WARPGROUPS + 32;
-    /* of a stage: 64 of k each */
+    /* Packed tiles of a stage, 64 of k each. */
     static constexpr int TILES = (NT == 8 && F::WORDS == 4 ? 16 : 8) / OCC;
     static constexpr int STAGES = NT == 16 && F::WORDS == 4 ? 6 : 4;
-    /* whether codes are copied before griddepcontrol.wait: gains where the ring of the next launch
-     * fits beside this one's (16 x 5120 x 5120: 8.5 us instead of 8.6); codes of 8 bits and e2m1
-     * lost up to 0.9 us */
+    /* True if codes are copied before griddepcontrol.wait. It helps if the next launch's ring
+     * fits beside this one's. 8-bit codes and e2m1 lost up to 0.9 us. */
     static constexpr bool EARLY = OCC == 2 && F::C == NIBBLES;
     static_assert(STAGES % WARPGROUPS == 0,
                   "a stage belongs to one warpgroup: its phases are one waiter's");
     typedef WeightStage90<F, ROWS, TILES, NT> Stage;
     static constexpr int SUMS = NT / 2; /* of a thread: 2 rows x NT / 4 tokens */
-    /* two chains of products, which would wait for each other in one */
+    /* Two chains of products; products of a single chain would wait for each other. */
     static constexpr bool DUAL = NT == 8;
     static constexpr int SIDE_AT = STAGES * Stage::BYTES;
     static constexpr int SUMS_AT = SIDE_AT + STAGES * Stage::SIDE;
@@ -64,8 +63,8 @@ struct WeightMmaParams {
 };
 
 /* ---- 1 a stage ------------------------------------------------------------------------------- */
-/* codes_s: this thread's in the stage's first tile; tokens_s: this lane's row of ldmatrix; side_s:
- * of this lane's row. */
+/* Multiplies a stage. codes_s: this thread's codes in the stage's first tile. tokens_s: this
+ * lane's row for ldmatrix. scales_s, zeros_s: of this lane's first row. */
 template <class K>
 __device__ __forceinline__ void
 multiply_stage(float (&sum)[K::SUMS], NanRows<typename K::F> &nan, uint32_t whole,
@@ -98,10 +97,10 @@ multiply_stage(float (&sum)[K::SUMS], NanRows<typename K::F> &nan, uint32_t whol
             }
             uint32_t a[4];
             decode_fragment<F>(a, words, s, whole, zero);
-            if constexpr (K::NT == 8) { /* b: of two steps */
+            if constexpr (K::NT == 8) { /* b holds two steps of 8 tokens */
                 if (s % 2 == 0) ldmatrix_x4(b[0], Tokens::along(tokens_s, 8 * tile + 2 * s));
                 mma_add<T>(part[s % CHAINS], a, b[0] + s % 2 * 2);
-            } else { /* b: of 16 tokens */
+            } else { /* b holds one step of 16 tokens */
 #pragma unroll
                 for (int j = 0; j < K::NT / 16; ++j) {
                     ldmatrix_x4(b[j], Tokens::along(tokens_s, 8 * tile + 2 * s) +
@@ -120,7 +119,7 @@ multiply_stage(float (&sum)[K::SUMS], NanRows<typename K::F> &nan, uint32_t whol
     }
 }
 
-/* ---- 2 the two sides ------------------------------------------------------------------------- */
+/* ---- 2 producer and consumers ---------------------------------------------------------------- */
 template <class K>
 __device__ __forceinline__ void produce_weight_mma(const WeightMmaParams &p,
                                                    tma_ring<K::STAGES> &ring, smem_addr smem_s,
@@ -164,7 +163,8 @@ consume_weight_mma(const WeightMmaParams &p, tma_ring<K::STAGES> &ring, smem_add
                    unsigned rank, int steps, int first, int stride) {
     typedef typename K::F F;
     typedef typename K::Stage S;
-    /* named barriers: sums are in shared memory; they have been read */
+    /* Named barriers. MEET: the second warpgroup's sums are in shared memory. FREE: they have
+     * been read. */
     constexpr int MEET = 1, FREE = 2;
     constexpr int SENT = K::SUMS / 2; /* sums of a thread that the other block finishes */
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warpgroup = warp / 4,
@@ -194,9 +194,9 @@ consume_weight_mma(const WeightMmaParams &p, tma_ring<K::STAGES> &ring, smem_add
             __syncwarp();
             if (lane == 0) mbarrier_arrive(ring.empty());
         }
-        nan.spoil(sum);
+        nan.set_nan(sum);
 
-        /* the second warpgroup's sums join the first's */
+        /* Add the second warpgroup's sums to the first's. */
         const smem_addr sums_s = smem_s + K::SUMS_AT + thread * 16;
         if (warpgroup == 1) {
             if (tile != first) bar_sync(FREE, 256);
@@ -213,11 +213,11 @@ consume_weight_mma(const WeightMmaParams &p, tma_ring<K::STAGES> &ring, smem_add
             sum[i] += ld_shared_f32(sums_s + i / 4 * 2048 + i % 4 * 4);
         if (tile + stride < p.tiles) bar_arrive(FREE, 256);
 
-        /* block `rank` finishes rows 8 rank + lane / 4 of each warp and sends the others */
+        /* Block `rank` finishes rows 8 rank + lane / 4 of each warp's 16 and sends the others. */
         const smem_addr mail_s = smem_s + K::MAIL_AT + thread * (SENT == 2 ? 8 : 16);
         if (threadIdx.x == 0) mbarrier_arrive_expect_tx(mail_full, 128 * SENT * 4);
         if (tile == first)
-            barrier_cluster_wait(); /* the other block has set up its barriers */
+            barrier_cluster_wait(); /* the other block has initialised its barriers */
         else
             mbarrier_wait(mail_empty, mail_parity ^ 1);
         const uint32_t there = mapa(mail_s, rank ^ 1), bar = mapa(mail_full, rank ^ 1);
@@ -264,7 +264,7 @@ consume_weight_mma(const WeightMmaParams &p, tma_ring<K::STAGES> &ring, smem_add
                 to[m * p.f.out_row] = from_f32<typename F::T>(x);
         }
     }
-    if (warpgroup == 0) /* the other block's last arrival: before this block leaves */
+    if (warpgroup == 0) /* wait for the other block's last arrival before this block exits */
         mbarrier_wait(mail_empty, mail_parity ^ 1);
     else
         barrier_cluster_wait();
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(K::THREADS, K::OCC)
         fence_mbarrier_init();
     }
     __syncthreads();
-    /* waited for before a block reaches into the other's shared memory, or leaves */
+    /* The matching wait comes before a block accesses the other's shared memory or exits. */
     barrier_cluster_arrive();
     griddepcontrol_launch_dependents();
     const int all = (p.w.cols + K::TILES - 1) / K::TILES, half = (all + 1) / 2;
@@ -311,8 +311,7 @@ bool plan_weight_mma(const gk_cuda_instance *instance, const gk_context *ctx, co
                      gk_plan *plan) {
     const gk_weight_gemm_args *g = (const gk_weight_gemm_args *)args;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    const int64_t m =
-        weight_rows(g->a); /* the box of tokens has a whole panel's rows: box_tokens */
+    const int64_t m = weight_rows(g->a);
     if (m > K::NT || m <= K::NT - 8 || !weight_form_serves<typename K::F>(g)) return false;
     if (gpu->smem_per_block < K::SMEM) return false;
     const int64_t tiles = gk_ceil_div(g->n, K::ROWS), clusters = weight_mma_clusters<K>(ctx, g->n);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_mma_4bit_sm90a: weight_gemm of int4, uint4, mxfp4 and nvfp4 and up to 16 tokens
- * (weight_mma.cuh). */
+/* weight_mma_4bit_sm90a: weight_gemm with int4, uint4, mxfp4 and nvfp4 weights for up to 16
+ * tokens (weight_mma.cuh). */
 #include "weight_mma.cuh"
 
 namespace {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_mma_8bit_sm90a: weight_gemm of int8 and e4m3 and up to 16 tokens (weight_mma.cuh). */
+/* weight_mma_8bit_sm90a: weight_gemm with int8 and e4m3 weights for up to 16 tokens
+ * (weight_mma.cuh). */
 #include "weight_mma.cuh"
 
 namespace {

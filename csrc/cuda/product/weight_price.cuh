@@ -1,28 +1,29 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_price.cuh: what a call of weight_gemm is expected to take on Hopper, in microseconds, and
- * which rows of a are better served by a decoded weight.
+/* weight_price.cuh: estimates the time of a weight_gemm call on Hopper, in microseconds, and
+ * says from how many rows of a on the weight is decoded first.
  *
  *   us = start + waves (each + k slope)
  *
- * Fitted on one H200 to bf16, int4, groups of 128: N, K 8192 squared, 5120 squared, 4096 squared,
- * 28672 x 4096, 4096 x
- * 14336. Errors are below 15 %; ratios between instances, which is what a plan asks for, are
- * better. Another device has other times but, of the same architecture, about the same order. */
+ * Fitted to bf16 with int4 and groups of 128 on one H200, for N x K of 8192 x 8192, 5120 x 5120,
+ * 4096 x 4096, 28672 x 4096 and 4096 x 14336. Errors are below 15 %. A plan only compares
+ * instances, and their ratios are more accurate. Other Hopper devices have other times but about
+ * the same order. */
 #ifndef GPUKERN_CUDA_PRODUCT_WEIGHT_PRICE_CUH
 #define GPUKERN_CUDA_PRODUCT_WEIGHT_PRICE_CUH
 
 #include "quant/weight_decode.cuh"
 
 enum {
-    /* Rows of a from which the weight is decoded once: 8192 x 8192, int4: 2048 rows take 375 us by
-     * WGMMA from packed codes and 410 decoded, 4096 rows 797 and 770 (H200) */
+    /* From this many rows of a on, the weight is decoded once. 8192 x 8192, int4, H200: 2048
+     * rows take 375 us from packed codes by WGMMA and 410 decoded; 4096 rows take 797 and 770. */
     WEIGHT_DECODED_ROWS = 3584,
-    /* The same for forms that have no Hopper kernel of their own: below, weight_gemm_sm80 re-reads
-     * the weight for each 32 rows of a */
+    /* The same for forms that have no Hopper kernel of their own: with fewer rows,
+     * weight_gemm_sm80 is used, which re-reads the weight for each 32 rows of a. */
     WEIGHT_GENERAL_ROWS = 65
 };
 
-/* By mma.sync: waves of clusters, each a tile of 64 rows of the weight. slope: of 4096 of k. */
+/* weight_gemm_mma_*. waves: of clusters, each with a tile of 64 weight rows. slope: us for 4096
+ * of k. */
 inline double weight_mma_us(int nt, int occ, Code code, int64_t waves, int64_t k) {
     static const struct {
         int nt, occ;
@@ -36,7 +37,8 @@ inline double weight_mma_us(int nt, int occ, Code code, int64_t waves, int64_t k
     return 0;
 }
 
-/* By WGMMA: blocks of one SM each, `splits` of a cluster share a tile's k. slope: of 64 of k. */
+/* weight_gemm_wgmma_*: one block an SM; `splits` blocks of a cluster share a tile's k. slope: us
+ * for 64 of k. */
 inline double weight_wgmma_us(int nt, int rt, Code code, int64_t tiles, int splits, int64_t k,
                               int num_sms) {
     static const struct {

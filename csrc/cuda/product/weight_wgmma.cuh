@@ -1,22 +1,24 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_wgmma.cuh: weight_gemm of more than 16 tokens on Hopper, by WGMMA.
+/* weight_wgmma.cuh: weight_gemm for more than 16 tokens on Hopper, by WGMMA.
  *
  *   out^T [N, M] = (scale (codes - zero)) a^T, each weight rounded to a's dtype
  *
  * The weight is WGMMA's first operand, from registers: a packed tile holds the fragments of 64
- * rows. Tokens are the second operand, NT of them, by TMA. A block has a producer warpgroup and two
- * that multiply; RT says how those share a stage:
+ * rows. NT tokens are the second operand, copied by TMA. A block has a producer warpgroup and
+ * two consumer warpgroups, which share a stage by RT:
  *
- *   RT 2   128 rows of the weight, 64 a warpgroup, all of the stage's k
- *   RT 1   64 rows of the weight, half of the stage's k a warpgroup
+ *   RT 2   128 rows of the weight; a warpgroup takes 64 rows and all of the stage's k
+ *   RT 1   64 rows of the weight; a warpgroup takes half of the stage's k
  *
- * A warpgroup keeps two sets of fragments: it decodes a tile while the one before is multiplied.
- * The warpgroups run free of each other; ordering them by named barriers gained nothing (H200).
- * A block computes one tile of rows x tokens. If tiles are few, a cluster of two blocks splits k.
- * The sums then pass through the shared memory of the ring, and each block stores its half of the
+ * A warpgroup keeps two sets of fragments: it decodes one tile while the previous one is
+ * multiplied. The warpgroups are not synchronised with each other; ordering them by named
+ * barriers gained nothing (H200).
+ *
+ * A block computes one tile of rows x tokens. If tiles are few, a cluster of two blocks splits
+ * k. The sums then go through the ring's shared memory, and each block stores half of the
  * tokens.
  *
- * Workspace: none. Forms and operands that are refused: weight_form.cuh. */
+ * Workspace: none. Refused forms and operands: weight_form.cuh. */
 #ifndef GPUKERN_CUDA_PRODUCT_WEIGHT_WGMMA_CUH
 #define GPUKERN_CUDA_PRODUCT_WEIGHT_WGMMA_CUH
 
@@ -32,16 +34,16 @@
 template <class F_, int NT_, int RT_> struct WeightWgmma {
     typedef F_ F;
     static constexpr int NT = NT_, RT = RT_, KW = 2 / RT, ROWS = RT * GK_TILE, THREADS = 384;
-    /* tiles of a stage along k, and of a warpgroup's */
+    /* Packed tiles of a stage along k, and of those a warpgroup's (EACH). */
     static constexpr int TILES = NT == 32 || (NT == 64 && RT == 1)       ? 4
                                  : NT == 256 && F::WORDS == 8 && RT == 2 ? 1
                                                                          : 2;
     static constexpr int EACH = TILES / KW;
     static_assert(EACH == 1 || EACH % 2 == 0, "two sets of fragments alternate");
-    /* Whether a tile's codes and scales are read before the wait for the products that free the
-     * fragments' registers. Hides their latency, but a stage is released later: 32 tokens 15.8
-     * instead of 16.4 us, 128 31.7 instead of 32.3, 64 23.2 instead of 22.1; RT 1, 32 and 64
-     * tokens, loses 5 to 8 % (8192 x 8192, H200). */
+    /* True if a tile's codes and scales are read before the wait that frees the fragments'
+     * registers. This hides their latency, but a stage is released later. Gains for 32 tokens
+     * (15.8 us instead of 16.4) and 128 (31.7 instead of 32.3). Loses for 64 (23.2 instead of
+     * 22.1), and 5 to 8 % with RT 1 and 32 or 64 tokens. (8192 x 8192, H200.) */
     static constexpr bool READ_FIRST = RT == 2 && NT != 64;
     typedef WeightStage90<F, ROWS, TILES, NT> Stage;
     static constexpr int LD = ROWS + 4; /* floats of a token's sums in shared memory */
@@ -56,9 +58,9 @@ template <class F_, int NT_, int RT_> struct WeightWgmma {
     static_assert(TILES % KW == 0 && STAGES >= 2, "what a stage is made of");
 };
 
-/* blocks of a cluster: clusters of 3 and 4 fill fewer SMs and gained nowhere */
-constexpr int TOKEN_TILES_TOGETHER =
-    8; /* that read the same rows of the weight from L2; not measured */
+/* Tiles of tokens scheduled together, which read the same weight rows from L2 (not measured). */
+constexpr int TOKEN_TILES_TOGETHER = 8;
+/* Blocks of a cluster. Clusters of 3 and 4 fill fewer SMs and gained nowhere. */
 constexpr int MOST_SPLITS = 2;
 
 struct WeightWgmma90Params {
@@ -66,7 +68,7 @@ struct WeightWgmma90Params {
     Finish f;
     TileOrder order;
     int m, n, tiles_m, tiles_n;
-    /* blocks of a cluster; stages of each, and how many blocks have one more */
+    /* splits: blocks of a cluster. steps: stages of each. more: blocks that take one more. */
     int splits, steps, more;
     bool vectors; /* rows of the result are whole chunks of 16 bytes */
     bool plain;   /* is_plain */
@@ -98,15 +100,15 @@ __device__ __forceinline__ void produce_weight_wgmma(const WeightWgmma90Params &
 }
 
 /* ---- 2 consumers ----------------------------------------------------------------------------- */
-/* A lane's codes of a tile, and what scales them. */
+/* A lane's codes of a tile, with their scales and zero points. */
 template <class K> struct WeightTile {
     typedef typename K::F F;
     typedef typename F::T T;
     static constexpr int GROUPS = F::GROUP < 64 ? 64 / F::GROUP : 1;
     uint32_t words[F::WORDS], scale[GROUPS][2], zero[GROUPS][2];
 
-    /* scales_s, zeros_s: of this lane's first row in the stage's first group; k0: of the tile in
-     * the stage */
+    /* scales_s, zeros_s: of this lane's first row in the stage's first group. k0: offset of the
+     * tile in the stage. */
     __device__ __forceinline__ void load(smem_addr codes_s, smem_addr scales_s, smem_addr zeros_s,
                                          int k0) {
 #pragma unroll
@@ -130,9 +132,9 @@ template <class K> struct WeightTile {
     }
 };
 
-/* No instruction: the compiler may neither move nor reuse the registers of fragments while products
- * read them. */
-__device__ __forceinline__ void hold_fragments(uint32_t (&a)[4][4]) {
+/* Emits no instruction. It keeps the compiler from moving or reusing the fragments' registers
+ * while WGMMA reads them. */
+__device__ __forceinline__ void pin_fragments(uint32_t (&a)[4][4]) {
 #pragma unroll
     for (int s = 0; s < 4; ++s)
 #pragma unroll
@@ -146,20 +148,20 @@ consume_weight_wgmma(const WeightWgmma90Params &p, tma_ring<K::STAGES> &ring, sm
     typedef typename K::F F;
     typedef typename K::Stage S;
     const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32, thread = threadIdx.x % 128;
-    /* of rows; of k */
+    /* part: index of this warpgroup's 64 rows. share: index of its half of k. */
     const int part = K::RT == 2 ? warpgroup : 0, share = K::RT == 2 ? 0 : warpgroup;
     const int row = part * 64 + thread / 32 * 16 + lane / 4;
     const smem_addr codes_at =
         S::CODES_AT + (part * K::TILES + share * K::EACH) * F::TILE_BYTES + thread * 16;
     NanRows<F> nan;
     uint32_t a[2][4][4];
-    /* the empty barriers of the stages that the last two tiles ended, or 0 */
+    /* The empty barriers of stages that the last two tiles completed, or 0. */
     smem_addr before = 0, last = 0;
 #pragma unroll
     for (int i = 0; i < K::NT / 2; ++i) sum[i] = 0;
     wgmma_pin(sum);
-    /* Tile `tile` of this warpgroup's in the stage, by a set of fragments that the product before
-     * the last read. */
+    /* Multiplies this warpgroup's tile `tile` of the stage. `set`: fragments that the product
+     * before the last one read. */
     const auto multiply = [&](uint32_t (&set)[4][4], int tile) {
         WeightTile<K> next;
         const int k0 = (share * K::EACH + tile) * GK_TILE;
@@ -172,7 +174,7 @@ consume_weight_wgmma(const WeightWgmma90Params &p, tma_ring<K::STAGES> &ring, sm
         };
         if (K::READ_FIRST) load();
         wgmma_wait_group<1>();
-        hold_fragments(set);
+        pin_fragments(set);
         if (before && lane == 0) mbarrier_arrive(before);
         before = last;
         if (!K::READ_FIRST) load();
@@ -182,7 +184,7 @@ consume_weight_wgmma(const WeightWgmma90Params &p, tma_ring<K::STAGES> &ring, sm
         next.decode(set, p.w.whole);
         const uint64_t tokens = wgmma_descriptor_add(
             wgmma_descriptor(stage_s, 16, WGMMA_BLOCK_BYTES), k0 / GK_TILE * panel_bytes);
-        hold_fragments(set);
+        pin_fragments(set);
         wgmma_pin(sum);
         wgmma_fence();
 #pragma unroll
@@ -205,14 +207,14 @@ consume_weight_wgmma(const WeightWgmma90Params &p, tma_ring<K::STAGES> &ring, sm
             for (int tile = 0; tile < K::EACH; ++tile) multiply(a[tile % 2], tile);
     }
     wgmma_wait_group<0>();
-    hold_fragments(a[0]);
-    hold_fragments(a[1]);
+    pin_fragments(a[0]);
+    pin_fragments(a[1]);
     wgmma_pin(sum);
-    nan.spoil(sum);
+    nan.set_nan(sum);
 }
 
 /* ---- 3 epilogue ------------------------------------------------------------------------------ */
-/* Eight neighbours of a token's row. */
+/* Stores eight neighbours of a token's row. */
 template <class T>
 __device__ __forceinline__ void store_eight(const WeightWgmma90Params &p, int token, int col,
                                             float (&v)[8], const float (&bias)[8], float alpha) {
@@ -243,9 +245,9 @@ __device__ __forceinline__ void store_eight(const WeightWgmma90Params &p, int to
     }
 }
 
-/* The warpgroups' sums in this block's shared memory, [k share][token][row]. */
+/* Writes the warpgroups' sums to this block's shared memory, [share of k][token][row]. */
 template <class K>
-__device__ __forceinline__ void leave_sums(smem_addr smem_s, const float (&sum)[K::NT / 2]) {
+__device__ __forceinline__ void stage_sums(smem_addr smem_s, const float (&sum)[K::NT / 2]) {
     const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int part = K::RT == 2 ? warpgroup : 0, share = K::RT == 2 ? 0 : warpgroup;
 #pragma unroll
@@ -334,13 +336,13 @@ __global__ void __launch_bounds__(K::THREADS, 1)
         float sum[K::NT / 2];
         consume_weight_wgmma<K>(p, ring, smem_s, sum,
                                 box_tokens<K::NT>(p.m, at.row * K::NT) * WGMMA_ROW_BYTES, steps);
-        bar_sync(1, 256); /* nobody reads the stages any more */
-        leave_sums<K>(smem_s, sum);
+        bar_sync(1, 256); /* both warpgroups have finished reading the stages */
+        stage_sums<K>(smem_s, sum);
         if (p.splits > 1) {
             barrier_cluster_ordered();
             store_sums<K>(p, smem_s, at, rank);
             __syncwarp();
-            barrier_cluster_ordered(); /* the other block has read this one's sums */
+            barrier_cluster_ordered(); /* the other block has read this block's sums */
         } else {
             bar_sync(1, 256);
             store_sums<K>(p, smem_s, at, rank);

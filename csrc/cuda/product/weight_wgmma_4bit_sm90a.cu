@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_wgmma_4bit_sm90a: weight_gemm of int4, uint4, mxfp4 and nvfp4 and more than 16 tokens
- * (weight_wgmma.cuh). */
+/* weight_wgmma_4bit_sm90a: weight_gemm with int4, uint4, mxfp4 and nvfp4 weights for more than
+ * 16 tokens (weight_wgmma.cuh). */
 #include "weight_wgmma.cuh"
 
 namespace {

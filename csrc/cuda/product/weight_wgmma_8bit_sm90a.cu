@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_wgmma_8bit_sm90a: weight_gemm of int8 and e4m3 and more than 16 tokens (weight_wgmma.cuh). */
+/* weight_wgmma_8bit_sm90a: weight_gemm with int8 and e4m3 weights for more than 16 tokens
+ * (weight_wgmma.cuh). */
 #include "weight_wgmma.cuh"
 
 namespace {

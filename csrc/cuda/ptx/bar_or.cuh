@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// bar_or: a barrier of some of a block's warps that also tells whether anything holds in any of
-// them. Checked against PTX ISA 9.0.
+// bar_or: a barrier of some of a block's warps that also returns the OR of a condition over all
+// of their threads. Checked against PTX ISA 9.0.
 #ifndef GPUKERN_PTX_BAR_OR_CUH
 #define GPUKERN_PTX_BAR_OR_CUH
 
-// bar.red.or.pred p, a, b, c; sm_20. bar_sync of whole warps; the same answer for all of them:
-// whether `holds` is not 0 in any thread.
+// bar.red.or.pred p, a, b, c; sm_20. A bar_sync of whole warps. Returns, in every thread,
+// whether `holds` is non-zero in any thread.
 static __device__ __forceinline__ bool bar_or(int id, int threads, int holds) {
     int any;
     asm volatile("{\n\t.reg .pred p, q;\n\tsetp.ne.b32 p, %3, 0;\n\t"

@@ -6,11 +6,11 @@
 
 #include "smem.cuh"
 
-// cp.async.bulk, shared::cta to shared::cluster: `bytes`, a multiple of 16 as all addresses are,
-// count at the barrier, which lies in the same block as the destination; both are addresses of
-// mapa. What other threads stored at src_s must be behind fence_proxy_async and a barrier. One
-// thread. The source may be overwritten, and its block leave, once the other block has seen the
-// barrier's phase.
+// cp.async.bulk, shared::cta to shared::cluster. Copies `bytes`, which count at the barrier.
+// `bytes` and all addresses are multiples of 16. The barrier lies in the same block as the
+// destination; both are addresses from mapa. What other threads stored at src_s must precede a
+// fence_proxy_async and a barrier. One thread. Once the other block has seen the barrier's
+// phase, the source may be overwritten and its block may exit.
 static __device__ __forceinline__ void bulk_copy_cluster(uint32_t dst, smem_addr src_s,
                                                          unsigned bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], "

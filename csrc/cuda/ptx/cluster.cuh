@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// cluster: blocks that run side by side and reach each other's shared memory; registers moved
-// between warpgroups. Checked against PTX ISA 9.0; sm_90, setmaxnreg sm_90a.
+// cluster: blocks that run on neighbouring SMs and access each other's shared memory; and
+// setmaxnreg, which moves registers between warpgroups. Checked against PTX ISA 9.0; sm_90,
+// setmaxnreg sm_90a.
 #ifndef GPUKERN_PTX_CLUSTER_CUH
 #define GPUKERN_PTX_CLUSTER_CUH
 
 #include <stdint.h>
 
-// %cluster_ctarank: this block's number in its cluster.
+// %cluster_ctarank: this block's index in its cluster.
 static __device__ __forceinline__ unsigned cluster_ctarank() {
     uint32_t rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
 
-// barrier.cluster.arrive.relaxed and .wait: all threads of all blocks of the cluster have come.
-// Releases nothing: what others must see before it needs a fence of its own.
+// barrier.cluster.arrive.relaxed and .wait: waits until all threads of the cluster have arrived.
+// It does not order memory: what others must see needs a fence of its own before.
 static __device__ __forceinline__ void barrier_cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -28,16 +29,16 @@ static __device__ __forceinline__ void barrier_cluster() {
     barrier_cluster_wait();
 }
 
-// mapa: the address in block `rank` of the cluster of what lies at at_s here.
+// mapa: the address that corresponds to at_s in block `rank` of the cluster.
 static __device__ __forceinline__ uint32_t mapa(uint32_t at_s, unsigned rank) {
     uint32_t there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at_s), "r"(rank));
     return there;
 }
 
-// st.async.v4.f32: 16 bytes to an address of mapa, counted at the barrier, which lies in the same
-// block of the cluster or more (in one alone it is an illegal instruction). Who waits for the
-// barrier's phase sees them.
+// st.async.v4.f32: stores 16 bytes at an address from mapa. The bytes count at the barrier,
+// which must lie in the same block as the destination. Whoever waits for the barrier's phase
+// sees them. Without a cluster, or in a cluster of one block, it is an illegal instruction.
 static __device__ __forceinline__ void st_async_128(uint32_t at, float a, float b, float c, float d,
                                                     uint32_t barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, "
@@ -46,8 +47,9 @@ static __device__ __forceinline__ void st_async_128(uint32_t at, float a, float 
                  : "memory");
 }
 
-// setmaxnreg: this warpgroup's registers a thread from here on, a multiple of 8 in 24 .. 256. All
-// its warps; inc waits until others have given enough back. Needs a kernel with launch bounds.
+// setmaxnreg: sets this warpgroup's registers a thread from here on, a multiple of 8 from 24 to
+// 256. All of its warps execute it. inc waits until other warpgroups have released enough. Needs
+// a kernel with launch bounds.
 template <int REGISTERS> static __device__ __forceinline__ void setmaxnreg_inc() {
     static_assert(REGISTERS % 8 == 0 && REGISTERS >= 24 && REGISTERS <= 256,
                   "what setmaxnreg takes");

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// cluster_reads: blocks of a cluster read what others left in their shared memory. Checked against
-// PTX ISA 9.0; sm_90.
+// cluster_reads: reads of other blocks' shared memory in a cluster, and the barrier that orders
+// them. Checked against PTX ISA 9.0; sm_90.
 #ifndef GPUKERN_PTX_CLUSTER_READS_CUH
 #define GPUKERN_PTX_CLUSTER_READS_CUH
 
 #include <stdint.h>
 
-// barrier.cluster.arrive.release and .wait.acquire: all threads of all blocks of the cluster have
-// come, and see what each stored to shared memory before.
+// barrier.cluster.arrive.release and .wait.acquire: waits until all threads of the cluster have
+// arrived. They then see what each stored to shared memory before.
 static __device__ __forceinline__ void barrier_cluster_ordered() {
     asm volatile(
         "barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::
             : "memory");
 }
 
-// ld.shared::cluster.v4.u32: 16 bytes at an address of mapa.
+// ld.shared::cluster.v4.u32: loads 16 bytes at an address from mapa.
 static __device__ __forceinline__ uint4 ld_cluster_128(uint32_t at) {
     uint4 v;
     asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// cp_async: copies from global to shared memory that run beside the threads. Checked against PTX
-// ISA 9.0; sm_80.
+// cp_async: asynchronous copies from global to shared memory. Checked against PTX ISA 9.0;
+// sm_80.
 //
-// A copy is visible to the thread that issued it after its wait_group, to other threads after a
-// barrier that follows that wait. Any thread may issue; both addresses are multiples of the width.
+// The thread that issued a copy sees it after its wait_group, other threads after a barrier that
+// follows that wait. Any thread may issue. Both addresses are multiples of the width.
 #ifndef GPUKERN_PTX_CP_ASYNC_CUH
 #define GPUKERN_PTX_CP_ASYNC_CUH
 
 #include "smem.cuh"
 
-// cp.async.cg, 16 bytes, cached in L2 only. The first src_bytes (0 to 16) are read, the rest is
-// written as zeros; with 0 nothing is read and src may point anywhere.
+// cp.async.cg, 16 bytes, cached in L2 only. Reads the first src_bytes (0 to 16) and writes zeros
+// for the rest. With 0, nothing is read and src may point anywhere.
 static __device__ __forceinline__ void cp_async_cg_16(smem_addr dst_s, const void *src_g,
                                                       int src_bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst_s),
@@ -39,7 +39,7 @@ static __device__ __forceinline__ void cp_async_cg_16_l2_128b(smem_addr dst_s, c
                  : "memory");
 }
 
-// cp.async.ca, BYTES = 4, 8 or 16, cached in L1 too. Zeros after src_bytes, as above.
+// cp.async.ca, BYTES = 4, 8 or 16, cached in L1 too. Writes zeros after src_bytes, as above.
 template <int BYTES>
 static __device__ __forceinline__ void cp_async_ca(smem_addr dst_s, const void *src_g,
                                                    int src_bytes = BYTES) {
@@ -49,14 +49,13 @@ static __device__ __forceinline__ void cp_async_ca(smem_addr dst_s, const void *
                  : "memory");
 }
 
-// cp.async.commit_group: this thread's copies since its last commit become one group, an empty one
-// if there are none.
+// cp.async.commit_group: this thread's copies since its last commit form a group, which may be
+// empty.
 static __device__ __forceinline__ void cp_async_commit_group() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// cp.async.wait_group: waits until at most PENDING of this thread's newest groups are still under
-// way.
+// cp.async.wait_group: waits until at most PENDING of this thread's newest groups are in flight.
 template <int PENDING> static __device__ __forceinline__ void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* cvt_fp8.cuh: two floats to two 8-bit floats, to nearest even, saturated; from sm_89 on. `lo` in
- * the low byte. */
+/* cvt_fp8.cuh: rounds two floats to two 8-bit floats, to nearest even with saturation; from
+ * sm_89 on. `lo` goes to the low byte. */
 #ifndef GPUKERN_CUDA_PTX_CVT_FP8_CUH
 #define GPUKERN_CUDA_PTX_CVT_FP8_CUH
 

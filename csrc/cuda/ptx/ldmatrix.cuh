@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// ldmatrix: 8x8 matrices of 16-bit elements from shared memory into fragments. Checked against PTX
-// ISA 9.0; sm_75.
+// ldmatrix: loads 8x8 matrices of 16-bit elements from shared memory into fragments. Checked
+// against PTX ISA 9.0; sm_75.
 //
-// All 32 lanes execute it together (.sync). A matrix is 8 rows of 16 bytes; lanes 8i .. 8i+7 give
-// the addresses of the rows of matrix i, each a multiple of 16 (with x1 and x2 the other lanes'
-// addresses count for nothing). r[i] receives two neighbours of a row of matrix i, with _trans of a
-// column: layout/atoms.cuh, ldmatrix_element. Sees what other threads stored before the last
-// barrier.
+// All 32 lanes execute it together (.sync). A matrix is 8 rows of 16 bytes. Lanes 8i to 8i + 7
+// give the addresses of the rows of matrix i, each a multiple of 16; with x1 and x2 the other
+// lanes' addresses are ignored. r[i] receives two neighbours of a row of matrix i, or with
+// _trans of a column (ldmatrix_element in layout/atoms.cuh). It sees what other threads stored
+// before the last barrier.
 #ifndef GPUKERN_PTX_LDMATRIX_CUH
 #define GPUKERN_PTX_LDMATRIX_CUH
 

@@ -1,37 +1,36 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// mbarrier: barriers in shared memory that count arrivals and the bytes of copies. Checked against
-// PTX ISA 9.0; sm_90.
+// mbarrier: barriers in shared memory that count arrivals and the bytes of copies. Checked
+// against PTX ISA 9.0; sm_90.
 //
 // A barrier is 8 bytes, aligned to 8. A phase ends when `count` arrivals have come and as many
-// bytes as they announced; the barrier then waits for the next phase, of the same count. A waiter
-// names the parity of the phase that it waits for: 0 for the first, 1 for the second, and so on
-// alternately.
+// bytes as they announced. The next phase has the same count. A waiter names the parity of the
+// phase that it waits for: 0 for the first, 1 for the second, and so on alternately.
 #ifndef GPUKERN_PTX_MBARRIER_CUH
 #define GPUKERN_PTX_MBARRIER_CUH
 
 #include "smem.cuh"
 
-// mbarrier.init: one thread, before any other use; others see it after fence_mbarrier_init and a
+// mbarrier.init: one thread, before any other use. Others see it after fence_mbarrier_init and a
 // barrier.
 static __device__ __forceinline__ void mbarrier_init(smem_addr barrier_s, unsigned count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier_s), "r"(count) : "memory");
 }
 
-// fence.mbarrier_init.release.cluster: the inits before it come first for copies and for the other
-// blocks of the cluster, once those have passed the cluster's barrier.
+// fence.mbarrier_init.release.cluster: makes the inits before it visible to copies, and to the
+// other blocks of the cluster once they have passed the cluster's barrier.
 static __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// mbarrier.arrive: one arrival. What the thread did before is seen by who waits for the phase.
+// mbarrier.arrive: one arrival. Whoever waits for the phase sees what this thread did before.
 static __device__ __forceinline__ void mbarrier_arrive(smem_addr barrier_s) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier_s) : "memory");
 }
 
-// mapa and a remote mbarrier.arrive: one arrival at the barrier at the same address of block `rank`
-// of the cluster, which may be this one. Tells that reads are over: shared memory serves a thread's
-// accesses in order, so its loads come first. .release.cluster would say so formally, and wait for
-// the thread's writes to global memory too (0.6 us).
+// mapa and a remote mbarrier.arrive: one arrival at the barrier at the same address in block
+// `rank` of the cluster, which may be this block. It signals that this thread's reads of shared
+// memory are over: shared memory serves a thread's accesses in order. .release.cluster would
+// state that formally, but it would also wait for the thread's writes to global memory (0.6 us).
 static __device__ __forceinline__ void mbarrier_arrive_cluster(smem_addr barrier_s, unsigned rank) {
     asm volatile("{\n\t"
                  ".reg .b32 there;\n\t"
@@ -42,7 +41,7 @@ static __device__ __forceinline__ void mbarrier_arrive_cluster(smem_addr barrier
                  : "memory");
 }
 
-// mbarrier.arrive.expect_tx: one arrival, and the phase ends only when `bytes` more have been
+// mbarrier.arrive.expect_tx: one arrival. The phase ends only after `bytes` more have been
 // copied.
 static __device__ __forceinline__ void mbarrier_arrive_expect_tx(smem_addr barrier_s,
                                                                  unsigned bytes) {
@@ -51,8 +50,8 @@ static __device__ __forceinline__ void mbarrier_arrive_expect_tx(smem_addr barri
                  : "memory");
 }
 
-// mbarrier.try_wait.parity: sleeps up to a time that the machine sets; true when the phase of this
-// parity has ended.
+// mbarrier.try_wait.parity: returns true if the phase of this parity has ended; otherwise it
+// sleeps for up to a time that the hardware sets.
 static __device__ __forceinline__ bool mbarrier_try_wait_parity(smem_addr barrier_s,
                                                                 unsigned parity) {
     uint32_t ended;

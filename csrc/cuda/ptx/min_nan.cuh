@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// min_nan: the smaller of two floats. Any thread; checked against PTX ISA 9.0.
+// min_nan: the smaller of two floats. Any thread. Checked against PTX ISA 9.0.
 #ifndef GPUKERN_PTX_MIN_NAN_CUH
 #define GPUKERN_PTX_MIN_NAN_CUH
 

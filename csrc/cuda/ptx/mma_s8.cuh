@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// mma_s8: c += a b on the tensor cores of 8-bit integers, int32 sums that wrap. Checked against PTX
-// ISA 9.0; sm_80.
+// mma_s8: c += a b on the tensor cores for 8-bit integers, with int32 sums that wrap. Checked
+// against PTX ISA 9.0; sm_80.
 //
-// As mma.cuh, whose fragments of 16 x 16 elements of 16 bits are these of 16 x 32 bytes: a register
-// holds four bytes side by side along k, so that ldmatrix serves both.
+// A fragment of 16 x 32 bytes has the layout of mma.cuh's 16 x 16 elements of 16 bits. A
+// register holds four consecutive bytes along k, so ldmatrix serves both.
 #ifndef GPUKERN_PTX_MMA_S8_CUH
 #define GPUKERN_PTX_MMA_S8_CUH
 

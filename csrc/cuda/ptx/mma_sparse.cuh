@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// mma_sparse: c += a b on the tensor cores, of an a with two non-zeros of each four along k.
-// Checked against PTX ISA 9.0; sm_80.
+// mma_sparse: c += a b on the tensor cores, where a has two non-zeros in every four elements
+// along k. Checked against PTX ISA 9.0; sm_80.
 //
-// a is the fragment of the values alone, as mma.cuh has it of half of k (16 x 16 of 16 bits, 16 x
-// 32 bytes); b is two fragments of 8 columns one behind the other along k. meta says where the
-// values stand, two numbers of 2 bits for each four, the lower first, from the lowest bits on, each
-// pair in order:
-//   16 bits   SELECT 0: lanes 0 and 1 of each quad, 1: lanes 2 and 3. Lane 2 SELECT + i of quad q has 16 k from 16 i on, of row q in
-//             its low half, of row q + 8 in its high half.
-//   8 bits    Lane i of quad q has 32 k from 32 (i / 2) on of row q + 8 (i % 2).
+// a is a fragment of the values only, in the layout of mma.cuh for half of k (16 x 16 of 16
+// bits, 16 x 32 bytes). b is two consecutive fragments along k, of 8 columns. meta gives the
+// values' positions: two numbers of 2 bits for every four elements, in increasing order, from
+// the lowest bits on.
+//   16 bits   SELECT 0 uses lanes 0 and 1 of each quad, SELECT 1 lanes 2 and 3. Lane 2 SELECT + i
+//             of quad q holds 16 of k from 16 i on: row q in its low half, and row q + 8 in its
+//             high half.
+//   8 bits    Lane i of quad q holds 32 of k from 32 (i / 2) on of row q + 8 (i % 2).
 #ifndef GPUKERN_PTX_MMA_SPARSE_CUH
 #define GPUKERN_PTX_MMA_SPARSE_CUH
 

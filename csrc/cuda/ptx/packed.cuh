@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// packed: instructions that products of packed weights alone use. Checked against PTX ISA 9.0;
-// sm_90, wgmma sm_90a.
+// packed: instructions that only the products of packed weights use. Checked against PTX ISA
+// 9.0; sm_90, wgmma sm_90a.
 #ifndef GPUKERN_PTX_PACKED_CUH
 #define GPUKERN_PTX_PACKED_CUH
 
@@ -8,7 +8,7 @@
 #include "smem.cuh"
 #include "wgmma.cuh"
 
-// bulk_load (tma.cuh) with a policy of L2.
+// bulk_load (tma.cuh) with an L2 policy.
 static __device__ __forceinline__ void bulk_load_by(smem_addr dst_s, const void *src_g,
                                                     unsigned bytes, smem_addr barrier_s,
                                                     uint64_t policy) {
@@ -25,14 +25,15 @@ static __device__ __forceinline__ uint32_t ld_shared_8(smem_addr at_s) {
     return x;
 }
 
-// %clusterid.x: this block's cluster in the grid; in a launch without clusters the block's number.
+// %clusterid.x: the index of this block's cluster in the grid; in a launch without clusters, the
+// block's index.
 static __device__ __forceinline__ unsigned clusterid_x() {
     uint32_t id;
     asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(id));
     return id;
 }
 
-// st.async.v2.f32: as st_async_128 (cluster.cuh), 8 bytes.
+// st.async.v2.f32: as st_async_128 (cluster.cuh), with 8 bytes.
 static __device__ __forceinline__ void st_async_64(uint32_t at, float a, float b,
                                                    uint32_t barrier) {
     asm volatile(
@@ -42,7 +43,7 @@ static __device__ __forceinline__ void st_async_64(uint32_t at, float a, float b
         : "memory");
 }
 
-// ld.shared::cluster.v4.f32: 16 bytes at an address of mapa.
+// ld.shared::cluster.v4.f32: loads 16 bytes at an address from mapa.
 static __device__ __forceinline__ float4 ld_cluster_f32x4(uint32_t at) {
     float4 v;
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -52,7 +53,7 @@ static __device__ __forceinline__ float4 ld_cluster_f32x4(uint32_t at) {
     return v;
 }
 
-// wgmma_rs (wgmma.cuh) of K-major b, and of 32 columns.
+// wgmma_rs (wgmma.cuh) for a K-major b and 32 columns.
 template <class T> struct wgmma_rs_32;
 #define GK_RS_32(T, TYPE)                                                                   \
     template <> struct wgmma_rs_32<T> {                                                     \
@@ -73,7 +74,7 @@ GK_RS_32(__nv_bfloat16, "bf16")
 GK_RS_32(__half, "f16")
 #undef GK_RS_32
 
-// d += a b, of which b lies [n][k].
+// d += a b, where b lies [n][k].
 template <class T, int N>
 static __device__ __forceinline__ void wgmma_rs_add(float (&d)[N / 2], const uint32_t *a,
                                                     uint64_t b) {

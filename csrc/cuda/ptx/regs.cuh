@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// regs: arithmetic and conversions that C has no name for, and global loads and stores with cache
-// hints. Any thread; checked against PTX ISA 9.0. What is not volatile reads and writes registers
-// only.
+// regs: arithmetic and conversions that C has no name for, and global loads and stores with
+// cache hints. Any thread. Checked against PTX ISA 9.0. Functions that are not volatile use
+// registers only.
 #ifndef GPUKERN_PTX_REGS_CUH
 #define GPUKERN_PTX_REGS_CUH
 
 #include <stdint.h>
 
-// ex2.approx.ftz.f32, sm_20: 2^x, relative error 2^-22.5; 2^-inf is 0, subnormal results are 0.
+// ex2.approx.ftz.f32, sm_20: 2^x, relative error 2^-22.5. 2^-inf is 0; subnormal results are 0.
 static __device__ __forceinline__ float ex2_approx_ftz(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -28,22 +28,22 @@ static __device__ __forceinline__ float rcp_approx_ftz(float x) {
     return y;
 }
 
-// max.NaN.f32, sm_80: a NaN where one of the two is.
+// max.NaN.f32, sm_80: NaN if one of the two is NaN.
 static __device__ __forceinline__ float max_nan(float a, float b) {
     float y;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
     return y;
 }
 
-// tanh.approx.f32, sm_75: relative error 2^-11, enough for a result that is rounded to 16 bits and
-// no more.
+// tanh.approx.f32, sm_75: relative error 2^-11, which only suffices for results of 16 bits.
 static __device__ __forceinline__ float tanh_approx(float x) {
     float y;
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// cvt.rn.bf16x2.f32 and cvt.rn.f16x2.f32, sm_80: two floats to nearest even, lo in the low half.
+// cvt.rn.bf16x2.f32 and cvt.rn.f16x2.f32, sm_80: two floats to nearest even; lo goes to the low
+// half.
 static __device__ __forceinline__ uint32_t cvt_rn_bf16x2(float lo, float hi) {
     uint32_t y;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
@@ -63,30 +63,31 @@ static __device__ __forceinline__ uint32_t cvt_rna_tf32(float x) {
     return y;
 }
 
-// prmt.b32, sm_20: byte i of the result is byte (selector >> 4i) & 7 of the eight bytes b:a (a is
-// bytes 0 to 3).
+// prmt.b32, sm_20: byte i of the result is byte (selector >> 4i) & 7 of the eight bytes b:a (a
+// is bytes 0 to 3).
 static __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
     uint32_t y;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(selector));
     return y;
 }
 
-// mov.u32 of %tid.x, sm_20. Volatile: read where it stands, for code that is seldom run beside a
-// loop that has no register left to carry it through.
+// mov.u32 of %tid.x, sm_20. Volatile, so that it is read in place. For code that runs rarely
+// beside a loop that has no register left to keep the value.
 static __device__ __forceinline__ uint32_t mov_tid_x() {
     uint32_t x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
     return x;
 }
 
-// No instruction: what computes or loads x stands before this, not where x is first used.
+// Emits no instruction. It forces x to be computed or loaded before this point, not where it is
+// first used.
 static __device__ __forceinline__ void have(int x) { asm volatile("" ::"r"(x) : "memory"); }
 static __device__ __forceinline__ void have(int64_t x) { asm volatile("" ::"l"(x) : "memory"); }
 static __device__ __forceinline__ void have(double x) { asm volatile("" ::"d"(x) : "memory"); }
 static __device__ __forceinline__ void have(const void *x) { asm volatile("" ::"l"(x) : "memory"); }
 
-// red.relaxed.gpu.global.add.v4.f32, sm_90: four additions to memory, in no order. The address is a
-// multiple of 16. at: a global address; BYTES on from it.
+// red.relaxed.gpu.global.add.v4.f32, sm_90: four atomic additions, in undefined order, BYTES
+// after `at`. at: a global address; the sum is a multiple of 16.
 template <int BYTES>
 static __device__ __forceinline__ void red_add_128(uint64_t at, float a, float b, float c,
                                                    float d) {
@@ -97,15 +98,15 @@ static __device__ __forceinline__ void red_add_128(uint64_t at, float a, float b
 
 // ---- global memory, 16 bytes; the address is a multiple of 16 -----------------------------------
 
-// ld.global.u8 of which nothing is used: its sector comes into L1, and nothing waits for it.
-static __device__ __forceinline__ void touch_global(const void *p_g) {
+// ld.global.u8 whose value is not used: it brings the sector into L1, and nothing waits for it.
+static __device__ __forceinline__ void prefetch_l1(const void *p_g) {
     asm volatile(
         "{\n\t.reg .u8 x;\n\tld.global.u8 x, [%0];\n\t}" ::"l"(__cvta_generic_to_global(p_g))
         : "memory");
 }
 
-// ld.global.v4.u32 where `really`, else zeros. Volatile: loads that follow each other are all under
-// way before the first is used.
+// ld.global.v4.u32 if `really`, else zeros. Volatile, so that consecutive loads are all issued
+// before the first value is used.
 static __device__ __forceinline__ uint4 ld_global_if_128(const void *p_g, bool really) {
     uint4 v;
     asm volatile("{\n\t"
@@ -123,8 +124,8 @@ static __device__ __forceinline__ uint4 ld_global_if_128(const void *p_g, bool r
     return v;
 }
 
-// ld.global.nc.L1::no_allocate.v4.u32, sm_70 (the hint): data that nobody writes while the kernel
-// runs and that is read once. Ordered after nothing.
+// ld.global.nc.L1::no_allocate.v4.u32, sm_70 (the hint): for data that is read once and that
+// nobody writes while the kernel runs. Not ordered with other accesses.
 static __device__ __forceinline__ uint4 ld_global_nc_no_allocate_128(const void *p_g) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -134,7 +135,7 @@ static __device__ __forceinline__ uint4 ld_global_nc_no_allocate_128(const void 
     return v;
 }
 
-// The same with L2::256B: one miss fetches 256 bytes, for streams. sm_80.
+// The same with L2::256B: one miss fetches 256 bytes. For streams. sm_80.
 static __device__ __forceinline__ uint4 ld_global_nc_no_allocate_l2_256b_128(const void *p_g) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -144,8 +145,8 @@ static __device__ __forceinline__ uint4 ld_global_nc_no_allocate_l2_256b_128(con
     return v;
 }
 
-// ld.global.L2::{128B, 256B}.v4.u32, sm_75 and sm_80: an ordinary load; one miss fetches that many
-// bytes into L2.
+// ld.global.L2::{128B, 256B}.v4.u32, sm_75 and sm_80: an ordinary load, where one miss fetches
+// that many bytes into L2.
 static __device__ __forceinline__ uint4 ld_global_l2_128b_128(const void *p_g) {
     uint4 v;
     asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -171,7 +172,7 @@ static __device__ __forceinline__ void st_global_128(void *p_g, uint4 v) {
                  : "memory");
 }
 
-// The same with a policy of L2 (tma.cuh), sm_80.
+// The same with an L2 policy (tma.cuh), sm_80.
 static __device__ __forceinline__ void st_global_128_by(void *p_g, uint4 v, uint64_t policy) {
     asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(
                      __cvta_generic_to_global(p_g)),

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// smem: addresses of shared memory, and loads and stores through them. Checked against PTX ISA 9.0.
+// smem: addresses of shared memory, and loads and stores with them. Checked against PTX ISA 9.0.
 #ifndef GPUKERN_PTX_SMEM_CUH
 #define GPUKERN_PTX_SMEM_CUH
 
 #include <stdint.h>
 
-// A byte address in the shared window. 32 bits: half the registers of a pointer, and what ldmatrix
-// and cp.async take.
+// A byte address in shared memory. 32 bits take half the registers of a pointer, and ldmatrix
+// and cp.async take 32 bits.
 typedef uint32_t smem_addr;
 
 // cvta.to.shared.u64, sm_20. Any thread; orders nothing. p must point into this block's shared
@@ -15,8 +15,8 @@ static __device__ __forceinline__ smem_addr cvta_to_shared(const void *p) {
     return (smem_addr)__cvta_generic_to_shared(p);
 }
 
-// ld.shared.{u16, u32, v2.u32, v4.u32}, sm_20. Any thread; the address is a multiple of the width.
-// Sees what other threads stored before the last barrier.
+// ld.shared.{u16, u32, v2.u32, v4.u32}, sm_20. Any thread. The address is a multiple of the
+// width. Sees what other threads stored before the last barrier.
 static __device__ __forceinline__ uint16_t ld_shared_16(smem_addr at_s) {
     uint16_t x;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(at_s) : "memory");
@@ -44,15 +44,16 @@ static __device__ __forceinline__ uint4 ld_shared_128(smem_addr at_s) {
     return v;
 }
 
-// The same as floats: taken as bits, accumulators of wgmma would be moved while it still runs.
+// The same as floats. Loading WGMMA accumulators as integers would make the compiler move them
+// while WGMMA still runs.
 static __device__ __forceinline__ float ld_shared_f32(smem_addr at_s) {
     float x;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at_s) : "memory");
     return x;
 }
 
-// st.shared.{u16, u32, v2.u32, v4.u32}, sm_20. Any thread; the address is a multiple of the width.
-// Other threads see it after the next barrier.
+// st.shared.{u16, u32, v2.u32, v4.u32}, sm_20. Any thread. The address is a multiple of the
+// width. Other threads see it after the next barrier.
 static __device__ __forceinline__ void st_shared_16(smem_addr at_s, uint16_t x) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(at_s), "h"(x) : "memory");
 }
@@ -65,7 +66,7 @@ static __device__ __forceinline__ void st_shared_64(smem_addr at_s, uint2 v) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at_s), "r"(v.x), "r"(v.y) : "memory");
 }
 
-// Floats stay floats, as above.
+// Floats, for the same reason.
 static __device__ __forceinline__ void st_shared_f32(smem_addr at_s, float x) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(at_s), "f"(x) : "memory");
 }

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// tma: boxes of tensors copied between global and shared memory by one thread's instruction.
-// Checked against PTX ISA 9.0; sm_90. The tensor map is a kernel parameter (__grid_constant__), so
-// its address is one of generic memory.
+// tma: copies boxes of tensors between global and shared memory; one thread issues a copy.
+// Checked against PTX ISA 9.0; sm_90. The tensor map is a kernel parameter (__grid_constant__),
+// so its address is a generic one.
 #ifndef GPUKERN_PTX_TMA_CUH
 #define GPUKERN_PTX_TMA_CUH
 
 #include "smem.cuh"
 
-// Where a box begins, dimension 0 the densest and there at a multiple of 16 bytes, else the kernel
-// ends as an illegal instruction; elements outside the tensor are read as zeros and not written.
+// Where a box begins. Dimension 0 is the dense one and must begin at a multiple of 16 bytes;
+// otherwise the kernel ends with an illegal instruction. Elements outside the tensor are read as
+// zeros and not written.
 struct tma_at {
     int c[5];
 };
 
-// cp.async.bulk.tensor.5d, global to shared: the box goes to dst_s and its bytes count at the
+// cp.async.bulk.tensor.5d, global to shared: copies a box to dst_s; its bytes count at the
 // barrier. One thread.
 static __device__ __forceinline__ void tma_load_5d(smem_addr dst_s, const void *map,
                                                    const tma_at &at, smem_addr barrier_s) {
@@ -24,8 +25,8 @@ static __device__ __forceinline__ void tma_load_5d(smem_addr dst_s, const void *
                  : "memory");
 }
 
-// cp.async.bulk, global to shared: `bytes`, a multiple of 16 as both addresses are, and they count
-// at the barrier. Any thread.
+// cp.async.bulk, global to shared: copies `bytes`, which count at the barrier. `bytes` and both
+// addresses are multiples of 16. Any thread.
 static __device__ __forceinline__ void bulk_load(smem_addr dst_s, const void *src_g, unsigned bytes,
                                                  smem_addr barrier_s) {
     asm volatile(
@@ -35,8 +36,8 @@ static __device__ __forceinline__ void bulk_load(smem_addr dst_s, const void *sr
         : "memory");
 }
 
-// What L2 does with the lines of an access that takes a policy: createpolicy.fractional.L2. First
-// out: what is read once. Last out: what is read soon.
+// L2 eviction policies for accesses that take one (createpolicy.fractional.L2). First out: for
+// data that is read once. Last out: for data that is read again soon.
 static __device__ __forceinline__ uint64_t l2_first_out() {
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -49,7 +50,7 @@ static __device__ __forceinline__ uint64_t l2_last_out() {
     return policy;
 }
 
-// tma_load_5d by such a policy.
+// tma_load_5d with such a policy.
 static __device__ __forceinline__ void tma_load_5d_by(smem_addr dst_s, const void *map,
                                                       const tma_at &at, smem_addr barrier_s,
                                                       uint64_t policy) {
@@ -61,8 +62,8 @@ static __device__ __forceinline__ void tma_load_5d_by(smem_addr dst_s, const voi
                  : "memory");
 }
 
-// tma_load_5d into every block of the cluster whose bit is set in `blocks`, at the same address of
-// each, counted at the barrier at the same address of each.
+// tma_load_5d into every block of the cluster whose bit is set in `blocks`. The destination and
+// the barrier have the same addresses in each block.
 static __device__ __forceinline__ void tma_load_5d_multicast(smem_addr dst_s, const void *map,
                                                              const tma_at &at, smem_addr barrier_s,
                                                              uint16_t blocks) {
@@ -74,10 +75,10 @@ static __device__ __forceinline__ void tma_load_5d_multicast(smem_addr dst_s, co
                  : "memory");
 }
 
-// cp.async.bulk.tensor.5d, shared to global: what other threads stored in the box must be behind
-// fence_proxy_async and a barrier. One thread; the copy belongs to its next group. Seen on an H200:
-// of a row that ends within 16 bytes all 16 are written, so rows of a stored tensor are multiples
-// of 16 bytes.
+// cp.async.bulk.tensor.5d, shared to global. What other threads stored in the box must precede a
+// fence_proxy_async and a barrier. One thread; the copy belongs to its next group. If a row ends
+// within a 16-byte chunk, TMA writes the whole chunk (seen on an H200). So rows of a stored
+// tensor must be multiples of 16 bytes.
 static __device__ __forceinline__ void tma_store_5d(const void *map, const tma_at &at,
                                                     smem_addr src_s) {
     asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, "
@@ -86,8 +87,8 @@ static __device__ __forceinline__ void tma_store_5d(const void *map, const tma_a
                  : "memory");
 }
 
-// cp.async.bulk, shared to global: contiguous bytes, both addresses and `bytes` multiples of 16. As
-// tma_store_5d.
+// cp.async.bulk, shared to global: contiguous bytes. Both addresses and `bytes` are multiples of
+// 16. Ordered as tma_store_5d.
 static __device__ __forceinline__ void bulk_store(void *dst_g, smem_addr src_s, unsigned bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
                      __cvta_generic_to_global(dst_g)),
@@ -95,30 +96,30 @@ static __device__ __forceinline__ void bulk_store(void *dst_g, smem_addr src_s, 
                  : "memory");
 }
 
-// cp.async.bulk.commit_group: this thread's stores since its last commit become a group.
+// cp.async.bulk.commit_group: this thread's stores since its last commit form a group.
 static __device__ __forceinline__ void tma_store_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// cp.async.bulk.wait_group.read: until shared memory has been read for all but PENDING of this
-// thread's newest groups.
+// cp.async.bulk.wait_group.read: waits until shared memory has been read for all but PENDING of
+// this thread's newest groups.
 template <int PENDING> static __device__ __forceinline__ void tma_store_wait_group_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// cp.async.bulk.wait_group: until all but PENDING of this thread's newest groups are written, where
-// this thread sees them.
+// cp.async.bulk.wait_group: waits until all but PENDING of this thread's newest groups have been
+// written and are visible to this thread.
 template <int PENDING> static __device__ __forceinline__ void tma_store_wait_group() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// fence.proxy.async.shared::cta: this thread's stores to shared memory come before copies and wgmma
-// that read it later.
+// fence.proxy.async.shared::cta: orders this thread's stores to shared memory before later TMA
+// copies and WGMMA that read it.
 static __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// prefetch.tensormap: the map's 128 bytes come into the cache that tma reads them from.
+// prefetch.tensormap: brings the map's 128 bytes into TMA's cache.
 static __device__ __forceinline__ void prefetch_tensormap(const void *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// wgmma: products of a warpgroup, A or registers times shared memory, in the background. Checked
-// against PTX ISA 9.0; sm_90a.
+// wgmma: asynchronous products of a warpgroup. A comes from shared memory or registers, B from
+// shared memory. Checked against PTX ISA 9.0; sm_90a.
 //
-// d [64][N] += a [64][16] b [16][N] (tf32: k of 8), operands in shared memory as descriptors say
-// (layout/wgmma.cuh). All 128 threads. Between wgmma_commit_group and the wgmma_wait_group that
-// ends a group nothing may touch its d.
+// d [64][N] += a [64][16] b [16][N] (tf32: 8 of k). Descriptors locate operands in shared memory
+// (layout/wgmma.cuh). All 128 threads. From wgmma_commit_group to the wgmma_wait_group that ends
+// the group, nothing may access d.
 //   d[4 j + e]: row 16 warp + lane / 4 + 8 (e / 2), column 8 j + 2 (lane % 4) + e % 2
 #ifndef GPUKERN_PTX_WGMMA_CUH
 #define GPUKERN_PTX_WGMMA_CUH
@@ -13,23 +13,23 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
-// wgmma.fence: before the first wgmma, and after registers that one reads or adds to were touched
-// by other code.
+// wgmma.fence: required before the first wgmma, and after other code has accessed registers that
+// a wgmma reads or adds to.
 static __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// wgmma.commit_group: the products since the last one become a group.
+// wgmma.commit_group: the products since the last commit form a group.
 static __device__ __forceinline__ void wgmma_commit_group() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// wgmma.wait_group: until at most PENDING of the newest groups are under way.
+// wgmma.wait_group: waits until at most PENDING of the newest groups are in flight.
 template <int PENDING> static __device__ __forceinline__ void wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// No instruction: keeps the compiler from moving its own use of d across.
+// Emits no instruction. It keeps the compiler from moving its own uses of d across this point.
 template <int M, int N> static __device__ __forceinline__ void wgmma_pin(float (&d)[M][N]) {
 #pragma unroll
     for (int m = 0; m < M; ++m)
@@ -42,12 +42,12 @@ template <int N> static __device__ __forceinline__ void wgmma_pin(float (&d)[N])
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// d[i] .. d[i + 7] as operands; and eight of them
+// d[i] to d[i + 7] as operands; four times as many.
 #define GK_D8(i)                                                                                \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
         "+f"(d[i + 6]), "+f"(d[i + 7])
 #define GK_D32(i) GK_D8(i), GK_D8(i + 8), GK_D8(i + 16), GK_D8(i + 24)
-// their names in the text: "%0, %1, .."
+// Their names in the assembly text: "%0, %1, ..".
 #define GK_R4 "%0, %1, %2, %3"
 #define GK_R8 GK_R4 ", %4, %5, %6, %7"
 #define GK_R16 GK_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -70,8 +70,8 @@ template <int N> static __device__ __forceinline__ void wgmma_pin(float (&d)[N])
     GK_R112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, " \
             "%125, %126, %127"
 
-// One shape. a, b: descriptors; add 0: d is not read; A_T, B_T: 1 where a lies [k][m], b [k][n].
-// i0 .. i4: the numbers of the operands behind d.
+// One shape. a, b: descriptors. add 0: d is not read. A_T, B_T: 1 if a lies [k][m], b [k][n]. i0
+// to i4: numbers of the operands that follow d.
 #define GK_WGMMA(N, K, TYPE, LIST, i0, i1, i2, i3, i4, ...)                                    \
     asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #i2 ", 0;\n\t"                       \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k" #K ".f32." TYPE "." TYPE " {" LIST \
@@ -79,7 +79,7 @@ template <int N> static __device__ __forceinline__ void wgmma_pin(float (&d)[N])
                  : __VA_ARGS__                                                                 \
                  : "l"(a), "l"(b), "r"(add), "n"(A_T), "n"(B_T))
 
-// The same with a, 16 bits, in registers: i0 .. i3 their numbers, i4 b, i5 add, i6 B_T.
+// The same with a 16-bit a in registers. i0 to i3: its operand numbers; i4: b; i5: add; i6: B_T.
 #define GK_WGMMA_RS(N, TYPE, LIST, i0, i1, i2, i3, i4, i5, i6, ...)                               \
     asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #i5 ", 0;\n\t"                          \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST        \
@@ -162,17 +162,17 @@ static __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, u
     wgmma_16<T>::template ss<N, A_T, B_T>(d, a, b, add);
 }
 
-// wgmma.mma_async.m64nNk16 with a in registers, as an m16k16 fragment of mma a warp; they stay as
-// they are until wgmma_wait_group has ended the group.
+// wgmma.mma_async.m64nNk16 with a in registers; each warp holds an m16k16 fragment of mma. The
+// registers must not change until wgmma_wait_group has ended the group.
 template <class T, int N, int B_T>
 static __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t *a, uint64_t b,
                                                 bool add) {
     wgmma_16<T>::template rs<N, B_T>(d, a, b, add);
 }
 
-// tf32: k of 8, either operand [x][k] alone; of float32 the low 13 bits are not read. SS: a, b
-// descriptors. RS: a in registers, one k8 as frag_a32 (layout/atoms.cuh) maps it; they stay as they
-// are until wgmma_wait_group has ended the group.
+// tf32: 8 of k; both operands must lie [x][k]. The low 13 bits of float32 are ignored. SS: a and
+// b are descriptors. RS: a is in registers, one k8 as frag_a32 (layout/atoms.cuh) maps it. The
+// registers must not change until wgmma_wait_group has ended the group.
 #define GK_WGMMA_TF32(N, LIST, A, i1, i2, A_OPERANDS, ...)                                \
     asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" #i2 ", 0;\n\t"                  \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" LIST "}, " A \

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// wgmma_8bit: products of a warpgroup of 8-bit elements. Checked against PTX ISA 9.0; sm_90a.
+// wgmma_8bit: products of a warpgroup with 8-bit elements. Checked against PTX ISA 9.0; sm_90a.
 //
-// d [64][N] += a [64][32] b [32][N], both in shared memory, K-major, as descriptors say
-// (layout/wgmma.cuh); d as of wgmma.cuh. e4m3, e5m2: d float, of which the sums within one
-// instruction and those added to it keep some 13 bits (quantised pages of the docs); a sum of more
-// than 128 of k belongs into other registers. int8: d int32, exact.
+// d [64][N] += a [64][32] b [32][N]. Both operands are K-major in shared memory (descriptors:
+// layout/wgmma.cuh). d has the layout of wgmma.cuh.
+//   e4m3, e5m2: d is float. Sums within an instruction, and sums added to d, keep some 13 bits
+//               (docs/kernels/gemm_quantised.md). So at most 128 of k should be added to one d.
+//   int8:       d is int32, exact.
 #ifndef GPUKERN_PTX_WGMMA_8BIT_CUH
 #define GPUKERN_PTX_WGMMA_8BIT_CUH
 
@@ -54,7 +55,7 @@ GK_WGMMA_FP8_TYPES(e4m3, e5m2, "e4m3.e5m2")
 GK_WGMMA_FP8_TYPES(e5m2, e4m3, "e5m2.e4m3")
 GK_WGMMA_FP8_TYPES(e5m2, e5m2, "e5m2.e5m2")
 
-// wgmma.mma_async.m64nNk32 of 8-bit floats; add false: d is not read.
+// wgmma.mma_async.m64nNk32 for 8-bit floats. add false: d is not read.
 template <class A, class B, int N>
 static __device__ __forceinline__ void wgmma_8bit_ss(float (&d)[N / 2], uint64_t a, uint64_t b,
                                                      bool add) {
@@ -84,7 +85,7 @@ static __device__ __forceinline__ void wgmma_8bit_ss(int32_t (&d)[N / 2], uint64
         static_assert(N < 0, "no wgmma of this width");
 }
 
-// As wgmma_pin.
+// As wgmma_pin (wgmma.cuh).
 template <int N> static __device__ __forceinline__ void wgmma_pin(int32_t (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");

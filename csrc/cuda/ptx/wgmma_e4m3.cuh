@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// wgmma_e4m3: what attention asks of 8-bit products beside wgmma_8bit: A from registers, 96
-// columns, and four weights as four codes. Checked against PTX ISA 9.0; sm_90a.
+// wgmma_e4m3: additions to wgmma_8bit for attention: A from registers, 96 columns, and the
+// conversion of four floats to codes. Checked against PTX ISA 9.0; sm_90a.
 //
-//   a [64][32] of a warpgroup, a lane's four registers: row 16 warp + lane / 4 + 8 (i % 2), k 16 (i
-//   / 2) + 4 (lane % 4) and the next three, the first in the low byte; they stay as they are until
-//   wgmma_wait_group has ended the group.
+// a [64][32] of a warpgroup: register i of a lane holds row 16 warp + lane / 4 + 8 (i % 2), k
+// from 16 (i / 2) + 4 (lane % 4) on, four codes with the first in the low byte. The registers
+// must not change until wgmma_wait_group has ended the group.
 #ifndef GPUKERN_PTX_WGMMA_E4M3_CUH
 #define GPUKERN_PTX_WGMMA_E4M3_CUH
 
@@ -16,15 +16,15 @@ template <> struct wgmma_fp8<e4m3, e4m3, 96> {
     }
 };
 
-// i0 .. i3: the numbers of a's operands, i4 b.
+// i0 to i3: operand numbers of a; i4: b.
 #define GK_WGMMA_E4M3_RS(N, LIST, i0, i1, i2, i3, i4, ...)                                     \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" LIST "}, {%" #i0 \
                  ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 ", 1, 1, 1;"                         \
                  : __VA_ARGS__                                                                 \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
-// wgmma.mma_async.m64nNk32.f32.e4m3.e4m3: d [64][N] += a [64][32] b [32][N], a in registers, b in
-// shared memory, K-major.
+// wgmma.mma_async.m64nNk32.f32.e4m3.e4m3: d [64][N] += a [64][32] b [32][N], with a in registers
+// and b K-major in shared memory.
 template <int N>
 static __device__ __forceinline__ void wgmma_e4m3_rs(float (&d)[N / 2], const uint32_t *a,
                                                      uint64_t b) {
@@ -41,8 +41,8 @@ static __device__ __forceinline__ void wgmma_e4m3_rs(float (&d)[N / 2], const ui
         static_assert(N < 0, "no wgmma of this width");
 }
 
-// cvt.rn.satfinite.e4m3x2.f32, twice: to nearest even, 448 at most, NaN stays; the first in the low
-// byte.
+// cvt.rn.satfinite.e4m3x2.f32, twice: to nearest even, saturates at 448, NaN stays NaN. The
+// first goes to the low byte.
 static __device__ __forceinline__ uint32_t cvt_rn_satfinite_e4m3x4(float w0, float w1, float w2,
                                                                    float w3) {
     uint32_t y;

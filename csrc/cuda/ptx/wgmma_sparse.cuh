@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// wgmma_sparse: products of a warpgroup whose first operand has two non-zeros of each four along k.
-// Checked against PTX ISA 9.0; sm_90a.
+// wgmma_sparse: products of a warpgroup whose first operand has two non-zeros in every four
+// elements along k. Checked against PTX ISA 9.0; sm_90a.
 //
-// d [64][N] += a [64][K] b [K][N], both in shared memory, K-major; K is 64 bytes of b. Of a the K /
-// 2 values are there, 32 bytes of each row. d as of wgmma.cuh. meta says where they stand: two
-// numbers of 2 bits for each four, the lower first, from the lowest bits on:
-//   16 bits   SELECT 0: lanes 0 and 1 of each quad, 1: lanes 2 and 3. Lane 2 SELECT + i of quad q has 16 k from 16 i on, of row
-//             16 warp + q in its low half, of row 16 warp + q + 8 in its high half.
-//   8 bits    Lane i of quad q has 32 k from 32 (i / 2) on of row 16 warp + q + 8 (i % 2); SELECT 0.
-// The registers of meta are read while the product is under way.
+// d [64][N] += a [64][K] b [K][N], both K-major in shared memory. K is 64 bytes of b. a holds
+// only its K / 2 values, 32 bytes a row. d has the layout of wgmma.cuh. meta gives the values'
+// positions: two numbers of 2 bits for every four elements, the lower first, from the lowest
+// bits on:
+//   16 bits   SELECT 0 uses lanes 0 and 1 of each quad, SELECT 1 lanes 2 and 3. Lane 2 SELECT + i
+//             of quad q holds 16 of k from 16 i on: row 16 warp + q in its low half, and row
+//             16 warp + q + 8 in its high half.
+//   8 bits    Lane i of quad q holds 32 of k from 32 (i / 2) on, of row 16 warp + q + 8 (i % 2).
+//             SELECT is 0.
+// The instruction reads meta's registers while it runs.
 #ifndef GPUKERN_PTX_WGMMA_SPARSE_CUH
 #define GPUKERN_PTX_WGMMA_SPARSE_CUH
 
@@ -59,14 +62,14 @@ template <> struct wgmma_sp<int8_t> {
     }
 };
 
-// wgmma.mma_async.sp.m64nNk32, of 8 bits k64.
+// wgmma.mma_async.sp.m64nNk32; for 8 bits k64.
 template <class T, int N, int SELECT, class D>
 static __device__ __forceinline__ void wgmma_sp_ss(D (&d)[N / 2], uint64_t a, uint64_t b,
                                                    uint32_t meta, bool add) {
     wgmma_sp<T>::template ss<N, SELECT>(d, a, b, meta, add);
 }
 
-// As wgmma_pin: until here these registers are meta's.
+// As wgmma_pin: keeps meta's registers unchanged up to this point.
 template <int N> static __device__ __forceinline__ void wgmma_pin_meta(uint32_t (&meta)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+r"(meta[i])::"memory");

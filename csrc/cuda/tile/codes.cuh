@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* codes.cuh: 8-bit codes (csrc/formats/codes.h) from floats and back, in plain arithmetic, which
- * every GPU has; and the policies by which kernels round: CodesBySoftware here, CodesByHardware
- * (from sm_89 on) in codes_sm90a.cuh. */
+/* codes.cuh: converts 8-bit codes (csrc/formats/codes.h) to and from floats, in plain arithmetic
+ * that every GPU has. Kernels choose a rounding policy: CodesBySoftware here, or CodesByHardware
+ * (sm_89 and later) in codes_sm90a.cuh. */
 #ifndef GPUKERN_CUDA_TILE_CODES_CUH
 #define GPUKERN_CUDA_TILE_CODES_CUH
 
@@ -12,8 +12,7 @@
 template <int FRACTION, int BIAS> __device__ __forceinline__ float code_to_f32(uint32_t code) {
     const uint32_t size = code & 0x7f, sign = (code & 0x80) << 24;
     float f = __uint_as_float((size << (23 - FRACTION)) + ((127 - BIAS) << 23));
-    /* a subnormal is its fraction times the least exponent; exact as a difference of normal
-     * numbers */
+    /* A subnormal is its fraction times the least exponent. The product is exact. */
     if (size < 1u << FRACTION)
         f = (float)size * __uint_as_float((uint32_t)(127 + 1 - BIAS - FRACTION) << 23);
     return __uint_as_float(__float_as_uint(f) | sign);
@@ -38,7 +37,7 @@ __device__ __forceinline__ uint32_t f32_to_e8m0(float f) {
     return min((u + 0x7fffff) >> 23, 254u);
 }
 
-/* Any dtype that codes and scales have. */
+/* The value of a code of any dtype that codes and scales have. */
 __device__ __forceinline__ float code_value(gk_dtype dtype, uint32_t code) {
     switch (dtype) {
     case GK_E4M3: return e4m3_to_f32(code);
@@ -75,7 +74,7 @@ struct CodesBySoftware {
     }
 };
 
-/* Four floats to four codes. */
+/* Four floats to four codes, the first in the low byte. */
 template <class Policy>
 __device__ __forceinline__ uint32_t codes_x4(gk_dtype dtype, const float *v) {
     if (dtype == GK_E4M3) return Policy::e4m3x2(v[0], v[1]) | Policy::e4m3x2(v[2], v[3]) << 16;

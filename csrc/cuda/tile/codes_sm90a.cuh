@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* codes_sm90a.cuh: rounding to 8-bit floats by the instruction for it. */
+/* codes_sm90a.cuh: rounds to 8-bit floats with the cvt instruction. */
 #ifndef GPUKERN_CUDA_TILE_CODES_SM90A_CUH
 #define GPUKERN_CUDA_TILE_CODES_SM90A_CUH
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// convert: element types. T is float, double, __nv_bfloat16 or __half; values pass through float32.
+// convert: element types and conversions. T is float, double, __nv_bfloat16 or __half. Values
+// pass through float32.
 #ifndef GPUKERN_TILE_CONVERT_CUH
 #define GPUKERN_TILE_CONVERT_CUH
 
@@ -9,16 +10,16 @@
 #include "gpukern.h"
 #include "../ptx/regs.cuh"
 
-// The tensor core's instruction that multiplies an element type: operands of 16 bits, K-major or
-// MN-major, or tf32, which is read K-major alone and rounded on its way.
+// The tensor-core instruction for an element type. MMA_16 takes K-major or MN-major operands.
+// MMA_TF32 takes only K-major ones, rounded on the way.
 enum mma_kind {
     MMA_NONE,
     MMA_16,
     MMA_TF32
 };
 
-// What a kernel asks of an element type. bits: of one in memory. acc: what sums are kept in.
-// Rounding is to nearest even, and float16 goes to infinity past 65504.
+// Properties of an element type. bits: size in memory. acc: type of sums. Rounding is to nearest
+// even; float16 overflows to infinity beyond 65504.
 template <typename T> struct element;
 
 template <> struct element<float> {
@@ -79,7 +80,7 @@ template <typename T> static __device__ __forceinline__ T from_f32(float x) {
     return element<T>::from_f32(x);
 }
 
-// Two floats as two 16-bit elements of one register, lo in the low half; and back.
+// Two floats as two 16-bit elements of one register, lo in the low half; and the reverse.
 template <typename T> static __device__ __forceinline__ uint32_t pack2(float lo, float hi) {
     return element<T>::pack2(lo, hi);
 }
@@ -87,8 +88,8 @@ template <typename T> static __device__ __forceinline__ float2 unpack2(uint32_t 
     return element<T>::unpack2(x);
 }
 
-// An element in the type that sums of it are kept in, and back to nearest even: for kernels that
-// serve float64 too.
+// Conversion of an element to the type of its sums, and back with rounding to nearest even. For
+// kernels that also serve float64.
 template <typename T> static __device__ __forceinline__ typename element<T>::acc to_acc(T x) {
     return to_f32(x);
 }

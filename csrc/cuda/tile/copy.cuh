@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// copy: tiles between global and shared memory, by all threads of a group (a block, or some of its
-// warps).
+// copy: copies tiles between global and shared memory. All threads of a group take part: a
+// block, or some of its warps.
 //
-// A tile is Tile = smem_tile<ROWS, ROW_BYTES>. `thread` counts 0 .. THREADS-1 inside the group.
-// Strides are in elements. Rows from rows_valid on and columns from cols_valid on become zeros, and
-// nothing there is read.
+// A tile is Tile = smem_tile<ROWS, ROW_BYTES>. `thread` counts from 0 to THREADS - 1 in the
+// group. Strides are in elements. Rows from rows_valid on and columns from cols_valid on become
+// zeros, and nothing there is read.
 #ifndef GPUKERN_TILE_COPY_CUH
 #define GPUKERN_TILE_COPY_CUH
 
@@ -12,27 +12,27 @@
 #include "../ptx/regs.cuh"
 #include "../layout/banks.cuh"
 
-// Which chunk a thread copies in each pass. Neighbouring threads take neighbouring chunks of a row:
-// whole 128-byte lines from global memory, no bank conflicts. For kernels whose rows are scattered
-// (pages), which write the loop themselves:
+// Which chunk a thread copies in each pass. Neighbouring threads take neighbouring chunks of a
+// row, so that global accesses are whole 128-byte lines and shared ones have no bank conflicts.
+// Kernels whose rows are scattered (pages) write the loop themselves:
 //
 //   for (int pass = 0; pass < C::passes; ++pass)
 //       if (C::has(thread, pass))
-//           cp_async_cg_16(tile_s + C::offset(thread, pass), chunk source of (C::row,
-//           C::chunk)(thread, pass), 16)
+//           cp_async_cg_16(tile_s + C::offset(thread, pass),
+//                          source of chunk (C::row(thread, pass), C::chunk(thread, pass)), 16)
 template <typename Tile, int THREADS> struct tile_copy {
     static constexpr int total = Tile::rows * Tile::chunks,
                          passes = (total + THREADS - 1) / THREADS;
-    // a thread stays in one column of chunks,
+    // A thread stays in one column of chunks.
     static constexpr bool same_chunk = THREADS % Tile::chunks == 0;
-    // its rows lie so far apart,
+    // The distance of its rows from pass to pass.
     static constexpr int rows_apart = THREADS / Tile::chunks;
-    static constexpr bool same_xor = same_chunk && rows_apart % 8 == 0; // and have one swizzle
+    static constexpr bool same_xor = same_chunk && rows_apart % 8 == 0; // all with one swizzle
 
     static constexpr GK_HD bool has(int thread, int pass) {
         return total % THREADS == 0 || pass + 1 < passes || thread + pass * THREADS < total;
     }
-    // unsigned: a division by a power of two is one shift
+    // unsigned, so that division by a power of two is a shift
     static constexpr GK_HD int row(unsigned thread, int pass) {
         return same_chunk ? thread / Tile::chunks + pass * rows_apart
                           : (thread + pass * THREADS) / Tile::chunks;
@@ -46,8 +46,8 @@ template <typename Tile, int THREADS> struct tile_copy {
     }
 };
 
-// The address of the chunk of a pass, by additions from that of the pass before where the rows
-// allow it.
+// The address of a pass's chunk, computed from the previous pass's address by addition if the
+// thread stays in its column of chunks.
 template <typename Tile, int THREADS, typename T>
 static __device__ __forceinline__ const T *tile_source(const T *src_g, const T *before_g,
                                                        int64_t row_stride, int thread, int pass) {
@@ -63,8 +63,9 @@ template <typename T> static __device__ __forceinline__ int chunk_bytes(int chun
     return min(max(bytes, 0), 16);
 }
 
-// src_g [rows][cols], columns contiguous; src_g and row_stride * sizeof(T) are multiples of 16
-// bytes. By cp.async: the caller commits, waits and synchronises (pipeline.cuh).
+// Copies src_g [rows][cols] with contiguous columns by cp.async. src_g and row_stride *
+// sizeof(T) are multiples of 16 bytes. The caller commits, waits and synchronises
+// (pipeline.cuh).
 template <typename Tile, int THREADS, typename T>
 static __device__ __forceinline__ void
 copy_tile_async(smem_addr tile_s, const T *src_g, int64_t row_stride, int rows_valid, int thread) {
@@ -79,8 +80,8 @@ copy_tile_async(smem_addr tile_s, const T *src_g, int64_t row_stride, int rows_v
     }
 }
 
-// The same with columns that end at cols_valid, at the end of a chunk: cols_valid * sizeof(T) is a
-// multiple of 16.
+// The same with columns that end at cols_valid, where cols_valid * sizeof(T) is a multiple of
+// 16.
 template <typename Tile, int THREADS, typename T>
 static __device__ __forceinline__ void copy_tile_async(smem_addr tile_s, const T *src_g,
                                                        int64_t row_stride, int rows_valid,
@@ -97,8 +98,8 @@ static __device__ __forceinline__ void copy_tile_async(smem_addr tile_s, const T
     }
 }
 
-// The same with columns that end anywhere: four more instructions per copy, for the bytes of the
-// last chunk.
+// The same with columns that end anywhere. The last chunk's byte count costs four more
+// instructions per copy.
 template <typename Tile, int THREADS, typename T>
 static __device__ __forceinline__ void copy_tile_async_ragged(smem_addr tile_s, const T *src_g,
                                                               int64_t row_stride, int rows_valid,
@@ -115,9 +116,9 @@ static __device__ __forceinline__ void copy_tile_async_ragged(smem_addr tile_s, 
     }
 }
 
-// Shared to global: dst_g [rows][cols], columns contiguous, dst_g and row_stride * sizeof(T)
-// multiples of 16 bytes. cols_valid must end a chunk. The caller has put a barrier between the
-// stores into the tile and this.
+// Shared to global: dst_g [rows][cols] with contiguous columns. dst_g and row_stride * sizeof(T)
+// are multiples of 16 bytes. cols_valid must be the end of a chunk. The caller puts a barrier
+// between the stores into the tile and this call.
 template <typename Tile, int THREADS, typename T>
 static __device__ __forceinline__ void copy_tile_out(T *dst_g, int64_t row_stride, smem_addr tile_s,
                                                      int rows_valid, int cols_valid, int thread) {

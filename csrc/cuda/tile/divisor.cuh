@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* divisor.cuh: division by a number that is known before the launch, one multiplication instead of
- * 30 instructions that follow each other (Granlund and Montgomery, 1994). */
+/* divisor.cuh: division by a number known before the launch. It takes one multiplication instead
+ * of a chain of 30 instructions (Granlund and Montgomery, 1994). */
 #ifndef GPUKERN_TILE_DIVISOR_CUH
 #define GPUKERN_TILE_DIVISOR_CUH
 

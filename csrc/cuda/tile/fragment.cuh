@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// fragment: operands of mma out of swizzled tiles, and accumulators back into operands.
+// fragment: loads operands of mma from swizzled tiles, and turns accumulators into operands.
 //
-// A lane computes the address of its ldmatrix row once per operand (frag_*_base), then steps:
-// Tile::along(base, 2 kk) to the kk-th 16 columns, Tile::down(base, 16 i) to the i-th 16 rows.
-// Tiles of 16-bit elements; with float32 the tiles [m][k] and [n][k] work too, and a step is 8
-// elements of k.
+// A lane computes the address of its ldmatrix row once per operand (frag_*_base) and then steps
+// from it: Tile::along(base, 2 kk) to the kk-th 16 columns, Tile::down(base, 16 i) to the i-th
+// 16 rows. Tiles hold 16-bit elements. Tiles [m][k] and [n][k] of float32 work too; a step is
+// then 8 elements of k.
 #ifndef GPUKERN_TILE_FRAGMENT_CUH
 #define GPUKERN_TILE_FRAGMENT_CUH
 
@@ -19,7 +19,7 @@ constexpr GK_HD int frag_row(int lane, int r) { return frag_c(lane, r).row; }
 constexpr GK_HD int frag_col(int lane, int r) { return frag_c(lane, r).col; }
 
 // ---- addresses ----------------------------------------------------------------------------------
-// tile_s: the tile's first byte, a multiple of Tile::align_bytes. row: a multiple of 8, chunk:
+// tile_s: the tile's first byte, a multiple of Tile::align_bytes. row: a multiple of 8. chunk:
 // even. The block is 16 rows and 2 chunks.
 
 template <typename Tile>
@@ -62,7 +62,7 @@ static __device__ __forceinline__ smem_addr frag_b_trans_base(smem_addr tile_s, 
 }
 
 // ---- loads --------------------------------------------------------------------------------------
-// a[0..3] is one A; b[0..1] is the B of n 0..7, b[2..3] that of n 8..15.
+// a[0..3] is one A. b[0..1] is the B of n 0 to 7, b[2..3] that of n 8 to 15.
 
 static __device__ __forceinline__ void load_frag_a(uint32_t *a, smem_addr at_s) {
     ldmatrix_x4(a, at_s);
@@ -78,7 +78,7 @@ static __device__ __forceinline__ void load_frag_b_trans(uint32_t *b, smem_addr 
 }
 
 // ---- c += a b -----------------------------------------------------------------------------------
-// c [16][8]; a [16][16], b [16][8], with float (tf32) a [16][8], b [8][8].
+// c [16][8]; a [16][16], b [16][8]. With float (tf32): a [16][8], b [8][8].
 
 template <typename T>
 static __device__ __forceinline__ void mma_add(float *c, const uint32_t *a,
@@ -99,8 +99,8 @@ __device__ __forceinline__ void mma_add<float>(float *c, const uint32_t *a, cons
 
 // ---- accumulators as operands -------------------------------------------------------------------
 
-// Accumulators [16][8] of columns 0..7 and 8..15 are the A operand [16][16] of the next product,
-// lane by lane.
+// Accumulators [16][8] of columns 0 to 7 and 8 to 15 become the A operand [16][16] of the next
+// product, without moving between lanes.
 template <typename T>
 static __device__ __forceinline__ void acc_to_a(uint32_t *a, const float *left,
                                                 const float *right) {
@@ -110,8 +110,8 @@ static __device__ __forceinline__ void acc_to_a(uint32_t *a, const float *left,
     a[3] = pack2<T>(right[2], right[3]);
 }
 
-// One accumulator [16][8] is the B operand [16 k][8 n] of the next product, after a transpose of
-// its two 8x8 halves.
+// One accumulator [16][8] becomes the B operand [16 k][8 n] of the next product. Its two 8x8
+// halves are transposed.
 template <typename T> static __device__ __forceinline__ void acc_to_b(uint32_t *b, const float *c) {
     b[0] = movmatrix_trans(pack2<T>(c[0], c[1]));
     b[1] = movmatrix_trans(pack2<T>(c[2], c[3]));

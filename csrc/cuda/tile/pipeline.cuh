@@ -7,15 +7,14 @@
 //       if (j < steps) copy step j into stage j                 holds    j=0  j=1  -
 //       ring.commit()
 //   for j in 0 .. steps - 1
-//       ring.wait()                                             step j is here, for all threads
+//       ring.wait()                                             step j has arrived, for all threads
 //       if (j + STAGES - 1 < steps) copy that step into stage ring.write
-//       ring.commit()                                           always, an empty group too: wait counts groups
+//       ring.commit()                                           always: wait counts groups
 //       compute on stage ring.read
 //       ring.advance()
 //
-// The one barrier per step closes both hazards: copies of step j are visible to every thread after
-// it, and the stage that is written next is the one that every thread has finished reading before
-// it.
+// The one barrier per step closes both hazards. After it, copies of step j are visible to every
+// thread. And every thread has finished reading the stage that is written next.
 #ifndef GPUKERN_TILE_PIPELINE_CUH
 #define GPUKERN_TILE_PIPELINE_CUH
 
@@ -33,7 +32,7 @@ template <int STAGES> struct cp_ring {
         __syncthreads();
     }
 
-    // For rings that belong to one warp: no other warp waits.
+    // For rings of a single warp; no other warp waits.
     __device__ __forceinline__ void wait_warp() {
         cp_async_wait_group<STAGES - 2>();
         __syncwarp();

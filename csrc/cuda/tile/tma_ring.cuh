@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// tma_ring: a ring of STAGES stages that one thread fills by tma and warpgroups read, in step by
-// mbarriers.
+// tma_ring: a ring of STAGES stages that one thread fills by TMA and warpgroups read,
+// synchronised by mbarriers.
 //
-//   full[s]    ends a phase when the bytes of the copies into stage s have come: 1 arrival, which announces them
+//   full[s]    ends a phase when the bytes of the copies into stage s have arrived. It takes one
+//              arrival, which announces the bytes.
 //   empty[s]   ends a phase when all consumers have released stage s: `consumers` arrivals
 //
 //   producer                            consumer
@@ -11,36 +12,36 @@
 //   tma .. -> stage, ring.full()        arrive(ring.empty())
 //   ring.advance()                      ring.advance()
 //
-// Both sides keep stage and parity in registers and advance once a step, whatever the step held.
-// The producer waits for the other parity: a barrier that no phase has ended of answers as if the
-// phase before its first had.
+// Both sides keep stage and parity in registers and advance once a step. The producer waits for
+// the opposite parity: a barrier that has ended no phase yet answers as if the phase before its
+// first had ended. So the first round does not wait.
 #ifndef GPUKERN_TILE_TMA_RING_CUH
 #define GPUKERN_TILE_TMA_RING_CUH
 
 #include "../ptx/mbarrier.cuh"
 
-// Until the phase of this parity has ended.
+// Waits until the phase of this parity has ended.
 static __device__ __forceinline__ void mbarrier_wait(smem_addr barrier_s, unsigned parity) {
     while (!mbarrier_try_wait_parity(barrier_s, parity)) {
     }
 }
 
 template <int STAGES> struct tma_ring {
-    static constexpr int bytes = STAGES * 16; // of the barriers
+    static constexpr int bytes = STAGES * 16; // size of the barriers
     smem_addr barriers_s;                     // full[STAGES], empty[STAGES]
     int stage = 0;
     unsigned parity = 0;
 
     __device__ __forceinline__ explicit tma_ring(smem_addr at_s) : barriers_s(at_s) {}
 
-    // One thread, once; then fence_mbarrier_init and a barrier of all that use it.
+    // One thread, once. Then fence_mbarrier_init and a barrier of all users must follow.
     __device__ __forceinline__ void init(unsigned consumers, unsigned producers = 1) const {
         for (int s = 0; s < STAGES; ++s) mbarrier_init(barriers_s + 8 * s, producers);
         for (int s = 0; s < STAGES; ++s) mbarrier_init(barriers_s + 8 * (STAGES + s), consumers);
     }
     __device__ __forceinline__ smem_addr full() const { return barriers_s + 8 * stage; }
     __device__ __forceinline__ smem_addr empty() const { return barriers_s + 8 * (STAGES + stage); }
-    // empty() of the step before
+    // empty() of the previous step.
     __device__ __forceinline__ smem_addr before() const {
         return empty() + (stage == 0 ? 8 * (STAGES - 1) : -8);
     }
@@ -52,7 +53,7 @@ template <int STAGES> struct tma_ring {
             parity ^= 1;
         }
     }
-    // Past steps that other consumers take.
+    // Advances over steps that other consumers take.
     __device__ __forceinline__ void skip(int count) {
         const int at = stage + count;
         stage = at % STAGES;
@@ -60,8 +61,8 @@ template <int STAGES> struct tma_ring {
     }
 };
 
-// The same ring where registers are scarce: its threads count steps, and rings in step share a
-// count. STAGES is a power of two.
+// The same ring for code with few registers: its threads count steps, and several rings can
+// share one count. STAGES is a power of two.
 template <int STAGES> struct tma_steps {
     static_assert((STAGES & (STAGES - 1)) == 0, "a stage is some bits of the count");
     smem_addr barriers_s;

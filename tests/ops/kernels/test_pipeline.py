@@ -164,7 +164,7 @@ class Cluster:
             HOPPER,
             "ring",
             consumers=k.warpgroups if consumers == "Tile::WGS" else int(consumers),
-            MATES=self.neighbours,
+            WRITERS=self.neighbours,
         )
         consumers += {"empty count + 1": 1, "empty count - 1": -1}.get(k.broken, 0)
         blocks, stages = range(k.blocks), range(k.stages)

@@ -12,7 +12,7 @@ __device__ __forceinline__ double act_exp(double x) { return exp(x); }
 
 template <class W> __device__ __forceinline__ W act_sigmoid(W x) { return 1 / (1 + act_exp(-x)); }
 
-/* x / (1 + e^-x): 0 where e^-x is inf */
+/* x / (1 + e^-x). It is 0 if e^-x overflows. */
 __device__ __forceinline__ float act_silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 __device__ __forceinline__ double act_silu(double x) { return x / (1 + exp(-x)); }
 
@@ -21,7 +21,7 @@ template <class W> __device__ __forceinline__ W activate(gk_activation activatio
             cubic = W(0.044715);
     switch (activation) {
     case GK_ACT_NONE: break;
-    case GK_ACT_RELU: return x <= 0 ? W(0) : x; /* a NaN stays one */
+    case GK_ACT_RELU: return x <= 0 ? W(0) : x; /* NaN stays NaN */
     case GK_ACT_GELU: return W(0.5) * x * (1 + erf(x * sqrt_half));
     case GK_ACT_GELU_TANH: return W(0.5) * x * (1 + tanh(sqrt_2_over_pi * (x + cubic * x * x * x)));
     case GK_ACT_SILU: return act_silu(x);
@@ -29,8 +29,9 @@ template <class W> __device__ __forceinline__ W activate(gk_activation activatio
     return x;
 }
 
-/* Two at a time by one body, past which the values move: the exact curves of eight are longer than
- * the rest of an epilogue, and most of what the compiler takes for it. */
+/* Applies an activation two values at a time, in a loop that is not unrolled. The exact
+ * activations of eight values would be longer than the rest of an epilogue and would dominate
+ * compile time. */
 template <int N, class W>
 __device__ __forceinline__ void activate_in_place(gk_activation activation, W *v) {
     constexpr int EACH = N % 2 == 0 ? 2 : 1;
@@ -46,10 +47,11 @@ __device__ __forceinline__ void activate_in_place(gk_activation activation, W *v
     }
 }
 
-/* ---- for results of 16 bits, two at a time: the special units give one exponential each and one
- * inverse for both ---- */
-/* x / (1 + 2^u) and y / (1 + 2^w), u and w up to 63, where the product of both denominators still
- * is finite. fminf: a NaN stays in its own result. */
+/* ---- fast activations for results of 16 bits ------------------------------------------------- */
+/* They take two values at a time: one exponential each, and one reciprocal for both. */
+
+/* Computes x / (1 + 2^u) and y / (1 + 2^w). u and w are limited to 63, so that the product of
+ * the denominators stays finite. fminf drops a NaN in u; it stays in x. */
 __device__ __forceinline__ void act_logistic_2(float &x, float &y, float u, float w) {
     const float a = 1.f + ex2_approx_ftz(fminf(u, 63.f)), b = 1.f + ex2_approx_ftz(fminf(w, 63.f));
     const float inverse = rcp_approx_ftz(a * b);
@@ -57,14 +59,15 @@ __device__ __forceinline__ void act_logistic_2(float &x, float &y, float u, floa
     y *= inverse * a;
 }
 
-/* Below -40 as at -40: -2e-16. */
+/* Below -40, x is replaced by -40, where silu is -2e-16. */
 __device__ __forceinline__ void act_silu_2(float &x, float &y) {
     x = max_nan(x, -40.f);
     y = max_nan(y, -40.f);
     act_logistic_2(x, y, x * -1.44269504088896340736f, y * -1.44269504088896340736f);
 }
 
-/* 1/2 (1 + tanh u) = 1 / (1 + e^-2u); below -7.25 as there: -7e-17. */
+/* Uses 1/2 (1 + tanh u) = 1 / (1 + e^-2u). Below -7.25, x is replaced by -7.25, where gelu_tanh
+ * is -7e-17. */
 __device__ __forceinline__ void act_gelu_tanh_2(float &x, float &y) {
     constexpr float once = -1.44269504088896340736f * 2 * 0.79788456080286535588f,
                     cubed = once * 0.044715f;
@@ -73,8 +76,9 @@ __device__ __forceinline__ void act_gelu_tanh_2(float &x, float &y) {
     act_logistic_2(x, y, x * fmaf(x * x, cubed, once), y * fmaf(y * y, cubed, once));
 }
 
-/* max(x, 0) - |x| (1 - Phi(|x|)), 1 - Phi by Abramowitz and Stegun 7.1.26 with t = 1 / d: absolute error below 4e-7. From 14
- * on it is 0. */
+/* gelu(x) = max(x, 0) - |x| (1 - Phi(|x|)); this is the second term for x >= 0. 1 - Phi is
+ * Abramowitz and Stegun 7.1.26 with t = 1 / d: absolute error below 4e-7. From x = 14 on it is
+ * 0. */
 __device__ __forceinline__ float act_gelu_tail(float x, float t) {
     float q = fmaf(t, 0.5f * 1.061405429f, 0.5f * -1.453152027f);
     q = fmaf(t, q, 0.5f * 1.421413741f);
@@ -91,7 +95,8 @@ __device__ __forceinline__ void act_gelu_2(float &x, float &y) {
     y = max_nan(y, 0.f) - act_gelu_tail(w, inverse * a);
 }
 
-/* One choice for all: between two of them the elements' latencies would add up. N: even. */
+/* The activation is chosen outside the loops: a branch for each pair would serialise the values'
+ * latencies. N is even. */
 template <int N> __device__ __forceinline__ void activate_16(gk_activation activation, float *v) {
     if (activation == GK_ACT_GELU) {
 #pragma unroll
@@ -104,12 +109,12 @@ template <int N> __device__ __forceinline__ void activate_16(gk_activation activ
         for (int i = 0; i < N; i += 2) act_silu_2(v[i], v[i + 1]);
     } else if (activation == GK_ACT_RELU) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) v[i] = v[i] <= 0 ? 0.f : v[i]; /* a NaN stays one */
+        for (int i = 0; i < N; ++i) v[i] = v[i] <= 0 ? 0.f : v[i]; /* NaN stays NaN */
     }
 }
 
-/* saved is the value before the activation; for relu the output. One that overflowed has the slope
- * of the curve's end, 0 or 1, as all have from 1000 on; NaN stays. */
+/* saved: the value before the activation; for relu the output. Values beyond +-1000, also
+ * infinite ones, have the slope of the activation's end, 0 or 1. NaN stays NaN. */
 template <class W> __device__ __forceinline__ W act_derivative(gk_activation activation, W x) {
     const W sqrt_half = W(0.70710678118654752440), sqrt_2_over_pi = W(0.79788456080286535588),
             cubic = W(0.044715);

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* bias.cuh: the bias and c as the accumulators' lanes want them, and what the stores will ask of
- * memory, asked early. */
+/* bias.cuh: reads the bias and c in accumulator order, and prefetches what the stores will read. */
 #ifndef GPUKERN_CUDA_GEMM_BIAS_CUH
 #define GPUKERN_CUDA_GEMM_BIAS_CUH
 
@@ -8,8 +7,9 @@
 #include "../../ptx/regs.cuh"
 #include "epilogue.cuh"
 
-/* The bias of a lane's columns from col0 on, two of every eight, all read before one is used; what
- * lies past the last column is not stored. ANY: one that cannot be read in pairs, too. */
+/* Reads the bias of a lane's columns from col0 on, two of every eight. All loads are issued
+ * before a value is used. Values after the last column are arbitrary, since their results are
+ * not stored. ANY: also a bias that cannot be read in pairs. */
 template <class R, bool ANY, int N>
 __device__ __forceinline__ void read_bias(const GemmProblem &p, int64_t col0, int lane,
                                           float (&bias)[N]) {
@@ -39,9 +39,9 @@ __device__ __forceinline__ void read_bias(const GemmProblem &p, int64_t col0, in
     }
 }
 
-/* c beside N of a warp's accumulators, whose first row and column are row0 and col0; all read
- * before one is used. c has c_vectors, and p.n is a multiple of 8; what lies past the last row or
- * column is not stored. */
+/* Reads c for N of a warp's accumulators from row0, col0 on. All loads are issued before a value
+ * is used. c must have c_vectors, and p.n must be a multiple of 8. Values outside the matrix are
+ * arbitrary. */
 template <class R, int N>
 __device__ __forceinline__ void read_c_pairs(const GemmProblem &p, int64_t c_batch, int64_t row0,
                                              int64_t col0, int lane, float *x) {
@@ -72,21 +72,21 @@ __device__ __forceinline__ void read_c_pairs(const GemmProblem &p, int64_t c_bat
     }
 }
 
-/* Brings the bias of BN columns from col0 on into L1, where the stores will look for it. */
+/* Prefetches the bias of BN columns from col0 on into L1. */
 template <int BN>
-__device__ __forceinline__ void touch_bias(const GemmProblem &p, int64_t col0, int lane) {
+__device__ __forceinline__ void prefetch_bias(const GemmProblem &p, int64_t col0, int lane) {
     const GemmEpilogue &e = p.epilogue;
     const int bytes = e.bias_dtype == GK_F32 ? 4 : 2;
     static_assert(BN * 4 <= 32 * 32, "a sector a lane");
     if (e.bias_vectors && lane < BN * bytes / 32)
-        touch_global((const char *)e.bias + min(col0 * bytes + lane * 32, p.n * bytes - bytes));
+        prefetch_l1((const char *)e.bias + min(col0 * bytes + lane * 32, p.n * bytes - bytes));
 }
 
-/* Brings c of a warp's 16 rows of BN columns into L2 under the products, where rows of c are
+/* Prefetches c of a warp's 16 rows x BN columns into L2 under the products, if rows of c are
  * dense. */
 template <int BN>
-__device__ __forceinline__ void touch_c(const GemmProblem &p, unsigned batch, int64_t row0,
-                                        int64_t col0, int lane) {
+__device__ __forceinline__ void prefetch_c(const GemmProblem &p, unsigned batch, int64_t row0,
+                                           int64_t col0, int lane) {
     const GemmEpilogue &e = p.epilogue;
     if (!e.c_vectors) return;
     const int bytes = e.c_dtype == GK_F32 ? 4 : 2;
@@ -100,8 +100,8 @@ __device__ __forceinline__ void touch_c(const GemmProblem &p, unsigned batch, in
         if (has) prefetch_l2(c_g);
 }
 
-/* Brings what the stores ask of the call into the constant cache. */
-__device__ __forceinline__ void touch_epilogue(const GemmEpilogue &e) {
+/* Loads the epilogue's parameters into the constant cache. */
+__device__ __forceinline__ void prefetch_epilogue(const GemmEpilogue &e) {
     have(e.alpha);
     have(e.out);
     have(e.out_row);

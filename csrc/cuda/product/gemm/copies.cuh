@@ -1,22 +1,24 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* copies.cuh: what of a tile's operands a block of gemm_sm90a copies, and how. S: the kernel's
- * Smem, Params: its Params. */
+/* copies.cuh: which parts of a tile's operands a block of Hopper's gemm copies, and how. S is
+ * the kernel's Smem, Params its Params. */
 #ifndef GPUKERN_CUDA_GEMM_COPIES_CUH
 #define GPUKERN_CUDA_GEMM_COPIES_CUH
 
 #include "../../ptx/tma.cuh"
 #include "../../layout/wgmma.cuh"
 
-/* Where a tile's part comes from. Rows outside a matrix take tma three times as long as rows
- * inside, so none are copied: what their places in shared memory hold goes into sums that are not
- * stored. k is filled up with zeros. */
+/* The source of one operand's part. Rows outside the matrix are not copied, because TMA takes
+ * three times as long for them as for rows inside. Their places in shared memory hold old
+ * values, which only reach sums that are not stored. TMA fills k up with zeros. */
 struct Source {
     const CUtensorMap *map;
-    int x, boxes, bytes; /* of the part; of all parts of the tile, for K_BLOCK of k */
-    tma_at at;           /* the batch entry */
+    int x, boxes, bytes; /* first row of the tile; boxes of this part; bytes of all parts of the
+                            tile, for K_BLOCK of k */
+    tma_at at;           /* coordinates of the batch entry */
 };
 
-/* x: the tile's first row. end: describes the box that the last rows do not fill */
+/* x: the tile's first row. end: the map with the lower box, for last rows that do not fill a
+ * box. */
 template <class Part>
 __device__ __forceinline__ Source source_of(const CUtensorMap &inside, const CUtensorMap &end,
                                             int x, int64_t rows, int part) {
@@ -28,8 +30,8 @@ __device__ __forceinline__ Source source_of(const CUtensorMap &inside, const CUt
             {}};
 }
 
-/* Part `part` of K_BLOCK of k from k on, into the blocks of the cluster whose bits `blocks` has.
- * FIRST_OUT: of L2. */
+/* Copies part `part` of K_BLOCK elements of k, from k on, into the cluster's blocks that the bit
+ * mask `blocks` names. FIRST_OUT: L2 should evict these lines first. */
 template <class Part, bool ALONG_X, int SHARERS, bool FIRST_OUT>
 __device__ __forceinline__ void copy_part(smem_addr to_s, const Source &from, int k, int part,
                                           smem_addr full, uint16_t blocks) {
@@ -49,13 +51,13 @@ __device__ __forceinline__ void copy_part(smem_addr to_s, const Source &from, in
     }
 }
 
-/* A block's copies where A_SHARERS blocks, of ranks that follow each other, read the same of a, and
- * B_SHARERS, of every A_SHARERS-th rank, the same of b. A_ONCE: nobody else reads a. */
+/* A block's copies. A_SHARERS blocks of consecutive ranks read the same part of a. B_SHARERS
+ * blocks, A_SHARERS ranks apart, read the same part of b. A_ONCE: no other block reads a. */
 template <class S, int A_SHARERS, int B_SHARERS, bool A_ONCE> struct Copies {
     typedef typename S::template APart<A_SHARERS> APart;
     typedef typename S::template BPart<B_SHARERS> BPart;
     static constexpr bool GRID = A_SHARERS > 1 && B_SHARERS > 1;
-    static constexpr unsigned column() { /* of the cluster's blocks, the first one */
+    static constexpr unsigned column() { /* bit mask of the blocks in the cluster's first column */
         unsigned blocks = 0;
         for (int i = 0; i < B_SHARERS; ++i) blocks |= 1u << i * A_SHARERS;
         return blocks;
@@ -76,7 +78,7 @@ template <class S, int A_SHARERS, int B_SHARERS, bool A_ONCE> struct Copies {
         copy_part<BPart, S::ALONG_N, B_SHARERS, false>(to_s + S::A::bytes, b, k, at_b, full,
                                                        column() << (GRID ? at_a : 0));
     }
-    /* All parts, into this block alone. a, b: where their tiles begin. */
+    /* Copies all parts of a halved tile into this block alone. a, b: sources at its first rows. */
     template <class Params>
     static __device__ __forceinline__ void copy_alone(const Params &x, Source a, Source b,
                                                       smem_addr to_s, int k, smem_addr full) {

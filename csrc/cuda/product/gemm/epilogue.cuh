@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* epilogue.cuh: what every gemm kernel does with its sums:
- *   preact = alpha sum + beta c + bias     out = activation(preact)     in float (double for float64), rounded once
- * and where there are scales (GemmScales): sum is the product of codes times its row's and its
- * column's scale, and out is divided by its own. `finish` is the one body of it. What its values
- * are, where what joins them is read and where they go, says the caller's `Where`: neighbours of a
- * row (RowCols), or a warp's accumulators (store_panels.cuh, store_transposed.cuh).
- * R: the narrow type of results; each of out, c and bias is of R or float32, beside an R of 8 bits
- * also bfloat16. */
+ *   preact = alpha sum + beta c + bias     out = activation(preact)
+ * in float32 (float64 for float64), rounded once. With scales (GemmScales), the sum is first
+ * multiplied by its row's and its column's scale, and out is divided by its own scale.
+ *
+ * `finish` is the only body of this formula. Its parameter `Where` supplies the bias and c and
+ * stores the results. Implementations: neighbours of a row (RowCols), or a warp's accumulators
+ * (store_panels.cuh, store_transposed.cuh, tf32.cuh).
+ *
+ * R is the narrow type of results. Each of out, c and bias has type R or float32; with an R of 8
+ * bits, also bfloat16. */
 #ifndef GPUKERN_CUDA_GEMM_EPILOGUE_CUH
 #define GPUKERN_CUDA_GEMM_EPILOGUE_CUH
 
@@ -14,7 +17,7 @@
 #include "activation.cuh"
 #include "problem.cuh"
 
-/* COLS neighbours of a row; with `vectors` they are dense, aligned and all valid. */
+/* Reads COLS neighbours of a row. With `vectors`, they are dense and aligned. */
 template <class S, int COLS, class W>
 __device__ __forceinline__ void read_cols(const S *from_g, int64_t step, bool vectors, int valid,
                                           W *v) {
@@ -72,7 +75,7 @@ __device__ __forceinline__ void write_cols(S *to_g, int64_t step, bool vectors, 
     }
 }
 
-/* A tensor of R or a wider dtype. */
+/* Reads from a tensor of type R or a wider one. */
 template <class R, int COLS, class W>
 __device__ __forceinline__ void read_any(const void *data, gk_dtype dtype, int64_t at, int64_t step,
                                          bool vectors, int valid, W *v) {
@@ -105,8 +108,8 @@ __device__ __forceinline__ void write_any(void *data, gk_dtype dtype, int64_t at
 /* ---- scales ---------------------------------------------------------------------------------- */
 struct NoScales {};
 
-/* Of rows and columns of the product, and of the result, by which it is divided; a missing one is
- * 1, its step 0. shift: one counts for 2^shift rows or columns. */
+/* Scales of the product's rows and columns, and of the result, which is divided by its scale. A
+ * missing scale points at 1 with step 0. shift: one scale covers 2^shift rows or columns. */
 struct GemmScales {
     const float *row, *col, *out;
     int64_t row_step, col_step;
@@ -131,23 +134,24 @@ template <int N, class W> __device__ __forceinline__ void scale_results(const Ge
 }
 
 /* ---- the body -------------------------------------------------------------------------------- */
-/* What a Where may leave out at compile time; what it may have is asked of the call. */
+/* Defaults for a Where: which parts of the epilogue it has at compile time. Parts that it has
+ * still depend on the call. */
 struct EveryEpilogue {
     static constexpr bool C = true, PREACT = true;
-    /* alpha_and_bias does both at once, or no bias */
+    /* True if alpha_and_bias multiplies by alpha and adds the bias, if any. */
     static constexpr bool OWN_BIAS = false;
-    /* one copy of the code writes both results */
+    /* True if one copy of the code writes both results. */
     static constexpr bool ONE_WRITE = false;
     template <int N>
-    static constexpr int C_AT_ONCE = N; /* values of c, all read before one is used */
+    static constexpr int C_AT_ONCE = N; /* values of c that are read before the first is used */
     __device__ __forceinline__ float bias(int) const { return 0; }
     template <class W> __device__ __forceinline__ void alpha_and_bias(W, W *) const {}
     template <class W> __device__ __forceinline__ void read_c(int, W *) const {}
 };
 
-/* v: N sums. where: bias(i) or alpha_and_bias(alpha, v), read_c(i, x) from value i on, and, once
- * the values are final, write(to_preact, v); activate(v); and row(i), col(i) of value i, inside the
- * matrix, for scales. */
+/* Applies the epilogue to N sums v. `where` has bias(i) or alpha_and_bias(alpha, v), read_c(i,
+ * x) for values from i on, write(to_preact, v) and activate(v). For scales it also has row(i)
+ * and col(i), the coordinates of value i, inside the matrix. */
 template <int N, class Where, class Scales, class W>
 __device__ __forceinline__ void finish(const GemmEpilogue &e, W alpha, const Scales &scales,
                                        const Where &where, W *v) {
@@ -169,7 +173,7 @@ __device__ __forceinline__ void finish(const GemmEpilogue &e, W alpha, const Sca
             for (int i = 0; i < SOME; ++i) v[j + i] += beta * x[i];
         }
     }
-    if (!Where::OWN_BIAS && e.bias) { /* not + 0: -0 stays */
+    if (!Where::OWN_BIAS && e.bias) { /* a branch, since adding 0 would turn -0 into +0 */
 #pragma unroll
         for (int i = 0; i < N; ++i) v[i] += where.bias(i);
     }
@@ -192,7 +196,7 @@ __device__ __forceinline__ void finish(const GemmEpilogue &e, W alpha, const Sca
 }
 
 /* ---- neighbours of a row --------------------------------------------------------------------- */
-/* The bias of COLS columns; kernels whose lanes keep their columns read it once. */
+/* The bias of COLS columns. Kernels whose lanes keep their columns read it once. */
 template <class R, int COLS, class W>
 __device__ __forceinline__ void epilogue_bias(const GemmEpilogue &e, int64_t row, int64_t col,
                                               int valid, W *bias) {
@@ -203,7 +207,8 @@ __device__ __forceinline__ void epilogue_bias(const GemmEpilogue &e, int64_t row
                           e.bias_vectors, valid, bias);
 }
 
-/* COLS columns from `col` on (a multiple of COLS) in one row, `valid` of them inside the matrix. */
+/* COLS columns of one row, from `col` on (a multiple of COLS), `valid` of them inside the
+ * matrix. */
 template <class R, int COLS, class W> struct RowCols : EveryEpilogue {
     const GemmEpilogue &e;
     const GemmPlace &at;
@@ -235,8 +240,8 @@ template <class R, int COLS, class W> struct RowCols : EveryEpilogue {
     }
 };
 
-/* v: the sums of COLS columns from `col` on (a multiple of COLS) in one row, `valid` of them inside
- * the matrix. */
+/* Applies the epilogue to the sums v of COLS columns of one row, from `col` on (a multiple of
+ * COLS), `valid` of them inside the matrix. */
 template <class R, int COLS, class W, class Scales = NoScales>
 __device__ __forceinline__ void epilogue_cols(const GemmEpilogue &e, const GemmPlace &at,
                                               int64_t row, int64_t col, int valid, W *v,
@@ -245,7 +250,7 @@ __device__ __forceinline__ void epilogue_cols(const GemmEpilogue &e, const GemmP
     finish<COLS>(e, (W)e.alpha, scales, where, v);
 }
 
-/* The same; the bias is read for these columns alone. */
+/* The same, but also reads the bias. */
 template <class R, int COLS, class W, class Scales = NoScales>
 __device__ __forceinline__ void epilogue_row(const GemmEpilogue &e, const GemmPlace &at,
                                              int64_t row, int64_t col, int valid, W *v,

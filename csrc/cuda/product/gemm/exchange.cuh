@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* exchange.cuh: the sums of the blocks of a cluster that took a split of k each. */
+/* exchange.cuh: adds the sums of the blocks of a cluster that took a split of k each. */
 #ifndef GPUKERN_CUDA_GEMM_EXCHANGE_CUH
 #define GPUKERN_CUDA_GEMM_EXCHANGE_CUH
 
 #include "../../ptx/cluster.cuh"
 #include "../../tile/tma_ring.cuh"
 
-/* Value i of the columns that part `part` finishes, N a part. */
+/* Value i of the columns that block `part` finishes; N values a block. */
 template <int PARTS, int N, int ALL>
 __device__ __forceinline__ float of_part(const float (&sum)[ALL], int i, int part) {
     if (PARTS == 2) return part ? sum[N + i] : sum[i];
@@ -15,10 +15,10 @@ __device__ __forceinline__ float of_part(const float (&sum)[ALL], int i, int par
     return part & 2 ? high : low;
 }
 
-/* Each block has a part of the sum over k. It keeps its share of the columns, and sends each other
- * block's share to that block. What came is added in the order of the distances, for every column
- * always the same. A block's place for what comes from `distance` before it: from_s + (distance -
- * 1) * place_bytes, 16 bytes a thread and step of four. */
+/* Each block keeps its share of the columns and sends every other block's share to that block.
+ * Received sums are added in the order of the distance between the blocks, so that the result is
+ * the same in every run. Sums from the block `distance` ranks before arrive at from_s +
+ * (distance - 1) * place_bytes, 16 bytes for each thread and four sums. */
 template <int PARTS, int MT, int N, int ALL>
 __device__ __forceinline__ void exchange_parts(const float (&sum)[MT][ALL], float (&mine)[MT][N],
                                                int part, int place_bytes, smem_addr from_s,

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_act_bwd: grad_in = grad_out * activation'(saved); saved is the preact, for relu the output.
- * grad_out, saved, grad_in [...] of one shape, any strides; saved may have another dtype. Bandwidth
- * bound.
- * A thread owns VALUES elements that follow each other; where all three tensors are dense it moves
- * them in 16-byte accesses. */
+/* gemm_act_bwd: grad_in = grad_out * activation'(saved), where saved is the preact, or for relu
+ * the output. grad_out, saved and grad_in have one shape and any strides. saved may have another
+ * dtype. Bandwidth bound.
+ *
+ * If all three tensors are dense, a thread moves VALUES consecutive elements in one 16-byte
+ * access of each. */
 #include "../../host/launch.cuh"
 #include "../../tile/convert.cuh"
 #include "activation.cuh"
@@ -27,7 +28,7 @@ template <class T> using Wide = typename element<T>::acc;
 template <class T, class S>
 __device__ __forceinline__ T act_bwd(gk_activation activation, T grad, S saved) {
     const Wide<T> slope = act_derivative<Wide<T>>(activation, to_acc(saved));
-    /* relu selects: where it is off, an infinite or NaN gradient stops there */
+    /* If relu is off, the gradient is 0 even if grad is infinite or NaN. */
     if (activation == GK_ACT_RELU && slope == 0) return from_acc<T>(Wide<T>(0));
     return from_acc<T>(to_acc(grad) * slope);
 }
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(THREADS) act_bwd_strided_kernel(Params p) {
     }
 }
 
-/* All dense, data 16-byte aligned, T and S of one size. */
+/* All tensors are dense and 16-byte aligned, and T and S have one size. */
 template <class T, class S>
 __global__ void __launch_bounds__(THREADS) act_bwd_dense_kernel(Params p) {
     constexpr int VALUES = 16 / sizeof(T);

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_pingpong_sm90a: gemm_sm90a's product by the ping-pong schedule: each of two consumer
- * warpgroups has whole tiles, every second one of the block's, and one stores while the other
- * multiplies. For results that TMA can store. hopper.cuh says what all schedules share.
+/* gemm_pingpong_sm90a: gemm_sm90a's product with the ping-pong schedule. Each of two consumer
+ * warpgroups takes every second tile of the block, and one stores while the other multiplies.
+ * For results that TMA can store. hopper.cuh describes what all schedules share.
  *
  * Pipeline (stages full and empty: tma_ring.cuh):
  *   producer        k0 k1 k2 k3 | k4      k5         ..  tile after tile
- *   warpgroup 0     | tile 0 | results     | tile 2 ..      a barrier for each says when it may issue
- *   warpgroup 1              | tile 1      | results .. */
+ *   warpgroup 0     | tile 0 | results     | tile 2 ..
+ *   warpgroup 1              | tile 1      | results ..
+ * A barrier for each warpgroup says when it may issue its products. */
 #include "hopper_launch.cuh"
 
 namespace {
@@ -21,7 +22,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
     static_assert(Tile::PING_PONG, "a tile for each warpgroup");
     extern __shared__ __align__(1024) unsigned char smem[];
     Block block(x, smem);
-    /* a barrier for each warpgroup: it may issue its products */
+    /* Barrier order_s + 8 w: warpgroup w may issue its products. */
     const smem_addr order_s = block.ring_s + S::EXCHANGED;
     block.begin(1, [&] {
         mbarrier_init(order_s, 4);
@@ -34,7 +35,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
         float sum[MT][N];
         const int warpgroup = block.warpgroup;
         const unsigned mine = block.first + warpgroup * block.step, next = 2 * block.step;
-        unsigned phase_parity = warpgroup ^ 1; /* the first one waits for nobody at first */
+        unsigned phase_parity = warpgroup ^ 1; /* warpgroup 0 does not wait for its first tile */
         if (warpgroup > 0) block.ring.skip(block.steps);
         tma_at at = {};
         for (unsigned t = mine; t < block.all; t += next) {
@@ -43,12 +44,13 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
             phase_parity ^= 1;
             block.multiply(sum, 0, block.steps);
             const smem_addr last = block.ring.before();
-            /* all products are on their way */
+            /* All products of this tile have been issued. */
             if (block.lane == 0) mbarrier_arrive(order_s + 8 * (warpgroup ^ 1));
             block.ring.skip(block.steps);
             block.end_products(sum, last);
 
-            /* found now: no register keeps a tile's place over its products */
+            /* Found only now, so that no register holds the tile's coordinates over its
+             * products. */
             unsigned batch;
             coord tile;
             block.find_results(t, batch, tile, at);
@@ -57,15 +59,14 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
             const auto store = [&](auto &sums, int m) {
                 at.c[0] = tile.col;
                 at.c[1] = tile.row + m * 64 + block.warp * 16;
-                if (x.bare)
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_BARE, true>(
+                if (x.no_epilogue)
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_SUMS, true>(
                         x, sums, staging_s, at, batch, lane);
-                else if (x.plain) /* one body serves all: its time is hidden, and it takes fewer
-                                     registers */
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_CURVED, true>(
+                else if (x.plain) /* one variant for the rest: ping-pong hides its time */
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_ACTIVATED, true>(
                         x, sums, staging_s, at, batch, lane);
             };
-            /* one body, past which the sums move */
+            /* One copy of the code; sums of the second 64 rows are shifted down. */
 #pragma unroll 1
             for (int m = 0; m < MT; ++m) {
                 store(sum[0], m);
@@ -73,7 +74,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                 for (int i = 0; i < N; ++i) sum[0][i] = sum[MT - 1][i];
             }
         }
-        /* shared memory stays until it has been read */
+        /* Shared memory must stay allocated until TMA has read it. */
         if (block.lane == 0) tma_store_wait_group_read<0>();
     }
     block.leave();
@@ -86,12 +87,12 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
         instance_of<T, Tile, 1, gemm_pingpong_sm90a_kernel<T, Tile, 1>>(),
         instance_of<T, Tile, 2, gemm_pingpong_sm90a_kernel<T, Tile, 2>>(),
         instance_of<T, Tile, 3, gemm_pingpong_sm90a_kernel<T, Tile, 3>>()};
-    return run_row(of_mode, ctx, plan, workspace);
+    return run_instance(of_mode, ctx, plan, workspace);
 }
 
 const gk_cuda_instance instances[] = {
-    HOPPER_ROW("gemm_pingpong_sm90a_bf16_128x176x64", __nv_bfloat16, PingPong128x176),
-    HOPPER_ROW("gemm_pingpong_sm90a_f16_128x176x64", __half, PingPong128x176),
+    HOPPER_INSTANCE("gemm_pingpong_sm90a_bf16_128x176x64", __nv_bfloat16, PingPong128x176),
+    HOPPER_INSTANCE("gemm_pingpong_sm90a_f16_128x176x64", __half, PingPong128x176),
 };
 
 } // namespace

@@ -1,23 +1,27 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* gemm_plain: out = activation(alpha a b + beta c + bias) on the ordinary multiply-add units,
- * float32 and float64. Volkov and Demmel 2008, "Benchmarking GPUs to tune dense linear algebra":
- * sums in registers, operands in shared memory.
+ * for float32 and float64. Volkov and Demmel 2008, "Benchmarking GPUs to tune dense linear
+ * algebra": sums in registers, operands in shared memory.
  *
- * a [batch, M, K]  b [batch, K, N]  any strides and alignment, zero and negative too     out [batch, M, N]
- * Grid: one block per tile BM x BN of one split of k of one batch entry. Warps stand WARPS_M x
- * WARPS_N, lanes 4 x 8; a thread owns GM x GN groups of V x V sums (V elements are 16 bytes), a
- * group of all lanes apart, so that the lanes of one load read neighbours.
+ * a [batch, M, K], b [batch, K, N]: any strides and alignment, also zero and negative strides.
+ * out [batch, M, N].
+ *
+ * Grid: one block for each tile BM x BN of one split of k of one batch entry. With few tiles, k
+ * is split (split.cuh). A block has WARPS_M x WARPS_N warps, and a warp 4 x 8 lanes. A thread
+ * owns GM x GN groups of V x V sums, where V elements are 16 bytes. Groups are as far apart as
+ * all lanes are wide, so that the lanes of one load read neighbours.
  *
  * Shared memory, STAGES stages of
- *   a [BK][BM + V]   BK (BM + V) sizeof(T) bytes     k outside, so that a thread's V rows are one 16-byte load
- *   b [BK][BN + V]   likewise                        V more: elements along k fall into different banks
+ *   a [BK][BM + V]   k outermost, so that a thread's V rows are one 16-byte load
+ *   b [BK][BN + V]   padded by V, so that elements along k fall into different banks
  *
  * Pipeline (pipeline.cuh), one barrier a step:
- *   copy     k0 k1 | k2   k3   k4  ..      cp.async, which transposes by element where k is what lies dense
+ *   copy     k0 k1 | k2   k3   k4  ..
  *   compute        | k0   k1   k2  ..
- * Elements outside the matrix become zeros by a copy of 0 bytes. Few tiles: k is split (split.cuh).
+ * cp.async copies 16 bytes at a time, or single elements if k is the dense dimension, which
+ * transposes. For elements outside the matrix, a copy of 0 bytes writes zeros.
  *
- * Not here: 16-bit dtypes and tf32 (gemm_sm80). */
+ * Refuses: 16-bit dtypes and tf32 (gemm_sm80). */
 #include "../../ptx/cp_async.cuh"
 #include "../../layout/banks.cuh"
 #include "../../tile/pipeline.cuh"
@@ -34,18 +38,18 @@ template <class Tile> constexpr int threads_of() { return Tile::WARPS_M * Tile::
 /* ---- 1 the tile ------------------------------------------------------------------------------ */
 template <class T, class Tile> struct Map {
     static constexpr int V = 16 / (int)sizeof(T);
-    /* a warp's tile */
+    /* Rows and columns of a warp's tile. */
     static constexpr int WM = Tile::BM / Tile::WARPS_M, WN = Tile::BN / Tile::WARPS_N;
-    /* groups a thread */
+    /* Groups of a thread. */
     static constexpr int GM = WM / (V * LANES_M), GN = WN / (V * LANES_N);
-    /* its sums */
+    /* Sums of a thread. */
     static constexpr int TM = GM * V, TN = GN * V;
     static constexpr int A_LD = Tile::BM + V, B_LD = Tile::BN + V;
     static constexpr int A_BYTES = Tile::BK * A_LD * (int)sizeof(T),
                          B_BYTES = Tile::BK * B_LD * (int)sizeof(T);
     static constexpr int SMEM_BYTES = Tile::STAGES * (A_BYTES + B_BYTES);
-    /* lanes l and l ^ 1 share their columns, l and l ^ 2 their rows: a 16-byte load then needs no
-     * pass per 8 lanes */
+    /* Lanes l and l ^ 1 share columns, and lanes l and l ^ 2 share rows. So a 16-byte load does
+     * not take one pass for every 8 lanes. */
     static_assert(WM == TM * LANES_M && WN == TN * LANES_N,
                   "whole groups of V rows and of V columns a thread");
     static constexpr GK_HD int row(int warp, int lane, int group) {
@@ -56,15 +60,14 @@ template <class T, class Tile> struct Map {
     }
 };
 
-/* One operand's way into the ring: [BK][BX] elements a step by cp.async. Lanes run along x where
- * that is dense
- * (in 16-byte copies where it is aligned too), else 8 of them along k. */
+/* Copies one operand into the ring: [BK][BX] elements a step by cp.async. If x is the dense
+ * dimension, lanes run along x, in 16-byte copies if rows are aligned. Else 8 lanes run along k. */
 template <class T, int BX, class Tile, bool ALONG_K> struct PlainCopy {
     static constexpr int BK = Tile::BK, THREADS = threads_of<Tile>();
     static constexpr int V = 16 / (int)sizeof(T), LD = BX + V, EACH = BX * BK / THREADS;
-    /* passes: x outside k */
+    /* A thread's elements: X_PASSES along x times K_PASSES along k. */
     static constexpr int K_PASSES = ALONG_K ? BK / 8 : EACH, X_PASSES = EACH / K_PASSES;
-    /* between passes */
+    /* The distance between passes. */
     static constexpr int K_STEP = ALONG_K ? 8 : THREADS / BX, X_STEP = THREADS / 8;
     static constexpr int VECTOR_ROWS = THREADS * V / BX;
     static_assert(BX * BK % THREADS == 0 && BK % 8 == 0 && BX % 32 == 0 &&
@@ -94,8 +97,8 @@ template <class T, int BX, class Tile, bool ALONG_K> struct PlainCopy {
         from_g = tile_g + x * step_x + k * step_k;
     }
 
-    /* and moves on to the next step; rows from k_valid on and columns from x_valid on become
-     * zeros */
+    /* Copies one step and advances to the next. Columns from x_valid on and rows of k from
+     * k_valid on become zeros. */
     __device__ __forceinline__ void run(smem_addr tile_s, int x_valid, int k_valid) {
         const smem_addr to_s = tile_s + (k * LD + x) * (int)sizeof(T);
         if (vectors) {
@@ -161,7 +164,7 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM)
     PlainCopy<T, BN, Tile, B_ALONG_K> b_copy((const T *)p.b + at.b + col0 * p.b_n + k0 * p.b_k,
                                              p.b_n, p.b_k, params.b_vectors, thread);
     const smem_addr a_s = cvta_to_shared(smem), b_s = a_s + STAGES * M::A_BYTES;
-    int64_t k_left = k_end - k0; /* of the step that is copied next */
+    int64_t k_left = k_end - k0; /* from the next step to copy on */
     cp_ring<STAGES> ring;
     for (int j = 0; j < STAGES - 1; ++j) {
         if (j < steps) {
@@ -176,7 +179,7 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM)
     T sum[TM][TN] = {}, total[Tile::TWO_SUMS ? TM : 1][TN] = {};
     const int row = M::row(warp, lane, 0), col = M::col(warp, lane, 0);
     for (int j = 0; j < steps; ++j) {
-        ring.wait(); /* step j is in; stage ring.write has been read by all */
+        ring.wait(); /* step j has arrived; all threads have read stage ring.write */
         if (j + STAGES - 1 < steps) {
             const int k_valid = (int)min((int64_t)BK, k_left);
             a_copy.run(a_s + ring.write * M::A_BYTES, m_valid, k_valid);
@@ -218,8 +221,8 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM)
             for (int n = 0; n < TN; ++n) sum[i][n] = total[i][n];
     }
 
-    /* ---- 3 the results: V columns at a time, by one body, past which the rows of sums move
-     * ---- */
+    /* ---- 3 the results ----------------------------------------------------------------------- */
+    /* V columns at a time. The loop is not unrolled and shifts the rows of sums up. */
 #pragma unroll 1
     for (int i = 0; i < TM; ++i) {
         const int64_t r = row0 + M::row(warp, lane, i / V) + i % V;
@@ -243,12 +246,12 @@ __global__ void __launch_bounds__(threads_of<Tile>(), Tile::PER_SM)
 /* ---- 4 the launch ---------------------------------------------------------------------------- */
 int64_t magnitude(int64_t stride) { return stride < 0 ? -stride : stride; }
 
-/* The dimension that lies denser is the one that lanes run along; a broadcast one is as good as
- * dense. */
+/* Lanes run along the dimension with the smaller stride. A broadcast dimension has stride 0,
+ * which counts as dense. */
 template <class T> Params params_of(const gk_gemm_args *args) {
     Params x = {};
     GemmProblem &p = x.p = gemm_problem_of(args);
-    if (p.m == 1 && p.n > 1) p = gemm_swapped(p); /* one road for a row and for a column */
+    if (p.m == 1 && p.n > 1) p = gemm_swapped(p); /* treat a row as a column */
     x.a_along_k = magnitude(p.a_k) < magnitude(p.a_m) || p.m == 1;
     x.b_along_k = magnitude(p.b_k) < magnitude(p.b_n) || p.n == 1;
     x.a_vectors = p.a_m == 1 && gemm_aligned(p.a, element<T>::dtype, p.a_k, p.a_batch, p.ndim);
@@ -260,7 +263,7 @@ template <class Tile> int64_t tiles_of(const GemmProblem &p) {
     return gk_max_i64(1, gk_ceil_div(p.m, Tile::BM) * gk_ceil_div(p.n, Tile::BN) * p.batch);
 }
 
-/* As many splits of k as fill the SMs once. */
+/* The number of splits of k that fills the SMs once. */
 template <class Tile> int64_t splits_of(const GemmProblem &p, int64_t sms) {
     const int64_t most = gk_clamp_i64(p.k / (PLAIN_SPLIT_STEPS * Tile::BK), 1, MAX_SPLITS);
     return gk_clamp_i64(sms * Tile::PER_SM / tiles_of<Tile>(p), 1, most);
@@ -290,13 +293,13 @@ void plan_tiles(const gk_cuda_instance *row, const gk_context *ctx, const Params
     to->workspace_bytes = partials_bytes(p, p.splits, sizeof(T));
 }
 
-/* Expected time: that of the busiest SM's tiles, of which it runs PER_SM at once, and the pass that
- * adds split sums. */
+/* Expected time: the tiles of the busiest SM, which runs PER_SM at once, and the second kernel
+ * of split-K. */
 template <class Tile> double us_of(const GemmProblem &p, const gk_gpu *gpu, int percent) {
     const int64_t splits = splits_of<Tile>(p, gpu->num_sms);
     const int64_t busiest = gk_ceil_div(tiles_of<Tile>(p) * splits, gpu->num_sms),
                   last = busiest % Tile::PER_SM;
-    /* of a few: nothing hides their waits */
+    /* With a few tiles, nothing hides their waits. */
     const double least = PLAIN_ALONE_PERCENT * 0.01 * Tile::PER_SM;
     const double tiles = (double)(busiest - last) + (last == 0              ? 0
                                                      : (double)last > least ? (double)last
@@ -312,7 +315,7 @@ enum {
     F32_SMALL,
     F64
 };
-extern const gk_cuda_instance *const plain_rows;
+extern const gk_cuda_instance *const plain_instances;
 
 template <class T, class Tile>
 bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, gk_plan *to) {
@@ -320,18 +323,20 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     return true;
 }
 
-/* By the row of least expected time. */
+/* Plans the call with the tile of the least expected time. */
 bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
-    if (args->a.dtype == GK_F64) return plan<double, PlainF64>(&plain_rows[F64], ctx, args, to);
+    if (args->a.dtype == GK_F64)
+        return plan<double, PlainF64>(&plain_instances[F64], ctx, args, to);
     if (args->a.dtype != GK_F32) return false;
     const Params x = params_of<float>(args);
     const GemmProblem &p = x.p;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    /* where cuBLAS would cut k, sums of one chain err more than twice as much; and calls whose host
-     * time counts end here */
+    /* With few tiles, the small tile's two-level sums keep the error down: one chain of sums
+     * errs more than twice as much as a split of k would. It also spares small calls the host
+     * time of the estimates. */
     if (tiles_of<PlainF32Middle>(p) < gpu->num_sms) {
-        plan_tiles<float, PlainF32Small>(&plain_rows[F32_SMALL], ctx, x, to);
+        plan_tiles<float, PlainF32Small>(&plain_instances[F32_SMALL], ctx, x, to);
         return true;
     }
     const bool aligned =
@@ -342,11 +347,13 @@ bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
                  middle_us = us_of<PlainF32Middle>(p, gpu, PlainF32Middle::PERCENT),
                  small_us = us_of<PlainF32Small>(p, gpu, PlainF32Small::PERCENT);
     if (large_us <= middle_us && large_us <= small_us)
-        plan_tiles<float, PlainF32>(&plain_rows[F32_LARGE], ctx, x, to), to->us = large_us;
+        plan_tiles<float, PlainF32>(&plain_instances[F32_LARGE], ctx, x, to), to->us = large_us;
     else if (middle_us <= small_us)
-        plan_tiles<float, PlainF32Middle>(&plain_rows[F32_MIDDLE], ctx, x, to), to->us = middle_us;
+        plan_tiles<float, PlainF32Middle>(&plain_instances[F32_MIDDLE], ctx, x, to),
+            to->us = middle_us;
     else
-        plan_tiles<float, PlainF32Small>(&plain_rows[F32_SMALL], ctx, x, to), to->us = small_us;
+        plan_tiles<float, PlainF32Small>(&plain_instances[F32_SMALL], ctx, x, to),
+            to->us = small_us;
     return true;
 }
 
@@ -387,7 +394,7 @@ const gk_cuda_instance instances[] = {
     ROW("gemm_plain_f32_64x64x16", float, PlainF32Small),
     ROW("gemm_plain_f64_64x64x16", double, PlainF64),
 };
-const gk_cuda_instance *const plain_rows = instances;
+const gk_cuda_instance *const plain_instances = instances;
 
 } // namespace
 

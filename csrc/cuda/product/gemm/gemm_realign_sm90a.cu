@@ -1,23 +1,26 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_realign_sm90a: copies matrices to where tma and wgmma can read them; realign.cuh says what
- * from and to.
+/* gemm_realign_sm90a: copies matrices to where TMA and WGMMA can read them. realign.cuh
+ * describes source and result.
  *
- * Grid: a block per THREADS chunks of 16 bytes of the copies, one matrix after the other. A thread
- * owns one chunk, so that a warp writes 512 bytes in a row and reads as many; several chunks a
- * thread, or rounds of them, took longer: more of the code's lines, which are new to the SM in
- * every launch.
- * A chunk of a dense row: the one or two aligned 16 bytes around it, shifted. The second is what
- * the next lane loads as its first and comes from L1. Both lie in the batch entry, or between its
- * rows: nothing outside is read, not even to be dropped. What lies across its ends, and rows that
- * are not dense, are read element by element.
- * Bytes: (2 read + 2 written) an element; the second half stays in L2 for the product as far as it
- * fits.
- * For small matrices the launches are the time. This kernel starts, and finds its places, while the
- * one before it drains, and the product's blocks get ready beside it. (So no __ldg: the compiler
- * may move such loads before the wait.)
+ * Grid: a block for every THREADS 16-byte chunks of the copies, one matrix after the other. A
+ * thread owns one chunk, so a warp writes 512 contiguous bytes and reads as many. Several chunks
+ * a thread, in registers or in a loop, took longer: they need more lines of code, and code is
+ * cold at every launch.
  *
- * Transposed: a block per tile of elements of 32 bits, which a warp reads along `outer` one by one
- * and writes, through shared memory, in chunks of 16 bytes along `inner`. */
+ * A chunk of a dense row is made from the one or two aligned 16-byte chunks around it, by
+ * shifting. The second is the next lane's first and comes from L1. The kernel reads both only if
+ * they lie inside the batch entry. Chunks that cross its ends, and rows that are not dense, are
+ * read element by element.
+ *
+ * Bytes: 2 read and 2 written for each element. What is written stays in L2 for the product as
+ * far as it fits.
+ *
+ * For small matrices, launches are all of the time. So this kernel starts and computes its
+ * addresses while the kernel before drains, and the product's blocks start beside it. It must
+ * not use __ldg, because the compiler may move such loads before the wait.
+ *
+ * Transposed copies: a block takes a tile of 32-bit elements. A warp reads them along `outer`
+ * one by one and writes them, through shared memory, in 16-byte chunks along `inner`. */
 #include "../../host/launch.cuh"
 #include "../../layout/banks.cuh"
 #include "../../ptx/griddepcontrol.cuh"
@@ -31,7 +34,7 @@ constexpr int THREADS = REALIGN_THREADS;
 
 struct Params {
     RealignMatrix matrix[2];
-    uint32_t blocks; /* of the first */
+    uint32_t blocks; /* of the first matrix */
 };
 
 template <bool BATCHED>
@@ -54,8 +57,8 @@ __global__ void __launch_bounds__(THREADS, REALIGN_PER_SM)
     const int shift = (int)((uintptr_t)at.row / 2 % REALIGN_EACH), valid = x.inner - at.col;
     const bool whole = chunk < x.total && realign_whole(x, at, shift);
     const uint16_t *from_g = at.row + at.col - shift;
-    griddepcontrol_launch_dependents(); /* the product's blocks may get ready */
-    griddepcontrol_wait();              /* `from` is written, and what was in `to` is read */
+    griddepcontrol_launch_dependents(); /* the product's blocks may start */
+    griddepcontrol_wait(); /* `from` has been written, and reads of `to`'s old contents are done */
     const uint4 low = ld_global_if_128(from_g, whole),
                 high = ld_global_if_128(from_g + REALIGN_EACH, whole && shift);
     if (chunk >= x.total) return;
@@ -66,7 +69,7 @@ __global__ void __launch_bounds__(THREADS, REALIGN_PER_SM)
         whole ? make_uint4(words[0], words[1], words[2], words[3]) : by_elements<BATCHED>(x, chunk);
 }
 
-/* Bank conflicts of the lanes that gather their chunks, which begin in every fourth bank alone. */
+/* Bank conflicts of the lanes' loads of their chunks, which begin in every fourth bank. */
 constexpr GK_HD int transpose_ways() {
     int bytes[32] = {};
     for (int lane = 0; lane < 32; ++lane) {
@@ -85,7 +88,7 @@ __global__ void __launch_bounds__(THREADS) transpose_kernel(const __grid_constan
     const uint32_t *from_g = (const uint32_t *)x.from + transpose_from(x, at, first.row, first.col);
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();        /* as above */
-    uint32_t v[TRANSPOSE_PASSES]; /* all loads are under way before the first is stored */
+    uint32_t v[TRANSPOSE_PASSES]; /* all loads are issued before the first store */
 #pragma unroll
     for (int c = 0; c < TRANSPOSE_PASSES; ++c) {
         const coord read = transpose_read((int)threadIdx.x, c);
@@ -97,7 +100,7 @@ __global__ void __launch_bounds__(THREADS) transpose_kernel(const __grid_constan
         const coord read = transpose_read((int)threadIdx.x, c);
         tile[transpose_at(read.row, read.col)] = v[c];
     }
-    __syncthreads(); /* the tile is there */
+    __syncthreads(); /* the tile is complete */
 #pragma unroll
     for (int c = 0; c < TRANSPOSE_CHUNKS; ++c) {
         const coord chunk = transpose_chunk((int)threadIdx.x, c);

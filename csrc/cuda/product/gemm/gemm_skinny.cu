@@ -1,31 +1,30 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_skinny: out = activation(alpha a b + beta c + bias) for at most 16 rows of a, bfloat16 and
- * float16: the weights b are read once, as fast as memory gives them. With at most 16 columns of b
- * the transposed product, out^T = b^T a^T.
+/* gemm_skinny: out = activation(alpha a b + beta c + bias) for at most 16 rows of a, in bfloat16
+ * and float16. It reads the weights b once, as fast as memory delivers them; their bytes over
+ * the bandwidth bound the time. If b has at most 16 columns, it computes out^T = b^T a^T.
  *
- * a [batch, M <= 16, K] tokens, K-major    b [batch, K, N] weights, K-major or MN-major   out [batch, M, N]
- * any strides of out. Bytes of b over bandwidth is the bound.
- * Aligned: rows of 16-byte chunks, K a multiple of 8. Misaligned: other rows, any K
- * (misaligned.cuh).
- * Grid: at most one block an SM, all with equally many tiles of R <= ROWS weights and all of k (R:
- * `plan`). The warps split k, 32 at a time in turn; their sums meet in shared memory and are added
- * in the order of the warps.
- * In mma.m16n8k16 weights take the 16 rows, tokens the 8 columns.
+ * a [batch, M <= 16, K] tokens, K-major; b [batch, K, N] weights, K-major or MN-major; out
+ * [batch, M, N] with any strides. Aligned instances need rows of 16-byte chunks and K a multiple
+ * of 8. Misaligned instances take other rows and any K (misaligned.cuh).
+ *
+ * Grid: at most one block an SM. All blocks take equally many tiles of R <= ROWS weights
+ * (`plan_problem` chooses R), over all of k. The warps split k: warp w takes every
+ * SKINNY_WARPS-th 32 of k. Their sums meet in shared memory and are added in the order of the
+ * warps. In mma.m16n8k16, weights are the 16 rows and tokens the 8 columns.
  *
  * Shared memory:
- *   ring  [warp][STAGES] of weights [ROWS][32], or [32][ROWS] where they are MN-major, and tokens
- *   [TOKENS][32] sums  [WARPS][8 tokens][ROWS + 4] float
- * Misaligned: the ring holds the rows' chunks as they lie in memory, and a warp shifts each step
- * into one pair of such tiles.
+ *   ring  [warp][STAGES] of weights [ROWS][32] (MN-major: [32][ROWS]) and tokens [TOKENS][32]
+ *   sums  [WARPS][8 tokens][ROWS + 4] float
+ * In misaligned instances the ring holds the rows' raw chunks, and a warp shifts each step into
+ * one pair of such tiles.
  *
- * Pipeline: every warp has a ring of its own and waits for no other; it runs on into the block's
- * next tile, so that memory is busy while the sums of a tile are added (4 stages, tiles of 3
+ * Pipeline: every warp has its own ring and waits for no other warp. It goes on with the block's
+ * next tile, so that memory stays busy while a tile's sums are added (here 4 stages, tiles of 3
  * steps):
  *   copy     s0 s1 s2 | s0' s1' s2'        s0'' ..
  *   mma               | s0  s1  s2  [sums] s0'  ..
  *
- * Not here: more rows (gemm_sm80, gemm_sm90a), tokens MN-major, float32 and float64
- * (gemm_plain). */
+ * Refuses: more rows (gemm_sm80, gemm_sm90a), MN-major tokens, float32 and float64 (gemm_plain). */
 #include "../../tile/copy.cuh"
 #include "../../tile/fragment.cuh"
 #include "../../tile/pipeline.cuh"
@@ -42,7 +41,7 @@ constexpr int THREADS = SKINNY_WARPS * 32, STEP = 32, BLOCK_STEP = SKINNY_WARPS 
 template <int TOKENS, int ROWS, bool ALONG_N, bool MISALIGNED> struct Smem {
     typedef smem_tile<ALONG_N ? STEP : ROWS, (ALONG_N ? ROWS : STEP) * 2> Weights;
     typedef smem_tile<TOKENS, STEP * 2> Tokens;
-    /* of a step, as the fragments are read */
+    /* Bytes of a step, in the layout that fragments are read from. */
     static constexpr int TILES = Weights::bytes + Tokens::bytes;
     static constexpr int RAW_WEIGHTS = raw_rows<Weights>::bytes,
                          RAW = RAW_WEIGHTS + raw_rows<Tokens>::bytes;
@@ -52,7 +51,7 @@ template <int TOKENS, int ROWS, bool ALONG_N, bool MISALIGNED> struct Smem {
     static constexpr int SUM_LD = ROWS + 4, WARP_SUMS = 8 * SUM_LD; /* floats */
     static constexpr int RING = SKINNY_WARPS * STAGES * STAGE, SUMS = RING + SHIFTED;
     static constexpr int BYTES = SUMS + SKINNY_WARPS * WARP_SUMS * 4;
-    /* a lane stores place g of token 2q: two tokens are 8 banks apart */
+    /* In a store, lanes of one quad hold tokens two apart, which lie 8 banks apart. */
     static constexpr GK_HD int sums_ways() {
         int bytes[32] = {};
         for (int lane = 0; lane < 32; ++lane)
@@ -67,11 +66,11 @@ template <int TOKENS, int ROWS, bool ALONG_N, bool MISALIGNED> struct Smem {
 
 struct Params {
     GemmProblem p;
-    uintptr_t first_w, first_x; /* misaligned: the lowest address of weights and tokens */
+    uintptr_t first_w, first_x; /* misaligned: lowest addresses of the weights and the tokens */
 };
 
 /* ---- 2 copies of one warp -------------------------------------------------------------------- */
-/* Rows of a tile, a lane's chunk of every ROWS-th of them; rows and columns that are not valid
+/* A warp copies a tile; a lane takes one chunk of every ROWS-th row. Invalid rows and columns
  * become zeros. */
 template <class T, class Tile>
 __device__ __forceinline__ void copy_rows(smem_addr tile_s, const T *from_g, int64_t row_stride,
@@ -88,7 +87,7 @@ __device__ __forceinline__ void copy_rows(smem_addr tile_s, const T *from_g, int
                                row + i * ROWS < rows_valid ? bytes : 0);
 }
 
-/* Where a warp copies from next: it walks the steps of a tile, then those of the block's next
+/* A warp's next copies: it goes through the steps of a tile, then those of the block's next
  * tile. */
 template <class T, bool ALONG_N, bool MISALIGNED> struct Cursor {
     const T *w_g, *x_g; /* first weight and token of the step */
@@ -96,9 +95,9 @@ template <class T, bool ALONG_N, bool MISALIGNED> struct Cursor {
     int64_t steps_left; /* of the tile */
     int rows_valid;
 
-    /* Along k, blocks start at different steps and wrap around: all at the same tokens would wait
-     * for one part of L2. Along n, neighbours read the same pages of memory, and so do better side
-     * by side. */
+    /* K-major weights: blocks start at different steps and wrap around, because otherwise all
+     * blocks would read the same tokens from one part of L2. MN-major weights: neighbouring
+     * blocks read the same pages of memory and are faster in the same order. */
     __device__ __forceinline__ void enter(const GemmProblem &p, int64_t tile_, int warp) {
         const unsigned steps = (unsigned)(p.split_k / BLOCK_STEP);
         const unsigned first = ALONG_N ? 0 : blockIdx.x % steps;
@@ -106,7 +105,7 @@ template <class T, bool ALONG_N, bool MISALIGNED> struct Cursor {
         k = warp * STEP + (int64_t)first * BLOCK_STEP;
         steps_left = steps;
         if (tile >= (int64_t)p.tiles_n * p.batch) {
-            rows_valid = 0; /* past the last tile nothing is read */
+            rows_valid = 0; /* after the last tile, nothing is read */
             return;
         }
         const int64_t n0 = tile % p.tiles_n * p.group;
@@ -146,7 +145,7 @@ template <class T, bool ALONG_N, bool MISALIGNED> struct Cursor {
 };
 
 /* ---- 3 the kernel ---------------------------------------------------------------------------- */
-/* p.group: R, weights of a tile; p.split_k: k rounded up to BLOCK_STEP */
+/* p.group: R, weights of a tile. p.split_k: k rounded up to BLOCK_STEP. */
 template <class T, int TOKENS, int ROWS, bool ALONG_N, bool MISALIGNED>
 __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_kernel(const __grid_constant__ Params x) {
     typedef Smem<TOKENS, ROWS, ALONG_N, MISALIGNED> S;
@@ -163,7 +162,7 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_kernel(const __grid_co
                                          : ring_s; /* of the first step */
     const smem_addr w_base =
         ALONG_N ? frag_a_trans_base<Weights>(tiles_s, lane) : frag_a_base<Weights>(tiles_s, lane);
-    /* one ldmatrix is 8 tokens by 32 k: matrix i is chunk i */
+    /* One ldmatrix loads 8 tokens x 32 of k; matrix i is chunk i. */
     const smem_addr x_base =
         tiles_s + Weights::bytes + Tokens::offset(ldmatrix_row(lane), ldmatrix_matrix(lane));
 
@@ -177,11 +176,12 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_kernel(const __grid_co
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         float sum[MT][NT][4] = {};
         for (int64_t k = 0; k < p.split_k; k += BLOCK_STEP) {
-            /* the step is in; the stage that is filled next has been read by all lanes */
+            /* The step has arrived, and all lanes have read the stage that is filled next. */
             ring.wait_warp();
             next.template copy<S>(x, ring_s + ring.write * S::STAGE, warp, lane);
             ring.commit();
-            /* a warp's steps lie multiples of 16 bytes apart in every row */
+            /* A warp's steps are multiples of 16 bytes apart, so every step of a row has the
+             * same shift. */
             if constexpr (MISALIGNED) {
                 const GemmPlace at = gemm_place(p, tile / p.tiles_n);
                 const smem_addr raw_s = ring_s + ring.read * S::STAGE;
@@ -189,8 +189,8 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_kernel(const __grid_co
                 shift_rows<Weights>(tiles_s, raw_s, w_g, ALONG_N ? p.b_k : p.b_n, lane);
                 shift_rows<Tokens>(tiles_s + Weights::bytes, raw_s + S::RAW_WEIGHTS,
                                    (const T *)p.a + at.a, p.a_m, lane);
-                /* the step's tiles are whole; the last step's have been read since
-                 * ring.wait_warp */
+                /* The step's tiles are complete. All lanes had read the last step's tiles at
+                 * ring.wait_warp. */
                 __syncwarp();
             }
             const int step_at = MISALIGNED ? 0 : ring.read * S::STAGE;
@@ -219,14 +219,14 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_kernel(const __grid_co
 #pragma unroll
         for (int t = 0; t < NT; ++t) {
             if (t * 8 >= p.m) break;
-            __syncthreads(); /* the sums before these have been read */
+            __syncthreads(); /* the previous sums have been read */
 #pragma unroll
             for (int i = 0; i < MT; ++i)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
                     sums[warp * S::WARP_SUMS + frag_col(lane, e) * S::SUM_LD + i * 16 +
                          frag_row(lane, e)] = sum[i][t][e];
-            __syncthreads(); /* all sums are in */
+            __syncthreads(); /* all sums have been written */
             const int tokens = min(8, (int)p.m - t * 8);
 #pragma unroll 1
             for (int i = thread; i < tokens * ROWS; i += THREADS) {
@@ -244,8 +244,9 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_skinny_kernel(const __grid_co
 }
 
 /* ---- 5 the plan ------------------------------------------------------------------------------ */
-enum Key { /* of a kernel: the most tokens, the most weights a tile, bytes of shared memory, whether
-              it is for misaligned rows */
+/* Of an instance: most tokens, most weights of a tile, bytes of shared memory, and whether it
+ * takes misaligned rows. */
+enum Key {
     KEY_TOKENS,
     KEY_ROWS,
     KEY_SMEM,
@@ -258,13 +259,14 @@ bool is_aligned(const GemmProblem &p, gk_dtype dtype) {
     return p.n % 8 == 0 && gemm_aligned(p.b, dtype, p.b_k, p.b_batch, p.ndim);
 }
 
-/* With less k than a step warps are without work: small tiles side by side are faster. */
+/* If k is shorter than a step of the block, some warps have no work. Kernels with small tiles
+ * are then faster. */
 bool fits(const GemmProblem &p, gk_dtype dtype, bool misaligned) {
     if (p.m > SKINNY_MAX_TOKENS || p.m == 0 || p.k < BLOCK_STEP) return false;
     return p.a_k == 1 && (p.b_k == 1 || p.b_n == 1) && is_aligned(p, dtype) != misaligned;
 }
 
-/* The call's problem or its transposed product, the one with fewer tokens of those that fit. */
+/* Finds the problem or its transpose, whichever fits and has fewer tokens. */
 bool find_problem(const gk_gemm_args *args, bool misaligned, GemmProblem *p) {
     const gk_dtype dtype = args->a.dtype;
     *p = gemm_problem_of(args);
@@ -279,14 +281,14 @@ bool find_problem(const gk_gemm_args *args, bool misaligned, GemmProblem *p) {
     return good;
 }
 
-/* R, `group`: as many weights a tile as give every SM equally many tiles. */
+/* Chooses R (`group`) so that every SM gets equally many tiles. */
 bool plan_problem(const gk_context *ctx, const void *args, bool misaligned, GemmProblem *p) {
     if (!find_problem((const gk_gemm_args *)args, misaligned, p)) return false;
     const int64_t sms = gk_gpu_of(ctx->index)->num_sms, rows = gk_max_i64(1, p->n * p->batch);
     if (p->b_k == 1) {
         const int64_t rounds = gk_ceil_div(rows, SKINNY_ROWS * sms);
         p->group = (int)gk_round_up(gk_ceil_div(rows, rounds * sms), 8);
-    } else { /* along n a tile must be whole sectors of 32 bytes */
+    } else { /* MN-major: a tile must be whole sectors of 32 bytes */
         int64_t least = INT64_MAX;
         for (int r = 16; r <= SKINNY_ROWS; r *= 2)
             if (gk_ceil_div(rows, r * sms) * r <= least) {
@@ -301,7 +303,7 @@ bool plan_problem(const gk_context *ctx, const void *args, bool misaligned, Gemm
     return true;
 }
 
-/* Blocks: equally many tiles each, at most one block an SM. */
+/* The number of blocks: at most one an SM, with equally many tiles each. */
 int64_t blocks_of(const gk_context *ctx, const GemmProblem &p) {
     const int64_t tiles = (int64_t)p.tiles_n * p.batch;
     return gk_max_i64(
@@ -321,8 +323,8 @@ uintptr_t lowest(const void *data, int64_t x, int64_t k, int64_t x_stride, int64
     return (uintptr_t)data + (uintptr_t)(at * 2);
 }
 
-/* x.p is planned. */
-void plan_row(const gk_cuda_instance *row, const gk_context *ctx, gk_plan *to) {
+/* Fills in the rest of the plan; x.p has been planned. */
+void plan_instance(const gk_cuda_instance *row, const gk_context *ctx, gk_plan *to) {
     Params &x = gk_own<Params>(to);
     const GemmProblem &p = x.p;
     x.first_w = lowest(p.b, p.n, p.k, p.b_n, p.b_k, p, p.b_batch);
@@ -340,12 +342,12 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args, 
     GemmProblem &p = gk_own<Params>(to).p;
     if (!plan_problem(ctx, args, row->key[KEY_MISALIGNED], &p) || !serves(row, ctx, p))
         return false;
-    plan_row(row, ctx, to);
+    plan_instance(row, ctx, to);
     return true;
 }
 
-extern const gk_cuda_instance *const skinny_rows;
-extern const int num_skinny_rows;
+extern const gk_cuda_instance *const skinny_instances;
+extern const int num_skinny_instances;
 
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_dtype dtype = ((const gk_gemm_args *)args)->a.dtype;
@@ -357,9 +359,10 @@ bool plan_best(const gk_context *ctx, const void *args, gk_plan *to) {
         if (!plan_problem(ctx, args, true, &p) || p.n * p.batch < SKINNY_MISALIGNED_LEAST)
             return false;
     }
-    for (const gk_cuda_instance *row = skinny_rows; row < skinny_rows + num_skinny_rows; ++row)
+    for (const gk_cuda_instance *row = skinny_instances;
+         row < skinny_instances + num_skinny_instances; ++row)
         if (row->dtype == dtype && row->key[KEY_MISALIGNED] == misaligned && serves(row, ctx, p)) {
-            plan_row(row, ctx, to);
+            plan_instance(row, ctx, to);
             return true;
         }
     return false;
@@ -400,8 +403,8 @@ template <int TOKENS, int ROWS, bool MISALIGNED> constexpr int smem_of() {
         ROW("misaligned_" name, T, 16, 64, true)
 
 const gk_cuda_instance instances[] = {ROWS_16("bf16", __nv_bfloat16), ROWS_16("f16", __half)};
-const gk_cuda_instance *const skinny_rows = instances;
-const int num_skinny_rows = sizeof instances / sizeof instances[0];
+const gk_cuda_instance *const skinny_instances = instances;
+const int num_skinny_instances = sizeof instances / sizeof instances[0];
 
 } // namespace
 

@@ -1,19 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_sm80: out = activation(alpha a b + beta c + bias) on the tensor cores by mma.sync: bfloat16,
- * float16, tf32.
+/* gemm_sm80: out = activation(alpha a b + beta c + bias) on the tensor cores by mma.sync, for
+ * bfloat16, float16 and tf32.
  *
- * a [batch, M, K]  b [batch, K, N]   each K-major or MN-major, other strides any (NN NT TN TT)
- * bias [N], c broadcasts, out [batch, M, N], preact like out; float32 sums, one rounding
- * Grid: a block per tile BM x BN of one split of k of one batch entry, in the order of order.cuh; a
- * warp owns WM x WN.
+ * a [batch, M, K], b [batch, K, N]: each K-major or MN-major (NN, NT, TN, TT), or in the "any"
+ * instances with any strides. bias [N], c broadcasts, out [batch, M, N], preact like out. Sums
+ * are float32 and rounded once.
  *
- * Shared memory: the ring of mainloop_sm80.cuh; afterwards the same bytes hold the sums, a warp
- * each:
+ * Grid: a block for each tile BM x BN of one split of k of one batch entry, in the order of
+ * order.cuh. A warp owns WM x WN. With few tiles, k is split (split.cuh). `plan_of` estimates
+ * each instance's time, and the fastest is used.
+ *
+ * Shared memory: the ring of mainloop_sm80.cuh. After the last step the same bytes hold the
+ * sums:
  *   sums  [warp][WM][WN + 8] float
  *
- * Few tiles: k is split (split.cuh). The instance is the one of least time by `plan_of`: whole
- * waves first.
- * Not here: ieee float32, float64, misaligned tf32 (gemm_plain). */
+ * Refuses: float32 in full precision, float64, misaligned tf32 (gemm_plain). */
 #include "mainloop_sm80.cuh"
 #include "order.cuh"
 #include "split.cuh"
@@ -27,8 +28,9 @@ template <class T, class Tile, int MODE> struct Smem {
     static constexpr int RING = Ring<T, Tile, MODE>::BYTES, SUMS = Tile::THREADS / 32 * WARP_SUMS;
     static constexpr int BYTES = RING > SUMS ? RING : SUMS;
 
-    /* byte of a lane's pair of sums; of the two halves of the octet that a lane reads, the later
-     * first in lanes 4-7 */
+    /* Byte offsets that the lanes access: a pair of sums on the way in, 8 columns on the way
+     * out. The 8 columns are two 16-byte halves, of which every second group of four lanes reads
+     * the later half first. */
     static constexpr GK_HD int pair_at(int lane) { return (lane / 4 * SUM_LD + lane % 4 * 2) * 4; }
     static constexpr GK_HD int octet_at(int lane) {
         return (lane / (Tile::WN / 8) * SUM_LD + lane % (Tile::WN / 8) * 8) * 4;
@@ -69,9 +71,10 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) gemm_sm80_kernel(
     multiply_sm80<T, Tile, MODE>(product, sum, a, b, k_end - k0, cvta_to_shared(smem), warp_m,
                                  warp_n);
 
-    /* ---- 2 the results: a warp's sums through shared memory, 8 columns a lane ---- */
+    /* ---- 2 the results: a warp's sums go through shared memory, then a lane takes 8 columns
+     * ---- */
     cp_async_wait_group<0>();
-    /* no thread reads the ring any more, and no copy writes it: the sums may lie there */
+    /* No thread reads the ring any more and no copy writes it, so the sums may overwrite it. */
     __syncthreads();
     float *sums = (float *)(smem + warp * S::WARP_SUMS);
 #pragma unroll
@@ -82,9 +85,9 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) gemm_sm80_kernel(
             for (int h = 0; h < 2; ++h)
                 *(float2 *)((char *)(sums + (i * 16 + h * 8) * S::SUM_LD + n * 8) +
                             S::pair_at(lane)) = make_float2(sum[i][n][2 * h], sum[i][n][2 * h + 1]);
-    __syncwarp(); /* the warp's lanes read what the others stored */
+    __syncwarp(); /* lanes read what other lanes wrote */
 
-    constexpr int OCTETS = WN / 8, ROWS = 32 / OCTETS; /* lanes of a row; rows of a pass */
+    constexpr int OCTETS = WN / 8, ROWS = 32 / OCTETS; /* lanes a row; rows a pass */
     const int64_t col = col0 + warp_n + lane % OCTETS * 8;
     const int valid = (int)min((int64_t)8, p.n - col);
     if (valid <= 0) return;
@@ -109,8 +112,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) gemm_sm80_kernel(
 }
 
 /* ---- 3 the plan ------------------------------------------------------------------------------ */
-/* Mode of a problem for elements of `dtype`: ANY where either operand's rows are not whole chunks
- * of 16 bytes. */
+/* The layout of both operands. ANY if the rows of either are not whole 16-byte chunks. */
 int mode_of(const GemmProblem &p, gk_dtype dtype) {
     const bool a_k = p.a_k == 1 && gemm_aligned(p.a, dtype, p.a_m, p.a_batch, p.ndim);
     const bool a_m = p.a_m == 1 && gemm_aligned(p.a, dtype, p.a_k, p.a_batch, p.ndim);
@@ -121,14 +123,14 @@ int mode_of(const GemmProblem &p, gk_dtype dtype) {
            (llabs(p.b_n) < llabs(p.b_k) && p.n > 1 ? B_ALONG_N : 0);
 }
 
-enum Key { /* of a row */
+enum Key { /* of an instance */
     KEY_BM,
     KEY_BN,
     KEY_BK,
     KEY_PER_SM,
     KEY_PERCENT, /* of the dense peak */
     KEY_SMEM,    /* bytes of a block, in the mode that needs most */
-    KEY_ANY      /* ANY in the rows that serve every alignment, else 0 */
+    KEY_ANY      /* ANY in the instances that serve every alignment, else 0 */
 };
 
 struct Plan {
@@ -138,8 +140,9 @@ struct Plan {
 };
 constexpr double FOREVER_US = 1e30;
 
-/* Time of a row: the busiest SM's blocks, one after the other or together, and the pass that adds
- * split sums. Only a time below `below` counts: where there is none, us is `below` itself. */
+/* Estimates the time of an instance over all numbers of splits: the blocks of the busiest SM,
+ * one after the other or PER_SM at once, and the second kernel of split-K. It stops early if no
+ * time below `below` is possible; us is then `below`. */
 Plan plan_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem &p, double below) {
     const int32_t *key = row->key;
     const int64_t bm = key[KEY_BM], bn = key[KEY_BN], bk = key[KEY_BK], per_sm = key[KEY_PER_SM];
@@ -154,12 +157,12 @@ Plan plan_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem &
     for (int64_t s = 1; s <= most; ++s) {
         const int64_t before = each;
         each = gk_ceil_div(steps, s);
-        if (each == before) continue; /* the same parts */
+        if (each == before) continue; /* the same splits as before */
         const int64_t parts = gk_ceil_div(steps, each);
         const double reduce = reduce_us(p, parts);
-        if (parts > 1 && BLOCK_US + reduce >= best.us) break; /* it only grows with s */
+        if (parts > 1 && BLOCK_US + reduce >= best.us) break; /* reduce only grows with s */
         const int64_t busiest = gk_ceil_div(tiles * parts, gpu->num_sms);
-        /* nothing hides a lone block's waits */
+        /* Nothing hides a lone block's waits. */
         const double alone = busiest < per_sm ? PERCENT_ALONE * 0.01 : 1;
         const double us = (double)(busiest * each) * step_us * alone +
                           BLOCK_US * (double)gk_ceil_div(busiest, per_sm) + reduce;
@@ -168,20 +171,20 @@ Plan plan_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem &
     return best;
 }
 
-extern const gk_cuda_instance *const sm80_rows;
-extern const int num_sm80_rows;
+extern const gk_cuda_instance *const sm80_instances;
+extern const int num_sm80_instances;
 
-/* Whether any row serves the call. */
+/* Whether any instance serves the call. */
 bool serves(const gk_gemm_args *args, const GemmProblem &p) {
     if (args->a.dtype == GK_F64) return false;
     if (args->a.dtype != GK_F32) return true;
-    /* a matrix times a vector is bound by memory: gemm_plain gives it whole float32 at the same
-     * speed */
+    /* A matrix times a vector is bound by memory. gemm_plain computes it in full float32 at the
+     * same speed. */
     return args->fp32_precision == GK_TF32 && p.m > 1 && p.n > 1 && !(mode_of(p, GK_F32) & ANY);
 }
 
-bool plan_row(const gk_cuda_instance *row, const GemmProblem &problem, const Plan &best,
-              gk_plan *to) {
+bool plan_instance(const gk_cuda_instance *row, const GemmProblem &problem, const Plan &best,
+                   gk_plan *to) {
     GemmProblem &p = gk_own<GemmProblem>(to) = problem;
     p.tiles_m = (int)gk_ceil_div(p.m, row->key[KEY_BM]);
     p.tiles_n = (int)gk_ceil_div(p.n, row->key[KEY_BN]);
@@ -205,10 +208,10 @@ bool plan(const gk_cuda_instance *row, const gk_context *ctx, const void *argume
     if (!serves(args, p) || row->key[KEY_ANY] != (mode_of(p, row->dtype) & ANY) ||
         !smem_fits(ctx, row->key[KEY_SMEM]))
         return false;
-    return plan_row(row, p, plan_of(row, gk_gpu_of(ctx->index), p, FOREVER_US), to);
+    return plan_instance(row, p, plan_of(row, gk_gpu_of(ctx->index), p, FOREVER_US), to);
 }
 
-/* By the row of least time among those that fit the GPU and serve the mode. */
+/* Plans the call with the fastest instance among those that fit the GPU and serve the mode. */
 bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
     const GemmProblem p = gemm_problem_of(args);
@@ -217,8 +220,8 @@ bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
     const int any = mode_of(p, args->a.dtype) & ANY;
     const gk_cuda_instance *best = NULL;
     Plan best_plan = {1, 0, FOREVER_US};
-    for (int i = 0; i < num_sm80_rows; ++i) {
-        const gk_cuda_instance *r = &sm80_rows[i];
+    for (int i = 0; i < num_sm80_instances; ++i) {
+        const gk_cuda_instance *r = &sm80_instances[i];
         if (r->dtype != args->a.dtype || r->key[KEY_ANY] != any ||
             r->key[KEY_SMEM] > gpu->smem_per_block)
             continue;
@@ -228,7 +231,7 @@ bool plan_best(const gk_context *ctx, const void *arguments, gk_plan *to) {
             best_plan = plan;
         }
     }
-    return best && plan_row(best, p, best_plan, to);
+    return best && plan_instance(best, p, best_plan, to);
 }
 
 /* ---- 4 the launch ---------------------------------------------------------------------------- */
@@ -239,7 +242,7 @@ gk_status start(const gk_context *ctx, const GemmProblem &p) {
                                                    Smem<T, Tile, MODE>::BYTES, p);
 }
 
-/* FIRST: 0, or ANY for the rows that serve every alignment. */
+/* FIRST: 0, or ANY for the instances that serve every alignment. */
 template <class T, class Tile, int FIRST>
 gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *workspace) {
     GemmProblem p = gk_own<GemmProblem>(plan);
@@ -281,8 +284,8 @@ const gk_cuda_instance instances[] = {
     ROW("gemm_sm80_tf32_128x128x32", float, Tile32_128x128, 0, PERCENT_TF32),
     ROW("gemm_sm80_tf32_64x64x32", float, Tile32_64x64, 0, PERCENT_TF32_64x64),
 };
-const gk_cuda_instance *const sm80_rows = instances;
-const int num_sm80_rows = sizeof instances / sizeof instances[0];
+const gk_cuda_instance *const sm80_instances = instances;
+const int num_sm80_instances = sizeof instances / sizeof instances[0];
 
 } // namespace
 

@@ -1,25 +1,30 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_sm90a: out = activation(alpha a b + beta c + bias) on Hopper's tensor cores by WGMMA, fed by
- * TMA; bfloat16, float16. The cooperative schedule: the consumer warpgroups of a block share a
- * tile, BM / WGS rows each. hopper.cuh says what all schedules share.
+/* gemm_sm90a: out = activation(alpha a b + beta c + bias) on Hopper for bfloat16 and float16, by
+ * WGMMA with operands copied by TMA. It uses the cooperative schedule: the consumer warpgroups
+ * of a block share a tile, BM / WGS rows each. hopper.cuh describes what all schedules share.
+ * This file also has the plan for all of Hopper's gemm tables.
  *
- * a [batch, M, K]  b [batch, K, N]   each K-major or MN-major, other strides multiples of 16 bytes;
- *                                    one that is not is copied first (gemm_realign_sm90a), into the
- *                                    call's workspace
- * bias [N], c broadcasts, out [batch, M, N], preact like out; float32 sums, one rounding
+ * a [batch, M, K], b [batch, K, N]: each K-major or MN-major, with other strides that are
+ * multiples of 16 bytes. Any other operand is first copied into the call's workspace
+ * (gemm_realign_sm90a). bias [N], c broadcasts, out [batch, M, N], preact like out. Sums are
+ * float32 and rounded once.
  *
  * Pipeline (stages full and empty: tma_ring.cuh):
- *   producer    k0 k1 k2 k3 | k4      k5         ..  runs on into the next tile while this one's sums are stored
- *   consumers               | 0 .. 1 .. 2 ..         stage j - 1 is released when step j is issued and step j - 1 is done
- * Results of a's dtype go through staging tiles and leave by TMA behind the warp's back, or, where
- * a block has one tile or TMA cannot write its rows, from registers in chunks of 16 bytes; float32
- * of 16-bit operands, and sums with a c that no wide read takes or in rows that TMA cannot write,
- * are stored from registers, 8 columns each, or 8 rows where rows of the result do not begin at
- * multiples of 16 bytes. c of a large tile comes into L2 under its products.
+ *   producer    k0 k1 k2 k3 | k4      k5         ..
+ *   consumers               | 0 .. 1 .. 2 ..
+ * A consumer issues step j, waits for step j - 1, and releases the stage of step j - 1. The
+ * producer goes on with the next tile while this tile's sums are stored.
  *
- * Workspace: the copies, (rows or columns) x (k rounded up to 16 bytes) each, or with both changed.
- * Not here: float32 (gemm_tf32_sm90a, gemm_plain), K = 0 (gemm_sm80), few columns of small M or
- * short k, small M (gemm_swapab_sm90a, gemm_skinny). */
+ * Results of a's dtype go through staging tiles and leave by TMA. If a block has one tile, or
+ * TMA cannot write the rows, they are stored from registers in 16-byte chunks. Three kinds of
+ * results are stored from registers 8 elements at a time: float32 results of 16-bit operands, a
+ * c that cannot be read in pairs, and rows that are not dense. c of a large tile is prefetched
+ * into L2 under its products.
+ *
+ * Workspace: the copies, (rows or columns) x (k rounded up to 16 bytes) each, or transposed.
+ *
+ * Refuses: float32 (gemm_tf32_sm90a, gemm_plain), K = 0 (gemm_sm80), M or N of at most 16 with
+ * small K (gemm_skinny). Small M is gemm_swapab_sm90a's. */
 #include "hopper_launch.cuh"
 
 namespace {
@@ -49,11 +54,11 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
         for (unsigned t = block.first; t < block.all; t += block.step) {
             block.find_results(t, batch, tile, at);
             if (t == block.first) griddepcontrol_wait(); /* for the bias and c */
-            touch_epilogue(p.epilogue);
-            if (x.plain) touch_bias<S::COLS>(p, tile.col + block.part * S::COLS, block.lane);
+            prefetch_epilogue(p.epilogue);
+            if (x.plain) prefetch_bias<S::COLS>(p, tile.col + block.part * S::COLS, block.lane);
             if (TMA && !x.across) /* in small tiles its loop would cost every step 5 instructions */
-                touch_c<S::COLS>(p, batch, tile.row + row0 + block.warp * 16,
-                                 tile.col + block.part * S::COLS, block.lane);
+                prefetch_c<S::COLS>(p, batch, tile.row + row0 + block.warp * 16,
+                                    tile.col + block.part * S::COLS, block.lane);
             block.multiply(sum, row0, block.steps_of(t));
             block.end_products(sum, block.ring.before());
             if constexpr (TAIL<T, Tile, MODE>)
@@ -65,14 +70,14 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                 const int row = tile.row + row0, col = tile.col + block.part * S::COLS;
                 at.c[0] = col;
                 at.c[1] = row + block.warp * 16;
-                if (x.bare)
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_BARE, TMA>(
+                if (x.no_epilogue)
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_SUMS, TMA>(
                         x, sums, staging_s, at, batch, lane);
-                else if (x.straight)
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_STRAIGHT, TMA>(
+                else if (x.cheap_epilogue)
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_CHEAP, TMA>(
                         x, sums, staging_s, at, batch, lane);
-                else if (x.plain || x.ragged)
-                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_RAGGED, TMA>(
+                else if (x.plain || x.unaligned)
+                    store_panels<T, typename S::Panel, Tile::PANELS, STORE_UNALIGNED, TMA>(
                         x, sums, staging_s, at, batch, lane);
                 else
                     store_any<T, S::COLS>(p, gemm_place(p, batch), sums, staging_s,
@@ -86,7 +91,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                 store(sum[0]);
             }
         }
-        /* shared memory stays until it has been read */
+        /* Shared memory must stay allocated until TMA has read it. */
         if (TMA && block.lane == 0) tma_store_wait_group_read<0>();
         block.end_exchange(exchange_parity);
     }
@@ -111,27 +116,27 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
         instance_of<T, Tile, 1, gemm_sm90a_kernel<T, Tile, 1>>(),
         instance_of<T, Tile, 2, gemm_sm90a_kernel<T, Tile, 2>>(),
         instance_of<T, Tile, 3, gemm_sm90a_kernel<T, Tile, 3>>()};
-    return run_row(of_mode, ctx, plan, workspace);
+    return run_instance(of_mode, ctx, plan, workspace);
 }
 
-#define ROWS(name, T)                                                         \
-    HOPPER_ROW("gemm_sm90a_" name "_128x256x64", T, Coop128x256),             \
-        HOPPER_ROW("gemm_sm90a_" name "_128x224x64", T, Coop128x224),         \
-        HOPPER_ROW("gemm_sm90a_" name "_128x192x64", T, Coop128x192),         \
-        HOPPER_ROW("gemm_sm90a_" name "_128x128x64", T, Coop128x128),         \
-        HOPPER_ROW("gemm_sm90a_" name "_64x128x64", T, Coop64x128),           \
-        HOPPER_ROW("gemm_sm90a_" name "_64x192x64", T, Coop64x192),           \
-        HOPPER_ROW("gemm_sm90a_" name "_64x96x64_t4", T, Coop64x96Four),      \
-        HOPPER_ROW("gemm_sm90a_" name "_64x160x64_t4", T, Coop64x160Four),    \
-        HOPPER_ROW("gemm_sm90a_" name "_64x224x64_t4", T, Coop64x224Four),    \
-        HOPPER_ROW("gemm_sm90a_" name "_64x256x64_t4", T, Coop64x256Four),    \
-        HOPPER_ROW("gemm_sm90a_" name "_128x128x64_t8", T, Coop128x128Eight), \
-        HOPPER_ROW("gemm_sm90a_" name "_128x96x64_t8", T, Coop128x96Eight),   \
-        HOPPER_ROW("gemm_sm90a_" name "_64x64x64", T, Coop64x64),             \
-        HOPPER_ROW("gemm_sm90a_" name "_64x64x64_k2", T, Coop64x64Split),     \
-        HOPPER_ROW("gemm_sm90a_" name "_128x128x64_k4", T, Coop128x128By4),   \
-        HOPPER_ROW("gemm_sm90a_" name "_64x128x64_k4", T, Coop64x128By4),     \
-        HOPPER_ROW("gemm_sm90a_" name "_64x64x128_k2", T, Narrow64x64)
+#define ROWS(name, T)                                                              \
+    HOPPER_INSTANCE("gemm_sm90a_" name "_128x256x64", T, Coop128x256),             \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_128x224x64", T, Coop128x224),         \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_128x192x64", T, Coop128x192),         \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_128x128x64", T, Coop128x128),         \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x128x64", T, Coop64x128),           \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x192x64", T, Coop64x192),           \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x96x64_t4", T, Coop64x96Four),      \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x160x64_t4", T, Coop64x160Four),    \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x224x64_t4", T, Coop64x224Four),    \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x256x64_t4", T, Coop64x256Four),    \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_128x128x64_t8", T, Coop128x128Eight), \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_128x96x64_t8", T, Coop128x96Eight),   \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x64x64", T, Coop64x64),             \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x64x64_k2", T, Coop64x64Split),     \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_128x128x64_k4", T, Coop128x128By4),   \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x128x64_k4", T, Coop64x128By4),     \
+        HOPPER_INSTANCE("gemm_sm90a_" name "_64x64x128_k2", T, Narrow64x64)
 
 const gk_cuda_instance instances[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half)};
 

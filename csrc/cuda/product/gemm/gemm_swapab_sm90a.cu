@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_swapab_sm90a: gemm_sm90a's product for small M: a and b change places (out^T = b^T a^T), so
- * that the weights fill WGMMA's 64 rows, and the M rows of a its columns. Two blocks split k for up
- * to 64 rows; four share b's tile past that. hopper.cuh has the rest.
+/* gemm_swapab_sm90a: gemm_sm90a's product for small M. It computes out^T = b^T a^T, so that the
+ * weights fill WGMMA's 64 rows and the M rows of a are its columns. For M up to 64, two blocks
+ * split k. For larger M, four blocks share b's tile. hopper.cuh describes what all schedules
+ * share.
  *
- * Pipeline (stages full and empty: tma_ring.cuh): as gemm_sm90a's, with one consumer warpgroup. The
- * sums' transpose goes through shared memory on its way to rows of the result. */
+ * Pipeline (stages full and empty: tma_ring.cuh): as in gemm_sm90a, with one consumer warpgroup.
+ * The sums are transposed through shared memory. */
 #include "hopper_launch.cuh"
 
 namespace {
@@ -30,7 +31,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
         for (unsigned t = block.first; t < block.all; t += block.step) {
             block.find_results(t, batch, tile, at);
             if (t == block.first) griddepcontrol_wait(); /* for the bias and c */
-            touch_epilogue(p.epilogue);
+            prefetch_epilogue(p.epilogue);
             block.multiply(sum, 0, block.steps);
             block.end_products(sum, block.ring.before());
             float *const staging =
@@ -38,7 +39,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
             const auto store = [&](const auto &sums) {
                 store_transposed<T, S::COLS, S::SWAPAB_LD>(
                     p, gemm_place(p, batch), sums, staging, tile.row,
-                    tile.col + block.part * S::COLS, x.bare, x.keep);
+                    tile.col + block.part * S::COLS, x.no_epilogue, x.keep);
             };
             if constexpr (Tile::SPLITS > 1) {
                 float mine[1][Tile::BN / 2 / Tile::SPLITS];
@@ -60,15 +61,15 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
         instance_of<T, Tile, 1, gemm_swapab_sm90a_kernel<T, Tile, 1>>(),
         instance_of<T, Tile, 2, gemm_swapab_sm90a_kernel<T, Tile, 2>>(),
         instance_of<T, Tile, 3, gemm_swapab_sm90a_kernel<T, Tile, 3>>()};
-    return run_row(of_mode, ctx, plan, workspace);
+    return run_instance(of_mode, ctx, plan, workspace);
 }
 
-#define ROWS(name, T)                                                             \
-    HOPPER_ROW("gemm_swapab_sm90a_" name "_64x16x256_k2", T, SwapAB64x16),        \
-        HOPPER_ROW("gemm_swapab_sm90a_" name "_64x32x128_k2", T, SwapAB64x32),    \
-        HOPPER_ROW("gemm_swapab_sm90a_" name "_64x64x128_k2", T, SwapAB64x64),    \
-        HOPPER_ROW("gemm_swapab_sm90a_" name "_64x96x64_t4", T, SwapAB64x96Four), \
-        HOPPER_ROW("gemm_swapab_sm90a_" name "_64x160x64_t4", T, SwapAB64x160Four)
+#define ROWS(name, T)                                                                  \
+    HOPPER_INSTANCE("gemm_swapab_sm90a_" name "_64x16x256_k2", T, SwapAB64x16),        \
+        HOPPER_INSTANCE("gemm_swapab_sm90a_" name "_64x32x128_k2", T, SwapAB64x32),    \
+        HOPPER_INSTANCE("gemm_swapab_sm90a_" name "_64x64x128_k2", T, SwapAB64x64),    \
+        HOPPER_INSTANCE("gemm_swapab_sm90a_" name "_64x96x64_t4", T, SwapAB64x96Four), \
+        HOPPER_INSTANCE("gemm_swapab_sm90a_" name "_64x160x64_t4", T, SwapAB64x160Four)
 
 const gk_cuda_instance instances[] = {ROWS("bf16", __nv_bfloat16), ROWS("f16", __half)};
 

@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_tf32_sm90a: gemm_sm90a's product of float32 operands, rounded to tf32 by TMA while it
- * copies. The cooperative schedule.
+/* gemm_tf32_sm90a: gemm_sm90a's product for float32 operands, which TMA rounds to tf32 while it
+ * copies. It uses the cooperative schedule.
  *
- * WGMMA reads tf32 from shared memory along k alone. So an MN-major operand b becomes its A, from
- * registers, with swap-AB (out^T = b^T a^T; tf32.cuh has that product); any other operand that is
- * not K-major is transposed first (gemm_realign_sm90a), into the call's workspace. hopper.cuh says
- * what all schedules share.
- * Not here: float32 in full precision (gemm_plain), small M. */
+ * WGMMA reads tf32 from shared memory K-major only. So an MN-major b becomes WGMMA's A, from
+ * registers, with swap-AB (out^T = b^T a^T; tf32.cuh). Any other operand that is not K-major is
+ * first transposed into the call's workspace (gemm_realign_sm90a). hopper.cuh describes what all
+ * schedules share. Refuses: float32 in full precision (gemm_plain), small M. */
 #include "hopper_launch.cuh"
 #include "tf32.cuh"
 
@@ -33,16 +32,16 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
         const GemmProblem &p = x.p;
         float sum[MT][N];
         unsigned exchange_parity = 0, batch = 0;
-        int panel = 0; /* the staging tile that was written longest ago */
+        int panel = 0; /* the staging panel written longest ago */
         const int row0 = block.warpgroup * MT * 64;
         coord tile = {};
         tma_at at = {};
         for (unsigned t = block.first; t < block.all; t += block.step) {
             if (!SWAP_AB) block.find_results(t, batch, tile, at);
             if (t == block.first) griddepcontrol_wait(); /* for the bias and c */
-            touch_epilogue(p.epilogue);
+            prefetch_epilogue(p.epilogue);
             if (!SWAP_AB && x.plain)
-                touch_bias<S::COLS>(p, tile.col + block.part * S::COLS, block.lane);
+                prefetch_bias<S::COLS>(p, tile.col + block.part * S::COLS, block.lane);
             if constexpr (SWAP_AB)
                 multiply_swapab<B, S::STAGE_BYTES>(
                     sum, block.ring,
@@ -53,7 +52,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                 block.multiply(sum, row0, block.steps);
             block.end_products(sum, block.ring.before());
 
-            /* no register keeps it over the products */
+            /* Found only now, so that no register holds it over the products. */
             if (SWAP_AB) block.find_results(t, batch, tile, at);
             const int lane = SWAP_AB ? laneid() : threadIdx.x % 32;
             const smem_addr staging_s = block.staging_s();
@@ -73,11 +72,11 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                     const int row = tile.row + row0, col = tile.col + block.part * S::COLS;
                     at.c[0] = col;
                     at.c[1] = row + block.warp * 16;
-                    if (x.bare)
-                        store_panels<float, typename S::Panel, Tile::PANELS, STORE_BARE, true>(
+                    if (x.no_epilogue)
+                        store_panels<float, typename S::Panel, Tile::PANELS, STORE_SUMS, true>(
                             x, sums[0], staging_s, at, batch, lane);
                     else if (x.plain)
-                        store_panels<float, typename S::Panel, Tile::PANELS, STORE_STRAIGHT, true>(
+                        store_panels<float, typename S::Panel, Tile::PANELS, STORE_CHEAP, true>(
                             x, sums[0], staging_s, at, batch, lane);
                     else
                         store_any<float, S::COLS>(p, gemm_place(p, batch), sums[0], staging_s,
@@ -92,7 +91,7 @@ __global__ void __cluster_dims__(CLUSTER_OF<Tile>, 1, 1)
                 store(sum);
             }
         }
-        /* shared memory stays until it has been read */
+        /* Shared memory must stay allocated until TMA has read it. */
         if (block.lane == 0) tma_store_wait_group_read<0>();
         block.end_exchange(exchange_parity);
     }
@@ -104,20 +103,20 @@ gk_status run(const gk_context *ctx, const void *, const gk_plan *plan, void *wo
     constexpr int MODE = Tile::SWAP_AB ? A_ALONG_M : 0;
     static constexpr Instance only[] = {
         instance_of<T, Tile, MODE, gemm_tf32_sm90a_kernel<Tile, MODE>>()};
-    return run_row(only, ctx, plan, workspace);
+    return run_instance(only, ctx, plan, workspace);
 }
 
 const gk_cuda_instance instances[] = {
-    HOPPER_ROW("gemm_tf32_sm90a_128x256x32", float, Tf32_128x256),
-    HOPPER_ROW("gemm_tf32_sm90a_128x192x32", float, Tf32_128x192),
-    HOPPER_ROW("gemm_tf32_sm90a_128x128x32", float, Tf32_128x128),
-    HOPPER_ROW("gemm_tf32_sm90a_64x128x32", float, Tf32_64x128),
-    HOPPER_ROW("gemm_tf32_sm90a_128x128x32_k2", float, Tf32_128x128Split),
-    HOPPER_ROW("gemm_tf32_sm90a_64x64x32_k2", float, Tf32_64x64Split),
-    HOPPER_ROW("gemm_tf32_sm90a_swapab_256x128x32", float, Tf32SwapAB256x128),
-    HOPPER_ROW("gemm_tf32_sm90a_swapab_128x128x32", float, Tf32SwapAB128x128),
-    HOPPER_ROW("gemm_tf32_sm90a_swapab_128x128x32_k2", float, Tf32SwapAB128x128Split),
-    HOPPER_ROW("gemm_tf32_sm90a_swapab_128x64x32_k2", float, Tf32SwapAB128x64Split),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_128x256x32", float, Tf32_128x256),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_128x192x32", float, Tf32_128x192),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_128x128x32", float, Tf32_128x128),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_64x128x32", float, Tf32_64x128),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_128x128x32_k2", float, Tf32_128x128Split),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_64x64x32_k2", float, Tf32_64x64Split),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_swapab_256x128x32", float, Tf32SwapAB256x128),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_swapab_128x128x32", float, Tf32SwapAB128x128),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_swapab_128x128x32_k2", float, Tf32SwapAB128x128Split),
+    HOPPER_INSTANCE("gemm_tf32_sm90a_swapab_128x64x32_k2", float, Tf32SwapAB128x64Split),
 };
 
 } // namespace

@@ -1,27 +1,34 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* hopper.cuh: what the kernels of Hopper's gemm share: the call, shared memory, the tiles that a
- * block takes, its producer, and the products from shared memory. Each schedule is a file of its
- * own: gemm_sm90a (cooperative), gemm_pingpong_sm90a, gemm_swapab_sm90a, gemm_tf32_sm90a.
+/* hopper.cuh: the parts that Hopper's gemm kernels share: parameters, shared memory, the loop
+ * over tiles, the producer, and products from shared memory. Each schedule is a file of its own:
+ * gemm_sm90a (cooperative), gemm_pingpong_sm90a, gemm_swapab_sm90a, gemm_tf32_sm90a.
+ * docs/kernels/gemm_hopper.md explains all of it.
  *
- * Grid: as many clusters, of two, four or eight blocks, as fit the GPU; each takes tiles BM x BN,
- * in the order of order.cuh, until none is left. A cluster's tiles lie in a column, where all read
- * the same of b, which is multicast, or in a row, where the same of a, as fits the result better;
- * eight are 4 x 2. Each block copies its share of that to all, since L2 gives the SMs some 8 TB/s
- * and single 128 x 256 tiles would ask for 12. Split-K: the two or four blocks of a cluster sum a
- * split of k each, exchange their sums and store a share of the columns each.
- * The last wave: where at most half of the clusters have tiles left, each takes one tile, not two,
- * and its blocks half of k each; the second one's sums go into the first one's ring, which nobody
- * needs any more, and are added there (TAIL).
- * Block: WGS consumer warpgroups, and a producer warpgroup, of which a single thread copies.
+ * Grid: as many clusters of two, four or eight blocks as fit the GPU. Each cluster takes tiles
+ * of BM x BN in the order of order.cuh until none is left. The tiles of a cluster form a column,
+ * which shares b, or a row, which shares a; the plan chooses for each call. Eight tiles are 4 x
+ * 2 and share both. Each block copies its part of a shared operand to all blocks that read it,
+ * by multicast. Without sharing, 128 x 256 tiles would ask L2 for 12 TB/s, and L2 gives the SMs
+ * about 8.
+ *
+ * Split-K: the two or four blocks of a cluster sum a split of k each, exchange their sums, and
+ * store a share of the columns each.
+ *
+ * The last wave (TAIL): if at most half of the clusters still have tiles, each cluster takes one
+ * tile instead of two and each block sums half of k. The second block sends its sums into the
+ * first block's ring, which is no longer needed, and the first block adds and stores them.
+ *
+ * Block: WGS consumer warpgroups, and a producer warpgroup, of which one thread copies.
  *
  * Shared memory (struct Smem): a ring of stages, each K64 times
- *   a [BM][64 k] or [BM / 64][64 k][64 m], b [BN][64 k] or [BN / 64][64 k][64 n]      swizzled by 128 bytes (wgmma.cuh);
- *   tf32: 32 for 64
- * then the warps' epilogue staging tiles, the exchanged sums, the barriers.
+ *   a [BM][64 k] or [BM / 64][64 k][64 m], b [BN][64 k] or [BN / 64][64 k][64 n]
+ * swizzled by 128 bytes (wgmma.cuh; 32 instead of 64 for tf32). The warps' epilogue staging
+ * tiles, the exchanged sums and the barriers follow.
  *
- * The next kernel on the stream may start its own prologue meanwhile. A launch finds neither code
- * nor parameters in its SM's caches, and every line costs 200 to 300 clocks: what the first copy
- * waits for, and the plainest store, are each in one place. */
+ * Launch latency: at a launch neither code nor parameters are in the SM's caches, and every line
+ * costs 200 to 300 clocks. So the parameters that the first copy needs lie together, and the
+ * simplest store is straight-line code. The next kernel of the stream may start its own prologue
+ * meanwhile. */
 #ifndef GPUKERN_CUDA_GEMM_HOPPER_CUH
 #define GPUKERN_CUDA_GEMM_HOPPER_CUH
 
@@ -45,66 +52,72 @@
 
 namespace {
 
-/* a warpgroup of producers */
+/* One warpgroup more, for the producer. */
 template <class Tile> constexpr int THREADS = (Tile::WGS + 1) * 128;
 template <class Tile> constexpr int CLUSTER_OF = Tile::TILES * Tile::SPLITS; /* blocks */
-constexpr int K_STEPS = WGMMA_ROW_BYTES / 32; /* of wgmma in a K_BLOCK */
+constexpr int K_STEPS = WGMMA_ROW_BYTES / 32; /* WGMMA instructions along k in a K_BLOCK */
 template <class T> constexpr int K_BLOCK = WGMMA_ROW_BYTES * 8 / element<T>::bits;
 template <class T> constexpr bool TF32 = element<T>::mma == MMA_TF32;
-/* A comes through registers, and the product is swapped (swap-AB) */
+/* Swap-AB with tf32: WGMMA's A comes from registers. */
 template <class T, class Tile> constexpr bool SWAPAB_TF32 = TF32<T> && Tile::SWAP_AB;
-/* a, the weights of small M, is read once: L2 may keep the rest */
+/* Small M with split-K: a holds the weights and is read once, so L2 may drop it first. */
 template <class T, class Tile> constexpr bool ONCE = !TF32<T> && Tile::SWAP_AB && Tile::SPLITS > 1;
-/* the last wave's tiles may be halved along k */
+/* The tiles of the last wave may be halved along k. */
 template <class T, class Tile, int MODE>
 constexpr bool TAIL =
     !TF32<T> && Tile::TILES == 2 && Tile::WGS == 2 && !Tile::SWAP_AB && !Tile::PING_PONG &&
     may_halve(Tile::BM, Tile::BN, MODE == (A_ALONG_M | B_ALONG_N));
-/* results leave the panels by tma, under the next tile's products; one warpgroup's block seldom has
- * a next, but columns that are no whole panels overlap in theirs */
+/* Results leave the staging panels by TMA, under the next tile's products. A block of one
+ * warpgroup seldom has a next tile, so it stores from registers, unless BN is no multiple of 64,
+ * where panels overlap. */
 template <class R, class Tile>
 constexpr bool BY_TMA = element<R>::bits == 32 || Tile::WGS > 1 || Tile::BN % 64 != 0;
 
 /* ---- the call and shared memory -------------------------------------------------------------- */
 struct Params {
-    /* [batch dimensions, up to 3][m or n][k], or with k and the other changed */
+    /* [batch dimensions, up to 3][m or n][k], or the last two swapped */
     CUtensorMap a, b;
-    CUtensorMap a_end, b_end; /* along k: boxes of the last rows of m or n, where they do not fill
-                                 one of a's or b's */
-    CUtensorMap out, preact;  /* where `plain`, by tma */
-    /* what a block begins with stands together: what is not in the constant cache takes 200 clocks
-     * a line */
-    TileOrder order; /* of clusters' tiles */
-    unsigned whole;  /* of these in turn as many are whole; each of the others is two tasks, halved
-                        along k */
+    /* Lower boxes for the last rows of m or n of a K-major operand, if they do not fill a box of
+     * a or b. */
+    CUtensorMap a_end, b_end;
+    CUtensorMap out, preact; /* if `plain` and the results leave by TMA */
+    /* The parameters that a block reads first are adjacent: each line outside the constant cache
+     * costs 200 clocks. */
+    TileOrder order; /* of the clusters' tiles */
+    unsigned whole;  /* the first `whole` tiles are one task each; the others are halved along k and
+                        are two tasks each */
     bool batched;    /* more than one product */
-    bool in_row;     /* a cluster's two tiles, not one above the other */
-    bool plain, ragged; /* store_panels serves the call: rows of whole chunks of 16 bytes; others,
-                           without c */
-    bool straight;      /* such rows, without c and what takes many instructions */
-    bool bare;          /* such rows, of nothing but the sums times alpha; swap-AB ones, too */
-    bool keep;          /* swap-AB: the next kernel should find the results in L2 */
-    bool across; /* store_any: the lanes' values lie down the rows; in the epilogue rows and columns
-                    change places */
+    bool in_row;     /* the tiles of a cluster form a row, not a column */
+    /* store_panels serves the call. plain: rows of whole chunks of 16 bytes. unaligned: rows of any
+     * alignment, without c. */
+    bool plain, unaligned;
+    /* Plain, without c, and with an epilogue of few instructions. */
+    bool cheap_epilogue;
+    /* Rows of whole chunks, and an epilogue that only multiplies by alpha. Also set for swap-AB. */
+    bool no_epilogue;
+    bool keep; /* swap-AB: keep the results in L2 for the next kernel */
+    /* store_any: a lane stores values of one column, because the result's rows are not dense. The
+     * epilogue then has rows and columns exchanged. */
+    bool across;
     GemmProblem p;
 };
 
-/* R: of results */
+/* R: the narrow type of results. */
 template <class T, class Tile, int MODE, class R = T> struct Smem {
     static constexpr bool ALONG_M = MODE & A_ALONG_M, ALONG_N = MODE & B_ALONG_N;
     typedef wgmma_tile<Tile::BM, ALONG_M, K_BLOCK<T>> A;
     typedef wgmma_tile<Tile::BN, ALONG_N, K_BLOCK<T>> B;
     template <int SHARERS> using APart = wgmma_part<Tile::BM, ALONG_M, SHARERS, K_BLOCK<T>>;
     template <int SHARERS> using BPart = wgmma_part<Tile::BN, ALONG_N, SHARERS, K_BLOCK<T>>;
-    /* K_BLOCK of k; a step */
+    /* Bytes of K_BLOCK elements of k, and of a stage. */
     static constexpr int BLOCK = A::bytes + B::bytes, STAGE_BYTES = Tile::K64 * BLOCK;
     static constexpr int STAGES = Tile::STAGES * STAGE_BYTES <= MOST_RING ? Tile::STAGES
                                                                           : MOST_RING / STAGE_BYTES,
                          RING = STAGES * STAGE_BYTES;
 
-    /* The columns of a tile that a block finishes, and a warp's 16 rows of up to 128 bytes on their
-     * way from the accumulators' order to that of rows; swap-AB: all columns as rows of 64 floats,
-     * 4 more to spread them over the banks. */
+    /* COLS: columns of a tile that one block finishes. PANEL: a warp's staging tile, 16 rows of
+     * up to 128 bytes, in which accumulators are reordered into rows. Swap-AB instead stages all
+     * columns as rows of 64 floats, padded by 4 to spread them over the banks. */
     static constexpr int COLS = Tile::BN / Tile::SPLITS,
                          PANEL_COLS = COLS >= 64 && element<R>::bits == 16 ? 64 : 32;
     typedef smem_tile<16, PANEL_COLS * element<R>::bits / 8> Panel;
@@ -113,17 +126,17 @@ template <class T, class Tile, int MODE, class R = T> struct Smem {
                          WARP_PANELS = BY_PANELS ? Tile::PANELS * 2048 : COLS * SWAPAB_LD;
 
     static constexpr int PANELS = RING, EXCHANGE = PANELS + Tile::WGS * 4 * WARP_PANELS;
-    /* wgmma a step of 64 rows of a warpgroup */
+    /* WGMMA of 64 rows that a warpgroup issues for each K step. */
     static constexpr int MT = Tile::BM / (Tile::PING_PONG ? 1 : Tile::WGS) / 64;
-    /* what another block, and what all others, send of their splits of k */
+    /* Bytes of sums that one other block sends, and that all others send to a warpgroup. */
     static constexpr int FROM_BLOCK = MT * COLS * 256,
                          WARPGROUP_EXCHANGE = (Tile::SPLITS - 1) * FROM_BLOCK;
     static constexpr int BARRIERS = EXCHANGE + Tile::WGS * WARPGROUP_EXCHANGE,
                          EXCHANGED = BARRIERS + tma_ring<STAGES>::bytes;
-    /* two barriers more, of exchanged sums or of ping-pong; and to align the ring */
+    /* Two more barriers, for exchanged sums or for ping-pong, and room to align the ring. */
     static constexpr int BYTES = EXCHANGED + 16 + WGMMA_BLOCK_BYTES;
-    /* whose registers an SM can hold. Two: the next kernel's get ready beside this one's, or at
-     * least a copy's */
+    /* Blocks that an SM's registers can hold. With two, the next kernel's blocks, or at least a
+     * realign kernel's, can start beside this kernel's. */
     static constexpr int BLOCKS =
         THREADS<Tile> <= 256 && (TF32<T> ? BYTES <= 113 * 1024 : MT * Tile::BN <= 128) ? 2 : 1;
     static_assert(BYTES <= 232448 && PANELS % 1024 == 0, "shared memory of a block");
@@ -141,7 +154,7 @@ template <class T, class Tile, int MODE, class R = T> struct Smem {
 };
 
 /* ---- a block and its tiles ------------------------------------------------------------------- */
-/* Where a batch entry's boxes begin; dimensions without a stride are not in the map. */
+/* Sets the batch coordinates of a box. A dimension without a stride is not in the map. */
 __device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t *strides,
                                             unsigned batch, tma_at &at) {
 #pragma unroll
@@ -152,16 +165,17 @@ __device__ __forceinline__ void place_batch(const GemmProblem &p, const int64_t 
     }
 }
 
-/* A thread's view of its block: who it is, the tiles and the split of k that its cluster takes, the
- * ring. */
+/* A thread's view of its block: its warp and rank, the tasks and the split of k that its cluster
+ * takes, and the ring. */
 template <class T, class Tile, int MODE, class R = T> struct Block {
     typedef Smem<T, Tile, MODE, R> S;
     static constexpr bool GRID = Tile::ACROSS > 0;
     static constexpr int ACROSS = GRID ? Tile::ACROSS : Tile::TILES,
                          DOWN = GRID ? Tile::TILES / ACROSS : 1;
-    typedef Copies<S, ACROSS, DOWN, ONCE<T, Tile>> SideBySide; /* the cluster's tiles */
-    typedef Copies<S, GRID ? ACROSS : 1, GRID ? DOWN : Tile::TILES, ONCE<T, Tile>> Stacked;
-    static constexpr int MATES = ACROSS + DOWN - 1; /* blocks that copy into this one, itself too */
+    typedef Copies<S, ACROSS, DOWN, ONCE<T, Tile>> InRow; /* the cluster's tiles form a row */
+    typedef Copies<S, GRID ? ACROSS : 1, GRID ? DOWN : Tile::TILES, ONCE<T, Tile>> InColumn;
+    /* Blocks that copy into this one, including itself. */
+    static constexpr int WRITERS = ACROSS + DOWN - 1;
     static constexpr int TILES = Tile::TILES, SPLITS = Tile::SPLITS, CLUSTER = CLUSTER_OF<Tile>,
                          WGS = Tile::WGS;
     static constexpr int BK = Tile::K64 * K_BLOCK<T>;
@@ -169,31 +183,33 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
                   "whole wgmma");
 
     const Params &x;
-    const int lane, block_warp, warpgroup, warp, rank, part; /* part: of k */
-    const bool side_by_side, tells; /* tells: a lane for each block that copies into this one */
+    const int lane, block_warp, warpgroup, warp, rank, part; /* part: index of the split of k */
+    /* signals_empty: this lane signals one of the WRITERS blocks that a stage is empty */
+    const bool side_by_side, signals_empty;
     const smem_addr ring_s;
     tma_ring<S::STAGES> ring;
-    /* tasks: of the call, this cluster's first, and from one to its next */
+    /* Tasks: their number, this cluster's first, and the step to its next. */
     unsigned all, first, step;
-    int step0, steps; /* of k, of the ring's stages */
+    int step0, steps; /* this block's first step of k and number of steps, of one stage each */
     Source a_from, b_from;
 
     __device__ __forceinline__ Block(const Params &call, unsigned char *smem)
         : x(call), lane(threadIdx.x % 32), block_warp(__shfl_sync(0xffffffff, threadIdx.x / 32, 0)),
           warpgroup(block_warp / 4), warp(block_warp % 4),
           rank(CLUSTER > 1 ? (int)cluster_ctarank() : 0), part(SPLITS > 1 ? rank : 0),
-          side_by_side(GRID || (TILES > 1 && call.in_row)), tells(warp == 0 && lane < MATES),
+          side_by_side(GRID || (TILES > 1 && call.in_row)),
+          signals_empty(warp == 0 && lane < WRITERS),
           ring_s((cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES *
                  WGMMA_BLOCK_BYTES),
           ring(ring_s + S::BARRIERS) {}
 
-    /* Makes the barriers, those of `more` too, and finds the first copies under the wait for all
-     * blocks' barriers. */
+    /* Initialises the barriers, and those of `more`. Finds the first copies while it waits for
+     * the barriers of the other blocks. */
     template <class More> __device__ __forceinline__ void begin(int consumers, const More &more) {
         if (threadIdx.x == 0) {
             prefetch_tensormap(&x.a);
             prefetch_tensormap(&x.b);
-            ring.init(consumers * MATES);
+            ring.init(consumers * WRITERS);
             more();
             if (SPLITS > 1) {
                 mbarrier_init(ring_s + S::EXCHANGED, 1);
@@ -220,7 +236,7 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
             have(b_from.x);
             have(a_from.bytes + b_from.bytes);
         }
-        /* the barriers are there before any block's copies or arrivals reach them */
+        /* No copy or arrival may reach a block before its barriers are initialised. */
         if (CLUSTER > 1)
             barrier_cluster_wait();
         else
@@ -228,11 +244,11 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
         griddepcontrol_launch_dependents(); /* the next kernel's start may overlap this one's end */
     }
 
-    /* Whether a task is a tile halved along k; and which tiles a task's are, in the order of
-     * order.cuh. */
+    /* True if task t is half of a tile along k. */
     __device__ __forceinline__ bool halved(unsigned t) const {
         return TAIL<T, Tile, MODE> && t >= x.whole;
     }
+    /* The tile of task t, in the order of order.cuh. */
     __device__ __forceinline__ unsigned tiles_of(unsigned t) const {
         return halved(t) ? x.whole + (t - x.whole) / 2 : t;
     }
@@ -240,7 +256,7 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
     __device__ __forceinline__ coord place(unsigned t, unsigned batch) const {
         const TilePlace tile = tile_place(tiles_of(t) - batch * x.order.tiles.by, x.order);
         if (TILES == 1) return {tile.row * Tile::BM, tile.col * Tile::BN};
-        /* asked anew: no register keeps it */
+        /* Read cluster_ctarank() again, so that no register holds it over the products. */
         const int rank = (int)(halved(t) ? (t - x.whole) % 2 : cluster_ctarank());
         const int down = side_by_side ? DOWN : TILES, right = side_by_side ? ACROSS : 1;
         return {(tile.row * down + (GRID ? rank / ACROSS : rank & (down - 1))) * Tile::BM,
@@ -249,36 +265,37 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
     __device__ __forceinline__ void find_copies(unsigned t) {
         const unsigned batch = x.order.tiles.into(tiles_of(t));
         const coord tile = place(t, batch);
-        const int rank = (int)cluster_ctarank(); /* here, too */
+        const int rank = (int)cluster_ctarank(); /* read again, as in place() */
         if (side_by_side)
-            SideBySide::find(x, tile, rank, a_from, b_from);
+            InRow::find(x, tile, rank, a_from, b_from);
         else
-            Stacked::find(x, tile, rank, a_from, b_from);
+            InColumn::find(x, tile, rank, a_from, b_from);
         if (x.batched) {
             place_batch(x.p, x.p.a_batch, batch, a_from.at);
             place_batch(x.p, x.p.b_batch, batch, b_from.at);
         }
     }
 
-    /* Of the ring's stages that a block takes of a task: past the end of k they are zeros. */
+    /* Stages that this block takes of task t. Steps beyond the end of k read zeros. */
     __device__ __forceinline__ int steps_of(unsigned t) const {
         return halved(t) ? (steps + 1) / 2 : steps;
     }
 
-    /* The producer: one thread fills the ring, and runs on into the next tile while this one's sums
-     * are stored. */
+    /* The producer: one thread fills the ring. It goes on with the next tile while this one's
+     * sums are stored. */
     __device__ __forceinline__ void produce() {
         if (WGS > 1) setmaxnreg_dec<producer_regs(Tile::PING_PONG)>();
         if (warp != 0 || !elect_one()) return;
-        /* what the kernel before wrote is there, and what it read may be overwritten; without a
-         * tile, too: no block ends before that kernel has */
+        /* Wait until the kernel before has ended: its results are then visible and its inputs
+         * may be overwritten. A block without a tile waits, too, so that no block of this kernel
+         * ends first. */
         griddepcontrol_wait();
         for (unsigned t = first; t < all; t += step) {
             if (t != first) find_copies(t);
             const int count = steps_of(t), from = halved(t) ? rank * count : step0;
             for (int k = from; k < from + count; ++k) {
-                /* all consumers of what this step overwrites, here and in the others, have released
-                 * it */
+                /* Wait until all consumers that read the stage's last contents, in every block
+                 * that this copy reaches, have released it. */
                 ring.wait_empty();
                 mbarrier_arrive_expect_tx(ring.full(), Tile::K64 * (a_from.bytes + b_from.bytes));
 #pragma unroll
@@ -286,43 +303,44 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
                     const int at_k = k * BK + kb * K_BLOCK<T>;
                     const smem_addr to_s = ring_s + ring.stage * S::STAGE_BYTES + kb * S::BLOCK;
                     if (halved(t) && side_by_side)
-                        SideBySide::copy_alone(x, a_from, b_from, to_s, at_k, ring.full());
+                        InRow::copy_alone(x, a_from, b_from, to_s, at_k, ring.full());
                     else if (halved(t))
-                        Stacked::copy_alone(x, a_from, b_from, to_s, at_k, ring.full());
+                        InColumn::copy_alone(x, a_from, b_from, to_s, at_k, ring.full());
                     else if (side_by_side)
-                        SideBySide::copy(a_from, b_from, to_s, at_k, rank, ring.full());
+                        InRow::copy(a_from, b_from, to_s, at_k, rank, ring.full());
                     else
-                        Stacked::copy(a_from, b_from, to_s, at_k, rank, ring.full());
+                        InColumn::copy(a_from, b_from, to_s, at_k, rank, ring.full());
                 }
                 ring.advance();
             }
         }
-        /* all consumers' last arrivals have come: none is on its way to a block that has left */
+        /* Wait for the last arrivals at every stage. Otherwise one could reach the shared memory
+         * of a block that has exited. */
         for (int s = 0; s < S::STAGES; ++s) {
             ring.wait_empty();
             ring.advance();
         }
     }
 
-    /* The lane's block among those that copy into this one: its row, then the rest of its
-     * column. */
-    __device__ __forceinline__ int mate() const {
+    /* The rank that this lane signals: lanes 0 to ACROSS - 1 take the blocks of this row, the
+     * next lanes the other blocks of this column. */
+    __device__ __forceinline__ int writer_rank() const {
         const int row = rank / ACROSS, other = lane - ACROSS;
         return other < 0 ? row * ACROSS + lane : (other + (other >= row)) * ACROSS + rank % ACROSS;
     }
-    /* A warpgroup's release of a stage, to each block that copies into this one. */
+    /* A warpgroup releases a stage to each block that copies into this one. */
     __device__ __forceinline__ void release(smem_addr barrier_s) const {
-        if (tells) release_by_lane(barrier_s);
+        if (signals_empty) release_by_lane(barrier_s);
     }
     __device__ __forceinline__ void release_by_lane(smem_addr barrier_s) const {
         if (CLUSTER > 1)
-            mbarrier_arrive_cluster(barrier_s, GRID ? mate() : TILES > 1 ? lane : rank);
+            mbarrier_arrive_cluster(barrier_s, GRID ? writer_rank() : TILES > 1 ? lane : rank);
         else
             mbarrier_arrive(barrier_s);
     }
 
-    /* A tile's sums from shared memory, rows row0 .. of it; one step of products stays under way
-     * while the next is issued. */
+    /* Sums a tile's products from shared memory, rows row0 on. One step of products stays in
+     * flight while the next is issued. */
     template <int MT, int N>
     __device__ __forceinline__ void multiply(float (&sum)[MT][N], int row0, int steps) {
         typedef typename S::A A;
@@ -332,7 +350,7 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
                             before = ring.before();
             ring.wait_full();
             wgmma_pin(sum);
-            wgmma_fence(); /* sums may have been touched by other code */
+            wgmma_fence(); /* other code may have written the accumulators */
             const uint64_t a_first = A::descriptor(a_s + A::offset(row0)),
                            b_first = B::descriptor(b_s);
 #pragma unroll
@@ -350,13 +368,13 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
                 }
             }
             wgmma_commit_group();
-            wgmma_wait_group<1>(); /* the step before is done: its stage may be overwritten */
-            if (k > 0 && tells) release_by_lane(before);
+            wgmma_wait_group<1>(); /* the previous step is done: its stage may be overwritten */
+            if (k > 0 && signals_empty) release_by_lane(before);
             ring.advance();
         }
     }
 
-    /* Waits for a tile's last products. last: ring.before() behind its last step. */
+    /* Waits for a tile's last products and releases the last stage, whose barrier is `last`. */
     template <int MT, int N>
     __device__ __forceinline__ void end_products(float (&sum)[MT][N], smem_addr last) {
         wgmma_wait_group<0>();
@@ -368,23 +386,23 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
         }
     }
 
-    /* Split-K: this block's share of the columns, of all blocks' sums. */
+    /* Split-K: mine becomes this block's share of the columns, summed over all blocks. */
     template <int MT, int N>
     __device__ __forceinline__ void exchange(const float (&sum)[MT][N],
                                              float (&mine)[MT][N / SPLITS], unsigned &parity) {
         const int mailbox = S::EXCHANGE + warpgroup * S::WARPGROUP_EXCHANGE;
         const smem_addr full_s = ring_s + S::EXCHANGED, empty_s = full_s + 8;
-        /* no register keeps it */
+        /* mov_tid_x: the address is recomputed, so that no register holds it over the products. */
         const smem_addr from_s = ring_s + mailbox + mov_tid_x() % 128 * 16;
         if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full_s, WGS * S::WARPGROUP_EXCHANGE);
-        mbarrier_wait(empty_s, parity ^ 1); /* the others have read what came of the last tile */
+        mbarrier_wait(empty_s, parity ^ 1); /* the others have read the last tile's sums */
         exchange_parts<SPLITS>(sum, mine, part, S::FROM_BLOCK, from_s, full_s, parity);
-        __syncwarp(); /* the warp has read what came */
+        __syncwarp(); /* the whole warp has read the received sums */
         if (lane < SPLITS && lane != part) mbarrier_arrive_cluster(empty_s, lane);
         parity ^= 1;
     }
-    /* A halved tile: the second block's sums go to the first, whose ring's last stages have been
-     * read by then. false: this is the second one, which stores nothing. */
+    /* A halved tile: the second block sends its sums into the first block's ring, whose last
+     * stages have been read by then. Returns false in the second block, which stores nothing. */
     template <int N> __device__ __forceinline__ bool add_halves(float (&sum)[N]) const {
         constexpr int STEP = WGS * 128 * 16; /* bytes of four sums of every thread */
         const smem_addr full_s = ring_s + S::EXCHANGED, free_s = full_s + 8,
@@ -411,7 +429,7 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
             st_async_128(to + i / 4 * STEP, sum[i], sum[i + 1], sum[i + 2], sum[i + 3], full_there);
         return false;
     }
-    /* No block leaves while another still reads or copies. */
+    /* No block exits while another still reads its shared memory or copies into it. */
     __device__ __forceinline__ void end_exchange(unsigned parity) const {
         if (SPLITS > 1 && threadIdx.x == 0) mbarrier_wait(ring_s + S::EXCHANGED + 8, parity ^ 1);
     }
@@ -419,7 +437,7 @@ template <class T, class Tile, int MODE, class R = T> struct Block {
         if (CLUSTER > 1) barrier_cluster();
     }
 
-    /* A tile's place in the result, and in the batch. */
+    /* A tile's coordinates in the result and in the batch. */
     __device__ __forceinline__ void find_results(unsigned t, unsigned &batch, coord &tile,
                                                  tma_at &at) const {
         batch = x.order.tiles.into(tiles_of(t));

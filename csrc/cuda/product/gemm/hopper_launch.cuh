@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* hopper_launch.cuh: the host's half of Hopper's gemm kernels, the same for each schedule: what a
- * kernel takes, its tensor maps and its launch, and the table of its instances. */
+/* hopper_launch.cuh: the host's half of Hopper's gemm kernels, the same for each schedule. It
+ * makes tensor maps and parameters, launches the kernel, and defines the rows of the instance
+ * tables. */
 #ifndef GPUKERN_CUDA_GEMM_HOPPER_LAUNCH_CUH
 #define GPUKERN_CUDA_GEMM_HOPPER_LAUNCH_CUH
 
@@ -10,14 +11,14 @@
 
 namespace {
 
-/* What the host asks of an instance of the kernel. */
+/* What the host needs to know about an instance of a kernel. */
 struct Instance {
-    bool along_m, along_n; /* as a and b lie in shared memory */
-    int a_box[2],
-        b_box[2]; /* rows of a copy, as a cluster's tiles lie: a_box[in_row], b_box[!in_row] */
-    bool by_panels, by_tma; /* how results leave */
-    smem_box panel;         /* of results */
-    gk_dtype result;        /* the kernel's narrow type of them */
+    bool along_m, along_n; /* a is M-major, b is N-major */
+    /* Rows of one box, by the shape of the cluster: a_box[in_row], b_box[!in_row]. */
+    int a_box[2], b_box[2];
+    bool by_panels, by_tma; /* how results are stored */
+    smem_box panel;         /* the box of results that TMA stores */
+    gk_dtype result;        /* the kernel's narrow result type */
     gk_status (*launch)(const gk_context *ctx, unsigned blocks, const Params &x);
 };
 
@@ -30,12 +31,12 @@ gk_status launch_instance(const gk_context *ctx, unsigned blocks, const Params &
 template <class T, class Tile, int MODE, auto KERNEL, class R = T>
 constexpr Instance instance_of() {
     typedef Smem<T, Tile, MODE, R> S;
-    typedef typename Block<T, Tile, MODE, R>::SideBySide SideBySide;
-    typedef typename Block<T, Tile, MODE, R>::Stacked Stacked;
+    typedef typename Block<T, Tile, MODE, R>::InRow InRow;
+    typedef typename Block<T, Tile, MODE, R>::InColumn InColumn;
     return {S::ALONG_M,
             S::ALONG_N,
-            {Stacked::APart::box_rows, SideBySide::APart::box_rows},
-            {SideBySide::BPart::box_rows, Stacked::BPart::box_rows},
+            {InColumn::APart::box_rows, InRow::APart::box_rows},
+            {InRow::BPart::box_rows, InColumn::BPart::box_rows},
             S::BY_PANELS,
             BY_TMA<R, Tile>,
             S::Panel::box(element<R>::bits / 8),
@@ -43,7 +44,8 @@ constexpr Instance instance_of() {
             launch_instance<S, Tile, KERNEL>};
 }
 
-/* An operand's maps, the second where the last box of its rows is lower. */
+/* Makes an operand's tensor map, and a second map with a lower box if its last rows do not fill
+ * a box. */
 gk_status make_maps(const TensorShape &x, int box, int end, CUtensorMap *inside,
                     CUtensorMap *last) {
     const int each = (int)gk_dtype_bytes(x.dtype);
@@ -68,7 +70,8 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
     const GemmEpilogue &e = x->p.epilogue;
     const int64_t cols = swapab ? x->p.m : x->p.n;
     const bool alike = e.out_dtype == dtype && (!e.c || (dtype != GK_F32 && e.c_vectors));
-    /* activations of float32 results are exact: too many instructions for every panel's own */
+    /* Activations of float32 results are exact, which is too many instructions to repeat in
+     * every panel's code. */
     const bool by_panels =
         in.by_panels && alike &&
         (dtype != GK_F32 || e.activation == GK_ACT_NONE || e.activation == GK_ACT_RELU);
@@ -79,30 +82,30 @@ gk_status start(const gk_cuda_instance *row, const Instance &in, const gk_contex
     };
     x->plain = by_panels && chunks &&
                (!in.by_tma || (maps(out, &x->out) && (!e.preact || maps(preact, &x->preact))));
-    /* two columns share an activation's inverse, and what stands past an odd last column is not the
-     * same in every run */
-    x->ragged = by_panels && !x->plain && !e.c && dtype != GK_F32 &&
-                (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
-    x->straight = x->plain && !e.c &&
-                  (dtype == GK_F32 ||
-                   (e.activation <= GK_ACT_RELU && !e.preact && (!e.bias || e.bias_vectors)));
-    x->bare = (x->plain || (!in.by_panels && chunks)) && !e.c && !e.bias && !e.preact &&
-              e.activation == GK_ACT_NONE;
+    /* Two columns share the reciprocal of an activation. Beside an odd last column stands an
+     * undefined value, so the result would differ from run to run. */
+    x->unaligned = by_panels && !x->plain && !e.c && dtype != GK_F32 &&
+                   (cols % 2 == 0 || e.activation <= GK_ACT_RELU);
+    x->cheap_epilogue = x->plain && !e.c &&
+                        (dtype == GK_F32 ||
+                         (e.activation <= GK_ACT_RELU && !e.preact && (!e.bias || e.bias_vectors)));
+    x->no_epilogue = (x->plain || (!in.by_panels && chunks)) && !e.c && !e.bias && !e.preact &&
+                     e.activation == GK_ACT_NONE;
     if (is(row, PING_PONG) && !x->plain)
         return gk_fail(GK_ERR_UNSUPPORTED,
                        "a ping-pong instance stores by TMA, which it cannot here");
     x->batched = x->p.ndim > 0;
     x->keep = x->p.m * x->p.n * x->p.batch * gk_bits_of(dtype) <= 8 * KEEP_BYTES;
     x->order = tile_order(x->p.tiles_m, x->p.tiles_n, x->p.group);
-    /* two columns are read at a time */
-    if (x->ragged && cols % 2 != 0) x->p.epilogue.bias_vectors = false;
-    x->across = !swapab && !x->ragged && !e.out_vectors;
+    /* The store reads the bias two columns at a time. */
+    if (x->unaligned && cols % 2 != 0) x->p.epilogue.bias_vectors = false;
+    x->across = !swapab && !x->unaligned && !e.out_vectors;
     if (x->across) x->p.epilogue = gemm_swapped(x->p).epilogue;
     return in.launch(ctx, plan.clusters * (unsigned)cluster_of(row), *x);
 }
 
-gk_status run_row(const Instance *of_mode, const gk_context *ctx, const gk_plan *plan,
-                  void *workspace) {
+gk_status run_instance(const Instance *of_mode, const gk_context *ctx, const gk_plan *plan,
+                       void *workspace) {
     const gk_cuda_instance *row = (const gk_cuda_instance *)plan->kernel;
     const HopperPlan &own = gk_own<HopperPlan>(plan);
     const Instance &in = of_mode[row->dtype == GK_F32 ? 0 : own.operands.mode];
@@ -119,7 +122,7 @@ gk_status run_row(const Instance *of_mode, const gk_context *ctx, const gk_plan 
     return start(row, in, ctx, own, o.x[0], o.x[1], &x);
 }
 
-/* Of all modes: narrow panels may leave room for more stages. */
+/* The most over all modes, since narrower panels may leave room for more stages. */
 template <class T, class Tile> constexpr int smem_of() {
     constexpr int some[] = {Smem<T, Tile, 0>::BYTES, Smem<T, Tile, 1>::BYTES,
                             Smem<T, Tile, 2>::BYTES, Smem<T, Tile, 3>::BYTES};
@@ -134,10 +137,10 @@ template <class T, class Tile> constexpr int traits_of() {
            (Tile::ACROSS ? GRID : 0);
 }
 
-#define HOPPER_ROW(name, T, Tile)                                                       \
+#define HOPPER_INSTANCE(name, T, Tile)                                                  \
     {name,                                                                              \
      element<T>::dtype,                                                                 \
-     plan_hopper_row,                                                                   \
+     plan_hopper_instance,                                                              \
      run<T, Tile>,                                                                      \
      {Tile::BM, Tile::BN, Tile::TILES, PERCENT<Tile>, smem_of<T, Tile>(), Tile::SPLITS, \
       traits_of<T, Tile>(), Tile::K64 * K_BLOCK<T>},                                    \

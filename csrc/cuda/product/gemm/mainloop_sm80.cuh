@@ -1,20 +1,24 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* mainloop_sm80.cuh: a tile BM x BN of a product by mma.sync, which gemm_sm80 and the sm_80 kernels
- * of quant/ share.
+/* mainloop_sm80.cuh: multiplies a tile BM x BN by mma.sync. gemm_sm80 and the sm_80 kernels of
+ * quant/ share it.
  *
- * Shared memory, STAGES stages of two tiles:
- *   a  [BM][BK], or [BK][BM] where a is MN-major        swizzled (banks.cuh); tf32 [BK][BM] is padded instead,
- *   b  [BN][BK], or [BK][BN] where b is MN-major        since ldmatrix cannot transpose 32-bit elements
+ * Shared memory: STAGES stages of two tiles, swizzled (banks.cuh):
+ *   a  [BM][BK], or [BK][BM] if a is MN-major
+ *   b  [BN][BK], or [BK][BN] if b is MN-major
+ * MN-major tf32 tiles are padded instead, because ldmatrix cannot transpose 32-bit elements.
  *
- * Pipeline: copies run STAGES - 1 steps ahead, fragments one k16 (tf32: k8, 8 bits: k32) ahead of
- * their mma, across the barrier too:
+ * Pipeline: copies run STAGES - 1 steps ahead. Fragments are loaded one k16 (tf32: k8, 8 bits:
+ * k32) before their mma, also across the barrier:
  *   copy       k0 k1 | k2                k3
- *   fragments      f00 | f01  f02  f03 | f10  f11 ..       the barrier stands between the last two of a step:
- *   mma                |  00   01   02   03   10  ..       all have read stage j when j's last fragments are in
+ *   fragments      f00 | f01  f02  f03 | f10  f11 ..
+ *   mma                |  00   01   02   03   10  ..
+ * The barrier stands before the last k16 of a step: when stage j's last fragments are loaded,
+ * all threads have read the stage.
  *
- * Rows of ANY alignment: plain loads at the step's start, stores to shared memory at its end, else
- * the same.
- * What fragments become before they are multiplied, and what follows, says a Product: MmaProduct
+ * Mode ANY takes rows of any alignment: ordinary loads at the start of a step, stores to shared
+ * memory at its end.
+ *
+ * A Product says how fragments are prepared and multiplied, and what follows a step: MmaProduct
  * here, others in quant/. */
 #ifndef GPUKERN_CUDA_GEMM_MAINLOOP_SM80_CUH
 #define GPUKERN_CUDA_GEMM_MAINLOOP_SM80_CUH
@@ -29,12 +33,12 @@ namespace {
 enum Mode {
     A_ALONG_M = 1,
     B_ALONG_N = 2,
-    ANY = 4 /* alignment and strides */
+    ANY = 4 /* any alignment and strides */
 };
 
 /* ---- 1 tiles in shared memory ---------------------------------------------------------------- */
-/* 32-bit elements [k][x], read one by one: 8 elements more a row put the 4 k and 8 x of a fragment
- * into 32 banks. */
+/* 32-bit elements [k][x], which lanes read one by one. Padding rows by 8 elements puts the 4 k
+ * and 8 x of a fragment into 32 banks. */
 template <int ROWS, int ROW_BYTES> struct PaddedTile {
     static constexpr int rows = ROWS, chunks = ROW_BYTES / 16, ld_bytes = ROW_BYTES + 32,
                          bytes = ROWS * ld_bytes;
@@ -63,15 +67,16 @@ template <int BX, int BK> struct OperandTile<float, BX, BK, true> {
 };
 
 /* ---- 2 from global memory into a tile -------------------------------------------------------- */
-/* Tile row r, column c is element r row_stride + c col_stride; a thread keeps its chunk of the rows
- * r0, r0 + STEP .. */
+/* Copies a tile: element (r, c) comes from r row_stride + c col_stride. A thread keeps its
+ * chunk, and takes rows r0, r0 + STEP and so on. */
 template <class T, class Tile, int THREADS> struct Feed {
     static constexpr int STEP = THREADS / Tile::chunks, PASSES = Tile::rows / STEP,
                          EACH = 16 / (int)sizeof(T);
     static_assert(THREADS % Tile::chunks == 0 && Tile::rows % STEP == 0, "whole passes");
     static_assert(STEP % 8 == 0 || sizeof(T) == 4, "one swizzle for all rows of a thread");
 
-    /* the thread's chunk of row r0 in the next step; of the next pass in this one */
+    /* from_g: the thread's chunk of row r0 in the next step. at_g: of the next pass in this
+     * step. */
     const T *from_g, *at_g;
     int64_t pass_step, col_stride, k_step;
     int row, chunk, rows_left, bytes;
@@ -85,7 +90,7 @@ template <class T, class Tile, int THREADS> struct Feed {
         offset = Tile::offset(row, chunk);
         from_g = tile_g + row * row_stride + chunk * EACH * col_stride;
     }
-    /* a step is begin, then pass 0 .. PASSES - 1, in order */
+    /* A step is begin(), then pass 0 to PASSES - 1 in order. */
     __device__ __forceinline__ void begin(int rows_valid, int cols_valid) {
         rows_left = rows_valid - row;
         bytes = chunk_bytes<T>(chunk, cols_valid);
@@ -123,7 +128,7 @@ template <class T, class Tile, int THREADS> struct Feed {
 };
 
 /* ---- 3 from a tile into fragments ------------------------------------------------------------ */
-/* kk counts k16 (tf32: k8) of the step, i blocks of 16 rows of a or columns of b. */
+/* kk counts k16 (tf32: k8) in the step; i counts blocks of 16 rows of a or columns of b. */
 template <class T, class Tile, bool ALONG_X> struct LoadA {
     static __device__ __forceinline__ smem_addr base(smem_addr tile_s, int lane, int m) {
         return ALONG_X ? frag_a_trans_base<Tile>(tile_s, lane, 0, m / 8)
@@ -148,8 +153,8 @@ template <class T, class Tile, bool ALONG_X> struct LoadB {
             load_frag_b(b, Tile::down(Tile::along(at_s, 2 * kk), 16 * i));
     }
 };
-/* tf32 from [k][x]; either operand's element e of a lane is (k, x) = (lane % 4, lane / 4) plus a
- * constant */
+/* tf32 from [k][x]: in both operands, a lane's element e is (k, x) = (lane % 4, lane / 4) plus a
+ * constant. */
 template <class Tile> struct LoadA<float, Tile, true> {
     static __device__ __forceinline__ smem_addr base(smem_addr tile_s, int lane, int m) {
         return tile_s + lane % 4 * Tile::ld_bytes + (lane / 4 + m) * 4;
@@ -171,8 +176,8 @@ template <class Tile> struct LoadB<float, Tile, true> {
     }
 };
 
-/* Two fragments of k16, one behind the other: registers 4 h + j are columns 8 h, k 8 j (bytes: k 16
- * j). */
+/* Loads two consecutive fragments of k16: register 4 h + j holds columns 8 h and k 8 j (bytes: k
+ * 16 j). */
 template <class Tile> struct LoadTwoB {
     static __device__ __forceinline__ smem_addr base(smem_addr tile_s, int lane, int n) {
         return tile_s + Tile::offset(n + lane % 8, lane / 8);
@@ -190,16 +195,16 @@ template <class T, class Tile> struct LoadBs<2, T, Tile, false> {
     typedef LoadTwoB<Tile> type;
 };
 
-/* The tensor cores cut tf32 operands off. A factor of 1 + 2^-10 / 3 first adds a third to two
- * thirds of a unit in the last place: rounding to 5% more error than to nearest, in one instruction
- * instead of two, exact where x is exact. */
+/* The tensor cores truncate tf32 operands. Multiplying by 1 + 2^-10 / 3 first adds one to two
+ * thirds of a unit in the last place. The error is 5 % above that of rounding to nearest, in one
+ * instruction instead of two, and values that tf32 holds stay exact. */
 template <class T> __device__ __forceinline__ void round_operand(uint32_t *x) {
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) x[e] = __float_as_uint(__uint_as_float(x[e]) * 1.00032552f);
     }
 }
-/* The two tiles of a stage, and the ring of them. SHARE: of k that a holds, 1 or 1 / 2. */
+/* The two tiles of a stage. SHARE: a holds 1 / SHARE of k (2 for 2:4 sparsity). */
 template <class T, class Tile, int MODE, int SHARE = 1> struct Ring {
     typedef typename OperandTile<T, Tile::BM, Tile::BK / SHARE, (MODE & A_ALONG_M) != 0>::type A;
     typedef typename OperandTile<T, Tile::BN, Tile::BK, (MODE & B_ALONG_N) != 0>::type B;
@@ -209,19 +214,19 @@ template <class T, class Tile, int MODE, int SHARE = 1> struct Ring {
 };
 
 /* ---- 4 what is multiplied -------------------------------------------------------------------- */
-/* What a Product may do around its steps. */
-struct BareProduct {
-    /* 2: a holds two of each four along k, a fragment of it meets two of b */
+/* Defaults of a Product: hooks around the steps that do nothing. */
+struct DefaultProduct {
+    /* 2: a holds two of every four elements along k, and a fragment of a meets two of b. */
     static constexpr int SHARE = 1;
-    __device__ __forceinline__ void begin() {} /* step 0 is in */
+    __device__ __forceinline__ void begin() {} /* step 0 has arrived */
     __device__ __forceinline__ void before_barrier(int) {
-    } /* of step j, after which step j + 1 is in */
-    /* after the q-th k16 (k8, k32), of which it may be the last */
+    } /* of step j; after the barrier, step j + 1 has arrived */
+    /* After the q-th k16 (k8, k32) of all; the bool is true for the last. */
     template <class Sums> __device__ __forceinline__ void join(Sums &, int, bool) {}
 };
 
-/* Fragments as they lie in memory. */
-template <class T> struct MmaProduct : BareProduct {
+/* Multiplies fragments as they are loaded. */
+template <class T> struct MmaProduct : DefaultProduct {
     typedef float Sum;
     struct A {
         uint32_t r[4];
@@ -234,7 +239,7 @@ template <class T> struct MmaProduct : BareProduct {
     }
     static __device__ __forceinline__ A ready_a(const uint32_t *x) { return ready(x); }
     static __device__ __forceinline__ B ready_b(const uint32_t *x) { return ready(x); }
-    /* 16 rows, the i-th of the warp, times 16 NT columns; kk: of the step */
+    /* Multiplies 16 rows, the warp's i-th, by 16 NT columns; kk counts k16 in the step. */
     template <int NT>
     static __device__ __forceinline__ void multiply(Sum (&sum)[2 * NT][4], const A &a,
                                                     const B (&b)[NT], int, int) {
@@ -254,8 +259,8 @@ template <class T> struct Operand {
     int valid;       /* rows of m or n inside the matrix */
 };
 
-/* sum += a b over k, of the warp's rows from warp_m and columns from warp_n on. No thread may read
- * or write the ring before the caller's next barrier, which all copies have passed. */
+/* Adds a b over k to sum, for the warp's rows from warp_m and columns from warp_n on. After the
+ * call, the ring may be reused after a cp_async_wait_group<0> and a barrier. */
 template <class T, class Tile, int MODE, class Product>
 __device__ __forceinline__ void
 multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4],
@@ -271,7 +276,7 @@ multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile
     constexpr int WM = Tile::WM, WN = Tile::WN, MT = WM / 16, NT = WN / 16,
                   KK = BK * (int)sizeof(T) / (32 * SHARE);
     constexpr int AP = Feed<T, A, THREADS>::PASSES, BP = Feed<T, B, THREADS>::PASSES;
-    /* of products in a step, before its barrier; the copies spread over them */
+    /* Groups of products in a step before its barrier. The copies are spread over them. */
     constexpr int GROUPS = (KK - 1) * MT;
     static_assert(KK % 2 == 0,
                   "fragments alternate between two buffers, and a step ends where it began");
@@ -283,10 +288,10 @@ multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile
     Feed<T, B, THREADS> b_feed(b_from.from_g, MODE & B_ALONG_N ? b_from.k : b_from.x,
                                MODE & B_ALONG_N ? b_from.x : b_from.k, BK * b_from.k, thread);
     const smem_addr a_s = ring_s, b_s = a_s + STAGES * A::bytes;
-    int64_t k_left = k; /* from the step that is copied next on */
+    int64_t k_left = k; /* from the next step to copy on */
     uint4 a_chunks[MODE & ANY ? AP : 1], b_chunks[MODE & ANY ? BP : 1];
 
-/* rows and columns of a tile that lie inside the matrix, k of it ending at k_valid */
+/* Valid rows and columns of a tile; its k ends at k_valid. */
 #define A_VALID \
     (MODE & A_ALONG_M ? k_valid : m_valid), (MODE & A_ALONG_M ? m_valid : k_valid / SHARE)
 #define B_VALID (MODE & B_ALONG_N ? k_valid : n_valid), (MODE & B_ALONG_N ? n_valid : k_valid)
@@ -312,7 +317,7 @@ multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile
 
     uint32_t a[2][MT][4], b[2][NT][4 * SHARE];
     const smem_addr a_base = LA::base(a_s, lane, warp_m), b_base = LB::base(b_s, lane, warp_n);
-    ring.wait(); /* step 0 is in, for all threads */
+    ring.wait(); /* step 0 has arrived, for all threads */
     product.begin();
     if (steps > 0) {
 #pragma unroll
@@ -324,8 +329,8 @@ multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile
         smem_addr a_at = a_base + ring.read * A::bytes, b_at = b_base + ring.read * B::bytes;
         const smem_addr a_fill = a_s + ring.write * A::bytes,
                         b_fill = b_s + ring.write * B::bytes; /* read in step j - 1 */
-        const int k_valid =
-            (int)max((int64_t)0, min((int64_t)BK, k_left)); /* 0 past the end: nothing is read */
+        /* 0 after the last step. */
+        const int k_valid = (int)max((int64_t)0, min((int64_t)BK, k_left));
         k_left -= BK;
         if constexpr (MODE & ANY) {
             a_feed.fetch(a_chunks, A_VALID);
@@ -343,7 +348,8 @@ multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile
                 }
                 product.before_barrier(j);
                 ring.commit();
-                ring.wait(); /* step j + 1 is in; all have read the last fragments of step j */
+                ring.wait(); /* step j + 1 has arrived; all have read the last fragments of step j
+                              */
                 ring.advance();
                 a_at = a_base + ring.read * A::bytes;
                 b_at = b_base + ring.read * B::bytes;
@@ -351,8 +357,8 @@ multiply_sm80(Product &product, typename Product::Sum (&sum)[Tile::WM / 16][Tile
             typename Product::B b_now[NT];
 #pragma unroll
             for (int n = 0; n < NT; ++n) b_now[n] = product.ready_b(b[kk % 2][n]);
-            /* loads of the next fragments and copies stand between the products, so that neither
-             * starves the other; after the last step they read a stage of zeros */
+            /* Loads of the next fragments and copies are placed between the products, so that
+             * neither starves the other. After the last step the loads read a stage of zeros. */
 #pragma unroll
             for (int i = 0; i < MT; ++i) {
                 const typename Product::A a_now = product.ready_a(a[kk % 2][i]);

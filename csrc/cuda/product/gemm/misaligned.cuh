@@ -1,27 +1,30 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* misaligned.cuh: misaligned rows of 16-bit elements, on their way through shared memory: copied as
- * the aligned chunks of 16 bytes that hold them, one more than the row of a tile has, and then
- * shifted into that tile.
+/* misaligned.cuh: copies misaligned rows of 16-bit elements into a tile in shared memory, for
+ * gemm_skinny. First it copies the aligned 16-byte chunks that hold a row, one more than the
+ * tile's row has. Then it shifts them into the tile.
  *
- *   memory   . . x0 x1 x2 .. | .. x13 x14 0        `before` elements lie before the row in its first chunk, and are dropped
- *   tile     x0 x1 x2 .. x7  | x8 .. x14 0         zeros from the last valid element on
+ *   memory   . . x0 x1 x2 .. | .. x13 x14 0
+ *   tile     x0 x1 x2 .. x7  | x8 .. x14 0
  *
- * The arithmetic is plain C++, so that the tests walk the same functions. */
+ * `before` elements precede the row in its first chunk and are dropped. Zeros follow the last valid
+ * element.
+ *
+ * The arithmetic is plain C++, so that the tests run the same functions. */
 #ifndef GPUKERN_CUDA_GEMM_MISALIGNED_CUH
 #define GPUKERN_CUDA_GEMM_MISALIGNED_CUH
 
 #include "realign.cuh"
 
-/* The chunks that hold the rows of a tile, row after row. */
+/* The raw chunks of a tile's rows, row after row. */
 template <class Tile> struct raw_rows {
     static constexpr int chunks = Tile::chunks + 1, count = Tile::rows * chunks, bytes = count * 16;
 };
 
-/* Elements from the multiple of 16 bytes before an element to it. */
+/* Number of elements between the previous multiple of 16 bytes and this address. */
 GK_HD inline int elements_before(uintptr_t address) { return (int)(address / 2 % REALIGN_EACH); }
 
-/* Bytes of chunk `chunk` that are copied: up to the end of the row's `valid` elements. None of a
- * row without any. */
+/* How many bytes of chunk `chunk` are copied: up to the end of the row's `valid` elements; 0 for
+ * a row without valid elements. */
 GK_HD inline int raw_bytes(int chunk, int before, int valid) {
     const int bytes = (before + valid) * 2 - chunk * 16;
     return valid <= 0 || bytes <= 0 ? 0 : bytes < 16 ? bytes : 16;
@@ -31,9 +34,9 @@ GK_HD inline int raw_bytes(int chunk, int before, int valid) {
 #include "../../ptx/cp_async.cuh"
 #include "../../ptx/smem.cuh"
 
-/* By a warp: the chunks of a tile's rows; those of rows and columns that are not valid become
- * zeros. first: the lowest address of the tensor. Nothing before it and nothing behind a row's end
- * is read: the chunk that `first` lies in is copied by elements. */
+/* A warp copies the chunks of a tile's rows. Invalid rows and columns become zeros. first: the
+ * lowest address of the tensor. Nothing before it and nothing after a row's end is read: the
+ * chunk that contains `first` is copied element by element. */
 template <class Tile, class T>
 __device__ __forceinline__ void copy_raw_rows(smem_addr raw_s, const T *from_g, int64_t row_stride,
                                               int rows_valid, int cols_valid, uintptr_t first,
@@ -60,8 +63,8 @@ __device__ __forceinline__ void copy_raw_rows(smem_addr raw_s, const T *from_g, 
     }
 }
 
-/* By a warp: the tile itself. from_g, row_stride: of the rows in memory, which say how far each is
- * shifted; from_g may stand whole multiples of 16 bytes elsewhere in every row. */
+/* A warp shifts the chunks into the tile. from_g, row_stride: the rows in memory, which
+ * determine the shifts. from_g may be off by multiples of 16 bytes in every row. */
 template <class Tile, class T>
 __device__ __forceinline__ void shift_rows(smem_addr tile_s, smem_addr raw_s, const T *from_g,
                                            int64_t row_stride, int lane) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* operands.cuh: what TMA reads for a product: the operands where they lie, or aligned copies of
- * them (realign.cuh). */
+/* operands.cuh: the operands of a Hopper gemm as TMA reads them: in place, or as aligned copies
+ * (realign.cuh). */
 #ifndef GPUKERN_CUDA_GEMM_OPERANDS_CUH
 #define GPUKERN_CUDA_GEMM_OPERANDS_CUH
 
@@ -13,7 +13,7 @@ enum Mode {
     B_ALONG_N = 2
 };
 
-/* An operand as tma sees it: rows of m or n and k. */
+/* An operand as a tensor for TMA: rows of m or n, and k. along_x: stride 1 along m or n. */
 inline TensorShape operand_of(const void *data, gk_dtype dtype, int64_t x, int64_t k,
                               int64_t x_stride, int64_t k_stride, const GemmProblem &p,
                               const int64_t *batch, bool along_x) {
@@ -29,19 +29,19 @@ inline TensorShape operand_of(const void *data, gk_dtype dtype, int64_t x, int64
     return s;
 }
 
-/* What TMA reads: the operands themselves, or their copies. */
+/* The operands that TMA reads: the tensors themselves, or their copies. */
 struct Operands {
-    GemmProblem p; /* with the copies' strides */
+    GemmProblem p; /* with the strides of the copies */
     int mode;
     bool copied[2];   /* a, b */
     TensorShape x[2]; /* a, b */
     RealignMatrix copies[2];
-    int64_t at[2]; /* where in the workspace each copy goes */
-    int64_t bytes; /* of the copies */
+    int64_t at[2]; /* offset of each copy in the workspace */
+    int64_t bytes; /* of all copies */
 };
 
-/* 0 where TMA reads an operand, K-major, as it lies; 1 where MN-major; else -1. needed: the only
- * answer that suits, or -1. */
+/* Returns 0 if TMA can read the operand in place as K-major, 1 if as MN-major, else -1. needed:
+ * the only acceptable answer, or -1. */
 inline int as_it_lies(const void *data, gk_dtype dtype, int64_t x, int64_t k, int64_t x_stride,
                       int64_t k_stride, const GemmProblem &p, const int64_t *batch, int needed,
                       TensorShape *s) {
@@ -53,20 +53,20 @@ inline int as_it_lies(const void *data, gk_dtype dtype, int64_t x, int64_t k, in
     return -1;
 }
 
-/* The dimension that a copy should have stride 1 in: 1 for x. */
+/* The dimension that should have stride 1 in a copy: 1 for x (m or n), 0 for k. */
 inline int copy_along(int64_t x, int64_t k, int64_t x_stride, int64_t k_stride) {
     if (x == 1 || k == 1) return k == 1;
     if (x_stride == 1 || k_stride == 1) return k_stride != 1;
     return llabs(x_stride) < llabs(k_stride);
 }
 
-/* float32: wgmma reads k dense alone, but its A of a swap-AB product comes through registers,
- * MN-major (tf32.cuh). */
+/* float32: WGMMA reads only K-major operands from shared memory. With swap-AB, A comes through
+ * registers instead and must be MN-major (tf32.cuh). */
 inline int needed_along(gk_dtype dtype, bool swapab, bool b) {
     return dtype != GK_F32 ? -1 : swapab && !b;
 }
 
-/* Counts of tiles and, past the last, their coordinates are 32 bits wide. */
+/* True if counts of tiles, and coordinates of a tile beyond the last, fit in 32 bits. */
 inline bool counts_fit(const GemmProblem &p) {
     if (p.m < 1 || p.n < 1 || p.k < 1 || p.batch < 1) return false;
     if (p.m > INT32_MAX - 512 || p.n > INT32_MAX - 512) return false;
@@ -74,7 +74,8 @@ inline bool counts_fit(const GemmProblem &p) {
            INT32_MAX;
 }
 
-/* Operand i, a or b: where it lies, or a copy. copy: in any case. false: there is none. */
+/* Finds operand i (0: a, 1: b) in place or plans a copy of it. copy: always copy. Returns false
+ * if neither is possible. */
 inline bool find_operand(int i, gk_dtype dtype, int needed, bool copy, Operands *o) {
     GemmProblem &p = o->p;
     const int64_t each = gk_chunk_of(dtype);
@@ -106,13 +107,13 @@ inline bool find_operand(int i, gk_dtype dtype, int needed, bool copy, Operands 
     return true;
 }
 
-/* From o->p, the problem. false: neither the operands nor copies of them suit. The copies have no
- * places yet. */
+/* Finds both operands of o->p. Returns false if neither they nor copies of them suit. The copies
+ * get their addresses later (place_copies). */
 inline bool operands_of(gk_dtype dtype, bool swapab, Operands *o) {
     GemmProblem &p = o->p;
     if (!counts_fit(p)) return false;
     if (p.ndim > TENSOR_DIMS - 2) gemm_join_batch(p);
-    const bool both = p.ndim > TENSOR_DIMS - 2; /* dense copies may have fewer batch dimensions */
+    const bool both = p.ndim > TENSOR_DIMS - 2; /* dense copies need fewer batch dimensions */
     o->mode = 0;
     o->bytes = 0;
     for (int i = 0; i < 2; ++i)
@@ -125,8 +126,8 @@ inline bool operands_of(gk_dtype dtype, bool swapab, Operands *o) {
     return tensor_map_fits(o->x[0]) && tensor_map_fits(o->x[1]);
 }
 
-/* Gives the copies their places in the call's workspace. Returns how many there are; they stand in
- * `copies` from 0 on. */
+/* Gives the copies their addresses in the call's workspace and moves them to the front of
+ * `copies`. Returns their number. */
 inline int place_copies(void *workspace, Operands *o) {
     int count = 0;
     for (int i = 0; i < 2; ++i) {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* order.cuh: which tile a block takes. Blocks that run at once should share rows of a and columns
- * of b in L2: they walk `group` rows of tiles together, column by column.
+/* order.cuh: which tile a block takes. Blocks that run at once should share rows of a and
+ * columns of b in L2. So tiles are numbered in groups of `group` rows, column by column within a
+ * group.
  *
  *   group 2, 4 x 3 tiles:    0  2  4
  *                            1  3  5
@@ -19,13 +20,14 @@ __device__ __forceinline__ TilePlace tile_place(unsigned tile, int tiles_m, int 
                                                 int group) {
     const unsigned in_group = (unsigned)group * tiles_n, first = tile / in_group * group,
                    rest = tile % in_group;
-    const unsigned rows = min((unsigned)group, tiles_m - first); /* the last group may be lower */
+    const unsigned rows = min((unsigned)group, tiles_m - first); /* the last group may have fewer */
     return {(int)(first + rest % rows), (int)(rest / rows)};
 }
 
-/* The same order for blocks that find their first tile while others wait for its copies. */
+/* The same order with precomputed divisors, for blocks whose first copies wait for their first
+ * tile's place. */
 struct TileOrder {
-    /* of a batch entry; of a group; a group's, the last's */
+    /* tiles of a batch entry; of a group; rows of a group, and of the last group */
     Divisor tiles, in_group, rows, last_rows;
     int tiles_m;
 };
@@ -36,7 +38,7 @@ inline TileOrder tile_order(int tiles_m, int tiles_n, int group) {
             divisor_of(group), divisor_of(last ? last : group), tiles_m};
 }
 
-/* tile: of its batch entry */
+/* tile: index within its batch entry */
 __device__ __forceinline__ TilePlace tile_place(unsigned tile, const TileOrder &o) {
     const unsigned group = o.in_group.into(tile), rest = tile - group * o.in_group.by,
                    first = group * o.rows.by;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* panels.cuh: a warp's epilogue staging tiles (panels): 16 rows of up to 128 bytes, in which its
- * sums change from the accumulators' order to that of rows; and the three ways on from there: by
- * TMA, in chunks of 16 bytes from registers, or row by row where the result is misaligned. */
+/* panels.cuh: a warp's epilogue staging tiles (panels) of 16 rows x up to 128 bytes. They
+ * reorder sums from accumulator order to rows. Three functions store them from there: by TMA
+ * (send_panels), from registers in 16-byte chunks (send_chunks), or row by row if the result is
+ * misaligned (send_rows). */
 #ifndef GPUKERN_CUDA_GEMM_PANELS_CUH
 #define GPUKERN_CUDA_GEMM_PANELS_CUH
 
@@ -12,7 +13,7 @@
 #include "../../tile/convert.cuh"
 #include "realign.cuh"
 
-/* 16 rows of 32 floats, the first of v, in the accumulators' order. */
+/* Writes the first 32 columns of v, in accumulator order, as 16 rows of 32 floats. */
 template <class Panel>
 __device__ __forceinline__ void put_floats(smem_addr panel_s, const float *v, int lane) {
 #pragma unroll
@@ -23,20 +24,19 @@ __device__ __forceinline__ void put_floats(smem_addr panel_s, const float *v, in
     }
 }
 
-/* Where the i-th of several panels begins: the last one ends where they all do, and holds what the
- * one before it holds, too, where they are not whole. */
+/* First column of panel i of several. If the columns are no whole panels, the last panel ends
+ * with the last column and overlaps the one before. */
 constexpr GK_HD int panel_first(int i, int each, int all) {
     return i * each < all - each ? i * each : all - each;
 }
 
-/* A warp's 16 rows of N / 8 octets of columns go to its panels, once their last contents have been
- * read. */
+/* Writes a warp's 16 rows of 2 N columns to its panels, after TMA has read their last contents. */
 template <class R, class Panel, int N, bool TMA>
 __device__ __forceinline__ void put_panels(const float *v, smem_addr panels_s, int lane) {
     constexpr int EACH = Panel::row_bytes / (2 * (element<R>::bits / 8)),
                   NUM = (N + EACH - 1) / EACH;
     if (TMA && lane == 0) tma_store_wait_group_read<0>();
-    __syncwarp(); /* the panels' last contents have been read */
+    __syncwarp(); /* the last contents have been read */
 #pragma unroll
     for (int i = 0; i < NUM; ++i) {
         const float *const w = v + panel_first(i, EACH, N);
@@ -45,7 +45,7 @@ __device__ __forceinline__ void put_panels(const float *v, smem_addr panels_s, i
         } else {
             const unsigned put = Panel::offset(lane % 16, 0);
 #pragma unroll
-            /* rows 0-7, 8-15 of one octet of columns, then of the next */
+            /* rows 0-7 and 8-15 of 8 columns, then of the next 8 */
             for (int j = 0; j < Panel::chunks; j += 2) {
                 const uint32_t two[4] = {
                     pack2<R>(w[4 * j], w[4 * j + 1]), pack2<R>(w[4 * j + 2], w[4 * j + 3]),
@@ -56,14 +56,14 @@ __device__ __forceinline__ void put_panels(const float *v, smem_addr panels_s, i
     }
 }
 
-/* They leave by tma while the warp goes on. at: their first column and row. One fence for all
- * panels: each waits until the warp's stores have come. */
+/* Stores the panels by TMA while the warp goes on. at: first column and row. One fence serves
+ * all panels, because each fence waits for all of the warp's stores. */
 template <class R, class Panel, int N>
 __device__ __forceinline__ void send_panels(const CUtensorMap *map, smem_addr panels_s,
                                             const tma_at &at, int lane) {
     constexpr int COLS = Panel::row_bytes / (element<R>::bits / 8), NUM = (2 * N + COLS - 1) / COLS;
     fence_proxy_async();
-    __syncwarp(); /* all of the panels is written */
+    __syncwarp(); /* all lanes have written the panels */
     if (lane == 0) {
         tma_at to = at;
 #pragma unroll
@@ -75,11 +75,11 @@ __device__ __forceinline__ void send_panels(const CUtensorMap *map, smem_addr pa
     }
 }
 
-/* Rows of COLS 16-bit results, in panels side by side, as chunks of 16 bytes: a pass has whole
+/* Rows of COLS 16-bit results, in panels side by side, as 16-byte chunks. A pass covers whole
  * rows. */
 template <class Panel, int COLS> struct panel_rows {
     static constexpr int CHUNKS = COLS / 8, IN_PASS = 32 / CHUNKS;
-    /* rows of two narrow panels, and of two that overlap, lie at the same banks */
+    /* Rows of two narrow or overlapping panels fall into the same banks. */
     static constexpr int WAYS = Panel::chunks < 8 || CHUNKS % Panel::chunks != 0 ? 2 : 1;
     static_assert(16 % IN_PASS == 0, "whole passes");
     static constexpr GK_HD int offset(int row, int chunk) {
@@ -87,7 +87,7 @@ template <class Panel, int COLS> struct panel_rows {
         return panel * Panel::bytes +
                Panel::offset(row, chunk - panel_first(panel, Panel::chunks, CHUNKS));
     }
-    /* of the lanes' chunks, or of those `further` on */
+    /* Bank conflicts of the lanes' loads of chunk `further` after their own. */
     static constexpr GK_HD int read_ways(int further) {
         int bytes[32] = {};
         for (int lane = 0; lane < 32; ++lane) {
@@ -98,8 +98,8 @@ template <class Panel, int COLS> struct panel_rows {
     }
 };
 
-/* Or from registers, which end sooner than tma begins to read what they wrote. to_g: element (0,
- * 0), inside the matrix with `rows` and `cols` from there on. */
+/* Stores from registers, which ends sooner than TMA starts to read shared memory. to_g: element
+ * (0, 0). The matrix has `rows` rows and `cols` columns from there on. */
 template <class Panel, int COLS>
 __device__ __forceinline__ void send_chunks(uint16_t *to_g, int64_t row_stride, int rows, int cols,
                                             smem_addr panels_s, int lane) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void send_chunks(uint16_t *to_g, int64_t row_stride, 
     static_assert(Rows::IN_PASS * Rows::CHUNKS == 32 && Rows::read_ways(0) <= Rows::WAYS,
                   "chunks of whole rows");
     const int chunk = lane % Rows::CHUNKS, row = lane / Rows::CHUNKS;
-    __syncwarp(); /* all of the panels is written */
+    __syncwarp(); /* all lanes have written the panels */
     uint4 x[PASSES];
 #pragma unroll
     for (int i = 0; i < PASSES; ++i)
@@ -120,19 +120,19 @@ __device__ __forceinline__ void send_chunks(uint16_t *to_g, int64_t row_stride, 
             *(uint4 *)(at_g + i * Rows::IN_PASS * row_stride) = x[i];
 }
 
-/* Or from registers, where rows of the result are misaligned or end within 16 bytes: each row's
- * chunks that lie at multiples of 16 bytes are put together from two of the panels', what is left
- * at its ends goes by elements. */
+/* Stores from registers if rows of the result are misaligned or end within a chunk. Each aligned
+ * 16-byte chunk of a row is assembled from two chunks of the panels. The elements before and
+ * after go one by one. */
 template <class Panel, int COLS>
 __device__ __forceinline__ void send_rows(uint16_t *to_g, int64_t row_stride, int rows, int cols,
                                           smem_addr panels_s, int lane) {
     typedef panel_rows<Panel, COLS> Rows;
     static_assert(Rows::read_ways(0) <= Rows::WAYS && Rows::read_ways(1) <= Rows::WAYS,
                   "chunks of whole rows");
-    /* its first chunk */
+    /* Elements before the row's first aligned chunk. */
     const auto before = [](const uint16_t *row_g) { return (int)(-((uintptr_t)row_g / 2) % 8); };
     const int chunk = lane % Rows::CHUNKS, row0 = lane / Rows::CHUNKS;
-    __syncwarp(); /* all of the panels is written */
+    __syncwarp(); /* all lanes have written the panels */
 #pragma unroll 2
     for (int r = row0; r < 16 && row0 < Rows::IN_PASS; r += Rows::IN_PASS) {
         uint16_t *const row_g = to_g + r * row_stride;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* problem.cuh: a gemm call as every gemm kernel sees it: one struct by value. Batch dimensions that
- * can join the rows have joined them, broadcasts have stride 0, and rows and columns may have
- * changed places. Strides count elements. */
+/* problem.cuh: a gemm call in the form that every gemm kernel takes, one struct by value. Batch
+ * dimensions that can be merged into the rows have been merged. Broadcast dimensions have stride
+ * 0. a and b may have been exchanged. Strides count elements. */
 #ifndef GPUKERN_CUDA_GEMM_PROBLEM_CUH
 #define GPUKERN_CUDA_GEMM_PROBLEM_CUH
 
@@ -9,16 +9,15 @@
 
 constexpr int GEMM_BATCH_DIMS = GK_MAX_DIMS - 2;
 
-/* What happens to an element of the product on its way out; pointers stand at row 0, column 0 of
- * batch 0. */
+/* The epilogue of one element. Pointers point at row 0, column 0 of batch entry 0. */
 struct GemmEpilogue {
     double alpha, beta;
-    const void *bias, *c; /* NULL = none; c is NULL where beta is 0 */
+    const void *bias, *c; /* NULL = none; c is NULL if beta is 0 */
     void *out, *preact;   /* preact NULL = not wanted */
     int64_t bias_row, bias_col, c_row, c_col, out_row, out_col, preact_row, preact_col;
-    gk_dtype bias_dtype, c_dtype, out_dtype; /* each a's dtype or float32; preact has out's */
+    gk_dtype bias_dtype, c_dtype, out_dtype; /* each is a's dtype or float32; preact has out's */
     gk_activation activation;
-    /* 16-byte accesses work wherever a column is a multiple of 8 */
+    /* 16-byte accesses are aligned at every column that is a multiple of 8. */
     bool bias_vectors, c_vectors, out_vectors;
 };
 
@@ -30,10 +29,10 @@ struct GemmProblem {
     int ndim; /* batch dimensions left */
     int64_t shape[GEMM_BATCH_DIMS], a_batch[GEMM_BATCH_DIMS], b_batch[GEMM_BATCH_DIMS],
         c_batch[GEMM_BATCH_DIMS], out_batch[GEMM_BATCH_DIMS], preact_batch[GEMM_BATCH_DIMS];
-    /* the launch's plan: block = tile + tiles_m tiles_n (split + splits batch) */
-    int tiles_m, tiles_n, group; /* group: rows of tiles that are walked together (order.cuh) */
+    /* The plan of the launch: block = tile + tiles_m tiles_n (split + splits batch). */
+    int tiles_m, tiles_n, group; /* group: rows of tiles that are scheduled together (order.cuh) */
     int splits;      /* 1: the kernel runs the epilogue; else it writes partials (split.cuh) */
-    int64_t split_k; /* k of a split but the last */
+    int64_t split_k; /* k of each split except the last */
     void *partials;
 };
 
@@ -57,7 +56,7 @@ __device__ __forceinline__ GemmPlace gemm_place(const GemmProblem &p, int64_t ba
 }
 
 /* ---- host ------------------------------------------------------------------------------------ */
-/* Dimensions align at the end; missing ones and those of size 1 broadcast. */
+/* Dimensions are aligned at the end. Missing ones and those of size 1 broadcast. */
 inline int64_t gemm_stride(const gk_tensor &t, int ndim, int d) {
     const int i = d - (ndim - t.ndim);
     return i < 0 || t.shape[i] == 1 ? 0 : t.stride[i];
@@ -134,7 +133,7 @@ inline GemmProblem gemm_problem_of(const gk_gemm_args *args) {
         p.batch *= p.shape[i];
         ++p.ndim;
     }
-    /* a row alone has no stride of its own: let the batch give it one */
+    /* If M is 1, the rows have no stride of their own; use the last batch dimension's. */
     if (p.m == 1 && p.ndim > 0) {
         const int i = p.ndim - 1;
         p.a_m = p.a_batch[i];
@@ -142,8 +141,8 @@ inline GemmProblem gemm_problem_of(const gk_gemm_args *args) {
         e.preact_row = p.preact_batch[i];
         if (c) e.c_row = p.c_batch[i];
     }
-    /* the innermost batch dimension joins the rows where b does not change along it and all others
-     * are dense */
+    /* Merge the innermost batch dimension into the rows if b is broadcast along it and all other
+     * tensors are dense there. */
     while (p.ndim > 0 && p.m > 0 && p.batch > 0) {
         const int i = p.ndim - 1;
         if (p.b_batch[i] != 0 || p.a_batch[i] != p.m * p.a_m || p.out_batch[i] != p.m * e.out_row)
@@ -154,7 +153,8 @@ inline GemmProblem gemm_problem_of(const gk_gemm_args *args) {
         p.m *= p.shape[i];
         --p.ndim;
     }
-    /* a stride along a dimension of size 1 says nothing: the one that suits is 1 along k, else 0 */
+    /* A stride along a dimension of size 1 has no meaning. Set it to the value that suits: 1
+     * along k, else 0. */
     if (p.m == 1) {
         p.a_m = 0;
         e.out_row = e.preact_row = e.c_row = 0;
@@ -171,7 +171,7 @@ inline GemmProblem gemm_problem_of(const gk_gemm_args *args) {
     return p;
 }
 
-/* Neighbouring batch dimensions that every tensor walks in one stride become one. */
+/* Merges neighbouring batch dimensions that are dense in every tensor. */
 inline void gemm_join_batch(GemmProblem &p) {
     int64_t *const strides[] = {p.a_batch, p.b_batch, p.c_batch, p.out_batch, p.preact_batch};
     for (int d = p.ndim - 2; d >= 0; --d) {

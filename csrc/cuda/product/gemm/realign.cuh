@@ -1,11 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* realign.cuh: an aligned copy, in a call's workspace, of a matrix of 16-bit elements that cannot
- * be read 16 bytes at a time where it lies. Dense rows of float32 are rows of twice as many.
- * Float32 whose inner is not dense is transposed, in tiles.
- *   from [entries][outer][inner], any strides   ->   to [entries][outer][ld], ld = inner rounded up to 8, zeros from inner on
- * inner is the dimension that is dense, or whose stride is smaller. An entry that the batch repeats
- * is copied once. Plain C++ but for the kernel (gemm_realign_sm90a.cu), so that the tests walk the
- * same functions. */
+/* realign.cuh: plans an aligned copy, in a call's workspace, of a matrix of 16-bit elements that
+ * cannot be read 16 bytes at a time in place.
+ *   from [entries][outer][inner], any strides   ->   to [entries][outer][ld]
+ * ld is inner rounded up to 8; the padding is zeros. inner is the dense dimension, or the one with
+ * the smaller stride. An entry that the batch broadcasts is copied once.
+ *
+ * Rows of float32 are treated as rows of twice as many 16-bit elements. A float32 matrix whose
+ * inner dimension is not dense is transposed in tiles.
+ *
+ * Everything but the kernel (gemm_realign_sm90a.cu) is plain C++, so that the tests run the same
+ * functions. */
 #ifndef GPUKERN_CUDA_GEMM_REALIGN_CUH
 #define GPUKERN_CUDA_GEMM_REALIGN_CUH
 
@@ -14,30 +18,30 @@
 #include "../../tile/divisor.cuh"
 #include "tiles.h"
 
-/* batch dimensions; elements of a 16-byte chunk */
+/* REALIGN_DIMS: batch dimensions. REALIGN_EACH: elements of a 16-byte chunk. */
 constexpr int REALIGN_DIMS = GK_MAX_DIMS - 2, REALIGN_EACH = 8;
 
 struct RealignMatrix {
     const uint16_t *from;
     void *to;
     int64_t inner_stride, outer_stride; /* of `from` */
-    int64_t begin, end; /* of an entry, from its first row's first element on; 0, 0: not dense */
+    int64_t begin, end; /* range of an entry, relative to its first row; 0, 0 if it is not dense */
     int32_t inner, ndim;
     uint32_t total;  /* chunks of the copy */
-    bool transposed; /* elements of 32 bits, as strides count them (inner: 16 bits) */
-    Divisor chunks, outer,
-        batch[REALIGN_DIMS]; /* sizes; of batch dimensions those that `from` walks */
+    bool transposed; /* 32-bit elements: strides count these, `inner` counts 16-bit halves */
+    /* Sizes. Of the batch dimensions, only those that are not broadcast. */
+    Divisor chunks, outer, batch[REALIGN_DIMS];
     int64_t stride[REALIGN_DIMS];
 };
 
 /* ---- where a chunk comes from ---------------------------------------------------------------- */
 struct RealignPlace {
-    const uint16_t *row; /* its first element */
-    int64_t at;          /* the chunk's first element, in the entry */
+    const uint16_t *row; /* the row's first element */
+    int64_t at;          /* offset of the chunk's first element in the entry */
     int col;             /* and in the row */
 };
 
-/* Where a batch entry begins. */
+/* Offset of a batch entry. */
 GK_HD inline int64_t realign_entry(const RealignMatrix &x, uint32_t entry) {
     int64_t at = 0;
     for (int d = x.ndim - 1; d > 0; --d) {
@@ -57,16 +61,16 @@ GK_HD inline RealignPlace realign_place(const RealignMatrix &x, uint32_t chunk) 
     return {x.from + (BATCHED ? realign_entry(x, entry) : 0) + at, at + col, col};
 }
 
-/* A chunk `shift` elements past a multiple of 16 bytes lies in the 16 aligned bytes that begin
- * shift elements before and, where there is shift, in the next 16; they are read where all of them
- * lie in the entry, of this row or not: an end of a row that waited for loads of its own would be
- * what the whole copy waits for. */
+/* Whether a chunk can be read as aligned 16-byte chunks: the one that begins `shift` elements
+ * before it, and if shift > 0 the next one. Both must lie inside the entry, but not necessarily
+ * inside the row: if the ends of rows needed loads of their own, the whole copy would wait for
+ * those. */
 GK_HD inline bool realign_whole(const RealignMatrix &x, const RealignPlace &place, int shift) {
     const int64_t from = place.at - shift;
     return (from >= x.begin) & (from + (shift ? 2 : 1) * REALIGN_EACH <= x.end);
 }
 
-/* The 8 elements from `shift` on of 32 bytes, moved to their front. */
+/* Moves the 8 elements from `shift` on, of 32 bytes, to the front. */
 GK_HD inline void realign_shift(uint32_t (&words)[8], int shift) {
     for (int i = 0; i < 6; ++i) words[i] = shift & 4 ? words[i + 2] : words[i];
     for (int i = 0; i < 5; ++i) words[i] = shift & 2 ? words[i + 1] : words[i];
@@ -74,25 +78,26 @@ GK_HD inline void realign_shift(uint32_t (&words)[8], int shift) {
         words[i] = (uint32_t)((((uint64_t)words[i + 1] << 32) | words[i]) >> (shift & 1) * 16);
 }
 
-/* Of 8 elements in 4 words the first `valid`, zeros for the others. */
+/* Keeps the first `valid` of 8 elements in 4 words and clears the others. */
 GK_HD inline void realign_cut(uint32_t *words, int valid) {
     for (int i = 0; i < 4; ++i) words[i] &= valid >= 2 * i + 2 ? ~0u : valid > 2 * i ? 0xffffu : 0;
 }
 
-/* ---- transposed: tiles of REALIGN_TRANSPOSE x REALIGN_TRANSPOSE elements of 32 bits, a block each
- * ---- */
+/* ---- transposed ------------------------------------------------------------------------------ */
+/* A block takes a tile of REALIGN_TRANSPOSE x REALIGN_TRANSPOSE 32-bit elements. */
 struct Transpose {
     RealignMatrix matrix;
     uint32_t tiles_inner, tiles_outer;
 };
 
-/* A block's tile: of which entry, where it begins, how much of the matrix is left there. */
+/* A block's tile: its batch entry, where it begins, and how much of the matrix is left from
+ * there. */
 struct TransposeTile {
     uint32_t entry;
     int inner0, outer0, inner, outer;
 };
 
-/* Neighbours along `outer` run together: they read the same rows of `from`. */
+/* Neighbouring blocks take tiles along `outer`, since those read the same rows of `from`. */
 GK_HD inline TransposeTile transpose_tile(const Transpose &p, uint32_t block) {
     const uint32_t outer = block % p.tiles_outer, rest = block / p.tiles_outer,
                    inner = rest % p.tiles_inner;
@@ -101,14 +106,14 @@ GK_HD inline TransposeTile transpose_tile(const Transpose &p, uint32_t block) {
             (int)p.matrix.outer.by - outer0};
 }
 
-/* Element (inner, outer) of a tile, in elements from `from` on. */
+/* Offset of element (inner, outer) of a tile, in elements of `from`. */
 GK_HD inline int64_t transpose_from(const RealignMatrix &x, const TransposeTile &t, int inner,
                                     int outer) {
     return realign_entry(x, t.entry) + (int64_t)(t.inner0 + inner) * x.inner_stride +
            (int64_t)(t.outer0 + outer) * x.outer_stride;
 }
 
-/* What thread t reads in pass c: {inner, outer}; a warp reads along `outer`. */
+/* The element {inner, outer} that thread t reads in pass c. A warp reads along `outer`. */
 constexpr int TRANSPOSE_PASS_ROWS = REALIGN_THREADS / REALIGN_TRANSPOSE,
               TRANSPOSE_PASSES = REALIGN_TRANSPOSE / TRANSPOSE_PASS_ROWS;
 static_assert(REALIGN_TRANSPOSE % 32 == 0 && REALIGN_THREADS % REALIGN_TRANSPOSE == 0 &&
@@ -118,12 +123,12 @@ constexpr GK_HD coord transpose_read(int t, int c) {
     return {t / REALIGN_TRANSPOSE + c * TRANSPOSE_PASS_ROWS, t % REALIGN_TRANSPOSE};
 }
 
-/* Whether the matrix has it; else it is 0. */
+/* Whether the element lies inside the matrix; otherwise it is 0. */
 GK_HD inline bool transpose_has(const TransposeTile &t, int inner, int outer) {
     return inner < t.inner && outer < t.outer;
 }
 
-/* In shared memory, [inner][outer + 1]. */
+/* Layout in shared memory: [inner][outer + 1]. */
 constexpr int TRANSPOSE_LD = REALIGN_TRANSPOSE + 1;
 constexpr GK_HD int transpose_at(int inner, int outer) { return inner * TRANSPOSE_LD + outer; }
 
@@ -135,15 +140,15 @@ constexpr GK_HD coord transpose_chunk(int t, int c) {
     return {at / (REALIGN_TRANSPOSE / 4), at % (REALIGN_TRANSPOSE / 4) * 4};
 }
 
-/* Which chunk of the copy it is. */
+/* The index of the chunk in the copy. */
 GK_HD inline int64_t transpose_to(const RealignMatrix &x, const TransposeTile &t, coord chunk) {
     const uint32_t row = t.entry * x.outer.by + (uint32_t)(t.outer0 + chunk.row);
     return (int64_t)row * x.chunks.by + (t.inner0 + chunk.col) / 4;
 }
 
 /* ---- host ------------------------------------------------------------------------------------ */
-/* The copy of a matrix of batch dimensions shape[ndim], of which stride 0 repeats an entry;
- * `stride` becomes the copy's. false: it has too many chunks. */
+/* Plans the copy of a matrix with batch dimensions shape[ndim], of which stride 0 broadcasts an
+ * entry. `stride` becomes the copy's strides. Returns false if there are too many chunks. */
 inline bool realign_plan(const void *from, int64_t inner, int64_t outer, int64_t inner_stride,
                          int64_t outer_stride, int ndim, const int64_t *shape, int64_t *stride,
                          RealignMatrix *x) {
@@ -180,7 +185,7 @@ inline bool realign_plan(const void *from, int64_t inner, int64_t outer, int64_t
     return true;
 }
 
-/* The same for elements of 32 bits, which strides count. */
+/* The same for 32-bit elements, which the strides count. */
 inline bool realign_plan_32(const void *from, int64_t inner, int64_t outer, int64_t inner_stride,
                             int64_t outer_stride, int ndim, const int64_t *shape, int64_t *stride,
                             RealignMatrix *x) {
@@ -196,7 +201,8 @@ inline bool realign_plan_32(const void *from, int64_t inner, int64_t outer, int6
     return true;
 }
 
-/* Of a transposed copy, and how many blocks it takes: each has a chunk, so that so many fit. */
+/* Plans a transposed copy and its number of blocks. Every block has at least one chunk, so the
+ * number fits 32 bits. */
 inline Transpose transpose_of(const RealignMatrix &x, uint32_t *blocks) {
     const int64_t inner = x.inner / 2;
     const Transpose p = {x, (uint32_t)gk_ceil_div(inner, REALIGN_TRANSPOSE),
@@ -207,8 +213,8 @@ inline Transpose transpose_of(const RealignMatrix &x, uint32_t *blocks) {
 
 inline int64_t realign_bytes(const RealignMatrix &x) { return (int64_t)x.total * 16; }
 
-/* Copies one or two matrices on the context's stream: in one launch, but a transposed one in its
- * own. */
+/* Copies one or two matrices on the context's stream. All go in one launch, except that a
+ * transposed one has its own. */
 gk_status realign(const char *op, const gk_context *ctx, const RealignMatrix *matrices, int count);
 
 #endif

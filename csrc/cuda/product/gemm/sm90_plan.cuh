@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sm90_plan.cuh: which instance of Hopper's four files serves a call, how its clusters lie over the
- * result, how it reads the operands: by estimates of time, whose figures are in tiles.h. Host
- * only. */
+/* sm90_plan.cuh: plans a gemm on Hopper. It chooses the instance among Hopper's four files, the
+ * shape of its clusters, and how it reads the operands. The choice minimises an estimated time,
+ * whose constants are in tiles.h. Host only. */
 #ifndef GPUKERN_CUDA_GEMM_SM90_PLAN_CUH
 #define GPUKERN_CUDA_GEMM_SM90_PLAN_CUH
 
@@ -11,27 +11,28 @@
 
 extern "C" const gk_cuda_table gk_gemm_sm80_table;
 
-enum Key {  /* of a row */
+enum Key {  /* of an instance */
     KEY_BM, /* rows and columns of a tile */
     KEY_BN,
     KEY_TILES,   /* of a cluster */
     KEY_PERCENT, /* of the dense peak */
-    KEY_SMEM,
-    KEY_SPLITS, /* of k */
+    KEY_SMEM,    /* bytes of shared memory */
+    KEY_SPLITS,  /* of k */
     KEY_TRAITS,
     KEY_BK
 };
 enum Trait {
     SWAPAB = 1,
     PING_PONG = 2,
-    NARROW = 4, /* for few columns */
-    HALVES = 8, /* the last wave's tiles may be halved along k */
-    GRID = 16   /* of two columns of tiles: a cluster's, which share both operands */
+    NARROW = 4, /* for small N */
+    HALVES = 8, /* the tiles of the last wave may be halved along k */
+    GRID = 16   /* a cluster has two columns of tiles and shares both operands */
 };
 inline bool is(const gk_cuda_instance *row, Trait trait) { return row->key[KEY_TRAITS] & trait; }
 
 /* ---- tiles ----------------------------------------------------------------------------------- */
-/* The call as a row computes it: swap-AB, the results stay where they are. */
+/* The problem as the instance computes it. Swap-AB exchanges a and b; the epilogue, with the
+ * result's strides, stays. */
 inline GemmProblem problem_of(const GemmProblem &p, bool swapab) {
     if (!swapab) return p;
     GemmProblem t = gemm_swapped(p);
@@ -39,29 +40,31 @@ inline GemmProblem problem_of(const GemmProblem &p, bool swapab) {
     return t;
 }
 
-/* Blocks of a row's clusters. */
+/* Blocks of one cluster of an instance. */
 inline int cluster_of(const gk_cuda_instance *row) {
     return row->key[KEY_TILES] * row->key[KEY_SPLITS];
 }
 
-/* As many fit the GPU: four or eight blocks find their SMs side by side less often than two. */
+/* Clusters that run at once. Clusters of four or eight blocks find fewer free neighbouring SMs
+ * than pairs do. */
 inline int64_t most_clusters(const gk_cuda_instance *row, const gk_gpu *gpu) {
     const int blocks = cluster_of(row);
     const int64_t most = gpu->num_sms / blocks, found = blocks > 4   ? most - 1
                                                         : blocks > 2 ? most - most / 11
                                                                      : most;
-    return found > 1 ? found : 1; /* of a part of a GPU, too */
+    return found > 1 ? found : 1; /* at least one, even on a part of a GPU */
 }
 
-/* How they lie over the result. */
+/* How clusters cover the result. */
 struct Clusters {
     bool in_row;
-    int tiles_m, tiles_n; /* of clusters */
+    int tiles_m, tiles_n; /* clusters along m and n */
 };
 
-/* Tiles lie as they make fewer waves. Else four are 4 x 1, and pairs as was measured: 1 x 2 where
- * that makes much fewer clusters, or, of small tiles, no more and a is not much the shorter
- * operand. Clusters that follow each other read the same of b, so what one shares is better a's. */
+/* Picks the cluster shape that needs fewer waves. On a tie, clusters of four are 4 x 1. Pairs
+ * are 1 x 2 if that saves 30 % of the clusters; for small tiles also if it costs no cluster more
+ * and M >= 0.3 N. (Measured, docs/worklog/gemm.md.) Pairs of tf32 are 1 x 2 for swap-AB only.
+ * Consecutive clusters read the same part of b from L2, so a cluster should rather share a. */
 inline Clusters clusters_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem &p) {
     const int64_t tiles_m = gk_ceil_div(p.m, row->key[KEY_BM]),
                   tiles_n = gk_ceil_div(p.n, row->key[KEY_BN]);
@@ -84,32 +87,34 @@ inline Clusters clusters_of(const gk_cuda_instance *row, const gk_gpu *gpu, cons
     return {false, (int)in_m, (int)tiles_n};
 }
 
-/* A cluster of two columns of tiles keeps in step by what its blocks copy for each other. Past both
- * edges of the result a block may get nothing from its row and nothing from most of its column: it
- * would run ahead, and release a stage for a second time that a third block still reads. So along
- * one edge the last tile must have some of every part that is copied. */
+/* Whether a cluster of two columns of tiles stays in step. Its blocks keep in step only by the
+ * parts that they copy for each other. If the result ends early along both edges, a block may
+ * receive nothing from its row and nothing from most of its column. It would run ahead and
+ * release a stage a second time while a third block still reads it. So along one edge the last
+ * tile must need some of every part that is copied. */
 inline bool keeps_step(const gk_cuda_instance *row, const GemmProblem &p) {
     if (!is(row, GRID)) return true;
     const int64_t bm = row->key[KEY_BM], bn = row->key[KEY_BN], down = row->key[KEY_TILES] / 2;
     return gk_round_up(p.m, bm * down) - p.m < bm / 2 || gk_round_up(p.n, bn * 2) - p.n < bn / down;
 }
 
-/* Time of a row. */
+/* Estimated time of an instance. */
 struct Estimate {
     double us;
-    int64_t halved; /* tiles of clusters, those of the last wave: halved along k */
+    int64_t halved; /* tiles of the last wave that are halved along k, counted in clusters */
 };
 
-/* The longest of a tile's products, of its copies into the SM and of those of all `blocks` at once
- * out of L2; two that take as long hinder each other. */
+/* Time of a tile: about the longest of its products, its copies into the SM, and the copies of
+ * all `blocks` blocks out of L2. The fourth-power norm accounts for two that take equally long
+ * and slow each other. */
 inline double tile_us(double products_us, double bytes, double l2_bytes, double blocks) {
     const double copies_us = bytes / SM_BYTES_PER_US, l2_us = l2_bytes * blocks / L2_BYTES_PER_US;
     const double a = products_us * products_us, b = copies_us * copies_us, c = l2_us * l2_us;
     return sqrt(sqrt(a * a + b * b + c * c));
 }
 
-/* Waves of clusters one after the other; the last has fewer, which find L2 less busy. mode: as the
- * operands lie (Mode). */
+/* Adds up waves of clusters. The last wave has fewer clusters, which find L2 less busy. mode:
+ * layout of the operands (Mode). */
 inline Estimate estimate_of(const gk_cuda_instance *row, const gk_gpu *gpu, const GemmProblem &p,
                             int mode) {
     const int64_t bm = row->key[KEY_BM], bn = row->key[KEY_BN], splits = row->key[KEY_SPLITS];
@@ -122,7 +127,7 @@ inline Estimate estimate_of(const gk_cuda_instance *row, const gk_gpu *gpu, cons
     const double peak = 8192 / element * gpu->clock_khz * 1e-3 * row->key[KEY_PERCENT] * 0.01;
     const double k = (double)gk_round_up(p.k, WGMMA_ROW_BYTES / (int64_t)element) / (double)splits;
     const double products_us = 2.0 * (double)(bm * bn) * k / peak;
-    /* what is not K-major is copied in boxes of 64 */
+    /* An MN-major operand is copied in boxes of 64. */
     const double a = k * element * (double)(mode & A_ALONG_M ? gk_round_up(bm, 64) : bm),
                  b = k * element * (double)(mode & B_ALONG_N ? gk_round_up(bn, 64) : bn);
     const double sharers = row->key[KEY_TILES], l2_bytes = is(row, GRID) ? a / 2 + 2 * b / sharers
@@ -133,7 +138,7 @@ inline Estimate estimate_of(const gk_cuda_instance *row, const gk_gpu *gpu, cons
     };
     const double launch_us = LAUNCH_US + LAST_US * size, full_us = wave_us(most),
                  last_us = last > 0 ? wave_us(last) : full_us;
-    /* results leave under the next tile's products, if these take as long */
+    /* Ping-pong stores results under the next tile's products, if these take at least as long. */
     if (is(row, PING_PONG))
         return {(double)(last > 0 ? waves : waves - 1) *
                         ((full_us > PING_PONG_US ? full_us : PING_PONG_US) + TILE_US) +
@@ -158,13 +163,13 @@ inline Estimate estimate_of(const gk_cuda_instance *row, const gk_gpu *gpu, cons
 }
 
 /* ---- operands -------------------------------------------------------------------------------- */
-/* Time of a product of small M or few columns: its operands' bytes. */
+/* Estimated time of a product of small M or small N, which is bound by reading its operands. */
 inline double swapab_us(const GemmProblem &p) {
     return SWAPAB_US +
            2.0 * (double)(p.m + p.n) * (double)p.k * (double)p.batch / SWAPAB_BYTES_PER_US;
 }
 
-/* The least that gemm_sm80's rows take: k split so that every SM has work. */
+/* Estimated time of the fastest gemm_sm80 instance, with k split so that every SM has work. */
 inline double other_us(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, bool chunks) {
     typedef Tile16_any Any;
     const bool tf32 = dtype == GK_F32;
@@ -182,7 +187,7 @@ inline double other_us(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, 
            (splits > 1 ? REDUCE_US : 0);
 }
 
-/* Rows and k in chunks of 16 bytes, as the kernels that copy by cp.async want them. */
+/* True if rows or k lie in chunks of 16 bytes, which the kernels with cp.async need. */
 inline bool in_chunks(const void *data, gk_dtype dtype, int64_t x_stride, int64_t k_stride,
                       const int64_t *batch, int ndim) {
     return (k_stride == 1 && gemm_aligned(data, dtype, x_stride, batch, ndim)) ||
@@ -196,21 +201,22 @@ inline double copies_us(const Operands &o) {
                        : 0;
 }
 
-/* Whether copies and a product are worth their `us`. p: the problem before them; o: if all is
- * copied that can be. */
+/* True if realigning copies and a product, `us` together, beat the kernels that need no copy. p:
+ * the problem before the copies. o: the operands if everything is copied that needs it. */
 inline bool worth_while(const gk_gpu *gpu, gk_dtype dtype, const GemmProblem &p, const Operands &o,
                         bool few, double us) {
     const bool chunks = in_chunks(p.a, dtype, p.a_m, p.a_k, p.a_batch, p.ndim) &&
                         in_chunks(p.b, dtype, p.b_n, p.b_k, p.b_batch, p.ndim);
-    /* small M: gemm_skinny streams the weights of up to 16 rows sooner than they are copied, but
-     * those dense nowhere; repeated ones would grow */
+    /* Small M: gemm_skinny streams the weights of up to 16 rows faster than they are copied. It
+     * cannot stream weights without a dimension of stride 1, and copies would expand broadcast
+     * ones. */
     const bool streamed =
         p.b_k == 0 || p.b_n == 0 || (p.m <= SKINNY_MAX_TOKENS && (p.b_k == 1 || p.b_n == 1));
     if (few && o.copied[0] && (chunks || streamed || o.bytes > REALIGN_FEW_BYTES)) return false;
     return us < other_us(gpu, dtype, p, chunks);
 }
 
-/* The result, or preact, as tma would write it. */
+/* The result, or preact, as a tensor that TMA writes. */
 inline TensorShape result_of(const GemmProblem &p, bool swapab, bool preact) {
     const GemmEpilogue &e = p.epilogue;
     return operand_of(preact ? e.preact : e.out, e.out_dtype, swapab ? p.n : p.m,
@@ -218,31 +224,33 @@ inline TensorShape result_of(const GemmProblem &p, bool swapab, bool preact) {
                       preact ? p.preact_batch : p.out_batch, false);
 }
 
-/* Results of the operands' dtype in rows of whole chunks of 16 bytes: tma would write past a last
- * column that ends within one. */
+/* True if results have the operands' dtype and rows of whole chunks of 16 bytes. TMA would write
+ * beyond a last column that ends within a chunk. */
 inline bool whole_chunks(const GemmProblem &p, gk_dtype dtype, bool swapab) {
     const GemmEpilogue &e = p.epilogue;
     return e.out_dtype == dtype && e.out_vectors && gk_whole_chunks(dtype, swapab ? p.m : p.n);
 }
 
-/* Whether a row of ping-pong can store the results: by tma alone. */
+/* True if a ping-pong instance can store the results, which it does by TMA only. */
 inline bool ping_pong_fits(const GemmProblem &p, gk_dtype dtype) {
     return !p.epilogue.c && whole_chunks(p, dtype, false) &&
            tensor_map_fits(result_of(p, false, false)) &&
            (!p.epilogue.preact || tensor_map_fits(result_of(p, false, true)));
 }
 
-/* ---- rows ------------------------------------------------------------------------------------ */
-/* A plan's own part. */
+/* ---- instances ------------------------------------------------------------------------------- */
+/* This file's part of a plan. */
 struct HopperPlan {
-    Operands operands; /* p has its tiles */
+    Operands operands; /* its p has the number of tiles */
     unsigned clusters; /* to launch */
-    unsigned whole;    /* of their tiles; each of the others is two tasks, halved along k */
-    bool in_row;       /* how a cluster's tiles lie */
+    unsigned
+        whole; /* tiles of clusters that are one task; each of the others is two, halved along k */
+    bool in_row; /* the tiles of a cluster form a row */
 };
 
-/* By this row, whose operands are found. */
-inline bool plan_row(const gk_cuda_instance *row, const gk_gpu *gpu, int64_t halved, gk_plan *to) {
+/* Fills in the plan for this instance; its operands have been found. */
+inline bool plan_instance(const gk_cuda_instance *row, const gk_gpu *gpu, int64_t halved,
+                          gk_plan *to) {
     HopperPlan &own = gk_own<HopperPlan>(to);
     GemmProblem &p = own.operands.p;
     const Clusters clusters = clusters_of(row, gpu, p);
@@ -265,9 +273,9 @@ inline bool plan_row(const gk_cuda_instance *row, const gk_gpu *gpu, int64_t hal
     return true;
 }
 
-/* By this row, if it serves the call. */
-inline bool plan_hopper_row(const gk_cuda_instance *row, const gk_context *ctx,
-                            const void *arguments, gk_plan *to) {
+/* Plans the call with this instance, if it serves the call. */
+inline bool plan_hopper_instance(const gk_cuda_instance *row, const gk_context *ctx,
+                                 const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
     const bool tf32 = row->dtype == GK_F32, swapab = is(row, SWAPAB);
@@ -280,27 +288,29 @@ inline bool plan_hopper_row(const gk_cuda_instance *row, const gk_context *ctx,
         return false;
     return (tf32 || !swapab || row->key[KEY_SPLITS] == 1 || o.p.n <= row->key[KEY_BN]) &&
            keeps_step(row, o.p) &&
-           plan_row(row, gpu, estimate_of(row, gpu, o.p, o.mode).halved, to);
+           plan_instance(row, gpu, estimate_of(row, gpu, o.p, o.mode).halved, to);
 }
 
 /* ---- the choice ------------------------------------------------------------------------------ */
-/* All that the choice of a row depends on. */
+/* The key of a cached choice: all that the choice depends on. */
 struct Question {
     const gk_gpu *gpu;
     int64_t m, n, k, batch;
     int32_t mode, dtype;
-    bool swapab, few, narrow, ping_pong, curve, rest[3]; /* rest: no byte is left unset */
+    bool swapab, few, narrow, ping_pong, curve,
+        rest[3]; /* rest: padding, so that every byte is set */
 };
 static_assert(sizeof(Question) == 56, "questions are compared byte by byte");
 
 struct Choice {
-    Question question; /* m 0: none yet */
+    Question question; /* m = 0: empty */
     const gk_cuda_instance *row;
     Estimate estimate;
 };
 
-/* The row of least time among those that fit the GPU; small M, or few columns: the smallest of
- * those rows that holds them. p: as it is computed, with tokens as its columns. */
+/* Chooses the instance of the least estimated time among those that fit the GPU. For small M or
+ * N it chooses the smallest swap-AB or narrow tile that holds the short side. p: the problem as
+ * it is computed, with tokens as its columns. */
 inline void choose(const gk_cuda_table *const *schedules, int num_schedules, const GemmProblem &p,
                    Choice *to) {
     const Question &q = to->question;
@@ -311,7 +321,7 @@ inline void choose(const gk_cuda_table *const *schedules, int num_schedules, con
              r < schedules[s]->instances + schedules[s]->num_instances; ++r) {
             if ((int)r->dtype != q.dtype || r->key[KEY_SMEM] > q.gpu->smem_per_block) continue;
             if (is(r, SWAPAB) != q.swapab || (q.few && p.n > r->key[KEY_BN])) continue;
-            /* for small M alone */
+            /* Swap-AB with split-K serves small M only. */
             if (q.swapab && !q.few && q.dtype != GK_F32 && r->key[KEY_SPLITS] > 1) continue;
             if (is(r, NARROW) != q.narrow || (q.narrow && p.n > r->key[KEY_BN])) continue;
             if (is(r, PING_PONG) && !q.ping_pong) continue;
@@ -325,8 +335,8 @@ inline void choose(const gk_cuda_table *const *schedules, int num_schedules, con
         }
 }
 
-/* Choices of this thread's last calls: a model repeats a few dozen, and the estimates of all rows
- * take 0.4 us. */
+/* This thread's choices for its last calls. A model repeats a few dozen shapes, and estimating
+ * all instances takes 0.4 us. */
 constexpr unsigned KEPT_CHOICES = 64;
 
 inline Choice &kept_choice(const Question &q) {
@@ -336,7 +346,7 @@ inline Choice &kept_choice(const Question &q) {
     return kept[mixed >> 32 & (KEPT_CHOICES - 1)];
 }
 
-/* The choice for operands that are found. */
+/* Looks the choice up in the cache, or makes it. The operands have been found. */
 inline Choice choice_of(const gk_cuda_table *const *schedules, int num_schedules, const gk_gpu *gpu,
                         gk_dtype dtype, const Operands &o, bool swapab, bool few, bool narrow) {
     const Question question = {gpu,
@@ -360,7 +370,7 @@ inline Choice choice_of(const gk_cuda_table *const *schedules, int num_schedules
     return choice;
 }
 
-/* By the row of the choice; tf32: a swap-AB one where b is MN-major. */
+/* Plans the call with the chosen instance. tf32 uses a swap-AB instance if b is MN-major. */
 inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules,
                         const gk_context *ctx, const void *arguments, gk_plan *to) {
     const gk_gemm_args *args = (const gk_gemm_args *)arguments;
@@ -370,8 +380,8 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
         return false;
     const GemmProblem p = gemm_problem_of(args);
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    /* a long operand that is read once, past a small one; else tiles, of 17 rows and columns at
-     * least */
+    /* few: small M beside a long b, swap-AB. narrow: small N beside a long a. Everything else is
+     * cut into tiles, which need at least 17 rows and columns. */
     const bool long_k = !tf32 && p.k >= SM90_SWAPAB_K;
     const bool few = long_k && p.m <= SM90_SWAPAB_ROWS && p.n >= 2 * SM90_SWAPAB_ROWS;
     const bool narrow = long_k && p.n <= SM90_SWAPAB_ROWS && p.m >= 2 * SM90_SWAPAB_ROWS;
@@ -381,9 +391,10 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
     o.p = problem_of(p, swapab);
     if (!operands_of(args->a.dtype, swapab, &o)) return false;
     Choice best = choice_of(schedules, num_schedules, gpu, args->a.dtype, o, swapab, few, narrow);
-    /* Or the result's rows are WGMMA's columns, whose number fits them better. Of 47 products that
-     * the estimate gave to such a tile, those with more rows than columns or short k took up to 23
-     * % longer by it than by the best other one (docs/worklog/gemm.md). */
+    /* Consider swap-AB for larger M, too: M may fit the column counts of WGMMA better than N
+     * does. It is limited to M < N and long k: of 47 products that the estimate gave to such a
+     * tile, those with M > N or short k took up to 23 % longer than with the best other instance
+     * (docs/worklog/gemm.md). */
     if (long_k && !few && !narrow && p.m < p.n && p.m * p.n <= SM90_SWAPPED_RESULTS) {
         Operands swapped;
         swapped.p = problem_of(p, true);
@@ -399,19 +410,19 @@ inline bool plan_hopper(const gk_cuda_table *const *schedules, int num_schedules
     if (!best.row) return false;
     const double us = (few || narrow ? swapab_us(p) : best.estimate.us) + copies_us(o);
     if (narrow && o.copied[0])
-        /* a is nearly all that is read: a kernel that reads it as it lies is faster */
+        /* a is nearly all that is read. A kernel that reads it in place is faster than a copy. */
         return false;
     if (o.bytes > 0 && !worth_while(gpu, args->a.dtype, p, o, few, us)) return false;
-    /* few tiles of tf32: gemm_sm80 cuts k into as many splits as there are SMs */
+    /* Few tiles of tf32: gemm_sm80 splits k over all SMs and may be faster. */
     gk_plan other;
     if (tf32 && us < FEW_TILES_US && gk_gemm_sm80_table.plan(ctx, arguments, &other) &&
         other.us + SM80_US < us)
         return false;
     to->us = us;
-    return plan_row(best.row, gpu, best.estimate.halved, to);
+    return plan_instance(best.row, gpu, best.estimate.halved, to);
 }
 
-/* plan of the tables that gemm_sm90a's covers. */
+/* The plan function of the tables whose instances gemm_sm90a's plan chooses. */
 inline bool planned_elsewhere(const gk_context *, const void *, gk_plan *) { return false; }
 
 #endif

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* split.cuh: k cut into parts where there are too few tiles to fill the GPU. Each part writes its
- * sums to workspace,
+/* split.cuh: split-K through memory, for calls with too few tiles to fill the GPU. Each split
+ * writes its sums to the workspace,
  *   partials [splits][batch][m][ld]   float (double for float64), ld = n rounded up to 8
- * and a second kernel adds them in the order of the parts, always the same, and runs the
- * epilogue. */
+ * and a second kernel adds them in the order of the splits, which is the same in every run, and
+ * runs the epilogue. */
 #ifndef GPUKERN_CUDA_GEMM_SPLIT_CUH
 #define GPUKERN_CUDA_GEMM_SPLIT_CUH
 
@@ -17,13 +17,13 @@ inline size_t partials_bytes(const GemmProblem &p, int splits, size_t each) {
     return splits == 1 ? 0 : (size_t)splits * p.batch * p.m * partials_ld(p.n) * each;
 }
 
-/* Expected time of the second pass, of which there is none for one part. */
+/* Expected time of the second kernel; 0 for one split. */
 inline double reduce_us(const GemmProblem &p, int64_t splits) {
     if (splits == 1) return 0;
     return REDUCE_US + (double)splits * 8.0 * (double)(p.batch * p.m * p.n) / REDUCE_BYTES_PER_US;
 }
 
-/* Columns past n but below ld may be written: they are padding. */
+/* Columns between n and ld are padding and may be written. */
 template <int COLS, class W>
 __device__ __forceinline__ void write_partials(const GemmProblem &p, int split, int64_t batch,
                                                int64_t row, int64_t col, const W *v) {
@@ -32,8 +32,8 @@ __device__ __forceinline__ void write_partials(const GemmProblem &p, int split, 
     write_cols<W, COLS>(to_g, 1, true, COLS, v);
 }
 
-constexpr int REDUCE_THREADS = 128,
-              REDUCE_COLS = 4; /* small blocks: the pass is short and should spread over the SMs */
+/* Small blocks: the second kernel is short and should spread over the SMs. */
+constexpr int REDUCE_THREADS = 128, REDUCE_COLS = 4;
 
 template <class T>
 __global__ void __launch_bounds__(REDUCE_THREADS) gemm_reduce_kernel(GemmProblem p) {

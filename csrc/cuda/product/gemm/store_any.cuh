@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* store_any.cuh: the store that serves every call: from registers, through one panel of floats,
- * with any epilogue, any dtype of the result, any strides. */
+/* store_any.cuh: the fallback store, which serves every epilogue, result dtype and stride. It
+ * goes from registers through one panel of floats. */
 #ifndef GPUKERN_CUDA_GEMM_STORE_ANY_CUH
 #define GPUKERN_CUDA_GEMM_STORE_ANY_CUH
 
 #include "epilogue.cuh"
 #include "panels.cuh"
 
-/* 32 columns of floats at a time: one body, past which the sums move instead of the code. A lane
- * has 8
- * columns of a row; across, 8 rows of a column: without wide stores, the lanes of one should fall
- * beside each other. */
+/* Stores 32 columns at a time. The loop is not unrolled: one copy of its code shifts the sums
+ * down instead. A lane stores 8 columns of a row. With `across`, the result's rows are not
+ * dense, and a lane stores 8 rows of a column, so that neighbouring lanes write neighbouring
+ * addresses. */
 template <class R, int BN, class Scales = NoScales>
 __device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace &at,
                                           float (&sum)[BN / 2], smem_addr panel_s, int64_t row0,
@@ -20,10 +20,10 @@ __device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace 
 #pragma unroll 1
     for (int c = 0; c < BN; c += 32) {
         put_floats<Panel>(panel_s, sum, lane);
-        __syncwarp(); /* the warp's lanes read what the others stored */
+        __syncwarp(); /* lanes read what other lanes wrote */
 #pragma unroll 1
         for (int r = 0; r < 16; r += 8) {
-            /* what the epilogue takes for the row, and for the first of 8 columns */
+            /* The epilogue's row, and the first of its 8 columns. */
             const int64_t row = across ? col0 + c + lane : row0 + r + lane / 4;
             const int64_t col = across ? row0 + r : col0 + c + lane % 4 * 8;
             const int valid = (int)min((int64_t)8, (across ? rows : p.n) - col);
@@ -51,7 +51,7 @@ __device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace 
             if (row < (across ? p.n : rows) && valid > 0)
                 epilogue_row<R, 8>(p.epilogue, at, row, col, valid, v, scales);
         }
-        __syncwarp(); /* the panel has been read */
+        __syncwarp(); /* all lanes have read the panel */
 #pragma unroll
         for (int i = 0; i + 16 < BN / 2; ++i) sum[i] = sum[i + 16];
     }

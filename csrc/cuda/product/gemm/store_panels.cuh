@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* store_panels.cuh: the store of results of the kernel's narrow type, or float32 of tf32: through a
- * warp's panels, by TMA under the next tile's products or, where a block seldom has another, from
- * registers. x: the kernel's Params, with tensor maps `out` and `preact`. */
+/* store_panels.cuh: stores results of the kernel's narrow type, or of float32 for tf32, through
+ * a warp's staging panels. They leave by TMA under the next tile's products, or from registers
+ * if a block seldom has a next tile. x: the kernel's Params, with tensor maps `out` and
+ * `preact`. */
 #ifndef GPUKERN_CUDA_GEMM_STORE_PANELS_CUH
 #define GPUKERN_CUDA_GEMM_STORE_PANELS_CUH
 
@@ -10,36 +11,39 @@
 #include "bias.cuh"
 #include "panels.cuh"
 
-/* How results of a's dtype leave. */
+/* The variants of the store for results of a's dtype. */
 enum Store {
-    /* in whole chunks of 16 bytes, nothing but the sums times alpha: in a launch's only tile all
-     * code is new */
-    STORE_BARE,
-    STORE_STRAIGHT, /* no activation, or one that costs nothing; 16 bits: no preact, a bias that is
-                       read in pairs */
-    STORE_CURVED,   /* after any activation */
-    STORE_RAGGED /* the same, also after c, or in rows that do not consist of whole chunks: a body
-                    for all is a third less to compile */
+    /* Sums times alpha, in rows of whole 16-byte chunks. Straight-line code, because all code is
+     * cold in a launch that has one tile a block. */
+    STORE_SUMS,
+    /* Rows of whole chunks. No activation, or relu; for 16 bits no preact, and a bias that is
+     * read in pairs. */
+    STORE_CHEAP,
+    STORE_ACTIVATED, /* rows of whole chunks, any activation */
+    /* Any activation, c, and rows of any alignment. One variant for all of these takes a third
+     * less time to compile. */
+    STORE_UNALIGNED
 };
 
-/* What is in the panels goes to the result, or to preact, from at on. */
-template <class R, class Panel, int N, bool RAGGED, bool TMA, class Params>
+/* Stores the panels' contents to the result, or to preact, at position `at`. */
+template <class R, class Panel, int N, bool UNALIGNED, bool TMA, class Params>
 __device__ __forceinline__ void send(const Params &x, bool to_preact, smem_addr panels_s,
                                      const tma_at &at, unsigned batch, int lane) {
-    if (TMA && !(RAGGED && x.ragged)) {
-        if (to_preact) /* a map chosen in a register would be read back lane by lane */
+    if (TMA && !(UNALIGNED && x.unaligned)) {
+        if (to_preact) /* two calls: a pointer chosen at run time would be read back lane by lane */
             send_panels<R, Panel, N>(&x.preact, panels_s, at, lane);
         else
             send_panels<R, Panel, N>(&x.out, panels_s, at, lane);
-    } else if constexpr (RAGGED || !TMA) {
+    } else if constexpr (UNALIGNED || !TMA) {
         const GemmEpilogue &e = x.p.epilogue;
         const GemmPlace place = gemm_place(x.p, batch);
         const int64_t row = at.c[1], col = at.c[0], stride = to_preact ? e.preact_row : e.out_row;
         uint16_t *const to_g =
             (uint16_t *)(to_preact ? e.preact : e.out) + (to_preact ? place.preact : place.out);
         const int rows = (int)(x.p.m - row), cols = (int)(x.p.n - col);
-        if (RAGGED && x.ragged) {
-            /* asked anew for wide tiles: no register keeps what derives of it over the products */
+        if (UNALIGNED && x.unaligned) {
+            /* Wide tiles read laneid() again, so that no register holds it, or values derived
+             * from it, over the products. */
             const int late = TMA ? laneid() : lane;
             send_rows<Panel, 2 * N>(to_g + row * stride + col, stride, rows, cols, panels_s, late);
         } else if constexpr (!TMA)
@@ -48,18 +52,19 @@ __device__ __forceinline__ void send(const Params &x, bool to_preact, smem_addr 
     }
 }
 
-/* A warp's 16 rows of 2 N columns of results of R, as the accumulators hold them. x: the kernel's
- * Params. */
+/* A warp's 16 rows x 2 N columns of results of type R, as accumulators. A Where of epilogue.cuh.
+ * x: the kernel's Params. */
 template <class R, class Panel, int N, Store STORE, bool TMA, class Params>
 struct Accumulators : EveryEpilogue {
-    static constexpr bool RAGGED = STORE == STORE_RAGGED, CURVED = STORE >= STORE_CURVED;
-    /* preact, any bias */
-    static constexpr bool ALL = CURVED || (STORE == STORE_STRAIGHT && element<R>::bits == 32);
-    static constexpr bool C = RAGGED, PREACT = ALL, OWN_BIAS = true;
-    /* else twice: after that loop the small tiles' stages are in no uniform register, 5
-     * instructions more a step */
+    static constexpr bool UNALIGNED = STORE == STORE_UNALIGNED,
+                          ACTIVATED = STORE >= STORE_ACTIVATED;
+    /* True if it handles preact and any bias. */
+    static constexpr bool ALL = ACTIVATED || (STORE == STORE_CHEAP && element<R>::bits == 32);
+    static constexpr bool C = UNALIGNED, PREACT = ALL, OWN_BIAS = true;
+    /* Small tiles write twice: after a loop over the two writes, the compiler keeps the stages'
+     * addresses out of uniform registers, which costs every step 5 instructions. */
     static constexpr bool ONE_WRITE = TMA;
-    /* whose bias, or c, is read at once: more takes registers */
+    /* Columns whose bias or c is read at once. More would take too many registers. */
     static constexpr int PART = N % 32 == 0 ? 32 : N;
     template <int> static constexpr int C_AT_ONCE = PART;
 
@@ -79,7 +84,7 @@ struct Accumulators : EveryEpilogue {
         return min((int64_t)at.c[0] + wgmma_d(0, lane, i).col, x.p.n - 1);
     }
     __device__ __forceinline__ void alpha_and_bias(float alpha, float *v) const {
-        if (STORE != STORE_BARE && x.p.epilogue.bias) { /* not + 0: -0 stays */
+        if (STORE != STORE_SUMS && x.p.epilogue.bias) { /* a branch: adding 0 turns -0 into +0 */
 #pragma unroll
             for (int j = 0; j < N; j += PART) {
                 float some[PART / 2];
@@ -97,18 +102,18 @@ struct Accumulators : EveryEpilogue {
         read_c_pairs<R, PART>(x.p, gemm_place(x.p, batch).c, at.c[1], at.c[0] + 2 * i, lane, c);
     }
     __device__ __forceinline__ void activate(float *v) const {
-        if (CURVED)
+        if (ACTIVATED)
             activate_16<N>(x.p.epilogue.activation, v);
-        else if (STORE == STORE_STRAIGHT && x.p.epilogue.activation == GK_ACT_RELU)
+        else if (STORE == STORE_CHEAP && x.p.epilogue.activation == GK_ACT_RELU)
             activate_16<N>(GK_ACT_RELU, v);
     }
     __device__ __forceinline__ void write(bool to_preact, const float *v) const {
         put_panels<R, Panel, N, TMA>(v, panels_s, lane);
-        send<R, Panel, N, RAGGED, TMA>(x, to_preact, panels_s, at, batch, lane);
+        send<R, Panel, N, UNALIGNED, TMA>(x, to_preact, panels_s, at, batch, lane);
     }
 };
 
-/* 2 N columns of a warp's 16 rows; at moves past them. */
+/* Stores 2 N columns of a warp's 16 rows and advances `at`. */
 template <class R, class Panel, int N, Store STORE, bool TMA, class Params, class Scales>
 __device__ __forceinline__ void store_some(const Params &x, const Scales &scales, float *v,
                                            smem_addr panels_s, tma_at &at, unsigned batch,
@@ -118,15 +123,16 @@ __device__ __forceinline__ void store_some(const Params &x, const Scales &scales
     at.c[0] += 2 * N;
 }
 
-/* How many of N sums a body of store_panels takes, of which ROOM fit a warp's panels and PANEL one:
- * what is bare goes by whole panels, else all bodies are alike. */
+/* How many of a lane's n accumulators one store_some call takes. At most `room` fit the warp's
+ * panels, `panel` fit one. STORE_SUMS takes whole panels. The others take equal parts, so that
+ * their code is emitted once. */
 constexpr int sums_at_once(int n, Store store, int room, int panel) {
-    if (store == STORE_BARE && n % panel == 0) return room < n ? room : n;
+    if (store == STORE_SUMS && n % panel == 0) return room < n ? room : n;
     return n / ((n + room - 1) / room);
 }
 
-/* A lane's N sums. All but bare ones are stored by one body, past which the sums move instead of
- * the code. */
+/* Stores a lane's N sums. All variants but STORE_SUMS use one copy of the code in a loop that
+ * shifts the sums down. */
 template <class R, class Panel, int PANELS, Store STORE, bool TMA, class Params, int N,
           class Scales = NoScales>
 __device__ __forceinline__ void store_panels(const Params &x, float (&sum)[N], smem_addr panels_s,
@@ -135,8 +141,8 @@ __device__ __forceinline__ void store_panels(const Params &x, float (&sum)[N], s
     constexpr int EACH = Panel::row_bytes / (2 * (element<R>::bits / 8));
     constexpr int SOME = sums_at_once(N, STORE, PANELS * 2048 / Panel::bytes * EACH, EACH),
                   REST = N % SOME;
-    constexpr bool MOVE = STORE != STORE_BARE && N > SOME;
-    static_assert(STORE == STORE_BARE || REST == 0, "bodies that are alike");
+    constexpr bool MOVE = STORE != STORE_SUMS && N > SOME;
+    static_assert(STORE == STORE_SUMS || REST == 0, "bodies that are alike");
     constexpr int UNROLLED = MOVE ? 1 : N / SOME;
 #pragma unroll UNROLLED
     for (int i = 0; i + SOME <= N; i += SOME) {

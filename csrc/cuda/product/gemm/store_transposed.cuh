@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* store_transposed.cuh: the store of swap-AB products, whose accumulators hold the result's
- * transpose: through shared memory, a warpgroup's 64 rows as columns of the result. Those of tf32,
- * whose lanes hold four neighbours, have one of their own (tf32.cuh). */
+/* store_transposed.cuh: the store of swap-AB products, whose accumulators hold the transposed
+ * result. It transposes through shared memory: a warpgroup's 64 rows become columns of the
+ * result. tf32 has its own store (tf32.cuh), because its lanes hold four neighbouring results. */
 #ifndef GPUKERN_CUDA_GEMM_STORE_TRANSPOSED_CUH
 #define GPUKERN_CUDA_GEMM_STORE_TRANSPOSED_CUH
 
@@ -10,15 +10,15 @@
 #include "../../layout/wgmma.cuh"
 #include "epilogue.cuh"
 
-/* Eight neighbours, the sums times alpha, as one chunk of 16 bytes. keep: the next kernel should
- * find it in L2. */
-template <class R> struct BareChunk : EveryEpilogue {
+/* Stores eight neighbours, sums times alpha, as one 16-byte chunk. keep: keep it in L2 for the
+ * next kernel. A Where of epilogue.cuh. */
+template <class R> struct SumsChunk : EveryEpilogue {
     static constexpr bool C = false, PREACT = false, OWN_BIAS = true;
     const GemmEpilogue &e;
     const GemmPlace &at;
     const int row0, col0;
     const bool keep;
-    __device__ __forceinline__ BareChunk(const GemmEpilogue &epilogue, const GemmPlace &place,
+    __device__ __forceinline__ SumsChunk(const GemmEpilogue &epilogue, const GemmPlace &place,
                                          int row, int col, bool keep_it)
         : e(epilogue), at(place), row0(row), col0(col), keep(keep_it) {}
     __device__ __forceinline__ int64_t row(int) const { return row0; }
@@ -41,12 +41,12 @@ template <class R> struct BareChunk : EveryEpilogue {
     }
 };
 
-/* A warpgroup's 64 rows are columns of the result, its COLS columns rows. bare: the sums times
- * alpha, in whole chunks of 16 bytes. */
+/* Stores a warpgroup's 64 rows as columns of the result, and its COLS columns as rows. no_epilogue:
+ * the epilogue only multiplies by alpha, and rows are whole 16-byte chunks. */
 template <class R, int COLS, int LD, class Scales = NoScales>
 __device__ __forceinline__ void store_transposed(const GemmProblem &p, const GemmPlace &at,
                                                  const float (&sum)[COLS / 2], float *staging,
-                                                 int row0, int col0, bool bare, bool keep,
+                                                 int row0, int col0, bool no_epilogue, bool keep,
                                                  const Scales &scales = {}) {
     static_assert(wgmma_transposed_ways(LD) == 1, "the lanes' sums fall into 32 banks");
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void store_transposed(const GemmProblem &p, const Gem
         const coord d = wgmma_d(warp, lane, i);
         staging[d.col * LD + d.row] = sum[i];
     }
-    bar_sync(1, 128); /* all sums are there */
+    bar_sync(1, 128); /* all sums have been written */
     const auto store = [&](int i, const auto &leave) {
         const int row = col0 + i / 8, col = row0 + i % 8 * 8,
                   valid = (int)min((int64_t)8, p.m - col);
@@ -65,13 +65,13 @@ __device__ __forceinline__ void store_transposed(const GemmProblem &p, const Gem
         float v[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
         if (row < p.n && valid > 0) leave(row, col, valid, v);
     };
-    if (bare) {
+    if (no_epilogue) {
         const float alpha = (float)e.alpha;
 #pragma unroll
         for (int i = 0; i < COLS * 8; i += 128)
             if (i + thread < COLS * 8)
                 store(i + thread, [&](int row, int col, int, float *v) {
-                    const BareChunk<R> where(e, at, row, col, keep);
+                    const SumsChunk<R> where(e, at, row, col, keep);
                     finish<8>(e, alpha, scales, where, v);
                 });
     } else {
@@ -81,7 +81,7 @@ __device__ __forceinline__ void store_transposed(const GemmProblem &p, const Gem
                 epilogue_row<R, 8>(e, at, row, col, valid, v, scales);
             });
     }
-    bar_sync(1, 128); /* they have been read */
+    bar_sync(1, 128); /* all sums have been read */
 }
 
 #endif

@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tf32.cuh: what gemm_tf32_sm90a alone does, with float32 operands. TMA rounds them to tf32 while
- * it copies.
+/* tf32.cuh: the parts of gemm_tf32_sm90a that serve swap-AB with float32 operands. TMA rounds
+ * the operands to tf32 while it copies.
  *
- * WGMMA reads tf32 from shared memory along k only. So an MN-major operand b [K, N] becomes WGMMA's
- * A, in registers, and the product is swapped (swap-AB) (out^T = b^T a^T); any other operand that
- * is not K-major is copied first (realign.cuh).
+ * WGMMA reads tf32 from shared memory K-major only. So an MN-major operand b [K, N] becomes
+ * WGMMA's A, in registers, and the product is out^T = b^T a^T. Any other operand that is not
+ * K-major is copied first (realign.cuh).
  *
- * Pipeline of a swap-AB product, 8 of k after the other: four sets of fragments, three of them
- * loaded ahead
+ * Pipeline, in products of 8 of k: four sets of fragments, each loaded two products ahead.
  *   loads      f0 f1 f2 |   f3 |    f0'  |  f1'        of the next step from product 1 on
- *   products            0      1    2       3    0'    one is under way while the next is issued
- * With two sets a load's latency stood between products: 128 x 128 tiles of one warpgroup took 1.6
- * times as long. */
+ *   products            0      1    2       3    0'    one is in flight while the next is issued
+ *
+ * With two sets, a load's latency stood between products: 128 x 128 tiles of one warpgroup took
+ * 1.6 times as long. */
 #ifndef GPUKERN_CUDA_GEMM_TF32_CUH
 #define GPUKERN_CUDA_GEMM_TF32_CUH
 
@@ -31,9 +31,10 @@ constexpr GK_HD int tf32_load_ways(int k) {
 static_assert(tf32_load_ways(0) == 1 && tf32_load_ways(4) == 1,
               "the lanes' loads fall into 32 banks");
 
-/* A of two products, 8 of k from 8 kk on. at_s: tf32_offset(lane, lane % 4) in the warp's panel. */
+/* Loads A of two products, 8 of k from 8 kk on. at_s: tf32_offset(lane, lane % 4) in the warp's
+ * panel. */
 __device__ __forceinline__ void load_tf32(uint32_t (&a)[2][4], smem_addr at_s, int kk) {
-    /* 4 of k further on the swizzle has changed bit 2 of the chunk */
+    /* 4 of k further on, the swizzle flips bit 2 of the chunk. */
     const uint4 x = ld_shared_128(at_s + kk * WGMMA_BLOCK_BYTES),
                 y = ld_shared_128((at_s ^ 64) + WGMMA_BLOCK_BYTES / 2 + kk * WGMMA_BLOCK_BYTES);
     a[0][0] = x.x;
@@ -50,16 +51,16 @@ static_assert(tf32_offset(0, 4) == (tf32_offset(0, 0) ^ 64) + 512 &&
                   tf32_offset(13, 25) == tf32_offset(13, 1) + 3 * WGMMA_BLOCK_BYTES,
               "the steps of load_tf32");
 
-/* A tile's sums over `steps` stages. panel_s: the warp's panel in the first stage, b_s: B there.
- * release: of a stage's barrier. */
+/* Sums a tile over `steps` stages. panel_s: the warp's panel in the first stage; b_s: B there.
+ * release(barrier) releases a stage. */
 template <class B, int STAGE_BYTES, int N, int STAGES, class Release>
 __device__ __forceinline__ void multiply_swapab(float (&sum)[2][N], tma_ring<STAGES> &ring,
                                                 smem_addr panel_s, smem_addr b_s, int steps,
                                                 int lane, const Release &release) {
-    constexpr int SETS = 4; /* as many as products in a step, so that each has its own */
+    constexpr int SETS = 4; /* one for each product of a step */
     const smem_addr lane_s = panel_s + tf32_offset(lane, lane % 4);
     uint32_t a[SETS][2][4];
-    if (steps == 0) return; /* of a split of k */
+    if (steps == 0) return; /* an empty split of k */
     ring.wait_full();
     load_tf32(a[0], lane_s + ring.stage * STAGE_BYTES, 0);
     load_tf32(a[1], lane_s + ring.stage * STAGE_BYTES, 1);
@@ -69,19 +70,20 @@ __device__ __forceinline__ void multiply_swapab(float (&sum)[2][N], tma_ring<STA
 #pragma unroll
         for (int kk = 0; kk < SETS; ++kk) {
             wgmma_pin(sum);
-            wgmma_fence(); /* a has been loaded, sums may have been touched by other code */
+            wgmma_fence(); /* a was loaded, and other code may have written the sums */
 #pragma unroll
             for (int m = 0; m < 2; ++m)
                 wgmma_tf32_rs<2 * N>(sum[m], a[kk][m],
                                      B::descriptor(stage_b_s + kk * B::step_bytes), k + kk > 0);
             wgmma_commit_group();
-            /* all but these products and those before are done: of those a is loaded anew */
+            /* All but the last two products are done, so the registers of the one before them
+             * can be reloaded. */
             wgmma_wait_group<2>();
-            if (kk == 1 && k > 0) release(before); /* all of the step before is done */
+            if (kk == 1 && k > 0) release(before); /* all products of the step before are done */
             if (kk == 2) {
                 ring.advance();
-                /* after the last step what is loaded is not used: a branch would put the loads'
-                 * latency between products */
+                /* After the last step, load_tf32 reads a stage whose values are not used.
+                 * Branching around it would put the load's latency between products. */
                 if (k + 1 < steps) ring.wait_full();
             }
             load_tf32(a[(kk + 2) % SETS], lane_s + ring.stage * STAGE_BYTES, (kk + 2) % SETS);
@@ -90,8 +92,8 @@ __device__ __forceinline__ void multiply_swapab(float (&sum)[2][N], tma_ring<STA
 }
 
 /* ---- results --------------------------------------------------------------------------------- */
-/* Four columns of row 8 j + 2 (lane % 4) + e of the result, from column 4 tf32_chunk(lane) of the
- * warp's 32 on. */
+/* Four neighbouring columns of row 8 j + 2 (lane % 4) + e of the result, from column 4
+ * tf32_chunk(lane) of the warp's 32 on. */
 template <int N>
 __device__ __forceinline__ void tf32_four(const float (&sum)[2][N], int j, int e, float *v) {
     v[0] = sum[0][4 * j + e];
@@ -107,15 +109,15 @@ template <class Panel> constexpr GK_HD int tf32_store_ways(int e) {
     return ways(bytes, 16);
 }
 
-/* 16 rows of the warp's 32 columns, without c, activation none or relu: to a panel, from which they
- * leave by tma. */
+/* Stores 16 rows of the warp's 32 columns through a panel and TMA. Without c; activation none or
+ * relu. A Where of epilogue.cuh. */
 template <class Panel, int PANELS, class Params> struct TransposedPanel : EveryEpilogue {
     static constexpr bool C = false, OWN_BIAS = true;
     static_assert(tf32_store_ways<Panel>(0) == 1 && tf32_store_ways<Panel>(1) == 1,
                   "stores without conflict");
     const Params &x;
     const smem_addr panels_s;
-    int &panel; /* the one written longest ago */
+    int &panel; /* the panel written longest ago */
     const tma_at &at;
     const float (&biases)[4];
     const int lane;
@@ -128,7 +130,7 @@ template <class Panel, int PANELS, class Params> struct TransposedPanel : EveryE
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
             v[i] *= alpha;
-            if (x.p.epilogue.bias) v[i] += biases[i % 4]; /* not + 0: -0 stays */
+            if (x.p.epilogue.bias) v[i] += biases[i % 4]; /* a branch: adding 0 turns -0 into +0 */
         }
     }
     __device__ __forceinline__ void activate(float *v) const {
@@ -144,7 +146,7 @@ template <class Panel, int PANELS, class Params> struct TransposedPanel : EveryE
                               Panel::offset(i / 2 * 8 + lane % 4 * 2 + i % 2, tf32_chunk(lane)),
                           make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]));
         fence_proxy_async();
-        __syncwarp(); /* all of the panel is written */
+        __syncwarp(); /* all lanes have written the panel */
         if (lane == 0) {
             tma_store_5d(to_preact ? &x.preact : &x.out, at, panel_s);
             tma_store_commit_group();
@@ -153,7 +155,7 @@ template <class Panel, int PANELS, class Params> struct TransposedPanel : EveryE
     }
 };
 
-/* A warp's 32 columns of 2 N rows. at: their first column and row. */
+/* Stores a warp's 32 columns x 2 N rows. at: first column and row. */
 template <class Panel, int PANELS, class Params, int N>
 __device__ __forceinline__ void store_plain_transposed(const Params &x, const float (&sum)[2][N],
                                                        smem_addr panels_s, int &panel, tma_at at,
@@ -177,8 +179,8 @@ __device__ __forceinline__ void store_plain_transposed(const Params &x, const fl
     }
 }
 
-/* Everything else, from the registers: eight lanes store 128 bytes of a row. One body, past which
- * the sums move. */
+/* Stores any other result from registers: eight lanes write 128 bytes of a row. The loop is not
+ * unrolled and shifts the sums down. */
 template <int N>
 __device__ __forceinline__ void store_any_transposed(const GemmProblem &p, const GemmPlace &at,
                                                      float (&sum)[2][N], int64_t row0, int64_t col0,

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* codes_mma.cuh: products of mainloop_sm80.cuh whose operands are bytes: int8 as it is, and 8-bit
- * floats, which become float16 in registers.
+/* codes_mma.cuh: Products for mainloop_sm80.cuh whose operands are bytes: int8, and 8-bit
+ * floats, which become float16 in registers. Also scales along k (BlockProduct).
  *
- * A fragment of 16 x 32 bytes has four codes side by side along k in each register. Of them 0 and 2
- * become one register of float16, 1 and 3 another: two fragments' worth of k16, in an order of k
- * that a and b share.
- *   e5m2 is the upper byte of a float16.
- *   e4m3 stands one bit lower in it, as the code's value times 2^-8, subnormal ones too; the sums
- *   are multiplied by 2^8 for each such operand at their end (down_of). */
+ * In a fragment of 16 x 32 bytes, each register has four consecutive codes along k. Codes 0 and
+ * 2 become one register of float16, codes 1 and 3 another. That makes two fragments of k16.
+ * Their order of k differs from memory's, but it is the same for a and b.
+ *   e5m2: the code is the upper byte of a float16.
+ *   e4m3: the code is placed one bit lower, which gives its value times 2^-8, also for subnormal
+ *         codes. The sums are multiplied by 2^8 for each e4m3 operand at the end (down_of). */
 #ifndef GPUKERN_CUDA_QUANT_CODES_MMA_CUH
 #define GPUKERN_CUDA_QUANT_CODES_MMA_CUH
 
@@ -17,8 +17,9 @@
 
 namespace {
 
-/* Where the bits of a code go, for a kernel that serves both kinds: right by `shift` from a half's
- * upper byte; nan: what carries into bit 14 where all others are one. */
+/* For kernels that take both float formats: a code in a half's upper byte is shifted right by
+ * `shift` and masked with `size`. Adding `nan` carries into bit 14 if all other bits of a code
+ * are ones. */
 struct CodeBits {
     int shift;
     uint32_t size, nan;
@@ -34,7 +35,7 @@ inline CodeBits code_bits_of(gk_dtype dtype) {
 inline int down_of(gk_dtype dtype) { return dtype == GK_E4M3 ? 8 : 0; }
 
 /* ---- 1 int8 ---------------------------------------------------------------------------------- */
-struct Int8Product : BareProduct {
+struct Int8Product : DefaultProduct {
     typedef int Sum;
     struct A {
         uint32_t r[4];
@@ -70,9 +71,9 @@ __device__ __forceinline__ uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c
     return x.bits;
 }
 
-/* Two e4m3 codes in the upper bytes of x's halves. 1.75, the largest finite one, times 9 2^12 is
- * finite and 1.875, which is a NaN's, is not: times 0 nothing, or NaN. These two run beside the
- * integer units. */
+/* Decodes two e4m3 codes in the upper bytes of x's halves. Codes of NaN must become NaN: 1.875,
+ * which is NaN's pattern, times 9 2^12 overflows, but 1.75, the largest finite one, does not.
+ * Adding 0 times that product adds 0, or NaN. The two FMAs run beside the integer units. */
 __device__ __forceinline__ uint32_t e4m3_pair(uint32_t x) {
     const uint32_t pair = (x >> 1 & 0x3f803f80u) | (x & 0x80008000u);
     return fma_f16x2(fma_f16x2(pair, 0x78807880u, 0), 0, pair);
@@ -82,10 +83,10 @@ __device__ __forceinline__ uint32_t any_pair(uint32_t x, const CodeBits &bits) {
     return (size | (x & 0x80008000u)) | ((size + bits.nan) & 0x40004000u);
 }
 
-/* Of a's kind of codes and b's; GK_U8: as their CodeBits say. */
-template <gk_dtype OF_A, gk_dtype OF_B> struct FloatProduct : BareProduct {
+/* OF_A, OF_B: the formats of a's and b's codes. GK_U8: any format, by its CodeBits. */
+template <gk_dtype OF_A, gk_dtype OF_B> struct FloatProduct : DefaultProduct {
     typedef float Sum;
-    struct A { /* as x: register 2 i + j becomes [j][i] and [j][i + 2] */
+    struct A { /* register 2 i + j of x becomes [j][i] and [j][i + 2] */
         uint32_t r[2][4];
     };
     struct B {
@@ -98,7 +99,7 @@ template <gk_dtype OF_A, gk_dtype OF_B> struct FloatProduct : BareProduct {
     static __device__ __forceinline__ uint32_t pair(uint32_t x, const CodeBits &of) {
         return OF == GK_E4M3 ? e4m3_pair(x) : OF == GK_E5M2 ? x & 0xff00ff00u : any_pair(x, of);
     }
-    /* x[h + 2 j]: rows 8 h, bytes 16 j of k */
+    /* x[h + 2 j]: rows 8 h, bytes 16 j of k. */
     __device__ __forceinline__ A ready_a(const uint32_t *x) const {
         A y;
 #pragma unroll
@@ -108,7 +109,7 @@ template <gk_dtype OF_A, gk_dtype OF_B> struct FloatProduct : BareProduct {
         }
         return y;
     }
-    /* x[j + 2 h]: columns 8 h */
+    /* x[j + 2 h]: columns 8 h. */
     __device__ __forceinline__ B ready_b(const uint32_t *x) const {
         B y;
 #pragma unroll
@@ -132,7 +133,7 @@ template <gk_dtype OF_A, gk_dtype OF_B> struct FloatProduct : BareProduct {
 };
 
 /* ---- 3 scales along k ------------------------------------------------------------------------ */
-/* A matrix's scales by row (or column) and k. */
+/* A matrix's scales along x (rows of a, or columns of b) and k. */
 struct ScalesAlongK {
     const void *data;
     gk_dtype dtype;
@@ -143,14 +144,14 @@ struct ScalesAlongK {
 struct Blocks {
     ScalesAlongK a, b;
     int64_t m, n, k;
-    int mask;     /* a block is mask + 1 times 32 of k: 0 or 3 */
-    bool along_k; /* false: one block, and no scales */
+    int mask;     /* a block is mask + 1 times 32 of k: mask is 0 or 3 */
+    bool along_k; /* false: one block without scales */
 };
 
-/* The sums of a block of k meet its scales in float32, `total`. Scales lie in shared memory as
- * floats, of three steps: of the one that is multiplied, of the next, and of the one before, which
- * slower warps still read; each thread reads those of one row or column from global memory two
- * steps ahead. */
+/* Multiplies the sums of each block of k by its scales in float32 and adds them to `total`.
+ * Shared memory holds the scales of three steps as floats: the current step, the next, and the
+ * previous one, which slower warps may still read. Each thread reads the scales of one row or
+ * column from global memory two steps ahead. */
 template <class Inner, class Tile> struct BlockProduct : Inner {
     typedef typename Inner::Sum Sum;
     static constexpr int MT = Tile::WM / 16, NT = Tile::WN / 16, KK = Tile::BK / 32,
@@ -161,9 +162,9 @@ template <class Inner, class Tile> struct BlockProduct : Inner {
     float total[MT][2 * NT][4];
     const Blocks &p;
     smem_addr scales_s;
-    int mine; /* this thread's row or column */
+    int mine; /* this thread's row or column, whose scales it reads */
     int warp_m, warp_n;
-    float ahead[KK]; /* of the next step */
+    float ahead[KK]; /* scales of the next step to write */
 
     __device__ __forceinline__ BlockProduct(const Inner &inner, const Blocks &blocks,
                                             smem_addr at_s, int row0, int col0, int m, int n)
@@ -186,7 +187,7 @@ template <class Inner, class Tile> struct BlockProduct : Inner {
         for (int i = 0; i < KK; ++i) {
             if (i && p.mask) break;
             const int64_t k = (int64_t)(j * KK + i) * 32;
-            ahead[i] = 1; /* what meets sums of nothing is finite */
+            ahead[i] = 1; /* after the end of k, sums of 0 meet a finite scale */
             if (k < p.k && threadIdx.x < ROWS)
                 ahead[i] = scale_value(s.data, s.dtype, at + (k >> s.k_log2) * s.k);
         }

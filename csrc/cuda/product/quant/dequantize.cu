@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* dequantize: out = codes * scale, rounded once (gk_dequantize).
- * codes [..., M, K], scale [] or [..., Sm, Sk], any strides; out contiguous.
- * A thread has N groups of VEC columns of a row, loads all their codes, then writes 16 bytes and
- * more at a time. Bandwidth bound. */
+/* dequantize: out = codes * scale, rounded once (gk_dequantize). codes [..., M, K] and scale []
+ * or [..., Sm, Sk] have any strides; out is contiguous.
+ *
+ * A thread takes N groups of VEC columns of a row. It loads all of their codes first, then
+ * writes at least 16 bytes at a time. Bandwidth bound. */
 #include "../../../formats/scales.h"
 #include "../../host/launch.cuh"
 #include "../../tile/codes.cuh"
@@ -18,11 +19,12 @@ struct Params {
     gk_scales scales;
     int64_t rows, m, k, col;
     int64_t shape[GK_MAX_DIMS], stride[GK_MAX_DIMS], scale_stride[GK_MAX_DIMS];
-    int ndim, lanes, groups; /* dimensions of codes without the last; threads of a row, or of a
-                                segment of it; rows of a block */
-    unsigned segments;
+    /* ndim: dimensions of codes without the last. lanes: threads of a row, or of a segment of it.
+     * groups: rows of a block. */
+    int ndim, lanes, groups;
+    unsigned segments; /* of a row */
     gk_dtype dtype;
-    bool vec, wide; /* loads of 8 codes, stores of a group */
+    bool vec, wide; /* vec: 8 codes are one load; wide: 16-byte stores */
 };
 
 template <class T> struct alignas(16) Group {
@@ -41,7 +43,7 @@ template <class T> __device__ __forceinline__ T product(float value, float scale
         return from_f32<T>(value * scale);
 }
 
-/* The groups of codes of this thread: at columns col, col + pitch .. of a row whose scales begin at
+/* Writes this thread's groups, at columns col, col + pitch and so on. The row's scales begin at
  * scale_at. */
 template <gk_dtype DTYPE, class T>
 __device__ __forceinline__ void write_groups(const Params &p, const uint2 (&codes)[N], T *out,
@@ -50,7 +52,7 @@ __device__ __forceinline__ void write_groups(const Params &p, const uint2 (&code
     for (int n = 0; n < N; ++n) {
         const int64_t at = col + n * pitch;
         if (at >= p.k) return;
-        const bool one = p.scales.col_log2 >= 3; /* scale of the whole group */
+        const bool one = p.scales.col_log2 >= 3; /* the whole group shares a scale */
         float scale =
             one ? scale_of(p.scales, scale_at + (at >> p.scales.col_log2) * p.scales.col) : 0;
         Group<T> g;

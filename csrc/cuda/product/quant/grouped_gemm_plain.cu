@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* grouped_gemm on every GPU (plain.cuh): groups of rows or of k, read from offs on the device.
- * A block is a tile of a group: of rows the grid has as many as all of a could fill, and those
- * beyond their group end at once; the last plane of the grid writes zeros behind the last end. Bad
- * ends are clamped and reported. */
+/* grouped_gemm_plain: grouped_gemm on every GPU (plain.cuh), for groups of rows or of k, whose
+ * ends are read from offs on the device.
+ *
+ * A block takes a tile of a group. For groups of rows, each group has as many blocks as all rows
+ * of a would need, and blocks after the group's end return at once. The last plane of the grid
+ * writes zeros after the last group's end. Bad ends are clamped and reported. */
 #include "plain.cuh"
 
 namespace {
@@ -17,7 +19,7 @@ struct Params {
     uint8_t *error_word;
 };
 
-/* Where group g ends; bad ends are clamped to what is there and to those before. */
+/* The end of group g. Ends are clamped to at least the previous end and at most `total`. */
 __device__ __forceinline__ int64_t end_of(const Params &x, int g, int64_t total, bool reports) {
     int64_t end = 0;
     for (int i = 0; i <= g; ++i) {

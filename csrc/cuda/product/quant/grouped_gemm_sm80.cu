@@ -1,14 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* grouped_gemm by mma.sync: bfloat16 and float16, on GPUs without WGMMA and for what Hopper's
- * kernel does not take. One launch that reads where groups end itself (groups.cuh).
+/* grouped_gemm_sm80: grouped_gemm by mma.sync for bfloat16 and float16, on GPUs without WGMMA
+ * and for calls that Hopper's kernel does not take. One launch reads the groups' ends itself
+ * (groups.cuh).
  *
- *   groups of rows   out[rows of g] = activation(a[rows of g] b[g] + bias)      a K-major; b[g] K-major or N-major
- *   groups of k      out[g] = activation(a[:, k of g] b[k of g] + bias)         a M-major, b N-major
+ *   groups of rows   out[rows of g] = activation(a[rows of g] b[g] + bias)
+ *   groups of k      out[g] = activation(a[:, k of g] b[k of g] + bias)
  *
- * Blocks stay and take tiles in turn, up to 128 x 128 of a group, in mainloop_sm80.cuh. Rows behind
- * the last end become zeros. Rows of other strides, or none of whole 16 bytes, come by plain loads
- * (`any`).
- * Workspace: none. Not here: float32 and 8 bits, over 1024 groups (grouped_gemm_plain). */
+ * Groups of rows: a is K-major, b[g] K-major or N-major. Groups of k: a is M-major, b N-major.
+ *
+ * Blocks are persistent and take tiles of up to 128 x 128 of a group, multiplied by
+ * mainloop_sm80.cuh. Rows after the last group's end become zeros. Rows of other strides or
+ * alignment are read by ordinary loads (the `any` instances).
+ *
+ * Workspace: none. Refuses: float32 and 8 bits, more than 1024 groups (grouped_gemm_plain). */
 #include "../gemm/mainloop_sm80.cuh"
 #include "groups.cuh"
 #include "store_octets.cuh"
@@ -56,7 +60,7 @@ __global__ void __launch_bounds__(TileOf<MODE>::type::THREADS, TileOf<MODE>::typ
     __syncthreads();
     for (int t = blockIdx.x; t < tasks_in(p.groups, list); t += gridDim.x) {
         const Task task = find_task<BY_K, BM>(p.groups, list, t, gridDim.x);
-        const bool given = task.group < p.groups.count; /* rows of none are zeros */
+        const bool given = task.group < p.groups.count; /* rows of no group are zeros */
         const int col0 = task.col * BN, row0 = BY_K ? task.row : task.begin + task.row,
                   rows = task.limit - task.row;
         const int k0 = BY_K ? task.begin : 0, k = BY_K ? task.end - task.begin : given ? p.k : 0;
@@ -68,7 +72,7 @@ __global__ void __launch_bounds__(TileOf<MODE>::type::THREADS, TileOf<MODE>::typ
         MmaProduct<T> product;
         multiply_sm80<T, Tile, MODE>(product, sum, a, b, k, cvta_to_shared(smem), warp_m, warp_n);
         cp_async_wait_group<0>();
-        /* no thread reads the ring any more, and no copy writes it: the sums may lie there */
+        /* No thread reads the ring any more and no copy writes it, so the sums may overwrite it. */
         __syncthreads();
 
         const int col = col0 + warp_n + threadIdx.x % 32 % OCTETS * 8, valid = min(8, p.n - col);
@@ -85,7 +89,7 @@ __global__ void __launch_bounds__(TileOf<MODE>::type::THREADS, TileOf<MODE>::typ
             if (warp_m + r < rows && valid > 0)
                 finish_octet(f, p.vectors, out_row + warp_m + r, col, valid, v, bias);
         });
-        __syncthreads(); /* the next tile's copies go where the sums lay */
+        __syncthreads(); /* the next tile's copies overwrite the sums */
     }
 }
 
@@ -96,7 +100,8 @@ enum Key { /* of an instance */
     KEY_SMEM
 };
 
-/* Rows of whole 16 bytes along the last dimension, or the one before. */
+/* True if rows are whole 16 bytes along the last dimension, or with `transposed` along the one
+ * before. */
 bool reads_rows(const gk_tensor &t, bool transposed) {
     const int last = t.ndim - 1 - transposed, rows = t.ndim - 2 + transposed;
     if ((uintptr_t)t.data % 16 != 0 || (t.stride[last] != 1 && t.shape[last] > 1)) return false;

@@ -1,20 +1,23 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* groups.cuh: the tiles of a grouped product, found on the device from where its groups end.
+/* groups.cuh: schedules the tiles of a grouped product on the device, from the groups' ends.
  *
- * A task is the tile, or the `pair` tiles side by side, that a cluster of blocks takes. Tasks are
- * numbered group by group, and a block scans the ends once, into shared memory, and then finds each
- * task by a binary search:
+ * A task is the tile, or the `pair` of tiles side by side, that a cluster of blocks takes. Tasks
+ * are numbered group by group. A block scans the ends once into shared memory and then finds
+ * each task by binary search:
  *
- *   ends       300      300      1000     of rows, tiles of up to 256, 2 tasks across, M = 1100
- *   begin   0  300      300      1000
- *   first   0  4        4        10  12   where a group's tasks begin; behind the groups, rows of none, which become zeros
+ *   ends       300      300      1000          groups of rows, tiles of up to 256
+ *   begin   0  300      300      1000          2 tasks across, M = 1100
+ *   first   0  4        4        10  12        each group's first task
+ * The last tasks, 10 and 11, zero the rows of no group.
  *
- * A group's tiles are of equal height, a multiple of 64, so that none is nearly empty. Within a
- * group tasks run as in order.cuh: up to GROUPED_ROWS tiles that share columns of b one behind the
- * other. Clusters take tasks in turn, so where the number of clusters and that of a group's tiles
- * have a divisor a cluster would meet the last tiles of all groups, or none: which tile of a column
- * comes first changes from turn to turn.
- * Ends that decrease or pass the last row are clamped and reported. */
+ * A group's tiles have equal height, a multiple of 64, so that none is nearly empty. Within a
+ * group, tasks run as in order.cuh: up to GROUPED_ROWS consecutive tiles share columns of b.
+ *
+ * A cluster takes every `clusters`-th task. If the number of clusters and of a group's tiles had
+ * a common divisor, a cluster could get the short last tile of every group, or of none. So the
+ * tile that comes first in a column rotates from round to round.
+ *
+ * Ends that decrease or exceed the last row are clamped and reported. */
 #ifndef GPUKERN_CUDA_QUANT_GROUPS_CUH
 #define GPUKERN_CUDA_QUANT_GROUPS_CUH
 
@@ -23,7 +26,7 @@
 
 struct Groups {
     const int32_t *ends;
-    int64_t step;  /* of ends */
+    int64_t step;  /* stride of ends */
     int64_t total; /* rows of a, or k */
     int count;
     int m, across; /* groups of k: rows of each result; tasks side by side */
@@ -32,13 +35,13 @@ struct Groups {
 
 /* In shared memory. */
 struct GroupList {
-    int begin[GROUPED_MOST + 1]; /* of group g, and the last's end */
-    int first[GROUPED_MOST + 2]; /* tasks before group g */
+    int begin[GROUPED_MOST + 1]; /* begin of group g; one more for the last group's end */
+    int first[GROUPED_MOST + 2]; /* number of tasks before group g */
 };
 
 struct Task {
-    int group, begin, end; /* its rows or k; group: x.count: rows of none */
-    int row, limit, col;   /* of the tile in the group: rows [row, limit); col: in tasks */
+    int group, begin, end; /* the group's rows or k; group = x.count: rows of no group */
+    int row, limit, col;   /* the tile: rows [row, limit) of the group; col counts tasks */
 };
 
 template <int BM> __device__ __forceinline__ int tiles_in(int rows) { return (rows + BM - 1) / BM; }
@@ -46,7 +49,7 @@ template <bool BY_K, int BM> __device__ __forceinline__ int tasks_of(const Group
     return tiles_in<BM>(BY_K ? x.m : rows) * x.across;
 }
 
-/* One warp, all lanes: each has some neighbouring groups. */
+/* Runs in one full warp; each lane takes some neighbouring groups. */
 template <bool BY_K, int BM>
 __device__ __forceinline__ void list_groups(const Groups &x, GroupList &list, int lane) {
     const int each = (x.count + 31) / 32, from = min(lane * each, x.count),
@@ -60,8 +63,8 @@ __device__ __forceinline__ void list_groups(const Groups &x, GroupList &list, in
         most = max(most, end);
     }
 #pragma unroll
-    for (int d = 1; d < 32; d *= 2)
-        most = max(most, __shfl_up_sync(~0u, most, d)); /* its own where there is none before */
+    for (int d = 1; d < 32; d *= 2) /* If lane < d, the shuffle returns the lane's own value. */
+        most = max(most, __shfl_up_sync(~0u, most, d));
     int end = __shfl_up_sync(~0u, most, 1), tasks = 0;
     end = lane == 0 ? 0 : min(end, total);
     for (int g = from; g < to; ++g) {
@@ -109,7 +112,7 @@ __device__ __forceinline__ Task find_task(const Groups &x, const GroupList &list
               strip = in_group / (GROUPED_ROWS * x.across) * GROUPED_ROWS;
     const int rest = in_group - strip * x.across, down = min(GROUPED_ROWS, tiles - strip),
               col = rest / down;
-    const int turn = (task - rest + col * down) / clusters; /* of the column's first task */
+    const int turn = (task - rest + col * down) / clusters; /* round of the column's first task */
     const int row = (strip + (rest - col * down + turn) % down) * height;
     return {low, begin, end, row, min(row + height, rows), col};
 }

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* load_bits.cuh: scales and biases of several dtypes, read so that no load waits for another. A
- * choice of the width beside each load makes two loads into one register, of which the second waits
- * for the first; here the choice stands around all of them, and values are made of bits where they
- * are used. */
+/* load_bits.cuh: reads scales and biases of several dtypes without serialising the loads. The
+ * dtype switch stands outside the loop and values are converted where they are used. Inside the
+ * loop, the compiler would reuse one register for loads of different widths, and each load would
+ * wait for the one before. */
 #ifndef GPUKERN_CUDA_QUANT_LOAD_BITS_CUH
 #define GPUKERN_CUDA_QUANT_LOAD_BITS_CUH
 
@@ -18,7 +18,7 @@ __device__ __forceinline__ void load_bits_as(uint32_t (&bits)[N], const void *da
     }
 }
 
-/* bits[i] of element at(i), or 0 where at(i) is negative; log2: of an element's bytes. */
+/* bits[i] becomes element at(i), or 0 if at(i) is negative. log2: of an element's bytes. */
 template <int N, class At>
 __device__ __forceinline__ void load_bits(uint32_t (&bits)[N], const void *data, int log2,
                                           const At &at) {
@@ -30,8 +30,8 @@ __device__ __forceinline__ void load_bits(uint32_t (&bits)[N], const void *data,
         load_bits_as<uint8_t>(bits, data, at);
 }
 
-/* float32 or powers of two in a byte: the checks of products take no other scales of operands of 8
- * bits. No scales: 1. */
+/* Scales are float32 or powers of two in a byte; the op's checks allow no others for 8-bit
+ * operands. No scales: 1. */
 template <int N, class At>
 __device__ __forceinline__ void load_scale_bits(uint32_t (&bits)[N], const gk_scales &s,
                                                 const At &at) {
@@ -48,18 +48,18 @@ __device__ __forceinline__ float scale_from(const gk_scales &s, uint32_t bits) {
     return s.dtype == GK_F32 ? __uint_as_float(bits) : e8m0_to_f32(bits);
 }
 
-/* Where element (row, col) has its scale. */
+/* Offset of the scale of element (row, col). */
 __device__ __forceinline__ int64_t scale_at(const gk_scales &s, int row, int col) {
     return (row >> min(s.row_log2, 31)) * s.row + (col >> min(s.col_log2, 31)) * s.col;
 }
 
-/* Biases: float32 or of 16 bits. */
+/* Reads biases of float32 or 16 bits. */
 template <int N, class At>
 __device__ __forceinline__ void load_bias(float (&bias)[N], const Finish &f, const At &at) {
     uint32_t bits[N];
     if (!f.bias) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) bias[i] = -0.f; /* -0 + x is x */
+        for (int i = 0; i < N; ++i) bias[i] = -0.f; /* -0 + x is x for every x */
         return;
     }
     load_bits(bits, f.bias, f.bias_dtype == GK_F32 ? 2 : 1,

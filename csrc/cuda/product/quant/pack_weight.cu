@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* pack_weight, unpack_weight: codes [N, K] to tiles (csrc/formats/weight_tile.h) and back. A thread
- * of packing makes one byte of a tile, one of unpacking reads one code. Done once for a weight:
- * bandwidth is not the point. */
+/* pack_weight, unpack_weight: convert codes [N, K] to packed tiles (csrc/formats/weight_tile.h)
+ * and back. A thread packs one byte of a tile, or unpacks one code. A weight is packed once, so
+ * bandwidth does not matter. */
 #include "weight.cuh"
 
 namespace {
@@ -13,7 +13,7 @@ struct PackParams {
     bool is_4_bit;
 };
 
-/* The code at (r, k) of a tile of which a bit is given. */
+/* The position (r, k) in a tile of the code that contains bit `bit`. */
 __device__ __forceinline__ int2 place_of(bool is_4_bit, int bit) {
     const int word = bit / 32, inside = bit % 32;
     int thread, s, j, h, i;

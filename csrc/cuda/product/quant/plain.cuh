@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* plain.cuh: a tile of a quantised product on every GPU, of any shape and strides: both operands
- * are decoded into shared memory as floats, PLAIN_K of k at a time, 64 x 64 results a block, 4 x 4
- * a thread. Sums of such a stretch are exact for int8; they join int32 sums, or float32 ones times
- * the scales of the block of k they lie in. */
+/* plain.cuh: a tile of a quantised product on every GPU, for any shape and strides. A block
+ * computes 64 x 64 results, a thread 4 x 4. Both operands are decoded to floats in shared
+ * memory, PLAIN_K of k at a time. Sums over PLAIN_K of k are exact for int8. They are added to
+ * int32 sums, or to float32 sums after they are multiplied by the scales of their block of k. */
 #ifndef GPUKERN_CUDA_QUANT_PLAIN_CUH
 #define GPUKERN_CUDA_QUANT_PLAIN_CUH
 
@@ -18,8 +18,8 @@ struct PlainProduct {
     bool exact, along_k;
 };
 
-/* Rows [row0, row_end) of at most 64, columns from col0 on, over k [k_begin, k_end). b(k, column)
- * reads the other operand. */
+/* Computes rows [row0, row_end), at most 64, and columns from col0 on, over k [k_begin, k_end).
+ * b(k, column) reads the other operand. */
 template <class ReadB>
 __device__ __forceinline__ void plain_tile(const PlainProduct &p, const ReadB &b, int64_t row0,
                                            int64_t row_end, int64_t col0, int64_t k_begin,
@@ -74,7 +74,7 @@ __device__ __forceinline__ void plain_tile(const PlainProduct &p, const ReadB &b
         }
 }
 
-/* b as a matrix in memory */
+/* b as a matrix in memory. */
 struct MatrixB {
     const void *data;
     int64_t step_k, step_n;

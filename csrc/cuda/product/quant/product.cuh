@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* product.cuh: what the CUDA kernels of quantised products share: scales, and the way from a sum to
- * the result. */
+/* product.cuh: shared by the CUDA kernels of quantised products: scales, and the epilogue from a
+ * sum to the result. */
 #ifndef GPUKERN_CUDA_QUANT_PRODUCT_CUH
 #define GPUKERN_CUDA_QUANT_PRODUCT_CUH
 
@@ -14,33 +14,34 @@ __device__ __forceinline__ float scale_value(const void *data, gk_dtype dtype, i
     if (dtype == GK_F32) return __ldg((const float *)data + at);
     if (dtype == GK_BF16) return to_f32(((const __nv_bfloat16 *)data)[at]);
     if (dtype == GK_F16) return to_f32(((const __half *)data)[at]);
-    return code_value(dtype, __ldg((const uint8_t *)data + at)); /* the check takes no other */
+    return code_value(dtype,
+                      __ldg((const uint8_t *)data + at)); /* the op's check allows no other */
 }
 __device__ __forceinline__ float scale_of(const gk_scales &s, int64_t row, int64_t col) {
     if (!s.data) return 1;
     return scale_value(s.data, s.dtype, (row >> s.row_log2) * s.row + (col >> s.col_log2) * s.col);
 }
 
-/* A sum times two scales, one after the other. The product of the scales alone may overflow where
- * the sum is 0 or small, and underflow where it is large. */
+/* A sum times two scales, one after the other. The product of the scales alone could overflow
+ * although the sum is 0 or small, or underflow although it is large. */
 __device__ __forceinline__ float times_scales(float sum, float a, float b) { return sum * a * b; }
 
 __device__ __forceinline__ float load_any(const void *data, gk_dtype dtype, int64_t at) {
     return scale_value(data, dtype, at);
 }
 
-/* Of a result [m, n]. */
+/* The epilogue of a result [m, n]. */
 struct Finish {
     void *out;
     const void *bias, *c;
-    const float *out_scale, *alpha; /* alpha: a factor of the sums on the device; NULL = 1 */
+    const float *out_scale, *alpha; /* on the device; alpha multiplies the sums; NULL = 1 */
     int64_t out_row, bias_step, c_row, c_col;
     gk_dtype out_dtype, bias_dtype, c_dtype;
     gk_activation activation;
     float beta;
 };
 
-/* The value of element (row, col) from its sum. */
+/* Computes element (row, col) from its sum. */
 __device__ __forceinline__ float finish(const Finish &f, int64_t row, int64_t col, float x) {
     if (f.alpha) x *= *f.alpha;
     if (f.c) x = fmaf(f.beta, load_any(f.c, f.c_dtype, row * f.c_row + col * f.c_col), x);
@@ -58,7 +59,7 @@ __device__ __forceinline__ void store_value(const Finish &f, int64_t row, int64_
         ((__nv_bfloat16 *)f.out)[at] = from_f32<__nv_bfloat16>(x);
     } else if (f.out_dtype == GK_F16) {
         ((__half *)f.out)[at] = from_f32<__half>(x);
-    } else { /* codes: the check takes no other */
+    } else { /* codes: the op's check allows no other dtype */
         const float v[4] = {x, 0, 0, 0};
         ((uint8_t *)f.out)[at] = (uint8_t)codes_x4<Codes>(f.out_dtype, v);
     }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* product_plain: scaled_gemm, weight_gemm and sparse_gemm on every GPU (plain.cuh). */
+/* product_plain: scaled_gemm, weight_gemm and sparse_gemm on every GPU (plain.cuh). The slow
+ * fallback. */
 #include "plain.cuh"
 #include "weight.cuh"
 
@@ -57,7 +58,7 @@ gk_status run_weight(const gk_context *ctx, const void *args, const gk_plan *, v
     x.b.w = weight_of(g);
     p.f = finish_of(g->out, g->bias, nullptr, 0, nullptr, g->activation);
     p.f.out_row = g->n;
-    if (x.b.w.round == GK_F32) { /* the scales meet the sums */
+    if (x.b.w.round == GK_F32) { /* 8-bit a: the sums are multiplied by the weight's scales */
         p.along_k = true;
         p.sa = gk_scales_of(g->scale_a, p.m, p.k, false);
         p.sb = {g->scale.data, g->scale.dtype, x.b.w.group_log2, 0, x.b.w.scale_k, x.b.w.scale_n};

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* quantize: codes and scales (quantize.cuh) on every GPU, rounded in plain arithmetic. */
+/* quantize: codes and scales (quantize.cuh) on every GPU. Codes are rounded in integer
+ * arithmetic. */
 #include "quantize.cuh"
 
 namespace {

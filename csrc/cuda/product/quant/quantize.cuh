@@ -1,16 +1,25 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* quantize.cuh: a matrix, silu(gate) * up, or an RMSNorm, as 8-bit codes and scales (gk_quantize).
+/* quantize.cuh: converts a matrix, silu(gate) * up, or an RMSNorm to 8-bit codes and scales
+ * (gk_quantize).
  *
- *   scale = max(amax / q, 2^-126)   codes = saturate(round-even(x / scale))   of each block of gk_granularity
+ *   scale = max(amax / q, 2^-126)   codes = saturate(round-even(x / scale))
  *
- * x [..., M, K] float32 | bfloat16 | float16, any strides   codes, scale, sum contiguous
- * Blocks within a row (row, 1x128, 1x32): up to 16 warps share a row, a thread has 32 columns of it
- * in registers; a longer row, where a statistic needs all of it, is read again for each. 128x128: a
- * block owns one, a thread 32 values. One scale for all: a first kernel leaves an amax for each of
- * its blocks; a second one reads them all, and x from its end on, which the L2 still has. An
- * RMSNorm whose scales span rows is first written as float32.
- * Workspace: amax of the first kernel's blocks; the RMSNorm in float32. Bandwidth bound: x once,
- * with one scale for all twice. */
+ * gk_granularity gives the block of values that shares a scale.
+ * x [..., M, K] float32 | bfloat16 | float16, any strides. codes, scale and sum are contiguous.
+ *
+ * Blocks within a row (row, 1x128, 1x32): up to 16 warps share a row, and a thread holds 32 of
+ * its columns in registers. If a longer row needs a statistic of the whole row, it is read again
+ * for each statistic (quantize_walk_kernel).
+ *
+ * Blocks of 128x128: one thread block each, 32 values a thread.
+ *
+ * One scale for the tensor: a first kernel writes one amax for each of its blocks. A second kernel
+ * reads them all, and reads x backwards, because L2 still holds its end.
+ *
+ * An RMSNorm whose scales span several rows is first written as float32.
+ *
+ * Workspace: the first kernel's amax values, and the RMSNorm in float32. Bandwidth bound: x is
+ * read once, or twice with one scale for the tensor. */
 #ifndef GPUKERN_CUDA_QUANT_QUANTIZE_CUH
 #define GPUKERN_CUDA_QUANT_QUANTIZE_CUH
 
@@ -19,7 +28,7 @@
 namespace {
 
 /* ---- 1. blocks within a row ------------------------------------------------------------------ */
-/* A thread's place in a row. Its groups begin at columns col, col + pitch .. */
+/* A thread's part of a row: groups at columns col, col + pitch and so on. */
 template <class T> struct Row {
     int lane, pitch;
     bool is_row;
@@ -38,7 +47,7 @@ template <class T> struct Row {
         more = p.more.data ? (const T *)p.more.data + row_offset(p, p.more, row) : nullptr;
     }
 
-    /* Columns of group n of those from col on, at most VEC. */
+    /* Number of columns, at most VEC, of group n counted from col on. */
     __device__ __forceinline__ int left(const Params &p, int64_t col, int n) const {
         const int64_t left = p.k - col - n * pitch;
         return is_row ? (int)(left < VEC ? left : VEC) : 0;
@@ -65,7 +74,7 @@ template <class T> struct Row {
             for (int i = 0; i < VEC; ++i) v[n].v[i] = v[n].v[i] * rstd * w[0].get(i);
         }
     }
-    /* A norm's values of its row. */
+    /* Applies the norm to the thread's values of its row. */
     __device__ __forceinline__ void norm(const Params &p, int64_t col, float rstd,
                                          Group<float> (&v)[N]) const {
         if (!p.weight) {
@@ -83,7 +92,7 @@ template <class T> struct Row {
     __device__ __forceinline__ float rstd_of(const Params &p, float squares, float *place) const {
         return 1.f / sqrtf(sum_of_warps(squares, place, p.warps) / (float)p.k + p.eps);
     }
-    /* The scale of a whole row, or tensor, from amax of the thread's values. */
+    /* The scale of a whole row or tensor. most: amax of this thread's values. */
     __device__ __forceinline__ Quotient by_row(const Params &p, uint32_t most,
                                                uint32_t *place) const {
         if (!p.given) most = max_of_warps(most, place, p.warps);
@@ -91,7 +100,7 @@ template <class T> struct Row {
         return Quotient::by(scale_at(p, p.granularity == GK_PER_ROW ? row : 0, most, lane == 0));
     }
 
-    /* Codes by one scale, codes by a scale for each 128 or 32 columns, or values. */
+    /* Stores codes with one scale, codes with a scale for each 128 or 32 columns, or values. */
     template <class Codes, int FORM, class V>
     __device__ __forceinline__ void store(const Params &p, int64_t col, const V (&v)[N],
                                           const Quotient &by) const {
@@ -113,7 +122,7 @@ template <class T> struct Row {
             const int64_t across = (p.k + (1 << log2) - 1) >> log2;
 #pragma unroll
             for (int n = 0; n < N; ++n) {
-                /* of the 16 or 4 neighbours that share the block */
+                /* amax over the 16 or 4 neighbouring lanes that share the block */
                 uint32_t bits = amax_bits(v[n]);
                 bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, 1));
                 bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, 2));
@@ -149,8 +158,8 @@ template <class V> __device__ __forceinline__ uint32_t amax_of(const V (&v)[N]) 
     return most;
 }
 
-/* Granularities up to this one have a scale for a row at least: of one scale for all it is given,
- * or all is one row. */
+/* True if one scale covers at least a row. With one scale for the tensor, either the scale is
+ * given or the tensor is one row. */
 __device__ __forceinline__ bool by_rows(const Params &p) {
     return p.granularity <= GK_PER_ROW && !p.values;
 }
@@ -170,7 +179,8 @@ __global__ void __launch_bounds__(32 * MOST_WARPS) quantize_rows_kernel(Params p
     row.template store<Codes, FORM>(p, row.first, v, by);
 }
 
-/* Rows too long for registers: read for the norm, for amax and for codes. */
+/* For rows too long for registers: reads the row once for the norm, once for amax, and once for
+ * the codes. */
 template <class T, class Codes>
 __global__ void __launch_bounds__(32 * MOST_WARPS) quantize_walk_kernel(Params p) {
     __shared__ uint32_t peaks[MOST_WARPS];
@@ -218,7 +228,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, sizeof(T) == 4  ? 1
                                                                  : 2)
     quantize_blocks_kernel(Params p) {
     __shared__ uint32_t peaks[MOST_WARPS];
-    /* rows between a thread's groups */
+    /* Rows between a thread's groups, and threads of a row. */
     constexpr int APART = GK_SCALE_BLOCK / N, ACROSS = GK_SCALE_BLOCK / VEC;
     const unsigned down = blockIdx.x / p.segments, across = blockIdx.x - down * p.segments,
                    matrix = down / p.tiles;
@@ -247,10 +257,11 @@ __global__ void __launch_bounds__(BLOCK_THREADS, sizeof(T) == 4  ? 1
 static_assert(BLOCK_THREADS == 32 * MOST_WARPS, "max_of_warps");
 
 /* ---- 3. one scale ---------------------------------------------------------------------------- */
+/* Blocks of an SM. */
 template <class T, int FORM>
 constexpr int tensor_blocks = sizeof(T) == 4  ? 2
                               : FORM == PLAIN ? 4
-                                              : 3; /* of an SM */
+                                              : 3;
 
 template <class T, class Codes, int FORM, bool FIRST>
 __global__ void __launch_bounds__(256) quantize_tensor_kernel(Params p) {
@@ -349,22 +360,22 @@ Params params_of(const gk_quantize_args *a) {
     return p;
 }
 
-/* Whether a scale needs more than one row. */
+/* True if a scale spans more than one row. */
 bool spans_rows(const gk_quantize_args *a) {
     return a->granularity == GK_PER_128X128 || (a->granularity == GK_PER_TENSOR && !a->given);
 }
 
 bool plan_quantize(const gk_cuda_instance *, const gk_context *, const void *args, gk_plan *plan) {
     const gk_quantize_args *a = (const gk_quantize_args *)args;
-    plan->workspace_bytes = 4 * 1088; /* of AMAX_BLOCKS, in whole lines */
+    plan->workspace_bytes = 4 * 1088; /* AMAX_BLOCKS words, rounded up to whole cache lines */
     if (a->what == GK_QUANTIZE_RMS_NORM && spans_rows(a))
         plan->workspace_bytes += 4 * (size_t)gk_numel(&a->x);
     plan->tasks = a->x.ndim ? gk_numel(&a->x) / gk_max_i64(1, a->x.shape[a->x.ndim - 1]) : 1;
     return true;
 }
 
-/* Warps for `groups` groups of columns, so that no thread has more than N; more of them where rows
- * alone would leave SMs idle. */
+/* Number of warps for `groups` groups of columns, so that no thread has more than N. Takes more
+ * warps if the rows alone would leave SMs idle. */
 int warps_for(int64_t groups, int64_t rows, int most) {
     int64_t warps = gk_clamp_i64(gk_ceil_div(groups, 32 * N), 1, most);
     while (2 * warps <= most && rows * warps < AMAX_BLOCKS && 32 * warps < groups) warps *= 2;
@@ -424,7 +435,7 @@ template <class T, class Codes> gk_status run_spanning(const gk_context *ctx, Pa
     auto dense = [&](const Source &s) {
         return (s.col == 1 || p.k == 1) && (p.rows == 1 || (p.ndim == 1 && s.stride[0] == p.k));
     };
-    if (any && dense(p.x) && (!more || dense(p.more))) { /* one row */
+    if (any && dense(p.x) && (!more || dense(p.more))) { /* treat the tensor as one row */
         p.k *= p.rows;
         p.rows = 1;
         p.x.col = p.more.col = 1;
@@ -449,7 +460,7 @@ gk_status run_quantize(const gk_context *ctx, const void *args, const gk_plan *,
         const gk_status status = run_rows<T, Codes>(ctx, p);
         if (status != GK_OK) return status;
     }
-    Params q = p; /* the norm, dense */
+    Params q = p; /* reads the norm, which is dense */
     q.what = GK_QUANTIZE_X;
     q.values = nullptr;
     q.sum = nullptr;

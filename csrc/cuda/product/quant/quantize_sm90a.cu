@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* quantize: codes and scales (quantize.cuh) on Hopper, rounded by cvt: in plain arithmetic 12
- * instructions a value would take longer than its bytes. */
+/* quantize_sm90a: codes and scales (quantize.cuh) on Hopper. Codes are rounded by cvt. Integer
+ * arithmetic takes 12 instructions a value, which is longer than moving its bytes. */
 #include "../../ptx/griddepcontrol.cuh"
 #include "../../tile/codes_sm90a.cuh"
 #include "quantize.cuh"
@@ -8,7 +8,7 @@
 namespace {
 
 struct Hopper : CodesByHardware {
-    static constexpr bool overlaps = true; /* a second kernel starts while the first one drains */
+    static constexpr bool overlaps = true; /* the second kernel starts while the first one drains */
     static __device__ __forceinline__ void wait_for_previous() { griddepcontrol_wait(); }
     static __device__ __forceinline__ void let_next_begin() { griddepcontrol_launch_dependents(); }
 };

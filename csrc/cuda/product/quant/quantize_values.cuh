@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* quantize_values.cuh: what the kernels of quantize share: a call's parameters, values as they are
- * loaded and made, scales from amax, and codes.
+/* quantize_values.cuh: shared by the kernels of quantize: parameters, loading and computing
+ * values, scales from amax, and codes.
  *
- * A thread has N groups of VEC columns. All of a source's groups are loaded before the first one is
- * used: what a kernel reaches is the bytes that its threads have under way. A plain x stays as it
- * lies in memory, 16 bytes for VEC columns of 16 bits. amax is a maximum of bits, those of
- * infinities and NaN the largest. x / scale is a correctly rounded quotient: a product with 1 /
- * scale and one Newton step on its remainder (Markstein 1990), which takes 3 instructions. */
+ * A thread has N groups of VEC columns. It loads all groups of a source before it uses the
+ * first, because bandwidth depends on the bytes that threads have in flight. A plain x stays in
+ * its dtype: VEC columns of 16 bits are 16 bytes.
+ *
+ * amax is a maximum of bit patterns, in which infinities and NaN are the largest. x / scale is a
+ * correctly rounded quotient: x times 1 / scale, corrected by one Newton step on the remainder
+ * (Markstein 1990), 3 instructions in all. */
 #ifndef GPUKERN_CUDA_QUANT_QUANTIZE_VALUES_CUH
 #define GPUKERN_CUDA_QUANT_QUANTIZE_VALUES_CUH
 
@@ -22,9 +24,9 @@ namespace {
 constexpr int VEC = 8;            /* columns of a group */
 constexpr int N = 4;              /* groups of a thread */
 constexpr int MOST_WARPS = 16;    /* of a block */
-constexpr int AMAX_BLOCKS = 1056; /* most of the first kernel for a whole tensor */
+constexpr int AMAX_BLOCKS = 1056; /* largest grid of the first kernel for a whole tensor */
 
-/* What kernels are compiled for: x itself, or values that are made: silu(x) * up, a norm. */
+/* Kernels are compiled for x itself, or for computed values: silu(gate) * up, or a norm. */
 enum form {
     PLAIN,
     MADE
@@ -42,20 +44,20 @@ struct Params {
     const float *scale_ub;
     uint8_t *codes;
     void *scale, *sum;
-    float *values;  /* the row kernel writes these in place of codes */
+    float *values;  /* the row kernel writes these instead of codes */
     uint32_t *amax; /* [AMAX_BLOCKS] */
     int64_t rows, m, k, weight_step;
-    int64_t shape[GK_MAX_DIMS]; /* of rows; what can be merged is */
+    int64_t shape[GK_MAX_DIMS]; /* leading dimensions, merged where possible */
     int ndim, what, granularity;
-    int warps;         /* of a row, or of a segment of one */
+    int warps;         /* of a row, or of a segment of it */
     int groups;        /* rows of a block */
-    unsigned segments; /* of a row; of 128x128: blocks across */
-    unsigned tiles;    /* of a tensor; of 128x128: blocks down a matrix */
+    unsigned segments; /* of a row; 128x128: blocks along k */
+    unsigned tiles;    /* of a tensor; 128x128: blocks along the rows of a matrix */
     int amax_blocks;
     float eps, largest, inverse_largest;
     gk_dtype dtype;
-    bool vec, weight_vec; /* loads of 16 bytes */
-    bool wide;            /* stores of a whole group */
+    bool vec, weight_vec; /* 16-byte loads are aligned */
+    bool wide;            /* a whole group can be stored at once */
     bool weight_f32, scale_e8m0;
 };
 
@@ -74,7 +76,7 @@ template <class T> struct alignas(16) Group {
     __device__ __forceinline__ float get(int i) const { return to_f32(v[i]); }
 };
 
-/* Groups `pitch` elements apart, zeros from column left(n) of each on. */
+/* Loads groups `pitch` elements apart. Columns of a group from left(n) on become zeros. */
 template <class T, int COUNT, class Left>
 __device__ __forceinline__ void load_groups(Group<T> (&to)[COUNT], const T *from, int64_t pitch,
                                             int64_t step, bool vec, Left left) {
@@ -119,7 +121,7 @@ template <class T> __device__ __forceinline__ uint32_t amax_bits(const Group<T> 
     for (int i = 0; i < VEC; ++i) most = max(most, __float_as_uint(g.get(i)) & 0x7fffffffu);
     return most;
 }
-/* Two values at a time; the maximum of a NaN is one. */
+/* Two values at a time. The maximum with a NaN is NaN. */
 template <class T2> __device__ __forceinline__ T2 amax_of_pairs(const T2 *v) {
     return __hmax2_nan(__hmax2_nan(__habs2(v[0]), __habs2(v[1])),
                        __hmax2_nan(__habs2(v[2]), __habs2(v[3])));
@@ -133,8 +135,7 @@ template <> __device__ __forceinline__ uint32_t amax_bits(const Group<__half> &g
     return __float_as_uint(to_f32(__hmax_nan(most.x, most.y)));
 }
 
-/* Where a thread's groups of a row, or of several, lie: the first one, and elements from each to
- * the next. */
+/* A thread's groups: pointers to the first, and the distance in elements from each to the next. */
 template <class T> struct Place {
     const T *x, *more;
     int64_t x_pitch, more_pitch;
@@ -147,8 +148,8 @@ template <class T> struct values_of<PLAIN, T> {
     typedef Group<T> type;
 };
 
-/* x itself, silu(x) * up, or x + residual rounded to x's dtype, which is then kept as `sum`,
- * too. */
+/* Computes a thread's values: x itself, silu(x) * up, or x + residual rounded to x's dtype,
+ * which is also stored in `sum`. */
 template <int FORM, class T, class Left>
 __device__ __forceinline__ void make_groups(const Params &p, const Place<T> &at, Left left,
                                             typename values_of<FORM, T>::type (&v)[N],
@@ -156,7 +157,7 @@ __device__ __forceinline__ void make_groups(const Params &p, const Place<T> &at,
     if constexpr (FORM == PLAIN) {
         load_groups(v, at.x, at.x_pitch, p.x.col, p.vec, left);
     } else {
-        constexpr int AT_ONCE = 2; /* of two sources: more would take registers from other blocks */
+        constexpr int AT_ONCE = 2; /* groups of two sources; more would cost registers */
 #pragma unroll
         for (int begin = 0; begin < N; begin += AT_ONCE) {
             Group<T> x[AT_ONCE], more[AT_ONCE];
@@ -190,8 +191,8 @@ __device__ __forceinline__ void make_groups(const Params &p, const Place<T> &at,
 }
 
 /* ---- 2. scales ------------------------------------------------------------------------------- */
-/* Of the `warps` warps that share a row, in each of their threads; one use of `place` [MOST_WARPS]
- * a kernel or a barrier apart. */
+/* Maximum over the `warps` warps that share a row, in each of their threads. Two uses of `place`
+ * [MOST_WARPS] need a barrier between them. */
 __device__ __forceinline__ uint32_t max_of_warps(uint32_t x, uint32_t *place, int warps) {
     x = __reduce_max_sync(0xffffffffu, x);
     if (warps == 1) return x;
@@ -209,8 +210,8 @@ __device__ __forceinline__ float sum_of_warps(float x, float *place, int warps) 
     return warp_sum(lane < warps ? place[warp / warps * warps + lane] : 0.f);
 }
 
-/* amax / largest, correctly rounded as a quotient below is. 1x32: the next power of two, so the
- * exponent's difference, and one more where amax has the larger fraction. */
+/* amax / largest, correctly rounded. 1x32: the next power of two, from the difference of
+ * exponents, plus one if amax has the larger fraction. */
 __device__ __forceinline__ float scale_of(const Params &p, uint32_t bits) {
     if (bits >= 0x7f800000u) return __uint_as_float(0x7fc00000u);
     if (p.scale_ub) bits = __float_as_uint(fminf(__uint_as_float(bits), *p.scale_ub));
@@ -224,7 +225,7 @@ __device__ __forceinline__ float scale_of(const Params &p, uint32_t bits) {
     return fmaxf(__fmaf_rn(-__fmaf_rn(near, p.largest, -amax), p.inverse_largest, near), 0x1p-126f);
 }
 
-/* The scale of a block, made or given; `writes`: this thread keeps it. */
+/* The scale of a block, computed or given. writes: this thread stores it. */
 __device__ __forceinline__ float scale_at(const Params &p, int64_t block, uint32_t bits,
                                           bool writes) {
     if (p.given)
@@ -241,9 +242,10 @@ __device__ __forceinline__ float scale_at(const Params &p, int64_t block, uint32
 }
 
 /* ---- 3. codes -------------------------------------------------------------------------------- */
-/* x / scale; shift is 0 where the scale is a power of two. A scale so small or large that 1 / scale
- * or a remainder would leave the normal numbers is first brought near 1, and x with it, by a power
- * of two: what then overflows is saturated, and what then is rounded has the code 0. */
+/* Computes x / scale. shift is 0 if the scale is a power of two. If the scale is so small or
+ * large that 1 / scale or a remainder would leave the normal numbers, both scale and x are first
+ * multiplied by a power of two. A value that then overflows saturates; one that then is rounded
+ * has code 0. */
 struct Quotient {
     float scale, inverse, shift;
     static __device__ __forceinline__ Quotient by(float s) {
@@ -253,16 +255,16 @@ struct Quotient {
         s *= shift;
         return {size == INFINITY ? 0.f : s, __frcp_rn(s), shift};
     }
-    /* A power of two that amax gave, whose inverse has the exponent 254 - e; or NaN. */
+    /* For a power of two computed from amax, whose inverse has the exponent 254 - e; or NaN. */
     static __device__ __forceinline__ Quotient by_power(float s) {
         return {s, s == s ? __uint_as_float(0x7f000000u - __float_as_uint(s)) : s, 0.f};
     }
     __device__ __forceinline__ float better(float x, float near) const {
-        /* by x - near * scale, -0 would become 0 */
+        /* Computed as -(near scale - x): with x - near scale, -0 would become 0. */
         return __fmaf_rn(-__fmaf_rn(near, scale, -x), inverse, near);
     }
-    /* plain: no quotient overflows, or 1 / scale is a power of two; shorter, for scales of a few
-     * values each. */
+    /* plain: no quotient overflows, or the scale is a power of two. The shorter code serves
+     * scales that cover few values. */
     template <class V>
     __device__ __forceinline__ void of(const V &values, float (&q)[VEC], bool plain) const {
 #pragma unroll
@@ -279,7 +281,7 @@ struct Quotient {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
             const float near = q[i] * inverse;
-            q[i] = fabsf(near) <= 3e38f ? better(q[i], near) : near; /* infinities and NaN */
+            q[i] = fabsf(near) <= 3e38f ? better(q[i], near) : near; /* keep infinities and NaN */
         }
     }
 };

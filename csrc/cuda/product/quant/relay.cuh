@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* relay.cuh: an operand of bytes [rows, k] of any strides as TMA wants it, K-major with rows of
- * whole 16 bytes: as it stands, or laid anew in the workspace. A block moves 64 x 64 bytes through
- * shared memory, so that both sides are read and written in rows. */
+/* relay.cuh: provides an operand of bytes [rows, k] with any strides as TMA needs it: K-major
+ * with rows of whole 16 bytes. It is used in place if it has that layout, else it is copied to
+ * the workspace. A block copies 64 x 64 bytes through shared memory, so that both reads and
+ * writes are contiguous. */
 #ifndef GPUKERN_CUDA_QUANT_RELAY_CUH
 #define GPUKERN_CUDA_QUANT_RELAY_CUH
 
 #include "../../host/launch.cuh"
 #include "../../host/tensor_shape.cuh"
 
-/* b [K, N] as rows of n. */
+/* b [K, N] viewed as rows of n. */
 inline gk_tensor rows_of_n(const gk_tensor &b) {
     gk_tensor x = b;
     x.shape[0] = b.shape[1];
@@ -18,14 +19,14 @@ inline gk_tensor rows_of_n(const gk_tensor &b) {
     return x;
 }
 
-struct Relay {
-    bool moves;
-    size_t offset; /* in the workspace */
-    int64_t ld;
+struct KMajorCopy {
+    bool moves;    /* the operand is copied */
+    size_t offset; /* of the copy in the workspace */
+    int64_t ld;    /* bytes from row to row */
 };
 
-inline Relay relay_plan(const gk_tensor &t, size_t *bytes) {
-    Relay r = {};
+inline KMajorCopy plan_k_major(const gk_tensor &t, size_t *bytes) {
+    KMajorCopy r = {};
     r.ld = t.stride[0];
     r.moves = (t.stride[1] != 1 && t.shape[1] > 1) || (uintptr_t)t.data % 16 != 0 ||
               (t.shape[0] > 1 && (t.stride[0] % 16 != 0 || t.stride[0] <= 0));
@@ -45,7 +46,7 @@ struct RelayParams {
 static __global__ void __launch_bounds__(256) relay_kernel(RelayParams p) {
     __shared__ uint8_t tile[64][65];
     const int64_t row0 = (int64_t)blockIdx.y * 64, k0 = (int64_t)blockIdx.x * 64;
-    const bool along_rows = p.row_step == 1; /* which of the two is side by side */
+    const bool along_rows = p.row_step == 1; /* rows are contiguous in memory, not k */
     for (int i = threadIdx.x; i < 64 * 64; i += 256) {
         const int fast = i % 64, slow = i / 64, r = along_rows ? fast : slow,
                   k = along_rows ? slow : fast;
@@ -59,9 +60,9 @@ static __global__ void __launch_bounds__(256) relay_kernel(RelayParams p) {
     }
 }
 
-inline gk_status relay_run(const char *op, const gk_context *ctx, const Relay &r,
-                           const gk_tensor &t, void *workspace, TensorShape *shape) {
-    constexpr int64_t most = 64 * INT64_C(65535); /* rows of a launch: blocks along y */
+inline gk_status copy_k_major(const char *op, const gk_context *ctx, const KMajorCopy &r,
+                              const gk_tensor &t, void *workspace, TensorShape *shape) {
+    constexpr int64_t most = 64 * INT64_C(65535); /* rows of a launch, limited by gridDim.y */
     const int64_t rows = t.shape[0], k = t.shape[1];
     *shape = {t.data, GK_U8, {k, rows, 1, 1, 1}, {1, r.ld, 0, 0, 0}, false};
     if (!r.moves) return GK_OK;

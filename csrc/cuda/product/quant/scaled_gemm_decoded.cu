@@ -1,21 +1,24 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_gemm_decoded: scaled_gemm of operands whose scales are powers of two in a byte, MXFP8
- * above all, as a product of bfloat16.
+/* scaled_gemm_decoded: scaled_gemm as a bfloat16 product, for operands whose scales are powers
+ * of two in a byte (MXFP8 above all).
+ *
  *   1. decode   a' = a scale_a   b' = b scale_b   bfloat16, in the workspace
  *   2. multiply out = activation(a' b' + beta c + bias), by gemm's kernels
- * a [M, K], b [K, N] e4m3, e5m2 in any mix, or int8   out [M, N] bf16 or f32
  *
- * Decoding is exact: a code has up to 4 bits of e4m3 (8 of int8), bfloat16 8 and the exponents of
- * float32. Below 2^-126 its last bit is 2^-133, so that of e4m3 scales from 2^-124 on are exact, of
- * e5m2 from 2^-117; smaller ones round, to nearest even. What is beyond float32 becomes an
- * infinity. NaN codes and scales stay.
- * It costs 3 bytes an element, where a scale for each 32 of k costs WGMMA of 8 bits a
- * multiplication and a multiply-add for each 32 products, more than the tensor cores gain: of many
- * rows the rate of bfloat16 is the better one.
+ * a [M, K], b [K, N]: e4m3 and e5m2 in any mix, or int8. out [M, N]: bfloat16 or float32.
  *
- * Workspace: a', b', then that of the product, which is planned again where it runs: its operands
- * lie in the workspace, whose place a plan does not know. Work split of 1: a thread decodes 16
- * neighbours; the blocks of b come behind those of a. */
+ * Decoding is exact: a code has up to 4 significant bits (int8: 8), and bfloat16 has 8 and the
+ * exponents of float32. Below 2^-126 bfloat16's last bit is 2^-133. So e4m3 is exact with scales
+ * from 2^-124 on, e5m2 from 2^-117 on; smaller values round to nearest even. Values beyond
+ * float32 become infinities. NaN codes and scales stay NaN.
+ *
+ * Decoding moves 3 bytes an element. The alternative, a scale for each 32 of k beside 8-bit
+ * WGMMA, costs a multiplication and a multiply-add for every 32 products, which is more than the
+ * tensor cores gain. So with many rows, bfloat16 is faster.
+ *
+ * Work split of step 1: a thread decodes 16 neighbours; b's blocks come after a's. Workspace:
+ * a', b', then the product's own workspace. The product is planned again when it runs, because
+ * its operands lie in the workspace, whose address a plan does not know. */
 #include "../../../core/op.h"
 #include "product.cuh"
 #include "scaled_kinds.cuh"
@@ -27,8 +30,8 @@ namespace {
 constexpr int THREADS = 256, EACH = 16;
 
 /* ---- 1. decode ------------------------------------------------------------------------------- */
-/* A matrix [high][wide], along whose second dimension elements lie side by side, unless they do
- * nowhere. */
+/* An operand as [high][wide]. Elements are contiguous along the second dimension, if they are
+ * along any. */
 struct Codes {
     const uint8_t *from;
     __nv_bfloat16 *to; /* rows of ld, a multiple of EACH */
@@ -40,7 +43,7 @@ struct Codes {
 
 struct DecodeParams {
     Codes of[2];
-    unsigned first_of_b; /* block */
+    unsigned first_of_b; /* b's first block */
 };
 
 template <class Value>
@@ -72,7 +75,7 @@ __global__ void __launch_bounds__(THREADS)
             if (col + i < x.wide) codes[i / 4] |= (uint32_t)__ldg(from + i * x.col) << 8 * (i % 4);
     }
     float v[EACH];
-    if (x.scale.col_log2 >= 5) { /* 16 neighbours share one */
+    if (x.scale.col_log2 >= 5) { /* the 16 neighbours share a scale */
         const float by = scale_of(x.scale, row, col);
 #pragma unroll
         for (int i = 0; i < EACH; ++i) v[i] = by;
@@ -95,7 +98,8 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* t [rows, cols] with scales of [rows, cols], in the order in which it lies in memory. */
+/* An operand t [rows, cols] with its scales, transposed if its rows are the contiguous
+ * dimension. */
 Codes codes_of(const gk_tensor &t, const gk_scales &scale) {
     const bool across = t.stride[0] == 1 && t.stride[1] != 1;
     const int row = across, col = !across;
@@ -131,7 +135,7 @@ gk_tensor decoded(const gk_tensor &t, const Codes &x) {
     return made;
 }
 
-/* base: the workspace; where a plan does not know it any address that is aligned serves. */
+/* base: the workspace. While planning, any aligned address serves. */
 Inner inner_of(const gk_scaled_gemm_args *g, char *base) {
     const int64_t m = g->a.shape[0], k = g->a.shape[1], n = g->b.shape[1];
     Inner x = {};
@@ -180,7 +184,7 @@ bool addend_fits(const gk_tensor *t, gk_dtype out) {
     return !t || t->dtype == out || t->dtype == GK_BF16;
 }
 
-bool plan_row(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
+bool plan_instance(const gk_cuda_instance *, const gk_context *ctx, const void *args, gk_plan *to) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const int64_t m = g->a.shape[0], n = g->b.shape[1], k = g->a.shape[1];
     const gk_dtype out = g->out.dtype;
@@ -216,16 +220,16 @@ gk_status run(const gk_context *ctx, const void *args, const gk_plan *plan, void
 }
 
 const gk_cuda_instance instances[] = {
-    {"scaled_gemm_decoded_e4m3", GK_E4M3, plan_row, run, {}, NULL},
-    {"scaled_gemm_decoded_e5m2", GK_E5M2, plan_row, run, {}, NULL},
-    {"scaled_gemm_decoded_i8", GK_I8, plan_row, run, {}, NULL}};
+    {"scaled_gemm_decoded_e4m3", GK_E4M3, plan_instance, run, {}, NULL},
+    {"scaled_gemm_decoded_e5m2", GK_E5M2, plan_instance, run, {}, NULL},
+    {"scaled_gemm_decoded_i8", GK_I8, plan_instance, run, {}, NULL}};
 
-/* Fewer rows are left to kernels that read codes. */
+/* With fewer rows, kernels that read codes are faster. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     if (g->a.shape[0] < SCALED_DECODED_ROWS) return false;
     for (const gk_cuda_instance &row : instances)
-        if (row.dtype == g->a.dtype && plan_row(&row, ctx, args, gk_plan_begin(plan, &row)))
+        if (row.dtype == g->a.dtype && plan_instance(&row, ctx, args, gk_plan_begin(plan, &row)))
             return true;
     return false;
 }

@@ -1,14 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_gemm by mma.sync, on GPUs without WGMMA and for what Hopper's kernels do not take: int8 by
- * its own instruction, 8-bit floats as float16, which holds every one of them (codes_mma.cuh).
+/* scaled_gemm_sm80: scaled_gemm by mma.sync, on GPUs without WGMMA and for calls that Hopper's
+ * kernels do not take. int8 has its own instruction. 8-bit floats are converted to float16,
+ * which holds all of them (codes_mma.cuh).
  *
- *   a [M, K], b [K, N]   read K-major, rows of whole 16 bytes; others are laid anew in the workspace (relay.cuh)
  *   out = activation(sum_k a scale_a b scale_b + beta c + bias)
  *
- * A block is a tile of the result, in the order of order.cuh. Scales of rows and columns meet the
- * sums at their end (LARGE), those along k after each 128 or 32 of k (BLOCKS); tiles of 16 rows
- * take either (SMALL). int8 sums are exact within one scale's block. Sums are float32: `accumulate`
- * makes no difference. */
+ * a [M, K] and b [K, N] are read K-major in rows of whole 16 bytes. Other layouts are first copied
+ * (relay.cuh).
+ *
+ * A block computes a tile of the result, in the order of order.cuh. LARGE tiles multiply the
+ * final sums by scales of rows and columns. BLOCKS tiles multiply by scales along k after each
+ * 128 or 32 of k. SMALL tiles of 16 rows do either. int8 sums are exact within a block of one
+ * scale. Other sums are float32, so `accumulate` makes no difference. */
 #include "../gemm/order.cuh"
 #include "codes_mma.cuh"
 #include "relay.cuh"
@@ -19,14 +22,14 @@
 namespace {
 
 struct Params {
-    const uint8_t *a, *b; /* rows of m and of n */
+    const uint8_t *a, *b; /* [m][k] and [n][k] */
     int64_t a_row, b_row, m, n, k;
     gk_scales sa, sb;
     Blocks blocks;
     Finish f;
     Vectors vectors;
     TwoCodeBits bits;
-    float up; /* what sums of codes lack */
+    float up; /* factor that undoes the scaling of decoded codes (down_of) */
     int tiles_m, tiles_n;
 };
 
@@ -96,7 +99,7 @@ __global__ void __launch_bounds__(TileOf<KIND>::type::THREADS, TileOf<KIND>::typ
     const Operand<uint8_t> b = {p.b + col0 * p.b_row, p.b_row, 1,
                                 (int)min((int64_t)BN, p.n - col0)};
     float *const edge = (float *)(smem + S::EDGE);
-    if (!p.blocks.along_k) /* read behind the barriers of the loop */
+    if (!p.blocks.along_k) /* written before the barriers of the loop, read after them */
         for (int i = threadIdx.x; i < BM + BN; i += Tile::THREADS)
             edge[i] = i < BM ? scale_of(p.sa, min(row0 + i, p.m - 1), 0)
                              : scale_of(p.sb, 0, min(col0 + i - BM, p.n - 1));
@@ -107,7 +110,7 @@ __global__ void __launch_bounds__(TileOf<KIND>::type::THREADS, TileOf<KIND>::typ
     if constexpr (KIND == LARGE) {
         multiply_sm80<uint8_t, Tile, 0>(product, sum, a, b, p.k, ring_s, warp_m, warp_n);
         cp_async_wait_group<0>();
-        /* no thread reads the ring any more, and no copy writes it: the sums may lie there */
+        /* No thread reads the ring any more and no copy writes it, so the sums may overwrite it. */
         __syncthreads();
         store_tile<Tile>(p, smem, sum, row0, col0, warp_m, warp_n, edge);
     } else {
@@ -122,18 +125,18 @@ __global__ void __launch_bounds__(TileOf<KIND>::type::THREADS, TileOf<KIND>::typ
 
 /* ---- 2 plan and run -------------------------------------------------------------------------- */
 struct Plan {
-    Relay a, b;
+    KMajorCopy a, b;
 };
 
 enum Key { /* of an instance */
     KEY_KIND,
-    KEY_B, /* the dtype of b */
+    KEY_B, /* dtype of b */
     KEY_BM,
     KEY_BN,
     KEY_BK,
     KEY_SMEM
 };
-constexpr int NO_DTYPE = -1; /* any that a's may meet */
+constexpr int NO_DTYPE = -1; /* any dtype that may be multiplied with a's */
 
 bool along_k(const gk_scales &a, const gk_scales &b) {
     return a.col_log2 < GK_WHOLE_LOG2 || b.row_log2 < GK_WHOLE_LOG2;
@@ -154,8 +157,8 @@ bool plan_scaled(const gk_cuda_instance *row, const gk_context *ctx, const void 
     if (tiles > INT32_MAX) return false;
     Plan &x = gk_own<Plan>(plan);
     size_t bytes = 0;
-    x.a = relay_plan(g->a, &bytes);
-    x.b = relay_plan(rows_of_n(g->b), &bytes);
+    x.a = plan_k_major(g->a, &bytes);
+    x.b = plan_k_major(rows_of_n(g->b), &bytes);
     plan->workspace_bytes = bytes;
     plan->tile[0] = key[KEY_BM];
     plan->tile[1] = key[KEY_BN];
@@ -172,9 +175,9 @@ gk_status run_scaled(const gk_context *ctx, const void *args, const gk_plan *pla
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const Plan &x = gk_own<Plan>(plan);
     TensorShape a, b;
-    gk_status status = relay_run("scaled_gemm", ctx, x.a, g->a, workspace, &a);
+    gk_status status = copy_k_major("scaled_gemm", ctx, x.a, g->a, workspace, &a);
     if (status == GK_OK)
-        status = relay_run("scaled_gemm", ctx, x.b, rows_of_n(g->b), workspace, &b);
+        status = copy_k_major("scaled_gemm", ctx, x.b, rows_of_n(g->b), workspace, &b);
     if (status != GK_OK) return status;
     Params p = {};
     p.a = (const uint8_t *)a.data;
@@ -233,8 +236,8 @@ const gk_cuda_instance instances[] = {
     ROW("i8_16x64", GK_I8, Int8Product, SMALL, GK_I8),
 };
 
-/* The first large one that serves the call, unless tiles of 16 rows are better: of small M, or
- * where most SMs would have no large one. */
+/* Chooses the first LARGE or BLOCKS instance that serves the call. SMALL tiles come first for
+ * small M, or if large tiles would leave most SMs idle. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_scaled_gemm_args *g = (const gk_scaled_gemm_args *)args;
     const int64_t large = gk_ceil_div(g->a.shape[0], 128) * gk_ceil_div(g->b.shape[1], 128);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_operands.cuh: a [M, K] and b [K, N] of scaled_gemm's Hopper kernels as TMA reads them:
- * rows of m and of n, both K-major, where they are or laid anew in the workspace. */
+/* scaled_operands.cuh: scaled_gemm's a [M, K] and b [K, N] as TMA reads them on Hopper: rows of
+ * m and rows of n, both K-major, in place or copied to the workspace. */
 #ifndef GPUKERN_CUDA_QUANT_SCALED_OPERANDS_CUH
 #define GPUKERN_CUDA_QUANT_SCALED_OPERANDS_CUH
 
@@ -10,22 +10,22 @@
 #include "scaled_kinds.cuh"
 
 struct ScaledOperands {
-    Relay a, b;
+    KMajorCopy a, b;
 };
 
 inline ScaledOperands scaled_operands_plan(const gk_scaled_gemm_args *g, size_t *bytes) {
     ScaledOperands x;
-    x.a = relay_plan(g->a, bytes);
-    x.b = relay_plan(rows_of_n(g->b), bytes);
+    x.a = plan_k_major(g->a, bytes);
+    x.b = plan_k_major(rows_of_n(g->b), bytes);
     return x;
 }
 
-/* As TMA reads them, rows of m and of n: where they are, or copied into the workspace. */
+/* Copies operands where needed and returns both as tensors for TMA. */
 inline gk_status place_operands(const gk_context *ctx, const ScaledOperands &x,
                                 const gk_scaled_gemm_args *g, void *workspace, TensorShape *a,
                                 TensorShape *b) {
-    const gk_status status = relay_run("scaled_gemm", ctx, x.a, g->a, workspace, a);
-    return status == GK_OK ? relay_run("scaled_gemm", ctx, x.b, rows_of_n(g->b), workspace, b)
+    const gk_status status = copy_k_major("scaled_gemm", ctx, x.a, g->a, workspace, a);
+    return status == GK_OK ? copy_k_major("scaled_gemm", ctx, x.b, rows_of_n(g->b), workspace, b)
                            : status;
 }
 

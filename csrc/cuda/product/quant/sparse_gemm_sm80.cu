@@ -1,16 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sparse_gemm by sparse mma.sync: bfloat16, float16 and int8, on GPUs without WGMMA and for what
- * Hopper's kernel does not take.
+/* sparse_gemm_sm80: sparse_gemm by sparse mma.sync for bfloat16, float16 and int8, on GPUs
+ * without WGMMA and for calls that Hopper's kernel does not take. Mishra et al. 2021,
+ * arXiv:2104.08378.
  *
  *   out^T [N, M] = activation(scale_b scale_a (W A^T) + bias)
  *
- * a [M, K] K-major, values [N, K / 2] and meta [N, K / 8] as sparse_pack leaves them. Only the
- * instruction's first operand may be sparse: the weight's rows are the tile's, the rows of a
- * (tokens) its columns, and results are transposed on their way through shared memory. The loop is
- * mainloop_sm80.cuh's, with half of k in a's tile; meta comes through shared memory, a stage with
- * the tiles of its step. Mishra et al. 2021, arXiv:2104.08378. Workspace: an a of 8 bits that is
- * laid anew (relay.cuh). Not here: K that is no multiple of 32 (16 bits: 16), rows that are not of
- * whole 16 bytes, 8-bit floats (product_plain). */
+ * a [M, K] is K-major; values [N, K / 2] and meta [N, K / 8] come from sparse_pack. Only the
+ * instruction's first operand may be sparse. So the weight's rows are the tile's rows, the rows
+ * of a (tokens) its columns, and results are transposed through shared memory.
+ *
+ * The loop is mainloop_sm80.cuh's with half of k in the weight's tile. Meta goes through shared
+ * memory in stages of its own, together with the tiles of its step.
+ *
+ * Workspace: a copy of an int8 a that is not K-major or aligned (relay.cuh). Refuses: K that is
+ * no multiple of 32 (16 bits: 16), rows that are not whole 16 bytes, 8-bit floats
+ * (product_plain). */
 #include "../gemm/mainloop_sm80.cuh"
 #include "../gemm/order.cuh"
 #include "../../ptx/mma_s8.cuh"
@@ -26,11 +30,11 @@ struct Params {
     const void *values, *a;
     const uint8_t *meta;
     int64_t values_row, a_row, meta_row;
-    int m, n, k, meta_bytes; /* of a row */
+    int m, n, k, meta_bytes; /* meta_bytes: of a row */
     gk_scales sa, sb;
     Finish f;
     Vectors vectors;
-    bool whole; /* a step's bytes of a row of meta come at once */
+    bool whole; /* a step's bytes of a row of meta are one aligned copy */
     int tiles_m, tiles_n;
 };
 
@@ -42,7 +46,7 @@ template <> struct SumOf<int8_t> {
     typedef int type;
 };
 
-template <class T, class Tile> struct SparseProduct : BareProduct {
+template <class T, class Tile> struct SparseProduct : DefaultProduct {
     static constexpr int SHARE = 2, MT = Tile::WM / 16, KK = 2;
     static constexpr bool BYTES = sizeof(T) == 1;
     typedef typename SumOf<T>::type Sum;
@@ -52,8 +56,8 @@ template <class T, class Tile> struct SparseProduct : BareProduct {
     struct B { /* [columns 8 h][k in order] */
         uint32_t r[2][4];
     };
-    /* Of 16 bits word i serves both instructions of a step. */
-    /* bytes of meta */
+    /* WORDS: words of meta of a lane for a step; with 16 bits word i serves both instructions.
+     * ROW: bytes of meta of a row and step. */
     static constexpr int WORDS = BYTES ? 2 * MT : MT, ROW = BYTES ? 16 : 8, STAGE = Tile::BM * ROW;
     uint32_t now[WORDS];
     const Params &p;
@@ -70,7 +74,7 @@ template <class T, class Tile> struct SparseProduct : BareProduct {
         mine_g = p.meta + (copies ? row0 + row : 0) * p.meta_row;
         for (int j = 0; j < Tile::STAGES - 1; ++j) copy(j);
     }
-    /* Bytes behind the row's end become zeros, beside values that are. */
+    /* Bytes after the row's end become zeros; the values there are zeros, too. */
     __device__ __forceinline__ void copy(int j) const {
         if (!copies) return;
         const smem_addr to_s = meta_s + (unsigned)j % Tile::STAGES * STAGE + threadIdx.x * ROW;
@@ -94,7 +98,7 @@ template <class T, class Tile> struct SparseProduct : BareProduct {
 #pragma unroll
         for (int i = 0; i < ROW / 4; ++i) st_shared_32(to_s + 4 * i, words[i]);
     }
-    /* Where the values of the lane's rows stand in step j. */
+    /* Reads meta of the lane's rows for step j. */
     __device__ __forceinline__ void read(int j) {
         const int lane = threadIdx.x % 32;
         const smem_addr from_s =
@@ -111,8 +115,8 @@ template <class T, class Tile> struct SparseProduct : BareProduct {
         }
     }
     __device__ __forceinline__ void begin() { read(0); }
-    /* Part of the ring's copies of that step. All warps have read what lay there behind the last
-     * barrier but one. */
+    /* Copies meta of the step that the ring copies next. All warps read the stage's old contents
+     * before the last barrier but one. */
     __device__ __forceinline__ void before_barrier(int j) { copy(j + Tile::STAGES - 1); }
     template <class Sums> __device__ __forceinline__ void join(Sums &, int q, bool) {
         if (q % KK == KK - 1) read(q / KK + 1);
@@ -162,7 +166,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) sparse_gemm_sm80_
     Product product(p, cvta_to_shared(smem) + Smem<T, Tile>::META, weight0, warp_m);
     multiply_sm80<T, Tile, 0>(product, sum, w, a, p.k, cvta_to_shared(smem), warp_m, warp_n);
     cp_async_wait_group<0>();
-    /* no thread reads the ring any more, and no copy writes it: the sums may lie there */
+    /* No thread reads the ring any more and no copy writes it, so the sums may overwrite it. */
     __syncthreads();
     take_octets_across<Tile>(smem, sum, [&](int c, int r, float (&v)[8]) {
         const int token = token0 + warp_n + c, weight = weight0 + warp_m + r,
@@ -184,7 +188,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::PER_SM) sparse_gemm_sm80_
 
 /* ---- 3 plan and run -------------------------------------------------------------------------- */
 struct Plan {
-    Relay a;
+    KMajorCopy a;
 };
 
 enum Key { /* of an instance */
@@ -207,7 +211,7 @@ bool plan_sparse(const gk_cuda_instance *row, const gk_context *ctx, const void 
     Plan &x = gk_own<Plan>(plan);
     size_t bytes = 0;
     if (eight)
-        x.a = relay_plan(g->a, &bytes);
+        x.a = plan_k_major(g->a, &bytes);
     else if ((g->a.stride[1] != 1 && k > 1) || !rows_aligned(g->a))
         return false;
     const int64_t tiles = gk_ceil_div(n, row->key[KEY_BM]) * gk_ceil_div(m, row->key[KEY_BN]);
@@ -229,9 +233,9 @@ gk_status run_sparse(const gk_context *ctx, const void *args, const gk_plan *pla
     p.a = g->a.data;
     p.a_row = g->a.stride[0];
     if (sizeof(T) == 1) {
-        const Relay &x = gk_own<Plan>(plan).a;
+        const KMajorCopy &x = gk_own<Plan>(plan).a;
         TensorShape a;
-        const gk_status status = relay_run("sparse_gemm", ctx, x, g->a, workspace, &a);
+        const gk_status status = copy_k_major("sparse_gemm", ctx, x, g->a, workspace, &a);
         if (status != GK_OK) return status;
         p.a = a.data;
         p.a_row = x.ld;

@@ -1,20 +1,27 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sparse_gemm on Hopper: sparse WGMMA, which skips the zeros of a 2:4 weight.
+/* sparse_gemm_sm90a: sparse_gemm on Hopper by sparse WGMMA, which skips the zeros of a 2:4
+ * weight. Mishra et al. 2021, arXiv:2104.08378.
  *
  *   out^T [N, M] = activation(scale_b scale_a (W A^T) + bias)
  *
- * a [M, K] K-major, values [N, K / 2] and meta [N, K / 8] as sparse_pack leaves them. Only WGMMA's
- * first operand may be sparse: swap-AB, the weight's rows are WGMMA's, the rows of a (tokens) its
- * columns.
- * A persistent block of 3 warpgroups takes tiles of BW = 128 MS weights x BT tokens: one producer
- * warp fills a ring of 128-byte rows of a and 64-byte rows of values by TMA, its other three warps
- * bring meta, a stage each in turn; two warpgroups multiply 64 MS weights each. The sums of 8-bit
- * floats are in two levels: 256 of k, 128 products, into fresh registers, which then join the sums
- * (DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2).
- * Results are transposed by stmatrix, 32 tokens at a time, where they are of 16 bits and rows of
- * whole chunks; else stored one by one. Mishra et al. 2021, arXiv:2104.08378. Workspace: an a of 8
- * bits that is laid anew. Not here: K that is no multiple of 32 (16 bits: 16), a of 16 bits that is
- * not K-major with rows of whole 16 bytes, e5m2 (product_plain). */
+ * a [M, K] is K-major; values [N, K / 2] and meta [N, K / 8] come from sparse_pack. Only WGMMA's
+ * first operand may be sparse. So the product is transposed: the weight's rows are WGMMA's rows,
+ * and the rows of a (tokens) its columns.
+ *
+ * Grid: persistent blocks, or clusters of two that share tokens. A block of 3 warpgroups takes
+ * tiles of BW = 128 MS weights x BT tokens. Warp 0 fills a ring by TMA with rows of 128 bytes of
+ * a and 64 bytes of values. Warps 1 to 3 load meta, every third stage each. The other two
+ * warpgroups multiply 64 MS weights each.
+ *
+ * Sums of 8-bit floats have two levels: 256 of k, which are 128 products, are summed in fresh
+ * registers and then added to float32 sums (DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2).
+ *
+ * 16-bit results in rows of whole 16-byte chunks are transposed by stmatrix, 32 tokens at a
+ * time. Other results are stored one by one (sparse_store.cuh).
+ *
+ * Workspace: a copy of an 8-bit a that is not K-major or aligned. Refuses: K that is no multiple
+ * of 32 (16 bits: 16), a 16-bit a that is not K-major with rows of whole 16 bytes, e5m2
+ * (product_plain). */
 #include "../gemm/order.cuh"
 #include "../../host/tensormap.cuh"
 #include "../../layout/wgmma.cuh"
@@ -51,10 +58,10 @@ template <class T_, int MS_, int BT_> struct Kind {
     static constexpr int BYTES = sizeof(T), MS = MS_, BW = 128 * MS, BT = BT_,
                          BK = WGMMA_ROW_BYTES / BYTES, THREADS = 384;
     typedef wgmma_tile<BT, false, BK> Tokens;
-    /* bytes of a stage */
+    /* Bytes of a stage. Meta lies apart. */
     static constexpr int VALUES = BW * 64, META_ROW = BK / 8, META = BW * META_ROW;
     static constexpr int STAGE_BYTES = VALUES + Tokens::bytes;
-    /* 32 tokens x 64 results of a warpgroup on their way out: two each */
+    /* A warpgroup's staging tile of 32 tokens x 64 results; it has two. */
     typedef smem_tile<32, 128> Panel;
     static constexpr int STAGING = 4 * Panel::bytes, SCALES = BYTES == 1 ? 2 * 2 * BT * 4 : 0;
     static constexpr int MOST =
@@ -66,20 +73,23 @@ template <class T_, int MS_, int BT_> struct Kind {
 };
 
 struct Params {
-    /* [tokens][k], boxes of half of BT x 128 bytes; [weights][k / 2], boxes of BW x 64 bytes */
+    /* a: [tokens][k], boxes of half of BT x 128 bytes. values: [weights][k / 2], boxes of BW x
+     * 64 bytes. */
     CUtensorMap a, values;
     const uint8_t *meta;
     gk_scales sa, sb;
     Finish f;
     int64_t meta_row;
-    int m, n, meta_bytes, steps, tiles_m, tiles_n,
-        group;   /* meta_bytes: of a row; tiles of tokens; of weights, of a whole cluster */
+    /* meta_bytes: of a row. tiles_m: tiles of tokens. tiles_n: tiles of weights, of a whole
+     * cluster. */
+    int m, n, meta_bytes, steps, tiles_m, tiles_n, group;
     int pair;    /* blocks of a cluster */
-    bool whole;  /* a stage's bytes of a row of meta come at once */
-    bool staged; /* results of 16 bits, rows of whole chunks */
+    bool whole;  /* a stage's bytes of a row of meta are one aligned load */
+    bool staged; /* 16-bit results in rows of whole chunks */
 };
 
-/* Clusters take tasks in turn: a tile of tokens, and a tile of weights for each of their blocks. */
+/* A cluster takes every tasks_apart-th task: a tile of tokens, and a tile of weights for each of
+ * its blocks. */
 __device__ __forceinline__ int first_task(const Params &p) { return (int)blockIdx.x / p.pair; }
 __device__ __forceinline__ int tasks_apart(const Params &p) { return (int)gridDim.x / p.pair; }
 template <class K>
@@ -87,7 +97,7 @@ __device__ __forceinline__ int weights_of(const Params &p, const TilePlace &at, 
     return (at.col * p.pair + rank) * K::BW;
 }
 
-/* ---- 1. the producer's warps ----------------------------------------------------------------- */
+/* ---- 1. the producer warps ------------------------------------------------------------------- */
 template <class K>
 __device__ __forceinline__ void produce(const Params &p, tma_ring<K::STAGES> &ring,
                                         smem_addr ring_s, int rank) {
@@ -96,7 +106,7 @@ __device__ __forceinline__ void produce(const Params &p, tma_ring<K::STAGES> &ri
     for (int t = first_task(p); t < p.tiles_m * p.tiles_n; t += tasks_apart(p)) {
         const TilePlace at = tile_place(t, p.tiles_m, p.tiles_n, p.group);
         for (int step = 0; step < p.steps; ++step) {
-            /* all consumers have read what is overwritten, the other block's of what both get */
+            /* All consumers have read the stage, in both blocks, since the tokens go to both. */
             ring.wait_empty();
             const smem_addr stage_s = ring_s + ring.stage * K::STAGE_BYTES,
                             half_s = stage_s + K::VALUES;
@@ -114,19 +124,20 @@ __device__ __forceinline__ void produce(const Params &p, tma_ring<K::STAGES> &ri
             ring.advance();
         }
     }
-    /* all consumers' last arrivals have come: none is on its way to a block that has left */
+    /* Wait for the last arrivals at every stage. Otherwise one could reach the shared memory of
+     * a block that has exited. */
     for (int s = 0; s < K::STAGES; ++s) {
         ring.wait_empty();
         ring.advance();
     }
 }
 
-/* Meta of every third stage, [weight][META_ROW bytes]; 0 behind the ends. */
+/* Loads meta of every third stage, [weight][META_ROW bytes]; zeros after the ends. */
 template <class K>
 __device__ __forceinline__ void load_meta(const Params &p, tma_ring<K::STAGES> &ring,
                                           smem_addr ring_s, int rank) {
     const int lane = threadIdx.x % 32;
-    int turn = threadIdx.x / 32; /* stages until this warp's */
+    int turn = threadIdx.x / 32; /* stages until this warp's own */
     for (int t = first_task(p); t < p.tiles_m * p.tiles_n; t += tasks_apart(p)) {
         const int row0 = weights_of<K>(p, tile_place(t, p.tiles_m, p.tiles_n, p.group), rank);
         for (int step = 0; step < p.steps; ++step, ring.advance()) {
@@ -135,14 +146,15 @@ __device__ __forceinline__ void load_meta(const Params &p, tma_ring<K::STAGES> &
             const int byte0 = step * K::META_ROW;
             const smem_addr to_s = ring_s + K::META_AT + ring.stage * K::META;
 #pragma unroll 1
-            for (int i0 = 0; i0 < K::BW / 32; i0 += 4) { /* four rows of a lane under way */
+            for (int i0 = 0; i0 < K::BW / 32; i0 += 4) { /* a lane has four rows in flight */
                 uint32_t words[4][K::META_ROW / 4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
 #pragma unroll
                     for (int w = 0; w < K::META_ROW / 4; ++w) words[i][w] = 0;
                 const uint8_t *const from = p.meta + byte0;
-                if (p.whole) { /* one choice for all: no load waits for another */
+                if (p.whole) { /* the branch stands outside the loops, so no load waits for another
+                                */
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const int row = row0 + lane + 32 * (i0 + i);
@@ -168,7 +180,7 @@ __device__ __forceinline__ void load_meta(const Params &p, tma_ring<K::STAGES> &
                             uint32_t x = 0;
                             if (row < p.n && byte0 + b < p.meta_bytes)
                                 x = __ldg(from + row * p.meta_row + b);
-                            /* bytes come in at the top and move down */
+                            /* Bytes enter at the top and shift down. */
                             if constexpr (K::META_ROW == 16) {
                                 words[i][0] = __funnelshift_r(words[i][0], words[i][1], 8);
                                 words[i][1] = __funnelshift_r(words[i][1], words[i][2], 8);
@@ -198,14 +210,15 @@ __device__ __forceinline__ void load_meta(const Params &p, tma_ring<K::STAGES> &
 }
 
 /* ---- 2. products ----------------------------------------------------------------------------- */
-/* 64-byte rows, 8 of them a block of 512 bytes, chunks swizzled as smem_tile<.., 64> does. */
+/* Descriptor of values: rows of 64 bytes, 8 of which form a block of 512 bytes, swizzled as
+ * smem_tile<.., 64>. */
 __device__ __forceinline__ uint64_t values_descriptor(smem_addr at_s) {
     return (uint64_t)((at_s & 0x3ffff) >> 4) | (uint64_t)1 << 16 | (uint64_t)(512 >> 4) << 32 |
            (uint64_t)2 << 62;
 }
 
-/* Two instructions, a stage: where the values of this lane's rows stand. One word serves both of 16
- * bits. */
+/* Meta of this lane's rows for the two instructions of a stage. With 16 bits one word serves
+ * both. */
 struct Places {
     uint32_t word[2];
 };
@@ -233,7 +246,7 @@ __device__ __forceinline__ void multiply(D (&d)[K::BT / 2], uint64_t a, uint64_t
         d, wgmma_descriptor_add(a, 32), wgmma_descriptor_add(b, 64), places.word[1], true);
 }
 
-/* A warp tells each block of the cluster that it has read a stage. */
+/* A warp releases a stage to each block of the cluster. */
 __device__ __forceinline__ void release(smem_addr empty_s, int pair) {
     const unsigned rank = threadIdx.x % 32;
     __syncwarp();
@@ -250,24 +263,23 @@ __device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ri
     typedef typename K::D D;
     const int warpgroup = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
     int turn = 0;
-    /* of the thread's tokens of the next tile: read a tile ahead */
+    /* Scales of the thread's tokens of the next tile, read one tile ahead. */
     uint32_t next_sa[K::BT / 128 + (K::BT < 128)];
-    const auto look_ahead = [&](int t) {
+    const auto prefetch_scales = [&](int t) {
         const int token0 = tile_place(t, p.tiles_m, p.tiles_n, p.group).row * K::BT;
         load_scale_bits(next_sa, p.sa, [&](int i) {
             return scale_at(p.sa, min(token0 + thread + 128 * i, p.m - 1), 0);
         });
     };
-    if (K::BYTES == 1) look_ahead(first_task(p));
+    if (K::BYTES == 1) prefetch_scales(first_task(p));
     for (int t = first_task(p); t < p.tiles_m * p.tiles_n; t += tasks_apart(p), turn ^= 1) {
         const TilePlace at = tile_place(t, p.tiles_m, p.tiles_n, p.group);
         const int token0 = at.row * K::BT,
                   row0 = weights_of<K>(p, at, rank) + warpgroup * 64 * K::MS;
-        float *const scales =
-            scales_s +
-            (2 * warpgroup + turn) * K::BT; /* a warp that is a tile ahead writes the other */
+        /* Two sets: a warp may be one tile ahead of the others. */
+        float *const scales = scales_s + (2 * warpgroup + turn) * K::BT;
         uint32_t sb[2 * K::MS];
-        const auto weight = [&](int i) { /* of the thread's rows */
+        const auto weight = [&](int i) { /* index i of the thread's rows */
                                          return min(row0 + i / 2 * 64 + thread / 32 * 16 +
                                                         thread % 32 / 4 + i % 2 * 8,
                                                     p.n - 1);
@@ -277,7 +289,7 @@ __device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ri
             for (int i = 0; i < K::BT; i += 128)
                 if (thread + i < K::BT) scales[thread + i] = scale_from(p.sa, next_sa[i / 128]);
             bar_sync(2 + warpgroup, 128);
-            look_ahead(min(t + tasks_apart(p), p.tiles_m * p.tiles_n - 1));
+            prefetch_scales(min(t + tasks_apart(p), p.tiles_m * p.tiles_n - 1));
             load_scale_bits(sb, p.sb, [&](int i) { return scale_at(p.sb, 0, weight(i)); });
         }
         float bias[2 * K::MS];
@@ -323,7 +335,7 @@ __device__ __forceinline__ void consume(const Params &p, tma_ring<K::STAGES> &ri
             wgmma_pin(sum[0]);
             release(ring.before(), p.pair);
         } else {
-            /* two stages together: steps are even */
+            /* Two stages at a time; the number of steps is even. */
             for (int step = 0; step < p.steps; step += 2) {
                 tma_ring<K::STAGES> next = ring;
                 next.advance();
@@ -407,7 +419,7 @@ enum {
 };
 
 struct Plan {
-    Relay a; /* of 8 bits */
+    KMajorCopy a; /* 8 bits */
 };
 
 TensorShape shape_of(const gk_tensor &t) {
@@ -415,7 +427,8 @@ TensorShape shape_of(const gk_tensor &t) {
     return {t.data, dtype, {t.shape[1], t.shape[0], 1, 1, 1}, {1, t.stride[0], 0, 0, 0}, false};
 }
 
-bool plan_row(const gk_cuda_instance *row, const gk_context *, const void *args, gk_plan *plan) {
+bool plan_instance(const gk_cuda_instance *row, const gk_context *, const void *args,
+                   gk_plan *plan) {
     const gk_sparse_gemm_args *g = (const gk_sparse_gemm_args *)args;
     const int64_t m = g->a.shape[0], k = g->a.shape[1], n = g->values.shape[0], most = 1 << 30;
     if (m == 0 || n == 0 || k == 0 || m > most || n > most || k > most) return false;
@@ -425,7 +438,7 @@ bool plan_row(const gk_cuda_instance *row, const gk_context *, const void *args,
     size_t bytes = 0;
     *x = {};
     if (gk_dtype_bytes(g->a.dtype) == 1)
-        x->a = relay_plan(g->a, &bytes);
+        x->a = plan_k_major(g->a, &bytes);
     else if (g->a.stride[1] != 1 || !tensor_map_fits(shape_of(g->a)))
         return false;
     plan->workspace_bytes = bytes;
@@ -438,13 +451,14 @@ bool plan_row(const gk_cuda_instance *row, const gk_context *, const void *args,
 }
 
 template <class K>
-gk_status run_row(const gk_context *ctx, const void *args, const gk_plan *plan, void *workspace) {
+gk_status run_instance(const gk_context *ctx, const void *args, const gk_plan *plan,
+                       void *workspace) {
     const gk_sparse_gemm_args *g = (const gk_sparse_gemm_args *)args;
     Params p;
     TensorShape a = shape_of(g->a);
     gk_status status = GK_OK;
     if (K::BYTES == 1)
-        status = relay_run("sparse_gemm", ctx, gk_own<Plan>(plan).a, g->a, workspace, &a);
+        status = copy_k_major("sparse_gemm", ctx, gk_own<Plan>(plan).a, g->a, workspace, &a);
     if (status == GK_OK)
         status = make_tensor_map("sparse_gemm", a, wgmma_box(K::BYTES, K::BT / 2), &p.a);
     if (status == GK_OK)
@@ -464,7 +478,7 @@ gk_status run_row(const gk_context *ctx, const void *args, const gk_plan *plan, 
     p.staged = g->out.dtype != GK_F32 && p.n % 8 == 0 && p.f.out_row % 8 == 0 &&
                (uintptr_t)p.f.out % 16 == 0;
     p.steps = (int)gk_ceil_div(g->a.shape[1], K::BK);
-    if (K::BYTES == 1) p.steps += p.steps % 2; /* the last may be zeros */
+    if (K::BYTES == 1) p.steps += p.steps % 2; /* the last step may be all zeros */
     const int tiles_n = (int)gk_ceil_div(p.n, K::BW), sms = gk_gpu_of(ctx->index)->num_sms;
     p.pair = tiles_n % 2 == 0 || tiles_n > SPARSE_PAIRS ? 2 : 1;
     p.tiles_m = (int)gk_ceil_div(p.m, K::BT);
@@ -475,8 +489,9 @@ gk_status run_row(const gk_context *ctx, const void *args, const gk_plan *plan, 
                                          K::THREADS, K::SMEM, p, false, p.pair);
 }
 
-#define ROW(name, dtype, T, MS, BT) \
-    {"sparse_gemm_sm90a_" name, dtype, plan_row, run_row<Kind<T, MS, BT>>, {128 * MS, BT}, NULL}
+#define ROW(name, dtype, T, MS, BT)                                \
+    {"sparse_gemm_sm90a_" name,     dtype,          plan_instance, \
+     run_instance<Kind<T, MS, BT>>, {128 * MS, BT}, NULL}
 
 const gk_cuda_instance instances[] = {
     ROW("bf16_256x128", GK_BF16, __nv_bfloat16, 1, 256),
@@ -489,11 +504,11 @@ const gk_cuda_instance instances[] = {
     ROW("i8_64x128", GK_I8, int8_t, 1, 64),
 };
 
-/* The large tiles where they fill half of the SMs. */
+/* Chooses the large tiles if they fill at least half of the SMs. */
 bool plan_best(const gk_context *ctx, const void *args, gk_plan *plan) {
     const gk_sparse_gemm_args *g = (const gk_sparse_gemm_args *)args;
     for (const gk_cuda_instance &row : instances) {
-        if (row.dtype != g->a.dtype || !plan_row(&row, ctx, args, plan)) continue;
+        if (row.dtype != g->a.dtype || !plan_instance(&row, ctx, args, plan)) continue;
         if (row.key[KEY_BT] == 64 || 2 * plan->tasks >= gk_gpu_of(ctx->index)->num_sms) return true;
     }
     return false;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sparse_pack: values and places of a 2:4 sparse weight. A thread takes a byte of meta, two groups
- * of four, so that nobody shares it. Of a group with more than two non-zeros the first two stay. */
+/* sparse_pack: values and positions of a 2:4 sparse weight. A thread writes a whole byte of
+ * meta, which covers two groups of four. If a group has more than two non-zeros, the first two
+ * are kept. */
 #include "product.cuh"
 
 namespace {
@@ -22,7 +23,7 @@ __global__ void __launch_bounds__(256) sparse_pack_kernel(Params p) {
         for (int half = 0; half < 2; ++half) {
             const int64_t group = 2 * byte + half;
             if (4 * group >= p.k) break;
-            uint32_t taken = 0; /* bits of places */
+            uint32_t taken = 0; /* bit mask of kept positions */
             int found = 0;
             for (int e = 0; e < 4; ++e)
                 if (load_any(p.w, p.dtype, row * p.row + (4 * group + e) * p.col) != 0 &&

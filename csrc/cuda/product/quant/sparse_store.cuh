@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sparse_store.cuh: sums of sparse_gemm_sm90a on their way to the result: scaled, biased,
- * activated, and transposed, since WGMMA's rows are the weight's. By stmatrix and a staging tile,
- * 32 tokens at a time, where results are of 16 bits and rows are whole chunks; else one by one. */
+/* sparse_store.cuh: the epilogue of sparse_gemm_sm90a: scales, bias, activation, and a
+ * transposition, because WGMMA's rows are the weight's. 16-bit results in rows of whole chunks
+ * go through stmatrix and a staging tile, 32 tokens at a time. Others are stored one by one. */
 #ifndef GPUKERN_CUDA_QUANT_SPARSE_STORE_CUH
 #define GPUKERN_CUDA_QUANT_SPARSE_STORE_CUH
 
@@ -10,17 +10,17 @@
 #include "../../ptx/stmatrix.cuh"
 #include "product.cuh"
 
-/* Of a warpgroup's 64 weights x BT tokens. */
+/* Stores a warpgroup's 64 weights x BT tokens. */
 template <class K> struct SparseOut {
     const Finish &f;
     int m, n;
-    bool staged; /* results of 16 bits, rows of whole chunks */
+    bool staged; /* 16-bit results in rows of whole chunks */
     smem_addr panel_s;
     const float *scales; /* of the tile's tokens */
-    int n0, token0;      /* the first weight, the first token */
+    int n0, token0;      /* first weight, first token */
     float sb[2], bias[2];
 
-    /* 32 tokens x 64 weights: scaled, biased. */
+    /* Scales 32 tokens x 64 weights and adds the bias. */
     template <class D>
     __device__ __forceinline__ void finish_some(float (&v)[16], const D *sum, int part) const {
         const int t = threadIdx.x % 4;
@@ -40,7 +40,8 @@ template <class K> struct SparseOut {
         const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
         const smem_addr to_s = panel_s + part % 2 * K::Panel::bytes;
 #pragma unroll
-        for (int j = 0; j < 4; j += 2) { /* matrices: tokens 8 j, weights 0 and 8; tokens 8 j + 8 */
+        for (int j = 0; j < 4;
+             j += 2) { /* matrices: tokens 8 j with weights 0 and 8, then tokens 8 j + 8 */
             const uint32_t r[4] = {
                 pack2<R>(v[4 * j], v[4 * j + 1]), pack2<R>(v[4 * j + 2], v[4 * j + 3]),
                 pack2<R>(v[4 * j + 4], v[4 * j + 5]), pack2<R>(v[4 * j + 6], v[4 * j + 7])};
@@ -96,7 +97,7 @@ template <class K> struct SparseOut {
             return;
         }
 #pragma unroll 1
-        for (int part = 0; part < K::BT / 32; ++part) { /* one body, past which the values move */
+        for (int part = 0; part < K::BT / 32; ++part) { /* not unrolled: shifts the sums down */
             float v[16];
             finish_some(v, sum, part);
 #pragma unroll

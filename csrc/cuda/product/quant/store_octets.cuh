@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* store_octets.cuh: sums of mma.sync on their way to a quantised product's result: through shared
- * memory, 32 rows of a warp at a time, so that a lane has 8 columns of a row; then what `finish` of
- * product.cuh says of one element, for 8 at once. */
+/* store_octets.cuh: the epilogue of the quantised mma.sync products. A warp's sums go through
+ * shared memory, 32 rows at a time, so that a lane gets 8 columns of a row. finish_octet then
+ * applies the formula of `finish` in product.cuh to 8 elements. */
 #ifndef GPUKERN_CUDA_QUANT_STORE_OCTETS_CUH
 #define GPUKERN_CUDA_QUANT_STORE_OCTETS_CUH
 
@@ -15,7 +15,7 @@ template <class Tile> struct SumStage {
     static constexpr int BYTES = Tile::THREADS / 32 * WARP_BYTES, OCTETS = Tile::WN / 8;
 };
 
-/* Those behind the first BY take their place. */
+/* Shifts the sums down by BY tiles of 16 rows. */
 template <int BY, class Sum, int MT, int NT>
 __device__ __forceinline__ void move_sums(Sum (&sum)[MT][NT][4]) {
 #pragma unroll
@@ -26,8 +26,8 @@ __device__ __forceinline__ void move_sums(Sum (&sum)[MT][NT][4]) {
             for (int e = 0; e < 4; ++e) sum[i][n][e] = sum[i + BY][n][e];
 }
 
-/* take(row, v) of each row of the warp's WM that the lane has, and its 8 columns, which begin at 8
- * (lane % OCTETS). smem: of the block, and of nothing else since the last barrier. */
+/* Calls take(row, v) for each of the lane's rows among the warp's WM, with its 8 columns from 8
+ * (lane % OCTETS) on. smem: the block's shared memory, unused since the last barrier. */
 template <class Tile, class Sum, class Take>
 __device__ __forceinline__ void
 take_octets(unsigned char *smem, Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4], const Take &take) {
@@ -36,7 +36,7 @@ take_octets(unsigned char *smem, Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4], con
     const int lane = threadIdx.x % 32;
     float *const sums = (float *)(smem + threadIdx.x / 32 * S::WARP_BYTES);
 #pragma unroll 1
-    for (int row0 = 0; row0 < Tile::WM; row0 += S::ROWS) { /* one body, past which the sums move */
+    for (int row0 = 0; row0 < Tile::WM; row0 += S::ROWS) { /* not unrolled: shifts the sums down */
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i)
 #pragma unroll
@@ -45,11 +45,11 @@ take_octets(unsigned char *smem, Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4], con
                 for (int h = 0; h < 2; ++h)
                     *(float2 *)(sums + (i * 16 + h * 8 + lane / 4) * S::LD + n * 8 + lane % 4 * 2) =
                         make_float2((float)sum[i][n][2 * h], (float)sum[i][n][2 * h + 1]);
-        __syncwarp(); /* the warp's lanes read what the others stored */
+        __syncwarp(); /* lanes read what other lanes wrote */
 #pragma unroll 1
         for (int r = lane / S::OCTETS; r < S::ROWS; r += 32 / S::OCTETS) {
             const float *from_s = sums + r * S::LD + lane % S::OCTETS * 8;
-            /* half of the lanes read the second four first: no bank conflicts */
+            /* Half of the lanes read the second four first, which avoids bank conflicts. */
             const bool late = lane / 4 % 2;
             const float4 x = *(const float4 *)(from_s + (late ? 4 : 0)),
                          y = *(const float4 *)(from_s + (late ? 0 : 4));
@@ -62,7 +62,7 @@ take_octets(unsigned char *smem, Sum (&sum)[Tile::WM / 16][Tile::WN / 8][4], con
     }
 }
 
-/* The same of a transposed result: take(column, row, v), rows row .. row + 7 of the warp. */
+/* The same for a transposed result: take(column, row, v) with rows `row` to row + 7 of the warp. */
 template <class Tile> struct SumStageAcross {
     static constexpr int ROWS = Tile::WM < 32 ? Tile::WM : 32, LD = ROWS + 4,
                          WARP_BYTES = Tile::WN * LD * 4;
@@ -100,8 +100,8 @@ __device__ __forceinline__ void take_octets_across(unsigned char *smem,
 }
 
 /* ---- 8 neighbours of a row ------------------------------------------------------------------- */
-/* Which of them are read or written 16 bytes at a time, 8 of codes: they are dense and begin at
- * multiples of 16 bytes. */
+/* Whether c and the result can be accessed 16 bytes at a time (codes: 8): dense, and aligned to
+ * 16 bytes. */
 struct Vectors {
     bool c, out;
 };
@@ -136,7 +136,7 @@ __device__ __forceinline__ void write_octet(const Finish &f, int64_t at, bool ve
         write_cols<__nv_bfloat16, 8>((__nv_bfloat16 *)f.out + at, 1, vectors, valid, v);
     } else if (f.out_dtype == GK_F16) {
         write_cols<__half, 8>((__half *)f.out + at, 1, vectors, valid, v);
-    } else { /* codes: the check takes no other */
+    } else { /* codes: the op's check allows no other dtype */
         uint8_t *const to_g = (uint8_t *)f.out + at;
         const uint2 codes = make_uint2(codes_x4<CodesBySoftware>(f.out_dtype, v),
                                        codes_x4<CodesBySoftware>(f.out_dtype, v + 4));
@@ -150,8 +150,8 @@ __device__ __forceinline__ void write_octet(const Finish &f, int64_t at, bool ve
     }
 }
 
-/* v: of columns col, col + 1 .., of which `valid` are inside the result, of row `row`; bias:
- * theirs */
+/* Finishes and stores columns col to col + 7 of row `row`, of which `valid` are inside the
+ * result. v: sums. bias: of these columns. */
 __device__ __forceinline__ void finish_octet(const Finish &f, const Vectors &vectors, int64_t row,
                                              int64_t col, int valid, float (&v)[8],
                                              const float (&bias)[8]) {
@@ -161,7 +161,7 @@ __device__ __forceinline__ void finish_octet(const Finish &f, const Vectors &vec
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] = fmaf(f.beta, x[i], v[i]);
     }
-    if (f.bias) /* not + 0: -0 stays */
+    if (f.bias) /* a branch, since adding 0 would turn -0 into +0 */
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] += bias[i];
     if (f.activation != GK_ACT_NONE) activate_in_place<8>(f.activation, v);

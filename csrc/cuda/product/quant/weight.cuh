@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight.cuh: a packed weight's codes (csrc/formats/weight_tile.h) and what they are worth, on the
- * device. */
+/* weight.cuh: reads codes of a packed weight (csrc/formats/weight_tile.h) on the device and
+ * computes their values. */
 #ifndef GPUKERN_CUDA_QUANT_WEIGHT_CUH
 #define GPUKERN_CUDA_QUANT_WEIGHT_CUH
 
@@ -24,7 +24,7 @@ struct Weight {
     int64_t scale_k, scale_n, zero_k, zero_n;
     int group_log2;
     gk_weight_format format;
-    gk_dtype scale_dtype, round; /* round: GK_BF16, GK_F16, or GK_F32: codes without their scale */
+    gk_dtype scale_dtype, round; /* round: GK_BF16 or GK_F16; GK_F32: values without their scale */
     bool is_4_bit;
 };
 
@@ -60,7 +60,7 @@ __device__ __forceinline__ float weight_value(const Weight &w, int64_t n, int64_
     return w.round == GK_BF16 ? to_f32(from_f32<__nv_bfloat16>(v)) : to_f32(from_f32<__half>(v));
 }
 
-/* Rows of a, of any leading dimensions. */
+/* Rows of a over all leading dimensions. */
 inline int64_t weight_rows(const gk_tensor &a) {
     int64_t m = 1;
     for (int d = 0; d < a.ndim - 1; ++d) m *= a.shape[d];

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_decode.cuh: words of a packed weight (csrc/formats/weight_tile.h) to the first operand of
- * mma.m16n8k16, one k16 step at a time, exactly and without their scale: e4m3, int8, e2m1 and code
- * - zero are numbers of 16 bits in either dtype.
+/* weight_decode.cuh: decodes words of a packed weight (csrc/formats/weight_tile.h) to the first
+ * operand of mma.m16n8k16, one k16 step at a time. The result is exact and without scale: e4m3,
+ * int8, e2m1 and (code - zero) are all numbers of either 16-bit dtype. Kim et al. 2022,
+ * arXiv:2211.10017.
  *
- * A code's bits become the low bits of a number's fraction (nibbles, int8), whose constant part one
- * subtraction takes away again; or they become exponent and fraction (e4m3, e2m1), which one
- * product by a power of two puts right, subnormal codes too. Kim et al. 2022, arXiv:2211.10017. */
+ * Nibbles and int8: the code becomes the low bits of a fraction, and one subtraction removes the
+ * constant part. e4m3 and e2m1: the code becomes exponent and fraction, and one multiplication
+ * by a power of two corrects the exponent, also for subnormal codes. */
 #ifndef GPUKERN_CUDA_QUANT_WEIGHT_DECODE_CUH
 #define GPUKERN_CUDA_QUANT_WEIGHT_DECODE_CUH
 
@@ -26,15 +27,15 @@ inline Code code_of(gk_weight_format f) {
                                          : E2M1;
 }
 
-/* Two numbers of 16 bits in a register. */
+/* Two numbers of 16 bits in a register. WHOLE: what NIBBLES and INT8 codes are inserted into.
+ * NOTHING: WHOLE + 8, which uint4 without zero points subtracts. */
 template <class T> struct Two;
 template <> struct Two<__nv_bfloat16> {
     typedef __nv_bfloat162 pair;
-    static constexpr uint32_t WHOLE = 0x43004300u,
-                              NOTHING =
-                                  0x43004300u + 0x00080008u; /* 128; 136: of uint4 without zero */
+    /* 128; 136 */
+    static constexpr uint32_t WHOLE = 0x43004300u, NOTHING = 0x43004300u + 0x00080008u;
     static constexpr uint32_t E2M1_UP = 0x7e807e80u, E4M3_UP = 0x7b807b80u; /* 2^126, 2^120 */
-    static constexpr int E2M1_AT = 6, E4M3_AT = 4; /* where fraction's lowest bit of a code goes */
+    static constexpr int E2M1_AT = 6, E4M3_AT = 4; /* position of the fraction's lowest bit */
     static constexpr uint32_t NANS = 0x7fc07fc0u;
 };
 template <> struct Two<__half> {
@@ -69,8 +70,8 @@ __device__ __forceinline__ uint32_t shift(uint32_t x, int left) {
     return left >= 0 ? x << left : x >> -left;
 }
 
-/* a[h + 2 j]: row 8 h, k 8 j and its neighbour. zero[h]: what NIBBLES take away from rows 8 h, in
- * both halves; whole: Two::WHOLE, with bit 3 set for int4, whose sign it inverts. */
+/* a[h + 2 j] becomes row 8 h, k 8 j and its neighbour. zero[h]: what is subtracted from rows 8
+ * h, in both halves. whole: Two::WHOLE; for int4 with bit 3 set, which inverts the sign bit. */
 template <class T>
 __device__ __forceinline__ void decode_nibbles(uint32_t (&a)[4], uint32_t word, uint32_t whole,
                                                const uint32_t (&zero)[2]) {
@@ -88,7 +89,7 @@ template <class T> __device__ __forceinline__ void decode_e2m1(uint32_t (&a)[4],
                           Two<T>::E2M1_UP);
 }
 
-/* x: the words of j = 0 and 1, bytes 2 h + i */
+/* x0, x1: the words of j = 0 and 1, with bytes 2 h + i. */
 template <class T>
 __device__ __forceinline__ void decode_int8(uint32_t (&a)[4], uint32_t x0, uint32_t x1) {
 #pragma unroll
@@ -102,7 +103,7 @@ __device__ __forceinline__ void decode_int8(uint32_t (&a)[4], uint32_t x0, uint3
     }
 }
 
-/* A NaN code is read as 480. */
+/* Reads a NaN code as 480. */
 template <class T>
 __device__ __forceinline__ void decode_e4m3_finite(uint32_t (&a)[4], uint32_t x0, uint32_t x1) {
     constexpr int AT = Two<T>::E4M3_AT;
@@ -128,7 +129,7 @@ __device__ __forceinline__ void decode_e4m3(uint32_t (&a)[4], uint32_t x0, uint3
     }
 }
 
-/* Step s of four; words: of 4 bits w[0 .. 3], of 8 bits w[0 .. 7] */
+/* Decodes step s of four. w: 4 words for 4 bits, 8 words for 8 bits. */
 template <class T, Code C>
 __device__ __forceinline__ void decode_step(uint32_t (&a)[4], const uint32_t *w, int s,
                                             uint32_t whole, const uint32_t (&zero)[2]) {
@@ -142,7 +143,8 @@ __device__ __forceinline__ void decode_step(uint32_t (&a)[4], const uint32_t *w,
         decode_e4m3<T>(a, w[2 * s], w[2 * s + 1]);
 }
 
-/* What is taken away from a group's codes, twice; zero: that of uint4, 8 where there is none. */
+/* The value that a group's codes subtract, twice in a word. zero: of uint4; 8 without zero
+ * points. */
 template <class T> __device__ __forceinline__ uint32_t zero_bits(uint32_t zero) {
     return Two<T>::WHOLE | zero | zero << 16;
 }

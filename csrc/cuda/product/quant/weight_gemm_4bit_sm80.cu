@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_gemm_4bit_sm80: weight_gemm of int4, uint4, mxfp4 and nvfp4 by mma.sync
+/* weight_gemm_4bit_sm80: weight_gemm with int4, uint4, mxfp4 and nvfp4 weights by mma.sync
  * (weight_gemm_sm80.cuh). */
 #include "weight_gemm_sm80.cuh"
 

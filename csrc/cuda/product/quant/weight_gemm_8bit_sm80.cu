@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_gemm_8bit_sm80: weight_gemm of int8 and e4m3 by mma.sync (weight_gemm_sm80.cuh). */
+/* weight_gemm_8bit_sm80: weight_gemm with int8 and e4m3 weights by mma.sync
+ * (weight_gemm_sm80.cuh). */
 #include "weight_gemm_sm80.cuh"
 
 namespace {

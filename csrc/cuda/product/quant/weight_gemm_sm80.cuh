@@ -1,20 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_gemm_sm80.cuh: weight_gemm by mma.sync, for decode-shaped calls on every GPU and for all
- * others on those without WGMMA.
+/* weight_gemm_sm80.cuh: weight_gemm by mma.sync: decode-shaped calls on every GPU, and all calls
+ * on GPUs without WGMMA.
  *
  *   out^T [N, M] = sum over groups of k of scale (codes - zero) a^T
  *
- * The weight is the instruction's first operand, as its tiles lie in memory: a thread copies the 16
- * bytes that hold its own codes of a tile (cp.async, a ring of stages that no other thread reads)
- * and decodes them in registers. Tokens are the second operand, 8 NT of them. A block of 8 warps
- * has 16 RW rows of the weight and all of k: warp w the rows 16 (w % RW), and of each stage every 8
- * / RW-th tile. A stage is CHUNK of k. At the end the warps' sums meet in shared memory, in their
- * order.
- * A group's sum of exact codes meets the group's scale in float32, so that no weight is rounded.
- * Scales, of any dtype and strides, are read two stages ahead by all threads and lie in shared
- * memory as floats, zero points beside them.
+ * The weight is the instruction's first operand, in the order of its packed tiles. A thread
+ * copies the 16 bytes that hold its own codes of a tile by cp.async, into a ring that no other
+ * thread reads, and decodes them in registers. Tokens are the second operand, 8 NT of them.
  *
- * Workspace: none. Not here: 8-bit a, packed tiles that do not begin at multiples of 16 bytes
+ * A block of 8 warps takes 16 RW rows of the weight and all of k. Warp w takes rows 16 (w % RW)
+ * on, and in each stage every 8 / RW-th tile. A stage is CHUNK of k. At the end the warps' sums
+ * are added in shared memory, in the order of the warps.
+ *
+ * A group's sum of exact codes is multiplied by the group's scale in float32, so no weight is
+ * rounded. Scales may have any dtype and strides. All threads read them two stages ahead and
+ * store them in shared memory as floats, beside their zero points.
+ *
+ * Workspace: none. Refuses: 8-bit a, packed tiles that do not begin at multiples of 16 bytes
  * (product_plain). */
 #ifndef GPUKERN_CUDA_QUANT_WEIGHT_GEMM_SM80_CUH
 #define GPUKERN_CUDA_QUANT_WEIGHT_GEMM_SM80_CUH
@@ -31,9 +33,9 @@ struct WeightParams {
     const void *a;
     int64_t a_m, a_k, m, n;
     int k, groups;
-    int rw, rw_log2, tiles_m;     /* rows of the weight a block, over 16; blocks along M */
-    int log2, scales, scale_log2; /* of a group; of a stage; bytes of one */
-    int rows;                     /* of a in a stage */
+    int rw, rw_log2, tiles_m;     /* weight rows of a block / 16; blocks along M */
+    int log2, scales, scale_log2; /* of a group's length; scales of a stage; of a scale's bytes */
+    int rows;                     /* rows of a in a stage */
     uint32_t whole;               /* decode_nibbles */
     bool vectors;                 /* rows of a are whole chunks of 16 bytes */
 };
@@ -41,16 +43,17 @@ struct WeightParams {
 template <Code C, int NT> struct WeightStage {
     static constexpr int CHUNK = WEIGHT_CHUNK / NT, CHUNK_TILES = CHUNK / GK_TILE,
                          STAGES = WEIGHT_STAGES;
-    /* of a thread's codes in a tile */
+    /* Words of a thread's codes in a tile. */
     static constexpr int WORDS = C == NIBBLES || C == E2M1 ? 4 : 8;
     static constexpr int WARPS = WEIGHT_WARPS, THREADS = 32 * WARPS;
-    static constexpr int SCALE_BYTES = C == NIBBLES ? 8 : 4; /* with the zero point */
+    static constexpr int SCALE_BYTES = C == NIBBLES ? 8 : 4; /* NIBBLES: with the zero point */
     static constexpr int MOST_RW = NT == 1 ? 2 : 4;
-    static constexpr int SCALES =
-        CHUNK / 16 * 16 * MOST_RW / THREADS; /* that a thread reads for a stage, by groups of 16 */
+    /* Scales that a thread reads for a stage, with groups of 16. */
+    static constexpr int SCALES = CHUNK / 16 * 16 * MOST_RW / THREADS;
     typedef smem_tile<8 * NT, 2 * CHUNK> Tokens;
 
-    /* of a in a stage: those there are, or all, whose addresses are constants apart */
+    /* Rows of a in a stage: only those that exist, or all, so that their addresses are constants
+     * apart. */
     static constexpr GK_HD int rows(int64_t m) { return NT <= 2 && m < 8 * NT ? (int)m : 8 * NT; }
     static constexpr GK_HD int token_bytes(int rows) {
         return (rows * 2 * CHUNK + 127) / 128 * 128;
@@ -67,7 +70,7 @@ template <Code C, int NT> struct WeightStage {
     }
 };
 
-/* ---- 1 what a stage is copied from ----------------------------------------------------------- */
+/* ---- 1 copies of a stage --------------------------------------------------------------------- */
 template <class T, class S>
 __device__ __forceinline__ void copy_tokens(const WeightParams &p, smem_addr to_s, int row0,
                                             int k0) {
@@ -94,8 +97,8 @@ __device__ __forceinline__ void copy_tokens(const WeightParams &p, smem_addr to_
     }
 }
 
-/* A thread's own codes of its warp's tiles. codes_g: of the first tile of k, for this thread; NULL
- * where the rows are past N. */
+/* A thread copies its own codes of its warp's tiles. codes_g: this thread's codes of the first
+ * tile along k; NULL if the rows are beyond N. */
 template <class S>
 __device__ __forceinline__ void copy_codes(const WeightParams &p, smem_addr to_s,
                                            const uint8_t *codes_g, int tile, int tiles_k,
@@ -111,12 +114,12 @@ __device__ __forceinline__ void copy_codes(const WeightParams &p, smem_addr to_s
 }
 
 /* ---- 2 scales -------------------------------------------------------------------------------- */
-/* Of a stage, as they stand in memory, on their way to shared memory, where they become floats.
- * Past the weight's end bits of 0. */
+/* A stage's scales, as raw bits on their way to shared memory, where they become floats. Scales
+ * beyond the weight's end are 0. */
 template <class T, Code C, class S> struct StageScales {
     uint32_t bits[S::SCALES], zero[C == NIBBLES ? S::SCALES : 1];
 
-    /* of stage j; row0: of the weight */
+    /* Reads the scales of stage j. row0: first row of the weight. */
     __device__ __forceinline__ void read(const WeightParams &p, int j, int row0) {
         const int rows_log2 = 4 + p.rw_log2, group0 = j * S::CHUNK >> p.log2;
 #pragma unroll
@@ -152,7 +155,7 @@ template <class T, Code C, class S> struct StageScales {
         const gk_dtype dtype = p.w.scale_dtype;
         if (dtype == GK_F32) return;
 #pragma unroll 1
-        /* each its own; one body for all */
+        /* Each thread converts its own scales; one copy of the code serves all dtypes. */
         for (int at = threadIdx.x; at < p.scales; at += S::THREADS) {
             const smem_addr at_s = to_s + at * S::SCALE_BYTES;
             const uint32_t x = ld_shared_32(at_s);
@@ -165,7 +168,8 @@ template <class T, Code C, class S> struct StageScales {
 };
 
 /* ---- 3 a tile times the tokens --------------------------------------------------------------- */
-/* STEPS: of 16 that a group has in the tile, 4 of all that are longer; 0: 1 or 2, as p says. */
+/* STEPS: k16 steps of a tile that share a group's scale; 4 for groups of at least 64; 0: 1 or 2,
+ * from p.log2. */
 template <class T, Code C, int NT, int STEPS, class S>
 __device__ __forceinline__ void multiply_tile(float (&sum)[NT][4], const WeightParams &p,
                                               smem_addr codes_s, const smem_addr (&tokens_s)[NT],
@@ -223,7 +227,7 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[NT][4], const WeightP
     }
 }
 
-/* A warp's tiles of a stage. */
+/* Multiplies a warp's tiles of a stage. */
 template <class T, Code C, int NT, int STEPS, class S>
 __device__ __forceinline__ void multiply_stage(float (&sum)[NT][4], const WeightParams &p,
                                                smem_addr codes_s, const smem_addr (&tokens_s)[NT],
@@ -264,16 +268,16 @@ __global__ void __launch_bounds__(256, NT == 1 ? 3 : 2) weight_gemm_sm80_kernel(
     };
     StageScales<T, C, S> scales;
 
-    int token_at[NT]; /* rows past the last are a copy of it, whose results are not stored */
+    int token_at[NT]; /* rows beyond the last repeat it; their results are not stored */
 #pragma unroll
     for (int i = 0; i < NT; ++i)
         token_at[i] = NT <= 2 ? S::Tokens::offset(min(8 * i + lane % 8, p.rows - 1), lane / 8)
                               : S::Tokens::down(S::Tokens::offset(lane % 8, lane / 8), 8 * i);
     float sum[NT][4] = {};
-    for (int j = 1 - S::STAGES; j < chunks; ++j) { /* those below 0 only copy ahead */
+    for (int j = 1 - S::STAGES; j < chunks; ++j) { /* steps below 0 only copy ahead */
         if (j >= 0) {
             cp_async_wait_group<S::STAGES - 2>();
-            __syncthreads(); /* stage j is in, and all have read the one that is written next */
+            __syncthreads(); /* stage j has arrived; all have read the stage that is written next */
         }
         copy(j + S::STAGES - 1);
         if (j >= -1) scales.write(p, scales_s + (j + 1) % 2 * scale_bytes);
@@ -292,7 +296,8 @@ __global__ void __launch_bounds__(256, NT == 1 ? 3 : 2) weight_gemm_sm80_kernel(
             multiply_stage<T, C, NT, 0, S>(sum, p, codes_s, tokens_s, at_s, my_k, warps_k);
     }
 
-    /* ---- 5 the warps' sums [my_k][token][row] ---- */
+    /* ---- 5 the warps' sums [my_k][token][row]
+     * ---------------------------------------------------- */
     cp_async_wait_group<0>();
     __syncthreads();
     float *sums = (float *)smem;
@@ -321,8 +326,8 @@ enum {
     WEIGHT_KEY_NT
 };
 
-/* Rows of the weight a block, over 16: as many as still give every SM some blocks, since each block
- * reads all tokens. */
+/* Weight rows of a block / 16: as many as possible while every SM still gets enough blocks,
+ * because each block reads all tokens. */
 template <Code C, int NT> int weight_rw(const gk_gpu *gpu, int64_t m, int64_t n, int log2) {
     typedef WeightStage<C, NT> S;
     const int rows = S::rows(m), least = S::CHUNK_TILES < S::WARPS ? S::WARPS / S::CHUNK_TILES : 1;
