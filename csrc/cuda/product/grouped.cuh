@@ -389,7 +389,7 @@ gk_status run_grouped(const gk_context *ctx, const gk_grouped_gemm_args *g, cons
                 p.m,
                 (int)gk_ceil_div(tiles_n, p.pair),
                 ctx->error_word};
-    p.clusters = (int)gk_min_i64(gk_ceil_div(plan->tasks, p.pair) + 1, sms / p.pair);
+    p.clusters = (int)gk_min_i64(gk_ceil_div(plan->tasks, p.pair) + 1, gk_max_i64(1, sms / p.pair));
     return launch_clusters<Grouped<K>>("grouped_gemm", ctx, p, p.clusters);
 }
 

@@ -303,7 +303,8 @@ __global__ void __launch_bounds__(K::THREADS, K::OCC)
 
 /* ---- 3 plan and run -------------------------------------------------------------------------- */
 template <class K> int64_t weight_mma_clusters(const gk_context *ctx, int64_t n) {
-    return gk_min_i64(gk_ceil_div(n, K::ROWS), gk_gpu_of(ctx->index)->num_sms * K::OCC / 2);
+    const int64_t most = gk_gpu_of(ctx->index)->num_sms * K::OCC / 2;
+    return gk_min_i64(gk_ceil_div(n, K::ROWS), gk_max_i64(1, most));
 }
 
 template <class K>

@@ -50,7 +50,7 @@ inline double weight_wgmma_us(int nt, int rt, Code code, int64_t tiles, int spli
     for (const auto &x : prices) {
         if (x.nt != nt || x.rt != rt) continue;
         const double bits = code == NIBBLES ? 1 : code == E2M1 ? 1.17 : 1.38;
-        const int64_t waves = gk_ceil_div(tiles, num_sms / splits),
+        const int64_t waves = gk_ceil_div(tiles, gk_max_i64(1, num_sms / splits)),
                       steps = gk_ceil_div(gk_ceil_div(k, 64), splits);
         return 1 + (double)waves * (x.each + (double)steps * x.slope * bits);
     }

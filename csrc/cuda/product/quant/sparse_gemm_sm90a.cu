@@ -484,7 +484,8 @@ gk_status run_instance(const gk_context *ctx, const void *args, const gk_plan *p
     p.tiles_m = (int)gk_ceil_div(p.m, K::BT);
     p.tiles_n = (int)gk_ceil_div(tiles_n, p.pair);
     p.group = SPARSE_GROUP;
-    const int64_t clusters = gk_min_i64((int64_t)p.tiles_m * p.tiles_n, sms / p.pair);
+    const int64_t clusters =
+        gk_min_i64((int64_t)p.tiles_m * p.tiles_n, gk_max_i64(1, sms / p.pair));
     return launch<sparse_gemm_kernel<K>>("sparse_gemm", ctx, dim3((unsigned)(clusters * p.pair)),
                                          K::THREADS, K::SMEM, p, false, p.pair);
 }
