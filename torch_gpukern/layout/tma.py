@@ -2,7 +2,7 @@
 """TMA boxes and WGMMA descriptors, derived from layouts and checked against the hardware's limits.
 
 box = tma_box("(m=4096,k=1024):(1024,1)", {"m": 128, "k": 64}, elem_bytes=2, swizzle=128)
-box.smem                                  # its place in shared memory: Sw<3,3,3> o 0 o (128,64):(64,1)
+box.smem                                  # in shared memory: Sw<3,3,3> o 0 o (128,64):(64,1)
 wgmma_descriptor(box.smem, elem_bytes=2)  # the descriptor with which wgmma reads it
 """
 
