@@ -218,7 +218,7 @@ def test_explain_for_a_gpu_that_is_not_there(call, arch, row):
         f"no faster than      {found['bound_us']:.1f} us"
         in run("explain", *call, "--arch", arch)[1]
     )
-    # the next call speaks of its own tensors again
+    # the next call describes its own tensors again
     assert json.loads(run("explain", *call, "--json")[1])["row"].startswith(row.split("_")[0])
     assert json.loads(run("explain", *call, "--json")[1])["bound_us"] == 0
 
@@ -309,7 +309,7 @@ def test_explain_for_an_arch_refuses(capsys):
     for more in (("--measure",), ("--device", "cuda")):
         assert main(["explain", "gemm", "4", "4", "4", "--arch", "sm_90", *more]) == 1
         assert capsys.readouterr().err.startswith(
-            "explain: --arch speaks of a GPU that need not be there"
+            "explain: --arch describes a GPU that need not exist"
         )
     if not torch.ops.gpukern.cuda_kernels.default():
         assert main(["explain", "gemm", "4", "4", "4", "--arch", "sm_90"]) == 1
@@ -352,7 +352,7 @@ def test_bench_as_a_page(monkeypatch, tmp_path, capsys):
 
 def test_doctor():
     status, out = run("doctor")
-    assert status == 0 and out.endswith("everything that is here works\n")
+    assert status == 0 and out.endswith("all checks passed\n")
     assert "ok      calls on cpu: gemm and flash_attn, forward and backward" in out
     status, out = run("doctor", "--json")
     names = [check["name"] for check in json.loads(out)]
@@ -469,7 +469,7 @@ def test_layout_prints_its_table():
             "occupancy: registers is 300; a thread has 0 to 255",
         ),
         ("occupancy --registers 30 --threads 0", "occupancy: threads is 0; a block has 1 to 1024"),
-        ("occupancy --registers 30", "occupancy: --registers stands for a kernel"),
+        ("occupancy --registers 30", "occupancy: --registers replaces a kernel"),
         ("roofline README.md", "roofline: README.md: no results of benchmarks/results/: "),
         (
             "roofline pyproject.toml",
@@ -631,7 +631,7 @@ def test_unknown_arguments_end_in_the_usage_of_their_command(capsys):
         (
             "explain flash_attn 2 32 4096 128",
             "explain flash_attn",
-            "unknown argument 2; sizes go by name: --batch 2 --heads 32",
+            "unknown argument 2; give sizes by name: --batch 2 --heads 32",
         ),
         ("explain gemm 4 4 4 --hedas 3", "explain gemm", "unknown argument --hedas"),
         ("info --jsn", "info", "unknown argument --jsn"),

@@ -169,7 +169,7 @@ def test_a_damaged_file_is_reported_once_and_not_used(path, name):
     path.write_bytes(content)
     taken, texts = used(path)
     assert taken == 0 and len(texts) == 1 and "\n" not in texts[0]
-    assert texts[0].startswith(f"torch_gpukern: tuned rows in {path} are not used: {words}")
+    assert texts[0].startswith(f"torch_gpukern: tuned kernels in {path} are not used: {words}")
     assert texts[0].endswith(": run `python -m torch_gpukern tune gemm` again, or delete the file")
     assert used(path) == (0, [])
 
@@ -242,7 +242,7 @@ def test_import_reads_the_file_and_warns_once(tmp_path):
     file.write_text("{")
     text = imported(again + "0", **home)
     assert (
-        text.count("torch_gpukern: tuned rows in") == 1
+        text.count("torch_gpukern: tuned kernels in") == 1
         and f"{file} are not used: it is not JSON" in text
     )
     assert imported(again + "0", **home, GPUKERN_TUNED="off") == ""
@@ -485,7 +485,7 @@ def test_the_command_says_what_it_needs():
     status, out, err = run_cli("tune", "gemm", "--shapes", "8x8x8", "--device", "cpu")
     assert (
         (status, out) == (1, "")
-        and err.startswith("tune: device is cpu; rows are tuned on CUDA")
+        and err.startswith("tune: device is cpu; only CUDA is tuned")
         and err.count("\n") == 1
     )
     if BF16_ROW in KERNELS and not torch.cuda.is_available():
@@ -726,7 +726,7 @@ def test_tune_end_to_end(path):
     entries, problem = cache.entries_of(devices[torch.cuda.get_device_name()[:63]])
     assert not problem and len(entries) <= 3 and f"GPUKERN_TUNED={path}" in out
     table = [line for line in out.splitlines() if line.startswith(("128x", "16x", "2x"))]
-    assert len(table) == 3 and f"{len(entries)} of 3 have a row faster" in out
+    assert len(table) == 3 and f"{len(entries)} of 3 have an instance faster" in out
     assert sum("the same" in line for line in table) == 3 - len(entries)
     for text, entry in entries.items():
         problem = gemm.parse_class(text)
@@ -740,7 +740,7 @@ def test_tune_end_to_end(path):
         assert plan["class"] == text and plan["preferred"] and plan["row"] == entry["row"]
         checked(inputs["a"], inputs["b"], problem.ours(inputs), activation="gelu")
     status, out, err = run_cli("tune", "gemm", "--check", "--cache", str(path))
-    assert f"of {len(entries)} rows are no longer the fastest" in out and status == (
+    assert f"of {len(entries)} instances are no longer the fastest" in out and status == (
         not out.splitlines()[-1].startswith("0")
     )
     assert cache.read(path)[0] == devices

@@ -100,8 +100,8 @@ class Bookkeeping:
 
     @alone
     def free(self, sequence: int) -> None:
-        """Ends a sequence. Its pages return to the pool, except those that other sequences share.
-        """
+        """Ends a sequence. Its pages return to the pool, except those that other sequences
+        share."""
         self._sequences.remove(sequence)
 
     @alone

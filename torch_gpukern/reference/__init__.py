@@ -167,8 +167,8 @@ def _attend(
     if kept is not None:
         p = p * kept / (1 - rules.dropout_p)
     p = p.to(q.dtype)
-    # The out of a row without keys is a constant, so its gradient must not reach p or v, not even as
-    # 0 * inf.
+    # The out of a row without keys is a constant, so no gradient may reach p or v, not even
+    # as 0 * inf.
     out = (p.to(acc) @ v).masked_fill(~sees.any(dim=3)[..., None], 0)
     return out.to(q.dtype), lse
 

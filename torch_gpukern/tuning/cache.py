@@ -61,7 +61,8 @@ def _warn(path: Path, problem: str, advice: str = f"{TUNE} again, or delete the 
         problem = " ".join(problem.split())  # one line, whatever the file contains
         # stacklevel 4 is the line that imports the package: above _warn, use() and the package
         warnings.warn(
-            f"torch_gpukern: tuned rows in {path} are not used: {problem}: {advice}", stacklevel=4
+            f"torch_gpukern: tuned kernels in {path} are not used: {problem}: {advice}",
+            stacklevel=4,
         )
 
 
