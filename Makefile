@@ -1,9 +1,9 @@
 # Every command of this project.
 #
-# `make demo` and `make test` create .venv/, install what they need there, build and run. A second call rebuilds only
-# what changed. They need a C/C++ compiler, and Python >= 3.10 with venv and the header Python.h, which torch.compile
-# uses (Debian and Ubuntu: apt-get install python3-venv python3-dev). Without Python.h the demo runs uncompiled, and
-# `make test` stops before the build.
+# `make demo` and `make test` create .venv/, install what they need there, build and run. A second
+# call rebuilds only what changed. They need a C/C++ compiler, and Python >= 3.10 with venv and the
+# header Python.h, which torch.compile uses (Debian and Ubuntu: apt-get install python3-venv
+# python3-dev). Without Python.h the demo runs uncompiled, and `make test` stops before the build.
 #
 #   make demo          train a small language model on the ops, generate from it, compare with PyTorch's built-ins
 #   make test          the C tests and a fixed-seed sample of the Python tests
@@ -23,11 +23,12 @@
 #   make build fmt lint clean
 #   make tools requirements docs-alone test-python test-learn    parts of these, which .ci/run runs in parallel
 #
-# `make demo`, `make test` and `make docs` build the CUDA half only if there is a GPU. GPUKERN_CUDA=1 builds it if nvcc is
-# found. build/ keeps the options with which it was first configured.
+# `make demo`, `make test` and `make docs` build the CUDA half only if there is a GPU.
+# GPUKERN_CUDA=1 builds it if nvcc is found. build/ keeps the options with which it was first
+# configured.
 #
-# VENV=path uses another environment, which may exist already. MAX_JOBS, GPUKERN_CUDA, GPUKERN_CUDA_ARCHS and CMAKE_ARGS
-# are passed to CMake.
+# VENV=path uses another environment, which may exist already. MAX_JOBS, GPUKERN_CUDA,
+# GPUKERN_CUDA_ARCHS and CMAKE_ARGS are passed to CMake.
 
 SHELL := /bin/bash
 VENV ?= .venv
@@ -41,8 +42,8 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 # The environment's cmake, ninja and pre-commit are found first, as if it were activated.
 export PATH := $(VENV)/bin:$(PATH)
 
-# Stamps are in the environment, so that a new one starts without them. EDITABLE names this checkout, since an
-# environment can have the editable install of only one checkout.
+# Stamps are in the environment, so that a new one starts without them. EDITABLE names this
+# checkout, since an environment can have the editable install of only one checkout.
 STAMPS := $(VENV)/.gpukern
 INSTALLED := $(STAMPS)/requirements
 # The demo alone needs fewer packages; the full set serves it, too.
@@ -76,8 +77,8 @@ ifdef SAYS_NO_CUDA
 $(info gpukern: no NVIDIA GPU here: the CUDA half is left out; GPUKERN_CUDA=1 builds it)
 endif
 
-# torch.compile compiles C++ that includes omp.h with $CXX. clang lacks omp.h without libomp-dev; then Python runs with
-# CXX=g++, which has its own.
+# torch.compile compiles C++ that includes omp.h with $CXX. clang lacks omp.h without libomp-dev;
+# then Python runs with CXX=g++, which has its own.
 ifneq ($(filter demo test test-all,$(MAKECMDGOALS)),)
 ifneq ($(origin CXX),default)
 ifneq ($(shell echo '#include <omp.h>' | $(CXX) -fopenmp -fsyntax-only -x c++ - 2>/dev/null || command -v g++),)
@@ -160,10 +161,11 @@ test-all: header test-csrc
 	GPUKERN_TEST_ALL=1 $(COMPILES) $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS) learn/tests
 	GPUKERN_TEST_ALL=1 $(COMPILES) $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS)
 
-# Under the sanitizers, -O1 compiles three times as fast as -O3, and -g1 has the line numbers for their traces. clang
-# compiles here, so that every check builds the library with both compilers; its UBSan also finds offsets to NULL and
-# casts out of range. The flags are ones that users put into CFLAGS and that must not change a result. Their effect
-# under gcc is tested in tests/build/test_packaging.py.
+# Under the sanitizers, -O1 compiles three times as fast as -O3, and -g1 has the line numbers for
+# their traces. clang compiles here, so that every check builds the library with both compilers; its
+# UBSan also finds offsets to NULL and casts out of range. The flags are ones that users put into
+# CFLAGS and that must not change a result. Their effect under gcc is tested in
+# tests/build/test_packaging.py.
 CLANG ?= clang
 SANITIZE_CPU := $(CONFIGURE) -G Ninja -DCMAKE_C_COMPILER=$(CLANG) -DGPUKERN_BUILD_TORCH=OFF -DGPUKERN_CUDA=0 -DGPUKERN_FUZZ=ON \
 	"-DCMAKE_C_FLAGS=-march=native -ffast-math" -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_C_FLAGS_DEBUG=-O1 -g1" --log-level=NOTICE
@@ -172,7 +174,8 @@ sanitize-cpu: tools
 	@cmake --build $(BUILD)/sanitize-clang -j $(MAX_JOBS)
 	ctest --test-dir $(BUILD)/sanitize-clang --output-on-failure -j $(MAX_JOBS)
 
-# Inputs that reach new code are stored in $(BUILD)/fuzz/found, inputs that fail in $(BUILD)/fuzz: tests/fuzz/README.md.
+# Inputs that reach new code are stored in $(BUILD)/fuzz/found, inputs that fail in $(BUILD)/fuzz:
+# tests/fuzz/README.md.
 FUZZ_SECONDS ?= 60
 FUZZ_ONLY ?= $(patsubst tests/fuzz/fuzz_%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
 fuzz: tools
@@ -188,8 +191,8 @@ fuzz-corpus:
 	@tar --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner --mode=u=rw,go=r --format=ustar -C $(BUILD)/fuzz/corpus \
 		-c $$(cd $(BUILD)/fuzz/corpus && find . -type f -printf '%P\n' | LC_ALL=C sort) | gzip -n -9 > tests/fuzz/corpus.tar.gz
 
-# Finds out-of-bounds and misaligned accesses, shared-memory races, reads of uninitialised memory, and barriers that not
-# all threads reach. check_cuda runs every compiled instance.
+# Finds out-of-bounds and misaligned accesses, shared-memory races, reads of uninitialised memory,
+# and barriers that not all threads reach. check_cuda runs every compiled instance.
 SANITIZER ?= compute-sanitizer
 SANITIZE_TOOLS ?= memcheck racecheck initcheck synccheck
 sanitize: build
@@ -207,7 +210,8 @@ $(BUILD)/patterns/%: learn/patterns/%.cu $(wildcard learn/patterns/*.cuh csrc/cu
 	@mkdir -p $(@D)
 	$(NVCC) -std=c++17 -O3 -arch=sm_90 -Werror all-warnings -Icsrc -Icsrc/include -Ilearn/patterns $< -o $@
 
-# The parts of learn/ that need nvcc: the library of the gemm ladder, if the build has the CUDA half, and the patterns.
+# The parts of learn/ that need nvcc: the library of the gemm ladder, if the build has the CUDA
+# half, and the patterns.
 learn: build
 	@command -v $(NVCC) >/dev/null || { echo "gpukern: $(NVCC) not found; it comes with the CUDA toolkit"; exit 1; }
 	@! cmake --build $(BUILD) --target help | grep -q '^gpukern_ladder' || cmake --build $(BUILD) -j $(MAX_JOBS) --target gpukern_ladder
@@ -226,8 +230,8 @@ results: build
 	$(PY) benchmarks/plots.py
 	$(PY) tools/results.py
 
-# With the CUDA half if nvcc is found; GPUKERN_CUDA=1 requires it. The wheel has its own build folder, so that no
-# unfinished file of build/ gets into it.
+# With the CUDA half if nvcc is found; GPUKERN_CUDA=1 requires it. The wheel has its own build
+# folder, so that no unfinished file of build/ gets into it.
 wheel: $(INSTALLED)
 	@rm -rf $(BUILD)/wheel/raw
 	SKBUILD_BUILD_DIR=$(BUILD)/wheel $(PY) -m pip wheel --quiet --disable-pip-version-check --no-index --no-deps --no-build-isolation \

@@ -5,7 +5,8 @@ function(gk_fail text)
   message(FATAL_ERROR " gpukern: ${text}")
 endfunction()
 
-# Looks for the compiler in a scratch project first, because enable_language() fails with a page of text.
+# Looks for the compiler in a scratch project first, because enable_language() fails with a page of
+# text.
 macro(gk_require_compiler language name what)
   check_language(${language})
   if(NOT CMAKE_${language}_COMPILER OR (IS_ABSOLUTE "${CMAKE_${language}_COMPILER}" AND
@@ -14,9 +15,9 @@ macro(gk_require_compiler language name what)
   endif()
 endmacro()
 
-# Removes -Ofast and similar flags from the user's flags, in this project only. NaN, inf and subnormals must keep their
-# meaning. And with these flags, the compiler's start-up code would make every thread of a process that loads the library
-# flush subnormals to 0.
+# Removes -Ofast and similar flags from the user's flags, in this project only. NaN, inf and
+# subnormals must keep their meaning. And with these flags, the compiler's start-up code would make
+# every thread of a process that loads the library flush subnormals to 0.
 macro(gk_without_fast_math)
   foreach(gk_flags C_FLAGS CXX_FLAGS SHARED_LINKER_FLAGS MODULE_LINKER_FLAGS EXE_LINKER_FLAGS C_FLAGS_RELEASE CXX_FLAGS_RELEASE
           C_FLAGS_RELWITHDEBINFO CXX_FLAGS_RELWITHDEBINFO)
@@ -32,7 +33,8 @@ macro(gk_without_fast_math)
 endmacro()
 
 function(gk_c_options target)
-  # -ffp-contract=fast: a * b + c may be one fused multiply-add. Never -ffast-math: NaN and inf keep their meaning.
+  # -ffp-contract=fast: a * b + c may be one fused multiply-add. Never -ffast-math: NaN and inf keep
+  # their meaning.
   set(c_options -fno-fast-math -ffp-contract=fast -fno-math-errno -Wall -Wextra)
   if(CMAKE_C_COMPILER_ID STREQUAL "GNU")
     list(APPEND c_options -Wno-psabi) # vectors are passed between static functions of one file only
@@ -60,12 +62,14 @@ function(gk_link_options target)
   endif()
   get_target_property(type ${target} TYPE)
   if(NOT APPLE AND NOT type MATCHES "EXECUTABLE|STATIC_LIBRARY")
-    # The library and the plugin may be loaded into one process; each must call its own gk_ functions.
+    # The library and the plugin may be loaded into one process; each must call its own gk_
+    # functions.
     target_link_options(${target} PRIVATE LINKER:-Bsymbolic-functions)
   endif()
 endfunction()
 
-# Sets gk_with_torch, gk_torch_include and gk_torch_lib. torch is located, never imported: an import takes seconds.
+# Sets gk_with_torch, gk_torch_include and gk_torch_lib. torch is located, never imported: an import
+# takes seconds.
 macro(gk_find_torch)
   set(gk_with_torch OFF)
   set(gk_torch_include "${GPUKERN_TORCH_INCLUDE}")
@@ -104,9 +108,9 @@ macro(gk_find_torch)
   endif()
 endmacro()
 
-# Law 3: the file name decides the build. X_sm90a.cu is compiled to sm_90a code. X_sm80.cu and every other name are
-# compiled to sm_80 and sm_90 code and to compute_80 PTX, which serves 8.6, 8.9 and later GPUs. A build for 90a alone
-# has only the sm_90 code of these files.
+# Law 3: the file name decides the build. X_sm90a.cu is compiled to sm_90a code. X_sm80.cu and every
+# other name are compiled to sm_80 and sm_90 code and to compute_80 PTX, which serves 8.6, 8.9 and
+# later GPUs. A build for 90a alone has only the sm_90 code of these files.
 set(gk_cuda_flags_80 "-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]")
 set(gk_cuda_flags_hopper "-gencode=arch=compute_80,code=sm_90")
 set(gk_cuda_flags_90a "-gencode=arch=compute_90a,code=sm_90a")
@@ -168,8 +172,9 @@ or set GPUKERN_CUDA to 0 for the CPU alone")
     enable_language(CUDA)
     find_package(CUDAToolkit REQUIRED)
     set(gk_cuda_libraries CUDA::cudart_static)
-    # nvcc's stubs initialise statics once, for which they need routines of the C++ runtime. Those are linked in, and C
-    # code stays linked as C. The plugin has torch's C++ library and must not get a second one.
+    # nvcc's stubs initialise statics once, for which they need routines of the C++ runtime. Those
+    # are linked in, and C code stays linked as C. The plugin has torch's C++ library and must not
+    # get a second one.
     set(CMAKE_CUDA_IMPLICIT_LINK_LIBRARIES "")
     set(gk_cuda_runtime -static-libgcc -Wl,-Bstatic -lstdc++ -Wl,-Bdynamic)
     set(portable hopper)
@@ -199,7 +204,8 @@ endmacro()
 function(gk_ops_options target)
   target_include_directories(${target} PRIVATE csrc csrc/include)
   target_include_directories(${target} SYSTEM PRIVATE "${gk_torch_include}")
-  # The oldest torch that the binary runs on is 2.10. USE_CUDA only declares the shims that ops/ makes weak.
+  # The oldest torch that the binary runs on is 2.10. USE_CUDA only declares the shims that ops/
+  # makes weak.
   target_compile_definitions(${target} PRIVATE TORCH_TARGET_VERSION=0x020a000000000000 USE_CUDA
                              $<$<BOOL:${gk_with_cuda}>:GPUKERN_HAS_CUDA=1>)
   target_compile_options(${target} PRIVATE -Wall -Wextra $<$<BOOL:${GPUKERN_WERROR}>:-Werror>
@@ -219,7 +225,8 @@ function(gk_add_plugin target namespace)
   add_library(${target} MODULE ops/namespace.cpp $<TARGET_OBJECTS:gk_ops> ${gk_object_files})
   gk_ops_options(${target})
   target_compile_definitions(${target} PRIVATE GPUKERN_NAMESPACE=${namespace})
-  # libtorch.so alone: it is in CPU and CUDA builds of torch alike and pulls in all the rest, so --no-as-needed.
+  # libtorch.so alone: it is in CPU and CUDA builds of torch alike and pulls in all the rest, so
+  # --no-as-needed.
   target_link_libraries(${target} PRIVATE m -Wl,--no-as-needed "${gk_torch_lib}/libtorch.so" -Wl,--as-needed
                         ${gk_cuda_libraries})
   gk_link_options(${target})
