@@ -439,7 +439,7 @@ def test_release_outside_a_window(device):
 
     cache.extend([a], 0)
     want = attend()
-    # the next token is at 13, and its window begins at 7: page 0 is outside
+    # the query at 12 sees keys from 7 on, so page 0 is outside its window
     cache.release(a, 6)
     assert cache.pages(a)[0] == -1 and cache.pages(a)[1] >= 0 and cache.free_blocks == 5
     cache.k[:, [p for p in range(8) if p not in cache.pages(a)]] = torch.nan

@@ -38,8 +38,8 @@ class Kernel:
 
 
 class Place:
-    """A buffer in shared memory: the step whose bytes it contains, by part, and its number of
-    readers."""
+    """A buffer in shared memory: the step whose bytes it contains, by part, and how many
+    products read it."""
 
     def __init__(self, name, parts=1):
         self.name, self.held, self.reading = name, [None] * parts, 0
