@@ -1,31 +1,34 @@
-# Every command of this project. `make demo` and `make test` need a C/C++ compiler, Python >= 3.10 with venv and its header Python.h
-# (Debian and Ubuntu: apt-get install python3-venv python3-dev), which torch.compile compiles with: without it the demo runs
-# uncompiled, and `make test` stops before the build. They make .venv/, install what they need there, build, and run; a second call
-# rebuilds only what changed.
+# Every command of this project.
+#
+# `make demo` and `make test` create .venv/, install what they need there, build and run. A second
+# call rebuilds only what changed. They need a C/C++ compiler, and Python >= 3.10 with venv and the
+# header Python.h, which torch.compile uses (Debian and Ubuntu: apt-get install python3-venv
+# python3-dev). Without Python.h the demo runs uncompiled, and `make test` stops before the build.
 #
 #   make demo          train a small language model on the ops, generate from it, compare with PyTorch's built-ins
 #   make test          the C tests and a fixed-seed sample of the Python tests
 #   make test-all      the whole grid
-#   make sanitize-cpu  the C tests and the kept inputs of the fuzzers under clang's address and undefined-behaviour sanitizers
+#   make sanitize-cpu  the C tests and the fuzzers' corpus under clang's address and undefined-behaviour sanitizers
 #   make fuzz          a minute of new inputs for each entry point of the C API; FUZZ_SECONDS=600 FUZZ_ONLY=gemm
 #   make fuzz-corpus   packs tests/fuzz/corpus.tar.gz from build/fuzz/corpus
 #   make sanitize      the CUDA instances under compute-sanitizer; needs a GPU. SANITIZE_TOOLS=racecheck SANITIZE_PART=2/5
-#                      runs one tool over the second fifth, SANITIZE_ONLY=flash_attn_bwd over the rows of that name
-#   make learn         compiles what of learn/ needs nvcc: the gemm ladder's library and the patterns
-#   make patterns      the examples of learn/patterns: checked, predicted and measured; without a GPU compiled and predicted
-#   make hub           build/hub in the layout of Hugging Face's kernels hub, with a namespace of its own
+#                      runs one tool over the second fifth, SANITIZE_ONLY=flash_attn_bwd over the instances of that name
+#   make learn         compiles the parts of learn/ that need nvcc: the gemm ladder's library and the patterns
+#   make patterns      runs the examples of learn/patterns: checks, predictions, measurements; without a GPU no measurements
+#   make hub           build/hub in the layout of Hugging Face's kernels hub, with its own namespace
 #   make bench         every benchmark, into benchmarks/results/
 #   make results       docs/results.md from benchmarks/results/; every case and plot into build/results/
 #   make docs          the pages and both APIs as a site, docs/_build/html/index.html
 #   make wheel         dist/gpukern-*.whl: one for every Python >= 3.10 and torch >= 2.10 on Linux
 #   make build fmt lint clean
-#   make tools requirements docs-alone test-python test-learn    parts of these, which .ci/run runs beside each other
+#   make tools requirements docs-alone test-python test-learn    parts of these, which .ci/run runs in parallel
 #
-# `make demo`, `make test` and `make docs` build the CUDA half only where there is a GPU; GPUKERN_CUDA=1 builds it wherever nvcc is. What
-# build/ was first configured with it keeps.
+# `make demo`, `make test` and `make docs` build the CUDA half only if there is a GPU.
+# GPUKERN_CUDA=1 builds it if nvcc is found. build/ keeps the options with which it was first
+# configured.
 #
-# VENV=path uses another environment, also an existing one. MAX_JOBS, GPUKERN_CUDA, GPUKERN_CUDA_ARCHS and CMAKE_ARGS
-# reach CMake.
+# VENV=path uses another environment, which may exist already. MAX_JOBS, GPUKERN_CUDA,
+# GPUKERN_CUDA_ARCHS and CMAKE_ARGS are passed to CMake.
 
 SHELL := /bin/bash
 VENV ?= .venv
@@ -33,24 +36,24 @@ override VENV := $(abspath $(VENV))
 PY := $(VENV)/bin/python
 BUILD := build
 MAX_JOBS ?= $(shell nproc)
-# The first Python that is new enough; only used to make the environment.
+# The first Python that is new enough; used only to create the environment.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 # The environment's cmake, ninja and pre-commit are found first, as if it were activated.
 export PATH := $(VENV)/bin:$(PATH)
 
-# Stamps lie in the environment: a new one starts without them. The second one names this checkout, since an
-# environment holds the editable install of one checkout at a time.
+# Stamps are in the environment, so that a new one starts without them. EDITABLE names this
+# checkout, since an environment can have the editable install of only one checkout.
 STAMPS := $(VENV)/.gpukern
 INSTALLED := $(STAMPS)/requirements
-# The demo by itself needs less; what is there serves it, too.
+# The demo alone needs fewer packages; the full set serves it, too.
 NEEDED := $(INSTALLED)
 ifeq ($(MAKECMDGOALS)$(wildcard $(INSTALLED)),demo)
 NEEDED := $(STAMPS)/requirements-demo
 endif
 EDITABLE := $(STAMPS)/editable-$(shell echo "$(CURDIR)" | cksum | cut -d ' ' -f 1)
 
-# Without a GPU the CUDA half would take minutes to compile and not run.
+# Without a GPU, the CUDA half would take minutes to compile and would not run.
 ifneq ($(filter demo test test-all docs,$(MAKECMDGOALS)),)
 ifeq ($(GPUKERN_CUDA)$(wildcard $(BUILD)/CMakeCache.txt),)
 ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'),0)
@@ -74,8 +77,8 @@ ifdef SAYS_NO_CUDA
 $(info gpukern: no NVIDIA GPU here: the CUDA half is left out; GPUKERN_CUDA=1 builds it)
 endif
 
-# torch.compile has $CXX compile C++ that includes omp.h, which clang lacks without its own OpenMP package (libomp-dev): what
-# runs Python then names g++, which brings its own.
+# torch.compile compiles C++ that includes omp.h with $CXX. clang lacks omp.h without libomp-dev;
+# then Python runs with CXX=g++, which has its own.
 ifneq ($(filter demo test test-all,$(MAKECMDGOALS)),)
 ifneq ($(origin CXX),default)
 ifneq ($(shell echo '#include <omp.h>' | $(CXX) -fopenmp -fsyntax-only -x c++ - 2>/dev/null || command -v g++),)
@@ -85,7 +88,7 @@ endif
 endif
 endif
 
-# Whether the cmake on the path is 3.20 or later.
+# True if the cmake on the path is 3.20 or later.
 CMAKE_IS_NEW := [ "$$(printf '%s\n' 3.20 "$$(cmake --version 2>/dev/null | sed -n '1s/[^0-9]*//p')" \
 	| sort -V | head -n 1)" = 3.20 ]
 CONFIGURE := cmake -S . -DPython_EXECUTABLE=$(PY) -DGPUKERN_BUILD_TESTS=ON \
@@ -101,13 +104,13 @@ $(PY):
 	@[ -n "$(PYTHON)" ] || { echo "gpukern: no Python >= 3.10 found; install one, or name it: make PYTHON=..."; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo "gpukern: $(PYTHON) cannot make $(VENV); apt-get install python3-venv"; exit 1; }
 
-# What builds C: the machine's, or pip's.
+# cmake and ninja: the machine's, or otherwise pip's.
 $(STAMPS)/tools: | $(PY)
 	@$(CMAKE_IS_NEW) || $(PY) -m pip install --quiet --disable-pip-version-check 'cmake>=3.20'
 	@command -v ninja >/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check ninja
 	@mkdir -p $(STAMPS) && touch $@
 
-# Not quiet: torch is some hundred megabytes, and pip draws a bar for it.
+# Not quiet, so that pip shows its progress: torch is some hundred megabytes.
 $(STAMPS)/requirements-demo: requirements-demo.txt | $(STAMPS)/tools
 	$(PY) -m pip install --disable-pip-version-check -r requirements-demo.txt
 	@touch $@
@@ -126,7 +129,7 @@ build: $(NEEDED)
 	@cmake --install $(BUILD) --component torch --prefix . >/dev/null
 	@$(MAKE) --silent $(EDITABLE)
 
-# The Python package alone: the library lies in it already.
+# Installs only the Python package; the library is already in it.
 $(EDITABLE): pyproject.toml csrc/include/gpukern.h
 	@mkdir -p $(STAMPS) && rm -f $(STAMPS)/editable-*
 	SKBUILD_WHEEL_CMAKE=0 $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
@@ -138,19 +141,19 @@ demo: build
 test-csrc: build
 	ctest --test-dir $(BUILD) --output-on-failure -j $(MAX_JOBS)
 
-# torch.compile, which the tests call, compiles C++ that includes Python.h.
+# The tests call torch.compile, which compiles C++ that includes Python.h.
 header: | $(PY)
 	@$(PY) -c 'import os, sys, sysconfig; h = os.path.join(sysconfig.get_paths()["include"], "Python.h"); os.path.exists(h) or sys.exit( \
 	f"gpukern: {h} is missing, which the tests of torch.compile need: apt-get install python{sys.version_info[0]}.{sys.version_info[1]}-dev " \
 	"(python3-devel on Fedora)")'
 
-# pytest comes last: its closing line says how the whole of it went.
+# pytest runs last, so that its summary ends the output.
 test: header test-csrc test-learn test-python
 
 test-python:
 	$(COMPILES) $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS)
 
-# learn/ is no part of the product, and its tests are a run of their own.
+# learn/ is not part of the product, so its tests are a separate run.
 test-learn:
 	$(COMPILES) $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS) learn/tests
 
@@ -158,9 +161,11 @@ test-all: header test-csrc
 	GPUKERN_TEST_ALL=1 $(COMPILES) $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS) learn/tests
 	GPUKERN_TEST_ALL=1 $(COMPILES) $(PY) -m pytest -n $(MAX_JOBS) --dist worksteal $(PYTEST_ARGS)
 
-# Under the sanitizers -O1 compiles three times as fast as -O3; -g1 has the lines that their traces name. By clang, so that
-# both compilers build the library in every check; with its UBSan, which knows offsets to NULL and casts out of range. With flags
-# that users have in CFLAGS, which may change no result; what they do under gcc is in tests/build/test_packaging.py.
+# Under the sanitizers, -O1 compiles three times as fast as -O3, and -g1 has the line numbers for
+# their traces. clang compiles here, so that every check builds the library with both compilers; its
+# UBSan also finds offsets to NULL and casts out of range. The flags are ones that users put into
+# CFLAGS and that must not change a result. Their effect under gcc is tested in
+# tests/build/test_packaging.py.
 CLANG ?= clang
 SANITIZE_CPU := $(CONFIGURE) -G Ninja -DCMAKE_C_COMPILER=$(CLANG) -DGPUKERN_BUILD_TORCH=OFF -DGPUKERN_CUDA=0 -DGPUKERN_FUZZ=ON \
 	"-DCMAKE_C_FLAGS=-march=native -ffast-math" -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_C_FLAGS_DEBUG=-O1 -g1" --log-level=NOTICE
@@ -169,7 +174,8 @@ sanitize-cpu: tools
 	@cmake --build $(BUILD)/sanitize-clang -j $(MAX_JOBS)
 	ctest --test-dir $(BUILD)/sanitize-clang --output-on-failure -j $(MAX_JOBS)
 
-# Inputs that reach new code lie in $(BUILD)/fuzz/found; one that fails stays in $(BUILD)/fuzz. tests/fuzz/README.md says more.
+# Inputs that reach new code are stored in $(BUILD)/fuzz/found, inputs that fail in $(BUILD)/fuzz:
+# tests/fuzz/README.md.
 FUZZ_SECONDS ?= 60
 FUZZ_ONLY ?= $(patsubst tests/fuzz/fuzz_%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
 fuzz: tools
@@ -180,13 +186,13 @@ fuzz: tools
 		-artifact_prefix=$(BUILD)/fuzz/$$op- $(BUILD)/fuzz/found/$$op $(BUILD)/fuzz/corpus/$$op || exit 1; \
 	done
 
-# Packs the kept inputs again, after -merge (tests/fuzz/README.md): the same inputs give the same bytes.
+# Packs the corpus again, after -merge (tests/fuzz/README.md). The same inputs give the same bytes.
 fuzz-corpus:
 	@tar --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner --mode=u=rw,go=r --format=ustar -C $(BUILD)/fuzz/corpus \
 		-c $$(cd $(BUILD)/fuzz/corpus && find . -type f -printf '%P\n' | LC_ALL=C sort) | gzip -n -9 > tests/fuzz/corpus.tar.gz
 
-# Out-of-bounds and misaligned accesses, shared-memory races, memory read before it was written, barriers that not all
-# threads reach. check_cuda walks every compiled instance.
+# Finds out-of-bounds and misaligned accesses, shared-memory races, reads of uninitialised memory,
+# and barriers that not all threads reach. check_cuda runs every compiled instance.
 SANITIZER ?= compute-sanitizer
 SANITIZE_TOOLS ?= memcheck racecheck initcheck synccheck
 sanitize: build
@@ -196,7 +202,7 @@ sanitize: build
 		$(if $(SANITIZE_ONLY),GK_CHECK_ONLY=$(SANITIZE_ONLY)) $(SANITIZER) --tool $$tool --error-exitcode 1 $(BUILD)/check_cuda || exit 1; \
 	done
 
-# One program each, for Hopper.
+# One program per pattern, compiled for Hopper.
 NVCC ?= nvcc
 PATTERNS := $(patsubst learn/patterns/%.cu,$(BUILD)/patterns/%,$(wildcard learn/patterns/*.cu))
 $(BUILD)/patterns/%: learn/patterns/%.cu $(wildcard learn/patterns/*.cuh csrc/cuda/layout/*.cuh csrc/cuda/ptx/*.cuh csrc/cuda/tile/*.cuh)
@@ -204,7 +210,8 @@ $(BUILD)/patterns/%: learn/patterns/%.cu $(wildcard learn/patterns/*.cuh csrc/cu
 	@mkdir -p $(@D)
 	$(NVCC) -std=c++17 -O3 -arch=sm_90 -Werror all-warnings -Icsrc -Icsrc/include -Ilearn/patterns $< -o $@
 
-# What of learn/ needs nvcc: the library of the gemm ladder, where the build has the CUDA half, and the patterns.
+# The parts of learn/ that need nvcc: the library of the gemm ladder, if the build has the CUDA
+# half, and the patterns.
 learn: build
 	@command -v $(NVCC) >/dev/null || { echo "gpukern: $(NVCC) not found; it comes with the CUDA toolkit"; exit 1; }
 	@! cmake --build $(BUILD) --target help | grep -q '^gpukern_ladder' || cmake --build $(BUILD) -j $(MAX_JOBS) --target gpukern_ladder
@@ -223,7 +230,8 @@ results: build
 	$(PY) benchmarks/plots.py
 	$(PY) tools/results.py
 
-# With the CUDA half where nvcc is; GPUKERN_CUDA=1 insists on it. A build folder of its own: an unfinished one must not reach a user.
+# With the CUDA half if nvcc is found; GPUKERN_CUDA=1 requires it. The wheel has its own build
+# folder, so that no unfinished file of build/ gets into it.
 wheel: $(INSTALLED)
 	@rm -rf $(BUILD)/wheel/raw
 	SKBUILD_BUILD_DIR=$(BUILD)/wheel $(PY) -m pip wheel --quiet --disable-pip-version-check --no-index --no-deps --no-build-isolation \
@@ -234,7 +242,7 @@ $(STAMPS)/docs: requirements-docs.txt | $(INSTALLED)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
 	@touch $@
 
-# From nothing each time: what was made before says no warning twice.
+# Always from scratch, because Sphinx does not repeat the warnings of pages that it skips.
 docs: build docs-alone
 docs-alone: $(STAMPS)/docs
 	@rm -rf docs/_build
@@ -244,7 +252,7 @@ $(STAMPS)/lint: .pre-commit-config.yaml | $(INSTALLED)
 	$(PY) -m pip install --quiet --disable-pip-version-check pre-commit==4.7.0
 	@touch $@
 
-# Formatters end with an error when they changed something, which is what fmt is for.
+# The leading - ignores errors: a formatter that changes a file exits with one.
 fmt: $(STAMPS)/lint
 	-pre-commit run --all-files clang-format
 	-pre-commit run --all-files ruff-check

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""For tools that call setup.py, old pips among them: each command is the build that pyproject.toml
-names.
+"""Commands for tools that still call setup.py, such as old pips. Each runs the build backend that
+pyproject.toml names.
 
 python setup.py bdist_wheel [-d FOLDER] | install | develop | egg_info [-e FOLDER] | --version
 """
@@ -12,11 +12,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-# pip install 'scikit-build-core>=1.1'; pip brings it along by itself
+# pip installs it for a build; otherwise: pip install 'scikit-build-core>=1.1'
 from scikit_build_core import build
 
 
 def install(make_wheel, more: list[str]) -> None:
+    """Builds a wheel into a temporary folder and installs it with pip's options `more`."""
     with tempfile.TemporaryDirectory() as folder:
         wheel = Path(folder) / make_wheel(folder)
         pip = [
@@ -32,6 +33,7 @@ def install(make_wheel, more: list[str]) -> None:
 
 
 def metadata() -> str:
+    """The text of the package's METADATA."""
     with tempfile.TemporaryDirectory() as folder:
         return (
             Path(folder) / build.prepare_metadata_for_build_wheel(folder) / "METADATA"
@@ -42,10 +44,10 @@ def main(command: str, *options: str) -> None:
     parser = argparse.ArgumentParser(prog=f"setup.py {command}", allow_abbrev=False)
     parser.add_argument("-d", "--dist-dir", default="dist")
     parser.add_argument("-e", "--egg-base", type=Path, default=Path())
-    for name in ("--prefix", "--root", "--target"):  # of pip, which gets them
+    for name in ("--prefix", "--root", "--target"):  # passed on to pip
         parser.add_argument(name)
     parser.add_argument("--user", action="store_true")
-    # what else such tools say is of setuptools' own work
+    # other options concern setuptools' own work and are ignored
     args, _ = parser.parse_known_args(options)
     where = [f"--{name}={x}" for name in ("prefix", "root", "target") if (x := getattr(args, name))]
     where += ["--user"] if args.user else []

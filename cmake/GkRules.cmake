@@ -5,7 +5,8 @@ function(gk_fail text)
   message(FATAL_ERROR " gpukern: ${text}")
 endfunction()
 
-# Looks for the compiler in a scratch project first, because enable_language() ends in a page of text.
+# Looks for the compiler in a scratch project first, because enable_language() fails with a page of
+# text.
 macro(gk_require_compiler language name what)
   check_language(${language})
   if(NOT CMAKE_${language}_COMPILER OR (IS_ABSOLUTE "${CMAKE_${language}_COMPILER}" AND
@@ -14,8 +15,9 @@ macro(gk_require_compiler language name what)
   endif()
 endmacro()
 
-# Takes -Ofast and its kind out of the user's flags for this project alone: NaN, inf and subnormals keep their meaning, and no
-# start-up code of the compiler's makes every thread of a process that loads the library flush subnormals to 0.
+# Removes -Ofast and similar flags from the user's flags, in this project only. NaN, inf and
+# subnormals must keep their meaning. And with these flags, the compiler's start-up code would make
+# every thread of a process that loads the library flush subnormals to 0.
 macro(gk_without_fast_math)
   foreach(gk_flags C_FLAGS CXX_FLAGS SHARED_LINKER_FLAGS MODULE_LINKER_FLAGS EXE_LINKER_FLAGS C_FLAGS_RELEASE CXX_FLAGS_RELEASE
           C_FLAGS_RELWITHDEBINFO CXX_FLAGS_RELWITHDEBINFO)
@@ -31,7 +33,8 @@ macro(gk_without_fast_math)
 endmacro()
 
 function(gk_c_options target)
-  # -ffp-contract=fast: a * b + c may be one fused multiply-add. Never -ffast-math: NaN and inf keep their meaning.
+  # -ffp-contract=fast: a * b + c may be one fused multiply-add. Never -ffast-math: NaN and inf keep
+  # their meaning.
   set(c_options -fno-fast-math -ffp-contract=fast -fno-math-errno -Wall -Wextra)
   if(CMAKE_C_COMPILER_ID STREQUAL "GNU")
     list(APPEND c_options -Wno-psabi) # vectors are passed between static functions of one file only
@@ -59,12 +62,14 @@ function(gk_link_options target)
   endif()
   get_target_property(type ${target} TYPE)
   if(NOT APPLE AND NOT type MATCHES "EXECUTABLE|STATIC_LIBRARY")
-    # The library and the plugin may sit in one process: each calls its own gk_ functions.
+    # The library and the plugin may be loaded into one process; each must call its own gk_
+    # functions.
     target_link_options(${target} PRIVATE LINKER:-Bsymbolic-functions)
   endif()
 endfunction()
 
-# Sets gk_with_torch, gk_torch_include and gk_torch_lib. Torch is looked up, never imported: an import takes seconds.
+# Sets gk_with_torch, gk_torch_include and gk_torch_lib. torch is located, never imported: an import
+# takes seconds.
 macro(gk_find_torch)
   set(gk_with_torch OFF)
   set(gk_torch_include "${GPUKERN_TORCH_INCLUDE}")
@@ -103,9 +108,9 @@ macro(gk_find_torch)
   endif()
 endmacro()
 
-# Law 3, the file name is the build rule: X_sm90a.cu becomes sm_90a code; X_sm80.cu and every other name becomes sm_80
-# and sm_90 code and compute_80 PTX, which serves 8.6, 8.9 and whatever comes later. A build for 90a alone keeps the
-# sm_90 code of these files only.
+# Law 3: the file name decides the build. X_sm90a.cu is compiled to sm_90a code. X_sm80.cu and every
+# other name are compiled to sm_80 and sm_90 code and to compute_80 PTX, which serves 8.6, 8.9 and
+# later GPUs. A build for 90a alone has only the sm_90 code of these files.
 set(gk_cuda_flags_80 "-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]")
 set(gk_cuda_flags_hopper "-gencode=arch=compute_80,code=sm_90")
 set(gk_cuda_flags_90a "-gencode=arch=compute_90a,code=sm_90a")
@@ -119,7 +124,7 @@ macro(gk_cuda_objects target flags)
   list(APPEND gk_objects ${target})
 endmacro()
 
-# What ptxas says of wgmma lies beside the objects.
+# ptxas's messages about wgmma are stored beside the objects.
 function(gk_log_ptxas target)
   target_compile_options(${target} PRIVATE -Xptxas=-v)
   set(logged sh "${PROJECT_SOURCE_DIR}/cmake/ptxas_log.sh" ${CMAKE_CUDA_COMPILER_LAUNCHER})
@@ -167,8 +172,9 @@ or set GPUKERN_CUDA to 0 for the CPU alone")
     enable_language(CUDA)
     find_package(CUDAToolkit REQUIRED)
     set(gk_cuda_libraries CUDA::cudart_static)
-    # nvcc's stubs initialise statics once; the routines of the C++ runtime that this takes come along, and what is C
-    # stays linked as C. The plugin has torch's C++ library and must not have a second one.
+    # nvcc's stubs initialise statics once, for which they need routines of the C++ runtime. Those
+    # are linked in, and C code stays linked as C. The plugin has torch's C++ library and must not
+    # get a second one.
     set(CMAKE_CUDA_IMPLICIT_LINK_LIBRARIES "")
     set(gk_cuda_runtime -static-libgcc -Wl,-Bstatic -lstdc++ -Wl,-Bdynamic)
     set(portable hopper)
@@ -179,7 +185,7 @@ or set GPUKERN_CUDA to 0 for the CPU alone")
     list(FILTER portable_sources EXCLUDE REGEX "_sm90a\\.cu$")
     set(own_sources ${cuda_sources})
     list(FILTER own_sources INCLUDE REGEX "_sm90a\\.cu$")
-    # gemm_sm90a.cu takes a third of Hopper's time: begun first, it does not end last where there are many cores
+    # gemm_sm90a.cu takes a third of the compile time of Hopper's files, so it starts first
     list(SORT own_sources ORDER DESCENDING)
     set(longest ${own_sources})
     list(FILTER longest INCLUDE REGEX "/(gemm|flash_attn_fwd)_sm90a\\.cu$")
@@ -198,14 +204,15 @@ endmacro()
 function(gk_ops_options target)
   target_include_directories(${target} PRIVATE csrc csrc/include)
   target_include_directories(${target} SYSTEM PRIVATE "${gk_torch_include}")
-  # The oldest torch that the binary runs on is 2.10. USE_CUDA only declares the shims that ops/ makes weak.
+  # The oldest torch that the binary runs on is 2.10. USE_CUDA only declares the shims that ops/
+  # makes weak.
   target_compile_definitions(${target} PRIVATE TORCH_TARGET_VERSION=0x020a000000000000 USE_CUDA
                              $<$<BOOL:${gk_with_cuda}>:GPUKERN_HAS_CUDA=1>)
   target_compile_options(${target} PRIVATE -Wall -Wextra $<$<BOOL:${GPUKERN_WERROR}>:-Werror>
                          "-fmacro-prefix-map=${gk_torch_include}/=")
 endfunction()
 
-# The objects of ops/ that know no namespace: all but one.
+# The objects of ops/ that do not depend on the namespace: all but one.
 macro(gk_add_ops)
   file(GLOB ops_sources CONFIGURE_DEPENDS ops/*.cpp)
   list(FILTER ops_sources EXCLUDE REGEX "/namespace\\.cpp$")
@@ -213,18 +220,19 @@ macro(gk_add_ops)
   gk_ops_options(gk_ops)
 endmacro()
 
-# The PyTorch plugin as a module library, its ops in `namespace`.
+# The PyTorch plugin as a module library, with its ops in `namespace`.
 function(gk_add_plugin target namespace)
   add_library(${target} MODULE ops/namespace.cpp $<TARGET_OBJECTS:gk_ops> ${gk_object_files})
   gk_ops_options(${target})
   target_compile_definitions(${target} PRIVATE GPUKERN_NAMESPACE=${namespace})
-  # libtorch.so alone: it is in CPU and CUDA builds of torch alike and pulls in all the rest, so --no-as-needed.
+  # libtorch.so alone: it is in CPU and CUDA builds of torch alike and pulls in all the rest, so
+  # --no-as-needed.
   target_link_libraries(${target} PRIVATE m -Wl,--no-as-needed "${gk_torch_lib}/libtorch.so" -Wl,--as-needed
                         ${gk_cuda_libraries})
   gk_link_options(${target})
 endfunction()
 
-# The .pyi of modules of torch_gpukern/ops, made beside `target` and installed with it.
+# The .pyi files of modules of torch_gpukern/ops, generated with `target` and installed with it.
 function(gk_add_stubs target destination)
   find_package(Python 3.10 QUIET COMPONENTS Interpreter)
   if(NOT Python_EXECUTABLE)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What every test shares: devices, shapes, seeds, the error rule, memory layouts and poison.
+"""Shared by all tests: devices, shapes, seeds, the error rule, memory layouts and NaN around
+tensors.
 
-The judge is `torch_gpukern.reference` on float64 copies of the inputs, its sums exact (exact.py).
-How far a kernel may be from it is never a constant: it is what PyTorch's own op in the same dtype
-makes on the same inputs (`assert_close_as`).
+Results are compared with `torch_gpukern.reference` on float64 copies of the inputs, with exact sums
+(exact.py). The tolerance is never a constant. It is the error that PyTorch's own op in the same
+dtype makes on the same inputs (`assert_close_as`).
 """
 
 import collections
@@ -25,10 +26,10 @@ import zlib
 from functools import partial
 from pathlib import Path
 
-# Tests run in as many processes as there are cores: a thread that spins while it waits would hold a
-# core that another process needs. libgomp reads this when torch loads it.
+# Tests run in one process per core, so a thread that spins while it waits would take a core from
+# another process. libgomp reads this variable when torch loads it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Tests speak of the default rows, whatever was tuned on this machine.
+# Tests are about the default instances, whatever was tuned on this machine.
 os.environ["GPUKERN_TUNED"] = "off"
 
 import pytest
@@ -40,20 +41,20 @@ import torch_gpukern
 from torch_gpukern import reference as statements
 
 ops = torch.ops.gpukern
-# The statements of every op. In float64 their products and sums are rounded once, so that no result
-# hangs on PyTorch's order.
+# The definitions of all ops. In float64 their products and sums are rounded once, so that no result
+# depends on PyTorch's order of additions.
 reference = Judge(statements)
 
-# The whole grid instead of a fixed-seed sample of it.
+# Test the whole grid instead of a fixed-seed sample of it.
 ALL = os.environ.get("GPUKERN_TEST_ALL") == "1"
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 
-# Lengths around every power of two that a tile may have, and the two that loops forget.
+# Lengths around every power of two that a tile may have, and 0 and 1.
 LENGTHS = (0, 1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
-# Head dimensions of real models, and those that divide by nothing.
+# Head dimensions of real models, and odd ones.
 HEAD_DIMS = (8, 16, 32, 64, 80, 96, 128, 192, 256, 512, 1, 7, 33, 65, 100, 511)
 
 
@@ -62,8 +63,8 @@ BUILD = Path(__file__).resolve().parent.parent / "build"
 
 @contextlib.contextmanager
 def build_alone():
-    """One who configures or builds in the build folder at a time: another process of this suite may
-    be at it."""
+    """Context with a lock on the build folder, since several processes of this suite may configure
+    or build there."""
     BUILD.mkdir(exist_ok=True)
     with open(BUILD / "tests.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -90,12 +91,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
         if not ALL and item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="slow: runs with GPUKERN_TEST_ALL=1"))
-    items.sort(key=lambda item: any(item.iter_markers("skip")))  # those that run come first
+    items.sort(key=lambda item: any(item.iter_markers("skip")))  # skipped tests come last
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config, specs):
-    """pytest-xdist is silent until every process has collected."""
+    """Prints a line, because pytest-xdist is silent until every process has collected the tests."""
     _COLLECTING["since"] = time.monotonic()
     _say(
         config,
@@ -121,7 +122,7 @@ def _say(config, text):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Every reason for a skip once, with how many tests it took; and the time of all tests."""
+    """Prints each reason for a skip once, with its number of tests, and the time of all tests."""
     reasons = collections.Counter(
         report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])
     )
@@ -141,9 +142,8 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def judge(name):
-    """A package of requirements-test-nodeps.txt that ours is compared with. Where it is missing
-    those tests are skipped, and the reason is printed; .ci/run, which sets GPUKERN_TEST_JUDGES=1,
-    fails.
+    """Imports a package of requirements-test-nodeps.txt to compare with. If it is missing, the
+    tests are skipped with a reason; with GPUKERN_TEST_JUDGES=1, which .ci/run sets, they fail.
     """
     return (
         importlib.import_module(name)
@@ -152,20 +152,20 @@ def judge(name):
     )
 
 
-# A torch that knows no CUDA collects no test of it: four thousand that it would skip.
+# A torch without CUDA collects no CUDA tests; it would skip four thousand.
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if torch.version.cuda else ["cpu"]
 
 
 @pytest.fixture(params=DEVICES)
 def device(request):
-    """The device a test runs on; every test of an op takes it."""
+    """The device that a test runs on. Every test of an op takes this fixture."""
     return request.param
 
 
 @pytest.fixture(autouse=True)
 def _torch_defaults():
-    """Thread count and modes are process state: give each test those that the process started
-    with."""
+    """Restores the thread count and torch's modes before each test, because they are process
+    state."""
     threads = torch.get_num_threads()
     yield
     if torch.get_num_threads() != threads:
@@ -174,7 +174,8 @@ def _torch_defaults():
 
 @pytest.fixture
 def one_thread():
-    """For the many tiny calls of gradcheck. The thread count is put back after the test."""
+    """One thread, for the many tiny calls of gradcheck. The thread count is restored after the
+    test."""
     torch.set_num_threads(1)
 
 
@@ -187,7 +188,7 @@ def _name(value):
 
 
 class Case:
-    """One point of a grid; the axes are its attributes, its id names them all."""
+    """One point of a grid. The axes are its attributes, and its id contains all of them."""
 
     def __init__(self, **axes):
         self.__dict__.update(axes)
@@ -198,10 +199,10 @@ class Case:
 
 
 def grid(n, **axes):
-    """The product of the axes, or n points of it in which every value of an axis comes up equally
+    """The product of the axes, or n points of it in which each value of an axis occurs equally
     often.
 
-    The sample depends on the axes' names and n alone, so a failure can be run again by its id.
+    The sample depends only on the axes' names and n, so a failing case can be run again by its id.
     """
     if ALL:
         points = [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
@@ -223,25 +224,24 @@ def grid(n, **axes):
 
 
 def generator(*key):
-    """A generator seeded by what it is for."""
+    """A generator whose seed follows from the arguments."""
     return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
 
 
 def randn(gen, *shape, dtype=torch.float32, device="cpu", std=1.0):
-    """Normal values drawn in float64 on the CPU, so that all devices and dtypes get the same ones
-    up to rounding."""
+    """Normal values, drawn in float64 on the CPU, so that all devices and dtypes get the same
+    values up to rounding."""
     return (torch.randn(shape, generator=gen, dtype=torch.float64) * std).to(dtype).to(device)
 
 
 def integers(gen, *shape, low=-4, high=5, dtype=torch.float32, device="cpu"):
-    """Small integers: their sums of products are exact in every dtype here, so results compare bit
-    for bit."""
+    """Small integers, whose sums of products are exact in every dtype, so that results can be
+    compared bit for bit."""
     return torch.randint(low, high, shape, generator=gen).to(dtype).to(device)
 
 
 def f64(x):
-    """x with every floating tensor in it as float64; containers, index tensors and plain values as
-    they are."""
+    """x with every floating-point tensor in it converted to float64; other values are unchanged."""
     if isinstance(x, torch.Tensor):
         return x.detach().double() if x.is_floating_point() else x
     if isinstance(x, dict):
@@ -252,7 +252,7 @@ def f64(x):
 
 
 def on_cpu(x):
-    """x with every tensor in it on the CPU, where yardsticks are made."""
+    """x with every tensor in it moved to the CPU, where yardsticks are computed."""
     if isinstance(x, torch.Tensor):
         return x.cpu()
     if isinstance(x, dict):
@@ -263,13 +263,13 @@ def on_cpu(x):
 
 
 def served(dims, device):
-    """Head dims that the device has kernels for: on CUDA the next multiples of 8, up to 256."""
+    """Head dims that the device supports: on CUDA rounded up to multiples of 8, up to 256."""
     return dims if device == "cpu" else tuple(min(256, -(-d // 8) * 8) for d in dims)
 
 
 def as_dtype(x, dtype):
-    """x with every floating tensor in it in dtype, as a fresh contiguous tensor without poison
-    around it."""
+    """x with every floating-point tensor in it converted to dtype, as a new contiguous tensor
+    without NaN around it."""
     if isinstance(x, torch.Tensor):
         return x.detach().to(dtype).clone() if x.is_floating_point() else x
     if isinstance(x, dict):
@@ -278,7 +278,8 @@ def as_dtype(x, dtype):
 
 
 # --------------------------------------------------------------------------------------------------
-# memory layouts: same values, other strides, NaN in every element the tensor does not own
+# memory layouts: the same values with other strides, and NaN in all elements between and around
+# them
 
 
 def _poisoned(numel, like):
@@ -288,9 +289,8 @@ def _poisoned(numel, like):
 def strided(x, order=None, offset=3, pad=0, step=1):
     """A copy of x inside a buffer of NaN.
 
-    order is the order of the dimensions in memory (outermost first), offset the elements before the
-    first one, pad the elements added to each row of the innermost stored dimension, step its
-    stride.
+    order: the dimensions in memory, outermost first. offset: elements before the first one. pad:
+    elements added to each row of the innermost dimension. step: the stride of that dimension.
     """
     order = tuple(range(x.dim())) if order is None else order
     stride, strides = step, [0] * x.dim()
@@ -318,7 +318,7 @@ def swap_middle(x):
 
 
 def outer_last(x):
-    """The first dimension stored just outside the last one."""
+    """A copy in which the first dimension is stored next to the last one, outside it."""
     return strided(x, (*range(1, x.dim() - 1), 0, x.dim() - 1) if x.dim() > 2 else None)
 
 
@@ -334,9 +334,8 @@ LAYOUTS = {
 
 
 def guarded(x, width=64):
-    """x's values inside a buffer with a band of NaN on both sides; returns (view, check).
-
-    check() fails if a byte of the bands has changed since.
+    """(view, check): x's values inside a buffer with a band of NaN on both sides. check() fails if
+    a byte of the bands has changed.
     """
     buffer = _poisoned(x.numel() + 2 * width, x)
     view = buffer[width : width + x.numel()].view(x.shape)
@@ -354,8 +353,7 @@ def guarded(x, width=64):
 def far_apart(x, dim, stride=2**31 + 5):
     """x's values with more than 2**31 elements between neighbours along dim.
 
-    The address space is reserved without memory behind it: only the pages that x's rows lie on
-    become real.
+    Only address space is reserved. Memory is committed only for the pages that contain x's rows.
     """
     rest = [d for d in range(x.dim()) if d != dim]
     strides, inner = [0] * x.dim(), 1
@@ -372,8 +370,8 @@ def far_apart(x, dim, stride=2**31 + 5):
 
 
 def snapshot(*args, **kwargs):
-    """Copies of every tensor among the arguments; returns a check that they are bit for bit as they
-    were."""
+    """Copies all tensors among the arguments. Returns a function that checks that they have not
+    changed by a bit."""
     tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
     before = [t.detach().clone() for t in tensors]
 
@@ -385,7 +383,7 @@ def snapshot(*args, **kwargs):
 
 
 def same_bits(x, y):
-    """Bit for bit the same, NaN included."""
+    """Whether two tensors have the same bits, NaN included."""
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
     if x.is_floating_point():
@@ -395,7 +393,7 @@ def same_bits(x, y):
 
 
 def assert_bits(x, y):
-    """`same_bits`, and where they differ how many do and by what."""
+    """Asserts `same_bits`; on failure it prints how many elements differ and by how much."""
     if not same_bits(x, y):
         torch.testing.assert_close(x.double(), y.double(), rtol=0, atol=0, equal_nan=True)
         raise AssertionError(
@@ -412,25 +410,24 @@ def _rms(x):
     return x.square().mean().sqrt().item()
 
 
-# A yardstick that is a function is asked until it has shown so many errors of single values,
-# MOST_DRAWS times at the most.
+# A yardstick that is a function is called until it has given SAMPLE errors of single values, at
+# most MOST_DRAWS times.
 SAMPLE, MOST_DRAWS = 4096, 64
 
 
 def draws_of(values):
-    """How often a yardstick for a tensor of so many finite values is asked: known before a result
-    is looked at.
+    """How often a yardstick is called for a tensor of `values` finite values. This does not depend
+    on the result that is tested.
 
-    The largest of a few errors may be far below what the arithmetic makes: all may round luckily at
-    once. Of SAMPLE errors it is not, so a tensor of that size needs no other inputs than its own,
-    and one of a single value needs MOST_DRAWS.
+    The largest of a few errors may be far below what the arithmetic makes, because all of them may
+    round luckily. With SAMPLE errors this does not happen. So a tensor of that size needs only its
+    own inputs, and a single value needs MOST_DRAWS other ones.
     """
     return min(MOST_DRAWS, max(1, -(-SAMPLE // values)))
 
 
 def shuffled(gen, *tensors):
-    """The values of each tensor in another order, times a number around 1: inputs like these,
-    neither larger nor smaller."""
+    """Similar inputs: the values of each tensor in another order, times a number around 1."""
 
     def one(x):
         order = torch.randperm(x.numel(), generator=gen).to(x.device)
@@ -442,29 +439,30 @@ def shuffled(gen, *tensors):
 
 
 def assert_close_as(yardstick, got, ref, what="out", sources=None):
-    """got is as near to ref as PyTorch's own op: max and RMS error at most twice its, plus one
-    rounding.
+    """Asserts that `got` is as close to `ref` as PyTorch's own op: its maximum and RMS errors are
+    at most twice PyTorch's, plus one rounding. The rounding is one unit in the last place of got's
+    dtype at max|ref|.
 
-    yardstick is PyTorch's result in got's dtype, or a list of such results that differ by the order
-    of a sum alone: on a tensor of few elements one of them is exact by luck, the worst of some is
-    not. Or a function of 0, 1, ..: for 0 it returns such a list, for others pairs of PyTorch's
-    result and the reference on other inputs like these, one draw a time. The bound is the worst of
-    draws_of(finite values) draws, a number that got has no part in; a further draw only raises the
-    bound, so the rest is left out once got is within. sources, where values share their roundings:
-    how many make their errors by themselves (few queries: all of dk hangs on a score or two of
-    each). The rounding is one unit in
-    the last place of got's dtype at max|ref|.
+    Args:
+        yardstick: PyTorch's result in got's dtype; or a list of such results that differ only in
+            the order of a sum, since one result with few elements may be exact by luck; or a
+            function. The function returns such a list for 0. For 1, 2, .. it returns pairs of
+            PyTorch's result and the reference on other, similar inputs, one draw per call. The
+            bound is the worst of draws_of(finite values) draws. More draws only raise the bound, so
+            they stop as soon as got is within it.
+        sources: the number of independent errors, if values share roundings. (With few queries, all
+            of dk depends on one or two scores.)
 
-    If got is float64, the yardstick is PyTorch's float32 result, its error times the ratio of the
-    two epsilons. PyTorch's own float64 product is no judge: its error is up to four times a
-    kernel's on some CPUs. ref then comes from `reference` or `product`, whose sums are exact
-    (exact.py). The error counts three times, not two: float64 kernels, there for gradcheck, block
-    their sums less than PyTorch's float32 ones.
+    If got is float64, the yardstick is PyTorch's float32 result, with its error scaled by the ratio
+    of the two epsilons. PyTorch's own float64 product is not used, because its error is up to four
+    times a kernel's on some CPUs. ref must then come from `reference` or `product`, whose sums are
+    exact (exact.py). The error counts three times instead of twice, because the float64 kernels,
+    which exist for gradcheck, block their sums less than PyTorch's float32 ones.
     """
     assert got.shape == ref.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(ref.shape)}"
     assert ref.dtype == torch.float64, "the reference is float64"
     got_dtype, eps = got.dtype, torch.finfo(got.dtype).eps
-    # above 0; what is smaller by far rounds to 0
+    # above 0, since much smaller values round to 0
     least = torch.finfo(got.dtype).smallest_normal * eps
     got, ref = got.detach().double().cpu(), ref.detach().cpu()
     finite = ref.isfinite()
@@ -491,7 +489,7 @@ def assert_close_as(yardstick, got, ref, what="out", sources=None):
             y, exact = y.detach().double().cpu()[finite], exact.detach().cpu()[finite]
             assert y.isfinite().all(), f"{what}: the yardstick itself is not finite"
             if largest >= least and not y.any():
-                continue  # its error would be all of ref
+                continue  # its error would be as large as ref
             nonzero = True
             worst_max = max(worst_max, (y - exact).abs().max().item() * unit)
             worst_rms = max(worst_rms, _rms(y - exact) * unit)
@@ -511,7 +509,7 @@ def assert_close_as(yardstick, got, ref, what="out", sources=None):
 
 
 def yard_dtype(dtype):
-    """The dtype of the yardstick: PyTorch's float32 stands for float64, see assert_close_as."""
+    """The dtype of the yardstick: float32 for float64, as assert_close_as explains."""
     return torch.float32 if dtype == torch.float64 else dtype
 
 
@@ -530,7 +528,7 @@ TORCH_ACTIVATION = {
 def torch_gemm(
     a, b, bias=None, c=None, alpha=1.0, beta=1.0, activation="none", out_dtype=None, order=None
 ):
-    """The same in PyTorch's ops and dtype; order [K] permutes the sum over K."""
+    """gemm by PyTorch's ops in the same dtype. order [K] permutes the sum over K."""
     if order is not None:
         a, b = a[..., order], b[..., order, :]
     dtype = out_dtype or a.dtype
@@ -564,7 +562,8 @@ def orders(gen, n, count=4):
 
 
 def kv_bounds(batch, seq_k, gen):
-    """kv_start, kv_end int32 [batch]: whole, empty, reversed and clamped ranges among random ones."""
+    """kv_start, kv_end int32 [batch]: whole, empty, reversed and clamped ranges among random
+    ones."""
     start = torch.randint(-3, max(seq_k // 2, 1), (batch,), generator=gen)
     end = torch.randint(max(seq_k // 2, 1), seq_k + 5, (batch,), generator=gen)
     if batch > 1:
@@ -573,8 +572,8 @@ def kv_bounds(batch, seq_k, gen):
 
 
 def q_starts(batch, seq_q, seq_k):
-    """q_start int32 [batch]: the last query at the last key, half of the queries before the keys,
-    all of them at the end or beyond, all of them among the keys.
+    """q_start int32 [batch], in turn: the last query at the last key, half of the queries before
+    the first key, all queries at the end or beyond, all queries among the keys.
     """
     stands = torch.tensor(
         [seq_k - seq_q, -seq_q // 2, seq_k - 1, (seq_k - seq_q) // 2, seq_k + 3], dtype=torch.int32
@@ -655,7 +654,7 @@ MODIFIERS = (
     "causal_softcap causal_alibi "
     "window_sinks all"
 ).split()
-# Later ones, which tests sample by themselves.
+# More modifiers, which tests sample separately.
 MORE_MODIFIERS = ("sinks_own", "q_start", "q_start_window", "q_start_all")
 
 
@@ -678,7 +677,7 @@ def visible(
     kv_end=None,
     q_start=None,
 ):
-    """bool [B, 1, Sq, Sk]: query i sees key j; written from the rules, one compare each."""
+    """bool [B, 1, Sq, Sk]: whether query i sees key j, one comparison per rule."""
     batch, seq_q, seq_k = q_shape[0], q_shape[2], k_shape[2]
     i = stands_at(seq_q, diagonal, q_start)
     j = torch.arange(seq_k)[None, :]
@@ -697,11 +696,11 @@ def visible(
 
 
 def torch_mask(q, k, alibi_slopes=None, **span):
-    """attn_mask of SDPA for the same keys and slopes, and bool [B or 1, 1, Sq, 1]: rows that see no
-    key.
+    """SDPA's attn_mask for the same keys and slopes, and bool [B or 1, 1, Sq, 1], the rows that see
+    no key.
 
-    Such rows see all keys in the mask, SDPA has no answer for them. None where every query sees
-    every key.
+    In the mask, rows that see no key see all of them, because SDPA has no result for them. The mask
+    is None if every query sees every key.
     """
     mask = visible(q.shape, k.shape, **span).to(q.device)
     empty = ~mask.any(-1, keepdim=True)
@@ -715,9 +714,9 @@ def torch_mask(q, k, alibi_slopes=None, **span):
 
 
 def torch_attn(q, k, v, scale=None, softcap=0.0, sinks=None, order=None, **rules):
-    """The same in PyTorch's own op and q's dtype: SDPA, or None where SDPA cannot say it.
+    """Attention by SDPA in q's dtype; None if SDPA cannot express the call.
 
-    order [Sk] permutes the keys. Rows without keys are 0.
+    order [Sk] permutes the keys. Rows that see no key are 0.
     """
     if softcap != 0 or sinks is not None or k.shape[2] == 0 or q.shape[2] == 0:
         return None
@@ -730,12 +729,12 @@ def torch_attn(q, k, v, scale=None, softcap=0.0, sinks=None, order=None, **rules
 
 
 def lse_yardsticks(q, k, v, ref_lse, softcap=0.0, sinks=None, **rules):
-    """What lse is with PyTorch's errors in q's dtype (float32 for float64) on it.
+    """Yardsticks of lse: values with PyTorch's errors in q's dtype (float32 for float64).
 
-    Some are reference.py's. In 16 bits another one adds to ref_lse the error of the lse that SDPA's
-    CPU kernel keeps for its backward; softcap and sinks, which SDPA has not, are left out of that
-    comparison, and few keys are repeated, lse less the logarithm of how often, so that its vector
-    code runs and not what it has for the rest.
+    Some come from `reference`. In 16 bits, another one is ref_lse plus the error of the lse that
+    SDPA's CPU kernel keeps for its backward. That comparison leaves out softcap and sinks, which
+    SDPA does not have. If there are few keys, it repeats them and subtracts the logarithm of the
+    number of repeats, so that SDPA's vector code runs instead of its code for the remainder.
     """
     q, k, v, ref_lse, sinks, rules = on_cpu((q, k, v, ref_lse, sinks, rules))
     dtype = yard_dtype(q.dtype)
@@ -778,7 +777,7 @@ def flipped(
     q_start=None,
     **rest,
 ):
-    """The same problem with queries and keys in reverse order; returns (q, k, v, arguments)."""
+    """(q, k, v, arguments) of the same problem with queries and keys in reverse order."""
     seq_q, seq_k = q.shape[2], k.shape[2]
     right = window_right if not is_causal else 0 if window_right < 0 else min(window_right, 0)
     rest.update(window_left=right, window_right=window_left)
@@ -808,12 +807,12 @@ def flash_gradients(
     dropout_p=0.0,
     **span,
 ):
-    """(dq, dk, dv, dsinks) in PyTorch's ops as every flash attention computes them, SDPA's among
-    them.
+    """(dq, dk, dv, dsinks) in PyTorch's ops, computed as in every flash attention, including
+    SDPA's.
 
-    P comes back from lse, and the row sums of P * dP from the rounded out; P and dS meet the
-    products in q's dtype. With a peak, out too comes of weights in q's dtype, relative to a maximum
-    that was larger by so much on its way, as SDPA's kernels on CUDA have it.
+    P is recomputed from lse, and the row sums of P * dP come from the rounded out. P and dS are
+    rounded to q's dtype before the products. With a peak, out is also computed from weights in q's
+    dtype, relative to a maximum that is larger by `peak`, as in SDPA's CUDA kernels.
     """
     rules = dict(scale=scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, **span)
     dropped = 1.0 if kept is None else kept / (1 - dropout_p)
@@ -860,12 +859,12 @@ def flash_gradients(
 
 
 def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
-    """reference.flash_attn in the yardstick's dtype, its sums in several orders: the errors to
-    expect of that dtype.
+    """reference.flash_attn in the yardstick's dtype with sums in several orders, which shows the
+    errors to expect in that dtype.
 
-    Returns a list of [out, lse], or of [out, lse, dq, dk, dv, dsinks] with grad_out, by autograd
-    and as flash_gradients has them. Another order of either head_dim, and of queries and keys
-    together, changes nothing but the order of sums.
+    Returns a list of [out, lse]; with grad_out of [out, lse, dq, dk, dv, dsinks], by autograd and
+    by flash_gradients. Permuting a head_dim, or queries and keys together, changes only the order
+    of sums.
     """
     rounds_weights = q.is_cuda and q.dtype in HALF
     q, k, v, kwargs, grad_out, grad_lse = on_cpu((q, k, v, kwargs, grad_out, grad_lse))
@@ -920,10 +919,10 @@ def reordered(q, k, v, kwargs, grad_out=None, grad_lse=None):
 
 
 def reordered_packed(q, k, v, cu_q, cu_k, kwargs, grad_out):
-    """reordered, sequence by sequence, for flash_attn_varlen: a list of [out, lse, dq, dk, dv,
-    dsinks].
+    """`reordered` for each sequence of flash_attn_varlen: a list of [out, lse, dq, dk, dv, dsinks].
 
-    Sequences of the same lengths are one batch: small ones come in hundreds.
+    Sequences with the same lengths are computed as one batch, because there may be hundreds of
+    small ones.
     """
     alike = {}
     for b, ((q0, q1), (k0, k1)) in enumerate(
@@ -958,12 +957,12 @@ def reordered_packed(q, k, v, cu_q, cu_k, kwargs, grad_out):
 
 
 def logit_dtype(dtype):
-    """The dtype of lse, sinks, slopes and scales."""
+    """The dtype of lse, sinks, slopes and scales beside q's dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def for_dtype(kwargs, dtype):
-    """The extra arguments of an attention op for q in dtype."""
+    """The arguments of an attention op other than q, k, v, converted for q in dtype."""
     return as_dtype(kwargs, logit_dtype(dtype))
 
 
@@ -972,11 +971,11 @@ def for_dtype(kwargs, dtype):
 
 
 class Paged:
-    """A paged cache with shuffled pages, beside the dense keys and values it holds.
+    """A paged cache with shuffled pages, and the dense keys and values that it contains.
 
-    lengths is a list of context lengths (the new tokens included), queries a list of the query
-    tokens per sequence. Everything no query may read is NaN: unused pages, the tail of last pages;
-    table entries past the used ones point far outside the cache.
+    lengths: the context length of each sequence, new tokens included. queries: the query tokens of
+    each sequence. Everything that no query may read is NaN: unused pages and the ends of last
+    pages. Unused table entries point far outside the cache.
     """
 
     def __init__(
@@ -1030,8 +1029,8 @@ class Paged:
         elif order == "padded":
             self.k_cache, self.v_cache = (strided(c, pad=3) for c in (self.k_cache, self.v_cache))
         elif order == "shared":
-            # one tensor [num_blocks, 2, block_size, heads_kv, max(D, Dv)] holds both, as some
-            # engines store them
+            # one tensor [num_blocks, 2, block_size, heads_kv, max(D, Dv)] for both, as in some
+            # inference engines
             both = torch.full(
                 (total, 2, block_size, heads_kv, max(head_dim, head_dim_v)), math.nan, dtype=dtype
             )
@@ -1041,7 +1040,7 @@ class Paged:
             self.k_cache, self.v_cache = both[:, 0, ..., :head_dim], both[:, 1, ..., :head_dim_v]
 
     def like(self, gen):
-        """For dense alone: the same with all values in another order."""
+        """A similar cache with all values in another order; only `dense` uses it."""
         other = copy.copy(self)
         (other.q,) = shuffled(gen, self.q)
         other.keys, other.values = (
@@ -1056,10 +1055,8 @@ class Paged:
     def dense(
         self, dtype, run, window_left=-1, is_causal=True, k_scale=None, v_scale=None, **modifiers
     ):
-        """run(q, k, v, **flash_attn's arguments) on each sequence's own dense keys in dtype; packed
-        results.
-
-        run returns (out, lse) of one sequence as flash_attn does.
+        """Calls run(q, k, v, **flash_attn's arguments) on each sequence's dense keys in dtype, and
+        packs the results. run returns (out, lse) of one sequence, as flash_attn does.
         """
         outs, lses, start = [], [], 0
         for b, (k, v, n, length) in enumerate(
@@ -1089,7 +1086,7 @@ class Paged:
 
 
 def check_paged(case, out, lse, kwargs, what=""):
-    """(out, lse) of paged_attn against the reference on each sequence's dense keys."""
+    """Checks (out, lse) of paged_attn against the reference on each sequence's dense keys."""
     assert out.dtype == case.q.dtype and out.is_contiguous()
     assert lse.dtype == logit_dtype(case.q.dtype) and lse.is_contiguous()
 
@@ -1110,7 +1107,7 @@ def check_paged(case, out, lse, kwargs, what=""):
         found = [like.dense(dtype, run, **for_dtype(kwargs, dtype)) for run in (sdpa, with_lse)]
         return [(y[which], want[which]) for y in found]
 
-    # a row of out shares its scores' roundings
+    # the elements of a row of out share the roundings of its scores
     for which, (got, name) in enumerate(((out, "out"), (lse, "lse"))):
         assert_close_as(
             partial(yards, which=which), got, refs[which], what + name, sources=lse.numel()
@@ -1122,15 +1119,14 @@ def check_paged(case, out, lse, kwargs, what=""):
 
 
 def processes():
-    """A multiprocessing context: torch is imported by one process, from which those of a test are
-    forked."""
+    """A multiprocessing context whose processes are forked from one that has imported torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch_gpukern.distributed"])
     return context
 
 
 def run_python(code, env=None, timeout=240, check=True):
-    """Run code in a fresh interpreter; returns the finished process with its text."""
+    """Runs code in a new interpreter and returns the finished process with its output."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **(env or {})},

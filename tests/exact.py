@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A reference for float64 work that is better than float64 sums, on every CPU and GPU.
+"""A reference for float64 that is more accurate than float64 sums, on every CPU and GPU.
 
-PyTorch's float64 product adds its terms in the order of the BLAS below it. On some CPUs that error
-is four times that of the kernel it would judge. Inside `Exact` every float64 product and sum is
-rounded once, so that no result depends on an order of additions, on MKL's code path or on the width
-of a vector:
+PyTorch's float64 product adds terms in the order of its BLAS. On some CPUs, its error is four times
+that of the kernel under test. Inside `Exact`, every float64 product and sum is rounded once. So no
+result depends on the order of additions, on MKL's code path or on the vector width:
 
 - a product splits its operands into slices of so few bits that the sums of their products are exact
   (Ozaki, Ogita, Oishi, Rump, "Error-free transformations of matrix multiplication by using fast
   routines of matrix multiplication", 2012);
 - a sum keeps the rounding of every addition (Knuth's two-sum) in a tree.
 
-Both are as good as 63 bits or more, which a long double would be on x86 and would not be on other
-CPUs. Gradients of any order go through the same functions.
+Both are as accurate as 63 bits or more. (A long double has that only on x86.) Gradients of any
+order use the same functions.
 """
 
 import functools
@@ -22,21 +21,21 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-BITS = 53  # of a float64
-# bits of an operand, counted from the largest value of its row or column, that a product sees
+BITS = 53  # bits of a float64's significand
+# bits of an operand that a product uses, counted from the largest value of its row or column
 WANTED = 63
 
 
 def two_sum(a, b):
-    """a + b rounded, and what the rounding lost."""
+    """(a + b rounded, the rounding error)."""
     s = a + b
     t = s - a
     return s, (a - (s - t)) + (b - t)
 
 
 def _scaled(x, exponent):
-    """x 2^exponent, rounded where it is subnormal alone. Powers are made of bits: pow may miss them
-    by a rounding."""
+    """x 2^exponent, rounded only if it is subnormal. Powers of two are built from bits, because pow
+    may be off by a rounding."""
     half = exponent // 2
     for e in (half, exponent - half):
         x = x * ((e.long() + 1023) << 52).view(torch.float64)
@@ -44,8 +43,7 @@ def _scaled(x, exponent):
 
 
 def _slices(x, dim, bits):
-    """Slices of x, largest first, and the exponents by which to scale their products: x =
-    2^exponent * sum(slices)."""
+    """(slices, exponents) with x = 2^exponent * sum(slices), the largest slice first."""
     exponent = torch.frexp(x.abs().amax(dim, keepdim=True))[1]
     rest, slices = _scaled(x, -exponent), []
     for i in range(1, -(-WANTED // bits) + 1):
@@ -63,7 +61,7 @@ def _product(a, b):
     x, up = _slices(torch.where(a.isfinite(), a, 0.0), -1, bits)
     y, right = _slices(torch.where(b.isfinite(), b, 0.0), -2, bits)
     total = lost = None
-    for order in reversed(range(len(x))):  # the small ones first
+    for order in reversed(range(len(x))):  # small products first
         for i in range(order + 1):
             part = x[i] @ y[order - i]
             if total is None:
@@ -117,7 +115,7 @@ def total(x, dim=None, keepdim=False):
 
 
 def _as_shape(grad, shape):
-    """The gradient of what was broadcast from the shape."""
+    """The gradient of a tensor of this shape that was broadcast."""
     extra = grad.dim() - len(shape)
     dims = [
         *range(extra),
@@ -153,7 +151,7 @@ def product(a, b):
     return out if a.dim() > 1 else out.squeeze(-1 if b.dim() == 1 else -2)
 
 
-# ---- PyTorch's functions in these terms ----------------------------------------------------------
+# ---- PyTorch's functions by these products and sums ----------------------------------------------
 
 
 def _linear(x, weight, bias=None):
@@ -238,8 +236,8 @@ _INSTEAD = {
     F.cross_entropy: _cross_entropy,
 }
 _FILLED_IN = ("size_average", "reduce", "dtype", "_stacklevel")
-# Would add float64 values in an order of their own: a reference that calls one says so, rather than
-# be inexact.
+# Functions that add float64 values in their own order. Inside `Exact` they raise an error instead
+# of being inexact.
 _REFUSED = (
     torch.einsum,
     torch.baddbmm,
@@ -259,14 +257,14 @@ _REFUSED += (
 
 
 class Exact(TorchFunctionMode):
-    """Inside, float64 products, sums and what is made of them are rounded once. Other dtypes are as
-    ever."""
+    """A mode in which float64 products and sums, and functions made of them, are rounded once.
+    Other dtypes are unchanged."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func in _INSTEAD:
-                # what PyTorch fills in beside the arguments that are read here
+                # defaults that PyTorch adds to the arguments that are used here
                 given = {
                     name: x
                     for name, x in kwargs.items()
@@ -281,7 +279,7 @@ class Exact(TorchFunctionMode):
 
 
 class Judge:
-    """A module of statements in PyTorch whose functions run inside `Exact`."""
+    """A module of reference functions that run inside `Exact`."""
 
     def __init__(self, module):
         self._module = module

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ops, each once: a good call of it, the gradients it has, its arguments that are numbers, and
-the calls it refuses.
+"""The table OPS of all ops: a valid call of each, its gradients, its number arguments, and the
+calls that it refuses.
 
-Tests that ask the same of every op walk OPS: errors (test_errors.py), transforms
+Tests that check the same for every op loop over OPS: errors (test_errors.py), transforms
 (test_transforms.py), numbers (test_numbers.py), .out (test_out.py), compilers, autocast and opcheck
-(test_compile.py), who looks at a call (test_runtime.py), graphs, streams and devices
-(test_cuda.py).
+(test_compile.py), modes and subclasses that observe calls (test_runtime.py), graphs, streams and
+devices (test_cuda.py).
 """
 
 import math
@@ -28,12 +28,12 @@ def i32(*values):
 
 
 def dense(**change):
-    """A good flash_attn call with some of its arguments changed."""
+    """A valid flash_attn call with some of its arguments changed."""
     return dict(q=t(2, 4, 5, 8), k=t(2, 2, 6, 8), v=t(2, 2, 6, 16)) | change
 
 
 def packed(**change):
-    """A good flash_attn_varlen call of two sequences with some of its arguments changed."""
+    """A valid flash_attn_varlen call of two sequences with some of its arguments changed."""
     return (
         dict(
             q=t(9, 4, 8),
@@ -49,7 +49,7 @@ def packed(**change):
 
 
 def paged(**change):
-    """A good paged_attn call of two sequences with some of its arguments changed."""
+    """A valid paged_attn call of two sequences with some of its arguments changed."""
     return (
         dict(
             q=t(2, 4, 8),
@@ -63,7 +63,7 @@ def paged(**change):
 
 
 def write(**change):
-    """A good kv_cache_write call with some of its arguments changed."""
+    """A valid kv_cache_write call with some of its arguments changed."""
     return (
         dict(
             k=t(3, 2, 8),
@@ -77,7 +77,7 @@ def write(**change):
 
 
 def rotated_write(**change):
-    """A good rope_kv_write call with some of its arguments changed."""
+    """A valid rope_kv_write call with some of its arguments changed."""
     angles = dict(cos=t(6, 3), sin=t(6, 3), positions=torch.tensor([4, 0, 5]))
     given = dict(q=t(3, 4, 8), k=t(3, 2, 8), v=t(3, 2, 16)) | angles  # in the schema's order
     return given | {name: x for name, x in write().items() if name not in given} | change
@@ -92,7 +92,7 @@ def normed(**change):
 
 
 def rotary(**change):
-    """A good rope call with some of its arguments changed."""
+    """A valid rope call with some of its arguments changed."""
     return dict(q=t(2, 4, 5, 8), k=t(2, 2, 5, 8), cos=t(6, 3), sin=t(6, 3)) | change
 
 
@@ -118,7 +118,7 @@ def product(**change):
 
 BF16, F64, I64 = torch.bfloat16, torch.float64, torch.int64
 
-# op, arguments, exception, whole text after "gpukern::<op>: ".
+# (op, arguments, whole text after "gpukern::<op>: ").
 VALUE_ERRORS = [
     # ---- gemm
     ("gemm", product(a=t(4)), "a must have at least 2 dimensions, got 1"),
@@ -677,7 +677,7 @@ VALUE_ERRORS = [
     ("attn_merge", merge(lse_b=t(2, 2)), "lse_b must have shape [3, 2], got [2, 2]"),
 ]
 
-# Contents of index tensors: IndexError.
+# Invalid contents of index tensors, which raise IndexError.
 INDEX_ERRORS = [
     ("flash_attn_varlen", packed(cu_seqlens_q=i32(1, 4, 9)), "cu_seqlens_q is expected to start "
                                                              "at 0, got cu_seqlens_q[0] = 1"),
@@ -743,22 +743,22 @@ INDEX_ERRORS += registry_quantised.INDEX_ERRORS
 
 @dataclass(frozen=True)
 class Registered:
-    """What the tests know of an op."""
+    """An op's entry in OPS."""
 
-    make: Callable[..., dict]  # the arguments of a good call, with some of them changed
-    gradients: tuple[str, ...] = ()  # those that have a gradient
-    raw: str | None = None  # the op that returns all results
-    cast: tuple[str, ...] = ()  # those that autocast casts
-    has_lse: bool = False  # the public function returns it when asked
+    make: Callable[..., dict]  # makes the arguments of a valid call; keywords change some of them
+    gradients: tuple[str, ...] = ()  # arguments that have a gradient
+    raw: str | None = None  # the raw op, which returns all results
+    cast: tuple[str, ...] = ()  # arguments that autocast casts
+    has_lse: bool = False  # the public function has return_lse
     explained: bool = False
     has_out: bool = False
-    wide: tuple[str, ...] = ()  # of 16-bit calls float32
-    # changes of the good call, each another path
+    wide: tuple[str, ...] = ()  # arguments that are float32 in 16-bit calls
+    # name -> changes of the valid call that select another code path
     variants: dict[str, dict] = field(default_factory=lambda: {"": {}})
 
     @property
     def errors(self) -> list:
-        """(changed arguments, exception, text after the op's name)"""
+        """The refused calls: (changed arguments, exception, text after the op's name)."""
         name = next(n for n, op in OPS.items() if op is self)
         tables = (VALUE_ERRORS, ValueError), (INDEX_ERRORS, IndexError)
         return [
@@ -982,8 +982,8 @@ def drawn(
     dtype: torch.dtype = torch.float64,
     copies: int = 0,
 ) -> dict:
-    """A variant of a good call with normal values; with `copies`, floating tensors have that
-    dimension in front. What is wider than `dtype` by contract is float32 at least."""
+    """A variant of a valid call with normal values. With `copies`, floating-point tensors have that
+    dimension in front. Arguments that must be wider than `dtype` are at least float32."""
     gen = generator("registry", name, variant)
     call = OPS[name].make(**OPS[name].variants[variant])
     always_wide = WIDE + OPS[name].wide
@@ -995,15 +995,16 @@ def drawn(
             return x.to(device)
         wide = torch.float32 if name in always_wide and dtype.itemsize < 4 else dtype
         drawn = randn(gen, *(copies,) * (copies > 0), *x.shape, dtype=wide, device=device)
-        # a cache's scales are above 0
+        # scales of a cache must be above 0
         return drawn.abs() + 0.1 if name in ("k_scale", "v_scale") else drawn
 
     return {n: draw(n, x) for n, x in call.items()}
 
 
 class Bound:
-    """A drawn call as a function of its floating tensors, `leaves`, whose first result it returns.
-    The arguments of the good call go by position. Where the leaves are on meta, so is the rest."""
+    """A drawn call as a function of its floating-point tensors, `leaves`, that returns the first
+    result. The valid call's arguments are passed by position. If the leaves are on meta, so are the
+    other tensors."""
 
     def __init__(
         self,
@@ -1026,7 +1027,7 @@ class Bound:
         self.positional = tuple(OPS[name].make())
 
     def want_gradients(self) -> list:
-        """The leaves that have one, which from now on want it."""
+        """The leaves that have a gradient; sets requires_grad on them."""
         return [self.call[n].requires_grad_() for n in self.names if n in OPS[self.name].gradients]
 
     def results(self, *leaves) -> tuple:

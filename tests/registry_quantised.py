@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the quantised and sparse products refuse, each case a good call with one thing changed:
-registry.py has the rest.
+"""The calls that the quantised and sparse products refuse: each is a valid call with one change.
+registry.py has those of the other ops.
 
-They are no lines of OPS, whose walks draw normal numbers of any dtype: codes of 8 and 4 bits have
-walks of their own in tests/ops.
+These ops are not in OPS, because the tests over OPS draw normal numbers of any dtype. Ops on 8- and
+4-bit codes have tests of their own in tests/ops.
 """
 
 import torch
@@ -12,8 +12,8 @@ E4M3, I8, U8 = torch.float8_e4m3fn, torch.int8, torch.uint8
 BF16, F16, F64 = torch.bfloat16, torch.float16, torch.float64
 
 
-# of few elements: at import no pool of threads may start, which a child of test_runtime's fork
-# would wait for
+# Tensors of few elements, so that no thread pool starts at import: a forked child of test_runtime
+# would wait for it.
 def t(*shape, dtype=torch.float32):
     return torch.ones(*shape, dtype=dtype)
 
@@ -23,7 +23,7 @@ def i32(*values):
 
 
 def codes(**change):
-    """A good scaled_gemm call with some of its arguments changed."""
+    """A valid scaled_gemm call with some of its arguments changed."""
     return (
         dict(a=t(2, 8, dtype=E4M3), b=t(8, 5, dtype=E4M3), scale_a=t(2, 1), scale_b=t(1, 5))
         | change
@@ -31,7 +31,7 @@ def codes(**change):
 
 
 def packed_weight(**change):
-    """A good weight_gemm call of a weight [5, 32] with some of its arguments changed."""
+    """A valid weight_gemm call of a weight [5, 32] with some of its arguments changed."""
     return (
         dict(
             a=t(2, 32, dtype=BF16),
@@ -45,12 +45,12 @@ def packed_weight(**change):
 
 
 def experts(**change):
-    """A good grouped_gemm call of three groups of rows with some of its arguments changed."""
+    """A valid grouped_gemm call of three groups of rows with some of its arguments changed."""
     return dict(a=t(8, 4), b=t(3, 4, 5), offs=i32(2, 2, 7)) | change
 
 
 def sparse(**change):
-    """A good sparse_gemm call of a weight [5, 8] with some of its arguments changed."""
+    """A valid sparse_gemm call of a weight [5, 8] with some of its arguments changed."""
     return (
         dict(
             a=t(2, 8, dtype=BF16),
@@ -61,7 +61,7 @@ def sparse(**change):
     )
 
 
-# op, arguments, whole text after "gpukern::<op>: ".
+# (op, arguments, whole text after "gpukern::<op>: ").
 VALUE_ERRORS = [
     (
         "quantize",

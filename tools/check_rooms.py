@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks the five laws of the rooms and the words (CONTRIBUTING.md) and the hygiene of the tree.
+"""Checks the five laws of the rooms and the retired words (CONTRIBUTING.md), and that every file is
+clean: license line, line lengths and so on.
 
     python tools/check_rooms.py [ROOT]
 
-Prints each breach and exits with 1 when there is one. Needs nothing but Python: no compiler, no
+Prints each breach and exits with 1 if there is one. Needs only Python, neither a compiler nor
 torch.
 """
 
@@ -27,8 +28,8 @@ ROOMS = (
     "cmake",
 )
 
-# Law 1. What an #include of each room may name; the C library's headers have no slash and end in
-# .h.
+# Law 1. What an #include of each room may name. The headers of the C library have no slash and end
+# in .h.
 CSRC_INCLUDE = re.compile(
     r"<nvtx3/nvToolsExt\.h>|<(sys/|linux/|asm/|arm_|mach/|cuda)?[a-z0-9_]+\.h>|\"[\w/.]+\.(h|cuh|def)\""
 )
@@ -54,7 +55,7 @@ TILE_NUMBER = re.compile(
 )
 TABLE_ROW = re.compile(r"(=\s*|^\s*)\{\s*-?\d")
 TABLES = {"tiles.h", "blocks.h"}
-# the register tile follows from the ISA's registers, so it stands beside them
+# the register tile depends on the ISA's registers, so it is defined beside them
 REGISTER_TILES = "vec.h"
 
 # Law 5.
@@ -64,9 +65,8 @@ COMPANIONS = (
     "benchmarks/bench_{}.py",
     "docs/worklog/{}.md",
 )
-# The field's words: what is not said any more (whole words, any case), what is said instead, and
-# the paths where it counts. Strings do not: an error's text stays what it was. docs/worklog/ is
-# history.
+# Retired words: (pattern of whole words in any case, the word to use, pattern of the paths where it
+# is retired). Strings are exempt, because error texts stay. docs/worklog/ is history.
 CUDA = r"csrc/cuda/|tests/(ops/kernels/test_pipeline|csrc/check_cuda_tile)"
 RETIRED = (
     (
@@ -83,7 +83,7 @@ RETIRED = (
         r"csrc/cuda/(?!attn/\w+/(kv_cache_write|rope_kv_write|fwd_score))|tests/(ops/kernels/test_pipeline|csrc/check_cuda_tile)",
     ),
     (r"lets? go|let_go|LetGo", "release", ""),
-    # docs speak of warpgroups that stand apart in time
+    # in docs, "skewed" also describes warpgroups that are offset in time
     (r"skew(ed|s)?", "misaligned; the shift", r"(?!docs/)"),
     (r"begins? anywhere", "misaligned", ""),
     (r"few rows", "small M", ""),
@@ -105,12 +105,12 @@ RETIRED = tuple(
 RETIRED_IN_COMMENTS = tuple(
     (re.compile(rf"\b({w})\b"), say, re.compile(at)) for w, say, at in RETIRED_IN_COMMENTS
 )
-IDENTIFIER = re.compile(r"\b(?!__)(?=\w*(?:_|[a-z][A-Z]))[A-Za-z]\w*")  # of several words
+IDENTIFIER = re.compile(r"\b(?!__)(?=\w*(?:_|[a-z][A-Z]))[A-Za-z]\w*")  # with several words
 VAGUE_NAMES = re.compile(r"^(common|utils?|misc|helpers?)$|_v\d+$")
-# A switch over a dtype: its default refuses by name, or hands on to what does.
+# A switch over a dtype: its default must refuse by name, or call a function that does.
 DTYPE = r"GK_(F32|BF16|F16|F64|I32|I64)"
 REFUSES = r"gk_(no_case|stop_without_case|load|store)\(|return false"
-# how a source file begins
+# the first line of a source file
 LICENSE = re.compile(r"(#!.*\n)?(#|//|/\*) SPDX-License-Identifier: BSD-3-Clause( \*/)?\n")
 UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
 COMMENTED_CODE = re.compile(
@@ -122,7 +122,7 @@ C_TOKEN = r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\""  # a comment or a string
 
 
 def without_comments(text: str) -> str:
-    """C text whose comments and strings are blanked; line numbers stay."""
+    """C text with comments and strings replaced by blanks; line numbers stay."""
 
     def blank(match):
         found = match.group()
@@ -132,13 +132,13 @@ def without_comments(text: str) -> str:
 
 
 def in_words(identifier) -> str:
-    """few_rows, FEW_ROWS4 and FewRows as they are read."""
+    """An identifier as separate words: few_rows, FEW_ROWS4 and FewRows."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", identifier[0])
     return re.sub(r"(?<=[A-Za-z])\d+", "", words).replace("_", " ")
 
 
 def check_words(path: Path, text: str):
-    """Retired words outside strings of C, also within identifiers."""
+    """Finds retired words, also inside identifiers, but not in C strings."""
     name = path.as_posix()
     if name.startswith("docs/worklog/") or name in (
         "tools/check_rooms.py",
@@ -212,7 +212,7 @@ def check_c(path: Path, room: str, text: str):
 
 
 def check_dtypes(text: str):
-    """Defaults of switches over a dtype that would take an unknown one for another."""
+    """Finds switches over a dtype whose default would treat an unknown dtype as another one."""
     code = without_comments(text)
     for match in re.finditer(r"\bswitch \(.*?\n(\s*)\}", code, flags=re.DOTALL):
         labels, _, rest = match[0].partition("default:")
@@ -224,7 +224,7 @@ def check_dtypes(text: str):
 
 
 def has_reason(text: str, number: int) -> bool:
-    """Whether line `number` of a table, or the line above it, carries a comment."""
+    """Whether line `number` of a table, or the line above it, has a comment."""
     lines = text.splitlines()
     return bool(re.search(r"/\*|\*/|//", "".join(lines[max(number - 2, 0) : number])))
 
@@ -244,8 +244,8 @@ def check_python(path: Path, text: str):
                 )
 
 
-# Sources of small ops that share one file in ops/, one benchmark, one test and one worklog; each
-# has its own in torch_gpukern/ops/. What serves a room of torch_gpukern alone, and has its
+# Small ops that share one file in ops/, one benchmark, one test and one worklog, while each has its
+# own file in torch_gpukern/ops/; and ops that serve one room of torch_gpukern and have their
 # companions there.
 ROOM = {
     "distributed": (
@@ -254,7 +254,7 @@ ROOM = {
         "benchmarks/bench_{}.py",
         "docs/worklog/{}.md",
     ),
-    # masks and biases are arguments of flash_attn: its benchmark and worklog are theirs, too
+    # masks and biases are arguments of flash_attn, whose benchmark and worklog cover them
     "attn_mask": ("torch_gpukern/ops/{}.py", "tests/ops/test_{}.py"),
     "flash_attn_masked": ("torch_gpukern/ops/{}.py",),
 }
@@ -265,7 +265,7 @@ FAMILIES = {
 
 
 def check_stems(root: Path):
-    """Law 5: an op's stem names its five companions and its schema."""
+    """Law 5: the five companion files of an op and its schema have the same stem."""
     schema = root / "ops" / "schema.cpp"
     for source in sorted((root / "ops").glob("*.cpp")):
         if source == schema or source.name == "namespace.cpp":
@@ -292,7 +292,7 @@ def check_text(path: Path, text: str):
 
 
 def check(root: Path):
-    """Every breach of the tree under `root` as (path, line, text)."""
+    """All breaches in the tree under `root`, as (path, line, text)."""
     for room in ROOMS:
         for path in sorted((root / room).rglob("*")):
             relative = path.relative_to(root)

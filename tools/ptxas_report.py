@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the compiler made of every CUDA kernel: registers, local memory, and the instructions of the
-hot loop.
+"""Reports what the compiler made of every CUDA kernel: registers, local memory, and the
+instructions of the hot loop.
 
     python tools/ptxas_report.py LIBRARY > docs/resources.csv
 
-Reads a built library or object with cuobjdump, and with nvdisasm where a kernel has an opcode that
-NAMES lacks (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm); needs neither nvcc nor a GPU. One
-line a kernel, sorted by name:
+Reads a built library or object with cuobjdump (PyPI: nvidia-cuda-cuobjdump). nvdisasm
+(nvidia-cuda-nvdisasm) is used only for kernels with an opcode that NAMES lacks. Needs neither nvcc
+nor a GPU. Prints one line per kernel, sorted by name:
+
     kernel, arch, registers, stack_bytes, local_bytes, shared_bytes, loop_instructions, then a count
-    per opcode of interest in that loop; those of tma and of other registers (UTMALDG .. USETMAXREG)
-    and of local memory (LDL, STL) in the whole kernel
-The hot loop is the innermost one with the most matrix instructions, else with the most FFMA, else
-the longest. Where a kernel has wgmma it is the shortest loop with most of them: waiting for a
-barrier is a loop inside it. So it is where mma.sync stands around an innermost loop only.
+    for each opcode of interest in the hot loop. TMA, setmaxnreg (UTMALDG .. USETMAXREG) and local
+    memory (LDL, STL) are counted in the whole kernel.
+
+The hot loop is the innermost loop with the most matrix instructions, or without any the one with
+the most FFMA, or else the longest. If a kernel has wgmma, it is the shortest loop with the most of
+them,
+innermost or not: a wait for a barrier is a loop inside it. The same holds if mma.sync occurs only
+around the innermost loops.
 """
 
 import argparse
@@ -33,7 +37,7 @@ import numpy as np
 
 WHOLE = ("UTMALDG", "UTMASTG", "STSM", "USETMAXREG", "LDL", "STL")  # counted in the whole kernel
 MMA = ("HMMA", "IMMA", "DMMA")  # mma.sync
-GMMA = ("HGMMA", "QGMMA", "IGMMA")  # WGMMA of 16 bits and tf32, of fp8, of int8
+GMMA = ("HGMMA", "QGMMA", "IGMMA")  # WGMMA: 16 bits and TF32, FP8, int8
 LOOP = (
     *GMMA,
     "WARPGROUP",
@@ -63,7 +67,7 @@ FIELDS = (
 
 
 def program(name: str) -> str:
-    """cuobjdump and nvdisasm of this environment, else those on the path."""
+    """The path of cuobjdump or nvdisasm in this environment, otherwise on PATH."""
     own = Path(sysconfig.get_path("purelib")) / "nvidia"
     found = sorted(own.glob(f"*/bin/{name}")) or [shutil.which(name)]
     if not found[0]:
@@ -78,7 +82,7 @@ def _environment() -> dict[str, str]:
 
 
 def dump(library: str, *options: str) -> Iterator[str]:
-    """What cuobjdump prints of a library or object, by line."""
+    """The lines that cuobjdump prints for a library or object."""
     command = [program("cuobjdump"), *options, library]
     quiet = subprocess.DEVNULL
     with subprocess.Popen(
@@ -89,7 +93,7 @@ def dump(library: str, *options: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def cubins(library: str | Path, *archs: str) -> Iterator[list[Path]]:
-    """The machine code of those architectures, a cubin for each source that has some."""
+    """The machine code of these architectures: a cubin for each source file that has some."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [program("cuobjdump"), "-xelf", "all", Path(library).resolve()],
@@ -104,10 +108,11 @@ def cubins(library: str | Path, *archs: str) -> Iterator[list[Path]]:
 
 
 def disassembly(cubin: Path) -> Iterator[tuple[str, list[tuple[int, str, str, int]]]]:
-    """Every kernel of a cubin: its mangled name, and per instruction its address, its opcode, the
-    opcode's modifiers with the operands, and where a branch goes or -1. nvdisasm is asked, kernel
-    code alone: cuobjdump prints every instruction's bits as well, four times the text. All those of
-    a library take a minute and a half."""
+    """The kernels of a cubin: mangled name, and for each instruction its address, opcode, modifiers
+    with operands, and a branch's target or -1.
+
+    It uses nvdisasm, because cuobjdump also prints every instruction's bits, four times the text. A
+    whole library takes a minute and a half."""
     command = [program("nvdisasm"), "-c", cubin]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=_environment()
@@ -116,8 +121,8 @@ def disassembly(cubin: Path) -> Iterator[tuple[str, list[tuple[int, str, str, in
 
 
 def _kernels(lines: Iterable[str]) -> Iterator[tuple[str, list[tuple[int, str, str, int]]]]:
-    """Those of one cubin. A line is a section, a label, or /*address*/, a predicate, opcode and
-    operands."""
+    """Parses nvdisasm's lines of one cubin. A line is a section, a label, or an instruction:
+    /*address*/, predicate, opcode and operands."""
     name, code, labels = None, [], {}
 
     def placed() -> tuple[str, list[tuple[int, str, str, int]]]:
@@ -149,10 +154,10 @@ TARGET = re.compile(r"`\((\.L_\w+)\)")
 
 
 # ---- machine code, read in a tenth of a second ---------------------------------------------------
-# An instruction of sm_90 is 128 bits. The lowest nine are its opcode; those above say where
-# operands come from. A BRA holds how far it goes from the next instruction, in units of 4 bytes. A
-# cubin is ELF, with a section .text.<kernel> for each kernel. tests/build/test_resources.py holds
-# all of this to what nvdisasm prints.
+# An instruction of sm_90 has 128 bits. The lowest nine are its opcode; the next ones say where
+# operands come from. A BRA contains the distance from the next instruction to its target, in units
+# of 4 bytes. A cubin is an ELF file with a section .text.<kernel> for each kernel.
+# tests/build/test_resources.py compares all of this with nvdisasm's output.
 
 STEP = 16  # bytes from an instruction to the next
 BRA = 0x147
@@ -180,7 +185,7 @@ NAMES = {
 
 
 class Unknown(Exception):
-    """An opcode that NAMES does not have."""
+    """Raised for an opcode that NAMES does not have."""
 
 
 def sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
@@ -197,8 +202,8 @@ def sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def decoded_kernels(cubin: bytes) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """Each kernel's mangled name; per instruction its opcode, and which instruction a branch goes
-    to or -1."""
+    """The kernels of a cubin: mangled name, and for each instruction its opcode and the index of a
+    branch's target or -1."""
     return [(name, *decoded(code)) for name, code in sections(cubin)]
 
 
@@ -207,7 +212,7 @@ def decoded(code: bytes) -> tuple[np.ndarray, np.ndarray]:
     numbers = (low & np.uint64(0x1FF)).astype(np.int64)
     if unknown := set(np.unique(numbers).tolist()) - set(NAMES):
         raise Unknown(", ".join(map(hex, sorted(unknown))))
-    # a number of 56 bits with a sign: its low 8 stand from bit 16 on, the others from bit 34 on
+    # a signed number of 56 bits: the low 8 from bit 16 on, the others from bit 34 on
     far = high.astype(np.int64) << 38 | (low >> np.uint64(34) << np.uint64(8)).astype(np.int64)
     far |= (low >> np.uint64(16) & np.uint64(0xFF)).astype(np.int64)
     to = np.where(numbers == BRA, np.arange(1, len(low) + 1) + (far << 8 >> 8) * 4 // STEP, -1)
@@ -263,7 +268,7 @@ def resources(library: str, archs: list[str]) -> dict[str, dict]:
 
 
 def hot_loop(opcodes: np.ndarray, to: np.ndarray) -> np.ndarray:
-    """Opcodes of the hot loop of one kernel; a branch at i goes to[i], others hold -1."""
+    """The opcodes of a kernel's hot loop. to[i] is the target of a branch at i, otherwise -1."""
     last = np.flatnonzero((to >= 0) & (to < np.arange(len(to))))
     first = to[last]
     if not len(last):
@@ -271,7 +276,7 @@ def hot_loop(opcodes: np.ndarray, to: np.ndarray) -> np.ndarray:
     size = last + 1 - first
 
     def count(*kinds: str) -> np.ndarray:
-        """How many of them each loop has."""
+        """How many of these opcodes each loop has."""
         sums = np.concatenate(([0], np.cumsum(np.isin(opcodes, kinds))))
         return sums[last + 1] - sums[first]
 
@@ -284,22 +289,23 @@ def hot_loop(opcodes: np.ndarray, to: np.ndarray) -> np.ndarray:
 
     if (gmma := count(*GMMA)).any():
         return shortest_with_most(gmma)
-    # a loop lies in itself, and in one of the same bounds
+    # by this test, a loop lies inside itself, and inside a loop with the same bounds
     inside = (first[:, None] <= first) & (last <= last[:, None])
     innermost = np.flatnonzero(~(inside & ~inside.T).any(1))
     mma, scalar, stores = count(*MMA), count("FFMA", "DFMA"), count("STG")
-    if mma.any() and not mma[innermost].any():  # a product around a loop that decodes
+    if mma.any() and not mma[innermost].any():  # the products are outside a decoding loop
         return shortest_with_most(mma)
 
     def heat(i: int) -> tuple[int, ...]:
-        """Products on tensor cores, then others; a curve on the way to a store is no product."""
+        """The sort key: tensor-core instructions, then FFMA. FFMA in a loop with a store counts
+        less, because it may be an epilogue's activation."""
         return mma[i], 0 if stores[i] else scalar[i], scalar[i], size[i]
 
     return body(max(innermost, key=heat))
 
 
 def loops(library: str) -> dict[str, tuple[collections.Counter, collections.Counter]]:
-    """Per kernel how often it has each opcode, in its hot loop and in all of it."""
+    """For each kernel, the counts of its opcodes in its hot loop and in the whole kernel."""
     found = {}
     with cubins(library, "sm_90", "sm_90a") as paths:
         for path in paths:
@@ -312,7 +318,7 @@ def loops(library: str) -> dict[str, tuple[collections.Counter, collections.Coun
 
 
 def instructions(cubin: Path) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """As decoded_kernels, of any kernel."""
+    """As decoded_kernels, but with nvdisasm for kernels with an unknown opcode."""
     try:
         return decoded_kernels(cubin.read_bytes())
     except Unknown:

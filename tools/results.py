@@ -2,13 +2,13 @@
 """Writes docs/results.md and the tables of learn/ladder.md and docs/integrations.md from the
 committed results.
 
-python tools/results.py           writes the pages, and every case of every device into build/results/
-python tools/results.py --check   exits 1 and names the pages of docs/ that are out of date
+python tools/results.py           writes the pages, and every case of every device to build/results/
+python tools/results.py --check   exits with 1 and names the pages that are out of date
 
-`make results` draws the plots first, then runs this. docs/results.md is generated as a whole: a
-summary by op and device.
-learn/ladder.md is written by hand around tables that stand between `<!-- benchmarks:NAME begin -->` and
-`<!-- benchmarks:NAME end -->`, NAME one of LADDER_TABLES; docs/integrations.md likewise, NAME integrations.
+`make results` draws the plots and then runs this script. docs/results.md is generated completely: a
+summary by op and device. learn/ladder.md is written by hand, except for the tables between
+`<!-- benchmarks:NAME begin -->` and `<!-- benchmarks:NAME end -->`, where NAME is one of
+LADDER_TABLES. docs/integrations.md has one such table, with NAME integrations.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ MARKED = re.compile(
     r"(<!-- benchmarks:(?P<name>\w+) begin -->\n)(?P<table>.*?)(<!-- benchmarks:(?P=name) end -->)",
     re.DOTALL,
 )
-# The order of the page; an op that is not here comes behind them.
+# The order of ops on the page; other ops follow.
 ORDER = ("gemm", "flash_attn", "flash_attn_fp8", "paged_attn", "model", "transformers")
 # Ops whose groups the summary shows on GPUs.
 GROUPED = ("gemm", "flash_attn", "flash_attn_fp8", "paged_attn", "model")
 SLOWEST = 20
-# op -> its page, and the script that measures it where the name differs
+# op -> its page, and op -> the script that measures it, if the names differ
 PAGES = {"transformers": "integrations.md", "distributed": "distributed.md"}
 SCRIPTS = {"transformers": "integrations", "rows_peers": "rows"}
 INTRO = """\
@@ -82,18 +82,18 @@ def _rule(head: list[str]) -> str:
 
 
 def _figure(value: float, digits: int = 3) -> str:
-    """Three digits, without an exponent."""
+    """A number with three digits, without an exponent."""
     return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def _span(values: list[float], form: Callable[[float], str] = _figure) -> str:
-    """A figure, or the range of several."""
+    """A number, or the range of several."""
     low, high = form(min(values)), form(max(values))
     return low if low == high else f"{low} - {high}"
 
 
 def _rates(rows: list[dict], rate: Callable[[dict], float], with_unit: bool) -> str:
-    """The range of the rates in each unit of the rows; T where ours are ten thousand G."""
+    """The range of the rates in each unit of the rows; in T from ten thousand G on."""
     spans = []
     for unit in dict.fromkeys(row["unit"] for row in rows):
         members = [row for row in rows if row["unit"] == unit]
@@ -106,7 +106,7 @@ def _rates(rows: list[dict], rate: Callable[[dict], float], with_unit: bool) -> 
 
 
 def _best_peers(rows: list[dict]) -> str:
-    """The fastest peer, or, where rows differ, each with the number of its rows."""
+    """The fastest peer; if rows differ, each fastest peer with the number of its rows."""
     counts = Counter(best_peer(row) for row in rows if row["peers"])
     if len(counts) == 1:
         return next(iter(counts))
@@ -114,7 +114,7 @@ def _best_peers(rows: list[dict]) -> str:
 
 
 def _verdict(members: list[dict], group: dict) -> tuple[str, str]:
-    """(bar, verdict) of a group: its own, or what its rows say."""
+    """(bar, verdict) of a group: its own, or those of its rows."""
     if group.get("bar"):
         return group["bar"], group["verdict"]
     own = [row for row in members if row.get("bar")]
@@ -153,14 +153,14 @@ def _groups(bench: dict) -> dict[str, list[dict]]:
 
 
 def _spread(row: dict) -> str:
-    """The ratio with its spread; the spread is missing where single rounds were not kept."""
+    """The ratio with its spread, if the times of single rounds were stored."""
     spread = f" +- {100 * row['ratio_spread']:.1f} %" if row["ratio_spread"] is not None else ""
     return f"{ratio_of(row):.2f}x{spread}"
 
 
 def _case_table(members: list[dict]) -> list[str]:
-    """Every case of a group: the time of ours and of each peer in us, the ratio to the best one,
-    our rate."""
+    """The table of a group's cases: our time and each peer's in us, the ratio to the best peer, our
+    rate."""
     peers = list(dict.fromkeys(name for row in members for name in (*row["peers"], *row["beside"])))
     has_share = any(row.get("share") is not None for row in members)
     has_rate = any(row["rate"] for row in members)
@@ -206,7 +206,7 @@ def _fact_lines(bench: dict) -> list[str]:
 
 # ---- the ladder ----------------------------------------------------------------------------------
 
-# counter -> its name and unit in the tables, and what it is divided by
+# counter -> its name and unit in the tables, and its divisor
 COUNTERS = {
     "smsp__inst_executed.sum": ("instructions of warps, M", 1e6),
     "smsp__issue_active.avg.pct_of_peak_sustained_active": ("issue slots used, %", 1),
@@ -226,7 +226,7 @@ def _count(profile: dict, counter: str) -> str:
 
 
 def _rungs(bench: dict, size: str) -> list[dict]:
-    """What was known of each rung before it ran."""
+    """The predictions for each rung of the ladder, made before it ran."""
     rungs = []
     for fact in bench["facts"]:
         if fact["group"] == f"predicted, {size} cubed":
@@ -246,7 +246,7 @@ def _rungs(bench: dict, size: str) -> list[dict]:
 
 
 def _counters(bench: dict, size: str) -> dict[str, dict[str, float]]:
-    """rung -> counter -> value"""
+    """rung -> counter -> value."""
     found: dict[str, dict[str, float]] = {}
     for fact in bench["facts"]:
         if fact["group"] == f"counted, {size} cubed":
@@ -255,7 +255,7 @@ def _counters(bench: dict, size: str) -> dict[str, dict[str, float]]:
 
 
 def _ladder_lines(bench: dict, rows: list[dict], rungs: list[dict]) -> list[str]:
-    """What a rung should reach and did, beside cuBLAS in the same minutes."""
+    """The table of each rung's prediction and measurement, beside cuBLAS in the same run."""
     head = [
         "rung",
         "change",
@@ -345,7 +345,7 @@ def _ladder_counters(result: dict) -> str:
 
 
 def _between_counters() -> str:
-    """The rungs that stand between others, each behind the one that it changes."""
+    """The counters of variants of rungs, each after the rung that it changes."""
     path = LADDER.parent / "counters.csv"
     with path.open() as file:
         found = {row["what"]: row for row in csv.DictReader(file)}
@@ -372,7 +372,7 @@ def _between_counters() -> str:
     return "\n".join(lines) + "\n"
 
 
-# of learn/ladder.md, too, from learn/counters.csv
+# more tables of learn/ladder.md, from learn/counters.csv
 FILE_TABLES = {"ladder_between_counters": _between_counters}
 LADDER_TABLES = {
     "ladder": _ladder,
@@ -399,11 +399,11 @@ def _device_part(result: dict, name: str) -> list[str]:
     parts = [f"## {name}", "; ".join(filter(None, said)) + "."]
     if peaks := ", ".join(_peak(key, value) for key, value in bench["peaks"].items()):
         parts[-1] += f" Measured peaks: {peaks}."
-    if bench.get("others_percent", 0) > 5:  # as harness.py warns
+    if bench.get("others_percent", 0) > 5:  # harness.py warns from here on, too
         parts[-1] += (
             f" Other programs took {bench['others_percent']:.0f} % of the processors meanwhile."
         )
-    if bench.get("note"):  # of what was changed since the run
+    if bench.get("note"):  # about changes since the run
         parts.append(f"Note: {bench['note']}")
     if any(row["rate"] for row in bench["rows"]):
         head = ["group", "cases", "gpukern", "best peer", "ratio, geomean", "bar", ""]
@@ -419,7 +419,7 @@ def _device_part(result: dict, name: str) -> list[str]:
 
 
 def full_page(result: dict) -> str:
-    """Every case of a device."""
+    """The page with every case of a device."""
     parts = [
         f"# {result['device']}",
         "Definitions are those of docs/results.md. Times are medians in microseconds.",
@@ -435,8 +435,8 @@ def _in_order(results: list[dict]) -> list[str]:
 
 
 def _rated(result: dict, name: str) -> list[dict]:
-    """Cases that have a peer. A ladder's rungs are steps on the way to a kernel, so the summary
-    leaves them out."""
+    """The cases with a peer. The ladder's rungs are left out of the summary, because they are steps
+    towards a kernel."""
     bench = result["benches"].get(name, {"rows": []})
     return [row for row in bench["rows"] if row["peers"]] if name != "ladder" else []
 
@@ -451,7 +451,7 @@ def _named(name: str) -> str:
 
 
 def _overview(results: list[dict]) -> str:
-    """A line for each op and device."""
+    """The table with a line for each op and device."""
     head = [
         "op",
         "device",
@@ -486,7 +486,7 @@ def _overview(results: list[dict]) -> str:
 
 
 def _grouped(results: list[dict]) -> str:
-    """A line for each group of the main ops, on GPUs."""
+    """The table with a line for each group of the main ops on GPUs."""
     head = ["op", "group", "device", "cases", "ratio, geomean", "worst", "best peer"]
     lines = [_line(head), _rule(head)]
     for name in GROUPED:
@@ -507,7 +507,7 @@ def _grouped(results: list[dict]) -> str:
 
 
 def _slowest(results: list[dict]) -> str:
-    """The cases in which a peer is the most ahead, one of each group at most."""
+    """The cases in which a peer is furthest ahead, at most one of each group."""
     worst: dict[tuple, tuple] = {}
     for result in results:
         for name in result["benches"]:
@@ -529,7 +529,7 @@ def _slowest(results: list[dict]) -> str:
 
 
 def page(results: list[dict]) -> str:
-    """docs/results.md."""
+    """The text of docs/results.md."""
     files = [
         f"- [{result['device']}](../benchmarks/results/{result['stem']}.csv)" for result in results
     ]
@@ -548,7 +548,7 @@ def page(results: list[dict]) -> str:
 
 
 def ladder_table(name: str, results: list[dict]) -> str:
-    """A table of learn/ladder.md, for each device that climbed it."""
+    """A table of learn/ladder.md, for each device on which the ladder was measured."""
     if name in FILE_TABLES:
         return FILE_TABLES[name]()
     parts = [LADDER_TABLES[name](result) for result in results if "ladder" in result["benches"]]
@@ -573,14 +573,14 @@ def _milliseconds(call: dict) -> str:
 
 
 def _errors(row: dict) -> str:
-    """Of the middle token, ours and the peer's."""
+    """The errors at the middle token, ours and the peer's."""
     theirs = row["peers"][best_peer(row)]["error"]
     return "" if row["error"] is None else f"{row['error']:.1e}, {theirs:.1e}"
 
 
 def integrations_table(results: list[dict]) -> str:
-    """What bench_integrations.py stored, a table for each device; errors only where the step gives
-    logits."""
+    """The results of bench_integrations.py, a table for each device. Errors are given only for
+    steps that return logits."""
     parts = []
     for result in results:
         bench = result["benches"].get("transformers")

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether two builds have the same machine code: every kernel's SASS, names apart.
+"""Compares the machine code (SASS) of two builds, kernel by kernel, ignoring names.
 
     python tools/same_sass.py OLD NEW [--only PATTERN] [--show]
     python tools/same_sass.py --keep FILE OLD
 
-OLD and NEW are libraries, objects or cubins, or files that --keep wrote: digests, so that the old
-build need not stay. Kernels are matched by architecture and code, so a renamed template or file is
-no difference. What has no partner is printed with its demangled name, and under --show with the
-first lines that differ from the kernel of the same name. Exit status 1 where anything differs.
-Reads with cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm); needs no GPU.
+OLD and NEW are libraries, objects or cubins. They may also be files that --keep wrote, which hold
+digests, so that the old build can be deleted. Kernels are matched by architecture and code, so a
+renamed template or file makes no difference. A kernel without a match is printed with its demangled
+name; with --show also the first lines that differ from the kernel of the same name. Exits with 1 if
+anything differs. Uses cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm);
+needs no GPU.
 """
 
 import argparse
@@ -21,13 +22,12 @@ from pathlib import Path
 
 from ptxas_report import dump, short
 
-# what a name leaves in the code: calls of functions by their mangled names, and the hash of an
-# anonymous namespace in them
+# names that occur in code: functions that are called, by their mangled names
 NAMES = re.compile(r"`\(.*?\)|\$\S+")
 
 
 def kernels(path: str, text: bool = False) -> dict[tuple[str, str], list[str]]:
-    """(architecture, mangled name) -> the digest of its code, or with `text` its lines."""
+    """(architecture, mangled name) -> the digest of the kernel's code, or with `text` its lines."""
     if Path(path).suffix == ".json":
         return {
             tuple(key.split(" ", 1)): [digest]
@@ -48,13 +48,14 @@ def kernels(path: str, text: bool = False) -> dict[tuple[str, str], list[str]]:
 
 
 def plain(name: str) -> str:
-    """A mangled name without the hashes that nvcc gives to an anonymous namespace, whose lengths
-    change with the file's name."""
+    """A mangled name without the hashes that nvcc gives to an anonymous namespace; they depend on
+    the file's name."""
     return re.sub(r"\d+_GLOBAL__N__[0-9a-f]+_\d+_\w+?_cu_[0-9a-f]{8}", "", name)
 
 
 def unmatched(a: dict, b: dict) -> list[tuple[str, str]]:
-    """Kernels of a whose code b does not have as often."""
+    """The kernels of a without a match in b. Several kernels may have the same code; each needs a
+    match of its own."""
     left = collections.Counter((arch, digest) for (arch, _), (digest,) in b.items())
     out = []
     for (arch, name), (digest,) in sorted(a.items()):
@@ -65,7 +66,7 @@ def unmatched(a: dict, b: dict) -> list[tuple[str, str]]:
 
 
 def show(old: str, new: str, gone: list, come: list) -> None:
-    """The first lines that differ, of each pair of one name."""
+    """Prints the first lines that differ, for each pair of kernels with the same name."""
     before, after = kernels(old, text=True), kernels(new, text=True)
     by_name = {(arch, plain(name)): name for arch, name in come}
     for arch, name in gone:

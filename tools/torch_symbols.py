@@ -3,9 +3,9 @@
 
     python tools/torch_symbols.py INCLUDE_DIR 2.10 > tests/data/torch_2_10_symbols.txt
 
-INCLUDE_DIR is the include folder of that torch or of a later one: functions that came later stand
-between version guards there. The plugin may refer to the listed functions; to any other one only
-weakly (tests/build/test_packaging.py).
+INCLUDE_DIR is the include folder of that torch or of a later one, which has later functions between
+version guards. The plugin may refer to the listed functions, and to any other function only weakly
+(tests/build/test_packaging.py).
 """
 
 import re
@@ -21,7 +21,7 @@ GUARD = re.compile(r"#\s*if.*TORCH_FEATURE_VERSION\s*>=\s*TORCH_VERSION_(\d+)_(\
 
 
 def declared(text: str, target: tuple[int, int]) -> set[str]:
-    """Names of the exported functions of one header that `target` has."""
+    """The names of a header's exported functions that version `target` has."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
     kept, guards = [], []  # guards: for each open #if whether its body belongs to `target`
     for line in text.splitlines():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""gpukern: the matrix multiplication and the attention of a transformer, as PyTorch ops with
+"""gpukern: the matrix products, attention and row operations of a transformer, as PyTorch ops with
 kernels in C and CUDA.
 
-The public functions below and the ops ``torch.ops.gpukern.*`` of the same names do the same; the
-functions add type hints, documentation and ``return_lse``. `reference` states every op in PyTorch.
+The public functions below do the same as the ops ``torch.ops.gpukern.*`` of the same names. They
+add type hints, documentation and ``return_lse``. `reference` defines every op in plain PyTorch.
 """
 
 import contextlib as _contextlib
@@ -136,8 +136,8 @@ _OfCudaGemm = _TypedDict(
 
 
 class Explanation(_OfCudaGemm):
-    """What `explain` returns: each entry is described there. The last four, device, class and rows
-    of a CUDA gemm and accumulate of float8_e4m3fn attention, are there for those alone."""
+    """What `explain` returns; its docstring describes the entries. device, class and rows exist
+    only for a CUDA gemm, accumulate only for float8_e4m3fn attention."""
 
     row: str
     isa: str
@@ -183,12 +183,12 @@ EXPLAINED: tuple[str, ...] = _get_args(Explained)
 
 
 def check_errors() -> None:
-    """Raises IndexError if a CUDA kernel met bad contents in a block table, lengths or slots.
+    """Raises IndexError if a CUDA kernel found invalid contents in a block table, lengths or slots.
 
-    Such contents are clamped on the device and reported by the next call of an op; this asks at
-    once, and forgets what it reported. It does not wait for the device: synchronise first to hear
-    of everything launched so far. On the CPU such contents raise in the call itself, and this does
-    nothing.
+    A kernel clamps such contents, and the next call of any op raises the error. This function
+    raises it now, and resets it. It does not wait for the device; synchronise first to cover
+    everything launched so far. On the CPU, the call with such contents raises itself, and this
+    function does nothing.
     """
     _ops.check_errors.default()
 
@@ -197,50 +197,50 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90")
 
 
 def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any) -> Explanation:
-    """The kernel instance that a call would run, and what it costs, without running it.
+    """The kernel instance that a call would run, and what the call costs, without running it.
 
     Args:
         op: one of ``torch_gpukern.EXPLAINED``: the products, ``"flash_attn"``,
             ``"flash_attn_varlen"``, ``"flash_attn_bwd"``, ``"paged_attn"``, ``"rope_kv_write"``,
-            what quantises, and the forward of the row operations.
-        *args: the arguments of ``torch.ops.gpukern.<op>``, by position
-        arch: ``"sm_80"``, ``"sm_86"``, ``"sm_89"`` or ``"sm_90"``: what a GPU of that architecture
-        would
-            run (an A100, RTX 3090, L40S, H100), wherever the tensors are. No GPU is needed, and of
-            tensors on the CPU no contents are read; the build must have the CUDA kernels
-            (GPUKERN_CUDA=1).
-        **kwargs: or by name.
+            the quantising ops, and the forward of the row operations.
+        *args, **kwargs: the arguments of ``torch.ops.gpukern.<op>``, by position or name. For
+            float8_e4m3fn attention, they are those of the public function.
+        arch: ``"sm_80"``, ``"sm_86"``, ``"sm_89"`` or ``"sm_90"``: explains what a GPU of that
+            architecture (an A100, RTX 3090, L40S, H100) would run, wherever the tensors are. No GPU
+            is needed, and contents of tensors on the CPU are not read. The build must have the CUDA
+            kernels (GPUKERN_CUDA=1).
 
     Returns:
         An `Explanation`:
 
-        - ``row``: name of the kernel instance.
+        - ``row``: the name of the kernel instance.
         - ``isa``: its instruction set or architecture.
-        - ``tile``: block sizes; gemm MB NB KB and on the CPU MR * NR, attention BQ BKV and the span of a
-          context chunk; 0 is unused.
-        - ``tasks``: independent units of work.
-        - ``chunks``: parts that the keys are split into, 1 where they are not.
-        - ``bytes``: what the op must move at least, inputs read once and outputs written once.
-        - ``flops``: a multiply-add counts two, keys that no query sees count nothing.
+        - ``tile``: its block sizes. gemm: MB NB KB, and on the CPU MR * NR. Attention: BQ BKV and
+          the keys of a context chunk. 0 is unused.
+        - ``tasks``: independent tasks.
+        - ``chunks``: the parts into which the keys are split; 1 if they are not.
+        - ``bytes``: the least memory traffic: inputs read once and outputs written once.
+        - ``flops``: a multiply-add counts as two; keys that no query sees do not count.
         - ``workspace_bytes``: memory beyond inputs and outputs.
         - ``waves``: on CUDA, tasks over those that the device runs at once; 0 on the CPU, and with
-          `arch` where only a device could tell.
-        - ``bound_us``: on CUDA, the larger of bytes over the device's bandwidth and flops over its peak, in
-          microseconds; 0 on the CPU.
-        - ``preferred``: whether the row was preferred since it was tuned (``python -m torch_gpukern tune gemm``).
-        - ``device``, ``class``, ``rows``: of a gemm on CUDA, the device's name, the class of calls that a preferred
-          row serves, and every row that takes the call, the default one first.
-        - ``accumulate``: of flash_attn and flash_attn_varlen of float8_e4m3fn, whose arguments are the function's: ``"fast"`` or
-          ``"precise"``, what ``"auto"`` came to.
+          `arch` if only a device could tell.
+        - ``bound_us``: on CUDA, the larger of bytes over the device's bandwidth and flops over its
+          peak, in microseconds; 0 on the CPU.
+        - ``preferred``: whether the instance was chosen by tuning (``python -m torch_gpukern tune
+          gemm``).
+        - ``device``, ``class``, ``rows``: for a gemm on CUDA, the device's name, the call's tuning
+          key, and every instance that can serve the call, the default one first.
+        - ``accumulate``: for flash_attn and flash_attn_varlen with float8_e4m3fn: ``"fast"`` or
+          ``"precise"``, also if the argument was ``"auto"``.
 
-    On CUDA index tensors are not read: packed sequences count as equal ones, kv_start, kv_end and
-    q_start
-    as 0, Sk and Sk - Sq, and a paged sequence as one that fills its row of the block table.
+    On CUDA, contents of index tensors are not read. Packed sequences are assumed to be equally
+    long, kv_start, kv_end and q_start to be 0, Sk and Sk - Sq, and a paged sequence to fill its row
+    of the block table.
 
     Raises:
         ValueError: an op that cannot be explained, or arguments that the op does not take.
-        MemoryError: results for which there is no memory: they are allocated, though not written.
-    """  # noqa: E501
+        MemoryError: there is no memory for the results, which are allocated, though not written.
+    """
     if op not in EXPLAINED:
         raise ValueError(f"explain: op is '{op}'; expected one of {', '.join(EXPLAINED)}")
     if getattr(args[0] if args else kwargs.get("q"), "dtype", None) is _e4m3 and op in (
@@ -270,7 +270,7 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
 
 
 def _masked_call(args: tuple, kwargs: dict[str, _Any]) -> tuple[str, dict[str, _Any]]:
-    """flash_attn with a mask or a bias as a call of the raw op behind it."""
+    """The name and keyword arguments of the raw op that serves flash_attn with a mask or a bias."""
     q, k = (kwargs[name] if name in kwargs else args[i] for i, name in enumerate("qk"))
     names = ("attn_mask", "mask_store", "mask_seq_q", "mask_seq_k", "bias", "distance_bias")
     given = {name: kwargs.get(name) for name in ("attn_mask", "bias", "distance_bias")}
@@ -281,8 +281,7 @@ def _masked_call(args: tuple, kwargs: dict[str, _Any]) -> tuple[str, dict[str, _
 
 @_contextlib.contextmanager
 def _in_memory() -> _Iterator[None]:
-    """MemoryError in our words where torch's allocator finds no memory for a tensor of a call that
-    is explained."""
+    """Context that turns the allocation errors of torch into a MemoryError that says what to do."""
     try:
         yield
     except RuntimeError as error:
@@ -300,7 +299,7 @@ def _in_memory() -> _Iterator[None]:
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> _Any:
-        """Imported when they are first asked for: most programs never do."""
+        """Imports a submodule at its first use, since most programs need none of them."""
         if name in ("distributed", "integrations", "layout", "nn", "optim", "profiling"):
             return _importlib.import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

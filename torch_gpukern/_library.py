@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The compiled library, its namespace, and what torch says of a call."""
+"""Loads the compiled library, and binds the parts of torch that every call asks for its state."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ OLDEST_TORCH = (2, 10)
 
 
 def _mapped_copies() -> list[str]:
-    """Files named like ours that this process has loaded; outside Linux those that torch did."""
+    """The loaded files with our library's name; outside Linux only those that torch loaded."""
     paths = set(torch.ops.loaded_libraries)
     try:
         with open("/proc/self/maps") as maps:
@@ -26,7 +26,8 @@ def _mapped_copies() -> list[str]:
 
 
 def _load() -> None:
-    """Loads the library once; every way in which this can fail is one line that says what to do."""
+    """Loads the library once. Every failure raises an ImportError of one line that says what to
+    do."""
     version = tuple(int(x) for x in torch.__version__.split(".")[:2])
     if version < OLDEST_TORCH:
         raise ImportError(
@@ -39,7 +40,7 @@ def _load() -> None:
             "(or `pip install -e .`) at the root of the repository"
         )
     if hasattr(getattr(torch.ops, NAMESPACE), "gemm"):
-        # A second definition of a namespace ends the interpreter, so it must not be tried.
+        # A second definition of the namespace would abort the interpreter.
         copies = _mapped_copies()
         if any(os.path.samefile(p, FILE) for p in copies if os.path.exists(p)):
             return
@@ -69,11 +70,13 @@ library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def _replace_earlier_import() -> None:
-    """Whoever imports the package again after taking it out of sys.modules has the compiled library
-    still, and with it what the first import registered from Python: that goes, and functions of the
-    first import run on what this one registers.
+    """Removes what an earlier import of the package registered from Python.
+
+    If the package is removed from sys.modules and imported again, the compiled library stays
+    loaded, with the earlier registrations. Functions of the earlier import then use the new
+    registrations.
     """
-    kept = "_registered_from_python"  # where sys.modules is not asked
+    kept = "_registered_from_python"  # an attribute of `ops`, which outlives sys.modules
     earlier = vars(ops).get(kept)
     if earlier is not None:
         earlier._destroy()
@@ -82,7 +85,7 @@ def _replace_earlier_import() -> None:
 
 _replace_earlier_import()
 
-# Bound once: every call pays for what a kernel looks up.
+# Bound once, because every call would pay for the attribute lookups.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 any_requires_grad = torch._C._any_requires_grad
 is_grad_enabled = torch.is_grad_enabled
@@ -90,7 +93,7 @@ is_compiling = torch.compiler.is_compiling
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 are_deterministic = torch._C._get_deterministic_algorithms
 transforms_active = torch._C._are_functorch_transforms_active
-has_torch_function = torch._C._has_torch_function  # of an argument, or a mode's
+has_torch_function = torch._C._has_torch_function  # an argument's, or a mode's
 jit_trace = torch._C._get_tracing_state  # None outside torch.jit.trace
 any_autocast = torch._C._is_any_autocast_enabled
 _KeySet, _Key = torch._C.DispatchKeySet, torch._C.DispatchKey
@@ -98,7 +101,8 @@ _AUTOCAST_KEYS = _KeySet(_Key.AutocastCPU) | _KeySet(_Key.AutocastCUDA)
 
 
 def below_autocast() -> torch._C._ExcludeDispatchKeyGuard:
-    """Context without casts: in an Autocast kernel, and in backward, where dtypes are settled."""
+    """Context without autocast's casts, for Autocast kernels and for backward, whose dtypes are
+    fixed."""
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
 
 
@@ -107,8 +111,8 @@ _MODE_KEYS = _KeySet(_Key.Python) | _KeySet(_Key.PythonTLSSnapshot)
 
 @contextlib.contextmanager
 def below_modes() -> Iterator[None]:
-    """Context in which an op's own kernel sees the tensors of a mode, a compiler's fakes, and
-    autograd is not asked."""
+    """Context below torch's modes and autograd: an op's kernel is called directly, even with a
+    compiler's fake tensors."""
     below, without = below_autograd(), torch._C._ExcludeDispatchKeyGuard(_MODE_KEYS)
     try:
         with without:
@@ -118,7 +122,7 @@ def below_modes() -> Iterator[None]:
 
 
 def traced() -> bool:
-    """Whether a compiler, torch.jit.trace, forward mode or torch.func may look at the call."""
+    """Whether a compiler, torch.jit.trace, forward-mode AD or torch.func may observe the call."""
     return (
         is_compiling()
         or forward_ad._current_level >= 0

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""AttnMask: any mask of attention in the form that the kernels read, and the functions that make
-one.
+"""AttnMask: an attention mask in the form that kernels read, and the functions that make one.
 
-A mask is cut into tiles of 128 queries x 128 keys. Attention skips the empty tiles, runs the full
-ones as if there were no mask, and reads 128 bits a row of the partial ones. It is built once, on
-the mask's device without waiting for it, and serves forward and backward of every layer.
+A mask is cut into tiles of 128 queries x 128 keys. Attention skips empty tiles, runs full tiles as
+if there were no mask, and reads 128 bits per row of partial tiles. A mask is built once, without
+waiting for its device, and serves forward and backward of every layer. GPUs build masks, but
+attention on a GPU does not take them yet.
 """
 
 from typing import Any
@@ -28,14 +28,15 @@ __all__ = [
 
 
 class AttnMask:
-    """A mask for `flash_attn`: which keys each query sees. It holds a copy of what it was made of.
+    """A mask for `flash_attn`: which keys each query sees. It does not share memory with the
+    tensors that it was made from.
 
-    Make one with `attn_mask_of`, `attn_mask_ranges`, `attn_mask_columns` or `attn_mask_blocks`. The
-    same mask gives the same bits of attention, whichever function made it.
+    Make one with `attn_mask_of`, `attn_mask_ranges`, `attn_mask_columns` or `attn_mask_blocks`.
+    Equal masks give the same bits of attention, whichever function made them.
 
     Attributes:
-        shape: (B, H, Sq, Sk); B and H are 1 where all sequences or all heads share the mask.
-        device: where it is.
+        shape: (B, H, Sq, Sk); B or H is 1 if all sequences or all heads share the mask.
+        device: the mask's device.
         data: the stored mask, opaque (csrc/core/attn_mask.h has the layout).
     """
 
@@ -55,14 +56,14 @@ class AttnMask:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the mask takes."""
+        """The mask's size in bytes."""
         return self.data.numel() * 4
 
     def __repr__(self) -> str:
         return f"AttnMask(shape={tuple(self.shape)}, device='{self.device}', {self.nbytes / 1e6:.1f} MB)"
 
     def dense(self) -> Tensor:
-        """The mask as a bool tensor [B, H, Sq, Sk], true where the query sees the key."""
+        """The mask as a bool tensor [B, H, Sq, Sk]; true means that the query sees the key."""
         layout = Layout(self.store, self.seq_q, self.seq_k, False)
         batch, heads, seq_q, seq_k = self.shape
         out = torch.empty(self.shape, dtype=torch.bool, device=self.device)
@@ -79,14 +80,15 @@ class AttnMask:
         return MaskTiles(table[classes.long()])
 
     def _flags(self, layout: Layout) -> Tensor:
-        """[B, H, nq, nk] uint8"""
+        """The flags of all tiles, [B, H, nq, nk] uint8. Bits 0-1: 0 empty, 1 full, 2 partial with
+        stored bits, 3 partial by ranges. Other bits: the slot of the stored bits."""
         flags = self.data[..., layout.flags : layout.tiles].contiguous().view(torch.uint8)
         return flags[..., : layout.tiles_q * layout.tiles_k].unflatten(
             2, (layout.tiles_q, layout.tiles_k)
         )
 
     def _rows_of(self, layout: Layout, tile: int) -> Tensor:
-        """The 128 rows of a tile of queries, [B, H, 128, 128 nk]."""
+        """What the 128 queries of a tile see, bool [B, H, 128, 128 nk]."""
         flag = self._flags(layout)[:, :, tile]
         kind = (flag & 3).long()
         words = self.data[..., layout.words : layout.source].unflatten(2, (-1, 512))
@@ -104,7 +106,7 @@ class AttnMask:
         return sees.transpose(2, 3).flatten(3)
 
     def _made(self, layout: Layout, tile: int) -> Tensor:
-        """All blocks of a tile of queries by the ranges of the mask, [B, H, nk, 128, 128]."""
+        """What the queries of a tile see by the mask's ranges, bool [B, H, nk, 128, 128]."""
         count = self.seq_q if self.store == RANGES else self.seq_k
         source = self.data[..., layout.source : layout.source + 4 * count].unflatten(2, (count, 4))
         row = torch.arange(tile * TILE, (tile + 1) * TILE, device=self.device)[:, None]
@@ -151,7 +153,8 @@ class MaskTiles:
         return {name: int((self.classes == i).sum()) for i, name in enumerate(names)}
 
     def picture(self, sequence: int = 0, head: int = 0) -> str:
-        """One line a tile of queries, one character a tile of keys: · empty, ▒ partial, █ full."""
+        """Text with a line for each tile of queries and a character for each tile of keys: · empty,
+        ▒ partial, █ full."""
         rows = self.classes[sequence, head].tolist()
         return "\n".join("".join(self.CHARACTERS[x] for x in row) for row in rows)
 
@@ -162,7 +165,7 @@ class MaskTiles:
         return f"{head}\n{self.picture()}" if self.classes.numel() else head
 
 
-# ---- what makes one ------------------------------------------------------------------------------
+# ---- functions that make a mask ------------------------------------------------------------------
 
 
 def _fail(name: str, text: str, error: type[Exception] = ValueError) -> Exception:
@@ -170,7 +173,7 @@ def _fail(name: str, text: str, error: type[Exception] = ValueError) -> Exceptio
 
 
 def _by_head(name: str, argument: str, x: Tensor, dims: int, letters: str) -> Tensor:
-    """x with all of its dimensions; leading ones that are missing are 1."""
+    """x with `dims` dimensions: up to two missing leading ones become 1."""
     if not isinstance(x, Tensor):
         raise _fail(name, f"{argument} must be a tensor, got {type(x).__name__}", TypeError)
     if not dims - 2 <= x.dim() <= dims:
@@ -199,11 +202,11 @@ def attn_mask_of(mask: Tensor, *, seq_k: int | None = None) -> AttnMask:
     """A mask from a bool tensor or from packed bits.
 
     Args:
-        mask: bool [B|1, H|1, Sq, Sk], true where the query sees the key; or uint8
-            [B|1, H|1, Sq, ceil(Sk / 8)], whose bit j % 8 of byte j // 8 is key j. 2 or
-            3 dimensions leave out B and H. Any strides.
-        seq_k: the number of keys, with bits alone, whose last byte may have bits to spare. By
-        default 8 times the bytes of a row.
+        mask: bool [B|1, H|1, Sq, Sk], true if the query sees the key; or uint8
+            [B|1, H|1, Sq, ceil(Sk / 8)], where bit j % 8 of byte j // 8 is key j. B and H may be
+            left out. Any strides.
+        seq_k: the number of keys, for uint8 only, since the last byte may have unused bits.
+            Default: 8 times the bytes of a row.
 
     Raises:
         ValueError: another dtype or shape.
@@ -223,12 +226,12 @@ def attn_mask_of(mask: Tensor, *, seq_k: int | None = None) -> AttnMask:
 def attn_mask_ranges(ranges: Tensor, seq_k: int) -> AttnMask:
     """A mask from one or two ranges of keys for each query.
 
-    131,072 queries with any ranges of as many keys take 20 MB on CUDA.
+    A mask of 131,072 queries and as many keys takes 20 MB on CUDA, whatever its ranges are.
 
     Args:
-        ranges: int32 [B|1, H|1, Sq, 2 or 4]: a query sees keys [x, y) and, with 4, also [z, w). A
-            range is empty where x >= y, and is cut to [0, seq_k). 2 or 3 dimensions
-            leave out B and H.
+        ranges: int32 [B|1, H|1, Sq, 2 or 4]: a query sees the keys [x, y) and, with 4 entries, also
+            [z, w). A range with x >= y is empty. Ranges are cut to [0, seq_k). B and H may be left
+            out.
         seq_k: the number of keys.
 
     Raises:
@@ -242,17 +245,17 @@ def attn_mask_columns(rows: Tensor, seq_q: int, *, is_causal: bool) -> AttnMask:
     """A mask from ranges of queries that do not see a key: FlashMask's ``startend_row_indices``.
 
     Args:
-        rows: int32 [B|1, H|1, Sk, n]. With is_causal: n = 1: key j is hidden from queries i >= c0;
-            n = 2: from c0 <= i < c1; and from i < j in both. Without: n = 2: from i >=
-            c0 and from i < c1; n = 4: from c0 <= i <
-            c1 and from c2 <= i < c3.
+        rows: int32 [B|1, H|1, Sk, n], where c0 to c3 are the n entries of key j. With is_causal,
+            n = 1 hides the key from queries i >= c0, and n = 2 from c0 <= i < c1; both also hide it
+            from i < j. Without is_causal, n = 2 hides it from i >= c0 and from i < c1, and n = 4
+            from c0 <= i < c1 and from c2 <= i < c3.
         seq_q: the number of queries.
-        is_causal: which of the two; it stands in the mask.
+        is_causal: selects the form of rows, and becomes part of the mask.
 
     Raises:
         ValueError: another dtype or shape.
 
-    Wang et al., "FlashMask: Efficient and Rich Mask Extension of FlashAttention" (2024),
+    Source: Wang et al., "FlashMask: Efficient and Rich Mask Extension of FlashAttention" (2024),
     arXiv:2410.01359.
     """
     rows = _by_head("attn_mask_columns", "rows", rows, 4, "[B, H, Sk, n]")
@@ -269,20 +272,22 @@ def attn_mask_blocks(
     seq_q: int,
     seq_k: int,
 ) -> AttnMask:
-    """A mask from lists of blocks of 128 x 128, as FlexAttention's BlockMask has them.
+    """A mask from lists of 128 x 128 blocks, as in FlexAttention's BlockMask.
 
     Args:
-        kv_num_blocks: int32 [B|1, H|1, ceil(seq_q / 128)]: how many blocks of keys each tile of queries sees in part.
-        kv_indices: int32 [B|1, H|1, ceil(seq_q / 128), n]: which ones, in any order. Entries past
-            the count are not read.
-        full_kv_num_blocks, full_kv_indices: likewise the blocks that are seen whole.
-        mask: what is seen of the partial blocks, bool or bits as in `attn_mask_of`. Without it they
-        are seen whole. seq_q, seq_k: the number of queries and keys.
+        kv_num_blocks: int32 [B|1, H|1, ceil(seq_q / 128)]: the number of blocks of keys that each
+            tile of queries sees partially.
+        kv_indices: int32 [B|1, H|1, ceil(seq_q / 128), n]: the indices of these blocks, in any
+            order. Entries after the first kv_num_blocks are not read.
+        full_kv_num_blocks, full_kv_indices: likewise for blocks that are seen completely.
+        mask: what is seen of the partial blocks: bool or bits, as in `attn_mask_of`. Without it
+            they are seen completely.
+        seq_q, seq_k: the number of queries and keys.
 
     Raises:
         ValueError: another dtype or shape.
-        IndexError: a count or an index out of range, on the CPU; on CUDA the next call, or
-        `check_errors`, says it.
+        IndexError: a count or an index is out of range. On CUDA, the next call or `check_errors`
+            raises it.
     """
     name = "attn_mask_blocks"
     num = _by_head(name, "kv_num_blocks", kv_num_blocks, 3, "[B, H, nq]")

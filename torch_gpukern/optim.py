@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Optimisers: `AdamW`, one launch for all parameters of a dtype."""
+"""Optimisers: `AdamW`, which updates all parameters of a dtype in one launch."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,44 +17,44 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW with torch.optim's semantics and state_dict; one launch for all parameters of a dtype.
+    """AdamW with the semantics and state_dict of torch.optim.AdamW, in one launch for all
+    parameters of a dtype.
 
     For each parameter w with gradient g, in float32 (float64 for float64), rounded once::
 
         w = w (1 - lr weight_decay);  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
         w = w - lr / (1 - beta1^step) m / (sqrt(v / (1 - beta2^step)) + eps)
 
-    Steps are counted on the parameters' device and nothing is read on the host, so that a step can
-    stand in a captured graph. With torch.amp.GradScaler the scale and the finding of infinities are
-    read on the device too; gradients are not written.
+    Steps are counted on the parameters' device and the host reads nothing, so a step can be
+    captured in a CUDA graph. With torch.amp.GradScaler, the scale and the flag for infinities are
+    read on the device, too. Gradients are not written.
 
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad, maximize: as of torch.optim.AdamW. lr may be
-            a tensor on the parameters' device, which a captured graph then reads; numbers are part
-            of the graph.
-        master_weights: keep a float32 copy of each 16-bit parameter, ``master`` in its state, which
-            is what is optimised; the parameter is its rounding. m and v are float32 too. A
-            parameter that is written between steps (`copy_`, `clamp_`, load_state_dict) is taken
-            over by the next step where it is no more its master's rounding; a write through
-            ``p.data`` is not seen.
+        params, lr, betas, eps, weight_decay, amsgrad, maximize: as for torch.optim.AdamW. lr may be
+            a tensor on the parameters' device, which a captured graph then reads; a number becomes
+            part of the graph.
+        master_weights: optimise a float32 copy of each 16-bit parameter, ``master`` in its state.
+            The parameter is the copy's rounding. m and v are float32, too. If a parameter is
+            written between steps (`copy_`, `clamp_`, load_state_dict) and no longer is its master's
+            rounding, the next step takes the new value over. A write through ``p.data`` is not
+            noticed.
         stochastic_rounding: round bfloat16 parameters up or down at random, so that the expected
-            value is the exact one and small steps are not lost; m and v are float32. The seed is
-            drawn from torch's generator once a step.
+            value is exact and small steps are not lost. m and v are float32. Each step draws a seed
+            from torch's generator.
 
-    Without either, m and v have the parameter's dtype, as torch's.
-
-    Parameters may be DTensors (FSDP2, tensor parallelism): each rank steps its own part. With
-    stochastic_rounding parts that ranks replicate stay alike only if the ranks' generators are.
+    Without either option, m and v have the parameter's dtype, as in torch.
 
     Parameters are float32, bfloat16, float16 or float64, dense in some order of their dimensions,
-    on the CPU or CUDA. state_dict() and load_state_dict() exchange state with torch.optim.AdamW
+    on the CPU or CUDA. They may be DTensors (FSDP2, tensor parallelism); each rank then updates its
+    own part. With stochastic_rounding, parts that ranks replicate stay equal only if the ranks'
+    generators are equal. state_dict() and load_state_dict() exchange state with torch.optim.AdamW
     (``fused=True``, ``capturable=True``).
 
     Raises:
         ValueError: both master_weights and stochastic_rounding; stochastic rounding of float16; a
             parameter that is not dense; sparse or complex gradients.
 
-    Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), arXiv:1711.05101.
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), arXiv:1711.05101.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class AdamW(torch.optim.AdamW):
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
         )
-        # of all groups; `defaults` is what copies and pickles keep
+        # these options hold for all groups; copies and pickles keep `defaults`
         self.defaults |= {
             "master_weights": master_weights,
             "stochastic_rounding": stochastic_rounding,
         }
         self._clip: Tensor | None = None
-        # of each parameter with a master, `_written` after the last step
+        # `_written` after the last step, for each parameter with a master
         self._stepped: dict[Tensor, tuple[int, int]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -93,11 +93,10 @@ class AdamW(torch.optim.AdamW):
             self.defaults.setdefault(name, False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. master_weights and stochastic_rounding are of all groups; a group has no
-        value of its own.
+        """As torch's. master_weights and stochastic_rounding hold for all groups.
 
         Raises:
-            ValueError: the group names one of them.
+            ValueError: the group has a value for one of them.
         """
         for name in _OPTIONS:
             if name in param_group:
@@ -112,11 +111,10 @@ class AdamW(torch.optim.AdamW):
             self.defaults |= kept
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Has the next step multiply gradients by min(1, max_norm / norm), on the device and
+        """Makes the next step multiply gradients by min(1, max_norm / norm), on the device and
         without writing them.
 
-        Returns the 2-norm of all gradients as they are: where a GradScaler has scaled them, unscale
-        first.
+        Returns the 2-norm of all gradients. If a GradScaler has scaled them, unscale them first.
         """
         grads = [
             p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
@@ -124,7 +122,7 @@ class AdamW(torch.optim.AdamW):
         if not grads:
             return torch.zeros(())
         norm = torch.nn.utils.get_total_norm(grads)
-        # of the parts of all ranks
+        # a DTensor's norm covers all ranks' parts
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self._clip = (max_norm / (norm.float() + 1e-6)).clamp(max=1.0)
         return norm
@@ -144,9 +142,10 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of torch.optim.AdamW's state, too. What is float32 beside a 16-bit parameter stays so."""
+        """As torch's; the state may be that of torch.optim.AdamW. State that is float32 beside a
+        16-bit parameter stays float32."""
         kept, given = {name: self.defaults[name] for name in _OPTIONS}, []
-        # what all other hooks have left
+        # the last hook sees the state_dict after all other hooks
         hook = self.register_load_state_dict_pre_hook(lambda _, last: given.append(last))
         try:
             super().load_state_dict(state_dict)
@@ -156,7 +155,7 @@ class AdamW(torch.optim.AdamW):
         state_dict = given[0]
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         ours = [p for group in self.param_groups for p in group["params"]]
-        for i, p in zip(saved, ours, strict=True):  # torch has cast to the parameter's dtype
+        for i, p in zip(saved, ours, strict=True):  # undo torch's cast to the parameter's dtype
             for name in ("master", *_MOMENTS):
                 before = state_dict["state"].get(i, {}).get(name)
                 if before is not None and before.dtype != self.state[p][name].dtype:
@@ -164,16 +163,15 @@ class AdamW(torch.optim.AdamW):
             if p in self.state and "exp_avg" in self.state[p]:
                 self._widen(p, self.state[p])
 
-    # ---- what a step is made of ------------------------------------------------------------------
+    # ---- the parts of a step ---------------------------------------------------------------------
     def _wide(self, p: Tensor) -> bool:
-        """Whether its state is float32 beside a parameter of 16 bits."""
+        """Whether p has 16 bits and its state is float32."""
         return p.itemsize == 2 and (
             self.defaults["master_weights"] or self.defaults["stochastic_rounding"]
         )
 
     def _widen(self, p: Tensor, state: dict[str, Any]) -> None:
-        """Gives state that came from elsewhere the dtypes, the strides and the device that this
-        optimiser keeps."""
+        """Converts loaded state to the dtypes, strides and device that this optimiser uses."""
         dtype = torch.float32 if self._wide(p) else p.dtype
         # torch.optim.AdamW keeps steps on the CPU by default, older ones as numbers or as [1]
         state["step"] = torch.as_tensor(state["step"]).to(p.device, torch.float32).reshape(())
@@ -182,7 +180,7 @@ class AdamW(torch.optim.AdamW):
                 state[name] = _laid_as(p, state[name].to(dtype))
         master = state.pop("master", None)
         if p.itemsize == 2 and self.defaults["master_weights"]:
-            # one that torch's optimiser carried along is of 16 bits, and as old as its loading
+            # torch's optimiser carries a master along in 16 bits without updating it
             stale = master is None or master.dtype != torch.float32
             state["master"] = p.detach().float() if stale else _laid_as(p, master)
 
@@ -196,14 +194,15 @@ class AdamW(torch.optim.AdamW):
             if p.itemsize == 2 and self.defaults["master_weights"]:
                 state["master"] = p.detach().float()
         elif "master" in state and self._stepped.get(p) != _written(p):
-            # somebody may have written the parameter since the last step: where it is no more the
-            # master's rounding it counts
+            # The parameter may have been written since the last step. Where it is no longer the
+            # master's rounding, take its value.
             master, w = _local(state["master"]), _local(p)
             master.copy_(torch.where(master.to(w.dtype) == w, master, w.float()))
         return state
 
     def _lists_of(self, group: dict[str, Any]) -> Iterable[list[tuple[Tensor, Tensor, dict]]]:
-        """(parameter, gradient, state) of those that have a gradient, by device and dtype."""
+        """Lists of (parameter, gradient, state) of the parameters with a gradient, one list for
+        each device and dtype."""
         lists: dict[tuple, list] = {}
         for p in group["params"]:
             grad = p.grad
@@ -217,7 +216,7 @@ class AdamW(torch.optim.AdamW):
             if hasattr(grad, "to_local") and grad.placements != p.placements:
                 grad = grad.redistribute(p.device_mesh, p.placements)
             state, w, grad = self._state_of(p, group["amsgrad"]), _local(p), _local(grad)
-            wide = grad.dtype != p.dtype  # p.grad_dtype is another one
+            wide = grad.dtype != p.dtype  # p.grad_dtype was set
             if wide and p.itemsize == 2 and self.defaults["stochastic_rounding"]:
                 raise ValueError(
                     f"AdamW: stochastic_rounding takes gradients in the parameter's dtype "
@@ -255,7 +254,7 @@ class AdamW(torch.optim.AdamW):
         masters = of("master") if "master" in states[0] else []
         written = [[_local(p) for p in params], of("exp_avg"), of("exp_avg_sq"), maxima, masters]
         given = written
-        # float32 beside 16 bits: the step is one of float32, rounded once
+        # float32 gradients of 16-bit parameters: step in float32, then round once
         if grads[0].dtype != params[0].dtype:
             given = [masters or _float(written[0]), *map(_float, written[1:4]), []]
         torch._foreach_add_(steps, one)
@@ -278,14 +277,14 @@ class AdamW(torch.optim.AdamW):
                 maximize=group["maximize"],
             )
         except BaseException:
-            torch._foreach_sub_(steps, one)  # a step that raises does not count
+            torch._foreach_sub_(steps, one)  # a step that raises is not counted
             raise
         if given is not written:
             for to, made in zip(written[:4], given[:4], strict=True):
                 if to and to is not made:
                     torch._foreach_copy_(to, made)
         if wholes := [p for p in params if hasattr(p, "to_local")]:
-            increment_version(wholes)  # adamw_ has written their local parts
+            increment_version(wholes)  # adamw_ wrote their local parts
         if masters:
             self._stepped.update((p, _written(p)) for p in params)
 
@@ -296,17 +295,17 @@ def _laid_as(p: Tensor, x: Tensor) -> Tensor:
 
 
 def _float(tensors: list[Tensor]) -> list[Tensor]:
-    """In float32: copies of 16-bit tensors, themselves where they are float32."""
+    """The tensors in float32; float32 tensors themselves, not copies."""
     return [x.float() for x in tensors]
 
 
 def _written(p: Tensor) -> tuple[int, int]:
-    """Changes when somebody writes p, or gives it other memory; on the host. A write through
-    ``p.data`` is not seen."""
+    """A value on the host that changes when p is written or gets other memory. A write through
+    ``p.data`` does not change it."""
     return p._version, _local(p).data_ptr()
 
 
 def _local(x: Tensor) -> Tensor:
-    """This rank's part of a DTensor (FSDP2, tensor parallelism): AdamW treats each element alone.
-    Another tensor is all there is."""
+    """This rank's part of a DTensor; any other tensor itself. AdamW is elementwise, so each rank
+    can update its part alone."""
     return x.to_local() if hasattr(x, "to_local") else x

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tensors of 8-bit floats in a pickle, which torch's own does not take (2.13: "UntypedStorage has
-no attribute dtype")."""
+"""Pickles of tensors of 8-bit floats. torch 2.13 cannot pickle them ("UntypedStorage has no
+attribute dtype"), so they are stored as bytes."""
 
 from typing import Any, NamedTuple
 
@@ -16,10 +16,12 @@ class _Bytes(NamedTuple):
 
 
 def as_bytes(held: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which tensors of 8-bit floats are bytes and a dtype; `as_codes` is the way back."""
+    """A copy of the dict in which tensors of 8-bit floats are replaced by bytes and a dtype;
+    `as_codes` restores them."""
     coded = {name: x for name, x in held.items() if isinstance(x, Tensor) and x.dtype in _CODES}
     return {**held, **{name: _Bytes(x.view(torch.uint8), x.dtype) for name, x in coded.items()}}
 
 
 def as_codes(held: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `as_bytes`."""
     return {name: x.bytes.view(x.dtype) if isinstance(x, _Bytes) else x for name, x in held.items()}

@@ -5,15 +5,15 @@
 >>> with profiling.nvtx():
 ...     model(x)
 
-A range is what the host does for one call of an op, named `gpukern::gemm`; a backward's ops have
-ranges of their own, in the thread that runs them. Kernels are found below it in the timeline (`nsys
-profile --trace cuda,nvtx`).
+A range covers the host's work for one call of an op and has the op's name, `gpukern::gemm`. The ops
+of a backward have ranges of their own, in the thread that runs them. Nsight shows the kernels below
+the range (`nsys profile --trace cuda,nvtx`).
 
-**Off it is free**: the ops' ways in are replaced while ranges are wanted, and are then the very
-objects that they were before. **Under torch.compile** nothing breaks and nothing is compiled again:
-the graph holds the op, and the compiled code calls it where the range is; so a function that was
-compiled without ranges has them inside `nvtx()`, and none outside. Code that reaches the op without
-Python has none: torch.jit.script, AOTInductor, the C API, a replayed CUDA graph.
+**No cost when off**: the entry functions of the ops are replaced only while ranges are on, and
+restored afterwards. **Under torch.compile** nothing breaks and nothing is recompiled, because the
+compiled code calls the op's entry function. So a function that was compiled without ranges has them
+inside `nvtx()`. Code that calls an op without Python has no ranges: torch.jit.script, AOTInductor,
+the C API and a replayed CUDA graph.
 """
 
 import functools
@@ -29,29 +29,28 @@ from .ops.define import Op
 __all__ = ["nvtx"]
 
 _lock = threading.Lock()
-_active: list["nvtx"] = []  # who has switched ranges on, the last one's wishes count
-# .range: this thread is in a range, so that an op that calls its raw op has one
+_active: list["nvtx"] = []  # started and not stopped; the last one's options count
+# .range: whether this thread is inside a range, so that an op that calls its raw op gets only one
 _inside = threading.local()
 
 
 class nvtx:
-    """Switches NVTX ranges on for every thread of the process; a context manager, or `start` and
-    `stop`.
+    """Switches NVTX ranges on for every thread of the process. Use it as a context manager, or call
+    `start` and `stop`.
 
     Args:
-        shapes: whether a range's name also has the shapes of the op's tensors:
+        shapes: add the shapes of the op's tensors to a range's name:
             ``gpukern::gemm [64, 32] [32, 16]``.
 
     Raises:
-        RuntimeError: on entering, where torch is built without NVTX (a CPU build).
+        RuntimeError: on entering, if torch is built without NVTX (a CPU build).
     """
 
     def __init__(self, shapes: bool = False):
         self.shapes = shapes
 
     def start(self) -> "nvtx":
-        """Ranges from here on. Started twice, by one or by several, they last until all have
-        stopped."""
+        """Switches ranges on. After several starts, they stay on until each has been stopped."""
         try:
             torch.cuda.nvtx.mark("gpukern: ranges on")
         except RuntimeError as error:
@@ -65,7 +64,7 @@ class nvtx:
         return self
 
     def stop(self) -> None:
-        """Raises ValueError where it was not started."""
+        """Switches ranges off. Raises ValueError if they were not started by this object."""
         with _lock:
             if self not in _active:
                 raise ValueError("torch_gpukern.profiling.nvtx: stop without start")
@@ -80,20 +79,20 @@ class nvtx:
         self.stop()
 
 
-# ---- the ways into an op -------------------------------------------------------------------------
+# ---- the entry functions of an op ----------------------------------------------------------------
 
-# (holder, attribute) -> without a range, with one
+# (id of holder, attribute) -> (holder, function without a range, function with one)
 _ways: dict[tuple[int, str], tuple[Any, Callable, Callable]] = {}
 
 
 def _replace(on: bool) -> None:
-    """Exchanges all ways in: what Python calls of torch.ops, and what the public functions call
-    below it."""
+    """Exchanges all entry functions: those of torch.ops, and those that the public functions call
+    directly."""
     if not _ways:
         for op in Op.every:
             packet = getattr(ops, op.name)
             holders = [(op, "bare"), (op.overload, "_op"), (packet, "_op")]
-            # called in the op's place once its arguments' types are known
+            # called instead of the op once the arguments' types have been checked
             if op.differentiate is not None:
                 holders.append((op, "differentiate"))
             if "out" in packet.overloads():
@@ -101,7 +100,7 @@ def _replace(on: bool) -> None:
             for holder, attribute in holders:
                 plain = getattr(holder, attribute)
                 ranged = _ranged(plain, op.qualified)
-                if holder is packet:  # torch.jit.script asks for an op by what the packet calls
+                if holder is packet:  # torch.jit.script finds an op by the function in its packet
                     torch.jit._builtins._register_builtin(ranged, op.qualified)
                 _ways[id(holder), attribute] = holder, plain, ranged
     for (_, attribute), (holder, plain, ranged) in _ways.items():

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Reads and writes measured results: one CSV file a device, one line a case.
+"""Reads and writes measured results: one CSV file per device, one line per case.
 
-Benchmarks write the files of benchmarks/results/ with save(); tools, tests and the commands
-`device` and `roofline` read them with load(). A line says, by its kind:
+Benchmarks write the files of benchmarks/results/ with save(). Tools, tests and the commands
+`device` and `roofline` read them with load(). The kind of a line says what it contains:
 
     case    a measurement: us of one call, ours and each peer's
-    group   geomean and worst ratio of the cases of one group, with the bar that they must reach
-    fact    one figure that is no ratio of two times
-    peak    what this device reached in the same run: GFLOP/s of a dtype, or GB/s of reading
+    group   geomean and worst ratio of the cases of a group, and the bar that they must reach
+    fact    one figure that is not a ratio of two times
+    peak    what the device reached in the same run: GFLOP/s of a dtype, or GB/s of reading
     run     a property of the run that all lines of its op share: torch, driver, threads, ..
     device  the first line: the device's name
 
-`peers` and `beside` hold several calls in one cell, separated by "; ", each as
-`name=us/spread/error/MHz`; unknown figures are empty. `beside` has what was timed in the same
-rounds and is no peer, such as one GPU beside two. The ratio is the fastest peer's time over ours,
-of the medians; `ratio_spread` is half the interquartile range of the ratios of single rounds, over
-their median. `host_bound` is yes if ours or that peer waited for the host, no if not, and empty
-where it was not recorded. Figures have four significant digits.
+The cells `peers` and `beside` hold several calls, separated by "; ", each as
+`name=us/spread/error/MHz`; unknown figures are empty. `beside` has calls that were timed in the
+same rounds but are not peers, such as one GPU beside two. `ratio` is the fastest peer's median time
+over ours. `ratio_spread` is half the interquartile range of the ratios of single rounds, over their
+median. `host_bound` is yes if ours or that peer waited for the host, no if not, and empty if it was
+not recorded. Figures have four significant digits.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ COLUMNS = (
 )  # fmt: skip
 NUMBERS = {"spread", "ratio", "ratio_spread", "rate", "roofline_percent", "share", "error"}
 NUMBERS |= {"clock_mhz", "watts"}
-NEEDED = ("ours", "rate", "roofline_percent")  # without which a case has no place under a roofline
+NEEDED = ("ours", "rate", "roofline_percent")  # what a case needs to be drawn in a roofline
 CALL = ("us", "spread", "error", "clock_mhz")
 
 
 def ratio_of(row: dict[str, Any]) -> float | None:
-    """The fastest peer's time over ours, of the medians; None without a peer."""
+    """The fastest peer's median time over ours; None without a peer."""
     if not row["peers"]:
         return None
     return min(peer["us"] for peer in row["peers"].values()) / row["us"]
 
 
 def best_peer(row: dict[str, Any]) -> str:
-    """The fastest peer; "" without one."""
+    """The name of the fastest peer; "" without a peer."""
     return min(row["peers"], key=lambda name: row["peers"][name]["us"], default="")
 
 
@@ -79,7 +79,8 @@ def _cell(calls: dict[str, dict]) -> str:
 
 
 def _as_stored(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with times as they are written, so that the ratio is that of the written times."""
+    """The row with its times rounded as in the file, so that the ratio is that of the rounded
+    times."""
     peers = {
         name: peer | {"us": float(_text(float(peer["us"])))} for name, peer in row["peers"].items()
     }
@@ -99,8 +100,12 @@ def _case(line: dict[str, str]) -> dict[str, Any]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The results of one device: {"device": name, "benches": {op: its runs' properties, "peaks",
-    "rows", "groups", "facts"}}. A file of another form is a ValueError that names the line."""
+    """The results of one device: {"device": name, "benches": {op: bench}}. A bench has the
+    properties of its run, "peaks", "rows" (the cases), "groups" and "facts".
+
+    Raises:
+        ValueError: the file has another form; the text names the line.
+    """
     result: dict[str, Any] = {"device": "", "benches": {}}
     with path.open(newline="") as file:
         lines = csv.DictReader(file)
@@ -122,7 +127,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _take(line: dict[str, str], result: dict[str, Any]) -> None:
-    """Adds what one line says."""
+    """Adds one line of the file to the result."""
     kind, op = line["kind"], line["op"]
     if kind == "device":
         result["device"] = line["case"]
@@ -205,7 +210,7 @@ def _lines(op: str, bench: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def save(path: Path, result: dict[str, Any]) -> None:
-    """Writes what load() reads."""
+    """Writes a result as load() returns it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [{"kind": "device", "case": result["device"]}]
     for op, bench in result["benches"].items():
@@ -218,7 +223,7 @@ def save(path: Path, result: dict[str, Any]) -> None:
 
 
 def slug(device: str) -> str:
-    """The name of a device's file, without its suffix."""
+    """The name of a device's file without its suffix: "NVIDIA H200" is nvidia-h200."""
     return "-".join(
         filter(None, "".join(c if c.isalnum() else "-" for c in device.lower()).split("-"))
     )

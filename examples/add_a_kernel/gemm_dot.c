@@ -1,13 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_dot: out = activation(alpha a b + beta c + bias) of one row and one column, both K-major: a
- * dot product.
- * Compiled once per ISA.   a [batch..., 1, K]  b [batch..., K, 1]   float32 | bfloat16 | float16   out [batch..., 1, 1]
- * Two loads a multiply-add: bytes over bandwidth is the bound, 8 K of them in float32.
+/* gemm_dot: out = activation(alpha a b + beta c + bias) for one row and one column, a dot product.
+ * Compiled once per ISA.
  *
- * A task is one product. SUMS vectors of sums are under way, since an addition takes several
- * clocks; they meet at the end in an order that K alone decides, so results repeat bit for bit.
- * workspace: none
- * Not here: more rows or columns (gemm_skinny, gemm_packed), other strides, float64 (ref). */
+ * a [batch..., 1, K] and b [batch..., K, 1] are float32, bfloat16 or float16 and contiguous along
+ * k; out is [batch..., 1, 1].
+ *
+ * A task is one product. It keeps SUMS independent vector sums, because an addition takes several
+ * clocks. They are added at the end in an order that depends on K alone, so results repeat bit for
+ * bit. Bound by memory: a multiply-add needs two loads, in float32 8 K bytes in all. No workspace.
+ *
+ * Refused: more rows or columns (gemm_skinny and gemm_packed serve them), other strides, float64
+ * (ref). */
 #include "tile.h"
 
 /* ---- 1 the problem --------------------------------------------------------------------------- */
@@ -23,10 +26,10 @@ typedef struct job {
 
 /* ---- 2 the kernel ---------------------------------------------------------------------------- */
 enum {
-    SUMS = 4 /* a multiply-add's latency, 4 clocks, times one a clock */
+    SUMS = 4 /* a multiply-add has a latency of 4 clocks, and one starts each clock */
 };
 
-/* sum over i of a[i] b[i]. A vector's lanes past k are loaded as zeros. */
+/* The sum over i of a[i] b[i]. Lanes beyond k are loaded as zeros. */
 INLINE float dot(const char *a, const char *b, gk_dtype dtype, int64_t k) {
     vf sum[SUMS];
     for (int s = 0; s < SUMS; ++s) sum[s] = vf_set1(0);
@@ -54,14 +57,13 @@ static void task(void *arg, int64_t i, int64_t worker) {
     case GK_BF16: sum = dot(a, b, GK_BF16, jb->x->p.k); break;
     case GK_F16: sum = dot(a, b, GK_F16, jb->x->p.k); break;
     case GK_F32: sum = dot(a, b, GK_F32, jb->x->p.k); break;
-    default:
-        gk_no_case("gemm_dot", jb->args->a.dtype); /* the table has rows of these three alone */
+    default: gk_no_case("gemm_dot", jb->args->a.dtype); /* the table has only these three dtypes */
     }
     /* alpha, c, bias, activation and the one rounding, as for every gemm */
     SYM(gk_gemm_isa).store(&e, &sum, 1, 1, 1);
 }
 
-/* ---- 3 the row of tables.c ------------------------------------------------------------------- */
+/* ---- 3 the entry of tables.c ----------------------------------------------------------------- */
 
 static bool dot_plan(const gk_context *ctx, const void *args, gk_plan *to) {
     (void)ctx;

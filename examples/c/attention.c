@@ -2,10 +2,10 @@
 /* attention.c: one attention layer in C: q, k, v = x w (gk_gemm), then causal attention
  * (gk_flash_attn_fwd).
  *
- * x [SEQ, MODEL]   w [MODEL, 3 * MODEL]   q, k, v [1, HEADS, SEQ, HEAD_DIM], views of x w: no copy between the two ops
+ * x [SEQ, MODEL]   w [MODEL, 3 * MODEL]   q, k, v [1, HEADS, SEQ, HEAD_DIM]
  *
- * Every number is checked against plain loops in double; the program exits with 1 when one is
- * off. */
+ * q, k and v are views of x w, so nothing is copied between the two ops. Every result is checked
+ * against plain loops in double; the program exits with 1 if one is wrong. */
 #include <gpukern.h>
 
 #include <math.h>
@@ -25,7 +25,8 @@ static void must(gk_status status, const char *what) {
     exit(1);
 }
 
-/* Workspace is the caller's: 64-byte aligned, of the size that the op names, NULL for none. */
+/* The program provides the workspace: 64-byte aligned, of the size that the op asks for; NULL for
+ * none. */
 static void *workspace(size_t bytes) {
     if (bytes == 0) return NULL;
     void *p = aligned_alloc(64, (bytes + 63) / 64 * 64);
@@ -49,7 +50,7 @@ static gk_tensor const_matrix(const float *data, int64_t rows, int64_t columns) 
                        .stride = {columns, 1}};
 }
 
-/* Heads of a [SEQ, columns] matrix as [1, HEADS, SEQ, HEAD_DIM]: strides do the transposition. */
+/* The heads of a [SEQ, columns] matrix as [1, HEADS, SEQ, HEAD_DIM], transposed by strides. */
 static gk_tensor heads_of(float *data, int64_t columns) {
     return (gk_tensor){.data = data,
                        .dtype = GK_F32,
@@ -58,7 +59,7 @@ static gk_tensor heads_of(float *data, int64_t columns) {
                        .stride = {SEQ * columns, HEAD_DIM, columns, 1}};
 }
 
-/* uniform in +-amplitude */
+/* A random number, uniform in [-amplitude, amplitude]. */
 static void fill(float *data, int64_t n, uint32_t seed, float amplitude) {
     for (int64_t i = 0; i < n; ++i) {
         seed = seed * 1664525u + 1013904223u;
@@ -66,7 +67,7 @@ static void fill(float *data, int64_t n, uint32_t seed, float amplitude) {
     }
 }
 
-/* The largest error of `out`, in units of float's rounding at the largest value expected. */
+/* The largest error of `out`, in units of float's rounding at the largest expected value. */
 static double error_ulp(const float *out, const double *expected, int64_t n) {
     double worst = 0, largest = 0;
     for (int64_t i = 0; i < n; ++i) {
@@ -112,7 +113,7 @@ static void expect_attention(double scale) {
 }
 
 int main(void) {
-    /* One thread: parallel_for is NULL. A program with a pool of threads hands it in here. */
+    /* parallel_for is NULL: one thread. A program with a thread pool passes it here. */
     gk_context ctx = GK_CONTEXT_INIT;
     gk_explanation row = GK_EXPLANATION_INIT;
     double scale = 1 / sqrt(HEAD_DIM);
@@ -153,14 +154,14 @@ int main(void) {
     double attn_error = error_ulp(out, out_expected, SEQ * MODEL);
     printf("flash_attn row %-32s error %5.2f ulp of the largest value\n", row.row, attn_error);
 
-    /* What is wrong is said in words, and nothing is written. */
+    /* A wrong argument gives an error text, and nothing is written. */
     gemm.b.shape[0] = MODEL - 1;
     gk_status refused = gk_gemm(&ctx, &gemm);
     printf("a wrong shape gives %s: %s\n", gk_status_name(refused), gk_last_error());
 
     free(gemm.workspace);
     free(attn.workspace);
-    /* float32 sums of MODEL products stay far below these bounds; a wrong element is millions of
-     * ulp off. */
+    /* float32 sums of MODEL products are far below these bounds; a wrong element would be millions
+     * of ulp off. */
     return !(gemm_error < 32 && attn_error < 32 && refused == GK_ERR_ARGUMENT);
 }

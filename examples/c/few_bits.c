@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* few_bits.c: a weight in 4 bits: rounded by groups of 32 along k, packed (gk_pack_weight),
+/* few_bits.c: a 4-bit weight. It is rounded in groups of 32 along k, packed (gk_pack_weight) and
  * multiplied (gk_weight_gemm).
  *
- * x [M, K] bfloat16   w [N, K], codes -8 to 7 times a scale a group   out [M, N] float32
+ * x [M, K] bfloat16   w [N, K], codes -8 to 7 times a scale per group   out [M, N] float32
  *
  * The result is checked against plain loops in double over the rounded weight; the program exits
- * with 1 when one is off. */
+ * with 1 if an element is wrong. */
 #include <gpukern.h>
 
 #include <math.h>
@@ -19,7 +19,7 @@ enum {
     K = 100,
     GROUP = 32,
     GROUPS = (K + GROUP - 1) / GROUP,
-    TILE = 64, /* the packed weight has tiles of 64 x 64 codes, 2,048 bytes each */
+    TILE = 64, /* a packed weight has tiles of 64 x 64 codes, 2,048 bytes each */
     DOWN = (N + TILE - 1) / TILE,
     ACROSS = (K + TILE - 1) / TILE,
     BYTES = 2048
@@ -107,9 +107,9 @@ int main(void) {
            "cost %.1e\n",
            M, K, N, K, worst, lost);
 
-    call.scale.shape[0] = GROUPS + 1; /* what does not fit is refused by name */
+    call.scale.shape[0] = GROUPS + 1; /* a wrong shape is refused with the argument's name */
     const gk_status status = gk_weight_gemm(&ctx, &call);
     printf("%s: %s\n", gk_status_name(status), gk_last_error());
-    /* weights are rounded to bfloat16 once */
+    /* the op rounds decoded weights to bfloat16 once */
     return worst < 4e-3 && status == GK_ERR_ARGUMENT ? 0 : 1;
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Loss curves of the same training on ours and on PyTorch's built-ins: how far they lie apart, as a
+"""Compares the loss curves of the same training on torch_gpukern and on PyTorch's built-ins, as a
 table and a picture."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# A curve is judged by its mean over so many steps, too: single steps of two runs differ by more and
-# more, since rounding is amplified by training, while both learn the same.
+# Curves are also compared by their mean over this many steps. Single steps of two runs differ more
+# and more, because training amplifies rounding errors, although both runs learn the same.
 SMOOTH = 20
 COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0")
 
@@ -27,10 +27,12 @@ def compare_curves(
     steps: int,
     began: float,
 ) -> dict[str, list[float]]:
-    """Bits per byte of every step by side. A side takes (tokens, targets, share of the run that is
-    over), makes a step and returns the loss in nats, which a GPU may still be working on. The first
-    side is ours; another that fails at the first step, such as a backend that does not serve these
-    shapes, is left out. began: time.perf_counter() at the start of the program."""
+    """Bits per byte of every step, by side.
+
+    sides: by name, a function of (tokens, targets, share of the run that is done) that makes a step
+    and returns the loss in nats; a GPU may still be computing it. The first side is ours. Another
+    side that fails at the first step is left out, for example a backend that does not support these
+    shapes. began: time.perf_counter() at the start of the program."""
     losses: dict[str, list[Tensor]] = {name: [] for name in sides}
     shown = max(1, steps // 10)
     print(f"training: {steps} steps from the same weights on the same batches, not compiled")
@@ -63,12 +65,12 @@ def compare_curves(
 
 
 def smooth(values: list[float]) -> list[float]:
-    """The mean of the last SMOOTH values at each."""
+    """The running mean over SMOOTH values."""
     return [statistics.fmean(values[max(0, i + 1 - SMOOTH) : i + 1]) for i in range(len(values))]
 
 
 def apart(a: str, of_a: list[float], b: str, of_b: list[float]) -> str:
-    """How far two curves lie apart, as a line of text."""
+    """A line of text on how much two curves differ."""
     single = [abs(x - y) for x, y in zip(of_a, of_b)]
     mean = [abs(x - y) for x, y in zip(smooth(of_a), smooth(of_b))]
     return (
@@ -79,7 +81,7 @@ def apart(a: str, of_a: list[float], b: str, of_b: list[float]) -> str:
 
 
 def write_curves(losses: dict[str, list[float]], folder: Path) -> str:
-    """curves.csv, and curves.png where matplotlib is installed; returns what was written."""
+    """Writes curves.csv and, if matplotlib is installed, curves.png. Returns the files' names."""
     path = folder / "curves.csv"
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -98,7 +100,7 @@ def write_curves(losses: dict[str, list[float]], folder: Path) -> str:
     )
     (ours, ours_values), *others = losses.items()
     steps = range(1, len(ours_values) + 1)
-    # the others lie upon it
+    # wide and pale, because the other curves are drawn over it
     above.plot(steps, ours_values, color=COLORS[0], label=ours, linewidth=5, alpha=0.35)
     for (name, values), color in zip(others, itertools.cycle(COLORS[1:])):
         above.plot(steps, values, color=color, label=name, linewidth=1.2, linestyle="--")

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Real text that every machine has: the Python standard library's own sources, as bytes.
+"""Real text that every machine has: the sources of the Python standard library, as bytes.
 
-A module (a package counts as one) goes wholly to the training or wholly to the held-out side, by
-a hash of its name, so that no held-out file has a sibling in training and the split is the same on
-every run.
+A module or package belongs completely to the training or to the held-out part, by a hash of its
+name. So no held-out file has a sibling in training, and the split is the same on every run.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# tests are not the library; encodings and pydoc_data are tables that a script wrote, and installed
-# packages differ from machine to machine
+# Tests are not the library, encodings and pydoc_data are generated tables, and installed packages
+# differ between machines.
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 SKIPPED |= {"encodings", "pydoc_data"}
 HELD_OUT_ONE_IN = 32
@@ -35,7 +34,7 @@ class Corpus:
 
 
 def is_held_out(module: str) -> bool:
-    """One module in HELD_OUT_ONE_IN, by a hash of its name."""
+    """Whether a module is held out: one in HELD_OUT_ONE_IN, by a hash of its name."""
     return int(hashlib.sha256(module.encode()).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
 
 
@@ -79,9 +78,9 @@ def batches(text: Tensor, batch: int, context: int, seed: int):
 
 
 def windows(text: Tensor, batch: int, context: int, overlap: int):
-    """Every byte of text after the first as a target exactly once, each with at least `overlap`
-    bytes before it where the text has them. Yields (tokens, targets [batch, context] int64);
-    targets outside the window's own share are -100, which cross_entropy ignores."""
+    """Yields (tokens, targets), each [batch, context] int64, in which every byte of text but the
+    first is a target exactly once, after at least `overlap` bytes if the text has them. Targets
+    that belong to another window are -100, which cross_entropy ignores."""
     starts = list(range(0, len(text) - 1, context - overlap))
     starts = [min(s, len(text) - 1 - context) for s in starts]
     tokens, targets, scored = [], [], 0

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A byte-level GPT whose every matrix product and attention goes through an exchangeable `Ops`.
+"""A byte-level GPT whose matrix products and attention all go through an exchangeable `Ops`.
 
-Pre-norm decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, after Vaswani et al.
-2017 (arXiv:1706.03762), Su et al. 2021 (RoPE, arXiv:2104.09864), Ainslie et al. 2023 (GQA,
-arXiv:2305.13245) and Shazeer 2020 (SwiGLU, arXiv:2002.05202).
+It is a pre-norm decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU, after
+Vaswani et al. 2017 (arXiv:1706.03762), Su et al. 2021 (RoPE, arXiv:2104.09864), Ainslie et al. 2023
+(GQA, arXiv:2305.13245) and Shazeer 2020 (SwiGLU, arXiv:2002.05202).
 
-Weights are stored [in, out], so that a layer is `gemm(x, w)` with both operands row-major.
-The same `forward` trains on dense [batch, seq] tokens and generates on packed [tokens]: only
-`attend`, which says how queries meet keys, differs. One that writes keys into a cache may rotate
-them itself, so that norm, rotation and write are one kernel.
+Weights are stored [in, out], so that a layer is `gemm(x, w)` with both operands row-major. The same
+`forward` trains on dense tokens [batch, seq] and generates on packed tokens [tokens]. Only `attend`
+differs, which computes attention for the queries. An `attend` that writes keys to a cache may
+rotate them itself, so that norm, rotation and write are one kernel.
 
-A position's embedding is the sum of three, of its byte and of the two before it. With the pair
-before a byte in every key, one attention layer can already look up what followed the same pair
-earlier; without it two layers must first learn to cooperate, which costs most of a short training.
+The embedding of a position is the sum of three: of its byte and of the two bytes before it. Every
+key then contains the pair before its byte, so that one attention layer can already look up what
+followed the same pair earlier. Without it, two layers must first learn to cooperate, which takes
+most of a short training.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class Positions(NamedTuple):
-    """Of packed tokens: what `torch_gpukern.rope_kv_write` takes to normalise and rotate queries
-    and keys."""
+    """The arguments with which `torch_gpukern.rope_kv_write` normalises and rotates the queries and
+    keys of packed tokens."""
 
     cos: Tensor  # [context, head_dim / 2]
     sin: Tensor
-    positions: Tensor  # [tokens], rows of the two
+    positions: Tensor  # [tokens], the rows of cos and sin
     gain: Tensor  # [head_dim] ones: the norm has no weight
 
     def norm(self) -> dict:
-        """rms_norm's, for the queries and the keys."""
+        """The keyword arguments of the norm of queries and keys."""
         return {"q_weight": self.gain, "k_weight": self.gain, "eps": torch.finfo(torch.float32).eps}
 
 
-# (layer, q, k, v), and Positions where q and k are not yet normalised and rotated
+# Called with (layer, q, k, v), and with Positions if q and k are not normalised and rotated yet.
 Attend = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model. `grams` is how many bytes a position's embedding sees."""
+    """Sizes of the model. `grams` is the number of bytes that a position's embedding covers."""
 
     vocab: int = 256
     grams: int = 3
@@ -82,8 +83,8 @@ class GpukernOps:
 
 
 class TorchOps:
-    """The same products on PyTorch's built-ins: the peer of the comparison. backend: who attends,
-    None is PyTorch's choice."""
+    """The same on PyTorch's built-ins, for comparison. backend: SDPA's backend; None is PyTorch's
+    choice."""
 
     name = "torch"
 
@@ -109,8 +110,8 @@ def grams_of(tokens: Tensor, grams: int) -> Tensor:
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """Unit root mean square over the last dimension, without a gain: the product that follows
-    learns it."""
+    """Scales the last dimension to a root mean square of 1. A gain is not needed, because the
+    product that follows can learn it."""
     return F.rms_norm(x, (x.shape[-1],))
 
 
@@ -121,8 +122,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def among_themselves(ops) -> Attend:
-    """Queries see the keys of their own sequence up to their own: q [batch, seq, heads, head_dim],
-    k and v likewise."""
+    """Causal attention within each sequence. q, k and v are [batch, seq, heads, head_dim]."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads_first = (t.transpose(1, 2) for t in (q, k, v))
@@ -141,7 +141,7 @@ class Block(nn.Module):
         self.config = c
         self.qkv = nn.Parameter(torch.randn(c.dim, heads * c.head_dim) * c.dim**-0.5)
         self.gate_up = nn.Parameter(torch.randn(c.dim, 2 * c.hidden) * c.dim**-0.5)
-        # zero: every block starts as the identity, and the first steps are stable without warmup
+        # zeros: every block starts as the identity, so the first steps are stable without warmup
         self.attn_out = nn.Parameter(torch.zeros(c.heads_q * c.head_dim, c.dim))
         self.mlp_out = nn.Parameter(torch.zeros(c.hidden, c.dim))
 
@@ -163,7 +163,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """Maps bytes to logits of the next byte."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -181,18 +181,18 @@ class GPT(nn.Module):
     def forward(
         self, grams: Tensor, positions: Tensor, ops, attend: Attend, rotated: bool = True
     ) -> Tensor:
-        """grams [..., seq, grams] int64, positions [seq] int64 -> float32 logits [..., seq, vocab]"""
+        """grams [..., seq, grams] int64, positions [seq] int64 -> float32 logits [..., seq,
+        vocab]"""
         return ops.linear(self.states(grams, positions, ops, attend, rotated), self.head).float()
 
     def states(
         self, grams: Tensor, positions: Tensor, ops, attend: Attend, rotated: bool = True
     ) -> Tensor:
-        """What the head reads, [..., seq, dim].
+        """The input of the head, [..., seq, dim].
 
-        attend(layer, q, k, v) gets q [..., seq, heads_q, head_dim], k and v
-        [..., seq, heads_kv, head_dim] and returns q's shape. Not rotated: attend(layer, q, k, v,
-        Positions)
-        gets q and k as the product made them."""
+        attend(layer, q, k, v) gets q [..., seq, heads_q, head_dim] and k, v [..., seq, heads_kv,
+        head_dim], and returns q's shape. If q and k are not rotated here, attend(layer, q, k, v,
+        positions) gets them as the product returned them."""
         tables = self.config.vocab * torch.arange(grams.shape[-1], device=grams.device)
         x = rms_norm(F.embedding(grams + tables, self.embed).sum(dim=-2))
         if rotated:

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What each recipe of torch_gpukern.nn.quantize costs the demo's model: held-out bits per byte,
-bits a weight, CPU time a byte.
+"""Measures what each recipe of torch_gpukern.nn.quantize costs the demo's model: held-out bits per
+byte, bits per weight, CPU time per byte.
 
 python examples/demo/quantise.py [--steps 400] [--kib 64] [--recipes w4 fp8 ...] [--caches]
 [--checkpoint build/demo/quantise.pt]
 
-Trains the model of train.py for a number of steps (or reads the checkpoint that an earlier run
-wrote), then rounds the matrices of its blocks by every recipe in turn; embedding and head stay. The
-recipes qat-... train for --qat-steps more steps first; the row "bfloat16, trained on" does the same
-without any rounding, so that what the steps give and what the recipe gives can be told apart. CPU
-time is the process's own, so that other programs on the machine do not count.
+Trains the model of train.py for some steps, or reads the checkpoint of an earlier run. Then it
+quantises the matrices of the blocks by every recipe in turn; embedding and head stay. The recipes
+qat-... first train for --qat-steps more steps. The row "bfloat16, trained on" does the same without
+rounding, which separates the effect of the steps from that of the recipe. CPU time is that of this
+process only.
 
---caches: instead, what keys and values in 8 bits cost. Every window is written into pages and read
-from them.
+--caches measures the cost of 8-bit keys and values instead: every window is written to pages and
+read from them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from torch_gpukern import KVCacheScales, PagedKVCache
 from torch_gpukern.nn import RECIPES, quantize
 
 TRAINED_ON = "bfloat16, trained on"
-# of 1e-4, 3e-4, 1e-3 and 3e-3 the best for qat-w4 and qat-fp8; at 1e-3 the rate alone costs what
-# fp8's rounding does
+# Of 1e-4, 3e-4, 1e-3 and 3e-3, the best for qat-w4 and qat-fp8. At 1e-3 the rate alone costs as
+# much as fp8's rounding.
 QAT_RATE = 3e-4
 
 
 class LayerOps(GpukernOps):
-    """The model's products through nn.Linear modules of the same weights, which `quantize` can
-    change."""
+    """The model's products through nn.Linear modules with the same weights, which `quantize` can
+    replace."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class LayerOps(GpukernOps):
 
 
 def trained(corpus: Corpus, config: Config, steps: int) -> GPT:
-    """The rates follow the share of the steps that is over."""
+    """Trains the model. Learning rates follow the share of the steps that is done."""
     torch.manual_seed(0)
     model = GPT(config)
     step, feed = (
@@ -77,7 +77,7 @@ def trained(corpus: Corpus, config: Config, steps: int) -> GPT:
 
 
 def bits_per_byte(model: GPT, ops, text: Tensor) -> tuple[float, float]:
-    """(bits, CPU microseconds) a byte of text"""
+    """(bits, CPU microseconds) per byte of text."""
     nats, done, context, began = 0.0, 0, model.config.context, time.process_time()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         for tokens, targets in windows(text, BATCH["cpu"], context, overlap=context // 4):
@@ -89,7 +89,7 @@ def bits_per_byte(model: GPT, ops, text: Tensor) -> tuple[float, float]:
 def measured(
     model: GPT, corpus: Corpus, recipe: str, text: Tensor, qat_steps: int
 ) -> tuple[float, float, float]:
-    """(bits per byte, bits a weight, CPU us a byte)"""
+    """(bits per byte, bits per weight, CPU us per byte)."""
     ops, context = LayerOps(model), model.config.context
     weights = sum(p.numel() for p in ops.layers.parameters())
     feed = batches(corpus.train, BATCH["cpu"], context, seed=2)
@@ -147,7 +147,7 @@ def paged_nats(model: GPT, cache: PagedKVCache, tokens: Tensor, targets: Tensor)
 
 
 def cache_rows(model: GPT, corpus: Corpus, text: Tensor):
-    """(cache, scales, bits per byte) of each kind of cache; scales of heads by a run over two
+    """(cache, scales, bits per byte) for each kind of cache. Scales per head are calibrated on two
     batches."""
     c = model.config
     feed = batches(corpus.train, BATCH["cpu"], c.context, seed=2)

@@ -6,18 +6,20 @@ PyTorch's built-ins.
 python examples/demo/train.py [--steps 700] [--backend gpukern|torch] [--device cpu|cuda] [--out build/demo]
 python examples/demo/train.py --compare-only [--compare-steps 200]
 
-Runs on a GPU where torch finds one of compute capability 8.0 or later and the library has kernels
-for it, with a larger model.
+If torch finds a GPU of compute capability 8.0 or later and the library has kernels for it, the demo
+runs there with a larger model.
 
-Prints the held-out bits per byte against gzip -9 of the same bytes, step times, tokens per second
-and the differences in loss and logits; writes loss.png, checkpoint.pt, curves.csv and curves.png.
-The number of steps is fixed, so that a slow or busy machine reaches the same result later; the
-first steps say how long it takes.
+Prints the held-out bits per byte beside those of gzip -9, step times, tokens per second and the
+differences in loss and logits. Writes loss.png, checkpoint.pt, curves.csv and curves.png. The
+number of steps is fixed, so a slow or busy machine reaches the same result later. After the first
+steps, it prints how long the run will take.
 
-torch.compile needs Python.h (python3-dev). Without it all runs uncompiled, and a line says so.
+torch.compile needs Python.h (python3-dev). Without it everything runs uncompiled, and a line says
+so.
 
-With --compare-only it trains a fresh model on ours and on each of PyTorch's built-ins side by side,
-not compiled, and writes their loss curves alone: curves.csv and curves.png.
+--compare-only trains a fresh model on torch_gpukern and on each of PyTorch's built-ins side by
+side,
+uncompiled, and writes only their loss curves: curves.csv and curves.png.
 """
 
 from __future__ import annotations
@@ -51,9 +53,9 @@ CONFIG = {
         context=1024, layers=8, dim=768, heads_q=12, heads_kv=4, head_dim=64, hidden=2304
     ),
 }
-# The built-ins by device: a dtype, and who attends (None: PyTorch's choice). The comparison is with
-# the fastest of them: on a CPU without AVX-512 bfloat16 is a plain loop, and on a GPU PyTorch's
-# choice need not be the fastest.
+# PyTorch's built-ins by device: a dtype and SDPA's backend (None: PyTorch's choice). The comparison
+# is with the fastest of them: on a CPU without AVX-512, bfloat16 is a plain loop, and on a GPU
+# PyTorch's choice need not be the fastest.
 BUILT_INS = {
     "cpu": {"bfloat16": (torch.bfloat16, None), "float32": (torch.float32, None)},
     "cuda": {
@@ -61,17 +63,17 @@ BUILT_INS = {
         "bfloat16, cuDNN": (torch.bfloat16, SDPBackend.CUDNN_ATTENTION),
     },
 }
-# What ours computes in: likewise the fastest, on a CPU by a gradient step of each.
+# Our dtypes, of which the fastest is used; on a CPU it is found by a gradient step of each.
 OURS = {
     "cpu": {"bfloat16": torch.bfloat16, "float32": torch.float32},
     "cuda": {"bfloat16": torch.bfloat16},
 }
-STEPS = {"cpu": 700, "cuda": 2000}  # of training
+STEPS = {"cpu": 700, "cuda": 2000}  # training steps
 COMPARED, COMPARED_ALONE = 24, 200  # steps; the smoothed curves need more than `curves.SMOOTH`
-# Sequences of a step with --compare-only: a GPU is fast enough at a quarter of what trains, and the
-# curves say the same.
+# Sequences per step with --compare-only. A quarter of the training batch suffices on a GPU: the
+# curves are the same.
 BATCH_ALONE = {"cpu": 8, "cuda": 8}
-GZIP_SHARE = 0.9  # the aim: bits per byte below this share of gzip's
+GZIP_SHARE = 0.9  # the goal: bits per byte below this share of gzip's
 
 # Rates and decays found by a search over short runs: see docs/worklog/demo.md.
 MUON_LR, ADAMW_LR = 0.01, {"cpu": 0.03, "cuda": 0.005}
@@ -92,7 +94,7 @@ PROMPTS = (
 
 
 def found_device() -> str:
-    """cuda where torch, the GPU and the library's build all have it."""
+    """cuda if torch, the GPU and the library's build support it, otherwise cpu."""
     import torch_gpukern  # noqa: F401 (defines the ops)
 
     usable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
@@ -108,9 +110,9 @@ def batch_of(model: GPT) -> int:
 
 
 class ProductsOnGemm(TorchFunctionMode):
-    """Inside, PyTorch's matrix products are those of an `Ops`: Muon's are bfloat16, for which
-    PyTorch has a plain loop where a CPU lacks AVX-512. On a GPU they take what their launches take,
-    and stay where they are."""
+    """A mode in which PyTorch's matrix products go through an `Ops`. Muon's products are bfloat16,
+    for which PyTorch has only a plain loop on a CPU without AVX-512. On a GPU they are not
+    replaced, because they are bound by their launches."""
 
     def __init__(self, gemm: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -129,15 +131,15 @@ class ProductsOnGemm(TorchFunctionMode):
 def float32_product(
     a: Tensor, b: Tensor, c: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0
 ) -> Tensor:
-    """alpha a @ b + beta c on PyTorch's float32 product, in a's dtype: for built-ins that compute
-    in float32."""
+    """alpha a @ b + beta c by PyTorch's float32 product, returned in a's dtype. It serves built-ins
+    that compute in float32."""
     out = alpha * torch.mm(a.float(), b.float())
     return (out if c is None else out + beta * c.float()).to(a.dtype)
 
 
 class Optimizer:
-    """Muon for the matrices of the blocks, AdamW for embedding and head; the rates follow the
-    share of the run that is over: a short warmup, then a straight line to 0."""
+    """Muon for the matrices of the blocks, AdamW for embedding and head. Learning rates have a
+    short warmup and then fall linearly to 0 at the end of the run."""
 
     def __init__(self, model: GPT, ops, dtype: torch.dtype = torch.bfloat16) -> None:
         matrices = list(model.blocks.parameters())
@@ -165,7 +167,7 @@ class Optimizer:
             self.products = ProductsOnGemm(float32_product)
 
     def step(self, share: float) -> None:
-        """share in [0, 1): how much of the run is over."""
+        """share: how much of the run is done, in [0, 1)."""
         factor = min((share + 0.01) / WARMUP, (1 - share) / (1 - WARMUP), 1.0)
         for part, peak in zip(self.parts, self.peaks):
             part.param_groups[0]["lr"] = peak * factor
@@ -175,8 +177,8 @@ class Optimizer:
 
 
 class Progress:
-    """A tqdm bar on a terminal; elsewhere, or without tqdm, a line every tenth. Both say how many
-    seconds are left."""
+    """A tqdm bar on a terminal; elsewhere, or without tqdm, a line for every tenth of the work.
+    Both show the remaining seconds."""
 
     def __init__(self, end: float, unit: str, what: str) -> None:
         self.end, self.unit, self.what, self.tenth = end, unit, what, -1
@@ -218,8 +220,8 @@ class Progress:
 
 @contextlib.contextmanager
 def waiting(what: str, seconds: float):
-    """What takes about so many seconds and cannot say how far it is: a bar over the time, which
-    waits at its end."""
+    """A bar for work that takes about this many seconds and cannot report its progress: it moves
+    with time and waits at its end."""
     progress, over, began = Progress(seconds, "s", what), threading.Event(), time.perf_counter()
 
     def tick() -> None:
@@ -252,8 +254,8 @@ def synchronize(model: GPT) -> None:
 
 
 def missing_header() -> str | None:
-    """Where this Python's Python.h should be and is not. torch.compile builds its kernels with it,
-    on a CPU and on a GPU."""
+    """The path at which this Python's Python.h is missing; torch.compile needs it on CPUs and
+    GPUs."""
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     return None if header.exists() else str(header)
 
@@ -274,8 +276,8 @@ def gradient_step(
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Forward under autocast and backward; returns the loss in nats, which a GPU may still be
-    working on."""
+    """Forward under autocast, and backward. Returns the loss in nats; a GPU may still be computing
+    it."""
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         loss = loss_fn(tokens.to(device), targets.to(device))
     loss.backward()
@@ -290,8 +292,8 @@ def compile_now(
     what: str = "",
     expected: float = 60,
 ) -> float:
-    """Compiles forward and backward with a step that changes nothing; returns the seconds.
-    expected: about how many, to show."""
+    """Compiles forward and backward by a step that changes nothing, and returns the seconds.
+    expected: the estimate that is shown."""
     start = time.perf_counter()
     feed = batches(corpus.train, batch_of(model), model.config.context, seed=0)
     with waiting(f"a first step on {what}" if missing_header() else f"compiling {what}", expected):
@@ -304,7 +306,7 @@ def compile_now(
 def train(
     model: GPT, ops, loss_fn, corpus: Corpus, steps: int, dtype: torch.dtype = torch.bfloat16
 ) -> list[tuple[float, float]]:
-    """Makes so many steps; returns (seconds, bits per byte) of each."""
+    """Trains for a number of steps and returns (seconds, bits per byte) of each."""
     optimizer, progress, curve = (
         Optimizer(model, ops, dtype),
         Progress(steps, "steps", "training"),
@@ -316,7 +318,7 @@ def train(
     for step in range(steps):
         loss = gradient_step(loss_fn, *next(feed), device, dtype)
         optimizer.step(step / steps)
-        # waits for a GPU: by now the optimizer's launches are under way, too
+        # waits for the GPU, after the optimizer's launches
         bits = loss.item() / math.log(2)
         smooth = bits if smooth is None else 0.95 * smooth + 0.05 * bits
         elapsed = time.perf_counter() - start
@@ -330,8 +332,8 @@ def train(
 
 @torch.no_grad()
 def held_out_bits(model: GPT, ops, corpus: Corpus, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Bits per byte over every held-out byte, each predicted from the bytes before it; the first
-    byte of all counts 8."""
+    """Bits per byte over all held-out bytes, each predicted from the bytes before it. The very
+    first byte counts as 8 bits."""
     context, device, nats, done = model.config.context, device_of(model), 0.0, 0
     progress = Progress((len(corpus.held_out) - 1) / 1024, "KiB", "evaluating")
     for tokens, targets in windows(corpus.held_out, batch_of(model), context, overlap=context // 4):
@@ -351,8 +353,8 @@ def show_text(requests: list[Request], count: int) -> None:
 
 
 def fastest(ways: dict[str, Callable[[], object]], model: GPT) -> tuple[str, str]:
-    """The name of the fastest, and a text of all; the second call of each counts. One that fails is
-    left out."""
+    """The name of the fastest call, and a text with all times. The second run of each is timed;
+    calls that fail are left out."""
     seconds = {}
     for name, way in ways.items():
         try:
@@ -368,8 +370,8 @@ def fastest(ways: dict[str, Callable[[], object]], model: GPT) -> tuple[str, str
 
 
 def compare_generation(model: GPT, our_dtype: torch.dtype = torch.bfloat16) -> None:
-    """The same continuous batch on both sides; the built-ins follow our bytes, in the dtype that
-    serves them best."""
+    """Compares the same continuous batch on both sides. The built-ins use the dtype that is fastest
+    for them, and are fed our generated bytes."""
     print(
         f"\ngenerating from {len(PROMPTS)} prompts, on ours and on PyTorch's built-ins", flush=True
     )
@@ -390,7 +392,7 @@ def compare_generation(model: GPT, our_dtype: torch.dtype = torch.bfloat16) -> N
     def probe(model: GPT, runner: PaddedRunner) -> Callable[[], object]:
         return lambda: generate(model, runner, requests(4, 12), places, temperature=0.7)
 
-    # pays for thread pools and code that loads late
+    # a warmup, which starts thread pools and loads code
     generate(twin, paged, requests(2), places, temperature=0.7)
     best, times = fastest({name: probe(*side) for name, side in built_ins.items()}, model)
     ours, theirs = requests(), requests()
@@ -417,9 +419,9 @@ def compare_generation(model: GPT, our_dtype: torch.dtype = torch.bfloat16) -> N
 
 
 def compare_training(model: GPT, sides: dict, corpus: Corpus, steps: int) -> dict[str, list[float]]:
-    """The same steps from the same weights on both sides, in turn. `sides` maps a name to (twin of
-    the model, its `Ops`, its compiled loss, its dtype). Returns the bits per byte of every step by
-    side."""
+    """Makes the same steps from the same weights on both sides, alternately. `sides` maps a name to
+    (copy of the model, its `Ops`, its compiled loss, its dtype). Returns the bits per byte of every
+    step, by side."""
     feed = batches(corpus.train, batch_of(model), model.config.context, seed=2)
     optimizers = {
         name: Optimizer(twin, ops, dtype) for name, (twin, ops, _, dtype) in sides.items()
@@ -459,7 +461,8 @@ def compare_training(model: GPT, sides: dict, corpus: Corpus, steps: int) -> dic
 
 
 def fastest_built_ins(model: GPT, corpus: Corpus) -> tuple[str, str]:
-    """Of BUILT_INS by an eager gradient step of two sequences: its name, and a text of all."""
+    """The fastest of BUILT_INS by an eager gradient step of two sequences: its name, and a text
+    with all times."""
     tokens, targets = next(batches(corpus.train, 2, model.config.context, seed=3))
 
     def step(dtype: torch.dtype, backend: SDPBackend | None) -> Callable[[], object]:
@@ -480,7 +483,7 @@ def fastest_built_ins(model: GPT, corpus: Corpus) -> tuple[str, str]:
 
 
 def fastest_of_ours(model: GPT, ops, corpus: Corpus) -> tuple[str, str]:
-    """Of OURS by the same step."""
+    """The fastest of OURS by the same step."""
     ways = OURS[device_of(model).type]
     if len(ways) == 1 or ops.name != "gpukern":
         return next(iter(ways)), ""
@@ -501,7 +504,7 @@ def fastest_of_ours(model: GPT, ops, corpus: Corpus) -> tuple[str, str]:
 
 
 def compare_alone(args: argparse.Namespace, began: float) -> None:
-    """--compare-only: nothing is compiled, generated or timed."""
+    """Runs --compare-only, which compiles, generates and times nothing."""
     corpus, model = load_corpus(), GPT(CONFIG[args.device]).to(args.device)
     steps = args.compare_steps or COMPARED_ALONE
     feed = batches(corpus.train, BATCH_ALONE[args.device], model.config.context, seed=2)
@@ -514,8 +517,8 @@ def compare_alone(args: argparse.Namespace, began: float) -> None:
 
 
 def learner(model: GPT, ops, dtype: torch.dtype) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """(tokens, targets, share of the run that is over) -> the loss in nats before the step, which
-    is then taken."""
+    """A function of (tokens, targets, share of the run that is done) that makes a step and returns
+    the loss in nats before it."""
     optimizer = Optimizer(model, ops, dtype)
 
     def step(tokens: Tensor, targets: Tensor, share: float) -> Tensor:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention whose sequence is cut over ranks, beside one rank's: error, bits, bytes sent and time
+"""Compares context-parallel attention with attention on one rank: error, bits, bytes sent and time
 of each mode.
 
     torchrun --nproc-per-node 2 examples/distributed/context_parallel.py
-    torchrun --nproc-per-node 4 examples/distributed/context_parallel.py --tokens 8192 --dtype bfloat16
+    torchrun --nproc-per-node 4 examples/distributed/context_parallel.py --dtype bfloat16
 
-With a GPU a rank it goes by NCCL, else by gloo on the CPU.
+With a GPU per rank it uses NCCL, otherwise gloo on the CPU.
 """
 
 import argparse
@@ -32,15 +32,14 @@ def parse() -> argparse.Namespace:
 
 
 def step(call, leaves, weight):
-    """out and the gradients of a weighted sum of it."""
+    """Attention's out, and the gradients of a weighted sum of it."""
     leaves = [x.detach().requires_grad_() for x in leaves]
     out = call(*leaves)
     return out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)
 
 
 def timed(call, args, steps, device):
-    """The result, and the milliseconds of the fastest of some steps, on the rank that takes
-    longest."""
+    """The result, and the time in ms of the fastest of several steps on the slowest rank."""
     best = float("inf")
     for _ in range(steps):
         dist.barrier()
@@ -55,15 +54,15 @@ def timed(call, args, steps, device):
 
 
 def sent_bytes(mode, k, v, q, ranks):
-    """What a rank sends in a forward and a backward."""
+    """The bytes that a rank sends in a forward and a backward."""
     wide = 4
     own_kv, own_q, others = k.numel() + v.numel(), q.numel(), ranks - 1
     if mode == "all_gather":  # K and V twice, their float32 gradients back
         return others * own_kv * (2 * k.element_size() + wide)
     if mode == "ring":  # the gradients make one step more
         return others * own_kv * 2 * k.element_size() + ranks * own_kv * wide
-    # q, k, v and out; in backward those, grad_out and the gradients, of which a rank keeps 1 /
-    # ranks
+    # Forward: q, k, v and out. Backward: those, grad_out and the gradients. A rank keeps 1 / ranks
+    # of each.
     return others / ranks * (3 * own_kv + 5 * own_q) * k.element_size()
 
 
@@ -99,7 +98,8 @@ def main() -> None:
     )
 
     def error(got, layout):
-        """Root mean square over all ranks, of out, dq, dk and dv, over that of one rank."""
+        """The root-mean-square error over all ranks of out, dq, dk and dv, relative to one rank's
+        values."""
         ratios = []
         for x, one, ref in zip(got, whole, exact, strict=True):
             ref, one = (gd.shard_sequence(t, None, 2, layout).double() for t in (ref, one))

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The demo's model over a mesh of ranks: which weights a rank has, and what it asks of others.
+"""The demo's model on a mesh of ranks: which weights each rank has, and how ranks communicate.
 
-    mesh          data x context x tensor x pipeline, any of them 1
-    data          sequences are shared out; gradients are averaged (DDP, or FSDP2 as ZeRO 1 to 3)
-    context       a sequence's tokens are shared out; attention is gd.context_parallel_attn
-    tensor        heads, hidden features and classes are shared out: columns of the first product of a pair, rows of the second
-    sequence      beside tensor: between the pairs each rank has some of the tokens alone
-    pipeline      layers are shared out; microbatches go from stage to stage by torch.distributed.pipelining
-    experts       each block's MLP is a mixture whose experts are shared out over the ranks of data and context
+    mesh          data x context x tensor x pipeline; each may be 1
+    data          ranks have different sequences; gradients are averaged (DDP, or FSDP2 as ZeRO 1-3)
+    context       ranks have parts of each sequence; attention is gd.context_parallel_attn
+    tensor        ranks have parts of heads, hidden features and classes: columns of the first
+                  product of a pair, rows of the second
+    sequence      with tensor: between the pairs, each rank has only some of the tokens
+    pipeline      ranks have some layers; torch.distributed.pipelining moves microbatches along
+    experts       each block's MLP is a mixture of experts, cut over the ranks of data and context
 
-Every rank makes the same whole model from the same seed and keeps its part. Weights and gradients
-are float32, so gradients of accumulation steps are summed in float32; `dtype` is what is
-multiplied.
-"""  # noqa: E501
+Every rank creates the same whole model from the same seed and keeps its part. Weights and gradients
+are float32, so gradients of accumulation steps are summed in float32. `dtype` is that of the
+products.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ from model import GPT, Config, grams_of, rms_norm, rotate  # noqa: E402
 
 @dataclass
 class Form:
-    """How the model lies on the ranks; `mesh` None is one process. batch: the ranks of data and
-    context, as one dimension."""
+    """How the model is cut over the ranks. mesh None means one process. batch: the ranks of data
+    and context, as one dimension."""
 
     mesh: DeviceMesh | None = None
     batch: DeviceMesh | None = None
@@ -63,8 +64,8 @@ class Form:
 
 
 class Shared(torch.autograd.Function):
-    """What all ranks have alike and each reads with its own weights: the gradient is the sum, in
-    the order of the ranks."""
+    """Marks a tensor that is the same on all ranks and that each rank multiplies with its own
+    weights. Backward sums the gradient over ranks, in rank order."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -119,7 +120,7 @@ class ParallelBlock(nn.Module):
                 self.mlp_out = nn.Parameter(part(whole.mlp_out, 0, form).clone())
 
     def columns(self, x: Tensor, w: Tensor) -> Tensor:
-        """x w, of this rank's columns of w; under sequence parallelism of all ranks' tokens."""
+        """x w for this rank's columns of w; with sequence parallelism for all ranks' tokens."""
         w, x = w.to(self.form.dtype), x.to(self.form.dtype)
         if self.form.size("tensor") == 1:
             return gk.gemm(x, w)
@@ -129,8 +130,8 @@ class ParallelBlock(nn.Module):
         return gd.all_gather_gemm(x.flatten(0, 1), w, group).unflatten(0, (-1, x.shape[1]))
 
     def rows(self, x: Tensor, w: Tensor) -> Tensor:
-        """The sum over ranks of x w, of this rank's rows of w; under sequence parallelism this
-        rank's tokens of it."""
+        """The sum over ranks of x w, where each rank has some rows of w; with sequence parallelism
+        this rank's tokens of it."""
         w = w.to(self.form.dtype)
         if self.form.size("tensor") == 1:
             return gk.gemm(x, w)
@@ -138,7 +139,7 @@ class ParallelBlock(nn.Module):
         return product(x.flatten(0, 1), w, self.form.group("tensor")).unflatten(0, (-1, x.shape[1]))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[seq, batch, heads, head_dim] of this rank's tokens and heads, causal."""
+        """Causal attention of this rank's tokens and heads, [seq, batch, heads, head_dim]."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         if self.form.size("context") > 1:
             group, mode = self.form.group("context"), self.form.context_mode
@@ -164,11 +165,11 @@ class ParallelBlock(nn.Module):
 
 
 class Stage(nn.Module):
-    """Some layers of the model, with the embedding where they are the first and the head where they
-    are the last.
+    """Some layers of the model, with the embedding if they are the first and the head if they are
+    the last.
 
-    Takes tokens' grams [batch, seq, grams] or x [batch, seq, dim], this rank's tokens; returns x,
-    of the last stage before the head, whose product stands in `loss`.
+    The input is grams [batch, seq, grams] in the first stage, otherwise x [batch, seq, dim], for
+    this rank's tokens. The output is x. The last stage's head is applied in `loss`.
     """
 
     def __init__(self, whole: GPT, form: Form, index: int = 0, stages: int = 1) -> None:
@@ -188,7 +189,7 @@ class Stage(nn.Module):
         )
         if self.last:  # [classes of this rank, dim]
             self.head = nn.Parameter(part(whole.head.detach().t(), 0, form).contiguous())
-        # A table for every token of the context, which is cut as the tokens are.
+        # The rotary tables of the whole context, which are cut in the same way as the tokens.
         self.register_buffer("cos", whole.cos.detach().clone(), persistent=False)
         self.register_buffer("sin", whole.sin.detach().clone(), persistent=False)
 
@@ -202,8 +203,8 @@ class Stage(nn.Module):
         if ranks > 1:
             where = gd.positions(seq * ranks, form.group("context"), device=x.device)
             cos, sin = cos[where], sin[where]
-        cos, sin = cos[:, None], sin[:, None]  # of a batch
-        # tokens first in memory, too: a product of strided rows is many small ones
+        cos, sin = cos[:, None], sin[:, None]  # add a batch dimension
+        # tokens first in memory, too: a product over strided rows would be many small ones
         x = x.transpose(0, 1).contiguous()
         tensor = form.group("tensor") if form.size("tensor") > 1 else None
         if form.sequence and tensor is not None:
@@ -221,7 +222,7 @@ class Stage(nn.Module):
         return x.clone(memory_format=torch.contiguous_format)  # a pipeline's backward takes no view
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The mean over this rank's tokens, in nats; x is what forward returned."""
+        """The mean loss over this rank's tokens, in nats; x is the output of forward."""
         x, head = x.to(self.form.dtype), self.head.to(self.form.dtype)
         if self.form.size("tensor") == 1:
             return gk.linear_cross_entropy(x, head, targets)
@@ -229,7 +230,7 @@ class Stage(nn.Module):
 
 
 class OneStage(nn.Module):
-    """Forward and loss in one call, as DDP and FSDP2 want it."""
+    """Forward and loss in one call, as DDP and FSDP2 need it."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
@@ -249,28 +250,29 @@ def local(x: Tensor, form: Form) -> Tensor:
 
 
 def inputs(tokens: Tensor, targets: Tensor, form: Form, config: Config) -> tuple[Tensor, Tensor]:
-    """What a rank is fed: grams of its tokens (cut after they were made: a gram looks back), and
-    their targets."""
+    """A rank's inputs: the grams of its tokens, and their targets. Grams are made before the cut,
+    because a gram contains earlier tokens."""
     return local(grams_of(tokens, config.grams), form), local(targets, form)
 
 
 def experts_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights that a rank shares with no other."""
+    """The weights that no other rank has: those of experts."""
     return {
         name: p for name, p in module.named_parameters() if ".moe." in name and "router" not in name
     }
 
 
 def average_experts(module: nn.Module, form: Form) -> None:
-    """Gradients of experts are sums over all ranks' tokens; the loss is the mean over ranks."""
+    """Divides the gradients of experts by the number of ranks: they are sums over all ranks'
+    tokens, while the loss is a mean over ranks."""
     if form.experts and form.batch_size > 1:
         for p in experts_of(module).values():
             p.grad /= form.batch_size
 
 
 def sum_shares(module: nn.Module, form: Form) -> None:
-    """Gradients that sequence parallelism leaves in shares on the tensor ranks: that of the
-    embedding."""
+    """Sums the embedding's gradient over the tensor ranks, which sequence parallelism leaves as
+    shares."""
     for name, p in module.named_parameters():
         if (
             form.sequence

@@ -1,23 +1,24 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* A ring all-reduce of our own beside NCCL's: what a collective is made of.
+/* ring.cu: a ring all-reduce, compared with NCCL's. It shows how a collective works.
  *
- *     nvcc -std=c++17 -O3 -arch=sm_90 -I$NCCL/include examples/distributed/ring.cu -L$NCCL/lib
- *     -l:libnccl.so.2 -o ring NCCL_NVLS_ENABLE=0 ./ring [MiB]
+ *     nvcc -std=c++17 -O3 -arch=sm_90 -I$NCCL/include examples/distributed/ring.cu \
+ *         -L$NCCL/lib -l:libnccl.so.2 -o ring
+ *     NCCL_NVLS_ENABLE=0 ./ring [MiB]
  *
- * One process, all of its GPUs. N GPUs hold n bytes each, cut into N chunks.
+ * One process uses all of its GPUs. N GPUs hold n bytes each, cut into N chunks.
  *
- * 1. Reduce-scatter, N - 1 steps: in step s GPU r adds to its chunk r - s - 1 that of GPU r - 1,
- *    which it reads over the link. Then chunk r + 1 of GPU r is the sum of all.
- * 2. All-gather, N - 1 steps: in step s GPU r copies the finished chunk r - s of GPU r - 1 by the
- *   copy engine.
+ * 1. Reduce-scatter, N - 1 steps: in step s, GPU r adds chunk r - s - 1 of GPU r - 1, which it
+ * reads over the link, to its own. Afterwards chunk r + 1 of GPU r is the sum over all GPUs.
+ * 2. All-gather, N - 1 steps: in step s, GPU r copies the finished chunk r - s of GPU r - 1 with
+ * the copy engine.
  *
- * Each step moves n / N bytes over every link of the ring at once, so a GPU receives and sends 2 (N
- * - 1) / N n bytes in all, the least that is possible. Every chunk is added up along the ring, on
- * one GPU, so that all GPUs have the same bits.
+ * Each step moves n / N bytes over every link of the ring at the same time. So a GPU sends and
+ * receives 2 (N - 1) / N n bytes in all, the least that is possible. Each chunk is summed along the
+ * ring and then copied, so that all GPUs have the same bits.
  *
- * Not here: NCCL cuts chunks further, so that a step's transfer, sum and next transfer go on at
- * once, and uses several rings. Sizes that N x 16 bytes do not divide are refused. Without nccl.h
- * the comparison is left out. */
+ * NCCL also cuts chunks further, so that transfers and sums overlap, and uses several rings; this
+ * program does not. Sizes that are no multiple of N x 16 bytes are refused. Without nccl.h the
+ * comparison is left out. */
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -40,7 +41,8 @@
 
 /* ---- 1. the kernels ---- */
 
-/* mine += theirs, which lies on another GPU: loads go over the link. n: float4s. */
+/* mine += theirs. `theirs` is on another GPU, so its loads go over the link. n: number of float4s.
+ */
 __global__ void add_from(float4 *mine, const float4 *theirs, size_t n) {
     const size_t step = (size_t)gridDim.x * blockDim.x;
     for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
@@ -65,7 +67,7 @@ __global__ void fill(float *x, size_t n, int rank) {
 struct Gpu {
     float *data;
     cudaStream_t stream;
-    std::vector<cudaEvent_t> done; /* of each step */
+    std::vector<cudaEvent_t> done; /* one per step */
 };
 
 static int mod(int a, int n) { return ((a % n) + n) % n; }
@@ -93,7 +95,7 @@ static void all_reduce(std::vector<Gpu> &gpus, size_t n) {
             CHECK(cudaGetLastError());
             CHECK(cudaEventRecord(mine.done[step], mine.stream));
         }
-    /* The next call writes what a neighbour may still read. */
+    /* The next call overwrites chunks that a neighbour may still read. */
     for (int r = 0; r < ranks; ++r) {
         CHECK(cudaSetDevice(r));
         CHECK(cudaStreamWaitEvent(gpus[r].stream, gpus[mod(r + 1, ranks)].done[2 * (ranks - 1) - 1],
@@ -117,7 +119,8 @@ static void nccl_begin(int ranks) {
     nccl_ok(ncclCommInitAll(comms.data(), ranks, NULL)); /* one process: GPUs 0 to ranks - 1 */
 }
 
-/* The calls of one process stand in a group: each waits for the others. */
+/* One process makes the calls of all ranks, so they must be in a group: each waits for the others.
+ */
 static void nccl_all_reduce(std::vector<Gpu> &gpus, size_t n) {
     nccl_ok(ncclGroupStart());
     for (size_t r = 0; r < gpus.size(); ++r)
@@ -149,7 +152,7 @@ static void fill_all(std::vector<Gpu> &gpus, size_t n) {
     wait_all(gpus);
 }
 
-/* The largest error over all GPUs against the sum in double; and whether they agree bit for bit. */
+/* The largest error over all GPUs against the sum in double, and whether all have the same bits. */
 static double worst(std::vector<Gpu> &gpus, size_t n, bool *same) {
     std::vector<float> first(n), x(n);
     double error = 0;
@@ -215,7 +218,7 @@ int main(int argc, char **argv) {
             if (!can) return fprintf(stderr, "GPU %d cannot read GPU %d\n", r, peer), 2;
             const cudaError_t e = cudaDeviceEnablePeerAccess(peer, 0);
             if (e == cudaErrorPeerAccessAlreadyEnabled)
-                (void)cudaGetLastError(); /* with two GPUs both neighbours are one */
+                (void)cudaGetLastError(); /* with two GPUs, both neighbours are the same GPU */
             else
                 CHECK(e);
         }

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What gd.estimate says of a model of 8 billion weights that trains on sequences of 1M tokens, on
-8, 64 and 1024 GPUs.
+"""Prints gd.estimate for a model of 8 billion weights that trains on sequences of 1M tokens, on 8,
+64 and 1024 GPUs.
 
     python examples/distributed/scale.py [--out PICTURE]
 
-Prints the table with what it assumes. --out draws the time of one layer's attention over ranks: the
-model's line, and what two GPUs measured (benchmarks/results/2-x-*.csv).
+The table includes the assumptions. --out draws the time of one layer's attention over ranks: the
+estimate, and the measurements on two GPUs (benchmarks/results/2-x-*.csv).
 """
 
 import argparse
@@ -52,7 +52,8 @@ def table() -> str:
 
 
 def measured() -> list[tuple[str, int, dict[int, float]]]:
-    """(card, tokens, ms by ranks) of a layer's attention, forward and backward."""
+    """The measurements: (GPU, tokens, ms by number of ranks) of a layer's attention, forward and
+    backward."""
     found = []
     for path in sorted(RESULTS.glob("2-x-*.csv")):
         saved = results.load(path)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What torch's profiler saw of a step: the bytes that a rank sent, and how much of its
-communication went beside kernels.
+"""Evaluates a step in torch's profiler: the bytes that a rank sent, and how much of its
+communication overlapped with kernels.
 
 python examples/distributed/timeline.py TRACE... --out PICTURE draws traces that train.py --trace
 wrote.
@@ -41,8 +41,8 @@ Span = tuple[float, float]
 
 @dataclass
 class Seen:
-    """sent: bytes. On a GPU also the ms of communication and the share of it beside other kernels;
-    else None."""
+    """sent: bytes. On a GPU also the ms of communication and the share of it that overlapped with
+    other kernels; otherwise None."""
 
     sent: float
     communication_ms: float | None
@@ -50,8 +50,8 @@ class Seen:
 
 
 def watch(step, ranks: int, trace: Path | None = None) -> Seen:
-    """Runs step once. ranks: size of the group whose collectives are counted, where the backend
-    does not say (gloo)."""
+    """Runs step once under the profiler. ranks: the size of the group, for backends that do not
+    record it (gloo)."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with profile(activities=activities, record_shapes=True) as profiler:
         step()
@@ -70,8 +70,8 @@ def watch(step, ranks: int, trace: Path | None = None) -> Seen:
     )
 
 
-# NCCL's kernels; copies between GPUs and the barriers before and behind them; sums through
-# mailboxes.
+# Names of communication: NCCL's kernels, copies between GPUs and the barriers around them, and sums
+# through mailboxes.
 _MOVES = ("nccl", "ptop", "symmetric_memory::barrier", "sum_over_ranks")
 
 
@@ -86,10 +86,10 @@ def of_gpu(events: list[dict]) -> tuple[list[Span], list[Span]]:
 
 
 def sent_bytes(events: list[dict], ranks: int) -> float:
-    """By the algorithms of a ring: n bytes of a rank all-gathered or its n of all reduce-scattered
-    send n (W - 1) and n (W - 1) / W, an all-reduce twice the latter, an all-to-all (W - 1) / W of
-    its bytes. A copy between GPUs is counted where it is begun: ranks that read from each other
-    read as much as they send.
+    """The bytes that a rank sends, by ring algorithms over W ranks. An all-gather of n bytes per
+    rank sends n (W - 1), a reduce-scatter of n bytes n (W - 1) / W, an all-reduce twice that, and
+    an all-to-all (W - 1) / W of its bytes. A copy between GPUs is counted on the rank that starts
+    it: ranks that read from each other read as much as they send.
     """
     total = 0.0
     for event in events:
@@ -134,7 +134,7 @@ def _of_shapes(args: dict) -> float:
 
 
 def spans(events) -> list[Span]:
-    """The times of some events, without overlaps, in order."""
+    """The time spans of events, merged and in order."""
     found: list[Span] = []
     for start, end in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
         if found and start <= found[-1][1]:
@@ -145,7 +145,7 @@ def spans(events) -> list[Span]:
 
 
 def overlap(a: list[Span], b: list[Span]) -> float:
-    """The time that lies in both."""
+    """The total time that is in both lists of spans."""
     total, i, j = 0.0, 0, 0
     while i < len(a) and j < len(b):
         total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trains the demo's model on many ranks in the form that the flags choose, and says what it costs.
+"""Trains the demo's model on many ranks in the form that the flags choose, and prints what it
+costs.
 
     torchrun --nproc-per-node 2 examples/distributed/train.py                                  data parallel (DDP)
     torchrun --nproc-per-node 2 examples/distributed/train.py --zero 3                         FSDP2; 1 and 2 likewise
@@ -9,13 +10,13 @@
     torchrun --nproc-per-node 2 examples/distributed/train.py --experts 8 [--top-k 2]          expert parallel, beside data and context
     torchrun --nproc-per-node 8 examples/distributed/train.py --tensor 2 --context 2 --accumulate 4 --recompute
 
-What the named forms leave of the ranks is data parallel. With a GPU a rank it goes by NCCL in
-bfloat16, else by gloo in float32. A step takes --batch sequences, whatever the form, so that its
-losses are those of one process (python examples/distributed/train.py).
+Ranks that the flags do not use are data parallel. With a GPU per rank it uses NCCL in bfloat16,
+otherwise gloo in float32. A step takes --batch sequences, whatever the flags, so that its losses
+are those of one process (python examples/distributed/train.py).
 
-Prints the loss of each step, and of the last ones tokens a second of all ranks, the memory of a
-rank, the bytes that it sends and, on GPUs, the share of its communication that goes beside other
-kernels; --trace writes the timeline of one step.
+Prints the loss of each step. For the last steps it also prints tokens per second of all ranks, the
+memory of a rank, the bytes that it sends and, on GPUs, the share of its communication that overlaps
+with other kernels. --trace writes the timeline of one step.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Windows(Dataset):
-    """Pieces of a text, one behind the other: (tokens, targets), both [seq_len] int64."""
+    """Consecutive windows of a text: (tokens, targets), both [seq_len] int64."""
 
     def __init__(self, text: Tensor, seq_len: int) -> None:
         self.text, self.seq_len = text, seq_len
@@ -123,8 +124,8 @@ class Windows(Dataset):
 def batches(
     text: Tensor, seq_len: int, batch: int, rank: int, ranks: int
 ) -> Iterator[list[Tensor]]:
-    """Endless: this rank's sequences of each step's batch. The ranks' together are those of one
-    rank alone."""
+    """Yields this rank's sequences of each step's batch, endlessly. All ranks' sequences together
+    are those of a single rank."""
     windows = Windows(text, seq_len)
     sampler = DistributedSampler(windows, ranks, rank, seed=0, drop_last=True)
     loader = DataLoader(windows, batch // ranks, sampler=sampler, drop_last=True)
@@ -139,7 +140,7 @@ def batches(
 
 
 def wrapped(stage: Stage, form: Form, zero: int) -> nn.Module:
-    """The model with what averages its gradients over the ranks of data and context."""
+    """The model, wrapped so that gradients are averaged over the ranks of data and context."""
     net = OneStage(stage)
     if form.batch_size == 1:
         return net
@@ -150,8 +151,8 @@ def wrapped(stage: Stage, form: Form, zero: int) -> nn.Module:
         return nn.parallel.DistributedDataParallel(net, process_group=form.batch.get_group())
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    # Weights are gathered for each use with 3, for forward and backward with 2 and once for all
-    # micro steps with 1.
+    # ZeRO 3 gathers weights for each use, ZeRO 2 once for forward and backward, ZeRO 1 once for all
+    # micro steps.
     dtypes = MixedPrecisionPolicy(
         param_dtype=form.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -170,7 +171,7 @@ class Trainer:
         torch.manual_seed(0)
         with device:
             whole = GPT(config)
-        with torch.no_grad():  # the demo begins with zeros, whose parts would look alike
+        with torch.no_grad():  # replaces the demo's zeros, whose parts could not be distinguished
             for p in (whole.head, *(x for b in whole.blocks for x in (b.attn_out, b.mlp_out))):
                 p.normal_(std=0.02)
         self.schedule, stages = None, form.size("pipeline")
@@ -216,7 +217,7 @@ class Trainer:
         raise AssertionError("only the last stage has a loss")
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """One optimizer step; returns the loss of all ranks' tokens."""
+        """Makes one optimizer step and returns the mean loss over all ranks' tokens."""
         self.optimizer.zero_grad()
         loss = (
             self._by_pipeline(tokens, targets)
@@ -242,8 +243,8 @@ class Trainer:
         return total
 
     def _without_exchange(self, last: bool):
-        """Gradients stay on this rank until the last micro step; with ZeRO 1 weights are not
-        gathered again, either."""
+        """Context without exchange of gradients, for all micro steps but the last. With ZeRO 1,
+        weights are not gathered again, either."""
         if isinstance(self.net, nn.parallel.DistributedDataParallel):
             return nullcontext() if last else self.net.no_sync()
         if hasattr(self.net, "set_requires_gradient_sync"):
@@ -268,7 +269,7 @@ class Trainer:
         loss = (
             torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
         )
-        dist.all_reduce(loss, group=self.form.group("pipeline"))  # the others have 0
+        dist.all_reduce(loss, group=self.form.group("pipeline"))  # other stages have 0
         return loss
 
     def _mean_loss(self, loss: Tensor) -> float:
@@ -281,10 +282,10 @@ class Trainer:
 
 @functools.cache
 def mesh_of(device: str, shape: tuple[int, ...]):
-    """The mesh, and its ranks of data and context as one dimension."""
+    """The mesh, and the same with data and context as one dimension."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    names = ("pipeline", "data", "context", "tensor")  # the last ones lie side by side: on one host
+    names = ("pipeline", "data", "context", "tensor")  # the last are adjacent ranks, on one host
     mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     return mesh, mesh["data", "context"]._flatten("batch")
 
@@ -335,13 +336,13 @@ def losses_of(
     device: torch.device,
     form: Form | None = None,
 ) -> tuple[list[float], dict]:
-    """The losses of the steps, and what the last ones cost; prints on rank 0. form: in place of
-    that of all ranks."""
+    """Trains, prints on rank 0, and returns the losses of the steps and the cost of the last ones.
+    form: used instead of the one that the flags choose."""
     form = form_of(options, device) if form is None else form
     seq_len = options.seq_len or config.context
-    if seq_len % form.size("context"):  # each rank's mean loss counts alike
+    if seq_len % form.size("context"):  # ranks' mean losses are averaged with equal weights
         raise SystemExit(f"--seq-len {seq_len} is no multiple of --context {form.size('context')}")
-    # rows are cut between tokens alone
+    # sequence parallelism cuts rows only between tokens
     if form.sequence and seq_len // form.size("context") % form.size("tensor"):
         raise SystemExit(
             f"--sequence: --tensor {form.size('tensor')} does not divide a rank's tokens of "
@@ -394,11 +395,11 @@ def losses_of(
     return losses, told
 
 
-@record  # torchrun's summary, the last that it prints, then says why a rank failed
+@record  # so that torchrun's summary, its last output, says why a rank failed
 def main() -> None:
     try:
         run(parse())
-    except SystemExit as refused:  # which record leaves out
+    except SystemExit as refused:  # @record ignores SystemExit
         if "RANK" in os.environ and isinstance(refused.code, str):
             raise ValueError(refused.code) from None
         raise

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""gpukern info, doctor and explain, by the console script's entry point; tune and bench stand in
-test_tuning.py."""
+"""gpukern info, doctor, explain and bench, by the console script's entry point; test_tuning.py
+tests tune."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ from torch_gpukern.cli import bench, charts, doctor, explained, main
 
 
 def run(*args):
-    """Exit status and standard output."""
+    """(exit status, standard output) of a command."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         status = main(args)
     return status, out.getvalue()
@@ -71,7 +71,7 @@ BUILT_FOR_CUDA = pytest.mark.skipif(
 
 
 def test_explain_of_few_bits():
-    """Scales and packed weights are made from the options; what they say is what the same call says
+    """Scales and packed weights are made from the options. The explanation is that of the same call
     in Python."""
     call = ["scaled_gemm", "70", "130", "300", "--scales", "1x128,128x128", "--json"]
     a, b = (torch.ones(rows, 300, dtype=torch.float8_e4m3fn) for rows in (70, 130))
@@ -129,8 +129,8 @@ def test_explain_of_few_bits():
 
 
 def test_every_op_that_is_explained_has_options(monkeypatch):
-    """And the call that they say is one that the op takes, on the CPU and on a GPU that is not
-    here."""
+    """Every op that is explained has options, and the op takes the call that they describe, on the
+    CPU and on a described GPU."""
     monkeypatch.setattr(explained.timing, "median_us", lambda call, device: (call(), 2.0)[1])
     assert set(explained.CALLS) == set(torch_gpukern.EXPLAINED)
     more = [
@@ -218,14 +218,14 @@ def test_explain_for_a_gpu_that_is_not_there(call, arch, row):
         f"no faster than      {found['bound_us']:.1f} us"
         in run("explain", *call, "--arch", arch)[1]
     )
-    # the next call speaks of its own tensors again
+    # the next call describes its own tensors again
     assert json.loads(run("explain", *call, "--json")[1])["row"].startswith(row.split("_")[0])
     assert json.loads(run("explain", *call, "--json")[1])["bound_us"] == 0
 
 
 @BUILT_FOR_CUDA
 def test_a_described_gpu_runs_nothing():
-    """Only explain reads which one is asked for; arguments that it refuses leave nothing behind."""
+    """Only explain uses the described GPU; refused arguments leave no state behind."""
     a = torch.ones(3, 4)
     with pytest.raises(ValueError, match="b has 3 rows, a has 4 columns"):
         torch_gpukern.explain("gemm", a, a, arch="sm_90")
@@ -243,8 +243,8 @@ def test_a_described_gpu_runs_nothing():
 
 @pytest.mark.gpu
 def test_a_described_gpu_answers_as_a_real_one():
-    """On one of its architecture: the same kernel and tile, where no estimate of a bandwidth
-    decides."""
+    """A described GPU gives the kernel and tile of a real one of that architecture, for calls in
+    which no estimate of bandwidth decides."""
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
     if arch not in torch_gpukern.ARCHS:
         pytest.skip(f"no GPU of {arch} is described")
@@ -264,7 +264,7 @@ def test_a_described_gpu_answers_as_a_real_one():
 
 
 class Written(TorchDispatchMode):
-    """Tensors of more than 64 Ki elements that something wrote, by the op that did."""
+    """A mode that records the writes to tensors of more than 64 Ki elements, by op."""
 
     def __init__(self):
         super().__init__()
@@ -279,8 +279,8 @@ class Written(TorchDispatchMode):
 
 
 def test_explain_writes_no_large_tensor():
-    """So that a product of codes of a size that memory does not hold is explained, and takes no
-    time."""
+    """explain does not write large tensors, so a product of codes that memory could not hold is
+    explained quickly."""
     sizes = {
         "m n k": ("1024", "1024", "1024"),
         "m n": ("1024", "1024"),
@@ -309,7 +309,7 @@ def test_explain_for_an_arch_refuses(capsys):
     for more in (("--measure",), ("--device", "cuda")):
         assert main(["explain", "gemm", "4", "4", "4", "--arch", "sm_90", *more]) == 1
         assert capsys.readouterr().err.startswith(
-            "explain: --arch speaks of a GPU that need not be there"
+            "explain: --arch describes a GPU that need not exist"
         )
     if not torch.ops.gpukern.cuda_kernels.default():
         assert main(["explain", "gemm", "4", "4", "4", "--arch", "sm_90"]) == 1
@@ -317,8 +317,8 @@ def test_explain_for_an_arch_refuses(capsys):
 
 
 def test_bench_as_a_page(monkeypatch, tmp_path, capsys):
-    """Every op, plots and tables, by one file without scripts or links; a bar, or lines, while it
-    measures."""
+    """The page has plots and tables of every op in one file without scripts or links. Progress is
+    shown while it measures."""
     monkeypatch.setattr(bench.timing, "median_us", lambda call, device: (call(), 10.0)[1])
     for op, found in list(bench.BENCHES.items()):
         sizes = (1, 2) if op in ("paged_attn", "weight_gemm") else (16, 32)
@@ -352,7 +352,7 @@ def test_bench_as_a_page(monkeypatch, tmp_path, capsys):
 
 def test_doctor():
     status, out = run("doctor")
-    assert status == 0 and out.endswith("everything that is here works\n")
+    assert status == 0 and out.endswith("all checks passed\n")
     assert "ok      calls on cpu: gemm and flash_attn, forward and backward" in out
     status, out = run("doctor", "--json")
     names = [check["name"] for check in json.loads(out)]
@@ -394,7 +394,7 @@ def test_doctor_of_an_instruction_set_that_is_not_there():
 
 
 def test_doctor_advises_what_can_be_done_here(monkeypatch, tmp_path):
-    """Without a GPU nothing is tuned, and nothing is installed that needs one."""
+    """Without a GPU, doctor does not advise to tune or to install packages that need one."""
     monkeypatch.setenv("GPUKERN_TUNED", str(tmp_path / "none.json"))
     here = doctor.facts()
     for kernels, devices in (([], []), (["gemm_sm90a_bf16"], [])):
@@ -469,7 +469,7 @@ def test_layout_prints_its_table():
             "occupancy: registers is 300; a thread has 0 to 255",
         ),
         ("occupancy --registers 30 --threads 0", "occupancy: threads is 0; a block has 1 to 1024"),
-        ("occupancy --registers 30", "occupancy: --registers stands for a kernel"),
+        ("occupancy --registers 30", "occupancy: --registers replaces a kernel"),
         ("roofline README.md", "roofline: README.md: no results of benchmarks/results/: "),
         (
             "roofline pyproject.toml",
@@ -482,7 +482,7 @@ def test_layout_prints_its_table():
     ],
 )
 def test_what_cannot_be_served_is_said_in_a_line(line, text, capsys, monkeypatch):
-    """No traceback, and no word twice."""
+    """Errors are one line without a traceback, and name the command once."""
     monkeypatch.chdir(Path(__file__).parents[2])
     try:
         status = main(line.split())
@@ -511,7 +511,7 @@ def test_the_same_word_is_not_said_twice(capsys, monkeypatch):
     "command", ("info --kernels", "layout (64,64):(64,1)", "occupancy --threads 128")
 )
 def test_a_reader_that_has_enough(command):
-    """`gpukern info | head -1`: no traceback, the status that a shell gives."""
+    """`gpukern info | head -1` gives no traceback, and the status that a shell gives."""
     script = f"set -o pipefail; {sys.executable} -m torch_gpukern {command.replace('(', chr(92) + '(').replace(')', chr(92) + ')')} | (read x; exec 0<&-; sleep 0.1)"  # noqa: E501
     done = subprocess.run(
         ["bash", "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[2]
@@ -584,7 +584,8 @@ def test_bench_of_a_dtype_that_an_op_has_not(capsys):
 
 @pytest.mark.parametrize("op", [op for op in bench.BENCHES if op != "paged_attn"])
 def test_what_bench_compares_is_one_result(op):
-    """Ours beside PyTorch's, to what codes of 8 and 4 bits are worth."""
+    """bench compares equal results: ours agree with PyTorch's within the precision of 8- and 4-bit
+    codes."""
     found = bench.BENCHES[op]
     for case in found.cases(16, getattr(torch, found.dtypes[0]), torch.device("cpu")):
         ours = case.ours()
@@ -599,7 +600,8 @@ def test_what_bench_compares_is_one_result(op):
 
 
 def test_explain_asks_for_what_models_run_in(monkeypatch):
-    """On a GPU bfloat16 where the op takes it, on the CPU float32; --dtype says another."""
+    """explain's default dtype is bfloat16 on a GPU if the op takes it, float32 on the CPU; --dtype
+    overrides it."""
     asked = []
 
     def explain(op, x, *args, **how):
@@ -631,7 +633,7 @@ def test_unknown_arguments_end_in_the_usage_of_their_command(capsys):
         (
             "explain flash_attn 2 32 4096 128",
             "explain flash_attn",
-            "unknown argument 2; sizes go by name: --batch 2 --heads 32",
+            "unknown argument 2; give sizes by name: --batch 2 --heads 32",
         ),
         ("explain gemm 4 4 4 --hedas 3", "explain gemm", "unknown argument --hedas"),
         ("info --jsn", "info", "unknown argument --jsn"),
@@ -644,7 +646,7 @@ def test_unknown_arguments_end_in_the_usage_of_their_command(capsys):
 
 
 def test_a_closed_standard_output(monkeypatch):
-    """gpukern info >&-: Python's sys.stdout is None there."""
+    """With `gpukern info >&-`, Python's sys.stdout is None."""
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["info"]) == 0
 

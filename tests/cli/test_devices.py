@@ -32,7 +32,7 @@ def test_without_a_gpu_it_says_so_and_shows_the_cpu(capsys):
     assert main(["device"]) == 0
     out = capsys.readouterr().out
     assert (
-        out.startswith("no GPU that torch can use: the CPU alone\n\ndevice")
+        out.startswith("torch finds no GPU; this is the CPU\n\ndevice")
         and "instruction sets" in out
     )
     assert main(["device", "--json"]) == 0

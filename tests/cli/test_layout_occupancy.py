@@ -89,7 +89,7 @@ def test_an_installed_package_names_no_file_that_it_has_not(tmp_path, monkeypatc
     )
     assert cli.main(["occupancy"]) == 1
     said = capsys.readouterr().err
-    assert str(tmp_path) not in said and "--from, or a kernel by --registers and --threads" in said
+    assert str(tmp_path) not in said and "--from, or give --registers and --threads" in said
     assert (
         cli.main(["occupancy", "--from", str(tmp_path / "none.so")]) == 1
         and "none.so does not exist" in capsys.readouterr().err

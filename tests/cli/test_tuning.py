@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tuned rows: their file, what import does with it, the command line, and on a GPU the calls that
-run them."""
+"""Tuned instances: their file, its use at import, the command line, and on a GPU the calls that run
+them."""
 
 import contextlib
 import io
@@ -45,7 +45,7 @@ def class_of(m=32, n=48, k=64, layout="NN", dtype="bfloat16"):
 
 
 def stored(entries=None, device=GPU, version=VERSION, **top):
-    """A file as it should be, or with what a test changes in it."""
+    """The text of a valid file, or of one with a test's changes."""
     return {
         "format": 1,
         "devices": {
@@ -56,7 +56,7 @@ def stored(entries=None, device=GPU, version=VERSION, **top):
 
 @pytest.fixture(autouse=True)
 def _nothing_preferred():
-    """Preferred rows are process state."""
+    """Removes preferred instances, which are process state."""
     yield
     ops.gemm_prefer_none()
     cache._warned.clear()
@@ -68,7 +68,7 @@ def path(tmp_path):
 
 
 def used(path):
-    """How many rows the library took, and the warnings that it took."""
+    """(the number of entries that the library took, the warnings)."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         taken = cache.use(path)
@@ -169,7 +169,7 @@ def test_a_damaged_file_is_reported_once_and_not_used(path, name):
     path.write_bytes(content)
     taken, texts = used(path)
     assert taken == 0 and len(texts) == 1 and "\n" not in texts[0]
-    assert texts[0].startswith(f"torch_gpukern: tuned rows in {path} are not used: {words}")
+    assert texts[0].startswith(f"torch_gpukern: tuned kernels in {path} are not used: {words}")
     assert texts[0].endswith(": run `python -m torch_gpukern tune gemm` again, or delete the file")
     assert used(path) == (0, [])
 
@@ -211,7 +211,7 @@ def test_a_file_that_was_named_and_is_not_there(path, monkeypatch):
     )
     assert texts[0].endswith("to make it, or unset GPUKERN_TUNED")
     cache._warned.clear()
-    # as it stands at import
+    # sys.argv as it is during the import
     monkeypatch.setattr(sys, "argv", ["-m", "tune", "gemm", "--shapes", "8x8x8"])
     assert used(None) == (0, [])
 
@@ -221,7 +221,7 @@ def test_a_file_that_was_named_and_is_not_there(path, monkeypatch):
 
 
 def imported(code="", **env):
-    """Standard error of a process that imports the package."""
+    """The standard error of a process that imports the package."""
     env = {"XDG_CACHE_HOME": "/nowhere", "GPUKERN_TUNED": "", **env}
     return run_python(
         f"import torch, torch_gpukern\nassert not "
@@ -242,7 +242,7 @@ def test_import_reads_the_file_and_warns_once(tmp_path):
     file.write_text("{")
     text = imported(again + "0", **home)
     assert (
-        text.count("torch_gpukern: tuned rows in") == 1
+        text.count("torch_gpukern: tuned kernels in") == 1
         and f"{file} are not used: it is not JSON" in text
     )
     assert imported(again + "0", **home, GPUKERN_TUNED="off") == ""
@@ -315,7 +315,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         sorted(os.listdir(tmp_path)) == ["file", "folder"]
         and (tmp_path / "file").read_text() == "kept"
     )
-    if os.getuid() != 0:  # to whom everything is writable
+    if os.getuid() != 0:  # root can write everything
         (tmp_path / "folder").chmod(0o500)
         with pytest.raises(PermissionError):
             cache.save(tmp_path / "folder" / "tuned.json", GPU, {})
@@ -446,8 +446,8 @@ def test_the_judge(dtype):
     problem = gemm.Problem(64, 48, 256, dtype=dtype)
     inputs = problem.inputs(torch.device("cpu"))
     judge, out = gemm.Judge(problem, inputs), problem.ours(inputs)
-    # as tune asks: of these inputs' draws some make the largest error of PyTorch's order of sums
-    # less than half of ours; the root mean square is no such luck
+    # As in tune(). For some draws of these inputs, PyTorch's largest error is less than half of ours by
+    # luck; the root-mean-square error is not.
     assert gemm.Judge(problem, inputs).takes_as_default(out) and judge.accepts(
         problem.torch(inputs)
     )
@@ -462,8 +462,8 @@ def test_the_judge(dtype):
     assert not judge.takes_as_default(one_wrong)
     one_wrong[3, 5] = torch.nan
     assert not judge.accepts(one_wrong) and not judge.takes_as_default(one_wrong)
-    # another order of sums may err more than twice as much: then the other rows may, too, and no
-    # more
+    # The default instance's order of sums may err more than twice as much as PyTorch's. Then the other
+    # instances may err as much as it, but not more.
     exact, between, worse = (judge.exact.to(out.dtype, copy=True) for _ in range(3))
     between[3, 5] += 5 * judge.own[0] + judge.rounding
     worse[3, 5] += 10 * judge.own[0] + 3 * judge.rounding
@@ -485,7 +485,7 @@ def test_the_command_says_what_it_needs():
     status, out, err = run_cli("tune", "gemm", "--shapes", "8x8x8", "--device", "cpu")
     assert (
         (status, out) == (1, "")
-        and err.startswith("tune: device is cpu; rows are tuned on CUDA")
+        and err.startswith("tune: device is cpu; only CUDA is tuned")
         and err.count("\n") == 1
     )
     if BF16_ROW in KERNELS and not torch.cuda.is_available():
@@ -511,7 +511,7 @@ NO_GPU = pytest.mark.skipif(
     ids="-".join,
 )
 def test_a_device_that_is_not_there(command, device):
-    """One line, no traceback, and nothing is measured elsewhere."""
+    """The error is one line without a traceback, and nothing is measured on another device."""
     status, out, err = run_cli(*command, "--device", device)
     assert (
         (status, out) == (1, "")
@@ -592,8 +592,8 @@ def checked(a, b, out, **how):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 @pytest.mark.parametrize("shape", ((256, 384, 512), (9, 512, 1024), (70, 33, 257)), ids=str)
 def test_every_row_can_be_preferred(shape, dtype):
-    """explain says so, results are as near as PyTorch's, and forgetting brings the default's bits
-    back."""
+    """explain reports the preferred instance, results are as close as PyTorch's, and after
+    forgetting the default's bits return."""
     a, b = operands(*shape, dtype)
     before, want = torch_gpukern.explain("gemm", a, b), ops.gemm(a, b)
     assert (
@@ -667,7 +667,8 @@ def test_graphs_keep_their_row():
 
 @pytest.mark.gpu
 def test_preferences_may_change_under_running_calls():
-    """Rows of other workspaces come and go in one thread while another one calls."""
+    """Preferences for instances with other workspaces change in one thread while another thread
+    calls."""
     a, b = operands(64, 512, 8192)
     plan, exact = torch_gpukern.explain("gemm", a, b), reference.gemm(f64(a), f64(b))
     sizes, stop, failures = set(), threading.Event(), []
@@ -700,7 +701,7 @@ def test_preferences_may_change_under_running_calls():
 
 @pytest.mark.gpu
 def test_import_prefers_on_the_device_of_that_name(path):
-    """In a fresh process: nothing asks for the GPU before the first call."""
+    """In a new process: nothing uses the GPU before the first call."""
     a, b = operands()
     plan = torch_gpukern.explain("gemm", a, b)
     path.write_text(json.dumps(stored({plan["class"]: {"row": plan["rows"][1]}}, plan["device"])))
@@ -726,7 +727,7 @@ def test_tune_end_to_end(path):
     entries, problem = cache.entries_of(devices[torch.cuda.get_device_name()[:63]])
     assert not problem and len(entries) <= 3 and f"GPUKERN_TUNED={path}" in out
     table = [line for line in out.splitlines() if line.startswith(("128x", "16x", "2x"))]
-    assert len(table) == 3 and f"{len(entries)} of 3 have a row faster" in out
+    assert len(table) == 3 and f"{len(entries)} of 3 have an instance faster" in out
     assert sum("the same" in line for line in table) == 3 - len(entries)
     for text, entry in entries.items():
         problem = gemm.parse_class(text)
@@ -740,7 +741,7 @@ def test_tune_end_to_end(path):
         assert plan["class"] == text and plan["preferred"] and plan["row"] == entry["row"]
         checked(inputs["a"], inputs["b"], problem.ours(inputs), activation="gelu")
     status, out, err = run_cli("tune", "gemm", "--check", "--cache", str(path))
-    assert f"of {len(entries)} rows are no longer the fastest" in out and status == (
+    assert f"of {len(entries)} instances are no longer the fastest" in out and status == (
         not out.splitlines()[-1].startswith("0")
     )
     assert cache.read(path)[0] == devices
@@ -748,8 +749,8 @@ def test_tune_end_to_end(path):
 
 @pytest.mark.gpu
 def test_a_wrong_row_does_not_win(path, monkeypatch):
-    """The default's results are right, every other row's are made wrong here: none of them is kept,
-    and all are named."""
+    """The results of all instances but the default are made wrong here. None of them is kept, and
+    all are reported."""
     right = gemm.Problem.ours
 
     def wrong(problem, inputs):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch_gpukern.layout: each operation against its definition, over every coordinate; then beside
-two published algebras.
+"""torch_gpukern.layout: each operation against its definition, over every coordinate; then compared
+with two published algebras.
 
-The values decide. Where pycute or tensor-layouts differ, the difference must be one of DEVIATIONS.
+The values decide. Differences to pycute or tensor-layouts must be listed in DEVIATIONS.
 """
 
 import itertools
@@ -76,7 +76,8 @@ def test_coalesce_is_the_unique_shortest(x):
 
 
 def has_layout(values, sizes):
-    """The only candidate's verdict, from the values alone: each mode coalesced, then every sum."""
+    """Whether a layout has these values: coalesces each mode of the only candidate, then checks
+    every sum."""
     strides, before = [], 1
     for s in sizes:
         mode = values[0 : before * s : before]
@@ -158,8 +159,8 @@ def test_inverses(x):
 
 
 def test_divide_and_product_reassemble():
-    """Exhaustive: the tiles of a layout hold each element once, copies of a layout lie beside each
-    other."""
+    """Exhaustive: the tiles of a layout contain each element once, and copies of a layout do not
+    overlap."""
     for x in COMPACT:
         for n in {1, 2, 3, 4, x.size}:
             try:
@@ -221,8 +222,8 @@ def test_thread_value_layouts_and_vectors():
 
 
 def test_inside_is_the_coordinates_that_are_there():
-    """Every tile of every small shape: an element of a tile is inside where its coordinate is below
-    the shape's."""
+    """Every tile of every small shape: an element is inside if its coordinate is less than the
+    shape."""
     for m, n, tm, tn in itertools.product((1, 2, 3, 8), (1, 3, 4, 8), (1, 2, 4), (1, 3, 4)):
         for i, j in itertools.product(range(-(-m // tm)), range(-(-n // tn))):
             want = [i * tm + a < m and j * tn + b < n for b in range(tn) for a in range(tm)]
@@ -239,7 +240,7 @@ def test_inside_is_the_coordinates_that_are_there():
 
 
 def memory(x, bits):
-    """The bits that a layout names, each as often as it does."""
+    """The bits that a layout addresses, with their multiplicity."""
     return sorted(o * bits + b for o in x.offsets for b in range(bits))
 
 
@@ -261,8 +262,8 @@ def test_recast_names_the_same_memory_or_refuses(x, widths, offset):
 
 
 def test_recast_of_every_small_layout():
-    """Compact layouts, with modes of size 1 between: to narrower elements always, to wider ones
-    where these divide a mode."""
+    """Compact layouts with modes of size 1 between. Recasting to narrower elements always works, to
+    wider ones if they divide a mode."""
     for x in COMPACT:
         padded = Layout((1, *flatten(x.shape), 1), (1, *flatten(x.stride), 5))
         for y in (x, padded):
@@ -430,7 +431,7 @@ DEVIATIONS = {
 
 
 def verdict(theirs, a, b, ours):
-    """How another composition differs from the values, "" where it does not."""
+    """How another library's composition differs from the values; "" if it does not."""
     values = [a(o) for o in b.offsets]
     try:
         r = theirs(a, b)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""docs/layout.md, learn/claims.md and learn/patterns.md say what the code does: every command draws
-the picture beside it, every example is run."""
+"""docs/layout.md, learn/claims.md and learn/patterns.md agree with the code: every command draws
+the picture beside it, and every example runs."""
 
 import csv
 import doctest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Dropout in attention: the mask is stated in integers of Python, results and gradients by the
+"""Dropout in attention: the mask is computed with Python integers, results and gradients by the
 float64 reference with that mask."""
 
 import math
@@ -33,8 +33,8 @@ def seed_of(*values, device="cpu"):
 
 
 def stated_row(row, keys, p, seed):
-    """What row `row` keeps: eight keys a call of Philox, of each word its low half and its high
-    half."""
+    """The kept keys of row `row`: a call of Philox covers eight keys, with the low and the high
+    half of each word."""
     s, o = (int(x) & 2**64 - 1 for x in seed)
     words = [w for g in range((keys + 7) // 8) for w in philox(s, o, row << 29 | g)]
     halves = [h for w in words for h in (w & 0xFFFF, w >> 16)]
@@ -58,8 +58,8 @@ def test_the_mask_is_the_stated_one():
 
 
 def test_the_mask_is_random():
-    """Its rate, and that rows, heads, neighbouring keys and neighbouring seeds have nothing to do
-    with each other."""
+    """The rate is right, and rows, heads, neighbouring keys and neighbouring seeds are
+    uncorrelated."""
     q, n = torch.empty(2, 4, 256, 1), 2 * 4 * 256 * 256
     for p in (0.1, 0.5, 0.9):
         mask = gk.attn_dropout_mask(q, q, p, seed_of(3, 0)).double()
@@ -95,7 +95,7 @@ CASES = (  # modifiers, B, Hq, Hkv, Sq, Sk, D, Dv
 def close(yard, mine, exact, what, dtype=None):
     if mine.numel() >= 1 << 14:
         return assert_close_as([yard], mine, exact, what)
-    # the errors of few values are small by luck, so that those of PyTorch's are no bound
+    # with few values, PyTorch's errors may be small by luck, so allow some more
     room = 64 * torch.finfo(dtype or mine.dtype).eps * (1 + exact.abs().max())
     assert (mine.cpu().double() - exact).abs().max() <= room, what
 
@@ -160,7 +160,7 @@ def test_values_and_gradients(case, dtype, device):
 @pytest.mark.parametrize("dtype", (F32, BF16, F64), ids=str)
 @pytest.mark.parametrize("causal", (False, True))
 def test_packed(dtype, causal, device):
-    """Sequences of different lengths, an empty one and one without keys: each reads its rows of the
+    """Sequences of different lengths, an empty one and one without keys: each uses its rows of the
     mask."""
     gen = generator("attn dropout packed", str(dtype), causal)
     cu_q, cu_k = ([0, 5, 5, 75, 80, 81], [0, 9, 20, 90, 90, 130])
@@ -213,7 +213,7 @@ def test_gradcheck():
 
 @pytest.mark.parametrize("seq_q", (1, 3, 40))
 def test_a_row_of_one_key_has_no_gradient_of_its_score(seq_q):
-    """dS is exactly 0, kept or not: there is nothing to choose between."""
+    """dS is exactly 0, whether the key is kept or not, because the softmax has a single key."""
     gen = generator("attn dropout alone", seq_q)
     for dtype in (F32, BF16):
         q, v = (randn(gen, 1, 3, seq_q, 32, dtype=dtype).requires_grad_() for _ in range(2))

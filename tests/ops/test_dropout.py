@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Dropout: what is kept is stated here in integers of Python, values and gradients by PyTorch's own
+"""Dropout: the mask is computed here with Python integers, values and gradients by PyTorch's
 functions with that mask."""
 
 import pytest
@@ -15,7 +15,7 @@ UNIT = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11, tor
 
 
 def philox(seed: int, offset: int, index: int) -> list[int]:
-    """Philox4x32-10 as its paper has it."""
+    """Philox4x32-10 as in its paper."""
     c, k = (
         [index & 0xFFFFFFFF, index >> 32, offset & 0xFFFFFFFF, offset >> 32],
         [seed & 0xFFFFFFFF, seed >> 32],
@@ -111,8 +111,7 @@ def test_ends(device):
 
 
 def test_strides(device):
-    """What is kept follows the shape, not how a tensor lies; results may be any float tensor's
-    neighbours."""
+    """The mask depends on the shape, not on strides. Results may be views inside other tensors."""
     gen, seed = generator("dropout strides"), seed_of(3, 4, device=device)
     x = randn(gen, 4, 6, 16, device=device)
     want = gk.dropout(x.contiguous(), 0.3, seed)
@@ -129,8 +128,8 @@ def test_strides(device):
 
 
 def test_as_many_as_asked(device):
-    """The share that is kept, its correlation with its neighbours and with another offset's mask,
-    within 5 deviations."""
+    """The share of kept elements, and the correlation with neighbours and with another offset's
+    mask, are within 5 standard deviations."""
     n, p = 1 << 20, 0.1
     a, b = (
         gk.dropout_mask((n,), p, seed_of(11, o, device=device)).double() - (1 - p) for o in (0, 1)
@@ -151,7 +150,7 @@ def test_seed_of_the_generator(device):
 
 @pytest.mark.parametrize("p", (0, 0.0))
 def test_no_dropout_draws_no_seed(p, device):
-    """As F.dropout: the generator stays where it was, and vmap finds no random operation."""
+    """As in F.dropout, the generator does not advance, and vmap sees no random operation."""
     x = torch.randn(4, 5, device=device)
     calls = (
         (lambda x: gk.dropout(x, p), x),

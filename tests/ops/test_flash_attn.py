@@ -72,9 +72,9 @@ def qkv(gen, batch, heads, lengths, dims, dtype, device="cpu"):
 
 
 def on_device(run, q, k, v, kwargs, gen):
-    """run in some orders of the keys and of head_dim on the inputs' own GPU, where finite: SDPA's
-    kernels there give NaN for a row without keys. Nothing on the CPU, whose results are the other
-    yardsticks."""
+    """Results of run on the inputs' GPU, in several orders of keys and head_dim, if they are
+    finite: SDPA's GPU kernels give NaN for a row without keys. Nothing for inputs on the CPU, since
+    the other yardsticks are computed there."""
     if not q.is_cuda:
         return []
     dtype = yard_dtype(q.dtype)
@@ -99,10 +99,10 @@ def on_device(run, q, k, v, kwargs, gen):
 
 def yardsticks(q, k, v, kwargs, gen):
     """PyTorch's forward results in q's dtype (float32 for float64): SDPA's for a few orders of the
-    keys, else reference's.
+    keys, or the reference's if SDPA cannot express the call.
 
-    SDPA has no kernel for Dv != D or few keys in 16 bits: it computes in float32 there. Then both
-    count.
+    SDPA has no 16-bit kernel for Dv != D or few keys and computes in float32 there. Then both are
+    used.
     """
     dtype = yard_dtype(q.dtype)
     own = on_device(torch_attn, q, k, v, kwargs, gen)
@@ -115,7 +115,7 @@ def yardsticks(q, k, v, kwargs, gen):
 
 
 def check_forward(q, k, v, gen, **kwargs):
-    """flash_attn_fwd against the float64 reference; returns (out, lse)."""
+    """Checks flash_attn_fwd against the float64 reference and returns (out, lse)."""
     out, lse = ops.flash_attn_fwd(q, k, v, **kwargs)
     assert out.dtype == q.dtype and lse.dtype == logit_dtype(q.dtype) and lse.is_contiguous()
     ref, ref_lse = reference.flash_attn(*f64((q, k, v)), **f64(kwargs), return_lse=True)
@@ -134,7 +134,7 @@ def check_forward(q, k, v, gen, **kwargs):
 
 
 def tiles(device, dtype=torch.float32, head_dim=64):
-    """The lengths around the tile sizes that the chosen kernel names."""
+    """Lengths around the tile sizes of the chosen kernel."""
     q = torch.zeros(1, 2, 512, head_dim, dtype=dtype, device=device)
     row = json.loads(ops.explain_flash_attn(q, q, q))
     sizes = {n for n in row["tile"][:2] if 1 < n <= 512}
@@ -226,7 +226,7 @@ def test_head_dims(case, device):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("mods", ("none", "causal"))
 def test_around_the_tiles(dtype, mods, device):
-    """Every pair of lengths that is one off, at, or one past a tile of the row that runs."""
+    """Every pair of lengths that are one below, at, or one above a tile of the chosen instance."""
     gen = generator("tiles", dtype, mods)
     sizes = tiles(device, dtype)
     pairs = list(itertools.product(sizes, sizes))
@@ -247,7 +247,7 @@ def test_around_the_tiles(dtype, mods, device):
     ),
 )
 def test_strides(case, device):
-    """Any strides and offsets, with NaN in all that lies between and around."""
+    """Any strides and offsets, with NaN between and around the elements."""
     gen = generator("attn strides", case.id)
     q, k, v = qkv(gen, 2, (4, 2), (33, 41), (24, 16), case.dtype, device)
     q, k, v = LAYOUTS[case.q](q), LAYOUTS[case.k](k), LAYOUTS[case.v](v)
@@ -281,8 +281,8 @@ def test_far_strides(which, dim):
 
 
 def test_result_layout(device):
-    """out is stored [B, Sq, Hq, Dv] if q.stride(1) < q.stride(2), else [B, Hq, Sq, Dv], dense;
-    gradients follow theirs."""
+    """out is dense, stored [B, Sq, Hq, Dv] if q.stride(1) < q.stride(2), otherwise [B, Hq, Sq, Dv].
+    Gradients are stored like their tensors."""
     gen = generator("layout")
     q, k, v = qkv(gen, 2, (4, 2), (5, 6), (8, 16), torch.float32, device)
     for inside in itertools.product((False, True), repeat=3):
@@ -309,8 +309,8 @@ def test_result_layout(device):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_rows_without_keys(dtype, device):
-    """They give out 0, lse -inf (the sink where there is one) and zero gradients, and leave their
-    neighbours alone."""
+    """Rows without keys give out 0, lse -inf (or the sink) and zero gradients, and do not affect
+    other rows."""
     gen = generator("no keys", dtype)
     q, k, v = (t.requires_grad_() for t in qkv(gen, 2, (2, 1), (40, 30), (16, 16), dtype, device))
     sinks = randn(gen, 2, dtype=logit_dtype(dtype), device=device)
@@ -364,8 +364,8 @@ def test_empty(shape, sink, device):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("poison", (math.nan, math.inf))
 def test_keys_that_nobody_sees_may_be_poison(dtype, poison, device):
-    """Left and right padding by kv_start and kv_end, causal tails and windows: NaN there reaches
-    nothing."""
+    """NaN in keys that no query sees, because of kv_start, kv_end, a causal mask or windows,
+    reaches no result."""
     gen = generator("poison", dtype)
     q, k, v = qkv(gen, 3, (4, 2), (37, 150), (32, 24), dtype, device)
     start = torch.tensor([0, 70, 12], dtype=torch.int32, device=device)
@@ -399,8 +399,8 @@ def test_keys_that_nobody_sees_may_be_poison(dtype, poison, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 def test_alibi_over_parts_of_the_keys(head_dim):
-    """Few queries, whose keys go in parts: some stand before a part's keys, some amid them, and
-    what lies behind the last key is masked."""
+    """Few queries, so that keys are split into parts. Queries lie before and among a part's keys,
+    and places after the last key are masked."""
     gen = generator("alibi parts", head_dim)
     q, k, v = qkv(gen, 1, (2, 1), (70, 2003), (head_dim, head_dim), torch.bfloat16, "cuda")
     slopes = torch.tensor([0.01, 0.002], device="cuda")
@@ -446,8 +446,8 @@ def test_extreme_logits(device):
 @pytest.mark.parametrize("head_dim", (64, 128))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 def test_alibi_of_keys_on_one_side(dtype, head_dim, device):
-    """Blocks of keys that lie before or behind all rows, whose bias a kernel may take from a block
-    at once: more rows than keys, and rows that stand far from all keys."""
+    """Blocks of keys that lie before or after all rows, for which a kernel may add the bias per
+    block: more rows than keys, and rows far away from all keys."""
     gen = generator("one side", dtype, head_dim)
     slopes = torch.tensor([0.1, 0.02], device=device)
     for seq_k, diagonal in ((100, 0), (300, 400), (300, -200)):
@@ -459,9 +459,9 @@ def test_alibi_of_keys_on_one_side(dtype, head_dim, device):
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 @pytest.mark.parametrize("kind", ("growing", "fading", "spikes", "late", "wide", "minus_infinity"))
 def test_scores_whose_maximum_moves(kind, causal, dtype, device):
-    """Scores that grow or fall by e^100 along the keys, rise at single keys, at one of the last
-    alone, are 1e4, or -inf: what a kernel that keeps a row's reference from block to block must
-    notice."""
+    """Scores that grow or fall by e^100 along the keys, rise at single keys or at one of the last
+    keys, are 1e4, or are -inf. A kernel that keeps a row's reference maximum over several blocks
+    must notice them."""
     gen = generator("maximum moves", kind, causal, dtype)
     q, k, v = qkv(gen, 1, (4, 2), (70, 600), (64, 64), dtype, device)
     q[..., 0] = 4
@@ -524,7 +524,7 @@ def test_public_function(device):
 
 
 def backward(run, tensors, grad_out, grad_lse=None, want_lse=True):
-    """Gradients of run(**leaves) -> (out, lse) or out, by name."""
+    """The gradients by name of run(**leaves), which returns (out, lse) or out."""
     leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
     result = run(**leaves)
     out, lse = result if isinstance(result, tuple) else (result, None)
@@ -535,7 +535,7 @@ def backward(run, tensors, grad_out, grad_lse=None, want_lse=True):
 
 
 def gradient_yardsticks(q, k, v, gen, grad_out, grad_lse, sinks, kwargs):
-    """PyTorch's gradients in q's dtype (float32 for float64), by name: as yardsticks has its
+    """PyTorch's gradients in q's dtype (float32 for float64), by name, like `yardsticks` for
     results."""
     dtype = yard_dtype(q.dtype)
     cast, narrow = (
@@ -544,8 +544,8 @@ def gradient_yardsticks(q, k, v, gen, grad_out, grad_lse, sinks, kwargs):
     )
     yards = []
     if grad_lse is None and sinks is None and torch_attn(*cast.values(), **narrow) is not None:
-        # each order of the keys with one of the features: of rows with few keys only that changes a
-        # sum
+        # each order of the keys with an order of the features: in rows with few keys, only the latter
+        # changes a sum
         for order, by in zip(orders(gen, k.shape[2]), orders(gen, q.shape[3])):
             by = torch.arange(q.shape[3]) if by is None else by
             permuted = {"q": cast["q"][..., by], "k": cast["k"][..., by], "v": cast["v"]}
@@ -565,13 +565,13 @@ def gradient_yardsticks(q, k, v, gen, grad_out, grad_lse, sinks, kwargs):
 
 
 def rules_of_draw(rules, draw):
-    """Those of draw 0 but for a scale of 0, with which each lse is the logarithm of a number of
-    keys and may round luckily."""
+    """The rules of draw 0, except for a scale of 0: every lse would then be the logarithm of a
+    number of keys, which may round luckily."""
     return {**rules, "scale": 1e-3} if draw and rules.get("scale") == 0 else dict(rules)
 
 
 def check_backward(q, k, v, gen, grad_out, grad_lse=None, what="", **kwargs):
-    """All gradients of flash_attn against autograd through the float64 reference."""
+    """Checks all gradients of flash_attn against autograd through the float64 reference."""
     tensors = dict(q=q, k=k, v=v)
     sinks = kwargs.pop("sinks", None)
     if sinks is not None:
@@ -642,11 +642,11 @@ def test_backward_modifiers(case, device):
 
 @pytest.mark.parametrize("seq_q", (1, 3, 7))
 def test_backward_of_few_queries(seq_q, one_thread):
-    """Over many draws the RMS error of each gradient is PyTorch's or little more, and the largest
-    within twice its largest, as a share of its sequence's largest gradient, and a rounding: else it
-    is an error of the few sequences with the largest gradients.
+    """Over many draws, the RMS error of each gradient is about PyTorch's, and the largest error is
+    at most twice PyTorch's plus a rounding. Errors are relative to the largest gradient of their
+    sequence; otherwise only the sequences with the largest gradients would count.
 
-    PyTorch sums the scores of few queries in short runs over head_dim; long ones err 1.5 times as
+    PyTorch sums the scores of few queries in short runs over head_dim. Long runs err 1.5 times as
     much.
     """
     draws, squares, largest = 16, dict.fromkeys("qkv", (0.0, 0.0)), dict.fromkeys("qkv", (0.0, 0.0))
@@ -757,21 +757,21 @@ def test_backward_strides(case, device):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("softcap", (1e4, 1e6, 1e8))
 def test_large_softcaps(softcap, dtype, device):
-    """Far above the scores, where only tanh's relative precision near 0 keeps them: forward and
-    backward."""
+    """Softcaps far above the scores, forward and backward. tanh must be precise near 0 to preserve
+    the scores."""
     gen = generator("large softcap", softcap, dtype)
     q, k, v = qkv(gen, 2, (4, 2), (70, 130), (64, 64), dtype, device)
     grad_out = randn(gen, 2, 4, 70, 64, dtype=dtype, device=device)
     check_backward(q, k, v, gen, grad_out, softcap=softcap, scale=0.5, is_causal=True, diagonal=60)
     out, _ = check_forward(q, k, v, gen, softcap=softcap, scale=0.5)
     plain = ops.flash_attn(q, k, v, scale=0.5)
-    if softcap > 1e5 and dtype != torch.float64:  # (s / softcap)^2 / 3 is nothing there
+    if softcap > 1e5 and dtype != torch.float64:  # (s / softcap)^2 / 3 is negligible
         assert_close_as([plain], out, reference.flash_attn(*f64((q, k, v)), scale=0.5))
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_sum_backward(dtype, device):
-    """out.sum() hands the op a gradient of stride 0."""
+    """out.sum() gives the op a gradient with stride 0."""
     gen = generator("sum", dtype)
     tensors = dict(zip("qkv", qkv(gen, 2, (2, 1), (70, 70), (64, 64), dtype, device)))
     got = {n: t.detach().requires_grad_() for n, t in tensors.items()}
@@ -810,7 +810,7 @@ def test_only_lse_gets_a_gradient(device):
 
 
 def test_gradient_of_lse_where_no_key_is_seen_is_dropped(device):
-    """lse is -inf there, so whatever arrives for it must not reach q or k."""
+    """lse is -inf in such a row, so its gradient must not reach q or k, whatever it is."""
     gen = generator("lse -inf")
     q, k, v = (
         t.requires_grad_() for t in qkv(gen, 1, (1, 1), (10, 6), (8, 8), torch.float32, device)
@@ -826,7 +826,8 @@ def test_gradient_of_lse_where_no_key_is_seen_is_dropped(device):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bad", (math.inf, math.nan), ids=str)
 def test_rows_without_keys_give_no_gradient_whatever_arrives(bad, dtype, device):
-    """Not to q, k, v or sinks; grad_lse alone reaches the sink, which is their lse."""
+    """Rows without keys give no gradient to q, k, v or sinks. Only grad_lse reaches the sink,
+    because lse is the sink."""
     gen = generator("no keys", dtype)
     q, k, v = qkv(gen, 2, (4, 2), (70, 90), (64, 64), dtype, device)
     sinks = randn(gen, 4, dtype=logit_dtype(dtype), device=device)
@@ -853,7 +854,7 @@ def test_rows_without_keys_give_no_gradient_whatever_arrives(bad, dtype, device)
             assert y.isfinite().all() and same_bits(x, y)
     for x, y in zip(gradients(wild, sinks=None), gradients(clean, sinks=None)):
         assert same_bits(x, y)
-    # of lse: an infinite gradient that the sink alone gets
+    # an infinite gradient of lse, which only the sink gets
     *others, dsinks = gradients(wild, grad_lse.masked_fill(none[:, None], bad))
     assert all(same_bits(x, y) for x, y in zip(others, gradients(clean, grad_lse)[:3]))
     assert not dsinks.isfinite().any()
@@ -864,8 +865,8 @@ def test_rows_without_keys_give_no_gradient_whatever_arrives(bad, dtype, device)
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_a_sink_alone(dtype, device):
-    """One row, one key that it does not see, an infinite gradient: the sink's is 0, dense and
-    packed."""
+    """One row, one key that it does not see, and an infinite gradient of out: the sink's gradient
+    is 0, dense and packed."""
     zero = torch.zeros(1, 1, 1, 8, dtype=dtype, device=device)
     end = torch.zeros(1, dtype=torch.int32, device=device)
     for packed in (False, True):
@@ -886,8 +887,8 @@ def test_a_sink_alone(dtype, device):
     "dims", [(8, 8), (64, 64), (64, 40), (80, 80), (128, 96), (64, 200), (256, 256)], ids=str
 )
 def test_a_row_that_sees_one_key_has_no_gradient_of_scores(dims, layout, dtype, device):
-    """out = v there, so dP and delta are one sum; made in one order, they are the same number and
-    dS = 0."""
+    """out = v in such a row, so dP and delta are the same sum. If both are added in the same order,
+    they are equal and dS = 0."""
     gen = generator("one key", dims)
     tensors = [LAYOUTS[layout](t) for t in qkv(gen, 2, (4, 2), (70, 70), dims, dtype, device)]
     grad = LAYOUTS[layout](randn(gen, 2, 4, 70, dims[1], dtype=dtype, device=device))
@@ -1044,7 +1045,7 @@ def test_opcheck_of_the_backward(dtype, mods, device):
     "rules", (dict(is_causal=True), dict(window_left=20, window_right=9)), ids=str
 )
 def test_q_start_is_a_diagonal_for_each_sequence(rules, lengths, dtype, device):
-    """Forward and backward have the bits of calls with `diagonal`; no value is too far away."""
+    """Forward and backward have the bits of calls with `diagonal`, for any value of q_start."""
     gen = generator("q_start", lengths, dtype)
     q, k, v = qkv(gen, 5, (4, 2), lengths, (64, 64), dtype, device)
     grad = randn(gen, *q.shape, dtype=dtype, device=device)
@@ -1071,7 +1072,7 @@ def test_q_start_is_a_diagonal_for_each_sequence(rules, lengths, dtype, device):
                 x, y = x[b].detach(), y[b].detach()
                 if device == "cpu" or name in ("out", "lse"):
                     assert same_bits(x, y), (name, diagonal)
-                else:  # additions come in any order
+                else:  # additions may happen in any order
                     assert torch.allclose(x.float(), y.float(), rtol=0.02, atol=0.02), (
                         name,
                         diagonal,
@@ -1087,8 +1088,8 @@ def test_q_start_is_read_through_its_stride(device):
 
 
 def test_q_start_places_a_chunk_in_a_static_cache(device):
-    """A buffer of more keys than are written, the chunk's queries at the end of those: NaN after
-    them reaches nothing."""
+    """A buffer has more keys than are written, and the chunk's queries are at the end of the
+    written ones. NaN after them reaches no result."""
     gen = generator("static cache")
     whole = qkv(gen, 2, (4, 2), (40, 40), (32, 32), torch.bfloat16, device)
     want = ops.flash_attn(*whole, is_causal=True)
@@ -1109,7 +1110,8 @@ def test_q_start_places_a_chunk_in_a_static_cache(device):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("packed_batch", (False, True), ids=("dense", "varlen"))
 def test_sinks_in_the_dtype_of_q(packed_batch, dtype, device):
-    """The bits of the same sinks in float32; the gradient is that one, rounded once."""
+    """Results have the bits of the same sinks in float32. The gradient is that of float32, rounded
+    once."""
     gen = generator("own sinks", dtype)
     if packed_batch:
         x = packed(gen, *BATCHES["ragged"], (4, 2), (64, 64), dtype, device)
@@ -1146,8 +1148,8 @@ BATCHES = {
 
 
 def packed(gen, lengths_q, lengths_k, heads, dims, dtype, device, slack=0):
-    """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k; slack tokens of NaN after
-    the last sequence."""
+    """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, with `slack` tokens of NaN
+    after the last sequence."""
     (hq, hkv), (d, dv) = heads, served(dims, device)
     tensors = []
     for lengths, h, dim in ((lengths_q, hq, d), (lengths_k, hkv, d), (lengths_k, hkv, dv)):
@@ -1162,7 +1164,7 @@ def packed(gen, lengths_q, lengths_k, heads, dims, dtype, device, slack=0):
 
 
 def varlen_kwargs(name, batch, heads_q, gen, dtype, device):
-    """The modifiers that flash_attn_varlen has."""
+    """The modifiers that flash_attn_varlen supports."""
     kwargs = modifiers(name, batch, heads_q, 9, 9, gen, dtype, device)
     return {
         n: v for n, v in kwargs.items() if n not in ("diagonal", "kv_start", "kv_end", "q_start")
@@ -1170,7 +1172,7 @@ def varlen_kwargs(name, batch, heads_q, gen, dtype, device):
 
 
 def per_sequence(run, q, k, v, cu_q, cu_k, alibi_slopes=None, **kwargs):
-    """run of each sequence by itself, packed again; tokens of no sequence are 0."""
+    """Calls run on each sequence and packs the results. Tokens of no sequence are 0."""
     outs = []
     for b, ((q0, q1), (k0, k1)) in enumerate(
         zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()))
@@ -1196,7 +1198,7 @@ def sdpa_or_reference(q, k, v, **kwargs):
 
 
 def check_varlen(args, kwargs, gen, what=""):
-    """flash_attn_varlen and its gradients against the float64 reference."""
+    """Checks flash_attn_varlen and its gradients against the float64 reference."""
     q, k, v, cu_q, cu_k, max_q, max_k = args
     out, lse = ops.flash_attn_varlen_fwd(*args, **kwargs)
     assert (
@@ -1221,8 +1223,8 @@ def check_varlen(args, kwargs, gen, what=""):
 
     @cache
     def draw_of(draw):
-        """Results of the reference by name, and lists of PyTorch's, of these inputs or of others
-        like them."""
+        """The reference's results and lists of PyTorch's, by name, for these inputs or similar
+        ones."""
         x = shuffled(gen, *clean) if draw else clean
         rules, plain = rules_of_draw(kwargs, draw), rules_of_draw(rest, draw)
         run = reference.flash_attn_varlen(*f64(x), *tail, **f64(rules), return_lse=True)
@@ -1314,7 +1316,7 @@ def test_varlen_strides(layout, dtype, device):
     "mods", ("none", "causal", "window_causal", "softcap", "alibi_batch", "window_sinks")
 )
 def test_varlen_is_flash_attn_of_each_sequence(mods, device):
-    """With the bottom-right diagonal."""
+    """flash_attn_varlen is flash_attn of each sequence with the bottom-right diagonal."""
     gen = generator("varlen dense", mods)
     args = packed(gen, *BATCHES["ragged"], (4, 2), (32, 32), torch.float32, device)
     kwargs = varlen_kwargs(mods, 4, 4, gen, torch.float32, device)
@@ -1324,7 +1326,7 @@ def test_varlen_is_flash_attn_of_each_sequence(mods, device):
 
 
 def test_varlen_neighbours_do_not_leak(device):
-    """NaN in one sequence stays in it, forward and backward."""
+    """NaN in one sequence does not reach another, forward and backward."""
     gen = generator("leak")
     args = list(packed(gen, [20, 33, 15], [40, 33, 70], (2, 1), (16, 16), torch.float32, device))
     clean_q, clean_k, clean_v = (t.clone() for t in args[:3])
@@ -1391,8 +1393,8 @@ def test_varlen_opcheck_of_the_backward(dtype, device):
 
 
 def _parts_of_sinks(q, k, v, grad, parts):
-    """On the CPU the parts' shares put right what the rounding of out is in the gradient of sinks
-    (gpukern_ranks.h)."""
+    """The sinks' gradient from parts of the keys. On the CPU, the parts' shares correct for the
+    rounding of out (gpukern_ranks.h)."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     sinks = torch.linspace(-1, 1, q.shape[1], device=q.device, dtype=wide)
     sinks[-1] = -torch.inf
@@ -1426,8 +1428,8 @@ def test_parts_of_the_keys_refuse_sinks_on_a_gpu():
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("cut", (1, 40, 64))
 def test_two_parts_of_the_keys_make_the_whole(dtype, cut):
-    """Partial results in float32, joined, are the whole's; so are gradients of parts by the whole's
-    out and lse."""
+    """Merged float32 results of two parts of the keys are those of all keys. So are gradients of
+    parts, computed with out and lse of all keys."""
     gen = generator("parts", cut)
     q, k, v = qkv(gen, 2, (4, 2), (65, 65), (32, 24), dtype)
     grad = randn(gen, 2, 4, 65, 24, dtype=dtype)
@@ -1466,7 +1468,7 @@ def test_two_parts_of_the_keys_make_the_whole(dtype, cut):
     for got, ref in zip((dq, torch.cat(dk, 2), torch.cat(dv, 2)), want):
         assert ref.dtype == torch.float32
         torch.testing.assert_close(got, ref, **close)
-    for kind in (dtype, torch.float16, torch.float64):  # float64: by plain loops
+    for kind in (dtype, torch.float16, torch.float64):  # float64 uses plain loops
         _parts_of_sinks(*(x.to(kind) for x in (q, k, v, grad)), parts)
     for wrong in (torch.float64, torch.float16):
         with pytest.raises(ValueError, match="out_dtype must be"):
@@ -1474,8 +1476,8 @@ def test_two_parts_of_the_keys_make_the_whole(dtype, cut):
 
 
 def test_swapped_dimensions_are_warned_of_when_asked(monkeypatch):
-    """GPUKERN_DEBUG=1 is read at import. Decoding, and more queries than heads, are as they should
-    be."""
+    """GPUKERN_DEBUG=1, which is read at import, warns of swapped dimensions. Decoding, and more
+    queries than heads, give no warning."""
     swapped, right, decoding = (
         torch.zeros(1, 300, 4, 8),
         torch.zeros(1, 4, 300, 8),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """flash_attn and flash_attn_varlen of float8_e4m3fn q, k, v: every form against float64 over the
-same codes; data with a mean, values of one sign, a scale for each 128 tokens, heads of zeros, NaN;
-quantize_attn; compilers; what is refused.
+same codes. Data with a mean, values of one sign, a scale for each 128 tokens, heads of zeros, NaN;
+quantize_attn; compilers; refused calls.
 """
 
 import math
@@ -19,8 +19,8 @@ E4M3, BF16, F16, F32, F64 = (
 )
 gk = torch_gpukern
 
-# What may come on top of the rounding of the result, of its size: P in 16 bits; in 8 bits, of
-# Hopper's kernel.
+# The relative error allowed beside the rounding of the result. It comes from P in 16 bits ("cuda"),
+# or in 8 bits in Hopper's kernel ("fp8").
 ERROR = {"cpu": 1e-5, "cuda": 2e-3, "fp8": 4e-2}
 
 
@@ -38,7 +38,7 @@ def made(
     mean=(0.3, -0.2, 1.0),
     **how,
 ):
-    """quantize_attn of normal q, k, v with a mean."""
+    """quantize_attn applied to normal q, k, v with a mean."""
     gen = generator("fp8", key)
     shapes = (
         (heads[0], lengths[0], dims[0]),
@@ -51,7 +51,7 @@ def made(
 
 
 def of_reference(x, name="flash_attn", extra=(), **how):
-    """Float64 over the codes, on the CPU."""
+    """The float64 reference over the codes, on the CPU."""
     cpu = {n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in (x | how).items()}
     args = [cpu.pop(n) for n in ("q", "k", "v")] + [
         e.cpu() if isinstance(e, torch.Tensor) else e for e in extra
@@ -132,7 +132,7 @@ def test_modifiers(device):
 
 @pytest.mark.parametrize("per", ("tensor", "head", "block"))
 def test_scales(per, device):
-    """Of blocks that differ by 2^12, heads of zeros among them; and each shape that a scale may
+    """Scales of blocks that differ by 2^12, with heads of zeros; and each shape that a scale may
     have."""
     gen = generator("fp8 scales", per)
     q, k, v = (
@@ -167,8 +167,8 @@ LONG = {
 
 @pytest.mark.parametrize("form", LONG)
 def test_more_keys(form, device):
-    """What kernels for long calls serve: scales of blocks, groups of heads, head_dims that differ,
-    results of each dtype."""
+    """Calls for the kernels for long sequences: scales of blocks, groups of heads, different
+    head_dims, results of each dtype."""
     how = dict(LONG[form])
     if "sinks" in how:
         how["sinks"] = torch.tensor([0.5, -math.inf, 6.0, -2.0], device=device)
@@ -192,7 +192,7 @@ def test_any_head_dim_stride_and_place(device):
     for d, dv in dims:
         x = made(f"{d} {dv}", device, batch=1, lengths=(35, 70), dims=(d, dv))._asdict()
         check(x, device)
-        for n in "qkv":  # rows that begin at any byte; [B, S, H, D]
+        for n in "qkv":  # rows that begin at any byte; stored [B, S, H, D]
             whole = torch.full((x[n].numel() + 3,), 0x7F, dtype=torch.uint8, device=device)
             whole[3:] = x[n].view(torch.uint8).transpose(1, 2).flatten()
             b, h, s, e = x[n].shape
@@ -208,7 +208,8 @@ def test_any_head_dim_stride_and_place(device):
 @pytest.mark.parametrize("accumulate", ("auto", "precise"))
 @pytest.mark.parametrize("form", ("mean", "one sign"))
 def test_values_that_add_up(form, accumulate, device):
-    """Thousands of keys whose values have a mean, or one sign: with v_mean, and precise without."""
+    """Thousands of keys whose values have a mean or one sign: with v_mean, and with
+    accumulate="precise" without it."""
     n = 2000 if device == "cpu" else 30000
     gen = generator("fp8 long", form)
     for d in (64,) if device == "cpu" else (64, 128, 256):
@@ -231,8 +232,8 @@ def values_that_add_up(form, accumulate, device, gen, n, d):
 
 
 def test_nan(device):
-    """A NaN code of q, k or v, or a NaN scale, shows in the rows that see it, and in no others;
-    keys that no query sees may hold one."""
+    """A NaN code or scale of q, k or v shows in exactly the rows that see it. Keys that no query
+    sees may contain NaN."""
     x = {
         n: t.clone() if t is not None else None
         for n, t in made("nan", device, batch=1, heads=(2, 2))._asdict().items()
@@ -255,8 +256,8 @@ def test_nan(device):
 
 
 def test_varlen(device):
-    """Empty sequences, tokens of none, a scale for each block of a sequence; and the bits of a
-    dense call."""
+    """Empty sequences, tokens of no sequence, a scale for each block of a sequence; results have
+    the bits of a dense call."""
     cu_q, cu_k = (
         torch.tensor(x, dtype=torch.int32, device=device)
         for x in ((0, 40, 40, 190, 191), (0, 130, 200, 467, 467))
@@ -294,8 +295,8 @@ def test_varlen(device):
 
 @pytest.mark.gpu
 def test_blocks_of_many_tiles():
-    """More tiles than SMs, so that a block has several, masked and not; and parts of the keys where
-    there are few."""
+    """More tiles than SMs, so that a block has several, with and without masks; and few tiles,
+    whose keys are split."""
     tiles = (
         ((128, 128), (700, 700)),
         ((64, 56), (700, 515)),
@@ -332,7 +333,7 @@ def test_blocks_of_many_tiles():
 @pytest.mark.parametrize("head_dim", (128, 192, 256))
 @pytest.mark.parametrize("per", ("head", "block"))
 def test_scores_that_grow(per, head_dim):
-    """Keys ever larger, so that a row's reference does not hold; in one block of keys, or in each;
+    """Growing keys, so that a row's reference maximum is exceeded in one or every block of keys;
     and a scale that is 0 or negative."""
     gen = generator("fp8 grow", per, head_dim)
     for steps in ((1, 1, 1, 6, 1, 1, 20), range(1, 8), (1, 300, 1, 1, 1, 1, 2)):
@@ -353,8 +354,8 @@ def test_scores_that_grow(per, head_dim):
 
 
 def test_rows_of_the_table():
-    """What a GPU with Hopper's kernels would run. Fast sums are its own; precise ones, softcap and
-    scales of blocks that tiles do not follow go by other kernels."""
+    """The instances that Hopper would run. Its FP8 kernels serve fast sums. Other kernels serve
+    precise sums, softcap and scales of blocks that do not fit the tiles."""
     if not gk._ops.cuda_kernels.default():
         pytest.skip("the library is built without CUDA kernels")
 
@@ -371,7 +372,7 @@ def test_rows_of_the_table():
             "flash_attn_fp8_"
         )
 
-    # by what fills 132 SMs
+    # the choice depends on what fills 132 SMs
     assert row() == "sm90a_d128" and row(batch=8, heads=16, length=1536) == "sm90a_d128_wide"
     assert row((64, 64)) == "sm90a_d64" and row((48, 64), per=3, length=576) == "sm90a_d64_block"
     # 768 rows in tiles of 192, and no scale behind row 640
@@ -392,9 +393,8 @@ def test_rows_of_the_table():
 
 @pytest.mark.parametrize("arch", ("sm_80", "sm_90"))
 def test_passes_over_more_tiles_than_a_grid_holds_are_not_planned(arch):
-    """2^31 tiles of 128 rows, one of a million packed sequences each: the kernel that counts its
-    tiles says so where it runs; a grid of so many blocks cannot be launched, and of 2^32 none would
-    be."""
+    """2^31 tiles of 128 rows from a million packed sequences. A grid of that many blocks cannot be
+    launched, and a count of 2^32 would wrap to 0, so such calls are not planned."""
     if not gk._ops.cuda_kernels.default():
         pytest.skip("the library is built without CUDA kernels")
     q, kv = t(1024, 256, 16), t(1024, 1, 16)
@@ -411,7 +411,8 @@ def test_passes_over_more_tiles_than_a_grid_holds_are_not_planned(arch):
 
 @pytest.mark.parametrize("per", ("tensor", "head", "block"))
 def test_quantize_attn(per, device):
-    """The codes and scales of the reference; a rotation leaves scores alone."""
+    """quantize_attn gives the codes and scales of the reference. A rotation does not change
+    scores."""
     gen = generator("quantize_attn", per)
     q, k, v = (
         tokens(gen, device, 2, h, n, d, mean=0.5)
@@ -441,7 +442,8 @@ def test_quantize_attn(per, device):
 
 
 def test_a_rotation_spreads_outliers(device):
-    """One element of a thousand of q and k ten times as large: what the rotation is for."""
+    """One in a thousand elements of q and k is ten times as large; the rotation reduces their
+    effect."""
     gen = generator("fp8 outliers")
     q, k, v = (tokens(gen, device, 1, 2, 512, 64) for _ in range(3))
     for x in (q, k):
@@ -464,8 +466,8 @@ def step(q, k, v, accumulate):
 
 
 def test_compile(device):
-    """quantize_attn and attention in one graph, sizes as symbols too; autocast changes nothing;
-    fakes have the results' form."""
+    """quantize_attn and attention compile into one graph, also with symbolic sizes. Autocast
+    changes nothing. Fake results have the right form."""
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
     for n in (40, 57):
         q, k, v = (tokens(generator("fp8 compile", n, h), device, 2, h, n, 32) for h in (4, 2, 2))
@@ -486,7 +488,8 @@ def test_compile(device):
 
 
 def opcheck(op, call):
-    """All but test_schema, which multiplies inputs by numbers: torch cannot of float8_e4m3fn."""
+    """opcheck without test_schema, which multiplies inputs by numbers; torch cannot do that for
+    float8_e4m3fn."""
     torch.library.opcheck(
         op,
         (),

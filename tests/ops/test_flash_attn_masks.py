@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""flash_attn with attn_mask, bias and distance_bias: results and gradients by float64, the laws of
-a mask, and what is refused."""
+"""flash_attn with attn_mask, bias and distance_bias: results and gradients against float64,
+properties of masks, and refused calls."""
 
 import math
 
@@ -23,14 +23,15 @@ def stats(dtype):
 
 
 def _as(x, dtype):
-    """x in a wider dtype; the lowest number of its own, which hides, becomes -inf."""
+    """x in a wider dtype. The lowest number of its own dtype, which hides a key, becomes -inf."""
     if dtype is None or dtype is x.dtype:
         return x
     return torch.where(x <= torch.finfo(x.dtype).min, -math.inf, x.to(dtype))
 
 
 class Call:
-    """A call of random tensors. mask and bias: which of [B, Hq, Sq, Sk] do not broadcast."""
+    """A call with random tensors. mask, bias: the dimensions of [B, Hq, Sq, Sk] that they do not
+    broadcast."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Call:
             sinks=sinks,
             seen=seen,
         )
-        # the same of other numbers
+        # makes the same call with other numbers
         self.like = lambda draw: Call((seed, draw), dtype, **again, **rules)
         gen = generator("mask call", seed)
         hq, hkv = heads
@@ -98,8 +99,8 @@ class Call:
         return [self.q, self.k, self.v, self.sinks, self.bias, self.distance]
 
     def run(self, attend, dtype=None, mask="own", **more):
-        """out, lse and the gradients of q, k, v, sinks, bias, distance_bias; None of what the call
-        lacks."""
+        """out, lse and the gradients of q, k, v, sinks, bias, distance_bias; None for those that
+        the call does not have."""
         mask = self.mask if mask == "own" else mask
         leaves = [
             None if x is None else _as(x.detach(), dtype).requires_grad_() for x in self.inputs()
@@ -125,11 +126,11 @@ class Call:
         return [out.detach(), lse.detach(), *(None if x is None else x.grad for x in leaves)]
 
     def check(self, got, **more):
-        """By float64. The yardstick is the reference in the dtype; of the gradients of biases also
-        what FlashAttention-2 makes of the rounded out and lse. A row's values share the rounding of
-        its lse.
+        """Checks the call against float64. The yardstick is the reference in the dtype; for the
+        gradients of biases also FlashAttention-2's, from the rounded out and lse. The values of a
+        row share the rounding of its lse.
         """
-        drawn = {}  # by draw: what the reference makes in float64 and in the dtype
+        drawn = {}  # by draw: the reference's results in float64 and in the dtype
 
         def draw(n):
             if n not in drawn:
@@ -163,8 +164,8 @@ class Call:
             assert_close_as(yardstick, x, ref, name, sources=rows)
 
     def flash_gradient(self, name, own):
-        """dS = P (dP - dO . out + dlse) from out and lse as they were rounded, summed over what
-        broadcasts: Algorithm 2 of Dao 2023."""
+        """dS = P (dP - dO . out + dlse) from the rounded out and lse (Algorithm 2 of Dao 2023),
+        summed over broadcast dimensions."""
         q, k, v, sinks, bias, distance = (None if x is None else x.detach() for x in self.inputs())
         out, lse = reference.flash_attn(
             q,
@@ -181,7 +182,7 @@ class Call:
         k, v = (x.float().repeat_interleave(groups, 1) for x in (k, v))
         scores = [torch.zeros(self.full, requires_grad=True)]
 
-        def attend(added):  # the reference with scores that are ours to differentiate
+        def attend(added):  # the reference, with an addend to its scores for differentiation
             return reference.flash_attn(
                 q,
                 k.to(q.dtype),
@@ -204,7 +205,7 @@ class Call:
         # d lse / d s = P
         (p,) = torch.autograd.grad(torch.where(torch.isfinite(row_lse), row_lse, 0).sum(), scores)
         exact = self.run(reference.flash_attn, F64)[1]
-        # as exp(s - lse) of the rounded lse
+        # P as exp(s - lse) with the rounded lse
         p = p * torch.where(torch.isfinite(exact), exact - lse, 0).exp().float()[..., None]
         delta = (self.grad_out.float() * out.float()).sum(-1) - self.grad_lse
         ds = p * (self.grad_out.float() @ v.mT - delta[..., None])
@@ -332,12 +333,12 @@ def test_empty(shape):
     assert not bias.grad.any()
 
 
-# ---- laws ----------------------------------------------------------------------------------------
+# ---- properties ----------------------------------------------------------------------------------
 
 
 def ranges_call(gen, lengths):
-    """Ranges, and the bool mask that they are: documents with causal order inside, which every form
-    can say."""
+    """Ranges and the equal bool mask: documents that are causal inside, which every form can
+    express."""
     seq_q, seq_k = lengths
     i = torch.arange(seq_q)
     ranges = torch.stack([i // 150 * 150, (i + 1).clamp(max=seq_k)], -1).to(torch.int32)
@@ -383,7 +384,7 @@ def test_blocks_that_a_store_made_from_ranges_give_the_same_bits():
 @pytest.mark.parametrize("dtype", (F32, BF16), ids=str)
 def test_a_rows_bits_do_not_depend_on_other_rows_masks(dtype):
     call = Call(("rows", dtype), dtype, lengths=(300, 600), mask=(1, 1, 1, 1), sinks=True)
-    call.q *= 6  # so that maxima move
+    call.q *= 6  # so that the maximum changes between blocks
     want = call.run(gk.flash_attn)
     for seed in range(3):
         keep = torch.rand(300, generator=generator("keep", seed)) < 0.3
@@ -402,7 +403,8 @@ def test_a_rows_bits_do_not_depend_on_other_rows_masks(dtype):
 @pytest.mark.parametrize("dtype", (F32, *HALF, F64), ids=str)
 @pytest.mark.parametrize("how", ("mask", "bias", "rules"))
 def test_nan_and_inf_of_hidden_pairs_never_show(dtype, how):
-    """Keys hidden from all, and keys hidden from some rows, whose other rows then may be anything."""
+    """NaN and inf in keys that are hidden from all rows, and in keys that are hidden from some
+    rows; only rows that see such a key may be affected."""
     call = Call(
         ("poison", dtype, how),
         dtype,
@@ -453,8 +455,8 @@ def test_nan_and_inf_of_hidden_pairs_never_show(dtype, how):
 @pytest.mark.parametrize("how", ("mask", "bias"))
 @pytest.mark.parametrize("sinks", (False, True))
 def test_rows_without_keys(dtype, how, sinks):
-    """Zeros, -inf or the sink, and no gradient whatever comes in; the gradient of lse reaches the
-    sink alone."""
+    """Rows without keys give out 0, lse -inf or the sink, and no gradient. The gradient of lse
+    reaches only the sink."""
     call = Call(
         ("empty", dtype, how, sinks), dtype, mask=(0, 0, 1, 1), sinks=sinks, bias=(0, 1, 1, 1)
     )

@@ -56,7 +56,8 @@ EDGES = (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 193, 257)
 
 
 def check(a, b, got=None, what="out", gen=None, **kwargs):
-    """gemm of a, b against the float64 reference, by PyTorch's own error in the same dtype."""
+    """Checks gemm of a, b against the float64 reference; PyTorch's error in the same dtype is the
+    yardstick."""
     got = ops.gemm(a, b, **kwargs) if got is None else got
     out_dtype = kwargs.get("out_dtype") or a.dtype
     assert got.dtype == out_dtype and got.device == a.device and got.is_contiguous()
@@ -70,8 +71,7 @@ def check(a, b, got=None, what="out", gen=None, **kwargs):
     def yards(draw):
         x = shuffled(gen, a, b) if draw else (a, b)
         want = reference.gemm(*f64(x), **ref_kwargs) if draw else ref
-        # PyTorch keeps 16-bit operands on CUDA: their products are exact, their sums those of a
-        # tensor core
+        # on CUDA PyTorch gets 16-bit operands, too: products are exact, sums are a tensor core's
         operands = x if a.is_cuda and a.dtype in HALF else (t.to(dtype) for t in x)
         # on a CPU with AMX, PyTorch's bfloat16 product reads the NaN between rows
         operands = [t.contiguous() for t in operands]
@@ -129,8 +129,8 @@ def test_forward(case, device):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_exact_at_every_edge(dtype, device):
-    """Integer values make every partial sum exact, so each element must be right to the bit at
-    every odd tail."""
+    """Integers make every partial sum exact, so each element must have the right bits for every odd
+    size."""
     gen = generator("edges", dtype)
     cases = list(itertools.product(EDGES, EDGES, EDGES))
     cases = cases if ALL else [cases[i] for i in torch.randperm(len(cases), generator=gen)[:150]]
@@ -204,8 +204,8 @@ def test_c_broadcasts(c_shape, device):
     ),
 )
 def test_strides(case, device):
-    """Every layout gives the same as its contiguous copy would, with NaN in all that lies between
-    and around."""
+    """Every layout gives the result of its contiguous copy, with NaN between and around the
+    elements."""
     gen = generator("strides", case.id)
     m, n, k = case.size
     a, b = make(gen, m, n, k, case.dtype, device, case.batch)
@@ -250,7 +250,7 @@ UNALIGNED = {
     ),
 )
 def test_unaligned(case, device):
-    """Misaligned rows, NaN around them: kernels that read 16 bytes at a time need copies of such
+    """Misaligned rows surrounded by NaN. Kernels that read 16 bytes at a time must copy such
     operands."""
     gen = generator("unaligned", case.id)
     m, n, k = case.size
@@ -313,7 +313,7 @@ def test_far_strides(which):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("m", (1, 2, 4, 5, 8, 16, 64))
 def test_skinny(m, dtype, device):
-    """Small M over a wide matrix has kernels of its own."""
+    """Small M times a wide matrix, which has kernels of its own."""
     gen = generator("skinny", m, dtype)
     a, b = make(gen, m, 515, 1030, dtype, device)
     check(a, b, gen=gen)
@@ -411,7 +411,7 @@ def test_nan_and_inf_stay_in_their_row_and_column(dtype, value, device):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_activation_over_its_whole_range(activation, dtype, device):
-    """Values from the flat tails to the bend, where an approximation of exp or erf would show."""
+    """Values over the whole range, where an inaccurate exp or erf would show."""
     x = torch.cat(
         [torch.linspace(-30, 30, 2001), torch.linspace(-1e-3, 1e-3, 101), torch.tensor([1e4, -1e4])]
     )
@@ -443,7 +443,7 @@ def test_activation_over_its_whole_range(activation, dtype, device):
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_activation_of_a_neighbour(activation, dtype, device):
-    """NaN, inf and huge values stay in their own element, in a size that the fastest kernels take."""
+    """NaN, inf and huge values affect only their own element, in a size for the fastest kernels."""
     wild = torch.tensor([math.nan, math.inf, -math.inf, 6e4, -6e4, 1.0, -1.0, 0.5], device=device)
     bias = torch.full((256,), 0.5, dtype=dtype, device=device)
     alone = ops.gemm(
@@ -494,7 +494,7 @@ def test_bias_and_c_in_either_dtype(dtype, bias_wide, c_wide, device):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_a_float32_c_is_rounded_with_the_product(dtype, device):
-    """c + a b of every schedule, where c alone does not fit in 16 bits, and with gradients."""
+    """c + a b for every schedule, if c alone does not fit in 16 bits; with gradients."""
     gen = generator("wide c")
     for m, n, k in ((1, 300, 64), (40, 520, 96), (256, 512, 128), (300, 257, 64)):
         a, b = (
@@ -504,7 +504,7 @@ def test_a_float32_c_is_rounded_with_the_product(dtype, device):
         c = randn(gen, m, n, device=device) * 100
         want = (f64(c) + f64(ops.gemm(a, b, out_dtype=torch.float32))).to(dtype)
         got = ops.gemm(a, b, c=c)
-        # a tie of the float32 sum may round the other way
+        # ties of the float32 sum may round differently
         assert (got != want).float().mean() < 0.01 and torch.allclose(
             got.float(), want.float(), rtol=1e-2, atol=1e-2
         )
@@ -584,7 +584,7 @@ def test_raw_activation_gradient(activation, dtype, device):
 @pytest.mark.parametrize("activation", ("gelu", "gelu_tanh"))
 @pytest.mark.parametrize("begin", (-6, -4, -2, 0, 2, 4))
 def test_slope_of_an_activation(begin, activation, device):
-    """Below 0 slopes are small: what 1 - tanh(u)^2 rounds would be most of them."""
+    """Derivatives below 0 are small, so the rounding error of 1 - tanh(u)^2 would dominate them."""
     x = torch.linspace(begin, begin + 2, 20001, device=device)
 
     def slope(dtype):
@@ -601,8 +601,8 @@ def test_slope_of_an_activation(begin, activation, device):
 @pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu"))
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_activation_gradient_at_the_ends(activation, dtype, device):
-    """The slope is 0 and 1 there, also where the saved value has overflowed, or powers of it would;
-    NaN stays one."""
+    """The derivative is 0 and 1 at the ends, even if the saved value has overflowed or its powers
+    would. NaN stays NaN."""
     top = torch.finfo(dtype).max
     ends = [-math.inf, -top, -top / 8, -1e30, -1e14, -6e4, -1001.0, -1000.0]
     saved = torch.tensor(
@@ -619,7 +619,7 @@ def test_activation_gradient_at_the_ends(activation, dtype, device):
 @pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu"))
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_gradient_of_a_product_that_its_dtype_does_not_hold(activation, dtype, device):
-    """The saved value is infinite in float16: right is 0 below and the gradient itself above."""
+    """The saved value is infinite in float16. The gradient must be 0 below and unchanged above."""
     size = 300.0 if dtype == torch.float16 else 1e4
     a = torch.full((8, 8), size, dtype=dtype, device=device, requires_grad=True)
     for sign, want in ((-1, 0.0), (1, 8.0)):
@@ -635,7 +635,7 @@ def test_gradient_of_a_product_that_its_dtype_does_not_hold(activation, dtype, d
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_relu_gradient_is_torchs_everywhere(dtype, device):
-    """At NaN the gradient passes; where relu is off an infinite one stops."""
+    """The gradient passes at NaN. Where relu is 0, even an infinite gradient gives 0."""
     saved = torch.tensor(
         [math.nan, -0.0, 0.0, 1.0, math.inf, 1e-7, -1.0], dtype=dtype, device=device
     )
@@ -714,7 +714,7 @@ def test_backward(case, device):
 
     ref, cast, yards = draw_of(tensors)
     draws = [(ref, cast, yards)]
-    # Other orders of the sums over rows and columns: permute the problem, undo it in the gradients.
+    # Other orders of the sums over rows and columns: permute the problem, then the gradients back.
     for _ in range(3):
         rows, cols = (torch.randperm(n, generator=gen) for n in shape[-2:])
         mixed = {"a": cast["a"][..., rows, :], "b": cast["b"][..., cols]}
@@ -776,7 +776,7 @@ def test_gradients_have_their_inputs_dtype(dtype, device):
 
 
 def test_broadcast_gradients_sum_in_float32(device):
-    """4096 ones in bfloat16 added one by one stop at 256."""
+    """A sum of 4096 ones in bfloat16, one by one, would stop at 256."""
     a = torch.ones(4096, 1, 1, dtype=torch.bfloat16, device=device)
     b = torch.ones(1, 1, dtype=torch.bfloat16, device=device, requires_grad=True)
     bias = torch.ones(1, dtype=torch.bfloat16, device=device, requires_grad=True)

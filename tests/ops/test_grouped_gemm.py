@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""grouped_gemm: groups of rows and of k, empty ones, what no group has, gradients, 8 bits with
+"""grouped_gemm: groups of rows and of k, empty groups, rows of no group, gradients, 8 bits with
 scales."""
 
 import itertools
@@ -51,8 +51,8 @@ def test_small_integers_are_exact(dtype, device):
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_layouts_and_sizes_of_groups(dtype, device):
-    """Groups of none, of one row, of more than a tile, ends that are no multiples; weights stored
-    either way; NaN in every row that a group does not have, and in what lies around k."""
+    """Groups without rows, with one row, and with more than a tile; ends that are no multiples;
+    weights stored either way. NaN is in every row of no group and around k."""
     gen = generator("grouped layouts", str(dtype))
     groups_of = (
         (0, 1, 1, 130, 387, 643),
@@ -77,14 +77,14 @@ def test_layouts_and_sizes_of_groups(dtype, device):
         for how in (dict(), dict(out_dtype=torch.float32)):
             got = torch_gpukern.grouped_gemm(a.mT, grad, end, **how)
             assert_bits(got + 0, reference.grouped_gemm(a.mT, grad, end, **how) + 0)
-        if groups > 1:  # another group's NaN stays its own
+        if groups > 1:  # NaN in a group does not reach another
             nan[ends[-2] :] = float("nan")
             got = torch_gpukern.grouped_gemm(a.mT, nan, end)
             assert_bits(got[:-1] + 0, reference.grouped_gemm(a.mT, grad, end)[:-1] + 0)
 
 
 def test_many_groups(device):
-    """Ends that one warp scans, several a lane."""
+    """So many groups that a lane of the scanning warp has several ends."""
     gen = generator("grouped many")
     for groups in (33, 300, 1025):
         counts = torch.randint(0, 4, (groups,), generator=gen)
@@ -127,7 +127,7 @@ def test_scales_count_over_the_whole_operand(device):
 
 
 def test_sums_of_one_sign_keep_their_bits(device):
-    """8-bit products are added up 128 at a time: 13 bits over all of K would be off by 7 %."""
+    """8-bit products are added 128 at a time. 13-bit sums over all of K would be off by 7 %."""
     gen = generator("grouped one sign")
     m, k, n, ends = 70, 4096, 136, (30, 70)
     a, b = (torch.rand(s, generator=gen).to(E4M3).to(device) for s in ((m, k), (2, n, k)))
@@ -158,7 +158,8 @@ def test_sums_of_one_sign_keep_their_bits(device):
 
 
 def test_each_group_is_a_gemm(device):
-    """To the rounding of the result: blocks of a group begin where it begins."""
+    """Each group equals a gemm up to the rounding of the result, because its tiles begin at its
+    first row."""
     gen = generator("grouped random")
     ends = (7, 7, 100, 129)
     for dtype, activation in itertools.product((torch.bfloat16, torch.float16), ACTIVATIONS):
@@ -203,8 +204,8 @@ def test_gradients(device):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("rows", (True, False))
 def test_gradient_of_bias(rows, dtype, device):
-    """Sums of the rows that a group has: what lies past the last end has no share, whatever its
-    gradient holds."""
+    """The gradient of bias sums a group's rows. Rows after the last end do not count, whatever
+    their gradient is."""
     gen = generator("grouped bias", rows)
     ends = (5, 5, 30)
     a, b = (

@@ -95,9 +95,9 @@ def test_errors(x, weight, text):
 )
 @pytest.mark.parametrize("order", ((1, 0, 2), (2, 0, 1, 3), (1, 0, 2, 3)))
 def test_a_permuted_batch_is_one_product(order, k, n, added, device):
-    """As a transposed activation: a handful of rows follow each other, so a copy and one product
-    cost less than a product for each of the others. The tasks are those of a dense a where that is
-    so, and values and gradients in any case.
+    """A permuted batch, such as a transposed activation, is copied and computed as one product if
+    that costs less than many small ones. Then it has as many tasks as a dense a. Values and
+    gradients are right in any case.
     """
     gen = generator("permuted", order, k)
     dims = (3, 40, 5)[: len(order) - 1]
@@ -125,8 +125,8 @@ def test_a_permuted_batch_is_one_product(order, k, n, added, device):
 
 
 def test_rows_in_the_order_in_which_they_lie():
-    """The gradient of a weight sums over all rows: where activation and gradient lie alike, neither
-    is copied."""
+    """The gradient of a weight sums over all rows. If activation and gradient are stored in the
+    same order, neither is copied."""
     x, g = torch.randn(4, 6, 8).transpose(0, 1), torch.randn(4, 6, 3).transpose(0, 1)
     for tensors, copied in (
         ((x, g), (False, False)),
@@ -140,7 +140,7 @@ def test_rows_in_the_order_in_which_they_lie():
 
 
 def test_the_gradient_of_a_permuted_activation_is_one_product():
-    """No batch of products that is summed afterwards, whichever of the two is permuted."""
+    """It is not a batch of products that is summed afterwards, whichever of the two is permuted."""
     w = torch.randn(16, 8, requires_grad=True)
     for x in (torch.randn(4, 6, 8).transpose(0, 1), torch.randn(6, 4, 8)):
         for g in (torch.randn(4, 6, 16).transpose(0, 1), torch.randn(6, 4, 16)):

@@ -58,7 +58,7 @@ def statement(
 
 
 def small_steps(monkeypatch):
-    """Some rows and some classes at a time, although there are few."""
+    """Forces small steps in rows and classes, although the problem is small."""
     monkeypatch.setattr(chunks, "_CPU_BYTES", 1 << 12)
     monkeypatch.setattr(chunks, "_MOST_BYTES", 1 << 12)
     monkeypatch.setattr(chunks, "_COPY_BYTES", 1 << 10)
@@ -93,7 +93,7 @@ def judge(shape, h, v, dtype, how, device, bias=True, needs=(True, True, True)):
     for name, got, yard, ref in zip(("loss", "1", "2", "3"), ours, theirs, exact, strict=False):
         assert got.shape == ref.shape and (name == "loss" or got.dtype == dtype)
         error, allowed = (got.double() - ref).abs().max(), 2 * (yard.double() - ref).abs().max()
-        # logits of size 20 err by more than their share
+        # logits near 20 have larger errors than the others
         slack = {torch.float64: 32, torch.float32: 32}.get(dtype, 2)
         assert error <= allowed + slack * UNIT[got.dtype] * ref.abs().max(), (name, error, allowed)
 
@@ -101,7 +101,7 @@ def judge(shape, h, v, dtype, how, device, bias=True, needs=(True, True, True)):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
 def test_values(dtype, mode, device, monkeypatch):
-    """More rows than 4 H and fewer; every row at once and some."""
+    """More rows than 4 H and fewer; all rows at once, and some at a time."""
     for rules in RULES.values():
         judge((3, 11), 16, 50, dtype, rules | MODES[mode], device)
     small_steps(monkeypatch)
@@ -117,8 +117,8 @@ def test_values(dtype, mode, device, monkeypatch):
 
 
 def test_rows_at_once_and_where_their_logits_stand(monkeypatch):
-    """Each row once, in order; the logits of some lie in rows of dz that are written later, more of
-    them than in the buffer."""
+    """Each row is computed once, in order. The logits of some rows are stored in rows of dz that
+    are written later; these are more rows than fit the buffer."""
     monkeypatch.setattr(chunks, "_prefers_many_rows", lambda x: True)
     for rows, v, step in ((8192, 131, 256), (1000, 8, 3), (130, 7, 50), (5, 9, 1), (1, 1, 1)):
         dz, at, most = torch.empty(rows, v, dtype=torch.bfloat16), 0, 0
@@ -159,8 +159,8 @@ def test_gradcheck(mode, device):
 
 
 def test_class_weights_of_zero(device):
-    """A mean over weights that add up to 0 is NaN, and so are its gradients where a row counts, as
-    PyTorch has it."""
+    """A mean over weights whose sum is 0 is NaN, and so are the gradients of rows that count, as in
+    PyTorch."""
     gen = generator("zero weights")
     x, w = randn(gen, 3, 4, device=device).requires_grad_(), randn(gen, 6, 4, device=device)
     target = torch.tensor([0, 5, 2], device=device)
@@ -174,8 +174,8 @@ def test_class_weights_of_zero(device):
 
 @pytest.mark.parametrize("scale", (2.0**-24, 2.0**24))
 def test_a_mean_does_not_depend_on_the_size_of_class_weights(scale, device):
-    """Nor do its gradients in float16, which would underflow or overflow with the weights; also by
-    autocast."""
+    """Its float16 gradients do not depend on it, either; they would underflow or overflow with the
+    weights. Also under autocast."""
     gen = generator("size of weights")
     x, w = (
         randn(gen, *s, dtype=torch.float16, device=device).requires_grad_()
@@ -397,8 +397,8 @@ def test_refuses(changes, text):
     ids=str,
 )
 def test_refuses_beside_class_weights(op, changes, text):
-    """The mean counts weights and targets before the op sees them; what it refuses is said by the
-    op all the same."""
+    """The mean uses weights and targets before the op sees them, but errors still come from the
+    op."""
     given = dict(target=torch.tensor([0, 4]), weight=torch.ones(5), z_loss=0.1) | changes
     with pytest.raises(
         ValueError,
@@ -449,7 +449,7 @@ print(peak() - before)
 
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
 def test_what_forward_keeps(dtype):
-    """Bytes a class: those of dz of all rows, or at most twice those of dweight's sum."""
+    """Forward keeps dz of all rows, or at most twice the bytes of dweight's sum."""
     x, size = torch.empty(0, 24, dtype=dtype), dtype.itemsize
     total = 24 * (8 if dtype == torch.float64 else 4)
     for rows in (0, 1, 23, 24, 25, 47, 48, 49, 95, 96, 97, 5000):
@@ -460,9 +460,8 @@ def test_what_forward_keeps(dtype):
 @pytest.mark.parametrize("low", (False, True))
 @pytest.mark.parametrize(("m", "h", "v"), ((512, 64, 30000), (1152, 16, 120000)))
 def test_memory_of_the_cpu(m, h, v, low):
-    """What the docstring states, beside 2 (M + V) H of results and a bias; torch keeps 6 M V bytes
-    and more.
-    Of the second shape dz of all rows is too large to keep."""
+    """The memory is that of the docstring, beside 2 (M + V) H bytes of results and a bias. (torch
+    keeps 6 M V bytes and more.) With the second shape, dz of all rows is too large to keep."""
     used = int(run_python(PEAK.format(m=m, h=h, v=v, low=low)).stdout)
     extra = 4 * m * h + (512 << 20) if low else min(2 * m * v, 8 * v * h) + 2 * m * h + (256 << 20)
     assert used <= 2 * (m + v) * h + extra + (16 << 20)

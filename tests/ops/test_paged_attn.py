@@ -119,8 +119,8 @@ def make(gen, batch, heads, dims, block_size, dtype, device, order="NHD", **kwar
 
 
 def call(case, ragged=True, fn=None, **kwargs):
-    """paged_attn_fwd of a case; ragged passes cu_seqlens_q, else each sequence has the same number
-    of tokens."""
+    """paged_attn_fwd of a case. With `ragged` it passes cu_seqlens_q; otherwise all sequences have
+    the same number of tokens."""
     fn = ops.paged_attn_fwd if fn is None else fn
     if ragged:
         kwargs.update(cu_seqlens_q=case.cu_seqlens_q, max_seqlen_q=max(case.queries))
@@ -199,7 +199,7 @@ def test_head_dims(case, device):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("softcap", (1e4, 1e6, 1e8))
 def test_large_softcaps(softcap, dtype, device):
-    """Far above the scores, where only tanh's relative precision near 0 keeps them."""
+    """Softcaps far above the scores. tanh must be precise near 0 to preserve the scores."""
     paged = make(generator("large softcap", dtype), "mixed", (4, 2), (64, 64), 16, dtype, device)
     kwargs = dict(softcap=softcap, scale=0.5)
     check_paged(paged, *call(paged, **kwargs), kwargs)
@@ -208,7 +208,7 @@ def test_large_softcaps(softcap, dtype, device):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("block_size", (1, 16, 48))
 def test_every_context_length(dtype, block_size, device):
-    """Around pages, tiles and the chunks that a long context is split into."""
+    """Context lengths around pages, tiles and the chunks into which a long context is split."""
     gen = generator("contexts", dtype, block_size)
     q = torch.zeros(1, 4, 32, dtype=dtype, device=device)
     cache = torch.zeros(512, 16, 2, 32, dtype=dtype, device=device)
@@ -225,7 +225,7 @@ def test_every_context_length(dtype, block_size, device):
 
 
 def test_pages_left_of_the_window_may_hold_anything(device):
-    """Their table entries are not even read as pages: -1 stands there."""
+    """Their table entries are not read, so they may be -1."""
     gen = generator("window pages")
     for dtype in (torch.float32, torch.bfloat16):
         paged = Paged(gen, [300, 65, 40], [1, 3, 1], 4, 2, 32, 32, 16, dtype, device)
@@ -245,8 +245,8 @@ def test_pages_left_of_the_window_may_hold_anything(device):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("queries", ([1, 1, 1, 1], [40, 3, 17, 1]), ids=("decode", "prefill"))
 def test_pages_left_of_kv_start_may_hold_anything(queries, dtype, device):
-    """The keys before it are nobody's: -1 stands in the table, and out is that of the other keys
-    alone."""
+    """Table entries of pages before kv_start may be -1, and out is attention over the other
+    keys."""
     gen = generator("kv_start pages", queries, dtype)
     lengths, starts = [300, 65, 40, 2500], [37, 64, 30, 2000]
     paged = Paged(gen, lengths, queries, 4, 2, 32, 32, 16, dtype, device)
@@ -279,7 +279,7 @@ def test_kv_start_beyond_the_keys_leaves_none(device):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("batch", ("decode_long", "chunk"))
 def test_sinks_in_the_dtype_of_q(batch, dtype, device):
-    """The bits of the same sinks in float32."""
+    """Results have the bits of the same sinks in float32."""
     gen = generator("paged own sinks", batch, dtype)
     paged = make(gen, batch, (8, 2), (64, 64), 16, dtype, device)
     sinks = randn(gen, 8, dtype=dtype, device=device)
@@ -289,7 +289,7 @@ def test_sinks_in_the_dtype_of_q(batch, dtype, device):
 
 
 def test_shared_pages(device):
-    """Two sequences with one prefix, and one page twice in a sequence."""
+    """Two sequences with a shared prefix, and a page that occurs twice in a sequence."""
     gen = generator("shared")
     paged = Paged(gen, [64, 64], [1, 1], 4, 2, 16, 16, 16, torch.float32, device)
     apart = call(paged, ragged=False)
@@ -311,7 +311,7 @@ def test_shared_pages(device):
 
 
 def test_page_order_does_not_matter(device):
-    """Other pages, another page size, the same bits: they only say where a key lies."""
+    """Other pages and another page size give the same bits."""
     gen = generator("order")
     for dtype in (torch.float32, torch.bfloat16):
         results = []
@@ -328,7 +328,7 @@ def test_page_order_does_not_matter(device):
                 used, moved[table].to(device).to(torch.int32), paged.block_table
             )
             paged.q = randn(generator("q"), 2, 4, 32, dtype=dtype, device=device)
-            for b in range(2):  # the values must not depend on the page size
+            for b in range(2):  # the inputs must not depend on the page size
                 n = paged.lengths[b]
                 k, v = (randn(generator("kv", b, x), n, 2, 32, dtype=dtype) for x in "kv")
                 for t in range(n):
@@ -350,7 +350,7 @@ def test_page_order_does_not_matter(device):
 
 
 def test_contiguous_cache_is_one_page_per_sequence(device):
-    """A dense cache [B, Hkv, S, D] is a view: page b of S rows."""
+    """A dense cache [B, Hkv, S, D] can be used as a view with one page of S rows per sequence."""
     gen = generator("dense cache")
     k, v = (randn(gen, 3, 2, 50, 16, device=device) for _ in range(2))
     q = randn(gen, 3, 4, 16, device=device)
@@ -363,7 +363,7 @@ def test_contiguous_cache_is_one_page_per_sequence(device):
 
 
 def test_agrees_with_flash_attn(device):
-    """Prefill through pages is causal flash_attn of the same keys."""
+    """Prefill through pages equals causal flash_attn over the same keys."""
     gen = generator("prefill")
     paged = Paged(gen, [70], [70], 4, 2, 32, 32, 16, torch.float32, device)
     dense = [
@@ -403,7 +403,7 @@ def test_strided_inputs(device):
 
 
 def test_expanded_cache(device):
-    """Stride 0 in the cache: one head for all."""
+    """A cache with stride 0: all heads are the same."""
     gen = generator("paged expanded")
     k = randn(gen, 4, 8, 1, 16, device=device)
     q = randn(gen, 1, 4, 16, device=device)
@@ -493,7 +493,7 @@ def test_tokens_of_no_sequence(device):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_pages_of_a_sequence_without_queries_may_hold_anything(dtype, device):
-    """Its row of the table is not read as pages, whatever its length: -1 stands there."""
+    """Its row of the table is not read, whatever its length, so it may be -1."""
     paged = Paged(
         generator("no queries"), [81, 155, 300, 0], [0, 2, 0, 1], 8, 1, 128, 128, 16, dtype, device
     )
@@ -566,7 +566,8 @@ def test_backward_is_refused(device):
     ),
 )
 def test_write(case, device):
-    """Every written row has its bits, and nothing else changes, NaN around the caches included."""
+    """Every written row has the right bits, and nothing else changes, not even around the
+    caches."""
     gen = generator("write", case.id)
     tokens, heads, blocks = 11, 3, 6
     (d, dv), rows = case.dims, blocks * case.block_size
@@ -659,7 +660,7 @@ def test_write_keeps_nan_and_inf(device):
 
 
 def test_write_then_read(device):
-    """Tokens written one by one give what one dense call gives."""
+    """Tokens written one by one give the result of one dense call."""
     gen = generator("write read")
     length, block_size = 21, 4
     k, v = (randn(gen, length, 2, 16, device=device) for _ in range(2))
@@ -691,8 +692,8 @@ def test_write_nothing(device):
 
 
 def shifts(rows):
-    """Writes of views of a pool [rows, 2, heads, d] into itself: name -> (k, v, slots) of the
-    pool."""
+    """Writes from views of a pool [rows, 2, heads, d] into the pool: name -> a function from the
+    pool to (k, v, slots)."""
     order = torch.randperm(rows, generator=generator("shifts", rows))
     return {
         "reversed": lambda k, v: (k, v, torch.arange(rows).flip(0)),
@@ -727,8 +728,8 @@ def test_write_from_views_of_the_caches(name, dtype, device):
 
 
 def test_a_write_between_disjoint_rows_copies_nothing():
-    """On the CPU, where slots can be read: rows of the caches themselves, and other parts of their
-    tensor."""
+    """On the CPU, slots can be read, so no copy is needed if k and v are other rows of the caches
+    or other parts of their tensor."""
     pool = randn(generator("no copy"), 40, 2, 2, 512)
     caches = pool[8:, 0].view(8, 4, 2, 512), pool[8:, 1].view(8, 4, 2, 512)
     rows = [c.flatten(0, 1) for c in caches]
@@ -761,7 +762,7 @@ def test_slots_and_scales_must_not_lie_in_the_caches(device):
             )
         assert str(caught.value) == text.format(name)
     assert not v_cache.any()
-    # between the elements of a cache they may lie, whatever their widths
+    # k and v may lie between the elements of a cache, whatever their sizes
     pool = torch.zeros(2, 4, 1, 32, device=device)
     apart = pool.view(-1).view(torch.int64)[12:109:96]
     apart.copy_(torch.tensor([0, -1]))
@@ -785,7 +786,7 @@ def sides(gen, shape, dtype, device, std=3.0):
 
 
 def torch_merge(out_a, lse_a, out_b, lse_b):
-    """The same in PyTorch's ops and dtypes."""
+    """attn_merge by PyTorch's ops in the same dtypes."""
     lse = torch.logaddexp(lse_a, lse_b)
     w_a, w_b = ((x - lse).exp()[..., None] for x in (lse_a, lse_b))
     return (w_a * out_a + w_b * out_b).to(out_a.dtype), lse
@@ -829,8 +830,8 @@ def test_merge(shape, dtype, layout, device):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_merge_with_an_empty_side(dtype, device):
-    """-inf on one side returns the other bit for bit, whatever the empty side holds; on both 0 and
-    -inf."""
+    """If lse is -inf on one side, the result has the bits of the other side, whatever the empty
+    side's out is. If it is -inf on both, out is 0 and lse -inf."""
     gen = generator("merge empty", dtype)
     out_a, lse_a, out_b, lse_b = sides(gen, (4, 3, 16), dtype, device)
     lse_a[0], lse_b[1] = -math.inf, -math.inf
@@ -844,7 +845,7 @@ def test_merge_with_an_empty_side(dtype, device):
 
 
 def test_merge_far_apart(device):
-    """exp(lse) overflows; the difference of the two does not."""
+    """exp(lse) would overflow; exp of the difference does not."""
     gen = generator("merge far")
     out_a, lse_a, out_b, lse_b = sides(gen, (3, 2, 8), torch.float32, device)
     lse_a += torch.tensor([500.0, -500.0, 1000.0], device=device)[:, None]
@@ -857,8 +858,8 @@ def test_merge_far_apart(device):
 
 
 def test_merge_of_parts_is_the_whole(device):
-    """Attention over two halves of the keys, merged, and its gradients, are attention over all of
-    them."""
+    """Merged attention over two halves of the keys, and its gradients, equal attention over all
+    keys."""
     gen = generator("parts")
     tensors = dict(
         zip("qkv", (randn(gen, 2, 4, 20, 16), randn(gen, 2, 2, 50, 16), randn(gen, 2, 2, 50, 16)))
@@ -916,7 +917,8 @@ def test_merge_gradcheck(device, one_thread):
 
 
 def test_merge_gradients_of_an_empty_side(device):
-    """No NaN from -inf: the empty side gets zeros, the other one passes the gradient on."""
+    """-inf gives no NaN: the empty side's gradient is 0, and the other side gets the whole
+    gradient."""
     gen = generator("merge empty grad")
     out_a, lse_a, out_b, lse_b = sides(gen, (3, 2, 8), torch.float32, device)
     lse_a[0], lse_b[1] = -math.inf, -math.inf
@@ -981,8 +983,8 @@ RIGHT = {
 @pytest.mark.parametrize("short", (False, True))
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_keys_to_the_right_and_short_lengths(dtype, short, rules, device):
-    """As flash_attn_varlen over the keys that the pages hold; a few lanes and many, sequences that
-    are inactive or have fewer keys than queries."""
+    """Equals flash_attn_varlen over the keys in the pages, with few and many lanes, for sequences
+    that are inactive or have fewer keys than queries."""
     right = rules.get("is_causal", True) or rules.get("window_right") == 0
     if device == "cuda" and short and not right:
         with pytest.raises(ValueError, match="allow_short on CUDA is served with is_causal"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""paged_attn on Hopper: which kernel serves which decode call, and each form of it beside float64."""
+"""paged_attn on Hopper: which kernel serves which decode call, and every form against float64."""
 
 import math
 
@@ -53,7 +53,7 @@ def test_kernel(batch, tokens, heads, head_dim, page, stored, row):
         torch_gpukern.explain("paged_attn", q, cache, cache, table, lens, arch="sm_90")["row"]
         == row
     )
-    # tables that hold more: the list, or paged_attn_sm80's
+    # larger tables use the list, or paged_attn_sm80
     if batch * heads_kv > 132 and tokens == 1 and not stored:
         wide = torch.zeros(batch, 4096 // page, dtype=torch.int32)
         told = torch_gpukern.explain("paged_attn", q, cache, cache, wide, lens, arch="sm_90")["row"]
@@ -61,7 +61,7 @@ def test_kernel(batch, tokens, heads, head_dim, page, stored, row):
 
 
 def inputs(lengths, tokens, group, page, dtype, stored, heads_kv=8, head_dim=128):
-    """q, caches, table, lens; what lies in pages behind the lengths, and in pages of nobody, is NaN
+    """q, caches, table, lens. Rows of pages after the lengths, and pages of no sequence, are NaN
     (int8: -1)."""
     blocks = [-(-n // page) for n in lengths]
     total = sum(blocks) + 2
@@ -87,7 +87,7 @@ def inputs(lengths, tokens, group, page, dtype, stored, heads_kv=8, head_dim=128
 
 
 def exact(b, n, tokens, q, k_cache, v_cache, table, lens, k_scale=None, v_scale=None):
-    """Sequence b of n keys in float64: out and lse."""
+    """out and lse of sequence b with n keys, in float64."""
     page, heads_kv = k_cache.shape[1:3]
     own = table[b, : -(-n // page)].long()
 
@@ -111,16 +111,16 @@ def exact(b, n, tokens, q, k_cache, v_cache, table, lens, k_scale=None, v_scale=
 
 FORMS = (
     ((6000,), 1, 4, 16),  # a cluster of 8 for each head
-    ((40000,), 1, 4, 64),  # a table that is longer than clusters are fast for
+    ((40000,), 1, 4, 64),  # a table longer than those for which clusters are fast
     ((2000, 1990), 4, 4, 64),
-    ((12000, 11000), 1, 4, 16),  # clusters, or the list where lengths differ
+    ((12000, 11000), 1, 4, 16),  # clusters, or the list if lengths differ
     ((20000, 5, 300), 1, 5, 48),
     ((513, 600) * 35, 1, 8, 16),  # a block for each sequence and head
     ((3, 40, 1100) * 20, 2, 2, 16),
-    ((1500, 700) * 20, 1, 4, 16),  # the list, heads side by side in codes
+    ((1500, 700) * 20, 1, 4, 16),  # the list, with adjacent heads for codes
     ((900, 33, 4000, 77, 3) * 6, 3, 4, 16),  # two tiles of rows
     ((131,), 40, 4, 32),
-    ((2500, 300), 260, 4, 64),  # from here on of wide pages the forward's kernel
+    ((2500, 300), 260, 4, 64),  # the following use the forward's kernel
     ((9000,), 64, 4, 16),  # heads of a group in one tile, keys in splits
     ((700, 300, 141), 129, 1, 24),
 )
@@ -146,7 +146,7 @@ def test_forms(lengths, tokens, group, page, head_dim, code):
         }
     out, lse = paged_attn(*given, **scales, return_lse=True)
     again = paged_attn(*given, **scales)
-    assert torch.equal(out, again)  # whatever the order in which blocks end
+    assert torch.equal(out, again)  # in whichever order blocks end
     for b in sorted({0, 1, len(lengths) - 1} & set(range(len(lengths)))):
         rows = slice(b * tokens, (b + 1) * tokens)
         want, want_lse = exact(b, lengths[b], tokens, *given, *scales.values())
@@ -160,9 +160,9 @@ def test_forms(lengths, tokens, group, page, head_dim, code):
     "head_dim, page, causal", ((64, 8, True), (128, 16, True), (128, 256, False))
 )
 def test_packed_prefill(head_dim, page, causal):
-    """Sequences of many lengths, one without keys, one without queries whose table is bad, and
-    tokens of nobody; NaN behind every length. From a graph too; and a page and a length that cannot
-    be are reported, and change no other sequence."""
+    """Sequences of many lengths, one without keys, one without queries and with an invalid table,
+    and tokens of no sequence, with NaN after every length. Also in a graph. Invalid pages and
+    lengths are reported and do not change another sequence."""
     torch.manual_seed(2)
     lengths, queries = [900, 0, 64, 2000, 77], [130, 5, 64, 700, 0]
     _, k_cache, v_cache, table, lens = inputs(
@@ -221,8 +221,8 @@ def test_packed_prefill(head_dim, page, causal):
 
 @pytest.mark.gpu
 def test_two_streams_and_two_graphs_at_once():
-    """No state in common: calls that overlap on two streams, and replays of two graphs, give what
-    each gives alone."""
+    """Calls share no state: overlapping calls on two streams, and replays of two graphs, give the
+    results that each gives alone."""
     torch.manual_seed(1)
     shapes = (
         ((3000,) * 40, E4M3, 128),
@@ -249,7 +249,7 @@ def test_two_streams_and_two_graphs_at_once():
         )
         new = q[:, :8].contiguous()
         first = torch.arange(len(slots), device="cuda") % tokens == 0
-        slots = torch.where(first, slots, -1)  # one token of a sequence: whoever is last would win
+        slots = torch.where(first, slots, -1)  # one token per slot; several would race
         rotated = torch_gpukern.rope_kv_write(q, new, new, cos, sin, last, k_cache, v_cache, slots)
         return paged_attn(rotated, k_cache, v_cache, table, lens)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""paged_attn of many query tokens on Hopper: which kernel serves which call, and windows, softcap,
-ALiBi, late keys and 8-bit caches beside float64."""
+"""paged_attn with many query tokens on Hopper: which kernel serves which call; windows, softcap,
+ALiBi, kv_start and 8-bit caches against float64."""
 
 import math
 
@@ -68,13 +68,14 @@ def test_kernel(tokens, heads, head_dim, page, stored, rules, row):
 
 LENGTHS, QUERIES, HEADS_KV = (900, 0, 64, 2000, 77, 700), (130, 5, 64, 700, 0, 1), 4
 STARTS = [sum(QUERIES[:b]) for b in range(len(QUERIES) + 1)]
-NOBODYS = 3  # tokens behind the last sequence
+NOBODYS = 3  # tokens after the last sequence
 
 
 def make(lengths, queries, first, head_dim, page, group, stored, dtype, spare=2, heads_kv=HEADS_KV):
     """q, caches, table, lens on the GPU. first: the first key of each sequence that a query sees.
-    Keys before it and behind the length are NaN (int8: -1), pages without a key that is seen are
-    not named."""
+    Keys before it and after the length are NaN (int8: -1). Pages without a visible key are not in
+    the table.
+    """
     blocks = [-(-n // page) for n in lengths]
     total = sum(blocks) + spare
     q = (torch.randn(sum(queries) + NOBODYS, heads_kv * group, head_dim, device="cuda") + 0.2).to(
@@ -105,8 +106,7 @@ def make(lengths, queries, first, head_dim, page, group, stored, dtype, spare=2,
 
 
 def values(cache, scale, pages, first, end):
-    """Keys [first, end) of these pages, whose first key is the first page's, in float64 as [heads,
-    keys, head_dim]."""
+    """Keys [first, end) in these pages, in float64 as [heads, keys, head_dim]."""
     x = cache[pages].double()
     if scale is not None:
         x = x * (scale[pages][:, None, :, None] if scale.dim() == 2 else scale.view(-1, 1)).double()
@@ -114,7 +114,7 @@ def values(cache, scale, pages, first, end):
 
 
 def exact(q, k_cache, v_cache, table, b, n, first, rules):
-    """A sequence's out and lse in float64, from its keys [first, n)."""
+    """A sequence's out and lse in float64, over its keys [first, n)."""
     page, group, tokens = k_cache.shape[1], q.shape[1] // k_cache.shape[2], len(q)
     own = table[b, first // page : -(-n // page)].long()
     k, v = (
@@ -187,7 +187,7 @@ FORMS = (
 
 
 def draw(rules, heads_kv, group, stored, pages):
-    """The tensors of rules, and scales of codes in one of their forms."""
+    """The tensors among the rules, and scales of codes in one of their forms."""
     rules = dict(rules)
     heads = heads_kv * group
     if "alibi_slopes" in rules:
@@ -211,7 +211,8 @@ def draw(rules, heads_kv, group, stored, pages):
 @pytest.mark.parametrize("form", range(len(FORMS)))
 @pytest.mark.parametrize("name", RULES)
 def test_rules(name, form):
-    """Packed sequences: one without keys, one without queries, one of one token; tokens of nobody."""
+    """Packed sequences: one without keys, one without queries, one with one token; and tokens of no
+    sequence."""
     torch.manual_seed(form)
     head_dim, page, group, stored, dtype, spare = FORMS[form]
     pages = sum(-(-n // page) for n in LENGTHS) + spare
@@ -250,7 +251,7 @@ def test_rules(name, form):
     "rules", ({}, {"window_left": 5003}, {"softcap": 2.0, "window_left": 5003})
 )
 def test_splits(rules, stored):
-    """Few tiles: the keys of each in parts, heads of a group in one tile. From a graph too."""
+    """Few tiles, so that keys are split and the heads of a group share a tile. Also in a graph."""
     torch.manual_seed(0)
     lengths, queries = (9000,), (32,)
     first = firsts(lengths, queries, rules)
@@ -269,8 +270,8 @@ def test_splits(rules, stored):
 
 @pytest.mark.gpu
 def test_relay_in_rounds():
-    """Decoded pages that do not fit the workspace at once: heads in rounds, whose slopes, sinks and
-    scales are each head's own."""
+    """Decoded pages that do not fit the workspace at once: heads are computed in rounds, with each
+    head's slopes, sinks and scales."""
     torch.manual_seed(0)
     lengths, queries, spare = (700, 300), (200, 130), 80_000 // 16
     rules = {
@@ -298,8 +299,8 @@ def test_relay_in_rounds():
 @pytest.mark.parametrize("dtype", (BF16, F16))
 @pytest.mark.parametrize("stored", (E4M3, E5M2, I8))
 def test_relay_errs_as_torch_does(stored, dtype):
-    """At most twice the error of torch's own attention over the cache in q's dtype; a scale of none
-    or of a power of two costs nothing."""
+    """The error is at most twice that of torch's attention over the cache in q's dtype. Without a
+    scale, or with a power of two, decoding adds no error."""
     torch.manual_seed(0)
     q, k, v, table, lens = make((1500,), (300,), (0,), 128, 16, 4, stored, dtype)
     q = q[:300].contiguous()
@@ -340,8 +341,8 @@ def test_relay_errs_as_torch_does(stored, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", (None, E4M3))
 def test_bad_contents_are_reported(stored):
-    """A page or a length that cannot be, in a window; no other sequence changes, and a page left of
-    the window is not looked at."""
+    """Invalid pages and lengths with a window are reported. No other sequence changes, and pages
+    before the window are not read."""
     torch.manual_seed(0)
     rules = {"window_left": 300}
     first = firsts(LENGTHS, QUERIES, rules)

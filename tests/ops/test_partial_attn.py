@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What context parallelism is made of: attention over some of the keys in float32, gradients
-likewise, and results that join what is there; and the limit of SMs."""
+"""The parts of context parallelism: attention over some of the keys in float32, its gradients, and
+results that are merged into existing ones; and the limit of SMs."""
 
 import json
 import math
@@ -15,8 +15,8 @@ from torch_gpukern import distributed as gd
 ops = torch.ops.gpukern
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
-# (heads, lengths, head dims, rules): tiles and tails, stacked heads, split keys, every kernel
-# family
+# (heads, lengths, head dims, rules): tiles and tails, several heads per tile, split keys, every
+# kernel family
 CASES = (
     ((4, 2), (65, 65), (32, 24), dict(is_causal=True)),
     ((2, 2), (300, 300), (128, 128), dict()),
@@ -39,7 +39,7 @@ def tensors(seed, case, dtype, device, tokens_first=False):
 
 
 def cases(device):
-    """All on a GPU; on a CPU, which has one kernel, two."""
+    """All cases on a GPU; two on a CPU, which has only one kernel."""
     return CASES if device == "cuda" else TINY
 
 
@@ -52,7 +52,7 @@ def rms(x, want):
 
 
 def whole(q, k, v, grad, rules):
-    """out, lse, dq, dk, dv in float64 of the very inputs."""
+    """out, lse, dq, dk, dv of the same inputs in float64."""
     leaves = [wide(x).requires_grad_() for x in (q, k, v)]
     out, lse = reference.flash_attn(*leaves, **rules, return_lse=True)
     return out.detach(), lse.detach(), *torch.autograd.grad((out * wide(grad)).sum(), leaves)
@@ -81,7 +81,7 @@ def test_float32_results_of_16_bits_are_not_rounded(dtype, device):
 
 
 def test_float32_results_of_packed_calls(device):
-    """And of tokens that belong to no sequence: 0, and -inf."""
+    """Packed calls in float32. Tokens of no sequence have out 0 and lse -inf."""
     gen, cu = (
         generator("partial packed"),
         torch.tensor([0, 70, 70, 200], dtype=torch.int32, device=device),
@@ -121,7 +121,7 @@ def test_float32_results_of_packed_calls(device):
 
 
 def test_float32_results_of_rows_that_no_copy_of_16_bytes_takes(device):
-    """Strides of 17 elements, and dropout: the plain kernels."""
+    """Strides of 17 elements and dropout use the plain kernels."""
     case = ((2, 1), (20, 33), (8, 8), dict(is_causal=True))
     q, k, v, grad = (
         torch.nn.functional.pad(x, (0, 9))[..., :8] for x in tensors(90, case, BF16, device)
@@ -179,16 +179,16 @@ def test_which_kernels_serve(arch, dims, rules, forward, backward):
     assert found["row"] == f"flash_attn_{backward}"
 
 
-# ---- results that join what is there -------------------------------------------------------------
+# ---- results merged into existing ones -----------------------------------------------------------
 
 
 def joined(q, k, v, rules, cuts, sinks, strides):
-    """The attention over all keys, part by part; rows that have seen nothing hold NaN."""
+    """Attention over all keys, part by part. Rows that have seen no key contain NaN before."""
     first, *others = rules.pop("diagonal", 0), *cuts
     shape = (*q.shape[:3], v.shape[3])
     dtype = F64 if q.dtype == F64 else F32
     out = torch.full(shape, math.nan, dtype=dtype, device=q.device)
-    if strides:  # rows of other rows' neighbours, as a shard of the sequence has them
+    if strides:  # rows of a larger tensor, as for a shard of the sequence
         out = torch.full(
             (shape[0], shape[2], shape[1], shape[3] + 6), math.nan, dtype=dtype, device=q.device
         )
@@ -272,7 +272,7 @@ def test_accumulate_opcheck(device):
     )
 
 
-# ---- results in the caller's memory --------------------------------------------------------------
+# ---- results in given memory ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", (BF16, F32, F64), ids=str)
@@ -292,8 +292,8 @@ def test_into_writes_rows_of_a_larger_tensor(dtype, device):
 
 @pytest.mark.parametrize("dtype", (BF16, F32, F64), ids=str)
 def test_into_and_accumulate_under_a_softcap_that_no_kernel_is_given(dtype, device):
-    """The kernels' softcap is another where no score comes near it: what the call says beside is
-    kept."""
+    """If no score comes near the softcap, kernels get another one. The call's other arguments must
+    be kept."""
     stats = F64 if dtype == F64 else F32
     q, k, v, _ = tensors(1, CASES[0], dtype, device)
     for rules in (
@@ -352,7 +352,7 @@ def test_the_limit_of_sms_is_the_planners():
             half = call()
         assert 1.6 * before["waves"] < half["waves"] < 3 * before["waves"], (
             name
-        )  # the inner limit's end restores the outer one
+        )  # leaving the inner limit restores the outer one
         assert call() == before
     with pytest.raises(ValueError, match="sms must be 0"), gd.sm_limit(-1):
         pass
@@ -360,8 +360,8 @@ def test_the_limit_of_sms_is_the_planners():
 
 @pytest.mark.gpu
 def test_the_limit_of_sms_is_the_grids(tmp_path):
-    """Blocks that are launched, as the profiler saw them; and results that differ by how k and keys
-    are split alone."""
+    """The profiler's number of launched blocks follows the limit, and results differ only by how k
+    and keys are split."""
     gen = generator("limit")
     a, b = (randn(gen, 2048, 2048, dtype=BF16).cuda() for _ in range(2))
     q = randn(gen, 1, 16, 2048, 128, dtype=BF16).cuda()

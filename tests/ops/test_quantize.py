@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """quantize, silu_mul_quantize, rms_norm_quantize, dequantize: codes and scales bit for bit, and
-what no average shows."""
+special cases."""
 
 import itertools
 import math
@@ -12,9 +12,9 @@ from conftest import assert_bits, generator, ops, randn, reference, torch_gpuker
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 GRANULARITIES = ("tensor", "row", "1x128", "128x128", "1x32")
 SHAPES = [(1, 1), (3, 5), (2, 128), (7, 129), (130, 257), (2, 3, 200), (129, 64), (5, 4096 + 8)]
-# several rows a block, segments of a row, rows too long for registers
+# several rows per block, segments of a row, rows too long for registers
 LARGE_SHAPES = [(4300, 72), (2200, 264), (2, 16384), (2, 16392), (3, 20001), (2, 300, 1152)]
-SEVERAL_PASSES = (5000, 1160)  # of a grid over a tensor
+SEVERAL_PASSES = (5000, 1160)  # the grid passes over the tensor several times
 
 
 def bits(x):
@@ -58,7 +58,7 @@ def test_codes_and_scales_are_the_reference_s(dtype, granularity, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zeros_infinities_and_nan(dtype, granularity, device):
     x = drawn((256, 384), torch.float32, device)
-    x[:128, :128] = 0  # a block of zeros in every granularity but the whole
+    x[:128, :128] = 0  # a block of zeros in every granularity except "tensor"
     x[130, 130], x[200, 300] = float("nan"), float("-inf")
     codes, scale = torch_gpukern.quantize(x, dtype, granularity)
     spread = reference.dequantize(torch.ones_like(codes, dtype=torch.int8), scale)
@@ -102,7 +102,8 @@ def test_an_upper_bound_and_given_scales(device):
 
 @pytest.mark.parametrize("exponent", [-148, -126, -100, -61, -59, 59, 61, 100, 127])
 def test_scales_near_the_ends_of_float32(exponent, device):
-    """x / scale is rounded once, though 1 / scale may be no normal number; a zero keeps its sign."""
+    """x / scale is rounded once, even if 1 / scale is not a normal number. Zeros keep their
+    sign."""
     x = (drawn((40, 264), torch.float32, device).double() * 2.0 ** min(exponent, 118)).float()
     x[0, :2] = torch.tensor([-0.0, 0.0])
     scale = torch.full(
@@ -141,8 +142,7 @@ def test_strides_and_leading_dimensions(granularity, device):
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_silu_mul_and_rms_norm(granularity, device):
-    """Their float32 values differ from float64 ones in the last bits, which moves a code where it
-    is at a tie."""
+    """Values in float32 differ from float64 in the last bits, which may change a code at a tie."""
     shapes = [(5, 384), (2, 130, 257)] + ([(3, 20000), (4500, 136)] if device == "cuda" else [])
     for dtype, x_dtype, shape in itertools.product(DTYPES, (torch.bfloat16, torch.float32), shapes):
         x, other = drawn(shape, x_dtype, device), drawn(shape, x_dtype, device, 1)
@@ -288,8 +288,8 @@ def test_dequantize_without_a_dtype_is_float32(device):
 
 
 def test_a_tensor_of_nothing_has_a_scale(device):
-    """Of every dtype that the device takes: float64, on the CPU alone, has a path of its own, which
-    once left it unwritten."""
+    """An empty tensor has a scale, in every dtype that the device takes. (float64, which only the
+    CPU takes, has its own code path, which once did not write the scale.)"""
     for dtype in (torch.float32, torch.bfloat16, torch.float16) + (
         (torch.float64,) if device == "cpu" else ()
     ):
@@ -303,8 +303,8 @@ def test_a_tensor_of_nothing_has_a_scale(device):
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_float64_beyond_float32(dtype, granularity):
-    """A scale that float32 does not hold is its largest, and codes saturate; a bound holds, too.
-    Infinity alone gives NaN."""
+    """A scale beyond float32 becomes its largest value, and codes saturate; scale_ub applies, too.
+    Only infinity gives NaN."""
     for big in (1e39, 1e300, 1.79e308):
         x = torch.tensor([[1.0, -big, 0.0, big / 4]], dtype=torch.float64)
         for bound in (None, 10.0):
@@ -329,7 +329,7 @@ def test_matrices_of_nothing():
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan])
 def test_bounds_and_scales_that_are_none(bad):
-    """A scale of 0 makes every code the largest one, and a negative or NaN bound is none."""
+    """With a scale of 0 every code is the largest one. A negative or NaN scale_ub has no effect."""
     x, f8 = randn(generator("none"), 3, 40), torch.float8_e4m3fn
     for given in (bad, torch.tensor(bad)):
         with pytest.raises(ValueError, match="gpukern::quantize: scale_ub must be"):

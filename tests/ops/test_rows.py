@@ -2,9 +2,9 @@
 """Operations along the last dimension: norms, softmax, gated units, rotary embedding, cross
 entropy.
 
-The judge is the statement in float64; the error of a kernel is at most twice that of PyTorch's own
-op of the same dtype on the same inputs, plus one rounding of the result where the two round
-differently.
+Results are compared with the definition in float64. A kernel's error is at most twice that of
+PyTorch's own op in the same dtype on the same inputs, plus one rounding of the result if the two
+round differently.
 """
 
 import math
@@ -19,7 +19,7 @@ import torch_gpukern as gk
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 UNIT = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float64: 2**-53}
-# every group of threads of the CUDA kernels and the block sums of the CPU's, whole vectors and not
+# for every group of threads of the CUDA kernels and the CPU's block sums; whole vectors and others
 COLUMNS = (
     1,
     2,
@@ -54,8 +54,8 @@ def close(got, ours, theirs, exact, size):
 
 
 def judged(ours, theirs, inputs, size=1e-30):
-    """Results and gradients of `ours` and `theirs`, both functions of `inputs`; the exact ones are
-    theirs in float64."""
+    """Compares results and gradients of `ours` and `theirs`, both functions of `inputs`. The exact
+    values are those of `theirs` in float64."""
 
     def run(fn, dtype=None):
         leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
@@ -104,8 +104,7 @@ def test_norms(n, dtype, device):
         randn(gen, n, dtype=dtype, device=device),
     )
     size = 1e-30
-    # xhat is near 1 or -1, dx a difference of equal numbers times rstd, dw one sum or two over all
-    # rows
+    # xhat is near 1 or -1, and dx is a difference of equal numbers times rstd
     if n <= 2:
         squares = (
             (x.double() - (x.double().mean(-1, keepdim=True) if n == 2 else 0)).square().mean(-1)
@@ -136,8 +135,8 @@ def test_norms(n, dtype, device):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
 def test_norms_without_eps_where_squares_underflow(dtype):
-    """inf where PyTorch has inf, NaN where it has NaN; a layer norm of subnormal numbers may be
-    either, as there by their order."""
+    """inf and NaN are where PyTorch has them. In a layer norm of subnormal numbers it may be
+    either, since it depends on the order of sums."""
     smallest = {
         torch.float32: (0.0, 1e-42, 1e-30, 1e-20),
         torch.float64: (0.0, 1e-320, 1e-200, 1e-150),
@@ -183,8 +182,8 @@ def test_norm_of_16_bits_with_float32_weights(name, device):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("name", ("rms_norm", "layer_norm"))
 def test_gradient_of_a_float32_bias_is_not_rounded_to_16_bits(name, dtype, weight, device):
-    """1 + 2^-12, which 16 bits do not hold: the sum of the gradient over two rows, whatever weight
-    stands beside the bias."""
+    """The gradient's sum over two rows is 1 + 2^-12, which 16 bits cannot represent. It must be
+    exact, with any weight."""
     x = torch.randn(2, 24, device=device).to(dtype).requires_grad_()
     bias = torch.zeros(24, device=device, requires_grad=True)
     w = (
@@ -202,7 +201,7 @@ def test_gradient_of_a_float32_bias_is_not_rounded_to_16_bits(name, dtype, weigh
 
 
 def test_norm_of_a_large_mean(device):
-    """Squares about the mean, not the mean of squares: no digits are lost to a mean of 1000."""
+    """The variance is that of differences to the mean, so a mean of 1000 costs no precision."""
     gen = generator("mean")
     x = randn(gen, 50, 3000, device=device) + 1000
     judged(lambda x: gk.layer_norm(x), lambda x: F.layer_norm(x, (3000,)), (x,))
@@ -210,8 +209,8 @@ def test_norm_of_a_large_mean(device):
 
 @pytest.mark.parametrize("n", COLUMNS)
 def test_layer_norm_of_equal_values(n):
-    """The mean is theirs to the bit, at every length: what it lost would be divided by the root of
-    eps."""
+    """The mean of equal values has their bits, at every length. An error would be divided by the
+    root of eps."""
     gen = generator("equal", n)
     x = (1000 * randn(gen, 9, 1)).repeat(1, n).requires_grad_()
     w = torch.ones(n, requires_grad=True)
@@ -227,7 +226,8 @@ def test_layer_norm_of_equal_values(n):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("n", (40, 4096, 65536))
 def test_layer_norm_of_values_far_from_the_mean(n, dtype, device):
-    """A kernel sums squares about a row's first values, which here are nothing like the others."""
+    """A kernel sums squares about the mean of a row's first values, which here are far from the
+    others."""
     gen = generator("far", n, str(dtype))
     for first, many in ((1.0, 1), (8.0, 1), (200.0, 1), (200.0, 8), (-3000.0, 40)):
         x, w, b = (randn(gen, *shape, device=device) for shape in ((6, n), (n,), (n,)))
@@ -242,7 +242,7 @@ def test_layer_norm_of_values_far_from_the_mean(n, dtype, device):
 
 
 def test_gradients_of_weights_of_numbers_of_one_sign(device):
-    """Sums over rows are float32: in bfloat16 they would stop growing at 256."""
+    """Sums over rows are float32; bfloat16 sums would stop growing at 256."""
     x = torch.rand(5000, 64, device=device).bfloat16() + 1
     w, b = (torch.ones(64, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
     gk.layer_norm(x, w, b).sum().backward()
@@ -279,7 +279,7 @@ def test_softmax(n, dtype, device):
 
 @pytest.mark.parametrize("n", (5, 64, 1000, 4096, 30000))
 def test_softmax_of_lengths(n, device):
-    """Columns at or past a length are neither read nor have a gradient."""
+    """Columns from the row's length on are not read and have no gradient."""
     gen = generator("lengths", n)
     x = randn(gen, 2, 3, n, device=device)
     lengths = torch.tensor([[n, 0, 1], [n // 2, -4, n + 9]], dtype=torch.int32, device=device)
@@ -382,7 +382,7 @@ def test_rope(head_dim, rotated, dtype, interleaved, device):
 
 
 def test_rope_keeps_the_order_of_dimensions(device):
-    """Tokens first, as projections leave them; and packed tokens are one sequence."""
+    """Tensors with tokens before heads, as projections store them; and packed tokens."""
     gen = generator("rope order")
     q, k = (randn(gen, 2, 9, h, 64, device=device).transpose(1, 2) for h in (4, 1))
     angle = torch.rand(30, 32, generator=gen).to(device)
@@ -419,7 +419,7 @@ def test_cross_entropy(n, dtype, device):
     logits = 3 * randn(gen, 2, 9, n, dtype=dtype, device=device)
     target = torch.randint(n, (2, 9), generator=gen).to(device)
     target[0, 3] = target[1, 8] = -100
-    size = float(logits.abs().max())  # lse is float32: exp(z - lse) errs by its rounding
+    size = float(logits.abs().max())  # lse is float32, and exp(z - lse) has its rounding error
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     weight = torch.rand(n, generator=gen).to(device, wide)
 
@@ -462,7 +462,8 @@ def test_cross_entropy(n, dtype, device):
 
 
 def test_cross_entropy_of_ignored_rows(device):
-    """They are not read, and their gradient is exactly 0; a mean of none is NaN, as in torch."""
+    """Ignored rows are not read, and their gradient is exactly 0. The mean over no row is NaN, as
+    in torch."""
     logits = torch.full((4, 1000), math.nan, device=device)
     logits[2] = 1.0
     logits.requires_grad_()
@@ -479,7 +480,7 @@ def test_cross_entropy_of_ignored_rows(device):
 
 @pytest.mark.parametrize("n", (1, 7, 1000, 4096, 40001))
 def test_cross_entropy_gradient_of_16_bits_beside_float32_logits(n, device):
-    """Into a tensor of the caller's: the float32 gradient, rounded once."""
+    """The gradient written to a 16-bit tensor is the float32 gradient, rounded once."""
     gen = generator("narrow", n)
     logits, target = (
         3 * randn(gen, 9, n, device=device),
@@ -512,8 +513,8 @@ def test_cross_entropy_gradient_of_16_bits_beside_float32_logits(n, device):
     "n", (1, 7, 1000, 4096, 16384, 32000, 40001, 65536, 151936, 212992, 213000)
 )
 def test_cross_entropy_and_its_gradient_at_once(n, device):
-    """The losses and gradients of the two ops, also over the logits themselves; ignored rows are
-    not read."""
+    """The combined op gives the losses and gradients of the two ops, also in place of the logits.
+    Ignored rows are not read."""
     if n > 70000 and torch.device(device).type == "cpu":
         pytest.skip("one way on the CPU")
     gen = generator("at once", n)
@@ -555,7 +556,7 @@ def test_cross_entropy_and_its_gradient_at_once(n, device):
 
 
 def test_cross_entropy_and_its_gradient_at_once_of_many_rows(device):
-    """More rows than blocks hold targets of; runs of ignored rows."""
+    """More rows than a block keeps targets for, and runs of ignored rows."""
     rows, n = (90000, 4096) if torch.device(device).type == "cuda" else (300, 4096)
     logits = torch.randn(rows, n, device=device)
     target = torch.arange(rows, device=device) % n
@@ -601,7 +602,7 @@ def test_cross_entropy_and_its_gradient_at_once_refuses(device):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64), ids=str)
 def test_cross_entropy_gradient_of_some_classes(dtype, device):
-    """Classes at a time, with lse of all of them: the same gradient."""
+    """Computing some classes at a time, with lse of all of them, gives the same gradient."""
     gen = generator("some classes", str(dtype))
     logits, target = (
         randn(gen, 6, 4104, dtype=dtype, device=device),
@@ -728,7 +729,7 @@ def test_strides(how, dtype, device):
         assert got.is_contiguous()
         if device == "cpu":
             assert same_bits(got, want)
-        else:  # misaligned rows have a kernel of their own, which sums in another order
+        else:  # misaligned rows have another kernel, which sums in another order
             assert torch.allclose(got, want, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
@@ -746,8 +747,8 @@ def test_no_rows(shape, device):
 
 
 def test_wide_rows(device):
-    """262144 columns, the most that one is asked for; beside them memory that may not be read or
-    written."""
+    """262144 columns, the most that the register kernels take, surrounded by memory that must not
+    be read or written."""
     gen = generator("wide rows")
     for dtype in (torch.float32, torch.bfloat16):
         x, w = (

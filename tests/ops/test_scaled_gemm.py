@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""scaled_gemm: every form of scales, exactly where sums can be exact, else by float64."""
+"""scaled_gemm with every form of scales: exact comparisons if sums can be exact, otherwise against
+float64."""
 
 import itertools
 
@@ -21,7 +22,7 @@ FORMS_A = {
 
 
 def powers(gen, shape, device, span=3):
-    """Scales that are distinct powers of two as far as there are enough of them."""
+    """Scales that are powers of two, distinct as far as possible."""
     x = torch.arange(max(1, torch.Size(shape).numel())) % (2 * span + 1) - span
     return torch.exp2(x[torch.randperm(len(x), generator=gen)].float()).reshape(shape).to(device)
 
@@ -35,8 +36,8 @@ def whole(gen, shape, dtype, device, most=2):
 @pytest.mark.parametrize("form_b", FORMS_A)
 @pytest.mark.parametrize("form_a", FORMS_A)
 def test_small_integers_are_exact_with_any_scales(form_a, form_b, device):
-    """A scale that is misplaced, padded or transposed is a factor of two; K / 128 from 1 to 9 and
-    what is between."""
+    """A misplaced or transposed scale changes a result by a factor of two. K / 128 from 1 to 9, and
+    sizes between."""
     gen = generator("scaled", form_a, form_b)
     for i, (m, n, k) in enumerate(
         [
@@ -62,7 +63,7 @@ def test_small_integers_are_exact_with_any_scales(form_a, form_b, device):
         assert_bits(got, reference.scaled_gemm(a, b, scale_a, scale_b, out_dtype=torch.float32))
 
 
-# (code of a, code of b, scale of a, scale of b): the product of the scales alone overflows or
+# (code of a, code of b, scale of a, scale of b) in which the product of the scales overflows or
 # underflows in float32
 FAR_SCALES = [
     (0, 0, 1e30, 1e30),
@@ -94,7 +95,8 @@ def far_product(op, a, b, scale_a, scale_b):
 @pytest.mark.parametrize("dtype", (E4M3, E5M2, I8))
 @pytest.mark.parametrize("op", ("scaled", "grouped", "sparse"))
 def test_scales_whose_product_float32_does_not_hold(op, dtype, device):
-    """The right value is x y k scale_a scale_b in Python's floats; sparse_gemm sums half of k."""
+    """The expected value is x y k scale_a scale_b in Python's floats; sparse_gemm sums half of
+    k."""
     if op == "grouped" and dtype is I8:
         return
     for x, y, sa, sb in FAR_SCALES:
@@ -136,8 +138,8 @@ def test_scales_whose_product_float32_does_not_hold(op, dtype, device):
 
 @pytest.mark.parametrize("sizes", ((1e35, 1e-35), (1e-35, 1e35)))
 def test_scales_that_undo_each_other(sizes):
-    """On the CPU, sums of 448 x 448 times 1e35, then 1e-35, stay finite, along k and not, in either
-    order."""
+    """On the CPU, sums of 448 x 448 times 1e35 and then 1e-35 stay finite, in either order, for
+    scales with and without blocks of k."""
     a, b = torch.full((3, 256), 448.0).to(E4M3), torch.full((256, 5), 448.0).to(E4M3)
     for form_a, form_b in FAR_FORMS:
         scale_a, scale_b = torch.full(form_a, sizes[0]), torch.full(form_b, sizes[1])
@@ -147,7 +149,7 @@ def test_scales_that_undo_each_other(sizes):
             )
 
 
-# rows of a on both sides of where Hopper changes from one kernel to another
+# rows of a on both sides of the sizes at which Hopper changes kernels
 MX_SHAPES = [
     (1, 48, 128),
     (40, 130, 320),
@@ -163,8 +165,8 @@ MX_SHAPES = [
 
 @pytest.mark.parametrize("kinds", ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E5M2), (I8, I8)), ids=str)
 def test_scales_that_are_powers_in_one_byte(kinds, device):
-    """MX: a power of two for each 32 of k, in a byte or as float32, K / 128 from 1 to 9, weights
-    stored either way."""
+    """MX scales: a power of two for each 32 of k, in a byte or as float32. K / 128 from 1 to 9;
+    weights stored either way."""
     gen = generator("e8m0", kinds)
     for m, n, k in MX_SHAPES:
         a, b = whole(gen, (m, k), kinds[0], device), whole(gen, (k, n), kinds[1], device)
@@ -211,8 +213,7 @@ def test_any_contents_of_mx(m, device):
         )
         sizes = (a.float().abs() * scale_a.float().repeat_interleave(32, 1)).double()
         sizes = sizes @ (b.float().abs() * scale_b.float().repeat_interleave(32, 1)).double().mT + 4
-        # products of 32 of k whose sizes differ: what the instruction adds up keeps 13 bits of the
-        # largest one
+        # products over 32 of k differ in size: the instruction's sums keep 13 bits of the largest one
         most = (
             sizes * (2.0**-10 if device == "cuda" else 2.0**-18)
             + want.abs() * torch.finfo(out).eps / 2
@@ -223,8 +224,8 @@ def test_any_contents_of_mx(m, device):
 
 @pytest.mark.parametrize("dtype", (E4M3, E5M2, I8))
 def test_float64_and_the_rounding_of_the_result(dtype, device):
-    """Codes are exact, so that what is left is the rounding of the result, and sums in float32 or
-    on Hopper in two levels."""
+    """Codes are exact, so the only errors are the rounding of the result, and sums in float32 or,
+    on Hopper, in two levels."""
     for m, n, k, granularity in [
         (33, 65, 500, "row"),
         (130, 200, 1000, "1x128"),
@@ -258,7 +259,7 @@ def test_float64_and_the_rounding_of_the_result(dtype, device):
 
 
 def test_sums_of_one_sign(device):
-    """7e-2 at K 4096 and 2e-1 at 16384 where sums are left to the instruction."""
+    """Sums by the instruction alone would err by 7e-2 at K = 4096 and 2e-1 at 16384."""
     gen = generator("one sign")
     rows = (48,) if device == "cpu" else (48, 130, 600)
     for m, k, form in itertools.product(rows, (4096, 16384), ((), (1, 1), 128, 32)):
@@ -489,8 +490,8 @@ def test_kernels_of_gpus_without_wgmma(arch):
 
 
 def test_a_nan_is_its_rows_and_columns(device):
-    """Scales of 32, of mixes too: on Hopper by kernels that decode codes by arithmetic, as on every
-    other GPU."""
+    """Scales per 32 of k, also with mixed dtypes. They are served by kernels that decode codes by
+    arithmetic, on Hopper and on every other GPU."""
     gen = generator("nan codes")
     for m in (9, 200):
         for a_dtype, b_dtype in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)):
@@ -505,8 +506,8 @@ def test_a_nan_is_its_rows_and_columns(device):
 
 @pytest.mark.gpu
 def test_several_tiles_a_block():
-    """More tiles than a GPU has SMs, each with more blocks of k than a ring has stages: scales of
-    many tiles in flight at once."""
+    """More tiles than SMs, each with more blocks of k than the ring has stages, so that scales of
+    many tiles are in flight."""
     gen = generator("many tiles")
     shapes = ((1700, 2100, 1152), (700, 5000, 1300), (64, 17000, 640))
     for (m, n, k), dtype in itertools.product(shapes, (E4M3, I8)):
@@ -536,8 +537,8 @@ def test_several_tiles_a_block():
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", ("k", "k padded", "rows"))
 def test_scales_along_k_in_any_order(order):
-    """Tiles of every width, groups of four steps of k that are not whole, and one block of b beside
-    single columns where these are fewer than 128."""
+    """Tiles of every width, incomplete groups of four steps of k, and scales of b per block and per
+    column with fewer than 128 columns."""
     gen = generator("orders", order)
 
     def laid(x):
@@ -562,8 +563,8 @@ def test_scales_along_k_in_any_order(order):
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", (32, 128))
 def test_several_tiles_with_a_scale_for_each_row_of_both(block):
-    """Scales of every row of a and every column of b along k: tiles of tokens and of weights beside
-    each other."""
+    """Scales for every row of a and every column of b along k, with several tiles in both
+    directions."""
     gen = generator("tiles of both", block)
     for m, n, k in ((390, 2100, 1152), (130, 9000, 1300), (70, 500, 4096)):
         a, b = whole(gen, (m, k), E4M3, "cuda"), whole(gen, (k, n), E4M3, "cuda")
@@ -585,7 +586,8 @@ def test_several_tiles_with_a_scale_for_each_row_of_both(block):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (E4M3, I8))
 def test_more_rows_than_a_grid_has_blocks_for_are_laid_anew(dtype):
-    """K is no multiple of 16, so a is copied 64 rows a block first, and 65535 blocks lie along y."""
+    """K is no multiple of 16, so a is copied first, 64 rows per block, and a grid has at most 65535
+    blocks along y."""
     m, k = 64 * 65535 + 70, 24
     a = (
         (torch.arange(m * k, device="cuda", dtype=torch.int32) % 5 - 2)

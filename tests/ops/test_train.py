@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""AdamW beside torch.optim.AdamW: several steps in float64, errors of lower precision, state dicts,
-scale, clip, capture."""
+"""AdamW compared with torch.optim.AdamW: several steps in float64, errors in lower precision, state
+dicts, gradient scale, clip, capture."""
 
 import copy
 import io
@@ -28,7 +28,7 @@ def drawn(name, dtype, device, shapes=SHAPES):
 
 
 def walk(params, optimiser, steps=5, name="", grads=None, tail=lambda: None):
-    """`steps` steps with drawn gradients; they are those of float64, rounded."""
+    """Makes `steps` steps with random gradients, which are drawn in float64 and rounded."""
     gen = generator("adamw gradients", name)
     for _ in range(steps):
         for p in params:
@@ -40,7 +40,7 @@ def walk(params, optimiser, steps=5, name="", grads=None, tail=lambda: None):
 
 
 def twins(dtype, device, rule="", **more):
-    """Parameters after five steps by ours, by torch's, and by torch's in float64."""
+    """Parameters after five steps of ours, of torch's, and of torch's in float64."""
     first = drawn(rule, dtype, device)
     second = [p.detach().clone().requires_grad_() for p in first]
     exact = [p.detach().double().requires_grad_() for p in first]
@@ -94,8 +94,8 @@ def test_beside_torch(dtype, rule, device):
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 def test_master_weights(dtype, device):
-    """The master is as exact as float32's, the parameter its rounding; steps far below a unit of
-    the parameter add up."""
+    """The master is as accurate as a float32 parameter, and the parameter is its rounding. Steps
+    far below an ulp of the parameter add up."""
     (first, ours), _, (exact, _) = twins(dtype, device, master_weights=True)
     masters = [ours.state[p]["master"] for p in first]
     assert error(masters, exact) < 5e-6 and all(m.dtype == torch.float32 for m in masters)
@@ -109,8 +109,8 @@ def test_master_weights(dtype, device):
 
 
 def test_stochastic_rounding(device):
-    """The mean of many parameters moves as float32's does, where rounding to nearest stands still;
-    the same seed, the same bits."""
+    """The mean of many parameters moves as in float32, where rounding to nearest would not move.
+    The same seed gives the same bits."""
     n, steps = 20000, 20
 
     def train(**more):
@@ -140,7 +140,7 @@ def test_scale_clip_and_infinities(device):
     torch.nn.utils.clip_grad_norm_(plain, 0.5)
     ours.step(), theirs.step()
     assert error(params, [p.double() for p in plain]) < 1e-6
-    # they are read alone
+    # gradients are only read
     assert all(torch.equal(p.grad, g) for p, g in zip(params, grads, strict=True))
 
     ours.grad_scale, ours.found_inf = (
@@ -161,7 +161,8 @@ def test_scale_clip_and_infinities(device):
 
 @pytest.mark.parametrize("master", (False, True))
 def test_state_dicts(master, device):
-    """To torch's and back, through a file, through pickle; what is float32 stays float32."""
+    """State dicts go to torch's AdamW and back, through a file and through pickle. float32 state
+    stays float32."""
     params = drawn("state", torch.bfloat16, device)
     ours = AdamW(params, master_weights=master, amsgrad=True)
     walk(params, ours, 2)
@@ -190,8 +191,8 @@ def test_state_dicts(master, device):
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 def test_a_parameter_that_was_written_counts(dtype, device):
-    """What is written between steps is taken over; elements that were not keep the master's
-    digits."""
+    """Elements written between steps are taken over; the other elements keep the master's
+    precision."""
     module = torch.nn.Module()
     module.w = w = torch.nn.Parameter(torch.ones(6, dtype=dtype, device=device))
     optimiser = AdamW([w], lr=0.01, weight_decay=0.0, master_weights=True)
@@ -243,8 +244,7 @@ def test_a_hook_may_change_what_is_loaded(device):
 @pytest.mark.parametrize("master", (False, True))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 def test_float32_gradients_of_16_bits(dtype, master, device):
-    """p.grad_dtype: a step in float32 of the gradient as it is, which neither rounds nor
-    overflows."""
+    """With p.grad_dtype = float32, the step is computed in float32 from the unrounded gradient."""
     gen = generator("wide gradients")
     w = randn(gen, 40, dtype=dtype, device=device).requires_grad_()
     exact = w.detach().double().requires_grad_()
@@ -300,7 +300,8 @@ def test_a_step_that_raises_does_not_count(device):
     ),
 )
 def test_states_as_torch_saves_them(step, device):
-    """Steps on the CPU, of other dtypes and shapes; moments of other strides."""
+    """Loaded states may have step counts on the CPU, with other dtypes and shapes, and moments with
+    other strides."""
     gen = generator("adamw states")
     first = randn(gen, 4, 3, 2, 2, device=device).requires_grad_()
     optimiser = torch.optim.AdamW([first])
@@ -334,7 +335,7 @@ def test_layouts_and_parameters_without_gradients(device):
     conv = (
         randn(gen, 4, 3, 2, 2, device=device).to(memory_format=torch.channels_last).requires_grad_()
     )
-    odd = randn(gen, 65, device=device)[1:].requires_grad_()  # begins at no multiple of 16 bytes
+    odd = randn(gen, 65, device=device)[1:].requires_grad_()  # misaligned
     idle = randn(gen, 5, device=device).requires_grad_()
     params, twin = (
         [conv, odd, idle],
@@ -429,8 +430,8 @@ def test_compiled(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("many", (5, 60, 500))
 def test_captured(many):
-    """A graph of a step, replayed, is the steps one by one; lists of one table, a large one, and
-    several launches."""
+    """Replays of a captured step equal the steps one by one, for lists in a small table, in a large
+    one, and in several launches."""
     params = drawn(
         "captured", torch.bfloat16, "cuda", ((1000,), (37,), (64, 65)) * (many // 3 + 1)
     )[:many]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""pack_weight, unpack_weight, weight_gemm: bits of packed and decoded weights, and products by
+"""pack_weight, unpack_weight, weight_gemm: bits of packed and decoded weights, and products against
 float64."""
 
 import itertools
@@ -32,7 +32,7 @@ def codes(gen, n, k, format, device):
 
 
 def weight(gen, n, k, format, group, device, dtype=torch.bfloat16):
-    """q, and what goes with it: scale [ceil(K / group), N], zero, global_scale"""
+    """q, scale [ceil(K / group), N], zero and global_scale of a random weight."""
     group = {"mxfp4": 32, "nvfp4": 16}.get(format, group) or k
     scale = (torch.rand(-(-k // group), n, generator=gen) + 0.5) / 8
     more = {}
@@ -113,8 +113,8 @@ def test_a_one_reads_the_decoded_weight(format, dtype, device):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_float64(format, device):
-    """Of the exact code * scale, at most twice what `gemm` of the decoded weight errs: CUDA's
-    tensor cores round no weight."""
+    """Compared with the exact code * scale, the error is at most twice that of `gemm` with the
+    decoded weight."""
     for (m, n, k, group), dtype in itertools.product(
         [(1, 130, 256, 128), (5, 70, 200, 32), (33, 65, 1000, None), (130, 200, 640, 64)],
         (torch.bfloat16, torch.float16),
@@ -149,15 +149,15 @@ GROUPS = [(f, g) for f in ("int4", "uint4") for g in (32, 64, 128, 256)]
 GROUPS += [(f, g) for f in ("int8", "e4m3") for g in (64, 128, None)]
 GROUPS += [("mxfp4", 32), ("nvfp4", 16)]
 
-# Tokens at both sides of every tile's edge: 8, 16, 32, 64, 128, 256.
+# Tokens on both sides of every tile size: 8, 16, 32, 64, 128, 256.
 TOKENS = (1, 7, 8, 9, 16, 17, 32, 33, 40, 64, 65, 128, 129, 250, 256, 300)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize(("format", "group"), GROUPS)
 def test_tiles_and_their_edges(format, group, dtype, device):
-    """Whole and partial tiles of tokens, rows and k, of the forms that Hopper has kernels for, and
-    next to them."""
+    """Whole and partial tiles of tokens, rows and k, for the forms that Hopper has kernels for, and
+    for neighbouring forms."""
     for n, k in ((208, 64), (336, 1088), (64, 2112)):
         gen = generator("edges", n, k)
         q, scale, more = weight(gen, n, k, format, group, device, dtype)
@@ -277,7 +277,7 @@ def test_leading_dimensions_strides_activations_and_nothing(device):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_gradients(format, device):
-    """Of a: gemm's by the decoded weight. Of bias: the sum of rows."""
+    """The gradient of a is gemm's with the decoded weight, that of bias the sum over rows."""
     for n, k, group in ((70, 200, 32), (33, 130, None)):
         gen = generator("weight gradients", n, k, format)
         q, scale, more = weight(gen, n, k, format, group, device)
@@ -423,7 +423,7 @@ def test_opcheck_and_compile(device):
 
 
 def test_row_scales_of_more_than_two_dimensions(device):
-    """What quantize makes of [..., M, K] by rows goes with it."""
+    """Row scales of quantize for [..., M, K] fit weight_gemm."""
     gen = generator("rows of e4m3")
     q = torch.randint(-8, 8, (70, 100), generator=gen, dtype=torch.int8).to(device)
     packed, scale = (
@@ -470,7 +470,8 @@ def test_autocast_takes_a_float32_stream(device):
 
 
 def test_scales_of_codes_whose_product_float32_does_not_hold():
-    """a of e4m3: a group's sum meets its own scale and a's row's, 1e30 both, where codes are 0."""
+    """a in e4m3: a group's sum is multiplied by its own scale and a's row scale, both 1e30. Zero
+    codes must give 0."""
     q = torch.zeros(8, 128, dtype=torch.int8)
     packed = torch_gpukern.pack_weight(q, "int8")
     a = torch.zeros(3, 128).to(torch.float8_e4m3fn)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an engine asks of PagedKVCache beyond growing: forks at a length, rollback, known prefixes,
-windows, captured tensors."""
+"""PagedKVCache in an inference engine: forks at a length, rollback, published prefixes, windows,
+captured tensors."""
 
 import copy
 import math
@@ -44,7 +44,7 @@ def write(cache, sequence, ids):
 
 
 def read(cache, sequence):
-    """The ids of a sequence as its pages hold them; None where its page was released."""
+    """The ids that a sequence's pages contain; None for released pages."""
     pages, n = cache.pages(sequence), cache.length(sequence)
     found = [[None] * SIZE if page == -1 else cache.k[0, page, :, 0, 0].tolist() for page in pages]
     for page in pages:
@@ -149,7 +149,7 @@ def test_lengths_that_a_sequence_has_not(device):
 
 
 def parted(cache, how):
-    """Two sequences on one page, of which the first has two tokens more: [1, 2, 3] and [1]."""
+    """Two sequences on one page, with the tokens [1, 2, 3] and [1]."""
     a = cache.allocate()
     write(cache, a, [1, 2, 3])
     b = cache.fork(a, 1 if how == "fork at a length" else None)
@@ -160,8 +160,8 @@ def parted(cache, how):
 @pytest.mark.parametrize("how", ("fork at a length", "truncate after fork"))
 @pytest.mark.parametrize("swapped", (False, True))
 def test_sequences_of_different_lengths_grow_in_one_call(how, swapped, device):
-    """Of those that share a page the longest keeps it: what it writes lies behind the tokens of the
-    others."""
+    """Of the sequences that share a page, the longest keeps it, because it writes after the tokens
+    of the others."""
     cache = make(device)
     a, b = parted(cache, how)
     c = cache.fork(a, 2)
@@ -244,8 +244,8 @@ def test_salt_keeps_prefixes_apart():
 
 
 def test_freed_pages_stay_known_until_they_are_needed(device):
-    """The longest idle page goes first; of one sequence the last one, since its first serves more
-    prefixes."""
+    """The page that has been idle longest is reused first. Of one sequence's pages it is the last
+    one, since its first pages serve more prefixes."""
     cache = make(device, num_blocks=6)
     for first in (100, 200):
         s = cache.allocate()
@@ -286,7 +286,7 @@ def test_a_published_page_never_changes(device):
     assert read(cache, a) == [*range(6), 60, 61, 62]
     s, length = cache.match(range(8))
     assert length == 8 and read(cache, s) == [*range(8)]
-    cache.publish(a, [*range(6), 60, 61, 62])  # its second page is another one by now
+    cache.publish(a, [*range(6), 60, 61, 62])  # its second page has been replaced
     s, length = cache.match([*range(6), 60, 61])
     assert length == 8 and read(cache, s) == [*range(6), 60, 61]
     child = cache.fork(a, 2)
@@ -306,7 +306,7 @@ def test_publish_step_by_step():
         cache.free(cache.sequences[-1])
     b, _ = cache.match(ids[:-1])
     write(cache, b, ids[cache.length(b) :])
-    cache.publish(b, ids)  # what another sequence has published first stays
+    cache.publish(b, ids)  # pages that another sequence published first stay published
     assert cache.pages(cache.match(ids)[0])[:4] == cache.pages(a)[:4]
 
 
@@ -326,8 +326,8 @@ def test_forget(device):
 
 @pytest.mark.parametrize("how", ("whole", "later half", "fork", "match", "truncated"))
 def test_pages_of_before_forget_are_not_found_after_it(how):
-    """New weights make other keys of the same tokens, also of a token whose sequence has keys of
-    the old ones."""
+    """New weights give other keys for the same tokens. Keys of a sequence that has keys of the old
+    weights must not be found, either."""
     cache, ids = make(), list(range(12))
     a = cache.allocate()
     write(cache, a, ids[:8])
@@ -423,8 +423,8 @@ def test_tokens_that_are_none():
 
 
 def test_release_outside_a_window(device):
-    """Attention through the window is the same, bit for bit, whatever lies in the pages that others
-    took."""
+    """Attention through the window has the same bits, whatever other sequences write to the
+    released pages."""
     gen = generator("release")
     cache = PagedKVCache(8, SIZE, 2, 8, device=device)
     a = cache.allocate()
@@ -439,7 +439,7 @@ def test_release_outside_a_window(device):
 
     cache.extend([a], 0)
     want = attend()
-    # the newest token is at 12, its window begins at 7: page 0 is outside of it
+    # the query at 12 sees keys from 7 on, so page 0 is outside its window
     cache.release(a, 6)
     assert cache.pages(a)[0] == -1 and cache.pages(a)[1] >= 0 and cache.free_blocks == 5
     cache.k[:, [p for p in range(8) if p not in cache.pages(a)]] = torch.nan
@@ -474,8 +474,8 @@ def test_release_outside_a_window(device):
     "window, length, least", ((6, 17, 14), (0, 17, 16), (3, 9, 7), (20, 17, 0))
 )
 def test_no_length_lets_a_query_see_released_pages(window, length, least, device):
-    """After `release` a sequence is cut to no length whose next query would see a page that is
-    gone: what is refused is what paged_attn could not read, and no more."""
+    """After `release`, a sequence cannot be cut to a length whose next query would see a released
+    page. Exactly the lengths that paged_attn could not serve are refused."""
     for cut in range(length + 1):
         for how in ("truncate", "fork"):
             cache = make(device)
@@ -518,7 +518,7 @@ def test_released_pages_that_were_published_are_found():
     assert length == 12 and read(cache, s) == [*range(12)]
 
 
-# ---- tensors of the caller's ----
+# ---- fill_: tensors given by the user ----
 
 
 def targets(device, rows=6, width=5, tokens=9, dtype=torch.int64):
@@ -545,7 +545,7 @@ def test_fill(dtype, counts, device):
     )
     wanted = same.block_table(theirs)
     assert torch.equal(table[:3, : wanted.shape[1]], wanted)
-    cache.fill_(mine[:1], table, lens)  # without slots nobody grows
+    cache.fill_(mine[:1], table, lens)  # without slots, no sequence grows
     assert lens.tolist() == [cache.length(mine[0]), *[0] * 5] and cache.length(
         mine[0]
     ) == same.length(theirs[0])
@@ -607,7 +607,8 @@ def test_fill_refuses_and_changes_nothing(device):
 
 @pytest.mark.gpu
 def test_a_captured_step_reads_what_fill_writes():
-    """One graph for up to six sequences serves batches that grow, shrink and change."""
+    """One graph for up to six sequences serves batches that grow, shrink and change their
+    sequences."""
     gen = generator("captured")
     cache = PagedKVCache(64, 16, 2, 64, dtype=torch.bfloat16, device="cuda")
     table, lens, slots = targets("cuda", rows=6, width=8, tokens=6)
@@ -648,7 +649,7 @@ def test_a_captured_step_reads_what_fill_writes():
 
 
 def test_threads_share_a_cache():
-    """Each has sequences of its own, which grow, fork, are cut, published and freed; each reads
+    """Each thread has its own sequences, which grow, fork, are cut, published and freed. Each reads
     back what it wrote."""
     cache, failures = make(num_blocks=200), []
 
@@ -723,7 +724,8 @@ STEPS = [
     )
 )
 def test_any_history(steps):
-    """Random histories against lists of ids. Few different ids, so that prefixes meet."""
+    """Random histories, compared with lists of ids. There are few different ids, so that prefixes
+    coincide."""
     cache, model, gone, window = make(num_blocks=9), {}, {}, {}
     for what, pick, count in steps:
         names = sorted(model)
@@ -780,15 +782,16 @@ def test_any_history(steps):
 def fastest_us(call, repeats):
     times = []
     for _ in range(repeats):
-        start = time.thread_time()  # what other processes take does not count
+        start = time.thread_time()  # other processes' time does not count
         call()
         times.append(time.thread_time() - start)
     return min(times) * 1e6
 
 
 def test_host_time():
-    """docs/serving.md has the figures: 56 us a step of 256 sequences, 260 us for 32k tokens. Five
-    times as much here, on machines that are busy; token by token it was 700 us and 17 ms."""
+    """docs/serving.md has the measurements: 56 us for a step of 256 sequences, 260 us for 32k
+    tokens. The limits here are five times that, for busy machines. (Token by token it was 700 us
+    and 17 ms.)"""
     cache = PagedKVCache(40_000, 16, 1, 1)
     many = [cache.allocate() for _ in range(256)]
     cache.extend(many, [37 * i % 2000 + 1 for i in range(256)])

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Paged caches of 8 bits: what is written, what is read, PagedKVCache, rope_kv_write, the
-flash-attn functions."""
+"""8-bit paged caches: writes, reads, PagedKVCache, rope_kv_write, the flash-attn functions."""
 
 import copy
 import math
@@ -27,7 +26,7 @@ E4M3, E5M2, I8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 CODES = {E4M3: 448.0, E5M2: 57344.0, I8: 127.0}
 KINDS = "none", "all", "head", "page"
 DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
-# query tokens of a sequence, heads of a group, head_dim
+# (query tokens of a sequence, heads of a group, head_dim)
 SIZES = (1, 4, 64), (3, 2, 20), (40, 1, 128)
 
 
@@ -42,7 +41,7 @@ each_code = pytest.mark.parametrize("code", CODES, ids=("e4m3", "e5m2", "int8"))
 
 
 def codes_of(x, scale, code):
-    """By torch: x / scale in float32, saturated, to nearest even."""
+    """Codes by torch: x / scale in float32, saturated, rounded to nearest even."""
     y = x.float() / scale
     if code == I8:
         return y.clamp(-128, 127).round().nan_to_num(0).to(I8)
@@ -69,8 +68,8 @@ def dequantised(cache, scale):
 
 @pytest.mark.parametrize("code, kind, dtype", tuple(product(CODES, KINDS, DTYPES[:3]))[::2])
 def test_write_is_torchs_cast(on, code, kind, dtype):
-    """Every element, with odd sizes, strides, subnormals, ties, infinities and NaN; what no slot
-    names stays."""
+    """Every element is torch's cast, with odd sizes, strides, subnormals, ties, infinities and NaN.
+    Rows without a slot do not change."""
     torch.manual_seed(0)
     blocks, size, heads, dim, tokens = 5, 3, 2, 37 if on == "cpu" else 40, 11
     k = (torch.randn(tokens, heads, dim) * torch.logspace(-6, 3, dim)).to(dtype)
@@ -99,8 +98,8 @@ def test_write_is_torchs_cast(on, code, kind, dtype):
     "code, kind, dtype, sizes", tuple(product(CODES, KINDS, DTYPES, SIZES))[::5]
 )
 def test_read_is_attention_over_what_the_codes_are_worth(on, code, kind, dtype, sizes):
-    """Beside float64 over the dequantised cache: at most twice the error of PyTorch's attention
-    over it in q's dtype. Data with a mean; unread rows and pages hold NaN codes."""
+    """Compared with float64 over the dequantised cache, the error is at most twice that of
+    PyTorch's attention in q's dtype. Data have a mean; unread rows and pages contain NaN codes."""
     tokens, group, dim = sizes
     if on == "cuda":
         dim = -(-dim // 8) * 8
@@ -113,7 +112,7 @@ def test_read_is_attention_over_what_the_codes_are_worth(on, code, kind, dtype, 
     ]
     if kind == "page":
         for scale in scales:
-            scale[0] = math.nan  # page 0 is nobody's
+            scale[0] = math.nan  # no sequence has page 0
     if code != I8:
         for pages in cache:
             pages[0] = torch.full_like(pages[0].float(), math.nan).to(code)
@@ -173,7 +172,7 @@ def test_read_is_attention_over_what_the_codes_are_worth(on, code, kind, dtype, 
 
 def test_split_contexts_and_rules(on):
     """Long contexts in chunks, with a window, softcap, ALiBi, sinks and kv_start, in both cache
-    layouts: as over float pages."""
+    layouts: the result is that of float pages."""
     torch.manual_seed(1)
     heads, size, n = 2, 16, 2500
     blocks = -(-n // size)
@@ -250,7 +249,7 @@ def test_refused_by_name():
 
 @each_code
 def test_paged_kv_cache(on, code):
-    """Scales found by a run, forks, copies on write with their page's scale, rollback, pickling."""
+    """Calibrated scales, forks, copies on write with the page's scale, rollback, pickling."""
     torch.manual_seed(2)
     layers, heads, dim = 2, 2, 16
     k, v = (
@@ -301,9 +300,10 @@ def test_paged_kv_cache(on, code):
 @pytest.mark.parametrize("counts", (1, 3))
 @pytest.mark.parametrize("how", ("fork", "fork cut", "truncate", "published", "several"))
 def test_append_into_a_shared_page_rounds_by_the_copied_scale(on, code, counts, how):
-    """The copy of a shared page brings its scale along, and the tokens behind the copied ones are
-    rounded by that scale."""
-    # stale in all pages but one
+    """A shared page is copied with its scale, and tokens after the copied ones are rounded by that
+    scale.
+    """
+    # wrong in all pages but one
     scales = {"k_scale": torch.full((2, 8, 1), 0.25), "v_scale": torch.full((2, 8, 1), 0.25)}
     cache = PagedKVCache(8, 4, 1, 2, layers=2, dtype=code, device=on, **scales)
     for scale in (cache.k_scale, cache.v_scale):
@@ -348,7 +348,8 @@ def test_append_into_a_shared_page_rounds_by_the_copied_scale(on, code, counts, 
 @pytest.mark.parametrize("norm", (False, True))
 @pytest.mark.parametrize("dim, rotated", ((24, 16), (20, 12), (128, 128)))
 def test_rope_kv_write(on, code, dtype, interleaved, norm, dim, rotated):
-    """Norm and rotation in float64, one rounding; a negative slot rotates its query all the same."""
+    """Norm and rotation against float64, with one rounding. With a negative slot, the query is
+    still rotated."""
     torch.manual_seed(3)
     tokens, heads, group = 9, 2, 3
     q = torch.randn(tokens, heads * group, dim).to(dtype)
@@ -393,8 +394,8 @@ def test_rope_kv_write(on, code, dtype, interleaved, norm, dim, rotated):
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=str)
 def test_rope_kv_write_forms(on, dtype):
-    """Strides, a Dv of its own, either layout of the cache, slots in int32, and q, k, v that are
-    rows of the caches: as the ops one by one on copies, in float64."""
+    """Strides, another Dv, both layouts of the cache, int32 slots, and q, k, v that are rows of the
+    caches: the result is that of the single ops on copies, in float64."""
     torch.manual_seed(5)
     for dim, dim_v, half, heads_first in (
         (8, 16, 4, True),
@@ -446,8 +447,8 @@ def test_rope_kv_write_forms(on, dtype):
 
 
 def test_rope_kv_write_of_bad_contents(on):
-    """On CUDA: the last row of cos, a token that is not written, and an IndexError at the next
-    call."""
+    """On CUDA, a bad position uses the last row of cos, a token with a bad slot is not written, and
+    the next call raises IndexError."""
     if on == "cpu":
         return  # test_rope_kv_write_refuses
     q, k, cos = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.rand(5, 4)
@@ -568,7 +569,7 @@ def test_scales_that_were_made_in_inference_mode():
 
 @each_code
 def test_scales_of_what_was_not_observed_are_refused(on, code):
-    """A layer or head without a value but 0 has no scale; 2^-126 would saturate every key."""
+    """A layer or head with only zeros has no scale; 2^-126 would saturate every later key."""
     k, zero_head = torch.ones(3, 2, 8), torch.ones(3, 2, 8)
     zero_head[:, 1] = 0
     for k1, v1, want in (

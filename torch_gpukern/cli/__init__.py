@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The command `gpukern`, or `python -m torch_gpukern`: one file a command, their parser in
-commands.py."""
+"""The command `gpukern`, or `python -m torch_gpukern`. Each command has a file here; commands.py
+has their parser."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit status."""
     from .commands import (
-        # modules of nn and layout import terminal.py of this room, and commands.py imports them
+        # avoids a cycle: commands.py imports nn and layout, which import terminal.py
         main as run,
     )
 

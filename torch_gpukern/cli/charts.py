@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where the ticks of an axis stand."""
+"""Ticks of a chart's axes."""
 
 from math import ceil, floor, log10
 
 
 def even_ticks(top: float, about: int = 5) -> list[float]:
-    """0, and round numbers at even distances, the last of them at or above top: some `about` of
-    them."""
+    """About `about` evenly spaced round numbers, from 0 to the first one >= top."""
     if top <= 0:
         return [0.0, 1.0]
     rough = top / about
@@ -16,8 +15,8 @@ def even_ticks(top: float, about: int = 5) -> list[float]:
 
 
 def decades(low: float, high: float) -> list[tuple[float, bool]]:
-    """1, 2 and 5 times each power of ten within [low, high], and whether it is a power: the ticks
-    of a logarithmic axis."""
+    """The ticks of a logarithmic axis: 1, 2 and 5 times the powers of ten in [low, high], each with
+    whether it is a power of ten."""
     found = []
     for power in range(floor(log10(low)), ceil(log10(high)) + 1):
         found += [(f * 10.0**power, f == 1) for f in (1, 2, 5) if low <= f * 10.0**power <= high]
@@ -25,5 +24,5 @@ def decades(low: float, high: float) -> list[tuple[float, bool]]:
 
 
 def short(x: float) -> str:
-    """1,000 and 0.05 as they are read: no digits that say nothing."""
+    """A tick's label without needless digits: 1,000 or 0.05."""
     return f"{x:,.0f}" if x >= 10 or x == int(x) else f"{x:g}"

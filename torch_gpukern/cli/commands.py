@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The command line: what is installed, what a call would run, how fast it is here.
+"""The command line: what is installed, which kernel a call runs, how fast it is here.
 
 python -m torch_gpukern info | doctor | device   or gpukern info, here as below
 python -m torch_gpukern explain gemm 512 512 512 [--arch sm_90] [--dtype bfloat16]
@@ -55,10 +55,10 @@ def _info(args: argparse.Namespace) -> int:
         ("torch", f"{known['torch']}, CUDA {known['torch_cuda'] or 'none'}"),
         ("python", known["python"]),
         (
-            "cpu rows in use",
+            "cpu instruction set",
             known["cpu_isa"] + (f" ({known['cpu_isa_reason']})" if known["cpu_isa_reason"] else ""),
         ),
-        ("cpu rows of this machine", ",".join(known["cpu_isas"])),
+        ("supported here", ",".join(known["cpu_isas"])),
         ("threads", known["threads"]),
         ("cuda", cuda),
     ]
@@ -96,7 +96,8 @@ def _tuned_row(result: gemm_tuner.Result) -> list[str]:
 
 
 def _tuned(problem: gemm_tuner.Problem, device: torch.device) -> gemm_tuner.Result | None:
-    """None where this shape cannot be measured, out of memory for one, and the reason is printed."""
+    """Tunes a problem. If it cannot be measured, for example for lack of memory, prints the reason
+    and returns None."""
     try:
         return gemm_tuner.tune(problem, device)
     except RuntimeError as error:
@@ -117,8 +118,8 @@ def _report_wrong(results: Sequence[gemm_tuner.Result]) -> int:
 def _tune(args: argparse.Namespace) -> int:
     if args.device == "cpu":
         raise ValueError(
-            f"device is {args.device}; rows are tuned on CUDA, a CPU's follows from its "
-            f"instruction set"
+            f"device is {args.device}; only CUDA is tuned: on a CPU, the instruction set decides "
+            f"which kernel runs"
         )
     if not ops.cuda_kernels.default():
         raise ValueError("this build of gpukern has no CUDA kernels")
@@ -142,36 +143,43 @@ def _tune(args: argparse.Namespace) -> int:
             continue
         cache.save(
             path, result.device, {result.gemm_class: result.entry()}
-        )  # one by one: an end in between loses little
+        )  # after each problem, so that an interrupt loses little
         results.append(result)
     if not results:
         return 1
-    heads = ("shape", "default row", "us", "fastest row", "us", "gain", "cuBLAS us", "cuBLAS/ours")
+    heads = (
+        "shape", "default instance", "us", "fastest instance", "us", "gain", "cuBLAS us",
+        "cuBLAS/ours",
+    )  # fmt: skip
     print(
         f"{results[0].device}, gpukern {__version__}, medians; a gain below "
         f"{100 * (gemm_tuner.NOISE - 1):.0f} % counts as none"
     )
     print(table([heads, *map(_tuned_row, results)]))
     kept = sum(result.best != result.default for result in results)
-    print(f"{kept} of {len(results)} have a row faster than the default one: {path}")
+    print(f"{kept} of {len(results)} have an instance faster than the default one: {path}")
     if path != cache.default_path():
         print(f"to use it: GPUKERN_TUNED={path}")
     return _report_wrong(results) or int(len(results) < len(problems))
 
 
 def _check_tuned(args: argparse.Namespace, path: Path, device: torch.device) -> int:
-    """Measures the tuning keys of the file again, and leaves it as it is; 1 where an instance is no
-    longer the fastest."""
+    """Measures the entries of the file again, without changing the file. Returns 1 if an instance
+    is no longer the fastest."""
     devices, problem = cache.read(path)
     if problem:
         raise ValueError(f"{path}: {problem}")
-    name = torch.cuda.get_device_name(device)[:63]  # as the library cuts it
+    name = torch.cuda.get_device_name(device)[:63]  # the library cuts names to 63 characters
     if name not in devices:
         raise ValueError(f"{path} has no entries for {name}")
     entries, problem = cache.entries_of(devices[name])
     if problem:
         print(f"tune: {path}: {name} {problem}", file=sys.stderr)
-    rows, results, stale = [("class", "row of the file", "us", "fastest row", "us", "")], [], 0
+    rows, results, stale = (
+        [("tuning key", "instance in the file", "us", "fastest instance", "us", "")],
+        [],
+        0,
+    )
     for gemm_class in with_progress(list(entries), "checking"):
         call, row = gemm_tuner.parse_class(gemm_class), entries[gemm_class]["row"]
         if call is None:
@@ -182,7 +190,7 @@ def _check_tuned(args: argparse.Namespace, path: Path, device: torch.device) -> 
                     "",
                     "",
                     "",
-                    "not measured: its strides or alignment are not a shape's",
+                    "not measured: no shape describes its strides or alignment",
                 )
             )
             continue
@@ -206,7 +214,7 @@ def _check_tuned(args: argparse.Namespace, path: Path, device: torch.device) -> 
             )
         )
     print(table(rows))
-    print(f"{stale} of {len(results)} rows are no longer the fastest")
+    print(f"{stale} of {len(results)} instances are no longer the fastest")
     return int(_report_wrong(results) or stale > 0)
 
 
@@ -214,7 +222,8 @@ def _check_tuned(args: argparse.Namespace, path: Path, device: torch.device) -> 
 
 
 class _Parser(argparse.ArgumentParser):
-    """Arguments that a command does not know end in its own usage, not in that of all commands."""
+    """A parser that answers an unknown argument with the usage of its command, not of all
+    commands."""
 
     def parse_known_args(self, args=None, namespace=None):
         found, rest = super().parse_known_args(args, namespace)
@@ -226,7 +235,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     prog = "gpukern" if Path(sys.argv[0]).stem == "gpukern" else "python -m torch_gpukern"
     parser = _Parser(prog=prog, description=__doc__.splitlines()[0])
-    # what is left of a command's arguments: `bench` hands them on
+    # `bench` passes arguments that it does not know on
     parser.set_defaults(takes_rest=True)
     parser.add_argument("--version", action="version", version=f"gpukern {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -235,7 +244,7 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--kernels", action="store_true", help="list every CUDA kernel instance")
     info.add_argument("--json", action="store_true", help="all of it, as JSON")
     checked = commands.add_parser(
-        "doctor", help="what works here, what is missing, what to do; 1 where something fails"
+        "doctor", help="checks what works here and says what to do; status 1 if a check fails"
     )
     checked.set_defaults(run=lambda args: doctor.report(args.json))
     checked.add_argument("--json", action="store_true")
@@ -248,9 +257,9 @@ def _parser() -> argparse.ArgumentParser:
 
     tune = commands.add_parser(
         "tune",
-        help="measure every instance that takes a gemm, and keep what is faster than the default",
-        description="Of gemm alone: the other ops choose among few instances, by sizes. `explain "
-        "OP .. --measure` says which, and its time.",
+        help="measure every instance that can serve a gemm, and use the fastest from now on",
+        description="Only gemm can be tuned: the other ops choose among few instances, by sizes. "
+        "`explain OP .. --measure` prints the choice and its time.",
     )
     p = tune.add_subparsers(dest="op", required=True).add_parser("gemm")
     p.set_defaults(run=_tune)
@@ -258,30 +267,34 @@ def _parser() -> argparse.ArgumentParser:
         "--shapes",
         nargs="+",
         metavar="MxNxK[:NT]",
-        help="BxMxNxK: a batch of products; T: stored transposed",
+        help="sizes; BxMxNxK: a batch of products; T: stored transposed",
     )
     p.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
-    p.add_argument("--out-dtype", choices=_DTYPES, help="default: as --dtype")
+    p.add_argument("--out-dtype", choices=_DTYPES, help="default: that of --dtype")
     p.add_argument("--fp32-precision", choices=("ieee", "tf32"), default="ieee")
     p.add_argument("--activation", choices=gemm_tuner.ACTIVATIONS, default="none")
     p.add_argument(
         "--bias",
         action="store_true",
-        help="for the figures; calls with and without are of one class",
+        help="time calls with a bias; the choice serves calls with and without one",
     )
     p.add_argument("--c", action="store_true", help="with an addend [M, N]")
     p.add_argument(
-        "--preact", action="store_true", help="store what the activation reads, as training does"
+        "--preact",
+        action="store_true",
+        help="also store the activation's input, as training does",
     )
     p.add_argument("--device", default="cuda:0")
     p.add_argument(
         "--cache",
         type=Path,
         metavar="FILE",
-        help="default: GPUKERN_TUNED, else in the user's cache directory",
+        help="file of tuned kernels; default: GPUKERN_TUNED, or in the user's cache directory",
     )
     p.add_argument(
-        "--check", action="store_true", help="measure the file's classes again; it stays as it is"
+        "--check",
+        action="store_true",
+        help="measure the file's entries again, without changing the file",
     )
 
     weight_files.add_arguments(commands)
@@ -297,14 +310,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.rest = rest
     try:
         status = args.run(args)
-        if sys.stdout is not None:  # None where the shell closed it: gpukern info >&-
+        if sys.stdout is not None:  # None if the shell closed it: gpukern info >&-
             sys.stdout.flush()
         return status
     except (
         BrokenPipeError
-    ):  # `| head` has read enough; what is left would fail once more as Python ends
+    ):  # a reader such as `| head` is gone; flushing again at exit would fail, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + 13  # as the shell says it of SIGPIPE
+        return 128 + 13  # the shell's status for SIGPIPE
     except KeyboardInterrupt:
         return 128 + 2
     except (ValueError, IndexError, RuntimeError, OSError, MemoryError) as error:
@@ -313,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _said(command: str, error: Exception) -> str:
-    """The error in a line that begins with the command, once."""
+    """The error's text, with the command in front exactly once."""
     text = str(error).split("\nException raised from ")[0].strip() or type(error).__name__
     if text.lower().startswith(f"{command}: "):
         text = text[len(command) + 2 :]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""python -m torch_gpukern device: what this machine's processors are, and the rates that the
-roofline holds kernels to.
+"""python -m torch_gpukern device: this machine's GPUs and CPU, and the rates that its rooflines
+use.
 
-Without a GPU it says so, and shows the CPU. Rates are nominal (the vendor's data sheet, dense),
-derived from what the device says of itself, or measured: the highest of a saved run on a device of
-that name (benchmarks/results/, in a checkout).
+Without a GPU, only the CPU is shown. A rate is nominal (the vendor's data sheet, dense), derived
+from the device's properties, or measured: the highest of the saved runs on a device of that name
+(benchmarks/results/, in a checkout).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .roofline import NOMINAL
 from .terminal import fields
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-# float32 multiply-adds a clock of an SM: CUDA programming guide
+# float32 multiply-adds per clock and SM by compute capability: CUDA programming guide
 FMAS = {"8.0": 64, "8.6": 128, "8.9": 128, "9.0": 128}
 SIZES = {"L2": "l2_bytes", "memory": "memory_bytes"}
 
 
 def saved_peaks(name: str) -> dict[str, float]:
-    """GFLOP/s by dtype, and GB/s of reading, the highest of a saved run on a device of this name;
-    empty where none is saved."""
+    """The highest GFLOP/s by dtype, and GB/s of reading ("read"), of the saved runs on a device of
+    this name; empty without a saved run."""
     found: dict[str, float] = {}
     path = RESULTS / f"{results.slug(name)}.csv"
     if path.exists():
@@ -43,8 +43,8 @@ def saved_peaks(name: str) -> dict[str, float]:
 
 
 def gpu_facts(properties: Any, index: int) -> dict[str, Any]:
-    """What a GPU says of itself (torch.cuda.get_device_properties), and its rates. What this torch
-    does not tell is left out."""
+    """A GPU's properties (torch.cuda.get_device_properties) and its rates. Properties that this
+    torch does not have are left out."""
     capability = f"{properties.major}.{properties.minor}"
     sm = SMS.get(f"sm_{properties.major}{properties.minor}")
     known = {
@@ -89,7 +89,7 @@ def _cpu_name() -> str:
 
 
 def _caches() -> dict[str, str]:
-    """Sizes of the caches that core 0 sees, as Linux writes them: {"L1 data": "48K"}."""
+    """The sizes of core 0's caches, as Linux prints them: {"L1 data": "48K"}."""
     found = {}
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         try:
@@ -103,11 +103,11 @@ def _caches() -> dict[str, str]:
 
 
 def cpu_facts() -> dict[str, Any]:
-    """This machine's processor, and which of its instruction sets the kernels use."""
+    """This machine's CPU, and the instruction set that the kernels use."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         isa = ops.cpu_isa.default()
-    except RuntimeError as error:  # GPUKERN_CPU names what this machine lacks
+    except RuntimeError as error:  # GPUKERN_CPU names an instruction set that this machine lacks
         isa = str(error)
     known = {
         "name": _cpu_name(),
@@ -124,7 +124,7 @@ def cpu_facts() -> dict[str, Any]:
 
 
 def facts() -> dict[str, Any]:
-    """Both, as JSON takes them."""
+    """CPU and GPUs, in types that JSON has."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "cpu": cpu_facts(),
@@ -157,10 +157,10 @@ def gpu_text(known: dict[str, Any]) -> str:
         if key in known
     ]
     if of_sm:
-        rows.append(("of each SM", ", ".join(of_sm)))
+        rows.append(("per SM", ", ".join(of_sm)))
     if "shared_bytes_per_block" in known:
         rows.append(
-            ("of a block", f"{known['shared_bytes_per_block']:,} bytes of shared memory at most")
+            ("per block", f"{known['shared_bytes_per_block']:,} bytes of shared memory at most")
         )
     rows += [
         (name, f"{known[key] / 2**20:,.0f} MiB") for name, key in SIZES.items() if key in known
@@ -168,12 +168,12 @@ def gpu_text(known: dict[str, Any]) -> str:
     if "derived_f32_gflops" in known:
         rows.append(
             (
-                "by its clock",
+                "from its clock",
                 f"f32 {known['derived_f32_gflops'] / 1e3:,.1f} TFLOP/s without tensor cores",
             )
         )
     if "derived_read_gbs" in known:
-        rows.append(("by its memory clock", f"reading {known['derived_read_gbs']:,.0f} GB/s"))
+        rows.append(("from its memory clock", f"reading {known['derived_read_gbs']:,.0f} GB/s"))
     if "nominal" in known:
         rows.append(("nominal, dense", _rates(known["nominal"])))
         rows.append(("ridge", f"{known['ridge_flops_per_byte']:.0f} FLOPs a byte in bf16"))
@@ -186,7 +186,7 @@ def cpu_text(known: dict[str, Any]) -> str:
         ("device", f"cpu, {known['name']}"),
         (
             "cores",
-            f"{known['cores']}, of which this process may use {known['cores_allowed']}; torch "
+            f"{known['cores']}, this process may use {known['cores_allowed']}; torch uses "
             f"{known['threads']}",
         ),
         ("instruction sets", f"{known['isa']} in use, of {', '.join(known['isas'])}"),
@@ -200,8 +200,8 @@ def cpu_text(known: dict[str, Any]) -> str:
     rows.append(
         (
             "rates",
-            "not nominal on a CPU: `gpukern bench` measures calls, `benchmarks/run_all.py` the "
-            "ceilings",
+            "no nominal rates for a CPU: `gpukern bench` measures calls, `benchmarks/run_all.py` "
+            "the ceilings",
         )
     )
     return fields(rows)
@@ -220,6 +220,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(known, indent=2))
         return 0
-    parts = [gpu_text(gpu) for gpu in known["gpus"]] or ["no GPU that torch can use: the CPU alone"]
+    parts = [gpu_text(gpu) for gpu in known["gpus"]] or ["torch finds no GPU; this is the CPU"]
     print("\n\n".join([*parts, cpu_text(known["cpu"])]))
     return 0

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is installed and what of it works: the facts behind ``gpukern info`` and the checks behind
-``gpukern doctor``."""
+"""The facts of ``gpukern info`` (what is installed) and the checks of ``gpukern doctor`` (what
+works)."""
 
 import importlib.metadata
 import json
@@ -21,10 +21,10 @@ OLDEST_CUDA = (8, 0)
 
 
 def facts() -> dict[str, Any]:
-    """What is installed, as JSON takes it."""
+    """What is installed, in types that JSON has."""
     try:
         isa, reason = ops.cpu_isa.default(), ops.cpu_isa_reason.default()
-    except RuntimeError as error:  # GPUKERN_CPU names what this machine lacks
+    except RuntimeError as error:  # GPUKERN_CPU names an instruction set that this machine lacks
         isa, reason = str(error), ""
     devices = []
     if torch.cuda.is_available():
@@ -54,7 +54,14 @@ def facts() -> dict[str, Any]:
 
 
 class Check(NamedTuple):
-    """One thing that was looked at. ok None: it is missing, and nothing needs it."""
+    """The result of one check.
+
+    Attributes:
+        name: what was checked.
+        ok: whether it works; None if it is missing and nothing needs it.
+        found: what was found.
+        todo: what the user can do about it.
+    """
 
     name: str
     ok: bool | None
@@ -63,7 +70,7 @@ class Check(NamedTuple):
 
 
 def checks() -> Iterator[Check]:
-    """Looks at everything in turn; runs small calls and compares them with the reference."""
+    """Runs all checks. Small calls are compared with the reference."""
     known = facts()
     yield Check("library", True, f"gpukern {__version__}, {FILE}")
     try:
@@ -83,7 +90,7 @@ def checks() -> Iterator[Check]:
         ("vllm", "--attention-backend GPUKERN"),
     ):
         if package != "transformers" and not (known["cuda_kernels"] and known["torch_cuda"]):
-            continue  # of no use to this build
+            continue  # this build cannot use it
         try:
             yield Check(package, True, importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
@@ -95,7 +102,7 @@ def _runs(device: str) -> Check:
     try:
         error = max(_errors(torch.device(device)))
         check_errors()
-    except Exception as problem:  # whatever it is, it is what the user must see
+    except Exception as problem:  # the user must see it, whatever it is
         return Check(
             name,
             False,
@@ -194,7 +201,7 @@ def _tuned(can_tune: bool) -> Check:
 
 
 def _compiler() -> Check:
-    """What torch.compile needs on the CPU."""
+    """Checks what torch.compile needs on the CPU: a C++ compiler and Python.h."""
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not any(map(shutil.which, ("g++", "clang++", "c++"))):
         return Check(
@@ -214,7 +221,7 @@ def _compiler() -> Check:
 
 
 def report(as_json: bool) -> int:
-    """Prints every check; 1 where one failed."""
+    """Prints every check and returns 1 if one failed, otherwise 0."""
     done = []
     for check in checks():
         done.append(check)
@@ -227,9 +234,5 @@ def report(as_json: bool) -> int:
     if as_json:
         print(json.dumps([check._asdict() for check in done], indent=2))
     else:
-        print(
-            "everything that is here works"
-            if not failed
-            else f"{failed} of {len(done)} checks failed"
-        )
+        print("all checks passed" if not failed else f"{failed} of {len(done)} checks failed")
     return int(failed > 0)

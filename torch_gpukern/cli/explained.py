@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""``gpukern explain``: the kernel instance that a call would run, its tiles, bytes and FLOPs, of a
-call that options describe.
+"""``gpukern explain``: prints the kernel instance that a call would run, its tiles, bytes and
+FLOPs.
 
-Each op of the command is an entry of `CALLS`: the options that say a call of it, and the arguments
-that they say. Every op of `torch_gpukern.EXPLAINED` has one; what its options leave out, a bias or
-sinks, `torch_gpukern.explain` knows by the call's arguments.
+Options describe the call. Every op of `torch_gpukern.EXPLAINED` has an entry in `CALLS`: its
+options, and a function that makes the op's arguments from them. The options do not cover all
+arguments of an op, such as sinks; `torch_gpukern.explain` takes them all.
 """
 
 import argparse
@@ -29,16 +29,21 @@ _WIDE = _SHORT | {"float32": torch.float32}
 _FP8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 _CODES = _FP8 | {"int8": torch.int8}
 _GRANULARITIES = ("tensor", "row", "1x128", "128x128", "1x32")
-# of a format, unless said
+# default columns per scale, by format
 _GROUPS = {"int4": 128, "uint4": 128, "int8": 128, "e4m3": 128, "mxfp4": 32, "nvfp4": 16}
 
 
 @dataclass(frozen=True)
 class Call:
-    """sizes: positional options, each a number; dtypes: those of --dtype, the default on a CPU
-    first. add: further options. make: the arguments of the op that all of them say, by position and
-    by name. Explaining reads shapes and lengths, no other contents; a call that is measured has
-    normal values, or codes of 1. tiles: what the four numbers of a tile are.
+    """An op of the command.
+
+    Attributes:
+        sizes: the names of positional number options.
+        dtypes: the choices of --dtype, the CPU's default first.
+        add: adds further options.
+        make: makes the op's positional and keyword arguments from the options. Explaining reads
+            only shapes and lengths. A measured call has normally distributed values, or codes of 1.
+        tiles: the names of a tile's four numbers.
     """
 
     sizes: str
@@ -49,7 +54,7 @@ class Call:
 
 
 def _dense(args: argparse.Namespace, *shape: int) -> Tensor:
-    """Of 16 or more bits."""
+    """A tensor of the op's --dtype, of 16 or more bits."""
     make = torch.randn if args.measure else torch.empty
     return make(*shape, dtype=CALLS[args.op].dtypes[args.dtype], device=device_of(args.device))
 
@@ -57,13 +62,14 @@ def _dense(args: argparse.Namespace, *shape: int) -> Tensor:
 def _filled(
     args: argparse.Namespace, value: int, *shape: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Of `value` where it is measured. What is only explained is not written: memory that nobody
-    touches is not taken."""
+    """A tensor filled with `value` if the call is measured. If it is only explained, the tensor is
+    not written, so that it takes no physical memory."""
     x = torch.empty(shape, dtype=dtype, device=device_of(args.device))
     return x.fill_(value) if args.measure else x
 
 
 def _codes(args: argparse.Namespace, *shape: int) -> Tensor:
+    """A tensor of the op's --dtype, of 8-bit codes."""
     return _filled(args, 1, *shape, dtype=CALLS[args.op].dtypes[args.dtype])
 
 
@@ -129,7 +135,7 @@ def _paged(args: argparse.Namespace) -> tuple[list, dict]:
 
 
 def _qkv_sizes(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
-    """Heads and tokens of q, k and v."""
+    """(heads, tokens) of q, k and v."""
     kv = args.heads_kv or args.heads, args.seq_q if args.seq_k is None else args.seq_k
     return (args.heads, args.seq_q), kv, kv
 
@@ -190,7 +196,7 @@ def _add_scaled(p: argparse.ArgumentParser) -> None:
 
 
 def _scaled(args: argparse.Namespace) -> tuple[list, dict]:
-    """b as weights are stored, transposed."""
+    """b is stored transposed, as weights are."""
     m, n, k = args.m, args.n, args.k
     of_a, _, of_b = args.scales.partition(",")
     scales = _scales(args, m, k, of_a), _scales(args, n, k, of_b or of_a).mT
@@ -219,18 +225,18 @@ def _add_grouped(p: argparse.ArgumentParser) -> None:
         "--groups",
         type=whole(1),
         default=8,
-        help="products; the M rows are dealt out evenly among them",
+        help="number of products, which share the M rows evenly",
     )
     p.add_argument(
         "--scales",
         choices=("row", "block"),
         default="row",
-        help="of 8-bit floats: block is 1x128 by 128x128",
+        help="scales of 8-bit floats; block: 1x128 for a, 128x128 for b",
     )
 
 
 def _grouped(args: argparse.Namespace) -> tuple[list, dict]:
-    """b as weights are stored, transposed."""
+    """b is stored transposed, as weights are."""
     m, n, k, groups = args.m, args.n, args.k, args.groups
     offs = (torch.arange(1, groups + 1, device=device_of(args.device)) * m // groups).int()
     if args.dtype not in _CODES:
@@ -244,7 +250,7 @@ def _grouped(args: argparse.Namespace) -> tuple[list, dict]:
 
 
 def _sparse(args: argparse.Namespace) -> tuple[list, dict]:
-    """Of each four of a row of w the first two are kept: 0 and 1, in two bits each, are 4."""
+    """Each four elements of w keep the first two. Their places 0 and 1, two bits each, give 4."""
     m, n, k = args.m, args.n, args.k
     make = _codes if args.dtype in _CODES else _dense
     meta = _filled(args, 0x44, n, -(-k // 8), dtype=torch.uint8)
@@ -291,7 +297,7 @@ def _dequantize(args: argparse.Namespace) -> tuple[list, dict]:
 
 
 def _add_norm(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--residual", action="store_true", help="added before")
+    p.add_argument("--residual", action="store_true", help="add a residual first")
 
 
 def _rms_norm(args: argparse.Namespace) -> tuple[list, dict]:
@@ -320,7 +326,7 @@ def _cross_entropy(args: argparse.Namespace) -> tuple[list, dict]:
 
 
 def _add_dropout(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--p", type=float, default=0.1, help="share that is dropped")
+    p.add_argument("--p", type=float, default=0.1, help="probability of dropping an element")
 
 
 def _seed(args: argparse.Namespace) -> dict:
@@ -346,7 +352,7 @@ def _add_heads(p: argparse.ArgumentParser) -> None:
 
 
 def _packed(args: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q and k of so many tokens, and the cosines and sines of their positions."""
+    """Packed q and k of args.tokens tokens, and the cosines and sines of their positions."""
     q, k = (
         _dense(args, args.tokens, heads, args.head_dim)
         for heads in (args.heads, args.heads_kv or args.heads)
@@ -416,7 +422,7 @@ CALLS = {
 
 
 def _default_dtype(call: Call, gpu: bool) -> str:
-    """What models run in: on a GPU bfloat16, where the op takes it."""
+    """The default of --dtype: bfloat16 on a GPU if the op takes it, otherwise the first choice."""
     return "bfloat16" if gpu and "bfloat16" in call.dtypes else next(iter(call.dtypes))
 
 
@@ -426,7 +432,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.arch and (args.measure or args.device != "cpu"):
         raise ValueError(
-            "--arch speaks of a GPU that need not be there: it takes neither --device nor --measure"
+            "--arch describes a GPU that need not exist: it takes neither --device nor --measure"
         )
     with _in_memory():
         call, rules = CALLS[args.op].make(args)
@@ -448,7 +454,7 @@ def run(args: argparse.Namespace) -> int:
         f"{name} {size}" for name, size in zip(CALLS[args.op].tiles, x["tile"], strict=True) if size
     )
     rows = [
-        ("row", x["row"] + (", preferred since it was tuned" if x["preferred"] else "")),
+        ("kernel instance", x["row"] + (", chosen by tuning" if x["preferred"] else "")),
         ("instruction set", x["isa"] + (f" ({why})" if why else "")),
         ("tile", tiles or "none"),
         ("tasks", x["tasks"]),
@@ -481,19 +487,21 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
             p.add_argument(name, type=whole(0), metavar=name.upper())
         if not call.sizes:
             p.set_defaults(
-                instead="; sizes go by name: --batch 2 --heads 32 --seq-q 4096 --head-dim 128"
+                instead="; give sizes by name: --batch 2 --heads 32 --seq-q 4096 --head-dim 128"
             )
         on_cpu, on_gpu = _default_dtype(call, False), _default_dtype(call, True)
         default = on_cpu if on_cpu == on_gpu else f"{on_cpu}, on a GPU {on_gpu}"
-        p.add_argument("--dtype", choices=call.dtypes, help=f"of a, q or x; default: {default}")
+        p.add_argument(
+            "--dtype", choices=call.dtypes, help=f"dtype of a, q or x; default: {default}"
+        )
         p.add_argument("--device", default="cpu")
         p.add_argument(
-            "--arch", choices=ARCHS, help="what a GPU of this architecture would run; needs none"
+            "--arch", choices=ARCHS, help="explain for a GPU of this architecture; needs no GPU"
         )
         p.add_argument(
-            "--measure", action="store_true", help="run the call, too, and say how long it takes"
+            "--measure", action="store_true", help="also run the call and print its time"
         )
         p.add_argument(
-            "--json", action="store_true", help="what torch_gpukern.explain returns, as JSON"
+            "--json", action="store_true", help="print what torch_gpukern.explain returns, as JSON"
         )
         call.add(p)

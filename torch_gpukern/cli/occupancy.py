@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""python -m torch_gpukern occupancy: how many blocks of a kernel an SM holds, and what limits it.
-Needs no GPU.
+"""python -m torch_gpukern occupancy: how many blocks of a kernel an SM holds, and which resource
+limits them. Needs no GPU.
 
-Registers, static shared memory and the launch bound come from a compiled library (cuobjdump), or
-registers and shared memory from docs/resources.csv. Dynamic shared memory is chosen at launch and
-is in neither: give it with --shared.
+Registers, static shared memory and the launch bound are read from a compiled library with
+cuobjdump. Without one, registers and shared memory come from docs/resources.csv. Dynamic shared
+memory is chosen
+at launch and is in neither: give it with --shared.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WARP = 32
-REGISTER_UNIT = 256  # registers are given to a warp in such lots
-WARP_UNIT = 4  # an SM's registers lie in four parts, and a warp in one of them
-SHARED_UNIT = 128
-RESERVED = 1024  # bytes of shared memory that the system keeps of each block
+REGISTER_UNIT = 256  # registers are allocated to a warp in multiples of this
+WARP_UNIT = 4  # an SM has four parts with a quarter of the registers each; a warp lies in one
+SHARED_UNIT = 128  # bytes; shared memory is allocated in multiples of this
+RESERVED = 1024  # bytes of shared memory that the system reserves in each block
 
 
 @dataclass(frozen=True)
 class Sm:
-    """What one SM has: CUDA programming guide, table of compute capabilities."""
+    """The limits of one SM (CUDA programming guide, table of compute capabilities)."""
 
     warps: int
     blocks: int
@@ -46,7 +47,14 @@ SMS = {
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Blocks an SM holds by each limit; blocks is the least of them."""
+    """How many blocks an SM holds.
+
+    Attributes:
+        blocks: the least of the limits.
+        warps: the warps of these blocks.
+        of_warps: the warps that the SM can hold.
+        limits: the blocks that each resource allows.
+    """
 
     blocks: int
     warps: int
@@ -55,7 +63,7 @@ class Occupancy:
 
     @property
     def limiter(self) -> str:
-        """Every resource that allows no more."""
+        """The resources that allow no more blocks."""
         return ", ".join(name for name, blocks in self.limits.items() if blocks == self.blocks)
 
 
@@ -66,12 +74,17 @@ def _up(x: int, unit: int) -> int:
 def occupancy(
     registers: int, threads: int, shared_bytes: int = 0, arch: str = "sm_90"
 ) -> Occupancy:
-    """Blocks of `threads` threads that one SM holds at once.
+    """How many blocks of `threads` threads one SM holds at once.
 
     Args:
-        registers: of a thread, 0 to 255. threads: of a block, 1 to 1024.
-        shared_bytes: static and dynamic, of a block, without the 1024 that the system keeps.
+        registers: registers per thread, 0 to 255.
+        threads: threads per block, 1 to 1024.
+        shared_bytes: static and dynamic shared memory per block, without the 1024 bytes that the
+            system reserves.
         arch: sm_80, sm_86, sm_89, sm_90 (also sm_90a).
+
+    Raises:
+        ValueError: an argument is outside its range.
     """
     arch = arch.removesuffix("a")
     if arch not in SMS:
@@ -102,18 +115,19 @@ class Kernel:
     name: str
     arch: str
     registers: int
-    shared_bytes: int  # static, without what the system keeps
-    threads: int | None  # the launch bound; None: not known
-    function: str = ""  # its name in the library
+    shared_bytes: int  # static, without the reserved bytes
+    threads: int | None  # the launch bound; None if it is not known
+    function: str = ""  # its mangled name in the library
 
 
 def _static(reported: int) -> int:
-    """cuobjdump counts the reserved bytes in for some kernels: those that report as much or more."""
+    """Static shared memory without the reserved bytes. cuobjdump includes them for some kernels:
+    those whose number is at least RESERVED."""
     return reported - RESERVED if reported >= RESERVED else reported
 
 
 def read_csv(path: Path) -> list[Kernel]:
-    """The kernels of a table as docs/resources.csv is."""
+    """The kernels of a table with the columns of docs/resources.csv."""
     with path.open() as lines:
         rows = list(csv.DictReader(lines))
     if not rows or not {"kernel", "arch", "registers", "shared_bytes"} <= rows[0].keys():
@@ -125,6 +139,7 @@ def read_csv(path: Path) -> list[Kernel]:
 
 
 def program(name: str) -> str:
+    """The path of a CUDA tool, from a pip package or PATH; RuntimeError if it is in neither."""
     own = Path(sysconfig.get_path("purelib")) / "nvidia"
     found = [*sorted(map(str, own.glob(f"*/bin/{name}"))), shutil.which(name)]
     if not found[0]:
@@ -143,7 +158,7 @@ def _dump(path: Path, *options: str) -> Iterator[str]:
 
 
 def parse_usage(lines: Iterator[str]) -> dict[tuple[str, str], tuple[int, int]]:
-    """(arch, function) -> (registers, shared bytes), of cuobjdump --dump-resource-usage."""
+    """(arch, function) -> (registers, shared bytes), from cuobjdump --dump-resource-usage."""
     found, arch, name = {}, "", ""
     for line in lines:
         if match := re.match(r"arch = (\w+)", line):
@@ -156,7 +171,7 @@ def parse_usage(lines: Iterator[str]) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def parse_bounds(lines: Iterator[str]) -> dict[str, int]:
-    """function -> threads of a block at most, of cuobjdump -elf."""
+    """function -> launch bound in threads, from cuobjdump -elf."""
     found, name, asked = {}, "", False
     for line in lines:
         if match := re.match(r"\.nv\.info\.(\S+)", line):
@@ -170,7 +185,8 @@ def parse_bounds(lines: Iterator[str]) -> dict[str, int]:
 
 
 def read_library(path: Path, default_arch: str) -> list[Kernel]:
-    """The kernels of a compiled library, object or cubin; a cubin does not say its architecture."""
+    """The kernels of a compiled library, object or cubin. A cubin does not name its architecture,
+    so default_arch stands for it."""
     usage, bounds = (
         parse_usage(_dump(path, "--dump-resource-usage")),
         parse_bounds(_dump(path, "-elf")),
@@ -206,27 +222,33 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
         "--from", dest="source", type=Path, metavar="FILE", help="a library, object, cubin or .csv"
     )
     p.add_argument(
-        "--threads", type=int, metavar="N", help="of a block; default: the kernel's launch bound"
+        "--threads",
+        type=int,
+        metavar="N",
+        help="threads per block; default: the kernel's launch bound",
     )
-    p.add_argument("--registers", type=int, metavar="N", help="instead of a kernel: of a thread")
     p.add_argument(
-        "--shared", type=int, default=0, metavar="BYTES", help="dynamic shared memory of a block"
+        "--registers", type=int, metavar="N", help="registers per thread, instead of a kernel"
     )
-    p.add_argument("--arch", default="sm_90", choices=SMS, help="where the file does not say")
+    p.add_argument(
+        "--shared", type=int, default=0, metavar="BYTES", help="dynamic shared memory per block"
+    )
+    p.add_argument(
+        "--arch", default="sm_90", choices=SMS, help="for files that do not name an architecture"
+    )
 
 
 def _kernels(args: argparse.Namespace) -> list[Kernel]:
     if args.registers is not None:
         if args.threads is None or args.source or args.pattern:
-            raise ValueError("--registers stands for a kernel; give --threads, and no file or name")
+            raise ValueError("--registers replaces a kernel: give --threads, and no file or name")
         return [Kernel("(given)", args.arch, args.registers, 0, args.threads)]
     source = args.source or TABLE
     if not source.exists():
         if args.source is None:
             raise ValueError(
-                "the table of all kernels is docs/resources.csv of a checkout, which an installed "
-                "package has not: name a library or "
-                "table with --from, or a kernel by --registers and --threads"
+                "docs/resources.csv, the table of all kernels, is only in a checkout: name a "
+                "library or table with --from, or give --registers and --threads"
             )
         raise ValueError(f"{source} does not exist; name a library or table with --from")
     found = read_csv(source) if source.suffix == ".csv" else read_library(source, args.arch)

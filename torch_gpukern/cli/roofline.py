@@ -2,14 +2,15 @@
 """python -m torch_gpukern roofline: saved benchmark rows under the ceilings of their machine, as
 PNG and HTML.
 
-A row stands at its FLOPs per byte and its rate. The ceilings are those measured in the same run
-and, where the machine is known, the nominal ones. FLOPs per byte count what an op must move at
-least: inputs read once, outputs written once. They follow from
-    the row's own percent of the roofline, where bandwidth bounds it (that percent then tells its
-    bytes);
-    else its shape: gemm by M, N, K; attention by its sequence length, as many heads of keys as of
-    queries.
-Rows of which neither holds are counted, not drawn.
+A row, one case of a benchmark, is drawn at its FLOPs per byte and its rate. The ceilings are those
+measured in the same run and, for a known machine, the nominal ones. Bytes are the least that an op
+must move: inputs read once, outputs written once. FLOPs per byte follow from
+
+    the row's percent of the roofline, if bandwidth bounds it;
+    otherwise its shape: gemm by M, N, K; attention by its sequence length, assuming as many heads
+    of keys as of queries.
+
+Other rows are counted, but not drawn.
 """
 
 from __future__ import annotations
@@ -43,12 +44,11 @@ NOMINAL = {
         "read": 2039.0,
     },
 }
-# The clock that those stand for, in GHz: what turns counted cycles into a rate that compares with
-# them.
+# The clock in GHz at which the nominal rates hold; it turns counted cycles into a comparable rate.
 GHZ = {"NVIDIA H200": 1.83, "NVIDIA H100 80GB HBM3": 1.83, "NVIDIA A100-SXM4-80GB": 1.41}
-# What a kernel takes however little it does: its begin and end in a graph (1.1 us), and one way to
-# memory and back (0.9 us, busy), of an H200 and an H100: learn/patterns.md, graph and occupancy. A
-# call that its ceilings allow less is bound by latency.
+# The time of a kernel that does almost nothing: its start and end in a graph (1.1 us) and one busy
+# access to memory (0.9 us), on an H200 and an H100 (learn/patterns.md, graph and occupancy). A call
+# whose ceilings allow less time is bound by latency.
 LATENCY_US = 2.0
 ELEM_BYTES = {"f32": 4, "tf32": 4, "bf16": 2, "f16": 2}
 COLORS = {
@@ -65,8 +65,8 @@ _ATTENTION = re.compile(r"(forward|backward) (full|causal)\b.*")
 
 @dataclass(frozen=True)
 class Point:
-    """One row: FLOPs per byte, GFLOP/s, the percent of its roofline, and what bounds it: "memory",
-    "compute" or "latency"."""
+    """A row's place in the chart: intensity (FLOPs per byte), GFLOP/s, percent of its roofline, and
+    its bound: "memory", "compute" or "latency"."""
 
     bench: str
     name: str
@@ -78,7 +78,7 @@ class Point:
 
 
 def _of_shape(bench: str, row: dict) -> float | None:
-    """FLOPs per byte by the row's label; None where the label does not say enough."""
+    """FLOPs per byte from the row's label; None if the label does not contain the shape."""
     size = ELEM_BYTES[row["dtype"]]
     if bench == "gemm" and (found := _GEMM.fullmatch(row["label"])):
         m, k, n = map(int, found.groups()[:3]) if found[1] else (int(found[4]),) * 3
@@ -93,10 +93,10 @@ def _of_shape(bench: str, row: dict) -> float | None:
 
 
 def point_of(bench: str, row: dict, peaks: dict, latency_us: float = 0.0) -> Point | None:
-    """Where a saved row stands; None where the file does not say.
+    """The place of a saved row; None if the file does not determine it.
 
-    latency_us: what a call takes however little it does; one that the ceilings allow less time than
-    that is bound by latency.
+    latency_us: the time of a call that does almost nothing. A call whose ceilings allow less time
+    is bound by latency.
     """
     percent, us = row.get("roofline_percent"), row["us"]
     if not percent or row["dtype"] not in peaks or row["dtype"] not in ELEM_BYTES:
@@ -105,7 +105,7 @@ def point_of(bench: str, row: dict, peaks: dict, latency_us: float = 0.0) -> Poi
     ridge = peaks[row["dtype"]] / peaks["read"]
     if row["unit"] == "GFLOP/s":
         gflops = row["rate"]
-        # more than its share of the FLOPs: bandwidth is the bound
+        # a higher percent of the roofline than of the peak FLOP/s: bandwidth is the bound
         if percent > 101 * gflops / peaks[row["dtype"]]:
             intensity = gflops / (percent / 100 * peaks["read"])
         elif of_shape is None:
@@ -124,7 +124,8 @@ def point_of(bench: str, row: dict, peaks: dict, latency_us: float = 0.0) -> Poi
 
 
 def read_points(path: Path, benches: list[str] | None = None) -> tuple[str, dict, list[Point], int]:
-    """(device, peaks by dtype, points, rows without a place) of a file of benchmarks/results/."""
+    """(device, peaks by dtype, points, number of rows without a place) of a file in
+    benchmarks/results/."""
     saved = results.load(path)
     peaks: dict[str, float] = {}
     points, without = [], 0
@@ -149,7 +150,7 @@ def read_points(path: Path, benches: list[str] | None = None) -> tuple[str, dict
 def _ceilings(
     device: str, peaks: dict, points: list[Point]
 ) -> list[tuple[str, float, float, bool]]:
-    """(name, GFLOP/s, GB/s, whether measured) of each dtype that occurs."""
+    """The ceilings of the points' dtypes: (name, GFLOP/s, GB/s, whether measured)."""
     found: list[tuple[str, float, float, bool]] = []
     dtypes = sorted({p.dtype for p in points})
     kinds = [(True, {d: peaks[d] for d in dtypes}, peaks["read"])] if peaks else []
@@ -158,7 +159,7 @@ def _ceilings(
             (False, {d: NOMINAL[device][d] * 1e3 for d in dtypes}, NOMINAL[device]["read"])
         )
     for measured, flops, bandwidth in kinds:
-        for name in dtypes:  # those within 5 % are one line, at the higher
+        for name in dtypes:  # ceilings within 5 % become one line, at the highest
             group = [d for d in dtypes if abs(flops[d] / flops[name] - 1) < 0.05]
             if group[0] == name:
                 text = f"{', '.join(group)} {'measured' if measured else 'nominal'}"
@@ -167,7 +168,7 @@ def _ceilings(
 
 
 def draw(device: str, peaks: dict, points: list[Point], path: Path) -> None:
-    """The chart as PNG or SVG, by the path's suffix; needs matplotlib."""
+    """Writes the chart as PNG or SVG, by the path's suffix. RuntimeError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -207,7 +208,7 @@ def draw(device: str, peaks: dict, points: list[Point], path: Path) -> None:
 
 
 def html(device: str, peaks: dict, points: list[Point], without: int, source: str) -> str:
-    """A page without scripts or links: the chart as SVG (a row's name under the pointer) and the
+    """A page without scripts or links: the chart as SVG, with rows' names as tooltips, and the
     table, worst row first."""
     from math import log10
 
@@ -307,7 +308,7 @@ def html(device: str, peaks: dict, points: list[Point], without: int, source: st
 
 
 def _counted_bound(flops: float, read_bytes: float, device: str) -> str:
-    """What bounds a launch that has moved so much, if nothing but its nominal ceilings does."""
+    """The bound of a launch with these FLOPs and bytes, by the device's nominal ceilings."""
     nominal = NOMINAL[device]
     compute_us, memory_us = flops / nominal["bf16"] / 1e6, read_bytes / nominal["read"] / 1e3
     if max(compute_us, memory_us) < LATENCY_US:
@@ -316,11 +317,11 @@ def _counted_bound(flops: float, read_bytes: float, device: str) -> str:
 
 
 def counted(path: Path, flops: float, what: str = "") -> list[tuple[str, ...]]:
-    """Rows of text: FLOPs per byte that L2 and memory really moved, by ncu's counters of a table as
-    learn/counters.csv is.
+    """A table of the FLOPs per byte that L2 and memory really moved, from ncu's counters in a file
+    with the columns of learn/counters.csv.
 
-    flops: of one launch of each row whose name has `what` in it. Bytes that are written are in
-    neither counter. What bounds: the lower of both intensities beside the device's ridge.
+    Only rows whose name contains `what` are used. flops: the FLOPs of one launch of each. The
+    counters do not include bytes that are written. Raises ValueError if no row can be used.
     """
     with path.open() as lines:
         rows = list(csv.DictReader(lines))
@@ -354,10 +355,10 @@ def counted(path: Path, flops: float, what: str = "") -> list[tuple[str, ...]]:
 
 
 def counted_points(path: Path, flops: float, what: str = "") -> tuple[str, list[Point]]:
-    """(device, two points a row: over FLOPs per byte of L2, and of memory). The rate is that of the
-    counted cycles at GHZ.
+    """(device, points): two points for each row, at its FLOPs per byte of L2 and of memory. The
+    rate is that of the counted cycles at the clock GHZ.
 
-    Of the first device that has a nominal rate; rows of others have other ceilings.
+    Only rows of the first device with a nominal rate are used, because others have other ceilings.
     """
     cycles = "sm__cycles_elapsed.max"
     with path.open() as lines:
@@ -370,7 +371,7 @@ def counted_points(path: Path, flops: float, what: str = "") -> tuple[str, list[
     device, points = rows[0]["device"], []
     peak, read = NOMINAL[device]["bf16"] * 1e3, NOMINAL[device]["read"]
     for row in rows:
-        if row["device"] != device:  # it has a roofline of its own
+        if row["device"] != device:  # another device has another roofline
             continue
         gflops = flops / (float(row[cycles]) / GHZ[device])
         for name, column, unit in (
@@ -394,7 +395,7 @@ def _positive(text: str) -> float:
     return value
 
 
-_positive.__name__ = "float"  # which argparse names where float() fails
+_positive.__name__ = "float"  # argparse names it if float() fails
 
 
 def add_arguments(commands: argparse._SubParsersAction) -> None:
@@ -407,12 +408,16 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
         "--counters",
         type=Path,
         metavar="CSV",
-        help="instead: intensity by ncu's counters, as learn/counters.csv",
+        help="instead of results: FLOPs per byte from ncu's counters, as learn/counters.csv",
     )
-    p.add_argument("--flops", type=_positive, metavar="N", help="of one launch, with --counters")
-    p.add_argument("--what", default="", metavar="TEXT", help="of these rows of --counters only")
     p.add_argument(
-        "--bench", nargs="+", help="of these benchmarks only: gemm, flash_attn, paged_attn, model"
+        "--flops", type=_positive, metavar="N", help="FLOPs of one launch; needed with --counters"
+    )
+    p.add_argument(
+        "--what", default="", metavar="TEXT", help="only rows of --counters whose name has TEXT"
+    )
+    p.add_argument(
+        "--bench", nargs="+", help="only these benchmarks: gemm, flash_attn, paged_attn, model"
     )
     p.add_argument("--png", type=Path, metavar="FILE", help="needs matplotlib")
     p.add_argument(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the commands share: numbers as arguments, tables, progress, the device that a word names."""
+"""Shared by the commands: number arguments, tables, progress bars and device names."""
 
 import argparse
 import sys
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-MOST = (1 << 63) - 1  # what a tensor's sizes can say
+MOST = (1 << 63) - 1  # the largest size of a tensor
 
 
 def whole(least: int, most: int = MOST) -> Callable[[str], int]:
-    """The type of an argument: a whole number between these."""
+    """The argparse type of an integer from `least` to `most`."""
 
     def parse(text: str) -> int:
         value = int(text)
@@ -20,12 +20,12 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"must be {bound}, got {value}")
         return value
 
-    parse.__name__ = "int"  # which argparse names where int() fails
+    parse.__name__ = "int"  # argparse names it if int() fails
     return parse
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text, columns aligned: the first to the left, the rest to the right."""
+    """Text with aligned columns: the first to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
@@ -33,15 +33,16 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def fields(rows: Sequence[tuple[str, object]]) -> str:
+    """Text with a line for each (name, value)."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 
 
 def device_of(text: str) -> torch.device:
-    """A device that calls can run on, or ValueError."""
+    """The device of that name; ValueError if no calls can run on it."""
     try:
         device = torch.device(text)
-    except RuntimeError:  # its text lists every device that some torch may have
+    except RuntimeError:  # torch's text lists every device type that any build may have
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {text}; it must be cpu, cuda or cuda:<index>")
@@ -55,7 +56,7 @@ def device_of(text: str) -> torch.device:
 
 
 def with_progress(items: Sequence, what: str) -> Iterator:
-    """A bar that names each item where tqdm is installed, else a line for each item."""
+    """Yields the items. Shows a bar that names them if tqdm is installed, otherwise a line each."""
     for item, bar in _counted(items, what, "shape", lambda item: f": {item}"):
         if bar is not None:
             bar.set_postfix_str(str(item))
@@ -63,7 +64,7 @@ def with_progress(items: Sequence, what: str) -> Iterator:
 
 
 def progress(items: Iterable, what: str, unit: str) -> Iterator:
-    """A bar where tqdm is installed, else a line for each item; items are not named."""
+    """Yields the items. Shows a bar if tqdm is installed, otherwise a line each, without names."""
     for item, _ in _counted(items, what, unit, lambda item: ""):
         yield item
 

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention and products over several ranks of torch.distributed: the same code by NCCL on GPUs and
-by gloo on a CPU.
+"""Attention and products over several ranks of torch.distributed, over NCCL on GPUs and over gloo
+on a CPU.
 
-A rank is a process of a `ProcessGroup`. Context parallel functions take tensors whose sequence is
-cut over the ranks, tensor parallel ones matrices whose rows or columns are. Functions of tensors
-have gradients (but `context_parallel_paged_attn`) and a fake function for torch.compile with
-fullgraph (but `expert_parallel`, whose host waits for counts), and give on a group of one rank what
-the op of one GPU gives.
+A rank is a process of a `ProcessGroup`. Context-parallel functions take tensors whose sequence is
+cut over the ranks. Tensor-parallel functions take matrices whose rows or columns are cut over the
+ranks. All functions have gradients, except `context_parallel_paged_attn`. All work under
+torch.compile with fullgraph, except `expert_parallel`, whose host waits for counts. On a group of
+one rank, each gives the result of the corresponding single-GPU op.
 
-**Bits.** What is summed over ranks is summed in float32, always in the same order, and rounded
-once. So the same call gives the same bits each time.
+**Reproducibility.** Sums over ranks are computed in float32 in rank order and rounded once. So the
+same call gives the same bits each time.
 
-**Disagreement.** Ranks whose shapes, dtypes or arguments differ would wait for each other for ever,
-or read foreign memory. Each call first compares them over the group; where they differ, every rank
-raises a ValueError that names the argument and what two of the ranks passed. That costs one small
-exchange, on CUDA with a wait of the host. ``GPUKERN_DIST_CHECK=0`` leaves it out, and so does a
-call inside a CUDA graph's capture.
+**Disagreement.** If ranks passed different shapes, dtypes or arguments, they would wait for each
+other for ever or read the wrong memory. So each call first compares its arguments over the group.
+If they differ, every rank raises a ValueError that names the argument and two of the values. The
+comparison costs one small exchange; on CUDA the host waits for it. ``GPUKERN_DIST_CHECK=0``
+switches it off. It is also skipped while a CUDA graph is captured.
 
 **A rank that dies.** The others get torch.distributed's error or its timeout, never a result.
 """

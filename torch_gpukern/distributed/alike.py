@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradients that every rank has alike, in second derivatives: a rank uses such a gradient for its
-own part alone, so that what is differentiated by it again is the sum over ranks.
+"""Second derivatives through a gradient that is the same on every rank.
+
+Each rank uses such a gradient for its own part of a backward. So the derivative with respect to the
+gradient is the sum of the ranks' shares.
 """
 
 import torch
@@ -14,6 +16,8 @@ __all__ = ["alike"]
 
 
 class _Alike(torch.autograd.Function):
+    """The identity, whose backward sums over ranks."""
+
     @staticmethod
     def forward(ctx, x: Tensor, group: str) -> Tensor:
         ctx.group = group
@@ -25,6 +29,8 @@ class _Alike(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
+    """The sum over ranks, whose backward is the identity on each rank."""
+
     @staticmethod
     def forward(ctx, x: Tensor, group: str) -> Tensor:
         ctx.group = group
@@ -36,5 +42,5 @@ class _Summed(torch.autograd.Function):
 
 
 def alike(grad: Tensor, group: str) -> Tensor:
-    """grad, which all ranks of the group have alike."""
+    """grad, marked as the same on all ranks of the group for a second backward."""
     return _Alike.apply(grad, group) if torch.is_grad_enabled() and grad.requires_grad else grad

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention whose sequence is cut over ranks: context parallelism, dense and packed.
+"""Context parallelism: attention whose sequence is cut over ranks, dense and packed.
 
-Three ways to bring a rank's queries and all keys together, one result:
+Three modes bring a rank's queries and all keys together. They compute the same function:
 
-- all_gather: every rank gathers K and V. A query's softmax is then one rank's own, bit for bit
-  where shards begin at a tile.
-- ring: K and V go round, two shards of each in memory; partial results are merged in float32.
-- ulysses: an all-to-all turns shards of the sequence into shards of the heads, each rank attends
-  with its heads.
+- all_gather (gathered.py): every rank gathers K and V and computes attention for its own queries.
+  If shards begin at a tile's boundary, the bits are those of one rank.
+- ring (ring.py): K and V pass from rank to rank, so that a rank keeps two shards of each in memory.
+  Partial results are merged in float32. Liu et al., "Ring Attention with Blockwise Transformers"
+  (2023), arXiv:2310.01889.
+- ulysses (ulysses.py): an all-to-all turns shards of the sequence into shards of the heads, and
+  each rank computes attention for its heads. Jacobs et al., "DeepSpeed Ulysses" (2023),
+  arXiv:2309.14509.
 
-Liu et al., "Ring Attention with Blockwise Transformers" (2023), arXiv:2310.01889; Jacobs et al.,
-"DeepSpeed Ulysses" (2023), arXiv:2309.14509.
+Packed attention (`context_parallel_attn_varlen`) has the mode all_gather only.
 """
 
 from typing import Any, Literal
@@ -36,15 +38,14 @@ _NO_GRADIENT = (
     "alibi_slopes requires a gradient, which it does not have; pass alibi_slopes.detach()"
 )
 
-# auto: gathered K and V and the float32 sums of their gradients may take this much memory on a
-# rank. Below it all_gather is as fast as ring where links hide it, needs no merge, and has one
-# rank's bits.
+# Mode auto takes all_gather up to this many bytes of gathered K and V and of the float32 sums of
+# their gradients. There all_gather is as fast as ring, needs no merge and gives one rank's bits.
 GATHERED_BYTES = 8 << 30
 
 
 def mode_of(k: Tensor, v: Tensor, ranks: int) -> str:
-    """The mode that ``mode="auto"`` takes, of this rank's k and v: all_gather as long as the whole
-    of K and V, with the float32 sums of their gradients, fits into 8 GiB, else ring.
+    """The mode that ``mode="auto"`` chooses for this rank's k and v: all_gather if all ranks' K and
+    V and the float32 sums of their gradients fit into 8 GiB, otherwise ring.
     """
     elements = (k.numel() + v.numel()) * ranks
     return "all_gather" if elements * (k.element_size() + 4) <= GATHERED_BYTES else "ring"
@@ -68,24 +69,27 @@ def context_parallel_attn(
     seq_len: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`flash_attn` of a sequence that is cut over ranks: this rank's rows of the attention over all
-    tokens.
+    """`flash_attn` over a sequence that is cut over ranks: this rank's rows of the attention over
+    all tokens.
 
     Args:
         q: [B, Hq, S of this rank, D] float32, bfloat16, float16 or float64, a shard by
-        `shard_sequence`.
-        k: [B, Hkv, S of this rank, D], q's dtype, cut alike.
-        v: [B, Hkv, S of this rank, Dv], q's dtype, cut alike.
+            `shard_sequence`.
+        k: [B, Hkv, S of this rank, D], q's dtype, cut the same way.
+        v: [B, Hkv, S of this rank, Dv], q's dtype, cut the same way.
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks. With one
-        rank this is `flash_attn`. is_causal: query i sees keys ``j <= i``, both counted in the
-        whole sequence; likewise the windows.
-        scale, window_left, window_right, softcap: as for `flash_attn`.
+            rank this is `flash_attn`.
+        is_causal: query i sees keys ``j <= i``, both counted in the whole sequence.
+        scale, window_left, window_right, softcap: as for `flash_attn`; windows count in the whole
+            sequence.
         alibi_slopes: [Hq] or [B, Hq] float32 (float64 with float64), the same on every rank. It has
-        no gradient. sinks: [Hq] float32 or q's dtype, the same on every rank. Its gradient is the
-        sum over ranks, on every rank. layout: that of `shard_sequence`.
-        mode: ``"all_gather"``, ``"ring"`` or ``"ulysses"`` (which needs Hq and Hkv that the ranks
-        divide); ``"auto"`` is `mode_of`. seq_len: S of the whole; needed where the shards have
-        unequal lengths.
+            no gradient.
+        sinks: [Hq] float32 or q's dtype, the same on every rank. Its gradient on every rank is the
+            sum over ranks.
+        layout: that of `shard_sequence`.
+        mode: ``"all_gather"``, ``"ring"`` or ``"ulysses"``; ``"auto"`` chooses by `mode_of`.
+            ulysses needs Hq and Hkv to be multiples of the number of ranks.
+        seq_len: S of the whole sequence; needed if the shards have unequal lengths.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -93,18 +97,17 @@ def context_parallel_attn(
         q.stride(2)``; with return_lse also lse [B, Hq, S of this rank], float32 (float64 with
         float64).
 
-    Memory beyond the shards: all_gather K and V of the whole, and in backward the float32 gradients
-    of both; ring two shards of K and V and of their float32 gradients; ulysses the shards once
-    more.
+    Memory beyond the shards: all_gather holds all ranks' K and V, and in backward the float32
+    gradients of both. ring holds two shards of K and V and of their float32 gradients. ulysses
+    holds the shards a second time.
 
     Gradients: q, k, v and sinks, through out and lse. Those of k and v are summed over ranks in
     float32 in a fixed order and rounded once. A second backward raises NotImplementedError.
     Autocast casts as for `flash_attn`.
 
     Raises:
-        ValueError: what `flash_attn` refuses, a shard of a length that the cut does not give, a
-            mode or layout that does not exist, or ranks that pass different things; on every rank
-            alike.
+        ValueError: what `flash_attn` refuses, a shard whose length does not fit the cut, an unknown
+            mode or layout, or ranks that pass different arguments; raised on every rank.
     """
     rules = dict(
         is_causal=is_causal,
@@ -122,7 +125,7 @@ def context_parallel_attn(
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         refuse(group, what, q.device, _NO_GRADIENT)
     if group.size() == 1:
-        if q.dim() == k.dim() == v.dim() == 4:  # what else is no call is refused by the op
+        if q.dim() == k.dim() == v.dim() == 4:  # the op refuses other numbers of dimensions
             check_alone(what, seq_len, q=q.shape[2], k=k.shape[2], v=v.shape[2])
         return flash_attn(q, k, v, return_lse=return_lse, **rules)
     total = -1 if seq_len is None else seq_len
@@ -136,8 +139,8 @@ def context_parallel_attn(
 def _begin(
     what: str, q, k, v, call: Call, layout: str, mode: str, seq_len: int, group: str
 ) -> tuple[Ranks, Cut, str]:
-    """The group, the cut and the mode, once all ranks agree about the call; where they do not
-    compare, found once for each kind."""
+    """The group, the cut and the mode, once all ranks agree about the call. If the ranks do not
+    compare calls, the answer is cached by the call's shapes and arguments."""
     ranks = ranks_of(group)
     found: list[Any] = []
     kind = None
@@ -204,7 +207,7 @@ def _fwd(q, k, v, layout, mode, seq_len, group, **rules):
 
 def _bwd(grad_out, q, k, v, out, lse, grad_lse, layout, mode, seq_len, group, **rules):
     call = Call(rules)
-    ranks = ranks_of(group)  # they agreed in the forward
+    ranks = ranks_of(group)  # forward has checked that they agree
     cut = cut_of(total_of(q.shape[2], ranks.size, seq_len), ranks.size, layout)
     mode = mode_of(k, v, ranks.size) if mode == "auto" else mode
     given = (grad_out, grad_lse, q, k, v, out, lse)
@@ -221,7 +224,7 @@ def _bwd(grad_out, q, k, v, out, lse, grad_lse, layout, mode, seq_len, group, **
 
 
 def _stored_like(x: Tensor, grad: Tensor) -> Tensor:
-    """In x's dtype, stored by the rule of out."""
+    """grad [B, H, S, D] in x's dtype, stored [B, S, H, D] if x is."""
     if x.stride(1) < x.stride(2):
         return grad.transpose(1, 2).to(x.dtype).contiguous().transpose(1, 2)
     return grad.to(x.dtype).contiguous()
@@ -277,34 +280,37 @@ def context_parallel_attn_varlen(
     seq_len: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`flash_attn_varlen` of packed sequences whose tokens are cut over ranks; a sequence may lie
-    on several.
+    """`flash_attn_varlen` over packed sequences whose tokens are cut over ranks. A sequence may
+    span several ranks.
 
     Args:
         q: [T of this rank, Hq, D] float32, bfloat16, float16 or float64, a shard by
             `shard_sequence(..., dim=0, layout=layout)`.
-        k: [T of this rank, Hkv, D], q's dtype, cut alike.
-        v: [T of this rank, Hkv, Dv], q's dtype, cut alike.
-        cu_seqlens: [B + 1] int32, of the whole packed batch, the same on every rank.
+        k: [T of this rank, Hkv, D], q's dtype, cut the same way.
+        v: [T of this rank, Hkv, Dv], q's dtype, cut the same way.
+        cu_seqlens: [B + 1] int32: boundaries in the whole packed batch, the same on every rank.
         max_seqlen: upper bound of the sequences' lengths.
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
         is_causal, scale, window_left, window_right, softcap, alibi_slopes, sinks: as for
             `flash_attn_varlen`.
         layout: that of `shard_sequence`.
-        seq_len: T of the whole; needed where the shards have unequal lengths.
+        seq_len: T of the whole batch; needed if the shards have unequal lengths.
         return_lse: return ``(out, lse)``.
 
     Returns:
-        out [T of this rank, Hq, Dv] in q's dtype; with return_lse also lse [T of this rank, Hq].
-        Every rank gathers K and V (mode all_gather of `context_parallel_attn`). Nothing of
-        cu_seqlens is read on the host.
+        out [T of this rank, Hq, Dv] in q's dtype; with return_lse also lse [T of this rank, Hq],
+        float32 (float64 with float64).
+
+    Every rank gathers K and V (mode all_gather of `context_parallel_attn`). The host does not read
+    a cu_seqlens that lies on a GPU.
 
     Gradients: q, k, v and sinks. A second backward raises NotImplementedError. Autocast casts as
     for `flash_attn_varlen`.
 
     Raises:
         ValueError: as `context_parallel_attn`.
-        IndexError: contents of cu_seqlens, as `flash_attn_varlen`: on a GPU by a later call.
+        IndexError: cu_seqlens has invalid contents. On a GPU a later call raises it, as for
+            `flash_attn_varlen`.
     """
     rules = dict(
         is_causal=is_causal,
@@ -320,7 +326,7 @@ def context_parallel_attn_varlen(
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         refuse(group, what, q.device, _NO_GRADIENT)
     if group.size() == 1:
-        if q.dim() == k.dim() == v.dim() == 3:  # what else is no call is refused by the op
+        if q.dim() == k.dim() == v.dim() == 3:  # the op refuses other numbers of dimensions
             check_alone(what, seq_len, q=q.shape[0], k=k.shape[0], v=v.shape[0])
         lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
         return flash_attn_varlen(q, k, v, *lengths, return_lse=return_lse, **rules)
@@ -332,11 +338,13 @@ def context_parallel_attn_varlen(
 
 
 class _Packed:
-    """The call of `flash_attn_varlen` that serves a run [start, end) of this rank's queries.
+    """The arguments of the `flash_attn_varlen` call for a run [start, end) of this rank's queries.
 
-    A sequence's rows end at the run's end, and so do its keys, so that both keep the sequence's
-    bottom-right corner. Without a causal mask keys behind the run are seen, too: where places count
-    (windows, ALiBi), rows of zeros stand for the queries behind the run, up to the sequence's end.
+    `flash_attn_varlen` aligns the last query of a sequence with its last key. With a causal mask,
+    the call cuts a sequence's queries and keys at the run's end, so that this alignment stays
+    right. Without a causal mask, queries also see keys after the run. If positions count (windows,
+    ALiBi), the call then appends rows of zeros for the queries after the run, up to the end of its
+    last sequence.
     """
 
     def __init__(
@@ -354,7 +362,7 @@ class _Packed:
         self.added = min(max(max_seqlen - 1, 0), total - end) if ahead and places else 0
         self.rows = end - start + self.added
         cu_q = cu_seqlens.clamp(start, start + self.rows) - start
-        # which the kernels report
+        # -1 makes the kernels report an IndexError
         self.cu_q = cu_q if refused is None else torch.where(refused, -1, cu_q)
         self.cu_k = cu_seqlens if ahead else cu_seqlens.clamp(max=end)
         self.max_q, self.max_k = (
@@ -363,6 +371,7 @@ class _Packed:
         )
 
     def padded(self, x: Tensor, value: float = 0) -> Tensor:
+        """x with the appended rows, filled with `value`."""
         return torch.cat([x, x.new_full((self.added, *x.shape[1:]), value)]) if self.added else x
 
     def lengths(self) -> tuple:
@@ -398,8 +407,8 @@ def _begin_packed(
 
 
 def _refused_cu_seqlens(cu_seqlens: Tensor, max_seqlen: int, total: int) -> Tensor | None:
-    """On a GPU, [] bool: whether `flash_attn_varlen` of the whole would report contents; a rank's
-    call sees a part of them alone."""
+    """On a GPU: [] bool, whether `flash_attn_varlen` over the whole batch would report invalid
+    contents. The calls of a rank see only part of cu_seqlens. None on the CPU."""
     if cu_seqlens.device.type == "cpu":
         return None
     lengths = cu_seqlens.diff()
@@ -408,8 +417,8 @@ def _refused_cu_seqlens(cu_seqlens: Tensor, max_seqlen: int, total: int) -> Tens
 
 
 def _check_cu_seqlens(what: str, cu_seqlens: Tensor, max_seqlen: int, total: int) -> None:
-    """Contents are looked at on the CPU, as by `flash_attn_varlen`: each rank's call sees a part of
-    them alone."""
+    """Checks dtype and shape, and on the CPU the contents, as `flash_attn_varlen` would over the
+    whole batch. The calls of a rank see only part of cu_seqlens."""
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32 or not cu_seqlens.numel():
         got = f"{str(cu_seqlens.dtype).removeprefix('torch.')} {list(cu_seqlens.shape)}"
         raise ValueError(f"{what}: cu_seqlens must be int32 [B+1], got {got}")
@@ -451,7 +460,7 @@ def _varlen_bwd(
     grad_out, q, k, v, out, lse, cu_seqlens, max_seqlen, grad_lse, layout, seq_len, group, **rules
 ):
     call = Call(rules)
-    ranks = ranks_of(group)  # they agreed in the forward
+    ranks = ranks_of(group)  # forward has checked that they agree
     cut = cut_of(total_of(q.shape[0], ranks.size, seq_len), ranks.size, layout)
     moving = transport.Gather(cut, ranks, k, v)
     refused = _refused_cu_seqlens(cu_seqlens, max_seqlen, cut.length)
@@ -463,8 +472,7 @@ def _varlen_bwd(
     for at, start, end in cut.segments(ranks.rank):
         rows = slice(at, at + end - start)
         packed = _Packed(call, cu_seqlens, refused, max_seqlen, cut.length, start, end)
-        # An added row has no gradient of out, and with an lse that no score comes near no
-        # probability.
+        # An appended row adds nothing: its grad_out is 0, and lse = 1e30 makes its probabilities 0.
         grads = ops.flash_attn_varlen_bwd(
             packed.padded(grad_out[rows]),
             packed.padded(q[rows]),

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""estimate: a model of a training step's time over many GPUs, for a first look before any is
-rented.
+"""estimate: a model of the time of a training step on many GPUs, for planning.
 
-A step's time is that of its FLOPs on one GPU's share plus what of its communication the FLOPs
-cannot hide. Bytes are those of the algorithms: a ring's all-gather or reduce-scatter of n bytes
-over W ranks moves n (W - 1) / W a rank, an all-reduce twice that.
+The time is that of one GPU's share of the FLOPs, plus the communication that the FLOPs cannot hide.
+The bytes are those of the ring algorithms: an all-gather or reduce-scatter of n bytes over W ranks
+moves n (W - 1) / W per rank, an all-reduce twice that.
 """
 
 import dataclasses
@@ -14,18 +13,17 @@ __all__ = ["Estimate", "Machine", "estimate"]
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a model of time has to know of a cluster; the defaults are those of 8 H100 a node,
-    without NVLink multicast.
+    """A cluster. The defaults describe nodes of 8 H100, without NVLink multicast.
 
     Attributes:
-        tflops: TFLOP/s that a GPU keeps up in large 16-bit products.
-        attn_tflops: likewise in attention, forward and backward together.
-        link_gbs: GB/s a direction that a GPU has to the others of its node.
-        net_gbs: GB/s a direction that a GPU has to other nodes.
-        node: GPUs a node.
-        latency_us: what a layer's attention over ranks takes beside FLOPs and bytes, forward and
-            backward together: host time of its calls, copies inside a GPU and waiting for each
-            other. 900 in eager Python on two H200.
+        tflops: TFLOP/s that a GPU sustains in large 16-bit products.
+        attn_tflops: TFLOP/s that a GPU sustains in attention, forward and backward together.
+        link_gbs: GB/s per direction between a GPU and the others of its node.
+        net_gbs: GB/s per direction between a GPU and other nodes.
+        node: GPUs per node.
+        latency_us: the time in us that a layer's attention over ranks takes beside FLOPs and bytes,
+            forward and backward together: host time, copies inside a GPU and waits between ranks.
+            900 in eager Python on two H200.
     """
 
     tflops: float = 680.0
@@ -38,8 +36,11 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Times in milliseconds, bytes a GPU; `step_ms` is their sum, `efficiency` the share of it in
-    which FLOPs are done."""
+    """The estimate of a step: times in milliseconds, and the bytes that a GPU sends.
+
+    `step_ms` is the sum of the times. `efficiency` is the share of it that products and attention
+    take. context, tensor and data name the kinds of parallelism that communicate.
+    """
 
     gpus: int
     products_ms: float
@@ -84,21 +85,24 @@ def estimate(
 
     Args:
         layers, hidden, intermediate, heads_q, heads_kv, head_dim: the model; embeddings and the
-        loss are left out. seq_len: tokens of a sequence.
-        sequences: sequences of a step, over all GPUs.
-        data, tensor, context: ranks of data, tensor and context parallelism; the GPUs are their
-            product. Tensor ranks lie innermost, then context, then data: a form whose ranks do not
-            fit into a node goes by the network.
-        is_causal: whether half of the pairs of query and key fall away.
-        bytes_each: bytes of an activation, of K and V, and of a gradient that is sent.
-        hidden_share: the most of communication that FLOPs can hide beside it, where there are
-        enough of them. machine: what the GPUs and links do.
+            loss are left out.
+        seq_len: tokens per sequence.
+        sequences: sequences per step, over all GPUs.
+        data, tensor, context: ranks of data, tensor and context parallelism; the number of GPUs is
+            their product. Tensor ranks are innermost, then context, then data. A kind of
+            parallelism whose ranks do not fit into a node uses the network.
+        is_causal: whether a causal mask removes half of the pairs of query and key.
+        bytes_each: bytes per element of activations, K, V and gradients that are sent.
+        hidden_share: the share of the communication, 0 to 1, that FLOPs can hide if there are
+            enough of them.
+        machine: the speeds of GPUs and links.
 
     Returns:
-        An `Estimate`. It assumes equal shares, no bubble, no time for norms and the optimizer.
+        An `Estimate`. It assumes that all GPUs have equal work without idle time, and leaves out
+        norms and the optimizer.
 
     Raises:
-        ValueError: a count below 1, or a hidden_share outside 0 to 1.
+        ValueError: a count is below 1, or hidden_share is outside 0 to 1.
     """
     counts = dict(
         layers=layers,
@@ -130,11 +134,11 @@ def estimate(
         3.5 * 4 * layers * heads_q * head_dim * pairs / gpus / (machine.attn_tflops * 1e9)
     )
 
-    own = tokens / data / context  # tokens of a rank, whole in hidden
-    # K and V gathered forward and backward, their float32 gradients scattered
+    own = tokens / data / context  # tokens per rank
+    # K and V are gathered in forward and backward, their float32 gradients are scattered
     kv = layers * own * context * 2 * heads_kv * head_dim / tensor
     context_bytes = kv * (context - 1) / context * (2 * bytes_each + 4)
-    # rows gathered and scattered twice a layer, forward and backward
+    # rows are gathered and scattered twice per layer, in forward and in backward
     tensor_bytes = layers * 8 * own * hidden * bytes_each * (tensor - 1) / tensor
     data_bytes = 2 * weights / tensor * bytes_each * (data * context - 1) / (data * context)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Experts that are spread over ranks: tokens travel to the experts that they chose, results travel
-back."""
+"""Expert parallelism: each rank holds some experts. Tokens are sent to the ranks of the experts
+that the router chose for them, and results are sent back."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ __all__ = ["expert_parallel", "shard_experts"]
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows [sum of sent, H], those for each rank in the ranks' order -> [sum of met, H], those from
-    each. Its gradient goes back."""
+    """An all-to-all of rows: [sum(sent), H], sent[r] for each rank r, to [sum(met), H], met[r] from
+    each rank r. Backward sends the gradient the opposite way."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, sent: Sequence[int], met: Sequence[int], ranks: Ranks) -> Tensor:
@@ -70,33 +70,34 @@ def expert_parallel(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """`torch_gpukern.nn.grouped_experts` with the experts spread over ranks: rank r of W has
+    """`torch_gpukern.nn.grouped_experts` with the experts cut over the ranks: rank r of W holds
     experts ``r E`` to ``(r + 1) E - 1``.
 
-    A token is sent once for each expert that it chose, H values there and H back, and the same in
-    backward. The ranks first tell each other how many rows they send to each expert; the host waits
-    for these counts, so that no row is padded and none is dropped. So it can't stand in a CUDA
-    graph, and torch.compile goes on before and after it. All ranks must call it, forward and
-    backward, those without tokens, too.
+    A token is sent once to each expert that it chose: H values there and H values back, and the
+    same in backward. First the ranks exchange how many rows they send to each expert, and the host
+    waits for these counts. So no row is padded and none is dropped. But the call cannot be captured
+    in a CUDA graph, and torch.compile breaks the graph around it. All ranks must call it, forward
+    and backward, even those without tokens.
 
     Args:
-        x: [T, H] float32, bfloat16 or float16: this rank's tokens, any number.
-        expert_of: [T, J] int32 or int64, 0 to W E - 1: numbers of all ranks' experts. Another
-        number adds nothing. weight_of: [T, J].
-        up, down: [E, H, I] and [E, I', H]: this rank's experts, as many on each rank.
+        x: [T, H] float32, bfloat16 or float16: this rank's tokens; T may differ by rank.
+        expert_of: [T, J] int32 or int64: the experts of each token, in [0, W E). A choice with
+            another number adds nothing.
+        weight_of: [T, J]: the weight of each choice.
+        up, down: [E, H, I] and [E, I', H]: this rank's experts; E is the same on all ranks.
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
-        gate: of [R, I], row by row.
+        gate: maps [R, I] to [R, I'], each row by itself.
         up_bias, down_bias: [E, I] and [E, H].
 
     Returns:
-        [T, H] in x's dtype: of this rank's tokens. Gradients of all floating arguments; those of
-        the experts are sums over the tokens of all ranks.
+        [T, H] in x's dtype, for this rank's tokens.
+
+    Gradients: all floating-point arguments; those of the experts are sums over all ranks' tokens.
 
     Raises:
-        ValueError: a dtype or shape that does not fit, or that the ranks do not share.
+        ValueError: a dtype or shape does not match, or differs between ranks.
 
-    Lepikhin et al., "GShard" (2020), arXiv:2006.16668, section 3: experts over devices; here
-    without a capacity.
+    Source: Lepikhin et al., "GShard" (2020), arXiv:2006.16668, section 3, but without a capacity.
     """
     ranks = Ranks(process_group(group).group_name)
     matrices = {"up": up, "down": down, "up_bias": up_bias, "down_bias": down_bias}
@@ -108,7 +109,7 @@ def expert_parallel(
     own, (tokens, each) = up.shape[0], expert_of.shape
 
     expert_of, chosen = marked(expert_of, ranks.size * own)
-    # the rows for a rank stand side by side
+    # sorted by expert, so the rows for a rank are consecutive
     experts, order = torch.sort(expert_of.reshape(-1), stable=True)
     every = torch.arange(ranks.size * own, device=x.device, dtype=experts.dtype)
     ends = torch.searchsorted(experts, every, right=True)
@@ -131,17 +132,24 @@ def expert_parallel(
 
 
 def shard_experts(layer: MoE, group: Group = None) -> MoE:
-    """Leaves this rank's experts in a `torch_gpukern.nn.MoE`, in place: ``num_experts / W``, the
-    first ones on rank 0. Returns the layer.
+    """Reduces a `torch_gpukern.nn.MoE` in place to this rank's experts: ``num_experts / W`` of
+    them, the first ones on rank 0.
 
-    Its forward then sends tokens to the ranks of their experts (`expert_parallel`): every rank must
-    call it. Gradients of the experts are sums over all ranks' tokens, so that data parallelism must
-    leave them out; those of the router are of this rank's tokens.
+    Its forward then sends tokens to the ranks of their experts (`expert_parallel`), so every rank
+    must call it. The gradients of the experts are sums over all ranks' tokens, so data parallelism
+    must not reduce them again. The gradients of the router are of this rank's tokens only.
 
     Args:
-        layer: one whose experts are whole, and the same on every rank.
-        group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks;
-        `num_experts` must be a multiple of its size.
+        layer: a layer with all experts, the same on every rank.
+        group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
+            `num_experts` must be a multiple of its size.
+
+    Returns:
+        The layer.
+
+    Raises:
+        ValueError: the experts are cut already, or `num_experts` is no multiple of the group's
+            size.
     """
     ranks = Ranks(process_group(group).group_name)
     if layer.gate_up_proj.shape[0] != layer.num_experts:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""context_parallel_attn, mode all_gather: every rank gets all keys that its queries see, and
-attends with its queries.
+"""context_parallel_attn, mode all_gather: every rank gathers K and V and computes attention for its
+own queries.
 
-A run of queries begins as soon as the keys that it sees are there: under a causal mask a zigzag cut
-gives every rank an early run and a late one, and the late run's keys come while the early run
-attends.
+A run of queries starts as soon as the keys that it sees have arrived. Under a causal mask, a zigzag
+cut gives every rank an early and a late run. The late run's keys arrive while the early run is
+computed.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ from .local import Call, backward, empty_results, forward, forward_into, sum_sin
 from .ranks import Ranks
 from .sequence import Cut
 
-# Below this many bytes of K and V of all ranks a run waits for all keys: how short attention splits
-# its keys follows from their number, and bits from that.
+# With fewer bytes of K and V over all ranks, a run waits for all keys and is given all of them. The
+# number of keys decides how short attention splits them, and so its last bits.
 _STAGED_BYTES = 8 << 20
 
 
 class _Keys:
-    """K and V [B, Hkv, S, D] of all ranks' tokens, stored [S, B, Hkv, D], on their way."""
+    """All ranks' K and V [B, Hkv, S, D], stored [S, B, Hkv, D], while they are gathered."""
 
     def __init__(self, k: Tensor, v: Tensor, cut: Cut, ranks: Ranks):
         self._moving = transport.Gather(cut, ranks, *(x.movedim(2, 0) for x in (k, v)), lent=True)
 
     def before(self, end: int) -> list[Tensor]:
-        """Those of the first `end` tokens."""
+        """K and V of the first `end` tokens, once they have arrived."""
         return [x.narrow(0, 0, end).movedim(0, 2) for x in self._moving.wait(end)]
 
     def done(self) -> None:
@@ -37,8 +37,8 @@ class _Keys:
 
 
 def _runs(k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks) -> list[tuple[slice, int, int]]:
-    """(rows, place of the first, how many of the first keys they are given) of this rank's runs of
-    queries."""
+    """This rank's runs of queries: (rows of q, place of the first in the sequence, number of
+    leading keys that the run is given)."""
     each = sum(x.shape[0] * x.shape[1] * x.shape[3] * x.element_size() for x in (k, v))
     staged = each * cut.length >= _STAGED_BYTES
     return [
@@ -80,7 +80,7 @@ def differentiate(
     cut: Cut,
     ranks: Ranks,
 ):
-    """(dq, dk, dv, dsinks); the shares of dk and dv go to their tokens' ranks."""
+    """(dq, dk, dv, dsinks). A rank's shares of dk and dv are sent to the owners of the tokens."""
     keys, dq, shares, of_sinks = _Keys(k, v, cut, ranks), torch.empty_like(q), [], None
     for rows, start, seen in _runs(k, v, call, cut, ranks):
         given = (x if x is None else x[:, :, rows] for x in (grad_out, grad_lse, q))
@@ -100,8 +100,8 @@ def differentiate(
 
 
 def _sum_of(shares: Sequence[Tensor], like: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """[S, B, Hkv, D]: the sum of gradients [B, Hkv, at most S, D], each of the first keys, in
-    dtype."""
+    """The sum [S, B, Hkv, D] in dtype of gradients [B, Hkv, n, D], each of the first n <= S
+    keys."""
     longest = max((x.shape[2] for x in shares), default=0)
     batch, heads, _, dim = like.shape
     total = None

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A rank's own attention: queries of one run of tokens over a run of keys, both somewhere in the
-whole sequence."""
+"""A rank's own attention in context parallelism: a consecutive run of queries over a run of keys,
+each at its place in the whole sequence. gathered.py, ring.py and ulysses.py call it."""
 
 from typing import Any
 
@@ -15,23 +15,24 @@ from .ranks import Ranks
 
 
 class Call(Rules):
-    """What an attention call says beside q, k and v: the rules that this package's ops take."""
+    """The arguments of an attention call other than q, k and v (scale, masks, sinks and so on)."""
 
     def facts(self) -> dict[str, Any]:
-        """For the ranks' agreement."""
+        """The arguments for `agree`: dtype and shape of tensors, values of others."""
         return {
             name: f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else x
             for name, x in self.items()
         }
 
     def kind(self) -> tuple:
-        """The same, as a key: of tensors what a call may be refused for."""
+        """The same as a dictionary key: dtype, shape and device of tensors, values of others."""
         return tuple(
             (x.dtype, x.shape, x.device) if isinstance(x, Tensor) else x for x in self.values()
         )
 
     def check(self, what: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Raises what the op would, before anything is sent: by a call of no token."""
+        """Raises what `flash_attn` would, before anything is sent. It runs a call without
+        tokens."""
         try:
             none = (x[:, :, :0] for x in (q, k, v))
             ops.flash_attn_fwd(*none, **self)
@@ -39,7 +40,7 @@ class Call(Rules):
             raise ValueError(f"{what}: {str(error).partition(': ')[2] or error}") from None
 
     def of_heads(self, first: int, heads: int) -> "Call":
-        """The call of some of q's heads."""
+        """The same call for q's heads [first, first + heads)."""
         slopes, sinks = self.alibi_slopes, self.sinks
         return self.but(
             alibi_slopes=None if slopes is None else slopes[..., first : first + heads],
@@ -47,7 +48,7 @@ class Call(Rules):
         )
 
     def last_seen(self, end: int, tokens: int) -> int:
-        """How many of the first keys of a sequence queries before `end` may see."""
+        """The number of leading keys, of `tokens`, that queries before `end` may see."""
         right = 0 if self.is_causal else self.window_right
         return tokens if right < 0 else min(tokens, end + right)
 
@@ -61,7 +62,7 @@ class Call(Rules):
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call with these q and v, not filled."""
+    """Uninitialised out [B, Hq, Sq, Dv] and lse [B, Hq, Sq] of a call with these q and v."""
     batch, heads, tokens, _ = q.shape
     if q.stride(1) < q.stride(2):
         out = q.new_empty((batch, tokens, heads, v.shape[3])).transpose(1, 2)
@@ -73,12 +74,12 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of queries that stand at key `diagonal` and after. dtype: out's, q's or float32."""
+    """(out, lse) of queries whose first stands at key `diagonal`. dtype: out's, q's or float32."""
     return ops.flash_attn_fwd(q, k, v, diagonal=diagonal, out_dtype=dtype, **call)
 
 
 def forward_into(out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int) -> Tensor:
-    """lse; out [B, Hq, Sq, Dv] may be some rows of a larger tensor."""
+    """Writes out [B, Hq, Sq, Dv], which may be some rows of a larger tensor, and returns lse."""
     lse = q.new_empty(q.shape[:3], dtype=stats_dtype(q))
     ops.flash_attn_into(q, k, v, out, lse, diagonal=diagonal, **call)
     return lse
@@ -87,7 +88,7 @@ def forward_into(out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, diago
 def accumulate(
     q: Tensor, k: Tensor, v: Tensor, call: Call, diagonal: int, out: Tensor, lse: Tensor
 ) -> None:
-    """Joins the attention over more keys to out and lse, which are float32 (float64)."""
+    """Merges the attention over more keys into out and lse, which are float32 (float64)."""
     ops.flash_attn_accumulate(q, k, v, out, lse, diagonal=diagonal, **call)
 
 
@@ -103,10 +104,11 @@ def backward(
     diagonal: int,
     part: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dsinks), the first three float32 (float64 with float64).
+    """(dq, dk, dv, dsinks); dq, dk and dv are float32 (float64 with float64).
 
-    part: k and v are some of the keys that out and lse are of. dq is then these keys' share, and so
-    is dsinks on the CPU (gpukern_ranks.h); on a GPU there is none.
+    part: k and v are only some of the keys that out and lse were computed from. Then dq is the
+    share of these keys. dsinks is their share on the CPU (gpukern_ranks.h); on a GPU it is not
+    computed.
     """
     grads = ops.flash_attn_bwd(
         grad_out, q, k, v, out, lse, grad_lse, diagonal=diagonal, deterministic=are_deterministic(),
@@ -116,7 +118,7 @@ def backward(
 
 
 def sum_sinks(dsinks: Tensor | None, call: Call, lse: Tensor, ranks: Ranks) -> Tensor | None:
-    """The sinks' gradient of all ranks' rows."""
+    """The gradient [Hq] of the sinks, summed over all ranks' rows; None without sinks."""
     if call.sinks is None:
         return None
     mine = (

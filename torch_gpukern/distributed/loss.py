@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """linear_cross_entropy whose classes are cut over ranks: the loss of a vocabulary-parallel head.
 
-Each rank has the logits of its own classes for some rows at a time. What ranks tell each other is
-three numbers a row: lse, the target's logit and, with label smoothing, the sum of the logits. So 12
-bytes a row stand for the 4 V bytes of the logits.
+Each rank computes the logits of its own classes, for some rows at a time. The ranks exchange at
+most
+three numbers per row: lse, the target's logit and, with label smoothing, the sum of the logits. So
+they send 12 bytes per row instead of the 4 V bytes of its logits.
 
-Shoeybi et al., "Megatron-LM" (2019), arXiv:1909.08053, section 3.
+Source: Shoeybi et al., "Megatron-LM" (2019), arXiv:1909.08053, section 3.
 """
 
 from typing import get_args
@@ -46,21 +47,20 @@ def vocab_parallel_linear_cross_entropy(
     reduction: Reduction = "mean",
     z_loss: float = 0.0,
 ) -> Tensor:
-    """`linear_cross_entropy` of a weight whose rows, the classes, are cut over ranks; no rank sees
-    another's logits.
+    """`linear_cross_entropy` of a weight whose rows, the classes, are cut over ranks. Logits never
+    leave their rank.
 
     Args:
         x: [..., H] float32, bfloat16, float16 or float64, the same on every rank.
         weight: [V of this rank, H], x's dtype: rank r of W holds chunk r of
             `torch.tensor_split(whole, W)`.
-        target: [...] int64, classes in [0, V) of the whole or ignore_index, the same on every
-            rank.
+        target: [...] int64, classes in [0, V of all ranks) or ignore_index, the same on every rank.
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks. With one
             rank this is `linear_cross_entropy` with low_memory.
         bias: [V of this rank], x's dtype.
-        class_weight: [V of the whole], the same on every rank, `cross_entropy`'s weight. It has
-            no gradient.
-        classes: V of the whole; needed where the ranks have unequal numbers of classes.
+        class_weight: [V of all ranks] float32, the same on every rank: the weight of
+            `cross_entropy`. It has no gradient.
+        classes: V of all ranks; needed if the ranks have unequal numbers of classes.
         ignore_index, label_smoothing, softcap, logit_scale, reduction, z_loss: as for
         `linear_cross_entropy`.
 
@@ -68,19 +68,21 @@ def vocab_parallel_linear_cross_entropy(
         [] or, without a reduction, [...]: float32 (float64 with float64), the same bits on every
         rank.
 
-    Gradients: x, weight and bias. x's is the sum over ranks, in float32 in rank order, rounded
-    once: the same on every rank. Those of weight and bias are of this rank's classes. The loss is
-    the same on every rank, and so its gradient must be. A second backward raises
-    NotImplementedError. Autocast casts x, weight and bias.
+    Gradients: x, weight and bias. x's gradient is the sum over ranks, in float32 in rank order,
+    rounded once; every rank gets it. The gradients of weight and bias are those of this rank's
+    classes. The loss is the same on every rank, so its gradient must be the same, too. A second
+    backward raises NotImplementedError. Autocast casts x, weight and bias.
 
-    Sent: 8 bytes a row forward (12 with label smoothing), and in backward the float32 gradient of x
-    to its owners and back. Memory beyond arguments and results: 4 M H + 512 MiB on each rank, and 4
-    M H on the way between ranks (float64: 8 M H).
+    Communication: forward sends 8 bytes per row (12 with label smoothing). Backward sends the
+    float32 gradient of x to the rows' owners and back. Memory beyond arguments and results, with M
+    rows: 4 M H bytes + 512 MiB on each rank, and 4 M H bytes of buffers for transfers (float64: 8 M
+        H).
 
     Raises:
         ValueError: a shape, dtype or value that the op does not take, or ranks that pass different
-        things; on every rank alike. IndexError: on the CPU, a target that is no class. On CUDA that
-        row's loss is then NaN.
+            arguments; raised on every rank.
+        IndexError: a target on the CPU is not in [0, V) and not ignore_index. On CUDA that row's
+            loss is NaN instead.
     """
     group = process_group(group)
     if reduction not in get_args(Reduction):
@@ -132,7 +134,7 @@ def _require(holds: bool, text: str) -> None:
 
 
 def _own_classes(weight: Tensor, ranks: Ranks, classes: int) -> tuple[int, int]:
-    """(the first class of this rank, all ranks' classes)."""
+    """(this rank's first class, the number of classes of all ranks)."""
     cut = Cut(weight.shape[0] * ranks.size if classes < 0 else classes, ranks.size, "contiguous")
     (start, end), *_ = cut.spans[ranks.rank]
     _require(
@@ -162,7 +164,7 @@ def _begin(
             shape = list(class_weight.shape)
             _require(shape == [whole], f"class_weight must have shape [{whole}], got {shape}")
             own = class_weight[first : first + weight.shape[0]]
-        if weight.shape[0]:  # what the op of one rank refuses, by a call of no row
+        if weight.shape[0]:  # a call without rows raises what the single-rank op would
             _require(
                 target.shape == x.shape[:-1],
                 f"target must have shape {list(x.shape[:-1])}, got {list(target.shape)}",
@@ -225,7 +227,7 @@ def _fwd(x, weight, target, bias, classes, group, **rules):
 def _bwd(
     grad_loss, x, weight, target, lse, bias, classes, group, need_x, need_weight, need_bias, **rules
 ):
-    ranks = Ranks(group)  # they agreed in the forward
+    ranks = Ranks(group)  # forward has checked that they agree
     first, whole = _own_classes(weight, ranks, classes)
     flat = target.reshape(-1)
     rows = x.reshape(flat.numel(), x.shape[-1])
@@ -264,7 +266,7 @@ def _save(needs, args, loss, lse):
 
 
 def _backward(needs, grad_loss, grad_lse, **kept):
-    # lse is of no other use than backward
+    # lse is returned only for backward, so grad_lse is ignored
     if grad_loss is None or not needs & {"x", "weight", "bias"}:
         return {}
     wanted = {f"need_{name}": name in needs for name in ("x", "weight", "bias")}

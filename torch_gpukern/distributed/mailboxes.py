@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Short sums over the GPUs of one host by one kernel: each rank writes its part into the others'
-mailboxes, which are symmetric memory.
+"""Small sums over the GPUs of one host by one kernel: each rank writes its part into the other
+ranks' mailboxes, which lie in torch's symmetric memory.
 
-A set of mailboxes serves calls that follow each other. So each stream has its own, and so has each
-capture into a CUDA graph: two graphs may replay at a time. What a capture took is not given back.
+A set of mailboxes may only serve calls that run one after the other. So each stream has a set of
+its own. Each capture into a CUDA graph has one too, since two graphs may replay at the same time.
+The mailboxes of a capture are never freed.
 """
 
 import torch
@@ -16,15 +17,15 @@ from .symmetric import Symmetric, reaches_all
 
 __all__ = ["mailboxes_for"]
 
-# What a rank writes at most. At 2 MiB the bytes take 6 us, as long as what they save: two kernels
-# and NCCL's start.
+# The most bytes that a rank writes. At 2 MiB they take 6 us, as long as what this path saves: two
+# kernels and the start of NCCL.
 MOST_BYTES = 2 << 20
 _LEAST_ELEMENTS, _MOST_RANKS = 1 << 14, 16
 _CHUNK_BYTES, _MOST_CHUNKS = 64 << 20, 4
 
 
 class _Chunk:
-    """Symmetric memory from which mailboxes are cut; zeros on every rank."""
+    """Symmetric memory, zeroed on every rank, from which mailboxes are cut."""
 
     def __init__(self, ranks: Ranks, device: torch.device):
         self._symmetric, self.free = Symmetric(_CHUNK_BYTES, ranks, device), 0
@@ -34,6 +35,7 @@ class _Chunk:
         torch.cuda.synchronize(device)
 
     def cut(self, size: int, ranks: int) -> list[Tensor] | None:
+        """Each rank's next `size` bytes; None if the chunk has less."""
         at = self.free
         if at + size > _CHUNK_BYTES:
             return None
@@ -44,16 +46,16 @@ class _Chunk:
 
 
 class _Mailboxes:
-    """Those of a group on this rank's GPU."""
+    """The mailboxes of a group on this rank's GPU."""
 
     def __init__(self, ranks: Ranks, device: torch.device):
         self._ranks, self._device = ranks, device
         self._chunks: list[_Chunk] = []
-        # by capture, stream and most elements
+        # key: (capture id, stream, largest number of elements)
         self._of: dict[tuple[int, int, int], list[Tensor]] = {}
 
     def of(self, elements: int) -> list[Tensor] | None:
-        """Each rank's, for the current stream; None in a capture that finds no room."""
+        """Each rank's mailboxes for the current stream; None in a capture that finds no room."""
         stream = torch.cuda.current_stream(self._device).cuda_stream
         capture = ops.capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
         most = max(_LEAST_ELEMENTS, 1 << (elements - 1).bit_length())
@@ -72,7 +74,8 @@ class _Mailboxes:
         return found
 
     def _make_room(self, size: int) -> None:
-        """Half a chunk beside: captures, which can make none, find room then."""
+        """Makes sure that `size` bytes and half a chunk more are free. Captures cannot allocate
+        chunks, so they need the reserve."""
         free = max((_CHUNK_BYTES - chunk.free for chunk in self._chunks), default=0)
         if free < _CHUNK_BYTES // 2 + size and len(self._chunks) < _MOST_CHUNKS:
             self._chunks.append(_Chunk(self._ranks, self._device))
@@ -82,9 +85,9 @@ _known: dict[str, tuple[dist.ProcessGroup, _Mailboxes | None]] = {}
 
 
 def mailboxes_for(x: Tensor, ranks: Ranks) -> list[Tensor] | None:
-    """Each rank's, for the sum over ranks of x on the current stream; None where it goes another
-    way. Alike on all ranks, for x of one shape: a group's first call of this kind must not stand in
-    a capture, or NCCL serves that.
+    """Each rank's mailboxes for the sum of x over ranks on the current stream, or None if another
+    transport must serve. All ranks get the same answer for an x of the same shape. A group whose
+    first such call is inside a capture gets None there, and NCCL serves it.
     """
     if (
         x.device.type != "cuda"
@@ -96,7 +99,7 @@ def mailboxes_for(x: Tensor, ranks: Ranks) -> list[Tensor] | None:
     if x.numel() * x.element_size() * (ranks.size - 1) > MOST_BYTES:
         return None
     name, group = ranks.group.group_name, ranks.group
-    if name not in _known or _known[name][0] is not group:  # a name may come back for another group
+    if name not in _known or _known[name][0] is not group:  # another group may reuse the name
         if torch.cuda.is_current_stream_capturing():
             return None
         _known[name] = group, _Mailboxes(ranks, x.device) if reaches_all(x.device, ranks) else None

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""context_parallel_paged_attn: decoding over a cache whose keys are spread over ranks."""
+"""context_parallel_paged_attn: decoding over a paged cache whose keys are spread over ranks. Each
+rank computes attention over its own keys, and the ranks' results are merged by their lse."""
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from .symmetric import define_op_of_ranks
 
 __all__ = ["context_parallel_paged_attn"]
 
-_OWN = ("sinks", "k_scale", "v_scale")  # tensors where they are given
+_OWN = ("sinks", "k_scale", "v_scale")  # tensors, if given
 
 
 def context_parallel_paged_attn(
@@ -34,33 +35,32 @@ def context_parallel_paged_attn(
     v_scale: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`paged_attn` over the keys of all ranks: each rank holds some keys of every sequence, in
-    pages of its own.
+    """`paged_attn` over the keys of all ranks: each rank holds some keys of every sequence, in its
+    own pages.
 
     Args:
         q: [T, Hq, D], the same on every rank.
         k_cache: [num_blocks, block_size, Hkv, D], this rank's.
         v_cache: [num_blocks, block_size, Hkv, Dv], this rank's.
         block_table: [B, max_blocks] int32, this rank's.
-        local_seq_lens: [B] int32: keys of each sequence that this rank holds; 0 is none. All of
-            them are seen by all query tokens of the sequence, so with several new tokens a sequence
-            those are not causal among each other. Where a sequence has more query tokens than this
-            rank has keys of it, its page is read like any other.
+        local_seq_lens: [B] int32: the number of keys of each sequence that this rank holds, 0 if
+            none. Every query token of a sequence sees all of them, so several new tokens of a
+            sequence are not causal among each other. A sequence may have more query tokens than
+            this rank has keys of it.
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
         cu_seqlens_q, max_seqlen_q, scale, softcap, k_scale, v_scale: as for `paged_attn`.
         sinks: [Hq] as for `paged_attn`, the same on every rank; they count once.
         return_lse: return ``(out, lse)``.
 
     Returns:
-        out [T, Hq, Dv] in q's dtype and lse [T, Hq], the same bits on every rank: the ranks'
-        results merged in their order, in float32. Windows and ALiBi need places of keys, which
-        spread keys do not have: gather them, or let a window's keys lie on one rank.
+        out [T, Hq, Dv] in q's dtype and lse [T, Hq] float32 (float64 with float64), the same bits
+        on every rank. The ranks' results are merged in rank order, in lse's dtype.
 
-    Can be captured in a CUDA graph (NCCL). There is no gradient. Autocast casts as for
-    `paged_attn`.
+    Windows and ALiBi are not supported, because they need the positions of keys. The call can be
+    captured in a CUDA graph (NCCL). There is no gradient. Autocast casts as for `paged_attn`.
 
     Raises:
-        ValueError: as `paged_attn`, or ranks that pass different things; on every rank alike.
+        ValueError: as `paged_attn`, or ranks pass different arguments; raised on every rank.
         IndexError: as `paged_attn`.
     """
     group = process_group(group)
@@ -80,8 +80,8 @@ def _fwd(
     mine = rules if ranks.rank == 0 else rules.but(sinks=None)  # the sinks count once
 
     def describe() -> dict:
-        # This rank's own keys first: what is wrong with its pages, be it their contents, is then
-        # said before anything is sent.
+        # Compute this rank's part here, so that an error about its pages, even about their
+        # contents, is raised before anything is sent.
         lengths = local_seq_lens, cu_seqlens_q, max_seqlen_q
         found.extend(
             ops.paged_attn_fwd(q, k_cache, v_cache, block_table, *lengths, is_causal=False, **mine)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Products whose operands are cut over ranks: tensor and sequence parallelism.
+"""Matrix products whose operands are cut over ranks: tensor and sequence parallelism.
 
-Shoeybi et al., "Megatron-LM" (2019), arXiv:1909.08053; Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models" (2022), arXiv:2205.05198, for rows that are gathered
-before and scattered after.
+Tensor parallelism: Shoeybi et al., "Megatron-LM" (2019), arXiv:1909.08053. Sequence parallelism,
+which gathers rows before a product and scatters them after: Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models" (2022), arXiv:2205.05198.
+
+Each public function is an op of its own with a kernel (`_*_fwd`), a fake function for the compiler
+and a backward. The other ops of this file are the products and transfers that backward needs.
 """
 
 import torch
@@ -21,7 +24,7 @@ __all__ = ["all_gather_gemm", "gemm_all_reduce", "gemm_reduce_scatter"]
 
 
 class _Rows(Cut):
-    """Rows that each rank has, where they may be unequal."""
+    """A cut of rows of which each rank may hold any number, in rank order."""
 
     def __init__(self, rows: list[int]):
         ends = [sum(rows[: i + 1]) for i in range(len(rows))]
@@ -39,7 +42,8 @@ def _cut_evenly(rows: int, size: int) -> Cut:
 
 
 def _describe(what: str, a: Tensor, b: Tensor, *, rows: bool, columns: bool, **more) -> dict:
-    """rows, columns: whether those of a, and of b, must be equal on all ranks."""
+    """Checks a [M, K] and b [K, N] and returns what must be equal on all ranks. rows, columns:
+    whether the rows of a, and the columns of b, must be equal."""
     for name, x in (("a", a), ("b", b)):
         if x.dim() != 2:
             raise ValueError(f"{what}: {name} must have 2 dimensions, got {x.dim()}")
@@ -60,8 +64,8 @@ def _describe(what: str, a: Tensor, b: Tensor, *, rows: bool, columns: bool, **m
 def _refuse_as_gemm(
     what: str, a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str = "none"
 ) -> None:
-    """Raises what gemm would, before anything is sent: by a call of no row and no column, once for
-    each kind of call."""
+    """Raises what `gemm` would, before anything is sent. It runs a call without rows and columns,
+    once for each combination of devices, layouts, dtypes and activation."""
     kind = (a.device, a.layout, a.dtype, b.device, b.layout, b.dtype, activation)
     kind += () if bias is None else (bias.device, bias.layout, bias.dtype, bias.dim())
     if kind in _not_refused:
@@ -77,7 +81,7 @@ _not_refused: set[tuple] = set()
 
 
 def _agree_about_sum(ranks: Ranks, what: str, a: Tensor, b: Tensor) -> None:
-    """The ranks' products are of one shape."""
+    """Checks that all ranks' products have the same shape and dtype."""
 
     def describe() -> dict:
         same = _describe(what, a, b, rows=True, columns=True)
@@ -88,7 +92,7 @@ def _agree_about_sum(ranks: Ranks, what: str, a: Tensor, b: Tensor) -> None:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, not rounded: float32 (float64)."""
+    """a @ b in the accumulator's dtype: float32 (float64)."""
     return ops.gemm(a, b, out_dtype=accumulator(a))
 
 
@@ -104,31 +108,31 @@ def all_gather_gemm(
     activation: str = "none",
     return_gathered: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``activation(gathered a @ b + bias)``: the column-parallel product of Megatron, over rows
-    that are cut over ranks.
+    """``activation(gathered a @ b + bias)``: Megatron's column-parallel product, over rows that are
+    cut over the ranks.
 
     Args:
         a: [M of this rank, K] float32, bfloat16, float16 or float64. M may differ by rank, but not
-        in compiled code. b: [K, N of this rank], a's dtype, any strides: this rank's columns of the
-        weight.
+            in compiled code.
+        b: [K, N of this rank], a's dtype, any strides: this rank's columns of the weight.
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
         bias: [N of this rank], a's dtype.
         activation: none, relu, gelu, gelu_tanh or silu.
         return_gathered: return ``(out, gathered)``.
 
     Returns:
-        out [M of all ranks, N of this rank] in a's dtype; with return_gathered also a of all ranks,
-        in their order.
+        out [M of all ranks, N of this rank] in a's dtype; with return_gathered also all ranks' a,
+        in rank order.
 
-    Gradients: a (the ranks' shares summed in float32 in rank order, rounded once), b and bias;
-    twice differentiable, but for a through both results. Several calls may be in flight. Autocast
-    casts these three.
+    Gradients: a (the ranks' shares summed in float32 in rank order, rounded once), b and bias. They
+    can be differentiated again, except for a through both results. Several calls may be in flight.
+    Autocast casts a, b and bias.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or ranks that pass different things; on every
-        rank alike.
+        ValueError: shapes or dtypes that do not match, or ranks that pass different arguments;
+            raised on every rank.
     """
-    keep = return_gathered or (b.requires_grad and torch.is_grad_enabled())  # b's gradient reads it
+    keep = return_gathered or (b.requires_grad and torch.is_grad_enabled())  # for b's gradient
     out, gathered, _ = ops.all_gather_gemm_fwd(
         a, b, bias, activation, keep, process_group(group).group_name
     )
@@ -155,7 +159,8 @@ def _gather_fwd(a, b, bias, activation, keep, group):
 
 
 def _gathered_product(a, b, bias, activation, keep, cut, ranks):
-    """(out, gathered, preact) of the product of all ranks' rows."""
+    """(out, gathered, preact) of the product of all ranks' rows. Results that are not wanted are
+    empty. A large product starts with this rank's rows while the others' arrive."""
     overlaps = activation in ("none", "relu") and _overlaps(
         cut.length // ranks.size, a.shape[1], a, ranks
     )
@@ -165,7 +170,7 @@ def _gathered_product(a, b, bias, activation, keep, cut, ranks):
         out, preact = ops.gemm_fwd(moving.whole[0], b, bias, activation=activation)
         return out, moving.whole[0] if keep else a.new_empty((0, a.shape[1])), preact
     out = a.new_empty((cut.length, b.shape[1]))
-    # this rank's rows first, while the others' are on their way
+    # this rank's rows first, while the others' arrive
     ((start, end),) = cut.spans[ranks.rank]
     _into(out[start:end], a, b, bias, activation=activation)
     moving.done()
@@ -176,8 +181,8 @@ def _gathered_product(a, b, bias, activation, keep, cut, ranks):
     return out, gathered if keep else a.new_empty((0, a.shape[1])), a.new_empty(0)
 
 
-# Below this many bytes on their way a product is not cut: two small ones take longer than the
-# transfer.
+# A product is cut to overlap with its transfer only if at least this many bytes are transferred:
+# otherwise two smaller products take longer than the transfer.
 _OVERLAP_BYTES = 2 << 20
 
 
@@ -215,7 +220,7 @@ def _gather_save(needs, args, out, gathered, preact):
 def _gather_backward(
     needs, b, gathered, saved, activation, group, rows, grad_out, grad_gathered, grad_preact, **_
 ):
-    """grad_preact: of a second derivative, which goes through the value before the activation."""
+    """grad_preact: the gradient of the value before the activation, from a second derivative."""
     grads = {}
     if grad_out is not None and activation != "none":
         grad_out = ops.gemm_act_bwd(grad_out, saved, activation)
@@ -252,7 +257,7 @@ def _product_to_owners(a, b, rows, group):
 
 
 def _operands(needs, args, *results):
-    """What the gradients of a product read."""
+    """Saves a and b for backward."""
     return args[:2], {}
 
 
@@ -299,8 +304,8 @@ define_op_of_ranks(
 
 
 def gemm_reduce_scatter(a: Tensor, b: Tensor, group: Group = None) -> Tensor:
-    """This rank's rows of the sum over ranks of ``a @ b``: the row-parallel product of Megatron,
-    its rows scattered.
+    """This rank's rows of the sum over ranks of ``a @ b``: Megatron's row-parallel product with its
+    rows scattered.
 
     Args:
         a: [M, K of this rank] float32, bfloat16, float16 or float64.
@@ -308,15 +313,15 @@ def gemm_reduce_scatter(a: Tensor, b: Tensor, group: Group = None) -> Tensor:
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
 
     Returns:
-        [M of this rank, N] in a's dtype, the rows that `torch.tensor_split` gives rank r; any M.
-        The ranks' products are summed in float32 in rank order and rounded once.
+        [M of this rank, N] in a's dtype: rank r has chunk r of `torch.tensor_split` over M rows,
+        for any M. The ranks' products are summed in float32 in rank order and rounded once.
 
     Gradients: a and b. A second backward raises NotImplementedError. Several calls may be in
     flight. Autocast casts both.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or ranks that pass different things; on every
-        rank alike.
+        ValueError: shapes or dtypes that do not match, or ranks that pass different arguments;
+            raised on every rank.
     """
     return ops.gemm_reduce_scatter(a, b, process_group(group).group_name)
 
@@ -328,10 +333,11 @@ def _scatter_fwd(a, b, group):
 
 
 def _scattered_product(a: Tensor, b: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
-    """This rank's rows of the sum over ranks of a @ b, the ranks in order, rounded once."""
+    """This rank's rows of the sum over ranks of a @ b, in rank order, rounded once. A large product
+    is cut into parts, so that the transfer of one overlaps with the computation of the next."""
     if not _overlaps(cut.length, b.shape[1], a, ranks):
         return transport.sum_to_owners(_product(a, b), cut, ranks, a.dtype)
-    # The others' rows first, each on its way while the next are computed; this rank's last.
+    # The other ranks' rows first: each is sent while the next is computed. This rank's rows last.
     moving = transport.ToOwners(cut, ranks, a.new_empty((0, b.shape[1]), dtype=accumulator(a)))
     ((first, last),) = cut.spans[ranks.rank]
     mine = a[first:last]
@@ -346,7 +352,7 @@ def _scattered_product(a: Tensor, b: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
         for at, to in _parts(end - start, cut.most, count):
             moving.copy_rows(step, at, _product(a[start + at : start + to], b))
     out = a.new_empty((last - first, b.shape[1]))
-    if ranks.size == 2:  # either order is the ranks': the last products add what came
+    if ranks.size == 2:  # a + b = b + a, so the last products may add what arrived
         for i, (at, to) in enumerate(_parts(last - first, cut.most, count)):
             came = moving.arrived(i + 1)[1 - ranks.rank]
             if at < to:
@@ -361,15 +367,15 @@ def _scattered_product(a: Tensor, b: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
 
 
 def _parts(rows: int, most: int, count: int) -> list[tuple[int, int]]:
-    """[0, rows) in parts of whole tiles, as many on every rank, of which none has more than `most`
-    rows."""
+    """[0, rows) cut into parts of whole tiles. Every rank gets the same number of parts: they are
+    computed from `most`, the rows of the rank that has the most, and later parts may be empty."""
     each = max(1, -(-most // (count * _TILE_ROWS))) * _TILE_ROWS
     return [(min(rows, at), min(rows, at + each)) for at in range(0, most, each)]
 
 
 def _how_many(rows: int, columns: int) -> int:
-    """Parts that a rank's rows leave in: of 2 to 4 those whose products have the fewest waves, and
-    of such the most."""
+    """The number of parts into which a rank's rows are cut: of 2, 3 and 4 the one whose products
+    take the fewest waves, on a tie the largest."""
 
     def waves(count: int) -> int:
         tiles = (
@@ -381,16 +387,16 @@ def _how_many(rows: int, columns: int) -> int:
     return min((4, 3, 2), key=waves)
 
 
-# Hopper's, for the number of parts alone. M 8192 on two H200, us with 2, 3, 4 parts: (8192, 10240)
-# 1239, 1415, 1329; (4096, 6144) 511, 477, 542; (8192, 57344) 7210, 6944, 7066: the fewest waves
-# each time.
+# Hopper's SMs and tile, used only to choose the number of parts. Measured on two H200 with M 8192,
+# us with 2, 3 and 4 parts: (8192, 10240) 1239, 1415, 1329; (4096, 6144) 511, 477, 542; (8192,
+# 57344) 7210, 6944, 7066. The number with the fewest waves was fastest each time.
 _SMS, _TILE_COLUMNS = 132, 256
 _TILE_ROWS = 128
 
 
 def _scatter_fake(a, b, group):
     ranks = ranks_of(group)
-    # torch.tensor_split's, of symbols, too
+    # the rows of torch.tensor_split, in a form that also works for symbolic sizes
     rows = (a.shape[0] + ranks.size - 1 - ranks.rank) // ranks.size
     return a.new_empty((rows, b.shape[1]))
 
@@ -451,7 +457,7 @@ define_op_of_ranks(
 
 
 def gemm_all_reduce(a: Tensor, b: Tensor, group: Group = None) -> Tensor:
-    """The sum over ranks of ``a @ b`` on every rank: the row-parallel product of Megatron.
+    """The sum over ranks of ``a @ b`` on every rank: Megatron's row-parallel product.
 
     Args:
         a: [M, K of this rank] float32, bfloat16, float16 or float64.
@@ -462,13 +468,13 @@ def gemm_all_reduce(a: Tensor, b: Tensor, group: Group = None) -> Tensor:
         [M, N] in a's dtype, the same bits on every rank: summed in float32 in rank order, rounded
         once.
 
-    Gradients: a and b. The result is the same on every rank, and so its gradient must be: each rank
-    takes its own, nothing is summed (Megatron's convention). Twice differentiable. Several calls
-    may be in flight. Autocast casts both.
+    Gradients: a and b. The result is the same on every rank, so its gradient must be the same, too.
+    Each rank uses its own gradient and nothing is summed (Megatron's convention). Gradients can be
+    differentiated again. Several calls may be in flight. Autocast casts both.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or ranks that pass different things; on every
-        rank alike.
+        ValueError: shapes or dtypes that do not match, or ranks that pass different arguments;
+            raised on every rank.
     """
     return ops.gemm_all_reduce(a, b, process_group(group).group_name)
 

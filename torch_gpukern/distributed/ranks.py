@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A group of ranks: its name, who is in it, and whether they agree about a call."""
+"""A group of ranks: its name, its members, and the check that all ranks make the same call."""
 
 import hashlib
 import json
@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-# The name of newer releases, where the older one warns.
+# Newer torch releases have all_gather_single and warn about the older name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Group = ProcessGroup | DeviceMesh | None
 
 
 def process_group(group: Group) -> ProcessGroup:
-    """The group that a caller means; None is that of all ranks."""
+    """The `ProcessGroup` that `group` stands for; None is the group of all ranks."""
     if group is None:
         group = dist.group.WORLD
     if isinstance(group, DeviceMesh):
@@ -44,7 +44,7 @@ def of_name(name: str) -> ProcessGroup:
 
 
 def _timeout_s(group: ProcessGroup) -> float:
-    """The group's own, of the backend that serves GPUs."""
+    """The timeout of the group's CUDA backend, or torch's default."""
     try:
         return group._get_backend(torch.device("cuda")).options._timeout.total_seconds()
     except (RuntimeError, AttributeError):  # no such backend, or one without options
@@ -52,20 +52,20 @@ def _timeout_s(group: ProcessGroup) -> float:
 
 
 class Ranks:
-    """The ranks of a group, as one of them sees them."""
+    """A group, this process's rank in it, and its size."""
 
     def __init__(self, name: str):
         self.group = of_name(name)
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
-        self.timeout_s = _timeout_s(self.group)  # after which a kernel gives up on a rank
+        self.timeout_s = _timeout_s(self.group)  # a kernel that waits longer for a rank gives up
 
     def peer(self, rank: int) -> int:
-        """The number that point-to-point calls know a rank of this group by."""
+        """The global rank of a rank of this group; point-to-point calls take global ranks."""
         return dist.get_global_rank(self.group, rank)
 
     def around(self, step: int) -> tuple[int, int]:
-        """The rank `step` behind this one in the circle, and the one `step` before."""
+        """The ranks `step` after and `step` before this one, modulo the group's size."""
         return (self.rank + step) % self.size, (self.rank - step) % self.size
 
 
@@ -73,9 +73,9 @@ _known: dict[str, Ranks] = {}
 
 
 def ranks_of(name: str) -> Ranks:
-    """`Ranks` of a group, made once: asking torch takes longer than beginning a copy."""
+    """The `Ranks` of a group, cached: asking torch takes longer than starting a copy."""
     found = _known.get(name)
-    if found is None or found.group is not of_name(name):  # a name may come back for another group
+    if found is None or found.group is not of_name(name):  # another group may reuse the name
         found = _known[name] = Ranks(name)
     return found
 
@@ -89,7 +89,7 @@ def rank_in(name: str) -> int:
 
 
 def checked(device: torch.device) -> bool:
-    """Whether ranks compare their calls."""
+    """Whether ranks compare their calls: not if switched off, nor in a CUDA graph's capture."""
     if os.environ.get("GPUKERN_DIST_CHECK") == "0":
         return False
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
@@ -102,15 +102,14 @@ def agree(
     describe: Callable[[], dict[str, Any]],
     rows: int = 0,
 ) -> list[int]:
-    """Returns where every rank describes its call alike, and raises ValueError on every rank where
-    one does not.
+    """Checks that all ranks make the same call. If they do not, every rank raises ValueError.
 
-    rows: a number that ranks may have differently. Returned are those of all; without the
-    comparison this rank's, for all.
+    describe: returns what must be the same on all ranks, by argument. It may raise any error about
+    this rank's own arguments. The other ranks are told, so that none waits for a rank that has
+    left.
+    rows: a number that may differ by rank.
 
-    `describe` returns what must be the same everywhere, by argument. It may raise for what is wrong
-    on its own rank: the others learn of it, whatever the error is, so that none waits for a rank
-    that has left.
+    Returns every rank's `rows`. If ranks do not compare calls, this rank's number stands for all.
     """
     if not checked(device):
         describe()
@@ -120,12 +119,12 @@ def agree(
     except Exception as raised:
         mine, error = {}, raised
     text = json.dumps([mine, None if error is None else str(error)], default=str)
-    # An error is told apart by a second number, so that equal errors of all ranks are found too.
+    # The second number flags an error: if all ranks raise the same one, their digests are equal.
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     sent = torch.tensor([digest, error is not None, rows], dtype=torch.int64, device=device)
     met = sent.new_empty(ranks.size * 3)
-    # By its handle: TORCH_NCCL_BLOCKING_WAIT bounds `wait` alone, and a dead rank would be waited
-    # for below, without end.
+    # TORCH_NCCL_BLOCKING_WAIT limits only the handle's `wait`. Without it, tolist() below would
+    # wait for a dead rank for ever.
     all_gather(met, sent, group=ranks.group, async_op=True).wait()
     digests = met.view(ranks.size, 3).tolist()
     failed = any(bad for _, bad, _ in digests)
@@ -152,8 +151,8 @@ def agree(
 
 
 def refuse(group: ProcessGroup, op: str, device: torch.device, text: str) -> NoReturn:
-    """Raises a ValueError that is found before the op that all ranks enter: there too, so that none
-    waits for this one."""
+    """Raises ValueError for an argument that is checked before the op that all ranks enter. This
+    rank still takes part in the ranks' comparison, so that the others raise instead of waiting."""
     error = ValueError(f"{op}: {text}")
 
     def describe() -> dict[str, Any]:
@@ -165,7 +164,7 @@ def refuse(group: ProcessGroup, op: str, device: torch.device, text: str) -> NoR
 
 
 def facts(**tensors: Tensor | None) -> dict[str, Any]:
-    """Shape and dtype by argument, for `agree`."""
+    """dtype and shape by argument name, for `agree`."""
     return {
         name: None if x is None else f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
         for name, x in tensors.items()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""context_parallel_attn, mode ring: K and V go round the ranks, and with them in backward the sums
-of their gradients."""
+"""context_parallel_attn, mode ring: each rank's K and V pass through all ranks. In backward, the
+sums of their gradients travel with them."""
 
 import torch
 from torch import Tensor
@@ -12,13 +12,14 @@ from .sequence import Cut
 
 
 class _Line:
-    """K and V, or the sums of their gradients, on their way round."""
+    """The ring through which K and V, or the sums of their gradients, travel."""
 
     def __init__(self, cut: Cut, ranks: Ranks):
         self._ring, self._cut = transport.Ring(ranks), cut
 
     def post(self, held: list[Tensor], owner: int) -> tuple[list[Tensor], list]:
-        """Where the tokens of rank `owner` will be, and what to wait for."""
+        """Sends `held` to the next rank. Returns the buffers that receive the tokens of rank
+        `owner`, and works to wait for."""
         tokens = self._cut.tokens(owner)
         shapes = [(*x.shape[:2], tokens, x.shape[3]) for x in held]
         most = (
@@ -31,8 +32,8 @@ class _Line:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, call: Call, cut: Cut, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse). Each rank begins with its own keys, which the sinks belong to, and goes on with
-    its predecessors'."""
+    """(out, lse). Each rank begins with its own keys and goes on with those of the ranks before it.
+    The sinks are counted with the first keys of each run of queries."""
     out, lse = empty_results(q, v)
     wide = lse.dtype
     line = _Line(cut, ranks)
@@ -47,7 +48,7 @@ def attend(
         for i, (at, start, end) in enumerate(mine):
             queries = q[:, :, at : at + end - start]
             for key_at, key_start, key_end in cut.segments(owner):
-                first = merged[i] is None  # the sinks come with it, seen or not
+                first = merged[i] is None  # computed even if no key is seen: it counts the sinks
                 if not first and not call.sees((start, end), (key_start, key_end)):
                     continue
                 keys = (x[:, :, key_at : key_at + key_end - key_start] for x in held)
@@ -76,15 +77,16 @@ def differentiate(
     cut: Cut,
     ranks: Ranks,
 ):
-    """dq stays; dk and dv go on with their keys, each rank adds its queries' share, and come home
-    with the last step."""
+    """(dq, dk, dv, dsinks). dq stays on its rank. The sums of dk and dv travel with their keys,
+    each rank adds its queries' share, and the last step returns them to their owner."""
     wide = lse.dtype
     line = _Line(cut, ranks)
     mine = cut.segments(ranks.rank)
     dq = q.new_zeros(q.shape, dtype=wide)
     held = [k.contiguous(), v.contiguous()]
     sums = [x.new_zeros(x.shape, dtype=wide) for x in held]
-    # On a GPU the rounding of out stays in the gradient of sinks, as in one rank's.
+    # The CPU corrects the gradient of sinks for the rounding of out (see _of_sinks). GPUs do not,
+    # on one rank or many.
     shares = (
         None
         if call.sinks is None or q.device.type != "cpu"
@@ -136,12 +138,15 @@ def _of_sinks(
     sinks: Tensor,
     shares: Tensor | None,
 ) -> Tensor:
-    """[Hq]: -sum exp(sink - lse) (dO . O - dlse), over this rank's rows.
+    """The gradient [Hq] of the sinks over this rank's rows: -sum p (dO . O - dlse), where p =
+    exp(sink
+    - lse) is the sink's probability.
 
-    shares: what keys add where the rounding of out is put right: of p = exp(sink - lse) it is
-    -sum p ((dO . O - dlse) (1 - p) - dlse) + shares.
+    shares: if given, the keys' shares of a form that corrects for the rounding of out: -sum p
+    ((dO . O - dlse) (1 - p) - dlse) + shares.
 
-    Where only the sink has probability out is 0 whatever dO holds, inf included.
+    In a row where only the sink has probability, out is 0, and dO . O counts as 0 even if dO is
+    inf.
     """
     alone = lse <= sinks.to(lse.dtype)[:, None]
     delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1).masked_fill(alone, 0)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A sequence cut over ranks: which tokens a rank holds, shards of a tensor, and back."""
+"""A sequence cut over ranks: which tokens a rank holds, the shards of a tensor, and the gather of
+the whole."""
 
 import functools
 from typing import Literal, get_args
@@ -20,14 +21,14 @@ Span = tuple[int, int]  # tokens [start, end) of the whole sequence
 
 
 def _layout_error(layout: str) -> str:
-    """What is wrong with a layout; empty where it is one."""
+    """The error text for a layout; empty if it is valid."""
     return (
         "" if layout in get_args(Layout) else f"layout must be contiguous or zigzag, got {layout!r}"
     )
 
 
 def check_layout(group: ProcessGroup, op: str, device: torch.device, layout: str) -> None:
-    """Refuses what is no layout, on every rank of the group."""
+    """Raises ValueError for an invalid layout, on every rank of the group."""
     if text := _layout_error(layout):
         refuse(group, op, device, text)
 
@@ -35,10 +36,12 @@ def check_layout(group: ProcessGroup, op: str, device: torch.device, layout: str
 class Cut:
     """Which tokens of a sequence of `length` each of `size` ranks holds.
 
-    The sequence is cut as `torch.tensor_split` does: the first ``length % n`` of n chunks have one
-    token more. contiguous: n is `size`, rank r holds chunk r. zigzag: n is 2 `size`, rank r holds
-    chunk r and then chunk ``2 size - 1 - r``, so that under a causal mask every rank has the same
-    share of the work.
+    The sequence is cut into n chunks as by `torch.tensor_split`: the first ``length % n`` chunks
+    have one token more. layout contiguous: n is `size`, and rank r holds chunk r. layout zigzag: n
+    is 2 `size`, and rank r holds chunk r followed by chunk ``2 size - 1 - r``. Under a causal mask,
+    every rank then has the same share of the work.
+
+    spans[rank] lists a rank's chunks as (start, end) in the whole sequence.
     """
 
     def __init__(self, length: int, size: int, layout: str):
@@ -60,12 +63,12 @@ class Cut:
 
     @property
     def most(self) -> int:
-        """Tokens of the rank that has the most."""
+        """The number of tokens of the rank that has the most."""
         return max(self.tokens(rank) for rank in range(self.size))
 
     def segments(self, rank: int) -> list[tuple[int, int, int]]:
-        """(first local token, start, end) of each run of tokens that stand side by side in the
-        whole; without empty ones."""
+        """A rank's runs of consecutive tokens: (first local token, start, end). Adjacent chunks are
+        merged, empty ones left out."""
         if rank in self._segments:
             return self._segments[rank]
         found: list[tuple[int, int, int]] = []
@@ -80,7 +83,7 @@ class Cut:
         return found
 
     def order(self) -> list[tuple[int, int, int]]:
-        """(rank, first local token, tokens) of each chunk, in the whole's order."""
+        """(rank, first local token, tokens) of each chunk, in the order of the whole sequence."""
         pieces = []
         for rank, spans in enumerate(self.spans):
             at = 0
@@ -93,12 +96,12 @@ class Cut:
 
 @functools.lru_cache(maxsize=256)
 def cut_of(length: int, size: int, layout: str) -> Cut:
-    """A `Cut`, made once."""
+    """A cached `Cut`."""
     return Cut(length, size, layout)
 
 
 def total_of(tokens: int, size: int, seq_len: int | None) -> int:
-    """The whole's length: seq_len, or that of equal shards."""
+    """The length of the whole sequence: seq_len if given, otherwise tokens * size."""
     return tokens * size if seq_len is None or seq_len < 0 else seq_len
 
 
@@ -114,8 +117,8 @@ def _check_tokens(
 
 
 def whole_cut(op: str, ranks: Ranks, seq_len: int | None, layout: str, **tokens: int) -> Cut:
-    """The cut whose share of this rank is `tokens`, of each argument; the first one's where seq_len
-    is not given."""
+    """The cut of the whole sequence, once every argument's number of tokens on this rank fits it.
+    Without seq_len, the length follows from the first argument."""
     total = total_of(next(iter(tokens.values())), ranks.size, seq_len)
     cut = cut_of(total, ranks.size, layout)
     of = f"a sequence of {total} that is cut {layout} over {ranks.size} ranks (shard_sequence)"
@@ -125,7 +128,7 @@ def whole_cut(op: str, ranks: Ranks, seq_len: int | None, layout: str, **tokens:
 
 
 def check_alone(op: str, seq_len: int | None, **tokens: int) -> None:
-    """The same of a group of one rank, which has the whole."""
+    """The same check for a group of one rank, which has the whole sequence."""
     total = total_of(next(iter(tokens.values())), 1, seq_len)
     for argument, own in tokens.items():
         _check_tokens(op, argument, own, total, seq_len, 0, f"a sequence of {total} on one rank")
@@ -138,14 +141,19 @@ def positions(
     *,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """[tokens of this rank] int64: where each of this rank's tokens stands in the whole sequence,
-    as rotary embeddings ask.
+    """The position in the whole sequence of each of this rank's tokens, for rotary embeddings.
 
     Args:
         seq_len: tokens of the whole sequence, at least 0.
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
         layout: ``"contiguous"`` or ``"zigzag"``, as for `shard_sequence`.
-        device: where the result lies.
+        device: the result's device.
+
+    Returns:
+        [tokens of this rank] int64.
+
+    Raises:
+        ValueError: seq_len is negative, or the layout does not exist.
     """
     if seq_len < 0:
         raise ValueError(f"positions: seq_len must be at least 0, got {seq_len}")
@@ -159,21 +167,21 @@ def positions(
 def shard_sequence(
     x: Tensor, group: Group = None, dim: int = -2, layout: Layout = "zigzag"
 ) -> Tensor:
-    """This rank's part of a tensor that every rank has whole.
+    """This rank's shard of a tensor that every rank has in full.
 
     Args:
         x: [..., S, ...], any dtype.
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
         dim: the sequence's dimension.
         layout: ``"contiguous"``: rank r of W holds chunk r of `torch.tensor_split(x, W)`.
-            ``"zigzag"``: rank r holds chunks r and 2 W - 1 - r of `torch.tensor_split(x, 2 W)`, one
-            behind the other: a causal mask then gives all ranks equal work.
+            ``"zigzag"``: rank r holds chunks r and 2 W - 1 - r of `torch.tensor_split(x, 2 W)`,
+            concatenated. A causal mask then gives all ranks equal work.
 
     Returns:
-        The shard: a view where it is one chunk, else a copy. Any S: shards of unequal lengths
-        differ by 1, or by 2 where they are zigzag.
+        The shard, a view if it is one chunk and otherwise a copy. S need not be a multiple of the
+        number of chunks: the ranks' lengths then differ by 1.
 
-    Gradients: x; tokens of other ranks get 0 on this one.
+    Gradients: x; the tokens of other ranks get 0 on this rank.
     """
     group = process_group(group)
     spans = Cut(x.shape[dim], group.size(), layout).spans[group.rank()]
@@ -189,23 +197,24 @@ def gather_sequence(
     *,
     seq_len: int | None = None,
 ) -> Tensor:
-    """The whole tensor on every rank, from the ranks' shards: the inverse of `shard_sequence`.
+    """Gathers the ranks' shards into the whole tensor on every rank: the inverse of
+    `shard_sequence`.
 
     Args:
         x: [..., S of this rank, ...], any dtype.
         group: a `ProcessGroup`, a `DeviceMesh` of one dimension, or None for all ranks.
         dim: the sequence's dimension.
         layout: that of `shard_sequence`.
-        seq_len: S of the whole; needed where the shards have unequal lengths.
+        seq_len: S of the whole tensor; needed if the shards have unequal lengths.
 
     Returns:
         [..., S, ...] contiguous.
 
-    Gradients: x. The result is the same on every rank, and so its gradient must be: each rank takes
-    its tokens' part of its own, nothing is summed.
+    Gradients: x. The result is the same on every rank, so its gradient must be the same, too. Each
+    rank takes its tokens' part of its own gradient and nothing is summed.
 
     Raises:
-        ValueError: on every rank, where shapes, dtypes or arguments do not fit together.
+        ValueError: on every rank, if shapes, dtypes or arguments do not match.
     """
     group = process_group(group)
     if not -x.dim() <= dim < x.dim():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How many SMs of a GPU kernels may take whose blocks stay on their SM."""
+"""A limit on the SMs that persistent kernels take."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,21 +11,20 @@ __all__ = ["sm_limit"]
 
 @contextlib.contextmanager
 def sm_limit(sms: int) -> Iterator[None]:
-    """Context in which persistent kernels leave SMs free for what runs on other streams, NCCL's
-    kernels and copies that need SMs.
+    """Context in which persistent kernels leave SMs free for kernels on other streams, for example
+    NCCL's.
 
-    A persistent kernel launches a block for each SM and holds it until all its work is done, so
-    that whatever comes later waits. Under the limit `gemm`, the quantised products, `flash_attn`
-    (forward) and `paged_attn` launch what `sms` SMs hold. The backward of attention and small
-    kernels launch as many blocks as they have work, as ever. Where the limit changes how keys or k
-    are split, the last bits change with it.
+    A persistent kernel keeps every SM busy until all its work is done, so kernels launched later on
+    other streams wait. Under the limit, `gemm`, the quantised products, `flash_attn` (forward) and
+    `paged_attn` launch grids that fit `sms` SMs. The backward of attention and small kernels are
+    not limited. If the limit changes how keys or k are split, the last bits of results change.
 
-    The limit is the process's, as that of PyTorch's own SM carveout is: it holds on every GPU and
-    in every thread, backward's too. A captured graph keeps the limit of its capture. On the CPU it
-    means nothing.
+    The limit belongs to the process, like PyTorch's own SM carveout: it holds on every GPU and in
+    every thread, including backward's. A captured graph keeps the limit of its capture. On the CPU
+    it has no effect.
 
     Args:
-        sms: 0, or at least as many as the GPU has, is no limit.
+        sms: number of SMs; 0, or at least as many as the GPU has, is no limit.
 
     Raises:
         ValueError: sms is negative.

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Transfers between the GPUs of one host by their copy engines, over torch's symmetric memory.
 
-NCCL's kernels occupy SMs, and a product whose grid fills the GPU waits for those: what was meant to
-go beside it goes before it. A copy engine needs none. A rank's buffer lies in the address space of
-every rank of the group; a barrier on the stream says that it is written, or read.
+NCCL's kernels occupy SMs. A product whose grid fills the GPU waits for those SMs, so that transfer
+and product run one after the other instead of together. A copy engine needs no SM. A rank's buffer
+is mapped into the address space of every rank of the group. A barrier on the stream tells the ranks
+that a buffer has been written, or read.
 
-**Buffers.** A transfer takes one from the group's pool and gives it back when its result is there.
-It may be written again once a barrier followed: then every rank has read it. Ranks make the same
-calls with the same sizes, so all take the same buffer. A barrier speaks for its stream alone: a
-stream goes on behind the one that used the pool before. An op holds buffers no longer than it runs;
-one that raises gives them back (`define_op_of_ranks`).
+**Buffers.** A transfer takes a buffer from the group's pool and releases it when its result has
+arrived. The buffer may be written again after the next barrier, because every rank has then read
+it. Ranks make the same calls with the same sizes, so all take the same buffer. A barrier orders
+only its own stream. So a stream that uses the pool first waits for the stream that used it before.
+An op releases its buffers before it returns; `define_op_of_ranks` releases those of an op that
+raises.
 
-Only copies between two GPUs are used, no multicast. ``GPUKERN_DIST_SYMMETRIC=0`` switches it off,
-NCCL then serves; so it does in a CUDA graph's capture, for small transfers and for groups that span
-hosts.
+Only copies between two GPUs are used, no multicast. NCCL serves instead if
+``GPUKERN_DIST_SYMMETRIC=0``, in a CUDA graph's capture, for small transfers and for groups that
+span hosts.
 """
 
 import contextlib
@@ -35,11 +37,11 @@ from .ranks import Ranks
 __all__ = ["Pool", "Symmetric", "define_op_of_ranks", "pool_for", "reaches_all"]
 
 _LEAST_BYTES, _MOST_BYTES, _MOST_BUFFERS = 1 << 20, 1 << 30, 8
-_MOST_VIEWS = 64  # of a buffer
+_MOST_VIEWS = 64  # cached per buffer
 
 
 class Symmetric:
-    """Bytes of every rank that all ranks reach."""
+    """Device memory of every rank that all ranks of the group can access."""
 
     def __init__(self, size: int, ranks: Ranks, device: torch.device):
         import torch.distributed._symmetric_memory as symm_mem
@@ -56,25 +58,26 @@ class Buffer:
     data: Tensor  # bytes
     handle: Any
     busy: bool = False
-    released: int = -1  # how many barriers there had been
+    released: int = -1  # the pool's number of barriers when it was released
     views: dict[tuple, Tensor] = dataclasses.field(default_factory=dict)
 
 
 class Pool:
-    """The buffers of a group on this rank's GPU, and the stream that copies."""
+    """The buffers of a group on this rank's GPU, and the stream of their copies."""
 
     def __init__(self, ranks: Ranks, device: torch.device):
         self.ranks, self.device, self.barriers = ranks, device, 0
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._buffers: list[Buffer] = []
         self._last: Any = None  # the stream that used the pool last
-        # with several streams: behind what it read last, where nothing followed in the pool
+        # Once several streams use the pool: an event after the last stream's last read, if no other
+        # use of the pool followed it.
         self._read: Any = None
         self._several = False
 
     def _use(self) -> None:
-        """The current stream goes on behind what the last one did with the pool: its barriers and
-        reads."""
+        """Makes the current stream wait for the barriers and reads of the stream that used the pool
+        last."""
         here = torch.cuda.current_stream(self.device)
         if self._last is not None and here != self._last:
             self._several = True
@@ -82,7 +85,7 @@ class Pool:
         self._last, self._read = here, None
 
     def take(self, size: int) -> Buffer:
-        """A buffer of that many bytes on every rank, which no rank reads or writes any more."""
+        """A buffer of at least `size` bytes on every rank that no rank reads or writes any more."""
         self._use()
         fits = [x for x in self._buffers if not x.busy and x.data.numel() >= size]
         found = next((x for x in fits if x.released < self.barriers), None)
@@ -91,7 +94,7 @@ class Pool:
         if found is None and fits:
             found = fits[0]
             self.barrier(found)
-        if found is None:  # all are too small, or in use: begin anew
+        if found is None:  # all are too small or busy: replace the idle ones
             torch.cuda.synchronize(self.device)
             dist.barrier(self.ranks.group)
             self._buffers = [x for x in self._buffers if x.busy]
@@ -106,21 +109,21 @@ class Pool:
         return made
 
     def barrier(self, buffer: Buffer) -> None:
-        """On the current stream: what any rank did before it is done. A rank that died ends it in a
-        CUDA error."""
+        """A barrier of all ranks on the current stream: later work sees what every rank did before.
+        If a rank has died, it ends in a CUDA error."""
         self._use()
         buffer.handle.barrier(channel=0, timeout_ms=int(self.ranks.timeout_s * 1e3))
         self.barriers += 1
 
     def release(self, buffer: Buffer) -> None:
-        """What has been begun on the current stream reads it last."""
+        """Releases a buffer whose last reads have been issued on the current stream."""
         self._use()
         if self._several:
             self._read = self._last.record_event()
         buffer.busy, buffer.released = False, self.barriers
 
     def give_back(self) -> None:
-        """What a call that raised has taken, once its copies have ended."""
+        """Releases the buffers of a call that raised, behind the copies it started."""
         taken = [x for x in self._buffers if x.busy]
         if taken:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
@@ -130,8 +133,8 @@ class Pool:
     def view(
         self, buffer: Buffer, rank: int, shape: Sequence[int], dtype: torch.dtype, at: int = 0
     ) -> Tensor:
-        """A rank's buffer, from element `at` on. Views are kept: making one takes as long as
-        beginning a copy."""
+        """A view of a rank's buffer from element `at` on. Views are cached, because making one
+        takes as long as starting a copy."""
         key = rank, tuple(shape), dtype, at
         found = buffer.views.get(key)
         if found is None:
@@ -143,7 +146,8 @@ class Pool:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """What is begun in it goes on the pool's stream, behind what the current stream has begun."""
+        """Context in which work goes to the pool's stream, after what the current stream has so
+        far."""
         here, device = torch.cuda.current_stream(self.device), torch.cuda.current_device()
         self.stream.wait_stream(here)
         torch.cuda.set_stream(self.stream)
@@ -159,8 +163,8 @@ _pools: dict[str, tuple[dist.ProcessGroup, Pool | None]] = {}
 
 
 def pool_for(device: torch.device, ranks: Ranks, size: int) -> Pool | None:
-    """The group's pool, or None where a transfer of `size` bytes, the same on all ranks, goes
-    another way."""
+    """The group's pool, or None if another transport must serve a transfer of `size` bytes; `size`
+    must be the same on all ranks."""
     if (
         device.type != "cuda"
         or not _LEAST_BYTES <= size <= _MOST_BYTES
@@ -168,14 +172,13 @@ def pool_for(device: torch.device, ranks: Ranks, size: int) -> Pool | None:
     ):
         return None
     name, group = ranks.group.group_name, ranks.group
-    if name not in _pools or _pools[name][0] is not group:  # a name may come back for another group
+    if name not in _pools or _pools[name][0] is not group:  # another group may reuse the name
         _pools[name] = group, Pool(ranks, device) if reaches_all(device, ranks) else None
     return _pools[name][1]
 
 
 def give_back(group: str, **_: Any) -> None:
-    """An op of these arguments raised: the buffers that it took from the group's pool are free
-    again."""
+    """Releases the pool's buffers after an op of this group has raised."""
     _, pool = _pools.get(group, (None, None))
     if pool is not None:
         pool.give_back()
@@ -186,8 +189,8 @@ define_op_of_ranks = functools.partial(define_op, after_error=give_back)
 
 
 def reaches_all(device: torch.device, ranks: Ranks) -> bool:
-    """Whether all ranks are processes of one host, each with a GPU that reaches the others', and
-    want this."""
+    """Whether symmetric memory serves the group: all ranks are processes of one host, their GPUs
+    can access each other, and no rank has switched it off. All ranks must call it."""
     mine = (socket.gethostname(), device.index, os.environ.get("GPUKERN_DIST_SYMMETRIC") != "0")
     told: list[Any] = [None] * ranks.size
     dist.all_gather_object(told, mine, group=ranks.group)

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ranks send each other. Tokens come first in every buffer, so that what a rank sends or
-receives is one piece."""
+"""Transfers between ranks: gathers, sums to owners, all-reduces, exchanges and the ring.
+
+The tokens are the first dimension of every buffer, so that the tokens a rank sends or receives are
+contiguous. A transfer takes copy engines where they serve (symmetric.py), otherwise the backend's
+collectives or point-to-point calls. In a docstring, "the whole" is the tensor over all ranks'
+tokens, and a `cut` (sequence.Cut) says which tokens each rank holds.
+"""
 
 import itertools
 import math
@@ -25,28 +30,28 @@ def _receive(x: Tensor, source: int, ranks: Ranks) -> dist.P2POp:
 
 
 def _post(calls: Sequence[dist.P2POp]) -> list:
-    """Begins them together; what is empty is neither sent nor received."""
+    """Starts the calls together; empty tensors are neither sent nor received."""
     calls = [call for call in calls if call.tensor.numel()]
     return dist.batch_isend_irecv(calls) if calls else []
 
 
 class Gather:
-    """Tensors [S, ...] in the whole's order, on their way from each rank's [its tokens, ...]: each
-    run of tokens straight to its place.
+    """An all-gather in flight: each rank's tensors [its tokens, ...] become [S, ...] in the whole's
+    order.
 
-    Work that is begun before `wait` goes on beside the transfer: by copy engines where they serve
-    (symmetric.py), else by the backend's point-to-point calls. A rank's first runs go before its
-    second ones.
+    The constructor starts the transfer, `wait` waits for it, and `done` ends it. Work that is
+    issued between them overlaps with the transfer. Each run of tokens is written directly to its
+    place. All ranks' first runs are sent before their second ones.
 
-    own: whether this rank's rows are wanted in the whole, too.
-    lent: the whole is read up to `done` alone. It may then lie in the buffer that the others read,
-    and rows are copied once.
+    own: whether this rank's own rows are copied into the whole, too.
+    lent: the caller reads the whole only until `done`. Then the whole may lie in the buffer that
+    the other ranks read from, which saves a copy of each row.
     """
 
     def __init__(self, cut, ranks: Ranks, *xs: Tensor, own: bool = True, lent: bool = False):
         self._cut, self._ranks = cut, ranks
         self._runs = [cut.segments(rank) for rank in range(ranks.size)]
-        self._posted: list[list] = []  # of each stage: what to wait for
+        self._posted: list[list] = []  # per stage: works or events to wait for
         self._pool = pool_for(xs[0].device, ranks, sum(_room(xs, cut.length))) if lent else None
         if self._pool is not None:
             self._pull_lent(xs)
@@ -64,7 +69,8 @@ class Gather:
                     _copy(whole[start:end], x[at : at + end - start])
 
     def _stages(self):
-        """The runs of all ranks, those that stand first on their rank first."""
+        """Yields all ranks' first runs, then all ranks' second runs; None for a rank without
+        one."""
         for stage in range(max(map(len, self._runs))):
             yield [runs[stage] if stage < len(runs) else None for runs in self._runs]
 
@@ -84,8 +90,8 @@ class Gather:
             self._posted.append(_post(calls))
 
     def _pull_lent(self, xs: Sequence[Tensor]) -> None:
-        """Each rank's buffer has room for the whole: its own rows are written there, the others'
-        come from theirs, to the same place."""
+        """Starts copies if the whole lies in the buffers. A rank writes its own rows at their place
+        in its buffer and copies the others' rows from the same place of their buffers."""
         pool, ranks, dtypes = self._pool, self._ranks, [x.dtype for x in xs]
         xs = [_bytes(x) for x in xs]
         room = _room(xs, self._cut.length)
@@ -113,6 +119,7 @@ class Gather:
         self.whole = [whole.view(dtype) for whole, dtype in zip(wholes, dtypes, strict=True)]
 
     def _pull(self, xs: list[Tensor], room: list[int]) -> None:
+        """Starts copies from the ranks' buffers, which hold their own tokens only, to the whole."""
         pool, ranks = self._pool, self._ranks
         self._buffer = pool.take(sum(room))
         places = _places(room, xs)
@@ -131,8 +138,8 @@ class Gather:
         self._copy_others(copy)
 
     def _copy_others(self, copy: Callable[[int, int, int, int], None]) -> None:
-        """On the copying stream copy(source, at, start, end) of each stage's runs of the other
-        ranks, and an event behind each stage."""
+        """Calls copy(source, at, start, end) for the other ranks' runs, stage by stage, on the
+        pool's stream, and records an event after each stage."""
         pool, ranks = self._pool, self._ranks
         with pool.copying():
             for runs in self._stages():
@@ -143,12 +150,12 @@ class Gather:
                 self._posted.append([pool.stream.record_event()])
 
     def wait(self, tokens: int | None = None) -> list[Tensor]:
-        """The whole, of which the first `tokens` (None: all) are there for work that comes later."""
+        """Returns the whole. Work issued later may read its first `tokens` tokens (None: all)."""
         end, own = self._cut.length if tokens is None else tokens, self._ranks.rank
         stages = [
             stage
             for stage, runs in enumerate(self._stages())
-            # its own rows are there
+            # this rank's own rows need no transfer
             if any(run and run[1] < end for rank, run in enumerate(runs) if rank != own)
         ]
         wanted = len(self._posted) if tokens is None else max(stages, default=-1) + 1
@@ -163,15 +170,16 @@ class Gather:
         return self.whole
 
     def done(self) -> None:
-        """Every token is there, and whatever reads it has been begun."""
+        """Waits for all tokens and releases the buffer. With `lent`, all reads must be issued."""
         self.wait()
         if self._pool is not None:
             self._pool.release(self._buffer)
 
 
 def _copy(to: Tensor, x: Tensor) -> None:
-    """to.copy_(x), 16 bytes at a time where both have rows of such. torch's kernel for tensors that
-    are not contiguous is bound by elements: 16 MiB of bfloat16 took 24 us on an H200, so 9.
+    """to.copy_(x), by 16-byte elements if both tensors allow it. torch's kernel for non-contiguous
+    tensors is bound by the number of elements (16 MiB of bfloat16 on an H200: 24 us, by 16 bytes
+    9 us).
     """
     if _of_16_bytes(to) and _of_16_bytes(x):
         to, x = to.view(torch.complex128), x.view(torch.complex128)
@@ -179,14 +187,14 @@ def _copy(to: Tensor, x: Tensor) -> None:
 
 
 def _of_16_bytes(x: Tensor) -> bool:
-    """Whether x can be seen as elements of 16 bytes."""
+    """Whether x can be viewed as 16-byte elements."""
     if x.dim() < 2 or x.stride(-1) != 1 or x.data_ptr() % 16:
         return False
     each = x.element_size()
     return all(n * each % 16 == 0 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
 
 
-_ALIGNED = 256  # bytes: where a tensor may begin in a buffer
+_ALIGNED = 256  # bytes: alignment of a tensor in a buffer
 
 
 def _padded(size: int) -> int:
@@ -194,17 +202,17 @@ def _padded(size: int) -> int:
 
 
 def _room(xs: Sequence[Tensor], tokens: int) -> list[int]:
-    """Bytes of a buffer that so many tokens of each take."""
+    """The padded bytes that `tokens` tokens of each tensor take in a buffer."""
     return [_padded(tokens * math.prod(x.shape[1:]) * x.element_size()) for x in xs]
 
 
 def _places(room: Sequence[int], xs: Sequence[Tensor]) -> list[int]:
-    """The element of a buffer at which each begins."""
+    """The offset of each tensor in a buffer, in its elements."""
     return [at // x.element_size() for at, x in zip(itertools.accumulate(room, initial=0), xs)]
 
 
 def gather_tokens(x: Tensor, cut, ranks: Ranks) -> Tensor:
-    """[S, ...] in the whole's order, from each rank's [its tokens, ...]; never x itself."""
+    """All ranks' x [its tokens, ...] as [S, ...] in the whole's order; never x itself."""
     moving = Gather(cut, ranks, x)
     moving.done()
     return moving.whole[0]
@@ -216,7 +224,7 @@ def _all_gather(met: Tensor, sent: Tensor, ranks: Ranks) -> None:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """Types that a backend does not know travel as bytes."""
+    """x as uint8 if it has an 8-bit type that backends may not know."""
     return (
         x.view(torch.uint8)
         if x.element_size() == 1 and x.dtype not in (torch.uint8, torch.int8)
@@ -225,14 +233,17 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def tokens_of(x: Tensor, cut, rank: int) -> Tensor:
-    """[tokens of a rank, ...] of [S, ...]."""
+    """A rank's tokens [its tokens, ...] of the whole x [S, ...]."""
     parts = [x.narrow(0, start, end - start) for start, end in cut.spans[rank]]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def exchange(rows: Tensor, sent: Sequence[int], met: Sequence[int], ranks: Ranks) -> Tensor:
-    """[sum of met, ...], those from each rank in the ranks' order, of [sum of sent, ...], those for
-    each."""
+    """An all-to-all of rows of unequal counts.
+
+    rows: [sum(sent), ...], the sent[r] rows for rank r in rank order. Returns [sum(met), ...], the
+    met[r] rows from rank r in rank order.
+    """
     trailing = rows.shape[1:]
     each = trailing.numel()
     out = rows.new_empty((sum(met), *trailing))
@@ -247,18 +258,19 @@ def exchange(rows: Tensor, sent: Sequence[int], met: Sequence[int], ranks: Ranks
 
 
 def swap(sent: Sequence[Tensor], sizes: Sequence[int], ranks: Ranks) -> list[Tensor]:
-    """Rank r gets sent[r] of every rank: [sizes[p], ...] from rank p. All have the same trailing
-    dimensions."""
+    """An all-to-all: rank r gets sent[r]. Returns what each rank p sent, [sizes[p], ...]. All
+    tensors have the same trailing dimensions."""
     return list(
         exchange(torch.cat(list(sent)), [x.shape[0] for x in sent], sizes, ranks).split(list(sizes))
     )
 
 
 class ToOwners:
-    """[tokens of this rank, ...] of some tensors: the sums over ranks of what each has for all,
-    float32 or wider, on their way.
+    """A reduce-scatter in flight. Each rank has shares for all tokens; a token's owner gets the sum
+    over ranks. The shares are float32 or wider.
 
-    cut: whose tokens are whose. likes: of the dtype, device and trailing sizes of what is sent.
+    cut: which tokens each rank owns.
+    likes: tensors with the dtype, device and trailing sizes of what is sent.
     """
 
     def __init__(self, cut, ranks: Ranks, *likes: Tensor):
@@ -271,7 +283,7 @@ class ToOwners:
             likes[0],
         )
         self._runs = [(at, at + end - start) for at, start, end in cut.segments(ranks.rank)]
-        room = _room(likes, cut.most)  # of the part of the buffer that a rank sends to
+        room = _room(likes, cut.most)  # the bytes that one rank sends to another
         self._slot, self._starts = sum(room), list(itertools.accumulate(room, initial=0))
         self._pool = pool_for(likes[0].device, ranks, self._slot * (ranks.size - 1))
         if self._pool is not None:
@@ -283,7 +295,7 @@ class ToOwners:
         ]
 
     def _part(self, i: int, source: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Where tensor i comes to from a rank; an owner sends itself nothing."""
+        """Where tensor i from rank `source` arrives; empty for this rank itself."""
         if source == self._ranks.rank:
             return like.new_empty((0, *shape[1:]))
         if self._pool is None:
@@ -292,25 +304,25 @@ class ToOwners:
         return self._pool.view(self._buffer, self._ranks.rank, shape, like.dtype, place)
 
     def _place(self, i: int, source: int, owner: int, like: Tensor) -> int:
-        """The element of the owner's buffer at which tensor i from a rank begins."""
+        """The element of the owner's buffer at which tensor i from `source` begins."""
         return (
             self._slot * ((source - owner - 1) % self._ranks.size) + self._starts[i]
         ) // like.element_size()
 
     @property
     def by_copies(self) -> bool:
-        """Whether copy engines serve: `landing` and `arrived` are for them alone."""
+        """Whether copy engines serve. `landing`, `copy_rows` and `arrived` work only then."""
         return self._pool is not None
 
     def landing(self, step: int, start: int, end: int) -> Tensor:
-        """Rows of the first tensor where they come to, on the rank `step` behind this one: whoever
-        writes them has sent them."""
+        """Rows [start, end) of the first tensor in the buffer of the rank `step` after this one."""
         to, like = self._ranks.around(step)[0], self._like
         place = self._place(0, self._ranks.rank, to, like) + start * math.prod(like.shape[1:])
         return self._pool.view(self._buffer, to, (end - start, *like.shape[1:]), like.dtype, place)
 
     def copy_rows(self, step: int, start: int, rows: Tensor) -> None:
-        """Sends some of a rank's rows of the first tensor, beside what comes later."""
+        """Sends rows of the first tensor, from row `start` on, to the rank `step` after this one.
+        The copy overlaps with work issued later."""
         self._kept.append(rows)
         if rows.shape[0]:
             to = self.landing(step, start, start + rows.shape[0])
@@ -319,8 +331,8 @@ class ToOwners:
         self._sent.append(self._pool.stream.record_event())
 
     def arrived(self, sent: int | None = None) -> list[Tensor]:
-        """What each rank has sent of the first tensor (an owner itself nothing), once all have sent
-        as much as this rank had by its so manieth `copy_rows` (None: all).
+        """What each rank has sent of the first tensor (empty for this rank itself). Work issued
+        later may read what the ranks sent by their first `sent` calls of `copy_rows` (None: all).
         """
         for event in self._sent if sent is None else self._sent[:sent]:
             torch.cuda.current_stream(self._like.device).wait_event(event)
@@ -328,13 +340,13 @@ class ToOwners:
         return self._parts[0]
 
     def done(self) -> None:
-        """What came has been read by what has been begun."""
+        """Releases the buffer, once all reads of it have been issued."""
         self._kept.clear()
         self._pool.release(self._buffer)
 
     def send(self, step: int, *each: Sequence[Tensor]) -> None:
-        """To the rank `step` behind this one the runs of its tokens, of each tensor, and from the
-        one before this rank's."""
+        """Sends the runs of tokens that the rank `step` after this one owns, of each tensor, and
+        receives this rank's tokens from the rank `step` before."""
         to, source = self._ranks.around(step)
         each = [[run.contiguous() for run in runs] for runs in each]
         self._kept += each
@@ -359,19 +371,20 @@ class ToOwners:
                     at += run.numel()
 
     def send_all(self, *xs: Tensor) -> "ToOwners":
-        """Of each [S, ...] each rank's tokens."""
+        """Sends every other rank its tokens of each tensor [S, ...]."""
         for step in range(1, self._ranks.size):
             runs = self._cut.segments(self._ranks.around(step)[0])
             self.send(step, *([x[start:end] for _, start, end in runs] for x in xs))
         return self
 
     def add(self, *mine: Tensor, dtype: torch.dtype) -> list[Tensor]:
-        """The sums in the order of the ranks, rounded once to dtype."""
+        """Adds this rank's shares `mine` and returns the sums, in rank order, rounded once to
+        dtype."""
         for work in self._posted:
             work.wait()
         if self._pool is not None:
             torch.cuda.current_stream(mine[0].device).wait_stream(self._pool.stream)
-            self._pool.barrier(self._buffer)  # all ranks have sent
+            self._pool.barrier(self._buffer)  # after it, all ranks have sent
         self._kept.clear()
         totals = []
         for own, parts in zip(mine, self._parts, strict=True):
@@ -383,16 +396,16 @@ class ToOwners:
 
 
 def sum_to_owners(x: Tensor, cut, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
-    """[tokens of this rank, ...]: the sum over ranks of their [S, ...], float32 or wider, in the
-    order of the ranks, rounded once to dtype (None is x's).
+    """This rank's tokens [its tokens, ...] of the sum over ranks of x [S, ...], float32 or wider.
+    Summed in rank order, rounded once to dtype (None: x's).
     """
     moving = ToOwners(cut, ranks, x).send_all(x)
     return moving.add(tokens_of(x, cut, ranks.rank), dtype=dtype or x.dtype)[0]
 
 
 def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """The sum in the parts' order, of which the last addition rounds to dtype; in out, where that
-    is given."""
+    """The sum of the parts in their order, stored in `out` if given. The last addition rounds to
+    dtype."""
     total = parts[0] if len(parts) < 3 else in_rank_order(parts[:-1])
     if len(parts) == 1:
         return total.to(dtype, copy=True)
@@ -409,7 +422,7 @@ def in_rank_order(parts: Sequence[Tensor]) -> Tensor:
 
 
 def sum_of_all(x: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
-    """The sum over ranks on every rank, in the order of the ranks, rounded once to dtype (None is
+    """The sum of x over ranks, on every rank. Summed in rank order, rounded once to dtype (None:
     x's)."""
     mailboxes = mailboxes_for(x, ranks)
     if mailboxes is not None:
@@ -424,16 +437,16 @@ def sum_of_all(x: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Ten
     return rounded_sum(all_of(x, ranks), dtype or x.dtype)
 
 
-# Up to this many bytes of what all ranks send together each sends all of it to all: one exchange.
-# Above, rows go to their owners and come back summed: two exchanges of a rank's share each.
+# Up to this many bytes over all ranks, each rank sends its whole x to all: one exchange. Above,
+# rows go to their owners and come back summed: two exchanges of a rank's share each.
 ONE_EXCHANGE_BYTES = 4 << 20
 
 
 def reduced(x: Tensor, cut, ranks: Ranks, dtype: torch.dtype) -> Tensor:
-    """[rows, ...] in dtype on every rank: the sum over ranks, float32 or wider, in the order of the
-    ranks, rounded once.
+    """The sum over ranks of x [rows, ...], float32 or wider, on every rank. Summed in rank order,
+    rounded once to dtype.
 
-    cut: of the rows, for sums that have owners.
+    cut: which rank sums which rows, if x is large.
     """
     if x.numel() * x.element_size() * ranks.size <= ONE_EXCHANGE_BYTES:
         return sum_of_all(x, ranks, dtype)
@@ -441,14 +454,14 @@ def reduced(x: Tensor, cut, ranks: Ranks, dtype: torch.dtype) -> Tensor:
 
 
 def all_of(x: Tensor, ranks: Ranks) -> list[Tensor]:
-    """x of every rank, of one shape."""
+    """Every rank's x, in rank order; all have the same shape."""
     met = x.new_empty((ranks.size, *x.shape))
     _all_gather(met.flatten(), x.contiguous().flatten(), ranks)
     return list(met.unbind())
 
 
 class Ring:
-    """Tensors that go round: each step sends to the next rank and receives from the one before."""
+    """A ring: each step sends to the next rank and receives from the previous one."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
@@ -457,10 +470,10 @@ class Ring:
     def post(
         self, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]], most: int
     ) -> tuple[list[Tensor], list]:
-        """Buffers of those shapes, and what to wait for before they are read or the sent ones are
-        written.
+        """Starts a step. Returns the receive buffers, of the given shapes, and works to wait for
+        before the received tensors are read or the sent ones are written.
 
-        most: bytes that any rank sends in this step, the same number on all.
+        most: the most bytes that any rank sends in this step; the same number on all ranks.
         """
         met = [x.new_empty(tuple(shape)) for x, shape in zip(sent, shapes, strict=True)]
         pool = pool_for(sent[0].device, self.ranks, most + _ALIGNED * len(sent))
@@ -471,7 +484,7 @@ class Ring:
 
 
 class _Pulled:
-    """What the rank before has sent, on its way by a copy engine."""
+    """A ring step by copy engines: copies what the previous rank has put into its buffer."""
 
     def __init__(
         self, pool, rank: int, before: int, sent: Sequence[Tensor], met: Sequence[Tensor], most: int

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""context_parallel_attn, mode ulysses: shards of the sequence become shards of the heads, and
+"""context_parallel_attn, mode ulysses: an all-to-all turns shards of the sequence into shards of
+the heads, each rank computes attention for its heads, and another all-to-all turns the result
 back."""
 
 import torch
@@ -13,8 +14,8 @@ from .sequence import Cut
 
 
 def _to_heads(x: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
-    """[B, H / ranks, S, ...]: this rank's heads of all tokens, from all heads of its tokens [B, H,
-    tokens, ...]."""
+    """From all heads of this rank's tokens, [B, H, its tokens, ...], to this rank's heads of all
+    tokens, [B, H / ranks, S, ...]."""
     parts = [part.movedim(2, 0).contiguous() for part in x.chunk(ranks.size, dim=1)]
     met = transport.swap(parts, [cut.tokens(r) for r in range(ranks.size)], ranks)
     whole = torch.cat(
@@ -24,7 +25,7 @@ def _to_heads(x: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
 
 
 def _to_tokens(x: Tensor, cut: Cut, ranks: Ranks) -> Tensor:
-    """[B, H, tokens, ...]: the inverse."""
+    """The inverse of `_to_heads`: from [B, H / ranks, S, ...] to [B, H, its tokens, ...]."""
     whole = x.movedim(2, 0)
     parts = [transport.tokens_of(whole, cut, r).contiguous() for r in range(ranks.size)]
     met = transport.swap(parts, [cut.tokens(ranks.rank)] * ranks.size, ranks)

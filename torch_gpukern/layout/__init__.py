@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Layouts in CuTe's notation, in plain Python: what the kernels' layouts mean, to be computed,
-checked and seen.
+"""CuTe's layout algebra in plain Python, to compute, check and draw the layouts that kernels use.
 
     >>> from torch_gpukern import layout
     >>> layout.logical_divide("(4,2,3):(2,1,8)", "4:2")
     Layout('((2,2),(2,3)):((4,1),(2,8))')
 
-No GPU and no compiled part is used. Operations refuse (`Refusal`) and name the mode that is to
-blame; nothing is returned that does not have the values it should. docs/layout.md teaches it, with
+It needs neither a GPU nor the compiled library. An operation without an exact result raises
+`Refusal`, which names the mode that is to blame. docs/layout.md explains the notation, with
 pictures.
 """
 
@@ -48,12 +47,12 @@ from .values import from_values
 
 
 def size(layout: Layout | str) -> int:
-    """How many coordinates a layout has."""
+    """The number of coordinates of a layout."""
     return as_layout(layout).size
 
 
 def cosize(layout: Layout | str) -> int:
-    """Offsets from the lowest to the highest, both included."""
+    """The number of offsets from the lowest to the highest, both included."""
     return as_layout(layout).cosize
 
 

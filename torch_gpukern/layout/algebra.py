@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The algebra of layouts: coalesce, compose, complement, inverses, and the widest vector of two
-layouts.
+"""The algebra of layouts: coalesce, compose, complement, inverses, and the widest common vector of
+two layouts.
 
-`compose` is sound and complete: it returns R exactly when a layout compatible with b has the values
-a(b(c)), and else names the mode that is to blame. `complement` refuses where it would leave holes.
+`compose` is sound and complete. It returns a layout exactly if one that is compatible with b has
+the values a(b(c)), and otherwise names the mode that is to blame. `complement` raises `Refusal` if
+it would leave holes.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from .core import (
 from .swizzle import Swizzle, Swizzled, parse
 from .values import from_values, leaves_of_values, rebuilt
 
-# What one divides by or composes with: a layout, a size (of the compact layout), one for each mode,
-# or one by name.
+# What a layout is divided by or composed with: a layout, a size (meaning the compact layout), or a
+# sequence or dict of these for the modes; None leaves a mode unchanged.
 Tiler = Union[  # noqa: UP007
     Layout, str, int, Sequence["Tiler"], dict[str, "Tiler"], None
 ]
@@ -36,12 +37,11 @@ Tiler = Union[  # noqa: UP007
 
 
 def coalesce(layout: Layout | str, profile: IntTuple | None = None) -> Layout:
-    """The same function of the index with the fewest modes; there is one. A layout of one element
-    is 1:0.
+    """The unique layout with the fewest modes that is the same function of the index. A layout of
+    one element gives 1:0.
 
-    profile: a tuple keeps its modes apart, each coalesced by the profile's entry: (1, 1) coalesces
-    both modes by themselves. Past the end of the layout the result goes on otherwise: (4,1):(1,0)
-    -> 4:1.
+    profile: a tuple keeps the modes separate and coalesces each by its entry: (1, 1) coalesces two
+    modes one by one. Without it, indices beyond the end may map differently: (4,1):(1,0) -> 4:1.
     """
     layout = as_layout(layout)
     if isinstance(profile, tuple):
@@ -64,10 +64,11 @@ def same(a: Layout, b: Layout) -> bool:
 
 
 def _by_division(outer: Leaves, shape: int, stride: int, reach: list[int]) -> Leaves | None:
-    """outer after shape:stride: the mode must start on a boundary of a mode of outer and end on
-    one, or stay inside one.
+    """Composes outer with the single mode shape:stride by division. The mode must begin and end at
+    boundaries of outer's modes, or stay inside one of them.
 
-    reach[i] grows by the largest coordinate that it asks of mode i. None: not shown this way.
+    reach[i] grows by the largest coordinate of mode i that is used. None means that this method
+    does not decide.
     """
     found: Leaves = []
     if stride < 0:
@@ -113,8 +114,8 @@ def compose_layouts(a: Layout, b: Layout) -> Layout:
                 )
         parts.append(of_leaves(coalesced(leaves)))
     r = rebuilt(parts, b.shape)
-    # No mode of a is asked for more than it has: nothing carries, and the parts add up. Else look
-    # at every value.
+    # If no mode of a is used beyond its size, nothing carries over and the parts add up. Otherwise
+    # check every value.
     if not proven or any(asked >= room for asked, (room, _) in zip(reach, outer)):
         _check_every_value(a, b, r)
     return r
@@ -125,7 +126,7 @@ def _check_every_value(a: Layout, b: Layout, r: Layout) -> None:
     for i, (inner, got) in enumerate(zip(b.offsets, r.offsets)):
         if 0 <= inner < n and values[inner] == got:
             continue
-        # the highest mode that has moved: all below it went through without this one
+        # blame the highest mode with a coordinate above 0: without it, the modes below it passed
         mode, rest = 0, i
         for m, (s, _) in enumerate(b.leaves):
             if rest % s:
@@ -144,11 +145,15 @@ def _check_every_value(a: Layout, b: Layout, r: Layout) -> None:
 
 
 def compose(a: Layout | Swizzle | Swizzled | str, b: Tiler | Swizzled) -> Layout | Swizzled:
-    """R(c) = a(b(c)), with b's modes kept, each as one or more modes.
+    """The composition R(c) = a(b(c)). Each of b's modes becomes one or more modes of R.
 
-    a may be a swizzle or swizzled. b: a layout; or a tuple or dict of such, one for each of a's
-    modes (None: the mode as it is). Refuses where b leaves a's domain, and where no layout has
-    these values.
+    Args:
+        a: a layout, a swizzle or a swizzled layout.
+        b: a layout, or a tuple or dict of layouts, one for each of a's modes; None leaves a mode
+            unchanged.
+
+    Raises:
+        Refusal: b leaves a's domain, or no layout has these values.
     """
     if isinstance(a, str):
         a = parse(a)
@@ -170,8 +175,8 @@ def compose(a: Layout | Swizzle | Swizzled | str, b: Tiler | Swizzled) -> Layout
 
 
 def _compose_swizzled(a: Layout, b: Swizzled) -> Layout | Swizzled:
-    """a after a swizzled layout: a moves the swizzle's bits along where it is contiguous on its
-    span; else by value."""
+    """a composed with a swizzled layout. If a is contiguous, the result is b. Otherwise a layout
+    with these values is searched."""
     least, most = min(b.offsets), max(b.offsets)
     if least < 0 or most >= a.size:
         reached = least if least < 0 else most
@@ -204,14 +209,14 @@ def expect_layout(x: Layout | Swizzled) -> Layout:
 
 
 def tiler_layout(tiler: Tiler) -> Layout:
-    """A layout of a tiler that is no tuple: 4 is 4:1."""
+    """The layout of a tiler that is not a tuple: 4 means 4:1."""
     if isinstance(tiler, (Layout, str, int)):
         return as_layout(tiler)
     raise TypeError(f"expected a layout, its text or a size, got {tiler!r}")
 
 
 def per_mode(op: str, layout: Layout, tiler: Sequence[Tiler] | dict[str, Tiler]) -> list[Tiler]:
-    """The tiler of each mode, None for a mode that has none."""
+    """The tiler of each mode; None for a mode without one."""
     if isinstance(tiler, dict):
         found: list[Tiler] = [None] * layout.rank
         for name, part in tiler.items():
@@ -226,11 +231,11 @@ def per_mode(op: str, layout: Layout, tiler: Sequence[Tiler] | dict[str, Tiler])
 
 
 def complement(layout: Layout | str, n: int | None = None) -> Layout:
-    """The offsets below n that the layout does not reach, in ascending order.
+    """The layout whose offsets, added to those of `layout`, reach every offset below n once, in
+    ascending order.
 
-    (layout, complement) reaches every offset below n once; n is rounded up to whole repeats of the
-    layout, and is cosize by default. Refuses where that cannot be: overlaps, holes, negative
-    strides. Modes of stride 0 add no offsets and are passed over.
+    n is rounded up to a multiple of the layout's extent; the default is cosize. Modes of stride 0
+    are ignored. Raises Refusal for overlaps, holes and negative strides.
     """
     layout = as_layout(layout)
     n = layout.cosize if n is None else n
@@ -254,8 +259,8 @@ def complement(layout: Layout | str, n: int | None = None) -> Layout:
 
 
 def right_inverse(layout: Layout | str) -> Layout:
-    """layout(r(i)) = i for every i below size(r): as far as modes continue each other from offset 0
-    on."""
+    """The longest layout r with layout(r(i)) = i for every index i of r. It covers the modes that
+    are contiguous from offset 0 on."""
     flat = coalesced(as_layout(layout).leaves)
     steps_below, n = [], 1
     for s, _ in flat:
@@ -272,11 +277,11 @@ def right_inverse(layout: Layout | str) -> Layout:
 
 
 def left_inverse(layout: Layout | str) -> Layout:
-    """r(layout(i)) = i for every i below size(layout). What other offsets map to is nobody's
-    concern.
+    """A layout r with r(layout(i)) = i for every index i. Its values at other offsets are
+    unspecified.
 
-    Refuses layouts that are not injective, negative strides, and strides of which the larger is no
-    multiple of the smaller.
+    Raises Refusal for layouts that are not injective, for negative strides, and if a larger stride
+    is no multiple of a smaller one.
     """
     layout = as_layout(layout)
     steps_below, n = [], 1
@@ -314,8 +319,8 @@ def left_inverse(layout: Layout | str) -> Layout:
 
 
 def max_common_layout(a: Layout | str, b: Layout | str) -> Layout:
-    """The longest run of indices that both layouts keep side by side, as a layout of indices:
-    a(r(i)) = b(r(i)) = i."""
+    """The longest layout r of indices with a(r(i)) = b(r(i)) = i: the elements that are contiguous
+    in both."""
     a, b = as_layout(a), as_layout(b)
     if a.size != b.size:
         raise ValueError(
@@ -336,18 +341,17 @@ def max_common_layout(a: Layout | str, b: Layout | str) -> Layout:
 
 
 def max_common_vector(a: Layout | str, b: Layout | str) -> int:
-    """How many elements one access may move between them: contiguous in both, and again from each
-    multiple on."""
+    """The number of elements that one access may move between the layouts: they are contiguous in
+    both."""
     return max_common_layout(a, b).size
 
 
 def recast(layout: Layout | Swizzled | str, old_bits: int, new_bits: int) -> Layout | Swizzled:
-    """The layout of the same memory in elements of another width: every bit of it as often as
-    before.
+    """The layout of the same memory in elements of new_bits instead of old_bits bits.
 
-    To narrower elements, the mode of stride 1 grows (one of size 1 where there is none). To wider
-    ones, the modes that make up an element shrink. Refuses where there is no such layout: elements
-    that are not whole, holes, overlaps, a mode of stride -1.
+    For narrower elements, the mode of stride 1 grows, or a mode of size 1 if there is none. For
+    wider elements, the modes that make up an element shrink. Raises Refusal if there is no such
+    layout: for partial elements, holes, overlaps and a mode of stride -1.
     """
     if old_bits < 1 or new_bits < 1 or (old_bits % new_bits and new_bits % old_bits):
         raise ValueError(f"recast: {old_bits} and {new_bits} bits; one must divide the other")
@@ -379,7 +383,7 @@ def recast(layout: Layout | Swizzled | str, old_bits: int, new_bits: int) -> Lay
 
 
 def _narrowed(layout: Layout, n: int, bits: int) -> Leaves:
-    """The leaves of a layout of which each element becomes n."""
+    """The leaves after each element has been cut into n."""
     leaves = layout.leaves
     grows = next((m for m, (s, d) in enumerate(leaves) if s > 1 and d == 1), None)
     grows = next((m for m, (s, _) in enumerate(leaves) if s == 1), None) if grows is None else grows
@@ -394,8 +398,8 @@ def _narrowed(layout: Layout, n: int, bits: int) -> Leaves:
 
 
 def _widened(layout: Layout, n: int, bits: int) -> Leaves:
-    """The leaves of a layout of which n elements become one: modes whose strides fill 1 to n leave,
-    wholly or in part."""
+    """The leaves after n elements have been merged into one. The modes that together cover offsets
+    0 to n - 1 vanish or shrink."""
     done: list[tuple[int, int]] = [(s, 0) for s, _ in layout.leaves]
     filled = 1
     split = f"elements of {bits} bits are {n} of its own; they split it"

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which element each thread of an instruction holds, as layouts (thread, value) -> index.
+"""Atoms: the elements that each thread of an instruction holds, as layouts (thread, value) ->
+index.
 
 An MMA's operands are indexed colexicographically: A by m + M k, B by n + N k, C by m + M n. A
-copy's matrices are indexed row + 8 column + 64 matrix. Values count elements; of 16 bits, two lie
-in a register, the low half first.
+copy's matrices are indexed by row + 8 column + 64 matrix. Values count elements. A register holds
+two 16-bit elements, the low half first.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from .core import Layout
 class MmaAtom:
     """One matrix instruction: C[M, N] += A[M, K] B[N, K].
 
-    a, b, c: (thread, value) -> index. An operand that is read from shared memory has every element
-    for every thread (stride 0). lanes: thread -> lane of the warp, where the two differ.
+    Attributes:
+        a, b, c: (thread, value) -> index. An operand in shared memory belongs to every thread: its
+            thread mode has stride 0.
+        lanes: thread -> lane of the warp, if the two differ.
     """
 
     name: str
@@ -35,11 +38,13 @@ class MmaAtom:
 
 @dataclass(frozen=True)
 class CopyAtom:
-    """One copy instruction: (thread, value) -> element, on the side it reads and on the side it
-    writes.
+    """One copy instruction.
 
-    ref: "src" or "dst", the side whose threads and values a tiled copy's layout speaks of: that of
-    the registers.
+    Attributes:
+        src, dst: (thread, value) -> element, for the side that is read and the side that is
+            written.
+        ref: "src" or "dst": the side that a tiled copy's layout describes, which is that of the
+            registers.
     """
 
     name: str
@@ -54,7 +59,7 @@ def _tv(text: str) -> Layout:
 
 
 _C = _tv("((4,8),(2,2)):((32,1),(16,8))")
-# m16n8 of mma.sync by (k, bits of an element of A and B): A and B.
+# mma.sync.m16n8: the layouts of A and B by (k, bits of an element of A and B).
 _MMA_SYNC = {
     (8, 16): ("((4,8),(2,2)):((32,1),(16,8))", "((4,8),2):((16,1),8)"),
     (16, 16): ("((4,8),(2,2,2)):((32,1),(16,8,128))", "((4,8),(2,2)):((16,1),(8,64))"),
@@ -66,7 +71,8 @@ _MMA_SYNC = {
 
 
 def mma_sync(k: int, bits: int) -> MmaAtom:
-    """mma.sync of m16n8k<k> (float64: m8n8k4), elements of A and B of 8, 16, 32 (tf32) or 64 bits."""
+    """mma.sync.m16n8k<k>. A and B have elements of 8, 16, 32 (TF32) or 64 bits; with 64 bits it is
+    m8n8k4."""
     if (k, bits) == (4, 64):
         tv = _tv("((4,8),1):((8,1),0)")
         return MmaAtom("mma.sync.m8n8k4 (64 bits)", (8, 8, 4), tv, tv, _tv("((4,8),2):((16,1),8)"))
@@ -80,23 +86,23 @@ def mma_sync(k: int, bits: int) -> MmaAtom:
 
 
 def fma() -> MmaAtom:
-    """One multiply-add of one thread: what a TiledMma without tensor cores is made of."""
+    """One multiply-add of one thread, the atom of a TiledMma without tensor cores."""
     one = _tv("(1,1):(0,0)")
     return MmaAtom("fma", (1, 1, 1), one, one, one)
 
 
-# mma.sync.m8n8k4 of Volta: a row-major a (column-major b) has a row a thread, the other a column a
-# thread.
+# Volta's mma.sync.m8n8k4: with a row-major (b column-major) a thread holds a row of the operand,
+# otherwise a column.
 _QUAD_ROW, _QUAD_COLUMN = "(8,4):(1,8)", "((4,2),4):((8,4),1)"
 _QUAD_C = {16: "(8,8):(1,8)", 32: "((2,2,2),(2,2,2)):((1,16,4),(8,2,32))"}
 
 
 def quadpair(layout: str = "TN", c_bits: int = 32) -> MmaAtom:
-    """Volta's mma.sync.m8n8k4 of 16 bits: each of a warp's four pairs of quads has a product of its
-    own.
+    """Volta's mma.sync.m8n8k4 with 16-bit operands. Each of a warp's four quad pairs computes a
+    product of its own; pair p has the lanes `lanes(thread)` + 4 p.
 
-    layout: of a and b, as BLAS has it: TN is .row.col, both with k on end. c_bits: 16 or 32. Pair p
-    has the lanes `lanes(thread)` + 4 p.
+    layout: the layouts of a and b in BLAS's notation: TN is .row.col, with k contiguous in both.
+    c_bits: 16 or 32.
     """
     if layout not in ("TN", "TT", "NN", "NT") or c_bits not in _QUAD_C:
         raise ValueError(
@@ -109,7 +115,7 @@ def quadpair(layout: str = "TN", c_bits: int = 32) -> MmaAtom:
     return MmaAtom(name, (8, 8, 4), _tv(a), _tv(b), _tv(_QUAD_C[c_bits]), Layout("(4,2):(1,16)"))
 
 
-# A of wgmma from registers, by bits: 64 rows and 32 bytes of k.
+# wgmma's A in registers, by the bits of an element: 64 rows and 32 bytes of k.
 _WGMMA_A = {
     8: "((4,8,4),(4,2,2)):((256,1,16),(64,8,1024))",
     16: "((4,8,4),(2,2,2)):((128,1,16),(64,8,512))",
@@ -118,7 +124,7 @@ _WGMMA_A = {
 
 
 def wgmma(n: int, bits: int = 16, a_from_registers: bool = False) -> MmaAtom:
-    """wgmma of m64n<n>, k of 32 bytes: elements of A and B of 8, 16 or 32 (tf32) bits. n: a
+    """wgmma.m64n<n> with 32 bytes of k. A and B have elements of 8, 16 or 32 (TF32) bits. n is a
     multiple of 8 up to 256."""
     if n % 8 or not 8 <= n <= 256:
         raise ValueError(f"wgmma: n is {n}; expected a multiple of 8 from 8 to 256")
@@ -141,8 +147,8 @@ def wgmma(n: int, bits: int = 16, a_from_registers: bool = False) -> MmaAtom:
     )
 
 
-# 8 x 8 matrices of 16 bits: what each lane gives the address of (its row), and what its registers
-# hold.
+# 8 x 8 matrices of 16-bit elements: the row whose address each lane gives, and the elements in its
+# registers.
 def _rows(num: int) -> Layout:
     return Layout(((8, num), 8), ((1, 64), 8), ("thr", "val"))
 
@@ -159,8 +165,8 @@ def _check_num(op: str, num: int) -> None:
 
 
 def ldmatrix(num: int = 4, trans: bool = False) -> CopyAtom:
-    """ldmatrix.x<num>: lane l gives the address of row l % 8 of matrix l / 8; register i of a lane
-    holds two of matrix i."""
+    """ldmatrix.x<num>: lane l gives the address of row l % 8 of matrix l / 8. Register i of a lane
+    gets two elements of matrix i."""
     _check_num("ldmatrix", num)
     return CopyAtom(
         f"ldmatrix.x{num}{'.trans' if trans else ''}", _rows(num), _registers(num, trans), "dst", 16
@@ -168,7 +174,7 @@ def ldmatrix(num: int = 4, trans: bool = False) -> CopyAtom:
 
 
 def stmatrix(num: int = 4, trans: bool = False) -> CopyAtom:
-    """stmatrix.x<num>: ldmatrix the other way round."""
+    """stmatrix.x<num>: stores what ldmatrix loads."""
     _check_num("stmatrix", num)
     return CopyAtom(
         f"stmatrix.x{num}{'.trans' if trans else ''}", _registers(num, trans), _rows(num), "src", 16
@@ -176,14 +182,13 @@ def stmatrix(num: int = 4, trans: bool = False) -> CopyAtom:
 
 
 def movmatrix() -> CopyAtom:
-    """movmatrix.trans: a matrix in registers, transposed. Element (row, column) of the source is
-    what a lane's value is; the result's element index says where in the transposed matrix the same
-    lane's value lies."""
+    """movmatrix.trans: transposes a matrix in registers. src gives the element (row, column) of
+    each lane's value before, dst the element of each lane's value after."""
     return CopyAtom("movmatrix.trans", _registers(1, False), _registers(1, True), "dst", 16)
 
 
 def vector_copy(access_bytes: int, elem_bytes: int) -> CopyAtom:
-    """ld or st (or cp.async) of one thread: so many bytes that lie side by side."""
+    """A load, store or cp.async of one thread: access_bytes contiguous bytes."""
     if access_bytes not in (1, 2, 4, 8, 16) or access_bytes % elem_bytes:
         raise ValueError(
             f"vector_copy: {access_bytes} bytes of elements of {elem_bytes}; expected 1, 2, 4, 8 "

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an access of a warp costs: passes of shared memory, sectors of global memory. A model, from
-addresses alone.
+"""A model of what an access of a warp costs, from addresses alone: passes of shared memory, sectors
+of global memory.
 
-Shared memory has 32 banks of 4 bytes; an access is served in phases of at most 128 bytes: 32 lanes
-of up to 4 bytes, 16 lanes of 8, 8 lanes of 16. In a phase each bank gives one word at a time, and
-lanes that want the same word share it. Global memory moves sectors of 32 bytes, four to a line.
+Shared memory has 32 banks of 4 bytes. An access is served in phases of at most 128 bytes: 32 lanes
+of up to 4 bytes, 16 lanes of 8 bytes, or 8 lanes of 16 bytes. In a pass of a phase, each bank
+serves one word, which all lanes that want it share. Global memory is moved in sectors of 32 bytes;
+a line has four.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def _check_access(op: str, addresses: Sequence[int], access_bytes: int) -> None:
 
 
 def phases(addresses: Sequence[int], access_bytes: int) -> list[int]:
-    """The passes of each phase of one warp's access; addresses are bytes, one a lane.
+    """The number of passes of each phase of one warp's access.
 
-    An ldmatrix or stmatrix is an access of 16 bytes by as many lanes as give it addresses: 8, 16 or
-    32.
+    addresses: byte addresses, one per lane. An ldmatrix or stmatrix is an access of 16 bytes by the
+    8, 16 or 32 lanes that give it addresses.
     """
     _check_access("ways", addresses, access_bytes)
     lanes = 8 if access_bytes > 8 else 16 if access_bytes > 4 else 32
@@ -55,34 +56,35 @@ def phases(addresses: Sequence[int], access_bytes: int) -> list[int]:
 
 
 def ways(addresses: Sequence[int], access_bytes: int) -> int:
-    """The bank-conflict degree: the worst of the phases; 1 is free of conflicts."""
+    """The degree of bank conflicts: the passes of the worst phase. 1 means no conflict."""
     return max(phases(addresses, access_bytes))
 
 
 def wavefronts(addresses: Sequence[int], access_bytes: int) -> int:
-    """Passes of the whole access: what the profiler counts as wavefronts of shared memory.
+    """The passes of the whole access, which the profiler counts as wavefronts of shared memory.
 
-    One case is counted too high: of 16 bytes a GPU serves two phases at once where lanes l and l ^
-    1, or l and l ^ 2, want the same ones (learn/claims.md).
+    The model counts one case too high: in accesses of 16 bytes, a GPU serves two phases at once if
+    lanes l and l ^ 1, or l and l ^ 2, access the same bytes (learn/claims.md).
     """
     return sum(phases(addresses, access_bytes))
 
 
 def sectors(addresses: Sequence[int], access_bytes: int) -> int:
-    """32-byte sectors of global memory that one warp's access touches."""
+    """The number of 32-byte sectors of global memory that one warp's access touches."""
     _check_access("sectors", addresses, access_bytes)
     return len({address // SECTOR_BYTES for address in addresses})
 
 
 def lines(addresses: Sequence[int], access_bytes: int) -> int:
-    """128-byte lines that it touches."""
+    """The number of 128-byte lines that one warp's access touches."""
     _check_access("lines", addresses, access_bytes)
     return len({address // 128 for address in addresses})
 
 
 @dataclass(frozen=True)
 class Access:
-    """One way of walking a layout, by warps: the figures are of the worst warp."""
+    """The costs of accessing a whole layout by warps in one order; figures are those of the worst
+    warp."""
 
     name: str
     ways: int
@@ -99,12 +101,11 @@ class Access:
 def vectors(
     layout: Layout | Swizzled | str, elem_bytes: int, access_bytes: int
 ) -> tuple[list[int], int]:
-    """(byte address of each access of `access_bytes`, accesses in each column): a layout cut into
-    vectors.
+    """Cuts a layout into vectors of `access_bytes`.
 
-    The mode of stride 1 is cut; what is left runs colexicographically. The second figure is how
-    many vectors mode 0 has. Refuses where the vector does not divide that mode or the swizzle takes
-    it apart.
+    The mode of stride 1 is cut, and the vectors are listed colexicographically. Returns (the byte
+    address of each vector, the number of vectors in mode 0). Raises Refusal if the vector does not
+    divide the mode of stride 1, or if the swizzle separates its elements.
     """
     layout = parse(layout) if isinstance(layout, str) else layout
     inner = layout.layout if isinstance(layout, Swizzled) else layout
@@ -150,8 +151,8 @@ def vectors(
 
 
 def accesses(layout: Layout | Swizzled | str, elem_bytes: int, access_bytes: int) -> list[Access]:
-    """The costs of walking a layout down mode 0 (lanes along it first) and across it (lanes along
-    the other modes first)."""
+    """The costs of accessing a whole layout down mode 0 (lanes along mode 0 first) and across it
+    (lanes along the other modes first)."""
     bytes_, column = vectors(layout, elem_bytes, access_bytes)
     across = [bytes_[i + j * column] for i in range(column) for j in range(len(bytes_) // column)]
     found = []

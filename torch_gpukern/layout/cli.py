@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""python -m torch_gpukern layout: types a layout, says what it is, and draws it."""
+"""python -m torch_gpukern layout: explains a layout, counts its bank conflicts and draws it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ MOST_ROWS = 64
 
 
 def table(p: Picture, columns: int) -> str:
-    """The cells of a picture as text, mode 0 down and the others across, as far as this many
-    columns hold them."""
+    """The cells of a picture as text of at most `columns` characters per line: mode 0 down, the
+    other modes across."""
     cells = [text for text, _ in p.cells]
     width = max(map(len, cells))
     side = len(str(min(p.rows, MOST_ROWS) - 1))
@@ -107,7 +107,7 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
 
 
 def _asked(args: argparse.Namespace) -> tuple[Layout | Swizzled, dict]:
-    """The layout, and how it is drawn."""
+    """The layout that the arguments ask for, and the options of its picture."""
     if sum((args.layout is not None, args.atom is not None, args.thr is not None)) != 1:
         raise ValueError("give a layout, or --atom, or --thr and --val")
     if (args.thr is None) != (args.val is None):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Layouts as values: a shape and a stride of the same nesting, in CuTe's notation.
+"""The class Layout: a shape and a stride with the same nesting, in CuTe's notation.
 
-`Layout("(4,8):(8,1)")` sends a coordinate (i, j) to the offset 8 i + j. Shapes and strides are
-integers or tuples of such, to any depth; modes may have names: `Layout("(m=4,n=8):(8,1)")`. The
-first mode runs fastest (colexicographic order): index 5 of the layout above is the coordinate (1,
-1). Strides may be 0 or negative.
+`Layout("(4,8):(8,1)")` maps a coordinate (i, j) to the offset 8 i + j. Shapes and strides are
+integers, or tuples of them nested to any depth. The entries of a shape are its modes; they may have
+names: `Layout("(m=4,n=8):(8,1)")`. A leaf is a mode that is an integer. Indices count coordinates
+with the first mode fastest (colexicographic order): index 5 of the layout above is the coordinate
+(1, 1). Strides may be 0 or negative.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ Coord = Union[int, None, tuple["Coord", ...]]  # noqa: UP007
 
 
 class Refusal(ValueError):
-    """There is no such layout. The text names the operation, the argument and the mode that is to
-    blame.
+    """Raised if no layout is the exact result of an operation. The text names the operation, the
+    argument and the mode that is to blame.
 
-    Attributes: op, argument (its name), mode (the number of the leaf, counted from 0 across the
-    nesting; None where no single mode is to blame), why.
+    Attributes:
+        op: the operation's name.
+        argument: the argument's name.
+        mode: the number of the leaf, counted from 0 across the nesting; None if no single mode is
+            to blame.
+        why: the reason.
     """
 
     def __init__(
@@ -58,21 +63,21 @@ def product(x: IntTuple) -> int:
 
 
 def text_of(x: object) -> str:
-    """A nested tuple as CuTe prints it: (4,(2,3)); a tuple of one keeps its brackets: (4)."""
+    """A nested tuple as CuTe prints it: (4,(2,3)). A tuple of one entry keeps its brackets: (4)."""
     if isinstance(x, tuple):
         return "(" + ",".join(map(text_of, x)) + ")"
     return "_" if x is None else str(x)
 
 
 def unflatten(leaves: Iterator, like: IntTuple) -> IntTuple:
-    """The next leaves in the nesting of `like`."""
+    """Takes leaves from the iterator and nests them as `like`."""
     if isinstance(like, tuple):
         return tuple(unflatten(leaves, part) for part in like)
     return next(leaves)
 
 
 def compact_stride(shape: IntTuple, first: int = 1) -> IntTuple:
-    """Strides that make the index the offset: (4,8) -> (1,4)."""
+    """The strides with which offset = index: (4,8) -> (1,4)."""
     strides, n = [], first
     for s in flatten(shape):
         strides.append(n)
@@ -87,8 +92,8 @@ def same_profile(a: IntTuple, b: IntTuple) -> bool:
 
 
 def index_to_coord(index: int, shape: IntTuple) -> IntTuple:
-    """The coordinate of an index, colexicographic, nested as the shape. Past the end the last mode
-    goes on."""
+    """The coordinate of an index, nested as the shape. An index beyond the end gives a last entry
+    beyond its mode."""
     flat, shapes = [], flatten(shape)
     for i, s in enumerate(shapes):
         last = i + 1 == len(shapes)
@@ -98,8 +103,8 @@ def index_to_coord(index: int, shape: IntTuple) -> IntTuple:
 
 
 def coord_to_index(coord: IntTuple, shape: IntTuple) -> int:
-    """The index of a coordinate, which may be an index itself at any depth; each must be within its
-    mode."""
+    """The index of a coordinate. Any nested part of the coordinate may be an index instead of a
+    tuple. Raises IndexError for an entry outside its mode."""
     if not isinstance(coord, tuple):
         if not 0 <= coord < product(shape):
             raise IndexError(
@@ -122,7 +127,7 @@ _TOKEN = re.compile(r"\s*(?:([A-Za-z]\w*)\s*=|(-?\d+)|([(),:]))")
 
 
 class _Parser:
-    """(4,(2,3)):(1,...) and names: a mode at the top may begin with `name =`."""
+    """Parses the text of a layout, (4,(2,3)):(1,..). A mode at the top may begin with `name =`."""
 
     def __init__(self, text: str) -> None:
         self.text, self.names, self.depth = text, [], 0
@@ -188,8 +193,8 @@ class _Parser:
 
 
 class Drawn:
-    """What has a picture of its own: a layout, swizzled or not. pictures.py, which knows layouts,
-    gives it svg and png."""
+    """Base of classes that have a picture: layouts, swizzled or not. pictures.py, which imports
+    this file, adds the methods svg and png."""
 
     __slots__ = ()
     svg: Any
@@ -200,15 +205,20 @@ class Drawn:
 
 
 class Layout(Drawn):
-    """A function from coordinates to offsets: shape:stride.
+    """A function from coordinates to offsets, written shape:stride.
 
     Args:
-        shape: sizes, 1 or more, nested to any depth; or the text of a whole layout, "(4,8):(8,1)".
-        stride: as nested as the shape. Default: compact, the first mode fastest.
-        names: of the modes at the top, "" for none.
+        shape: sizes of 1 or more, nested to any depth; or the text of a whole layout,
+            "(4,8):(8,1)".
+        stride: nested like the shape. Default: compact, the first mode fastest.
+        names: names of the modes at the top, "" for a mode without a name.
 
     Call it with a coordinate (`layout(1, 2)`, nested or not), an index (`layout(9)`) or names
-    (`layout(m=1, n=2)`). A coordinate outside of its mode is an IndexError.
+    (`layout(m=1, n=2)`).
+
+    Raises:
+        IndexError: a coordinate lies outside its mode.
+        ValueError: the text, the nesting or the names are invalid.
     """
 
     __slots__ = ("shape", "stride", "names", "__dict__")
@@ -240,22 +250,22 @@ class Layout(Drawn):
         if len(set(used)) != len(used):
             raise ValueError(f"Layout: names are {', '.join(used)}; each must occur once")
 
-    # what it is
+    # properties
 
     @cached_property
     def leaves(self) -> list[tuple[int, int]]:
-        """(size, stride) of every mode, without the nesting."""
+        """(size, stride) of every leaf, in order."""
         return list(zip(flatten(self.shape), flatten(self.stride)))
 
     @cached_property
     def size(self) -> int:
-        """How many coordinates there are."""
+        """The number of coordinates."""
         return product(self.shape)
 
     @property
     def cosize(self) -> int:
-        """Offsets from the lowest to the highest, both included: also right for strides of 0 and
-        below."""
+        """The number of offsets from the lowest to the highest, both included. Strides may be 0 or
+        negative."""
         return 1 + sum((s - 1) * abs(d) for s, d in self.leaves)
 
     @property
@@ -295,7 +305,7 @@ class Layout(Drawn):
         return [Layout(s, d) for s, d in zip(self.shape, self.stride)]
 
     def position(self, mode: int | str) -> int:
-        """The number of a mode that is given by number or name."""
+        """The number of a mode that is given by its number or its name."""
         if isinstance(mode, str):
             if mode not in self.names:
                 raise KeyError(f"layout {self} has no mode '{mode}'")
@@ -311,14 +321,14 @@ class Layout(Drawn):
         return iter(self.modes)
 
     def select(self, *modes: int | str) -> Layout:
-        """These modes, in this order: a transpose is `layout.select(1, 0)`."""
+        """The layout of these modes in this order. `layout.select(1, 0)` is a transpose."""
         at = [self.position(mode) for mode in modes]
         all_, names = self.modes, [self.names[i] if self.names else "" for i in at]
         return join(*(all_[i] for i in at), names=names)
 
     def group(self, first: int, last: int) -> Layout:
-        """Modes first to last - 1 as one mode, so that one coordinate or one tiler takes them all:
-        CuTe's group<first, last>."""
+        """Groups modes first to last - 1 into one mode, which one coordinate or tiler then
+        addresses: CuTe's group<first, last>."""
         if not 0 <= first < last <= self.rank:
             raise IndexError(
                 f"group: modes {first} to {last} of the {self.rank} of {self}; expected 0 <= "
@@ -336,7 +346,7 @@ class Layout(Drawn):
         return of_leaves(self.leaves)
 
     def by_mode(self, function: Callable[[Layout], Layout]) -> Layout:
-        """A function of layouts on each mode at the top, names kept."""
+        """Applies a function of layouts to each mode at the top. Names are kept."""
         if not isinstance(self.shape, tuple):
             return function(self)
         return join(*map(function, self.modes), names=self.names)
@@ -372,8 +382,8 @@ class Layout(Drawn):
         return (index_to_coord(i, self.shape) for i in range(self.size))
 
     def slice(self, *coord: Coord) -> tuple[Layout, int]:
-        """(the modes where the coordinate has None, the offset of all others). `layout.slice(None,
-        3)`: column 3."""
+        """Returns (layout of the modes for which the coordinate has None, offset of the others).
+        `layout.slice(None, 3)` is column 3."""
         given = coord[0] if len(coord) == 1 else coord
         kept, offset = _slice(self.shape, self.stride, given, self)
         if len(kept) == 1:
@@ -393,7 +403,7 @@ class Layout(Drawn):
 
     @property
     def injective(self) -> bool:
-        """Whether no two coordinates share an offset."""
+        """Whether all coordinates have different offsets."""
         reach = 0
         for s, d in sorted(self.leaves, key=lambda leaf: abs(leaf[1])):
             if s > 1 and abs(d) <= reach:
@@ -479,7 +489,7 @@ Leaves = list[tuple[int, int]]
 
 
 def coalesced(leaves: Leaves) -> Leaves:
-    """The fewest (size, stride) that are the same function of the index."""
+    """The fewest leaves that give the same function of the index."""
     found: Leaves = []
     for s, d in leaves:
         if s == 1:
@@ -498,12 +508,12 @@ def of_leaves(leaves: Leaves) -> Layout:
 
 
 def join(*layouts: Layout, names: Sequence[str] = ()) -> Layout:
-    """One layout with these as its modes."""
+    """The layout whose modes are the given layouts."""
     return Layout(tuple(x.shape for x in layouts), tuple(x.stride for x in layouts), names)
 
 
 def as_layout(x: Layout | str | IntTuple) -> Layout:
-    """A layout; its text; or a shape, which stands for the compact layout of that shape."""
+    """x as a Layout: x is a layout, its text, or a shape, which means the compact layout."""
     if isinstance(x, Layout):
         return x
     return Layout(x)

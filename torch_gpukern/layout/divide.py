@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Dividing a layout into tiles, and repeating it: the families of divide and product.
+"""CuTe's divides, which cut a layout into tiles, and products, which repeat a layout.
 
-Where tiles do not divide a layout, `logical_divide` rounds up and `overhang` says by how much, so
-that a predicate is derived and not guessed.
+If tiles do not divide a layout, `logical_divide` rounds up. `overhang` is the number of elements
+beyond the end, from which a kernel's predicate follows.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def _divide(layout: Layout, tile: Layout, op: str) -> Layout:
         raise Refusal(op, "tiler", tile, no.mode, no.why) from None
     both = join(tile, rest)
     longer = coalesced(layout.leaves)
-    if layout.size == 1:  # it goes on with its own stride, too
+    if layout.size == 1:  # a layout of one element is extended with its own stride
         longer = layout.leaves[-1:] or longer
     before = layout.size // longer[-1][0]
     needed = -(-both.cosize // before)
-    if needed > longer[-1][0]:  # tiles that reach past the end: the last mode goes on
+    if needed > longer[-1][0]:  # tiles reach beyond the end: extend the last mode
         longer[-1] = (needed, longer[-1][1])
     try:
         return compose_layouts(of_leaves(longer), both)
@@ -34,10 +34,16 @@ def _divide(layout: Layout, tile: Layout, op: str) -> Layout:
 
 
 def logical_divide(layout: Layout | str, tiler: Tiler) -> Layout:
-    """(inside a tile, tile): the layout after (tiler, complement of the tiler in it).
+    """Divides a layout into tiles: the result has the modes (inside a tile, over tiles).
 
-    tiler: a layout or a size; or a tuple or dict of such, one for each mode, which divides each
-    mode by itself; None leaves a mode as it is. Tiles that do not divide round up: see `overhang`.
+    It is the composition of the layout with (tiler, complement of the tiler).
+
+    Args:
+        tiler: a layout or a size; or a tuple or dict of them, which divides each mode by its entry;
+            None leaves a mode unchanged.
+
+    If tiles do not divide the layout, the number of tiles is rounded up: see `overhang`. Raises
+    Refusal if the tiler does not tile the layout.
     """
     layout = as_layout(layout)
     if isinstance(tiler, (tuple, list, dict)):
@@ -48,8 +54,8 @@ def logical_divide(layout: Layout | str, tiler: Tiler) -> Layout:
 
 
 def overhang(layout: Layout | str, tiler: Tiler) -> int:
-    """How many elements of the divided layout lie past the end of the layout: 0 means that no
-    predicate is needed."""
+    """The number of elements of the divided layout that lie beyond the end of the layout. If it is
+    0, a kernel needs no predicate."""
     return logical_divide(layout, tiler).size - as_layout(layout).size
 
 
@@ -64,7 +70,7 @@ def _split(layout: Layout, tiler: Tiler) -> tuple[list[Layout], list[Layout]]:
     for mode, t in zip(divided.modes, tilers):
         if t is None:
             over.append(mode)
-        elif isinstance(t, (tuple, list, dict)):  # mode by mode inside of a mode
+        elif isinstance(t, (tuple, list, dict)):  # a nested tiler divides the modes inside a mode
             one, other = [m[0] for m in mode.modes], [m[1] for m in mode.modes]
             inside.append(join(*one))
             over.append(join(*other))
@@ -75,8 +81,8 @@ def _split(layout: Layout, tiler: Tiler) -> tuple[list[Layout], list[Layout]]:
 
 
 def zipped_divide(layout: Layout | str, tiler: Tiler) -> Layout:
-    """((inside each mode's tile), (tiles of each mode, modes without a tiler)): one mode for a
-    tile, one over tiles."""
+    """As `logical_divide`, with one mode inside a tile and one over tiles: ((inside each mode's
+    tile), (tiles of each mode, modes without a tiler))."""
     inside, over = _split(as_layout(layout), tiler)
     if not isinstance(tiler, (tuple, list, dict)):
         return join(inside[0], over[0])
@@ -84,7 +90,8 @@ def zipped_divide(layout: Layout | str, tiler: Tiler) -> Layout:
 
 
 def tiled_divide(layout: Layout | str, tiler: Tiler) -> Layout:
-    """((inside each mode's tile), tiles of mode 0, of mode 1, ...)."""
+    """As `logical_divide`, with the modes ((inside each mode's tile), tiles of mode 0, of mode 1,
+    ...)."""
     inside, over = _split(as_layout(layout), tiler)
     if not isinstance(tiler, (tuple, list, dict)):
         return join(inside[0], *over)
@@ -92,7 +99,8 @@ def tiled_divide(layout: Layout | str, tiler: Tiler) -> Layout:
 
 
 def flat_divide(layout: Layout | str, tiler: Tiler) -> Layout:
-    """(inside mode 0's tile, inside mode 1's, ..., tiles of mode 0, of mode 1, ...)."""
+    """As `logical_divide`, with the modes (inside mode 0's tile, inside mode 1's, ..., tiles of
+    mode 0, of mode 1, ...)."""
     inside, over = _split(as_layout(layout), tiler)
     return join(*inside, *over)
 
@@ -101,9 +109,10 @@ def flat_divide(layout: Layout | str, tiler: Tiler) -> Layout:
 
 
 def logical_product(layout: Layout | str, copies: Tiler) -> Layout:
-    """(layout, copies of it as `copies` orders them), in the offsets that the layout leaves free.
+    """Repeats a layout: the result has the modes (layout, copies). The copies use the offsets that
+    the layout leaves free, in the order that `copies` gives.
 
-    copies: a layout; a size; or a tuple or dict of such, one for each mode.
+    copies: a layout or a size; or a tuple or dict of them, one for each mode.
     """
     layout = as_layout(layout)
     if isinstance(copies, (tuple, list, dict)):
@@ -138,13 +147,14 @@ def _zipped(block: Layout | str, copies: Tiler, copies_first: bool) -> Layout:
 
 
 def blocked_product(block: Layout | str, copies: Tiler) -> Layout:
-    """((block mode 0, copies mode 0), (block mode 1, copies mode 1), ...): blocks lie side by
-    side."""
+    """As `logical_product`, mode by mode: ((block mode 0, copies mode 0), ...). Each block stays
+    contiguous."""
     return _zipped(block, copies, False)
 
 
 def raked_product(block: Layout | str, copies: Tiler) -> Layout:
-    """((copies mode 0, block mode 0), ...): the elements of the blocks alternate."""
+    """As `logical_product`, mode by mode: ((copies mode 0, block mode 0), ...). The elements of the
+    blocks alternate."""
     return _zipped(block, copies, True)
 
 
@@ -158,7 +168,7 @@ def _product_parts(layout: Layout, copies: Tiler) -> tuple[list[Layout], list[La
 
 
 def zipped_product(layout: Layout | str, copies: Tiler) -> Layout:
-    """((the layout's modes), (their copies))."""
+    """As `logical_product`, with the modes ((the layout's modes), (their copies))."""
     inside, over = _product_parts(as_layout(layout), copies)
     if not isinstance(copies, (tuple, list, dict)):
         return join(inside[0], over[0] if len(over) == 1 else join(*over))
@@ -166,13 +176,15 @@ def zipped_product(layout: Layout | str, copies: Tiler) -> Layout:
 
 
 def tiled_product(layout: Layout | str, copies: Tiler) -> Layout:
-    """((the layout's modes), copies of mode 0, of mode 1, ...)."""
+    """As `logical_product`, with the modes ((the layout's modes), copies of mode 0, of mode 1,
+    ...)."""
     inside, over = _product_parts(as_layout(layout), copies)
     return join(inside[0] if len(inside) == 1 else join(*inside), *over)
 
 
 def flat_product(layout: Layout | str, copies: Tiler) -> Layout:
-    """(mode 0, mode 1, ..., copies of mode 0, of mode 1, ...)."""
+    """As `logical_product`, with the modes (mode 0, mode 1, ..., copies of mode 0, of mode 1,
+    ...)."""
     inside, over = _product_parts(as_layout(layout), copies)
     first = inside[0].modes if len(inside) == 1 else inside
     return join(*first, *over)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which memory a tensor lies in, tensors that own theirs, and the instruction that a copy between
-two of them would be."""
+"""Tensors that own their memory, and the instructions by which one thread would copy between two
+tensors, given the memory (registers, shared, global) of each."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ TYPES = {1: "b8", 2: "b16", 4: "b32", 8: "v2.b32", 16: "v4.b32"}
 def make_tensor(
     layout: Layout | Swizzled | str, memory: str = "registers", dtype: Any = None
 ) -> Tensor:
-    """A tensor over memory of its own, all 0: a list, or where there is a dtype a torch tensor of
-    it.
+    """A tensor over new memory, filled with 0: a torch tensor if dtype is given, otherwise a list.
 
-    memory: "registers", "shared" or "global". Strides below 0 begin as far up as they reach down.
+    memory: "registers", "shared" or "global". With negative strides, the offset of coordinate 0 is
+    such that the lowest offset is 0.
     """
     layout = parse(layout) if isinstance(layout, str) else layout
     lowest = layout.layout.lowest + layout.offset if isinstance(layout, Swizzled) else layout.lowest
@@ -44,8 +44,8 @@ def make_tensor(
 
 
 def fragment_like(tensor: Tensor | Layout | Swizzled | str, dtype: Any = None) -> Tensor:
-    """Registers for a part of a tensor: its shape, compact, what lies nearest in it nearest here
-    too; stride 0 stays 0."""
+    """A tensor in registers for a part of a tensor. It has the part's shape and compact strides in
+    the order of the part's strides. Stride 0 stays 0."""
     tensor = as_tensor(tensor)
     layout = plain(tensor)
     leaves = layout.leaves
@@ -61,8 +61,7 @@ def fragment_like(tensor: Tensor | Layout | Swizzled | str, dtype: Any = None) -
 
 @dataclass(frozen=True)
 class CopyChoice:
-    """What copy(src, dst) would be for one thread: the instructions of PTX, bytes of an access, and
-    how many accesses."""
+    """How one thread would copy: PTX instructions, bytes per access and number of accesses."""
 
     instructions: tuple[str, ...]
     bytes: int
@@ -85,8 +84,8 @@ def _elem_bytes(src: Tensor, dst: Tensor, given: int | None) -> int:
 
 
 def _placed(tensor: Tensor, size: int) -> list[int]:
-    """Where its elements lie, counted from a multiple of 16 bytes: a torch tensor knows where its
-    data begin, and their step."""
+    """The elements' places, in elements from a multiple of 16 bytes. A torch tensor's own address
+    and stride are included."""
     data = tensor.data
     if not hasattr(data, "data_ptr") or data.dim() != 1 or tensor.memory == "registers":
         return tensor.offsets
@@ -95,7 +94,7 @@ def _placed(tensor: Tensor, size: int) -> list[int]:
 
 
 def _runs(src: list[int], dst: list[int], width: int) -> bool:
-    """Whether the elements fall into aligned groups of `width` that lie side by side in both, in
+    """Whether the elements form aligned groups of `width` that are contiguous in both tensors, in
     the same order."""
     order = sorted(range(len(dst)), key=dst.__getitem__)
     for i in range(0, len(order), width):
@@ -113,16 +112,21 @@ def choose_copy(
     """The instructions by which one thread would copy src to dst: the widest that both sides allow,
     up to 16 bytes.
 
-    Both say their memory (`Tensor(..., memory=)`). A tensor's data begin at a multiple of 16 bytes,
-    or where its torch tensor does; swizzles, offsets and strides decide from there. From global to
-    shared memory it is cp.async from arch 80 on and from 4 bytes on, else a load and a store.
-    Copies by several threads together are none of these: see `atoms.ldmatrix`, `tma_box`.
+    Both tensors must have a memory (`Tensor(..., memory=)`). Data are assumed to begin at a
+    multiple of 16 bytes, unless they are a torch tensor, whose address is used. From global to
+    shared memory, arch 80 and newer use cp.async for 4 bytes or more; otherwise a load and a store
+    are used. Copies
+    by several threads together are not considered: see `atoms.ldmatrix` and `tma_box`.
 
     Args:
-        elem_bytes: needed where no side has a torch tensor.
-        arch: 70, 80, 90, ..: the compute capability times ten.
+        elem_bytes: bytes per element; needed if neither tensor has a torch tensor.
+        arch: the compute capability times ten: 70, 80, 90, ..
 
-    >>> choose_copy(Tensor("(8,4):(1,64)", memory="global"), Tensor("(8,4):(1,8)", memory="shared"), elem_bytes=2)
+    Raises:
+        ValueError: a memory or elem_bytes is missing, or the sizes differ.
+
+    >>> src, dst = Tensor("(8,4):(1,64)", memory="global"), Tensor("(8,4):(1,8)", memory="shared")
+    >>> choose_copy(src, dst, elem_bytes=2)
     CopyChoice(instructions=('cp.async.cg.shared.global',), bytes=16, accesses=4)
     """
     for name, x in (("src", src), ("dst", dst)):
@@ -138,10 +142,10 @@ def choose_copy(
     size = _elem_bytes(src, dst, elem_bytes)
     if size not in TYPES:
         raise ValueError(f"choose_copy: elements have {size} bytes; expected 1, 2, 4, 8 or 16")
-    # a register has any place; what counts is that the values of an access lie in registers side by
-    # side
+    # Registers need no alignment of an address, but the values of an access must be in consecutive
+    # registers.
     width, places = WIDEST // size, (_placed(src, size), _placed(dst, size))
-    # a register is moved whole, and values of 16 bits one by one
+    # between registers, a move takes two 8-bit values or a single wider one
     if src.memory == dst.memory == "registers":
         width = 2 if size == 1 else 1
     while width > 1 and not _runs(*places, width):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Pictures of layouts: a cell for each element, mode 0 down, the other modes across.
+"""Pictures of layouts: a cell for each element, mode 0 down, the other modes across. Kinds:
 
-offsets   where an element lies
-owners    a layout (thread, value) -> index in a tile: who holds each element of the tile
-banks     the bank of shared memory that an element's first byte lies in
+offsets   the offset of each element
+owners    for a layout (thread, value) -> index in a tile: the thread and value of each element
+banks     the bank of shared memory that holds an element's first byte
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .core import Drawn, Layout
 from .swizzle import Swizzled, parse
 
 KINDS = ("offsets", "owners", "banks")
-MAX_CELLS = 16384  # a megabyte of text; larger pictures are not read
-# Eight hues that stay apart for the colour-blind too, light enough for black text.
+MAX_CELLS = 16384  # about a megabyte of SVG
+# Eight hues that colour-blind readers can tell apart too, light enough for black text.
 _HUES = ("#9ecae9", "#ffbf79", "#88d27a", "#f2b6c6", "#d6b5e0", "#f2e28b", "#b2dfdb", "#d8c3a5")
 _CELL_HEIGHT = 20
 
@@ -31,12 +31,12 @@ class Picture:
     title: str
     rows: int
     columns: int
-    cells: list[tuple[str, str]]  # colexicographic: down first
+    cells: list[tuple[str, str]]  # in column-major order
 
 
 @lru_cache(maxsize=64)
 def _shade(i: int, of: int) -> str:
-    """Bank i of `of`: the hue by the 4 banks (16 bytes) that it stands in, paler within them."""
+    """The colour of bank i of `of`: one hue for 4 banks (16 bytes), paler within them."""
     hue = _HUES[i * 8 // of % 8]
     fade = 0.12 * (i % 4)
     parts = [int(hue[at : at + 2], 16) for at in (1, 3, 5)]
@@ -49,9 +49,15 @@ def picture(
     shape: tuple[int, int] | None = None,
     elem_bytes: int = 2,
 ) -> Picture:
-    """The cells of a picture; see the kinds above.
+    """The cells of a picture of one of the kinds above.
 
-    shape: of owners, rows and columns of the tile. elem_bytes: of banks.
+    Args:
+        shape: for owners: rows and columns of the tile.
+        elem_bytes: for banks: bytes per element.
+
+    Raises:
+        ValueError: an unknown kind, a picture of more than MAX_CELLS cells, or a tile that is too
+            small for the layout.
     """
     layout = parse(layout) if isinstance(layout, str) else layout
     if not isinstance(layout, (Layout, Swizzled)):

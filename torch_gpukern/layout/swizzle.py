@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Swizzles: an xor of some bits of an offset into lower (or higher) ones, alone and after a
+"""Swizzles: some bits of an offset are xored into lower (or higher) bits, alone or after a
 layout."""
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from .values import from_values
 
 @dataclass(frozen=True)
 class Swizzle:
-    """Swizzle<bits, base, shift>: bits base + shift .. of an offset, `bits` of them, xored into
-    bits base ...
+    """CuTe's Swizzle<bits, base, shift>: xors `bits` bits of an offset, from bit base + shift on,
+    into the bits from bit base on.
 
-    Its own inverse. shift may be negative (bits base .. go up into base - shift ..); abs(shift) >=
-    bits, so that source and target do not overlap. TMA's 32, 64 and 128-byte modes are <1,4,3>,
-    <2,4,3>, <3,4,3> of byte addresses.
+    A swizzle is its own inverse. If shift is negative, the bits from base on are xored into those
+    from base - shift on. abs(shift) >= bits, so that source and target bits do not overlap. TMA's
+    32-, 64- and 128-byte modes are <1,4,3>, <2,4,3> and <3,4,3> on byte addresses.
     """
 
     bits: int
@@ -44,11 +44,12 @@ class Swizzle:
 
     @property
     def span(self) -> int:
-        """Offsets after which the pattern repeats."""
+        """The number of offsets after which the pattern repeats."""
         return 1 << (self.base + self.bits + abs(self.shift))
 
     def recast(self, old_bits: int, new_bits: int) -> Swizzle:
-        """The same swizzle of memory, offsets counted in elements of new_bits instead of old_bits."""
+        """The same swizzle of memory for offsets in elements of new_bits instead of old_bits bits.
+        Raises ValueError if there is none."""
         if self.bits == 0:
             return self
         base, before, after = self.base, old_bits, new_bits
@@ -68,7 +69,7 @@ class Swizzle:
 
 
 class OfLayout:
-    """What has the shape of the `layout` that it holds."""
+    """Base of classes that take shape, size and rank from their attribute `layout`."""
 
     layout: Any
 
@@ -115,7 +116,8 @@ class Swizzled(OfLayout, Drawn):
         return self.layout.injective
 
     def slice(self, *coord: Coord) -> tuple[Swizzled, int]:
-        """As Layout.slice; the offset goes in before the swizzle, so 0 is left."""
+        """As Layout.slice. The swizzle applies after the offset, so the offset stays inside and the
+        returned one is 0."""
         kept, at = self.layout.slice(*coord)
         return Swizzled(self.swizzle, kept, self.offset + at), 0
 
@@ -126,8 +128,8 @@ class Swizzled(OfLayout, Drawn):
         return Swizzled(self.swizzle, self.layout.group(first, last), self.offset)
 
     def linear(self) -> Layout:
-        """The plain layout with the same values, where there is one: refuses where the swizzle is
-        no sum."""
+        """The layout without a swizzle that has the same values. Raises Refusal if there is
+        none."""
         found = from_values(self.offsets, self.layout.shape)
         if found is None:
             raise Refusal(

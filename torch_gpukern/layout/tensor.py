@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tensors over layouts, and what kernels do with them, written so that it is plainly right.
+"""Tensors over layouts, and reference algorithms on them.
 
-A tensor is a layout, an offset and, where there are any, values: a list or a torch tensor that the
-offsets index. The algorithms are the definitions that a kernel is compared with; they are not fast.
+A tensor is a layout, an offset and, optionally, data: a list or a torch tensor that offsets index.
+The algorithms (copy, axpby, transform, fold, gemm) are slow definitions for comparison with
+kernels.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ MEMORIES = ("registers", "shared", "global")
 
 
 class Tensor(OfLayout):
-    """A layout, from `offset` on, of `data`.
+    """A layout over data.
 
     Args:
         layout: a layout, its text, or a swizzled layout.
-        data: what offsets index: a list, a torch tensor of one dimension, or nothing.
-        offset: where coordinate 0 lies.
-        memory: "registers", "shared", "global" or not said; slices and tiles have it from the
-        whole. `choose_copy` reads it.
+        data: what the offsets index: a list, a torch tensor of one dimension, or None.
+        offset: the offset of coordinate 0.
+        memory: "registers", "shared", "global" or None. Slices and tiles inherit it, and
+            `choose_copy` reads it.
 
-    `t[1, 2]` is an element (its offset, where there are no data); `t[None, 2]` a slice that shares
+    `t[1, 2]` is an element, or its offset if there are no data. `t[None, 2]` is a slice that shares
     the data.
     """
 
@@ -46,7 +47,7 @@ class Tensor(OfLayout):
         if memory is not None and memory not in MEMORIES:
             raise ValueError(f"Tensor: memory is {memory!r}; expected {', '.join(MEMORIES)}")
         self.layout, self.data, self.offset, self.memory = layout, data, offset, memory
-        # the swizzle is of addresses: the offset goes in before it
+        # a swizzle applies to addresses, so the offset is added before it
         if isinstance(layout, Swizzled) and offset:
             self.layout, self.offset = (
                 Swizzled(layout.swizzle, layout.layout, layout.offset + offset),
@@ -55,17 +56,17 @@ class Tensor(OfLayout):
 
     @classmethod
     def of(cls, tensor: Any) -> Tensor:
-        """A torch tensor, or any array that speaks DLPack (NumPy, JAX, CuPy), with the layout that
-        its shape and strides say.
+        """A tensor over a torch tensor, or over any array that supports DLPack (NumPy, JAX, CuPy).
+        The layout follows from its shape and strides.
 
-        Shares its memory. An array that says strides below 0 (NumPy) keeps them: its offset is
-        where they begin.
+        It shares the array's memory. Negative strides (NumPy) are kept; the offset is then that of
+        coordinate 0. Raises ValueError for an array without elements.
         """
         back: list[int] = []
         if not hasattr(tensor, "as_strided"):
             import torch
 
-            # torch ends the process at a stride below 0: it is given the array the other way round
+            # torch aborts the process on a negative stride, so reverse those dimensions first
             back = [m for m, step in enumerate(getattr(tensor, "strides", None) or ()) if step < 0]
             if back:
                 tensor = tensor[
@@ -87,11 +88,10 @@ class Tensor(OfLayout):
         return cls(Layout(shape, stride), data, sum((shape[m] - 1) * -stride[m] for m in back))
 
     def view(self) -> Any:
-        """A torch tensor over the same memory, a dimension for each mode, those of nested modes one
-        after the other.
+        """A torch tensor over the same memory, with one dimension for each leaf of the layout.
 
-        Refuses what torch's strides cannot say: a swizzle, a stride below 0, data that are no torch
-        tensor.
+        Raises Refusal for a swizzle or a negative stride, which torch cannot express, TypeError if
+        the data are no torch tensor, and IndexError if the layout leaves the data.
         """
         data = self._need_data("view")
         if not hasattr(data, "as_strided"):
@@ -118,7 +118,7 @@ class Tensor(OfLayout):
             raise IndexError(
                 f"view: {self.layout} reaches offset {reached} of data with {data.numel()} elements"
             )
-        step = data.stride(0)  # of the data themselves
+        step = data.stride(0)
         shape, stride = (
             [s for s, _ in self.layout.leaves],
             [d * step for _, d in self.layout.leaves],
@@ -126,8 +126,7 @@ class Tensor(OfLayout):
         return data.as_strided(shape, stride, data.storage_offset() + first * step)
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Hands `view()` to whoever speaks DLPack: numpy.from_dlpack(t),
-        jax.dlpack.from_dlpack(t)."""
+        """`view()` for libraries with DLPack: numpy.from_dlpack(t), jax.dlpack.from_dlpack(t)."""
         return self.view().__dlpack__(**options)
 
     def __dlpack_device__(self) -> Any:
@@ -160,8 +159,7 @@ class Tensor(OfLayout):
         self._need_data("set")[self.offset + self.layout(_coord(coord))] = value
 
     def divided(self, divide: Callable[[Layout, Tiler], Layout], tiler: Tiler) -> Tensor:
-        """The same elements, their layout divided (or composed, or partitioned) by a function of
-        layouts."""
+        """The same elements with the layout divide(layout, tiler)."""
         if isinstance(self.layout, Swizzled):
             layout = Swizzled(
                 self.layout.swizzle, divide(self.layout.layout, tiler), self.layout.offset
@@ -175,12 +173,12 @@ class Tensor(OfLayout):
         return self.data
 
     def values(self) -> Any:
-        """Its elements in the order of the index: a list, or a torch tensor of one dimension."""
+        """The elements in the order of the index: a list, or a torch tensor of one dimension."""
         data, offsets = self._need_data("values"), self.offsets
         return data[offsets] if hasattr(data, "index_put_") else [data[o] for o in offsets]
 
     def fill(self, values: Any) -> None:
-        """Sets its elements in the order of the index; each offset must occur once."""
+        """Sets the elements in the order of the index. Each offset must occur once."""
         data, offsets = self._need_data("fill"), self.offsets
         written_once("fill", "tensor", self)
         if hasattr(data, "index_put_"):
@@ -205,8 +203,8 @@ DIGIT = 32  # bits of a coordinate's entry in an offset of an identity tensor
 
 
 class Coordinates:
-    """The data of an identity tensor: an offset is a coordinate, each entry of it 32 bits, so that
-    none runs into the next."""
+    """The data of an identity tensor. An offset encodes a coordinate, 32 bits for each entry, so
+    that no entry carries into the next."""
 
     def __init__(self, shape: IntTuple) -> None:
         self.shape = shape
@@ -217,17 +215,17 @@ class Coordinates:
         return unflatten(iter([offset >> DIGIT * m & mask for m in range(self.rank)]), self.shape)
 
     def basis(self, stride: int) -> str:
-        """A stride as CuTe prints it: 4@1 goes 4 on in entry 1 of the coordinate."""
+        """A stride as CuTe prints it: 4@1 adds 4 to entry 1 of the coordinate."""
         entries = enumerate(flatten(self[stride]))
         return "+".join(f"{step}@{m}" for m, step in entries if step) or "0"
 
 
 def identity_tensor(shape: IntTuple | Layout) -> Tensor:
-    """The tensor of coordinates: its element at a coordinate is that coordinate.
+    """The tensor whose element at a coordinate is that coordinate.
 
-    Divided, partitioned or sliced as a tensor of data is, it says where each element came from,
-    also past the end: what a predicate compares with the shape. Nested shapes have nested
-    coordinates.
+    Divide, partition or slice it like a tensor of data. It then gives the original coordinate of
+    each element, even beyond the end, which a predicate compares with the shape. Nested shapes have
+    nested coordinates.
 
     >>> local_tile(identity_tensor((10, 8)), (4, 4), (2, 1))[3, 0]
     (11, 4)
@@ -256,8 +254,8 @@ def _keeps(coord: Any) -> bool:
 
 
 def written_once(op: str, argument: str, tensor: Tensor) -> None:
-    """Refuses a tensor of which two elements share an offset, naming the first mode that brings
-    them together."""
+    """Raises Refusal if two elements of a tensor share an offset. It names the first mode that
+    makes them overlap."""
     inner = tensor.layout.layout if isinstance(tensor.layout, Swizzled) else tensor.layout
     if inner.injective:
         return
@@ -276,8 +274,8 @@ def _pair(op: str, a: Tensor, b: Tensor) -> None:
 
 
 def copy(src: Tensor, dst: Tensor, mask: Sequence[bool] | None = None) -> None:
-    """dst(i) = src(i) for every index i; where there is a mask, for those it has true. Both are
-    read before any is written."""
+    """dst(i) = src(i) for every index i, or for those whose mask is true. All reads happen before
+    the first write."""
     _pair("copy", src, dst)
     written_once("copy", "dst", dst)
     if mask is None:
@@ -291,7 +289,7 @@ def copy(src: Tensor, dst: Tensor, mask: Sequence[bool] | None = None) -> None:
 
 
 def axpby(a: float, x: Tensor, b: float, y: Tensor) -> None:
-    """y(i) = a x(i) + b y(i); b = 0: y is not read."""
+    """y(i) = a x(i) + b y(i). If b = 0, y is not read."""
     _pair("axpby", x, y)
     xs = x.values()
     if not isinstance(xs, list):
@@ -301,8 +299,10 @@ def axpby(a: float, x: Tensor, b: float, y: Tensor) -> None:
 
 
 def transform(f: Callable, *tensors: Tensor) -> None:
-    """last(i) = f(first(i), ...) of the tensors before it, or of itself where it is alone. f sees
-    scalars of lists, and whole torch tensors of one dimension."""
+    """last(i) = f(first(i), ...), where f takes the tensors before the last, or the last itself if
+    it is the only one. f gets scalars if data are lists, and whole 1-D tensors if they are torch
+    tensors.
+    """
     *inputs, out = tensors
     inputs = inputs or [out]
     for x in inputs:
@@ -312,14 +312,15 @@ def transform(f: Callable, *tensors: Tensor) -> None:
 
 
 def fold(x: Tensor, start: Any, f: Callable[[Any, Any], Any]) -> Any:
-    """f(... f(f(start, x(0)), x(1)) ..., x(size - 1)): in the order of the index."""
+    """Folds the elements in the order of the index: f(... f(f(start, x(0)), x(1)) ..., x(size -
+    1))."""
     for value in x.values():
         start = f(start, value)
     return start
 
 
 def gemm(a: Tensor, b: Tensor, c: Tensor) -> None:
-    """c(m, n) += sum over k of a(m, k) b(n, k): CuTe's convention, both operands with k last."""
+    """c(m, n) += sum over k of a(m, k) b(n, k). As in CuTe, both operands have k last."""
     for name, x in (("a", a), ("b", b), ("c", c)):
         if x.rank != 2:
             raise ValueError(f"gemm: {name} = {x.layout} has {x.rank} modes; expected 2")
@@ -346,5 +347,5 @@ def gemm(a: Tensor, b: Tensor, c: Tensor) -> None:
 
 
 def plain(x: Tensor) -> Layout:
-    """Its layout without the swizzle."""
+    """The tensor's layout without its swizzle."""
     return x.layout.layout if isinstance(x.layout, Swizzled) else x.layout

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Copies and products of a block, built of atoms: which elements each thread moves or multiplies."""
+"""Tiled copies and tiled MMAs: atoms (single instructions) repeated over the threads of a block.
+They say which elements each thread moves or multiplies."""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ class TiledCopy:
 
     Args:
         atom: `atoms.ldmatrix`, `stmatrix`, `vector_copy`.
-        thr, val: layouts of threads and of each one's values; see `make_layout_tv`. Or, for a tile
-        of another layout: tv, shape: (thread, value) -> index in the tile, and the tile's shape.
+        thr, val: layouts of the threads and of each thread's values; see `make_layout_tv`.
+        tv, shape: instead of thr and val: the layout (thread, value) -> index in the tile, and the
+            tile's shape.
 
-    The tv layout speaks of the side of the registers (`atom.ref`).
+    The tv layout describes the side of the copy that `atom.ref` names, which is that of the
+    registers.
     """
 
     def __init__(
@@ -55,7 +58,8 @@ class TiledCopy:
         return self.tv[0].size
 
     def side(self, side: Literal["src", "dst"]) -> Layout:
-        """(thread, value) -> index in the tile, of what is read (src) or written (dst)."""
+        """The layout (thread, value) -> index in the tile, for the side that is read (src) or
+        written (dst)."""
         ref = getattr(self.atom, self.atom.ref)
         to = compose(right_inverse(ref), getattr(self.atom, side))
         # ((atom threads, atom values), (other threads, other values)) -> index
@@ -67,8 +71,8 @@ class TiledCopy:
     def partition(
         self, tensor: Tensor | Layout | Swizzled | str, thread: int, side: Literal["src", "dst"]
     ) -> Tensor:
-        """What a thread reads (src) or writes (dst) of a tensor: ((values of an atom, atoms),
-        tiles)."""
+        """The elements of a tensor that a thread reads (src) or writes (dst), with the shape
+        ((values of an atom, atoms), tiles)."""
         if not 0 <= thread < self.threads:
             raise IndexError(f"partition: thread {thread} of {self.threads}")
         tv = self.side(side)
@@ -89,11 +93,14 @@ class TiledCopy:
 
 @dataclass(frozen=True)
 class TiledMma:
-    """An MMA atom on (M, N, K) groups of threads.
+    """An MMA atom repeated over groups of threads along m, n and k.
 
-    atoms: how many groups stand along m, n and k; threads run through the atom first, then m, n, k.
-    permutations: a tiler for each of m, n, k, by which a tensor's mode is divided first: so the
-    rows that a group takes need not be neighbours.
+    Attributes:
+        atom: the matrix instruction, `atoms.mma_sync`, `wgmma` and so on.
+        atoms: the number of groups along m, n and k. Threads are numbered within an atom first,
+            then along m, n, k.
+        permutations: a tiler for each of m, n and k, which divides a tensor's mode first. So a
+            group may take rows that are not adjacent.
     """
 
     atom: MmaAtom
@@ -109,11 +116,11 @@ class TiledMma:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(M, N, K) of one step of all groups."""
+        """(M, N, K) that all groups together cover in one step."""
         return tuple(x * n for x, n in zip(self.atom.shape, self.atoms))
 
     def _divide(self, layout: Layout, operand: str) -> Layout:
-        """(atom thread, (groups), atom value, (steps)) -> offset."""
+        """The layout (atom thread, (groups), atom value, (steps)) -> offset."""
         modes = self._MODES[operand]
         if layout.rank != 2:
             raise Refusal(
@@ -134,7 +141,7 @@ class TiledMma:
     def partition(
         self, tensor: Tensor | Layout | Swizzled | str, thread: int, operand: Literal["a", "b", "c"]
     ) -> Tensor:
-        """What a thread holds (a, b: multiplies) of a tensor (M, K), (N, K) or (M, N): (values of
+        """A thread's elements of a tensor a (M, K), b (N, K) or c (M, N), with the shape (values of
         an atom, (steps))."""
         if not 0 <= thread < self.threads:
             raise IndexError(f"partition: thread {thread} of {self.threads}")
@@ -144,7 +151,7 @@ class TiledMma:
         return divided[v, where, None, None]
 
     def tv(self, operand: Literal["a", "b", "c"], shape: tuple[int, int] | None = None) -> Layout:
-        """(thread, value) -> index in a tile of `shape`, by default that of one step."""
+        """The layout (thread, value) -> index in a tile of `shape`, by default that of one step."""
         modes = self._MODES[operand]
         shape = tuple(self.shape[m] for m in modes) if shape is None else shape
         v, groups, values, steps = self._divide(Layout(shape), operand).modes

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a block and a thread get of a tensor: tiles, partitions, and layouts of threads and values.
+"""Tiles (a block's part of a tensor), partitions (a thread's part), and thread-value layouts.
 
-layout, shape = make_layout_tv("(4,32):(32,1)", "(4,8):(8,1)")    # which element of a (16,256) tile thread t holds as value v
-"""  # noqa: E501
+# Which element of a (16,256) tile does thread t hold as value v?
+layout, shape = make_layout_tv("(4,32):(32,1)", "(4,8):(8,1)")
+"""
 
 from __future__ import annotations
 
@@ -17,11 +18,14 @@ from .tensor import Tensor, as_tensor, plain
 
 
 def make_layout_tv(thr: Layout | str, val: Layout | str) -> tuple[Layout, tuple[int, ...]]:
-    """((thread, value) -> index in the tile, shape of the tile).
+    """The thread-value layout (thread, value) -> index in the tile, and the shape of the tile.
 
-    thr: where each thread stands among the threads; val: where each of its values lies in its own
-    part. The thread's parts lie as raked_product(thr, val) has them. Both must be bijections onto 0
-    .. size - 1.
+    Args:
+        thr: the layout of the threads: coordinate -> thread.
+        val: the layout of a thread's values: coordinate in its part -> value.
+
+    The tile is raked_product(thr, val). thr and val must be bijections onto 0 .. size - 1;
+    otherwise Refusal is raised.
     """
     thr, val = as_layout(thr), as_layout(val)
     for name, x in (("thr", thr), ("val", val)):
@@ -35,17 +39,17 @@ def make_layout_tv(thr: Layout | str, val: Layout | str) -> tuple[Layout, tuple[
 
 
 def _tile_coord(rest: Layout, coord: Coord) -> Coord:
-    """The coordinate over tiles; a number where there is one mode, an index where it is a number."""
+    """The coordinate over tiles, without its tuple if there is one mode."""
     return coord[0] if isinstance(coord, tuple) and len(coord) == 1 and rest.rank == 1 else coord
 
 
-# Which modes of a common tiler a tensor has: (1, None, 1) of (M, N, K) for a, which has M and K.
-# CuTe's Step<_1, X, _1>.
+# The modes of a common tiler that a tensor has, CuTe's Step<_1, X, _1>: (1, None, 1) of (M, N, K)
+# for a, which has M and K.
 Step = Sequence[Union[int, None]]  # noqa: UP007
 
 
 def _kept(op: str, what: str, step: Step, x: object) -> tuple:
-    """The entries of x for which the step has no None."""
+    """The entries of x for which the step is not None."""
     if not isinstance(x, (tuple, list)) or len(x) != len(step):
         raise ValueError(
             f"{op}: {what} is {x!r}; expected a tuple with an entry for each of the step's "
@@ -57,13 +61,17 @@ def _kept(op: str, what: str, step: Step, x: object) -> tuple:
 def local_tile(
     tensor: Tensor | Layout | Swizzled | str, tiler: Tiler, coord: Coord, step: Step | None = None
 ) -> Tensor:
-    """The tile at a coordinate over tiles (None in it keeps that mode, behind those of the tile).
+    """The tile of a tensor at a coordinate over tiles.
 
-    step: of a tiler and a coordinate that several tensors share, an entry for each mode; None for a
-    mode that this one has not. So with the tiler (BM, BN, BK) and the coordinate (m, n, None), a
-    takes (1, None, 1), b (None, 1, 1) and c (1, 1, None).
+    Args:
+        tiler: the tile's shape, or tilers of the modes.
+        coord: the tile's coordinate. None keeps all tiles along a mode, as a mode after the tile's.
+        step: selects the entries of a tiler and coordinate that several tensors share: one entry
+            for each, None for a mode that this tensor does not have. With the tiler (BM, BN, BK)
+            and the coordinate (m, n, None), a takes (1, None, 1), b (None, 1, 1) and c (1, 1,
+            None).
 
-    The tile of the overhang reaches past the tensor: `inside` says which of its elements are there.
+    A tile at the end may reach beyond the tensor. `inside` says which of its elements exist.
     """
     if step is not None:
         tiler, coord = (
@@ -80,13 +88,13 @@ def local_partition(
     index: int,
     step: Step | None = None,
 ) -> Tensor:
-    """What thread `index` gets where threads repeat over the tensor: its elements, one for each
-    repeat.
+    """The elements of a tensor that thread `index` gets if the threads' shape tiles the tensor and
+    each thread takes its coordinate of every tile.
 
-    thr: the threads' layout, coordinate -> index; the tensor is tiled by thr's shape, and every
-    thread takes its coordinate of each tile.
-    step: an entry for each of thr's modes, None for one that the tensor has not: threads that
-    differ in it alone get the same.
+    Args:
+        thr: the threads' layout, coordinate -> thread.
+        step: one entry for each of thr's modes, None for a mode that the tensor does not have.
+            Threads that differ only in such a mode get the same elements.
     """
     tensor, thr = as_tensor(tensor), as_layout(thr)
     if not 0 <= index < thr.size:
@@ -105,10 +113,8 @@ def local_partition(
 
 
 def inside(shape: IntTuple | Layout, tiler: Tiler, coord: IntTuple) -> list[bool]:
-    """For each element of the tile that `local_tile` gives at `coord`: whether it lies inside a
-    tensor of this shape.
-
-    This is the predicate of a kernel that copies the tile.
+    """Whether each element of the tile that `local_tile` returns at `coord` lies inside a tensor of
+    this shape. This is the predicate of a kernel that copies the tile.
     """
     layout = shape if isinstance(shape, Layout) else Layout(shape)
     if not isinstance(tiler, (tuple, list, dict)):
@@ -140,8 +146,8 @@ def inside(shape: IntTuple | Layout, tiler: Tiler, coord: IntTuple) -> list[bool
 def tile_to_shape(
     block: Layout | Swizzled | str, shape: IntTuple, order: tuple[int, ...] | None = None
 ) -> Layout | Swizzled:
-    """The block (a swizzle atom, for one) repeated until it has the shape; `order` says which
-    mode's copies come first."""
+    """Repeats a block, for example a swizzle atom, to fill a shape. `order` lists the modes in the
+    order in which copies are laid out. Raises Refusal if the block does not divide the shape."""
     if isinstance(block, str):
         block = parse(block)
     if isinstance(block, Swizzled):

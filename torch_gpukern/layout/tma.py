@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""TMA boxes and WGMMA descriptors, derived from layouts and checked against what the hardware can
-say.
+"""TMA boxes and WGMMA descriptors, derived from layouts and checked against the hardware's limits.
 
 box = tma_box("(m=4096,k=1024):(1024,1)", {"m": 128, "k": 64}, elem_bytes=2, swizzle=128)
-box.smem                                  # Sw<3,3,3> o 0 o (128,64):(64,1): where the box lies in shared memory
-wgmma_descriptor(box.smem, elem_bytes=2)  # and what wgmma is told of it
+box.smem                                  # in shared memory: Sw<3,3,3> o 0 o (128,64):(64,1)
+wgmma_descriptor(box.smem, elem_bytes=2)  # the descriptor with which wgmma reads it
 """
 
 from __future__ import annotations
@@ -28,13 +27,18 @@ def span_swizzle(span: int, elem_bytes: int = 1) -> Swizzle:
 
 @dataclass(frozen=True)
 class TmaBox:
-    """What cuTensorMapEncodeTiled is told, dimension 0 the one of stride 1, and where the box lies
-    in shared memory.
+    """The arguments of cuTensorMapEncodeTiled, and the box's layout in shared memory. Dimension 0
+    is the one of stride 1.
 
-    sizes, box, steps: per dimension (elements); of a box of b elements with step s one copy brings
-    ceil(b / s). strides_bytes: of dimensions 1 and up. order: which mode of the tensor each
-    dimension is. smem: coordinate among the elements that are brought, in the tensor's modes ->
-    offset in elements.
+    Attributes:
+        sizes: the tensor's elements in each dimension.
+        strides_bytes: the strides of dimensions 1 and up, in bytes.
+        box: the box's elements in each dimension.
+        steps: element strides; a box of b elements with step s copies ceil(b / s) of them.
+        order: the tensor's mode that each dimension is.
+        swizzle: 0, 32, 64 or 128 bytes.
+        elem_bytes: bytes per element.
+        smem: coordinate among the copied elements, in the tensor's modes -> offset in elements.
     """
 
     sizes: tuple[int, ...]
@@ -48,8 +52,8 @@ class TmaBox:
 
     @property
     def bytes(self) -> int:
-        """What one copy brings, also where the box reaches past the tensor: what the barrier is
-        told to expect."""
+        """The bytes of one copy, which the mbarrier must expect. They do not change if the box
+        reaches beyond the tensor."""
         n = self.elem_bytes
         for b, step in zip(self.box, self.steps):
             n *= -(-b // step)
@@ -57,7 +61,7 @@ class TmaBox:
 
     @property
     def align_bytes(self) -> int:
-        """What the box's first byte in shared memory must be a multiple of, for smem to hold."""
+        """The alignment in bytes of the box in shared memory; `smem` assumes it."""
         return {0: 128, 32: 256, 64: 512, 128: 1024}[self.swizzle]
 
     def __str__(self) -> str:
@@ -85,13 +89,17 @@ def tma_box(
     """The tensor map of a tensor in global memory and a box of it.
 
     Args:
-        tensor: its layout in elements, at most 5 modes without nesting, one of stride 1.
-        box: elements of each mode that it spans, in the tensor's order or by name; at most 256.
-        swizzle: 0, 32, 64 or 128 bytes, which the box's row must not exceed.
-        base: the address of its first element.
-        steps: takes every steps[i]-th element of a mode; at most 8, and 1 for the mode of stride 1.
+        tensor: the tensor's layout in elements: at most 5 modes, without nesting, one of stride 1.
+        box: the elements of each mode that the box spans, in the tensor's order or by name; at most
+            256.
+        elem_bytes: bytes per element.
+        swizzle: 0, 32, 64 or 128 bytes; the box's row must not be longer.
+        base: the address of the tensor's first element.
+        steps: the box takes every steps[i]-th element of mode i; at most 8, and 1 for the mode of
+            stride 1.
 
-    Raises: Refusal, which names the mode that TMA cannot describe.
+    Raises:
+        Refusal: TMA cannot describe the tensor or box; the text names the mode.
     """
     tensor = as_layout(tensor)
     modes = tensor.modes
@@ -128,7 +136,7 @@ def tma_box(
         n, stride = modes[m].shape, modes[m].stride * elem_bytes
         if n > MAX_SIZE:
             raise Refusal("tma_box", "tensor", tensor, m, f"its size is {n}; at most 2^32")
-        # also where n is 1
+        # TMA also checks the stride of a mode of size 1
         if m != inner and (stride < (n > 1) or stride % 16 or stride >= MAX_STRIDE_BYTES):
             raise Refusal(
                 "tma_box",
@@ -188,9 +196,14 @@ _SWIZZLE_CODE = {0: 0, 128: 1, 64: 2, 32: 3}
 class WgmmaDescriptor:
     """How wgmma finds an operand in shared memory.
 
-    major: "k" where k is contiguous, "mn" where m or n is. leading, stride: bytes. K-major: stride
-    leads 8 rows on, leading (without a swizzle) 8 elements of 16 bits of k on. MN-major: leading
-    leads a swizzle's row of m or n on, stride 8 of k; without a swizzle the other way round.
+    Attributes:
+        major: "k" if k is contiguous, "mn" if m or n is.
+        swizzle: 0, 32, 64 or 128 bytes.
+        leading, stride: byte distances. K-major: stride is the distance to the next 8 rows;
+            leading, used without a swizzle, that to the next 16 bytes of k. MN-major with a
+            swizzle: leading is the distance to the next swizzled row of m or n, stride that to the
+            next 8 of k. MN-major without a swizzle has the two exchanged.
+        address: the byte address in shared memory.
     """
 
     major: str
@@ -201,7 +214,7 @@ class WgmmaDescriptor:
 
     @property
     def bits(self) -> int:
-        """The 64 bits: address, leading and stride offset over 16, and the swizzle."""
+        """The descriptor's 64 bits: address, leading and stride, each over 16, and the swizzle."""
         return (
             (self.address & 0x3FFFF) >> 4
             | (self.leading >> 4 & 0x3FFF) << 16
@@ -211,7 +224,7 @@ class WgmmaDescriptor:
 
     @classmethod
     def of_bits(cls, bits: int, major: str = "k") -> WgmmaDescriptor:
-        """Reads the fields of 64 bits back."""
+        """The descriptor with these 64 bits."""
         spans = {code: span for span, code in _SWIZZLE_CODE.items()}
         fields = [(bits >> at & 0x3FFF) << 4 for at in (16, 32, 0)]
         return cls(major, spans[bits >> 62 & 3], *fields)
@@ -224,8 +237,8 @@ class WgmmaDescriptor:
 def _canonical(
     major: str, span: int, leading: int, stride: int, unit: int, mn: int, k: int, elem_bytes: int
 ) -> int:
-    """The byte, before the swizzle, at which wgmma looks for element (mn, k); unit: elements in 16
-    bytes."""
+    """The byte offset, before the swizzle, at which wgmma reads element (mn, k). unit: elements in
+    16 bytes."""
     per_row = (span or 16) // elem_bytes
     if major == "k":
         if span:
@@ -240,10 +253,19 @@ def _canonical(
 def wgmma_descriptor(
     operand: Layout | Swizzled | str, *, elem_bytes: int = 2, address: int = 0, k: int | None = None
 ) -> WgmmaDescriptor:
-    """The descriptor of an operand (m or n, k) in shared memory, from its layout in elements.
+    """The descriptor of an operand (m or n, k) in shared memory.
 
-    k: how much of k one instruction reads; 32 bytes by default. Every element that it reads is
-    looked up; a layout that no descriptor has is refused, with the element that lies elsewhere.
+    Args:
+        operand: its layout in elements.
+        elem_bytes: bytes per element.
+        address: its byte address in shared memory.
+        k: the elements of k that one instruction reads; by default 32 bytes.
+
+    Every element that the instruction reads is checked.
+
+    Raises:
+        Refusal: no descriptor describes the layout; the text names an element that wgmma would read
+            elsewhere.
     """
     if isinstance(operand, str):
         operand = parse(operand)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""From offsets to the layout that has them."""
+"""Finds the layout that has given offsets."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def leaves_of_values(values: Sequence[int]) -> Leaves | None:
 
 
 def from_values(values: Sequence[int], shape: IntTuple | None = None) -> Layout | None:
-    """The layout with these offsets, index by index; None if there is none. Values begin at 0.
+    """The layout whose offset at index i is values[i]; None if there is none. values[0] must be 0.
 
-    shape: the nesting to keep: each of its leaves becomes one mode or a tuple of modes.
+    shape: the nesting of the result: each of its leaves becomes one mode or a tuple of modes.
     """
     if shape is None:
         leaves = leaves_of_values(values)
@@ -49,7 +49,7 @@ def from_values(values: Sequence[int], shape: IntTuple | None = None) -> Layout 
 
 
 def rebuilt(parts: Sequence[Layout], like: IntTuple) -> Layout:
-    """These layouts in the nesting of `like`."""
+    """The layouts as modes, nested as `like`."""
     return Layout(
         unflatten(iter([p.shape for p in parts]), like),
         unflatten(iter([p.stride for p in parts]), like),

@@ -1,4 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `torch_gpukern.PagedKVCache` is made of: pages of keys and values (pages, scales), and whose
-they are (pool <- sequences <- growth, prefixes <- bookkeeping). Callers see the class alone.
+"""The parts of `torch_gpukern.PagedKVCache` (kv_cache.py), which is all that callers see.
+
+pages and scales hold the tensors: keys, values and their scales. bookkeeping decides on the host
+which sequence owns which page. It uses growth and prefixes, these use sequences, and that uses
+pool.
 """

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a PagedKVCache is called with, as arrays of our own, and the way back into tensors of the
-caller's."""
+"""Arguments of a PagedKVCache: checks, copies into NumPy arrays, and writes into the user's
+tensors.
+"""
 
 from collections.abc import Iterable, Sequence
 from operator import index
@@ -28,9 +29,9 @@ def as_tokens(what: str, tokens: Sequence[int] | np.ndarray | Tensor) -> np.ndar
 def as_counts(
     what: str, counts: int | Iterable[int], n: int, name: str = "counts"
 ) -> int | np.ndarray:
-    """counts of n sequences, or one for all, of our own: a tensor that its owner changes later must
-    not change a length."""
-    # a step asks this, in whose time the checks below are seen
+    """The counts of n sequences, or one count for all, copied: if the user changes a tensor later,
+    no length may change."""
+    # a decoding step calls this, and the checks below would show in its time
     if type(counts) is int and counts >= 0:
         return counts
     given = counts.tolist() if hasattr(counts, "tolist") else counts
@@ -55,10 +56,10 @@ def as_counts(
 
 
 def copy_into(target: Tensor, numbers: np.ndarray) -> None:
-    """From pinned memory for a device: it is kept until the copy has ended, and the host does not
-    wait."""
+    """Copies numbers to a tensor. For a GPU they go through pinned memory, so that the host does
+    not wait; torch keeps that memory until the copy has ended."""
     if target.device.type == "cpu":
-        # torch would ask its threads, who may sleep
+        # NumPy, because torch might wake its thread pool
         np.copyto(target.numpy(), numbers, casting="same_kind")
     else:
         target.copy_(torch.from_numpy(numbers).to(target.dtype).pin_memory(), non_blocking=True)
@@ -67,7 +68,7 @@ def copy_into(target: Tensor, numbers: np.ndarray) -> None:
 def check_targets(
     n: int, device: torch.device, block_table: Tensor, seq_lens: Tensor, slots: Tensor | None
 ) -> None:
-    """The caller's tensors take a batch of n sequences."""
+    """Raises ValueError unless the user's tensors can hold a batch of n sequences."""
     for name, x, dims, dtypes in (
         ("block_table", block_table, 2, (torch.int32,)),
         ("seq_lens", seq_lens, 1, (torch.int32,)),

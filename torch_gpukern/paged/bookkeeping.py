@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The part of a PagedKVCache that knows no keys: sequences, the pages that they own and share, and
-prefixes that are found again."""
+"""The bookkeeping of a PagedKVCache on the host: sequences, the pages that they own and share, and
+published prefixes. This part knows nothing of keys and values."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -22,7 +22,7 @@ B = TypeVar("B", bound="Bookkeeping")
 
 
 def alone(method: Callable[Concatenate[B, P], R]) -> Callable[Concatenate[B, P], R]:
-    """A method that no other thread's call comes between."""
+    """Decorates a method that holds the cache's lock while it runs."""
 
     @wraps(method)
     def locked(self: B, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -49,7 +49,8 @@ class Bookkeeping:
 
     @property
     def free_blocks(self) -> int:
-        """Pages that no sequence owns, those among them that `match` may still find."""
+        """The number of pages that no sequence owns, including those that `match` may still
+        find."""
         return self._pool.available
 
     @property
@@ -58,22 +59,21 @@ class Bookkeeping:
         return self._sequences.handles
 
     def length(self, sequence: int) -> int:
-        """Tokens of a sequence."""
+        """The number of tokens of a sequence."""
         return int(self._sequences.lengths[self._sequences.row(sequence)])
 
     @alone
     def pages(self, sequence: int) -> list[int]:
-        """The pages of a sequence, in the order of its tokens; -1 for those that were released."""
+        """The pages of a sequence in the order of its tokens; -1 for a page that was released."""
         return self._sequences.pages(self._sequences.row(sequence)).tolist()
 
     @alone
     def allocate(self, salt: bytes | str = b"") -> int:
-        """A new sequence without tokens; returns its handle. Its pages come with `extend`.
+        """Makes a new sequence without tokens and returns its handle. `extend` gives it pages.
 
         Args:
-            salt: what else than its tokens the keys depend on, such as the name of an adapter;
-            `match`
-                finds pages of equal salt only.
+            salt: what its keys depend on beside its tokens, such as the name of an adapter. `match`
+                finds only pages with the same salt.
 
         Raises:
             ValueError: salt is neither str nor bytes.
@@ -82,10 +82,11 @@ class Bookkeeping:
 
     @alone
     def fork(self, sequence: int, length: int | None = None) -> int:
-        """A new sequence with the same first tokens, on the same pages; returns its handle.
+        """Makes a new sequence with the same first tokens, on the same pages, and returns its
+        handle.
 
-        No key is copied here. When either of the two grows into a last page that is partly filled,
-        `extend` gives it a copy of that page first, so neither sees the other's tokens.
+        No key is copied here. When one of the two grows into a shared page that is partly filled,
+        `extend` first gives it a copy of that page. So neither sees the other's tokens.
 
         Args:
             sequence: a handle.
@@ -93,30 +94,27 @@ class Bookkeeping:
 
         Raises:
             ValueError: length is more than the sequence has, or so small that a later query would
-            see
-                pages that were released.
+                see pages that were released.
         """
         return self._sequences.fork(sequence, length)
 
     @alone
     def free(self, sequence: int) -> None:
-        """Ends a sequence. Its pages return to the pool, except those that another sequence still
-        shares.
-        """
+        """Ends a sequence. Its pages return to the pool, except those that other sequences
+        share."""
         self._sequences.remove(sequence)
 
     @alone
     def truncate(self, sequences: int | Sequence[int], lengths: int | Sequence[int]) -> None:
-        """Takes the last tokens of sequences back, such as drafted ones that were rejected.
+        """Removes the last tokens of sequences, for example drafted tokens that were rejected.
 
         Args:
-            sequences: B handles, none twice, or one.
+            sequences: B different handles, or one.
             lengths: tokens that each keeps, or one number for all.
 
         Raises:
             ValueError: a length is more than the sequence has, or so small that a later query would
-            see
-                pages that were released. No sequence has changed.
+                see pages that were released. No sequence has changed.
         """
         rows = self._sequences.rows("truncate", as_handles(sequences))
         after = np.empty(len(rows), np.int64)
@@ -125,16 +123,19 @@ class Bookkeeping:
 
     @alone
     def release(self, sequences: int | Sequence[int], window_left: int) -> None:
-        """Gives pages back that no later query sees through a window; -1 stands in their place.
+        """Returns pages to the pool that no later query sees through a window. Their table entries
+        become -1.
 
-        Call it between the attention over the newest tokens and the next `extend`: the next query
-        stands at position `length` and sees no key below ``length - window_left``. All layers of
-        this
+        Call it between the attention over the newest tokens and the next `extend`. The next query
+        is at position `length` and sees no key below ``length - window_left``. All layers of this
         cache must have that window, or a smaller one.
 
         Args:
-            sequences: B handles, none twice, or one.
-            window_left: of `paged_attn`, at least 0.
+            sequences: B different handles, or one.
+            window_left: that of `paged_attn`, at least 0.
+
+        Raises:
+            ValueError: window_left is negative.
         """
         if index(window_left) < 0:
             raise ValueError(
@@ -146,26 +147,21 @@ class Bookkeeping:
 
     @alone
     def publish(self, sequence: int, tokens: Sequence[int] | np.ndarray | Tensor) -> None:
-        """Makes the full pages of a sequence known by their tokens, for `match`. Its keys and
-        values
-        must be written.
+        """Publishes the full pages of a sequence, so that `match` finds them by their tokens. Their
+        keys and values must have been written.
 
-        What was published stays after the sequence is freed until `extend` needs the pages; those
-        that
-        were used the longest ago go first. It never changes: a sequence that is cut back into such
-        a
-        page and grows again gets a copy of it. A sequence that had tokens at the last `forget` is
-        not
-        published.
+        Published pages stay after the sequence is freed, until `extend` needs them; those that have
+        been idle longest are reused first. Their contents never change: a sequence that is
+        truncated into such a page and grows again gets a copy. A sequence that had tokens at the
+        last `forget` is not published.
 
         Args:
             sequence: a handle.
-            tokens: its token ids from the first on; what stands behind its last full page, or in
-            pages
-                that it has published already, is not read.
+            tokens: its token ids, from the first on. Tokens after its last full page, and those of
+                pages that it has already published, are not read.
 
         Raises:
-            ValueError: tokens are not integers, or fewer than the full pages hold.
+            ValueError: tokens are not integers, or are fewer than the full pages hold.
         """
         row = self._sequences.row(sequence)
         known = len(self._sequences.chains[row]) - 1
@@ -178,24 +174,24 @@ class Bookkeeping:
     def match(
         self, tokens: Sequence[int] | np.ndarray | Tensor, salt: bytes | str = b""
     ) -> tuple[int, int]:
-        """A new sequence on the published pages that hold the first of these tokens.
+        """Makes a new sequence on the published pages that hold the first of these tokens.
 
         Args:
-            tokens: token ids from the first on. A model needs a query for its next token: leave the
-                last one out.
+            tokens: token ids, from the first on. Leave out the last token: the model needs a query
+                to compute the next one.
             salt: as in `allocate`.
 
         Returns:
-            the handle, and how many tokens it has: a multiple of block_size, 0 where nothing is
-            known.
+            The sequence's handle and its number of tokens: a multiple of block_size, 0 if no page
+            was found.
         """
         return prefixes.match(self._sequences, [prefixes.root(salt)], as_tokens("match", tokens))
 
     @alone
     def forget(self) -> None:
-        """Forgets what was published, as new weights ask for. No sequence changes, but what
-        sequences have now, and what they and their forks write behind it, is not published any
-        more: it may depend on keys of the old weights.
+        """Forgets all published pages, for example after the weights have changed. No sequence
+        changes. Sequences that have tokens now, and their forks, are not published any more,
+        because their keys may depend on the old weights.
         """
         self._pool.forget()
         self._sequences.forget()

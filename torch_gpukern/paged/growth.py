@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How sequences of a PagedKVCache grow: their new pages, the copies of pages that they share, the
-slots of their tokens."""
+"""How sequences of a PagedKVCache grow: new pages, copies of shared pages (copy on write), and the
+slots of the new tokens."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import numpy as np
 
 from .sequences import Sequences, largest
 
-CopyRows = Callable[[int, int, int], None]  # from a page, to a page, the first so many tokens
+CopyRows = Callable[[int, int, int], None]  # (source page, target page, number of tokens)
 
 
 class OutOfPages(RuntimeError):
-    """The cache has fewer free pages than a call needs; the call has changed nothing."""
+    """Raised if a call needs more pages than the cache has free. The call has changed nothing."""
 
 
 class Growth:
-    """Sequences that grow: `slots` is where their tokens will lie. What stands under `with` may
-    still fail; then nothing has changed. Behind it the tokens are counted.
+    """Context in which sequences grow by `counts` tokens; `slots` is where the tokens go.
+
+    The constructor enters the new pages into the table. If the body of `with` raises, the table is
+    restored and nothing has changed. Otherwise leaving it copies shared pages and counts the
+    tokens.
     """
 
     def __init__(
@@ -29,9 +32,9 @@ class Growth:
         self.sequences, self.rows, self.copy_rows = sequences, rows, copy_rows
         lengths = sequences.lengths[rows]
         self.ends = ends = lengths + counts
-        # the page of the first new token, and the tokens that it has
+        # the column of the first new token's page, and the tokens that the page has
         first, filled = np.divmod(lengths, size)
-        # a step of decoding, which is worth its own way
+        # one token for each sequence, a decoding step, has a faster path
         one = isinstance(counts, int) and counts == 1
         if one:
             sequences.need_columns(largest(first) + 1)
@@ -48,7 +51,7 @@ class Growth:
         if len(shared):
             shared = self._copied(shared[ends[shared] > lengths[shared]], lasts, filled)
             new = np.append(rows[shared], new[0]), np.append(first[shared], new[1])
-        # Entries of the table that change: the copies of shared last pages, then the new pages.
+        # Table entries that change: first those of copied last pages, then those of new pages.
         self.filled = filled[shared]
         self.entries = entries = new
         self.pages = len(entries[0])
@@ -70,11 +73,11 @@ class Growth:
         self.slots = sequences.table.take(place).astype(np.int64) * size + offset
 
     def _copied(self, shared: np.ndarray, lasts: np.ndarray, filled: np.ndarray) -> np.ndarray:
-        """Of the growing sequences with a shared last page those that get a copy.
+        """Which of the growing sequences with a shared last page get a copy of it.
 
-        Where all holders of a page grow, the one with the most tokens in it keeps it: what it
-        writes lies behind the tokens of all the others, so that their copies, and they themselves
-        if this call fails, have what they had.
+        If all holders of a page grow, the one with the most tokens in it keeps the page. It writes
+        after the tokens of all others. So their copies are right, and so are the others themselves
+        if this call fails.
         """
         holds: dict[int, int] = {}
         copied = []
@@ -88,9 +91,8 @@ class Growth:
 
     @property
     def copies(self) -> list[tuple[int, int, int]]:
-        """Of each shared page that will be copied: its number, the copy's, and the tokens that are
-        copied."""
-        # the copies are the first entries
+        """(page, its copy, tokens to copy) of each shared page that will be copied."""
+        # the copies are the first of the changed entries
         return list(zip(self.before.tolist(), self.after.tolist(), self.filled.tolist()))
 
     def __enter__(self) -> Growth:
@@ -102,21 +104,20 @@ class Growth:
             sequences.table[self.entries] = self.before
             return
         copies = self.copies
-        try:  # the copies may fail, what follows cannot
+        try:  # a copy may raise; the lines after this block cannot
             for shared, own, tokens in copies:
-                self.copy_rows(shared, own, tokens)  # the rows behind them may be written already
+                self.copy_rows(shared, own, tokens)  # the body may have written later slots already
         except BaseException:
             sequences.table[self.entries] = self.before
             raise
         sequences.pool.take(self.pages)
-        for page, _, _ in copies:  # one by one: siblings may leave the same page
+        for page, _, _ in copies:  # one by one, since several sequences may leave the same page
             sequences.pool.drop(np.array([page], np.int32))
         sequences.lengths[self.rows] = self.ends
 
 
 def ranges(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All integers from starts[i] up to ends[i], one i behind the other, and the i of each; none
-    where the end is below."""
+    """The integers of all ranges [starts[i], ends[i]), concatenated, as (i of each, integers)."""
     counts = np.maximum(ends - starts, 0)
     which = np.repeat(np.arange(len(counts)), counts)
     numbers = np.arange(len(which))

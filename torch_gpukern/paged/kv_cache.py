@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""PagedKVCache: keys and values of many growing sequences, in pages shared and copied on write.
+"""PagedKVCache: keys and values of many growing sequences, in pages that sequences share and copy
+on write (Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+PagedAttention" (2023), arXiv:2309.06180).
 
-The pages of all layers live in two tensors, [layers, num_blocks, block_size, heads_kv, head_dim].
-Which page belongs to whom is kept on the host, so that nothing here waits for a device, and not in
-torch's tensors, so that no mode of torch around a call (a default device, inference_mode, forward
-AD) reaches it. A call is a few array operations, whatever the number of tokens. A call that raises
-has changed nothing. Threads may share a cache: a call that reads or changes the tables has them for
-itself. One step of generation::
+The pages of all layers are in two tensors, [layers, num_blocks, block_size, heads_kv, head_dim].
+The owners of pages are recorded on the host, so that no call waits for a device. They are in NumPy
+arrays, so that no mode of torch (a default device, inference_mode, forward AD) affects them. A call
+takes a few array operations, whatever the number of tokens. A call that raises has changed nothing.
+Threads may share a cache, because calls lock it. One step of generation::
 
     cache = PagedKVCache(num_blocks=512, block_size=16, heads_kv=4, head_dim=64, layers=len(model))
     sequences = [cache.allocate() for _ in prompts]
@@ -18,11 +19,8 @@ itself. One step of generation::
         cache.write(k, v, slots, layer=i)
         out = paged_attn(q, cache.k[i], cache.v[i], table, lens)
 
-A captured step reads tensors that `fill_` writes instead. docs/serving.md has shared prefixes,
-drafts and windows.
-
-after Kwon et al., "Efficient Memory Management for Large Language Model Serving with
-PagedAttention" (2023), arXiv:2309.06180.
+For a captured step, `fill_` writes the tensors that the graph reads. docs/serving.md shows shared
+prefixes, drafts and windows.
 """
 
 from collections.abc import Sequence
@@ -57,20 +55,24 @@ class PagedKVCache(Bookkeeping, KVPages):
         head_dim: width of a key.
         layers: layers that share the block tables.
         head_dim_v: width of a value; None is head_dim.
-        dtype: of the pages: float32, bfloat16, float16, float64 or, of 8 bits, float8_e4m3fn,
-            float8_e5m2, int8; None is torch's default dtype.
-        device: of the pages and of every tensor that is returned; None is torch's default device.
-        k_scale: what a stored key is worth, for 8-bit pages: float32 [] or [heads_kv] for every
-            layer, [layers, heads_kv], or [layers, num_blocks, heads_kv], a scale for each page,
-            which is the caller's to set before keys are written and which goes along when a page is
-            copied. None is 1. `KVCacheScales` finds scales by a run.
+        dtype: dtype of the pages: float32, bfloat16, float16 or float64, or the 8-bit
+            float8_e4m3fn, float8_e5m2 or int8; None is torch's default dtype.
+        device: device of the pages and of every tensor that is returned; None is torch's default
+            device.
+        k_scale: for 8-bit pages, the factor from a stored code to the key, float32: [] or
+            [heads_kv] for all layers, [layers, heads_kv], or [layers, num_blocks, heads_kv] with a
+            scale for each page. The user sets the scales of a page before its keys are written;
+            they are copied with the page. None is 1. `KVCacheScales` finds scales by calibration.
         v_scale: likewise for values.
 
     Attributes:
-        k: [layers, num_blocks, block_size, heads_kv, head_dim]; ``k[i]`` is layer i's k_cache of
-            `paged_attn`.
+        k: [layers, num_blocks, block_size, heads_kv, head_dim]; ``k[i]`` is the k_cache of layer i
+            for `paged_attn`.
         v: [layers, num_blocks, block_size, heads_kv, head_dim_v].
         k_scale, v_scale: as given.
+
+    Raises:
+        ValueError: a size below 1, another dtype, or a scale whose shape, dtype or device is wrong.
     """
 
     def __init__(
@@ -131,22 +133,20 @@ class PagedKVCache(Bookkeeping, KVPages):
 
     @alone
     def extend(self, sequences: Sequence[int], counts: int | Sequence[int] = 1) -> Tensor:
-        """Makes room for new tokens and counts them to their sequences at once, before they are
+        """Makes room for new tokens. They count as part of their sequences at once, before they are
         written.
 
         Args:
-            sequences: B handles, none twice.
-            counts: new tokens of each sequence, or one number for all; integers, whose values are
-            copied.
+            sequences: B different handles.
+            counts: the integer number of new tokens of each sequence, or one number for all.
 
         Returns:
-            slots [sum of counts] int64 for `write` and `kv_cache_write`: the tokens of the first
-            sequence, then those of the second, and so on.
+            slots [sum of counts] int64 for `write` and `kv_cache_write`: those of the first
+            sequence's tokens, then those of the second's, and so on.
 
         Raises:
-            OutOfPages: the pool has not enough free pages for all of them. No sequence has changed.
-            ValueError: counts that are not integers, are negative, or are not one for each
-            sequence.
+            OutOfPages: the pool does not have enough free pages. No sequence has changed.
+            ValueError: counts are not integers, are negative, or are not one for each sequence.
         """
         rows = self._sequences.rows("extend", sequences)
         with self._growth(rows, as_counts("extend", counts, len(rows))) as growth:
@@ -156,10 +156,10 @@ class PagedKVCache(Bookkeeping, KVPages):
     def append(
         self, sequences: Sequence[int], k: Tensor, v: Tensor, counts: int | Sequence[int] = 1
     ) -> Tensor:
-        """`extend` and `write` in one, where the keys of all layers are at hand.
+        """`extend` and `write` in one call, for keys and values of all layers.
 
         Args:
-            sequences: B handles, none twice.
+            sequences: B different handles.
             k: [T, heads_kv, head_dim] of the only layer, or [layers, T, heads_kv, head_dim]; tokens
                 in the order of the sequences.
             v: [T, heads_kv, head_dim_v] or [layers, T, heads_kv, head_dim_v].
@@ -167,6 +167,9 @@ class PagedKVCache(Bookkeeping, KVPages):
 
         Returns:
             slots [T] int64, where the tokens were written.
+
+        Raises:
+            OutOfPages, ValueError: as `extend`; or k or v has the wrong shape, dtype or device.
         """
         refuse_non_tensors("PagedKVCache.append", k=k, v=v)
         k, v = (x if x.dim() == 4 else x[None] for x in (k, v))
@@ -179,18 +182,21 @@ class PagedKVCache(Bookkeeping, KVPages):
             self._copied_scales(growth.copies),
         ):
             slots = self._tensor(growth.slots)
-            for layer in range(self.k.shape[0]):  # into rows that no sequence has yet
+            for layer in range(self.k.shape[0]):  # to slots that no sequence owns yet
                 self.write(k[layer], v[layer], slots, layer)
         return slots
 
     @alone
     def block_table(self, sequences: Sequence[int], width: int | None = None) -> Tensor:
-        """The pages of each sequence: [B, width] int32, -1 where a sequence has no further page.
+        """The block table [B, width] int32: the pages of each sequence, then -1.
 
         Args:
             sequences: B handles.
-            width: columns; None is the most pages that one of them has, at least 1. A fixed width
-                keeps a compiled or captured step valid.
+            width: columns; None is the number of pages of the longest sequence, at least 1. A fixed
+                width keeps a compiled or captured step valid.
+
+        Raises:
+            ValueError: a sequence has more than `width` pages.
         """
         rows = self._sequences.rows("block_table", sequences, distinct=False)
         longest = self._sequences.longest(rows)
@@ -218,28 +224,24 @@ class PagedKVCache(Bookkeeping, KVPages):
         slots: Tensor | None = None,
         counts: int | Sequence[int] = 1,
     ) -> None:
-        """Writes a batch into tensors of the caller's, such as those that a captured graph reads;
-        with
-        `slots` it calls `extend` first, so that it is all the bookkeeping of a step.
+        """Writes a batch into given tensors, such as those that a captured graph reads. With
+        `slots`, it also extends the sequences, so that one call does all the bookkeeping of a step.
 
-        Rows behind the B sequences become inactive: length 0, slots -1, which `kv_cache_write`
-        skips.
-        Entries of the table that `paged_attn` does not read keep what they hold. Nothing waits for
-        the
-        device, and the copies are in order on the current stream.
+        Rows after the B sequences become inactive: length 0, and slot -1, which `kv_cache_write`
+        skips. Table entries that `paged_attn` does not read are left unchanged. The host does not
+        wait for the device; the copies are ordered on the current stream.
 
         Args:
-            sequences: B handles, none twice.
+            sequences: B different handles.
             block_table: [R, width] int32, R at least B.
             seq_lens: [R] int32.
-            slots: [T] int64 or int32, T at least the sum of counts; None leaves the sequences as
-            they are.
+            slots: [T] int64 or int32, T at least the sum of counts; None does not extend the
+                sequences.
             counts: as in `extend`.
 
         Raises:
-            OutOfPages, ValueError: as `extend`; or a tensor is too small, or of another dtype or
-            device.
-                No sequence has changed.
+            OutOfPages, ValueError: as `extend`; or a tensor is too small, or has another dtype or
+                device. No sequence has changed.
         """
         rows = self._sequences.rows("fill_", sequences)
         check_targets(len(rows), self.k.device, block_table, seq_lens, slots)
@@ -277,5 +279,5 @@ class PagedKVCache(Bookkeeping, KVPages):
         return Growth(self._sequences, rows, counts, self._copy_rows)
 
     def _tensor(self, numbers: np.ndarray) -> Tensor:
-        """A new tensor on the device, which is named, so a default one does not count."""
+        """A new tensor on the cache's device, whatever torch's default device is."""
         return torch.from_numpy(numbers).to(self.k.device)

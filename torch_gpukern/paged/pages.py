@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The part of a PagedKVCache that knows no sequences: the tensors of its pages, their scales, and
-writes at slots."""
+"""The tensors of a PagedKVCache: its pages, their scales, and writes at slots. This part knows
+nothing of sequences."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,8 +43,8 @@ class KVPages:
                 f"{', '.join(map(str, DTYPES + CODES))}"
             )
         shape = index(layers), index(num_blocks), index(block_size), heads_kv
-        # Rows that no token was written to are never read, so they need no zeros. A cache made in
-        # inference_mode serves outside of it too.
+        # Slots without a token are never read, so they need no zeros. Tensors that are made outside
+        # inference_mode work inside and outside it.
         with torch.inference_mode(False):
             self.k = torch.empty(*shape, head_dim, dtype=dtype, device=device)
             self.v = torch.empty(*shape, head_dim_v, dtype=dtype, device=device)
@@ -53,7 +53,7 @@ class KVPages:
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor, layer: int = 0) -> None:
         """Writes new keys k [T, heads_kv, head_dim] and values v [T, heads_kv, head_dim_v] of one
-        layer at `slots` [T].
+        layer at `slots` [T], as `kv_cache_write`.
         """
         kv_cache_write(k, v, self.k[layer], self.v[layer], slots, **self.scales(layer))
 
@@ -73,9 +73,9 @@ class KVPages:
         eps: float = 1e-6,
         interleaved: bool = False,
     ) -> Tensor:
-        """`write` of keys that are rotated first, and normalised where there are weights, with
-        their queries, in one launch: `rope_kv_write` into one layer. Returns q [T, heads_q,
-        head_dim] rotated.
+        """`rope_kv_write` into one layer: rotates q and k, writes k and v at `slots`, in one
+        launch. With q_weight or k_weight, the heads are normalised before they are rotated. Returns
+        the rotated q [T, heads_q, head_dim].
         """
         how = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps, "interleaved": interleaved}
         pages = self.k[layer], self.v[layer]
@@ -84,8 +84,8 @@ class KVPages:
         )
 
     def scales(self, layer: int = 0) -> dict[str, Tensor]:
-        """The k_scale and v_scale of a layer, as `paged_attn` and `kv_cache_write` take them by
-        name; those that are 1 are left out.
+        """The keyword arguments k_scale and v_scale of a layer for `paged_attn` and
+        `kv_cache_write`. A scale that was not given is left out.
         """
         found = {
             "k_scale": layer_scale(self.k_scale, layer),
@@ -94,8 +94,8 @@ class KVPages:
         return {name: scale for name, scale in found.items() if scale is not None}
 
     def _check_rows(self, what: str, k: Tensor, v: Tensor, tokens: int) -> None:
-        """k [layers, tokens, heads_kv, head_dim] and v [layers, tokens, heads_kv, head_dim_v] can
-        be written here."""
+        """Raises ValueError unless k is [layers, tokens, heads_kv, head_dim] and v is [layers,
+        tokens, heads_kv, head_dim_v], of a dtype and on a device that can be written."""
         for name, x, pages in (("k", k, self.k), ("v", v, self.v)):
             expected = pages.shape[0], tokens, *pages.shape[3:]
             dtypes = DTYPES if pages.dtype in CODES else (pages.dtype,)
@@ -106,7 +106,7 @@ class KVPages:
                 )
 
     def _copy_rows(self, source: int, target: int, tokens: int) -> None:
-        """The first tokens of a page into another one, in all layers."""
+        """Copies the first tokens of a page, and its scales, to another page in all layers."""
         for pages in (self.k, self.v):
             pages[:, target, :tokens] = pages[:, source, :tokens]
         for scale in self._page_scales():
@@ -114,9 +114,9 @@ class KVPages:
 
     @contextmanager
     def _copied_scales(self, copies: list[tuple[int, int, int]]) -> Iterator[None]:
-        """Copies the scales of shared pages before their tokens, because tokens that are written
-        under `with` must be rounded by the copied scale. If the body raises, the scales are again
-        what they were.
+        """Context that copies the scales of shared pages before their tokens are copied: tokens
+        that the body writes must be rounded by the copied scales. If the body raises, the scales
+        are restored.
         """
         before = [
             (scale, target, scale[:, target].clone())
@@ -134,7 +134,7 @@ class KVPages:
             raise
 
     def _page_scales(self) -> list[Tensor]:
-        """The scales that each page has its own of, [layers, num_blocks, heads_kv]."""
+        """The scales that are given per page, [layers, num_blocks, heads_kv]."""
         return [
             scale
             for scale in (self.k_scale, self.v_scale)
@@ -143,5 +143,6 @@ class KVPages:
 
 
 def _set_page(scale: Tensor, page: int, values: Tensor) -> None:
-    with torch.inference_mode(scale.is_inference()):  # one that was made there changes nowhere else
+    # a tensor made in inference_mode can only be written inside it
+    with torch.inference_mode(scale.is_inference()):
         scale[:, page] = values

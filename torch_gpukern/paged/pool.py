@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The pages of a PagedKVCache: who holds each of them, which are free, and which are known by the
-tokens that they hold."""
+"""The page pool of a PagedKVCache: reference counts, free pages, and published pages, which are
+found by a digest of their tokens."""
 
 import hashlib
 from collections import OrderedDict
@@ -9,44 +9,43 @@ from itertools import islice
 
 import numpy as np
 
-Pages = np.ndarray  # [n] int32, none twice
+Pages = np.ndarray  # [n] int32, all different
 
 NO_PAGE = -1
 
 
 def digest(before: bytes, tokens: np.ndarray) -> bytes:
-    """What a page is known by: the tokens in it and, through `before`, all tokens that stand before
-    them."""
+    """The digest by which a published page is found. It covers the page's tokens and, through the
+    previous page's digest `before`, all tokens before them."""
     return hashlib.blake2b(tokens.tobytes(), key=before, digest_size=16).digest()
 
 
 class PagePool:
-    """Pages by number.
+    """Reference counts of pages, which are numbered from 0.
 
-    A page is held by the sequences that have it and, once it is published, by its digest: that hold
-    keeps what it has in place after the last sequence left, until the page is needed. Then the page
-    that was left the longest ago goes first.
+    Each sequence that owns a page holds one reference. A published page has one more for its
+    digest. That reference keeps the page's contents after the last sequence has left, until the
+    page is needed. The published page that has been idle longest is reused first.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.holds = np.zeros(num_blocks, np.int32)
-        self._free = np.arange(num_blocks, dtype=np.int32)[::-1].copy()  # the next one last
+        self._free = np.arange(num_blocks, dtype=np.int32)[::-1].copy()  # a stack, next page last
         self._n_free = num_blocks
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = (
             OrderedDict()
-        )  # published pages that no sequence has, the longest idle first
+        )  # published pages that no sequence owns, the longest idle first
 
     @property
     def available(self) -> int:
-        """Pages that no sequence has."""
+        """The number of pages that no sequence owns."""
         return self._n_free + len(self._idle)
 
     def next(self, n: int) -> Pages:
-        """The pages that `take(n)` will take, which is at most `available`. Nothing has changed
-        until then."""
+        """The pages that `take(n)` will take; n is at most `available`. Changes nothing."""
         if n <= self._n_free:
             return self._free[self._n_free - n : self._n_free][::-1]
         return np.append(
@@ -55,7 +54,8 @@ class PagePool:
         )
 
     def take(self, n: int) -> None:
-        """Gives the next n pages one holder each. Forgets idle ones where free ones are too few."""
+        """Gives the next n pages one reference each. If there are too few free pages, published
+        idle pages are forgotten."""
         while self._n_free < n:
             page, _ = self._idle.popitem(last=False)
             self._unpublish(page)
@@ -64,15 +64,15 @@ class PagePool:
         self._n_free -= n
 
     def share(self, pages: Pages) -> None:
-        """One more sequence has these pages."""
+        """Counts one more sequence for these pages."""
         self.holds[pages] += 1
         if self._idle:
             for page in pages.tolist():
                 self._idle.pop(page, None)
 
     def drop(self, pages: Pages) -> None:
-        """One sequence less has these pages, which are in the order of its tokens: the last ones
-        are forgotten first."""
+        """Counts one sequence less for these pages, which are in the order of its tokens. The last
+        ones will be reused first."""
         self.holds[pages] -= 1
         left = pages[::-1]
         holds = self.holds[left]
@@ -83,15 +83,15 @@ class PagePool:
                     self._idle[page] = None
 
     def publish(self, page: int, known_by: bytes) -> None:
-        """The page, which a sequence has, is found by this digest from now on, unless another one
-        is, or it has one."""
+        """Publishes a page under a digest. Nothing happens if the digest or the page has been
+        published already."""
         if known_by not in self._page_of and page not in self._digest_of:
             self._page_of[known_by] = page
             self._digest_of[page] = known_by
             self.holds[page] += 1
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
-        """The pages of the first digests, up to the first that is not known."""
+        """The published pages of the digests, up to the first digest without one."""
         found = []
         for known_by in digests:
             if (page := self._page_of.get(known_by)) is None:
@@ -100,7 +100,7 @@ class PagePool:
         return found
 
     def forget(self) -> None:
-        """Takes every digest back; idle pages are free again."""
+        """Removes all digests and frees the idle pages."""
         for page in list(self._digest_of):
             self._unpublish(page)
         self._push(np.fromiter(self._idle, np.int32, len(self._idle)))

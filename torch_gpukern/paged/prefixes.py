@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Prefixes of a PagedKVCache: full pages that are known by the tokens in them and before them."""
+"""Shared prefixes of a PagedKVCache: full pages are published under a digest of their tokens and of
+all tokens before them. Digests of consecutive pages form a chain."""
 
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ from .sequences import Sequences
 
 
 def root(salt: bytes | str) -> bytes:
-    """What the digests of a chain begin with. A number is refused: bytes(n) are n zeros."""
+    """The first digest of a chain. A number is refused, since bytes(n) would be n zeros."""
     if not isinstance(salt, (bytes, str)):
         raise ValueError(
             f"PagedKVCache: salt must be str or bytes, got {salt!r:.80} of type "
@@ -21,7 +22,7 @@ def root(salt: bytes | str) -> bytes:
 
 
 def publish(sequences: Sequences, row: int, ids: np.ndarray) -> None:
-    """Makes the full pages of a row known by the tokens ids that it begins with."""
+    """Publishes the full pages of the sequence in `row`, whose tokens begin with ids."""
     chain, size = sequences.chains[row], sequences.block_size
     full = int(sequences.lengths[row]) // size
     if len(ids) < full * size:
@@ -36,8 +37,8 @@ def publish(sequences: Sequences, row: int, ids: np.ndarray) -> None:
 
 
 def match(sequences: Sequences, chain: list[bytes], ids: np.ndarray) -> tuple[int, int]:
-    """A new sequence on the published pages that hold the first of ids behind a chain's root: its
-    handle and length."""
+    """A new sequence on the published pages that hold the first tokens of ids. `chain` holds the
+    root and gets the digests. Returns the sequence's handle and length."""
     size = sequences.block_size
 
     def digests() -> Iterator[bytes]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Scales of 8-bit pages: a stored code times its scale is the value."""
+"""Scales of 8-bit pages. A value is its stored code times its scale."""
 
 from math import isfinite
 
@@ -11,8 +11,8 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 1
 
 
 def of_layers(name: str, scale: Tensor | None, pages: Tensor) -> Tensor | None:
-    """A PagedKVCache's scale, checked against its pages [layers, num_blocks, block_size, heads_kv,
-    head_dim]."""
+    """Checks a PagedKVCache's scale against its pages [layers, num_blocks, block_size, heads_kv,
+    head_dim] and returns it."""
     if scale is None:
         return None
     layers, blocks, _, heads, _ = pages.shape
@@ -43,26 +43,30 @@ def of_layers(name: str, scale: Tensor | None, pages: Tensor) -> Tensor | None:
 
 
 def layer_scale(scale: Tensor | None, layer: int) -> Tensor | None:
-    """[], [heads_kv] or [num_blocks, heads_kv]"""
+    """The scale of a layer: [], [heads_kv] or [num_blocks, heads_kv]."""
     return scale if scale is None or scale.dim() < 2 else scale[layer]
 
 
 class KVCacheScales:
-    """Finds the scales of an 8-bit cache by a run: the largest key and value of each layer and
-    head, over the largest code.
+    """Calibrates the scales of an 8-bit cache: the largest key and value of each layer and head,
+    over the largest code.
 
     ::
 
         found = KVCacheScales(layers=len(model), heads_kv=8, dtype=torch.float8_e4m3fn)
-        for i, layer in enumerate(model):        # over some text that is like what comes
+        for i, layer in enumerate(model):        # on text like that to be served
             q, k, v = layer.qkv(x)
             found.observe(k, v, layer=i)
-        cache = PagedKVCache(512, 16, heads_kv=8, head_dim=128, layers=len(model), dtype=found.dtype, **found.scales())
+        how = dict(layers=len(model), dtype=found.dtype, **found.scales())
+        cache = PagedKVCache(512, 16, heads_kv=8, head_dim=128, **how)
 
     Args:
-        layers, heads_kv: of the cache.
-        dtype: of its pages, float8_e4m3fn, float8_e5m2 or int8.
-        device: of the keys.
+        layers, heads_kv: those of the cache.
+        dtype: that of its pages: float8_e4m3fn, float8_e5m2 or int8.
+        device: the device of the keys.
+
+    Raises:
+        ValueError: another dtype.
     """
 
     def __init__(
@@ -78,14 +82,14 @@ class KVCacheScales:
                 f"KVCacheScales: dtype is {dtype}; expected one of {', '.join(map(str, CODES))}"
             )
         self.dtype = dtype
-        with torch.inference_mode(False):  # made there, it may observe outside of it too
+        with torch.inference_mode(False):  # so that observe() works inside and outside of it
             self.k_amax = torch.zeros(layers, heads_kv, device=device, dtype=torch.float32)
             self.v_amax = torch.zeros(layers, heads_kv, device=device, dtype=torch.float32)
 
     @torch.no_grad()
     def observe(self, k: Tensor, v: Tensor, layer: int = 0) -> None:
-        """Keys [..., heads_kv, head_dim] and values [..., heads_kv, head_dim_v] of a layer. Nothing
-        waits for the device."""
+        """Takes keys [..., heads_kv, head_dim] and values [..., heads_kv, head_dim_v] of a layer
+        into account. The host does not wait for the device."""
         for name, x, amax in (("k", k, self.k_amax), ("v", v, self.v_amax)):
             if x.dim() < 2 or x.shape[-2] != amax.shape[1]:
                 raise ValueError(
@@ -102,8 +106,8 @@ class KVCacheScales:
         `PagedKVCache`.
 
         Args:
-            margin: factor of the largest values seen, above 0: above 1 leaves room for larger ones,
-            which saturate.
+            margin: factor of the largest values seen, above 0. A factor above 1 leaves room for
+                larger values, which otherwise saturate.
 
         Raises:
             ValueError: a layer that was not observed, or a head whose values were all 0; a value

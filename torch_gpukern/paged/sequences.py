@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The sequences of a PagedKVCache: which pages each of them has, how long it is, and what its pages
-are known by.
+"""The sequences of a PagedKVCache: the pages of each, its length, and the digests of its published
+pages.
 
-Everything is kept in arrays with a row for each sequence, so that a call over many sequences is a
-few array operations.
+All state is in arrays with a row for each sequence, so that a call over many sequences takes a few
+array operations.
 """
 
 from collections.abc import Iterable
@@ -20,11 +20,10 @@ class Sequences:
     """Sequences by handle, and their rows in the arrays.
 
     Attributes:
-        table: [rows, columns] int32. A sequence of n tokens has the first ceil(n / block_size)
-            entries of its row; behind them, and where pages were released, stands NO_PAGE.
-        lengths: [rows] tokens.
-        chains: what a row's chain of digests begins with, then a digest for each of its published
-        pages.
+        table: [rows, columns] int32: the pages. A sequence of n tokens uses the first ceil(n /
+            block_size) entries of its row. Other entries and those of released pages are NO_PAGE.
+        lengths: [rows] int64: tokens.
+        chains: for each row the root digest, then a digest for each of its published pages.
     """
 
     def __init__(self, pool: PagePool, block_size: int) -> None:
@@ -33,15 +32,15 @@ class Sequences:
         self.table = np.full((0, 1), NO_PAGE, np.int32)
         self.lengths = np.zeros(0, np.int64)
         self.chains: list[list[bytes]] = []
-        self._released = np.zeros(0, np.int64)  # pages, counted from the first
-        # the narrowest one that `release` was told, NO_WINDOW without
+        self._released = np.zeros(0, np.int64)  # number of leading pages that were released
+        # the narrowest window of all calls of `release`; NO_WINDOW without a call
         self._windows = np.zeros(0, np.int64)
-        self._outdated = np.zeros(0, np.bool_)  # has tokens of before `forget`
+        self._outdated = np.zeros(0, np.bool_)  # has tokens from before the last `forget`
         self._row_of: dict[int, int] = {}
         self._free_rows: list[int] = []
         self._next_handle = 0
         self._seen = np.zeros(0, np.int64)  # scratch of `rows`
-        # what `rows` was asked last: a step asks again
+        # the last argument and result of `rows`: one decoding step asks several times
         self._asked = list[int](), np.zeros(0, np.intp)
 
     @property
@@ -55,7 +54,8 @@ class Sequences:
             raise _unknown(sequence) from None
 
     def rows(self, what: str, sequences: Iterable[int], distinct: bool = True) -> np.ndarray:
-        """The rows of B handles."""
+        """The rows of B handles. Raises KeyError for an unknown handle, and ValueError if
+        `distinct` and a handle occurs twice."""
         sequences = list(sequences)
         if sequences == self._asked[0]:
             return self._asked[1]
@@ -73,11 +73,11 @@ class Sequences:
         return rows
 
     def pages(self, row: int) -> np.ndarray:
-        """A view of the entries of one row that are in use."""
+        """A view of the table entries that a row uses."""
         return self.table[row, : -(-int(self.lengths[row]) // self.block_size)]
 
     def longest(self, rows: np.ndarray) -> int:
-        """The most pages that one of these has."""
+        """The number of pages of the longest of these sequences."""
         return -(-largest(self.lengths[rows]) // self.block_size)
 
     def need_columns(self, n: int) -> None:
@@ -88,10 +88,10 @@ class Sequences:
             )
 
     def may_publish(self, row: int) -> bool:
-        """False where keys of before `forget` are among its tokens, or were read for them."""
+        """Whether no key of the sequence depends on tokens from before the last `forget`."""
         return not self._outdated[row]
 
-    # ---- what happens to a sequence, except that it grows ----
+    # ---- changes other than growth (growth.py) ----
 
     def add(self, chain: list[bytes]) -> tuple[int, int]:
         """The handle and the row of a new sequence without tokens."""
@@ -108,7 +108,7 @@ class Sequences:
         return handle, row
 
     def add_on(self, chain: list[bytes], pages: np.ndarray) -> int:
-        """The handle of a new sequence on whole pages."""
+        """The handle of a new sequence that consists of these full pages."""
         self.need_columns(len(pages))
         handle, row = self.add(chain)
         self.table[row, : len(pages)] = pages
@@ -117,7 +117,7 @@ class Sequences:
         return handle
 
     def fork(self, sequence: int, length: int | None) -> int:
-        """The handle of a new sequence on the first pages of another."""
+        """The handle of a new sequence that shares the first tokens of another."""
         parent = self.row(sequence)
         length = int(self.lengths[parent]) if length is None else index(length)
         self._check_lengths("fork", np.array([parent]), np.array([length]))
@@ -163,7 +163,7 @@ class Sequences:
         self._outdated |= self.lengths > 0
 
     def _drop(self, pages: np.ndarray) -> None:
-        """Gives the pages of some entries of the table back."""
+        """Returns the pages of some table entries (a view) to the pool."""
         self.pool.drop(pages.copy())
         pages[:] = NO_PAGE
 
@@ -179,11 +179,11 @@ class Sequences:
         self._free_rows = list(range(old + more - 1, old - 1, -1))
 
     def _check_lengths(self, what: str, rows: np.ndarray, lengths: np.ndarray) -> None:
-        """A sequence may be cut to a length that it has, unless a later query would see pages that
-        were released."""
+        """Raises ValueError unless every sequence has at least its new length, and no later query
+        would see pages that were released."""
         have, windows = self.lengths[rows], self._windows[rows]
         gone = self._released[rows] * self.block_size
-        least = np.where(gone > 0, gone + windows, 0)  # a sequence with released pages has a window
+        least = np.where(gone > 0, gone + windows, 0)  # gone > 0 implies a window
         for i in np.flatnonzero((lengths > have) | (lengths < least))[:1]:
             text = f"PagedKVCache.{what}: length is {lengths[i]}; the sequence has {have[i]} tokens"
             if gone[i]:
@@ -194,8 +194,8 @@ class Sequences:
 
 
 def largest(numbers: np.ndarray) -> int:
-    """The largest of some numbers, 0 of none. In a step's time; `max(initial=0)` takes a
-    microsecond more."""
+    """The largest number, or 0 if there is none. `max(initial=0)` would take a microsecond more,
+    which counts in a decoding step."""
     return int(numbers.max()) if len(numbers) else 0
 
 

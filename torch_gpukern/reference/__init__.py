@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The PyTorch statement of every op: what `torch_gpukern` computes, in as few lines as say it.
+"""The definition of every op in plain PyTorch, in as few lines as possible.
 
-Each function has the argument names of the op it states and is differentiable by autograd. Nothing
-here is fast, and the attention functions build the whole matrix of scores. The tests compare the
-kernels with these functions run in float64; the benchmarks and the documentation use them too.
+Each function has the argument names of the op it defines, and is differentiable by autograd.
+Nothing here is fast; the attention functions build the whole matrix of scores. The tests compare
+the kernels with these functions run in float64. The benchmarks and the documentation use them, too.
 
-Scores, sums and softmax are float64 where the input is float64 and float32 otherwise, and results
-are rounded once. In 16-bit attention the probabilities are rounded to the input's dtype before they
-meet v, as they are in every 16-bit attention kernel, so that a reference run in 16 bits makes the
-errors that one has to expect of those bits.
+Scores, sums and softmax are computed in float64 if the input is float64, otherwise in float32, and
+results are rounded once. In 16-bit attention, probabilities are rounded to the input's dtype before
+they are multiplied by v, as in every 16-bit attention kernel. So a reference run in 16 bits has the
+errors that a kernel must be expected to have.
 
-Batch B, heads Hq and Hkv, lengths Sq and Sk, head_dim D of q and k, Dv of v; a packed batch has T
-tokens. Strides of the results are not stated here: see `torch_gpukern.flash_attn`.
+Shapes: batch B, heads Hq and Hkv, lengths Sq and Sk, head_dim D of q and k, Dv of v; a packed batch
+has T tokens. Strides of results are not defined here: see `torch_gpukern.flash_attn`.
 """
 
 import math
@@ -104,7 +104,7 @@ def gemm(
     """
     acc = _accumulator(a.dtype)
     x = alpha * (a.to(acc) @ b.to(acc))
-    if c is not None and beta != 0:  # beta = 0 does not read c, which may hold NaN
+    if c is not None and beta != 0:  # if beta = 0, c is not read and may contain NaN
         x = x + beta * c.to(acc)
     if bias is not None:
         x = x + bias.to(acc)
@@ -115,13 +115,13 @@ def _attend(
     q: Tensor,  # [B, Hq, Sq, D]
     k: Tensor,  # [B, Hkv, Sk, D]
     v: Tensor,  # [B, Hkv, Sk, Dv]
-    position: Tensor,  # [B or 1, Sq] the key index at which each query stands: the diagonal
+    position: Tensor,  # [B or 1, Sq] the key index of each query on the diagonal
     first: Tensor,  # [B or 1, Sq] the first key that each query sees
-    end: Tensor,  # [B or 1, Sq] one past the last key that it sees
+    end: Tensor,  # [B or 1, Sq] one beyond the last key that each query sees
     rules: Rules,
-    kept: Tensor | None = None,  # [B, Hq, Sq, Sk] what dropout keeps
+    kept: Tensor | None = None,  # [B, Hq, Sq, Sk] bool, the probabilities that dropout keeps
     attn_mask: Tensor | None = None,  # bool, broadcastable to [B, Hq, Sq, Sk]
-    bias: Tensor | None = None,  # likewise
+    bias: Tensor | None = None,  # floating-point, broadcastable to [B, Hq, Sq, Sk]
 ) -> tuple[Tensor, Tensor]:  # out [B, Hq, Sq, Dv] in q's dtype, lse [B, Hq, Sq]
     acc = _accumulator(q.dtype)
     key = torch.arange(k.shape[2], device=q.device)
@@ -131,7 +131,7 @@ def _attend(
     if bias is not None:
         sees = sees & (bias > torch.finfo(bias.dtype).min)
 
-    # A key that nobody sees may hold NaN; 0 * NaN would bring it back.
+    # A key that no query sees may contain NaN, and 0 * NaN would be NaN.
     unseen = ~sees.any(dim=2)[..., None]  # [B or 1, Hq or 1, Sk, 1]
     groups = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k = k.to(acc).repeat_interleave(groups, dim=1).masked_fill(unseen, 0)
@@ -150,8 +150,7 @@ def _attend(
         s = s + bias.to(acc).masked_fill(~sees, 0)
     s = s.masked_fill(~sees, -torch.inf)
 
-    # Softmax over the keys and the sink. A row that sees neither has total 0: its out is 0, its lse
-    # -inf.
+    # Softmax over the keys and the sink. A row that sees neither has total 0, out 0 and lse -inf.
     sinks = rules.sinks
     peak = s.detach().amax(dim=-1) if k.shape[2] else s.new_full(s.shape[:-1], -torch.inf)
     if sinks is not None:
@@ -168,15 +167,15 @@ def _attend(
     if kept is not None:
         p = p * kept / (1 - rules.dropout_p)
     p = p.to(q.dtype)
-    # out of a row without keys is a constant: whatever gradient arrives for it, 0 * inf included,
-    # ends here
+    # The out of a row without keys is a constant, so no gradient may reach p or v, not even
+    # as 0 * inf.
     out = (p.to(acc) @ v).masked_fill(~sees.any(dim=3)[..., None], 0)
     return out.to(q.dtype), lse
 
 
 def _window(position: Tensor, rules: Rules, keys: int) -> tuple[Tensor, Tensor]:
-    """The keys [first, end) that a query at `position` sees, before any limit of its
-    sequence.
+    """The keys [first, end) that a query at `position` sees by causal mask and windows; first may
+    be negative.
     """
     end = torch.full_like(position, keys)
     if rules.is_causal:
@@ -207,8 +206,10 @@ def flash_attn(
     **given: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out [B, Hq, Sq, Dv] = softmax(scale * q k^T + ...) v for q [B, Hq, Sq, D], k [B, Hkv, Sk, D],
-    v [B, Hkv, Sk, Dv]. kept: of the dropout, in place of what dropout_seed says. float8_e4m3fn
-    codes are first what they stand for, in float64.
+    v [B, Hkv, Sk, Dv].
+
+    kept: the mask of dropout, instead of that of dropout_seed. float8_e4m3fn codes are decoded to
+    float64 first.
     """
     rules = Rules(given)
     if rules.dropout_p > 0 and kept is None:
@@ -244,7 +245,8 @@ def flash_attn(
 
 
 def _sum_of(bias: Tensor | None, by_distance: Tensor) -> Tensor:
-    """Both biases in float64; what hides stays the lowest number."""
+    """The sum of both biases in float64; -inf where `bias` is its dtype's lowest number, which
+    hides a key."""
     if bias is None:
         return by_distance
     hidden = bias <= torch.finfo(bias.dtype).min
@@ -264,7 +266,8 @@ def flash_attn_varlen(
     return_lse: bool = False,
     **given: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """out [Tq, Hq, Dv]: flash_attn of each sequence b of a packed batch, with diagonal Sk_b - Sq_b.
+    """out [Tq, Hq, Dv]: flash_attn for each sequence b of a packed batch, with diagonal Sk_b -
+    Sq_b.
 
     q [Tq, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv]; sequence b owns tokens cu_seqlens[b] to
     cu_seqlens[b + 1].
@@ -308,12 +311,12 @@ def _as_batch(x: Tensor) -> Tensor:
 
 
 def _slopes_of(b: int, alibi_slopes: Tensor | None) -> Tensor | None:
-    """[Hq] of sequence b, from [Hq] or [B, Hq]."""
+    """The slopes [Hq] of sequence b, from [Hq] or [B, Hq]."""
     return alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[b]
 
 
 def _join(q: Tensor, v: Tensor, outs: list[Tensor], lses: list[Tensor], return_lse: bool):
-    """Packs the sequences again; tokens after the last one belong to none: out 0, lse -inf."""
+    """Packs the sequences' results. Tokens after the last sequence have out 0 and lse -inf."""
     rest = q.shape[0] - sum(x.shape[0] for x in outs)
     dtype, wide = (outs[0].dtype, lses[0].dtype) if outs else (q.dtype, _accumulator(q.dtype))
     outs = [*outs, q.new_zeros(rest, q.shape[1], v.shape[-1], dtype=dtype)]
@@ -332,11 +335,11 @@ def paged_attn(
     return_lse: bool = False,
     **given: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """out [T, Hq, Dv]: attention of each sequence's newest tokens over the keys that its pages
-    hold. Caches may be of 8 bits, their scales then also [num_blocks, Hkv].
+    """out [T, Hq, Dv]: attention of each sequence's newest tokens over the keys in its pages.
 
     q [T, Hq, D]; k_cache [num_blocks, block_size, Hkv, D], v_cache [num_blocks, block_size, Hkv,
-    Dv]; block_table [B, max_blocks]; seq_lens [B] counts the new tokens too.
+    Dv]; block_table [B, max_blocks]; seq_lens [B] includes the new tokens. 8-bit caches may have
+    scales [], [Hkv] or [num_blocks, Hkv].
     """
     rules = Rules(given)
     num_blocks, block_size = k_cache.shape[:2]
@@ -348,7 +351,7 @@ def paged_attn(
     outs, lses = [], []
     for b, length in enumerate(seq_lens.tolist()):
         rows = q[starts[b] : starts[b + 1]]
-        # Entries of pages left of every window may hold anything; their keys are masked below.
+        # Entries of pages before every window may be invalid; their keys are masked below.
         pages = block_table[b, : -(-length // block_size)].long().clamp(0, num_blocks - 1)
         k = _of_pages(k_cache, rules.k_scale, pages, acc)[:length]  # [length, Hkv, D]
         v = _of_pages(v_cache, rules.v_scale, pages, acc)[:length]
@@ -384,12 +387,12 @@ def kv_cache_write(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Token t of k [T, Hkv, D] and v [T, Hkv, Dv] goes to row slots[t] % block_size of page
-    slots[t] // block_size.
+    """Writes token t of k [T, Hkv, D] and v [T, Hkv, Dv] to row slots[t] % block_size of page
+    slots[t] // block_size. Negative slots are skipped.
     """
-    taken = slots >= 0  # a negative slot is skipped
+    taken = slots >= 0
     page, row = slots[taken].long() // k_cache.shape[1], slots[taken].long() % k_cache.shape[1]
-    # copies of both before anything is written: they may be views of the caches
+    # indexing copies k and v before anything is written: they may be views of the caches
     k, v = k[taken], v[taken]
     for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         if scale is not None:
@@ -406,8 +409,8 @@ def kv_cache_write(
 
 
 def attn_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention over the union of two disjoint sets of keys, from out [..., Dv] and lse [...]
-    over each set.
+    """(out, lse) of attention over the union of two disjoint sets of keys, from out [..., Dv] and
+    lse [...] over each set.
     """
     acc = _accumulator(out_a.dtype)
     lse_a, lse_b = lse_a.to(acc), lse_b.to(acc)
@@ -419,7 +422,7 @@ def attn_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tu
     a = out_a.to(acc).masked_fill(no_a[..., None], 0)
     b = out_b.to(acc).masked_fill(no_b[..., None], 0)
     both = (e_a / total)[..., None] * a + (e_b / total)[..., None] * b
-    # A side of -inf saw no key, so the other is the answer, bit for bit.
+    # A side with lse = -inf saw no key, so the result has the bits of the other side.
     out = torch.where(no_a[..., None], b, torch.where(no_b[..., None], a, both))
     return out.to(out_a.dtype), lse
 
@@ -442,8 +445,8 @@ def rope_kv_write(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """q's and k's heads by `rms_norm` where they have a weight, then by `rope`, rounded once; k and
-    v by `kv_cache_write`."""
+    """Applies `rms_norm`, if its weight is given, and `rope` to the heads of q and k, and rounds
+    once. Writes k and v by `kv_cache_write` and returns q."""
     queries, keys = (
         rotated(
             x if weight is None else rms_norm(x.to(_accumulator(x.dtype)), weight, eps=eps),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The PyTorch statement of float8_e4m3fn attention, part of `reference`: what codes stand for, and
-how q, k and v become codes."""
+"""The definition of float8_e4m3fn attention in plain PyTorch, part of `reference`: how q, k and v
+are quantised to codes, and how codes are decoded."""
 
 import math
 
@@ -11,12 +11,12 @@ from .quantised import saturate
 
 __all__ = ["decoded_attn", "quantize_attn", "scale_of_sequence"]
 
-_TOKENS = 128  # of a block
+_TOKENS = 128  # tokens of a scale block
 
 
 def _scale_of_tokens(scale: Tensor | None, tokens: int) -> Tensor | float:
-    """What [B, H, S, D] codes are multiplied by, from a scale [], [1], [H], [B, H] or [B, H, ceil(S
-    / 128)]."""
+    """A scale [], [1], [H], [B, H] or [B, H, ceil(S / 128)] in a shape that broadcasts to codes [B,
+    H, S, D]."""
     if scale is None:
         return 1.0
     scale = scale.double()
@@ -28,8 +28,7 @@ def _scale_of_tokens(scale: Tensor | None, tokens: int) -> Tensor | float:
 def decoded_attn(
     q, k, v, q_scale=None, k_scale=None, v_scale=None, v_mean=None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, H, S, D] codes as float64 values; v_mean [Hkv, Dv] or [B, Hkv, Dv] is added to each
-    value."""
+    """Decodes codes [B, H, S, D] to float64. v_mean [Hkv, Dv] or [B, Hkv, Dv] is added to v."""
     scales = q_scale, k_scale, v_scale
     q, k, v = (
         x.double() * _scale_of_tokens(s, x.shape[2]) for x, s in zip((q, k, v), scales, strict=True)
@@ -38,7 +37,7 @@ def decoded_attn(
 
 
 def scale_of_sequence(scale: Tensor | None, b: int, tokens: int) -> Tensor | None:
-    """That of sequence b of a packed call as one of a batch of one."""
+    """The scale of sequence b of a packed call, in the form for a batch of one."""
     if scale is None or scale.dim() < 2:
         return scale
     return scale[b : b + 1] if scale.dim() == 2 else scale[b : b + 1, :, : -(-tokens // _TOKENS)]
@@ -59,9 +58,11 @@ def _codes(x: Tensor, per: str) -> tuple[Tensor, Tensor]:
 
 
 def quantize_attn(q, k, v, *, per="head", hadamard=False, center_v=True):
-    """(q, k, v, q_scale, k_scale, v_scale, v_mean) of dense q, k and v: codes times scales, v less
-    its mean over tokens. The rotation is a Hadamard matrix with signs, whose choice is no part of
-    the statement: here there are none.
+    """Quantises dense q, k and v: (q, k, v, q_scale, k_scale, v_scale, v_mean), where codes times
+    scales give the values. With center_v, v_mean, the mean of v over tokens, is subtracted from v.
+
+    With hadamard, q and k are rotated by a Hadamard matrix. The op also flips signs; which signs is
+    not part of the definition, and here none are flipped.
     """
     q, k, v = q.float(), k.float(), v.float()
     if hadamard:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The PyTorch statement of the quantised ops, part of `reference`: one block, one scale, one
-product at a time.
+"""The definition of the quantised ops in plain PyTorch, part of `reference`.
 
-Values are float64 where nothing says otherwise; quotients are taken in float32 (float64 of a
-float64 x), as the ops take them.
+Values are float64 unless stated otherwise. Quotients x / scale are computed in float32, or in
+float64 if x is float64, as in the ops.
 """
 
 import torch
@@ -44,15 +43,15 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x to nearest even in an 8-bit dtype; what is larger than its largest value becomes that, a
-    NaN stays (0 as an int8)."""
+    """x rounded to nearest even in an 8-bit dtype. Larger values saturate. NaN stays NaN, or
+    becomes 0 in int8."""
     if dtype is torch.int8:
         return x.nan_to_num(0.0, 127.0, -128.0).round().clamp(-128, 127).to(dtype)
     return x.clamp(-_LARGEST[dtype], _LARGEST[dtype]).to(dtype)
 
 
 def _power_above(scale: Tensor) -> Tensor:
-    """The least power of two that is not below it, or the largest that float8_e8m0fnu has."""
+    """The least power of two >= scale, at most 2^127, the largest of float8_e8m0fnu."""
     mantissa, exponent = torch.frexp(scale)
     above = torch.ldexp(torch.ones_like(scale), (exponent - (mantissa == 0.5).int()).clamp(max=127))
     return torch.where(scale.isfinite(), above, torch.nan)
@@ -72,7 +71,8 @@ def spread(scale: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def quantize(x, dtype, granularity, *, scale_ub=None, scale=None):
-    """codes = x / scale, scale = max(amax / q, 2^-126) of each block, at most what float32 holds."""
+    """(codes, scale): codes = x / scale, where each block has scale = max(amax / largest, 2^-126),
+    at most the largest float32. largest is the largest code."""
     wide = x if x.dtype is torch.float64 else x.float()
     high, across = _BLOCKS[granularity]
     if granularity == "tensor":
@@ -88,9 +88,9 @@ def quantize(x, dtype, granularity, *, scale_ub=None, scale=None):
     bad = ~amax.isfinite()
     if scale_ub is not None:
         amax = amax.clamp(max=float(scale_ub))
-    # by a tensor: PyTorch multiplies by the inverse of a number on CUDA
+    # divide by a tensor, because PyTorch on CUDA divides by a number as x * (1 / number)
     made = amax / torch.full_like(amax, _LARGEST[dtype])
-    most = torch.finfo(torch.float32).max  # of a float64 beyond, whose codes saturate
+    most = torch.finfo(torch.float32).max  # float64 values may exceed it; their codes saturate
     made = made.clamp(max=most).float().clamp(min=2.0**-126).masked_fill(bad, torch.nan)
     if granularity == "1x32":
         made = _power_above(made)
@@ -145,7 +145,7 @@ def scaled_gemm(
     out_dtype=None,
     accumulate="precise",
 ):
-    """activation((a scale_a) @ (b scale_b) + beta c + bias), in float64 and rounded once."""
+    """activation((a scale_a) @ (b scale_b) + beta c + bias) in float64, rounded once."""
     x = (a.double() * spread(scale_a, *a.shape)) @ (b.double() * spread(scale_b, *b.shape))
     if c is not None and beta != 0:
         x = x + beta * c.double()
@@ -159,7 +159,7 @@ def scaled_gemm(
 
 
 def values_of(q: Tensor, format: str, zero: Tensor | float = 8) -> Tensor:
-    """What codes are worth without their scales, float64."""
+    """The float64 values of codes before scaling."""
     if format in ("mxfp4", "nvfp4"):
         size = torch.tensor(_E2M1, dtype=torch.float64, device=q.device)[(q & 7).long()]
         return torch.where(q >= 8, -size, size)
@@ -167,7 +167,7 @@ def values_of(q: Tensor, format: str, zero: Tensor | float = 8) -> Tensor:
 
 
 def decoded(q, scale, format, *, zero=None, global_scale=None, dtype=torch.float64) -> Tensor:
-    """The weight [N, K] that codes q stand for, rounded once to `dtype`."""
+    """Decodes codes q to the weight [N, K], rounded once to `dtype`."""
     n, k = q.shape
     groups = scale.shape[0]
     group = k if groups == 1 else next(g for g in (16, 32, 64, 128, 256) if -(-k // g) == groups)
@@ -192,7 +192,7 @@ def weight_gemm(
     activation="none",
     out_dtype=None,
 ):
-    """Of the codes q [N, K], not packed."""
+    """activation(a @ decoded weight^T * scale_a + bias), from unpacked codes q [N, K]."""
     eight = a.dtype is torch.float8_e4m3fn
     w = decoded(
         q,
@@ -211,15 +211,15 @@ def weight_gemm(
 
 
 def pack_weight(q, format, *, scale=None):
-    """csrc/formats/weight_tile.h: tiles of 64 x 64 codes in the order of a fragment, [w, g, t, s,
-    i, j, h] from slow to fast."""
+    """Packs codes [N, K] into tiles of 64 x 64 codes in the order of an MMA fragment, [w, g, t, s,
+    i, j, h] from slow to fast; csrc/formats/weight_tile.h defines the letters."""
     n, k = q.shape
     codes = F.pad(q.view(torch.uint8).int(), (0, -k % 64, 0, -n % 64))
     #                    N: tile w h g              K: tile s j t i
     x = codes.unflatten(1, (-1, 4, 2, 4, 2)).unflatten(0, (-1, 4, 2, 8))
     tn, w, h, g, tk, s, j, t, i = range(9)
     if format in ("int8", "e4m3"):
-        x = x.unflatten(s, (2, 2))  # the slow half of s; its fast one
+        x = x.unflatten(s, (2, 2))  # into sh (slow) and sl (fast)
         tn, w, h, g, tk, sh, sl, j, t, i = range(10)
         return x.permute(tn, tk, sh, w, g, t, sl, j, h, i).flatten(2).to(torch.uint8)
     x = (x & 15).permute(tn, tk, w, g, t, s, i, j, h).flatten(2)  # nibble 4 i + 2 j + h
@@ -227,7 +227,7 @@ def pack_weight(q, format, *, scale=None):
 
 
 def unpack_weight(packed, n, k, format):
-    """The way back: which code lies where is found by packing their numbers."""
+    """The inverse of `pack_weight`: finds each code's place by packing the codes' numbers."""
     tiles_n, tiles_k, size = packed.shape
     eight = format in ("int8", "e4m3")
     codes = packed if eight else torch.stack((packed & 15, packed >> 4), -1).flatten(2)
@@ -262,7 +262,8 @@ def grouped_gemm(
     out_dtype=None,
     accumulate="precise",
 ):
-    """Group by group, in float64 and rounded once."""
+    """The product of each group, in float64, rounded once. If b is 2-D, groups are ranges of k and
+    the result is [G, M, N]; otherwise groups are ranges of rows of a."""
     x, y = a.double(), b.double()
     if scale_a is not None:
         x, y = x * spread(scale_a, *a.shape), y * spread(scale_b, *b.shape[-2:])
@@ -287,8 +288,8 @@ def grouped_gemm(
 
 
 def sparse_pack(w):
-    """values and meta of a 2:4 sparse weight: places of non-zeros first, then the lowest free ones,
-    sorted."""
+    """(values, meta) of a 2:4 sparse weight. Of each four elements, the non-zeros are kept, filled
+    up to two with the first zeros, in ascending order."""
     n, k = w.shape
     four = w.float().reshape(n, k // 4, 4)
     place = torch.argsort((four == 0).int(), dim=-1, stable=True)[..., :2].sort(-1).values
@@ -304,7 +305,7 @@ def sparse_pack(w):
 
 
 def sparse_gemm(a, w, *, scale_a=None, scale_b=None, bias=None, activation="none", out_dtype=None):
-    """Of the weight w [N, K], not packed."""
+    """activation(a @ w^T * scale_a * scale_b + bias), from the unpacked weight w [N, K]."""
     x = a.double() @ w.double().mT
     if scale_a is not None:
         x = x * spread(scale_a, a.shape[0], 1)

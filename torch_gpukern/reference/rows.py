@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The PyTorch statement of the operations along the last dimension, part of `reference`.
+"""The definition of the row operations (along the last dimension) in plain PyTorch, part of
+`reference`.
 
-Numbers are float64 where the input is float64 and float32 otherwise, and results are rounded once.
+Computed in float64 if the input is float64, otherwise in float32; results are rounded once.
 """
 
 from collections.abc import Sequence
@@ -38,8 +39,8 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def rms_norm(x, weight=None, *, bias=None, residual=None, eps=1e-6, weight_offset=0.0):
-    """``h / sqrt(mean(h^2) + eps) * (weight + weight_offset) + bias`` with h = x + residual; with a
-    residual (that, h)."""
+    """``out = h / sqrt(mean(h^2) + eps) * (weight + weight_offset) + bias`` with h = x + residual.
+    Returns (out, h) if there is a residual."""
     h = x if residual is None else x + residual
     out = _wide(h)
     out = out / torch.sqrt((out * out).mean(-1, keepdim=True) + eps)
@@ -48,8 +49,8 @@ def rms_norm(x, weight=None, *, bias=None, residual=None, eps=1e-6, weight_offse
 
 
 def layer_norm(x, weight=None, bias=None, *, residual=None, eps=1e-5):
-    """``(h - mean(h)) / sqrt(mean((h - mean(h))^2) + eps) * weight + bias`` with h = x + residual;
-    with a residual (that, h)."""
+    """``out = (h - mean(h)) / sqrt(mean((h - mean(h))^2) + eps) * weight + bias`` with h = x +
+    residual. Returns (out, h) if there is a residual."""
     h = x if residual is None else x + residual
     out = _wide(h) - _wide(h).mean(-1, keepdim=True)
     out = out / torch.sqrt((out * out).mean(-1, keepdim=True) + eps)
@@ -66,7 +67,7 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float
 
 
 def softmax(x: Tensor, *, scale: float = 1.0, lengths: Tensor | None = None) -> Tensor:
-    """``exp(scale x) / sum(exp(scale x))`` over the row's first `lengths` columns, 0 in the
+    """``exp(scale x) / sum(exp(scale x))`` over the first `lengths` columns of each row; 0 in the
     others."""
     if lengths is None:
         return torch.softmax(scale * _wide(x), -1).to(x.dtype)
@@ -85,13 +86,14 @@ def log_softmax(x: Tensor, *, scale: float = 1.0) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """``silu(gate) * up``; without up gate is the first half of the columns, up the second."""
+    """``silu(gate) * up``. Without up, the first half of gate's columns is the gate, the second
+    up."""
     gate, up = gate.chunk(2, -1) if up is None else (gate, up)
     return (F.silu(_wide(gate)) * _wide(up)).to(gate.dtype)
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Tensor:
-    """``gelu(gate) * up``, likewise."""
+    """``gelu(gate) * up``, with gate and up as in `swiglu`."""
     gate, up = gate.chunk(2, -1) if up is None else (gate, up)
     return (F.gelu(_wide(gate), approximate=approximate) * _wide(up)).to(gate.dtype)
 
@@ -100,16 +102,16 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") 
 
 
 def rope(q, k, cos, sin, positions=None, *, interleaved=False):
-    """q and k with each pair (x1, x2) of a token's first R columns rotated: ``(x1 cos - x2 sin, x2
-    cos + x1 sin)``."""
+    """Rotates each pair (x1, x2) in the first R columns of q and k: ``(x1 cos - x2 sin, x2 cos + x1
+    sin)``."""
     tokens = 2 if q.dim() == 4 else 0
     at = torch.arange(q.shape[tokens], device=q.device) if positions is None else positions
     return tuple(rotated(x, cos, sin, at, interleaved).to(x.dtype) for x in (q, k))
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """x [B, H, S, D], or packed [T, H, D], not rounded."""
-    # the dimension of [.., S, R / 2] that heads stand in
+    """x [B, H, S, D], or packed [T, H, D], rotated and not rounded."""
+    # where heads are inserted into [.., S, R / 2]
     heads = 1 if x.dim() == 3 or positions.dim() == 2 else 0
     c, s = (table[positions].unsqueeze(heads) for table in (cos, sin))
     x, r = _wide(x), 2 * cos.shape[1]
@@ -136,8 +138,9 @@ def cross_entropy(
     reduction="mean",
     z_loss=0.0,
 ):
-    """``(1 - e) w[t] (lse - z[t]) + e / V sum over c of w[c] (lse - z[c]) + z_loss lse^2``, z the
-    scaled logits, ``softcap tanh(. / softcap)``."""
+    """``(1 - e) w[t] (lse - z[t]) + e / V sum over c of w[c] (lse - z[c]) + z_loss lse^2``, where z
+    = ``softcap tanh(logit_scale logits / softcap)``, or ``logit_scale logits`` without a soft
+    cap."""
     z = logit_scale * _wide(logits)
     z = softcap * torch.tanh(z / softcap) if softcap > 0 else z
     how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
@@ -159,8 +162,8 @@ def cross_entropy(
 def linear_cross_entropy(
     x, weight, target, bias=None, *, class_weight=None, low_memory=False, **rules
 ):
-    """`cross_entropy` of ``x @ weight.mT + bias``, which is not rounded. low_memory changes
-    nothing."""
+    """`cross_entropy` of the unrounded logits ``x @ weight.mT + bias``. low_memory has no effect on
+    the result."""
     logits = _wide(x) @ _wide(weight).mT
     return cross_entropy(
         logits if bias is None else logits + _wide(bias), target, weight=class_weight, **rules
@@ -173,8 +176,8 @@ def linear_cross_entropy(
 def dropout_mask(
     shape: Sequence[int], p: float, seed: Tensor, device: torch.device | str | None = None
 ) -> Tensor:
-    """Element i, in row-major order, is kept where word i % 4 of Philox4x32-10 at (i / 4, seed[1])
-    is below (1 - p) 2^32."""
+    """bool of the given shape. Element i, in row-major order, is kept if word i % 4 of
+    Philox4x32-10 with key seed[0] at counter (i // 4, seed[1]) is less than (1 - p) 2^32."""
     n, device = torch.Size(shape).numel(), seed.device if device is None else device
     call = torch.arange((n + 3) // 4, device=device)
     words = torch.stack(philox(seed.to(device), call & 0xFFFFFFFF, call >> 32), -1)
@@ -182,7 +185,7 @@ def dropout_mask(
 
 
 def dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
-    """``x / (1 - p)`` where `dropout_mask` keeps x, else 0."""
+    """``x / (1 - p)`` where `dropout_mask` keeps x, otherwise 0."""
     return _dropped(_wide(x), p, seed).to(x.dtype)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which row of the library's tables serves a call, where measuring knows better than its estimate
-(`docs/architecture.md`).
+"""Tuning: finds by measurement the kernel instance that serves a call fastest, where the library's
+estimate is wrong (`docs/architecture.md`).
 
-cache reads and writes the file of tuned rows, timing times calls, gemm finds the fastest row of a
-gemm.
+cache reads and writes the file of tuned instances, timing times calls, and gemm finds the fastest
+instance of a gemm.
 """

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The file of tuned kernels: which instances were measured to be fastest, by device name and tuning
-key.
+"""The file of tuned kernels: the instances that were measured to be fastest, by device name and
+tuning key.
 
-`import torch_gpukern` reads it once and hands every entry to the library, which looks a device's
-name up when that device is first used. So nothing asks for a GPU at import, no call pays for
-Python, and every thread and every later call is served. A C program does the same with
-gk_gemm_prefer_class.
+`import torch_gpukern` reads the file once and hands every entry to the library. The library looks
+up a device's name when that device is first used. So the import needs no GPU, calls pay nothing for
+Python, and the choice holds in every thread. A C program does the same with gk_gemm_prefer_class.
+
+The file is JSON; <key> is a tuning key, and "row" and "default" are names of instances:
 
     {"format": 1,
-     "devices": {"NVIDIA H200": {"gpukern": "0.1.0",
-                                 "gemm": {<class>: {"row": .., "us": .., "default": .., "default_us": .., "cublas_us": ..}}}}}
+     "devices": {"NVIDIA H200": {
+         "gpukern": "0.1.0",
+         "gemm": {<key>: {"row": .., "us": .., "default": .., "default_us": .., "cublas_us": ..}}}}}
 
-What is wrong with a file is said once, by a warning; the file, or the part that is wrong, is then
-not used, and calls run the rows that they run without it.
-"""  # noqa: E501
+A warning names once what is wrong with a file. The file, or the part that is wrong, is then
+ignored, and calls run their default instances.
+"""
 
 import contextlib
 import json
@@ -36,8 +38,8 @@ _warned: set[str] = set()
 
 
 def default_path() -> Path | None:
-    """GPUKERN_TUNED, a path, or None for "off"; without it tuned.json in the user's cache
-    directory."""
+    """The path in GPUKERN_TUNED, or None if that is "off". Without GPUKERN_TUNED:
+    gpukern/tuned.json in the user's cache directory, or None if there is no such directory."""
     asked = os.environ.get("GPUKERN_TUNED", "")
     if asked:
         return None if asked.lower() == "off" else Path(asked)
@@ -45,7 +47,7 @@ def default_path() -> Path | None:
         folder = os.environ.get("LOCALAPPDATA", "")
     elif os.path.isabs(
         os.environ.get("XDG_CACHE_HOME", "")
-    ):  # a relative one is to be ignored, says its standard
+    ):  # the XDG standard says to ignore a relative path
         folder = os.environ["XDG_CACHE_HOME"]
     else:
         folder = os.path.expanduser("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
@@ -53,13 +55,14 @@ def default_path() -> Path | None:
 
 
 def _warn(path: Path, problem: str, advice: str = f"{TUNE} again, or delete the file") -> None:
-    """Once for each file."""
+    """Warns, once for each file."""
     if str(path) not in _warned:
         _warned.add(str(path))
-        problem = " ".join(problem.split())  # one line, whatever the file holds
-        # at import, the line that imports: above this function, use() and the package
+        problem = " ".join(problem.split())  # one line, whatever the file contains
+        # stacklevel 4 is the line that imports the package: above _warn, use() and the package
         warnings.warn(
-            f"torch_gpukern: tuned rows in {path} are not used: {problem}: {advice}", stacklevel=4
+            f"torch_gpukern: tuned kernels in {path} are not used: {problem}: {advice}",
+            stacklevel=4,
         )
 
 
@@ -67,8 +70,8 @@ def _warn(path: Path, problem: str, advice: str = f"{TUNE} again, or delete the 
 
 
 def read(path: Path) -> tuple[dict[str, dict], str]:
-    """The file's devices, and what is wrong with it, "" if nothing. A file that is not there is
-    empty."""
+    """The file's "devices", and what is wrong with the file, "" if nothing. A missing file counts
+    as empty."""
     try:
         stored = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -86,8 +89,8 @@ def read(path: Path) -> tuple[dict[str, dict], str]:
 
 
 def entries_of(device: object) -> tuple[dict[str, dict], str]:
-    """The entries {class: {"row": ..}} of a device of the file that are of this version and in
-    order; what is wrong."""
+    """The valid entries {tuning key: {"row": ..}} of a device of the file, and what is wrong, "" if
+    nothing. Entries of another version of gpukern are not valid."""
     if not isinstance(device, dict) or not isinstance(device.get("gemm"), dict):
         return {}, "has no entries for gemm"
     if device.get("gpukern") != VERSION:
@@ -103,14 +106,14 @@ def entries_of(device: object) -> tuple[dict[str, dict], str]:
 
 
 def use(path: Path | None = None) -> int:
-    """Hands the file's entries to the library: how many it took. Never raises for what the file
-    holds."""
+    """Hands the file's entries to the library and returns how many it took. Bad contents of the
+    file give a warning, never an exception."""
     named = path is None and os.environ.get("GPUKERN_TUNED")
     path = path or default_path()
     if path is None or not ops.cuda_kernels.default():
         return 0
     devices, problem = read(path)
-    # python -m torch_gpukern tune, or gpukern tune, is about to make the file
+    # `python -m torch_gpukern tune` and `gpukern tune` are about to create the file
     tuning = sys.argv[1:2] == ["tune"] and (
         sys.argv[0] == "-m" or Path(sys.argv[0]).stem == "gpukern"
     )
@@ -145,8 +148,8 @@ def use(path: Path | None = None) -> int:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One writer at a time in a folder, where its file system has locks; else the last one wins,
-    with a whole file."""
+    """Context with a lock on a folder, so that only one process writes. On a file system without
+    locks the last writer wins; the file is complete in any case."""
     try:
         import fcntl
     except ImportError:
@@ -162,12 +165,11 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def save(path: Path, device: str, entries: Mapping[str, dict | None]) -> None:
-    """Adds entries of a device to the file, or takes out those that are None. Other entries and
-    devices stay as they are; a device's entries of another version, and a file that is none of
-    ours, make way.
+    """Adds entries of a device to the file; entries that are None are removed.
 
-    Readers see the old file or the new one, never a part. Raises OSError where the file cannot be
-    written.
+    Other entries and devices stay. A device's entries of another version of gpukern are dropped,
+    and so is the whole contents of a file in another format. Readers see the old file or the new
+    one, never a part. Raises OSError if the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _alone(path.parent):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The fastest row of a gemm: every row that takes the call, measured beside the default one and
-PyTorch's own product."""
+"""Finds the fastest kernel instance of a gemm: measures every instance that can serve the call, the
+default one among them, and PyTorch's own product. In this file a row is an instance, by its
+name."""
 
 import contextlib
 import functools
@@ -20,18 +21,17 @@ from . import timing
 
 __all__ = ["NOISE", "Problem", "Result", "parse_class", "parse_shape", "tune"]
 
-# A row must be faster by this factor than the default one, in two sets of rounds, before it is
-# kept.
+# An instance is kept only if it is faster than the default one by this factor, in two sets of
+# rounds.
 NOISE = 1.02
-# Rows that a first look finds slower than the best by this factor and by this time are not looked
-# at again.
+# Instances that a first look finds slower than FAR times the best plus FAR_US are not timed again.
 FAR, FAR_US = 1.3, 1.0
 ROUNDS = 15
-# What sums in another order may err more than PyTorch's: float32 with k 4096, where cuBLAS cuts k,
-# 5 times; a wrong tile 1e5.
+# The default instance may err this much more than PyTorch, because it sums in another order. (Seen:
+# a factor of 5 in float32 with k 4096, where cuBLAS splits k. A wrong tile gives 1e5.)
 ORDER = 16
-# Below as many FLOPs a byte of operands memory is the bound: the inputs are then rotated, in at
-# most as many sets.
+# Below this many FLOPs per byte of operands, memory bounds the call. Calls then rotate over several
+# sets of inputs, at most MOST_SETS.
 ROTATE_BELOW, MOST_SETS = 128, 64
 
 DTYPES = {
@@ -47,8 +47,8 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A call with aligned operands; layout as in `explain`: NT has a stored as it is and b
-    transposed."""
+    """A gemm call with aligned operands. layout is that of `explain`: NT means a stored as [M, K]
+    and b stored transposed, as [N, K]."""
 
     m: int
     n: int
@@ -77,11 +77,12 @@ class Problem:
 
     @property
     def bytes(self) -> float:
-        """Of the operands."""
+        """The bytes of a and b."""
         return float(self.batch * (self.m + self.n) * self.k * DTYPES[self.dtype].itemsize)
 
     def inputs(self, device: torch.device) -> dict[str, Tensor | None]:
-        """Normal values: what they are changes a GPU's power, and so its clock."""
+        """Inputs with normally distributed values; values affect a GPU's power, and so its
+        clock."""
         options = {"dtype": DTYPES[self.dtype], "device": device}
 
         def matrix(rows: int, cols: int, stored: str) -> Tensor:
@@ -111,8 +112,8 @@ class Problem:
         return ops.gemm.default(**inputs, **self.how)
 
     def torch(self, inputs: dict, dtype: torch.dtype | None = None) -> Tensor:
-        """PyTorch's own ops, cuBLAS among them; `dtype`: on operands of that dtype, for a
-        reference."""
+        """The result of PyTorch's own ops, which use cuBLAS. With `dtype`, operands are converted
+        to it first, for a reference."""
         a, b, bias, c = (x if x is None or dtype is None else x.to(dtype) for x in inputs.values())
         out_dtype = dtype or DTYPES[self.out_dtype or self.dtype]
         if out_dtype != a.dtype:
@@ -125,16 +126,16 @@ class Problem:
         return ACTIVATIONS[self.activation](x if c is None else x + c)
 
     def explain(self, inputs: dict) -> dict:
-        """What the library would do, and the call's tuning key."""
+        """The library's plan for the call, and the call's tuning key ("class")."""
         found = json.loads(ops.explain_gemm.default(**inputs, **self.how))
-        if self.preact:  # explain speaks of a call without one; the same rows take both
+        if self.preact:  # explain describes the call without preact; the same instances serve both
             found["class"] = found["class"].replace(" preact=0 ", " preact=1 ")
         return found
 
 
 def parse_shape(text: str) -> dict[str, object]:
-    """m, n, k, layout and batch of "512x28672x4096:NT" or, with a batch of products in front,
-    "8x512x512x64"."""
+    """The m, n, k, layout and batch in "512x28672x4096:NT" or, with a batch in front,
+    "8x512x512x64". Raises ValueError for another form."""
     match = re.fullmatch(r"(?:(\d+)x)?(\d+)x(\d+)x(\d+)(?::([NT]{2}))?", text)
     if not match or "0" in match.groups():
         raise ValueError(f"shape '{text}' is not MxNxK, MxNxK:NT or BxMxNxK, each 1 or more")
@@ -143,8 +144,8 @@ def parse_shape(text: str) -> dict[str, object]:
 
 
 def parse_class(text: str) -> Problem | None:
-    """The problem whose calls have a tuning key; None where strides or alignment are none that a
-    problem has."""
+    """The problem that a tuning key describes; None if the key has strides or an alignment that a
+    Problem cannot express."""
     sizes, *pairs = text.split(" ")
     try:
         of = dict(pair.split("=") for pair in pairs)
@@ -161,19 +162,22 @@ def parse_class(text: str) -> Problem | None:
         return None
 
 
-# ---- whether a row is right ----------------------------------------------------------------------
+# ---- checking results ----------------------------------------------------------------------------
 
 
 def errors_of(x: Tensor, exact: Tensor) -> tuple[float, float]:
-    """Largest and root-mean-square."""
+    """The largest and the root-mean-square error of x."""
     error = (x.to(exact.dtype) - exact).abs_()
     return error.max().item(), error.square_().mean().sqrt().item()
 
 
 class Judge:
-    """A row may err twice as much as PyTorch's own product and by one rounding of its result
-    (docs/numerics.md), or as the default row does, so that tuning makes no call worse. That one is
-    wrong where it errs so much more than PyTorch that no order of sums explains it.
+    """Judges whether an instance's result is right.
+
+    It may err twice as much as PyTorch's own product plus one rounding of the result
+    (docs/numerics.md), or as much as the default instance, so that tuning makes no call less
+    accurate. The default instance is wrong if it errs so much more than PyTorch that the order of
+    sums cannot explain it.
     """
 
     def __init__(self, problem: Problem, inputs: dict) -> None:
@@ -193,7 +197,8 @@ class Judge:
         )
 
     def takes_as_default(self, out: Tensor) -> bool:
-        """Whether the default row's result can be right; its errors then are within the bounds."""
+        """Whether the default instance's result can be right. If so, the bounds grow to its
+        errors."""
         errors = errors_of(out, self.exact)
         if not all(
             got <= ORDER * x + self.rounding for got, x in zip(errors, self.own, strict=True)
@@ -203,12 +208,20 @@ class Judge:
         return True
 
 
-# ---- the fastest row -----------------------------------------------------------------------------
+# ---- the fastest instance ------------------------------------------------------------------------
 
 
 @dataclass
 class Result:
-    """us: medians of the rows that were worth more than a first look."""
+    """What `tune` found for a problem.
+
+    Attributes:
+        default, best: names of instances.
+        us: median time in us of each instance that was timed beyond a first look.
+        cublas_us: PyTorch's median time in us.
+        gain: the default's time over the best one's.
+        wrong: instances with a wrong result.
+    """
 
     problem: Problem
     device: str
@@ -221,7 +234,7 @@ class Result:
     wrong: list[str] = field(default_factory=list)
 
     def entry(self) -> dict[str, object] | None:
-        """For the file; None where the default row is as good."""
+        """The entry of the file of tuned kernels; None if the default instance is the best."""
         if self.best == self.default:
             return None
         times = {
@@ -236,7 +249,7 @@ class Result:
 
 @contextlib.contextmanager
 def _torch_precision(problem: Problem) -> Iterator[None]:
-    """cuBLAS with the float32 precision of the problem, as long as this lasts."""
+    """Context in which cuBLAS has the problem's float32 precision."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = problem.fp32_precision == "tf32"
     try:
@@ -255,9 +268,11 @@ def _gain(times: dict[str, list[float]], row: str, default: str) -> float:
 
 
 def tune(problem: Problem, device: torch.device) -> Result:
-    """Measures every row that takes the problem, and prefers the best one from now on.
+    """Measures every instance that can serve the problem, and makes the library prefer the best one
+    from now on.
 
-    Raises RuntimeError where the default row's result is wrong.
+    Raises:
+        RuntimeError: the default instance's result is wrong.
     """
     with torch.cuda.device(device), torch.no_grad(), _torch_precision(problem):
         inputs = problem.inputs(device)
@@ -319,7 +334,7 @@ def _measured(
     best = min(near, key=us.__getitem__)
     gain = _gain(times, best, default)
     if best != default and gain > NOISE:
-        # the best of many is so by luck in part: once more, beside the default alone
+        # The best of many is partly lucky, so time it again beside the default.
         again = timing.rounds_us(
             {name: replays[name] for name in (default, best, "cublas")}, ROUNDS
         )

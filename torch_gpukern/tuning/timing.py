@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Times of calls: on CUDA by the replay of a graph, on the CPU by torch's Timer.
+"""Times calls: on CUDA by replaying a graph, on the CPU by torch's Timer.
 
-Events around single calls would measure the launch. A graph holds many calls, one after the other
-on one stream, and a contestant's rounds alternate with the others', so that a drift of the clock
-meets all of them.
+CUDA events around single calls would measure the launch. So a graph holds many calls, one after the
+other on one stream. Rounds of all contestants alternate, so that a drift of the clock affects all
+of them.
 """
 
 import statistics
@@ -13,18 +13,18 @@ import torch
 
 __all__ = ["Replay", "median_us", "rounds_us"]
 
-# Inputs that together fill more than any cache holds: where bytes bound a call, it must not find
-# its own of last time.
+# Bytes of inputs to rotate over, more than any cache holds: a call that memory bounds must not find
+# its inputs in a cache.
 ROTATE_BYTES = 256 << 20
 
 
 class Replay:
-    """`calls` of functions in turn, captured once as a CUDA graph on the current device."""
+    """A CUDA graph of `calls` calls of the functions in turn, captured on the current device."""
 
     def __init__(self, functions: Sequence[Callable[[], object]], calls: int, pool=None) -> None:
         self.calls = max(calls, len(functions))
         self.graph = torch.cuda.CUDAGraph()
-        functions[0]()  # kernels are loaded before the capture
+        functions[0]()  # loads kernels before the capture
         torch.cuda.synchronize()
         with torch.cuda.graph(self.graph, pool=pool):
             for i in range(self.calls):
@@ -33,7 +33,7 @@ class Replay:
         torch.cuda.synchronize()
 
     def us(self) -> float:
-        """Of one call, by the device's own clock."""
+        """The time of one call in us, by CUDA events."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         self.graph.replay()
@@ -43,12 +43,13 @@ class Replay:
 
 
 def calls_for(us: float, total_us: float = 2000.0) -> int:
-    """Calls of a graph that runs for some milliseconds, long beside the start of its replay."""
+    """How many calls of `us` a graph needs to run for `total_us`, much longer than its launch
+    takes."""
     return int(min(max(total_us / max(us, 0.1), 1), 400))
 
 
 def rounds_us(replays: Mapping[str, Replay], rounds: int) -> dict[str, list[float]]:
-    """Every contestant once a round, alternately: its times."""
+    """The times in us of every contestant, one for each round; contestants alternate."""
     times: dict[str, list[float]] = {name: [] for name in replays}
     for _ in range(rounds):
         for name, replay in replays.items():
@@ -57,7 +58,7 @@ def rounds_us(replays: Mapping[str, Replay], rounds: int) -> dict[str, list[floa
 
 
 def median_us(call: Callable[[], object], device: torch.device) -> float:
-    """Of a call whose inputs stay where they are."""
+    """The median time in us of a call whose inputs may stay in caches."""
     if device.type != "cuda":
         from torch.utils.benchmark import Timer
 

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* adamw: one step of AdamW over a list of tensors in one launch (gpukern_train.h has the
- * equations).
- * Parameters and gradients of float32, bfloat16, float16, float64; m and v of that dtype or
- * float32.
- * The tensors' pointers are a table in the kernel's parameters, so that nothing is copied to the
- * device and a captured graph holds them. A block has CHUNK elements of one tensor, which it finds
- * by bisection. Steps, learning rate, scale and clip are read on the device. Lists longer than a
- * table take several launches. No workspace. Bound by memory: 28 bytes an element of float32. */
+/* adamw: one step of AdamW (Loshchilov and Hutter 2019) over a list of tensors. Serves the op
+ * gk_adamw; gpukern_train.h has the equations.
+ *
+ * Parameters and gradients are float32, bfloat16, float16 or float64. The states m and v have that
+ * dtype, or float32 beside 16-bit parameters.
+ *
+ * The tensors' pointers travel as a table in the kernel's parameters. So the call copies nothing to
+ * the device, and a captured graph keeps the pointers. A list longer than a table takes several
+ * launches. A block updates one chunk of THREADS x EACH vectors of one tensor, and finds its tensor
+ * by bisection in the table. Step counts, learning rate, gradient scale and clip are read on the
+ * device. No workspace. Bound by memory: 28 bytes per element in float32. */
 #include "gpukern_train.h"
 #include "philox.cuh"
 #include "row_block.cuh"
@@ -14,24 +17,26 @@
 namespace {
 
 constexpr int THREADS = 256;
-/* vectors of a thread: the search and two exponentials are spread over 4096 elements */
+/* Vectors per thread. The search for the tensor and two exponentials are paid once per block, that
+ * is once per 4096 float32 elements. */
 constexpr int EACH = 4;
-constexpr int FEW = 48, MANY = 420;  /* tensors of a table: a kernel has 4 KiB of parameters cheaply
-                                        and 32764 bytes at most */
-constexpr int MOST_CHUNKS = 1 << 30; /* blocks of a launch */
+/* Tensors in a small and in a large table. Up to 4 KiB of kernel parameters are cheap; 32764 bytes
+ * are the limit. */
+constexpr int FEW = 48, MANY = 420;
+constexpr int MOST_CHUNKS = 1 << 30; /* blocks per launch */
 
 struct Entry {
-    void *w, *g, *m, *v, *most, *master;
+    void *w, *g, *m, *v, *most, *master; /* most (amsgrad's maximum) and master may be NULL */
     const float *step;
-    int64_t n;
-    int32_t first; /* chunk of the launch */
-    bool vectors;  /* all begin at multiples of 16 bytes */
+    int64_t n;     /* elements */
+    int32_t first; /* the tensor's first chunk, counted over the launch */
+    bool vectors;  /* all pointers are multiples of 16 bytes */
 };
 
 struct Scalars {
     const float *lr, *scale, *clip, *found_inf;
     const int64_t *seed;
-    int64_t seed_stride, first; /* first: number in the call of the table's first tensor */
+    int64_t seed_stride, first; /* first: index in the call's list of the table's first tensor */
     double rate, beta1, beta2, log_beta1, log_beta2, eps, decay;
     bool maximize;
     int32_t num;
@@ -49,7 +54,8 @@ __device__ __forceinline__ double root(double x) { return sqrt(x); }
 __device__ __forceinline__ float exp_less_1(float x) { return expm1f(x); }
 __device__ __forceinline__ double exp_less_1(double x) { return expm1(x); }
 
-/* What a block's elements have in common. */
+/* The factors of the update that all elements of a block share; other = 1 - beta, keep = 1 - lr
+ * weight_decay, times = the factor of the gradient. */
 template <class W> struct Step {
     W rate, inverse_root, beta1, beta2, other1, other2, keep, eps, times;
 };
@@ -57,7 +63,7 @@ template <class W> struct Step {
 template <class W> __device__ __forceinline__ Step<W> step_of(const Scalars &s, const Entry &e) {
     Step<W> x;
     const W lr = s.lr ? W(*s.lr) : W(s.rate), step = W(*e.step);
-    /* 1 - beta^step without cancellation */
+    /* expm1 gives 1 - beta^step without cancellation */
     x.rate = lr / -exp_less_1(step * W(s.log_beta1));
     x.inverse_root = 1 / root(-exp_less_1(step * W(s.log_beta2)));
     x.beta1 = W(s.beta1);
@@ -71,7 +77,8 @@ template <class W> __device__ __forceinline__ Step<W> step_of(const Scalars &s, 
     return x;
 }
 
-/* Elements [at, at + V) of a tensor. */
+/* Updates elements [at, at + V) of a tensor; `tensor` is its index in the call's list, which the
+ * Philox counter of stochastic rounding contains. */
 template <class T, class S, int V>
 __device__ __forceinline__ void update(const Scalars &s, const Entry &e,
                                        const Step<typename element<S>::acc> &x, int64_t tensor,
@@ -109,7 +116,7 @@ __device__ __forceinline__ void update(const Scalars &s, const Entry &e,
     if (e.most) *(States *)((S *)e.most + at) = most;
     if (e.master) *(States *)((S *)e.master + at) = master;
     if constexpr (sizeof(T) == 2 && sizeof(S) == 4) {
-        if (s.seed) { /* of bfloat16 alone: float16 is refused */
+        if (s.seed) { /* T is bfloat16 here: the check refuses a seed with float16 */
             const PhiloxSeed seed(s.seed, s.seed_stride);
             uint4 words;
 #pragma unroll
@@ -220,7 +227,7 @@ gk_status run_tables(const gk_context *ctx, const gk_adamw_args *a) {
             p.s.num = 0;
             chunks = 0;
         }
-        if (t == a->num || more == 0) { /* an empty tensor */
+        if (t == a->num || more == 0) { /* an empty tensor has no chunk and no entry */
             if (p.s.num == 0) p.s.first = t + 1;
             continue;
         }

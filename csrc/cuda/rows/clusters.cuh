@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* clusters.cuh: how many clusters of a kernel a GPU holds. */
+/* clusters.cuh: how many clusters of a kernel run at once on a GPU. Persistent kernels of this
+ * folder size their grids by it. */
 #ifndef GPUKERN_CUDA_ROWS_CLUSTERS_CUH
 #define GPUKERN_CUDA_ROWS_CLUSTERS_CUH
 
 #include "../host/launch.cuh"
 
-/* Clusters of a kernel that the GPU holds at once. An SM that its GPC has beyond whole clusters is
- * left over, so that this is no quotient; one cluster more would run when all others are done. Of a
- * GPU that is only described: a guess. */
+/* Clusters of KERNEL, of `size` blocks each, that the GPU runs at once. This is not the number of
+ * SMs divided by size: a cluster lies in one GPC, and a GPC's SMs beyond whole clusters stay idle.
+ * A grid of one cluster more would take a second wave. The driver is asked once per device. For a
+ * GPU that is only described, not present, and if the driver refuses, the result is an estimate. */
 template <auto KERNEL>
 inline int clusters_at_once(const gk_context *ctx, unsigned threads, size_t smem_bytes, int size) {
     static int known[64];
@@ -28,7 +30,7 @@ inline int clusters_at_once(const gk_context *ctx, unsigned threads, size_t smem
     config.dynamicSmemBytes = smem_bytes;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    /* the call may load the kernel's module */
+    /* The call may load the kernel's module, which a global-mode stream capture would refuse. */
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     cudaError_t error = allow_smem((const void *)KERNEL, &asked, ctx->index, smem_bytes);

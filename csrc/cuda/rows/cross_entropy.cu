@@ -1,15 +1,25 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* cross_entropy: the loss of each row of logits and its gradient.
+/* cross_entropy: the loss of each row of logits, and its gradient. Serves the ops
+ * gk_cross_entropy_fwd and gk_cross_entropy_bwd (gpukern.h, gpukern_loss.h). With e the label
+ * smoothing, t the row's target, w the weights (1 if none) and V the number of
+ * columns of the whole row:
+ *
  *   z = softcap tanh(logit_scale logits / softcap), or logit_scale logits;   lse = log sum exp z
  *   loss = (1 - e) w[t] (lse - z[t]) + e / V (W lse - sum w[c] z[c]) + z_loss lse^2,   W = sum w[c]
- *   dz[c] = g (exp(z[c] - lse) ((1 - e) w[t] + e W / V + 2 z_loss lse) - (c = t) (1 - e) w[t] - e
- *   w[c] / V)
- * logits, dlogits [M, V]: float32, bfloat16, float16, float64; dlogits also of 16 bits beside
- * float32 logits; target [M] int64; w [V], loss, lse [M] float32 (float64). A block has a row and
- * reads it once: forward each thread keeps a running maximum and sum (Milakov and Gimelshein 2018,
- * arXiv:1805.02867), backward needs lse alone and may have some of the columns. A forward call that
- * wants dlogits is both, one launch each (cross_entropy_sm90a has it in one). Vectors of 16 bytes,
- * or elements where rows are not of whole vectors at multiples of 16 bytes.
+ *   dz[c] = g (exp(z[c] - lse) ((1 - e) w[t] + e W / V + 2 z_loss lse)
+ *              - (c = t) (1 - e) w[t] - e w[c] / V)
+ *
+ * logits and dlogits [M, V] are float32, bfloat16, float16 or float64; dlogits may have 16 bits
+ * beside float32 logits. target [M] is int64. w [V], loss [M] and lse [M] are float32, or float64
+ * beside float64 logits.
+ *
+ * Forward: a block reads a row once, and each thread keeps a running maximum and sum (Milakov and
+ * Gimelshein 2018, arXiv:1805.02867). Backward: it needs only lse of the row, so a row's columns
+ * are cut over several blocks, and a call may pass a slice of the columns. A forward call that
+ * wants dlogits takes two launches; cross_entropy_sm90a.cu does it in one. Threads load 16-byte
+ * vectors if every row starts at a multiple of 16 bytes and has whole vectors, otherwise single
+ * elements.
+ *
  * No workspace. Bound by reading logits, and by writing dlogits. */
 #include "gpukern_loss.h"
 #include "../ptx/regs.cuh"
@@ -17,7 +27,7 @@
 
 namespace {
 
-/* 32 KB in flight a block, of which an SM holds up to four */
+/* 512 threads x 4 vectors x 16 bytes: a block has 32 KB of loads in flight. */
 constexpr int THREADS = 512, UNROLL = 4;
 
 struct Params {
@@ -25,7 +35,8 @@ struct Params {
     const void *weight;
     void *loss, *lse;
     int64_t rows, n, weight_stride, ignore_index;
-    int64_t first, classes; /* the column where logits begin, and all columns */
+    int64_t first, classes; /* backward: the place of column 0 of logits in the whole row, and the
+                               whole row's columns */
     double smoothing, softcap, scale, z_loss;
     uint8_t *error_word;
 };
@@ -33,6 +44,7 @@ struct Params {
 __device__ __forceinline__ float e_to(float x) { return expf(x); }
 __device__ __forceinline__ double e_to(double x) { return exp(x); }
 
+/* Maps a logit to z. */
 template <class W> struct Logit {
     W scale, cap, inverse_cap;
     __device__ __forceinline__ explicit Logit(const Params &p)
@@ -41,7 +53,7 @@ template <class W> struct Logit {
     __device__ __forceinline__ W z(W x) const {
         return cap == 0 ? scale * x : cap * tanh(scale * x * inverse_cap);
     }
-    /* dz / dx where z is known */
+    /* dz / dlogit, computed from z: 1 - tanh^2 if there is a soft cap */
     __device__ __forceinline__ W slope(W z) const {
         return cap == 0 ? scale : scale * (1 - z * inverse_cap * (z * inverse_cap));
     }
@@ -51,7 +63,7 @@ template <class W> __device__ __forceinline__ W weight_of(const Params &p, int64
     return p.weight ? ((const W *)p.weight)[c * p.weight_stride] : W(1);
 }
 
-/* The sum of all weights, by a block. */
+/* The sum of all weights; all threads of a block call it. `place`: 32 values. */
 template <class W> __device__ __forceinline__ W all_weights(const Params &p, W *place) {
     if (!p.weight) return W(p.classes);
     W sum[1] = {0};
@@ -60,7 +72,8 @@ template <class W> __device__ __forceinline__ W all_weights(const Params &p, W *
     return sum[0];
 }
 
-/* A row's target; false where the row has no loss. One outside [0, V) is reported. */
+/* Reads a row's target. Returns false if the row is ignored. A target outside [0, V) sets `bad` and
+ * is reported through the error word. */
 __device__ __forceinline__ bool read_target(const Params &p, int64_t row, int64_t &target,
                                             bool &bad) {
     target = *row_at<int64_t>(p.target, row);
@@ -71,9 +84,9 @@ __device__ __forceinline__ bool read_target(const Params &p, int64_t row, int64_
     return true;
 }
 
-/* Of a row's z = scale x: its maximum over a thread's columns and the sum of exp(z - max). All
- * loads of UNROLL vectors come first, and their maximum is taken before their exponentials, so that
- * the sum is rescaled once for all of them. NaN in a row makes its sum NaN. */
+/* The maximum (peak) of z = scale x over a thread's columns, and the sum of exp(z - peak). A step
+ * loads UNROLL vectors, takes their maximum and then their exponentials, so that it rescales the
+ * sum once. A NaN in x makes the sum NaN. */
 template <class T, int V>
 __device__ __forceinline__ void plain_sums(const Params &p, const T *x, float &peak, float &sum) {
     typedef RowSome<T, V> Vec;
@@ -102,7 +115,8 @@ __device__ __forceinline__ void plain_sums(const Params &p, const T *x, float &p
     }
 }
 
-/* PLAIN: float32, without a soft cap and label smoothing. */
+/* Loss and lse of the rows blockIdx.x, blockIdx.x + gridDim.x, .. PLAIN: float32 accumulation,
+ * without soft cap and label smoothing. */
 template <class T, int V, bool PLAIN>
 __global__ void __launch_bounds__(THREADS, 1) cross_entropy_fwd_kernel(Params p) {
     typedef typename element<T>::acc W;
@@ -157,16 +171,17 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_fwd_kernel(Params p)
     }
 }
 
-/* V logits, or their gradients: at most 16 bytes are loaded at once. */
+/* V logits or gradients, loaded and stored 16 bytes at a time. */
 template <class T, int V> struct alignas(V * sizeof(T) < 16 ? V * sizeof(T) : 16) Run {
     T v[V];
 };
 
-/* Of them a thread loads so many before it goes to work: what its registers hold. */
+/* Runs that a thread loads before it computes; its registers limit them. */
 template <class T, int V> constexpr int AHEAD = V * sizeof(T) > 16 || sizeof(T) == 8 ? 2 : 4;
 
-/* grid: runs of rows x runs of columns of THREADS x AHEAD vectors. D is the gradient's type. All of
- * a thread's loads come before its stores, which may go where the logits are. */
+/* grid: x strides over the rows, y cuts the columns into parts of THREADS x AHEAD runs. T is the
+ * logits' type, D the gradient's. A thread loads all its logits before it stores, because dlogits
+ * may be the logits' own memory. */
 template <class T, class D, int V>
 __global__ void __launch_bounds__(THREADS, sizeof(T) == 8 ? 1 : 2)
     cross_entropy_bwd_kernel(Params p) {

@@ -1,17 +1,22 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* cross_entropy_sm90a: the loss of each row of float32 logits and its gradient in one pass
- * (cross_entropy.cu has the equations), for forward calls that want dlogits [M, V], of float32,
- * bfloat16 or float16. V a multiple of 8, up to 212992; no soft cap, and label smoothing or
- * weights, not both. No workspace. Bound by reading logits once and writing dlogits: 6 bytes a
- * column with 16 bits.
+/* cross_entropy_sm90a: the loss of each row of float32 logits and its gradient in one pass over the
+ * logits; cross_entropy.cu has the equations. Serves gk_cross_entropy_fwd when the caller wants
+ * dlogits [M, V], in float32, bfloat16 or float16.
  *
- * 1, 2, 4 or 8 blocks of a cluster share a row. Each keeps its part in a ring of shared memory,
- * into which bulk copies bring the rows that come next. The row's part is read twice there:
+ * A cluster of 1, 2, 4 or 8 blocks shares a row; each block owns a contiguous part of its columns.
+ * Clusters are persistent and take every grid-th row. A block keeps its parts of several rows in a
+ * ring in shared memory (`stages` parts, at most RING bytes), which bulk copies fill ahead of use.
+ * Every part is read twice from shared memory, once for the sums and once for dlogits:
  *
  *   thread 0      copy row 0, 1, 2 |                    copy row 3 |
  *   all threads   row 0: max, sum  | exchange | dlogits | row 1: max, sum | exchange | ..
  *
- * The exchange: each warp sends its maximum and sum to every block of the cluster, once a row. */
+ * In the exchange, each warp sends its maximum and sum to every block of the cluster.
+ *
+ * Refused (cross_entropy.cu serves them): V below 4096, above 212992 or no multiple of 8; a soft
+ * cap; label smoothing together with weights; rows that do not start at multiples of 16 bytes. No
+ * workspace. Bound by reading logits once and writing dlogits: 6 bytes per column with a 16-bit
+ * gradient. */
 #include "gpukern_loss.h"
 #include "../ptx/regs.cuh"
 #include "../ptx/tma.cuh"
@@ -21,10 +26,13 @@
 namespace {
 
 constexpr int THREADS = 512, WARPS = THREADS / 32;
-constexpr int RING = 208 * 1024; /* bytes of rows under way; what else is shared takes 13 KB */
+/* Bytes of the ring. The other shared memory of a block (struct Shared) takes 13 KB. */
+constexpr int RING = 208 * 1024;
+/* Parts in the ring: at most, and the least with which instances of 1, 2 and 4 blocks serve. */
 constexpr int MOST_STAGES = 8, WHOLE_STAGES = 3;
-constexpr int LEAST = 4096;      /* columns: shorter rows come from L2 the second time */
-constexpr int PIECE = 16 * 1024; /* bytes of a copy */
+/* Fewest columns. Shorter rows are left to cross_entropy.cu, whose second pass finds them in L2. */
+constexpr int LEAST = 4096;
+constexpr int BULK_BYTES = 16 * 1024; /* bytes per bulk copy */
 constexpr float LOG2_E = 1.44269504f;
 
 struct Params {
@@ -32,18 +40,19 @@ struct Params {
     const float *weight;
     float *loss, *lse;
     int64_t rows, weight_stride, ignore_index;
-    int n, part, stages; /* columns; of a block; rows of the ring */
+    int n, part, stages; /* columns of a row; columns of a block; parts in the ring */
     float smoothing, scale, z_loss;
     uint8_t *error_word;
 };
 
+/* The statistics of some columns: the maximum of z, the sum of exp(z - peak), the sum of z. */
 struct Sums {
-    float peak, sum, z; /* sum of exp(z - peak); of z */
+    float peak, sum, z;
 };
 
-/* Of a block's part x of a row, `vectors` of 4: what a thread's share gives. All its products stand
- * before the exponentials, so that the sum is rescaled once for 16 of them. NaN makes the sum
- * NaN. */
+/* The statistics of a thread's share of x, a block's part of a row, of `vectors` vectors of 4
+ * floats. A step computes 16 values z and their maximum before their exponentials, so that it
+ * rescales the sum once. A NaN makes the sum NaN. */
 __device__ __forceinline__ Sums sums_of(const float4 *x, int vectors, float scale) {
     Sums s = {-INFINITY, 0, 0};
     for (int first = threadIdx.x; first < vectors; first += 4 * THREADS) {
@@ -71,21 +80,21 @@ __device__ __forceinline__ Sums sums_of(const float4 *x, int vectors, float scal
     return s;
 }
 
-/* Of 32 lanes; all have it. */
+/* Merges the statistics of a warp's 32 lanes; every lane has the result. */
 __device__ __forceinline__ Sums of_warp(const Sums &s) {
     const float peak = warp_max(s.peak), base = peak == -INFINITY ? 0 : peak;
     return {peak, warp_sum(s.sum * ex2_approx_ftz((s.peak - base) * LOG2_E)), warp_sum(s.z)};
 }
 
 template <int CLUSTER> struct Shared {
-    static constexpr int PLACES = WARPS * CLUSTER;
-    int64_t target[2][THREADS];
-    float4 sent[2][PLACES];
-    uint64_t full[MOST_STAGES], met[2];
+    static constexpr int PLACES = WARPS * CLUSTER; /* warps that share a row */
+    int64_t target[2][THREADS];                    /* of THREADS rows, and of the THREADS after */
+    float4 sent[2][PLACES];                        /* each warp's Sums, in two alternating sets */
+    uint64_t full[MOST_STAGES], met[2];            /* mbarriers: a part arrived, a set arrived */
 };
 
-/* The row's sums from every block's. round: rows that were exchanged before. Two sets of places, as
- * RowGroup has them. */
+/* Merges the Sums of all threads that share a row; all have the result. `round` counts the
+ * exchanges before this one, and selects the set of places: RowGroup says why two suffice. */
 template <int CLUSTER>
 __device__ __forceinline__ Sums exchange(Shared<CLUSTER> &shared, const Sums &mine, int rank,
                                          unsigned round) {
@@ -123,7 +132,7 @@ __device__ __forceinline__ float exp_of(float x, __nv_bfloat16 *) {
 __device__ __forceinline__ float exp_of(float x, __half *) { return ex2_approx_ftz(x * LOG2_E); }
 __device__ __forceinline__ float exp_of(float x, float *) { return expf(x); }
 
-/* Eight gradients. */
+/* Eight gradients, stored as one or two 16-byte vectors. */
 template <class D> union Eight {
     uint4 bits[sizeof(D) / 2];
     D v[8];
@@ -149,7 +158,8 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_once_kernel(Params p
         fence_mbarrier_init();
     }
     __syncthreads();
-    if constexpr (CLUSTER > 1) barrier_cluster(); /* all blocks run, and their barriers are made */
+    /* No block may send before every block of the cluster runs and has initialised its barriers. */
+    if constexpr (CLUSTER > 1) barrier_cluster();
 
     const auto target_of = [&](int64_t it) {
         return shared.target[it / THREADS & 1][it % THREADS];
@@ -157,12 +167,12 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_once_kernel(Params p
     const auto has_loss = [&](int64_t target) {
         return target != p.ignore_index && target >= 0 && target < p.n;
     };
-    unsigned used = 0, issued = 0; /* rows of the ring; issued: of thread 0 */
+    unsigned used = 0, issued = 0; /* rows consumed, and rows copied (thread 0 only) */
     int stage = 0, parity = 0;     /* of the row in use */
-    int64_t ahead = 0;
+    int64_t ahead = 0;             /* the next row to copy */
     int ahead_stage = 0;
-    /* Thread 0: copies of rows that come next and have a loss, as long as there is room. `known`:
-     * targets up to there are shared. */
+    /* Thread 0 starts the copies of coming rows while the ring has room. It skips rows without a
+     * loss. The targets of rows below `known` are in shared memory. */
     const auto copy_ahead = [&](int64_t known) {
         for (; issued - used < (unsigned)p.stages && ahead < known && first + ahead * step < p.rows;
              ++ahead) {
@@ -172,8 +182,8 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_once_kernel(Params p
             const smem_addr to = cvta_to_shared(ring + (size_t)ahead_stage * p.part * 4);
             const smem_addr full = cvta_to_shared(&shared.full[ahead_stage]);
             mbarrier_arrive_expect_tx(full, here * 4);
-            for (int at = 0; at < here * 4; at += PIECE)
-                bulk_load(to + at, from + at, min(PIECE, here * 4 - at), full);
+            for (int at = 0; at < here * 4; at += BULK_BYTES)
+                bulk_load(to + at, from + at, min(BULK_BYTES, here * 4 - at), full);
             ++issued;
             ahead_stage = ahead_stage + 1 == p.stages ? 0 : ahead_stage + 1;
         }
@@ -181,7 +191,8 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_once_kernel(Params p
 
     for (int64_t it = 0; first + it * step < p.rows; ++it) {
         const int64_t row = first + it * step;
-        if (it % THREADS == 0) { /* the targets of these rows and of as many after them */
+        if (it % THREADS ==
+            0) { /* load the targets of THREADS rows ahead (at first of 2 THREADS) */
             __syncthreads();
             for (int64_t more = it == 0 ? 0 : THREADS; more <= THREADS; more += THREADS) {
                 const int64_t at = first + (it + more + threadIdx.x) * step;
@@ -226,7 +237,7 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_once_kernel(Params p
 #pragma unroll
             for (int k = 0; k < 8; ++k)
                 y[k] = exp_of(__fmul_rn(p.scale, of[k]) - lse, (D *)nullptr) * of_p - each;
-            if (i == mine >> 3) /* mine -1 is in no vector */
+            if (i == mine >> 3) /* never true for mine = -1 */
 #pragma unroll
                 for (int k = 0; k < 8; ++k) y[k] -= k == (mine & 7) ? own : 0;
             Eight<D> d;
@@ -239,11 +250,12 @@ __global__ void __launch_bounds__(THREADS, 1) cross_entropy_once_kernel(Params p
             stage = 0;
             parity ^= 1;
         }
-        __syncthreads(); /* all have read the row */
+        __syncthreads(); /* all threads have read the part, so a copy may overwrite it */
         if (threadIdx.x == 0) copy_ahead(it / THREADS * THREADS + 2 * THREADS);
     }
 }
 
+/* Columns per block: n / cluster, rounded up to a multiple of 8. */
 int part_of(int64_t n, int cluster) { return (int)gk_ceil_div(n, 8 * cluster) * 8; }
 int stages_of(int part) { return (int)gk_min_i64(MOST_STAGES, RING / (4 * part)); }
 
@@ -283,7 +295,7 @@ gk_status once_run(const gk_context *ctx, const void *args, const gk_plan *plan,
     return once_launch<float, CLUSTER>(ctx, a, plan);
 }
 
-/* key: 0 the blocks of a cluster, 1 the fewest rows of its ring */
+/* An instance's key: [0] the blocks of a cluster, [1] the fewest parts its ring must hold. */
 bool once_plan(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
                gk_plan *plan) {
     const gk_cross_entropy_args *a = (const gk_cross_entropy_args *)args;

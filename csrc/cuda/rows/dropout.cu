@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* dropout: out = keep / (1 - p) act(x + bias) + residual, and its gradient (gpukern_train.h has the
- * equations and says what is kept). x, residual, g, out [M, N] of one dtype: float32, bfloat16,
- * float16, float64. A thread has a vector of 16 bytes of a row, whose words are one or two Philox
- * blocks; or, where some row is not of whole vectors that begin at multiples of 16 bytes, the four
- * elements of one block, wherever they lie. No workspace. Bound by memory, past the exact GELU's
- * gradient. */
+/* dropout: out = keep / (1 - p) act(x + bias) + residual, and its gradient. Serves the op
+ * gk_dropout; gpukern_train.h has the equations and defines the mask `keep`.
+ *
+ * x, residual, grad_out and out [M, N] have one dtype: float32, bfloat16, float16 or float64. Four
+ * consecutive elements of x share a Philox block of four words. A thread takes a 16-byte vector of
+ * a row, which is one or two blocks. If rows are not whole vectors that start at multiples of 16
+ * bytes, and in float64, a thread takes the four elements of one block, which may lie in several
+ * rows. No workspace. */
 #include "gpukern_train.h"
 #include "../product/gemm/activation.cuh"
 #include "philox.cuh"
@@ -12,12 +14,12 @@
 
 namespace {
 
-constexpr int THREADS = 256; /* no state beyond a vector: any count that fills an SM serves */
+constexpr int THREADS = 256; /* a thread keeps one vector, so any count that fills an SM will do */
 
 enum Form {
-    PLAIN,
-    FORWARD, /* of GELU */
-    BACKWARD
+    PLAIN,   /* no activation */
+    FORWARD, /* with GELU */
+    BACKWARD /* the gradient of x + bias */
 };
 
 struct Params {
@@ -26,12 +28,12 @@ struct Params {
     const int64_t *seed;
     int64_t seed_stride, rows, n;
     double scale;
-    uint32_t below; /* words below it are kept */
-    bool all;       /* every word is */
+    uint32_t below; /* an element is kept if its word is less than this */
+    bool all;       /* every element is kept (p = 0) */
     gk_activation activation;
 };
 
-/* V elements, whose words are those of blocks [block, block + V / 4). */
+/* V elements, whose random words are the Philox blocks [block, block + V / 4). */
 template <class T, int V, Form FORM>
 __device__ __forceinline__ void drop(const Params &p, const PhiloxSeed &seed, int64_t block,
                                      const RowSome<T, V> &x, const RowSome<T, V> &bias,
@@ -69,6 +71,7 @@ __device__ __forceinline__ void drop(const Params &p, const PhiloxSeed &seed, in
     for (int v = 0; v < V; ++v) out.v[v] = from_acc<T>(y[v]);
 }
 
+/* A thread per 16-byte vector. */
 template <class T, Form FORM>
 __global__ void __launch_bounds__(THREADS) dropout_vectors_kernel(Params p) {
     constexpr int V = row_vec<T>;
@@ -88,6 +91,7 @@ __global__ void __launch_bounds__(THREADS) dropout_vectors_kernel(Params p) {
     }
 }
 
+/* A thread per four elements of x in row-major order, rows of any stride and alignment. */
 template <class T, Form FORM>
 __global__ void __launch_bounds__(THREADS) dropout_any_kernel(Params p) {
     typedef RowSome<T, 4> Some;
@@ -120,7 +124,7 @@ template <class T, Form FORM>
 gk_status run_form(const gk_context *ctx, const Params &p, bool vectors) {
     const int64_t total = gk_ceil_div(p.rows * p.n, vectors ? row_vec<T> : 4);
     const dim3 grid((unsigned)gk_min_i64(gk_ceil_div(total, THREADS), 1 << 20));
-    if constexpr (sizeof(T) < 8) /* a vector of float64 has half a block */
+    if constexpr (sizeof(T) < 8) /* a vector of two float64 is half a Philox block */
         if (vectors)
             return launch<dropout_vectors_kernel<T, FORM>>("gk_dropout", ctx, grid, THREADS, 0, p);
     return launch<dropout_any_kernel<T, FORM>>("gk_dropout", ctx, grid, THREADS, 0, p);

@@ -1,23 +1,27 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* glu: gated linear units over rows, forward and backward. Shazeer 2020, arXiv:2002.05202.
+/* glu: gated linear units, forward and backward (Shazeer 2020, arXiv:2002.05202). Serves the ops
+ * gk_glu_fwd and gk_glu_bwd.
+ *
  *   out = act(gate) up;   dgate = g up act'(gate),   dup = g act(gate)
- * gate, up, out, g, dgate, dup [M, N] of one dtype: float32, bfloat16, float16, float64. A thread
- * has a vector of 16 bytes of a row, or an element where some row is not of whole vectors that
- * begin at multiples of 16 bytes. No workspace. Bound by memory. */
+ *
+ * gate, up, out, g, dgate and dup [M, N] have one dtype: float32, bfloat16, float16 or float64. A
+ * thread takes a 16-byte vector of a row. If rows are not whole vectors that start at multiples of
+ * 16 bytes, it takes one element. No workspace. Bound by memory. */
 #include "../product/gemm/activation.cuh"
 #include "row_block.cuh"
 
 namespace {
 
-constexpr int THREADS = 256; /* no state beyond a vector: any count that fills an SM serves */
+constexpr int THREADS = 256; /* a thread keeps one vector, so any count that fills an SM will do */
 
 struct Params {
-    RowTensor grad_out, gate, up, out, more; /* out, more: out, none; backward dgate, dup */
+    RowTensor grad_out, gate, up, out, more; /* backward: out is dgate and more is dup */
     int64_t rows, n;
     gk_activation activation;
 };
 
-/* float32 by the exact functions: the fast ones of gemm's epilogues are for results of 16 bits. */
+/* The activation by exact functions. gemm's epilogues have faster ones, which are accurate enough
+ * for 16-bit results only. */
 template <class W> __device__ __forceinline__ W value(gk_activation activation, W x) {
     return activation == GK_ACT_SILU ? x / (1 + act_exp(-x)) : activate(activation, x);
 }
@@ -28,7 +32,7 @@ __global__ void __launch_bounds__(THREADS) glu_kernel(Params p) {
     typedef RowSome<T, V> Vec;
     const int64_t each = p.n / V, total = p.rows * each, step = (int64_t)gridDim.x * THREADS;
     for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < total; i += step) {
-        /* a division of 32 bits is some 20 instructions shorter */
+        /* a 32-bit division takes some 20 instructions less */
         const bool small = total <= UINT32_MAX;
         const int64_t row = small ? (int64_t)((uint32_t)i / (uint32_t)each) : i / each,
                       at = (i - row * each) * V;

@@ -1,16 +1,24 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* norm.cuh: RMSNorm and LayerNorm over rows in registers, forward and backward. The files that
- * include it say for which groups of threads they are compiled. Ba, Kiros and Hinton 2016,
- * arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
+/* norm.cuh: RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) and LayerNorm (Ba, Kiros and Hinton
+ * 2016, arXiv:1607.06450) over rows in registers, forward and backward:
  *
- *   h = x + residual, rounded to x's dtype;   xhat = (h - mean) rstd;   out = xhat w + b,   w = weight + weight_offset
- *   dx = rstd (g w - c1 - xhat c2) + grad_sum,   c1 = mean(g w) (layer alone),   c2 = mean(g w xhat)
+ *   h = x + residual, rounded to x's dtype;
+ *   xhat = (h - mean) rstd;   out = xhat w + b,   w = weight + weight_offset
+ *   dx = rstd (g w - c1 - xhat c2) + grad_sum,
+ *        with c1 = mean(g w) for LayerNorm, 0 for RMSNorm,   c2 = mean(g w xhat)
  *   dweight = sum over rows of g xhat,   dbias = sum over rows of g
  *
- * Forward reads x and residual once and writes out and sum once. Backward reads g, h, grad_sum once
- * and writes dx once; g and h wait in shared memory, and each thread keeps its columns' dweight and
- * dbias in registers over all rows of its block, and partial results of the blocks, [blocks, 2, N]
- * of workspace, are added in order by norm_sums.cuh. No atomics: the same bits each time. */
+ * RMSNorm has mean = 0. norm_fwd.cu, norm_bwd.cu and norm_sm90a.cu instantiate these kernels for
+ * one block or one cluster per row; norm_walk.cu has kernels of its own for other rows.
+ *
+ * Forward: a group of threads (row_block.cuh) per row. It reads x and residual once and writes out
+ * and sum (the h above) once.
+ *
+ * Backward: blocks are persistent and take every grid-th row. The next row's g and h are copied to
+ * shared memory while a row is processed. g, h and grad_sum are read once and dx is written once.
+ * Each thread keeps dweight and dbias of its columns in registers over all its rows. The blocks'
+ * partial sums go to workspace [blocks, 2, N], and norm_sums.cu adds them in order. Without
+ * atomics, results have the same bits each time. */
 #ifndef GPUKERN_CUDA_ROWS_NORM_CUH
 #define GPUKERN_CUDA_ROWS_NORM_CUH
 
@@ -20,9 +28,9 @@
 
 struct NormParams {
     RowTensor x, residual, out, sum;
-    const void *weight, *bias;          /* NULL: 1, 0 */
-    int64_t weight_stride, bias_stride; /* 1 but for norm_walk.cu */
-    bool weight_wide, bias_wide, layer;
+    const void *weight, *bias;          /* NULL: weight is 1, bias is 0 */
+    int64_t weight_stride, bias_stride; /* other than 1 only in norm_walk.cu */
+    bool weight_wide, bias_wide, layer; /* wide: float32 beside 16-bit x; layer: LayerNorm */
     int64_t rows, n;
     double eps, weight_offset;
 };
@@ -30,14 +38,14 @@ struct NormParams {
 struct NormBwdParams {
     RowTensor grad_out, grad_sum, h, dx;
     const void *weight;
-    void *sums, *stats; /* [blocks, 2, N]; norm_walk.cu: mean and rstd, [rows, 2] */
+    void *sums, *stats; /* partial sums [blocks, 2, N]; norm_walk.cu: mean and rstd [rows, 2] */
     int64_t weight_stride;
     bool weight_wide, layer, wants_weight, wants_bias;
     int64_t rows, n;
     double eps, weight_offset;
 };
 
-/* VEC values of a weight or bias from column `at` on. */
+/* A vector's values of a weight or bias, from column `at` on, each plus `more`. */
 template <class T> struct NormVec {
     typedef typename element<T>::acc acc;
     acc v[row_vec<T>];
@@ -60,13 +68,12 @@ template <class T> struct NormVec {
     }
 };
 
-__device__ __forceinline__ float norm_rstd(float x) {
-    return 1 / sqrtf(x);
-} /* rsqrtf errs by two units */
+/* 1 / sqrtf, because rsqrtf may be off by 2 ulp */
+__device__ __forceinline__ float norm_rstd(float x) { return 1 / sqrtf(x); }
 __device__ __forceinline__ double norm_rstd(double x) { return 1 / sqrt(x); }
 
 /* ---- 1. forward ------------------------------------------------------------------------------ */
-/* The mean of a row (0 of rms) and 1 / sqrt(variance + eps). */
+/* A row's mean (0 for RMSNorm) and 1 / sqrt(variance + eps), in two passes over registers. */
 template <class Group, class T, class W>
 __device__ __forceinline__ void norm_stats(Group &group, const RowVec<T> (&h)[Group::ITEMS], int n,
                                            bool layer, W eps, W &mean, W &rstd) {
@@ -93,7 +100,8 @@ __device__ __forceinline__ void norm_stats(Group &group, const RowVec<T> (&h)[Gr
     rstd = norm_rstd(s[0] / W(n) + eps);
 }
 
-/* Two blocks of 512 threads an SM: one loads while the other stores. */
+/* With 512 threads of 4 vectors, registers are limited so that an SM holds two blocks: one loads
+ * while the other stores. */
 template <class T, int LANES, int ITEMS, int CLUSTER>
 __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
                                   LANES == 512 && ITEMS == 4 ? 2 : 1)
@@ -103,7 +111,7 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
     __shared__ typename Group::Shared shared;
     Group group(shared);
     const int64_t row = group.first_row();
-    const bool is_row = row < p.rows; /* lanes without one take part in the sums */
+    const bool is_row = row < p.rows; /* lanes without a row take part in the reductions */
     const int n = (int)p.n;
     RowVec<T> h[ITEMS];
     group.load(h, is_row ? row_at<T>(p.x, row) : nullptr, n, is_row);
@@ -149,9 +157,11 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
 }
 
 /* ---- 2. backward ----------------------------------------------------------------------------- */
-/* Two stages of shared memory, into which each thread copies its own vectors of g and h of the next
- * row while the block is at work on this one: nobody else reads them, so that no barrier is needed,
- * and a row takes no registers beside its sums. */
+/* Two stages in shared memory. While the block processes a row, each thread copies its own vectors
+ * of the next row's g and h into the other stage. Only the same thread reads them, so no barrier is
+ * needed. g and h take no registers beside the thread's sums.
+ *
+ * A stage: [g items][h items][pivot vector, 16-bit types only], each of THREADS x 16 bytes. */
 template <class Group> struct NormRing {
     typedef RowVec<typename Group::Element> Vec;
     static constexpr bool PIVOT = sizeof(typename Group::Element) == 2;
@@ -164,7 +174,8 @@ template <class Group> struct NormRing {
     __device__ __forceinline__ smem_addr at(int stage, int which, int i) const {
         return mine + stage * STAGE_BYTES + (which * Group::ITEMS + i) * Group::THREADS * 16;
     }
-    /* g and h of a row, zeros past its end and where it is none. */
+    /* Starts the copies of a row's g and h; zeros beyond its end, and only zeros if row >= p.rows.
+     * For 16-bit LayerNorm also one of the row's first four vectors, for pivot(). */
     __device__ __forceinline__ void fetch(const Group &group, const NormBwdParams &p, uint32_t row,
                                           int stage) const {
         typedef typename Group::Element T;
@@ -184,11 +195,11 @@ template <class Group> struct NormRing {
         }
         cp_async_commit_group();
     }
-    /* About what a LayerNorm's squares are summed, so that mean and variance come of one pass: the
-     * mean of the row's first 32 values, four lanes of a warp having eight each. Its distance to
-     * the row's mean is at most sqrt(n / 32) standard deviations, whatever stands there, so that
-     * the variance loses a factor n / 32 of float32's precision at most: less than a 16-bit result
-     * rounds. All threads of a row have the same bits of it. */
+    /* A value near the row's mean: the mean of its first 32 values, of which each of four lanes has
+     * eight. LayerNorm sums h - pivot and (h - pivot)^2, which gives mean and variance in one pass.
+     * The pivot is at most sqrt(n / 32) standard deviations from the mean, whatever the values are.
+     * So the variance loses at most a factor n / 32 of float32's precision, which is less than the
+     * rounding of a 16-bit result. All threads of a row get the same bits. */
     __device__ __forceinline__ float pivot(int stage) const {
         const Vec x = get(stage, 2, 0);
         float sum = 0;
@@ -205,12 +216,14 @@ template <class Group> struct NormRing {
     }
 };
 
-/* Blocks that an SM should hold: what sums of two vectors a thread leave of its registers. */
+/* Blocks per SM that __launch_bounds__ asks for. Registers limit them: a thread keeps two sums for
+ * each of its columns. */
 constexpr int norm_bwd_blocks(int lanes, int items) {
     return items == 1 ? 8 : lanes <= 128 ? 4 : lanes == 256 ? (items == 2 ? 3 : 2) : 1;
 }
 
-/* A block's sums over its rows, [2][columns of a thread], to its part of the workspace. */
+/* Stores a block's sums over its rows to its part [2, N] of the workspace. `sums` has a thread's
+ * columns: [0] dweight, [1] dbias. */
 template <class Group, class W, int COUNT>
 __device__ __forceinline__ void norm_store_sums(const Group &group, const NormBwdParams &p,
                                                 const W (&sums)[2][COUNT]) {
@@ -229,7 +242,7 @@ __device__ __forceinline__ void norm_store_sums(const Group &group, const NormBw
                         partial[s * p.n + group.column(i) + v] = sums[s][i * VEC + v];
         }
     } else {
-        /* the block's rows one after the other, in shared memory */
+        /* several groups have the same columns: their sums are added in shared memory, in order */
         constexpr int COLUMNS = Group::ROWS == 1 ? 1 : Group::COLUMNS;
         __shared__ W all[SUMS][COLUMNS];
         for (int r = 0; r < Group::ROWS; ++r) {
@@ -255,7 +268,7 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
     typedef RowGroup<T, LANES, ITEMS, CLUSTER> Group;
     typedef typename Group::acc W;
     constexpr int VEC = Group::VEC, SUMS = 2;
-    /* a LayerNorm's four statistics in one exchange */
+    /* 16-bit LayerNorm reduces its four statistics together */
     constexpr bool AT_ONCE = NormRing<Group>::PIVOT;
     __shared__ typename Group::Shared shared;
     extern __shared__ uint4 norm_ring[];
@@ -264,17 +277,17 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
     const int n = (int)p.n;
     W sums[SUMS][ITEMS * VEC] = {};
     int stage = 0;
-    /* all rows of a block's share at once; those past the end take part in the sums with zeros */
+    /* All groups of a block loop equally often; rows beyond the end are zeros in the reductions. */
     const uint32_t own = Group::ROWS == 1 ? 0 : threadIdx.x / LANES, rows = (uint32_t)p.rows,
                    step = gridDim.x / CLUSTER * Group::ROWS;
-    /* rows + step is below 2^32: norm_bwd_plan */
+    /* rows + step is below 2^32, since norm_bwd_plan refuses more than 2^31 - 1 rows */
     uint32_t row = blockIdx.x / CLUSTER * Group::ROWS + own;
     ring.fetch(group, p, row, stage);
     for (; row - own < rows; row += step, stage ^= 1) {
         const bool is_row = row < rows;
         ring.fetch(group, p, row + step, stage ^ 1);
         cp_async_wait_group<1>();
-        /* calls add(v, h, g w) for each of a vector's columns */
+        /* Calls add(v, h, g w) for each column of vector i. */
         auto each = [&](int i, auto add) {
             const auto g = ring.get(stage, 0, i), h = ring.get(stage, 1, i);
             W gw[VEC];
@@ -369,6 +382,7 @@ __global__ void __launch_bounds__(RowGroup<T, LANES, ITEMS, CLUSTER>::THREADS,
 }
 
 /* ---- 3. plan and run ------------------------------------------------------------------------- */
+/* A weight or bias that the kernels can load as 16-byte vectors. */
 inline bool norm_vector_fits(const gk_tensor *t) {
     return !t || (t->stride[0] == 1 && (uintptr_t)t->data % 16 == 0) || t->shape[0] == 0;
 }

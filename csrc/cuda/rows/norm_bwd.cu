@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* norm_bwd: RMSNorm and LayerNorm backward (norm.cuh), rows of up to 16K 16-bit values in the
- * registers of one block, which takes every so many rows and keeps the sums of dweight and dbias on
- * the way. float32, bfloat16, float16; rows of whole vectors of 16 bytes that begin at multiples of
- * 16 bytes; norm_walk.cu has the others.
- * Workspace: [blocks, 2, N] in float32. Bound by reading g and h and writing dx. */
+/* norm_bwd: RMSNorm and LayerNorm backward, one block per row (norm.cuh has equations and kernel).
+ * Serves gk_norm_bwd in float32, bfloat16 and float16, rows of up to 16384 16-bit or 8192
+ * float32 values. Rows must be whole 16-byte vectors that start at multiples of 16 bytes;
+ * norm_walk.cu serves the others. Workspace: [blocks, 2, N] float32. Bound by reading g and h and
+ * writing dx. */
 #include "norm.cuh"
 
 namespace {
 
-/* As GK_ROW_SHAPES as far as a thread's registers hold two sums of each of its columns: 64 of 128
- * at 512 threads of 4 vectors. One block of 8192 columns is 256 threads, so that an SM has two, and
- * one is at work while the other's threads wait for each other. */
+/* GK_ROW_SHAPES, up to where a thread's registers hold two sums for each of its columns: with 512
+ * threads of 4 vectors, sums take 64 of the 128 registers. Rows of 8192 16-bit columns take 256
+ * threads, so that an SM holds two blocks: one computes while the other waits at a barrier. */
 #define SHAPES(X) X(16, 1) X(32, 1) X(32, 2) X(128, 2) X(256, 2) X(256, 4) X(512, 4)
 
 #define SHAPE(T, DTYPE, NAME, LANES, ITEMS)                                    \

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* norm_fwd: RMSNorm and LayerNorm forward (norm.cuh), rows of up to 32K 16-bit values in the
- * registers of one block. float32, bfloat16, float16. Rows of whole vectors of 16 bytes that begin
- * at multiples of 16 bytes; norm_walk.cu has the others. A block has a row, or several where a warp
- * or less holds one. No workspace. Bound by reading x and writing out. */
+/* norm_fwd: RMSNorm and LayerNorm forward, in the registers of one block (norm.cuh has equations
+ * and kernel). Serves gk_norm_fwd in float32, bfloat16 and float16, rows of up to 32768 16-bit or
+ * 16384 float32 values. A block has one row, or several if a warp or less holds one. Rows must be
+ * whole 16-byte vectors that start at multiples of 16 bytes; norm_walk.cu serves the others. No
+ * workspace. Bound by reading x and writing out. */
 #include "norm.cuh"
 
 namespace {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* norm_sm90a: RMSNorm and LayerNorm (norm.cuh) of long rows: 2, 4 or 8 blocks of a cluster share
- * one and send each other their sums. Forward for rows past what 512 threads of 4 vectors hold,
- * backward past what they hold with its sums. float32, bfloat16, float16. Workspace of backward:
- * [clusters, 2, N] float32. */
+/* norm_sm90a: RMSNorm and LayerNorm of long rows; norm.cuh has equations and kernels. 2, 4 or 8
+ * blocks of a cluster share a row and send each other their sums. Serves gk_norm_fwd and
+ * gk_norm_bwd in float32, bfloat16 and float16, for rows longer than 512 threads of 4 vectors hold
+ * (16384 16-bit values): forward up to 262144 16-bit values, backward up to 131072. Backward's
+ * workspace is [clusters, 2, N] float32. */
 #include "norm.cuh"
 
 namespace {

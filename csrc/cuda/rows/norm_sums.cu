@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* norm_sums: the last step of a norm's backward: dweight [N] and dbias [N] from partial sums
- * [parts, 2, N] of workspace. A block has 32 columns, a warp a run of parts, and the warps' sums
- * are added in order. Bound by reading the parts, which the blocks before have just written and
- * which mostly are in the L2. */
+/* norm_sums: the last step of a norm's backward. It adds partial sums [parts, 2, N] in workspace to
+ * dweight [N] and dbias [N]. A block has 32 columns. Each of its warps adds a consecutive range of
+ * parts, and the warps' sums are added in order. Bound by reading the parts, which the kernel
+ * before has just written, so that most are in L2. */
 #include "norm_sums.cuh"
 
 namespace {
 
-/* warps of a block; of 300 parts some 20 a warp, all of whose loads are in flight at once */
+/* Warps per block. Of 300 parts a warp has some 20, whose loads are in flight together. */
 constexpr int RUNS = 16;
 
 struct Params {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* norm_sums.cuh: dweight and dbias of a norm from partial sums [parts, 2, N] (float32, or float64)
- * in workspace, added in order. */
+/* norm_sums.cuh: adds a norm's partial sums [parts, 2, N] in workspace (float32, or float64 for
+ * float64 tensors) to dweight and dbias, in order. */
 #ifndef GPUKERN_CUDA_ROWS_NORM_SUMS_CUH
 #define GPUKERN_CUDA_ROWS_NORM_SUMS_CUH
 
 #include "row_block.cuh"
 
-/* Partial sums of both, whether or not both are wanted. */
+/* Workspace for the partial sums. Both are stored even if only one gradient is wanted. */
 inline size_t norm_sums_bytes(const gk_norm_bwd_args *a, int64_t parts) {
     if (!a->dweight && !a->dbias) return 0;
     const int64_t n = a->h.shape[a->h.ndim - 1];

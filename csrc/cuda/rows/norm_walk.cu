@@ -1,18 +1,23 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* norm_walk: RMSNorm and LayerNorm (norm.cuh has the equations) of rows of any length and
- * alignment, forward and backward. float32, bfloat16, float16, float64.
- * Forward: a block walks a row three times; what is read again comes from the L1 or L2. Backward:
- * the same for dx, and the row's mean and rstd go to workspace; then a thread has a column of a
- * chunk of rows and sums dweight and dbias over them, and norm_sums.cu adds the chunks in order.
- * Workspace: [rows, 2] and [chunks, 2, N], float32 (float64). */
+/* norm_walk: RMSNorm and LayerNorm for rows of any length and alignment, forward and backward;
+ * norm.cuh has the equations. Serves gk_norm_fwd and gk_norm_bwd in float32, bfloat16, float16 and
+ * float64 when no register kernel takes the call.
+ *
+ * Forward: a block loops over a row up to three times, for mean, variance and result. Repeated
+ * reads hit L1 or L2. Backward takes three kernels. The first computes dx the same way and writes
+ * each row's mean and rstd to workspace. In the second, a thread has one column of a chunk of rows
+ * and sums dweight and dbias over it. The third is norm_sums.cu, which adds the chunks in order.
+ *
+ * Workspace, if dweight or dbias is wanted: statistics [rows, 2], then sums [chunks, 2, N], both
+ * float32 (float64 for float64 tensors). */
 #include "norm.cuh"
 
 namespace {
 
 constexpr int THREADS = ROW_WALK_THREADS;
-constexpr int COLUMNS = 128;    /* of a block of the second kernel */
-constexpr int CHUNK_ROWS = 64;  /* a chunk's at least: the sums are 1/64 of what is read */
-constexpr int MOST_CHUNKS = 64; /* more would not fill a GPU better from 8 blocks of columns on */
+constexpr int COLUMNS = 128;    /* columns of a block of the second kernel */
+constexpr int CHUNK_ROWS = 64;  /* rows per chunk, at least: the sums are 1/64 of what is read */
+constexpr int MOST_CHUNKS = 64; /* with 8 blocks of columns, 64 chunks already fill a GPU */
 
 template <class T>
 __device__ __forceinline__ typename element<T>::acc load_vector(const void *v, bool wide,
@@ -21,7 +26,7 @@ __device__ __forceinline__ typename element<T>::acc load_vector(const void *v, b
                                  : to_acc(((const T *)v)[at]);
 }
 
-/* Mean and 1 / sqrt(variance + eps) of a row; `place` is of 64 values. */
+/* Mean (0 for RMSNorm) and 1 / sqrt(variance + eps) of a row; `place` has 32 values. */
 template <class T, class W>
 __device__ __forceinline__ void walk_stats(const T *h, int64_t n, bool layer, W eps, W *place,
                                            W &mean, W &rstd) {
@@ -52,7 +57,7 @@ __global__ void __launch_bounds__(THREADS, 1) norm_fwd_walk_kernel(NormParams p)
             T *sum = row_at<T>(p.sum, row);
             for (int64_t i = threadIdx.x; i < p.n; i += THREADS)
                 sum[i] = from_acc<T>(to_acc(h[i]) + to_acc(residual[i]));
-            h = sum; /* a thread reads what it wrote itself */
+            h = sum; /* each thread reads only elements that it wrote */
         }
         W mean, rstd;
         walk_stats(h, p.n, p.layer, W(p.eps), place, mean, rstd);
@@ -104,6 +109,7 @@ __global__ void __launch_bounds__(THREADS, 1) norm_bwd_walk_kernel(NormBwdParams
     }
 }
 
+/* dweight and dbias of a column, summed over the rows of chunk blockIdx.y. */
 template <class T> __global__ void __launch_bounds__(COLUMNS) norm_columns_kernel(NormBwdParams p) {
     typedef typename element<T>::acc W;
     const int64_t at = (int64_t)blockIdx.x * COLUMNS + threadIdx.x,

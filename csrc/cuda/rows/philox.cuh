@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* philox.cuh: Philox4x32-10, the same words as csrc/formats/philox.h, which names the source. Of a
- * grid's threads the keys are the same, so that a round is two wide products and two three-way
- * logical operations. */
+/* philox.cuh: Philox4x32-10 on the device. It gives the same words as csrc/formats/philox.h, which
+ * names the source. All threads of a grid have the same keys, so a round costs a thread two wide
+ * products and two three-way logical operations. adamw.cu, dropout.cu and attention's dropout use
+ * it. */
 #ifndef GPUKERN_CUDA_ROWS_PHILOX_CUH
 #define GPUKERN_CUDA_ROWS_PHILOX_CUH
 
@@ -9,11 +10,12 @@
 
 struct PhiloxSeed {
     uint64_t seed, offset;
-    /* of a tensor [2] int64 */
+    /* from a tensor [2] int64 with stride `stride` */
     __device__ __forceinline__ PhiloxSeed(const int64_t *at, int64_t stride)
         : seed((uint64_t)at[0]), offset((uint64_t)at[stride]) {}
 };
 
+/* The four words of counter (index, offset). */
 __device__ __forceinline__ uint4 philox(const PhiloxSeed &s, uint64_t index) {
     uint32_t k0 = (uint32_t)s.seed, k1 = (uint32_t)(s.seed >> 32);
     uint4 c = make_uint4((uint32_t)index, (uint32_t)(index >> 32), (uint32_t)s.offset,

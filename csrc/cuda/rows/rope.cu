@@ -1,11 +1,19 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* rope: rotary embedding of q [B, Hq, S, D] and k [B, Hkv, S, D] in one launch. Su et al. 2021,
- *   arXiv:2104.09864. (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), x1 and x2 half a rotated row
- *   apart, or neighbours
- * cos, sin [P, R / 2] float32; float32, bfloat16, float16, float64. A thread has a vector of 16
- * bytes of a head's row and its partner, or an element and its partner where rows are not of whole
- * vectors at multiples of 16 bytes. Neighbouring threads have neighbouring vectors of a row, then
- * the heads of a token, which share a row of cos and sin. No workspace. */
+/* rope: rotary embedding of q [B, Hq, S, D] and k [B, Hkv, S, D] in one launch (Su et al. 2021,
+ * arXiv:2104.09864). Serves the op gk_rope.
+ *
+ *   (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
+ *
+ * x1 and x2 are R / 2 columns apart, or neighbours if `interleaved`. Columns from R on are copied.
+ * q and k are float32, bfloat16, float16 or float64; cos and sin [P, R / 2] are float32, or float64
+ * beside float64. `inverse` rotates back, which is the gradient.
+ *
+ * A thread takes a 16-byte vector of a head's row and the vector of its partners. If rows are not
+ * whole vectors that start at multiples of 16 bytes, it takes an element and its partner. Threads
+ * are numbered along a row, then over the heads of a token, which share a row of cos and sin.
+ *
+ * A position outside [0, P) is clamped to P - 1 and reported through the error word. No workspace.
+ */
 #include "row_block.cuh"
 
 namespace {
@@ -15,19 +23,20 @@ constexpr int THREADS = 256;
 struct Heads {
     const void *x;
     void *y;
-    int64_t x_stride[3], y_stride[3]; /* of B, H, S */
+    int64_t x_stride[3], y_stride[3]; /* strides of B, H, S */
 };
 
 struct Params {
     Heads q, k;
     const void *cos, *sin, *positions;
     int64_t cos_stride, sin_stride, position_b, position_s, rows_of_cos;
-    int64_t batch, seq, heads_q, heads, head_dim, half; /* heads: of q and k */
+    int64_t batch, seq, heads_q, heads, head_dim, half; /* heads = Hq + Hkv, half = R / 2 */
     uint8_t *error_word;
-    bool wide, table_wide, interleaved, inverse; /* positions of 64 bits, cos and sin of float64 */
+    bool wide, table_wide, interleaved,
+        inverse; /* wide: int64 positions; table_wide: float64 cos */
 };
 
-/* A pair by the elements `cos` and `sin` of the tables. */
+/* Rotates a pair; `cos` and `sin` are element offsets into the tables. */
 template <class T, class W>
 __device__ __forceinline__ void rotate(T &x1, T &x2, const Params &p, int64_t cos, int64_t sin) {
     W c, s;
@@ -47,8 +56,8 @@ __device__ __forceinline__ void rotate(T &x1, T &x2, const Params &p, int64_t co
 template <class T, int V> __global__ void __launch_bounds__(THREADS) rope_kernel(Params p) {
     typedef typename element<T>::acc W;
     typedef RowSome<T, V> Vec;
-    /* vectors that a thread takes with its partner; in pairs a vector has its partners in itself,
-     * unless it is one element */
+    /* An interleaved vector contains its own partners, unless it is a single element. A row is
+     * `rotated` items (a vector, with its partner vector if it is apart), then items to copy. */
     const bool within = p.interleaved && V > 1;
     const int64_t rotated = within ? 2 * p.half / V : p.half / V,
                   each = rotated + (p.head_dim - 2 * p.half) / V;
@@ -65,7 +74,7 @@ template <class T, int V> __global__ void __launch_bounds__(THREADS) rope_kernel
         const T *x = (const T *)heads.x + b * heads.x_stride[0] + h * heads.x_stride[1] +
                      s * heads.x_stride[2];
         T *y = (T *)heads.y + b * heads.y_stride[0] + h * heads.y_stride[1] + s * heads.y_stride[2];
-        if (item >= rotated) { /* columns past the rotated ones */
+        if (item >= rotated) { /* columns from R on */
             const int64_t at = 2 * p.half + (int64_t)(item - rotated) * V;
             if (x != y) *(Vec *)(y + at) = *(const Vec *)(x + at);
             continue;
@@ -80,7 +89,7 @@ template <class T, int V> __global__ void __launch_bounds__(THREADS) rope_kernel
             report(p.error_word, GK_BAD_POSITIONS);
             position = p.rows_of_cos - 1;
         }
-        const int64_t cos = position * p.cos_stride, sin = position * p.sin_stride; /* of its row */
+        const int64_t cos = position * p.cos_stride, sin = position * p.sin_stride;
         if (within) {
             Vec v = *(const Vec *)(x + item * V);
 #pragma unroll

@@ -1,15 +1,22 @@
 // SPDX-License-Identifier: BSD-3-Clause
 /* row_block.cuh: a row of a tensor [..., N] in the registers of the threads that share it, and
- * statistics over it.
+ * statistics (sums and maxima) over the row. norm.cuh and softmax.cuh build their kernels on
+ * RowGroup; every kernel of this folder uses RowTensor.
  *
- * LANES threads of a block share a row: up to 32 lanes of a warp (a block then has several rows),
- * or all threads of the block. On Hopper CLUSTER blocks may share one. A thread has ITEMS vectors
- * of 16 bytes; vector i of lane l in block r of the cluster begins at column ((r ITEMS + i) LANES +
- * l) VEC, so that neighbours read neighbouring vectors. Values stay packed as they lie in memory,
- * and are widened where they are used: a row takes 4 ITEMS registers a thread in every dtype.
+ * LANES threads of a block share a row. Up to 32 lanes lie in one warp, and a block then has
+ * several rows; otherwise the row belongs to all threads of the block. On Hopper, CLUSTER blocks
+ * may share a row.
  *
- * A statistic is summed over the thread's values, the lanes of a warp, the warps of the block, the
- * blocks of the cluster, always in the same order, and every thread has the same bits of it. */
+ * A thread has ITEMS vectors of 16 bytes, that is VEC elements each. Vector i of lane l in block r
+ * of the cluster begins at column ((r ITEMS + i) LANES + l) VEC, so neighbouring lanes read
+ * neighbouring vectors. Values stay packed in their dtype and are widened where they are used.
+ * So a row takes 4 ITEMS registers per thread in every dtype.
+ *
+ * A statistic is reduced over the thread's values, then the lanes of a warp, then the warps of the
+ * block and cluster. The order is always the same, and every thread gets the same bits.
+ *
+ * The file also has block_sum and block_max for kernels that loop over a row of any length, and
+ * the tables from which instances are made. */
 #ifndef GPUKERN_CUDA_ROWS_ROW_BLOCK_CUH
 #define GPUKERN_CUDA_ROWS_ROW_BLOCK_CUH
 
@@ -20,12 +27,12 @@
 #include "../tile/reduce.cuh"
 
 /* ---- where rows lie -------------------------------------------------------------------------- */
-/* The rows of a tensor [..., N], its last dimension dense; leading dimensions that can be merged
- * are. */
+/* The rows of a tensor [..., N] whose last dimension is dense. Leading dimensions are merged where
+ * their strides allow it. */
 struct RowTensor {
-    void *data; /* NULL: not given */
+    void *data; /* NULL: the tensor is not given */
     int64_t stride[GK_MAX_DIMS - 1], shape[GK_MAX_DIMS - 1];
-    int ndim; /* leading dimensions, at least 1 */
+    int ndim; /* leading dimensions after merging, at least 1 */
 };
 
 inline RowTensor row_tensor(const gk_tensor &t) {
@@ -66,6 +73,7 @@ inline int64_t num_rows(const gk_tensor &t) {
     return rows;
 }
 
+/* The first element of a row; rows are numbered in row-major order of the leading dimensions. */
 template <class T> __device__ __forceinline__ T *row_at(const RowTensor &t, int64_t row) {
     int64_t offset = 0;
     for (int d = t.ndim - 1; d > 0; --d) {
@@ -89,31 +97,32 @@ template <class T> union RowVec {
     }
 };
 
-/* Which threads share a row, and how they agree on a statistic. Blocks are threads x 1 x 1; all
- * threads of a block (of a cluster) call `sum` and `peak` together, as often as each other. */
+/* The threads that share a row, and their reductions. Blocks are one-dimensional. All threads of a
+ * block, or of a cluster, must call `sum` and `peak` equally often. */
 template <class T, int LANES_, int ITEMS_, int CLUSTER_ = 1> struct RowGroup {
     typedef T Element;
     typedef typename element<T>::acc acc;
     static constexpr int LANES = LANES_, ITEMS = ITEMS_, CLUSTER = CLUSTER_, VEC = row_vec<T>;
-    /* of a block */
+    /* threads and rows of a block */
     static constexpr int THREADS = LANES < 128 ? 128 : LANES, ROWS = THREADS / LANES;
-    /* the longest row */
+    /* the longest row that the group holds */
     static constexpr int COLUMNS = LANES * ITEMS * VEC * CLUSTER;
+    /* warps that share a row: in a block, in the cluster */
     static constexpr int WARPS = LANES / 32, PLACES = WARPS * CLUSTER;
-    static constexpr bool ALONE = LANES <= 32 && CLUSTER == 1; /* a row never leaves its warp */
-    static constexpr int MOST = 4;                             /* statistics at once */
+    static constexpr bool ALONE = LANES <= 32 && CLUSTER == 1; /* a row lies in one warp */
+    static constexpr int MOST = 4;                             /* statistics per reduction */
     static_assert(CLUSTER == 1 || (LANES > 32 && sizeof(acc) == 4),
                   "a cluster exchanges floats of whole blocks");
 
     struct Shared {
         acc place[2][ALONE || CLUSTER > 1 ? 1 : MOST *PLACES];
-        /* a warp's statistics, from any block of the cluster */
+        /* a cluster's: the statistics that each of its warps sent here */
         float4 sent[2][CLUSTER > 1 ? PLACES : 1];
-        uint64_t full[2];
+        uint64_t full[2]; /* mbarriers: a set of `sent` is complete */
     };
 
     Shared &shared;
-    int lane, rank, round = 0; /* statistics that were taken */
+    int lane, rank, round = 0; /* round counts the reductions */
 
     __device__ __forceinline__ explicit RowGroup(Shared &s)
         : shared(s), lane(threadIdx.x % LANES), rank(CLUSTER > 1 ? cluster_ctarank() : 0) {
@@ -128,7 +137,7 @@ template <class T, int LANES_, int ITEMS_, int CLUSTER_ = 1> struct RowGroup {
         }
     }
 
-    /* The row of these lanes, where a block has one for each of its groups. */
+    /* The row of this thread's group, in a grid that has a group per row. */
     __device__ __forceinline__ int64_t first_row() const {
         return (int64_t)(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / LANES;
     }
@@ -137,7 +146,7 @@ template <class T, int LANES_, int ITEMS_, int CLUSTER_ = 1> struct RowGroup {
         return ((rank * ITEMS + i) * LANES + lane) * VEC;
     }
 
-    /* A row's vectors; zeros from column n on, and everywhere where it is no row. */
+    /* Loads a row's vectors; zeros from column n on, and only zeros if !is_row. */
     __device__ __forceinline__ void load(RowVec<T> (&x)[ITEMS], const T *row, int n,
                                          bool is_row = true) const {
 #pragma unroll
@@ -154,17 +163,18 @@ template <class T, int LANES_, int ITEMS_, int CLUSTER_ = 1> struct RowGroup {
         all(x, [](acc a, acc b) { return a + b; }, acc(0));
     }
     template <int N> __device__ __forceinline__ void peak(acc (&x)[N]) {
-        /* a NaN stays */
+        /* a NaN in `a` is kept */
         all(x, [](acc a, acc b) { return a > b || a != a ? a : b; }, acc(-INFINITY));
     }
 
-    /* A warp's statistics to all blocks of the cluster, 16 bytes to each, which count at the
-     * barrier there: a cluster's own barrier would wait for what the block has stored in global
-     * memory, too, and drop its L1. */
+    /* Sends a warp's statistics to all blocks of the cluster, 16 bytes to each, and waits for those
+     * of the others. The stores count at an mbarrier of the receiving block. A cluster barrier
+     * would also wait for the block's stores to global memory, and invalidate its L1. */
     template <int N>
     __device__ __forceinline__ void exchange(const acc (&x)[N], int set, int warp, int my) {
         const smem_addr full = cvta_to_shared(&shared.full[set]);
-        if (round == 0) barrier_cluster_wait(); /* all blocks run, and their barriers are made */
+        /* all blocks run and have initialised their mbarriers: the constructor arrived */
+        if (round == 0) barrier_cluster_wait();
         if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full, PLACES * 16);
         if (my < CLUSTER)
             st_async_128(mapa(cvta_to_shared(&shared.sent[set][rank * WARPS + warp]), my), x[0],
@@ -173,6 +183,7 @@ template <class T, int LANES_, int ITEMS_, int CLUSTER_ = 1> struct RowGroup {
         while (!mbarrier_try_wait_parity(full, round >> 1 & 1)) {
         }
     }
+    /* Statistic n of warp i. */
     template <int N> __device__ __forceinline__ acc of_place(int set, int n, int i) const {
         if constexpr (CLUSTER == 1)
             return shared.place[set][n * PLACES + i];
@@ -180,6 +191,7 @@ template <class T, int LANES_, int ITEMS_, int CLUSTER_ = 1> struct RowGroup {
             return ((const float *)&shared.sent[set][i])[n];
     }
 
+    /* Reduces N statistics over all threads of the row; `nothing` is op's identity. */
     template <int N, class Op>
     __device__ __forceinline__ void all(acc (&x)[N], Op op, acc nothing) {
         static_assert(N <= MOST, "more places");
@@ -189,8 +201,8 @@ template <class T, int LANES_, int ITEMS_, int CLUSTER_ = 1> struct RowGroup {
             for (int bit = 1; bit < (LANES < 32 ? LANES : 32); bit *= 2)
                 x[n] = op(x[n], __shfl_xor_sync(0xffffffffu, x[n], bit));
         if constexpr (!ALONE) {
-            /* Two sets of places: who writes a set again has waited for the other one since, which
-             * no warp filled before it had read this one. */
+            /* Two sets of places suffice. Before a warp writes a set again, it has waited for the
+             * other set, which is complete only when all warps have read this one. */
             const int set = round & 1, warp = threadIdx.x / 32, my = threadIdx.x % 32;
             if constexpr (CLUSTER == 1) {
                 if (my == 0) {
@@ -217,21 +229,20 @@ template <class T, int LANES_, int ITEMS_, int CLUSTER_ = 1> struct RowGroup {
     }
 };
 
-/* V elements of a row that are loaded and stored at once. */
+/* V elements of a row that are loaded and stored by one instruction. */
 template <class T, int V> struct alignas(V * sizeof(T)) RowSome {
     T v[V];
 };
 
-/* ---- rows of any size and alignment: a block walks a row, which it reads again from the caches
- * ---- */
+/* ---- rows of any length and alignment: a block loops over a row ------------------------------ */
 constexpr int ROW_WALK_THREADS = 512;
 
 inline unsigned row_blocks(int64_t rows) { return (unsigned)gk_min_i64(rows, 1 << 20); }
 
-/* Sums of N values over a block; every thread has them. `place` is of 32 N values. */
+/* Sums N values over a block; every thread gets the sums. `place` has 32 N values. */
 template <int N, class W> __device__ __forceinline__ void block_sum(W (&x)[N], W *place) {
     const int warp = threadIdx.x / 32, my = threadIdx.x % 32, warps = blockDim.x / 32;
-    __syncthreads(); /* the places were read */
+    __syncthreads(); /* the previous reduction's places have been read */
 #pragma unroll
     for (int n = 0; n < N; ++n) {
         x[n] = warp_sum(x[n]);
@@ -252,28 +263,28 @@ template <class W> __device__ __forceinline__ W block_max(W x, W *place) {
 }
 
 /* ---- the shapes of groups -------------------------------------------------------------------- */
-/* X(lanes, items), fewest columns first: a row is served by the first shape that holds it. A warp
- * or less for short rows, so that no barrier is needed; then blocks that grow before their threads'
- * vectors do, up to 512 threads of 4 vectors, of which an SM holds two blocks: one loads while the
- * other stores. The last is for what has no clusters. float64 walks: its units are the bound on
- * most GPUs. */
+/* X(lanes, items), fewest columns first; the first shape that holds a row serves it.
+ * Short rows take a warp or less, so that no barrier is needed. Longer rows first take more
+ * threads, then more vectors per thread, up to 512 threads of 4 vectors. An SM holds two such
+ * blocks: one loads while the other stores. The last shape is for GPUs without clusters. float64
+ * has no register kernels: its arithmetic, not memory, bounds it on most GPUs. */
 #define GK_ROW_SHAPES(X) \
     X(16, 1) X(32, 1) X(32, 4) X(128, 2) X(256, 2) X(512, 2) X(512, 4) X(1024, 4)
 
-/* An instance's key: 0 the columns that a group holds, 1 rows of a block, 2 blocks of a cluster, 3
- * columns up to which one block is better than a cluster. */
+/* An instance's key: [0] the columns that a group holds, [1] the rows of a block, [2] the blocks of
+ * a cluster, [3] the columns up to which one block serves instead of a cluster. */
 #define GK_ROW_KEY(T, LANES, ITEMS, CLUSTER)                                                \
     {RowGroup<T, LANES, ITEMS, CLUSTER>::COLUMNS, RowGroup<T, LANES, ITEMS, CLUSTER>::ROWS, \
      CLUSTER, CLUSTER > 1 ? RowGroup<T, 512, (ITEMS < 4 ? ITEMS : 4), 1>::COLUMNS : 0}
 
-/* Whether every row of all tensors [..., N], of one dtype, is of whole vectors that begin at
- * multiples of 16 bytes. A tensor that is NULL is not given. */
+/* True if every row of all tensors [..., N] consists of whole 16-byte vectors and starts at a
+ * multiple of 16 bytes. N is tested in the first tensor's dtype. NULL tensors are skipped. */
 template <class... More> inline bool rows_whole(const gk_tensor &first, More... more) {
     return first.shape[first.ndim - 1] % (16 / (int64_t)gk_dtype_bytes(first.dtype)) == 0 &&
            rows_aligned(first) && ((more == nullptr || rows_aligned(*more)) && ...);
 }
 
-/* And whether the groups of an instance hold such a row. */
+/* rows_whole, and N is a length that the instance serves. */
 template <class... More>
 inline bool rows_fit(const gk_cuda_instance *row, const gk_tensor &first, More... more) {
     const int64_t n = first.shape[first.ndim - 1];

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* softmax: softmax and log_softmax (softmax.cuh), rows in the registers of one block: forward up to
- * 32K 16-bit values, backward up to 16K. float32, bfloat16, float16; rows of whole vectors of 16
- * bytes that begin at multiples of 16 bytes; softmax_walk.cu has the others. No workspace. */
+/* softmax: softmax and log_softmax, in the registers of one block (softmax.cuh has equations and
+ * kernels). Serves gk_softmax_fwd for rows of up to 32768 16-bit values and gk_softmax_bwd up to
+ * 16384, in float32 (half as many), bfloat16 and float16. Rows must be whole 16-byte vectors that
+ * start at multiples of 16 bytes; softmax_walk.cu serves the others. No workspace. */
 #include "softmax.cuh"
 
 namespace {
 
+/* GK_ROW_SHAPES without the longest: backward keeps two rows, g and out, in registers. */
 #define BWD_SHAPES(X) X(16, 1) X(32, 1) X(32, 4) X(128, 2) X(256, 2) X(512, 2) X(512, 4)
 
 #define FWD_F32(LANES, ITEMS) \

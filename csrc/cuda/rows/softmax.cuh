@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* softmax.cuh: softmax and log_softmax over rows in registers, forward and backward. The files that
- * include it say for which groups of threads they are compiled.
+/* softmax.cuh: softmax and log_softmax over rows in registers, forward and backward. With s = scale
+ * x over the columns below the row's length:
  *
- *   s = scale x, columns from the row's length on left out;   p = exp(s - max s) / sum exp(s - max
- *   s)
- *   out = p, 0 from the length on;   log: out = s - max s - log sum exp(s - max s)
- *   dx = scale out (g - sum g out);   log: dx = scale (g - exp(out) sum g)
+ *   softmax:      out = exp(s - max s) / sum exp(s - max s),      dx = scale out (g - sum g out)
+ *   log_softmax:  out = s - max s - log sum exp(s - max s),       dx = scale (g - exp(out) sum g)
  *
- * A row is read once and written once. exp is computed twice rather than kept: the special units
- * are far from the bound. */
+ * From the row's length on, out and dx are 0.
+ *
+ * softmax.cu and softmax_sm90a.cu instantiate these kernels for one block or one cluster per row.
+ * A group of threads (row_block.cuh) has a row, which it reads once and writes once. exp is
+ * computed twice instead of kept in registers: the special function units are far from being the
+ * bound. */
 #ifndef GPUKERN_CUDA_ROWS_SOFTMAX_CUH
 #define GPUKERN_CUDA_ROWS_SOFTMAX_CUH
 
@@ -23,18 +25,19 @@ struct SoftmaxParams {
     bool log;
 };
 
-/* Of values of type T: two instructions where they round to 16 bits, a dozen else. */
+/* exp for results of type T: two instructions if they are rounded to 16 bits, otherwise expf, which
+ * takes a dozen. */
 template <class T> __device__ __forceinline__ float row_exp(float x) {
     return sizeof(T) == 2 ? ex2_approx_ftz(x * 1.44269504f) : expf(x);
 }
 template <class T> __device__ __forceinline__ double row_exp(double x) { return exp(x); }
 
-/* scale x, rounded before the maximum is taken from it: contracted to an FMA the largest would not
- * give 0. */
+/* scale x, rounded. The compiler must not contract it with the subtraction of the maximum to an
+ * FMA: the largest value would then not give exactly 0. */
 __device__ __forceinline__ float row_scaled(float scale, float x) { return __fmul_rn(scale, x); }
 __device__ __forceinline__ double row_scaled(double scale, double x) { return __dmul_rn(scale, x); }
 
-/* Columns of a row that count. */
+/* The row's length, clamped to [0, n]. */
 __device__ __forceinline__ int64_t row_length(const SoftmaxParams &p, int64_t row) {
     if (!p.lengths.data) return p.n;
     const int64_t length = *row_at<int32_t>(p.lengths, row);

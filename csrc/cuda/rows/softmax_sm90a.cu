@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* softmax_sm90a: softmax and log_softmax (softmax.cuh) of long rows, shared by 2, 4 or 8 blocks of
- * a cluster, up to 256K 16-bit values. float32, bfloat16, float16. No workspace. */
+/* softmax_sm90a: softmax and log_softmax of long rows; softmax.cuh has equations and kernels. A
+ * cluster of 2, 4 or 8 blocks shares a row. Serves gk_softmax_fwd and gk_softmax_bwd in float32,
+ * bfloat16 and float16, for rows longer than 512 threads of 4 vectors hold (16384 16-bit values),
+ * up to 262144 values (float32 backward: 131072). No workspace. */
 #include "softmax.cuh"
 
 namespace {

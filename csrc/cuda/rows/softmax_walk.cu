@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: BSD-3-Clause
-/* softmax_walk: softmax and log_softmax (softmax.cuh has the equations) of rows of any length and
- * alignment. A block walks a row twice; forward the first time with a running maximum and sum
- * (Milakov and Gimelshein 2018, arXiv:1805.02867). What is read again comes from the L1 or L2 as
- * far as it fits. float32, bfloat16, float16, float64. No workspace. */
+/* softmax_walk: softmax and log_softmax for rows of any length and alignment; softmax.cuh has the
+ * equations. Serves gk_softmax_fwd and gk_softmax_bwd in float32, bfloat16, float16 and float64
+ * when no register kernel takes the call.
+ *
+ * A block loops over a row twice. The first pass of forward keeps a running maximum and sum
+ * (Milakov and Gimelshein 2018, arXiv:1805.02867). The second pass finds the row in L1 or L2 as far
+ * as it fits. No workspace. */
 #include "softmax.cuh"
 
 namespace {
 
 constexpr int THREADS = ROW_WALK_THREADS;
 
-/* exp(a - b), 0 where a is -inf, which it also is before there was a value. */
+/* exp(a - b), and 0 if a is -inf, as the running maximum is before its first value. */
 template <class W> __device__ __forceinline__ W weight_of(W a, W b) {
     return a == -INFINITY ? W(0) : row_exp<W>(a - b);
 }
@@ -35,7 +38,7 @@ __global__ void __launch_bounds__(THREADS, 1) softmax_fwd_walk_kernel(SoftmaxPar
         }
         const W all = block_max(peak, place);
         sum[0] *= weight_of(peak, all);
-        /* as exp(inf - inf): a row of NaN, inf, or of -inf alone */
+        /* A row with NaN or inf, or of -inf only, gives NaN, as exp(inf - inf) does. */
         if (nan || all == INFINITY || (all == -INFINITY && length > 0)) sum[0] = NAN;
         block_sum(sum, place);
         const W inverse = 1 / sum[0], log_sum = p.log ? log(sum[0]) : W(0);

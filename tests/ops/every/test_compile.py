@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch.compile, export, AOTInductor, checkpoint, autocast, inference mode, FLOP counter: the ops
-inside PyTorch's tools."""
+"""The ops inside PyTorch's tools: torch.compile, export, AOTInductor, checkpoint, autocast,
+inference mode, FLOP counter."""
 
 import importlib
 import itertools
@@ -44,7 +44,7 @@ def _fresh_dynamo():
 
 
 class Counting:
-    """A backend that runs the graphs as they are and counts them, forward and backward."""
+    """A backend that runs graphs unchanged and counts them, forward and backward."""
 
     def __init__(self):
         self.forward = self.backward = 0
@@ -63,7 +63,7 @@ class Counting:
 
 
 def block(x, w_qkv, w_out, bias, sinks):
-    """Projection, attention, projection: every gradient of gemm and flash_attn in one graph."""
+    """Projection, attention, projection, with all gradients of gemm and flash_attn in one graph."""
     b, s, _ = x.shape
     q, k, v = ops.gemm(x, w_qkv).view(b, s, 8, 16).split((4, 2, 2), 2)
     out = ops.flash_attn(
@@ -106,8 +106,8 @@ def test_train_block(dynamic, device):
 
 
 def every_gradient(x, w_qkv, w_out, bias, sinks):
-    """block, and what it leaves out: attention without sinks, dense and packed, an lse that is
-    read, attn_merge."""
+    """block, and what it lacks: attention without sinks, dense and packed, a used lse,
+    attn_merge."""
     rows = block(x, w_qkv, w_out, bias, sinks).view(-1, 2, 16)
     heads = rows.view(2, -1, 2, 16).transpose(1, 2)
     dense, lse = torch_gpukern.flash_attn(heads, heads, heads, return_lse=True)
@@ -121,8 +121,8 @@ def every_gradient(x, w_qkv, w_out, bias, sinks):
 
 
 def test_train_through_the_cpp_wrapper(device):
-    """Inductor's C++ wrapper calls the raw ops, forward and backward, whatever results they are not
-    asked for."""
+    """Inductor's C++ wrapper can call the raw ops, forward and backward, whichever results are not
+    wanted."""
     with torch._inductor.config.patch(cpp_wrapper=True):
         got = run_block(torch.compile(every_gradient, fullgraph=True), 12, device)
     assert_same(got, run_block(every_gradient, 12, device))
@@ -130,8 +130,7 @@ def test_train_through_the_cpp_wrapper(device):
 
 @pytest.mark.parametrize("grad", (True, False), ids=("grad", "no_grad"))
 def test_jit_trace(grad, device):
-    """A trace records the public ops, whether a gradient is wanted or not, and has their
-    gradients."""
+    """A trace records the public ops, with or without wanted gradients, and is differentiable."""
     with torch.set_grad_enabled(grad):
         traced = torch.jit.trace(every_gradient, tuple(block_inputs(12, device)))
     nodes = {node.kind() for node in traced.graph.nodes() if node.kind().startswith("gpukern")}
@@ -147,15 +146,16 @@ RAW = [op.raw for op in OPS.values() if op.raw] + ["flash_attn_bwd", "flash_attn
 
 @pytest.mark.parametrize("name", RAW)
 def test_raw_ops_return_tensors(name):
-    """Never None: neither the C++ wrapper nor a trace can hold an optional result."""
+    """Raw ops never return None, because neither the C++ wrapper nor a trace can hold an optional
+    result."""
     assert all(
         str(result.type) == "Tensor" for result in getattr(ops, name).default._schema.returns
     )
 
 
 def with_gradients(call: Bound) -> list:
-    """All results, then the gradients of their sum, times what makes the gradient that comes in a
-    dense tensor."""
+    """All results, then the gradients of a weighted sum of them, whose incoming gradients are
+    dense."""
     results = call.results(*(x.clone() for x in call.leaves))
     wanted = [x for x in call.leaves if x.requires_grad]
     grads = (
@@ -169,7 +169,7 @@ def with_gradients(call: Bound) -> list:
 @pytest.mark.parametrize("grad", (False, True), ids=("no_grad", "grad"))
 @pytest.mark.parametrize("name,variant", VARIANTS)
 def test_every_op_in_one_graph(name, variant, grad, device):
-    """And with the bits of the call."""
+    """Every op compiles into one graph, with the bits of the eager call."""
     if grad and not OPS[name].gradients:
         pytest.skip("has no gradient")
     counting = Counting()
@@ -186,8 +186,8 @@ def test_every_op_in_one_graph(name, variant, grad, device):
 
 
 def opchecks():
-    """What opcheck is asked: of an op's good call both forms, of its variants one each,
-    alternately; all of them with ALL. Every variant runs in one graph in both forms above."""
+    """The opcheck cases: both forms of an op's valid call, and alternately one form of its
+    variants; with ALL both forms of all. Every variant runs in both forms in the test above."""
     for name, op in OPS.items():
         for i, variant in enumerate(op.variants):
             both = (torch.float32, True), (torch.bfloat16, False)
@@ -201,8 +201,8 @@ def opchecks():
 
 @pytest.mark.parametrize("name,variant,dtype,grad", opchecks())
 def test_opcheck(name, variant, dtype, grad, device):
-    """The op, and without gradients the raw op of all results; in bfloat16 of tensors whose
-    dimensions lie in another order."""
+    """opcheck of the op, and of the raw op without gradients; also in bfloat16 with permuted
+    storage."""
     grad = grad and bool(OPS[name].gradients)
     call = Bound(name, variant, device, dtype)
     for n, x in call.call.items():
@@ -296,7 +296,7 @@ def decode_inputs(batch, device, dtype=torch.float32):
 
 @pytest.mark.parametrize("dynamic", (False, True), ids=("static", "dynamic"))
 def test_decode_step(dynamic, device):
-    """kv_cache_write and paged_attn in one graph; the write is seen by the read and by the caller."""
+    """kv_cache_write and paged_attn in one graph. Both the read and the caller see the write."""
     compiled = torch.compile(decode, fullgraph=True, dynamic=dynamic)
     for batch in (3, 5) if dynamic else (3,):
         eager, fast = decode_inputs(batch, device), decode_inputs(batch, device)
@@ -307,7 +307,7 @@ def test_decode_step(dynamic, device):
 
 
 def test_cache_write_compiles_without_cloning_the_caches(device):
-    """The op gets the caller's own tensors, and no buffer of the generated code is as large as a
+    """The op gets the caller's tensors, and the generated code has no buffer as large as a
     cache."""
     inputs = decode_inputs(3, device)
     cache_numel = inputs[3].numel()
@@ -328,7 +328,7 @@ LENGTHS = (16, 17, 31, 40, 64, 65, 90, 111, 128, 200)
 
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
 def test_a_write_from_views_of_its_cache(backend, device):
-    """All of k is read before a row is written, also where the compiler writes in place."""
+    """All of k is read before a row is written, even if the compiler writes in place."""
 
     def turn(k_cache, v_cache, slots):
         ops.kv_cache_write(k_cache.view(4, 1, 8), v_cache.view(4, 1, 8), k_cache, v_cache, slots)
@@ -342,7 +342,8 @@ def test_a_write_from_views_of_its_cache(backend, device):
 
 
 def test_ten_lengths_with_a_diagonal_of_lengths_make_two_graphs(device):
-    """diagonal = k.shape[2] - q.shape[2] and a length in gemm stay symbols, forward and backward."""
+    """diagonal = k.shape[2] - q.shape[2] and a length in gemm stay symbols, forward and
+    backward."""
 
     def fn(q, k, v, w):
         q = ops.gemm(q, w)
@@ -369,8 +370,8 @@ def test_ten_lengths_with_a_diagonal_of_lengths_make_two_graphs(device):
 
 
 def test_other_places_make_no_other_graph(device):
-    """q_start and kv_start are values: one graph, forward and backward, whatever they hold; so have
-    exports."""
+    """q_start and kv_start are tensor contents: one graph serves all of them, forward and backward,
+    and so does an export."""
 
     def fn(q, k, v, q_start, kv_start):
         out = torch_gpukern.flash_attn(
@@ -409,8 +410,8 @@ def test_other_places_make_no_other_graph(device):
 
 
 def attention_of_lengths(name, q, k, window):
-    """The public functions, each number a length or a difference of lengths, which passes through
-    its default."""
+    """Calls of public functions in which every number is a length or a difference of lengths, and
+    takes its default value for some lengths."""
     if name == "flash_attn":
         return torch_gpukern.flash_attn(q, k, k, is_causal=True, diagonal=k.shape[2] - q.shape[2])
     if name == "windows":
@@ -434,7 +435,7 @@ def attention_of_lengths(name, q, k, window):
     )
 
 
-# of queries and keys; the window goes 7, 3, 5, 4, 6
+# lengths of queries and keys; the window becomes 7, 3, 5, 4, 6
 LENGTH_PAIRS = ((10, 14), (12, 12), (12, 15), (13, 13), (30, 20))
 
 
@@ -504,7 +505,7 @@ def test_ten_batches_of_paged_attention_make_two_graphs(device):
 
 
 def test_layouts_survive_the_compiler(device):
-    """Strides of results are the eager ones, also where q is stored [B, S, H, D]."""
+    """Results have the strides of eager calls, also if q is stored [B, S, H, D]."""
 
     def fn(q, k, v):
         out, lse = ops.flash_attn_fwd(q + 0, k, v)
@@ -521,7 +522,7 @@ def test_layouts_survive_the_compiler(device):
 
 
 def test_graph_has_no_foreign_ops(device):
-    """The compiled public ops stay one node each without grad."""
+    """Without gradients, each compiled public op is one node."""
     seen = []
 
     def backend(graph, inputs):
@@ -536,7 +537,7 @@ def test_graph_has_no_foreign_ops(device):
 
 
 class Model(torch.nn.Module):
-    """Every op of inference in one module."""
+    """A module with every op of inference."""
 
     def __init__(self):
         super().__init__()
@@ -577,7 +578,7 @@ def exported(s=10):
 
 
 def test_export():
-    """One exported program serves any length."""
+    """One exported program serves every length."""
     program, model = exported(), Model()
     nodes = {str(n.target) for n in program.graph.nodes}
     for op in ("gemm", "flash_attn_fwd", "paged_attn_fwd", "flash_attn_varlen", "attn_merge"):
@@ -588,7 +589,7 @@ def test_export():
 
 
 def test_aotinductor(tmp_path):
-    """The exported program, compiled ahead of time to a shared library and loaded again."""
+    """The exported program can be compiled ahead of time to a shared library and loaded again."""
     path = torch._inductor.aoti_compile_and_package(
         exported(), package_path=str(tmp_path / "model.pt2")
     )
@@ -610,7 +611,7 @@ def test_checkpoint(reentrant, device):
 
 
 def test_selective_checkpoint_sees_the_raw_op(device):
-    """A policy by op name keeps flash_attn_fwd's result and recomputes the rest."""
+    """A policy by op name keeps the results of flash_attn_fwd and recomputes everything else."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     saw = set()
@@ -658,8 +659,8 @@ BATCHED += [(name, "lse") for name, op in OPS.items() if op.has_lse and op.gradi
 
 @pytest.mark.parametrize("name,variant", BATCHED)
 def test_batches_of_gradients(name, variant, device):
-    """is_grads_batched and jacobian(vectorize=True), which run a backward under vmap, give what one
-    by one gives."""
+    """is_grads_batched and jacobian(vectorize=True), which run a backward under vmap, give the
+    results of single backwards."""
     if variant == "lse":
         call = Bound(name, "", device, torch.float64, return_lse=True)
     elif variant == "float32 of bfloat16":
@@ -699,8 +700,8 @@ def test_batches_of_gradients(name, variant, device):
 @pytest.mark.parametrize("via", (ops, torch_gpukern), ids=("op", "function"))
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.gradients])
 def test_forward_mode_is_refused(name, via, grad, device):
-    """By name, where an input has a tangent; the op has none for its result, which would read as
-    zero."""
+    """A call with a tangent is refused by name. The result would otherwise have no tangent, which
+    means zero."""
     call = Bound(name, "", device, fn=getattr(via, name))
     leaves = tuple(call.leaves)
     refused = pytest.raises(
@@ -718,7 +719,7 @@ def test_forward_mode_is_refused(name, via, grad, device):
 
 
 def test_tf32_is_asked_of_torch():
-    """As its documented attribute says, and as the setting above it does where that is not set."""
+    """TF32 follows torch's documented attribute, or the more general setting if that is not set."""
     from torch_gpukern.ops.gemm import _torch_allows_tf32
 
     matmul = torch.backends.cuda.matmul
@@ -732,7 +733,7 @@ def test_tf32_is_asked_of_torch():
 
 
 def test_without_a_wanted_gradient_there_is_no_graph(device):
-    """In grad mode, too, and the bits are those of a call that has one."""
+    """This holds in grad mode, too, and the bits are those of a call with a graph."""
     a, b = torch.rand(5, 7, device=device), torch.rand(7, 3, device=device)
     out = torch_gpukern.gemm(a, b)
     assert not out.requires_grad and out.grad_fn is None
@@ -755,7 +756,8 @@ def test_without_a_wanted_gradient_there_is_no_graph(device):
     "name,variant", [(name, variant) for name, variant in VARIANTS if OPS[name].cast]
 )
 def test_autocast_casts_the_matrices(name, variant, dtype, device):
-    """And nothing else, whatever dtype each of them has; the op and the one of all results."""
+    """Autocast casts the matrices, whatever their dtypes, and nothing else; in the op and the raw
+    op."""
     call = drawn(name, variant, device, torch.float32)
     low = call | {n: x.to(dtype) for n, x in call.items() if n in OPS[name].cast}
     last = next(n for n in reversed(call) if n in OPS[name].cast)
@@ -779,7 +781,7 @@ def test_autocast_leaves_out_dtype_alone(device):
 
 @pytest.mark.parametrize("name,variant", VARIANTS)
 def test_autocast_leaves_the_rest_alone(name, variant, device):
-    """float64 everywhere, and every dtype where an op has no rule. paged_attn follows its cache."""
+    """float64 is never cast, and ops without a rule cast nothing. paged_attn follows its cache."""
     for dtype in (torch.float64, torch.float32):
         if dtype == torch.float32 and OPS[name].cast:
             continue
@@ -800,7 +802,7 @@ def test_autocast_leaves_the_rest_alone(name, variant, device):
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 def test_autocast_of_paged_attn_follows_the_cache(dtype, device):
-    """q goes to the cache's dtype where that is 16-bit; caches and scales are never cast."""
+    """q is cast to the cache's dtype if that has 16 bits. Caches and scales are never cast."""
     gen = generator("autocast paged")
     paged = Paged(gen, [20, 9], [1, 1], 4, 2, 16, 16, 8, dtype, device)
     want = ops.paged_attn(*paged.args())
@@ -809,8 +811,8 @@ def test_autocast_of_paged_attn_follows_the_cache(dtype, device):
     assert got.dtype == dtype and same_bits(got, want)
 
 
-# Of an op that joins tensors: the call, of tensors of 16 bits and of the float32 stream that they
-# meet; and whether the 16 bits win.
+# For ops that join tensors: a call with 16-bit tensors and a float32 stream, and whether the result
+# has 16 bits.
 JOINS = {
     "rms_norm": (lambda x, y, w: torch_gpukern.rms_norm(x, w, residual=y), False),
     "layer_norm": (lambda x, y, w: torch_gpukern.layer_norm(x, w, w, residual=y), False),
@@ -851,8 +853,8 @@ SEED, ENDS = torch.tensor([3, 5]), torch.tensor([2, 5], dtype=torch.int32)
 
 @pytest.mark.parametrize("name", JOINS)
 def test_autocast_where_16_bits_meet_a_float32_stream(name, device):
-    """The widest dtype wins, as in PyTorch's own ops, but for products and the bias of one.
-    Gradients reach each in its own dtype."""
+    """The widest dtype wins, as in PyTorch's own ops, except in products and their bias. Each
+    tensor's gradient has its own dtype."""
     call, short_wins = JOINS[name]
     gen = generator("joins", name)
     x, y, w = (randn(gen, *shape, device=device) for shape in ((2, 5, 16), (2, 5, 16), (16,)))
@@ -877,7 +879,7 @@ def test_autocast_where_16_bits_meet_a_float32_stream(name, device):
 
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
 def test_autocast_backward(compiled, device):
-    """Gradients come back in the parameters' dtype, close to those of float32."""
+    """Gradients have the parameters' dtype and are close to those of float32."""
 
     def step(*tensors):
         with torch.autocast(device, dtype=torch.bfloat16):
@@ -912,7 +914,7 @@ def test_flops_of_gemm(device):
 
 
 def test_flops_of_attention(device):
-    """As SDPA counts: 4 B H Sq Sk D forward, 2.5 times that backward."""
+    """FLOPs are counted as for SDPA: 4 B H Sq Sk D forward, 2.5 times that backward."""
     gen = generator("flops attention")
     q, k, v = (randn(gen, 2, h, s, 16, device=device) for h, s in ((4, 10), (2, 30), (2, 30)))
     forward = 4 * 2 * 4 * 10 * 30 * 16
@@ -925,14 +927,14 @@ def test_flops_of_attention(device):
     assert flops(lambda: ops.flash_attn(*leaf).sum().backward()) == 3.5 * forward
     out, lse = ops.flash_attn_fwd(q, k, v)
     assert flops(lambda: ops.flash_attn_bwd(out, q, k, v, out, lse)) == 2.5 * forward
-    # values that a device holds count as the bottom-right diagonal
+    # q_start on a device is not read; it counts as the bottom-right diagonal
     places = torch.zeros(2, dtype=torch.int32, device=device)
     bottom_right = flops(lambda: ops.flash_attn(q, k, v, is_causal=True, diagonal=20))
     assert flops(lambda: ops.flash_attn(q, k, v, is_causal=True, q_start=places)) == bottom_right
 
 
 def test_flops_of_packed_and_paged_attention(device):
-    """Formulas exist, grow with the work, and count the dense case as flash_attn does."""
+    """FLOP formulas exist, grow with the work, and agree with flash_attn's in the dense case."""
     gen = generator("flops packed")
     x = randn(gen, 12, 4, 16, device=device)
     one = torch.tensor([0, 12], dtype=torch.int32, device=device)
@@ -952,7 +954,7 @@ def test_flops_of_packed_and_paged_attention(device):
 
 
 def test_fake_functions_need_no_data(device):
-    """Every op answers under FakeTensorMode with the kernel's shapes, dtypes and strides."""
+    """Under FakeTensorMode, every op returns the kernel's shapes, dtypes and strides."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     model, inputs = Model().to(device), [t.to(device) for t in model_inputs(10)]
@@ -963,8 +965,8 @@ def test_fake_functions_need_no_data(device):
 
 
 def test_a_second_copy_is_refused():
-    """A namespace that exists already is an ImportError that names both, not a crash of the
-    interpreter."""
+    """A second definition of the namespace gives an ImportError that names both files, not a crash
+    of the interpreter."""
     done = run_python(
         """
         import torch
@@ -981,8 +983,8 @@ def test_a_second_copy_is_refused():
 
 
 def test_a_second_import_takes_over():
-    """After sys.modules was purged, as by a tool that reloads: functions of either import work, and
-    so do the ops."""
+    """After a second import, for example by a tool that reloads modules, functions of both imports
+    work, and so do the ops."""
     run_python(
         """
         import gc, sys, torch
@@ -1034,8 +1036,8 @@ def test_compiled_gradients_keep_the_dtype(name, variant, dtype, device):
 
 
 def test_cached_code_is_that_of_this_version():
-    """torch's keys hold an op's name alone: code cached before an upgrade would be run with another
-    schema."""
+    """torch's cache keys contain only an op's name, so code cached before an upgrade would run with
+    another schema. A tag prevents it."""
     from torch_gpukern.ops.define import tag_compiled_code, tag_of
 
     config = torch.compiler.config
@@ -1055,8 +1057,8 @@ def test_cached_code_is_that_of_this_version():
 
 
 def test_an_upgrade_compiles_anew():
-    """The same op under another tag, as an earlier version has it, finds nothing in the cache; the
-    same version does."""
+    """With another tag, as in an earlier version, nothing is found in the cache; with the same tag
+    it is."""
 
     def hits():
         torch._dynamo.reset()
@@ -1073,15 +1075,15 @@ def test_an_upgrade_compiles_anew():
 
 
 def compiled_anew():
-    """No graph comes from a file of an earlier run. The precompiled headers, which a fresh cache
-    would lack, may."""
+    """Compiles without graphs of earlier runs. Precompiled headers, which a new cache would lack,
+    may be used."""
     return torch._inductor.config.patch(force_disable_caches=True)
 
 
 @pytest.mark.parametrize("second", ("linear", "gemm of both transposed"))
 def test_casts_of_transposed_operands_in_compiled_code(second, device):
-    """Inductor's CPU code is wrong where it casts several transposed views in one kernel: what is
-    stored is cast."""
+    """Inductor's CPU code is wrong if it casts several transposed views in one kernel, so our ops
+    cast the stored tensor instead."""
     gen = generator("transposed casts", second)
     leaves = [
         randn(gen, *s, device=device).requires_grad_() for s in ((96, 192), (192, 192), (192, 192))
@@ -1107,7 +1109,7 @@ def test_casts_of_transposed_operands_in_compiled_code(second, device):
 
 
 def test_compiled_autocast_step_of_the_demos_model(device, monkeypatch):
-    """As near to eager as bfloat16 is."""
+    """The compiled step is as close to the eager one as bfloat16 allows."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "demo"))
     demo = importlib.import_module("model")
     monkeypatch.delitem(sys.modules, "model")
@@ -1135,7 +1137,7 @@ def test_compiled_autocast_step_of_the_demos_model(device, monkeypatch):
 
 
 class NamedRMSNorm(torch.nn.Module):
-    """As transformers has it."""
+    """RMSNorm as in transformers."""
 
     def __init__(self, n):
         super().__init__()
@@ -1149,8 +1151,8 @@ class NamedRMSNorm(torch.nn.Module):
 
 @pytest.mark.parametrize("what", ("attention", "int8", "norms"))
 def test_defaults_in_two_subgraphs(what):
-    """A default that two checkpointed blocks, or two autograd Functions, read is a constant of a
-    graph of dynamic shapes."""
+    """In a graph with dynamic shapes, a default that two checkpointed blocks or two autograd
+    Functions read is a constant."""
     gen = generator("subgraphs", 0)
     x = randn(gen, 1, 2, 8, 64, dtype=torch.float32, device="cpu").requires_grad_()
     if what == "attention":

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What only a GPU has: graphs, streams, devices, memory that nobody wrote, index contents that
-nobody checked.
+"""GPU-only behaviour: graphs, streams, devices, uninitialised memory, and contents of index tensors
+that the host does not check.
 
-All of it is skipped, with the reason shown, where torch finds no CUDA device. What the ops compute
-is tested by tests/ops/ on both devices.
+Everything is skipped, with a reason, if torch finds no CUDA device. The ops' results are tested by
+tests/ops/ on both devices.
 """
 
 import json
@@ -47,14 +47,15 @@ def on_gpu(*shape, seed=0, dtype=BF16, std=1.0):
 
 
 def in_layout(letter, make, *shape):
-    """A matrix [.., rows, columns] that `make` fills in the order of its storage; T is stored
-    transposed."""
+    """A matrix [.., rows, columns] made by `make` in the order of its storage; T is stored
+    transposed.
+    """
     *batch, rows, columns = shape
     return make(*batch, rows, columns) if letter == "N" else make(*batch, columns, rows).mT
 
 
 def integer_operands(gen, layout, batch, m, n, k, dtype):
-    """a [*batch, m, k] and b [*batch, k, n] of small whole numbers, whose products are exact."""
+    """a [*batch, m, k] and b [*batch, k, n] of small integers, whose products are exact."""
 
     def make(*shape):
         return integers(gen, *shape, dtype=dtype).cuda()
@@ -89,8 +90,8 @@ def registered(name, variant):
 
 
 def calls():
-    """Every op, small: name -> function of nothing. Those of the registry, and shapes that other
-    kernels serve."""
+    """name -> a small call of each op, without arguments: the calls of the registry, and shapes
+    that other kernels serve."""
     a, b, bias = on_gpu(130, 72), on_gpu(72, 96), on_gpu(96)
     x = on_gpu(140, 128, dtype=torch.float32)
     q, k, v = qkv()
@@ -137,8 +138,8 @@ def tensors(result):
 
 @pytest.mark.parametrize("op", ("gemm", "flash_attn", "paged_attn", "kv_cache_write"))
 def test_the_very_first_call_may_stand_in_a_capture(op):
-    """Nothing of the plugin has run in the process: modules, attributes and the error word are made
-    inside."""
+    """Nothing of the plugin has run in the process, so modules, attributes and the error word are
+    created inside the capture."""
     code = {
         "gemm": "a, b = r(300, 128), r(128, 200)\nf = lambda: ops.gemm(a, b)\nw = lambda: "
         "a.double() @ b.double()",
@@ -203,8 +204,8 @@ def test_replay_gives_the_bits_of_the_call(op):
 
 
 def test_one_graph_serves_every_length_and_table():
-    """seq_lens, block_table, pages and queries change under a captured paged_attn; so do its
-    neighbours' results."""
+    """seq_lens, block_table, pages and queries change under a captured paged_attn; its results must
+    follow."""
     first = paged([64] * 5, seed=1)
     graph = torch.cuda.CUDAGraph()
     ops.paged_attn_fwd(*first.args())
@@ -227,7 +228,7 @@ def test_one_graph_serves_every_length_and_table():
 
 
 def test_one_graph_serves_every_place():
-    """q_start and kv_start change under captured attention, dense with its backward and paged."""
+    """q_start and kv_start change under captured attention, dense with backward and paged."""
     q, k, v, grad = (
         on_gpu(3, h, s, 64, seed=h + s) for h, s in ((4, 70), (2, 300), (2, 301), (4, 71))
     )
@@ -278,8 +279,8 @@ def test_one_graph_serves_every_place():
     ids=str,
 )
 def test_deterministic_gradients_of_queries_that_stand_anywhere(rules, dtype, dim):
-    """Several tiles of queries and keys: each run has the same bits, and they are those of the
-    sequences one by one."""
+    """With several tiles of queries and keys, each run has the same bits, which are those of the
+    sequences computed one by one."""
     stands = [800, 0, -200, 1099, 333]
     shapes = ((8, 600), (2, 1100), (2, 1100), (8, 600))
     q, k, v, grad = (on_gpu(5, h, s, dim, seed=i, dtype=dtype) for i, (h, s) in enumerate(shapes))
@@ -326,8 +327,8 @@ def test_one_graph_serves_every_packing():
 
 @pytest.mark.parametrize("small", [(512, 512, 512), (128, 512, 64)], ids=str)
 def test_a_result_is_read_past_a_short_neighbour(small):
-    """Launches overlap: the third product reads what the first wrote while the second, which has
-    nothing to do with them, is short enough to wait for its turn beside both."""
+    """Launches overlap. The third product reads the first one's result, while the independent
+    second product is short enough to be launched beside both."""
     a, b, c = (on_gpu(4096, 1024, seed=1), on_gpu(1024, 1024, seed=2), on_gpu(1024, 512, seed=3))
     m, n, k = small
     d, e = on_gpu(m, k, seed=4), on_gpu(k, n, seed=5)
@@ -345,7 +346,7 @@ def test_a_result_is_read_past_a_short_neighbour(small):
 
 
 def test_two_graphs_replay_at_once():
-    """No state is shared between calls: graphs on two streams, replayed together, give what each
+    """Calls share no state: graphs replayed together on two streams give the results that each
     gives alone."""
     graphs, outs, wants, streams = [], [], [], [torch.cuda.Stream() for _ in range(2)]
     for seed in range(2):
@@ -367,8 +368,8 @@ def test_two_graphs_replay_at_once():
 
 
 def attentions():
-    """Calls of flash_attn that differ in what they share: rows of a tile, blocks' parts of the
-    keys, heads in a tile."""
+    """Calls of flash_attn that differ in how work is shared: rows of a tile, parts of the keys per
+    block, heads in a tile."""
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device="cuda")
     cu = torch.tensor([0, 1, 3, 6, 7], dtype=torch.int32, device="cuda")
     cu_k = torch.tensor([0, 300, 900, 1000, 1500], dtype=torch.int32, device="cuda")
@@ -418,8 +419,9 @@ ATTENTIONS = (
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_a_row_does_not_depend_on_its_neighbours(name, dtype):
-    """Every third row stays, the others' scores become huge, or NaN: it keeps its bits, though a
-    warp votes for all its rows on whether a block of keys is taken again."""
+    """Every third row keeps its inputs while the others' scores become huge or NaN. It must keep
+    its bits, although a warp votes for all of its rows whether a block of keys is computed
+    again."""
     (q, k, v), call = attentions()[name]
     q, k, v = (x.to(dtype) for x in (q, k, v))
     want = call(q, k, v)
@@ -433,8 +435,8 @@ def test_a_row_does_not_depend_on_its_neighbours(name, dtype):
 
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attention_on_two_streams_and_in_two_graphs(name):
-    """No state is shared: calls side by side, and graphs replayed side by side, give what each
-    gives alone."""
+    """Calls share no state: concurrent calls and concurrent graph replays give the results that
+    each gives alone."""
     (q, k, v), call = attentions()[name]
     inputs = [(q, k, v), (q.flip(0), k * 2, v + 1)]
     wants, streams = [call(*x) for x in inputs], [torch.cuda.Stream() for _ in range(2)]
@@ -464,11 +466,11 @@ def test_attention_on_two_streams_and_in_two_graphs(name):
 
 @pytest.mark.parametrize("name,variant", VARIANTS)
 def test_work_stays_on_the_current_stream(name, variant):
-    """Inputs are written late on a side stream; an op that ran elsewhere would read what was there
-    before."""
+    """Inputs are written late on a side stream. An op on another stream would read the old
+    contents."""
     call, stream = Bound(name, variant, "cuda", BF16), torch.cuda.Stream()
 
-    def run(leaves):  # what is returned, and what kv_cache_write has written
+    def run(leaves):  # the result, or what kv_cache_write has written
         return [*tensors(call.results(*leaves)), *leaves]
 
     want = run([x.clone() for x in call.leaves])
@@ -524,9 +526,9 @@ def test_tensors_on_the_other_device():
 @two_devices
 @pytest.mark.parametrize("op", CALLS)
 def test_every_op_on_the_other_device(op):
-    """Its stream, its kernels' attributes and its graphs, while another device is current."""
+    """Streams, kernel attributes and graphs of a device that is not the current one."""
 
-    def alike(got, want):  # two runs of the backward may add in another order
+    def alike(got, want):  # two runs of a backward may add in different orders
         got = got.to("cuda:0")
         return same_bits(got, want) or (
             op == "flash_attn_bwd" and torch.allclose(got, want, rtol=0.02, atol=0.02)
@@ -569,7 +571,7 @@ def test_gradients_on_the_other_device():
 
 @two_devices
 def test_the_very_first_call_on_the_other_device():
-    """And what its kernel reports reaches the process."""
+    """Errors that its kernel reports also reach the process."""
     run_python(
         """
 import torch, torch_gpukern
@@ -609,7 +611,7 @@ def test_memory_comes_from_torch_alone():
 
 
 def test_results_and_workspace_are_written_before_they_are_read():
-    """Everything that torch hands out uninitialised holds NaN here; no result may show it."""
+    """All uninitialised memory from torch is filled with NaN here; no result may contain it."""
     want = {
         name: [t.clone() for t in tensors(call())]
         for name, call in calls().items()
@@ -631,8 +633,9 @@ def test_results_and_workspace_are_written_before_they_are_read():
 @pytest.mark.parametrize("n", (1022, 1023), ids=str)
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 def test_the_last_columns_have_the_same_bits_each_time(dtype, n, activation):
-    """What lies in shared memory past a matrix, here what calls before have left, takes no part in
-    a result."""
+    """Leftovers of earlier calls in shared memory, beyond the end of a matrix, do not affect a
+    result.
+    """
     a, w = on_gpu(512, 1024, dtype=dtype), on_gpu(n, 1024, dtype=dtype, std=0.03)
     want = ops.gemm(a, w.mT, activation=activation)
     for i, std in enumerate((1e-3, 0.03, 30.0)):
@@ -644,8 +647,8 @@ def test_the_last_columns_have_the_same_bits_each_time(dtype, n, activation):
 @HOPPER
 @pytest.mark.parametrize("which", ("a", "b", "both"))
 def test_unaligned_operands_are_copied(which):
-    """The copies are the workspace, and the product runs on the row of its aligned neighbour; small
-    M alone does not pay for a copy of the weights."""
+    """Copies are made in the workspace, and the product runs on the instance of the aligned call.
+    With small M, the weights are not copied."""
     m, n, k = 520, 1030, 770
     rows = {"a": on_gpu(m, k + 6)[:, :k], "b": on_gpu(n, k + 6)[:, :k]}
     offset = {
@@ -673,7 +676,7 @@ def test_unaligned_operands_are_copied(which):
 @HOPPER
 @pytest.mark.parametrize("m", (1, 16, 64))
 def test_small_m_of_weights_that_are_nowhere_dense(m):
-    """No kernel streams every second element: a copy and a product of small M are faster than plain
+    """No kernel streams every second element: a copy and a small-M product are faster than plain
     loads."""
     n, k = 4096, 2048
     a, b = on_gpu(m, k), on_gpu(k, 2 * n, seed=1)[:, ::2]
@@ -684,8 +687,8 @@ def test_small_m_of_weights_that_are_nowhere_dense(m):
 
 
 def in_nan(dense, beside, offset):
-    """The same matrix or batch of them, `offset` elements past an aligned place, with `beside` more
-    in each row; NaN in all of them."""
+    """The same matrix or batch, `offset` elements after an aligned address, with `beside` more
+    elements in each row; all other elements are NaN."""
     rows = torch.full(
         (*dense.shape[:-1], dense.shape[-1] + beside), torch.nan, dtype=dense.dtype, device="cuda"
     )
@@ -698,8 +701,8 @@ def in_nan(dense, beside, offset):
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 @pytest.mark.parametrize("m", (1, 9, 16, 33, 64))
 def test_small_m_of_unaligned_weights(m, dtype, beside):
-    """Up to 16 rows stream without a copy, more are copied first, along k and along n, at every
-    offset and at odd strides; NaN lies beside them."""
+    """Weights for up to 16 rows are streamed without a copy, for more rows they are copied first:
+    along k and n, at every offset and at odd strides, with NaN between."""
     n, k = 3080, 1037
     a = on_gpu(m, k, dtype=dtype)
     name = "gemm_skinny_misaligned_" if m <= 16 else "gemm_swapab_sm90a_"
@@ -725,8 +728,7 @@ def test_small_m_of_unaligned_weights(m, dtype, beside):
 @pytest.mark.parametrize("layout", ("NN", "NT"))
 @pytest.mark.parametrize("m", (1, 5, 16))
 def test_small_m_of_unaligned_weights_with_all_that_may_follow(m, layout):
-    """bias, c, an activation and the value before it, results at odd places; few tiles and more
-    than there are SMs."""
+    """bias, c, an activation and its preact, misaligned results; fewer and more tiles than SMs."""
     for n, k, beside, offset in (
         (2055, 300, 1, 1),
         (4099, 1024, 0, 3),
@@ -752,8 +754,8 @@ def test_small_m_of_unaligned_weights_with_all_that_may_follow(m, layout):
 
 @HOPPER
 def test_few_columns_and_strange_rows_of_unaligned_weights():
-    """The product transposed; one row for all tokens; rows that overlap; the first call of a shape
-    in a graph."""
+    """The transposed product; one row for all tokens; overlapping rows; the first call of a shape
+    inside a graph."""
     n, k = 3081, 1100
     weights = in_nan(on_gpu(n, k, seed=1), 1, 3)
     tokens = on_gpu(9, k)
@@ -784,8 +786,8 @@ def test_few_columns_and_strange_rows_of_unaligned_weights():
 
 @contextmanager
 def preferred(name, *args, preact=0, **more):
-    """The row `name` serves such calls of gemm; with its plan. explain speaks of a call without a
-    preact."""
+    """Makes the instance `name` serve such gemm calls, and returns its plan. explain describes the
+    call without preact."""
     plan = json.loads(ops.explain_gemm(*args, **more))
     assert name in plan["rows"]
     asked = plan["device"], plan["class"].replace(" preact=0 ", f" preact={preact} ")
@@ -803,8 +805,9 @@ def preferred(name, *args, preact=0, **more):
 @pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 def test_misaligned_operands_of_every_layout(dtype, layout, beside, offset):
-    """Either or both are copied first; all that may follow the sums; results and c in misaligned
-    rows; batches of either or both; one graph, any contents. NaN around the operands."""
+    """One or both operands are copied first. Every epilogue, misaligned rows of results and c,
+    batches of one or both operands, and one graph with changing contents. NaN surrounds the
+    operands."""
 
     def stored(transposed, dense, misaligned):
         dense = dense.mT if transposed else dense
@@ -865,8 +868,9 @@ def test_misaligned_operands_of_every_layout(dtype, layout, beside, offset):
 @pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 def test_ping_pong(dtype, layout):
-    """No tile for the second warpgroup, one each, several, an odd one; all that may follow the
-    sums; batches."""
+    """No tile for the second warpgroup, one tile each, several, an odd number; every epilogue;
+    batches.
+    """
     name = f"gemm_pingpong_sm90a_{'bf16' if dtype == BF16 else 'f16'}_128x176x64"
 
     def alternately(call, *args, preact=0, **more):
@@ -908,7 +912,7 @@ def test_ping_pong(dtype, layout):
                     {"c": on_gpu(m, n, seed=3, dtype=dtype), "beta": 1.0},
                     {"out_dtype": torch.float32},
                 ):
-                    # tma does not store it
+                    # TMA cannot store it
                     assert name not in json.loads(ops.explain_gemm(a, b, **more))["rows"]
 
 
@@ -919,8 +923,8 @@ def test_ping_pong(dtype, layout):
 )
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 def test_clusters_of_1_x_2(dtype, tile, layout):
-    """Three tiles high: clusters of 2 x 1 would make four, and another wave. Neither side ends with
-    a tile."""
+    """A result of three tiles in height: clusters of 2 x 1 would cover four and take another wave.
+    Neither side is a multiple of the tile."""
     family = "gemm_pingpong_sm90a" if tile == "128x176" else "gemm_sm90a"
     name = f"{family}_{'bf16' if dtype == BF16 else 'f16'}_{tile}x64"
     high, wide = map(int, tile.split("x"))
@@ -937,8 +941,8 @@ def test_clusters_of_1_x_2(dtype, tile, layout):
 
 @HOPPER
 def test_the_first_call_of_a_thread():
-    """Tensor maps are made by the driver, which asks for a context that a new thread, as autograd's
-    are, may not have yet."""
+    """The driver makes tensor maps and needs a context, which a new thread, such as autograd's, may
+    not have yet."""
     a, b, out = on_gpu(512, 512), on_gpu(512, 512, seed=1), on_gpu(512, 512)
     q, k, v, grad = (on_gpu(2, 4, 256, 64, seed=seed) for seed in range(4))
     attended, lse = ops.flash_attn_fwd(q, k, v)
@@ -948,7 +952,7 @@ def test_the_first_call_of_a_thread():
         "flash_attn_bwd": lambda: ops.flash_attn_bwd(grad, q, k, v, attended, lse),
     }
     for name, call in calls.items():
-        call()  # memory that it takes is at hand for the next call
+        call()  # so that the next call finds its memory in torch's cache
         failures = []
 
         def work(call=call, failures=failures):
@@ -966,8 +970,8 @@ def test_the_first_call_of_a_thread():
 @pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
 @pytest.mark.parametrize("dtype", (BF16, torch.float16), ids=str)
 def test_few_columns_of_many_rows(dtype, layout):
-    """Up to 64 columns take narrow tiles from 128 rows and 512 of k on; on the other side of each
-    border other kernels serve."""
+    """Up to 64 columns use narrow tiles if M >= 128 and K >= 512. Just outside each limit other
+    kernels serve."""
     name = f"gemm_sm90a_{'bf16' if dtype == BF16 else 'f16'}_64x64x128_k2"
     gen = generator("few columns", layout)
     for m, n, k, narrow in (
@@ -1015,13 +1019,13 @@ FOURS, OTHERS = (
     + [f"gemm_swapab_sm90a_bf16_{tile}" for tile in FOURS],
 )
 def test_clusters_share_and_split(name, layout):
-    """Tiles of the last wave halved along k, behind whole waves or alone, k in four parts, and four
-    or eight tiles that share operands: odd steps, parts without any, ends of the result, batches,
-    clusters that lie either way, all that may follow the sums. Small whole numbers, whose sums are
+    """Tiles of the last wave halved along k, after whole waves or alone; k in four parts; four or
+    eight tiles that share operands. Odd numbers of steps, parts without a step, edges of the
+    result, batches, both cluster orientations, every epilogue. Small integers, whose sums are
     exact."""
     gen = generator("splits of k", name, layout)
     shapes = [(1024, 1024, 4096), (1024, 1024, 2056), (1000, 200, 72)]
-    if name.endswith("_t8"):  # one edge of the result must reach into every part of the last tiles
+    if name.endswith("_t8"):  # an edge of the result must lie in every part of the last tiles
         shapes += [(200, 760, 4104), (264, 2296, 8), (2600, 3832, 1544)]
         a, b = integer_operands(gen, layout, (), 2600, 4000, 64, BF16)
         assert name not in json.loads(ops.explain_gemm(a, b))["rows"]
@@ -1046,9 +1050,8 @@ def test_clusters_share_and_split(name, layout):
 @pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
 @pytest.mark.parametrize("tile", ("128x256x16", "128x128x8", "64x64x16"))
 def test_float32_tiles(tile, layout):
-    """Every tile of plain float32, whichever the call's estimate: whole tiles, ends of them,
-    misaligned rows, batches, few steps, all that may follow the sums. Small whole numbers, whose
-    sums are exact."""
+    """Every tile of plain float32, whatever the estimate would choose: whole and partial tiles,
+    misaligned rows, batches, few steps, every epilogue. Small integers, whose sums are exact."""
     name = f"gemm_plain_f32_{tile}"
     gen = generator("float32 tiles", tile, layout)
 
@@ -1081,8 +1084,8 @@ def test_float32_tiles(tile, layout):
 
 @pytest.mark.parametrize("size", ((2048, 1152, 4096), (1000, 2100, 3000)), ids=str)
 def test_float32_of_few_large_tiles_errs_as_pytorch_does(size):
-    """144 tiles of 128 x 128 are more than an H200 has SMs; the small ones spread better, and add k
-    up in steps."""
+    """144 tiles of 128 x 128 are more than an H200's SMs. Smaller tiles spread better, and add k in
+    steps."""
     m, n, k = size
     gen = generator("f32 few tiles", size)
     a, b = (randn(gen, *shape, device="cuda") for shape in ((m, k), (k, n)))
@@ -1106,8 +1109,8 @@ def test_float32_of_few_large_tiles_errs_as_pytorch_does(size):
     ids=str,
 )
 def test_sums_alone_are_stored_as_with_all_that_may_follow(size, dtype):
-    """Sums times alpha have a store of their own, large results of small M another; batches change
-    where all of it lies."""
+    """A product with only alpha has a store of its own, and so have large results of small M.
+    Batches change all addresses."""
     m, n, k = size
     for batch in ((), (3,)) if n < 60000 else ((),):
         a, b = on_gpu(*batch, m, k, dtype=dtype), on_gpu(*batch, k, n, dtype=dtype, std=0.1)
@@ -1121,7 +1124,8 @@ def test_sums_alone_are_stored_as_with_all_that_may_follow(size, dtype):
 
 
 def test_more_than_2_31_elements():
-    """Offsets are 64 bits wide: the same rows, far apart in one allocation."""
+    """Offsets are 64 bits wide: the same rows, far apart in one allocation, give the same
+    result."""
     big = torch.empty((1 << 31) + (1 << 20), dtype=BF16, device="cuda")
     far = 1 << 31
     a = big.as_strided((2, 64, 64), (far, 64, 1))
@@ -1147,7 +1151,7 @@ def test_more_than_2_31_elements():
 
 
 def raised():
-    """What the kernels reported since the last question, as text; then nothing is left."""
+    """The text of what the kernels have reported since the last call; resets it."""
     torch.cuda.synchronize()
     try:
         torch_gpukern.check_errors()
@@ -1173,7 +1177,7 @@ def test_a_page_outside_the_cache(value):
 def test_a_length_that_cannot_be(value):
     case = paged([100, 40, 64])
     want = ops.paged_attn(*case.args())
-    # a clamped length reads the whole row of the table, whose rest points nowhere
+    # a clamped length reads the whole row of the table, whose unused entries are invalid
     case.block_table.clamp_(0, case.k_cache.shape[0] - 1)
     case.seq_lens[1] = value
     got = ops.paged_attn(*case.args())
@@ -1294,8 +1298,7 @@ def test_tf32_errs_as_pytorch_does(size, layout):
 @pytest.mark.parametrize("layout", ("NN", "NT", "TN", "TT"))
 @pytest.mark.parametrize("n", (384, 381))
 def test_tf32_with_all_that_follows(layout, n, activation):
-    """bias, c, alpha, beta, the value before the activation, a batch; n decides how results leave
-    the kernel."""
+    """bias, c, alpha, beta, preact and a batch. n decides how the kernel stores results."""
     gen = generator("tf32 all", layout, n)
     a, b = tf32_operands(gen, 260, n, 320, layout, 3)
     bias, c = randn(gen, n, device="cuda"), randn(gen, 260, n, device="cuda")
@@ -1317,8 +1320,8 @@ def test_tf32_with_all_that_follows(layout, n, activation):
 
 @HOPPER
 def test_tf32_rows_of_hopper():
-    """A product is swapped (swap-AB) where b is MN-major; a along m, and misaligned rows, are
-    copied first."""
+    """A product is computed transposed (swap-AB) if b is MN-major. An a contiguous along m, and
+    misaligned rows, are copied first."""
     gen = generator("tf32 rows")
     for layout, transposed, copies in (
         ("NN", True, 0),
@@ -1350,8 +1353,8 @@ def test_tf32_rows_of_hopper():
 
 
 def test_a_training_run_follows_the_cpu():
-    """A block of attention and linear layers trained on both devices from one start: the loss
-    curves agree."""
+    """A block of attention and linear layers is trained on both devices from the same weights; the
+    loss curves agree."""
 
     def train(device):
         gen = torch.Generator().manual_seed(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Bad input: exact type and whole text, nothing written, nothing crashed."""
+"""Invalid input: the exact type and text of errors, nothing written, no crash."""
 
 import json
 import re
@@ -14,14 +14,14 @@ cases = [(*c, ValueError) for c in VALUE_ERRORS] + [(*c, IndexError) for c in IN
 
 
 def test_the_good_calls_are_good():
-    """Each line of the table changes one thing in a call that is right otherwise."""
+    """The unchanged calls are valid, so each line of the table tests only its change."""
     for name, op in OPS.items():
         getattr(ops, name)(**op.make())
 
 
 @pytest.mark.parametrize("op,kwargs,text,error", cases, ids=ids)
 def test_error(op, kwargs, text, error):
-    """Exact type and whole text, and every argument is as it was."""
+    """The exact type and text of each error; no argument has changed."""
     unchanged = snapshot(**kwargs)
     with pytest.raises(error) as caught:
         getattr(ops, op)(**kwargs)
@@ -34,7 +34,7 @@ def test_error(op, kwargs, text, error):
     "op,kwargs,text,error", [c for c in cases if c[0] in OPS and OPS[c[0]].raw][::5]
 )
 def test_other_doors_say_the_same(op, kwargs, text, error):
-    """The raw op, the public function, explain, and a call that wants gradients."""
+    """The raw op, the public function, explain, and a call with gradients raise the same error."""
     doors = [getattr(ops, OPS[op].raw), getattr(torch_gpukern, op)]
     if error is ValueError:
         doors.append(getattr(ops, f"explain_{op}"))
@@ -74,7 +74,7 @@ def test_backward_errors(change, text):
 
 
 def test_overlapping_caches_are_refused():
-    """Views of one tensor are fine, shared memory is not."""
+    """Caches may be views of one tensor, but must not share memory."""
     both = torch.zeros(5, 2, 4, 2, 8)
     good = write(v=t(3, 2, 8), k_cache=both[:, 0], v_cache=both[:, 1])
     ops.kv_cache_write(**good)
@@ -132,7 +132,7 @@ def test_tensors_on_two_devices(op, argument):
 
 @pytest.mark.parametrize("op,kwargs", [(name, op.make()) for name, op in OPS.items()], ids=OPS)
 def test_one_tensor_on_meta_beside_the_cpu(op, kwargs):
-    """Never a crash: an error, for each argument."""
+    """Each argument on meta gives an error, never a crash."""
     tensors = [name for name, x in kwargs.items() if isinstance(x, torch.Tensor)]
     for name, x in kwargs.items():
         if name in tensors and len(tensors) > 1:
@@ -142,7 +142,7 @@ def test_one_tensor_on_meta_beside_the_cpu(op, kwargs):
 
 @pytest.mark.parametrize("op,variant", [(n, v) for n, v in VARIANTS if n != "kv_cache_write"])
 def test_meta(op, variant):
-    """All on meta: the results' shapes and dtypes, without data."""
+    """With all tensors on meta, results have the right shapes and dtypes."""
     kwargs = OPS[op].make(**OPS[op].variants[variant])
     moved = {n: x.to("meta") if isinstance(x, torch.Tensor) else x for n, x in kwargs.items()}
     got, want = getattr(ops, op)(**moved), getattr(ops, op)(**kwargs)
@@ -176,7 +176,7 @@ FAKE = [
 
 @pytest.mark.parametrize("op,kwargs,text", FAKE, ids=[f"{op}: {text}" for op, _, text in FAKE])
 def test_fake_functions_refuse_the_same(op, kwargs, text):
-    """A compiled model hears of a wrong shape when it is traced, in the same words."""
+    """Tracing a compiled model with a wrong shape raises the same error."""
     moved = {n: x.to("meta") if isinstance(x, torch.Tensor) else x for n, x in kwargs.items()}
     with pytest.raises(ValueError) as caught:
         getattr(ops, op)(**moved)
@@ -340,7 +340,7 @@ def test_check_errors_has_nothing_to_say_on_the_cpu():
 
 
 def test_unknown_arguments_are_refused():
-    """What SDPA has and we do not is an error, never ignored."""
+    """Arguments that only SDPA has raise an error; they are never ignored."""
     for name in ("attn_mask", "dropout", "bias"):
         with pytest.raises((TypeError, RuntimeError), match=name):
             ops.flash_attn(**dense(), **{name: None})
@@ -350,7 +350,7 @@ def test_unknown_arguments_are_refused():
 
 
 def test_out_of_memory_keeps_its_text():
-    """A failed allocation says which op and that memory ran out."""
+    """The error of a failed allocation names the op and says that there is no memory."""
     a, b = torch.ones(1, 1).expand(2**22, 1), torch.ones(1, 1).expand(1, 2**22)
     with pytest.raises(RuntimeError) as caught:
         ops.gemm(a, b)

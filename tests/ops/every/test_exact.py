@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The judge of float64: exact to a rounding, and the same in whatever order PyTorch adds."""
+"""The float64 reference (tests/exact.py) is exact up to a rounding, in whatever order PyTorch
+adds."""
 
 import math
 from fractions import Fraction
@@ -15,7 +16,7 @@ aten = torch.ops.aten
 
 
 class AnotherCPU(TorchDispatchMode):
-    """PyTorch as it might be elsewhere: float64 products and sums add one by one, from the last
+    """Simulates PyTorch on another CPU: float64 products and sums add one by one, from the last
     term to the first."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -48,7 +49,7 @@ class AnotherCPU(TorchDispatchMode):
 
 
 def test_another_cpu_is_another():
-    """What the tests below stand on: there, PyTorch's own results have other bits."""
+    """The tests below rely on this: PyTorch's own results have other bits there."""
     a, b = (randn(generator("other"), *s, dtype=torch.float64) for s in ((9, 301), (301, 8)))
 
     def run():
@@ -62,8 +63,7 @@ def test_another_cpu_is_another():
 
 @pytest.mark.parametrize("spread", (0, 6, 300))
 def test_products_and_sums_are_rounded_once(spread):
-    """Against rational numbers; terms of sizes that differ, too, by up to the largest of their row
-    and column."""
+    """Products and sums agree with rational numbers, also with terms of very different sizes."""
     gen = generator("rounded once", spread)
     a, b = (randn(gen, *s, dtype=torch.float64) for s in ((3, 70), (70, 4)))
     a, b = (

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Arguments by position, by another library's name, and of another type than bool: never taken for
-something else."""
+"""Arguments by position, by another library's name, and of another type than bool are never
+misinterpreted."""
 
 import inspect
 
@@ -180,8 +180,8 @@ def test_a_bool_that_a_compiler_holds_is_one():
 
 
 def test_messages_of_wrong_types():
-    """They name the op, the argument, what was expected and what came, on one line; and are what
-    torch raises, too."""
+    """Messages name the op, the argument, what was expected and what came, on one line. The types
+    of the errors are torch's."""
     t, q, index = torch.ones(4, 4), torch.ones(1, 2, 4, 8), torch.zeros(1, 1, dtype=torch.int32)
     array, nested = (
         t.numpy(),
@@ -410,7 +410,7 @@ def test_sinks_inside_autocast(to, of_q, of_sinks, device):
 
 @pytest.mark.parametrize("name", ("gemm", "flash_attn"))
 def test_a_small_call_hands_on_no_defaults(name, monkeypatch):
-    """Each argument that the schema could fill in costs an eager call, numbers most."""
+    """A small call does not pass defaults on, because each argument costs time, numbers most."""
     from torch_gpukern.ops.op import Op
 
     op = next(op for op in Op.every if op.name == name)
@@ -423,7 +423,7 @@ def test_a_small_call_hands_on_no_defaults(name, monkeypatch):
 
 @pytest.mark.parametrize("name, inside", (("gemm", "gemm"), ("flash_attn", "flash_attn_bwd")))
 def test_a_small_backward_hands_on_no_defaults(name, inside, monkeypatch):
-    """Nor does the gradient, whose op has the arguments of the call and more."""
+    """A small backward does not pass defaults on, either; its op has even more arguments."""
     from torch_gpukern.ops.op import Op
 
     op, of_gradient = (next(op for op in Op.every if op.name == n) for n in (name, inside))

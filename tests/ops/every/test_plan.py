@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A call is planned once: what gk_count_calls (csrc/core/plan.h) counts around one call of each
-op."""
+"""A call is planned once: gk_count_calls (csrc/core/plan.h) counts checks and plans around one call
+of each op."""
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +28,7 @@ class Counts(ctypes.Structure):
 
 
 def counted(call):
-    """How often `call` checked arguments, planned, and took a kernel's plan, on this thread."""
+    """How often `call` checked arguments, planned, and used a kernel's plan, on this thread."""
     count = ctypes.CDLL(_library.FILE).gk_count_calls
     before, after = Counts(), Counts()
     count(ctypes.byref(before))
@@ -87,8 +87,8 @@ def test_a_refused_call_is_checked_once_and_not_planned():
 
 
 def asked(call):
-    """How many kernels and tables of kernels were asked for a plan of `call`, those that gave none
-    among them."""
+    """How many kernels and tables of kernels were asked to plan `call`, including those that did
+    not."""
     count = ctypes.CDLL(_library.FILE).gk_count_asked
     count.restype = ctypes.c_int64
     before = count()
@@ -98,8 +98,8 @@ def asked(call):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_few_kernels_are_asked(dtype):
-    """On the CPU: of gemm those for small M and for tiles, in AMX's set for its tiles, too, and
-    there of decoding the one for few lanes; of other ops the one."""
+    """On the CPU, gemm asks the kernels for small M and for tiles, and with AMX also that for its
+    tiles. With AMX, decoding also asks the kernel for few lanes. Other ops ask one kernel."""
     lanes = 2 if torch.ops.gpukern.cpu_isa() == "amx" else 1
     for name, call, times in calls(torch.device("cpu"), dtype):
         most = 3 if name.startswith("gemm ") else lanes if name == "paged_attn" else 1
@@ -107,7 +107,7 @@ def test_few_kernels_are_asked(dtype):
 
 
 def described(m, n, k, layout, dtype, **options):
-    """What a product on an sm_90 that need not be there would do, of operands that nothing fills."""
+    """The plan of a product for an sm_90 that need not exist, with uninitialised operands."""
     a, b = (
         torch.empty(shape if side == "N" else shape[::-1], dtype=dtype)
         for side, shape in zip(layout, ((m, k), (k, n)), strict=True)
@@ -121,8 +121,8 @@ def described(m, n, k, layout, dtype, **options):
 )
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 def test_a_window_that_ends_nowhere_is_dealt_as_causal(head_dim):
-    """Every key lies in a window as wide as the sequence: tiles go in pairs that see as many keys
-    as each other, as under a causal rule."""
+    """A window as wide as the sequence hides no key: tiles are scheduled in pairs with equal work,
+    as with a causal mask."""
     q = torch.empty(2, 4, 4096, head_dim, dtype=torch.bfloat16)
 
     def tasks(**rules):
@@ -138,9 +138,9 @@ def test_a_window_that_ends_nowhere_is_dealt_as_causal(head_dim):
     not torch.ops.gpukern.cuda_kernels.default(), reason="a build without CUDA kernels"
 )
 def test_a_choice_does_not_depend_on_the_calls_before():
-    """A thread keeps the choices of its last calls: more of them than it keeps, in another order,
-    and on a thread of its own, and what alone tells two problems apart (layout, dtype, activation,
-    odd rows, batches of the same sizes) must give the same plans."""
+    """A thread caches the choices of its last calls. Plans must not depend on the cache: with more
+    calls than it holds, in another order, on a new thread, and for problems that differ only in
+    layout, dtype, activation, misaligned rows or batch."""
     sizes = [
         (m, n, k) for m in (64, 200, 1024, 4096) for n in (48, 264, 2048) for k in (72, 640, 4096)
     ]
@@ -162,14 +162,14 @@ def test_a_choice_does_not_depend_on_the_calls_before():
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(plans, forward).result()
     assert first == plans(reversed(forward)) == plans(forward)
-    for i in forward[::7]:  # each the first of its thread
+    for i in forward[::7]:  # each as the first call of a thread
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(plans, [i]).result() == [first[i]]
 
 
 def test_every_op_with_a_plan_is_explained():
-    """What the library explains is what torch_gpukern.explain offers; a call of each has a row and
-    its bytes."""
+    """torch_gpukern.explain offers exactly the ops that the library explains. A call of each names
+    an instance and its bytes."""
     known = {
         name.removeprefix("gpukern::explain_")
         for name in torch._C._dispatch_get_all_op_names()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How the ops live in a process: threads, forks, repeatability, memory, instruction sets, chosen
-rows."""
+"""The ops in a process: threads, forks, repeatability, memory, instruction sets, chosen
+instances."""
 
 import functools
 import json
@@ -96,7 +96,7 @@ def test_bits_repeat(dtype, device):
 
 
 def test_bits_do_not_depend_on_where_the_tensors_lie(device):
-    """Alignment decides nothing; on CUDA, 16 bytes of it."""
+    """Bits do not depend on alignment; on CUDA, not on alignment beyond 16 bytes."""
     gen = generator("alignment")
     for dtype in (torch.float32, torch.bfloat16):
         a, b = (
@@ -105,7 +105,7 @@ def test_bits_do_not_depend_on_where_the_tensors_lie(device):
         )
         q = randn(gen, 1, 2, 70, 64, dtype=dtype, device=device)
         want = ops.gemm(a, b), ops.flash_attn(q, q, q)
-        # on CUDA the row that loads 16 bytes at once takes none but aligned rows
+        # on CUDA, the instance that loads 16 bytes at once serves only aligned rows
         step = 1 if device == "cpu" else 16 // dtype.itemsize
         for offset in range(step, 16 * step, step):
             moved = []
@@ -144,8 +144,8 @@ def test_threads_calling_at_once():
 
 
 def test_a_call_leaves_autograd_as_it_was():
-    """It goes below autograd for as long as it lasts, also where it raises and its frame lives on
-    in the traceback."""
+    """A call disables autograd only while it runs, even if it raises and its frame stays alive in
+    the traceback."""
     key, excluded = (
         torch._C.DispatchKey.AutogradFunctionality,
         torch._C._dispatch_tls_is_dispatch_key_excluded,
@@ -168,7 +168,7 @@ def test_a_call_leaves_autograd_as_it_was():
 
 
 class Seen(TorchFunctionMode):
-    """The names of what a mode is handed."""
+    """A mode that records the names of the functions that it gets."""
 
     def __init__(self):
         self.names = []
@@ -178,7 +178,7 @@ class Seen(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-# every op that returns something; "lse": its public function is asked for that, too
+# every op with a result; "lse": also call its public function with return_lse
 CALLS = [
     (name, variant) for name, variant in VARIANTS if name not in ("kv_cache_write", "rope_kv_write")
 ]
@@ -196,8 +196,8 @@ def seen_as(name, variant):
 
 @pytest.mark.parametrize("name,variant", [c for c in CALLS if OPS[c[0]].gradients])
 def test_a_public_function_hands_on_what_wants_a_gradient(name, variant, device):
-    """Its shorter way to the Autograd kernel changes nothing: same bits and gradients as through
-    the op, which a mode and autocast still see, and as of torch.func."""
+    """A public function calls the Autograd kernel directly. It gives the bits and gradients of the
+    op and of torch.func, and modes and autocast still see the op."""
     call = bound(name, variant, device)
     leaves, wanted = call.leaves, call.want_gradients()
     out = call(*leaves)
@@ -224,7 +224,7 @@ def test_a_public_function_hands_on_what_wants_a_gradient(name, variant, device)
 
 
 class Dispatched(TorchDispatchMode):
-    """The names of the ops that a mode is handed."""
+    """A dispatch mode that records the names of the ops that it gets."""
 
     def __init__(self):
         super().__init__()
@@ -238,9 +238,9 @@ class Dispatched(TorchDispatchMode):
 @pytest.mark.parametrize("wants", ("nothing", "no gradient", "a gradient"))
 @pytest.mark.parametrize("name,variant", CALLS)
 def test_who_looks_at_calls_sees_the_op(name, variant, wants, device):
-    """A call that wants no gradient goes past the Autograd kernel, which nobody is to notice:
-    modes, subclasses, autocast, fake and meta tensors and tracers meet the op, and so do the
-    products within an Autograd kernel."""
+    """A call without a wanted gradient skips the Autograd kernel. This must not be visible: modes,
+    subclasses, autocast, fake and meta tensors and tracers see the op, also products inside an
+    Autograd kernel."""
     if wants == "a gradient" and not OPS[name].gradients:
         pytest.skip("has no gradient")
     call, op = bound(name, variant, device), seen_as(name, variant)
@@ -275,8 +275,8 @@ def test_who_looks_at_calls_sees_the_op(name, variant, wants, device):
 
 @pytest.mark.parametrize("name,variant", CALLS)
 def test_transforms_see_the_op(name, variant, device):
-    """Also those from outside another: what an inner one wants no gradient of, an outer one may
-    differentiate."""
+    """Transforms see the op, also outer ones: an outer transform may differentiate what an inner
+    one does not."""
     call = bound(name, variant, device)
     x, *rest = call.leaves
     batch = torch.vmap(call)(*(torch.stack((y, 2 * y)) for y in call.leaves))
@@ -464,8 +464,8 @@ for line in sys.stdin:
 
 @functools.cache
 def memory_server():
-    """A process that has imported torch and torch_gpukern, and has run nothing. It ends with its
-    input, which is this process's."""
+    """A process that has imported torch and torch_gpukern and has run nothing. It exits when its
+    input from this process is closed."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-c", MEMORY]
     return subprocess.Popen(
@@ -474,7 +474,7 @@ def memory_server():
 
 
 def memory(code):
-    """Peak resident memory that the last call of code added, in MiB; printed by it."""
+    """The peak resident memory in MiB that the last call in `code` added, which `code` prints."""
     server, said = memory_server(), []
     print(json.dumps(code), file=server.stdin, flush=True)
     while not (line := server.stdout.readline()).startswith("EXIT"):
@@ -486,7 +486,8 @@ def memory(code):
 
 @pytest.mark.parametrize("dtype,seq", (("float32", 32768), ("bfloat16", 65536)))
 def test_long_sequence_runs_in_little_memory(dtype, seq):
-    """head_dim 64, scores of 4 and 8 GB: under 200 MB beyond its tensors, out among them."""
+    """head_dim 64, with 4 and 8 GB of scores, takes less than 200 MB beyond its tensors, out
+    included."""
     (used,) = memory(f"""
 dtype = torch.{dtype}
 warm(dtype)
@@ -529,8 +530,8 @@ print(measure(lambda: ops.flash_attn_bwd(out, q, k, v, out, lse, **kwargs)))
 @pytest.mark.parametrize("layout", ("NN", "NT"))
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
 def test_gemm_converts_and_copies_no_operand(dtype, layout):
-    """Small M, some, and so many that all tasks share what is packed, beside a matrix of 128 MiB or
-    more."""
+    """Small and medium M, and so large an M that all tasks share the packed operand, with a matrix
+    of 128 MiB or more."""
     used = memory(f"""
 dtype = torch.{dtype}
 warm(dtype)
@@ -555,7 +556,8 @@ print(*(measure(lambda: ops.gemm(a[:rows], b)) for rows in (4, 300, 400)))
 )
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_gemm_workspace_is_bounded(dtype, m, n, k):
-    """Whatever the shape: 8 MiB of b that all tasks share, and 8 MiB for each worker."""
+    """For every shape, the workspace is at most 8 MiB of b that all tasks share, and 8 MiB per
+    worker."""
     row = json.loads(
         ops.explain_gemm(
             torch.ones((), dtype=dtype).expand(m, k), torch.ones((), dtype=dtype).expand(k, n)
@@ -586,7 +588,7 @@ print(measure(lambda: ops.paged_attn(q, *heads_first, table, lens)))
 
 
 def test_strided_inputs_are_not_copied():
-    """[B, S, H, D] storage, GQA and slices of a fused projection are read where they lie."""
+    """[B, S, H, D] storage, GQA and slices of a fused projection are read without a copy."""
     used = memory("""
 warm(torch.float32)
 qkv = rand(1, 8192, 16, 128)
@@ -599,7 +601,7 @@ print(measure(lambda: ops.flash_attn(q, k, v, window_left=200, is_causal=True)))
 
 
 def test_inference_stores_no_preact():
-    """gemm without gradients allocates its result alone."""
+    """gemm without gradients allocates only its result."""
     (used,) = memory("""
 warm(torch.float32)
 a, b = rand(8192, 64), rand(64, 4096)
@@ -688,8 +690,9 @@ print("ok")
 
 @pytest.mark.parametrize("isa", (*ISAS, "amx_emulated"))
 def test_every_isa(isa):
-    """GPUKERN_CPU runs the whole of the ops on one instruction set; one that the machine lacks is
-    an error. AMX's emulation stands in no list: it is there where avx512bf16 is."""
+    """GPUKERN_CPU runs all ops on one instruction set; a set that the machine lacks is an error.
+    AMX's
+    emulation is not listed: it is available if avx512bf16 is."""
     if isa not in MACHINE and not (isa == "amx_emulated" and "avx512bf16" in MACHINE):
         done = run_python("import torch, torch_gpukern; torch.ops.gpukern.gemm(torch.ones(2, 2), "
                           "torch.ones(2, 2))",
@@ -746,8 +749,8 @@ MICRO = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_row(row, dtype, few=False):
-    """A micro-kernel row of this dtype and of an instruction set of this machine. few: a call of so
-    small an M that AMX leaves it to avx512, as it does what is not bfloat16."""
+    """Checks that an instance is for this dtype and an instruction set of this machine. few: M is
+    so small that AMX leaves the call to avx512, as it does for other dtypes than bfloat16."""
     assert {"row", "isa", "bytes", "flops", "tile"} <= set(row), row
     assert "ref" not in row["row"] and row["isa"] in MACHINE, row
     short = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
@@ -879,7 +882,7 @@ def test_packed_and_paged_rows(dtype, mods):
 
 
 def test_causal_counts_half_the_work():
-    """Keys outside the span do not count."""
+    """Keys that no query sees do not count as work."""
     q = torch.zeros(1, 1, 4096, 64)
     full = json.loads(ops.explain_flash_attn(q, q, q))["flops"]
     causal = json.loads(ops.explain_flash_attn(q, q, q, is_causal=True))["flops"]
@@ -922,7 +925,7 @@ def test_version():
 
 
 def tiny_calls():
-    """Every kernel of the CPU that several threads share, on values whose products are subnormal."""
+    """Every multi-threaded CPU kernel, on values whose products are subnormal."""
     gen = generator("subnormal")
 
     def r(*shape, dtype=torch.float32, std=1e-20):
@@ -954,8 +957,8 @@ def tiny_calls():
 
 @pytest.mark.parametrize("flush", (True, False))
 def test_bits_do_not_depend_on_the_thread_whatever_the_mode(flush):
-    """Workers take over the caller's flush-to-zero: a pool that was made in the other mode computes
-    the same bits."""
+    """Workers use the caller's flush-to-zero mode, so a pool created in the other mode computes the
+    same bits."""
     code = f"""
 import torch
 from test_runtime import tiny_calls
@@ -981,7 +984,7 @@ for name, call in calls.items():
 
 
 def test_a_worker_keeps_its_own_mode():
-    """What a pool's threads flush is theirs: after our call they do what they did before."""
+    """The flush-to-zero mode of a pool's threads is restored after our call."""
     code = """
 import torch, torch_gpukern
 torch.set_num_threads(4)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Second derivatives: right through gemm, linear and attn_merge, refused by name through attention,
-never 0 in silence."""
+"""Second derivatives: correct through gemm, linear and attn_merge, refused by name through
+attention, never silently 0."""
 
 import pytest
 import torch
@@ -27,8 +27,8 @@ def leaves(gen, device, wanted=tuple(SHAPES)):
 @pytest.mark.parametrize("wanted", (tuple(SHAPES), ("a",), ("b",), ("bias",), ("c",)), ids="-".join)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gemm(activation, wanted, device, one_thread):
-    """An operand alone that wants a gradient too: its other operand is all that is kept, beside the
-    value before the activation."""
+    """Also with a single operand that requires a gradient: then only the other operand and the
+    preact are saved."""
     t = leaves(generator("twice", activation), device, wanted)
     run = lambda a, b, bias, c: ops.gemm(a, b, bias, c, 0.7, -1.3, activation)  # noqa: E731
     assert torch.autograd.gradgradcheck(run, t)
@@ -144,7 +144,7 @@ def test_attn_merge(device, one_thread):
 @pytest.mark.parametrize("wanted", ("q", "k", "v", "sinks"))
 @pytest.mark.parametrize("name", ("flash_attn", "flash_attn_varlen"))
 def test_attention_refuses_by_name_on_every_path(name, wanted, of, device):
-    """A graph of gradients alone does not: only a gradient through them."""
+    """create_graph alone is not refused; a gradient through the gradients is."""
     variant = {"flash_attn": "sinks", "flash_attn_varlen": "sinks, slopes"}[name]
     call = drawn(name, variant, device)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch.func over every op of the registry: grad, vjp, jacrev, vmap and what they make together."""
+"""torch.func over every op of the registry: grad, vjp, jacrev, vmap and their combinations."""
 
 import warnings
 
@@ -52,7 +52,7 @@ def wanted(loss, leaves):
 
 @pytest.mark.parametrize("name,variant", DIFFERENTIABLE)
 def test_grad_and_vjp(name, variant, device):
-    """By the function, the op, its overload and the op of all results: the bits of autograd."""
+    """The public function, the op, its overload and the raw op give the bits of autograd."""
     call = drawn(name, variant, device)
     packet = getattr(ops, name)
     every = [getattr(ops, OPS[name].raw)] if OPS[name].raw and name != "gemm" else []
@@ -86,8 +86,8 @@ def test_jacrev(name, variant, device):
 
 
 def batches(name: str, variant: str, device: str):
-    """(arguments of COPIES calls, which of them have the dimension): all floating tensors, and each
-    alone."""
+    """(arguments of COPIES calls, which of them have the extra dimension): all floating-point
+    tensors, and each alone."""
     many = drawn(name, variant, device, copies=COPIES)
     floating = [n for n, x in many.items() if isinstance(x, torch.Tensor) and x.is_floating_point()]
     for chosen in (floating, *([n] for n in floating)):
@@ -104,7 +104,8 @@ def as_tuple(x) -> tuple:
 
 @pytest.mark.parametrize("name,variant", BATCHED)
 def test_vmap_is_the_calls_one_by_one(name, variant, device):
-    """Whichever argument has the dimension, and without the warning of a slow loop."""
+    """vmap equals the calls one by one, whichever arguments have the dimension, and gives no
+    warning of a slow loop."""
     for call, chosen in batches(name, variant, device):
         for fn in (public(name), getattr(ops, OPS[name].raw or name)):
 
@@ -139,8 +140,8 @@ def test_vmap_of_no_call(name, variant, device):
     "chosen", (("q_start",), ("q", "q_start"), ("q", "k", "v", "kv_start", "q_start")), ids=str
 )
 def test_vmap_over_places(chosen, sinks, device):
-    """Of sequences that stand elsewhere in each call; with sinks, which no batch has, the calls go
-    one by one."""
+    """vmap over q_start. With sinks, which have no batch dimension, the calls are made one by
+    one."""
     call = drawn("flash_attn", "sinks, places" if sinks else "places", device)
     call.setdefault("kv_start", torch.tensor([0, 1], dtype=torch.int32, device=device))
     many = {n: torch.stack([call[n]] * COPIES) for n in chosen}
@@ -195,7 +196,7 @@ def test_gradients_of_each_sample(name, variant, device):
 
 
 def test_second_derivatives(device):
-    """gemm has them, an attention refuses by name."""
+    """gemm has second derivatives; attention refuses them by name."""
     a, b = torch.rand(3, 8, device=device).double(), torch.rand(8, 8, device=device).double()
 
     def twice(fn):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What flash_attn_fwd_sm90a stands on, compiled for the host: its tile order
+"""Parts of flash_attn_fwd_sm90a, compiled for the host: its tile order
 (csrc/cuda/attn/forward/fwd_schedule.cuh), its operands in shared memory (wgmma_panels of
-csrc/cuda/layout/wgmma.cuh) and the registers that two products share. Its barriers are in
-test_pipeline_attn.py.
+csrc/cuda/layout/wgmma.cuh), and the registers that two products share. test_pipeline_attn.py tests
+its barriers.
 """
 
 import os

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The barrier protocol of Hopper's gemm (csrc/cuda/product/gemm/hopper.cuh) as a model: mbarriers,
-one copying thread and WGS warpgroups in each block of a cluster, copies and products that end
-whenever they like, under random schedules.
+"""A model of the barrier protocol of Hopper's gemm (csrc/cuda/product/gemm/hopper.cuh), run under
+random schedules. It has mbarriers, and in each block of a cluster a copying thread and several
+warpgroups. Copies and products may end at any time.
 
-A run fails when nothing can go on, when a copy lands in a stage that a product still reads, when a
-product reads bytes that are not those of its step, when parts of sums meet the wrong tile, or when
-something reaches a block that has left. Each rule of the protocol is then broken in turn, and the
-model must see it.
+A run fails if nothing can proceed, if a copy lands in a stage that a product still reads, if a
+product reads bytes of another step, if partial sums are added to the wrong tile, or if something
+reaches a block that has exited. Then each rule of the protocol is broken in turn, and the model
+must detect it.
 """
 
 import functools
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 SCHEDULES = 60_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 10_000
-# of a stage and of the sums that a warpgroup sends; units of no meaning
+# bytes of a stage's operands and of the sums that a warpgroup sends; arbitrary numbers
 A_BYTES, B_BYTES, SUM_BYTES = 12, 12, 8
 WARPS = 4
 
@@ -33,10 +33,11 @@ CUDA = Path(__file__).resolve().parents[3] / "csrc" / "cuda"
 
 @functools.cache
 def arrivals(source, barrier, which=0, warps=WARPS, **names):
-    """How many arrivals end a phase of a barrier: what the kernel's source says where it makes it,
-    so that a count that is changed there breaks the model. which: of several such places; names:
-    values of what the source names; warps: of a warpgroup in the model, in place of the kernel's 4,
-    and of 128 threads."""
+    """The arrivals that end a phase of a barrier, read from the kernel's source where the barrier
+    is initialised. So a count that changes there breaks the model.
+
+    which: selects one of several such places. names: values of names in the source. warps: the
+    warps of a warpgroup in the model, instead of the kernel's 4 (128 threads)."""
     made = rf"(?:{re.escape(barrier)}\.init\(|mbarrier_init\({re.escape(barrier)}, |bar_(?:sync|arrive)\({re.escape(barrier)}, )([^;]*?)\)[,;]"  # noqa: E501
     found = re.findall(made, (CUDA / source).read_text())
     expression = re.sub(r"\w+::", "", found[which])
@@ -46,8 +47,8 @@ def arrivals(source, barrier, which=0, warps=WARPS, **names):
 
 
 class Barrier:
-    """A phase ends when `count` arrivals have come and no announced byte is missing; bytes may come
-    before they are announced, so that the count of missing ones goes below 0 for a while."""
+    """An mbarrier. A phase ends when `count` arrivals have come and no announced byte is missing.
+    Bytes may come before they are announced, so the missing bytes may be negative for a while."""
 
     __slots__ = ("count", "pending", "missing", "phase")
 
@@ -72,8 +73,8 @@ class Barrier:
             self.pending = self.count
 
     def ended(self, parity):
-        """mbarrier.try_wait.parity: before its first phase has ended, a barrier says yes to parity
-        1."""
+        """mbarrier.try_wait.parity. Before its first phase has ended, a barrier returns true for
+        parity 1."""
         return self.phase & 1 != parity
 
 
@@ -82,7 +83,7 @@ def ended(barrier, parity):
 
 
 class Sync:
-    """bar.sync and barrier.cluster: who comes goes on when `count` have come."""
+    """bar.sync and barrier.cluster: agents proceed when `count` of them have arrived."""
 
     def __init__(self, count):
         self.count = count
@@ -95,8 +96,8 @@ class Sync:
 
 
 def interleave(agents, events, rng):
-    """Runs agents, which yield None or what they wait for, and the events that they leave, in any
-    order."""
+    """Runs agents, and the events that they start, in random order. An agent yields None, or a
+    function that returns whether it may proceed."""
     agents = [[agent, None] for agent in agents]
     # one may hardly ever come to run, or the copies and products
     slow = rng.randrange(2 * len(agents))
@@ -137,11 +138,11 @@ class Kernel:
     stages: int = 3
     tiles: int = 2
     steps: int = 4  # of k, before it is cut into parts
-    # tf32.cuh: fragments of a are loaded two products ahead, four products a step
+    # tf32.cuh: fragments of a are loaded two products ahead, with four products per step
     swapab: bool = False
-    halved: bool = False  # one more tile, halved along k between the two blocks of a pair
-    ping_pong: bool = False  # each warpgroup has whole tiles, and multiplies while the other stores
-    broken: str = ""  # the rule that is not kept
+    halved: bool = False  # one more tile, whose k is divided between the two blocks of a pair
+    ping_pong: bool = False  # warpgroups have whole tiles; one multiplies while the other stores
+    broken: str = ""  # the rule that is broken
 
     @property
     def blocks(self):
@@ -154,7 +155,7 @@ class Cluster:
     def __init__(self, kernel, rng):
         k = self.k = kernel
         self.rng = rng
-        self.events = []  # copies on their way and products that run
+        self.events = []  # copies and products in flight
         self.neighbours = k.cm + k.cn - 1
         schedule = (
             "pingpong_" if k.ping_pong and k.broken != "ping-pong: both count as consumers" else ""
@@ -185,10 +186,10 @@ class Cluster:
             else arrivals("product/gemm/gemm_pingpong_sm90a.cu", "order_s")
         )
         self.turns = [[Barrier(turn_count) for _ in range(k.warpgroups)] for _ in blocks]
-        # piece -> the step whose bytes it holds
+        # for each stage: part of the stage -> the step whose bytes it contains
         self.stages = [[{} for _ in stages] for _ in blocks]
         self.reading = [[0 for _ in stages] for _ in blocks]
-        # distance of the sender -> the tile that came
+        # distance of the sender -> the tile whose sums arrived
         self.sums = [[{} for _ in range(k.warpgroups)] for _ in blocks]
         self.at_end = 0
         self.running = [1 + k.warpgroups for _ in blocks]
@@ -273,7 +274,7 @@ class Cluster:
                         (self.land, there, stage, ("b", b_part), (tile, k), B_BYTES // cm)
                     )
                 stage, parity = self.next_of(stage, parity)
-        # all have released theirs
+        # all consumers have released their stages
         for _ in range(self.k.stages if broken != "no barrier at the end" else 0):
             empty, before = self.empty[block][stage], parity ^ 1
             yield lambda empty=empty, before=before: empty.ended(before)
@@ -282,7 +283,7 @@ class Cluster:
 
     # ---- products ----
     def finish(self, block, queue):
-        """The oldest product of a warpgroup is done."""
+        """The oldest product of a warpgroup ends."""
         stage, step = queue.pop(0)
         self.reading[block][stage] -= 1
         self.see(block, stage, step)
@@ -306,8 +307,8 @@ class Cluster:
             yield None
 
     def products_swapab(self, block, tile, stage, parity):
-        """multiply_swapab: fragments are read when they are loaded, b while a product runs. Returns
-        stage and parity."""
+        """multiply_swapab: fragments of a are read when they are loaded, b while a product runs.
+        Returns stage and parity."""
         broken, queue, steps = self.k.broken, [], self.steps_of(block, tile)
         for k in steps:
             full, fresh = self.full[block][stage], k == steps[0]
@@ -340,8 +341,8 @@ class Cluster:
         return stage, parity
 
     def tell(self, block, warpgroup):
-        """Each warp tells the other warpgroup that it is its turn; what a block's last tile tells,
-        nobody awaits."""
+        """Each warp lets the other warpgroup proceed. After a block's last tile, no warpgroup waits
+        for it."""
         for _ in range(WARPS):
             self.reach(block)
             self.turns[block][warpgroup ^ 1].arrive()
@@ -433,7 +434,7 @@ class Cluster:
                 yield None
 
     def ring_lands(self, warpgroup):
-        """The second block's sums, in the first one's ring."""
+        """The second block's sums arrive in the first block's ring."""
         if any(self.reading[0]):
             raise Wrong("a stage is overwritten while it is read")
         self.stages[0] = [{} for _ in self.stages[0]]
@@ -549,4 +550,5 @@ BROKEN = {  # rule -> a cluster that shows it, and what may then go wrong first
 def test_a_broken_rule_is_seen(rule):
     cluster, what = BROKEN[rule]
     with pytest.raises(Wrong, match=what):
-        schedules(replace(CLUSTERS[cluster], broken=rule), 4000, rule)  # some show in 1 of 300
+        # some broken rules show in only 1 of 300 schedules
+        schedules(replace(CLUSTERS[cluster], broken=rule), 4000, rule)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The barrier protocol of flash_attn_fwd_sm90a.cu as a model, run as test_pipeline.py runs that of
-gemm_sm90a.cu: the thread that finds tiles, the thread that loads, and the warps of the consumer
-warpgroups, whose copies, products and stores end whenever they like.
+"""A model of the barrier protocol of flash_attn_fwd_sm90a.cu, run like that of gemm_sm90a.cu in
+test_pipeline.py. It has the thread that finds tiles, the thread that loads, and the warps of the
+consumer warpgroups. Copies, products and stores may end at any time.
 
-A product of a warpgroup begins to read when its first warp issues it, and is over for all its warps
-at once, after the products before it. A run fails when nothing can go on, when a stage, a row of Q
-or a tile's description is overwritten while it is read, when anything reads bytes that are not its
-own, or when something is under way in a block that has left. Then each rule is broken in turn.
+A product of a warpgroup begins to read when its first warp issues it. It ends for all its warps at
+the same time, after the products before it. A run fails if nothing can proceed, if a stage, a row
+of Q or a tile's description is overwritten while it is read, if anything reads the wrong bytes, or
+if something is in flight in a block that has exited. Then each rule is broken in turn.
 """
 
 import itertools
@@ -18,8 +18,8 @@ import pytest
 from test_pipeline import Barrier, Sync, Wrong, arrivals, ended, interleave
 
 SCHEDULES = 30_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 3_000
-WARPS = 2  # of a warpgroup; the kernel has four
-BOXES, BOX = 2, 3  # a copy's panels, and the bytes of one; units of no meaning
+WARPS = 2  # warps of a warpgroup; the kernel has four
+BOXES, BOX = 2, 3  # panels of a copy, and bytes of a panel; arbitrary numbers
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Kernel:
     stages: int = 2
     ordered: bool = True
     overlap: bool = True
-    descriptions: int = 2  # of descriptions; the kernel has four
-    broken: str = ""  # the rule that is not kept
+    descriptions: int = 2  # buffers for descriptions; the kernel has four
+    broken: str = ""  # the rule that is broken
 
     def block(self, rng):
         return Block(self, [Tile.any(self.warpgroups, rng) for _ in range(rng.randint(1, 4))], rng)
@@ -38,13 +38,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Tile:
-    blocks: int  # of keys
-    own: tuple  # of these, how many a warpgroup's rows see
-    ragged: bool  # the last block of V has rows that may hold NaN
-    # the last block comes first (fwd_block): a warpgroup passes the blocks that it does not see
-    # before its own
+    blocks: int  # blocks of keys
+    own: tuple  # how many of them the rows of each warpgroup see
+    ragged: bool  # the last block of V has rows that may contain NaN
+    # Blocks come last to first (fwd_block): a warpgroup passes the blocks that it does not see before
+    # its own.
     backwards: bool
-    unseen: tuple  # else, in a window: how many of the first blocks a warpgroup's rows do not see
+    # If not backwards, with a window: how many of the first blocks a warpgroup's rows do not see.
+    unseen: tuple
 
     def lead(self, group):
         if self.backwards:
@@ -101,7 +102,7 @@ class Block:
             ("tma", "tma", "direct", "parts") if kernel.q_buffers == 2 else ("registers", "parts")
         )
         self.store_kind = rng.choice(kinds)
-        self.events = []  # copies, products and stores on their way
+        self.events = []  # copies, products and stores in flight
         warps = k.warpgroups * WARPS
 
         def counts(ring, **names):
@@ -127,11 +128,11 @@ class Block:
             "k": Ring(k.stages, counts("KvRing(smem_s + S::K_RING")),
             "v": Ring(k.stages, counts("KvRing(smem_s + S::V_RING")),
         }
-        # the tile that a description is of; None while it is written
+        # the tile of each description; None while it is written
         self.told = [None] * k.descriptions
         self.held = {name: [{} for _ in range(ring.stages)] for name, ring in self.rings.items()}
         self.reading = {name: [0] * ring.stages for name, ring in self.rings.items()}
-        # warps that have cleared their rows of V's tail
+        # for each stage: the warps that have cleared their rows of V's tail
         self.cleared = [set() for _ in range(k.stages)]
         groups = range(k.warpgroups)
         self.turns = [
@@ -145,9 +146,9 @@ class Block:
         self.products = [[] for _ in groups]  # of a warpgroup, in order
         self.done = [0 for _ in groups]
         self.issued = [0] * warps
-        # the block that a warp's scores, its weights and those that are an operand are of
+        # for each warp: the blocks of its scores, its weights, and its weights as an operand
         self.s, self.w, self.p = [None] * warps, [None] * warps, [None] * warps
-        self.ready = [False] * warps  # s is of the tile that comes
+        self.ready = [False] * warps  # whether s belongs to the next tile
         self.storing = [0] * warps
         self.alive = 2 + warps
 
@@ -246,7 +247,7 @@ class Block:
 
     # ---- products of a warpgroup ----
     def see(self, group, product):
-        """What a product reads must be its own, at its beginning and its end."""
+        """Checks that a product reads the right bytes, at its beginning and at its end."""
         rows = range(group * WARPS, group * WARPS + WARPS)
         if product.kind == "scores":
             q, k = product.n % self.k.q_buffers, product.step % self.k.stages
@@ -266,7 +267,7 @@ class Block:
             raise Wrong("a product reads rows past the sequence")
 
     def mark(self, product, count):
-        """The stages that a product reads."""
+        """Marks the stages that a product reads."""
         if product.kind == "scores":
             self.reading["q"][product.n % self.k.q_buffers] += count
             self.reading["k"][product.step % self.k.stages] += count
@@ -345,7 +346,7 @@ class Block:
         end = first + t.own[group]
         k, v = self.rings["k"], self.rings["v"]
         ahead = self.k.q_buffers == 2
-        # weights are packed under the next scores, which are issued early too
+        # weights are packed while the next scores, which are issued early, are computed
         late = overlap and ahead
 
         def scores(j):
@@ -415,13 +416,13 @@ class Block:
             self.w[me] = n, j
             if not overlap or broken == "weights packed before the wait":
                 self.p[me] = self.w[me]
-            # a wait that is over already ends a basic block: on what this warp itself holds
+            # a wait that is already satisfied ends a basic block; it waits for something this warp has
             if overlap:
                 held = self.rings["q"].is_full(n) if ahead else lambda: True
                 yield v.is_full(step + j - 1) if broken == "v awaited again" else held
                 yield self.wait_group(group, w, 0)
                 release_v(j - 1)
-                self.weights(me, n, j)  # a row may take the block again
+                self.weights(me, n, j)  # a row may compute the block again
             if not late:
                 self.p[me] = self.w[me]
         if late:
@@ -446,8 +447,8 @@ class Block:
         release_v(end - 1)
 
     def last_and_next(self, group, w, n, step, end, clear_tail, release_v):
-        """The last values of tile n and the first scores of tile n + 1 in one turn; the store runs
-        under the scores."""
+        """Issues the last values of tile n and the first scores of tile n + 1 together. The store
+        overlaps with the scores."""
         broken, k, v, blocks = self.k.broken, self.rings["k"], self.rings["v"], self.tell(n).blocks
         me, then = group * WARPS + w, step + blocks
         if broken != "next q not awaited":
@@ -474,9 +475,9 @@ class Block:
             k.release(then)
 
     def passes(self, group, w, step, blocks):
-        """Consumer::pass. One warp releases for all: each must have seen the stage full before, or
-        it would wait for a phase that is two behind. A turn brings a warpgroup's warps together as
-        a barrier of their own does."""
+        """Consumer::pass. One warp releases the stage for all, so each warp must have seen the
+        stage full before. Otherwise it would wait for a phase two phases ago. A warpgroup's turn
+        synchronises its warps, as a barrier of their own would."""
         broken, k, v = self.k.broken, self.rings["k"], self.rings["v"]
         late = broken == "pass: released before all warps have waited"
 
@@ -680,4 +681,5 @@ BROKEN = {  # kernel and rule -> what may then go wrong first
 @pytest.mark.parametrize("kernel, rule", BROKEN)
 def test_a_broken_rule_is_seen(kernel, rule):
     with pytest.raises(Wrong, match=BROKEN[kernel, rule]):
-        schedules(replace(KERNELS[kernel], broken=rule), 4000, rule)  # some show in 1 of 300
+        # some broken rules show in only 1 of 300 schedules
+        schedules(replace(KERNELS[kernel], broken=rule), 4000, rule)

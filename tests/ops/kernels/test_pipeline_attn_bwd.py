@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The barrier protocol of flash_attn_bwd_sm90a.cu as a model, run as test_pipeline_attn.py runs
-the forward's: the warp that loads, and the warps of two consumer warpgroups, whose copies and
-products end whenever they like.
+"""A model of the barrier protocol of flash_attn_bwd_sm90a.cu, run like that of the forward in
+test_pipeline_attn.py. It has the warp that loads, and the warps of two consumer warpgroups. Copies
+and products may end at any time.
 
-A product of a warpgroup begins to read when its first warp issues it, and is over for all its warps
-at once, after the products before it. A run fails when nothing can go on, when a stage of Q or dO
-or a buffer of dS is overwritten while it is read, or when anything reads bytes that are not its
-own. Then each rule is broken in turn.
+A product of a warpgroup begins to read when its first warp issues it. It ends for all its warps at
+the same time, after the products before it. A run fails if nothing can proceed, if a stage of Q or
+dO or a buffer of dS is overwritten while it is read, or if anything reads the wrong bytes. Then
+each rule is broken in turn.
 """
 
 import itertools
@@ -19,8 +19,8 @@ from test_pipeline import Barrier, Sync, Wrong, arrivals, ended, interleave
 from test_pipeline_attn import Ring, schedules
 
 SCHEDULES = 10_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 800
-GROUPS, WARPS = 2, 2  # warpgroups, and warps of one; the kernel has four
-BOXES, BOX = 2, 3  # a copy's panels, and the bytes of one; units of no meaning
+GROUPS, WARPS = 2, 2  # warpgroups, and warps of a warpgroup; the kernel has four warps
+BOXES, BOX = 2, 3  # panels of a copy, and bytes of a panel; arbitrary numbers
 
 
 def made(barrier):
@@ -30,8 +30,8 @@ def made(barrier):
 @dataclass(frozen=True)
 class Kernel:
     stages: int = 2
-    buffers: int = 2  # of dS
-    broken: str = ""  # the rule that is not kept
+    buffers: int = 2  # buffers of dS
+    broken: str = ""  # the rule that is broken
 
     def block(self, rng):
         return Block(self, [rng.random() < 0.3 for _ in range(rng.randint(0, 6))], rng)
@@ -43,7 +43,7 @@ class Block:
 
     def __init__(self, kernel, ragged, rng):
         self.k, self.ragged, self.rng = kernel, ragged, rng
-        self.events = []  # copies and products on their way
+        self.events = []  # copies and products in flight
         self.ring = Ring(kernel.stages, made("typename S::Ring(smem_s + S::RING)"))
         self.raw = Barrier(made("smem_s + S::RAW"))
         self.held = {name: [{} for _ in range(kernel.stages)] for name in "qo"}
@@ -51,7 +51,7 @@ class Block:
         self.ds = [[None] * (GROUPS * WARPS) for _ in range(kernel.buffers)]
         self.reading_ds = [0] * kernel.buffers
         self.meeting = Sync(made("BAR_CONSUMERS"))
-        # of a warpgroup, in order: [kind, step, warps that issued it]
+        # for each warpgroup, in order: [kind, step, warps that issued it]
         self.products = [[] for _ in range(GROUPS)]
         self.done = [0] * GROUPS
         self.issued = [0] * (GROUPS * WARPS)
@@ -200,16 +200,18 @@ def test_a_broken_rule_is_seen(rule):
 
 
 def test_one_buffer_of_ds_is_too_few():
-    """With one, a warpgroup would store dS while the other's dQ of the step before still reads it."""
+    """With one buffer, a warpgroup would store dS while the other's dQ of the previous step reads
+    it."""
     with pytest.raises(Wrong, match="dS is overwritten|other dS"):
         schedules(replace(Kernel(), buffers=1), 4000, "one buffer")
 
 
-# ---- the turns of ordered kernels: a grid, not a block ----
+# ---- the order of additions in deterministic kernels, over a grid ----
 def run_turns(visits, sms, rng):
-    """visits[x]: the tiles that block number x adds to, in its order; at a tile, blocks of lower
-    numbers go first. Blocks start in the order of their numbers, `sms` at a time. The order of
-    additions at each tile; Wrong where nothing can go on."""
+    """Simulates ordered additions. visits[x] lists the tiles that block x adds to, in its order. At
+    each tile, blocks with lower numbers add first. Blocks start in the order of their numbers,
+    `sms` at a time. Returns the order of additions at each tile; raises Wrong if nothing can
+    proceed."""
     before = [
         {t: sum(t in other for other in visits[:x]) for t in tiles}
         for x, tiles in enumerate(visits)
@@ -234,8 +236,8 @@ def play(visits, before, sms, rng):
 
 
 def visits_of(rng, up):
-    """Under a bound on the right the tiles [lo, hi) of a block rise with its keys, and the last
-    keys have the lowest number."""
+    """The visits of blocks under a bound on the right: the tiles [lo, hi) of a block rise with its
+    keys, and the last keys have the lowest block number."""
     blocks, tiles = rng.randint(1, 12), rng.randint(1, 15)
     lo = sorted(rng.randint(0, tiles - 1) if up else 0 for _ in range(blocks))
     hi = sorted(rng.choice((tiles, rng.randint(max(lo) + 1, tiles))) for _ in range(blocks))
@@ -253,8 +255,8 @@ def test_turns_never_stop_the_grid_and_keep_one_order():
 
 
 def test_turns_in_an_order_that_wraps_stop_a_grid_larger_than_the_machine():
-    """What BwdOrderedStep says no to: each block begins at another tile, and at a tile the one that
-    begins there goes first."""
+    """The order that BwdOrderedStep avoids: each block begins at a different tile, and the block
+    that begins at a tile adds first. A grid larger than the machine would stop."""
     blocks = 8
     visits = [[(x + n) % blocks for n in range(blocks)] for x in range(blocks)]
     before = [{t: (t - x) % blocks for t in range(blocks)} for x in range(blocks)]
@@ -263,10 +265,10 @@ def test_turns_in_an_order_that_wraps_stop_a_grid_larger_than_the_machine():
         play(visits, before, blocks - 1, random.Random(0))
 
 
-# ---- the turns of ordered kernels: within a block ----
+# ---- the order of additions in deterministic kernels, within a block ----
 class Turns:
-    """keep_order() beside the warps that add. others[n]: the blocks before have added to the tile
-    of step n, when they like."""
+    """keep_order() and the warps that add. others[n]: whether the blocks before have added to the
+    tile of step n, which happens at any time."""
 
     def __init__(self, steps, broken, rng):
         self.steps, self.broken, self.rng = steps, broken, rng

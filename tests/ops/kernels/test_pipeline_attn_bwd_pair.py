@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The barrier protocol of flash_attn_bwd_wide_sm90a.cu as a model, run as test_pipeline_attn_bwd.py
-runs that of the narrower kernel: two blocks of a pair, in each the warp that loads, the warp that
-sends dS to the other block, and the warps of two warpgroups, whose copies and products end whenever
-they like. That the other block has read a dS needs no barrier: it sends its own of the step after
-only when both its warpgroups are through with this one.
+"""A model of the barrier protocol of flash_attn_bwd_wide_sm90a.cu, run like that of the narrower
+kernel in test_pipeline_attn_bwd.py. It has the two blocks of a pair. Each has the warp that loads,
+the warp that sends dS to the other block, and the warps of two warpgroups. Copies and products may
+end at any time. No barrier says that the other block has read a dS: the other block sends its dS of
+the next step only after both of its warpgroups have finished this step.
 
-A run fails when nothing can go on, when something is overwritten while it is read, when anything
-reads bytes of another step, or when a copy or an arrival reaches a block that has left. Then each
-rule is broken in turn.
+A run fails if nothing can proceed, if something is overwritten while it is read, if anything reads
+bytes of another step, or if a copy or an arrival reaches a block that has exited. Then each rule is
+broken in turn.
 """
 
 import os
@@ -19,7 +19,7 @@ from test_pipeline import Sync, Wrong, arrivals, interleave
 from test_pipeline_attn import Ring
 
 SCHEDULES = 10_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 500
-WARPS = 2  # of a warpgroup; the kernel has four
+WARPS = 2  # warps of a warpgroup; the kernel has four
 WEIGHTS, GRADIENTS = 0, 1  # the warpgroups
 READS = {
     "s": "q",
@@ -28,17 +28,18 @@ READS = {
     "dk": "q",
     "dq": ("ds",),
     "dq of peer": ("peer ds",),
-}  # a product, and what it reads
+}  # product -> what it reads
 
 
 @dataclass(frozen=True)
 class Kernel:
     o_stages: int = 1
-    broken: str = ""  # the rule that is not kept
+    broken: str = ""  # the rule that is broken
 
 
 class Place:
-    """A place in shared memory: the step whose bytes it holds, by part, and how many read it."""
+    """A buffer in shared memory: the step whose bytes it contains, by part, and how many
+    products read it."""
 
     def __init__(self, name, parts=1):
         self.name, self.held, self.reading = name, [None] * parts, 0
@@ -76,7 +77,7 @@ class Block:
         self.p_ready, self.ds_ready, self.own_ds = Sync(2 * WARPS), Sync(2 * WARPS), Sync(WARPS)
         sent = arrivals(
             "attn/backward/bwd_producer.cuh", "BAR_SENT_DS + (n & 1)", warps=WARPS
-        )  # a warpgroup, and the warp that sends
+        )  # the other warpgroup, and the warp that sends
         self.ds_sent = [Sync(sent) for _ in range(2)]
         self.products, self.issued, self.done = [[], []], [[0] * WARPS, [0] * WARPS], [0, 0]
 
@@ -87,7 +88,7 @@ class Block:
         yield self.whole(self.send())
 
     def whole(self, agent):
-        """A warp, and the barrier of the cluster at its end."""
+        """Runs a warp, then the cluster barrier at its end."""
         yield from agent
         if self.k.broken != "left alone":
             yield self.meeting.arrive()
@@ -178,7 +179,7 @@ class Block:
             self.issue(WEIGHTS, w, "s", n)
             yield self.wait_group(WEIGHTS, w)
             self.p[w].write(n)
-            self.p_ready.arrive()  # bar.arrive: goes on
+            self.p_ready.arrive()  # bar.arrive does not wait
             if self.k.broken != "dO not awaited":
                 yield self.o_ring.is_full(n)
             self.issue(WEIGHTS, w, "dv", n)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The barrier protocol of flash_attn_fp8_sm90a.cu as a model, run as test_pipeline_attn.py runs
-that of flash_attn_fwd_sm90a.cu: the thread that finds tiles, the thread that loads, the warps that
-transpose V and copy its mean, and the warps of the consumer warpgroups.
+"""A model of the barrier protocol of flash_attn_fp8_sm90a.cu, run like that of
+flash_attn_fwd_sm90a.cu in test_pipeline_attn.py. It has the thread that finds tiles, the thread
+that loads, the warps that transpose V and copy its mean, and the warps of the consumer warpgroups.
 
-A run fails when nothing can go on, when a stage, a mean or a tile's description is overwritten
-while it is read, or when anything reads bytes that are not its own. Then each rule is broken in
-turn.
+A run fails if nothing can proceed, if a stage, a mean or a tile's description is overwritten while
+it is read, or if anything reads the wrong bytes. Then each rule is broken in turn.
 """
 
 import itertools
@@ -17,20 +16,20 @@ from test_pipeline import Barrier, Sync, Wrong, arrivals, interleave
 from test_pipeline_attn import MANY, OTHER, OVERWRITTEN, STUCK, Product, Ring, schedules
 
 SCHEDULES = 20_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 800
-WARPS = 2  # of a warpgroup; the kernel has four
+WARPS = 2  # warps of a warpgroup; the kernel has four
 TRANSPOSERS = 2
-BOX = 3  # the bytes of a copy; a unit of no meaning
+BOX = 3  # bytes of a copy; an arbitrary number
 
 
 @dataclass(frozen=True)
 class Kernel:
     warpgroups: int = 2
-    stages: int = 2  # of K and of V transposed; the kernel has four
+    stages: int = 2  # stages of K and of transposed V; the kernel has four
     descriptions: int = 2  # the kernel has four
     q_buffers: int = 2
-    # else a block that is taken again is multiplied again, by all warps of the warpgroup
+    # if False, a block that is computed again is multiplied again, by all warps of the warpgroup
     keeps_scores: bool = True
-    broken: str = ""  # the rule that is not kept
+    broken: str = ""  # the rule that is broken
 
     def block(self, rng):
         tiles = []
@@ -48,8 +47,8 @@ class Kernel:
 
 
 class Block:
-    """A block of the kernel; the names are the kernel's. A tile is its blocks of keys, and how many
-    each warpgroup's rows see."""
+    """A block of the kernel, with the kernel's names. A tile is given by its number of blocks of
+    keys, and how many of them each warpgroup's rows see."""
 
     def __init__(self, kernel, tiles, rng):
         k = self.k = kernel

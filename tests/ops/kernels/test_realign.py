@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Misaligned matrices, compiled for the host: their copies (csrc/cuda/product/gemm/realign.cuh) and
-their rows on the way to a tile in shared memory (misaligned.cuh): what they hold, and that nothing
-is read outside.
+"""Misaligned matrices, with the kernels' code compiled for the host: copies of them
+(csrc/cuda/product/gemm/realign.cuh) and loads of their rows to shared memory (misaligned.cuh).
+Contents must be right, and nothing outside may be read.
 """
 
 import os
