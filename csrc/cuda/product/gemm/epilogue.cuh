@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* epilogue.cuh: what every gemm kernel does with its sums:
  *   preact = alpha sum + beta c + bias     out = activation(preact)
- * in float32 (float64 for float64), rounded once. With scales (GemmScales), the sum is first
- * multiplied by its row's and its column's scale, and out is divided by its own scale.
+ * in float32 (float64 for float64), rounded once.
  *
  * `finish` is the only body of this formula. Its parameter `Where` supplies the bias and c and
  * stores the results. Implementations: neighbours of a row (RowCols), or a warp's accumulators
@@ -105,34 +104,6 @@ __device__ __forceinline__ void write_any(void *data, gk_dtype dtype, int64_t at
     }
 }
 
-/* ---- scales ---------------------------------------------------------------------------------- */
-struct NoScales {};
-
-/* Scales of the product's rows and columns, and of the result, which is divided by its scale. A
- * missing scale points at 1 with step 0. shift: one scale covers 2^shift rows or columns. */
-struct GemmScales {
-    const float *row, *col, *out;
-    int64_t row_step, col_step;
-    int row_shift, col_shift;
-};
-
-template <int N, class Where, class W>
-__device__ __forceinline__ void scale_sums(const NoScales &, const Where &, W *) {}
-template <int N, class Where, class W>
-__device__ __forceinline__ void scale_sums(const GemmScales &s, const Where &where, W *v) {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-        v[i] = v[i] * (W)s.row[(where.row(i) >> s.row_shift) * s.row_step] *
-               (W)s.col[(where.col(i) >> s.col_shift) * s.col_step];
-}
-
-template <int N, class W> __device__ __forceinline__ void scale_results(const NoScales &, W *) {}
-template <int N, class W> __device__ __forceinline__ void scale_results(const GemmScales &s, W *v) {
-    const W inverse = W(1) / (W)*s.out;
-#pragma unroll
-    for (int i = 0; i < N; ++i) v[i] *= inverse;
-}
-
 /* ---- the body -------------------------------------------------------------------------------- */
 /* Defaults for a Where: which parts of the epilogue it has at compile time. Parts that it has
  * still depend on the call. */
@@ -150,12 +121,9 @@ struct EveryEpilogue {
 };
 
 /* Applies the epilogue to N sums v. `where` has bias(i) or alpha_and_bias(alpha, v), read_c(i,
- * x) for values from i on, write(to_preact, v) and activate(v). For scales it also has row(i)
- * and col(i), the coordinates of value i, inside the matrix. */
-template <int N, class Where, class Scales, class W>
-__device__ __forceinline__ void finish(const GemmEpilogue &e, W alpha, const Scales &scales,
-                                       const Where &where, W *v) {
-    scale_sums<N>(scales, where, v);
+ * x) for values from i on, write(to_preact, v) and activate(v). */
+template <int N, class Where, class W>
+__device__ __forceinline__ void finish(const GemmEpilogue &e, W alpha, const Where &where, W *v) {
     if (Where::OWN_BIAS) {
         where.alpha_and_bias(alpha, v);
     } else {
@@ -181,17 +149,13 @@ __device__ __forceinline__ void finish(const GemmEpilogue &e, W alpha, const Sca
 #pragma unroll 1
         for (int left = e.preact ? 2 : 1; left > 0; --left) {
             const bool to_preact = left == 2;
-            if (!to_preact) {
-                where.activate(v);
-                scale_results<N>(scales, v);
-            }
+            if (!to_preact) where.activate(v);
             where.write(to_preact, v);
         }
         return;
     }
     if (Where::PREACT && e.preact) where.write(true, v);
     where.activate(v);
-    scale_results<N>(scales, v);
     where.write(false, v);
 }
 
@@ -219,8 +183,6 @@ template <class R, int COLS, class W> struct RowCols : EveryEpilogue {
     __device__ __forceinline__ RowCols(const GemmEpilogue &epilogue, const GemmPlace &place,
                                        int64_t row, int64_t col, int inside, const W *of_cols)
         : e(epilogue), at(place), row0(row), col0(col), valid(inside), biases(of_cols) {}
-    __device__ __forceinline__ int64_t row(int) const { return row0; }
-    __device__ __forceinline__ int64_t col(int i) const { return col0 + min(i, valid - 1); }
     __device__ __forceinline__ W bias(int i) const { return biases[i]; }
     __device__ __forceinline__ void read_c(int, W *x) const {
         read_any<R, COLS>(e.c, e.c_dtype, at.c + row0 * e.c_row + col0 * e.c_col, e.c_col,
@@ -242,22 +204,21 @@ template <class R, int COLS, class W> struct RowCols : EveryEpilogue {
 
 /* Applies the epilogue to the sums v of COLS columns of one row, from `col` on (a multiple of
  * COLS), `valid` of them inside the matrix. */
-template <class R, int COLS, class W, class Scales = NoScales>
+template <class R, int COLS, class W>
 __device__ __forceinline__ void epilogue_cols(const GemmEpilogue &e, const GemmPlace &at,
                                               int64_t row, int64_t col, int valid, W *v,
-                                              const W *bias, const Scales &scales = {}) {
+                                              const W *bias) {
     const RowCols<R, COLS, W> where(e, at, row, col, valid, bias);
-    finish<COLS>(e, (W)e.alpha, scales, where, v);
+    finish<COLS>(e, (W)e.alpha, where, v);
 }
 
 /* The same, but also reads the bias. */
-template <class R, int COLS, class W, class Scales = NoScales>
+template <class R, int COLS, class W>
 __device__ __forceinline__ void epilogue_row(const GemmEpilogue &e, const GemmPlace &at,
-                                             int64_t row, int64_t col, int valid, W *v,
-                                             const Scales &scales = {}) {
+                                             int64_t row, int64_t col, int valid, W *v) {
     W bias[COLS];
     epilogue_bias<R, COLS>(e, row, col, valid, bias);
-    epilogue_cols<R, COLS>(e, at, row, col, valid, v, bias, scales);
+    epilogue_cols<R, COLS>(e, at, row, col, valid, v, bias);
 }
 
 #endif

@@ -11,11 +11,10 @@
  * down instead. A lane stores 8 columns of a row. With `across`, the result's rows are not
  * dense, and a lane stores 8 rows of a column, so that neighbouring lanes write neighbouring
  * addresses. */
-template <class R, int BN, class Scales = NoScales>
+template <class R, int BN>
 __device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace &at,
                                           float (&sum)[BN / 2], smem_addr panel_s, int64_t row0,
-                                          int64_t rows, int64_t col0, bool across, int lane,
-                                          const Scales &scales = {}) {
+                                          int64_t rows, int64_t col0, bool across, int lane) {
     typedef smem_tile<16, 128> Panel;
 #pragma unroll 1
     for (int c = 0; c < BN; c += 32) {
@@ -49,7 +48,7 @@ __device__ __forceinline__ void store_any(const GemmProblem &p, const GemmPlace 
 #pragma unroll
             for (int i = 0; i < 8; ++i) v[i] = __uint_as_float(bits[i]);
             if (row < (across ? p.n : rows) && valid > 0)
-                epilogue_row<R, 8>(p.epilogue, at, row, col, valid, v, scales);
+                epilogue_row<R, 8>(p.epilogue, at, row, col, valid, v);
         }
         __syncwarp(); /* all lanes have read the panel */
 #pragma unroll

@@ -77,12 +77,6 @@ struct Accumulators : EveryEpilogue {
     __device__ __forceinline__ Accumulators(const Params &call, smem_addr panels,
                                             const tma_at &place, unsigned entry, int of_warp)
         : x(call), panels_s(panels), at(place), batch(entry), lane(of_warp) {}
-    __device__ __forceinline__ int64_t row(int i) const {
-        return min((int64_t)at.c[1] + wgmma_d(0, lane, i).row, x.p.m - 1);
-    }
-    __device__ __forceinline__ int64_t col(int i) const {
-        return min((int64_t)at.c[0] + wgmma_d(0, lane, i).col, x.p.n - 1);
-    }
     __device__ __forceinline__ void alpha_and_bias(float alpha, float *v) const {
         if (STORE != STORE_SUMS && x.p.epilogue.bias) { /* a branch: adding 0 turns -0 into +0 */
 #pragma unroll
@@ -114,12 +108,11 @@ struct Accumulators : EveryEpilogue {
 };
 
 /* Stores 2 N columns of a warp's 16 rows and advances `at`. */
-template <class R, class Panel, int N, Store STORE, bool TMA, class Params, class Scales>
-__device__ __forceinline__ void store_some(const Params &x, const Scales &scales, float *v,
-                                           smem_addr panels_s, tma_at &at, unsigned batch,
-                                           int lane) {
+template <class R, class Panel, int N, Store STORE, bool TMA, class Params>
+__device__ __forceinline__ void store_some(const Params &x, float *v, smem_addr panels_s,
+                                           tma_at &at, unsigned batch, int lane) {
     Accumulators<R, Panel, N, STORE, TMA, Params> where(x, panels_s, at, batch, lane);
-    finish<N>(x.p.epilogue, (float)x.p.epilogue.alpha, scales, where, v);
+    finish<N>(x.p.epilogue, (float)x.p.epilogue.alpha, where, v);
     at.c[0] += 2 * N;
 }
 
@@ -133,11 +126,9 @@ constexpr int sums_at_once(int n, Store store, int room, int panel) {
 
 /* Stores a lane's N sums. All variants but STORE_SUMS use one copy of the code in a loop that
  * shifts the sums down. */
-template <class R, class Panel, int PANELS, Store STORE, bool TMA, class Params, int N,
-          class Scales = NoScales>
+template <class R, class Panel, int PANELS, Store STORE, bool TMA, class Params, int N>
 __device__ __forceinline__ void store_panels(const Params &x, float (&sum)[N], smem_addr panels_s,
-                                             tma_at at, unsigned batch, int lane,
-                                             const Scales &scales = {}) {
+                                             tma_at at, unsigned batch, int lane) {
     constexpr int EACH = Panel::row_bytes / (2 * (element<R>::bits / 8));
     constexpr int SOME = sums_at_once(N, STORE, PANELS * 2048 / Panel::bytes * EACH, EACH),
                   REST = N % SOME;
@@ -146,16 +137,14 @@ __device__ __forceinline__ void store_panels(const Params &x, float (&sum)[N], s
     constexpr int UNROLLED = MOVE ? 1 : N / SOME;
 #pragma unroll UNROLLED
     for (int i = 0; i + SOME <= N; i += SOME) {
-        store_some<R, Panel, SOME, STORE, TMA>(x, scales, sum + (MOVE ? 0 : i), panels_s, at, batch,
-                                               lane);
+        store_some<R, Panel, SOME, STORE, TMA>(x, sum + (MOVE ? 0 : i), panels_s, at, batch, lane);
         if (MOVE) {
 #pragma unroll
             for (int j = 0; j + SOME < N; ++j) sum[j] = sum[j + SOME];
         }
     }
     if constexpr (REST > 0)
-        store_some<R, Panel, REST, STORE, TMA>(x, scales, sum + N - REST, panels_s, at, batch,
-                                               lane);
+        store_some<R, Panel, REST, STORE, TMA>(x, sum + N - REST, panels_s, at, batch, lane);
 }
 
 #endif

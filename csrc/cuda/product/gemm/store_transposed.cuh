@@ -21,8 +21,6 @@ template <class R> struct SumsChunk : EveryEpilogue {
     __device__ __forceinline__ SumsChunk(const GemmEpilogue &epilogue, const GemmPlace &place,
                                          int row, int col, bool keep_it)
         : e(epilogue), at(place), row0(row), col0(col), keep(keep_it) {}
-    __device__ __forceinline__ int64_t row(int) const { return row0; }
-    __device__ __forceinline__ int64_t col(int i) const { return col0 + i; }
     __device__ __forceinline__ void alpha_and_bias(float alpha, float *v) const {
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] *= alpha;
@@ -43,11 +41,10 @@ template <class R> struct SumsChunk : EveryEpilogue {
 
 /* Stores a warpgroup's 64 rows as columns of the result, and its COLS columns as rows. no_epilogue:
  * the epilogue only multiplies by alpha, and rows are whole 16-byte chunks. */
-template <class R, int COLS, int LD, class Scales = NoScales>
+template <class R, int COLS, int LD>
 __device__ __forceinline__ void store_transposed(const GemmProblem &p, const GemmPlace &at,
                                                  const float (&sum)[COLS / 2], float *staging,
-                                                 int row0, int col0, bool no_epilogue, bool keep,
-                                                 const Scales &scales = {}) {
+                                                 int row0, int col0, bool no_epilogue, bool keep) {
     static_assert(wgmma_transposed_ways(LD) == 1, "the lanes' sums fall into 32 banks");
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const GemmEpilogue &e = p.epilogue;
@@ -72,13 +69,13 @@ __device__ __forceinline__ void store_transposed(const GemmProblem &p, const Gem
             if (i + thread < COLS * 8)
                 store(i + thread, [&](int row, int col, int, float *v) {
                     const SumsChunk<R> where(e, at, row, col, keep);
-                    finish<8>(e, alpha, scales, where, v);
+                    finish<8>(e, alpha, where, v);
                 });
     } else {
 #pragma unroll 1
         for (int i = thread; i < COLS * 8; i += 128)
             store(i, [&](int row, int col, int valid, float *v) {
-                epilogue_row<R, 8>(e, at, row, col, valid, v, scales);
+                epilogue_row<R, 8>(e, at, row, col, valid, v);
             });
     }
     bar_sync(1, 128); /* all sums have been read */

@@ -174,7 +174,7 @@ __device__ __forceinline__ void store_plain_transposed(const Params &x, const fl
         float v[16];
 #pragma unroll
         for (int i = 0; i < 4; ++i) tf32_four(sum, j + i / 2, i % 2, v + 4 * i);
-        finish<16>(e, alpha, NoScales(), where, v);
+        finish<16>(e, alpha, where, v);
         at.c[1] += 16;
     }
 }
