@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn: what a call of gk_flash_attn_fwd, gk_flash_attn_bwd or gk_flash_attn_fp8 must be, and
- * what it costs. */
+/* flash_attn: the checks and the costs of gk_flash_attn_fwd, gk_flash_attn_bwd and
+ * gk_flash_attn_fp8. */
 #include "../core/attn_mask.h"
 #include "../formats/attn_scales.h"
 #include "../core/checks.h"
 #include "../core/dispatch.h"
 #include "gpukern_ranks.h"
 
-/* ---- laws ------------------------------------------------------------------------------------ */
-/* Dense and packed calls differ in the place of the dimensions. */
+/* ---- checks ---------------------------------------------------------------------------------- */
+/* The order of dimensions in dense calls and in packed ones: how many there are, which one
+ * counts tokens, and their names. */
 typedef struct form {
     int ndim, tokens;
     const char *q, *k, *v;
@@ -24,7 +25,7 @@ static int64_t batch_of(const gk_flash_attn_args *f) {
     return f->cu_seqlens_q ? f->cu_seqlens_q->shape[0] - 1 : f->q.shape[0];
 }
 
-/* is_fp8: of e4m3 codes */
+/* is_fp8: q, k and v are e4m3 codes */
 static gk_status check_qkv(const gk_context *ctx, const gk_flash_attn_args *f, gk_io *io,
                            bool is_fp8) {
     const form *x = form_of(f);
@@ -62,7 +63,7 @@ static gk_status check_lengths(const gk_flash_attn_args *f, gk_io *io) {
     return gk_check_not_negative("max_seqlen_k", f->max_seqlen_k);
 }
 
-/* dtype: that of q, or of fp8 attention the result's */
+/* dtype: of q, or of the result if q is e4m3 */
 static gk_status check_rules(const gk_flash_attn_args *f, gk_io *io, gk_dtype dtype) {
     const gk_attn_rules *r = &f->rules;
     const int64_t batch = batch_of(f), heads = f->q.shape[1];
@@ -167,15 +168,15 @@ static gk_status check_contents(const gk_context *ctx, const gk_flash_attn_args 
     return gk_check_cu_seqlens("cu_seqlens_k", f->cu_seqlens_k, f->k.shape[0], f->max_seqlen_k);
 }
 
-/* q's, with v's head_dim in the last place */
+/* shape of the result: q's with v's head_dim in the last dimension */
 static void out_shape(const gk_flash_attn_args *f, int64_t *shape) {
     const int last = f->q.ndim - 1;
     for (int d = 0; d < last; ++d) shape[d] = f->q.shape[d];
     shape[last] = f->v.shape[last];
 }
 
-/* q's, or float32 where that is the wider one: what is joined with other results later is not
- * rounded before. */
+/* A result has q's dtype, or float32 if q has 16 bits: results that will be merged with others
+ * are not rounded first. */
 static gk_status check_result_dtype(gk_io *io, const char *name, const gk_tensor *q,
                                     gk_dtype dtype) {
     const bool wide = gk_type_of(q->dtype)->bits < 32;
@@ -184,7 +185,7 @@ static gk_status check_result_dtype(gk_io *io, const char *name, const gk_tensor
     return GK_OK;
 }
 
-/* out and lse are read, too. */
+/* The result accumulates: out and lse are read, too. */
 static gk_status check_accumulates(const gk_flash_attn_args *f, gk_io *io) {
     const gk_dtype dtype = gk_stats_dtype(f->q.dtype);
     GK_REQUIRE(form_of(f) == &dense, "accumulates is for dense calls");
@@ -276,7 +277,7 @@ gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd
     return GK_OK;
 }
 
-/* [], [H], [B, H], or one for each 128 tokens */
+/* A scale: [], [H], [B, H], or one for each 128 tokens, [B, H, blocks]. */
 static gk_status take_scale(gk_io *io, const char *name, const gk_tensor *t, int64_t batch,
                             int64_t heads, int64_t tokens) {
     if (!t) return GK_OK;
@@ -338,9 +339,9 @@ gk_status gk_check_flash_attn_fp8(const gk_context *ctx, const gk_flash_attn_fp8
 }
 
 /* ---- cost ------------------------------------------------------------------------------------ */
-/* Keys that each row sees, summed over rows and sequences; contents of packed calls must have been
- * checked. Index tensors on a GPU are not read: kv_start, kv_end and q_start then count as 0, Sk
- * and Sk - Sq, and every packed sequence as one of equal share. */
+/* Number of keys that each row sees, summed over rows and sequences. Contents of packed calls
+ * must have been checked. Index tensors on a GPU are not read: kv_start then counts as 0, kv_end
+ * as Sk and q_start as Sk - Sq, and packed sequences count as equally long. */
 static double visible_pairs(const gk_context *ctx, const gk_flash_attn_args *f) {
     const bool is_packed = f->cu_seqlens_q != NULL, readable = ctx->device == GK_CPU;
     const int64_t batch = batch_of(f);
