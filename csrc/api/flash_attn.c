@@ -391,9 +391,7 @@ void gk_cost_flash_attn_fp8(const gk_context *ctx, const gk_flash_attn_fp8_args 
 
 void gk_cost_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *args,
                             gk_explanation *out) {
-    attn_cost(
-        ctx, &args->fwd, 5,
-        out); /* of five products three have head_dim and two head_dim_v: 2.5 times the forward */
+    attn_cost(ctx, &args->fwd, 5, out); /* five products, counted as 2.5 times the forward */
     out->bytes += gk_tensor_bytes(&args->grad_out) + gk_tensor_bytes(&args->dq) +
                   gk_tensor_bytes(&args->dk) + gk_tensor_bytes(&args->dv);
 }

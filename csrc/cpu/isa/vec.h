@@ -484,8 +484,8 @@ INLINE void vc_transpose(vc r[W]) {
 #if defined(__clang__)
 #define SHUFFLE(x, y, i, j, k, l) __builtin_shufflevector(x, y, i, j, k, l)
 #else
-#define SHUFFLE(x, y, i, j, k, l) /* gcc has __builtin_shufflevector from version 12 on */
-__builtin_shuffle(x, y, (vi){i, j, k, l})
+/* gcc has __builtin_shufflevector from version 12 on */
+#define SHUFFLE(x, y, i, j, k, l) __builtin_shuffle(x, y, (vi){i, j, k, l})
 #endif
 INLINE void vc_transpose(vc r[W]) {
     vf a = SHUFFLE(r[0], r[1], 0, 4, 1, 5), b = SHUFFLE(r[0], r[1], 2, 6, 3, 7);
