@@ -51,7 +51,7 @@ _Static_assert(sizeof(gk_flash_attn_masked_bwd_args) <=
     }
 #define AS_GIVEN(args, copy) (void)(copy)
 
-#define ENTRIES(NAME, stem, arguments, first, prepare, workspace_of, workspace_bytes_of)          \
+#define ENTRIES(NAME, stem, arguments, first, adapt, workspace_of, workspace_bytes_of)            \
     static gk_status checked_##stem(const gk_context *ctx, const arguments *args, gk_depth depth, \
                                     bool writes) {                                                \
         gk_io io;                                                                                 \
@@ -63,19 +63,19 @@ _Static_assert(sizeof(gk_flash_attn_masked_bwd_args) <=
     }                                                                                             \
     gk_status gk_plan_##stem(const gk_context *ctx, const arguments *args, gk_plan *plan) {       \
         COPY_OF(arguments) copy;                                                                  \
-        prepare;                                                                                  \
+        adapt;                                                                                    \
         return gk_dispatch_plan(ctx, GK_OP_##NAME, args->first.dtype, args, plan);                \
     }                                                                                             \
     gk_status gk_run_##stem(const gk_context *ctx, const arguments *args, const gk_plan *plan,    \
                             void *work, size_t work_bytes) {                                      \
         COPY_OF(arguments) copy;                                                                  \
-        prepare;                                                                                  \
+        adapt;                                                                                    \
         return gk_dispatch_run(ctx, args, plan, work, work_bytes);                                \
     }                                                                                             \
     gk_status gk_describe_##stem(const gk_context *ctx, const arguments *args,                    \
                                  gk_explanation *out) {                                           \
         COPY_OF(arguments) copy;                                                                  \
-        prepare;                                                                                  \
+        adapt;                                                                                    \
         GK_TRY(gk_dispatch_explain(ctx, GK_OP_##NAME, args->first.dtype, args, out));             \
         gk_cost_##stem(ctx, args, out);                                                           \
         gk_dispatch_bound(ctx, args->first.dtype, out);                                           \
@@ -84,7 +84,7 @@ _Static_assert(sizeof(gk_flash_attn_masked_bwd_args) <=
     static gk_status call_##stem(const gk_context *ctx, const arguments *args) {                  \
         COPY_OF(arguments) copy;                                                                  \
         GK_TRY(checked_##stem(ctx, args, GK_CONTENTS, true));                                     \
-        prepare;                                                                                  \
+        adapt;                                                                                    \
         return gk_dispatch_call(ctx, GK_OP_##NAME, args->first.dtype, args, workspace_of,         \
                                 workspace_bytes_of);                                              \
     }                                                                                             \
@@ -102,7 +102,7 @@ _Static_assert(sizeof(gk_flash_attn_masked_bwd_args) <=
         size_t bytes = 0;                                                                         \
         gk_status status = checked_##stem(ctx, args, GK_DATA, false);                             \
         if (status == GK_OK) {                                                                    \
-            prepare;                                                                              \
+            adapt;                                                                                \
             status = gk_dispatch_workspace(ctx, GK_OP_##NAME, args->first.dtype, args, &bytes);   \
         }                                                                                         \
         gk_named("gk_" #stem, status);                                                            \

@@ -6,10 +6,10 @@
  * queries and nk tiles of keys. The parts follow each other in this order; each is a whole
  * number of 128-byte lines, and offsets count int32:
  *
- *   flags    [nq][nk] uint8    class of a block | 4 slot
+ *   flags    [nq][nk] uint8    kind of the block | 4 slot
  *   tiles    [nq][4]           {blocks in the list, full ones among them, tile, 0},
  *                              sorted by the length of the list, longest first
- *   lists    [nq][nk] uint16   4 block | class, for the non-empty blocks of a tile, ascending
+ *   lists    [nq][nk] uint16   4 block | kind, for the non-empty blocks of a tile, ascending
  *   words    [slots][512]      bits of the partial blocks
  *   source   [Sq or Sk][4]     ranges: query i sees keys [x, y) and [z, w);
  *                              columns: rows [x, y) and [z, w) do not see key j
@@ -49,7 +49,7 @@ enum {
     GK_MASK_MAX_TILES = 1 << 14
 };
 
-/* Classes of a block. A partial block is WORDS if its words are stored and MADE if kernels make
+/* Kinds of blocks. A partial block is WORDS if its words are stored and MADE if kernels make
  * them from `source`. */
 enum {
     GK_BLOCK_EMPTY = 0,

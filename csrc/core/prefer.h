@@ -13,10 +13,10 @@
 extern "C" {
 #endif
 
-/* A tuning key: the properties of a call that decide which instance is fastest. Leading
- * dimensions of a count as rows if b does not have them and a is dense along them: [4, 512, K]
- * and [2048, K] have one key. bias is not part of the key because it costs the same in every
- * instance. */
+/* A tuning key: the properties of a call that decide which instance is fastest. Leading dimensions
+ * of a count as rows if b does not have them and a continues its rows along them with one stride:
+ * [4, 512, K] and [2048, K] have one key. bias is not part of the key because it costs the same in
+ * every instance. */
 typedef struct gk_gemm_key {
     uint64_t device; /* gk_name_hash of the GPU's name; GPUs of one name share measurements */
     int64_t m, n, k, batch;

@@ -202,7 +202,7 @@ static void hulls_of(const head *x, int64_t tile, hull to[2]) {
     }
 }
 
-/* The class of block (tile, kb) if the hulls decide it, otherwise -1. */
+/* The kind of block (tile, kb) if the hulls decide it, otherwise -1. */
 static int class_by_hulls(const head *x, const hull hulls[2], int64_t tile, int64_t kb) {
     const bool ranges = x->g->store == GK_MASK_RANGES;
     const int64_t from = (ranges ? kb : tile) * GK_MASK_TILE;

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_cuda_cache.h: the draw of check_cuda for rope_kv_write, which writes what kv_cache_write
- * writes and computes before it.
+/* check_cuda_cache.h: check_cuda's random problems for rope_kv_write, which writes like
+ * kv_cache_write and computes before it.
  *
- * size (|x1 cos| + |x2 sin|) of the normalised row, divided by the scale; loss u (64 + 4 sqrt D). Codes: half a step of theirs more,
- * and where they are subnormal, or int8, a floor. */
+ * size: (|x1 cos| + |x2 sin|) of the normalised row, divided by the scale; loss u (64 + 4 sqrt
+ * D). For codes add half a step of the code; for subnormal codes and for int8 there is an
+ * absolute floor. */
 static struct {
     gk_rope_kv_write_args args;
     check_tensor q, k, v, cos, sin, positions, k_cache, v_cache, slots, q_weight, k_weight, k_scale,
@@ -76,7 +77,7 @@ static void rope_write_draw(gk_dtype dtype, bool large) {
     TO_DEVICE(*a);
 }
 
-/* The result of a cache: what is not written is as it was, NaN, of int8 -1. */
+/* The expected result of a cache. What is not written stays as it was: NaN, or -1 in int8. */
 static result *expected_cache(const check_tensor *cache, double loss) {
     /* half the step between subnormal codes */
     static const double floors[] = {0x1p-10, 0x1p-17, 0.5};
@@ -88,7 +89,8 @@ static result *expected_cache(const check_tensor *cache, double loss) {
     return r;
 }
 
-/* Sizes by the reference: of |x|, by |cos| and by -|sin| and |sin|, the larger of both results. */
+/* Sizes from the reference: of |x|, with |cos| and with -|sin| and |sin|; the larger of the two
+ * results. */
 static void rope_write_sizes(result *const results[3]) {
     gk_rope_kv_write_args ref = rk.args;
     check_tensor q = check_map(&rk.q, fabs), k = check_map(&rk.k, fabs), v = check_map(&rk.v, fabs);
@@ -118,7 +120,7 @@ static void rope_write_sizes(result *const results[3]) {
     gk_ref_rope_kv_write(&judge, &ref);
     for (int i = 0; i < 3; ++i) {
         const gk_dtype dtype = results[i]->got->t.dtype;
-        /* of a code, relative */
+        /* of a code, relative to its value */
         const double half_step = dtype == GK_E4M3 ? 0x1p-4 : dtype == GK_E5M2 ? 0x1p-3 : 0;
         for (int64_t e = 0; e < gk_numel(&other[i].t); ++e) {
             const double size =
@@ -130,8 +132,8 @@ static void rope_write_sizes(result *const results[3]) {
     }
 }
 
-/* Every second slot in a mirrored order, some skipped, now and then one past the cache, or a
- * position past the tables. */
+/* Every second slot in mirrored order, some skipped; in some problems one slot behind the cache
+ * or one position behind the tables. */
 static void rope_write_expect(void) {
     const gk_rope_kv_write_args *a = &rk.args;
     const int64_t tokens = rk.q.t.shape[0], past = check_below(4) ? -1 : check_below(tokens + 1);
@@ -152,7 +154,7 @@ static void rope_write_expect(void) {
                   (double)(t == past || check_below(5) == 0 ? -1 - check_below(9)
                                                             : 2 * (tokens - 1 - t)));
     }
-    /* what a bad one becomes */
+    /* the position that a bad one is clamped to */
     if (far) check_set(&rk.positions.t, 0, (double)(rk.cos.t.shape[0] - 1));
     const double loss = sum_loss(rk.q.t.dtype, rk.q.t.shape[2]);
     result *const results[3] = {expected(&rk.out, loss), expected_cache(&rk.k_cache, loss),

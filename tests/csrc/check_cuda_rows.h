@@ -1,17 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_cuda_rows.h: draws of check_cuda for operations along the last dimension.
+/* check_cuda_rows.h: check_cuda's random problems for operations along the last dimension.
  *
- * size, loss (check_cuda.c), with s = u (64 + 4 sqrt N), N the terms of a sum:
- *   norm_fwd        size (|xhat| + 1) |w| + |b|; loss s. sum is exact
- *   norm_bwd        dx: size rstd (|g w| + mean |g w| + |xhat| mean |g w xhat|) + |grad_sum|; dweight, dbias: sum |g| (|xhat| + 1)
- *   softmax_fwd     size p (1 + max |s|), log: 1 + |s| + |lse|; loss s
- *   softmax_bwd     size |scale y| (|g| + sum |g y|), log: |scale| (|g| + exp(y) (1 + |y|) sum |g|); loss s
- *   glu             size |gate up|; backward |g up| (1 + |gate|), |g gate|; loss 32 u
- *   rope            size |x1 cos| + |x2 sin|; loss 8 u
- *   cross_entropy   size (1 + max |z|) times the weights that the row has; backward |g| times those; loss s (1 + max |z|)
- *   dropout         size |x + b| / (1 - p) + |residual|, backward |g| (1 + |x + b|) / (1 - p); loss 32 u. What is kept is exact
- * adamw writes what it reads, which no problem here can: tests/ops/test_adamw.py has it on both
- * devices. */
+ * size and loss (check_cuda.c), with s = u (64 + 4 sqrt N), N the number of terms of a sum:
+ *  norm_fwd       size (|xhat| + 1) |w| + |b|; loss s. sum is exact
+ *  norm_bwd       dx: size rstd (|g w| + mean |g w| + |xhat| mean |g w xhat|) + |grad_sum|
+ *                 dweight, dbias: size sum |g| (|xhat| + 1)
+ *  softmax_fwd    size p (1 + max |s|), log: 1 + |s| + |lse|; loss s
+ *  softmax_bwd    size |scale y| (|g| + sum |g y|)
+ *                 log: |scale| (|g| + exp(y) (1 + |y|) sum |g|); loss s
+ *  glu            size |gate up|; backward |g up| (1 + |gate|), |g gate|; loss 32 u
+ *  rope           size |x1 cos| + |x2 sin|; loss 8 u
+ *  cross_entropy  size (1 + max |z|) times the weights of the row
+ *                 backward |g| times the same; loss s (1 + max |z|)
+ *  dropout        size |x + b| / (1 - p) + |residual|
+ *                 backward |g| (1 + |x + b|) / (1 - p); loss 32 u. The mask is exact
+ *
+ * adamw updates its inputs in place, which these problems cannot do: tests/ops/test_adamw.py
+ * checks it on both devices. */
 #include "gpukern_loss.h"
 #include "formats/philox.h"
 
@@ -33,7 +38,7 @@ static struct {
     int ndim;
 } r;
 
-/* Rows of every length that an instance is for, whole vectors and not. */
+/* Rows of every length that an instance is for, whole vectors and others. */
 static void rows_shape(gk_dtype dtype, bool large, bool even) {
     static const int64_t usual[] = {1,   7,   8,    16,   64,   100,  128, 256,
                                     257, 512, 1000, 1024, 2048, 2056, 4096};
@@ -105,7 +110,7 @@ static void norm_expect(void) {
     result *out = expected(&r.out, sum_loss(r.x.t.dtype, r.n)),
            *sum = a->residual ? expected(&r.out2, -1) : NULL;
     gk_norm_args ref = *a;
-    /* where it is rounded as the sum is */
+    /* if it is rounded like the sum */
     check_tensor h = check_dense(r.x.t.dtype, r.ndim, r.x.t.shape);
     ref.out = out->exact.t;
     ref.sum = sum ? &h.t : NULL;
@@ -250,7 +255,7 @@ static void softmax_bwd_expect(void) {
     const int64_t n = r.n;
     check_fill_normal(&r.x, 1);
     lengths_fill();
-    for (int64_t i = 0; i < rows_count() * n; ++i) /* what a forward pass may have given */
+    for (int64_t i = 0; i < rows_count() * n; ++i) /* values that a forward pass may have given */
         check_set(&r.y.t, i, a->log ? check_uniform(-20, -3) : check_uniform(0, 2) / (double)n);
     result *dx = expected(&r.out, sum_loss(r.x.t.dtype, n));
     gk_softmax_bwd_args ref = *a;
@@ -402,7 +407,7 @@ static void rope_expect(void) {
     ref.out_q = q->exact.t;
     ref.out_k = k ? &k->exact.t : NULL;
     gk_ref_rope(&judge, &ref);
-    /* past any of these values */
+    /* an upper bound of all values */
     for (int64_t i = 0; i < gk_numel(&r.out.t); ++i) check_set(&q->size.t, i, 8);
     for (int64_t i = 0; k && i < gk_numel(&r.out2.t); ++i) check_set(&k->size.t, i, 8);
 }
@@ -451,7 +456,8 @@ static void loss_draw(gk_dtype dtype, bool large) {
     TO_DEVICE(r.args.loss);
 }
 
-/* g: of element i's row. p (1 + |z| + |lse|) times the weights of a row, which are 2 and e / V times their sum at most, beside 2 and e / V */
+/* g: the gradient of element i's row. The size is p (1 + |z| + |lse|) times the weights of a
+ * row, which are at most 2 plus e / V times their sum, plus 2 plus e / V. */
 static double dlogits_size(double exact, int64_t i, double g) {
     return 20 * fabs(exact) +
            g * (check_get(&r.index.t, i / r.n) == (double)(i % r.n) ? 60 : 4 / (double)r.n);
@@ -497,7 +503,7 @@ static void loss_bwd_expect(void) {
     check_fill_normal(&r.more, 1);
     check_tensor loss = check_dense(GK_F64, r.ndim - 1, r.shape);
     gk_cross_entropy_args fwd = a->fwd;
-    fwd.loss = loss.t; /* lse rounds to what the kernel reads */
+    fwd.loss = loss.t; /* rounds lse to what the kernel reads */
     gk_ref_cross_entropy_fwd(&judge, &fwd);
     result *dx = expected(&r.out, sum_loss(r.x.t.dtype, r.n));
     gk_cross_entropy_bwd_more_args ref = r.args.loss_bwd;

@@ -121,7 +121,7 @@ static bool scaled_along_k(const quant_product *p) {
            (p->scale_b.data && p->scale_b.row_log2 < GK_WHOLE_LOG2);
 }
 
-/* The longest part of k, at most `most`, in which every scale along k is constant. */
+/* The longest range of k, at most `most`, in which every scale along k is constant. */
 static int64_t scaled_block(const quant_product *p, int64_t most) {
     if (p->scale_a.data && p->scale_a.col_log2 < GK_WHOLE_LOG2)
         most = gk_min_i64(most, INT64_C(1) << p->scale_a.col_log2);
