@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// check_epilogue: the stores of Hopper's gemm with scales of rows, columns and results, which gemm
-// itself has none of: sums that are small integers and scales that are powers of two, so that every
-// result is exact.
+// check_epilogue: tests the stores of Hopper's gemm with scales of rows, columns and results, which
+// gemm itself never has. Sums are small integers and scales powers of two, so every result is
+// exact.
 #ifndef GPUKERN_CHECK_EPILOGUE_CUH
 #define GPUKERN_CHECK_EPILOGUE_CUH
 
@@ -14,9 +14,9 @@
 #include <math.h>
 
 enum {
-    EPILOGUE_ROWS = 64, // of accumulators, one warpgroup's
+    EPILOGUE_ROWS = 64, // of accumulators, those of one warpgroup
     EPILOGUE_COLS = 32,
-    EPILOGUE_LD = 40 // of the result
+    EPILOGUE_LD = 40 // leading dimension of the result
 };
 
 enum ScaledStore {
@@ -61,7 +61,7 @@ static __global__ void __launch_bounds__(128)
     }
 }
 
-// m x n of the accumulators' 64 x 32 are results; transposed, they are its columns and rows.
+// m x n of the 64 x 32 accumulators are results. Transposed, n and m.
 template <int STORE, class Out>
 static void check_scaled(const buffer &in, const buffer &out, int m, int n, int row_shift) {
     constexpr bool TRANSPOSED = STORE == SCALED_TRANSPOSED;
@@ -97,7 +97,7 @@ static void check_scaled(const buffer &in, const buffer &out, int m, int n, int 
     e.out_vectors = true;
     e.activation = GK_ACT_RELU;
     x.scales = {device, device + 64, device + 192, 1, 1, row_shift, 0};
-    // rows and columns change places in the epilogue, as hopper_launch.cuh has it
+    // rows and columns are exchanged in the epilogue, as in hopper_launch.cuh
     if (STORE == SCALED_ACROSS) {
         p.epilogue = gemm_swapped(p).epilogue;
         x.scales = {device + 64, device, device + 192, 1, 1, 0, row_shift};
