@@ -44,8 +44,8 @@ enum {
     GK_MASK_TILE = 128,
     GK_MASK_BLOCK_INTS = 512,
     GK_MASK_LINE = 32, /* int32 of 128 bytes */
-    GK_MASK_KEPT =
-        3, /* enough for a window's edge, its diagonal and some keys that all queries see */
+    /* enough for a window's edge, its diagonal and some keys that all queries see */
+    GK_MASK_KEPT = 3,
     GK_MASK_MAX_TILES = 1 << 14
 };
 

@@ -26,9 +26,8 @@ gk_status gk_named(const char *name, gk_status status);
 
 /* The first check of every entry point: the context and the size of the arguments. */
 gk_status gk_check_context(const gk_context *ctx, size_t args_size, size_t expected);
-gk_status
-gk_check_args_size(size_t args_size,
-                   size_t expected); /* the same for a struct of arguments inside another one */
+/* The size of a struct of arguments inside another one. */
+gk_status gk_check_args_size(size_t args_size, size_t expected);
 int64_t gk_num_checks(void);
 
 /* ---- inputs: gk_take registers one, in the order of the arguments; the checks below follow --- */

@@ -44,8 +44,8 @@ typedef struct gk_input {
 typedef struct gk_result {
     const char *name;
     gk_tensor as; /* its dtype, ndim and shape; contiguous strides, no data */
-    const gk_tensor
-        *given; /* the caller's tensor, in the arguments; the plugin allocates it after the check */
+    /* the caller's tensor, in the arguments; the plugin allocates it after the check */
+    const gk_tensor *given;
     gk_strides strides;
     bool optional; /* not wanted if it has no data or `given` is NULL */
     bool in_place; /* may be an input itself: the same elements, not shifted ones */

@@ -9,8 +9,8 @@
 
 enum {
     GK_MAILBOX_BLOCKS = 64, /* most blocks of a call; each has its own flag */
-    GK_MAILBOX_FLAGS =
-        128, /* bytes before the flags: the number of calls, and of a call's blocks that are done */
+    /* bytes in front of the flags: a counter of calls, and a counter of a call's finished blocks */
+    GK_MAILBOX_FLAGS = 128,
     GK_MAILBOX_HEADER = GK_MAILBOX_FLAGS + 4 * GK_MAILBOX_BLOCKS * GK_MOST_RANKS,
 };
 

@@ -15,10 +15,10 @@ typedef struct share {
     gk_work_fn fn;
     void *arg;
     int64_t num_tasks;
-    atomic_llong
-        next; /* next task; workers take tasks one by one, so a slow worker delays nobody */
-    const char
-        *caller; /* the calling thread (address of its `here`); `mode` is its floating-point mode */
+    /* next task; workers take tasks one by one, so a slow worker delays nobody */
+    atomic_llong next;
+    /* the calling thread (address of its `here`); `mode` is its floating-point mode */
+    const char *caller;
     fenv_t mode;
 } share;
 

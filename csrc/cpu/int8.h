@@ -33,8 +33,8 @@ typedef struct gk_int8_isa {
      * if b is flipped, else 0 */
     void (*excess)(uint32_t *excess, const uint32_t *a, int64_t a_ld, int64_t rows, int64_t cells,
                    bool accumulate);
-    void (*end_task)(
-        void); /* called at the end of each task, on its thread; NULL except on AMX tiles */
+    /* called at the end of each task, on its thread; NULL except on AMX tiles */
+    void (*end_task)(void);
 } gk_int8_isa;
 
 #endif

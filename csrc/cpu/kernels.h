@@ -9,7 +9,7 @@
 #include "../core/internal.h"
 #include "../core/op.h"
 
-/* features.c: instruction sets, slowest first. A machine has all sets up to its best one, if the
+/* features.c: instruction sets, smallest first. A machine has all sets up to its best one, if the
  * compiler knew them. */
 typedef enum gk_isa {
     GK_ISA_BASE = 0,

@@ -283,17 +283,17 @@ static inline void ref_attend(const ref_block *x) {
     for (int64_t r = 0; r < x->rows; ++r) {
         /* the earlier result counts as one more key, whose score is its lse */
         if (x->accumulates) {
-            const double held = gk_load(x->lse->data, x->lse->dtype, x->lse_at[r]);
-            if (held > peak[r]) {
-                const double shrink = exp(peak[r] - held);
+            const double earlier = gk_load(x->lse->data, x->lse->dtype, x->lse_at[r]);
+            if (earlier > peak[r]) {
+                const double shrink = exp(peak[r] - earlier);
                 total[r] *= shrink;
-                peak[r] = held;
+                peak[r] = earlier;
                 for (int64_t d = 0; d < head_dim_v; ++d) sum[r][d] *= shrink;
             }
-            if (held != -INFINITY) {
+            if (earlier != -INFINITY) {
                 const double *out = ref_row(x->out, x->out_at[r], head_dim_v, key);
-                total[r] += exp(held - peak[r]);
-                ref_add_scaled(sum[r], exp(held - peak[r]), out, head_dim_v);
+                total[r] += exp(earlier - peak[r]);
+                ref_add_scaled(sum[r], exp(earlier - peak[r]), out, head_dim_v);
             }
         }
         double factor = total[r] == 0 ? 0 : x->v_scale / total[r];

@@ -85,7 +85,7 @@ static int num_blocks, num_results;
 static size_t arena_used;
 /* on the device; the upload; the download */
 static unsigned char *arena_d, *arena_up, *arena_down;
-static gk_context ctx, judge;
+static gk_context ctx, ref_ctx;
 static void *device_args[256];  /* the arguments with device pointers */
 static bool may_have_workspace; /* true for ops whose kernels may have a workspace */
 static bool repeatable;         /* true if two runs must give the same bits */
@@ -383,7 +383,7 @@ static void gemm_expect(void) {
     gk_gemm_args ref = g.args;
     ref.out = out->exact.t;
     ref.preact = preact ? &preact->exact.t : NULL;
-    gk_ref_gemm(&judge, &ref);
+    gk_ref_gemm(&ref_ctx, &ref);
     check_tensor a = check_map(&g.a, fabs), b = check_map(&g.b, fabs),
                  bias = check_map(&g.bias, fabs);
     check_tensor c = check_map(&g.c, fabs);
@@ -395,7 +395,7 @@ static void gemm_expect(void) {
     if (ref.c) ref.c = &c.t;
     ref.alpha = fabs(ref.alpha);
     ref.activation = GK_ACT_NONE;
-    gk_ref_gemm(&judge, &ref);
+    gk_ref_gemm(&ref_ctx, &ref);
     if (preact) preact->size = out->size;
 }
 
@@ -431,7 +431,7 @@ static void act_bwd_expect(void) {
     check_fill_normal(&ab.saved, 3);
     gk_gemm_act_bwd_args ref = ab.args;
     ref.grad_in = r->exact.t;
-    gk_ref_gemm_act_bwd(&judge, &ref);
+    gk_ref_gemm_act_bwd(&ref_ctx, &ref);
     for (int64_t i = 0; i < gk_numel(&r->size.t); ++i)
         check_set(&r->size.t, i,
                   fabs(check_get(&ab.grad.t, i)) * (1 + fabs(check_get(&ab.saved.t, i))));
@@ -732,10 +732,10 @@ static void fwd_expect(void) {
     check_tensor abs_v = check_map(&f.v, fabs);
     ref.v = abs_v.t;
     ref.out = out->size.t;
-    gk_ref_flash_attn_fwd(&judge, &ref); /* sum_j p_ij |v_j| */
+    gk_ref_flash_attn_fwd(&ref_ctx, &ref); /* sum_j p_ij |v_j| */
     ref.v = f.v.t;
     ref.out = out->exact.t;
-    gk_ref_flash_attn_fwd(&judge, &ref);
+    gk_ref_flash_attn_fwd(&ref_ctx, &ref);
 }
 
 static double minus_abs(double x) { return -fabs(x); }
@@ -765,7 +765,7 @@ static void bwd_expect(void) {
     check_fill_normal(&f.dlse, 1);
     poison_unseen(true);
     /* rounded as a forward pass rounds it, because ref and kernels both start from it */
-    gk_ref_flash_attn_fwd(&judge, &f.args.fwd);
+    gk_ref_flash_attn_fwd(&ref_ctx, &f.args.fwd);
     double most = flash_max_logit(),
            longest = (double)gk_max_i64(f.seq_k, f.seq_q * f.heads_q * f.batch);
     double loss = attn_loss(f.q.t.dtype, f.dim, most, longest + (double)f.dim_v, 2.5);
@@ -779,7 +779,7 @@ static void bwd_expect(void) {
     ref.dk = dk->exact.t;
     ref.dv = dv->exact.t;
     ref.dsinks = dsinks ? &dsinks->exact.t : NULL;
-    gk_ref_flash_attn_bwd(&judge, &ref);
+    gk_ref_flash_attn_bwd(&ref_ctx, &ref);
     check_tensor dout = check_map(&f.dout, fabs), v = check_map(&f.v, fabs),
                  out = check_map(&f.out, minus_abs);
     check_tensor dlse = check_map(&f.dlse, fabs);
@@ -797,7 +797,7 @@ static void bwd_expect(void) {
         ref.fwd.k = k.t;
         ref.dq = wide_dq.t;
         ref.dk = wide_dk.t;
-        gk_ref_flash_attn_bwd(&judge, &ref);
+        gk_ref_flash_attn_bwd(&ref_ctx, &ref);
         check_tensor *size = side == 0 ? &dq->size : &dk->size;
         *size = side == 0 ? wide_dq : wide_dk;
         size->t.shape[size->t.ndim - 1] = f.dim;
@@ -1050,10 +1050,10 @@ static void paged_expect(void) {
     ref.v_cache = abs_v.t;
     ref.out = out->size.t;
     ref.lse = lse->exact.t;
-    gk_ref_paged_attn(&judge, &ref); /* sum_j p_j |v_j| */
+    gk_ref_paged_attn(&ref_ctx, &ref); /* sum_j p_j |v_j| */
     ref.v_cache = p.v.t;
     ref.out = out->exact.t;
-    gk_ref_paged_attn(&judge, &ref);
+    gk_ref_paged_attn(&ref_ctx, &ref);
 }
 
 /* ---- kv_cache_write -------------------------------------------------------------------------- */
@@ -1129,7 +1129,7 @@ static void write_expect(void) {
     v->exact = check_map(&w.v_cache, unchanged);
     ref.k_cache = k->exact.t;
     ref.v_cache = v->exact.t;
-    gk_ref_kv_cache_write(&judge, &ref);
+    gk_ref_kv_cache_write(&ref_ctx, &ref);
     if (past < 0 || past == tokens) return;
     check_set(&w.slots.t, past,
               (double)(w.k_cache.t.shape[0] * w.k_cache.t.shape[1] + check_below(1000)));
@@ -1202,11 +1202,11 @@ static void merge_expect(void) {
     ref.out_b = abs_b.t;
     ref.out = out->size.t;
     ref.lse = lse->exact.t;
-    gk_ref_attn_merge(&judge, &ref);
+    gk_ref_attn_merge(&ref_ctx, &ref);
     ref.out_a = mg.a.t;
     ref.out_b = mg.b.t;
     ref.out = out->exact.t;
-    gk_ref_attn_merge(&judge, &ref);
+    gk_ref_attn_merge(&ref_ctx, &ref);
 }
 
 /* ---- weight_gemm ----------------------------------------------------------------------------- */
@@ -1297,14 +1297,14 @@ static void weight_expect(void) {
     }
     const gk_pack_weight_args pack = {
         .size = sizeof pack, .q = wg.q.t, .format = x->format, .packed = wg.packed.t};
-    gk_ref_pack_weight(&judge, &pack);
+    gk_ref_pack_weight(&ref_ctx, &pack);
     /* scales that are powers of two round no weight; with others a kernel may round weights to
      * a's dtype or not */
     result *out = expected(&wg.out, check_acc_unit(x->a.dtype) * (32 + 4 * sqrt((double)k)) +
                                         (wg.powers ? 0 : check_unit(x->a.dtype)));
     gk_weight_gemm_args ref = *x;
     ref.out = out->exact.t;
-    gk_ref_weight_gemm(&judge, &ref);
+    gk_ref_weight_gemm(&ref_ctx, &ref);
     const int log2 = gk_group_log2(k, groups);
     double *w = (double *)check_alloc((size_t)k * sizeof *w);
     for (int64_t j = 0; j < n; ++j) {
@@ -1371,13 +1371,13 @@ static bool takes_codes(gk_op op) {
            op == GK_OP_FLASH_ATTN_FP8;
 }
 
-typedef struct walked {
+typedef struct tested {
     const gk_cuda_table *table;
     const gk_cuda_instance *row;
     int64_t problems, failed;
     double seconds;
     bool wants;
-} walked;
+} tested;
 
 static double now(void) {
     struct timespec t;
@@ -1390,7 +1390,7 @@ static struct {
     char only[256];
     char *texts[32];
     int num_texts, part, parts;
-    int64_t num_rows, walked, problems; /* instances named, instances run, problems run */
+    int64_t num_rows, tested, problems; /* instances named, instances run, problems run */
 } chosen = {.part = 1, .parts = 1};
 
 /* texts: from the command line. Returns false if GK_CHECK_PART is not of the form 2/5. */
@@ -1415,7 +1415,7 @@ static bool is_chosen(const char *name) {
 }
 
 /* The chosen instances of an op and dtype that this device runs. */
-static int rows_of(gk_op op, gk_dtype dtype, int32_t arch, walked *to, int most) {
+static int rows_of(gk_op op, gk_dtype dtype, int32_t arch, tested *to, int most) {
     int n = 0, num_tables;
     const gk_cuda_table *const *tables = gk_cuda_tables(op, &num_tables);
     for (int t = 0; t < num_tables; ++t) {
@@ -1424,13 +1424,13 @@ static int rows_of(gk_op op, gk_dtype dtype, int32_t arch, walked *to, int most)
             const gk_cuda_instance *row = &tables[t]->instances[r];
             if (row->dtype != dtype || !is_chosen(row->name)) continue;
             if (n == most) abort();
-            to[n++] = (walked){.row = row, .table = tables[t]};
+            to[n++] = (tested){.row = row, .table = tables[t]};
         }
     }
     return n;
 }
 
-static void try_row(walked *x) {
+static void try_row(tested *x) {
     double start = now();
     int64_t failed = check_num_failed;
     const bool rounds = strstr(x->row->name, "paged_prefill_relay") != NULL;
@@ -1456,7 +1456,7 @@ static void try_row(walked *x) {
 /* Draws until every instance has had its problems. The second half of the attempts draws large
  * problems for instances that took no small one. An instance that seldom takes small problems
  * may then have fewer. */
-static void walk(int o, gk_dtype dtype, walked *rows, int num_rows, int64_t problems) {
+static void test_instances(int o, gk_dtype dtype, tested *rows, int num_rows, int64_t problems) {
     const int most = check_small() ? 1000 : 3000;
     for (int attempt = 0; attempt < most; ++attempt) {
         bool done = true, any = false, late = attempt >= most / 2;
@@ -1529,16 +1529,16 @@ int main(int argc, char **argv) {
                        .device = GK_CUDA,
                        .stream = stream,
                        .error_word = gk_cuda_error_word()};
-    judge = check_context(NULL, (int32_t)gk_clamp_i64(sysconf(_SC_NPROCESSORS_ONLN), 1, 16));
+    ref_ctx = check_context(NULL, (int32_t)gk_clamp_i64(sysconf(_SC_NPROCESSORS_ONLN), 1, 16));
     printf("%s, compute capability %d.%d\n", gpu->name, gpu->arch / 10, gpu->arch % 10);
     for (int o = 0; o < CHECK_COUNT(ops); ++o) {
         for (int d = 0; d < CHECK_COUNT(dtypes); ++d) {
             if (gk_is_code(dtypes[d]) && !takes_codes(ops[o].op)) continue;
-            walked rows[256];
+            tested rows[256];
             int n = rows_of(ops[o].op, dtypes[d], gpu->arch, rows, CHECK_COUNT(rows));
             double start = now();
-            walk(o, dtypes[d], rows, n, problems);
-            chosen.walked += n;
+            test_instances(o, dtypes[d], rows, n, problems);
+            chosen.tested += n;
             for (int r = 0; r < n; ++r) {
                 chosen.problems += rows[r].problems;
                 snprintf(check_case, sizeof check_case, "row %s", rows[r].row->name);
@@ -1554,7 +1554,7 @@ int main(int argc, char **argv) {
                        now() - start);
         }
     }
-    printf("walked %lld of %lld rows, %lld problems", (long long)chosen.walked,
+    printf("walked %lld of %lld rows, %lld problems", (long long)chosen.tested,
            (long long)chosen.num_rows, (long long)chosen.problems);
     if (chosen.parts > 1) printf("; part %d of %d", chosen.part, chosen.parts);
     for (int i = 0; i < chosen.num_texts; ++i)

@@ -75,11 +75,11 @@ static void attn_fp8_expect(void) {
     ref.fwd.v = abs_v.t;
     ref.fwd.out = out->size.t;
     if (ref.v_mean) ref.v_mean = &abs_mean.t;
-    gk_ref_flash_attn_fp8(&judge, &ref);
+    gk_ref_flash_attn_fp8(&ref_ctx, &ref);
     ref.fwd.v = f.v.t;
     ref.fwd.out = out->exact.t;
     ref.v_mean = e8.args.v_mean;
-    gk_ref_flash_attn_fp8(&judge, &ref);
+    gk_ref_flash_attn_fp8(&ref_ctx, &ref);
 }
 
 #endif

@@ -106,7 +106,7 @@ static void rope_write_sizes(result *const results[3]) {
     ref.out_q = results[0]->size.t;
     ref.k_cache = results[1]->size.t;
     ref.v_cache = results[2]->size.t;
-    gk_ref_rope_kv_write(&judge, &ref);
+    gk_ref_rope_kv_write(&ref_ctx, &ref);
     check_tensor other[3];
     for (int i = 0; i < 3; ++i) {
         other[i] = check_dense(GK_F64, results[i]->size.t.ndim, results[i]->size.t.shape);
@@ -117,7 +117,7 @@ static void rope_write_sizes(result *const results[3]) {
     ref.out_q = other[0].t;
     ref.k_cache = other[1].t;
     ref.v_cache = other[2].t;
-    gk_ref_rope_kv_write(&judge, &ref);
+    gk_ref_rope_kv_write(&ref_ctx, &ref);
     for (int i = 0; i < 3; ++i) {
         const gk_dtype dtype = results[i]->got->t.dtype;
         /* of a code, relative to its value */
@@ -163,7 +163,7 @@ static void rope_write_expect(void) {
     ref.out_q = results[0]->exact.t;
     ref.k_cache = results[1]->exact.t;
     ref.v_cache = results[2]->exact.t;
-    gk_ref_rope_kv_write(&judge, &ref);
+    gk_ref_rope_kv_write(&ref_ctx, &ref);
     rope_write_sizes(results);
     if (past >= 0 && past < tokens) {
         check_set(&rk.slots.t, past,

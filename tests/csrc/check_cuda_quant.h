@@ -117,7 +117,7 @@ static void scaled_expect(void) {
     result *out = expected(&q.out, check_unit(GK_F32) * (32 + 4 * sqrt((double)q.k)));
     gk_scaled_gemm_args ref = q.args.scaled;
     ref.out = out->exact.t;
-    gk_ref_scaled_gemm(&judge, &ref);
+    gk_ref_scaled_gemm(&ref_ctx, &ref);
     const check_tensor a = check_map(&q.a, fabs), b = check_map(&q.b, fabs),
                        bias = check_map(&q.bias, fabs), c = check_map(&q.c, fabs);
     ref.a = a.t;
@@ -126,7 +126,7 @@ static void scaled_expect(void) {
     ref.activation = GK_ACT_NONE;
     if (ref.bias) ref.bias = &bias.t;
     if (ref.c) ref.c = &c.t;
-    gk_ref_scaled_gemm(&judge, &ref);
+    gk_ref_scaled_gemm(&ref_ctx, &ref);
 }
 
 /* ---- sparse_gemm ----------------------------------------------------------------------------- */
@@ -191,7 +191,7 @@ static void sparse_expect(void) {
     result *out = expected(&q.out, check_unit(GK_F32) * (32 + 4 * sqrt((double)q.k)));
     gk_sparse_gemm_args ref = q.args.sparse;
     ref.out = out->exact.t;
-    gk_ref_sparse_gemm(&judge, &ref);
+    gk_ref_sparse_gemm(&ref_ctx, &ref);
     const check_tensor a = check_map(&q.a, fabs), values = check_map(&q.values, fabs),
                        bias = check_map(&q.bias, fabs);
     ref.a = a.t;
@@ -199,7 +199,7 @@ static void sparse_expect(void) {
     ref.out = out->size.t;
     ref.activation = GK_ACT_NONE;
     if (ref.bias) ref.bias = &bias.t;
-    gk_ref_sparse_gemm(&judge, &ref);
+    gk_ref_sparse_gemm(&ref_ctx, &ref);
 }
 
 /* ---- grouped_gemm ---------------------------------------------------------------------------- */
@@ -271,7 +271,7 @@ static void grouped_expect(void) {
                                        (32 + 4 * sqrt((double)q.k)));
     gk_grouped_gemm_args ref = q.args.grouped;
     ref.out = out->exact.t;
-    gk_ref_grouped_gemm(&judge, &ref);
+    gk_ref_grouped_gemm(&ref_ctx, &ref);
     const check_tensor a = check_map(&q.a, fabs), b = check_map(&q.b, fabs),
                        bias = check_map(&q.bias, fabs);
     ref.a = a.t;
@@ -279,7 +279,7 @@ static void grouped_expect(void) {
     ref.out = out->size.t;
     ref.activation = GK_ACT_NONE;
     if (ref.bias) ref.bias = &bias.t;
-    gk_ref_grouped_gemm(&judge, &ref);
+    gk_ref_grouped_gemm(&ref_ctx, &ref);
     if (q.a.t.dtype == GK_I8) return;
     for (int64_t i = end; i < all; ++i) /* nothing behind the last end may have an effect */
         for (int64_t j = 0; j < (by_k ? q.m : q.k); ++j)

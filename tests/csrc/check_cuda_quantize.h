@@ -191,7 +191,7 @@ static void quantize_expect(void) {
         glu.gate = z.x.t;
         glu.up = &z.up.t;
         glu.out = z.values.t;
-        gk_ref_glu_fwd(&judge, &glu);
+        gk_ref_glu_fwd(&ref_ctx, &glu);
     } else if (n && z.args.what == GK_QUANTIZE_RMS_NORM) {
         gk_norm_args norm = GK_NORM_ARGS_INIT;
         norm.kind = GK_RMS_NORM;
@@ -201,7 +201,7 @@ static void quantize_expect(void) {
         norm.out = z.values.t;
         norm.residual = z.args.residual;
         norm.sum = norm.residual ? &h.t : NULL;
-        gk_ref_norm_fwd(&judge, &norm);
+        gk_ref_norm_fwd(&ref_ctx, &norm);
     } else {
         for (int64_t i = 0; i < n; ++i) check_set(&z.values.t, i, check_get(&z.x.t, i));
     }
@@ -241,7 +241,7 @@ static void dequantize_expect(void) {
     result *out = expected(&z.values, check_unit(GK_F32));
     gk_dequantize_args ref = z.back;
     ref.out = out->exact.t;
-    gk_ref_dequantize(&judge, &ref);
+    gk_ref_dequantize(&ref_ctx, &ref);
     for (int64_t i = 0; i < gk_numel(&out->size.t); ++i)
         check_set(&out->size.t, i, fabs(check_get(&out->exact.t, i)));
 }

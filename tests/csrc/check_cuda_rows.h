@@ -114,7 +114,7 @@ static void norm_expect(void) {
     check_tensor h = check_dense(r.x.t.dtype, r.ndim, r.x.t.shape);
     ref.out = out->exact.t;
     ref.sum = sum ? &h.t : NULL;
-    gk_ref_norm_fwd(&judge, &ref);
+    gk_ref_norm_fwd(&ref_ctx, &ref);
     for (int64_t i = 0; i < rows_count() * r.n; ++i) {
         const double w = a->weight ? fabs(check_get(&r.w.t, i % r.n) + a->weight_offset) : 1;
         const double b = a->bias ? check_get(&r.b.t, i % r.n) : 0, y = check_get(&out->exact.t, i);
@@ -161,7 +161,7 @@ static void norm_bwd_expect(void) {
     ref.dx = dx->exact.t;
     ref.dweight = dw ? &dw->exact.t : NULL;
     ref.dbias = db ? &db->exact.t : NULL;
-    gk_ref_norm_bwd(&judge, &ref);
+    gk_ref_norm_bwd(&ref_ctx, &ref);
     for (int64_t i = 0; i < n; ++i) {
         if (dw) check_set(&dw->size.t, i, 0);
         if (db) check_set(&db->size.t, i, 0);
@@ -228,7 +228,7 @@ static void softmax_expect(void) {
     result *out = expected(&r.out, sum_loss(r.x.t.dtype, r.n));
     gk_softmax_args ref = *a;
     ref.out = out->exact.t;
-    gk_ref_softmax_fwd(&judge, &ref);
+    gk_ref_softmax_fwd(&ref_ctx, &ref);
     for (int64_t i = 0; i < rows_count() * r.n; ++i) {
         const double y = fabs(check_get(&out->exact.t, i));
         check_set(&out->size.t, i, a->log ? 20 + 2 * y : 20 * y);
@@ -260,7 +260,7 @@ static void softmax_bwd_expect(void) {
     result *dx = expected(&r.out, sum_loss(r.x.t.dtype, n));
     gk_softmax_bwd_args ref = *a;
     ref.dx = dx->exact.t;
-    gk_ref_softmax_bwd(&judge, &ref);
+    gk_ref_softmax_bwd(&ref_ctx, &ref);
     for (int64_t row = 0; row < rows_count(); ++row) {
         double sum = 0;
         for (int64_t at = row * n; at < row * n + n; ++at)
@@ -301,7 +301,7 @@ static void glu_expect(void) {
     result *out = expected(&r.out, 32 * check_acc_unit(r.x.t.dtype));
     gk_glu_args ref = *a;
     ref.out = out->exact.t;
-    gk_ref_glu_fwd(&judge, &ref);
+    gk_ref_glu_fwd(&ref_ctx, &ref);
     for (int64_t i = 0; i < rows_count() * r.n; ++i)
         check_set(&out->size.t, i,
                   fabs(glu_input(&a->gate, a->up, 0, i) * glu_input(&a->gate, a->up, 1, i)));
@@ -337,7 +337,7 @@ static void glu_bwd_expect(void) {
     gk_glu_bwd_args ref = *a;
     ref.dgate = dgate->exact.t;
     ref.dup = dup ? &dup->exact.t : NULL;
-    gk_ref_glu_bwd(&judge, &ref);
+    gk_ref_glu_bwd(&ref_ctx, &ref);
     for (int64_t i = 0; i < rows_count() * r.n; ++i) {
         const double g = fabs(check_get(&r.more.t, i)), x = fabs(glu_input(&a->gate, a->up, 0, i));
         const double u = fabs(glu_input(&a->gate, a->up, 1, i)), first = g * u * (1 + x),
@@ -406,7 +406,7 @@ static void rope_expect(void) {
     gk_rope_args ref = *a;
     ref.out_q = q->exact.t;
     ref.out_k = k ? &k->exact.t : NULL;
-    gk_ref_rope(&judge, &ref);
+    gk_ref_rope(&ref_ctx, &ref);
     /* an upper bound of all values */
     for (int64_t i = 0; i < gk_numel(&r.out.t); ++i) check_set(&q->size.t, i, 8);
     for (int64_t i = 0; k && i < gk_numel(&r.out2.t); ++i) check_set(&k->size.t, i, 8);
@@ -472,7 +472,7 @@ static void loss_expect(void) {
     ref.fwd.loss = loss->exact.t;
     ref.fwd.lse = lse->exact.t;
     ref.dlogits = dx ? &dx->exact.t : NULL;
-    gk_ref_cross_entropy_fwd(&judge, &ref.fwd);
+    gk_ref_cross_entropy_fwd(&ref_ctx, &ref.fwd);
     for (int64_t i = 0; i < rows_count(); ++i) {
         check_set(&loss->size.t, i, 60);
         check_set(&lse->size.t, i, 20);
@@ -504,11 +504,11 @@ static void loss_bwd_expect(void) {
     check_tensor loss = check_dense(GK_F64, r.ndim - 1, r.shape);
     gk_cross_entropy_args fwd = a->fwd;
     fwd.loss = loss.t; /* rounds lse to what the kernel reads */
-    gk_ref_cross_entropy_fwd(&judge, &fwd);
+    gk_ref_cross_entropy_fwd(&ref_ctx, &fwd);
     result *dx = expected(&r.out, sum_loss(r.x.t.dtype, r.n));
     gk_cross_entropy_bwd_more_args ref = r.args.loss_bwd;
     ref.bwd.dlogits = dx->exact.t;
-    gk_ref_cross_entropy_bwd(&judge, &ref.bwd);
+    gk_ref_cross_entropy_bwd(&ref_ctx, &ref.bwd);
     for (int64_t i = 0; i < rows_count() * r.n; ++i) {
         const double g = fabs(check_get(&r.more.t, i / r.n));
         check_set(&dx->size.t, i, dlogits_size(check_get(&dx->exact.t, i), i, g));
@@ -550,7 +550,7 @@ static void dropout_expect(void) {
     result *out = expected(&r.out, 32 * check_acc_unit(r.x.t.dtype));
     gk_dropout_args ref = *a;
     ref.out = out->exact.t;
-    gk_ref_dropout(&judge, &ref);
+    gk_ref_dropout(&ref_ctx, &ref);
     for (int64_t i = 0; i < rows_count() * r.n; ++i) {
         const double x =
             fabs(check_get(&r.x.t, i)) + (a->bias ? fabs(check_get(&r.b.t, i % r.n)) : 0);

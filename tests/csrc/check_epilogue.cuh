@@ -61,7 +61,7 @@ static __global__ void __launch_bounds__(128)
     }
 }
 
-// m x n of the 64 x 32 accumulators are results. Transposed, n and m.
+// m x n of the 64 x 32 accumulators are results. Transposed, n x m are.
 template <int STORE, class Out>
 static void check_scaled(const buffer &in, const buffer &out, int m, int n, int row_shift) {
     constexpr bool TRANSPOSED = STORE == SCALED_TRANSPOSED;

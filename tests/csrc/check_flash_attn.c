@@ -20,9 +20,9 @@ typedef struct flash_case {
     gk_dtype dtype;
     int64_t batch, heads_q, heads_kv, seq_q, seq_k, head_dim, head_dim_v;
     bool packed, tokens_first; /* tokens_first: dense, stored as [B, S, H, D] */
-    bool is_causal, sinks, own_sinks, kv_start, kv_end, q_start, backward,
-        grad_lse; /* own_sinks: in dtype */
-    int alibi;    /* 0 none, 1 [Hq], 2 [B, Hq] */
+    /* own_sinks: in dtype */
+    bool is_causal, sinks, own_sinks, kv_start, kv_end, q_start, backward, grad_lse;
+    int alibi; /* 0 none, 1 [Hq], 2 [B, Hq] */
     int64_t diagonal, window_left, window_right;
     double scale, softcap, dropout;
     bool mask, bias; /* dense only: random blocks, and a bias with all dimensions */
@@ -819,7 +819,7 @@ static void check_extremes(void) {
     check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "expected at most 2^44");
 }
 
-/* Masks of every class of block and biases, alone, together and with the other options. */
+/* Masks with every kind of block, and biases, alone, together and with the other options. */
 static void check_masks(gk_dtype dtype) {
     static const int64_t lengths[][2] = {{1, 300}, {140, 260}, {128, 128}, {300, 129}, {17, 1100}};
     for (int i = 0; i < CHECK_COUNT(lengths); ++i)

@@ -23,10 +23,10 @@ typedef struct paged_case {
     bool ragged;      /* cu_seqlens_q is given; otherwise seq_q[0] tokens each */
     bool heads_first; /* the cache is stored as [num_blocks, Hkv, block_size, D] */
     bool shared;      /* sequences share their first pages */
-    bool not_causal, sinks, own_sinks,
-        kv_start; /* own_sinks: in dtype; kv_start: those of start_of */
-    int alibi, k_scale,
-        v_scale; /* 0 none, 1 per head ([] for scales), 2 [B, Hq] ([Hkv] for scales) */
+    /* own_sinks: in dtype; kv_start: those of start_of */
+    bool not_causal, sinks, own_sinks, kv_start;
+    /* 0 none, 1 per head ([] for scales), 2 [B, Hq] ([Hkv] for scales) */
+    int alibi, k_scale, v_scale;
     int64_t window_left, window_right; /* window_right is only read if flags say so */
     uint32_t flags;
     double softcap, sharpness; /* sharpness: scale in units of 1 / sqrt(head_dim) */

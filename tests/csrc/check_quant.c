@@ -254,8 +254,8 @@ static void check_int8(int64_t m, int64_t n, int64_t k) {
     int num;
     const gk_cpu_instance *rows = gk_cpu_instances(GK_OP_SCALED_GEMM, &num);
     for (int form = 0; form < 6; ++form) {
-        const bool along_k = form == 0 || form == 3 ||
-                             form == 4; /* sums are then float32, so values are small to be exact */
+        /* sums are then float32, so values are small to be exact */
+        const bool along_k = form == 0 || form == 3 || form == 4;
         const int most = along_k ? 2 : 128;
         check_tensor a = whole(GK_I8, m, k, most), b = whole(GK_I8, k, n, most);
         if (form == 1 || form == 2) {

@@ -94,8 +94,8 @@ static double act_bound(gk_activation activation, double x, double y) {
     switch (activation) {
     case GK_ACT_GELU: return own + 0.5 * fabs(x) * (2e-7 + 2 * u); /* erf: absolute error 2e-7 */
     case GK_ACT_GELU_TANH:
-        return own +
-               0.5 * fabs(x) * (3e-7 + 6 * u); /* tanh: absolute error 3e-7, argument 4 roundings */
+        /* tanh: absolute error 3e-7, argument 4 roundings */
+        return own + 0.5 * fabs(x) * (3e-7 + 6 * u);
     case GK_ACT_SILU: /* exp: relative 2e-7 + 1.2e-7 |x|; its argument is limited to 126 log 2 */
         return own + fabs(y) * (2e-7 + 2 * u * (1 + fabs(x))) + fabs(x) * 0x1p-125;
     default: return 0;

@@ -35,8 +35,8 @@ enum {
     LONG_CELLS = 192
 };
 
-bool SYM(gk_tiles_multiply_int8)(
-    void); /* int8_amx.c: true if a test product of int8 has the right values */
+/* int8_amx.c: true if a test product of int8 has the right values */
+bool SYM(gk_tiles_multiply_int8)(void);
 
 /* Rows of C that the thread's tiles are configured for, 0 without a configuration. It belongs to
  * the products of one file; a task does not mix them. A task configures the tiles when its

@@ -15,9 +15,9 @@
 enum {
     /* columns: 16 AVX-512 vectors for each of 4 accumulators, so rounding stays at a few ulp */
     ROW_BLOCK = 1024,
-    ROW_TASK =
-        32 << 10, /* elements of a task: some 10 us of work, much more than starting a task costs */
-    ROW_SUMS = 3  /* most sums that one pass computes */
+    /* elements of a task: some 10 us of work, much more than starting a task costs */
+    ROW_TASK = 32 << 10,
+    ROW_SUMS = 3 /* most sums that one pass computes */
 };
 
 INLINE int64_t rows_of(const gk_tensor *t) {

@@ -114,8 +114,8 @@ INLINE void pack_panel(cell *dst, int64_t width, const void *src, gk_dtype dtype
 #endif
             for (int64_t l = 0; l < width; l += W) {
                 vc v = vc_load_across_k(row0, row1, dtype, l, lanes - l);
-                if (l + W <= width ||
-                    l == 0) /* a narrow panel's spill is overwritten by the next row */
+                /* in a narrow panel the next row overwrites what is written too far */
+                if (l + W <= width || l == 0)
                     vc_store(dst + c * width + l, v);
                 else
                     vc_store_first(dst + c * width + l, v, width - l);
