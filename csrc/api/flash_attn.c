@@ -71,7 +71,7 @@ static gk_status check_rules(const gk_flash_attn_args *f, gk_io *io, gk_dtype dt
     GK_TRY(gk_check_rules(io, r, &q, batch, heads));
     if (form_of(f) == &packed) {
         GK_REQUIRE(!r->kv_start && !r->kv_end && !r->q_start,
-                   "kv_start, kv_end and q_start are for dense calls");
+                   "kv_start, kv_end and q_start must be missing in packed calls");
         return gk_check_product("sequences, heads and the longest sequence of q", batch, heads,
                                 gk_min_i64(f->max_seqlen_q, f->q.shape[0]));
     }
@@ -101,10 +101,10 @@ static gk_status check_mask(const gk_flash_attn_args *f, const gk_attn_scores *x
     GK_TRY(gk_take(io, "attn_mask", t, GK_CONTIGUOUS));
     GK_TRY(gk_check_dtype(io, "attn_mask", t, GK_I32));
     GK_TRY(gk_check_dims("attn_mask", t, 3, "[B, H, n]"));
-    GK_REQUIRE(x->mask_seq_q == seq_q && x->mask_seq_k == seq_k,
-               "attn_mask is of %lld queries and %lld keys, q and k have %lld and %lld",
-               (long long)x->mask_seq_q, (long long)x->mask_seq_k, (long long)seq_q,
-               (long long)seq_k);
+    GK_REQUIRE(
+        x->mask_seq_q == seq_q && x->mask_seq_k == seq_k,
+        "attn_mask is for %lld queries and %lld keys, q and k have %lld and %lld; they must match",
+        (long long)x->mask_seq_q, (long long)x->mask_seq_k, (long long)seq_q, (long long)seq_k);
     GK_REQUIRE(t->shape[0] == 1 || t->shape[0] == f->q.shape[0],
                "attn_mask has batch size %lld, expected 1 or %lld", (long long)t->shape[0],
                (long long)f->q.shape[0]);
@@ -124,7 +124,8 @@ static gk_status check_mask(const gk_flash_attn_args *f, const gk_attn_scores *x
 static gk_status check_scores(const gk_context *ctx, const gk_flash_attn_args *f,
                               const gk_attn_scores *x, gk_io *io) {
     if (!x) return GK_OK;
-    GK_REQUIRE(form_of(f) == &dense, "attn_mask, bias and distance_bias are for dense calls");
+    GK_REQUIRE(form_of(f) == &dense,
+               "attn_mask, bias and distance_bias must be missing in packed calls");
     if (x->mask) GK_TRY(check_mask(f, x, io));
     if (x->bias) GK_TRY(check_bias(f, x->bias, io));
     if (x->distance_bias) {
@@ -188,7 +189,7 @@ static gk_status check_result_dtype(gk_io *io, const char *name, const gk_tensor
 /* The result accumulates: out and lse are read, too. */
 static gk_status check_accumulates(const gk_flash_attn_args *f, gk_io *io) {
     const gk_dtype dtype = gk_stats_dtype(f->q.dtype);
-    GK_REQUIRE(form_of(f) == &dense, "accumulates is for dense calls");
+    GK_REQUIRE(form_of(f) == &dense, "results accumulate in dense calls only, got a packed call");
     GK_REQUIRE(f->dropout_p == 0, "dropout_p must be 0 where results accumulate, got %g",
                f->dropout_p);
     GK_REQUIRE(f->out.dtype == dtype, "out must be %s where q is %s, got %s", gk_dtype_name(dtype),
@@ -249,11 +250,13 @@ gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd
                "attn_mask, bias and distance_bias must be missing where is_part is true");
     const gk_tensor *sinks = f->rules.sinks;
     GK_REQUIRE(sinks || !g->dsinks, "dsinks is given but sinks is not");
-    GK_REQUIRE(!g->is_part || !sinks || ctx->device == GK_CPU,
-               "sinks must be missing where is_part is true: their gradient is of all keys");
-    GK_REQUIRE(!g->is_part || f->dropout_p == 0,
-               "dropout_p must be 0 where is_part is true: what is kept follows from a key's place "
-               "among all keys");
+    GK_REQUIRE(
+        !g->is_part || !sinks || ctx->device == GK_CPU,
+        "sinks must be missing where is_part is true, because their gradient needs all keys");
+    GK_REQUIRE(
+        !g->is_part || f->dropout_p == 0,
+        "dropout_p must be 0 where is_part is true, because the dropout mask depends on a key's "
+        "index among all keys");
     GK_TRY(check_result_dtype(io, "grad_dtype", &f->q, g->dq.dtype));
     const int64_t none = 0;
     gk_give(io, "dq", &g->dq, g->dq.dtype, ndim, f->q.shape, GK_DENSE_LAST);

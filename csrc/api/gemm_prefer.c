@@ -19,8 +19,8 @@ static gk_status check_cuda_gemm(const gk_context *ctx, const gk_gemm_args *args
     GK_TRY(gk_check_context(ctx, args->size, sizeof *args));
     GK_TRY(gk_check_gemm(ctx, args, &io));
     if (ctx->device != GK_CUDA)
-        return gk_fail(GK_ERR_UNSUPPORTED,
-                       "the context is a CPU's, whose row follows from dtype and instruction set");
+        return gk_fail(GK_ERR_UNSUPPORTED, "expected a CUDA context, got a CPU one, where dtype "
+                                           "and instruction set decide the row");
     return gk_dispatch_gpu(ctx) ? GK_OK : GK_ERR_DEVICE;
 }
 

@@ -101,7 +101,7 @@ gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p
     GK_REQUIRE(p->flags <= (GK_PAGED_WINDOW_RIGHT | GK_PAGED_ALLOW_SHORT),
                "flags is %u, expected gk_paged_flags", (unsigned)p->flags);
     GK_REQUIRE(!(p->flags & GK_PAGED_ALLOW_SHORT) || ctx->device == GK_CPU || !sees_to_the_right(p),
-               "allow_short on CUDA is served with is_causal or a window_right of 0");
+               "allow_short on CUDA needs is_causal or window_right=0");
     GK_TRY(gk_check_rules(io, &p->rules, q, batch, heads_q));
     GK_TRY(take_scale(io, "k_scale", p->k_scale, q->dtype, &p->k_cache));
     GK_TRY(take_scale(io, "v_scale", p->v_scale, q->dtype, &p->k_cache));

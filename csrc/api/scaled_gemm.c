@@ -86,8 +86,8 @@ gk_status gk_check_scaled_gemm(const gk_context *ctx, const gk_scaled_gemm_args 
     GK_REQUIRE(g->accumulate == GK_PRECISE || !along_k,
                "accumulate must be precise with scales along K, got fast");
     GK_REQUIRE(a->dtype != GK_I8 || along_k || a->shape[1] <= INT8_MOST_K,
-               "a has %lld columns; int8 without scales along K takes at most %d, past which a sum "
-               "leaves int32",
+               "a has %lld columns; int8 without scales along K takes at most %d, because longer "
+               "sums overflow int32",
                (long long)a->shape[1], INT8_MOST_K);
     gk_give(io, "out", &g->out, g->out.dtype, 2, shape, GK_DENSE_LAST);
     return GK_OK;

@@ -80,7 +80,7 @@ gk_status gk_check_sparse_gemm(const gk_context *ctx, const gk_sparse_gemm_args 
                    gk_text_of(s->ndim, s->shape).text);
     }
     GK_REQUIRE(a->dtype != GK_I8 || k / 2 <= 131071,
-               "a has %lld columns; int8 takes at most 262142, past which a sum leaves int32",
+               "a has %lld columns; int8 takes at most 262142, because longer sums overflow int32",
                (long long)k);
     if (x->bias) {
         GK_TRY(gk_take(io, "bias", x->bias, GK_ANY_STRIDES));

@@ -127,7 +127,7 @@ gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dty
             gk_cuda_takes(tables[t], op, args))
             return gk_fail(GK_ERR_UNSUPPORTED,
                            "no kernel for %s on cuda:%d (%s) serves a call of these sizes; "
-                           "expected are smaller ones",
+                           "use smaller ones",
                            gk_dtype_name(dtype), (int)ctx->index, gpu->name);
     return gk_fail(GK_ERR_UNSUPPORTED,
                    "no kernel for %s on cuda:%d (%s, compute capability %d.%d); supported are "

@@ -178,7 +178,7 @@ const char *gk_cpu_isa_reason(void) {
     if (has_tiles())
         return "avx512bf16 is slower here, and this process has no AMX: an old kernel, a container "
                "or a signal "
-               "stack too small for tiles refuses it, or a first product came out wrong";
+               "stack too small for tiles refuses it, or a test product was wrong";
     return "avx512bf16 is slower here: VDPBF16PS of Intel's cores multiplies bfloat16 at half the "
            "rate of float32";
 }
