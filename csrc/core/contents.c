@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* contents.c: checks the contents of index tensors on the CPU before anything is written.
  *
- * Of any strides: cu_seqlens [B+1], block_table [B, max_blocks] and seq_lens [B] are int32;
+ * cu_seqlens [B+1], block_table [B, max_blocks] and seq_lens [B] are int32 with any strides;
  * slots [T] is int32 or int64. */
 #include "checks.h"
 

@@ -27,7 +27,7 @@ typedef enum gk_depth {
     GK_CONTENTS /* on the CPU also the contents of index tensors: the call will run */
 } gk_depth;
 
-/* What a kernel requires of a tensor's strides. */
+/* The strides that a kernel requires. */
 typedef enum gk_strides {
     GK_ANY_STRIDES,
     GK_DENSE_LAST, /* 1 in the last dimension */

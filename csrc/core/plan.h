@@ -17,7 +17,7 @@ enum {
     GK_PLAN_OWN_BYTES = 1536
 };
 
-/* What one kernel will do for one call. Plain data, valid as long as the call's arguments are. */
+/* The work of one kernel for one call. Plain data, valid as long as the call's arguments are. */
 typedef struct gk_plan {
     /* the instance: a gk_cpu_instance (cpu/kernels.h) or a gk_cuda_instance (cuda/kernels.h) */
     const void *kernel;

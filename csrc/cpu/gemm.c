@@ -378,7 +378,7 @@ static int64_t strip_of(const gk_gemm_isa *isa, int64_t rows, int64_t strips, in
     return isa->pack_rows_any ? gk_min_i64(rows, s * isa->mr) : strip_start(rows, strips, s);
 }
 
-/* The shared b: for each k block its panels side by side. */
+/* The shared b: for each k block its consecutive panels. */
 static uint32_t *shared_at(const job *jb, int64_t k0, int64_t column) {
     const int64_t cells = packed_cells(jb->isa, gk_min_i64(jb->x.kb, jb->x.p.k - k0));
     return (uint32_t *)jb->workspace + k0 / jb->isa->pair * jb->x.span + column * cells;

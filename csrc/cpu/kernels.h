@@ -69,7 +69,7 @@ typedef struct gk_gemm_epilogue {
     gk_activation activation;
 } gk_gemm_epilogue;
 
-/* What gemm.c needs from an ISA (gemm_ukr.c). */
+/* The part of gemm that each ISA provides (gemm_ukr.c, gemm_amx.c). */
 typedef struct gk_gemm_isa {
     int w, mr, pair;
     const gk_ukr_fn *ukr_panel, *ukr_rows; /* [nv - 1][m - 1] */

@@ -977,7 +977,7 @@ static void fill_row(int64_t page, int64_t row) {
     *drawn = 1;
 }
 
-/* Pages are in random order. What no query reads stays NaN in the caches (for int8 see
+/* Pages are in random order. Entries that no query reads stay NaN in the caches (for int8 see
  * poison_rest) and -7 in the table. With `shared` the entries before the shortest sequence's
  * last page are the same pages for all sequences. */
 static void fill_pages(void) {

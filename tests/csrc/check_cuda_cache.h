@@ -77,7 +77,8 @@ static void rope_write_draw(gk_dtype dtype, bool large) {
     TO_DEVICE(*a);
 }
 
-/* The expected result of a cache. What is not written stays as it was: NaN, or -1 in int8. */
+/* The expected result of a cache. Elements that are not written keep their value: NaN, or -1 in
+ * int8. */
 static result *expected_cache(const check_tensor *cache, double loss) {
     /* half the step between subnormal codes */
     static const double floors[] = {0x1p-10, 0x1p-17, 0.5};

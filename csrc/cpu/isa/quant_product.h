@@ -184,7 +184,7 @@ static void quant_plan(quant_product *p, const gk_context *ctx, gk_plan *plan) {
     plan->workspace_bytes = (size_t)gk_num_workers(ctx, plan->tasks) * p->worker_bytes;
 }
 
-/* True if a float32 sum of codes times this scale neither overflows nor loses bits. Such sums
+/* True if a float32 sum of codes times this scale neither overflows nor loses bits. These sums
  * are 0 or between 2^-32 and 2^48 in size. */
 static bool moderate(float scale) {
     const float size = scale < 0 ? -scale : scale;
