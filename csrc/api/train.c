@@ -70,7 +70,7 @@ static bool is_dense(const gk_tensor *t) {
     return true;
 }
 
-static bool lies_like(const gk_tensor *x, const gk_tensor *y) {
+static bool has_strides_of(const gk_tensor *x, const gk_tensor *y) {
     for (int d = 0; d < x->ndim; ++d)
         if (x->shape[d] > 1 && x->stride[d] != y->stride[d]) return false;
     return true;
@@ -91,8 +91,8 @@ static gk_status take_of_list(gk_io *io, const char *list, int64_t i, const gk_t
         return GK_OK;
     }
     GK_TRY(gk_check_shape(name, t, like->ndim, like->shape));
-    GK_REQUIRE(gk_numel(t) == 0 || lies_like(like, t), "%s must have the strides of params[%lld]",
-               name, (long long)i);
+    GK_REQUIRE(gk_numel(t) == 0 || has_strides_of(like, t),
+               "%s must have the strides of params[%lld]", name, (long long)i);
     return GK_OK;
 }
 

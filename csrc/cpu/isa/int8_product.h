@@ -34,10 +34,8 @@ enum {
     INT8_NB = 512,
     INT8_KB = 512,     /* of k: a panel of b takes 16 KiB */
     INT8_DOT_ROWS = 4, /* up to this many rows, a b that is contiguous along k is read in place */
-    INT8_SMALL_M =
-        /* up to this M the time goes into reading b, so longer ranges of it are read, along n or
-         * along k */
-        32,
+    /* up to this M the time goes into reading b, so longer ranges of b are read, along n or k */
+    INT8_SMALL_M = 32,
     INT8_FEW_NB = 1024,
     INT8_FEW_KB = 128,
     INT8_FEW_NB_ALONG = 64,

@@ -111,8 +111,8 @@ static void of_groups(const skinny_job *jb, int64_t n, int64_t tile, bool zeros,
             return;
         }
     }
-    /* with 8 bits a lane holds 16 values of k in each half of the tile; the caller handles the
-     * halves separately */
+    /* Only 4-bit formats get here: the plan refuses 8-bit formats with groups below 64, because a
+     * lane's values come from both halves of the tile. */
     for (int lane = 0; lane < WORDS; ++lane) to[lane] = four[is_4_bit ? lane % 4 : lane % 4 / 2];
 }
 
