@@ -8,11 +8,11 @@
  *  any strides; float32, bfloat16 or float16
  *
  * A task computes one block of at most MB x NB of one product over all of K:
- *  for pc over K by KC       pack a[MB][KC] into strips of at most MR rows, b[KC][NB] into
- *    panels of NR columns
+ *  for pc over K by KC       pack a[MB][KC] into strips of at most MR rows,
+ *                            pack b[KC][NB] into panels of NR columns
  *    for jr over panels      the panel of b stays in the L1
- *      for ir over strips    strips of a stream from the L2; the register tile adds to C or to a
- *        float32 block
+ *      for ir over strips    strips of a stream from the L2;
+ *                            the register tile adds to C or to a float32 block
  *
  * If several blocks read the same columns of b, the work alternates between two phases: all
  * workers pack as many columns of b as fit the shared buffer, then they compute the blocks that

@@ -5,7 +5,7 @@
  *
  *  a rows   [m][ld] cells, k contiguous, zeros up to a whole vector
  *  b panel  [ceil(n / (2 w))][cells, padded to k_cells][2 w], columns contiguous; cells beyond n
- *    and k may hold anything, because a is 0 there
+ *           and k may hold anything, because a is 0 there
  *  c        [m][ldc] uint32, sums modulo 2^32; ldc is a multiple of 2 w */
 #ifndef GPUKERN_CPU_INT8_H
 #define GPUKERN_CPU_INT8_H

@@ -11,7 +11,7 @@
  * gk_flash_attn_fp8 has base, avx2 and avx512 only, because its cells are float32. For amx and
  * amx_emulated the stems are
  *  gk_gemm_packed gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn gk_scaled_gemm
- *    gk_sparse_gemm
+ *  gk_sparse_gemm
  *
  * float32 instances compute in float32. bfloat16 and float16 instances convert tile by tile.
  * avx512bf16 multiplies pairs of bfloat16; on Intel's cores that is slower than converting, so

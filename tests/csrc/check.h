@@ -9,12 +9,12 @@
  *  |got - exact| <= loss * size + u(output dtype) * |exact|
  *
  *  size  the same sum with every term replaced by its absolute value (no cancellation), computed
- *    beside the result
+ *        beside the result
  *  loss  relative error of a term: u(accumulator) times the number of roundings that the test
- *    counts, plus u(dtype) in 16-bit attention, whose probabilities are rounded to the dtype
- *    before they are multiplied by the values
+ *        counts, plus u(dtype) in 16-bit attention, whose probabilities are rounded to the dtype
+ *        before they are multiplied by the values
  *  u(t)  half a unit in the last place of t at 1: 2^-24 float32, 2^-8 bfloat16, 2^-11 float16,
- *    2^-53 float64
+ *        2^-53 float64
  *
  * GK_CHECK_SMALL=1 runs a part of each grid, for runs under a sanitizer. */
 #ifndef GPUKERN_CHECK_H

@@ -82,8 +82,8 @@ static void check_schedule(int tiles, int heads, int splits, int paired, int sms
           "blocks: tiles, heads", tiles, heads);
     check(each_tile.once(), "every tile once: tiles, blocks", tiles, s.blocks);
     if (!paired) return;
-    /* The worst block has at most one tile more than the mean; with few tiles, one pair more. If the
-     * rows of a tile are not a whole number of key blocks, each tile also rounds up by half a
+    /* The worst block has at most one tile more than the mean; with few tiles, one pair more. If
+     * the rows of a tile are not a whole number of key blocks, each tile also rounds up by half a
      * block. */
     const long unit = tiles < FWD_SINGLES ? each_tile.longest + 2 : each_tile.longest;
     check((double)each_tile.worst() <=

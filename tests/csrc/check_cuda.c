@@ -15,17 +15,17 @@
  *
  * size and loss (check.h), with u = u(float32), or u(float64) for float64:
  *  gemm            size |alpha| sum |a| |b| + |beta c| + |bias|; loss u (32 + 4 sqrt K). tf32
- *    adds 1.375 x 2^-10: the tensor cores truncate operands, and the kernel's correction leaves
- *    2/3 of a unit for each factor
+ *                  adds 1.375 x 2^-10: the tensor cores truncate operands, and the kernel's
+ *                  correction leaves 2/3 of a unit for each factor
  *  gemm_act_bwd    size |grad| (1 + |x|); loss 16 u
  *  attention       size: the same sum with every term positive. The logits have the error e = u
- *    (8 + 2 sqrt D) max |logit|, which changes every p by 2 e. In 16 bits p and ds are rounded
- *    to the inputs' dtype: 1.25 u(dtype) forward, 2.5 backward. Sums add u (32 + 2 sqrt(terms)).
- *    attn_floor covers underflow
+ *                  (8 + 2 sqrt D) max |logit|, which changes every p by 2 e. In 16 bits p and ds
+ *                  are rounded to the inputs' dtype: 1.25 u(dtype) forward, 2.5 backward. Sums
+ *                  add u (32 + 2 sqrt(terms)). attn_floor covers underflow
  *  weight_gemm     size sum |a| |w| + |bias|; loss u (32 + 4 sqrt K). If scales are not powers
- *    of two it adds u(dtype), since a kernel may round weights to a's dtype or not
+ *                  of two it adds u(dtype), since a kernel may round weights to a's dtype or not
  *  attn_merge      size |a| w_a + |b| w_b; loss 232 u, because exp(lse_x - lse) has the error
- *    |lse| u. If only one side saw keys, its result is exact
+ *                  |lse| u. If only one side saw keys, its result is exact
  *  kv_cache_write  exact
  *
  * check_cuda [-v] [-n problems] [text ...]: -v prints every instance. -n sets the number of

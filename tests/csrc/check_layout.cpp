@@ -2,10 +2,10 @@
 /* check_layout: tests csrc/cuda/layout and gemm/order.cuh on the host.
  *
  *  check_layout         compares fragments with the formulas of the PTX ISA, operands with a
- *    model of WGMMA, and conflict degrees with cases worked out by hand. Exits with 1 on a
- *    failure.
+ *                       model of WGMMA, and conflict degrees with cases worked out by hand.
+ *                       Exits with 1 on a failure.
  *  check_layout dump    reads lines "what name ..." and prints the position of each element, one
- *    line each, for tests/layout/test_layout_twin.py. */
+ *                       line each, for tests/layout/test_layout_twin.py. */
 #include "cuda/layout/atoms.cuh"
 #include "cuda/layout/wgmma.cuh"
 

@@ -6,11 +6,11 @@
  *
  * There are eight tiles of up to 16 rows of up to 64 bytes.
  *
- *  tdpbssd    C[m][n] += sum over k and i < 4 of A[m][4k + i] B[k][4n + i], signed bytes, as
- *    int32 modulo 2^32.
- *  tdpbf16ps  C[m][n] += sum over k of A[m][2k] B[k][2n] + A[m][2k+1] B[k][2n+1]. Even and odd
- *    products are summed separately from 0. The two sums are added to each other and then to C.
- *    Subnormal inputs count as 0, subnormal results become 0. */
+ *  tdpbssd    C[m][n] += sum over k and i < 4 of A[m][4k + i] B[k][4n + i]
+ *             with signed bytes and sums in int32 modulo 2^32
+ *  tdpbf16ps  C[m][n] += sum over k of A[m][2k] B[k][2n] + A[m][2k+1] B[k][2n+1]
+ *             Even and odd products are summed separately from 0. The two sums are added to each
+ *             other and then to C. Subnormal inputs count as 0, subnormal results become 0. */
 #ifndef GPUKERN_TILE_AMX_H
 #define GPUKERN_TILE_AMX_H
 

@@ -2,8 +2,8 @@
 /* cross_entropy: the loss of each row of logits and its gradient, compiled once per ISA.
  *
  *  z = softcap tanh(logit_scale logits / softcap), or logit_scale logits;   lse = log sum exp z
- *  loss = (1 - e) w[t] (lse - z[t]) + e / V (W lse - sum w[c] z[c]) + z_loss lse^2,   W = sum
- *    w[c]
+ *  loss = (1 - e) w[t] (lse - z[t]) + e / V (W lse - sum w[c] z[c]) + z_loss lse^2
+ *  W = sum w[c]
  *  dz[c] = g (exp(z[c] - lse) ((1 - e) w[t] + e W / V + 2 z_loss lse)
  *             - (c = t) (1 - e) w[t] - e w[c] / V)
  *

@@ -6,10 +6,10 @@
  *
  * A task owns a range of columns over all of K, so nothing is reduced across tasks. There are
  * two forms:
- *  across  (b contiguous along n, "NN")  for KB rows of b: C[M][columns] += a[M][KB]
- *    b[KB][columns]
- *  along   (b contiguous along k, "NT")  dot products: TM rows of a against TN columns of b,
- *    lanes along k
+ *  across  (b contiguous along n, "NN")  for KB rows of b:
+ *                                        C[M][columns] += a[M][KB] b[KB][columns]
+ *  along   (b contiguous along k, "NT")  dot products of TM rows of a and TN columns of b,
+ *                                        lanes along k
  *
  * across keeps C in a float32 block. It reads b in place if b is float32 or M is very small; a
  * task's columns are then long enough for the hardware prefetcher. Otherwise KB rows of b are

@@ -4,8 +4,8 @@
  *
  *  h = x + residual, rounded to x's dtype;   xhat = (h - mean) rstd
  *  out = xhat w + b,   w = weight + weight_offset
- *  dx = rstd (g w - c1 - xhat c2) + grad_sum,   c1 = mean(g w) (layer only),   c2 = mean(g w
- *    xhat)
+ *  dx = rstd (g w - c1 - xhat c2) + grad_sum
+ *  c1 = mean(g w) (layer only),   c2 = mean(g w xhat)
  *  dweight = sum over rows of g xhat,   dbias = sum over rows of g
  *
  * x, residual, g [M, N] have one dtype (float32, bfloat16, float16) and any row strides; weight

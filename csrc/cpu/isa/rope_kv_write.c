@@ -2,8 +2,8 @@
 /* rope_kv_write: QK norm, rotary embedding and the write into a paged cache in one pass,
  * compiled once per ISA.
  *
- *  out_q = rotate(norm(q)),   k_cache[slot] = rotate(norm(k)) / k_scale,   v_cache[slot] = v /
- *    v_scale
+ *  out_q = rotate(norm(q))
+ *  k_cache[slot] = rotate(norm(k)) / k_scale,   v_cache[slot] = v / v_scale
  *
  * q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, Dv] are float32, bfloat16 or float16. The caches
  * have that dtype or an 8-bit one. Values are computed in float32 and rounded once. A task is a

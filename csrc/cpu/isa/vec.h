@@ -5,7 +5,7 @@
  *
  *  vf    W floats      vi   W int32      vm   a mask of W lanes
  *  cell  one 32-bit operand of a multiplication: a float, or (avx512bf16) a pair of bfloat16
- *    that are neighbours along k. PAIR is the number of values of k in a cell.
+ *        that are neighbours along k. PAIR is the number of values of k in a cell.
  *  vc    W cells. vc_dot adds the PAIR products of each lane to a vf. */
 #ifndef GPUKERN_VEC_H
 #define GPUKERN_VEC_H

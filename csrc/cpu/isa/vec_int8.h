@@ -4,9 +4,9 @@
  *
  * A cell is 32 bits of values that are neighbours along k:
  *  quads  four of 8 bits. VPDPBUSD adds their products to an int32. One operand is unsigned, so
- *    its codes get 128 added.
+ *         its codes get 128 added.
  *  pairs  two of 16 bits. PMADDWD, which every x86 has, adds their products to an int32. The sum
- *    of two products of codes fits an int32.
+ *         of two products of codes fits an int32.
  *
  * Sums wrap modulo 2^32, so intermediate sums may overflow if a later subtraction corrects them.
  * AVX-512 VNNI and AVX-VNNI are not instruction sets of the build: quads are compiled beside
