@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* features.c: which instruction sets this machine can run and which one is the default. It and
- * vec.h are the only files that ask about instruction sets. GK_X86_ISAS is defined if the build
- * compiled the x86 sets; otherwise base is the only one. */
+/* features.c: which instruction sets this machine can run and which one is the default.
+ * Only this file, vec.h and vec_int8.h ask about instruction sets. GK_X86_ISAS is defined if the
+ * build compiled the x86 sets; otherwise base is the only one. */
 #include "kernels.h"
 
 #if defined(GK_X86_ISAS)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* vec.h: the vector types and operations of one instruction set. Files in csrc/cpu/isa/ include
- * it and are compiled once per ISA with -DGK_ISA=<name>. It and features.c are the only files
- * that ask the compiler for an ISA; kernels use only W, MR, NV, PAIR and the operations below.
+ * it and are compiled once per ISA with -DGK_ISA=<name>. Only this file,
+ * vec_int8.h and features.c ask for an ISA; kernels use W, MR, NV, PAIR and the operations below.
  *
  *  vf    W floats      vi   W int32      vm   a mask of W lanes
  *  cell  one 32-bit operand of a multiplication: a float, or (avx512bf16) a pair of bfloat16
