@@ -181,8 +181,8 @@ VALUE_ERRORS = [
             scale_a=t(1),
             scale_b=t(1),
         ),
-        "a has 131072 columns; int8 without scales along K takes at most 131071, past which a sum "
-        "leaves int32",
+        "a has 131072 columns; int8 without scales along K takes at most 131071, because longer "
+        "sums overflow int32",
     ),
     (
         "pack_weight",

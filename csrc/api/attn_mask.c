@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* attn_mask: what a call of gk_attn_mask must be, and what it costs. */
+/* attn_mask: the check and the cost of gk_attn_mask. */
 #include "../core/attn_mask.h"
 #include "../core/checks.h"
 #include "../core/dispatch.h"
 
 #include <inttypes.h>
 
-/* [B, H, rows] and `last` more, of that dtype. */
+/* A tensor of this dtype with shape [B, H, rows] or [B, H, rows, any]. */
 static gk_status take_by_head(gk_io *io, const char *name, const gk_tensor *t, gk_dtype dtype,
                               const char *letters, int ndim, int64_t rows) {
     GK_REQUIRE(t, "%s is missing", name);
@@ -61,7 +61,7 @@ static gk_status take_lists(gk_io *io, const char *num_name, const gk_tensor *nu
     return same_heads(name, list, num_name, num);
 }
 
-/* Counts and indices, on the CPU. */
+/* Checks the contents of counts and indices on the CPU. */
 static gk_status check_lists(const char *num_name, const gk_tensor *num, const char *name,
                              const gk_tensor *list, int64_t tiles_k) {
     for (int64_t b = 0; b < num->shape[0]; ++b)

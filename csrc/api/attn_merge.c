@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* attn_merge: what a call of gk_attn_merge must be, and what it costs. */
+/* attn_merge: the check and the cost of gk_attn_merge. */
 #include "../core/checks.h"
 #include "../core/dispatch.h"
 

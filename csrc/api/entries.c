@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* entries.c: the entry points of gpukern.h that every op has, and the plan and run of op.h: an op
- * says in its own file what a call must be (gk_check_<op>) and how many bytes and FLOPs it is
- * (gk_cost_<op>). */
+/* entries.c: the entry points of gpukern.h that every op has, and gk_plan_<op>, gk_run_<op> and
+ * gk_describe_<op> of op.h. An op's own file in csrc/api/ checks a call (gk_check_<op>) and
+ * counts its bytes and FLOPs (gk_cost_<op>). */
 #include "../core/checks.h"
 #include "../core/dispatch.h"
 #include "gpukern_ranks.h"
 
 #include <string.h>
 
-/* What an entry point checks beyond the op's laws: strides, and the results, which are there by
- * now. writes: the call will run. */
+/* The checks of an entry point after the op's own check: strides, and the results, which the
+ * caller has allocated. `writes`: the call will run. */
 static gk_status check_call(gk_io *io, bool writes) {
     GK_TRY(gk_check_strides(io));
     for (int i = 0; i < io->num_results; ++i) {
@@ -21,15 +21,16 @@ static gk_status check_call(gk_io *io, bool writes) {
     return GK_OK;
 }
 
-/* The arguments, or where the softcap is none that the kernels can take, a copy with one that they
- * can: with what stands behind them, as their size says (gk_flash_attn_accumulate_args), up to
- * MOST_BEHIND bytes. */
+/* Replaces a softcap that the kernels cannot compute with (gk_usable_softcap). `args` then
+ * points to a copy with a usable one. The copy includes up to MOST_BEHIND bytes behind the
+ * arguments, as many as their size field says: structs such as gk_flash_attn_accumulate_args
+ * extend gk_flash_attn_args. */
 enum {
     MOST_BEHIND = 64
 };
-#define SETTLE(args, copy, first, rules)                                                       \
+#define WITH_USABLE_SOFTCAP(args, copy, first, rules)                                          \
     do {                                                                                       \
-        const double softcap = gk_held_softcap(&(args)->rules, (args)->first.dtype);           \
+        const double softcap = gk_usable_softcap(&(args)->rules, (args)->first.dtype);         \
         if (softcap == (args)->rules.softcap) break;                                           \
         const size_t bytes = (args)->size < sizeof(copy) ? (args)->size : sizeof(copy);        \
         (copy).args = *(args);                                                                 \
@@ -50,7 +51,7 @@ _Static_assert(sizeof(gk_flash_attn_masked_bwd_args) <=
     }
 #define AS_GIVEN(args, copy) (void)(copy)
 
-#define ENTRIES(NAME, stem, arguments, first, settle, workspace_of, workspace_bytes_of)           \
+#define ENTRIES(NAME, stem, arguments, first, adapt, workspace_of, workspace_bytes_of)            \
     static gk_status checked_##stem(const gk_context *ctx, const arguments *args, gk_depth depth, \
                                     bool writes) {                                                \
         gk_io io;                                                                                 \
@@ -62,19 +63,19 @@ _Static_assert(sizeof(gk_flash_attn_masked_bwd_args) <=
     }                                                                                             \
     gk_status gk_plan_##stem(const gk_context *ctx, const arguments *args, gk_plan *plan) {       \
         COPY_OF(arguments) copy;                                                                  \
-        settle;                                                                                   \
+        adapt;                                                                                    \
         return gk_dispatch_plan(ctx, GK_OP_##NAME, args->first.dtype, args, plan);                \
     }                                                                                             \
     gk_status gk_run_##stem(const gk_context *ctx, const arguments *args, const gk_plan *plan,    \
                             void *work, size_t work_bytes) {                                      \
         COPY_OF(arguments) copy;                                                                  \
-        settle;                                                                                   \
+        adapt;                                                                                    \
         return gk_dispatch_run(ctx, args, plan, work, work_bytes);                                \
     }                                                                                             \
     gk_status gk_describe_##stem(const gk_context *ctx, const arguments *args,                    \
                                  gk_explanation *out) {                                           \
         COPY_OF(arguments) copy;                                                                  \
-        settle;                                                                                   \
+        adapt;                                                                                    \
         GK_TRY(gk_dispatch_explain(ctx, GK_OP_##NAME, args->first.dtype, args, out));             \
         gk_cost_##stem(ctx, args, out);                                                           \
         gk_dispatch_bound(ctx, args->first.dtype, out);                                           \
@@ -83,7 +84,7 @@ _Static_assert(sizeof(gk_flash_attn_masked_bwd_args) <=
     static gk_status call_##stem(const gk_context *ctx, const arguments *args) {                  \
         COPY_OF(arguments) copy;                                                                  \
         GK_TRY(checked_##stem(ctx, args, GK_CONTENTS, true));                                     \
-        settle;                                                                                   \
+        adapt;                                                                                    \
         return gk_dispatch_call(ctx, GK_OP_##NAME, args->first.dtype, args, workspace_of,         \
                                 workspace_bytes_of);                                              \
     }                                                                                             \
@@ -101,7 +102,7 @@ _Static_assert(sizeof(gk_flash_attn_masked_bwd_args) <=
         size_t bytes = 0;                                                                         \
         gk_status status = checked_##stem(ctx, args, GK_DATA, false);                             \
         if (status == GK_OK) {                                                                    \
-            settle;                                                                               \
+            adapt;                                                                                \
             status = gk_dispatch_workspace(ctx, GK_OP_##NAME, args->first.dtype, args, &bytes);   \
         }                                                                                         \
         gk_named("gk_" #stem, status);                                                            \
@@ -113,7 +114,7 @@ _Static_assert(sizeof(gk_flash_attn_masked_bwd_args) <=
 #define OP_WITH_WORKSPACE(NAME, stem, arguments, first)                          \
     ENTRIES(NAME, stem, arguments, first, AS_GIVEN(args, copy), args->workspace, \
             args->workspace_bytes)
-#define OP_WITH_RULES(NAME, stem, arguments, first, rules)                                   \
-    ENTRIES(NAME, stem, arguments, first, SETTLE(args, copy, first, rules), args->workspace, \
-            args->workspace_bytes)
+#define OP_WITH_RULES(NAME, stem, arguments, first, rules)                               \
+    ENTRIES(NAME, stem, arguments, first, WITH_USABLE_SOFTCAP(args, copy, first, rules), \
+            args->workspace, args->workspace_bytes)
 #include "../core/ops.def"

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn: what a call of gk_flash_attn_fwd, gk_flash_attn_bwd or gk_flash_attn_fp8 must be, and
- * what it costs. */
+/* flash_attn: the checks and the costs of gk_flash_attn_fwd, gk_flash_attn_bwd and
+ * gk_flash_attn_fp8. */
 #include "../core/attn_mask.h"
 #include "../formats/attn_scales.h"
 #include "../core/checks.h"
 #include "../core/dispatch.h"
 #include "gpukern_ranks.h"
 
-/* ---- laws ------------------------------------------------------------------------------------ */
-/* Dense and packed calls differ in the place of the dimensions. */
+/* ---- checks ---------------------------------------------------------------------------------- */
+/* The order of dimensions in dense calls and in packed ones: how many there are, which one
+ * counts tokens, and their names. */
 typedef struct form {
     int ndim, tokens;
     const char *q, *k, *v;
@@ -24,7 +25,7 @@ static int64_t batch_of(const gk_flash_attn_args *f) {
     return f->cu_seqlens_q ? f->cu_seqlens_q->shape[0] - 1 : f->q.shape[0];
 }
 
-/* is_fp8: of e4m3 codes */
+/* is_fp8: q, k and v are e4m3 codes */
 static gk_status check_qkv(const gk_context *ctx, const gk_flash_attn_args *f, gk_io *io,
                            bool is_fp8) {
     const form *x = form_of(f);
@@ -62,7 +63,7 @@ static gk_status check_lengths(const gk_flash_attn_args *f, gk_io *io) {
     return gk_check_not_negative("max_seqlen_k", f->max_seqlen_k);
 }
 
-/* dtype: that of q, or of fp8 attention the result's */
+/* dtype: of q, or of the result if q is e4m3 */
 static gk_status check_rules(const gk_flash_attn_args *f, gk_io *io, gk_dtype dtype) {
     const gk_attn_rules *r = &f->rules;
     const int64_t batch = batch_of(f), heads = f->q.shape[1];
@@ -70,7 +71,7 @@ static gk_status check_rules(const gk_flash_attn_args *f, gk_io *io, gk_dtype dt
     GK_TRY(gk_check_rules(io, r, &q, batch, heads));
     if (form_of(f) == &packed) {
         GK_REQUIRE(!r->kv_start && !r->kv_end && !r->q_start,
-                   "kv_start, kv_end and q_start are for dense calls");
+                   "kv_start, kv_end and q_start must be missing in packed calls");
         return gk_check_product("sequences, heads and the longest sequence of q", batch, heads,
                                 gk_min_i64(f->max_seqlen_q, f->q.shape[0]));
     }
@@ -100,10 +101,10 @@ static gk_status check_mask(const gk_flash_attn_args *f, const gk_attn_scores *x
     GK_TRY(gk_take(io, "attn_mask", t, GK_CONTIGUOUS));
     GK_TRY(gk_check_dtype(io, "attn_mask", t, GK_I32));
     GK_TRY(gk_check_dims("attn_mask", t, 3, "[B, H, n]"));
-    GK_REQUIRE(x->mask_seq_q == seq_q && x->mask_seq_k == seq_k,
-               "attn_mask is of %lld queries and %lld keys, q and k have %lld and %lld",
-               (long long)x->mask_seq_q, (long long)x->mask_seq_k, (long long)seq_q,
-               (long long)seq_k);
+    GK_REQUIRE(
+        x->mask_seq_q == seq_q && x->mask_seq_k == seq_k,
+        "attn_mask is for %lld queries and %lld keys, q and k have %lld and %lld; they must match",
+        (long long)x->mask_seq_q, (long long)x->mask_seq_k, (long long)seq_q, (long long)seq_k);
     GK_REQUIRE(t->shape[0] == 1 || t->shape[0] == f->q.shape[0],
                "attn_mask has batch size %lld, expected 1 or %lld", (long long)t->shape[0],
                (long long)f->q.shape[0]);
@@ -123,7 +124,8 @@ static gk_status check_mask(const gk_flash_attn_args *f, const gk_attn_scores *x
 static gk_status check_scores(const gk_context *ctx, const gk_flash_attn_args *f,
                               const gk_attn_scores *x, gk_io *io) {
     if (!x) return GK_OK;
-    GK_REQUIRE(form_of(f) == &dense, "attn_mask, bias and distance_bias are for dense calls");
+    GK_REQUIRE(form_of(f) == &dense,
+               "attn_mask, bias and distance_bias must be missing in packed calls");
     if (x->mask) GK_TRY(check_mask(f, x, io));
     if (x->bias) GK_TRY(check_bias(f, x->bias, io));
     if (x->distance_bias) {
@@ -167,15 +169,15 @@ static gk_status check_contents(const gk_context *ctx, const gk_flash_attn_args 
     return gk_check_cu_seqlens("cu_seqlens_k", f->cu_seqlens_k, f->k.shape[0], f->max_seqlen_k);
 }
 
-/* q's, with v's head_dim in the last place */
+/* shape of the result: q's with v's head_dim in the last dimension */
 static void out_shape(const gk_flash_attn_args *f, int64_t *shape) {
     const int last = f->q.ndim - 1;
     for (int d = 0; d < last; ++d) shape[d] = f->q.shape[d];
     shape[last] = f->v.shape[last];
 }
 
-/* q's, or float32 where that is the wider one: what is joined with other results later is not
- * rounded before. */
+/* A result has q's dtype, or float32 if q has 16 bits: results that will be merged with others
+ * are not rounded first. */
 static gk_status check_result_dtype(gk_io *io, const char *name, const gk_tensor *q,
                                     gk_dtype dtype) {
     const bool wide = gk_type_of(q->dtype)->bits < 32;
@@ -184,10 +186,10 @@ static gk_status check_result_dtype(gk_io *io, const char *name, const gk_tensor
     return GK_OK;
 }
 
-/* out and lse are read, too. */
+/* The result accumulates: out and lse are read, too. */
 static gk_status check_accumulates(const gk_flash_attn_args *f, gk_io *io) {
     const gk_dtype dtype = gk_stats_dtype(f->q.dtype);
-    GK_REQUIRE(form_of(f) == &dense, "accumulates is for dense calls");
+    GK_REQUIRE(form_of(f) == &dense, "results accumulate in dense calls only, got a packed call");
     GK_REQUIRE(f->dropout_p == 0, "dropout_p must be 0 where results accumulate, got %g",
                f->dropout_p);
     GK_REQUIRE(f->out.dtype == dtype, "out must be %s where q is %s, got %s", gk_dtype_name(dtype),
@@ -248,11 +250,13 @@ gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd
                "attn_mask, bias and distance_bias must be missing where is_part is true");
     const gk_tensor *sinks = f->rules.sinks;
     GK_REQUIRE(sinks || !g->dsinks, "dsinks is given but sinks is not");
-    GK_REQUIRE(!g->is_part || !sinks || ctx->device == GK_CPU,
-               "sinks must be missing where is_part is true: their gradient is of all keys");
-    GK_REQUIRE(!g->is_part || f->dropout_p == 0,
-               "dropout_p must be 0 where is_part is true: what is kept follows from a key's place "
-               "among all keys");
+    GK_REQUIRE(
+        !g->is_part || !sinks || ctx->device == GK_CPU,
+        "sinks must be missing where is_part is true, because their gradient needs all keys");
+    GK_REQUIRE(
+        !g->is_part || f->dropout_p == 0,
+        "dropout_p must be 0 where is_part is true, because the dropout mask depends on a key's "
+        "index among all keys");
     GK_TRY(check_result_dtype(io, "grad_dtype", &f->q, g->dq.dtype));
     const int64_t none = 0;
     gk_give(io, "dq", &g->dq, g->dq.dtype, ndim, f->q.shape, GK_DENSE_LAST);
@@ -276,7 +280,7 @@ gk_status gk_check_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd
     return GK_OK;
 }
 
-/* [], [H], [B, H], or one for each 128 tokens */
+/* A scale: [], [H], [B, H], or one for each 128 tokens, [B, H, blocks]. */
 static gk_status take_scale(gk_io *io, const char *name, const gk_tensor *t, int64_t batch,
                             int64_t heads, int64_t tokens) {
     if (!t) return GK_OK;
@@ -338,9 +342,9 @@ gk_status gk_check_flash_attn_fp8(const gk_context *ctx, const gk_flash_attn_fp8
 }
 
 /* ---- cost ------------------------------------------------------------------------------------ */
-/* Keys that each row sees, summed over rows and sequences; contents of packed calls must have been
- * checked. Index tensors on a GPU are not read: kv_start, kv_end and q_start then count as 0, Sk
- * and Sk - Sq, and every packed sequence as one of equal share. */
+/* Number of keys that each row sees, summed over rows and sequences. Contents of packed calls
+ * must have been checked. Index tensors on a GPU are not read: kv_start then counts as 0, kv_end
+ * as Sk and q_start as Sk - Sq, and packed sequences count as equally long. */
 static double visible_pairs(const gk_context *ctx, const gk_flash_attn_args *f) {
     const bool is_packed = f->cu_seqlens_q != NULL, readable = ctx->device == GK_CPU;
     const int64_t batch = batch_of(f);
@@ -390,9 +394,7 @@ void gk_cost_flash_attn_fp8(const gk_context *ctx, const gk_flash_attn_fp8_args 
 
 void gk_cost_flash_attn_bwd(const gk_context *ctx, const gk_flash_attn_bwd_args *args,
                             gk_explanation *out) {
-    attn_cost(
-        ctx, &args->fwd, 5,
-        out); /* of five products three have head_dim and two head_dim_v: 2.5 times the forward */
+    attn_cost(ctx, &args->fwd, 5, out); /* five products, counted as 2.5 times the forward */
     out->bytes += gk_tensor_bytes(&args->grad_out) + gk_tensor_bytes(&args->dq) +
                   gk_tensor_bytes(&args->dk) + gk_tensor_bytes(&args->dv);
 }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_prefer: which kernels serve a gemm call on CUDA, and which one is asked for (prefer.h). */
+/* gemm_prefer: lists the kernel instances that serve a gemm call on CUDA, and records which one
+ * the caller prefers (prefer.h). */
 #include "../core/checks.h"
 #include "../core/dispatch.h"
 #ifdef GPUKERN_HAS_CUDA
@@ -18,12 +19,12 @@ static gk_status check_cuda_gemm(const gk_context *ctx, const gk_gemm_args *args
     GK_TRY(gk_check_context(ctx, args->size, sizeof *args));
     GK_TRY(gk_check_gemm(ctx, args, &io));
     if (ctx->device != GK_CUDA)
-        return gk_fail(GK_ERR_UNSUPPORTED,
-                       "the context is a CPU's, whose row follows from dtype and instruction set");
+        return gk_fail(GK_ERR_UNSUPPORTED, "expected a CUDA context, got a CPU one, where dtype "
+                                           "and instruction set decide the row");
     return gk_dispatch_gpu(ctx) ? GK_OK : GK_ERR_DEVICE;
 }
 
-static const gk_cuda_instance *named_gemm_row(const char *name) {
+static const gk_cuda_instance *gemm_instance_named(const char *name) {
     int num_tables;
     const gk_cuda_table *const *tables = gk_cuda_tables(GK_OP_GEMM, &num_tables);
     for (int t = 0; t < num_tables; ++t)
@@ -45,7 +46,7 @@ static gk_status list_rows(const gk_context *ctx, const gk_gemm_args *args, cons
         for (int i = 0; i < tables[t]->num_instances; ++i) {
             const gk_cuda_instance *r = &tables[t]->instances[i];
             if (r == first ||
-                !gk_dispatch_plan_gemm_row(r, ctx, gk_gpu_of(ctx->index), args, &plan))
+                !gk_dispatch_plan_gemm_instance(r, ctx, gk_gpu_of(ctx->index), args, &plan))
                 continue;
             if (length + strlen(r->name) + 2 > sizeof text)
                 return gk_fail(GK_ERR_UNSUPPORTED, "the rows' names take more than %zu bytes",
@@ -71,9 +72,9 @@ static gk_status prefer(const gk_context *ctx, const gk_gemm_args *args, const c
     const char *others;
     GK_TRY(check_cuda_gemm(ctx, args, ""));
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    const gk_cuda_instance *found = row ? named_gemm_row(row) : NULL;
+    const gk_cuda_instance *found = row ? gemm_instance_named(row) : NULL;
     gk_plan plan;
-    if (row && !(found && gk_dispatch_plan_gemm_row(found, ctx, gpu, args, &plan))) {
+    if (row && !(found && gk_dispatch_plan_gemm_instance(found, ctx, gpu, args, &plan))) {
         GK_TRY(list_rows(ctx, args, &others));
         return gk_fail(GK_ERR_ARGUMENT, "row '%.80s' %s; on cuda:%d (%s) these take the call: %s",
                        row, found ? "does not take this call" : "does not exist", (int)ctx->index,
@@ -88,7 +89,7 @@ static gk_status prefer_key(const char *device, const char *gemm_class, const ch
     gk_gemm_key key;
     GK_REQUIRE(device && *device && gemm_class, "device or gemm_class is missing");
     GK_TRY(gk_gemm_key_read(gemm_class, gk_name_hash(device), &key));
-    const gk_cuda_instance *found = row ? named_gemm_row(row) : NULL;
+    const gk_cuda_instance *found = row ? gemm_instance_named(row) : NULL;
     GK_REQUIRE(!row || found,
                "row '%.80s' does not exist in this library; gk_cuda_kernels() names those that do",
                row);

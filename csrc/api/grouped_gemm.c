@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* grouped_gemm: what a call of gk_grouped_gemm must be, and what it costs. */
+/* grouped_gemm: the check and the cost of gk_grouped_gemm. */
 #include "../core/dispatch.h"
 #include "../formats/scales.h"
 #include "quant.h"

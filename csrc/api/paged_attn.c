@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* paged_attn: what a call of gk_paged_attn or gk_kv_cache_write must be, and what it costs. */
+/* paged_attn: the checks and the costs of gk_paged_attn, gk_kv_cache_write and gk_rope_kv_write. */
 #include "../core/checks.h"
 #include "../core/dispatch.h"
 
-/* ---- laws ------------------------------------------------------------------------------------ */
-/* Rows of as many lengths are written everywhere as the CPU reads: CUDA's attention takes fewer
- * lengths than its cache. */
+/* ---- checks ---------------------------------------------------------------------------------- */
+/* Writes into the cache accept the head_dims that attention on the CPU reads, on every device.
+ * Attention on CUDA accepts fewer. */
 static const gk_device WRITES = GK_CPU;
 
-/* The dtype of `first`, or 8-bit codes, of one kind in both caches. */
+/* A cache has the dtype of `first` or an 8-bit dtype. If k_cache is 8-bit, v_cache must have the
+ * same dtype. */
 static gk_status check_cache_dtype(gk_io *io, const char *name, const gk_tensor *cache,
                                    const char *first_name, const gk_tensor *first,
                                    const gk_tensor *k_cache) {
@@ -23,7 +24,7 @@ static gk_status check_cache_dtype(gk_io *io, const char *name, const gk_tensor 
     return GK_OK;
 }
 
-/* The caches of an op whose argument `name`, [T, H, D], sets dtype and head_dim. */
+/* Checks the caches of an op. The op's argument `name`, [T, H, D], sets dtype and head_dim. */
 static gk_status check_caches(const gk_context *ctx, gk_io *io, const char *name,
                               const gk_tensor *first, const gk_tensor *k_cache,
                               const gk_tensor *v_cache, bool written) {
@@ -44,7 +45,8 @@ static gk_status check_caches(const gk_context *ctx, gk_io *io, const char *name
     return gk_check_head_dim("v_cache", written ? WRITES : ctx->device, v_cache->shape[3]);
 }
 
-/* [] or [Hkv]; of 8-bit caches float32 whatever the dtype, and [num_blocks, Hkv] too */
+/* A scale is [] or [Hkv]. For 8-bit caches it may be float32 whatever the dtype, and also
+ * [num_blocks, Hkv]. */
 static gk_status take_scale(gk_io *io, const char *name, const gk_tensor *t, gk_dtype dtype,
                             const gk_tensor *cache) {
     if (!t) return GK_OK;
@@ -99,7 +101,7 @@ gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p
     GK_REQUIRE(p->flags <= (GK_PAGED_WINDOW_RIGHT | GK_PAGED_ALLOW_SHORT),
                "flags is %u, expected gk_paged_flags", (unsigned)p->flags);
     GK_REQUIRE(!(p->flags & GK_PAGED_ALLOW_SHORT) || ctx->device == GK_CPU || !sees_to_the_right(p),
-               "allow_short on CUDA is served with is_causal or a window_right of 0");
+               "allow_short on CUDA needs is_causal or window_right=0");
     GK_TRY(gk_check_rules(io, &p->rules, q, batch, heads_q));
     GK_TRY(take_scale(io, "k_scale", p->k_scale, q->dtype, &p->k_cache));
     GK_TRY(take_scale(io, "v_scale", p->v_scale, q->dtype, &p->k_cache));
@@ -117,9 +119,9 @@ gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p
     return GK_OK;
 }
 
-/* Elements that are written share no memory: not with each other, not with what is read. The first
- * `behind` inputs, k and v among them, may share memory with the caches; who calls the entry point
- * must have copied them where a row that is written is among it. */
+/* Refuses caches whose elements overlap each other or an input that is read. The first `behind`
+ * inputs (k and v among them) are exempt: they may overlap the caches. The caller must copy them
+ * if a written row is part of them. */
 static gk_status check_written(const gk_io *io, int behind) {
     if (io->depth == GK_SHAPES) return GK_OK;
     for (int i = 0; i < io->num_inputs; ++i) {
@@ -217,8 +219,8 @@ void gk_cost_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args,
     const double dims = (double)(args->q.shape[2] + args->v_cache.shape[3]);
     double keys = 0, pairs = 0;
     for (int64_t b = 0; b < batch; ++b) {
-        /* on a GPU lengths are not read: every sequence then counts with all that its table row
-         * holds */
+        /* lengths on a GPU are not read; every sequence then counts with all keys of its row of
+         * block_table */
         const bool readable = ctx->device == GK_CPU;
         const int64_t len =
             readable ? ((const int32_t *)args->seq_lens.data)[b * args->seq_lens.stride[0]]

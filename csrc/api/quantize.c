@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* quantize, dequantize: what a call of gk_quantize or gk_dequantize must be, and what it costs. */
+/* quantize, dequantize: the checks and the costs of gk_quantize and gk_dequantize. */
 #include "../core/checks.h"
 #include "../core/dispatch.h"
 #include "../formats/scales.h"
 #include "quant.h"
 
-/* ---- what quantised arguments have in common (quant.h) --------------------------------------- */
+/* ---- checks that quantised ops share (quant.h) ----------------------------------------------- */
 gk_status gk_check_codes(gk_io *io, const char *name, const gk_tensor *t) {
     GK_REQUIRE(t->dtype == GK_E4M3 || t->dtype == GK_E5M2 || t->dtype == GK_I8,
                "%s must be float8_e4m3fn, float8_e5m2 or int8, got %s%s", name,
@@ -42,7 +42,7 @@ gk_status gk_take_scale(gk_io *io, const char *name, const gk_tensor *t, const c
     if (fits) {
         fits = gk_block_log2(of->shape[r], t->shape[r], !k_is_row, k_is_row ? 5 : 7) >= 0 &&
                gk_block_log2(of->shape[c], t->shape[c], k_is_row, k_is_row ? 7 : 5) >= 0;
-    } else if (nd == 1 && t->ndim == 1) { /* blocks of one row */
+    } else if (nd == 1 && t->ndim == 1) { /* scales for blocks of one row */
         fits = gk_block_log2(of->shape[0], t->shape[0], false, 5) >= 0;
     }
     GK_REQUIRE(fits,
@@ -56,7 +56,7 @@ gk_status gk_take_scale(gk_io *io, const char *name, const gk_tensor *t, const c
 }
 
 /* ---- quantize -------------------------------------------------------------------------------- */
-/* The scales' shape; returns its number of dimensions. */
+/* Computes the shape of the scales and returns its number of dimensions. */
 static int scale_shape(const gk_tensor *x, gk_granularity granularity, int64_t *shape) {
     const int nd = x->ndim;
     if (granularity == GK_PER_TENSOR) return 0;
@@ -119,7 +119,7 @@ gk_status gk_check_quantize(const gk_context *ctx, const gk_quantize_args *q, gk
     }
     if (gk_reads_contents(io, ctx)) {
         if (q->scale_ub) GK_TRY(gk_check_above_0("scale_ub", q->scale_ub, false));
-        if (q->given) /* NaN: what calibration or amax saw, to be shown */
+        if (q->given) /* a NaN scale is allowed: it shows that calibration or amax met a NaN */
             GK_TRY(gk_check_above_0("scale", q->given, true));
     }
     gk_give(io, "codes", &q->codes, q->codes.dtype, x->ndim, x->shape, GK_CONTIGUOUS);

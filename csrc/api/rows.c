@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* rows: what the calls of operations along the last dimension must be, and what they cost: norms,
- * softmax, gated units, rotary embedding, cross entropy. */
+/* rows: the checks and the costs of the ops along the last dimension: norms, softmax, gated
+ * linear units, rotary embedding, cross entropy. */
 #include "../core/checks.h"
 #include "../core/dispatch.h"
 #include "gpukern_loss.h"
 
-/* ---- what several have ----------------------------------------------------------------------- */
-/* A float tensor [..., N], its last dimension dense. */
+/* ---- checks that several of these ops use ---------------------------------------------------- */
+/* A float tensor [..., N] with a dense last dimension. */
 static gk_status take_any_rows(gk_io *io, const char *name, const gk_tensor *t) {
     GK_TRY(gk_take(io, name, t, GK_DENSE_LAST));
     GK_TRY(gk_check_float(io, name, t));
     return gk_check_least_dims(name, t, 1);
 }
 
-/* Likewise, with N >= 1, where a row without columns has no mean and no target. */
+/* The same with N >= 1: a row without columns has no mean and no target. */
 static gk_status take_rows(gk_io *io, const char *name, const gk_tensor *t) {
     GK_TRY(take_any_rows(io, name, t));
     GK_REQUIRE(t->shape[t->ndim - 1] >= 1, "%s must have a last dimension of at least 1, got 0",
@@ -21,7 +21,7 @@ static gk_status take_rows(gk_io *io, const char *name, const gk_tensor *t) {
     return GK_OK;
 }
 
-/* Another of the same dtype and shape; NULL: none. */
+/* A tensor of the same dtype and shape as `first`. t may be NULL. */
 static gk_status take_like(gk_io *io, const char *name, const gk_tensor *t, const char *first_name,
                            const gk_tensor *first) {
     if (!t) return GK_OK;
@@ -30,7 +30,7 @@ static gk_status take_like(gk_io *io, const char *name, const gk_tensor *t, cons
     return gk_check_shape(name, t, first->ndim, first->shape);
 }
 
-/* A vector [N] of the rows' dtype, or float32 beside 16-bit rows; NULL: none. */
+/* A vector [N] of the rows' dtype, or float32 beside 16-bit rows. t may be NULL. */
 gk_status gk_take_vector(gk_io *io, const char *name, const gk_tensor *t, const gk_tensor *rows) {
     if (!t) return GK_OK;
     GK_TRY(gk_take(io, name, t, GK_ANY_STRIDES));
@@ -83,7 +83,7 @@ void gk_cost_norm_fwd(const gk_context *ctx, const gk_norm_args *a, gk_explanati
     out->flops = (a->kind == GK_LAYER_NORM ? 6.0 : 4.0) * (double)gk_numel(&a->x);
 }
 
-/* A vector [N] of the rows' dtype, or float32; not wanted, NULL, it is [0]. */
+/* Gives a result [N] of the rows' dtype or float32. t NULL: not wanted, shape [0]. */
 static void give_sum(gk_io *io, const char *name, const gk_tensor *t, const gk_tensor *rows) {
     const int64_t n = t ? rows->shape[rows->ndim - 1] : 0;
     const gk_dtype wide = gk_stats_dtype(rows->dtype);
@@ -160,7 +160,8 @@ static gk_status check_gate(gk_activation activation) {
     return GK_OK;
 }
 
-/* gate, and up where it is given; `shape` becomes that of one of them alone. */
+/* Takes gate, and up if it is given. `shape` becomes the shape of gate alone; without up, half
+ * of the given columns. */
 static gk_status take_gate(gk_io *io, const gk_tensor *gate, const gk_tensor *up,
                            gk_activation activation, int64_t *shape) {
     GK_TRY(take_any_rows(io, "gate", gate));
@@ -282,7 +283,7 @@ void gk_cost_rope(const gk_context *ctx, const gk_rope_args *a, gk_explanation *
 }
 
 /* ---- cross entropy --------------------------------------------------------------------------- */
-/* The inputs of both passes. */
+/* Takes the inputs of both passes. */
 static gk_status take_cross_entropy(const gk_context *ctx, const gk_cross_entropy_args *a,
                                     const gk_loss_more *more, gk_io *io) {
     const gk_tensor *logits = &a->logits;
@@ -308,7 +309,7 @@ static gk_status take_cross_entropy(const gk_context *ctx, const gk_cross_entrop
     return gk_reads_contents(io, ctx) ? gk_check_targets(a, more->num_classes) : GK_OK;
 }
 
-/* That of logits, or one of 16 bits beside float32 logits. */
+/* dtype of dlogits: that of logits, or a 16-bit one beside float32 logits. */
 static gk_dtype dlogits_dtype(gk_dtype logits, gk_dtype own) {
     return logits == GK_F32 && (own == GK_BF16 || own == GK_F16) ? own : logits;
 }

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_gemm: what a call of gk_scaled_gemm must be, and what it costs. */
+/* scaled_gemm: the check and the cost of gk_scaled_gemm. */
 #include "../core/dispatch.h"
 #include "../formats/scales.h"
 #include "quant.h"
 
 enum {
-    INT8_MOST_K = 131071 /* 2^14 of it fits int32 */
+    INT8_MOST_K = 131071 /* a sum of this many products, each at most 2^14, fits int32 */
 };
 
 gk_status gk_check_addend(gk_io *io, const char *name, const gk_tensor *t, gk_dtype out) {
@@ -70,7 +70,7 @@ gk_status gk_check_scaled_gemm(const gk_context *ctx, const gk_scaled_gemm_args 
         GK_REQUIRE(fits, "c must broadcast to the result's shape %s, got %s",
                    gk_text_of(2, shape).text, gk_text_of(g->c->ndim, g->c->shape).text);
     }
-    GK_TRY(gk_check_held(io, "beta", g->beta, "a", a));
+    GK_TRY(gk_check_representable(io, "beta", g->beta, "a", a));
     GK_TRY(gk_take_number(io, "out_scale", g->out_scale));
     if (g->out_scale && gk_reads_contents(io, ctx))
         GK_TRY(gk_check_above_0("out_scale", g->out_scale, false));
@@ -86,8 +86,8 @@ gk_status gk_check_scaled_gemm(const gk_context *ctx, const gk_scaled_gemm_args 
     GK_REQUIRE(g->accumulate == GK_PRECISE || !along_k,
                "accumulate must be precise with scales along K, got fast");
     GK_REQUIRE(a->dtype != GK_I8 || along_k || a->shape[1] <= INT8_MOST_K,
-               "a has %lld columns; int8 without scales along K takes at most %d, past which a sum "
-               "leaves int32",
+               "a has %lld columns; int8 without scales along K takes at most %d, because longer "
+               "sums overflow int32",
                (long long)a->shape[1], INT8_MOST_K);
     gk_give(io, "out", &g->out, g->out.dtype, 2, shape, GK_DENSE_LAST);
     return GK_OK;

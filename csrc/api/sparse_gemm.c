@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sparse_pack, sparse_gemm: what their calls must be, and what they cost. */
+/* sparse_pack, sparse_gemm: the checks and the costs of gk_sparse_pack and gk_sparse_gemm. */
 #include "../core/dispatch.h"
 #include "../formats/scales.h"
 #include "quant.h"
@@ -8,7 +8,7 @@ static bool is_sparse_dtype(gk_dtype d) {
     return d == GK_BF16 || d == GK_F16 || d == GK_E4M3 || d == GK_E5M2 || d == GK_I8;
 }
 
-/* At most two of four, where the contents are there to read. */
+/* Checks that w has at most two non-zeros in each group of four along K. */
 static gk_status check_mask(const gk_tensor *w) {
     for (int64_t i = 0; i < w->shape[0]; ++i)
         for (int64_t q = 0; q < w->shape[1] / 4; ++q) {
@@ -80,7 +80,7 @@ gk_status gk_check_sparse_gemm(const gk_context *ctx, const gk_sparse_gemm_args 
                    gk_text_of(s->ndim, s->shape).text);
     }
     GK_REQUIRE(a->dtype != GK_I8 || k / 2 <= 131071,
-               "a has %lld columns; int8 takes at most 262142, past which a sum leaves int32",
+               "a has %lld columns; int8 takes at most 262142, because longer sums overflow int32",
                (long long)k);
     if (x->bias) {
         GK_TRY(gk_take(io, "bias", x->bias, GK_ANY_STRIDES));

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* train: what calls of dropout and adamw must be, and what they cost. */
+/* train: the checks and the costs of dropout and adamw. */
 #include "../core/checks.h"
 #include "../core/dispatch.h"
 
@@ -53,7 +53,7 @@ void gk_cost_dropout(const gk_context *ctx, const gk_dropout_args *a, gk_explana
 }
 
 /* ---- AdamW ----------------------------------------------------------------------------------- */
-/* Whether its elements lie side by side, in any order of dimensions. */
+/* True if the elements of a tensor fill a range of memory, in any order of dimensions. */
 static bool is_dense(const gk_tensor *t) {
     int64_t span = 1;
     bool used[GK_MAX_DIMS] = {false};
@@ -70,14 +70,14 @@ static bool is_dense(const gk_tensor *t) {
     return true;
 }
 
-static bool lies_like(const gk_tensor *x, const gk_tensor *y) {
+static bool has_strides_of(const gk_tensor *x, const gk_tensor *y) {
     for (int d = 0; d < x->ndim; ++d)
         if (x->shape[d] > 1 && x->stride[d] != y->stride[d]) return false;
     return true;
 }
 
-/* Tensor i of a list, of one dtype and where `like` is given of its shape and strides. It is one of
- * many, so that io does not keep it. */
+/* Tensor i of a list, of this dtype and, if `like` is given, of its shape and strides. io does
+ * not record it: the lists are longer than io's arrays. */
 static gk_status take_of_list(gk_io *io, const char *list, int64_t i, const gk_tensor *t,
                               gk_dtype dtype, const gk_tensor *like) {
     char name[64];
@@ -91,8 +91,8 @@ static gk_status take_of_list(gk_io *io, const char *list, int64_t i, const gk_t
         return GK_OK;
     }
     GK_TRY(gk_check_shape(name, t, like->ndim, like->shape));
-    GK_REQUIRE(gk_numel(t) == 0 || lies_like(like, t), "%s must have the strides of params[%lld]",
-               name, (long long)i);
+    GK_REQUIRE(gk_numel(t) == 0 || has_strides_of(like, t),
+               "%s must have the strides of params[%lld]", name, (long long)i);
     return GK_OK;
 }
 
@@ -162,7 +162,7 @@ void gk_cost_adamw(const gk_context *ctx, const gk_adamw_args *a, gk_explanation
     for (int64_t i = 0; i < a->num; ++i) {
         const double w = gk_tensor_bytes(&a->params[i]), m = gk_tensor_bytes(&a->exp_avgs[i]);
         const double master = a->masters ? gk_tensor_bytes(&a->masters[i]) : 0;
-        /* with a master the parameter is written alone */
+        /* with a master the parameter is only written */
         out->bytes += (a->masters ? 1 : 2) * w + w + 2 * master + (a->max_exp_avg_sqs ? 6 : 4) * m;
         out->flops += 14.0 * (double)gk_numel(&a->params[i]);
     }

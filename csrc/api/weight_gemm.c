@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_gemm, pack_weight, unpack_weight: what their calls must be, and what they cost. */
+/* weight_gemm, pack_weight, unpack_weight: the checks and the costs of their entry points. */
 #include "../formats/weight_tile.h"
 #include "../core/dispatch.h"
 #include "../formats/scales.h"
@@ -126,7 +126,7 @@ gk_status gk_check_weight_gemm(const gk_context *ctx, const gk_weight_gemm_args 
     GK_REQUIRE(a->dtype == GK_E4M3 || !x->scale_a, "scale_a goes with a float8_e4m3fn a, got %s",
                gk_dtype_name(a->dtype));
     if (x->scale_a) {
-        gk_tensor rows = *a; /* of all leading dimensions */
+        gk_tensor rows = *a; /* a as rows of all its leading dimensions */
         rows.ndim = 2;
         rows.shape[0] = 1;
         rows.shape[1] = k;

@@ -1,26 +1,32 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* attn_mask.h: how a mask of attention is stored, for the builders and the kernels of every device.
+/* attn_mask.h: the memory layout of a stored attention mask, shared by its builders and the
+ * attention kernels of every device.
  *
- * The mask of one head is cut into blocks of 128 queries x 128 keys; nq tiles of queries, nk tiles
- * of keys. Its parts, in order, each a whole number of 128-byte lines, counted in int32:
+ * The mask of one head is cut into blocks of 128 queries x 128 keys. There are nq tiles of
+ * queries and nk tiles of keys. The parts follow each other in this order; each is a whole
+ * number of 128-byte lines, and offsets count int32:
  *
- *   flags    [nq][nk] uint8    kind of a block | 4 slot
- *   tiles    [nq][4]           {blocks in the list, full ones among them, tile, 0}, longest list first
- *   lists    [nq][nk] uint16   4 block | kind of the blocks of a tile that are not empty, ascending
+ *   flags    [nq][nk] uint8    kind of the block | 4 slot
+ *   tiles    [nq][4]           {blocks in the list, full ones among them, tile, 0},
+ *                              sorted by the length of the list, longest first
+ *   lists    [nq][nk] uint16   4 block | kind, for the non-empty blocks of a tile, ascending
  *   words    [slots][512]      bits of the partial blocks
- *   source   [Sq or Sk][4]     ranges: keys [x, y) and [z, w) that a query sees; columns: rows that do not see a key
- *   and where transposed tables are wanted, by keys: tiles_t [nk][4], lists_t [nk][nq] uint16 of
- * query tiles, words_t [slots][512]
+ *   source   [Sq or Sk][4]     ranges: query i sees keys [x, y) and [z, w);
+ *                              columns: rows [x, y) and [z, w) do not see key j
+ *   tiles_t  [nk][4]           with transposed tables only: the same three by tiles of keys,
+ *   lists_t  [nk][nq] uint16   with lists of query tiles
+ *   words_t  [slots][512]
  *
- * Words stand in the order in which threads of a warpgroup hold the accumulator of a 128 x 128
- * product: row r, column c is bit 2 (c / 8) + c % 2 of the word of thread 32 (r / 16) + 4 (r % 8) +
- * c % 8 / 2, which is the first (r % 16 < 8) or the second of its pair. In words_t a row is a key
- * and a column is a query.
+ * A block's words are in the order in which the threads of a warpgroup hold the accumulator of a
+ * 128 x 128 product. Row r, column c is bit 2 (c / 8) + c % 2 of a word of thread 32 (r / 16) +
+ * 4 (r % 8) + c % 8 / 2. Each thread has two words: the first if r % 16 < 8, else the second. In
+ * words_t a row is a key and a column is a query.
  *
- * A dense store has a slot for each block, number tile nk + block (words_t: block nq + tile). The
- * other stores keep words of the first GK_MASK_KEPT partial blocks of each tile, in slots
- * GK_MASK_KEPT tile + slot, and kernels make the words of the rest from `source`. So 131,072 tokens
- * take 20 MB with transposed tables, whatever the ranges are. Bits outside Sq x Sk are 0. */
+ * A dense store has one slot for each block: tile nk + block (words_t: block nq + tile). The
+ * other stores keep words only for the first GK_MASK_KEPT partial blocks of each tile, in slots
+ * GK_MASK_KEPT tile + slot; kernels make the remaining words from `source`. A mask of 131,072
+ * tokens therefore takes 20 MB with transposed tables, whatever its ranges are. Bits outside Sq
+ * x Sk are 0. */
 #ifndef GPUKERN_ATTN_MASK_H
 #define GPUKERN_ATTN_MASK_H
 
@@ -38,11 +44,13 @@ enum {
     GK_MASK_TILE = 128,
     GK_MASK_BLOCK_INTS = 512,
     GK_MASK_LINE = 32, /* int32 of 128 bytes */
-    GK_MASK_KEPT = 3,  /* a window, its diagonal and some keys that all see */
+    /* enough for a window's edge, its diagonal and some keys that all queries see */
+    GK_MASK_KEPT = 3,
     GK_MASK_MAX_TILES = 1 << 14
 };
 
-/* Classes of a block. Partial ones have words, or are made from `source`. */
+/* Kinds of blocks. A partial block is WORDS if its words are stored and MADE if kernels make
+ * them from `source`. */
 enum {
     GK_BLOCK_EMPTY = 0,
     GK_BLOCK_FULL = 1,
@@ -89,27 +97,29 @@ GK_MASK_FN gk_mask_layout gk_mask_layout_of(gk_mask_store store, int64_t seq_q, 
     return x;
 }
 
-/* The slot of a block of tile `major` among n blocks, by the flag of a partial block. */
+/* The slot of the partial block (major, minor) with this flag; n is the number of blocks of a
+ * tile. */
 GK_MASK_FN int64_t gk_mask_slot(gk_mask_store store, int64_t major, int64_t minor, int64_t n,
                                 int flag) {
     return store == GK_MASK_DENSE ? major * n + minor : major * GK_MASK_KEPT + (flag >> 2);
 }
 
-/* The first of the four words of row r of a block; the others follow at steps of 2. Word q has the
- * columns c with c % 8 / 2 = q. */
+/* Index of the first of the four words of row r of a block. The others follow at steps of 2.
+ * Word q holds the columns c with c % 8 / 2 = q. */
 GK_MASK_FN int gk_mask_word_of(int r) { return 2 * (32 * (r / 16) + 4 * (r % 8)) + r % 16 / 8; }
 
-/* Bits of columns [from, to) of 32 columns. */
+/* The lowest `to` bits of a word, clamped to 0 .. 32. */
 GK_MASK_FN uint32_t gk_mask_below(int64_t to) {
     return to <= 0 ? 0u : to >= 32 ? 0xffffffffu : ((uint32_t)1 << to) - 1;
 }
-/* bits[w] = columns 32 w .. 32 w + 31, of which [from, to) are set. */
+/* Sets the bits of columns [from, to); bits[w] holds columns 32 w .. 32 w + 31. */
 GK_MASK_FN void gk_mask_set_range(uint32_t bits[4], int64_t from, int64_t to) {
     for (int w = 0; w < 4; ++w)
         bits[w] |= gk_mask_below(to - 32 * w) & ~gk_mask_below(from - 32 * w);
 }
 
-/* Bits of a row in order of columns as the words of the row. */
+/* Word q of a row in the stored order (see the head of this file), from the row's bits in column
+ * order. */
 GK_MASK_FN uint32_t gk_mask_word(const uint32_t bits[4], int q) {
     uint32_t word = 0;
     for (int w = 0; w < 4; ++w)
@@ -117,12 +127,12 @@ GK_MASK_FN uint32_t gk_mask_word(const uint32_t bits[4], int q) {
     return word;
 }
 
-/* Whether row i is hidden from a key by its columns c. */
+/* True if row i is hidden from a key. c holds the key's two ranges of hidden rows. */
 GK_MASK_FN bool gk_mask_hides(const int32_t c[4], int64_t i) {
     return (i >= c[0] && i < c[1]) || (i >= c[2] && i < c[3]);
 }
 
-/* A column's two ranges of rows that do not see the key, from the n numbers that FlashMask has. */
+/* Converts the n numbers that FlashMask has for a key to two ranges of rows that do not see it. */
 GK_MASK_FN void gk_mask_column(const int32_t *given, int64_t step, int n, bool is_causal,
                                int64_t key, int32_t c[4]) {
     const int32_t c0 = given[0], c1 = n > 1 ? given[step] : 0;

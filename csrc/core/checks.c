@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* checks.c: what the checks of the ops are made of (checks.h), and what holds for every call
- * (io.h). */
+/* checks.c: the building blocks of the ops' checks (checks.h), and the checks that every call
+ * passes (io.h). */
 #include "checks.h"
 
 #include <stdio.h>
@@ -54,12 +54,12 @@ static gk_shape_text text_of(const gk_tensor *t) { return gk_text_of(t->ndim, t-
 static const char *plural(int n) { return n == 1 ? "dimension" : "dimensions"; }
 
 /* ---- inputs ---------------------------------------------------------------------------------- */
-/* More elements than any address space holds: below it no product of sizes, strides and workers
- * overflows 64 bits. A size of 0 counts as 1, because workspaces are also sized by what an empty
- * tensor has most of. */
+/* No address space holds more elements. Up to this limit no product of sizes, strides and
+ * workers overflows 64 bits. A size of 0 counts as 1, because an empty tensor's other sizes
+ * still size workspaces. */
 #define MAX_ELEMENTS (INT64_C(1) << 48)
 
-/* A stride must reach no further than MAX_ELEMENTS, in a dimension of size 0 or 1, too. */
+/* A stride must not span more than MAX_ELEMENTS, even in a dimension of size 0 or 1. */
 static gk_status check_extent(const char *name, const gk_tensor *t) {
     GK_REQUIRE(t->ndim >= 0, "%s has %d dimensions", name, (int)t->ndim);
     GK_REQUIRE(t->ndim <= GK_MAX_DIMS, "%s must have at most %d dimensions, got %d", name,
@@ -96,7 +96,7 @@ gk_status gk_take(gk_io *io, const char *name, const gk_tensor *t, gk_strides st
 void gk_taken_is_written(gk_io *io) { io->input[io->num_inputs - 1].written = true; }
 
 gk_status gk_check_float(gk_io *io, const char *name, const gk_tensor *t) {
-    /* one that kernels compute in: not every floating type of the table */
+    /* the types that kernels compute in, which are not all floating types of the table */
     const gk_dtype dtype = t->dtype;
     GK_REQUIRE(dtype == GK_F32 || dtype == GK_BF16 || dtype == GK_F16 || dtype == GK_F64,
                "%s must be float32, bfloat16, float16 or float64, got %s", name,
@@ -202,8 +202,8 @@ gk_status gk_check_strides(gk_io *io) {
 }
 
 /* ---- values ---------------------------------------------------------------------------------- */
-gk_status gk_check_held(gk_io *io, const char *name, double x, const char *first_name,
-                        const gk_tensor *first) {
+gk_status gk_check_representable(gk_io *io, const char *name, double x, const char *first_name,
+                                 const gk_tensor *first) {
     GK_REQUIRE(!isnan(x), "%s must be a number, got nan", name);
     GK_REQUIRE(
         gk_holds(first->dtype, x),
@@ -242,7 +242,7 @@ gk_result *gk_give(gk_io *io, const char *name, const gk_tensor *given, gk_dtype
         r->as.shape[d] = shape[d];
         r->as.stride[d] = dense;
         dense = (int64_t)((uint64_t)dense *
-                          /* what overflows is refused where it is made */
+                          /* an overflow here is refused where the tensor is made */
                           (uint64_t)gk_max_i64(1, shape[d]));
     }
     return r;
@@ -295,7 +295,7 @@ gk_status gk_check_rules(gk_io *io, const gk_attn_rules *r, const gk_tensor *q, 
     GK_TRY(check_window("window_right", r->window_right));
     GK_REQUIRE(isfinite(r->softcap) && r->softcap >= 0,
                "softcap must be 0 (off) or a positive finite number, got %g", r->softcap);
-    GK_REQUIRE(gk_holds_softcap(r, q->dtype),
+    GK_REQUIRE(gk_softcap_is_usable(r, q->dtype),
                "scale must be at most 1e%d times softcap in size where q is %s, got %g and %g",
                stats == GK_F64 ? 307 : 37, gk_dtype_name(q->dtype), r->scale, r->softcap);
     if (r->alibi_slopes) {
@@ -334,7 +334,7 @@ gk_status gk_check_head_dim(const char *name, gk_device device, int64_t d) {
                                      : "it must be 1 to 512");
 }
 
-/* CUDA kernels count tokens in 32 bits, with a bit to spare for sums. */
+/* CUDA kernels count tokens in 32 bits. The limit leaves one bit for sums of two counts. */
 gk_status gk_check_tokens(const char *name, const gk_context *ctx, int64_t n) {
     if (ctx->device == GK_CUDA && n > INT64_C(1) << 30)
         return gk_fail(GK_ERR_UNSUPPORTED, "%s has %lld tokens; supported on CUDA are up to 2^30",

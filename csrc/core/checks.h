@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* checks.h: what the checks of csrc/api/ are made of. Each names the argument, what was expected
- * and what came, and returns GK_ERR_ARGUMENT or GK_ERR_UNSUPPORTED. `letters` names dimensions as
- * gpukern.h does, "[B, Hq, Sq, D]". */
+/* checks.h: the building blocks of the argument checks in csrc/api/.
+ *
+ * A check names the argument, says what was expected and what came, and returns GK_ERR_ARGUMENT
+ * or GK_ERR_UNSUPPORTED. `letters` names dimensions as gpukern.h does: "[B, Hq, Sq, D]". */
 #ifndef GPUKERN_CHECKS_H
 #define GPUKERN_CHECKS_H
 
@@ -19,27 +20,29 @@
         if (status_ != GK_OK) return status_; \
     } while (0)
 
-/* status.c: what an entry point of gpukern.h returns: a failure's text gets the entry point's name
- * in front. */
+/* status.c: puts the name of an entry point of gpukern.h in front of a failure's text and
+ * returns the status. */
 gk_status gk_named(const char *name, gk_status status);
 
-/* The first check of an entry point. */
+/* The first check of every entry point: the context and the size of the arguments. */
 gk_status gk_check_context(const gk_context *ctx, size_t args_size, size_t expected);
-gk_status gk_check_args_size(size_t args_size, size_t expected); /* of arguments within arguments */
+/* The size of a struct of arguments inside another one. */
+gk_status gk_check_args_size(size_t args_size, size_t expected);
 int64_t gk_num_checks(void);
 
-/* ---- inputs, in the order of the arguments: first take one, then say what it must be --------- */
-/* At most GK_MAX_DIMS dimensions, sizes and strides that 64 bits count, and data where the depth
- * asks for it. */
+/* ---- inputs: gk_take registers one, in the order of the arguments; the checks below follow --- */
+/* Registers an input. Refuses more than GK_MAX_DIMS dimensions, sizes and strides whose products
+ * overflow, and missing data unless the depth is GK_SHAPES. */
 gk_status gk_take(gk_io *io, const char *name, const gk_tensor *t, gk_strides strides);
-/* whose data may be missing */
+/* The same for a tensor whose data may be missing. */
 gk_status gk_take_unread(gk_io *io, const char *name, const gk_tensor *t);
-/* It is written in place: its elements share no memory, with each other or with another input. */
+/* Marks the last input as written in place: its elements may share memory neither with each
+ * other nor with another input. */
 void gk_taken_is_written(gk_io *io);
 
 gk_status gk_check_float(gk_io *io, const char *name, const gk_tensor *t);
-/* Ends the refusal of a dtype where 8-bit floats are taken: caches and checkpoints often hold them
- * as bytes. */
+/* Text to append when a check that takes 8-bit floats refuses uint8: caches and checkpoints
+ * often hold such floats as bytes. */
 const char *gk_bytes_hint(gk_dtype got);
 gk_status gk_check_dtype(gk_io *io, const char *name, const gk_tensor *t, gk_dtype expected);
 gk_status gk_check_dtypes(gk_io *io, const char *name, const gk_tensor *t, gk_dtype one,
@@ -49,29 +52,32 @@ gk_status gk_check_same_dtype(gk_io *io, const char *name, const gk_tensor *t,
 gk_status gk_check_dims(const char *name, const gk_tensor *t, int ndim, const char *letters);
 gk_status gk_check_least_dims(const char *name, const gk_tensor *t, int least);
 gk_status gk_check_shape(const char *name, const gk_tensor *t, int ndim, const int64_t *expected);
-/* of one dimension, [n] */
+/* one dimension, of size n */
 gk_status gk_check_length_of(const char *name, const gk_tensor *t, int64_t n);
 /* "k has head_dim 64, q has 128; they must match" */
 gk_status gk_check_same(const char *name, const char *what, int64_t got, const char *other,
                         int64_t expected);
-/* An int32 [n] at any stride; t NULL: nothing to check. */
+/* An int32 vector [n] of any stride. t may be NULL; then there is nothing to check. */
 gk_status gk_take_index(gk_io *io, const char *name, const gk_tensor *t, int64_t n);
 
-/* A vector [N] of the dtype of rows [.., N], or float32 beside 16-bit rows; NULL: none. */
+/* A vector [N] for rows [.., N]: of the rows' dtype, or float32 beside 16-bit rows. t may be
+ * NULL. */
 gk_status gk_take_vector(gk_io *io, const char *name, const gk_tensor *t, const gk_tensor *rows);
-/* The tables of a rotation, [P, R / 2] each, of rows of head_dim columns of that dtype. */
+/* The tables cos and sin of a rotation, [P, R / 2] each, for rows of head_dim columns of this
+ * dtype. */
 gk_status gk_take_cos_sin(gk_io *io, const gk_tensor *cos, const gk_tensor *sin, gk_dtype dtype,
                           int64_t head_dim);
 
 /* ---- values ---------------------------------------------------------------------------------- */
-gk_status gk_check_held(gk_io *io, const char *name, double x, const char *first_name,
-                        const gk_tensor *first);
+gk_status gk_check_representable(gk_io *io, const char *name, double x, const char *first_name,
+                                 const gk_tensor *first);
 gk_status gk_check_not_negative(const char *name, int64_t x);
-/* Sizes of several tensors that kernels multiply, then by the bytes of a row. */
+/* Refuses sizes whose product a b c exceeds 2^44: kernels multiply them and then multiply by the
+ * bytes of a row. */
 gk_status gk_check_product(const char *what, int64_t a, int64_t b, int64_t c);
 
 /* ---- results --------------------------------------------------------------------------------- */
-/* Adds a result; `shape` is of ndim sizes. */
+/* Adds a result. `shape` has ndim sizes. */
 gk_result *gk_give(gk_io *io, const char *name, const gk_tensor *given, gk_dtype dtype, int ndim,
                    const int64_t *shape, gk_strides strides);
 
@@ -82,8 +88,8 @@ gk_status gk_check_heads(int64_t heads_q, const char *name, int64_t heads_kv);
 gk_status gk_check_head_dim(const char *name, gk_device device, int64_t d);
 gk_status gk_check_tokens(const char *name, const gk_context *ctx, int64_t n);
 
-/* ---- contents.c: on the CPU the contents of index tensors are read before anything is written
- * (GK_ERR_INDEX) ---- */
+/* ---- contents.c: on the CPU index tensors are read before anything is written (GK_ERR_INDEX)
+ * -- */
 gk_status gk_check_cu_seqlens(const char *name, const gk_tensor *cu_seqlens, int64_t total,
                               int64_t max_seqlen);
 gk_status gk_check_paged_contents(const gk_paged_attn_args *args);
@@ -95,7 +101,7 @@ static inline bool gk_reads_contents(const gk_io *io, const gk_context *ctx) {
     return io->depth == GK_CONTENTS && ctx->device == GK_CPU;
 }
 
-/* Of shapes in failure texts, "[2, 3]". */
+/* A shape as text, "[2, 3]", for failure texts. */
 typedef struct gk_shape_text {
     char text[GK_MAX_DIMS * 22 + 3];
 } gk_shape_text;

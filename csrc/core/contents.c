@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* contents.c: the contents of index tensors, checked on the CPU before anything is written.
+/* contents.c: checks the contents of index tensors on the CPU before anything is written.
  *
- * cu_seqlens [B+1]  block_table [B, max_blocks]  seq_lens [B] int32; slots [T] int32 or int64.
- * Any strides. */
+ * cu_seqlens [B+1], block_table [B, max_blocks] and seq_lens [B] are int32 with any strides;
+ * slots [T] is int32 or int64. */
 #include "checks.h"
 
 #include <inttypes.h>
@@ -46,8 +46,8 @@ gk_status gk_check_cu_seqlens(const char *name, const gk_tensor *cu_seqlens, int
 }
 
 /* ---- scales ---------------------------------------------------------------------------------- */
-/* Those of one page where a cache has a scale a page, else all; page -1 asks for the latter
- * alone. */
+/* Checks the scales of one page if the cache has a scale for each page. Otherwise checks all
+ * scales, which the caller asks for with page -1. */
 static gk_status check_scale(const char *name, const gk_tensor *t, int64_t page) {
     if (!t || (t->ndim == 2) != (page >= 0)) return GK_OK;
     const int64_t n = t->ndim ? t->shape[t->ndim - 1] : 1,
@@ -68,7 +68,7 @@ static gk_status check_scales(const gk_tensor *k_scale, const gk_tensor *v_scale
 }
 
 /* ---- paged_attn ------------------------------------------------------------------------------ */
-/* Length 0 is an inactive sequence, whatever its query tokens. */
+/* A sequence of length 0 is inactive, whatever its number of query tokens. */
 static gk_status check_length(int64_t b, int64_t length, int64_t seq_q, int64_t capacity,
                               bool allow_short) {
     if (length < 0) {
@@ -92,8 +92,8 @@ static gk_status check_length(int64_t b, int64_t length, int64_t seq_q, int64_t 
     return GK_OK;
 }
 
-/* The entries of row b that some query reads: pages left of the first query's window and of
- * kv_start may hold anything. */
+/* Checks the entries of row b that some query reads. Pages left of the first query's window or
+ * of kv_start may hold anything. */
 static gk_status check_pages(const gk_paged_attn_args *x, int64_t b, int64_t length,
                              int64_t seq_q) {
     int64_t block_size = x->k_cache.shape[1], num_blocks = x->k_cache.shape[0];
@@ -119,7 +119,7 @@ static gk_status check_pages(const gk_paged_attn_args *x, int64_t b, int64_t len
 gk_status gk_check_paged_contents(const gk_paged_attn_args *args) {
     int64_t batch = args->seq_lens.shape[0], tokens = args->q.shape[0];
     const gk_tensor *cu = args->cu_seqlens_q;
-    if (cu) { /* first, because the lengths are judged by it */
+    if (cu) { /* first, because the lengths are checked against it */
         gk_status status = gk_check_cu_seqlens("cu_seqlens_q", cu, tokens, args->max_seqlen_q);
         if (status != GK_OK) return status;
     }

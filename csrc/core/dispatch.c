@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* dispatch.c: plans a call whose arguments are checked, by the first kernel that serves it, and
- * runs the plan.
- * The only file that knows every room: ref/, cpu/ and (where built) cuda/. */
+/* dispatch.c: plans a call whose arguments are checked, using the first kernel that serves it,
+ * and runs the plan.
+ *
+ * The entry points in csrc/api/ and ops/ call it. It is the only file that knows every directory
+ * of kernels: ref/, cpu/ and, if built, cuda/. */
 #include "dispatch.h"
 #include "checks.h"
 #include "../cpu/kernels.h"
@@ -35,8 +37,9 @@ static gk_status find_isa(const gk_context *ctx, gk_isa *isa) {
                    asked, gk_cpu_isas());
 }
 
-/* Past avx512bf16 pairs of VDPBF16PS are the slow ones: what AMX does not serve goes by avx512. */
-static bool is_row_of(gk_isa row, gk_isa isa) {
+/* On AMX machines VDPBF16PS is slow, so the avx512bf16 instances are skipped: a call that AMX
+ * does not serve uses avx512. */
+static bool runs_with_isa(gk_isa row, gk_isa isa) {
     if (isa <= GK_ISA_AVX512BF16) return row <= isa;
     return row == isa || row <= GK_ISA_AVX512;
 }
@@ -48,7 +51,7 @@ static gk_status plan_cpu(const gk_context *ctx, gk_op op, gk_dtype dtype, const
     GK_TRY(find_isa(ctx, &isa));
     const gk_cpu_instance *rows = gk_cpu_instances(op, &n);
     for (int i = 0; i < n; ++i)
-        if (rows[i].dtype == dtype && is_row_of(rows[i].isa, isa)) {
+        if (rows[i].dtype == dtype && runs_with_isa(rows[i].isa, isa)) {
             ++num_asked;
             if (!rows[i].kernel->plan(ctx, args, gk_plan_begin(plan, &rows[i]))) continue;
             ++num_kernel_plans;
@@ -66,7 +69,8 @@ static bool workspace_fits(const void *workspace, size_t workspace_bytes, size_t
 
 /* ---- the GPU's plan -------------------------------------------------------------------------- */
 #ifdef GPUKERN_HAS_CUDA
-/* A table of sm_90a code serves that arch alone; compute_80 code every arch from 80 on. */
+/* Code for sm_90a runs on that architecture alone. Code for compute_80 runs on every one from 80
+ * on. */
 static bool runs_on(const gk_cuda_table *table, const gk_gpu *gpu) {
     return table->arch == 90 ? gpu->arch == 90 : gpu->arch >= table->arch;
 }
@@ -77,8 +81,8 @@ const gk_gpu *gk_dispatch_gpu(const gk_context *ctx) {
     return gpu;
 }
 
-static bool plan_row(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
-                     gk_plan *plan) {
+static bool plan_instance(const gk_cuda_instance *row, const gk_context *ctx, const void *args,
+                          gk_plan *plan) {
     ++num_asked;
     if (!row->plan(row, ctx, args, gk_plan_begin(plan, row))) return false;
     ++num_kernel_plans;
@@ -94,7 +98,8 @@ static bool plan_table(const gk_cuda_table *table, const gk_context *ctx, gk_dty
         return true;
     }
     for (int i = 0; i < table->num_instances; ++i)
-        if (table->instances[i].dtype == dtype && plan_row(&table->instances[i], ctx, args, plan))
+        if (table->instances[i].dtype == dtype &&
+            plan_instance(&table->instances[i], ctx, args, plan))
             return true;
     return false;
 }
@@ -122,7 +127,7 @@ gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dty
             gk_cuda_takes(tables[t], op, args))
             return gk_fail(GK_ERR_UNSUPPORTED,
                            "no kernel for %s on cuda:%d (%s) serves a call of these sizes; "
-                           "expected are smaller ones",
+                           "use smaller ones",
                            gk_dtype_name(dtype), (int)ctx->index, gpu->name);
     return gk_fail(GK_ERR_UNSUPPORTED,
                    "no kernel for %s on cuda:%d (%s, compute capability %d.%d); supported are "
@@ -132,18 +137,19 @@ gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dty
                    gpu->arch % 10);
 }
 
-bool gk_dispatch_plan_gemm_row(const gk_cuda_instance *row, const gk_context *ctx,
-                               const gk_gpu *gpu, const gk_gemm_args *args, gk_plan *plan) {
+bool gk_dispatch_plan_gemm_instance(const gk_cuda_instance *row, const gk_context *ctx,
+                                    const gk_gpu *gpu, const gk_gemm_args *args, gk_plan *plan) {
     int num_tables;
     const gk_cuda_table *const *tables = gk_cuda_tables(GK_OP_GEMM, &num_tables);
     for (int t = 0; t < num_tables; ++t)
         if (row >= tables[t]->instances && row < tables[t]->instances + tables[t]->num_instances)
             return runs_on(tables[t], gpu) && row->dtype == args->a.dtype &&
-                   plan_row(row, ctx, args, plan);
+                   plan_instance(row, ctx, args, plan);
     return false;
 }
 
-/* By the kernel that was asked for, where it serves this very call. */
+/* Plans the call with the instance that gk_gemm_prefer asked for. False if there is none or it
+ * does not serve this call. */
 static bool plan_preferred(const gk_context *ctx, gk_op op, const void *args, gk_plan *plan) {
     if (op != GK_OP_GEMM || !gk_any_preferred()) return false;
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
@@ -151,13 +157,13 @@ static bool plan_preferred(const gk_context *ctx, gk_op op, const void *args, gk
     gk_gemm_key key;
     gk_gemm_key_of(gpu->name_hash, args, &key);
     const gk_cuda_instance *row = gk_preferred(&key);
-    if (!row || !gk_dispatch_plan_gemm_row(row, ctx, gpu, args, plan)) return false;
+    if (!row || !gk_dispatch_plan_gemm_instance(row, ctx, gpu, args, plan)) return false;
     plan->preferred = true;
     return true;
 }
 
-/* FLOPs a clock of one SM: tensor cores for 16-bit types, plain multiply-adds for the others; 0: of
- * no other width. */
+/* FLOPs per clock of one SM: tensor cores for 16-bit types, plain multiply-adds for 32 and 64
+ * bits. 0 for other widths. */
 static double flops_per_clock(int arch, gk_dtype dtype) {
     switch (gk_type_of(dtype)->bits) {
     case 16: return arch == 90 ? 4096 : arch == 80 ? 2048 : 1024;
@@ -228,7 +234,8 @@ gk_status gk_dispatch_call(const gk_context *ctx, gk_op op, gk_dtype dtype, cons
     gk_plan plan;
     GK_TRY(gk_dispatch_plan(ctx, op, dtype, args, &plan));
 #ifdef GPUKERN_HAS_CUDA
-    /* preferred since the workspace was sized: the call still is the default kernel's */
+    /* If the instance was preferred after the workspace was sized, the workspace may be too
+     * small; then the default kernel runs. */
     if (plan.preferred && !workspace_fits(workspace, workspace_bytes, plan.workspace_bytes))
         GK_TRY(gk_dispatch_plan_default(ctx, op, dtype, args, &plan));
 #endif
@@ -245,7 +252,8 @@ static void name_cpu_kernel(const gk_cpu_instance *row, gk_explanation *out) {
 
 gk_status gk_dispatch_explain(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
                               gk_explanation *out) {
-    /* a caller built before `preferred` was there has a struct that ends before it */
+    /* `preferred` was added later; a caller built before it passes a struct that ends in front
+     * of it */
     GK_REQUIRE(out && out->size >= offsetof(gk_explanation, preferred),
                "explanation.size is not sizeof(gk_explanation)");
     gk_explanation found = {.size = out->size};

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* folds.h: which products the plugin folds into one by a copy of a. The C API never copies. */
+/* folds.h: which batched products the PyTorch plugin turns into one product by copying a. The C
+ * API never copies. */
 #ifndef GPUKERN_FOLDS_H
 #define GPUKERN_FOLDS_H
 
@@ -11,8 +12,8 @@
 extern "C" {
 #endif
 
-/* Whether a of a checked call is rows of one matrix b, but lies so that they make many small
- * products, which take longer than one product and the copy of a that it needs. */
+/* For a checked call in which all batches share one matrix b: true if a's strides would make
+ * many small products that take longer than one product and the copy of a it needs. */
 bool gk_gemm_is_better_dense(const gk_context *ctx, const gk_gemm_args *args);
 
 #ifdef __cplusplus

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* internal.h: what the files of csrc share and users do not see: failure texts, scalar loads, the
- * worker loop. */
+/* internal.h: what the files of csrc share and users do not see: failure texts, loads and stores
+ * of one element, the keys that a row of attention sees, and the worker loop. */
 #ifndef GPUKERN_INTERNAL_H
 #define GPUKERN_INTERNAL_H
 
@@ -22,11 +22,11 @@ __attribute__((format(printf, 2, 3)))
 #endif
 gk_status gk_fail(gk_status code, const char *format, ...);
 
-/* The default of a switch over a dtype: a failure that names the type. A type that was added to the
- * table and not to the switch must not be read as another one. */
+/* The default case of a switch over a dtype: fails with the type's name. A type that is in the
+ * table but not in the switch must not be read as another type. */
 gk_status gk_no_case(const char *what, gk_dtype dtype);
-/* The same where no status can be returned, past the checks that refuse such a call: the library's
- * own mistake, so it stops. */
+/* The same where no status can be returned. The checks refuse such a call earlier, so reaching
+ * this is a bug of the library, and it aborts. */
 #if defined(__GNUC__)
 __attribute__((noreturn, cold))
 #endif
@@ -40,8 +40,8 @@ static inline int64_t gk_clamp_i64(int64_t x, int64_t lo, int64_t hi) {
 static inline int64_t gk_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t gk_round_up(int64_t a, int64_t b) { return gk_ceil_div(a, b) * b; }
 
-/* base + bytes; NULL where there is no base: workspace that is only sized, the data of an empty
- * tensor. */
+/* base + bytes, or NULL if base is NULL (a workspace that is only sized, the data of an empty
+ * tensor). */
 static inline void *gk_at(const void *base, int64_t bytes) {
     return base ? (char *)base + bytes : NULL;
 }
@@ -52,7 +52,7 @@ static inline int64_t gk_numel(const gk_tensor *t) {
     return n;
 }
 
-/* ---- scalars of every dtype ---------------------------------------------------------------- */
+/* ---- loads and stores of one element, for every dtype ---------------------------------------- */
 static inline float gk_bf16_to_f32(uint16_t h) {
     uint32_t u = (uint32_t)h << 16;
     float f;
@@ -91,8 +91,8 @@ static inline uint16_t gk_f32_to_f16(float f) {
     u &= 0x7fffffffu;
     if (u > 0x7f800000u) return (uint16_t)(sign | 0x7e00);  /* NaN */
     if (u >= 0x477ff000u) return (uint16_t)(sign | 0x7c00); /* rounds past 65504 */
-    if (u < 0x38800000u) { /* subnormal: adding 0.5 leaves the rounded multiple of 2^-24 in the low
-                              bits */
+    /* subnormal: adding 0.5 leaves the rounded multiple of 2^-24 in the low bits */
+    if (u < 0x38800000u) {
         float g;
         memcpy(&g, &u, 4);
         g += 0.5f;
@@ -139,35 +139,38 @@ static inline void gk_store(void *p, gk_dtype dtype, int64_t i, double x) {
 }
 
 /* ---- numbers of a call, in the precision that its dtype is computed in ----------------------- */
-/* Whether alpha or beta keeps its value: float32 has none between 0 and FLT_MIN of full precision,
- * nor past FLT_MAX. */
+/* True if alpha or beta keeps its value in float32, which has no full-precision numbers between
+ * 0 and FLT_MIN and none above FLT_MAX. */
 static inline bool gk_holds(gk_dtype dtype, double x) {
     const double size = fabs(x);
     return dtype == GK_F64 || !isfinite(x) || size == 0 ||
            (size >= 1.17549436e-38 && size <= 3.40282346e38);
 }
 
-/* The largest scale: times log2(e) it is finite. */
+/* The largest scale whose product with log2(e) is finite. */
 static inline double gk_scale_limit(gk_dtype dtype) { return dtype == GK_F64 ? INFINITY : 1e38; }
 
-/* The softcap that a kernel is given: one for which scale / softcap and softcap log2(e) are numbers
- * of full precision. A cap that no score comes near is none (0), and scores under one this small
- * are 0 to any precision that they meet. */
-static inline double gk_held_softcap(const gk_attn_rules *r, gk_dtype dtype) {
+/* The softcap that a kernel computes with. scale / softcap and softcap log2(e) must both be
+ * numbers of full precision. A softcap that no score comes near becomes 0 (off). A very small
+ * softcap is raised to the smallest usable one: scores below either are 0 to the precision in
+ * which they are added. */
+static inline double gk_usable_softcap(const gk_attn_rules *r, gk_dtype dtype) {
     const bool wide = dtype == GK_F64;
     const double far = wide ? 1e290 : 1e30, scale = fabs(r->scale);
     if (r->softcap == 0 || r->softcap > (wide ? 1e307 : 1e37) || r->softcap > far * scale) return 0;
     return fmax(r->softcap, fmax(1 / far, scale * (wide ? 1e-307 : 1e-37)));
 }
 
-/* Past a scale of 1e27 the least softcap is one that scores feel. */
-static inline bool gk_holds_softcap(const gk_attn_rules *r, gk_dtype dtype) {
+/* With a scale above 1e27 the smallest usable softcap would change scores, so a softcap below it
+ * is refused. */
+static inline bool gk_softcap_is_usable(const gk_attn_rules *r, gk_dtype dtype) {
     return r->softcap == 0 || fabs(r->scale) <= (dtype == GK_F64 ? 1e290 : 1e27) ||
-           gk_held_softcap(r, dtype) <= r->softcap;
+           gk_usable_softcap(r, dtype) <= r->softcap;
 }
 
 /* ---- which keys a row sees (the C counterpart of cuda/attn/span.cuh) ------------------------- */
-/* One sequence of one call, in its own coordinates: rows i in [0, seq_q), keys j in [0, seq_k). */
+/* One sequence of one call. Rows i in [0, seq_q) and keys j in [0, seq_k) count from the
+ * sequence's start. */
 typedef struct gk_span {
     int64_t key_lo, key_hi; /* bounds that hold for every row: [0, seq_k) cut by kv_start, kv_end */
     int64_t diagonal;       /* row i stands at key position i + diagonal */
@@ -176,7 +179,8 @@ typedef struct gk_span {
 
 #define GK_UNBOUNDED (INT64_C(1) << 62)
 
-/* both within +-2^62: no overflow, then clamped there */
+/* Both operands are within +-2^62, so the sum does not overflow; the result is clamped to that
+ * range. */
 static inline int64_t gk_sat_add(int64_t a, int64_t b) {
     return gk_clamp_i64(a + b, -GK_UNBOUNDED, GK_UNBOUNDED);
 }
@@ -202,8 +206,8 @@ static inline void gk_span_cut(gk_span *s, const gk_attn_rules *r, int64_t b) {
     s->key_hi = gk_max_i64(s->key_lo, s->key_hi);
 }
 
-/* Sequence b of a paged call: its queries end at its last key, and of the bounds it has kv_start
- * alone. */
+/* Sequence b of a paged call. Its queries end at its last key. kv_start applies, kv_end does
+ * not. */
 static inline gk_span gk_span_paged(const gk_paged_attn_args *args, int64_t b, int64_t seq_q,
                                     int64_t seq_k) {
     gk_attn_rules r = args->rules;
@@ -231,7 +235,8 @@ static inline int64_t gk_span_hi(const gk_span *s, int64_t i) {
 }
 
 /* ---- rows ------------------------------------------------------------------------------------ */
-/* gate or up of a gated linear unit: `other`, where it is given, else that half of `both`. */
+/* gate (which 0) or up (which 1) of a gated linear unit: a tensor of its own if `other` is
+ * given, else a half of `both`. */
 static inline gk_tensor gk_glu_half(const gk_tensor *both, const gk_tensor *other, int which) {
     if (other) return which ? *other : *both;
     gk_tensor half = *both;
@@ -242,7 +247,7 @@ static inline gk_tensor gk_glu_half(const gk_tensor *both, const gk_tensor *othe
     return half;
 }
 
-/* Heads as [B, H, S, D]: packed ones, [T, H, D], are one sequence. */
+/* Heads as [B, H, S, D]. Packed heads [T, H, D] become one sequence. */
 static inline gk_tensor gk_heads_of(const gk_tensor *t) {
     if (t->ndim == 4) return *t;
     gk_tensor x = *t;
@@ -262,12 +267,12 @@ static inline gk_tensor gk_heads_of(const gk_tensor *t) {
 /* A worker is one thread's share of a call; it owns slice `worker` of the workspace. */
 typedef void (*gk_work_fn)(void *arg, int64_t task, int64_t worker);
 
-/* parallel.c: runs fn for each task in [0, num_tasks), handed out one by one to at most
- * gk_num_workers workers. */
+/* parallel.c: at most gk_num_workers workers take the tasks [0, num_tasks) one by one and call
+ * fn for each. */
 int64_t gk_num_workers(const gk_context *ctx, int64_t num_tasks);
 
-/* num_threads as the kernels count it: at least 1, and so few that a product with a workspace does
- * not overflow. */
+/* num_threads as the kernels use it: at least 1, and small enough that its product with a
+ * workspace does not overflow. */
 #define GK_MAX_THREADS 4096
 static inline int64_t gk_num_threads(const gk_context *ctx) {
     return gk_clamp_i64(ctx->num_threads, 1, GK_MAX_THREADS);

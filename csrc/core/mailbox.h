@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* mailbox.h: what lies in a rank's mailbox (gk_sum_over_ranks): counters of its own calls, a flag
- * for each block of each rank, and twice, for calls in turn, a place for the x of each rank. */
+/* mailbox.h: the memory layout of a rank's mailbox (gk_sum_over_ranks). It holds counters of the
+ * rank's own calls, a flag for each block of each rank, and two buffers with a place for the x
+ * of each rank. Consecutive calls alternate between the two buffers. */
 #ifndef GPUKERN_MAILBOX_H
 #define GPUKERN_MAILBOX_H
 
@@ -8,8 +9,8 @@
 
 enum {
     GK_MAILBOX_BLOCKS = 64, /* most blocks of a call; each has its own flag */
-    GK_MAILBOX_FLAGS =
-        128, /* bytes before the flags: the number of calls, and of a call's blocks that are done */
+    /* bytes in front of the flags: a counter of calls, and a counter of a call's finished blocks */
+    GK_MAILBOX_FLAGS = 128,
     GK_MAILBOX_HEADER = GK_MAILBOX_FLAGS + 4 * GK_MAILBOX_BLOCKS * GK_MOST_RANKS,
 };
 

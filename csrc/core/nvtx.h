@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* nvtx.h: ranges for Nsight Systems' timeline around what the host does for a call, named by the
- * kernel instance that serves it.
+/* nvtx.h: ranges on Nsight Systems' timeline around the host work of a call, named by the kernel
+ * instance that serves it.
  *
- * cmake -DGPUKERN_NVTX=ON turns them on; without it the macro is the call alone, and no symbol of
- * NVTX is in the library. NVTX 3 is headers alone: it looks for a profiler at the first range, and
- * where none is attached a range costs a few ns. */
+ * cmake -DGPUKERN_NVTX=ON turns them on. Without it the macro is the call alone and the library
+ * has no symbol of NVTX. NVTX 3 is header-only: it looks for a profiler at the first range, and
+ * without one a range costs a few ns. */
 #ifndef GPUKERN_NVTX_H
 #define GPUKERN_NVTX_H
 

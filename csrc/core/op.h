@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* op.h: what every op of ops.def has: a number, and the functions that are named by its stem. */
+/* op.h: for every op of ops.def its number and the functions named by its stem. */
 #ifndef GPUKERN_OP_H
 #define GPUKERN_OP_H
 
@@ -20,11 +20,14 @@ typedef enum gk_op {
     GK_NUM_OPS
 } gk_op;
 
-/* gk_check_<op>    api/<op>.c: the laws of the call, and its results; a failure's text names no function
- * gk_cost_<op>     api/<op>.c: bytes and FLOPs of a checked call
- * gk_ref_<op>      ref/: naive loops, double accumulation, every dtype; judge of the tests and the float64 path; no workspace
- * gk_plan_<op>     plans a call that was checked; then gk_run_<op>, with the same arguments: of their workspace fields nothing is read
- * gk_describe_<op> what gk_explain_<op> does behind its checks */
+/* gk_check_<op>     api/<op>.c: checks the call and finds its results.
+ *                   A failure's text does not name the entry point.
+ * gk_cost_<op>      api/<op>.c: bytes and FLOPs of a checked call.
+ * gk_ref_<op>       ref/: plain loops with double accumulation, for every dtype, without workspace.
+ *                   The tests compare with it, and it serves float64.
+ * gk_plan_<op>      plans a checked call.
+ * gk_run_<op>       runs that plan with the same arguments. It ignores their workspace.
+ * gk_describe_<op>  what gk_explain_<op> does after its checks. */
 #define OP(NAME, stem, arguments, first)                                                       \
     gk_status gk_check_##stem(const gk_context *ctx, const arguments *args, gk_io *io);        \
     void gk_cost_##stem(const gk_context *ctx, const arguments *args, gk_explanation *out);    \

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* overlap.c: whether two tensors share memory.
+/* overlap.c: decides whether two tensors share memory. The checks call it for every result and
+ * for every input that is written.
  *
- * Both lie on lattices of byte offsets; the question is whether
+ * The byte offsets of each tensor form a lattice. The tensors share a byte if
  *   sum_i step_i * d_i = y - x   has a solution with low_i <= d_i <= high_i.
- * One term per distinct stride (of two views of one tensor all are shared), largest first: what is
- * left after a term must be within reach of the rest, which leaves two or three candidates per
- * term. */
+ * There is one term for each distinct stride; two views of one tensor have all strides in
+ * common. The search tries the terms from the largest step down. The remainder after a term must
+ * be within reach of the smaller terms, which leaves two or three candidates for each d_i. */
 #include "io.h"
 #include "internal.h"
 
@@ -15,10 +16,10 @@ typedef struct term {
 
 typedef struct lattice {
     term terms[2 * GK_MAX_DIMS + 1];
-    /* reach of the terms from i on */
+    /* smallest and largest sum of the terms from i on */
     int64_t least[2 * GK_MAX_DIMS + 2], most[2 * GK_MAX_DIMS + 2];
     int count;
-    int64_t budget; /* candidates; strides that need more are taken for an overlap */
+    int64_t budget; /* candidates left to try; when they run out, the answer is "overlap" */
 } lattice;
 
 static void add(lattice *l, int64_t step, int64_t low, int64_t high) {
@@ -28,7 +29,7 @@ static void add(lattice *l, int64_t step, int64_t low, int64_t high) {
         low = -high;
         high = -was_low;
     }
-    if (step == 0 || low == high) return; /* all low == high terms are 0 .. 0 */
+    if (step == 0 || low == high) return; /* a term with low == high is always 0 .. 0 */
     int i = 0;
     while (i < l->count && l->terms[i].step > step) ++i;
     if (i < l->count && l->terms[i].step == step) {
@@ -69,7 +70,7 @@ static bool overlap(const gk_tensor *x, const gk_tensor *y) {
     return hits(&l, 0, (const char *)y->data - (const char *)x->data);
 }
 
-/* The bytes from the first element to behind the last. */
+/* The bytes from the first element to one past the last. */
 typedef struct range {
     uintptr_t begin, end;
 } range;
@@ -85,6 +86,7 @@ static range range_of(const gk_tensor *t) {
 
 bool gk_shares_memory(const gk_tensor *x, const gk_tensor *y) {
     if (gk_numel(x) == 0 || gk_numel(y) == 0) return false;
-    const range a = range_of(x), b = range_of(y); /* tells nearly all tensors apart */
+    /* The byte ranges of nearly all tensors are disjoint, so the search is rare. */
+    const range a = range_of(x), b = range_of(y);
     return a.begin < b.end && b.begin < a.end && overlap(x, y);
 }

@@ -1,20 +1,24 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* parallel.c: hands tasks to the workers of the caller's pool. Which worker runs a task never
- * changes a result: workers also take over the caller's floating-point mode (rounding,
- * flush-to-zero, denormals-are-zero) and leave with their own. */
+/* parallel.c: hands tasks to the workers of the caller's thread pool.
+ *
+ * A result never depends on which worker runs a task. Workers therefore take over the caller's
+ * floating-point mode (rounding, flush-to-zero, denormals-are-zero) and restore their own
+ * afterwards. */
 #include "internal.h"
 
 #include <fenv.h>
 #include <stdatomic.h>
 
-static _Thread_local char here; /* its address tells threads apart */
+static _Thread_local char here; /* its address identifies the thread */
 
 typedef struct share {
     gk_work_fn fn;
     void *arg;
     int64_t num_tasks;
-    atomic_llong next;  /* tasks are taken one by one, so a slow worker delays nobody */
-    const char *caller; /* the thread that called, and its mode */
+    /* next task; workers take tasks one by one, so a slow worker delays nobody */
+    atomic_llong next;
+    /* the calling thread (address of its `here`); `mode` is its floating-point mode */
+    const char *caller;
     fenv_t mode;
 } share;
 

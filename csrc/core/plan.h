@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* plan.h: a call that is planned once. ops/ and the entry points plan it, find the memory that the
- * plan asks for, and run it; nothing is decided twice. Not installed: what a plan holds may change
- * with every version. */
+/* plan.h: the plan of a call. ops/ and the entry points plan a call once, allocate the workspace
+ * that the plan asks for, and run it. Not installed: its contents may change with every version. */
 #ifndef GPUKERN_PLAN_H
 #define GPUKERN_PLAN_H
 
@@ -18,18 +17,18 @@ enum {
     GK_PLAN_OWN_BYTES = 1536
 };
 
-/* What one kernel will do for one call. Plain data, valid as long as the call's arguments are. */
+/* The work of one kernel for one call. Plain data, valid as long as the call's arguments are. */
 typedef struct gk_plan {
     /* the instance: a gk_cpu_instance (cpu/kernels.h) or a gk_cuda_instance (cuda/kernels.h) */
     const void *kernel;
-    size_t workspace_bytes; /* what run takes, aligned to 64 bytes */
-    double us;              /* expected time; 0 where the kernels of this family have no estimate */
+    size_t workspace_bytes; /* for run, aligned to 64 bytes */
+    double us;              /* expected time; 0 if this family of kernels has no estimate */
     /* for gk_explanation */
     int64_t tile[4], tasks, chunks;
-    double waves;   /* 0: tasks over the blocks that run at once */
-    bool preferred; /* the instance is the one that gk_gemm_prefer asked for */
-    /* the kernel's own: the problem, where operands are read, the grid; of the type that its file
-     * declares. Tensor maps ask for the alignment */
+    double waves;   /* 0: computed as tasks / (blocks that run at once) */
+    bool preferred; /* true if gk_gemm_prefer asked for the instance */
+    /* The kernel's own data: the problem, where operands are read, the grid. Its type is
+     * declared in the kernel's file. Tensor maps need the alignment. */
 #ifdef __cplusplus
     alignas(128)
 #else
@@ -38,7 +37,7 @@ typedef struct gk_plan {
         unsigned char own[GK_PLAN_OWN_BYTES];
 } gk_plan;
 
-/* An empty plan, by `kernel`; NULL: the family that plans it names one. */
+/* Empties a plan for `kernel`. NULL: the family that plans the call sets it. */
 static inline gk_plan *gk_plan_begin(gk_plan *plan, const void *kernel) {
     plan->kernel = kernel;
     plan->workspace_bytes = 0;
@@ -51,8 +50,8 @@ static inline gk_plan *gk_plan_begin(gk_plan *plan, const void *kernel) {
     return plan;
 }
 
-/* A plan's own part as `type`, which must be plain data and fit: GK_PLAN_HOLDS at the head of the
- * file that declares it. */
+/* A plan's own part as `type`, which must be plain data and fit. GK_PLAN_HOLDS checks this in
+ * the file that declares the type. */
 #ifdef __cplusplus
 }
 template <class Own> inline Own &gk_own(gk_plan *plan) {
@@ -71,8 +70,8 @@ extern "C" {
 #define GK_OWN_CONST(type, plan) ((const type *)(const void *)(plan)->own)
 #endif
 
-/* How often this thread checked a call's arguments, planned a call, and asked a kernel or family
- * for a plan that it gave; tests hold each to once a call. */
+/* Number of times this thread checked a call's arguments, planned a call, and received a plan
+ * from a kernel or family. The tests require each once per call. */
 typedef struct gk_call_counts {
     int64_t checks, plans, kernel_plans;
 } gk_call_counts;

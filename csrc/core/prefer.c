@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* prefer.c: the tuning key of a gemm call, its text, and the table from keys to preferred
+/* prefer.c: the tuning key of a gemm call, the key as text, and the table from keys to preferred
  * instances.
  *
- * That table is a sorted array, replaced as a whole where new keys come; of a key that it has only
- * the instance changes, by one atomic store, NULL for a forgotten key. Readers take no lock, and
- * may still walk an array that was replaced, so it is kept: a file of keys makes one array, and
- * tuning one for each product. Writers exclude each other. */
+ * gk_gemm_prefer writes the table and dispatch.c reads it. The table is an array sorted by the
+ * keys' hash. New keys replace the whole array. For a key that is in the array only the instance
+ * changes, by one atomic store; a forgotten key has the instance NULL. Readers take no lock. A
+ * reader may still use a replaced array, so arrays are never freed: loading a file of keys makes
+ * one array, and tuning makes one for each product. Writers exclude each other by a mutex. */
 #include "prefer.h"
 
 #include <inttypes.h>
@@ -20,7 +21,7 @@ uint64_t gk_name_hash(const char *name) {
     return h;
 }
 
-/* A stride along a dimension of size 1 says nothing. */
+/* The stride along a dimension of size 1 is ignored. */
 static uint8_t layout_of(const gk_tensor *t) {
     const int d = t->ndim;
     if (t->stride[d - 1] == 1 || t->shape[d - 1] == 1) return 'N';
@@ -36,8 +37,8 @@ static bool is_aligned(const gk_tensor *t, uint8_t layout) {
     return good;
 }
 
-/* Whether all batch dimensions are rows of one matrix: b does not change along them, a walks them
- * in one stride. */
+/* True if all batch dimensions are rows of one matrix: b is the same for all of them, and a
+ * covers them with one stride. */
 static bool batch_is_rows(const gk_gemm_args *g, int64_t batch) {
     const gk_tensor *a = &g->a, *b = &g->b;
     for (int d = 0; d < b->ndim - 2; ++d)
@@ -50,7 +51,7 @@ static bool batch_is_rows(const gk_gemm_args *g, int64_t batch) {
         if (a->stride[d] != rows * stride) return false;
         rows *= a->shape[d];
     }
-    return rows == all; /* else a is broadcast */
+    return rows == all; /* unequal if a is broadcast */
 }
 
 void gk_gemm_key_of(uint64_t device, const gk_gemm_args *g, gk_gemm_key *key) {
@@ -79,7 +80,7 @@ void gk_gemm_key_of(uint64_t device, const gk_gemm_args *g, gk_gemm_key *key) {
     if (g->preact) key->extras |= GK_WRITES_PREACT;
 }
 
-/* ---- its text -------------------------------------------------------------------------------- */
+/* ---- the key as text ------------------------------------------------------------------------- */
 typedef struct named {
     int value;
     const char *name;
@@ -153,7 +154,7 @@ gk_status gk_gemm_key_read(const char *text, uint64_t device, gk_gemm_key *key) 
         good = strchr("NTS", a) && strchr("NTS", b) && key->m >= 0 && key->n >= 0 && key->k >= 0 &&
                key->batch >= 0;
         gk_gemm_key_write(key, again);
-        good = good && strcmp(text, again) == 0; /* nothing before, between or behind */
+        good = good && strcmp(text, again) == 0; /* refuses extra characters anywhere */
     }
     if (good) return GK_OK;
     return gk_fail(GK_ERR_ARGUMENT,
@@ -164,12 +165,12 @@ gk_status gk_gemm_key_read(const char *text, uint64_t device, gk_gemm_key *key) 
 typedef struct entry {
     uint64_t hash; /* of the key */
     gk_gemm_key key;
-    const void *row; /* atomic; NULL = forgotten */
+    const void *row; /* the instance, atomic; NULL = forgotten */
 } entry;
 
-/* Sorted by hash; its keys never change. */
+/* Sorted by hash. Its keys never change. */
 typedef struct entries {
-    struct entries *replaced; /* by this one: readers may still walk it */
+    struct entries *replaced; /* the array that this one replaced; a reader may still use it */
     size_t count;
     entry all[];
 } entries;
@@ -178,8 +179,8 @@ int32_t gk_num_preferred;
 static entries *current; /* atomic */
 static pthread_mutex_t writing = PTHREAD_MUTEX_INITIALIZER;
 static entry *
-    /* keys that `current` does not have yet: what a file brings is sorted in at once, by the next
-     * call that looks */
+    /* keys that `current` does not have yet; the next call that looks a key up merges them all
+     * at once */
     added;
 static size_t num_added, room_for_added;
 static int32_t any_added; /* atomic */
@@ -203,7 +204,8 @@ static entry *find(entries *in, const gk_gemm_key *key) {
     if (!in) return NULL;
     const uint64_t hash = hash_of(key);
     size_t first = 0;
-    for (size_t left = in->count; left > 0;) { /* the first entry whose hash is not less */
+    /* binary search for the first entry whose hash is not less */
+    for (size_t left = in->count; left > 0;) {
         const size_t half = left / 2;
         const bool less = in->all[first + half].hash < hash;
         first = less ? first + half + 1 : first;
@@ -214,7 +216,8 @@ static entry *find(entries *in, const gk_gemm_key *key) {
     return NULL;
 }
 
-/* Without memory the added keys wait for the next call. */
+/* Merges `added` into a new array. If there is no memory, the keys stay in `added` until the
+ * next call. */
 static void sort_in(void) {
     pthread_mutex_lock(&writing);
     const size_t before = current ? current->count : 0;
@@ -243,7 +246,7 @@ const void *gk_preferred(const gk_gemm_key *key) {
     return found ? __atomic_load_n(&found->row, __ATOMIC_RELAXED) : NULL;
 }
 
-/* A new key, in `added`; NULL without memory. */
+/* Appends a new key to `added`. NULL if there is no memory. */
 static entry *add(const gk_gemm_key *key) {
     if (num_added == room_for_added) {
         const size_t room = room_for_added ? 2 * room_for_added : 16;

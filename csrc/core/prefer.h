@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* prefer.h: which instance was asked for, by tuning key of gemm calls: what gk_gemm_prefer writes
- * and dispatch.c reads. Any thread reads at any time without a lock; what an instance is stays the
- * caller's business, so that all of this runs and is tested without a GPU. */
+/* prefer.h: the preferred instance for each tuning key of gemm calls. gk_gemm_prefer writes it
+ * and dispatch.c reads it.
+ *
+ * Any thread may read at any time without a lock. An instance is an opaque pointer here, so that
+ * all of this runs and is tested without a GPU. */
 #ifndef GPUKERN_PREFER_H
 #define GPUKERN_PREFER_H
 
@@ -11,16 +13,17 @@
 extern "C" {
 #endif
 
-/* A tuning key: what decides which instance is fastest. Leading dimensions of a that b does not
- * share, and that lie densely, count as rows, so that [4, 512, K] and [2048, K] have one key. bias
- * is in no key: it costs the same in every instance. */
+/* A tuning key: the properties of a call that decide which instance is fastest. Leading dimensions
+ * of a count as rows if b does not have them and a continues its rows along them with one stride:
+ * [4, 512, K] and [2048, K] have one key. bias is not part of the key because it costs the same in
+ * every instance. */
 typedef struct gk_gemm_key {
-    uint64_t device; /* gk_name_hash of the GPU's name: GPUs of one name share what was measured */
+    uint64_t device; /* gk_name_hash of the GPU's name; GPUs of one name share measurements */
     int64_t m, n, k, batch;
     uint8_t dtype, out_dtype, precision, activation;
     uint8_t a, b;    /* 'N': rows are dense, 'T': columns are, 'S': neither */
-    uint8_t aligned; /* GK_ALIGNED_*: begins at a multiple of 16 bytes, and so does every row or
-                        column */
+    uint8_t aligned; /* GK_ALIGNED_*: the tensor and each of its rows (or columns) begin at a
+                        multiple of 16 bytes */
     uint8_t extras;  /* GK_READS_C, GK_WRITES_PREACT */
 } gk_gemm_key;
 
@@ -36,12 +39,12 @@ enum {
 uint64_t gk_name_hash(const char *name);
 void gk_gemm_key_of(uint64_t device, const gk_gemm_args *args, gk_gemm_key *key);
 
-/* All of a key but the device as one line, and back; text that is none of ours is
- * GK_ERR_ARGUMENT. */
+/* All of a key except the device as one line of text, and back. Reading returns GK_ERR_ARGUMENT
+ * unless the text is exactly what writing gives. */
 void gk_gemm_key_write(const gk_gemm_key *key, char text[GK_KEY_TEXT_BYTES]);
 gk_status gk_gemm_key_read(const char *text, uint64_t device, gk_gemm_key *key);
 
-/* How many keys have a preferred instance: calls look no further while there is none. */
+/* Number of keys with a preferred instance. While it is 0, calls do not compute their key. */
 extern int32_t gk_num_preferred;
 static inline bool gk_any_preferred(void) {
     return __atomic_load_n(&gk_num_preferred, __ATOMIC_RELAXED) != 0;

@@ -59,7 +59,7 @@ const char *gk_device_error_text(gk_device_error kind) {
     return "unknown gk_device_error";
 }
 
-/* the entry point's name in front of the detail, where an entry point has named it */
+/* Offset of the detail in last_error: behind the entry point's name once gk_named has added it. */
 static _Thread_local size_t detail_at;
 
 const char *gk_last_error(void) { return last_error; }

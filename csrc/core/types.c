@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* types.c: the element types, and what gpukern.h says of them. */
+/* types.c: the table of element types, and gpukern.h's functions on dtypes. */
 #include "types.h"
 #include "../formats/codes.h"
 
@@ -18,7 +18,7 @@ const gk_type gk_types[] = {
     {GK_I8, GK_KIND_CODE, 8, 0, 127, "int8", "i8"},
     {GK_U8, GK_KIND_CODE, 8, 0, 255, "uint8", "u8"},
     {GK_E8M0, GK_KIND_SCALE, 8, 0, 0x1p127, "float8_e8m0fnu", "e8m0"},
-#ifdef GK_MORE_TYPES /* of a test */
+#ifdef GK_MORE_TYPES /* set by a test */
     GK_MORE_TYPES
 #endif
     {(gk_dtype)-1, GK_KIND_NONE, 0, 0, 0, "unknown dtype", "unknown"},

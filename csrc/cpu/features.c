@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* features.c: what this machine can run. With vec.h the only file that asks about instruction sets.
- * GK_X86_ISAS is defined where the build compiled the x86 sets; elsewhere base is all there is. */
+/* features.c: which instruction sets this machine can run and which one is the default.
+ * Only this file, vec.h and vec_int8.h ask about instruction sets. GK_X86_ISAS is defined if the
+ * build compiled the x86 sets; otherwise base is the only one. */
 #include "kernels.h"
 
 #if defined(GK_X86_ISAS)
@@ -17,8 +18,8 @@ const char *const gk_isa_names[GK_NUM_ISAS] = {"base",       "avx2",         "av
                                                "avx512bf16", "amx_emulated", "amx"};
 
 #if defined(GK_X86_ISAS)
-/* By cpuid: __builtin_cpu_supports of clang 14 does not know these names. The system's leave is
- * that of avx2, avx512f. */
+/* Asks cpuid because __builtin_cpu_supports of clang 14 does not know these names. The system's
+ * support is covered by the checks of avx2 and avx512f. */
 static bool has_f16c(void) {
     unsigned eax, ebx, ecx, edx;
     return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx >> 29 & 1);
@@ -31,8 +32,8 @@ static bool has_bf16_and_vnni(void) {
 #endif
 
 #if defined(GK_X86_ISAS) && defined(GK_HAS_AMX) && defined(__linux__)
-/* The processor has tiles of the kernels' palette, 8 of 16 rows of 64 bytes, and their products of
- * bfloat16 and int8, which no processor has one of. */
+/* True if the processor has the palette that the kernels configure (8 tiles of 16 rows of 64
+ * bytes) and both products, of bfloat16 and of int8. No processor has only one of them. */
 static bool has_tiles(void) {
     unsigned eax, ebx, ecx, edx;
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx >> 22 & 1) ||
@@ -42,11 +43,11 @@ static bool has_tiles(void) {
            (ebx & 0xffff) == 64 && ebx >> 16 == 8 && (ecx & 0xffff) == 16;
 }
 
-/* And the system saves them, and lets this process have them: an old kernel does not know the
- * request, a container may refuse it, and a signal stack that is too small for them does. Linux,
- * Documentation/arch/x86/xstate.rst: the permission is of the process, so of all its threads, a
- * forked child inherits it, and exec drops it. Asked for once. A first product shows that the tiles
- * work. */
+/* True if the system also saves the tiles and grants them to this process. An old kernel does
+ * not know the request, a container may refuse it, and Linux refuses it if a signal stack is too
+ * small for a frame with tiles. The permission belongs to the process (Linux,
+ * Documentation/arch/x86/xstate.rst): all threads have it, a forked child inherits it, exec
+ * drops it. It is requested once. A test product then checks that the tiles work. */
 __attribute__((target("xsave"))) static bool may_use_tiles(void) {
     enum {
         REQUEST = 0x1023,
@@ -78,10 +79,10 @@ static gk_isa find_best(void) {
 #endif
 }
 
-/* Found once: every call asks, and a cpuid takes 20 to 70 us under a hypervisor. */
+/* Computed once: every call asks, and a cpuid takes 20 to 70 us under a hypervisor. */
 static gk_isa best(void) {
 #if defined(GK_X86_ISAS)
-    static atomic_int found; /* 1 + the set; 0 until asked for */
+    static atomic_int found; /* 1 + the set; 0 until computed */
     int known = atomic_load_explicit(&found, memory_order_relaxed);
     if (known == 0) {
         known = 1 + (int)find_best();
@@ -93,14 +94,15 @@ static gk_isa best(void) {
 #endif
 }
 
-/* The sets nest in what they hold. */
+/* A set contains every set before it. The emulation of AMX needs avx512bf16. */
 bool gk_cpu_has(gk_isa isa) {
     return isa <= best() || (isa == GK_ISA_AMX_EMULATED && best() >= GK_ISA_AVX512BF16);
 }
 
 bool gk_cpu_fetches_near(void) {
 #if defined(GK_X86_ISAS)
-    /* of AMD, 1 of others; 0 until asked for, since cpuid is slow under a hypervisor */
+    /* the family of an AMD processor, 1 for others; 0 until computed, because cpuid is slow
+     * under a hypervisor */
     static atomic_int family;
     int known = atomic_load_explicit(&family, memory_order_relaxed);
     if (known == 0) {
@@ -116,10 +118,10 @@ bool gk_cpu_fetches_near(void) {
 #endif
 }
 
-/* Vectors of that width themselves are those of the set that asks. */
+/* Whether the machine has vectors of that width is the business of the caller's instruction set. */
 bool gk_cpu_multiplies_quads(bool wide) {
 #if defined(GK_X86_ISAS)
-    static atomic_int found; /* 4 and a bit for each width; 0 until asked for */
+    static atomic_int found; /* 4 plus one bit for each width; 0 until computed */
     int known = atomic_load_explicit(&found, memory_order_relaxed);
     if (known == 0) {
         unsigned eax, ebx, ecx, edx;
@@ -135,10 +137,10 @@ bool gk_cpu_multiplies_quads(bool wide) {
 #endif
 }
 
-bool gk_cpu_is_intel(void); /* gemm.c, too */
+bool gk_cpu_is_intel(void); /* gemm.c declares it, too */
 bool gk_cpu_is_intel(void) {
 #if defined(GK_X86_ISAS)
-    static atomic_int found; /* 1 of others, 2 of Intel; 0 until asked for */
+    static atomic_int found; /* 1: not Intel, 2: Intel; 0 until computed */
     int known = atomic_load_explicit(&found, memory_order_relaxed);
     if (known == 0) {
         unsigned leaf, vendor, unused;
@@ -152,24 +154,31 @@ bool gk_cpu_is_intel(void) {
 #endif
 }
 
-/* The sets do not nest in speed: the best one may be left to who asks for it by name. */
+/* A larger set is not always faster, so the largest set is not always the default (see
+ * gk_cpu_isa_reason). */
 static gk_isa usual(void) {
     if (best() != GK_ISA_AVX512BF16) return best();
-    return gk_cpu_is_intel() ? GK_ISA_AVX512 : GK_ISA_AVX512BF16; /* see gk_cpu_isa_reason */
+    return gk_cpu_is_intel() ? GK_ISA_AVX512 : GK_ISA_AVX512BF16;
 }
 
 const char *gk_cpu_isa(void) { return gk_isa_names[usual()]; }
 
-/* Measured on a Xeon of model 207 (Emerald Rapids) whose AMX is hidden, one core, GFLOP/s of
- * bfloat16 by avx512 | avx512bf16, and
- * of float32: 512 cubed 158 | 92, 163; attention forward, S 1024 and head_dim 128 138 | 80, 130; backward 145 | 80, 139; decoding
- * 10.7 | 10.1 GB/s; small M, read in place, the same. */
+/* Measured on a Xeon of model 207 (Emerald Rapids) with AMX hidden, one core, GFLOP/s:
+ *
+ *                                                       bfloat16               float32
+ *                                                       avx512   avx512bf16
+ *  gemm 512 x 512 x 512                                 158      92            163
+ *  attention forward, S 1024, head_dim 128              138      80            130
+ *  attention backward, S 1024, head_dim 128             145      80            139
+ *
+ * Decoding reads 10.7 GB/s with avx512 and 10.1 with avx512bf16. Products of small M that read b
+ * in place are equally fast. */
 const char *gk_cpu_isa_reason(void) {
     if (usual() == best()) return "";
     if (has_tiles())
         return "avx512bf16 is slower here, and this process has no AMX: an old kernel, a container "
                "or a signal "
-               "stack too small for tiles refuses it, or a first product came out wrong";
+               "stack too small for tiles refuses it, or a test product was wrong";
     return "avx512bf16 is slower here: VDPBF16PS of Intel's cores multiplies bfloat16 at half the "
            "rate of float32";
 }

@@ -1,21 +1,27 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm: out = activation(alpha a b + beta c + bias), packed and cache-blocked; the loops around the
- * register tile. Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication";
- * loop names as in BLIS.
+/* gemm: out = activation(alpha a b + beta c + bias), packed and cache-blocked. This file holds
+ * the loops around the register tile; isa/gemm_ukr.c and amx/gemm_amx.c call it with their tile
+ * and packing (gk_gemm_isa). After Goto and van de Geijn 2008, "Anatomy of high-performance
+ * matrix multiplication"; loop names as in BLIS.
  *
- * a [batch..., M, K]  b [batch..., K, N] any strides, float32 | bfloat16 | float16   out [batch..., M, N]
- * A task is one block of at most MB x NB of one product, over all of K:
- *   for pc over K by KC        pack a[MB][KC] into strips of at most MR rows, b[KC][NB] into panels of NR columns
- *     for jr over panels         the panel of b stays in L1
- *       for ir over strips         strips of a stream from L2; the register tile adds to C, or to a float32 block
- * Where several blocks read the same columns of b, all workers first pack those, at most so many as
- * fit a buffer that they share, and then take the blocks that read them; otherwise each task packs
- * its own, of a only the first of
- * a worker where M is small.
- * The sums of an element run over k in an order that only KC decides, so neither blocks nor threads
- * change its bits. workspace: the shared b; per worker packed a, packed b, and for 16-bit outputs
- * with K > KC the float32 block. Not here: M <= 16 (gemm_skinny), float64 (ref).
- */
+ *  a [batch..., M, K]   b [batch..., K, N]   out [batch..., M, N]
+ *  any strides; float32, bfloat16 or float16
+ *
+ * A task computes one block of at most MB x NB of one product over all of K:
+ *  for pc over K by KC       pack a[MB][KC] into strips of at most MR rows,
+ *                            pack b[KC][NB] into panels of NR columns
+ *    for jr over panels      the panel of b stays in the L1
+ *      for ir over strips    strips of a stream from the L2;
+ *                            the register tile adds to C or to a float32 block
+ *
+ * If several blocks read the same columns of b, the work alternates between two phases: all
+ * workers pack as many columns of b as fit the shared buffer, then they compute the blocks that
+ * read them. Otherwise each task packs its own b. If M is small, a worker packs a only once.
+ *
+ * The order in which an element's sum runs over k depends only on KC, so neither blocks nor
+ * threads change its bits. Workspace: the shared b; for each worker packed a, packed b and, for
+ * 16-bit results with K > KC, the float32 block. Not served: M <= 16 (gemm_skinny), float64
+ * (ref). */
 #include "blocks.h"
 #include "kernels.h"
 
@@ -23,7 +29,7 @@
 
 /* ---- 1 the problem --------------------------------------------------------------------------- */
 static int64_t dim_stride(const gk_tensor *t, int ndim, int d) {
-    /* dimensions align at the end; missing and size-1 ones broadcast */
+    /* dimensions are aligned at the end; missing and size-1 dimensions broadcast */
     int i = d - (ndim - t->ndim);
     return i < 0 || t->shape[i] == 1 ? 0 : t->stride[i];
 }
@@ -69,8 +75,8 @@ gk_gemm_problem gk_gemm_problem_of(const gk_gemm_args *args) {
         p.batch *= p.shape[i];
         ++p.ndim;
     }
-    /* the innermost batch dimension joins the rows where b does not change along it and all others
-     * are dense */
+    /* the innermost batch dimension is merged into the rows if b does not change along it and
+     * all other tensors are dense */
     while (p.ndim > 0 && p.m > 0 && p.batch > 0) {
         int i = p.ndim - 1;
         if (p.b_batch[i] != 0 || p.a_batch[i] != p.m * p.a_m ||
@@ -82,8 +88,8 @@ gk_gemm_problem gk_gemm_problem_of(const gk_gemm_args *args) {
         p.m *= p.shape[i];
         --p.ndim;
     }
-    /* a matrix times a column is a row times the transposed matrix: out and preact are dense either
-     * way */
+    /* (M x K)(K x 1) is computed as (1 x K)(K x M), a row times the transposed matrix; out and
+     * preact are contiguous either way */
     if (p.n == 1 && p.m > 1 && p.epilogue.out_row == 1 &&
         (!args->preact || p.epilogue.preact_row == 1)) {
         int64_t m_stride = p.a_m, k_stride = p.a_k;
@@ -145,8 +151,8 @@ void gk_gemm_at(const gk_gemm_args *args, const gk_gemm_problem *p, int64_t i, c
     e->preact = args->preact ? (char *)args->preact->data + os * po : NULL;
 }
 
-/* Small M reads b in place; where both operands lie along k, dot products need no packing for some
- * more. */
+/* With small M b is read in place. If both operands are contiguous along k, dot products need no
+ * packing for a few more rows. */
 bool gk_gemm_is_skinny(const gk_gemm_problem *p) {
     if (p->b_n == 1) return p->m <= GK_SKINNY_ROWS_ACROSS;
     return p->b_k == 1 && p->a_k == 1 && p->m <= GK_SKINNY_ROWS_ALONG;
@@ -155,66 +161,75 @@ bool gk_gemm_is_skinny(const gk_gemm_problem *p) {
 /* ---- 2 the plan ------------------------------------------------------------------------------ */
 typedef struct plan {
     gk_gemm_problem p;
-    /* blocks are even: sizes differ by at most one row, NR columns, pair */
+    /* block sizes differ by at most one row, NR columns or one cell of k */
     int64_t m_blocks, n_blocks, k_blocks;
     int64_t mb, nb, kb; /* largest sizes */
-    bool a_rows;        /* a's k lies side by side: its strips keep that order, no transposition */
-    int64_t a_ld; /* cells between rows then; a line more than a multiple of 1 KiB spares L1 sets */
-    bool a_there; /* the tile reads a where it lies, */
-    bool b_there; /* and whole panels of b */
-    bool direct;  /* the tile may add straight into out */
-    bool block;   /* a float32 block per worker holds the sums between k blocks */
-    bool shared;  /* b is packed once for all tasks, `span` columns at a time */
-    int64_t span; /* N where b is not shared */
-    bool a_once;  /* all of a task's rows of a stay packed in a worker for its later tasks */
-    int64_t sum_cells; /* that are added up before they join the sum */
+    bool a_rows; /* a is contiguous along k (or on AMX tiles): strips keep rows, no transposition */
+    /* cells between rows of packed a; one line more than a multiple of 1 KiB avoids conflicts of
+     * L1 sets */
+    int64_t a_ld;
+    bool a_in_place;   /* the register tile reads a in place, without packing */
+    bool b_in_place;   /* and whole panels of b in place */
+    bool direct;       /* the register tile may add directly into out */
+    bool block;        /* a float32 block for each worker holds the sums between k blocks */
+    bool shared;       /* b is packed once for all tasks, `span` columns at a time */
+    int64_t span;      /* N if b is not shared */
+    bool a_once;       /* a task's rows of a stay packed in a worker for its later tasks */
+    int64_t sum_cells; /* cells that are summed before they are added to the total */
     size_t a_bytes, b_bytes, c_bytes, worker_bytes, shared_bytes;
 } plan;
 GK_PLAN_HOLDS(plan);
 
 enum {
-    /* panels of b that one task packs: a row of them is one run of addresses */
+    /* panels of b that one packing task packs; a row of them is one range of addresses */
     PACK_PANELS = 2,
-    /* a sum runs over at most so many cells at a time, then the parts, all alike, are added. Its
-     * error grows with its length: float32 of k 256, 320, 1024 errs 1.0, 1.0, 0.85 times as MKL
-     * does; cut every 256 cells 1.4, 1.2, 1.2 times. Of pairs, whose results are rounded to 8 bits,
-     * longer parts: 192 of them take 2 % more */
+    /* A sum runs over at most this many cells; then the equally long parts are added. The error
+     * grows with the length of a part: relative to MKL's, float32 with k 256, 320, 1024 has
+     * errors of 1.0, 1.0, 0.85, and of 1.4, 1.2, 1.2 with parts of 256. Results of bfloat16
+     * pairs are rounded to 8 bits, so their parts may be longer (SUM_PAIRS); parts of 192 take 2
+     * % more time. */
     SUM_CELLS = 192,
-    /* float32 operands of products up to so large are read where they lie. Xeon of model 207, of
-     * MKL: 256 cubed 0.92 packed, 0.98 in place; 376 x 184 x 192 NT 0.87, 0.95; 1000 and 1023 cubed
-     * 0.90, 0.96; 2000 x 500 x 500 NN 0.95, 0.99; a transposed a where b is shared 0.91, 0.79; b of
-     * 216 x 424 x 4392 0.88, 0.80 */
+    /* float32 operands of products up to these sizes are read in place. Speed of MKL's, Xeon of
+     * model 207, packed and in place: 256 cubed 0.92, 0.98; 376 x 184 x 192 NT 0.87, 0.95; 1000 and
+     * 1023 cubed 0.90, 0.96; 2000 x 500 x 500 NN 0.95, 0.99. Packing is better for a transposed a
+     * beside a shared b (0.91, 0.79) and for b of 216 x 424 x 4392 (0.88, 0.80). */
     READ_A_COLUMNS = 2048,
     READ_B_SIZE = 512,
     SUM_PAIRS = 256
 };
 
-/* blocks.h's own of avx512, where M is up to GK_GEMM_SMALL_M and b's n side by side, on Intel's
- * cores. Each row of b is a page there, and rows 16 KiB apart share few sets of the L2, so that
- * what is fetched into it does not stay. Xeon of model 207, of MKL, 64 x 4096 x 4096, 64 x 1024 x
- * 1024, 64 x 11008 x 4096: nb 128 kb 1024 0.80, 0.96, 0.77, kb 256 0.93; nb 256 kb 256 0.95, 0.95,
- * 0.89, kb 190 (152 and a quarter, which cuts no sum) 0.98, 0.98, 0.93, kb 128 0.97, 1.00, 0.91; nb
- * 512 kb 256 0.90, 0.88. NT by nb 512 0.89 for 0.98 */
+/* Replaces avx512's `own` of blocks.h on Intel's cores if M is at most GK_GEMM_SMALL_M and b is
+ * contiguous along n. Each row of b is then on its own page, and rows 16 KiB apart share few
+ * sets of the L2, so prefetched lines do not stay.
+ *
+ * Speed of MKL's, Xeon of model 207, at 64 x 4096 x 4096, 64 x 1024 x 1024, 64 x 11008 x 4096:
+ *  nb 128: kb 1024 0.80, 0.96, 0.77; kb 256 0.93 at the first
+ *  nb 256: kb 256 0.95, 0.95, 0.89; kb 190 0.98, 0.98, 0.93; kb 128 0.97, 1.00, 0.91
+ *  nb 512: kb 256 0.90, 0.88 at the first two
+ * kb 190 is 152 plus a quarter and splits no sum. With NT, nb 512 reaches 0.89 instead of 0.98. */
 static const gk_gemm_block small_m_of_intel = {336, 256, 152};
-/* AMX with M up to GK_GEMM_SMALL_M: a's block is 32 KiB per 64 rows, in the L1. 16 x 4096 x 4096,
- * 64 x 4096 x 4096 NN, NT, 64 x 1024 x 1024, alternately: 256 x 512 fetched ahead 1.00x, not
- * fetched 1.42x 1.19x 1.14x 1.09x; 256 x 256 1.44x 1.26x 1.08x 1.10x, 512 x 256 1.45x 1.28x 1.03x
- * 1.11x, 2048 x 128 1.59x 1.23x 0.79x 1.03x */
+/* AMX with M up to GK_GEMM_SMALL_M. a's block is 32 KiB per 64 rows and stays in the L1.
+ * Alternating runs at 16 x 4096 x 4096, 64 x 4096 x 4096 NN, the same NT, 64 x 1024 x 1024,
+ * relative to 256 x 512 with prefetch: 256 x 512 without prefetch 1.42x, 1.19x, 1.14x, 1.09x;
+ * 256 x 256 1.44x, 1.26x, 1.08x, 1.10x; 512 x 256 1.45x, 1.28x, 1.03x, 1.11x; 2048 x 128 1.59x,
+ * 1.23x, 0.79x, 1.03x. */
 static const gk_gemm_block small_m_of_amx = {512, 256, 256};
-/* And where b's k lies side by side, so that longer runs of it are read, while a worker keeps all
- * of a. 8, 16, 64 x 4096 x 4096, 64 x 1024 x 1024: 256 x 256 1.00x, 128 x 512 1.08x 1.09x 1.08x
- * 1.00x, 64 x 1024 1.08x 1.12x 1.15x 1.01x, 32 x 1024 1.13x 1.12x 1.14x 1.13x */
+/* The same for a b that is contiguous along k, while a worker can keep all of a: longer runs of
+ * b are read. At 8, 16, 64 x 4096 x 4096 and 64 x 1024 x 1024, relative to 256 x 256: 128 x 512
+ * 1.08x, 1.09x, 1.08x, 1.00x; 64 x 1024 1.08x, 1.12x, 1.15x, 1.01x; 32 x 1024 1.13x, 1.12x,
+ * 1.14x, 1.13x. */
 static const gk_gemm_block small_m_along_of_amx = {512, 32, 1024};
 bool gk_cpu_is_intel(void); /* features.c */
 
-/* Cells of k that an instruction takes, and those of a block that are packed. */
+/* whole_cells: the cells of k that one instruction takes. packed_cells: the cells of a packed
+ * block. */
 static int64_t whole_cells(const gk_gemm_isa *isa) { return isa->k_cells ? isa->k_cells : 1; }
 static int64_t packed_cells(const gk_gemm_isa *isa, int64_t k) {
     return gk_round_up(gk_ceil_div(k, isa->pair), whole_cells(isa));
 }
 
-/* float32 along either dimension: its rows or strips are there. Rows that lie a multiple of 4 KiB
- * apart share one set of the L1. */
+/* float32 a that is contiguous along either dimension can be read in place as rows or strips.
+ * Rows a multiple of 4 KiB apart are excluded: they share one set of the L1. */
 static bool can_read_a(const gk_gemm_problem *p, gk_dtype dtype, const gk_gemm_isa *isa,
                        bool shared) {
     if (dtype != GK_F32 || isa->pair != 1) return false;
@@ -233,8 +248,8 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     plan x;
     x.p = gk_gemm_problem_of(args);
     const gk_gemm_problem *p = &x.p;
-    /* columns that the shared buffer holds, in equal spans; a span's two phases must be worth their
-     * barriers */
+    /* The number of columns that the shared buffer holds, in equal spans. The two phases of a
+     * span must be worth their barriers. */
     const int64_t fit =
         GK_GEMM_SHARED_BYTES / (4 * gk_max_i64(1, packed_cells(isa, p->k))) / nr * nr;
     x.span =
@@ -254,13 +269,13 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     const int64_t n = gk_min_i64(p->n, x.span), batch = x.shared ? 1 : p->batch; /* of a phase */
     x.m_blocks = gk_max_i64(1, gk_ceil_div(p->m, most->mb));
     x.n_blocks = gk_max_i64(1, gk_ceil_div(n, most->nb));
-    /* rather one block a quarter longer than two short ones */
+    /* one block that is a quarter longer is better than two short ones */
     x.k_blocks = gk_max_i64(1, gk_ceil_div(p->k, most->kb + most->kb / 4));
-    /* with a small M the reading of b counts: all of its blocks but the first are fetched under the
-     * product */
+    /* With a small M reading b dominates. All blocks of b but the first are prefetched during
+     * the product. */
     if (!x.shared && p->m <= GK_GEMM_SMALL_M)
         x.k_blocks = gk_max_i64(x.k_blocks, gk_min_i64(GK_GEMM_FEW_BLOCKS, p->k / GK_GEMM_FEW_KB));
-    /* a few tasks per thread while a task is worth its packing */
+    /* a few tasks per thread, as long as a task is worth its packing */
     const int64_t threads = gk_num_threads(ctx);
     const int64_t wanted = ctx->num_threads <= 1 ? 1 : bl->tasks_per_thread * threads;
     for (;;) {
@@ -275,7 +290,7 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
         else
             ++x.m_blocks;
     }
-    /* a phase lasts as long as its last task: as many for each thread */
+    /* a phase lasts as long as its last task, so every thread gets the same number of tasks */
     for (int64_t i = 0; x.shared && i < threads && x.m_blocks * x.n_blocks % threads &&
                         x.m_blocks * x.n_blocks < 8 * threads && p->m / x.m_blocks >= 8 * isa->mr;
          ++i)
@@ -289,10 +304,10 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     x.direct = e->out_dtype == GK_F32 && e->alpha == 1 && e->activation == GK_ACT_NONE &&
                !args->bias && !args->preact && !(args->c && args->beta != 0);
     x.block = x.k_blocks > 1 && !x.direct;
-    /* cells are 4 bytes; w cells behind each buffer take the spill of narrow panels */
+    /* cells are 4 bytes; w cells behind each buffer take the overrun of narrow panels */
     x.a_rows = p->a_k == 1 || tiles;
-    x.a_there = can_read_a(p, args->a.dtype, isa, x.shared);
-    x.b_there = can_read_b(p, args->a.dtype, isa) && !x.shared;
+    x.a_in_place = can_read_a(p, args->a.dtype, isa, x.shared);
+    x.b_in_place = can_read_b(p, args->a.dtype, isa) && !x.shared;
     x.sum_cells = tiles ? INT64_MAX / 2 : isa->pair > 1 ? SUM_PAIRS : SUM_CELLS;
     x.a_ld = gk_round_up(x.kb / isa->pair, isa->w) + 16;
     x.a_bytes =
@@ -311,17 +326,17 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
     return x;
 }
 
-/* Of a phase where b is shared. */
+/* The number of tasks; with a shared b, of one phase. */
 static int64_t num_tasks(const plan *x) {
     return x->p.m && x->p.n ? (x->shared ? 1 : x->p.batch) * x->m_blocks * x->n_blocks : 0;
 }
 
 /* ---- 3 one block of C ------------------------------------------------------------------------ */
-/* What a task will pack of b next, fetched into L2 line by line while it multiplies the block
- * before. */
+/* Prefetches the part of b that a task will pack next into the L2, line by line, while the task
+ * multiplies the block before. */
 typedef struct fetch {
     const char *row;
-    /* rows left; from row to row; lines of a row, and of this one the next */
+    /* rows left; bytes from row to row; lines of a row; the next line of this row */
     int64_t rows, row_bytes, lines, line;
 } fetch;
 
@@ -348,35 +363,36 @@ typedef struct job {
     const gk_gemm_isa *isa;
     plan x;
     char *workspace;
-    int64_t batch, column; /* of this phase where b is shared, its first column */
+    int64_t batch, column; /* the current phase's batch entry and first column, if b is shared */
 } job;
 
-/* Parts of some rows are even: 64 rows in 5 are 13 13 13 13 12. */
+/* Start of strip s when rows are split evenly: 64 rows in 5 strips are 13 13 13 13 12. */
 static int64_t strip_start(int64_t rows, int64_t strips, int64_t s) {
     int64_t base = rows / strips, longer = rows % strips;
     return s * base + gk_min_i64(s, longer);
 }
 
-/* So are the strips of a block, but for AMX, which would configure its tiles at each change. */
+/* Strips of a block are even, too, except on AMX, which would have to configure its tiles at
+ * each change. */
 static int64_t strip_of(const gk_gemm_isa *isa, int64_t rows, int64_t strips, int64_t s) {
     return isa->pack_rows_any ? gk_min_i64(rows, s * isa->mr) : strip_start(rows, strips, s);
 }
 
-/* The shared b: for each k block its panels side by side. */
+/* The shared b: for each k block its consecutive panels. */
 static uint32_t *shared_at(const job *jb, int64_t k0, int64_t column) {
     const int64_t cells = packed_cells(jb->isa, gk_min_i64(jb->x.kb, jb->x.p.k - k0));
     return (uint32_t *)jb->workspace + k0 / jb->isa->pair * jb->x.span + column * cells;
 }
 
-/* Where a worker packs a; with a_once first how many k blocks of it are packed, and of which rows;
- * the blocks 64 bytes behind. */
+/* The buffer in which a worker packs a. With a_once it starts with two counters (the number of k
+ * blocks packed, and the rows of a they belong to); the blocks follow at 64 bytes. */
 static int64_t *blocks_of_a(const job *jb, int64_t worker) {
     const plan *x = &jb->x;
     return (int64_t *)(jb->workspace + x->shared_bytes + (size_t)worker * x->worker_bytes +
                        x->b_bytes + x->c_bytes);
 }
 
-/* Rows of a, [rows][a_ld] or strips, each strip transposed. */
+/* Packs rows of a: as [rows][a_ld], or as strips that are transposed. */
 static void pack_a(const job *jb, uint32_t *to, const char *a, int64_t rows, int64_t kn) {
     const plan *x = &jb->x;
     const gk_gemm_problem *p = &x->p;
@@ -437,24 +453,26 @@ static void task(void *arg, int64_t t, int64_t worker) {
     const int64_t nr = 2 * isa->w, es = (int64_t)gk_dtype_bytes(jb->args->a.dtype);
     const gk_dtype dtype = jb->args->a.dtype;
     char *ws = jb->workspace + x->shared_bytes + (size_t)worker * x->worker_bytes;
-    int64_t *a_have = blocks_of_a(jb, worker);
-    uint32_t *b_pack = (uint32_t *)ws, *a_pack = (uint32_t *)a_have;
+    int64_t *a_packed = blocks_of_a(jb, worker);
+    uint32_t *b_pack = (uint32_t *)ws, *a_pack = (uint32_t *)a_packed;
     float *tile = (float *)(ws + x->b_bytes), *block = tile + isa->mr * nr;
 
     const int64_t blocks = x->m_blocks * x->n_blocks,
-                  of_a = t / x->n_blocks; /* with a_once, whose rows come one after the other */
+                  /* index of the rows of a: with a_once, tasks with the same rows are
+                   * consecutive */
+        of_a = t / x->n_blocks;
     const int64_t mi = x->a_once ? of_a % x->m_blocks : t % x->m_blocks;
     const int64_t ni = x->a_once ? t % x->n_blocks : t / x->m_blocks % x->n_blocks;
     const int64_t bi = x->shared ? jb->batch : t / blocks;
-    if (x->a_once && a_have[1] != of_a) {
-        a_have[0] = 0;
-        a_have[1] = of_a;
+    if (x->a_once && a_packed[1] != of_a) {
+        a_packed[0] = 0;
+        a_packed[1] = of_a;
     }
     const int64_t i0 = strip_start(p->m, x->m_blocks, mi),
                   rows = strip_start(p->m, x->m_blocks, mi + 1) - i0;
     const int64_t j0 = jb->column + ni * x->nb,
                   cols = gk_min_i64(x->nb, gk_min_i64(p->n, jb->column + x->span) - j0);
-    if (cols <= 0) return; /* the last span may be short of a block */
+    if (cols <= 0) return; /* the last span may have fewer blocks */
     const int64_t strips = gk_ceil_div(rows, isa->mr), panels = gk_ceil_div(cols, nr);
     const char *a, *b;
     gk_gemm_epilogue whole, e;
@@ -466,18 +484,19 @@ static void task(void *arg, int64_t t, int64_t worker) {
     for (int64_t k0 = 0, kbi = 0; kbi < x->k_blocks; ++kbi, k0 += x->kb) {
         const int64_t kn = gk_min_i64(x->kb, p->k - k0), cells = packed_cells(isa, kn);
         const bool first = kbi == 0, last = kbi == x->k_blocks - 1;
-        if (x->a_once) a_pack = (uint32_t *)((char *)a_have + 64 + (size_t)kbi * x->a_bytes);
-        if (!x->a_there && (!x->a_once || *a_have == kbi)) {
+        if (x->a_once) a_pack = (uint32_t *)((char *)a_packed + 64 + (size_t)kbi * x->a_bytes);
+        if (!x->a_in_place && (!x->a_once || *a_packed == kbi)) {
             pack_a(jb, a_pack, gk_at(a, es * k0 * p->a_k), rows, kn);
-            if (x->a_once) ++*a_have;
+            if (x->a_once) ++*a_packed;
         }
-        const int64_t there = x->b_there ? cols / nr * nr : 0;
+        const int64_t there = x->b_in_place ? cols / nr * nr : 0;
         if (x->shared)
             b_pack = shared_at(jb, k0, j0 - jb->column);
         else if (there < cols)
             isa->pack_panels(b_pack + there * cells, gk_at(b, es * (k0 * p->b_k + there * p->b_n)),
                              dtype, p->b_n, p->b_k, cols - there, kn);
-        /* tiles wait for the L2 when lines from further away hold the L1's buffers */
+        /* AMX: prefetches of distant lines would occupy the L1's fill buffers while tile loads
+         * wait for the L2 */
         const int64_t kn_next =
             !x->shared && !isa->pack_rows_any ? gk_clamp_i64(p->k - k0 - kn, 0, x->kb) : 0;
         fetch next = fetch_make(p, gk_at(b, es * (k0 + kn) * p->b_k), es, cols, kn_next);
@@ -497,7 +516,7 @@ static void task(void *arg, int64_t t, int64_t worker) {
                     ldb = p->b_k;
                 }
                 int64_t step = x->a_rows ? x->a_ld : rn;
-                if (x->a_there) {
+                if (x->a_in_place) {
                     ap = gk_at(a, es * (k0 * p->a_k + r0 * p->a_m));
                     step = x->a_rows ? p->a_m : p->a_k;
                 }

@@ -1,17 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tables.c: every CPU kernel by op, dtype and instruction set, best set first; dispatch.c takes the
- * first row that serves a call, and gk_context.cpu_isa hides the rows above it. The symbols, for
- * grep, are gk_<stem>_<isa> with
- *   gk_gemm_packed gk_gemm_skinny gk_gemm_act_bwd gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn
- *   gk_kv_cache_write gk_attn_merge gk_quantize gk_dequantize gk_scaled_gemm gk_weight_gemm
- *   gk_weight_skinny gk_grouped_gemm gk_sparse_gemm gk_scaled_gemm_vnni gk_sparse_gemm_vnni
- *                       x       base avx2 avx512 avx512bf16;   gk_flash_attn_fp8   x   base avx2 avx512, whose cells are float32
- *   gk_gemm_packed gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn gk_scaled_gemm gk_sparse_gemm    x       amx amx_emulated
- * float32 rows compute in float32, bfloat16 and float16 rows convert tile by tile; avx512bf16
- * multiplies bfloat16 pairs, which on Intel's cores is slower than to convert: there the default is
- * avx512 (features.c has the measurement). float64 is served by ref/. GK_X86_ISAS comes from the
- * build where it compiled more than the base set.
- */
+/* tables.c: every CPU kernel by op, dtype and instruction set, best set first. dispatch.c takes
+ * the first instance that serves a call; gk_context.cpu_isa hides the better sets.
+ *
+ * The symbols, for grep, are gk_<stem>_<isa>. For base, avx2, avx512 and avx512bf16 the stems
+ * are
+ *  gk_gemm_packed gk_gemm_skinny gk_gemm_act_bwd gk_flash_attn_fwd gk_flash_attn_bwd
+ *  gk_paged_attn gk_kv_cache_write gk_attn_merge gk_quantize gk_dequantize gk_scaled_gemm
+ *  gk_weight_gemm gk_weight_skinny gk_grouped_gemm gk_sparse_gemm gk_scaled_gemm_vnni
+ *  gk_sparse_gemm_vnni
+ * gk_flash_attn_fp8 has base, avx2 and avx512 only, because its cells are float32. For amx and
+ * amx_emulated the stems are
+ *  gk_gemm_packed gk_flash_attn_fwd gk_flash_attn_bwd gk_paged_attn gk_scaled_gemm
+ *  gk_sparse_gemm
+ *
+ * float32 instances compute in float32. bfloat16 and float16 instances convert tile by tile.
+ * avx512bf16 multiplies pairs of bfloat16; on Intel's cores that is slower than converting, so
+ * the default there is avx512 (measured, see features.c). float64 is served by ref/. GK_X86_ISAS
+ * is defined if the build compiled more than the base set. */
 #include "kernels.h"
 
 /* ---- float64 --------------------------------------------------------------------------------- */
@@ -30,7 +35,7 @@ static bool plan_ref(const gk_context *ctx, const void *args, gk_plan *plan) {
 #include "../core/ops.def"
 #define REF_ROW(stem) {#stem "_ref", GK_F64, GK_ISA_BASE, &stem##_ref}
 
-/* ---- the rows -------------------------------------------------------------------------------- */
+/* ---- the instances --------------------------------------------------------------------------- */
 #define DECLARE(stem)                                                                  \
     extern const gk_cpu_kernel gk_##stem##_base, gk_##stem##_avx2, gk_##stem##_avx512, \
         gk_##stem##_avx512bf16;
@@ -75,12 +80,12 @@ DECLARE(adamw)
 #define ROW(stem, dtype, ISA, isa) {#stem, dtype, ISA, &gk_##stem##_##isa}
 #define THREE(stem, ISA, isa) \
     ROW(stem, GK_F32, ISA, isa), ROW(stem, GK_BF16, ISA, isa), ROW(stem, GK_F16, ISA, isa)
-/* vnni: int8 where the machine has VPDPBUSD, which the set's name does not say */
+/* vnni: int8 with VPDPBUSD. The set's name does not imply VPDPBUSD, so the kernel checks for it. */
 #define CODES_VNNI(stem, ISA, isa) ROW(stem##_vnni, GK_I8, ISA, isa), CODES(stem, ISA, isa)
 #define CODES(stem, ISA, isa) \
     ROW(stem, GK_E4M3, ISA, isa), ROW(stem, GK_E5M2, ISA, isa), ROW(stem, GK_I8, ISA, isa)
 #if defined(GK_X86_ISAS)
-/* 8-bit codes are bfloat16 pairs where there are some */
+/* avx512bf16 multiplies 8-bit codes as pairs of bfloat16 */
 #define EVERY_ISA_OF_CODES(stem)                                                    \
     CODES(stem, GK_ISA_AVX512BF16, avx512bf16), CODES(stem, GK_ISA_AVX512, avx512), \
         CODES(stem, GK_ISA_AVX2, avx2), CODES(stem, GK_ISA_BASE, base)
@@ -97,7 +102,7 @@ DECLARE(adamw)
 #define EVERY_ISA(stem)                                                                    \
     ROW(stem, GK_BF16, GK_ISA_AVX512BF16, avx512bf16), THREE(stem, GK_ISA_AVX512, avx512), \
         THREE(stem, GK_ISA_AVX2, avx2), THREE(stem, GK_ISA_BASE, base)
-/* `first` of an ISA before `second` of it: where it plans the call it serves it */
+/* in each ISA `first` stands before `second`: `first` serves the calls that it can plan */
 #define EITHER(first, second)                                                                     \
     ROW(first, GK_BF16, GK_ISA_AVX512BF16, avx512bf16),                                           \
         ROW(second, GK_BF16, GK_ISA_AVX512BF16, avx512bf16), THREE(first, GK_ISA_AVX512, avx512), \
@@ -113,7 +118,7 @@ DECLARE(adamw)
 #define EITHER(first, second) THREE(first, GK_ISA_BASE, base), THREE(second, GK_ISA_BASE, base)
 #endif
 
-/* Products on tiles, and on their emulation. */
+/* Products on AMX tiles, and on their emulation. */
 #if defined(GK_HAS_AMX)
 #define TILES_OF(stem, dtype) \
     ROW(stem, dtype, GK_ISA_AMX, amx), ROW(stem, dtype, GK_ISA_AMX_EMULATED, amx_emulated),
@@ -143,7 +148,7 @@ static const gk_cpu_instance quantize_rows[] = {EVERY_ISA(quantize), REF_ROW(qua
 static const gk_cpu_instance dequantize_rows[] = {EVERY_ISA(dequantize), REF_ROW(dequantize)};
 static const gk_cpu_instance scaled_gemm_rows[] = {TILES_OF(scaled_gemm, GK_I8)
                                                        EVERY_ISA_OF_INT8(scaled_gemm)};
-/* packing is no arithmetic: ref/ serves every dtype */
+/* packing involves no arithmetic, so ref/ serves every dtype */
 static const gk_cpu_instance pack_weight_rows[] = {
     {"pack_weight", GK_I8, GK_ISA_BASE, &pack_weight_ref},
     {"pack_weight", GK_U8, GK_ISA_BASE, &pack_weight_ref},
@@ -172,7 +177,7 @@ static const gk_cpu_instance cross_entropy_fwd_rows[] = {EVERY_ISA(cross_entropy
 static const gk_cpu_instance cross_entropy_bwd_rows[] = {EVERY_ISA(cross_entropy_bwd),
                                                          REF_ROW(cross_entropy_bwd)};
 static const gk_cpu_instance dropout_rows[] = {EVERY_ISA(dropout), REF_ROW(dropout)};
-/* bits alone: ref/ serves */
+/* no arithmetic either: ref/ serves it */
 static const gk_cpu_instance attn_mask_rows[] = {
     {"attn_mask", GK_I32, GK_ISA_BASE, &attn_mask_ref}};
 static const gk_cpu_instance adamw_rows[] = {EVERY_ISA(adamw), REF_ROW(adamw)};

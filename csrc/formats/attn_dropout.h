@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* attn_dropout.h: which probabilities attention's dropout keeps. The law, for every kernel, tile
- * and device:
+/* attn_dropout.h: which probabilities attention's dropout keeps. Every kernel on every device,
+ * whatever its tile, follows this rule:
  *
- *   The row of a query is the number of its element in lse: of [B, Hq, Sq], or packed of [Tq, Hq],
- *   in row-major order. Keys 8 g .. 8 g + 7 of a row, counted within their sequence, share one call
- *   of Philox4x32-10 (philox.h) with key seed[0] and counter (row 2^29 + g, seed[1]). Key 8 g + e
- *   has the low (e even) or high (e odd) half of word e / 2. It is kept where that half is below
- *   round((1 - p) 2^16), at least 1.
+ * Number the rows (queries) by their element in lse, [B, Hq, Sq] or packed [Tq, Hq], in row-major
+ * order. Number the keys within their sequence. The keys 8 g .. 8 g + 7 of a row share one call of
+ * Philox4x32-10 (philox.h) with key seed[0] and counter (row 2^29 + g, seed[1]). Key 8 g + e takes
+ * the low half (e even) or the high half (e odd) of word e / 2. The key is kept if that half is
+ * below round((1 - p) 2^16), at least 1.
  *
- * So the mask of a row is a prefix of its mask for more keys, and eight neighbours cost one call.
- * torch_gpukern/ops/attn_dropout.py says it again in tensors, as the judge of the kernels. */
+ * The mask of a row is therefore a prefix of its mask for more keys, and eight neighbouring keys
+ * cost one call. torch_gpukern/ops/attn_dropout.py states the same rule in tensor operations;
+ * the tests compare the kernels with it. */
 #ifndef GPUKERN_ATTN_DROPOUT_H
 #define GPUKERN_ATTN_DROPOUT_H
 
@@ -21,22 +22,22 @@
 #define GK_DROP_FN static inline
 #endif
 
-/* A half in the upper 16 bits of a word, whatever the lower are, is kept where the word is at most
- * this. */
+/* Put the half into the upper 16 bits of a word, with anything below. The key is kept if the
+ * word is at most this. */
 GK_DROP_FN uint32_t gk_attn_keep_most(double p) {
     const uint32_t below = (uint32_t)((1 - p) * 65536 + 0.5);
     return ((below > 0 ? below : 1) - 1) << 16 | 0xffffu;
 }
 
-/* The low and the high word of a counter's first half. */
+/* The low and the high word of a counter's first half, row 2^29 + g. */
 GK_DROP_FN uint32_t gk_attn_counter_low(int64_t row, uint32_t g) { return (uint32_t)row << 29 | g; }
 GK_DROP_FN uint32_t gk_attn_counter_high(int64_t row) { return (uint32_t)(row >> 3); }
 
-/* The dropout of a call on the CPU; most 0: there is none. */
+/* The dropout of a call on the CPU. most = 0: no dropout. */
 typedef struct gk_attn_keep {
     uint64_t seed, offset;
     uint32_t most;
-    double factor; /* of what is kept */
+    double factor; /* of kept probabilities */
 } gk_attn_keep;
 
 static inline gk_attn_keep gk_attn_keep_of(const gk_flash_attn_args *a) {
@@ -49,7 +50,7 @@ static inline gk_attn_keep gk_attn_keep_of(const gk_flash_attn_args *a) {
     return d;
 }
 
-/* Bit e: whether key 8 g + e is kept. */
+/* Bit e: key 8 g + e is kept. */
 static inline uint32_t gk_attn_keep8(const gk_attn_keep *d, int64_t row, uint32_t g) {
     uint32_t word[4], bits = 0;
     gk_philox(d->seed, d->offset,

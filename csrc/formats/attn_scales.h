@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* attn_scales.h: the scales of 8-bit q, k and v: which one a token of a head has. Read by every
- * kernel of flash_attn_fp8. */
+/* attn_scales.h: the scales of 8-bit q, k and v. Every kernel of flash_attn_fp8 finds a token's
+ * scale with it. */
 #ifndef GPUKERN_ATTN_SCALES_H
 #define GPUKERN_ATTN_SCALES_H
 
@@ -11,16 +11,17 @@ extern "C" {
 #endif
 
 enum {
-    GK_ATTN_SCALE_TOKENS = 128 /* that share a scale where there is more than one a head */
+    GK_ATTN_SCALE_TOKENS = 128 /* tokens that share a scale, if a head has more than one */
 };
 
-/* Strides in elements, 0 along what shares a scale; data NULL: 1 everywhere. */
+/* Strides in elements; a stride is 0 if all share one scale along its dimension. data NULL: all
+ * scales are 1. */
 typedef struct gk_attn_scale {
     const float *data;
     int64_t batch, head, block;
 } gk_attn_scale;
 
-/* Of a checked tensor [], [1], [H], [B, H] or [B, H, blocks]. */
+/* From a checked tensor [], [1], [H], [B, H] or [B, H, blocks]. */
 static inline gk_attn_scale gk_attn_scale_of(const gk_tensor *t) {
     gk_attn_scale s = {0, 0, 0, 0};
     if (!t) return s;
@@ -34,7 +35,7 @@ static inline gk_attn_scale gk_attn_scale_of(const gk_tensor *t) {
     return s;
 }
 
-/* The values that are added to v's, [Hkv, Dv] or [B, Hkv, Dv]; data NULL: 0. */
+/* The values to add to v, [Hkv, Dv] or [B, Hkv, Dv]. data NULL: 0. */
 typedef struct gk_attn_mean {
     const float *data;
     int64_t batch, head, column;

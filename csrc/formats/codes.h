@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* codes.h: 8-bit elements, whose value is that of a code times a scale: e4m3 (Micikevicius et al.
- * 2022, arXiv:2209.05433: no infinity, one NaN of each sign), e5m2 (IEEE's form), int8, and e8m0
- * (OCP MX 1.0: a power of two, no sign, no zero), the type of some scales. Stores round to nearest
- * even and saturate, infinities too; a NaN stays one, and as an int8 it is 0. */
+/* codes.h: 8-bit elements. An element's value is its code's value times a scale.
+ *
+ * The types are e4m3 (Micikevicius et al. 2022, arXiv:2209.05433: no infinity, one NaN of each
+ * sign), e5m2 (IEEE's form), int8, and e8m0 (OCP MX 1.0: a power of two, no sign, no zero), the
+ * type of some scales. Stores round to nearest even and saturate; infinities saturate, too. A
+ * NaN is stored as NaN, or as 0 in int8. */
 #ifndef GPUKERN_CODES_H
 #define GPUKERN_CODES_H
 
@@ -45,8 +47,8 @@ static inline float gk_e5m2_to_f32(uint8_t code) {
     return f;
 }
 
-/* `fraction` bits after the leading one, exponents from 1 - bias on; `largest` is finite, `nan` the
- * code of a NaN. */
+/* Rounds to a code with `fraction` bits after the leading one and exponents from 1 - bias on.
+ * `largest` is the largest finite value and `nan` the code of a NaN. */
 static inline uint8_t gk_f32_to_code(float f, int fraction, int bias, float largest, uint8_t nan) {
     const int drop = 23 - fraction;
     uint32_t u;
@@ -56,7 +58,7 @@ static inline uint8_t gk_f32_to_code(float f, int fraction, int bias, float larg
     float size = fabsf(f);
     if (size > largest) size = largest;
     memcpy(&u, &size, 4);
-    /* subnormal: the sum's last bit is worth one step of the codes */
+    /* subnormal: after the sum the last bit of the float is worth one step of the codes */
     if (u < (uint32_t)(128 - bias) << 23) {
         const uint32_t step = (uint32_t)(127 + 1 - bias - fraction + 23) << 23;
         float magic, sum;
@@ -85,8 +87,8 @@ static inline float gk_e8m0_to_f32(uint8_t code) {
     return f;
 }
 
-/* The nearest power of two not below it, within 2^-127 .. 2^127; NaN for what is infinite or
- * NaN. */
+/* The smallest power of two that is not below f, limited to 2^-127 .. 2^127. NaN if f is
+ * infinite or NaN. */
 static inline uint8_t gk_f32_to_e8m0(float f) {
     uint32_t u;
     memcpy(&u, &f, 4);
@@ -97,8 +99,8 @@ static inline uint8_t gk_f32_to_e8m0(float f) {
     return (uint8_t)(u > 254 ? 254 : u);
 }
 
-/* A float32 that rounds to any of the codes as the double does: cut off, its last bit 1 where
- * something was lost. */
+/* Rounds to odd: truncates to float32 and sets the last bit if anything was lost. Rounding the
+ * result to a code gives the same code as rounding the double. */
 static inline float gk_f64_to_odd_f32(double x) {
     float f = (float)x;
     uint32_t u;

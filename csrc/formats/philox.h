@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* philox.h: Philox4x32-10, a counter-based generator (Salmon, Moraes, Dror and Shaw 2011, "Parallel
- * random numbers: as easy as 1, 2, 3"): four words of 32 bits from a counter of 128 bits and a key
- * of 64. The same bits as cuda/rows/philox.cuh. */
+/* philox.h: Philox4x32-10, a counter-based random generator (Salmon, Moraes, Dror and Shaw 2011,
+ * "Parallel random numbers: as easy as 1, 2, 3"). It makes four 32-bit words from a 128-bit
+ * counter and a 64-bit key. cuda/rows/philox.cuh gives the same bits. */
 #ifndef GPUKERN_PHILOX_H
 #define GPUKERN_PHILOX_H
 
@@ -27,18 +27,19 @@ static inline void gk_philox(uint64_t seed, uint64_t offset, uint64_t index, uin
     memcpy(word, c, sizeof c);
 }
 
-/* A dropout's words below this are kept: (1 - p) 2^32. */
+/* Dropout keeps an element if its word is below this, (1 - p) 2^32. */
 static inline uint64_t gk_keep_below(double p) { return (uint64_t)((1 - p) * 4294967296.0 + 0.5); }
-/* What is kept is multiplied by this. */
+/* The factor of kept elements. */
 static inline double gk_keep_scale(double p) { return p < 1 ? 1 / (1 - p) : 0; }
 
-/* The two words of a seed tensor [2] int64, which the host can read. */
+/* Word i of a seed tensor [2] int64 in host memory. */
 static inline uint64_t gk_seed_word(const gk_tensor *seed, int i) {
     return (uint64_t)((const int64_t *)seed->data)[i * seed->stride[0]];
 }
 
 /* ---- AdamW: stochastic rounding to bfloat16 -------------------------------------------------- */
-/* The counter of elements 4 q .. 4 q + 3 of a call's tensor: no tensor has 2^46 elements. */
+/* The counter of elements 4 q .. 4 q + 3 of a tensor of the call. No tensor has 2^46 elements,
+ * so counters are distinct. */
 #if defined(__CUDACC__)
 __host__ __device__
 #endif
@@ -46,7 +47,8 @@ __host__ __device__
     return ((uint64_t)tensor << 46) ^ (uint64_t)q;
 }
 
-/* x or one of its bfloat16 neighbours, the nearer the likelier; `word` is uniform. */
+/* Rounds x up or down to bfloat16 with probabilities by distance, so that the expected value is
+ * x. `word` is uniform. */
 static inline uint16_t gk_f32_to_bf16_stochastic(float x, uint32_t word) {
     uint32_t u;
     memcpy(&u, &x, 4);

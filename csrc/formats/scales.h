@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scales.h: which scale an element of a quantised matrix has. A scale tensor is one number or [Sr,
- * Sc], where Sr is 1, the number of rows, or of blocks of rows, and Sc likewise of columns; element
- * (i, j) has the scale of its own row or block. Where two readings of a shape fit they are the same
- * function. */
+/* scales.h: which scale an element of a quantised matrix has.
+ *
+ * A scale tensor is one number or [Sr, Sc]. Sr is 1, the number of rows, or the number of blocks
+ * of rows; Sc likewise for columns. Element (i, j) takes the scale of its row or block. If a
+ * shape can be read in two ways, both give the same scales. */
 #ifndef GPUKERN_SCALES_H
 #define GPUKERN_SCALES_H
 
@@ -15,20 +16,21 @@ extern "C" {
 #endif
 
 enum {
-    GK_SCALE_BLOCK = 128, /* rows and columns of a block */
-    GK_MX_BLOCK = 32      /* columns of a row that share a power of two (OCP MX 1.0) */
+    GK_SCALE_BLOCK = 128, /* rows or columns of a block */
+    GK_MX_BLOCK = 32      /* consecutive columns that share a power of two (OCP MX 1.0) */
 };
-#define GK_WHOLE_LOG2 62 /* of a dimension with one scale */
+#define GK_WHOLE_LOG2 62 /* block size of a dimension with one scale */
 
 typedef struct gk_scales {
-    const void *data; /* NULL: 1 everywhere */
+    const void *data; /* NULL: all scales are 1 */
     gk_dtype dtype;
-    int row_log2, col_log2; /* elements of a block */
-    int64_t row, col;       /* strides from block to block */
+    int row_log2, col_log2; /* log2 of the elements of a block */
+    int64_t row, col;       /* strides in elements from block to block */
 } gk_scales;
 
-/* Elements of a block, as a power of two, of a dimension of `size` that has `count` scales, `least`
- * the shortest block beside single elements; -1: count fits none. */
+/* log2 of the block size in a dimension of `size` elements with `count` scales, or -1 if no
+ * block size fits. `single` allows one scale per element. Blocks have at least 2^least_log2
+ * elements. */
 static inline int gk_block_log2(int64_t size, int64_t count, bool single, int least_log2) {
     if (count == 1) return GK_WHOLE_LOG2;
     if (single && count == size) return 0;
@@ -37,8 +39,8 @@ static inline int gk_block_log2(int64_t size, int64_t count, bool single, int le
     return -1;
 }
 
-/* Of a checked tensor t (its last two dimensions) for a matrix of rows x cols, of which `k_is_row`
- * says which one is summed over. */
+/* From a checked tensor t (its last two dimensions) for a matrix of rows x cols. k_is_row: the
+ * product sums over the rows. */
 static inline gk_scales gk_scales_of(const gk_tensor *t, int64_t rows, int64_t cols,
                                      bool k_is_row) {
     gk_scales s = {0, GK_F32, GK_WHOLE_LOG2, GK_WHOLE_LOG2, 0, 0};

@@ -10,7 +10,7 @@
 #define INV_SQRT_2PI 0.39894228040143267794
 #define TANH_CUBIC 0.044715
 
-/* Comparisons are written so that a NaN stays one. */
+/* Comparisons are written so that a NaN stays NaN. */
 static inline double act(gk_activation activation, double x) {
     switch (activation) {
     case GK_ACT_NONE: break;
@@ -23,8 +23,9 @@ static inline double act(gk_activation activation, double x) {
     return x;
 }
 
-/* x is the value before the activation; for relu its result, which has the same sign. One that
- * overflowed has the slope of the curve's end, 0 or 1, as all have from 1000 on. */
+/* The derivative at x, the value before the activation. For relu x may also be the result, which
+ * has the same sign. An overflowed x gets the limit of the derivative, 0 or 1; all activations
+ * have reached it at |x| = 1000. */
 static inline double act_derivative(gk_activation activation, double x) {
     x = x > 1000 ? 1000 : x < -1000 ? -1000 : x;
     switch (activation) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* ref/attn.h: what the attention loops of ref/ share: rows as doubles, the score, which sequence
- * owns a token, and one block of query rows against all its keys. */
+/* ref/attn.h: the parts that the attention loops of ref/ share: rows as doubles, the score, the
+ * sequence that owns a token, and online softmax of one block of query rows over all its keys. */
 #ifndef GPUKERN_REF_ATTN_H
 #define GPUKERN_REF_ATTN_H
 
@@ -11,13 +11,13 @@
 #include <float.h>
 
 enum {
-    REF_ROWS = 4,           /* rows that share each key that is loaded */
-    REF_MAX_HEAD_DIM = 512, /* the argument checks hold head_dim and Dv below */
+    REF_ROWS = 4,           /* query rows that share each loaded key */
+    REF_MAX_HEAD_DIM = 512, /* the argument checks refuse a larger head_dim or Dv */
     REF_TOKENS = 16         /* tokens of one task */
 };
 
 /* ---- rows ------------------------------------------------------------------------------------ */
-/* n contiguous elements as doubles: in place where they are float64, else converted into buf. */
+/* n contiguous elements as doubles: in place if they are float64, otherwise converted into buf. */
 static inline const double *ref_row(const gk_tensor *t, int64_t offset, int64_t n, double *buf) {
     switch (t->dtype) {
     case GK_F64: return gk_at(t->data, 8 * offset);
@@ -31,7 +31,8 @@ static inline const double *ref_row(const gk_tensor *t, int64_t offset, int64_t 
 }
 
 static inline double ref_dot(const double *x, const double *y, int64_t n) {
-    double s[4] = {0}; /* independent sums: a single one would wait for each addition */
+    /* independent sums, because additions to a single one would wait for each other */
+    double s[4] = {0};
     int64_t d = 0;
     for (; d + 4 <= n; d += 4) {
         for (int u = 0; u < 4; ++u) s[u] += x[d + u] * y[d + u];
@@ -49,8 +50,8 @@ static inline int64_t ref_i32(const gk_tensor *t, int64_t i) {
 }
 
 /* ---- sequences ------------------------------------------------------------------------------- */
-/* Tokens of a batch side by side: sequence b owns [b * length, (b + 1) * length), or what
- * cu_seqlens [batch + 1] says. */
+/* The tokens of a batch, sequence after sequence. Sequence b owns [b * length, (b + 1) *
+ * length), or the range that cu_seqlens [batch + 1] gives. */
 typedef struct ref_sequences {
     const gk_tensor *cu_seqlens;
     int64_t batch, length;
@@ -60,9 +61,9 @@ static inline int64_t ref_start(const ref_sequences *s, int64_t b) {
     return s->cu_seqlens ? ref_i32(s->cu_seqlens, b) : b * s->length;
 }
 
-/* The sequence that owns the token; `batch` where none does. */
+/* The sequence that owns the token, or `batch` if none does. */
 static inline int64_t ref_owner(const ref_sequences *s, int64_t token) {
-    /* the last b with start(b) <= token: empty sequences before it lose */
+    /* the last b with start(b) <= token, so that empty sequences in front of it are skipped */
     int64_t lo = 0, hi = s->batch;
     while (lo < hi) {
         int64_t mid = (lo + hi + 1) / 2;
@@ -90,7 +91,7 @@ static inline ref_score ref_score_make(const gk_attn_rules *r, int64_t b, int64_
     return s;
 }
 
-/* The logit of row i and key j; *slope_of_cap is its derivative by scale * qk. */
+/* The logit of row i and key j. *slope_of_cap is the derivative of softcap at scale * qk. */
 static inline double ref_logit(const ref_score *s, double qk, int64_t i, int64_t j,
                                double *slope_of_cap) {
     double x = s->scale * qk;
@@ -105,7 +106,7 @@ static inline double ref_logit(const ref_score *s, double qk, int64_t i, int64_t
 }
 
 /* ---- masks and biases ------------------------------------------------------------------------ */
-/* Those of head h of sequence b. */
+/* The mask and biases of head h of sequence b. */
 typedef struct ref_scores {
     const gk_attn_scores *x; /* NULL = none */
     gk_mask mask;
@@ -136,7 +137,7 @@ static inline double ref_lowest(gk_dtype dtype) {
                               : -(double)FLT_MAX;
 }
 
-/* Adds biases to the logit of row i and key j; false: the key is hidden. */
+/* Adds the biases to the logit of row i and key j. Returns false if the key is hidden. */
 static inline bool ref_scores_add(const ref_scores *s, int64_t i, int64_t j, double *logit) {
     if (!s->x) return true;
     const int64_t at[4] = {s->b, s->h, i, j}, distance_at[2] = {s->h, j - i + s->seq_q - 1};
@@ -153,18 +154,18 @@ static inline bool ref_scores_add(const ref_scores *s, int64_t i, int64_t j, dou
 }
 
 /* ---- one block of rows ----------------------------------------------------------------------- */
-/* Key j of one sequence and one head: its row in k and v, in pages or side by side. */
+/* Key j of one sequence and one head: where its row in k and v is, in pages or contiguous. */
 typedef struct ref_keys {
     const gk_tensor *k, *v;
-    int64_t k_at, v_at;                 /* offsets of key 0 (of page 0) */
+    int64_t k_at, v_at;                 /* offsets of key 0 (in page 0) */
     int64_t k_step, v_step;             /* from key to key */
-    const gk_tensor *block_table;       /* NULL = side by side */
-    int64_t b, block_size;              /* row of the table, keys of a page */
-    const gk_tensor *k_scale, *v_scale; /* [num_blocks, Hkv] of 8-bit pages; else NULL */
+    const gk_tensor *block_table;       /* NULL: not paged */
+    int64_t b, block_size;              /* row of block_table, keys of a page */
+    const gk_tensor *k_scale, *v_scale; /* [num_blocks, Hkv] for 8-bit pages, otherwise NULL */
     int64_t head;
 } ref_keys;
 
-/* What a code of key j is worth where each page has a scale, else 1. */
+/* The scale of key j's codes if each page has a scale, otherwise 1. */
 static inline double ref_page_scale(const ref_keys *x, const gk_tensor *scale, int64_t j) {
     if (!scale) return 1;
     const gk_tensor *table = x->block_table;
@@ -183,13 +184,13 @@ static inline int64_t ref_key_offset(const ref_keys *x, const gk_tensor *t, int6
 }
 
 enum {
-    /* summed before they join the sum of all, as are rows: hundreds in a row err more than float32
-     * by vectors */
+    /* keys, and in the backward pass rows, that are summed before they are added to the total;
+     * one chain of hundreds would have a larger error than float32 vectors */
     REF_KEYS = 32
 };
 
 /* Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) of rows [0, rows). Row r is row
- * i0 + r of its sequence: its q lies at q_at[r], it sees keys [lo[r], hi[r]) and writes out_at[r]
+ * i0 + r of its sequence. Its q is at q_at[r]; it sees keys [lo[r], hi[r]) and writes out_at[r]
  * and lse_at[r]. A key that no row sees is not read. */
 typedef struct ref_block {
     const gk_tensor *q, *out, *lse, *sinks;
@@ -198,16 +199,15 @@ typedef struct ref_block {
     double v_scale;
     int64_t head, i0, rows;
     int64_t q_at[REF_ROWS], out_at[REF_ROWS], lse_at[REF_ROWS], lo[REF_ROWS], hi[REF_ROWS];
-    const gk_attn_keep *dropout; /* NULL = none */
-    int64_t drop_row[REF_ROWS];  /* its rows */
-    bool
-        accumulates; /* out and lse hold the attention over other keys, and become that over both */
-    const ref_scores *scores; /* NULL = none */
+    const gk_attn_keep *dropout; /* NULL: none */
+    int64_t drop_row[REF_ROWS];  /* the dropout's number of each row */
+    bool accumulates; /* out and lse hold the attention over other keys and become that over both */
+    const ref_scores *scores; /* NULL: none */
 } ref_block;
 
 static inline void ref_attend(const ref_block *x) {
     double q_buf[REF_ROWS][REF_MAX_HEAD_DIM], key[REF_MAX_HEAD_DIM];
-    /* of the keys before, of the last ones */
+    /* sum: of all earlier groups of REF_KEYS keys; part: of the current group */
     double sum[REF_ROWS][REF_MAX_HEAD_DIM], part[REF_ROWS][REF_MAX_HEAD_DIM];
     double peak[REF_ROWS], total[REF_ROWS], total_part[REF_ROWS] = {0}, p[REF_ROWS];
     const double *q[REF_ROWS];
@@ -228,7 +228,7 @@ static inline void ref_attend(const ref_block *x) {
         }
     }
 
-    /* 2. key by key: logits of the rows that see it, then their share of its value */
+    /* 2. for each key: the logits of the rows that see it, then p times its value */
     for (int64_t j = first; j < end; ++j) {
         const double *k = NULL, *v = NULL;
         bool sees[REF_ROWS];
@@ -279,20 +279,21 @@ static inline void ref_attend(const ref_block *x) {
         }
     }
 
-    /* 3. divide and store; total 0: the row sees nothing */
+    /* 3. divide and store; total is 0 if the row sees nothing */
     for (int64_t r = 0; r < x->rows; ++r) {
-        if (x->accumulates) { /* what is held is one more key, whose score is its lse */
-            const double held = gk_load(x->lse->data, x->lse->dtype, x->lse_at[r]);
-            if (held > peak[r]) {
-                const double shrink = exp(peak[r] - held);
+        /* the earlier result counts as one more key, whose score is its lse */
+        if (x->accumulates) {
+            const double earlier = gk_load(x->lse->data, x->lse->dtype, x->lse_at[r]);
+            if (earlier > peak[r]) {
+                const double shrink = exp(peak[r] - earlier);
                 total[r] *= shrink;
-                peak[r] = held;
+                peak[r] = earlier;
                 for (int64_t d = 0; d < head_dim_v; ++d) sum[r][d] *= shrink;
             }
-            if (held != -INFINITY) {
+            if (earlier != -INFINITY) {
                 const double *out = ref_row(x->out, x->out_at[r], head_dim_v, key);
-                total[r] += exp(held - peak[r]);
-                ref_add_scaled(sum[r], exp(held - peak[r]), out, head_dim_v);
+                total[r] += exp(earlier - peak[r]);
+                ref_add_scaled(sum[r], exp(earlier - peak[r]), out, head_dim_v);
             }
         }
         double factor = total[r] == 0 ? 0 : x->v_scale / total[r];

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* ref/attn_mask: builds a stored mask (csrc/core/attn_mask.h). It is the builder of the CPU and the
- * judge of the one of CUDA.
+/* ref/attn_mask: builds a stored mask (layout in csrc/core/attn_mask.h). The CPU uses it, and
+ * the tests compare CUDA's builder with it.
  *
- * Work split: a task owns one tile of queries of one head: its flags, list and words. For the
- * transposed tables more tasks own a tile of keys each. A last pass sorts the tiles of a head,
- * longest list first. A block is made of 128 rows of 128 bits. Blocks of ranges or columns that no
- * edge crosses are classified without bits. */
+ * A task builds the flags, list and words of one tile of queries of one head. With transposed
+ * tables, further tasks build a tile of keys each. A last pass sorts the tiles of each head by
+ * the length of their lists, longest first. A block is 128 rows of 128 bits. Blocks of ranges or
+ * columns that no edge crosses are classified without computing their bits. */
 #include "../core/attn_mask.h"
 #include "../core/dispatch.h"
 #include "../core/internal.h"
@@ -33,7 +33,7 @@ static int64_t place(const head *x, const gk_tensor *t, int64_t row) {
     return x->b * t->stride[0] + x->h * t->stride[1] + row * t->stride[2];
 }
 
-/* ---- what the mask was made of --------------------------------------------------------------- */
+/* ---- the source of the mask ------------------------------------------------------------------ */
 static void range_of(const head *x, int64_t row, int32_t r[4]) {
     const gk_tensor *t = x->g->a->rows;
     const int32_t *from = (const int32_t *)t->data + place(x, t, row);
@@ -65,13 +65,13 @@ static bool lists(const head *x, const gk_tensor *num, const gk_tensor *list, in
     return false;
 }
 
-/* Eight bools as bits; 0 is false and any other byte true. */
+/* Eight bools as bits; 0 is false and any other byte is true. */
 static uint32_t eight_bools(const uint8_t *from) {
     uint64_t x;
     memcpy(&x, from, 8);
     x |= x >> 4;
     x |= x >> 2;
-    x |= x >> 1; /* bit 0 of each byte: whether the byte is not 0 */
+    x |= x >> 1; /* now bit 0 of each byte is set if the byte was not 0 */
     return (uint32_t)((x & UINT64_C(0x0101010101010101)) * UINT64_C(0x0102040810204080) >> 56);
 }
 
@@ -92,10 +92,11 @@ static void row_of_bits(const head *x, const gk_tensor *t, int64_t row, int64_t 
     }
 }
 
-/* Rows of a block; of a block that lists say is seen whole, and of one that is in no list. */
+/* The bits of a block. A block in the list of full blocks has all bits set; a block in no list
+ * has none. */
 typedef struct block {
     uint32_t bits[GK_MASK_TILE][4];
-    int64_t rows, cols; /* within Sq and Sk */
+    int64_t rows, cols; /* those within Sq and Sk */
 } block;
 
 static void block_make(block *to, const head *x, int64_t tile, int64_t kb) {
@@ -158,8 +159,9 @@ static void block_transpose(block *to, const block *x) {
 }
 
 /* ---- blocks that no edge crosses ------------------------------------------------------------- */
-/* Of ranges of a tile, [x, y) of each half: where some begin and all have begun, where some end and
- * all have ended. A row's empty range has no bounds, and no block is then full by that half. */
+/* The bounds of one half, [x, y), of the ranges in a tile: where the first begins (some_from)
+ * and the last begins (all_from), where the first ends (all_to) and the last ends (some_to). If
+ * a row's range is empty, no block is full by this half. */
 typedef struct hull {
     int64_t some_from, all_from, all_to, some_to;
 } hull;
@@ -183,7 +185,7 @@ static bool hull_covers(const hull *x, int64_t from, int64_t to) {
     return x->all_from <= from && x->all_to >= to;
 }
 
-/* The two hulls of a tile: of queries for ranges, of keys for columns. */
+/* The two hulls of a tile: of its queries for ranges, of its keys for columns. */
 static void hulls_of(const head *x, int64_t tile, hull to[2]) {
     const bool ranges = x->g->store == GK_MASK_RANGES;
     const int64_t seq_q = x->g->a->seq_q, n = ranges ? seq_q : x->g->a->seq_k;
@@ -200,7 +202,7 @@ static void hulls_of(const head *x, int64_t tile, hull to[2]) {
     }
 }
 
-/* The kind of block (tile, kb) where its hulls tell, else -1. */
+/* The kind of block (tile, kb) if the hulls decide it, otherwise -1. */
 static int class_by_hulls(const head *x, const hull hulls[2], int64_t tile, int64_t kb) {
     const bool ranges = x->g->store == GK_MASK_RANGES;
     const int64_t from = (ranges ? kb : tile) * GK_MASK_TILE;
@@ -213,8 +215,8 @@ static int class_by_hulls(const head *x, const hull hulls[2], int64_t tile, int6
 }
 
 /* ---- tiles ----------------------------------------------------------------------------------- */
-/* Tile `major` of queries, or with `by_keys` of keys: its list, its words and, of queries, its
- * flags. */
+/* Builds tile `major` of queries, or of keys with `by_keys`: its list and words, and for queries
+ * its flags. */
 static void build_tile(const head *x, int64_t major, bool by_keys) {
     const builder *g = x->g;
     const gk_mask_layout *at = &g->at;
@@ -225,7 +227,8 @@ static void build_tile(const head *x, int64_t major, bool by_keys) {
     int32_t *words = x->out + (by_keys ? at->words_t : at->words);
     int32_t count = 0, full = 0, kept = 0;
     hull hulls[2];
-    const bool own_hulls = by_keys ? columns : ranges; /* the same for all blocks */
+    /* the hulls are the same for all blocks of the tile */
+    const bool own_hulls = by_keys ? columns : ranges;
     if (own_hulls) hulls_of(x, major, hulls);
     for (int64_t minor = 0; minor < n; ++minor) {
         const int64_t tile = by_keys ? minor : major, kb = by_keys ? major : minor;
@@ -275,7 +278,8 @@ static void tile_task(void *arg, int64_t task, int64_t worker) {
     build_tile(&x, by_keys ? tile - g->at.tiles_q : tile, by_keys);
 }
 
-/* Longest lists first; of equal ones the later tile, which a causal mask makes the heavier. */
+/* Longest lists first. Among equal ones the later tile comes first, because a causal mask makes
+ * it the more expensive one. */
 static void sort_tiles(int32_t *tiles, int64_t n) {
     for (int64_t i = 1; i < n; ++i) {
         int32_t x[4];
@@ -312,7 +316,7 @@ void gk_ref_attn_mask(const gk_context *ctx, const gk_attn_mask_args *a) {
     builder g = {.a = a, .store = gk_mask_store_of(a->source), .heads = out->shape[1]};
     g.at = gk_mask_layout_of(g.store, a->seq_q, a->seq_k, a->transposed != 0);
     g.masks = out->shape[0] * out->shape[1];
-    /* ends of lists and words of other blocks are 0, so that equal masks are equal memory */
+    /* unused ends of lists and words are 0, so that equal masks are equal in memory */
     if (g.masks * g.at.total > 0) memset(out->data, 0, 4 * (size_t)(g.masks * g.at.total));
     gk_parallel(ctx, g.masks * (g.at.tiles_q + (a->transposed ? g.at.tiles_k : 0)), tile_task, &g);
     gk_parallel(ctx, g.masks, head_task, &g);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* cross_entropy: the loss of each row and its gradient by their equations (gpukern.h), in double; a
- * task for each row. */
+/* cross_entropy: the loss of each row and its gradient by their equations (gpukern.h), in
+ * double. A task is one row. */
 #include "gpukern_loss.h"
 #include "rows.h"
 
@@ -16,7 +16,7 @@ static double w_of(const gk_cross_entropy_args *a, int64_t i) {
     return a->weight ? ref_vector_at(a->weight, i) : 1;
 }
 
-/* of a row, and, where it is asked for, of its lse over all columns */
+/* The terms of a row, and with_lse also its lse over all columns. */
 static terms terms_of(const gk_cross_entropy_args *a, int64_t row, int64_t classes, bool with_lse) {
     terms t = {.n = last_size(&a->logits),
                .target = ((const int64_t *)a->target.data)[ref_row_offset(&a->target, row, 0)]};
@@ -32,7 +32,7 @@ static terms terms_of(const gk_cross_entropy_args *a, int64_t row, int64_t class
     return t;
 }
 
-/* Row of dlogits, for a gradient g of its loss. */
+/* Writes a row of dlogits for the gradient g of its loss. */
 static void put_gradient(const gk_cross_entropy_args *a, const gk_loss_more *more, int64_t row,
                          const terms *t, double g) {
     const double e = a->label_smoothing / (double)more->num_classes;
@@ -87,7 +87,7 @@ static void bwd_row(void *arg, int64_t row, int64_t worker) {
     const bool whole = call->more.num_classes == last_size(&a->logits);
     terms t = terms_of(a, row, call->more.num_classes, whole);
     const gk_tensor *grad = &bwd->grad_loss;
-    /* which a part of the logits does not tell */
+    /* a part of the logits does not give the lse of all */
     if (!whole) t.lse = gk_load(a->lse.data, a->lse.dtype, row);
     const double g = gk_load(grad->data, grad->dtype, ref_row_offset(grad, row, 0));
     put_gradient(a, &call->more, row, &t, g);

@@ -1,29 +1,30 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* ref/flash_attn: attention and its gradients in plain loops, dense and packed, every modifier.
+/* ref/flash_attn: attention and its gradients in plain loops, dense and packed, with every
+ * option.
  *
- *   s_ij = cap(scale q_i k_j) - slope |i + diagonal - j|   lse_i = log(e^sink + sum_j e^s_ij)
- *   p_ij = exp(s_ij - lse_i)   out_i = sum_j p_ij v_j        delta_i = dout_i . out_i - dlse_i
- *   dv_j = sum_i p_ij dout_i   ds_ij = p_ij (dout_i . v_j - delta_i) cap'(scale q_i k_j)
- *   dq_i = scale sum_j ds_ij k_j   dk_j = scale sum_i ds_ij q_i
- *   dsink = -sum_i exp(sink - lse_i) delta_i
- * With dropout keep_ij / (1 - p) is a factor of p_ij in out and dv, and of dout_i . v_j in ds.
+ *  s_ij = cap(scale q_i k_j) - slope |i + diagonal - j|   lse_i = log(e^sink + sum_j e^s_ij)
+ *  p_ij = exp(s_ij - lse_i)   out_i = sum_j p_ij v_j        delta_i = dout_i . out_i - dlse_i
+ *  dv_j = sum_i p_ij dout_i   ds_ij = p_ij (dout_i . v_j - delta_i) cap'(scale q_i k_j)
+ *  dq_i = scale sum_j ds_ij k_j   dk_j = scale sum_i ds_ij q_i
+ *  dsink = -sum_i exp(sink - lse_i) delta_i
  *
- * Backward is Dao 2023, arXiv:2307.08691, Algorithm 2, run twice: once by rows for dq, once by keys
- * for dk and dv, so that no two tasks add to the same place. Nothing of size seq_q x seq_k is
- * stored. All sums are double.
- * Work split: a task owns REF_TOKENS tokens of one head; blocks of REF_ROWS tokens of one sequence
- * share each row loaded. */
+ * With dropout, keep_ij / (1 - p) multiplies p_ij in out and dv, and dout_i . v_j in ds.
+ *
+ * The backward pass is Algorithm 2 of Dao 2023, arXiv:2307.08691, run twice: by rows for dq and
+ * by keys for dk and dv, so that no two tasks add to the same element. Nothing of size seq_q x
+ * seq_k is stored. All sums are double. A task owns REF_TOKENS tokens of one head. Blocks of
+ * REF_ROWS tokens of one sequence share each loaded row. */
 #include "gpukern_ranks.h"
 #include "attn.h"
 
 typedef struct flash_job {
     const gk_flash_attn_args *x;
-    const gk_flash_attn_bwd_args *bwd; /* NULL forward */
+    const gk_flash_attn_bwd_args *bwd; /* NULL in the forward pass */
     ref_sequences q, k;
     int64_t tokens_q, tokens_k, heads_q, heads_kv, group, head_dim, head_dim_v;
     bool packed;
     gk_attn_keep dropout;
-    const gk_attn_scores *scores; /* a mask or biases; NULL = none */
+    const gk_attn_scores *scores; /* a mask or biases; NULL: none */
 } flash_job;
 
 static flash_job job_make(const gk_flash_attn_args *x) {
@@ -43,16 +44,16 @@ static flash_job job_make(const gk_flash_attn_args *x) {
     return job;
 }
 
-/* ---- places ---------------------------------------------------------------------------------- */
-/* Offset of token i of sequence b (which starts at `start`) and head h in q, k, v, out, their
- * gradients or lse. */
+/* ---- offsets --------------------------------------------------------------------------------- */
+/* Offset of token i and head h of sequence b (whose tokens start at `start`) in q, k, v, out,
+ * their gradients or lse. */
 static int64_t at(const flash_job *job, const gk_tensor *t, int64_t b, int64_t start, int64_t h,
                   int64_t i) {
     if (job->packed) return (start + i) * t->stride[0] + h * t->stride[1];
     return b * t->stride[0] + h * t->stride[1] + i * t->stride[2];
 }
 
-/* The dropout's number of that token: of its element in lse. */
+/* The dropout's number of that token: the number of its element in lse. */
 static int64_t drop_row(const flash_job *job, int64_t b, int64_t start, int64_t h, int64_t i) {
     return job->packed ? (start + i) * job->heads_q + h
                        : (b * job->heads_q + h) * job->q.length + i;
@@ -62,7 +63,7 @@ static int64_t token_step(const flash_job *job, const gk_tensor *t) {
     return t->stride[job->packed ? 0 : 2];
 }
 
-/* One sequence: where its tokens start, how many they are, what its rows see. */
+/* One sequence: where its tokens start, how many there are, which keys its rows see. */
 typedef struct sequence {
     int64_t b, start_q, start_k, seq_q, seq_k, diagonal;
     gk_span span;
@@ -134,7 +135,7 @@ static void fwd_task(void *arg, int64_t task, int64_t worker) {
     int64_t end = gk_min_i64(token + REF_TOKENS, job->tokens_q);
     while (token < end) {
         int64_t b = ref_owner(&job->q, token);
-        if (b == job->q.batch) { /* past the last sequence */
+        if (b == job->q.batch) { /* token behind the last sequence */
             zero_row(&x->out, at(job, &x->out, 0, 0, h, token), job->head_dim_v);
             if (x->lse.data)
                 gk_store(x->lse.data, x->lse.dtype, at(job, &x->lse, 0, 0, h, token), -INFINITY);
@@ -156,8 +157,8 @@ void gk_ref_flash_attn_fwd(const gk_context *ctx, const gk_flash_attn_args *args
 }
 
 /* ---- backward: one row ----------------------------------------------------------------------- */
-/* What both passes need of row i of head h. A row without a finite lse saw no key: it takes part in
- * nothing. */
+/* The values that both passes need of row i of head h. row_load returns false if lse is -inf:
+ * the row saw no key and has no gradient. */
 typedef struct row {
     double lse, delta;
     int64_t drop_row;
@@ -181,8 +182,8 @@ static bool row_load(row *to, const flash_job *job, const sequence *s, int64_t h
     return true;
 }
 
-/* p_ij, as it counts in dv, ds_ij and what it is before softcap, of a pair that the span shows.
- * false: a mask or a bias hides it. */
+/* For a pair within the span: p_ij as it enters dv, ds_ij, and raw, the gradient in front of
+ * softcap. Returns false if a mask or a bias hides the key. */
 static bool pair_gradient(const flash_job *job, const ref_score *score, const ref_scores *scores,
                           const row *r, const double *k, const double *v, int64_t i, int64_t j,
                           double *p, double *ds, double *raw) {
@@ -245,10 +246,9 @@ static void dq_task(void *arg, int64_t task, int64_t worker) {
 static void dkv_keys(const flash_job *job, const sequence *s, int64_t h_kv, int64_t j0,
                      int64_t keys) {
     const gk_flash_attn_args *x = job->x;
-    /* of the rows before */
+    /* dk, dv: of the rows before the current group; dk_part, dv_part: of the last REF_KEYS rows */
     double dk[REF_ROWS][REF_MAX_HEAD_DIM], dv[REF_ROWS][REF_MAX_HEAD_DIM];
-    double dk_part[REF_ROWS][REF_MAX_HEAD_DIM],
-        dv_part[REF_ROWS][REF_MAX_HEAD_DIM]; /* of the last REF_KEYS */
+    double dk_part[REF_ROWS][REF_MAX_HEAD_DIM], dv_part[REF_ROWS][REF_MAX_HEAD_DIM];
     double k_buf[REF_ROWS][REF_MAX_HEAD_DIM], v_buf[REF_ROWS][REF_MAX_HEAD_DIM];
     const double *k[REF_ROWS], *v[REF_ROWS];
     for (int64_t c = 0; c < keys; ++c) {
@@ -318,7 +318,8 @@ static void dkv_task(void *arg, int64_t task, int64_t worker) {
 }
 
 /* ---- backward of the sinks ------------------------------------------------------------------- */
-/* Of some of the keys: sum over them of P (dP - delta). */
+/* The sum over the given keys of P (dP - delta), if the call has only a part of all keys
+ * (is_part). */
 static double part_of_row(const flash_job *job, const sequence *s, const row *r, int64_t h,
                           int64_t i) {
     const gk_flash_attn_args *x = job->x;
@@ -336,7 +337,7 @@ static double part_of_row(const flash_job *job, const sequence *s, const row *r,
     return sum;
 }
 
-/* Whether row i of head h sees a key. */
+/* True if row i of head h sees a key. */
 static bool sees_any(const flash_job *job, const sequence *s, int64_t h, int64_t i) {
     const int64_t lo = gk_span_lo(&s->span, i), hi = gk_span_hi(&s->span, i);
     const ref_scores scores = scores_of(job, s, h);
@@ -346,14 +347,14 @@ static bool sees_any(const flash_job *job, const sequence *s, int64_t h, int64_t
     return false;
 }
 
-/* Rows that see no key but the sink count too, whatever their dO holds: their lse is the sink. */
+/* Rows that see only the sink count, too, whatever their dO holds: their lse is the sink. */
 static void dsink_task(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const flash_job *job = arg;
     const gk_tensor *sinks = job->x->rules.sinks, *dsinks = job->bwd->dsinks,
                     *dlse = job->bwd->grad_lse;
     double sink = gk_load(sinks->data, sinks->dtype, task * sinks->stride[0]);
-    double sum = 0, lost = 0; /* Neumaier 1974: what the sum's roundings left out */
+    double sum = 0, lost = 0; /* compensated sum (Neumaier 1974): the rounding errors */
     for (int64_t b = 0; b < job->q.batch && sink != -INFINITY; ++b) {
         sequence s = sequence_make(job, b);
         for (int64_t i = 0; i < s.seq_q; ++i) {
@@ -376,8 +377,8 @@ static void dsink_task(void *arg, int64_t task, int64_t worker) {
 }
 
 /* ---- backward of biases ---------------------------------------------------------------------- */
-/* dS before softcap of row i of head h and keys [j0, j0 + n), added to `sum`; a bias of one column
- * has all of them in sum[0]. */
+/* Adds dS in front of softcap, of row i of head h and keys [j0, j0 + n), to `sum`. step 0 (a
+ * bias of one column) adds them all to sum[0]. */
 static void add_row_gradients(const flash_job *job, const sequence *s, int64_t h, int64_t i,
                               int64_t j0, int64_t n, double *sum, int64_t step) {
     const gk_flash_attn_args *x = job->x;

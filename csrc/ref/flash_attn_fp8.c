@@ -1,18 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* ref/flash_attn_fp8: q, k and v of e4m3 codes as the doubles that they stand for, then
- * ref/flash_attn.
- *   q q_scale    k k_scale    v v_scale + v_mean, which a row gets times the probability that its keys took */
+/* ref/flash_attn_fp8: converts q, k and v from e4m3 codes to doubles and calls ref/flash_attn.
+ *
+ *  q q_scale    k k_scale    v v_scale + v_mean, where v_mean is weighted with the probability
+ *    that a row gives to its keys */
 #include "../formats/attn_scales.h"
 #include "../core/internal.h"
 #include "../core/op.h"
 
 #include <stdlib.h>
 
-/* Token i of head h in sequence b is element [b, h, i] (packed [start + i, h]) of a tensor; a token
- * of no sequence is never read. */
+/* Converts one tensor. Token i of head h in sequence b is element [b, h, i] (packed [start + i,
+ * h]). A token of no sequence is never read. */
 typedef struct decode_job {
-    const gk_tensor *codes, *cu_seqlens; /* cu_seqlens NULL = dense */
-    double *to;                          /* contiguous, the codes' shape */
+    const gk_tensor *codes, *cu_seqlens; /* cu_seqlens NULL: dense */
+    double *to;                          /* contiguous, with the codes' shape */
     gk_attn_scale scale;
     gk_attn_mean mean;
 } decode_job;
@@ -33,7 +34,7 @@ static void decode_token(const decode_job *x, int64_t b, int64_t h, int64_t i, i
     }
 }
 
-/* The tensor of doubles; data NULL where memory is short. */
+/* The tensor of doubles; data is NULL if there is not enough memory. */
 static gk_tensor decode(decode_job x, int64_t batch) {
     const gk_tensor *t = x.codes;
     gk_tensor made = *t;

@@ -1,36 +1,37 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* ref/gemm: out = activation(alpha * (a @ b) + beta * c + bias), and the activation's derivative.
  *
- * a [batch..., M, K]  b [batch..., K, N] or [K, N]  bias [N]  c broadcasts to out [batch..., M, N];
- * any dtype and strides. Sums run over k in order, in double, RUN products at a time and then the
- * runs: one chain over all of k would err more than PyTorch's. out and preact are each rounded once
- * from the same double.
- * Work split: a task owns a tile of BM x BN results of one batch entry; its sums and one row of b
- * lie on the stack. */
+ * a [batch..., M, K], b [batch..., K, N] or [K, N], bias [N]; c broadcasts to out [batch..., M, N].
+ * Any dtype and strides. Sums are double and run over k in order: RUN products at a time, then the
+ * runs are added, because one chain over all of k would have a larger error than PyTorch's. out and
+ * preact are each rounded once from the same double. A task owns a tile of BM x BN results of one
+ * batch entry; its sums and one row of b are on the stack. */
 #include "activation.h"
 
 enum {
     BM = 8,
     BN = 64,
     RUN = 128
-}; /* 4 KB of sums; a strided b touches BN cache lines per k, which the next k reads again */
+    /* 4 KB of sums; a strided b touches BN cache lines for each k, and the next k reads them again
+     */
+};
 
 /* ---- gemm ------------------------------------------------------------------------------------ */
-/* Offset of the element of `t` that meets entry `batch` of out's batch dimensions; the last `inner`
- * dimensions stay 0. */
+/* Offset of the element of `t` that belongs to batch entry `batch` of out. The last `inner`
+ * dimensions are at index 0. */
 static int64_t batch_offset(const gk_tensor *t, const gk_tensor *out, int64_t batch, int inner) {
     int64_t offset = 0;
     for (int d = out->ndim - 3; d >= 0; --d) {
         int64_t coordinate = batch % out->shape[d];
         batch /= out->shape[d];
-        /* batch dimensions are aligned at the right */
+        /* batch dimensions are aligned at the end */
         int own = d - (out->ndim - 2) + (t->ndim - inner);
         if (own >= 0 && t->shape[own] != 1) offset += coordinate * t->stride[own];
     }
     return offset;
 }
 
-/* Stride of the dimension `from_end` places from the end (1 = last); 0 where it is absent or
+/* Stride of the dimension `from_end` places from the end (1 = last); 0 if it is absent or
  * broadcast. */
 static int64_t inner_stride(const gk_tensor *t, int from_end) {
     if (t->ndim < from_end || t->shape[t->ndim - from_end] == 1) return 0;
@@ -84,8 +85,9 @@ static void gemm_tile(void *arg, int64_t task, int64_t worker) {
             for (int64_t j = 0; j < cols; ++j) sum[i][j] += run[i][j];
     }
 
-    /* 2. what is added to it, the activation, the stores */
-    const gk_tensor *c = x->c && x->beta != 0 ? x->c : NULL; /* beta == 0: c may hold NaN */
+    /* 2. c, bias, the activation, the stores */
+    /* with beta 0 c is not read, it may hold NaN */
+    const gk_tensor *c = x->c && x->beta != 0 ? x->c : NULL;
     int64_t c_at = c ? batch_offset(c, &x->out, batch, 2) : 0;
     int64_t c_m = c ? inner_stride(c, 2) : 0, c_n = c ? inner_stride(c, 1) : 0;
     int64_t out_m = x->out.stride[x->out.ndim - 2], out_n = x->out.stride[x->out.ndim - 1];
@@ -144,7 +146,7 @@ static void act_bwd_elements(void *arg, int64_t task, int64_t worker) {
         double saved = gk_load(x->saved.data, x->saved.dtype, element_offset(&x->saved, e));
         double grad = gk_load(x->grad_out.data, x->grad_out.dtype, element_offset(&x->grad_out, e));
         double slope = act_derivative(x->activation, saved);
-        /* relu selects: where it is off, an infinite or NaN gradient stops there */
+        /* relu selects: where its output is 0, an infinite or NaN gradient becomes 0 */
         double result = x->activation == GK_ACT_RELU && slope == 0 ? 0 : grad * slope;
         gk_store(x->grad_in.data, x->grad_in.dtype, element_offset(&x->grad_in, e), result);
     }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* glu: gated linear units by their equations, in double; a task for each row. */
+/* glu: gated linear units by their equations, in double. A task is one row. */
 #include "activation.h"
 #include "rows.h"
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* grouped_gemm, sparse_pack, sparse_gemm: the definitions, an element at a time, in double. Packing
- * is what the CPU runs. */
+/* grouped_gemm, sparse_pack, sparse_gemm by their definitions, element by element, in double.
+ * The CPU uses this sparse_pack. */
 #include "../core/internal.h"
 #include "../formats/scales.h"
 #include "activation.h"
@@ -69,7 +69,7 @@ static void pack_row(void *arg, int64_t i, int64_t worker) {
                 place[found++] = e;
                 taken[e] = true;
             }
-        for (int e = 0; found < 2; ++e) /* zeros at the lowest free places */
+        for (int e = 0; found < 2; ++e) /* zeros go to the lowest free positions */
             if (!taken[e]) {
                 place[found++] = e;
                 taken[e] = true;

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* norm: RMSNorm and LayerNorm by their equations, in double; forward a task for each row, backward
- * one for rows and one for a column of dweight and dbias. */
+/* norm: RMSNorm and LayerNorm by their equations, in double. A forward task is one row. Backward
+ * tasks are one row of dx, or one column of dweight and dbias. */
 #include "rows.h"
 
 typedef struct stats {
     double mean, rstd;
 } stats;
 
-/* Row `row` of h. */
+/* Loads row `row` of h. */
 static stats stats_of(const gk_tensor *h, int64_t row, gk_norm_kind kind, double eps) {
     const int64_t n = last_size(h);
     double sum = 0, squares = 0;

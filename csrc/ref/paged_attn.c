@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* ref/paged_attn: attention over a paged cache, writes into it, the merge of two attentions.
+/* ref/paged_attn: attention over a paged cache, writes into the cache, and the merge of two
+ * attention results.
  *
- * Query t of the n_b of sequence b stands at position seq_lens[b] - n_b + t and reads key j from
- * row j % block_size of page block_table[b, j / block_size].
- * Work split of paged_attn: a task owns REF_TOKENS tokens of one head. */
+ * Query t of the n_b queries of sequence b is at position seq_lens[b] - n_b + t. It reads key j
+ * from row j % block_size of page block_table[b, j / block_size]. A task of paged_attn owns
+ * REF_TOKENS tokens of one head. */
 #include "attn.h"
 
 typedef struct paged_job {
@@ -12,8 +13,8 @@ typedef struct paged_job {
     int64_t tokens, heads_q, group;
 } paged_job;
 
-/* One value per call or one per kv head; where each page has one, it is taken key by key, and this
- * is 1. */
+/* A scale for the call or for each kv head. If each page has a scale, ref_attend applies it key
+ * by key and this returns 1. */
 static double head_scale(const gk_tensor *scale, int64_t h_kv) {
     if (!scale || scale->ndim == 2) return 1;
     return gk_load(scale->data, scale->dtype, scale->ndim ? h_kv * scale->stride[0] : 0);
@@ -47,7 +48,7 @@ static void paged_rows(const paged_job *job, int64_t b, int64_t h, int64_t token
                        .head = h,
                        .i0 = i0,
                        .rows = rows};
-    /* before the first key a query sees none */
+    /* a query in front of the first key sees none */
     const bool nobody = !(x->flags & GK_PAGED_ALLOW_SHORT);
     for (int64_t r = 0; r < rows; ++r) {
         block.q_at[r] = (token + r) * x->q.stride[0] + h * x->q.stride[1];
@@ -67,7 +68,7 @@ static void paged_task(void *arg, int64_t task, int64_t worker) {
     int64_t end = gk_min_i64(token + REF_TOKENS, job->tokens);
     while (token < end) {
         int64_t b = ref_owner(&job->q, token);
-        if (b == job->q.batch) { /* past the last sequence */
+        if (b == job->q.batch) { /* token behind the last sequence */
             int64_t out_at = token * x->out.stride[0] + h * x->out.stride[1];
             for (int64_t d = 0; d < x->out.shape[2]; ++d)
                 gk_store(x->out.data, x->out.dtype, out_at + d, 0);
@@ -93,15 +94,15 @@ void gk_ref_paged_attn(const gk_context *ctx, const gk_paged_attn_args *args) {
 }
 
 /* ---- kv_cache_write -------------------------------------------------------------------------- */
-/* Token t, head h of x to row `slot` of the cache; a scaled value that is too large saturates, a
- * NaN stays one (of int8 it is 0). 8-bit codes divide in float32, as the kernels do: the quotient
- * decides the code. */
+/* Writes token t, head h of x to row `slot` of the cache. A scaled value that is too large
+ * saturates. A NaN stays NaN, or becomes 0 in int8. For 8-bit codes the division is float32 as in
+ * the kernels, because the quotient decides the code. */
 static void write_row(const gk_tensor *x, const gk_tensor *cache, const gk_tensor *scale, int64_t t,
                       int64_t h, int64_t slot) {
     int64_t block_size = cache->shape[1], from = t * x->stride[0] + h * x->stride[1];
     int64_t to = slot / block_size * cache->stride[0] + slot % block_size * cache->stride[1] +
                  h * cache->stride[2];
-    const bool code = gk_is_code(cache->dtype); /* whose stores saturate */
+    const bool code = gk_is_code(cache->dtype); /* stores of codes saturate */
     double divisor = head_scale(scale, h),
            limit = scale && !code ? gk_type_of(cache->dtype)->largest : INFINITY;
     if (scale && scale->ndim == 2)
@@ -115,8 +116,8 @@ static void write_row(const gk_tensor *x, const gk_tensor *cache, const gk_tenso
     }
 }
 
-/* A task owns one head and takes the tokens in order, so the last of two tokens with one slot
- * stays. */
+/* A task owns one head and takes the tokens in order, so that the last of two tokens with one
+ * slot stays. */
 static void write_head(void *arg, int64_t task, int64_t worker) {
     (void)worker;
     const gk_kv_cache_write_args *x = arg;
@@ -140,7 +141,7 @@ enum {
     MERGE_ROWS = 64
 };
 
-/* Offset of a row of t, whose first `ndim` dimensions count rows. */
+/* Offset of a row of t, whose first `ndim` dimensions number the rows. */
 static int64_t row_offset(const gk_tensor *t, int ndim, int64_t row) {
     int64_t offset = 0;
     for (int d = ndim - 1; d >= 0; --d) {
@@ -154,7 +155,7 @@ static void merge_row(const gk_attn_merge_args *x, int64_t row) {
     int ndim = x->lse.ndim;
     double lse_a = gk_load(x->lse_a.data, x->lse_a.dtype, row_offset(&x->lse_a, ndim, row));
     double lse_b = gk_load(x->lse_b.data, x->lse_b.dtype, row_offset(&x->lse_b, ndim, row));
-    /* such a side saw nothing and is not read */
+    /* this side saw no key and is not read */
     bool no_a = lse_a == -INFINITY, no_b = lse_b == -INFINITY;
     double lse = no_a ? lse_b : lse_a, weight_a = 1, weight_b = 1;
     if (!no_a && !no_b) {

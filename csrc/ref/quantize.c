@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* quantize, dequantize: the definitions, one block and one element at a time. Values are made in
- * double; a quotient is taken in float32, and in float64 of a float64 x. */
+/* quantize, dequantize by their definitions, one block and one element at a time. Values are
+ * computed in double. The quotient x / scale is float32, or float64 for a float64 x. */
 #include "../core/internal.h"
 #include "../formats/scales.h"
 
@@ -20,7 +20,7 @@ static double at(const gk_tensor *t, int64_t lead, int64_t row, int64_t col) {
     return gk_load(t->data, t->dtype, offset_of(t, lead, row, col));
 }
 
-/* x + residual as it is stored */
+/* x + residual, rounded as it is stored */
 static double sum_at(const gk_quantize_args *a, int64_t lead, int64_t row, int64_t col) {
     double h = at(&a->x, lead, row, col), rounded;
     if (!a->residual) return h;
@@ -83,7 +83,7 @@ void gk_ref_quantize(const gk_context *ctx, const gk_quantize_args *a) {
                     } else {
                         if (a->scale_ub && !isnan(most))
                             most = fmin(most, *(const float *)a->scale_ub->const_data);
-                        /* of a float64 beyond: its codes saturate */
+                        /* for a float64 x outside float32's range; its codes saturate */
                         float s = (float)fmin(most / q, FLT_MAX);
                         if (!wide) s = (float)most / (float)q;
                         s = fmaxf(s, 0x1p-126f);

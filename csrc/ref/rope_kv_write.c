@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* rope_kv_write: QK norm, rotation and the write into a paged cache by their equations, in double;
- * a task for each head, which takes the tokens in order, so that of two tokens with one slot the
- * last stays. */
+/* rope_kv_write: QK norm, rotation and the write into a paged cache by their equations, in double.
+ * A task is one head. It takes the tokens in order, so that the last of two tokens with one slot
+ * stays. */
 #include "../core/internal.h"
 #include "../core/op.h"
 
@@ -14,7 +14,7 @@ static int64_t index_of(const gk_tensor *t, int64_t i) {
     return t->dtype == GK_I64 ? ((const int64_t *)t->data)[i] : ((const int32_t *)t->data)[i];
 }
 
-/* A head's row of q or k, normalised where there is a weight, and rotated. */
+/* A head's row of q or k, normalised if there is a weight, and rotated. */
 static void turn(const gk_rope_kv_write_args *a, const gk_tensor *t, int64_t at,
                  const gk_tensor *weight, int64_t position, double *x) {
     const int64_t d = t->shape[2], half = a->cos.shape[1];

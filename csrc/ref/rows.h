@@ -13,8 +13,8 @@ static inline int64_t num_rows(const gk_tensor *t) {
     return rows;
 }
 
-/* Offset of a row: of its only element, where t [...] has one a row (`last` 0), else of its first
- * (`last` 1). */
+/* Offset of a row. last 1: of the first of its N elements; last 0: of its only element, in a
+ * tensor [...] with one element for each row. */
 static inline int64_t ref_row_offset(const gk_tensor *t, int64_t row, int last) {
     int64_t offset = 0;
     for (int d = t->ndim - 1 - last; d >= 0; --d) {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_gemm: the definition, an element of the result at a time, in double. */
+/* scaled_gemm by its definition, one element of the result at a time, in double. */
 #include "../core/internal.h"
 #include "../formats/scales.h"
 #include "activation.h"

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* softmax: softmax and log_softmax by their equations, in double; a task for each row. */
+/* softmax: softmax and log_softmax by their equations, in double. A task is one row. */
 #include "rows.h"
 
 static int64_t length_of(const gk_tensor *lengths, int64_t row, int64_t n) {

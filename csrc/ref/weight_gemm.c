@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_gemm, pack_weight, unpack_weight: the definitions. Packing is element by element, and what
- * the CPU runs: a task is a row of tiles. The product is an element of the result at a time, in
- * double, of weights that are rounded as they are specified. */
+/* weight_gemm, pack_weight, unpack_weight by their definitions. The CPU uses this packing; a
+ * task is a row of tiles. The product is computed one element of the result at a time, in
+ * double, from weights rounded as the op specifies. */
 #include "../formats/weight_tile.h"
 #include "../core/internal.h"
 #include "../formats/scales.h"
@@ -93,7 +93,7 @@ static void row_task(void *arg, int64_t i, int64_t worker) {
             double w = bare_weight(x, j, kk, group) *
                        gk_load(x->scale.data, x->scale.dtype,
                                group * x->scale.stride[0] + j * x->scale.stride[1]);
-            if (x->a.dtype != GK_E4M3) { /* as it is rounded */
+            if (x->a.dtype != GK_E4M3) { /* rounded to a's dtype */
                 double rounded;
                 gk_store(&rounded, x->a.dtype, 0, (float)(w * global));
                 w = gk_load(&rounded, x->a.dtype, 0);

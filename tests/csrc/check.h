@@ -1,21 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check.h: what the C tests share: random numbers, tensors between guards, contexts, comparisons,
- * the last line.
+/* check.h: the parts that the C tests share: random numbers, tensors between guards, contexts,
+ * comparisons, and the last line of output.
  *
- * A test walks instruction sets x dtypes through the public C API and holds each result against
- * csrc/ref, run on the same inputs with float64 results. The bound is made of what the arithmetic
- * must lose, element by element:
+ * A test runs every instruction set and dtype through the public C API and compares each result
+ * with csrc/ref on the same inputs with float64 results. The bound is derived from what the
+ * arithmetic must lose, element by element:
  *
- *   |got - exact| <= loss * size + u(output dtype) * |exact|
+ *  |got - exact| <= loss * size + u(output dtype) * |exact|
  *
- * size  the same sum with every term replaced by its absolute value (no cancellation), computed
- *       beside the result
- * loss  relative error of a term: u(accumulator) times the roundings that the test counts, and in
- *       16-bit attention u(dtype): probabilities are rounded to it before they meet the values
- * u(t)  half a unit in the last place of t at 1: 2^-24 float32, 2^-8 bfloat16, 2^-11 float16,
- *       2^-53 float64
+ *  size  the same sum with every term replaced by its absolute value (no cancellation), computed
+ *        beside the result
+ *  loss  relative error of a term: u(accumulator) times the number of roundings that the test
+ *        counts, plus u(dtype) in 16-bit attention, whose probabilities are rounded to the dtype
+ *        before they are multiplied by the values
+ *  u(t)  half a unit in the last place of t at 1: 2^-24 float32, 2^-8 bfloat16, 2^-11 float16,
+ *        2^-53 float64
  *
- * GK_CHECK_SMALL=1 takes a part of each grid, for runs under a sanitizer. */
+ * GK_CHECK_SMALL=1 runs a part of each grid, for runs under a sanitizer. */
 #ifndef GPUKERN_CHECK_H
 #define GPUKERN_CHECK_H
 
@@ -40,8 +41,8 @@
 
 /* ---- counting -------------------------------------------------------------------------------- */
 static int64_t check_num_passed, check_num_failed;
-/* What a failure names: the case, then the instruction set and the pass or the worker count where
- * there is one. */
+/* A failure names the case, then the instruction set and, if there is one, the pass or the
+ * number of workers. */
 static char check_case[512];
 static const char *check_isa = "", *check_pass = "";
 
@@ -69,7 +70,7 @@ CHECK_UNUSED static bool check_small(void) {
     return value && strcmp(value, "0") != 0;
 }
 
-/* The call must be refused with this status and a text that holds `words`. */
+/* The call must be refused with this status and with a text that contains `words`. */
 CHECK_UNUSED static void check_refused(gk_status got, gk_status expected, const char *words) {
     const char *text = gk_last_error();
     check_result(got == expected && strstr(text, words),
@@ -95,7 +96,7 @@ static double check_uniform(double lo, double hi) {
     return lo + (hi - lo) * (double)(check_random() >> 11) * 0x1p-53;
 }
 
-/* About normal: the sum of twelve uniforms. */
+/* Approximately normal: the sum of twelve uniform numbers. */
 CHECK_UNUSED static double check_normal(void) {
     double sum = -6;
     for (int i = 0; i < 12; ++i) sum += check_uniform(0, 1);
@@ -104,7 +105,8 @@ CHECK_UNUSED static double check_normal(void) {
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 #if defined(__SANITIZE_ADDRESS__)
-#define CHECK_GUARD 0 /* the sanitizer watches the ends, closer than a guard could */
+/* the sanitizer detects accesses out of bounds itself, more precisely than a guard */
+#define CHECK_GUARD 0
 #elif defined(__has_feature)
 #if __has_feature(address_sanitizer)
 #define CHECK_GUARD 0
@@ -127,25 +129,24 @@ static void *check_own(void *p) {
 
 static void *check_alloc(size_t bytes) { return check_own(malloc(bytes ? bytes : 1)); }
 
-/* Frees all that was allocated since check_num_owned was `mark`; 0 frees all of a case and ends it.
- * */
+/* Frees everything allocated since check_num_owned was `mark`. 0 frees everything of a case and
+ * ends it. */
 CHECK_UNUSED static void check_free(int mark) {
     while (check_num_owned > mark) free(check_owned[--check_num_owned]);
     if (mark == 0) check_isa = check_pass = "";
 }
 
 /* ---- tensors --------------------------------------------------------------------------------- */
-/* A tensor whose memory holds NaN wherever no element lies: in the guards and between the elements.
- * */
+/* A tensor whose memory holds NaN outside its elements: in the guards and between the elements. */
 typedef struct check_tensor {
     gk_tensor t;
     unsigned char *memory, *before; /* before: a copy of memory, for check_unchanged */
     size_t bytes;
 } check_tensor;
 
-/* order lists the dimensions from the slowest to the fastest (NULL: as they are); step is the
- * stride of the fastest, pad the elements left out after each run of it. Data starts one element
- * past any alignment. */
+/* order lists the dimensions from the slowest to the fastest; NULL keeps their order. step is
+ * the stride of the fastest dimension, pad the number of elements left out after each run of it.
+ * Data starts one element past any alignment. */
 static check_tensor check_tensor_make(gk_dtype dtype, int ndim, const int64_t *shape,
                                       const int *order, int64_t step, int64_t pad) {
     check_tensor x;
@@ -182,7 +183,7 @@ CHECK_UNUSED static int64_t check_offset(const gk_tensor *t, int64_t i) {
     return offset;
 }
 
-/* One element after the other, the last dimension fastest. */
+/* Iterates over the elements, the last dimension fastest. */
 typedef struct check_walk {
     const gk_tensor *t;
     int64_t at[GK_MAX_DIMS], offset;
@@ -223,7 +224,8 @@ CHECK_UNUSED static void check_fill(const check_tensor *x, double value) {
         gk_store(x->t.data, x->t.dtype, w.offset, value);
 }
 
-/* Same shape and strides in memory of its own; every element (those between, too) as f says. */
+/* A copy with the same shape and strides in its own memory. f is applied to every element, and
+ * to the gaps between elements. */
 CHECK_UNUSED static check_tensor check_map(const check_tensor *x, double (*f)(double)) {
     check_tensor y = *x;
     size_t es = gk_dtype_bytes(x->t.dtype), lead = CHECK_GUARD + es;
@@ -238,8 +240,8 @@ CHECK_UNUSED static check_tensor check_map(const check_tensor *x, double (*f)(do
     return y;
 }
 
-/* Remembers the memory; check_unchanged then fails if a byte differs, check_untouched if one
- * outside the elements does. */
+/* Remembers the memory. check_unchanged then fails if any byte differs, check_untouched if a
+ * byte outside the elements differs. */
 CHECK_UNUSED static void check_remember(check_tensor *x) {
     if (!x->before) x->before = check_alloc(x->bytes);
     memcpy(x->before, x->memory, x->bytes);
@@ -272,19 +274,19 @@ CHECK_UNUSED static bool check_same_bits(const gk_tensor *a, const gk_tensor *b)
 }
 
 /* ---- comparison ------------------------------------------------------------------------------ */
-/* Half a unit in the last place of 1; integers are exact. */
+/* Half a unit in the last place at 1. Integers are exact. */
 static double check_unit(gk_dtype dtype) {
     const gk_type *type = gk_type_of(dtype);
     return type->kind == GK_KIND_FLOAT ? ldexp(1, -type->fraction_bits - 1) : 0;
 }
 
-/* u of the accumulator: float32 but for float64. */
+/* u of the accumulator: float64 for float64, otherwise float32. */
 CHECK_UNUSED static double check_acc_unit(gk_dtype dtype) {
     return check_unit(gk_stats_dtype(dtype));
 }
 
-/* got within loss * size + u |exact| of exact, element by element; size NULL: |exact|. NaN and inf
- * must be the same. */
+/* Every element of got must be within loss * size + u |exact| of exact. size NULL: |exact|. NaN
+ * and infinities must be equal. */
 CHECK_UNUSED static void check_close(const char *name, const gk_tensor *got, const gk_tensor *exact,
                                      const gk_tensor *size, double loss) {
     double u = check_unit(got->dtype), tiny = got->dtype == GK_F16   ? 0x1p-25
@@ -306,7 +308,7 @@ CHECK_UNUSED static void check_close(const char *name, const gk_tensor *got, con
     check_result(true, "%s", name);
 }
 
-/* Same values; NaN equals NaN. */
+/* Values must be equal; NaN equals NaN. */
 CHECK_UNUSED static void check_equal(const char *name, const gk_tensor *got,
                                      const gk_tensor *expected) {
     check_walk at[2] = {check_first(got), check_first(expected)};
@@ -320,8 +322,8 @@ CHECK_UNUSED static void check_equal(const char *name, const gk_tensor *got,
     check_result(true, "%s", name);
 }
 
-/* Euclidean length of the longest row (last dimension) without NaN: two of them bound every dot
- * product. */
+/* Euclidean length of the longest row (last dimension) without NaN. The product of two of them
+ * bounds every dot product. */
 CHECK_UNUSED static double check_longest_row(const gk_tensor *t) {
     int64_t n = t->shape[t->ndim - 1];
     double longest = 0;
@@ -332,7 +334,7 @@ CHECK_UNUSED static double check_longest_row(const gk_tensor *t) {
             const double x = check_here(&w);
             sum += x * x;
         }
-        if (sum > longest) longest = sum; /* a row with NaN loses */
+        if (sum > longest) longest = sum; /* false for a row with NaN */
     }
     return sqrt(longest);
 }
@@ -350,12 +352,12 @@ static void *check_thread_main(void *p) {
     return NULL;
 }
 
-/* A parallel_for that really runs at once: one thread per index. */
+/* A parallel_for with one thread per index, all at once. */
 static void check_parallel_for(void *pool, int64_t n, gk_task_fn task, void *arg) {
     (void)pool;
     pthread_t threads[16];
     check_thread starts[16];
-    if (n > CHECK_COUNT(threads)) abort(); /* more than num_threads was asked for */
+    if (n > CHECK_COUNT(threads)) abort(); /* more than num_threads */
     for (int64_t i = 0; i < n; ++i) {
         starts[i] = (check_thread){task, arg, i};
         if (pthread_create(&threads[i], NULL, check_thread_main, &starts[i]) != 0) abort();
@@ -389,8 +391,8 @@ CHECK_UNUSED static int check_isas(void) {
     return n;
 }
 
-/* Whether a set has nothing of its own for a dtype: AMX's emulation, which multiplies bfloat16, and
- * goes by avx512 elsewhere. */
+/* True if a set has no kernels of its own for a dtype: AMX's emulation multiplies bfloat16 and
+ * uses avx512 for the others. */
 CHECK_UNUSED static bool check_repeats(const char *isa, gk_dtype dtype) {
     return dtype != GK_BF16 && strcmp(isa, "amx_emulated") == 0;
 }
@@ -399,8 +401,8 @@ CHECK_UNUSED static bool check_repeats(const char *isa, gk_dtype dtype) {
 static char check_seen[128][64];
 static int check_num_seen;
 
-/* Remembers the row that a call was served by; what it says of its workspace must be what the
- * caller was told. */
+/* Remembers the instance that served a call. Its explained workspace must be the number of bytes
+ * that the caller was told. */
 CHECK_UNUSED static void check_see(const gk_explanation *e, size_t workspace_bytes) {
     check_result(e->workspace_bytes == (int64_t)workspace_bytes,
                  "%s explains %lld bytes of workspace, asks for %zu", e->row,
@@ -412,7 +414,7 @@ CHECK_UNUSED static void check_see(const gk_explanation *e, size_t workspace_byt
         memcpy(check_seen[check_num_seen++], e->row, sizeof check_seen[0]);
 }
 
-/* Every row of the op that this machine can run has served a call. */
+/* Every instance of the op that this machine can run must have served a call. */
 CHECK_UNUSED static void check_every_row_seen(gk_op op) {
     int num_rows;
     const gk_cpu_instance *rows = gk_cpu_instances(op, &num_rows);
@@ -432,8 +434,8 @@ CHECK_UNUSED static void check_every_row_seen(gk_op op) {
 }
 
 /* ---- workspace ------------------------------------------------------------------------------- */
-/* Exactly the bytes asked for, 64-byte aligned, all NaN, with a guard behind (the sanitizer's,
- * where it watches). */
+/* A workspace of exactly the bytes asked for, 64-byte aligned, full of NaN, with a guard behind
+ * it (or the sanitizer's). */
 typedef struct check_workspace {
     unsigned char *data;
     size_t bytes;

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_amx: AMX's products by the instructions and by their emulation have the same bits; where
- * the machine has no AMX, that it was asked for is an error by name. check_gemm walks the emulation
- * over its whole grid. */
+/* check_amx: AMX's instructions and their emulation give the same bits. On a machine without
+ * AMX, asking for it by name is an error. check_gemm runs the emulation over its whole grid. */
 #include "check.h"
 
 #include "cpu/kernels.h"
@@ -39,7 +38,7 @@ int main(void) {
     for (int i = 0; i < MOST * MOST; ++i) {
         a[i] = gk_f32_to_bf16((float)check_uniform(-1, 1));
         b[i] = gk_f32_to_bf16((float)check_uniform(-1, 1));
-        if (i % 97 == 0) a[i] = 0x0003; /* a subnormal */
+        if (i % 97 == 0) a[i] = 0x0003; /* a subnormal number */
     }
     check_result(!emulated || gk_tiles_multiply_amx_emulated(),
                  "the emulation multiplies tiles wrongly");

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_attn_sm90a: what the attention kernels of Hopper are made of, on the host: which block
- * takes which tile (attn/forward/fwd_schedule.cuh), which block of keys comes when, softcap's
- * polynomial, how its operands lie in shared memory (wgmma_panels of layout/wgmma.cuh) as TMA
- * writes and WGMMA reads them, and which registers of a product are which operand of the next.
- * Exits with 1 on a failure. */
+/* check_attn_sm90a: checks on the host, without a GPU, the device functions of Hopper's
+ * attention kernels: which block takes which tile (attn/forward/fwd_schedule.cuh), the order of
+ * key blocks, softcap's polynomial, the layout of operands in shared memory (wgmma_panels of
+ * layout/wgmma.cuh) as TMA writes and WGMMA reads it, and which accumulator registers are which
+ * operand of the next product. Exits with 1 on a failure. */
 #include "check_model.h"
 #include "cuda/attn/backward/bwd_order.cuh"
 #include "cuda/attn/forward/fwd_schedule.cuh"
@@ -17,11 +17,12 @@
 #include <vector>
 
 /* ---- tiles and blocks ------------------------------------------------------------------------ */
-/* Blocks of keys that the rows of a tile see under a causal rule whose last row sees the last
- * key. */
+/* Number of key blocks that the rows of a tile see under a causal mask in which the last row
+ * sees the last key. */
 static int keys_of(int tile, int bq, int bkv) { return ((tile + 1) * bq + bkv - 1) / bkv; }
 
-/* A walk over every tile of every head and split, once each; what the blocks' keys come to. */
+/* Visits every tile of every head and split, which must happen once each, and adds up the keys
+ * of each block. */
 struct Walk {
     int tiles, heads, splits, bq, bkv;
     std::vector<char> hits;
@@ -55,7 +56,7 @@ struct Walk {
     }
 };
 
-/* find_tiles' walk of a dense call. */
+/* find_tiles' loop for a dense call. */
 static void check_schedule(int tiles, int heads, int splits, int paired, int sms, int bq, int bkv) {
     FwdSchedule s = {};
     s.tiles = tiles;
@@ -81,15 +82,16 @@ static void check_schedule(int tiles, int heads, int splits, int paired, int sms
           "blocks: tiles, heads", tiles, heads);
     check(each_tile.once(), "every tile once: tiles, blocks", tiles, s.blocks);
     if (!paired) return;
-    /* The worst block has at most a tile more than the mean, of few tiles a pair; where a tile's
-     * rows are no whole blocks of keys each rounds up by half a block beside that. */
+    /* The worst block has at most one tile more than the mean; with few tiles, one pair more. If
+     * the rows of a tile are not a whole number of key blocks, each tile also rounds up by half a
+     * block. */
     const long unit = tiles < FWD_SINGLES ? each_tile.longest + 2 : each_tile.longest;
     check((double)each_tile.worst() <=
               each_tile.mean() + (double)unit + (bq % bkv ? (double)each_tile.most / 2 : 0) + 1e-6,
           "the worst block's keys: tiles, blocks", tiles, s.blocks);
 }
 
-/* find_tiles' walk of a packed call of one sequence: block c takes units c, c + blocks, .. */
+/* find_tiles' loop for a packed call of one sequence: block c takes units c, c + blocks, .. */
 static void check_packed(int tiles, int heads, int splits, int paired, int blocks) {
     FwdSchedule s = {};
     s.splits = splits;
@@ -111,8 +113,8 @@ static void check_packed(int tiles, int heads, int splits, int paired, int block
     check(each_tile.once(), "packed: every tile once: tiles, blocks", tiles, blocks);
 }
 
-/* A window of `short_tiles` tiles and one more: the worst block's keys in `most` of the mean, or a
- * tile more. */
+/* A window of short_tiles tiles and one more. The worst block has at most `most` times the mean
+ * number of keys, or one tile more. */
 static void check_window(int tiles, int short_tiles, int heads, int sms, double most) {
     FwdSchedule s = {};
     s.tiles = tiles;
@@ -161,8 +163,8 @@ static void check_schedules() {
                         check_packed(tiles, heads, paired ? 1 : splits, paired, blocks);
                     }
     for (int tiles : many_tiles) check_schedule(tiles, 16, 1, 1, 132, 128, 128);
-    /* of 16 heads of 128 tiles 132 blocks take six rounds of pairs; the rest ends within 2 % of the
-     * mean */
+    /* 16 heads of 128 tiles are six rounds of pairs for 132 blocks; the remaining tiles end
+     * within 2 % of the mean */
     FwdSchedule long_one = {};
     long_one.tiles = 128;
     long_one.splits = 1;
@@ -178,15 +180,15 @@ static void check_schedules() {
     }
     check(long_one.rounds == 6 && worst < 1.02 * 16 * 128 * 129 / 2 / 132, "singles end even",
           worst, long_one.rounds);
-    /* windows: every tile once, a head's first ones last; of 32 heads of 64 tiles, eight of them
-     * short, blocks end within 2 % of the mean */
+    /* Windows: every tile comes once, and a head's first tiles come last. With 32 heads of 64
+     * tiles, eight of them short, blocks end within 2 % of the mean. */
     for (int tiles = 1; tiles <= 40; ++tiles)
         for (int short_tiles = 1; short_tiles < tiles; short_tiles += 1 + short_tiles / 2)
             for (int blocks : some_blocks)
                 for (int heads : some_heads) check_window(tiles, short_tiles, heads, blocks, 4);
     check_window(64, 8, 32, 132, 1.02);
     check_window(66, 8, 32, 132, 1.02);
-    /* longest first, and a pair sees as many keys as any other */
+    /* longest first; every pair sees equally many keys */
     FwdSchedule s = {};
     s.splits = 1;
     s.paired = 1;
@@ -196,7 +198,7 @@ static void check_schedules() {
         check(u.head == unit / 3 && u.tile[0] == 5 - unit % 3 && u.tile[1] == unit % 3,
               "pairs of six", unit, u.tile[1]);
     }
-    /* of five two pairs of either head, then either middle */
+    /* five tiles: two pairs of each head, then the two middle tiles */
     check(fwd_unit(5, s, 3).head == 1 && fwd_unit(5, s, 3).tile[0] == 3 &&
               fwd_unit(5, s, 3).tile[1] == 1,
           "a pair of five", 3, 1);
@@ -205,8 +207,8 @@ static void check_schedules() {
           "the middle of five", 5, -1);
 }
 
-/* Every block of a tile once, the nearest first, and then no nearer one after a farther one of the
- * same side. */
+/* Every block of a tile comes once, the nearest first. On each side the distance then only
+ * grows. */
 static void check_blocks() {
     for (int blocks = 1; blocks <= 40; ++blocks)
         for (int nearest = 0; nearest < blocks; ++nearest) {
@@ -221,7 +223,8 @@ static void check_blocks() {
         }
 }
 
-/* row_of: a tile of one head has more rows to a head than there are; of several heads seq_q. */
+/* row_of: in a tile of one head there are more rows per head than exist; with several heads
+ * there are seq_q. */
 static void check_stacked() {
     const Divisor alone = divisor_of(INT32_MAX);
     for (uint32_t row : {0u, 1u, 191u, 1u << 20, 1u << 30, (1u << 30) + 191, 2147483646u})
@@ -232,8 +235,8 @@ static void check_stacked() {
 }
 
 /* ---- scores ---------------------------------------------------------------------------------- */
-/* Near scores: within 1e-6 of cap tanh(scale s / cap), for caps of every size; `end` tells them
- * apart by one bit. */
+/* Scores near the cap: within 1e-6 of cap tanh(scale s / cap) for caps of every size. `end`
+ * distinguishes them by one bit. */
 static void check_softcap() {
     for (double scale : {1.1e-6, 0.0625, 0.088388, 0.125, 1.0, 37.5, 9e5})
         for (double factor :
@@ -289,12 +292,12 @@ enum {
     MEMORY = 227 * 1024, /* of a block */
     NOTHING = -1
 };
-static int memory[MEMORY / 2]; /* of each 16-bit place: row * 1024 + column of the element there */
+static int memory[MEMORY / 2]; /* for each 16-bit word: row * 1024 + column of the element there */
 
-/* The 128-byte swizzle of TMA and WGMMA: bits 4 .. 6 of an address xored with bits 7 .. 9. */
+/* The 128-byte swizzle of TMA and WGMMA: bits 4 .. 6 of an address are xored with bits 7 .. 9. */
 static uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
-/* load_panels: boxes of 64 columns and ROWS rows, one row of 128 bytes behind the other. */
+/* load_panels: boxes of 64 columns and ROWS rows of 128 bytes, one behind the other. */
 template <int ROWS, int COLS> static void tma_writes(uint32_t tile) {
     typedef wgmma_panels<ROWS, COLS> Panels;
     for (int i = 0; i < MEMORY / 2; ++i) memory[i] = NOTHING;
@@ -308,10 +311,11 @@ template <int ROWS, int COLS> static void tma_writes(uint32_t tile) {
             }
 }
 
-/* The place that WGMMA reads for element (x, k) of a k16 step; x is m or n. In a descriptor bits 0
- * to 13 are the address, 16 to 29 the leading, 32 to 45 the stride offset, all over 16. K-major: 8
- * rows of x are a block of 1024 bytes, the stride leads to the next. MN-major: a row is a k with 64
- * of x, the stride leads to the next 8 of k, leading to the next 64 of x. */
+/* The address from which WGMMA reads element (x, k) of a k16 step; x is m or n. In a descriptor
+ * bits 0 to 13 are the address, 16 to 29 the leading and 32 to 45 the stride offset, each over
+ * 16. K-major: 8 rows of x are a block of 1024 bytes, and the stride offset leads to the next
+ * block. MN-major: a row is one k with 64 of x; the stride offset leads to the next 8 of k, the
+ * leading offset to the next 64 of x. */
 static int wgmma_reads(uint64_t descriptor, bool mn_major, int x, int k) {
     const uint32_t start = (uint32_t)(descriptor & 0x3fff) << 4,
                    leading = (uint32_t)(descriptor >> 16 & 0x3fff) << 4,
@@ -322,7 +326,7 @@ static int wgmma_reads(uint64_t descriptor, bool mn_major, int x, int k) {
     return swizzled(at) < MEMORY ? memory[swizzled(at) / 2] : NOTHING;
 }
 
-/* Mode 1, the 128-byte swizzle; base offset 0; no bit where none belongs. */
+/* Mode 1 is the 128-byte swizzle; base offset 0; all unused bits are 0. */
 static bool good_fields(uint64_t d) {
     return d >> 62 == 1 && (d >> 46 & 0xffff) == 0 && (d & 0xc000c000) == 0;
 }
@@ -355,7 +359,8 @@ template <int ROWS, int COLS> static void check_panels_at(uint32_t tile) {
             const int at = Panels::offset_of(row, col),
                       in_panel = at - col / 64 * Panels::panel_bytes;
             places = places && memory[(tile + at) / 2] == row * 1024 + col;
-            places = places && in_panel / 128 == row; /* clear_rows: a row's bytes are its own */
+            /* clear_rows: a row's bytes contain no other row */
+            places = places && in_panel / 128 == row;
         }
     check(k_fields && mn_fields, "fields of a descriptor", ROWS, COLS);
     check(q, "Q by k_major", ROWS, COLS);
@@ -364,7 +369,7 @@ template <int ROWS, int COLS> static void check_panels_at(uint32_t tile) {
     check(places, "offset_of", ROWS, COLS);
 }
 
-/* store_tile: a warp's 16 rows by stmatrix, then as boxes of 64 columns and 16 rows. */
+/* store_tile: stores a warp's 16 rows with stmatrix, then as boxes of 64 columns and 16 rows. */
 template <int ROWS, int COLS> static void check_store() {
     typedef wgmma_panels<ROWS, COLS> Panels;
     bool registers = true, boxes = true, banks = true;
@@ -435,8 +440,8 @@ static void check_descriptor_add() {
 }
 
 /* ---- registers ------------------------------------------------------------------------------- */
-/* Pair i of S, packed, is register i % 4 of operand A of k16 step i / 4: weights need no exchange
- * between lanes. */
+/* Packed pair i of S is register i % 4 of operand A in k16 step i / 4, so probabilities need no
+ * exchange between lanes. */
 static void check_identity(int bkv) {
     bool weights = true, scores = true;
     for (int thread = 0; thread < 128; ++thread) {
@@ -447,7 +452,8 @@ static void check_identity(int bkv) {
                             a = frag_a16(lane, 2 * (i % 4) + half);
                 weights = weights && d.row == 16 * warp + a.row && d.col == i / 4 * 16 + a.col;
             }
-        /* mask and modify: s[n][2 r + e] is 8 r rows and 8 n + e columns from the lane's first */
+        /* mask and modify: s[n][2 r + e] is 8 r rows and 8 n + e columns from the lane's first
+         * element */
         const coord first = frag_c(lane, 0);
         for (int e = 0; e < bkv / 2; ++e) {
             const coord d = wgmma_d(warp, lane, e);
@@ -460,7 +466,7 @@ static void check_identity(int bkv) {
 }
 
 /* ---- backward -------------------------------------------------------------------------------- */
-/* Every tile of every head of a group once, heads in order. */
+/* Every tile of every head of a group comes once, heads in order. */
 static void check_steps() {
     for (int group = 1; group <= 4; ++group)
         for (int tiles = 1; tiles <= 9; ++tiles)
@@ -482,7 +488,7 @@ static void check_steps() {
             }
 }
 
-/* The same of ordered kernels: every head of a tile, then the next tile, up or down. */
+/* The same for ordered kernels: every head of a tile, then the next tile, up or down. */
 static void check_ordered_steps() {
     for (int up = 0; up < 2; ++up)
         for (int group = 1; group <= 4; ++group)
@@ -499,9 +505,9 @@ static void check_ordered_steps() {
             }
 }
 
-/* stmatrix.x4 of a warp: element (row, half) of matrix i, which lane 4 row + half / 2 holds in
- * register i, goes to the address of lane 8 i + row; transposed: (column, row) instead.
- * put(address's lane, element of the eight, register's lane, i, half). */
+/* stmatrix.x4 of a warp. Element (row, half) of matrix i is in register i of lane 4 row + half /
+ * 2 and goes to the address of lane 8 i + row; transposed: (column, row). put(the address's
+ * lane, element of the eight, the register's lane, i, half). */
 template <class Put> static void stmatrix(bool trans, const Put &put) {
     for (int i = 0; i < 4; ++i)
         for (int lane = 0; lane < 32; ++lane)
@@ -511,9 +517,9 @@ template <class Put> static void stmatrix(bool trans, const Put &put) {
             }
 }
 
-/* Registers 2 n + r of packed accumulators: row 8 r + lane / 4 of the warp's 16, columns 8 n + 2
- * (lane % 4) and the next. Each element of S^T [128 keys][ROWS] must lie where WGMMA looks for
- * (row, key) of dS, K-major. */
+/* Registers 2 n + r of packed accumulators hold row 8 r + lane / 4 of the warp's 16 rows,
+ * columns 8 n + 2 (lane % 4) and the next one. Each element of S^T [128 keys][ROWS] must be
+ * stored where WGMMA reads (row, key) of dS, K-major. */
 template <int ROWS> static void check_ds() {
     typedef wgmma_panels<ROWS, 128> Scores;
     static int at[128][ROWS];
@@ -549,7 +555,7 @@ template <int ROWS> static void check_ds() {
           "dS from step to step: rows", ROWS, 4);
 }
 
-/* The same of the wide kernel's dS^T [64 keys][64 rows], which one warpgroup stores. */
+/* The same for the wide kernel's dS^T [64 keys][64 rows], which one warpgroup stores. */
 static void check_scores() {
     typedef wgmma_panels<64, 64> Scores;
     static int at[64][64];
@@ -569,12 +575,12 @@ static void check_scores() {
     check(good, "dS^T lies as an operand", 64, 64);
 }
 
-/* dq_sum is written as the accumulators of dQ^T lie, and read by pairs of eight rows: every element
- * of dQ [ROWS][D] once, and where it belongs. */
+/* dq_sum is written in the order of the accumulators of dQ^T and read in pairs of eight rows.
+ * Every element of dQ [ROWS][D] must be read once, from the right place. */
 template <int ROWS, int D> static void check_dq() {
     constexpr bool by_d = D > 64;
     constexpr int N = by_d ? ROWS : ROWS / 2, BLOCKS = by_d ? D / 16 : 8;
-    static int owner[ROWS][D]; /* the float of dq_sum that the last pass takes the element from */
+    static int owner[ROWS][D]; /* the float of dq_sum from which the last pass takes the element */
     memset(owner, -1, sizeof owner);
     for (int block = 0; block < BLOCKS; ++block)
         for (int pair = 0; pair < N / 16; ++pair)
@@ -601,8 +607,8 @@ template <int ROWS, int D> static void check_dq() {
     check(good, "dQ comes out as it went in: rows, head_dim", ROWS, D);
 }
 
-/* Every task of every unit once; the rows of a unit before its keys, all its keys before it is
- * rounded: a block waits for lower numbers alone. */
+/* Every task of every unit comes once. The rows of a unit come before its keys, and all its keys
+ * before it is rounded, so that a block only waits for lower task numbers. */
 static bool tasks_in_order(const BwdGrid &grid) {
     static_assert(BwdGrid::PARTS == 4, "bits below");
     const int units = grid.sets() * grid.together, most[3] = {grid.rows, grid.keys, grid.rows};
@@ -615,7 +621,7 @@ static bool tasks_in_order(const BwdGrid &grid) {
         const BwdTask t = grid.task(x);
         if (t.unit < 0 || t.unit >= units || t.index < 0 || t.index >= most[t.kind]) return false;
         if (t.part >= t.parts || (t.parts != 1 && t.parts != BwdGrid::PARTS)) return false;
-        const int parts = t.parts == 1 ? 15 : 1 << t.part; /* a bit each */
+        const int parts = t.parts == 1 ? 15 : 1 << t.part; /* one bit for each part */
         int &of = seen[t.kind][t.unit * 32 + t.index];
         if (of & parts) return false;
         of |= parts;

@@ -1,35 +1,40 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_cuda: every compiled instance of the CUDA tables (cuda/kernels.h) against csrc/ref, each
- * through its own `plan` and `run`, so that a row which dispatch would seldom reach is run too.
+/* check_cuda: runs every compiled instance of the CUDA tables (cuda/kernels.h) and compares it
+ * with csrc/ref. An instance is called through its own `plan` and `run`, so that instances which
+ * dispatch seldom chooses are tested, too.
  *
- * Random problems of an op are drawn until each of its rows has taken several; the reference is
- * computed once for all rows that want the problem. A row runs twice, plainly and from a CUDA
- * graph, on outputs and workspace full of NaN: both results must have the same bits and lie within
- * the bound of check.h, and nothing else may have changed: inputs, the memory between and around
- * the elements, what lies around the workspace, the error word.
- * A check_tensor is mirrored whole, guards included, in one device arena; a problem's tensors begin
- * at multiples of 256 bytes, one element past them, or mixed, so that rows for aligned tensors and
- * rows for any are both reached.
+ * Random problems of an op are drawn until each of its instances has taken several. The
+ * reference is computed once for all instances that take the problem. An instance runs twice,
+ * directly and from a CUDA graph, on outputs and workspace full of NaN. Both results must have
+ * the same bits and be within the bound of check.h. Nothing else may have changed: inputs, the
+ * memory between and around the elements, the memory around the workspace, the error word.
  *
- * size, loss (check.h), with u = u(float32), u(float64) for float64:
- *   gemm            size |alpha| sum |a| |b| + |beta c| + |bias|; loss u (32 + 4 sqrt K), tf32: 1.375 x 2^-10 more, since
- *                   the tensor cores cut operands off and the kernel's correction leaves 2/3 of a
- *                   unit to either factor
- *   gemm_act_bwd    size |grad| (1 + |x|); loss 16 u
- *   attention       size: the same sum with every term positive. The logits err by e = u (8 + 2 sqrt D) max |logit|,
- *                   which changes every p by 2 e; in 16 bits p and ds are rounded to the inputs'
- *                   dtype: 1.25 u(dtype) forward, 2.5 backward; sums add u (32 + 2 sqrt(terms));
- *                   attn_floor is for underflow
- *   weight_gemm     size sum |a| |w| + |bias|; loss u (32 + 4 sqrt K), and where scales are no powers of two u(dtype), since
- *                   a kernel may round weights to a's dtype or not
- *   attn_merge      size |a| w_a + |b| w_b; loss 232 u: exp(lse_x - lse) errs by |lse| u. One side alone is exact
- *   kv_cache_write  exact
+ * A check_tensor is copied whole, guards included, into one device arena. The tensors of a
+ * problem begin at multiples of 256 bytes, one element behind them, or mixed, so that instances
+ * for aligned and for misaligned tensors are both reached.
  *
- * check_cuda [-v] [-n problems] [text ...]: -v prints every row; -n problems for each row; only
- * rows whose name holds one of the texts. From the environment, for runs under a sanitizer:
- * GK_CHECK_SMALL=1 draws few and small problems and runs each once, not from a graph;
- * GK_CHECK_ONLY=text,text is as the texts; GK_CHECK_PART=2/5 takes the second, the seventh, .. of
- * those rows, so that five processes walk all of them. Either of the last two prints its rows. */
+ * size and loss (check.h), with u = u(float32), or u(float64) for float64:
+ *  gemm            size |alpha| sum |a| |b| + |beta c| + |bias|; loss u (32 + 4 sqrt K). tf32
+ *                  adds 1.375 x 2^-10: the tensor cores truncate operands, and the kernel's
+ *                  correction leaves 2/3 of a unit for each factor
+ *  gemm_act_bwd    size |grad| (1 + |x|); loss 16 u
+ *  attention       size: the same sum with every term positive. The logits have the error e = u
+ *                  (8 + 2 sqrt D) max |logit|, which changes every p by 2 e. In 16 bits p and ds
+ *                  are rounded to the inputs' dtype: 1.25 u(dtype) forward, 2.5 backward. Sums
+ *                  add u (32 + 2 sqrt(terms)). attn_floor covers underflow
+ *  weight_gemm     size sum |a| |w| + |bias|; loss u (32 + 4 sqrt K). If scales are not powers
+ *                  of two it adds u(dtype), since a kernel may round weights to a's dtype or not
+ *  attn_merge      size |a| w_a + |b| w_b; loss 232 u, because exp(lse_x - lse) has the error
+ *                  |lse| u. If only one side saw keys, its result is exact
+ *  kv_cache_write  exact
+ *
+ * check_cuda [-v] [-n problems] [text ...]: -v prints every instance. -n sets the number of
+ * problems for each instance. With texts, only instances whose name contains one of them run.
+ *
+ * Environment, for runs under a sanitizer: GK_CHECK_SMALL=1 draws few and small problems and
+ * runs each once, without a graph. GK_CHECK_ONLY=text,text is the same as the texts.
+ * GK_CHECK_PART=2/5 takes the second, the seventh, .. of these instances, so that five processes
+ * cover all of them. GK_CHECK_ONLY and GK_CHECK_PART print the instances they run. */
 #include "check.h"
 #include "core/dispatch.h"
 #include "formats/weight_tile.h"
@@ -42,14 +47,14 @@
 
 static const gk_dtype dtypes[] = {GK_F32, GK_BF16, GK_F16, GK_F64, GK_E4M3, GK_E5M2, GK_I8};
 
-/* ---- the problem at hand --------------------------------------------------------------------- */
+/* ---- the current problem --------------------------------------------------------------------- */
 enum {
     GAP = 256,
-    HOST_BYTES = 192 << 20,  /* tensors of a problem */
-    DEVICE_BYTES = 768 << 20 /* and behind them the workspace */
+    HOST_BYTES = 192 << 20,  /* all tensors of a problem */
+    DEVICE_BYTES = 768 << 20 /* tensors and, behind them, the workspace */
 };
 
-/* a tensor's place in the arena; outputs hold NaN before each run, inputs what they hold then */
+/* A tensor's place in the arena. Outputs hold NaN before each run; inputs hold their values. */
 typedef struct block {
     check_tensor *x;
     const char *name;
@@ -63,9 +68,10 @@ typedef struct result { /* loss < 0: exactly equal */
     const char *name;
     const check_tensor *got;
     check_tensor exact, size;
-    double loss, floor; /* floor: what underflow may cost beside loss * size */
-    double rounded;     /* more of loss, for rows that round codes times scales to the dtype of the
-                           other operand */
+    double loss, floor; /* floor: absolute error allowed for underflow */
+    /* added to loss for instances that round codes times scales to the dtype of the other
+     * operand */
+    double rounded;
 } result;
 
 static enum {
@@ -77,19 +83,19 @@ static block blocks[32];
 static result results[8];
 static int num_blocks, num_results;
 static size_t arena_used;
-/* on the device; what goes there; what came back */
+/* on the device; the upload; the download */
 static unsigned char *arena_d, *arena_up, *arena_down;
-static gk_context ctx, judge;
-static void *device_args[256];  /* the arguments with device pointers, */
-static bool may_have_workspace; /* of the op, */
-static bool repeatable;         /* whether two runs must give the same bits, */
-static int error_kind;          /* the byte of the error word that must be set, -1 = none, */
-static bool (*also)(void);      /* and what else must hold of the results */
+static gk_context ctx, ref_ctx;
+static void *device_args[256];  /* the arguments with device pointers */
+static bool may_have_workspace; /* true for ops whose kernels may have a workspace */
+static bool repeatable;         /* true if two runs must give the same bits */
+static int error_kind;          /* the byte of the error word that must be set, -1: none */
+static bool (*also)(void);      /* further checks of the results */
 
-/* How much work a problem may be: a sanitizer makes a kernel hundreds of times slower. */
+/* The largest size of a problem; a sanitizer makes a kernel hundreds of times slower. */
 static int64_t small_or(int64_t small, int64_t usual) { return check_small() ? small : usual; }
 
-/* Room between rows; aligned: every row begins at a multiple of 8 elements. */
+/* Gap between rows. aligned: every row begins at a multiple of 8 elements. */
 static int64_t pad_for(int64_t n) {
     if (check_below(3) == 0 && (placing != ALIGNED || n % 8 == 0)) return 0;
     return placing == ALIGNED ? (8 - n % 8) % 8 + 8 * check_below(2) : check_below(5);
@@ -120,7 +126,7 @@ static result *expected(const check_tensor *got, double loss) {
     return r;
 }
 
-static void say(const char *format, ...) { /* more words to name the case by */
+static void say(const char *format, ...) { /* adds words to the case's name */
     size_t used = strlen(check_case);
     va_list list;
     va_start(list, format);
@@ -128,8 +134,9 @@ static void say(const char *format, ...) { /* more words to name the case by */
     va_end(list);
 }
 
-/* The arguments as the device sees them: a word that is a mirrored tensor's data, or points to a
- * mirrored tensor, becomes its counterpart. The tensors found tell what the case is. */
+/* Copies the arguments for the device. A word that is the data pointer of a tensor in the arena,
+ * or a pointer to such a tensor, is replaced by its counterpart on the device. The tensors found
+ * describe the case. */
 static void to_device(const void *args, size_t bytes) {
     memcpy(device_args, args, bytes);
     for (size_t i = 0; i < bytes / sizeof(void *); ++i) {
@@ -150,13 +157,13 @@ static void to_device(const void *args, size_t bytes) {
 /* ---- one run --------------------------------------------------------------------------------- */
 static void try_cuda(cudaError_t error, const char *what) {
     if (error == cudaSuccess) return;
-    /* no call after it would be worth anything */
+    /* after an error every further call fails, too */
     check_result(false, "%s: %s", what, cudaGetErrorString(error));
     check_end();
     exit(1);
 }
 
-/* Launches the plan, straight or from a graph that it was captured into. */
+/* Launches the plan directly, or captures it into a graph and launches the graph. */
 static gk_status launch(const gk_cuda_instance *row, const gk_plan *plan, void *memory,
                         bool graph) {
     cudaStream_t stream = ctx.stream;
@@ -175,16 +182,16 @@ static gk_status launch(const gk_cuda_instance *row, const gk_plan *plan, void *
     return status;
 }
 
-static bool plan_row(const gk_cuda_instance *row, gk_plan *plan) {
+static bool plan_instance(const gk_cuda_instance *row, gk_plan *plan) {
     return row->plan(row, &ctx, device_args, gk_plan_begin(plan, row));
 }
 
-/* One run: up, launch, down; everything but the results is judged here. */
+/* One run: upload, launch, download. Checks everything except the results. */
 static void run_row(const gk_cuda_instance *row, bool again) {
     cudaStream_t stream = ctx.stream;
     check_pass = again ? "(from a graph)" : "";
     gk_plan plan;
-    check_result(plan_row(row, &plan), "the call is not planned again");
+    check_result(plan_instance(row, &plan), "the call is not planned again");
     size_t bytes = plan.workspace_bytes;
     size_t at = (size_t)gk_round_up((int64_t)arena_used + GAP, 256),
            end = at + bytes + GAP; /* the workspace and its guard */
@@ -216,7 +223,7 @@ static void run_row(const gk_cuda_instance *row, bool again) {
     for (int e = 0; e < GK_NUM_DEVICE_ERRORS; ++e)
         check_result(ctx.error_word[e] == (e == error_kind), "error_word[%d] is %d", e,
                      ctx.error_word[e]);
-    size_t behind = 0; /* the block before ends here */
+    size_t behind = 0; /* end of the previous block */
     for (int i = 0; i < num_blocks; ++i) {
         check_tensor *x = blocks[i].x;
         unsigned char *up = arena_up + blocks[i].at, *down = arena_down + blocks[i].at;
@@ -243,8 +250,8 @@ static struct {
     check_tensor a, b, bias, c, out, preact;
 } g;
 
-/* Matrices by rows or by columns, their elements `step` apart and `pad` left out after each of
- * those; swapped: the first two batch dimensions in exchanged places. */
+/* Matrices stored by rows or by columns, with elements `step` apart and a gap of `pad` after
+ * each row or column. swapped: the first two batch dimensions are exchanged. */
 static check_tensor stored(gk_dtype dtype, const int64_t *batch, int64_t rows, int64_t cols,
                            bool columns, bool swapped, int64_t step, int64_t pad) {
     int64_t shape[GK_MAX_DIMS] = {0};
@@ -260,8 +267,8 @@ static check_tensor stored(gk_dtype dtype, const int64_t *batch, int64_t rows, i
     return check_tensor_make(dtype, ndim, shape, order, step, pad);
 }
 
-/* A matrix [batch..., rows, cols]: row-major, column-major, every second element, mirrored, or one
- * row repeated; the two outermost dimensions of a batch now and then in the other order. */
+/* A matrix [batch..., rows, cols]: row-major, column-major, every second element, mirrored, or
+ * one row repeated. In some problems the two outermost batch dimensions are in the other order. */
 static check_tensor operand(gk_dtype dtype, const int64_t *batch, int64_t rows, int64_t cols) {
     const int ndim = (int)batch[0] + 2;
     int64_t layout = check_below(8) ? check_below(2) : 2 + check_below(3);
@@ -283,18 +290,18 @@ static void gemm_draw(gk_dtype dtype, bool large) {
                          deep[] = {2048, 4096, 8192};
     static const double alphas[] = {1, -0.75}, betas[] = {0, 1, 0.5};
     static const int64_t none[2][5] = {{0}},
-                         batches[][2][5] = {/* ndim, sizes: of a, of b */
+                         batches[][2][5] = {/* number of dimensions and sizes, of a and of b */
                                             {{1, 3}, {0}},
                                             {{0}, {1, 2}},
                                             {{1, 2}, {1, 2}},
                                             {{2, 2, 1}, {1, 3}},
                                             {{2, 1, 3}, {2, 2, 1}},
                                             {{3, 2, 1, 2}, {1, 2}},
-                                            /* joined: 3 */
+                                            /* these batches become 3 batch dimensions */
                                             {{4, 2, 1, 2, 3}, {4, 1, 2, 2, 3}},
                                             {{4, 2, 1, 2, 3}, {4, 2, 1, 2, 3}},
                                             {{4, 2, 2, 2, 2}, {4, 2, 2, 2, 2}},
-                                            {{4, 2, 1, 2, 1}, {4, 1, 2, 1, 2}} /* never */};
+                                            {{4, 2, 1, 2, 1}, {4, 1, 2, 1, 2}} /* not merged */};
     int64_t m, n, k, shape[GK_MAX_DIMS], entries = 1;
     const int64_t (*batch)[5] = check_below(4) ? none : PICK(batches);
     int ndim = (int)gk_max_i64(batch[0][0], batch[1][0]);
@@ -376,7 +383,7 @@ static void gemm_expect(void) {
     gk_gemm_args ref = g.args;
     ref.out = out->exact.t;
     ref.preact = preact ? &preact->exact.t : NULL;
-    gk_ref_gemm(&judge, &ref);
+    gk_ref_gemm(&ref_ctx, &ref);
     check_tensor a = check_map(&g.a, fabs), b = check_map(&g.b, fabs),
                  bias = check_map(&g.bias, fabs);
     check_tensor c = check_map(&g.c, fabs);
@@ -388,7 +395,7 @@ static void gemm_expect(void) {
     if (ref.c) ref.c = &c.t;
     ref.alpha = fabs(ref.alpha);
     ref.activation = GK_ACT_NONE;
-    gk_ref_gemm(&judge, &ref);
+    gk_ref_gemm(&ref_ctx, &ref);
     if (preact) preact->size = out->size;
 }
 
@@ -424,13 +431,13 @@ static void act_bwd_expect(void) {
     check_fill_normal(&ab.saved, 3);
     gk_gemm_act_bwd_args ref = ab.args;
     ref.grad_in = r->exact.t;
-    gk_ref_gemm_act_bwd(&judge, &ref);
+    gk_ref_gemm_act_bwd(&ref_ctx, &ref);
     for (int64_t i = 0; i < gk_numel(&r->size.t); ++i)
         check_set(&r->size.t, i,
                   fabs(check_get(&ab.grad.t, i)) * (1 + fabs(check_get(&ab.saved.t, i))));
 }
 
-/* ---- attention: what its ops share ----------------------------------------------------------- */
+/* ---- attention: parts that its ops share ----------------------------------------------------- */
 static const int64_t heads[][2] = {{1, 1}, {4, 4}, {4, 2}, {6, 1}, {8, 1}, {9, 3}};
 
 static int64_t draw_dim(void) {
@@ -438,7 +445,7 @@ static int64_t draw_dim(void) {
     return check_below(3) ? PICK(dims) : 8 * (1 + check_below(32));
 }
 
-/* slopes, sinks, scales: uniform; some_off: now and then -inf. */
+/* Uniform random slopes, sinks or scales. some_off: a few are -inf. */
 static check_tensor make_stats(gk_dtype stats, int ndim, const int64_t *shape, double lo, double hi,
                                bool some_off) {
     check_tensor x = check_tensor_make(stats, ndim, shape, NULL, 1 + check_below(2), 0);
@@ -452,13 +459,14 @@ static check_tensor make_slopes(gk_dtype stats, int64_t batch, int64_t heads_q, 
     return make_stats(stats, both ? 2 : 1, both ? shape : shape + 1, 0, most, false);
 }
 
-/* A sum of `terms` products of p or ds with numbers of size 1: p and ds below the smallest number
- * vanish, in float16 those below 2^-14 are rounded to a multiple of 2^-24. */
+/* For a sum of `terms` products of p or ds with numbers of size 1: values of p and ds below the
+ * smallest number vanish; in float16 those below 2^-14 are rounded to a multiple of 2^-24. */
 static double attn_floor(gk_dtype dtype, double terms) {
     return dtype == GK_F64 ? 0 : 8 * sqrt(terms) * (dtype == GK_F16 ? 0x1p-25 : 0x1p-120);
 }
 
-/* The head comment's bounds; `terms` of a sum, in 16 bits `halves` roundings of p or ds. */
+/* The bounds in the comment at the head of this file. `terms` is the length of a sum, `halves`
+ * the number of 16-bit roundings of p or ds. */
 static double attn_loss(gk_dtype dtype, int64_t dim, double max_logit, double terms,
                         double halves) {
     double u = check_acc_unit(dtype);
@@ -488,7 +496,7 @@ static int64_t draw_length(bool large) {
     return 1 + check_below(kind == 0 ? 17 : kind == 1 ? 70 : kind == 2 || !large ? 320 : 4200);
 }
 
-/* [B, H, S, D] or [T, H, D], the last dimension dense. */
+/* [B, H, S, D] or [T, H, D] with a contiguous last dimension. */
 static check_tensor make_heads(gk_dtype dtype, int64_t tokens, int64_t num_heads, int64_t seq,
                                int64_t dim) {
     static const int by_token[4] = {0, 2, 1, 3};
@@ -497,7 +505,7 @@ static check_tensor make_heads(gk_dtype dtype, int64_t tokens, int64_t num_heads
     return check_tensor_make(dtype, 4, dense, f.tokens_first ? by_token : NULL, 1, pad_for(dim));
 }
 
-/* Random lengths up to `longest`, one of them that long; *end becomes the number of tokens. */
+/* Random lengths up to `longest`, one of them equal to it. *end becomes the number of tokens. */
 static check_tensor make_cu_seqlens(int64_t longest, int64_t *end) {
     int64_t shape = f.batch + 1, at = 0, full = check_below(f.batch);
     check_tensor cu = check_tensor_make(GK_I32, 1, &shape, NULL, 1 + check_below(2), 0);
@@ -517,7 +525,7 @@ static void modify(gk_attn_rules *r, int64_t i) {
     case 2: r->window_right = check_below(60); break;
     case 3:
         r->softcap = 3 * fmax(1, fabs(r->scale) * sqrt((double)f.dim));
-        break; /* its derivative stays above 0.1 */
+        break; /* small enough that tanh's derivative stays above 0.1 */
     case 4: r->alibi_slopes = &f.slopes.t; break;
     case 5: r->sinks = &f.sinks.t; break;
     case 6: r->kv_start = f.packed ? NULL : &f.kv_start.t; break;
@@ -527,7 +535,7 @@ static void modify(gk_attn_rules *r, int64_t i) {
     case 10: r->scale = check_below(2) ? -0.3 / fmax(1, sqrt((double)f.dim) / 8) : 0; break;
     case 11:
         r->scale = r->softcap > 0 ? r->scale : 40 / sqrt((double)f.dim);
-        break; /* nearly one-hot, the running maximum jumps */
+        break; /* nearly one-hot: the running maximum jumps */
     case 12: r->window_left = r->window_right = INT64_MAX; break;
     default: r->q_start = f.packed ? NULL : &f.q_start.t; break;
     }
@@ -540,7 +548,7 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     static const gk_dtype outs[] = {GK_BF16, GK_F16, GK_F32};
     const bool codes = gk_is_code(dtype);
     gk_dtype stats = codes ? GK_F32 : gk_stats_dtype(dtype), out_dtype = codes ? PICK(outs) : dtype;
-    /* of 16 bits, results that are not rounded */
+    /* 16-bit inputs may have float32 results, which are not rounded */
     const gk_dtype results_of =
         gk_type_of(dtype)->bits == 16 && check_below(3) == 0 ? GK_F32 : dtype;
     f.packed = check_below(3) == 0;
@@ -606,7 +614,7 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     a->v = f.v.t;
     a->out = f.out.t;
     a->lse = f.lse.t;
-    /* each means it */
+    /* both forms mean "no lse" */
     if (!lse_wanted) a->lse = check_below(2) ? (gk_tensor){0} : (gk_tensor){.ndim = f.lse.t.ndim};
     a->max_seqlen_q = f.seq_q + check_below(2) * 9;
     a->max_seqlen_k = f.seq_k + check_below(2) * 9;
@@ -641,7 +649,7 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
     may_have_workspace = true;
     say("dropout %g results %s ", a->dropout_p, gk_dtype_name(results_of));
     say_rules(r, f.packed ? "packed" : f.tokens_first ? "tokens first" : "heads first");
-    if (codes) return; /* more tensors come */
+    if (codes) return; /* flash_attn_fp8 adds more tensors */
     if (backward)
         TO_DEVICE(f.args);
     else
@@ -651,7 +659,8 @@ static void flash_draw(gk_dtype dtype, bool large, bool backward) {
 static void fwd_draw(gk_dtype dtype, bool large) { flash_draw(dtype, large, false); }
 static void bwd_draw(gk_dtype dtype, bool large) { flash_draw(dtype, large, true); }
 
-/* Row `row` of every head of sequence b becomes NaN; packed rows count from the tensor's first. */
+/* Sets row `row` of every head of sequence b to NaN. Packed rows count from the tensor's first
+ * row. */
 static void poison(const gk_tensor *t, int64_t b, int64_t row) {
     for (int64_t h = 0; h < t->shape[1]; ++h) {
         int64_t at = h * t->stride[1] +
@@ -723,10 +732,10 @@ static void fwd_expect(void) {
     check_tensor abs_v = check_map(&f.v, fabs);
     ref.v = abs_v.t;
     ref.out = out->size.t;
-    gk_ref_flash_attn_fwd(&judge, &ref); /* sum_j p_ij |v_j| */
+    gk_ref_flash_attn_fwd(&ref_ctx, &ref); /* sum_j p_ij |v_j| */
     ref.v = f.v.t;
     ref.out = out->exact.t;
-    gk_ref_flash_attn_fwd(&judge, &ref);
+    gk_ref_flash_attn_fwd(&ref_ctx, &ref);
 }
 
 static double minus_abs(double x) { return -fabs(x); }
@@ -744,9 +753,10 @@ static check_tensor widened(const check_tensor *x, bool with_abs) {
     return y;
 }
 
-/* The reference again, with |dout|, |v|, -|out| and |dlse|, makes every term positive:
- *   w_ij = p_ij (|dout_i| |v_j| + |dout_i| |out_i| + |dlse_i|)   dv and dsinks are then their own sizes
- * and q = [q, 0], k = [k, |k|] leave the logits and give sum_j w_ij |k_j| as the second half of dq; likewise dk. */
+/* The reference runs again with |dout|, |v|, -|out| and |dlse|, which makes every term positive:
+ *  w_ij = p_ij (|dout_i| |v_j| + |dout_i| |out_i| + |dlse_i|)
+ * dv and dsinks are then their own sizes. q = [q, 0] and k = [k, |k|] leave the logits unchanged
+ * and give sum_j w_ij |k_j| as the second half of dq; likewise dk. */
 static void bwd_expect(void) {
     check_fill_normal(&f.q, 1);
     check_fill_normal(&f.k, 1);
@@ -754,8 +764,8 @@ static void bwd_expect(void) {
     check_fill_normal(&f.dout, 1);
     check_fill_normal(&f.dlse, 1);
     poison_unseen(true);
-    /* rounded as a forward pass does: ref and kernels both start from it */
-    gk_ref_flash_attn_fwd(&judge, &f.args.fwd);
+    /* rounded as a forward pass rounds it, because ref and kernels both start from it */
+    gk_ref_flash_attn_fwd(&ref_ctx, &f.args.fwd);
     double most = flash_max_logit(),
            longest = (double)gk_max_i64(f.seq_k, f.seq_q * f.heads_q * f.batch);
     double loss = attn_loss(f.q.t.dtype, f.dim, most, longest + (double)f.dim_v, 2.5);
@@ -769,7 +779,7 @@ static void bwd_expect(void) {
     ref.dk = dk->exact.t;
     ref.dv = dv->exact.t;
     ref.dsinks = dsinks ? &dsinks->exact.t : NULL;
-    gk_ref_flash_attn_bwd(&judge, &ref);
+    gk_ref_flash_attn_bwd(&ref_ctx, &ref);
     check_tensor dout = check_map(&f.dout, fabs), v = check_map(&f.v, fabs),
                  out = check_map(&f.out, minus_abs);
     check_tensor dlse = check_map(&f.dlse, fabs);
@@ -787,7 +797,7 @@ static void bwd_expect(void) {
         ref.fwd.k = k.t;
         ref.dq = wide_dq.t;
         ref.dk = wide_dk.t;
-        gk_ref_flash_attn_bwd(&judge, &ref);
+        gk_ref_flash_attn_bwd(&ref_ctx, &ref);
         check_tensor *size = side == 0 ? &dq->size : &dk->size;
         *size = side == 0 ? wide_dq : wide_dk;
         size->t.shape[size->t.ndim - 1] = f.dim;
@@ -803,17 +813,17 @@ static struct {
     gk_paged_attn_args args;
     check_tensor q, k, v, table, lens, cu, slopes, sinks, kv_start, k_scale, v_scale, out, lse;
     int64_t batch, block_size, seq_q[MAX_BATCH], seq_k[MAX_BATCH], longest, tokens;
-    bool shared, powers;  /* powers: of two are all scales */
-    unsigned char *drawn; /* [num_blocks][block_size]: the keys that some query reads */
+    bool shared, powers;  /* powers: all scales are powers of two */
+    unsigned char *drawn; /* [num_blocks][block_size]: keys that some query reads */
 } p;
 
-/* What a cache holds: now and then 8-bit codes. */
+/* dtype of a cache: sometimes 8-bit codes. */
 static gk_dtype draw_stored(gk_dtype dtype) {
     static const gk_dtype codes[] = {GK_E4M3, GK_E4M3, GK_E5M2, GK_I8};
     return check_below(2) ? dtype : PICK(codes);
 }
 
-/* [], [Hkv], or of codes [num_blocks, Hkv] */
+/* [], [Hkv], or for codes [num_blocks, Hkv] */
 static check_tensor make_scale(gk_dtype stats, gk_dtype stored, int64_t num_blocks,
                                int64_t heads_kv, double lo) {
     int64_t shape[2] = {num_blocks, heads_kv};
@@ -842,7 +852,7 @@ static void paged_draw(gk_dtype dtype, bool large) {
                      : check_below(4) ? 6
                                       : 80;
     bool ragged = check_below(2), heads_first = check_below(3) == 0;
-    const bool prefill = check_below(3) == 0; /* as paged_prefill_sm90a and its relay take them */
+    const bool prefill = check_below(3) == 0; /* problems that the prefill kernels of Hopper take */
     if (prefill) {
         dim = dim_v = 64 << check_below(3);
         most_q = check_below(3) ? 200 : 20;
@@ -957,7 +967,7 @@ static void set_row(const gk_tensor *t, int64_t page, int64_t row, bool poison) 
     }
 }
 
-/* One row of a page, drawn unless an earlier sequence has drawn it. */
+/* Draws one row of a page, unless an earlier sequence has drawn it. */
 static void fill_row(int64_t page, int64_t row) {
     unsigned char *drawn = &p.drawn[page * p.block_size + row];
     if (!*drawn) {
@@ -967,9 +977,9 @@ static void fill_row(int64_t page, int64_t row) {
     *drawn = 1;
 }
 
-/* Pages in random order. What no query reads stays NaN in the caches (of int8 see poison_rest) and
- * is -7 in the table; with `shared` the entries before the shortest sequence's last page are the
- * same pages. */
+/* Pages are in random order. Entries that no query reads stay NaN in the caches (for int8 see
+ * poison_rest) and -7 in the table. With `shared` the entries before the shortest sequence's
+ * last page are the same pages for all sequences. */
 static void fill_pages(void) {
     int64_t num_blocks = p.k.t.shape[0], max_blocks = p.table.t.shape[1], shortest = INT64_MAX,
             next = 0;
@@ -1004,7 +1014,7 @@ static void fill_pages(void) {
     }
 }
 
-/* int8 has no NaN: what no query reads is the largest code there is. */
+/* int8 has no NaN, so what no query reads becomes the largest code. */
 static void poison_rest(void) {
     for (int64_t i = 0; i < p.k.t.shape[0] * p.block_size; ++i)
         if (!p.drawn[i]) {
@@ -1017,7 +1027,7 @@ static void paged_expect(void) {
     const gk_attn_rules *r = &p.args.rules;
     int64_t dim = p.q.t.shape[2];
     for (int64_t i = 0; i < p.tokens * p.q.t.shape[1] * dim; ++i)
-        check_set(&p.q.t, i, check_normal()); /* the rest: NaN */
+        check_set(&p.q.t, i, check_normal()); /* the rest stays NaN */
     fill_pages();
     double most = 1 + r->scale * (p.args.k_scale ? 2 : 1) * check_longest_row(&p.q.t) *
                           check_longest_row(&p.k.t);
@@ -1029,7 +1039,7 @@ static void paged_expect(void) {
     out->floor = attn_floor(halves ? GK_F16 : p.q.t.dtype, (double)p.longest);
     result *lse = expected(&p.lse, attn_loss(p.lse.t.dtype, dim, most, 0, 0));
     check_fill(&lse->size, 1);
-    /* a score errs by u of its size, a weight by twice that */
+    /* a score has an error of u of its size, a weight twice that */
     if (gk_is_code(p.k.t.dtype) && !p.powers) {
         const double u = check_unit(p.q.t.dtype);
         lse->rounded = p.args.k_scale ? u * most : 0;
@@ -1040,10 +1050,10 @@ static void paged_expect(void) {
     ref.v_cache = abs_v.t;
     ref.out = out->size.t;
     ref.lse = lse->exact.t;
-    gk_ref_paged_attn(&judge, &ref); /* sum_j p_j |v_j| */
+    gk_ref_paged_attn(&ref_ctx, &ref); /* sum_j p_j |v_j| */
     ref.v_cache = p.v.t;
     ref.out = out->exact.t;
-    gk_ref_paged_attn(&judge, &ref);
+    gk_ref_paged_attn(&ref_ctx, &ref);
 }
 
 /* ---- kv_cache_write -------------------------------------------------------------------------- */
@@ -1092,8 +1102,9 @@ static void write_draw(gk_dtype dtype, bool large) {
 
 static double unchanged(double x) { return x; }
 
-/* Every second slot in a mirrored order, some skipped, now and then one past the cache; values that
- * a scale makes too large, inf and NaN. Caches are NaN where nothing is written, int8 -1. */
+/* Every second slot in mirrored order, some skipped, in some problems one behind the cache.
+ * Values include inf, NaN and some that a scale makes too large. Caches are NaN, or -1 in int8,
+ * where nothing is written. */
 static void write_expect(void) {
     int64_t tokens = w.k.t.shape[0], past = check_below(4) ? -1 : check_below(tokens + 1);
     double large = w.k.t.dtype == GK_F16 ? 60000 : 3e38;
@@ -1113,12 +1124,12 @@ static void write_expect(void) {
     }
     result *k = expected(&w.k_cache, -1), *v = expected(&w.v_cache, -1);
     gk_kv_cache_write_args ref = w.args;
-    /* of the same strides */
+    /* with the same strides */
     k->exact = check_map(&w.k_cache, unchanged);
     v->exact = check_map(&w.v_cache, unchanged);
     ref.k_cache = k->exact.t;
     ref.v_cache = v->exact.t;
-    gk_ref_kv_cache_write(&judge, &ref);
+    gk_ref_kv_cache_write(&ref_ctx, &ref);
     if (past < 0 || past == tokens) return;
     check_set(&w.slots.t, past,
               (double)(w.k_cache.t.shape[0] * w.k_cache.t.shape[1] + check_below(1000)));
@@ -1156,7 +1167,7 @@ static void merge_draw(gk_dtype dtype, bool large) {
     TO_DEVICE(mg.args);
 }
 
-static bool merge_sides(void) { /* a side without keys leaves the other one as it is */
+static bool merge_sides(void) { /* if one side has no keys, the other one is unchanged */
     int64_t dim = mg.a.t.shape[mg.a.t.ndim - 1];
     for (int64_t e = 0; e < gk_numel(&mg.out.t); ++e) {
         bool no_a = check_get(&mg.lse_a.t, e / dim) == -INFINITY,
@@ -1174,7 +1185,7 @@ static void merge_expect(void) {
     also = merge_sides;
     check_fill_normal(&mg.a, 1);
     check_fill_normal(&mg.b, 1);
-    /* NaN beside an lse of -inf: such a side is not read */
+    /* NaN beside an lse of -inf, because such a side must not be read */
     for (int64_t i = 0; i < gk_numel(&mg.lse.t); ++i) {
         int64_t kind = check_below(6);
         bool no_a = kind == 0 || kind == 2, no_b = kind == 1 || kind == 2;
@@ -1191,17 +1202,17 @@ static void merge_expect(void) {
     ref.out_b = abs_b.t;
     ref.out = out->size.t;
     ref.lse = lse->exact.t;
-    gk_ref_attn_merge(&judge, &ref);
+    gk_ref_attn_merge(&ref_ctx, &ref);
     ref.out_a = mg.a.t;
     ref.out_b = mg.b.t;
     ref.out = out->exact.t;
-    gk_ref_attn_merge(&judge, &ref);
+    gk_ref_attn_merge(&ref_ctx, &ref);
 }
 
 /* ---- weight_gemm ----------------------------------------------------------------------------- */
 static struct {
     gk_weight_gemm_args args;
-    /* q: the codes, of which the device has no need */
+    /* q: the codes, which the device does not need */
     check_tensor q, a, packed, scale, zero, global_scale, bias, out;
     bool powers;
 } wg;
@@ -1260,7 +1271,7 @@ static void weight_draw(gk_dtype dtype, bool large) {
     TO_DEVICE(wg.args);
 }
 
-/* What a code is worth without its scale. */
+/* The value of a code without its scale. */
 static double weight_code(gk_weight_format format, double code, double zero) {
     return format == GK_UINT4                         ? code - zero
            : format == GK_MXFP4 || format == GK_NVFP4 ? gk_e2m1_to_f32((int)code)
@@ -1286,13 +1297,14 @@ static void weight_expect(void) {
     }
     const gk_pack_weight_args pack = {
         .size = sizeof pack, .q = wg.q.t, .format = x->format, .packed = wg.packed.t};
-    gk_ref_pack_weight(&judge, &pack);
-    /* powers of two as scales round no weight; others may be rounded to a's dtype, or not at all */
+    gk_ref_pack_weight(&ref_ctx, &pack);
+    /* scales that are powers of two round no weight; with others a kernel may round weights to
+     * a's dtype or not */
     result *out = expected(&wg.out, check_acc_unit(x->a.dtype) * (32 + 4 * sqrt((double)k)) +
                                         (wg.powers ? 0 : check_unit(x->a.dtype)));
     gk_weight_gemm_args ref = *x;
     ref.out = out->exact.t;
-    gk_ref_weight_gemm(&judge, &ref);
+    gk_ref_weight_gemm(&ref_ctx, &ref);
     const int log2 = gk_group_log2(k, groups);
     double *w = (double *)check_alloc((size_t)k * sizeof *w);
     for (int64_t j = 0; j < n; ++j) {
@@ -1319,9 +1331,9 @@ static void weight_expect(void) {
 
 #include "check_cuda_cache.h"
 
-/* ---- the walk -------------------------------------------------------------------------------- */
-/* draw makes and mirrors the tensors of a random problem; expect fills the inputs and computes what
- * must come out. */
+/* ---- the loop over ops and instances --------------------------------------------------------- */
+/* draw makes the tensors of a random problem and copies them to the arena. expect fills the
+ * inputs and computes the expected results. */
 static const struct {
     gk_op op;
     const char *name;
@@ -1353,19 +1365,19 @@ static const struct {
            {GK_OP_QUANTIZE, "quantize", quantize_draw, quantize_expect},
            {GK_OP_DEQUANTIZE, "dequantize", dequantize_draw, dequantize_expect}};
 
-/* Whose operands may be of 8 bits; others have codes beside operands that are wider. */
+/* Ops whose operands may both have 8 bits; the others have codes beside wider operands. */
 static bool takes_codes(gk_op op) {
     return op == GK_OP_SCALED_GEMM || op == GK_OP_GROUPED_GEMM || op == GK_OP_SPARSE_GEMM ||
            op == GK_OP_FLASH_ATTN_FP8;
 }
 
-typedef struct walked {
+typedef struct tested {
     const gk_cuda_table *table;
     const gk_cuda_instance *row;
     int64_t problems, failed;
     double seconds;
     bool wants;
-} walked;
+} tested;
 
 static double now(void) {
     struct timespec t;
@@ -1373,15 +1385,15 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Which rows are walked: every parts-th of those whose name holds one of the texts. */
+/* Which instances run: every parts-th of those whose name contains one of the texts. */
 static struct {
     char only[256];
     char *texts[32];
     int num_texts, part, parts;
-    int64_t num_rows, walked, problems; /* rows named, rows walked, problems run */
+    int64_t num_rows, tested, problems; /* instances named, instances run, problems run */
 } chosen = {.part = 1, .parts = 1};
 
-/* texts: the command line's. false: GK_CHECK_PART is not of the form 2/5. */
+/* texts: from the command line. Returns false if GK_CHECK_PART is not of the form 2/5. */
 static bool choose(char **texts) {
     const char *only = getenv("GK_CHECK_ONLY"), *part = getenv("GK_CHECK_PART");
     char more;
@@ -1402,8 +1414,8 @@ static bool is_chosen(const char *name) {
     return named && chosen.num_rows++ % chosen.parts == chosen.part - 1;
 }
 
-/* The rows of an op and dtype that this device runs and that are chosen. */
-static int rows_of(gk_op op, gk_dtype dtype, int32_t arch, walked *to, int most) {
+/* The chosen instances of an op and dtype that this device runs. */
+static int rows_of(gk_op op, gk_dtype dtype, int32_t arch, tested *to, int most) {
     int n = 0, num_tables;
     const gk_cuda_table *const *tables = gk_cuda_tables(op, &num_tables);
     for (int t = 0; t < num_tables; ++t) {
@@ -1412,20 +1424,20 @@ static int rows_of(gk_op op, gk_dtype dtype, int32_t arch, walked *to, int most)
             const gk_cuda_instance *row = &tables[t]->instances[r];
             if (row->dtype != dtype || !is_chosen(row->name)) continue;
             if (n == most) abort();
-            to[n++] = (walked){.row = row, .table = tables[t]};
+            to[n++] = (tested){.row = row, .table = tables[t]};
         }
     }
     return n;
 }
 
-static void try_row(walked *x) {
+static void try_row(tested *x) {
     double start = now();
     int64_t failed = check_num_failed;
     const bool rounds = strstr(x->row->name, "paged_prefill_relay") != NULL;
     check_isa = x->row->name;
     for (int again = 0; again < (check_small() ? 1 : 2); ++again) {
         run_row(x->row, again);
-        if (again && repeatable) break; /* the bits are those that were judged */
+        if (again && repeatable) break; /* the second run has the same bits, which were checked */
         for (int i = 0; i < num_results; ++i) {
             const result *r = &results[i];
             if (r->loss < 0)
@@ -1441,9 +1453,10 @@ static void try_row(walked *x) {
     ++x->problems;
 }
 
-/* Draws until every row has had its problems. The second half of the attempts draws large ones, for
- * rows that took none; a row that small ones suit seldom may then stay below the number. */
-static void walk(int o, gk_dtype dtype, walked *rows, int num_rows, int64_t problems) {
+/* Draws until every instance has had its problems. The second half of the attempts draws large
+ * problems for instances that took no small one. An instance that seldom takes small problems
+ * may then have fewer. */
+static void test_instances(int o, gk_dtype dtype, tested *rows, int num_rows, int64_t problems) {
     const int most = check_small() ? 1000 : 3000;
     for (int attempt = 0; attempt < most; ++attempt) {
         bool done = true, any = false, late = attempt >= most / 2;
@@ -1464,7 +1477,7 @@ static void walk(int o, gk_dtype dtype, walked *rows, int num_rows, int64_t prob
             const gk_cuda_instance *row = rows[r].row;
             rows[r].wants = rows[r].problems < problems && arena_used + 3 * GAP <= HOST_BYTES &&
                             gk_cuda_takes(rows[r].table, ops[o].op, device_args) &&
-                            plan_row(row, &plan);
+                            plan_instance(row, &plan);
             any = any || rows[r].wants;
         }
         if (any) ops[o].expect();
@@ -1477,7 +1490,7 @@ static void walk(int o, gk_dtype dtype, walked *rows, int num_rows, int64_t prob
     }
 }
 
-/* Results that join what out holds: tests/ops/test_partial_attn.py. */
+/* Instances that add to the contents of out; tests/ops/test_partial_attn.py tests them. */
 static bool drawn_elsewhere(const gk_cuda_instance *row) {
     return strncmp(row->name, "flash_attn_fwd_partial_plain", 28) == 0 &&
            gk_type_of(row->dtype)->bits > 16;
@@ -1486,7 +1499,8 @@ static bool drawn_elsewhere(const gk_cuda_instance *row) {
 int main(int argc, char **argv) {
     bool verbose = getenv("GK_CHECK_ONLY") || getenv("GK_CHECK_PART");
     int64_t problems = check_small() ? 3 : 16;
-    setvbuf(stdout, NULL, _IOLBF, BUFSIZ); /* a run that is cut off has said what it walked */
+    /* so that a run that is cut off shows what it has done */
+    setvbuf(stdout, NULL, _IOLBF, BUFSIZ);
     for (; argc > 1 && argv[1][0] == '-'; --argc, ++argv) {
         verbose = verbose || strcmp(argv[1], "-v") == 0;
         if (strcmp(argv[1], "-n") == 0 && argc > 2) {
@@ -1515,16 +1529,16 @@ int main(int argc, char **argv) {
                        .device = GK_CUDA,
                        .stream = stream,
                        .error_word = gk_cuda_error_word()};
-    judge = check_context(NULL, (int32_t)gk_clamp_i64(sysconf(_SC_NPROCESSORS_ONLN), 1, 16));
+    ref_ctx = check_context(NULL, (int32_t)gk_clamp_i64(sysconf(_SC_NPROCESSORS_ONLN), 1, 16));
     printf("%s, compute capability %d.%d\n", gpu->name, gpu->arch / 10, gpu->arch % 10);
     for (int o = 0; o < CHECK_COUNT(ops); ++o) {
         for (int d = 0; d < CHECK_COUNT(dtypes); ++d) {
             if (gk_is_code(dtypes[d]) && !takes_codes(ops[o].op)) continue;
-            walked rows[256];
+            tested rows[256];
             int n = rows_of(ops[o].op, dtypes[d], gpu->arch, rows, CHECK_COUNT(rows));
             double start = now();
-            walk(o, dtypes[d], rows, n, problems);
-            chosen.walked += n;
+            test_instances(o, dtypes[d], rows, n, problems);
+            chosen.tested += n;
             for (int r = 0; r < n; ++r) {
                 chosen.problems += rows[r].problems;
                 snprintf(check_case, sizeof check_case, "row %s", rows[r].row->name);
@@ -1540,7 +1554,7 @@ int main(int argc, char **argv) {
                        now() - start);
         }
     }
-    printf("walked %lld of %lld rows, %lld problems", (long long)chosen.walked,
+    printf("walked %lld of %lld rows, %lld problems", (long long)chosen.tested,
            (long long)chosen.num_rows, (long long)chosen.problems);
     if (chosen.parts > 1) printf("; part %d of %d", chosen.part, chosen.parts);
     for (int i = 0; i < chosen.num_texts; ++i)

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_cuda_attn_fp8.h: the draw of check_cuda for flash_attn_fp8: that of flash_attn_fwd with
- * codes, scales of each form, means of v.
+/* check_cuda_attn_fp8.h: check_cuda's random problems for flash_attn_fp8: those of
+ * flash_attn_fwd with codes, every form of scales, and means of v.
  *
- * size |v| |v_scale| + |v_mean|, every term positive. Precise: loss of 16-bit attention in float16, as whose codes are multiplied, q and
- * k with scales of blocks rounded to it. Fast may be in 8 bits: weights of three bits, 2^-4; sums
- * of 14 bits, of k / 32 steps each. */
+ * size: sum p |v| |v_scale| + |v_mean|, every term positive. loss, precise: that of float16
+ * attention, because codes are multiplied as float16; q and k with scales of blocks are rounded
+ * to it. loss, fast: products may be 8-bit: 2^-4 for probabilities with three bits, and sums of
+ * 14 bits in k / 32 steps. */
 #ifndef GPUKERN_CHECK_CUDA_ATTN_FP8_H
 #define GPUKERN_CHECK_CUDA_ATTN_FP8_H
 
@@ -15,14 +16,14 @@ static struct {
     check_tensor q_scale, k_scale, v_scale, v_mean;
 } e8;
 
-/* [], [H], [B, H] or one for each 128 tokens; up to `most`. */
+/* [], [H], [B, H] or one for each 128 tokens; values up to `most`. */
 static check_tensor fp8_scales(int ndim, int64_t num_heads, int64_t tokens, double most) {
     const int64_t all[3] = {f.batch, num_heads, gk_ceil_div(tokens, GK_ATTN_SCALE_TOKENS)};
     return make_stats(GK_F32, ndim, ndim == 1 ? all + 1 : all, most / 8, most, false);
 }
 
 static void attn_fp8_draw(gk_dtype dtype, bool large) {
-    if (dtype != GK_E4M3) return; /* no row is of another */
+    if (dtype != GK_E4M3) return; /* other dtypes have no instance */
     flash_draw(dtype, large, false);
     const int form = check_below(3) ? (int)check_below(4) : 2 + (int)check_below(2);
     const int64_t mean[3] = {f.batch, f.heads_kv, f.dim_v}, by_batch = check_below(2);
@@ -58,7 +59,7 @@ static void attn_fp8_expect(void) {
     /* scales of q and k are at most 1 */
     const double most = flash_max_logit(), terms = (double)f.seq_k;
     const bool fast = !gk_attn_is_precise(&e8.args);
-    /* the error of one */
+    /* the error of one score */
     const double score = most * (fast ? 0x1p-13 * ((double)f.dim / 32 + 1) : 0x1p-9);
     poison_unseen(false);
     result *out = expected(&f.out, 2 * score + attn_loss(GK_F16, f.dim, most, terms, 1.25) +
@@ -74,11 +75,11 @@ static void attn_fp8_expect(void) {
     ref.fwd.v = abs_v.t;
     ref.fwd.out = out->size.t;
     if (ref.v_mean) ref.v_mean = &abs_mean.t;
-    gk_ref_flash_attn_fp8(&judge, &ref);
+    gk_ref_flash_attn_fp8(&ref_ctx, &ref);
     ref.fwd.v = f.v.t;
     ref.fwd.out = out->exact.t;
     ref.v_mean = e8.args.v_mean;
-    gk_ref_flash_attn_fp8(&judge, &ref);
+    gk_ref_flash_attn_fp8(&ref_ctx, &ref);
 }
 
 #endif

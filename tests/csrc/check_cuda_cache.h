@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_cuda_cache.h: the draw of check_cuda for rope_kv_write, which writes what kv_cache_write
- * writes and computes before it.
+/* check_cuda_cache.h: check_cuda's random problems for rope_kv_write, which writes like
+ * kv_cache_write and computes before it.
  *
- * size (|x1 cos| + |x2 sin|) of the normalised row, divided by the scale; loss u (64 + 4 sqrt D). Codes: half a step of theirs more,
- * and where they are subnormal, or int8, a floor. */
+ * size: (|x1 cos| + |x2 sin|) of the normalised row, divided by the scale; loss u (64 + 4 sqrt
+ * D). For codes add half a step of the code; for subnormal codes and for int8 there is an
+ * absolute floor. */
 static struct {
     gk_rope_kv_write_args args;
     check_tensor q, k, v, cos, sin, positions, k_cache, v_cache, slots, q_weight, k_weight, k_scale,
@@ -76,7 +77,8 @@ static void rope_write_draw(gk_dtype dtype, bool large) {
     TO_DEVICE(*a);
 }
 
-/* The result of a cache: what is not written is as it was, NaN, of int8 -1. */
+/* The expected result of a cache. Elements that are not written keep their value: NaN, or -1 in
+ * int8. */
 static result *expected_cache(const check_tensor *cache, double loss) {
     /* half the step between subnormal codes */
     static const double floors[] = {0x1p-10, 0x1p-17, 0.5};
@@ -88,7 +90,8 @@ static result *expected_cache(const check_tensor *cache, double loss) {
     return r;
 }
 
-/* Sizes by the reference: of |x|, by |cos| and by -|sin| and |sin|, the larger of both results. */
+/* Sizes from the reference: of |x|, with |cos| and with -|sin| and |sin|; the larger of the two
+ * results. */
 static void rope_write_sizes(result *const results[3]) {
     gk_rope_kv_write_args ref = rk.args;
     check_tensor q = check_map(&rk.q, fabs), k = check_map(&rk.k, fabs), v = check_map(&rk.v, fabs);
@@ -104,7 +107,7 @@ static void rope_write_sizes(result *const results[3]) {
     ref.out_q = results[0]->size.t;
     ref.k_cache = results[1]->size.t;
     ref.v_cache = results[2]->size.t;
-    gk_ref_rope_kv_write(&judge, &ref);
+    gk_ref_rope_kv_write(&ref_ctx, &ref);
     check_tensor other[3];
     for (int i = 0; i < 3; ++i) {
         other[i] = check_dense(GK_F64, results[i]->size.t.ndim, results[i]->size.t.shape);
@@ -115,10 +118,10 @@ static void rope_write_sizes(result *const results[3]) {
     ref.out_q = other[0].t;
     ref.k_cache = other[1].t;
     ref.v_cache = other[2].t;
-    gk_ref_rope_kv_write(&judge, &ref);
+    gk_ref_rope_kv_write(&ref_ctx, &ref);
     for (int i = 0; i < 3; ++i) {
         const gk_dtype dtype = results[i]->got->t.dtype;
-        /* of a code, relative */
+        /* of a code, relative to its value */
         const double half_step = dtype == GK_E4M3 ? 0x1p-4 : dtype == GK_E5M2 ? 0x1p-3 : 0;
         for (int64_t e = 0; e < gk_numel(&other[i].t); ++e) {
             const double size =
@@ -130,8 +133,8 @@ static void rope_write_sizes(result *const results[3]) {
     }
 }
 
-/* Every second slot in a mirrored order, some skipped, now and then one past the cache, or a
- * position past the tables. */
+/* Every second slot in mirrored order, some skipped; in some problems one slot behind the cache
+ * or one position behind the tables. */
 static void rope_write_expect(void) {
     const gk_rope_kv_write_args *a = &rk.args;
     const int64_t tokens = rk.q.t.shape[0], past = check_below(4) ? -1 : check_below(tokens + 1);
@@ -152,7 +155,7 @@ static void rope_write_expect(void) {
                   (double)(t == past || check_below(5) == 0 ? -1 - check_below(9)
                                                             : 2 * (tokens - 1 - t)));
     }
-    /* what a bad one becomes */
+    /* the position that a bad one is clamped to */
     if (far) check_set(&rk.positions.t, 0, (double)(rk.cos.t.shape[0] - 1));
     const double loss = sum_loss(rk.q.t.dtype, rk.q.t.shape[2]);
     result *const results[3] = {expected(&rk.out, loss), expected_cache(&rk.k_cache, loss),
@@ -161,7 +164,7 @@ static void rope_write_expect(void) {
     ref.out_q = results[0]->exact.t;
     ref.k_cache = results[1]->exact.t;
     ref.v_cache = results[2]->exact.t;
-    gk_ref_rope_kv_write(&judge, &ref);
+    gk_ref_rope_kv_write(&ref_ctx, &ref);
     rope_write_sizes(results);
     if (past >= 0 && past < tokens) {
         check_set(&rk.slots.t, past,

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_cuda_quant.h: draws of check_cuda for scaled, grouped and sparse products.
+/* check_cuda_quant.h: check_cuda's random problems for scaled, grouped and sparse products.
  *
- * Operands of 8 bits are small integers and scales powers of two, another one for each block, so
- * that a scale that is misplaced, padded or
- * transposed is a factor of two; K / 128 goes from 1 to 9. size sum |a sa| |b sb| + |beta c| + |bias|; loss u (32 + 4 sqrt K). */
+ * 8-bit operands are small integers and scales are powers of two, different for each block. A
+ * scale that is misplaced, padded or transposed is then wrong by a factor of two. K / 128 goes
+ * from 1 to 9. size: sum |a sa| |b sb| + |beta c| + |bias|; loss u (32 + 4 sqrt K). */
 #ifndef GPUKERN_CHECK_CUDA_QUANT_H
 #define GPUKERN_CHECK_CUDA_QUANT_H
 
@@ -14,12 +14,12 @@ static struct {
         gk_sparse_gemm_args sparse;
         gk_grouped_gemm_args grouped;
     } args;
-    int64_t m, n, k, last; /* last: rows of groups */
+    int64_t m, n, k, last; /* last: the end of the last group of rows */
 } q;
 
 static const int64_t no_batch[1] = {0};
 
-/* Integers; NaN stays between the elements. */
+/* Integers; the gaps between elements stay NaN. */
 static void fill_whole(const check_tensor *x, int64_t most) {
     for (int64_t i = 0; i < gk_numel(&x->t); ++i)
         check_set(&x->t, i, (double)(check_below(2 * most + 1) - most));
@@ -35,7 +35,7 @@ static void fill_powers(const check_tensor *x) {
         check_set(&x->t, i, ldexp(1, (int)check_below(6) - 3));
 }
 
-/* One number, or [high, wide]: in rows or in columns. */
+/* One number, or [high, wide] with contiguous rows or columns. */
 static check_tensor scales_drawn(bool one, int64_t high, int64_t wide, bool bytes) {
     const gk_dtype dtype = bytes ? GK_E8M0 : GK_F32;
     if (one) return check_dense(dtype, 0, NULL);
@@ -61,8 +61,8 @@ static void scaled_draw(gk_dtype dtype, bool large) {
     } while (q.m * q.n * q.k > small_or(600000, 30000000));
     const int64_t m = q.m, n = q.n, k = q.k, blocks = gk_ceil_div(k, 128), rows[2] = {m, n};
     const bool mixed = dtype != GK_I8 && check_below(3) == 0;
-    /* tensor, row, blocks of the weight, of both, of one row alone, of 32, of 32 beside blocks of
-     * the weight */
+    /* 0: one for the tensor, 1: per row, 2: blocks of the weight, 3: blocks of both, 4: blocks
+     * along one row, 5: blocks of 32, 6: blocks of 32 beside blocks of the weight */
     const int64_t form = check_below(7), thirties = gk_ceil_div(k, 32);
     const int64_t high_a = form == 1 ? 1 : form >= 5 ? thirties : form > 1 ? blocks : 1;
     const int64_t high_b = form == 6 ? blocks : high_a;
@@ -110,14 +110,14 @@ static void scaled_expect(void) {
     fill_powers(&q.sb);
     check_fill_normal(&q.bias, 1);
     check_fill_normal(&q.c, 1);
-    if (q.a.t.dtype != GK_I8 && check_below(4) == 0) { /* a NaN is its whole row's or column's */
+    if (q.a.t.dtype != GK_I8 && check_below(4) == 0) { /* a NaN makes its whole row or column NaN */
         const check_tensor *x = check_below(2) ? &q.a : &q.b;
         check_set(&x->t, check_below(gk_numel(&x->t)), check_below(2) ? NAN : -NAN);
     }
     result *out = expected(&q.out, check_unit(GK_F32) * (32 + 4 * sqrt((double)q.k)));
     gk_scaled_gemm_args ref = q.args.scaled;
     ref.out = out->exact.t;
-    gk_ref_scaled_gemm(&judge, &ref);
+    gk_ref_scaled_gemm(&ref_ctx, &ref);
     const check_tensor a = check_map(&q.a, fabs), b = check_map(&q.b, fabs),
                        bias = check_map(&q.bias, fabs), c = check_map(&q.c, fabs);
     ref.a = a.t;
@@ -126,7 +126,7 @@ static void scaled_expect(void) {
     ref.activation = GK_ACT_NONE;
     if (ref.bias) ref.bias = &bias.t;
     if (ref.c) ref.c = &c.t;
-    gk_ref_scaled_gemm(&judge, &ref);
+    gk_ref_scaled_gemm(&ref_ctx, &ref);
 }
 
 /* ---- sparse_gemm ----------------------------------------------------------------------------- */
@@ -191,7 +191,7 @@ static void sparse_expect(void) {
     result *out = expected(&q.out, check_unit(GK_F32) * (32 + 4 * sqrt((double)q.k)));
     gk_sparse_gemm_args ref = q.args.sparse;
     ref.out = out->exact.t;
-    gk_ref_sparse_gemm(&judge, &ref);
+    gk_ref_sparse_gemm(&ref_ctx, &ref);
     const check_tensor a = check_map(&q.a, fabs), values = check_map(&q.values, fabs),
                        bias = check_map(&q.bias, fabs);
     ref.a = a.t;
@@ -199,7 +199,7 @@ static void sparse_expect(void) {
     ref.out = out->size.t;
     ref.activation = GK_ACT_NONE;
     if (ref.bias) ref.bias = &bias.t;
-    gk_ref_sparse_gemm(&judge, &ref);
+    gk_ref_sparse_gemm(&ref_ctx, &ref);
 }
 
 /* ---- grouped_gemm ---------------------------------------------------------------------------- */
@@ -223,7 +223,7 @@ static void grouped_draw(gk_dtype dtype, bool large) {
     q.a = check_below(4)
               ? stored(dtype, no_batch, m, k, by_k, false, 1, by_k ? pad_for(m) : pad_for(k))
               : operand(dtype, no_batch, m, k);
-    /* rows behind the ends differ */
+    /* rows behind the ends must be distinct memory */
     if (q.a.t.stride[0] == 0) q.a = stored(dtype, no_batch, m, k, false, false, 1, 0);
     q.b = stored(dtype, batch, k, n, check_below(2), false, 1, pad_for(8));
     q.offs = check_tensor_make(GK_I32, 1, &groups, NULL, 1 + (check_below(4) == 0), 0);
@@ -271,7 +271,7 @@ static void grouped_expect(void) {
                                        (32 + 4 * sqrt((double)q.k)));
     gk_grouped_gemm_args ref = q.args.grouped;
     ref.out = out->exact.t;
-    gk_ref_grouped_gemm(&judge, &ref);
+    gk_ref_grouped_gemm(&ref_ctx, &ref);
     const check_tensor a = check_map(&q.a, fabs), b = check_map(&q.b, fabs),
                        bias = check_map(&q.bias, fabs);
     ref.a = a.t;
@@ -279,7 +279,7 @@ static void grouped_expect(void) {
     ref.out = out->size.t;
     ref.activation = GK_ACT_NONE;
     if (ref.bias) ref.bias = &bias.t;
-    gk_ref_grouped_gemm(&judge, &ref);
+    gk_ref_grouped_gemm(&ref_ctx, &ref);
     if (q.a.t.dtype == GK_I8) return;
     for (int64_t i = end; i < all; ++i) /* nothing behind the last end may have an effect */
         for (int64_t j = 0; j < (by_k ? q.m : q.k); ++j)

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_cuda_quantize.h: draws of check_cuda for quantize, of a matrix, silu(gate) up and an
- * RMSNorm, and for dequantize.
+/* check_cuda_quantize.h: check_cuda's random problems for quantize (of a matrix, silu(gate) up
+ * and an RMSNorm) and for dequantize.
  *
- * Values of silu and norm err by s = u (64 + 4 sqrt K) of theirs; those of a matrix by nothing.
- * Rounding is monotonic, so a scale lies between the scales of amax (1 - s) and amax (1 + s), and a
- * code between those of value (1 - s) / scale and value (1 + s) / scale, with the scale that came:
- * where s is 0, both are exact. dequantize: loss u. */
+ * Values of silu and norm have a relative error of s = u (64 + 4 sqrt K), those of a matrix
+ * none. Rounding is monotonic, so a scale must be between the scales of amax (1 - s) and amax (1
+ * + s). A code must be between those of value (1 - s) / scale and value (1 + s) / scale, with
+ * the scale that was returned. If s is 0, both are exact. dequantize: loss u. */
 #ifndef GPUKERN_CHECK_CUDA_QUANTIZE_H
 #define GPUKERN_CHECK_CUDA_QUANTIZE_H
 
@@ -19,7 +19,7 @@ static struct {
 
 static int64_t z_dim(int from_end) { return z.ndim < from_end ? 1 : z.shape[3 - from_end]; }
 
-/* [..., m, k], of `most` elements at most. */
+/* [..., m, k] with at most `most` elements. */
 static void z_shape(int64_t most, bool large, bool rows) {
     static const int64_t ks[] = {1,   7,   8,   16,   32,   33,   100,  128, 129,
                                  256, 300, 512, 1000, 1024, 2048, 2056, 4096},
@@ -34,7 +34,7 @@ static void z_shape(int64_t most, bool large, bool rows) {
                      : 0;
 }
 
-/* Its dimensions in any order, now and then every second element. */
+/* Dimensions in any order; in some problems every second element. */
 static check_tensor z_tensor(gk_dtype dtype) {
     static const int of_2[] = {1, 0}, of_3[][3] = {{1, 0, 2}, {0, 2, 1}, {2, 1, 0}};
     const int *order = check_below(3) ? NULL : z.ndim == 3 ? PICK(of_3) : z.ndim == 2 ? of_2 : NULL;
@@ -42,7 +42,7 @@ static check_tensor z_tensor(gk_dtype dtype) {
                              pad_for(z.shape[2]));
 }
 
-/* Values of many sizes with a mean; some rows of zeros. */
+/* Values of many magnitudes with a mean; some rows are zero. */
 static void z_fill(const check_tensor *x) {
     const int64_t k = gk_max_i64(1, z.shape[2]), zeros = check_below(3) ? 0 : 1 + check_below(3);
     for (int64_t i = 0; i < gk_numel(&x->t); ++i)
@@ -51,7 +51,7 @@ static void z_fill(const check_tensor *x) {
 }
 
 /* ---- quantize -------------------------------------------------------------------------------- */
-/* Rows and columns that share a scale; returns how many scales a row of blocks has. */
+/* Rows and columns that share a scale. Returns the number of scales of a row of blocks. */
 static int64_t z_block(int64_t *rows, int64_t *cols) {
     const gk_granularity g = z.args.granularity;
     const int64_t m = gk_max_i64(1, z_dim(2)), k = gk_max_i64(1, z_dim(1));
@@ -60,7 +60,8 @@ static int64_t z_block(int64_t *rows, int64_t *cols) {
     return g == GK_PER_TENSOR || g == GK_PER_ROW ? 1 : gk_ceil_div(z_dim(1), *cols);
 }
 
-/* The scale of a block whose largest value is `most`, as csrc/include/gpukern_quant.h has it. */
+/* The scale of a block whose largest value is `most`, as csrc/include/gpukern_quant.h defines
+ * it. */
 static double z_scale(double most) {
     const float q =
         z.args.codes.dtype == GK_I8 ? 127 : (float)gk_type_of(z.args.codes.dtype)->largest;
@@ -190,7 +191,7 @@ static void quantize_expect(void) {
         glu.gate = z.x.t;
         glu.up = &z.up.t;
         glu.out = z.values.t;
-        gk_ref_glu_fwd(&judge, &glu);
+        gk_ref_glu_fwd(&ref_ctx, &glu);
     } else if (n && z.args.what == GK_QUANTIZE_RMS_NORM) {
         gk_norm_args norm = GK_NORM_ARGS_INIT;
         norm.kind = GK_RMS_NORM;
@@ -200,7 +201,7 @@ static void quantize_expect(void) {
         norm.out = z.values.t;
         norm.residual = z.args.residual;
         norm.sum = norm.residual ? &h.t : NULL;
-        gk_ref_norm_fwd(&judge, &norm);
+        gk_ref_norm_fwd(&ref_ctx, &norm);
     } else {
         for (int64_t i = 0; i < n; ++i) check_set(&z.values.t, i, check_get(&z.x.t, i));
     }
@@ -233,14 +234,14 @@ static void dequantize_draw(gk_dtype dtype, bool large) {
 }
 
 static void dequantize_expect(void) {
-    for (int64_t i = 0; i < gk_numel(&z.codes.t); ++i) /* every code, NaN and infinities too */
+    for (int64_t i = 0; i < gk_numel(&z.codes.t); ++i) /* every code, NaN and infinities included */
         ((uint8_t *)z.codes.t.data)[check_offset(&z.codes.t, i)] = (uint8_t)check_below(256);
     for (int64_t i = 0; i < gk_numel(&z.scale.t); ++i)
         check_set(&z.scale.t, i, check_uniform(0.01, 1));
     result *out = expected(&z.values, check_unit(GK_F32));
     gk_dequantize_args ref = z.back;
     ref.out = out->exact.t;
-    gk_ref_dequantize(&judge, &ref);
+    gk_ref_dequantize(&ref_ctx, &ref);
     for (int64_t i = 0; i < gk_numel(&out->size.t); ++i)
         check_set(&out->size.t, i, fabs(check_get(&out->exact.t, i)));
 }

@@ -1,17 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_cuda_rows.h: draws of check_cuda for operations along the last dimension.
+/* check_cuda_rows.h: check_cuda's random problems for operations along the last dimension.
  *
- * size, loss (check_cuda.c), with s = u (64 + 4 sqrt N), N the terms of a sum:
- *   norm_fwd        size (|xhat| + 1) |w| + |b|; loss s. sum is exact
- *   norm_bwd        dx: size rstd (|g w| + mean |g w| + |xhat| mean |g w xhat|) + |grad_sum|; dweight, dbias: sum |g| (|xhat| + 1)
- *   softmax_fwd     size p (1 + max |s|), log: 1 + |s| + |lse|; loss s
- *   softmax_bwd     size |scale y| (|g| + sum |g y|), log: |scale| (|g| + exp(y) (1 + |y|) sum |g|); loss s
- *   glu             size |gate up|; backward |g up| (1 + |gate|), |g gate|; loss 32 u
- *   rope            size |x1 cos| + |x2 sin|; loss 8 u
- *   cross_entropy   size (1 + max |z|) times the weights that the row has; backward |g| times those; loss s (1 + max |z|)
- *   dropout         size |x + b| / (1 - p) + |residual|, backward |g| (1 + |x + b|) / (1 - p); loss 32 u. What is kept is exact
- * adamw writes what it reads, which no problem here can: tests/ops/test_adamw.py has it on both
- * devices. */
+ * size and loss (check_cuda.c), with s = u (64 + 4 sqrt N), N the number of terms of a sum:
+ *  norm_fwd       size (|xhat| + 1) |w| + |b|; loss s. sum is exact
+ *  norm_bwd       dx: size rstd (|g w| + mean |g w| + |xhat| mean |g w xhat|) + |grad_sum|
+ *                 dweight, dbias: size sum |g| (|xhat| + 1)
+ *  softmax_fwd    size p (1 + max |s|), log: 1 + |s| + |lse|; loss s
+ *  softmax_bwd    size |scale y| (|g| + sum |g y|)
+ *                 log: |scale| (|g| + exp(y) (1 + |y|) sum |g|); loss s
+ *  glu            size |gate up|; backward |g up| (1 + |gate|), |g gate|; loss 32 u
+ *  rope           size |x1 cos| + |x2 sin|; loss 8 u
+ *  cross_entropy  size (1 + max |z|) times the weights of the row
+ *                 backward |g| times the same; loss s (1 + max |z|)
+ *  dropout        size |x + b| / (1 - p) + |residual|
+ *                 backward |g| (1 + |x + b|) / (1 - p); loss 32 u. The mask is exact
+ *
+ * adamw updates its inputs in place, which these problems cannot do: tests/ops/test_adamw.py
+ * checks it on both devices. */
 #include "gpukern_loss.h"
 #include "formats/philox.h"
 
@@ -33,7 +38,7 @@ static struct {
     int ndim;
 } r;
 
-/* Rows of every length that an instance is for, whole vectors and not. */
+/* Rows of every length that an instance is for, whole vectors and others. */
 static void rows_shape(gk_dtype dtype, bool large, bool even) {
     static const int64_t usual[] = {1,   7,   8,    16,   64,   100,  128, 256,
                                     257, 512, 1000, 1024, 2048, 2056, 4096};
@@ -105,11 +110,11 @@ static void norm_expect(void) {
     result *out = expected(&r.out, sum_loss(r.x.t.dtype, r.n)),
            *sum = a->residual ? expected(&r.out2, -1) : NULL;
     gk_norm_args ref = *a;
-    /* where it is rounded as the sum is */
+    /* if it is rounded like the sum */
     check_tensor h = check_dense(r.x.t.dtype, r.ndim, r.x.t.shape);
     ref.out = out->exact.t;
     ref.sum = sum ? &h.t : NULL;
-    gk_ref_norm_fwd(&judge, &ref);
+    gk_ref_norm_fwd(&ref_ctx, &ref);
     for (int64_t i = 0; i < rows_count() * r.n; ++i) {
         const double w = a->weight ? fabs(check_get(&r.w.t, i % r.n) + a->weight_offset) : 1;
         const double b = a->bias ? check_get(&r.b.t, i % r.n) : 0, y = check_get(&out->exact.t, i);
@@ -156,7 +161,7 @@ static void norm_bwd_expect(void) {
     ref.dx = dx->exact.t;
     ref.dweight = dw ? &dw->exact.t : NULL;
     ref.dbias = db ? &db->exact.t : NULL;
-    gk_ref_norm_bwd(&judge, &ref);
+    gk_ref_norm_bwd(&ref_ctx, &ref);
     for (int64_t i = 0; i < n; ++i) {
         if (dw) check_set(&dw->size.t, i, 0);
         if (db) check_set(&db->size.t, i, 0);
@@ -223,7 +228,7 @@ static void softmax_expect(void) {
     result *out = expected(&r.out, sum_loss(r.x.t.dtype, r.n));
     gk_softmax_args ref = *a;
     ref.out = out->exact.t;
-    gk_ref_softmax_fwd(&judge, &ref);
+    gk_ref_softmax_fwd(&ref_ctx, &ref);
     for (int64_t i = 0; i < rows_count() * r.n; ++i) {
         const double y = fabs(check_get(&out->exact.t, i));
         check_set(&out->size.t, i, a->log ? 20 + 2 * y : 20 * y);
@@ -250,12 +255,12 @@ static void softmax_bwd_expect(void) {
     const int64_t n = r.n;
     check_fill_normal(&r.x, 1);
     lengths_fill();
-    for (int64_t i = 0; i < rows_count() * n; ++i) /* what a forward pass may have given */
+    for (int64_t i = 0; i < rows_count() * n; ++i) /* values that a forward pass may have given */
         check_set(&r.y.t, i, a->log ? check_uniform(-20, -3) : check_uniform(0, 2) / (double)n);
     result *dx = expected(&r.out, sum_loss(r.x.t.dtype, n));
     gk_softmax_bwd_args ref = *a;
     ref.dx = dx->exact.t;
-    gk_ref_softmax_bwd(&judge, &ref);
+    gk_ref_softmax_bwd(&ref_ctx, &ref);
     for (int64_t row = 0; row < rows_count(); ++row) {
         double sum = 0;
         for (int64_t at = row * n; at < row * n + n; ++at)
@@ -296,7 +301,7 @@ static void glu_expect(void) {
     result *out = expected(&r.out, 32 * check_acc_unit(r.x.t.dtype));
     gk_glu_args ref = *a;
     ref.out = out->exact.t;
-    gk_ref_glu_fwd(&judge, &ref);
+    gk_ref_glu_fwd(&ref_ctx, &ref);
     for (int64_t i = 0; i < rows_count() * r.n; ++i)
         check_set(&out->size.t, i,
                   fabs(glu_input(&a->gate, a->up, 0, i) * glu_input(&a->gate, a->up, 1, i)));
@@ -332,7 +337,7 @@ static void glu_bwd_expect(void) {
     gk_glu_bwd_args ref = *a;
     ref.dgate = dgate->exact.t;
     ref.dup = dup ? &dup->exact.t : NULL;
-    gk_ref_glu_bwd(&judge, &ref);
+    gk_ref_glu_bwd(&ref_ctx, &ref);
     for (int64_t i = 0; i < rows_count() * r.n; ++i) {
         const double g = fabs(check_get(&r.more.t, i)), x = fabs(glu_input(&a->gate, a->up, 0, i));
         const double u = fabs(glu_input(&a->gate, a->up, 1, i)), first = g * u * (1 + x),
@@ -401,8 +406,8 @@ static void rope_expect(void) {
     gk_rope_args ref = *a;
     ref.out_q = q->exact.t;
     ref.out_k = k ? &k->exact.t : NULL;
-    gk_ref_rope(&judge, &ref);
-    /* past any of these values */
+    gk_ref_rope(&ref_ctx, &ref);
+    /* an upper bound of all values */
     for (int64_t i = 0; i < gk_numel(&r.out.t); ++i) check_set(&q->size.t, i, 8);
     for (int64_t i = 0; k && i < gk_numel(&r.out2.t); ++i) check_set(&k->size.t, i, 8);
 }
@@ -451,7 +456,8 @@ static void loss_draw(gk_dtype dtype, bool large) {
     TO_DEVICE(r.args.loss);
 }
 
-/* g: of element i's row. p (1 + |z| + |lse|) times the weights of a row, which are 2 and e / V times their sum at most, beside 2 and e / V */
+/* g: the gradient of element i's row. The size is p (1 + |z| + |lse|) times the weights of a
+ * row, which are at most 2 plus e / V times their sum, plus 2 plus e / V. */
 static double dlogits_size(double exact, int64_t i, double g) {
     return 20 * fabs(exact) +
            g * (check_get(&r.index.t, i / r.n) == (double)(i % r.n) ? 60 : 4 / (double)r.n);
@@ -466,7 +472,7 @@ static void loss_expect(void) {
     ref.fwd.loss = loss->exact.t;
     ref.fwd.lse = lse->exact.t;
     ref.dlogits = dx ? &dx->exact.t : NULL;
-    gk_ref_cross_entropy_fwd(&judge, &ref.fwd);
+    gk_ref_cross_entropy_fwd(&ref_ctx, &ref.fwd);
     for (int64_t i = 0; i < rows_count(); ++i) {
         check_set(&loss->size.t, i, 60);
         check_set(&lse->size.t, i, 20);
@@ -497,12 +503,12 @@ static void loss_bwd_expect(void) {
     check_fill_normal(&r.more, 1);
     check_tensor loss = check_dense(GK_F64, r.ndim - 1, r.shape);
     gk_cross_entropy_args fwd = a->fwd;
-    fwd.loss = loss.t; /* lse rounds to what the kernel reads */
-    gk_ref_cross_entropy_fwd(&judge, &fwd);
+    fwd.loss = loss.t; /* rounds lse to what the kernel reads */
+    gk_ref_cross_entropy_fwd(&ref_ctx, &fwd);
     result *dx = expected(&r.out, sum_loss(r.x.t.dtype, r.n));
     gk_cross_entropy_bwd_more_args ref = r.args.loss_bwd;
     ref.bwd.dlogits = dx->exact.t;
-    gk_ref_cross_entropy_bwd(&judge, &ref.bwd);
+    gk_ref_cross_entropy_bwd(&ref_ctx, &ref.bwd);
     for (int64_t i = 0; i < rows_count() * r.n; ++i) {
         const double g = fabs(check_get(&r.more.t, i / r.n));
         check_set(&dx->size.t, i, dlogits_size(check_get(&dx->exact.t, i), i, g));
@@ -544,7 +550,7 @@ static void dropout_expect(void) {
     result *out = expected(&r.out, 32 * check_acc_unit(r.x.t.dtype));
     gk_dropout_args ref = *a;
     ref.out = out->exact.t;
-    gk_ref_dropout(&judge, &ref);
+    gk_ref_dropout(&ref_ctx, &ref);
     for (int64_t i = 0; i < rows_count() * r.n; ++i) {
         const double x =
             fabs(check_get(&r.x.t, i)) + (a->bias ? fabs(check_get(&r.b.t, i % r.n)) : 0);

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// check_cuda_tile: the wrappers of csrc/cuda/ptx and the verbs of csrc/cuda/tile on a device.
+// check_cuda_tile: tests the wrappers of csrc/cuda/ptx and the functions of csrc/cuda/tile on a
+// device.
 //
-// One kernel per verb on integer data, compared exactly on the host with what the constexpr maps of
-// csrc/cuda/layout say. Prints a line per verb; the last line is "N passed, N failed", or "no CUDA
-// device". Exits with 1 on a failure.
+// Each function has one kernel on integer data. The host compares the result exactly with the
+// constexpr maps of csrc/cuda/layout. Prints a line per function. The last line is "N passed, N
+// failed" or "no CUDA device". Exits with 1 on a failure.
 //
-//   nvcc -std=c++17 -gencode=arch=compute_80,code=[sm_80,sm_90,compute_80] -I csrc
-//   tests/csrc/check_cuda_tile.cu
+//  nvcc -std=c++17 -gencode=arch=compute_80,code=[sm_80,sm_90,compute_80] -I csrc
+//  tests/csrc/check_cuda_tile.cu
 #include "cuda/tile/convert.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/fragment.cuh"
@@ -37,7 +38,7 @@ static __global__ void loads_kernel(uint32_t *out_g, const uint32_t *in_g) {
     st_shared_32(s + 1024 + 16 * t + 12, v.w);
     st_shared_128(s + 1536 + 16 * t, ld_global_l2_256b_128(in_g + 384 + 4 * t));
     __syncthreads();
-    int u = t ^ 5; // another thread's
+    int u = t ^ 5; // another thread's index
     st_global_128(out_g + 4 * u, ld_shared_128(s + 16 * u));
     uint2 lo = ld_shared_64(s + 512 + 16 * u), hi = ld_shared_64(s + 512 + 16 * u + 8);
     st_global_128(out_g + 128 + 4 * u, make_uint4(lo.x, lo.y, hi.x, hi.y));
@@ -231,12 +232,12 @@ static __global__ void copy_kernel(uint32_t *out_g, T *back_g, const T *src_g, c
     copy_tile_out<Tile, THREADS>(back_g, cols, s, Tile::rows - 1, cols - 16 / (int)sizeof(T), t);
 }
 
-// The elements are their own index in the source, so that each byte tells where it came from.
+// Each source element is its own index, so that every copied byte shows where it came from.
 template <typename Tile, int THREADS, typename T>
 static void check_copy(const buffer &in, const buffer &out, const buffer &back) {
     constexpr int cols = Tile::row_bytes / (int)sizeof(T), per_chunk = 16 / (int)sizeof(T);
     T *x = (T *)in.host;
-    // odd: no element is zero
+    // odd, so that no element is zero
     for (int i = 0; i < MOST_BYTES / (int)sizeof(T); ++i) x[i] = (T)(2 * i + 1);
     to_device(in);
     for (int trial = 0; trial < 12; ++trial) {
@@ -283,7 +284,7 @@ static void check_copy(const buffer &in, const buffer &out, const buffer &back) 
 
 // ---- fragments out of tiles ---------------------------------------------------------------------
 
-// Every 16 x 16 block of a tile in the four ways, through steps from one base: out
+// Every 16 x 16 block of a tile in the four orders, in steps from one base address: out
 // [way][block][lane][4].
 template <typename Tile> static __global__ void fragments_kernel(uint32_t *out_g) {
     SMEM;
@@ -327,8 +328,9 @@ template <typename Tile> static void check_fragments(const buffer &out) {
     }
 }
 
-// O [16][8] = (A B) V with A [16][16], B [16][16], V [16][8]: accumulators as A. Then, swapped, O2
-// [16][8] = W (B2^T A^T): an accumulator [16][8] as B. All from global memory by the maps.
+// O [16][8] = (A B) V with A [16][16], B [16][16], V [16][8]: accumulators become operand A. Then
+// O2 [16][8] = W (B2^T A^T): an accumulator [16][8] becomes operand B. All operands come from
+// global memory through the maps.
 static __global__ void chain_kernel(float *o_g, const float *a_g, const float *b_g,
                                     const float *v_g) {
     int lane = threadIdx.x;
@@ -457,9 +459,9 @@ static uint32_t as_bits(float x) {
     return bits;
 }
 
-// To nearest even with 8 bits of mantissa, all told; exact in the range of float32.
+// Rounds to nearest even with 8 significant bits; exact in the range of float32.
 static uint32_t to_bf16(float x) { return (as_bits(x) + 0x7fff + (as_bits(x) >> 16 & 1)) >> 16; }
-// The same for float16 by arithmetic: normal numbers below 65520.
+// The same for float16, computed by arithmetic. Normal numbers below 65520.
 static double to_f16(float x) {
     int exponent;
     frexp(x, &exponent);
@@ -470,7 +472,8 @@ static double to_f16(float x) {
 static void check_convert(const buffer &in, const buffer &out) {
     const int n = 2048;
     float *x = (float *)in.host;
-    for (int i = 0; i < n; ++i) { // halves of units in the last place of both types: the ties
+    // multiples of half a unit in the last place of both types, which include the ties
+    for (int i = 0; i < n; ++i) {
         x[i] = (float)(random_below(2) * 2 - 1) * (float)(4096 + random_below(4096)) /
                (float)(1 << random_below(14));
         if (i % 3 == 0) x[i] = (float)(random_below(2) * 2 - 1) * (float)(512 + random_below(512));
@@ -492,7 +495,7 @@ static void check_convert(const buffer &in, const buffer &out) {
         check(as_float(got[5]) == to_f16(x[i]), "from_f32 half", i, as_float(got[5]), to_f16(x[i]));
         check(as_float(got[6]) == x[i] && as_float(got[7]) == x[i], "float and double", i,
               as_float(got[6]), x[i]);
-        uint32_t tf32 = (bits + 0x1000) & 0xffffe000u; // ties away from zero
+        uint32_t tf32 = (bits + 0x1000) & 0xffffe000u; // ties go away from zero
         check((got[8] & 0xffffe000u) == tf32, "cvt_rna_tf32", i, got[8], tf32);
         uint32_t bytes[8], permuted = 0;
         for (int b = 0; b < 8; ++b) bytes[b] = (b < 4 ? bits : next) >> (8 * (b % 4)) & 0xff;
@@ -509,7 +512,7 @@ static void check_convert(const buffer &in, const buffer &out) {
     verb("conversions, prmt, ex2, lg2, tanh");
 }
 
-// ---- all of it: c [m][n] = a [m][k] b [n][k]^T by a ring of STAGES tiles of 64 x 64 -------------
+// ---- all together: c [m][n] = a [m][k] b [n][k]^T by a ring of STAGES tiles of 64 x 64 ---------
 
 template <typename T, int STAGES, bool TRANS>
 static __global__ void __launch_bounds__(128)
@@ -568,7 +571,7 @@ template <typename T, int STAGES, bool TRANS>
 static void check_ring(const buffer &a, const buffer &b, const buffer &c, int m, int n, int k) {
     int ld = (k + 23) / 8 * 8, ldb = TRANS ? 64 : ld;
     static int x[64 * 1024], y[64 * 1024];
-    // outside the matrices: large or NaN
+    // large or NaN outside the matrices
     memset(a.host, 0x7f, MOST_BYTES);
     memset(b.host, 0x7f, MOST_BYTES);
     for (int i = 0; i < m * k; ++i)

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// check_cuda_tile_sm90a: the wrappers and verbs that only Hopper has, on such a device: mbarriers,
-// clusters, tma, wgmma, the ring, launches that overlap.
+// check_cuda_tile_sm90a: tests the wrappers and functions that only Hopper has on such a device:
+// mbarriers, clusters, TMA, WGMMA, the ring, and overlapping launches.
 //
-// The counterpart of check_cuda_tile: one kernel per verb on integer data, compared exactly on the
-// host with what the constexpr maps of csrc/cuda/layout say. Prints a line per verb; the last line
-// is "N passed, N failed", "no CUDA
-// device" or "no sm_90 device". Exits with 1 on a failure. A wait that never ends traps after some
-// seconds, and what a trap does not reach ends by the host's alarm.
+// The counterpart of check_cuda_tile. Each function has one kernel on integer data, and the host
+// compares the result exactly with the constexpr maps of csrc/cuda/layout. Prints a line per
+// function. The last line is "N passed, N failed", "no CUDA device" or "no sm_90 device". Exits
+// with 1 on a failure. A wait that never ends traps after some seconds; a hang that no trap ends is
+// ended by the host's alarm.
 #include "cuda/host/launch.cuh"
 #include "cuda/host/tensormap.cuh"
 #include "cuda/ptx/cluster.cuh"
@@ -28,28 +28,28 @@ enum {
     WARPGROUP = 128
 };
 
-// mbarrier_wait with an end: some 5 s at 1.7 GHz, far beyond a sanitizer's pace.
+// mbarrier_wait with a limit of some 5 s at 1.7 GHz, far longer than a run under a sanitizer needs.
 static __device__ void wait(smem_addr barrier_s, unsigned parity) {
     const long long start = clock64();
     while (!mbarrier_try_wait_parity(barrier_s, parity))
         if (clock64() - start > (long long)1 << 33) __trap();
 }
 
-// Where dynamic shared memory reaches the next multiple of 1024, as a swizzled tile must start; ask
-// for 1 KB more.
+// The next multiple of 1024 in dynamic shared memory, where a swizzled tile must start. The launch
+// must ask for 1 KB more.
 static __device__ smem_addr aligned_smem(const unsigned char *smem) {
     return (cvta_to_shared(smem) + WGMMA_BLOCK_BYTES - 1) / WGMMA_BLOCK_BYTES * WGMMA_BLOCK_BYTES;
 }
 
-// All threads of a cluster, whose earlier writes to shared memory the others' copies must not
-// overtake.
+// Barrier of all threads of a cluster. Their earlier writes to shared memory must be visible before
+// other blocks' copies.
 static __device__ void cluster_sync() {
     __threadfence();
     barrier_cluster();
     __threadfence();
 }
 
-// Element i of a tensor of 16-bit values: no two near each other alike, none zero.
+// Element i of a tensor of 16-bit values. Neighbours differ and none is zero.
 static uint16_t value_of(int64_t i) { return (uint16_t)((uint32_t)i * 2654435761u >> 15) | 1; }
 
 template <auto KERNEL> static void allow(int bytes) {
@@ -73,8 +73,9 @@ enum {
     PHASES = 12
 };
 
-// One thread asks after each arrival; then all threads pass PHASES phases and read what their
-// neighbour wrote before. In a cluster, which st.async needs; the second block does nothing.
+// One thread polls after each arrival. Then all threads pass PHASES phases and read what their
+// neighbour wrote before. The launch is a cluster because st.async needs one; the second block does
+// nothing.
 static __global__ void __cluster_dims__(2) mbarrier_kernel(int *out_g) {
     __shared__ __align__(16) float landed[4];
     __shared__ __align__(8) uint64_t barriers[2];
@@ -91,14 +92,14 @@ static __global__ void __cluster_dims__(2) mbarrier_kernel(int *out_g) {
         *ask++ = mbarrier_try_wait_parity(one_s, 0);
         mbarrier_arrive(one_s);
         mbarrier_arrive(one_s);
-        *ask++ = mbarrier_try_wait_parity(one_s, 0); // two of three
+        *ask++ = mbarrier_try_wait_parity(one_s, 0); // two of three arrivals
         mbarrier_arrive(one_s);
         *ask++ = mbarrier_try_wait_parity(one_s, 0);
         *ask++ = mbarrier_try_wait_parity(one_s, 1); // the second phase
         mbarrier_arrive(one_s);
         mbarrier_arrive(one_s);
         mbarrier_arrive_expect_tx(one_s, 16);
-        *ask++ = mbarrier_try_wait_parity(one_s, 1); // all have come, the bytes have not
+        *ask++ = mbarrier_try_wait_parity(one_s, 1); // all have arrived, the bytes have not
         st_async_128(mapa(cvta_to_shared(landed), 0), 1, 2, 3, 4, mapa(one_s, 0));
         wait(one_s, 1);
         const uint4 v = ld_shared_128(cvta_to_shared(landed));
@@ -120,8 +121,8 @@ static __global__ void __cluster_dims__(2) mbarrier_kernel(int *out_g) {
     }
 }
 
-// Block 0 waits for 32 arrivals of block 1, which waits for 8 of block 0: an arrival at the wrong
-// block ends no phase.
+// Block 0 waits for 32 arrivals from block 1, which waits for 8 from block 0. An arrival at the
+// wrong block would complete no phase.
 static __global__ void __cluster_dims__(2) remote_kernel(int *out_g) {
     __shared__ __align__(8) uint64_t barrier;
     const int rank = (int)cluster_ctarank(), t = threadIdx.x;
@@ -135,7 +136,7 @@ static __global__ void __cluster_dims__(2) remote_kernel(int *out_g) {
     for (; phases < PHASES; ++phases) {
         if (rank == 0 && t < 8) mbarrier_arrive_cluster(barrier_s, 1);
         wait(barrier_s, phases % 2);
-        __syncwarp(); // or a lane could be overtaken by two phases
+        __syncwarp(); // otherwise others could be two phases ahead of a lane
         if (rank == 1) mbarrier_arrive_cluster(barrier_s, 0);
     }
     out_g[rank * 32 + t] = phases + 100 * mbarrier_try_wait_parity(barrier_s, PHASES % 2);
@@ -161,7 +162,7 @@ static void check_mbarrier(const buffer &out) {
 
 // ---- st.async -----------------------------------------------------------------------------------
 
-// Two blocks exchange 128 x 4 floats, round after round, as gemm_sm90a does its halves.
+// Two blocks exchange 128 x 4 floats in every round, as gemm_sm90a exchanges its halves.
 static __global__ void __cluster_dims__(2) exchange_kernel(float *out_g) {
     __shared__ __align__(16) float came[WARPGROUP * 4];
     __shared__ __align__(8) uint64_t barriers[2];
@@ -214,7 +215,7 @@ static constexpr int bulk_bytes(int i) {
     return i == 0 ? 16 : i == 1 ? 48 : i == 2 ? 288 : i == 3 ? 1040 : 2048;
 }
 
-// A lane for each bulk copy, from a place of its own.
+// One lane for each bulk copy, each with its own buffer.
 static __global__ void bulk_kernel(uint32_t *out_g, const unsigned char *in_g) {
     __shared__ __align__(128) unsigned char bulk[BULKS * BULK_ROOM];
     __shared__ __align__(8) uint64_t barrier;
@@ -258,7 +259,7 @@ struct AcrossParams {
     float *out_g; // [rounds][block][128][4]
 };
 
-// Every block adds what all of them sent to it, round after round; clusters as the launch says.
+// In each round every block adds up what all blocks sent to it. The launch sets the cluster's size.
 static __global__ void across_kernel(AcrossParams p) {
     __shared__ __align__(16) float of_block[MOST_BLOCKS][WARPGROUP * 4];
     __shared__ uint64_t all;
@@ -268,7 +269,7 @@ static __global__ void across_kernel(AcrossParams p) {
         mbarrier_init(all_s, 1);
         fence_mbarrier_init();
     }
-    barrier_cluster(); // all run
+    barrier_cluster(); // all blocks run
     for (int round = 0; round < PHASES; ++round) {
         if (t == 0) mbarrier_arrive_expect_tx(all_s, blocks * (int)sizeof of_block[0]);
         for (int j = 0; j < blocks; ++j) {
@@ -282,7 +283,7 @@ static __global__ void across_kernel(AcrossParams p) {
             for (int j = 0; j < blocks; ++j) sum += of_block[j][(t ^ 9) * 4 + e];
             p.out_g[((round * blocks + rank) * WARPGROUP + t) * 4 + e] = sum;
         }
-        barrier_cluster(); // all have read
+        barrier_cluster(); // all blocks have read
     }
 }
 
@@ -363,7 +364,7 @@ static void check_setmaxnreg(const buffer &in, const buffer &out) {
 
 // ---- tma ----------------------------------------------------------------------------------------
 
-// Tensors of 16-bit elements: 5 dimensions, the batch strides in no order, rows padded.
+// Tensors of 16-bit elements: 5 dimensions, batch strides in no particular order, padded rows.
 static TensorShape shape_of(const buffer &b, int size0, int size1) {
     const int64_t row = (size0 + 15) / 8 * 8, matrix = row * size1;
     return {b.device, GK_BF16, {size0, size1, 2, 3, 2}, {1, row, 3 * matrix, matrix, 6 * matrix}};
@@ -384,7 +385,7 @@ struct BoxParams {
     uint32_t *out_g;
 };
 
-// A box comes in, is shown as it lies, and goes out elsewhere.
+// A box is loaded, its shared memory is shown, and it is stored elsewhere.
 template <int BYTES> static __global__ void box_kernel(const __grid_constant__ BoxParams x) {
     extern __shared__ __align__(1024) unsigned char smem[];
     __shared__ __align__(8) uint64_t barrier;
@@ -410,7 +411,7 @@ template <int BYTES> static __global__ void box_kernel(const __grid_constant__ B
     smem_to_global(x.out_g, s, BYTES);
 }
 
-// 16-bit elements; ROW_BYTES 64 or 128 is the swizzle's.
+// 16-bit elements. ROW_BYTES 64 or 128 selects the swizzle.
 template <int ROWS, int ROW_BYTES>
 static void check_box(const buffer &in, const buffer &lies, const buffer &back, int size0,
                       int size1, tma_at in_at, tma_at out_at) {
@@ -447,11 +448,11 @@ static void check_box(const buffer &in, const buffer &lies, const buffer &back, 
     check(true, "stored", 0, 0, 0);
 }
 
-// Rows are whole chunks of 16 bytes, since a store writes no less.
+// Rows are whole chunks of 16 bytes, because a store writes no less.
 static void check_boxes(const buffer &a, const buffer &b, const buffer &c) {
     check_box<64, 128>(a, b, c, 136, 100, {{0, 0, 0, 0, 0}}, {{0, 0, 1, 2, 1}});
     check_box<64, 128>(a, b, c, 136, 100, {{64, 32, 1, 2, 1}}, {{96, 64, 0, 1, 0}});
-    // tails of both
+    // tails of both dimensions
     check_box<64, 128>(a, b, c, 152, 71, {{128, 64, 1, 0, 1}}, {{128, 32, 1, 1, 0}});
     // smaller than the box
     check_box<64, 128>(a, b, c, 40, 7, {{0, 0, 0, 1, 1}}, {{8, 3, 0, 0, 1}});
@@ -471,7 +472,7 @@ struct TileParams {
     uint32_t *out_g;
 };
 
-// PARTS blocks copy their parts of a wgmma operand, each to all.
+// PARTS blocks each copy their part of a wgmma operand to all of them.
 template <int BX, bool ALONG_X, int PARTS>
 static __global__ void __cluster_dims__(PARTS) part_kernel(const __grid_constant__ TileParams p) {
     typedef wgmma_part<BX, ALONG_X, PARTS> Part;
@@ -512,7 +513,7 @@ static void check_parts(const buffer &in, const buffer &out) {
     uint16_t *from = (uint16_t *)in.host;
     for (int i = 0; i < MOST_BYTES / 2; ++i) from[i] = value_of(i);
     to_device(in);
-    // the second place has a tail of x and of k
+    // the second tile has a tail of x and of k
     const int bytes = Tile::bytes + 1024, all_x = BX + 24, all_k = 80;
     const TensorShape shape = ALONG_X ? shape_of(in, all_x, all_k) : shape_of(in, all_k, all_x);
     allow<part_kernel<BX, ALONG_X, PARTS>>(bytes);
@@ -548,7 +549,7 @@ static void check_parts_of(const buffer &a, const buffer &b, const char *name) {
 
 // ---- stmatrix -----------------------------------------------------------------------------------
 
-// A warp's panel of 16 x 64, as gemm_sm90a stores it: registers, shared memory, tma.
+// A warp's panel of 16 x 64 as gemm_sm90a stores it: registers, shared memory, TMA.
 static __global__ void stmatrix_kernel(const __grid_constant__ BoxParams x) {
     typedef smem_tile<16, 128> Panel;
     extern __shared__ __align__(1024) unsigned char smem[];
@@ -694,7 +695,7 @@ static void check_widths(const buffer &a, const buffer &b, const buffer &c, cons
     check_modes<T, 224>(a, b, c, d), check_modes<T, 256>(a, b, c, d);
 }
 
-// tf32: d [128][N] = a b, K of 64, a as descriptors say or from registers: rows of a tile [64
+// tf32: d [128][N] = a b with K = 64. a comes from descriptors or from registers; its tile is [64
 // k][128 x].
 template <int N, bool FROM_REGISTERS>
 static __global__ void __launch_bounds__(128) wgmma_tf32_kernel(WgmmaParams p) {
@@ -769,7 +770,7 @@ static void check_wgmma_tf32(const buffer &a, const buffer &b, const buffer &out
     verb(name);
 }
 
-// A box of float32 as tf32: rounded to nearest, ties to even, in 10 bits of the mantissa.
+// A box of float32 loaded as tf32: rounded to nearest, ties to even, with 10 bits of significand.
 static __global__ void tf32_box_kernel(const __grid_constant__ TileParams p) {
     extern __shared__ __align__(1024) unsigned char smem[];
     __shared__ __align__(8) uint64_t barrier;
@@ -813,7 +814,7 @@ enum {
     RING_STAGES = 3,
     RING_ROWS = 128, // of a block: two warpgroups
     RING_COLS = 64,
-    RING_TILES = 4, // of columns, one after the other
+    RING_TILES = 4, // tiles of columns, one after the other
     RING_K = 13 * 64 - 24
 };
 
@@ -822,7 +823,7 @@ struct RingParams {
     float *out_g; // [block][128][RING_TILES * 64]
 };
 
-// Steps skipped at once and one by one end at the same stage and parity.
+// Skipping steps at once and one by one must end at the same stage and parity.
 template <int STAGES> static __global__ void skip_kernel(int *out_g) {
     tma_ring<STAGES> at_once(0), one_by_one(0);
     for (int i = 0; i < 64; ++i) {
@@ -842,9 +843,8 @@ template <int STAGES> static void check_skip(const buffer &out) {
     verb("tma_ring, skip");
 }
 
-// c = a b^T: one thread copies, two warpgroups multiply, a step of products under way while the
-// next is issued. BLOCKS blocks have their own rows of a and share b, of which each copies its part
-// to all.
+// c = a b^T. One thread copies, two warpgroups multiply, and a step of products runs while the next
+// is issued. BLOCKS blocks have their own rows of a and share b; each copies its part of b to all.
 template <int BLOCKS>
 static __global__ void __cluster_dims__(BLOCKS) __launch_bounds__(384, 1)
     ring_kernel(const __grid_constant__ RingParams x) {
@@ -932,7 +932,7 @@ static void check_ring(const buffer &a, const buffer &b, const buffer &c, const 
                   ld = (RING_K + 15) / 8 * 8;
     constexpr int bytes = RING_STAGES * (RING_ROWS + RING_COLS) * 128 + 1024;
     static int x[4 * RING_ROWS * RING_K], y[RING_TILES * RING_COLS * RING_K];
-    // past the rows: large or NaN
+    // large or NaN behind the last rows
     memset(a.host, 0x7f, MOST_BYTES);
     memset(b.host, 0x7f, MOST_BYTES);
     for (int i = 0; i < rows * RING_K; ++i)
@@ -970,17 +970,17 @@ struct ChainParams {
 };
 
 enum {
-    CHAIN_BLOCKS = 64, // half of the SMs, so that the next kernel has room to start early
+    CHAIN_BLOCKS = 64, // half of the SMs, so that the next kernel can start early
     CHAIN = 32
 };
 
-// Late writes behind an early word to the next kernel, which would read what is not there yet
-// without its wait.
+// Signals the next kernel early and writes its result late. Without its wait the next kernel would
+// read data that is not there yet.
 static __global__ void chained_kernel(ChainParams p) {
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    const uint32_t x = p.from_g[i ^ 1023]; // another block's
+    const uint32_t x = p.from_g[i ^ 1023]; // an element of another block
     const long long start = clock64();
     while (clock64() - start < 20000) {
     }
@@ -1013,7 +1013,7 @@ static void check_chain(const buffer &a, const buffer &b) {
 }
 
 int main() {
-    setvbuf(stdout, NULL, _IOLBF, 0); // a kernel that hangs ends the process
+    setvbuf(stdout, NULL, _IOLBF, 0); // line-buffered: a kernel that hangs ends the process
     int devices = 0, major = 0, minor = 0;
     if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
         printf("no CUDA device\n");

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_features: which instruction set is the default, on processors and systems that are not
- * here. features.c is compiled with its questions to the processor (CPUID, XGETBV) and to Linux
- * (arch_prctl) answered by a table, and this copy stands in place of the library's. In one case
- * Linux answers itself, through a filter that refuses the request, as containers have it.
+/* check_features: which instruction set is the default on processors and systems other than this
+ * one. features.c is compiled into this program, in place of the library's copy. A table answers
+ * its questions to the processor (CPUID, XGETBV) and to Linux (arch_prctl). In one case Linux
+ * itself answers, through a filter that refuses the request as containers do.
  *
- * What is found is remembered, so that each case is a process of its own. */
+ * features.c remembers what it finds, so each case is a process of its own. */
 #define _GNU_SOURCE
 #include <stdio.h>
 
@@ -28,19 +28,19 @@ static bool here_has_avx512(void) {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-/* ---- the machine that answers ---------------------------------------------------------------- */
+/* ---- the simulated machine ------------------------------------------------------------------- */
 enum {
-    ASKS_LINUX = -1 /* as refusal: the request goes to the system */
+    ASKS_LINUX = -1 /* as `refusal`: the request goes to the real system */
 };
 typedef struct machine {
     const char *name;
-    unsigned vendor;                /* the first four letters, as CPUID has them */
+    unsigned vendor;                /* the first four letters, as CPUID returns them */
     bool avx512, bf16, tiles, save; /* save: OSXSAVE */
-    unsigned rows;                  /* of a tile */
+    unsigned rows;                  /* rows of a tile */
     unsigned long long xcr0;
     int refusal; /* errno of the request; 0: granted */
     bool filter, multiplies;
-    const char *usual, *best, *reason; /* what must come of it; of reason a part */
+    const char *usual, *best, *reason; /* expected results; `reason` is a part of the text */
 } machine;
 static machine now;
 static int requests;
@@ -87,8 +87,8 @@ static long fake_syscall(long number, long request, long feature) {
 #include "check.h"
 
 /* ---- one case, in a process of its own ------------------------------------------------------- */
-/* Linux refuses the request from here on, and nothing else; false where this system has no
- * filters. */
+/* Makes Linux refuse this request, and nothing else, from here on. Returns false if the system
+ * has no filters. */
 static bool refuse_the_request(void) {
     struct sock_filter code[] = {
         BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
@@ -103,7 +103,7 @@ static bool refuse_the_request(void) {
            prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
 }
 
-/* A product of bfloat16 ones by the set that is asked for, or the default. */
+/* A product of bfloat16 ones with the given instruction set, or the default one. */
 static gk_status product(const char *isa, uint16_t *out) {
     enum {
         SIZE = 40
@@ -154,9 +154,9 @@ static void check_machine(void) {
     }
     check_result(requests == (may_ask && now.rows == 16 && (now.xcr0 >> 17 & 3) == 3),
                  "asked Linux %d times", requests);
-    if (amx) return; /* its tiles are not here */
+    if (amx) return; /* its tiles do not exist on this machine */
     check_refused(product("amx", out), GK_ERR_DEVICE, "\"amx\"");
-    /* and the set that serves instead does */
+    /* and the set that is used instead works */
     if (strcmp(now.usual, "avx512") == 0 && here_has_avx512())
         check_result(product(NULL, out) == GK_OK, "%s", gk_last_error());
 }

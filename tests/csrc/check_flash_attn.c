@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_flash_attn: gk_flash_attn_fwd and _bwd of every instruction set against csrc/ref, every
- * modifier, NaN in every key that no row sees and in every token that belongs to no sequence.
+/* check_flash_attn: compares gk_flash_attn_fwd and _bwd of every instruction set with csrc/ref,
+ * with every option. Every key that no row sees and every token that belongs to no sequence is
+ * NaN.
  *
  * sizes (every term positive, p_ij the exact probabilities):
- *   out   sum_j p_ij |v_j|        dq_i  scale sum_j w_ij |k_j|   dk_j  scale sum_i w_ij |q_i|
- *   dv_j  sum_i p_ij |dout_i|     dsink sum_i p_i,sink d_i
- *   with w_ij = p_ij (|dout_i| |v_j| + d_i) and d_i = |dout_i| |out_i| + |dlse_i|
- * loss: the logits err by e = u(float32) (8 + 2 sqrt D) max |logit|, which changes every p by 2 e;
- * in 16 bits p and ds are rounded to the inputs' dtype; the sums add u(float32) (32 + 2 sqrt(number
- * of terms)). */
+ *  out   sum_j p_ij |v_j|        dq_i  scale sum_j w_ij |k_j|   dk_j  scale sum_i w_ij |q_i|
+ *  dv_j  sum_i p_ij |dout_i|     dsink sum_i p_i,sink d_i
+ *  with w_ij = p_ij (|dout_i| |v_j| + d_i) and d_i = |dout_i| |out_i| + |dlse_i|
+ * loss: the logits have the error e = u(float32) (8 + 2 sqrt D) max |logit|, which changes every
+ * p by 2 e. In 16 bits p and ds are rounded to the inputs' dtype. Sums add u(float32) (32 + 2
+ * sqrt(number of terms)). */
 #include "check.h"
 
 #include "core/attn_mask.h"
@@ -19,15 +20,15 @@ typedef struct flash_case {
     gk_dtype dtype;
     int64_t batch, heads_q, heads_kv, seq_q, seq_k, head_dim, head_dim_v;
     bool packed, tokens_first; /* tokens_first: dense, stored as [B, S, H, D] */
-    bool is_causal, sinks, own_sinks, kv_start, kv_end, q_start, backward,
-        grad_lse; /* own_sinks: in dtype */
-    int alibi;    /* 0 none, 1 [Hq], 2 [B, Hq] */
+    /* own_sinks: in dtype */
+    bool is_causal, sinks, own_sinks, kv_start, kv_end, q_start, backward, grad_lse;
+    int alibi; /* 0 none, 1 [Hq], 2 [B, Hq] */
     int64_t diagonal, window_left, window_right;
     double scale, softcap, dropout;
-    bool mask, bias; /* dense: random blocks, and a bias of all dimensions */
+    bool mask, bias; /* dense only: random blocks, and a bias with all dimensions */
 } flash_case;
 
-/* All that a case owns. */
+/* All tensors of a case. */
 typedef struct flash_data {
     check_tensor q, k, v, dout, dlse, slopes, sinks, kv_start, kv_end, q_start, cu_q, cu_k;
     int64_t out_shape[4], lse_shape[3], ndim;
@@ -37,11 +38,11 @@ typedef struct flash_data {
     double max_logit;
     check_tensor bias;
     gk_tensor mask;        /* stored, [1, Hq, n] */
-    gk_attn_scores scores; /* where the case has a mask or a bias */
+    gk_attn_scores scores; /* if the case has a mask or a bias */
 } flash_data;
 
 /* ---- inputs ---------------------------------------------------------------------------------- */
-/* [B, H, S, D] or [T, H, D], with room between rows. */
+/* [B, H, S, D] or [T, H, D] with gaps between rows. */
 static check_tensor make_heads(const flash_case *x, int64_t tokens, int64_t heads, int64_t seq,
                                int64_t dim, gk_dtype dtype, int64_t pad) {
     static const int by_token[4] = {0, 2, 1, 3};
@@ -50,8 +51,8 @@ static check_tensor make_heads(const flash_case *x, int64_t tokens, int64_t head
     return check_tensor_make(dtype, 4, dense, x->tokens_first ? by_token : NULL, 1, pad);
 }
 
-/* cu_seqlens of random lengths up to `longest`, at least one of them that long; leaves the number
- * of tokens in *end. */
+/* cu_seqlens of random lengths up to `longest`, at least one of them equal to it. *end becomes
+ * the number of tokens. */
 static check_tensor make_cu_seqlens(int64_t batch, int64_t longest, int64_t *end) {
     int64_t shape = batch + 1, at = 0;
     check_tensor cu = check_tensor_make(GK_I32, 1, &shape, NULL, 1, 0);
@@ -68,7 +69,7 @@ static int64_t start_of(const flash_case *x, const check_tensor *cu, int64_t b) 
     return x->packed ? (int64_t)check_get(&cu->t, b) : 0;
 }
 
-/* One sequence: first tokens and lengths in q and k, and the keys its rows see. */
+/* One sequence: its first tokens and lengths in q and k, and the keys that its rows see. */
 typedef struct flash_seq {
     int64_t q0, k0, seq_q, seq_k, diagonal;
     gk_span span;
@@ -100,7 +101,7 @@ static int64_t row_at(const flash_case *x, const gk_tensor *t, int64_t b, int64_
 
 static double element(const gk_tensor *t, int64_t at) { return gk_load(t->data, t->dtype, at); }
 
-/* Keys that no row of the sequence sees are NaN in k and v; so is what belongs to no sequence. */
+/* Sets keys that no row of the sequence sees, and tokens of no sequence, to NaN in k and v. */
 static void poison(const flash_case *x, flash_data *d) {
     for (int64_t b = 0; b < x->batch; ++b) {
         flash_seq s = seq_of(x, d, b);
@@ -134,7 +135,7 @@ static void poison(const flash_case *x, flash_data *d) {
     }
 }
 
-/* A mask of each head whose blocks are empty, full or random, with rows that see nothing; and a
+/* A mask of each head with empty, full and random blocks and some rows that see nothing, and a
  * bias that hides some keys. */
 static void make_scores(const flash_case *x, flash_data *d) {
     const int64_t shape[4] = {x->batch, x->heads_q, x->seq_q, x->seq_k},
@@ -142,7 +143,8 @@ static void make_scores(const flash_case *x, flash_data *d) {
     uint8_t *bytes = check_alloc((size_t)pairs + 1);
     for (int64_t e = 0; e < pairs; ++e) {
         const int64_t j = e % x->seq_k, i = e / x->seq_k % x->seq_q, h = e / x->seq_k / x->seq_q;
-        const int64_t kind = (i / 128 * 5 + j / 128 * 3 + h) % 4; /* 0 empty, 1 full, else random */
+        /* 0 empty, 1 full, otherwise random */
+        const int64_t kind = (i / 128 * 5 + j / 128 * 3 + h) % 4;
         bytes[e] = i % 37 == 5 ? 0 : kind == 0 ? 0 : kind == 1 ? 1 : (uint8_t)check_below(2);
     }
     const gk_tensor mask = {.data = bytes,
@@ -229,7 +231,7 @@ static flash_data make_data(const flash_case *x) {
     return d;
 }
 
-/* Pointers into d itself: set where d has come to rest. */
+/* Sets pointers into d itself, so d must not move afterwards. */
 static void bind(const flash_case *x, flash_data *d) {
     if (x->packed) {
         d->args.cu_seqlens_q = &d->cu_q.t;
@@ -257,15 +259,15 @@ static void bind(const flash_case *x, flash_data *d) {
 }
 
 /* ---- sizes ----------------------------------------------------------------------------------- */
-/* Gradient sizes as the head comment says, added into tensors like dq, dk, dv, dsinks. */
+/* Gradient sizes as in the comment at the head, added into tensors like dq, dk, dv, dsinks. */
 typedef struct flash_sizes {
     check_tensor dq, dk, dv, dsinks;
 } flash_sizes;
 
 static void add(const gk_tensor *t, int64_t at, double x) { ((double *)t->data)[at] += x; }
 
-/* A tensor's memory from its first element to its last, as doubles: places are those of the
- * tensor. */
+/* A tensor's memory from its first to its last element as doubles, with the tensor's own
+ * offsets. */
 static const double *doubles_of(const gk_tensor *t) {
     int64_t count = gk_numel(t) ? 1 : 0;
     for (int k = 0; k < t->ndim && count; ++k) count += (t->shape[k] - 1) * t->stride[k];
@@ -274,7 +276,7 @@ static const double *doubles_of(const gk_tensor *t) {
     return to;
 }
 
-/* What the pairs read, each element hundreds of times. */
+/* The values that the pairs read, each hundreds of times. */
 typedef struct flash_values {
     const double *q, *k, *v, *dout;
 } flash_values;
@@ -433,8 +435,8 @@ static void run_bwd(const char *isa, int32_t num_threads, gk_flash_attn_bwd_args
 }
 
 static void check_bwd(const flash_case *x, const flash_data *d) {
-    /* 1. a forward result, rounded as the product rounds it, that ref and kernels both start from
-     * */
+    /* 1. a forward result, rounded as the kernels round it, from which ref and kernels both
+     * start */
     gk_context serial = check_context(NULL, 1);
     gk_dtype stats = gk_stats_dtype(x->dtype);
     check_tensor out = check_dense(x->dtype, (int)d->ndim, d->out_shape);
@@ -475,7 +477,7 @@ static void check_bwd(const flash_case *x, const flash_data *d) {
     gk_ref_flash_attn_bwd(&serial, args);
     add_sizes(x, d, &sizes, &args->fwd);
 
-    /* 3. the kernels; a sum over rows runs over the whole group */
+    /* 3. the kernels; a sum over rows covers the whole group of heads */
     static const char *const names[4] = {"dq", "dk", "dv", "dsinks"};
     bool half = x->dtype == GK_BF16 || x->dtype == GK_F16;
     double u = check_acc_unit(x->dtype),
@@ -555,7 +557,7 @@ static flash_case plain(gk_dtype dtype, int64_t seq_q, int64_t seq_k, int64_t he
 static void check_head_dims(gk_dtype dtype) {
     static const int64_t dims[] = {1, 7, 8, 16, 31, 64, 80, 96, 128, 256, 511, 512};
     for (int i = 0; i < CHECK_COUNT(dims); i += check_small() ? 4 : 1) {
-        for (int j = 0; j < 3; ++j) { /* Dv like D, another, causal */
+        for (int j = 0; j < 3; ++j) { /* Dv = D, another Dv, causal */
             check_seed = (uint64_t)(i * 3 + j) * 64 + dtype;
             int64_t other = dims[(i + 5) % CHECK_COUNT(dims)];
             flash_case x = plain(dtype, 21, 35, dims[i], j == 1 ? other : dims[i]);
@@ -567,7 +569,7 @@ static void check_head_dims(gk_dtype dtype) {
     }
 }
 
-/* Lengths around vectors and tiles, with and without a diagonal through them. */
+/* Lengths around vectors and tiles, with and without a causal diagonal. */
 static void check_lengths(gk_dtype dtype) {
     static const int64_t lengths[] = {0, 1, 2, 15, 16, 17, 63, 64, 65, 130};
     int count = CHECK_COUNT(lengths);
@@ -580,7 +582,7 @@ static void check_lengths(gk_dtype dtype) {
         check_flash_case(&x);
     }
     if (check_small()) return;
-    for (int causal = 0; causal < 2; ++causal) { /* more than one tile of everything */
+    for (int causal = 0; causal < 2; ++causal) { /* more than one tile in every dimension */
         check_seed = (uint64_t)causal * 64 + dtype;
         flash_case x = plain(dtype, 301, 545, 64, 64);
         x.is_causal = causal;
@@ -589,7 +591,7 @@ static void check_lengths(gk_dtype dtype) {
     }
 }
 
-/* Modifier number i alone. */
+/* Sets option number i alone. */
 static void apply(flash_case *x, int i) {
     switch (i) {
     case 0: x->is_causal = true; break;
@@ -615,7 +617,7 @@ static void apply(flash_case *x, int i) {
         x->diagonal = x->packed ? 0 : INT64_MIN / 2;
         x->is_causal = true;
         break;
-    case 17: x->scale *= 40; break; /* nearly one-hot, the running maximum jumps */
+    case 17: x->scale *= 40; break; /* nearly one-hot: the running maximum jumps */
     case 18: x->scale *= -15; break;
     case 19:
         x->q_start = !x->packed;
@@ -646,7 +648,7 @@ static void check_modifiers(gk_dtype dtype) {
         x.batch = 2;
         if (i < alone) {
             apply(&x, i / 2);
-            x.sinks = x.sinks || i / 2 == 9; /* a gradient of lse reaches the sinks too */
+            x.sinks = x.sinks || i / 2 == 9; /* a gradient of lse also reaches the sinks */
         } else {
             int h = (int)check_below(CHECK_COUNT(heads));
             x.batch = 1 + check_below(3);
@@ -717,7 +719,7 @@ static void check_refusals(void) {
     set_i32(&d.cu_k, 2, end);
     gk_flash_attn_args whole = args;
     whole.max_seqlen_k = end;
-    whole.lse = (gk_tensor){.data = NULL}; /* not wanted: of no shape */
+    whole.lse = (gk_tensor){.data = NULL}; /* not wanted, so it has no shape */
     check_result(gk_flash_attn_fwd(&ctx, &whole) == GK_OK, "without lse: %s", gk_last_error());
     check_remember(&out);
     whole.lse = lse.t;
@@ -763,8 +765,8 @@ static void check_refusals(void) {
     check_free(0);
 }
 
-/* Backward of 2^61 empty sequences, whose products wrapped to 128,640 bytes; empty packed calls of
- * as many heads. */
+/* Backward of 2^61 empty sequences, whose products once wrapped to 128,640 bytes, and empty
+ * packed calls with as many heads. */
 static void check_extremes(void) {
     snprintf(check_case, sizeof check_case, "flash_attn extremes");
     static const gk_dtype all[] = {GK_F32, GK_BF16, GK_F16, GK_F64};
@@ -817,7 +819,7 @@ static void check_extremes(void) {
     check_refused(gk_flash_attn_fwd(&ctx, &args), GK_ERR_ARGUMENT, "expected at most 2^44");
 }
 
-/* Masks of every class of block and biases, alone, together and with the other rules. */
+/* Masks with every kind of block, and biases, alone, together and with the other options. */
 static void check_masks(gk_dtype dtype) {
     static const int64_t lengths[][2] = {{1, 300}, {140, 260}, {128, 128}, {300, 129}, {17, 1100}};
     for (int i = 0; i < CHECK_COUNT(lengths); ++i)

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_flash_attn_fp8: gk_flash_attn_fp8 of every instruction set against csrc/ref: codes of all
- * sizes, each form of a scale, means of values, groups of heads, masks; and the same bits of any
- * number of workers. */
+/* check_flash_attn_fp8: compares gk_flash_attn_fp8 of every instruction set with csrc/ref: codes
+ * of all sizes, each form of scales, means of v, groups of heads, masks. Any number of workers
+ * must give the same bits. */
 #include "../../csrc/formats/attn_scales.h"
 #include "check.h"
 
 typedef struct fp8_case {
     int64_t batch, heads_q, heads_kv, seq_q, seq_k, head_dim, head_dim_v;
-    int scales; /* dimensions of each, -1 none */
+    int scales; /* number of dimensions of each, -1: none */
     int means;  /* likewise */
     bool is_causal;
 } fp8_case;
@@ -37,7 +37,7 @@ static check_tensor scale(const fp8_case *x, int64_t heads, int64_t tokens) {
     return numbers(x->scales, x->scales == 1 ? all + 1 : all, 0.1, 2);
 }
 
-/* The largest error of x over the largest of `exact`. */
+/* The largest error of x divided by the largest element of `exact`. */
 static double error_of(const gk_tensor *x, const gk_tensor *exact) {
     double error = 0, largest = 1e-30;
     for (int64_t i = 0; i < gk_numel(x); ++i) {

@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_gemm: gk_gemm and gk_gemm_act_bwd of every instruction set against csrc/ref.
+/* check_gemm: compares gk_gemm and gk_gemm_act_bwd of every instruction set with csrc/ref.
  *
  * size: |alpha| sum |a| |b| + |beta c| + |bias|
- * loss: u(float32) (16 + 2 sqrt K): a running sum of K terms errs by about sqrt(K) roundings of its
- * size; the rest is the epilogue and the activation's own error
- */
+ * loss: u(float32) (16 + 2 sqrt K). A running sum of K terms has an error of about sqrt(K)
+ * roundings of its size; the rest covers the epilogue and the activation. */
 #include "check.h"
 
 static const int64_t edges[] = {0, 1, 7, 13, 14, 15, 31, 33, 64, 100};
@@ -33,7 +32,7 @@ typedef enum c_shape {
 typedef struct gemm_case {
     gk_dtype dtype, out_dtype, bias_dtype, c_dtype;
     int64_t m, n, k;
-    int a_batch_ndim, b_batch_ndim; /* batch dimensions, aligned at the right */
+    int a_batch_ndim, b_batch_ndim; /* batch dimensions, aligned at the end */
     int64_t a_batch[3], b_batch[3];
     operand_layout a_layout, b_layout;
     bool bias, preact;
@@ -42,8 +41,8 @@ typedef struct gemm_case {
     gk_activation activation;
 } gemm_case;
 
-/* A matrix [batch..., rows, cols]: row-major, column-major, every second element, mirrored, or one
- * row repeated. */
+/* A matrix [batch..., rows, cols]: row-major, column-major, every second element, mirrored, or
+ * one row repeated. */
 static check_tensor operand(gk_dtype dtype, int batch_ndim, const int64_t *batch, int64_t rows,
                             int64_t cols, operand_layout layout) {
     int64_t shape[GK_MAX_DIMS];
@@ -155,8 +154,8 @@ static void check_gemm_case(const gemm_case *x) {
     gk_ref_gemm(&serial, &ref);
     double loss = check_acc_unit(x->dtype) * (16 + 2 * sqrt((double)x->k));
 
-    /* 3. every instruction set, alone and by three workers; out is dense or has room between its
-     * rows */
+    /* 3. every instruction set, with one worker and with three; out is contiguous or has gaps
+     * between rows */
     int64_t out_pad = check_below(2) * 5;
     for (int i = 0; i < num_isas; ++i) {
         if (check_repeats(check_isa_names[i], x->dtype)) continue;
@@ -214,8 +213,7 @@ static gemm_case plain(gk_dtype dtype, int64_t m, int64_t n, int64_t k, operand_
 }
 
 /* ---- grids ----------------------------------------------------------------------------------- */
-/* All m, n, k around tile edges; layouts and what is added to the product change from case to case.
- * */
+/* All m, n, k around tile edges. Layouts and epilogues change from case to case. */
 static void check_edges(gk_dtype dtype) {
     int step = check_small() ? 7 : dtype == GK_F64 ? 5 : 1, count = CHECK_COUNT(edges);
     for (int e = 0; e < count * count * count; e += step) {
@@ -235,8 +233,8 @@ static void check_edges(gk_dtype dtype) {
             x.beta = x.c && check_below(3) ? 0.5 : 0;
         }
         if (check_below(4) == 0) {
-            static const int64_t shapes[][2][4] = {/* ndim, sizes: of a, of b */
-                                                   {{1, 3}, {0}},          {{0}, {1, 2}},
+            /* number of dimensions and sizes, of a and of b */
+            static const int64_t shapes[][2][4] = {{{1, 3}, {0}},          {{0}, {1, 2}},
                                                    {{1, 2}, {1, 2}},       {{2, 2, 1}, {1, 3}},
                                                    {{2, 1, 3}, {2, 2, 1}}, {{3, 2, 1, 2}, {1, 2}},
                                                    {{1, 0}, {0}},          {{2, 3, 2}, {0}}};
@@ -251,7 +249,8 @@ static void check_edges(gk_dtype dtype) {
     }
 }
 
-/* Sizes past every cache block, all four operand orders; K long, N long, M long, and one row. */
+/* Sizes larger than every cache block with all four operand orders: long K, long N, long M, and
+ * one row. */
 static void check_blocks(gk_dtype dtype) {
     static const int64_t sizes[][3] = {{1, 1030, 517},   {4, 517, 1030},  {16, 300, 700},
                                        {17, 129, 2100},  {70, 1100, 130}, {600, 70, 90},
@@ -275,7 +274,7 @@ static void check_blocks(gk_dtype dtype) {
     }
 }
 
-/* Each activation alone and with all that is added, both output dtypes. */
+/* Each activation alone and with the whole epilogue, with both output dtypes. */
 static void check_epilogues(gk_dtype dtype) {
     for (int i = 0; i < CHECK_COUNT(act_names) * NUM_C * 4; ++i) {
         check_seed = (uint64_t)i * 64 + dtype;
@@ -293,7 +292,7 @@ static void check_epilogues(gk_dtype dtype) {
 }
 
 /* ---- the activation's derivative ------------------------------------------------------------- */
-/* size |grad| (1 + |x|): the derivative is a bounded function, plus x times another. */
+/* size |grad| (1 + |x|): the derivative is a bounded function plus x times another. */
 static void check_act_bwd(gk_dtype dtype, gk_dtype saved_dtype, gk_activation activation,
                           int64_t rows, int64_t cols, bool transposed) {
     int64_t shape[3] = {2, rows, cols};
@@ -414,7 +413,7 @@ static void check_refusals(void) {
     check_free(0);
 }
 
-/* c is checked like every other input; with beta 0 it is not read, and its data may be missing. */
+/* c is checked like every other input. With beta 0 it is not read, and its data may be missing. */
 static void check_c_refusals(gk_dtype dtype) {
     snprintf(check_case, sizeof check_case, "gemm refusals of c %s", gk_dtype_name(dtype));
     int64_t shape[2] = {4, 4};
@@ -452,8 +451,8 @@ static void check_c_refusals(gk_dtype dtype) {
     check_free(0);
 }
 
-/* Sizes and strides whose products do not fit in 64 bits are refused; as many threads as an int
- * holds are not. */
+/* Sizes and strides whose products do not fit in 64 bits are refused. As many threads as an int
+ * can count are accepted. */
 static void check_extremes(void) {
     snprintf(check_case, sizeof check_case, "gemm extremes");
     int64_t shape[2] = {64, 64};

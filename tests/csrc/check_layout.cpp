@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_layout: csrc/cuda/layout and gemm/order.cuh on the host.
+/* check_layout: tests csrc/cuda/layout and gemm/order.cuh on the host.
  *
- *   check_layout         fragments against the formulas of the PTX ISA, operands against a model of WGMMA, conflict degrees
- *                        against cases worked out by hand. Exits with 1 on a failure.
- *   check_layout dump    reads lines "what name ...", prints where its elements lie, one line each, for
- *                        tests/layout/test_layout_twin.py. */
+ *  check_layout         compares fragments with the formulas of the PTX ISA, operands with a
+ *                       model of WGMMA, and conflict degrees with cases worked out by hand.
+ *                       Exits with 1 on a failure.
+ *  check_layout dump    reads lines "what name ..." and prints the position of each element, one
+ *                       line each, for tests/layout/test_layout_twin.py. */
 #include "cuda/layout/atoms.cuh"
 #include "cuda/layout/wgmma.cuh"
 
-// what order.cuh needs of a device
+// the definitions that order.cuh needs in place of a device's
 #define __device__
 #define __forceinline__ inline
 static unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
@@ -23,7 +24,7 @@ constexpr int one_on[2] = {1, 1};
 static_assert(at(layout{2, {4, 8}, {8, 1}}, one_on) == 9, "");
 static_assert(smem_tile_ways(128) == 1 && smem_tile<64, 128>::offset(1, 0) == 128 + 16, "");
 
-// Where today's kernels find their operands; tests/data/layout.golden has more of each.
+// Operand descriptors of today's kernels; tests/data/layout.golden has more of each.
 static_assert(wgmma_tile<128, false>::descriptor(1024) == 4611686293305360448u, "");
 static_assert(wgmma_tile<128, true>::descriptor(1024) == 4611686293338849344u, "");
 static_assert(wgmma_tile<128, false>::offset_of(4, 0) == 576 &&
@@ -48,16 +49,16 @@ static void check(bool good, const char *format, ...) {
     va_end(list);
 }
 
-// The offset of an index, the first mode fastest.
+// The offset of an index; the first mode is the fastest.
 static int at_index(const layout &l, int index) {
     int coordinate[LAYOUT_MAX_MODES] = {};
     for (int m = 0; m < l.modes; index /= l.shape[m++]) coordinate[m] = index % l.shape[m];
     return at(l, coordinate);
 }
 
-// ---- what lies where, for tests/data/layout.golden ----------------------------------------------
+// ---- positions of elements, for tests/data/layout.golden ---------------------------------------
 
-// Row + rows * column of element e of lane l, e by e.
+// Row + rows * column for each element e of each lane l.
 template <typename Map> static void print_elements(Map map, int rows, int elements) {
     for (int i = 0; i < 32 * elements; ++i) {
         coord at = map(i % 32, i / 32);
@@ -90,8 +91,8 @@ static int dump_fragments(const char *name) {
     return 0;
 }
 
-// The descriptor of the operand at byte 1024, then the bytes of elements (x, k), 16 of x and every
-// 16th byte of k.
+// The descriptor of the operand at byte 1024, then the byte of each element (x, k), for 16 of x and
+// every 16th byte of k.
 template <typename Tile> static void print_operand(int each_chunk, int k) {
     printf("%llu", (unsigned long long)Tile::descriptor(1024));
     for (int x = 0; x < 16; ++x) {
@@ -114,7 +115,7 @@ static int dump_operand(const char *name) {
     return 0;
 }
 
-// The conflict degree of lanes whose accesses of so many bytes lie `stride` bytes apart.
+// The conflict degree of lanes that access access_bytes each, `stride` bytes apart.
 static int strided_ways(int access_bytes, int stride) {
     int bytes[32];
     for (int lane = 0; lane < 32; ++lane) bytes[lane] = lane * stride;
@@ -158,8 +159,8 @@ template <int BITS, int BASE, int SHIFT> static void check_swizzle() {
     check(good, "swizzle<%d, %d, %d> is no bijection", BITS, BASE, SHIFT);
 }
 
-// Degree of 32 lanes (8 for 16-byte accesses) that go down `column` of rows of row_bytes; xored
-// says how.
+// Conflict degree of 32 lanes (8 for 16-byte accesses) that read `column` of rows of row_bytes.
+// xored computes the swizzle.
 static int ways_of_column(int row_bytes, int access_bytes, int (*xored)(int row, int byte),
                           int column) {
     int bytes[32] = {};
@@ -272,7 +273,8 @@ template <int ROW_BYTES> static void check_tile() {
 
 static bool equal(coord a, coord b) { return a.row == b.row && a.col == b.col; }
 
-// The PTX ISA's own words: groupID and threadID_in_group, with a case for each range of registers.
+// The PTX ISA's own formulas with groupID and threadID_in_group, and a case for each range of
+// registers.
 static void check_fragment_formulas() {
     for (int lane = 0; lane < 32; ++lane) {
         int group = lane / 4, in_group = lane % 4;
@@ -309,8 +311,8 @@ static void check_fragment_formulas() {
     }
 }
 
-// What a lane's register `matrix` holds after an ldmatrix.x4 whose lanes point at `order`: (row,
-// column of 16 bits).
+// The element that a lane's register `matrix` holds after an ldmatrix.x4 whose lanes point at
+// `order`: (row, column of 16 bits).
 static coord loaded(coord (*order)(int), int lane, int matrix, int half, bool trans) {
     coord element = ldmatrix_element(lane, half, trans);
     coord row = order(8 * matrix + element.row);
@@ -338,14 +340,16 @@ static void check_fragment_loads() {
             check(equal(loaded(down, lane, e / 2, e % 2, true), b), "B from [k][n], lane %d, %d",
                   lane, e);
         }
-        // Two accumulators side by side are an A; one, its halves transposed, is a B.
+        // Two neighbouring accumulators are an A. One accumulator with its halves transposed is a
+        // B.
         for (int e = 0; e < 8; ++e) {
             coord c = frag_c(lane, e % 4);
             c.col += 8 * (e / 4);
             check(equal(c, frag_a16(lane, e)), "accumulators as A, lane %d, %d", lane, e);
         }
         for (int e = 0; e < 4; ++e) {
-            coord source = movmatrix_element(lane, e % 2); // in the 8x8 matrix of rows 8 (e / 2) ..
+            /* in the 8x8 matrix of rows from 8 (e / 2) on */
+            coord source = movmatrix_element(lane, e % 2);
             check(equal(coord{source.row + 8 * (e / 2), source.col}, frag_b16(lane, e)),
                   "accumulator as B, lane %d, %d", lane, e);
         }
@@ -364,11 +368,11 @@ static void check_fragment_loads() {
 
 // ---- tma and wgmma ------------------------------------------------------------------------------
 
-// The byte at which tma's 128-byte mode puts byte `linear` of a box and at which wgmma looks for
-// it: bits 4 .. 6 of the address xored with bits 7 .. 9.
+// The byte at which TMA's 128-byte mode stores byte `linear` of a box and at which WGMMA reads it:
+// bits 4 .. 6 of the address xored with bits 7 .. 9.
 static uint32_t swizzled_128(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
-// All parts of a tile as boxes of EACH elements x rows, one row of 128 bytes behind the other.
+// All parts of a tile as boxes of EACH elements x rows of 128 bytes, one behind the other.
 template <int BX, bool ALONG_X, int PARTS, int EACH> static void check_part() {
     typedef wgmma_part<BX, ALONG_X, PARTS, EACH> Part;
     typedef wgmma_tile<BX, ALONG_X, EACH> Tile;
@@ -388,7 +392,7 @@ template <int BX, bool ALONG_X, int PARTS, int EACH> static void check_part() {
                               k = Part::k(part) + (ALONG_X ? row : col);
                     inside = inside && at >= 0 && at < Tile::bytes && k < EACH;
                     if (at < Tile::bytes) ++hits[at / BYTES];
-                    if (x >= BX) continue; // of the last panel, where BX is no multiple of EACH
+                    if (x >= BX) continue; // of the last panel, if BX is no multiple of EACH
                     ++x_hits;
                     places = places && at == Tile::offset_of(x, k);
                 }
@@ -404,8 +408,8 @@ template <int BX, bool ALONG_X, int PARTS, int EACH> static void check_part() {
           EACH, ALONG_X);
 }
 
-// Tiles that end outside the matrix: the boxes that are copied have all that lies inside, lower
-// ones nothing else, and bring as many bytes as their consumers wait for.
+// Tiles that end outside the matrix. The copied boxes contain everything inside the matrix, smaller
+// boxes contain nothing else, and they bring as many bytes as their consumers wait for.
 template <int BX, bool ALONG_X, int PARTS, int EACH> static void check_part_ends() {
     typedef wgmma_part<BX, ALONG_X, PARTS, EACH> Part;
     bool bytes = true, all = true, lower = true;
@@ -413,14 +417,14 @@ template <int BX, bool ALONG_X, int PARTS, int EACH> static void check_part_ends
         int brought = 0, x_hits = 0;
         for (int part = 0; part < PARTS; ++part) {
             for (int i = 0; i < Part::boxes_of(part, left); ++i) {
-                /* as the host makes the map of ends: the rest of the matrix' rows over whole boxes,
-                 * which `left` shares */
+                /* The host makes the tensor map of the tile's end from the remaining rows of the
+                 * matrix after whole boxes; `left` has the same remainder. */
                 const int rows = Part::ends(part, left) ? left % Part::box_rows : Part::box_rows;
                 const int first = Part::x(part, i), count = ALONG_X ? EACH : rows;
                 brought += rows * WGMMA_ROW_BYTES;
                 lower = lower && rows > 0 &&
                         (ALONG_X ? first < left : first + count <= (left < BX ? left : BX));
-                if (Part::k(part) > 0) continue; /* the same x as a part before */
+                if (Part::k(part) > 0) continue; /* the same x as an earlier part */
                 for (int x = first; x < first + count && x < BX; ++x) x_hits += x < left;
             }
         }
@@ -433,8 +437,8 @@ template <int BX, bool ALONG_X, int PARTS, int EACH> static void check_part_ends
           EACH, ALONG_X);
 }
 
-// Which byte wgmma reads for element (x, k16) of the operand that a descriptor describes, elements
-// of `bytes`; x from the descriptor's start.
+// The byte that WGMMA reads for element (x, k16) of the operand of a descriptor, with elements of
+// `bytes`. x counts from the descriptor's start.
 static uint32_t wgmma_reads(uint64_t descriptor, bool along_x, int x, int k, int bytes) {
     const uint32_t start = (uint32_t)(descriptor & 0x3fff) << 4,
                    leading = (uint32_t)(descriptor >> 16 & 0x3fff) << 4,
@@ -444,7 +448,7 @@ static uint32_t wgmma_reads(uint64_t descriptor, bool along_x, int x, int k, int
     return swizzled_128(start + x / 8 * stride + x % 8 * 128 + k * bytes);
 }
 
-// Every place that a product can start at: 64 rows of a, or all of b.
+// Every position at which a product can start: 64 rows of a, or all of b.
 template <int BX, bool ALONG_X, int EACH> static void check_descriptor() {
     typedef wgmma_tile<BX, ALONG_X, EACH> Tile;
     bool fields = true, reads = true;
@@ -480,8 +484,9 @@ template <int BX> static void check_operand() {
     check_parts<BX, false, 64>(), check_parts<BX, true, 64>();
 }
 
-// tf32: wgmma reads it along k alone; along x the lanes' loads must meet every element of a
-// warpgroup's 128 x 8 once, where the ISA wants A's, and take a row's four from 16 bytes in a row.
+// tf32: WGMMA reads only operands that are contiguous along k. Along x the lanes' loads must read
+// every element of a warpgroup's 128 x 8 once, where the ISA expects A's, with four consecutive
+// values of a row from 16 bytes.
 template <int BX> static void check_operand_tf32() {
     typedef wgmma_tile<BX, true, 32> Tile;
     check_descriptor<BX, false, 32>(), check_parts<BX, false, 32>();
@@ -508,7 +513,8 @@ template <int BX> static void check_operand_tf32() {
     }
 }
 
-// 64 x N once, in the ISA's words: D0 .. D(N / 2 - 1) of warp, groupID and threadID_in_group.
+// Each of 64 x N once, by the ISA's formula: D0 .. D(N / 2 - 1) of warp, groupID and
+// threadID_in_group.
 static void check_wgmma_d(int n) {
     static int hits[64 * 256];
     memset(hits, 0, sizeof hits);
@@ -528,7 +534,7 @@ static void check_wgmma_d(int n) {
 // ---- which cluster takes which tile -------------------------------------------------------------
 
 // The persistent loop of gemm_sm90a: cluster c of `clusters` takes c, c + clusters, ..; each tile
-// of each batch entry once.
+// of each batch entry must come once.
 static void check_schedule(int tiles_m, int tiles_n, int group, int batch, int clusters) {
     static int hits[4096];
     memset(hits, 0, sizeof hits);

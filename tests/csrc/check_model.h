@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_model.h: what the models of CUDA copies on the host share: counted checks and numbers that
- * repeat. */
+/* check_model.h: the parts that the host tests of CUDA copies share: counted checks and
+ * reproducible random numbers. */
 #ifndef GPUKERN_CHECK_MODEL_H
 #define GPUKERN_CHECK_MODEL_H
 
@@ -21,7 +21,7 @@ static int64_t below(int64_t n) {
     return (int64_t)((state >> 33) % (uint64_t)n);
 }
 
-/* bfloat16, as which small whole numbers and their sums are exact */
+/* bfloat16: small whole numbers and their sums are exact */
 static inline float number(uint16_t bits) {
     const uint32_t all = (uint32_t)bits << 16;
     float x;

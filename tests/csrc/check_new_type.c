@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* An element type that is in the table and in no kernel: every op refuses it by its name, and what
- * cannot refuse stops, instead of reading it as another type. The table of this program stands in
- * place of the library's. */
+/* check_new_type: an element type that is in the table but in no kernel. Every op must refuse it
+ * by name. Functions that cannot refuse must abort instead of reading it as another type. This
+ * program's table replaces the library's. */
 #define GK_MORE_TYPES {(gk_dtype)90, GK_KIND_FLOAT, 4, 1, 6, "float4_of_a_test", "f4"},
 #include "../../csrc/core/types.c"
 
@@ -13,7 +13,7 @@
 
 static const gk_dtype fake = (gk_dtype)90;
 static double room[1 << 16];
-static int used; /* of room: every tensor has memory of its own */
+static int used; /* bytes used of room; every tensor has its own memory */
 
 static gk_tensor tensor(gk_dtype dtype, int ndim, const int64_t *shape) {
     used = (used + 512) % (1 << 16);
@@ -28,7 +28,7 @@ static gk_tensor tensor(gk_dtype dtype, int ndim, const int64_t *shape) {
     tensor(dtype, (int)(sizeof((const int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), \
            (const int64_t[]){__VA_ARGS__})
 
-/* Its name is in the text, and nothing was taken for done. */
+/* The text must contain the type's name, and the call must not succeed. */
 static void refused(const char *what, gk_status got) {
     check_result(got == GK_ERR_ARGUMENT || got == GK_ERR_UNSUPPORTED, "%s: %s", what,
                  gk_status_name(got));
@@ -108,11 +108,11 @@ static void check_others(const gk_context *ctx) {
     refused("attn_merge", gk_attn_merge(ctx, &merge));
 }
 
-/* ---- what cannot refuse ---------------------------------------------------------------------- */
+/* ---- functions that cannot refuse ------------------------------------------------------------ */
 static void loads(void) { room[0] = gk_load(room, fake, 0); }
 static void stores(void) { gk_store(room, fake, 0, 1); }
 
-/* A child that does it stops, and says the type's name. */
+/* A child process that calls `act` must abort and print the type's name. */
 static void check_stops(const char *what, void (*act)(void)) {
     int from[2], state = 0;
     char text[256] = "";
@@ -149,7 +149,7 @@ int main(void) {
     snprintf(check_case, sizeof check_case, "CUDA");
     gk_context ctx = check_context(NULL, 1);
     for (const char *const *arch = (const char *const[]){"sm_80", "sm_90", NULL}; *arch; ++arch) {
-        if (gk_cuda_arch(*arch, &ctx.index) != GK_OK) break; /* built without */
+        if (gk_cuda_arch(*arch, &ctx.index) != GK_OK) break; /* built without CUDA */
         ctx.device = GK_CUDA;
         check_gemm(&ctx, true);
     }

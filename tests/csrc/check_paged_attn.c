@@ -1,13 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_paged_attn: gk_paged_attn, gk_kv_cache_write and gk_attn_merge of every instruction set
- * against csrc/ref.
+/* check_paged_attn: compares gk_paged_attn, gk_kv_cache_write and gk_attn_merge of every
+ * instruction set with csrc/ref. Every page and every row of a page that no query reads is NaN;
+ * table entries that are not read are -7.
  *
- * Every page and every row of a page that no query reads is NaN; entries of the table that are not
- * read are -7.
  * size of out: sum_j p_j |v_j|
- * loss, as in check_flash_attn: logits err by u(float32) (8 + 2 sqrt D) max |logit|, which changes
- * p by twice that; u(dtype) for probabilities in 16 bits; u(float32) (32 + 2 sqrt(keys)) for sums
- */
+ * loss, as in check_flash_attn: the logits have the error u(float32) (8 + 2 sqrt D) max |logit|,
+ * which changes p by twice that; u(dtype) for probabilities in 16 bits; u(float32) (32 + 2
+ * sqrt(keys)) for sums. */
 #include "check.h"
 
 static int num_isas;
@@ -21,20 +20,20 @@ typedef struct paged_case {
     gk_dtype dtype;
     int64_t batch, heads_q, heads_kv, head_dim, head_dim_v, block_size;
     int64_t seq_q[MAX_BATCH], seq_lens[MAX_BATCH];
-    bool ragged;      /* cu_seqlens_q; else seq_q[0] tokens each */
-    bool heads_first; /* the cache is stored [num_blocks, Hkv, block_size, D] */
-    bool shared;      /* sequences have their first pages in common */
-    bool not_causal, sinks, own_sinks,
-        kv_start; /* own_sinks: in dtype; kv_start: those of start_of */
-    int alibi, k_scale,
-        v_scale; /* 0 none, 1 per head ([] for scales), 2 [B, Hq] ([Hkv] for scales) */
-    int64_t window_left, window_right; /* window_right is read where flags say so */
+    bool ragged;      /* cu_seqlens_q is given; otherwise seq_q[0] tokens each */
+    bool heads_first; /* the cache is stored as [num_blocks, Hkv, block_size, D] */
+    bool shared;      /* sequences share their first pages */
+    /* own_sinks: in dtype; kv_start: those of start_of */
+    bool not_causal, sinks, own_sinks, kv_start;
+    /* 0 none, 1 per head ([] for scales), 2 [B, Hq] ([Hkv] for scales) */
+    int alibi, k_scale, v_scale;
+    int64_t window_left, window_right; /* window_right is only read if flags say so */
     uint32_t flags;
     double softcap, sharpness; /* sharpness: scale in units of 1 / sqrt(head_dim) */
 } paged_case;
 
 /* ---- inputs ---------------------------------------------------------------------------------- */
-/* kv_start: before the keys, among them, among the queries, beyond them. */
+/* kv_start: in front of the keys, among them, among the queries, behind them. */
 static int64_t start_of(const paged_case *x, int64_t b) {
     const int64_t starts[] = {-3, x->seq_lens[b] / 2, x->seq_lens[b] - 1, x->seq_lens[b] + 1, 17};
     return x->kv_start ? starts[(b + x->seq_q[0]) % CHECK_COUNT(starts)] : 0;
@@ -54,7 +53,7 @@ static check_tensor make_cache(const paged_case *x, int64_t num_blocks, int64_t 
     return check_tensor_make(x->dtype, 4, shape, x->heads_first ? heads_first : NULL, 1, 3);
 }
 
-/* One key or value row of a page, drawn unless an earlier sequence has drawn it. */
+/* Draws one row of keys or values of a page, unless an earlier sequence has drawn it. */
 static void fill_row(const check_tensor *cache, int64_t page, int64_t row) {
     const gk_tensor *t = &cache->t;
     for (int64_t h = 0; h < t->shape[2]; ++h) {
@@ -65,8 +64,8 @@ static void fill_row(const check_tensor *cache, int64_t page, int64_t row) {
     }
 }
 
-/* Pages in random order; with `shared` the entries before the shortest sequence's last page are the
- * same pages. */
+/* Pages are in random order. With `shared` the entries before the shortest sequence's last page
+ * are the same pages for all sequences. */
 static void fill_pages(const paged_case *x, const check_tensor *table, const check_tensor *k,
                        const check_tensor *v) {
     int64_t num_blocks = k->t.shape[0], max_blocks = table->t.shape[1], shortest = INT64_MAX,
@@ -167,7 +166,7 @@ static void check_paged_case(paged_case *x) {
                  v = make_cache(x, num_blocks, x->head_dim_v);
     check_tensor q = check_tensor_make(x->dtype, 3, q_shape, NULL, 1, 5);
     for (int64_t i = 0; i < start * x->heads_q * x->head_dim; ++i)
-        check_set(&q.t, i, check_normal()); /* the rest is NaN */
+        check_set(&q.t, i, check_normal()); /* the rest stays NaN */
     fill_pages(x, &table, &k, &v);
 
     int64_t slopes_shape[2] = {x->batch, x->heads_q};
@@ -176,8 +175,8 @@ static void check_paged_case(paged_case *x) {
     check_tensor sinks = check_dense(x->own_sinks ? x->dtype : stats, 1, &x->heads_q);
     for (int64_t i = 0; i < gk_numel(&slopes.t); ++i)
         check_set(&slopes.t, i, check_uniform(0, 0.1));
-    /* in some calls far below every score: times log2(e) one is no float32, and of the other the
-     * rounding is above 2^127 */
+    /* Some calls have sinks far below every score: the first times log2(e) overflows float32;
+     * the rounding error of the second is above 2^127. */
     const double far[2] = {-3.3e38, -1e30};
     const bool sinks_far = check_below(8) == 0;
     for (int64_t h = 0; h < x->heads_q; ++h) {
@@ -203,7 +202,7 @@ static void check_paged_case(paged_case *x) {
                   .is_causal = !x->not_causal,
                   .diagonal = 77,
                   .window_left = x->window_left,
-                  .window_right = x->window_right, /* neither is read, but for flags */
+                  .window_right = x->window_right, /* neither is read unless flags say so */
                   .alibi_slopes = x->alibi ? &slopes.t : NULL,
                   .sinks = x->sinks ? &sinks.t : NULL,
                   .kv_start = x->kv_start ? &kv_start.t : NULL}};
@@ -277,7 +276,7 @@ static paged_case decode(gk_dtype dtype, int64_t block_size) {
                         .sharpness = 1};
 }
 
-/* Keys of a context chunk, as the row itself says. */
+/* Keys of a context chunk, as explain reports them. */
 static int64_t chunk_span(gk_dtype dtype) {
     int64_t shape[4] = {128, 64, 1, 32}, q_shape[3] = {1, 1, 32}, table_shape[2] = {1, 128},
             one = 1;
@@ -299,14 +298,14 @@ static int64_t chunk_span(gk_dtype dtype) {
         .out = q.t,
         .lse = lse.t,
         .rules = {.scale = 1, .is_causal = 1, .window_left = -1, .window_right = -1}};
-    if (dtype == GK_F64) args.lse.dtype = GK_F64; /* not run, only explained */
+    if (dtype == GK_F64) args.lse.dtype = GK_F64; /* explained, not run */
     gk_status status = gk_explain_paged_attn(&ctx, &args, &e);
     check_result(status == GK_OK, "explain: %s", gk_last_error());
     check_free(0);
     return e.tile[2] > 0 ? e.tile[2] : 512;
 }
 
-/* Context lengths around pages, tiles and chunks, one query token, pages of every size. */
+/* Context lengths around pages, tiles and chunks with one query token and pages of every size. */
 static void check_lengths(gk_dtype dtype) {
     snprintf(check_case, sizeof check_case, "paged_attn chunks of %s", gk_dtype_name(dtype));
     int64_t c = chunk_span(dtype);
@@ -319,7 +318,7 @@ static void check_lengths(gk_dtype dtype) {
             x.seq_lens[0] = lengths[i];
             x.heads_first = (i + p) & 1;
             check_paged_case(&x);
-            x.batch = 3; /* neighbours of other lengths; several query tokens across the border */
+            x.batch = 3; /* neighbours of other lengths; several query tokens across a boundary */
             x.seq_q[0] = 1 + check_below(5);
             x.seq_lens[1] = check_below(40);
             x.seq_lens[2] = lengths[(i + 4) % CHECK_COUNT(lengths)];
@@ -328,8 +327,8 @@ static void check_lengths(gk_dtype dtype) {
     }
 }
 
-/* Keys to the right of a query, with and without a bound, and sequences with fewer keys than query
- * tokens. */
+/* Keys to the right of a query, with and without a bound, and sequences with fewer keys than
+ * query tokens. */
 static void check_right(gk_dtype dtype) {
     static const int64_t rights[] = {-1, 0, 1, 7, INT64_C(1) << 40};
     for (int i = 0; i < CHECK_COUNT(rights) * 4; i += check_small() ? 3 : 1) {
@@ -367,7 +366,7 @@ static void check_head_dims(gk_dtype dtype) {
     }
 }
 
-/* Modifier i alone (i < NUM_MODIFIERS), or several. */
+/* Sets option i alone (i < NUM_MODIFIERS), or several. */
 static void apply(paged_case *x, int i) {
     switch (i) {
     case 0: x->not_causal = true; break;
@@ -384,7 +383,7 @@ static void apply(paged_case *x, int i) {
     case 11: x->shared = true; break;
     case 12: x->heads_first = true; break;
     case 13: x->window_left = 100; break;
-    case 14: x->sharpness = 40; break; /* nearly one-hot, the running maximum jumps */
+    case 14: x->sharpness = 40; break; /* nearly one-hot: the running maximum jumps */
     case 15: x->kv_start = true; break;
     case 16: x->sinks = x->own_sinks = true; break;
     default: x->window_left = INT64_MAX; break;
@@ -454,7 +453,7 @@ static void check_write(gk_dtype dtype, gk_dtype slots_dtype, int64_t tokens, in
         check_set(&v.t, 0, NAN);
         check_set(&v.t, 1, INFINITY);
     }
-    /* every second slot, in a mirrored order; some skipped, one given twice */
+    /* every second slot in mirrored order; some are skipped, one is given twice */
     for (int64_t t = 0; t < tokens; ++t) {
         check_set(&slots.t, t,
                   check_below(5) == 0 ? -1 - (double)check_below(9)
@@ -517,7 +516,7 @@ static void check_writes(gk_dtype dtype) {
 }
 
 /* ---- attn_merge ------------------------------------------------------------------------------ */
-/* size |a| w_a + |b| w_b; where one side is -inf the other must come back bit for bit. */
+/* size |a| w_a + |b| w_b. If one side's lse is -inf, the other side must come back bit for bit. */
 static void check_merge(gk_dtype dtype, int64_t heads, int64_t rows, int64_t head_dim,
                         bool transposed) {
     static const int by_row[4] = {0, 2, 1, 3};
@@ -530,7 +529,7 @@ static void check_merge(gk_dtype dtype, int64_t heads, int64_t rows, int64_t hea
     check_fill_normal(&a, 1);
     check_fill_normal(&b, 1);
     int64_t num_rows = 2 * heads * rows;
-    /* NaN beside an lse of -inf: such a side is not read */
+    /* NaN beside an lse of -inf, because such a side must not be read */
     for (int64_t i = 0; i < num_rows; ++i) {
         int64_t kind = check_below(6);
         check_set(&lse_a.t, i, kind == 0 || kind == 2 ? -INFINITY : 30 * check_normal());
@@ -573,7 +572,7 @@ static void check_merge(gk_dtype dtype, int64_t heads, int64_t rows, int64_t hea
             check_result(status == GK_OK, "%s: %s", gk_status_name(status), gk_last_error());
             check_untouched(&out[w], "out");
         }
-        /* of lse: exp(lse_x - lse) errs by about |lse| u */
+        /* error of lse: exp(lse_x - lse) has an error of about |lse| u */
         double u = check_acc_unit(dtype), widest = 200;
         check_close("out", &out[0].t, &exact.t, &size.t, (32 + widest) * u);
         check_close("lse", &got_lse[0].t, &lse.t, &lse_size.t, 8 * u);
@@ -679,7 +678,7 @@ static void check_refusals(void) {
     args.max_seqlen_q = 2;
     check_unchanged(&out, "out of a refused call");
     check_unchanged(&lse, "lse of a refused call");
-    check_set(&seq_lens.t, 0, 0); /* inactive, its table is not read */
+    check_set(&seq_lens.t, 0, 0); /* inactive: its table is not read */
     check_set(&table.t, 0, -9);
     gk_status status = gk_paged_attn(&ctx, &args);
     check_result(status == GK_OK && check_get(&lse.t, 0) == -INFINITY, "seq_lens 0: %s",

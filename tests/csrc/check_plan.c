@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_plan: a call that is planned and then run (plan.h) is the call of gpukern.h: the same bits,
- * and one
- * plan for it; the entry point checks once more than the plan. */
+/* check_plan: planning a call and running the plan (plan.h) gives the same bits as the entry
+ * point of gpukern.h. There is one plan for a call; the entry point makes one check more than
+ * the plan. */
 #include "check.h"
 
 #include "core/dispatch.h"
 #include "core/op.h"
 #include "core/plan.h"
 
-/* What a piece of code checked and planned. */
+/* Counts the checks and plans of a piece of code. */
 static gk_call_counts counts_before;
 
 static void count_from_here(void) { gk_count_calls(&counts_before); }
@@ -26,8 +26,8 @@ static void check_counts(int64_t checks, int64_t calls, const char *what) {
                  (long long)(now.kernel_plans - counts_before.kernel_plans), (long long)calls);
 }
 
-/* One call as the entry point, then as plan and run, into two outputs; and every way in which its
- * workspace may be wrong. */
+/* One call through the entry point, then as plan and run, into two outputs. Also every way in
+ * which the workspace may be wrong. */
 #define CHECK_CALL(OP, args, out_of_args, first, second)                                      \
     do {                                                                                      \
         check_workspace w = check_workspace_make(gk_##OP##_workspace_bytes(&ctx, &(args)));   \
@@ -86,8 +86,8 @@ static void check_gemm(gk_dtype dtype, int64_t m, int32_t threads) {
     check_free(0);
 }
 
-/* softcap: one that no score comes near is run as none, from a copy of the arguments that lives as
- * long as a call of csrc. */
+/* softcap: a softcap that no score comes near runs as none, from a copy of the arguments that
+ * exists only during the call. */
 static void check_flash(gk_dtype dtype, double softcap, int32_t threads) {
     snprintf(check_case, sizeof check_case, "flash_attn %s softcap %g, %d threads",
              gk_dtype_name(dtype), softcap, (int)threads);
@@ -156,9 +156,9 @@ static void check_paged(gk_dtype dtype, double softcap, int32_t threads) {
     check_free(0);
 }
 
-/* How many of gemm's tables are asked on Hopper. Its planner's serves most products and plans for
- * the three behind it, which say no by themselves; then come gemm_skinny, gemm_sm80 and
- * gemm_plain. */
+/* Number of gemm's tables that are asked on Hopper. The planner's table serves most products and
+ * plans for the three tables behind it, which refuse by themselves. Then come gemm_skinny,
+ * gemm_sm80 and gemm_plain. */
 static void check_asked(void) {
     static const struct {
         int64_t m, n, k, tables;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_prefer: tuning keys of gemm calls, their text, and the table from them to preferred
- * instances (prefer.h), threads included; what the public functions say without a GPU. The table's
- * rows here are addresses of `rows`: it never looks at them. */
+/* check_prefer: tests the tuning keys of gemm calls, their text, the table from keys to
+ * preferred instances (prefer.h) with several threads, and the public functions without a GPU.
+ * Instances here are addresses in `rows`, because the table never reads them. */
 #include "check.h"
 #include "core/prefer.h"
 
@@ -28,7 +28,7 @@ static gk_tensor tensor_of(gk_dtype dtype, int ndim, const int64_t *shape, const
 }
 #define SIZES(...) ((const int64_t[]){__VA_ARGS__})
 
-/* bfloat16, [m, k] by [k, n] as they lie, aligned. */
+/* bfloat16, [m, k] by [k, n], contiguous and aligned. */
 static gk_gemm_args product(int64_t m, int64_t n, int64_t k) {
     return (gk_gemm_args){.size = sizeof(gk_gemm_args),
                           .a = tensor_of(GK_BF16, 2, SIZES(m, k), SIZES(k, 1), 0),
@@ -182,7 +182,8 @@ static void check_texts(void) {
         snprintf(check_case, sizeof check_case, "text '%s'", text);
         gk_status status = gk_gemm_key_read(text, device, &key);
         check_result(status == GK_OK && memcmp(&k, &key, sizeof k) == 0, "does not come back");
-        /* one byte of it changed: refused, or the key that it then says */
+        /* With one byte changed, the text is refused or means another key, which must be written
+         * back as the same text. */
         text[check_below((int64_t)strlen(text))] = (char)(1 + check_below(255));
         if (gk_gemm_key_read(text, device, &key) != GK_OK) continue;
         gk_gemm_key_write(&key, again);
@@ -238,10 +239,11 @@ enum {
     READERS = 5,
     ROUNDS = 6
 };
-static int64_t done[WRITERS]; /* keys below it, of the writer's own, have had a row since */
+static int64_t done[WRITERS]; /* keys below this, among the writer's own, have an instance */
 static int64_t wrong_rows, lost_rows, finished;
 
-/* Writer w sets keys w, w + WRITERS, .. to row after row; no key is ever forgotten. */
+/* Writer w gives its keys w, w + WRITERS, .. one instance after the other and never forgets a
+ * key. */
 static void write_rows(int64_t w) {
     for (int64_t round = 0; round < ROUNDS; ++round)
         for (int64_t i = w; i < KEYS; i += WRITERS) {
@@ -253,8 +255,8 @@ static void write_rows(int64_t w) {
     __atomic_fetch_add(&finished, 1, __ATOMIC_RELEASE);
 }
 
-/* A key's row is one of its own, and is there once its writer has said so, also while the table
- * grows. */
+/* A key's instance must be one of its own. It must be there once its writer has said so, also
+ * while the table grows. */
 static void read_rows(int64_t r) {
     uint64_t random = (uint64_t)r * UINT64_C(0x9e3779b97f4a7c15);
     do {
@@ -340,8 +342,8 @@ static void check_public(void) {
     check_refused(gk_gemm_prefer(&cpu, &g, "any"), GK_ERR_UNSUPPORTED, words);
 }
 
-/* A caller that was compiled when gk_explanation ended before `preferred`: nothing behind its
- * struct is written. */
+/* A caller compiled when gk_explanation ended in front of `preferred`: nothing behind its struct
+ * may be written. */
 static void check_older_caller(void) {
     const gk_context cpu = check_context(NULL, 1);
     gk_gemm_args g = product(2, 2, 8);

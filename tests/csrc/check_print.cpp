@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_print: what csrc/cuda/layout/print.cuh prints, by the host compiler and, compiled by nvcc,
- * from inside a kernel. */
+/* check_print: tests the output of csrc/cuda/layout/print.cuh, compiled by the host compiler
+ * and, by nvcc, called from a kernel. */
 #include "cuda/layout/print.cuh"
 
 static GK_HD void print_all() {

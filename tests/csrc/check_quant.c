@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_quant: quantised and sparse products on every instruction set of the machine, with one
- * worker and with three, against ref/. Data is small integers and powers of two, so that results
- * are equal; tensors lie apart in memory that holds NaN. */
+/* check_quant: compares quantised and sparse products of every instruction set of the machine
+ * with ref/, with one worker and with three. Data is small integers and powers of two, so that
+ * results must be equal. The gaps between tensor elements hold NaN. */
 #include "check.h"
 
 #include "cpu/kernels.h"
@@ -16,7 +16,7 @@ static void describe(const char *op, int64_t m, int64_t n, int64_t k, int more) 
              (long long)m, (long long)n, (long long)k, more, isa, workers);
 }
 
-/* [rows, cols] of small integers, rows or columns side by side, with gaps. */
+/* [rows, cols] of small integers, contiguous along rows or columns, with gaps. */
 static check_tensor whole(gk_dtype dtype, int64_t rows, int64_t cols, int most) {
     static const int by_columns[2] = {1, 0};
     const int64_t shape[2] = {rows, cols};
@@ -34,7 +34,7 @@ static check_tensor powers(int64_t rows, int64_t cols) {
     return x;
 }
 
-/* Runs an op and its reference; their first results must be the same. */
+/* Runs an op and its reference. Their first results must be equal. */
 #define BOTH(op, args, result, expected)                                                  \
     do {                                                                                  \
         gk_context ctx = check_context(isa, workers);                                     \
@@ -247,15 +247,15 @@ static void check_quantize(int64_t m, int64_t k) {
     }
 }
 
-/* Every kernel of int8 that this machine has, not the first that serves the call alone, gives the
- * bits of ref/: codes of the whole range, all of them the least too, where quads hold the most
- * beside the sum. */
+/* Every int8 kernel of this machine, not only the first that serves the call, must give the bits
+ * of ref/. Codes cover the whole range. One case has only the smallest code, for which quads
+ * have the largest excess. */
 static void check_int8(int64_t m, int64_t n, int64_t k) {
     int num;
     const gk_cpu_instance *rows = gk_cpu_instances(GK_OP_SCALED_GEMM, &num);
     for (int form = 0; form < 6; ++form) {
-        const bool along_k = form == 0 || form == 3 ||
-                             form == 4; /* then sums are float32: small, so that they are exact */
+        /* sums are then float32, so values are small to be exact */
+        const bool along_k = form == 0 || form == 3 || form == 4;
         const int most = along_k ? 2 : 128;
         check_tensor a = whole(GK_I8, m, k, most), b = whole(GK_I8, k, n, most);
         if (form == 1 || form == 2) {
@@ -273,7 +273,7 @@ static void check_int8(int64_t m, int64_t n, int64_t k) {
         args.out = expected.t;
         gk_context ctx = check_context("base", 1);
         gk_ref_scaled_gemm(&ctx, &args);
-        if (gk_cpu_has(GK_ISA_AMX_EMULATED)) { /* small M goes by VNNI */
+        if (gk_cpu_has(GK_ISA_AMX_EMULATED)) { /* small M uses VNNI */
             gk_explanation e = GK_EXPLANATION_INIT;
             ctx = check_context("amx_emulated", 1);
             check_result(gk_explain_scaled_gemm(&ctx, &args, &e) == GK_OK, "%s", gk_last_error());

@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_realign: csrc/cuda/product/gemm/realign.cuh and misaligned.cuh on the host: random matrices
- * through the functions that the kernels are made of, a chunk after the other. Every element must
- * be the right one. Every aligned read of 16 bytes of a copy must lie between the first and the
- * last element of its batch entry; of a row on its way to a tile none lies behind the row's end.
- * Exits with 1 on a failure. */
+/* check_realign: tests csrc/cuda/product/gemm/realign.cuh and misaligned.cuh on the host, chunk
+ * by chunk on random matrices. Every element must be the right one. Every aligned 16-byte read
+ * of a copy must be between the first and the last element of its batch entry. When a row is
+ * copied into a tile, no read may be behind the row's end. Exits with 1 on a failure. */
 #include "check_model.h"
 #include "cuda/product/gemm/misaligned.cuh"
 
@@ -24,7 +23,7 @@ static void check_divisors() {
 
 alignas(16) static uint16_t memory[1 << 20];
 
-/* The chunk as a thread of the kernel makes it. */
+/* The chunk as a thread of the kernel computes it. */
 static void copy_chunk(const RealignMatrix &x, uint32_t i, uint16_t *to) {
     const RealignPlace at = realign_place(x, i);
     const int shift = (int)((uintptr_t)at.row / 2 % REALIGN_EACH);
@@ -34,7 +33,7 @@ static void copy_chunk(const RealignMatrix &x, uint32_t i, uint16_t *to) {
         return;
     }
     const uint16_t *from = at.row + at.col - shift, *end = from + (shift ? 16 : 8);
-    /* the ends of its entry */
+    /* the ends of its batch entry */
     const uint16_t *one = x.from + realign_entry(x, i / x.chunks.by / x.outer.by);
     const uint16_t *other = one + ((int64_t)x.outer.by - 1) * x.outer_stride;
     check(x.inner_stride == 1 && (uintptr_t)from % 16 == 0, "an aligned read of dense rows", at.col,
@@ -48,8 +47,8 @@ static void copy_chunk(const RealignMatrix &x, uint32_t i, uint16_t *to) {
     memcpy(to, words, 16);
 }
 
-/* A transposed copy as the other kernel makes it, block by block: what is read lies in the matrix,
- * what is written was read. */
+/* A transposed copy as the other kernel makes it, block by block. Reads must be inside the
+ * matrix, and only values that were read are written. */
 static void copy_transposed(const RealignMatrix &x, uint32_t *to) {
     uint32_t blocks;
     const Transpose p = transpose_of(x, &blocks);
@@ -137,7 +136,7 @@ static void check_matrix() {
     free(copy);
 }
 
-/* Elements of 32 bits: as pairs of 16 where rows are dense, else transposed. */
+/* Elements of 32 bits: as pairs of 16 bits if rows are contiguous, otherwise transposed. */
 static void check_matrix_32() {
     const uint32_t *words = (const uint32_t *)memory;
     const int64_t inner = 1 + below(below(2) ? 40 : 150), outer = 1 + below(below(8) ? 9 : 150);
@@ -183,8 +182,8 @@ static void check_matrix_32() {
     free(copy);
 }
 
-/* A row as a warp of gemm_skinny brings it into a tile: at any place, of any length up to the
- * tile's. */
+/* A row as a warp of gemm_skinny copies it into a tile, at any alignment, of any length up to
+ * the tile's. */
 template <int CHUNKS> struct OneRow {
     static constexpr int rows = 1, chunks = CHUNKS;
 };

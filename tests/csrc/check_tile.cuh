@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// check_tile: what the tests of csrc/cuda/ptx and csrc/cuda/tile share: counting, buffers, shared
-// memory as bytes.
+// check_tile: the parts that the tests of csrc/cuda/ptx and csrc/cuda/tile share: counting,
+// buffers, shared memory as bytes.
 #ifndef GPUKERN_CHECK_TILE_CUH
 #define GPUKERN_CHECK_TILE_CUH
 
@@ -37,7 +37,7 @@ static void must(cudaError_t error, const char *what) {
     exit(1);
 }
 
-// The next kernel's memory: host bytes, copied to the device by to_device and back by to_host.
+// Memory for the next kernel: host bytes, copied to the device by to_device and back by to_host.
 enum {
     MOST_BYTES = 1 << 20
 };
@@ -56,7 +56,7 @@ static void to_device(const buffer &b) {
     must(cudaMemcpy(b.device, b.host, MOST_BYTES, cudaMemcpyHostToDevice), "copy to the device");
 }
 
-// A kernel that hangs is ended, and the process with it.
+// Ends the process if a kernel hangs.
 static void hung(int) {
     static const char text[] = "FAILED: a kernel hung\n0 passed, 1 failed\n";
     _exit(write(STDOUT_FILENO, text, sizeof text - 1) < 0 ? 2 : 1);
@@ -83,7 +83,7 @@ enum {
     SMEM_BYTES = 48 * 1024
 };
 
-// All of shared memory set to a pattern, so that what is not written shows.
+// Fills all of shared memory with a pattern, so that bytes that are not written show.
 static __device__ void fill_smem(smem_addr at_s, int bytes, uint32_t pattern) {
     for (int i = threadIdx.x * 4; i < bytes; i += blockDim.x * 4) st_shared_32(at_s + i, pattern);
     __syncthreads();

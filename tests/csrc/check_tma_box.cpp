@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_tma_box: one value says how a box lies in shared memory (smem_box of csrc/cuda/layout): the
- * tiles' own offsets follow it, and what the driver is told of a tensor (host/tensor_shape.cuh)
- * comes from it.
+/* check_tma_box: one value, smem_box of csrc/cuda/layout, defines the layout of a box in shared
+ * memory. This test checks that the tiles' own offsets follow it, and that the tensor-map fields
+ * (host/tensor_shape.cuh) are derived from it.
  *
- *   check_tma_box         offsets of the tiles of every Hopper kernel, the fields of tensor maps, what is refused. Exits with 1 on a
- *                         failure.
- *   check_tma_box dump    reads lines "box NAME", prints how it lies, its dimensions, swizzle and bytes, for
- *                         tests/layout/test_layout_twin.py */
+ *  check_tma_box         checks tile offsets of every Hopper kernel, fields of tensor maps, and
+ *                        refusals. Exits with 1 on a failure.
+ *  check_tma_box dump    reads lines "box NAME" and prints the layout, dimensions, swizzle and
+ *                        bytes, for tests/layout/test_layout_twin.py */
 #include "check_model.h"
 #include "cuda/attn/tiles.h"
 #include "cuda/product/gemm/tiles.h"
@@ -15,13 +15,13 @@
 #include "cuda/layout/wgmma.cuh"
 #include "core/types.c" /* the table of element types */
 
-/* ---- where elements lie ---------------------------------------------------------------------- */
+/* ---- positions of elements ------------------------------------------------------------------- */
 static int byte_of(const smem_box &box, int col, int row) {
     const int coordinate[3] = {col, row, 0}, byte = at(box.lies, coordinate) * box.elem_bytes;
     return byte ^ (box.swizzle_bits ? (byte >> 7 & ((1 << box.swizzle_bits) - 1)) << 4 : 0);
 }
 
-/* Panels of a tile one behind the other, each a box. */
+/* The panels of a tile, one behind the other, each a box. */
 template <class Panels> static void check_panels() {
     bool same = tma_box_of(Panels::box()).bytes == Panels::panel_bytes;
     for (int row = 0; row < Panels::rows; ++row)
@@ -72,8 +72,8 @@ template <class Tile> static void check_backward() {
     check_panels<wgmma_panels<Tile::BQ, Tile::HEAD_DIM_V>>();
 }
 
-/* ---- what the driver is told ----------------------------------------------------------------- */
-/* As tensor maps were made from two or three numbers, before boxes were values: the judge. */
+/* ---- fields of tensor maps ------------------------------------------------------------------- */
+/* The earlier way to make tensor maps, from two or three numbers. The test compares with it. */
 static TensorMapFields fields_of_numbers(const TensorShape &shape, int box0, int box1, int box2) {
     const int64_t bytes = (int64_t)gk_dtype_bytes(shape.dtype);
     TensorMapFields f = {
@@ -98,7 +98,7 @@ static bool equal(const TensorMapFields &a, const TensorMapFields &b) {
     return same;
 }
 
-/* Of tensors with every set of dimensions of one element. */
+/* Tensors with every subset of dimensions that have one element. */
 static void check_fields(gk_dtype dtype, const smem_box &smem, int box0, int box1, int box2 = 1) {
     const tma_box box = tma_box_of(smem);
     bool same = box.ok && smem.elem_bytes == (int)gk_dtype_bytes(dtype) &&
@@ -115,7 +115,7 @@ static void check_fields(gk_dtype dtype, const smem_box &smem, int box0, int box
 }
 
 static void check_every_call() {
-    /* gemm's operands, and what their last boxes hold; attention's Q, K, V */
+    /* gemm's operands and the contents of their last boxes; attention's Q, K, V */
     for (int rows = 1; rows <= 256; ++rows) {
         check_fields(GK_BF16, wgmma_box(2, rows), 64, rows);
         check_fields(GK_F16, wgmma_box(2, rows), 64, rows);
@@ -135,14 +135,14 @@ static void check_refusals() {
         smem_box box;
         int mode;
     } cases[] = {
-        {{{2, {64, 64}, {2, 128}}, 2, 3}, 0},                /* a row has gaps */
-        {{{2, {64, 64}, {1, 65}}, 2, 3}, 1},                 /* rows have a gap between them */
-        {{{2, {32, 64}, {1, 32}}, 2, 3}, 0},                 /* the swizzle spans two rows */
+        {{{2, {64, 64}, {2, 128}}, 2, 3}, 0},                /* gaps within a row */
+        {{{2, {64, 64}, {1, 65}}, 2, 3}, 1},                 /* gaps between rows */
+        {{{2, {32, 64}, {1, 32}}, 2, 3}, 0},                 /* the swizzle covers two rows */
         {{{2, {4, 64}, {1, 4}}, 2, 0}, 0},                   /* half a chunk of 16 bytes */
-        {{{2, {64, 257}, {1, 64}}, 2, 3}, 1},                /* too high */
-        {{{4, {64, 8, 2, 2}, {1, 64, 512, 1024}}, 2, 3}, 3}, /* a dimension too many */
-        {{{3, {64, 8, 2}, {1, 64, 1024}}, 2, 3}, 2},         /* planes apart */
-        {{{2, {64, 0}, {1, 64}}, 2, 3}, 1},                  /* nothing */
+        {{{2, {64, 257}, {1, 64}}, 2, 3}, 1},                /* too many rows */
+        {{{4, {64, 8, 2, 2}, {1, 64, 512, 1024}}, 2, 3}, 3}, /* one dimension too many */
+        {{{3, {64, 8, 2}, {1, 64, 1024}}, 2, 3}, 2},         /* gaps between planes */
+        {{{2, {64, 0}, {1, 64}}, 2, 3}, 1},                  /* empty */
     };
     for (const auto &c : cases) {
         const tma_box box = tma_box_of(c.box);
@@ -150,10 +150,10 @@ static void check_refusals() {
     }
 }
 
-/* ---- for the twin ---------------------------------------------------------------------------- */
+/* ---- for the Python counterpart -------------------------------------------------------------- */
 static void print(const smem_box &box) {
     const tma_box tma = tma_box_of(box);
-    const int shift = box.elem_bytes == 4 ? 2 : 1; /* of elements */
+    const int shift = box.elem_bytes == 4 ? 2 : 1; /* bytes to elements */
     if (box.swizzle_bits) printf("Sw<%d,%d,3> o 0 o ", box.swizzle_bits, 4 - shift);
     const int *n = box.lies.shape, *d = box.lies.stride;
     printf("(%d,%d,%d):(%d,%d,%d) %d,%d,%d %d %d\n", n[0], n[1], n[2], d[0], d[1], d[2],

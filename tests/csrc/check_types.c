@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* The element types (types.h): every one described once, found by its value and by its name, and
- * loaded and stored as it says; what is none is told from them. */
+/* check_types: tests the table of element types (types.h). Every type has one entry, is found by
+ * its value and by its name, and is loaded and stored as the entry says. An unknown type gives
+ * the last entry. */
 #include "check.h"
 
 #include "core/types.h"
@@ -23,7 +24,7 @@ static void check_type(const gk_type *type) {
     check_result(gk_is_float(gk_stats_dtype(type->dtype)), "stats in %s",
                  gk_dtype_name(gk_stats_dtype(type->dtype)));
 
-    /* a load gives back what a store was given, where the type has it: its bits, its steps, its
+    /* a load returns what was stored if the type can represent it: its bits, its steps, its
      * largest value */
     double room[4] = {0};
     const int64_t last = (int64_t)sizeof room * 8 / type->bits - 1;
@@ -43,7 +44,7 @@ static void check_type(const gk_type *type) {
 }
 
 /* ---- 8-bit types, code by code --------------------------------------------------------------- */
-/* Its value by the definition of the format; NaN where it is none. */
+/* A code's value by the definition of the format; NaN if the code has none. */
 static double value_of(gk_dtype dtype, int code) {
     const int fraction = dtype == GK_E4M3 ? 3 : 2, bias = dtype == GK_E4M3 ? 7 : 15;
     const int exponent = (code & 0x7f) >> fraction, rest = code & ((1 << fraction) - 1);
@@ -68,12 +69,12 @@ static int stored(gk_dtype dtype, double x) {
     return code;
 }
 
-/* Codes from `first` to `last` have growing values: each is its value's, a value between two goes
- * to the nearer one, the middle to the even one, whatever bits a double has beyond float32; past
- * the ends everything is the last one. */
+/* Codes from `first` to `last` have increasing values. Storing a code's value gives the code. A
+ * value between two codes rounds to the nearer one and the middle to the even one, also for
+ * doubles that float32 cannot represent. Values outside the range give the last code. */
 static void check_codes(gk_dtype dtype, int first, int last) {
     snprintf(check_case, sizeof check_case, "codes of %s", gk_dtype_name(dtype));
-    const bool power = dtype == GK_E8M0; /* it rounds up */
+    const bool power = dtype == GK_E8M0; /* e8m0 rounds up */
     for (int code = 0; code < 256; ++code) {
         const uint8_t byte = (uint8_t)code;
         const double got = gk_load(&byte, dtype, 0), want = value_of(dtype, code);
@@ -104,7 +105,7 @@ static void check_8_bits(void) {
     check_codes(GK_E5M2, 0, 0x7b);
     check_codes(GK_I8, 0, 127);
     check_codes(GK_U8, 0, 255);
-    check_codes(GK_E8M0, 1, 254); /* 2^-127, code 0, is no normal float32 */
+    check_codes(GK_E8M0, 1, 254); /* 2^-127, code 0, is not a normal float32 */
     snprintf(check_case, sizeof check_case, "signs, infinities, NaN");
     for (int code = 1; code < 0x7c; ++code) {
         check_result(stored(GK_E4M3, -value_of(GK_E4M3, code)) == (0x80 | code), "e4m3 -%d", code);

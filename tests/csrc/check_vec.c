@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* check_vec: what vec.h computes, value by value, seen through the ops of every instruction set.
+/* check_vec: tests what vec.h computes, value by value, through the ops of every instruction
+ * set.
  *
- * A gemm with K = 0 is activation(beta * c): it loads c, applies a vector function and stores. So
- * all 65536 values of each 16-bit dtype pass through the loads, float32 values of every magnitude
- * through the rounding stores, and dense sweeps through erf, tanh and exp; two keys of attention
- * turn a logit into 1 / (1 + exp(-x)). Bounds are those that vec.h states. */
+ * A gemm with K = 0 is activation(beta * c): it loads c, applies a vector function and stores.
+ * All 65536 values of each 16-bit dtype thus pass through the loads, float32 values of every
+ * magnitude through the rounding stores, and dense sweeps through erf, tanh and exp. Attention
+ * over two keys turns a logit into 1 / (1 + exp(-x)). The bounds are those that vec.h states. */
 #include "check.h"
 
 #include <time.h>
@@ -12,7 +13,7 @@
 static int num_isas;
 
 /* ---- gemm with K = 0 as a vector function ---------------------------------------------------- */
-/* out [rows, n] = activation(beta * c [rows, n]); operands are of `dtype`, c of c_dtype. */
+/* out [rows, n] = activation(beta * c [rows, n]). Operands have `dtype`, c has c_dtype. */
 static void apply(const char *isa, gk_dtype dtype, const check_tensor *c, const check_tensor *out,
                   double beta, gk_activation activation) {
     int64_t rows = c->t.shape[0], n = c->t.shape[1], a_shape[2] = {rows, 0}, b_shape[2] = {0, n};
@@ -37,8 +38,8 @@ static void apply(const char *isa, gk_dtype dtype, const check_tensor *c, const 
 }
 
 /* ---- 16-bit loads and stores ----------------------------------------------------------------- */
-/* Every 16-bit value to float32, in rows of an odd length so that all lanes of a tail meet values
- * of all kinds. */
+/* Converts every 16-bit value to float32, in rows of an odd length so that every lane of a tail
+ * meets all kinds of values. */
 static void check_loads(const char *isa, gk_dtype dtype) {
     snprintf(check_case, sizeof check_case, "loads of %s %s", gk_dtype_name(dtype), isa);
     int64_t shape[2] = {65536 / 64, 64}, odd[2] = {1213, 54}; /* 65502 values */
@@ -58,7 +59,7 @@ static void check_loads(const char *isa, gk_dtype dtype) {
     }
 }
 
-/* float32 values to 16 bits: rounding to nearest even, ties, subnormals, overflow, NaN. */
+/* Rounds float32 values to 16 bits: to nearest even, ties, subnormals, overflow, NaN. */
 static void check_stores(const char *isa, gk_dtype dtype) {
     snprintf(check_case, sizeof check_case, "stores of %s %s", gk_dtype_name(dtype), isa);
     static const float betas[] = {1.0f,         1.00390625f, 1.001953125f, 1.00146484375f,
@@ -70,7 +71,7 @@ static void check_stores(const char *isa, gk_dtype dtype) {
         for (int64_t i = 0; i < shape[0] * shape[1]; ++i) {
             uint16_t bits = (uint16_t)i;
             float x = betas[b] * (dtype == GK_F16 ? gk_f16_to_f32(bits) : gk_bf16_to_f32(bits));
-            /* float32 subnormals may be flushed: bfloat16 shares their range */
+            /* float32 subnormals may be flushed, and bfloat16 has the same range */
             if (dtype == GK_BF16 && fabsf(x) < 0x1p-126f) {
                 bits = 0;
                 x = 0;
@@ -86,16 +87,16 @@ static void check_stores(const char *isa, gk_dtype dtype) {
 }
 
 /* ---- activations in float32 ------------------------------------------------------------------ */
-/* The error that vec.h states for the function inside, carried through x/2 (1 + f) or x f, and the
- * op's own roundings. */
+/* The error that vec.h states for the inner function, carried through x/2 (1 + f) or x f, plus
+ * the op's own roundings. */
 static double act_bound(gk_activation activation, double x, double y) {
     double u = 0x1p-24, own = 6 * u * fabs(y);
     switch (activation) {
     case GK_ACT_GELU: return own + 0.5 * fabs(x) * (2e-7 + 2 * u); /* erf: absolute error 2e-7 */
     case GK_ACT_GELU_TANH:
-        return own +
-               0.5 * fabs(x) * (3e-7 + 6 * u); /* tanh: absolute error 3e-7, argument 4 roundings */
-    case GK_ACT_SILU: /* exp: relative 2e-7 + 1.2e-7 |x|; its argument is held below 126 log 2 */
+        /* tanh: absolute error 3e-7, argument 4 roundings */
+        return own + 0.5 * fabs(x) * (3e-7 + 6 * u);
+    case GK_ACT_SILU: /* exp: relative 2e-7 + 1.2e-7 |x|; its argument is limited to 126 log 2 */
         return own + fabs(y) * (2e-7 + 2 * u * (1 + fabs(x))) + fabs(x) * 0x1p-125;
     default: return 0;
     }
@@ -140,9 +141,10 @@ static void check_activation(const char *isa, gk_activation activation) {
 }
 
 /* ---- exp, by attention over two keys --------------------------------------------------------- */
-/* Row i: q = x_i, keys 0 and 1, values 0 and 1: out = 1 / (1 + exp(-x_i)), lse = log(1 + exp(x_i)).
- * exp errs by 2e-7 + |x| u relatively, and a sum or a quotient by u each. bfloat16 rows may use the
- * shorter polynomial, whose 4e-6 hides behind bfloat16's own rounding in out but not in lse. */
+/* Row i: q = x_i, keys 0 and 1, values 0 and 1. out = 1 / (1 + exp(-x_i)), lse = log(1 +
+ * exp(x_i)). exp has a relative error of 2e-7 + |x| u; a sum or a quotient adds u each. bfloat16
+ * instances may use the shorter polynomial, whose error of 4e-6 disappears in bfloat16's
+ * rounding of out, but not in lse. */
 static void check_softmax(const char *isa, gk_dtype dtype) {
     snprintf(check_case, sizeof check_case, "softmax of two keys %s %s", gk_dtype_name(dtype), isa);
     int64_t rows = check_small() ? 301 : 2001, q_shape[4] = {1, 1, rows, 1},
@@ -192,8 +194,8 @@ static void check_softmax(const char *isa, gk_dtype dtype) {
     check_free(0);
 }
 
-/* Every call asks for the instruction set. A cpuid is 0.1 us on a machine and 20 to 70 us under a
- * hypervisor: a call may not wait for one. */
+/* Every call asks for the instruction set. A cpuid takes 0.1 us on a machine and 20 to 70 us
+ * under a hypervisor, so a call must not execute one. */
 static void check_isa_is_known(void) {
     struct timespec start, end;
     snprintf(check_case, sizeof check_case, "the instruction set");

@@ -646,7 +646,7 @@ REFUSED = (
     ),
     (
         dict(attn_mask=gk.attn_mask_of(t(6, 6).bool())),
-        "attn_mask is of 6 queries and 6 keys, q and k have 5 and 6",
+        "attn_mask is for 6 queries and 6 keys, q and k have 5 and 6",
     ),
     (
         dict(bias=t(2, 5, 6)),

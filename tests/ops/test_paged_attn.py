@@ -987,7 +987,7 @@ def test_keys_to_the_right_and_short_lengths(dtype, short, rules, device):
     that are inactive or have fewer keys than queries."""
     right = rules.get("is_causal", True) or rules.get("window_right") == 0
     if device == "cuda" and short and not right:
-        with pytest.raises(ValueError, match="allow_short on CUDA is served with is_causal"):
+        with pytest.raises(ValueError, match="allow_short on CUDA needs is_causal"):
             tokens, cache = (
                 torch.ones(2, 2, 16, device=device),
                 torch.ones(1, 4, 2, 16, device=device),

@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_amx: products of bfloat16 on AMX tiles: the packing that the register tile (tiles.h) wants,
- * and the kernel of tables.c. Blocks, tasks and epilogue are gemm.c's; compiled with the
- * instructions (GK_ISA amx) and with their emulation (amx_emulated). A sum is 16 even and 16 odd
- * products from 0, added to C: C's chain is k / 32 long, and is not cut further. Subnormal inputs
- * and sums count as 0. Not here: M <= 4 or 6 (gemm_skinny), float32 and float16. */
+/* gemm_amx: products of bfloat16 on AMX tiles: the packing for the register tile (tiles.h) and
+ * the kernel of tables.c. Blocks, tasks and epilogue are gemm.c's. It is compiled with the
+ * instructions (GK_ISA amx) and with their emulation (amx_emulated).
+ *
+ * One instruction sums 16 even and 16 odd products from 0 and adds both sums to C. The chain of
+ * additions to C is k / 32 long and is not split further. Subnormal inputs and sums count as 0.
+ * Not served: M <= 4, or M <= 6 if b is contiguous along k (gemm_skinny), float32 and float16. */
 #include "../blocks.h"
 #include "tiles.h"
 
-/* The packing and the way out are those of pairs. */
+/* Packing for a whole number of tiles, and the epilogue, are those of the avx512bf16 kernels. */
 extern const gk_gemm_isa gk_gemm_isa_avx512bf16;
 
 /* ---- 1 the register tile --------------------------------------------------------------------- */
@@ -36,7 +38,7 @@ extern const gk_ukr_fn SYM(gk_ukr_rows)[2][STRIP]; /* tile.h */
 const gk_ukr_fn SYM(gk_ukr_rows)[2][STRIP] = {{TO_32(NAME, 0)}, {TO_32(NAME, 1)}};
 
 /* ---- 2 packing ------------------------------------------------------------------------------- */
-/* [ceil(lanes / 32)][cells, padded to whole tiles][32]: panels one behind the other. */
+/* dst[ceil(lanes / 32)][cells, padded to whole tiles][32]: consecutive panels. */
 static void pack_panels(void *dst, const void *src, gk_dtype dtype, int64_t s_lane, int64_t s_k,
                         int64_t lanes, int64_t k) {
     const int64_t cells = gk_ceil_div(k, 2), padded = gk_round_up(cells, CELLS);
@@ -52,8 +54,8 @@ static void pack_panels(void *dst, const void *src, gk_dtype dtype, int64_t s_la
     }
 }
 
-/* to[rows][ld] from any strides: k side by side, zeros up to a whole tile. 16 rows at a time become
- * a panel, then rows. */
+/* dst[rows][ld] for any strides: k contiguous, zeros up to a whole tile. 16 rows at a time are
+ * packed into a panel and then transposed into rows. */
 static void pack_rows_any(void *dst, int64_t ld, const void *src, gk_dtype dtype, int64_t s_row,
                           int64_t s_k, int64_t rows, int64_t k) {
     if (s_k == 1) {
@@ -62,7 +64,8 @@ static void pack_rows_any(void *dst, int64_t ld, const void *src, gk_dtype dtype
     }
     for (int64_t r = 0; r < rows; r += ROWS)
         for (int64_t k0 = 0; k0 < k; k0 += 2 * CELLS) {
-            uint32_t panel[CELLS + 1][ROWS] = {{0}}; /* a row to spare, as pack_panel wants */
+            uint32_t panel[CELLS + 1][ROWS] = {
+                {0}}; /* one row more, because pack_panel may write past the end */
             const int64_t n = gk_min_i64(ROWS, rows - r);
             gk_gemm_isa_avx512bf16.pack_panel(panel, ROWS, gk_at(src, 2 * (r * s_row + k0 * s_k)),
                                               dtype, s_row, s_k, n, gk_min_i64(2 * CELLS, k - k0));
@@ -105,9 +108,9 @@ static void run(const gk_context *ctx, const void *args, const gk_plan *plan, vo
 }
 const gk_cpu_kernel SYM(gk_gemm_packed) = {make_plan, run};
 
-/* ---- whether the tiles of this machine do what the kernels ask ------------------------------- */
-/* A product of small integers, which every order of sums gives to the bit, of tiles of `rows` x
- * `pairs` and `pairs` x `cols`. */
+/* ---- test products: do the tiles of this machine compute what the kernels expect? ------------ */
+/* A product of `rows` x `pairs` and `pairs` x `cols` tiles of small integers. Every order of
+ * summation gives the same bits. */
 static bool multiplies(int rows, int pairs, int cols) {
     uint32_t a[ROWS][CELLS], b[ROWS][CELLS];
     float c[ROWS][CELLS], got[ROWS][CELLS];

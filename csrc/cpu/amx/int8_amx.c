@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* int8_amx: products of 8-bit integers on AMX tiles, C[m][n] (+)= sum_k A[m][k] B[k][n] in int32:
- * the register tile that int8_product.h asks for (int8.h), and the kernels of tables.c. Blocks,
- * tasks, scales and packing are avx512bf16's; compiled with the instructions (GK_ISA amx) and with
- * their emulation (amx_emulated).
- * TDPBSSD takes signed codes on both sides: nothing is added to b's codes and no row holds too
- * much. Sums wrap modulo 2^32, as everywhere, so the bits are those of every other instruction set.
- * Not here: small M, which reads b once by VPDPBUSD. */
+/* int8_amx: products of 8-bit integers on AMX tiles, C[m][n] (+)= sum_k A[m][k] B[k][n] in
+ * int32: the register tile for int8_product.h (interface in int8.h) and the kernels of tables.c.
+ * Blocks, tasks, scales and packing are those of avx512bf16. It is compiled with the
+ * instructions (GK_ISA amx) and with their emulation (amx_emulated).
+ *
+ * TDPBSSD takes signed codes on both sides, so b is not flipped and no row needs a correction.
+ * Sums wrap modulo 2^32 as in every other instruction set, so the bits are the same. Not served:
+ * small M, which reads b once with VPDPBUSD. */
 #include "../blocks.h"
 #include "../int8.h"
 #include "tiles.h"
@@ -13,7 +14,7 @@
 extern const gk_int8_isa gk_int8_quads_avx512bf16;
 
 /* ---- 1 the product --------------------------------------------------------------------------- */
-/* Rows [i, m) of C: a panel of b stays in the L1 under strips of a. */
+/* Rows [i, m) of C. A panel of b stays in the L1 while strips of a pass it. */
 static void strips(int64_t i, int64_t m, int64_t n, int64_t cells, const uint32_t *a, int64_t a_ld,
                    const uint32_t *b, uint32_t *c, int64_t ldc, bool accumulate) {
     for (int64_t j = 0; j < n; j += PANEL)
@@ -22,7 +23,7 @@ static void strips(int64_t i, int64_t m, int64_t n, int64_t cells, const uint32_
                           a_ld, b + j * cells, PANEL, c + r * ldc + j, ldc, accumulate);
 }
 
-/* Whole strips first: the tiles are configured twice at most. */
+/* Whole strips come first, so that the tiles are configured at most twice. */
 static void product(int64_t m, int64_t n, int64_t cells, const uint32_t *a, int64_t a_ld,
                     const uint32_t *b, uint32_t *c, int64_t ldc, bool accumulate) {
     const int64_t whole = m / STRIP * STRIP, padded = gk_round_up(cells, CELLS);
@@ -88,7 +89,7 @@ static const gk_int8_isa on_tiles = {.per = 4,
 KERNEL(scaled_gemm)
 KERNEL(sparse_gemm)
 
-/* ---- whether the tiles of this machine do what the kernels ask ------------------------------- */
+/* ---- test products: do the tiles of this machine compute what the kernels expect? ------------ */
 bool SYM(gk_tiles_multiply_int8)(void) {
     int8_t a[ROWS][4 * CELLS], b[CELLS][4 * CELLS]; /* b[k / 4][4 n + k % 4] */
     int32_t c[ROWS][CELLS], want[ROWS][CELLS];
@@ -96,7 +97,8 @@ bool SYM(gk_tiles_multiply_int8)(void) {
         for (int j = 0; j < 4 * CELLS; ++j) {
             a[i][j] = (int8_t)((37 * i + 11 * j) % 256 - 128);
             b[i][j] = (int8_t)((53 * i + 29 * j) % 256 - 128);
-            if (i == 0) a[i][j] = b[i][j] = -128; /* the least sum of a quad */
+            /* the smallest operands: the largest sum of four products */
+            if (i == 0) a[i][j] = b[i][j] = -128;
         }
     for (int i = 0; i < ROWS; ++i)
         for (int j = 0; j < CELLS; ++j) {

@@ -1,24 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tile_amx.h: AMX's tile instructions under names of our own, once as the instructions and once in
- * plain C.
- * Intel, Software Developer's Manual, volume 2, TDPBF16PS, TDPBSSD, LDTILECFG, TILELOADD,
- * TILESTORED.
+/* tile_amx.h: AMX's tile instructions under our own names, as instructions (AMX_TILES 1) or in
+ * plain C (AMX_TILES 0). The C version keeps eight tiles for each thread and gives the same bits
+ * as the manual, so that the kernels build and run on a machine without AMX. Reference: Intel,
+ * Software Developer's Manual, volume 2: TDPBF16PS, TDPBSSD, LDTILECFG, TILELOADD, TILESTORED.
  *
- * A tile is up to 16 rows of up to 64 bytes; there are eight. AMX_TILES 1: the instructions. 0: the
- * same in C on eight tiles of the thread, bit for bit as the manual has it, so that a machine
- * without AMX builds and walks the kernels.
+ * There are eight tiles of up to 16 rows of up to 64 bytes.
  *
- *   tdpbssd    C[m][n] += sum over k of the four products A[m][4k + i] B[k][4n + i] of signed bytes, as int32 modulo 2^32.
- *   tdpbf16ps  C[m][n] += sum over k of A[m][2k] B[k][2n] + A[m][2k+1] B[k][2n+1]; even and odd
- *              products have sums of their own, from 0, which are added to each other, then to C.
- *              Subnormal inputs count as 0, subnormal results become 0.
- */
+ *  tdpbssd    C[m][n] += sum over k and i < 4 of A[m][4k + i] B[k][4n + i]
+ *             with signed bytes and sums in int32 modulo 2^32
+ *  tdpbf16ps  C[m][n] += sum over k of A[m][2k] B[k][2n] + A[m][2k+1] B[k][2n+1]
+ *             Even and odd products are summed separately from 0. The two sums are added to each
+ *             other and then to C. Subnormal inputs count as 0, subnormal results become 0. */
 #ifndef GPUKERN_TILE_AMX_H
 #define GPUKERN_TILE_AMX_H
 
 #include "../../core/internal.h"
 
-/* What LDTILECFG reads: palette 1, and bytes of a row and rows of each tile. */
+/* The operand of LDTILECFG: palette 1, and the bytes of a row and the rows of each tile. */
 typedef struct amx_config {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
@@ -33,7 +31,7 @@ _Static_assert(sizeof(amx_config) == 64, "as LDTILECFG reads it");
 #define amx_zero(tile) _tile_zero(tile)
 #define amx_load(tile, from, step_bytes) _tile_loadd(tile, from, (size_t)(step_bytes))
 #define amx_load_once(tile, from, step_bytes) \
-    _tile_stream_loadd(tile, from, (size_t)(step_bytes)) /* past the L1 */
+    _tile_stream_loadd(tile, from, (size_t)(step_bytes)) /* bypasses the L1 */
 #define amx_store(tile, to, step_bytes) _tile_stored(tile, to, (size_t)(step_bytes))
 #define amx_dot(c, a, b) _tile_dpbf16ps(c, a, b)
 #define amx_dot_int8(c, a, b) _tile_dpbssd(c, a, b)

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tiles.h: the register tile of AMX, C[m][n] (+)= sum_k A[m][k] B[k][n], for bfloat16 (gemm_amx.c)
- * and int8 (int8_amx.c). A cell is 32 bits, values that are neighbours along k: two of bfloat16,
- * four of int8.
+/* tiles.h: the register tile of AMX, C[m][n] (+)= sum_k A[m][k] B[k][n], for bfloat16
+ * (gemm_amx.c) and int8 (int8_amx.c). A cell is 32 bits of values that are neighbours along k:
+ * two of bfloat16, four of int8.
  *
- *   a  rows [m][step] of cells   16 rows x 16 cells fill a tile as they lie
- *   b  panel [cells][32]         16 cells x 16 columns fill a tile as they lie
- *   c  [m][ldc] float32 or int32, m <= 32, 16 or 32 columns
+ *  a  rows [m][step] of cells   16 rows x 16 cells load as one tile
+ *  b  panel [cells][32]         16 cells x 16 columns load as one tile
+ *  c  [m][ldc] float32 or int32, m <= 32, 16 or 32 columns
  *
- * Tiles 0 1 | 2 3 hold 32 x 32 of C, 4 5 two of A, 6 7 two of B: a step of 16 cells loads four
- * tiles for four products, so it takes 64 cycles and 64 lines of 64 bytes. Both operands have whole
- * tiles of cells; those past k are zeros in a, of int8 anything in b. */
+ * Tiles 0 1 | 2 3 hold 32 x 32 of C, tiles 4 5 hold A, tiles 6 7 hold B. A step of 16 cells
+ * loads four tiles for four products: 64 cycles and 64 lines of 64 bytes. Both operands are
+ * padded to whole tiles of cells. The padding is 0 in a; in an int8 b it may hold anything. */
 #ifndef GPUKERN_AMX_TILES_H
 #define GPUKERN_AMX_TILES_H
 
@@ -24,26 +24,28 @@
 #define SYM(name) CAT(name, GK_ISA)
 
 enum {
-    ROWS = 16,         /* of a tile */
-    CELLS = 16,        /* of a tile's row */
-    STRIP = 2 * ROWS,  /* rows of C */
-    PANEL = 2 * CELLS, /* columns of C */
+    ROWS = 16,         /* rows of a tile */
+    CELLS = 16,        /* cells of a tile's row */
+    STRIP = 2 * ROWS,  /* rows of C in a full register tile */
+    PANEL = 2 * CELLS, /* columns of C in a full register tile */
     TILE_STEP = 64,    /* bytes of a tile's row */
-    /* From so many cells on, a strip of a with its panel of b fills the L1: a then comes past it,
-     * from the L2, and b stays. Cycles a step of 64 at 256 cells: a from the L2 89, past the L1 64;
-     * with C in the L2 104 and 84. */
+    /* With this many cells or more, a strip of a and its panel of b together overflow the L1.
+     * Loads of a then bypass the L1, and b stays there. Measured cycles for a step (64 at best),
+     * 256 cells: 89 with a through the L1, 64 past it; with C in the L2 104 and 84. */
     LONG_CELLS = 192
 };
 
-bool SYM(gk_tiles_multiply_int8)(void); /* int8_amx.c: a product of int8 has the right values */
+/* int8_amx.c: true if a test product of int8 has the right values */
+bool SYM(gk_tiles_multiply_int8)(void);
 
-/* Rows of C, 0 without a configuration: of the thread, and of one file's products, which a task
- * does not mix. The configuration is set where a task's rows change, and released at its end, so
- * that the caller's threads are left as they were. */
+/* Rows of C that the thread's tiles are configured for, 0 without a configuration. It belongs to
+ * the products of one file; a task does not mix them. A task configures the tiles when its
+ * number of rows changes and releases them at its end, so that the caller's threads are left as
+ * they were. */
 static _Thread_local int configured;
 
 static void configure(int m) {
-    if (m % ROWS == 0) m = STRIP; /* what has 16 rows leaves the lower tiles alone */
+    if (m % ROWS == 0) m = STRIP; /* with 16 rows the lower tiles are not used */
     if (configured == m) return;
     const uint8_t upper = (uint8_t)(m < ROWS ? m : ROWS),
                   lower = (uint8_t)(m < ROWS ? 0 : m - ROWS);
@@ -62,7 +64,7 @@ static void release_tiles(void) {
     configured = 0;
 }
 
-/* lower: whether there are rows past the 16th; wide: columns past the 16th. */
+/* lower: C has more than 16 rows. wide: C has more than 16 columns. */
 static inline __attribute__((always_inline)) void
 tiles(const bool int8, const bool lower, const bool wide, int64_t cells, const uint32_t *a,
       int64_t step, const uint32_t *b, int64_t ldb, uint32_t *c, int64_t ldc, bool accumulate) {

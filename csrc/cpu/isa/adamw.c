@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* adamw: one step of AdamW over a list of tensors, compiled once per ISA (gpukern_train.h has the
- * equations). Parameters and gradients of float32, bfloat16, float16; m and v of that dtype or
- * float32. A task is a run of elements of one tensor. No workspace. Bound by memory: 28 bytes an
- * element of float32. Not here: float64 (ref/). */
+/* adamw: one step of AdamW over a list of tensors, compiled once per ISA (equations in
+ * gpukern_train.h). Parameters and gradients are float32, bfloat16 or float16; m and v have that
+ * dtype or float32. A task is a range of elements of one tensor. No workspace. The time goes
+ * into memory traffic: 28 bytes per float32 element. Not served: float64 (ref/). */
 #include "gpukern_train.h"
 #include "philox_vec.h"
 #include "rows.h"
 
 typedef struct adamw_job {
     const gk_adamw_args *a;
-    float lr, times; /* times: of gradients */
+    float lr, times; /* times: the factor of gradients */
 } adamw_job;
 
 static float scalar(const gk_tensor *t, float none) { return t ? *(const float *)t->data : none; }
@@ -19,13 +19,13 @@ INLINE vf vf_root(vf x) {
     return x;
 }
 
-/* The larger, where a NaN of either stays. */
+/* The larger of two values; NaN if either is NaN. */
 INLINE vf vf_larger(vf a, vf b) {
     const vi take_a = (vi)(a > b) | (vi)(a != a);
     return (vf)(((vi)a & take_a) | ((vi)b & ~take_a));
 }
 
-/* bfloat16 of x, rounded by the words of elements [i, i + n), n at most W. */
+/* Stores elements [i, i + n), n <= W, as bfloat16, rounded stochastically by their Philox words. */
 INLINE void store_stochastic(const gk_adamw_args *a, int64_t t, int64_t i, vf x, int64_t n) {
     uint16_t *to = a->params[t].data;
     uint32_t word[4] = {0};

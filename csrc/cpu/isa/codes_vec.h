@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* codes_vec.h: 8-bit codes (csrc/formats/codes.h) to vectors of float32 and back, in plain vector
- * arithmetic. */
+/* codes_vec.h: converts vectors of 8-bit codes (csrc/formats/codes.h) to float32 and back with
+ * plain vector arithmetic. */
 #ifndef GPUKERN_CODES_VEC_H
 #define GPUKERN_CODES_VEC_H
 
@@ -12,7 +12,7 @@ typedef uint8_t vb_mem __attribute__((vector_size(W), aligned(1), may_alias));
 INLINE vi vi_select(vi mask, vi yes, vi no) { return (yes & mask) | (no & ~mask); }
 INLINE vf vf_from_vi(vi x) { return __builtin_convertvector(x, vf); }
 
-/* n values at p[i], the other lanes 0 */
+/* n values from p[i] on; the other lanes are 0 */
 INLINE vf vf_load_code(const void *p, gk_dtype dtype, int64_t i, int64_t n) {
     const uint8_t *from = (const uint8_t *)p + i;
     uint8_t some[W] = {0};
@@ -37,7 +37,7 @@ INLINE vf vf_load_code(const void *p, gk_dtype dtype, int64_t i, int64_t n) {
 /* the codes of v, rounded to nearest even and saturated */
 INLINE vi vi_codes(vf v, gk_dtype dtype) {
     if (dtype == GK_I8) {
-        v = vf_min(vf_set1(127), vf_max(vf_set1(-128), v)); /* NaN stays */
+        v = vf_min(vf_set1(127), vf_max(vf_set1(-128), v)); /* NaN stays NaN */
         v = (vf)((vi)v & (v == v));
         return __builtin_convertvector(vf_round(v), vi);
     }

@@ -1,14 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* cross_entropy: the loss of each row of logits and its gradient, compiled once per ISA.
- *   z = softcap tanh(logit_scale logits / softcap), or logit_scale logits;   lse = log sum exp z
- *   loss = (1 - e) w[t] (lse - z[t]) + e / V (W lse - sum w[c] z[c]) + z_loss lse^2,   W = sum w[c]
- *   dz[c] = g (exp(z[c] - lse) ((1 - e) w[t] + e W / V + 2 z_loss lse) - (c = t) (1 - e) w[t] - e
- *   w[c] / V)
- * logits, dlogits [M, V] of one dtype (float32, bfloat16, float16), or dlogits of 16 bits beside
- * float32 logits; target [M] int64, w [V], loss, lse [M] float32. A task is a run of rows. A row is
- * read once forward and once backward: blocks of ROW_BLOCK columns have a maximum of their own, and
- * their sums meet in double; where forward gives dlogits, too, a row's second read is from a cache.
- * Backward may have some of the columns alone. No workspace. Not here: float64 (ref/). */
+ *
+ *  z = softcap tanh(logit_scale logits / softcap), or logit_scale logits;   lse = log sum exp z
+ *  loss = (1 - e) w[t] (lse - z[t]) + e / V (W lse - sum w[c] z[c]) + z_loss lse^2
+ *  W = sum w[c]
+ *  dz[c] = g (exp(z[c] - lse) ((1 - e) w[t] + e W / V + 2 z_loss lse)
+ *             - (c = t) (1 - e) w[t] - e w[c] / V)
+ *
+ * logits and dlogits [M, V] have one dtype (float32, bfloat16, float16), or dlogits has 16 bits
+ * beside float32 logits. target [M] is int64, w [V], loss and lse [M] are float32.
+ *
+ * A task is a range of rows. Each pass reads a row once. Blocks of ROW_BLOCK columns have their
+ * own maximum, and their sums are added in double. If the forward pass also writes dlogits, its
+ * second read of a row comes from a cache. The backward pass may be given a part of the columns.
+ * No workspace. Not served: float64 (ref/). */
 #include "gpukern_loss.h"
 #include "rows.h"
 
@@ -24,7 +29,7 @@ GK_PLAN_HOLDS(job);
 typedef struct row_in {
     const char *x;
     const gk_tensor *weight;
-    float scale, cap, inverse_cap; /* z = cap tanh(x scale inverse_cap), cap 0: scale x */
+    float scale, cap, inverse_cap; /* z = cap tanh(x scale inverse_cap); cap 0: z = scale x */
     float peak;
     gk_dtype dtype;
 } row_in;
@@ -54,7 +59,8 @@ INLINE double weight_at(const gk_tensor *w, int64_t i) {
 INLINE void add_exp(const void *arg, int64_t i, int64_t n, vf *s) {
     const row_in *r = arg;
     const vf d = load_z(r, i, n) - r->peak;
-    s[0] += vf_first(vf_exp_near(d), n); /* the loss is float32 whatever the logits are */
+    /* precise exp: the loss is float32 whatever the dtype of logits */
+    s[0] += vf_first(vf_exp_near(d), n);
 }
 INLINE void add_weighted(const void *arg, int64_t i, int64_t n, vf *s) {
     const row_in *r = arg;
@@ -77,7 +83,7 @@ INLINE float block_peak(const row_in *r, int64_t begin, int64_t end) {
     return vf_peak(vf_max(peak[0], peak[1]));
 }
 
-/* lse of a row, and the sum of w z where that is wanted. */
+/* lse of a row and, if wanted, the sum of w z. */
 INLINE double row_lse(row_in *r, int64_t n, bool wanted, double *weighted) {
     double peak = -INFINITY, sum = 0;
     *weighted = 0;
@@ -85,7 +91,7 @@ INLINE double row_lse(row_in *r, int64_t n, bool wanted, double *weighted) {
         const int64_t end = gk_min_i64(n, begin + ROW_BLOCK);
         double here, w = 0;
         r->peak = block_peak(r, begin, end);
-        if (r->peak == -INFINITY) r->peak = 0; /* all -inf: a sum of 0, and NaN of a NaN */
+        if (r->peak == -INFINITY) r->peak = 0; /* all are -inf (sum 0) or one is NaN (sum NaN) */
         block_sums(1, add_exp, r, begin, end, &here);
         if (wanted) block_sums(1, add_weighted, r, begin, end, &w);
         *weighted += w;
@@ -123,7 +129,7 @@ INLINE void fwd_row(const job *j, int64_t row, gk_dtype dtype) {
     *lse = (float)all;
 }
 
-/* given: dlogits' dtype */
+/* given: the dtype of dlogits */
 INLINE void bwd_row(const job *j, int64_t row, gk_dtype dtype, gk_dtype given) {
     const gk_cross_entropy_args *a = j->a;
     const gk_loss_more *more = &j->more;
@@ -160,7 +166,7 @@ INLINE void bwd_row(const job *j, int64_t row, gk_dtype dtype, gk_dtype given) {
     if (here >= 0 && here < n) gk_store(dx, given, here, at_target * r.scale);
 }
 
-/* What is wanted of a row. */
+/* Computes what the call asks for in one row. */
 INLINE void of_row(const job *j, int64_t row, gk_dtype dtype, gk_dtype given) {
     if (!j->bwd) fwd_row(j, row, dtype);
     if (j->more.dlogits) bwd_row(j, row, dtype, given);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* dropout: out = keep / (1 - p) act(x + bias) + residual, and its gradient, compiled once per ISA
- * (gpukern_train.h has the equations and says what is kept). Rows [M, N] of float32, bfloat16,
- * float16. A task is a run of rows, or, of long rows, of columns of one. No workspace. Not here:
- * float64 (ref/). */
+/* dropout: out = keep / (1 - p) act(x + bias) + residual, and its gradient, compiled once per
+ * ISA (gpukern_train.h has the equations and the rule for keep). Rows [M, N] of float32,
+ * bfloat16 or float16. A task is a range of rows, or a range of columns if rows are long. No
+ * workspace. Not served: float64 (ref/). */
 #include "gpukern_train.h"
 #include "activation.h"
 #include "philox_vec.h"
@@ -17,8 +17,8 @@ typedef struct dropout_job {
     const gk_dropout_args *a;
     const dropout_plan *p;
     uint64_t seed, offset;
-    /* words below it are kept, the top bit of both flipped so that signed numbers compare as they
-     * do */
+    /* A word below this is kept. The top bit of both is flipped, so that a signed comparison
+     * gives the unsigned order. */
     vi below;
     bool all; /* p = 0 */
     float scale;
@@ -51,7 +51,8 @@ INLINE void dropout_run(const dropout_job *job, int64_t row, int64_t from, int64
     }
 }
 
-/* Calls body(dtype, activation, backward), all known to the compiler. */
+/* Calls RUN(dtype, activation, backward) with constants, so that each combination is compiled
+ * separately. */
 #define FORMS(dtype, wide)                                               \
     if (job->a->activation == GK_ACT_NONE && !job->a->grad_out) {        \
         RUN(dtype, GK_ACT_NONE, false)                                   \

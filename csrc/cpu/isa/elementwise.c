@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* elementwise: kv_cache_write and attn_merge, bound by memory, compiled once per ISA.
+/* elementwise: kv_cache_write and attn_merge, compiled once per ISA. Both are bound by memory.
  *
- * kv_cache_write  k [T, Hkv, D], v [T, Hkv, Dv] -> row s % block_size of page s / block_size of the
- *                 caches, s = slots[t] 8-bit caches hold codes, of k / k_scale
- *                 a task is one head of k or of v and takes the tokens in order: of two tokens with
- *                 one slot the last stays
- * attn_merge      lse = logaddexp(lse_a, lse_b), out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
- *                 a task is a run of rows; a side that saw no key (lse -inf) is not read, the other
- *                 is copied
- * Not here: float64 (ref/). */
+ * kv_cache_write: k [T, Hkv, D] and v [T, Hkv, Dv] go to row s % block_size of page s /
+ * block_size of the caches, s = slots[t]. 8-bit caches hold codes of k / k_scale and v /
+ * v_scale. A task is one head of k or of v. It takes the tokens in order, so that the last of
+ * two tokens with one slot stays.
+ *
+ * attn_merge: lse = logaddexp(lse_a, lse_b), out = out_a exp(lse_a - lse) + out_b exp(lse_b -
+ * lse). A task is a range of rows. A side that saw no key (lse -inf) is not read, and the other
+ * side is copied.
+ *
+ * Not served: float64 (ref/). */
 #include "../kernels.h"
 #include "codes_vec.h"
 
@@ -18,11 +20,11 @@ enum {
 
 /* ---- kv_cache_write -------------------------------------------------------------------------- */
 typedef struct write_job {
-    const gk_tensor *from, *cache, *slots; /* of k or of v */
+    const gk_tensor *from, *cache, *slots; /* those of k or of v */
     const gk_tensor *scale;
 } write_job;
 
-/* Codes of from[d] / scale. */
+/* Writes the codes of from[d] / scale. */
 static void write_codes(const char *from, int64_t from_stride, gk_dtype dtype, char *to,
                         int64_t to_stride, gk_dtype code, int64_t n, float scale) {
     if (from_stride == 1 && to_stride == 1) {
@@ -34,19 +36,19 @@ static void write_codes(const char *from, int64_t from_stride, gk_dtype dtype, c
         gk_store(to, code, d * to_stride, (float)gk_load(from, dtype, d * from_stride) / scale);
 }
 
-/* to[d] = saturate(from[d] / scale), strides in elements. */
+/* to[d] = saturate(from[d] / scale); strides in elements. */
 static void write_row(const char *from, int64_t from_stride, char *to, int64_t to_stride,
                       gk_dtype dtype, int64_t n, const float *scale) {
     const float limit = (float)gk_type_of(dtype)->largest;
     if (from_stride == 1 && to_stride == 1) {
         if (!scale) {
-            /* of no elements to is NULL */
+            /* without elements `to` is NULL */
             if (n > 0) memcpy(to, from, (size_t)gk_bytes_of(dtype, n));
             return;
         }
         for (int64_t d = 0; d < n; d += W) {
             vf x = vf_load_dtype(from, dtype, d, n - d) / *scale;
-            x = vf_max(vf_set1(-limit), vf_min(vf_set1(limit), x)); /* NaN stays */
+            x = vf_max(vf_set1(-limit), vf_min(vf_set1(limit), x)); /* NaN stays NaN */
             vf_store_dtype(to, dtype, d, x, n - d);
         }
         return;
@@ -107,7 +109,7 @@ static void write_run(const gk_context *ctx, const void *args, const gk_plan *pl
 const gk_cpu_kernel SYM(gk_kv_cache_write) = {write_plan, write_run};
 
 /* ---- attn_merge ------------------------------------------------------------------------------ */
-/* Offset of a row of t, whose first `ndim` dimensions count rows. */
+/* Offset of a row of t, whose first `ndim` dimensions number the rows. */
 static int64_t row_offset(const gk_tensor *t, int ndim, int64_t row) {
     int64_t offset = 0;
     for (int d = ndim - 1; d >= 0; --d) {
@@ -125,7 +127,7 @@ static void copy_row(const gk_tensor *x, int64_t from, const gk_tensor *out, int
                (const char *)x->data + bytes * (from + d * stride), (size_t)bytes);
 }
 
-/* n values of a row whose elements lie `stride` apart */
+/* n values of a row whose elements are `stride` apart. */
 INLINE vf load_strided(const gk_tensor *t, int64_t at, int64_t stride, int64_t n) {
     if (stride == 1) return vf_load_dtype(t->data, t->dtype, at, n);
     float x[W] = {0};
@@ -140,7 +142,7 @@ static void merge_row(const gk_attn_merge_args *x, int64_t row) {
     const float lse_a = ((const float *)x->lse_a.data)[row_offset(&x->lse_a, ndim, row)];
     const float lse_b = ((const float *)x->lse_b.data)[row_offset(&x->lse_b, ndim, row)];
     const int64_t a_at = row_offset(&x->out_a, ndim, row), b_at = row_offset(&x->out_b, ndim, row);
-    char *out = gk_at(x->out.data, gk_bytes_of(x->out.dtype, row * n)); /* NULL where n is 0 */
+    char *out = gk_at(x->out.data, gk_bytes_of(x->out.dtype, row * n)); /* NULL if n is 0 */
     float *lse = (float *)x->lse.data + row;
     if (lse_a == -INFINITY && lse_b == -INFINITY) {
         if (n > 0) memset(out, 0, (size_t)gk_bytes_of(x->out.dtype, n));

@@ -1,18 +1,26 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_skinny: out = activation(alpha a b + beta c + bias) for small M, where reading b once is
- * what costs.
- * Compiled once per ISA.   a [M, K]  b [K, N], its rows or its columns dense   out [M, N]
- * A task owns a run of columns over all of K, so nothing is reduced across tasks. Two forms:
- *   across  (rows of b dense, "NN")     for KB rows of b: C[M][columns] += a[M][KB] b[KB][columns]; C waits in a float32
- *           block. b is read in place where it is float32 or M is very small, in runs long enough
- *           for the prefetcher of the machine, else zipped or converted KB rows at a time, and the
- *           next ones fetched while these are used
- *   along   (columns of b dense, "NT")  dot products: TM rows of a against TN columns of b, lanes along k, both in place;
- *           sums of lanes at the end. In chunks of k, so that the columns of b stay in L1 for all
- *           rows of a
- * workspace per worker: C block, KB rows of b and of a (across); lane sums of TN columns (along).
- * Not here: more rows (gemm), b with both strides above 1.
- */
+/* gemm_skinny: out = activation(alpha a b + beta c + bias) for small M, where the time goes into
+ * reading b once. Compiled once per ISA; tables.c lists it before gemm_packed.
+ *
+ *  a [M, K]   b [K, N], contiguous along n or along k   out [M, N]
+ *
+ * A task owns a range of columns over all of K, so nothing is reduced across tasks. There are
+ * two forms:
+ *  across  (b contiguous along n, "NN")  for KB rows of b:
+ *                                        C[M][columns] += a[M][KB] b[KB][columns]
+ *  along   (b contiguous along k, "NT")  dot products of TM rows of a and TN columns of b,
+ *                                        lanes along k
+ *
+ * across keeps C in a float32 block. It reads b in place if b is float32 or M is very small; a
+ * task's columns are then long enough for the hardware prefetcher. Otherwise KB rows of b are
+ * packed at a time (16-bit values are paired or converted), and the next rows are prefetched
+ * meanwhile.
+ *
+ * along reads both operands in place and adds up the lanes at the end. It runs over k in chunks,
+ * so that the TN columns of b stay in the L1 for all rows of a.
+ *
+ * Workspace per worker: the C block and KB packed rows of b and of a (across); lane sums of TN
+ * columns (along). Not served: larger M (gemm_packed), b with both strides above 1. */
 #include "../blocks.h"
 #include "tile.h"
 
@@ -21,7 +29,7 @@ typedef struct plan {
     gk_gemm_problem p;
     bool along, in_place;
     int64_t nb, n_blocks, kb;
-    int64_t acc_cells, b_cells, a_cells; /* of a worker's workspace, in 4-byte cells */
+    int64_t acc_cells, b_cells, a_cells; /* of a worker's workspace, in cells of 4 bytes */
 } plan;
 GK_PLAN_HOLDS(plan);
 
@@ -45,8 +53,8 @@ static plan plan_of(const gk_context *ctx, const gk_gemm_args *args, const gk_ge
                   tasks_per_thread = x.in_place ? 1 : bl->tasks_per_thread;
     const int64_t per_thread = gk_ceil_div(x.p.n, tasks_per_thread * gk_num_threads(ctx));
     const bool few = x.p.m <= bl->small_m;
-    /* a chunk of a column is so many bytes: cells of pairs, whose table has them, and 16-bit values
-     * count half a float */
+    /* A chunk of a column has a fixed number of bytes. blocks.h counts kb_along in float32
+     * values, or in pairs where PAIR is 2; 16-bit values without pairs are half as long. */
     const int64_t along_kb = bl->kb_along * (PAIR == 1 && args->a.dtype != GK_F32 ? 2 : 1);
     x.kb = x.along      ? along_kb
            : x.in_place ? (few ? bl->place_few : bl->place_many)
@@ -70,9 +78,9 @@ static size_t worker_bytes(const plan *x) {
     return 4 * (size_t)gk_round_up(x->acc_cells + x->b_cells + x->a_cells, 16);
 }
 
-/* c[M][FEW_VECTORS W] (+)= a[M][k] b[k][FEW_VECTORS W], 16-bit rows of b zipped or converted in the
- * registers; a as cells, by broadcast. Its sums run as the register tile's do: which columns come
- * here depends on the tasks, and may not show. */
+/* c[M][FEW_VECTORS W] (+)= a[M][k] b[k][FEW_VECTORS W]. 16-bit rows of b are paired or converted
+ * in registers; cells of a are broadcast. Sums run in the same order as in the register tile,
+ * because the tasks decide which columns come here and that must not change bits. */
 INLINE void small_m(const int M, gk_dtype dtype, int64_t k, const cell *a, int64_t a_row,
                     int64_t a_cell, const char *b, int64_t b_row_bytes, float *c, int64_t ldc,
                     bool accumulate) {
@@ -140,7 +148,7 @@ static void across(const plan *x, gk_dtype dtype, const char *a, const char *b, 
         if (whole < cols)
             pack_panels(b_pack + whole * cells, bk + es * whole, dtype, 1, p->b_k, cols - whole,
                         kn);
-        if (!x->in_place && k0 + x->kb < p->k) /* the next rows come while these are used */
+        if (!x->in_place && k0 + x->kb < p->k) /* prefetch the next rows while these are used */
             for (int64_t i = 0; i < gk_min_i64(x->kb, p->k - k0 - x->kb); ++i)
                 for (int64_t c = 0; c < cols * es; c += 64)
                     __builtin_prefetch(bk + es * (x->kb + i) * p->b_k + c, 0, 2);
@@ -160,7 +168,7 @@ static void across(const plan *x, gk_dtype dtype, const char *a, const char *b, 
 }
 
 /* ---- along: lanes along k -------------------------------------------------------------------- */
-/* sums[i][j] += a[i][k] b[j][k], i < tm, j < tn, lane by lane; strides in elements */
+/* sums[i][j] += a[i][k] b[j][k] for i < tm, j < tn, lane by lane; strides in elements */
 INLINE void dots(const int tm, const int tn, gk_dtype dtype, int64_t k, const char *a, int64_t a_m,
                  const char *b, int64_t b_n, vf *sums) {
     const int64_t es = dtype == GK_F32 ? 4 : 2;
@@ -170,7 +178,7 @@ INLINE void dots(const int tm, const int tn, gk_dtype dtype, int64_t k, const ch
 #pragma GCC unroll 8
         for (int j = 0; j < tn; ++j) s[i][j] = sums[i * TN + j];
     int64_t c = 0;
-    /* of 3 rows they are more than the registers */
+    /* with 3 rows the halves need more than the registers */
     const bool split = VC_SPLITS && dtype != GK_F32 && tm <= 2;
     for (; split && c + 2 * W <= k; c += 2 * W) {
         vc av[TM][2];
@@ -185,8 +193,8 @@ INLINE void dots(const int tm, const int tn, gk_dtype dtype, int64_t k, const ch
                 s[i][j] = vc_dot(vc_dot(s[i][j], av[i][0], bv[0]), av[i][1], bv[1]);
         }
     }
-    /* of more rows the halves come one after the other, from b loaded twice: half the conversions
-     * of whole vectors */
+    /* With more rows, even and odd values are processed one after the other and b is loaded
+     * twice. That takes half the conversions of whole vectors. */
     for (; VC_SPLITS && dtype == GK_BF16 && tm > 2 && c + 2 * W <= k; c += 2 * W)
 #pragma GCC unroll 2
         for (int half = 0; half < 2; ++half) {
@@ -267,7 +275,7 @@ static void along(const plan *x, gk_dtype dtype, const char *a, const char *b, i
     const int64_t short_bytes = SYM(gk_skinny_blocks).short_bytes;
     const dots_fn *fn = dots_of(dtype);
     vf *sums = (vf *)ws;
-    /* [M][W]: the TN columns of C, with room for whole vectors */
+    /* [M][W]: TN columns of C, padded to whole vectors */
     float *c = ws + strips * TM * TN * W;
     for (int64_t j = 0; j < cols; j += TN) {
         const int64_t tn = gk_min_i64(TN, cols - j);
@@ -275,8 +283,8 @@ static void along(const plan *x, gk_dtype dtype, const char *a, const char *b, i
         for (int64_t k0 = 0; k0 < p->k; k0 += x->kb) {
             const int64_t kn = gk_min_i64(x->kb, p->k - k0);
             const char *bk = b + es * (j * p->b_n + k0);
-            /* short columns end before the machine's prefetcher has found them: a share of the next
-             * with every strip */
+            /* The hardware prefetcher does not find short columns in time. Each strip prefetches
+             * a share of the next TN columns. */
             const int64_t lines = gk_ceil_div(kn * es, 64);
             const int64_t next = kn * es <= short_bytes ? gk_clamp_i64(cols - j - TN, 0, TN) : 0;
             const int64_t share = gk_ceil_div(next * lines, strips);
@@ -289,7 +297,7 @@ static void along(const plan *x, gk_dtype dtype, const char *a, const char *b, i
                                            sums + s * TM * TN);
             }
         }
-        /* [M][TN] sums in a row; W of them become one vector */
+        /* The sums are [M][TN]; W of them at a time are reduced to one vector. */
         float flat[W];
         for (int64_t i0 = 0; i0 < p->m * TN; i0 += W) {
             vf group[W];
@@ -304,7 +312,7 @@ static void along(const plan *x, gk_dtype dtype, const char *a, const char *b, i
     }
 }
 
-/* ---- the task and the row -------------------------------------------------------------------- */
+/* ---- the task and the kernel of tables.c ----------------------------------------------------- */
 typedef struct job {
     const gk_gemm_args *args;
     const plan *x;
@@ -321,7 +329,7 @@ static void task(void *arg, int64_t t, int64_t worker) {
     gk_gemm_epilogue whole, e;
     gk_gemm_at(jb->args, &x->p, t / x->n_blocks, &a, &b, &whole);
     e = gk_epilogue_at(&whole, 0, j0);
-    b = gk_at(b, (int64_t)gk_dtype_bytes(dtype) * j0 * x->p.b_n); /* NULL where K is 0 */
+    b = gk_at(b, (int64_t)gk_dtype_bytes(dtype) * j0 * x->p.b_n); /* NULL if K is 0 */
     if (x->along) {
         along(x, dtype, a, b, cols, &e, &SYM(gk_gemm_isa), ws);
         return;

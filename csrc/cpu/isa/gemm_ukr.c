@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm_ukr: the register tile, C[M][n] (+)= sum_k A[M][k] B[k][n], compiled once per ISA.
- * Goto and van de Geijn 2008 (the outer-product kernel); one instance per number of rows, vectors
- * and form of A.
- * a  panel [cells][step] or rows [M][step]   b  [cells][ldb]   c  [M][ldc] float32
- * Per step of k: NV loads of B, M broadcasts of A, M * NV multiply-adds that never leave the
- * registers.
- */
+/* gemm_ukr: the register tile C[M][n] (+)= sum_k A[M][k] B[k][n] (Goto and van de Geijn 2008,
+ * the outer-product kernel), the packing and epilogue of gemm_packed, and gemm_act_bwd. Compiled
+ * once per ISA. There is one instance for each number of rows, number of vectors and form of A.
+ *
+ *  a  panel [cells][step] or rows [M][step]   b  [cells][ldb]   c  [M][ldc] float32
+ *
+ * A step of k loads NV vectors of B, broadcasts M cells of A, and does M * NV multiply-adds. The
+ * sums stay in registers. */
 #include "../blocks.h"
 #include "activation.h"
 #include "tile.h"
@@ -15,7 +16,7 @@ INLINE void register_tile(const int M, const int nv, const bool a_is_rows, int64
                           int64_t ldc, bool accumulate) {
     vf acc[MR][NV];
 #pragma GCC unroll 1
-    for (int i = 0; i < M; ++i) { /* the tile of C arrives under the loop over k */
+    for (int i = 0; i < M; ++i) { /* prefetch the tile of C during the loop over k */
         __builtin_prefetch(c + i * ldc, 1);
         if (nv > 1) __builtin_prefetch(c + i * ldc + (NV - 1) * W, 1);
     }
@@ -24,8 +25,8 @@ INLINE void register_tile(const int M, const int nv, const bool a_is_rows, int64
 #pragma GCC unroll 4
         for (int v = 0; v < nv; ++v) acc[i][v] = vf_set1(0);
 
-    /* rows: one pointer per three rows, the others by index register, or the address registers run
-     * out */
+    /* Rows: one pointer for every three rows, the others by an index register, because separate
+     * pointers exceed the address registers. */
     const cell *a0 = a, *a3 = a + 3 * step, *a6 = a + 6 * step, *a9 = a + 9 * step,
                *a12 = a + 12 * step;
     for (int64_t kc = 0; kc < cells; ++kc) {
@@ -93,9 +94,8 @@ const gk_ukr_fn SYM(gk_ukr_panel)[NV][MR] = {{ROWS_1_TO_MR(NAME, panel, false, 1
 const gk_ukr_fn SYM(gk_ukr_rows)[NV][MR] = {{ROWS_1_TO_MR(NAME, rows, true, 1)},
                                             {ROWS_1_TO_MR(NAME, rows, true, 2)}};
 
-/* ---- the way out: activation(alpha acc + beta c + bias) -> out, preact ----------------------- */
-/* W values of one row at columns col .. col + n of a vector or matrix whose columns lie `stride`
- * apart */
+/* ---- the epilogue: activation(alpha acc + beta c + bias) -> out, preact ---------------------- */
+/* W values of one row at columns col .. col + n. The columns of p are `stride` apart. */
 INLINE vf load_strided(const void *p, gk_dtype dtype, int64_t stride, int64_t col, int64_t n) {
     if (stride == 1) return vf_load_dtype(p, dtype, col, n);
     vf v = vf_set1(0);
@@ -106,7 +106,7 @@ INLINE vf load_strided(const void *p, gk_dtype dtype, int64_t stride, int64_t co
 static void store(const gk_gemm_epilogue *e, const float *acc, int64_t ld, int64_t rows,
                   int64_t cols) {
     if (e->alpha == 1 && !e->c && !e->bias && !e->preact && e->activation == GK_ACT_NONE &&
-        cols % W == 0) { /* only convert */
+        cols % W == 0) { /* no epilogue: only convert */
         for (int64_t i = 0; i < rows; ++i)
             for (int64_t j = 0; j < cols; j += W)
                 vf_store_dtype(e->out, e->out_dtype, i * e->out_row + j, vf_load(acc + i * ld + j),
@@ -133,7 +133,7 @@ static void store(const gk_gemm_epilogue *e, const float *acc, int64_t ld, int64
 
 static void pack(void *dst, int64_t width, const void *src, gk_dtype dtype, int64_t s_lane,
                  int64_t s_k, int64_t lanes, int64_t k) {
-    switch (dtype) { /* one copy of the loops per dtype */
+    switch (dtype) { /* constant dtypes give one copy of the loops per dtype */
     case GK_BF16: pack_panel(dst, width, src, GK_BF16, s_lane, s_k, lanes, k); break;
     case GK_F16: pack_panel(dst, width, src, GK_F16, s_lane, s_k, lanes, k); break;
     case GK_F32: pack_panel(dst, width, src, GK_F32, s_lane, s_k, lanes, k); break;
@@ -175,7 +175,7 @@ const gk_gemm_isa SYM(gk_gemm_isa) = {W,
                                       NULL,
                                       0};
 
-/* ---- the rows of tables.c -------------------------------------------------------------------- */
+/* ---- the kernels of tables.c ----------------------------------------------------------------- */
 static bool packed_plan(const gk_context *ctx, const void *args, gk_plan *plan) {
     return gk_gemm_packed_plan(ctx, args, &SYM(gk_gemm_isa), plan);
 }
@@ -185,10 +185,11 @@ static void packed_run(const gk_context *ctx, const void *args, const gk_plan *p
 }
 const gk_cpu_kernel SYM(gk_gemm_packed) = {packed_plan, packed_run};
 
-/* grad_in = grad_out * activation'(saved), element by element; a task is a run of rows of the last
- * dimension. */
-/* relu selects: where its output is 0 an infinite or NaN gradient stops, and where that is NaN it
- * passes. */
+/* grad_in = grad_out * activation'(saved), element by element. A task is a range of rows along
+ * the last dimension.
+ *
+ * relu selects instead of multiplying: if its output is 0, an infinite or NaN gradient becomes
+ * 0. If the output is NaN, the gradient passes. */
 INLINE vf activation_gradient(vf grad, vf saved, gk_activation activation) {
     if (activation != GK_ACT_RELU) return grad * activation_slope(saved, activation);
     const vf zero = vf_set1(0), off = vf_select(vf_lt(saved, vf_set1(1)), zero, grad);

@@ -1,13 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* glu: gated linear units over rows, forward and backward, compiled once per ISA. Shazeer 2020,
- * arXiv:2002.05202.
- *   out = act(gate) up;   dgate = g up act'(gate),   dup = g act(gate)
- * gate, up, out, g, dgate, dup [M, N] of one dtype (float32, bfloat16, float16). A task is a run of
- * rows, or, of long rows, of columns of one. No workspace. Not here: float64 (ref/). */
+/* glu: gated linear units over rows, forward and backward (Shazeer 2020, arXiv:2002.05202),
+ * compiled once per ISA.
+ *
+ *  out = act(gate) up;   dgate = g up act'(gate),   dup = g act(gate)
+ *
+ * gate, up, out, g, dgate, dup [M, N] have one dtype (float32, bfloat16, float16). A task is a
+ * range of rows, or a range of columns if rows are long. No workspace. Not served: float64
+ * (ref/). */
 #include "activation.h"
 #include "rows.h"
 
-/* Rows are cut into runs of ROW_TASK columns, a task is one of them or several rows. */
+/* A row is cut into `cuts` ranges of at most ROW_TASK columns. A task is one range, or `each`
+ * whole rows. */
 typedef struct glu_plan {
     int64_t rows, n, each, cuts;
 } glu_plan;
@@ -31,7 +35,7 @@ static span span_of(const glu_plan *p, int64_t task) {
     return (span){row, gk_min_i64(row + p->each, p->rows), from, gk_min_i64(from + ROW_TASK, p->n)};
 }
 
-/* Calls body(dtype, activation) with both known to the compiler. */
+/* Calls body(dtype, activation) with constants, so that each pair is compiled separately. */
 #define ACTIVATIONS(dtype, body)                                 \
     switch (job->a->activation) {                                \
     case GK_ACT_SILU: body(dtype, GK_ACT_SILU); break;           \

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* grouped_gemm: products of groups of rows or of k, one after the other by quant_product.h;
- * compiled once per ISA.
- * a [M, K], b [G, K, N] or [K, N] float32 | bfloat16 | float16 | 8-bit floats with scales. Groups are read from offs as they come. */
+/* grouped_gemm: products of groups of rows or of groups of k, one after the other by
+ * quant_product.h. Compiled once per ISA. a [M, K], and b [G, K, N] or [K, N], are float32,
+ * bfloat16, float16 or 8-bit floats with scales. Group ends are read from offs when the call
+ * runs. */
 #include "quant_product.h"
 
 typedef struct grouped_plan {
-    quant_product p; /* of a group that is all of a */
+    quant_product p; /* of a group that covers all of a */
     bool by_rows;
 } grouped_plan;
 GK_PLAN_HOLDS(grouped_plan);

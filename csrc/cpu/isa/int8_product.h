@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* int8_product.h: a quant_product of 8-bit integers, multiplied as they are by the register tile of
- * int8_ukr.c.
+/* int8_product.h: a quant_product whose 8-bit integers are multiplied directly, by the register
+ * tile of int8_ukr.c or int8_amx.c. scaled_gemm.c and sparse_gemm.c use it.
  *
- *   out = activation(scale_a scale_b (A B) + beta c + bias), or such a sum over blocks of k
+ *  out = activation(scale_a scale_b (A B) + beta c + bias)
  *
- * Sums of a block of k are exact int32; with one scale along k so are the sums over all of it, the
- * blocks then being what fits the caches. So the bits of a result depend on no instruction set.
- * Workspace per worker: rows of a, panels of b, sums, a block's product, the scales of b, what sums
- * hold too much, b as read. */
+ * With several scales along k the scaled product is summed over blocks of k. Sums within a block
+ * are exact int32. With one scale along k the int32 sum runs over all of k, and blocks are only
+ * as long as the caches allow. The bits of a result therefore do not depend on the instruction
+ * set. Workspace per worker: rows of a, panels of b, sums, a block's product, the scales of b,
+ * the excess of each row (int8.h), b as read. */
 #ifndef GPUKERN_CPU_INT8_PRODUCT_H
 #define GPUKERN_CPU_INT8_PRODUCT_H
 
@@ -25,27 +26,28 @@ extern const gk_int8_isa SYM(gk_int8_quads);
 #define HAS_QUADS false
 #endif
 
-/* Xeon of model 207, one core, int8 GOP/s of 1024 cubed: 256 x 256 453, 280 x 512 460; small M,
- * 4096 squared: 11.8 GB/s of b across, 19 in place (13 packed); reading alone reaches 27. */
+/* Xeon of model 207, one core. int8 GOP/s at 1024 cubed: 256 x 256 453, 280 x 512 460. Small M
+ * at 4096 squared: 11.8 GB/s of b if it is contiguous along n, 19 if it is read in place (packed
+ * 13). Plain reading reaches 27. */
 enum {
     INT8_MB = 280, /* rows and columns of a task: operands and sums take 1 MiB */
     INT8_NB = 512,
     INT8_KB = 512,     /* of k: a panel of b takes 16 KiB */
-    INT8_DOT_ROWS = 4, /* up to so many, b is read in place where its k lies side by side */
-    INT8_SMALL_M =
-        32, /* so small an M waits for b: long runs of it are read then, along n or along k */
+    INT8_DOT_ROWS = 4, /* up to this many rows, a b that is contiguous along k is read in place */
+    /* up to this M the time goes into reading b, so longer ranges of b are read, along n or k */
+    INT8_SMALL_M = 32,
     INT8_FEW_NB = 1024,
     INT8_FEW_KB = 128,
     INT8_FEW_NB_ALONG = 64,
     INT8_FEW_KB_ALONG = 2048
 };
 
-/* b is read where it lies, a block being all of k or what one scale spans. */
+/* True if b is read in place. A block is then all of k, or the part that shares one scale. */
 static bool int8_in_place(const quant_product *p) {
     return p->m <= INT8_DOT_ROWS && !p->read_codes && p->b_k == 1;
 }
 
-/* Where a worker keeps what. */
+/* The buffers of a worker. */
 typedef struct int8_memory {
     uint32_t *a, *panels, *sums, *excess;
     float *part, *scales;
@@ -88,7 +90,7 @@ static void int8_plan(quant_product *p, const gk_context *ctx, gk_plan *plan) {
     while (p->nb > NR && p->row_tasks * gk_ceil_div(p->n, p->nb) < 2 * gk_num_threads(ctx))
         p->nb /= 2;
     p->col_tasks = gk_ceil_div(p->n, p->nb);
-    /* a line more than a multiple of 1 KiB */
+    /* one line more than a multiple of 1 KiB */
     p->a_ld = gk_round_up(gk_ceil_div(p->block, p->int8->per), W) + 16;
     p->worker_bytes = int8_memory_of(p, NULL).bytes;
     plan->tasks = p->row_tasks * p->col_tasks;
@@ -99,7 +101,7 @@ static void int8_plan(quant_product *p, const gk_context *ctx, gk_plan *plan) {
     plan->workspace_bytes = (size_t)gk_num_workers(ctx, plan->tasks) * p->worker_bytes;
 }
 
-/* sums -= what they hold too much of each row */
+/* sums -= the excess of each row */
 static void int8_correct(const quant_product *p, uint32_t *sums, const uint32_t *excess,
                          int64_t rows, int64_t cols) {
     for (int64_t i = 0; i < rows; ++i)

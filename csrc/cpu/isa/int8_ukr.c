@@ -1,17 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* int8_ukr: the register tile of 8-bit integers, C[m][n] (+)= sum_k A[m][k] B[k][n] exactly, and
- * its packing; compiled once per ISA, of pairs for every machine and of quads for those with VNNI.
- * a rows [m][ld] cells   b panels [cells][NR]   c [m][ldc] (int8.h). As in gemm_ukr.c: per cell NV loads of B, M broadcasts of A.
- * Quads: B is code + 128, so C is too large by 128 times the sum of A's row, which whoever reads C
- * takes away (excess). */
+ * its packing. Compiled once per ISA: with pairs for every machine, with quads for machines with
+ * VNNI (vec_int8.h).
+ *
+ * a rows [m][ld] cells, b panels [cells][NR], c [m][ldc] as in int8.h. As in gemm_ukr.c, a cell
+ * of k takes NV loads of B and M broadcasts of A. With quads B holds code + 128, so C is too
+ * large by 128 times the sum of A's row; the reader of C subtracts that (excess). */
 #include "../int8.h"
 #include "vec_int8.h"
 
-#define PLUS_128 0x80808080u /* xored to a quad */
+#define PLUS_128 0x80808080u /* xor mask that adds 128 to each code of a quad */
 
 /* ---- 1 the register tile --------------------------------------------------------------------- */
-/* Rows of a strip: as many as there are registers, and so few instances that a rest takes three of
- * them at most. */
+/* Rows of a strip. The largest uses all registers. The sizes are chosen so that a remainder
+ * takes at most three strips and few instances are compiled. */
 #if ISA_LEVEL >= 3
 #define STRIPS(X) X(14) X(7) X(4) X(2) X(1)
 #else
@@ -69,7 +71,7 @@ PRODUCT(quads)
 #endif
 
 /* ---- 2 packing ------------------------------------------------------------------------------- */
-/* One cell of W lanes; `left` lanes and `k` codes of each are there, the others are 0. */
+/* One cell of each of W lanes. `left` lanes exist with k codes each; the rest is 0. */
 INLINE vw code_of(const int per, const uint8_t *lanes, const int i) {
     const vw code = (vw)vi_from_bytes(lanes);
     return per == 4 ? code << (8 * i) : ((vw)((vi)(code << 24) >> 24) & 0xffff) << (16 * i);
@@ -91,7 +93,7 @@ INLINE vw cell_across(const int per, const int8_t *src, int64_t s_lane, int64_t 
     return cell;
 }
 
-/* W cells of one lane; k codes are there. */
+/* W cells of one lane with k codes; the rest is 0. */
 INLINE vw cells_along(const int per, const int8_t *src, int64_t k) {
     int8_t some[4 * W] = {0};
     if (k < per * W) {
@@ -112,7 +114,8 @@ INLINE void transpose(vw r[W]) {
 INLINE void panels(const int per, uint32_t flipped, uint32_t *dst, const int8_t *src,
                    int64_t s_lane, int64_t s_k, int64_t lanes, int64_t k) {
     const int64_t cells = gk_ceil_div(k, per);
-    if (s_k != 1) { /* row by row across all panels, the order that the prefetcher follows */
+    /* row by row across all panels, in the order that the hardware prefetcher follows */
+    if (s_k != 1) {
         const int64_t whole = s_lane == 1 ? lanes / NR * NR : 0;
         for (int64_t c = 0; c < cells; ++c) {
             const bool all = (c + 1) * per <= k;
@@ -166,8 +169,9 @@ INLINE void rows(const int per, uint32_t *dst, int64_t ld, const int8_t *src, in
         }
 }
 
-/* ---- 3 small M, b's k side by side: dot products that read b in place ------------------------ */
-/* The next column is fetched under each: the machine's prefetcher begins anew at every page. */
+/* ---- 3 small M, b contiguous along k: dot products that read b in place ---------------------- */
+/* Each column prefetches the next one, because the hardware prefetcher starts anew at every
+ * page. */
 #define DOTS(form, target, dot, per, flipped, M)                                                 \
     target static void form##_dots_##M(int64_t n, int64_t k, const uint32_t *a, int64_t a_ld,    \
                                        const int8_t *b, int64_t b_n, uint32_t *c, int64_t ldc) { \
@@ -223,7 +227,7 @@ DOT_ROWS(pairs, , vw_dot_pairs, 2, 0)
 DOT_ROWS(quads, QUADS_TARGET, vw_dot_quads, 4, PLUS_128)
 #endif
 
-/* ---- 4 what the products ask for ------------------------------------------------------------- */
+/* ---- 4 the interface of int8.h --------------------------------------------------------------- */
 #define PACKING(form, per)                                                                   \
     static void form##_panels(uint32_t *dst, const int8_t *src, int64_t s_lane, int64_t s_k, \
                               int64_t lanes, int64_t k, uint32_t flipped) {                  \

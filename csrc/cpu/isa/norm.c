@@ -1,33 +1,39 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* norm: RMSNorm and LayerNorm over rows, forward and backward, compiled once per ISA.
- * Ba, Kiros and Hinton 2016, arXiv:1607.06450 (layer); Zhang and Sennrich 2019, arXiv:1910.07467
- * (rms).
+/* norm: RMSNorm and LayerNorm over rows, forward and backward, compiled once per ISA. Ba, Kiros
+ * and Hinton 2016, arXiv:1607.06450 (layer); Zhang and Sennrich 2019, arXiv:1910.07467 (rms).
  *
- *   h = x + residual, rounded to x's dtype;   xhat = (h - mean) rstd;   out = xhat w + b,   w = weight + weight_offset
- *   dx = rstd (g w - c1 - xhat c2) + grad_sum,   c1 = mean(g w) (layer alone),   c2 = mean(g w xhat)
- *   dweight = sum over rows of g xhat,   dbias = sum over rows of g
+ *  h = x + residual, rounded to x's dtype;   xhat = (h - mean) rstd
+ *  out = xhat w + b,   w = weight + weight_offset
+ *  dx = rstd (g w - c1 - xhat c2) + grad_sum
+ *  c1 = mean(g w) (layer only),   c2 = mean(g w xhat)
+ *  dweight = sum over rows of g xhat,   dbias = sum over rows of g
  *
- * x, residual, g [M, N] of one dtype (float32, bfloat16, float16), rows anywhere; weight, bias [N]
- * of that dtype or float32. Forward: a task is a run of rows; a row is read from memory once, and
- * for its statistics and results from the cache. Backward: a task is a chunk of rows, GROUP at a
- * time, so that a column of dweight and dbias is loaded and stored once for GROUP rows. Chunks
- * follow from M and N alone. Their sums are added in order afterwards, a task for each COLUMNS
- * columns. Workspace: room for w and b as float32, [2, N], where they are strided or of two dtypes,
- * and backward the chunks' sums, [chunks, 2, N] float32. Not here: float64 (ref/). */
+ * x, residual, g [M, N] have one dtype (float32, bfloat16, float16) and any row strides; weight
+ * and bias [N] have that dtype or float32.
+ *
+ * Forward: a task is a range of rows. A row is read from memory once for its statistics, and
+ * from the cache for its results. Backward: a task is a chunk of rows. It handles GROUP rows at
+ * a time, so that a column of dweight and dbias is loaded and stored once for GROUP rows. The
+ * chunks depend only on M and N. Their sums are added in order afterwards by tasks of COLUMNS
+ * columns.
+ *
+ * Workspace: w and b as float32, [2, N], if they are strided or of two dtypes; backward also the
+ * chunks' sums, [chunks, 2, N] float32. Not served: float64 (ref/). */
 #include "rows.h"
 
 enum {
-    GROUP = 4, /* rows whose g and h of a block are in the L1 together: 4 and 8 measure alike, 1
-                  takes 1.3 times as long */
+    /* rows whose g and h of a block are in the L1 together; 4 and 8 take the same time, 1 takes
+     * 1.3 times as long */
+    GROUP = 4,
     COLUMNS = 1024,   /* of a task that adds up chunks */
-    CHUNK_ROWS = 32,  /* a chunk's at least: fewer would write more sums than they read rows */
-    MOST_CHUNKS = 64, /* tasks enough for 32 threads */
+    CHUNK_ROWS = 32,  /* at least; smaller chunks would write more sums than they read rows */
+    MOST_CHUNKS = 64, /* enough tasks for 32 threads */
     CHUNK_ELEMENTS =
-        4 << 20 /* of all chunks' sums: 32 MB of workspace at most, but for one chunk */
+        4 << 20 /* of all chunks' sums: at most 32 MB of workspace, except for a single chunk */
 };
 
 typedef struct norm_plan {
-    int64_t rows, n, ld; /* ld: N in whole cache lines */
+    int64_t rows, n, ld; /* ld: N rounded up to whole cache lines */
     int64_t each;        /* rows of a task */
     int64_t chunks;      /* backward with dweight or dbias, else 0 */
 } norm_plan;
@@ -75,11 +81,12 @@ INLINE void add_products(const void *arg, int64_t i, int64_t n, vf *s) {
     s[2] = vf_fma(g, d, s[2]);
 }
 
-/* The mean of a row, and about it total[0] of add_squares or total[0 .. 2] of add_products. A
- * block's sums are taken about its own mean, while it is in the L1, and moved to that of the
- * columns so far: a row comes from the L2 once, and a large mean costs no digits. (Chan, Golub and
- * LeVeque 1979.) That mean is a sum about a number near it: where all values are equal it is theirs
- * to the bit, and xhat is 0. */
+/* Returns the mean of a row. total gets the sums about that mean: total[0] of add_squares, or
+ * total[0 .. 2] of add_products. The sums of a block are taken about its own mean while it is in
+ * the L1, and are then shifted to the mean of all columns so far (Chan, Golub and LeVeque 1979).
+ * A row thus comes from the L2 once, and a large mean costs no precision. A block's mean is
+ * computed as a sum about a nearby number: if all values are equal, the mean is exactly that
+ * value and xhat is 0. */
 INLINE double row_moments(gk_norm_kind kind, bool products, row_in *r, int64_t n, double *total) {
     const int k = products ? 3 : 1;
     if (kind == GK_RMS_NORM) {
@@ -198,7 +205,7 @@ typedef struct bwd_row {
     row_in in;
     const char *grad_sum; /* or NULL */
     char *dx;
-    float rstd, c1, c2; /* c2 times rstd */
+    float rstd, c1, c2; /* c2 includes the factor rstd */
 } bwd_row;
 
 INLINE bwd_row bwd_stats(const bwd_job *job, int64_t row, gk_dtype dtype, bool wide) {
@@ -219,13 +226,13 @@ INLINE bwd_row bwd_stats(const bwd_job *job, int64_t row, gk_dtype dtype, bool w
     return r;
 }
 
-/* dx of `rows` rows, and their share of dweight and dbias. */
+/* dx of `rows` rows, and their contribution to dweight and dbias. */
 INLINE void bwd_rows(const bwd_row *r, int rows, float *dw, float *db, int64_t n, gk_dtype dtype,
                      bool wide) {
     const row_vector w = r->in.w;
     for (int64_t i = 0; i < n; i += W) {
         const vf weight = w.data ? row_vector_at(&w, dtype, wide, i, n - i) : vf_set1(1);
-        /* of the group first: fewer steps, less rounding */
+        /* adds the rows of the group first: fewer steps, less rounding */
         vf sum_w = vf_set1(0), sum_b = vf_set1(0);
 #pragma GCC unroll 4
         for (int k = 0; k < rows; ++k) {
@@ -276,7 +283,7 @@ static void add_chunks(const bwd_job *job, const gk_tensor *to, int64_t which, i
     const int64_t ld = job->p.ld, end = gk_min_i64(begin + COLUMNS, job->p.n);
     for (int64_t i = begin; i < end; i += W) {
         vf sum = vf_set1(0);
-        /* eight at a time, for the rounding */
+        /* eight chunks at a time, for less rounding */
         for (int64_t first = 0; first < job->p.chunks; first += 8) {
             vf some = vf_set1(0);
             for (int64_t c = first; c < gk_min_i64(first + 8, job->p.chunks); ++c)

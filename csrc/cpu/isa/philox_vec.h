@@ -10,10 +10,10 @@ typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint64_t vul __attribute__((vector_size(8 * W)));
 
 enum {
-    PHILOX_BLOCK = 4 * W /* words that one call gives */
+    PHILOX_BLOCK = 4 * W /* words of one call */
 };
 
-/* The four words of W counters, of which low and high are the halves. */
+/* The four words of W counters; low and high are the counters' halves. */
 INLINE void philox_words(uint64_t seed, uint64_t offset, vu low, vu high, vu word[4]) {
     const vu zero = {0};
     vu c0 = low, c1 = high, c2 = zero + (uint32_t)offset, c3 = zero + (uint32_t)(offset >> 32);
@@ -35,7 +35,7 @@ INLINE void philox_words(uint64_t seed, uint64_t offset, vu low, vu high, vu wor
     word[3] = c3;
 }
 
-/* Words of counters [index, index + W), four of each, in order. */
+/* The four words of each of the counters [index, index + W), in order. */
 INLINE void philox_block(uint64_t seed, uint64_t offset, uint64_t index,
                          uint32_t to[PHILOX_BLOCK]) {
     vul at;

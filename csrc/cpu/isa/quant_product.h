@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* quant_product.h: a product of operands that are decoded block by block, with scales along every
- * dimension.
+/* quant_product.h: a product whose operands are decoded block by block, with scales along every
+ * dimension. The quantised, sparse and grouped products of the CPU use it.
  *
- *   out = activation(sum over blocks of k of scale_a scale_b (A B) + beta c + bias)
+ *  out = activation(sum over blocks of k of scale_a scale_b (A B) + beta c + bias)
  *
- * A task is MB x NB of the result over all of K. A block of k of both operands is decoded into
- * cells (bfloat16 pairs or floats, both of which hold every 8-bit code), multiplied by the register
- * tile, and joins the sums times its scales. So no sum spans more than a block. int8 is multiplied
- * as it is (int8_product.h).
- * Of an instruction set with pairs, 16-bit operands are bfloat16.
- * Workspace per worker: cells of a, of b as read and as panels, the block's product, the sums, the
- * scales of b. */
+ * A task is MB x NB of the result over all of K. For each block of k it decodes both operands
+ * into cells (bfloat16 pairs or floats; both hold every 8-bit code exactly), multiplies them
+ * with the register tile, and adds the product times its scales to the sums. No sum of the
+ * register tile spans more than a block. int8 is multiplied without decoding (int8_product.h).
+ * In an instruction set with pairs, 16-bit operands are bfloat16.
+ *
+ * Workspace per worker: cells of a, of b as read and as panels, the block's product, the sums,
+ * the scales of b. */
 #ifndef GPUKERN_CPU_QUANT_PRODUCT_H
 #define GPUKERN_CPU_QUANT_PRODUCT_H
 
@@ -27,13 +28,13 @@ typedef float elem;
 #endif
 
 enum {
-    MB = 128, /* rows of a task: a decoded value of b meets so many */
-    NB = 128, /* columns; of few tasks a half or a fourth */
-    KB = 512  /* of k, where no scale ends sooner: operands and sums take 400 KB */
+    MB = 128, /* rows of a task: each decoded value of b is used this many times */
+    NB = 128, /* columns of a task; halved or quartered if there are few tasks */
+    KB = 512  /* of k, if no scale ends earlier: operands and sums take 400 KB */
 };
 
-/* Values to[o][i], o < outer, i < inner, from src[o * outer_stride + i * inner_stride]; zeros up to
- * a whole vector of cells. */
+/* Decodes values from src[o * outer_stride + i * inner_stride] to to[o][i], o < outer, i <
+ * inner; zeros up to a whole vector of cells. */
 INLINE void decode_as(elem *to, int64_t ld, const char *src, gk_dtype dtype, int64_t outer_stride,
                       int64_t outer, int64_t inner) {
     const bool code = dtype == GK_E4M3 || dtype == GK_E5M2 || dtype == GK_I8;
@@ -54,7 +55,7 @@ INLINE void decode_as(elem *to, int64_t ld, const char *src, gk_dtype dtype, int
 static void decode(elem *to, int64_t ld, const char *src, gk_dtype dtype, int64_t outer_stride,
                    int64_t inner_stride, int64_t outer, int64_t inner) {
     if (inner_stride == 1 || inner == 1) {
-        switch (dtype) { /* one copy of the loop per dtype */
+        switch (dtype) { /* constant dtypes give one copy of the loop per dtype */
         case GK_E4M3: decode_as(to, ld, src, GK_E4M3, outer_stride, outer, inner); return;
         case GK_E5M2: decode_as(to, ld, src, GK_E5M2, outer_stride, outer, inner); return;
         case GK_I8: decode_as(to, ld, src, GK_I8, outer_stride, outer, inner); return;
@@ -80,28 +81,29 @@ static void decode(elem *to, int64_t ld, const char *src, gk_dtype dtype, int64_
 /* ---- a product ------------------------------------------------------------------------------- */
 typedef struct quant_product {
     int64_t m, n, k;
-    /* a[i * a_m + kk * a_k] */
+    /* element (i, k) is a[i * a_m + k * a_k] */
     const char *a;
     gk_dtype a_dtype;
     int64_t a_m, a_k;
-    /* reads b's columns [col, col + cols) at [k0, k0 + kn) to[column][ld], or with b_by_k
-     * to[k][ld] */
+    /* reads b's columns [col, col + cols) at [k0, k0 + kn) to to[column][ld], or to[k][ld] with
+     * b_by_k */
     void (*read_b)(const struct quant_product *p, elem *to, int64_t ld, int64_t col, int64_t cols,
                    int64_t k0, int64_t kn);
     const void *b;
     bool b_by_k;
     gk_dtype b_dtype;
     int64_t b_k, b_n;
-    gk_scales scale_a, scale_b;     /* of [m, k] and [k, n] */
-    int64_t row0;                   /* of a whole operand: the row of scale_a that row 0 has */
-    int64_t block;                  /* of k: with scales along it their block, else at most KB */
+    gk_scales scale_a, scale_b; /* of [m, k] and [k, n] */
+    int64_t row0;  /* in grouped products: the row of the whole scale_a that belongs to row 0 */
+    int64_t block; /* of k: the block that shares a scale, at most KB */
     const struct gk_int8_isa *int8; /* int8_product.h; NULL: operands are decoded */
-    void (*read_codes)(const struct quant_product *p, int8_t *to, int64_t ld, int64_t col,
-                       int64_t cols, int64_t k0,
-                       int64_t kn); /* of int8: b's columns, k side by side; NULL: b is a matrix */
-    bool exact;                     /* int32 sums over all of k */
-    gk_gemm_epilogue e;             /* places of row 0, column 0 */
-    gk_dtype out_dtype;             /* 8 bits: float32 sums are divided by out_scale */
+    void (*read_codes)(
+        const struct quant_product *p, int8_t *to, int64_t ld, int64_t col, int64_t cols,
+        int64_t k0,
+        int64_t kn);    /* int8: reads b's columns with k contiguous; NULL: b is a matrix */
+    bool exact;         /* int32 sums over all of k */
+    gk_gemm_epilogue e; /* pointers to row 0, column 0 */
+    gk_dtype out_dtype; /* if it has 8 bits, float32 sums are divided by out_scale */
     float out_scale;
     /* set by quant_tasks */
     int64_t mb, nb, row_tasks, col_tasks, a_ld, b_ld;
@@ -119,7 +121,7 @@ static bool scaled_along_k(const quant_product *p) {
            (p->scale_b.data && p->scale_b.row_log2 < GK_WHOLE_LOG2);
 }
 
-/* At most so much of k that each scale along it holds for all of it. */
+/* The longest range of k, at most `most`, in which every scale along k is constant. */
 static int64_t scaled_block(const quant_product *p, int64_t most) {
     if (p->scale_a.data && p->scale_a.col_log2 < GK_WHOLE_LOG2)
         most = gk_min_i64(most, INT64_C(1) << p->scale_a.col_log2);
@@ -128,7 +130,7 @@ static int64_t scaled_block(const quant_product *p, int64_t most) {
     return most;
 }
 
-/* The worker's memory for tasks of mb x nb. */
+/* Sizes a worker's memory for tasks of mb x nb. */
 static void quant_memory(quant_product *p, int64_t mb, int64_t nb) {
     p->a_ld = gk_round_up(gk_min_i64(p->block, gk_max_i64(1, p->k)), W * PAIR) + W * PAIR;
     p->b_ld = p->b_by_k ? nb + W * PAIR : p->a_ld;
@@ -140,15 +142,15 @@ static void quant_memory(quant_product *p, int64_t mb, int64_t nb) {
                             64);
 }
 
-/* Enough for every part of the planned product. */
+/* Enough memory for every part of the planned product. */
 INLINE size_t quant_most_bytes(const quant_product *planned) {
     quant_product p = *planned;
     quant_memory(&p, MB, NB);
     return p.worker_bytes;
 }
 
-/* What all quantised products say of their results: activation, dtype and bias, whose last
- * dimension is n. */
+/* Sets the properties of the result that all quantised products share: activation, dtype, and
+ * bias, whose last dimension is n. */
 static void quant_results(quant_product *p, gk_activation activation, const gk_tensor *out,
                           const gk_tensor *bias) {
     p->e.alpha = 1;
@@ -160,7 +162,7 @@ static void quant_results(quant_product *p, gk_activation activation, const gk_t
     }
 }
 
-/* Sizes of the tasks; returns how many there are. */
+/* Chooses the size of tasks and returns their number. */
 static int64_t quant_tasks(quant_product *p, const gk_context *ctx) {
     p->block = scaled_block(p, KB);
     p->row_tasks = gk_ceil_div(p->m, MB);
@@ -182,16 +184,16 @@ static void quant_plan(quant_product *p, const gk_context *ctx, gk_plan *plan) {
     plan->workspace_bytes = (size_t)gk_num_workers(ctx, plan->tasks) * p->worker_bytes;
 }
 
-/* Whether a float32 sum of codes times this scale neither overflows nor loses bits: such sums are 0
- * or between 2^-32 and 2^48. */
+/* True if a float32 sum of codes times this scale neither overflows nor loses bits. These sums
+ * are 0 or between 2^-32 and 2^48 in size. */
 static bool moderate(float scale) {
     const float size = scale < 0 ? -scale : scale;
     return size == 0 || (size >= 0x1p-64f && size <= 0x1p64f);
 }
 
-/* sums += part times the scales of the block that begins at k0. The two scales are never multiplied
- * with each other in float32: their product may overflow or underflow although the result does
- * not. */
+/* sums += part times the scales of the block that begins at k0. The two scales are never
+ * multiplied with each other in float32: their product may overflow or underflow although the
+ * result does not. */
 static void join_scaled(const quant_product *p, float *sums, const float *part, float *scales,
                         int64_t row, int64_t rows, int64_t col, int64_t cols, int64_t k0,
                         bool first) {
@@ -224,8 +226,9 @@ static void join(const quant_product *p, float *sums, const float *part, int64_t
         }
 }
 
-/* Sums over all of k become float32, times one scale of a row and one of a column, multiplied in
- * double. excess: of exact ones, what each row's hold too much, modulo 2^32. */
+/* Converts sums over all of k to float32 and multiplies them by the scale of the row and that of
+ * the column, whose product is taken in double. excess: the amount by which each row's int32
+ * sums are too large, modulo 2^32. */
 static void scale_sums(const quant_product *p, void *sums, const uint32_t *excess, float *scales,
                        int64_t row, int64_t rows, int64_t col, int64_t cols) {
     for (int64_t j = 0; j < cols; ++j) scales[j] = scale_value(&p->scale_b, 0, col + j);
@@ -274,7 +277,7 @@ static void store_sums(const quant_product *p, float *sums, float *part, int64_t
         }
 }
 
-/* Task t of p in a worker's memory. */
+/* Computes task t of p in a worker's memory. */
 static void quant_task(const quant_product *p, int64_t t, char *memory) {
     const int64_t row = t / p->col_tasks * p->mb, rows = gk_min_i64(p->mb, p->m - row);
     const int64_t col = t % p->col_tasks * p->nb, cols = gk_min_i64(p->nb, p->n - col);
@@ -309,7 +312,7 @@ static void quant_task(const quant_product *p, int64_t t, char *memory) {
     store_sums(p, sums, part, row, rows, col, cols);
 }
 
-/* ---- b as a matrix in memory ----------------------------------------------------------------- */
+/* ---- reading a b that is a matrix in memory -------------------------------------------------- */
 INLINE void read_matrix(const quant_product *p, elem *to, int64_t ld, int64_t col, int64_t cols,
                         int64_t k0, int64_t kn) {
     const char *from =

@@ -1,25 +1,26 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* quantize: a matrix, silu(gate) * up, or an RMSNorm, as 8-bit codes and scales; and codes back to
- * floats. Once per ISA.
+/* quantize: turns a matrix, silu(gate) * up, or an RMSNorm into 8-bit codes and scales.
+ * dequantize: codes back to floats. Compiled once per ISA.
  *
- *   scale = max(amax / q, 2^-126)   codes = saturate(round-even(x / scale))   of each block of gk_granularity
+ *  scale = max(amax / q, 2^-126)   codes = saturate(round-even(x / scale))
+ *  for each block of gk_granularity; q is the largest finite value of the codes
  *
- * x [..., M, K] float32 | bfloat16 | float16, any strides   codes [..., M, K], scale contiguous
- * A task is a run of rows, or of 128 x 128 blocks one row of blocks; for one scale of the whole
- * tensor first every task leaves its amax, then every task writes. A row is made as float32 in the
- * worker's buffer, which amax and codes read; where amax spans rows it is made twice rather than
- * kept.
- * amax is a maximum of bits: those of infinities and NaN are the largest, so that they reach the
- * scale.
- * Workspace: an amax for each task, then per worker the row, and an amax for each block of columns.
- * Not here: float64 (ref/). */
+ * x [..., M, K] is float32, bfloat16 or float16 with any strides; codes [..., M, K] and scale
+ * are contiguous. A task is a range of rows, or one row of 128 x 128 blocks. With one scale for
+ * the whole tensor there are two passes: every task stores its amax, then every task writes
+ * codes. A row is computed in float32 in the worker's buffer, from which amax and codes are
+ * taken. If amax spans several rows, rows are computed twice instead of being stored.
+ *
+ * amax is a maximum of bit patterns: infinities and NaN have the largest, so they reach the
+ * scale. Workspace: an amax for each task; for each worker a row, and an amax for each block of
+ * columns. Not served: float64 (ref/). */
 #include "../../formats/scales.h"
 #include "../kernels.h"
 #include "codes_vec.h"
 
 enum {
-    TASK_ELEMENTS = 32 << 10, /* some 10 us of work, past what handing it out costs */
-    SUM_COLUMNS = 1024        /* of squares in float32 before they join the double */
+    TASK_ELEMENTS = 32 << 10, /* some 10 us of work, much more than starting a task costs */
+    SUM_COLUMNS = 1024 /* squares that are summed in float32 before they are added to the double */
 };
 
 typedef struct quantize_plan {
@@ -32,7 +33,7 @@ typedef struct job {
     quantize_plan p;
     uint32_t *task_amax; /* GK_PER_TENSOR */
     float *workers;
-    uint32_t amax; /* of the tensor, in its second pass */
+    uint32_t amax; /* of the tensor, in the second pass */
     bool second;
 } job;
 
@@ -44,10 +45,10 @@ static char *row_of(const gk_tensor *t, int64_t row) {
         row /= t->shape[d];
     }
     return offset ? (char *)t->data + offset * (int64_t)gk_dtype_bytes(t->dtype)
-                  : t->data; /* NULL may be of no element */
+                  : t->data; /* NULL if the tensor has no elements */
 }
 
-/* Where an RMSNorm's row begins, of any stride, as float32; columns up to a whole vector are 0. */
+/* Loads a row of any stride as float32; columns up to a whole vector are 0. */
 static void load_row(const gk_tensor *t, int64_t row, int64_t n, float *to) {
     const char *from = row_of(t, row);
     const int64_t step = t->stride[t->ndim - 1];
@@ -56,7 +57,7 @@ static void load_row(const gk_tensor *t, int64_t row, int64_t n, float *to) {
         for (int64_t i = n; i % W; ++i) to[i] = 0;
         return;
     }
-    switch (t->dtype) { /* one copy of the loop per dtype */
+    switch (t->dtype) { /* constant dtypes give one copy of the loop per dtype */
 #define LOOP(dtype)                                                                                \
     case dtype:                                                                                    \
         for (int64_t i = 0; i < n; i += W) vf_store(to + i, vf_load_dtype(from, dtype, i, n - i)); \
@@ -65,7 +66,7 @@ static void load_row(const gk_tensor *t, int64_t row, int64_t n, float *to) {
         LOOP(GK_F16)
         LOOP(GK_F32)
 #undef LOOP
-    default: break; /* the check takes no other */
+    default: break; /* the check accepts no other dtype */
     }
 }
 
@@ -87,7 +88,7 @@ static void normalize(const gk_quantize_args *a, int64_t n, float *v) {
         v[i] = v[i] * rstd * (float)gk_load(w->data, w->dtype, i * w->stride[0]);
 }
 
-/* Row `row` of what is quantised; `more` has room for another row. */
+/* Computes row `row` of the values to quantise; `more` has room for another row. */
 static void make_row(const gk_quantize_args *a, int64_t row, int64_t n, float *v, float *more) {
     load_row(&a->x, row, n, v);
     if (a->what == GK_QUANTIZE_SILU_MUL) {
@@ -101,7 +102,8 @@ static void make_row(const gk_quantize_args *a, int64_t row, int64_t n, float *v
             const gk_dtype dtype = a->x.dtype;
             load_row(a->residual, row, n, more);
             for (int64_t i = 0; i < n; i += W) vf_store(v + i, vf_load(v + i) + vf_load(more + i));
-            for (int64_t i = 0; dtype != GK_F32 && i < n; ++i) /* rounded as it is stored */
+            /* rounded to the dtype in which sum is stored */
+            for (int64_t i = 0; dtype != GK_F32 && i < n; ++i)
                 v[i] = dtype == GK_BF16 ? gk_bf16_to_f32(gk_f32_to_bf16(v[i]))
                                         : gk_f16_to_f32(gk_f32_to_f16(v[i]));
             if (a->sum) {
@@ -114,7 +116,7 @@ static void make_row(const gk_quantize_args *a, int64_t row, int64_t n, float *v
 }
 
 /* ---- 2. amax and scale ----------------------------------------------------------------------- */
-/* The bits of the largest size among v[0 .. n). */
+/* The bits of the largest absolute value among v[0 .. n). */
 INLINE uint32_t amax_of(const float *v, int64_t n) {
     vi most = vi_set1(0);
     int64_t i = 0;
@@ -142,7 +144,7 @@ static float scale_of(const gk_quantize_args *a, uint32_t bits) {
     return a->granularity == GK_PER_1X32 ? gk_e8m0_to_f32(gk_f32_to_e8m0(scale)) : scale;
 }
 
-/* The scale of block (row, column) of scales: made of amax and kept, or the given one. */
+/* The scale of block number `block`: computed from amax and stored, or the given one. */
 static float scale_at(const gk_quantize_args *a, int64_t block, uint32_t amax) {
     if (a->given) return (float)gk_load(a->given->data, a->given->dtype, block);
     const float scale = scale_of(a, amax);
@@ -161,7 +163,7 @@ static void store_codes(uint8_t *to, gk_dtype dtype, const float *v, int64_t n, 
     case GK_E4M3: store_codes_as(to, GK_E4M3, v, n, scale); break;
     case GK_E5M2: store_codes_as(to, GK_E5M2, v, n, scale); break;
     case GK_I8: store_codes_as(to, GK_I8, v, n, scale); break;
-    default: break; /* the check takes no other */
+    default: break; /* the check accepts no other dtype */
     }
 }
 
@@ -170,7 +172,7 @@ static float *row_buffer(const job *jb, int64_t worker) {
     return jb->workers + worker * jb->p.worker_floats;
 }
 
-/* Blocks of one row. */
+/* One scale or more for each row. */
 static void rows_task(const job *jb, int64_t task, float *v) {
     const quantize_plan *p = &jb->p;
     const gk_quantize_args *a = jb->a;
@@ -217,7 +219,7 @@ static void blocks_task(const job *jb, int64_t task, float *v) {
     }
 }
 
-/* Rows of a tensor with one scale: its amax first, then its codes. */
+/* Rows of a tensor with one scale: amax in the first pass, codes in the second. */
 static void tensor_task(const job *jb, int64_t task, float *v) {
     const quantize_plan *p = &jb->p;
     const gk_quantize_args *a = jb->a;

@@ -1,10 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* rope: rotary embedding of q [B, Hq, S, D] and k [B, Hkv, S, D], compiled once per ISA. Su et al.
- *   2021, arXiv:2104.09864. (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), x1 and x2 half a
- *   rotated row apart, or neighbours
- * cos, sin [P, R / 2] float32; float32, bfloat16, float16, computed in float32, rounded once. A
- * task is a run of tokens with all their heads, which share a row of cos and sin. No workspace. Not
- * here: float64 (ref/). */
+/* rope: rotary embedding (Su et al. 2021, arXiv:2104.09864) of q [B, Hq, S, D] and k [B, Hkv, S,
+ * D], compiled once per ISA.
+ *
+ *  (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
+ *
+ * x1 and x2 are neighbours (interleaved) or half of the rotated columns apart. cos and sin [P, R
+ * / 2] are float32; q and k are float32, bfloat16 or float16, computed in float32 and rounded
+ * once. A task is a range of tokens with all their heads, which share a row of cos and sin. No
+ * workspace. Not served: float64 (ref/). */
 #include "rows.h"
 
 typedef struct job {
@@ -21,7 +24,8 @@ static int64_t position_of(const gk_rope_args *a, int64_t b, int64_t s) {
     return p->dtype == GK_I64 ? ((const int64_t *)p->data)[at] : ((const int32_t *)p->data)[at];
 }
 
-/* 2 W values as those of even and of odd index, and back; lanes past n / 2 are 0. */
+/* Loads 2 W values separated by even and odd index; the store below reverses it. Lanes beyond n
+ * / 2 are 0. */
 INLINE void load_pairs(const char *p, gk_dtype dtype, int64_t i, int64_t n, vf *even, vf *odd) {
     float t[2 * W], x[2][W];
     vf_store(t, vf_load_dtype(p, dtype, i, n));

@@ -1,11 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* rope_kv_write: QK norm, rotary embedding and the write into a paged cache, in one pass, compiled
- * once per ISA.
- *   out_q = rotate(norm(q)),   k_cache[slot] = rotate(norm(k)) / k_scale,   v_cache[slot] = v / v_scale
- * q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of float32, bfloat16, float16; caches of that dtype
- * or of 8-bit codes; computed in float32, rounded once. A task is a run of heads, of q, k and v one
- * behind the other; it takes the tokens in order, so that of two tokens with one slot the last
- * stays. No workspace. Not here: float64 (ref/). */
+/* rope_kv_write: QK norm, rotary embedding and the write into a paged cache in one pass,
+ * compiled once per ISA.
+ *
+ *  out_q = rotate(norm(q))
+ *  k_cache[slot] = rotate(norm(k)) / k_scale,   v_cache[slot] = v / v_scale
+ *
+ * q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, Dv] are float32, bfloat16 or float16. The caches
+ * have that dtype or an 8-bit one. Values are computed in float32 and rounded once. A task is a
+ * range of heads, where the heads of q, k and v are numbered consecutively. It takes the tokens
+ * in order, so that the last of two tokens with one slot stays. No workspace. Not served:
+ * float64 (ref/). */
 #include "codes_vec.h"
 #include "rows.h"
 
@@ -15,7 +19,7 @@ enum {
 
 typedef struct job {
     const gk_rope_kv_write_args *a;
-    int64_t heads, each; /* of q, k and v together; of a task */
+    int64_t heads, each; /* heads of q, k and v together; heads of a task */
 } job;
 GK_PLAN_HOLDS(job);
 
@@ -28,7 +32,7 @@ INLINE const char *row_of(const gk_tensor *x, int64_t t, int64_t h) {
     return gk_at(x->data, (t * x->stride[0] + h * x->stride[1]) * (gk_type_of(x->dtype)->bits / 8));
 }
 
-/* Lanes past the row become 0. */
+/* Lanes beyond the row are set to 0. */
 INLINE void load_row(float *x, const char *from, gk_dtype dtype, int64_t n) {
     for (int64_t i = 0; i < n; i += W) vf_store(x + i, vf_load_dtype(from, dtype, i, n - i));
 }
@@ -66,7 +70,7 @@ static void rotate_row(float *x, const float *cos, const float *sin, int64_t hal
     }
 }
 
-/* to[i] = saturate(x[i] / scale); scale NULL: to[i] = x[i]. */
+/* to[i] = saturate(x[i] / scale), or x[i] if scale is NULL. */
 static void store_row(const float *x, char *to, int64_t step, gk_dtype dtype, int64_t n,
                       const float *scale) {
     const bool code = gk_is_code(dtype);
@@ -74,7 +78,7 @@ static void store_row(const float *x, char *to, int64_t step, gk_dtype dtype, in
                 limit = scale && !code ? (float)gk_type_of(dtype)->largest : INFINITY;
     for (int64_t i = 0; i < n; i += W) {
         vf y = vf_load(x + i);
-        if (scale) y = vf_max(vf_set1(-limit), vf_min(vf_set1(limit), y / by)); /* NaN stays */
+        if (scale) y = vf_max(vf_set1(-limit), vf_min(vf_set1(limit), y / by)); /* NaN stays NaN */
         if (step != 1) {
             float lane[W];
             vf_store(lane, y);
@@ -115,7 +119,7 @@ static void take_head(const gk_rope_kv_write_args *a, int64_t h, int64_t t) {
     if (!of_q) h -= heads_q;
     load_row(x, row_of(from, t, h), from->dtype, n);
     if (weight) norm_row(x, n, weight, a->eps);
-    if (a->cos.shape[1] > 0) /* else it may have no data */
+    if (a->cos.shape[1] > 0) /* otherwise cos may have no data */
         rotate_row(x, (const float *)a->cos.data + position * a->cos.stride[0],
                    (const float *)a->sin.data + position * a->sin.stride[0], a->cos.shape[1],
                    a->interleaved);

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* rows.h: what the CPU's row operations share. A row is the last dimension of a tensor [..., N],
- * dense; the leading dimensions may have any strides. Values are float32 vectors on their way
- * through the registers, whatever the dtype in memory.
+/* rows.h: the parts that the CPU's row operations share. A row is the last dimension of a tensor
+ * [..., N] and is contiguous; the leading dimensions may have any strides. Whatever the dtype in
+ * memory, kernels compute in float32 vectors.
  *
- * Sums over a row are taken in blocks of ROW_BLOCK columns: float32 vectors inside a block, double
- * between blocks. So their error does not grow with the length, and their order depends on the
- * length and the instruction set alone. */
+ * Sums over a row are taken in blocks of ROW_BLOCK columns: in float32 vectors within a block,
+ * in double across blocks. Their error therefore does not grow with the length, and their order
+ * depends only on the length and the instruction set. */
 #ifndef GPUKERN_CPU_ROWS_H
 #define GPUKERN_CPU_ROWS_H
 
@@ -13,11 +13,11 @@
 #include "vec.h"
 
 enum {
-    /* columns; 16 vectors of AVX-512 for each of 4 accumulators, so rounding stays at a few ulp */
+    /* columns: 16 AVX-512 vectors for each of 4 accumulators, so rounding stays at a few ulp */
     ROW_BLOCK = 1024,
-    ROW_TASK =
-        32 << 10, /* elements of a task: some 10 us of work, past what handing it out costs */
-    ROW_SUMS = 3  /* sums that one pass may take */
+    /* elements of a task: some 10 us of work, much more than starting a task costs */
+    ROW_TASK = 32 << 10,
+    ROW_SUMS = 3 /* most sums that one pass computes */
 };
 
 INLINE int64_t rows_of(const gk_tensor *t) {
@@ -42,13 +42,14 @@ INLINE char *row_at(const gk_tensor *t, int64_t row) {
     return (char *)t->data + row_offset(t, t->ndim - 1, row) * (gk_type_of(t->dtype)->bits / 8);
 }
 
-/* Of a tensor [...] that has one element for each row, that one. */
+/* The element of a row in a tensor [...] that has one element for each row. */
 INLINE char *row_element(const gk_tensor *t, int64_t row) {
     return (char *)t->data + row_offset(t, t->ndim, row) * (gk_type_of(t->dtype)->bits / 8);
 }
 
-/* The sum of all lanes, and the largest, in one order each; the largest may lose a NaN. Four lanes
- * at a time of what is stored, which every instruction set has. */
+/* The sum and the maximum of all lanes, each in a fixed order. The maximum may lose a NaN. They
+ * work on the stored vector four lanes at a time, because every instruction set has such
+ * vectors. */
 typedef float four __attribute__((vector_size(16), may_alias));
 typedef int32_t four_ints __attribute__((vector_size(16)));
 INLINE float vf_total(vf v) {
@@ -72,14 +73,14 @@ INLINE float vf_peak(vf v) {
     return a > b ? a : b;
 }
 
-/* Rows of one task, so that it has about ROW_TASK elements. */
+/* Rows of a task, so that it has about ROW_TASK elements. */
 INLINE int64_t rows_per_task(int64_t n) { return gk_max_i64(1, ROW_TASK / gk_max_i64(1, n)); }
 
-/* Adds to s[0 .. k) what columns [i, i + n) contribute; n < W only at a row's end, where lanes from
- * n on must add 0. */
+/* Adds the contribution of columns [i, i + n) to s[0 .. k). n < W only at the end of a row;
+ * lanes from n on must then add 0. */
 typedef void (*row_terms)(const void *arg, int64_t i, int64_t n, vf *s);
 
-/* total[0 .. k) of columns [begin, end), at most ROW_BLOCK of them. */
+/* total[0 .. k) over columns [begin, end), at most ROW_BLOCK of them. */
 INLINE void block_sums(int k, row_terms add, const void *arg, int64_t begin, int64_t end,
                        double *total) {
     vf s[4][ROW_SUMS] = {{{0}}};
@@ -102,17 +103,18 @@ INLINE void row_sums(int k, row_terms add, const void *arg, int64_t n, double *t
     }
 }
 
-/* Lanes from n on become 0. */
+/* Sets the lanes from n on to 0. */
 INLINE vf vf_first(vf x, int64_t n) { return n >= W ? x : vf_select(vm_first(n), x, vf_set1(0)); }
 
-/* A weight or bias [N] as the rows' loops read it: dense, of the rows' dtype or float32. */
+/* A weight or bias [N] as the loops over rows read it: contiguous, of the rows' dtype or
+ * float32. */
 typedef struct row_vector {
     const void *data; /* NULL: not given */
-    float more;       /* is added to each */
+    float more;       /* added to each element */
     bool wide;        /* float32, whatever the rows' dtype */
 } row_vector;
 
-/* One that is strided is copied to `room`, float32 [N]. */
+/* A strided vector is copied to `room`, float32 [N]. */
 INLINE row_vector row_vector_of(const gk_tensor *t, float more, gk_dtype rows, float *room) {
     if (!t) return (row_vector){0};
     const int64_t n = t->shape[0];
@@ -121,7 +123,7 @@ INLINE row_vector row_vector_of(const gk_tensor *t, float more, gk_dtype rows, f
     return (row_vector){room, more, true};
 }
 
-/* The same values as float32 in `room`. */
+/* Converts the vector to float32 in `room`. */
 INLINE void row_widen(row_vector *v, gk_dtype rows, int64_t n, float *room) {
     for (int64_t i = 0; i < n; i += W)
         vf_store_first(room + i, vf_load_dtype(v->data, rows, i, n - i), n - i);
@@ -133,8 +135,8 @@ INLINE vf row_vector_at(const row_vector *v, gk_dtype rows, bool wide, int64_t i
     return vf_load_dtype(v->data, wide ? GK_F32 : rows, i, n) + v->more;
 }
 
-/* Calls body(dtype, wide) with a dtype that the compiler knows, and likewise whether vectors are
- * float32. */
+/* Calls body(dtype, wide) with constants, so that each pair is compiled separately. wide: weight
+ * and bias are float32. */
 #define ROW_DTYPES(dtype, wide, body)                           \
     switch (dtype) {                                            \
     case GK_F32: body(GK_F32, true); break;                     \

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* scaled_gemm: the product of two quantised matrices, by quant_product.h, of int8 by
- * int8_product.h; compiled once per ISA. a [M, K], b [K, N] e4m3 | e5m2 mixed, or int8; any
- * strides, any mix of scales. `accumulate` makes no difference here: every sum is float32 or
- * int32. */
+/* scaled_gemm: the product of two quantised matrices by quant_product.h, or by int8_product.h
+ * for int8. Compiled once per ISA. a [M, K] and b [K, N] are e4m3 or e5m2 in any mix, or both
+ * int8; any strides, any mix of scales. `accumulate` makes no difference here, because every sum
+ * is float32 or int32. */
 #include "int8_product.h"
 
 typedef struct scaled_plan {
@@ -88,7 +88,7 @@ static void run_scaled(const gk_context *ctx, const void *args, const gk_plan *p
 }
 const gk_cpu_kernel SYM(gk_scaled_gemm) = {plan_scaled, run_scaled};
 
-/* int8 where the machine multiplies quads */
+/* serves int8 if the machine multiplies quads */
 static bool plan_vnni(const gk_context *ctx, const void *args, gk_plan *plan) {
     return HAS_QUADS && SYM(gk_plan_scaled_gemm)(INT8_QUADS, ctx, args, plan);
 }

@@ -1,15 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* softmax: softmax and log_softmax over rows, forward and backward, compiled once per ISA.
  *
- *   s = scale x, columns from the row's length on left out;   p = exp(s - max s) / sum exp(s - max
- *   s)
- *   out = p, 0 from the length on;   log: out = s - max s - log sum exp(s - max s)
- *   dx = scale out (g - sum g out);   log: dx = scale (g - exp(out) sum g)
+ *  s = scale x for columns below the row's length;   p = exp(s - max s) / sum exp(s - max s)
+ *  out = p, 0 from the length on;   log: out = s - max s - log sum exp(s - max s)
+ *  dx = scale out (g - sum g out);   log: dx = scale (g - exp(out) sum g)
  *
- * x, out, g, dx [M, N] of one dtype (float32, bfloat16, float16). A task is a run of rows. A row is
- * read for its maximum, then for its exponentials, which a worker keeps as float32 until their sum
- * is known: in out where that is float32, else in workspace, [workers, N] float32. log keeps none.
- * Not here: float64 (ref/). */
+ * x, out, g, dx [M, N] have one dtype (float32, bfloat16, float16). A task is a range of rows. A
+ * row is read for its maximum and then for its exponentials. The exponentials stay in float32
+ * until their sum is known: in out if it is float32, else in the worker's part of the workspace,
+ * [workers, N] float32. log_softmax does not store them. Not served: float64 (ref/). */
 #include "rows.h"
 
 typedef struct softmax_plan {
@@ -43,7 +42,7 @@ typedef struct fwd_job {
 
 typedef struct row_in {
     const char *x;
-    float *kept; /* NULL: exponentials are not kept */
+    float *kept; /* NULL: exponentials are not stored */
     gk_dtype dtype;
     float scale, peak;
 } row_in;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sparse_gemm: a times a 2:4 sparse weight, by quant_product.h: a task spreads the values of its
- * columns block by block, so that what is saved is reading them; of int8 by int8_product.h.
- * Compiled once per ISA. */
+/* sparse_gemm: a times a 2:4 sparse weight by quant_product.h, or by int8_product.h for int8.
+ * Compiled once per ISA. A task expands the values of its columns to dense rows block by block,
+ * so the gain is in reading the weight, not in multiplications. */
 #include "int8_product.h"
 
 typedef struct sparse_plan {
@@ -20,13 +20,13 @@ typedef struct sparse_job {
     char *workspace;
 } sparse_job;
 
-/* Rows of the weight at [k0, k0 + kn), zeros where no value stands. */
+/* Expands rows of the weight at [k0, k0 + kn) to dense values with zeros. */
 static void read_sparse(const quant_product *p, elem *to, int64_t ld, int64_t col, int64_t cols,
                         int64_t k0, int64_t kn) {
     const sparse_source *s = p->b;
     const gk_tensor *values = &s->g->values, *meta = &s->g->meta;
     const int64_t bytes = (int64_t)gk_dtype_bytes(values->dtype);
-    elem two[KB * 2 + 2 * W * PAIR]; /* decoded values of a row */
+    elem two[KB * 2 + 2 * W * PAIR]; /* the stored values of a row, decoded */
     for (int64_t j = 0; j < cols; ++j) {
         const uint8_t *places = (const uint8_t *)meta->data + (col + j) * meta->stride[0];
         decode(two, 0,
@@ -119,7 +119,7 @@ static void run_sparse(const gk_context *ctx, const void *args, const gk_plan *p
 }
 const gk_cpu_kernel SYM(gk_sparse_gemm) = {plan_sparse, run_sparse};
 
-/* int8 where the machine multiplies quads */
+/* serves int8 if the machine multiplies quads */
 static bool plan_vnni(const gk_context *ctx, const void *args, gk_plan *plan) {
     return HAS_QUADS && SYM(gk_plan_sparse_gemm)(INT8_QUADS, ctx, args, plan);
 }

@@ -1,16 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* tile.h: tiles of cells, the register-tile product, and how operands of any dtype and stride
- * become tiles.
+/* tile.h: tiles of cells, the product of tiles, and the packing of operands of any dtype and
+ * stride into tiles. Attention and the skinny products use it; gemm_ukr.c exports its packing to
+ * gemm.c.
  *
- *   panel  [ceil(k / PAIR)][width]   k slow, lanes fast: what the product streams as B, and as a packed A
- *   rows   [rows][ceil(k / PAIR)]    k fast: an A operand in its natural order
+ *  panel  [ceil(k / PAIR)][width]   lanes contiguous: operand B, or a packed A
+ *  rows   [rows][ceil(k / PAIR)]    k contiguous: an A in row-major order
  *
- * The product: C[m][n] (+)= sum_k A[m][k] B[k][n] with m <= MR rows and nv <= NV vectors of
- * columns, C in float32. Both forms of A are read by broadcast, so a row-major matrix needs no
- * transposition to stand on the left.
- * On tiles A is rows alone, and the cells of both operands are padded with zeros to whole tiles,
- * whole_cells.
- */
+ * The product of the register tile is C[m][n] (+)= sum_k A[m][k] B[k][n] with m <= MR rows and
+ * nv <= NV vectors of columns, C in float32. Cells of A are broadcast in both forms, so a
+ * row-major A needs no transposition. On AMX tiles (TILED) A must be in rows, and the cells of
+ * both operands are padded with zeros to whole tiles (whole_cells). */
 #ifndef GPUKERN_TILE_H
 #define GPUKERN_TILE_H
 
@@ -25,19 +24,20 @@ extern const gk_gemm_isa SYM(gk_gemm_isa);
 INLINE int64_t cells_of(int64_t k) { return (k + PAIR - 1) / PAIR; }
 INLINE int64_t whole_cells(int64_t k) { return gk_round_up(cells_of(k), K_CELLS); }
 
-/* A sum runs over so many cells at a time, then the parts are added: half the rounding error at
- * head_dim 512, 1.5 % of its time. Few float32 queries have all of a gradient hang on a few scores,
- * and PyTorch's own products sum those in short runs: 32 cells at a time there (error of dk and dv
- * at 3 queries, head_dim 80: 1.5 of PyTorch's, then 1.0). */
+/* A sum runs over SUM_CELLS cells at a time; then the parts are added. That halves the rounding
+ * error at head_dim 512 and costs 1.5 % of the time. With few float32 queries a gradient depends
+ * on few scores, and PyTorch sums those in short parts, so SUM_CELLS_FEW is used there: at 3
+ * queries and head_dim 80 the error of dk and dv falls from 1.5 times PyTorch's to 1.0. */
 enum {
     SUM_CELLS = 128,
     SUM_CELLS_FEW = 32
 };
 
-/* C[m][n] (+)= A B for any m and n; n is rounded up to whole vectors, so B and C own that many
- * columns. A sum runs over sum_cells cells at a time. */
+/* C[m][n] (+)= A B for any m and n. n is rounded up to whole vectors, so B and C must have that
+ * many columns. A sum runs over sum_cells cells at a time. */
 #if TILED
-/* Strips are whole but the last, sums are not cut: of 16 cells C takes two. */
+/* All strips but the last are whole. Sums are not split: one instruction sums 16 cells and adds
+ * two sums to C. */
 INLINE void tile_product(int64_t sum_cells, bool a_is_rows, int64_t m, int64_t n, int64_t cells,
                          const cell *a, int64_t step, const cell *b, int64_t ldb, float *c,
                          int64_t ldc, bool accumulate) {
@@ -48,11 +48,12 @@ INLINE void tile_product(int64_t sum_cells, bool a_is_rows, int64_t m, int64_t n
                                            ldb, c + i * ldc + j, ldc, accumulate);
 }
 
-/* At the end of a task: the caller's thread is left as it was. */
+/* Every task ends with it, so that the caller's thread is left without tile state. */
 extern void SYM(gk_release_tiles)(void);
 INLINE void release_tiles(void) { SYM(gk_release_tiles)(); }
 
-/* dst[dim][ld] = rows[k][dim], k fast, zero up to whole tiles: an A of what lies along its rows. */
+/* dst[dim][ld] = rows[k][dim] with k contiguous, zeros up to whole tiles: transposes contiguous
+ * rows into an A. */
 INLINE void pack_columns(cell *dst, int64_t ld, const char *const *rows, int64_t k, gk_dtype dtype,
                          int64_t dim) {
     for (int64_t c = 0; c < whole_cells(k); c += W)
@@ -73,7 +74,7 @@ INLINE void tile_product(int64_t sum_cells, bool a_is_rows, int64_t m, int64_t n
                          const cell *a, int64_t step, const cell *b, int64_t ldb, float *c,
                          int64_t ldc, bool accumulate) {
     const gk_ukr_fn(*ukr)[MR] = a_is_rows ? SYM(gk_ukr_rows) : SYM(gk_ukr_panel);
-    /* even strips: 64 = 13 13 13 13 12 */
+    /* strips are even: 64 rows are 13 13 13 13 12 */
     int64_t strips = gk_ceil_div(m, MR), base = m / strips, longer = m % strips;
     for (int64_t k = 0; k == 0 || k < cells; k += sum_cells) {
         const int64_t part = gk_min_i64(sum_cells, cells - k);
@@ -91,15 +92,14 @@ INLINE void tile_product(int64_t sum_cells, bool a_is_rows, int64_t m, int64_t n
 }
 #endif
 
-/* dst[cells_of(k)][width] = src[lane][k]; lanes past `lanes` and values past k are 0.
- * dst has W cells to spare behind its end; src is addressed in elements: src[lane * s_lane + i *
- * s_k]. */
+/* dst[cells_of(k)][width] = src[lane][k]. Lanes beyond `lanes` and values beyond k are 0. May
+ * write W cells past the end of dst. src is addressed in elements: src[lane * s_lane + i * s_k]. */
 INLINE void pack_panel(cell *dst, int64_t width, const void *src, gk_dtype dtype, int64_t s_lane,
                        int64_t s_k, int64_t lanes, int64_t k) {
     const int64_t es = dtype == GK_F32 ? 4 : 2; /* signed: strides may be negative */
     const char *p = src;
     const int64_t kc = cells_of(k);
-    if (s_lane == 1 || lanes == 1) { /* lanes lie side by side: copy (and zip) rows of k */
+    if (s_lane == 1 || lanes == 1) { /* lanes are contiguous: copy rows of k, or pair two of them */
         for (int64_t c = 0; c < kc; ++c) {
             const char *row0 = p + es * (c * PAIR * s_k), *row1 = NULL;
             if (PAIR == 2 && c * PAIR + 1 < k) row1 = row0 + es * s_k;
@@ -114,14 +114,14 @@ INLINE void pack_panel(cell *dst, int64_t width, const void *src, gk_dtype dtype
 #endif
             for (int64_t l = 0; l < width; l += W) {
                 vc v = vc_load_across_k(row0, row1, dtype, l, lanes - l);
-                if (l + W <= width ||
-                    l == 0) /* a narrow panel's spill is overwritten by the next row */
+                /* in a narrow panel the next row overwrites what is written too far */
+                if (l + W <= width || l == 0)
                     vc_store(dst + c * width + l, v);
                 else
                     vc_store_first(dst + c * width + l, v, width - l);
             }
         }
-    } else if (s_k == 1) { /* k lies side by side: transpose W lanes by W cells */
+    } else if (s_k == 1) { /* k is contiguous: transpose W lanes by W cells */
         for (int64_t l = 0; l < width; l += W) {
             const int64_t here = gk_clamp_i64(lanes - l, 0, W);
             for (int64_t c = 0; c < kc; c += W) {
@@ -157,9 +157,9 @@ INLINE void pack_panel(cell *dst, int64_t width, const void *src, gk_dtype dtype
     }
 }
 
-/* Panels of NR lanes one behind the other, [ceil(lanes / NR)][cells_of(k)][NR]: the same as
- * pack_panel per panel, but lanes that lie side by side are read row by row across all panels, the
- * order that the prefetcher follows. */
+/* Consecutive panels of NR lanes, [ceil(lanes / NR)][cells_of(k)][NR]. The result is that of
+ * pack_panel for each panel. Contiguous lanes are read row by row across all panels, in the
+ * order that the hardware prefetcher follows. */
 INLINE void pack_panels(cell *dst, const void *src, gk_dtype dtype, int64_t s_lane, int64_t s_k,
                         int64_t lanes, int64_t k) {
     const int64_t es = dtype == GK_F32 ? 4 : 2, kc = cells_of(k), panel = kc * NR;
@@ -187,8 +187,8 @@ INLINE void pack_panels(cell *dst, const void *src, gk_dtype dtype, int64_t s_la
                    gk_min_i64(NR, lanes - p * NR), k);
 }
 
-/* dst[rows][ld] = src[row][k], k fast, zero up to the next whole vector; ld is a multiple of W with
- * room for it. */
+/* dst[rows][ld] = src[row][k] with k contiguous, zeros up to the next whole vector. ld is a
+ * multiple of W and has room for it. */
 INLINE void pack_rows(cell *dst, int64_t ld, const void *src, gk_dtype dtype, int64_t row_stride,
                       int64_t rows, int64_t k) {
     const int64_t es = dtype == GK_F32 ? 4 : 2; /* signed: strides may be negative */

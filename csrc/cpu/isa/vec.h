@@ -1,15 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* vec.h: the vectors of one instruction set. Included by files that are compiled once per ISA with
- * -DGK_ISA=<name>.
+/* vec.h: the vector types and operations of one instruction set. Files in csrc/cpu/isa/ include
+ * it and are compiled once per ISA with -DGK_ISA=<name>. Only this file,
+ * vec_int8.h and features.c ask for an ISA; kernels use W, MR, NV, PAIR and the operations below.
  *
- * vf   W floats            vi   W int32          vm   a mask of W lanes
- * cell one 32-bit multiply operand: a float, or (avx512bf16) a pair of bfloat16 that are neighbours
- * along k.
- *      PAIR = values of k per cell. vc = W cells; vc_dot adds the PAIR products of each lane to a
- *      vf.
- * With features.c this is the only file that asks the compiler for an ISA; kernels see W, MR, NV,
- * PAIR and verbs.
- */
+ *  vf    W floats      vi   W int32      vm   a mask of W lanes
+ *  cell  one 32-bit operand of a multiplication: a float, or (avx512bf16) a pair of bfloat16
+ *        that are neighbours along k. PAIR is the number of values of k in a cell.
+ *  vc    W cells. vc_dot adds the PAIR products of each lane to a vf. */
 #ifndef GPUKERN_VEC_H
 #define GPUKERN_VEC_H
 
@@ -29,8 +26,9 @@
 #define INLINE static inline __attribute__((always_inline, unused))
 #endif
 
-/* The set is GK_ISA's alone. Flags that hold less than it do not compile; flags that hold more
- * would put instructions into a set that runs on machines without them. */
+/* The compiler flags must match GK_ISA exactly. With fewer features the file does not compile.
+ * With more, the compiler would put instructions into a set that also runs on machines without
+ * them. */
 #define GK_LEVEL_base 1
 #define GK_LEVEL_avx2 2
 #define GK_LEVEL_avx512 3
@@ -104,7 +102,7 @@ INLINE vi vi_load_bytes(const uint8_t *p) {
 typedef __mmask16 vm;
 INLINE vm vm_first(int64_t n) { return (vm)(n >= W ? 0xffff : n <= 0 ? 0 : (1u << n) - 1); }
 INLINE vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
-/* max and min return b where either is NaN, so the running value goes first and new data second */
+/* max and min return b if either operand is NaN, so the running value is a and new data is b */
 INLINE vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
 INLINE vf vf_min(vf a, vf b) { return _mm512_min_ps(a, b); }
 INLINE vm vf_lt(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
@@ -139,7 +137,7 @@ INLINE vf vf_select(vm m, vf yes, vf no) { return (vf)(((vi)yes & m) | ((vi)no &
 INLINE vf vf_max(vf a, vf b) { return vf_select(a > b, a, b); }
 INLINE vf vf_min(vf a, vf b) { return vf_select(a < b, a, b); }
 INLINE bool vm_any(vm m) { return (m[0] | m[1] | m[2] | m[3]) != 0; }
-/* adding 1.5 * 2^23 rounds to an integer for |x| < 2^22; larger values pass through untouched */
+/* adding 1.5 * 2^23 rounds to an integer if |x| < 2^22; larger values are returned unchanged */
 INLINE vf vf_round(vf x) {
     const float magic = 0x1.8p23f;
     vf t = x + magic, r = t - magic;
@@ -167,12 +165,12 @@ INLINE void vf_store_first(float *p, vf v, int64_t n) {
 #endif
 
 /* ---- functions -------------------------------------------------------------------------------
- * Minimax polynomials found by a weighted Remez exchange; the stated bound is theirs plus float32
- * rounding. */
+ * Minimax polynomials found by a weighted Remez exchange. The stated bound is that of the
+ * polynomial plus float32 rounding. */
 
-/* 2^x, relative error below 1.3e-7 (float) or 4e-6 (POLY4: results that are rounded to bfloat16).
- * 2^-inf = 0, NaN stays NaN, results under 2^-125 may flush to 0, x <= 127.
- * low, if any: what x lost when it was rounded; then 2^(x + low). */
+/* 2^x for x <= 127. Relative error below 1.3e-7, or 4e-6 with poly4 (for results that are
+ * rounded to bfloat16). 2^-inf = 0, NaN stays NaN, results below 2^-125 may be flushed to 0. If
+ * `low` is given, it is the rounding error of x and the result is 2^(x + low). */
 INLINE vf vf_exp2_sum(vf x, const vf *low, bool poly4) {
 #if ISA_LEVEL >= 3
     vf f = _mm512_reduce_ps(x, (_MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)), p;
@@ -213,12 +211,12 @@ INLINE vf vf_exp2_poly(vf x, bool poly4) { return vf_exp2_sum(x, NULL, poly4); }
 INLINE vf vf_exp2(vf x) { return vf_exp2_poly(x, false); }
 
 #define GK_LOG2E 1.4426950408889634f
-#define GK_LOG2E_LOW 1.92596299e-8f /* log2(e) less that */
+#define GK_LOG2E_LOW 1.92596299e-8f /* log2(e) - GK_LOG2E */
 /* e^x for x <= 88: relative error below 2e-7 + 1.2e-7 |x| */
 INLINE vf vf_exp(vf x) { return vf_exp2(x * GK_LOG2E); }
 /* e^x for x <= 88: relative error below 1.4e-7 */
 INLINE vf vf_exp_near(vf x) {
-    /* 0 there; NaN stays */
+    /* clamps x; the result there is 0. NaN stays NaN. */
     const vf within = vf_max(vf_set1(-200.0f), x), log2 = within * GK_LOG2E;
     const vf low = vf_fma(within, vf_set1(GK_LOG2E_LOW), vf_fma(within, vf_set1(GK_LOG2E), -log2));
     return vf_exp2_sum(log2, &low, false);
@@ -270,7 +268,8 @@ INLINE vf vf_load_bf16(const uint16_t *p) {
     for (int i = 0; i < W; ++i) u[i] = (int32_t)((uint32_t)p[i] << 16);
     return (vf)u;
 }
-/* every half is 2^112 times the float with the same exponent and mantissa bits, save inf and NaN */
+/* reinterpreting exponent and mantissa of a half as a float gives 2^-112 times its value; inf
+ * and NaN are handled apart */
 INLINE vf vf_load_f16(const uint16_t *p) {
     vi u, sign, mag;
     for (int i = 0; i < W; ++i) u[i] = p[i];
@@ -326,28 +325,28 @@ INLINE void vc_store(cell *p, vc v) { _mm512_storeu_si512(p, v); }
 INLINE void vc_store_first(cell *p, vc v, int64_t n) {
     _mm512_mask_storeu_epi32(p, vm_first(n), v);
 }
-/* n values along k starting at p[i], two to a cell; what is past n is 0 */
+/* n values along k from p[i] on, two to a cell; values beyond n are 0 */
 INLINE vc vc_load_along_k(const void *p, gk_dtype dtype, int64_t i, int64_t n) {
     (void)dtype;
     if (n >= 2 * W) return _mm512_loadu_si512((const uint16_t *)p + i);
     return _mm512_maskz_loadu_epi16(n <= 0 ? 0u : (1u << n) - 1, (const uint16_t *)p + i);
 }
-/* lane l of the cells pairs row0[l] (low half) with row1[l] */
+/* lane l of the result is the pair row0[l] (low half), row1[l] */
 INLINE vc vc_zip_bf16(__m256i row0, __m256i row1) {
     return _mm512_or_epi32(_mm512_cvtepu16_epi32(row0),
                            _mm512_slli_epi32(_mm512_cvtepu16_epi32(row1), 16));
 }
-/* lanes 0..W-1 and W..2W-1 of rows k and k + 1, all present */
+/* pairs lanes 0 .. 2 W - 1 of rows k and k + 1; all lanes exist */
 INLINE void vc_zip_two(const uint16_t *row0, const uint16_t *row1, vc out[2]) {
-    /* within each 128-bit lane unpack zips 4 + 4 neighbours; the permutation first puts them where
-     * they belong */
+    /* unpack pairs 4 + 4 neighbours within each 128-bit lane; the permutation first moves them
+     * to their lane */
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     __m512i r0 = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(row0));
     __m512i r1 = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(row1));
     out[0] = _mm512_unpacklo_epi16(r0, r1);
     out[1] = _mm512_unpackhi_epi16(r0, r1);
 }
-/* n lanes of row k and (where row1 is given) of row k + 1 */
+/* n lanes of row k and, if row1 is given, of row k + 1 */
 INLINE vc vc_load_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i,
                            int64_t n) {
     (void)dtype;
@@ -356,7 +355,7 @@ INLINE vc vc_load_across_k(const void *row0, const void *row1, gk_dtype dtype, i
     if (row1) r1 = _mm256_maskz_loadu_epi16(vm_first(n), (const uint16_t *)row1 + i);
     return vc_zip_bf16(r0, r1);
 }
-/* 2 W whole lanes of rows k and k + 1, as two vectors */
+/* 2 W lanes of rows k and k + 1 as two vectors; all lanes exist */
 INLINE void vc_load2_across_k(const void *row0, const void *row1, gk_dtype dtype, int64_t i,
                               vc to[2]) {
     (void)dtype;
@@ -369,7 +368,7 @@ INLINE void vc_load2_across_k(const void *row0, const void *row1, gk_dtype dtype
     to[0] = _mm512_permutex2var_epi16(r0, low, r1);
     to[1] = _mm512_permutex2var_epi16(r0, high, r1);
 }
-/* as vf_load2_split, 2 W cells along k and 2 W lanes across; pairs stay in order */
+/* as vf_load2_split: 2 W cells along k, or 2 W lanes across k; pairs keep their order */
 INLINE void vc_load2_split_along_k(const void *p, gk_dtype dtype, int64_t i, vc to[2]) {
     to[0] = vc_load_along_k(p, dtype, i, 2 * W);
     to[1] = vc_load_along_k(p, dtype, i + 2 * W, 2 * W);
@@ -378,7 +377,7 @@ INLINE void vc_load2_split_across_k(const void *row0, const void *row1, gk_dtype
                                     vc to[2]) {
     vc_load2_across_k(row0, row1, dtype, i, to);
 }
-#define VC_SPLITS false /* whether they change the order of bfloat16 */
+#define VC_SPLITS false /* true if the split loads change the order of bfloat16 values */
 /* float32 rows k and k + 1 as cells */
 INLINE vc vc_from_rows(vf row0, vf row1) {
     const __m512i zip = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
@@ -387,7 +386,7 @@ INLINE vc vc_from_rows(vf row0, vf row1) {
 }
 /* 2 W float32 values along k as W cells */
 INLINE vc vc_from_run(const vf x[PAIR]) { return (__m512i)_mm512_cvtne2ps_pbh(x[1], x[0]); }
-/* scaled where cells are floats; pairs stay as they are */
+/* scales cells that are floats; pairs stay unchanged */
 INLINE vc vc_scale(vc x, float scale) {
     (void)scale;
     return x;
@@ -449,8 +448,8 @@ INLINE void vc_transpose(vc r[W]) {
         u[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
         u[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
     }
-    /* u[4 g + c]: in 128-bit lane q the rows 4 g .. 4 g + 3 of column 4 q + c; now gather g across,
-     * q apart */
+    /* In 128-bit lane q, u[4 g + c] holds rows 4 g .. 4 g + 3 of column 4 q + c. Collect the
+     * four g of each column. */
 #pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
         __m512i a = _mm512_shuffle_i32x4(u[c], u[4 + c], 0x88),
@@ -485,8 +484,8 @@ INLINE void vc_transpose(vc r[W]) {
 #if defined(__clang__)
 #define SHUFFLE(x, y, i, j, k, l) __builtin_shufflevector(x, y, i, j, k, l)
 #else
-#define SHUFFLE(x, y, i, j, k, l) \
-    __builtin_shuffle(x, y, (vi){i, j, k, l}) /* gcc has the other from 12 on */
+/* gcc has __builtin_shufflevector from version 12 on */
+#define SHUFFLE(x, y, i, j, k, l) __builtin_shuffle(x, y, (vi){i, j, k, l})
 #endif
 INLINE void vc_transpose(vc r[W]) {
     vf a = SHUFFLE(r[0], r[1], 0, 4, 1, 5), b = SHUFFLE(r[0], r[1], 2, 6, 3, 7);
@@ -501,7 +500,7 @@ INLINE void vc_transpose(vc r[W]) {
 /* Lane i of the result is the sum of x[i]. */
 #if ISA_LEVEL >= 3
 INLINE vf vf_sums(const vf x[W]) {
-    /* y: two sums in each 128-bit lane, z: four; then the 128-bit lanes are added */
+    /* y: two sums in each 128-bit lane, z: four; then the 128-bit lanes are added up */
     __m512 y[8], z[4], u[2];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i)

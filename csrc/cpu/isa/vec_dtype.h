@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* vec_dtype.h: vectors of floats from and to memory of a dtype that the caller names; part of
+/* vec_dtype.h: loads and stores of float vectors in a dtype that the caller names. Part of
  * vec.h. */
 #ifndef GPUKERN_VEC_DTYPE_H
 #define GPUKERN_VEC_DTYPE_H
 
 #include "vec.h"
 
-/* n values of a floating dtype (float32, bfloat16, float16) at p[i], the other lanes 0. */
+/* n values of a floating dtype (float32, bfloat16, float16) from p[i] on; the other lanes are 0. */
 INLINE vf vf_load_dtype(const void *p, gk_dtype dtype, int64_t i, int64_t n) {
     switch (dtype) {
     case GK_BF16:
@@ -29,9 +29,9 @@ INLINE void vf_store_dtype(void *p, gk_dtype dtype, int64_t i, vf v, int64_t n) 
     }
 }
 
-/* 2 W whole values at p[i] in the order that costs least: "split", of bfloat16 first the ones of
- * even index, then the odd ones, a shift and a mask of what is loaded; of other dtypes as they
- * stand. Cells of pairs are never split. */
+/* 2 W values from p[i] on in the cheapest order ("split"). For bfloat16 that is first the values
+ * of even index, then those of odd index: one shift and one mask of the loaded vector. Other
+ * dtypes keep their order. Cells of pairs are never split. */
 typedef uint32_t vu_pairs __attribute__((vector_size(4 * W), aligned(2), may_alias));
 INLINE void vf_load2_split(const void *p, gk_dtype dtype, int64_t i, vf to[2]) {
     if (dtype == GK_BF16) {
@@ -43,12 +43,12 @@ INLINE void vf_load2_split(const void *p, gk_dtype dtype, int64_t i, vf to[2]) {
         to[1] = vf_load_dtype(p, dtype, i + W, W);
     }
 }
-/* Of 2 W whole bfloat16 those of even index (half 0) or the odd ones (1), as floats. */
+/* The values of even index (half 0) or odd index (half 1) among 2 W bfloat16, as floats. */
 INLINE vf vf_load_half(const void *p, int half) {
     const vu_pairs u = *(const vu_pairs *)p;
     return half ? (vf)(u & 0xffff0000) : (vf)(u << 16);
 }
-/* the way back */
+/* restores the order of memory */
 INLINE void vf_unsplit(vf x[2], gk_dtype dtype) {
     if (dtype != GK_BF16) return;
     float t[2][W], u[2 * W];

@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* vec_int8.h: products of 8-bit integers in vectors; part of vec.h for the one file that needs it
- * (int8_ukr.c).
+/* vec_int8.h: products of 8-bit integers in vectors. Part of vec.h for the one file that needs
+ * it, int8_ukr.c.
  *
- * A cell is 32 bits, values that are neighbours along k:
- *   quads  four of 8 bits: VPDPBUSD adds their products to an int32. One side is unsigned: codes +
- *   128
- *   pairs  two of 16 bits: PMADDWD, which every x86 has; no sum of two products of codes leaves an
- *   int32
- * Sums wrap modulo 2^32, so what is added and taken away again may leave an int32 on the way.
- * AVX-512 VNNI and AVX-VNNI are no instruction sets of the build: quads are compiled beside avx512
- * and avx2, and features.c says whether the machine has them (gk_cpu_multiplies_quads). */
+ * A cell is 32 bits of values that are neighbours along k:
+ *  quads  four of 8 bits. VPDPBUSD adds their products to an int32. One operand is unsigned, so
+ *         its codes get 128 added.
+ *  pairs  two of 16 bits. PMADDWD, which every x86 has, adds their products to an int32. The sum
+ *         of two products of codes fits an int32.
+ *
+ * Sums wrap modulo 2^32, so intermediate sums may overflow if a later subtraction corrects them.
+ * AVX-512 VNNI and AVX-VNNI are not instruction sets of the build: quads are compiled beside
+ * avx512 and avx2, and features.c says whether the machine has them (gk_cpu_multiplies_quads). */
 #ifndef GPUKERN_VEC_INT8_H
 #define GPUKERN_VEC_INT8_H
 
@@ -42,8 +43,8 @@ INLINE vw vw_dot_pairs(vw acc, vw a, vw b) {
 }
 #endif
 
-/* W bytes at any address, each in an int32 of its own. gcc 12 takes __builtin_convertvector of
- * these apart, byte by byte. */
+/* W bytes at any address, each converted to an int32. gcc 12 compiles __builtin_convertvector of
+ * these byte by byte. */
 INLINE vi vi_from_bytes(const uint8_t *p) {
 #if ISA_LEVEL >= 3
     return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
@@ -56,7 +57,7 @@ INLINE vi vi_from_bytes(const uint8_t *p) {
 #endif
 }
 
-/* 2 W signed bytes at any address as pairs. */
+/* 2 W signed bytes at any address, as pairs. */
 INLINE vw vw_pairs_of(const int8_t *p) {
 #if ISA_LEVEL >= 3
     return (vw)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p));
@@ -70,8 +71,8 @@ INLINE vw vw_pairs_of(const int8_t *p) {
 #endif
 }
 
-/* acc + the four products of each lane: of a unsigned, of b signed. QUADS: whether the compiler has
- * it for this set. */
+/* acc + the four products of each lane; a is unsigned, b is signed. QUADS: 1 if the compiler has
+ * the instruction for this set. */
 #if ISA_LEVEL >= 4
 #define QUADS 1
 #define QUADS_TARGET

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* vec_math.h: functions of a vector that need no instruction beside vec.h's verbs; part of vec.h.
- * Minimax polynomials found by a weighted Remez exchange; the stated bound is theirs plus float32
- * rounding. */
+/* vec_math.h: functions of a vector that use only vec.h's operations. Part of vec.h. Minimax
+ * polynomials found by a weighted Remez exchange. The stated bound is that of the polynomial
+ * plus float32 rounding. */
 #ifndef GPUKERN_VEC_MATH_H
 #define GPUKERN_VEC_MATH_H
 
@@ -43,8 +43,8 @@ INLINE vf vf_erf(vf x) {
     return vf_select(vf_lt(t, vf_set1(1.0f)), p, q); /* NaN passes through min, max and q */
 }
 
-/* 1 / (1 + exp(-x)) and what is missing to 1, each to a few units of itself; below -87 the result,
- * under 2e-38, is 0 */
+/* s = 1 / (1 + exp(-x)), and rest = 1 - s without cancellation, each accurate to a few ulp.
+ * Below x = -87 s is below 2e-38 and becomes 0. */
 INLINE vf vf_sigmoid_and_rest(vf x, vf *rest) {
     vf e = vf_exp2(vf_min(vf_set1(126.0f), x * -GK_LOG2E)), s = 1.0f / (1.0f + e);
     *rest = e * s;

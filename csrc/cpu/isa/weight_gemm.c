@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_gemm: activations times packed weights of few bits, by quant_product.h; packing and
- * unpacking. Compiled once per ISA.
+/* weight_gemm: activations times packed weights of 4 or 8 bits, by quant_product.h. Compiled
+ * once per ISA.
  *
- * a [M, K] bfloat16 | float16 | e4m3   packed [ceil(N / 64), ceil(K / 64), bytes] (weight_tile.h)   scale [ceil(K / g), N]
- * A task decodes its columns of the weight block by block: 64 codes of two rows are 16 words, whose
- * shifts and masks are the codes of one row in order. (code - zero) * scale * global_scale is
- * rounded to a's dtype. Of an e4m3 a the codes are multiplied bare, and each group's float32 sum by
- * its scale. */
+ *  a [M, K] bfloat16, float16 or e4m3
+ *  packed [ceil(N / 64), ceil(K / 64), bytes] (weight_tile.h)   scale [ceil(K / g), N]
+ *
+ * A task decodes its columns of the weight block by block. The 64 codes of two rows of a tile
+ * are 16 words; shifts and masks of these words give the codes of one row in order. (code -
+ * zero) * scale * global_scale is rounded to a's dtype. With an e4m3 a the codes are multiplied
+ * without their scale, and each group's float32 sum is multiplied by it. */
 #include "../../formats/weight_tile.h"
 #include "quant_product.h"
 
@@ -17,7 +19,7 @@ typedef struct weight {
     int group_log2;
     int64_t scale_k, scale_n, zero_k, zero_n;
     float global_scale;
-    bool bare; /* codes without their scale */
+    bool bare; /* codes are multiplied without their scale */
 } weight;
 
 typedef struct weight_plan {
@@ -29,7 +31,7 @@ GK_PLAN_HOLDS(weight_plan);
 /* ---- 1. codes of a tile ---------------------------------------------------------------------- */
 typedef uint16_t vh_mem __attribute__((vector_size(2 * W), aligned(2), may_alias));
 
-/* The 64 codes along k of rows r and r + 8 of a tile, r % 16 < 8, in order. */
+/* The 64 codes along k, in order, of rows r and r + 8 of a tile; r % 16 < 8. */
 static void codes_of(const uint8_t *tile, bool is_4_bit, int r, uint16_t to[2][GK_TILE]) {
     const int thread = 32 * (r >> 4) + 4 * (r & 7);
     uint32_t v[16], t[16];
@@ -54,7 +56,7 @@ static void codes_of(const uint8_t *tile, bool is_4_bit, int r, uint16_t to[2][G
     }
 }
 
-/* W codes as what they are worth, less `zero` */
+/* The values of W codes, minus `zero`. */
 INLINE vf values_of(const uint16_t *codes, gk_weight_format format, float zero) {
     const vi c = __builtin_convertvector(*(const vh_mem *)codes, vi);
     switch (format) {
@@ -87,7 +89,7 @@ static float zero_of_group(const weight *w, int64_t n, int64_t group) {
                : 8;
 }
 
-/* W values to `to`, rounded to dtype: bfloat16 or float16 (an e4m3 a: exact) */
+/* Stores W values rounded to dtype, bfloat16 or float16. With an e4m3 a they are exact. */
 INLINE void store_values(elem *to, vf v, gk_dtype dtype) {
 #if PAIR == 2
     (void)dtype;
@@ -106,7 +108,7 @@ INLINE void store_values(elem *to, vf v, gk_dtype dtype) {
 #endif
 }
 
-/* Decoded weights of row n at [k0, k0 + kn), which lie in one tile, from its codes there. */
+/* Decodes the weights of row n at [k0, k0 + kn), which lie in one tile, from their codes. */
 INLINE void decode_row(const weight *w, gk_weight_format format, gk_dtype dtype, elem *to,
                        const uint16_t *codes, int64_t n, int64_t k0, int64_t kn) {
     for (int64_t i = 0; i < kn;) {
@@ -115,7 +117,7 @@ INLINE void decode_row(const weight *w, gk_weight_format format, gk_dtype dtype,
             w->group_log2 > 60 ? kn : gk_min_i64(kn, ((group + 1) << w->group_log2) - k0);
         const float zero = zero_of_group(w, n, group),
                     scale = w->bare ? 1 : scale_of_group(w, n, group);
-        for (; i < end; i += W) { /* groups and ends of tiles are multiples of 16 */
+        for (; i < end; i += W) { /* groups and the ends of tiles are multiples of 16 */
             vf v = values_of(codes + i, format, zero);
             if (!w->bare) v = v * scale * w->global_scale;
             store_values(to + i, v, dtype);
@@ -139,7 +141,7 @@ static void read_weight(const quant_product *p, elem *to, int64_t ld, int64_t co
                 const int64_t row = n + 8 * h;
                 if (row < col || row >= col + cols) continue;
                 elem *at = to + (row - col) * ld + (k - k0);
-                switch (w->format) { /* one copy of the loop per format */
+                switch (w->format) { /* constant formats give one copy of the loop per format */
 #define DECODE(f) \
     case f: decode_row(w, f, p->a_dtype, at, codes[h] + inside, row, k, here); break;
                     DECODE(GK_INT4)

@@ -1,22 +1,27 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* weight_skinny: up to SKINNY_ROWS rows of activations times a packed weight, as products along k;
- * compiled once per ISA.
+/* weight_skinny: up to SKINNY_ROWS rows of activations times a packed weight, as products along
+ * k. Compiled once per ISA; tables.c lists it before weight_gemm.
  *
- * a [M, K] bfloat16 | float16   packed [ceil(N / 64), ceil(K / 64), bytes] (weight_tile.h)   scale [ceil(K / g), N]
- * Reading the weight once is what costs. Codes are multiplied in the order they are stored in, and
- * a is put in that order first, as float32: of a tile's 64 codes of rows r and r + 8, which are 16
- * words of 4 bits (32 of 8), a shift of all words is the codes of 16 values of k. They are
- * multiplied by the scale of their group and rounded to a's dtype, then by a; sums are float32,
- * lane by lane, and lanes are added at the end. A task is 64 columns of the result, and walks its
- * row of tiles, which lie one behind the other. Workspace: a in that order; per worker the sums and
- * their results. Not here: more rows, an e4m3 a. */
+ *  a [M, K] bfloat16 or float16
+ *  packed [ceil(N / 64), ceil(K / 64), bytes] (weight_tile.h)   scale [ceil(K / g), N]
+ *
+ * The time goes into reading the weight once, so codes are multiplied in the order in which they
+ * are stored. a is first converted to float32 in that order. The codes of rows r and r + 8 of a
+ * tile are 16 words with 4 bits (32 words with 8). Shifting all words by the same amount gives
+ * the codes of 16 values of k. They are multiplied by the scale of their group, rounded to a's
+ * dtype and multiplied by a. Sums are float32 in each lane; lanes are added up at the end.
+ *
+ * A task is 64 columns of the result. It reads its row of tiles, which are consecutive in
+ * memory. Workspace: the reordered a; per worker the sums and the results. Not served: larger M,
+ * an e4m3 a. */
 #include "../../formats/weight_tile.h"
 #include "codes_vec.h"
 #include "tile.h"
 
 enum {
-    SKINNY_ROWS = 8, /* rows of a: at 16 decoding once for 128 rows costs the same */
-    WORDS = 16,      /* that are decoded together: 64 bytes */
+    /* most rows of a; at 16 rows weight_gemm is as fast, because it decodes once for 128 rows */
+    SKINNY_ROWS = 8,
+    WORDS = 16, /* words that are decoded together: 64 bytes */
     PARTS = WORDS / W
 };
 
@@ -34,7 +39,8 @@ typedef struct skinny_job {
     float global_scale;
 } skinny_job;
 
-/* k of a tile that lane `lane` of vector v has: 4 bits v = 2 j + i; 8 bits v = 2 high + i. */
+/* The k within a tile that lane `lane` of vector v holds. 4 bits: v = 2 j + i; 8 bits: v = 2
+ * high + i. */
 static int k_of(bool is_4_bit, int v, int lane) {
     const int t = lane / 4, rest = lane % 4, i = v % 2;
     if (is_4_bit) return 16 * rest + 8 * (v / 2) + 2 * t + i;
@@ -58,7 +64,7 @@ static void order_a(const skinny_job *jb) {
                 }
 }
 
-/* W codes in the low bits of words, as what they are worth less their zero */
+/* The values of W codes in the low bits of words, minus their zero. */
 INLINE vf worth(vi c, gk_weight_format format, float zero) {
     switch (format) {
     case GK_INT4: return vf_from_vi(((c & 15) ^ 8) - 8);
@@ -78,7 +84,7 @@ INLINE vf worth(vi c, gk_weight_format format, float zero) {
     }
 }
 
-/* a weight as a's dtype holds it */
+/* Rounds a weight to a's dtype. */
 INLINE vf rounded(vf x, gk_dtype dtype) {
     uint16_t t[W];
     if (dtype == GK_BF16) {
@@ -89,8 +95,8 @@ INLINE vf rounded(vf x, gk_dtype dtype) {
     return vf_load_f16(t);
 }
 
-/* Of row n and a tile of k: the scale (the zero) of each lane's group; groups of 64 and more have
- * one. */
+/* For row n and one tile of k: the scale (or the zero) of each lane's group. With groups of 64
+ * and more all lanes have the same. */
 static void of_groups(const skinny_job *jb, int64_t n, int64_t tile, bool zeros, float to[WORDS]) {
     const gk_weight_gemm_args *g = jb->g;
     const gk_tensor *t = zeros ? g->zero : &g->scale;
@@ -105,7 +111,8 @@ static void of_groups(const skinny_job *jb, int64_t n, int64_t tile, bool zeros,
             return;
         }
     }
-    /* of 8 bits a lane has 16 of k in each half of the tile: halves are told apart by the caller */
+    /* Only 4-bit formats get here: the plan refuses 8-bit formats with groups below 64, because a
+     * lane's values come from both halves of the tile. */
     for (int lane = 0; lane < WORDS; ++lane) to[lane] = four[is_4_bit ? lane % 4 : lane % 4 / 2];
 }
 
@@ -159,7 +166,7 @@ static void skinny_task(void *arg, int64_t t, int64_t worker) {
     const uint8_t *tiles = (const uint8_t *)g->packed.const_data + t * g->packed.stride[0];
     for (int64_t k = 0; k < jb->p.tiles_k; ++k) {
         const uint8_t *tile = tiles + k * g->packed.stride[1];
-        switch (g->format) { /* one copy of the loop per format and dtype */
+        switch (g->format) { /* constant formats and dtypes give one copy of the loop for each */
 #define TILE(f)                                            \
     case f:                                                \
         if (g->a.dtype == GK_BF16)                         \
@@ -205,7 +212,8 @@ static bool plan_skinny(const gk_context *ctx, const void *args, gk_plan *plan) 
     p->k = g->a.shape[nd - 1];
     for (int d = 0; d < nd - 1; ++d) p->m *= g->a.shape[d];
     p->group_log2 = gk_group_log2(p->k, g->scale.shape[0]);
-    /* of 8 bits a lane's four values lie in two halves of the tile, which must share a group */
+    /* with 8 bits a lane's four values come from both halves of the tile, which must share a
+     * group */
     if (p->m > SKINNY_ROWS || p->m == 0 || p->k == 0 ||
         (!gk_is_4_bit(g->format) && p->group_log2 < 6))
         return false;
