@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch_gpukern.layout: each operation against its definition, over every coordinate; then beside
-two published algebras.
+"""torch_gpukern.layout: each operation against its definition at every coordinate, then beside two
+published algebras.
 
-The values decide. Where pycute or tensor-layouts differ, the difference must be one of DEVIATIONS.
+The values of a layout decide. If pycute or tensor-layouts differ, the difference must be listed in
+DEVIATIONS.
 """
 
 import itertools
@@ -20,7 +21,7 @@ from torch_gpukern.layout.core import flatten, index_to_coord
 
 
 def shapes(n):
-    """Every shape without nesting of n elements, no mode of size 1."""
+    """Every flat shape of n elements without a mode of size 1."""
     yield (n,)
     for s in range(2, n):
         if n % s == 0:
@@ -29,7 +30,7 @@ def shapes(n):
 
 
 SMALL = [shape for n in range(1, 25) for shape in shapes(n)]
-COMPACT = [  # every order of the modes of every such shape
+COMPACT = [  # all orders of the modes of all such shapes
     Layout(
         shape,
         tuple(
@@ -76,7 +77,8 @@ def test_coalesce_is_the_unique_shortest(x):
 
 
 def has_layout(values, sizes):
-    """The only candidate's verdict, from the values alone: each mode coalesced, then every sum."""
+    """Whether these values are those of a layout: from the values follows the only candidate, which
+    is then checked."""
     strides, before = [], 1
     for s in sizes:
         mode = values[0 : before * s : before]
@@ -158,8 +160,8 @@ def test_inverses(x):
 
 
 def test_divide_and_product_reassemble():
-    """Exhaustive: the tiles of a layout hold each element once, copies of a layout lie beside each
-    other."""
+    """Exhaustive: the tiles of a layout hold each element once, and copies of a layout do not
+    overlap."""
     for x in COMPACT:
         for n in {1, 2, 3, 4, x.size}:
             try:
@@ -221,8 +223,8 @@ def test_thread_value_layouts_and_vectors():
 
 
 def test_inside_is_the_coordinates_that_are_there():
-    """Every tile of every small shape: an element of a tile is inside where its coordinate is below
-    the shape's."""
+    """For every tile of every small shape, an element is inside if its coordinate is below the
+    shape."""
     for m, n, tm, tn in itertools.product((1, 2, 3, 8), (1, 3, 4, 8), (1, 2, 4), (1, 3, 4)):
         for i, j in itertools.product(range(-(-m // tm)), range(-(-n // tn))):
             want = [i * tm + a < m and j * tn + b < n for b in range(tn) for a in range(tm)]
@@ -239,7 +241,7 @@ def test_inside_is_the_coordinates_that_are_there():
 
 
 def memory(x, bits):
-    """The bits that a layout names, each as often as it does."""
+    """The bits that a layout names, each as often as it names it."""
     return sorted(o * bits + b for o in x.offsets for b in range(bits))
 
 
@@ -261,8 +263,8 @@ def test_recast_names_the_same_memory_or_refuses(x, widths, offset):
 
 
 def test_recast_of_every_small_layout():
-    """Compact layouts, with modes of size 1 between: to narrower elements always, to wider ones
-    where these divide a mode."""
+    """Compact layouts, with modes of size 1 between. A recast to narrower elements always works, to
+    wider ones if these divide a mode."""
     for x in COMPACT:
         padded = Layout((1, *flatten(x.shape), 1), (1, *flatten(x.stride), 5))
         for y in (x, padded):
@@ -304,7 +306,7 @@ def test_boxes_are_what_tma_brings():
     assert L.tma_box(x, (64, 64), elem_bytes=2).bytes == 8192
     with pytest.raises(Refusal, match="its element stride is 2; TMA takes every element"):
         L.tma_box(x, (64, 64), elem_bytes=2, steps=(1, 2))
-    for stride in (1, 3, -64, 1 << 40):  # what the driver refuses, whatever the size
+    for stride in (1, 3, -64, 1 << 40):  # the driver refuses these at any size
         with pytest.raises(Refusal, match="mode 0, 1:.* its stride is .* bytes; a multiple of 16"):
             L.tma_box(Layout((1, 64), (stride, 1)), (1, 64), elem_bytes=2)
     for stride in (0, 64):
@@ -430,7 +432,7 @@ DEVIATIONS = {
 
 
 def verdict(theirs, a, b, ours):
-    """How another composition differs from the values, "" where it does not."""
+    """How another composition differs from the values; "" if it does not."""
     values = [a(o) for o in b.offsets]
     try:
         r = theirs(a, b)
@@ -515,7 +517,9 @@ def test_operations_on_1024_elements_take_under_a_millisecond():
     for name, call in calls.items():
         best = 1.0
         for _ in range(20):
-            start = time.thread_time()  # what other processes take does not count
+            start = (
+                time.thread_time()
+            )  # CPU time of this thread, so that other processes do not count
             try:
                 call()
             except Refusal:

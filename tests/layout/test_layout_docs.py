@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""docs/layout.md, learn/claims.md and learn/patterns.md say what the code does: every command draws
-the picture beside it, every example is run."""
+"""docs/layout.md, learn/claims.md and learn/patterns.md agree with the code: commands draw the
+pictures shown, examples run.
+"""
 
 import csv
 import doctest
@@ -40,7 +41,7 @@ def test_no_picture_without_a_command():
 
 
 def test_the_stage_is_the_kernels():
-    """The page's picture and tensor map of K's panel are of the box that the kernels' own header
+    """The page's picture and tensor map of the panel of K have the box that the kernels' header
     prints."""
     golden = (ROOT / "tests" / "data" / "layout.golden").read_text()
     cols, rows, stride = re.search(
@@ -88,7 +89,7 @@ def test_claims():
 
 
 def test_claims_were_counted():
-    """Every access of the page is one of banks.cu's; its clocks are the model's, and those of
+    """Every access of the page is one of banks.cu. Its clocks are those of the model and of
     learn/counters.csv."""
     with (ROOT / "learn" / "counters.csv").open() as file:
         counted = {row["what"]: row for row in csv.DictReader(file)}
@@ -125,7 +126,7 @@ def test_claims_were_counted():
 
 
 def test_profiling_page(capsys):
-    """The commands of learn/profiling.md whose output the page shows."""
+    """The commands of learn/profiling.md print what the page shows."""
     page = (ROOT / "learn" / "profiling.md").read_text()
     shown = 0
     for block in re.findall(r"```console\n\$ (.*?)```", page, re.DOTALL):

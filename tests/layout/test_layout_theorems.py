@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch_gpukern.layout: the theorems of the algebra as properties; and Step, identity tensors,
-group, DLPack, beside plain indexing."""
+"""torch_gpukern.layout: the theorems of the algebra as properties, and Step, identity tensors,
+group and DLPack beside plain indexing.
+"""
 
 import itertools
 
@@ -57,7 +58,7 @@ def test_composition_is_associative(a, b, c):
 
 
 def test_associativity_is_not_empty():
-    """The property above is about something: of small layouts both sides are defined for many."""
+    """The property above is not vacuous: for many small layouts both sides are defined."""
     both = 0
     shapes = ("8:1", "(2,4):(4,1)", "(4,2):(2,1)", "4:2", "(2,2):(1,4)", "2:1")
     for a, b, c in itertools.product(shapes, repeat=3):
@@ -72,10 +73,10 @@ def test_associativity_is_not_empty():
 @few
 @given(injective(), st.integers(1, 6), st.integers(1, 3))
 def test_a_division_is_the_composition_with_tiler_and_complement(a, size, stride):
-    """a / b = a o (b, b*), b* the complement of b in size(a): nothing is lost, and tile j is b
+    """a / b = a o (b, b*), with b* the complement of b in size(a). Nothing is lost, and tile j is b
     moved by b*(j)."""
     b = Layout(size, stride)
-    if a.size % (size * stride):  # else it rounds up; test_layout_algebra.py has that
+    if a.size % (size * stride):  # otherwise it rounds up, which test_layout_algebra.py covers
         return
     rest = L.complement(b, a.size)
     divided = defined(L.logical_divide, a, b)
@@ -93,8 +94,8 @@ def test_a_division_is_the_composition_with_tiler_and_complement(a, size, stride
 @few
 @given(injective(), compact(most=3))
 def test_a_product_repeats_a_in_the_offsets_that_it_leaves(a, b):
-    """a x b = (a, a* o b), a* the complement of a: its first mode is a, copies do not meet, and
-    where b is reordered they are."""
+    """a x b = (a, a* o b), with a* the complement of a. The first mode is a, copies do not overlap,
+    and a reordered b reorders the copies."""
     product = defined(L.logical_product, a, b)
     if product is None:
         return
@@ -141,7 +142,7 @@ def test_inverses(a):
 
 
 def test_local_tile_with_a_step_takes_what_the_tensor_has():
-    """One tiler and one block coordinate for the three operands of a product, against plain
+    """One tiler and one block coordinate serve all three operands of a product; compared with plain
     slices."""
     m, n, k, tiler = 24, 20, 16, (8, 4, 2)
     of = {"a": ((m, k), (1, None, 1)), "b": ((n, k), (None, 1, 1)), "c": ((m, n), (1, 1, None))}
@@ -161,8 +162,8 @@ def test_local_tile_with_a_step_takes_what_the_tensor_has():
 
 
 def test_local_partition_with_a_step_shares_along_the_missing_mode():
-    """Threads (m=2, n=4) over a, which has no n: those that differ in n alone get the same
-    elements; all get each once."""
+    """Threads (m=2, n=4) partition a, which has no n. Threads that differ only in n get the same
+    elements, and together they get each element once."""
     threads = Layout((2, 4), (4, 1))
     a = Layout((6, 1), (1, 0))
     mine = {
@@ -216,8 +217,8 @@ def test_the_element_at_a_coordinate_is_the_coordinate(shape):
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.integers(1, 11), st.integers(1, 11), st.integers(1, 5), st.integers(1, 5))
 def test_identity_tiles_are_the_predicate(rows, cols, tile_rows, tile_cols):
-    """In every tile, also the last, each coordinate is the element's own, and those inside of the
-    shape are `inside`'s."""
+    """In every tile, also the last, each coordinate is that of its element, and `inside` gives the
+    coordinates within the shape."""
     for i in range(-(-rows // tile_rows)):
         for j in range(-(-cols // tile_cols)):
             where = L.local_tile(
@@ -233,8 +234,7 @@ def test_identity_tiles_are_the_predicate(rows, cols, tile_rows, tile_cols):
 
 
 def test_identity_follows_data_through_partitions():
-    """What a thread's fragment of c holds: the rows and columns that the MMA atom says, element by
-    element."""
+    """A thread's fragment of c holds the rows and columns that the MMA atom states."""
     mma = L.TiledMma(L.atoms.mma_sync(16, 16), (2, 1, 1))
     shape = (mma.shape[0], mma.shape[1])
     data = L.Tensor(Layout(shape, (shape[1], 1)), list(range(shape[0] * shape[1])))
@@ -286,8 +286,8 @@ def test_dlpack_in(dtype):
 
 
 def test_dlpack_in_with_strides_below_0():
-    """torch.from_dlpack ends the process at one: NumPy's reversed views keep their strides and
-    their memory all the same."""
+    """torch.from_dlpack ends the process at a negative stride. Reversed NumPy views keep their
+    strides and their memory all the same."""
     whole = np.arange(60).reshape(3, 4, 5)
     for part in (whole[::-1], whole[:, ::-2, 1:], whole[::-1, 1::-1, ::-3].T, np.arange(1)[::-1]):
         tensor = L.Tensor.of(part)
@@ -318,7 +318,7 @@ def test_dlpack_out():
 
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_a_view_of_data_that_have_a_step(step):
-    """The data's own stride and start are the view's, too: it has the values that the tensor has."""
+    """The view takes over stride and start of the data, so it has the values of the tensor."""
     memory = torch.arange(100)[4::step]
     tensor = L.Tensor("((2,3),4):((1,8),2)", memory, offset=3)
     assert tensor.view().permute(2, 1, 0).reshape(-1).tolist() == tensor.values().tolist()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""csrc/cuda/layout, compiled for the host: its own test programs, and torch_gpukern.layout beside
-it: elements lie at the same places.
+"""csrc/cuda/layout, compiled for the host, beside torch_gpukern.layout: elements have the same
+places in both.
 
-tests/data/layout.golden holds questions and answers that both are held to, today's offsets,
-fragments and descriptors:
+tests/data/layout.golden holds questions and the answers that both must give: offsets, fragments and
+descriptors. This command writes it:
 
     python tests/layout/test_layout_twin.py > tests/data/layout.golden
 """
@@ -105,7 +105,7 @@ TILES = {32: (1, 4, 3), 64: (2, 4, 3), 128: (3, 4, 3), 256: (3, 4, 4), 512: (3, 
 
 
 def answer_of(question):
-    """What lies where, by torch_gpukern.layout, as the header's program prints it."""
+    """The places of elements by torch_gpukern.layout, in the format of the header's program."""
     kind, what, *more = question.split()
     if kind == "fragment":
         numbers = FRAGMENTS[what].offsets
@@ -159,8 +159,8 @@ def box_program(tmp_path_factory):
 
 
 def test_boxes_of_the_kernels(box_program):
-    """Tiles lie as their boxes say, tensor maps have the fields that they had, and what TMA cannot
-    lay is refused."""
+    """Tiles have the layout of their boxes, tensor maps have the expected fields, and boxes that
+    TMA cannot write are refused."""
     result = subprocess.run([box_program], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
     assert result.stdout.splitlines()[-1].endswith(" passed, 0 failed")
@@ -185,7 +185,7 @@ if __name__ == "__main__":
 
 
 def printed():
-    """What tests/csrc/check_print.cpp should print, by the twin."""
+    """The expected output of tests/csrc/check_print.cpp, by torch_gpukern.layout."""
     lines = []
     for text in ("(4,8):(8,1)", "(5):(3)", "(2,2,2):(1,4,2)"):
         found = Layout(text)
