@@ -163,8 +163,8 @@ def hopper_tiles():
     return tiles
 
 
-# Kernels that are sm_90a for TMA or clusters. They multiply nothing, or, as paged_, too few rows
-# for wgmma
+# Kernels that are sm_90a for TMA or clusters. They multiply nothing, or, as paged_, too small
+# an M for wgmma
 WITHOUT_PRODUCTS = (
     "realign_",
     "transpose_",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Context and tensor parallelism: four processes (gloo), all in one group and in two groups of two
-at once, against one.
+"""Context and tensor parallelism: four processes (gloo) against one process.
 
-On a machine with two GPUs the same checks run with two processes and NCCL (marker gpu2). They name
-no device: where they make tensors is a process's default device.
+The checks run in the group of all ranks and in two groups of two at once. On a machine with two
+GPUs the same checks run with two processes and NCCL (marker gpu2). They name no device, and make
+tensors on the process's default device.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from torch_gpukern import distributed as gd  # noqa: E402
 from torch_gpukern.distributed.sequence import Cut  # noqa: E402
 
 RANKS = 4
-CUDA = False  # in a process of a GPU
+CUDA = False  # set to True in processes that have a GPU
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -49,21 +49,22 @@ def randn(gen, *shape, dtype=torch.float32):
 
 
 class Ranks:
-    """What a check is handed: the group of all, this rank's group of two, and this rank."""
+    """The arguments of a check: the group of all ranks, this rank's group of two, and this rank."""
 
     def __init__(self, folder):
         self.folder = folder
         pairs = [dist.new_group([r, r + 1]) for r in range(0, RANKS, 2)]
         self.rank = dist.get_rank()
         self.all, self.pair = dist.group.WORLD, pairs[self.rank // 2]
-        # of two ranks the pair is all of them
+        # with two ranks the pair is the group of all
         self.groups = (self.all, self.pair) if RANKS > 2 else (self.all,)
 
     def report(self, failed):
         Path(self.folder, str(self.rank)).write_text("\n".join(failed))
 
     def progress(self, text):
-        """Where this rank is: in a file, and rank 0's for who looks on (pytest -s)."""
+        """Appends where this rank is to a file. Rank 0 also prints it for a person who watches
+        (pytest -s)."""
         with Path(self.folder, f"progress{self.rank}").open("a") as file:
             file.write(text)
         if self.rank == 0:
@@ -133,7 +134,7 @@ def differentiated(call, leaves, sinks, weights):
     leaves = [x.detach().clone().requires_grad_() for x in leaves]
     sinks = None if sinks is None else sinks.detach().clone().requires_grad_()
     out, lse = call(*leaves, sinks)
-    # -inf where a row sees nothing
+    # lse is -inf for rows that see nothing
     loss = (out.float() * weights[0]).sum() + (
         lse.masked_fill(lse == -torch.inf, 0) * weights[1]
     ).sum()
@@ -252,7 +253,8 @@ def check_16_bits_err_as_one_rank(ranks):
 
 
 def check_gradients_of_sinks_err_as_one_rank(ranks):
-    """They sum the rounding of all rows: where one rank's call has none of it (CPU), no mode has."""
+    """The gradient of sinks sums the rounding errors of all rows. On the CPU one rank's call avoids
+    that, so every mode must, too: at most twice the error of one rank."""
     modes = ("all_gather", "ring", "ulysses")
     part = lambda x: gd.shard_sequence(x, ranks.all, 2, "zigzag")  # noqa: E731
     for dtype in (torch.float16, torch.bfloat16):
@@ -284,16 +286,16 @@ def check_gradients_of_sinks_err_as_one_rank(ranks):
 
 # lse is float32 on both sides; each merge of a ring rounds it once more.
 BOUND = dict(out=1.02, lse=2.0, dq=1.02, dk=1.02, dv=1.02)
-CUDA_BOUND = 1.05  # kernels of a GPU cut keys into other tiles, each with roundings of its own
+CUDA_BOUND = 1.05  # GPU kernels cut keys into other tiles, which round differently
 
 
 def check_torchs_ring_agrees(ranks):
-    """PyTorch's own ring, with its CPU kernel put in, cuts as zigzag does: its out, lse and
-    gradients are ours."""
+    """PyTorch's own ring, run with its CPU kernel, cuts the sequence as zigzag does. Its out, lse
+    and gradients equal ours."""
     theirs = pytest.importorskip(
         "torch.distributed.tensor.experimental._context_parallel._attention"
     )
-    if CUDA:  # bench_distributed.py has it as a peer
+    if CUDA:  # bench_distributed.py compares with it on GPUs
         return
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     gen = generator("torch's ring")
@@ -339,7 +341,7 @@ def check_strides_and_mode_are_kept(ranks):
 def check_packed_equals_one_rank(ranks):
     lengths = [0, 7, 20, 1, 0, 30]
     cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    total = int(cu[-1]) + 3  # tokens of no sequence
+    total = int(cu[-1]) + 3  # three tokens belong to no sequence
     points = itertools.product(RULES, ("contiguous", "zigzag"))
     for seed, (rules, layout) in enumerate(points):
         leaves, sinks, rules, weights = attention_case(seed, total, (4, 2), (16, 8), rules)
@@ -384,7 +386,7 @@ def check_packed_equals_one_rank(ranks):
 
 
 def check_keys_spread_over_ranks(ranks):
-    """Decoding: each rank holds some keys of every sequence, some none."""
+    """Decoding: each rank holds some keys of every sequence, and some ranks hold none."""
     for dtype, with_sinks, group in itertools.product(
         (torch.float32, torch.bfloat16), (False, True), ranks.groups
     ):
@@ -480,7 +482,7 @@ def check_sums_of_products(ranks):
             got = torch.autograd.grad((out * part(weight)).sum(), own)
             torch.testing.assert_close(got[0], want[0][:, inner])
             torch.testing.assert_close(got[1], want[1][inner])
-    # rows to owners and back
+    # rows travel to their owners and back
     large = randn(generator("large", 0), 600, 8), randn(generator("large", 1), 8, 600)
     total = gd.gemm_all_reduce(*large)
     torch.testing.assert_close(total, RANKS * (large[0] @ large[1]), atol=1e-4, rtol=1e-4)
@@ -488,8 +490,8 @@ def check_sums_of_products(ranks):
 
 
 def check_vocabulary_over_ranks(ranks):
-    """The loss and gradients of linear_cross_entropy; classes that no rank divides, fewer than
-    ranks, smoothed, capped."""
+    """Loss and gradients of linear_cross_entropy, also for a number of classes that the ranks do
+    not divide or that is smaller than the ranks, with smoothing, and with a cap."""
     points = itertools.product(
         ranks.groups,
         (12, 7, 2),
@@ -535,7 +537,7 @@ def check_vocabulary_over_ranks(ranks):
             torch.testing.assert_close(a, b, **close)
         if group is ranks.all:
             assert same_on_all(got.detach()) and same_on_all(got_grads[0].view(torch.uint8))
-        frozen = own[1].detach()  # a head that does not learn
+        frozen = own[1].detach()  # a frozen head
         again = gd.vocab_parallel_linear_cross_entropy(
             own[0], frozen, target, group, classes=total, **rules
         )
@@ -564,8 +566,8 @@ def check_vocabulary_over_ranks(ranks):
 
 
 def check_adamw_of_dtensors(ranks):
-    """Each rank steps its part of a parameter: the bits of one rank's AdamW; states are DTensors
-    and load again."""
+    """Each rank steps its part of a parameter with the bits of one rank's AdamW. States are
+    DTensors and can be loaded again."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -603,8 +605,8 @@ def check_adamw_of_dtensors(ranks):
 
 
 def check_experts_over_ranks(ranks):
-    """grouped_experts of all experts: ranks with other numbers of tokens and with none, experts
-    that nobody chose, and none such."""
+    """grouped_experts over all experts: ranks with different numbers of tokens or none, experts
+    that no token chose, and indices of no expert."""
     for seed, (group, each, dtype) in enumerate(
         itertools.product(ranks.groups, (1, 3), FLOATS[:2])
     ):
@@ -621,8 +623,8 @@ def check_experts_over_ranks(ranks):
         expert_of = torch.randint(
             1, total + 1, (sum(tokens), each), generator=gen, device="cpu"
         ).to(x.device)
-        # One past the last is no expert's, and so is one below 0. What such tokens hold reaches no
-        # result and no gradient.
+        # An index past the last expert or below 0 means no expert. The values of such tokens reach
+        # no result and no gradient.
         for t, value in ((expert_of, -1), (x, float("nan")), (weight_of, float("nan"))):
             t[::4] = value
         given = [t.requires_grad_() for t in (x, weight_of, *whole)]
@@ -668,7 +670,7 @@ def check_experts_over_ranks(ranks):
 
 
 def check_a_group_of_one(ranks):
-    """Every function is the plain op; a decoding step on all ranks is captured."""
+    """Every function equals the plain op. A decoding step on all ranks is captured."""
     own = [dist.new_group([r]) for r in range(RANKS)][ranks.rank]
     gen = generator("one")
     q, k, v = (randn(gen, 1, h, 9, 8) for h in (4, 2, 2))
@@ -727,7 +729,7 @@ def check_decoding_is_captured(ranks):
     call = functools.partial(
         gd.context_parallel_paged_attn, q, *cache, table, lens.to(torch.int32), ranks.all
     )
-    call()  # NCCL's communicator is made before
+    call()  # creates NCCL's communicator before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -777,7 +779,7 @@ def check_compiled_without_a_break(ranks):
         dynamic=True,
         backend=lambda graph, _: counted.append(graph) or graph,
     )
-    # rows that the ranks do not divide: one graph, of the shapes that it said
+    # the ranks do not divide these rows: one graph, with these shapes
     for rows in (9, 10, 15, 13):
         a, b = randn(gen, rows, 8), randn(gen, 8, 4)
         assert torch.equal(grow(a, b), gd.gemm_reduce_scatter(a, b, group) * 2)
@@ -798,8 +800,8 @@ def check_compiled_without_a_break(ranks):
 
 
 def check_autocast_casts_as_for_one_rank(ranks):
-    """What autocast makes of float32 arguments is the call of 16-bit ones, backward included;
-    dtypes are those of one rank's op."""
+    """With float32 arguments, autocast gives the call of 16-bit arguments, backward included.
+    Dtypes are those of one rank's op."""
     gen, group, kind = generator("autocast"), ranks.all, torch.get_default_device().type
     q, k, v = (randn(gen, 1, RANKS, 8, 16) for _ in range(3))
     packed, cu = (
@@ -869,11 +871,11 @@ def check_autocast_casts_as_for_one_rank(ranks):
 
 
 def check_second_derivatives_are_those_of_one_rank(ranks):
-    """Or refused by name. Each rank has its own part of the second loss; together they are one
-    rank's."""
+    """Second derivatives equal those of one rank, or are refused by name. Each rank has its part of
+    the second loss, and the parts add up to one rank's."""
 
     def twice(call, leaves, wanted, weights, weight):
-        """Gradients of the leaves by a sum of the first gradients of those that are wanted."""
+        """Gradients of the leaves by a sum of the first gradients of the wanted ones."""
         leaves = [x.detach().clone().requires_grad_() for x in leaves]
         out = call(*leaves)
         first = torch.autograd.grad(
@@ -924,7 +926,7 @@ def check_second_derivatives_are_those_of_one_rank(ranks):
                 columns_of,
                 wanted,
             )
-        mix = randn(gen, rows, rows, dtype=torch.float64)  # every token of the whole depends on all
+        mix = randn(gen, rows, rows, dtype=torch.float64)  # every token depends on all others
         compare(
             lambda x, group=group, mix=mix: (
                 mix @ gd.gather_sequence(x, group, 0, "contiguous", seq_len=len(mix))
@@ -1040,7 +1042,7 @@ def check_disagreement_is_said_on_every_rank(ranks):
             x[0, :, :1].transpose(0, 1), cache, cache, table, lengths, ranks.all, **more
         )
 
-    # what one rank alone can see, and what is no ValueError where it is found
+    # errors that only one rank can see, and errors that are no ValueError at their source
     calls |= {
         "b must have 2 dimensions": lambda: gd.all_gather_gemm(
             row, row[0] if odd else row, ranks.all
@@ -1096,7 +1098,7 @@ def check_disagreement_is_said_on_every_rank(ranks):
     for text, call in calls.items():
         with pytest.raises(ValueError, match=text):
             call()
-    if CUDA:  # contents are read there by kernels, and a later call raises
+    if CUDA:  # on a GPU kernels read the contents, and a later call raises
         for wrong in ([0, 9 * RANKS], [1, 8 * RANKS], [0, 5, 3, 8 * RANKS], [0, 8 * RANKS]):
             most = 8 * RANKS - 1 if wrong == [0, 8 * RANKS] else 9 * RANKS
             for is_causal in (False, True):
@@ -1151,8 +1153,8 @@ def check_disagreement_is_said_on_every_rank(ranks):
 
 
 def check_a_product_in_parts_is_the_whole(ranks):
-    """Sizes of which all_gather_gemm and gemm_reduce_scatter cut the product so that transfers go
-    beside it."""
+    """Sizes at which all_gather_gemm and gemm_reduce_scatter cut the product, so that transfers
+    overlap with it."""
     size, mine, rows = RANKS, ranks.rank, 2048
     gen = generator("in parts")
     a, b, bias = randn(gen, rows, 1024), randn(gen, 1024, 256) * 0.1, randn(gen, 256)
@@ -1162,14 +1164,14 @@ def check_a_product_in_parts_is_the_whole(ranks):
     inner = slice(1024 // size * mine, 1024 // size * (mine + 1))
     out = gd.gemm_reduce_scatter(a[:, inner], b[inner])
     torch.testing.assert_close(out, (a @ b).tensor_split(size)[mine], atol=1e-4, rtol=1e-4)
-    # and their gradients, which are products of the same two kinds
+    # the gradients are products of the same two kinds
     weight = randn(gen, rows, 256) * 0.1
     leaves = [a.clone().requires_grad_(), b.clone().requires_grad_()]
     want = torch.autograd.grad(gk.gemm(*leaves), leaves, weight)
     own = [a.tensor_split(size)[mine].clone().requires_grad_(), b.clone().requires_grad_()]
     got = torch.autograd.grad(
         gd.all_gather_gemm(*own), own, weight / size
-    )  # each rank has a share of the whole's gradient
+    )  # each rank has a share of the whole gradient
     torch.testing.assert_close(got[0], want[0].tensor_split(size)[mine], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(got[1] * size, want[1], atol=1e-3, rtol=1e-4)
     own = [a[:, inner].clone().requires_grad_(), b[inner].clone().requires_grad_()]
@@ -1179,14 +1181,14 @@ def check_a_product_in_parts_is_the_whole(ranks):
 
 
 def check_sums_in_mailboxes(ranks):
-    """Short sums: the ranks' products in float32 in rank order, rounded once; again and again, of
-    other sizes, in two graphs at a time."""
+    """Short sums: the products of all ranks are added in float32 in rank order and rounded once.
+    Repeated with other sizes, and in two graphs at a time."""
     if not CUDA:
         return
     gen = generator("mailboxes")
 
     def case(rows, dtype):
-        # every rank knows all ranks' operands
+        # every rank knows the operands of all ranks
         every = [
             (randn(gen, rows, 64, dtype=dtype), randn(gen, 64, 96, dtype=dtype))
             for _ in range(RANKS)
@@ -1219,7 +1221,7 @@ def check_sums_in_mailboxes(ranks):
 
 
 def check_early_runs_wait_for_the_keys_that_they_see(ranks):
-    """As of large calls: the first run of queries is given the first keys alone."""
+    """As in large calls: the first run of queries gets only the first keys."""
     from torch_gpukern.distributed import gathered
 
     least, gathered._STAGED_BYTES = gathered._STAGED_BYTES, 0
@@ -1240,8 +1242,8 @@ def check_early_runs_wait_for_the_keys_that_they_see(ranks):
 
 
 def check_large_shards(ranks):
-    """Sizes that travel by copy engines on GPUs: keys of all ranks, a ring's, and the sums of their
-    gradients."""
+    """Sizes that copy engines transfer on GPUs: keys of all ranks, those of a ring, and the sums of
+    their gradients."""
     if not CUDA:
         return
     rules = dict(is_causal=True, alibi=True, sinks=True)
@@ -1259,8 +1261,8 @@ def check_large_shards(ranks):
 
 
 def check_large_transfers(ranks):
-    """Sizes that travel by copy engines on GPUs: unequal shards, several at once, often enough that
-    buffers are used again."""
+    """Sizes that copy engines transfer on GPUs: unequal shards, several at once, and often enough
+    that buffers are reused."""
     gen = generator("large")
     for length, layout in (
         (4 * 1024, "zigzag"),
@@ -1280,7 +1282,7 @@ def check_large_transfers(ranks):
         torch.testing.assert_close(
             out.float(), want.tensor_split(RANKS)[ranks.rank], atol=0.2, rtol=1e-2
         )
-        a.add_(0)  # the next call's product is on its way beside it
+        a.add_(0)  # the next call's product runs at the same time
     assert same_on_all(gd.gemm_all_reduce(a.repeat(2, 1), b))
 
 
@@ -1300,7 +1302,7 @@ FORMS = (
 
 
 def check_every_form_trains_as_one_process(ranks):
-    """The losses of four steps; the second depends on all gradients of the first."""
+    """The losses of four steps. The second depends on all gradients of the first."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "distributed"))
     import train
     from forms import Form
@@ -1338,8 +1340,8 @@ def check_every_form_trains_as_one_process(ranks):
 
 
 def check_a_rank_that_dies(ranks):
-    """The last check: a rank is gone, the others raise and have no result."""
-    if CUDA:  # NCCL's watchdog ends the process itself
+    """The last check: one rank exits. The others raise an exception and have no result."""
+    if CUDA:  # NCCL's watchdog would end the process
         return
     x = torch.ones(8, 8)
     if ranks.rank == RANKS - 1:
@@ -1374,13 +1376,13 @@ def _work(rank, folder, checks, size, cuda):
             globals()[name](ranks)
         except BaseException:
             failed.append(f"rank {rank}: {name}\n{traceback.format_exc()}")
-            break  # the other ranks may wait for this one
+            break  # the other ranks may be waiting for this one
         ranks.progress(f"{time.monotonic() - begin:.1f} s\n")
     ranks.report(failed)
     if cuda and not failed:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
-    os._exit(0)  # a collective that nobody else calls must not hold it
+    os._exit(0)  # must not hang in a collective that no other rank calls
 
 
 def _all_checks(folder, size, cuda, seconds):
@@ -1423,15 +1425,15 @@ TIMEOUT_S = 6
 
 
 def _outlive(rank, folder, way, call):
-    """Two ranks make the call three times; rank 1 then dies, and rank 0 makes it again and writes
-    what became of it."""
+    """Two ranks make the call three times. Then rank 1 exits, and rank 0 makes the call again and
+    writes the outcome to a file."""
     symmetric, check = way
     os.environ |= {"GPUKERN_DIST_SYMMETRIC": symmetric, "GPUKERN_DIST_CHECK": check}
     os.environ |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
     torch.cuda.set_device(rank)
     where = dict(init_method=f"file://{folder}/store", rank=rank, world_size=2)
     dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=60), **where)
-    dist.barrier()  # only what comes later has little time
+    dist.barrier()  # only later calls have the short timeout
     group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=TIMEOUT_S))
     rows = 2048 if call != "gemm_all_reduce" else 8
     a, b = (
@@ -1458,8 +1460,8 @@ def _outlive(rank, folder, way, call):
 @pytest.mark.gpu
 @pytest.mark.gpu2
 def test_a_rank_that_dies_leaves_an_error(tmp_path):
-    """By NCCL, by copy engines and by mailboxes: after the group's timeout an exception, or the end
-    of the process by NCCL's watchdog; no value."""
+    """By NCCL, by copy engines and by mailboxes: after the group's timeout there is an exception,
+    or NCCL's watchdog ends the process. There is never a value."""
     ways = {"nccl": ("0", "1"), "direct": ("1", "0")}
     calls = (
         ("nccl", "gemm_all_reduce"),
@@ -1490,8 +1492,8 @@ def test_a_rank_that_dies_leaves_an_error(tmp_path):
 
 @pytest.mark.gpu
 def test_mailboxes_of_one_gpu():
-    """The kernel alone: streams of one GPU are its ranks. Sums bit for bit in rank order, of sizes
-    in any turn; halves of four elements."""
+    """The kernel alone, with streams of one GPU as ranks. Sums have the bits of rank order, for
+    sizes in any order, and for halves of four elements."""
     from torch_gpukern._library import ops
 
     gen = generator("mailboxes of one GPU")
@@ -1607,8 +1609,8 @@ def test_estimate_counts_bytes_and_time():
     ),
 )
 def test_estimate_holds_to_what_was_measured(card, tokens, link, latency):
-    """Forward and backward of a layer's attention over two GPUs, in docs/distributed.md: within 10
-    % of the model."""
+    """The forward and backward of a layer's attention over two GPUs in docs/distributed.md is
+    within 10 % of the model."""
     root = Path(__file__).resolve().parents[2]
     rows = results.load(root / f"benchmarks/results/2-x-nvidia-{card}.csv")["benches"][
         "distributed"
@@ -1637,7 +1639,7 @@ def test_estimate_holds_to_what_was_measured(card, tokens, link, latency):
 
 
 def test_the_table_of_scale_is_the_page_s(monkeypatch):
-    """examples/distributed/scale.py: its figures stand in docs/distributed.md."""
+    """The figures of examples/distributed/scale.py are those of docs/distributed.md."""
     root = Path(__file__).resolve().parents[2]
     monkeypatch.syspath_prepend(str(root / "examples" / "distributed"))
     import scale
@@ -1652,8 +1654,8 @@ def test_the_table_of_scale_is_the_page_s(monkeypatch):
 
 
 def test_scripts_of_ranks_say_why_they_refuse():
-    """A benchmark without torchrun in a line; a training that cannot be shared out at the end of
-    torchrun's summary."""
+    """A benchmark without torchrun says so in one line. A training that cannot be divided says so
+    at the end of torchrun's summary."""
     root = Path(__file__).resolve().parents[2]
     bare = {
         name: x
@@ -1709,7 +1711,7 @@ def test_a_timeline_counts_copies_between_gpus(monkeypatch):
 
 
 class _Stream:
-    """What is ordered before what a stream is given next."""
+    """A stand-in for a CUDA stream that records what is ordered before its next work."""
 
     def __init__(self, *_, **__):
         self.done, self.events = set(), 0
@@ -1727,8 +1729,8 @@ class _Stream:
 
 @pytest.fixture
 def staging(monkeypatch):
-    """A pool of buffers in plain memory, whose barriers are remembered in `waits`; the current
-    stream is `here`."""
+    """A pool of buffers in plain memory. It records its barriers in `waits`; the current stream is
+    `here`."""
     from types import SimpleNamespace
 
     from torch_gpukern.distributed import symmetric
@@ -1760,28 +1762,30 @@ def test_a_staging_buffer_is_used_again_only_after_a_barrier(staging):
     from torch_gpukern.distributed import symmetric
 
     pool, taken = staging, []
-    for _ in range(6):  # one transfer behind the other: two buffers alternate, a barrier each
+    for _ in range(6):  # consecutive transfers: two buffers alternate, with one barrier each
         buffer = pool.take(64)
         pool.barrier(buffer)
         pool.release(buffer)
         taken.append(id(buffer))
     assert len(pool._buffers) == 2 and taken == taken[:2] * 3 and len(pool.waits) == 6
-    held = [pool.take(64) for _ in range(symmetric._MOST_BUFFERS)]  # many at once: each its own
+    held = [
+        pool.take(64) for _ in range(symmetric._MOST_BUFFERS)
+    ]  # many at once: each gets its own buffer
     assert len({id(x) for x in held}) == symmetric._MOST_BUFFERS
     for buffer in held:
         pool.release(buffer)
     before = len(pool.waits)
-    pool.take(64)  # every buffer may still be read: a barrier first
+    pool.take(64)  # every buffer may still be read, so there is a barrier first
     assert len(pool.waits) == before + 1
     for size in (0, symmetric._MOST_BYTES + 1):
         assert symmetric.pool_for(torch.device("cuda"), None, size) is None
     assert symmetric.pool_for(torch.device("cpu"), None, 1 << 24) is None
-    assert pool.here.events == 0  # of one stream none is needed
+    assert pool.here.events == 0  # a single stream needs no events
 
 
 def test_streams_that_share_staging_buffers_follow_each_other(staging):
-    """A barrier speaks for its stream alone: who takes a buffer goes on behind the reads and
-    barriers of another stream."""
+    """A barrier orders only its own stream. A stream that takes a buffer waits for the reads and
+    barriers of other streams."""
     pool, first, second = staging, staging.here, _Stream()
 
     def transfer(name):
@@ -1796,7 +1800,7 @@ def test_streams_that_share_staging_buffers_follow_each_other(staging):
     b = transfer("b")
     assert b is not a and {"reads a", "barrier 0"} <= second.done
     pool.here = first
-    # that barrier was the second stream's
+    # that barrier belonged to the second stream
     assert transfer("c") is a and {"reads b", "barrier 1"} <= first.done
     first.done.add("more")
     pool.here = second
@@ -1838,12 +1842,12 @@ def test_a_call_that_raises_gives_its_staging_buffers_back(staging, monkeypatch,
         with pytest.raises(MemoryError):
             torch.ops.gpukern.gather_rows(torch.zeros(4, 8), 8, "pair")
         assert len(pool._buffers) == 1 and not pool._buffers[0].busy
-        pool.barriers += 1  # as the next call's
+        pool.barriers += 1  # as if the next call made one
     assert fails == "barrier" or "copy" in pool.here.done
 
 
 def test_ranks_tell_each_other_the_gpu_of_their_tensors(monkeypatch):
-    """Which need not be the current one."""
+    """That GPU need not be the current one."""
     from types import SimpleNamespace
 
     from torch_gpukern.distributed import symmetric
@@ -1863,7 +1867,7 @@ def test_ranks_tell_each_other_the_gpu_of_their_tensors(monkeypatch):
 
 
 def test_which_sums_go_through_mailboxes(monkeypatch):
-    """Of float32 on GPUs, up to 2 MiB that a rank writes, between two ranks and sixteen."""
+    """Sums of float32 on GPUs, of up to 2 MiB that a rank writes, with two to sixteen ranks."""
     from types import SimpleNamespace
 
     from torch_gpukern.distributed import mailboxes
@@ -1899,7 +1903,7 @@ def test_which_sums_go_through_mailboxes(monkeypatch):
         and made == [most, most // 3, 8, 8]
     )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert goes(8, 2) and not goes(9, 2)  # a group's first may not stand in a capture
+    assert goes(8, 2) and not goes(9, 2)  # the first call of a group cannot be captured
     mailboxes._known.clear()
 
 
@@ -1933,7 +1937,7 @@ def test_mailboxes_are_those_of_a_stream_and_of_a_capture(monkeypatch):
     monkeypatch.setattr(mailboxes, "_Chunk", Chunk)
     held = mailboxes._Mailboxes(SimpleNamespace(size=2), None)
     at["capture"] = 7
-    assert held.of(8) is None  # nothing to cut from yet
+    assert held.of(8) is None  # there is no chunk to cut from yet
     at["capture"] = 0
     first = held.of(8)
     assert first == held.of(1 << 14) and first[0][0] == 0 and first[1][0] == 1
@@ -1947,12 +1951,14 @@ def test_mailboxes_are_those_of_a_stream_and_of_a_capture(monkeypatch):
     at["capture"] = 0
     for at["stream"] in range(10, 10 + 40):
         held.of(1 << 19)
-    assert len(held._chunks) == mailboxes._MOST_CHUNKS and held.of(1 << 19) is None  # NCCL serves
+    assert (
+        len(held._chunks) == mailboxes._MOST_CHUNKS and held.of(1 << 19) is None
+    )  # then NCCL serves the sum
 
 
 class _Threads:
-    """Ranks as threads of a CPU, whose pool of buffers is plain memory: what copies between GPUs
-    do, in every order of the threads."""
+    """Ranks as CPU threads with a pool of buffers in plain memory. They do what copies between GPUs
+    do, in any order of the threads."""
 
     def __init__(self, size, monkeypatch):
         from types import SimpleNamespace
@@ -1977,7 +1983,7 @@ class _Threads:
         self.waited += 1
 
     def take(self, size):
-        self.meet.wait()  # a call's buffers are its own
+        self.meet.wait()  # each call gets new buffers
         self.buffers[self.local.rank] = torch.full((size,), 0xFF, dtype=torch.uint8)  # NaN
         self.meet.wait()
         return self.buffers
@@ -1990,12 +1996,12 @@ class _Threads:
         self.meet.wait()
 
     def release(self, _):
-        self.meet.wait()  # in the GPU's order nobody writes before all have read
+        self.meet.wait()  # as on GPUs, no rank writes before all have read
 
     copying = contextlib.nullcontext
 
     def run(self, work):
-        """What work(ranks) returns on each rank."""
+        """The result of work(ranks) on each rank."""
         from types import SimpleNamespace
 
         found = [None] * self.size
@@ -2055,7 +2061,7 @@ def test_rows_are_copied_16_bytes_at_a_time_where_they_can():
             0, 256, (heads * tokens * dim * dtype.itemsize + 16,), dtype=torch.uint8
         )
         bits = bits[: bits.numel() // 16 * 16].view(dtype)[offset : offset + heads * tokens * dim]
-        x = bits.view(heads, tokens, dim).transpose(0, 1)  # a head's tokens lie together
+        x = bits.view(heads, tokens, dim).transpose(0, 1)  # the tokens of a head are contiguous
         to = torch.empty(x.shape, dtype=dtype)
         transport._copy(to, x)
         assert torch.equal(to.view(torch.uint8), x.contiguous().view(torch.uint8)), (
@@ -2071,12 +2077,12 @@ def test_rows_are_copied_16_bytes_at_a_time_where_they_can():
 
 
 def test_a_run_waits_for_no_key_that_it_has(monkeypatch):
-    """Of a zigzag cut rank 0's early queries see its own early keys alone."""
+    """In a zigzag cut the early queries of rank 0 see only rank 0's own early keys."""
     from types import SimpleNamespace
 
     from torch_gpukern.distributed import transport
 
-    threads = _Threads(1, monkeypatch)  # the other rank's part is done, as far as anybody looks
+    threads = _Threads(1, monkeypatch)  # the part of the other rank counts as done
     threads.local.rank, threads.size = 0, 2
     ranks, cut = (
         SimpleNamespace(rank=0, size=2, around=lambda step: (step % 2, step % 2)),
