@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What 8 bits cost attention: the table of docs/numerics.md, error of flash_attn of
-quantize_attn(q, k, v) against float64 of q, k, v.
+"""The error of FP8 attention: prints the table of docs/numerics.md.
+
+It compares flash_attn on quantize_attn(q, k, v) with float64 attention on the original q, k, v.
 
 python benchmarks/attn_fp8_errors.py [--keys 2048] [--head-dim 128] [--device cpu|cuda]
 """
@@ -18,12 +19,12 @@ def normal(*shape):
 
 
 def outliers(*shape):
-    """One of a thousand ten times as large."""
+    """Normal values, of which one in a thousand is about ten times as large."""
     return normal(*shape) + 10 * normal(*shape) * (torch.rand(shape) < 1e-3)
 
 
 def shifted(*shape):
-    """A mean of its own for each channel."""
+    """Normal values with a different mean for each channel."""
     return normal(*shape) + 2 * normal(*shape[:-2], 1, shape[-1])
 
 

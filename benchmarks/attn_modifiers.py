@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What windows, softcap and ALiBi cost the forward pass on a GPU: TFLOP/s of the pairs that are
-seen, and of the plain call's.
+"""The cost of windows, softcap and ALiBi in the forward pass of flash_attn on a GPU.
+
+It prints TFLOP/s of the visible pairs of query and key, beside those of the plain call.
 
 python benchmarks/attn_modifiers.py [--rounds 12] [--only d128]
 
-Calls alternate in an order drawn anew each round, with a pause before each, so that none inherits
-the clock that another left. First each call is held to float64 on a small problem.
+First each call is compared with float64 on a small problem. Timed calls run in a random order each
+round with a pause before each, so that none inherits the clock that another left.
 """
 
 import argparse
@@ -27,7 +28,7 @@ def slopes(heads: int) -> torch.Tensor:
 
 
 def rules(name: str, heads: int) -> dict:
-    """causal+window1024+softcap50+alibi, in parts"""
+    """The arguments of a name such as "causal+window1024+softcap50+alibi"."""
     found = {}
     for part in name.split("+"):
         if part == "causal":
@@ -42,7 +43,7 @@ def rules(name: str, heads: int) -> dict:
 
 
 def seen(seq: int, rule: dict) -> int:
-    """Pairs of a query and a key."""
+    """The number of visible pairs of a query and a key."""
     if not rule.get("is_causal"):
         return seq * seq
     window = min(rule.get("window_left", seq - 1) + 1, seq)
@@ -50,7 +51,7 @@ def seen(seq: int, rule: dict) -> int:
 
 
 def errors(head_dim: int, dtype: torch.dtype, name: str) -> tuple[float, float]:
-    """Of out and of lse, the largest; q three times as large as usual."""
+    """The largest error of out and of lse, for a q three times as large as usual."""
     gen = torch.Generator("cuda").manual_seed(1)
     q, k, v = (torch.randn(1, 2, 1500, head_dim, device="cuda", generator=gen) for _ in range(3))
     q, k, v = (3 * q).to(dtype), k.to(dtype), (v + 0.5).to(dtype)
@@ -111,7 +112,7 @@ def main() -> None:
         with torch.cuda.graph(graph):
             for _ in range(CALLS):
                 torch_gpukern.flash_attn(q, k, v, **rule)
-        # the graph reads them as long as it is replayed
+        # the graph reads these tensors whenever it is replayed
         runs.append((graph, 4.0 * batch * heads * head_dim * seen(seq, rule), [], (q, k, v, rule)))
     for _ in range(args.rounds):
         for i in random.sample(range(len(runs)), len(runs)):

@@ -5,11 +5,13 @@ context_parallel and symmetric memory.
 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 torchrun --nproc-per-node 2
 benchmarks/bench_distributed.py [--quick] [--out FOLDER]
 
-A time is the median of some rounds, of the rank that takes longest; each round has all contestants,
-in an order drawn anew, the same on all ranks. Attention and the large products are called without
-the comparison of the ranks' calls (GPUKERN_DIST_CHECK=0), whose own cost is a line of the table;
-small products and decoding are replayed from CUDA graphs, peers too. Without a GPU a rank it shows
-by gloo that everything runs.
+A time is the median over rounds of the slowest rank's time. Each round runs all contestants in a
+random order that is the same on all ranks.
+
+Attention and large products run without the check that all ranks make the same call
+(GPUKERN_DIST_CHECK=0); the cost of that check is a line of the table. Small products and decoding
+are replayed from CUDA graphs, peers too. Without a GPU for each rank the benchmark only shows, over
+gloo, that everything runs.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ CUDA = torch.cuda.is_available() and torch.cuda.device_count() >= int(
     os.environ.get("LOCAL_WORLD_SIZE", 1)
 )
 DTYPE = torch.bfloat16 if CUDA else torch.float32
-RATE = 1.0  # of the sizes; a CPU shows that all runs
+RATE = 1.0  # scales the sizes; on a CPU the run only shows that everything works
 rows: list[dict] = []
 order = random.Random(0)
 
@@ -49,7 +51,8 @@ order = random.Random(0)
 
 
 def seconds(call, repeats: int) -> float:
-    """Of one call on the slowest rank, inside of what it wants around it."""
+    """Seconds of one call on the slowest rank. The call runs inside its context `around`, if it has
+    one."""
     with getattr(call, "around", contextlib.nullcontext)():
         took = of_a_call(call, repeats)
     slowest = torch.tensor([took], dtype=torch.float64, device="cuda" if CUDA else "cpu")
@@ -75,7 +78,7 @@ def of_a_call(call, repeats: int) -> float:
 
 
 def captured(call):
-    """call as the replay of a CUDA graph."""
+    """The call as a replay of a CUDA graph."""
     if not CUDA:
         return call
     call()
@@ -95,7 +98,7 @@ def measure(
     rounds: int = 5,
     budget: float = 0.4,
 ) -> dict:
-    """Times by contestant in us; a peer that does not run says why."""
+    """us of each contestant. A peer that does not run is stored with the reason."""
     ready, failed = {}, {}
     for name, call in calls.items():
         error = None
@@ -113,10 +116,10 @@ def measure(
     found = {name: [] for name in ready}
     first = {}
     for name, call in ready.items():
-        seconds(call, 2)  # a first call makes buffers: it would say that few repeats fit
+        seconds(call, 2)  # a first call allocates buffers and would make `repeats` too small
         first[name] = seconds(call, 2)
     for _ in range(rounds):
-        # who follows whom decides whose clocks are low
+        # the order is random, because a call inherits the clock of the call before it
         for name in order.sample(list(ready), len(ready)):
             repeats = max(1, min(50, int(budget / rounds / len(ready) / first[name])))
             found[name].append(seconds(ready[name], repeats))
@@ -176,7 +179,7 @@ def attention(tokens_a_rank: int, device) -> None:
     runs = [part[0][:, :, at : at + end - start] for at, start, end in cut]
 
     def alone(*_):
-        """This rank's queries over all keys, which it has already."""
+        """Attention of this rank's queries over all keys, without communication."""
         return [
             gk.flash_attn(q, *whole[1:], is_causal=True, diagonal=start)
             for q, (_, start, _) in zip(runs, cut, strict=True)
@@ -198,7 +201,7 @@ def attention(tokens_a_rank: int, device) -> None:
 
 
 def crossover(tokens_a_rank: int, heads_kv: int, device) -> None:
-    """The modes beside each other, forward and with backward: which one ``mode="auto"`` should
+    """Compares the modes, forward and with backward, to find which one ``mode="auto"`` should
     take."""
     torch.manual_seed(0)
     heads = (HEADS_Q, heads_kv, heads_kv)
@@ -221,9 +224,9 @@ def crossover(tokens_a_rank: int, heads_kv: int, device) -> None:
 
 
 def torch_peers(part, grad) -> dict:
-    """torch's context_parallel with each of its kernels; its balanced cut is that of zigzag. K and
-    V have their own heads where it takes that, else one for each of q's ("expanded").
-    """
+    """torch's context_parallel with each of its kernels. Its load balancing cuts the sequence as
+    our zigzag does. K and V keep their own heads if the kernel accepts that; otherwise they are
+    expanded to one head for each of q's ("expanded")."""
     if not CUDA:
         return {}
     from torch.distributed.device_mesh import init_device_mesh
@@ -251,7 +254,7 @@ def torch_peers(part, grad) -> dict:
                 context_parallel(mesh, buffers=[unused], buffer_seq_dims=[0]),
             ):
                 yield
-        finally:  # an exception leaves its replacements in place
+        finally:  # after an exception torch leaves its replacements in place
             F.scaled_dot_product_attention = usual
             DTensor._op_dispatcher._custom_op_handlers = table
 
@@ -268,7 +271,7 @@ def torch_peers(part, grad) -> dict:
 
 
 def decode(keys: int, device) -> None:
-    """One sequence, one new token."""
+    """Decodes one new token of one sequence."""
     ranks, block = dist.get_world_size(), 64
     torch.manual_seed(0)  # the same on every rank
     q = torch.randn(1, HEADS_Q, DIM, device=device, dtype=DTYPE)
@@ -292,8 +295,8 @@ def decode(keys: int, device) -> None:
 
 
 def symmetric(name: str):
-    """An op of torch's symmetric memory with the group's name last, or one that says that it is not
-    there."""
+    """An op of torch's symmetric memory with the group's name as last argument. If torch lacks the
+    op, the call raises an error that says so."""
     return getattr(torch.ops.symm_mem, name)
 
 
@@ -363,8 +366,8 @@ def all_reduce(m: int, device) -> None:
 
 
 def links(device) -> None:
-    """What a GPU sends a second, by both ways that are used, and what a product reaches: the
-    numbers of a Machine."""
+    """The numbers of a Machine: bytes a second that a GPU sends by both methods in use, and the
+    rate of a product."""
     ranks, each = dist.get_world_size(), int((32 << 20) * RATE)
     x, met = (
         torch.randn(each, device=device, dtype=DTYPE),
@@ -385,8 +388,8 @@ def links(device) -> None:
 
 
 def training(device, trace: Path | None) -> None:
-    """The example's forms: tokens a second, bytes that a rank sends, what of the communication goes
-    beside kernels."""
+    """The forms of the example: tokens a second, bytes that a rank sends, and how much
+    communication overlaps kernels."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "distributed"))
     import train
 
@@ -426,8 +429,8 @@ NO_PEERS = ("one GPU", "attention alone", "gemm alone", "mm alone")
 
 
 def stored() -> dict:
-    """The rows as results.py writes them: the fastest of our modes beside its peers; the other
-    modes, one GPU and what bounds a call stand apart."""
+    """The rows in the form of results.py: the fastest of our modes beside its peers. The other
+    modes, one GPU and the bounds of a call are stored as facts."""
     cases, facts = [], []
     for row in rows:
         fact = {"group": row["group"], "unit": ""}
@@ -531,7 +534,7 @@ def main() -> None:
             parts.append(functools.partial(crossover, int(tokens * RATE), heads_kv, device))
     for part in parts:
         part()
-        write(options.out)  # what is measured stays, whatever comes later
+        write(options.out)  # keep what is measured, even if a later part fails
     if CUDA:
         training(device, options.trace)
     write(options.out)

@@ -2,12 +2,14 @@
 """flash_attn beside F.scaled_dot_product_attention, forward and backward, full and causal.
 
 python benchmarks/bench_flash_attn.py [--quick] [--only forward backward call isa memory] [--rows
-d128 ...]
-    [--device cpu|cuda] [--compiled some|all|none]
-On CUDA the peers are SDPA's flash, cuDNN and efficient backends, FlashAttention-3 (FA3),
-FlashAttention-4 (FA4) and FlashInfer where they import, and compiled FlexAttention in the rows of
---compiled. A peer's compilation does not count. FLOPs: 4 * batch * heads * seq_q * seq_k *
-head_dim, half when causal; backward 2.5 times forward.
+d128 ...] [--device cpu|cuda] [--compiled some|all|none]
+
+On CUDA the peers are SDPA's flash, cuDNN and efficient backends. FlashAttention-3 (FA3),
+FlashAttention-4 (FA4) and FlashInfer join if they import. Compiled FlexAttention joins in the rows
+that --compiled selects. The compilation of a peer is not timed.
+
+FLOPs: 4 * batch * heads * seq_q * seq_k * head_dim, half of it when causal. Backward counts 2.5
+times forward.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def sdpa(causal: bool):
 
 
 def sdpa_in_float32(causal: bool):
-    """Of 16-bit tensors, casts included: on a CPU without 16-bit products it is the faster way."""
+    """SDPA in float32 on 16-bit tensors, casts included. On a CPU without 16-bit products it is the
+    faster way."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=causal).to(
@@ -56,7 +59,7 @@ def forward_case(seq: int, head_dim: int, causal: bool, dtype: str, device) -> C
     batch, heads = shapes.ATTN_TOKENS // seq, shapes.ATTN_HEADS
     torch_dtype = DTYPES[dtype]
     mask = "causal" if causal else "full"
-    # full rows are one group per head_dim, causal ones one over both
+    # full rows form one group per head_dim; causal rows form one group over all
     group = f"forward {mask}, {dtype}" if causal else f"forward {mask} d{head_dim}, {dtype}"
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -117,7 +120,7 @@ def backward_case(seq: int, head_dim: int, causal: bool, dtype: str, device) -> 
 
 
 def call_case(device) -> Case:
-    """Forward and backward of a call so small that only its cost of use counts."""
+    """Forward and backward of a call so small that only the cost of a call counts."""
 
     def step(fn):
         def run(q: Tensor, k: Tensor, v: Tensor):
@@ -160,7 +163,7 @@ print(status("VmHWM") - before - out.nbytes / 2**20)
 
 
 def memory_fact(run: Run) -> None:
-    """MB of resident memory that a long forward takes beyond its tensors, in a fresh process."""
+    """MB of resident memory that a long forward takes beyond its tensors, in a new process."""
     seq = shapes.ATTN_MEMORY_LENGTH
     code = MEMORY_CHILD.format(seq=seq, threads=torch.get_num_threads())
     child = subprocess.run(
@@ -188,7 +191,8 @@ CUDA_PEERS = {
 
 
 def flex_attention(causal: bool):
-    """FlexAttention, compiled for the first shapes it meets; its block mask is made then, too."""
+    """FlexAttention, compiled for the first shapes that it gets. Its block mask is made at the same
+    time."""
     made = {}
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -197,9 +201,9 @@ def flex_attention(causal: bool):
             from torch._functorch import config
             from torch.nn.attention import flex_attention as flex
 
-            # there is a limit to how many shapes one function is compiled for
+            # torch limits the shapes that one function is compiled for
             torch._dynamo.reset()
-            config.donated_buffer = False  # a backward is called many times here
+            config.donated_buffer = False  # each backward is called many times here
             made["call"] = torch.compile(flex.flex_attention, dynamic=False)
             made["mask"] = None
             if causal:
@@ -213,7 +217,7 @@ def flex_attention(causal: bool):
 
 
 def flash_attn_project(find: Callable[[], Callable], causal: bool):
-    """flash_attn_func of a version of FlashAttention, whose tensors are [B, S, H, D]."""
+    """flash_attn_func of one version of FlashAttention, whose tensors are [B, S, H, D]."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = find()(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
@@ -232,7 +236,7 @@ def flash_attn_3(causal: bool):
 
 
 def flash_attn_4(causal: bool):
-    """It compiles each kernel when that is first called."""
+    """FlashAttention-4, which compiles each kernel at its first call."""
 
     def find() -> Callable:
         from flash_attn.cute import flash_attn_func
@@ -243,8 +247,8 @@ def flash_attn_4(causal: bool):
 
 
 def flash_infer(causal: bool):
-    """FlashInfer's ragged prefill, on [tokens, H, D] copies that are made, as its plan is, at the
-    first call."""
+    """FlashInfer's ragged prefill on copies of shape [tokens, H, D]. The copies and its plan are
+    made at the first call."""
     made = {}
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -265,7 +269,7 @@ def flash_infer(causal: bool):
 
 
 def triton_flash_attn(causal: bool):
-    """Our own, peers/triton_flash_attn.py, which has no backward."""
+    """Our own kernel in Triton, peers/triton_flash_attn.py. It has no backward."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from peers.triton_flash_attn import flash_attn
@@ -276,8 +280,8 @@ def triton_flash_attn(causal: bool):
 
 
 def other_peers(seq: int, head_dim: int, causal: bool, compiled: str) -> dict[str, Callable]:
-    """Forward passes of other projects that are here; FlexAttention, and ours in Triton, where what
-    compiles is asked."""
+    """Forward passes of other installed projects. FlexAttention and our kernel in Triton join only
+    if `compiled` asks for them."""
     others = {}
     if find_spec("flash_attn_interface"):
         others["FA3"] = flash_attn_3(causal)
@@ -333,9 +337,9 @@ def cuda_forward(seq: int, head_dim: int, causal: bool, compiled: str, device) -
 
 
 def cuda_backward(seq: int, head_dim: int, causal: bool, compiled: str, device) -> Case:
-    """Ours and FlashAttention-2 by their raw ops, since autograd cannot run inside a capture on
-    another stream than the forward's; the others through autograd, whose host time is short beside
-    theirs from 1k on."""
+    """The backward pass of ours and FlashAttention-2 by their raw ops, because autograd cannot run
+    inside a capture on another stream than the forward's. The other peers go through autograd,
+    whose host time is short beside their kernels from 1k tokens on."""
     batch, heads = shapes.CUDA_ATTN_TOKENS // seq, shapes.CUDA_ATTN_HIDDEN // head_dim
     aten, ops = torch.ops.aten, torch.ops.gpukern
 
@@ -344,7 +348,7 @@ def cuda_backward(seq: int, head_dim: int, causal: bool, compiled: str, device) 
         out, lse = ops.flash_attn_fwd(q, k, v, is_causal=causal)
         theirs = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
         grad = torch.randn_like(out)
-        # each side gets grad in the layout of its own out, as its autograd would see it
+        # each side gets grad in the layout of its own out, as its autograd would pass it
         return q, k, v, grad, out, lse, theirs, torch.empty_like(theirs[0]).copy_(grad)
 
     def ours(q, k, v, grad, out, lse, theirs, their_grad):
@@ -379,7 +383,7 @@ def cuda_backward(seq: int, head_dim: int, causal: bool, compiled: str, device) 
         if name != "SDPA flash"
     }
     forwards |= other_peers(seq, head_dim, causal, compiled)
-    for name in ("FlashInfer", "Triton"):  # they have no backward
+    for name in ("FlashInfer", "Triton"):  # these have no backward
         forwards.pop(name, None)
     return Case(
         group=f"backward {'causal' if causal else 'full'}",

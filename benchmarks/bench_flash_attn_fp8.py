@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""flash_attn of float8_e4m3fn beside FlashAttention-3's where it imports, and beside our own of 16
-bits on the same shape.
+"""FP8 attention: flash_attn on float8_e4m3fn beside FlashAttention-3, if it imports, and beside our
+own 16-bit attention on the same shape.
 
 python benchmarks/bench_flash_attn_fp8.py [--quick] [--device cpu|cuda]
-FLOPs: 4 * batch * heads * seq_q * seq_k * head_dim, half when causal.
+
+FLOPs: 4 * batch * heads * seq_q * seq_k * head_dim, half of it when causal.
 """
 
 import sys
@@ -22,7 +23,7 @@ LENGTHS = {"cpu": (512, 2048), "cuda": (1536, 4096, 7680, 15360)}
 
 
 def of_fa3(causal: bool) -> Callable | None:
-    """FlashAttention-3's forward of the same codes, [B, S, H, D], whose sums are one-level."""
+    """FlashAttention-3's forward on the same codes, [B, S, H, D]. Its sums have one level."""
     if find_spec("flash_attn_interface") is None:
         return None
     fa3 = import_module("flash_attn_interface").flash_attn_func

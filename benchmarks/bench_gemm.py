@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""gemm beside torch.matmul (MKL and oneDNN on the CPU, cuBLAS on CUDA) and, on CUDA in 16 bits,
-quack and Triton where they import; the lines of code of ours and of the one in Triton (peers/)
-stand beside.
+"""gemm beside torch.matmul: MKL and oneDNN on the CPU, cuBLAS on CUDA.
 
 python benchmarks/bench_gemm.py [--quick] [--only square skinny odd call isa] [--device cpu|cuda]
 python benchmarks/bench_gemm.py --device cuda [--quick] [--quack default|tuned|none]
     [--only square tall skinny layouts f16 f32 LoRA router unaligned gelu call]
 python benchmarks/bench_gemm.py [--device cpu|cuda] --random 300 --seed 7
 
-A quick run on CUDA starts no row after a minute (--budget). --rows picks rows of a group by their
-label: --only skinny --rows NT. Small-M, LoRA and router products on CUDA rotate over cold operands;
-all others find theirs as the last call left them. --random measures random products instead, and
-says how their ratios are spread (gemm_random.py).
+On CUDA in 16 bits, quack and our own gemm in Triton (peers/) join if they import. The lines of code
+of ours and of the one in Triton are stored beside the rates.
+
+A quick run on CUDA starts no row after a minute (--budget). --rows selects rows of a group by their
+label: --only skinny --rows NT. On CUDA, products of small M, LoRA and router products rotate over
+cold operands. All others find their operands where the last call left them. --random measures
+random products instead and reports the spread of their ratios (gemm_random.py).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch_gpukern
 
 
 def make_inputs(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device, layout: str):
-    """a [M, K], b [K, N]; T: stored transposed."""
+    """a [M, K] and b [K, N]. A T in the layout means that the operand is stored transposed."""
     a, b = ((m, k) if layout[0] == "N" else (k, m)), ((k, n) if layout[1] == "N" else (n, k))
     a, b = (torch.randn(*shape, device=device).to(dtype) for shape in (a, b))
     return a if layout[0] == "N" else a.t(), b if layout[1] == "N" else b.t()
@@ -64,7 +65,7 @@ def case(
 
 
 def call_case(device: torch.device) -> Case:
-    """Forward and backward of a call so small that only its cost of use counts."""
+    """Forward and backward of a call so small that only the cost of a call counts."""
 
     def make():
         a, b = torch.randn(8, 8, device=device), torch.randn(8, 8, device=device)
@@ -94,7 +95,7 @@ def call_case(device: torch.device) -> Case:
 
 
 def sample(size: int, device: torch.device) -> Tensor:
-    """At most 128 places of a dimension, both ends among them."""
+    """At most 128 indices of a dimension, with both ends among them."""
     return (
         torch.linspace(0, size - 1, min(size, 128), device=device, dtype=torch.float64)
         .round()
@@ -112,8 +113,8 @@ def cuda_case(
     layout: str = "NN",
     **options,
 ):
-    """case() on a GPU: what moves bytes rotates over cold operands, and the float64 product is a
-    sample of rows and columns."""
+    """case() on a GPU. Memory-bound cases rotate over cold operands, and the float64 product covers
+    a sample of rows and columns."""
     made = case(group, m, k, n, dtype, device, layout)
     made.rotate = group.startswith(("skinny", "LoRA", "router"))
     made.unit = "GB/s" if made.rotate else "GFLOP/s"
@@ -127,8 +128,8 @@ def cuda_case(
 
 
 def beside_quack(made: Case, how: str) -> Case:
-    """With quack's gemm (CuTe DSL), where it imports, as a peer; its kernels are compiled, and
-    tuned if asked, when a shape first comes."""
+    """Adds quack's gemm (CuTe DSL) as a peer if it imports. Its kernels are compiled, and tuned if
+    asked, at the first call of a shape."""
 
     def quack(a: Tensor, b: Tensor) -> Tensor:
         from quack.gemm_interface import gemm
@@ -143,8 +144,8 @@ def beside_quack(made: Case, how: str) -> Case:
 
 
 def beside_triton(made: Case) -> Case:
-    """With our own gemm in Triton (peers/triton_gemm.py), where Triton is; it is tuned when a shape
-    first comes."""
+    """Adds our own gemm in Triton (peers/triton_gemm.py) as a peer if Triton imports. It is tuned
+    at the first call of a shape."""
 
     def theirs(a: Tensor, b: Tensor) -> Tensor:
         from peers.triton_gemm import gemm
@@ -159,7 +160,7 @@ def beside_triton(made: Case) -> Case:
 
 def tf32_case(group: str, m: int, k: int, n: int, layout: str, device: torch.device) -> Case:
     made = cuda_case(group, m, k, n, "f32", device, layout, fp32_precision="tf32")
-    made.dtype = "tf32"  # whose peak it is held against
+    made.dtype = "tf32"  # the roofline is that of TF32
 
     def theirs(a: Tensor, b: Tensor) -> Tensor:
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -172,7 +173,7 @@ def tf32_case(group: str, m: int, k: int, n: int, layout: str, device: torch.dev
 
 
 def fused_case(n: int, device: torch.device) -> Case:
-    """gelu(x @ w + b) of a linear layer, beside PyTorch's two and three kernels and its own fusion;
+    """gelu(x @ w + b) of a linear layer, beside PyTorch's two and three kernels and its own fusion.
     cuBLAS's product alone is the limit."""
     made = cuda_case("bias + gelu", n, n, n, "bf16", device)
     rows, columns = sample(n, device), sample(n, device)
@@ -194,9 +195,11 @@ def fused_case(n: int, device: torch.device) -> Case:
 def beside_aligned(
     label: str, odd: tuple, aligned: tuple, device: torch.device, place=lambda x: x, layout="NN"
 ) -> Case:
-    """A size or a place that suits no vector load; the limit is ours on the neighbour (both M, N,
-    K) that does. place(x) -> the same values elsewhere, of x as it is stored. Whatever one of the
-    two has more of along K is 0, so that both results agree where they overlap."""
+    """A product whose sizes or addresses allow no vector loads. The limit is ours on the aligned
+    neighbour; `odd` and `aligned` are (M, N, K). place(x) returns the values of x, as it is stored,
+    at other addresses. If one of the two is longer along K, its extra values are 0, so that both
+    results agree where they overlap.
+    """
     (m, n, k), (m_al, n_al, k_al) = odd, aligned
     made = cuda_case("unaligned bf16", m, k, n, "bf16", device)
     made.label, made.rotate = label, m <= 64
@@ -228,12 +231,12 @@ def beside_aligned(
 
 
 def padded(x: Tensor) -> Tensor:
-    """The same rows, an odd number of elements apart."""
+    """The same values in rows that start an odd number of elements apart."""
     return torch.cat((x, x[:, :1]), 1)[:, :-1]
 
 
 def shifted(x: Tensor) -> Tensor:
-    """The same matrix, one element past an aligned place."""
+    """The same matrix, one element past an aligned address."""
     whole = x.new_empty(x.numel() + 1)
     whole[1:] = x.reshape(-1)
     return whole[1:].view_as(x)
@@ -245,8 +248,9 @@ def spread(x: Tensor) -> Tensor:
 
 
 def lora(run: Run, device: torch.device) -> None:
-    """The products of an adapter of rank r beside a square weight: y = (x a^T) b^T forward, what of
-    dy reaches x, and both gradients. x [tokens, width], a [r, width], b [width, r]."""
+    """The products of a LoRA adapter of rank r beside a square weight: y = (x a^T) b^T forward, the
+    part of dx that goes through the adapter, and both gradients. x [tokens, width], a [r, width], b
+    [width, r]."""
     width = shapes.CUDA_GEMM_ONE
     for tokens in shapes.CUDA_GEMM_LORA_M:
         for rank in shapes.CUDA_GEMM_LORA_RANKS:
@@ -262,7 +266,7 @@ def lora(run: Run, device: torch.device) -> None:
 
 
 def router(run: Run, device: torch.device) -> None:
-    """Scores of tokens by experts, and by a value head's one column: x [tokens, width] @ w
+    """Router scores of tokens by experts, and a value head with one column: x [tokens, width] @ w
     [experts, width]^T."""
     for tokens in shapes.CUDA_GEMM_LORA_M:
         for experts in shapes.CUDA_GEMM_EXPERTS:
@@ -272,7 +276,7 @@ def router(run: Run, device: torch.device) -> None:
 
 
 def random_products(run: Run, device: torch.device) -> None:
-    """--random: products of a seed, and how their ratios are spread."""
+    """--random: the products of a seed, and the spread of their ratios."""
     run.args.effort, kernels = gemm_random.EFFORT[device.type], {}
     for x in gemm_random.draw_shapes(device.type, run.args.random, run.args.seed):
         if x.dtype == "tf32":

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""grouped_gemm beside torch's _grouped_mm and _scaled_grouped_mm, where they run, and beside a loop
-of products.
+"""grouped_gemm beside torch's _grouped_mm and _scaled_grouped_mm, if they run, and beside a loop of
+products.
 
 python benchmarks/bench_grouped_gemm.py [--quick] [--device cpu|cuda]
 
-On CUDA: groups of rows as the layers of mixtures of experts have them, sizes drawn at random; the
-gradient of the rows (the same with transposed weights) and of the weights (groups of k); 8-bit
-floats with a scale a row, and with scales of blocks, beside our own product of the decoded operands
-in bfloat16. The loop knows on the host where groups end.
+On CUDA the shapes are groups of rows from mixture-of-experts layers, with random sizes. Measured
+are the forward, the gradient of the rows (the same with transposed weights), and the gradient of
+the weights (groups of k). 8-bit floats with one scale a row, and with scales of blocks, stand
+beside our own bfloat16 product of the decoded operands. The loop gets the ends of the groups from
+the host.
 """
 
 import itertools
@@ -19,7 +20,7 @@ from harness import Case, Run, arguments, open_device
 
 import torch_gpukern
 
-# experts, rows of all, n, k
+# experts, rows of all experts together, n, k
 LAYERS = {
     "cpu": [(8, 512, 1024, 1024)],
     "cuda": [
@@ -40,7 +41,7 @@ LAYERS = {
     ],
 }
 EVEN = {"cpu": [], "cuda": [(8, 1024, 4096, 7168), (32, 16384, 4096, 2048)]}
-# also those of the shapes that torch's own tests of speed have: even groups
+# shapes of torch's own benchmarks, also with even groups
 OF_8_BITS = [
     (8, 65536, 4096, 7168),
     (8, 1024, 4096, 7168),
@@ -48,13 +49,13 @@ OF_8_BITS = [
     (8, 4096, 28672, 4096),
     (128, 32768, 1536, 2048),
 ]
-MOST_RESULTS = 1 << 27  # of the gradients' rows, to keep the run short
+MOST_RESULTS = 1 << 27  # elements of the gradient of the rows, at most, to keep the run short
 E4M3 = torch.float8_e4m3fn
-COLUMNS = 64  # that are compared in float64
+COLUMNS = 64  # columns that are compared in float64
 
 
 def ends_of(groups: int, rows: int, even: bool) -> list[int]:
-    """Where groups end: equal ones, or as a router that prefers none draws them."""
+    """Where groups end: at equal distances, or as an unbiased router would draw them."""
     if even:
         return [rows // groups * (g + 1) for g in range(groups)]
     draw, counts = random.Random(groups * rows), [0] * groups
@@ -114,7 +115,8 @@ def case(
 def case_of_8_bits(
     form: str, groups: int, rows: int, n: int, k: int, even: bool, device: torch.device
 ) -> Case:
-    """form: row (a scale a row of a and a column of each weight) or block (1x128 by 128x128)."""
+    """form: row (one scale for each row of a and each column of a weight) or block (1x128 by
+    128x128)."""
     ends, block = ends_of(groups, rows, even), form == "block"
 
     def make():

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""transformers' models with attn_implementation="gpukern" beside "sdpa", or "eager" where a model
-refuses that.
+"""transformers' models with attn_implementation="gpukern" beside "sdpa", or beside "eager" if a
+model refuses "sdpa".
 
 python benchmarks/bench_integrations.py [--device cuda|cpu] [--only llama gemma2 ...] [--save]
-[--seconds 1.0] Random weights, 0.3e9 of them on CUDA in bfloat16, both in one process on the same
-inputs, interleaved; medians and half the distance between the quartiles. Prefill: 2 x 4096 tokens,
-no cache. Training: forward and backward of 2 x 2048 tokens. Left-padded: prefill of 8 sequences of
-256 to 2048 tokens in 8 x 2048. Static cache: one more token for each of 8 sequences, 2048 of 8192
-places filled, launches and all, and replayed from a CUDA graph. A token's error is the largest
-difference of its logits from a float32 run of the same weights on "eager", over the largest logit
-of all; stated are the middle token's and the worst's, ours and the peer's. The worst is large where
-experts are chosen: rounding to bfloat16 sends a token in thirty to another one, on either side.
+    [--seconds 1.0]
+
+Models have random weights, 0.3e9 of them on CUDA in bfloat16. Both implementations run alternately
+in one process on the same inputs. Stated are medians and half the interquartile range.
+
+- Prefill: 2 x 4096 tokens, no cache.
+- Training: forward and backward of 2 x 2048 tokens.
+- Left-padded: prefill of 8 sequences of 256 to 2048 tokens in 8 x 2048.
+- Static cache: one more token for each of 8 sequences, with 2048 of 8192 places filled; once with
+  its launches, and once replayed from a CUDA graph.
+
+The error of a token is the largest difference of its logits from a float32 run of the same weights
+on "eager", over the largest of all logits. Stated are the median token's and the worst token's, of
+ours and of the peer. The worst is large in models that choose experts: rounding to bfloat16 sends
+one token in thirty to another expert, on either side.
 
 Where transformers is not installed, carry its wheels: with pip of the same Python
     pip download --no-deps --only-binary :all: -d .whl transformers==5.24.0 huggingface_hub==2.4.0
@@ -63,7 +70,7 @@ SMALL = {
 
 
 def families(size: dict) -> dict[str, tuple[str, str, dict]]:
-    """name -> configuration, model, what it has beyond the common."""
+    """name -> configuration class, model class, options beyond the common ones."""
     both = ["sliding_attention", "full_attention"] * (size["layers"] // 2)
     window = {"sliding_window": size["window"]}
     head_dim = size["width"] // size["heads"]
@@ -149,7 +156,7 @@ def peer_of(model: torch.nn.Module) -> str:
 
 
 def time_of(call: Callable[[], object], device: str) -> float:
-    """Milliseconds."""
+    """Milliseconds of a call."""
     if device == "cpu":
         start = time.perf_counter()
         call()
@@ -177,7 +184,7 @@ def interleaved(
 
 
 def graphed(call: Callable[[], object], device: str) -> Callable[[], object]:
-    """The call as a CUDA graph, by what PyTorch asks for: a few runs on a side stream, then the
+    """The call as a CUDA graph, as PyTorch's manual says: a few runs on a side stream, then the
     capture."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -190,7 +197,8 @@ def graphed(call: Callable[[], object], device: str) -> Callable[[], object]:
         call()
 
     def replay(owner=call):
-        """The graph holds addresses alone: the call keeps its cache and inputs alive."""
+        """Replays the graph. A graph holds only addresses, so `owner` keeps the call's cache and
+        inputs alive."""
         graph.replay()
 
     return replay
@@ -202,7 +210,7 @@ class Bench:
         self.size, self.dtype = (
             (LARGE, torch.bfloat16) if device == "cuda" else (SMALL, torch.float32)
         )
-        # tokens of the prefill, of the training step and of the padded batch; the static cache
+        # tokens of the prefill, the training step and the padded batch; size of the static cache
         self.tokens = (4096, 2048, 2048, 8192) if device == "cuda" else (128, 64, 64, 256)
 
     def ids(self, batch: int, length: int) -> torch.Tensor:
@@ -211,8 +219,8 @@ class Bench:
     def compare(
         self, family: str, what: str, model, run: Callable[[torch.nn.Module], Callable], graph=False
     ) -> None:
-        """run(model) makes a call for the implementation that the model has then; the call returns
-        logits, or None."""
+        """run(model) returns a call for the implementation that the model has at that time. The
+        call returns logits, or None."""
         peer = peer_of(model)
         calls, logits = {}, {}
         for name in ("gpukern", peer):
@@ -253,14 +261,15 @@ class Bench:
 
     @staticmethod
     def exact(model: torch.nn.Module, run: Callable) -> torch.Tensor:
-        """What the call gives in float32 on "eager"."""
+        """What the call returns in float32 on "eager"."""
         twin = copy.deepcopy(model).float()
         twin.set_attn_implementation("eager")
         return run(twin)()
 
     @staticmethod
     def held(model, name: str, call: Callable) -> Callable:
-        """The implementation is the model's state: each call sets its own (a few microseconds)."""
+        """The implementation is state of the model, so each call sets its own first (a few
+        microseconds)."""
         configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
 
         def with_implementation():
@@ -323,7 +332,9 @@ class Bench:
             at = torch.full((1, 1), places // 4, device=self.device)
 
             def call():
-                for layer in cache.layers:  # the same place again: the cache stays a quarter full
+                for layer in (
+                    cache.layers
+                ):  # write to the same place again, so that the cache stays a quarter full
                     layer.cumulative_length.fill_(places // 4)
                 with torch.no_grad():
                     return model(
@@ -337,7 +348,7 @@ class Bench:
 
 
 def command_line(args: argparse.Namespace) -> str:
-    """What to type for these rows again; where they went is nobody's concern."""
+    """The command that measures these rows again, without the place of the output."""
     words = [
         "python benchmarks/bench_integrations.py",
         "--device",
@@ -349,7 +360,7 @@ def command_line(args: argparse.Namespace) -> str:
 
 
 def stored(rows: list[dict], dtype: str) -> dict:
-    """The rows as results.py writes them; a step that failed is a fact of one failure, with the
+    """The rows in the form of results.py. A step that failed is stored as a fact with the
     reason."""
     cases, facts = [], []
     for row in rows:
@@ -417,7 +428,11 @@ def main() -> None:
         for name, step in steps.items():
             try:
                 step(family, model)
-            except (RuntimeError, ValueError, TypeError) as error:  # one row less, and the others
+            except (
+                RuntimeError,
+                ValueError,
+                TypeError,
+            ) as error:  # this row is missing, and the others run
                 bench.rows.append({"family": family, "step": name, "failed": str(error)[:300]})
                 words = str(error).splitlines()[0][:200]
                 print(f"{family:12} {name:28} failed: {type(error).__name__}: {words}", flush=True)
@@ -430,7 +445,7 @@ def main() -> None:
                 )
         del model
         if args.device == "cuda":
-            # raises where a kernel has failed: nothing measured after it would count
+            # raises if a kernel has failed, because nothing measured after it would count
             torch.cuda.empty_cache()
     print(f"{time.perf_counter() - started:.0f} s")
 

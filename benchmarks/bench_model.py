@@ -1,26 +1,31 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The demo's model on our ops beside the same on PyTorch's built-ins: a gradient step, and a step
-of decoding.
+"""The demo's model on our ops beside the same model on PyTorch's built-ins: a gradient step, and a
+step of decoding.
 
 python benchmarks/bench_model.py [--quick] [--only gradient decode vocabulary large lora] [--rows
     eager compiled] [--layers 22] [--device cpu|cuda]
-Gradient step: forward, loss and backward under bf16 autocast, eager and compiled; the optimizer,
-which is the
-same on both sides, is left out. FLOPs: 6 per weight and token, and attention's.
-Decode: a token each of sequences of half to all of the context, bf16 weights; ours keeps keys and
-values in pages, the built-ins in a padded row per sequence and a mask. GB/s of weights, and of the
-keys and values that are seen. On the CPU the built-ins are measured in float32, too.
-On CUDA either is called, launches and all, and run as CUDA graphs: the whole eager step captured by
-hand, the compiled one through mode="reduce-overhead"; and the gradient step once more with our gemm
-between PyTorch's attention. Vocabulary: a gradient step of a model with many outputs, 131072 on
-CUDA, ours by linear_cross_entropy, the built-ins by cross_entropy of logits and, eager, where torch
-has it, by its own linear_cross_entropy; on CUDA with the memory of a step at its peak. Large, on
-CUDA alone: a model of 1.0e9 weights, heads of 128: prefill of 8192 and of 32768 tokens, and a
-gradient step of 4 x 2048. Lora, on CUDA alone: the same model's bf16 weights frozen, adapters of
-rank 16 or 64 on every projection: forward, loss and the adapters' gradients.
-What is compiled is compiled once a contestant and row, in time that grows with the layers; --layers
-takes fewer of the 22 (of the 8 of vocabulary), and --rows one row: python benchmarks/bench_model.py
---device cuda --quick --layers 6 --only large lora
+
+- Gradient step: forward, loss and backward under bf16 autocast, eager and compiled. The optimizer
+  is the same on both sides and left out. FLOPs: 6 per weight and token, and those of attention. On
+  CUDA the step also runs with our gemm and PyTorch's attention.
+- Decode: one token for each sequence, with lengths of half to all of the context, and bf16 weights.
+  Ours keeps keys and values in pages. The built-ins keep a padded row per sequence and use a mask.
+  GB/s counts weights, and the keys and values that are seen. On the CPU the built-ins also run in
+  float32.
+- Vocabulary: a gradient step of a model with many outputs, 131072 on CUDA. Ours uses
+  linear_cross_entropy. The built-ins use cross_entropy on logits, and in eager mode torch's own
+  linear_cross_entropy if torch has it. On CUDA the peak memory of a step is stated, too.
+- Large, only on CUDA: a model of 1.0e9 weights with heads of 128. Prefill of 8192 and of 32768
+  tokens, and a gradient step of 4 x 2048.
+- Lora, only on CUDA: the large model with frozen bf16 weights and adapters of rank 16 or 64 on
+  every projection. Forward, loss and the adapters' gradients.
+
+On CUDA both sides run with their launches and as CUDA graphs. The eager step is captured as a
+whole, the compiled one runs with mode="reduce-overhead".
+
+Each contestant is compiled once for each row, in a time that grows with the layers. --layers takes
+fewer of the 22 (of the 8 of vocabulary), and --rows selects rows:
+python benchmarks/bench_model.py --device cuda --quick --layers 6 --only large lora
     --rows "8192 tokens, compiled" "2048 tokens, compiled" "rank 16, compiled"
 """
 
@@ -46,8 +51,8 @@ from generate import for_inference  # noqa: E402
 from model import GPT, Config, GpukernOps, Positions, TorchOps, among_themselves, grams_of  # noqa: E402
 from train import CONFIG  # noqa: E402
 
-# label -> torch.compile's options (None: eager), whether the harness replays the step from a graph
-# of its own
+# label -> options of torch.compile (None: eager), and whether the harness captures the step as a
+# CUDA graph
 MODES = {
     "cpu": {"eager": (None, False), "compiled": ({}, False)},
     "cuda": {
@@ -59,8 +64,8 @@ MODES = {
 }
 
 
-# peer -> its dtype, and the backend that it asks scaled_dot_product_attention for, None: PyTorch's
-# choice
+# peer -> its dtype, and the backend of scaled_dot_product_attention that it asks for (None: PyTorch
+# chooses)
 BUILT_INS = {
     "cpu": {
         "torch built-ins": (torch.bfloat16, None),
@@ -74,32 +79,32 @@ BUILT_INS = {
 
 
 class OurGemm(GpukernOps):
-    """PyTorch's attention between our products, for what these alone do to a step."""
+    """Our products with PyTorch's attention. It shows what our products alone do to a step."""
 
     backend = None
     causal_attention = TorchOps.causal_attention
 
 
-# group -> whose operations are ours
+# group -> the class of operations that is ours
 GROUPS = {"gradient step": GpukernOps, "gradient step, gemm alone": OurGemm}
 
 
 def mode_of(label: str, device: torch.device) -> tuple[dict | None, bool]:
-    """A row's entry of MODES, and nothing compiled before it."""
+    """The entry of a row in MODES. Drops what earlier rows compiled."""
     options, replayed = MODES[device.type][label]
     if options is not None:
-        torch.compiler.reset()  # or each step would first ask whether an earlier row's graph fits
+        torch.compiler.reset()  # otherwise each step first checks the graphs of earlier rows
     return options, replayed
 
 
 def compiled(step: Callable, options: dict | None) -> Callable:
-    """The step as it is, or compiled."""
+    """The step, compiled unless options is None."""
     if options is None:
         return step
     forward = torch.compile(step, fullgraph=True, **options)
 
     def run(*inputs):
-        if options:  # the last step's results may be overwritten
+        if options:  # allows this step to overwrite the results of the last
             torch.compiler.cudagraph_mark_step_begin()
         return forward(*inputs)
 
@@ -131,13 +136,14 @@ def gradient_step(
 
 
 def on_device(config: Config, device: torch.device) -> GPT:
-    """Made where it is used: a CPU takes ten seconds for 1.0e9 random weights."""
+    """Makes the model on its device: a CPU takes ten seconds for 1.0e9 random weights."""
     with device:
         return GPT(config)
 
 
 def random_model(config: Config, device: torch.device) -> GPT:
-    """The model, without the zeros that it begins to learn from: they would leave gradients zero."""
+    """The model with random weights only. Training starts some weights at zero, which would make
+    gradients zero."""
     torch.manual_seed(0)
     model = on_device(config, device)
     for block in model.blocks:
@@ -155,7 +161,7 @@ def double_of(model: GPT, device: torch.device) -> GPT:
 
 
 def streamed(model: GPT) -> int:
-    """Weights that a token meets: all but the table of embeddings."""
+    """Weights that a token uses: all except the embedding table."""
     return sum(p.numel() for p in model.parameters()) - model.embed.numel()
 
 
@@ -197,12 +203,14 @@ def gradient_case(group: str, label: str, device: torch.device) -> Case:
     )
 
 
-# 22 x 45e6 weights in products; a byte's table is small beside them
+# 22 x 45e6 weights in products; the embedding table is small beside them
 LARGE = Config(
     context=32768, layers=22, dim=2048, heads_q=16, heads_kv=4, head_dim=128, hidden=5632
 )
 LARGE_PREFILL, LARGE_BATCH, LARGE_SEQ = (8192, 32768), 4, 2048
-CHECKED = 256  # tokens of a prefill whose logits are compared: those after them change nothing
+CHECKED = (
+    256  # the first tokens of a prefill, whose logits are compared; later tokens do not change them
+)
 
 
 def large_row(label: str, prefill: int) -> tuple[str, str]:
@@ -215,7 +223,7 @@ def large_row(label: str, prefill: int) -> tuple[str, str]:
 
 
 def large_case(label: str, prefill: int, device: torch.device, config: Config = LARGE) -> Case:
-    """prefill: so many tokens of one sequence, 0: a gradient step."""
+    """prefill: the tokens of one sequence; 0 for a gradient step."""
     options, replayed = mode_of(label, device)
     model = random_model(config, device)
     batch, seq = (1, prefill) if prefill else (LARGE_BATCH, LARGE_SEQ)
@@ -265,12 +273,12 @@ def large_case(label: str, prefill: int, device: torch.device, config: Config = 
 
 
 def depth(config: Config, full: Config = LARGE) -> str:
-    """What a label says of a model that is cut."""
+    """The part of a label that says that the model has fewer layers."""
     return "" if config.layers == full.layers else f", {config.layers} layers"
 
 
 def logits_of(model: GPT, ops, options: dict | None) -> Callable:
-    """(tokens, targets) -> logits [batch, seq, vocab]; targets are not looked at"""
+    """(tokens, targets) -> logits [batch, seq, vocab]. targets are ignored."""
 
     def run(tokens: Tensor, targets: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -279,8 +287,8 @@ def logits_of(model: GPT, ops, options: dict | None) -> Callable:
     return torch.no_grad()(compiled(run, options))
 
 
-# One table of embeddings, so that most weights are the head's. The batch's logits are 64 MB in
-# float32, and 4.3 GB.
+# One embedding table, so that most weights are those of the head. The logits of a batch take 64 MB
+# in float32 on the CPU and 4.3 GB on CUDA.
 VOCABULARY = {
     "cpu": Config(
         vocab=32768,
@@ -363,7 +371,7 @@ def vocabulary_case(label: str, device: torch.device, config: Config) -> Case:
 
 
 def peak_facts(run: Run, case: Case) -> None:
-    """GB that a step of each contestant that was measured takes beyond the weights, at its peak."""
+    """The peak memory of a step in GB beyond the weights, of each contestant that was measured."""
     inputs = case.make()
     for name, step in {"gpukern": case.ours, **case.peers}.items():
         torch.cuda.synchronize()
@@ -381,8 +389,8 @@ def peak_facts(run: Run, case: Case) -> None:
 
 
 class Adapted:
-    """ops, and beside each product with a weight that has an adapter the two products of that
-    adapter."""
+    """`ops` with LoRA: a product with a weight that has an adapter also adds the two products of
+    the adapter."""
 
     def __init__(self, ops, adapters: dict[Tensor, tuple[Tensor, Tensor]]) -> None:
         self.ops, self.adapters, self.causal_attention = ops, adapters, ops.causal_attention
@@ -397,8 +405,8 @@ class Adapted:
 
 
 def adapters_of(model: GPT, rank: int) -> dict[Tensor, tuple[Tensor, Tensor]]:
-    """Of every projection of the blocks, float32, without the zeros that training begins with: they
-    would leave gradients zero."""
+    """Adapters for every projection of the blocks, in float32. They are not zero as at the start of
+    training, because zeros would make gradients zero."""
     found = {}
     for block in model.blocks:
         for w in (block.qkv, block.attn_out, block.gate_up, block.mlp_out):
@@ -483,8 +491,8 @@ PAGE = 16
 
 
 def paged_step(model: GPT, options: dict | None) -> Callable:
-    """(grams, lens, pages, rows) -> logits [batch, vocab]; pages: keys and values of each layer,
-    table, slots"""
+    """(grams, lens, pages, rows) -> logits [batch, vocab]. pages: keys and values of each layer,
+    table, slots."""
     ops = GpukernOps()
 
     def step(grams: Tensor, lens: Tensor, pages: tuple, rows: dict) -> Tensor:
@@ -501,8 +509,8 @@ def paged_step(model: GPT, options: dict | None) -> Callable:
 
 
 def padded_step(model: GPT, options: dict | None, backend: SDPBackend | None) -> Callable:
-    """The same from rows, by dtype: keys and values of each layer [batch, heads_kv, context,
-    head_dim]"""
+    """The same from padded rows. rows: for each dtype keys and values of each layer, [batch,
+    heads_kv, context, head_dim]."""
     ops = TorchOps()
 
     dtype = model.embed.dtype
@@ -540,7 +548,7 @@ def decode_case(label: str, device: torch.device) -> Case:
         grams = torch.randint(c.vocab, (batch, c.grams), device=device)
         table = torch.randperm(batch * blocks, device=device).view(batch, blocks)
         shape = batch * blocks, PAGE, c.heads_kv, c.head_dim
-        # a layer's alone: compiled, a write into one of many would copy all of them
+        # one tensor a layer: compiled code would copy a tensor of all layers for each write
         pages = [
             [torch.randn(shape, device=device).bfloat16() for _ in range(c.layers)]
             for _ in range(2)
@@ -553,7 +561,7 @@ def decode_case(label: str, device: torch.device) -> Case:
             *pages[0],
             *pages[1],
             *(x for two in rows.values() for side in two for x in side),
-        ):  # or no CUDA graph: a step writes into them
+        ):  # without this mark there is no CUDA graph, because a step writes into them
             torch._dynamo.mark_static_address(x)
         seen = lens.to(device)
         last = seen.long() - 1

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Mixtures of experts: transformers' experts over gpukern beside transformers' own over
+"""Mixtures of experts: transformers' expert layer over gpukern beside its own over
 torch._grouped_mm.
 
 python benchmarks/bench_moe.py [--quick] [--device cpu|cuda]
 
-The layer behind the router: sort, two grouped products with SwiGLU between them, weighted sum;
-forward, and with all gradients.
+The layer behind the router is measured: sort, two grouped products with SwiGLU between them,
+weighted sum. It runs forward, and with all gradients.
 """
 
 import copy
@@ -24,7 +24,7 @@ MODELS = {
     },
 }
 TOKENS = {"cpu": (64,), "cuda": (512, 4096, 16384)}
-COMPARED = 8  # tokens, in float64
+COMPARED = 8  # tokens that are compared in float64
 
 
 def layer(
@@ -47,8 +47,8 @@ def layer(
 
 
 def with_leaves(module: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.Tensor]]:
-    """The module with weights that autograd first sees now: older ones remember a stream that no
-    graph captures."""
+    """The module with new leaf tensors as weights. Older ones remember a stream that no graph
+    captures."""
     shell = copy.copy(module)
     leaves = {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
     shell.__dict__ |= {"_parameters": {}, **leaves}
@@ -57,7 +57,7 @@ def with_leaves(module: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.Te
 
 @torch.no_grad()
 def by_hand(module, x, expert_of, weight_of):
-    """Of the first tokens, choice by choice."""
+    """The first tokens computed expert by expert."""
     out = torch.zeros(COMPARED, x.shape[1], dtype=torch.float64, device=x.device)
     for t in range(COMPARED):
         for e, w in zip(expert_of[t].tolist(), weight_of[t], strict=True):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""paged_attn decode, one token per sequence, beside gathering the pages and calling SDPA.
+"""paged_attn decoding one token per sequence, beside gathering the pages and calling SDPA.
 
 python benchmarks/bench_paged_attn.py [--quick] [--only decode|call] [--device cpu|cuda]
-Rates are GB/s of keys and values read; the bar is a share of what a loop reads that only reads
+
+Rates are GB/s of keys and values read. The bar is a share of the rate of a loop that only reads
 those pages. On CUDA the peers are cuDNN on a dense cache, the gathered pages, and FlashAttention-3
-and FlashInfer where they are installed; 8-bit pages and four query tokens stand beside the op
+and FlashInfer if they are installed. 8-bit pages and four query tokens are compared with the op
 itself.
 """
 
@@ -27,7 +28,7 @@ from torch_gpukern import reference
 
 def make_inputs(batch: int, context: int, page: int, dtype: torch.dtype, device):
     """q [B, Hq, D], k_cache and v_cache [num_blocks, page, Hkv, D], block_table [B, blocks],
-    seq_lens [B]; pages lie in a random order, as they do after an hour of serving."""
+    seq_lens [B]. Pages are in random order, as after an hour of serving."""
     heads_q, heads_kv = shapes.PAGED_HEADS_Q, shapes.PAGED_HEADS_KV
     head_dim = shapes.PAGED_HEAD_DIM
     blocks = -(-context // page)
@@ -42,7 +43,7 @@ def make_inputs(batch: int, context: int, page: int, dtype: torch.dtype, device)
 
 
 def gather_and_sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor):
-    """What PyTorch alone offers: pages copied into one tensor, then SDPA. Lengths are equal."""
+    """PyTorch's own way: copy the pages into one tensor, then call SDPA. All lengths are equal."""
     batch = table.shape[0]
     k, v = (
         cache[table.long()].view(batch, -1, *cache.shape[2:]).transpose(1, 2)
@@ -53,7 +54,7 @@ def gather_and_sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, 
 
 
 def exact(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
-    """The first sequence, its pages alone in float64."""
+    """The first sequence in float64, from its pages alone."""
     pages = table[0].long()
     own = torch.arange(len(pages), dtype=torch.int32, device=q.device)[None]
     k, v = (cache[pages].double() for cache in (k_cache, v_cache))
@@ -61,8 +62,8 @@ def exact(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tens
 
 
 def read_once(run: Run) -> dict[str, Callable]:
-    """Ways to read the keys and values of a call once: page by page where that is slower than in
-    one piece."""
+    """Ways to read the keys and values of a call once. They read page by page if the device offers
+    that, otherwise the whole caches."""
     pages = {
         name: lambda q, k_cache, v_cache, table, lens, read=read: read(k_cache, v_cache, table)
         for name, read in run.device.page_readers().items()
@@ -97,8 +98,8 @@ def decode_case(batch: int, context: int, page: int, dtype: str, run: Run) -> Ca
 def contiguous_sdpa(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor
 ) -> Tensor:
-    """cuDNN on the same bytes as if they were one dense cache [B, S, Hkv, D] per sequence: no
-    paging at all."""
+    """cuDNN on the same bytes, viewed as a dense cache [B, S, Hkv, D] per sequence without
+    paging."""
     batch = table.shape[0]
     k, v = (cache.view(batch, -1, *cache.shape[2:]).transpose(1, 2) for cache in (k_cache, v_cache))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -117,7 +118,7 @@ def flash_attn_3(
 
 
 def flash_infer() -> Callable:
-    """FlashInfer's decode, with a plan for each table, made when that first comes."""
+    """FlashInfer's decode. It plans for each table when it first sees it."""
     plans = {}
 
     def run(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
@@ -148,7 +149,7 @@ def flash_infer() -> Callable:
 
 
 def other_peers() -> dict[str, Callable]:
-    """Decoding by other projects that are here."""
+    """Decoding by other installed projects."""
     peers = {}
     if find_spec("flash_attn_interface"):
         peers["FA3"] = flash_attn_3
@@ -158,7 +159,7 @@ def other_peers() -> dict[str, Callable]:
 
 
 def ragged_case(longest: int, others: int, context: int, page: int, run: Run) -> Case:
-    """One long sequence among others: what an even share of all chunks is for."""
+    """One long sequence among short ones, which needs an even distribution of all chunks."""
     case = decode_case(1, longest + others * context, page, "bf16", run)
     lengths = [longest] + [context] * others
 
@@ -188,8 +189,8 @@ def ragged_case(longest: int, others: int, context: int, page: int, run: Run) ->
 
 
 def beside_itself(name: str, batch: int, context: int, page: int, run: Run) -> Case:
-    """Pages of e4m3 beside the same in bfloat16, or four query tokens a sequence beside one; the
-    peer is the op itself."""
+    """Pages of e4m3 beside bfloat16 ones, or four query tokens a sequence beside one. The peer is
+    the op itself."""
     case = decode_case(batch, context, page, "bf16", run)
 
     def make():
@@ -219,7 +220,7 @@ def beside_itself(name: str, batch: int, context: int, page: int, run: Run) -> C
         return exact(q, *(more if name == "e4m3" else (k_cache, v_cache)), table, lens)
 
     case.group, case.make, case.ours, case.reference = f"decode, {name}", make, ours, judged
-    # the last one of the first sequence sees what one token sees; all four are equal queries
+    # the last of the first sequence's four tokens sees what a single token sees; all are equal
     if name == "4 tokens":
         case.compare = lambda out: out[:1] if len(out) == batch else out[3:4]
     case.peers = {"one token" if name == "4 tokens" else "bfloat16 pages": itself}
@@ -276,7 +277,7 @@ def cuda(run: Run) -> None:
             # it plans for each table on the host
             case.live = [name for name in others if name == "FlashInfer"]
             if batch > 1 or context > 65536:
-                # the dense peer reads other pages for a sequence; one of them is judged
+                # the dense peer reads other pages for a sequence, so only one of the two is judged
                 case.reference = None
             run.add(case)
         run.add(ragged_case(*shapes.CUDA_PAGED_RAGGED, page, run))

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""quantize, silu_mul_quantize, rms_norm_quantize and dequantize beside eager PyTorch of the same
-definition; the limit is a copy that moves as many bytes.
+"""quantize, silu_mul_quantize, rms_norm_quantize and dequantize beside the same definition in eager
+PyTorch.
 
 python benchmarks/bench_quantize.py [--quick] [--only row 1x128 128x128 tensor 1x32 silu_mul
 rms_norm dequantize] [--device cpu|cuda]
 
-One scale for a whole tensor needs it twice, for amax and for codes: of a tensor larger than the L2
-that is 5 bytes for the 3 that are counted. Rows that fill the device have a bar.
+The limit is a copy that moves as many bytes. A single scale for a whole tensor needs two passes,
+one for amax and one for the codes. A tensor larger than L2 then moves 5 bytes for each 3 that are
+counted. Rows that fill the device have a bar.
 """
 
 import sys
@@ -27,7 +28,8 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass
 class Form:
-    """What is timed: calls of `inputs` tensors [m, k]. each: bytes a value, read and written."""
+    """What is timed: calls on `inputs` tensors [m, k]. each: bytes read and written for each
+    value."""
 
     group: str
     inputs: int
@@ -94,7 +96,7 @@ def forms(m: int, k: int, device: torch.device) -> Iterator[Form]:
         decode(torch_gpukern, torch.bfloat16),
         decode(reference, torch.bfloat16),
         lambda x: decode(reference, torch.float64)(x).nan_to_num(),
-        lambda out: out.nan_to_num(),  # codes are the bytes of random numbers
+        lambda out: out.nan_to_num(),  # the codes are random bytes, so some decode to NaN
     )
 
 
@@ -109,7 +111,7 @@ def case(form: Form, m: int, k: int, device: torch.device) -> Case:
         label=f"{m}x{k}",
         dtype="bf16",
         make=make,
-        # codes and scales are timed; what they are worth is judged decoded
+        # codes and scales are timed; the error is judged on decoded values
         ours=lambda *x: form.ours(*x[:-1]),
         peers={"eager": lambda *x: form.eager(*x[:-1])},
         reference=lambda *x: form.reference(*x[:-1]),

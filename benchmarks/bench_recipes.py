@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tokens a second of a Llama by recipe of torch_gpukern.nn.quantize: decoding steps of
+"""Tokens a second of a Llama for each recipe of torch_gpukern.nn.quantize: decoding steps of
 examples/serve, captured on CUDA.
 
 python benchmarks/bench_recipes.py [--quick] [--device cpu|cuda] [--model 8b] [--recipes w4 fp8]
 [--requests 1 16 64] [--save]
 
-Random weights, norms and MLPs by `torch_gpukern.nn.patch`, prompts of 64 tokens; `lm_head` and
-embedding are not quantised. A figure is the requests over the median time of a step, host and
-sampling included. Beside it stands how far the recipe moves the logits behind the first prompt, of
-their own RMS: with random weights that says that the layers compute, no more (docs/quantise.md has
-bits per byte). bfloat16 comes first and once more at the end: where the two differ, the card's
-clock moved.
-On CUDA the shape is Llama 3 8B's; the weights take 16 GB, and 5 to 16 more with a recipe.
+The model has random weights, with norms and MLPs by `torch_gpukern.nn.patch`, and prompts of 64
+tokens. `lm_head` and the embedding are not quantised. A figure is the number of requests over the
+median time of a step, host and sampling included.
+
+Beside it stands the difference of the logits behind the first prompt, in percent of their own RMS.
+With random weights that only shows that the layers compute (docs/quantise.md has bits per byte).
+bfloat16 runs first and again at the end; if the two differ, the clock of the GPU moved.
+
+On CUDA the shape is that of Llama 3 8B. The weights take 16 GB, and a recipe 5 to 16 GB more.
 """
 
 from __future__ import annotations
@@ -49,12 +51,12 @@ RECIPES = (
 # the model, requests at once
 CASES = {"cpu": ("small", (1, 4)), "cuda": ("8b", (1, 16, 64))}
 PROMPT = 64  # tokens
-WARM = 3  # steps before the first that counts; the first of them is captured
-STEPS = {True: 12, False: 32}  # of a quick run, of a full one
+WARM = 3  # untimed steps; the first of them is captured
+STEPS = {True: 12, False: 32}  # timed steps of a quick run and of a full one
 
 
 class Heard(TransformersModel):
-    """Keeps the first prompt's last logits."""
+    """Keeps the last logits of the first prompt."""
 
     first: Tensor | None = None
 
@@ -90,14 +92,15 @@ def decoding(net: torch.nn.Module, requests: int, steps: int) -> tuple[float, Te
 
 
 def moved(logits: Tensor, base: Tensor) -> float:
-    """Percent of the logits' RMS."""
+    """Difference of the logits in percent of their RMS."""
     return 100 * ((logits - base).square().mean() / base.square().mean()).sqrt().item()
 
 
 def measure(
     run: Run, net: torch.nn.Module, name: str, recipe: str, requests: tuple[int, ...], base: dict
 ) -> None:
-    """A line for each number of requests; `base` holds the logits of bfloat16, which it fills in."""
+    """One line for each number of requests. `base` holds the logits of bfloat16; the first call
+    fills it."""
     group = f"tokens a second, {name}"
     wanted = [n for n in requests if run.asks(group, f"{recipe}, {n} requests", "bf16")]
     if not wanted:

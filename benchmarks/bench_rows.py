@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Operations along the last dimension beside torch's own: norms, softmax, gated units, rotary
-embedding, cross entropy, forward and backward; on CUDA beside torch.compile of torch's own, too,
-with --compile.
+"""Operations along the last dimension beside torch's own, forward and backward.
 
 python benchmarks/bench_rows.py [--quick] [--only rms_norm layer_norm softmax swiglu cross_entropy
-rope rope_kv_write] [--device cpu|cuda] [--compile]
-python benchmarks/bench_rows.py --device cuda --only linear_cross_entropy [--rows 8192x4096x131072]   a head and its loss, in FLOPs of
-    three products, beside logits in memory, eager and compiled
-python benchmarks/bench_rows.py --device cuda --peers      Liger and quack, where they import, beside norms, softmax and the loss
+    rope rope_kv_write] [--device cpu|cuda] [--compile]
+    norms, softmax, gated units, rotary embedding and loss. On CUDA --compile adds torch.compile of
+    torch's own.
+python benchmarks/bench_rows.py --device cuda --only linear_cross_entropy [--rows 8192x4096x131072]
+    a head and its loss, in FLOPs of three products, beside logits in memory, eager and compiled
+python benchmarks/bench_rows.py --device cuda --peers
+    Liger and quack, if they import, beside norms, softmax and the loss
 
-With --peers the results have a name of their own, rows_peers. Liger's loss leaves its gradient in
-the logits; so it comes last, and its swiglu and rope, of which one wants two tensors and the other
-writes into its inputs, are left out.
+With --peers the results are stored under the name rows_peers. Liger's loss leaves its gradient in
+the logits, so it runs last. Liger's swiglu and rope are left out: the first takes two tensors, and
+the second writes into its inputs.
 
-GB/s counts what an op must move: inputs read once, results written once. On CUDA operands are cold.
-"""  # noqa: E501
+GB/s counts the bytes that an op must move: inputs read once, results written once. On CUDA operands
+are cold.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from torch import Tensor
 
 import torch_gpukern as gk
 
-# --peers
+# the shapes of --peers
 LOSSES_BESIDE, SHAPES_BESIDE = ((8192, 32000), (4096, 131072)), ((8192, 4096), (1024, 65536))
 HEADS = {
     "cpu": ((512, 512, 16384),),
@@ -43,8 +45,9 @@ SHAPES = {
 
 
 def with_gradient(fn):
-    """Forward and backward by all inputs. The result's gradient is the first input: of a sum it
-    would be 1 everywhere, for which softmax has none, and no tensor in memory."""
+    """Forward and backward by all inputs. The first input serves as the gradient of the result. The
+    gradient of a sum would be 1 everywhere, for which softmax has no gradient, and it would be no
+    tensor in memory."""
 
     def step(*inputs: Tensor):
         leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
@@ -56,7 +59,7 @@ def with_gradient(fn):
 
 
 def others(group: str) -> dict:
-    """An op by quack and by Liger, where they import."""
+    """An op by quack and by Liger, if they import."""
     found = {}
     if find_spec("quack"):
         import quack
@@ -88,7 +91,7 @@ def pair(
     compiled: bool,
     beside: bool = False,
 ):
-    """The forward, and the forward and backward, whose traffic is taken for three times that of the
+    """The forward, and the forward with backward, which counts three times the bytes of the
     forward."""
     guests = others(group) if beside else {}
     for name, wrap, times in (("", lambda f: f, 1), (" forward+backward", with_gradient, 3)):
@@ -115,7 +118,7 @@ def pair(
 
 
 def cases_beside(device: torch.device, quick: bool, compiled: bool):
-    """Those that Liger or quack has too."""
+    """The cases that Liger or quack has, too."""
     of = {"device": device, "dtype": torch.bfloat16}
     for m, n in SHAPES_BESIDE:
         for case in row_cases(m, n, "bf16", of, compiled, beside=True):
@@ -148,7 +151,7 @@ def loss_cases(m: int, v: int, dtype: str, of: dict, compiled: bool, beside: boo
 
 
 def head_case(m: int, h: int, v: int, dtype: str, of: dict) -> Case:
-    """Rows, hidden size, vocabulary: loss and gradients."""
+    """Loss and gradients of a head: m rows, hidden size h, vocabulary v."""
 
     def make():
         weight = torch.randn(v, h, **of) / h**0.5
@@ -193,7 +196,7 @@ def head_case(m: int, h: int, v: int, dtype: str, of: dict) -> Case:
 
 
 def row_cases(m: int, n: int, dtype: str, of: dict, compiled: bool, beside: bool = False):
-    """Of rows of n columns."""
+    """The cases of m rows of n columns."""
     label, half = f"{m}x{n}", n // 2
 
     def make(vectors: int):
@@ -236,7 +239,8 @@ def rope_case(tokens: int, dtype: str, device: torch.device) -> Case:
         return q, k, angle.cos(), angle.sin()
 
     def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor):
-        """As transformers has it: cos and sin twice, in the dtype of q."""
+        """Rotary embedding as in transformers: cos and sin repeated for both halves, in the dtype
+        of q."""
         c, s = (torch.cat((y, y), -1).to(q.dtype) for y in (cos, sin))
         return tuple(x * c + torch.cat((-x[..., 64:], x[..., :64]), -1) * s for x in (q, k))
 
@@ -256,7 +260,7 @@ def rope_case(tokens: int, dtype: str, device: torch.device) -> Case:
 
 
 def rope_write_case(tokens: int, dtype: str, device: torch.device) -> Case:
-    """With QK norm, into pages of 16, beside the same by one op after the other."""
+    """rope_kv_write with QK norm into pages of 16, beside the same by one op after the other."""
 
     def make():
         q, k, v = (
@@ -324,8 +328,8 @@ def own_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_all(name: str, cases, beside=None) -> None:
-    """Measures `cases(device, quick, compiled)` as results of this name; with --peers those of
-    `beside`, as NAME_peers."""
+    """Measures `cases(device, quick, compiled)` and stores them under this name. With --peers it
+    measures the cases of `beside` and stores them as NAME_peers."""
     args = arguments(name, more=own_options)
     device = open_device(args.device)
     if args.peers:

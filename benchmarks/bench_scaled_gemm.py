@@ -63,8 +63,8 @@ def torch_scaled(form: str, accumulate: str):
 
 
 def as_torch_wants(sa: torch.Tensor, sb: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block scales [M, K / 128] and [K / 128, N / 128]: the one M-major, the other K-major with K /
-    128 padded to fours."""
+    """Block scales [M, K / 128] and [K / 128, N / 128] in the layouts that torch takes: the first
+    M-major, the second K-major with K / 128 padded to a multiple of 4."""
     return sa.mT.contiguous().mT, F.pad(sb.mT, (0, -sb.shape[0] % 4)).mT[: sb.shape[0]]
 
 
@@ -72,7 +72,7 @@ def case(
     m: int, n: int, k: int, form: str, device: torch.device, accumulate: str = "precise"
 ) -> Case:
     dtype = torch.int8 if form.startswith("int8") else torch.float8_e4m3fn
-    beside_bf16 = form in ("block", "mx", "int8 block")  # torch has none, or not of every size
+    beside_bf16 = form in ("block", "mx", "int8 block")  # torch has no product for all sizes
     rows = slice(0, min(m, 64))
 
     def make():
@@ -117,9 +117,9 @@ def main() -> None:
     for form in FORMS:
         for m, n, k in SIZES[device.kind]:
             if form == "int8" and device.kind == "cuda" and m <= 16:
-                continue  # _int_mm wants more rows
+                continue  # _int_mm needs more rows
             both = form in ("tensor", "row") and device.kind == "cuda"
-            # below both are one kernel of ours, and the fast one is torch's faster
+            # ours has one kernel for precise and fast below; torch's fast is the faster peer
             if not both or m > 64:
                 run.add(case(m, n, k, form, device.device))
             if both:

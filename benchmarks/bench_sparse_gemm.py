@@ -22,7 +22,7 @@ DTYPES = {
     "e4m3": torch.float8_e4m3fn,
     "int8": torch.int8,
 }
-ROWS = 64  # that are compared in float64
+ROWS = 64  # rows that are compared in float64
 
 
 def case(name: str, m: int, n: int, k: int, device: torch.device) -> Case:

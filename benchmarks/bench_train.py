@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Dropout and AdamW's step beside torch's own; on CUDA beside torch.compile of torch's own, too,
-with --compile.
+"""Dropout and the AdamW step beside torch's own. On CUDA --compile adds torch.compile of torch's
+own.
 
 python benchmarks/bench_train.py [--quick] [--only dropout bias_gelu_dropout adamw] [--device
 cpu|cuda] [--compile]
 
-GB/s counts what an op must move: inputs read once, results written once. On CUDA operands are cold.
+GB/s counts the bytes that an op must move: inputs read once, results written once. On CUDA operands
+are cold.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def cases(device: torch.device, quick: bool, compiled: bool):
 
 
 def dropout_cases(m: int, n: int, dtype: str, of: dict, compiled: bool):
-    """Every contestant draws a mask of its own, so that the mean square is what is compared: that
-    of what is kept, times 1 / (1 - p)."""
+    """Every contestant draws its own mask, so the mean square is compared: that of the kept values,
+    times 1 / (1 - p)."""
     seed = torch.tensor([1, 2], device=of["device"])
     ops = {
         "dropout": (
@@ -85,8 +86,8 @@ def dropout_cases(m: int, n: int, dtype: str, of: dict, compiled: bool):
 
 
 def adamw_case(many: int, n: int, dtype: str, of: dict) -> Case:
-    """The op alone beside torch's fused one, without what either optimiser does on the host. Both
-    write what they read: torch's error is that of a second step."""
+    """The op beside torch's fused one, without the host work of either optimiser. Both write into
+    their inputs, so torch's error is that of a second step."""
     numbers = dict(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2, maximize=False)
 
     def make():

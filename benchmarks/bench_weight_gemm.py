@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""weight_gemm beside torch's own int4 product, and beside the bfloat16 products of the decoded
-weight, torch's and ours.
+"""weight_gemm beside torch's own int4 product, and beside torch's and our bfloat16 products of the
+decoded weight.
 
 python benchmarks/bench_weight_gemm.py [--quick] [--only int4 int8 e4m3 mxfp4] [--device cpu|cuda]
 """
@@ -27,13 +27,13 @@ OTHERS = {
     (16, 8192, 8192),
     (64, 8192, 8192),
     (2048, 8192, 8192),
-}  # what other formats than int4 run on CUDA
+}  # the rows of the formats other than int4 on CUDA
 
 
 def int4_of_torch(q: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same weight as torch._weight_int4pack_mm takes it: codes 0 to 15, of which it takes 8
-    off, the even of two in the high half of a byte; a scale and what is added behind it, side by
-    side."""
+    """The same weight in the form of torch._weight_int4pack_mm: codes 0 to 15, from which it
+    subtracts 8, with the even one of two in the high half of a byte. Scale and offset are stored
+    side by side."""
     codes = (q + 8).to(torch.uint8)
     packed = torch._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)
     return packed, torch.stack([scale, torch.zeros_like(scale)], -1).contiguous()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a benchmark runs on: a machine's cores or its GPU.
+"""What a benchmark runs on: the cores of this machine or its GPU.
 
-A device is a class with ten verbs: `name` and `driver` say what it is, `peaks`, `readers` and
-`page_readers` what it can do, `estimate` and `time_block` time calls, `state` says how the last
-block found it, `sync` waits for calls, and `forget` frees what blocks have kept. `carries_over`: a
-block's clock depends on the block before it.
+Both classes have the same methods. `name` and `driver` identify the device. `peaks`, `readers` and
+`page_readers` say what it can do. `estimate` and `time_block` time calls. `state` gives clock and
+power of the last block. `sync` waits for calls, and `forget` frees what blocks have kept.
+`carries_over` says whether the clock of a block depends on the block before it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Cpu:
     """This machine's cores, through torch's thread pool."""
 
     most_calls = 10_000
-    host_bound = None  # the device is the host
+    host_bound = None  # unknown, because the device is the host
     carries_over = False
 
     kind = "cpu"
@@ -45,7 +45,8 @@ class Cpu:
 
     @staticmethod
     def _build_peak():
-        """peak.c as a library; None without a compiler, and torch's own loops then count."""
+        """Compiles peak.c into a library. Returns None without a compiler; then only torch's own
+        loops set the peak."""
         compiler = os.environ.get("CC") or shutil.which("cc")
         if compiler is None:
             return None
@@ -97,14 +98,14 @@ class Cpu:
         return [isa for i, isa in enumerate(ISAS) if self._library.peak_has(i)]
 
     def madd_peak(self, isa: str, dtype: str) -> float:
-        """Multiply-add peak in GFLOP/s of all threads with one instruction set. float16 and, below
-        avx512bf16, bfloat16 are float32 arithmetic on converted operands."""
+        """Multiply-add peak in GFLOP/s of all threads with one instruction set. float16, and
+        bfloat16 below avx512bf16, are float32 arithmetic on converted operands."""
         if self._library is None:
             return 0.0
         index, dot = ISAS.index(isa), int(dtype == "bf16")
         threads, rounds, best = torch.get_num_threads(), 20_000, 0.0
         begin = end = time.perf_counter()
-        while end < begin + 0.2:  # longer than a neighbour on the machine takes a core for
+        while end < begin + 0.2:  # longer than another program usually occupies a core
             start = end
             done = self._pool.map(
                 lambda _: self._library.peak_madd(index, dot, rounds), range(threads)
@@ -134,9 +135,9 @@ class Cpu:
         return readers
 
     def page_readers(self) -> dict[str, Callable[[Tensor, Tensor, Tensor], object]]:
-        """Ways to read the pages of two caches [num_blocks, ...] in the order of a table, with all
-        threads: loads, and loads with the page that comes next prefetched. None without a compiler
-        that has OpenMP."""
+        """Ways to read the pages of two caches [num_blocks, ...] in the order of a table with all
+        threads: plain loads, and loads with the next page prefetched. Empty without a compiler that
+        has OpenMP."""
         if self._library is None or not self._library.has_openmp:
             return {}
         threads = torch.get_num_threads()
@@ -160,7 +161,7 @@ class Cpu:
         return data.nbytes / best / 1e3
 
     def peaks(self) -> dict[str, float]:
-        """GFLOP/s per dtype and GB/s read: the best of our own loop and of torch's."""
+        """GFLOP/s per dtype and GB/s read, each the best of our own loop and of torch's."""
         isa = self.isas()[-1]
         peaks = {}
         for name, dtype in DTYPES.items():
@@ -173,20 +174,20 @@ class Cpu:
         return peaks
 
     def sync(self) -> None:
-        """Calls are synchronous."""
+        """Does nothing: calls are synchronous."""
 
     def state(self) -> tuple[float, float]:
-        """A CPU's clock and power are not to be had without rights."""
+        """Clock and power of a CPU cannot be read without rights."""
         return 0.0, 0.0
 
     def forget(self) -> None:
-        """Blocks keep nothing."""
+        """Does nothing: blocks keep nothing."""
 
     def driver(self) -> str:
         return ""
 
     def can_replay(self, call: Callable[[], object]) -> bool:
-        """Every call is timed as it is."""
+        """Always true: every call is timed as it is."""
         return True
 
     def estimate(self, call: Callable[[], object]) -> float:
@@ -202,7 +203,7 @@ class Cpu:
 
 
 class Sensors:
-    """SM clock and power through the driver's own library, which answers within a millisecond; a
+    """SM clock and power through the driver's library NVML, which answers within a millisecond. A
     process of nvidia-smi takes longer than most cases. Without the library both are 0."""
 
     SM_CLOCK, POWER_INSTANT = 1, 186  # NVML_CLOCK_SM, NVML_FI_DEV_POWER_INSTANT
@@ -224,7 +225,7 @@ class Sensors:
         self._device = None
         try:
             self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
-            # by its identity: the library counts the devices that the process may not see, too
+            # by UUID, because NVML also counts devices that this process cannot see
             uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}".encode()
             device = ctypes.c_void_p()
             if self._nvml.nvmlInit_v2() == 0:
@@ -240,8 +241,8 @@ class Sensors:
             return 0.0, 0.0
         clock, milliwatts = ctypes.c_uint(), ctypes.c_uint()
         self._nvml.nvmlDeviceGetClockInfo(self._device, self.SM_CLOCK, ctypes.byref(clock))
-        # the plain question is answered with the mean of the last second, which a short case does
-        # not fill
+        # nvmlDeviceGetPowerUsage gives the mean of the last second, which a short case does not
+        # fill, so the instantaneous power is asked for first
         field = self.Field(id=self.POWER_INSTANT)
         status = self._nvml.nvmlDeviceGetFieldValues(self._device, 1, ctypes.byref(field))
         if status == 0 and field.status == 0:
@@ -251,7 +252,7 @@ class Sensors:
 
 
 def nvidia_driver() -> str:
-    """The version of NVIDIA's driver; empty where nvidia-smi does not tell."""
+    """The version of NVIDIA's driver; empty if nvidia-smi does not answer."""
     command = [
         "nvidia-smi",
         "--query-gpu=driver_version",
@@ -266,7 +267,7 @@ def nvidia_driver() -> str:
 
 
 class Cuda:
-    """One CUDA device; a block of calls is recorded once as a CUDA graph and replayed, because
+    """One CUDA device. A block of calls is recorded once as a CUDA graph and replayed, because
     events around single calls would measure the launch."""
 
     kind = "cuda"
@@ -278,14 +279,14 @@ class Cuda:
         self._side = torch.cuda.Stream()
         self._sensors = Sensors()
         self._state = 0.0, 0.0
-        self.host_bound: bool | None = None  # of the last block
+        self.host_bound: bool | None = None  # whether the last block waited for the host
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Callable]] = {}
 
     def name(self) -> str:
         return torch.cuda.get_device_name()
 
     def peaks(self) -> dict[str, float]:
-        """Peaks that large products and a large copy reach in this run."""
+        """Peaks that large products and a large read reach in this run."""
         peaks = {}
         for name, dtype in (DTYPES | {"tf32": torch.float32}).items():
             a, b = (torch.randn(8192, 8192, device="cuda", dtype=dtype) for _ in range(2))
@@ -305,7 +306,7 @@ class Cuda:
         return {"torch's read": lambda x: x.view(-1).view(torch.float32).sum()}
 
     def page_readers(self) -> dict[str, Callable[[Tensor, Tensor, Tensor], object]]:
-        """None: pages in any order are read as fast as a contiguous tensor here."""
+        """None: on a GPU pages in any order are read as fast as a contiguous tensor."""
         return {}
 
     def sync(self) -> None:
@@ -319,7 +320,7 @@ class Cuda:
         return nvidia_driver()
 
     def estimate(self, call: Callable[[], object]) -> float:
-        """us of one call, roughly: its launches are queued behind a wait, so that they do not
+        """us of one call, roughly. Its launches are queued behind a wait, so that they do not
         count."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(1_000_000)
@@ -330,11 +331,11 @@ class Cuda:
         return start.elapsed_time(end) * 1e3
 
     def time_block(self, call: Callable[[], object], calls: int, live: bool = False) -> float:
-        """us per call of `calls` calls in a row, on the device's own clock; `live` ones are called,
-        not replayed."""
+        """us per call of `calls` calls in a row, by the device's clock. `live` calls are made one
+        by one instead of replayed."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if live:
-            torch.cuda._sleep(1_000_000)  # the first launch does not count
+            torch.cuda._sleep(1_000_000)  # so that the first launch does not count
             start.record()
             began = time.perf_counter()
             for _ in range(calls):
@@ -349,12 +350,12 @@ class Cuda:
         start.synchronize()
         self._state = self._sensors.read()
         end.synchronize()
-        # the device works through the calls as fast as the host issues them, or faster
+        # true if the device finishes calls as fast as the host issues them
         self.host_bound = issuing * 1e3 > 0.9 * start.elapsed_time(end)
         return start.elapsed_time(end) / calls * 1e3
 
     def can_replay(self, call: Callable[[], object]) -> bool:
-        """Whether a call can be captured; torch's own context ends a capture that fails."""
+        """Whether a call can be captured. torch's own context ends a capture that fails."""
         try:
             with torch.cuda.stream(self._side):
                 call()
@@ -362,14 +363,14 @@ class Cuda:
             with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._side):
                 call()
             return True
-        except Exception as error:  # whatever another project raises
+        except Exception as error:  # another project may raise anything
             words = (str(error).strip() or type(error).__name__).splitlines()[0]
             print(f"called, not replayed from a graph: {words}", flush=True)
             torch.cuda.synchronize()
             return False
 
     def _graph(self, call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
-        """`calls` calls as one graph. torch.cuda.graph() would do, but collects garbage and empties
+        """Records `calls` calls as one graph. torch.cuda.graph() also collects garbage and empties
         torch's cache each time, which costs more than a short case."""
         key = (id(call), calls)
         if key in self._graphs:
@@ -377,9 +378,9 @@ class Cuda:
         self._side.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._side):
-            call()  # capture wants a warm allocator and loaded kernels
+            call()  # a capture needs a warm allocator and loaded kernels
             torch.cuda.synchronize()
-            gc.disable()  # nothing of an earlier graph may be freed inside
+            gc.disable()  # nothing of an earlier graph may be freed during a capture
             try:
                 graph.capture_begin()
                 for _ in range(calls):
@@ -399,7 +400,7 @@ class Cuda:
 
 
 def open_device(kind: str) -> Cpu | Cuda:
-    """kind: cpu or cuda"""
+    """The device of kind "cpu" or "cuda"."""
     if kind == "cuda":
         if not torch.cuda.is_available():
             raise SystemExit("--device cuda: torch finds no CUDA device")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Times every gemm instance that takes a product, on random products of a seed: what the chooser's
-figures are fitted to.
+"""Times every gemm instance that serves a product, on random products of a seed. The chooser's
+figures are fitted to these times.
 
-python benchmarks/gemm_instances.py --random 150 --seed 1 [--seconds 80] > instances.json
-python benchmarks/gemm_instances.py --judge instances.json
+python benchmarks/gemm_instances.py --random 150 --seed 1 [--seconds 80] > instances.json python
+benchmarks/gemm_instances.py --judge instances.json
 
-JSON: device, seed, and for each product its sizes, the chosen instance (chosen), us by instance,
-and cuBLAS's us. Inputs stay where they are, as in bench_gemm.py --random. A stored run is judged
-anywhere: what the choice loses to the best instance.
+The JSON has device, seed, and for each product its sizes, the chosen instance (chosen), us by
+instance, and cuBLAS's us. Inputs are not rotated, as in bench_gemm.py --random. --judge works on
+any machine and prints what the choice loses to the best instance.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def problem_of(x: gemm_random.Shape) -> Problem:
 
 
 def times_of(problem: Problem, device: torch.device) -> dict:
-    """us of every instance and of cuBLAS, medians of rounds, measured alternately."""
+    """us of every instance and of cuBLAS: medians over rounds, measured alternately."""
     inputs = problem.inputs(device)
     plan = problem.explain(inputs)
 
     pool, first_looks, replays = torch.cuda.graph_pool_handle(), [], {}
 
     def replay(call) -> timing.Replay:
-        # a pool that a graph began ends with its last graph
+        # this graph keeps the memory pool alive; a pool ends with its last graph
         first_looks.append(timing.Replay([call], 1, pool))
-        # the first contestant's first look may be long, and then its graph would hold too few calls
-        # for a time
+        # the first measurement of the first contestant may be long, and its graph would then hold
+        # too few calls
         us = min(first_looks[-1].us() for _ in range(3))
         return timing.Replay([call], timing.calls_for(us, 500.0), pool)
 
@@ -69,8 +69,8 @@ def times_of(problem: Problem, device: torch.device) -> dict:
 
 
 def judged(stored: dict) -> list[str]:
-    """Lines: what the chosen and the best instances reach of cuBLAS, and the ten choices that lose
-    the most."""
+    """Lines that say what the chosen and the best instances reach of cuBLAS, and the ten choices
+    that lose the most."""
     rows = stored["products"]
     kept = [row["cublas_us"] / row["us"][row["chosen"]] for row in rows]
     best = [row["cublas_us"] / min(row["us"].values()) for row in rows]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Random products of bench_gemm.py --random: the draw, what their ratios say, and a picture of
-them."""
+"""The random products of bench_gemm.py --random: how they are drawn, a report on their ratios, and
+a picture of them.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +17,20 @@ from harness import QUICK, RESULTS, Effort, Row, Run, geomean
 
 from torch_gpukern import results
 
-OP = "gemm_random"  # and the seed
+OP = "gemm_random"  # followed by the seed
 
 LAYOUTS = ("NN", "NT", "TN", "TT")
-# dtype of a product, and how often it is drawn
+# the dtypes and their weights in the draw
 DTYPES_OF = {"cuda": {"bf16": 0.7, "f16": 0.15, "tf32": 0.15}, "cpu": {"f32": 0.5, "bf16": 0.5}}
-# many shapes say more than many rounds of one: on a GPU 300 of them should take about a minute
+# Many shapes say more than many rounds of one. On a GPU 300 shapes should take about a minute.
 EFFORT = {"cuda": Effort(block_us=3_000, min_rounds=3, max_rounds=5, seconds=0.05), "cpu": QUICK}
 COLORS = {"bf16": "#d62728", "f16": "#ff7f0e", "tf32": "#1f77b4", "f32": "#1f77b4"}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """out [m, n] = a [m, k] @ b [k, n]; layout as bench_gemm's: T is stored transposed."""
+    """out [m, n] = a [m, k] @ b [k, n]. The layout is that of bench_gemm: T means stored
+    transposed."""
 
     m: int
     n: int
@@ -38,8 +40,8 @@ class Shape:
 
 
 def draw_shapes(kind: str, count: int, seed: int) -> list[Shape]:
-    """The first `count` products of a seed: m, n and k log-uniform in multiples of 8. The same on
-    every machine, and a longer draw begins with a shorter one. kind: of device."""
+    """The first `count` products of a seed: m, n and k log-uniform in multiples of 8. They are the
+    same on every machine, and a longer draw starts with a shorter one. kind: "cpu" or "cuda"."""
     least, most = shapes.GEMM_RANDOM_SIZES
     draw = random.Random(seed)
 
@@ -61,16 +63,16 @@ def draw_shapes(kind: str, count: int, seed: int) -> list[Shape]:
 
 
 def fifth_percentile(ratios: Sequence[float]) -> float:
-    """95 % of the ratios are at least that."""
+    """95 % of the ratios are at least this."""
     return (
         statistics.quantiles(ratios, n=20, method="inclusive")[0] if len(ratios) > 1 else ratios[0]
     )
 
 
 def report(run: Run, kernels: dict[str, str]) -> None:
-    """Prints geomean, 5th percentile, worst and the ten worst by name, with the kernels that served
-    them; stores all and draws the picture if the run is to be saved. kernels: name of the row by
-    label and dtype."""
+    """Prints geomean, 5th percentile, the worst ratio, and the ten worst products with the kernels
+    that served them. Stores all and draws the picture if the run is to be saved. kernels: the
+    instance's name by label and dtype."""
     rows = [row for row in run.rows if row.ratio is not None]
     if not rows:
         print("no random product was measured")
@@ -110,7 +112,8 @@ def report(run: Run, kernels: dict[str, str]) -> None:
 
 
 def store(run: Run, rows: list[Row], kernels: dict[str, str]) -> None:
-    """An op of its own for each seed in the device's file, because each seed draws other products."""
+    """Stores each seed as an op of its own in the device's file, because each seed draws other
+    products."""
     stored = run.stamp() | {"facts": run.facts, "groups": []}
     stored["rows"] = [
         asdict(row) | {"note": kernels.get(f"{row.label} {row.dtype}", "")} for row in rows
@@ -123,16 +126,16 @@ def store(run: Run, rows: list[Row], kernels: dict[str, str]) -> None:
 
 
 def intensity(label: str, element: int) -> float:
-    """FLOP a byte of a product that reads its operands and writes its result once. label:
-    bench_gemm's, "NN MxKxN" or, of cubes, "NN N"."""
+    """FLOP a byte of a product that reads its operands and writes its result once. label is that of
+    bench_gemm: "NN MxKxN", or "NN N" for cubes."""
     sizes = [int(x) for x in label.split()[-1].split("x")]
     m, k, n = sizes if len(sizes) == 3 else sizes * 3
     return 2.0 * m * n * k / (element * (m * k + k * n + m * n))
 
 
 def draw_ratios(rows: list[dict], title: str, path: Path) -> bool:
-    """Ratio to the best peer over arithmetic intensity, a mark a product. False without
-    matplotlib."""
+    """Draws the ratio to the best peer over arithmetic intensity, one mark a product. Returns False
+    without matplotlib."""
     try:
         import matplotlib
     except ImportError:

@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Times an op beside its peers: the one harness of every benchmark.
+"""The harness of every benchmark: it times an op beside its peers.
 
 Rules
-- Peers run in the same process, on the same inputs, in interleaved blocks whose order is drawn anew
-  each round (rounds.py), so that a drift of the clock reaches all of them. A ratio is the peer's
-  time over ours, of the medians over rounds: what a reader gets who divides the columns of a table.
-  Its spread is half the interquartile range of the ratios of single rounds, over their median.
-- SM clock and power of every block are recorded, and the ratio in clocks stands beside that in
+- Peers run in the same process on the same inputs. Each round runs one block of calls of every
+  contestant, in a random order (rounds.py), so that a drift of the clock reaches all of them.
+- A ratio is the peer's time over ours, both medians over the rounds. A reader gets the same number
+  by dividing two columns of a table. Its spread is half the interquartile range of the ratios of
+  single rounds, over their median.
+- SM clock and power of every block are recorded. The ratio in clocks stands beside the ratio in
   time.
-- The peer of a ratio is the fastest of the row, whoever that is.
+- The peer of a ratio is the fastest peer of the row.
 - A row says whether ours or that peer waited for the host.
-- A correctness figure stands beside every time: the largest error over max|ref|, ours and the
-  peer's, against a float64 reference.
-- A percent of the roofline stands beside every time: max(FLOPs / peak, bytes / bandwidth) over the
-  time, with peak and bandwidth measured in the same run (best of our own loop and of torch's).
-- Data is normal-distributed. Rows that move bytes rotate over more than ROTATE_BYTES of inputs, so
-  that no cache holds them.
-- A row or a group of rows carries the bar it must reach and prints held or missed.
-- Time in us, bandwidth in GB/s, compute in GFLOP/s.
+- Every row states the largest error over max|ref|, of ours and of the peer, against a float64
+  reference.
+- Every row states a percent of the roofline: max(FLOPs / peak, bytes / bandwidth) over the time.
+  Peak and bandwidth are measured in the same run, as the best of our own loop and of torch's.
+- Data is normally distributed. Rows that are bound by memory rotate over more than ROTATE_BYTES of
+  inputs, so that no cache holds them.
+- A row or a group of rows may have a bar that it must reach. It prints whether the bar was held.
+- Times are in us, bandwidths in GB/s, compute in GFLOP/s.
 
-Devices are in devices.py: `Cpu` times a loop of calls, `Cuda` the replay of a CUDA graph that holds
-the same loop.
+Devices are in devices.py. `Cpu` times a loop of calls. `Cuda` times the replay of a CUDA graph that
+holds the same loop.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ __all__ = [
     "open_device",
     "overhead_facts",
 ]
-# Figures are of the default rows, whatever was tuned on this machine; GPUKERN_TUNED=path measures
-# tuned ones.
+# Benchmarks measure the default instances, whatever was tuned on this machine. GPUKERN_TUNED=path
+# measures tuned ones.
 os.environ.setdefault("GPUKERN_TUNED", "off")
 
 HERE = Path(__file__).resolve().parent
@@ -68,12 +69,12 @@ RESULTS = HERE / "results"
 
 @dataclass(frozen=True)
 class Bar:
-    """What a row or a group must reach; None binds nothing.
+    """What a row or a group must reach. None sets no limit.
 
-    geomean, each: ratios against the fastest peer. share: of the fastest limit's speed. rate: a
-    row's
-    own figure, in its unit. at_least, at_most: a fact's own value. A firm bar has no floor below
-    it."""
+    geomean, each: ratios against the fastest peer. share: part of the fastest limit's speed. rate:
+    a row's own figure, in its unit. at_least, at_most: the value of a fact. A firm bar has no floor
+    below it.
+    """
 
     geomean: float | None = None
     each: float | None = None
@@ -101,12 +102,13 @@ class Bar:
 
 
 def floor_of(bar: float) -> float:
-    """The least that is accepted below a bar: 0.95 of one between 1.0x and 1.1x, 0.9 of others."""
+    """The least that is accepted below a bar: 0.95 of a bar between 1.0x and 1.1x, 0.9 of
+    others."""
     return bar * (0.95 if 1.0 <= bar <= 1.1 else 0.9)
 
 
 def verdict(value: float, bar: float, firm: bool = False) -> str:
-    """held, or how far it was missed."""
+    """ "held", or by how much the bar was missed."""
     if value >= bar:
         return "held"
     return "missed, floor held" if value >= floor_of(bar) and not firm else "missed"
@@ -117,18 +119,21 @@ def verdict(value: float, bar: float, firm: bool = False) -> str:
 
 @dataclass
 class Case:
-    """One line of a table: what to run, on what, and what it must reach alone. What its group must
-    reach together is the bench's table of group bars.
+    """One line of a table: what to run, on which inputs, and what the row must reach by itself. The
+    bars of groups are in each bench's own table.
 
-    make() -> one tuple of inputs; `ours` and each of `peers` take such a tuple. reference(inputs)
-    -> float64 (tensors to compare with); compare(output) picks from an output what the reference
-    stated, for cases whose whole result is too large to judge in float64. `limits` are calls that
-    do the least that the case must do, such as reading its bytes once, in the same rounds. The
-    ratio is
-    against the fastest peer. Contestants in `live` are called on CUDA too, not replayed from a
-    graph: for those that cannot be captured, and take long beside their launch. A peer in
-    `optional` that cannot run the case, or is wrong, is left out, and the run says why; one that
-    cannot be captured is called."""
+    make() returns one tuple of inputs, which `ours` and each of `peers` take. reference(inputs)
+    returns the expected results in float64. compare(output) selects the part of an output that the
+    reference states, for results that are too large to judge in float64.
+
+    `limits` are calls that do the least work that the case must do, such as reading its bytes once.
+    They run in the same rounds. The ratio is against the fastest peer.
+
+    Contestants in `live` are called on CUDA, too, instead of being replayed from a graph. This is
+    for calls that cannot be captured and that take long compared with their launch. A peer in
+    `optional` that cannot run the case, or is wrong, is left out, and the run says why. An optional
+    peer that cannot be captured is called.
+    """
 
     group: str
     label: str
@@ -171,7 +176,7 @@ class Row:
     bar: str
     verdict: str
     ratio_clocks: float | None = None  # best peer's clocks of the SMs over ours
-    # whether ours or the best peer waited for the host: yes, no, or "" on the CPU
+    # whether ours or the best peer waited for the host: yes, no, or "" if unknown
     host_bound: str = ""
     note: str = ""
 
@@ -202,20 +207,20 @@ def half_iqr(values: Sequence[float]) -> float:
     return (high - low) / 2 / statistics.median(values)
 
 
-WRONG = 0.5  # of max|ref|: a peer with a larger error computes something else
-SLOW_FIRST_CALL = 3.0  # seconds after which a first call is told of: it compiles
+WRONG = 0.5  # error over max|ref| above which a peer computes something else
+SLOW_FIRST_CALL = 3.0  # seconds after which a first call is reported; it compiles
 
 
 def able(case: Case, inputs: tuple, device: Cpu | Cuda) -> dict[str, Callable]:
-    """The peers without those optional ones that fail at their first call. Calls everyone once,
-    says what took long."""
+    """Calls every contestant once and returns the peers that work. Optional peers that fail are
+    left out; first calls that took long are reported."""
     found = dict(case.peers)
     for name, call in {"gpukern": case.ours, **case.peers}.items():
         start = time.perf_counter()
         try:
             call(*inputs)
             device.sync()
-        except Exception as error:  # whatever another project raises
+        except Exception as error:  # another project may raise anything
             if name not in case.optional:
                 raise
             words = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -230,8 +235,8 @@ def able(case: Case, inputs: tuple, device: Cpu | Cuda) -> dict[str, Callable]:
 
 
 def ratios_of(amounts: dict[str, list[float]], peer: str) -> list[float]:
-    """The peer's amount over ours, round by round; of what was not measured, or without a peer,
-    none."""
+    """The peer's amount over ours, round by round. Empty without a peer, or if nothing was
+    measured."""
     return [p / o for p, o in zip(amounts.get(peer, []), amounts["gpukern"]) if p > 0 and o > 0]
 
 
@@ -336,7 +341,7 @@ def geomean(values: Sequence[float]) -> float:
 
 @dataclass
 class Group:
-    """What rows must reach together: one line of the table of bars."""
+    """What the rows of a group must reach together: one line of the table of bars."""
 
     group: str
     rows: int
@@ -355,7 +360,7 @@ def judge_group(name: str, rows: list[Row], bar: Bar) -> Group:
         verdicts.append(verdict(mean, bar.geomean, bar.firm))
     if bar.each is not None:
         verdicts.append(verdict(worst, bar.each, bar.firm))
-    # "missed" < "missed, floor held" is also the order of the words
+    # min picks the worse verdict: "missed" sorts before "missed, floor held"
     worst_verdict = "held" if set(verdicts) <= {"held"} else min(set(verdicts) - {"held"})
     return Group(name, len(ratios), mean, worst, bar.text(), worst_verdict if verdicts else "")
 
@@ -412,7 +417,7 @@ class Run:
         self.began = _cpu_seconds()
         self.ends = time.perf_counter() + args.budget if args.budget else math.inf
         self.left_out = 0
-        self.listed: dict[str, list[str]] = {}  # with --list: groups and their rows
+        self.listed: dict[str, list[str]] = {}  # with --list: the groups and their rows
         if args.list:
             self.peaks = {}
             return
@@ -429,8 +434,8 @@ class Run:
         )
 
     def wants(self, group: str, slow: bool = False) -> bool:
-        """Whether the options ask for a group; `slow` ones start processes, and a quick run leaves
-        them out unless it names them."""
+        """Whether the options ask for a group. A `slow` group starts processes, so a quick run
+        leaves it out unless --only names it."""
         named = not self.args.only or any(part in group for part in self.args.only)
         if self.args.list:
             if named:
@@ -439,8 +444,8 @@ class Run:
         return named and not (slow and self.args.quick and not self.args.only)
 
     def asks(self, group: str, label: str, dtype: str) -> bool:
-        """Whether the options and the budget leave a row in: to be asked before a case that takes
-        long to make."""
+        """Whether the options and the budget leave a row in. Benches ask before they make a case
+        that takes long."""
         named = not self.args.rows or any(part in f"{label} {dtype}" for part in self.args.rows)
         if not (named and self.wants(group)):
             if named and group in self.listed:
@@ -514,12 +519,12 @@ class Run:
             self._store(groups)
 
     def others_percent(self) -> float:
-        """Share of all processors that other programs took since the start, 0 where unknown."""
+        """Percent of all processors that other programs took since the start; 0 if unknown."""
         (total, busy, own), (total0, busy0, own0) = _cpu_seconds(), self.began
         return 100 * max(0.0, busy - busy0 - (own - own0)) / max(total - total0, 1e-9)
 
     def stamp(self) -> dict:
-        """When, with what and on what a run was made."""
+        """Date, versions, command, threads and peaks of a run."""
         return {
             "date": datetime.date.today().isoformat(),
             "torch": torch.__version__,
@@ -547,11 +552,14 @@ def overhead_facts(
     bar: Bar,
     own: tuple[str, Callable[[], object]] | None = None,
 ) -> None:
-    """Host time of a small eager call without grad, on the CPU above torch.mul's. own: PyTorch's
-    way to the same result, and a bar of its own, since hosts differ by more than calls do. On CUDA
-    all is measured on each core, over and over for 20 s (1 s in a quick run), and where torch.mul
-    takes the least counts: of a virtual machine's cores some share theirs with a neighbour, now
-    these, now those, at times all, and take 1.6 times as long."""
+    """Host time of a small eager call without grad. On the CPU it is stated above torch.mul's.
+    `own` is PyTorch's way to the same result; its bar is a ratio, because hosts differ by more than
+    calls do.
+
+    On CUDA all calls are measured on each core, again and again for 20 s (1 s in a quick run). The
+    figures are those of the pass in which torch.mul took the least. On a virtual machine some cores
+    are shared with a neighbour for a while, and then take 1.6 times as long.
+    """
     on_cuda = run.device.kind == "cuda"
     x = torch.randn(8, 8, device=run.device.device)
     calls = {name: call, "torch.mul": lambda: torch.mul(x, x)} | ({own[0]: own[1]} if own else {})
@@ -566,8 +574,8 @@ def overhead_facts(
         else:
             medians = _medians(calls, run.device, 31)
     ours, mul, *theirs = (medians[key] for key in calls)
-    # on CUDA a launch is most of it, in ours and in torch.mul's: the bar is for the whole call
-    # there
+    # on CUDA a launch is most of the time, in ours and in torch.mul, so the bar is for the whole
+    # call
     cost = ours if on_cuda else ours - mul
     run.fact("call host time", name, cost, "us", bar, f"{ours:.1f} us, torch.mul {mul:.1f} us")
     if own:
@@ -584,8 +592,8 @@ def overhead_facts(
 def _on_quietest_core(
     calls: dict[str, Callable], judge: str, device: Cpu | Cuda, seconds: float
 ) -> dict[str, float]:
-    """us of host time of each call on the core, and at the moment, where judge takes the least;
-    begins no pass over the cores after so many seconds."""
+    """us of host time of each call, from the core and the pass in which `judge` took the least. No
+    pass over the cores starts after `seconds`."""
     cores, best = os.sched_getaffinity(0), {judge: math.inf}
     end = time.monotonic() + seconds
     try:
@@ -599,7 +607,7 @@ def _on_quietest_core(
 
 
 def _medians(calls: dict[str, Callable], device: Cpu | Cuda, rounds: int) -> dict[str, float]:
-    """us of host time of each call, alternately."""
+    """us of host time of each call; the calls run alternately."""
     times = {key: [] for key in calls}
     for _ in range(rounds):
         for key, fn in calls.items():
@@ -608,7 +616,7 @@ def _medians(calls: dict[str, Callable], device: Cpu | Cuda, rounds: int) -> dic
 
 
 def _host_us(call: Callable[[], object], device: Cpu | Cuda, calls: int) -> float:
-    """us of host time per call; the device is empty before, and its work is not waited for."""
+    """us of host time per call. The device is idle before, and its work is not waited for."""
     device.sync()
     start = time.perf_counter()
     for _ in range(calls):
@@ -634,13 +642,14 @@ print(json.dumps(flops / best / 1e9))
 
 
 def isa_shares(run: Run, label: str, statement: str, bar: Bar) -> None:
-    """Percent of each instruction set's own multiply-add peak, best of a second of calls, in a
-    process of its own with GPUKERN_CPU set. `statement` defines `call` and `flops` from `dtype`."""
+    """Percent of each instruction set's own multiply-add peak, as the best of a second of calls.
+    Each runs in a process of its own with GPUKERN_CPU set. `statement` defines `call` and `flops`
+    from `dtype`."""
     seconds = 0.3 if run.args.quick else 1.0
     for isa in run.device.isas():
         for dtype in ("f32", "bf16", "f16"):
             if dtype == "f16" and isa == "avx512bf16":
-                continue  # float16 has rows up to avx512
+                continue  # float16 has instances up to avx512
             if dtype == "f32" and isa == "avx512bf16":
                 continue  # and so has float32
             code = ISA_CHILD.format(
@@ -657,7 +666,7 @@ def isa_shares(run: Run, label: str, statement: str, bar: Bar) -> None:
             if child.returncode:
                 raise SystemExit(f"{label} with GPUKERN_CPU={isa} failed:\n{child.stderr}")
             rate = json.loads(child.stdout)
-            # the clock of a shared machine drifts: the peak is taken beside every figure
+            # the clock of a shared machine drifts, so the peak is measured with every figure
             peak = max(before, run.device.madd_peak(isa, dtype))
             run.fact(
                 "isa",
@@ -670,7 +679,7 @@ def isa_shares(run: Run, label: str, statement: str, bar: Bar) -> None:
 
 
 def _cpu_seconds() -> tuple[float, float, float]:
-    """Seconds of all processors together so far: passed, busy, and busy for this program."""
+    """Seconds of all processors together so far: elapsed, busy, and busy for this program."""
     own = sum(os.times()[:4])
     stat = Path("/proc/stat")
     if not stat.exists():

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Blocks of a kernel on an SM: what this GPU's driver says, beside the calculator (python -m
-torch_gpukern occupancy).
+"""Blocks of a kernel on an SM: the driver's answer on this GPU beside `torch_gpukern occupancy`.
 
 python benchmarks/occupancy.py LIBRARY [PATTERN] [--threads N] [--shared BYTES]
 
-The driver loads the machine code of the library and answers by
-cuOccupancyMaxActiveBlocksPerMultiprocessor and cuOccupancyMaxPotentialBlockSize (in the runtime
-cudaOccupancy..): the block that fills an SM best, and how many of them fill the GPU. How many warps
-are really active is a counter, sm__warps_active.avg.per_cycle_active, by ncu.
+The driver loads the machine code of the library. cuOccupancyMaxActiveBlocksPerMultiprocessor says
+how many blocks fit an SM, cuOccupancyMaxPotentialBlockSize which block fills an SM best and how
+many of them fill the GPU. The number of warps that are really active is a counter of ncu,
+sm__warps_active.avg.per_cycle_active.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 @dataclass(frozen=True)
 class Measured:
-    """blocks: of the asked threads and dynamic shared memory, on an SM. threads: of the block that
-    fills an SM best; grid: so many of them fill the GPU."""
+    """blocks: how many blocks of the given threads and dynamic shared memory fit an SM. threads:
+    the block size that fills an SM best. grid: how many blocks of that size fill the GPU."""
 
     blocks: int
     threads: int
@@ -39,12 +38,12 @@ class Measured:
 
 
 class Driver:
-    """Modules of machine code, on the current device of torch, by the CUDA driver."""
+    """Loads modules of machine code with the CUDA driver, on torch's current device."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError("occupancy: it asks the driver of a GPU; torch finds none")
-        torch.zeros(1, device="cuda")  # the device's context is there, and this thread's
+        torch.zeros(1, device="cuda")  # creates the device's context and makes it current
         self.lib = ctypes.CDLL("libcuda.so.1")
 
     def call(self, name: str, *arguments: object) -> None:
@@ -55,7 +54,7 @@ class Driver:
             raise RuntimeError(f"occupancy: {name}: {(text.value or b'').decode() or status}")
 
     def module(self, code: bytes) -> ctypes.c_void_p | None:
-        """None: the code is of another architecture."""
+        """The module of a piece of machine code. None if the code is for another architecture."""
         found = ctypes.c_void_p()
         return found if self.lib.cuModuleLoadData(ctypes.byref(found), code) == 0 else None
 
@@ -89,7 +88,7 @@ class Driver:
 
 
 def modules(driver: Driver, path: Path) -> list[ctypes.c_void_p]:
-    """Of the machine code in a library or cubin, what this GPU can run."""
+    """The modules in a library or cubin that this GPU can run."""
     codes = [path.read_bytes()] if path.suffix == ".cubin" else []
     with tempfile.TemporaryDirectory() as folder:
         if not codes:

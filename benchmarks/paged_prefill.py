@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Prefill and chunked prefill over pages on a GPU, by modifier and kind of cache: its time, beside
-the dense forward's on the same keys in q's dtype, and beside the kernels that stream a cache for 16
-rows at a time.
+"""Prefill and chunked prefill over a paged cache on a GPU, by modifier and kind of cache.
 
 python benchmarks/paged_prefill.py [--rounds 8] [--only d128]
 
-The streaming kernels serve a call whose table's rows lie 2^31 entries apart: of one sequence that
-changes nothing else. Calls alternate in an order drawn anew each round, with a pause before each.
+Beside each time stand the dense forward on the same keys in q's dtype, and the kernels that stream
+a cache for 16 rows at a time. The benchmark gets the streaming kernels by a table whose rows are
+2^31 entries apart; for one sequence that changes nothing else. Calls run in a random order each
+round with a pause before each.
 """
 
 import argparse
@@ -47,7 +47,7 @@ CASES += [
 
 
 def rules(what: str, heads: int) -> dict:
-    """e4m3+window1024+softcap50+alibi+sinks, in parts"""
+    """The arguments of a name such as "e4m3+window1024+softcap50+alibi+sinks"."""
     found = {}
     for part in what.split("+"):
         if part.startswith("window"):
@@ -73,8 +73,8 @@ def graph_of(call) -> torch.cuda.CUDAGraph:
 
 
 def calls_of(shape: str, what: str) -> tuple[dict, tuple]:
-    """By name the calls of a case as graphs, and what they read; the rows that serve the first and
-    the last."""
+    """The calls of a case as CUDA graphs by name with the tensors that they read, and the names of
+    the instances that serve the first and the last call."""
     batch, tokens, keys, heads, heads_kv, head_dim = SHAPES[shape]
     q = torch.randn(batch * tokens, heads, head_dim, device="cuda").bfloat16()
     stored = next((CODES[part] for part in what.split("+") if part in CODES), torch.bfloat16)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Plots of a bench: TFLOP/s, GFLOP/s or GB/s over the size, a line a provider, a panel for each
+"""Plots of benchmark results: the rate over the size, one line a provider, one panel for each
 group, mask and head_dim.
 
-python benchmarks/plots.py           draws every plot into build/results/, and docs/speed.png, from benchmarks/results/
-python benchmarks/plots.py --check   exits 1 if docs/speed.png shows other results; needs no matplotlib
+python benchmarks/plots.py           draws every plot into build/results/, and docs/speed.png,
+                                     from benchmarks/results/
+python benchmarks/plots.py --check   exits 1 if docs/speed.png shows other results; needs no
+                                     matplotlib
 
-docs/speed.png holds the digest of the figures in it, by which it is compared.
+docs/speed.png holds a digest of the figures in it, by which --check compares it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch_gpukern import results
 HERE = Path(__file__).resolve().parent
 PLOTS = HERE.parent / "build" / "results"
 SPEED = HERE.parent / "docs" / "speed.png"  # the picture of docs/results.md
-# Its panels: bench, and how the name of a panel begins. Each is of the GPU that was measured last.
+# Its panels: bench, and how the name of a panel begins. Each shows the GPU measured last.
 SPEED_PANELS = (
     ("gemm", "square bf16"),
     ("gemm", "skinny 4096x4096, NT"),
@@ -32,7 +34,7 @@ SPEED_PANELS = (
     ("paged_attn", "decode, page 16"),
 )
 OURS = "gpukern"
-# a provider has one color in every panel and plot, and no two of a picture share one
+# a provider has the same color in every plot, and no two providers of a picture share one
 COLORS = {
     OURS: "#d62728",
     "torch.matmul": "#1f77b4",
@@ -54,10 +56,9 @@ COLORS = {
     "FlexAttention": "#ad494a",
 }
 SPARE = ("#e7ba52", "#843c39", "#a55194", "#6b6ecf", "#31a354", "#3182bd", "#636363", "#fd8d3c")
-STYLE = 3  # counts changes of how plots look: with one they are all drawn again
+STYLE = 3  # incremented when the look of plots changes, so that all are drawn again
 
-# How the benches write a label: what the panel says beyond its group, and the size, whose name
-# stands beside.
+# How benches write a label: the part that the panel's name takes, and the size with its name.
 FORMS = (
     (re.compile(r"(?P<part>d\d+) B\d+ S(?P<size>\d+)"), "sequence length"),
     (re.compile(r"B\d+ H\d+ S(?P<size>\d+) (?P<part>d\d+)"), "sequence length"),
@@ -68,15 +69,15 @@ FORMS = (
 
 
 def place(group: str, label: str) -> tuple[str, tuple[int, ...], str]:
-    """(panel, size, name of the size) of a row; a label that is no size of a series has () and its
-    group's panel."""
+    """(panel, size, name of the size) of a row. A label that is no size of a series has () and the
+    panel of its group."""
     for form, name in FORMS:
         found = form.fullmatch(label)
         if not found:
             continue
         of = found.groupdict()
         part = of.get("part", "")
-        if "layout" in of:  # a group of one weight names it
+        if "layout" in of:  # a group of one weight has its name
             part = (
                 of["layout"]
                 if f"{of['n']}x{of['k']}" in group
@@ -88,7 +89,7 @@ def place(group: str, label: str) -> tuple[str, tuple[int, ...], str]:
 
 
 def panels_of(rows: list[dict]) -> dict[str, list[dict]]:
-    """Rows by panel; one dtype and one unit a panel."""
+    """Rows by panel. A panel has one dtype and one unit."""
     panels: dict[str, list[dict]] = {}
     for row in rows:
         name = place(row["group"], row["label"])[0]
@@ -114,10 +115,10 @@ def color_of(provider: str, spare: dict[str, str]) -> str:
 
 
 def draw_panel(axes, name: str, rows: list[dict], spare: dict[str, str]) -> None:
-    """One panel: lines over the size, or, where labels are no sizes, a mark for each."""
+    """Draws one panel: lines over the size, or one mark for each label if labels are no sizes."""
     sizes = [place(row["group"], row["label"])[1] for row in rows]
     over_sizes = all(sizes) and len(set(sizes)) == len(sizes) > 1
-    if over_sizes:  # two numbers, as of sequences and keys, are in the order of their product
+    if over_sizes:  # pairs, such as sequences and keys, are sorted by their product
         order = sorted(range(len(rows)), key=lambda i: (math.prod(sizes[i]), sizes[i]))
         rows, sizes = [rows[i] for i in order], [sizes[i] for i in order]
         labels = [" x ".join(map(str, size)) for size in sizes]
@@ -138,7 +139,7 @@ def draw_panel(axes, name: str, rows: list[dict], spare: dict[str, str]) -> None
         axes.plot(
             *zip(*points, strict=True),
             color=color_of(provider, spare),
-            label=provider.lstrip("_"),  # a legend leaves out what begins so
+            label=provider.lstrip("_"),  # a legend leaves out names with an underscore in front
             marker="o" if ours else ".",
             markersize=4,
             linewidth=(2.0 if ours else 1.0) if over_sizes else 0,
@@ -154,7 +155,7 @@ def draw_panel(axes, name: str, rows: list[dict], spare: dict[str, str]) -> None
 
 
 def speed_panels(saved: list[dict]) -> dict[str, list[dict]]:
-    """The panels of docs/speed.png. A bench with a note, marked by a star, goes behind one
+    """The panels of docs/speed.png. A bench with a note is marked by a star and comes after one
     without."""
     gpus = [result for result in saved if "NVIDIA" in result["device"]] or saved
     panels = {}
@@ -174,7 +175,7 @@ def speed_panels(saved: list[dict]) -> dict[str, list[dict]]:
 
 
 def digest(panels: dict[str, list[dict]]) -> str:
-    """Of all that a plot shows."""
+    """A digest of all that a plot shows."""
     shown = [
         STYLE,
         *(
@@ -186,14 +187,14 @@ def digest(panels: dict[str, list[dict]]) -> str:
 
 
 def digest_in(path: Path) -> str:
-    """The digest that a plot was drawn for; "" where it has none."""
+    """The digest that a plot was drawn for; "" if it has none."""
     found = re.search(rb"tEXtComment\0([0-9a-f]{64})", path.read_bytes()) if path.exists() else None
     return found[1].decode() if found else ""
 
 
 def draw(panels: dict[str, list[dict]], title: str, path: Path, columns: int = 3) -> bool:
-    """A plot of panels_of() some rows, 380 pixels a column, so that two columns are readable on a
-    page of 760 pixels. False without matplotlib or without rows that have a peer."""
+    """Draws the panels of panels_of(), 380 pixels a column, so that two columns are readable on a
+    page of 760 pixels. Returns False without matplotlib, or if no row has a peer."""
     try:
         import matplotlib
     except ImportError:
@@ -237,7 +238,7 @@ def draw(panels: dict[str, list[dict]], title: str, path: Path, columns: int = 3
 
 
 def all_plots() -> dict[Path, tuple[str, dict[str, list[dict]]]]:
-    """Every plot's title and panels by its path."""
+    """Title and panels of every plot, by its path."""
     saved, plots = [], {}
     for stored in sorted((HERE / "results").glob("*.csv")):
         result = results.load(stored)
@@ -254,7 +255,7 @@ def all_plots() -> dict[Path, tuple[str, dict[str, list[dict]]]]:
 
 
 def random_plots() -> None:
-    """The ratios of random products over FLOP a byte."""
+    """The plots of the ratios of random products over FLOP a byte."""
     from gemm_random import OP, draw_ratios  # imports torch, which the other plots do not need
 
     for stored in sorted((HERE / "results").glob("*.csv")):

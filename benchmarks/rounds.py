@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rounds of timed blocks: every contestant once a round, in an order that is drawn anew each time.
+"""Rounds of timed blocks: every contestant runs once a round, in a random order.
 
-A GPU under load is limited by its power: a block inherits the clock that the block before it left,
-which moves a ratio by 9 to 12 %. An order that only turns keeps each contestant behind the same
-other one, and so keeps the error. Two things remove it: the order is random, and where the device
-says so (`carries_over`) each block follows an untimed one of its own.
+A GPU under load is limited by its power, and a block inherits the clock that the block before it
+left. That moves a ratio by 9 to 12 %. A rotated order would keep each contestant behind the same
+other one and so keep the error. Two things remove it: the order is random, and on a device that
+`carries_over` each block follows an untimed block of the same contestant.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from devices import Cpu, Cuda
 
 @dataclass(frozen=True)
 class Effort:
-    """How long a case may run: a block lasts about block_us, a case at least min_rounds rounds and
-    then until seconds are spent or max_rounds are done."""
+    """How long a case may run. A block lasts about block_us. A case runs at least min_rounds
+    rounds, and then until `seconds` are spent or max_rounds are done."""
 
     block_us: float
     min_rounds: int
@@ -33,7 +33,7 @@ QUICK = Effort(block_us=5_000, min_rounds=3, max_rounds=5, seconds=0.2)
 
 
 class Rotation:
-    """Calls fn on one input after the other, so that a byte-bound call finds cold memory."""
+    """Calls fn on one input after the other, so that a memory-bound call finds cold memory."""
 
     def __init__(self, fn: Callable, inputs: list[tuple]) -> None:
         self.fn, self.inputs, self.next = fn, inputs, 0
@@ -46,9 +46,8 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Block:
-    """A timed block of calls: us of one, clock and power of the device while it ran (0: not known),
-    and whether
-    the device waited for the host (None: not known)."""
+    """A timed block of calls: us of one call, clock and power of the device while it ran (0 if
+    unknown), and whether the device waited for the host (None if unknown)."""
 
     us: float
     clock_mhz: float
@@ -62,7 +61,8 @@ def interleave(
     effort: Effort,
     live: Sequence[str] = (),
 ) -> dict[str, list[Block]]:
-    """The blocks of every contestant, one of each a round. Orders are the same in every run."""
+    """The blocks of every contestant, one of each a round. The random orders are the same in every
+    run."""
     count = {}
     for name, call in calls.items():
         call()

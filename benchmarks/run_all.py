@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every benchmark, one process each; at most 15 minutes on 2 cores. Options go to each of them.
+"""Runs the main benchmarks, each in its own process; at most 15 minutes on 2 cores. Options are
+passed to each.
 
 python benchmarks/run_all.py [--quick] [--device cpu|cuda] [--threads N]
 """

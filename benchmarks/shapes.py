@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every shape that a benchmark tries, and the bar that each group of them must reach.
+"""The shapes that the main benchmarks measure, and the bar that each group of them must reach.
 
 Bars are ratios against the fastest peer in the same run, unless a unit says otherwise. A tuple of
-lengths or sizes is one group of rows; groups are named "<what> <which>" and a bench prints them in
+lengths or sizes is one group of rows. Groups are named "<what> <which>", and a bench prints them in
 this order.
 """
 
@@ -32,7 +32,7 @@ GEMM_RANDOM_BARS = {
     "cpu": {"geomean": Bar(at_least=1.00), "5th percentile": Bar(at_least=0.90)},
 }
 
-# ---- flash_attn: tokens of a batch are constant, so that short lengths fill the machine too ------
+# ---- flash_attn: the tokens of a batch are constant, so that short lengths also fill the machine -
 
 ATTN_TOKENS = 4096
 ATTN_LENGTHS = (512, 2048, 4096)
@@ -88,8 +88,8 @@ CUDA_GEMM_BARS = {
     "LoRA gradients": Bar(geomean=1.00, each=0.85),
     "router": Bar(geomean=1.00, each=0.85),
 }
-CUDA_GEMM_UNALIGNED_BAR = Bar(share=1 / 1.3)  # of ours on the aligned neighbour
-# (M, N, K) and the aligned neighbour's
+CUDA_GEMM_UNALIGNED_BAR = Bar(share=1 / 1.3)  # of our speed on the aligned neighbour
+# (M, N, K) and the (M, N, K) of the aligned neighbour
 CUDA_GEMM_UNALIGNED = (
     ((1023, 1023, 1023), (1024, 1024, 1024)),
     ((1025, 1025, 1025), (1024, 1024, 1024)),

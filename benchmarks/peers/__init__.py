@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Readable counterparts of the kernels in other languages, and how many lines each has: what a
-peer's speed costs to read."""
+"""Readable versions of the kernels in other languages, and the lines of code of each."""
 
 from __future__ import annotations
 
@@ -31,13 +30,13 @@ def python_lines(path: Path) -> int:
 
 
 def own_lines(path: Path) -> int:
-    """Of one CUDA file, without comments and blank lines."""
+    """Lines of one CUDA file, without comments and blank lines."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
     return sum(bool(line.strip()) for line in text.splitlines())
 
 
 def cuda_lines(source: str) -> int:
-    """Of a kernel file and of all that it includes from csrc/cuda and its own folder, without
+    """Lines of a kernel file and of all that it includes from csrc/cuda and its own folder, without
     comments and blank lines."""
     todo, seen, count = [ROOT / source], set(), 0
     rooms = CUDA, (ROOT / source).parent
@@ -54,7 +53,7 @@ def cuda_lines(source: str) -> int:
 
 
 def lines_of(op: str) -> dict[str, int]:
-    """Lines of code of an op's forward kernel: ours for Hopper, with all that it stands on, and
+    """Lines of code of an op's forward kernel: ours for Hopper with all its headers, and
     Triton's."""
     ours = {
         "gemm": "csrc/cuda/product/gemm/gemm_sm90a.cu",
@@ -64,8 +63,8 @@ def lines_of(op: str) -> dict[str, int]:
 
 
 def lines_of_languages() -> dict[str, int]:
-    """Lines of code of each way to a @ b and a + b of bench_languages: of a file in Python the
-    whole of it; of ours in CUDA the file, and with all that it stands on."""
+    """Lines of code of each way to a @ b and a + b of bench_languages. A Python file counts as a
+    whole. Ours in CUDA counts as a file, and with all its headers."""
     short, vector = "learn/ladder/18_short_sm90a.cu", "learn/patterns/vector_add.cu"
     found = {
         "a @ b, gpukern": cuda_lines("csrc/cuda/product/gemm/gemm_sm90a.cu"),
@@ -86,8 +85,8 @@ def lines_of_languages() -> dict[str, int]:
 
 
 def kernel_lines(path: Path) -> dict[str, int]:
-    """Lines of code of each Triton kernel in a file, by its name without `_kernel`, and without
-    what it calls."""
+    """Lines of code of each Triton kernel in a file, by its name without `_kernel`, and without the
+    functions that it calls."""
     text = path.read_text()
     found = {}
     for node in ast.parse(text).body:

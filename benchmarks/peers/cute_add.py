@@ -56,7 +56,7 @@ def call(kernel, align: int, *tensors: torch.Tensor) -> None:
 
 
 def add(a: torch.Tensor, b: torch.Tensor, vectorised: bool = True) -> torch.Tensor:
-    """a + b of one shape and dtype. vectorised: by 16 bytes, what is left over by elements."""
+    """a + b of one shape and dtype. vectorised: 16 bytes a thread, and the rest by elements."""
     shape, a, b = a.shape, a.contiguous().view(-1), b.contiguous().view(-1)
     out = torch.empty_like(a)
     whole = a.numel() // (16 // a.element_size()) * (16 // a.element_size()) if vectorised else 0

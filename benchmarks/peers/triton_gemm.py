@@ -38,7 +38,8 @@ def kernel(
     BK: tl.constexpr,
     GROUP: tl.constexpr = 8,
 ):
-    """A program makes a tile BM x BN of out; programs walk GROUP rows of tiles together, for L2."""
+    """A program computes a tile BM x BN of out. Programs take tiles in groups of GROUP rows, for
+    L2."""
     tile, tiles_m, tiles_n = tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN)
     first = tile // (GROUP * tiles_n) * GROUP
     rows_here = min(tiles_m - first, GROUP)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""a @ b in Triton by programs that stay, to be read beside learn/ladder/10_persistent_sm90a.cu: one
-an SM, tile after tile. Needs triton and a GPU, or TRITON_INTERPRET=1."""
+"""a @ b in Triton by persistent programs, one an SM, that compute tile after tile. To be read
+beside learn/ladder/10_persistent_sm90a.cu. Needs triton and a GPU, or TRITON_INTERPRET=1.
+"""
 
 import torch
 import triton
@@ -27,7 +28,8 @@ def kernel(
     BK: tl.constexpr,
     GROUP: tl.constexpr = 8,
 ):
-    """Program p has tiles p, p + PROGRAMS, ..; they walk GROUP rows of tiles together, for L2."""
+    """Program p has tiles p, p + PROGRAMS, and so on. Programs take tiles in groups of GROUP rows,
+    for L2."""
     tiles_m, tiles_n, step = tl.cdiv(m, BM), tl.cdiv(n, BN), tl.arange(0, BK)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
         first = tile // (GROUP * tiles_n) * GROUP

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Figures of learn/claims.md that no other run has: the size of L2, and what pages cost one and the
-same kernel.
+"""Figures of learn/claims.md that no other benchmark measures: the size of L2, and the cost of
+paging.
 
 python learn/benchmarks/bench_claims.py --device cuda [--quick]
 
-The cost of paging: keys and values in pages of 16 that lie in any order, and the same bytes in
-pages of 256 one behind the other, as a dense cache has them; the kernel, the splits and the bytes
-read are the same.
+The cost of paging compares keys and values in pages of 16 in random order with the same bytes in
+pages of 256 in order, as a dense cache has them. The kernel, the splits and the bytes read are the
+same.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def paging(batch: int, context: int, device: torch.device) -> Case:
             batch, -1
         )
         parts = []
-        for x in (k, v):  # page pages[i] of the caches is the i-th of the tokens
+        for x in (k, v):  # page pages[i] of the cache holds the i-th page of tokens
             cache = torch.empty(
                 batch * context // PAGE, PAGE, HEADS_KV, HEAD_DIM, device=device, dtype=x.dtype
             )

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The gemm ladder beside torch.matmul (cuBLAS): every rung at 4096 cubed, the last three at 16384
+"""The gemm ladder beside torch.matmul (cuBLAS): every rung at 4096 cubed, rungs 11 to 13 at 16384,
 too.
 
 python learn/benchmarks/bench_ladder.py --device cuda [--counters FILE LARGE]
     measures, and stores the results beside the predictions
 python learn/benchmarks/bench_ladder.py --stored [--counters FILE LARGE]
-    draws what is stored again, on any machine
+    draws the stored results again, on any machine
 python learn/benchmarks/bench_ladder.py --metrics
-    prints what a profiler should count
+    prints the counters that a profiler should take
 
-FILE is what it counted in one call of every rung and of torch.matmul, LARGE the same of `ladder.py
-16384 11 12 13`:
+FILE is the profiler's log of one call of every rung and of torch.matmul. LARGE is the same for
+`ladder.py 16384 11 12 13`. This command makes FILE:
   ncu --clock-control none --csv --print-units base --kernel-name 'regex:ladder_|gemm|nvjet' \\
       --metrics $(python learn/benchmarks/bench_ladder.py --metrics) --log-file FILE python
       learn/benchmarks/ladder.py
-Results go to the op "ladder" of benchmarks/results/<device>.csv and to learn/ladder.png;
-tools/results.py writes the tables of learn/ladder.md from them.
+
+Results are stored as the op "ladder" in benchmarks/results/<device>.csv and drawn to
+learn/ladder.png. tools/results.py writes the tables of learn/ladder.md from them.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ L2, MEMORY, CYCLES = (
     "sm__cycles_elapsed.max",
 )
 METRICS = (CYCLES, TENSOR, L1, SHARED, CONFLICTS, LOADS, INSTRUCTIONS, ISSUE, L2, MEMORY)
-# the one counter of a rung that its change was meant to move
+# the one counter that each rung's change was meant to move
 MOVED = {
     2: L1,
     3: LOADS,
@@ -72,7 +73,7 @@ MOVED = {
 
 
 def sample(size: int) -> Tensor:
-    """At most 512 places of a dimension, both ends among them."""
+    """At most 512 indices of a dimension, with both ends among them."""
     return (
         torch.linspace(0, size - 1, min(size, 512), device="cuda", dtype=torch.float64)
         .round()
@@ -102,10 +103,10 @@ def case(rung: ladder.Rung, size: int) -> Case:
 
 
 def profile(path: Path) -> list[dict]:
-    """What ncu wrote, kernel by kernel in the order of their launches: {"kernel": its name, metric:
-    value, ..}."""
+    """The kernels of ncu's log in the order of their launches: {"kernel": its name, metric: value,
+    ..}."""
     lines = [line for line in path.read_text().splitlines() if line.startswith('"')]
-    # a head a process
+    # ncu repeats the header line for each process
     rows = csv.DictReader([line for i, line in enumerate(lines) if i == 0 or line != lines[0]])
     kernels: dict[tuple, dict] = {}
     for row in rows:
@@ -117,8 +118,8 @@ def profile(path: Path) -> list[dict]:
 
 
 def counters(path: Path, numbers: Sequence[int]) -> dict[str, dict]:
-    """Kernel by kernel what the profiler counted: rung's number, or cuBLAS -> metric -> value.
-    Kernels come in the order of their launches, one a rung, torch.matmul's last."""
+    """Rung's number, or cuBLAS -> metric -> value. The log must have one kernel for each rung in
+    the order of the launches, and torch.matmul's last."""
     kernels = profile(path)
     names = [*map(str, numbers), "cuBLAS"]
     if len(kernels) != len(names):
@@ -129,8 +130,8 @@ def counters(path: Path, numbers: Sequence[int]) -> dict[str, dict]:
 
 
 def draw(bench: dict, device: str, path: Path) -> None:
-    """Left every rung over a logarithmic scale with cuBLAS beside it, right the ratios of those
-    that come near."""
+    """Left: every rung on a logarithmic scale with cuBLAS beside it. Right: the ratios of rungs 6
+    to 13."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -197,8 +198,8 @@ def draw(bench: dict, device: str, path: Path) -> None:
 
 
 def predicted(rungs: Sequence[ladder.Rung], size: int) -> list[dict]:
-    """What was expected of rungs before they ran, as facts: TFLOP/s, what limits them, the counter
-    that their change was meant to move, the source, the change."""
+    """The predictions of rungs as facts: TFLOP/s, the limiting unit, the counter that the change
+    was meant to move, the source, the change."""
     facts = []
     for rung in rungs:
         found = ladder_model.predict(rung.number, size, size, size)
@@ -213,7 +214,7 @@ def predicted(rungs: Sequence[ladder.Rung], size: int) -> list[dict]:
 
 
 def counted(paths: Sequence[Path]) -> list[dict]:
-    """Both profiles as facts: a line a rung and counter."""
+    """Both profiles as facts: one for each rung and counter."""
     facts = []
     profiles = zip((SIZE, LARGE), paths, (tuple(MOVED | {1: ""}), LARGE_RUNGS))
     for size, path, numbers in profiles:
@@ -228,10 +229,10 @@ def counted(paths: Sequence[Path]) -> list[dict]:
 
 
 class LadderRun(Run):
-    """A run that stores what was predicted and counted beside what was measured."""
+    """A run that stores predictions and counters beside the measurements."""
 
     def _store(self, groups: list) -> None:
-        # where the profile lay says nothing
+        # the folder of the profile is left out
         stamp = self.stamp() | {"command": re.sub(r"\S+/(?=\w+\.csv)", "", self.stamp()["command"])}
         bench = stamp | {"rows": [asdict(row) for row in self.rows], "facts": self.facts}
         bench["groups"] = [asdict(group) for group in groups]
@@ -280,7 +281,7 @@ def main() -> None:
     if args.device != "cuda":
         raise SystemExit("bench_ladder: the ladder has CUDA kernels alone: --device cuda")
     run = LadderRun("ladder", args, open_device(args.device))
-    # ladder_sizes.py has those between them
+    # ladder_sizes.py has the rungs between them
     rungs = [rung for rung in ladder.rungs() if rung.after == 0]
     run.facts += predicted(rungs, SIZE) + predicted(
         [rungs[number - 1] for number in LARGE_RUNGS], LARGE

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The same in other languages, each in a file that is read beside ours: a product by the library,
-by the ladder's shortest rung, by CUTLASS, CuTe DSL and Triton, and a + b by CuTe DSL and Triton;
-with the lines of code of each.
+"""One product and one sum in several languages, timed, with the lines of code of each.
 
 python learn/benchmarks/bench_languages.py --device cuda [--quick]
 
-A peer that does not import is left out and named. Of our ops a + b is dropout_add with p = 0.
-learn/languages.md has the table.
+The product runs by the library, the ladder's shortest rung, CUTLASS, CuTe DSL and Triton. The sum a
++ b runs by CuTe DSL and Triton; ours is dropout_add with p = 0. A peer that does not import is left
+out and named. learn/languages.md has the table.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch_gpukern  # noqa: E402
 
 SIZES = (4096, 8192)
 LENGTH = 1 << 26
-# name -> module of peers/, what it calls
+# name -> module of peers/
 GEMMS = {
     "CUTLASS": "cutlass_gemm",
     "CuTe DSL": "cute_gemm",

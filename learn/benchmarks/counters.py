@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a profiler counts in one call of every rung of the gemm ladder at 4096 cubed, of
-torch.matmul beside them, and of every access of learn/patterns/banks.cu.
+"""Profiles one call of every rung of the gemm ladder and of torch.matmul at 4096 cubed, by ncu.
 
-python learn/benchmarks/counters.py                 runs ncu once, half a minute; writes learn/counters.csv
-python learn/benchmarks/counters.py --read FILE     writes it from what ncu wrote (--log) before, on the same machine
-python learn/benchmarks/counters.py --command       prints the command, for a machine where ncu wants other rights
+It also profiles every access of learn/patterns/banks.cu.
 
-It needs ncu, nvcc (for the example) and the ladder's library. A row is a kernel, a column one of
-bench_ladder.METRICS; the pages that quote a row are learn/ladder.md and learn/claims.md.
+python learn/benchmarks/counters.py                 runs ncu once, half a minute; writes
+                                                    learn/counters.csv
+python learn/benchmarks/counters.py --read FILE     writes it from an earlier log of ncu (--log) of
+                                                    the same machine
+python learn/benchmarks/counters.py --command       prints the command, for a machine where ncu
+                                                    needs other rights
+
+It needs ncu, nvcc (for banks.cu) and the ladder's library. A row is a kernel, a column one of
+bench_ladder.METRICS. learn/ladder.md and learn/claims.md quote the rows.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ def accesses() -> list[str]:
 
 
 def command(log: Path) -> list[str]:
-    """One run of ncu over both: PATTERN_CHECK=1 launches every access once, on one block."""
+    """The command of one ncu run over both programs. PATTERN_CHECK=1 launches every access once, on
+    one block."""
     numbers = " ".join(str(rung.number) for rung in ladder.rungs())
     script = f"{shlex.quote(sys.executable)} {ROOT / 'benchmarks' / 'ladder.py'} 4096 {numbers} && {BANKS}"
     kernels = "regex:ladder_|gemm|nvjet|read_kernel"
@@ -57,7 +62,8 @@ def command(log: Path) -> list[str]:
 
 
 def rows(log: Path) -> list[dict]:
-    """Rungs and cuBLAS come in the order of their launches, and so do the accesses."""
+    """The kernels of a log with their names. Rungs and cuBLAS are in the order of their launches,
+    and so are the accesses."""
     kernels = profile(log)
     found = []
     products = [*(f"rung {rung.number} {rung.name}" for rung in ladder.rungs()), "cuBLAS"]

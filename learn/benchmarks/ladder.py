@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The gemm ladder from Python: libgpukern_ladder.so, which the build makes beside the tests.
+"""The gemm ladder from Python: calls libgpukern_ladder.so, which `make learn` builds.
 
-GPUKERN_BUILD_DIR names another build folder. `python learn/benchmarks/ladder.py [SIZE [RUNG ..]]`
-calls rungs 1 to 13, or those named, and torch.matmul once at SIZE cubed, for a profiler or a
-sanitizer.
+`python learn/benchmarks/ladder.py [SIZE [RUNG ..]]` calls each rung and torch.matmul once at SIZE
+cubed, for a profiler or a sanitizer. Without RUNG it calls rungs 1 to 13. GPUKERN_BUILD_DIR names
+another build folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = Path(os.environ.get("GPUKERN_BUILD_DIR", ROOT / "build")) / "libgpukern_ladder.so"
 
-F32 = (1, 2, 3, 4, 5, 14, 15)  # without tensor cores
+F32 = (1, 2, 3, 4, 5, 14, 15)  # rungs that take float32: those without tensor cores
 
 
 class _Rung(ctypes.Structure):
@@ -44,14 +44,14 @@ class Rung:
     change: str
     source: str  # from the top of the tree
     predicted_tflops: float
-    after: int  # 0: in order; else the rung that this one stands behind
+    after: int  # the rung that this one stands behind; 0 for those that stand in order
     arch: int
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """Raises OSError where the library is not built: it needs both CUDA architectures and
-    GPUKERN_BUILD_TESTS."""
+    """Loads the library. Raises OSError if it is not built; the build needs both CUDA architectures
+    and GPUKERN_BUILD_TESTS."""
     if not LIBRARY.exists():
         raise OSError(
             f"ladder: {LIBRARY} is not there; `make learn GPUKERN_CUDA=1` makes it where nvcc is"
@@ -81,7 +81,8 @@ def library() -> ctypes.CDLL:
 
 
 def _file(source: str) -> str:
-    """ladder/X.cu is a file of learn/, gemm/X.cu one of the library."""
+    """Path of a rung's source from the top of the tree: ladder/X.cu is in learn/, gemm/X.cu in
+    csrc/cuda/product/."""
     return f"learn/{source}" if source.startswith("ladder/") else f"csrc/cuda/product/{source}"
 
 
@@ -103,8 +104,8 @@ def rungs() -> list[Rung]:
 
 
 def gemm(rung: int, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a [M, K] @ b [K, N], bfloat16 (or float32, by the rungs of F32), dense, on torch's current
-    stream."""
+    """a [M, K] @ b [K, N] by one rung, on torch's current stream. Operands are dense bfloat16, or
+    float32 for the rungs of F32."""
     dtype = torch.float32 if a.dtype == torch.float32 else torch.bfloat16
     for name, x in (("a", a), ("b", b)) + ((("out", out),) if out is not None else ()):
         if x.dtype != dtype or x.dim() != 2 or not x.is_contiguous():

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What each rung of the gemm ladder should reach, from its accesses and a few figures of the
-device.
+"""Predicts the speed of each rung of the gemm ladder from its accesses and a few device figures.
 
-python learn/benchmarks/ladder_model.py [SIZE]        prints every rung's limits at SIZE cubed, 4096 unless said
+python learn/benchmarks/ladder_model.py [SIZE]    prints every rung's limits at SIZE cubed (4096)
 
-Written before the rungs were measured and kept as it was: where a measurement differs,
-learn/ladder.md says why. A rung is as slow as its slowest unit; what it waits for without any unit
-being busy is counted only where a name below says so.
+The model was written before the rungs were measured and was not changed afterwards. If a
+measurement differs, learn/ladder.md says why. A rung is as slow as its slowest unit. Waits without
+a busy unit are counted only if a field below says so.
 
-Rungs 1 to 5, 14 and 15 count clocks of an SM for one warp and one k: of L1 and shared memory, which
-are one memory with one port, of the multiply-adds, and of the instructions issued. The others count
-microseconds of a tile: its steps of k, each as long as its slowest unit, its start and the store of
-its results.
+Rungs 1 to 5, 14 and 15 are modelled in clocks of an SM for one warp and one k. The units are L1 and
+shared memory (one memory with one port), the multiply-adds, and the issue of instructions. The
+other rungs are modelled in microseconds of a tile: its steps of k, each as long as its slowest
+unit, its start, and the store of its results.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Device:
-    """One H200. Rates that docs/worklog/gemm.md measured stand beside those of the data sheet."""
+    """One H200. Rates measured in docs/worklog/gemm.md stand beside those of the data sheet."""
 
     sms: int = 132
-    clock_ghz: float = 1.98  # what kernels without tensor cores run at
-    busy_clock_ghz: float = 1.755  # and those that draw the board's power
-    warps_issued: int = 4  # a clock: one of each quarter of an SM
-    load_clocks: int = 2  # of L1 for the shortest load
-    bank_bytes: int = 128  # that shared memory or a line of L1 gives in a clock
+    clock_ghz: float = 1.98  # clock of kernels without tensor cores
+    busy_clock_ghz: float = 1.755  # clock of kernels that draw the board's power
+    warps_issued: int = 4  # instructions issued a clock: one by each quarter of an SM
+    load_clocks: int = 2  # clocks of L1 for the smallest load
+    bank_bytes: int = 128  # bytes that shared memory or a line of L1 delivers in a clock
     l2_tbs: float = 8.0  # to all SMs, measured
     l2_latency_us: float = 0.2
     memory_tbs: float = 4.2
     mma_tflops: float = 519.0  # mma.sync with nothing else, measured: 0.655 of cuBLAS
-    wgmma_tflops: float = 780.0  # what 700 W allow on normal data: cuBLAS's best
+    wgmma_tflops: float = 780.0  # the most at 700 W on normal data: cuBLAS's best
     start_us: float = 1.0  # a block's launch, barriers and first bytes
-    store_us: float = 3.3  # 64 KiB of results from all SMs at once, measured
+    store_us: float = 3.3  # store of 64 KiB of results by all SMs at once, measured
 
 
 H200 = Device()
@@ -51,17 +50,17 @@ class Prediction:
     limits: dict[str, float]  # unit -> TFLOP/s if it were the only one
 
 
-# ---- what a warp's access costs -----------------------------------------------------------------
+# ---- the cost of an access of a warp ------------------------------------------------------------
 
 
 def lines(bytes_of_lanes: Iterable[int]) -> int:
-    """Lines of 128 bytes that a load from global memory touches: L1 gives one a clock."""
+    """Lines of 128 bytes that a load from global memory touches. L1 delivers one a clock."""
     return len({at // 128 for at in bytes_of_lanes})
 
 
 def wavefronts(bytes_of_lanes: Iterable[int], width: int) -> int:
-    """Clocks of shared memory: the most different 4-byte words that one of the 32 banks must give
-    to the warp."""
+    """Clocks of shared memory: the largest number of different 4-byte words that one of the 32
+    banks must deliver to the warp."""
     words = {at // 4 + i for at in bytes_of_lanes for i in range(width // 4)}
     return max(sum(word % 32 == bank for word in words) for bank in range(32))
 
@@ -84,7 +83,7 @@ def coalesced(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
 
 
 def shared(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
-    """32 of k for a copy of two elements a thread; a is read 4 of k at once."""
+    """Rung 3. A thread copies two elements for each 32 of k; a is read 4 of k at a time."""
     read = wavefronts((lane * 4 for lane in LANES), 4) + wavefronts((0 for _ in LANES), 16) / 4
     copy = 2 * wavefronts((lane * 4 for lane in LANES), 4) + _l1(
         device, *(2 * [[lane * 2 for lane in LANES]])
@@ -97,8 +96,8 @@ def shared(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
 
 
 def registers(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
-    """16 of k for a copy of 8 + 8 elements a thread, each with a conversion and two instructions of
-    addresses."""
+    """Rung 4. A thread copies 8 + 8 elements for each 16 of k, each with a conversion and two
+    address instructions."""
     read = 8 * wavefronts((lane // 4 * 4 for lane in LANES), 4) + 8 * wavefronts(
         (lane % 4 * 4 for lane in LANES), 4
     )
@@ -113,7 +112,7 @@ def registers(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
 
 
 def vectorised(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
-    """16 of k for a copy of a chunk of a and one of b a thread; stores to swizzled places
+    """Rung 5. A thread copies a chunk of a and one of b for each 16 of k and stores them swizzled
     (05_vectorised.cu)."""
     read = 2 * wavefronts((lane // 4 * 16 for lane in LANES), 16) + 2 * wavefronts(
         (lane % 4 * 16 for lane in LANES), 16
@@ -135,7 +134,7 @@ def vectorised(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
 
 
 def column(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
-    """Rung 14. 32 of k for a copy of 4 + 4 elements a thread; a is read 4 of k at once."""
+    """Rung 14. A thread copies 4 + 4 elements for each 32 of k; a is read 4 of k at a time."""
     read = wavefronts((lane * 4 for lane in LANES), 4) + 8 * wavefronts((0 for _ in LANES), 16) / 4
     copy = 8 * wavefronts((lane * 4 for lane in LANES), 4) + _l1(
         device, *(8 * [[lane * 2 for lane in LANES]])
@@ -167,20 +166,21 @@ def warp_tile(k: int, n: int, device: Device) -> tuple[int, dict[str, float]]:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Rungs 6 to 13 and 16 to 18: a block's tile, and what of it nothing hides."""
+    """Rungs 6 to 13 and 16 to 18: the tile of a block, and which parts of its time nothing
+    hides."""
 
     bm: int
     bn: int
     bk: int
-    blocks: int = 1  # on an SM
-    # tile of a warp that reads by ldmatrix; None: wgmma reads by itself
+    blocks: int = 1  # blocks on an SM
+    # tile of a warp that reads by ldmatrix; None: wgmma reads shared memory directly
     warp: tuple[int, int] | None = None
     alone: bool = False  # a block copies and multiplies alternately
     sharers: int = 1  # blocks that copy one tile of b together
-    starts: bool = True  # every tile, not only the first
-    stores: bool = True  # every tile, not only the last
+    starts: bool = True  # whether every tile waits for its start, not only the first
+    stores: bool = True  # whether every tile waits for its store, not only the last
     launched_early: bool = False
-    group: int = 1  # rows of tiles (of clusters) walked together
+    group: int = 1  # rows of tiles (or of clusters' tiles) in a group
 
 
 RUNGS = {
@@ -199,8 +199,8 @@ RUNGS = {
 
 
 def step_us(t: Tiles, device: Device) -> dict[str, float]:
-    """One step of k of one block, by unit, as if the SM were its own; of `blocks` blocks each takes
-    its share."""
+    """us of one step of k of one block, by unit, as if the block had the SM to itself. With several
+    blocks an SM, tiles_of multiplies by their number."""
     flop = 2 * t.bm * t.bn * t.bk
     copied = (t.bm + t.bn / t.sharers) * t.bk * 2
     peak, unit = (
@@ -215,7 +215,7 @@ def step_us(t: Tiles, device: Device) -> dict[str, float]:
         reads = t.bm // wm * (t.bn // wn) * (wm + wn) * t.bk * 2 / device.bank_bytes
         writes = (t.bm + t.bn) * t.bk * 2 / device.bank_bytes
         units["shared memory"] = (reads + writes) / device.busy_clock_ghz / 1e3
-    else:  # 64 rows of a and all of b for each warpgroup, and tma's writes
+    else:  # each warpgroup reads 64 rows of a and all of b, and TMA writes both
         reads = t.bm // 64 * (64 + t.bn) * t.bk * 2 / device.bank_bytes
         units["shared memory"] = (
             (reads + (t.bm + t.bn) * t.bk * 2 / device.bank_bytes) / device.busy_clock_ghz / 1e3
@@ -230,8 +230,8 @@ def tiles_of(t: Tiles, m: int, n: int, k: int, device: Device) -> Prediction:
     tiles = math.ceil(m / (t.bm * t.sharers)) * math.ceil(n / t.bn)
     waves, steps = math.ceil(tiles / slots), math.ceil(k / t.bk)
     units = step_us(t, device)
-    # what a wave reads of a and b, once from memory: `group` rows of tiles and as many columns as
-    # make a wave
+    # a wave covers `group` rows of tiles and as many columns as it needs; it reads their a and b
+    # once from memory
     rows = min(t.group, math.ceil(m / (t.bm * t.sharers)))
     columns = min(slots / rows, math.ceil(n / t.bn))
     rows = slots / columns

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every rung of the gemm ladder at sizes 64 to 8192, beside torch.matmul (cuBLAS), in one picture;
-and those without tensor cores in float32, too.
+"""Every rung of the gemm ladder at sizes 64 to 8192, beside torch.matmul (cuBLAS), in one picture.
 
-python learn/benchmarks/ladder_sizes.py [--out FOLDER]      measures; writes ladder_sizes.csv and ladder_sizes.png there (docs/)
-python learn/benchmarks/ladder_sizes.py --stored            draws learn/ladder_sizes.csv again, on any machine
+The rungs without tensor cores are measured in float32, too.
 
-A cell is the median of 15 replays of a CUDA graph of the call (2 ms of calls a graph), so launches
-do not count; a call over 20 ms is timed once. Operands are in L2 where they fit. Clocks are not
-held, so cuBLAS stands in every size's line and ratios within a size compare.
-"""  # noqa: E501
+python learn/benchmarks/ladder_sizes.py [--out FOLDER]   measures; writes ladder_sizes.csv and
+                                                         ladder_sizes.png there (learn/)
+python learn/benchmarks/ladder_sizes.py --stored         draws learn/ladder_sizes.csv again, on any
+                                                         machine
+
+A cell is the median of 15 replays of a CUDA graph that holds 2 ms of calls, so launches do not
+count. A call over 20 ms is timed once. Operands are in L2 if they fit. Clocks are not fixed, so
+only ratios within a size compare; cuBLAS is measured at every size.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +33,13 @@ CUBLAS = "cuBLAS"
 
 
 def in_order(rungs: list[ladder.Rung]) -> list[ladder.Rung]:
-    """Those between others where they stand."""
+    """The rungs with 14 to 18 behind the rungs that they follow."""
     return sorted(rungs, key=lambda rung: (rung.after or rung.number, rung.after != 0, rung.number))
 
 
 def median_us(call: Callable[[], object]) -> float:
-    """By the replay of a graph; of a call over 20 ms, beside which its launch is nothing, by one
-    pair of events."""
+    """us of a call, by the replay of a graph. A call over 20 ms is timed once by a pair of events;
+    its launch is negligible."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     call()
@@ -61,7 +64,7 @@ def measure() -> list[dict]:
             calls = [(rung.name, partial(ladder.gemm, rung.number, a, b, out)) for rung in rungs]
             calls.append((CUBLAS, partial(torch.matmul, a, b, out=out)))
             for _, call in calls if size == SIZES[0] else ():
-                call()  # kernels and libraries are loaded
+                call()  # loads kernels and libraries
             for name, call in calls:
                 us = median_us(call)
                 rows.append({"dtype": str(dtype)[6:], "size": size, "rung": name})
@@ -71,7 +74,8 @@ def measure() -> list[dict]:
 
 
 def draw(rows: list[dict], path: Path, device: str) -> None:
-    """A panel a dtype, a line a rung over the size; those between others dashed, cuBLAS black."""
+    """One panel a dtype, one line a rung over the size. Rungs between others are dashed, cuBLAS is
+    black."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -93,7 +97,7 @@ def draw(rows: list[dict], path: Path, device: str) -> None:
                 if name == CUBLAS
                 else {"color": colors(i % 10)}
             )
-            look["marker"] = "os^"[i // 10]  # no two lines have color and marker alike
+            look["marker"] = "os^"[i // 10]  # no two lines have the same color and marker
             look["linestyle"] = "--" if name in between else "-"
             if points:
                 axes.plot(*zip(*points), markersize=4, label=name, **look)

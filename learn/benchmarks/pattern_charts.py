@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Draws learn/latency.png and learn/attn_ladder.png from the H100's columns of learn/patterns.md
-and from its saved results.
+and its stored results.
 
 python learn/benchmarks/pattern_charts.py    needs matplotlib
 """
@@ -18,11 +18,11 @@ SAVED = ROOT / "benchmarks" / "results" / "nvidia-h100-80gb-hbm3.csv"
 LAST_RUNG = (
     "forward full",
     "d64 B4 S4096",
-)  # of the attention ladder: the library's kernel, at its length and head_dim
+)  # last rung of the attention ladder: the library's kernel, same length and head_dim
 
 
 def measured(page: str, source: str) -> dict[str, tuple[float, float]]:
-    """variant -> (predicted, measured) of the pattern of this source, on the H100."""
+    """variant -> (predicted, measured) on the H100, of the pattern of this source."""
     rows = page[page.index(f"(patterns/{source}.cu) |") - 40 :].splitlines()[1:]
     found: dict[str, tuple[float, float]] = {}
     for row in rows:

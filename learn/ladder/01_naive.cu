@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Rung 1, naive: a thread per element of out, its sum over k straight from global memory.
+/* Rung 1, naive. One thread computes one element of out and reads its operands from global memory.
  *
- * Neighbouring threads lie down the rows of out. So the 32 lanes of a warp read 32 rows of a, 32
- * lines of 128 bytes for 64 bytes of values, and one element of b. L1 finds nearly all of them, but
- * hands out one line a clock: 33 clocks for 32 multiply-adds. Memory is not what it waits for. */
+ * The starting point: 0.496 TFLOP/s at 4096 cubed (H200), 0.0006 of cuBLAS.
+ *
+ * Neighbouring threads take neighbouring rows of out. So the 32 lanes of a warp read 32 different
+ * rows of a, that is 32 lines of 128 bytes for 64 bytes of values, and one shared element of b.
+ * Nearly all of these reads hit L1, but L1 delivers one line a clock: 33 clocks for 32
+ * multiply-adds. The kernel waits for L1, not for memory. */
 #include "rungs.cuh"
 #include "tiles.h"
 

@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Rung 2, coalesced: rung 1 with neighbouring threads along the columns of out: a modulo and a
- * division change places.
+/* Rung 2, coalesced. Against rung 1 one thing changes: neighbouring threads take neighbouring
+ * columns of out, so the modulo and the division change places.
  *
- * The 32 lanes of a warp now read one element of a, which all of them share, and 64 bytes of one
- * line of b: two lines for 32 multiply-adds instead of 33. Each load still keeps L1 for two clocks,
- * whatever it finds. */
+ * Gain: 0.496 to 5.04 TFLOP/s at 4096 cubed (H200).
+ *
+ * The 32 lanes of a warp now share one element of a and read 64 bytes of one line of b: two lines
+ * for 32 multiply-adds instead of 33. The model of learn/benchmarks/ladder_model.py charges L1 two
+ * clocks for each load, even one that touches a single line. */
 #include "rungs.cuh"
 #include "tiles.h"
 

@@ -1,10 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Rung 3, shared: the block first copies a square of a and one of b to shared memory, as floats,
- * then every thread takes 32 products from there.
+/* Rung 3, shared. Against rung 2: the block first copies a 32 x 32 square of a and one of b to
+ * shared memory as floats. Every thread then takes 32 products from there.
  *
- * An element of a is read from global memory once for 32 columns instead of once for each, and
- * converted once. Shared memory hands out 128 bytes a clock: a row of b is one, and 16 bytes of a,
- * which all lanes share, are one for 4 of k. */
+ * Gain: 5.04 to 7.78 TFLOP/s at 4096 cubed (H200).
+ *
+ * An element of a is read from global memory once for 32 columns, and converted once, instead of
+ * once for each column. Shared memory delivers 128 bytes a clock. A row of b costs one clock. A
+ * read of 16 bytes of a, which all lanes share, covers 4 steps of k; the model charges one clock
+ * for it, and the profiler counted two (learn/ladder.md). */
 #include "rungs.cuh"
 #include "tiles.h"
 
@@ -21,10 +24,10 @@ __global__ void __launch_bounds__(SQUARE *SQUARE) ladder_shared_kernel(ProductOf
     for (int k = 0; k < p.k; k += SQUARE) {
         a_s[y][x] = row < p.m && k + x < p.k ? to_f32(p.a[(int64_t)row * p.k + k + x]) : 0;
         b_s[y][x] = k + y < p.k && col < p.n ? to_f32(p.b[(int64_t)(k + y) * p.n + col]) : 0;
-        __syncthreads(); /* the squares are there */
+        __syncthreads(); /* both squares are complete */
 #pragma unroll
         for (int kk = 0; kk < SQUARE; ++kk) sum += a_s[y][kk] * b_s[kk][x];
-        __syncthreads(); /* all have read them */
+        __syncthreads(); /* every thread has read them */
     }
     if (row < p.m && col < p.n) p.out[(int64_t)row * p.n + col] = from_f32<T>(sum);
 }

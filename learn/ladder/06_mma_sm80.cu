@@ -1,15 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Rung 6, mma: the tensor cores. A warp's mma.sync multiplies 16 x 16 by 16 x 8 elements; its
- * operands stay bfloat16.
+/* Rung 6, mma. Against rung 5: the tensor cores do the multiplying. One mma.sync of a warp
+ * multiplies 16 x 16 by 16 x 8 elements, and the operands stay bfloat16.
  *
- * Block: 128 x 128 of out, 4 warps of 64 x 64.
- * Shared memory: one stage, a [128 m][64 k] and b [64 k][128 n], swizzled (smem_tile). cp.async
- * fills it without registers in between; ldmatrix takes four 8 x 8 matrices out of it at once,
- * transposing b's on the way.
+ * Gain: 37.5 to 313 TFLOP/s at 4096 cubed (H200).
  *
+ * A block computes 128 x 128 of out with 4 warps of 64 x 64.
+ *
+ * Shared memory: one stage with a [128 m][64 k] and b [64 k][128 n], swizzled (smem_tile). cp.async
+ * fills it without passing through registers. ldmatrix loads four 8 x 8 matrices at once and
+ * transposes those of b on the way.
+ *
+ * A block copies, then multiplies. Two blocks share an SM, and each hides half of the other's
+ * waits:
  *   block 1   copy .... | products |            copy .... | products
- *   block 2             | copy .... | products |           copy ....      two on an SM hide half of each other's waits
- */
+ *   block 2             | copy .... | products |           copy .... */
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/fragment.cuh"
 #include "rungs.cuh"
@@ -39,7 +43,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_mma_kernel(Product p)
                                           thread);
         cp_async_commit_group();
         cp_async_wait_group<0>();
-        __syncthreads(); /* all threads' copies are there */
+        __syncthreads(); /* the copies of all threads have arrived */
 #pragma unroll
         for (int kk = 0; kk < BK / 16; ++kk) {
             uint32_t a[MT][4], b[NT][4];
@@ -56,7 +60,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 2) ladder_mma_kernel(Product p)
                     mma_add<bf16>(sum[i][2 * j + 1], a[i], b[j] + 2);
                 }
         }
-        __syncthreads(); /* all have read the stage */
+        __syncthreads(); /* every warp has read the stage */
     }
 #pragma unroll
     for (int i = 0; i < MT; ++i)

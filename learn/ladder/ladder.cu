@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* ladder.cu: the table of the rungs, what they refuse, and the two that are rows of the library. */
+/* ladder.cu: the C entry points of the ladder. It has the table of the rungs, the argument checks,
+ * and rungs 7 and 13, which call instances of the library. */
 #include "ladder.h"
 
 #include <string.h>
@@ -20,7 +21,7 @@ gk_context context(void *stream) {
     return ctx;
 }
 
-/* ---- the library's own rows ------------------------------------------------------------------ */
+/* ---- rungs 7 and 13: instances of the library ------------------------------------------------ */
 gk_tensor matrix(const bf16 *data, int64_t rows, int64_t cols) {
     gk_tensor t = {};
     t.data = (void *)data;
@@ -43,8 +44,8 @@ gk_gemm_args gemm_args(const Product &p) {
     return args;
 }
 
-/* Rung 7 is one row, whatever the size; rung 13 what the library takes. false: neither serves the
- * call. */
+/* Plans rung 7 or 13. Rung 7 is one instance at every size; rung 13 is the instance that the
+ * library chooses. Returns false if no instance can serve the call. */
 bool plan_of(int32_t rung, const gk_context *ctx, const gk_gemm_args *args, gk_plan *plan) {
     if (rung == 7) {
         for (int i = 0; i < gk_gemm_sm80_table.num_instances; ++i) {
@@ -101,7 +102,7 @@ LadderRun *const runs[] = {ladder_naive,
                            ladder_persistent,
                            ladder_overlap,
                            ladder_raster,
-                           NULL, /* a row of the library */
+                           NULL, /* an instance of the library, as rung 7 */
                            ladder_column,
                            ladder_warp_tile,
                            ladder_wmma,
@@ -109,7 +110,7 @@ LadderRun *const runs[] = {ladder_naive,
                            ladder_short};
 static_assert(sizeof runs / sizeof runs[0] == num_rungs, "a launcher for each rung");
 
-/* NULL: of tensor cores */
+/* NULL: the rung uses tensor cores, which take no float32 here */
 LadderRunF32 *const runs_f32[num_rungs] = {ladder_naive,
                                            ladder_coalesced,
                                            ladder_shared,

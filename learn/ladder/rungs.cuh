@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* rungs.cuh: what the rungs share: the call, and the name of each launcher. */
+/* rungs.cuh: what the rungs share: the arguments of a product, loads and stores of 8 and 4
+ * elements, and the declarations of the launchers. */
 #ifndef GPUKERN_CUDA_LADDER_RUNGS_CUH
 #define GPUKERN_CUDA_LADDER_RUNGS_CUH
 
@@ -8,8 +9,8 @@
 
 typedef __nv_bfloat16 bf16;
 
-/* out [m][n] = a [m][k] b [k][n]; sizes are multiples of 8, so that rows are whole chunks of 16
- * bytes */
+/* out [m][n] = a [m][k] b [k][n]. Sizes are multiples of 8, so that every row is whole chunks of 16
+ * bytes. */
 template <typename T> struct ProductOf {
     const T *a, *b;
     T *out;
@@ -18,8 +19,8 @@ template <typename T> struct ProductOf {
 typedef ProductOf<bf16> Product;
 typedef ProductOf<float> ProductF32;
 
-/* 8 neighbours from global memory as floats, zeros where they are not valid; 4 floats to 4
- * neighbours in global memory. */
+/* load8 reads 8 consecutive elements from global memory as floats, or zeros if `valid` is false.
+ * store4 writes 4 floats to 4 consecutive elements of global memory. */
 static __device__ __forceinline__ void load8(const bf16 *from_g, bool valid, float (&v)[8]) {
     const uint4 x = valid ? *(const uint4 *)from_g : make_uint4(0, 0, 0, 0);
     const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
@@ -41,7 +42,7 @@ static __device__ __forceinline__ void store4(float *to_g, const float *v) {
     *(float4 *)to_g = make_float4(v[0], v[1], v[2], v[3]);
 }
 
-/* Those without tensor cores serve float32, too. */
+/* The launchers. Rungs without tensor cores serve float32, too. */
 typedef gk_status LadderRun(const gk_context *, const Product &);
 typedef gk_status LadderRunF32(const gk_context *, const ProductF32 &);
 LadderRunF32 ladder_naive, ladder_coalesced, ladder_shared, ladder_registers, ladder_vectorised,

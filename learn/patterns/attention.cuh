@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// attention: what the two files of the attention ladder share: in is q, k and v
-// [3][heads][length][64], out [heads][length][64].
+// attention: what the two files of the attention ladder share. The input holds q, k and v as
+// [3][heads][length][64]; out is [heads][length][64].
 #ifndef ATTENTION_CUH
 #define ATTENTION_CUH
 
@@ -12,7 +12,7 @@ enum {
 static constexpr float SCALE = 0.125f; // 1 / sqrt(D)
 static constexpr float LOG2E = 1.44269504f;
 
-// A size of a pattern: rows is the length, cols is 3 * D * heads.
+// The pattern's size encodes the problem: rows is the length, cols is 3 * D * heads.
 static inline int heads_of(int cols) { return cols / (3 * D); }
 static inline int out_size(int rows, int cols) { return rows * cols / 3; }
 static inline double flops_of(int rows, int cols) { return 4.0 * rows * rows * D * heads_of(cols); }
@@ -25,7 +25,7 @@ static __host__ __device__ inline Head head_of(const float *in, int length, int 
     return {in + head * one, in + (heads + head) * one, in + (2 * heads + head) * one};
 }
 
-// Multiples of 1 / 16 in -1 .. 1, which bfloat16 has, too.
+// Inputs are multiples of 1 / 16 in -1 .. 1, which bfloat16 represents exactly.
 static inline float number(int i) {
     return (float)((int)((unsigned)i * 2654435761u >> 27) - 15) / 16;
 }

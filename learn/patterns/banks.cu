@@ -1,29 +1,33 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// banks: what an access to shared memory costs: the claims of learn/claims.md that a GPU can be
-// asked, one access each.
+// banks: what one access to shared memory costs. Each variant is one access pattern of
+// learn/claims.md, measured alone.
 //
 // Every warp reads its places of a table over and over; nothing else keeps the SM busy. The model
-// counts wavefronts, clocks of shared memory: 128 bytes a phase, in each of which a bank gives one
-// word at a time, and lanes that want the same word share it.
+// counts wavefronts, which are clocks of shared memory. Each wavefront delivers up to 128 bytes. In
+// one wavefront a bank delivers one word, and lanes that want the same word share it.
 //
-//   16 bytes on end       the model: 4 clocks, and none fewer would do
-//   stride 2              every second bank: 2-way
-//   column, rows of N     float [32][N]; rows of 32 meet in one bank, rows of 33 in none; so do `col ^ row` and rows of 32
-//   halves, rows of N     16-bit [32][N], two elements to a word: 129 is 2-way, 130 is free
-//   ldmatrix, B,M,S       a column of 16-byte chunks in rows of 64 or 128 16-bit elements, swizzled so
-//   one word, one chunk   all lanes read the same 4 or 16 bytes
+//   16 bytes on end        16 bytes a lane, consecutive: 4 clocks, the minimum
+//   stride 2               every second word, so every second bank: 2-way conflict
+//   column, rows of N      a column of float [32][N]. Rows of 32 put it into one bank (32-way).
+//                          Rows of 33 spread it over all banks, and so does storing column c of row
+//                          r at c ^ r.
+//   halves, rows of N      a column of 16-bit [32][N], two elements a word: rows of 129 are 2-way,
+//                          rows of 130 are free of conflicts
+//   ldmatrix, B,M,S        a column of 16-byte chunks, in rows of 64 or 128 16-bit elements, under
+//                          the swizzle B,M,S
+//   one word, one chunk    all lanes read the same 4 or 16 bytes
 #include "cuda/ptx/ldmatrix.cuh"
 #include "measure.cuh"
 
 enum {
     THREADS = 256,
-    BLOCKS = 4,    // on an SM: 32 warps hide the loads' latency
-    ROUNDS = 1024, // of every warp
-    WORDS = 2112,  // of the table: past the last place of any access
-    LDMATRIX = 0   // as a width: ldmatrix.x4
+    BLOCKS = 4,    // on an SM: their 32 warps hide the latency of a load
+    ROUNDS = 1024, // reads of every warp
+    WORDS = 2112,  // size of the table: past the last place of any access
+    LDMATRIX = 0   // stands for ldmatrix.x4 where a width is expected
 };
 
-template <int STRIDE> struct Bytes { // lane l at l * STRIDE
+template <int STRIDE> struct Bytes { // lane l reads at byte l * STRIDE
     static constexpr GK_HD int at(int lane) { return lane * STRIDE; }
 };
 template <int SHIFT> struct XorRow { // column 0 of float [32][32], at col ^ (row >> SHIFT & 31)
@@ -32,7 +36,7 @@ template <int SHIFT> struct XorRow { // column 0 of float [32][32], at col ^ (ro
 template <int ROW_BYTES, class Swizzle> struct Chunks { // chunk 0 of 32 rows
     static constexpr GK_HD int at(int lane) { return Swizzle::apply(lane * ROW_BYTES); }
 };
-struct ByRow8 { // chunk ^ row / 8 of rows of 128 bytes
+struct ByRow8 { // chunk 0 of rows of 128 bytes, stored at chunk ^ (row / 8)
     static constexpr GK_HD int at(int lane) { return lane * 128 + ((lane >> 3) & 7) * 16; }
 };
 
@@ -45,8 +49,8 @@ template <class Place, int WIDTH> constexpr int wavefronts() {
     return sum;
 }
 
-// What a lane reads; of 16 bytes all four words count, or the compiler would read one; of an
-// ldmatrix the first register.
+// Reads WIDTH bytes. A 16-byte read returns the sum of all four words; otherwise the compiler would
+// load only one of them. An ldmatrix returns its first register.
 template <int WIDTH> static __device__ uint32_t read(smem_addr at_s) {
     uint32_t r[4];
     if (WIDTH == LDMATRIX) return ldmatrix_x4(r, at_s), r[0];
@@ -55,14 +59,14 @@ template <int WIDTH> static __device__ uint32_t read(smem_addr at_s) {
     return x.x + x.y + x.z + x.w;
 }
 
-// out = in where every read gave what lies there: word w is w in both halves. step is 0, which the
-// compiler does not know: so it makes every read.
+// Writes out = in if every read returned the expected value, else NaN. Word w of the table holds w
+// in both halves. `step` is 0, which the compiler cannot know, so it keeps every read.
 template <class Place, int WIDTH>
 __global__ void __launch_bounds__(THREADS)
     read_kernel(const float *in, float *out, int n, int step) {
     __shared__ __align__(128) uint32_t table[WORDS];
     for (int w = threadIdx.x; w < WORDS; w += THREADS) table[w] = w * 0x10001;
-    __syncthreads(); // the table is whole
+    __syncthreads(); // the table is complete
     const int lane = threadIdx.x % 32;
     const uint32_t place =
         WIDTH == LDMATRIX ? Place::at(lane >> 2) + (lane & 3) * 4 : Place::at(lane);

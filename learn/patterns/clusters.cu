@@ -1,12 +1,18 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// clusters: how large one may be, what of the GPU it leaves idle, and what its barrier costs.
+// clusters: how large a cluster may be, which launches fail, and what the cluster's barrier costs.
 //
-//   barrier of N      1,000 barriers of a cluster of N blocks, one after the other; N = 1 is the block's own barrier
-//   of 8, relaxed     the same without .release and .acquire: for those who have nothing to show each other, or show it by mbarriers
-// Before: what the GPU refuses. Up to 8 blocks may be asked for anywhere; 16 only by a kernel that
-// has opted in; 17 never; and shared memory that 16 SMs of a GPC have not stops the launch, too. A
-// launch that does not fit fails: nothing falls back, and a caller who does not look at the error
-// sees an output that nobody wrote.
+//   barrier of N     1,000 barriers of a cluster of N blocks, one after the other. For N = 1 it is
+//                    the block's own barrier.
+//   of 8, relaxed    The same without .release and .acquire. It is enough if the blocks share no
+//                    data, or order their data by mbarriers.
+//
+// Measured on one H100, 1,000 barriers: 22 us for a block, 57 us for 8 blocks relaxed, 446 to 560
+// us for 2 to 16 blocks ordered. An ordered barrier first fences all memory.
+//
+// Before that, the program asks for launches that should fail. Clusters of up to 8 blocks may be
+// asked for by any kernel, 16 only by a kernel that has opted in, 32 by none. A launch also fails
+// if its shared memory exceeds that of an SM. A failed launch has no fallback: a caller that
+// ignores the error reads an output that nobody wrote.
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/ptx/cluster_reads.cuh"
 #include "measure.cuh"
@@ -17,7 +23,7 @@ enum {
     MOST = 16
 };
 
-// out = in, behind the barriers.
+// Runs the barriers, then writes out = in.
 enum Kind {
     OF_BLOCK,
     ORDERED,
@@ -33,7 +39,7 @@ __global__ void __launch_bounds__(THREADS) barrier_kernel(const float *in, float
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS)
         out[i] = in[i];
 }
-// The same, which has not opted in.
+// A copy kernel that never opts in to clusters of 16.
 __global__ void shy_kernel(const float *in, float *out, int n) {
     if (threadIdx.x < n) out[threadIdx.x] = in[threadIdx.x];
 }
@@ -67,7 +73,7 @@ static bool good(const float *in, const float *out, int rows, int cols) {
     return memcmp(in, out, sizeof *in * rows * cols) == 0;
 }
 
-// What a launch of so many blocks a cluster says; `fails` is what it should.
+// Launches a cluster of `size` blocks and prints the result. `fails` says whether it should fail.
 static int refuse(const char *what, bool fails, Kernel kernel, int size, size_t shared) {
     Launch launch(size, size, shared);
     int clusters = 0;
@@ -84,7 +90,7 @@ static int refuse(const char *what, bool fails, Kernel kernel, int size, size_t 
     return printf("WRONG  %s: %s\n", what, cudaGetErrorName(error)), 1;
 }
 static int refusals() {
-    const size_t all = 227 * 1024; // bytes of shared memory: a block an SM
+    const size_t all = 227 * 1024; // bytes of shared memory: one block takes a whole SM
     const Kernel kernel = barrier_kernel<ORDERED>;
     int wrong = refuse("16 blocks, not opted in", true, shy_kernel, 16, 0);
     MUST(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
@@ -99,8 +105,8 @@ static int refusals() {
 }
 
 int main(void) {
-    // A barrier of a block some 20 clocks, of a cluster a trip between SMs: 180 (the pattern
-    // latency)
+    // Predictions: some 20 clocks for a barrier of a block, 180 for one of a cluster, which is a
+    // trip between SMs (the pattern latency)
     const auto us = [](double clocks) { return BARRIERS * clocks / FIGURES.ghz / 1e3; };
     const char *const stall = "smsp__average_warps_issue_stalled_membar_per_issue_active.ratio";
     const pattern p = {"clusters", same_size, good, MOST, THREADS, 0, small_integer};

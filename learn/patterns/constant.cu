@@ -1,18 +1,25 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// constant: 256 multiply-adds an element with the numbers of one table, from four places.
+// constant: 256 multiply-adds an element with the numbers of one table. The four variants read the
+// table from different places.
 //
-//   constant, one address     all lanes want the same entry: a multiply-add takes it from constant memory as an operand, free
-//   constant, 32 addresses    lane l wants entry l + i: constant memory serves an address at a time
-//   global, 32 addresses      the same entries through L1, which serves the one or two lines that they lie in
-//   shared, 32 addresses      the same from 32 banks: one wavefront
-// All add up the same numbers, small integers, so the order does not show.
+//   constant, one address     All lanes want the same entry. The multiply-add takes it from
+//                             constant memory as an operand, without a load.
+//   constant, 32 addresses    Lane l wants entry l + i. Constant memory serves one address at a
+//                             time.
+//   global, 32 addresses      The same entries through L1, which serves the one or two lines that
+//                             hold them.
+//   shared, 32 addresses      The same entries from 32 banks of shared memory: one wavefront.
+//
+// Measured on one H100: 615, 4, 234 and 249 GB/s.
+//
+// All four variants add the same small integers, so the order of the sum does not matter.
 #include "measure.cuh"
 
 enum {
     THREADS = 256,
     BLOCKS = 132 * 8,
     ENTRIES = 256,
-    AGAIN = 32 // the first entries stand behind the last, so that l + i needs no remainder
+    AGAIN = 32 // the first entries are repeated behind the last, so l + i needs no remainder
 };
 
 struct Table {
@@ -25,7 +32,7 @@ __constant__ Table table_c = Table();
 __device__ Table table_g = Table();
 
 struct OneAddress {
-    static constexpr int AHEAD = ENTRIES; // the entry's address is known to the compiler
+    static constexpr int AHEAD = ENTRIES; // unrolled fully, so that every address is a constant
     static __device__ float entry(const float *, int, int i) { return table_c.x[i]; }
 };
 struct Constant {
@@ -48,7 +55,7 @@ __global__ void __launch_bounds__(THREADS)
     table_kernel(const float *__restrict__ in, float *__restrict__ out, int n) {
     __shared__ float table_s[ENTRIES + AGAIN];
     for (int i = threadIdx.x; i < ENTRIES + AGAIN; i += THREADS) table_s[i] = table_g.x[i];
-    __syncthreads(); // the table is there
+    __syncthreads(); // the table is complete
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS) {
         const float x = in[i];
         float sum = 0;
@@ -74,8 +81,8 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 }
 
 int main(void) {
-    // Clocks of an SM for a warp's entry: a multiply-add 1/4, an address of constant memory 1, a
-    // load through L1 at least 2, a wavefront of shared memory 1.
+    // Clocks of an SM for one entry of a warp: 1/4 for a multiply-add, 1 for an address of constant
+    // memory, at least 2 for a load through L1, 1 for a wavefront of shared memory.
     const pattern p = {"constant", same_size, good, 4096, 4096, 8.0 * 4096 * 4096, small_integer};
     const char *const l1 = "l1tex__data_pipe_lsu_wavefronts.sum";
     const variant variants[] = {

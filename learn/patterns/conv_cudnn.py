@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""cuDNN beside conv_gemm.cu: the same convolution of 3 x 3, 128 channels to 128, by torch. `python
+"""cuDNN through torch on the convolution of conv_gemm.cu: 3 x 3, 128 channels to 128. Run `python
 conv_cudnn.py` on a GPU.
 
-Its result is bfloat16, that of conv_gemm.cu float32: it writes half as much.
+Its result is bfloat16 and that of conv_gemm.cu float32, so cuDNN writes half as many bytes.
 """
 
 import torch
@@ -12,7 +12,7 @@ CHANNELS, HEIGHT, WIDTH = 128, 512, 512
 
 
 def numbers(*shape: int) -> torch.Tensor:
-    """Small integers, as conv_gemm.cu's: their sums are exact in float32."""
+    """Small integers, as in conv_gemm.cu. Sums of them are exact in float32."""
     return torch.randint(-6, 7, shape, device="cuda").to(
         torch.bfloat16, memory_format=torch.channels_last
     )
@@ -32,7 +32,7 @@ def median_us(call, times: int = 21) -> float:
 
 def main() -> None:
     x, weight = numbers(1, CHANNELS, HEIGHT, WIDTH), numbers(CHANNELS, CHANNELS, 3, 3)
-    torch.backends.cudnn.benchmark = True  # the fastest of its kernels
+    torch.backends.cudnn.benchmark = True  # cuDNN picks its fastest kernel
     small = x[:, :, :20, :33].contiguous(memory_format=torch.channels_last)
     want = conv2d(small.double(), weight.double(), padding=1)
     assert torch.equal(conv2d(small, weight, padding=1), want.to(torch.bfloat16)), "cuDNN is wrong"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// conv_product: out [pixels][128] = im2col's matrix [pixels][9 x 128] times the weights [128][9 x
-// 128], whoever brings the matrix.
+// conv_product: the product of conv_gemm.cu. out [pixels][128] is the im2col matrix [pixels][9 x
+// 128] times the transpose of the weights [128][9 x 128]. `From` loads the tiles of the matrix.
 #ifndef CONV_PRODUCT_CUH
 #define CONV_PRODUCT_CUH
 
@@ -11,29 +11,30 @@
 enum {
     C = 128, // channels of the picture, and filters
     PART = 64,
-    ROW = 9 * C, // of im2col's matrix
+    ROW = 9 * C, // a row of the im2col matrix
     STEPS = ROW / PART,
     PIXELS = 128,
     THREADS = 256,
     STAGES = 3
 };
 typedef __nv_bfloat16 bf16;
-typedef smem_tile<PIXELS, PART * 2> Tile; // of pixels and of filters
+typedef smem_tile<PIXELS, PART * 2> Tile; // a tile of pixels or of filters
 
 template <class From>
 __global__ void __launch_bounds__(THREADS, 2)
     product_kernel(const __grid_constant__ From from, const bf16 *weights, float *out, int pixels) {
-    extern __shared__ __align__(1024) char memory[]; // STAGES of pixels, STAGES of filters
+    extern __shared__ __align__(
+        1024) char memory[]; // STAGES tiles of pixels, then STAGES of filters
     __shared__ __align__(8) unsigned long long full[STAGES];
     const smem_addr pixels_s = cvta_to_shared(memory), filters_s = pixels_s + STAGES * Tile::bytes;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pixel0 = blockIdx.x * PIXELS;
-    const int row0 = warp / 4 * 64, col0 = warp % 4 * 32; // a warp: 64 pixels x 32 filters
+    const int row0 = warp / 4 * 64, col0 = warp % 4 * 32; // a warp computes 64 pixels x 32 filters
     float sum[4][4][4] = {};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) mbarrier_init(cvta_to_shared(&full[s]), 1);
         fence_mbarrier_init();
     }
-    __syncthreads(); // the barriers are there
+    __syncthreads(); // the barriers are initialised
     const auto load = [&](int j) {
         const int s = j % STAGES;
         if (j < STEPS) {
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         const int s = j % STAGES;
         from.wait(cvta_to_shared(&full[s]), j / STAGES & 1);
         cp_async_wait_group<STAGES - 2>();
-        __syncthreads(); // the step is there, and all have read the one before
+        __syncthreads(); // this step has arrived, and every warp has read the previous one
         load(j + STAGES - 1);
         const smem_addr a_s = frag_a_base<Tile>(pixels_s + s * Tile::bytes, lane, row0);
         const smem_addr b_s = frag_b_base<Tile>(filters_s + s * Tile::bytes, lane, col0);

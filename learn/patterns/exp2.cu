@@ -1,22 +1,28 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// exp2: 2^x by the special function unit, by polynomials, and by both at once. Softmax is made of
-// it.
+// exp2: 2^x by the special function unit, by polynomials, and by both at once. Softmax computes it
+// for every score.
 //
-//   exp2f                 what C means: ex2.approx beside what saves subnormal results
-//   ex2                   ex2.approx.ftz: 16 a clock and SM, an eighth of the multiply-adds' rate; error 2^-22.5
-//   polynomial, ERROR     x = n + f, |f| <= 1/2: a polynomial of 2^f, to whose exponent n is added. The error that is allowed decides
-//                         the degree (exp2_within): 3, 4 or 5, and one fma more for each
-//   a quarter polynomial  one in four by the polynomial of degree 3 while the special functions
-//                         make the others. Worth its error where the result is rounded to 8 bits of
-//                         mantissa anyway, as attention's are
-// Coefficients: of the least largest relative error on [-1/2, 1/2]. Good for |x| < 126; a softmax clamps what is below.
+//   exp2f                   the C function: ex2.approx and the code that keeps subnormal results
+//   ex2                     ex2.approx.ftz: 16 a clock and SM, an eighth of the rate of
+//                           multiply-adds; error 2^-22.5
+//   polynomial, ERROR       x = n + f with |f| <= 1/2: a polynomial of 2^f, to whose exponent n is
+//                           added. The allowed error sets the degree (exp2_within): 3, 4 or 5, one
+//                           fma more for each.
+//   a quarter polynomial    One of four by the polynomial of degree 3 while the special function
+//                           unit makes the others. Its error is acceptable if the result is rounded
+//                           to 8 bits of mantissa anyway, as the weights of attention are.
+//
+// Measured on one H100: exp2f 463, ex2 479, polynomials 244 to 317, a quarter polynomial 577 GB/s.
+//
+// The coefficients minimise the largest relative error on [-1/2, 1/2]. They hold for |x| < 126; a
+// softmax clamps smaller arguments.
 #include "cuda/ptx/regs.cuh"
 #include "measure.cuh"
 
 enum {
     THREADS = 256,
     BLOCKS = 132 * 8,
-    ROUNDS = 64 // of an element, or memory would be the limit
+    ROUNDS = 64 // exponentials an element; with fewer, memory would be the limit
 };
 
 template <int DEGREE> static __device__ float exp2_polynomial(float x) {
@@ -25,7 +31,7 @@ template <int DEGREE> static __device__ float exp2_polynomial(float x) {
         {0.99999928f, 0.69312179f, 0.24024744f, 0.055917859f, 0.0095701021f},
         {1.0000001f, 0.69314694f, 0.2402212f, 0.055507131f, 0.009675541f, 0.0013276472f},
     };
-    // rounds x to a whole number n, which stands in the low bits
+    // adding `magic` rounds x to an integer n, which is then in the low bits of `shifted`
     const float magic = 0x1.8p23f, shifted = x + magic;
     const float f = x - (shifted - magic);
     float y = c[DEGREE - 3][DEGREE];
@@ -45,13 +51,14 @@ template <int MILLIONTHS> static __device__ float exp2_within(float x) {
 struct Library {
     static __device__ float at(float x, int) { return exp2f(x); }
 };
-template <int MILLIONTHS, int OF = 1> struct Within { // the others of OF exactly
+template <int MILLIONTHS, int OF = 1>
+struct Within { // one of OF by the polynomial, the others exactly
     static __device__ float at(float x, int i) {
         return i % OF ? exp2_within<0>(x) : exp2_within<MILLIONTHS>(x);
     }
 };
 
-// zero is 0, which the compiler does not know: so it makes every round.
+// `zero` is 0, which the compiler cannot know, so it keeps every round.
 template <class Exp2>
 __global__ void __launch_bounds__(THREADS)
     exp2_kernel(const float *in, float *out, int n, float zero) {
@@ -80,8 +87,8 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 static float exponents(int i) { return (float)(i % 8191) / 256 - 16; }
 
 int main(void) {
-    // Clocks of an SM for a warp's round: an instruction a quarter of a clock, a special function
-    // 2.
+    // Clocks of an SM for one round of a warp: a quarter for an instruction, 2 for a special
+    // function.
     const auto gbs = [](double clocks) { return sm_gbs(ROUNDS * clocks, 256); };
     const char *const xu = "smsp__inst_executed_pipe_xu.sum",
                       *const fma = "smsp__inst_executed_pipe_fma.sum";

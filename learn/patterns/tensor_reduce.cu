@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// tensor_reduce: cp.reduce.async.bulk.tensor: a box leaves shared memory, and L2 adds it to what is
-// there, or takes the smaller, or the bits that both have. Row r of in goes into row r % 8 of out,
-// as 32-bit integers: so every order gives the same bits.
+// tensor_reduce: cp.reduce.async.bulk.tensor. A box leaves shared memory, and L2 combines it with
+// what memory holds: by addition, minimum, maximum or a bit operation. Row r of in is combined into
+// row r % 8 of out, as 32-bit integers, so that every order gives the same bits.
 //
-//   red               for comparison: every thread an atomic instruction an element, add
-//   add .. xor        boxes of 8 x 128 come by TMA and leave by TMA; one thread starts both
-// A box that reaches past the matrix is filled with zeros, which are neutral for add, or and xor,
-// and wrong for min, max and `and`: so the last rows, fewer than 8, and rows that are no multiples
-// of 16 bytes go by red.
+//   red           for comparison: every thread executes one atomic addition for each element
+//   add .. xor    boxes of 8 x 128 come and leave by TMA, and one thread issues both copies
+//
+// Measured on one H100: red 1439, the others 1499 to 1514 GB/s.
+//
+// TMA fills zeros where a box reaches past the matrix. Zeros are neutral for add, or and xor, but
+// wrong for min, max and `and`. So the last rows, fewer than 8, are combined by red, and so is
+// every matrix whose rows are not multiples of 16 bytes.
 #include "cuda/ptx/tma.cuh"
 #include "cuda/tile/tma_ring.cuh"
 #include "measure.cuh"
@@ -23,8 +26,8 @@ enum {
     BLOCKS = 132 * 8
 };
 
-// An operation: by L2 for a box, by a thread for an element, on the host; and the byte that out is
-// filled with before.
+// One operation in three forms: by L2 for a box, by a thread for an element, and on the host. FILL
+// is the byte that out is filled with before.
 #define OPERATION(NAME, FILL, PTX, ATOMIC, HOST)                                        \
     struct NAME {                                                                       \
         static constexpr int fill = FILL;                                               \
@@ -76,14 +79,14 @@ __global__ void __launch_bounds__(32)
     };
     for (int j = 0; j < AHEAD; ++j) load(j);
     for (int j = 0; j < count; ++j) {
-        // the stage that is filled next has left: its copy is AHEAD groups old
+        // the stage to be filled next is free: its copy out is AHEAD groups old
         tma_store_wait_group_read<AHEAD - 1>();
         load(j + AHEAD);
         mbarrier_wait(cvta_to_shared(&full[j % STAGES]), j / STAGES & 1);
         Op::box(&maps.out, col(j), cvta_to_shared(stages[j % STAGES]));
         tma_store_commit_group();
     }
-    tma_store_wait_group_read<0>(); // shared memory is the block's until it has been read
+    tma_store_wait_group_read<0>(); // shared memory must stay until TMA has read it
 }
 template <class Op>
 __global__ void __launch_bounds__(256)
@@ -135,7 +138,7 @@ template <class Op> static bool good(const float *in, const float *out, int rows
     return true;
 }
 template <class Op, bool BOXES = true> static variant of(const char *name) {
-    // 48e9 sectors a second, what the pattern TMA reduce measured for L2's additions
+    // L2 adds 48e9 sectors a second, measured by the pattern TMA reduce
     return {name,           launch<Op, BOXES>,           capped(48 * 32),
             "L2's atomics", "lts__t_sectors_op_red.sum", good<Op>};
 }

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""learn/claims.md: each row that names a test here, computed; the figures of the page are the ones
-that come out.
+"""learn/claims.md: each row that names a test here is computed, and the page has the computed
+figures.
 
 Rows about shared memory are in test_layout_docs.py. Gains are read from the pages and results that
 the rows cite.
@@ -269,14 +269,14 @@ def test_the_ridge():
 
 
 def ladder(rung):
-    """Cells of a rung's row of learn/ladder.md, that which has its TFLOP/s."""
+    """The cells of a rung's row in learn/ladder.md, from the table with its TFLOP/s."""
     page = (ROOT / "learn" / "ladder.md").read_text()
     line = re.search(rf"^\| \[{rung} .*$", page, re.M)[0]
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def counted(counter, rung):
-    """A figure of the first table of counters of learn/ladder.md."""
+    """A figure from the first table of counters in learn/ladder.md."""
     line = re.search(rf"^\| {counter} \|.*$", (ROOT / "learn" / "ladder.md").read_text(), re.M)[0]
     return float(line.strip("| ").split(" | ")[rung])
 
@@ -291,8 +291,8 @@ def test_four_issue_slots():
 
 
 def attention_traffic(n, d, on_chip):
-    """Elements between memory and chip in Algorithm 1 of FlashAttention (Dao et al. 2022): a walk
-    over its two loops."""
+    """Elements between memory and chip in Algorithm 1 of FlashAttention (Dao et al. 2022), by
+    running its two loops."""
     keys = -(-on_chip // (4 * d))
     rows = min(keys, d)
     moved = 0
@@ -359,7 +359,7 @@ def test_the_occupancy_command(capsys):
 
 
 def pattern(name, variant, gpu):
-    """What learn/patterns.md measured: GB/s or us."""
+    """A measurement of learn/patterns.md, in GB/s or us."""
     page = (ROOT / "learn" / "patterns.md").read_text()
     rows = page[page.index(f"| [{name}]") :].splitlines()
     rows = rows[: 1 + next(i for i, row in enumerate(rows[1:]) if not row.startswith("|  |"))]
@@ -389,7 +389,7 @@ def test_gain_of_persistence():
 
 
 def between(rung):
-    """(its TFLOP/s, those of the rung behind which it stands), of the rungs between."""
+    """(TFLOP/s of a rung between others, TFLOP/s of the rung that it stands behind)."""
     cells = ladder(rung)
     return float(cells[4]), float(cells[5])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""learn/benchmarks/counters.py: what it asks ncu to count, and how it reads what ncu wrote."""
+"""learn/benchmarks/counters.py: the command that it gives ncu, and how it reads ncu's log."""
 
 import csv
 import re
@@ -24,7 +24,8 @@ def counters():
 
 
 def write(path, kernels, metrics):
-    """As ncu does: words of its own, a head for each process, ids that begin anew in each."""
+    """Writes a log as ncu does: its own messages, a header for each process, ids that restart in
+    each."""
     head = ["ID", "Process ID", "Kernel Name", "Metric Name", "Metric Unit", "Metric Value"]
     with path.open("w") as file:
         writer = csv.writer(file, quoting=csv.QUOTE_ALL, lineterminator="\n")

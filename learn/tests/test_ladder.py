@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The gemm ladder: every rung against float64 with the rule of every kernel, its table, its
-predictions, its page."""
+"""The gemm ladder: every rung against float64, its table, its predictions, its page."""
 
 import csv
 import importlib.util
@@ -20,7 +19,7 @@ LADDER = ROOT / "learn" / "ladder"
 
 
 def script(name):
-    """A module of learn/benchmarks/, which is no package."""
+    """Imports a module of learn/benchmarks/, which is not a package."""
     spec = importlib.util.spec_from_file_location(
         name, ROOT / "learn" / "benchmarks" / f"{name}.py"
     )
@@ -68,7 +67,7 @@ def test_predictions_are_the_models(rungs):
 
 
 def test_the_rungs_between_have_the_measured_figures():
-    """learn/ladder.md's table beside learn/ladder_sizes.csv."""
+    """The table of learn/ladder.md agrees with learn/ladder_sizes.csv."""
     with (ROOT / "learn" / "ladder_sizes.csv").open() as file:
         found = {
             (r["dtype"], r["size"], r["rung"]): float(r["tflops"]) for r in csv.DictReader(file)
@@ -102,9 +101,11 @@ def test_the_ladder_rises():
 
 
 def test_those_between_stand_between(rungs):
-    """In the predictions, but for three: the two-stage ring asks a little less of mma.sync than
-    three stages in larger tiles, wmma is a way of its own to the tensor cores, and the short one is
-    rung 8 in fewer lines."""
+    """The predictions of rungs 14 to 17 lie above the rung that they stand behind. Those of 14 to
+    16 also lie below the next rung. The two-stage ring (17) does not: it asks mma.sync for a little
+    less than three stages in larger tiles. Rung 18 is rung 8 in fewer lines, so their predictions
+    are equal.
+    """
     after = {r.number: r.after for r in rungs if r.after}
     assert after == {14: 3, 15: 5, 16: 5, 17: 6, 18: 8}
     assert model.predict(18) == model.predict(8)
@@ -115,8 +116,7 @@ def test_those_between_stand_between(rungs):
 
 
 def test_model_counts_what_the_kernels_assert():
-    """Accesses whose conflicts the kernels state by static_assert, counted by the model's own
-    functions."""
+    """The model counts the same conflicts that the kernels state by static_assert."""
     transposing = [(lane % 16 * 128 + lane // 16) * 4 for lane in range(32)]
     assert model.wavefronts(transposing, 4) == 16
     assert model.wavefronts([lane * 4 for lane in range(32)], 4) == 1

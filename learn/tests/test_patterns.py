@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""learn/patterns: they compile without a warning, say their predictions, and on a GPU their results
-are right."""
+"""learn/patterns: the programs compile without a warning and print their predictions; on a GPU
+their results are right.
+"""
 
 import os
 import re
@@ -31,8 +32,8 @@ def build_and_run(name, tmp_path):
 
 
 def test_every_pattern_compiles(tmp_path):
-    """All as one source, a namespace each: their headers are read once, so that all take as long as
-    four alone."""
+    """Compiles all patterns as one source, each in its own namespace. Headers are read once, so all
+    together take as long as four alone."""
     nvcc = shutil.which(os.environ.get("NVCC", "nvcc"))
     if not nvcc:
         pytest.skip("nvcc is not installed")
@@ -92,8 +93,8 @@ def test_patterns_say_their_predictions(name, tmp_path):
 
 
 def h100_rows():
-    """(pattern, variant, unit, predicted, measured, share) of the page's table, each of an H100;
-    those that were measured."""
+    """(pattern, variant, unit, predicted, measured, share) of the page's table for the H100, of the
+    rows that were measured."""
     page, name = (ROOT / "learn" / "patterns.md").read_text(), ""
     for line in page[
         page.index("<!-- patterns begin") : page.index("<!-- patterns end")
@@ -106,8 +107,8 @@ def h100_rows():
 
 
 def test_shares_follow_from_what_was_measured():
-    """A rate's share is measured over predicted, a time's the other way round; all three are
-    rounded."""
+    """The share of a rate is measured over predicted; that of a time is predicted over measured.
+    All three are rounded."""
     rows = list(h100_rows())
     assert len(rows) > 130
     for name, variant, unit, predicted, measured, share in rows:
@@ -118,8 +119,8 @@ def test_shares_follow_from_what_was_measured():
 
 
 def test_every_prediction_that_was_wrong_is_named():
-    """By more than a fifth: a paragraph that names the pattern has the share, by itself or in a
-    range."""
+    """For each prediction that was wrong by more than a fifth, a paragraph names the pattern and
+    has the share, alone or in a range."""
     page = (ROOT / "learn" / "patterns.md").read_text()
     section = page.partition("## Predictions that were wrong")[2].partition("`PATTERN_CHECK=")[0]
     paragraphs = [text.lower() for text in section.split("\n- ")[1:]]
@@ -142,7 +143,7 @@ def test_the_page_has_every_pattern():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SOURCES)
 def test_patterns_are_right(name, tmp_path):
-    """Every variant on awkward sizes, its output poisoned before."""
+    """Every variant is right on awkward sizes; its output holds NaN before."""
     text = build_and_run(name, tmp_path)
     assert "WRONG" not in text and "measured" in text
 
@@ -183,7 +184,7 @@ def test_examples_without_a_compiler_or_the_library(tmp_path):
     [(4250, "programs say what they should"), (4251, "not in learn/patterns.md: 16 bytes")],
 )
 def test_examples_hold_predictions_to_the_page(gbs, says, tmp_path):
-    """`true` stands for nvcc, and programs that are made already for the patterns."""
+    """`true` stands in for nvcc, and prepared programs stand in for the patterns."""
     (tmp_path / "patterns").mkdir()
     for name in SOURCES:
         program = tmp_path / "patterns" / name

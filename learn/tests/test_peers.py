@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""benchmarks/peers: what the lines count, and the kernels in Triton, in its interpreter, where
-Triton is."""
+"""benchmarks/peers: how lines of code are counted, and the Triton kernels in Triton's
+interpreter."""
 
 import importlib.metadata
 import importlib.util
@@ -28,7 +28,7 @@ def peers(monkeypatch):
 
 
 def test_a_judge_that_is_missing(monkeypatch):
-    """Its tests are skipped on a machine without it, and fail in .ci/run."""
+    """A test whose judge is missing is skipped, and fails in .ci/run."""
     monkeypatch.delenv("GPUKERN_TEST_JUDGES", raising=False)
     with pytest.raises(pytest.skip.Exception, match="no_such_judge"):
         judge("no_such_judge")

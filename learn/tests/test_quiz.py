@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""learn/quiz.md: twenty questions; every command prints its answer, every test exists."""
+"""learn/quiz.md: there are twenty questions, every command prints its answer, and every named test
+exists.
+"""
 
 import re
 import shlex

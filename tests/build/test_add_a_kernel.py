@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""docs/add_a_kernel.md adds a kernel to a copy of the tree, by the commands that it shows."""
+"""docs/add_a_kernel.md: its commands add a kernel to a copy of the tree, and the result works."""
 
 import os
 import re
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "add_a_kernel.md"
 KERNEL = ROOT / "examples" / "add_a_kernel" / "gemm_dot.c"
 
-# which kernel serves a product of one row and N columns, by gk_explain_gemm
+# prints the kernel that gk_explain_gemm names for a product of one row and N columns
 WHICH = r"""
 #include "gpukern.h"
 #include <stdio.h>
@@ -36,21 +36,21 @@ int main(void) {
 
 
 def commands():
-    """The page's shell block, line by line."""
+    """The lines of the page's shell block."""
     (block,) = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     return block.splitlines()
 
 
 def test_the_page_shows_the_kernel_as_it_is():
-    """Every line of C in the page, but for the two dots of what it leaves out, is one of the file,
-    in its order."""
+    """Every line of C on the page is a line of the file, in the same order. Two dots stand for what
+    the page leaves out."""
     for block in re.findall(r"^```c\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE):
         shown = block.split("    ..\n")[0]
         assert shown in KERNEL.read_text(), shown
 
 
-# Where an op of ops.def may be named beyond the files that the page lists: what serves its callers,
-# tunes it or draws it.
+# Files that may name an op of ops.def although the page does not list them: they serve its callers,
+# tune it or draw it.
 USERS = re.compile(
     r"torch_gpukern/(integrations|distributed|paged|tuning|nn|layout|cli)/|torch_gpukern/profiling\.py"
     r"|csrc/core/(prefer|plan|internal|dispatch|status)\.|csrc/c(pu|uda)/kernels\.h|torch_gpukern/_library\.py|csrc/api/gemm_prefer\.c"
@@ -64,10 +64,9 @@ USERS = re.compile(
     ),
 )
 def test_the_page_lists_every_file_of_an_op(op):
-    """What csrc, ops and the package say of an op, or of its pass, stands in files that the page's
-    table has a line for. A kernel's file may serve several ops, so that of `<op>` in a path only
-    the folder counts, and a header beside it.
-    """
+    """Every file of csrc, ops and the package that names an op or one of its passes has a line in
+    the page's table. A kernel file may serve several ops, so for a path with `<op>` only the folder
+    and a header beside the file count."""
     table = PAGE.read_text().split("## An op")[1].split("\n## ")[0]
     listed = re.findall(r"`([\w./<>]+/[\w./<>]+)`", table)
     patterns = [
@@ -92,8 +91,8 @@ def test_the_page_lists_every_file_of_an_op(op):
     ] == []
 
 
-# The machine's gcc; but an object of a kernel that this tree's own build has, newer than every
-# source of the CPU's, is copied.
+# A stand-in for gcc. If this tree's own build has an object that is newer than all CPU sources, it
+# copies that object; otherwise it calls the machine's gcc.
 COMPILER = """#!/bin/sh
 for argument; do
     [ "$previous" = -o ] && object=$argument
@@ -110,12 +109,15 @@ exec {compiler} "$@"
 
 @pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
 def test_a_copy_of_the_tree_gets_the_kernel(tmp_path):
-    """It builds, is right on every instruction set, serves calls, and obeys the laws of the rooms.
-    It has flags that users have, too, and ends as a static library (tests/build/test_packaging.py).
-    What holds a set to its instructions is vec.h, which the new kernel is compiled with in every
-    set; the kernels that are there already come from the build of this tree."""
+    """The new kernel builds, is right on every instruction set, serves calls, and obeys the laws of
+    the rooms. The build uses flags that users have, and ends as a static library
+    (tests/build/test_packaging.py).
+
+    Existing CPU kernels come from the build of this tree. The new one is compiled in every set, and
+    vec.h keeps each set to its own instructions.
+    """
     flags = "-march=native -ffast-math"
-    debug = "-DCMAKE_C_FLAGS_DEBUG=-Ofast -O0"  # the last one compiles in a tenth of the time
+    debug = "-DCMAKE_C_FLAGS_DEBUG=-Ofast -O0"  # -O0 wins and compiles in a tenth of the time
     for name in ("csrc", "cmake", "tests/csrc", "examples/add_a_kernel", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("CMakeLists.txt", "LICENSE"):
@@ -148,7 +150,7 @@ def test_a_copy_of_the_tree_gets_the_kernel(tmp_path):
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    run("git", "init", "--quiet")  # or git apply takes the tree around it for the one that is meant
+    run("git", "init", "--quiet")  # otherwise git apply would use the repository around the copy
     said = [
         run(*command.split(), *([debug] if command.startswith("cmake -B") else []))
         for command in commands()

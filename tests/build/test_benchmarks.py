@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the benchmarks say: against whom a ratio is, and where a row stands in a plot."""
+"""The benchmarks' own logic: which peer a ratio is against, how rows are stored, and where they
+appear in plots.
+"""
 
 import importlib.machinery
 import os
@@ -16,7 +18,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 
 @pytest.fixture
 def bench(monkeypatch):
-    """Imports a module of benchmarks/, which is no package."""
+    """Imports a module of benchmarks/, which is not a package."""
     monkeypatch.syspath_prepend(os.path.join(ROOT, "benchmarks"))
     yield importlib.import_module
     for name in (
@@ -40,7 +42,7 @@ def bench(monkeypatch):
 
 
 class FakeDevice:
-    """Times are what the calls return."""
+    """A device whose times are the values that the calls return."""
 
     most_calls = 4
     carries_over = False
@@ -82,7 +84,7 @@ def fake_case(harness, **changed):
 
 
 def test_a_ratio_is_against_the_fastest_peer(bench):
-    """A peer cannot be chosen."""
+    """A bench cannot choose its peer."""
     harness = bench("harness")
     peaks = {"bf16": 1.0, "read": 1.0}
     row = harness.measure(fake_case(harness), FakeDevice(), peaks, harness.QUICK)
@@ -91,7 +93,7 @@ def test_a_ratio_is_against_the_fastest_peer(bench):
 
 
 class DriftingDevice(FakeDevice):
-    """Times grow by a quarter with each block."""
+    """A device whose times grow by a quarter with each block."""
 
     now = 1.0
 
@@ -102,9 +104,9 @@ class DriftingDevice(FakeDevice):
 
 
 def test_a_ratio_is_of_the_medians_that_stand_beside_it(bench):
-    """Ratios within rounds have another median where the clock drifts; their half interquartile
-    range is the spread. A row is bound by the host if ours or the fastest peer waited for it,
-    whatever slower peers do."""
+    """If the clock drifts, ratios within rounds have another median. Their half interquartile range
+    is the spread. A row is bound by the host if ours or the fastest peer waited for it; slower
+    peers do not count."""
     harness = bench("harness")
     peaks = {"bf16": 1.0, "read": 1.0}
     row = harness.measure(fake_case(harness, live=["fast"]), DriftingDevice(), peaks, harness.QUICK)
@@ -117,9 +119,9 @@ def test_a_ratio_is_of_the_medians_that_stand_beside_it(bench):
 
 
 class PoweredDevice(FakeDevice):
-    """A GPU at its power limit. A call returns (clocks, the clock that its power allows); a block
-    moves the clock half the way there, and takes the mean of the clocks that it began and ended
-    with."""
+    """A model of a GPU at its power limit. A call returns (clocks, the clock that its power
+    allows). A block moves the clock half the way to that value, and is timed with the mean of the
+    clocks at its start and end."""
 
     carries_over = True
     clock = 1500.0
@@ -138,13 +140,15 @@ class PoweredDevice(FakeDevice):
 
 
 def twins(**changed):
-    """One kernel entered twice between a heavy and a cool one."""
+    """The same kernel entered twice, between one that draws much power and one that draws
+    little."""
     calls = {"gpukern": (3e5, 1500), "heavy": (6e5, 1400), "cool": (9e5, 1900), "twin": (3e5, 1500)}
     return {name: lambda x, does=does: does for name, does in (calls | changed).items()}
 
 
 def test_the_same_kernel_twice_is_level_in_a_model(bench):
-    """Whoever runs before it; where orders only turn, ours always behind the heavy one, it is not."""
+    """Both entries get the same time, whatever runs before them. With a rotated order, in which
+    ours always follows the heavy one, they do not."""
     rounds = bench("rounds")
     device = PoweredDevice()
     calls = {name: lambda fn=fn: fn(None) for name, fn in twins().items()}
@@ -165,7 +169,8 @@ def test_the_same_kernel_twice_is_level_in_a_model(bench):
 
 
 def test_a_ratio_in_clocks_stands_beside_the_one_in_time(bench):
-    """A peer that draws less power runs at a higher clock: faster in time, not in clocks."""
+    """A peer that draws less power runs at a higher clock. It is faster in time, but not in
+    clocks."""
     harness = bench("harness")
     calls = twins(twin=(3e5, 1800))
     case = fake_case(harness, ours=calls.pop("gpukern"), peers=calls)
@@ -178,8 +183,8 @@ def test_a_ratio_in_clocks_stands_beside_the_one_in_time(bench):
 
 @pytest.mark.gpu
 def test_the_same_kernel_twice_is_level(bench):
-    """The model's promise on the device: within 1 %, beside a product that draws all the power and
-    a copy that does not."""
+    """The same on the device: within 1 %, beside a product that draws all the power and a copy that
+    does not."""
     harness = bench("harness")
     x, y = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for n in (4096, 8192))
     peers = {"twin": lambda _: x @ x, "heavy": lambda _: y @ y, "cool": lambda _: y.clone()}
@@ -208,7 +213,7 @@ def test_a_peer_that_is_not_here_is_left_out(bench, capsys):
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("version", ("flash_attn_3", "flash_attn_4"))
 def test_other_projects_get_their_own_layout(bench, version, causal, monkeypatch):
-    """[B, S, H, D] in and out, and whatever stands beside the result is left."""
+    """Peers get and return [B, S, H, D], and anything beside the result is dropped."""
     import types
 
     def flash_attn_func(q, k, v, causal=False):
@@ -230,7 +235,7 @@ def test_other_projects_get_their_own_layout(bench, version, causal, monkeypatch
 
 
 def test_quack_is_a_peer_where_it_imports(bench, monkeypatch):
-    """In its own configuration, or tuned, or not at all."""
+    """quack runs in its own configuration, or tuned, or not at all."""
     import types
 
     asked = []
@@ -278,7 +283,7 @@ def test_rows_stand_over_their_sizes(bench):
 
 
 def test_every_provider_is_a_line(bench, tmp_path):
-    """Also one that has some of the sizes only."""
+    """Also a provider that has only some of the sizes."""
     plots = bench("plots")
     rows = [
         {
@@ -357,8 +362,8 @@ def test_the_picture_shows_the_gpu_that_was_measured_last(bench):
 
 @pytest.mark.parametrize("kind", ("cpu", "cuda"))
 def test_random_products_are_those_of_their_seed(bench, kind):
-    """Log-uniform multiples of 8 in all layouts and dtypes; a longer draw begins with a shorter
-    one."""
+    """Sizes are log-uniform multiples of 8 in all layouts and dtypes, and a longer draw starts with
+    a shorter one."""
     module = bench("gemm_random")
     drawn = module.draw_shapes(kind, 2000, 5)
     assert drawn[:100] == module.draw_shapes(kind, 100, 5) != module.draw_shapes(kind, 100, 6)
@@ -386,8 +391,8 @@ def test_intensity_is_flops_over_bytes(bench):
 
 
 def test_random_products_report_their_spread(bench, monkeypatch, capsys, tmp_path):
-    """The ten worst by name, worst first, with the kernel that served each; stored by seed, beside
-    the other results."""
+    """The report names the ten worst, worst first, with the kernel that served each. Results are
+    stored by seed, beside the other results."""
     import types
 
     module = bench("gemm_random")
@@ -433,8 +438,8 @@ def test_random_products_report_their_spread(bench, monkeypatch, capsys, tmp_pat
 
 
 def test_lora_rows_are_its_six_products(bench, monkeypatch):
-    """y, dx and both gradients of an adapter, in the layouts that they have; what moves bytes finds
-    them cold."""
+    """The rows are y, dx and both gradients of an adapter in their own layouts. Memory-bound rows
+    find cold operands."""
     import types
 
     module = bench("bench_gemm")
@@ -457,8 +462,8 @@ def test_lora_rows_are_its_six_products(bench, monkeypatch):
 
 
 def test_lora_step_is_that_of_merged_weights(bench):
-    """The loss is that of weights with their adapters added, and every factor of every adapter has
-    a gradient."""
+    """The loss equals that of weights with their adapters added, and every factor of every adapter
+    has a gradient."""
     module = bench("bench_model")
     config = module.Config(
         context=16, layers=2, dim=64, heads_q=2, heads_kv=1, head_dim=32, hidden=96
@@ -469,7 +474,7 @@ def test_lora_step_is_that_of_merged_weights(bench):
     for step in (case.ours, *case.peers.values()):
         try:
             loss, *grads = step(*inputs)
-        except RuntimeError:  # a backend that the CPU lacks
+        except RuntimeError:  # the CPU lacks this backend
             assert step is not case.ours and step is not case.peers["torch built-ins"]
             continue
         assert abs(loss.item() - want.item()) < 0.05 * want.item()
@@ -477,7 +482,8 @@ def test_lora_step_is_that_of_merged_weights(bench):
 
 
 def test_rows_that_are_not_asked_for_are_not_made(bench, monkeypatch, capsys):
-    """A model of 1.0e9 weights takes seconds to make; --layers cuts it, and the label says so."""
+    """A model of 1.0e9 weights takes seconds to make. --layers shortens it, and the label says
+    so."""
     module, harness = bench("bench_model"), bench("harness")
 
     class Device(FakeDevice):
@@ -559,7 +565,7 @@ def test_a_step_of_many_outputs_is_that_of_the_logits(bench):
 
 
 def test_a_captured_step_keeps_what_its_graph_reads(bench, monkeypatch):
-    """The static cache is the step's own: its memory must not go to others before the last replay."""
+    """The step owns its static cache, so that its memory is not reused before the last replay."""
     import contextlib
     import gc
     import types
@@ -589,7 +595,7 @@ def test_a_captured_step_keeps_what_its_graph_reads(bench, monkeypatch):
 
 
 def test_integrations_store_each_row_as_it_comes(bench, monkeypatch, tmp_path):
-    """A step that fails leaves the others, under its name."""
+    """A step that fails is stored by its name, and the others remain."""
     module = bench("bench_integrations")
 
     def failing(self, family, model):
@@ -629,7 +635,8 @@ def test_integrations_store_each_row_as_it_comes(bench, monkeypatch, tmp_path):
 
 
 def test_a_run_of_every_instance_is_judged(bench):
-    """Chosen and best beside cuBLAS, and the choice that loses the most first."""
+    """The report has the chosen and the best instances beside cuBLAS, and the choice that loses the
+    most first."""
     module = bench("gemm_instances")
     shape = {"m": 64, "n": 128, "k": 256, "dtype": "bf16", "layout": "NT"}
     products = [
@@ -656,8 +663,8 @@ def test_every_instance_of_a_product_is_timed(bench):
 
 
 def test_tokens_by_recipe(bench, monkeypatch, capsys):
-    """A figure for each recipe and number of requests, and the model is what it was behind each of
-    them."""
+    """There is a figure for each recipe and number of requests, and the model is unchanged after
+    each."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     path = list(sys.path)
     module = bench("bench_recipes")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `make test` shows first: that the tests are being collected, and tests that run before those
-that are skipped."""
+"""The output at the start of `make test`: that tests are being collected, and that tests run before
+the skipped ones.
+"""
 
 from types import SimpleNamespace
 

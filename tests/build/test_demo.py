@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The demo: what it says first, what of the build it asks for, and whom it compares with."""
+"""The demo: its first lines of output, what it needs of the build, and the peers that it compares
+with.
+"""
 
 import csv
 import importlib
@@ -29,7 +31,7 @@ def train(monkeypatch):
 
 
 def test_the_fastest_built_ins_are_the_peer(train, monkeypatch, capsys):
-    """The second call counts, and one that fails is left out by name."""
+    """The second call is timed, and built-ins that fail are left out by name."""
     monkeypatch.setattr(train, "synchronize", lambda model: None)
     now, slow = [0.0], iter((0.0, 0.05))
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
@@ -56,7 +58,7 @@ def test_the_built_ins_are_measured_in_each_dtype_on_the_cpu(train):
 
 
 def test_muon_of_float32_built_ins(train):
-    """Products in float32, results in the dtype that Muon keeps."""
+    """Products are in float32, results in the dtype that Muon keeps."""
     a, b, c = (torch.randn(8, 8).bfloat16() for _ in range(3))
     with train.ProductsOnGemm(train.float32_product):
         assert torch.equal(a @ b, (a.float() @ b.float()).bfloat16())
@@ -66,8 +68,8 @@ def test_muon_of_float32_built_ins(train):
 
 
 def test_loss_curves_alone(train, monkeypatch, capsys, tmp_path):
-    """--compare-only compiles, generates and times nothing; built-ins that fail are left out by
-    name; all steps are made."""
+    """--compare-only does not compile, generate or time. Built-ins that fail are left out by name,
+    and all steps are made."""
     text = torch.frombuffer(bytearray((ROOT / "README.md").read_bytes()), dtype=torch.uint8)
     monkeypatch.setattr(train, "load_corpus", lambda: train.Corpus(text, text, [], 1.0))
     config = train.Config(
@@ -99,7 +101,7 @@ def test_loss_curves_alone(train, monkeypatch, capsys, tmp_path):
         and len(steps) == 5
     )
     losses = [[float(row[name]) for row in steps] for name in list(steps[0])[1:]]
-    assert losses[0][0] == pytest.approx(8, abs=0.01) and losses[0][-1] < 7.9  # it learns
+    assert losses[0][0] == pytest.approx(8, abs=0.01) and losses[0][-1] < 7.9  # the loss falls
     for other in losses[1:]:
         assert losses[0] == pytest.approx(other, abs=0.02)
     assert (tmp_path / "curves.png").exists() == (
@@ -109,21 +111,21 @@ def test_loss_curves_alone(train, monkeypatch, capsys, tmp_path):
 
 @pytest.fixture
 def small(train, monkeypatch):
-    """A model of one layer and a text of 3,000 bytes for the whole program."""
+    """The whole program with a model of one layer and a text of 3,000 bytes."""
     text = torch.frombuffer(bytearray((ROOT / "README.md").read_bytes()[:3000]), dtype=torch.uint8)
     monkeypatch.setattr(train, "load_corpus", lambda: train.Corpus(text, text, ["README"], 1.0))
     config = train.Config(
         context=32, layers=1, dim=32, heads_q=2, heads_kv=1, head_dim=16, hidden=32
     )
     monkeypatch.setitem(train.CONFIG, "cpu", config)
-    # its prompts are longer than this context
+    # the demo's prompts are longer than this context
     monkeypatch.setattr(train, "compare_generation", lambda *args: None)
     return train
 
 
 def test_a_slow_machine_makes_as_many_steps_as_a_fast_one(small, monkeypatch, capsys, tmp_path):
-    """No clock bounds the training or the comparison."""
-    clock = itertools.count(step=1000)  # every look at it is much later than the last
+    """No time limit ends the training or the comparison."""
+    clock = itertools.count(step=1000)  # each reading is much later than the last
     monkeypatch.setattr(small, "missing_header", lambda: "/no/Python.h")
     monkeypatch.setattr(
         small, "time", types.SimpleNamespace(perf_counter=lambda: float(next(clock)))
@@ -144,7 +146,7 @@ def test_the_curves_have_the_steps_that_their_mean_is_of(train):
 
 
 def test_without_python_h_the_demo_goes_on(small, monkeypatch, capsys, tmp_path):
-    """torch.compile is not called, and one line names the package."""
+    """torch.compile is not called, and one line names the missing package."""
     monkeypatch.setattr(
         small.sysconfig, "get_paths", lambda: {"include": str(tmp_path / "include")}
     )
@@ -186,8 +188,8 @@ def test_waiting_shows_that_it_goes_on(train, capsys):
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 @pytest.mark.parametrize("goal", ("test", "test-all"))
 def test_make_test_asks_for_python_h_before_it_builds(tmp_path, goal):
-    """Of a Python without headers: an error that names the package, before anything is installed or
-    built."""
+    """With a Python without headers, make stops with an error that names the package, before it
+    installs or builds anything."""
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     prelude = "import sys, sysconfig; sysconfig.get_paths = lambda: {'include': '/no/such'}; exec(sys.argv[1])"
@@ -213,7 +215,7 @@ def test_make_test_asks_for_python_h_before_it_builds(tmp_path, goal):
 
 
 def clean():
-    """The environment without what another make or the build left in it."""
+    """The environment without variables that another make or the build set."""
     return {
         name: x
         for name, x in os.environ.items()
@@ -252,7 +254,8 @@ LEFT_OUT = "gpukern: no NVIDIA GPU here: the CUDA half is left out; GPUKERN_CUDA
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 @pytest.mark.parametrize("goal", ("demo", "test", "build"))
 def test_make_builds_the_cuda_half_where_it_can_run(tmp_path, goal):
-    """demo and test: where there is a GPU, or where they are told to. build: as CMake decides."""
+    """demo and test build the CUDA half if there is a GPU, or if they are told to. build leaves the
+    decision to CMake."""
     out = makes(tmp_path, goal, gpu=False)
     assert (LEFT_OUT in out) == ("-DGPUKERN_CUDA=0" in out) == (goal != "build")
     for out in (
@@ -261,7 +264,7 @@ def test_make_builds_the_cuda_half_where_it_can_run(tmp_path, goal):
     ):
         assert LEFT_OUT not in out and "-DGPUKERN_CUDA=0" not in out
     (tmp_path / "build").mkdir()
-    (tmp_path / "build" / "CMakeCache.txt").touch()  # configured before: it keeps what it has
+    (tmp_path / "build" / "CMakeCache.txt").touch()  # already configured, so the choice is kept
     assert "-DGPUKERN_CUDA" not in makes(tmp_path, goal, gpu=False)
 
 
@@ -292,8 +295,8 @@ def test_make_test_says_how_long_it_takes(tmp_path):
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 def test_the_demo_alone_installs_what_it_needs(tmp_path):
-    """Neither mypy nor hypothesis nor transformers; in an environment of the tests' it installs
-    nothing."""
+    """It installs neither mypy nor hypothesis nor transformers. In the tests' environment it
+    installs nothing."""
     out = makes(tmp_path, "demo", gpu=False)
     assert "-r requirements-demo.txt" in out and "requirements-test" not in out
     assert "-r requirements-test.txt" in makes(tmp_path, "test", gpu=False)
@@ -309,12 +312,12 @@ def test_the_demo_alone_installs_what_it_needs(tmp_path):
     (tmp_path / "venv" / ".gpukern").mkdir()
     stamp = tmp_path / "venv" / ".gpukern" / "requirements"
     stamp.touch()
-    os.utime(stamp, (time.time() + 1000,) * 2)  # later than the files that are copied beside it
+    os.utime(stamp, (time.time() + 1000,) * 2)  # later than the files copied beside it
     assert "pip install --disable-pip-version-check -r" not in makes(tmp_path, "demo", gpu=False)
 
 
 def test_ours_computes_in_the_fastest_dtype(train, monkeypatch):
-    """On a CPU whose bfloat16 is slow that is float32."""
+    """On a CPU with slow bfloat16 that is float32."""
     took = {torch.bfloat16: 0.4, torch.float32: 0.0}
     model = train.GPT(
         train.Config(context=32, layers=1, dim=32, heads_q=2, heads_kv=1, head_dim=16, hidden=32)

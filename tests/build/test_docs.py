@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The pages are true to the tree: links lead somewhere, and the files, names and commands that they
-mention exist."""
+"""The pages agree with the tree: links resolve, and the files, names and commands that they mention
+exist.
+"""
 
 import functools
 import re
@@ -16,8 +17,8 @@ PAGES = [
     *sorted((ROOT / "learn").glob("*.md")),
 ]
 PAGES = [page for page in PAGES if "_build" not in page.parts]
-# What was tried and is gone stays in the worklog under its old names; results.md has the names of
-# other projects.
+# Worklogs keep the old names of removed things, and results.md has names of other projects, so
+# these pages are not checked.
 PRESENT = [page for page in PAGES if "worklog" not in page.parts and page.name != "results.md"]
 SOURCES = {
     ".c",
@@ -48,14 +49,14 @@ ROOMS = (
     "cmake",
     ".ci",
 )
-# Names of other projects, of instructions and of hardware, and stand-ins.
+# Names of other projects, of instructions and of hardware, and placeholders.
 FOREIGN = set(
     "TORCH_BOX flash_attn_func flash_attn_varlen_func window_size m_old m_new swizzle_128B "
     "return_flash_attn_kwargs".split()
 )
-# What an instance's name has behind its kernel's.
+# The suffix of an instance's name, behind the kernel's name.
 INSTANCE = re.compile(r"(_(f32|bf16|f16|f64|base|avx2|avx512|avx512bf16|amx|\d+(x\d+)+|k2))+$")
-NEW = {"csrc/cpu/isa/gemm_dot.c"}  # docs/add_a_kernel.md makes it
+NEW = {"csrc/cpu/isa/gemm_dot.c"}  # docs/add_a_kernel.md creates it
 
 
 def ident(page):
@@ -108,7 +109,9 @@ def test_links_lead_somewhere(page):
 def test_files_that_are_named_exist(page):
     files, _ = tree()
     for code in re.findall(r"`([^`\n]+)`", prose(page)):
-        if code.startswith("python"):  # test_commands_exist; its other files are the caller's
+        if code.startswith(
+            "python"
+        ):  # test_commands_exist checks these; other files belong to the user
             continue
         for name in re.findall(rf"(?<![\w/.~<>*-])[\w./-]*\w\.(?:{SUFFIXES})(?![\w.(])", code):
             if name in NEW or name.startswith(("build/", "~", "docs/_build", "libgpukern")):
@@ -121,10 +124,11 @@ def test_files_that_are_named_exist(page):
 
 @pytest.mark.parametrize("page", PRESENT, ids=ident)
 def test_names_that_are_mentioned_exist(page):
-    """What looks like a name of this project, in code: with an underscore inside, or gk."""
+    """Checks words in code that look like names of this project: with an underscore inside, or
+    starting with gk."""
     _, words = tree()
     for code in re.findall(r"`([^`\n]+)`", prose(page)):
-        if "<" in code or "X" in re.findall(r"[A-Za-z]+", code):  # a stand-in
+        if "<" in code or "X" in re.findall(r"[A-Za-z]+", code):  # a placeholder
             continue
         for name in re.findall(
             r"(?<![\w.\"'-])[A-Za-z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)+(?!\w|\*)", code
@@ -151,7 +155,8 @@ def test_commands_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=ident)
 def test_no_table_is_torn(page):
-    """Rows behind a blank line are a paragraph of pipes: a table begins with a head and a rule."""
+    """Rows behind a blank line would be shown as a paragraph of pipes: a table starts with a header
+    and a rule."""
     for block in re.split(r"\n\s*\n", prose(page)):
         lines = block.strip("\n").splitlines()
         if lines and lines[0].startswith("|"):

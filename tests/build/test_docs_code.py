@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The Python of README.md and of the pages for users runs as it stands there, on the CPU: the
-blocks of a page one after the other, with the names that a page leaves to its reader. Pages that
-need the same imports share a process."""
+"""The Python code in README.md and in the pages for users runs on the CPU as printed.
+
+The blocks of a page run one after the other, with the names that a page leaves to its reader. Pages
+that need the same imports share a process.
+"""
 
 import importlib
 import re
@@ -82,7 +84,7 @@ CHECKS = {
 
 
 def blocks(page):
-    """What stands between ```python and ```, on the CPU."""
+    """The code between ```python and ```, changed to run on the CPU."""
     found = re.findall(
         r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE
     )
@@ -99,8 +101,8 @@ def blocks(page):
     ids=" ".join,
 )
 def test_blocks_run(pages):
-    """In a process of their own: they register attentions of transformers and PyTorch. Comments
-    show what is printed."""
+    """Runs each group in a process of its own, because blocks register attention functions with
+    transformers and PyTorch. Comments show what is printed."""
     parts, shown = [], []
     for page in pages:
         code = blocks(page)
@@ -122,8 +124,8 @@ def test_the_first_page_has_the_lines_of_the_readme():
 
 
 def test_the_lines_of_the_tables_name_what_there_is():
-    """`torch_gpukern.nn.patch(model)` works after `import torch_gpukern`, and so does each that a
-    table offers."""
+    """`torch_gpukern.nn.patch(model)` works after `import torch_gpukern`, and so does every line
+    that a table offers."""
     names = set()
     for page in PAGES:
         names |= set(re.findall(r"`(torch_gpukern(?:\.\w+)+)\(", (ROOT / page).read_text()))
@@ -136,7 +138,7 @@ def test_the_lines_of_the_tables_name_what_there_is():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_modules_that_are_imported_exist(page):
-    """Of the lines in tables, too."""
+    """Also in the lines of tables."""
     lines = re.findall(r"`(?:import|from) (torch_gpukern[\w.]*)", (ROOT / page).read_text())
     for name in lines:
         importlib.import_module(name)

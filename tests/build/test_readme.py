@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The README's figures are those of the committed results; docs/operators.md names the arguments
-that have a gradient."""
+"""The README's figures agree with the stored results, and docs/operators.md names the arguments
+that have a gradient.
+"""
 
 import re
 from pathlib import Path
@@ -20,7 +21,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
 def calls():
-    """Of each op a good call with every tensor that may be a number."""
+    """For each op a valid call with every tensor that may be floating point."""
     few = dict(dtype=E4M3, granularity="row")
     return {
         **{name: op.make() for name, op in OPS.items()},
@@ -40,7 +41,9 @@ def calls():
         "attn_mask_of": dict(mask=t(3, 4).bool()),
         "attn_mask_ranges": dict(ranges=t(3, 2).int(), seq_k=4),
         "attn_mask_columns": dict(rows=t(4, 1).int(), seq_q=3, is_causal=True),
-        "attn_mask_blocks": dict(kv_num_blocks=t(1).int(), kv_indices=t(1, 1).int() * 0, seq_q=3, seq_k=4),
+        "attn_mask_blocks": dict(
+            kv_num_blocks=t(1).int(), kv_indices=t(1, 1).int() * 0, seq_q=3, seq_k=4
+        ),
         "linear": dict(x=t(3, 4), weight=t(5, 4), bias=t(5)),
         "linear_cross_entropy": dict(
             x=t(3, 4), weight=t(7, 4), target=torch.tensor([0, 6, 1]), bias=t(7), class_weight=t(7)
@@ -116,8 +119,8 @@ def test_gradients(op):
 
 
 def ratio(file, op, keep=lambda row: True):
-    """The geometric mean of an op's cases on a device, as a page writes it, and the date of the
-    run."""
+    """The geometric mean of the ratios of an op's cases on a device, as a page prints it, and the
+    date of the run."""
     bench = results.load(ROOT / "benchmarks" / "results" / f"{file}.csv")["benches"][op]
     rows = [row for row in bench["rows"] if row["peers"] and keep(row)]
     assert rows
@@ -163,7 +166,7 @@ FIGURES = {
 
 
 def test_the_figures_are_those_of_the_results():
-    """Each with the dates of the runs that it is from."""
+    """Each figure stands with the date of its run."""
     text = (ROOT / "README.md").read_text()
     rows = re.search(r"\| measured, bf16 \|.*\n\|[-|]+\n((?:\|.*\n)+)", text)[1].splitlines()
     assert len(rows) == len(FIGURES)

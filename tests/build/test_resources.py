@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What ptxas made of the CUDA kernels: no local memory, and the registers that docs/resources.csv
-says.
+lists.
 
-Needs the compiled library and the disassemblers, no GPU. What ptxas said of Hopper's kernels is in
-the logs that the build keeps beside their objects (cmake/ptxas_log.sh): it is in no object, and
-asking again would be a second build.
+It needs the compiled library and the disassemblers, but no GPU. The notes of ptxas on Hopper's
+kernels are in logs that the build keeps beside the objects (cmake/ptxas_log.sh). No object contains
+them, and making them again would be a second build.
 """
 
 import csv
@@ -27,8 +27,8 @@ LISTED = ROOT / "docs" / "resources.csv"
 
 
 def attention_tiles():
-    """name -> (head_dim, head_dim of values, keys) of flash_attn_fwd_sm90a's tiles, from the header
-    that states them."""
+    """name -> (head_dim, head_dim of values, keys) of the tiles of flash_attn_fwd_sm90a, read from
+    their header."""
     text, found = (ROOT / "csrc" / "cuda" / "attn" / "tiles.h").read_text(), {}
     for name, base, body in re.findall(
         r"struct FwdHopper(\w+)(?: : FwdHopper(\w+))? \{(.*?)\n\};", text, re.DOTALL
@@ -54,13 +54,13 @@ CODES = {
 
 
 def split_steps(tile, modified):
-    """Consumer::SPLIT: whether blocks that every row sees whole have a loop of their own."""
+    """Consumer::SPLIT: whether blocks that every row sees completely have a loop of their own."""
     return modified == "false" or tile != "64"
 
 
 def early_scores(tile, modified):
-    """Consumer::EARLY: whether the next tile's first scores are issued behind a tile's last
-    values."""
+    """Consumer::EARLY: whether the first scores of the next tile are issued behind the last values
+    of this one."""
     return modified == "false" and tile in ("64Short", "96", "128")
 
 
@@ -86,28 +86,28 @@ def report():
 
 
 def headers_with(function):
-    """The headers that have a body of it."""
+    """The headers that define a function."""
     body = re.compile(rf"^[^\n=;]*\b{function}\([^;{{}}]*\)[\w ]*\{{", re.MULTILINE)
     headers = (p for p in sorted((ROOT / "csrc").rglob("*")) if p.suffix in (".h", ".cuh"))
     return [p.name for p in headers if body.search(p.read_text())]
 
 
 def test_an_inline_function_is_one_function():
-    """Of objects that define an inline function of one signature, the linker keeps one. Two headers
-    may not give it two bodies. One body may have several sizes, where the compiler knows its
-    callers' constants."""
+    """If several objects define an inline function of one signature, the linker keeps one. So two
+    headers must not define it differently. One definition may have several sizes, because the
+    compiler may know the constants of its callers."""
     bodies = {}
     for built in sorted(BUILD.glob("CMakeFiles/gk_*.dir/**/*.o")):
         table = subprocess.run(
             ["nm", "-S", built], capture_output=True, text=True, check=True
         ).stdout
-        # none of a namespace: std's differ by flags
+        # functions of namespaces are skipped, because those of std differ by flags
         for size, length, name in re.findall(r"^\w+ (\w+) W _Z(\d+)(\w+)$", table, re.MULTILINE):
             bodies.setdefault((name[: int(length)], name), {}).setdefault(size, built.name)
     if not bodies:
         pytest.skip("the objects of a build are not here")
     found = {function: headers_with(function) for function in {function for function, _ in bodies}}
-    assert all(found.values()), found  # the pattern knows every body
+    assert all(found.values()), found  # the pattern finds every definition
     assert {
         name: sizes for name, sizes in bodies.items() if len(sizes) > 1 and len(found[name[0]]) > 1
     } == {}
@@ -121,16 +121,16 @@ def test_no_kernel_uses_local_memory(report):
 
 
 def test_every_kernel_is_listed(report):
-    """After a change: python tools/ptxas_report.py build/libgpukern.so > docs/resources.csv"""
-    archs = {row["arch"] for row in report.values()}  # a build may leave Hopper's own out
+    """After a change run: python tools/ptxas_report.py build/libgpukern.so > docs/resources.csv"""
+    archs = {row["arch"] for row in report.values()}  # a build may lack Hopper's kernels
     assert set(report) == {
         name for name, row in rows(LISTED.read_text()).items() if row["arch"] in archs
     }
 
 
 def test_registers_are_those_listed(report):
-    """Another compiler may need some more, and some fewer blocks would fit; far more is another
-    kernel."""
+    """Another compiler may need a few more registers, and then fewer blocks fit. A large difference
+    means another kernel."""
     listed = rows(LISTED.read_text())
     assert {
         n: (int(r["registers"]), int(listed[n]["registers"]))
@@ -146,8 +146,8 @@ def test_matrix_kernels_multiply_on_tensor_cores(report):
 
 
 def hopper_tiles():
-    """The tiles of csrc/cuda/product/gemm/tiles.h by name, each with its numbers; what one does not
-    say its base does."""
+    """The tiles of csrc/cuda/product/gemm/tiles.h by name with their numbers. A number that a tile
+    does not set is that of its base."""
     text, tiles = (ROOT / "csrc" / "cuda" / "product" / "gemm" / "tiles.h").read_text(), {}
     for name, base, body in re.findall(
         r"^struct (\w+)(?: : (\w+))? \{\n(.*?)^\};", text, re.DOTALL | re.MULTILINE
@@ -163,8 +163,8 @@ def hopper_tiles():
     return tiles
 
 
-# sm_90a for its copies and clusters: kernels that multiply nothing, or, as paged_, rows too few for
-# wgmma
+# Kernels that are sm_90a for TMA or clusters. They multiply nothing, or, as paged_, too small
+# an M for wgmma
 WITHOUT_PRODUCTS = (
     "realign_",
     "transpose_",
@@ -181,11 +181,14 @@ WITHOUT_PRODUCTS = (
 
 
 def test_wgmma_kernels_multiply_by_their_tile(report):
-    """gemm_sm90a_kernel<T, TILE, MODE>: a step of the hot loop is K64 times 64 of k, BM / WGS / 64
-    products each 16 of them (ping-pong BM / 64), between one fence and one wait, and none stands
-    elsewhere. tf32 has half as much of k; with swap-AB, and fragments from registers, a fence and a
-    wait for each of its four products. Copies (realign, transpose, relay), quantize and operations
-    along rows multiply nothing; paged attention multiplies 8 or 16 rows by mma.sync."""
+    """The hot loop of gemm_sm90a_kernel<T, TILE, MODE> has the wgmma instructions that its tile
+    asks for. A step is K64 times 64 of k. It has BM / WGS / 64 products for each 16 of k (ping-pong
+    BM / 64) between one fence and one wait, and no others.
+
+    tf32 has half as much of k. With swap-AB and fragments from registers, each of the four products
+    has its own fence and wait. Copies (realign, transpose, relay), quantize and operations along
+    rows multiply nothing. Paged attention multiplies 8 or 16 rows by mma.sync.
+    """
     found = {
         n: r
         for n, r in report.items()
@@ -237,9 +240,9 @@ def test_wgmma_kernels_multiply_by_their_tile(report):
 
 @pytest.fixture(scope="module")
 def disassembled():
-    """[(a cubin, its kernels as nvdisasm prints them)]: the one of flash_attn_fwd_sm90a, or of all
-    of the library."""
-    # a tenth of the library
+    """[(a cubin, its kernels as nvdisasm prints them)] of flash_attn_fwd_sm90a, or of the whole
+    library with GPUKERN_TEST_ALL=1."""
+    # this cubin is a tenth of the library
     own = BUILD / "CMakeFiles/gk_cuda_90a.dir/csrc/cuda/attn/forward/flash_attn_fwd_sm90a.cu.o"
     if not own.exists():
         pytest.skip("this build has no kernels for sm_90a")
@@ -248,10 +251,9 @@ def disassembled():
 
 
 def test_powers_of_attention_run_under_the_products(disassembled):
-    """flash_attn_fwd_sm90a: the exponentials of a block stand between the wait for its scores and
-    the wait for the product of the block before. ptxas moves them past the second wait where
-    nothing holds them, without a note (the overlap is then gone); without OVERLAP one wait is for
-    both."""
+    """In flash_attn_fwd_sm90a the exponentials of a block stand between the wait for its scores and
+    the wait for the product of the block before. Without a fence ptxas moves them past the second
+    wait silently, and the overlap is gone. Without OVERLAP a single wait covers both."""
     found = {name: [opcode + rest for _, opcode, rest, _ in code]
              for _, kernels in disassembled
              for name, code in kernels
@@ -269,9 +271,9 @@ def test_powers_of_attention_run_under_the_products(disassembled):
                 if code[k].startswith("WARPGROUP.DEPBAR.LE gsb0, 0x0")
             )
             held += sum(op.startswith("MUFU.EX2") for op in code[i:last]) >= scores // 2
-        assert held == 2 * (tile != "64"), name  # with a mask and without
+        assert held == 2 * (tile != "64"), name  # one loop with a mask and one without
         assert len(first) == held + early_scores(tile, modified), name
-        # weights are packed behind the issue of scores, not before
+        # weights are packed after the scores are issued, not before
         if tile in ("64Short", "96", "128"):
             syncs = [i for i, op in enumerate(code) if op.startswith("BAR.SYNC")]
             late = 0
@@ -288,7 +290,7 @@ def test_powers_of_attention_run_under_the_products(disassembled):
 
 
 def test_powers_of_codes_run_under_the_products():
-    """flash_attn_fp8_sm90a likewise, with a mask and without."""
+    """The same for flash_attn_fp8_sm90a, with a mask and without."""
     own = BUILD / "CMakeFiles/gk_cuda_90a.dir/csrc/cuda/attn/forward/flash_attn_fp8_sm90a.cu.o"
     if not own.exists():
         pytest.skip("this build has no kernels for sm_90a")
@@ -314,9 +316,9 @@ def test_powers_of_codes_run_under_the_products():
 
 
 def test_opcodes_and_branches_are_those_that_nvdisasm_prints(disassembled):
-    """The report reads machine code by a table of its own (NAMES of tools/ptxas_report.py).
-    Compared on the kernels of attention's forward, with GPUKERN_TEST_ALL=1 on all kernels, none of
-    which may have an opcode that the table lacks."""
+    """The report decodes machine code by a table of its own (NAMES of tools/ptxas_report.py). The
+    table is compared with nvdisasm on the kernels of attention's forward, or with
+    GPUKERN_TEST_ALL=1 on all kernels. None may have an opcode that the table lacks."""
     compared = 0
     for cubin, printed in disassembled:
         read = {name: found for name, *found in ptxas_report.decoded_kernels(cubin)}
@@ -363,7 +365,7 @@ def test_ptxas_has_no_notes_on_wgmma(report):
 
 
 def test_a_note_is_found():
-    """The lines as ptxas 13.0 writes them."""
+    """The lines in the form in which ptxas 13.0 writes them."""
     text = "ptxas info    : (C{}) Potential Performance Loss: wgmma.mma_async instructions are serialized due to"
     assert all(NOTES.search(text.format(code)) for code in ("7508", "7510", "7514", "7519", "7602"))
     assert not NOTES.search("ptxas info    : (C7600) another note")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""docs/results.md and the tables of learn/ladder.md and docs/integrations.md say what the committed
-results say."""
+"""docs/results.md and the tables of learn/ladder.md and docs/integrations.md agree with the
+committed results.
+"""
 
 import copy
 import importlib.util
@@ -83,8 +84,8 @@ def row_of(label, us, **peers):
 
 
 def test_what_is_new_appears_by_itself(results):
-    """A device, a bench, a group and peers that no file has had; each case against its own best
-    peer."""
+    """A new device, bench, group or peer appears without a change of the code, and each case is
+    compared with its own best peer."""
     rows = [
         row_of("small", 1.0, fa3=2.0, fa4=0.5),
         row_of("large", 2.0, fa3=1.5),
@@ -149,7 +150,7 @@ def test_a_changed_ladder_is_noticed(results, name):
 
 
 def test_every_ratio_is_the_fastest_peer_s_time_over_ours(results):
-    """Of the medians in the same line; what a case is held against beside its peers is a limit."""
+    """The ratio follows from the medians of the same line. Limits are no peers."""
     for result in results:
         for bench in result["benches"].values():
             for row in bench["rows"]:
@@ -168,7 +169,7 @@ def test_every_ratio_is_the_fastest_peer_s_time_over_ours(results):
                     for row in bench["rows"]
                     if row["group"] == group["group"] and row["ratio"]
                 ]
-                if ratios:  # else rows of one dtype
+                if ratios:  # otherwise rows of one dtype
                     assert group["worst"] == pytest.approx(min(ratios), rel=1e-3)
                     assert group["geomean"] == pytest.approx(geometric_mean(ratios), rel=1e-3)
             for fact in bench["facts"]:
@@ -191,7 +192,7 @@ def test_every_row_states_error_and_roofline(results):
         for bench in result["benches"].values():
             assert bench["rows"] or bench["facts"]
             for row in bench["rows"]:
-                if not row["rate"]:  # a whole step, whose FLOPs nobody counts
+                if not row["rate"]:  # a whole step, whose FLOPs are not counted
                     continue
                 assert row["roofline_percent"] > 0
                 if (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The laws of the rooms hold in this tree, and the script that says so sees each kind of breach."""
+"""The laws of the rooms hold in this tree, and tools/check_rooms.py finds each kind of breach."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ SCRIPT = ROOT / "tools" / "check_rooms.py"
 
 
 def check_rooms(root):
-    """Exit status and lines of tools/check_rooms.py on a tree."""
+    """Exit status and output lines of tools/check_rooms.py on a tree."""
     result = subprocess.run([sys.executable, SCRIPT, root], capture_output=True, text=True)
     return result.returncode, result.stdout.splitlines()
 
@@ -82,7 +82,8 @@ def test_breach_is_seen(tmp_path, name):
 
 
 def test_what_is_allowed(tmp_path):
-    """Each of these sits where it belongs; the same lines elsewhere are breaches above."""
+    """Each line is allowed in the file where it stands; the same lines in other files are breaches
+    above."""
     allowed = {
         "csrc/cuda/ptx/mma.cuh": 'asm volatile("nop;");\n',
         "csrc/cpu/isa/vec.h": "#if defined(__AVX2__)\n#include <immintrin.h>\n#endif\n#define MR "
@@ -108,7 +109,8 @@ def test_what_is_allowed(tmp_path):
 
 
 def test_five_companions(tmp_path):
-    """An op with its five companions and its schema passes; without any one of them it does not."""
+    """An op with its five companion files and its schema passes. Without any one of them it does
+    not."""
     stem = "flash_attn"
     files = [
         f"torch_gpukern/ops/{stem}.py",
@@ -137,7 +139,7 @@ def test_five_companions(tmp_path):
 
 
 def reached(needs, name):
-    """All that a module needs, directly or through others."""
+    """All modules that a module imports, directly or through others."""
     found, ahead = set(), list(needs[name])
     while ahead:
         if (next_ := ahead.pop()) not in found:
@@ -147,8 +149,8 @@ def reached(needs, name):
 
 
 def test_no_module_imports_what_imports_it():
-    """Also not inside a function, nor for types alone: a room that one can read alone needs no
-    other that needs it."""
+    """No import cycles, not even inside a function or for types only: a module can be read without
+    the modules that use it."""
     package = ROOT / "torch_gpukern"
     files = {
         ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f
@@ -187,13 +189,13 @@ def figures(row):
 
 
 def test_functions_of_an_eager_call(monkeypatch):
-    """Python's, from the public function to the op, in a process without DTensor."""
+    """Counts Python's functions from the public one to the op, in a process without DTensor."""
     monkeypatch.delitem(sys.modules, "torch.distributed.tensor", raising=False)
     a, q = torch.randn(8, 8), torch.randn(1, 2, 8, 8)
     calls = (lambda: torch_gpukern.gemm(a, a)), (lambda: torch_gpukern.flash_attn(q, q, q))
     found = []
     for call in calls:
-        call()  # what the first one makes and keeps
+        call()  # the first call fills caches
         seen = set()
 
         def note(frame, event, _, seen=seen):
@@ -219,7 +221,7 @@ def test_functions_of_an_eager_call(monkeypatch):
 
 
 def test_the_life_of_a_call_names_what_is_there():
-    """Each function of that table stands in the file beside it, or in the one that its cell names."""
+    """Each function of that table is in the file beside it, or in the file that its cell names."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     _, _, rows = page.partition("| file | function | does |")
     rows = rows[: rows.index("\n\n")].strip().split("\n")[1:]

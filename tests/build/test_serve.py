@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""examples/serve: answers are generate's, whatever else runs; nothing of a request is left behind."""
+"""examples/serve: answers equal those of generate, whatever runs beside them, and a finished
+request leaves nothing behind.
+"""
 
 import http.client
 import importlib
@@ -39,7 +41,7 @@ def net(serve):
 
 @pytest.fixture(scope="module")
 def wanted(net):
-    """Of each prompt the tokens that transformers' generate adds, greedy."""
+    """For each prompt the tokens that transformers' generate adds, greedily."""
     known = {}
 
     def of(prompt, n):
@@ -79,8 +81,8 @@ def all_free(engine):
 
 @pytest.mark.gpu
 def test_captured_steps_are_generates(serve):
-    """Graphs of decoding steps of 1, 2, 4 requests, replayed after other tensors have taken what
-    was free at the capture."""
+    """Graphs of decoding steps for 1, 2 and 4 requests give the right tokens. They are replayed
+    after other tensors have taken the memory that was free at the capture."""
     Engine, Request = serve["engine"].Engine, serve["engine"].Request
     net = serve["models"].random_llama("tiny", "cuda")
     prompts, wanted = prompts_of(9, 30, 17), []
@@ -90,7 +92,7 @@ def test_captured_steps_are_generates(serve):
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
         )
         wanted.append(out[0, len(prompt) :].tolist())
-    patch(net, say=None)  # as the server does
+    patch(net, say=None)  # the server patches the model, too
     model = serve["models"].TransformersModel(net, num_blocks=64)
     for count in (3, 1, 2, 3):
         engine = Engine(model, max_batch=4, max_step_tokens=64, max_drafts=0)
@@ -104,12 +106,12 @@ def test_captured_steps_are_generates(serve):
 
 
 def test_tokens_are_generates(serve, net, wanted):
-    """Chunked prompts beside decoding, drafts, prefixes that are found, and too few pages for all:
-    the same tokens."""
+    """The tokens stay the same with chunked prompts beside decoding, drafts, shared prefixes, and
+    too few pages for all requests."""
     Engine, Request = serve["engine"].Engine, serve["engine"].Request
     common, *rest = prompts_of(40, 5, 33, 1, 17, 60)
     prompts = [common + rest[0], common + rest[1], rest[2], rest[3], rest[4], common + rest[0]]
-    model = serve["models"].TransformersModel(net, num_blocks=8)  # too few for two of them
+    model = serve["models"].TransformersModel(net, num_blocks=8)  # too few blocks for two of them
     engine = Engine(model, max_batch=4, max_step_tokens=24, max_drafts=3)
     requests = []
     for prompt in prompts:
@@ -148,8 +150,8 @@ def test_sampled_answers_depend_on_the_seed_alone(serve, net):
 
 
 def test_a_cache_of_8_bits(serve, net, wanted):
-    """Answers do not depend on what else runs, on chunks or on shared pages, and begin as
-    generate's."""
+    """Answers do not depend on other requests, chunks or shared pages, and start like those of
+    generate."""
     Engine, Request = serve["engine"].Engine, serve["engine"].Request
     common, *rest = prompts_of(36, 5, 30, 12, seed=3)
     prompts = [common + rest[0], common + rest[1], rest[2]]
@@ -167,7 +169,7 @@ def test_a_cache_of_8_bits(serve, net, wanted):
 
 
 def test_draws_follow_the_probabilities(serve):
-    """Of 4,000 draws, each token's share; top_p leaves the rest out."""
+    """The share of each token in 4,000 draws; top_p excludes the rest."""
     Request, pick = serve["engine"].Request, serve["sampling"].pick
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     logits = (2 * p.log()).expand(4000, -1)
@@ -184,11 +186,11 @@ def test_drafts_are_what_followed(serve):
     ngrams = serve["sampling"].NGrams()
     assert ngrams.draft([1, 2, 3, 4, 1, 2], 3) == [3, 4, 1]
     assert ngrams.draft([1, 2, 3, 4, 1, 2, 9], 3) == []
-    assert ngrams.draft([1, 2, 3, 4, 1, 2, 9, 1, 2], 3) == [9, 1, 2]  # the newest
+    assert ngrams.draft([1, 2, 3, 4, 1, 2, 9, 1, 2], 3) == [9, 1, 2]  # the newest match
 
 
 def test_cancelled_refused_and_failed(serve, net, wanted, monkeypatch):
-    """What goes wrong with one request: the others' tokens are unchanged, and no page is kept."""
+    """If one request fails, the tokens of the others are unchanged and no page is lost."""
     engine_module = serve["engine"]
     Engine, Request, Refused, Busy = (
         getattr(engine_module, n) for n in ("Engine", "Request", "Refused", "Busy")
@@ -220,7 +222,7 @@ def test_cancelled_refused_and_failed(serve, net, wanted, monkeypatch):
     unheard = engine.submit(Request(c, max_tokens=200, on_tokens=gone))
     with pytest.raises(Refused, match="submitted before"):
         engine.submit(kept)
-    a[0] = b[0]  # what the caller does to its list is not seen
+    a[0] = b[0]  # later changes of the caller's list have no effect
     stopped = engine.submit(Request(c, max_tokens=20, stop_ids=frozenset(wanted(c, 20)[5:6])))
     never = engine.submit(Request(c))
     with pytest.raises(Busy):
@@ -241,7 +243,7 @@ def test_cancelled_refused_and_failed(serve, net, wanted, monkeypatch):
     )
     assert all_free(engine)
 
-    with engine:  # a step that fails ends those that ran with its error, and the engine goes on
+    with engine:  # a failed step ends the running requests with its error, and the engine continues
         forward, calls = model.forward, []
 
         def fails(*args):
@@ -256,14 +258,14 @@ def test_cancelled_refused_and_failed(serve, net, wanted, monkeypatch):
         after = engine.submit(Request(b, max_tokens=10))
         assert after.over.wait(20) and after.answer == wanted(b, 10)
         slow = [engine.submit(Request(p, max_tokens=200)) for p in (a, b, c)]
-    # closed under load
+    # the engine is closed under load
     assert all(r.over.is_set() and r.finish == "cancelled" for r in slow) and all_free(engine)
     with pytest.raises(Busy):
         engine.submit(Request(a))
 
 
 def test_text_comes_whole(serve):
-    """Characters of several bytes, and stop strings across tokens."""
+    """Characters of several bytes, and stop strings that span tokens."""
     Bytes, Stream = serve["text"].Bytes, serve["text"].Stream
     text = "naïve — 日本 stop here"
     stream = Stream(Bytes(), ["stop it", "stop h"])
@@ -276,8 +278,8 @@ def test_text_comes_whole(serve):
 
 
 class ByteFallback:
-    """As sentencepiece's: a run of byte tokens is text where all of it is valid, else U+FFFD for
-    each byte. Above 255: words."""
+    """A tokenizer like sentencepiece's: a run of byte tokens is text if all of it is valid UTF-8,
+    otherwise U+FFFD for each byte. Tokens above 255 are words."""
 
     words = ("hello", " world", "日本")
 
@@ -297,8 +299,8 @@ class ByteFallback:
 
 @pytest.mark.parametrize("name", ("Bytes", "ByteFallback"))
 def test_text_does_not_depend_on_how_many_tokens_a_step_brings(serve, name):
-    """As drafts bring them; the text is that of all bytes, nothing lost, and invalid bytes come at
-    the end at the latest."""
+    """Drafts bring several tokens a step. The text equals that of all bytes, nothing is lost, and
+    invalid bytes appear at the end at the latest."""
     tokenizer = serve["text"].Bytes() if name == "Bytes" else ByteFallback()
     gen = random.Random(5)
     letters = "aé日本語𝄞 x"
@@ -326,7 +328,7 @@ def test_text_does_not_depend_on_how_many_tokens_a_step_brings(serve, name):
 @pytest.mark.parametrize(
     ("text", "stop", "want", "read"),
     [
-        # the one that begins first, though the other is complete before
+        # the stop string that starts first wins, even if another is complete earlier
         ("abcd", ["abcd", "c"], "", 4),
         ("abcx", ["abcd", "c"], "ab", 4),
         ("abc", ["abcd", "c"], "ab", 3),
@@ -347,10 +349,10 @@ def served(serve):
     pytest.importorskip("starlette", reason="starlette is not installed")
     uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed")
     server_module = importlib.import_module("server")
-    # net's weights; its norms and MLPs are patched
+    # the weights of net, with norms and MLPs patched
     model, *_ = server_module.load("tiny", "cpu", torch.float32, 64)
     engine = serve["engine"].Engine(model, max_batch=4)
-    own = socket.socket()  # the server's from here on: nobody else gets the port
+    own = socket.socket()  # reserves the port, so that no other process gets it
     own.bind(("127.0.0.1", 0))
     port = own.getsockname()[1]
     config = uvicorn.Config(
@@ -377,7 +379,7 @@ def served(serve):
 
 
 def test_over_http(serve, served, wanted):
-    """Streamed and whole, refusals by name, clients that go away, and the end of the server under
+    """Streamed and whole answers, refusals by name, clients that disconnect, and a shutdown under
     load."""
     engine, post, port, server, thread = served
     (prompt,) = prompts_of(20, seed=2)
@@ -411,7 +413,7 @@ def test_over_http(serve, served, wanted):
     assert post(b"x" * (5 << 20))[0] == 413
 
     long = {"prompt": prompt, "max_tokens": 900, "temperature": 0}
-    for stream in (True, False):  # the client goes away
+    for stream in (True, False):  # the client disconnects
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
         connection.request("POST", "/v1/completions", json.dumps(long | {"stream": stream}))
         deadline = time.time() + 20

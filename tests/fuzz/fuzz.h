@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fuzz.h: what the harnesses share: a decoder of bytes, tensors, one call and what must hold after
- * it.
+/* fuzz.h: what the harnesses share: a decoder of bytes, tensors, the call itself, and the checks
+ * after it.
  *
- * Every byte decides one thing and any bytes are a call, so that the fuzzer can vary one thing at a
- * time; where they end, 0 is read. Numbers come from a generator that one byte seeds.
+ * Every byte decides one thing, and any bytes are a call. So the fuzzer can vary one thing at a
+ * time. Past the end of the bytes, 0 is read. Numbers come from a generator that one byte seeds.
  *
- * Held for every call
- *   memory is exactly as large as strides say, so that the address sanitizer sees an element too
- *   many
- *   inputs and what lies between the elements of results are never written
- *   a call that is refused has written nothing
- *   a call with a wrong field (fz_corrupt) or a wrong workspace is refused
- *   the results are those of the same call in float64 on dense copies (csrc/ref), within a bound */
+ * Checked for every call:
+ *   - memory is exactly as large as the strides say, so that the address sanitizer sees an access
+ *     that is one element too far
+ *   - inputs, and the gaps between the elements of results, are never written
+ *   - a refused call has written nothing
+ *   - a call with a wrong field (fz_corrupt) or a wrong workspace is refused
+ *   - results equal those of the same call in float64 on dense copies (csrc/ref), within a bound */
 #ifndef GPUKERN_FUZZ_H
 #define GPUKERN_FUZZ_H
 
@@ -39,12 +39,13 @@
 static const uint8_t *fz_next, *fz_end;
 static uint64_t fz_seed;
 
-static int64_t fz_int(int64_t lo, int64_t hi) { /* one byte; 0 is lo */
+static int64_t fz_int(int64_t lo, int64_t hi) { /* reads one byte; 0 gives lo */
     const int64_t byte = fz_next < fz_end ? *fz_next++ : 0;
     return lo + byte % (hi - lo + 1);
 }
 FZ_UNUSED static bool fz_one_in(int64_t n) { return fz_int(0, n - 1) == n - 1; }
-FZ_UNUSED static int64_t fz_size(int64_t most) { /* small ones, and around what kernels count in */
+FZ_UNUSED static int64_t
+fz_size(int64_t most) { /* small sizes, and sizes around the kernels' tiles */
     static const int64_t edges[] = {1,  2,  3,  5,  0,  7,  8,  9,  13,  15,  16,
                                     17, 31, 32, 33, 47, 63, 64, 65, 100, 127, 129};
     const int64_t n = edges[fz_int(0, (int64_t)(sizeof edges / sizeof *edges) - 1)];
@@ -99,14 +100,14 @@ static void fz_set(const gk_tensor *t, int64_t i, double x) {
 
 enum {
     FZ_INPUT = 0,
-    FZ_RESULT = 1,     /* no two elements in one place */
+    FZ_RESULT = 1,     /* no two elements share a place */
     FZ_LAST_DENSE = 2, /* the last dimension has stride 1 */
     FZ_CONTIGUOUS = 4,
-    FZ_FILLED = 8 /* a result that is read, too */
+    FZ_FILLED = 8 /* a result that the op also reads */
 };
 
-/* Exactly the memory of its elements, which hold uniform numbers; between them NaN, in a result
- * everywhere. */
+/* Makes a tensor with exactly the memory that its strides need. Elements are uniform numbers. Gaps
+ * between them hold NaN, and so do all elements of a result that the op does not read. */
 static gk_tensor fz_make(gk_dtype dtype, int ndim, const int64_t *shape, int flags) {
     gk_tensor t = {.dtype = dtype, .ndim = ndim};
     const int64_t es = (int64_t)gk_dtype_bytes(dtype);
@@ -142,8 +143,8 @@ static gk_tensor fz_make(gk_dtype dtype, int ndim, const int64_t *shape, int fla
     return t;
 }
 
-/* Slots of a cache of `capacity` tokens, none twice: some -1 and less, some past the end. An input,
- * though no two lie in one place. */
+/* Slots of a cache of `capacity` tokens. None occurs twice; some are negative, some past the end.
+ * The tensor is an input, although no two of its elements share a place. */
 FZ_UNUSED static gk_tensor fz_slots(gk_dtype dtype, int64_t tokens, int64_t capacity) {
     const gk_tensor slots = fz_make(dtype, 1, &tokens, FZ_RESULT | FZ_FILLED);
     const int64_t first = fz_int(0, 20), bad = fz_int(0, 9);
@@ -157,13 +158,13 @@ FZ_UNUSED static gk_tensor fz_slots(gk_dtype dtype, int64_t tokens, int64_t capa
     return slots;
 }
 
-/* The elements in float64, dense. */
+/* A dense copy in float64. */
 FZ_UNUSED static gk_tensor fz_twin(const gk_tensor *t) {
     gk_tensor x = fz_make(GK_F64, t->ndim, t->shape, FZ_CONTIGUOUS | FZ_RESULT);
     for (int64_t i = 0; i < gk_numel(t); ++i) fz_set(&x, i, fz_get(t, i));
     return x;
 }
-/* NULL stays NULL */
+/* The same for a tensor that may be NULL. */
 FZ_UNUSED static const gk_tensor *fz_twin_of(const gk_tensor *t, gk_tensor *place) {
     return t ? (*place = fz_twin(t), place) : NULL;
 }
@@ -224,7 +225,8 @@ static gk_context fz_context(void) {
     const bool emulated =
         strcmp(ctx.cpu_isa, "amx_emulated") == 0 && strstr(gk_cpu_isas(), "avx512bf16");
     if (!emulated && !strstr(gk_cpu_isas(), ctx.cpu_isa)) ctx.cpu_isa = gk_cpu_isa();
-    const int64_t threads = fz_int(0, 15); /* many without a pool: plans count them */
+    const int64_t threads =
+        fz_int(0, 15); /* large counts without a pool: plans depend on the count */
     ctx.num_threads = threads == 15   ? INT32_MAX
                       : threads == 14 ? 4097
                                       : (int32_t)(threads > 8 || threads == 0 ? 1 : threads);
@@ -239,8 +241,8 @@ FZ_UNUSED static gk_dtype fz_dtype(void) {
 FZ_UNUSED static gk_dtype fz_stats(gk_dtype d) { return d == GK_F64 ? GK_F64 : GK_F32; }
 
 /* ---- one call -------------------------------------------------------------------------------- */
-/* Makes one field of one tensor what no op takes; of those at and after `optional` data may be
- * NULL. */
+/* Sets one field of one tensor to an invalid value. Tensors from index `optional` on may have NULL
+ * data, so that is not used for them. */
 FZ_UNUSED static bool fz_corrupt(gk_tensor *const *t, int n, int optional) {
     const int64_t kind = fz_int(0, 39);
     if (kind < 32) return false;
@@ -264,7 +266,8 @@ FZ_UNUSED static bool fz_corrupt(gk_tensor *const *t, int n, int optional) {
 typedef size_t (*fz_bytes_fn)(const gk_context *, const void *);
 typedef gk_status (*fz_call_fn)(const gk_context *, const void *);
 
-/* Calls with a workspace of exactly the bytes asked for; a wrong one must be refused. */
+/* Calls with a workspace of exactly the requested bytes. Sometimes it is NULL, misaligned or too
+ * small, and then the call must be refused. */
 static gk_status fz_call(const char *op, const gk_context *ctx, const void *args,
                          fz_bytes_fn bytes_of, fz_call_fn call, void **workspace,
                          size_t *workspace_bytes, bool wrong) {
@@ -287,7 +290,7 @@ static gk_status fz_call(const char *op, const gk_context *ctx, const void *args
     return kind >= 17 && status == GK_ERR_WORKSPACE ? GK_ERR_WORKSPACE : status;
 }
 
-/* The same call in float64 must end alike. False: there is nothing to compare. */
+/* Requires the same status as the call in float64. Returns false if there is nothing to compare. */
 FZ_UNUSED static bool fz_agree(const char *op, gk_status got, gk_status twin, const char *text) {
     if (got == GK_ERR_WORKSPACE) return false;
     FZ_REQUIRE(got == twin, "%s: %s (%s), in float64 %s", op, gk_status_name(got), text,
@@ -299,8 +302,8 @@ FZ_UNUSED static bool fz_agree(const char *op, gk_status got, gk_status twin, co
 FZ_UNUSED static double fz_unit(gk_dtype d) {
     return d == GK_BF16 ? 0x1p-8 : d == GK_F16 ? 0x1p-11 : d == GK_F64 ? 0x1p-53 : 0x1p-24;
 }
-/* u of the inputs where the arithmetic rounds to it, plus that of the accumulator times
- * `roundings`. */
+/* An error bound: 4 unit roundoffs of a 16-bit dtype, plus `roundings` unit roundoffs of the
+ * accumulator. */
 FZ_UNUSED static double fz_loss(gk_dtype d, double roundings) {
     const double u = d == GK_F64 ? 0x1p-53 : 0x1p-24;
     return (d == GK_BF16 || d == GK_F16 ? 4 * fz_unit(d) : 0) + roundings * u;

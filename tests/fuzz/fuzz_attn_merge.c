@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fuzz_attn_merge: gk_attn_merge against its float64 twin. */
+/* fuzz_attn_merge: gk_attn_merge against the same call in float64. */
 #include "fuzz.h"
 
 static gk_status call(const gk_context *ctx, const void *args) { return gk_attn_merge(ctx, args); }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fuzz_flash_attn: gk_flash_attn_fwd, and gk_flash_attn_bwd of its results, against their float64
- * twins. */
+/* fuzz_flash_attn: gk_flash_attn_fwd, and gk_flash_attn_bwd on its results, against the same calls
+ * in float64. */
 #include "rules.h"
 
 static size_t fwd_bytes(const gk_context *ctx, const void *args) {
@@ -16,7 +16,7 @@ static gk_status bwd(const gk_context *ctx, const void *args) {
     return gk_flash_attn_bwd(ctx, args);
 }
 
-/* Ends of `batch` sequences, now and then not in order, or past the tokens. */
+/* The ends of `batch` sequences. Sometimes they are out of order or past the tokens. */
 static gk_tensor ends_make(int64_t batch, int64_t tokens, int64_t *longest) {
     const int64_t n = batch + 1;
     gk_tensor t = fz_make(GK_I32, 1, &n, FZ_RESULT);
@@ -77,7 +77,7 @@ static void backward(const gk_context *ctx, const gk_flash_attn_args *f,
     if (wrong ||
         !fz_agree("gk_flash_attn_bwd", status, gk_flash_attn_bwd(&plain, &twin), gk_last_error()))
         return;
-    /* |dP - delta| <= 2 Dv + 1; a row's P sum to 1; a key meets every row of its group */
+    /* |dP - delta| <= 2 Dv + 1, the P of a row sum to 1, and a key sees every row of its group */
     const double ds = 2 * (double)f->v.shape[nd - 1] + 1, scale = fabs(f->rules.scale);
     const double rows =
         (double)(f->q.shape[nd == 4 ? 2 : 0] * gk_max_i64(1, heads / gk_max_i64(1, f->k.shape[1])));
@@ -98,7 +98,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
                   heads_kv = fz_int(0, 9) == 9 ? 0 : fz_int(1, 3);
     const int64_t heads = heads_kv * fz_int(1, 3), seq_q = fz_size(100), seq_k = fz_size(129);
     const int64_t dim = gk_max_i64(1, fz_size(100)), dim_v = gk_max_i64(1, fz_size(100));
-    /* what takes longer than some milliseconds under the sanitizers finds less */
+    /* a call over some milliseconds under the sanitizers finds less than several short ones */
     if (gk_max_i64(1, batch) * heads * seq_q * seq_k * (dim + dim_v) > 1500000) return 0;
     const int64_t q4[4] = {batch, heads, seq_q, dim}, k4[4] = {batch, heads_kv, seq_k, dim};
     const int64_t v4[4] = {batch, heads_kv, seq_k, dim_v}, o4[4] = {batch, heads, seq_q, dim_v};
@@ -143,7 +143,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
             args.rules.q_start = &q_start;
             args.rules.diagonal = 0;
         }
-        if (args.rules.alibi_slopes) /* distances are that long */
+        if (args.rules.alibi_slopes) /* scores grow with the distances */
             own.scores += fabs((double)args.rules.diagonal) + (kind & 8 ? 0x1p31 : 0);
     }
     gk_context plain = GK_CONTEXT_INIT;

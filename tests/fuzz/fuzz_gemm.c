@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fuzz_gemm: gk_gemm against its float64 twin. */
+/* fuzz_gemm: gk_gemm against the same call in float64. */
 #include "fuzz.h"
 
 static size_t bytes_of(const gk_context *ctx, const void *args) {
@@ -54,7 +54,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     args.activation = (gk_activation)fz_int(0, 4);
     args.fp32_precision = (gk_precision)fz_int(0, 1);
 
-    /* the twin before anything is corrupted */
+    /* make the float64 call before a field is corrupted */
     gk_context plain = GK_CONTEXT_INIT;
     gk_gemm_args twin = args;
     gk_tensor twin_bias, twin_c, twin_preact;

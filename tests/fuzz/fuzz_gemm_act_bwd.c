@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fuzz_gemm_act_bwd: gk_gemm_act_bwd against its float64 twin. */
+/* fuzz_gemm_act_bwd: gk_gemm_act_bwd against the same call in float64. */
 #include "fuzz.h"
 
 static gk_status call(const gk_context *ctx, const void *args) {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fuzz_grouped_gemm: gk_grouped_gemm against its definition; what no group has holds NaN. */
+/* fuzz_grouped_gemm: gk_grouped_gemm against its definition. Rows and columns of no group hold NaN.
+ */
 #include "quant.h"
 
 static size_t bytes_of(const gk_context *ctx, const void *args) {
@@ -53,7 +54,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         args.bias = &bias;
     }
     args.activation = (gk_activation)fz_int(0, 4);
-    /* of wider operands it is refused */
+    /* for wider operands the call must be refused */
     if (codes || fz_one_in(8)) args.accumulate = (gk_accumulate)fz_int(0, 1);
     args.out = fz_make(out, by_rows ? 2 : 3, of_out + by_rows, FZ_RESULT | FZ_CONTIGUOUS);
 

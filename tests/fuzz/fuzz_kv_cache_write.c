@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fuzz_kv_cache_write: gk_kv_cache_write against its float64 twin. No slot is written twice. */
+/* fuzz_kv_cache_write: gk_kv_cache_write against the same call in float64. No slot is written
+ * twice. */
 #include "fuzz.h"
 
 static gk_status call(const gk_context *ctx, const void *args) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fuzz_loss: gk_cross_entropy_fwd, gk_cross_entropy_bwd and gk_rope, each against its float64
- * twin. */
+/* fuzz_loss: gk_cross_entropy_fwd, gk_cross_entropy_bwd and gk_rope, each against the same call in
+ * float64. */
 #include "fuzz.h"
 #include "gpukern_loss.h"
 
@@ -17,7 +17,7 @@ static gk_status call_rope(const gk_context *c, const void *args) { return gk_ro
 
 static double unit(void) { return dtype == GK_F64 ? 0x1p-53 : 0x1p-24; }
 
-/* What both passes read; now and then a target that is no class. */
+/* The arguments of both passes. Sometimes a target is not a class. */
 static gk_cross_entropy_args loss_args(int nd, const int64_t *shape, gk_tensor *weight) {
     const int64_t v = shape[nd - 1];
     gk_cross_entropy_args a = GK_CROSS_ENTROPY_ARGS_INIT;
@@ -25,7 +25,7 @@ static gk_cross_entropy_args loss_args(int nd, const int64_t *shape, gk_tensor *
     a.target = fz_make(GK_I64, nd - 1, shape, FZ_INPUT);
     for (int64_t i = 0; i < gk_numel(&a.target); ++i)
         fz_set(&a.target, i, fz_int(0, 4) ? (double)fz_int(0, v - 1) : 7);
-    for (int64_t i = 0; i < gk_numel(&a.target); ++i) /* elements may be one */
+    for (int64_t i = 0; i < gk_numel(&a.target); ++i) /* several elements may share one place */
         if (fz_get(&a.target, i) >= (double)v) fz_set(&a.target, i, fz_one_in(40) ? (double)v : 0);
     a.ignore_index = fz_int(0, 1) ? 7 : -100;
     *weight = fz_make(fz_stats(dtype), 1, &v, FZ_INPUT);
@@ -36,7 +36,7 @@ static gk_cross_entropy_args loss_args(int nd, const int64_t *shape, gk_tensor *
     return a;
 }
 
-/* A dtype that dlogits may have. */
+/* A valid dtype of dlogits. */
 static gk_dtype narrow(void) {
     const gk_dtype dtypes[] = {dtype, dtype == GK_F32 ? GK_BF16 : dtype,
                                dtype == GK_F32 ? GK_F16 : dtype};
@@ -93,7 +93,7 @@ static void fuzz_bwd(int nd, const int64_t *shape) {
     twin = b;
     t->logits = fz_twin(&a->logits);
     t->weight = fz_twin_of(a->weight, &weight2);
-    /* lse as the forward call gives it, so that no exponential grows */
+    /* lse comes from the forward call, so that no exponential overflows */
     t->loss = fz_make(GK_F64, nd - 1, shape, FZ_RESULT | FZ_CONTIGUOUS);
     t->lse = fz_twin(&a->lse);
     gk_context plain = GK_CONTEXT_INIT;
@@ -140,7 +140,8 @@ static void fuzz_rope(void) {
         a.k = &keys;
         a.out_k = &out;
     }
-    if (fz_int(0, 3)) a.positions = &positions; /* else 0 .. S - 1, which may pass the angles */
+    if (fz_int(0, 3))
+        a.positions = &positions; /* otherwise 0 .. S - 1, which may exceed the table of angles */
     a.interleaved = (int32_t)fz_int(0, 1);
     a.inverse = (int32_t)fz_int(0, 1);
     twin = a;

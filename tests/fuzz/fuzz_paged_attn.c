@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fuzz_paged_attn: gk_paged_attn against its float64 twin. */
+/* fuzz_paged_attn: gk_paged_attn against the same call in float64. */
 #include "rules.h"
 
 static size_t bytes_of(const gk_context *ctx, const void *args) {
@@ -23,7 +23,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         tokens += each[b];
         longest = gk_max_i64(longest, each[b]);
     }
-    const int64_t more = uneven ? fz_int(0, 2) : 0, ends = batch + 1; /* tokens of no sequence */
+    const int64_t more = uneven ? fz_int(0, 2) : 0,
+                  ends = batch + 1; /* some tokens belong to no sequence */
     const int64_t q_shape[3] = {tokens + more, heads, dim},
                   o_shape[3] = {tokens + more, heads, dim_v};
     const int64_t k_shape[4] = {pages, page, heads_kv, dim},
@@ -83,7 +84,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         v_scale = fz_make(stats, scales & 8 ? 1 : 0, &heads_kv, FZ_INPUT);
         args.v_scale = &v_scale;
     }
-    for (int s = 0; s < 2; ++s) { /* positive, as every call asks */
+    for (int s = 0; s < 2; ++s) { /* scales must be positive */
         const gk_tensor *t = s ? args.v_scale : args.k_scale;
         for (int64_t i = 0; t && i < gk_numel(t); ++i) fz_set(t, i, 0.25 + fabs(fz_get(t, i)));
     }

@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fuzz_paged_codes: gk_kv_cache_write into pages of 8 bits, each code by its equation, then
- * gk_paged_attn over them against its float64 counterpart over the same codes. Scales of all, of a
- * head, of a page and head; some are what no call takes. */
+/* fuzz_paged_codes: gk_kv_cache_write into 8-bit pages, and gk_paged_attn over them.
+ *
+ * Each written code is checked by its equation. The attention is compared with float64 attention
+ * over the same codes. Scales are one for all, one a head, or one for each page and head. Some are
+ * invalid. */
 #include "rules.h"
 
 static size_t no_bytes(const gk_context *ctx, const void *args) { return ctx && args ? 0 : 1; }
@@ -22,7 +24,7 @@ static const gk_tensor *scale_make(gk_tensor *place, int64_t pages, int64_t head
     fz_all[fz_count - 1].result = false;
     for (int64_t i = 0; i < gk_numel(place); ++i)
         fz_set(place, i, ldexp(0.25 + fabs(fz_get(place, i)), -kind));
-    /* of a page the call may not use it */
+    /* not for scales of pages: the call may not read that page */
     if (kind == 12 && gk_numel(place)) {
         fz_set(place, 0, wrong[fz_int(0, 3)]);
         *bad = true;
@@ -33,7 +35,7 @@ static double scale_of(const gk_tensor *t, int64_t page, int64_t head, int64_t h
     return !t ? 1 : fz_get(t, t->ndim == 2 ? page * heads + head : t->ndim ? head : 0);
 }
 
-/* The codes of token t, by x / scale in float32, rounded by gk_store. */
+/* Checks the codes of token t: x / scale in float32, rounded by gk_store. */
 static void expect_codes(const char *name, const gk_tensor *x, const gk_tensor *cache,
                          const gk_tensor *scale, int64_t t, int64_t slot) {
     const int64_t heads = x->shape[1], dim = x->shape[2], page = slot / cache->shape[1];
@@ -74,7 +76,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     write.slots = fz_make(GK_I64, 1, &length, FZ_RESULT);
     fz_all[fz_count - 1].result = false;
     for (int64_t i = 0; i < length; ++i)
-        fz_set(&write.slots, i, (double)(capacity - 1 - i)); /* pages from the last on */
+        fz_set(&write.slots, i,
+               (double)(capacity - 1 - i)); /* pages are filled from the last one on */
     write.k_scale = scale_make(&k_scale, pages, heads_kv, &bad);
     write.v_scale = scale_make(&v_scale, pages, heads_kv, &bad);
     const gk_status written =
@@ -98,7 +101,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     for (int64_t i = 0; i < columns; ++i) fz_set(&args.block_table, i, (double)(pages - 1 - i));
     args.seq_lens = fz_make(GK_I32, 1, &one, FZ_RESULT);
     fz_all[fz_count - 1].result = false;
-    /* whole pages, which the slots fill from their ends */
+    /* whole pages, which the slots fill from the end */
     fz_set(&args.seq_lens, 0, (double)(length / page * page));
     if (length / page * page < tokens) fz_set(&args.seq_lens, 0, 0);
     args.k_scale = write.k_scale;
@@ -124,13 +127,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
                                      &args.workspace_bytes, false);
     if (written == GK_OK &&
         fz_agree("gk_paged_attn", status, gk_paged_attn(&plain, &twin), gk_last_error())) {
-        /* scores grow with the codes' scales: a row's error with them */
+        /* scores, and with them the error of a row, grow with the scales of the codes */
         double k_most = 1, v_most = 1;
         for (int64_t i = 0; i < gk_numel(&write.k); ++i)
             k_most = fmax(k_most, fabs(fz_get(&write.k, i)));
         for (int64_t i = 0; i < gk_numel(&write.v); ++i)
             v_most = fmax(v_most, fabs(fz_get(&write.v, i)));
-        /* a key times the scale of its page is rounded to q's dtype */
+        /* with scales of pages, key times scale is rounded to q's dtype */
         const double keys =
             args.k_scale && args.k_scale->ndim == 2 ? 2 * fz_unit(dtype) * (1 + own.scores) : 0;
         const double loss = 2 * fz_loss(dtype, 64 * (1 + own.scores)) + 2 * keys;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fuzz_quantize: gk_quantize and gk_dequantize against their definitions: codes and scales bit for
- * bit, of numbers, infinities and NaN. */
+/* fuzz_quantize: gk_quantize and gk_dequantize against their definitions. Codes and scales must
+ * match bit for bit, for numbers, infinities and NaN. */
 #include "quant.h"
 
 static size_t bytes_of(const gk_context *ctx, const void *args) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fuzz_rope_kv_write: gk_rope_kv_write against its float64 twin, caches of q's dtype. No slot is
- * written twice. */
+/* fuzz_rope_kv_write: gk_rope_kv_write into caches of q's dtype against the same call in float64.
+ * No slot is written twice. */
 #include "fuzz.h"
 #include "gpukern_cache.h"
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* fuzz_rows: gk_norm_fwd, gk_norm_bwd, gk_softmax_fwd, gk_softmax_bwd, gk_glu_fwd, gk_glu_bwd,
- * gk_dropout and gk_adamw, each against its float64 twin. */
+ * gk_dropout and gk_adamw, each against the same call in float64. */
 #include "fuzz.h"
 #include "gpukern_train.h"
 
@@ -15,8 +15,8 @@ static gk_tensor vector(void) {
     return fz_make(fz_int(0, 1) ? dtype : fz_stats(dtype), 1, &shape[nd - 1], FZ_INPUT);
 }
 
-/* Calls an op and its twin, whose results stand in `got` and `exact`, with what must not be refused
- * for the first alone. */
+/* Calls an op and the same op in float64, and compares the pairs of results in `...`. The two calls
+ * must end with the same status. */
 #define BOTH(op, args, twin, wrong, workspace, bound, ...)                                        \
     do {                                                                                          \
         const gk_status status =                                                                  \
@@ -29,7 +29,7 @@ static gk_tensor vector(void) {
         }                                                                                         \
     } while (0)
 
-/* With workspace of exactly what is asked for; float64 asks for none. */
+/* Calls with a workspace of exactly the requested size. float64 requests none. */
 #define CALL_WITH_WORKSPACE(op, arguments)                                     \
     static gk_status call_##op(const gk_context *c, const void *given) {       \
         arguments args = *(const arguments *)given;                            \
@@ -204,7 +204,7 @@ static void fuzz_dropout(void) {
     BOTH(dropout, a, twin, wrong, 1, 8 * loss(), {&a.out, &twin.out});
 }
 
-/* One tensor, dense; its twin has the numbers that it had before. */
+/* A dense tensor. Its float64 copy keeps the values from before the call. */
 static void fuzz_adamw(void) {
     const int read = FZ_RESULT | FZ_FILLED | FZ_CONTIGUOUS;
     const gk_dtype state = fz_int(0, 1) ? dtype : fz_stats(dtype);
@@ -238,7 +238,7 @@ static void fuzz_adamw(void) {
     twin.max_exp_avg_sqs = fz_twin_of(a.max_exp_avg_sqs, &most2);
     gk_tensor *const all[] = {&w, &g, &m, &v};
     const bool wrong = fz_corrupt(all, 4, 4);
-    /* steps and moments of 16 bits meet the same rounding as parameters do */
+    /* 16-bit moments are rounded as 16-bit parameters are */
     BOTH(adamw, a, twin, wrong, 1, loss() + (state == dtype ? fz_loss(dtype, 0) / 4 : 0), {&w, &w2},
          {&m, &m2}, {&v, &v2});
 }

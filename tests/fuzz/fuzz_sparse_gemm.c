@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fuzz_sparse_gemm: gk_sparse_pack and gk_sparse_gemm against their definitions; a mask that is no
- * 2:4 is refused. */
+/* fuzz_sparse_gemm: gk_sparse_pack and gk_sparse_gemm against their definitions. A mask that is not
+ * 2:4 must be refused. */
 #include "quant.h"
 
 static size_t bytes_of(const gk_context *ctx, const void *args) {

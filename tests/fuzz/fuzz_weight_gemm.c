@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* fuzz_weight_gemm: gk_pack_weight, gk_unpack_weight, which is its inverse, and gk_weight_gemm
- * against its definition. */
+/* fuzz_weight_gemm: gk_pack_weight, its inverse gk_unpack_weight, and gk_weight_gemm against its
+ * definition. */
 #include "quant.h"
 
 #include "formats/weight_tile.h"
@@ -14,7 +14,7 @@ static gk_status unpack(const gk_context *ctx, const void *args) {
     return gk_unpack_weight(ctx, args);
 }
 
-/* q [n, k] and what it packs to, through the C API, and back. */
+/* Packs q [n, k] through the C API and checks that unpacking returns it. */
 static gk_tensor packed_of(const gk_context *ctx, gk_weight_format format, int64_t n, int64_t k) {
     const gk_dtype dtype = gk_code_dtype(format);
     const int64_t shape[2] = {n, k}, tiles[3] = {gk_ceil_div(n, GK_TILE), gk_ceil_div(k, GK_TILE),

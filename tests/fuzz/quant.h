@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* quant.h: what the harnesses of quantised products share. Their judge is csrc/ref, called with the
- * same arguments and a result of its own: it takes every dtype and sums in double. Sums in float32
- * of k codes err by k roundings of the largest. */
+/* quant.h: what the harnesses of quantised products share.
+ *
+ * The judge is csrc/ref, called with the same arguments and a result of its own. It takes every
+ * dtype and sums in double. Float32 sums of k codes differ from it by at most k roundings of the
+ * largest. */
 #ifndef GPUKERN_FUZZ_QUANT_H
 #define GPUKERN_FUZZ_QUANT_H
 
@@ -20,7 +22,7 @@ FZ_UNUSED static gk_tensor fz_codes(gk_dtype dtype, int64_t rows, int64_t cols, 
     return t;
 }
 
-/* [], [1] or [rows, cols] of numbers between 1/2 and 2, seldom one that is not a number. */
+/* A scale of shape [], [1] or [rows, cols]. Values are 1/2, 1 or 2, and rarely one is invalid. */
 FZ_UNUSED static gk_tensor fz_scale(gk_dtype dtype, int64_t rows, int64_t cols) {
     const int64_t form = fz_int(0, 3), shape[2] = {rows, cols}, one = 1;
     const gk_tensor t = form == 0   ? fz_make(dtype, 0, NULL, FZ_INPUT)
@@ -31,8 +33,8 @@ FZ_UNUSED static gk_tensor fz_scale(gk_dtype dtype, int64_t rows, int64_t cols) 
     return t;
 }
 
-/* The rows of an operand, as scales count them: 1, each, or a scale for each 128 (along k also
- * 32). */
+/* The number of scales for n rows: one in all, one for each 128, or one for each row. Along k
+ * (`summed`) it is one for each 32 instead of one for each row. */
 FZ_UNUSED static int64_t fz_blocks(int64_t n, bool summed) {
     const int64_t form = fz_int(0, 3);
     return form == 0 ? 1 : form == 1 ? gk_ceil_div(n, 128) : summed ? gk_ceil_div(n, 32) : n;
@@ -43,12 +45,13 @@ FZ_UNUSED static gk_dtype fz_code_dtype(void) {
     return dtypes[fz_int(0, 2)];
 }
 
-/* A result for the judge, of the same dtype, so that both are rounded alike. */
+/* A result for the judge. It has the same dtype, so that both are rounded alike. */
 FZ_UNUSED static gk_tensor fz_judged(const gk_tensor *out) {
     return fz_make(out->dtype, out->ndim, out->shape, FZ_CONTIGUOUS | FZ_RESULT);
 }
 
-/* Two results of one dtype: sums may differ by `bound`, which may round the next one up. */
+/* Compares two results of one dtype. Sums may differ by `bound`, so their roundings may differ by
+ * one ulp. */
 FZ_UNUSED static void fz_near(const char *name, const gk_tensor *got, const gk_tensor *want,
                               double bound) {
     const double ulp = got->dtype == GK_E4M3   ? 0x1p-3

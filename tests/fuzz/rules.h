@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* rules.h: gk_attn_rules from bytes, for fuzz_flash_attn and fuzz_paged_attn. */
+/* rules.h: makes a gk_attn_rules from bytes, for fuzz_flash_attn and fuzz_paged_attn. */
 #ifndef GPUKERN_FUZZ_RULES_H
 #define GPUKERN_FUZZ_RULES_H
 
@@ -7,17 +7,17 @@
 
 typedef struct fz_rules {
     gk_tensor slopes, sinks;
-    double scores; /* the largest score there may be, about */
+    double scores; /* about the largest possible score */
 } fz_rules;
 
-/* window sizes and diagonals: about the lengths, and as large as they come */
+/* Window sizes and diagonals: around the sequence lengths, or huge. */
 static int64_t fz_span(void) {
     static const int64_t far[] = {INT64_MAX, INT64_C(1) << 62, INT64_C(1) << 31, 1000};
     const int64_t n = fz_int(0, 43);
     return n < 40 ? n : far[n - 40];
 }
 
-/* kv_start, kv_end, q_start. */
+/* Values for kv_start, kv_end or q_start. */
 static gk_tensor fz_bounds_make(int64_t batch) {
     gk_tensor t = fz_make(GK_I32, 1, &batch, FZ_RESULT);
     for (int64_t b = 0; b < batch; ++b) {

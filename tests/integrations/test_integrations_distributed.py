@@ -34,8 +34,8 @@ def on_mesh(mesh, placements, *tensors):
 
 
 def same(call, plain, sharded, placement):
-    """call's result and gradients, of leaves of this process and of DTensors; the result lies as
-    said."""
+    """A call has the same result and gradients with leaves of this process and with DTensors. The
+    result has the given placement."""
     for x in plain:
         if x is not None and x.is_floating_point():
             x.requires_grad_()
@@ -72,7 +72,7 @@ def check_gemm_rows_columns_batch_and_k(mesh):
                 call, [a, b, bias, c], on_mesh(mesh, [(p,) for p in where], a, b, bias, c), [result]
             )
     two = on_mesh(mesh, [(Shard(1),)] * 2, a, c.expand(4, 6, 10))
-    # the shards come first, so that each rank's rows are a matrix of its own
+    # the sharded dimension is the first, so each rank's rows are one matrix
     rows = parallel.as_rows(*two)
     assert all(list(x.placements) == [Shard(0)] and x.shape[0] == 24 for x in rows)
     torch.testing.assert_close(
@@ -83,14 +83,14 @@ def check_gemm_rows_columns_batch_and_k(mesh):
     same(gk.gemm, [a, batched], on_mesh(mesh, [(Shard(0),)] * 2, a, batched), [Shard(0)])
     three = randn(gen, 3, 6, 8, dtype=torch.float64)  # uneven parts
     same(gk.gemm, [three, b], on_mesh(mesh, [(Shard(0),), (one,)], three, b), [Shard(0)])
-    # its batch of 1 cannot be sharded; nor can no batch
+    # neither a batch of 1 nor an absent batch can be sharded
     one_row = randn(gen, 1, 6, 8, dtype=torch.float64)
     same(gk.gemm, [one_row, b], on_mesh(mesh, [(one,)] * 2, one_row, b), [one])
 
 
 def check_what_a_rule_said_is_not_taken_for_another_call(mesh):
-    """The trap: K in parts without an activation, then relu by the same arguments else; and c where
-    a bias was."""
+    """Cached rules must not be used for another call: K in parts without an activation, then relu
+    with otherwise equal arguments; or c in the place of a bias."""
     from torch.distributed.tensor import Replicate, Shard
 
     gen = generator("cache")
@@ -133,7 +133,7 @@ def check_flash_attn_batch_and_heads(mesh):
 
 
 def check_dropout_takes_no_shards(mesh):
-    """Each rank's part alone would have the mask of the first rows."""
+    """If each rank computed its part alone, it would use the mask of the first rows."""
     from torch.distributed.tensor import Replicate, Shard
 
     gen, seed = generator("dropout"), torch.tensor([5, 1])
@@ -162,8 +162,8 @@ def check_flash_attn_varlen_heads(mesh):
 
 
 def check_dropout_keeps_what_one_process_keeps(mesh):
-    """What is kept follows from a row's number among all, so shards are brought together first; a
-    seed must be given."""
+    """The mask follows from a row's number among all rows, so shards are gathered first. A seed
+    must be given."""
     from torch.distributed.tensor import Replicate, Shard
 
     gen, one = generator("dropout"), Replicate()
@@ -186,8 +186,8 @@ def check_dropout_keeps_what_one_process_keeps(mesh):
 
 
 def check_decoding_over_heads(mesh):
-    """Each rank writes and reads its heads; heads that ranks do not divide, and other placements,
-    are gathered or refused."""
+    """Each rank writes and reads its heads. If the ranks do not divide the heads, or with other
+    placements, tensors are gathered or the call is refused."""
     from torch.distributed.tensor import Replicate, Shard
 
     one = Replicate()
@@ -292,7 +292,7 @@ def check_tensor_parallel_layers_and_fsdp2(mesh):
             net = torch.compile(net, fullgraph=True, backend="aot_eager")
         else:
             fully_shard(net, mesh=both["data"])
-        parts = shape[0]  # each rank its rows; the mean of means is the mean
+        parts = shape[0]  # each rank has its rows, and the mean of means is the mean
         mine = x.chunk(parts)[both["data"].get_local_rank()]
         found = step(net, mine, lambda t: t.full_tensor() if isinstance(t, DTensor) else t)
         rows = [torch.empty_like(found["out"]) for _ in range(2)]
@@ -333,7 +333,7 @@ def check_context_parallel_refuses(mesh):
             ):
                 call()
         with pytest.raises((ValueError, RuntimeError), match="context_parallel"):
-            compiled(part)  # also what was compiled outside
+            compiled(part)  # also code that was compiled outside
         gk.gemm(part[0], part[0].mT)
     assert part.shape[2] == 8
     torch.testing.assert_close(
@@ -357,7 +357,7 @@ def _work(rank, folder):
                 check(mesh)
             except BaseException:
                 failed.append(f"{name}\n{traceback.format_exc()}")
-                break  # the other rank may wait for this one
+                break  # the other rank may be waiting for this one
     with open(f"{folder}/{rank}", "w") as report:
         report.write("\n".join(failed))
     with contextlib.suppress(Exception):
@@ -384,8 +384,8 @@ def test_two_processes_equal_one(tmp_path):
 
 
 def test_rules_of_many_ranks_in_one_process():
-    """Two, four and eight ranks that torch simulates: every rank has its part of what one process
-    computes."""
+    """torch simulates two, four and eight ranks. Every rank has its part of the result of one
+    process."""
     pytest.importorskip("torch.distributed._local_tensor")
     run_python("""
         import torch, torch.distributed as dist

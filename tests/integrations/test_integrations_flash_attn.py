@@ -27,7 +27,7 @@ def judge(
     alibi_slopes=None,
     first=0,
 ):
-    """One sequence: q [Sq, Hq, D], k [Sk, Hkv, D], v [Sk, Hkv, Dv]; (out [Sq, Hq, Dv], lse [Hq,
+    """One sequence: q [Sq, Hq, D], k [Sk, Hkv, D], v [Sk, Hkv, Dv] -> (out [Sq, Hq, Dv], lse [Hq,
     Sq]) in q's dtype."""
     (sq, heads, d), sk = q.shape, k.shape[0]
     k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
@@ -50,7 +50,7 @@ def judge(
 
 
 def compare(got, dtype, run):
-    """got against run(float64), the yardstick run(dtype)."""
+    """Compares `got` with run(float64); run(dtype) is the yardstick."""
     for name, g, yard, ref in zip(("out", "lse"), got, run(dtype), run(torch.float64)):
         assert g.dtype == (torch.float32 if name == "lse" else dtype)
         assert_close_as(yard, g, ref, name)
@@ -74,8 +74,8 @@ def rules_for(name, heads, device):
 
 
 def serves_short(rules, device):
-    """Whether paged_attn serves sequences with fewer keys than queries: on CUDA where no query sees
-    to its right."""
+    """Whether paged_attn serves sequences with fewer keys than queries: on CUDA only if no query
+    sees to its right."""
     return (
         device == "cpu" or rules.get("causal", False) or rules.get("window_size", (-1, -1))[1] == 0
     )
@@ -173,8 +173,8 @@ def test_varlen(rule, paged, device):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("seq_q", [1, 3])
 def test_with_kvcache(seq_q, rule, layout, device):
-    """New keys are written in place, at each sequence's length, and seen; rows and pages of others
-    stay as they were."""
+    """New keys are written in place at each sequence's length and are seen. Rows and pages of other
+    sequences stay unchanged."""
     gen, rules = generator("kvcache"), rules_for(rule, 4, device)
     lengths, rows, size = [5, 0, 9], 5, 16
     old, new = (
@@ -236,8 +236,8 @@ def test_with_kvcache(seq_q, rule, layout, device):
 @pytest.mark.parametrize("layout", ["rows", "batch_idx", "pages"])
 @pytest.mark.parametrize("rule", RULES)
 def test_with_kvcache_of_fewer_keys_than_queries(rule, layout, device):
-    """flash_attn_func's value: a query before key 0 sees what causal and the windows let it see,
-    else nothing and gives 0."""
+    """The same value as flash_attn_func: a query before key 0 sees the keys that causal and the
+    windows allow. If it sees none, its result is 0."""
     gen, rules = generator("short cache"), rules_for(rule, 4, device)
     if layout == "pages" and not serves_short(rules, device):
         pytest.skip("over pages on CUDA short lengths are served where causal")
@@ -278,7 +278,7 @@ def test_with_kvcache_without_new_keys(device):
 
 @pytest.mark.parametrize("of_cache", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 def test_the_dtype_of_a_result_is_one_on_every_path(of_cache, device):
-    """Inside autocast, too: the cache's, which is not cast."""
+    """Inside autocast the dtype is that of the cache, which is not cast."""
     pages = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
     layouts = {}, {"cache_batch_idx": torch.tensor([0], device=device)}, {"block_table": pages}
     for to, seq_q, extra, causal in itertools.product(
@@ -352,7 +352,7 @@ def test_refusals():
 @pytest.mark.parametrize("rotary", (False, True))
 @pytest.mark.parametrize("paged", (True, False))
 def test_tokens_past_the_cache_name_what_the_caller_passed(paged, rotary):
-    """On the CPU; kv_cache_write, which finds it, speaks of slots."""
+    """On the CPU. kv_cache_write, which finds the error, would speak of slots."""
     from torch_gpukern.integrations.flash_attn import flash_attn_with_kvcache
 
     q, k, cache = torch.ones(1, 1, 2, 8), torch.ones(1, 1, 2, 8), torch.zeros(4, 16, 2, 8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""FlexAttention's signature by gpukern, beside FlexAttention."""
+"""FlexAttention's signature, served by gpukern, beside FlexAttention."""
 
 import pytest
 import torch

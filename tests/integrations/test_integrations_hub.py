@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The layout of the kernels hub: made by cmake/hub.py, loaded by `kernels` beside the ordinary
-package."""
+"""The layout of the kernels hub: made by cmake/hub.py and loaded by `kernels` beside the ordinary
+package.
+"""
 
 import importlib.util
 import json
@@ -29,7 +30,7 @@ def hub(tmp_path_factory):
 
 
 def test_metadata(hub):
-    """Of the build's own variant, and of the one for a torch without CUDA."""
+    """The metadata of the build's own variant, and of the variant for a torch without CUDA."""
     from kernels._rust import Digest, DigestAlgorithm, Metadata
 
     built = (ROOT / "build" / "hub_backend").read_text().split(" ")[0]
@@ -49,8 +50,8 @@ def test_metadata(hub):
 
 
 def test_the_variant_of_a_cuda_build(monkeypatch, tmp_path):
-    """Its name, and what its metadata say, are what the kernels package looks for on a machine with
-    a GPU and takes there: the toolkit's version, and the architectures that were compiled."""
+    """The variant's name and metadata are those that the kernels package looks for on a machine
+    with a GPU: the toolkit's version and the compiled architectures."""
     from kernels._rust import Digest, DigestAlgorithm, Metadata
     from kernels.archs import _supports_cuda_capability
     from kernels.backends import CUDA, Version
@@ -60,7 +61,7 @@ def test_the_variant_of_a_cuda_build(monkeypatch, tmp_path):
     build = tmp_path / "tree"
     build.mkdir()
     (build / "CMakeCache.txt").touch()
-    (build / "hub_backend").write_text("cu130 80;90a")  # what CMakeLists.txt writes with nvcc 13.0
+    (build / "hub_backend").write_text("cu130 80;90a")  # as CMakeLists.txt writes it with nvcc 13.0
     (build / "libgpukern_hub.so").write_bytes(b"a library")
     monkeypatch.setattr(hub, "BUILD", build)
     monkeypatch.setattr(hub, "configure", lambda *options: None)
@@ -115,8 +116,8 @@ def module_of_hub():
 
 
 def test_loads_beside_the_package(hub):
-    """Either first; functions, gradients, compiled code, errors and registered names of each are
-    its own."""
+    """In either order. Functions, gradients, compiled code, errors and registered names of each are
+    separate."""
     for first in ("kernel", "package"):
         run_python(f"""
             import pathlib, torch, torch.nn.functional as F

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""F.scaled_dot_product_attention with gpukern in the place of PyTorch's flash kernels."""
+"""F.scaled_dot_product_attention with gpukern in place of PyTorch's flash kernels."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ FLASH = SDPBackend.FLASH_ATTENTION
 
 @contextlib.contextmanager
 def active(monkeypatch=None):
-    """gpukern in place; yields the names of our kernels that ran."""
+    """Activates gpukern, and yields the list of our kernels that ran."""
     kernels = [
         f"{name}_{device}" for name in ("_forward", "_backward") for device in ("cpu", "cuda")
     ]
@@ -132,7 +132,8 @@ def test_what_gpukern_does_not_serve_is_pytorchs_own_bit_for_bit():
 
 @pytest.mark.gpu
 def test_dropout_on_cuda_is_ours():
-    """The seed is torch's, kept where PyTorch keeps its generator's state for the backward."""
+    """The seed is torch's. It is kept where PyTorch keeps its generator's state for the
+    backward."""
     q, k, v = (
         randn(
             generator("sdpa dropout", i), 2, 4, 200, 64, dtype=torch.bfloat16, device="cuda"
@@ -161,7 +162,7 @@ def schema_of(text):
 
 
 def test_arguments_come_by_the_schema_of_this_torch():
-    """In another order they are found by name; what is not known, or not served, is left to
+    """Arguments in another order are found by name. Unknown or unserved arguments are left to
     PyTorch."""
     q, k, v = inputs("cpu", torch.float32)
     ours = sdpa._forward_cpu
@@ -178,8 +179,8 @@ def test_arguments_come_by_the_schema_of_this_torch():
     "name", ["_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"]
 )
 def test_calls_are_taken_as_they_come(name):
-    """Nothing stands between PyTorch's call and ours where the schema has our order: it has, in
-    every torch so far."""
+    """If the schema has our order of arguments, no wrapper stands between PyTorch's call and ours.
+    Every torch so far has that order."""
     device = "cpu" if name.endswith("cpu") else "cuda"
     for suffix, ours in (("", f"_forward_{device}"), ("_backward", f"_backward_{device}")):
         ours = getattr(sdpa, ours)
@@ -222,8 +223,8 @@ def test_compiled():
 
 
 class TimmAttention(torch.nn.Module):
-    """Attention as timm's vision transformers have it: one projection, q, k and v strided views of
-    its result."""
+    """Attention as in timm's vision transformers: one projection, with q, k and v as strided views
+    of its result."""
 
     def __init__(self, dim, heads):
         super().__init__()
@@ -261,7 +262,7 @@ def vision(x):
 
 CAUSAL = torch.nn.Transformer.generate_square_subsequent_mask(7)
 PADDED = torch.tensor([[False] * 7, [False] * 5 + [True] * 2])
-MODULES = {  # how it is made, and how many of its attentions ours serves
+MODULES = {  # how a module is made, and how many of its attentions ours serves
     "MultiheadAttention": (lambda x: heads_of_self(x), 1),
     "MultiheadAttention causal": (lambda x: heads_of_self(x, attn_mask=CAUSAL, is_causal=True), 1),
     "MultiheadAttention padded": (lambda x: heads_of_self(x, key_padding_mask=PADDED), 1),
@@ -296,8 +297,8 @@ def test_modules_in_training(name):
 @pytest.mark.parametrize("fast", [True, False], ids=["fast path", "fast path off"])
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_in_evaluation(name, fast):
-    """PyTorch's transformer layers have a path of their own, which asks nobody; off, or where a
-    gradient is wanted, ours runs."""
+    """PyTorch's transformer layers have a fast path that never calls attention. If it is off, or a
+    gradient is required, ours runs."""
     torch.manual_seed(0)
     x = randn(generator("layer"), 2, 7, 32)
     make, served = MODULES[name]

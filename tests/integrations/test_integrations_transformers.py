@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """transformers with attn_implementation="gpukern" against "eager": tiny models with random weights.
 
-The error rule is the ops' own: the judge is "eager" in float64, and in float32 ours may be at most
-twice as far from it as "eager" in float32 is. Padded positions are compared nowhere: transformers
-gives them values that mean nothing.
+The error rule is that of the ops. The judge is "eager" in float64, and in float32 ours may be at
+most twice as far from it as "eager" in float32. Padded positions are never compared, because their
+values in transformers mean nothing.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 transformers = pytest.importorskip("transformers")
 from torch_gpukern.integrations import transformers as gk  # noqa: E402
 
-# `cache` took the place of past_key_values in 5.2x; older releases know the old name alone.
+# transformers 5.2x renamed past_key_values to `cache`; older releases only know the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 
 SMALL = dict(
@@ -83,7 +83,7 @@ FAMILIES = {
         first_k_dense_replace=1,
     ),
 }
-# Families that state their window by the mask alone.
+# Families that state their window only in the mask.
 BY_THE_MASK = {
     "qwen2_moe": lambda: _family(
         "Qwen2Moe",
@@ -130,8 +130,8 @@ def _registered():
 
 
 def build(make, implementation, dtype=torch.float32, seed=0, **changes):
-    """A model with weights that depend on the seed alone, large enough that attention is far from
-    uniform."""
+    """A model with weights that depend only on the seed and are large enough that attention is far
+    from uniform."""
     config, cls = make()
     for name, value in changes.items():
         setattr(config, name, value)
@@ -164,11 +164,11 @@ def padding(lengths, total, side):
 
 
 def assert_as_eager(make, run, **changes):
-    """run(model) gives a dict of tensors; ours against eager's, by the rule of twice its own error.
+    """run(model) returns a dict of tensors. Ours may have at most twice the error of eager's.
 
-    Of two sequences' gradients a layer's largest error hangs on a few scores, which may all round
-    luckily: what eager makes with other weights counts too, each result brought to the size of this
-    model's.
+    For gradients of only two sequences, the largest error of a layer depends on a few scores, which
+    may all round well by luck. So the errors of eager with other weights count, too, scaled to the
+    size of this model's results.
     """
 
     @functools.cache
@@ -179,7 +179,7 @@ def assert_as_eager(make, run, **changes):
     def yards(name, draw):
         (want, yard), first = pair(draw), pair(0)[0][name]
         if draw == 0 or name not in want or want[name].shape != first.shape or not want[name].any():
-            return [] if draw else [yard[name]]  # an expert that no token chose
+            return [] if draw else [yard[name]]  # no token chose this expert
         size = first.abs().max() / want[name].abs().max()
         return [(yard[name] * size, want[name].double() * size)]
 
@@ -208,7 +208,7 @@ def step(ids, mask=None, **inputs):
             )
         ).sum().backward()
         grads = {}
-        # a key's bias has no gradient but rounding: it goes with its weight
+        # the gradient of a key's bias is only rounding, so it is compared together with its weight
         for name, p in model.named_parameters():
             if p.grad is not None:
                 grads.setdefault(name.rpartition(".")[0], []).append(p.grad.flatten())
@@ -244,7 +244,7 @@ def test_packed_sequences(family, how):
 
 
 def turns(ids, mask, cuts, cache):
-    """Logits of the tokens, the sequence given in parts over a cache: prefill in chunks, later
+    """Logits of the tokens with the sequence given in parts over a cache: prefill in chunks, later
     turns, single steps."""
 
     def run(model):
@@ -288,7 +288,7 @@ def test_turns_over_a_cache(family, cache, side):
 
 
 class Sees(TorchDispatchMode):
-    """The ops that run, and the bytes of the largest tensor that one of them makes."""
+    """Records the ops that run, and the bytes of the largest tensor that any of them allocates."""
 
     def __init__(self):
         super().__init__()
@@ -310,7 +310,8 @@ class Sees(TorchDispatchMode):
 
 @pytest.mark.parametrize("side", ["none", "left"])
 def test_a_chunk_over_a_static_cache_copies_no_keys(side):
-    """Its place is a tensor that the kernel reads: nothing as large as a layer's keys is made."""
+    """The kernel reads the chunk's place from a tensor, so nothing as large as a layer's keys is
+    allocated."""
     model, ids = build(FAMILIES["llama"], "gpukern"), words(2, 12)
     mask = None if side == "none" else padding([12, 7], 12, side)
     state = transformers.StaticCache(config=model.config, max_cache_len=4096)
@@ -331,7 +332,7 @@ def test_a_chunk_over_a_static_cache_copies_no_keys(side):
 
 
 def test_a_bidirectional_window_over_a_cache():
-    """Queries that stand in the middle of the keys see as many on either side."""
+    """Queries in the middle of the keys see as many keys on either side."""
     gen = generator("bidirectional window")
     q, k, v = (randn(gen, 2, h, s, 16) for h, s in ((4, 5), (2, 30), (2, 30)))
     start = torch.tensor([3, 20], dtype=torch.int32)
@@ -362,7 +363,8 @@ def test_generate(family, cache):
 
 
 def test_autocast_and_checkpointing():
-    """Training in bfloat16 autocast, layers computed twice: as near to float64 as "eager" is."""
+    """Training under bfloat16 autocast with recomputed layers is as near to float64 as "eager"
+    is."""
     mask = padding([19, 11], 19, "left")
     run = step(words(2, 19), mask)
 
@@ -414,7 +416,7 @@ ANY = dict(
 
 
 def any_model(config_class, model_class):
-    """A small model of a family, or None where these numbers make none."""
+    """A small model of a family, or None if these numbers make no model."""
     transformers.logging.set_verbosity_error()
     for without in ((), ("head_dim", "sliding_window"), ("num_key_value_heads",)):
         with contextlib.suppress(Exception):
@@ -437,7 +439,7 @@ def any_model(config_class, model_class):
 
 @pytest.mark.slow
 def test_every_causal_family():
-    """Each family of transformers gives what "eager" gives, or refuses; none is wrong."""
+    """Each family of transformers gives the same as "eager" or refuses. None is wrong."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as families
 
     mask = padding([19, 11], 19, "left")
@@ -451,7 +453,7 @@ def test_every_causal_family():
                 try:
                     model.set_attn_implementation(way)
                     if model.config._attn_implementation != way:
-                        break  # an attention of its own, which is no one's to replace
+                        break  # this family has its own attention, which cannot be replaced
                     found[way] = model.generate(
                         ids,
                         attention_mask=mask,
@@ -506,7 +508,7 @@ def test_fullgraph_training(family, padded):
 
 @pytest.mark.parametrize("family, side", [("llama", "none"), ("gemma3", "left")])
 def test_fullgraph_over_a_static_cache(family, side):
-    """Prefill, a chunk and steps: the steps of a full cache share a graph."""
+    """Prefill, a chunk and steps. The steps of a full cache share a graph."""
     mask = None if side == "none" else padding([12, 5], 12, side)
     run = turns(words(2, 12), mask, (6, 10, 11, 12), "static")
 
@@ -538,7 +540,7 @@ def test_one_graph_for_all_lengths():
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_generate_compiles_its_steps(family):
-    """As transformers does on CUDA: masks from outside, one graph for all steps."""
+    """As transformers does on CUDA: masks come from outside, and all steps share one graph."""
     mask = padding([12, 5], 12, "left")
     ids, options = (
         words(2, 12) * mask,
@@ -556,7 +558,7 @@ def test_generate_compiles_its_steps(family):
 
 
 def test_inductor():
-    """The mask and one layer's attention, through the compiler's C++."""
+    """The mask and one layer's attention, compiled to C++."""
     model = build(FAMILIES["mistral"], "gpukern", num_hidden_layers=1)
     embeds, tokens = torch.randn(2, 9, 64), padding([9, 5], 9, "left").bool()
     q, k, v = (torch.randn(2, h, 9, 16) for h in (4, 2, 2))
@@ -662,7 +664,7 @@ def test_masks_that_are_not_a_rule():
 
 @pytest.mark.parametrize("kind", ["blocks", "chunks"])
 def test_compiled_masks_that_are_not_a_rule(kind):
-    """Compiled code cannot see what a mask is made of; both ends of each row tell."""
+    """Compiled code cannot see how a mask is made, so both ends of each row are read."""
     config = build(FAMILIES["llama"], "gpukern").config
     config.attention_chunk_size = 4
     blocks = torch.tensor([[-1, -1, 0, 0, 0, -1, -1, -1]])
@@ -701,13 +703,13 @@ def test_register_takes_no_flash_name():
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", *BY_THE_MASK])
 def test_continuous_batching(family, monkeypatch):
-    """generate_batch, its prompts in chunks beside other sequences' steps: the tokens of each
-    sequence alone."""
+    """generate_batch, with prompts in chunks beside decoding steps of other sequences, gives the
+    tokens of each sequence alone."""
     config = getattr(transformers, "ContinuousBatchingConfig", None)
     if config is None:
         pytest.skip(f"transformers {transformers.__version__} has no ContinuousBatchingConfig")
     registered = transformers.AttentionInterface._global_mapping
-    monkeypatch.setitem(registered, "paged|eager", registered["paged|eager"])  # put back afterwards
+    monkeypatch.setitem(registered, "paged|eager", registered["paged|eager"])  # restored afterwards
     calls = []
     monkeypatch.setattr(
         gk, "_packed", lambda *args, packed=gk._packed: calls.append(args) or packed(*args)
@@ -736,7 +738,8 @@ def test_continuous_batching(family, monkeypatch):
 
 
 def test_continuous_batching_refuses_other_names():
-    """transformers' own refusal names what it takes; ours, that nothing else comes by its name."""
+    """transformers' own refusal lists what it accepts. Ours says that no other implementation is
+    served under its name."""
     config = getattr(transformers, "ContinuousBatchingConfig", None)
     if config is None:
         pytest.skip(f"transformers {transformers.__version__} has no ContinuousBatchingConfig")
@@ -762,7 +765,7 @@ def test_continuous_batching_refuses_other_names():
 
 
 def test_a_deterministic_backward_is_refused_where_it_would_not_be_one(monkeypatch):
-    """ModernBERT's deterministic_flash_attn. The CPU's gradients have one order of sums."""
+    """ModernBERT's deterministic_flash_attn. On the CPU gradients have a fixed order of sums."""
     out = torch.zeros(1, 2, 3, 8)
     monkeypatch.setattr(gk, "flash_attn", lambda *args, **rules: out)
 

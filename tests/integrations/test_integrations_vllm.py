@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The vLLM plugin, without vLLM: against the signatures of its wheel, and run inside a stub that is
-made from them."""
+"""The vLLM plugin, without vLLM: against the signatures of its wheel, and run inside a stub made
+from them.
+"""
 
 import abc
 import ast
@@ -26,7 +27,7 @@ BASES = {"ABC": abc.ABC, "Enum": enum.Enum, "str": str}
 
 
 def method(what):
-    """A method that does nothing, by its signature. `__init__` keeps what it is given."""
+    """A method that does nothing and has the given signature. `__init__` keeps its arguments."""
     names = [parameter.lstrip("*").split("=")[0] for parameter in what["parameters"]]
     body = (
         "; ".join(f"{names[0]}.{name} = {name}" for name in names[1:])
@@ -49,8 +50,8 @@ def method(what):
 
 @pytest.fixture
 def vllm(monkeypatch):
-    """A package of empty classes with vLLM's names, bases, fields and signatures; its list of
-    backends takes new ones."""
+    """A package of empty classes with vLLM's names, bases, fields and signatures. Its list of
+    backends accepts new ones."""
     modules = {}
     made = dict(
         BASES, Generic=typing.Generic, T=typing.TypeVar("T"), M=typing.TypeVar("M"), Protocol=object
@@ -109,7 +110,8 @@ def registry():
 
 @pytest.fixture
 def backend(vllm):
-    """GPUKERN as vLLM finds it: by the entry point, its list and the path in that."""
+    """GPUKERN as vLLM finds it: by the entry point, vLLM's list of backends, and the path in that
+    list."""
     text = (ROOT / "pyproject.toml").read_text()
     assert (
         '[project.entry-points."vllm.general_plugins"]\ngpukern = '
@@ -135,8 +137,8 @@ def overridden(cls, base):
 
 @pytest.mark.parametrize("base", ("AttentionBackend", "AttentionMetadataBuilder", "AttentionImpl"))
 def test_signatures_are_vllms(backend, base):
-    """Each method of ours takes the parameters of the one that it stands for, in their order; more
-    of them have a default."""
+    """Each method of ours takes the parameters of vLLM's method in the same order. Additional
+    parameters have defaults."""
     cls = {
         "AttentionBackend": backend,
         "AttentionMetadataBuilder": backend.get_builder_cls(),
@@ -170,8 +172,8 @@ def test_signatures_are_vllms(backend, base):
 
 @pytest.mark.parametrize("module", ("vllm", "vllm_backend"))
 def test_what_the_plugin_reads_is_there(module):
-    """Fields of the batch, members of enums and class settings that the files name are those of the
-    wheel."""
+    """The wheel has the fields of the batch, enum members and class settings that the plugin
+    uses."""
     text = (ROOT / "torch_gpukern" / "integrations" / f"{module}.py").read_text()
     for name in re.findall(r"\bbatch\.(\w+)", text.split("class GpukernImpl")[0]):
         assert name in CLASSES["CommonAttentionMetadata"]["fields"], name
@@ -199,7 +201,8 @@ def layer_of(backend, heads=4, dim=16, heads_kv=2, **options):
 
 
 def cache_of(layout, blocks=9, heads=2, size=16, dim=16, dtype=torch.float32, device="cpu"):
-    """The logical [blocks, heads, size, 2 dim] over memory in another order of the first three."""
+    """The logical [blocks, heads, size, 2 dim] over memory with the first three dimensions in
+    another order."""
     shape = (blocks, heads, size)
     stored = torch.full(
         [shape[i] for i in layout] + [2 * dim], torch.nan, dtype=dtype, device=device
@@ -245,8 +248,8 @@ RULES = {
     ids=str,
 )
 def test_steps_of_a_batch(vllm, backend, rule, layout, device):
-    """A prefill, then a mixed batch of a chunk, a decode and an inactive row, over whichever order
-    the cache is stored in."""
+    """A prefill, then a mixed batch of a chunk, a decode and an inactive row, for each storage
+    order of the cache."""
     gen = generator("vllm", rule, layout)
     options = {
         name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in RULES[rule].items()
@@ -300,7 +303,7 @@ def test_steps_of_a_batch(vllm, backend, rule, layout, device):
 
 @pytest.mark.parametrize("name", ("fp8", "fp8_e4m3", "fp8_e5m2"))
 def test_8_bit_cache(vllm, backend, name, device):
-    """vLLM's cache of bytes: a prompt and a step, as attention over what the codes are worth."""
+    """vLLM's cache of bytes: a prompt and a step equal attention over the decoded values."""
     gen, code = (
         generator("vllm", name),
         torch.float8_e5m2 if name == "fp8_e5m2" else torch.float8_e4m3fn,
@@ -382,7 +385,7 @@ def test_refused_by_name(vllm, backend):
         with pytest.raises(NotImplementedError) as error:
             layer_of(backend, **options)
         assert str(error.value) == text
-    made(4, 16, 0.25, 2, chunk_lookback=-1, use_alibi_sqrt=False)  # what says nothing
+    made(4, 16, 0.25, 2, chunk_lookback=-1, use_alibi_sqrt=False)  # these settings have no effect
     table = torch.zeros(1, 1, dtype=torch.int32)
     builder = backend.get_builder_cls()(None, ["a"], None, torch.device("cpu"))
     good = batch_of(vllm, [1], [1], torch.tensor([0]), table)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Prints, as JSON, the signatures of vLLM that torch_gpukern.integrations.vllm is written to.
+"""Prints the signatures of vLLM that torch_gpukern.integrations.vllm relies on, as JSON.
 
 python tests/integrations/vllm_signatures.py vllm-0.33.0-*.whl > tests/data/vllm_signatures.json
 
-Parses the wheel; nothing of it is imported. tests/integrations/test_integrations_vllm.py compares
+It parses the wheel and imports nothing of it. tests/integrations/test_integrations_vllm.py compares
 the plugin with the file.
 """
 
@@ -12,7 +12,7 @@ import json
 import sys
 import zipfile
 
-# What of each module the plugin uses: whole classes by their methods and fields.
+# The parts of each module that the plugin uses; classes are listed with all methods and fields.
 WANTED = {
     "vllm/v1/attention/backend.py": (
         "AttentionBackend",
@@ -30,7 +30,7 @@ METHODS_OF = {"AttentionBackendEnum": ("register", "get_class", "get_path")}
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:
-    """Names in order, with '=' and the default where there is one."""
+    """Names in order, with '=' and the default if there is one."""
     args = function.args
     positional = [*args.posonlyargs, *args.args]
     defaults = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The layout algebra (torch_gpukern.layout) beside pycute on random layouts.
 
-pycute (nvidia-cutlass 4.2.0) is the published algebra but not the judge: where the two differ, the
-values decide, and the difference must be one of DEVIATIONS.
+pycute (nvidia-cutlass 4.2.0) is the published algebra, but it is not the judge. If the two differ,
+the values of the layout decide, and the difference must be listed in DEVIATIONS.
 """
 
 import os
@@ -17,8 +17,8 @@ pycute = judge("pycute")
 
 CASES = 20_000 if os.environ.get("GPUKERN_TEST_ALL") == "1" else 1_000
 
-# What pycute 4.2.0 does otherwise, by function. Each must occur in its test, so that the list
-# cannot outlive its cause.
+# Where pycute 4.2.0 differs, by function. Each must occur in its test, so that no entry outlives
+# its cause.
 DEVIATIONS = {
     "compose": {
         "wrong": "returns a layout whose values are not a(b(i)); here: refused, or the right "
@@ -55,7 +55,7 @@ DEVIATIONS = {
 
 
 def ours(function, *arguments):
-    """Our answer as a pair of tuples, None for a refusal."""
+    """Our answer as a pair of tuples, or None if we refuse."""
     arguments = [Layout(*a) if isinstance(a, tuple) else a for a in arguments]
     try:
         leaves = function(*arguments).flat().leaves
@@ -90,7 +90,7 @@ def values(layout):
 
 
 def theirs(function, *arguments):
-    """pycute's answer as a pair of tuples, None where it fails an assertion."""
+    """pycute's answer as a pair of tuples, or None if an assertion of it fails."""
     arguments = [pycute.Layout(*a) if isinstance(a, tuple) else a for a in arguments]
     try:
         return flat(function(*arguments))
@@ -106,8 +106,8 @@ def random_layout(rng, modes=3, shapes=8, strides=24, low=0):
 
 
 def tile_like(rng, modes=3):
-    """Layouts as kernels have them: powers of two, strides that are products of shapes, in any
-    order."""
+    """Random layouts like those of kernels: powers of two, with strides that are products of
+    shapes, in any order."""
     shapes = [2 ** rng.randint(0, 3) for _ in range(rng.randint(1, modes))]
     order = rng.sample(range(len(shapes)), len(shapes))
     strides, stride = [0] * len(shapes), 2 ** rng.choice((0, 0, 0, 1))
@@ -122,7 +122,7 @@ def any_layout(rng):
 
 
 def deviations(function, seen):
-    """All that is listed for the function occurred, and nothing else."""
+    """Every listed deviation of the function occurred, and no other."""
     assert set(seen) == set(DEVIATIONS[function]), {kind: case for kind, case in seen.items()}
 
 
@@ -174,7 +174,7 @@ def test_compose():
             seen["past the end"] = (a, b)
         elif not is_composition(other, a, b):
             seen["wrong"] = (a, b)
-        else:  # the same values: the same layout, but for how far modes are merged
+        else:  # with the same values the layouts are equal, except for merged modes
             assert answer is not None, (text(a), text(b), other)
             assert theirs(pycute.coalesce, answer) == theirs(pycute.coalesce, other), (
                 text(a),
@@ -187,7 +187,7 @@ def test_compose():
 
 
 def tiles(layout, rest):
-    """(layout without zero strides, rest) reaches each offset below its size once."""
+    """Whether (layout without zero strides, rest) reaches each offset below its size once."""
     kept = [(n, d) for n, d in zip(*layout) if d != 0] + list(zip(*rest))
     both = tuple(zip(*kept)) or ((1,), (0,))
     return 0 not in both[0] and sorted(values(both)) == list(range(size(both)))

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch_gpukern.layout's atoms: fragments against the formulas of the PTX ISA, TMA boxes against a
-model of the bytes that it writes, descriptors against the fields that the ISA states, bank
-conflicts against cases worked out by hand.
+"""torch_gpukern.layout's atoms against independent descriptions of the hardware.
+
+Fragments are compared with the formulas of the PTX ISA, TMA boxes with a model of the bytes that
+TMA writes, descriptors with the fields that the ISA states, and bank conflicts with cases worked
+out by hand.
 """
 
 import re
@@ -79,7 +81,7 @@ def test_wgmma_fragments(n):
         assert at == (16 * warp + lane // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + lane % 4 * 2 + i % 2)
     for bits in (8, 16, 32):
         atom = atoms.wgmma(n, bits, a_from_registers=True)
-        # each warp's 16 rows are those of mma.sync
+        # each warp's 16 rows are laid out as in mma.sync
         of_a, _ = PTX_MMA[{8: 32, 16: 16, 32: 8}[bits], bits]
         for (t, i), (row, col) in elements(atom.a, 64).items():
             assert (row - 16 * (t // 32), col) == of_a(t % 32 // 4, t % 4, i)
@@ -87,7 +89,7 @@ def test_wgmma_fragments(n):
 
 
 def test_two_accumulators_are_one_a_fragment():
-    """The identity by which attention multiplies P from registers: C of two n8 products is A of
+    """Attention multiplies P from registers because of this identity: C of two n8 products is A of
     k16."""
     c = L.TiledMma(atoms.mma_sync(16, 16)).tv("c", (16, 16))
     assert c.offsets == atoms.mma_sync(16, 16).a.offsets
@@ -103,7 +105,10 @@ def test_quadpair_fragments(layout, c_bits):
         assert lane in (*range(4), *range(16, 20))
         high = 4 * (lane >= 16)
         for i in range(4):
-            along, across = lane % 4 + high, (i, lane % 4)  # k on end: a row of a a thread
+            along, across = (
+                lane % 4 + high,
+                (i, lane % 4),
+            )  # consecutive k: a thread holds a row of a
             a, b = atom.a(t, i), atom.b(t, i)
             assert (a % 8, a // 8) == ((along, i) if layout[0] == "T" else (i + high, across[1]))
             assert (b % 8, b // 8) == ((along, i) if layout[1] == "N" else (i + high, across[1]))
@@ -117,7 +122,7 @@ def test_quadpair_fragments(layout, c_bits):
 
 
 def test_multiply_adds_by_threads():
-    """16 x 16 threads with 4 x 4 elements each, 16 apart: rung 3 of a ladder in one line."""
+    """16 x 16 threads with 4 x 4 elements each, 16 apart."""
     mma = L.TiledMma(atoms.fma(), (16, 16, 1))
     assert mma.threads == 256 and mma.shape == (16, 16, 1)
     c = "(64,64):(64,1)"
@@ -173,7 +178,7 @@ def test_tiled_copies_and_products_cover_each_element_once():
         assert sorted(o for t in range(32) for o in copy.partition(a, t, side).offsets) == list(
             range(64 * 32)
         )
-    # what ldmatrix puts into a lane's registers is what mma.sync takes from them
+    # ldmatrix fills a lane's registers as mma.sync reads them
     for lane in range(32):
         got = copy.partition("(16,16):(16,1)", lane, "dst").offsets
         assert got == [
@@ -193,11 +198,11 @@ def test_tiled_copies_and_products_cover_each_element_once():
 
 
 def tma_bytes(rows, row_bytes, span):
-    """A model of what TMA writes: byte of the box -> byte of shared memory, by the pictures of the
-    CUDA guide.
+    """A model of TMA's writes, from the pictures of the CUDA guide: byte of the box -> byte of
+    shared memory.
 
-    16-byte chunks; the row of `span` bytes that a chunk lies in says how it is exchanged. None:
-    chunks stay.
+    The row of `span` bytes that a 16-byte chunk lies in decides where the chunk goes. Without a
+    span chunks keep their places.
     """
     place = {}
     for byte in range(rows * row_bytes):
@@ -305,8 +310,8 @@ def test_ldmatrix_rows(text, down):
 
 
 def test_twin_agrees_with_the_header_on_tiles():
-    """smem_tile's swizzle of csrc/cuda/layout/banks.cuh, whose rows of 32, 64 and 128 bytes lie as
-    TMA lays them."""
+    """The same swizzle as smem_tile of csrc/cuda/layout/banks.cuh, whose rows of 32, 64 and 128
+    bytes have TMA's layout."""
     for span in (32, 64, 128):
         bits = {32: 1, 64: 2, 128: 3}[span]
         tile = L.Swizzled(L.tma.span_swizzle(span), L.Layout((16, span), (span, 1)))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """torch_gpukern.layout: memory tags, tensors that own their data, and the instruction that a copy
-would be."""
+compiles to.
+"""
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def test_an_owning_tensor_has_all_its_elements(text, dtype):
     for coord in inner.coords():
         tensor[coord] = 1
     assert list(tensor.values()) == [1] * tensor.size
-    assert L.make_tensor(text, "shared", dtype).values()[0] == 0  # of its own
+    assert L.make_tensor(text, "shared", dtype).values()[0] == 0  # it owns its data
 
 
 def test_a_fragment_is_compact_and_keeps_what_is_near():
@@ -57,7 +58,7 @@ def test_a_fragment_is_compact_and_keeps_what_is_near():
 @pytest.mark.parametrize(
     "src, dst, elem_bytes, arch, want",
     [
-        # 8 halves down a column on end in both
+        # 8 consecutive halves of a column in both
         (
             ("(8,4):(1,64)", "global"),
             ("(8,4):(1,8)", "shared"),
@@ -72,7 +73,7 @@ def test_a_fragment_is_compact_and_keeps_what_is_near():
             75,
             ("4 x ld.global.v4.b32 + st.shared.v4.b32 (16 bytes)"),
         ),
-        # the column's step breaks the alignment: 4 bytes are left, and then 2
+        # the column's step reduces the alignment to 4 bytes, then 2
         (
             ("(8,4):(1,66)", "global"),
             ("(8,4):(1,8)", "shared"),
@@ -87,7 +88,7 @@ def test_a_fragment_is_compact_and_keeps_what_is_near():
             90,
             ("32 x ld.global.b16 + st.shared.b16 (2 bytes)"),
         ),
-        # transposed: nothing is side by side in both
+        # transposed: no elements are consecutive in both
         (
             ("(8,8):(8,1)", "global"),
             ("(8,8):(1,8)", "registers"),
@@ -95,7 +96,7 @@ def test_a_fragment_is_compact_and_keeps_what_is_near():
             90,
             ("64 x ld.global.b32 (4 bytes)"),
         ),
-        # a swizzle of 16-byte chunks leaves 16 bytes whole, one of 8-byte chunks 8
+        # a swizzle of 16-byte chunks keeps 16 bytes together, one of 8-byte chunks 8
         (
             ("(8,8):(64,1)", "registers"),
             ("Sw<3,3,3> o 0 o (8,8):(64,1)", "shared"),
@@ -137,8 +138,8 @@ def test_an_offset_counts_too():
 
 
 def test_data_begin_where_their_memory_does():
-    """A torch tensor from its second element on: 16 bytes would be misaligned, which stops a
-    kernel. One of step 2 has no vectors."""
+    """A torch tensor that starts at its second element: a 16-byte access would be misaligned and
+    stop a kernel. A tensor of step 2 allows no vectors."""
     memory, to = torch.arange(32, dtype=torch.float32), L.make_tensor("8:1", "registers")
     bytes_ = [
         L.choose_copy(L.Tensor("8:1", memory[o:], memory="global"), to, 4).bytes
@@ -146,12 +147,12 @@ def test_data_begin_where_their_memory_does():
     ]
     assert bytes_ == [16, 4, 8, 4, 16]
     assert L.choose_copy(L.Tensor("8:1", memory[::2], memory="global"), to).bytes == 4
-    # the offset makes up for it
+    # the offset restores the alignment
     assert L.choose_copy(L.Tensor("8:1", memory[1:], 3, "global"), to).bytes == 16
 
 
 def test_moves_between_registers_keep_the_order():
-    """Two bytes move together only where they are neighbours, in the same order, in both."""
+    """Two bytes move together only if they are neighbours in both, in the same order."""
     here = at("8:1", "registers")
     for src, want in (("8:1", "4 x mov.b16 (2 bytes)"), ("(2,4):(4,1)", "8 x mov.b16 (1 bytes)")):
         assert str(L.choose_copy(at(src, "registers"), here, 1)) == want

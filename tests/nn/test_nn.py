@@ -13,7 +13,7 @@ from torch_gpukern import nn as gnn
 
 
 def with_gradients(module, x, call=None):
-    """{name: value} of the output, x's gradient and the parameters'."""
+    """{name: value} of the output, and of the gradients of x and the parameters."""
     x = x.detach().requires_grad_()
     module.zero_grad()
     out = (call or module)(x)
@@ -26,7 +26,7 @@ def with_gradients(module, x, call=None):
 
 
 def as_near(ours, theirs, x, call=None, plain_call=None):
-    """ours (float32) as near to theirs in float64 as theirs in float32 is."""
+    """Ours in float32 is as near to theirs in float64 as theirs in float32 is."""
     got = with_gradients(ours, x, call and call(ours))
     yard = with_gradients(theirs, x, plain_call and plain_call(theirs))
     exact = copy.deepcopy(theirs).double()
@@ -37,7 +37,7 @@ def as_near(ours, theirs, x, call=None, plain_call=None):
 
 
 class Plain(nn.Module):
-    """A module with another's weights and a function for a forward."""
+    """A module with the weights of another and a function as its forward."""
 
     def __init__(self, like, function):
         super().__init__()
@@ -116,12 +116,12 @@ def test_attention(options):
     theirs = Plain(ours, plain_attention(4, 2, 8, **options))
     x = randn(generator("attention"), 2, 11, 32)
     rotary = [a.float() for a in angles(11, 8)]
-    # the key's bias has no gradient but rounding where nothing rotates it; here it is rotated
+    # without rotation the gradient of the key's bias is only rounding; here keys are rotated
     as_near(ours, theirs, x, call=lambda m: lambda x: m(x, rotary))
 
 
 def test_attention_over_a_cache():
-    """A prefill and steps of one token give what the whole sequence gives."""
+    """A prefill and steps of one token give the same as the whole sequence."""
     torch.manual_seed(0)
     layer, x = gnn.Attention(32, 4, 2, window=5), randn(generator("cache"), 2, 9, 32)
     cos, sin = (a.float() for a in angles(9, 8))
@@ -272,7 +272,7 @@ def test_a_forward_that_was_replaced_stays():
 
 
 class Scaled(torch.Tensor):
-    """A weight that multiplies by itself, as quantised ones do: F.linear is its own."""
+    """A weight that implements F.linear itself, as quantised weights do."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

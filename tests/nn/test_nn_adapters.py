@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Patched models under other tools: adapters, hooks, slices, parametrisations; what restore does
-after them."""
+"""Patched models under other tools: adapters, hooks, slices, parametrisations; and restore after
+them.
+"""
 
 import copy
 
@@ -136,7 +137,8 @@ def test_an_adapter_merged_and_not():
 
 
 def test_a_fused_pair_makes_one_pass(monkeypatch):
-    """As long as nothing stands between: the activation is asked of the op and not of its module."""
+    """The activation runs in the op instead of its module, as long as nothing stands between the
+    two."""
     model, mlp = pair("gelu"), gnn.MLP(16, 24)
     want = model(X)
     done = gnn.patch(model, None)
@@ -185,7 +187,7 @@ def test_restore_names_what_was_changed_since_and_undoes_the_rest():
 
 
 def test_restore_after_modules_moved():
-    """A trained layer is never overwritten: modules are put back as they are, not places."""
+    """A trained layer is never overwritten. restore puts modules back by identity, not by place."""
     for move in (
         lambda m: m.insert(0, nn.LayerNorm(16)),
         lambda m: m.__delitem__(0),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Importers of GPTQ, AWQ, torchao and compressed-tensors: tensors packed here by loops, as their
-files have them."""
+"""Importers of GPTQ, AWQ, torchao and compressed-tensors. Loops here pack tensors as those files
+have them.
+"""
 
 from types import SimpleNamespace
 
@@ -27,16 +28,16 @@ def parts(bits=4, symmetric=False):
 
 
 def weight_of(q, zero, scale, group_of=None):
-    """By the definition, element by element of K."""
+    """The weight by its definition, element by element of K."""
     group_of = [k // GROUP for k in range(K)] if group_of is None else group_of
     columns = [(q[:, k] - zero[g]).double() * scale[g].double() for k, g in enumerate(group_of)]
     return torch.stack(columns, 1)
 
 
 def words(x, bits, order=None):
-    """int32 words along the last dimension; order[i] is the place, of those in a word, whose code
-    is field i."""
-    if bits == 3:  # a stream of bits
+    """Packs codes into int32 words along the last dimension. order[i] is the position within a word
+    whose code goes into field i."""
+    if bits == 3:  # codes of 3 bits are a stream of bits across words
         streams = [sum(code << (3 * i) for i, code in enumerate(row)) for row in x.tolist()]
         count = x.shape[1] * 3 // 32 if x.shape[1] % 32 == 0 else (x.shape[1] + 31) // 32 * 3
         rows = [[stream >> (32 * i) & 0xFFFFFFFF for i in range(count)] for stream in streams]
@@ -56,7 +57,7 @@ def words(x, bits, order=None):
 
 
 def check(layer, w, exact=True):
-    """The decoded weight, and products by it."""
+    """Checks the decoded weight and products with it."""
     assert (
         torch.equal(layer.decoded(torch.float32), w.float())
         if exact
@@ -202,7 +203,7 @@ def test_what_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_addends_are_not_rounded_before_the_sum(dtype):
-    """Where activations have a mean, code * scale and the addend give large products that cancel."""
+    """If activations have a mean, code * scale and the addend give large products that cancel."""
     gen, n, k = generator("cancel"), 64, 4096
     w = (
         randn(gen, n, k) * 0.02 + (randn(gen, n, k // 128) * 0.01).repeat_interleave(128, 1)
@@ -223,8 +224,8 @@ def test_addends_are_not_rounded_before_the_sum(dtype):
 
 
 def test_whose_tensors_are_no_tensors_of_theirs_are_refused():
-    """Bytes that are no MXFP8 are not read as numbers, and a bias that does not fit is refused
-    here, not when the layer is called."""
+    """Bytes that are not MXFP8 are not read as numbers. A bias that does not fit is refused at
+    import, not when the layer is called."""
     w, q = torch.ones(40, 64).to(torch.float8_e4m3fn), torch.ones(4, 8, dtype=torch.int32)
     half, byte = torch.ones(2, 3), torch.full((40, 2), 127, dtype=torch.uint8)
     of_fp8, mx = (

@@ -9,7 +9,7 @@ from torch_gpukern import nn as gnn
 
 
 def loop(moe, x, dtype):
-    """Token by token, choice by choice."""
+    """The reference: token by token, expert by expert."""
     rows = x.reshape(-1, x.shape[-1]).to(dtype)
     router, up, down = (p.to(dtype) for p in (moe.router.weight, moe.gate_up_proj, moe.down_proj))
     p, e = (rows @ router.mT).softmax(-1).topk(moe.top_k, -1)
@@ -59,7 +59,9 @@ def test_experts_of_other_ranks_add_nothing():
     want = gnn.grouped_experts(x[:1], torch.tensor([[0]]), p[:1, :1], up, down, down_bias=down_bias)
     torch.testing.assert_close(got[:1], want)
     negative = gnn.grouped_experts(x, torch.where(e == 3, -1, e), p, up, down, down_bias=down_bias)
-    torch.testing.assert_close(negative, got)  # a dropped token's mark, not expert 0
+    torch.testing.assert_close(
+        negative, got
+    )  # a negative index marks a dropped token; it is not expert 0
     with pytest.raises(ValueError, match="grouped_experts: x must be \\[T, H\\]"):
         gnn.grouped_experts(x, e[:3], p, up, down)
     none = gnn.grouped_experts(x[:0], e[:0], p[:0], up, down)
@@ -70,8 +72,8 @@ def test_experts_of_other_ranks_add_nothing():
 @pytest.mark.parametrize("index", (torch.int32, torch.int64), ids=str)
 @pytest.mark.parametrize("mark", (-1, -(2**31), 3, 2**31 - 1))
 def test_a_marked_token_may_hold_nan(mark, index, dtype, device):
-    """NaN in a token that no expert meets, or in its weight, leaves the result and the gradients of
-    all others as they are."""
+    """NaN in a token that goes to no expert, or in its weight, changes neither the result nor the
+    gradients of the others."""
     gen = generator("marked nan")
     x, up, down = (
         randn(gen, *shape).to(device, dtype) for shape in ((6, 8), (3, 8, 12), (3, 6, 8))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch_gpukern.nn.quantize: every recipe against its own decoded weight, and back; states,
-devices' dtypes, training."""
+"""torch_gpukern.nn.quantize: every recipe against its own decoded weight; states, dtypes of
+devices, training.
+"""
 
 import copy
 import math
@@ -18,8 +19,8 @@ from torch_gpukern import nn as gnn
 from torch_gpukern.nn.quant.schemes import SCHEMES, e2m1_round
 
 DEPLOYED = [r for r in gnn.RECIPES if r in SCHEMES]
-# of the weight's root mean square: what rounding normal values to each format costs, from the
-# formats' own steps
+# error of rounding normal values to each format, over the weight's root mean square; it follows
+# from the steps of the format
 MOST = {
     "fp8": 0.03,
     "fp8-block": 0.03,
@@ -55,7 +56,7 @@ def relative(got, want):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("recipe", DEPLOYED)
 def test_each_recipe(recipe, dtype):
-    """The layer multiplies by the weight that it says it holds, and that is as near to the given
+    """The layer multiplies by the weight that it reports, and that weight is as near to the given
     one as its format allows."""
     layer = nn.Linear(260, 70).to(dtype)
     gen = generator("recipes", recipe)
@@ -68,7 +69,7 @@ def test_each_recipe(recipe, dtype):
     with torch.no_grad():
         got = layer(x)
     want = nn.functional.linear(x.double(), layer.decoded(torch.float64), before.bias.double())
-    # what is left is the rounding of activations and of the result
+    # the remaining error is the rounding of activations and of the result
     most = {
         "fp8": 0.04,
         "fp8-block": 0.04,
@@ -91,8 +92,8 @@ def test_each_recipe(recipe, dtype):
 
 @pytest.mark.parametrize("recipe", DEPLOYED)
 def test_state_dict(recipe):
-    """A state loads into a model of the same recipe; the next result has the same bits. Casts leave
-    codes as they are."""
+    """A state loads into a model of the same recipe, and the next result has the same bits. Casts
+    leave codes unchanged."""
     x = randn(generator("states"), 5, 260)
     one = network()
     done = gnn.quantize(
@@ -156,7 +157,7 @@ def test_in_place_printed_and_refused(capsys):
             and str(done) == "0: w4\n3: w4\n2: left, skipped"
         )
         model(torch.ones(2, 260))
-        # the hook, and the activation of the last
+        # the hook, and the activation of the last layer
         assert seen == [1] and (model(torch.randn(9, 260)) >= 0).all()
         assert first.weight.shape == (70, 260)
     assert type(model[0]) is nn.Linear and type(model[3]) is gnn.Linear
@@ -194,7 +195,7 @@ def test_in_place_printed_and_refused(capsys):
     ]
     gnn.quantize(nn.Linear(64, 64), "w4", say=said.append)
     assert ": the model; 0.0 -> 0.0 MiB" in said[-1]
-    # the layer's own words, not those of what watches it
+    # the error text of the layer itself, not of what watches it
     with pytest.raises(TypeError, match="linear"):
         gnn.quantize(nn.Linear(64, 64), "int8-static", calibration=[1], say=None)
 
@@ -208,7 +209,7 @@ def test_calibration(capsys):
     x = torch.cat(batches)
     assert seen["0"].amax == x.abs().max()
     torch.testing.assert_close(seen["0"].square, x.square().mean(0))
-    # columns that nothing ever enters cost nothing, so that scales fit the others
+    # columns without inputs cost nothing, so scales fit the others
     layer = nn.Linear(64, 32, bias=False)
     with torch.no_grad():
         layer.weight[:, 32:] *= 8
@@ -250,7 +251,7 @@ def test_pruning():
 
 @pytest.mark.parametrize("scaling", ("current", "delayed"))
 def test_fp8_linear(scaling):
-    """Its three products are those of the rounded operands; delayed scales follow the sizes of
+    """The three products are those of the rounded operands. Delayed scales follow the sizes of
     earlier calls."""
     gen = generator("fp8", scaling)
     layer = gnn.Fp8Linear(48, 40, scaling=scaling, history=3)
@@ -260,7 +261,7 @@ def test_fp8_linear(scaling):
     )
     for step in range(4):
         x = (randn(gen, 5, 7, 48) * (4 - step)).requires_grad_()
-        grad = randn(gen, 5, 7, 40) * 1e-6  # below what e5m2 holds without a scale
+        grad = randn(gen, 5, 7, 40) * 1e-6  # too small for e5m2 without a scale
         got = torch.autograd.grad(layer(x), (x, *layer.parameters()), grad)
         want = torch.autograd.grad(plain(x), (x, *plain.parameters()), grad)
         for name, g, w in zip(("dx", "dw", "db"), got, want, strict=True):
@@ -280,8 +281,8 @@ def test_fp8_linear(scaling):
 
 @pytest.mark.parametrize("reentrant", (False, True))
 def test_delayed_scaling_under_checkpointing(reentrant, device):
-    """The recomputation has the scales of the first pass: the same bits as without it, and each
-    call fills one place."""
+    """The recomputation uses the scales of the first pass: the same bits as without checkpointing,
+    and each call fills one place of the history."""
     torch.manual_seed(1)
     plain = nn.Sequential(
         gnn.Fp8Linear(32, 48, scaling="delayed", history=3),
@@ -317,7 +318,7 @@ def test_delayed_scaling_under_checkpointing(reentrant, device):
 
 
 def test_reset_parameters_of_a_delayed_layer():
-    """As of a new layer, which to_empty and reset_parameters make of one on the meta device."""
+    """to_empty and reset_parameters make a layer on the meta device equal to a new one."""
     layer = gnn.Fp8Linear(8, 8, scaling="delayed")
     for b in layer.buffers():
         b.fill_(1e30)
@@ -349,13 +350,13 @@ def test_fp8_training_learns_and_is_undone():
 
 @pytest.mark.parametrize("recipe", [r for r in gnn.RECIPES if r.startswith("qat-")])
 def test_qat(recipe):
-    """Training through the rounding makes the rounded layer better than rounding after training;
-    what is deployed is what trained."""
+    """A layer that is trained through the rounding is better than one that is rounded after
+    training. The deployed layer equals the trained one."""
     torch.manual_seed(0)
     gen = generator("qat", recipe)
     layer = nn.Linear(130, 24).bfloat16()
-    # columns that go together, so that roundings can make up for one another; of others the nearest
-    # is the best
+    # correlated columns, so that roundings can compensate for one another; for independent columns
+    # rounding to nearest is best
     x = (randn(gen, 256, 12) @ randn(gen, 12, 130) / 3.5 + 0.1 * randn(gen, 256, 130)).bfloat16()
     y = layer(x).detach().float()
     after = copy.deepcopy(layer)
@@ -387,8 +388,8 @@ def test_qat(recipe):
 @pytest.mark.parametrize("recipe", [r for r in gnn.RECIPES if r.startswith("qat-")])
 @pytest.mark.parametrize("what", ("row", "group", "tiny row", "all"))
 def test_qat_of_zeros_trains(recipe, what, device):
-    """A group of zeros has no scale of its own. It learns all the same, nothing becomes NaN, and
-    what is deployed is what trained."""
+    """A group of zeros has no scale of its own. It still trains, nothing becomes NaN, and the
+    deployed layer equals the trained one."""
     gen = generator("qat of zeros", recipe, what)
     layer = nn.Linear(200, 33).to(device)
     with torch.no_grad():
@@ -417,8 +418,8 @@ def test_qat_of_zeros_trains(recipe, what, device):
 @pytest.mark.parametrize("value", (1.0, -(2.0**-20), 2.0**60))
 @pytest.mark.parametrize("recipe", [r for r in gnn.RECIPES if r.startswith("qat-")])
 def test_qat_far_from_its_scale_has_finite_gradients(recipe, value):
-    """A weight that is many orders of size above its scale is clipped: no gradient of its own, the
-    largest code times g for the scale."""
+    """A weight many orders of magnitude above its scale is clipped. It has no gradient of its own;
+    the scale gets the largest code times g."""
     layer = nn.Linear(200, 2)
     gnn.quantize(layer, recipe, say=None)
     with torch.no_grad():
@@ -430,8 +431,8 @@ def test_qat_far_from_its_scale_has_finite_gradients(recipe, value):
 
 
 def test_learned_scale_has_its_gradient():
-    """Esser et al.: g (r - v) where nothing is clipped, g r where something is, over sqrt(count *
-    largest)."""
+    """Esser et al.: the sum of g (r - v) for values within the range and of g r for clipped ones,
+    over sqrt(count * largest)."""
     layer = nn.Linear(8, 1, bias=False)
     gnn.quantize(layer, "qat-w4", say=None)
     with torch.no_grad():
@@ -446,8 +447,8 @@ def test_learned_scale_has_its_gradient():
 
 
 def test_what_a_layer_cannot_do_leaves_it_as_it_was():
-    """A move that raises, a state of another recipe; and a weight that a hook computes is not
-    taken."""
+    """A move that raises, or a state of another recipe, leaves the layer unchanged. A weight that a
+    hook computes is not taken."""
     x = randn(generator("quantize fails"), 5, 64)
     layer = nn.Sequential(nn.Linear(64, 48))
     gnn.quantize(layer, "w4", say=None)
@@ -473,8 +474,8 @@ def test_what_a_layer_cannot_do_leaves_it_as_it_was():
 
 
 def test_delayed_scaling_of_a_layer_that_is_called_twice():
-    """Every backward writes the history of gradients: of calls that share a layer, and of one that
-    goes back twice."""
+    """Every backward writes the history of gradients: for several calls of one layer, and for a
+    call whose backward runs twice."""
     layer = nn.Sequential(nn.Linear(64, 64))
     gnn.quantize(layer, "fp8-train-delayed", say=None)
     x = randn(generator("fp8 twice"), 5, 64).requires_grad_()
@@ -488,7 +489,7 @@ def test_delayed_scaling_of_a_layer_that_is_called_twice():
 
 @pytest.mark.parametrize("recipe", ("w4", "w4-zero", "nvfp4", "mxfp4", "qat-w4"))
 def test_inductor_reaches_the_last_columns(recipe, device):
-    """K that is no multiple of a group: the decoded weight and the gradient that passes it have all
+    """K is not a multiple of a group. The decoded weight and the gradient through it have all
     columns."""
     gen = generator("last columns", recipe)
     layer = nn.Linear(200, 24).to(device)
@@ -504,7 +505,7 @@ def test_inductor_reaches_the_last_columns(recipe, device):
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: (layer(x), decode()), fullgraph=True)
     out, decoded = compiled(x)
-    # Inductor's exp2 may be an ulp off
+    # Inductor's exp2 may differ by an ulp
     torch.testing.assert_close(decoded.detach(), decode().detach(), rtol=1e-6, atol=0)
     got, want = (torch.autograd.grad(y, wrt, grad) for y in (out, layer(x)))
     for a, b in zip(got, want, strict=True):
@@ -542,7 +543,7 @@ def test_an_mlp_keeps_its_activation():
 
 @pytest.mark.parametrize("recipe", gnn.quantize.__globals__["RECIPES"])
 def test_torch_func(recipe):
-    """vmap is a loop, and per-sample gradients are those of a loop."""
+    """vmap runs as a loop, and per-sample gradients equal those of a loop."""
     torch.manual_seed(0)
     model, x = (
         nn.Sequential(nn.Linear(64, 16), nn.GELU(), nn.Linear(16, 8)),
@@ -550,7 +551,7 @@ def test_torch_func(recipe):
     )
     gnn.quantize(model, recipe, say=None, calibration=[x] if "static" in recipe else None)
     model(x)
-    model.eval()  # delayed scales move in training
+    model.eval()  # in training mode delayed scales would change
     parameters = dict(model.named_parameters())
     torch.testing.assert_close(
         torch.vmap(model)(x), torch.stack([model(t) for t in x]), rtol=1e-3, atol=2e-3
@@ -586,7 +587,7 @@ def test_restore_goes_where_the_model_went():
 def test_nothing_to_multiply(recipe):
     """No tokens, as an expert may have, no columns, and no rows."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of weights without elements
+        warnings.simplefilter("ignore")  # warnings about weights without elements
         layers = [nn.Linear(32, 8), nn.Linear(0, 8), nn.Linear(8, 0)]
     for layer in layers:
         x = torch.randn(3, layer.in_features)
@@ -603,7 +604,7 @@ def test_nothing_to_multiply(recipe):
 def test_a_row_with_nan_is_shown():
     for recipe in SCHEMES:
         if recipe in ("w4-shift", "w8-shift", "fp8-block", "nvfp4"):
-            continue  # the last two have scales of more than a row
+            continue  # the last two recipes have scales that span several rows
         layer = nn.Linear(64, 8)
         layer.weight.data[0, 3] = math.nan
         x = torch.ones(2, 64)
@@ -616,7 +617,8 @@ def test_a_row_with_nan_is_shown():
 )
 @pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf, 1e30, 0.0))
 def test_calibration_that_shows_nothing_is_refused_by_name(recipe, value):
-    """Zeros are refused where a scale comes from them; what is not finite wherever it is read."""
+    """Zeros are refused if a scale depends on them; non-finite values are refused wherever they are
+    read."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64, bias=False))
     model[1].register_forward_hook(lambda module, args, out: out.detach().clone().fill_(value))
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -646,7 +648,7 @@ def test_calibration_of_a_layer_that_is_called_by_name():
 
 
 def test_pickle():
-    """Plain pickle, which other processes are handed models by, and copies that share nothing."""
+    """Plain pickle, which passes models to other processes, and copies that share nothing."""
     for recipe in SCHEMES:
         if recipe in ("w4-shift", "w8-shift"):
             continue

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Norms, rotary embedding and the head of torch_gpukern.nn, and what patch makes of modules that do
-the same."""
+"""Norms, rotary embedding and the head of torch_gpukern.nn, and how patch treats modules that do
+the same.
+"""
 
 import copy
 
@@ -14,7 +15,7 @@ from torch_gpukern import nn as gnn
 
 
 def same(ours, theirs, x, tolerance=1e-5):
-    """Results and every gradient."""
+    """Results and all gradients are equal."""
     leaves = [x.clone().requires_grad_() for _ in range(2)]
     outs = [m(leaf) for m, leaf in zip((ours, theirs), leaves, strict=True)]
     grad = randn(generator("nn rows"), *outs[0].shape).to(outs[0].dtype)
@@ -64,8 +65,8 @@ def test_weight_offset():
 
 
 class Held(torch.Tensor):
-    """A weight that computes by itself, as quantised and sharded ones do: no kernel of ours reads
-    it."""
+    """A weight that computes by itself, as quantised and sharded ones do. No kernel of ours may
+    read it."""
 
     @staticmethod
     def __new__(cls, held):
@@ -203,7 +204,7 @@ def test_linear_cross_entropy():
 
 
 class PlainRMSNorm(nn.Module):
-    """Llama's, or Gemma's with an offset of 1."""
+    """Llama's RMSNorm, or Gemma's with an offset of 1."""
 
     def __init__(self, n, offset=0.0):
         super().__init__()
@@ -285,7 +286,7 @@ def test_patch_and_restore():
         model(torch.ones(1, 24))
     seen = {event.key for event in run.key_averages()}
     assert {"gpukern::rms_norm", "gpukern::layer_norm", "gpukern::swiglu", "gpukern::geglu"} <= seen
-    gnn.patch(model, say=None)  # finds nothing more
+    gnn.patch(model, say=None)  # finds nothing else to patch
     assert [type(m).__name__ for m in model] == kinds
     done.restore()
     assert [type(m) for m in model] == [type(m) for m in plain]
@@ -293,7 +294,7 @@ def test_patch_and_restore():
 
 
 class LlamaLikeRMSNorm(PlainRMSNorm):
-    """Its float32 weight widens a result of 16 bits; its argument has another name."""
+    """Its float32 weight widens a 16-bit result; its argument has another name."""
 
     def forward(self, hidden_states):
         h = hidden_states.float()
@@ -308,13 +309,13 @@ def test_the_dtype_of_a_patched_norm_s_result(kind, weight):
     patched = copy.deepcopy(plain)
     gnn.patch(patched, say=None)
     assert type(patched[0]) is not kind
-    for where in (torch.float32, torch.bfloat16):  # and where it is cast later
+    for where in (torch.float32, torch.bfloat16):  # the second is cast later
         plain.to(where), patched.to(where)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = randn(generator("dtypes of norms"), 3, 24, dtype=dtype)
             try:
                 want = plain(x)
-            except RuntimeError:  # nn.LayerNorm takes no such pair
+            except RuntimeError:  # nn.LayerNorm refuses this pair of dtypes
                 continue
             got = patched(x)
             assert got.dtype is want.dtype, (where, dtype)
@@ -322,7 +323,7 @@ def test_the_dtype_of_a_patched_norm_s_result(kind, weight):
 
 
 def test_arguments_of_patched_modules_by_name():
-    """As torch's ModuleInfo and transformers call them."""
+    """With the names that torch's ModuleInfo and transformers use."""
     x = randn(generator("by name"), 3, 24)
     model = nn.Sequential(
         nn.Linear(24, 24),
@@ -435,7 +436,8 @@ def test_loss_of_a_model_with_a_softcap_is_left():
 @pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_export_of_a_head_with_a_dynamic_size(dtype, reduction):
-    """While its parameters require gradients: what is kept for backward has a size of its own."""
+    """With parameters that require gradients: the tensor kept for backward has a size of its
+    own."""
     head = gnn.LinearCrossEntropy(16, 33, bias=True, reduction=reduction, dtype=dtype)
     n = torch.export.Dim("n", min=2, max=100)
     gen = generator("exported head")
@@ -444,7 +446,7 @@ def test_export_of_a_head_with_a_dynamic_size(dtype, reduction):
         return randn(gen, rows, 16, dtype=dtype), torch.randint(33, (rows,), generator=gen)
 
     program = torch.export.export(head, given(6), dynamic_shapes={"x": {0: n}, "target": {0: n}})
-    for rows in (2, 31, 32, 33, 64, 65, 100):  # on both sides of twice H
+    for rows in (2, 31, 32, 33, 64, 65, 100):  # below and above 2 H
         x, target = given(rows)
         torch.testing.assert_close(program.module()(x, target), head(x, target))
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""gpukern quantize MODEL_DIR, and load_quantized: shards, an index, what stays, and what is
-refused."""
+"""gpukern quantize MODEL_DIR, and load_quantized: shards, an index, kept tensors, and refusals."""
 
 import json
 
@@ -128,7 +127,8 @@ def test_what_is_refused(tmp_path, capsys):
 
 
 def snapshot(model):
-    """What a failed load must leave: classes, attributes, and values by their bits."""
+    """The state that a failed load must leave unchanged: classes, attributes, and values by their
+    bits."""
     return [
         (
             type(m),
@@ -171,8 +171,8 @@ def test_a_failed_load_changes_nothing(fault, tmp_path):
 
 @pytest.mark.parametrize("recipe", ("w8", "nvfp4", "fp8"))
 def test_parameters_on_meta_become_the_files(recipe, tmp_path):
-    """Nothing stays on meta, the head stays the embedding, and results are those of a model that
-    was on the CPU."""
+    """Nothing stays on meta, the head stays tied to the embedding, and results equal those of a
+    model that was on the CPU."""
     torch.manual_seed(1)
     write(tmp_path / "plain", Model())
     gnn.quantize_directory(tmp_path / "plain", tmp_path / "few", recipe, show=False, say=None)
