@@ -12,14 +12,80 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers import masking_utils as hf
 
 from .._library import are_deterministic
 from ..ops import flash_attn, flash_attn_varlen
 from ..ops.fakes import stats_dtype
+from .transformers_accelerate import Accelerated, change
+from .transformers_experts import register_experts
 
-__all__ = ["register", "register_continuous_batching"]
+__all__ = ["Accelerated", "accelerate", "register", "register_continuous_batching"]
+
+
+def accelerate(
+    model: torch.nn.Module,
+    quantise: str | None = None,
+    loss: bool = True,
+    *,
+    say: Callable[[str], object] | None = print,
+) -> Accelerated:
+    """Puts everything that gpukern has for a transformers model into it, in place.
+
+    ::
+
+        model = AutoModelForCausalLM.from_pretrained(path)
+        done = torch_gpukern.integrations.transformers.accelerate(model)
+        done.restore()
+
+    - The attention is ``attn_implementation="gpukern"`` (see `register`).
+    - Linear layers, norms and gated MLPs are replaced by `torch_gpukern.nn.patch`, GPT-2's Conv1D
+      by one product.
+    - The rotary embedding of the model's family becomes `rope`. It is a function of the family's
+      module, so other models of the family in the process use it, too.
+    - Mixtures of experts are multiplied by `grouped_gemm`.
+    - A causal model that is given labels computes its loss by `linear_cross_entropy`. Its logits
+      are then None.
+
+    A part that would compute something else is left as it is, with a reason. Results agree with
+    the model's own within the rounding of its dtype. A second call changes nothing.
+
+    Args:
+        model: a transformers model, or a module around one (PEFT's, for one).
+        quantise: a recipe of `torch_gpukern.nn.quantize` that needs no calibration. Embeddings, the
+            head and routers stay.
+        loss: whether the loss of causal models is replaced.
+        say: is called with each line of the report; None says nothing.
+
+    Returns:
+        `Accelerated`, whose ``restore()`` undoes all of it.
+
+    Raises:
+        TypeError: there is no transformers model in `model`.
+        ValueError: no such recipe. Nothing is changed then.
+    """
+    inner = (
+        next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+        if isinstance(model, torch.nn.Module)
+        else None
+    )
+    if inner is None:
+        raise TypeError(
+            f"gpukern accelerate: model must be a transformers model or hold one, got "
+            f"{type(model).__name__}; torch_gpukern.nn.patch takes any module"
+        )
+    register()
+    done = Accelerated(inner)
+    try:
+        change(done, "gpukern", register_experts, quantise, loss)
+    except BaseException:
+        done.restore()
+        raise
+    if say is not None:
+        for line in str(done).splitlines():
+            say(f"gpukern: {line}")
+    return done
 
 
 def register(name: str = "gpukern") -> None:

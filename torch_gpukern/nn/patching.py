@@ -138,8 +138,8 @@ def patch(
         say: is called with each line; None says nothing.
         fused_linear_cross_entropy: a transformers causal model that is given labels computes its
             loss by `linear_cross_entropy`, never has its logits in memory, and returns None for
-            them. Calls without labels are as before. A model whose forward does more than head and
-            loss (softcaps, routers' losses) is left, and named.
+            them. Calls without labels are as before. Softcaps and scales of logits are served. A
+            model whose forward does something else besides head and loss is left, and named.
 
     Returns:
         Patched, whose ``restore()`` undoes all of it. Where patch raises, nothing is changed.
