@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """transformers: ``attn_implementation="gpukern"`` after `register`.
 
-transformers asks for a mask once a forward pass and hands it to every layer. Ours is never a
-matrix: the kernels take a causal rule, a window and one interval of keys a sequence, and a `Rule`
-of these travels as a small int32 tensor. What is not of this form is refused by name; nothing is
-ignored.
+transformers asks for a mask once a forward pass and hands it to every layer. Most masks are a causal
+rule, a window and one interval of keys a sequence. A `Rule` of these travels as a small int32
+tensor, and no matrix is made. Every other mask is a matrix: a bool one becomes `flash_attn`'s
+attn_mask, a float one its bias. What is of neither form is refused by name.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers import masking_utils as hf
 
 from .._library import are_deterministic
+from ..masks import attn_mask_of
 from ..ops import flash_attn, flash_attn_varlen
 from ..ops.fakes import stats_dtype
 from .transformers_accelerate import Accelerated, change
@@ -111,12 +113,13 @@ def register(name: str = "gpukern") -> None:
         ValueError: a name with "flash" in it.
         ImportError: a transformers whose masks are asked for in another way.
 
-    The forward pass raises ValueError, with what to use instead, for output_attentions, masks that
-    are
-    matrices, mask functions of a model's or user's own, chunked attention beyond the first chunk,
-    sparse indices, position biases, and a padding mask with padding between tokens. Compiled code
-    cannot look at a mask's values: there the last of these, and packed position_ids, raise when the
-    model runs (on CUDA as a failed device assertion).
+    On the CPU also: masks that are matrices, mask functions of a model's or user's own, blocks of
+    tokens that see each other, chunked attention, position biases, and padding between tokens.
+
+    The forward pass raises ValueError, with what to use instead, for output_attentions, sparse
+    indices, and on CUDA for the masks of the last paragraph. Compiled code cannot look at a mask's
+    values: there packed position_ids, blocks, and padding between tokens raise when the model runs
+    (on CUDA as a failed device assertion).
     """
     if "flash" in name:
         raise ValueError(
@@ -194,19 +197,14 @@ class Rule(NamedTuple):
 
     @classmethod
     def from_tensor(cls, mask: Tensor) -> "Rule":
-        if (
-            not isinstance(mask, Tensor)
-            or mask.dtype is not torch.int32
-            or mask.dim() != 4
-            or mask.shape[1] < _NO_HEADS
-        ):
+        if not is_rule(mask):
             what = (
                 f"{tuple(mask.shape)} {mask.dtype}"
                 if isinstance(mask, Tensor)
                 else type(mask).__name__
             )
             raise _refuse(
-                f"attention_mask is a matrix of its own ({what})",
+                f"attention_mask is neither a bool nor a float matrix ({what})",
                 "pass a padding mask [batch, keys], packed sequences by position_ids or "
                 "cu_seq_lens_q, or " + _SDPA,
             )
@@ -222,6 +220,15 @@ class Rule(NamedTuple):
         if kind & _CHECKED:
             found["holds"] = next(columns)
         return cls(**found, top_left=bool(kind & _TOP_LEFT))
+
+
+def is_rule(mask: Any) -> bool:
+    return (
+        isinstance(mask, Tensor)
+        and mask.dtype is torch.int32
+        and mask.dim() == 4
+        and mask.shape[1] >= _NO_HEADS
+    )
 
 
 # ---- from transformers' mask to a rule -----------------------------------------------------------
@@ -240,18 +247,36 @@ def _mask(
     device: torch.device | str = "cpu",
     config: object = None,
     **kwargs,
-) -> Tensor:
+) -> Tensor | None:
     """What transformers calls a mask interface: query i stands at ``q_offset + i``, key j at
     ``kv_offset + j``, and mask_function says of two such positions whether they meet.
     attention_mask [B, positions] bool, True for tokens.
     """
-    if use_vmap:
-        raise _refuse(
-            "the mask is changed by a function of the model's or yours (or_mask_function, "
-            "and_mask_function)",
-            _SDPA,
-        )
-    rule, packed = _rule_of(mask_function, kv_offset + kv_length, local_size, config, kwargs)
+    dense = partial(
+        _dense,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        use_vmap=use_vmap,
+        device=device,
+    )
+    if use_vmap:  # or_mask_function, and_mask_function
+        return dense()
+    if (
+        mask_function is hf.bidirectional_mask_function
+        and attention_mask is None
+        and kwargs.get("allow_is_bidirectional_skip")
+    ):
+        return None  # as for "sdpa": BEiT adds its bias to a mask where there is one
+    try:
+        rule, packed = _rule_of(mask_function, kv_offset + kv_length, local_size, config, kwargs)
+    except _NoRule:
+        return dense()
     if packed is not None:
         return rule._replace(cu_seqlens=_cu_seqlens(packed.expand(batch_size, -1))).to_tensor(
             1, device
@@ -264,9 +289,12 @@ def _mask(
             )
         )
     if attention_mask is not None:
-        first, end, one_run, hides = _bounds(
-            attention_mask, q_length, kv_length, q_offset, kv_offset, rule.causal
-        )
+        try:
+            first, end, one_run, hides = _bounds(
+                attention_mask, q_length, kv_length, q_offset, kv_offset, rule.causal
+            )
+        except _NoRule:
+            return dense()
         if hides:
             rule = rule._replace(first=first, end=end)
             if one_run is not None:
@@ -276,6 +304,23 @@ def _mask(
     if rule.causal or rule.window is not None:
         rule = _stand(rule, q_offset - kv_offset, batch_size, q_length, kv_length, device)
     return rule.to_tensor(batch_size, device)
+
+
+class _NoRule(Exception):
+    """A mask is of no rule's form."""
+
+
+def _dense(device: torch.device | str, **how: Any) -> Tensor:
+    """The mask as a bool matrix [B, 1, Sq, Sk], as "sdpa" gets it."""
+    if torch.device(device).type == "cuda":
+        raise _refuse(
+            "a mask that is no causal rule, window and interval of keys, on CUDA; matrices are the "
+            "CPU's so far",
+            _SDPA,
+        )
+    return hf.sdpa_mask(
+        **how, device=device, allow_is_causal_skip=False, allow_is_bidirectional_skip=False
+    )
 
 
 def _stand(
@@ -310,6 +355,8 @@ def _rule_of(mask_function, positions, local_size, config, kwargs) -> tuple[Rule
             and local_size == chunk
             and local_size != getattr(config, "sliding_window", None)
         ):
+            if positions > local_size:
+                raise _NoRule
             local_size = None
         window = None if local_size is None else local_size - 1 if causal else local_size
         return Rule(causal, window, holds=True), None  # type: ignore[arg-type]
@@ -318,9 +365,7 @@ def _rule_of(mask_function, positions, local_size, config, kwargs) -> tuple[Rule
     found.pop("remap_positions_for_packed_sequence", None)
     if "chunked_overlay" in found:
         if positions > local_size or packed is not None:
-            raise _refuse(
-                f"chunked attention, in chunks of {local_size}, over {positions} positions", _SDPA
-            )
+            raise _NoRule
         del found["chunked_overlay"]
     names = set(found)
     if names == {"causal_mask_function"}:
@@ -331,7 +376,7 @@ def _rule_of(mask_function, positions, local_size, config, kwargs) -> tuple[Rule
         return Rule(causal=False), packed
     if names == {"sliding_window_bidirectional_overlay", "bidirectional_mask_function"}:
         return Rule(causal=False, window=found["sliding_window_bidirectional_overlay"]), packed
-    raise _refuse(f"a mask made of {', '.join(sorted(names))}", _SDPA)
+    raise _NoRule
 
 
 def _parts(mask_function: Callable) -> dict:
@@ -359,7 +404,7 @@ def _cu_seqlens(packed: Tensor) -> Tensor:
 
 def _bounds(tokens, q_length, kv_length, q_offset, kv_offset, causal):
     """(first, end, one_run, hides): keys of each sequence that are tokens, and whether they are one
-    run; compiled code learns that from a tensor, other code raises here. hides: whether any key is
+    run. Compiled code learns that from a tensor; other code raises _NoRule here. hides: whether any key is
     hidden that the causal rule does not hide.
     """
     seen = tokens[:, kv_offset : kv_offset + kv_length]
@@ -377,12 +422,7 @@ def _bounds(tokens, q_length, kv_length, q_offset, kv_offset, causal):
     )
     one_runs, no_padding = torch.stack([one_run.all(), seen.all()]).tolist()
     if not one_runs:
-        b = one_run.tolist().index(False)
-        raise _refuse(
-            f"attention_mask has padding between the tokens of sequence {b}",
-            "pad on the left in every turn but the first, keep each sequence in a cache of its "
-            "own, or " + _SDPA,
-        )
+        raise _NoRule
     return first, end, None, not (whole and no_padding)
 
 
@@ -420,7 +460,6 @@ def _holds_at(
 
 
 _REFUSED = {
-    "position_bias": "a position bias",
     "indices": "sparse attention by indices of keys",
     "block_indices": "sparse attention by indices of blocks",
     "sinks": "sinks by the name of sinks, whose meaning is the model's own",
@@ -471,7 +510,13 @@ def _attention(
     rules = {"scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout}
     if s_aux is not None:
         rules["sinks"] = s_aux if s_aux.dtype == query.dtype else s_aux.to(stats_dtype(query))
-    if attention_mask is not None:
+    position_bias = kwargs.get("position_bias")
+    if position_bias is not None:
+        rules["bias"] = _bias_of(position_bias, query, key)
+    if _is_matrix(attention_mask):
+        _add_matrix(rules, attention_mask, query, key)
+        rule = Rule(causal=False)
+    elif attention_mask is not None:
         rule = Rule.from_tensor(attention_mask)
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -487,18 +532,21 @@ def _attention(
     if cu_seq_lens_q is not None:
         if (
             cu_seq_lens_k is None
+            or {"bias", "attn_mask"} & rules.keys()
             or rule.first is not None
             or rule.q_start is not None
             or query.shape[0] != 1
         ):
             raise _refuse(
-                "cu_seq_lens_q with a padding mask, with a cache, with several rows or without "
+                "cu_seq_lens_q with a mask or a bias, with a cache, with several rows or without "
                 "cu_seq_lens_k",
                 "pack all sequences into one row",
             )
         lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
         return _packed(query, key, value, rule, lengths, rules), None
     if rule.cu_seqlens is not None:
+        if "bias" in rules:
+            raise _refuse("packed sequences with a position bias", _SDPA)
         return _packed(
             query, key, value, rule, (rule.cu_seqlens, rule.cu_seqlens, None, None), rules
         ), None
@@ -529,6 +577,41 @@ def _attention(
         **rules,
     )
     return out.transpose(1, 2), None
+
+
+def _is_matrix(mask: Any) -> bool:
+    return isinstance(mask, Tensor) and (mask.dtype is torch.bool or mask.is_floating_point())
+
+
+def _refuse_on_cuda(query: Tensor, what: str) -> None:
+    if query.is_cuda:
+        raise _refuse(f"{what} on CUDA; flash_attn takes it on the CPU so far", _SDPA)
+
+
+def _bias_of(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A bias [.., Sq, Sk or more] as flash_attn takes it."""
+    _refuse_on_cuda(query, "a bias, or a mask of floats,")
+    bias = bias[..., : key.shape[2]]
+    return bias if bias.dtype in (query.dtype, torch.float32) else bias.to(query.dtype)
+
+
+def _add_matrix(rules: dict, mask: Tensor, query: Tensor, key: Tensor) -> None:
+    """A matrix is the whole mask: it stands for causality and windows, too."""
+    if mask.dtype is not torch.bool:
+        bias = _bias_of(mask, query, key)
+        rules["bias"] = rules["bias"] + bias if "bias" in rules else bias
+        return
+    _refuse_on_cuda(query, "a mask that is a matrix")
+    if torch.compiler.is_compiling():
+        rules["attn_mask"] = mask[..., : key.shape[2]]
+        return
+    # All layers of a forward pass are given the same tensor.
+    kept = getattr(mask, "_gpukern_mask", None)
+    about = mask._version, query.shape[2], key.shape[2]
+    if kept is None or kept[0] != about:
+        dense = mask[(None,) * (4 - mask.dim())].expand(-1, -1, query.shape[2], -1)
+        kept = mask._gpukern_mask = about, attn_mask_of(dense[..., : key.shape[2]])
+    rules["attn_mask"] = kept[1]
 
 
 def _packed(
