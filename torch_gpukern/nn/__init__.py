@@ -4,6 +4,16 @@ and `quantize` for a model that stands.
 """
 
 from .layers import MLP, Attention, Linear
+from .losses import (
+    DPOLoss,
+    dpo_loss,
+    grpo_loss,
+    linear_dpo_loss,
+    linear_kl_div,
+    linear_log_probs,
+    load_balancing_loss,
+    router_z_loss,
+)
 from .moe import MoE, grouped_experts
 from .patching import Patched, patch
 from .quant.calibration import Observed, calibrate
@@ -20,6 +30,7 @@ __all__ = [
     "MLP",
     "RECIPES",
     "Attention",
+    "DPOLoss",
     "Fp8Linear",
     "LayerNorm",
     "Linear",
@@ -33,14 +44,21 @@ __all__ = [
     "RMSNorm",
     "RotaryEmbedding",
     "calibrate",
+    "dpo_loss",
     "from_awq",
     "from_compressed_tensors",
     "from_gptq",
     "from_torchao",
     "grouped_experts",
+    "grpo_loss",
+    "linear_dpo_loss",
+    "linear_kl_div",
+    "linear_log_probs",
+    "load_balancing_loss",
     "load_quantized",
     "patch",
     "prune_2_4",
     "quantize",
     "quantize_directory",
+    "router_z_loss",
 ]
