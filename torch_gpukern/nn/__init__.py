@@ -20,6 +20,12 @@ from .quant.calibration import Observed, calibrate
 from .quant.files import load_quantized, quantize_directory
 from .quant.fp8 import Fp8Linear
 from .quant.importers import from_awq, from_compressed_tensors, from_gptq, from_torchao
+from .quant.importers_4bit import (
+    from_bitsandbytes,
+    from_mxfp4,
+    from_nvfp4,
+    from_pack_quantized,
+)
 from .quant.qat import QatLinear
 from .quant.quantize import RECIPES, Quantized, quantize
 from .quant.quantized import QuantizedLinear
@@ -46,8 +52,12 @@ __all__ = [
     "calibrate",
     "dpo_loss",
     "from_awq",
+    "from_bitsandbytes",
     "from_compressed_tensors",
     "from_gptq",
+    "from_mxfp4",
+    "from_nvfp4",
+    "from_pack_quantized",
     "from_torchao",
     "grouped_experts",
     "grpo_loss",
