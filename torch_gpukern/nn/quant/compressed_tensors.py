@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Weights as files of compressed-tensors have them, which transformers and vLLM load: what
+"""Weights as files of compressed-tensors have them, which transformers loads: what
 `quantize_directory(layout="compressed-tensors")` writes.
 
 A scale is rounded to the weight's dtype before the codes are chosen, because loaders keep it so.

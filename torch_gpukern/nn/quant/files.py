@@ -67,16 +67,16 @@ def quantize_directory(
         show: a progress bar on stderr.
         say: is called with a line at the end.
         layout: ``"gpukern"``, which `load_quantized` reads, or ``"compressed-tensors"``, which
-            transformers and vLLM load where compressed-tensors is installed: recipes fp8,
+            transformers loads where compressed-tensors is installed: recipes fp8,
             fp8-block, int8, w8, w4 and nvfp4. Scales have the weight's dtype there.
 
     Returns:
         The names of the layers that have few bits now.
 
     Raises:
-        ValueError: no such recipe or layout, or a recipe that the layout lacks; no safetensors, no
-            weight of an nn.Linear, a target with something in it, weights that are quantised already, tensors that transformers renames
-            or joins while it loads them (Mixtral's experts), which `load_quantized` cannot.
+        ValueError: no such recipe or layout, or a recipe that the layout lacks; no safetensors; no
+            weight of an nn.Linear; a target that is not empty; weights that are quantised already;
+            tensors that transformers renames or joins while it loads them (Mixtral's experts).
         ImportError: safetensors is not installed.
     """
     source, target = Path(source), Path(target)
@@ -450,7 +450,7 @@ def add_arguments(commands: Any) -> None:
         "--layout",
         choices=["gpukern", "compressed-tensors"],
         default="gpukern",
-        help="compressed-tensors: what transformers and vLLM load",
+        help="compressed-tensors: what transformers loads",
     )
 
 
