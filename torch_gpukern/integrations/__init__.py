@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> _Any:
-        """Those that a user names, imported when they are first asked for."""
+        """Imports a module when it is first used."""
         if name in ("flash_attn", "peft", "sdpa", "transformers", "transformers_experts"):
             import importlib
 

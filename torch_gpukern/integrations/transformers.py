@@ -98,7 +98,7 @@ def register(name: str = "gpukern") -> None:
 
         torch_gpukern.integrations.transformers.register()
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="gpukern")
-        model.set_attn_implementation("gpukern")  # or later, on a model that stands
+        model.set_attn_implementation("gpukern")  # or later
 
     Served, in training and inference, eager and compiled: causal and bidirectional attention,
     sliding windows, softcap, sinks, grouped heads, Dv != D, padding on either side, dynamic and
@@ -248,9 +248,9 @@ def _mask(
     config: object = None,
     **kwargs,
 ) -> Tensor | None:
-    """What transformers calls a mask interface: query i stands at ``q_offset + i``, key j at
-    ``kv_offset + j``, and mask_function says of two such positions whether they meet.
-    attention_mask [B, positions] bool, True for tokens.
+    """transformers' mask interface. Query i has position ``q_offset + i``, key j position
+    ``kv_offset + j``. mask_function(batch, head, query position, key position) is True if the query
+    sees the key. attention_mask is [B, positions] bool, True for tokens.
     """
     dense = partial(
         _dense,
@@ -326,7 +326,7 @@ def _dense(device: torch.device | str, **how: Any) -> Tensor:
 def _stand(
     rule: Rule, diagonal: int | Tensor, batch: int, q_length: int, kv_length: int, device
 ) -> Rule:
-    """The rule of queries that stand at key ``diagonal + i``."""
+    """The rule for queries whose position is key ``diagonal + i``."""
     if not isinstance(diagonal, Tensor):
         if diagonal + q_length == kv_length:
             return rule
@@ -394,8 +394,8 @@ def _parts(mask_function: Callable) -> dict:
 
 
 def _cu_seqlens(packed: Tensor) -> Tensor:
-    """Of [B, S] numbers of sequences, which do not decrease in a row: where each begins in B * S
-    tokens, and B * S."""
+    """Offsets of the packed sequences in B * S tokens, and B * S. packed [B, S] numbers the
+    sequences of each row in increasing order."""
     begins = torch.ones_like(packed, dtype=torch.bool)
     begins[:, 1:] = packed[:, 1:] != packed[:, :-1]
     starts = begins.flatten().nonzero().flatten()
@@ -489,8 +489,7 @@ def _attention(
     """query [B, Hq, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv]; returns [B, Sq, Hq, Dv].
     s_aux: sinks [Hq].
 
-    The mask's rule stands for itself, as in "eager"; sliding_window and is_causal speak only where
-    there is none.
+    As in "eager", sliding_window and is_causal apply only if there is no mask.
     """
     if (
         kwargs.get("deterministic")
@@ -596,7 +595,8 @@ def _bias_of(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _add_matrix(rules: dict, mask: Tensor, query: Tensor, key: Tensor) -> None:
-    """A matrix is the whole mask: it stands for causality and windows, too."""
+    """Adds a mask to flash_attn's arguments. It is the whole mask, causality and windows
+    included."""
     if mask.dtype is not torch.bool:
         bias = _bias_of(mask, query, key)
         rules["bias"] = rules["bias"] + bias if "bias" in rules else bias

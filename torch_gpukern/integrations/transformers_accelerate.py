@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `torch_gpukern.integrations.transformers.accelerate` changes, part by part, and how each part
-is put back."""
+"""The parts of `torch_gpukern.integrations.transformers.accelerate`, and how each is restored."""
 
 import inspect
 import re
@@ -33,8 +32,8 @@ class Conv1D(TheirConv1D):
 
 
 class Accelerated:
-    """What `accelerate` did. ``done`` maps each part to what it became, ``left`` each part that
-    stays to the reason. ``print`` shows both; `restore` undoes everything.
+    """The result of `accelerate`. ``done`` maps each replaced part to its replacement, ``left``
+    each other part to the reason. ``print`` shows both. `restore` undoes everything.
 
     Attributes:
         patched: what `torch_gpukern.nn.patch` did, layer by layer.
@@ -288,8 +287,8 @@ _ANGLES = {
 
 
 def _kind_of_rotation(own: Any, model: torch.nn.Module) -> tuple[tuple | None, str]:
-    """(the arguments of `_rotated_by`, ""), or None and why `rope` does not stand for a function.
-    The function is asked with numbers. How cos repeats its angles is read from the source of the
+    """(the arguments of `_rotated_by`, ""), or (None, why `rope` cannot replace the function). The
+    function is evaluated. How cos repeats its angles is read from the source of the
     modules that make it."""
     if list(inspect.signature(own).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return None, "its arguments are not q, k, cos, sin, unsqueeze_dim"

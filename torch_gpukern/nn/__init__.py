@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Layers on gpukern: modules with the weights and names of PyTorch's and transformers' own; `patch`
-and `quantize` for a model that stands.
+"""Layers on gpukern, with the weights and names of PyTorch's and transformers' own. `patch` and
+`quantize` change an existing model in place.
 """
 
 from .layers import MLP, Attention, Linear

@@ -57,7 +57,7 @@ def fused_loss_of(model: torch.nn.Module) -> tuple[type | None, str]:
 
 
 class _Plan(NamedTuple):
-    """What a forward is made of."""
+    """The parts of a model's forward."""
 
     base: str  # the module that gives the hidden states, by its dotted name
     positional: tuple[str, ...]  # the arguments of the forward that the base is given in order,
@@ -163,8 +163,8 @@ def _first(text: str) -> str:
 
 
 def _base_of(statement: ast.stmt) -> dict[str, Any] | None:
-    """What a statement ``out = self.model(..)`` gives to the base: arguments of the forward alone,
-    by their own names."""
+    """The call of the base model in a statement ``out = self.model(..)``; None for any other
+    statement, and if an argument is anything but an argument of the forward by its own name."""
     if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
         return None
     target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
@@ -207,7 +207,7 @@ def _result_of(statement: ast.Return, names: dict[str, str]) -> str | None:
 
 @functools.cache
 def _with_fused_loss(kind: type) -> type:
-    """The same name, so that what asks for it (save_pretrained, for one) finds it."""
+    """The subclass keeps the class's name, because save_pretrained, for example, writes it."""
     plain = kind.forward
     plan, _ = _plan_of(kind)
     assert plan is not None
@@ -248,7 +248,7 @@ def _with_fused_loss(kind: type) -> type:
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # By the name of this class pickle finds the model's own.
+        # Pickle finds classes by name, and this class's name belongs to the model's own class.
         _, _, *state = kind.__reduce_ex__(self, protocol)
         return _empty_with_fused_loss, (kind,), *state
 
@@ -272,8 +272,8 @@ def _wants_routers(model: Any, given: dict[str, Any]) -> bool:
 
 
 def _is_plain(head: torch.nn.Module) -> bool:
-    """Whether a head's call is the product of its weight and bias and nothing else, and our kernels
-    read both."""
+    """Whether calling the head multiplies by its weight, adds its bias and does nothing else, and
+    our kernels can read both."""
     return (
         type(head) in (torch.nn.Linear, Linear)
         and getattr(head, "activation", "none") == "none"

@@ -51,8 +51,8 @@ def quantize_directory(
     say: Callable[[str], object] | None = print,
     layout: Literal["gpukern", "compressed-tensors"] = "gpukern",
 ) -> list[str]:
-    """Writes a model's directory again, its matrices in few bits: tensor by tensor, so that no more
-    than one file is in memory.
+    """Writes a quantised copy of a model's directory, tensor by tensor. At most one file is in
+    memory.
 
     Args:
         source: a directory with \\*.safetensors, as transformers writes it.
@@ -164,8 +164,8 @@ def _describe(config: Path, quantization: dict[str, Any]) -> None:
 
 
 def _linear_layers(source: Path, names: list[str]) -> set[str] | None:
-    """The nn.Linear of the model whose tensors have these names, as transformers makes it of the
-    configuration; None if it knows none."""
+    """Names of the nn.Linear modules of the model that transformers builds from the configuration;
+    None if transformers does not know the model."""
     config = source / CONFIG
     if not config.exists() or "model_type" not in json.loads(config.read_text()):
         return None
@@ -193,7 +193,7 @@ def _linear_layers(source: Path, names: list[str]) -> set[str] | None:
 
 
 class _Stays(NamedTuple):
-    """What `is_skipped` asks: by patterns, and what is no nn.Linear of the model."""
+    """A skip function: true for names that match a pattern and for layers that are no nn.Linear."""
 
     skip: Sequence[str]
     linear: set[str] | None
@@ -205,8 +205,8 @@ class _Stays(NamedTuple):
 
 
 def _mark(config: Path, recipe: str) -> None:
-    """A quantization_config without a method, which transformers and others refuse: else they would
-    take the model for one whose weights are missing, and fill them with random numbers."""
+    """Writes a quantization_config without a method, so that transformers and other loaders refuse
+    the directory. Otherwise they would find the weights missing and fill in random numbers."""
     if not config.exists():
         return
     about = json.loads(config.read_text())
