@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 transformers = pytest.importorskip("transformers")
+from torch_gpukern import attn_mask_of  # noqa: E402
 from torch_gpukern.integrations import transformers as gk  # noqa: E402
 
 # transformers 5.2x renamed past_key_values to `cache`; older releases only know the old name.
@@ -606,21 +607,28 @@ def refused(text, family="llama", length=8, changes=None, training=False, **inpu
 
 def test_refusals():
     refused("output_attentions", output_attentions=True)
-    square = torch.ones(1, 1, 8, 8).tril()
+    square = torch.ones(1, 1, 8, 8, dtype=torch.int64).tril()
     refused(
-        r"attention_mask is a matrix of its own \(\(1, 1, 8, 8\) torch.bool\)",
-        attention_mask=square.bool(),
-    )
-    refused(
-        "attention_mask is a matrix", attention_mask=(1 - square) * torch.finfo(torch.float32).min
+        r"attention_mask is neither a bool nor a float matrix \(\(1, 1, 8, 8\) torch.int64\)",
+        attention_mask=square,
     )
     cu = torch.tensor([0, 3, 8], dtype=torch.int32)
-    text = "cu_seq_lens_q with a padding mask, with a cache, with several rows or without"
+    text = "cu_seq_lens_q with a mask or a bias, with a cache, with several rows or without"
     refused(text, cu_seq_lens_q=cu)
     left = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1]])
     refused(text, attention_mask=left, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
-    hole = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1]])
-    refused("attention_mask has padding between the tokens of sequence 0", attention_mask=hole)
+    refused(text, attention_mask=square.bool(), cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+
+
+def test_refusals_on_cuda():
+    """Matrices and biases are the CPU's so far."""
+    with pytest.raises(ValueError, match="^gpukern attention: a mask that is no causal rule"):
+        gk._dense("cuda")
+    on_cuda = types.SimpleNamespace(is_cuda=True)
+    with pytest.raises(ValueError, match="^gpukern attention: a bias, or a mask of floats, on CU"):
+        gk._bias_of(torch.zeros(1, 1, 2, 2), on_cuda, None)
+    with pytest.raises(ValueError, match="^gpukern attention: a mask that is a matrix on CUDA"):
+        gk._add_matrix({}, torch.ones(2, 2, dtype=torch.bool), on_cuda, None)
 
 
 def test_dropout():
@@ -642,45 +650,197 @@ def mask_of(config, length=8, **inputs):
     return gk.hf.create_causal_mask(config, torch.zeros(1, length, 4), None, None, **inputs)
 
 
-def test_masks_that_are_not_a_rule():
-    model = build(FAMILIES["llama"], "gpukern")
-    whole = lambda b, h, q, k: q >= 0  # noqa: E731
-    with pytest.raises(ValueError, match="changed by a function of the model's or yours"):
-        mask_of(model.config, or_mask_function=whole)
-    blocks = torch.tensor([[-1, -1, 0, 0, 0, -1, -1, -1]])
-    with pytest.raises(
-        ValueError, match="a mask made of blockwise_overlay, causal_mask_function, or_masks"
-    ):
-        mask_of(model.config, block_sequence_ids=blocks)
-    config = model.config
+MATRICES = {
+    "prefix": {"or_mask_function": lambda b, h, q, k: k < 5},
+    "dilated": {"and_mask_function": lambda b, h, q, k: (q - k) % 3 == 0},
+    "blocks": {"block_sequence_ids": torch.tensor([2 * [-1, -1, 0, 0, 0, -1], 2 * [-1, 0, 0, 1, 1, 1]])},
+}
+
+
+@pytest.mark.parametrize("kind", [*MATRICES, "chunks", "holes"])
+def test_masks_that_are_no_rule_are_matrices(kind):
+    config = build(FAMILIES["llama"], "gpukern").config
+    config.attention_chunk_size = 5
+    embeds, create, more, padding_mask = torch.zeros(2, 12, 4), gk.hf.create_causal_mask, {}, None
+    if kind == "chunks":
+        create = gk.hf.create_chunked_causal_mask
+    elif kind == "holes":
+        padding_mask = torch.ones(2, 12, dtype=torch.bool)
+        padding_mask[1, 3:6] = False
+    else:
+        more = MATRICES[kind]
+    got = create(config, embeds, padding_mask, None, **more)
+    config._attn_implementation_internal = "eager"
+    want = create(config, embeds, padding_mask, None, **more) == 0
+    assert got.dtype is torch.bool
+    assert torch.equal(got.expand_as(want), want)
+
+
+def test_chunks_within_the_first_are_a_rule():
+    config = build(FAMILIES["llama"], "gpukern").config
     config.attention_chunk_size = 8
-    chunked = gk.hf.create_chunked_causal_mask
-    assert gk.Rule.from_tensor(chunked(config, torch.zeros(1, 8, 4), None, None)) == gk.Rule(
-        causal=True
-    )
-    with pytest.raises(ValueError, match="chunked attention, in chunks of 8, over 9 positions"):
-        chunked(config, torch.zeros(1, 9, 4), None, None)
+    mask = gk.hf.create_chunked_causal_mask(config, torch.zeros(1, 8, 4), None, None)
+    assert gk.Rule.from_tensor(mask) == gk.Rule(causal=True)
+
+
+def matrix(kind, dtype):
+    """A mask of 4 dimensions: causal, the first five tokens seen by all, some keys hidden."""
+    sees = torch.ones(2, 1, 19, 19, dtype=torch.bool).tril()
+    sees[..., :5] = True
+    sees[1, :, 7:, 3:6] = False
+    return sees if kind == "bool" else (~sees).to(dtype) * torch.finfo(dtype).min
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_masks_of_four_dimensions(family, kind):
+    """They stand for causality and windows, as in "eager"."""
+
+    def run(model):
+        if kind == "float" or model.config._attn_implementation != "gpukern":
+            mask = matrix("float", model.dtype)
+        else:
+            mask = matrix(kind, model.dtype)
+        return step(words(2, 19), use_cache=False)(_with_mask(model, mask))
+
+    assert_as_eager(FAMILIES[family], run)
+
+
+def _with_mask(model, mask):
+    inner = model.forward
+    model.forward = lambda ids, attention_mask=None, **more: inner(ids, attention_mask=mask, **more)
+    return model
+
+
+@pytest.mark.parametrize("cut", [19, 12])
+def test_padding_with_holes(cut):
+    """Also over a cache, and with steps behind it."""
+    mask = torch.ones(2, 26, dtype=torch.int64)
+    mask[0, :3] = mask[0, 8:11] = 0
+    mask[1, 6:9] = mask[1, 14:15] = 0
+    run = turns(words(2, 26), mask, (cut, 20, 21, 26), "dynamic")
+    assert_as_eager(FAMILIES["mistral"], run)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_llama4_beyond_its_first_chunk(cache):
+    make = partial(
+        _family, "Llama4Text:Llama4ForCausalLM", attention_chunk_size=6, num_local_experts=2,
+        intermediate_size_mlp=96, interleave_moe_layer_step=2, no_rope_layers=[1, 0],
+    )  # fmt: skip
+    config, _ = make()
+    assert "chunked_attention" in config.layer_types
+    assert_as_eager(make, turns(words(2, 26), None, (5, 9, 20, 21, 26), cache))
+    if cache == "dynamic":
+        assert_as_eager(make, step(words(2, 19), padding([19, 11], 19, "left")))
+
+
+def t5():
+    return transformers.T5Config(
+        vocab_size=96, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4,
+        relative_attention_num_buckets=8, relative_attention_max_distance=16, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    ), transformers.T5ForConditionalGeneration  # fmt: skip
+
+
+def test_t5():
+    """Encoder, decoder and cross attention, with the gradient of the position bias."""
+    mask = padding([11, 7], 11, "right")
+    ids, targets = words(2, 11), words(2, 9, seed=1)
+
+    def run(model):
+        out = model(input_ids=ids, attention_mask=mask, decoder_input_ids=targets).logits
+        (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(1))).sum().backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        assert any("relative_attention_bias" in n for n in grads)
+        return {"out": out.detach(), **grads}
+
+    assert_as_near_to_eager(t5, run)
+    found = {}
+    for way in ("eager", "gpukern"):
+        model = build(t5, way)
+        found[way] = model.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
+    assert torch.equal(found["gpukern"], found["eager"])
+
+
+def swin():
+    return transformers.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4,
+        drop_path_rate=0.0,
+    ), transformers.SwinModel  # fmt: skip
+
+
+def beit():
+    return transformers.BeitConfig(
+        image_size=32, patch_size=8, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=96, use_relative_position_bias=True, drop_path_rate=0.0,
+    ), transformers.BeitModel  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [swin, beit], ids=lambda f: f.__name__)
+def test_images_with_a_bias(make):
+    image = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+    def run(model):
+        out = model(image.to(model.dtype)).last_hidden_state
+        (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(1))).sum().backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return {"out": out.detach(), **grads}
+
+    assert_as_near_to_eager(make, run)
+
+
+def assert_as_near_to_eager(make, run):
+    """For models whose "eager" adds a bias that the exact one of this file does not know."""
+    want, got = (run(build(make, way)) for way in ("eager", "gpukern"))
+    assert want.keys() == got.keys()
+    most = max(float(x.abs().max()) for x in want.values())
+    for name, ref in want.items():
+        if name.endswith("k_proj.bias"):  # has no gradient but rounding
+            continue
+        size = max(float(ref.abs().max()), 1e-5 * most)
+        torch.testing.assert_close(got[name], ref, rtol=0, atol=1e-4 * size, msg=name)
+
+
+def test_a_matrix_is_made_once_for_all_layers(monkeypatch):
+    from torch_gpukern.integrations import transformers as module
+
+    made = []
+    monkeypatch.setattr(module, "attn_mask_of", lambda m: made.append(m.shape) or attn_mask_of(m))
+    model = build(FAMILIES["llama"], "gpukern")
+    model(words(2, 19), attention_mask=matrix("bool", model.dtype), use_cache=False)
+    assert len(made) == 1
+
+
+def test_compiled_matrix():
+    model = build(FAMILIES["llama"], "gpukern")
+    mask = matrix("bool", model.dtype)
+    want = model(words(2, 19), attention_mask=mask, use_cache=False).logits
+    got = compiled(model.forward)(words(2, 19), attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("kind", ["blocks", "chunks"])
 def test_compiled_masks_that_are_not_a_rule(kind):
-    """Compiled code cannot see how a mask is made, so both ends of each row are read."""
+    """Compiled code cannot see what a mask is made of. Both ends of each row tell that blocks are
+    no rule; chunks are known by their length, and become a matrix."""
     config = build(FAMILIES["llama"], "gpukern").config
     config.attention_chunk_size = 4
     blocks = torch.tensor([[-1, -1, 0, 0, 0, -1, -1, -1]])
     embeds, positions = torch.zeros(1, 8, 4), torch.arange(8)[None]
 
-    @compiled
-    def rule():
+    def mask():
         if kind == "blocks":
-            mask = gk.hf.create_causal_mask(
+            return gk.hf.create_causal_mask(
                 config, embeds, None, None, positions, block_sequence_ids=blocks
             )
-        else:
-            mask = gk.hf.create_chunked_causal_mask(config, embeds, None, None, positions)
-        return gk.Rule.from_tensor(mask).holds
+        return gk.hf.create_chunked_causal_mask(config, embeds, None, None, positions)
 
-    assert rule().tolist() == [0]
+    found = compiled(mask)()
+    if kind == "blocks":
+        assert gk.Rule.from_tensor(found).holds.tolist() == [0]
+    else:
+        assert torch.equal(found, mask()) and found.dtype is torch.bool
 
 
 def test_a_rule_is_no_bias():

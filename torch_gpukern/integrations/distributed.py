@@ -33,14 +33,13 @@ from .._library import ops
 
 __all__ = ["register"]
 
-# By the names of arguments and results, those that are tensors: their sizes, and where one is
-# sharded.
+# Tensor arguments and results by name: their sizes, and the dimension in which each is sharded.
 _Sizes = dict[str, Sequence[int]]
 _Rule = dict[str, Placement]
 
 
 def register() -> None:
-    """Gives DTensor the rules; done by the first call that needs them."""
+    """Registers the rules with DTensor. The first call that needs them does it."""
     for name, rules in _RULES.items():
         _register(getattr(ops, name).default, rules)
     DTensor._op_dispatcher._custom_op_handlers[ops.kv_cache_write.default] = (
@@ -68,7 +67,7 @@ def _register(op: OpOverload, rules: Callable[[_Sizes, dict], list[_Rule]]) -> N
             for i, (name, x) in enumerate(tensors.items())
             if name in _HEADS
         ]
-        if heads:  # of unequal shards a query head would read another's keys
+        if heads:  # with unequal shards a query head would read another head's keys
             found.strategies = [
                 s
                 for s in found.strategies
@@ -76,9 +75,9 @@ def _register(op: OpOverload, rules: Callable[[_Sizes, dict], list[_Rule]]) -> N
             ]
         return found
 
-    # DTensor keeps what a rule said by the specs of tensors and all arguments from a number on.
-    # From the first on that may be something else than a tensor: None is an answer too, and of two
-    # optional tensors one may be given.
+    # DTensor caches a rule's answer by the tensors' specs and by every argument from a given index
+    # on. The index is that of the first argument that may be no tensor, so that a None is part of
+    # the key: of two optional tensors, either one may be given.
     from_here = next(i for i, a in enumerate(arguments) if str(a.type) != "Tensor")
     info = RuntimeSchemaInfo(from_here, None, needs_pytree=True)
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(op, strategy, info)
@@ -117,7 +116,7 @@ def _gemm(sizes: _Sizes, given: dict) -> list[_Rule]:
         }
         if operands:
             rules.append(of(dim, **operands))
-    if given["activation"] == "none":  # linear: what is added is added by one rank
+    if given["activation"] == "none":  # linear in k: one rank adds bias and c
         rules.append(
             {"a": Shard(a - 1), "b": Shard(b - 2), **dict.fromkeys(("bias", "c", "out"), Partial())}
         )
@@ -133,15 +132,15 @@ def _gemm_act_bwd(sizes: _Sizes, given: dict) -> list[_Rule]:
 
 # ---- attention -----------------------------------------------------------------------------------
 
-_HEADS = {"q": 1, "k": 1, "k_cache": 2}  # which dimension the heads are
+_HEADS = {"q": 1, "k": 1, "k_cache": 2}  # the dimension of the heads
 _OF_QUERIES = ("q", "out", "lse", "grad_out", "grad_lse", "dq")
 _OF_KEYS = ("k", "v", "dk", "dv")
 
 
 def _heads(sizes: _Sizes, given: dict) -> list[_Rule]:
     if given["dropout_p"] > 0:
-        # what is kept follows from a row's number among all: of every rank alone it would be the
-        # same mask
+        # The dropout mask depends on a row's index in the whole tensor. Sharded, every rank would
+        # use the same mask.
         return []
     rule = {name: Shard(1) for name in (*_OF_QUERIES, *_OF_KEYS)}
     if "alibi_slopes" in sizes:

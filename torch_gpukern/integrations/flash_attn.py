@@ -31,7 +31,7 @@ def _refuse(function: str, text: str) -> None:
 def _beyond(
     function: str, new: int, k_cache: Tensor, table: Tensor, paged: bool, error: str
 ) -> str:
-    """What the caller passed of an op's complaint about slots, which are made of it."""
+    """Rewords an op's error about slots in terms of the caller's arguments."""
     if "slots" not in error:
         return error
     blocks, block = k_cache.shape[:2]

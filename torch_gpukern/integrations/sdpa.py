@@ -43,7 +43,8 @@ _CUDA = "_scaled_dot_product_flash_attention"
 
 
 class _Handle:
-    """What torch keeps while we are active. Without the library PyTorch's own kernels are back."""
+    """The handle that torch keeps while gpukern is active. Removing the library restores PyTorch's
+    own kernels."""
 
     def __init__(self, library: torch.library.Library):
         self.library: torch.library.Library | None = library

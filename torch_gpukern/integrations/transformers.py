@@ -1,25 +1,93 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """transformers: ``attn_implementation="gpukern"`` after `register`.
 
-transformers asks for a mask once a forward pass and hands it to every layer. Ours is never a
-matrix: the kernels take a causal rule, a window and one interval of keys a sequence, and a `Rule`
-of these travels as a small int32 tensor. What is not of this form is refused by name; nothing is
-ignored.
+transformers asks for a mask once a forward pass and hands it to every layer. Most masks are a causal
+rule, a window and one interval of keys a sequence. A `Rule` of these travels as a small int32
+tensor, and no matrix is made. Every other mask is a matrix: a bool one becomes `flash_attn`'s
+attn_mask, a float one its bias. What is of neither form is refused by name.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers import masking_utils as hf
 
 from .._library import are_deterministic
+from ..masks import attn_mask_of
 from ..ops import flash_attn, flash_attn_varlen
 from ..ops.fakes import stats_dtype
+from .transformers_accelerate import Accelerated, change
+from .transformers_experts import register_experts
 
-__all__ = ["register", "register_continuous_batching"]
+__all__ = ["Accelerated", "accelerate", "register", "register_continuous_batching"]
+
+
+def accelerate(
+    model: torch.nn.Module,
+    quantise: str | None = None,
+    loss: bool = True,
+    *,
+    say: Callable[[str], object] | None = print,
+) -> Accelerated:
+    """Puts everything that gpukern has for a transformers model into it, in place.
+
+    ::
+
+        model = AutoModelForCausalLM.from_pretrained(path)
+        done = torch_gpukern.integrations.transformers.accelerate(model)
+        done.restore()
+
+    - The attention is ``attn_implementation="gpukern"`` (see `register`).
+    - Linear layers, norms and gated MLPs are replaced by `torch_gpukern.nn.patch`, GPT-2's Conv1D
+      by one product.
+    - The rotary embedding of the model's family becomes `rope`. It is a function of the family's
+      module, so other models of the family in the process use it, too.
+    - Mixtures of experts are multiplied by `grouped_gemm`.
+    - A causal model that is given labels computes its loss by `linear_cross_entropy`. Its logits
+      are then None.
+
+    A part that would compute something else is left as it is, with a reason. Results agree with
+    the model's own within the rounding of its dtype. A second call changes nothing.
+
+    Args:
+        model: a transformers model, or a module around one (PEFT's, for one).
+        quantise: a recipe of `torch_gpukern.nn.quantize` that needs no calibration. Embeddings, the
+            head and routers stay.
+        loss: whether the loss of causal models is replaced.
+        say: is called with each line of the report; None says nothing.
+
+    Returns:
+        `Accelerated`, whose ``restore()`` undoes all of it.
+
+    Raises:
+        TypeError: there is no transformers model in `model`.
+        ValueError: no such recipe. Nothing is changed then.
+    """
+    inner = (
+        next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+        if isinstance(model, torch.nn.Module)
+        else None
+    )
+    if inner is None:
+        raise TypeError(
+            f"gpukern accelerate: model must be a transformers model or hold one, got "
+            f"{type(model).__name__}; torch_gpukern.nn.patch takes any module"
+        )
+    register()
+    done = Accelerated(inner)
+    try:
+        change(done, "gpukern", register_experts, quantise, loss)
+    except BaseException:
+        done.restore()
+        raise
+    if say is not None:
+        for line in str(done).splitlines():
+            say(f"gpukern: {line}")
+    return done
 
 
 def register(name: str = "gpukern") -> None:
@@ -30,7 +98,7 @@ def register(name: str = "gpukern") -> None:
 
         torch_gpukern.integrations.transformers.register()
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="gpukern")
-        model.set_attn_implementation("gpukern")  # or later, on a model that stands
+        model.set_attn_implementation("gpukern")  # or later
 
     Served, in training and inference, eager and compiled: causal and bidirectional attention,
     sliding windows, softcap, sinks, grouped heads, Dv != D, padding on either side, dynamic and
@@ -45,12 +113,13 @@ def register(name: str = "gpukern") -> None:
         ValueError: a name with "flash" in it.
         ImportError: a transformers whose masks are asked for in another way.
 
-    The forward pass raises ValueError, with what to use instead, for output_attentions, masks that
-    are
-    matrices, mask functions of a model's or user's own, chunked attention beyond the first chunk,
-    sparse indices, position biases, and a padding mask with padding between tokens. Compiled code
-    cannot look at a mask's values: there the last of these, and packed position_ids, raise when the
-    model runs (on CUDA as a failed device assertion).
+    On the CPU also: masks that are matrices, mask functions of a model's or user's own, blocks of
+    tokens that see each other, chunked attention, position biases, and padding between tokens.
+
+    The forward pass raises ValueError, with what to use instead, for output_attentions, sparse
+    indices, and on CUDA for the masks of the last paragraph. Compiled code cannot look at a mask's
+    values: there packed position_ids, blocks, and padding between tokens raise when the model runs
+    (on CUDA as a failed device assertion).
     """
     if "flash" in name:
         raise ValueError(
@@ -128,19 +197,14 @@ class Rule(NamedTuple):
 
     @classmethod
     def from_tensor(cls, mask: Tensor) -> "Rule":
-        if (
-            not isinstance(mask, Tensor)
-            or mask.dtype is not torch.int32
-            or mask.dim() != 4
-            or mask.shape[1] < _NO_HEADS
-        ):
+        if not is_rule(mask):
             what = (
                 f"{tuple(mask.shape)} {mask.dtype}"
                 if isinstance(mask, Tensor)
                 else type(mask).__name__
             )
             raise _refuse(
-                f"attention_mask is a matrix of its own ({what})",
+                f"attention_mask is neither a bool nor a float matrix ({what})",
                 "pass a padding mask [batch, keys], packed sequences by position_ids or "
                 "cu_seq_lens_q, or " + _SDPA,
             )
@@ -156,6 +220,15 @@ class Rule(NamedTuple):
         if kind & _CHECKED:
             found["holds"] = next(columns)
         return cls(**found, top_left=bool(kind & _TOP_LEFT))
+
+
+def is_rule(mask: Any) -> bool:
+    return (
+        isinstance(mask, Tensor)
+        and mask.dtype is torch.int32
+        and mask.dim() == 4
+        and mask.shape[1] >= _NO_HEADS
+    )
 
 
 # ---- from transformers' mask to a rule -----------------------------------------------------------
@@ -174,18 +247,36 @@ def _mask(
     device: torch.device | str = "cpu",
     config: object = None,
     **kwargs,
-) -> Tensor:
-    """What transformers calls a mask interface: query i stands at ``q_offset + i``, key j at
-    ``kv_offset + j``, and mask_function says of two such positions whether they meet.
-    attention_mask [B, positions] bool, True for tokens.
+) -> Tensor | None:
+    """transformers' mask interface. Query i has position ``q_offset + i``, key j position
+    ``kv_offset + j``. mask_function(batch, head, query position, key position) is True if the query
+    sees the key. attention_mask is [B, positions] bool, True for tokens.
     """
-    if use_vmap:
-        raise _refuse(
-            "the mask is changed by a function of the model's or yours (or_mask_function, "
-            "and_mask_function)",
-            _SDPA,
-        )
-    rule, packed = _rule_of(mask_function, kv_offset + kv_length, local_size, config, kwargs)
+    dense = partial(
+        _dense,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        use_vmap=use_vmap,
+        device=device,
+    )
+    if use_vmap:  # or_mask_function, and_mask_function
+        return dense()
+    if (
+        mask_function is hf.bidirectional_mask_function
+        and attention_mask is None
+        and kwargs.get("allow_is_bidirectional_skip")
+    ):
+        return None  # as for "sdpa": BEiT adds its bias to a mask where there is one
+    try:
+        rule, packed = _rule_of(mask_function, kv_offset + kv_length, local_size, config, kwargs)
+    except _NoRule:
+        return dense()
     if packed is not None:
         return rule._replace(cu_seqlens=_cu_seqlens(packed.expand(batch_size, -1))).to_tensor(
             1, device
@@ -198,9 +289,12 @@ def _mask(
             )
         )
     if attention_mask is not None:
-        first, end, one_run, hides = _bounds(
-            attention_mask, q_length, kv_length, q_offset, kv_offset, rule.causal
-        )
+        try:
+            first, end, one_run, hides = _bounds(
+                attention_mask, q_length, kv_length, q_offset, kv_offset, rule.causal
+            )
+        except _NoRule:
+            return dense()
         if hides:
             rule = rule._replace(first=first, end=end)
             if one_run is not None:
@@ -212,10 +306,27 @@ def _mask(
     return rule.to_tensor(batch_size, device)
 
 
+class _NoRule(Exception):
+    """A mask is of no rule's form."""
+
+
+def _dense(device: torch.device | str, **how: Any) -> Tensor:
+    """The mask as a bool matrix [B, 1, Sq, Sk], as "sdpa" gets it."""
+    if torch.device(device).type == "cuda":
+        raise _refuse(
+            "a mask that is no causal rule, window and interval of keys, on CUDA; matrices are the "
+            "CPU's so far",
+            _SDPA,
+        )
+    return hf.sdpa_mask(
+        **how, device=device, allow_is_causal_skip=False, allow_is_bidirectional_skip=False
+    )
+
+
 def _stand(
     rule: Rule, diagonal: int | Tensor, batch: int, q_length: int, kv_length: int, device
 ) -> Rule:
-    """The rule of queries that stand at key ``diagonal + i``."""
+    """The rule for queries whose position is key ``diagonal + i``."""
     if not isinstance(diagonal, Tensor):
         if diagonal + q_length == kv_length:
             return rule
@@ -244,6 +355,8 @@ def _rule_of(mask_function, positions, local_size, config, kwargs) -> tuple[Rule
             and local_size == chunk
             and local_size != getattr(config, "sliding_window", None)
         ):
+            if positions > local_size:
+                raise _NoRule
             local_size = None
         window = None if local_size is None else local_size - 1 if causal else local_size
         return Rule(causal, window, holds=True), None  # type: ignore[arg-type]
@@ -252,9 +365,7 @@ def _rule_of(mask_function, positions, local_size, config, kwargs) -> tuple[Rule
     found.pop("remap_positions_for_packed_sequence", None)
     if "chunked_overlay" in found:
         if positions > local_size or packed is not None:
-            raise _refuse(
-                f"chunked attention, in chunks of {local_size}, over {positions} positions", _SDPA
-            )
+            raise _NoRule
         del found["chunked_overlay"]
     names = set(found)
     if names == {"causal_mask_function"}:
@@ -265,7 +376,7 @@ def _rule_of(mask_function, positions, local_size, config, kwargs) -> tuple[Rule
         return Rule(causal=False), packed
     if names == {"sliding_window_bidirectional_overlay", "bidirectional_mask_function"}:
         return Rule(causal=False, window=found["sliding_window_bidirectional_overlay"]), packed
-    raise _refuse(f"a mask made of {', '.join(sorted(names))}", _SDPA)
+    raise _NoRule
 
 
 def _parts(mask_function: Callable) -> dict:
@@ -283,8 +394,8 @@ def _parts(mask_function: Callable) -> dict:
 
 
 def _cu_seqlens(packed: Tensor) -> Tensor:
-    """Of [B, S] numbers of sequences, which do not decrease in a row: where each begins in B * S
-    tokens, and B * S."""
+    """Offsets of the packed sequences in B * S tokens, and B * S. packed [B, S] numbers the
+    sequences of each row in increasing order."""
     begins = torch.ones_like(packed, dtype=torch.bool)
     begins[:, 1:] = packed[:, 1:] != packed[:, :-1]
     starts = begins.flatten().nonzero().flatten()
@@ -293,7 +404,7 @@ def _cu_seqlens(packed: Tensor) -> Tensor:
 
 def _bounds(tokens, q_length, kv_length, q_offset, kv_offset, causal):
     """(first, end, one_run, hides): keys of each sequence that are tokens, and whether they are one
-    run; compiled code learns that from a tensor, other code raises here. hides: whether any key is
+    run. Compiled code learns that from a tensor; other code raises _NoRule here. hides: whether any key is
     hidden that the causal rule does not hide.
     """
     seen = tokens[:, kv_offset : kv_offset + kv_length]
@@ -311,12 +422,7 @@ def _bounds(tokens, q_length, kv_length, q_offset, kv_offset, causal):
     )
     one_runs, no_padding = torch.stack([one_run.all(), seen.all()]).tolist()
     if not one_runs:
-        b = one_run.tolist().index(False)
-        raise _refuse(
-            f"attention_mask has padding between the tokens of sequence {b}",
-            "pad on the left in every turn but the first, keep each sequence in a cache of its "
-            "own, or " + _SDPA,
-        )
+        raise _NoRule
     return first, end, None, not (whole and no_padding)
 
 
@@ -354,7 +460,6 @@ def _holds_at(
 
 
 _REFUSED = {
-    "position_bias": "a position bias",
     "indices": "sparse attention by indices of keys",
     "block_indices": "sparse attention by indices of blocks",
     "sinks": "sinks by the name of sinks, whose meaning is the model's own",
@@ -384,8 +489,7 @@ def _attention(
     """query [B, Hq, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv]; returns [B, Sq, Hq, Dv].
     s_aux: sinks [Hq].
 
-    The mask's rule stands for itself, as in "eager"; sliding_window and is_causal speak only where
-    there is none.
+    As in "eager", sliding_window and is_causal apply only if there is no mask.
     """
     if (
         kwargs.get("deterministic")
@@ -405,7 +509,13 @@ def _attention(
     rules = {"scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout}
     if s_aux is not None:
         rules["sinks"] = s_aux if s_aux.dtype == query.dtype else s_aux.to(stats_dtype(query))
-    if attention_mask is not None:
+    position_bias = kwargs.get("position_bias")
+    if position_bias is not None:
+        rules["bias"] = _bias_of(position_bias, query, key)
+    if _is_matrix(attention_mask):
+        _add_matrix(rules, attention_mask, query, key)
+        rule = Rule(causal=False)
+    elif attention_mask is not None:
         rule = Rule.from_tensor(attention_mask)
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -421,18 +531,21 @@ def _attention(
     if cu_seq_lens_q is not None:
         if (
             cu_seq_lens_k is None
+            or {"bias", "attn_mask"} & rules.keys()
             or rule.first is not None
             or rule.q_start is not None
             or query.shape[0] != 1
         ):
             raise _refuse(
-                "cu_seq_lens_q with a padding mask, with a cache, with several rows or without "
+                "cu_seq_lens_q with a mask or a bias, with a cache, with several rows or without "
                 "cu_seq_lens_k",
                 "pack all sequences into one row",
             )
         lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
         return _packed(query, key, value, rule, lengths, rules), None
     if rule.cu_seqlens is not None:
+        if "bias" in rules:
+            raise _refuse("packed sequences with a position bias", _SDPA)
         return _packed(
             query, key, value, rule, (rule.cu_seqlens, rule.cu_seqlens, None, None), rules
         ), None
@@ -463,6 +576,42 @@ def _attention(
         **rules,
     )
     return out.transpose(1, 2), None
+
+
+def _is_matrix(mask: Any) -> bool:
+    return isinstance(mask, Tensor) and (mask.dtype is torch.bool or mask.is_floating_point())
+
+
+def _refuse_on_cuda(query: Tensor, what: str) -> None:
+    if query.is_cuda:
+        raise _refuse(f"{what} on CUDA; flash_attn takes it on the CPU so far", _SDPA)
+
+
+def _bias_of(bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A bias [.., Sq, Sk or more] as flash_attn takes it."""
+    _refuse_on_cuda(query, "a bias, or a mask of floats,")
+    bias = bias[..., : key.shape[2]]
+    return bias if bias.dtype in (query.dtype, torch.float32) else bias.to(query.dtype)
+
+
+def _add_matrix(rules: dict, mask: Tensor, query: Tensor, key: Tensor) -> None:
+    """Adds a mask to flash_attn's arguments. It is the whole mask, causality and windows
+    included."""
+    if mask.dtype is not torch.bool:
+        bias = _bias_of(mask, query, key)
+        rules["bias"] = rules["bias"] + bias if "bias" in rules else bias
+        return
+    _refuse_on_cuda(query, "a mask that is a matrix")
+    if torch.compiler.is_compiling():
+        rules["attn_mask"] = mask[..., : key.shape[2]]
+        return
+    # All layers of a forward pass are given the same tensor.
+    kept = getattr(mask, "_gpukern_mask", None)
+    about = mask._version, query.shape[2], key.shape[2]
+    if kept is None or kept[0] != about:
+        dense = mask[(None,) * (4 - mask.dim())].expand(-1, -1, query.shape[2], -1)
+        kept = mask._gpukern_mask = about, attn_mask_of(dense[..., : key.shape[2]])
+    rules["attn_mask"] = kept[1]
 
 
 def _packed(

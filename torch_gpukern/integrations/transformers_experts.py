@@ -19,7 +19,7 @@ def register_experts(name: str = "gpukern") -> None:
 
         torch_gpukern.integrations.transformers_experts.register_experts()
         model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="gpukern")
-        model.set_experts_implementation("gpukern")  # or later, on a model that stands
+        model.set_experts_implementation("gpukern")  # or later
 
     Experts with a gate or without, with biases, weights stored either way, a gate of the model's
     own (gpt-oss); float32, bfloat16 and float16, with gradients. Nothing waits for the device.

@@ -28,7 +28,7 @@ from .vllm import NAME
 
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 _OLDEST_CUDA = 8  # compute capability
-# What vLLM's names of 8-bit caches mean; the bytes are codes times the layer's _k_scale and
+# vLLM's names of 8-bit caches and their dtypes. A value is its code times the layer's _k_scale or
 # _v_scale.
 _CODES = {
     "fp8": torch.float8_e4m3fn,
@@ -55,7 +55,7 @@ class GpukernMetadata:
 
 
 class GpukernMetadataBuilder(AttentionMetadataBuilder[GpukernMetadata]):
-    # Everything that changes between steps is read on the device; the host gives bounds alone.
+    # The device reads everything that changes between steps. The host passes only bounds.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_draft_decode_metadata_update = True
 
@@ -146,7 +146,7 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
         return tokens_first[..., : self.head_size], tokens_first[..., self.head_size :]
 
     def _scales(self, layer: torch.nn.Module) -> dict[str, Tensor]:
-        """What a code of the layer's keys and of its values is worth."""
+        """The scales of the layer's keys and values."""
         if self.kv_cache_dtype not in _CODES:
             return {}
         # one for all heads, or one for each
@@ -157,8 +157,8 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
         }
 
     def _on(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """Slopes and sinks as the ops take them. Weights are loaded after a layer is made, so not
-        before the first call."""
+        """Slopes and sinks as the ops take them, converted at the first call, because weights are
+        loaded after a layer is created."""
         if self.alibi_slopes is not None and self.alibi_slopes.device != device:
             self.alibi_slopes = self.alibi_slopes.to(device)
         sinks = self.sinks
@@ -265,7 +265,7 @@ class GpukernImpl(AttentionImpl[GpukernMetadata]):
 
 
 class GpukernBackend(AttentionBackend):
-    """What vLLM asks before it chooses."""
+    """The questions that vLLM asks before it chooses a backend."""
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]

@@ -25,18 +25,19 @@ def _check_activation(owner: str, activation: str) -> None:
 class Linear(torch.nn.Linear):
     """`torch.nn.Linear` with an activation in the same pass: ``activation(x @ weight.mT + bias)``.
 
-    Weights, their names and their first values are nn.Linear's. A weight that is a tensor subclass
-    with an F.linear of its own (quantised, for one) keeps it; see `torch_gpukern.linear`.
+    Weights, their names and their initial values are those of nn.Linear. A weight that is a tensor
+    subclass with its own F.linear (a quantised one, for example) keeps it; see
+    `torch_gpukern.linear`.
 
-    An adapter around it (LoRA, for one) adds to what it returns, so after the activation: where
-    adapters come, leave the activation a module of its own; `patch` and `MLP` make one pass of the
-    two while nothing stands between them.
+    An adapter around the layer (LoRA, for example) adds to the result, which is after the
+    activation. If adapters will be used, make the activation a separate module. `patch` and `MLP`
+    fuse the two as long as nothing is between them.
 
     Args:
         activation: none, relu, gelu, gelu_tanh or silu.
     """
 
-    # of the class, so that `patch` gives a module nothing that it must take away again
+    # A class attribute, so that `patch` adds nothing to an instance that `restore` must remove.
     activation: Activation = "none"
 
     def __init__(
@@ -60,7 +61,7 @@ class Linear(torch.nn.Linear):
 
 
 def has_hooks(m: torch.nn.Module) -> bool:
-    """Whether somebody sees what the module is given or returns."""
+    """Whether a hook sees the module's arguments or its result."""
     return bool(
         m._forward_hooks
         or m._forward_pre_hooks
@@ -74,8 +75,8 @@ def has_hooks(m: torch.nn.Module) -> bool:
 
 
 def is_itself(m: torch.nn.Module) -> bool:
-    """Whether the module is a Linear whose call is its product and nothing else: no adapter in its
-    place, no hook, no parametrisation, no other forward. Then what follows may join its pass.
+    """Whether calling the module computes its product and nothing else: no adapter, no hook, no
+    parametrisation, no replaced forward. Then the activation behind it may be fused.
     """
     return (
         type(m) is Linear
@@ -86,10 +87,10 @@ def is_itself(m: torch.nn.Module) -> bool:
 
 
 class MLP(torch.nn.Module):
-    """``down(activation(gate(x)) * up(x))``, SwiGLU where activation is silu; the activation is
-    part of gate's pass, while gate_proj is the Linear that it was made as.
+    """``down(activation(gate(x)) * up(x))``, which is SwiGLU if activation is silu. The activation
+    is fused into gate's product as long as gate_proj is the Linear that was created here.
 
-    Names are those of Llama and most models after it: gate_proj, up_proj, down_proj.
+    The names are those of Llama and most later models: gate_proj, up_proj, down_proj.
     """
 
     def __init__(
@@ -216,8 +217,8 @@ class Attention(torch.nn.Module):
                 f"Attention: x must have 3 dimensions [B, S, hidden_size], got {x.dim()}"
             )
         batch, seq, _ = x.shape
-        # Heads are counted from what comes: projections whose columns are sharded give a rank's
-        # own.
+        # The number of heads follows from the projections' results: under tensor parallelism they
+        # are this rank's heads.
         q, k, v = (
             p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj)
         )

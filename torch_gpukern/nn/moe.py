@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""MoE: a mixture of experts over grouped_gemm, without padding and without a host that waits.
+"""MoE: a mixture of experts over grouped_gemm, without padding and without synchronising the host.
 
 Shazeer et al., "Outrageously Large Neural Networks" (2017), arXiv:1701.06538; Gale et al.,
 "MegaBlocks" (2022), arXiv:2211.15841: tokens sorted by expert, one product for all experts.
@@ -35,8 +35,8 @@ def grouped_experts(
     ``e = expert_of[t, j]``.
 
     Tokens are sorted by expert, multiplied in two calls of `grouped_gemm`, and summed in float32 in
-    the order of j: the same bits at each call. A number below 0, or at or past the last expert
-    (marks of a dropped token, and of another rank's expert), adds nothing.
+    the order of j. Every call gives the same bits. An expert number below 0, or not below E, adds
+    nothing: it marks a dropped token or an expert of another rank.
 
     Args:
         x: [T, H] float32, bfloat16 or float16.
@@ -72,9 +72,10 @@ def grouped_experts(
 
 
 def marked(expert_of: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The numbers, where one that is no expert's becomes `experts`, and which ones are an expert's.
-    So tokens that are left out are sorted behind the last expert's rows, which no product reads: a
-    NaN in them reaches neither a result nor a gradient.
+    """(expert_of with every invalid number replaced by `experts`, whether each number is valid).
+
+    Dropped tokens are therefore sorted behind the last expert's rows, which no product reads. A NaN
+    in them reaches neither a result nor a gradient.
     """
     chosen = (expert_of >= 0) & (expert_of < experts)
     return torch.where(chosen, expert_of, experts), chosen
@@ -94,11 +95,11 @@ def check_tokens(op: str, x: Tensor, expert_of: Tensor, weight_of: Tensor) -> No
 
 
 def weighted_sum(rows: Tensor, weight_of: Tensor, chosen: Tensor) -> Tensor:
-    """[T, H] float32 of [T J, H]: each token's sum in the order of its experts, without those that
-    are not chosen [T, J].
+    """[T, H] float32 from rows [T J, H]: each token's weighted sum over its chosen experts, in their
+    order. chosen is [T, J].
 
-    Both factors are masked, not their product: in backward a masked product still multiplies 0 by a
-    NaN.
+    Both factors are masked instead of their product, because the backward of a masked product
+    still multiplies 0 by NaN.
     """
     rows = torch.where(chosen.unsqueeze(-1), rows.unflatten(0, chosen.shape).float(), 0.0)
     return (rows * torch.where(chosen, weight_of.float(), 0.0).unsqueeze(-1)).sum(1)
@@ -142,7 +143,7 @@ class MoE(torch.nn.Module):
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.num_experts, self.top_k = num_experts, top_k
         self.normalize, self.activation = normalize, activation
-        # of this module's experts, or of those of all ranks
+        # shard_experts replaces this by the product over all ranks' experts
         self.multiply: Callable[..., Tensor] = grouped_experts
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         self.router = Linear(hidden_size, num_experts, bias=False, **options)
@@ -155,7 +156,7 @@ class MoE(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The experts' weights anew, by nn.Linear's law; the router has its own."""
+        """Initialises the experts' weights as nn.Linear does. The router resets itself."""
         for w, fan_in in (
             (self.gate_up_proj, self.hidden_size),
             (self.down_proj, self.intermediate_size),

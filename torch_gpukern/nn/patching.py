@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""patch(model): gpukern in the place of modules that stand, and back."""
+"""patch(model): replaces an existing model's modules by gpukern's, in place, and restores them."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -17,9 +17,9 @@ __all__ = ["Patched", "patch"]
 
 
 class Fused(torch.nn.Sequential):
-    """An nn.Sequential in which an activation joins the pass of the Linear before it, as long as
-    both are what they were: each call looks. So an adapter, a hook, a slice, a module that is
-    replaced or inserted meets the modules that it names.
+    """An nn.Sequential that fuses an activation into the Linear before it. Every call checks that
+    both modules are unchanged, so that adapters, hooks, slices and replaced or inserted modules
+    behave as in a plain nn.Sequential.
     """
 
     _gpukern_pairs: dict[str, str] = {}  # names of a Linear and of its activation
@@ -44,8 +44,8 @@ class Fused(torch.nn.Sequential):
 
 
 class Patched:
-    """What `patch` did: `replaced` maps each module's name to what it was and became; `restore`
-    undoes it.
+    """The result of `patch`. `replaced` maps the name of each replaced module to a description,
+    `skipped` the name of each module that stays to the reason. `restore` undoes the patch.
 
     ::
 
@@ -60,13 +60,13 @@ class Patched:
         self._changed: dict[str, tuple[torch.nn.Module, type, type]] = {}
 
     def restore(self) -> None:
-        """Puts every module back as it was; weights keep the values they have now. A second call
-        does nothing.
+        """Restores every module's class. Weights keep their current values. A second call does
+        nothing.
 
         Raises:
-            RuntimeError: other tools have changed a module since (a parametrisation, FSDP, hooks
-                that take the place of its forward): it stays, is named, and all others are put
-                back. Undo what they did and call again.
+            RuntimeError: another tool changed a module since (a parametrisation, FSDP, a replaced
+                forward). The module stays and is named; all others are restored. Undo that change
+                and call again.
         """
         left = {}
         for name, (module, before, after) in list(self._changed.items()):
@@ -88,7 +88,7 @@ class Patched:
         self.replaced.clear()
 
     def _become(self, name: str, module: torch.nn.Module, kind: type) -> None:
-        # The object stays: parameters, hooks, and whoever holds it.
+        # The object stays the same, so its parameters, hooks and references stay valid.
         self._changed[name] = module, type(module), kind
         module.__class__ = kind
 
@@ -110,12 +110,12 @@ def patch(
     *,
     fused_linear_cross_entropy: bool = False,
 ) -> Patched:
-    """Replaces, in place, what gpukern serves, and prints a line for each kind of replacement and
-    for each module left.
+    """Replaces, in place, the modules that gpukern serves. Prints a line for each kind of
+    replacement and for each module that stays.
 
     - ``nn.Linear`` becomes `torch_gpukern.nn.Linear`, the same object with the same parameters and
-      hooks; an activation that follows in an ``nn.Sequential`` (ReLU, GELU, SiLU) joins its pass,
-      as long as both stand as they do now.
+      hooks. An activation behind it in an ``nn.Sequential`` (ReLU, GELU, SiLU) is fused, as long
+      as both modules are unchanged.
     - ``nn.RMSNorm`` and ``nn.LayerNorm`` become those of `torch_gpukern.nn`. So do classes named
       ``...RMSNorm`` (Llama's, Gemma's, Qwen's and others, with a weight that 1 is added to or not),
       and MLPs of gate_proj, up_proj, down_proj and act_fn run `swiglu` or `geglu` between their
@@ -138,8 +138,8 @@ def patch(
         say: is called with each line; None says nothing.
         fused_linear_cross_entropy: a transformers causal model that is given labels computes its
             loss by `linear_cross_entropy`, never has its logits in memory, and returns None for
-            them. Calls without labels are as before. A model whose forward does more than head and
-            loss (softcaps, routers' losses) is left, and named.
+            them. Calls without labels are as before. Softcaps and scales of logits are served. A
+            model whose forward does something else besides head and loss is left, and named.
 
     Returns:
         Patched, whose ``restore()`` undoes all of it. Where patch raises, nothing is changed.
@@ -197,7 +197,7 @@ def _patch(done: Patched, model: torch.nn.Module) -> None:
 
 
 def _patch_rows(done: Patched, model: torch.nn.Module, closed: set[torch.nn.Module]) -> None:
-    """Norms, and MLPs whose activation and product become one op."""
+    """Replaces norms, and MLPs whose activation and product become one op."""
     for name, module in model.named_modules():
         if module in closed:
             continue
@@ -229,7 +229,7 @@ def _patch_loss(done: Patched, model: torch.nn.Module) -> None:
 
 
 def _activation_of(module: torch.nn.Module) -> Any:
-    """The name of an activation that is a module of its own, which nobody watches."""
+    """The op's name for an activation module without hooks; None for any other module."""
     if has_hooks(module) or "forward" in module.__dict__:
         return None
     if type(module) is torch.nn.GELU:
@@ -238,8 +238,8 @@ def _activation_of(module: torch.nn.Module) -> Any:
 
 
 def _pairs_of(sequence: torch.nn.Sequential, uses: Counter) -> dict[str, tuple[str, str]]:
-    """A Linear's name: the name of the activation that follows, and which it is. Not where hooks
-    see what it is given, and not where the Linear is used elsewhere, too.
+    """Maps a Linear's name to (the name of the activation behind it, which activation it is). A
+    pair with hooks, and a Linear that is used elsewhere too, are left out.
     """
     children, found = list(sequence._modules.items()), {}
     for (first_name, first), (second_name, second) in zip(children, children[1:]):

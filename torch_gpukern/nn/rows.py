@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What stands between the products: RMSNorm, LayerNorm, RotaryEmbedding, and LinearCrossEntropy for
-the loss."""
+"""RMSNorm, LayerNorm, RotaryEmbedding, and the head LinearCrossEntropy with its loss."""
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +35,9 @@ def served_vector(v: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def served(*tensors: Tensor | None) -> bool:
-    """Whether our kernels read all of these. Not sharded (DTensor), quantised and other tensors
-    that compute by themselves; PyTorch's formula serves them. The tensors that torch.export and
-    AOTAutograd trace with are read.
+    """Whether our kernels can read all of these tensors. DTensors, quantised tensors and other
+    subclasses with their own functions go through PyTorch's formula. The tensors that torch.export
+    and AOTAutograd trace with are served.
     """
     return all(
         type(t) in PLAIN or not (is_traceable_wrapper_subclass(t) or has_a_function_of_its_own(t))
@@ -53,7 +52,7 @@ def normalised_rms(
     weight_offset: float,
     residual: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """rms_norm over the last dimension; PyTorch's where a tensor is not `served`."""
+    """rms_norm over the last dimension; PyTorch's formula if a tensor is not `served`."""
     if served(x, weight, residual):
         return rms_norm(
             x, served_vector(weight, x), eps=eps, weight_offset=weight_offset, residual=residual
@@ -89,8 +88,8 @@ class RMSNorm(torch.nn.RMSNorm):
     ``norm(x, residual)`` returns (norm(x + residual), x + residual).
     """
 
-    # Of the class, so that `patch` gives a module nothing that it must take away again; an integer,
-    # which torch.compile takes for a constant.
+    # A class attribute, so that `patch` adds nothing to an instance that `restore` must remove. An
+    # integer, because torch.compile treats it as a constant.
     weight_offset: float = 0
 
     def __init__(
@@ -227,14 +226,14 @@ class RotaryEmbedding(torch.nn.Module):
         if before[0].is_meta:
             self._tabulate(device)
         elif self.cos is not before[0]:
-            # The values stay: a cast would round them, and to_empty leaves them undefined.
+            # Keep the old values: a cast would round them, and to_empty leaves them undefined.
             self.cos, self.sin = (table.to(device) for table in before)
         return self
 
     def forward(
         self, q: Tensor, k: Tensor, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        # load_state_dict(assign=True) has no tables to put in
+        # A module on meta stays there after load_state_dict(assign=True): tables are no state.
         if self.cos.is_meta and not q.is_meta:
             self._tabulate(q.device)
         cos, sin = self.cos, self.sin

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Modules of transformers and its kin that do what an op of ours does under other names: RMS norms
-and gated MLPs.
+"""RMS norms and gated MLPs of transformers and similar libraries, which compute what one of our ops
+computes under another name.
 
-What a class is called says little of what it computes. So `patch` asks: a module becomes one of
-ours only where both give the same for two rows of its own size.
+A class's name does not say what it computes. So `patch` evaluates the module: it is replaced only
+if both give the same result for two rows of its size.
 """
 
 import inspect
@@ -24,9 +24,9 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 class SimilarRMSNorm(torch.nn.Module):
     """An RMS norm that was another class: its weight, by `torch_gpukern.rms_norm`."""
 
-    # The attribute that is eps, which may change; weight_offset, an integer, which torch.compile
-    # takes for a constant; whether the result has the wider dtype of x and weight, else x's; what
-    # forward's argument was called.
+    # (name of the attribute eps, whose value may change; weight_offset, an integer because
+    # torch.compile treats it as a constant; whether the result has the promoted dtype of x and
+    # weight instead of x's; name of forward's argument)
     _gpukern_rule: tuple[str, int, bool, str] = ("eps", 0, False, "x")
 
     def forward(self, *given: Tensor, **named: Tensor) -> Tensor:
@@ -42,11 +42,10 @@ class SimilarRMSNorm(torch.nn.Module):
 
 
 class SimilarMLP(torch.nn.Module):
-    """``down_proj(act_fn(gate_proj(x)) * up_proj(x))`` that was another class; activation and
-    product are one op while act_fn is of the kind that it was."""
+    """``down_proj(act_fn(gate_proj(x)) * up_proj(x))`` that was another class. Activation and
+    product are one op as long as act_fn is unchanged."""
 
-    # The activation; what `_kind` says of the act_fn that computes it; what forward's argument was
-    # called.
+    # (the activation; `_kind` of the act_fn that computes it; name of forward's argument)
     _gpukern_rule: tuple[str, Any, str] = ("silu", None, "x")
 
     def forward(self, *given: Tensor, **named: Tensor) -> Tensor:
@@ -72,8 +71,7 @@ def _argument(name: str, given: tuple[Tensor, ...], named: dict[str, Tensor]) ->
 
 
 def _kind(act_fn: Any) -> Any:
-    """What an activation computes follows from this; of one that a user has given a forward nothing
-    is known."""
+    """Identifies what an activation module computes; None if its forward was replaced."""
     if "forward" in vars(act_fn):
         return None
     return type(act_fn), getattr(act_fn, "approximate", None)
@@ -130,8 +128,7 @@ def _parameters(kind: type) -> list[str]:
 
 
 def _promotes(norm: torch.nn.Module) -> bool:
-    """Whether a norm's result has the dtype of a float32 weight where x is bfloat16, as Llama's
-    has."""
+    """Whether a norm with float32 weight gives float32 for a bfloat16 x, as Llama's does."""
     weight = norm.weight
     other = type(norm).__new__(type(norm))
     other.__dict__.update(norm.__dict__)
@@ -143,15 +140,15 @@ def _promotes(norm: torch.nn.Module) -> bool:
         with torch.no_grad():
             return type(norm).forward(other, x).dtype is torch.float32
     except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError):
-        return False  # it takes no other dtype than its weight's
+        return False  # it requires x in the dtype of its weight
 
 
 def _first_that_agrees(
     module, kind, rules, like: Tensor, columns: int
 ) -> tuple[type, Any, str] | None:
-    """Whether one of the rules gives what the module gives for two rows. The rows are numbers from
-    1 to 2 and -2 to -1: all kinds of activations and offsets differ there by more than any
-    rounding."""
+    """The first rule whose result agrees with the module's for two rows; None if there is none. The
+    rows hold numbers from 1 to 2 and from -1 to -2, where all activations and offsets differ by
+    more than any rounding."""
     if not like.is_floating_point():
         return None
     ramp = torch.linspace(1, 2, columns, device=like.device, dtype=torch.float32)
@@ -187,7 +184,7 @@ def _mlp_name(rule: tuple[str, Any]) -> str:
 
 
 def _as(kind: type, module: torch.nn.Module, rule: Any):
-    """The forward of `kind` over a module's own parts."""
+    """`kind`'s forward with the module's own attributes."""
     stand_in = kind.__new__(kind)
     stand_in.__dict__.update(module.__dict__)
     stand_in.__dict__["_gpukern_rule"] = rule

@@ -1,3 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Linear layers of few bits: their formats (schemes), modules, calibration, training, importers and
-files."""
+"""Quantised linear layers: formats (schemes), modules, calibration, training, importers and files."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""calibrate: what the layers of a model are given, over some batches."""
+"""calibrate: statistics of the inputs of a model's layers over some batches."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -14,8 +14,12 @@ __all__ = ["Observed", "calibrate"]
 
 
 class Observed(NamedTuple):
-    """Of a layer's input: the largest size, float32 [], and the mean square of each column, float32
-    [K]."""
+    """Statistics of a layer's input.
+
+    Attributes:
+        amax: float32 [], the largest absolute value.
+        square: float32 [K], the mean square of each column.
+    """
 
     amax: Tensor
     square: Tensor
@@ -28,18 +32,18 @@ def calibrate(
     *,
     show: bool = True,
 ) -> dict[str, Observed]:
-    """Runs the model, without gradients and in evaluation mode, and returns what each layer was
-    given.
+    """Runs the model without gradients in evaluation mode and returns the statistics of each
+    layer's input.
 
     Args:
         model: any module.
-        batches: of each the model is called with ``model(batch)``, ``model(*batch)`` of a tuple or
-            list, ``model(**batch)`` of a mapping.
-        modules: the layers that are watched, by name; None: every nn.Linear.
+        batches: the model is called as ``model(*batch)`` if batch is a tuple or list, as
+            ``model(**batch)`` if it is a mapping, and as ``model(batch)`` otherwise.
+        modules: the layers to observe, by name; None: every nn.Linear.
         show: a progress bar (a line for each batch where tqdm is not installed), on stderr.
 
     Returns:
-        By name, of those that were called.
+        A dictionary by name. Layers that were never called are missing.
 
     Raises:
         ValueError: there is no batch.

@@ -10,12 +10,13 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...cli.terminal import progress
+from . import compressed_tensors
 from .quantize import RECIPES, _become, is_skipped
 from .quantized import FORMAT, VERSION, check_state, empty_of, state_of
 from .schemes import GROUPED, IMPORTED, SCHEMES
@@ -48,9 +49,10 @@ def quantize_directory(
     device: torch.device | str = "cpu",
     show: bool = True,
     say: Callable[[str], object] | None = print,
+    layout: Literal["gpukern", "compressed-tensors"] = "gpukern",
 ) -> list[str]:
-    """Writes a model's directory again, its matrices in few bits: tensor by tensor, so that no more
-    than one file is in memory.
+    """Writes a quantised copy of a model's directory, tensor by tensor. At most one file is in
+    memory.
 
     Args:
         source: a directory with \\*.safetensors, as transformers writes it.
@@ -64,14 +66,17 @@ def quantize_directory(
         device: where weights are rounded.
         show: a progress bar on stderr.
         say: is called with a line at the end.
+        layout: ``"gpukern"``, which `load_quantized` reads, or ``"compressed-tensors"``, which
+            transformers loads where compressed-tensors is installed: recipes fp8,
+            fp8-block, int8, w8, w4 and nvfp4. Scales have the weight's dtype there.
 
     Returns:
         The names of the layers that have few bits now.
 
     Raises:
-        ValueError: no such recipe, no safetensors, no weight of an nn.Linear, a target with
-            something in it, weights that are quantised already, tensors that transformers renames
-            or joins while it loads them (Mixtral's experts), which `load_quantized` cannot.
+        ValueError: no such recipe or layout, or a recipe that the layout lacks; no safetensors; no
+            weight of an nn.Linear; a target that is not empty; weights that are quantised already;
+            tensors that transformers renames or joins while it loads them (Mixtral's experts).
         ImportError: safetensors is not installed.
     """
     source, target = Path(source), Path(target)
@@ -80,6 +85,7 @@ def quantize_directory(
     if recipe not in offered:
         why = "needs calibration or training" if recipe in RECIPES else "is none"
         raise ValueError(f"quantize: recipe {recipe} {why}; expected one of {', '.join(offered)}")
+    _check_layout(layout, recipe)
     if not files:
         raise ValueError(f"quantize: {source} has no *.safetensors")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -105,15 +111,14 @@ def quantize_directory(
         [0, 0],
     )
     for file, (_, metadata) in held:
-        made = _file(file, recipe, stays, device, steps, changed, sizes)
+        made = _file(file, recipe, stays, device, steps, changed, sizes, layout)
         about = {
             FORMAT: VERSION,
             "recipe": recipe,
             "layers": [n for n in changed if f"{n}._extra_state" in made],
         }
-        _safetensors().torch.save_file(
-            made, target / file.name, {**metadata, "gpukern": json.dumps(about)}
-        )
+        ours = {"gpukern": json.dumps(about)} if layout == "gpukern" else {}
+        _safetensors().torch.save_file(made, target / file.name, {**metadata, **ours})
         where |= dict.fromkeys(made, file.name)
     for _ in steps:  # the bar's end
         pass
@@ -127,7 +132,12 @@ def quantize_directory(
             and path.name != INDEX
         ):
             shutil.copy2(path, target / path.name)
-    _mark(target / CONFIG, recipe)
+    if layout == "gpukern":
+        _mark(target / CONFIG, recipe)
+    else:
+        matrices = {name.removesuffix(".weight") for _, name in names if name.endswith(".weight")}
+        kept = (matrices | (linear or set()) | {"lm_head"}) - set(changed)
+        _describe(target / CONFIG, compressed_tensors.config_of(recipe, sorted(kept)))
     if say is not None:
         say(
             f"gpukern: {len(changed)} of {len(names)} tensors -> {recipe} ({RECIPES[recipe]}); "
@@ -136,9 +146,26 @@ def quantize_directory(
     return changed
 
 
+def _check_layout(layout: str, recipe: str) -> None:
+    if layout not in ("gpukern", "compressed-tensors"):
+        raise ValueError(f"quantize: layout must be gpukern or compressed-tensors, got {layout!r}")
+    served = compressed_tensors.CONFIGS
+    if layout != "gpukern" and recipe not in served:
+        raise ValueError(
+            f"quantize: layout compressed-tensors has the recipes {', '.join(served)}, got "
+            f"{recipe!r}; use layout gpukern"
+        )
+
+
+def _describe(config: Path, quantization: dict[str, Any]) -> None:
+    about = json.loads(config.read_text()) if config.exists() else {}
+    about["quantization_config"] = quantization
+    config.write_text(json.dumps(about, indent=2) + "\n")
+
+
 def _linear_layers(source: Path, names: list[str]) -> set[str] | None:
-    """The nn.Linear of the model whose tensors have these names, as transformers makes it of the
-    configuration; None if it knows none."""
+    """Names of the nn.Linear modules of the model that transformers builds from the configuration;
+    None if transformers does not know the model."""
     config = source / CONFIG
     if not config.exists() or "model_type" not in json.loads(config.read_text()):
         return None
@@ -166,7 +193,7 @@ def _linear_layers(source: Path, names: list[str]) -> set[str] | None:
 
 
 class _Stays(NamedTuple):
-    """What `is_skipped` asks: by patterns, and what is no nn.Linear of the model."""
+    """A skip function: true for names that match a pattern and for layers that are no nn.Linear."""
 
     skip: Sequence[str]
     linear: set[str] | None
@@ -178,8 +205,8 @@ class _Stays(NamedTuple):
 
 
 def _mark(config: Path, recipe: str) -> None:
-    """A quantization_config without a method, which transformers and others refuse: else they would
-    take the model for one whose weights are missing, and fill them with random numbers."""
+    """Writes a quantization_config without a method, so that transformers and other loaders refuse
+    the directory. Otherwise they would find the weights missing and fill in random numbers."""
     if not config.exists():
         return
     about = json.loads(config.read_text())
@@ -208,9 +235,11 @@ def _file(
     steps: Any,
     changed: list[str],
     sizes: list[int],
+    layout: str,
 ) -> dict:
     """The tensors of one file as they are written."""
-    scheme, made = SCHEMES[recipe], {}
+    scheme, made, theirs = SCHEMES[recipe], {}, layout != "gpukern"
+    multiple = compressed_tensors.multiple_of(recipe) if theirs else scheme.multiple
     with _safetensors().safe_open(file, "pt") as held, torch.no_grad():
         for name in held.keys():
             next(steps)
@@ -222,11 +251,12 @@ def _file(
                 and t.dim() == 2
                 and t.dtype in (torch.float32, torch.bfloat16, torch.float16)
             )
-            if matrix and t.shape[1] % scheme.multiple == 0 and not is_skipped(layer, None, skip):
-                parts = {
-                    f"{layer}.{part}": x.cpu() for part, x in scheme.pack(t.to(device)).items()
-                }
-                made |= {**parts, f"{layer}._extra_state": state_of(recipe)}
+            if matrix and t.shape[1] % multiple == 0 and not is_skipped(layer, None, skip):
+                w = t.to(device)
+                packed = compressed_tensors.tensors_of(recipe, w) if theirs else scheme.pack(w)
+                made |= {f"{layer}.{part}": x.cpu() for part, x in packed.items()}
+                if not theirs:
+                    made[f"{layer}._extra_state"] = state_of(recipe)
                 changed.append(layer)
             else:
                 made[name] = t
@@ -416,11 +446,19 @@ def add_arguments(commands: Any) -> None:
         help=f"names that stay; default: {' '.join(SKIP)}",
     )
     p.add_argument("--device", default="cpu", help="where weights are rounded")
+    p.add_argument(
+        "--layout",
+        choices=["gpukern", "compressed-tensors"],
+        default="gpukern",
+        help="compressed-tensors: what transformers loads",
+    )
 
 
 def _run(args: Any) -> int:
     out = args.out or args.model.resolve().with_name(
         f"{args.model.resolve().name}-{args.recipe.replace(':', '_')}"
     )
-    quantize_directory(args.model, out, args.recipe, skip=args.skip, device=args.device)
+    quantize_directory(
+        args.model, out, args.recipe, skip=args.skip, device=args.device, layout=args.layout
+    )
     return 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Fp8Linear: training in 8-bit floats.
 
-Forward multiplies e4m3 activations and weights; backward rounds the incoming gradient to e5m2 once,
-and multiplies it by both. The rounding itself counts as the identity (straight-through). What
-backward keeps is 8 bits wide.
+Forward multiplies e4m3 activations and weights. Backward rounds the incoming gradient to e5m2 once
+and multiplies it by both. The gradient of the rounding is the identity (straight-through). The
+tensors saved for backward have 8 bits.
 
 Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433.
 """
@@ -31,7 +31,7 @@ CALLS = 256  # forwards of a layer that may wait for their backward under activa
 def _product(
     x: Tensor, w: Tensor, bias: Tensor | None, scale_x, scale_w, grad_history: Tensor | None
 ):
-    """And what backward keeps of it."""
+    """(the product, then the tensors that backward needs)."""
     a, scale_a = quantize(x, E4M3, "tensor", scale=scale_x)
     b, scale_b = quantize(w, E4M3, "tensor", scale=scale_w)
     bias = None if bias is None else bias.to(x.dtype)
@@ -81,7 +81,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Transformable(torch.autograd.Function):
-    """That in the form that torch.func asks for: what backward keeps is returned."""
+    """The form that torch.func requires: the tensors for backward are returned."""
 
     generate_vmap_rule = True
     forward = staticmethod(_product)
@@ -139,8 +139,8 @@ def _scale(seen: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _recomputing() -> bool:
-    """Whether this call stands inside a backward pass. A compiler that checkpoints records the
-    histories' writes once by itself."""
+    """Whether this call runs inside a backward pass. A compiler that checkpoints records the
+    histories' writes once, without help."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 

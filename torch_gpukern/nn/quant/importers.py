@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Layers of weights that others have quantised: GPTQ, AWQ, torchao's Int4Tensor,
+"""Importers of weights that other tools quantised: GPTQ, AWQ, torchao's Int4Tensor, and
 compressed-tensors' 8-bit floats.
 
-Each takes the tensors as their files have them and returns a `QuantizedLinear` that multiplies by
-exactly the weight they stand for; codes are packed again, never rounded again.
+Each takes the tensors as they are in files and returns a `QuantizedLinear` with exactly the same
+weight. Codes are repacked and never rounded again.
 """
 
 from typing import Any

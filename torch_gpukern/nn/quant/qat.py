@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""QatLinear: training for the rounding that will come (fake quantisation), with a scale that is
-learned.
+"""QatLinear: quantisation-aware training (fake quantisation) with a learned scale.
 
-Esser et al., "Learned Step Size Quantization" (2019), arXiv:1902.08153. Of a weight w and its scale
-s: v = w / s, r = round(clip(v)), and w is taken for r s. Backward takes the rounding for the
-identity where nothing was clipped; so w has the gradient g there, and s has g (r - v), where
-clipped g r, divided by sqrt(weights of a scale times the largest code). The parameter is log2 of s,
-so that an optimizer's step is a share of it, however small scales are.
+Esser et al., "Learned Step Size Quantization" (2019), arXiv:1902.08153. For a weight w with scale s,
+let v = w / s and r = round(clip(v)). Forward uses r s in place of w. Backward treats the rounding as
+the identity where v was not clipped. There w has the gradient g, and s has g (r - v). Where v was
+clipped, w has none, and s has g r. The gradient of s is divided by sqrt(weights per scale * largest
+code). The parameter is log2 of s, so that an optimizer's step is relative to s, however small s is.
 """
 
 from typing import Any, NamedTuple
@@ -23,8 +22,8 @@ __all__ = ["QatLinear"]
 
 
 class Way(NamedTuple):
-    """How a scheme rounds weights: between low and high, to integers or e4m3; activations to
-    `codes`, None: not at all."""
+    """How a scheme rounds: weights to integers or e4m3 in [low, high]; activations to the dtype
+    `codes`, or not at all if it is None."""
 
     low: float
     high: float
@@ -47,12 +46,12 @@ def rounded(x: Tensor, way: Way) -> Tensor:
 
 
 class QatLinear(torch.nn.Linear):
-    """`torch.nn.Linear` that multiplies by its weight as it will be rounded, and by activations as
-    they will be.
+    """`torch.nn.Linear` whose product uses the weight and the activations as the quantised layer will
+    round them.
 
-    ``step`` [out_features, groups] is the scale; ``log_step``, its log2, is a parameter that learns
-    with the weight. `Quantized.finish` makes the layer that was trained for. Made by
-    ``torch_gpukern.nn.quantize(model, "qat-w4")`` (or w8, int8, fp8).
+    ``step`` [out_features, groups] is the scale. ``log_step``, its log2, is a parameter that is
+    trained with the weight. ``torch_gpukern.nn.quantize(model, "qat-w4")`` (or w8, int8, fp8)
+    creates the layer, and `Quantized.finish` converts it into the quantised layer.
     """
 
     recipe: str

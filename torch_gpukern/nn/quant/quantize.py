@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""quantize(model, recipe): the Linear layers of a model in few bits, in place, and back."""
+"""quantize(model, recipe): quantises the Linear layers of a model in place, and restores them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -25,10 +25,10 @@ RECIPES: dict[str, str] = {
 
 
 class Quantized:
-    """What `quantize` did: `replaced` maps each layer's name to its recipe, `skipped` to why it
-    stayed; `restore` undoes it.
+    """The result of `quantize`. `replaced` maps each quantised layer's name to its recipe,
+    `skipped` each other layer's name to the reason. `restore` undoes the change.
 
-    It holds the weights as they were, for `restore`: without it they are freed.
+    This object keeps the original weights for `restore`. Drop it to free them.
     """
 
     def __init__(self, model: torch.nn.Module, recipe: str):
@@ -39,13 +39,13 @@ class Quantized:
         self._changed: dict[str, tuple[torch.nn.Linear, type, torch.nn.Parameter]] = {}
 
     def restore(self) -> None:
-        """Puts every layer back. Weights are bit for bit what they were, on the device and in the
-        dtype that the model was given since; those that have trained since (fp8-train, qat) keep
-        the values they have now. A second call does nothing.
+        """Restores every layer. Weights have their original bits, on the device and in the dtype
+        that the model has now. Weights that were trained meanwhile (fp8-train, qat) keep their
+        current values. A second call does nothing.
 
         Raises:
-            RuntimeError: a layer's class or forward was changed since: it stays and is named, all
-            others are put back.
+            RuntimeError: a layer's class or forward was changed since. That layer stays and is
+                named; all others are restored.
         """
         left = []
         for name, (module, before, weight) in list(self._changed.items()):
@@ -71,11 +71,11 @@ class Quantized:
         self.replaced.clear()
 
     def finish(self) -> "Quantized":
-        """Makes of each layer that was trained with "qat-..." the one it was trained for, with the
-        scales that it learned.
+        """Converts each layer that was trained with "qat-..." into the quantised layer it was
+        trained for, with the learned scales.
 
         Raises:
-            ValueError: there is none.
+            ValueError: no layer was trained so.
         """
         found = {name: m for name, (m, _, _) in self._changed.items() if isinstance(m, QatLinear)}
         if not found:
@@ -107,8 +107,7 @@ _ATTRIBUTES = ("scheme", "names", "recipe", "scaling", "weight_like")
 
 
 def _follow(weight: torch.nn.Parameter, like: torch.Tensor | None) -> None:
-    """The weight that was put away goes where its layer went since, and takes the dtype that the
-    layer was given."""
+    """Moves the original weight to the device and dtype that its layer has now."""
     if (
         like is not None
         and not like.is_meta
@@ -118,7 +117,7 @@ def _follow(weight: torch.nn.Parameter, like: torch.Tensor | None) -> None:
 
 
 def _strip(module: torch.nn.Module) -> None:
-    """Takes away all that `_become`, `_scale_by` and `_begin` gave."""
+    """Removes every attribute that `_become`, `_scale_by` and `_begin` added."""
     for name in vars(module).get("names", HISTORIES):
         module._buffers.pop(name, None)
         module._non_persistent_buffers_set.discard(name)
@@ -128,7 +127,7 @@ def _strip(module: torch.nn.Module) -> None:
 
 
 def _become(module: Any, recipe: str, tensors: dict) -> None:
-    # The object stays: its hooks, its bias, and whoever holds it.
+    # The object stays the same, so its hooks, its bias and references to it stay valid.
     k, n = module.in_features, module.out_features
     weight = module._parameters.pop("weight")
     module.weight_like = torch.empty(
@@ -146,8 +145,7 @@ def quantize(
     calibration: Iterable[Any] | None = None,
     say: Callable[[str], object] | None = print,
 ) -> Quantized:
-    """Makes of each nn.Linear, in place, one whose weight has few bits, and prints a line of what
-    it did.
+    """Quantises every nn.Linear of a model in place and prints a summary.
 
     =======================  ============================================================================
     fp8, fp8-block           e4m3 weights and activations, a scale a row or a block, activations' as they come
@@ -219,8 +217,7 @@ def quantize(
 
 
 def _check_seen(recipe: str, static: bool, seen: dict[str, Observed]) -> None:
-    """ValueError by the layers' names where calibration showed a layer what no scale and no choice
-    can follow from."""
+    """Raises ValueError, by layer names, if calibration saw values that determine no scale."""
     bad = [
         name
         for name, one in seen.items()
@@ -243,7 +240,7 @@ def _check_seen(recipe: str, static: bool, seen: dict[str, Observed]) -> None:
 def _found(
     done: Quantized, model: torch.nn.Module, recipe: str, skip: Any
 ) -> dict[str, torch.nn.Linear]:
-    """The layers to change; why others stay is written down."""
+    """The layers to change. Reasons for the others go to ``done.skipped``."""
     closed: set[torch.nn.Module] = set()
     for module in model.modules():
         if isinstance(module, (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)):

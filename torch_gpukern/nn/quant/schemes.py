@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Schemes: how a weight [N, K] is rounded, what is stored of it, and how activations [M, K] are
-multiplied by that.
+"""Schemes: how a weight [N, K] is rounded and stored, and how activations [M, K] are multiplied by
+it.
 
-A scheme's tensors are named and shaped by `spec`; a layer holds them as buffers (quantized.py).
-`pack` makes them of a weight, `decode` gives back the weight that they stand for, `product`
-multiplies. None keeps anything of its own.
+`spec` gives the names and shapes of a scheme's tensors, which a layer holds as buffers
+(quantized.py). `pack` makes them from a weight, `decode` gives back the weight that they represent,
+and `product` multiplies. The functions have no state.
 
 OCP Microscaling Formats 1.0 (2023); Mishra et al., arXiv:2104.08378 (2:4); Frantar et al.,
 arXiv:2408.11743 (weights of 4 bits); Micikevicius et al., arXiv:2209.05433 (8-bit floats).
@@ -43,7 +43,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def by_rows(make: Callable[[Tensor], Tensor], w: Tensor, at_once: int = 1 << 22) -> Tensor:
-    """make(w), some rows at a time, so that what it needs on the way stays small."""
+    """make(w), computed for some rows at a time to bound its temporary memory."""
     rows = max(1, at_once // max(w.shape[1], 1))
     return torch.cat([make(part) for part in w.split(rows)]) if w.shape[0] > rows else make(w)
 
@@ -60,8 +60,8 @@ def best_scale(
     ways: Callable[[Tensor], list[Tensor]],
     round_to,
 ) -> Tensor:
-    """[N, ceil(K / group)]: of the scales that ``ways(amax)`` names, each group's that errs least
-    in squares, weighted by `importance` [K]. round_to(x) rounds x / scale to codes' values.
+    """[N, ceil(K / group)]: for each group the candidate of ``ways(amax)`` with the least squared
+    error, weighted by `importance` [K]. round_to(x) rounds x / scale to the values of codes.
     """
 
     def make(rows: Tensor) -> Tensor:
@@ -87,8 +87,8 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def e2m1_codes(x: Tensor) -> Tensor:
-    """uint8 codes of the nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 with x's sign; halfway goes to the
-    even code."""
+    """uint8 e2m1 codes: x rounded to the nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 with x's sign. Ties go
+    to the even code."""
     size, code = x.abs(), torch.zeros_like(x, dtype=torch.uint8)
     for lower, half in enumerate(_HALVES.tolist()):
         code += (size >= half) if lower % 2 else (size > half)
@@ -102,14 +102,14 @@ def e2m1_round(x: Tensor) -> Tensor:
 
 
 def prune_2_4(w: Tensor, importance: Tensor | None = None) -> Tensor:
-    """w [N, K], K a multiple of 4, with the two smallest of every four along K made zero: what
+    """Zeroes the two smallest of every four values along K. The result is what
     `torch_gpukern.sparse_pack` takes.
 
     Args:
-        w: [N, K] of any floating dtype.
-        importance: [K], the mean square of the activation that each column meets: the size that
-        counts is
-            ``|w| * sqrt(importance)`` (Sun et al., "Wanda" (2023), arXiv:2306.11695). None: sizes alone.
+        w: [N, K] of any floating dtype; K is a multiple of 4.
+        importance: [K], the mean square of each column's activations. Values are compared by
+            ``|w| * sqrt(importance)`` (Sun et al., "Wanda" (2023), arXiv:2306.11695), without it by
+            ``|w|``.
 
     Raises:
         ValueError: K is no multiple of 4.
@@ -217,8 +217,8 @@ def _packed_product(format: str):
         )
         if shift is None:
             return out
-        # What is added to each weight of a group meets the sum of the group's activations. Both
-        # products may be many times their sum, so that none of the three is rounded before it.
+        # The addend of a group multiplies the sum of the group's activations. Both products may be
+        # much larger than their sum, so everything stays float32 until they are added.
         sums = grouped(x, ceil_div(x.shape[1], shift.shape[0])).sum(-1, dtype=torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             return gemm(sums, shift.float(), c=out, activation=activation).to(x.dtype)
@@ -296,7 +296,7 @@ def _with_zero(group: int) -> Scheme:
 
 
 def _with_shift(format: str, plain: Scheme) -> Scheme:
-    """What importers make of weights that are code * scale + shift."""
+    """The scheme of imported weights that are code * scale + shift."""
 
     def spec(n: int, k: int) -> Spec:
         scale = plain.spec(n, k)["weight_scale"]
