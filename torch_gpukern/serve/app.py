@@ -1,37 +1,25 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The engine over HTTP, in the form of OpenAI's completions.
 
-    python examples/serve/server.py --model tiny                          a random Llama on the CPU
-    python examples/serve/server.py --model build/demo/checkpoint.pt      what `make demo` trained
-    python examples/serve/server.py --model path/of/a/model               one of transformers, with its tokenizer
-    python examples/serve/server.py --model 8b --device cuda              random weights in the shape of Llama 3 8B
-
-    curl localhost:8000/v1/completions -d '{"prompt": "import os\\n", "max_tokens": 64, "stream": true}'
-
-POST /v1/completions, GET /v1/models, GET /health, GET /metrics (Prometheus). Needs starlette and
-uvicorn.
+POST /v1/completions, GET /v1/models, GET /health, GET /metrics (Prometheus).
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
 import secrets
 import time
-from pathlib import Path
 
-import torch
-import uvicorn
-from engine import Busy, Engine, Refused, Request
 from starlette.applications import Starlette
 from starlette.requests import Request as Http
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from text import Bytes, Stream
 
-from torch_gpukern.nn import patch
+from .engine import Engine
+from .request import Busy, Refused, Request
+from .text import Bytes, Stream
 
 MOST_BYTES = 4 << 20  # of a request's body
 IGNORED = {"model", "user", "stream_options"}
@@ -248,61 +236,3 @@ def application(
         Route("/metrics", metrics),
     ]
     return Starlette(routes=routes, lifespan=lifespan)
-
-
-def load(model: str, device: str, dtype: torch.dtype, pages: int):
-    """(a model of models.py, a tokenizer or None, its end tokens)"""
-    from models import SIZES, DemoModel, TransformersModel, random_llama
-
-    if model in SIZES:
-        net = random_llama(model, device, dtype)
-        patch(net, say=None)  # norms and MLPs in one launch each
-        return TransformersModel(net, pages), None, frozenset()
-    if model.endswith(".pt"):
-        return DemoModel(model, pages, device=device), None, frozenset()
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    net = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device)
-    patch(net, say=None)
-    ends = net.generation_config.eos_token_id
-    ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
-    return TransformersModel(net, pages), AutoTokenizer.from_pretrained(model), ends
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--dtype", default=None, help="float32 on a CPU, bfloat16 on a GPU unless said"
-    )
-    parser.add_argument("--pages", type=int, default=4096, help="pages of 16 tokens in the cache")
-    parser.add_argument("--batch", type=int, default=64, help="requests that run at once")
-    parser.add_argument(
-        "--step-tokens",
-        type=int,
-        default=512,
-        help="tokens of a step: the longest chunk of a prompt",
-    )
-    parser.add_argument(
-        "--drafts", type=int, default=4, help="tokens drafted for a request in a step; 0 is none"
-    )
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    args = parser.parse_args()
-    dtype = getattr(torch, args.dtype or ("float32" if args.device == "cpu" else "bfloat16"))
-    model, tokenizer, stop_ids = load(args.model, args.device, dtype, args.pages)
-    engine = Engine(
-        model, max_batch=args.batch, max_step_tokens=args.step_tokens, max_drafts=args.drafts
-    )
-    app = application(engine, tokenizer, Path(args.model).stem, stop_ids)
-    # A signal ends it: new requests are refused at once, running ones have five seconds.
-    uvicorn.run(
-        app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=5
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Puts a load on a server and says how long its answers took.
 
-    python examples/serve/load.py --requests 200 --rate 20 --plot latency.png
+    python -m torch_gpukern.serve.load --requests 200 --rate 20 --plot latency.png
 
 Requests arrive at random, `rate` a second (0: all at once), with prompts and answers of random
 lengths; a share of the prompts begins alike. Prints tokens per second and the times to the first

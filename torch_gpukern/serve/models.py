@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Models that the engine runs: one of transformers, or the demo's. Each has a PagedKVCache and runs
-a packed batch over it.
+"""Models that the engine runs. Each has a PagedKVCache and runs a packed batch over it.
 
     begin(handles, counts)                            reserves the pages of a step; OutOfPages where they are too few
     forward(ids, positions, rows, starts, before)     logits [len(rows), vocab] of the rows of the packed tokens
@@ -11,13 +10,11 @@ of requests.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import torch
 from torch import Tensor, nn
 
-from torch_gpukern import PagedKVCache, paged_attn
+from ..ops import paged_attn
+from ..paged.kv_cache import PagedKVCache
 
 ATTENTION = "gpukern_paged"
 
@@ -193,79 +190,3 @@ class TransformersModel(Model):
         step, cache, layer = served_by.step, served_by.cache, module.layer_idx
         cache.write(k, v, step.slots, layer)
         return step.attend(cache, layer, q, **rules)[None], None
-
-
-class DemoModel(Model):
-    """The byte model that `make demo` trains, from its checkpoint."""
-
-    def __init__(
-        self, checkpoint: str, num_blocks: int, block_size: int = 16, device: str = "cpu"
-    ) -> None:
-        sys.path.append(str(Path(__file__).resolve().parent.parent / "demo"))
-        from model import GPT, Config, GpukernOps
-
-        with torch.serialization.safe_globals([Config]):
-            saved = torch.load(checkpoint, map_location=device, weights_only=True)
-        config = saved["config"]
-        self.net, self.ops, self.grams = GPT(config), GpukernOps(), config.grams
-        self.net.load_state_dict(saved["weights"])
-        self.net.to(device).eval()
-        cache = PagedKVCache(
-            num_blocks, block_size, config.heads_kv, config.head_dim, layers=config.layers,
-            dtype=torch.float32, device=device,
-        )  # fmt: skip
-        super().__init__(cache, config.vocab, config.context, captured_batch=64)
-
-    def tokens_of(self, ids: list[int], starts: list[int], before: list) -> list:
-        """[T, grams]: each byte and those before it, 0 before the first."""
-        found = []
-        for first, end, known in zip(starts, [*starts[1:], len(ids)], before):
-            seen = [0] * (self.grams - 1 - len(known)) + known + ids[first:end]
-            found += [seen[i : i + self.grams][::-1] for i in range(end - first)]
-        return found
-
-    def run(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, at) -> Tensor:
-            cache, step = self.cache, self.step
-            q = cache.rope_write(
-                q, k, v, at.cos, at.sin, at.positions, step.slots, layer, **at.norm()
-            )
-            return step.attend(cache, layer, q)
-
-        return self.net(tokens, positions, self.ops, attend, rotated=False)[rows]
-
-
-SIZES = {  # hidden, intermediate, layers, heads, heads_kv, vocabulary
-    "tiny": (128, 256, 2, 4, 2, 512),
-    "small": (512, 1536, 8, 8, 2, 8192),
-    "8b": (4096, 14336, 32, 32, 8, 128256),
-}
-
-
-def random_llama(
-    size: str, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
-) -> nn.Module:
-    """A Llama with random weights: "tiny" and "small" for a CPU, "8b" in the shape of Llama 3 8B."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    hidden, intermediate, layers, heads, heads_kv, vocab = SIZES[size]
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads_kv,
-        vocab_size=vocab,
-        max_position_embeddings=8192,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.manual_seed(seed)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # 8b in float32 would take twice the memory for a moment
-    try:
-        with torch.device(device):
-            return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(default)
