@@ -4,7 +4,6 @@ directory, a server."""
 
 import http.client
 import json
-import socket
 import threading
 import time
 
@@ -15,6 +14,7 @@ from serving import save_model
 from torch_gpukern.nn import patch
 from torch_gpukern.serve import Engine, TransformersModel
 from torch_gpukern.serve.random_models import random_llama
+from torch_gpukern.serve.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -47,34 +47,84 @@ def model_dir(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("models") / "Tiny-1.5-Chat")
 
 
-@pytest.fixture
-def served():
-    pytest.importorskip("starlette", reason="starlette is not installed")
-    uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed")
-    from torch_gpukern.serve.app import application
+class Served:
+    """A server in a thread, and calls of it."""
 
+    def __init__(self, engine, tokenizer=None, **settings):
+        from torch_gpukern.serve.app import application
+        from torch_gpukern.serve.server import Server, bind
+
+        self.engine = engine
+        own = bind("127.0.0.1", 0)
+        self.port = own.getsockname()[1]
+        application_ = application(engine, tokenizer, "tiny")
+        self.app = application_.state.app
+        self.server = Server(application_, engine, **settings)
+        self.thread = threading.Thread(target=self.server.run, args=([own],), daemon=True)
+        self.thread.start()
+        while not self.server.started:
+            assert self.thread.is_alive()
+            time.sleep(0.01)
+
+    def connection(self):
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+
+    def send(self, body, path="/v1/completions", method="POST"):
+        """The response; its body is not read yet."""
+        connection = self.connection()
+        data = body if isinstance(body, (bytes, str, type(None))) else json.dumps(body)
+        connection.request(method, path, data)
+        return connection.getresponse()
+
+    def post(self, body, path="/v1/completions", method="POST"):
+        """(status, JSON)"""
+        answer = self.send(body, path, method)
+        return answer.status, json.loads(answer.read())
+
+    def get(self, path):
+        return self.post(None, path, "GET")
+
+    def stream(self, body, path="/v1/completions"):
+        """The events of a stream, up to its end."""
+        return events_of(self.send(body | {"stream": True}, path))
+
+    def end(self):
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+def events_of(answer):
+    assert answer.status == 200, answer.read()
+    lines = [x[6:].strip() for x in answer.read().splitlines() if x.startswith(b"data: ")]
+    assert lines[-1] == b"[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.fixture
+def quick():
+    """An engine on a model of two layers, patched as the server does."""
     served_net = random_llama("tiny")
     patch(served_net, say=None)
-    engine = Engine(TransformersModel(served_net, 64), max_batch=4)
-    own = socket.socket()  # the server's from here on: nobody else gets the port
-    own.bind(("127.0.0.1", 0))
-    port = own.getsockname()[1]
-    config = uvicorn.Config(application(engine), log_level="error", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([own],), daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.01)
+    return Engine(TransformersModel(served_net, 64), max_batch=4)
 
-    def post(body, stream=False):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        connection.request(
-            "POST", "/v1/completions", body if isinstance(body, (bytes, str)) else json.dumps(body)
-        )
-        answer = connection.getresponse()
-        return (connection, answer) if stream else (answer.status, json.loads(answer.read()))
 
-    yield engine, post, port, server, thread
-    server.should_exit = True
-    thread.join(20)
+@pytest.fixture
+def served(quick):
+    for package in ("starlette", "uvicorn", "prometheus_client"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    server = Served(quick, drain_seconds=0.5)
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def chat_served(quick, model_dir):
+    """With a tokenizer that has a chat template."""
+    from transformers import AutoTokenizer
+
+    for package in ("starlette", "uvicorn", "prometheus_client", "jinja2"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    server = Served(quick, Tokenizer(AutoTokenizer.from_pretrained(model_dir)), drain_seconds=0.5)
+    yield server
+    server.end()

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from torch_gpukern.serve.text import Bytes, Stream
+from torch_gpukern.serve.text import Stream
+from torch_gpukern.serve.tokenizer import Bytes
 
 
 def test_text_comes_whole():

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The engine over HTTP, in the form of OpenAI's completions.
+"""The engine over HTTP, in the form of OpenAI's API.
 
-POST /v1/completions, GET /v1/models, GET /health, GET /metrics (Prometheus).
+POST /v1/completions, POST /v1/chat/completions, GET /v1/models, GET /health, GET /metrics
+(Prometheus).
 """
 
 from __future__ import annotations
@@ -11,228 +12,227 @@ import contextlib
 import json
 import secrets
 import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Http
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
+from . import chat, completions, exposition
+from .answers import Answers, Token
+from .call import Call
 from .engine import Engine
-from .request import Busy, Refused, Request
-from .text import Bytes, Stream
+from .errors import error_of, on_exception, on_http_exception, refusal, refused
+from .fields import Fields
+from .request import Busy, Refused, shown
+from .tokenizer import Bytes
 
 MOST_BYTES = 4 << 20  # of a request's body
-IGNORED = {"model", "user", "stream_options"}
-NEUTRAL = {  # what is not served, and the values that ask for nothing
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (None, 0, False),
-    "suffix": (None, ""),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": (None, {}),
-}
+GONE = 499  # the client has left; nobody reads this
+
+Parse = Callable[[Fields, Any, frozenset[int]], Call]
 
 
-def refusal(status: int, text: str, parameter: str | None = None) -> JSONResponse:
-    kind = "invalid_request_error" if status < 429 else "server_error"
-    error = {"message": text, "type": kind, "param": parameter, "code": None}
-    return JSONResponse({"error": error}, status)
+class Events(StreamingResponse):
+    """A stream whose requests end with it, also where the client has left before its first event."""
+
+    def __init__(self, answers: Answers, content: AsyncIterator[str]) -> None:
+        super().__init__(content, media_type="text/event-stream")
+        self.answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.answers:
+            await super().__call__(scope, receive, send)
 
 
-def number(body: dict, name: str, default, kinds: tuple) -> float:
-    x = body.get(name)
-    if x is None:
-        return default
-    if isinstance(x, bool) or not isinstance(x, kinds):
-        raise Refused(
-            name, f"{name} is {x!r:.80}; expected {' or '.join(k.__name__ for k in kinds)}"
-        )
-    return x
+class App:
+    """The endpoints.
 
+    Args:
+        engine: which runs while the application does.
+        tokenizer: of tokenizer.py.
+        name: of the model; calls for another are refused.
+        stop_ids: tokens that end an answer.
+    """
 
-def parse(body, tokenizer, stop_ids: frozenset[int]) -> tuple[Request, list[str], bool]:
-    """A request, its stop strings, and whether its answer is streamed."""
-    if not isinstance(body, dict):
-        raise Refused("body", f"the body is {type(body).__name__}; expected an object")
-    known = {
-        "prompt",
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "seed",
-        "stop",
-        "stream",
-        *IGNORED,
-        *NEUTRAL,
-    }
-    for name in body:
-        if name not in known:
-            raise Refused(name, f"{name!r:.80} is not known here")
-        if name in NEUTRAL and body[name] is not None and body[name] not in NEUTRAL[name]:
-            raise Refused(
-                name, f"{name} is {body[name]!r:.80}; only {NEUTRAL[name][0]!r} is served"
-            )
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        tokens = list(tokenizer.encode(prompt))
-    elif isinstance(prompt, list) and all(type(t) is int for t in prompt):
-        tokens = prompt
-    else:
-        raise Refused("prompt", "prompt must be one string, or one list of token ids")
-    stop = body.get("stop") or []
-    stop = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stop, list) or len(stop) > 4 or not all(isinstance(s, str) for s in stop):
-        raise Refused("stop", "stop must be a string, or up to 4 of them")
-    stream = body.get("stream") or False
-    if not isinstance(stream, bool):
-        raise Refused("stream", f"stream is {stream!r:.80}; expected true or false")
-    request = Request(
-        tokens,
-        max_tokens=number(body, "max_tokens", 16, (int,)),
-        temperature=number(body, "temperature", 1.0, (int, float)),
-        top_p=number(body, "top_p", 1.0, (int, float)),
-        seed=number(body, "seed", secrets.randbits(63), (int,)),
-        stop_ids=stop_ids,
-    )
-    return request, stop, stream
+    def __init__(self, engine: Engine, tokenizer: Any, name: str, stop_ids: frozenset[int]) -> None:
+        self.engine, self.tokenizer, self.name, self.stop_ids = engine, tokenizer, name, stop_ids
+        self.began = int(time.time())
 
+    # ---- answers ----
 
-class Answer:
-    """A running request as parts of text, in the event loop. Leaving its `with` ends the request."""
+    def answering(self, parse: Parse) -> Callable:
+        async def endpoint(http: Http) -> Response:
+            created = int(time.time())
+            try:
+                body = await body_of(http)
+                call = await run_in_threadpool(self.call_of, body, parse)
+                answers = Answers(self.engine, call.requests, call.stop, self.tokenizer)
+            except ClientDisconnect:
+                return Response(status_code=GONE)
+            except Refused as error:
+                return refused(error)
+            except Busy as error:
+                return refusal(503, str(error), headers={"retry-after": "1"})
+            same = {
+                "id": f"{call.form.prefix}-{secrets.token_hex(12)}",
+                "created": created,
+                "model": self.name,
+            }
+            if call.stream:
+                events = self.events(answers, call, same | {"object": call.form.kind_of_part})
+                return Events(answers, events)
+            return await self.whole(http, answers, call, same | {"object": call.form.kind})
 
-    def __init__(self, engine: Engine, request: Request, stop: list[str], tokenizer) -> None:
-        self.engine, self.request = engine, request
-        self.text = Stream(tokenizer, stop)
-        self.tokens = 0
-        self.finish: str | None = None
-        self.queue: asyncio.Queue = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        request.on_tokens = lambda _, new, finish: loop.call_soon_threadsafe(
-            self.queue.put_nowait, (new, finish)
-        )
-        engine.submit(request)
+        return endpoint
 
-    def __enter__(self) -> Answer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.request.cancel()
-
-    async def parts(self):
-        while self.finish is None:
-            new, self.finish = await self.queue.get()
-            shown = new[:-1] if self.finish == "stop" else new  # without the end token
-            text = self.text.add(shown, last=self.finish is not None)
-            self.tokens = len(self.text.tokens) + len(new) - len(shown)  # none behind a stop string
-            if self.text.stopped:
-                self.tokens = len(self.text.tokens)
-                self.finish = "stop"
-            if text or self.finish:
-                yield text
-
-
-def application(
-    engine: Engine, tokenizer=None, name: str = "gpukern", stop_ids=frozenset()
-) -> Starlette:
-    """An ASGI application that starts the engine, and closes it when it ends."""
-    tokenizer = tokenizer or Bytes()
-    began = int(time.time())
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_):
-        with engine:
-            yield
-
-    async def completions(http: Http) -> Response:
-        body = b""
-        async for part in http.stream():
-            body += part
-            if len(body) > MOST_BYTES:
-                return refusal(413, f"the body has more than {MOST_BYTES} bytes")
+    def call_of(self, body: bytes, parse: Parse) -> Call:
         try:
-            request, stop, stream = parse(json.loads(body), tokenizer, stop_ids)
-            answer = Answer(engine, request, stop, tokenizer)
-        except Refused as error:
-            return refusal(400, str(error), error.parameter)
+            fields = Fields(json.loads(body))
+        except Refused:
+            raise
         except (ValueError, RecursionError) as error:
-            return refusal(400, f"the body is not JSON: {error}")
-        except Busy as error:
-            return refusal(503, str(error))
-        same = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": began,
-            "model": name,
-        }
+            raise Refused(None, f"the body is not JSON: {error}") from None
+        asked = fields.text("model")
+        if asked is not None and asked != self.name:
+            raise self.no_model(asked)
+        return parse(fields, self.tokenizer, self.stop_ids)
 
-        def choice(text: str) -> dict:
-            return {
-                **same,
-                "choices": [
-                    {"index": 0, "text": text, "logprobs": None, "finish_reason": answer.finish}
-                ],
-            }
+    def no_model(self, asked: str) -> Refused:
+        return Refused(
+            "model",
+            f"model is {shown(asked)}, which this server has not; it has {self.name!r}",
+            status=404,
+            code="model_not_found",
+        )
 
-        def usage() -> dict:
-            prompt, made = len(request.prompt), answer.tokens
-            return {
-                "prompt_tokens": prompt,
-                "completion_tokens": made,
-                "total_tokens": prompt + made,
-            }
+    async def events(self, answers: Answers, call: Call, same: dict) -> AsyncIterator[str]:
+        usage = {"usage": None} if call.include_usage else {}
+        for answer in answers.answers:
+            if opening := call.form.opening(answer.index):
+                yield event(same | {"choices": [opening]} | usage)
+        async for part in answers.parts():
+            if part.finish and part.finish.startswith("error"):
+                yield event(error_of(500, part.finish))
+                break
+            yield event(same | {"choices": [call.form.part(part)]} | usage)
+        else:
+            if call.include_usage:
+                yield event(same | {"choices": [], "usage": usage_of(answers, call)})
+        yield "data: [DONE]\n\n"
 
-        if stream:
+    async def whole(self, http: Http, answers: Answers, call: Call, same: dict) -> Response:
+        texts: list[list[str]] = [[] for _ in call.requests]
+        tokens: list[list[Token]] = [[] for _ in call.requests]
 
-            async def events():  # starlette cancels it when the client goes away
-                with answer:
-                    async for text in answer.parts():
-                        data = choice(text) | ({"usage": usage()} if answer.finish else {})
-                        yield f"data: {json.dumps(data)}\n\n"
-                    yield "data: [DONE]\n\n"
+        async def collect() -> None:
+            async for part in answers.parts():
+                texts[part.answer].append(part.text)
+                tokens[part.answer] += part.tokens
 
-            return StreamingResponse(events(), media_type="text/event-stream")
-
-        async def whole() -> str:
-            return "".join([text async for text in answer.parts()])
-
-        async def gone() -> None:
-            while not await http.is_disconnected():
-                await asyncio.sleep(0.05)
-
-        with answer:
-            tasks = [asyncio.create_task(whole()), asyncio.create_task(gone())]
+        with answers:
+            tasks = [asyncio.create_task(collect()), asyncio.create_task(left(http))]
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 if not tasks[0].done():
-                    return Response(status_code=499)
-                text = tasks[0].result()
+                    return Response(status_code=GONE)
+                tasks[0].result()
             finally:
                 for task in tasks:
                     task.cancel()
-        if answer.finish.startswith("error"):
-            return refusal(500, answer.finish)
-        if answer.finish == "cancelled":
-            return refusal(503, "the server closes")
-        return JSONResponse(choice(text) | {"usage": usage()})
+        ends = [answer.finish or "" for answer in answers.answers]
+        for end in ends:
+            if end.startswith("error"):
+                return refusal(500, end)
+            if end == "abort":
+                return refusal(503, "the server closes", headers={"retry-after": "1"})
+        choices = [
+            call.form.whole(i, "".join(texts[i]), tokens[i], end) for i, end in enumerate(ends)
+        ]
+        return JSONResponse(same | {"choices": choices, "usage": usage_of(answers, call)})
 
-    async def models(_: Http) -> Response:
-        entry = {"id": name, "object": "model", "created": began, "owned_by": "gpukern"}
-        return JSONResponse({"object": "list", "data": [entry]})
+    # ---- about the server ----
 
-    async def health(_: Http) -> Response:
-        return JSONResponse({"running": len(engine.running), "waiting": len(engine.waiting)})
+    def model(self) -> dict:
+        return {"id": self.name, "object": "model", "created": self.began, "owned_by": "gpukern"}
 
-    async def metrics(_: Http) -> Response:
-        return PlainTextResponse(engine.metrics.text())
+    async def models(self, _: Http) -> Response:
+        return JSONResponse({"object": "list", "data": [self.model()]})
+
+    async def one_model(self, http: Http) -> Response:
+        asked = http.path_params["name"]
+        return JSONResponse(self.model()) if asked == self.name else refused(self.no_model(asked))
+
+    async def health(self, _: Http) -> Response:
+        """503 from the moment on when new requests are refused."""
+        well = self.engine.alive and not self.engine.closing
+        about = {
+            "status": "ok" if well else "closing",
+            "running": len(self.engine.running),
+            "waiting": len(self.engine.waiting),
+        }
+        return JSONResponse(about, 200 if well else 503)
+
+    async def metrics(self, _: Http) -> Response:
+        return Response(exposition.text(self.engine), media_type=exposition.CONTENT_TYPE)
+
+
+def application(
+    engine: Engine,
+    tokenizer: Any = None,
+    name: str = "gpukern",
+    stop_ids: frozenset[int] = frozenset(),
+) -> Starlette:
+    """An ASGI application that starts the engine, and closes it when it ends."""
+    app = App(engine, tokenizer or Bytes(), name, stop_ids)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        with engine:
+            yield
 
     routes = [
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/models", models),
-        Route("/health", health),
-        Route("/metrics", metrics),
+        Route("/v1/completions", app.answering(completions.parse), methods=["POST"]),
+        Route("/v1/chat/completions", app.answering(chat.parse), methods=["POST"]),
+        Route("/v1/models", app.models),
+        Route("/v1/models/{name:path}", app.one_model),
+        Route("/health", app.health),
+        Route("/metrics", app.metrics),
     ]
-    return Starlette(routes=routes, lifespan=lifespan)
+    handlers: dict = {HTTPException: on_http_exception, Exception: on_exception}
+    starlette = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    starlette.state.app = app
+    return starlette
+
+
+async def body_of(http: Http) -> bytes:
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise Refused(None, f"the body has more than {MOST_BYTES} bytes", status=413)
+    return bytes(body)
+
+
+async def left(http: Http) -> None:
+    """Ends when the client has gone away. The body was read before."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def event(data: dict) -> str:
+    return f"data: {json.dumps(data)}\n\n"
+
+
+def usage_of(answers: Answers, call: Call) -> dict:
+    return {
+        "prompt_tokens": call.prompt_tokens,
+        "completion_tokens": answers.made,
+        "total_tokens": call.prompt_tokens + answers.made,
+    }

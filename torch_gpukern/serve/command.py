@@ -7,14 +7,26 @@ import argparse
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from ..cli.terminal import device_of, whole
 from . import loading
 from .engine import Engine
 from .extras import HTTP, MODELS, need
 from .models import TransformersModel
+from .tokenizer import Tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return value
+
+
+seconds.__name__ = "float"  # which argparse names where float() fails
 
 
 def add_arguments(commands: argparse._SubParsersAction) -> None:
@@ -39,25 +51,58 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
         default=4,
         help="tokens drafted for a request in a step; 0 is none",
     )
+    p.add_argument("--name", help="of the model, in calls; default: the directory's name")
+    p.add_argument(
+        "--drain-seconds",
+        type=seconds,
+        default=5.0,
+        help="how long requests that run go on after a signal",
+    )
     p.add_argument("--host", default="127.0.0.1")
     p.add_argument("--port", type=whole(0, 65535), default=8000)
 
 
 def run(args: argparse.Namespace) -> int:
-    _, uvicorn, _ = need(HTTP)
+    need(HTTP)
     need(MODELS)
     from .app import application  # imports the packages of the extra
+    from .server import Server, address_of, bind
 
+    if args.batch > args.step_tokens:
+        raise ValueError(
+            f"--batch is {args.batch}; expected at most --step-tokens, {args.step_tokens}: each "
+            f"request that runs has a token of a step"
+        )
     device = device_of(args.device)
-    name = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    net, tokenizer, stop_ids = loading.load(args.model, device, getattr(torch, name))
-    model = TransformersModel(net, args.pages)
+    own = bind(args.host, args.port)  # before the model is loaded: a taken port is known at once
+    dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    net, tokenizer, stop_ids = loading.load(args.model, device, getattr(torch, dtype))
     engine = Engine(
-        model, max_batch=args.batch, max_step_tokens=args.step_tokens, max_drafts=args.drafts
+        TransformersModel(net, args.pages),
+        max_batch=args.batch,
+        max_step_tokens=args.step_tokens,
+        max_drafts=args.drafts,
     )
-    app = application(engine, tokenizer, Path(args.model).resolve().name, stop_ids)
-    # A signal ends it: new requests are refused at once, running ones have five seconds.
-    uvicorn.run(
-        app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=5
-    )
+    name = args.name or Path(args.model).resolve().name
+    says = f"gpukern serve: {address_of(own)}/v1 has {name}: {about(net, engine)}"
+    app = application(engine, Tokenizer(tokenizer), name, stop_ids)
+    Server(app, engine, drain_seconds=args.drain_seconds, says=says).run(sockets=[own])
     return 0
+
+
+def size(count: int) -> str:
+    """Bytes in MiB or GiB, three digits."""
+    power, unit = (30, "GiB") if count >= 2**30 else (20, "MiB")
+    return f"{count / 2**power:.3g} {unit}"
+
+
+def about(net: nn.Module, engine: Engine) -> str:
+    """Memory and pages, in a line."""
+    cache = engine.cache
+    weights = sum(t.numel() * t.element_size() for t in (*net.parameters(), *net.buffers()))
+    pages = cache.k.numel() * cache.k.element_size() + cache.v.numel() * cache.v.element_size()
+    return (
+        f"{size(weights)} of weights on {cache.k.device}, "
+        f"{size(pages)} of cache: {cache.num_blocks} pages of {cache.block_size} tokens, "
+        f"{cache.k.dtype}".replace("torch.", "")
+    )

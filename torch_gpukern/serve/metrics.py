@@ -1,25 +1,53 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What an engine has done, as numbers and in Prometheus' text form."""
+"""What an engine has done, as numbers."""
 
 from __future__ import annotations
 
-import time
+from bisect import bisect_left
 from collections import Counter, deque
 
 import numpy as np
 
 KEPT = 10_000  # of the newest times
+# Upper ends of a histogram's buckets, in seconds: 1, 2, 5 of each power of ten.
+ENDS = tuple(m * 10.0**e for e in range(-3, 2) for m in (1, 2, 5))
+
+
+class Times:
+    """Some durations: a histogram of all, and the newest for percentiles."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(ENDS) + 1)
+        self.total = 0.0
+        self.newest: deque[float] = deque(maxlen=KEPT)
+
+    def add(self, seconds: float, times: int = 1) -> None:
+        self.counts[bisect_left(ENDS, seconds)] += times
+        self.total += times * seconds
+        self.newest.extend([seconds] * min(times, KEPT))
+
+    def __len__(self) -> int:
+        return sum(self.counts)
+
+    def percentile(self, q: float) -> float:
+        """Of the newest; 0 where there is none."""
+        newest = self.newest.copy()
+        return float(np.percentile(newest, q)) if newest else 0.0
+
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """(upper end and count of all times up to it, for each bucket; the sum of all times)"""
+        upto = np.cumsum(self.counts).tolist()
+        return list(zip([*(f"{end:g}" for end in ENDS), "+Inf"], upto)), self.total
 
 
 class Metrics:
     def __init__(self) -> None:
-        self.began = time.perf_counter()
         self.steps = self.new_tokens = self.step_tokens = self.preemptions = 0
         self.drafted = self.accepted = self.prompt_tokens = self.reused_tokens = 0
         self.step_seconds = self.cache_use = self.most_cache_use = 0.0
         self.finished: Counter[str] = Counter()
-        self.first_token: deque[float] = deque(maxlen=KEPT)  # seconds from arrival
-        self.between_tokens: deque[float] = deque(maxlen=KEPT)
+        self.first_token = Times()  # seconds from arrival
+        self.between_tokens = Times()
 
     def step(self, seconds: float, tokens: int, cache_use: float) -> None:
         self.steps += 1
@@ -32,9 +60,9 @@ class Metrics:
         """n tokens of a request at once, which count as n equal waits."""
         self.new_tokens += n
         if heard is None:
-            self.first_token.append(now - arrived)
+            self.first_token.add(now - arrived)
         else:
-            self.between_tokens.extend([(now - heard) / n] * n)
+            self.between_tokens.add((now - heard) / n, n)
 
     def drafts(self, drafted: int, accepted: int) -> None:
         self.drafted += drafted
@@ -46,34 +74,3 @@ class Metrics:
 
     def end(self, finish: str) -> None:
         self.finished[finish.split(":")[0]] += 1
-
-    def numbers(self) -> dict[str, float]:
-        found = {
-            "steps": self.steps,
-            "new_tokens": self.new_tokens,
-            "step_tokens": self.step_tokens,
-            "tokens_per_second": self.new_tokens / max(self.step_seconds, 1e-9),
-            "preemptions": self.preemptions,
-            "prompt_tokens": self.prompt_tokens,
-            "reused_tokens": self.reused_tokens,
-            "drafted_tokens": self.drafted,
-            "accepted_drafts": self.accepted,
-            "cache_use": self.cache_use,
-            "most_cache_use": self.most_cache_use,
-        }
-        for name, times in (
-            ("first_token", self.first_token),
-            ("between_tokens", self.between_tokens),
-        ):
-            times = list(times)
-            for q in (50, 90, 99):
-                found[f"{name}_seconds_p{q}"] = float(np.percentile(times, q)) if times else 0.0
-        return found
-
-    def text(self) -> str:
-        lines = [f"gpukern_{name} {value:.9g}" for name, value in self.numbers().items()]
-        lines += [
-            f'gpukern_finished{{reason="{reason}"}} {n}'
-            for reason, n in sorted(self.finished.items())
-        ]
-        return "\n".join(lines) + "\n"

@@ -10,11 +10,14 @@ of requests.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops import paged_attn
 from ..paged.kv_cache import PagedKVCache
+from .transfer import on_device
 
 ATTENTION = "gpukern_paged"
 
@@ -26,17 +29,13 @@ class Step:
     def __init__(
         self, slots: Tensor, table: Tensor, lens: Tensor, starts: Tensor | None, longest: int
     ) -> None:
-        self.slots, self.table, self.lens, self.starts, self.longest = (
-            slots,
-            table,
-            lens,
-            starts,
-            longest,
-        )
+        self.slots, self.table, self.lens = slots, table, lens
+        self.starts, self.longest = starts, longest
 
     def attend(self, cache: PagedKVCache, layer: int, q: Tensor, **rules) -> Tensor:
         """q [T, Hq, D] of tokens whose keys and values are written -> [T, Hq, D]"""
-        new = {"cu_seqlens_q": self.starts, "max_seqlen_q": self.longest, **cache.scales(layer)}
+        new: dict[str, Any] = {"cu_seqlens_q": self.starts, "max_seqlen_q": self.longest}
+        new |= cache.scales(layer)
         return paged_attn(q, cache.k[layer], cache.v[layer], self.table, self.lens, **new, **rules)
 
 
@@ -49,6 +48,7 @@ class Model:
         self.cache, self.vocab, self.max_length = cache, vocab, max_length
         self.device = cache.k.device
         self.graphs: dict[int, tuple] = {}
+        self.graph: tuple | None = None  # of the step that began
         self.captured_batch = captured_batch if self.device.type == "cuda" else 0
         self.width = -(-max_length // cache.block_size)
 
@@ -78,16 +78,16 @@ class Model:
         it has them."""
         tokens = self.tokens_of(ids, starts, before)
         if self.graph is None:
-            tokens, at, wanted = (
-                torch.tensor(x, dtype=torch.int64, device=self.device)
-                for x in (tokens, positions, rows)
-            )
-            return self.run(tokens, at, wanted)
+            return self.run(*(self.ints(x) for x in (tokens, positions, rows)))
         _, graph, all_tokens, all_positions, _, logits = self.graph
         for target, numbers in ((all_tokens, tokens), (all_positions, positions)):
-            target[: len(ids)].copy_(torch.tensor(numbers).pin_memory(), non_blocking=True)
+            target[: len(ids)].copy_(self.ints(numbers))
         graph.replay()
-        return logits[: len(ids)]
+        # Where a step has room for one token of a prompt, that row's logits are not asked for.
+        return logits[: len(ids)] if len(rows) == len(ids) else logits[self.ints(rows)]
+
+    def ints(self, numbers: list) -> Tensor:
+        return on_device(numbers, torch.int64, self.device)
 
     def capture(self, size: int) -> tuple:
         """A graph of a step of `size` requests. Rows behind the batch are inactive: length 0, slot
@@ -135,12 +135,12 @@ class TransformersModel(Model):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         num_blocks: int,
         block_size: int = 16,
         *,
         dtype: torch.dtype | None = None,
-        scales: dict[str, Tensor] | None = None,
+        scales: dict[str, Any] | None = None,
         captured_batch: int = 64,
     ) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -158,7 +158,7 @@ class TransformersModel(Model):
             layers=config.num_hidden_layers,
             dtype=dtype or weight.dtype,
             device=weight.device,
-            **scales or {},
+            **(scales or {}),
         )
         super().__init__(cache, config.vocab_size, config.max_position_embeddings, captured_batch)
         self.model = model.eval()
