@@ -83,7 +83,7 @@ def test_it_says_where_and_what(process):
     server = process("--pages", "32", "--name", "mine")
     port = server.port
     assert re.fullmatch(
-        rf"gpukern serve: http://127\.0\.0\.1:{port}/v1 has mine: 1\.6 MiB of weights on cpu, "
+        rf"gpukern serve: http://127\.0\.0\.1:{port}/v1 has mine: 1\.63 MiB of weights on cpu, "
         rf"0\.5 MiB of cache: 32 pages of 16 tokens, float32\n",
         server.says,
     )
