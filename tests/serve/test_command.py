@@ -69,7 +69,7 @@ def test_a_missing_package_is_named(missing, monkeypatch, capsys, model_dir):
 
 def test_a_directory_is_loaded(model_dir, wanted):
     net, tokenizer, stop_ids = loading.load(model_dir, torch.device("cpu"), torch.float32)
-    assert stop_ids == {tokenizer.eos_token_id}
+    assert stop_ids == {tokenizer.inner.eos_token_id}
     engine = Engine(TransformersModel(net, 16))
     (prompt,) = prompts_of(12)
     request = engine.submit(Request(prompt, max_tokens=8))

@@ -14,7 +14,7 @@ from . import loading
 from .engine import Engine
 from .extras import HTTP, MODELS, need
 from .models import TransformersModel
-from .tokenizer import Tokenizer
+from .random_models import SIZES
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -33,7 +33,15 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
     p = commands.add_parser("serve", help="serve a model over HTTP, in the form of OpenAI's API")
     p.set_defaults(run=run)
     p.add_argument(
-        "model", metavar="MODEL_DIR", help="a model as transformers or `gpukern quantize` saves it"
+        "model",
+        nargs="?",
+        metavar="MODEL_DIR",
+        help="a model as transformers or `gpukern quantize` saves it",
+    )
+    p.add_argument(
+        "--random",
+        choices=tuple(SIZES),
+        help="instead of MODEL_DIR: a Llama with random weights in this shape, for load tests",
     )
     p.add_argument("--device", default="cpu", help="cpu, cuda or cuda:<index>")
     p.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, bfloat16 on a GPU")
@@ -68,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     from .app import application  # imports the packages of the extra
     from .server import Server, address_of, bind
 
+    if (args.model is None) == (args.random is None):
+        raise ValueError("expected MODEL_DIR or --random, one of them")
     if args.batch > args.step_tokens:
         raise ValueError(
             f"--batch is {args.batch}; expected at most --step-tokens, {args.step_tokens}: each "
@@ -76,16 +86,19 @@ def run(args: argparse.Namespace) -> int:
     device = device_of(args.device)
     own = bind(args.host, args.port)  # before the model is loaded: a taken port is known at once
     dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    net, tokenizer, stop_ids = loading.load(args.model, device, getattr(torch, dtype))
+    if args.random:
+        net, tokenizer, stop_ids = loading.random(args.random, device, getattr(torch, dtype))
+    else:
+        net, tokenizer, stop_ids = loading.load(args.model, device, getattr(torch, dtype))
     engine = Engine(
         TransformersModel(net, args.pages),
         max_batch=args.batch,
         max_step_tokens=args.step_tokens,
         max_drafts=args.drafts,
     )
-    name = args.name or Path(args.model).resolve().name
+    name = args.name or args.random or Path(args.model).resolve().name
     says = f"gpukern serve: {address_of(own)}/v1 has {name}: {about(net, engine)}"
-    app = application(engine, Tokenizer(tokenizer), name, stop_ids)
+    app = application(engine, tokenizer, name, stop_ids)
     Server(app, engine, drain_seconds=args.drain_seconds, says=says).run(sockets=[own])
     return 0
 

@@ -12,13 +12,15 @@ from torch import nn
 
 from ..nn import load_quantized, patch
 from .extras import MODELS, need
+from .random_models import random_llama
+from .tokenizer import Bytes, Tokenizer
 
 CONFIG = "config.json"
 
 
 class Loaded(NamedTuple):
     net: nn.Module
-    tokenizer: Any  # transformers'
+    tokenizer: Any  # of tokenizer.py
     stop_ids: frozenset[int]
 
 
@@ -46,7 +48,15 @@ def load(directory: str | Path, device: torch.device, dtype: torch.dtype) -> Loa
         ) from None
     net = network(transformers, directory, dtype).to(device).eval()
     patch(net, say=None)
-    return Loaded(net, tokenizer, end_tokens(net, tokenizer))
+    return Loaded(net, Tokenizer(tokenizer), end_tokens(net, tokenizer))
+
+
+def random(size: str, device: torch.device, dtype: torch.dtype) -> Loaded:
+    """Random weights, whose tokens are bytes."""
+    need(MODELS)
+    net = random_llama(size, str(device), dtype)
+    patch(net, say=None)
+    return Loaded(net, Bytes(), frozenset())
 
 
 def network(transformers: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
