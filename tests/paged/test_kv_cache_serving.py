@@ -787,8 +787,8 @@ def fastest_us(call, repeats):
 
 
 def test_host_time():
-    """docs/serving.md has the figures: 56 us a step of 256 sequences, 260 us for 32k tokens. Five
-    times as much here, on machines that are busy; token by token it was 700 us and 17 ms."""
+    """The bars of docs/paged_cache.md: five times what an idle EPYC takes (56 us a step of 256
+    sequences, 260 us for 32k tokens). Token by token it was 700 us and 17 ms."""
     cache = PagedKVCache(40_000, 16, 1, 1)
     many = [cache.allocate() for _ in range(256)]
     cache.extend(many, [37 * i % 2000 + 1 for i in range(256)])

@@ -18,7 +18,7 @@ itself. One step of generation::
         cache.write(k, v, slots, layer=i)
         out = paged_attn(q, cache.k[i], cache.v[i], table, lens)
 
-A captured step reads tensors that `fill_` writes instead. docs/serving.md has shared prefixes,
+A captured step reads tensors that `fill_` writes instead. docs/paged_cache.md has shared prefixes,
 drafts and windows.
 
 after Kwon et al., "Efficient Memory Management for Large Language Model Serving with
