@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
     [
         (["--dtype", "foo"], "argument --dtype: invalid choice: 'foo'"),
         (["--drafts", "-3"], "argument --drafts: must be 0 or more, got -3"),
-        (["--pages", "0"], "argument --pages: must be 1 or more, got 0"),
+        (["--pages", "1"], "argument --pages: must be 2 or more, got 1"),
         (["--batch", "x"], "argument --batch: invalid int value: 'x'"),
         (["--step-tokens", "0"], "argument --step-tokens: must be 1 or more, got 0"),
         (["--port", "65536"], "argument --port: must be at most 65535, got 65536"),

@@ -13,6 +13,7 @@
 
 from .engine import Engine
 from .models import Model, TransformersModel
+from .probe import served
 from .request import Busy, Refused, Request
 
-__all__ = ["Busy", "Engine", "Model", "Refused", "Request", "TransformersModel"]
+__all__ = ["Busy", "Engine", "Model", "Refused", "Request", "TransformersModel", "served"]

@@ -13,7 +13,7 @@ from ..cli.terminal import device_of, whole
 from . import loading
 from .engine import Engine
 from .extras import HTTP, MODELS, need
-from .models import TransformersModel
+from .probe import served
 from .random_models import SIZES
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -45,7 +45,7 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
     )
     p.add_argument("--device", default="cpu", help="cpu, cuda or cuda:<index>")
     p.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, bfloat16 on a GPU")
-    p.add_argument("--pages", type=whole(1), default=4096, help="pages of 16 tokens in the cache")
+    p.add_argument("--pages", type=whole(2), default=4096, help="pages of 16 tokens in the cache")
     p.add_argument("--batch", type=whole(1), default=64, help="requests that run at once")
     p.add_argument(
         "--step-tokens",
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         net, tokenizer, stop_ids = loading.load(args.model, device, getattr(torch, dtype))
     engine = Engine(
-        TransformersModel(net, args.pages),
+        served(net, args.pages),
         max_batch=args.batch,
         max_step_tokens=args.step_tokens,
         max_drafts=args.drafts,

@@ -338,6 +338,13 @@ class Engine:
             request.cancel()
 
     def _run(self) -> None:
+        try:
+            self._steps()
+        finally:
+            self._closing = True  # also where the thread ends by an error: nobody waits forever
+            self._end_all("abort")
+
+    def _steps(self) -> None:
         while True:
             with self._work:
                 self._work.wait_for(lambda: self._closing or self.waiting or self.running)
@@ -350,4 +357,3 @@ class Engine:
                 for request in list(self.running):
                     self._end(request, f"error: {error}", [])
                 self.cache.forget()
-        self._end_all("abort")

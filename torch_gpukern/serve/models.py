@@ -20,6 +20,7 @@ from ..paged.kv_cache import PagedKVCache
 from .transfer import on_device
 
 ATTENTION = "gpukern_paged"
+LAYERS = ("full_attention", "sliding_attention")  # of transformers' layer_types
 
 
 class Step:
@@ -149,6 +150,9 @@ class TransformersModel(Model):
         AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
         model.set_attn_implementation(ATTENTION)
         config = model.config.get_text_config()
+        for kind in getattr(config, "layer_types", None) or ():
+            if kind not in LAYERS:
+                raise ValueError(f"a layer is {kind}; expected {' or '.join(LAYERS)}")
         weight = next(model.parameters())
         cache = PagedKVCache(
             num_blocks,
