@@ -191,3 +191,22 @@ def test_cancelled_refused_and_failed(net, wanted, monkeypatch):
     assert all(r.over.is_set() and r.finish == "abort" for r in slow) and all_free(engine)
     with pytest.raises(Busy):
         engine.submit(Request(a))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_by_an_error_leaves_nobody_waiting(net, monkeypatch):
+    """The error of a step is its requests'. One past that ends the engine, and the others with it."""
+    engine = Engine(TransformersModel(net, 32), max_batch=1)
+
+    def fails(*_):
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(engine.model, "forward", fails)
+    monkeypatch.setattr(engine.cache, "forget", fails)
+    first, second = (engine.submit(Request(p, max_tokens=5)) for p in prompts_of(4, 5))
+    with engine:
+        assert first.over.wait(20) and second.over.wait(20)
+    assert (first.finish, second.finish) == ("error: no luck", "abort")
+    assert engine.closing and not engine.alive
+    with pytest.raises(Busy, match="the server closes"):
+        engine.submit(Request([1]))

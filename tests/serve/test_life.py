@@ -61,7 +61,7 @@ class Process:
     def end(self, sent=signal.SIGTERM):
         """Lines of stderr, without transformers' progress bar."""
         self.process.send_signal(sent)
-        _, error = self.process.communicate(timeout=60)
+        _, error = self.process.communicate(timeout=240)
         return [x for x in error.splitlines() if x and not x.startswith("Loading weights")]
 
 
@@ -103,10 +103,10 @@ def test_a_taken_port_is_named(model_dir, capsys):
 
 
 def test_a_signal_lets_short_answers_end(process):
-    server, answers = process("--drain-seconds", "30"), []
+    server, answers = process("--drain-seconds", "200"), []
 
     def ask():
-        answer = server.ask({"prompt": "x", "max_tokens": 200, "temperature": 0})
+        answer = server.ask({"prompt": "x", "max_tokens": 1000, "temperature": 0})
         answers.append((answer.status, json.loads(answer.read())))
 
     threads = [threading.Thread(target=ask) for _ in range(3)]

@@ -489,6 +489,7 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
         "bench",
         help="our time beside PyTorch's; in a checkout runs its benchmarks, with your options; "
         "--list names them, or the rows of one",
+        epilog=f"serve has options of its own: {load.parser().format_usage()}",
     )
     p.set_defaults(takes_rest=True, run=run)
     p.add_argument(
