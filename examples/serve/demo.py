@@ -64,12 +64,12 @@ class DemoModel(Model):
 
 
 def main(checkpoint: str) -> None:
-    import uvicorn
-
     from torch_gpukern.serve.app import application
+    from torch_gpukern.serve.server import Server, bind
 
     engine = Engine(DemoModel(checkpoint, num_blocks=4096))
-    uvicorn.run(application(engine, name="demo"), port=8000)
+    app, own = application(engine, name="demo"), bind("127.0.0.1", 8000)
+    Server(app, engine, says="http://127.0.0.1:8000/v1 has demo").run(sockets=[own])
 
 
 if __name__ == "__main__":

@@ -39,10 +39,10 @@ def test_directories_are_refused_by_name(tmp_path, capsys, model_dir):
         (tmp_path / "none", "which is no directory"),
         (tmp_path, "has no config.json"),
     ):
-        assert main(["serve", str(directory)]) == 1
+        assert main(["serve", str(directory), "--port", "0"]) == 1
         assert says in capsys.readouterr().err
     (tmp_path / "config.json").write_text((model_dir / "config.json").read_text())
-    assert main(["serve", str(tmp_path)]) == 1
+    assert main(["serve", str(tmp_path), "--port", "0"]) == 1
     assert "has no tokenizer that transformers can load" in capsys.readouterr().err
     assert main(["serve", str(model_dir), "--device", "tpu"]) == 1
     assert "device is tpu" in capsys.readouterr().err

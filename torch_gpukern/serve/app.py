@@ -107,7 +107,7 @@ class App:
     def no_model(self, asked: str) -> Refused:
         return Refused(
             "model",
-            f"model is {shown(asked)}, which this server has not; it has {self.name!r}",
+            f"model is {shown(asked)}, which this server does not have; it has {self.name!r}",
             status=404,
             code="model_not_found",
         )

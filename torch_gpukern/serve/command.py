@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 from pathlib import Path
 
 import torch
@@ -73,8 +74,7 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     need(HTTP)
     need(MODELS)
-    from .app import application  # imports the packages of the extra
-    from .server import Server, address_of, bind
+    from .server import bind  # it imports packages of the extra
 
     if (args.model is None) == (args.random is None):
         raise ValueError("expected MODEL_DIR or --random, one of them")
@@ -84,7 +84,14 @@ def run(args: argparse.Namespace) -> int:
             f"request that runs has a token of a step"
         )
     device = device_of(args.device)
-    own = bind(args.host, args.port)  # before the model is loaded: a taken port is known at once
+    with bind(args.host, args.port) as own:  # before the model is loaded: it may be taken
+        return serve(args, own, device)
+
+
+def serve(args: argparse.Namespace, own: socket.socket, device: torch.device) -> int:
+    from .app import application
+    from .server import Server, address_of
+
     dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     if args.random:
         net, tokenizer, stop_ids = loading.random(args.random, device, getattr(torch, dtype))

@@ -64,8 +64,10 @@ class Range(NamedTuple):
     above: bool = False  # whether `low` itself is refused
 
     def __str__(self) -> str:
-        least = f"above {self.low:g}" if self.above else f"from {self.low:g}"
-        return f"{least} on" if self.high == FINITE else f"{least} to {self.high:g}"
+        if self.high == FINITE:
+            return f"above {self.low:g}" if self.above else f"from {self.low:g} on"
+        least = f"above {self.low:g}, at most" if self.above else f"from {self.low:g} to"
+        return f"{least} {self.high:g}"
 
 
 FINITE = sys.float_info.max
