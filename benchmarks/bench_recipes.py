@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Tokens a second of a Llama for each recipe of torch_gpukern.nn.quantize: decoding steps of
-examples/serve, captured on CUDA.
+torch_gpukern.serve, captured on CUDA.
 
 python benchmarks/bench_recipes.py [--quick] [--device cpu|cuda] [--model 8b] [--recipes w4 fp8]
 [--requests 1 16 64] [--save]
@@ -22,17 +22,14 @@ import random
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 from harness import Run, arguments, open_device
 from torch import Tensor
 
 import torch_gpukern.nn as gnn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "serve"))
-from engine import Engine, Request  # noqa: E402
-from models import SIZES, TransformersModel, random_llama  # noqa: E402
+from torch_gpukern.serve import Engine, Request, TransformersModel
+from torch_gpukern.serve.random_models import SIZES, random_llama
 
 BASE = "bfloat16"
 RECIPES = (
@@ -124,7 +121,7 @@ def measure(
 def main() -> None:
     def more(parser) -> None:
         parser.add_argument(
-            "--model", choices=tuple(SIZES), help="a size of examples/serve/models.py"
+            "--model", choices=tuple(SIZES), help="a size of torch_gpukern/serve/random_models.py"
         )
         parser.add_argument("--recipes", nargs="+", choices=(BASE, *RECIPES), default=RECIPES)
         parser.add_argument("--requests", nargs="+", type=int, help="requests that decode at once")

@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from . import nn as nn
     from . import optim as optim
     from . import profiling as profiling
+    from . import serve as serve
 
 __all__ = [
     "AttnMask",
@@ -300,7 +301,7 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> _Any:
         """Imports a submodule at its first use, since most programs need none of them."""
-        if name in ("distributed", "integrations", "layout", "nn", "optim", "profiling"):
+        if name in ("distributed", "integrations", "layout", "nn", "optim", "profiling", "serve"):
             return _importlib.import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -73,12 +73,12 @@ PAGES = {
     "README.md": README,
     "docs/integrations.md": INTEGRATIONS,
     "docs/quantise.md": QUANTISE,
-    "docs/serving.md": SERVING,
+    "docs/paged_cache.md": SERVING,
     "docs/distributed.md": DISTRIBUTED,
 }
 CHECKS = {
     "docs/quantise.md": "assert model(torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, 128)\n",
-    "docs/serving.md": "assert steps == [1, 2, 3] and sequence in cache.sequences and known == 0\n",
+    "docs/paged_cache.md": "assert steps == [1, 2, 3] and sequence in cache.sequences and known == 0\n",
     "docs/distributed.md": "assert out.shape == q.shape and len(cos) == 9 and step.gpus == 1024\n",
 }
 
@@ -96,7 +96,7 @@ def blocks(page):
     (
         ["README.md"],
         ["docs/integrations.md", "docs/quantise.md"],
-        ["docs/serving.md", "docs/distributed.md"],
+        ["docs/paged_cache.md", "docs/distributed.md"],
     ),
     ids=" ".join,
 )

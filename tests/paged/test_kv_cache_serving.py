@@ -789,7 +789,7 @@ def fastest_us(call, repeats):
 
 
 def test_host_time():
-    """docs/serving.md has the measurements: 56 us for a step of 256 sequences, 260 us for 32k
+    """docs/paged_cache.md has the measurements: 56 us for a step of 256 sequences, 260 us for 32k
     tokens. The limits here are five times that, for busy machines. (Token by token it was 700 us
     and 17 ms.)"""
     cache = PagedKVCache(40_000, 16, 1, 1)

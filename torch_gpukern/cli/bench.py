@@ -30,6 +30,7 @@ from .. import (
     sparse_pack,
     weight_gemm,
 )
+from ..serve import load
 from ..tuning import timing
 from ..tuning.gemm import DTYPES
 from .charts import even_ticks, short
@@ -415,6 +416,7 @@ def scripts() -> dict[str, Path]:
 def _listed() -> int:
     """Each benchmark and what it measures; of the repository's the first sentence of the file."""
     lines = [(name, f"--small and --html: over {found.axis}") for name, found in BENCHES.items()]
+    lines.append(("serve", "a server on loopback under many requests at once"))
     for path in scripts().values():
         text = " ".join(
             (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split()
@@ -428,10 +430,12 @@ def run(args: argparse.Namespace) -> int:
     files = scripts()
     if args.op is None and "--list" in args.rest:
         return _listed()
+    if args.op == "serve":
+        return load.main(args.rest, args.device, args.dtype)
     op = args.op or "gemm"
     if op not in BENCHES and op not in files:
         raise ValueError(
-            f"op is '{op}'; expected one of {', '.join(dict.fromkeys((*BENCHES, *files)))}"
+            f"op is '{op}'; expected one of {', '.join(dict.fromkeys((*BENCHES, *files, 'serve')))}"
         )
     own_table = args.small or args.html is not None or args.dtype is not None
     if op in files and not own_table:
@@ -485,13 +489,14 @@ def add_arguments(commands: argparse._SubParsersAction) -> None:
         "bench",
         help="our time beside PyTorch's; in a checkout runs its benchmarks, with your options; "
         "--list names them, or the rows of one",
+        epilog=f"serve has options of its own: {load.parser().format_usage()}",
     )
     p.set_defaults(takes_rest=True, run=run)
     p.add_argument(
         "op",
         nargs="?",
-        help=f"{', '.join(BENCHES)}, or X of the repository's benchmarks/bench_X.py; default: "
-        f"gemm; with --html all of them",
+        help=f"{', '.join(BENCHES)}, serve, or X of the repository's benchmarks/bench_X.py; "
+        f"default: gemm; with --html all of them",
     )
     p.add_argument("--small", action="store_true", help="one size, also in a checkout")
     p.add_argument(

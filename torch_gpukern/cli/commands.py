@@ -7,6 +7,7 @@ python -m torch_gpukern bench flash_attn [--html page.html] | --list
 python -m torch_gpukern layout "(4,8):(8,1)" --svg out.svg
 python -m torch_gpukern tune gemm --shapes 4096x4096x4096 512x28672x4096:NT
 python -m torch_gpukern quantize MODEL_DIR --recipe w4
+python -m torch_gpukern serve MODEL_DIR --port 8000
 """
 
 import argparse
@@ -22,6 +23,7 @@ from .. import __version__
 from .._library import ops
 from ..layout import cli as layout_cli
 from ..nn.quant import files as weight_files
+from ..serve import command as serving
 from ..tuning import cache
 from ..tuning import gemm as gemm_tuner
 from . import bench, devices, doctor, explained, occupancy, roofline
@@ -298,6 +300,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     weight_files.add_arguments(commands)
+    serving.add_arguments(commands)
     bench.add_arguments(commands)
     return parser
 

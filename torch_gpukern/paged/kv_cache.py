@@ -19,8 +19,11 @@ Threads may share a cache, because calls lock it. One step of generation::
         cache.write(k, v, slots, layer=i)
         out = paged_attn(q, cache.k[i], cache.v[i], table, lens)
 
-For a captured step, `fill_` writes the tensors that the graph reads. docs/serving.md shows shared
-prefixes, drafts and windows.
+For a captured step, `fill_` writes the tensors that the graph reads. docs/paged_cache.md shows
+shared prefixes, drafts and windows.
+
+Paging is after Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+PagedAttention" (2023), arXiv:2309.06180.
 """
 
 from collections.abc import Sequence

@@ -7,17 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class Bytes:
-    """The tokenizer of models without one: a token below 256 is a byte, others are U+25A1."""
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        box = "\u25a1".encode()
-        return b"".join(bytes([t]) if t < 256 else box for t in tokens).decode(errors="replace")
-
-
 class Stream:
     """The text of one answer, part by part. How its tokens come, one by one or several a step,
     makes no difference.
@@ -33,6 +22,7 @@ class Stream:
         self.tokens: list[int] = []  # up to the one that completed a stop string
         self.first = 0  # tokens before it are text that is known
         self.known = 0  # characters of the text of tokens[first:] that were taken
+        self.length = 0  # characters of all tokens that were taken
         self.held = ""  # text that may be the beginning of a stop string
         self.stopped = False
 
@@ -56,6 +46,7 @@ class Stream:
         # the incomplete one included.
         whole = len(text) if last else len(text.rstrip("\ufffd"))
         fresh = text[self.known : whole]
+        self.length += len(fresh)
         self.known = max(self.known, whole)
         if self.known == len(text) and len(self.tokens) - self.first > 32:
             self._forget(text)

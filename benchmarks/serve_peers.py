@@ -2,7 +2,7 @@
 """Tokens per second of the engine beside transformers' own, on one model with random weights and
 the same greedy requests.
 
-    python examples/serve/compare.py [--model small] [--device cpu] [--requests 32]
+    python benchmarks/serve_peers.py [--model small] [--device cpu] [--requests 32]
 
 The engine's copy of the model is patched (`torch_gpukern.nn.patch`). Peers: `generate` of all
 prompts as one batch, padded on the left, with PyTorch's attention; `generate_batch`, transformers'
@@ -19,11 +19,11 @@ import statistics
 import time
 
 import torch
-from engine import Engine, Request
-from models import TransformersModel, random_llama
 from transformers import GenerationConfig
 
 from torch_gpukern.nn import patch
+from torch_gpukern.serve import Engine, Request, TransformersModel
+from torch_gpukern.serve.random_models import random_llama
 
 
 def main() -> None:

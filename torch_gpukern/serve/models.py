@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Models that the engine runs: one of transformers, or the demo's. Each has a PagedKVCache and runs
-a packed batch over it.
+"""Models that the engine runs. Each has a PagedKVCache and runs a packed batch over it.
 
     begin(handles, counts)                            reserves the pages of a step; OutOfPages where they are too few
     forward(ids, positions, rows, starts, before)     logits [len(rows), vocab] of the rows of the packed tokens
@@ -11,15 +10,17 @@ of requests.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torch_gpukern import PagedKVCache, paged_attn
+from ..ops import paged_attn
+from ..paged.kv_cache import PagedKVCache
+from .transfer import on_device
 
 ATTENTION = "gpukern_paged"
+LAYERS = ("full_attention", "sliding_attention")  # of transformers' layer_types
 
 
 class Step:
@@ -29,17 +30,13 @@ class Step:
     def __init__(
         self, slots: Tensor, table: Tensor, lens: Tensor, starts: Tensor | None, longest: int
     ) -> None:
-        self.slots, self.table, self.lens, self.starts, self.longest = (
-            slots,
-            table,
-            lens,
-            starts,
-            longest,
-        )
+        self.slots, self.table, self.lens = slots, table, lens
+        self.starts, self.longest = starts, longest
 
     def attend(self, cache: PagedKVCache, layer: int, q: Tensor, **rules) -> Tensor:
         """q [T, Hq, D] of tokens whose keys and values are written -> [T, Hq, D]"""
-        new = {"cu_seqlens_q": self.starts, "max_seqlen_q": self.longest, **cache.scales(layer)}
+        new: dict[str, Any] = {"cu_seqlens_q": self.starts, "max_seqlen_q": self.longest}
+        new |= cache.scales(layer)
         return paged_attn(q, cache.k[layer], cache.v[layer], self.table, self.lens, **new, **rules)
 
 
@@ -52,6 +49,7 @@ class Model:
         self.cache, self.vocab, self.max_length = cache, vocab, max_length
         self.device = cache.k.device
         self.graphs: dict[int, tuple] = {}
+        self.graph: tuple | None = None  # of the step that began
         self.captured_batch = captured_batch if self.device.type == "cuda" else 0
         self.width = -(-max_length // cache.block_size)
 
@@ -81,16 +79,16 @@ class Model:
         it has them."""
         tokens = self.tokens_of(ids, starts, before)
         if self.graph is None:
-            tokens, at, wanted = (
-                torch.tensor(x, dtype=torch.int64, device=self.device)
-                for x in (tokens, positions, rows)
-            )
-            return self.run(tokens, at, wanted)
+            return self.run(*(self.ints(x) for x in (tokens, positions, rows)))
         _, graph, all_tokens, all_positions, _, logits = self.graph
         for target, numbers in ((all_tokens, tokens), (all_positions, positions)):
-            target[: len(ids)].copy_(torch.tensor(numbers).pin_memory(), non_blocking=True)
+            target[: len(ids)].copy_(self.ints(numbers))
         graph.replay()
-        return logits[: len(ids)]
+        # Where a step has room for one token of a prompt, that row's logits are not asked for.
+        return logits[: len(ids)] if len(rows) == len(ids) else logits[self.ints(rows)]
+
+    def ints(self, numbers: list) -> Tensor:
+        return on_device(numbers, torch.int64, self.device)
 
     def capture(self, size: int) -> tuple:
         """A graph of a step of `size` requests. Rows behind the batch are inactive: length 0, slot
@@ -138,12 +136,12 @@ class TransformersModel(Model):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         num_blocks: int,
         block_size: int = 16,
         *,
         dtype: torch.dtype | None = None,
-        scales: dict[str, Tensor] | None = None,
+        scales: dict[str, Any] | None = None,
         captured_batch: int = 64,
     ) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -152,6 +150,9 @@ class TransformersModel(Model):
         AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
         model.set_attn_implementation(ATTENTION)
         config = model.config.get_text_config()
+        for kind in getattr(config, "layer_types", None) or ():
+            if kind not in LAYERS:
+                raise ValueError(f"a layer is {kind}; expected {' or '.join(LAYERS)}")
         weight = next(model.parameters())
         cache = PagedKVCache(
             num_blocks,
@@ -161,7 +162,7 @@ class TransformersModel(Model):
             layers=config.num_hidden_layers,
             dtype=dtype or weight.dtype,
             device=weight.device,
-            **scales or {},
+            **(scales or {}),
         )
         super().__init__(cache, config.vocab_size, config.max_position_embeddings, captured_batch)
         self.model = model.eval()
@@ -193,79 +194,3 @@ class TransformersModel(Model):
         step, cache, layer = served_by.step, served_by.cache, module.layer_idx
         cache.write(k, v, step.slots, layer)
         return step.attend(cache, layer, q, **rules)[None], None
-
-
-class DemoModel(Model):
-    """The byte model that `make demo` trains, from its checkpoint."""
-
-    def __init__(
-        self, checkpoint: str, num_blocks: int, block_size: int = 16, device: str = "cpu"
-    ) -> None:
-        sys.path.append(str(Path(__file__).resolve().parent.parent / "demo"))
-        from model import GPT, Config, GpukernOps
-
-        with torch.serialization.safe_globals([Config]):
-            saved = torch.load(checkpoint, map_location=device, weights_only=True)
-        config = saved["config"]
-        self.net, self.ops, self.grams = GPT(config), GpukernOps(), config.grams
-        self.net.load_state_dict(saved["weights"])
-        self.net.to(device).eval()
-        cache = PagedKVCache(
-            num_blocks, block_size, config.heads_kv, config.head_dim, layers=config.layers,
-            dtype=torch.float32, device=device,
-        )  # fmt: skip
-        super().__init__(cache, config.vocab, config.context, captured_batch=64)
-
-    def tokens_of(self, ids: list[int], starts: list[int], before: list) -> list:
-        """[T, grams]: each byte and those before it, 0 before the first."""
-        found = []
-        for first, end, known in zip(starts, [*starts[1:], len(ids)], before):
-            seen = [0] * (self.grams - 1 - len(known)) + known + ids[first:end]
-            found += [seen[i : i + self.grams][::-1] for i in range(end - first)]
-        return found
-
-    def run(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, at) -> Tensor:
-            cache, step = self.cache, self.step
-            q = cache.rope_write(
-                q, k, v, at.cos, at.sin, at.positions, step.slots, layer, **at.norm()
-            )
-            return step.attend(cache, layer, q)
-
-        return self.net(tokens, positions, self.ops, attend, rotated=False)[rows]
-
-
-SIZES = {  # hidden, intermediate, layers, heads, heads_kv, vocabulary
-    "tiny": (128, 256, 2, 4, 2, 512),
-    "small": (512, 1536, 8, 8, 2, 8192),
-    "8b": (4096, 14336, 32, 32, 8, 128256),
-}
-
-
-def random_llama(
-    size: str, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
-) -> nn.Module:
-    """A Llama with random weights: "tiny" and "small" for a CPU, "8b" in the shape of Llama 3 8B."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    hidden, intermediate, layers, heads, heads_kv, vocab = SIZES[size]
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads_kv,
-        vocab_size=vocab,
-        max_position_embeddings=8192,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.manual_seed(seed)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # 8b in float32 would take twice the memory for a moment
-    try:
-        with torch.device(device):
-            return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(default)

@@ -23,83 +23,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from operator import index
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from metrics import Metrics
-from sampling import NGrams, pick
-
-from torch_gpukern import OutOfPages
-
-OnTokens = Callable[["Request", list[int], "str | None"], None]
-
-
-class Refused(ValueError):
-    """The engine does not take this request; `parameter` says why."""
-
-    def __init__(self, parameter: str, text: str) -> None:
-        super().__init__(text)
-        self.parameter = parameter
-
-
-class Busy(RuntimeError):
-    """Too many requests wait, or the engine closes."""
-
-
-def integers(name: str, values: Iterable[int]) -> list[int]:
-    """They as ints of our own; what is none must not reach a step, which would fail for every
-    request in it."""
-    try:
-        return [index(x) for x in values]
-    except TypeError:
-        raise Refused(name, f"{name} is {values!r:.80}; expected integers") from None
-
-
-@dataclass(eq=False)
-class Request:
-    """A prompt and how to go on.
-
-    Args:
-        prompt: token ids, at least one.
-        max_tokens: at most so many new tokens.
-        temperature: 0 takes the most likely token, else one is drawn from softmax(logits /
-        temperature).
-        top_p: the draw is among the most likely tokens whose probabilities add up to this.
-        seed: of the draw.
-        stop_ids: tokens that end the answer; they are its last.
-        on_tokens: gets the request, its new tokens, and the reason why it ended or None: "stop",
-            "length", "cancelled" or "error: ...". It is called in the engine's thread and must not
-            wait.
-    """
-
-    prompt: Sequence[int]
-    max_tokens: int = 16
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    stop_ids: frozenset[int] = frozenset()
-    on_tokens: OnTokens | None = None
-
-    tokens: list[int] = field(default_factory=list, init=False)  # the prompt, then the answer
-    finish: str | None = field(default=None, init=False)
-    handle: int | None = field(default=None, init=False)
-    cached: int = field(default=0, init=False)  # tokens whose keys are in the cache
-    cancelled: bool = field(default=False, init=False)
-    preempted: int = field(default=0, init=False)
-    drafts: int = field(default=1, init=False)  # how many tokens to draft next
-    ngrams: NGrams = field(default_factory=NGrams, init=False)
-    arrived: float = field(default=0.0, init=False)
-    heard: float | None = field(default=None, init=False)  # when its last token was made
-    over: threading.Event = field(default_factory=threading.Event, init=False)
-
-    @property
-    def answer(self) -> list[int]:
-        return self.tokens[len(self.prompt) :]
-
-    def cancel(self) -> None:
-        """The engine ends it before its next step."""
-        self.cancelled = True
+from ..paged.kv_cache import OutOfPages
+from .metrics import Metrics
+from .request import Busy, Request, Scores
+from .sampling import Place, Sampler
 
 
 @dataclass
@@ -145,10 +75,11 @@ class Engine:
         self.max_length = min(model.max_length, self.cache.num_blocks * self.cache.block_size)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # the oldest first
+        self.sampler = Sampler(max_batch, model.vocab, model.device)
         self.metrics = Metrics()
         self._work = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._closing = self._drain = False
+        self._closing = self._draining = False
         self._blocked: int | None = None  # free pages when the first waiting request had too few
 
     # ---- from any thread ----
@@ -160,63 +91,54 @@ class Engine:
             Refused: what it asks for does not fit the model or the cache.
             Busy: too many wait, or the engine closes.
         """
-        if request.tokens:
-            raise Refused("request", "the request was submitted before; make a new one")
-        prompt, vocab = integers("prompt", request.prompt), self.model.vocab
-        if not prompt:
-            raise Refused("prompt", "prompt is empty; expected at least one token")
-        integers("max_tokens", [request.max_tokens])  # a fraction would never be reached
-        integers("seed", [request.seed])
-        for name in ("temperature", "top_p"):
-            if not isinstance(getattr(request, name), (int, float)):
-                raise Refused(name, f"{name} is {getattr(request, name)!r:.80}; expected a number")
-        for token in prompt:
-            if not 0 <= token < vocab:
-                raise Refused("prompt", f"prompt has token {token}; expected 0 to {vocab - 1}")
-        if request.max_tokens < 1:
-            raise Refused("max_tokens", f"max_tokens is {request.max_tokens}; expected at least 1")
-        if len(prompt) + request.max_tokens > self.max_length:
-            raise Refused(
-                "max_tokens",
-                f"{len(prompt)} tokens of prompt and max_tokens {request.max_tokens} are more "
-                f"than the "
-                f"{self.max_length} that fit",
-            )
-        if not 0 <= request.temperature < float("inf"):
-            raise Refused(
-                "temperature", f"temperature is {request.temperature}; expected a number from 0 on"
-            )
-        if not 0 < request.top_p <= 1:
-            raise Refused("top_p", f"top_p is {request.top_p}; expected above 0, at most 1")
+        self.submit_all([request])
+        return request
+
+    def submit_all(self, requests: Sequence[Request]) -> None:
+        """Queues all of them, or none where `submit` would raise for one."""
+        prompts = [request.check(self.model.vocab, self.max_length) for request in requests]
         with self._work:
             if self._closing:
-                raise Busy("the engine closes")
-            if len(self.waiting) >= self.max_waiting:
-                raise Busy(f"{self.max_waiting} requests wait already")
-            # the caller may change its list while the request runs
-            request.prompt, request.tokens, request.arrived = (
-                tuple(prompt),
-                prompt,
-                time.perf_counter(),
-            )
-            self.waiting.append(request)
+                raise Busy("the server closes")
+            if len(self.waiting) + len(requests) > self.max_waiting:
+                raise Busy(f"{len(self.waiting)} requests wait already, of {self.max_waiting}")
+            for request, prompt in zip(requests, prompts):
+                # the caller may change its list while the request runs
+                request.prompt, request.tokens = tuple(prompt), prompt
+                request.arrived = time.perf_counter()
+                self.waiting.append(request)
             self._work.notify()
-        return request
+
+    @property
+    def closing(self) -> bool:
+        """Whether new requests are refused."""
+        return self._closing
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread of the steps runs."""
+        return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         return self
 
-    def close(self, drain: bool = False) -> None:
-        """Ends the thread. Requests that are not done are cancelled or, with drain, done first."""
+    def drain(self) -> None:
+        """Refuses new requests from now on. The thread ends when the others are done."""
         with self._work:
-            self._closing, self._drain = True, drain
+            self._closing = self._draining = True
+            self._work.notify()
+
+    def close(self) -> None:
+        """Ends the thread. Requests that are not done end with "abort"."""
+        with self._work:
+            self._closing, self._draining = True, False
             self._work.notify()
         if self._thread is not None:
             self._thread.join()
         else:
-            self._end_all("cancelled")
+            self._end_all("abort")
 
     def __enter__(self) -> Engine:
         return self.start()
@@ -234,8 +156,11 @@ class Engine:
         if not chunks:
             return False
         began = time.perf_counter()
-        ids, positions, starts = [], [], []
-        rows, settings = [], []  # the rows whose logits are asked for, and how each is drawn
+        ids: list[int] = []
+        positions: list[int] = []
+        starts: list[int] = []  # where each request's tokens begin
+        rows: list[int] = []  # whose logits are asked for
+        places: list[Place] = []  # how each of them is drawn
         for chunk in chunks:
             request = chunk.request
             starts.append(len(ids))
@@ -244,16 +169,17 @@ class Engine:
             if chunk.ends():
                 first = len(ids) - 1 - len(chunk.draft)
                 rows += range(first, len(ids))
-                settings += [
-                    (request, len(request.tokens) + i) for i in range(1 + len(chunk.draft))
+                places += [
+                    Place(request, len(request.tokens) + i, chunk.draft[:i])
+                    for i in range(1 + len(chunk.draft))
                 ]
         before = [
             chunk.request.tokens[max(chunk.request.cached - 2, 0) : chunk.request.cached]
             for chunk in chunks
         ]
         logits = self.model.forward(ids, positions, rows, starts, before)
-        picked = pick(logits, settings) if rows else []
-        self._take(chunks, picked)
+        tokens, scores = self.sampler.pick(logits, places) if rows else ([], [])
+        self._take(chunks, tokens, scores)
         self.metrics.step(
             time.perf_counter() - began, len(ids), self.used_pages / self.cache.num_blocks
         )
@@ -296,9 +222,12 @@ class Engine:
         for chunk in chunks:
             request = chunk.request
             most = min(
-                self.max_drafts, request.drafts, room, request.max_tokens - len(request.answer) - 1
+                self.max_drafts,
+                request.drafts,
+                room,
+                (request.max_tokens or 0) - request.answered - 1,
             )
-            if chunk.ends() and most > 0 and request.answer:
+            if chunk.ends() and most > 0 and request.answered:
                 chunk.draft = request.ngrams.draft(request.tokens, most)
                 room -= len(chunk.draft)
         while chunks:
@@ -317,10 +246,10 @@ class Engine:
                 chunks = [chunk for chunk in chunks if chunk.request is not youngest]
         return chunks
 
-    def _take(self, chunks: list[Chunk], picked: list[int]) -> None:
+    def _take(self, chunks: list[Chunk], picked: list[int], scores: list[Scores | None]) -> None:
         """Counts what a step has written, and gives each request its new tokens: drafts as far as
         they were right, and one more."""
-        drawn = iter(picked)
+        drawn, scored = iter(picked), iter(scores)
         now = time.perf_counter()
         for chunk in chunks:
             request = chunk.request
@@ -328,6 +257,7 @@ class Engine:
                 request.cached += chunk.count
                 continue
             tokens = [next(drawn) for _ in range(1 + len(chunk.draft))]
+            their_scores = [next(scored) for _ in tokens]
             right = 0
             while right < len(chunk.draft) and tokens[right] == chunk.draft[right]:
                 right += 1
@@ -336,15 +266,16 @@ class Engine:
                 new.append(token)
                 if token in request.stop_ids:
                     finish = "stop"
-                elif len(request.answer) + len(new) == request.max_tokens:
+                elif request.answered + len(new) == request.max_tokens:
                     finish = "length"
                 if finish:
                     break
             if chunk.draft:
                 request.drafts = right + 1
                 self.metrics.drafts(len(chunk.draft), len(new) - 1)
-            first = not request.answer
+            first = not request.answered
             request.tokens += new
+            request.scores += [x for x in their_scores[: len(new)] if x is not None]
             request.cached += chunk.count + len(new) - 1
             if chunk.draft:
                 self.cache.truncate(request.handle, request.cached)
@@ -362,6 +293,7 @@ class Engine:
     def _preempt(self, request: Request) -> None:
         self.cache.free(request.handle)
         self.running.remove(request)
+        self.sampler.counts.drop(request)
         request.handle, request.cached = None, 0
         request.preempted += 1
         self.metrics.preemptions += 1
@@ -370,14 +302,16 @@ class Engine:
         self._blocked = self.cache.free_blocks  # until another request gives pages back
 
     def _drop_cancelled(self) -> None:
-        for request in [r for r in (*self.running, *self.waiting) if r.cancelled]:
-            self._end(request, "cancelled", [])
+        for request in self._all():
+            if request.leaves:
+                self._end(request, request.leaves, [])
 
     def _end(self, request: Request, finish: str, new: list[int]) -> None:
         if request.handle is not None:
             self.cache.free(request.handle)
             request.handle = None
             self.running.remove(request)
+            self.sampler.counts.drop(request)
         else:
             with self._work:
                 self.waiting.remove(request)
@@ -388,8 +322,12 @@ class Engine:
         request.over.set()
 
     def _end_all(self, finish: str) -> None:
-        for request in (*self.running, *self.waiting):
+        for request in self._all():
             self._end(request, finish, [])
+
+    def _all(self) -> list[Request]:
+        with self._work:  # other threads append to `waiting`
+            return [*self.running, *self.waiting]
 
     def _tell(self, request: Request, new: list[int], finish: str | None) -> None:
         if request.on_tokens is None:
@@ -400,17 +338,22 @@ class Engine:
             request.cancel()
 
     def _run(self) -> None:
+        try:
+            self._steps()
+        finally:
+            self._closing = True  # also where the thread ends by an error: nobody waits forever
+            self._end_all("abort")
+
+    def _steps(self) -> None:
         while True:
             with self._work:
                 self._work.wait_for(lambda: self._closing or self.waiting or self.running)
-                if self._closing and not (self._drain and (self.waiting or self.running)):
+                if self._closing and not (self._draining and (self.waiting or self.running)):
                     break
             try:
                 self.step()
-            except (
-                Exception
-            ) as error:  # a step that failed may have written anything for those that ran
+            except Exception as error:
+                # The step may have written anything for the requests that ran.
                 for request in list(self.running):
                     self._end(request, f"error: {error}", [])
                 self.cache.forget()
-        self._end_all("cancelled")

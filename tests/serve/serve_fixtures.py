@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Fixtures of the tests of serving: a model with random weights and what transformers makes of it, its
+directory, a server."""
+
+import http.client
+import json
+import threading
+import time
+
+import pytest
+import torch
+from serving import save_model
+
+from torch_gpukern.nn import patch
+from torch_gpukern.serve import Engine, TransformersModel
+from torch_gpukern.serve.random_models import random_llama
+from torch_gpukern.serve.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def net():
+    return random_llama("tiny")
+
+
+@pytest.fixture(scope="module")
+def wanted(net):
+    """Of each prompt the tokens that transformers' generate adds, greedy."""
+    known = {}
+
+    def of(prompt, n):
+        if (tuple(prompt), n) not in known:
+            before = net.config._attn_implementation
+            net.set_attn_implementation("sdpa")
+            ids = torch.tensor([prompt])
+            out = net.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False
+            )
+            known[tuple(prompt), n] = out[0, len(prompt) :].tolist()
+            net.set_attn_implementation(before)
+        return known[tuple(prompt), n]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("models") / "Tiny-1.5-Chat")
+
+
+class Served:
+    """A server in a thread, and calls of it."""
+
+    def __init__(self, engine, tokenizer=None, **settings):
+        from torch_gpukern.serve.app import application
+        from torch_gpukern.serve.server import Server, bind
+
+        self.engine = engine
+        own = bind("127.0.0.1", 0)
+        self.port = own.getsockname()[1]
+        application_ = application(engine, tokenizer, "tiny")
+        self.app = application_.state.app
+        self.server = Server(application_, engine, **settings)
+        self.thread = threading.Thread(target=self.server.run, args=([own],), daemon=True)
+        self.thread.start()
+        while not self.server.started:
+            assert self.thread.is_alive()
+            time.sleep(0.01)
+
+    def connection(self):
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+
+    def send(self, body, path="/v1/completions", method="POST"):
+        """The response; its body is not read yet."""
+        connection = self.connection()
+        data = body if isinstance(body, (bytes, str, type(None))) else json.dumps(body)
+        connection.request(method, path, data)
+        return connection.getresponse()
+
+    def post(self, body, path="/v1/completions", method="POST"):
+        """(status, JSON)"""
+        answer = self.send(body, path, method)
+        return answer.status, json.loads(answer.read())
+
+    def get(self, path):
+        return self.post(None, path, "GET")
+
+    def stream(self, body, path="/v1/completions"):
+        """The events of a stream, up to its end."""
+        return events_of(self.send(body | {"stream": True}, path))
+
+    def end(self):
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+def events_of(answer):
+    assert answer.status == 200, answer.read()
+    lines = [x[6:].strip() for x in answer.read().splitlines() if x.startswith(b"data: ")]
+    assert lines[-1] == b"[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.fixture
+def quick():
+    """An engine on a model of two layers, patched as the server does."""
+    served_net = random_llama("tiny")
+    patch(served_net, say=None)
+    return Engine(TransformersModel(served_net, 64), max_batch=4)
+
+
+@pytest.fixture
+def served(quick):
+    for package in ("starlette", "uvicorn", "prometheus_client"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    server = Served(quick, drain_seconds=0.5)
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def chat_served(quick, model_dir):
+    """With a tokenizer that has a chat template."""
+    from transformers import AutoTokenizer
+
+    for package in ("starlette", "uvicorn", "prometheus_client", "jinja2"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    server = Served(quick, Tokenizer(AutoTokenizer.from_pretrained(model_dir)), drain_seconds=0.5)
+    yield server
+    server.end()

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Models that the engine would answer wrongly are refused by name; the others' tokens are
+generate's."""
+
+import pytest
+import torch
+from serving import prompts_of, run
+
+from torch_gpukern import nn as gnn
+from torch_gpukern.cli.commands import main
+from torch_gpukern.serve import Engine, Request, served
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest_plugins = ("serve_fixtures",)
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 300,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+
+
+def network(config, kind, **settings):
+    torch.manual_seed(0)
+    net = getattr(transformers, kind)(getattr(transformers, config)(**(SMALL | settings))).eval()
+    for weight in net.parameters():
+        if weight.dim() > 1:  # so large that attention decides tokens
+            torch.nn.init.normal_(weight, std=0.15)
+    return net
+
+
+SERVED = {
+    "LlamaConfig": ("LlamaForCausalLM", {"num_key_value_heads": 2}),
+    "MistralConfig": ("MistralForCausalLM", {"num_key_value_heads": 2, "sliding_window": 8}),
+    "Gemma2Config": ("Gemma2ForCausalLM", {"head_dim": 16, "sliding_window": 8}),
+    "GptOssConfig": (
+        "GptOssForCausalLM",
+        {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4},
+    ),
+    "GPT2Config": ("GPT2LMHeadModel", GPT2),
+    "OPTConfig": ("OPTForCausalLM", {"ffn_dim": 128, "word_embed_proj_dim": 64}),
+}
+REFUSED = {
+    "BloomConfig": ("BloomForCausalLM", {"n_layer": 2, "n_head": 4}, "its logits over pages"),
+    "GPTNeoConfig": (
+        "GPTNeoForCausalLM",
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+        "its logits over pages",
+    ),
+    "MambaConfig": ("MambaForCausalLM", {}, "a layer is linear_attention"),
+    "DeepseekV3Config": (
+        "DeepseekV3ForCausalLM",
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "moe_intermediate_size": 32,
+        },
+        "head_dim",
+    ),
+    "Llama4TextConfig": (
+        "Llama4ForCausalLM",
+        {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2},
+        "a layer is chunked_attention; expected full_attention or sliding_attention",
+    ),
+    "StableLmConfig": ("StableLmForCausalLM", {"num_key_value_heads": 2}, "served_by"),
+}
+
+
+@pytest.mark.parametrize("config", SERVED)
+def test_tokens_of_a_model_that_is_served(config):
+    kind, settings = SERVED[config]
+    net = network(config, kind, **settings)
+    engine, prompts = Engine(served(net, 16)), prompts_of(12, 3)
+    prompts = [[t % 300 for t in p] for p in prompts]
+    requests = [engine.submit(Request(p, max_tokens=10)) for p in prompts]
+    run(engine)
+    net.set_attn_implementation("eager")
+    for request, prompt in zip(requests, prompts):
+        ids = torch.tensor([prompt])
+        out = net.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False
+        )
+        assert request.answer == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("config", REFUSED)
+def test_a_model_that_is_not_served_is_named(config):
+    kind, settings, says = REFUSED[config]
+    with pytest.raises(ValueError, match=f"{kind} is not served: .*{says}"):
+        served(network(config, kind, **settings), 16)
+
+
+@pytest.mark.parametrize("recipe", ("w4", "int8", "fp8", "nvfp4"))
+def test_quantised_models_are_served(recipe):
+    net = network("LlamaConfig", "LlamaForCausalLM", hidden_size=128, intermediate_size=256)
+    gnn.quantize(net, recipe, say=None)
+    served(net, 16)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_sixteen_bits_are_served(dtype):
+    served(network("LlamaConfig", "LlamaForCausalLM").to(dtype), 16)
+
+
+def test_the_command_refuses_such_a_directory(model_dir, tmp_path, capsys):
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path)
+    kind, settings, _ = REFUSED["BloomConfig"]
+    network("BloomConfig", kind, **settings).save_pretrained(tmp_path)
+    assert main(["serve", str(tmp_path), "--port", "0"]) == 1
+    assert "serve: BloomForCausalLM is not served: its logits" in capsys.readouterr().err

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The answers of a call as parts of text, in the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
+
+from .engine import Engine
+from .request import Request, Scores
+from .text import Stream
+
+
+class Token(NamedTuple):
+    """A token whose log probability was asked for, and where its text begins in the answer."""
+
+    token: int
+    scores: Scores
+    offset: int
+
+
+class Part(NamedTuple):
+    answer: int  # its number in the call
+    text: str
+    tokens: list[Token]
+    finish: str | None
+
+
+class Answer:
+    """The text of a request that runs."""
+
+    def __init__(self, index: int, request: Request, text: Stream) -> None:
+        self.index, self.request, self.text = index, request, text
+        self.finish: str | None = None
+        self.made = 0  # tokens up to the end of the text, an end token included
+
+    def add(self, new: Sequence[int], finish: str | None) -> Part:
+        parts, tokens = [], []
+        for token in new[:-1] if finish == "stop" else new:  # without the end token
+            at, offset = len(self.text.tokens), self.text.length
+            parts.append(self.text.add([token]))
+            if self.request.logprobs is not None:
+                tokens.append(Token(token, self.request.scores[at], offset))
+            if self.text.stopped:
+                break
+        if finish:
+            parts.append(self.text.add([], last=True))
+        self.made = len(self.text.tokens) + (finish == "stop" and not self.text.stopped)
+        if self.text.stopped:
+            finish = "stop"
+            self.request.cancel(finish)
+        self.finish = finish
+        return Part(self.index, "".join(parts), tokens, finish)
+
+
+class Answers:
+    """The requests of a call, which run while one is in its `with`."""
+
+    def __init__(
+        self, engine: Engine, requests: Sequence[Request], stop: Sequence[str], tokenizer
+    ) -> None:
+        self.answers = [Answer(i, r, Stream(tokenizer, stop)) for i, r in enumerate(requests)]
+        self.queue: asyncio.Queue = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        for answer in self.answers:
+
+            def tell(_, new, finish, answer=answer) -> None:
+                loop.call_soon_threadsafe(self.queue.put_nowait, (answer, new, finish))
+
+            answer.request.on_tokens = tell
+        engine.submit_all(requests)
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for answer in self.answers:
+            answer.request.cancel()
+
+    @property
+    def made(self) -> int:
+        return sum(answer.made for answer in self.answers)
+
+    async def parts(self) -> AsyncIterator[Part]:
+        """Those of all answers, as they come. Each answer's last part has its finish."""
+        left = len(self.answers)
+        while left:
+            answer, new, finish = await self.queue.get()
+            if answer.finish:
+                continue  # tokens behind a stop string
+            part = answer.add(new, finish)
+            left -= part.finish is not None
+            if part.text or part.tokens or part.finish:
+                yield part

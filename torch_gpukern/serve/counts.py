@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How often each token stands in the answers of the requests that have penalties, and which tokens
+their prompts have.
+
+The counts stay on the device, in a slot a request. A step brings the tokens that came since the
+last one, so that its cost does not grow with the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .request import Request
+from .transfer import on_device
+
+
+class Counts:
+    """
+    Args:
+        slots: requests that are known at once. Memory is 5 bytes a slot and token, taken at the
+            first request that has a penalty.
+    """
+
+    def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
+        self.slots, self.vocab, self.device = slots, vocab, device
+        self.answer: Tensor | None = None  # int32 [slots, vocab]
+        self.prompt: Tensor | None = None  # bool [slots, vocab]
+        self.known: dict[Request, tuple[int, int]] = {}  # a slot, and how many tokens it counts
+        self.free = list(range(slots))
+
+    def drop(self, request: Request) -> None:
+        """Gives the request's slot back."""
+        if request in self.known:
+            self.free.append(self.known.pop(request)[0])
+
+    def rows(self, wanted: Sequence[tuple[Request, Sequence[int]]]) -> tuple[Tensor, Tensor]:
+        """(int32 counts of the answers, bool marks of the prompts), each [rows, vocab] and the
+        caller's. A row is a request and the drafted tokens that count as its answer."""
+        if self.answer is None or self.prompt is None:
+            self.answer = torch.zeros(self.slots, self.vocab, dtype=torch.int32, device=self.device)
+            self.prompt = torch.zeros(self.slots, self.vocab, dtype=torch.bool, device=self.device)
+        in_prompt: list[int] = []  # places of the flat tables
+        in_answer: list[int] = []
+        for request, _ in wanted:
+            if request not in self.known:
+                slot = self.free.pop()
+                self.answer[slot].zero_()
+                self.prompt[slot].zero_()
+                self.known[request] = slot, 0
+            slot, seen = self.known[request]
+            first = slot * self.vocab
+            prompt = len(request.prompt)
+            in_prompt += [first + t for t in request.tokens[seen:prompt]]
+            in_answer += [first + t for t in request.tokens[max(seen, prompt) :]]
+            self.known[request] = slot, len(request.tokens)
+        if in_prompt:
+            self.prompt.view(-1).index_fill_(0, self.places(in_prompt), True)
+        if in_answer:
+            self.add(self.answer, in_answer)
+        slots = self.places([self.known[request][0] for request, _ in wanted])
+        answer, prompt_marks = self.answer[slots], self.prompt[slots]
+        drafted = [r * self.vocab + t for r, (_, tokens) in enumerate(wanted) for t in tokens]
+        if drafted:
+            self.add(answer, drafted)
+        return answer, prompt_marks
+
+    def add(self, counts: Tensor, places: list[int]) -> None:
+        at = self.places(places)
+        counts.view(-1).scatter_add_(0, at, torch.ones_like(at, dtype=counts.dtype))
+
+    def places(self, values: list[int]) -> Tensor:
+        return on_device(values, torch.int64, self.device)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The HTTP server's life: what it says when it begins, and how it ends.
+
+A signal ends it in three parts. New requests are refused with 503 while those that run have
+`drain_seconds`. What is left then ends with "abort": streams say so as their finish_reason, whole
+answers are 503. Connections of clients that do not read their answers are cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+import uvicorn
+from starlette.applications import Starlette
+
+from .engine import Engine
+
+FLUSH_SECONDS = 2.0  # for last words to clients
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of this address. Nobody can connect before the server listens.
+
+    Raises:
+        ValueError: the address is taken, or none of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    own = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        own.bind((host, port))
+    except OSError as error:
+        own.close()
+        raise ValueError(f"address {host}:{port}: {error.strerror or error}") from None
+    return own
+
+
+def address_of(own: socket.socket) -> str:
+    host, port = own.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """
+    Args:
+        app: of app.py.
+        engine: which the application starts.
+        drain_seconds: for requests that run when a signal comes.
+        says: printed when clients can connect.
+    """
+
+    def __init__(
+        self, app: Starlette, engine: Engine, *, drain_seconds: float = 5.0, says: str = ""
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=int(FLUSH_SECONDS) + 1,
+            )
+        )
+        self.engine, self.drain_seconds, self.says = engine, drain_seconds, says
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.says and self.started:
+            print(self.says, flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.engine.drain()
+        await self.until(lambda: not self.engine.alive, self.drain_seconds)
+        await asyncio.to_thread(self.engine.close)
+        await self.until(lambda: not self.server_state.tasks, FLUSH_SECONDS)
+        for connection in list(self.server_state.connections):
+            if (transport := getattr(connection, "transport", None)) is not None:
+                transport.abort()
+        await super().shutdown(sockets)
+
+    async def until(self, done, seconds: float) -> None:
+        """Waits until it is done, but not longer. A second interrupt ends the wait."""
+        end = time.monotonic() + seconds
+        while not done() and time.monotonic() < end and not self.force_exit:
+            await asyncio.sleep(0.02)

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Numbers of the host on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def on_device(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The copy does not wait for the device: it starts from pinned memory."""
+    numbers = torch.tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        return numbers.pin_memory().to(device, non_blocking=True)
+    return numbers.to(device)
