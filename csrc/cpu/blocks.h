@@ -154,21 +154,22 @@ TABLE gk_attn_bwd_blocks gk_attn_bwd_blocks_base = {64, 128, 64};
 #define GK_ATTN_BWD_CHUNK_BYTES \
     (INT64_C(1) << 28) /* ... whose copies of dQ together take at most this */
 
-/* paged: sequences of at most max_lanes (query tokens x heads of the group) are read key by key,
- * `unit` keys of all heads at a time, whose sums O of a head stay in registers for v_keys keys; the
- * context is split into chunks of `chunk` keys, more where the batch would have over max_chunks of
- * them; fewer than tasks_per_thread chunks a thread split the heads too. */
+/* paged: sequences of at most max_lanes lanes (query tokens x heads of the group) read their keys in
+ * tiles of `tile` keys, all heads of a tile together. The sums O of a head stay in registers for
+ * v_keys keys. The context is split into chunks of `chunk` keys, of more where the batch would have
+ * over max_chunks of them. With fewer than tasks_per_thread chunks a thread the heads are split,
+ * too. */
 typedef struct gk_paged_blocks {
-    int64_t max_lanes, unit, v_keys, chunk, max_chunks, tasks_per_thread;
+    int64_t max_lanes, tile, v_keys, chunk, max_chunks, tasks_per_thread;
 } gk_paged_blocks;
 
 /* Shares of the read loop beside it, geomean of B x context 1 x 4096, 4 x 4096, pages of 16 and 64.
  * Zen 5, f32 | bf16: v_keys 4
- * 0.81 | 0.83, 8 0.79 | 0.77, 16 0.78 | 0.78, 2 under 0.5; unit 16 0.78 | 0.70, 64 0.80 | 0.82; chunk 2048 0.77 | 0.78. Zen 4, before
- * heads went inside keys: unit 16 the same, 64 less; chunk 512 0.75 for 0.785 in bf16, 2048 0.79. 8
+ * 0.81 | 0.83, 8 0.79 | 0.77, 16 0.78 | 0.78, 2 under 0.5; tile 16 0.78 | 0.70, 64 0.80 | 0.82; chunk 2048 0.77 | 0.78. Zen 4, before
+ * heads went inside keys: tile 16 the same, 64 less; chunk 512 0.75 for 0.785 in bf16, 2048 0.79. 8
  * lanes read about half of what 4 do, GB/s a core. */
 TABLE gk_paged_blocks gk_paged_attn_blocks_avx512bf16 = {8, 32, 4, 1024, 4096, 2};
-/* no machine to measure on: a unit is one tile of p; more lanes than a CPU's batch of tokens has
+/* no machine to measure on: a tile of keys is one AMX tile of p; more lanes than a CPU's batch of tokens has
  * are blocks, as in prefill */
 TABLE gk_paged_blocks gk_paged_attn_blocks_amx = {64, 32, 4, 1024, 4096, 2};
 /* f32 | bf16: v_keys 4 0.78 | 0.87, 8 0.77 | 0.81 */

@@ -27,6 +27,7 @@
 #include "attn.h"
 #include "attn_drop.h"
 #include "attn_scores.h"
+#include "vec_math.h"
 #include "../blocks.h"
 
 enum {

@@ -11,6 +11,7 @@
  * Backward may have some of the columns alone. No workspace. Not here: float64 (ref/). */
 #include "gpukern_loss.h"
 #include "rows.h"
+#include "vec_math.h"
 
 typedef struct job {
     const gk_cross_entropy_args *a;

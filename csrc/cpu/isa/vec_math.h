@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* vec_math.h: functions of a vector that need no instruction beside vec.h's verbs; part of vec.h.
+/* vec_math.h: functions of a vector that need no instruction beside vec.h's verbs.
  * Minimax polynomials found by a weighted Remez exchange; the stated bound is theirs plus float32
  * rounding. */
 #ifndef GPUKERN_VEC_MATH_H
