@@ -277,11 +277,11 @@ INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int
     const float factor = score_step || PAIR == 1 ? 1 : scale * ATTN_UNIT;
     vf m[NV], sum[NV];
     bool moved = false;
+    for (int v = 0; v < NV; ++v) shrink[v] = vf_set1(1);
     for (int v = 0; v < nv; ++v) {
         const vf l = vf_load(lanes->l + lane + v * W);
         m[v] = vf_load(lanes->m + lane + v * W);
         sum[v] = vf_set1(0);
-        shrink[v] = vf_set1(1);
         top[v] = top[v] * factor;
         const vm lags = vf_lt(m[v] + attn_lag, top[v]);
         if (vm_any(lags)) {
@@ -400,13 +400,14 @@ INLINE void attn_clear_tokens(const gk_tensor *out, float *lse, int64_t first) {
 }
 
 /* ---- the end of a tile and of a block -------------------------------------------------------- */
-/* O^T += V^T p of one strip and n keys; p stands where the strip's scores stood. O^T is first
- * rescaled by `shrink`, or kept if that is NULL. *started: whether O^T holds a sum already. */
+/* O^T += V^T p of one strip and n keys, whose p stand where the scores stood. If m has moved, O^T
+ * is first rescaled by `shrink`, one of its nv vectors of lanes each. *started: whether O^T holds a
+ * sum already. */
 INLINE void attn_add_values(const attn_scratch *x, const attn_job *job, int64_t strip, int64_t n,
-                            int64_t width, const vf *shrink, bool *started) {
+                            int64_t width, const int nv, bool moved, const vf shrink[NV],
+                            bool *started) {
     float *o = x->o + strip * x->o_strip;
-    const int nv = width > W ? NV : 1;
-    if (shrink && *started)
+    if (moved && *started)
         for (int64_t d = 0; d < job->head_dim_v; ++d)
             for (int w = 0; w < nv; ++w) {
                 float *at = o + d * NR + w * W;
@@ -471,7 +472,7 @@ INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *
                 moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, NV, false, false,
                                      NULL, false, false);
             if (keys->dropout) attn_drop((cell *)x.s, n, j, lanes, lane, nv, keys->dropout);
-            attn_add_values(&x, job, strip, n, width, moved ? shrink : NULL, &started[strip]);
+            attn_add_values(&x, job, strip, n, width, nv, moved, shrink, &started[strip]);
         }
     }
     attn_end_block(&x, lanes, job, started, v_scale);

@@ -155,7 +155,7 @@ INLINE void attn_block_masked(const attn_job *job, attn_lanes *lanes, const attn
                 moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, NV, false, false,
                                      &own, false, false);
             if (keys->dropout) attn_drop((cell *)x.s, n, j, lanes, lane, nv, keys->dropout);
-            attn_add_values(&x, job, strip, n, width, moved ? shrink : NULL, &started[strip]);
+            attn_add_values(&x, job, strip, n, width, nv, moved, shrink, &started[strip]);
             if (num_bad)
                 strip_add_keys(x.o + strip * x.o_strip, (const cell *)x.s, job, lanes, lane, width,
                                rows, bad_v, bad, num_bad, j);
