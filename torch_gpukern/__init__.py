@@ -131,14 +131,24 @@ __all__ = [
 __version__: str = _ops.version.default()
 
 _OfCudaGemm = _TypedDict(
-    "_OfCudaGemm", {"device": str, "class": str, "rows": list[str], "accumulate": str}, total=False
+    "_OfCudaGemm",
+    {
+        "device": str,
+        "class": str,
+        "instances": list[str],
+        "rows": list[str],
+        "accumulate": str,
+    },
+    total=False,
 )
 
 
 class Explanation(_OfCudaGemm):
-    """What `explain` returns: each entry is described there. The last four, device, class and rows
-    of a CUDA gemm and accumulate of float8_e4m3fn attention, are there for those alone."""
+    """What `explain` returns: each entry is described there. A CUDA gemm alone has device, class
+    and instances, and float8_e4m3fn attention alone has accumulate. row and rows are the old names
+    of instance and instances, kept for one version."""
 
+    instance: str
     row: str
     isa: str
     tile: list[int]
@@ -204,8 +214,7 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
             ``"flash_attn_varlen"``, ``"flash_attn_bwd"``, ``"paged_attn"``, ``"rope_kv_write"``,
             what quantises, and the forward of the row operations.
         *args: the arguments of ``torch.ops.gpukern.<op>``, by position
-        arch: ``"sm_80"``, ``"sm_86"``, ``"sm_89"`` or ``"sm_90"``: what a GPU of that architecture
-        would
+        arch: ``"sm_80"``, ``"sm_86"``, ``"sm_89"`` or ``"sm_90"``: what a GPU of that architecture would
             run (an A100, RTX 3090, L40S, H100), wherever the tensors are. No GPU is needed, and of
             tensors on the CPU no contents are read; the build must have the CUDA kernels
             (GPUKERN_CUDA=1).
@@ -214,7 +223,7 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
     Returns:
         An `Explanation`:
 
-        - ``row``: name of the kernel instance.
+        - ``instance``: name of the kernel instance; ``row``, its old name, stays for one version.
         - ``isa``: its instruction set or architecture.
         - ``tile``: block sizes; gemm MB NB KB and on the CPU MR * NR, attention BQ BKV and the span of a
           context chunk; 0 is unused.
@@ -227,9 +236,10 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
           `arch` where only a device could tell.
         - ``bound_us``: on CUDA, the larger of bytes over the device's bandwidth and flops over its peak, in
           microseconds; 0 on the CPU.
-        - ``preferred``: whether the row was preferred since it was tuned (``python -m torch_gpukern tune gemm``).
-        - ``device``, ``class``, ``rows``: of a gemm on CUDA, the device's name, the class of calls that a preferred
-          row serves, and every row that takes the call, the default one first.
+        - ``preferred``: whether the instance was preferred since it was tuned (``python -m torch_gpukern tune gemm``).
+        - ``device``, ``class``, ``instances``: of a gemm on CUDA, the device's name, the tuning key that a
+          preferred instance serves, and every instance that takes the call, the default one first; ``rows`` is
+          the old name of ``instances``.
         - ``accumulate``: of flash_attn and flash_attn_varlen of float8_e4m3fn, whose arguments are the function's: ``"fast"`` or
           ``"precise"``, what ``"auto"`` came to.
 

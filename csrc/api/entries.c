@@ -1,15 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* entries.c: the entry points of gpukern.h that every op has, and the plan and run of op.h: an op
- * says in its own file what a call must be (gk_check_<op>) and how many bytes and FLOPs it is
- * (gk_cost_<op>). */
+/* entries.c: the entry points of gpukern.h that every op has, and the plan and run of op.h. The
+ * file of an op has its check (gk_check_<op>) and its bytes and FLOPs (gk_cost_<op>). */
 #include "../core/checks.h"
 #include "../core/dispatch.h"
-#include "gpukern_ranks.h"
+#include "gpukern.h"
 
 #include <string.h>
 
-/* What an entry point checks beyond the op's laws: strides, and the results, which are there by
- * now. writes: the call will run. */
+/* What an entry point checks beside gk_check_<op>: strides, and the results, which the caller has
+ * allocated. writes: the call will run. */
 static gk_status check_call(gk_io *io, bool writes) {
     GK_TRY(gk_check_strides(io));
     for (int i = 0; i < io->num_results; ++i) {
@@ -21,9 +20,9 @@ static gk_status check_call(gk_io *io, bool writes) {
     return GK_OK;
 }
 
-/* The arguments, or where the softcap is none that the kernels can take, a copy with one that they
- * can: with what stands behind them, as their size says (gk_flash_attn_accumulate_args), up to
- * MOST_BEHIND bytes. */
+/* Sets `args` to a copy with another softcap if the kernels cannot take the given one. The copy
+ * includes what follows the struct by its size (gk_flash_attn_accumulate_args), up to MOST_BEHIND
+ * bytes. */
 enum {
     MOST_BEHIND = 64
 };

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* flash_attn: what a call of gk_flash_attn_fwd, gk_flash_attn_bwd or gk_flash_attn_fp8 must be, and
- * what it costs. */
+/* flash_attn: the checks and costs of gk_flash_attn_fwd, gk_flash_attn_bwd and gk_flash_attn_fp8.
+ */
 #include "../core/attn_mask.h"
 #include "../formats/attn_scales.h"
 #include "../core/checks.h"
 #include "../core/dispatch.h"
-#include "gpukern_ranks.h"
+#include "gpukern.h"
 
 /* ---- laws ------------------------------------------------------------------------------------ */
 /* Dense and packed calls differ in the place of the dimensions. */
@@ -174,8 +174,8 @@ static void out_shape(const gk_flash_attn_args *f, int64_t *shape) {
     shape[last] = f->v.shape[last];
 }
 
-/* q's, or float32 where that is the wider one: what is joined with other results later is not
- * rounded before. */
+/* q's dtype, or float32 if that is wider: results that are joined with others later are not rounded
+ * before. */
 static gk_status check_result_dtype(gk_io *io, const char *name, const gk_tensor *q,
                                     gk_dtype dtype) {
     const bool wide = gk_type_of(q->dtype)->bits < 32;

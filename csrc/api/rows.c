@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* rows: what the calls of operations along the last dimension must be, and what they cost: norms,
- * softmax, gated units, rotary embedding, cross entropy. */
+/* rows: the checks and costs of operations along the last dimension: norms, softmax, gated linear
+ * units, rotary embedding, cross entropy. */
 #include "../core/checks.h"
 #include "../core/dispatch.h"
-#include "gpukern_loss.h"
+#include "gpukern_train.h"
 
 /* ---- what several have ----------------------------------------------------------------------- */
 /* A float tensor [..., N], its last dimension dense. */

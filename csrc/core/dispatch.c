@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* dispatch.c: plans a call whose arguments are checked, by the first kernel that serves it, and
- * runs the plan.
- * The only file that knows every room: ref/, cpu/ and (where built) cuda/. */
+ * runs the plan. It is the only file that knows all of ref/, cpu/ and, if it was built, cuda/. */
 #include "dispatch.h"
 #include "checks.h"
 #include "../cpu/kernels.h"
@@ -132,8 +131,8 @@ gk_status gk_dispatch_plan_default(const gk_context *ctx, gk_op op, gk_dtype dty
                    gpu->arch % 10);
 }
 
-bool gk_dispatch_plan_gemm_row(const gk_cuda_instance *row, const gk_context *ctx,
-                               const gk_gpu *gpu, const gk_gemm_args *args, gk_plan *plan) {
+bool gk_dispatch_plan_gemm_instance(const gk_cuda_instance *row, const gk_context *ctx,
+                                    const gk_gpu *gpu, const gk_gemm_args *args, gk_plan *plan) {
     int num_tables;
     const gk_cuda_table *const *tables = gk_cuda_tables(GK_OP_GEMM, &num_tables);
     for (int t = 0; t < num_tables; ++t)
@@ -151,7 +150,7 @@ static bool plan_preferred(const gk_context *ctx, gk_op op, const void *args, gk
     gk_gemm_key key;
     gk_gemm_key_of(gpu->name_hash, args, &key);
     const gk_cuda_instance *row = gk_preferred(&key);
-    if (!row || !gk_dispatch_plan_gemm_row(row, ctx, gpu, args, plan)) return false;
+    if (!row || !gk_dispatch_plan_gemm_instance(row, ctx, gpu, args, plan)) return false;
     plan->preferred = true;
     return true;
 }
@@ -238,7 +237,7 @@ gk_status gk_dispatch_call(const gk_context *ctx, gk_op op, gk_dtype dtype, cons
 /* ---- what a call would do -------------------------------------------------------------------- */
 static void name_cpu_kernel(const gk_cpu_instance *row, gk_explanation *out) {
     const bool reference = row->dtype == GK_F64;
-    snprintf(out->row, sizeof out->row, reference ? "%s_%s" : "%s_%s_%s", row->name,
+    snprintf(out->instance, sizeof out->instance, reference ? "%s_%s" : "%s_%s_%s", row->name,
              gk_type_of(row->dtype)->short_name, gk_isa_names[row->isa]);
     snprintf(out->isa, sizeof out->isa, "%s", reference ? "ref" : gk_isa_names[row->isa]);
 }
@@ -258,7 +257,7 @@ gk_status gk_dispatch_explain(const gk_context *ctx, gk_op op, gk_dtype dtype, c
 #ifdef GPUKERN_HAS_CUDA
     if (ctx->device == GK_CUDA) {
         const gk_cuda_instance *row = plan.kernel;
-        snprintf(found.row, sizeof found.row, "%s", row->name);
+        snprintf(found.instance, sizeof found.instance, "%s", row->name);
         snprintf(found.isa, sizeof found.isa, "%s",
                  strstr(row->name, "_sm90a") ? "sm_90a" : "sm_80");
         found.waves = plan.waves;

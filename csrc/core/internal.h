@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* internal.h: what the files of csrc share and users do not see: failure texts, scalar loads, the
- * worker loop. */
+/* internal.h: what all files of csrc share and users do not see: failure texts, loads and stores of
+ * one element, the worker loop. */
 #ifndef GPUKERN_INTERNAL_H
 #define GPUKERN_INTERNAL_H
 
 #include "../formats/codes.h"
-#include "gpukern.h"
+#include "gpukern_quant.h"
 #include "types.h"
 
 #include <math.h>
@@ -25,8 +25,8 @@ gk_status gk_fail(gk_status code, const char *format, ...);
 /* The default of a switch over a dtype: a failure that names the type. A type that was added to the
  * table and not to the switch must not be read as another one. */
 gk_status gk_no_case(const char *what, gk_dtype dtype);
-/* The same where no status can be returned, past the checks that refuse such a call: the library's
- * own mistake, so it stops. */
+/* The same where no status can be returned. The checks have refused such a call, so this is a bug
+ * of the library, and it aborts. */
 #if defined(__GNUC__)
 __attribute__((noreturn, cold))
 #endif
@@ -139,8 +139,8 @@ static inline void gk_store(void *p, gk_dtype dtype, int64_t i, double x) {
 }
 
 /* ---- numbers of a call, in the precision that its dtype is computed in ----------------------- */
-/* Whether alpha or beta keeps its value: float32 has none between 0 and FLT_MIN of full precision,
- * nor past FLT_MAX. */
+/* Whether alpha or beta keeps its value in float32, which has no full precision below FLT_MIN and
+ * nothing above FLT_MAX. */
 static inline bool gk_holds(gk_dtype dtype, double x) {
     const double size = fabs(x);
     return dtype == GK_F64 || !isfinite(x) || size == 0 ||
@@ -150,9 +150,9 @@ static inline bool gk_holds(gk_dtype dtype, double x) {
 /* The largest scale: times log2(e) it is finite. */
 static inline double gk_scale_limit(gk_dtype dtype) { return dtype == GK_F64 ? INFINITY : 1e38; }
 
-/* The softcap that a kernel is given: one for which scale / softcap and softcap log2(e) are numbers
- * of full precision. A cap that no score comes near is none (0), and scores under one this small
- * are 0 to any precision that they meet. */
+/* The softcap that a kernel gets: scale / softcap and softcap log2(e) are then numbers of full
+ * precision. A cap far above every score becomes 0, no cap. Under a cap far below them all scores
+ * are 0 in any precision. */
 static inline double gk_held_softcap(const gk_attn_rules *r, gk_dtype dtype) {
     const bool wide = dtype == GK_F64;
     const double far = wide ? 1e290 : 1e30, scale = fabs(r->scale);
@@ -266,8 +266,8 @@ typedef void (*gk_work_fn)(void *arg, int64_t task, int64_t worker);
  * gk_num_workers workers. */
 int64_t gk_num_workers(const gk_context *ctx, int64_t num_tasks);
 
-/* num_threads as the kernels count it: at least 1, and so few that a product with a workspace does
- * not overflow. */
+/* num_threads as the kernels count it: at least 1, and small enough that its product with a
+ * workspace does not overflow. */
 #define GK_MAX_THREADS 4096
 static inline int64_t gk_num_threads(const gk_context *ctx) {
     return gk_clamp_i64(ctx->num_threads, 1, GK_MAX_THREADS);

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* mailbox.h: what lies in a rank's mailbox (gk_sum_over_ranks): counters of its own calls, a flag
- * for each block of each rank, and twice, for calls in turn, a place for the x of each rank. */
+/* mailbox.h: the layout of a rank's mailbox (gk_sum_over_ranks): counters of its own calls, a flag
+ * for each block of each rank, and two buffers for the x of each rank, which calls use alternately.
+ */
 #ifndef GPUKERN_MAILBOX_H
 #define GPUKERN_MAILBOX_H
 
-#include "gpukern_sums.h"
+#include "gpukern.h"
 
 enum {
     GK_MAILBOX_BLOCKS = 64, /* most blocks of a call; each has its own flag */

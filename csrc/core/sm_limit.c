@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sm_limit.c: how many SMs kernels may take whose blocks stay on their SM. A number of this
- * process; gk_gpu_of (cuda/host/device.cu) shows every planner a GPU of that size. */
+/* sm_limit.c: the number of SMs that persistent kernels may use. It is one number for the process.
+ * gk_gpu_of (cuda/host/device.cu) shows every planner a GPU of that size. */
 #include "checks.h"
-#include "gpukern_ranks.h"
+#include "gpukern.h"
 
 static int32_t limit; /* 0: none */
 

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* attn_scales.h: the scales of 8-bit q, k and v: which one a token of a head has. Read by every
- * kernel of flash_attn_fp8. */
+/* attn_scales.h: finds the scale of a token and head of 8-bit q, k and v. Every kernel of
+ * flash_attn_fp8 includes it. */
 #ifndef GPUKERN_ATTN_SCALES_H
 #define GPUKERN_ATTN_SCALES_H
 
-#include "gpukern_attn_fp8.h"
+#include "gpukern.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -13,7 +13,7 @@
  * stored. All sums are double.
  * Work split: a task owns REF_TOKENS tokens of one head; blocks of REF_ROWS tokens of one sequence
  * share each row loaded. */
-#include "gpukern_ranks.h"
+#include "gpukern.h"
 #include "attn.h"
 
 typedef struct flash_job {

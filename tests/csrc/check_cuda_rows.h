@@ -12,7 +12,7 @@
  *   dropout         size |x + b| / (1 - p) + |residual|, backward |g| (1 + |x + b|) / (1 - p); loss 32 u. What is kept is exact
  * adamw writes what it reads, which no problem here can: tests/ops/test_adamw.py has it on both
  * devices. */
-#include "gpukern_loss.h"
+#include "gpukern_train.h"
 #include "formats/philox.h"
 
 static struct {

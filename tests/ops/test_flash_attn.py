@@ -1392,7 +1392,7 @@ def test_varlen_opcheck_of_the_backward(dtype, device):
 
 def _parts_of_sinks(q, k, v, grad, parts):
     """On the CPU the parts' shares put right what the rounding of out is in the gradient of sinks
-    (gpukern_ranks.h)."""
+    (gpukern.h)."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     sinks = torch.linspace(-1, 1, q.shape[1], device=q.device, dtype=wide)
     sinks[-1] = -torch.inf

@@ -448,7 +448,7 @@ def run(args: argparse.Namespace) -> int:
         f"{name} {size}" for name, size in zip(CALLS[args.op].tiles, x["tile"], strict=True) if size
     )
     rows = [
-        ("row", x["row"] + (", preferred since it was tuned" if x["preferred"] else "")),
+        ("instance", x["instance"] + (", preferred since it was tuned" if x["preferred"] else "")),
         ("instruction set", x["isa"] + (f" ({why})" if why else "")),
         ("tile", tiles or "none"),
         ("tasks", x["tasks"]),

@@ -106,7 +106,7 @@ def backward(
     """(dq, dk, dv, dsinks), the first three float32 (float64 with float64).
 
     part: k and v are some of the keys that out and lse are of. dq is then these keys' share, and so
-    is dsinks on the CPU (gpukern_ranks.h); on a GPU there is none.
+    is dsinks on the CPU (gpukern.h); on a GPU there is none.
     """
     grads = ops.flash_attn_bwd(
         grad_out, q, k, v, out, lse, grad_lse, diagonal=diagonal, deterministic=are_deterministic(),

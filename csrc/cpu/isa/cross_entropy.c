@@ -9,7 +9,7 @@
  * read once forward and once backward: blocks of ROW_BLOCK columns have a maximum of their own, and
  * their sums meet in double; where forward gives dlogits, too, a row's second read is from a cache.
  * Backward may have some of the columns alone. No workspace. Not here: float64 (ref/). */
-#include "gpukern_loss.h"
+#include "gpukern_train.h"
 #include "rows.h"
 #include "vec_math.h"
 
