@@ -12,6 +12,11 @@
 
 #include "../../layout/layout.cuh" /* GK_HD */
 
+#ifdef __CUDACC__
+#include "../../ptx/opaque.cuh"
+#include "../score.cuh"
+#endif
+
 #include <math.h>
 #include <stdint.h>
 
@@ -74,9 +79,6 @@ template <int COLUMNS> GK_HD inline uint32_t columns_in(int from, int to) {
 }
 
 #ifdef __CUDACC__
-#include "../../ptx/opaque.cuh"
-#include "../score.cuh"
-
 /* Which of a lane's columns its two rows see, and what is common to the rows of the warp: a bit is
  * a column. */
 struct KeptColumns {

@@ -11,6 +11,10 @@
 #define GPUKERN_CUDA_GEMM_MISALIGNED_CUH
 
 #include "realign.cuh"
+#ifdef __CUDACC__
+#include "../../ptx/cp_async.cuh"
+#include "../../ptx/smem.cuh"
+#endif
 
 /* The chunks that hold the rows of a tile, row after row. */
 template <class Tile> struct raw_rows {
@@ -28,9 +32,6 @@ GK_HD inline int raw_bytes(int chunk, int before, int valid) {
 }
 
 #ifdef __CUDACC__
-#include "../../ptx/cp_async.cuh"
-#include "../../ptx/smem.cuh"
-
 /* By a warp: the chunks of a tile's rows; those of rows and columns that are not valid become
  * zeros. first: the lowest address of the tensor. Nothing before it and nothing behind a row's end
  * is read: the chunk that `first` lies in is copied by elements. */
