@@ -6,7 +6,7 @@
  *
  * The result is checked against plain loops in double over the rounded weight; the program exits
  * with 1 when one is off. */
-#include <gpukern.h>
+#include <gpukern_quant.h>
 
 #include <math.h>
 #include <stdio.h>
