@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gemm: the checks and costs of gk_gemm and gk_gemm_act_bwd. gemm_prefer.c has the entry points
- * that choose an instance. */
+/* gemm: what a call of gk_gemm or gk_gemm_act_bwd must be, and what it costs. gemm_prefer.c has the
+ * entry points that choose a kernel. */
 #include "../core/checks.h"
 #include "../core/dispatch.h"
 #include "../core/folds.h"

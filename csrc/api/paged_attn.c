@@ -4,8 +4,8 @@
 #include "../core/dispatch.h"
 
 /* ---- laws ------------------------------------------------------------------------------------ */
-/* The lengths of a row that the cache takes, on every device: those that the CPU reads. Attention
- * on CUDA takes fewer. */
+/* Rows of as many lengths are written everywhere as the CPU reads: CUDA's attention takes fewer
+ * lengths than its cache. */
 static const gk_device WRITES = GK_CPU;
 
 /* The dtype of `first`, or 8-bit codes, of one kind in both caches. */
@@ -117,9 +117,9 @@ gk_status gk_check_paged_attn(const gk_context *ctx, const gk_paged_attn_args *p
     return GK_OK;
 }
 
-/* Elements that are written share no memory with each other or with inputs. Exception: the first
- * `behind` inputs, k and v among them, may share memory with the caches. The caller of the entry
- * point must have copied them if a row that is written is part of them. */
+/* Elements that are written share no memory: not with each other, not with what is read. The first
+ * `behind` inputs, k and v among them, may share memory with the caches; who calls the entry point
+ * must have copied them where a row that is written is among it. */
 static gk_status check_written(const gk_io *io, int behind) {
     if (io->depth == GK_SHAPES) return GK_OK;
     for (int i = 0; i < io->num_inputs; ++i) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* sum_over_ranks: the check of gk_sum_over_ranks. It is not in ops.def, because it has one kernel
- * and no meaning without other ranks. */
+/* sum_over_ranks: what a call of gk_sum_over_ranks must be. It is no op of ops.def: it has one
+ * kernel, and no meaning without other ranks. */
 #include "../core/checks.h"
 #include "../core/mailbox.h"
 #ifdef GPUKERN_HAS_CUDA

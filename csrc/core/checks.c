@@ -54,9 +54,9 @@ static gk_shape_text text_of(const gk_tensor *t) { return gk_text_of(t->ndim, t-
 static const char *plural(int n) { return n == 1 ? "dimension" : "dimensions"; }
 
 /* ---- inputs ---------------------------------------------------------------------------------- */
-/* More elements than an address space holds. Below this no product of sizes, strides and workers
- * overflows 64 bits. A size of 0 counts as 1, because the other sizes of an empty tensor also size
- * workspaces. */
+/* More elements than any address space holds: below it no product of sizes, strides and workers
+ * overflows 64 bits. A size of 0 counts as 1, because workspaces are also sized by what an empty
+ * tensor has most of. */
 #define MAX_ELEMENTS (INT64_C(1) << 48)
 
 /* A stride must reach no further than MAX_ELEMENTS, in a dimension of size 0 or 1, too. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* checks.h: the building blocks of the checks of csrc/api/. A failure names the argument, what was
- * expected and what came, and returns GK_ERR_ARGUMENT or GK_ERR_UNSUPPORTED. `letters` names
- * dimensions as gpukern.h does: "[B, Hq, Sq, D]". */
+/* checks.h: what the checks of csrc/api/ are made of. Each names the argument, what was expected
+ * and what came, and returns GK_ERR_ARGUMENT or GK_ERR_UNSUPPORTED. `letters` names dimensions as
+ * gpukern.h does, "[B, Hq, Sq, D]". */
 #ifndef GPUKERN_CHECKS_H
 #define GPUKERN_CHECKS_H
 

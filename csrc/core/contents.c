@@ -92,7 +92,7 @@ static gk_status check_length(int64_t b, int64_t length, int64_t seq_q, int64_t 
     return GK_OK;
 }
 
-/* The entries of row b that some query reads. Pages in front of the first query's window or of
+/* The entries of row b that some query reads: pages left of the first query's window and of
  * kv_start may hold anything. */
 static gk_status check_pages(const gk_paged_attn_args *x, int64_t b, int64_t length,
                              int64_t seq_q) {

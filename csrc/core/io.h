@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* io.h: what a check reports about a call's tensors. The check of an op, gk_check_<op>, applies
- * every rule of shape, dtype and value, and finds the results' shapes and dtypes. Entry points and
- * the plugin both call it before anything is allocated. */
+/* io.h: what a check says of a call's tensors. The check of an op, gk_check_<op>, holds every law
+ * of shape, dtype and value, and finds the results' shapes and dtypes; entry points and the plugin
+ * both ask it, before anything is allocated. */
 #ifndef GPUKERN_IO_H
 #define GPUKERN_IO_H
 
@@ -61,8 +61,8 @@ typedef struct gk_io {
 /* What a check begins with; it counts the check (gk_count_calls). */
 void gk_io_begin(gk_io *io, gk_depth depth);
 
-/* Whether the inputs have the strides that the kernels need. It is the last check of an entry
- * point. */
+/* Whether the inputs have the strides that the kernels ask for: the last of what an entry point
+ * refuses. */
 gk_status gk_check_strides(gk_io *io);
 /* Whether result i, as it is given, is what it has to be; and whether it shares memory with no
  * input. */
@@ -76,8 +76,8 @@ bool gk_shares_memory(const gk_tensor *x, const gk_tensor *y);
 /* Whether attention on such a device has kernels for q, k or v of this head_dim. */
 bool gk_serves_head_dim(gk_device device, int64_t head_dim);
 
-/* This thread's last failure text, without the name of the entry point that gk_last_error() puts in
- * front. */
+/* This thread's last failure without the name of the entry point that gk_last_error() has in front
+ * of it. */
 const char *gk_last_detail(void);
 
 #ifdef __cplusplus

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* overlap.c: whether two tensors share memory.
  *
- * The byte offsets of a tensor form a lattice. Two tensors share memory if
+ * Both lie on lattices of byte offsets; the question is whether
  *   sum_i step_i * d_i = y - x   has a solution with low_i <= d_i <= high_i.
- * There is one term per distinct stride; two views of one tensor share all of them. The terms are
- * tried largest first. The remaining terms must reach the rest of the sum, which leaves two or
- * three candidates per term. */
+ * One term per distinct stride (of two views of one tensor all are shared), largest first: what is
+ * left after a term must be within reach of the rest, which leaves two or three candidates per
+ * term. */
 #include "io.h"
 #include "internal.h"
 
@@ -85,6 +85,6 @@ static range range_of(const gk_tensor *t) {
 
 bool gk_shares_memory(const gk_tensor *x, const gk_tensor *y) {
     if (gk_numel(x) == 0 || gk_numel(y) == 0) return false;
-    const range a = range_of(x), b = range_of(y); /* disjoint for nearly all tensors */
+    const range a = range_of(x), b = range_of(y); /* tells nearly all tensors apart */
     return a.begin < b.end && b.begin < a.end && overlap(x, y);
 }

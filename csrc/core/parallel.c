@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* parallel.c: hands tasks to the workers of the caller's pool. Which worker runs a task never
- * changes a result. To this end a worker takes the caller's floating-point mode (rounding,
- * flush-to-zero, denormals-are-zero) and restores its own at the end. */
+ * changes a result: workers also take over the caller's floating-point mode (rounding,
+ * flush-to-zero, denormals-are-zero) and leave with their own. */
 #include "internal.h"
 
 #include <fenv.h>
 #include <stdatomic.h>
 
-static _Thread_local char here; /* its address identifies the thread */
+static _Thread_local char here; /* its address tells threads apart */
 
 typedef struct share {
     gk_work_fn fn;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* plan.h: the plan of a call. ops/ and the entry points make it once, allocate the workspace that
- * it asks for, and run it. Nothing is decided twice. The header is not installed, because a plan's
- * fields may change with every version. */
+/* plan.h: a call that is planned once. ops/ and the entry points plan it, find the memory that the
+ * plan asks for, and run it; nothing is decided twice. Not installed: what a plan holds may change
+ * with every version. */
 #ifndef GPUKERN_PLAN_H
 #define GPUKERN_PLAN_H
 
@@ -28,8 +28,8 @@ typedef struct gk_plan {
     int64_t tile[4], tasks, chunks;
     double waves;   /* 0: tasks over the blocks that run at once */
     bool preferred; /* the instance is the one that gk_gemm_prefer asked for */
-    /* The kernel's own part, of a type that its file declares: the problem, where operands are
-     * read, the grid. Tensor maps need the alignment. */
+    /* the kernel's own: the problem, where operands are read, the grid; of the type that its file
+     * declares. Tensor maps ask for the alignment */
 #ifdef __cplusplus
     alignas(128)
 #else
@@ -71,8 +71,8 @@ extern "C" {
 #define GK_OWN_CONST(type, plan) ((const type *)(const void *)(plan)->own)
 #endif
 
-/* How often this thread checked a call's arguments, planned a call, and got a plan from a kernel or
- * family. Tests assert that each happens once a call. */
+/* How often this thread checked a call's arguments, planned a call, and asked a kernel or family
+ * for a plan that it gave; tests hold each to once a call. */
 typedef struct gk_call_counts {
     int64_t checks, plans, kernel_plans;
 } gk_call_counts;

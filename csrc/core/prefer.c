@@ -2,10 +2,10 @@
 /* prefer.c: the tuning key of a gemm call, its text, and the table from keys to preferred
  * instances.
  *
- * The table is a sorted array. New keys replace the array as a whole. For a known key one atomic
- * store changes the instance; NULL means that the key was forgotten. Readers take no lock and may
- * still search an array that was replaced, so old arrays are kept: loading a file makes one array,
- * and tuning makes one for each product. Writers exclude each other by a lock. */
+ * That table is a sorted array, replaced as a whole where new keys come; of a key that it has only
+ * the instance changes, by one atomic store, NULL for a forgotten key. Readers take no lock, and
+ * may still walk an array that was replaced, so it is kept: a file of keys makes one array, and
+ * tuning one for each product. Writers exclude each other. */
 #include "prefer.h"
 
 #include <inttypes.h>
@@ -36,8 +36,8 @@ static bool is_aligned(const gk_tensor *t, uint8_t layout) {
     return good;
 }
 
-/* Whether all batch dimensions are rows of one matrix: b does not change along them, and a has one
- * stride over them. */
+/* Whether all batch dimensions are rows of one matrix: b does not change along them, a walks them
+ * in one stride. */
 static bool batch_is_rows(const gk_gemm_args *g, int64_t batch) {
     const gk_tensor *a = &g->a, *b = &g->b;
     for (int d = 0; d < b->ndim - 2; ++d)
@@ -169,7 +169,7 @@ typedef struct entry {
 
 /* Sorted by hash; its keys never change. */
 typedef struct entries {
-    struct entries *replaced; /* by this one: readers may still search it */
+    struct entries *replaced; /* by this one: readers may still walk it */
     size_t count;
     entry all[];
 } entries;
@@ -178,9 +178,9 @@ int32_t gk_num_preferred;
 static entries *current; /* atomic */
 static pthread_mutex_t writing = PTHREAD_MUTEX_INITIALIZER;
 static entry *
-    /* Keys that `current` does not have yet. The next reader sorts all keys of a file in at once.
-     */
-        added;
+    /* keys that `current` does not have yet: what a file brings is sorted in at once, by the next
+     * call that looks */
+    added;
 static size_t num_added, room_for_added;
 static int32_t any_added; /* atomic */
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* prefer.h: the map from the tuning keys of gemm calls to preferred instances. gk_gemm_prefer
- * writes it and dispatch.c reads it. Any thread may read at any time without a lock. The map treats
- * instances as opaque pointers, so it runs and is tested without a GPU. */
+/* prefer.h: which instance was asked for, by tuning key of gemm calls: what gk_gemm_prefer writes
+ * and dispatch.c reads. Any thread reads at any time without a lock; what an instance is stays the
+ * caller's business, so that all of this runs and is tested without a GPU. */
 #ifndef GPUKERN_PREFER_H
 #define GPUKERN_PREFER_H
 

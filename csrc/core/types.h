@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* types.h: the properties of an element type. A new type needs a line in types.c, a load and a
- * store in internal.h, and instances of the kernels that read it. No array is indexed by the value
- * of a gk_dtype. */
+/* types.h: what the library knows of an element type beyond its kernels. A new type is a line in
+ * types.c, a load and a store in internal.h, and the kernels' instances that read it; nothing is
+ * indexed by the value of a gk_dtype. */
 #ifndef GPUKERN_TYPES_H
 #define GPUKERN_TYPES_H
 
@@ -32,8 +32,9 @@ typedef struct gk_type {
     const char *name, *short_name; /* as Python spells it; as kernels' names do */
 } gk_type;
 
-/* All types: those that kernels compute in, integers of index tensors, 8-bit codes and scales. The
- * last one stands for an unknown dtype: GK_KIND_NONE, 0 bits, the name "unknown dtype". */
+/* Types that kernels compute in, the integers of index tensors, 8-bit codes and scales, and at the
+ * end the one of GK_KIND_NONE, 0 bits and the name "unknown dtype", which is what an unknown dtype
+ * has. */
 extern const gk_type gk_types[];
 
 static inline const gk_type *gk_type_of(gk_dtype dtype) {

@@ -130,10 +130,10 @@ TABLE gk_attn_blocks gk_attn_fwd_blocks[] = {
 TABLE gk_attn_blocks gk_attn_fwd_blocks_tiled[] = {{512, 256, 256, 32}};
 
 /* ---- flash_attn backward ---------------------------------------------------------------------
- * A pair of tiles is bq queries x bkv keys. Scores are computed `strip` keys at a time, so that
- * they are still in cache when they become probabilities and gradients. Strips of 28, 64 and 128
- * keys differ by 2%. The reasons are GFLOP/s on two cores, for full attention, head_dim 64 and S =
- * 2048 if not stated otherwise. */
+ * A pair of tiles is bq queries x bkv keys; scores are made `strip` keys at a time, so that they
+ * are
+ * near when they become probabilities and gradients; strips of 28, 64, 128 keys differ by 2%.
+ * Reasons are GFLOP/s on two cores, full attention, head_dim 64 and S = 2048 where not said. */
 typedef struct gk_attn_bwd_blocks {
     int64_t bq, bkv, strip;
 } gk_attn_bwd_blocks;
@@ -154,8 +154,8 @@ TABLE gk_attn_bwd_blocks gk_attn_bwd_blocks_base = {64, 128, 64};
 #define GK_ATTN_BWD_CHUNK_BYTES \
     (INT64_C(1) << 28) /* ... whose copies of dQ together take at most this */
 
-/* paged: sequences of at most max_lanes lanes (query tokens x heads of the group) read their keys
- * in tiles of `tile` keys, all heads of a tile together. The sums O of a head stay in registers for
+/* paged: sequences of at most max_lanes lanes (query tokens x heads of the group) read their keys in
+ * tiles of `tile` keys, all heads of a tile together. The sums O of a head stay in registers for
  * v_keys keys. The context is split into chunks of `chunk` keys, of more where the batch would have
  * over max_chunks of them. With fewer than tasks_per_thread chunks a thread the heads are split,
  * too. */
@@ -169,8 +169,8 @@ typedef struct gk_paged_blocks {
  * heads went inside keys: tile 16 the same, 64 less; chunk 512 0.75 for 0.785 in bf16, 2048 0.79. 8
  * lanes read about half of what 4 do, GB/s a core. */
 TABLE gk_paged_blocks gk_paged_attn_blocks_avx512bf16 = {8, 32, 4, 1024, 4096, 2};
-/* no machine to measure on: a tile of keys is one AMX tile of p; more lanes than a CPU's batch of
- * tokens has are blocks, as in prefill */
+/* no machine to measure on: a tile of keys is one AMX tile of p; more lanes than a CPU's batch of tokens has
+ * are blocks, as in prefill */
 TABLE gk_paged_blocks gk_paged_attn_blocks_amx = {64, 32, 4, 1024, 4096, 2};
 /* f32 | bf16: v_keys 4 0.78 | 0.87, 8 0.77 | 0.81 */
 TABLE gk_paged_blocks gk_paged_attn_blocks_avx512 = {8, 32, 4, 1024, 4096, 2};

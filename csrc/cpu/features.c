@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* features.c: which instruction sets this machine can run. GK_X86_ISAS is defined if the build
- * compiled the x86 sets; otherwise base is the only one. */
+/* features.c: what this machine can run. With vec.h the only file that asks about instruction sets.
+ * GK_X86_ISAS is defined where the build compiled the x86 sets; elsewhere base is all there is. */
 #include "kernels.h"
 
 #if defined(GK_X86_ISAS)
@@ -42,11 +42,11 @@ static bool has_tiles(void) {
            (ebx & 0xffff) == 64 && ebx >> 16 == 8 && (ecx & 0xffff) == 16;
 }
 
-/* Whether the system saves tiles and lets this process use them. An old kernel does not know the
- * request, a container may refuse it, and so does Linux if a thread's signal stack is too small.
- * Linux, Documentation/arch/x86/xstate.rst: all threads of the process have the permission, a
- * forked child inherits it, and exec drops it. It is requested once. A first product shows that the
- * tiles work. */
+/* And the system saves them, and lets this process have them: an old kernel does not know the
+ * request, a container may refuse it, and a signal stack that is too small for them does. Linux,
+ * Documentation/arch/x86/xstate.rst: the permission is of the process, so of all its threads, a
+ * forked child inherits it, and exec drops it. Asked for once. A first product shows that the tiles
+ * work. */
 __attribute__((target("xsave"))) static bool may_use_tiles(void) {
     enum {
         REQUEST = 0x1023,

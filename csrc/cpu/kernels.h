@@ -1,15 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* kernels.h: what csrc/cpu offers to dispatch.c: one table per op, with one instance per dtype, ISA
- * and kernel. The kernels' files are compiled once per ISA. Each exports its kernel under the ISA's
- * suffix; tables.c lists them. */
+/* kernels.h: what the CPU room offers to dispatch.c: one table per op, one instance per dtype, ISA
+ * and kernel.
+ * The kernels' files are compiled once per ISA; each exports its kernel under the ISA's suffix
+ * (tables.c lists them).
+ */
 #ifndef GPUKERN_CPU_KERNELS_H
 #define GPUKERN_CPU_KERNELS_H
 
 #include "../core/internal.h"
 #include "../core/op.h"
 
-/* features.c: instruction sets, worst first. A machine has a prefix of this list, as far as the
- * compiler knew it. */
+/* features.c: instruction sets, worst first; a machine has a prefix of the list that its compiler
+ * also knew. */
 typedef enum gk_isa {
     GK_ISA_BASE = 0,
     GK_ISA_AVX2,

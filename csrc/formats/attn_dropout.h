@@ -9,7 +9,7 @@
  *   round((1 - p) 2^16), at least 1.
  *
  * So the mask of a row is a prefix of its mask for more keys, and eight neighbours cost one call.
- * torch_gpukern/ops/attn_dropout.py states the same in tensors, as the reference of the tests. */
+ * torch_gpukern/ops/attn_dropout.py says it again in tensors, as the judge of the kernels. */
 #ifndef GPUKERN_ATTN_DROPOUT_H
 #define GPUKERN_ATTN_DROPOUT_H
 
@@ -21,8 +21,8 @@
 #define GK_DROP_FN static inline
 #endif
 
-/* A half that stands in the upper 16 bits of a word is kept if the word is at most this, whatever
- * its lower 16 bits are. */
+/* A half in the upper 16 bits of a word, whatever the lower are, is kept where the word is at most
+ * this. */
 GK_DROP_FN uint32_t gk_attn_keep_most(double p) {
     const uint32_t below = (uint32_t)((1 - p) * 65536 + 0.5);
     return ((below > 0 ? below : 1) - 1) << 16 | 0xffffu;

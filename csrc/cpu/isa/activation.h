@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* activation.h: the activations of gemm and of gated linear units as vectors, and their derivatives
+/* activation.h: the activations of gemm and of gated units as vectors, and their derivatives
  * (gk_activation in gpukern.h). */
 #ifndef GPUKERN_CPU_ACTIVATION_H
 #define GPUKERN_CPU_ACTIVATION_H

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* attn_drop.h: the mask of attention's dropout (csrc/formats/attn_dropout.h) for W rows at once, as
- * words of 32 keys. */
+/* attn_drop.h: what attention's dropout keeps (csrc/formats/attn_dropout.h) of W rows at once: bits
+ * of 32 keys a word. */
 #ifndef GPUKERN_CPU_ATTN_DROP_H
 #define GPUKERN_CPU_ATTN_DROP_H
 

@@ -7,8 +7,8 @@
  * along k.
  *      PAIR = values of k per cell. vc = W cells; vc_dot adds the PAIR products of each lane to a
  *      vf.
- * With vec_int8.h and features.c this is the only file that asks for an instruction set. Kernels
- * see W, MR, NV, PAIR and functions. vec_math.h has tanh, erf and the logistic function.
+ * With features.c this is the only file that asks the compiler for an ISA; kernels see W, MR, NV,
+ * PAIR and verbs.
  */
 #ifndef GPUKERN_VEC_H
 #define GPUKERN_VEC_H
