@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // attn_mask.cpp: attn_mask, which stores any mask of attention in the form that the kernels read.
-#include "gpukern_mask.h"
+#include "gpukern.h"
 #include "words.h"
 
 namespace gk {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // distributed.cpp: the sum of several GPUs' x by one kernel, through mailboxes that all of them
-// reach (gpukern_sums.h).
+// reach (gpukern.h).
 #include <algorithm>
 
-#include "gpukern_sums.h"
+#include "gpukern.h"
 #include "run.h"
 
 namespace gk {

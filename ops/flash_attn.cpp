@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // flash_attn.cpp: flash_attn and flash_attn_varlen with their gradients, attn_merge,
 // flash_attn_accumulate and flash_attn_into.
-#include "gpukern_ranks.h"
+#include "gpukern.h"
 #include "rules.h"
 
 namespace gk {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // flash_attn_masked.cpp: flash_attn with a mask or a bias, and its gradients.
-#include "gpukern_mask.h"
+#include "gpukern.h"
 #include "rules.h"
 
 namespace gk {

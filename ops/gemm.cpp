@@ -59,18 +59,18 @@ struct Gemm {
 
 // On CUDA other instances than the explained one may take the call; gemm_prefer asks for one of
 // them.
-std::string other_rows(const Checked<Gemm> &c) {
+std::string other_instances(const Checked<Gemm> &c) {
     const gk_context *context = c.call.context();
     if (context->device != GK_CUDA) return "";
-    const char *device, *gemm_class, *rows;
+    const char *device, *gemm_class, *instances;
     c.call.done(gk_cuda_device_name(context->index, &device));
     c.call.done(gk_gemm_class(context, &c.args, &gemm_class));
-    c.call.done(gk_gemm_rows(context, &c.args, &rows));
-    std::string list = rows;
+    c.call.done(gk_gemm_instances(context, &c.args, &instances));
+    std::string list = instances;
     for (size_t at = list.find(','); at != std::string::npos; at = list.find(',', at + 4))
         list.replace(at, 1, "\", \"");
     return std::string(", \"device\": \"") + device + "\", \"class\": \"" + gemm_class +
-           "\", \"rows\": [\"" + list + "\"]";
+           "\", \"instances\": [\"" + list + "\"], \"rows\": [\"" + list + "\"]";
 }
 
 std::string explain_gemm(Gemm &op) {
@@ -78,7 +78,7 @@ std::string explain_gemm(Gemm &op) {
     Gemm::Results results;
     results[0] = c.make(0); // a call that saves nothing for a backward
     Gemm::place(c.args, results);
-    return c.explain(other_rows(c));
+    return c.explain(other_instances(c));
 }
 
 struct GemmActBwd {

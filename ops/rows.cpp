@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // rows.cpp: operations along the last dimension: norms, softmax, gated linear units, rotary
 // embedding, cross entropy.
-#include "gpukern_loss.h"
+#include "gpukern_train.h"
 #include "run.h"
 
 namespace gk {

@@ -8,8 +8,7 @@
 // would do.
 #include "box.h"
 #include "call.h"
-#include "gpukern_ranks.h"
-#include "gpukern_sums.h"
+#include "gpukern.h"
 #include "rules.h"
 
 #define GEMM_ARGS                                                                               \

@@ -122,7 +122,8 @@ def _say(config, text):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Prints each reason for a skip once, with its number of tests, and the time of all tests."""
+    """Prints each reason for a skip once, with its number of tests, and the time of tests by
+    area."""
     reasons = collections.Counter(
         report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])
     )
@@ -136,9 +137,19 @@ def pytest_terminal_summary(terminalreporter):
     reports = [
         x for found in terminalreporter.stats.values() for x in found if hasattr(x, "duration")
     ]
+    areas = collections.Counter()
+    for report in reports:
+        areas[area_of(report.nodeid)] += report.duration
     terminalreporter.write_line(
-        f"{sum(x.duration for x in reports):.0f} s in all tests, those of every worker summed"
+        f"{areas.total():.0f} s in all tests, those of every worker summed: "
+        + ", ".join(f"{area} {seconds:.0f} s" for area, seconds in areas.most_common())
     )
+
+
+def area_of(nodeid):
+    """The folder of tests/ that a test lies in: ops, nn, distributed, ..."""
+    parts = Path(nodeid.split("::")[0]).parts[:-1]
+    return "/".join(part for part in parts if part != "tests") or "tests"
 
 
 def judge(name):

@@ -132,14 +132,24 @@ __all__ = [
 __version__: str = _ops.version.default()
 
 _OfCudaGemm = _TypedDict(
-    "_OfCudaGemm", {"device": str, "class": str, "rows": list[str], "accumulate": str}, total=False
+    "_OfCudaGemm",
+    {
+        "device": str,
+        "class": str,
+        "instances": list[str],
+        "rows": list[str],
+        "accumulate": str,
+    },
+    total=False,
 )
 
 
 class Explanation(_OfCudaGemm):
-    """What `explain` returns; its docstring describes the entries. device, class and rows exist
-    only for a CUDA gemm, accumulate only for float8_e4m3fn attention."""
+    """What `explain` returns; its docstring describes the entries. device, class and instances
+    exist only for a CUDA gemm, accumulate only for float8_e4m3fn attention. row and rows are the
+    old names of instance and instances, kept for one version."""
 
+    instance: str
     row: str
     isa: str
     tile: list[int]
@@ -214,7 +224,8 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
     Returns:
         An `Explanation`:
 
-        - ``row``: the name of the kernel instance.
+        - ``instance``: the name of the kernel instance. ``row`` is its old name, kept
+          for one version.
         - ``isa``: its instruction set or architecture.
         - ``tile``: its block sizes. gemm: MB NB KB, and on the CPU MR * NR. Attention: BQ BKV and
           the keys of a context chunk. 0 is unused.
@@ -229,8 +240,9 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
           peak, in microseconds; 0 on the CPU.
         - ``preferred``: whether the instance was chosen by tuning (``python -m torch_gpukern tune
           gemm``).
-        - ``device``, ``class``, ``rows``: for a gemm on CUDA, the device's name, the call's tuning
-          key, and every instance that can serve the call, the default one first.
+        - ``device``, ``class``, ``instances``: for a gemm on CUDA, the device's name, the call's tuning
+          key, and every instance that can serve the call, the default one first. ``rows``
+          is the old name of ``instances``.
         - ``accumulate``: for flash_attn and flash_attn_varlen with float8_e4m3fn: ``"fast"`` or
           ``"precise"``, also if the argument was ``"auto"``.
 

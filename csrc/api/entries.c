@@ -4,7 +4,7 @@
  * counts its bytes and FLOPs (gk_cost_<op>). */
 #include "../core/checks.h"
 #include "../core/dispatch.h"
-#include "gpukern_ranks.h"
+#include "gpukern.h"
 
 #include <string.h>
 

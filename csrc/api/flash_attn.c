@@ -5,7 +5,7 @@
 #include "../formats/attn_scales.h"
 #include "../core/checks.h"
 #include "../core/dispatch.h"
-#include "gpukern_ranks.h"
+#include "gpukern.h"
 
 /* ---- checks ---------------------------------------------------------------------------------- */
 /* The order of dimensions in dense calls and in packed ones: how many there are, which one

@@ -20,7 +20,7 @@ static gk_status check_cuda_gemm(const gk_context *ctx, const gk_gemm_args *args
     GK_TRY(gk_check_gemm(ctx, args, &io));
     if (ctx->device != GK_CUDA)
         return gk_fail(GK_ERR_UNSUPPORTED, "expected a CUDA context, got a CPU one, where dtype "
-                                           "and instruction set decide the row");
+                                           "and instruction set decide the instance");
     return gk_dispatch_gpu(ctx) ? GK_OK : GK_ERR_DEVICE;
 }
 
@@ -33,10 +33,11 @@ static const gk_cuda_instance *gemm_instance_named(const char *name) {
     return NULL;
 }
 
-static gk_status list_rows(const gk_context *ctx, const gk_gemm_args *args, const char **rows) {
+static gk_status list_instances(const gk_context *ctx, const gk_gemm_args *args,
+                                const char **instances) {
     static _Thread_local char text[4096];
     gk_plan plan;
-    GK_TRY(check_cuda_gemm(ctx, args, rows));
+    GK_TRY(check_cuda_gemm(ctx, args, instances));
     GK_TRY(gk_dispatch_plan_default(ctx, GK_OP_GEMM, args->a.dtype, args, &plan));
     const gk_cuda_instance *const first = plan.kernel;
     size_t length = (size_t)snprintf(text, sizeof text, "%s", first->name);
@@ -49,11 +50,11 @@ static gk_status list_rows(const gk_context *ctx, const gk_gemm_args *args, cons
                 !gk_dispatch_plan_gemm_instance(r, ctx, gk_gpu_of(ctx->index), args, &plan))
                 continue;
             if (length + strlen(r->name) + 2 > sizeof text)
-                return gk_fail(GK_ERR_UNSUPPORTED, "the rows' names take more than %zu bytes",
+                return gk_fail(GK_ERR_UNSUPPORTED, "the instances' names take more than %zu bytes",
                                sizeof text);
             length += (size_t)snprintf(text + length, sizeof text - length, ",%s", r->name);
         }
-    *rows = text;
+    *instances = text;
     return GK_OK;
 }
 
@@ -68,16 +69,17 @@ static gk_status key_text(const gk_context *ctx, const gk_gemm_args *args,
     return GK_OK;
 }
 
-static gk_status prefer(const gk_context *ctx, const gk_gemm_args *args, const char *row) {
+static gk_status prefer(const gk_context *ctx, const gk_gemm_args *args, const char *instance) {
     const char *others;
     GK_TRY(check_cuda_gemm(ctx, args, ""));
     const gk_gpu *gpu = gk_gpu_of(ctx->index);
-    const gk_cuda_instance *found = row ? gemm_instance_named(row) : NULL;
+    const gk_cuda_instance *found = instance ? gemm_instance_named(instance) : NULL;
     gk_plan plan;
-    if (row && !(found && gk_dispatch_plan_gemm_instance(found, ctx, gpu, args, &plan))) {
-        GK_TRY(list_rows(ctx, args, &others));
-        return gk_fail(GK_ERR_ARGUMENT, "row '%.80s' %s; on cuda:%d (%s) these take the call: %s",
-                       row, found ? "does not take this call" : "does not exist", (int)ctx->index,
+    if (instance && !(found && gk_dispatch_plan_gemm_instance(found, ctx, gpu, args, &plan))) {
+        GK_TRY(list_instances(ctx, args, &others));
+        return gk_fail(GK_ERR_ARGUMENT,
+                       "instance '%.80s' %s; on cuda:%d (%s) these take the call: %s", instance,
+                       found ? "does not take this call" : "does not exist", (int)ctx->index,
                        gpu->name, others);
     }
     gk_gemm_key key;
@@ -85,16 +87,18 @@ static gk_status prefer(const gk_context *ctx, const gk_gemm_args *args, const c
     return gk_prefer(&key, found);
 }
 
-static gk_status prefer_key(const char *device, const char *gemm_class, const char *row) {
+static gk_status prefer_key(const char *device, const char *gemm_class, const char *instance) {
     gk_gemm_key key;
     GK_REQUIRE(device && *device && gemm_class, "device or gemm_class is missing");
     GK_TRY(gk_gemm_key_read(gemm_class, gk_name_hash(device), &key));
-    const gk_cuda_instance *found = row ? gemm_instance_named(row) : NULL;
-    GK_REQUIRE(!row || found,
-               "row '%.80s' does not exist in this library; gk_cuda_kernels() names those that do",
-               row);
-    GK_REQUIRE(!row || (int)found->dtype == key.dtype, "row '%s' is for %s, the class for %s", row,
-               gk_dtype_name(found->dtype), gk_dtype_name((gk_dtype)key.dtype));
+    const gk_cuda_instance *found = instance ? gemm_instance_named(instance) : NULL;
+    GK_REQUIRE(
+        !instance || found,
+        "instance '%.80s' does not exist in this library; gk_cuda_kernels() names those that do",
+        instance);
+    GK_REQUIRE(!instance || (int)found->dtype == key.dtype,
+               "instance '%s' is for %s, the class for %s", instance, gk_dtype_name(found->dtype),
+               gk_dtype_name((gk_dtype)key.dtype));
     return gk_prefer(&key, found);
 }
 
@@ -109,26 +113,31 @@ static gk_status device_name(int32_t index, const char **name) {
 static gk_status no_cuda(void) {
     return gk_fail(GK_ERR_UNSUPPORTED, "this library was built without CUDA kernels");
 }
-#define list_rows(ctx, args, rows) ((void)(ctx), (void)(args), (void)(rows), no_cuda())
+#define list_instances(ctx, args, instances) \
+    ((void)(ctx), (void)(args), (void)(instances), no_cuda())
 #define key_text(ctx, args, gemm_class) ((void)(ctx), (void)(args), (void)(gemm_class), no_cuda())
-#define prefer(ctx, args, row) ((void)(ctx), (void)(args), (void)(row), no_cuda())
-#define prefer_key(device, gemm_class, row) \
-    ((void)(device), (void)(gemm_class), (void)(row), no_cuda())
+#define prefer(ctx, args, instance) ((void)(ctx), (void)(args), (void)(instance), no_cuda())
+#define prefer_key(device, gemm_class, instance) \
+    ((void)(device), (void)(gemm_class), (void)(instance), no_cuda())
 #define device_name(index, name) ((void)(index), (void)(name), no_cuda())
 #define gk_prefer_none() ((void)0)
 #endif
 
-gk_status gk_gemm_rows(const gk_context *ctx, const gk_gemm_args *args, const char **rows) {
-    return gk_named("gk_gemm_rows", list_rows(ctx, args, rows));
+gk_status gk_gemm_instances(const gk_context *ctx, const gk_gemm_args *args,
+                            const char **instances) {
+    return gk_named("gk_gemm_instances", list_instances(ctx, args, instances));
+}
+gk_status gk_gemm_rows(const gk_context *ctx, const gk_gemm_args *args, const char **instances) {
+    return gk_gemm_instances(ctx, args, instances);
 }
 gk_status gk_gemm_class(const gk_context *ctx, const gk_gemm_args *args, const char **gemm_class) {
     return gk_named("gk_gemm_class", key_text(ctx, args, gemm_class));
 }
-gk_status gk_gemm_prefer(const gk_context *ctx, const gk_gemm_args *args, const char *row) {
-    return gk_named("gk_gemm_prefer", prefer(ctx, args, row));
+gk_status gk_gemm_prefer(const gk_context *ctx, const gk_gemm_args *args, const char *instance) {
+    return gk_named("gk_gemm_prefer", prefer(ctx, args, instance));
 }
-gk_status gk_gemm_prefer_class(const char *device, const char *gemm_class, const char *row) {
-    return gk_named("gk_gemm_prefer_class", prefer_key(device, gemm_class, row));
+gk_status gk_gemm_prefer_class(const char *device, const char *gemm_class, const char *instance) {
+    return gk_named("gk_gemm_prefer_class", prefer_key(device, gemm_class, instance));
 }
 void gk_gemm_prefer_none(void) { gk_prefer_none(); }
 gk_status gk_cuda_device_name(int32_t index, const char **name) {

@@ -3,7 +3,7 @@
  * linear units, rotary embedding, cross entropy. */
 #include "../core/checks.h"
 #include "../core/dispatch.h"
-#include "gpukern_loss.h"
+#include "gpukern_train.h"
 
 /* ---- checks that several of these ops use ---------------------------------------------------- */
 /* A float tensor [..., N] with a dense last dimension. */

@@ -30,7 +30,7 @@
 #ifndef GPUKERN_ATTN_MASK_H
 #define GPUKERN_ATTN_MASK_H
 
-#include "gpukern_mask.h"
+#include "gpukern.h"
 
 #include <stdbool.h>
 

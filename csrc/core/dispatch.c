@@ -245,7 +245,7 @@ gk_status gk_dispatch_call(const gk_context *ctx, gk_op op, gk_dtype dtype, cons
 /* ---- what a call would do -------------------------------------------------------------------- */
 static void name_cpu_kernel(const gk_cpu_instance *row, gk_explanation *out) {
     const bool reference = row->dtype == GK_F64;
-    snprintf(out->row, sizeof out->row, reference ? "%s_%s" : "%s_%s_%s", row->name,
+    snprintf(out->instance, sizeof out->instance, reference ? "%s_%s" : "%s_%s_%s", row->name,
              gk_type_of(row->dtype)->short_name, gk_isa_names[row->isa]);
     snprintf(out->isa, sizeof out->isa, "%s", reference ? "ref" : gk_isa_names[row->isa]);
 }
@@ -266,7 +266,7 @@ gk_status gk_dispatch_explain(const gk_context *ctx, gk_op op, gk_dtype dtype, c
 #ifdef GPUKERN_HAS_CUDA
     if (ctx->device == GK_CUDA) {
         const gk_cuda_instance *row = plan.kernel;
-        snprintf(found.row, sizeof found.row, "%s", row->name);
+        snprintf(found.instance, sizeof found.instance, "%s", row->name);
         snprintf(found.isa, sizeof found.isa, "%s",
                  strstr(row->name, "_sm90a") ? "sm_90a" : "sm_80");
         found.waves = plan.waves;

@@ -6,6 +6,9 @@
 
 #include "internal.h"
 #include "op.h"
+#ifdef GPUKERN_HAS_CUDA
+#include "../cuda/kernels.h"
+#endif
 
 /* Plans the call with the kernel preferred for it, or else with the first kernel that serves it. */
 gk_status gk_dispatch_plan(const gk_context *ctx, gk_op op, gk_dtype dtype, const void *args,
@@ -36,9 +39,8 @@ static inline double gk_tensor_bytes(const gk_tensor *t) {
 }
 
 #ifdef GPUKERN_HAS_CUDA
-#include "../cuda/kernels.h"
-/* cuda/tables.c: the tables of an op, best first. The first one that runs on the device and
- * plans the call serves it. */
+/* cuda/tables.c: the tables of an op, best first. The first table that plans a call on the device's
+ * architecture serves it. */
 const gk_cuda_table *const *gk_cuda_tables(gk_op op, int *num_tables);
 /* True if a table's kernels are for this kind of call: calls with dropout, for example, have
  * kernels of their own. */

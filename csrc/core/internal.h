@@ -5,7 +5,7 @@
 #define GPUKERN_INTERNAL_H
 
 #include "../formats/codes.h"
-#include "gpukern.h"
+#include "gpukern_quant.h"
 #include "types.h"
 
 #include <math.h>

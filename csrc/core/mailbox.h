@@ -5,7 +5,7 @@
 #ifndef GPUKERN_MAILBOX_H
 #define GPUKERN_MAILBOX_H
 
-#include "gpukern_sums.h"
+#include "gpukern.h"
 
 enum {
     GK_MAILBOX_BLOCKS = 64, /* most blocks of a call; each has its own flag */

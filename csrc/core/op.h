@@ -3,9 +3,7 @@
 #ifndef GPUKERN_OP_H
 #define GPUKERN_OP_H
 
-#include "gpukern_attn_fp8.h"
-#include "gpukern_cache.h"
-#include "gpukern_mask.h"
+#include "gpukern_quant.h"
 #include "gpukern_train.h"
 #include "io.h"
 #include "plan.h"

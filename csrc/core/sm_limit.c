@@ -2,7 +2,7 @@
 /* sm_limit.c: the limit on the number of SMs that persistent kernels may use. It belongs to the
  * process. gk_gpu_of (cuda/host/device.cu) shows every planner a GPU of that size. */
 #include "checks.h"
-#include "gpukern_ranks.h"
+#include "gpukern.h"
 
 static int32_t limit; /* 0: none */
 

@@ -185,7 +185,7 @@ TABLE gk_attn_bwd_blocks gk_attn_bwd_blocks_base = {64, 128, 64};
  * the batch would have more than max_chunks. If there are fewer than tasks_per_thread chunks per
  * thread, heads are split, too. */
 typedef struct gk_paged_blocks {
-    int64_t max_lanes, unit, v_keys, chunk, max_chunks, tasks_per_thread;
+    int64_t max_lanes, tile, v_keys, chunk, max_chunks, tasks_per_thread;
 } gk_paged_blocks;
 
 /* Bandwidth as a share of a loop that only reads the cache. Geometric mean of B x context 1 x

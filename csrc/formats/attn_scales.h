@@ -4,7 +4,7 @@
 #ifndef GPUKERN_ATTN_SCALES_H
 #define GPUKERN_ATTN_SCALES_H
 
-#include "gpukern_attn_fp8.h"
+#include "gpukern.h"
 
 #ifdef __cplusplus
 extern "C" {

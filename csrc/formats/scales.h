@@ -7,7 +7,7 @@
 #ifndef GPUKERN_SCALES_H
 #define GPUKERN_SCALES_H
 
-#include "gpukern.h"
+#include "gpukern_quant.h"
 
 #include <stdbool.h>
 

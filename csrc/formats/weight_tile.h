@@ -15,7 +15,7 @@
 #ifndef GPUKERN_WEIGHT_TILE_H
 #define GPUKERN_WEIGHT_TILE_H
 
-#include "gpukern.h"
+#include "gpukern_quant.h"
 
 #include <stdbool.h>
 

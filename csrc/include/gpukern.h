@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gpukern.h: the whole C API of gpukern on one page. No torch, no C++.
+/* gpukern.h: the C API of gpukern: gemm, attention, caches, norms and what stands between them.
+ * gpukern_quant.h has the quantised and sparse products, gpukern_train.h what training alone needs;
+ * both include this page and keep its conventions. No torch, no C++.
  *
  * Conventions
  *   Strides count elements, int64; they may be zero or negative where a field does not say
@@ -156,8 +158,11 @@ GK_API const char *gk_cuda_kernels(void);
 GK_API gk_status gk_cuda_arch(const char *arch, int32_t *index);
 
 typedef struct gk_explanation {
-    size_t size;  /* sizeof(gk_explanation), set by the caller */
-    char row[64]; /* the kernel instance, e.g. "gemm_packed_f32_avx512" */
+    size_t size; /* sizeof(gk_explanation), set by the caller */
+    union {
+        char instance[64]; /* the kernel instance, e.g. "gemm_packed_f32_avx512" */
+        char row[64];      /* its old name, deprecated: gone in the next minor version */
+    };
     char isa[16]; /* its instruction set or architecture */
     /* gemm: MB NB KB (block), on the CPU MR*NR; attention: BQ BKV and the span of a context chunk;
      * 0 = unused */
@@ -230,16 +235,20 @@ GK_API gk_status gk_explain_gemm(const gk_context *, const gk_gemm_args *, gk_ex
  * function. */
 
 /* Every instance that takes this call, comma-separated, the default one first. */
-GK_API gk_status gk_gemm_rows(const gk_context *, const gk_gemm_args *, const char **rows);
+GK_API gk_status gk_gemm_instances(const gk_context *, const gk_gemm_args *,
+                                   const char **instances);
+/* Its old name, deprecated: gone in the next minor version. */
+GK_API gk_status gk_gemm_rows(const gk_context *, const gk_gemm_args *, const char **instances);
 /* The call's tuning key as one line of text. */
 GK_API gk_status gk_gemm_class(const gk_context *, const gk_gemm_args *, const char **gemm_class);
 /* Prefers an instance, which must take the call, for the call's tuning key; NULL forgets the
  * key's. */
-GK_API gk_status gk_gemm_prefer(const gk_context *, const gk_gemm_args *, const char *row);
+GK_API gk_status gk_gemm_prefer(const gk_context *, const gk_gemm_args *, const char *instance);
 /* The same from what was kept in a file: needs no GPU, device is what gk_cuda_device_name said,
  * gemm_class what gk_gemm_class did. The instance must exist for that dtype; whether it takes a
  * call is asked at each call. */
-GK_API gk_status gk_gemm_prefer_class(const char *device, const char *gemm_class, const char *row);
+GK_API gk_status gk_gemm_prefer_class(const char *device, const char *gemm_class,
+                                      const char *instance);
 GK_API void gk_gemm_prefer_none(void); /* forgets all */
 GK_API gk_status gk_cuda_device_name(int32_t index, const char **name);
 
@@ -323,7 +332,8 @@ typedef struct gk_flash_attn_bwd_args {
     int32_t deterministic;     /* CUDA; the CPU always is */
     void *workspace;
     size_t workspace_bytes;
-    /* 1: k and v are some of the keys of out and lse; CUDA: sinks must be NULL (gpukern_ranks.h) */
+    /* 1: k and v are some of the keys of out and lse; CUDA: sinks must be NULL (see
+     * gk_flash_attn_accumulate_args) */
     int32_t is_part;
 } gk_flash_attn_bwd_args;
 
@@ -554,10 +564,256 @@ typedef struct gk_cross_entropy_bwd_args {
     {.size = sizeof(gk_cross_entropy_bwd_args), .fwd = GK_CROSS_ENTROPY_ARGS_INIT}
 GK_API gk_status gk_cross_entropy_bwd(const gk_context *, const gk_cross_entropy_bwd_args *);
 
+/* ---- attention of 8-bit floats ------------------------------------------------------------------- */
+/* How P V is summed. Tensor cores of 8-bit floats keep 14 bits of a running sum and cut off the
+ * rest, so that what the values of v have in common is lost over thousands of keys. Kernels that
+ * multiply 16 or 32 bits sum in float32 whatever is asked for. */
+typedef enum gk_attn_accumulate {
+    GK_ATTN_AUTO = 0,   /* fast with a v_mean, precise without */
+    GK_ATTN_FAST = 1,   /* one sum over all keys */
+    GK_ATTN_PRECISE = 2 /* the sums of at most 128 keys are added in float32 */
+} gk_attn_accumulate;
+
+/* out = softmax(scale (q q_scale) (k k_scale)^T) (v v_scale + v_mean), forward alone. A scale is
+ * one number, [H], [B, H], or [B, H, ceil(S / 128)]: one for each 128 tokens of a sequence, of a
+ * packed call counted from the sequence's first token, S the longest's bound. NULL is 1. */
+typedef struct gk_flash_attn_fp8_args {
+    size_t size;
+    gk_flash_attn_args fwd; /* q, k, v GK_E4M3; out bfloat16, float16 or float32; its size and
+                             * workspace are not read; rules.sinks float32 or out's dtype */
+    const gk_tensor *q_scale, *k_scale, *v_scale; /* float32, any strides; H is Hq, Hkv, Hkv */
+    const gk_tensor *v_mean; /* [Hkv, Dv] or [B, Hkv, Dv] float32, any strides; NULL = 0 */
+    gk_attn_accumulate accumulate;
+    void *workspace;
+    size_t workspace_bytes;
+} gk_flash_attn_fp8_args;
+
+#define GK_FLASH_ATTN_FP8_ARGS_INIT \
+    {.size = sizeof(gk_flash_attn_fp8_args), .fwd = GK_FLASH_ATTN_ARGS_INIT}
+
+/* Whether the sums of 128 keys are added in float32: what `accumulate` comes to. */
+static inline int gk_attn_is_precise(const gk_flash_attn_fp8_args *a) {
+    return a->accumulate == GK_ATTN_PRECISE || (a->accumulate == GK_ATTN_AUTO && !a->v_mean);
+}
+
+GK_API size_t gk_flash_attn_fp8_workspace_bytes(const gk_context *, const gk_flash_attn_fp8_args *);
+GK_API gk_status gk_flash_attn_fp8(const gk_context *, const gk_flash_attn_fp8_args *);
+GK_API gk_status gk_explain_flash_attn_fp8(const gk_context *, const gk_flash_attn_fp8_args *,
+                                           gk_explanation *);
+
+/* ---- attention over other keys, for work that is spread over ranks ------------------------------- */
+/* The arguments of gk_flash_attn_fwd, whose out and lse hold the attention over other keys and
+ * become that over both, as gk_attn_merge gives it: out = out_held e^(lse_held - lse) + out_new
+ * e^(lse_new - lse). out is float32 (GK_F64: float64), with any leading strides; lse is a must.
+ * Dense calls without dropout. A caller passes &x.fwd, and fwd.size says that the rest stands
+ * behind it. */
+typedef struct gk_flash_attn_accumulate_args {
+    gk_flash_attn_args fwd; /* size: of the whole struct */
+    int32_t accumulates;    /* 1; 0: as gk_flash_attn_args alone */
+} gk_flash_attn_accumulate_args;
+
+#define GK_FLASH_ATTN_ACCUMULATE_ARGS_INIT                                                \
+    {.fwd = {.size = sizeof(gk_flash_attn_accumulate_args), .rules = GK_ATTN_RULES_INIT}, \
+     .accumulates = 1}
+
+/* Whether the call joins what out and lse hold. */
+static inline int32_t gk_accumulates(const gk_flash_attn_args *a) {
+    return a->size >= sizeof(gk_flash_attn_accumulate_args) &&
+           ((const gk_flash_attn_accumulate_args *)a)->accumulates;
+}
+
+/* gk_flash_attn_bwd_args.is_part on the CPU: dsinks, where sinks are given, is what these keys add
+ * to the gradient of sinks, with which the rounding of out does not count. Of delta = dO . O - dlse
+ * and p = exp(sink - lse) that gradient is
+ * -sum p (delta (1 - p) - dlse), over all rows, + the shares of all keys, -sum p sum_j P_j (dP_j -
+ * delta).
+ * On CUDA kernels take delta as it is, and sinks are refused: there the gradient is -sum p
+ * delta. */
+
+/* ---- masks of attention -------------------------------------------------------------------------- */
+/* What a mask is made of. A query sees a key where the mask says so. */
+typedef enum gk_mask_source {
+    GK_MASK_OF_BOOL = 0, /* mask [B, H, Sq, Sk] uint8: 0 hides the key */
+    GK_MASK_OF_BITS = 1, /* mask [B, H, Sq, ceil(Sk / 8)] uint8: bit j % 8 of byte j / 8 is key j */
+    GK_MASK_OF_RANGES =
+        2, /* rows [B, H, Sq, 2 or 4] int32 x, y (, z, w): keys [x, y) and [z, w), cut to [0, Sk) */
+    GK_MASK_OF_COLUMNS =
+        3, /* rows [B, H, Sk, 1, 2 or 4] int32: from which rows key j is hidden (see below) */
+    GK_MASK_OF_BLOCKS = 4 /* lists of blocks of 128 x 128 */
+} gk_mask_source;
+
+/* How a mask is stored: csrc/core/attn_mask.h has the layout. */
+typedef enum gk_mask_store {
+    GK_MASK_DENSE = 1, /* words of every block */
+    GK_MASK_RANGES =
+        2, /* words of a few blocks of each tile; the others are made from ranges of keys */
+    GK_MASK_COLUMNS = 3 /* likewise, from ranges of rows */
+} gk_mask_store;
+
+/* Builds a mask. B and H are those of the mask, 1 or the batch and the query heads of the attention
+ * that reads it. Any strides.
+ *
+ * Columns follow FlashMask (Wang et al. 2024, arXiv:2410.01359), startend_row_indices of n numbers
+ * c0 .. for each key:
+ *   is_causal  n = 1   key j is seen by rows j <= i < c0           n = 2   rows i >= j that are not in [c0, c1)
+ *   else       n = 2   rows c1 <= i < c0                           n = 4   rows that are neither in [c0, c1) nor in [c2, c3)
+ *
+ * Blocks follow FlexAttention: num_blocks [B, H, nq] int32, blocks [B, H, nq, n] int32 with nq =
+ * ceil(Sq / 128): of each tile of queries the blocks of keys that are seen in part, in any order;
+ * num_full and full: those that are seen whole. `mask`, of bytes or bits, says what is seen of the
+ * partial ones; without it they are seen whole. Entries past a count are not read. A count or an
+ * index out of range is GK_ERR_INDEX on the CPU; on CUDA it is skipped and sets GK_BAD_MASK_BLOCKS
+ * in the error word. */
+typedef struct gk_attn_mask_args {
+    size_t size;
+    gk_mask_source source;
+    const gk_tensor *mask; /* of bool and bits; of blocks optional */
+    const gk_tensor *rows; /* of ranges and columns */
+    const gk_tensor *num_blocks, *blocks, *num_full, *full;
+    int32_t is_bits;    /* blocks: mask holds bits */
+    int32_t is_causal;  /* columns */
+    int32_t transposed; /* 1: the tables by keys, which the backward of CUDA reads, are made too */
+    int64_t seq_q, seq_k;
+    gk_tensor out; /* [B, H, gk_attn_mask_ints] int32, contiguous */
+} gk_attn_mask_args;
+#define GK_ATTN_MASK_ARGS_INIT {.size = sizeof(gk_attn_mask_args)}
+
+GK_API gk_status gk_attn_mask(const gk_context *, const gk_attn_mask_args *);
+GK_API gk_status gk_explain_attn_mask(const gk_context *, const gk_attn_mask_args *,
+                                      gk_explanation *);
+
+/* int32 elements of one head of a stored mask. */
+GK_API int64_t gk_attn_mask_ints(gk_mask_store store, int64_t seq_q, int64_t seq_k,
+                                 int32_t transposed);
+
+/* ---- attention with a mask or a bias --------------------------------------------------------- */
+/* What hides scores and what is added to them, beside gk_attn_rules. A bias is added to scale q k^T
+ * behind softcap and ALiBi. Where it is -inf or the lowest finite number of its dtype, the key is
+ * hidden from the query. A pair that is hidden, by these or by the rules, takes no part: k and v of
+ * it may hold NaN or inf. */
+typedef struct gk_attn_scores {
+    const gk_tensor *mask; /* as gk_attn_mask made it, [B or 1, Hq or 1, n]; NULL = none */
+    gk_mask_store store;
+    int64_t mask_seq_q, mask_seq_k; /* of the mask: Sq and Sk */
+    const gk_tensor *bias; /* [B or 1, Hq or 1, Sq or 1, Sk or 1] q's dtype or float32, any strides;
+                              NULL = none */
+    const gk_tensor *distance_bias; /* [Hq or 1, Sq + Sk - 1] float32 (float64 with GK_F64): entry j
+                                       - i + Sq - 1; not with q_start */
+} gk_attn_scores;
+
+/* The arguments of gk_flash_attn_fwd with a mask or a bias: a caller passes &x.fwd, and fwd.size
+ * says that the rest stands behind it. Dense calls whose results do not accumulate. */
+typedef struct gk_flash_attn_masked_args {
+    gk_flash_attn_args fwd; /* size: of the whole struct */
+    int32_t accumulates;    /* 0 */
+    gk_attn_scores scores;
+} gk_flash_attn_masked_args;
+#define GK_FLASH_ATTN_MASKED_ARGS_INIT                                                   \
+    {                                                                                    \
+        .fwd = {.size = sizeof(gk_flash_attn_masked_args), .rules = GK_ATTN_RULES_INIT } \
+    }
+
+/* Likewise of gk_flash_attn_bwd: &x.bwd, and bwd.size. Gradients are summed in float32 (GK_F64:
+ * float64) over what broadcasts. */
+typedef struct gk_flash_attn_masked_bwd_args {
+    gk_flash_attn_bwd_args bwd; /* size: of the whole struct; bwd.fwd.size: sizeof bwd.fwd */
+    gk_attn_scores scores;
+    const gk_tensor *dbias;          /* contiguous, bias's shape and dtype; NULL = not wanted */
+    const gk_tensor *ddistance_bias; /* likewise of distance_bias */
+} gk_flash_attn_masked_bwd_args;
+#define GK_FLASH_ATTN_MASKED_BWD_ARGS_INIT                                                      \
+    {                                                                                           \
+        .bwd = {.size = sizeof(gk_flash_attn_masked_bwd_args), .fwd = GK_FLASH_ATTN_ARGS_INIT } \
+    }
+
+/* NULL where the call has none. */
+static inline const gk_attn_scores *gk_scores_of(const gk_flash_attn_args *a) {
+    if (a->size < sizeof(gk_flash_attn_masked_args)) return NULL;
+    const gk_attn_scores *x = &((const gk_flash_attn_masked_args *)a)->scores;
+    return x->mask || x->bias || x->distance_bias ? x : NULL;
+}
+static inline const gk_attn_scores *gk_scores_of_bwd(const gk_flash_attn_bwd_args *a) {
+    if (a->size < sizeof(gk_flash_attn_masked_bwd_args)) return NULL;
+    const gk_attn_scores *x = &((const gk_flash_attn_masked_bwd_args *)a)->scores;
+    return x->mask || x->bias || x->distance_bias ? x : NULL;
+}
+static inline const gk_tensor *gk_dbias_of(const gk_flash_attn_bwd_args *a) {
+    return gk_scores_of_bwd(a) ? ((const gk_flash_attn_masked_bwd_args *)a)->dbias : NULL;
+}
+static inline const gk_tensor *gk_ddistance_of(const gk_flash_attn_bwd_args *a) {
+    return gk_scores_of_bwd(a) ? ((const gk_flash_attn_masked_bwd_args *)a)->ddistance_bias : NULL;
+}
+
+/* ---- rotary embedding, norm and the write into a cache in one call ------------------------------- */
+/* What gk_norm_fwd (RMS, of each head), gk_rope and gk_kv_cache_write do of new tokens, in one
+ * pass:
+ *   q = rotate(norm(q)) to out_q,   rotate(norm(k)) / k_scale and v / v_scale to row slots[t] of the caches
+ * float32 inside (float64 for GK_F64), rounded once: to q's dtype, and to the caches'. A token with
+ * a negative slot is not written, its query is rotated all the same. A slot past the cache and a
+ * position past cos: GK_ERR_INDEX on the CPU before anything is written; on CUDA the token is
+ * skipped, or has the last position, and GK_BAD_SLOTS, GK_BAD_POSITIONS. A q, k or v that shares
+ * memory with a row that is written must be copied first. */
+typedef struct gk_rope_kv_write_args {
+    size_t size;
+    gk_tensor q; /* [T, Hq, D] */
+    gk_tensor k,
+        v; /* [T, Hkv, D], [T, Hkv, Dv], q's dtype; the last dimension of all three dense */
+    gk_tensor cos, sin;  /* [P, R / 2] GK_F32, R <= D; with GK_F64 that too; last dimension dense */
+    gk_tensor positions; /* [T] int32 or int64: rows of cos and sin */
+    gk_tensor k_cache, v_cache; /* [num_blocks, block_size, Hkv, D], [..., Dv]; q's dtype or 8-bit
+                                   codes; written */
+    gk_tensor slots;            /* [T] int64 or int32; negative = skip */
+    const gk_tensor *q_weight, *k_weight; /* [D] q's dtype or GK_F32; NULL = no norm */
+    const gk_tensor *k_scale, *v_scale;   /* as of gk_kv_cache_write_args */
+    gk_tensor out_q;                      /* like q */
+    double eps;                           /* of the norms */
+    int32_t interleaved;                  /* as of gk_rope_args */
+} gk_rope_kv_write_args;
+#define GK_ROPE_KV_WRITE_ARGS_INIT {.size = sizeof(gk_rope_kv_write_args), .eps = 1e-6}
+GK_API gk_status gk_rope_kv_write(const gk_context *, const gk_rope_kv_write_args *);
+GK_API gk_status gk_explain_rope_kv_write(const gk_context *, const gk_rope_kv_write_args *,
+                                          gk_explanation *);
+
+/* ---- GPUs that work together --------------------------------------------------------------------- */
+/* From now on kernels whose blocks stay on their SM are planned for so many SMs, on every GPU and
+ * by every thread of this process, so that kernels of other streams find SMs free: the persistent
+ * ones of gemm, the quantised products, flash_attn forward and paged_attn. The backward of
+ * attention and small kernels launch as many blocks as they have work. 0: all. Bits may follow the
+ * limit where it changes how keys or k are split. Workspace that was sized before a change may be
+ * too small, which a call refuses. */
+GK_API gk_status gk_limit_sms(int32_t sms);
+GK_API int32_t gk_sm_limit(void);
+
+/* Most ranks that one call sums over. */
+#define GK_MOST_RANKS 16
+
+/* out = the sum over ranks of their x, the same bits on every rank: in float32 in the ranks' order,
+ * rounded once. One kernel: each rank writes its x into the others' mailboxes, says so by flags,
+ * and adds what came into its own. Every rank makes the same calls in the same order; the kernel
+ * waits for the others' on the GPU, up to timeout_s, and then ends the process's use of the GPU by
+ * a trap: an error, never a wrong sum. Meant for what is short: all of x goes to every rank.
+ *
+ * mailboxes: the address of each rank's in this GPU's address space, of gk_mailbox_bytes, zeroed
+ * before the first call, multiples of 16. One set of mailboxes serves calls that follow each other
+ * on one stream, or one captured graph. */
+typedef struct gk_sum_over_ranks_args {
+    size_t size;
+    gk_tensor x;            /* float32, contiguous */
+    gk_tensor out;          /* x's shape, contiguous, GK_F32, GK_BF16 or GK_F16 */
+    void *const *mailboxes; /* [num_ranks] */
+    size_t mailbox_bytes;   /* of each: the same on every rank */
+    int32_t rank, num_ranks;
+    double timeout_s;
+} gk_sum_over_ranks_args;
+
+/* Of sums of up to so many elements. */
+GK_API size_t gk_mailbox_bytes(int64_t elements, int32_t num_ranks);
+GK_API gk_status gk_sum_over_ranks(const gk_context *, const gk_sum_over_ranks_args *);
+/* The number of the capture into a CUDA graph that a stream is in, unique in this process; 0: none.
+ * What finds a set of mailboxes by it gives each graph its own. */
+GK_API uint64_t gk_capture_id(void *stream);
+
 #ifdef __cplusplus
 }
 #endif
-
-#include "gpukern_quant.h" /* quantised products */
-
 #endif

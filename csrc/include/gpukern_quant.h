@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* gpukern_quant.h: the second page of the C API, quantised and sparse products. gpukern.h includes
- * it and has the conventions. */
+/* gpukern_quant.h: quantised and sparse products. gpukern.h has the conventions. */
 #ifndef GPUKERN_QUANT_H
 #define GPUKERN_QUANT_H
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* cross_entropy: the loss of each row and its gradient by their equations (gpukern.h), in
- * double. A task is one row. */
-#include "gpukern_loss.h"
+/* cross_entropy: the loss of each row and its gradient by their equations (gpukern.h), in double; a
+ * task for each row. */
+#include "gpukern_train.h"
 #include "rows.h"
 
 typedef struct terms {

@@ -8,13 +8,12 @@
  *  dq_i = scale sum_j ds_ij k_j   dk_j = scale sum_i ds_ij q_i
  *  dsink = -sum_i exp(sink - lse_i) delta_i
  *
- * With dropout, keep_ij / (1 - p) multiplies p_ij in out and dv, and dout_i . v_j in ds.
- *
- * The backward pass is Algorithm 2 of Dao 2023, arXiv:2307.08691, run twice: by rows for dq and
- * by keys for dk and dv, so that no two tasks add to the same element. Nothing of size seq_q x
- * seq_k is stored. All sums are double. A task owns REF_TOKENS tokens of one head. Blocks of
- * REF_ROWS tokens of one sequence share each loaded row. */
-#include "gpukern_ranks.h"
+ * Backward is Dao 2023, arXiv:2307.08691, Algorithm 2, run twice: once by rows for dq, once by keys
+ * for dk and dv, so that no two tasks add to the same place. Nothing of size seq_q x seq_k is
+ * stored. All sums are double.
+ * Work split: a task owns REF_TOKENS tokens of one head; blocks of REF_ROWS tokens of one sequence
+ * share each row loaded. */
+#include "gpukern.h"
 #include "attn.h"
 
 typedef struct flash_job {

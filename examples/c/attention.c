@@ -115,7 +115,7 @@ static void expect_attention(double scale) {
 int main(void) {
     /* parallel_for is NULL: one thread. A program with a thread pool passes it here. */
     gk_context ctx = GK_CONTEXT_INIT;
-    gk_explanation row = GK_EXPLANATION_INIT;
+    gk_explanation found = GK_EXPLANATION_INIT;
     double scale = 1 / sqrt(HEAD_DIM);
 
     printf("gpukern %s on %s (this machine has %s)\n", gk_version(), gk_cpu_isa(), gk_cpu_isas());
@@ -128,11 +128,12 @@ int main(void) {
     gemm.out = matrix(qkv, SEQ, 3 * MODEL);
     gemm.workspace_bytes = gk_gemm_workspace_bytes(&ctx, &gemm);
     gemm.workspace = workspace(gemm.workspace_bytes);
-    must(gk_explain_gemm(&ctx, &gemm, &row), "gk_explain_gemm");
+    must(gk_explain_gemm(&ctx, &gemm, &found), "gk_explain_gemm");
     must(gk_gemm(&ctx, &gemm), "gk_gemm");
     expect_qkv();
     double gemm_error = error_ulp(qkv, qkv_expected, SEQ * 3 * MODEL);
-    printf("gemm       row %-32s error %5.2f ulp of the largest value\n", row.row, gemm_error);
+    printf("gemm       by %-32s error %5.2f ulp of the largest value\n", found.instance,
+           gemm_error);
 
     gk_flash_attn_args attn = GK_FLASH_ATTN_ARGS_INIT;
     attn.q = heads_of(qkv, 3 * MODEL);
@@ -148,11 +149,12 @@ int main(void) {
                            .stride = {HEADS * SEQ, SEQ, 1}};
     attn.workspace_bytes = gk_flash_attn_fwd_workspace_bytes(&ctx, &attn);
     attn.workspace = workspace(attn.workspace_bytes);
-    must(gk_explain_flash_attn_fwd(&ctx, &attn, &row), "gk_explain_flash_attn_fwd");
+    must(gk_explain_flash_attn_fwd(&ctx, &attn, &found), "gk_explain_flash_attn_fwd");
     must(gk_flash_attn_fwd(&ctx, &attn), "gk_flash_attn_fwd");
     expect_attention(scale);
     double attn_error = error_ulp(out, out_expected, SEQ * MODEL);
-    printf("flash_attn row %-32s error %5.2f ulp of the largest value\n", row.row, attn_error);
+    printf("flash_attn by %-32s error %5.2f ulp of the largest value\n", found.instance,
+           attn_error);
 
     /* A wrong argument gives an error text, and nothing is written. */
     gemm.b.shape[0] = MODEL - 1;

@@ -5,8 +5,8 @@
  * x [M, K] bfloat16   w [N, K], codes -8 to 7 times a scale per group   out [M, N] float32
  *
  * The result is checked against plain loops in double over the rounded weight; the program exits
- * with 1 if an element is wrong. */
-#include <gpukern.h>
+ * with 1 when one is off. */
+#include <gpukern_quant.h>
 
 #include <math.h>
 #include <stdio.h>

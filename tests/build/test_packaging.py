@@ -462,7 +462,7 @@ def test_c_example_builds_and_runs(prefix, tmp_path):
 
 def run_example(binary):
     out = must(binary, cwd=binary.parent)
-    assert "flash_attn row " in out and "GK_ERR_ARGUMENT" in out
+    assert "flash_attn by " in out and "GK_ERR_ARGUMENT" in out
 
 
 def by_pkg_config(prefix, folder):

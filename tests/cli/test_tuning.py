@@ -140,11 +140,11 @@ ONE_DEVICE = {
     "no version": (stored(version=None), f"was measured by gpukern None, this is {VERSION}"),
     "a row of tomorrow": (
         stored({class_of(): {"row": "gemm_tomorrow"}}),
-        "row 'gemm_tomorrow' does not exist",
+        "instance 'gemm_tomorrow' does not exist",
     ),
     "another op's row": (
         stored({class_of(): {"row": "attn_merge"}}),
-        "row 'attn_merge' does not exist",
+        "instance 'attn_merge' does not exist",
     ),
     "a row of another dtype": (
         stored({class_of(dtype="float16"): {"row": BF16_ROW}}),
@@ -265,9 +265,9 @@ def test_a_build_without_cuda(path):
 
 @with_kernels
 @pytest.mark.parametrize("args,text", [
-    ((GPU, class_of(), "gemm_tomorrow"), "row 'gemm_tomorrow' does not exist in this library; "
+    ((GPU, class_of(), "gemm_tomorrow"), "instance 'gemm_tomorrow' does not exist in this library; "
                                          "gk_cuda_kernels() names those that do"),
-    ((GPU, class_of(dtype="float32"), BF16_ROW), f"row '{BF16_ROW}' is for bfloat16, the class "
+    ((GPU, class_of(dtype="float32"), BF16_ROW), f"instance '{BF16_ROW}' is for bfloat16, the class "
                                                  f"for float32"),
     ((GPU, "32x48", BF16_ROW), "'32x48' is not a class of gemm calls as gk_gemm_class writes it"),
     (("", class_of(), BF16_ROW), "device or gemm_class is missing"),

@@ -307,7 +307,7 @@ static void check_public(void) {
     const char *words = "a CPU's", *plain = "32x48x64:NN" PLAIN "abo",
                *row = "gemm_sm80_bf16_64x64x64";
     check_refused(gk_gemm_prefer_class("A GPU", plain, "gemm_of_tomorrow"), GK_ERR_ARGUMENT,
-                  "row 'gemm_of_tomorrow' does not exist in this library");
+                  "instance 'gemm_of_tomorrow' does not exist in this library");
     check_refused(gk_gemm_prefer_class("A GPU", plain, "flash_attn_fwd_plain_f32"), GK_ERR_ARGUMENT,
                   "does not exist");
     check_refused(gk_gemm_prefer_class("A GPU", plain, "gemm_plain_f64_64x64x16"), GK_ERR_ARGUMENT,
@@ -355,8 +355,9 @@ static void check_older_caller(void) {
     check_result(gk_explain_gemm(&cpu, &g, &whole) == GK_OK && whole.preferred == 0, "%s",
                  gk_last_error());
     check_result(gk_explain_gemm(&cpu, &g, &old) == GK_OK, "%s", gk_last_error());
-    check_result(memcmp(&old.row, &whole.row, old.size - offsetof(gk_explanation, row)) == 0,
-                 "differs from today's");
+    check_result(
+        memcmp(&old.instance, &whole.instance, old.size - offsetof(gk_explanation, instance)) == 0,
+        "differs from today's");
     check_result(memcmp((char *)&old + old.size, (const char *)&before + old.size,
                         sizeof old - old.size) == 0,
                  "memory behind it was written");

@@ -277,8 +277,8 @@ static void check_int8(int64_t m, int64_t n, int64_t k) {
             gk_explanation e = GK_EXPLANATION_INIT;
             ctx = check_context("amx_emulated", 1);
             check_result(gk_explain_scaled_gemm(&ctx, &args, &e) == GK_OK, "%s", gk_last_error());
-            check_result((strstr(e.row, "amx") != NULL) == (m > 8), "%lld rows go by %s",
-                         (long long)m, e.row);
+            check_result((strstr(e.instance, "amx") != NULL) == (m > 8), "%lld rows go by %s",
+                         (long long)m, e.instance);
         }
         for (int r = 0; r < num; ++r)
             for (workers = 1; workers <= CHECK_WORKERS; workers += CHECK_WORKERS - 1) {

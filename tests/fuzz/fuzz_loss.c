@@ -2,7 +2,7 @@
 /* fuzz_loss: gk_cross_entropy_fwd, gk_cross_entropy_bwd and gk_rope, each against the same call in
  * float64. */
 #include "fuzz.h"
-#include "gpukern_loss.h"
+#include "gpukern_train.h"
 
 static gk_context ctx;
 static gk_dtype dtype;

@@ -2,7 +2,7 @@
 /* fuzz_rope_kv_write: gk_rope_kv_write into caches of q's dtype against the same call in float64.
  * No slot is written twice. */
 #include "fuzz.h"
-#include "gpukern_cache.h"
+#include "gpukern.h"
 
 static gk_status call(const gk_context *ctx, const void *args) {
     return gk_rope_kv_write(ctx, args);

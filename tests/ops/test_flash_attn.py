@@ -1394,7 +1394,7 @@ def test_varlen_opcheck_of_the_backward(dtype, device):
 
 def _parts_of_sinks(q, k, v, grad, parts):
     """The sinks' gradient from parts of the keys. On the CPU, the parts' shares correct for the
-    rounding of out (gpukern_ranks.h)."""
+    rounding of out (gpukern.h)."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     sinks = torch.linspace(-1, 1, q.shape[1], device=q.device, dtype=wide)
     sinks[-1] = -torch.inf

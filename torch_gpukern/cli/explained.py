@@ -454,7 +454,7 @@ def run(args: argparse.Namespace) -> int:
         f"{name} {size}" for name, size in zip(CALLS[args.op].tiles, x["tile"], strict=True) if size
     )
     rows = [
-        ("kernel instance", x["row"] + (", chosen by tuning" if x["preferred"] else "")),
+        ("kernel instance", x["instance"] + (", chosen by tuning" if x["preferred"] else "")),
         ("instruction set", x["isa"] + (f" ({why})" if why else "")),
         ("tile", tiles or "none"),
         ("tasks", x["tasks"]),

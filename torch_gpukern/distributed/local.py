@@ -107,7 +107,7 @@ def backward(
     """(dq, dk, dv, dsinks); dq, dk and dv are float32 (float64 with float64).
 
     part: k and v are only some of the keys that out and lse were computed from. Then dq is the
-    share of these keys. dsinks is their share on the CPU (gpukern_ranks.h); on a GPU it is not
+    share of these keys. dsinks is their share on the CPU (gpukern.h); on a GPU it is not
     computed.
     """
     grads = ops.flash_attn_bwd(

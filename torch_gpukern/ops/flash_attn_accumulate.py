@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """flash_attn_accumulate: the raw op, attention that joins the attention over other keys
-(csrc/include/gpukern_ranks.h).
+(csrc/include/gpukern.h).
 
     flash_attn_accumulate(q, k, v, out, lse, is_causal=False, ...the rules of flash_attn)
 

@@ -25,6 +25,7 @@ from ..ops.rules import Rules, states
 from .attn_fp8 import decoded_attn, quantize_attn, scale_of_sequence
 from .quantised import (
     ACTIVATIONS,
+    accumulator,
     dequantize,
     grouped_gemm,
     quantize,
@@ -84,10 +85,6 @@ __all__ = [
 ]
 
 
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def gemm(
     a: Tensor,
     b: Tensor,
@@ -102,7 +99,7 @@ def gemm(
     """out [..., M, N] = activation(alpha * (a [..., M, K] @ b [..., K, N]) + beta * c + bias
     [N]).
     """
-    acc = _accumulator(a.dtype)
+    acc = accumulator(a.dtype)
     x = alpha * (a.to(acc) @ b.to(acc))
     if c is not None and beta != 0:  # if beta = 0, c is not read and may contain NaN
         x = x + beta * c.to(acc)
@@ -123,7 +120,7 @@ def _attend(
     attn_mask: Tensor | None = None,  # bool, broadcastable to [B, Hq, Sq, Sk]
     bias: Tensor | None = None,  # floating-point, broadcastable to [B, Hq, Sq, Sk]
 ) -> tuple[Tensor, Tensor]:  # out [B, Hq, Sq, Dv] in q's dtype, lse [B, Hq, Sq]
-    acc = _accumulator(q.dtype)
+    acc = accumulator(q.dtype)
     key = torch.arange(k.shape[2], device=q.device)
     sees = ((first[:, :, None] <= key) & (key < end[:, :, None]))[:, None]  # [B or 1, 1, Sq, Sk]
     if attn_mask is not None:
@@ -318,7 +315,7 @@ def _slopes_of(b: int, alibi_slopes: Tensor | None) -> Tensor | None:
 def _join(q: Tensor, v: Tensor, outs: list[Tensor], lses: list[Tensor], return_lse: bool):
     """Packs the sequences' results. Tokens after the last sequence have out 0 and lse -inf."""
     rest = q.shape[0] - sum(x.shape[0] for x in outs)
-    dtype, wide = (outs[0].dtype, lses[0].dtype) if outs else (q.dtype, _accumulator(q.dtype))
+    dtype, wide = (outs[0].dtype, lses[0].dtype) if outs else (q.dtype, accumulator(q.dtype))
     outs = [*outs, q.new_zeros(rest, q.shape[1], v.shape[-1], dtype=dtype)]
     lses = [*lses, q.new_full((rest, q.shape[1]), -torch.inf, dtype=wide)]
     out, lse = torch.cat(outs), torch.cat(lses)
@@ -343,7 +340,7 @@ def paged_attn(
     """
     rules = Rules(given)
     num_blocks, block_size = k_cache.shape[:2]
-    batch, acc = seq_lens.shape[0], _accumulator(q.dtype)
+    batch, acc = seq_lens.shape[0], accumulator(q.dtype)
     if rules.cu_seqlens_q is not None:
         starts = rules.cu_seqlens_q.tolist()
     else:
@@ -396,10 +393,7 @@ def kv_cache_write(
     k, v = k[taken], v[taken]
     for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         if scale is not None:
-            x = (
-                x.to(_accumulator(x.dtype))
-                / (scale[page] if scale.dim() == 2 else scale)[..., None]
-            )
+            x = x.to(accumulator(x.dtype)) / (scale[page] if scale.dim() == 2 else scale)[..., None]
         if cache.dtype == torch.int8:  # NaN becomes 0
             x = x.round().nan_to_num(0, 127, -128).clamp(-128, 127)
         elif scale is not None or cache.element_size() == 1:
@@ -412,7 +406,7 @@ def attn_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tu
     """(out, lse) of attention over the union of two disjoint sets of keys, from out [..., Dv] and
     lse [...] over each set.
     """
-    acc = _accumulator(out_a.dtype)
+    acc = accumulator(out_a.dtype)
     lse_a, lse_b = lse_a.to(acc), lse_b.to(acc)
     no_a, no_b = lse_a == -torch.inf, lse_b == -torch.inf
     peak = torch.maximum(lse_a, lse_b).detach().masked_fill(no_a & no_b, 0)
@@ -449,7 +443,7 @@ def rope_kv_write(
     once. Writes k and v by `kv_cache_write` and returns q."""
     queries, keys = (
         rotated(
-            x if weight is None else rms_norm(x.to(_accumulator(x.dtype)), weight, eps=eps),
+            x if weight is None else rms_norm(x.to(accumulator(x.dtype)), weight, eps=eps),
             cos,
             sin,
             positions,

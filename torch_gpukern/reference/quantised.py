@@ -9,6 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums, lse, sinks and scales of an op of `dtype`: float64 of float64, else
+    float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 __all__ = [
     "dequantize",
     "grouped_gemm",
@@ -73,7 +80,7 @@ def spread(scale: Tensor, rows: int, cols: int) -> Tensor:
 def quantize(x, dtype, granularity, *, scale_ub=None, scale=None):
     """(codes, scale): codes = x / scale, where each block has scale = max(amax / largest, 2^-126),
     at most the largest float32. largest is the largest code."""
-    wide = x if x.dtype is torch.float64 else x.float()
+    wide = x.to(accumulator(x.dtype))
     high, across = _BLOCKS[granularity]
     if granularity == "tensor":
         amax = wide.abs().max() if x.numel() else wide.new_zeros(())
@@ -127,7 +134,7 @@ def rms_norm_quantize(
 
 
 def dequantize(codes, scale, *, dtype=torch.float32):
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    wide = accumulator(dtype)
     return (codes.to(wide) * spread(scale, *codes.shape[-2:]).to(wide)).to(dtype)
 
 

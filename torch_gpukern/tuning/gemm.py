@@ -277,8 +277,8 @@ def tune(problem: Problem, device: torch.device) -> Result:
     with torch.cuda.device(device), torch.no_grad(), _torch_precision(problem):
         inputs = problem.inputs(device)
         plan = problem.explain(inputs)
-        name, gemm_class, rows = plan["device"], plan["class"], plan["rows"]
-        before = plan["row"] if plan["preferred"] else ""
+        name, gemm_class, rows = plan["device"], plan["class"], plan["instances"]
+        before = plan["instance"] if plan["preferred"] else ""
 
         def prefer(row: str) -> None:
             ops.gemm_prefer.default(name, gemm_class, row)
@@ -301,7 +301,7 @@ def _measured(
     judge = Judge(problem, inputs)
     for row in rows:
         prefer(row)
-        ran = problem.explain(inputs)["row"]
+        ran = problem.explain(inputs)["instance"]
         if ran != row:
             raise RuntimeError(f"{row} was asked for and {ran} would run")
         out = problem.ours(inputs)

@@ -16,7 +16,12 @@
 
 #include "../../core/internal.h"
 
-/* The operand of LDTILECFG: palette 1, and the bytes of a row and the rows of each tile. */
+#include <float.h>
+#if AMX_TILES
+#include <immintrin.h>
+#endif
+
+/* What LDTILECFG reads: palette 1, and bytes of a row and rows of each tile. */
 typedef struct amx_config {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
@@ -25,7 +30,6 @@ typedef struct amx_config {
 _Static_assert(sizeof(amx_config) == 64, "as LDTILECFG reads it");
 
 #if AMX_TILES
-#include <immintrin.h>
 #define amx_configure(config) _tile_loadconfig(config)
 #define amx_release() _tile_release()
 #define amx_zero(tile) _tile_zero(tile)
@@ -36,8 +40,6 @@ _Static_assert(sizeof(amx_config) == 64, "as LDTILECFG reads it");
 #define amx_dot(c, a, b) _tile_dpbf16ps(c, a, b)
 #define amx_dot_int8(c, a, b) _tile_dpbssd(c, a, b)
 #else
-#include <float.h>
-
 enum {
     AMX_NUM_TILES = 8,
     AMX_ROWS = 16,

@@ -4,7 +4,7 @@
 #ifndef GPUKERN_CPU_ACTIVATION_H
 #define GPUKERN_CPU_ACTIVATION_H
 
-#include "vec.h"
+#include "vec_math.h"
 
 INLINE vf activate(vf x, gk_activation activation) {
     switch (activation) {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* attn_scores.h: masks and biases of attention on the CPU (gpukern_mask.h), for forward and
+/* attn_scores.h: masks and biases of attention on the CPU (gpukern.h), for forward and
  * backward: where a row's mask and biases lie, the bits of W rows, and biases of W rows transposed
  * into lanes. */
 #ifndef GPUKERN_CPU_ATTN_SCORES_H

@@ -27,6 +27,7 @@
 #include "attn.h"
 #include "attn_drop.h"
 #include "attn_scores.h"
+#include "vec_math.h"
 #include "../blocks.h"
 
 enum {
@@ -100,7 +101,7 @@ typedef struct attn_job {
     int64_t decoded_bytes; /* of a key and a value of 8-bit pages as rows of dtype; else 0 */
     bool accumulates; /* out, float32, and lse hold the attention over other keys, and become that
                          over both */
-    const attn_scores *scores; /* a mask or a bias (attn_masked.h); NULL = none */
+    const attn_scores *scores; /* a mask or a bias (flash_attn_fwd.c); NULL = none */
 } attn_job;
 
 /* Lanes first .. first + count of kv head h_kv in sequence x (number b of the batch). */
@@ -276,11 +277,11 @@ INLINE bool attn_softmax(float *s, int64_t n, int64_t j0, attn_lanes *lanes, int
     const float factor = score_step || PAIR == 1 ? 1 : scale * ATTN_UNIT;
     vf m[NV], sum[NV];
     bool moved = false;
+    for (int v = 0; v < NV; ++v) shrink[v] = vf_set1(1);
     for (int v = 0; v < nv; ++v) {
         const vf l = vf_load(lanes->l + lane + v * W);
         m[v] = vf_load(lanes->m + lane + v * W);
         sum[v] = vf_set1(0);
-        shrink[v] = vf_set1(1);
         top[v] = top[v] * factor;
         const vm lags = vf_lt(m[v] + attn_lag, top[v]);
         if (vm_any(lags)) {
@@ -398,6 +399,34 @@ INLINE void attn_clear_tokens(const gk_tensor *out, float *lse, int64_t first) {
         }
 }
 
+/* ---- the end of a tile and of a block -------------------------------------------------------- */
+/* O^T += V^T p of one strip and n keys, whose p stand where the scores stood. If m has moved, O^T
+ * is first rescaled by `shrink`, one of its nv vectors of lanes each. *started: whether O^T holds a
+ * sum already. */
+INLINE void attn_add_values(const attn_scratch *x, const attn_job *job, int64_t strip, int64_t n,
+                            int64_t width, const int nv, bool moved, const vf shrink[NV],
+                            bool *started) {
+    float *o = x->o + strip * x->o_strip;
+    if (moved && *started)
+        for (int64_t d = 0; d < job->head_dim_v; ++d)
+            for (int w = 0; w < nv; ++w) {
+                float *at = o + d * NR + w * W;
+                vf_store(at, vf_load(at) * shrink[w]);
+            }
+    tile_product(SUM_CELLS, TILED, job->head_dim_v, width, cells_of(n), x->v, x->v_step,
+                 (const cell *)x->s, NR, o, NR, *started);
+    *started = true;
+}
+
+/* Stores out and lse. A strip that saw no key has O^T = 0. */
+INLINE void attn_end_block(const attn_scratch *x, const attn_lanes *lanes, const attn_job *job,
+                           const bool *started, float v_scale) {
+    for (int64_t strip = 0; strip * NR < lanes->count; ++strip)
+        if (!started[strip]) memset(x->o + strip * x->o_strip, 0, 4 * (size_t)x->o_strip);
+    release_tiles();
+    attn_store(x, lanes, job, v_scale);
+}
+
 /* ---- the block ------------------------------------------------------------------------------- */
 INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *keys, float scale,
                        float v_scale, char *scratch) {
@@ -415,7 +444,7 @@ INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *
     /* Tiles begin at multiples of bkv from the first key, so that a row's bits do not depend on the
      * block that it is in. */
     for (int64_t j = first; j < end; j += job->bkv) {
-        const int64_t n = gk_min_i64(job->bkv, end - j), cells = cells_of(n);
+        const int64_t n = gk_min_i64(job->bkv, end - j);
         attn_keys_at(keys, j, n, k, v);
         if (keys->decode) keys->decode(keys, j, n, k, v, x.decoded);
         attn_pack_k(&x, k, n, job->dtype, head_dim);
@@ -425,7 +454,6 @@ INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *
                           width = strip_last - lane + 1;
             if (lanes->hi[strip_last] <= j || lanes->lo[lane] >= j + n) continue;
             const bool edge = lanes->lo[strip_last] > j || lanes->hi[lane] < j + n;
-            float *o = x.o + strip * x.o_strip;
             const int nv = width > W ? NV : 1;
             vf shrink[NV];
             bool moved;
@@ -444,21 +472,10 @@ INLINE void attn_block(const attn_job *job, attn_lanes *lanes, const attn_keys *
                 moved = attn_softmax(x.s, n, j, lanes, lane, job, left, shrink, NV, false, false,
                                      NULL, false, false);
             if (keys->dropout) attn_drop((cell *)x.s, n, j, lanes, lane, nv, keys->dropout);
-            if (moved && started[strip])
-                for (int64_t d = 0; d < head_dim_v; ++d)
-                    for (int w = 0; w < nv; ++w) {
-                        float *at = o + d * NR + w * W;
-                        vf_store(at, vf_load(at) * shrink[w]);
-                    }
-            tile_product(SUM_CELLS, TILED, head_dim_v, width, cells, x.v, x.v_step,
-                         (const cell *)x.s, NR, o, NR, started[strip]);
-            started[strip] = true;
+            attn_add_values(&x, job, strip, n, width, nv, moved, shrink, &started[strip]);
         }
     }
-    for (int64_t strip = 0; strip * NR <= last; ++strip)
-        if (!started[strip]) memset(x.o + strip * x.o_strip, 0, 4 * (size_t)x.o_strip);
-    release_tiles();
-    attn_store(&x, lanes, job, v_scale);
+    attn_end_block(&x, lanes, job, started, v_scale);
 }
 
 #endif

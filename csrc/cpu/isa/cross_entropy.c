@@ -1,21 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* cross_entropy: the loss of each row of logits and its gradient, compiled once per ISA.
- *
- *  z = softcap tanh(logit_scale logits / softcap), or logit_scale logits;   lse = log sum exp z
- *  loss = (1 - e) w[t] (lse - z[t]) + e / V (W lse - sum w[c] z[c]) + z_loss lse^2
- *  W = sum w[c]
- *  dz[c] = g (exp(z[c] - lse) ((1 - e) w[t] + e W / V + 2 z_loss lse)
- *             - (c = t) (1 - e) w[t] - e w[c] / V)
- *
- * logits and dlogits [M, V] have one dtype (float32, bfloat16, float16), or dlogits has 16 bits
- * beside float32 logits. target [M] is int64, w [V], loss and lse [M] are float32.
- *
- * A task is a range of rows. Each pass reads a row once. Blocks of ROW_BLOCK columns have their
- * own maximum, and their sums are added in double. If the forward pass also writes dlogits, its
- * second read of a row comes from a cache. The backward pass may be given a part of the columns.
- * No workspace. Not served: float64 (ref/). */
-#include "gpukern_loss.h"
+ *   z = softcap tanh(logit_scale logits / softcap), or logit_scale logits;   lse = log sum exp z
+ *   loss = (1 - e) w[t] (lse - z[t]) + e / V (W lse - sum w[c] z[c]) + z_loss lse^2,   W = sum w[c]
+ *   dz[c] = g (exp(z[c] - lse) ((1 - e) w[t] + e W / V + 2 z_loss lse) - (c = t) (1 - e) w[t] - e
+ *   w[c] / V)
+ * logits, dlogits [M, V] of one dtype (float32, bfloat16, float16), or dlogits of 16 bits beside
+ * float32 logits; target [M] int64, w [V], loss, lse [M] float32. A task is a run of rows. A row is
+ * read once forward and once backward: blocks of ROW_BLOCK columns have a maximum of their own, and
+ * their sums meet in double; where forward gives dlogits, too, a row's second read is from a cache.
+ * Backward may have some of the columns alone. No workspace. Not here: float64 (ref/). */
+#include "gpukern_train.h"
 #include "rows.h"
+#include "vec_math.h"
 
 typedef struct job {
     const gk_cross_entropy_args *a;

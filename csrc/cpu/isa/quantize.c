@@ -17,6 +17,7 @@
 #include "../../formats/scales.h"
 #include "../kernels.h"
 #include "codes_vec.h"
+#include "vec_math.h"
 
 enum {
     TASK_ELEMENTS = 32 << 10, /* some 10 us of work, much more than starting a task costs */

@@ -16,6 +16,10 @@
 
 #include "vec.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 typedef uint32_t vw __attribute__((vector_size(4 * W)));
 
 INLINE vw vw_load(const uint32_t *p) { return (vw) * (const vu_mem *)p; }
@@ -31,7 +35,6 @@ INLINE vw vw_dot_pairs(vw acc, vw a, vw b) {
     return acc + (vw)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 }
 #elif defined(__SSE2__)
-#include <emmintrin.h>
 INLINE vw vw_dot_pairs(vw acc, vw a, vw b) {
     return acc + (vw)_mm_madd_epi16((__m128i)a, (__m128i)b);
 }

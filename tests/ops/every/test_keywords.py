@@ -3,6 +3,7 @@
 misinterpreted."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,166 +180,207 @@ def test_a_bool_that_a_compiler_holds_is_one():
         )
 
 
-def test_messages_of_wrong_types():
-    """Messages name the op, the argument, what was expected and what came, on one line. The types
-    of the errors are torch's."""
-    t, q, index = torch.ones(4, 4), torch.ones(1, 2, 4, 8), torch.zeros(1, 1, dtype=torch.int32)
-    array, nested = (
-        t.numpy(),
-        torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged),
+MAKE_ONE = "; torch.as_tensor makes one"
+# The beginning of the message, and the call that raises it.
+WRONG_TYPES = [
+    (
+        "gemm: a must be a Tensor, got numpy.ndarray" + MAKE_ONE,
+        lambda x: torch_gpukern.gemm(x.array, x.t),
+    ),
+    ("gemm: b must be a Tensor, got list" + MAKE_ONE, lambda x: torch_gpukern.gemm(x.t, [[1.0]])),
+    ("gemm: b must be a Tensor, got None", lambda x: torch_gpukern.gemm(x.t, None)),
+    ("gemm: c must be a Tensor or None, got 1.0", lambda x: torch_gpukern.gemm(x.t, x.t, c=1.0)),
+    (
+        "gemm: activation must be none, relu, gelu, gelu_tanh or silu, got None",
+        lambda x: torch_gpukern.gemm(x.t, x.t, activation=None),
+    ),
+    (
+        "gemm: out_dtype must be a torch.dtype or None, got 'float32'",
+        lambda x: torch_gpukern.gemm(x.t, x.t, out_dtype="float32"),
+    ),
+    ("gemm: alpha must be a number, got 'x'", lambda x: torch_gpukern.gemm(x.t, x.t, alpha="x")),
+    ("gemm: a is a nested tensor; pass its parts", lambda x: torch_gpukern.gemm(x.nested, x.t)),
+    (
+        "gemm: a has layout torch.sparse_coo, expected a dense tensor",
+        lambda x: torch_gpukern.gemm(x.t.to_sparse(), x.t),
+    ),
+    (
+        "linear: x, weight and bias must be Tensors, got ndarray",
+        lambda x: torch_gpukern.linear(x.array, x.t),
+    ),
+    (
+        "flash_attn: v must be a Tensor, got numpy.ndarray" + MAKE_ONE,
+        lambda x: torch_gpukern.flash_attn(x.q, x.q, x.q.numpy()),
+    ),
+    (
+        "flash_attn: q is a nested tensor; pass its parts",
+        lambda x: torch_gpukern.flash_attn(x.nested, x.nested, x.nested),
+    ),
+    (
+        "flash_attn: diagonal must be an int, got 1.5",
+        lambda x: torch_gpukern.flash_attn(x.q, x.q, x.q, diagonal=1.5),
+    ),
+    (
+        "flash_attn: window_left must be an int, got tuple",
+        lambda x: torch_gpukern.flash_attn(x.q, x.q, x.q, window_left=(1, 2)),
+    ),
+    (
+        "flash_attn: kv_end must be a Tensor or None, got list" + MAKE_ONE,
+        lambda x: torch_gpukern.flash_attn(x.q, x.q, x.q, kv_end=[1]),
+    ),
+    (
+        "flash_attn_varlen: max_seqlen_q must be an int, got None",
+        lambda x: torch_gpukern.flash_attn_varlen(
+            x.q[0], x.q[0], x.q[0], x.index[0], x.index[0], None, 1
+        ),
+    ),
+    (
+        "paged_attn: seq_lens must be a Tensor, got list" + MAKE_ONE,
+        lambda x: torch_gpukern.paged_attn(x.q[0], x.q, x.q, x.index, [1]),
+    ),
+    (
+        "kv_cache_write: slots must be a Tensor, got list" + MAKE_ONE,
+        lambda x: torch_gpukern.kv_cache_write(x.q[0], x.q[0], x.q, x.q, [1]),
+    ),
+    (
+        "kv_cache_write: slots must be a Tensor, got list" + MAKE_ONE,
+        lambda x: ops.kv_cache_write(x.q[0], x.q[0], x.q, x.q, [1]),
+    ),
+    (
+        "attn_merge: out_a must be a Tensor, got numpy.ndarray" + MAKE_ONE,
+        lambda x: torch_gpukern.attn_merge(x.array, x.t, x.t, x.t),
+    ),
+    (
+        "flash_attn: v must be a Tensor, got list" + MAKE_ONE,
+        lambda x: torch_gpukern.flash_attn(x.q, x.q, [1.0], return_lse=True),
+    ),
+    (
+        "linear_cross_entropy: target must be a Tensor, got list" + MAKE_ONE,
+        lambda x: torch_gpukern.linear_cross_entropy(x.t, x.t, [0]),
+    ),
+    (
+        "linear_cross_entropy: weight must be a Tensor, got numpy.ndarray" + MAKE_ONE,
+        lambda x: torch_gpukern.linear_cross_entropy(x.t, x.array, x.index, low_memory=True),
+    ),
+    (
+        "linear: weight is a nested tensor; pass its parts",
+        lambda x: torch_gpukern.linear(x.t, x.strided),
+    ),
+    ("linear: x must be a Tensor, got None", lambda x: torch_gpukern.linear(None, x.t)),
+    ("linear: weight must be a Tensor, got None", lambda x: torch_gpukern.linear(x.t, None)),
+    (
+        "linear_cross_entropy: x must be a Tensor, got None",
+        lambda x: torch_gpukern.linear_cross_entropy(None, x.t, x.index),
+    ),
+    (
+        "linear_cross_entropy: target must be a Tensor, got None",
+        lambda x: torch_gpukern.linear_cross_entropy(x.t, x.t, None, low_memory=True),
+    ),
+    (
+        "dropout: x must be a Tensor, got numpy.ndarray" + MAKE_ONE,
+        lambda x: torch_gpukern.dropout(x.array, 0.5),
+    ),
+    (
+        "dropout: x must be a Tensor, got None",
+        lambda x: torch_gpukern.dropout(None, 0.5, x.index[0]),
+    ),
+    (
+        "dropout_add: residual must be a Tensor, got 3",
+        lambda x: torch_gpukern.dropout_add(x.t[0, 0], 3, 0.5),
+    ),
+    (
+        "bias_gelu_dropout: x must be a Tensor, got list" + MAKE_ONE,
+        lambda x: torch_gpukern.bias_gelu_dropout([1.0], None, 0.5),
+    ),
+    (
+        "flash_attn: q must be a Tensor, got numpy.ndarray" + MAKE_ONE,
+        lambda x: torch_gpukern.flash_attn(x.array, x.q, x.q, dropout_p=0.5),
+    ),
+    (
+        "attn_dropout_mask: k must be a Tensor, got None",
+        lambda x: torch_gpukern.attn_dropout_mask(x.q, None, 0.5, x.index),
+    ),
+    (
+        "attn_dropout_mask: p must be a number, got 'x'",
+        lambda x: torch_gpukern.attn_dropout_mask(x.q, x.q, "x", x.index),
+    ),
+    (
+        "dropout_mask: seed must be a Tensor, got 7; a seed is int64 [2]: pass torch.tensor([7",
+        lambda x: torch_gpukern.dropout_mask((2, 3), 0.5, 7),
+    ),
+    (
+        "flash_attn: dropout_seed must be a Tensor or None, got 42; a seed is int64 [2]: pass",
+        lambda x: torch_gpukern.flash_attn(x.q, x.q, x.q, dropout_p=0.5, dropout_seed=42),
+    ),
+    (
+        "quantize_attn: hadamard must be True or False, got 1",
+        lambda x: torch_gpukern.quantize_attn(x.q, x.q, x.q, hadamard=1),
+    ),
+    (
+        "quantize_attn: center_v must be True or False, got None",
+        lambda x: torch_gpukern.quantize_attn(x.q, x.q, x.q, center_v=None),
+    ),
+    (
+        "quantize: dtype must be a torch.dtype, got 'e4m3'",
+        lambda x: torch_gpukern.quantize(x.t, "e4m3", "row"),
+    ),
+    (
+        "quantize: granularity must be a string, got None",
+        lambda x: torch_gpukern.quantize(x.t, torch.int8, None),
+    ),
+    (
+        "pack_weight: scale must be a Tensor, got list" + MAKE_ONE,
+        lambda x: torch_gpukern.pack_weight(x.t[:4].char(), "int4", scale=[1.0]),
+    ),
+    (
+        "gemm: a must be a Tensor, got numpy.ndarray" + MAKE_ONE,
+        lambda x: torch_gpukern.explain("gemm", x.array, x.t),
+    ),
+    (
+        "gemm: out must be a Tensor, got numpy.ndarray" + MAKE_ONE,
+        lambda x: ops.gemm.out(x.t.detach(), x.t.detach(), out=x.array),
+    ),
+    ("gemm: a must be a Tensor, got numpy.ndarray" + MAKE_ONE, lambda x: ops.gemm(x.array, x.t)),
+    ("gemm: activation must be none, relu,", lambda x: ops.gemm.default(x.t, x.t, activation=None)),
+]
+
+
+@pytest.fixture(scope="module")
+def of_types():
+    """Arguments of right and of wrong types."""
+    t = torch.ones(4, 4)
+    jagged, strided = (
+        torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=layout)
+        for layout in (torch.jagged, torch.strided)
     )
-    strided = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.strided)
-    gk, hint = torch_gpukern, "; torch.as_tensor makes one"
-    cases = [
-        (lambda: gk.gemm(array, t), "gemm: a must be a Tensor, got numpy.ndarray" + hint),
-        (lambda: gk.gemm(t, [[1.0]]), "gemm: b must be a Tensor, got list" + hint),
-        (lambda: gk.gemm(t, None), "gemm: b must be a Tensor, got None"),
-        (lambda: gk.gemm(t, t, c=1.0), "gemm: c must be a Tensor or None, got 1.0"),
-        (
-            lambda: gk.gemm(t, t, activation=None),
-            "gemm: activation must be none, relu, gelu, gelu_tanh or silu, got None",
-        ),
-        (
-            lambda: gk.gemm(t, t, out_dtype="float32"),
-            "gemm: out_dtype must be a torch.dtype or None, got 'float32'",
-        ),
-        (lambda: gk.gemm(t, t, alpha="x"), "gemm: alpha must be a number, got 'x'"),
-        (lambda: gk.gemm(nested, t), "gemm: a is a nested tensor; pass its parts"),
-        (
-            lambda: gk.gemm(t.to_sparse(), t),
-            "gemm: a has layout torch.sparse_coo, expected a dense tensor",
-        ),
-        (lambda: gk.linear(array, t), "linear: x, weight and bias must be Tensors, got ndarray"),
-        (
-            lambda: gk.flash_attn(q, q, q.numpy()),
-            "flash_attn: v must be a Tensor, got numpy.ndarray" + hint,
-        ),
-        (
-            lambda: gk.flash_attn(nested, nested, nested),
-            "flash_attn: q is a nested tensor; pass its parts",
-        ),
-        (
-            lambda: gk.flash_attn(q, q, q, diagonal=1.5),
-            "flash_attn: diagonal must be an int, got 1.5",
-        ),
-        (
-            lambda: gk.flash_attn(q, q, q, window_left=(1, 2)),
-            "flash_attn: window_left must be an int, got tuple",
-        ),
-        (
-            lambda: gk.flash_attn(q, q, q, kv_end=[1]),
-            "flash_attn: kv_end must be a Tensor or None, got list" + hint,
-        ),
-        (
-            lambda: gk.flash_attn_varlen(q[0], q[0], q[0], index[0], index[0], None, 1),
-            "flash_attn_varlen: max_seqlen_q must be an int, got None",
-        ),
-        (
-            lambda: gk.paged_attn(q[0], q, q, index, [1]),
-            "paged_attn: seq_lens must be a Tensor, got list" + hint,
-        ),
-        (
-            lambda: gk.kv_cache_write(q[0], q[0], q, q, [1]),
-            "kv_cache_write: slots must be a Tensor, got list" + hint,
-        ),
-        (
-            lambda: ops.kv_cache_write(q[0], q[0], q, q, [1]),
-            "kv_cache_write: slots must be a Tensor, got list" + hint,
-        ),
-        (
-            lambda: gk.attn_merge(array, t, t, t),
-            "attn_merge: out_a must be a Tensor, got numpy.ndarray" + hint,
-        ),
-        (
-            lambda: gk.flash_attn(q, q, [1.0], return_lse=True),
-            "flash_attn: v must be a Tensor, got list" + hint,
-        ),
-        (
-            lambda: gk.linear_cross_entropy(t, t, [0]),
-            "linear_cross_entropy: target must be a Tensor, got list" + hint,
-        ),
-        (
-            lambda: gk.linear_cross_entropy(t, array, index, low_memory=True),
-            "linear_cross_entropy: weight must be a Tensor, got numpy.ndarray" + hint,
-        ),
-        (lambda: gk.linear(t, strided), "linear: weight is a nested tensor; pass its parts"),
-        (lambda: gk.linear(None, t), "linear: x must be a Tensor, got None"),
-        (lambda: gk.linear(t, None), "linear: weight must be a Tensor, got None"),
-        (
-            lambda: gk.linear_cross_entropy(None, t, index),
-            "linear_cross_entropy: x must be a Tensor, got None",
-        ),
-        (
-            lambda: gk.linear_cross_entropy(t, t, None, low_memory=True),
-            "linear_cross_entropy: target must be a Tensor, got None",
-        ),
-        (lambda: gk.dropout(array, 0.5), "dropout: x must be a Tensor, got numpy.ndarray" + hint),
-        (lambda: gk.dropout(None, 0.5, index[0]), "dropout: x must be a Tensor, got None"),
-        (lambda: gk.dropout_add(t[0, 0], 3, 0.5), "dropout_add: residual must be a Tensor, got 3"),
-        (
-            lambda: gk.bias_gelu_dropout([1.0], None, 0.5),
-            "bias_gelu_dropout: x must be a Tensor, got list" + hint,
-        ),
-        (
-            lambda: gk.flash_attn(array, q, q, dropout_p=0.5),
-            "flash_attn: q must be a Tensor, got numpy.ndarray" + hint,
-        ),
-        (
-            lambda: gk.attn_dropout_mask(q, None, 0.5, index),
-            "attn_dropout_mask: k must be a Tensor, got None",
-        ),
-        (
-            lambda: gk.attn_dropout_mask(q, q, "x", index),
-            "attn_dropout_mask: p must be a number, got 'x'",
-        ),
-        (
-            lambda: gk.dropout_mask((2, 3), 0.5, 7),
-            "dropout_mask: seed must be a Tensor, got 7; a seed is int64 [2]: pass torch.tensor([7",
-        ),
-        (
-            lambda: gk.flash_attn(q, q, q, dropout_p=0.5, dropout_seed=42),
-            "flash_attn: dropout_seed must be a Tensor or None, got 42; a seed is int64 [2]: pass",
-        ),
-        (
-            lambda: gk.quantize_attn(q, q, q, hadamard=1),
-            "quantize_attn: hadamard must be True or False, got 1",
-        ),
-        (
-            lambda: gk.quantize_attn(q, q, q, center_v=None),
-            "quantize_attn: center_v must be True or False, got None",
-        ),
-        (
-            lambda: gk.quantize(t, "e4m3", "row"),
-            "quantize: dtype must be a torch.dtype, got 'e4m3'",
-        ),
-        (
-            lambda: gk.quantize(t, torch.int8, None),
-            "quantize: granularity must be a string, got None",
-        ),
-        (
-            lambda: gk.pack_weight(t[:4].char(), "int4", scale=[1.0]),
-            "pack_weight: scale must be a Tensor, got list" + hint,
-        ),
-        (
-            lambda: gk.explain("gemm", array, t),
-            "gemm: a must be a Tensor, got numpy.ndarray" + hint,
-        ),
-        (
-            lambda: ops.gemm.out(t.detach(), t.detach(), out=array),
-            "gemm: out must be a Tensor, got numpy.ndarray" + hint,
-        ),
-        (lambda: ops.gemm(array, t), "gemm: a must be a Tensor, got numpy.ndarray" + hint),
-        (lambda: ops.gemm.default(t, t, activation=None), "gemm: activation must be none, relu,"),
-    ]
-    for wanted in (False, True):
-        t.requires_grad_(wanted)
-        for call, text in cases:
-            if wanted and "sparse" in text:
-                continue
-            with pytest.raises(ValueError) as error:
-                call()
-            assert isinstance(error.value, RuntimeError) and "\n" not in str(error.value)
-            assert str(error.value).startswith(f"gpukern::{text}"), str(error.value)
+    return SimpleNamespace(
+        t=t,
+        q=torch.ones(1, 2, 4, 8),
+        index=torch.zeros(1, 1, dtype=torch.int32),
+        array=t.numpy(),
+        nested=jagged,
+        strided=strided,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "call", "wanted"),
+    [
+        pytest.param(text, call, wanted, id=f"{i}-{text.split(': ')[0]}{'-grad' * wanted}")
+        for i, (text, call) in enumerate(WRONG_TYPES)
+        for wanted in (False, True)
+        if not (wanted and "sparse" in text)  # to_sparse() of what requires a gradient is no leaf
+    ],
+)
+def test_messages_of_wrong_types(of_types, text, call, wanted):
+    """They name the op, the argument, what was expected and what came, on one line; and are what
+    torch raises, too."""
+    given = SimpleNamespace(**vars(of_types))
+    given.t = of_types.t.clone().requires_grad_(wanted)
+    with pytest.raises(ValueError) as error:
+        call(given)
+    assert isinstance(error.value, RuntimeError) and "\n" not in str(error.value)
+    assert str(error.value).startswith(f"gpukern::{text}"), str(error.value)
 
 
 def test_messages_of_what_is_composed():

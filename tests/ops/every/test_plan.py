@@ -188,7 +188,8 @@ def test_every_op_with_a_plan_is_explained():
     }
     for op, (args, moved) in calls.items():
         found = torch_gpukern.explain(op, *args)
-        assert found["row"] and found["tasks"] > 0 and found["bytes"] == moved, (op, found)
+        assert found["instance"] == found["row"] != ""
+        assert found["tasks"] > 0 and found["bytes"] == moved, (op, found)
     for op in (
         "rms_norm",
         "layer_norm",

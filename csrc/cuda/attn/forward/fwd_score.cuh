@@ -19,6 +19,11 @@
 
 #include "../../layout/layout.cuh" /* GK_HD */
 
+#ifdef __CUDACC__
+#include "../../ptx/opaque.cuh"
+#include "../score.cuh"
+#endif
+
 #include <math.h>
 #include <stdint.h>
 
@@ -83,11 +88,8 @@ template <int COLUMNS> GK_HD inline uint32_t columns_in(int from, int to) {
 }
 
 #ifdef __CUDACC__
-#include "../../ptx/opaque.cuh"
-#include "../score.cuh"
-
-/* The columns of a lane that its two rows see, one bit a column, and their union and
- * intersection over the rows of the warp. */
+/* Which of a lane's columns its two rows see, and what is common to the rows of the warp: a bit is
+ * a column. */
 struct KeptColumns {
     uint32_t kept[2];
     uint32_t some, whole; /* columns that some row sees; columns that all rows see */

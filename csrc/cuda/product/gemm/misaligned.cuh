@@ -14,6 +14,10 @@
 #define GPUKERN_CUDA_GEMM_MISALIGNED_CUH
 
 #include "realign.cuh"
+#ifdef __CUDACC__
+#include "../../ptx/cp_async.cuh"
+#include "../../ptx/smem.cuh"
+#endif
 
 /* The raw chunks of a tile's rows, row after row. */
 template <class Tile> struct raw_rows {
@@ -31,12 +35,9 @@ GK_HD inline int raw_bytes(int chunk, int before, int valid) {
 }
 
 #ifdef __CUDACC__
-#include "../../ptx/cp_async.cuh"
-#include "../../ptx/smem.cuh"
-
-/* A warp copies the chunks of a tile's rows. Invalid rows and columns become zeros. first: the
- * lowest address of the tensor. Nothing before it and nothing after a row's end is read: the
- * chunk that contains `first` is copied element by element. */
+/* By a warp: the chunks of a tile's rows; those of rows and columns that are not valid become
+ * zeros. first: the lowest address of the tensor. Nothing before it and nothing behind a row's end
+ * is read: the chunk that `first` lies in is copied by elements. */
 template <class Tile, class T>
 __device__ __forceinline__ void copy_raw_rows(smem_addr raw_s, const T *from_g, int64_t row_stride,
                                               int rows_valid, int cols_valid, uintptr_t first,

@@ -3,6 +3,8 @@
 #ifndef GPUKERN_CUDA_GEMM_TILES_H
 #define GPUKERN_CUDA_GEMM_TILES_H
 
+#include <stdint.h>
+
 /* ---- gemm_sm80: BM x BN x BK (elements) through a ring of STAGES, in warp tiles of WM x WN ----
  */
 template <int M, int N, int K, int S, int WARP_M, int WARP_N, int BLOCKS> struct SmTile {
