@@ -146,8 +146,12 @@ static attn_keys keys_of(const paged_job *job, int64_t b, int64_t h_kv) {
                        .head = h_kv};
 }
 
+/* The scale of scores times that of the keys. It stays finite, so that a score of zero codes is 0
+ * and no NaN. */
 INLINE float scale_of(const paged_job *job, int64_t h_kv) {
-    return (float)(job->args->rules.scale * head_scale(job->args->k_scale, h_kv));
+    const double most = FLT_MAX / GK_LOG2E; /* the softmax multiplies it by ATTN_UNIT */
+    const double scale = job->args->rules.scale * head_scale(job->args->k_scale, h_kv);
+    return (float)(scale > most ? most : scale < -most ? -most : scale);
 }
 
 /* ---- the plan -------------------------------------------------------------------------------- */
