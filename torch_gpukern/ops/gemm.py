@@ -152,12 +152,13 @@ def _reads_preact(args) -> bool:
 def _save(needs, args, out, preact):
     """An operand is kept only where the other's gradient reads it; of all of them shape and dtype
     are enough."""
-    a, b, *more = args
-    forms, activated = [(a.shape, a.dtype), (b.shape, is_transposed(b))], None
-    if more:
-        forms += [x if x is None else (x.shape, x.dtype) for x in more[:2]]
-        activation = _gemm.value(args, "activation")
-        activated = None if activation == "none" else out if activation == "relu" else preact
+    a, b = args[:2]
+    forms: list = [(a.shape, a.dtype), (b.shape, is_transposed(b))]
+    if len(args) == 2:
+        return (a if needs[1] else None, b if needs[0] else None, None), {"forms": forms}
+    forms += [x if x is None else (x.shape, x.dtype) for x in args[2:4]]
+    activation = _gemm.value(args, "activation")
+    activated = None if activation == "none" else out if activation == "relu" else preact
     return (a if needs[1] else None, b if needs[0] else None, activated), {"forms": forms}
 
 
@@ -178,8 +179,7 @@ def _backward(
     """grad_out [..., M, N] in the dtype of the result; grad_preact likewise, of a second
     derivative, which goes through the value before the activation.
     """
-    forms = dict(zip(("a", "b", "bias", "c"), forms, strict=False))
-    (shape_a, dtype), (shape_b, transposed) = forms["a"], forms["b"]
+    (shape_a, dtype), (shape_b, transposed) = forms[:2]
     grad, made = grad_out, {}
     if activated is not None and grad is not None:
         grad = _gemm_act_bwd.call_named(grad_out=grad, saved=activated, activation=activation)
@@ -198,12 +198,12 @@ def _backward(
             a, g = rows if one else (a, g)
         made["b"] = _summed_product(a.mT, g, shape_b, one, how, transposed)
     if "bias" in needs:
-        made["bias"] = _sum_to(grad, *forms["bias"])
+        made["bias"] = _sum_to(grad, *forms[2])
     if "c" in needs and beta == 0:  # c was not read, so not even an infinite gradient reaches it
-        shape, dtype = forms["c"]
+        shape, dtype = forms[3]
         made["c"] = grad.new_zeros(shape, dtype=dtype)
     elif "c" in needs:
-        made["c"] = _sum_to(grad if beta == 1 else beta * grad, *forms["c"])
+        made["c"] = _sum_to(grad if beta == 1 else beta * grad, *forms[3])
     return made
 
 

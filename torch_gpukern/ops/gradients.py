@@ -3,6 +3,7 @@
 torch.func's transforms."""
 
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
@@ -80,7 +81,9 @@ class _Rules:
         self.defaults = {
             name: every[name] for name in inspect.signature(backward).parameters if name in every
         }
+        self.default_values = tuple(self.defaults.values())
         self.needs: dict[tuple[bool, ...], frozenset[str]] = {}
+        self.orders: dict[tuple[int, int, int], tuple[str, ...]] = {}
 
     def keep(self, ctx: Any, args: Sequence, results: Sequence[Tensor]) -> None:
         """args: without trailing defaults."""
@@ -100,11 +103,16 @@ class _Rules:
         ctx.others = self.others[n](args)
 
     def gradients(self, ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
-        values = self.defaults.copy()
-        values.update(zip(self.saved, ctx.saved_tensors, strict=False))
-        if ctx.others:
-            values.update(zip(self.other_names, ctx.others, strict=False))
-        values.update(zip(self.grad_names, grads, strict=False))
+        tensors, others = ctx.saved_tensors, ctx.others
+        counts = len(tensors), len(others), len(grads)
+        order = self.orders.get(counts)
+        if order is None:
+            names = (self.saved, self.other_names, self.grad_names)
+            parts = [part[:n] for part, n in zip(names, counts, strict=True)]
+            order = self.orders[counts] = tuple(itertools.chain(self.defaults, *parts))
+        # one dict of all at once: a later name replaces its default
+        given = (*self.default_values, *tensors, *others, *grads)
+        values = dict(zip(order, given, strict=True))
         if self.save is not None:
             values.update(ctx.more)
         wanted = ctx.needs_input_grad

@@ -50,7 +50,11 @@ def linear(
     """
     if more or unknown:
         refuse_unknown(linear, unknown, more)
-    if any(type(t) not in PLAIN and has_a_function_of_its_own(t) for t in (x, weight, bias)):
+    # written out: a generator takes 0.6 us of a call
+    plain = type(x) in PLAIN and type(weight) in PLAIN and type(bias) in PLAIN
+    if not plain and any(
+        type(t) not in PLAIN and has_a_function_of_its_own(t) for t in (x, weight, bias)
+    ):
         if activation not in reference.ACTIVATIONS:
             raise ValueError(
                 f"{NAMESPACE}::linear: activation must be none, relu, gelu, gelu_tanh or silu, "
@@ -60,17 +64,18 @@ def linear(
     # of strides: such a tensor has no shape
     if x is None or weight is None or x.is_nested or weight.is_nested:
         refuse_non_tensors(f"{NAMESPACE}::linear", x=x, weight=weight)
-    if x.dim() < 1 or weight.dim() != 2:
+    dims = x.dim()
+    if dims < 1 or weight.dim() != 2:
         raise ValueError(
             f"{NAMESPACE}::linear: x must have at least 1 dimension and weight 2, [N, K]; got "
-            f"{x.dim()} and {weight.dim()}"
+            f"{dims} and {weight.dim()}"
         )
-    if x.shape[-1] != weight.shape[1]:
+    if x.size(-1) != weight.size(1):
         raise ValueError(
             f"{NAMESPACE}::linear: weight has {weight.shape[1]} columns, x has {x.shape[-1]}; "
             f"they must match"
         )
-    if x.dim() == 1:
+    if dims == 1:
         return gemm(x[None], weight.mT, bias, activation=activation)[0]
     return gemm(x, weight.mT, bias, activation=activation)
 
