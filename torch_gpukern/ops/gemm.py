@@ -129,16 +129,9 @@ def _sum_to(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return x.reshape(shape).to(dtype)
 
 
-def _summed_product(
-    x: Tensor, y: Tensor, shape: torch.Size, complete: bool, how: dict, transposed: bool = False
-) -> Tensor:
-    """x @ y of one dtype, summed to `shape`: in float32 until the sum is complete. complete: it has
-    no more dimensions. transposed: it is stored so, as the weight of a linear layer and thus its
-    gradient.
-    """
-    if complete and transposed:
-        return _gemm.call_named(a=y.mT, b=x.mT, **how).mT
-    if complete or torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]) == shape[:-2]:
+def _summed_product(x: Tensor, y: Tensor, shape: torch.Size, how: dict) -> Tensor:
+    """x @ y of one dtype, summed to `shape`: in float32 until the sum is complete."""
+    if torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]) == shape[:-2]:
         return _gemm.call_named(a=x, b=y, **how)
     acc = fakes.stats_dtype(x)
     return _sum_to(_gemm.call_named(a=x, b=y, **how, out_dtype=acc), shape, x.dtype)
@@ -149,10 +142,15 @@ def _reads_preact(args) -> bool:
     return len(args) > 2 and _gemm.value(args, "activation") not in ("none", "relu")
 
 
+_KEPT = {"forms": ()}  # of a and b alone, both kept: their forms are read in the backward
+
+
 def _save(needs, args, out, preact):
     """An operand is kept only where the other's gradient reads it; of all of them shape and dtype
     are enough."""
     a, b = args[:2]
+    if len(args) == 2 and needs[0] and needs[1]:
+        return (a, b, None), _KEPT
     forms: list = [(a.shape, a.dtype), (b.shape, is_transposed(b))]
     if len(args) == 2:
         return (a if needs[1] else None, b if needs[0] else None, None), {"forms": forms}
@@ -179,7 +177,10 @@ def _backward(
     """grad_out [..., M, N] in the dtype of the result; grad_preact likewise, of a second
     derivative, which goes through the value before the activation.
     """
-    (shape_a, dtype), (shape_b, transposed) = forms[:2]
+    if forms:
+        (shape_a, dtype), (shape_b, transposed) = forms[:2]
+    else:
+        shape_a, dtype, shape_b, transposed = a.shape, a.dtype, b.shape, is_transposed(b)
     grad, made = grad_out, {}
     if activated is not None and grad is not None:
         grad = _gemm_act_bwd.call_named(grad_out=grad, saved=activated, activation=activation)
@@ -188,15 +189,22 @@ def _backward(
 
     how = {"alpha": alpha, "fp32_precision": fp32_precision}
     g = grad if grad.dtype is dtype else grad.to(dtype)
-    if "a" in needs:
-        made["a"] = _summed_product(g, b.mT, shape_a, len(shape_b) == 2, how)
+    one = len(shape_b) == 2
+    if "a" in needs and one:
+        made["a"] = _gemm.call_named(a=g, b=b.mT, **how)
+    elif "a" in needs:
+        made["a"] = _summed_product(g, b.mT, shape_a, how)
     if "b" in needs:
-        one = len(shape_b) == 2
         if one and len(shape_a) > 2:  # the sum over the batch is part of the product
             rows = parallel.as_rows(a, g)
             one = rows is not None
             a, g = rows if one else (a, g)
-        made["b"] = _summed_product(a.mT, g, shape_b, one, how, transposed)
+        if one and transposed:  # stored as b is, the weight of a linear layer
+            made["b"] = _gemm.call_named(a=g.mT, b=a, **how).mT
+        elif one:
+            made["b"] = _gemm.call_named(a=a.mT, b=g, **how)
+        else:
+            made["b"] = _summed_product(a.mT, g, shape_b, how)
     if "bias" in needs:
         made["bias"] = _sum_to(grad, *forms[2])
     if "c" in needs and beta == 0:  # c was not read, so not even an infinite gradient reaches it

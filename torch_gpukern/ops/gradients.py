@@ -40,7 +40,7 @@ def differentiate(
     if reads_all is not None:
         # What backward reads is a result of the Function, though not of the call: so it has a
         # history where a gradient is differentiated again, and costs no memory of its own.
-        of_first = _fast(rules, True, lambda *args: (op.below(*args), None))
+        of_first = _fast_of_first(rules, op.below)
 
         def fast(*args):
             return of_all(*args)[0] if reads_all(args) else of_first(*args)
@@ -140,6 +140,28 @@ def _getter(places: Any) -> Callable[[Sequence], tuple]:
     return itemgetter(*places)
 
 
+def _fast_of_first(rules: _Rules, below: Callable) -> Callable:
+    """The form for a call whose backward reads none of the results but the first, which is the only
+    one that `below` makes."""
+    keep = rules.keep
+
+    def forward(ctx, *args):
+        result = below(*args)
+        keep(ctx, args, (result, None))
+        return result
+
+    return _apply_of(_function(rules.op.name, forward=forward, backward=_backward_of(rules)))
+
+
+def _backward_of(rules: _Rules) -> Callable:
+    def backward(ctx, *grads):
+        if grads[0] is None and not any(grad is not None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        return rules.gradients(ctx, grads)
+
+    return backward
+
+
 def _fast(rules: _Rules, first: bool, below: Callable) -> Callable:
     """The form for a call: forward and its context in one, arguments without trailing defaults."""
     keep = rules.keep
@@ -160,11 +182,6 @@ def _fast(rules: _Rules, first: bool, below: Callable) -> Callable:
         keep(ctx, args, (result,))
         return result
 
-    def backward(ctx, *grads):
-        if grads[0] is None and not any(grad is not None for grad in grads):
-            return (None,) * len(ctx.needs_input_grad)
-        return rules.gradients(ctx, grads)
-
     forward = (
         forward_of_first
         if first
@@ -172,7 +189,7 @@ def _fast(rules: _Rules, first: bool, below: Callable) -> Callable:
         if len(rules.op.results) == 1
         else forward_of_all
     )
-    return _apply_of(_function(rules.op.name, forward=forward, backward=backward))
+    return _apply_of(_function(rules.op.name, forward=forward, backward=_backward_of(rules)))
 
 
 def _with_setup_context(op: Op, rules: _Rules) -> type[Function]:
