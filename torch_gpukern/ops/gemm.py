@@ -47,9 +47,8 @@ def gemm(
         b: [K, N] or [..., K, N], a's dtype, any strides. Batch dimensions broadcast as in
             ``torch.matmul``; both operands have at least two dimensions.
         bias: [N] in a's dtype or out_dtype.
-        c: a's dtype, or float32 beside 16 bits; broadcasts to the result [..., M, N] and never
-        enlarges it.
-            With ``beta=0`` it is not read and may hold anything.
+        c: a's dtype, or float32 beside 16 bits. It broadcasts to the result [..., M, N] and never
+            enlarges it. With ``beta=0`` it is not read and may hold anything.
         alpha: factor of the product; unless a is float64 a number that float32 holds.
         beta: factor of c, likewise.
         activation: ``"none"``, ``"relu"``, ``"gelu"`` (x/2 (1 + erf(x / sqrt 2))), ``"gelu_tanh"``
@@ -117,9 +116,8 @@ def _act_bwd_symbolic(grad_out, **_):
 
 
 def _sum_to(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Sums x over the dimensions that broadcasting added to a tensor of `shape`: in float32,
-    rounded once to `dtype`.
-    """
+    """Sums x over the dimensions that broadcasting added to a tensor of `shape`, in float32, and
+    rounds once to `dtype`."""
     added = x.dim() - len(shape)
     dims = list(range(added)) + [
         added + i for i, s in enumerate(shape) if s == 1 and x.shape[added + i] != 1
@@ -146,8 +144,8 @@ _KEPT = {"forms": ()}  # of a and b alone, both kept: their forms are read in th
 
 
 def _save(needs, args, out, preact):
-    """An operand is kept only where the other's gradient reads it; of all of them shape and dtype
-    are enough."""
+    """Keeps an operand only if the other operand's gradient reads it. Of the others shape and dtype are
+    enough."""
     a, b = args[:2]
     if len(args) == 2 and needs[0] and needs[1]:
         return (a, b, None), _KEPT
@@ -174,8 +172,8 @@ def _backward(
     grad_preact,
     **_,
 ):
-    """grad_out [..., M, N] in the dtype of the result; grad_preact likewise, of a second
-    derivative, which goes through the value before the activation.
+    """grad_out is [..., M, N] in the dtype of the result. grad_preact has the same form. It comes from
+    a second derivative, which goes through the value before the activation.
     """
     if forms:
         (shape_a, dtype), (shape_b, transposed) = forms[:2]
@@ -220,7 +218,8 @@ def _save_of_act_bwd(needs, args, grad_in):
 
 
 def _backward_of_act_bwd(needs, grad_out, saved, activation, grad_grad_in, **_):
-    """Of grad_out * f'(saved): in saved by the f'' below, whose own derivatives are PyTorch's."""
+    """The gradients of grad_out * f'(saved). That of saved uses f'' below, whose own derivatives are
+    PyTorch's."""
     made = {}
     if "grad_out" in needs:
         made["grad_out"] = _gemm_act_bwd.call_named(
@@ -234,8 +233,8 @@ def _backward_of_act_bwd(needs, grad_out, saved, activation, grad_grad_in, **_):
 
 
 def _second_derivative(activation: str, x: Tensor) -> Tensor:
-    """f''(x). Where x is clamped f'' is 0 in float64, and without it a factor would be inf beside
-    that 0."""
+    """f''(x). x is clamped to where f'' is 0 in float64, because beyond it a factor would be inf
+    beside that 0."""
     if activation == "silu":
         x = x.clamp(-800, 800)
         s = x.sigmoid()
@@ -260,7 +259,7 @@ def _second_derivative(activation: str, x: Tensor) -> Tensor:
 
 
 def _fold(size, batched, a, b, bias, c, activation, **_):
-    """One more batch dimension. A batch of biases is a c whose rows are all the same."""
+    """Adds a batch dimension. A batch of biases becomes a c whose rows are all the same."""
     changed, addend = {}, c if "c" in batched else None
     if "bias" in batched:
         if c is not None:

@@ -41,9 +41,8 @@ def linear(
 
     Gradients and autocast are those of `gemm`.
 
-    A tensor subclass with a ``__torch_function__`` of its own (quantised weights, for one) may know
-    how to multiply by itself what no kernel of ours can read: it is handed ``F.linear``, and the
-    activation follows.
+    A tensor subclass with its own ``__torch_function__``, such as a quantised weight, may hold data
+    that no kernel here can read. ``F.linear`` multiplies it, and the activation follows.
 
     Raises:
         ValueError: a shape, dtype, device or activation name that it does not take.
@@ -61,7 +60,7 @@ def linear(
                 f"got '{activation}'"
             )
         return reference.ACTIVATIONS[activation](F.linear(x, weight, bias))
-    # of strides: such a tensor has no shape
+    # a nested tensor of strides has no shape
     if x is None or weight is None or x.is_nested or weight.is_nested:
         refuse_non_tensors(f"{NAMESPACE}::linear", x=x, weight=weight)
     dims = x.dim()
@@ -81,8 +80,8 @@ def linear(
 
 
 def has_a_function_of_its_own(x: Tensor, refuses: bool = True) -> bool:
-    """Whether a tensor says by __torch_function__ how functions of it are computed. What is no
-    tensor is refused in linear's name."""
+    """Whether a tensor's type overrides __torch_function__. Anything but a tensor is refused in
+    linear's name."""
     if not isinstance(x, Tensor) and not hasattr(type(x), "__torch_function__"):
         if not refuses:
             return False
