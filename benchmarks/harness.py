@@ -38,6 +38,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from devices import DTYPES, ROTATE_BYTES, Cpu, Cuda, open_device
@@ -45,6 +46,7 @@ from rounds import FULL, QUICK, Effort, Rotation, interleave
 from torch import Tensor
 
 from torch_gpukern import results
+from torch_gpukern.cli.terminal import bar_on_terminal
 
 __all__ = [
     "DTYPES",
@@ -407,6 +409,14 @@ def arguments(
     return args
 
 
+def count_rows() -> int:
+    """The rows that this command measures: the same command lists them."""
+    command = [sys.executable, *sys.argv, "--list"]
+    listed = subprocess.run(command, capture_output=True, text=True).stdout
+    groups = [line.partition(": ")[2] for line in listed.splitlines()]
+    return sum(len(rows.split(", ")) for rows in groups if rows)
+
+
 class Run:
     """Collects the rows of one bench, prints them as they come, and stores them at the end."""
 
@@ -418,6 +428,7 @@ class Run:
         self.ends = time.perf_counter() + args.budget if args.budget else math.inf
         self.left_out = 0
         self.listed: dict[str, list[str]] = {}  # with --list: the groups and their rows
+        self.bar: Any = None
         if args.list:
             self.peaks = {}
             return
@@ -432,6 +443,15 @@ class Run:
             f"{'case':<46} {'us':>10} {'rate':>15} {'roof':>5}  "
             f"{'best peer':<14} {'us':>10} {'ratio':>13}  {'error (peer)':<19} verdict"
         )
+        self.bar = bar_on_terminal(op, "row", count_rows)
+
+    def say(self, line: str) -> None:
+        """Prints a line above the bar."""
+        if self.bar is not None:
+            self.bar.clear()
+        print(line, flush=True)
+        if self.bar is not None:
+            self.bar.refresh()
 
     def wants(self, group: str, slow: bool = False) -> bool:
         """Whether the options ask for a group. A `slow` group starts processes, so a quick run
@@ -460,9 +480,13 @@ class Run:
         """Measures one case unless --only, --rows or the budget leaves it out."""
         if not self.asks(case.group, case.label, case.dtype):
             return None
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"{case.group} {case.label} {case.dtype}")
         row = measure(case, self.device, self.peaks, self.args.effort)
         self.rows.append(row)
-        print(format_row(row), flush=True)
+        if self.bar is not None:
+            self.bar.update()
+        self.say(format_row(row))
         return row
 
     def fact(
@@ -480,7 +504,7 @@ class Run:
         entry |= {"bar": bar.text(" " + unit), "verdict": judged, "note": note}
         self.facts.append(entry)
         line = f"{group + ' ' + label:<46} {value:>10.4g} {unit:<8}"
-        print(f"{line} {entry['bar']:<16} {judged} {note}".rstrip(), flush=True)
+        self.say(f"{line} {entry['bar']:<16} {judged} {note}".rstrip())
 
     def finish(self, group_bars: dict[str, Bar]) -> None:
         """Judges the groups, prints the summary, stores the rows."""
@@ -488,6 +512,8 @@ class Run:
             for name, labels in self.listed.items():
                 print(f"{name}: {', '.join(labels)}".rstrip(": "))
             return
+        if self.bar is not None:
+            self.bar.close()
         groups = []
         for name in dict.fromkeys(row.group for row in self.rows):
             rows = [row for row in self.rows if row.group == name and row.ratio is not None]

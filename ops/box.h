@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// box.h: from torch's stack of StableIValues to a struct of arguments, and results back.
+// box.h: reads torch's stack of StableIValues into a struct of arguments, and puts results back.
 //
-// A kernel is R kernel(Args &), Args a plain struct whose members are the schema's arguments in
-// order; boxed<kernel> is what torch calls. This takes the place of TORCH_BOX, whose reader of
-// `str` never frees the string, and which allocates a shared_ptr for each tensor: both count in a
-// 10 us call.
+// A kernel is R kernel(Args &). Args is a plain struct whose members are the schema's arguments in
+// order, and torch calls boxed<kernel>. TORCH_BOX is not used: its reader of `str` never frees the
+// string, and it allocates a shared_ptr for each tensor. Both show in a call of 10 us.
 #pragma once
 
 #include <cstring>
@@ -43,7 +42,7 @@ struct OptDouble {
     double value = 0;
 };
 
-// A `Tensor[]` of a schema, `Tensor(a!)[]` too; its items are ours.
+// A `Tensor[]` or `Tensor(a!)[]` of a schema. It owns its items.
 class TensorList {
   public:
     explicit TensorList(StableListHandle list) {
@@ -80,7 +79,7 @@ template <class T> T bits_as(StableIValue value) {
     return result;
 }
 
-// An optional lies in a heap cell that now is ours; 0 = None.
+// An optional stands in a heap cell, which the kernel must delete. 0 is None.
 template <class T> bool take_optional(StableIValue value, T *inner) {
     StableIValue *cell = bits_as<StableIValue *>(value);
     if (!cell) return false;
@@ -89,7 +88,7 @@ template <class T> bool take_optional(StableIValue value, T *inner) {
     return true;
 }
 
-// Becomes whatever the struct's member is.
+// Converts to the type of the struct's member.
 struct Slot {
     StableIValue value;
 
@@ -120,7 +119,7 @@ struct Slot {
     }
 };
 
-// How many members Args has: the largest n for which Args{Slot, ... n times} is valid.
+// The number of members of Args: the largest n for which Args{Slot, ... n times} is valid.
 template <class Args, class Sequence, class = void> struct takes : std::false_type {};
 template <class Args, size_t... I>
 struct takes<Args, std::index_sequence<I...>,
@@ -146,7 +145,7 @@ template <class T> StableIValue bits_of(T x) {
     return value;
 }
 
-// nothing is converted on its way to torch: a number is no bool
+// No implicit conversion on the way to torch: a number is no bool.
 template <class T> StableIValue give(T) = delete;
 inline StableIValue give(bool x) { return bits_of(x); }
 inline StableIValue give(int64_t x) { return bits_of(x); }
@@ -192,8 +191,8 @@ template <auto kernel> void boxed(StableIValue *stack, uint64_t num_args, uint64
 
 using Library = torch::stable::detail::StableLibrary;
 
-// What STABLE_TORCH_LIBRARY and its kind make, with a namespace that is no literal: one object then
-// serves plugins of any name.
+// STABLE_TORCH_LIBRARY and STABLE_TORCH_LIBRARY_IMPL with a namespace that is not a literal, so
+// that one object file serves plugins of any name.
 struct Registered {
     Library library;
     Registered(Library::Kind kind, const char *key, void (*say)(Library &), const char *file)

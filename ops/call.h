@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// call.h: what a call into csrc needs: device, stream, threads, instruction set, workspace.
+// call.h: the context of a call into csrc: device, stream, threads, instruction set, workspace.
 #pragma once
 
 #include <cstdlib>
@@ -13,14 +13,14 @@
 #endif
 
 #ifdef GPUKERN_HAS_CUDA
-// In CUDA builds of torch only, so that one binary loads on CPU builds too.
+// Only CUDA builds of torch have it. A weak symbol lets one binary load on CPU builds too.
 #pragma weak aoti_torch_get_current_cuda_stream
 #endif
 
 namespace gk {
 
 // ---- instruction set ----------------------------------------------------------------------------
-// GPUKERN_CPU at the first use; NULL = the best of the machine.
+// The value of GPUKERN_CPU at the first use. NULL is the machine's best instruction set.
 inline const char *asked_isa() {
     static const char *const name = [] {
         const char *value = std::getenv("GPUKERN_CPU");
@@ -34,7 +34,7 @@ inline bool machine_has(const char *isa) {
     const auto lists = [&have](const std::string &name) {
         return have.find("," + name + ",") != std::string::npos;
     };
-    // for tests, in no list
+    // for tests: it is in no list
     return lists(isa) || (std::string("amx_emulated") == isa && lists("avx512bf16"));
 }
 
@@ -48,9 +48,9 @@ inline const char *chosen_isa(const char *op) {
 }
 
 // ---- threads: torch's pool ----------------------------------------------------------------------
-// A forked child inherits the pool's bookkeeping but not its threads, and the next parallel region
-// of the thread that forked would wait for them for ever: that thread works alone. Watched from
-// load on, since torch starts the pool too.
+// A forked child inherits the pool's bookkeeping but not its threads. The next parallel region of
+// the thread that forked would wait for them for ever, so that thread works alone. The handler is
+// installed when the library loads, because torch's own ops may start the pool.
 inline thread_local bool lost_pool = false;
 
 #ifndef _WIN32
@@ -62,7 +62,8 @@ struct Job {
     void *arg;
 };
 
-// gk_parallel_for_fn. Nothing may be thrown through csrc, so a failure is left in *pool, a bool.
+// A gk_parallel_for_fn. Nothing may be thrown through csrc, so a failure is stored in *pool, a
+// bool.
 inline void torch_pool(void *pool, int64_t n, gk_task_fn task, void *arg) {
     Job job = {task, arg};
     auto run = [](int64_t begin, int64_t end, void *context) {
@@ -74,7 +75,7 @@ inline void torch_pool(void *pool, int64_t n, gk_task_fn task, void *arg) {
 
 // ---- workspace ----------------------------------------------------------------------------------
 constexpr size_t kAlign = 64;
-constexpr size_t kKeptBytes = size_t{64} << 20; // what a thread keeps; more lives for one call
+constexpr size_t kKeptBytes = size_t{64} << 20; // a thread keeps at most this much between calls
 
 struct Scratch {
     void *data = nullptr;
@@ -85,8 +86,8 @@ struct Scratch {
 inline thread_local Scratch scratch;
 
 // ---- what kernels reported ----------------------------------------------------------------------
-// Raises for the first kind of bad index contents that a kernel met since the last time; forgets
-// all.
+// Raises for the first kind of bad index contents that kernels met since the last call, and clears
+// all kinds.
 inline void raise_device_errors(const char *op, uint8_t *word) {
     if (!word) return;
     uint64_t all;
@@ -105,13 +106,13 @@ inline void raise_device_errors(const char *op, uint8_t *word) {
 }
 
 // ---- a call -------------------------------------------------------------------------------------
-// The GPU that this thread's explain_* ops speak of instead of their tensors' device; -1: none.
+// The GPU that this thread's explain_* ops describe instead of their tensors' device. -1: none.
 // Other ops do not read it.
 inline thread_local int32_t described_gpu = -1;
 
 class Call {
   public:
-    // Of the tensors named in `names`, which are on `device`.
+    // A call with the tensors named in `names`, which are on `device`.
     Call(const char *op, Device device, const char *names, int32_t described = -1)
         : op_(op), device_(device) {
         context_.size = sizeof context_;
@@ -151,7 +152,7 @@ class Call {
 
     const gk_context *context() const { return &context_; }
 
-    // Plans a call, finds the memory that the plan asks for, runs it.
+    // Plans a call, allocates the workspace that the plan asks for, and runs it.
     template <class Args>
     void plan_and_run(const Args &args,
                       gk_status (*plan)(const gk_context *, const Args *, gk_plan *),
@@ -169,7 +170,7 @@ class Call {
     }
 
   private:
-    // Memory that holds until the next call of this thread.
+    // Memory that is valid until this thread's next call.
     void *workspace(size_t bytes) {
         char *data = nullptr;
         if (bytes && context_.device == GK_CPU && bytes <= kKeptBytes) {
@@ -206,7 +207,7 @@ class Call {
 };
 
 // ---- explain ------------------------------------------------------------------------------------
-// `more`: further members, each ", " and all.
+// `more`: further members, each with its leading ", ".
 inline std::string to_json(const gk_explanation &e, const std::string &more = "") {
     std::ostringstream json;
     json.precision(17);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// errors.h: every exception of ops/. A text says op, argument, expected, got:
+// errors.h: every exception of ops/. A text names the op and the argument, what was expected and
+// what came:
 //   "gpukern::flash_attn: k has head_dim 64, q has 128; they must match"
 #pragma once
 
@@ -12,7 +13,8 @@
 
 #include "core/io.h"
 
-// Since torch 2.13: the text of the exception that made the last shim call fail. Null before.
+// The text of the exception that made the last shim call fail. Torch has it since 2.13; in older
+// versions the symbol is null.
 extern "C" __attribute__((weak)) const char *torch_exception_get_what_without_backtrace();
 
 namespace gk {
@@ -26,20 +28,20 @@ template <class... Parts> std::string error_text(const char *op, const Parts &..
     return text.str();
 }
 
-// Shape, dtype, device or value: ValueError in Python.
+// For a wrong shape, dtype, device or value: ValueError in Python.
 template <class... Parts>
 [[noreturn]] __attribute__((cold, noinline)) void bad_argument(const char *op,
                                                                const Parts &...parts) {
     throw std::invalid_argument(error_text(op, parts...));
 }
 
-// Neither the caller's shapes nor values are at fault: RuntimeError in Python.
+// For failures that are not the caller's arguments: RuntimeError in Python.
 template <class... Parts>
 [[noreturn]] __attribute__((cold, noinline)) void failed(const char *op, const Parts &...parts) {
     throw std::runtime_error(error_text(op, parts...));
 }
 
-// A torch call of this op: its text stays, so that "out of memory" reaches the user.
+// Checks a call into torch. torch's text is kept, so that "out of memory" reaches the user.
 inline void torch_ok(const char *op, AOTITorchError code) {
     if (code == TORCH_SUCCESS) return;
     if (torch_exception_get_what_without_backtrace) {
@@ -48,7 +50,7 @@ inline void torch_ok(const char *op, AOTITorchError code) {
     failed(op, "a call into torch failed (torch prints the reason to stderr)");
 }
 
-// Throws what a status means, in the name of the op that the user called.
+// Throws the exception that a status stands for, in the name of the op that the user called.
 inline void status_ok(const char *op, gk_status status) {
     if (status == GK_OK) return;
     const std::string text =

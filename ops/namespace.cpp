@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// namespace.cpp: where torch finds the ops, torch.ops.<namespace>. The only object of ops/ that a
-// plugin of another name has of its own.
+// namespace.cpp: the namespace of the ops, torch.ops.<namespace>. It is the only object file of
+// ops/ that differs between plugins of different names.
 #include "errors.h"
 
 #define STRINGIFY_(x) #x

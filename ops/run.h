@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// run.h: what every op of the plugin does: reads the tensors, asks csrc for the laws and the
-// results, allocates, plans, runs.
+// run.h: the steps that every op of the plugin takes. It reads the tensors, has csrc check the call
+// and state the results, allocates them, plans and runs.
 //
-// An op is a plain struct, its members the schema's arguments in order, and what it says of itself:
+// An op is a plain struct whose members are the schema's arguments in order. It declares:
 //   GK_OP(stem, arguments, "name", n)    its stem in ops.def and its struct there; the name that errors say; its n results
 //   GK_TENSORS(x, weight)                the members that are tensors, in order
 //   void fill(C &to)                     the arguments of csrc, from the members
@@ -36,7 +36,7 @@ template <class F, class... T> void visit(F &f, T &...tensors) { (f(tensors), ..
     static constexpr auto run = gk_run_##stem;     \
     static constexpr auto describe = gk_describe_##stem;
 
-// The tensor whose order of dimensions result i follows: op.stored_like(i), where the op says that.
+// The tensor whose order of dimensions result i follows: op.stored_like(i) if the op declares it.
 template <class O, class = void> struct Order {
     static const Tensor *of(const O &, int) { return nullptr; }
 };
@@ -45,12 +45,12 @@ struct Order<O, std::void_t<decltype(std::declval<const O &>().stored_like(0))>>
     static const Tensor *of(const O &op, int i) { return op.stored_like(i); }
 };
 
-// Whether csrc has something to do where the first result is empty.
+// Whether csrc has work to do if the first result is empty.
 template <class O, class = void> struct RunsEmpty : std::false_type {};
 template <class O> struct RunsEmpty<O, std::void_t<decltype(O::runs_empty)>> : std::true_type {};
 
-// The input that a copy makes faster than its strides are: op.better_dense(context, args), where
-// the op says that, or none.
+// The input whose dense copy is faster than its strides: op.better_dense(context, args) if the op
+// declares it, else none.
 template <class O, class = void> struct BetterDense {
     static Tensor *of(O &, const gk_context *, const typename O::C &) { return nullptr; }
 };
@@ -106,7 +106,7 @@ class Reader {
 };
 
 // ---- a call -------------------------------------------------------------------------------------
-// A call whose tensors are read and that csrc has checked.
+// A call whose tensors have been read and which csrc has checked.
 template <class O> class Checked {
   public:
     O &op;
@@ -126,7 +126,8 @@ template <class O> class Checked {
 
     Tensor make(int i) const { return make_result(op, io, i, read.device); }
 
-    // The caller's tensor, which has to be what result 0 would be, and apart from the inputs.
+    // Takes the caller's tensor as result 0. It must have that result's form and share no memory
+    // with the inputs.
     Tensor take(Tensor &into) {
         if (!into.is_strided(O::name))
             bad_argument(O::name, "out must be a strided (dense) tensor");
@@ -143,7 +144,8 @@ template <class O> class Checked {
         return std::move(into);
     }
 
-    // Inputs whose strides the kernels do not take, or only slowly, are replaced by dense copies.
+    // Replaces inputs by dense copies if the kernels do not take their strides, or are slow with
+    // them.
     void copy_inputs() {
         const Tensor *slow = BetterDense<O>::of(op, call.context(), args);
         for (int i = 0; i < io.num_inputs; ++i) {
@@ -181,7 +183,7 @@ template <class O> class Checked {
     }
 };
 
-// `wanted` results; with an `into` the first of them is that tensor of the caller's.
+// Runs the op and returns `wanted` results. With `into`, the first result is the caller's tensor.
 template <class O, class... Into> typename O::Results run_op(O &op, int wanted, Into &...into) {
     Checked<O> c(op);
     typename O::Results results;
@@ -213,7 +215,7 @@ template <class O> void op_out(StableIValue *stack, uint64_t num_args, uint64_t)
     run_op(op, 1, into);
 }
 
-// The results, on meta, of tensors that need no data: what a compiler's fake tensors become.
+// The results on meta, for tensors that have no data. A compiler's fake tensors are made from them.
 template <class O> void op_results(StableIValue *stack, uint64_t num_args, uint64_t) {
     O op = read_args<O>(stack, num_args);
     typename O::C args{};
@@ -245,13 +247,13 @@ template <class O> void op_explain(StableIValue *stack, uint64_t num_args, uint6
 
 } // namespace gk
 
-// What `implement` and `implement_shapes` say of each op of a list X(name, op).
+// Registrations of an op in a list X(name, op), for `implement` and `implement_shapes`.
 #define GK_OP_RUN(name, ...) m.impl(name, op_all<__VA_ARGS__>);
 #define GK_OP_EXPLAIN(name, ...) m.impl("explain_" name, op_explain<__VA_ARGS__>);
 #define GK_OP_RESULTS(name, ...) m.impl(name "_results", op_results<__VA_ARGS__>);
 
-// The end of an op's file: `implement` registers what runs, `implement_shapes` what asks for
-// results alone.
+// The end of an op's file: `implement` registers the kernels, `implement_shapes` the ops that only
+// state results.
 #ifdef GPUKERN_HAS_CUDA
 #define GK_IMPLEMENT_CUDA \
     static const gk::Registered on_cuda(gk::Library::Kind::IMPL, "CUDA", gk::implement, __FILE__);

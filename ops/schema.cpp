@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // schema.cpp: every schema of the plugin, and the ops that take no tensor.
 //
-// A result that is not wanted is an empty tensor: tracers and Inductor's C++ wrapper take no
-// optional one.
-// SymInt reaches a kernel as int64. The *_fwd and *_bwd ops are what autograd is built of
-// (torch_gpukern/ops); each explain_* takes its op's arguments and returns as JSON what the call
-// would do.
+// A result that is not wanted is an empty tensor, because tracers and Inductor's C++ wrapper take
+// no optional result. A SymInt reaches a kernel as int64. Autograd is built of the *_fwd and *_bwd
+// ops (torch_gpukern/ops). Each explain_* op takes its op's arguments and returns as JSON what the
+// call would do.
 #include "box.h"
 #include "call.h"
 #include "gpukern.h"
@@ -118,7 +117,7 @@
 
 namespace {
 
-// An op that returns all of its results, and its _results, which returns them on meta, of the
+// An op that returns all of its results, and its _results, which returns them on meta from the
 // shapes alone.
 void def_all(gk::Library &m, const std::string &name, const std::string &arguments,
              const std::string &results) {
@@ -140,8 +139,9 @@ void def_op(gk::Library &m, const std::string &name, const std::string &argument
     def_explain(m, name, arguments);
 }
 
-// The op into memory of the caller's. It returns nothing: torch.compile takes no op that returns an
-// argument. From Python it returns out all the same (torch_gpukern/ops/out.py).
+// X.out, which writes the caller's tensor. Its schema returns nothing, because torch.compile takes
+// no op that returns an argument. From Python it returns out all the same
+// (torch_gpukern/ops/out.py).
 void def_out(gk::Library &m, const std::string &name, const std::string &arguments) {
     m.def((name + ".out" + arguments.substr(0, arguments.size() - 1) + ", *, Tensor(a!) out) -> ()")
               .c_str());
@@ -197,7 +197,7 @@ void define_train(gk::Library &m) {
           "maximize=False) -> ()");
 }
 
-// Ops that Python is made of, over the others: their kernels are registered by define_op
+// Ops that are composed of other ops in Python. define_op registers their kernels
 // (torch_gpukern/ops/define.py).
 void define_composed(gk::Library &m) {
     m.def("linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, "
@@ -217,7 +217,7 @@ void define_composed(gk::Library &m) {
           "Tensor lse, " LCE_RULES LCE_NEEDS ") -> (Tensor dx, Tensor dweight, Tensor dbias)");
 }
 
-// Ops of several ranks (torch_gpukern/distributed); group is the name of a process group.
+// Ops of several ranks (torch_gpukern/distributed). `group` is the name of a process group.
 void define_ranks(gk::Library &m) {
     m.def("cp_attn_fwd" QKV ", str layout, str mode" RANKS_RULES OUT_LSE);
     m.def("cp_attn_bwd" FORWARD_RESULTS

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// tensor.h: an owned torch tensor and its metadata as a gk_tensor, read once; allocation of
-// results.
+// tensor.h: an owned torch tensor, with its metadata as a gk_tensor that is read once, and the
+// allocation of results.
 #pragma once
 
 #include <cstdint>
@@ -18,21 +18,21 @@ namespace gk {
 // ---- dtypes -------------------------------------------------------------------------------------
 struct Dtype {
     int32_t code; // torch's number
-    // csrc's; of what csrc does not know, kForeign + code, which it hands back in texts alone
+    // csrc's. A dtype that csrc does not know is kForeign + code, which only error texts show.
     gk_dtype gk;
     const char *name; // as Python spells it
 };
 
 constexpr int32_t kForeign = 256;
 
-// The headers of torch know it, the shim of torch 2.10 has no function for it.
+// torch's headers have this dtype, but the shim of torch 2.10 has no function that returns it.
 constexpr int32_t float8_e8m0fnu =
     static_cast<int32_t>(torch::headeronly::ScalarType::Float8_e8m0fnu);
 
 struct Dtypes {
     static constexpr int kMany = 21;
     Dtype table[kMany + 1];
-    gk_dtype by_code[kForeign]; // of a tensor's dtype, which every call asks for
+    gk_dtype by_code[kForeign]; // every call looks up the dtypes of its tensors
 
     Dtypes()
         : table{{aoti_torch_dtype_float32(), GK_F32, nullptr},
@@ -68,7 +68,7 @@ struct Dtypes {
         static const Dtypes dtypes;
         return dtypes;
     }
-    // The last where there is none.
+    // The last entry if none fits.
     template <class Is> const Dtype &find(Is is) const {
         int i = 0;
         while (i < kMany && !is(table[i])) ++i;
@@ -118,17 +118,17 @@ struct Device {
 };
 
 // ---- tensors ------------------------------------------------------------------------------------
-// The i-th of an op's tensors, whose names are one text: "x, weight".
+// The name of an op's i-th tensor. `names` lists them all: "x, weight".
 inline std::string name_of(const char *names, int i) {
     for (; i > 0; --i) names = std::strchr(names, ',') + 2;
     return std::string(names, std::strcspn(names, ","));
 }
 
-// Owns a handle. What describes the tensor is valid after read() or where empty() made it.
+// Owns a handle. `device` and `view` are valid after read_form(), or if empty() made the tensor.
 class Tensor {
   public:
     Device device{};
-    // shape and stride are filled up to GK_MAX_DIMS; ndim may be larger, which csrc refuses
+    // shape and stride hold at most GK_MAX_DIMS entries. csrc refuses a tensor of larger ndim.
     gk_tensor view;
 
     Tensor() {
@@ -188,7 +188,7 @@ class Tensor {
         return layout == strided;
     }
 
-    // `writable` where the op writes the tensor: a copy-on-write storage then becomes real.
+    // `writable`: the op writes the tensor, so a copy-on-write storage must be copied now.
     void read_data(const char *op, bool writable) {
         if (writable) {
             torch_ok(op, torch_get_mutable_data_ptr(handle_, &view.data));
@@ -203,7 +203,7 @@ class Tensor {
     AtenTensorHandle handle_ = nullptr;
 };
 
-// A `Tensor?` of a schema; false where it is None.
+// A `Tensor?` of a schema. It is false if the argument is None.
 class OptTensor : public Tensor {
   public:
     using Tensor::Tensor;
@@ -217,8 +217,8 @@ class WrittenTensor : public Tensor {
 };
 
 // ---- results ------------------------------------------------------------------------------------
-// An uninitialised tensor of dtype and shape of `form`, dense in the order of its dimensions; with
-// `tokens_first` a [B, H, S, D] tensor is stored as [B, S, H, D].
+// An uninitialised tensor with the dtype and shape of `form`, dense in the order of its dimensions.
+// With `tokens_first` a [B, H, S, D] tensor is stored as [B, S, H, D].
 inline Tensor empty(const char *op, const gk_tensor &form, Device device,
                     bool tokens_first = false) {
     static const int stored[4] = {3, 1, 2, 0}; // innermost first
@@ -229,7 +229,7 @@ inline Tensor empty(const char *op, const gk_tensor &form, Device device,
         stride[d] = dense;
         fits &= !__builtin_mul_overflow(dense, form.shape[d] > 1 ? form.shape[d] : 1, &dense);
     }
-    if (!fits || dense > INT64_C(1) << 59) { // its bytes are counted in 64 bits too
+    if (!fits || dense > INT64_C(1) << 59) { // its bytes must fit 64 bits too
         failed(op, "out of memory: the sizes of a result multiply to more than 2^59");
     }
     AtenTensorHandle handle;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// words.h: arguments that are words, as the C API counts them.
+// words.h: reads arguments that are words into the enums of the C API.
 #pragma once
 
 #include "run.h"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 
 class _Bytes(NamedTuple):
@@ -18,7 +18,7 @@ class _Bytes(NamedTuple):
 def as_bytes(held: dict[str, Any]) -> dict[str, Any]:
     """A copy of the dict in which tensors of 8-bit floats are replaced by bytes and a dtype;
     `as_codes` restores them."""
-    coded = {name: x for name, x in held.items() if isinstance(x, Tensor) and x.dtype in _CODES}
+    coded = {name: x for name, x in held.items() if isinstance(x, Tensor) and x.dtype in EIGHT_BITS}
     return {**held, **{name: _Bytes(x.view(torch.uint8), x.dtype) for name, x in coded.items()}}
 
 

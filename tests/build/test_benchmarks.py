@@ -699,3 +699,28 @@ def test_tokens_by_recipe(bench, monkeypatch, capsys):
     ]
     off = [float(line.split("moved by ")[1].split(" %")[0]) for line in lines]
     assert off[:2] == off[-2:] == [0, 0] and all(0.2 < x < 40 for x in off[2:-2]), off
+
+
+@pytest.mark.parametrize("terminal", (True, False))
+def test_a_run_moves_a_bar_on_a_terminal(bench, terminal, monkeypatch, capsys):
+    """The bar's length is the number of rows that the command's own --list names."""
+    pytest.importorskip("tqdm")
+    harness = bench("harness")
+    peaks = {"bf16": 1.0, "read": 1.0}
+    script = os.path.join(ROOT, "benchmarks", "bench_scaled_gemm.py")
+    monkeypatch.setattr(sys, "argv", [script, "--only", "int8"])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    measured = harness.measure(fake_case(harness), FakeDevice(), peaks, harness.QUICK)
+    monkeypatch.setattr(harness, "measure", lambda *args: measured)
+    device = FakeDevice()
+    device.peaks, device.name = lambda: peaks, lambda: "a device"
+    run = harness.Run("fake", harness.arguments("fake", ["--quick"]), device)
+    run.add(fake_case(harness))
+    run.finish({})
+    out, err = capsys.readouterr()
+    assert harness.format_row(measured) in out
+    if terminal:
+        rows = harness.count_rows()
+        assert rows > 1 and f"| 1/{rows} " in err
+    else:
+        assert err == ""

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_gpukern
 from torch_gpukern import nn as gnn
 from torch_gpukern.nn.quant.schemes import SCHEMES, e2m1_round
+from torch_gpukern.pickled import as_bytes
 
 DEPLOYED = [r for r in gnn.RECIPES if r in SCHEMES]
 # error of rounding normal values to each format, over the weight's root mean square; it follows
@@ -661,3 +662,74 @@ def test_pickle():
             }
             assert [t.dtype for t in other.buffers()] == [t.dtype for t in model.buffers()]
             assert list(other.state_dict()) == list(model.state_dict())
+
+
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+
+
+def quantized_layer(recipe):
+    x = randn(generator("eight bits", recipe), 3, 128)
+    model = nn.Sequential(nn.Linear(128, 64))
+    gnn.quantize(model, recipe, say=None, calibration=[x] if "static" in recipe else None)
+    return model, x
+
+
+@pytest.fixture
+def one_rank():
+    dist = pytest.importorskip("torch.distributed")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recipe", DEPLOYED)
+def test_ddp_on_gloo_sends_the_buffers(recipe, one_rank):
+    """gloo has no 8-bit floats: "Invalid scalar type"."""
+    model, x = quantized_layer(recipe)
+    want = model(x).detach()
+    for t in model.buffers():
+        one_rank.broadcast(t, 0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(model, nn.Linear(64, 8)))
+    model(x).sum().backward()
+    assert_bits(model.module[0](x).detach(), want)
+
+
+@pytest.mark.parametrize("recipe", DEPLOYED)
+def test_states_and_pickles_hold_8_bit_floats_in_their_own_dtype(recipe):
+    """What earlier versions wrote loads, and what is written now they can read."""
+    model, x = quantized_layer(recipe)
+    (layer,), want = model, model(x).detach()
+    spec = {n: dtype for n, (_, dtype) in SCHEMES[recipe].spec(64, 128).items()}
+    state = model.state_dict()
+    assert {n: state[f"0.{n}"].dtype for n in spec} == spec
+    for name, dtype in spec.items():
+        held = layer.get_buffer(name)
+        assert held.dtype is (torch.uint8 if dtype in EIGHT_BITS else dtype)
+        assert held.data_ptr() == state[f"0.{name}"].data_ptr()
+
+    for assign in (False, True):
+        other, _ = quantized_layer(recipe)
+        for t in other.buffers():
+            t.zero_()
+        other.load_state_dict(state, assign=assign)
+        assert_bits(other(x).detach(), want)
+        assert [t.dtype for t in other.buffers()] == [t.dtype for t in model.buffers()]
+
+    # as earlier versions pickled a layer
+    earlier = copy.copy(layer)
+    del earlier.__dict__["code_dtypes"]
+    buffers = {n: t.view(spec[n]) if n in spec else t for n, t in layer._buffers.items()}
+    made = type(layer).__new__(type(layer))
+    made.__setstate__({**earlier.__dict__, "_buffers": as_bytes(buffers)})
+    assert_bits(made(x).detach(), want)
+    assert list(made.state_dict()) == list(layer.state_dict())
+
+
+@pytest.mark.parametrize("recipe", DEPLOYED)
+def test_8_bit_floats_under_a_compiler(recipe):
+    model, x = quantized_layer(recipe)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert_bits(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))

@@ -612,3 +612,16 @@ def test_quantize_attn_refuses_shapes_that_do_not_fit():
     ]:
         with pytest.raises(ValueError, match=f"gpukern::quantize_attn: {text}"):
             torch_gpukern.quantize_attn(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "q_code, k_code, scales", [(0, 0, 1e30), (0, 1, 1e30), (2**-9, 2**-9, 1e20)]
+)
+def test_scales_whose_product_is_infinite(q_code, k_code, scales):
+    """Scales meet codes, never each other: zeros stay zeros, and 2^-9 x 1e20 is a finite number."""
+    q, k, v = (torch.full((1, 1, 4, 16), float(x)).to(E4M3) for x in (q_code, k_code, 1))
+    s = torch.tensor(scales)
+    out, lse = gk.flash_attn(q, k, v, q_scale=s, k_scale=s, return_lse=True)
+    want = 16**0.5 * (q_code * scales) * (k_code * scales) + math.log(4)
+    torch.testing.assert_close(out, torch.ones_like(out))
+    torch.testing.assert_close(lse, torch.full_like(lse, want))

@@ -1043,3 +1043,31 @@ def test_keys_to_the_right_and_short_lengths(dtype, short, rules, device):
         if short and device == "cpu":
             with pytest.raises(IndexError, match="seq_lens is expected to count the query tokens"):
                 ops.paged_attn(*args, **queries, **rules)
+
+
+@pytest.mark.parametrize("tokens", (1, 40))
+@pytest.mark.parametrize("scale", (1e20, -1e20))
+def test_scales_whose_product_is_infinite(tokens, scale):
+    """A score of zero codes is 0, and not 0 times inf."""
+    q = torch.ones(tokens, 2, 16)
+    k_cache = torch.zeros(4, 16, 2, 16).to(torch.float8_e4m3fn)
+    v_cache = torch.ones(4, 16, 2, 16).to(torch.float8_e4m3fn)
+    table = torch.arange(4, dtype=torch.int32).view(1, 4)
+    lens = torch.tensor([64], dtype=torch.int32)
+    more = {}
+    if tokens > 1:
+        starts = torch.tensor([0, tokens], dtype=torch.int32)
+        more = {"cu_seqlens_q": starts, "max_seqlen_q": tokens, "is_causal": False}
+    out, lse = torch_gpukern.paged_attn(
+        q,
+        k_cache,
+        v_cache,
+        table,
+        lens,
+        scale=scale,
+        k_scale=torch.tensor(1e30),
+        return_lse=True,
+        **more,
+    )
+    torch.testing.assert_close(out, torch.ones_like(out))
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(64)))

@@ -4,6 +4,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -67,6 +68,18 @@ def progress(items: Iterable, what: str, unit: str) -> Iterator:
     """Yields the items. Shows a bar if tqdm is installed, otherwise a line each, without names."""
     for item, _ in _counted(items, what, unit, lambda item: ""):
         yield item
+
+
+def bar_on_terminal(what: str, unit: str, count: Callable[[], int]) -> Any:
+    """A tqdm bar of `count()` items, which the caller moves; None where stderr is no terminal or
+    tqdm is not installed. `count` is asked only for a bar."""
+    if not sys.stderr.isatty():
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=count(), desc=what, unit=unit)
 
 
 def _counted(

@@ -2,11 +2,11 @@
 """torch.vmap: its dimension becomes part of one that the op has, so that one call serves the whole
 batch.
 
-An op declares how: ``fold(size, batched, **arguments)`` gets the arguments by name, in which those
-named in `batched` have the new dimension, of `size`, in front. It returns ``(changed, unfold)``:
-the arguments that change, and ``unfold(name, result)``, a result with the dimension in front again,
-or None for one that has none. It returns None for a call that does not fold: that one is served
-slice by slice.
+An op declares ``fold(size, batched, **arguments)``. The arguments come by name, and those named in
+`batched` have the new dimension, of `size`, in front. fold returns ``(changed, unfold)``: the
+arguments that change, and a function ``unfold(name, result)`` that gives a result with the dimension
+in front again, or None if that result has none. For a call that does not fold it returns None, and
+the call is served slice by slice.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """define_op: what Python adds to an op, declared once.
 
-An op has its schema in C++, and its CPU and CUDA kernels there or, where it is made of others or of
-several ranks, in Python. Names, places and defaults of its arguments are read from the schema; what
-is declared here is handed arguments, saved tensors and gradients by those names. From a declaration
-an op gets, each on the dispatch key of that purpose:
+C++ registers an op's schema and its CPU and CUDA kernels. An op that is made of other ops, or of
+several ranks, has its kernel in Python. The schema gives names, places and defaults of the
+arguments, and every function declared here takes its values by those names. A declaration gives an
+op, each on the dispatch key of that purpose:
 
 - a fake function: dtype, shape and strides of the results, for torch.compile, torch.export and meta
   tensors;
-- an Autograd kernel: a torch.autograd.Function where a gradient is wanted, else straight on below
-  autograd;
-- an Autocast kernel: casts what autocast may cast, then goes on below autocast;
+- an Autograd kernel: a torch.autograd.Function if a gradient is wanted, else a call below autograd;
+- an Autocast kernel: casts the arguments that autocast may cast, then calls below autocast;
 - a rule for torch.vmap, which folds the new dimension into those that the op has (batching.py);
 - a FLOP formula.
 
-**torch.func.** The fast Function takes 5 us; torch.func asks for the form with `setup_context`,
-which takes 50. It has the same rules and is called only where a transform that differentiates is
-active (gradients.py).
+**torch.func.** The fast autograd.Function takes 5 us. torch.func needs the form with
+`setup_context`, which takes 50. Both have the same rules, and the slow one is called only under a
+transform that differentiates (gradients.py).
 """
 
 import functools
@@ -49,19 +48,22 @@ __all__ = ["Op", "define_op", "guard", "tag_compiled_code"]
 
 
 def guard(op: Op) -> None:
-    """Has calls of torch.ops.gpukern.<op> pass through Python first.
+    """Makes calls of torch.ops.gpukern.<op> pass through Python first.
 
-    There a number that is a tensor with a gradient is refused: torch reads such a tensor's value
-    before the first kernel sees the call, and its gradient would be lost in silence. And there
-    torch.func's transforms meet the Function that they can read. And there sharding rules and
-    torch's context_parallel are seen to (parallel.py). So the guard stands where Python enters the
-    op, in _op of the overload and of its packet.
+    The guard does three things that no kernel can do:
+
+    - It refuses a tensor with a gradient in the place of a number. torch reads such a tensor's
+      value before the first kernel sees the call, and the gradient would be lost without a word.
+    - It gives torch.func's transforms the autograd.Function that they can read.
+    - It registers sharding rules and refuses attention inside context_parallel (parallel.py).
+
+    It replaces `_op` of the overload and of its packet, which is where Python enters an op.
     """
 
     def guarded(bare: Callable) -> Callable:
         @functools.wraps(bare)
         def call(*args, **kwargs):
-            # the frame on its own, after a graph break: dynamo knows the overload
+            # dynamo traces this frame by itself after a graph break, and it knows the overload
             if is_dynamo_compiling():
                 return op.overload(*args, **kwargs)
             op.refuse_number_gradients(args, kwargs)
@@ -81,15 +83,15 @@ def guard(op: Op) -> None:
         return call
 
     packet = getattr(ops, op.name)
-    # the packet by the overload too: with an .out its errors would name no op
+    # the packet calls the overload too: with an .out its own errors would name no op
     for holder in (op.overload, packet):
         holder._op = guarded(op.bare)
-    # torch.jit.script asks for an op by what the packet calls
+    # torch.jit.script looks an op up by the function that the packet calls
     torch.jit._builtins._register_builtin(packet._op, op.qualified)
 
 
 def _checked(op: Op, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """All arguments in order; what the schema does not take is refused by a call of the op."""
+    """All arguments in order. If the schema does not take them, a call of the op refuses them."""
     if len(args) > len(op.names) or not set(kwargs) <= set(op.names[len(args) :]):
         op.bare(*args, **kwargs)
     if not set(op.names[len(args) : op.required]) <= set(kwargs):
@@ -98,8 +100,8 @@ def _checked(op: Op, args: tuple, kwargs: dict[str, Any]) -> tuple:
 
 
 def _transformed(op: Op, args: tuple) -> Any:
-    """What a transform of torch.func that differentiates is handed. It sees no Autocast kernel, so
-    that casts come first."""
+    """Calls the form for a transform of torch.func that differentiates. No Autocast kernel runs under
+    it, so casts come first."""
     device = next(x.device.type for x in args if isinstance(x, Tensor))
     if device in op.casts and torch.is_autocast_enabled(device):
         args = op.casts[device](*args)
@@ -137,11 +139,11 @@ def define_op(
     kernel: Callable | None = None,
     after_error: Callable | None = None,
 ) -> Op:
-    """Registers all of an op that Python knows, and returns it; X_fwd, where there is one, with it
-    (`.all`).
+    """Registers everything that Python adds to an op, and returns the op. If X_fwd exists, it is
+    registered too and is the op's `.all`.
 
-    Functions are called with keywords, arguments by their names in the schema, so that each names
-    what it reads and takes the rest as ``**_``.
+    Functions are called with keywords. Each names the arguments that it reads, by their names in the
+    schema, and takes the rest as ``**_``.
 
     Args:
         public: the function of torch_gpukern, whose defaults are the schema's.
@@ -166,10 +168,11 @@ def define_op(
             **arguments)``, which returns those that it has cast by `to(x, dtype)`.
         flops: ``flops(**arguments)`` of shapes in place of tensors.
         fold: how torch.vmap's dimension folds into those of the op (batching.py).
-        whole_sequences: the op must see all keys of a query: it is refused where a rank has a part
-        of them (parallel.py). kernel: ``kernel(**arguments)`` of an op that is made of others in
-        Python: it serves the CPU and CUDA, nothing is cast below
-            it, and `symbolic` states its results also where all sizes are numbers.
+        whole_sequences: the op must see all keys of a query. It is refused if a rank has only a part
+            of them (parallel.py).
+        kernel: ``kernel(**arguments)`` of an op that is made of others in Python. It serves the CPU
+            and CUDA, nothing is cast below it, and `symbolic` states its results even if all sizes
+            are numbers.
         after_error: ``after_error(**arguments)`` is called where the kernel raises.
     """
     op = Op(name)
@@ -209,8 +212,11 @@ def define_op(
 
 
 def register_autograd(op: Op, kernel: Callable) -> None:
-    """The Autograd kernel, `kernel` of arguments without trailing defaults, but for forward mode,
-    which has no rule: a result without a tangent would say that its derivative is zero."""
+    """Registers the Autograd kernel `kernel`, which takes arguments without trailing defaults.
+
+    Forward mode is refused, because it has no rule: a result without a tangent would say that its
+    derivative is zero.
+    """
 
     def checked(*args):
         if forward_ad._current_level >= 0 and any(
@@ -239,7 +245,7 @@ def _register_kernel(op: Op, kernel: Callable, after_error: Callable | None) -> 
 def _autograd_kernel(op: Op) -> Callable:
     def kernel(*args):
         if is_grad_enabled() and any_requires_grad(*args):
-            if transforms_active():  # not entered from Python, or it would have met guard
+            if transforms_active():  # a call from Python would have met `guard`
                 raise RuntimeError(
                     f"{op.qualified}: call it from Python where torch.func transforms it "
                     f"(functorch)"
@@ -275,7 +281,7 @@ AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 def cast_arguments(
     rule: Sequence[str] | Callable, device: str, given: dict[str, Any]
 ) -> dict[str, Any]:
-    """`given` as autocast on that device has it. Float64 and tensors of another device are never
+    """Casts `given` as autocast on that device does. Float64 and tensors of another device are never
     cast."""
     dtype = torch.get_autocast_dtype(device)
 
@@ -295,21 +301,21 @@ def cast_arguments(
 
 
 def is_transposed(x: Tensor) -> bool:
-    """Whether its last two dimensions are stored the other way round. Asked of symbolic strides,
-    this guards nothing new."""
+    """Whether the last two dimensions are stored in reverse order. With symbolic strides this adds no
+    guard."""
     return x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
 
 
 def cast_as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x.to(dtype), of a transposed view the cast of what is stored, transposed, as F.linear casts
-    its weight. Inductor's CPU code gives wrong values where several such casts of the view meet in
-    one kernel (torch 2.13 and 2.14).
+    """x.to(dtype). Of a transposed view the stored tensor is cast and the result transposed, as
+    F.linear casts its weight. Inductor's CPU code gives wrong values if several casts of the view
+    itself meet in one kernel (torch 2.13 and 2.14).
     """
     return x.mT.to(dtype).mT if is_transposed(x) else x.to(dtype)
 
 
 def register_flops(op: Op, flops: Callable) -> None:
-    """For torch.utils.flop_counter, in place of an earlier import's."""
+    """Registers a formula with torch.utils.flop_counter, and replaces that of an earlier import."""
     packet = getattr(ops, op.name)
 
     def formula(*args, out_shape=None, **kwargs) -> int:
@@ -323,27 +329,35 @@ def register_flops(op: Op, flops: Callable) -> None:
 
 
 def tag_compiled_code() -> None:
-    """Has torch.compile's caches on disk tell our versions apart.
+    """Makes torch.compile's caches on disk tell versions of gpukern apart.
 
-    Their keys hold an op's name, but neither its schema nor what it does: code that was cached
-    before an upgrade would call this library with the arguments, strides and gradients of that one.
-    `torch.compiler.config.cache_key_tag` is part of every key. Ours is added to one that is set
-    already, once for all of the process, which compiles anew after an upgrade of gpukern; without
-    an upgrade its caches serve as ever.
+    Their keys hold an op's name, but neither its schema nor its behaviour. Code cached before an
+    upgrade would call the new library with the old arguments, strides and gradients.
+    `torch.compiler.config.cache_key_tag` is part of every key, so a tag is added to it, once in a
+    process. After an upgrade everything is compiled anew.
     """
-    # gradients and casts, which graphs hold
+    # compiled graphs hold gradients and casts
     rules = [path.read_text() for path in Path(__file__).parent.glob("*.py")]
-    # the library's own list: it is whole before the last module of Python has declared its ops
-    every = torch._C._jit_get_all_schemas()
-    schemas = [str(s) for s in every if s.name.startswith(f"{NAMESPACE}::")]
     config = torch.compiler.config
-    tag = tag_of([*schemas, *rules])
+    tag = tag_of([*_schemas(), *rules])
     tags = config.cache_key_tag.split("+") if config.cache_key_tag else []
     if tag not in tags:  # the package may be imported again
         config.cache_key_tag = "+".join([*tags, tag])
 
 
+def _schemas() -> list[str]:
+    """The schemas of all ops that the compiled library has registered, ops of several ranks too.
+
+    Read by name: torch makes a Python object of each of its own schemas to list them (10.6 ms of an
+    import, by name 3.8).
+    """
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith(f"{NAMESPACE}::")]
+    parts = [name.partition(".") for name in names]
+    return [str(torch._C._get_schema(name, overload)) for name, _, overload in parts]
+
+
 def tag_of(schemas: Sequence[str]) -> str:
-    """Name, version and a digest of schemas and rules, for builds of one version."""
+    """Name, version and a digest of schemas and rules. The digest tells builds of one version
+    apart."""
     digest = hashlib.sha256("\n".join(sorted(schemas)).encode()).hexdigest()[:12]
     return f"{NAMESPACE}-{ops.version.default()}-{digest}"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Fake functions: what an op returns, of tensors that have no data.
+"""Fake functions: the results of an op for tensors that have no data.
 
-Where all sizes are numbers csrc is asked, by the op X_results: its check refuses what the op would
-refuse, in the same words, and the plugin makes the results, on meta, as it makes them for a call.
-Sizes that are symbols csrc cannot read. There an op states its results' shapes in Python, and
-`sizes` guards on what must be equal; the rest is refused by the call itself.
+If all sizes are numbers, the op X_results asks csrc. Its check refuses what the op would refuse, in
+the same words, and the plugin makes the results on meta as it makes them for a call. csrc cannot
+read sizes that are symbols. For those an op states its results' shapes in Python, and `sizes` guards
+on the sizes that must be equal. The call itself refuses the rest.
 """
 
 from collections.abc import Callable
@@ -36,8 +36,11 @@ def made(op: Op, symbolic: Callable, given: dict[str, Any]) -> tuple[Tensor, ...
 
 
 def register(op: Op, symbolic: Callable, first: bool = False, composed: bool = False) -> None:
-    """first: the op returns the first of the results alone. composed: the op is written in Python,
-    and csrc knows nothing of it."""
+    """Registers the fake function of an op.
+
+    first: the op returns only the first result. composed: the op is written in Python, and csrc does
+    not know it.
+    """
 
     def fake(*args, **kwargs):
         given = op.named(args) | kwargs

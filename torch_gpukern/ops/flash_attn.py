@@ -74,44 +74,41 @@ def flash_attn(
         v: [B, Hkv, Sk, Dv], q's dtype. Any strides; a tensor whose last dimension is not contiguous
             is copied first. D and Dv: 1 to 512 on the CPU, multiples of 8 up to 256 on CUDA.
         is_causal: query i sees keys ``j <= i + diagonal`` only.
-        scale: factor of the scores, a finite number, at most 1e38 in size unless q is float64; None
-        is
-            1 / sqrt(D).
+        scale: factor of the scores, a finite number, at most 1e38 in size unless q is float64. None
+            is 1 / sqrt(D).
         diagonal: the key index at which query 0 stands. 0 is the convention of
             ``F.scaled_dot_product_attention`` and ``torch.tril``; pass ``Sk - Sq`` for the
             bottom-right one, or q_start where each sequence has its own.
         window_left: query i sees keys ``j >= i + diagonal - window_left`` only; -1 is no bound.
         window_right: query i sees keys ``j <= i + diagonal + window_right`` only; -1 is no bound.
             Windows and is_causal intersect.
-        softcap: bound of the scores, a finite number; 0 switches it off, and so does one that no
-        score
-            comes near.
+        softcap: bound of the scores, a finite number. 0 switches it off, and so does one that no
+            score comes near.
         alibi_slopes: [Hq] or [B, Hq] float32 (float64 with float64 inputs). It has no gradient.
         sinks: [Hq] float32 or q's dtype (float64 with float64 inputs), differentiable: one more
-        logit
-            per head, neither scaled nor capped, that takes probability and adds no value; -inf
+            logit per head, neither scaled nor capped. It takes probability and adds no value. -inf
             switches it off.
         kv_start: [B] int32: sequence b sees keys ``j >= kv_start[b]`` only. Positions stay key
             indices.
         kv_end: [B] int32: sequence b sees keys ``j < kv_end[b]`` only. Both are clamped to [0, Sk];
             together they take the place of a padding mask, for padding on either side.
-        q_start: [B] int32: the diagonal of each sequence, on the device: query i of sequence b
-        stands
-            at key ``i + q_start[b]``, for is_causal, windows and ALiBi alike. So a static cache, a
-            chunk of a prompt or a captured graph needs no number on the host. diagonal must then be
-            0.
+        q_start: [B] int32: the diagonal of each sequence, on the device. Query i of sequence b
+            stands at key ``i + q_start[b]``, for is_causal, windows and ALiBi alike. So a static
+            cache, a chunk of a prompt or a captured graph needs no number on the host. diagonal must
+            then be 0.
         out_dtype: dtype of out: q's, or on the CPU float32, unrounded, for results that are joined
             with others by `attn_merge`. None is q's. Of float8_e4m3fn bfloat16 (None), float16 or
             float32.
         q_scale, k_scale, v_scale: of float8_e4m3fn: what a code is worth, float32 [], [H], [B, H],
             or [B, H, ceil(S / 128)], one for each 128 tokens; None is 1. `quantize_attn` makes
             them.
-        v_mean: float32 [Hkv, Dv] or [B, Hkv, Dv], added to each value of v: to a row of out times
-        the probability of its keys. accumulate: ``"fast"`` may round weights to e4m3, 2.5 % each,
-        and sum all keys as tensor cores of 8 bits do, which lose up
-            to 1 % of what the values have in common at 8k keys, 2 % at 30k, unless v_mean stands
-            for it; ``"precise"`` sums in float32, as kernels of 16 and 32 bits, the CPU's too, do
-            always; ``"auto"``: fast with a v_mean, else precise. `explain` says which.
+        v_mean: float32 [Hkv, Dv] or [B, Hkv, Dv], added to each value of v. A row of out gets it
+            times the probability of its keys.
+        accumulate: ``"fast"`` may round weights to e4m3, 2.5 % each, and sums all keys as tensor
+            cores of 8 bits do. They lose up to 1 % of the values' mean at 8k keys and 2 % at 30k,
+            unless v_mean stands for it. ``"precise"`` sums in float32, as kernels of 16 and 32 bits
+            and the CPU always do. ``"auto"`` is fast with a v_mean, else precise. `explain` says
+            which.
         dropout_p: each probability is 0 with this probability, else divided by 1 - dropout_p: 0 to
             1; float8_e4m3fn has none. lse and a row's sum are of all of them.
         dropout_seed: int64 [2] on q's device, (seed, offset), which says what is kept:

@@ -47,9 +47,8 @@ def gemm(
         b: [K, N] or [..., K, N], a's dtype, any strides. Batch dimensions broadcast as in
             ``torch.matmul``; both operands have at least two dimensions.
         bias: [N] in a's dtype or out_dtype.
-        c: a's dtype, or float32 beside 16 bits; broadcasts to the result [..., M, N] and never
-        enlarges it.
-            With ``beta=0`` it is not read and may hold anything.
+        c: a's dtype, or float32 beside 16 bits. It broadcasts to the result [..., M, N] and never
+            enlarges it. With ``beta=0`` it is not read and may hold anything.
         alpha: factor of the product; unless a is float64 a number that float32 holds.
         beta: factor of c, likewise.
         activation: ``"none"``, ``"relu"``, ``"gelu"`` (x/2 (1 + erf(x / sqrt 2))), ``"gelu_tanh"``
@@ -117,9 +116,8 @@ def _act_bwd_symbolic(grad_out, **_):
 
 
 def _sum_to(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Sums x over the dimensions that broadcasting added to a tensor of `shape`: in float32,
-    rounded once to `dtype`.
-    """
+    """Sums x over the dimensions that broadcasting added to a tensor of `shape`, in float32, and
+    rounds once to `dtype`."""
     added = x.dim() - len(shape)
     dims = list(range(added)) + [
         added + i for i, s in enumerate(shape) if s == 1 and x.shape[added + i] != 1
@@ -129,16 +127,9 @@ def _sum_to(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return x.reshape(shape).to(dtype)
 
 
-def _summed_product(
-    x: Tensor, y: Tensor, shape: torch.Size, complete: bool, how: dict, transposed: bool = False
-) -> Tensor:
-    """x @ y of one dtype, summed to `shape`: in float32 until the sum is complete. complete: it has
-    no more dimensions. transposed: it is stored so, as the weight of a linear layer and thus its
-    gradient.
-    """
-    if complete and transposed:
-        return _gemm.call_named(a=y.mT, b=x.mT, **how).mT
-    if complete or torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]) == shape[:-2]:
+def _summed_product(x: Tensor, y: Tensor, shape: torch.Size, how: dict) -> Tensor:
+    """x @ y of one dtype, summed to `shape`: in float32 until the sum is complete."""
+    if torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]) == shape[:-2]:
         return _gemm.call_named(a=x, b=y, **how)
     acc = fakes.stats_dtype(x)
     return _sum_to(_gemm.call_named(a=x, b=y, **how, out_dtype=acc), shape, x.dtype)
@@ -149,15 +140,21 @@ def _reads_preact(args) -> bool:
     return len(args) > 2 and _gemm.value(args, "activation") not in ("none", "relu")
 
 
+_KEPT = {"forms": ()}  # of a and b alone, both kept: their forms are read in the backward
+
+
 def _save(needs, args, out, preact):
-    """An operand is kept only where the other's gradient reads it; of all of them shape and dtype
-    are enough."""
-    a, b, *more = args
-    forms, activated = [(a.shape, a.dtype), (b.shape, is_transposed(b))], None
-    if more:
-        forms += [x if x is None else (x.shape, x.dtype) for x in more[:2]]
-        activation = _gemm.value(args, "activation")
-        activated = None if activation == "none" else out if activation == "relu" else preact
+    """Keeps an operand only if the other operand's gradient reads it. Of the others shape and dtype are
+    enough."""
+    a, b = args[:2]
+    if len(args) == 2 and needs[0] and needs[1]:
+        return (a, b, None), _KEPT
+    forms: list = [(a.shape, a.dtype), (b.shape, is_transposed(b))]
+    if len(args) == 2:
+        return (a if needs[1] else None, b if needs[0] else None, None), {"forms": forms}
+    forms += [x if x is None else (x.shape, x.dtype) for x in args[2:4]]
+    activation = _gemm.value(args, "activation")
+    activated = None if activation == "none" else out if activation == "relu" else preact
     return (a if needs[1] else None, b if needs[0] else None, activated), {"forms": forms}
 
 
@@ -175,11 +172,13 @@ def _backward(
     grad_preact,
     **_,
 ):
-    """grad_out [..., M, N] in the dtype of the result; grad_preact likewise, of a second
-    derivative, which goes through the value before the activation.
+    """grad_out is [..., M, N] in the dtype of the result. grad_preact has the same form. It comes from
+    a second derivative, which goes through the value before the activation.
     """
-    forms = dict(zip(("a", "b", "bias", "c"), forms, strict=False))
-    (shape_a, dtype), (shape_b, transposed) = forms["a"], forms["b"]
+    if forms:
+        (shape_a, dtype), (shape_b, transposed) = forms[:2]
+    else:
+        shape_a, dtype, shape_b, transposed = a.shape, a.dtype, b.shape, is_transposed(b)
     grad, made = grad_out, {}
     if activated is not None and grad is not None:
         grad = _gemm_act_bwd.call_named(grad_out=grad, saved=activated, activation=activation)
@@ -188,22 +187,29 @@ def _backward(
 
     how = {"alpha": alpha, "fp32_precision": fp32_precision}
     g = grad if grad.dtype is dtype else grad.to(dtype)
-    if "a" in needs:
-        made["a"] = _summed_product(g, b.mT, shape_a, len(shape_b) == 2, how)
+    one = len(shape_b) == 2
+    if "a" in needs and one:
+        made["a"] = _gemm.call_named(a=g, b=b.mT, **how)
+    elif "a" in needs:
+        made["a"] = _summed_product(g, b.mT, shape_a, how)
     if "b" in needs:
-        one = len(shape_b) == 2
         if one and len(shape_a) > 2:  # the sum over the batch is part of the product
             rows = parallel.as_rows(a, g)
             one = rows is not None
             a, g = rows if one else (a, g)
-        made["b"] = _summed_product(a.mT, g, shape_b, one, how, transposed)
+        if one and transposed:  # stored as b is, the weight of a linear layer
+            made["b"] = _gemm.call_named(a=g.mT, b=a, **how).mT
+        elif one:
+            made["b"] = _gemm.call_named(a=a.mT, b=g, **how)
+        else:
+            made["b"] = _summed_product(a.mT, g, shape_b, how)
     if "bias" in needs:
-        made["bias"] = _sum_to(grad, *forms["bias"])
+        made["bias"] = _sum_to(grad, *forms[2])
     if "c" in needs and beta == 0:  # c was not read, so not even an infinite gradient reaches it
-        shape, dtype = forms["c"]
+        shape, dtype = forms[3]
         made["c"] = grad.new_zeros(shape, dtype=dtype)
     elif "c" in needs:
-        made["c"] = _sum_to(grad if beta == 1 else beta * grad, *forms["c"])
+        made["c"] = _sum_to(grad if beta == 1 else beta * grad, *forms[3])
     return made
 
 
@@ -212,7 +218,8 @@ def _save_of_act_bwd(needs, args, grad_in):
 
 
 def _backward_of_act_bwd(needs, grad_out, saved, activation, grad_grad_in, **_):
-    """Of grad_out * f'(saved): in saved by the f'' below, whose own derivatives are PyTorch's."""
+    """The gradients of grad_out * f'(saved). That of saved uses f'' below, whose own derivatives are
+    PyTorch's."""
     made = {}
     if "grad_out" in needs:
         made["grad_out"] = _gemm_act_bwd.call_named(
@@ -226,8 +233,8 @@ def _backward_of_act_bwd(needs, grad_out, saved, activation, grad_grad_in, **_):
 
 
 def _second_derivative(activation: str, x: Tensor) -> Tensor:
-    """f''(x). Where x is clamped f'' is 0 in float64, and without it a factor would be inf beside
-    that 0."""
+    """f''(x). x is clamped to where f'' is 0 in float64, because beyond it a factor would be inf
+    beside that 0."""
     if activation == "silu":
         x = x.clamp(-800, 800)
         s = x.sigmoid()
@@ -252,7 +259,7 @@ def _second_derivative(activation: str, x: Tensor) -> Tensor:
 
 
 def _fold(size, batched, a, b, bias, c, activation, **_):
-    """One more batch dimension. A batch of biases is a c whose rows are all the same."""
+    """Adds a batch dimension. A batch of biases becomes a c whose rows are all the same."""
     changed, addend = {}, c if "c" in batched else None
     if "bias" in batched:
         if c is not None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The autograd.Functions of an op, from what define_op declares: one for a call, one for
-torch.func's transforms."""
+"""The autograd.Functions of an op, made from its declaration in define_op: one for an eager call, one
+for torch.func's transforms."""
 
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
@@ -31,15 +32,15 @@ def differentiate(
     reads_all: Callable | None,
     without_gradient: Sequence[str],
 ) -> None:
-    """Sets differentiate and transformed of `door`, which is op or op.all; the rest is what
-    define_op was given."""
+    """Sets differentiate and transformed of `door`, which is op or op.all. The other arguments are
+    those of define_op."""
     rules = _Rules(op.all, backward, save, saved, without_gradient)
     first = door is not op.all
     fast = of_all = _fast(rules, first and reads_all is None, op.all.below)
     if reads_all is not None:
-        # What backward reads is a result of the Function, though not of the call: so it has a
-        # history where a gradient is differentiated again, and costs no memory of its own.
-        of_first = _fast(rules, True, lambda *args: (op.below(*args), None))
+        # The tensor that backward reads is a result of the Function, though not of the call. So it
+        # has a history if a gradient is differentiated again, and it costs no memory of its own.
+        of_first = _fast_of_first(rules, op.below)
 
         def fast(*args):
             return of_all(*args)[0] if reads_all(args) else of_first(*args)
@@ -54,9 +55,10 @@ def differentiate(
 
 
 class _Rules:
-    """What forward keeps and what backward makes of it, both by name. The way forward counts
-    nanoseconds, so that places are looked up here, for each number of arguments that a call may
-    have.
+    """What forward keeps, and the gradients that backward makes of it, both by name.
+
+    Forward must be fast, so places are worked out here once, for each number of arguments that a
+    call may have.
     """
 
     def __init__(
@@ -80,7 +82,9 @@ class _Rules:
         self.defaults = {
             name: every[name] for name in inspect.signature(backward).parameters if name in every
         }
+        self.default_values = tuple(self.defaults.values())
         self.needs: dict[tuple[bool, ...], frozenset[str]] = {}
+        self.orders: dict[tuple[int, int, int], tuple[str, ...]] = {}
 
     def keep(self, ctx: Any, args: Sequence, results: Sequence[Tensor]) -> None:
         """args: without trailing defaults."""
@@ -90,7 +94,7 @@ class _Rules:
                 raise ValueError(
                     f"{self.op.said}: {name} requires a gradient and has none; pass {name}.detach()"
                 )
-        if isinstance(results, Tensor):  # of an op that returns one
+        if isinstance(results, Tensor):  # the op has one result
             results = (results,)
         if self.save is None:
             ctx.save_for_backward(*results, *self.tensors[n](args))
@@ -100,11 +104,16 @@ class _Rules:
         ctx.others = self.others[n](args)
 
     def gradients(self, ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
-        values = self.defaults.copy()
-        values.update(zip(self.saved, ctx.saved_tensors, strict=False))
-        if ctx.others:
-            values.update(zip(self.other_names, ctx.others, strict=False))
-        values.update(zip(self.grad_names, grads, strict=False))
+        tensors, others = ctx.saved_tensors, ctx.others
+        counts = len(tensors), len(others), len(grads)
+        order = self.orders.get(counts)
+        if order is None:
+            names = (self.saved, self.other_names, self.grad_names)
+            parts = [part[:n] for part, n in zip(names, counts, strict=True)]
+            order = self.orders[counts] = tuple(itertools.chain(self.defaults, *parts))
+        # one dict of all at once: a later name replaces its default
+        given = (*self.default_values, *tensors, *others, *grads)
+        values = dict(zip(order, given, strict=True))
         if self.save is not None:
             values.update(ctx.more)
         wanted = ctx.needs_input_grad
@@ -132,8 +141,31 @@ def _getter(places: Any) -> Callable[[Sequence], tuple]:
     return itemgetter(*places)
 
 
+def _fast_of_first(rules: _Rules, below: Callable) -> Callable:
+    """The form for a call whose backward reads none of the results but the first, which is the only
+    one that `below` makes."""
+    keep = rules.keep
+
+    def forward(ctx, *args):
+        result = below(*args)
+        keep(ctx, args, (result, None))
+        return result
+
+    return _apply_of(_function(rules.op.name, forward=forward, backward=_backward_of(rules)))
+
+
+def _backward_of(rules: _Rules) -> Callable:
+    def backward(ctx, *grads):
+        if grads[0] is None and not any(grad is not None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
+        return rules.gradients(ctx, grads)
+
+    return backward
+
+
 def _fast(rules: _Rules, first: bool, below: Callable) -> Callable:
-    """The form for a call: forward and its context in one, arguments without trailing defaults."""
+    """The form for an eager call: forward saves its context itself, and arguments come without trailing
+    defaults."""
     keep = rules.keep
 
     def forward_of_first(ctx, *args):
@@ -152,11 +184,6 @@ def _fast(rules: _Rules, first: bool, below: Callable) -> Callable:
         keep(ctx, args, (result,))
         return result
 
-    def backward(ctx, *grads):
-        if grads[0] is None and not any(grad is not None for grad in grads):
-            return (None,) * len(ctx.needs_input_grad)
-        return rules.gradients(ctx, grads)
-
     forward = (
         forward_of_first
         if first
@@ -164,15 +191,15 @@ def _fast(rules: _Rules, first: bool, below: Callable) -> Callable:
         if len(rules.op.results) == 1
         else forward_of_all
     )
-    return _apply_of(_function(rules.op.name, forward=forward, backward=backward))
+    return _apply_of(_function(rules.op.name, forward=forward, backward=_backward_of(rules)))
 
 
 def _with_setup_context(op: Op, rules: _Rules) -> type[Function]:
-    """The form for torch.func, of all arguments; it returns all results."""
+    """The form for torch.func. It takes all arguments and returns all results."""
     every = rules.op
 
     def forward(*args):
-        return every.bare(*args)  # where vmap is at work this is its rule
+        return every.bare(*args)  # under vmap this calls the op's rule
 
     def setup_context(ctx, inputs, output):
         ctx.set_materialize_grads(False)
@@ -204,7 +231,7 @@ def _function(name: str, **members: Any) -> type[Function]:
 
 
 def _apply_of(function: type[Function]) -> Callable:
-    """function.apply without 5 us of preparation for torch.func's transforms, which it cannot
+    """function.apply without torch's 5 us of preparation for torch.func, which this form cannot
     serve."""
     return super(Function, function).apply
 
@@ -213,8 +240,8 @@ def _apply_of(function: type[Function]) -> Callable:
 
 
 def refuse(op: Op, reason: str) -> None:
-    """Sets op.differentiate and op.transformed for an op without a gradient; torch by itself would
-    pass zeros, silently. A backward raises NotImplementedError."""
+    """Sets op.differentiate and op.transformed for an op without a gradient: a backward raises
+    NotImplementedError. torch by itself would pass zeros without a word."""
     message = f"{NAMESPACE}::{reason}"
 
     def fast_forward(ctx, *args):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Keywords that other libraries use for what has another name here: a call that says one is told
-ours."""
+"""Keywords of other libraries. A call that uses one is told the name that it has here."""
 
 import inspect
 from collections.abc import Callable
@@ -22,8 +21,8 @@ _SCALES_ROUND_UP = (
     "or EVEN) are taken by scaled_gemm and dequantize as they are"
 )
 
-# Foreign keyword: the names that it may have here, of which a function has one or the other; or
-# what to do instead.
+# Foreign keyword -> the names that it may have here, of which a function has at least one; or what
+# to do instead.
 _OURS: dict[str, tuple[str, ...] | str] = {
     "causal": ("is_causal",),
     "softmax_scale": ("scale",),

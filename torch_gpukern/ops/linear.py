@@ -41,43 +41,47 @@ def linear(
 
     Gradients and autocast are those of `gemm`.
 
-    A tensor subclass with a ``__torch_function__`` of its own (quantised weights, for one) may know
-    how to multiply by itself what no kernel of ours can read: it is handed ``F.linear``, and the
-    activation follows.
+    A tensor subclass with its own ``__torch_function__``, such as a quantised weight, may hold data
+    that no kernel here can read. ``F.linear`` multiplies it, and the activation follows.
 
     Raises:
         ValueError: a shape, dtype, device or activation name that it does not take.
     """
     if more or unknown:
         refuse_unknown(linear, unknown, more)
-    if any(type(t) not in PLAIN and has_a_function_of_its_own(t) for t in (x, weight, bias)):
+    # written out: a generator takes 0.6 us of a call
+    plain = type(x) in PLAIN and type(weight) in PLAIN and type(bias) in PLAIN
+    if not plain and any(
+        type(t) not in PLAIN and has_a_function_of_its_own(t) for t in (x, weight, bias)
+    ):
         if activation not in reference.ACTIVATIONS:
             raise ValueError(
                 f"{NAMESPACE}::linear: activation must be none, relu, gelu, gelu_tanh or silu, "
                 f"got '{activation}'"
             )
         return reference.ACTIVATIONS[activation](F.linear(x, weight, bias))
-    # of strides: such a tensor has no shape
+    # a nested tensor of strides has no shape
     if x is None or weight is None or x.is_nested or weight.is_nested:
         refuse_non_tensors(f"{NAMESPACE}::linear", x=x, weight=weight)
-    if x.dim() < 1 or weight.dim() != 2:
+    dims = x.dim()
+    if dims < 1 or weight.dim() != 2:
         raise ValueError(
             f"{NAMESPACE}::linear: x must have at least 1 dimension and weight 2, [N, K]; got "
-            f"{x.dim()} and {weight.dim()}"
+            f"{dims} and {weight.dim()}"
         )
-    if x.shape[-1] != weight.shape[1]:
+    if x.size(-1) != weight.size(1):
         raise ValueError(
             f"{NAMESPACE}::linear: weight has {weight.shape[1]} columns, x has {x.shape[-1]}; "
             f"they must match"
         )
-    if x.dim() == 1:
+    if dims == 1:
         return gemm(x[None], weight.mT, bias, activation=activation)[0]
     return gemm(x, weight.mT, bias, activation=activation)
 
 
 def has_a_function_of_its_own(x: Tensor, refuses: bool = True) -> bool:
-    """Whether a tensor says by __torch_function__ how functions of it are computed. What is no
-    tensor is refused in linear's name."""
+    """Whether a tensor's type overrides __torch_function__. Anything but a tensor is refused in
+    linear's name."""
     if not isinstance(x, Tensor) and not hasattr(type(x), "__torch_function__"):
         if not refuses:
             return False

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Op: an op of the library, its schema by name, and the ways to call it.
 
-**Below autograd.** A call that wants no gradient skips the Autograd kernel, which spares it the
-dispatcher's way into Python and back, 2 to 3 us: `Op.call` excludes autograd's keys, and so does
-the kernel for what it computes itself. Who looks at calls (modes, subclasses, autocast, tracers,
-fake tensors) sees the op as ever.
+**Below autograd.** A call that wants no gradient skips the Autograd kernel. That saves the
+dispatcher's way into Python and back, 2 to 3 us. `Op.call` excludes autograd's keys, and the
+Autograd kernel does so for its own calls. Modes, subclasses, autocast, tracers and fake tensors see
+the op as usual.
 """
 
 import sys
@@ -47,7 +47,7 @@ class Op:
     def __init__(self, name: str):
         self.name = name
         self.qualified = f"{NAMESPACE}::{name}"
-        self.said = self.qualified  # in what it raises: the op whose results X_fwd gives, as in C
+        self.said = self.qualified  # the name in error texts: X_fwd is called X there, as in C
         self.overload = getattr(ops, name).default
         arguments = self.overload._schema.arguments
         self.names = tuple(a.name for a in arguments)
@@ -66,19 +66,19 @@ class Op:
         self.numbers = tuple(i for i, t in enumerate(types) if t in _NUMBER_TYPES)
         self.bools = tuple(i for i, t in enumerate(types) if t == "bool")
         self.bare = unwrapped(self.overload)
-        self.all = self  # X_fwd, where the op is X and has one
-        self.whole_sequences = False  # it must see all of each
+        self.all = self  # X_fwd if the op is X and has one
+        self.whole_sequences = False  # it must see all keys of a sequence
         self.out: Callable | None = None  # its .out overload
-        self.differentiate: Callable | None = None  # (*args) where a gradient is wanted
-        self.transformed: Callable | None = None  # likewise, where torch.func transforms
+        self.differentiate: Callable | None = None  # (*args) if a gradient is wanted
+        self.transformed: Callable | None = None  # (*args) under a transform of torch.func
         self.casts: dict[str, Callable] = {}  # device -> (*args) cast as autocast does
-        # types that the schema takes: places of ints
+        # types of a call that the schema takes -> the places of its ints
         self._served: dict[tuple[type, ...], tuple[int, ...]] = {}
         Op.every.append(self)
 
     def set_defaults_of(self, public: Callable) -> None:
-        """A function that has this op's arguments gets the schema's defaults for its literals, so
-        that `is` finds them."""
+        """Replaces the defaults of a public function by the schema's objects, so that `is` finds
+        them."""
 
         def interned(name: str, default: Any) -> Any:
             ours = self._named_defaults.get(name)
@@ -111,10 +111,10 @@ class Op:
         return self.call(*args)
 
     def call(self, *args: Any) -> Any:
-        """The op of all its arguments, the shortest way that gives its results.
+        """Calls the op with all its arguments, by the shortest road that gives its results.
 
-        Where nothing but its Autograd kernel would see the call, that is called here if a gradient
-        is wanted and skipped if none is. A compiler that traces, torch.jit.trace, torch.func,
+        If nothing but the Autograd kernel would see the call, it is called here when a gradient is
+        wanted and skipped when none is. A compiler that traces, torch.jit.trace, torch.func,
         autocast, modes and subclasses see the op.
         """
         if (
@@ -124,7 +124,7 @@ class Op:
             or jit_trace() is not None
         ):
             return self._seen(args)
-        # Trailing defaults are left out: the schema fills them in sooner than it reads them.
+        # Trailing defaults are left out: torch fills them in faster than it converts arguments.
         n = self.required
         for place, default in self._from_last:
             if args[place] is not default:
@@ -164,7 +164,7 @@ class Op:
             del guard
 
     def _seen(self, args: tuple) -> Any:
-        """A call that others than its own kernels see."""
+        """A call that a mode, subclass, tracer or transform sees."""
         for i in self.bools:
             if i < len(args) and args[i] is not True and args[i] is not False:
                 self.refuse_non_bool(i, args[i])
@@ -172,8 +172,8 @@ class Op:
         return self.overload(*args) if is_compiling() else self._by_the_overload(args)
 
     def _by_the_op(self, types: tuple[type, ...], args: tuple) -> Any:
-        """A call of types that the schema has not taken yet: if it refuses them, it does so in the
-        name of the op."""
+        """A call whose types the schema has not taken yet. If it refuses them, the error names the
+        op."""
         results = self._by_the_overload(args)
         if _PLAIN.issuperset(types) and not any(
             types[i] in _TENSORS for i in self.numbers if i < len(types)
@@ -189,13 +189,13 @@ class Op:
             raise
 
     def refuse_non_bools(self, args: Sequence, kwargs: dict[str, Any]) -> None:
-        """ValueError where an argument that is true or false is given as anything else."""
+        """ValueError if a bool argument is given as anything else."""
         for i in self.bools:
             self.refuse_non_bool(i, args[i] if i < len(args) else kwargs.get(self.names[i], False))
 
     def refuse_non_bool(self, i: int, x: Any) -> None:
-        """torch takes any number and None, which a call in the order of another library would hand
-        over."""
+        """ValueError unless x is a bool. torch takes any number and None, which a call in the order of
+        another library would pass."""
         if isinstance(x, Tensor):
             self.refuse_number_gradients((*(None,) * i, x))
             if x.dtype is torch.bool and x.dim() == 0:
@@ -205,16 +205,15 @@ class Op:
         raise WrongType(f"{self.said}: {self.names[i]} must be True or False, got {x!r}")
 
     def refuse_types(self, args: Sequence, kwargs: dict[str, Any]) -> None:
-        """WrongType, which says more than torch does, where an argument is of a type that the
-        schema has not."""
+        """WrongType if the schema does not take an argument's type. It says more than torch's
+        error."""
         given = dict(zip(self.names, args)) | kwargs
         refuse_types(
             self.said, ((n, self._types[n], x) for n, x in given.items() if n in self._types)
         )
 
     def refuse_number_gradients(self, args: Sequence, kwargs: dict[str, Any] | None = None) -> None:
-        """ValueError where an argument that is a number is given as a tensor that wants a
-        gradient."""
+        """ValueError if a number argument is given as a tensor that requires a gradient."""
         for name, x in (kwargs or {}).items():
             if isinstance(x, Tensor) and self.places.get(name) in self.numbers:
                 self.refuse_number_gradients((*(None,) * self.places[name], x))
@@ -246,8 +245,8 @@ def _fit(args: Sequence, ints: Sequence[int]) -> bool:
 
 
 def unwrapped(op: torch._ops.OpOverload) -> Callable:
-    """What op(...) calls, 0.4 us sooner and without `guard` (define.py); torch.compile traces op
-    itself only."""
+    """The function that op(...) calls, without `guard` (define.py) and 0.4 us of wrapping.
+    torch.compile traces op itself only."""
     call = op._op
     while hasattr(call, "__wrapped__"):
         call = call.__wrapped__

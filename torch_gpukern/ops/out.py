@@ -28,7 +28,8 @@ _calls = threading.local()  # running: within such a call of this thread
 
 
 def define(op: Op, symbolic: Callable) -> None:
-    """X.out, which writes the caller's tensor: no gradient, no autocast, else as X."""
+    """Defines X.out, which writes the caller's tensor. It has no gradient and no autocast, and is
+    otherwise like X."""
     op.out = getattr(ops, op.name).out
     name, bare = f"{op.name}.out", unwrapped(op.out)
 
@@ -50,8 +51,8 @@ def define(op: Op, symbolic: Callable) -> None:
         finally:
             _calls.running = inner
         into = kwargs["out"]
-        # As torch's own. Tracers, whose tensors are others, and __torch_dispatch__, which calls
-        # from within a call, hold it to a schema that returns nothing.
+        # torch's own .out ops return out. The schema returns nothing, and tracers, whose tensors are
+        # no plain ones, and __torch_dispatch__, which calls from within a call, rely on that.
         return into if type(into) in _PLAIN and not inner else None
 
     op.out._op = call

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ops in a process that has torch.distributed.tensor: what must be done before a call, without
-importing it.
+"""The step before each call in a process that has torch.distributed.tensor, without importing it.
 
-The first call after somebody has imported DTensor registers the ops' sharding rules. Inside torch's
-`context_parallel` a tensor is this rank's part of a sequence, which attention cannot see of it:
-attention is refused there, and SDPA, which `context_parallel` replaces, is named.
+The first call after DTensor has been imported registers the ops' sharding rules. Inside torch's
+`context_parallel` a tensor holds only this rank's part of a sequence, and attention cannot tell. So
+attention is refused there, and the error names SDPA, which `context_parallel` replaces.
 """
 
 import math
@@ -25,12 +24,12 @@ _usual: Any = None  # the table of a dispatcher outside context_parallel
 
 
 def before(name: str, whole_sequences: bool) -> None:
-    """Before a call of the op `name`. ValueError inside context_parallel, of one that must see
-    whole sequences."""
+    """Runs before a call of the op `name`. ValueError inside context_parallel if the op must see whole
+    sequences."""
     module = _modules.get(_DTENSOR)
     if module is None:
         return
-    if not _registered:  # a DTensor, which looks like any tensor here, can be among the arguments
+    if not _registered:  # a DTensor may be among the arguments, and looks like any tensor here
         _register()
     if whole_sequences:
         _refuse_part(name, module)
@@ -38,7 +37,7 @@ def before(name: str, whole_sequences: bool) -> None:
 
 def _register() -> None:
     global _registered
-    # it is being imported, and no DTensor is made yet
+    # the module is still being imported, so there is no DTensor yet
     if not hasattr(_modules[_DTENSOR], "DTensor"):
         return
     _registered = True

@@ -196,8 +196,12 @@ static float head_scale(const gk_tensor *t, int64_t h_kv) {
     return ((const float *)t->data)[t->ndim ? h_kv * t->stride[0] : 0];
 }
 
+/* The scale of scores times that of the keys. It stays finite, so that the score of zero codes is 0
+ * and not NaN. */
 INLINE float scale_of(const paged_job *job, int64_t h_kv) {
-    return (float)(job->args->rules.scale * head_scale(job->args->k_scale, h_kv));
+    const double most = FLT_MAX / GK_LOG2E; /* the softmax multiplies it by ATTN_UNIT */
+    const double scale = job->args->rules.scale * head_scale(job->args->k_scale, h_kv);
+    return (float)(scale > most ? most : scale < -most ? -most : scale);
 }
 
 /* ---- the tasks of a call --------------------------------------------------------------------- */

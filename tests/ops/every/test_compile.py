@@ -1038,7 +1038,10 @@ def test_compiled_gradients_keep_the_dtype(name, variant, dtype, device):
 def test_cached_code_is_that_of_this_version():
     """torch's cache keys contain only an op's name, so code cached before an upgrade would run with
     another schema. A tag prevents it."""
-    from torch_gpukern.ops.define import tag_compiled_code, tag_of
+    from torch_gpukern.ops.define import _schemas, tag_compiled_code, tag_of
+
+    every = [str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("gpukern::")]
+    assert sorted(_schemas()) == sorted(every)
 
     config = torch.compiler.config
     tag = config.cache_key_tag.split("+")[-1]

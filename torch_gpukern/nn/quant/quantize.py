@@ -103,7 +103,7 @@ class Quantized:
 
 
 _OURS = (QuantizedLinear, Fp8Linear, QatLinear)
-_ATTRIBUTES = ("scheme", "names", "recipe", "scaling", "weight_like")
+_ATTRIBUTES = ("scheme", "names", "code_dtypes", "recipe", "scaling", "weight_like")
 
 
 def _follow(weight: torch.nn.Parameter, like: torch.Tensor | None) -> None:

@@ -13,7 +13,7 @@ from ..._library import NAMESPACE, transforms_active
 from ...ops import gemm
 from ...ops.gemm import Activation
 from ...ops.wrong_types import refuse_non_tensors
-from ...pickled import as_bytes, as_codes
+from ...pickled import EIGHT_BITS, as_codes
 from ...reference import ACTIVATIONS
 from .schemes import GROUPED, SCHEMES, Tensors, half_of
 
@@ -80,6 +80,9 @@ class QuantizedLinear(torch.nn.Module):
     The state_dict has the tensors by name, and a magic and a version of how they lie: another
     version's, and another recipe's, are refused by name.
 
+    Buffers hold 8-bit floats as uint8, because gloo, and with it DistributedDataParallel on the
+    CPU, cannot send 8-bit floats. The state_dict has them in their own dtype.
+
     ``weight`` decodes the weight whenever it is read, for those who look at it (merges of adapters,
     tests).
     """
@@ -88,6 +91,7 @@ class QuantizedLinear(torch.nn.Module):
     out_features: int
     scheme: str
     names: tuple[str, ...]
+    code_dtypes: dict[str, torch.dtype]  # of the buffers that hold 8-bit floats as uint8
     activation: Activation = "none"  # of the class, as in Linear
 
     def __init__(
@@ -110,8 +114,11 @@ class QuantizedLinear(torch.nn.Module):
 
     def _hold(self, recipe: str, k: int, n: int, tensors: Tensors) -> None:
         self.in_features, self.out_features, self.scheme, self.names = k, n, recipe, tuple(tensors)
+        self.code_dtypes = {n: t.dtype for n, t in tensors.items() if t.dtype in EIGHT_BITS}
         for name, t in tensors.items():
-            self.register_buffer(name, t)
+            # as its shape says: a [1, N] of strides (1, 1) counts as overlapping in a broadcast
+            t = t.flatten().view(t.shape)
+            self.register_buffer(name, t.view(torch.uint8) if name in self.code_dtypes else t)
 
     def order_input(self, order: Tensor) -> None:
         """Has the layer read column order[i] of x as its column i: groups of k that were not in
@@ -119,7 +126,11 @@ class QuantizedLinear(torch.nn.Module):
         self.register_buffer("input_order", order)
 
     def _tensors(self) -> Tensors:
-        return {name: self._buffers[name] for name in self.names}  # type: ignore[misc]
+        """The recipe's tensors in the dtypes that its products read."""
+        held: Tensors = {name: self._buffers[name] for name in self.names}  # type: ignore[misc]
+        for name, dtype in self.code_dtypes.items():
+            held[name] = held[name].view(dtype)
+        return held
 
     @property
     def weight(self) -> Tensor:
@@ -163,7 +174,8 @@ class QuantizedLinear(torch.nn.Module):
     def _apply(self, fn: Callable, recurse: bool = True):
         """Codes and scales go where the module goes, in the dtypes that they have. One that cannot
         go leaves all as it was."""
-        held, moved, like = self._tensors(), {}, vars(self).get("weight_like")
+        held = {name: self._buffers[name] for name in self.names}
+        moved, like = {}, vars(self).get("weight_like")
         for name, t in held.items():
             there = fn(t)
             moved[name] = there if there.dtype is t.dtype else t.to(there.device)
@@ -178,17 +190,31 @@ class QuantizedLinear(torch.nn.Module):
             self.weight_like = fn(like)
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_buffers": as_bytes(self._buffers)}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Earlier pickles have 8-bit floats among their buffers."""
         super().__setstate__({**state, "_buffers": as_codes(state["_buffers"])})
+        if "code_dtypes" not in state:
+            self._hold(
+                self.scheme,
+                self.in_features,
+                self.out_features,
+                {name: self._buffers.pop(name) for name in self.names},
+            )
 
     # ---- what a state_dict says of itself ----
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, dtype in self.code_dtypes.items():
+            destination[prefix + name] = destination[prefix + name].view(dtype)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
         """Groups may be of another size than the layer was made with, and columns in an order of
         their own. Another recipe's state is refused before any of it is copied."""
+        for name, dtype in self.code_dtypes.items():
+            given = state_dict.get(prefix + name)
+            if isinstance(given, Tensor) and given.dtype is not torch.uint8:
+                state_dict[prefix + name] = given.to(dtype).view(torch.uint8)
         if (state := state_dict.get(f"{prefix}_extra_state")) is not None:
             check_state(state, self.scheme)
         order = state_dict.get(f"{prefix}input_order")
