@@ -239,6 +239,7 @@ docs: build docs-alone
 docs-alone: $(STAMPS)/docs
 	@rm -rf docs/_build
 	$(PY) -m sphinx --quiet --fail-on-warning --keep-going --builder html docs docs/_build/html
+	@echo "gpukern: the site is at file://$(CURDIR)/docs/_build/html/index.html"
 
 $(STAMPS)/lint: .pre-commit-config.yaml | $(INSTALLED)
 	$(PY) -m pip install --quiet --disable-pip-version-check pre-commit==4.7.0
