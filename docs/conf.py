@@ -28,6 +28,7 @@ exclude_patterns = ["_build"]
 html_theme, html_title = "furo", f"gpukern {release}"
 html_theme_options = {"footer_icons": []}
 html_static_path, html_css_files = ["_static"], ["site.css"]
+html_extra_path = ["../learn/play.html"]  # beside the pages, so that a link opens it
 default_role = "code"
 
 myst_enable_extensions = ["colon_fence"]
@@ -65,6 +66,7 @@ def setup(app):
             text[0]
             .replace("](../CONTRIBUTING.md)", "](contributing.md)")
             .replace("../learn/README.md", "learn.md")
+            .replace("[play.html](../learn/play.html)", '<a href="play.html">play.html</a>')
         )
         text[0] = re.sub(
             rf"\]\(\.\./((?:\.\./)*)learn/({'|'.join(LEARN)})\.md", r"](\1\2.md", text[0]
