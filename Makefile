@@ -18,6 +18,7 @@
 #   make results       docs/results.md from benchmarks/results/; every case and plot into build/results/
 #   make docs          the pages and both APIs as a site, docs/_build/html/index.html
 #   make wheel         dist/gpukern-*.whl: one for every Python >= 3.10 and torch >= 2.10 on Linux
+#   make release       dist/ as it is uploaded: wheel, sdist, SHA256SUMS, an index page; tested beside RELEASE_TORCH ("2.10 newest")
 #   make build fmt lint clean
 #   make tools requirements docs-alone test-python test-learn    parts of these, which .ci/run runs beside each other
 #
@@ -92,7 +93,7 @@ CONFIGURE := cmake -S . -DPython_EXECUTABLE=$(PY) -DGPUKERN_BUILD_TESTS=ON \
 	$(if $(GPUKERN_CUDA),-DGPUKERN_CUDA=$(GPUKERN_CUDA)) \
 	$(if $(GPUKERN_CUDA_ARCHS),"-DGPUKERN_CUDA_ARCHS=$(GPUKERN_CUDA_ARCHS)") $(CMAKE_ARGS)
 
-.PHONY: header tools requirements build demo test test-all test-csrc test-python test-learn sanitize-cpu fuzz fuzz-corpus sanitize learn patterns hub bench results wheel docs docs-alone fmt lint clean
+.PHONY: header tools requirements build demo test test-all test-csrc test-python test-learn sanitize-cpu fuzz fuzz-corpus sanitize learn patterns hub bench results wheel release docs docs-alone fmt lint clean
 .DEFAULT_GOAL := build
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
@@ -229,6 +230,14 @@ wheel: $(INSTALLED)
 	SKBUILD_BUILD_DIR=$(BUILD)/wheel $(PY) -m pip wheel --quiet --disable-pip-version-check --no-index --no-deps --no-build-isolation \
 		--wheel-dir $(BUILD)/wheel/raw .
 	$(PY) -m auditwheel repair --exclude libtorch.so --wheel-dir dist $(BUILD)/wheel/raw/*.whl
+
+# What a maintainer uploads. RELEASE_TESTS names test files; their default is in tools/release.py.
+RELEASE_TORCH ?= 2.10 newest
+release:
+	@git diff --quiet HEAD || { echo "gpukern: a release is made of a commit: commit or put away what git diff HEAD shows"; exit 1; }
+	@rm -rf dist
+	@$(MAKE) wheel
+	$(PY) tools/release.py dist --torch $(RELEASE_TORCH) $(if $(RELEASE_TESTS),--tests $(RELEASE_TESTS))
 
 $(STAMPS)/docs: requirements-docs.txt | $(INSTALLED)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
