@@ -3,11 +3,10 @@
 
     make release                                   torch 2.10 and the newest that the registry has
     make release RELEASE_TORCH=2.13.0              one torch of your choice
-    python tools/release.py dist --torch 2.10 newest
+    python cmake/release.py dist --torch 2.10 newest
 
 For each torch it makes a fresh environment, installs the wheel by the index page, and runs tests of
-the ops there against the installed package. It makes a wheel of the sdist, too, and compares its
-files. Nothing is uploaded.
+the ops there against the installed package. The sdist must hold what git has. Nothing is uploaded.
 
 dist/simple is an index as PEP 503 describes it:
 
@@ -22,6 +21,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -136,9 +136,19 @@ def check(dist: Path, version: str, tests: list[str]) -> None:
     run(python, "-m", "pytest", "-q", *(ROOT / test for test in tests), cwd=WORK)
 
 
-def check_sdist(dist: Path) -> None:
-    """The sdist makes a wheel of the same files. It is compiled without CUDA, which `make wheel` did."""
+def check_sdist(dist: Path, build: bool) -> None:
+    """It holds what git has. With `build` it also makes a wheel of the files that the wheel has; that
+    one is compiled without CUDA."""
     [archive] = dist.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        held = {m.name.split("/", 1)[1] for m in files.getmembers() if m.isfile()} - {"PKG-INFO"}
+    listed = subprocess.run(
+        ["git", "ls-files"], check=True, cwd=ROOT, capture_output=True, text=True
+    )
+    if differ := held ^ set(listed.stdout.splitlines()):
+        raise SystemExit(f"release: the sdist differs from git in {', '.join(sorted(differ))}")
+    if not build:
+        return
     [wheel] = dist.glob("*.whl")
     folder = WORK / "from-sdist"
     shutil.rmtree(folder, ignore_errors=True)
@@ -157,13 +167,14 @@ def main() -> None:
     parser.add_argument("dist", type=Path, help="the folder that holds the wheel")
     parser.add_argument("--torch", nargs="*", default=["2.10", "newest"], metavar="VERSION")
     parser.add_argument("--tests", nargs="*", default=list(TESTS), metavar="FILE")
+    parser.add_argument("--build-sdist", action="store_true", help="compile the sdist, too")
     args = parser.parse_args()
     dist = args.dist.resolve()
     WORK.mkdir(parents=True, exist_ok=True)
     make_sdist(dist)
     write_sums(dist)
     write_index(dist)
-    check_sdist(dist)
+    check_sdist(dist, args.build_sdist)
     for version in args.torch:
         check(dist, version, args.tests)
     print(f"gpukern: {dist} is ready to upload; served from there it installs by")
