@@ -231,13 +231,14 @@ wheel: $(INSTALLED)
 		--wheel-dir $(BUILD)/wheel/raw .
 	$(PY) -m auditwheel repair --exclude libtorch.so --wheel-dir dist $(BUILD)/wheel/raw/*.whl
 
-# What a maintainer uploads. RELEASE_TESTS names test files; their default is in cmake/release.py.
+# What a maintainer uploads. RELEASE_TESTS names test files; their default is in cmake/release.py. RELEASE_ARGS=--build-sdist
+# compiles the sdist, too.
 RELEASE_TORCH ?= 2.10 newest
 release:
 	@git diff --quiet HEAD || { echo "gpukern: a release is made of a commit: commit or put away what git diff HEAD shows"; exit 1; }
 	@rm -rf dist
 	@$(MAKE) wheel
-	$(PY) cmake/release.py dist --torch $(RELEASE_TORCH) $(if $(RELEASE_TESTS),--tests $(RELEASE_TESTS))
+	$(PY) cmake/release.py dist --torch $(RELEASE_TORCH) $(if $(RELEASE_TESTS),--tests $(RELEASE_TESTS)) $(RELEASE_ARGS)
 
 $(STAMPS)/docs: requirements-docs.txt | $(INSTALLED)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
