@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What 8 bits cost attention: the table of docs/numerics.md, error of flash_attn of
-quantize_attn(q, k, v) against float64 of q, k, v.
+"""The error that 8 bits bring into attention: the table of docs/numerics.md.
 
 python benchmarks/attn_fp8_errors.py [--keys 2048] [--head-dim 128] [--device cpu|cuda]
-"""
+
+It compares flash_attn of quantize_attn(q, k, v) with float64 attention of q, k, v."""
 
 import argparse
 
@@ -18,12 +18,12 @@ def normal(*shape):
 
 
 def outliers(*shape):
-    """One of a thousand ten times as large."""
+    """One element of a thousand is ten times as large."""
     return normal(*shape) + 10 * normal(*shape) * (torch.rand(shape) < 1e-3)
 
 
 def shifted(*shape):
-    """A mean of its own for each channel."""
+    """Each channel has a mean of its own."""
     return normal(*shape) + 2 * normal(*shape[:-2], 1, shape[-1])
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What windows, softcap and ALiBi cost the forward pass on a GPU: TFLOP/s of the pairs that are
-seen, and of the plain call's.
+"""What windows, softcap and ALiBi cost the forward pass on a GPU: TFLOP/s of the visible pairs,
+beside the plain call.
 
 python benchmarks/attn_modifiers.py [--rounds 12] [--only d128]
 
 Calls alternate in an order drawn anew each round, with a pause before each, so that none inherits
-the clock that another left. First each call is held to float64 on a small problem.
+the clock that another left. First each call is compared with float64 on a small problem.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def rules(name: str, heads: int) -> dict:
 
 
 def seen(seq: int, rule: dict) -> int:
-    """Pairs of a query and a key."""
+    """Visible pairs of a query and a key."""
     if not rule.get("is_causal"):
         return seq * seq
     window = min(rule.get("window_left", seq - 1) + 1, seq)
@@ -50,7 +50,7 @@ def seen(seq: int, rule: dict) -> int:
 
 
 def errors(head_dim: int, dtype: torch.dtype, name: str) -> tuple[float, float]:
-    """Of out and of lse, the largest; q three times as large as usual."""
+    """The largest errors of out and of lse; q is three times as large as usual."""
     gen = torch.Generator("cuda").manual_seed(1)
     q, k, v = (torch.randn(1, 2, 1500, head_dim, device="cuda", generator=gen) for _ in range(3))
     q, k, v = (3 * q).to(dtype), k.to(dtype), (v + 0.5).to(dtype)

@@ -49,7 +49,7 @@ order = random.Random(0)
 
 
 def seconds(call, repeats: int) -> float:
-    """Of one call on the slowest rank, inside of what it wants around it."""
+    """The time of one call on the slowest rank, within the contexts that the call needs."""
     with getattr(call, "around", contextlib.nullcontext)():
         took = of_a_call(call, repeats)
     slowest = torch.tensor([took], dtype=torch.float64, device="cuda" if CUDA else "cpu")
@@ -75,7 +75,7 @@ def of_a_call(call, repeats: int) -> float:
 
 
 def captured(call):
-    """call as the replay of a CUDA graph."""
+    """A call that replays `call` from a CUDA graph."""
     if not CUDA:
         return call
     call()
@@ -95,7 +95,7 @@ def measure(
     rounds: int = 5,
     budget: float = 0.4,
 ) -> dict:
-    """Times by contestant in us; a peer that does not run says why."""
+    """Times in us by contestant. A peer that does not run says why."""
     ready, failed = {}, {}
     for name, call in calls.items():
         error = None
@@ -176,7 +176,7 @@ def attention(tokens_a_rank: int, device) -> None:
     runs = [part[0][:, :, at : at + end - start] for at, start, end in cut]
 
     def alone(*_):
-        """This rank's queries over all keys, which it has already."""
+        """This rank's queries over all keys, which are already here."""
         return [
             gk.flash_attn(q, *whole[1:], is_causal=True, diagonal=start)
             for q, (_, start, _) in zip(runs, cut, strict=True)
@@ -221,8 +221,8 @@ def crossover(tokens_a_rank: int, heads_kv: int, device) -> None:
 
 
 def torch_peers(part, grad) -> dict:
-    """torch's context_parallel with each of its kernels; its balanced cut is that of zigzag. K and
-    V have their own heads where it takes that, else one for each of q's ("expanded").
+    """torch's context_parallel with each of its kernels; its balanced split is that of zigzag. K
+    and V keep their own heads if the kernel takes that, else they are expanded to q's.
     """
     if not CUDA:
         return {}
@@ -292,8 +292,9 @@ def decode(keys: int, device) -> None:
 
 
 def symmetric(name: str):
-    """An op of torch's symmetric memory with the group's name last, or one that says that it is not
-    there."""
+    """An op of torch's symmetric memory, with the group's name last; a stand-in that raises if
+    torch lacks it.
+    """
     return getattr(torch.ops.symm_mem, name)
 
 
@@ -363,8 +364,9 @@ def all_reduce(m: int, device) -> None:
 
 
 def links(device) -> None:
-    """What a GPU sends a second, by both ways that are used, and what a product reaches: the
-    numbers of a Machine."""
+    """Bytes a second that a GPU sends, by both ways in use, and the rate of a product: the numbers
+    of a Machine.
+    """
     ranks, each = dist.get_world_size(), int((32 << 20) * RATE)
     x, met = (
         torch.randn(each, device=device, dtype=DTYPE),
@@ -385,8 +387,9 @@ def links(device) -> None:
 
 
 def training(device, trace: Path | None) -> None:
-    """The example's forms: tokens a second, bytes that a rank sends, what of the communication goes
-    beside kernels."""
+    """The example's forms: tokens a second, bytes that a rank sends, and how much of the
+    communication overlaps with kernels.
+    """
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "distributed"))
     import train
 

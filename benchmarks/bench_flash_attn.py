@@ -42,7 +42,9 @@ def sdpa(causal: bool):
 
 
 def sdpa_in_float32(causal: bool):
-    """Of 16-bit tensors, casts included: on a CPU without 16-bit products it is the faster way."""
+    """SDPA in float32 on 16-bit tensors, casts included: the faster way on a CPU without 16-bit
+    products.
+    """
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=causal).to(
@@ -188,7 +190,7 @@ CUDA_PEERS = {
 
 
 def flex_attention(causal: bool):
-    """FlexAttention, compiled for the first shapes it meets; its block mask is made then, too."""
+    """FlexAttention, compiled for the first shapes that it gets. Its block mask is made then, too."""
     made = {}
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -232,7 +234,7 @@ def flash_attn_3(causal: bool):
 
 
 def flash_attn_4(causal: bool):
-    """It compiles each kernel when that is first called."""
+    """FlashAttention-4 compiles each kernel at its first call."""
 
     def find() -> Callable:
         from flash_attn.cute import flash_attn_func
@@ -243,8 +245,9 @@ def flash_attn_4(causal: bool):
 
 
 def flash_infer(causal: bool):
-    """FlashInfer's ragged prefill, on [tokens, H, D] copies that are made, as its plan is, at the
-    first call."""
+    """FlashInfer's ragged prefill on [tokens, H, D] copies. Copies and plan are made at the first
+    call.
+    """
     made = {}
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -276,8 +279,9 @@ def triton_flash_attn(causal: bool):
 
 
 def other_peers(seq: int, head_dim: int, causal: bool, compiled: str) -> dict[str, Callable]:
-    """Forward passes of other projects that are here; FlexAttention, and ours in Triton, where what
-    compiles is asked."""
+    """Forward passes of other projects that import here. FlexAttention and our Triton kernel are
+    included if compiled peers are asked for.
+    """
     others = {}
     if find_spec("flash_attn_interface"):
         others["FA3"] = flash_attn_3(causal)
@@ -293,7 +297,7 @@ def other_peers(seq: int, head_dim: int, causal: bool, compiled: str) -> dict[st
 
 
 def through_autograd(forward: Callable) -> Callable:
-    """backward(q, k, v, grad, ...) of a forward, which runs at the first call."""
+    """backward(q, k, v, grad, ...) of a forward that runs at the first call."""
     made = {}
 
     def run(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *_):

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""flash_attn of float8_e4m3fn beside FlashAttention-3's where it imports, and beside our own of 16
-bits on the same shape.
+"""flash_attn of float8_e4m3fn beside FlashAttention-3's, if it imports, and beside our own 16-bit
+kernel on the same shape.
 
 python benchmarks/bench_flash_attn_fp8.py [--quick] [--device cpu|cuda]
-FLOPs: 4 * batch * heads * seq_q * seq_k * head_dim, half when causal.
-"""
+FLOPs: 4 * batch * heads * seq_q * seq_k * head_dim, half when causal."""
 
 import sys
 from collections.abc import Callable

@@ -94,7 +94,7 @@ def call_case(device: torch.device) -> Case:
 
 
 def sample(size: int, device: torch.device) -> Tensor:
-    """At most 128 places of a dimension, both ends among them."""
+    """At most 128 indices of a dimension, with both ends."""
     return (
         torch.linspace(0, size - 1, min(size, 128), device=device, dtype=torch.float64)
         .round()
@@ -112,8 +112,9 @@ def cuda_case(
     layout: str = "NN",
     **options,
 ):
-    """case() on a GPU: what moves bytes rotates over cold operands, and the float64 product is a
-    sample of rows and columns."""
+    """case() on a GPU. Cases bound by memory rotate over cold operands. The float64 product is a
+    sample of rows and columns.
+    """
     made = case(group, m, k, n, dtype, device, layout)
     made.rotate = group.startswith(("skinny", "LoRA", "router"))
     made.unit = "GB/s" if made.rotate else "GFLOP/s"
@@ -127,8 +128,9 @@ def cuda_case(
 
 
 def beside_quack(made: Case, how: str) -> Case:
-    """With quack's gemm (CuTe DSL), where it imports, as a peer; its kernels are compiled, and
-    tuned if asked, when a shape first comes."""
+    """With quack's gemm (CuTe DSL) as a peer, if it imports. Its kernels are compiled, and tuned if
+    asked, at the first call of a shape.
+    """
 
     def quack(a: Tensor, b: Tensor) -> Tensor:
         from quack.gemm_interface import gemm
@@ -143,8 +145,9 @@ def beside_quack(made: Case, how: str) -> Case:
 
 
 def beside_triton(made: Case) -> Case:
-    """With our own gemm in Triton (peers/triton_gemm.py), where Triton is; it is tuned when a shape
-    first comes."""
+    """With our own gemm in Triton (peers/triton_gemm.py) as a peer, if Triton imports. It is tuned
+    at the first call of a shape.
+    """
 
     def theirs(a: Tensor, b: Tensor) -> Tensor:
         from peers.triton_gemm import gemm
@@ -194,9 +197,11 @@ def fused_case(n: int, device: torch.device) -> Case:
 def beside_aligned(
     label: str, odd: tuple, aligned: tuple, device: torch.device, place=lambda x: x, layout="NN"
 ) -> Case:
-    """A size or a place that suits no vector load; the limit is ours on the neighbour (both M, N,
-    K) that does. place(x) -> the same values elsewhere, of x as it is stored. Whatever one of the
-    two has more of along K is 0, so that both results agree where they overlap."""
+    """A size or an address that suits no vector load. The limit is our own product of the aligned
+    neighbour, whose M, N and K are given too. place(x) copies x, as stored, to the misaligned
+    place. Elements that only one of the two problems has along K are 0, so that both results
+    agree where they overlap.
+    """
     (m, n, k), (m_al, n_al, k_al) = odd, aligned
     made = cuda_case("unaligned bf16", m, k, n, "bf16", device)
     made.label, made.rotate = label, m <= 64
@@ -245,8 +250,10 @@ def spread(x: Tensor) -> Tensor:
 
 
 def lora(run: Run, device: torch.device) -> None:
-    """The products of an adapter of rank r beside a square weight: y = (x a^T) b^T forward, what of
-    dy reaches x, and both gradients. x [tokens, width], a [r, width], b [width, r]."""
+    """The products of an adapter of rank r beside a square weight: y = (x a^T) b^T forward, the
+    gradient of x from dy, and both weight gradients. x [tokens, width], a [r, width], b [width,
+    r].
+    """
     width = shapes.CUDA_GEMM_ONE
     for tokens in shapes.CUDA_GEMM_LORA_M:
         for rank in shapes.CUDA_GEMM_LORA_RANKS:

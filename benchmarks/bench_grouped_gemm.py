@@ -54,7 +54,7 @@ COLUMNS = 64  # that are compared in float64
 
 
 def ends_of(groups: int, rows: int, even: bool) -> list[int]:
-    """Where groups end: equal ones, or as a router that prefers none draws them."""
+    """Where groups end: equal sizes, or sizes drawn as by a router without preferences."""
     if even:
         return [rows // groups * (g + 1) for g in range(groups)]
     draw, counts = random.Random(groups * rows), [0] * groups

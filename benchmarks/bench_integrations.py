@@ -63,7 +63,7 @@ SMALL = {
 
 
 def families(size: dict) -> dict[str, tuple[str, str, dict]]:
-    """name -> configuration, model, what it has beyond the common."""
+    """name -> configuration, model, and what differs from the common form."""
     both = ["sliding_attention", "full_attention"] * (size["layers"] // 2)
     window = {"sliding_window": size["window"]}
     head_dim = size["width"] // size["heads"]
@@ -177,8 +177,9 @@ def interleaved(
 
 
 def graphed(call: Callable[[], object], device: str) -> Callable[[], object]:
-    """The call as a CUDA graph, by what PyTorch asks for: a few runs on a side stream, then the
-    capture."""
+    """The call as a CUDA graph, captured as PyTorch asks: a few runs on a side stream, then the
+    capture.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -337,7 +338,7 @@ class Bench:
 
 
 def command_line(args: argparse.Namespace) -> str:
-    """What to type for these rows again; where they went is nobody's concern."""
+    """The command that makes these rows again, without the output folder."""
     words = [
         "python benchmarks/bench_integrations.py",
         "--device",
@@ -349,8 +350,9 @@ def command_line(args: argparse.Namespace) -> str:
 
 
 def stored(rows: list[dict], dtype: str) -> dict:
-    """The rows as results.py writes them; a step that failed is a fact of one failure, with the
-    reason."""
+    """The rows as results.py writes them. A step that failed is a fact of one failure, with the
+    reason.
+    """
     cases, facts = [], []
     for row in rows:
         if "failed" in row:

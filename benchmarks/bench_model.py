@@ -131,13 +131,15 @@ def gradient_step(
 
 
 def on_device(config: Config, device: torch.device) -> GPT:
-    """Made where it is used: a CPU takes ten seconds for 1.0e9 random weights."""
+    """Weights made on the device: a CPU takes ten seconds for 1.0e9 random ones."""
     with device:
         return GPT(config)
 
 
 def random_model(config: Config, device: torch.device) -> GPT:
-    """The model, without the zeros that it begins to learn from: they would leave gradients zero."""
+    """The model with random weights in place of its initial zeros, which would leave gradients
+    zero.
+    """
     torch.manual_seed(0)
     model = on_device(config, device)
     for block in model.blocks:
@@ -155,7 +157,7 @@ def double_of(model: GPT, device: torch.device) -> GPT:
 
 
 def streamed(model: GPT) -> int:
-    """Weights that a token meets: all but the table of embeddings."""
+    """The bytes of the weights that a token reads: all but the table of embeddings."""
     return sum(p.numel() for p in model.parameters()) - model.embed.numel()
 
 
@@ -215,7 +217,7 @@ def large_row(label: str, prefill: int) -> tuple[str, str]:
 
 
 def large_case(label: str, prefill: int, device: torch.device, config: Config = LARGE) -> Case:
-    """prefill: so many tokens of one sequence, 0: a gradient step."""
+    """prefill: this many tokens of one sequence; 0: a gradient step."""
     options, replayed = mode_of(label, device)
     model = random_model(config, device)
     batch, seq = (1, prefill) if prefill else (LARGE_BATCH, LARGE_SEQ)
@@ -265,12 +267,12 @@ def large_case(label: str, prefill: int, device: torch.device, config: Config = 
 
 
 def depth(config: Config, full: Config = LARGE) -> str:
-    """What a label says of a model that is cut."""
+    """The part of a label that names a model with fewer layers."""
     return "" if config.layers == full.layers else f", {config.layers} layers"
 
 
 def logits_of(model: GPT, ops, options: dict | None) -> Callable:
-    """(tokens, targets) -> logits [batch, seq, vocab]; targets are not looked at"""
+    """(tokens, targets) -> logits [batch, seq, vocab]; targets are ignored."""
 
     def run(tokens: Tensor, targets: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -363,7 +365,7 @@ def vocabulary_case(label: str, device: torch.device, config: Config) -> Case:
 
 
 def peak_facts(run: Run, case: Case) -> None:
-    """GB that a step of each contestant that was measured takes beyond the weights, at its peak."""
+    """Peak memory in GB that a step of each contestant takes beyond the weights."""
     inputs = case.make()
     for name, step in {"gpukern": case.ours, **case.peers}.items():
         torch.cuda.synchronize()
@@ -397,8 +399,9 @@ class Adapted:
 
 
 def adapters_of(model: GPT, rank: int) -> dict[Tensor, tuple[Tensor, Tensor]]:
-    """Of every projection of the blocks, float32, without the zeros that training begins with: they
-    would leave gradients zero."""
+    """Adapters of every projection of the blocks, in float32, random in place of the zeros that
+    training begins with: those would leave gradients zero.
+    """
     found = {}
     for block in model.blocks:
         for w in (block.qkv, block.attn_out, block.gate_up, block.mlp_out):

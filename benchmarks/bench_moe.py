@@ -47,8 +47,7 @@ def layer(
 
 
 def with_leaves(module: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.Tensor]]:
-    """The module with weights that autograd first sees now: older ones remember a stream that no
-    graph captures."""
+    """The module with fresh leaf weights. Older leaves remember a stream that no graph captures."""
     shell = copy.copy(module)
     leaves = {name: p.detach().requires_grad_() for name, p in module.named_parameters()}
     shell.__dict__ |= {"_parameters": {}, **leaves}
@@ -57,7 +56,7 @@ def with_leaves(module: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.Te
 
 @torch.no_grad()
 def by_hand(module, x, expert_of, weight_of):
-    """Of the first tokens, choice by choice."""
+    """The first tokens' result, one expert at a time."""
     out = torch.zeros(COMPARED, x.shape[1], dtype=torch.float64, device=x.device)
     for t in range(COMPARED):
         for e, w in zip(expert_of[t].tolist(), weight_of[t], strict=True):

@@ -42,7 +42,7 @@ def make_inputs(batch: int, context: int, page: int, dtype: torch.dtype, device)
 
 
 def gather_and_sdpa(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor):
-    """What PyTorch alone offers: pages copied into one tensor, then SDPA. Lengths are equal."""
+    """PyTorch alone: pages are copied into one tensor, then SDPA runs. Lengths are equal."""
     batch = table.shape[0]
     k, v = (
         cache[table.long()].view(batch, -1, *cache.shape[2:]).transpose(1, 2)
@@ -61,8 +61,9 @@ def exact(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tens
 
 
 def read_once(run: Run) -> dict[str, Callable]:
-    """Ways to read the keys and values of a call once: page by page where that is slower than in
-    one piece."""
+    """Ways to read a call's keys and values once: page by page where that is slower than in one
+    piece.
+    """
     pages = {
         name: lambda q, k_cache, v_cache, table, lens, read=read: read(k_cache, v_cache, table)
         for name, read in run.device.page_readers().items()
@@ -158,7 +159,7 @@ def other_peers() -> dict[str, Callable]:
 
 
 def ragged_case(longest: int, others: int, context: int, page: int, run: Run) -> Case:
-    """One long sequence among others: what an even share of all chunks is for."""
+    """One long sequence among short ones, which an even split of all chunks is for."""
     case = decode_case(1, longest + others * context, page, "bf16", run)
     lengths = [longest] + [context] * others
 

@@ -27,7 +27,7 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass
 class Form:
-    """What is timed: calls of `inputs` tensors [m, k]. each: bytes a value, read and written."""
+    """A timed form: calls of `inputs` tensors [m, k]. each: bytes read and written for one value."""
 
     group: str
     inputs: int

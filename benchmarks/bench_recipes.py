@@ -90,14 +90,16 @@ def decoding(net: torch.nn.Module, requests: int, steps: int) -> tuple[float, Te
 
 
 def moved(logits: Tensor, base: Tensor) -> float:
-    """Percent of the logits' RMS."""
+    """The difference in percent of the logits' RMS."""
     return 100 * ((logits - base).square().mean() / base.square().mean()).sqrt().item()
 
 
 def measure(
     run: Run, net: torch.nn.Module, name: str, recipe: str, requests: tuple[int, ...], base: dict
 ) -> None:
-    """A line for each number of requests; `base` holds the logits of bfloat16, which it fills in."""
+    """A line for each number of requests. `base` holds the logits of bfloat16, which the first run
+    fills in.
+    """
     group = f"tokens a second, {name}"
     wanted = [n for n in requests if run.asks(group, f"{recipe}, {n} requests", "bf16")]
     if not wanted:

@@ -4,17 +4,17 @@ embedding, cross entropy, forward and backward; on CUDA beside torch.compile of 
 with --compile.
 
 python benchmarks/bench_rows.py [--quick] [--only rms_norm layer_norm softmax swiglu cross_entropy
-rope rope_kv_write] [--device cpu|cuda] [--compile]
-python benchmarks/bench_rows.py --device cuda --only linear_cross_entropy [--rows 8192x4096x131072]   a head and its loss, in FLOPs of
-    three products, beside logits in memory, eager and compiled
-python benchmarks/bench_rows.py --device cuda --peers      Liger and quack, where they import, beside norms, softmax and the loss
+rope rope_kv_write] [--device cpu|cuda] [--compile] python benchmarks/bench_rows.py --device cuda
+--only linear_cross_entropy [--rows 8192x4096x131072] a head and its loss, in FLOPs of three
+products, beside logits in memory, eager and compiled python benchmarks/bench_rows.py --device cuda
+--peers Liger and quack, where they import, beside norms, softmax and the loss
 
 With --peers the results have a name of their own, rows_peers. Liger's loss leaves its gradient in
 the logits; so it comes last, and its swiglu and rope, of which one wants two tensors and the other
 writes into its inputs, are left out.
 
 GB/s counts what an op must move: inputs read once, results written once. On CUDA operands are cold.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ SHAPES = {
 
 
 def with_gradient(fn):
-    """Forward and backward by all inputs. The result's gradient is the first input: of a sum it
-    would be 1 everywhere, for which softmax has none, and no tensor in memory."""
+    """Forward and backward by all inputs. The result's gradient is the first input. A sum's
+    gradient would be 1 everywhere, which softmax maps to 0, and would be no tensor in memory.
+    """
 
     def step(*inputs: Tensor):
         leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
@@ -56,7 +57,7 @@ def with_gradient(fn):
 
 
 def others(group: str) -> dict:
-    """An op by quack and by Liger, where they import."""
+    """An op by quack and by Liger, if they import."""
     found = {}
     if find_spec("quack"):
         import quack
@@ -88,8 +89,9 @@ def pair(
     compiled: bool,
     beside: bool = False,
 ):
-    """The forward, and the forward and backward, whose traffic is taken for three times that of the
-    forward."""
+    """The forward, and the forward with backward, whose traffic counts as three times the
+    forward's.
+    """
     guests = others(group) if beside else {}
     for name, wrap, times in (("", lambda f: f, 1), (" forward+backward", with_gradient, 3)):
         peers, judge = {"torch": wrap(theirs)}, wrap(theirs)
@@ -115,7 +117,7 @@ def pair(
 
 
 def cases_beside(device: torch.device, quick: bool, compiled: bool):
-    """Those that Liger or quack has too."""
+    """The cases that Liger or quack has, too."""
     of = {"device": device, "dtype": torch.bfloat16}
     for m, n in SHAPES_BESIDE:
         for case in row_cases(m, n, "bf16", of, compiled, beside=True):
@@ -193,7 +195,7 @@ def head_case(m: int, h: int, v: int, dtype: str, of: dict) -> Case:
 
 
 def row_cases(m: int, n: int, dtype: str, of: dict, compiled: bool, beside: bool = False):
-    """Of rows of n columns."""
+    """Cases of rows of n columns."""
     label, half = f"{m}x{n}", n // 2
 
     def make(vectors: int):
@@ -236,7 +238,7 @@ def rope_case(tokens: int, dtype: str, device: torch.device) -> Case:
         return q, k, angle.cos(), angle.sin()
 
     def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor):
-        """As transformers has it: cos and sin twice, in the dtype of q."""
+        """Rotation as transformers does it: cos and sin are doubled, in the dtype of q."""
         c, s = (torch.cat((y, y), -1).to(q.dtype) for y in (cos, sin))
         return tuple(x * c + torch.cat((-x[..., 64:], x[..., :64]), -1) * s for x in (q, k))
 

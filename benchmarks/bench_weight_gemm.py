@@ -31,9 +31,10 @@ OTHERS = {
 
 
 def int4_of_torch(q: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same weight as torch._weight_int4pack_mm takes it: codes 0 to 15, of which it takes 8
-    off, the even of two in the high half of a byte; a scale and what is added behind it, side by
-    side."""
+    """The same weight as torch._weight_int4pack_mm takes it. Codes are 0 to 15, of which it
+    subtracts 8. The even code of a pair is in the high half of a byte. A scale and an addend
+    stand side by side.
+    """
     codes = (q + 8).to(torch.uint8)
     packed = torch._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)
     return packed, torch.stack([scale, torch.zeros_like(scale)], -1).contiguous()

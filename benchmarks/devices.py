@@ -251,7 +251,7 @@ class Sensors:
 
 
 def nvidia_driver() -> str:
-    """The version of NVIDIA's driver; empty where nvidia-smi does not tell."""
+    """The version of NVIDIA's driver; empty if nvidia-smi does not say."""
     command = [
         "nvidia-smi",
         "--query-gpu=driver_version",

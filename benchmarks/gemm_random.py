@@ -61,7 +61,7 @@ def draw_shapes(kind: str, count: int, seed: int) -> list[Shape]:
 
 
 def fifth_percentile(ratios: Sequence[float]) -> float:
-    """95 % of the ratios are at least that."""
+    """The value that 95 % of the ratios reach."""
     return (
         statistics.quantiles(ratios, n=20, method="inclusive")[0] if len(ratios) > 1 else ratios[0]
     )

@@ -230,8 +230,7 @@ def able(case: Case, inputs: tuple, device: Cpu | Cuda) -> dict[str, Callable]:
 
 
 def ratios_of(amounts: dict[str, list[float]], peer: str) -> list[float]:
-    """The peer's amount over ours, round by round; of what was not measured, or without a peer,
-    none."""
+    """The peer's amount over ours, round by round; empty without a peer or without a measurement."""
     return [p / o for p, o in zip(amounts.get(peer, []), amounts["gpukern"]) if p > 0 and o > 0]
 
 
@@ -584,8 +583,9 @@ def overhead_facts(
 def _on_quietest_core(
     calls: dict[str, Callable], judge: str, device: Cpu | Cuda, seconds: float
 ) -> dict[str, float]:
-    """us of host time of each call on the core, and at the moment, where judge takes the least;
-    begins no pass over the cores after so many seconds."""
+    """us of host time of each call, on the core and at the moment at which `judge` takes the least.
+    No pass over the cores begins after this many seconds.
+    """
     cores, best = os.sched_getaffinity(0), {judge: math.inf}
     end = time.monotonic() + seconds
     try:
@@ -670,7 +670,7 @@ def isa_shares(run: Run, label: str, statement: str, bar: Bar) -> None:
 
 
 def _cpu_seconds() -> tuple[float, float, float]:
-    """Seconds of all processors together so far: passed, busy, and busy for this program."""
+    """Seconds of all processors so far: elapsed, busy, and busy for this program."""
     own = sum(os.times()[:4])
     stat = Path("/proc/stat")
     if not stat.exists():

@@ -89,7 +89,7 @@ class Driver:
 
 
 def modules(driver: Driver, path: Path) -> list[ctypes.c_void_p]:
-    """Of the machine code in a library or cubin, what this GPU can run."""
+    """The machine code in a library or cubin that this GPU can run."""
     codes = [path.read_bytes()] if path.suffix == ".cubin" else []
     with tempfile.TemporaryDirectory() as folder:
         if not codes:

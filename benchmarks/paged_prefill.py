@@ -73,8 +73,9 @@ def graph_of(call) -> torch.cuda.CUDAGraph:
 
 
 def calls_of(shape: str, what: str) -> tuple[dict, tuple]:
-    """By name the calls of a case as graphs, and what they read; the rows that serve the first and
-    the last."""
+    """The calls of a case as graphs, by name, the bytes that they read, and the instances that
+    serve the first and the last.
+    """
     batch, tokens, keys, heads, heads_kv, head_dim = SHAPES[shape]
     q = torch.randn(batch * tokens, heads, head_dim, device="cuda").bfloat16()
     stored = next((CODES[part] for part in what.split("+") if part in CODES), torch.bfloat16)

@@ -2,8 +2,9 @@
 """Plots of a bench: TFLOP/s, GFLOP/s or GB/s over the size, a line a provider, a panel for each
 group, mask and head_dim.
 
-python benchmarks/plots.py           draws every plot into build/results/, and docs/speed.png, from benchmarks/results/
-python benchmarks/plots.py --check   exits 1 if docs/speed.png shows other results; needs no matplotlib
+python benchmarks/plots.py draws every plot into build/results/, and docs/speed.png, from
+benchmarks/results/ python benchmarks/plots.py --check exits 1 if docs/speed.png shows other
+results; needs no matplotlib
 
 docs/speed.png holds the digest of the figures in it, by which it is compared.
 """
@@ -174,7 +175,7 @@ def speed_panels(saved: list[dict]) -> dict[str, list[dict]]:
 
 
 def digest(panels: dict[str, list[dict]]) -> str:
-    """Of all that a plot shows."""
+    """The digest of all that a plot shows."""
     shown = [
         STYLE,
         *(
@@ -186,7 +187,7 @@ def digest(panels: dict[str, list[dict]]) -> str:
 
 
 def digest_in(path: Path) -> str:
-    """The digest that a plot was drawn for; "" where it has none."""
+    """The digest that a plot was drawn for; "" if it has none."""
     found = re.search(rb"tEXtComment\0([0-9a-f]{64})", path.read_bytes()) if path.exists() else None
     return found[1].decode() if found else ""
 

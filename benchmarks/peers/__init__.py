@@ -31,14 +31,15 @@ def python_lines(path: Path) -> int:
 
 
 def own_lines(path: Path) -> int:
-    """Of one CUDA file, without comments and blank lines."""
+    """Lines of one CUDA file, without comments and blank lines."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
     return sum(bool(line.strip()) for line in text.splitlines())
 
 
 def cuda_lines(source: str) -> int:
-    """Of a kernel file and of all that it includes from csrc/cuda and its own folder, without
-    comments and blank lines."""
+    """Lines of a kernel file and of all that it includes from csrc/cuda and its own folder, without
+    comments and blank lines.
+    """
     todo, seen, count = [ROOT / source], set(), 0
     rooms = CUDA, (ROOT / source).parent
     while todo:
@@ -64,8 +65,9 @@ def lines_of(op: str) -> dict[str, int]:
 
 
 def lines_of_languages() -> dict[str, int]:
-    """Lines of code of each way to a @ b and a + b of bench_languages: of a file in Python the
-    whole of it; of ours in CUDA the file, and with all that it stands on."""
+    """Lines of code of each way to a @ b and a + b of bench_languages. A Python file counts as a
+    whole. Our CUDA counts twice: the file alone, and with all that it includes.
+    """
     short, vector = "learn/ladder/18_short_sm90a.cu", "learn/patterns/vector_add.cu"
     found = {
         "a @ b, gpukern": cuda_lines("csrc/cuda/product/gemm/gemm_sm90a.cu"),
