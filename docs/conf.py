@@ -23,7 +23,8 @@ PARTS = re.findall(r"#define GK_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", HEADERS["g
 
 project, author, copyright = "gpukern", "the gpukern authors", "the gpukern authors"
 version = release = ".".join(PARTS)
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "hawkmoth", "whole"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "hawkmoth"]
+extensions += ["whole", "op_pages"]  # of this folder
 exclude_patterns = ["_build"]
 html_theme, html_title = "furo", f"gpukern {release}"
 html_theme_options = {"footer_icons": []}
