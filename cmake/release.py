@@ -133,7 +133,9 @@ def check(dist: Path, version: str, tests: list[str]) -> None:
     said = "import torch, torch_gpukern as g; print('torch', torch.__version__, 'with', g.__file__)"
     run(python, "-c", said, cwd=WORK)
     run(python, "-m", "torch_gpukern", "doctor", cwd=WORK)
-    run(python, "-m", "pytest", "-q", *(ROOT / test for test in tests), cwd=WORK)
+    workers = os.environ.get("MAX_JOBS", str(os.cpu_count()))
+    spread = ("-n", workers, "--dist", "worksteal")
+    run(python, "-m", "pytest", "-q", *spread, *(ROOT / test for test in tests), cwd=WORK)
 
 
 def check_sdist(dist: Path, build: bool) -> None:
