@@ -20,6 +20,7 @@
 #   make results       docs/results.md from benchmarks/results/; every case and plot into build/results/
 #   make docs          the pages and both APIs as a site, docs/_build/html/index.html
 #   make wheel         dist/gpukern-*.whl: one for every Python >= 3.10 and torch >= 2.10 on Linux
+#   make release       dist/ as it is uploaded: wheel, sdist, SHA256SUMS, an index page; tested beside RELEASE_TORCH ("2.10 newest")
 #   make build fmt lint clean
 #   make tools requirements docs-alone test-python test-learn    parts of these, which .ci/run runs in parallel
 #
@@ -71,7 +72,7 @@ SAYS := the whole grid takes about an hour on two cores
 endif
 ifdef SAYS
 $(info gpukern: $(SAYS)$(if $(wildcard $(STAMPS)/requirements*),,; before $(if $(filter demo,$(MAKECMDGOALS)),it,them) about 3 \
-to install torch and build$(if $(SAYS_NO_CUDA),, (up to 8 more for the CUDA half where nvcc is))))
+to install torch and build$(if $(SAYS_NO_CUDA),, (about 12 more for the CUDA half where nvcc is))))
 endif
 ifdef SAYS_NO_CUDA
 $(info gpukern: no NVIDIA GPU here: the CUDA half is left out; GPUKERN_CUDA=1 builds it)
@@ -95,7 +96,7 @@ CONFIGURE := cmake -S . -DPython_EXECUTABLE=$(PY) -DGPUKERN_BUILD_TESTS=ON \
 	$(if $(GPUKERN_CUDA),-DGPUKERN_CUDA=$(GPUKERN_CUDA)) \
 	$(if $(GPUKERN_CUDA_ARCHS),"-DGPUKERN_CUDA_ARCHS=$(GPUKERN_CUDA_ARCHS)") $(CMAKE_ARGS)
 
-.PHONY: header tools requirements build demo test test-all test-csrc test-python test-learn sanitize-cpu fuzz fuzz-corpus sanitize learn patterns hub bench results wheel docs docs-alone fmt lint clean
+.PHONY: header tools requirements build demo test test-all test-csrc test-python test-learn sanitize-cpu fuzz fuzz-corpus sanitize learn patterns hub bench results wheel release docs docs-alone fmt lint clean
 .DEFAULT_GOAL := build
 MAKEFLAGS += --no-print-directory
 .NOTPARALLEL:
@@ -238,6 +239,15 @@ wheel: $(INSTALLED)
 		--wheel-dir $(BUILD)/wheel/raw .
 	$(PY) -m auditwheel repair --exclude libtorch.so --wheel-dir dist $(BUILD)/wheel/raw/*.whl
 
+# What a maintainer uploads. RELEASE_TESTS names test files; their default is in cmake/release.py. RELEASE_ARGS=--build-sdist
+# compiles the sdist, too.
+RELEASE_TORCH ?= 2.10 newest
+release:
+	@git diff --quiet HEAD || { echo "gpukern: a release is made of a commit: commit or put away what git diff HEAD shows"; exit 1; }
+	@rm -rf dist
+	@$(MAKE) wheel
+	$(PY) cmake/release.py dist --torch $(RELEASE_TORCH) $(if $(RELEASE_TESTS),--tests $(RELEASE_TESTS)) $(RELEASE_ARGS)
+
 $(STAMPS)/docs: requirements-docs.txt | $(INSTALLED)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
 	@touch $@
@@ -247,6 +257,7 @@ docs: build docs-alone
 docs-alone: $(STAMPS)/docs
 	@rm -rf docs/_build
 	$(PY) -m sphinx --quiet --fail-on-warning --keep-going --builder html docs docs/_build/html
+	@echo "gpukern: the site is at file://$(CURDIR)/docs/_build/html/index.html"
 
 $(STAMPS)/lint: .pre-commit-config.yaml | $(INSTALLED)
 	$(PY) -m pip install --quiet --disable-pip-version-check pre-commit==4.7.0

@@ -4,7 +4,8 @@
 It compares flash_attn on quantize_attn(q, k, v) with float64 attention on the original q, k, v.
 
 python benchmarks/attn_fp8_errors.py [--keys 2048] [--head-dim 128] [--device cpu|cuda]
-"""
+
+It compares flash_attn of quantize_attn(q, k, v) with float64 attention of q, k, v."""
 
 import argparse
 

@@ -297,7 +297,7 @@ def other_peers(seq: int, head_dim: int, causal: bool, compiled: str) -> dict[st
 
 
 def through_autograd(forward: Callable) -> Callable:
-    """backward(q, k, v, grad, ...) of a forward, which runs at the first call."""
+    """backward(q, k, v, grad, ...) of a forward that runs at the first call."""
     made = {}
 
     def run(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *_):

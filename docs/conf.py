@@ -13,7 +13,7 @@ from sphinx.util import logging
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 MADE = HERE / "_build"  # with what is made on the way
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(HERE)]
 
 import torch_gpukern  # noqa: E402
 
@@ -24,9 +24,12 @@ PARTS = re.findall(r"#define GK_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", HEADERS["g
 project, author, copyright = "gpukern", "the gpukern authors", "the gpukern authors"
 version = release = ".".join(PARTS)
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "hawkmoth"]
+extensions += ["whole", "op_pages"]  # of this folder
 exclude_patterns = ["_build"]
 html_theme, html_title = "furo", f"gpukern {release}"
 html_theme_options = {"footer_icons": []}
+html_static_path, html_css_files = ["_static"], ["site.css"]
+html_extra_path = ["../learn/play.html"]  # beside the pages, so that a link opens it
 default_role = "code"
 
 myst_enable_extensions = ["colon_fence"]
@@ -64,6 +67,7 @@ def setup(app):
             text[0]
             .replace("](../CONTRIBUTING.md)", "](contributing.md)")
             .replace("../learn/README.md", "learn.md")
+            .replace("[play.html](../learn/play.html)", '<a href="play.html">play.html</a>')
         )
         text[0] = re.sub(
             rf"\]\(\.\./((?:\.\./)*)learn/({'|'.join(LEARN)})\.md", r"](\1\2.md", text[0]
@@ -109,8 +113,9 @@ def comment(lines: list[str], indent: str = "") -> list[str]:
 
 
 def documented(header: str) -> str:
-    """A header with its comments before what they describe, as documentation; what has none gets an
-    empty one.
+    """A header with its comments before what they describe, as documentation. What has none gets
+    an empty comment of reStructuredText: hawkmoth would leave it out, and an empty one it makes a
+    bullet.
 
     The header's own comments stand behind the members, so that a struct is read at one glance.
     """
@@ -166,7 +171,7 @@ def documented(header: str) -> str:
         declared = [f"{member[1]}{name};" for name in member[2].split(", ")] if member else [code]
         for one in declared:
             if not made or not re.search(r"[(,]$", made[-1]) or depth:
-                made += comment(pending or [""], indent)
+                made += comment(pending or [".."], indent)
             made.append(one)
         depth += code.count("{") - code.count("}")
         pending = None

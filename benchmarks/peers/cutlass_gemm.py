@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""a @ b by cutlass_gemm.cu, as build/peers/libcutlass_gemm.so: compiled when it is first asked for
-(half a minute), where nvcc is and the wheel nvidia-cutlass, which has the headers; a library that
-is there is taken."""
+"""a @ b by cutlass_gemm.cu, as build/peers/libcutlass_gemm.so.
+
+It is compiled at the first call (half a minute), if nvcc and the wheel nvidia-cutlass, which has
+the headers, are there. A library that was compiled before is used again.
+"""
 
 import ctypes
 import os
@@ -28,7 +30,7 @@ def headers() -> Path | None:
 
 
 def missing() -> str:
-    """Why it cannot be had here; empty where it can."""
+    """Why it is not available here; empty if it is."""
     if LIBRARY.exists():
         return ""
     lacks = [

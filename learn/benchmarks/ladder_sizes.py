@@ -83,7 +83,10 @@ def draw(rows: list[dict], path: Path, device: str) -> None:
 
     names = list(dict.fromkeys(row["rung"] for row in rows))
     between = {"column", "warp_tile", "wmma", "double_buffer"}
-    figure, panels = plt.subplots(1, 2, figsize=(13, 6), width_ratios=(3, 2), layout="constrained")
+    # 760 pixels wide: as wide as a page shows it
+    figure, panels = plt.subplots(
+        2, 1, figsize=(7.6, 10.4), height_ratios=(6, 4), layout="constrained"
+    )
     colors = plt.get_cmap("tab10")
     for dtype, axes in zip(("bfloat16", "float32"), panels):
         for i, name in enumerate(names):
@@ -111,10 +114,9 @@ def draw(rows: list[dict], path: Path, device: str) -> None:
         axes.set_xticks(SIZES, [str(size) for size in SIZES])
         axes.minorticks_off()
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(
-            fontsize=8, reverse=True, loc="lower right", ncols=3 if dtype == "bfloat16" else 2
-        )
-    figure.savefig(path, dpi=110)
+        axes.grid(alpha=0.2)
+        axes.legend(fontsize=9, reverse=True, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=100)
     plt.close(figure)
 
 

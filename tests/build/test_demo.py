@@ -276,7 +276,7 @@ def test_the_demo_says_first_how_long_it_takes(tmp_path):
         == "gpukern: the demo takes 3 to 10 minutes on two cores; before it about 3 to install "
         "torch and build"
     )
-    assert "up to 8 more for the CUDA half" in makes(tmp_path, "demo", gpu=True).splitlines()[0]
+    assert "about 12 more for the CUDA half" in makes(tmp_path, "demo", gpu=True).splitlines()[0]
     stamp = tmp_path / "venv" / ".gpukern" / "requirements"
     stamp.parent.mkdir(parents=True)
     stamp.touch()

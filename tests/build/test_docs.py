@@ -4,6 +4,7 @@ exist.
 """
 
 import functools
+import importlib.util
 import re
 from pathlib import Path
 
@@ -164,3 +165,22 @@ def test_no_table_is_torn(page):
             assert len(lines) > 1 and re.fullmatch(r"\|[-| :]+\|", lines[1]), (
                 f"{ident(page)}: {lines[0][:60]}"
             )
+
+
+def test_a_broken_page_is_found():
+    """`make docs` fails on what docs/whole.py finds."""
+    nodes = pytest.importorskip("docutils.nodes", reason="docutils comes with `make docs`")
+    pytest.importorskip("sphinx", reason="Sphinx comes with `make docs`")
+    spec = importlib.util.spec_from_file_location("whole", ROOT / "docs" / "whole.py")
+    whole = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(whole)
+
+    def found(*parts):
+        return list(whole.broken(nodes.section("", *parts)))
+
+    text = nodes.paragraph("", "|i - j| of biases")
+    assert found(text, nodes.bullet_list("", nodes.list_item("", text.deepcopy()))) == []
+    assert found(nodes.paragraph("", "a\n| b | c |\n| d | e |")) == [
+        "rows of a torn table: | b | c |"
+    ]
+    assert found(nodes.bullet_list("", nodes.list_item())) == ["an empty bullet"]

@@ -265,8 +265,15 @@ def test_setup_py_forwards_to_the_same_build(tmp_path):
 
 
 def test_the_changelog_begins_with_this_version():
-    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert versions[0] == header_version() and versions == sorted(versions, reverse=True)
+    """Or with the one to come, which says that the header still has the last one."""
+    page = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (\S+)", page, re.MULTILINE)
+    assert versions == sorted(versions, reverse=True)
+    first, note = re.search(r"^## (\S+)(.*)", page, re.MULTILINE).groups()
+    if note.startswith(" (open"):
+        assert note == f" (open: `gpukern.h` says {header_version()} until it is released)"
+        first = versions[1]
+    assert first == header_version()
 
 
 def test_metadata_needs_neither_torch_nor_a_compiler(tmp_path):

@@ -177,13 +177,13 @@ def test_no_module_imports_what_imports_it():
 
 
 # --------------------------------------------------------------------------------------------------
-# the figures of docs/architecture.md, "What it comes to"
+# the figures of docs/decisions.md, "What a change costs"
 
 
 def figures(row):
     """The last column of a row of that table."""
     (found,) = re.findall(
-        rf"^\| {row} \|.*\| (.*) \|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE
+        rf"^\| {row} \|.*\| (.*) \|$", (ROOT / "docs" / "decisions.md").read_text(), re.MULTILINE
     )
     return found
 

@@ -144,7 +144,7 @@ def vectors(
                     mode,
                     f"the {n} elements from offset {first} on are no vector",
                 )
-    column = inner.modes[0].size
+    column = inner.modes[0].size if inner.modes else 1  # () has one element
     if n > 1 and mode is not None and mode < len(inner.modes[0].leaves):
         column //= n
     return [offsets[i] * elem_bytes for i in kept], column

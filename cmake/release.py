@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Makes dist/ what a maintainer uploads: the sdist beside the wheel, checksums and an index page.
+
+    make release                                   torch 2.10 and the newest that the registry has
+    make release RELEASE_TORCH=2.13.0              one torch of your choice
+    python cmake/release.py dist --torch 2.10 newest
+
+For each torch it makes a fresh environment, installs the wheel by the index page, and runs tests of
+the ops there against the installed package. The sdist must hold what git has. Nothing is uploaded.
+
+dist/simple is an index as PEP 503 describes it:
+
+    pip install --extra-index-url file://$PWD/dist/simple gpukern
+"""
+
+import argparse
+import hashlib
+import html
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / "build" / "release"
+# A sample of every kind of op: products, attention, pages, rows, quantised operands.
+TESTS = (
+    "tests/ops/test_gemm.py",
+    "tests/ops/test_flash_attn.py",
+    "tests/ops/test_paged_attn.py",
+    "tests/ops/test_rows.py",
+    "tests/ops/test_weight_gemm.py",
+)
+
+
+def run(*command, **options):
+    print("+", *command, flush=True)
+    subprocess.run([str(part) for part in command], check=True, **options)
+
+
+def make_sdist(dist: Path) -> None:
+    """Of the commit, not of the folder, which may hold files that git does not know."""
+    tree = WORK / "tree"
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.mkdir(parents=True)
+    archive = subprocess.run(["git", "archive", "HEAD"], check=True, cwd=ROOT, capture_output=True)
+    subprocess.run(["tar", "-x", "-C", tree], check=True, input=archive.stdout)
+    script = "import sys; from scikit_build_core import build; build.build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", script, dist, cwd=tree)
+
+
+def packages(dist: Path) -> list[Path]:
+    """The wheel and the sdist: one of each, of one version."""
+    found = sorted([*dist.glob("*.whl"), *dist.glob("*.tar.gz")])
+    versions = {re.match(r"gpukern-([^-]+?)(?:-|\.tar)", path.name)[1] for path in found}
+    if len(found) != 2 or len(versions) != 1:
+        names = ", ".join(path.name for path in found)
+        raise SystemExit(f"release: expected one wheel and one sdist in {dist}, found {names}")
+    return found
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def requires_python(path: Path) -> str:
+    """What the wheel's metadata asks for."""
+    with zipfile.ZipFile(path) as archive:
+        [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        return re.search(r"^Requires-Python: (.+)$", archive.read(name).decode(), re.MULTILINE)[1]
+
+
+def write_sums(dist: Path) -> None:
+    """SHA256SUMS, as `sha256sum --check` reads it."""
+    lines = [f"{sha256(path)}  {path.name}\n" for path in packages(dist)]
+    (dist / "SHA256SUMS").write_text("".join(lines))
+
+
+def write_index(dist: Path) -> None:
+    """simple/index.html and simple/gpukern/index.html, whose links lead to the files of dist."""
+    files = packages(dist)
+    [wheel] = [path for path in files if path.suffix == ".whl"]
+    needs = html.escape(requires_python(wheel), quote=True)
+    links = [
+        f'<a href="../../{path.name}#sha256={sha256(path)}" data-requires-python="{needs}">{path.name}</a><br>'
+        for path in files
+    ]
+
+    def page(path, title, lines):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        head = f'<meta charset="utf-8"><meta name="pypi:repository-version" content="1.0"><title>{title}</title>'
+        path.write_text(
+            "\n".join(
+                ("<!DOCTYPE html>", f"<html><head>{head}</head><body>", *lines, "</body></html>\n")
+            )
+        )
+
+    simple = dist / "simple"
+    page(simple / "index.html", "Simple index", ['<a href="gpukern/">gpukern</a>'])
+    page(simple / "gpukern" / "index.html", "Links for gpukern", links)
+
+
+def pinned(*names: str) -> list[str]:
+    """Packages as requirements-test.txt pins them, markers included."""
+    lines = (ROOT / "requirements-test.txt").read_text().splitlines()
+    return [line for line in lines if re.split(r"[=;]", line)[0] in names]
+
+
+def environment(name: str) -> Path:
+    """The Python of a fresh environment."""
+    folder = WORK / name
+    shutil.rmtree(folder, ignore_errors=True)
+    run(sys.executable, "-m", "venv", folder)
+    return folder / "bin" / "python"
+
+
+def check(dist: Path, version: str, tests: list[str]) -> None:
+    """Installs the wheel by the index beside this torch, in a fresh environment, and runs tests."""
+    python = environment(f"torch-{version}")
+    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    torch = (
+        "torch" if version == "newest" else f"torch=={version}" + ".*" * (version.count(".") < 2)
+    )
+    run(*pip, torch, "numpy", *pinned("pytest", "pytest-xdist", "hypothesis"))
+    # no other index, so that what is installed is what lies in dist
+    index = (dist / "simple").as_uri()
+    alone = {"env": os.environ | {"PIP_CONFIG_FILE": os.devnull}}
+    run(*pip, "--no-deps", "--only-binary", ":all:", "--index-url", index, "gpukern", **alone)
+    said = "import torch, torch_gpukern as g; print('torch', torch.__version__, 'with', g.__file__)"
+    run(python, "-c", said, cwd=WORK)
+    run(python, "-m", "torch_gpukern", "doctor", cwd=WORK)
+    workers = os.environ.get("MAX_JOBS", str(os.cpu_count()))
+    spread = ("-n", workers, "--dist", "worksteal")
+    run(python, "-m", "pytest", "-q", *spread, *(ROOT / test for test in tests), cwd=WORK)
+
+
+def check_sdist(dist: Path, build: bool) -> None:
+    """It holds what git has. With `build` it also makes a wheel of the files that the wheel has; that
+    one is compiled without CUDA."""
+    [archive] = dist.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        held = {m.name.split("/", 1)[1] for m in files.getmembers() if m.isfile()} - {"PKG-INFO"}
+    listed = subprocess.run(
+        ["git", "ls-files"], check=True, cwd=ROOT, capture_output=True, text=True
+    )
+    if differ := held ^ set(listed.stdout.splitlines()):
+        raise SystemExit(f"release: the sdist differs from git in {', '.join(sorted(differ))}")
+    if not build:
+        return
+    [wheel] = dist.glob("*.whl")
+    folder = WORK / "from-sdist"
+    shutil.rmtree(folder, ignore_errors=True)
+    settings = ("--config-settings=cmake.define.GPUKERN_CUDA=0",)
+    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check")
+    run(*pip, "--no-deps", "--no-index", "--no-build-isolation", *settings, archive, "-w", folder)
+    [made] = folder.iterdir()
+    with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(made) as theirs:
+        names = [{n for n in z.namelist() if not n.endswith("/")} for z in (ours, theirs)]
+    if names[0] != names[1]:
+        raise SystemExit(f"release: the sdist makes another wheel: {sorted(names[0] ^ names[1])}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="sdist, checks, checksums and index of a release")
+    parser.add_argument("dist", type=Path, help="the folder that holds the wheel")
+    parser.add_argument("--torch", nargs="*", default=["2.10", "newest"], metavar="VERSION")
+    parser.add_argument("--tests", nargs="*", default=list(TESTS), metavar="FILE")
+    parser.add_argument("--build-sdist", action="store_true", help="compile the sdist, too")
+    args = parser.parse_args()
+    dist = args.dist.resolve()
+    WORK.mkdir(parents=True, exist_ok=True)
+    make_sdist(dist)
+    write_sums(dist)
+    write_index(dist)
+    check_sdist(dist, args.build_sdist)
+    for version in args.torch:
+        check(dist, version, args.tests)
+    print(f"gpukern: {dist} is ready to upload; served from there it installs by")
+    print(f"    pip install --extra-index-url {(dist / 'simple').as_uri()} gpukern")
+
+
+if __name__ == "__main__":
+    main()

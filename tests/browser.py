@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A browser without a window, where one is installed: what a page becomes once its script has run."""
+
+import functools
+import re
+import shutil
+import subprocess
+from html import unescape
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+
+@functools.cache
+def found():
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+def dom(url, folder, width=1280, seconds=20):
+    """The page's elements as text, less its scripts, after they ran this many seconds of its clock.
+
+    folder: an empty one, for the browser's profile. Pages of the disk may read each other.
+    """
+    if not found():
+        pytest.skip(f"no browser: none of {', '.join(NAMES)} is on the path")
+    command = [
+        found(),
+        "--headless",
+        "--no-sandbox",  # which root cannot have
+        "--disable-gpu",
+        "--disable-web-security",
+        "--allow-file-access-from-files",
+        f"--user-data-dir={folder}",
+        f"--window-size={width},900",
+        f"--virtual-time-budget={1000 * seconds}",
+        "--dump-dom",
+        url,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return re.sub(r"<script\b.*?</script>", "", done.stdout, flags=re.DOTALL)
+
+
+def text_of(page, ident):
+    """What stands in the element of this id, which holds no other element."""
+    match = re.search(rf'<(\w+)[^>]*\bid="{ident}"[^>]*>([^<]*)</\1>', page)
+    assert match, f"the page has no text at #{ident}"
+    return unescape(match[2])
