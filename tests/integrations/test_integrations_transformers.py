@@ -653,7 +653,9 @@ def mask_of(config, length=8, **inputs):
 MATRICES = {
     "prefix": {"or_mask_function": lambda b, h, q, k: k < 5},
     "dilated": {"and_mask_function": lambda b, h, q, k: (q - k) % 3 == 0},
-    "blocks": {"block_sequence_ids": torch.tensor([2 * [-1, -1, 0, 0, 0, -1], 2 * [-1, 0, 0, 1, 1, 1]])},
+    "blocks": {
+        "block_sequence_ids": torch.tensor([2 * [-1, -1, 0, 0, 0, -1], 2 * [-1, 0, 0, 1, 1, 1]])
+    },
 }
 
 
