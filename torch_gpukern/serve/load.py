@@ -60,7 +60,7 @@ class Times:
             for q in (0.5, 0.99)
         ]
         rate = f"{self.tokens / self.seconds:.1f}"
-        return (str(level), str(self.answers), f"{self.seconds:.1f}", rate, *ms)
+        return (str(level), str(self.answers), f"{self.seconds:.3f}", rate, *ms)
 
 
 def percentile(values: list[float], q: float) -> float:
