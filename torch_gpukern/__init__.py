@@ -214,8 +214,9 @@ def explain(op: Explained, *args: _Any, arch: str | None = None, **kwargs: _Any)
         op: one of ``torch_gpukern.EXPLAINED``: the products, ``"flash_attn"``,
             ``"flash_attn_varlen"``, ``"flash_attn_bwd"``, ``"paged_attn"``, ``"rope_kv_write"``,
             the quantising ops, and the forward of the row operations.
-        *args, **kwargs: the arguments of ``torch.ops.gpukern.<op>``, by position or name. For
-            float8_e4m3fn attention, they are those of the public function.
+        *args: the arguments of ``torch.ops.gpukern.<op>``. For float8_e4m3fn attention, they are
+            those of the public function.
+        **kwargs: the same by name.
         arch: ``"sm_80"``, ``"sm_86"``, ``"sm_89"`` or ``"sm_90"``: explains what a GPU of that
             architecture (an A100, RTX 3090, L40S, H100) would run, wherever the tensors are. No GPU
             is needed, and contents of tensors on the CPU are not read. The build must have the CUDA
