@@ -62,7 +62,7 @@ def vocab_parallel_linear_cross_entropy(
             `cross_entropy`. It has no gradient.
         classes: V of all ranks; needed if the ranks have unequal numbers of classes.
         ignore_index, label_smoothing, softcap, logit_scale, reduction, z_loss: as for
-        `linear_cross_entropy`.
+            `linear_cross_entropy`.
 
     Returns:
         [] or, without a reduction, [...]: float32 (float64 with float64), the same bits on every
@@ -75,8 +75,8 @@ def vocab_parallel_linear_cross_entropy(
 
     Communication: forward sends 8 bytes per row (12 with label smoothing). Backward sends the
     float32 gradient of x to the rows' owners and back. Memory beyond arguments and results, with M
-    rows: 4 M H bytes + 512 MiB on each rank, and 4 M H bytes of buffers for transfers (float64: 8 M
-        H).
+    rows: 4 M H bytes + 512 MiB on each rank, and 4 M H bytes of buffers for transfers. Float64
+    takes 8 M H bytes of each.
 
     Raises:
         ValueError: a shape, dtype or value that the op does not take, or ranks that pass different
