@@ -45,7 +45,8 @@ def command(log: Path) -> list[str]:
     """The command of one ncu run over both programs. PATTERN_CHECK=1 launches every access once, on
     one block."""
     numbers = " ".join(str(rung.number) for rung in ladder.rungs())
-    script = f"{shlex.quote(sys.executable)} {ROOT / 'benchmarks' / 'ladder.py'} 4096 {numbers} && {BANKS}"
+    program = ROOT / "learn" / "benchmarks" / "ladder.py"
+    script = f"{shlex.quote(sys.executable)} {program} 4096 {numbers} && {BANKS}"
     kernels = "regex:ladder_|gemm|nvjet|read_kernel"
     ncu = [
         "ncu",

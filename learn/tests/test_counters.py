@@ -92,7 +92,7 @@ def test_what_is_missing_is_named(counters, monkeypatch):
     counters.ladder.library.cache_clear()
     with pytest.raises(
         OSError,
-        match="ladder: /nowhere/libgpukern_ladder.so is not there; `make build GPUKERN_CUDA=1`",
+        match="ladder: /nowhere/libgpukern_ladder.so is not there; `make learn GPUKERN_CUDA=1`",
     ):
         counters.ladder.rungs()
 
