@@ -208,36 +208,36 @@ template <class Inner, class Tile> struct BlockProduct : Inner {
     }
     __device__ __forceinline__ void join(Sum (&sum)[MT][2 * NT][4], int q, bool last) {
         if (!last && (!p.along_k || (q & p.mask) != p.mask)) return;
-        float a[MT][2], b[2 * NT][2];
+        float a[MT][2];
 #pragma unroll
         for (int i = 0; i < 2 * MT; ++i) a[i / 2][i % 2] = 1;
-#pragma unroll
-        for (int i = 0; i < 4 * NT; ++i) b[i / 2][i % 2] = 1;
+        const int lane = threadIdx.x % 32;
+        const smem_addr of_q =
+            scales_s + (unsigned)(q / KK) % 3 * STEP_BYTES + (p.mask ? 0 : q % KK) * (ROWS * 4);
+        const smem_addr cols_s = of_q + 4 * (Tile::BM + warp_n + lane % 4 * 2);
         if (p.along_k) {
-            const int lane = threadIdx.x % 32;
-            const smem_addr of_q =
-                scales_s + (unsigned)(q / KK) % 3 * STEP_BYTES + (p.mask ? 0 : q % KK) * (ROWS * 4);
-            const smem_addr rows_s = of_q + 4 * (warp_m + lane / 4),
-                            cols_s = of_q + 4 * (Tile::BM + warp_n + lane % 4 * 2);
+            const smem_addr rows_s = of_q + 4 * (warp_m + lane / 4);
 #pragma unroll
             for (int i = 0; i < 2 * MT; ++i) a[i / 2][i % 2] = ld_shared_f32(rows_s + 4 * 8 * i);
-#pragma unroll
-            for (int n = 0; n < 2 * NT; ++n) {
-                const uint2 x = ld_shared_64(cols_s + 4 * 8 * n);
-                b[n][0] = __uint_as_float(x.x);
-                b[n][1] = __uint_as_float(x.y);
-            }
         }
+        /* b's scales are read two at a time: held together, they would not fit into registers. */
 #pragma unroll
-        for (int i = 0; i < MT; ++i)
+        for (int n = 0; n < 2 * NT; ++n) {
+            float b[2] = {1, 1};
+            if (p.along_k) {
+                const uint2 x = ld_shared_64(cols_s + 4 * 8 * n);
+                b[0] = __uint_as_float(x.x);
+                b[1] = __uint_as_float(x.y);
+            }
 #pragma unroll
-            for (int n = 0; n < 2 * NT; ++n)
+            for (int i = 0; i < MT; ++i)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     total[i][n][e] =
-                        fmaf((float)sum[i][n][e] * a[i][e / 2], b[n][e % 2], total[i][n][e]);
+                        fmaf((float)sum[i][n][e] * a[i][e / 2], b[e % 2], total[i][n][e]);
                     sum[i][n][e] = 0;
                 }
+        }
     }
 };
 

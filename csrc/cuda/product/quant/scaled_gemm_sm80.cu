@@ -78,7 +78,7 @@ store_tile(const Params &p, unsigned char *smem, Sum (&sum)[Tile::WM / 16][Tile:
         if (row >= p.m || valid <= 0) return;
         const float sa = p.blocks.along_k ? 1 : edge[warp_m + r];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = v[i] * p.up * (sa * by[i]);
+        for (int i = 0; i < 8; ++i) v[i] = v[i] * p.up * sa * by[i];
         finish_octet(p.f, p.vectors, row, col, valid, v, bias);
     });
 }
