@@ -304,7 +304,7 @@ static void check_public(void) {
     const char *text = NULL;
     snprintf(check_case, sizeof check_case, "public functions");
 #ifdef GPUKERN_HAS_CUDA
-    const char *words = "a CPU's", *plain = "32x48x64:NN" PLAIN "abo",
+    const char *words = "got a CPU one", *plain = "32x48x64:NN" PLAIN "abo",
                *row = "gemm_sm80_bf16_64x64x64";
     check_refused(gk_gemm_prefer_class("A GPU", plain, "gemm_of_tomorrow"), GK_ERR_ARGUMENT,
                   "instance 'gemm_of_tomorrow' does not exist in this library");
