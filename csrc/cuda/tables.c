@@ -4,7 +4,7 @@
  * plan function chooses among its own instances; otherwise the first instance that can serve the
  * call is used. */
 #include "../core/dispatch.h"
-#include "gpukern_ranks.h"
+#include "gpukern.h"
 
 extern const gk_cuda_table gk_gemm_sm90a_table, gk_gemm_pingpong_sm90a_table,
     gk_gemm_swapab_sm90a_table;

@@ -152,3 +152,16 @@ def test_includes_stand_at_the_top():
         for number in late_includes(path.read_text())
     ]
     assert not late, f"an #include behind code: {late}"
+
+
+def test_the_library_uses_no_old_name_of_a_header():
+    """The forwarding headers go in the next minor version."""
+    users = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for folder in ("csrc", "ops")
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in {".c", ".h", ".cpp", ".cu", ".cuh"}
+        for name in re.findall(r'#\s*include\s+"(\w+\.h)"', path.read_text())
+        if name in OLD_NAMES
+    ]
+    assert not users, users

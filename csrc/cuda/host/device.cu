@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /* device.cu: properties of the GPUs as the runtime reports them, the current device, and the
  * pinned word that kernels report errors to. */
-#include "gpukern_ranks.h"
+#include "gpukern.h"
 #include "../../core/prefer.h"
 #include "../kernels.h"
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 /* cross_entropy: the loss of each row of logits, and its gradient. Serves the ops
- * gk_cross_entropy_fwd and gk_cross_entropy_bwd (gpukern.h, gpukern_loss.h). With e the label
+ * gk_cross_entropy_fwd and gk_cross_entropy_bwd (gpukern.h, gpukern_train.h). With e the label
  * smoothing, t the row's target, w the weights (1 if none) and V the number of
  * columns of the whole row:
  *
@@ -21,7 +21,7 @@
  * elements.
  *
  * No workspace. Bound by reading logits, and by writing dlogits. */
-#include "gpukern_loss.h"
+#include "gpukern_train.h"
 #include "../ptx/regs.cuh"
 #include "row_block.cuh"
 

@@ -17,7 +17,7 @@
  * cap; label smoothing together with weights; rows that do not start at multiples of 16 bytes. No
  * workspace. Bound by reading logits once and writing dlogits: 6 bytes per column with a 16-bit
  * gradient. */
-#include "gpukern_loss.h"
+#include "gpukern_train.h"
 #include "../ptx/regs.cuh"
 #include "../ptx/tma.cuh"
 #include "clusters.cuh"

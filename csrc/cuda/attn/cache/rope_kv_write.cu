@@ -17,7 +17,7 @@
  * vectors, one element with its partner. A norm reads its row twice, the second time from L1. With
  * many tokens the kernel is bound by memory bandwidth, otherwise by the latency of the chain
  * position -> cos -> store. */
-#include "gpukern_cache.h"
+#include "gpukern.h"
 #include "kv_store.cuh"
 
 namespace {

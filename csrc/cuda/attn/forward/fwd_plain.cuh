@@ -18,7 +18,7 @@
 #ifndef GPUKERN_CUDA_FWD_PLAIN_CUH
 #define GPUKERN_CUDA_FWD_PLAIN_CUH
 
-#include "gpukern_ranks.h"
+#include "gpukern.h"
 #include "../../tile/reduce.cuh"
 #include "../drop.cuh"
 #include "fwd_rows.cuh"

@@ -5,7 +5,7 @@
 #ifndef GPUKERN_CUDA_FWD_WORK_CUH
 #define GPUKERN_CUDA_FWD_WORK_CUH
 
-#include "gpukern_ranks.h"
+#include "gpukern.h"
 #include "../../tile/divisor.cuh"
 #include "fwd_rows.cuh"
 #include "../split_combine.cuh"
