@@ -11,7 +11,7 @@ extern const gk_cuda_table gk_gemm_sm90a_table, gk_gemm_pingpong_sm90a_table,
 extern const gk_cuda_table gk_gemm_tf32_sm90a_table, gk_gemm_skinny_table, gk_gemm_sm80_table,
     gk_gemm_plain_table;
 extern const gk_cuda_table gk_gemm_act_bwd_table;
-extern const gk_cuda_table gk_flash_attn_fwd_sm90a_table;
+extern const gk_cuda_table gk_flash_attn_fwd_sm90a_table, gk_flash_attn_fwd_masked_sm90a_table;
 extern const gk_cuda_table gk_flash_attn_fwd_sm80_table, gk_flash_attn_fwd_simt_table,
     gk_flash_attn_fwd_plain_table;
 extern const gk_cuda_table gk_flash_attn_fwd_drop_sm80_table, gk_flash_attn_bwd_drop_sm80_table;
@@ -61,10 +61,10 @@ static const gk_cuda_table *const gemm_tables[] = {
     &gk_gemm_plain_table};
 static const gk_cuda_table *const gemm_act_bwd_tables[] = {&gk_gemm_act_bwd_table};
 static const gk_cuda_table *const flash_attn_fwd_tables[] = {
-    &gk_flash_attn_fwd_partial_sm90a_table, &gk_flash_attn_fwd_sm90a_table,
-    &gk_flash_attn_fwd_sm80_table,          &gk_flash_attn_fwd_drop_sm80_table,
-    &gk_flash_attn_fwd_simt_table,          &gk_flash_attn_fwd_plain_table,
-    &gk_flash_attn_fwd_partial_plain_table};
+    &gk_flash_attn_fwd_masked_sm90a_table, &gk_flash_attn_fwd_partial_sm90a_table,
+    &gk_flash_attn_fwd_sm90a_table,        &gk_flash_attn_fwd_sm80_table,
+    &gk_flash_attn_fwd_drop_sm80_table,    &gk_flash_attn_fwd_simt_table,
+    &gk_flash_attn_fwd_plain_table,        &gk_flash_attn_fwd_partial_plain_table};
 static const gk_cuda_table *const flash_attn_bwd_tables[] = {
     &gk_flash_attn_bwd_sm90a_table,         &gk_flash_attn_bwd_wide_sm90a_table,
     &gk_flash_attn_bwd_sm80_table,          &gk_flash_attn_bwd_drop_sm80_table,
@@ -151,6 +151,13 @@ bool gk_cuda_takes(const gk_cuda_table *table, gk_op op, const void *args) {
     const gk_flash_attn_bwd_args *g = forward ? NULL : args;
     const gk_flash_attn_args *a = forward ? args : &g->fwd;
     if (!takes_partial(table, a, g)) return false;
+    if (g ? gk_scores_of_bwd(g) : gk_scores_of(a)) { /* a mask or a bias */
+        if (g) return table == &gk_flash_attn_bwd_plain_table;
+        if (table == &gk_flash_attn_fwd_masked_sm90a_table) return !(a->dropout_p > 0);
+        return table == &gk_flash_attn_fwd_plain_table ||
+               table == &gk_flash_attn_fwd_partial_plain_table;
+    }
+    if (table == &gk_flash_attn_fwd_masked_sm90a_table) return false;
     const bool drops =
         table == &gk_flash_attn_fwd_drop_sm80_table || table == &gk_flash_attn_bwd_drop_sm80_table;
     const bool either = table == &gk_flash_attn_fwd_plain_table ||
