@@ -3,7 +3,7 @@
 # Runs what needs several GPUs of one host, in order of value: the checks of
 # tests/distributed, the benchmark for all GPUs, then for pairs of them beside each other.
 #
-#   OUT=folder tools/run_on_gpus.sh SECONDS links checks first pairs second all_checks
+#   OUT=folder tools/run_on_gpus.sh SECONDS links checks first training second pairs all_checks
 #
 # Each part has a time limit, and none runs on after SECONDS. Logs and results go to $OUT.
 # NVLink multicast stays off.
@@ -34,13 +34,13 @@ bench() {
         --master-port $((port++)) benchmarks/bench_distributed.py --parts "$4" --out "$OUT/$2"
 }
 port=29500
-checks=mailboxes,products_equal,sums_of,large,in_parts,attention_equals,early,spread,captured
+checks=mailboxes,products_equal,sums_of,large,in_parts,operands
 
 run_part() {
     case $1 in
     links) part 10 links nvidia-smi topo -m ;;
     checks)
-        ONLY=$checks part 80 checks python3 -m pytest -n 0 -q -x -s tests/distributed -p no:cacheprovider \
+        ONLY=$checks part 45 checks python3 -m pytest -n 0 -q -x -s tests/distributed -p no:cacheprovider \
             -k "mailboxes_of_one_gpu or (several_gpus and $gpus)"
         ;;
     all_checks)
@@ -48,10 +48,11 @@ run_part() {
             -k "several_gpus and $gpus"
         ;;
     first)
-        bench 120 first "$gpus" \
-            links,products,all_reduce,attention,attention_32k,decode,training
+        bench 110 first "$gpus" \
+            links,products,loss,experts,attention,all_reduce,attention_32k,decode
         ;;
-    second) bench 60 second "$gpus" loss,experts,attention_128k,crossover ;;
+    training) bench 70 training "$gpus" training ;;
+    second) bench 60 second "$gpus" attention_128k,crossover ;;
     pairs) # two at a time, which share no link
         CUDA_VISIBLE_DEVICES=0,1 bench 45 pair0 2 products,all_reduce,loss &
         port=29600

@@ -1180,6 +1180,51 @@ def check_a_product_in_parts_is_the_whole(ranks):
     torch.testing.assert_close(got[1], want[1][inner], atol=1e-3, rtol=1e-4)
 
 
+def check_operands_that_are_fetched(ranks):
+    """A size at which gemm_reduce_scatter fetches the other ranks' operands on GPUs. Their inner
+    dimensions differ, and b's columns or rows are contiguous."""
+    from torch_gpukern.distributed import transport
+
+    size, gen, made = RANKS, generator("operands"), []
+    usual = transport.Operands
+
+    class Counted(usual):
+        def __init__(self, *given):
+            made.append(1)
+            super().__init__(*given)
+
+    ends = list(itertools.accumulate([256 + 8 * (r % 2) for r in range(size)], initial=0))
+    inner = slice(ends[ranks.rank], ends[ranks.rank + 1])
+    whole = [
+        randn(gen, *shape, dtype=torch.bfloat16) for shape in ((2050, ends[-1]), (ends[-1], 2048))
+    ]
+    weight = randn(gen, 2050, 2048, dtype=torch.bfloat16)
+    own_weight = weight.tensor_split(size)[ranks.rank]
+    leaves = [x.double().requires_grad_() for x in whole]
+    want = leaves[0] @ leaves[1]
+    grads = torch.autograd.grad(want, leaves, weight.double())
+
+    def close(got, expected):
+        off = (got.double() - expected).norm() / expected.norm()
+        assert off < 3e-3, off.item()
+
+    transport.Operands = Counted
+    try:
+        for turned in (False, True):
+            a, b = whole[0][:, inner].clone(), whole[1][inner].clone()
+            b = (b.t().contiguous().t() if turned else b).requires_grad_()
+            a.requires_grad_()
+            out = gd.gemm_reduce_scatter(a, b)
+            close(out, want.tensor_split(size)[ranks.rank])
+            assert torch.equal(out, gd.gemm_reduce_scatter(a, b))
+            da, db = torch.autograd.grad(out, (a, b), own_weight)
+            close(da, grads[0][:, inner])
+            close(db, grads[1][inner])
+    finally:
+        transport.Operands = usual
+    assert len(made) >= 4 or not CUDA or size > 4
+
+
 def check_sums_in_mailboxes(ranks):
     """Small sums: the ranks' products are added in float32 in rank order and rounded once.
     Repeated, with other sizes, and in two graphs at the same time."""
